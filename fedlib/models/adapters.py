@@ -1,0 +1,165 @@
+"""Fine-tuning modes: which parameters are trained and communicated, and the adapters inserted for it.
+
+``full`` | ``frozen`` (the head only) | ``pa`` parallel adapter | ``sa`` serial adapter | ``ssf`` scale and shift |
+``lora`` and any other peft tuner by its name, injected by peft. The head (classifiers or Ree) is always trained.
+
+Deviations: as released, the up-projections of PA and SA start at N(0, 0.02), not at zero; SSF also scales the
+classifiers' norm but nothing inside Ree. Frozen parameters never get gradients (the release computes and drops them).
+"""
+
+import torch
+from torch import nn
+
+from ..experiment import did_you_mean
+from ..rng import torch_generator
+from .exits import Classifier
+from .layers import LayerNorm, Linear, init_normal_, per_client
+from .vit import ViT
+
+OWN_MODES = ("full", "frozen", "pa", "sa", "ssf")
+PEFT_DEFAULTS = {"lora": {"r": 32, "lora_alpha": 64, "lora_dropout": 0.0}, "ia3": {"feedforward_modules": []}}
+WITHOUT_INJECTION = {"prompt_tuning", "p_tuning", "prefix_tuning", "multitask_prompt_tuning", "adaption_prompt",
+                     "cpt", "xlora", "poly", "trainable_tokens", "cartridge", "adalora"}  # fmt: skip
+
+
+def finetune_modes() -> tuple[str, ...]:
+    """All accepted values of ``Experiment.finetune``."""
+    from peft import PEFT_TYPE_TO_CONFIG_MAPPING
+
+    names = {str(getattr(k, "value", k)).lower() for k in PEFT_TYPE_TO_CONFIG_MAPPING}
+    return (*OWN_MODES, *sorted(names - WITHOUT_INJECTION))
+
+
+def check_finetune(mode: str, options: dict) -> None:
+    """Raise ``ValueError`` for an unknown mode, or an option it does not have."""
+    if mode not in OWN_MODES and mode not in finetune_modes():
+        raise ValueError(f"experiment: finetune = {mode!r} is unknown{did_you_mean(mode, finetune_modes())}")
+    allowed = {"r"} if mode in ("pa", "sa") else set()
+    if mode not in OWN_MODES:
+        import dataclasses
+
+        allowed = {f.name for f in dataclasses.fields(_peft_config_class(mode))}
+    for key, value in options.items():
+        if key not in allowed:
+            raise ValueError(f"experiment: finetune_options: unknown key {key!r} for {mode}{did_you_mean(key, allowed)}")
+        if key == "r" and (type(value) is not int or value < 1):
+            raise ValueError(f"experiment: finetune_options: r = {value!r} must be a positive integer")
+
+
+class Bottleneck(nn.Module):
+    """up(relu(down(x))), d -> r -> d with biases."""
+
+    def __init__(self, dim: int, r: int):
+        super().__init__()
+        self.down = Linear(dim, r, axes=(None, "residual"))
+        self.up = Linear(r, dim, axes=("residual", None))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.up(torch.relu(self.down(x)))
+
+
+class ParallelAdapter(nn.Module):
+    """sublayer(h) + adapter(h), h the norm's output."""
+
+    def __init__(self, base_layer: nn.Module, dim: int, r: int):
+        super().__init__()
+        self.base_layer, self.adapter = base_layer, Bottleneck(dim, r)
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        return self.base_layer(h) + self.adapter(h)
+
+
+class SerialAdapter(ParallelAdapter):
+    """s + adapter(s), s the sublayer's output."""
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        s = self.base_layer(h)
+        return s + self.adapter(s)
+
+
+class ScaleShift(nn.Module):
+    """SSF: base(x) * scale + shift, per feature."""
+
+    def __init__(self, base_layer: Linear | LayerNorm, generator: torch.Generator):
+        super().__init__()
+        axis, size = base_layer.axes["bias"], base_layer.weight.shape[0]
+        self.base_layer, self.axes = base_layer, {"scale": axis, "shift": axis}
+        self.scale = nn.Parameter(torch.empty(size).normal_(1, 0.02, generator=generator))
+        self.shift = nn.Parameter(torch.empty(size).normal_(0, 0.02, generator=generator))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.base_layer(x)
+        return torch.addcmul(per_client(self.shift, y), y, per_client(self.scale, y))
+
+
+class PerClient(nn.Module):
+    """A foreign peft layer run under ``vmap`` when its parameters are stacked per client."""
+
+    def __init__(self, layer: nn.Module):
+        super().__init__()
+        self.base_layer = layer
+        self.dims = {n: p.dim() for n, p in layer.named_parameters()}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        params = dict(self.base_layer.named_parameters())
+        stacked = {n: 0 if p.dim() > self.dims[n] else None for n, p in params.items()}
+        if not any(d == 0 for d in stacked.values()):
+            return self.base_layer(x)
+        call = lambda p, x: torch.func.functional_call(self.base_layer, p, (x,))  # noqa: E731
+        return torch.func.vmap(call, in_dims=(stacked, 0))(params, x)
+
+
+def apply_finetune_(vit: ViT, head: nn.Module, mode: str, options: dict, seed: int) -> None:
+    """Insert the adapters of ``mode`` and set ``requires_grad`` on exactly what is trained and communicated."""
+    check_finetune(mode, options)
+    vit.requires_grad_(mode == "full")
+    dim, generator = vit.config.dim, torch_generator(seed, "adapter init")
+    if mode in ("pa", "sa"):
+        wrap = ParallelAdapter if mode == "pa" else SerialAdapter
+        for block in vit.blocks:
+            for name in ("attn", "mlp"):
+                wrapper = wrap(getattr(block, name), dim, options.get("r", 32))
+                init_normal_(wrapper.adapter, generator)
+                setattr(block, name, wrapper)
+    elif mode == "ssf":
+        vit.stem.patch_embed = ScaleShift(vit.stem.patch_embed, generator)
+        for block in vit.blocks:
+            for parent, names in (
+                (block, ("norm1", "norm2")), (block.attn, ("q", "k", "v", "proj")), (block.mlp, ("fc1", "fc2")),
+            ):  # fmt: skip
+                for name in names:
+                    setattr(parent, name, ScaleShift(getattr(parent, name), generator))
+        for classifier in [m for m in head.modules() if isinstance(m, Classifier)]:
+            classifier.norm = ScaleShift(classifier.norm, generator)
+    elif mode not in OWN_MODES:
+        _inject_peft_(vit, mode, options, generator)
+    head.requires_grad_(True)
+
+
+def _peft_config_class(mode: str) -> type:
+    from peft import PEFT_TYPE_TO_CONFIG_MAPPING
+
+    return next(c for k, c in PEFT_TYPE_TO_CONFIG_MAPPING.items() if str(getattr(k, "value", k)).lower() == mode)
+
+
+def _inject_peft_(vit: ViT, mode: str, options: dict, generator: torch.Generator) -> None:
+    """Let peft insert its tuner on q and v (or ``target_modules``); LoRA's layers stay cohort-shaped, others vmap."""
+    from peft import inject_adapter_in_model
+    from peft.tuners.lora import Linear as LoraLinear
+
+    settings = {"target_modules": ["q", "v"]} | PEFT_DEFAULTS.get(mode, {}) | options
+    settings = {k: list(v) if isinstance(v, tuple) else v for k, v in settings.items()}
+    seed = int(torch.randint(2**62, (), generator=generator))
+    with torch.random.fork_rng(devices=[]):  # peft draws from the global generator: lend it one of ours
+        torch.random.manual_seed(seed)
+        inject_adapter_in_model(_peft_config_class(mode)(**settings), vit)
+    for block in vit.blocks:
+        layers = [(n, m) for n, m in block.named_modules() if hasattr(m, "base_layer")]
+        for path, layer in layers:
+            if type(layer) is LoraLinear and not layer.lora_variant:
+                out_axis, in_axis = layer.base_layer.axes["weight"]
+                for linear, axes in ((layer.lora_A["default"], (None, in_axis)), (layer.lora_B["default"], (out_axis, None))):
+                    linear.__class__, linear.axes = Linear, {"weight": axes, "bias": axes[:1]}
+            else:
+                parent, name = path.rsplit(".", 1)
+                setattr(block.get_submodule(parent), name, PerClient(layer))

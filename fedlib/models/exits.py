@@ -1,0 +1,69 @@
+"""Exits as classifiers on the class token: one per exit (every method but ReeFL), or one shared by all.
+
+A *head* has ``per_exit`` (does each exit own its parameters?), ``step(block, token, past)`` and ``place(path)``.
+"""
+
+import torch
+from torch import nn
+
+from ..slices import STEM
+from .layers import LayerNorm, Linear, init_normal_
+
+
+class Classifier(nn.Module):
+    """LN (eps 1e-5), then Linear d -> C. The backbone's own final norm is not used."""
+
+    def __init__(self, dim: int, num_classes: int):
+        super().__init__()
+        self.norm = LayerNorm(dim)
+        self.linear = Linear(dim, num_classes, axes=("classes", "residual"))
+
+    def forward(self, token: torch.Tensor) -> torch.Tensor:  # (K, B, d) -> (K, B, C)
+        return self.linear(self.norm(token))
+
+
+class Classifiers(nn.Module):
+    """One classifier per exit on the raw class token of the exit's block; nothing is handed back to the backbone."""
+
+    per_exit = True
+
+    def __init__(self, dim: int, num_classes: int, exit_blocks: tuple[int, ...]):
+        super().__init__()
+        self.exit_blocks = tuple(exit_blocks)
+        self.exits = nn.ModuleList(Classifier(dim, num_classes) for _ in exit_blocks)
+
+    def init_(self, generator: torch.Generator) -> "Classifiers":
+        init_normal_(self, generator)
+        return self
+
+    def step(self, block: int, token: torch.Tensor, past: list[torch.Tensor]):
+        """After ``block``: (logits (K, B, C) or None, no token)."""
+        if block not in self.exit_blocks or not len(token):
+            return None, None
+        return self.exits[self.exit_blocks.index(block)](token), None
+
+    def place(self, path: list[str]) -> tuple[str, int]:
+        """(role, unit) of the parameter at ``path`` inside this head."""
+        j = int(path[1])
+        return f"exit:{j}", self.exit_blocks[j]
+
+
+class SharedClassifier(nn.Module):
+    """One classifier shared by all exits, without Ree (the decomposition of ReeFL's Appendix G)."""
+
+    per_exit = False
+
+    def __init__(self, dim: int, num_classes: int, exit_blocks: tuple[int, ...]):
+        super().__init__()
+        self.exit_blocks = tuple(exit_blocks)
+        self.classifier = Classifier(dim, num_classes)
+
+    def init_(self, generator: torch.Generator) -> "SharedClassifier":
+        init_normal_(self, generator)
+        return self
+
+    def step(self, block: int, token: torch.Tensor, past: list[torch.Tensor]):
+        return (self.classifier(token) if block in self.exit_blocks else None), None
+
+    def place(self, path: list[str]) -> tuple[str, int]:
+        return "shared", STEM

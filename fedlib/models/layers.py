@@ -1,0 +1,72 @@
+"""Cohort-shaped layers: the same module runs one model or the models of many clients as one batched program.
+
+A *stacked* parameter carries a leading client dimension: ``Linear.weight`` is ``(out, in)`` when all clients share
+it (frozen, or a single model) and ``(K, out, in)`` when each of K clients has its own. Activations are
+``(K, B, ..., d)``. A shared weight sees one merged batch; a stacked one becomes one batched matmul. Shapes are read
+from the tensors themselves, so one skeleton serves every width and every cohort size.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+def per_client(p: torch.Tensor, x: torch.Tensor, base_dims: int = 1) -> torch.Tensor:
+    """Reshape ``p`` so that it broadcasts against ``x (K, ..., base shape)``; a shared ``p`` needs no reshaping."""
+    if p.dim() == base_dims:
+        return p
+    return p.view(p.shape[0], *(1,) * (x.dim() - 1 - base_dims), *p.shape[1:])
+
+
+class Linear(nn.Linear):
+    """``y = x W^T + b``. ``axes`` names the axis each weight dimension lies on: (out, in)."""
+
+    def __init__(self, in_features: int, out_features: int, bias: bool = True, axes=(None, None)):
+        super().__init__(in_features, out_features, bias)
+        self.axes = {"weight": tuple(axes), "bias": (axes[0],)}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight, bias = self.weight, self.bias
+        if weight.dim() == 3 and len(weight) == 1:  # a cohort of one is ordinary sequential training
+            weight = weight[0]
+            bias = bias[0] if bias is not None and bias.dim() == 2 else bias
+        if weight.dim() == 2:
+            if bias is None or bias.dim() == 1:
+                return F.linear(x, weight, bias)
+            return F.linear(x, weight) + per_client(bias, x)
+        flat = x.reshape(len(weight), -1, x.shape[-1])  # (K, B*tokens, in)
+        if bias is None:
+            y = torch.bmm(flat, weight.mT)
+        else:
+            y = torch.baddbmm(bias.unsqueeze(1) if bias.dim() == 2 else bias, flat, weight.mT)
+        return y.view(*x.shape[:-1], weight.shape[-2])
+
+
+class LayerNorm(nn.LayerNorm):
+    """Layer normalisation over the last dimension, whatever its size (sub-models may be narrower)."""
+
+    def __init__(self, dim: int, eps: float = 1e-5, axis: str = "residual"):
+        super().__init__(dim, eps=eps)
+        self.axes = {"weight": (axis,), "bias": (axis,)}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight, bias = self.weight, self.bias
+        if weight.dim() == 2 and len(weight) == 1:
+            weight, bias = weight[0], bias[0]
+        if weight.dim() == 1:
+            return F.layer_norm(x, x.shape[-1:], weight, bias, self.eps)
+        y = F.layer_norm(x, x.shape[-1:], eps=self.eps)
+        return torch.addcmul(per_client(bias, x), y, per_client(weight, x))
+
+
+def init_normal_(module: nn.Module, generator: torch.Generator, std: float = 0.02) -> None:
+    """ViT's initialisation, in place: every Linear weight N(0, std) with zero bias, every LayerNorm (1, 0)."""
+    for m in module.modules():
+        if isinstance(m, nn.Linear):
+            with torch.no_grad():
+                m.weight.normal_(0, std, generator=generator)
+                if m.bias is not None:
+                    m.bias.zero_()
+        elif isinstance(m, nn.LayerNorm):
+            nn.init.ones_(m.weight)
+            nn.init.zeros_(m.bias)

@@ -1,0 +1,146 @@
+"""Vision transformers (Eq. 1) whose blocks can be run one at a time, for one client or a cohort.
+
+Any timm ``VisionTransformer`` with a class token becomes a :class:`ViT` through ``weights.load_timm``: q, k and v are
+apart, the final norm is gone (each exit has its own), and every parameter dimension names its axis.
+Read next: ``exits.py`` (what happens after a block), ``ree.py``.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from .layers import LayerNorm, Linear, init_normal_, per_client
+
+
+@dataclass(frozen=True)
+class ViTConfig:
+    """Shape of a pre-norm vision transformer; sizes in pixels, tokens and features."""
+
+    img_size: int = 32
+    patch_size: int = 8
+    dim: int = 64
+    depth: int = 12
+    heads: int = 4
+    ffn_dim: int = 256
+    eps: float = 1e-6
+    qkv_bias: bool = True
+    prefix_tokens: int = 1  # class token first, then distillation or register tokens
+    pos_embed_prefix: bool = True  # False: prefix tokens get no positional embedding (DeiT-III, DINOv2 registers)
+    norm_pre: bool = False  # CLIP's norm before the first block
+    layer_scale: bool = False
+
+    @property
+    def num_patches(self) -> int:
+        return (self.img_size // self.patch_size) ** 2
+
+
+class Attention(nn.Module):
+    """Multi-head self-attention with q, k, v apart. The number of heads is fixed, the head width follows q's rows."""
+
+    def __init__(self, c: ViTConfig):
+        super().__init__()
+        self.heads = c.heads
+        self.q, self.k, self.v = (
+            Linear(c.dim, c.dim, bias=c.qkv_bias, axes=("heads", "residual")) for _ in range(3)
+        )
+        self.proj = Linear(c.dim, c.dim, axes=("residual", "heads"))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # (K, B, T, d)
+        lead, tokens = x.shape[:-2], x.shape[-2]
+
+        def split(h):  # (K, B, T, a) -> (K*B, heads, T, a/heads)
+            return h.view(-1, tokens, self.heads, h.shape[-1] // self.heads).transpose(1, 2)
+
+        out = F.scaled_dot_product_attention(split(self.q(x)), split(self.k(x)), split(self.v(x)))
+        return self.proj(out.transpose(1, 2).reshape(*lead, tokens, -1))
+
+
+class MLP(nn.Module):
+    """Linear, exact GELU, Linear."""
+
+    def __init__(self, dim: int, hidden: int, axes=("ffn", "residual")):
+        super().__init__()
+        self.fc1 = Linear(dim, hidden, axes=axes)
+        self.fc2 = Linear(hidden, dim, axes=axes[::-1])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc2(F.gelu(self.fc1(x)))
+
+
+class Scale(nn.Module):
+    """LayerScale: a learned factor per feature of a sub-layer's output."""
+
+    def __init__(self, dim: int):
+        super().__init__()
+        self.gamma = nn.Parameter(torch.ones(dim))
+        self.axes = {"gamma": ("residual",)}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * per_client(self.gamma, x)
+
+
+class Block(nn.Module):
+    """One transformer block, Eq. 1: z + MSA(LN1(z)), then z + MLP(LN2(z))."""
+
+    def __init__(self, c: ViTConfig):
+        super().__init__()
+        self.norm1 = LayerNorm(c.dim, c.eps)
+        self.attn = Attention(c)
+        self.ls1 = Scale(c.dim) if c.layer_scale else nn.Identity()
+        self.norm2 = LayerNorm(c.dim, c.eps)
+        self.mlp = MLP(c.dim, c.ffn_dim)
+        self.ls2 = Scale(c.dim) if c.layer_scale else nn.Identity()
+
+    def forward(self, z: torch.Tensor) -> torch.Tensor:
+        z = z + self.ls1(self.attn(self.norm1(z)))
+        return z + self.ls2(self.mlp(self.norm2(z)))
+
+
+class Stem(nn.Module):
+    """Tokenizer: patches, class token (and other prefix tokens), positional embedding."""
+
+    def __init__(self, c: ViTConfig):
+        super().__init__()
+        self.config = c
+        self.patch_embed = Linear(3 * c.patch_size**2, c.dim, axes=("residual", None))
+        self.prefix = nn.Parameter(torch.zeros(c.prefix_tokens, c.dim))
+        rows = c.num_patches + (c.prefix_tokens if c.pos_embed_prefix else 0)
+        self.pos_embed = nn.Parameter(torch.zeros(rows, c.dim))
+        self.norm_pre = LayerNorm(c.dim, c.eps) if c.norm_pre else nn.Identity()
+        self.axes = {"prefix": (None, "residual"), "pos_embed": (None, "residual")}
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:  # (K, B, 3, H, W) -> (K, B, T, d)
+        c, p = self.config, self.config.patch_size
+        lead, side = images.shape[:-3], c.img_size // p
+        x = images.reshape(-1, 3, side, p, side, p).permute(0, 2, 4, 1, 3, 5)
+        x = self.patch_embed(x.reshape(*lead, side * side, 3 * p * p))
+        prefix, pos = per_client(self.prefix, x, 2), per_client(self.pos_embed, x, 2)
+        if not c.pos_embed_prefix:
+            x = x + pos
+        x = torch.cat((prefix.expand(*lead, -1, -1), x), -2)
+        return self.norm_pre(x + pos if c.pos_embed_prefix else x)
+
+
+class ViT(nn.Module):
+    """A stem and blocks; the exits live elsewhere. ``run(z, a, b)`` applies blocks a..b-1 to tokens (K, B, T, d)."""
+
+    def __init__(self, config: ViTConfig):
+        super().__init__()
+        self.config = config
+        self.stem = Stem(config)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.depth))
+
+    def run(self, z: torch.Tensor, a: int, b: int) -> torch.Tensor:
+        for block in self.blocks[a:b]:
+            z = block(z)
+        return z
+
+    def init_(self, generator: torch.Generator) -> "ViT":
+        """Initialise in place as ViT does: N(0, 0.02) everywhere."""
+        init_normal_(self, generator)
+        with torch.no_grad():
+            self.stem.prefix.normal_(0, 0.02, generator=generator)
+            self.stem.pos_embed.normal_(0, 0.02, generator=generator)
+        return self

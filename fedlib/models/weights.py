@@ -1,0 +1,119 @@
+"""Backbones by name: the kit's own ``deit_micro`` (weights inside the package) and any timm ViT with a class token."""
+
+from pathlib import Path
+
+import torch
+
+from ..experiment import did_you_mean
+from ..rng import torch_generator
+from .vit import ViT, ViTConfig
+
+MICRO = ViTConfig()  # 12 blocks, width 64, 4 heads, 32x32 pixels, patch 8
+MICRO_WEIGHTS = Path(__file__).parent / "pretrained" / "deit_micro.safetensors"
+
+
+def build_backbone(name: str, pretrained: bool = True, seed: int = 0) -> ViT:
+    """Return the ViT ``name``, pre-trained or initialised from ``seed``.
+
+    Raises ``ValueError`` for a name that is unknown or whose architecture cannot be run block by block, and
+    ``ConnectionError`` when timm's weights are neither cached nor downloadable.
+    """
+    if name == "deit_micro":
+        vit = ViT(MICRO)
+        return load_weights_(vit, MICRO_WEIGHTS) if pretrained else vit.init_(torch_generator(seed, "backbone init"))
+    model = _create_timm(name, pretrained)
+    if pretrained:
+        return load_timm(model)
+    return ViT(timm_config(model)).init_(torch_generator(seed, "backbone init"))
+
+
+def load_weights_(vit: ViT, file: Path) -> ViT:
+    """Load a safetensors file of any float precision into ``vit`` (strictly)."""
+    from safetensors.torch import load_file
+
+    vit.load_state_dict({k: v.float() for k, v in load_file(file).items()})
+    return vit
+
+
+def backbone_config(name: str) -> ViTConfig:
+    """The shape of a backbone without its weights (nothing is downloaded or allocated)."""
+    if name == "deit_micro":
+        return MICRO
+    with torch.device("meta"):
+        return timm_config(_create_timm(name, pretrained=False))
+
+
+def _create_timm(name: str, pretrained: bool):
+    import timm
+
+    base = name.split(".")[0]
+    if not timm.is_model(base):
+        known = [n for n in timm.list_models() if n.startswith(("vit_", "deit"))]
+        raise ValueError(f"experiment: backbone = {name!r} is unknown{did_you_mean(base, ['deit_micro', *known])[:2000]}")
+    try:
+        return timm.create_model(name, pretrained=pretrained)
+    except Exception as error:
+        if not pretrained or isinstance(error, RuntimeError):
+            raise
+        raise ConnectionError(
+            f"the weights of {name!r} are not cached and could not be downloaded: connect once, "
+            f"or use backbone='deit_micro' ({type(error).__name__})"
+        ) from error
+
+
+def timm_config(model) -> ViTConfig:
+    """Read a timm VisionTransformer's shape; ``ValueError`` names the first feature that cannot be sliced and run."""
+    from timm.layers import Mlp
+    from timm.models.vision_transformer import Attention, VisionTransformer
+    from torch import nn
+
+    def need(condition: bool, what: str):
+        if not condition:
+            raise ValueError(f"experiment: backbone {type(model).__name__}: {what}; use a plain ViT such as deit_small")
+
+    need(isinstance(model, VisionTransformer), "is not a VisionTransformer")
+    need(getattr(model, "has_class_token", model.cls_token is not None), "has no class token")
+    block = model.blocks[0]
+    need(type(block.attn) is Attention and isinstance(block.attn.q_norm, nn.Identity), "normalises q and k or differs in attention")
+    need(isinstance(getattr(block.attn, "norm", nn.Identity()), nn.Identity), "normalises attention's output")
+    need(type(block.mlp) is Mlp and isinstance(block.mlp.act, nn.GELU), "has no plain GELU MLP")
+    need(block.mlp.act.approximate == "none" and isinstance(block.mlp.norm, nn.Identity), "has no exact-GELU MLP")
+    need(hasattr(block, "ls1") and isinstance(block.norm1, nn.LayerNorm), "has parallel or post-norm blocks")
+    size, patch = model.patch_embed.img_size, model.patch_embed.patch_size
+    need(size[0] == size[1] and patch[0] == patch[1] and isinstance(model.patch_embed.norm, nn.Identity), "has no square patches")
+    rows, patches = model.pos_embed.shape[1], (size[0] // patch[0]) ** 2
+    prefix = model.num_prefix_tokens
+    need(rows in (patches, patches + prefix), "embeds positions in an unknown way")
+    return ViTConfig(
+        img_size=size[0], patch_size=patch[0], dim=model.embed_dim, depth=len(model.blocks),
+        heads=block.attn.num_heads, ffn_dim=block.mlp.fc1.out_features, eps=block.norm1.eps,
+        qkv_bias=block.attn.qkv.bias is not None, prefix_tokens=prefix,
+        pos_embed_prefix=rows == patches + prefix, norm_pre=isinstance(model.norm_pre, nn.LayerNorm),
+        layer_scale=not isinstance(block.ls1, nn.Identity),
+    )  # fmt: skip
+
+
+@torch.no_grad()
+def load_timm(model) -> ViT:
+    """Turn a timm VisionTransformer into a :class:`ViT` with the same features after every block."""
+    config = timm_config(model)
+    source, out = model.state_dict(), {}
+    patch = source["patch_embed.proj.weight"]
+    out["stem.patch_embed.weight"] = patch.reshape(len(patch), -1)
+    out["stem.patch_embed.bias"] = source.get("patch_embed.proj.bias", torch.zeros(len(patch)))
+    prefix = [source[k][0] for k in ("cls_token", "dist_token", "reg_token") if k in source]
+    out["stem.prefix"], out["stem.pos_embed"] = torch.cat(prefix), source["pos_embed"][0]
+    for key in ("norm_pre.weight", "norm_pre.bias"):
+        if key in source:
+            out[f"stem.{key}"] = source[key]
+    for key, value in source.items():
+        if not key.startswith("blocks."):
+            continue
+        if ".attn.qkv." in key:
+            for part, rows in zip("qkv", value.chunk(3), strict=True):
+                out[key.replace("qkv", part)] = rows
+        else:
+            out[key] = value
+    vit = ViT(config)
+    vit.load_state_dict(out)
+    return vit

@@ -1,0 +1,22 @@
+"""Randomness as a function of (seed, purpose, round, client): any round can be replayed.
+
+Nothing in fedlib reads a global generator, so results depend neither on the order in which clients run nor on
+how many workers run them, and a resumed run needs no stored generator state.
+"""
+
+import zlib
+
+import numpy as np
+import torch
+
+
+def numpy_generator(seed: int, purpose: str, t: int = 0, client: int = 0) -> np.random.Generator:
+    """Return the generator that belongs to ``(seed, purpose, round t, client)``; equal arguments, equal stream."""
+    key = [seed, zlib.crc32(purpose.encode()), t, client]
+    return np.random.Generator(np.random.Philox(np.random.SeedSequence(key)))
+
+
+def torch_generator(seed: int, purpose: str, t: int = 0, client: int = 0) -> torch.Generator:
+    """Return the CPU torch generator for the same key (drawn on the CPU, so a GPU run sees the same numbers)."""
+    state = np.random.SeedSequence([seed, zlib.crc32(purpose.encode()), t, client]).generate_state(2, np.uint32)
+    return torch.Generator().manual_seed((int(state[0]) << 31) ^ int(state[1]))
