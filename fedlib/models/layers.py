@@ -15,7 +15,12 @@ def per_client(p: torch.Tensor, x: torch.Tensor, base_dims: int = 1) -> torch.Te
     """Reshape ``p`` so that it broadcasts against ``x (K, ..., base shape)``; a shared ``p`` needs no reshaping."""
     if p.dim() == base_dims:
         return p
+    p = _alive(p, x)
     return p.view(p.shape[0], *(1,) * (x.dim() - 1 - base_dims), *p.shape[1:])
+
+
+def _alive(p: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return p if len(p) == len(x) else p[: len(x)]
 
 
 class Linear(nn.Linear):
@@ -27,9 +32,12 @@ class Linear(nn.Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weight, bias = self.weight, self.bias
-        if weight.dim() == 3 and len(weight) == 1:  # a cohort of one is ordinary sequential training
-            weight = weight[0]
-            bias = bias[0] if bias is not None and bias.dim() == 2 else bias
+        if weight.dim() == 3:
+            weight = _alive(weight, x)
+            bias = _alive(bias, x) if bias is not None and bias.dim() == 2 else bias
+            if len(weight) == 1:  # a cohort of one is ordinary sequential training
+                weight = weight[0]
+                bias = bias[0] if bias is not None and bias.dim() == 2 else bias
         if weight.dim() == 2:
             if bias is None or bias.dim() == 1:
                 return F.linear(x, weight, bias)
@@ -51,7 +59,7 @@ class LayerNorm(nn.LayerNorm):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weight, bias = self.weight, self.bias
-        if weight.dim() == 2 and len(weight) == 1:
+        if weight.dim() == 2 and len(x) == 1:
             weight, bias = weight[0], bias[0]
         if weight.dim() == 1:
             return F.layer_norm(x, x.shape[-1:], weight, bias, self.eps)

@@ -1,0 +1,93 @@
+"""Federated data: one set of examples on the training device, and per client an index array into it."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import torch
+
+from ..experiment import Experiment
+from ..rng import numpy_generator
+from .datasets import ImageData, load_dataset
+from .partition import partition_examples
+from .transforms import render
+
+
+@dataclass(frozen=True)
+class FederatedData:
+    """uint8 images (N, C, H, W) and labels (N,) on ``device``; ``indices[offsets[i]:offsets[i+1]]`` is client i's."""
+
+    images: torch.Tensor
+    labels: torch.Tensor
+    test_images: torch.Tensor
+    test_labels: torch.Tensor
+    classes: tuple[str, ...]
+    mean: torch.Tensor
+    std: torch.Tensor
+    indices: np.ndarray
+    offsets: np.ndarray
+
+    @property
+    def num_clients(self) -> int:
+        return len(self.offsets) - 1
+
+    @property
+    def num_examples(self) -> np.ndarray:
+        """Training examples per client."""
+        return np.diff(self.offsets)
+
+    def client(self, i: int) -> np.ndarray:
+        """Rows of client i."""
+        return self.indices[self.offsets[i] : self.offsets[i + 1]]
+
+    def label_counts(self) -> np.ndarray:
+        """Counts (clients, classes)."""
+        labels, out = self.labels.cpu().numpy(), np.zeros((self.num_clients, len(self.classes)), np.int64)
+        owner = np.repeat(np.arange(self.num_clients), self.num_examples)
+        np.add.at(out, (owner, labels[self.indices]), 1)
+        return out
+
+    def test_batch(self, a: int, b: int, size: int) -> torch.Tensor:
+        """Rendered test images a..b-1 as a cohort of one: (1, b-a, 3, size, size)."""
+        return render(self.test_images[a:b], None, size, self.mean, self.std)[None]
+
+
+@lru_cache(maxsize=4)
+def _on_device(name: str, device: str) -> tuple[ImageData, tuple[torch.Tensor, ...]]:
+    data = load_dataset(name)
+    fields = (data.train_images, data.train_labels, data.test_images, data.test_labels, *data.mean_std())
+    return data, tuple(t.to(device) for t in fields)
+
+
+def load_federated(e: Experiment, device: str = "cpu") -> FederatedData:
+    """Load and partition ``e``'s data. The examples are shared by all experiments of the process on one device."""
+    data, (images, labels, test_images, test_labels, mean, std) = _on_device(e.dataset, device)
+    train, test = _subset(data.train_labels, e.num_train, "train"), _subset(data.test_labels, e.num_test, "test")
+    owners = data.owners.numpy()[train] if data.owners is not None else None
+    parts = partition_examples(
+        e.partition, data.train_labels.numpy()[train], e.num_clients, e.seed,
+        e.dirichlet_alpha, e.classes_per_client, owners,
+    )  # fmt: skip
+    offsets = np.concatenate(([0], np.cumsum([len(p) for p in parts])))
+    rows = train[np.concatenate(parts)]
+    if e.num_test is not None:
+        keep = torch.from_numpy(test).to(device)
+        test_images, test_labels = test_images[keep], test_labels[keep]
+    return FederatedData(
+        images, labels, test_images, test_labels, data.classes, mean, std, indices=rows, offsets=offsets
+    )
+
+
+def _subset(labels: torch.Tensor, n: int | None, split: str) -> np.ndarray:
+    """The rows of the first ``n`` of a fixed class-balanced shuffle (the same for every seed), or all rows."""
+    if n is None:
+        return np.arange(len(labels))
+    if n > len(labels):
+        raise ValueError(f"experiment: num_{split} = {n} exceeds the {len(labels)} {split} examples")
+    values, rng = labels.numpy(), numpy_generator(0, f"{split} subset")
+    order = rng.permutation(len(values))
+    rank = np.empty(len(values), np.int64)  # position of each example within its class
+    for c in np.unique(values):
+        rows = order[values[order] == c]
+        rank[rows] = np.arange(len(rows))
+    return np.sort(order[np.argsort(rank[order], kind="stable")][:n])

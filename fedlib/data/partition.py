@@ -1,0 +1,96 @@
+"""Partitions: which client holds which training examples, a function of (labels, options, seed).
+
+``dirichlet`` is the papers' LDA (balanced sizes, one class-proportion vector per client); flwr-datasets' inner
+Dirichlet visits clients in random order and therefore is another algorithm. The others are flwr-datasets' own.
+
+Deviations: the released LDA re-uses a partition cached on disk whatever the seed; here the seed counts.
+"""
+
+import logging
+import warnings
+
+import numpy as np
+
+from ..rng import numpy_generator
+
+
+def partition_examples(
+    kind: str, labels: np.ndarray, num_clients: int, seed: int,
+    dirichlet_alpha: float = 1.0, classes_per_client: int = 2, owners: np.ndarray | None = None,
+) -> list[np.ndarray]:  # fmt: skip
+    """Return one sorted index array per client; together they hold each example at most once.
+
+    Raises ``ValueError`` if there are more clients than examples, or no natural owners where they are asked for.
+    """
+    if kind == "natural":
+        if owners is None:
+            raise ValueError("experiment: partition = 'natural' but the dataset names no owner (writer, speaker)")
+        found = len(np.unique(owners))
+        if num_clients > found:
+            raise ValueError(f"experiment: num_clients = {num_clients}, but the dataset has {found} natural clients")
+        order = np.argsort(-np.bincount(owners), kind="stable")[:num_clients]  # the largest owners
+        return [np.where(owners == o)[0] for o in sorted(order)]
+    if num_clients > len(labels):
+        raise ValueError(f"experiment: num_clients = {num_clients} exceeds the {len(labels)} training examples")
+    if kind == "dirichlet":
+        return dirichlet_partition(labels, num_clients, dirichlet_alpha, seed)
+    return _flwr_partition(kind, labels, num_clients, seed, dirichlet_alpha, classes_per_client)
+
+
+def dirichlet_partition(labels: np.ndarray, num_clients: int, alpha: float, seed: int) -> list[np.ndarray]:
+    """Latent Dirichlet allocation with equal sizes N // num_clients (facts of the ReeFL release).
+
+    Client i has class proportions P_i ~ Dir(alpha). Clients are filled in order: each example's class is drawn from
+    P_i restricted to the classes that still have examples (plus 1e-5, renormalised when a class runs out), without
+    replacement. Late clients therefore get left-overs.
+    """
+    rng = numpy_generator(seed, "partition")
+    classes = int(labels.max()) + 1
+    proportions = rng.dirichlet([alpha] * classes, num_clients)
+    pools = [list(rng.permutation(np.where(labels == c)[0])) for c in range(classes)]
+    size, out = len(labels) // num_clients, []
+    for p in proportions:
+        mine: list[int] = []
+        while len(mine) < size:
+            open_classes = np.array([len(pool) > 0 for pool in pools])
+            weights = np.where(open_classes, p + 1e-5, 0)
+            draws = rng.choice(classes, size - len(mine), p=weights / weights.sum())
+            for c in draws:
+                mine.append(pools[c].pop())
+                if not pools[c]:
+                    break  # renormalise over what is left
+        out.append(np.sort(np.array(mine, dtype=np.int64)))
+    return out
+
+
+def _flwr_partition(kind, labels, num_clients, seed, alpha, classes_per_client) -> list[np.ndarray]:
+    from datasets import Dataset
+    from datasets.utils.logging import disable_progress_bar
+    from flwr_datasets import partitioner as flwr
+
+    disable_progress_bar()
+    table = Dataset.from_dict({"label": labels.tolist(), "row": np.arange(len(labels)).tolist()})
+    table = table.shuffle(seed=int(numpy_generator(seed, "partition").integers(2**31)))
+    if kind == "iid":
+        partitioner = flwr.IidPartitioner(num_clients)
+    elif kind == "class_dirichlet":
+        partitioner = flwr.DirichletPartitioner(
+            num_clients, "label", alpha, min_partition_size=1, self_balancing=False, seed=seed
+        )
+    else:
+        classes = int(labels.max()) + 1
+        if classes_per_client > classes:
+            raise ValueError(f"experiment: classes_per_client = {classes_per_client} exceeds the {classes} classes")
+        partitioner = flwr.PathologicalPartitioner(
+            num_clients, "label", classes_per_client, class_assignment_mode="random", seed=seed
+        )
+    logging.getLogger("datasets").setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # flwr-datasets warns about class imbalance, which is the point here
+        partitioner.dataset = table
+        return [np.sort(np.asarray(partitioner.load_partition(i)["row"], np.int64)) for i in range(num_clients)]
+
+
+def label_distribution(parts: list[np.ndarray], labels: np.ndarray, num_classes: int) -> np.ndarray:
+    """Counts (clients, classes)."""
+    return np.stack([np.bincount(labels[p], minlength=num_classes) for p in parts])

@@ -1,0 +1,76 @@
+"""Local losses between exits, one equation each. All take a :class:`Batch` and return one value per client (K,)."""
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+
+
+@dataclass
+class Batch:
+    """One optimiser step's data: what a local loss may look at.
+
+    ``logits`` (E, K, B, C); ``labels`` (K, B); ``weights`` (K, B), 1/n over a client's n real examples and 0 on
+    padding; ``held`` (E, K), 1 where client k has exit e. ``scratch`` lives for one local training.
+    """
+
+    logits: torch.Tensor
+    labels: torch.Tensor
+    weights: torch.Tensor
+    held: torch.Tensor
+    t: int = 1  # round, 1..rounds
+    rounds: int = 1
+    scratch: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+def cross_entropies(batch: Batch) -> torch.Tensor:
+    """Mean cross-entropy of each exit on each client's batch, (E, K); zero where the exit is not held."""
+    labels = batch.labels.expand(batch.logits.shape[:-1]).unsqueeze(-1)
+    nll = -batch.logits.log_softmax(-1).gather(-1, labels).squeeze(-1)  # (E, K, B)
+    return (nll * batch.weights).sum(-1) * batch.held
+
+
+def kl_to_teacher(batch: Batch, teacher: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
+    """Eq. 6: tau^2 * sum over the held exits e of KL(p_teacher || p_e), (K,). ``teacher`` (K,) indexes exits.
+
+    The teacher is detached and its own term is exactly zero. The sum over exits is not divided.
+    """
+    logp = (batch.logits / temperature).log_softmax(-1)  # (E, K, B, C)
+    target = logp.detach()[teacher, torch.arange(len(teacher), device=logp.device)]  # (K, B, C)
+    kl = (target.exp() * (target - logp)).sum(-1)  # (E, K, B)
+    return ((kl * batch.weights).sum(-1) * batch.held).sum(0) * temperature**2
+
+
+def mutual_kl(batch: Batch, temperature: float = 1.0) -> torch.Tensor:
+    """DepthFL's deep mutual learning, (K,): 1/(n-1) * sum_i sum_{j != i} KL(p_j || p_i), p_j detached, n exits held."""
+    logp = (batch.logits / temperature).log_softmax(-1)
+    held = batch.held[..., None, None]  # (E, K, 1, 1)
+    p = logp.detach().exp() * held
+    negative_entropy = (p * logp.detach()).sum(-1)  # (E, K, B)
+    others = p.sum(0) - p  # sum of p_j over j != i
+    kl = (negative_entropy.sum(0) - negative_entropy) - (others * logp).sum(-1)
+    n = batch.held.sum(0)
+    total = ((kl * batch.weights).sum(-1) * batch.held).sum(0) * temperature**2
+    return total / (n - 1).clamp(min=1)
+
+
+def running_best_exit(batch: Batch, ce: torch.Tensor, zeta: float) -> torch.Tensor:
+    """ReeFL's teacher (K,): argmin over held exits of the running loss, L <- (1 - zeta) L + zeta CE, from L = 0.
+
+    The current batch counts. The running loss lives in ``scratch``: it restarts with every local training. zeta = 1
+    selects by the mini-batch's own loss.
+    """
+    past = batch.scratch.get("running_loss", torch.zeros_like(ce))
+    batch.scratch["running_loss"] = (1 - zeta) * past + zeta * ce.detach()
+    return batch.scratch["running_loss"].masked_fill(batch.held == 0, math.inf).argmin(0)
+
+
+def last_exit(batch: Batch) -> torch.Tensor:
+    """ScaleFL's teacher (K,): the deepest exit each client holds."""
+    depth = torch.arange(len(batch.held), device=batch.held.device).unsqueeze(1)
+    return (batch.held * (depth + 1)).argmax(0)
+
+
+def ramp_up(t: int, length: float) -> float:
+    """eta(t) = exp(-5 (1 - min(t, length) / length)^2): the weight of distillation at round t (1-based)."""
+    return math.exp(-5 * (1 - min(t, length) / length) ** 2) if length > 0 else 1.0

@@ -1,0 +1,81 @@
+"""Everything an experiment needs before its first round: data on the device, the model, the method, the budgets."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from .aggregation import Client
+from .checks import check_experiment
+from .data.federated import FederatedData, load_federated
+from .experiment import Experiment
+from .methods import Method, Server, Setting
+from .methods.base import clients_of
+from .models.adapters import apply_finetune_
+from .models.exit_model import ExitModel
+from .models.weights import build_backbone
+from .rng import numpy_generator, torch_generator
+
+
+@dataclass(frozen=True)
+class Federation:
+    """The pieces that stay the same in every round."""
+
+    experiment: Experiment
+    method: Method
+    setting: Setting
+    data: FederatedData
+    model: ExitModel
+    frozen: dict[str, torch.Tensor]
+    budgets: np.ndarray  # deepest exit per client
+    server: Server  # before round 1
+
+    @property
+    def device(self) -> torch.device:
+        return self.data.images.device
+
+    def sample_clients(self, t: int) -> list[Client]:
+        """The clients of round t, a function of (seed, t): without replacement among the eligible with examples."""
+        eligible = self.method.eligible(self.budgets, self.setting)
+        eligible = eligible[self.data.num_examples[eligible] > 0]
+        rng = numpy_generator(self.experiment.seed, "clients", t)
+        n = min(self.experiment.clients_per_round, len(eligible))
+        return clients_of(self.budgets, np.sort(rng.choice(eligible, n, replace=False)), self.data.num_examples)
+
+
+def build_model(e: Experiment, method: Method, num_classes: int, meta: bool = False) -> ExitModel:
+    """Backbone, exits and fine-tuning mode of ``e``. ``meta``: shapes only, without weights or memory."""
+    from .models.vit import ViT
+    from .models.weights import backbone_config
+
+    with torch.device("meta" if meta else "cpu"):
+        vit = ViT(backbone_config(e.backbone)) if meta else build_backbone(e.backbone, e.pretrained, e.seed)
+        depth = vit.config.depth
+        exit_blocks = e.exit_blocks if e.exit_blocks is not None else method.exit_blocks(depth, e.num_exits)
+        head = method.build_head(vit.config.dim, depth, num_classes, exit_blocks)
+        if not meta:
+            head.init_(torch_generator(e.seed, "head init"))
+        apply_finetune_(vit, head, e.finetune, dict(e.finetune_options), e.seed)
+    return ExitModel(vit, head, exit_blocks).eval()
+
+
+def build_federation(e: Experiment, device: str = "cpu") -> Federation:
+    """Check ``e`` against its data and model, then build them. Raises before any compute."""
+    method = check_experiment(e)
+    data = load_federated(e, device)
+    model = build_model(e, method, len(data.classes)).to(device)
+    infos = model.infos()
+    setting = Setting(model.vit.config, model.exit_blocks, infos, e.num_clients, e.rounds)
+    method.check(setting, e.finetune)
+    budgets = budgets_of(e)
+    if not len(method.eligible(budgets, setting)):
+        raise ValueError(f"experiment: no client is eligible for {e.method} with budgets = {e.budgets!r}")
+    server = method.init_server(model.trainable(), setting)
+    return Federation(e, method, setting, data, model, model.frozen(), budgets, server)
+
+
+def budgets_of(e: Experiment) -> np.ndarray:
+    """Deepest exit each client can hold: ``uniform`` i mod E, ``maximum`` E - 1 for all."""
+    if e.budgets == "maximum":
+        return np.full(e.num_clients, e.num_exits - 1)
+    return np.arange(e.num_clients) % e.num_exits

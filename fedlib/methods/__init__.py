@@ -1,0 +1,42 @@
+"""Methods by name. Adding one: write its file, add one line here."""
+
+from collections.abc import Mapping
+
+from ..experiment import Scalar, check_fields, did_you_mean
+from .base import Method, Server, Setting
+from .depthfl import DepthFL
+from .exclusivefl import ExclusiveFL
+from .fedavg import FedAvg
+from .inclusivefl import InclusiveFL
+from .reefl import ReeFL
+from .scalefl import ScaleFL
+
+METHODS: dict[str, type[Method]] = {
+    "exclusivefl": ExclusiveFL,
+    "inclusivefl": InclusiveFL,
+    "scalefl": ScaleFL,
+    "depthfl": DepthFL,
+    "reefl": ReeFL,
+    "fedavg": FedAvg,
+}
+
+__all__ = ["METHODS", "Method", "Server", "Setting", "build_method", "register"]
+
+
+def build_method(name: str, options: Mapping[str, Scalar]) -> Method:
+    """Return method ``name`` with its options; ``ValueError`` names what is unknown or of a wrong type."""
+    if name not in METHODS:
+        raise ValueError(f"experiment: method = {name!r} is unknown{did_you_mean(name, METHODS)}")
+    return METHODS[name](**check_fields(METHODS[name], options, f"options of {name}"))
+
+
+def register(name: str):
+    """Class decorator for a method that lives outside this package (a notebook, a script)."""
+
+    def add(cls: type[Method]) -> type[Method]:
+        if name in METHODS and METHODS[name].__qualname__ != cls.__qualname__:
+            raise ValueError(f"a method named {name!r} exists already; choose another name")
+        METHODS[name] = cls
+        return cls
+
+    return add
