@@ -1,0 +1,22 @@
+"""fedlib: federated learning with early-exit networks on heterogeneous clients.
+
+An :class:`Experiment` is a value; :func:`run` turns it into a stored result. ``notebooks/walkthrough`` shows the rest.
+"""
+
+from .experiment import Experiment
+
+__version__ = "0.1.0"
+__all__ = ["Experiment", "Execution", "build_federation", "run", "run_all", "run_rounds"]
+
+_LAZY = {
+    "Execution": "rounds", "run_rounds": "rounds", "build_federation": "federation", "run": "runs", "run_all": "runs",
+}  # fmt: skip
+
+
+def __getattr__(name: str):
+    """Import the engine only when it is used: ``import fedlib`` stays fast."""
+    if name not in _LAZY:
+        raise AttributeError(f"module 'fedlib' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f".{_LAZY[name]}", __name__), name)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ..experiment import did_you_mean
-from ..rng import torch_generator
+from ..rng import numpy_generator, torch_generator
 from .exits import Classifier
 from .layers import LayerNorm, Linear, init_normal_, per_client
 from .vit import ViT
@@ -132,7 +132,7 @@ def apply_finetune_(vit: ViT, head: nn.Module, mode: str, options: dict, seed: i
         for classifier in [m for m in head.modules() if isinstance(m, Classifier)]:
             classifier.norm = ScaleShift(classifier.norm, generator)
     elif mode not in OWN_MODES:
-        _inject_peft_(vit, mode, options, generator)
+        _inject_peft_(vit, mode, options, seed)
     head.requires_grad_(True)
 
 
@@ -142,16 +142,15 @@ def _peft_config_class(mode: str) -> type:
     return next(c for k, c in PEFT_TYPE_TO_CONFIG_MAPPING.items() if str(getattr(k, "value", k)).lower() == mode)
 
 
-def _inject_peft_(vit: ViT, mode: str, options: dict, generator: torch.Generator) -> None:
+def _inject_peft_(vit: ViT, mode: str, options: dict, seed: int) -> None:
     """Let peft insert its tuner on q and v (or ``target_modules``); LoRA's layers stay cohort-shaped, others vmap."""
     from peft import inject_adapter_in_model
     from peft.tuners.lora import Linear as LoraLinear
 
     settings = {"target_modules": ["q", "v"]} | PEFT_DEFAULTS.get(mode, {}) | options
     settings = {k: list(v) if isinstance(v, tuple) else v for k, v in settings.items()}
-    seed = int(torch.randint(2**62, (), generator=generator))
     with torch.random.fork_rng(devices=[]):  # peft draws from the global generator: lend it one of ours
-        torch.random.manual_seed(seed)
+        torch.random.manual_seed(int(numpy_generator(seed, "peft init").integers(2**62)))
         inject_adapter_in_model(_peft_config_class(mode)(**settings), vit)
     for block in vit.blocks:
         layers = [(n, m) for n, m in block.named_modules() if hasattr(m, "base_layer")]

@@ -1,0 +1,127 @@
+"""Costs without training: parameters, upload, MACs and training memory per exit, from shapes alone (meta device)."""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from .experiment import Experiment
+from .federation import build_model
+from .methods import Method, Setting, build_method
+from .models.exit_model import ExitModel
+from .slices import Slice, take
+
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """An experiment's model on the meta device, with its method and setting."""
+
+    method: Method
+    setting: Setting
+    model: ExitModel
+    everything: dict[str, torch.Tensor]
+    trainable: dict[str, torch.Tensor]
+
+    def held(self, part: Slice, names=None) -> dict[str, torch.Tensor]:
+        """The parameters (of ``names``, default all) that ``part`` holds, cut to size."""
+        params = self.everything if names is None else names
+        infos = self.setting.infos
+        return {n: take(p, infos[n], part) for n, p in params.items() if part.holds(infos[n])}
+
+
+def load_shapes(e: Experiment, num_classes: int) -> Shapes:
+    """Build ``e``'s model without weights; nothing is downloaded or allocated."""
+    method = build_method(e.method, e.options)
+    model = build_model(e, method, num_classes, meta=True)
+    setting = Setting(model.vit.config, model.exit_blocks, model.infos(), e.num_clients, e.rounds)
+    method.check(setting, e.finetune)
+    everything = {n: p.detach() for n, p in model.named_parameters()}
+    return Shapes(method, setting, model, everything, model.trainable())
+
+
+def upload_parameters(e: Experiment, num_classes: int) -> list[int]:
+    """Parameters a client of each budget sends back per round."""
+    shapes = load_shapes(e, num_classes)
+    return [_count(shapes, s) for s in _budget_slices(shapes)]
+
+
+def upload_mib(e: Experiment, num_classes: int, convention: str = "honest") -> float:
+    """Mean upload per participating client and round, MiB (2^20 bytes) in float32.
+
+    ``honest``: uniform mean over the budgets that may take part. ``paper``: the convention behind the communication
+    column of ReeFL's Tables 1 and 2, inferred from exact agreement: mean over all budgets (also for ExclusiveFL), and
+    methods whose clients hold all exits up to their own are charged one classifier per block.
+    """
+    if convention not in ("honest", "paper"):
+        raise ValueError(f"convention = {convention!r}; allowed: honest, paper")
+    shapes = load_shapes(e, num_classes)
+    slices = _budget_slices(shapes)
+    if convention == "honest":
+        eligible = shapes.method.eligible(np.arange(len(slices)), shapes.setting)
+        counts = [_count(shapes, slices[b]) for b in eligible]
+    else:
+        depth, nested = shapes.setting.config.depth, len(slices[-1].exits) > 1
+        everywhere = e.replace(num_exits=depth, exit_blocks=tuple(range(depth)), options=_for_exits(e, depth))
+        charged = load_shapes(everywhere, num_classes)
+        exits = [tuple(range(s.depth)) if nested else (s.depth - 1,) for s in slices]
+        counts = [_count(charged, replace(s, exits=x)) for s, x in zip(slices, exits, strict=True)]
+    return sum(counts) / len(counts) * 4 / MIB
+
+
+def _budget_slices(shapes: Shapes) -> list[Slice]:
+    return [shapes.method.slice_for(b, shapes.setting) for b in range(shapes.setting.num_exits)]
+
+
+def _count(shapes: Shapes, part: Slice) -> int:
+    return sum(p.numel() for p in shapes.held(part, shapes.trainable).values())
+
+
+def _for_exits(e: Experiment, num_exits: int) -> dict:
+    """The method's options with one width per exit, where it has widths (their values do not matter here)."""
+    return {**e.options, "widths": (1.0,) * num_exits} if e.method == "scalefl" else dict(e.options)
+
+
+def exit_costs(e: Experiment, num_classes: int, batch_size: int = 32) -> list[dict]:
+    """Per exit: ``parameters`` of its sub-model, ``macs`` of one image, ``training_memory_mib`` at ``batch_size``.
+
+    MACs come from torch's flop counter (2 FLOPs each) up to and with this exit and the exits before it. Training
+    memory is parameters, gradients of the trainable ones, and every activation autograd keeps, in float32.
+    """
+    from torch.utils.flop_counter import FlopCounterMode
+
+    shapes = load_shapes(e, num_classes)
+    size, out = shapes.setting.config.img_size, []
+    for j in range(shapes.setting.num_exits):
+        part = shapes.method.slice_for(j, shapes.setting)
+        model, held = shapes.model, shapes.held(part)
+        trainable = [n for n in held if n in shapes.trainable]
+        model.put_({n: p.detach().requires_grad_(n in shapes.trainable) for n, p in held.items()})
+        alive = [int(b in part.units) for b in range(model.exit_blocks[-1] + 1)]
+        spans = {i: (0, int(i in part.exits)) for i in range(len(model.exit_blocks))}
+        image = torch.empty(1, 1, 3, size, size, device="meta")
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            model(image, alive, spans)
+        kept: dict[int, torch.UntypedStorage] = {}
+
+        def keep(t: torch.Tensor, kept=kept) -> torch.Tensor:
+            kept[t.untyped_storage()._cdata] = t.untyped_storage()
+            return t
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+            model(image.expand(1, batch_size, -1, -1, -1), alive, spans)
+        weights = {p.untyped_storage()._cdata for p in held.values()}
+        activations = sum(s.nbytes() for i, s in kept.items() if i not in weights)
+        memory = sum(p.numel() for p in held.values()) + sum(held[n].numel() for n in trainable)
+        out.append(
+            {
+                "exit": j + 1,
+                "block": part.depth,
+                "parameters": sum(p.numel() for p in held.values()),
+                "upload_mib": sum(held[n].numel() for n in trainable) * 4 / MIB,
+                "macs": counter.get_total_flops() // 2,
+                "training_memory_mib": (4 * memory + activations) / MIB,
+            }
+        )
+    return out

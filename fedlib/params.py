@@ -1,0 +1,119 @@
+"""Experiments from layered YAML: base <- method <- table row <- profile <- overrides; later wins, every key is checked.
+
+``params/<paper>/base.yaml`` and ``methods.yaml`` say the algorithms' settings, ``<table>.yaml`` the grid of one table,
+``params/profiles/*.yaml`` only how big. ``options`` and ``finetune_options`` are merged key by key.
+"""
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from .experiment import Experiment, did_you_mean
+from .project import params_dir
+
+AXES = ("finetune", "method", "column", "seed")
+GRID_KEYS = {"seeds", "columns"}  # profile and override keys that say which cells, not what a cell is
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run of a table: where it stands (finetune, method, column, seed) and its experiment."""
+
+    finetune: str
+    method: str
+    column: str
+    seed: int
+    experiment: Experiment
+
+
+def load_yaml(path: Path) -> dict:
+    """Read a mapping with YAML's safe loader (no object tags)."""
+    import yaml
+
+    try:
+        value = yaml.safe_load(path.read_text()) or {}
+    except FileNotFoundError as error:
+        raise ValueError(f"no such params file: {path}") from error
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path}: not plain YAML: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path}: expected a mapping of names to values, got {type(value).__name__}")
+    return value
+
+
+def load_profile(profile: str) -> dict:
+    """The profile's settings; ``ValueError`` with the known profiles if there is none of that name."""
+    folder = params_dir() / "profiles"
+    known = sorted(p.stem for p in folder.glob("*.yaml"))
+    if profile not in known:
+        raise ValueError(f"profile = {profile!r} is unknown{did_you_mean(profile, known)}")
+    return load_yaml(folder / f"{profile}.yaml")
+
+
+def merge(*layers: Mapping[str, object]) -> dict:
+    """Later layers win; mappings (``options``, ``finetune_options``) are merged key by key."""
+    out: dict = {}
+    for layer in layers:
+        for key, value in layer.items():
+            both = isinstance(value, Mapping) and isinstance(out.get(key), Mapping)
+            out[key] = {**out[key], **value} if both else value
+    return out
+
+
+def make_experiment(*layers: Mapping[str, object]) -> Experiment:
+    """One experiment from layers of keys, fully checked."""
+    from .checks import check_experiment
+
+    e = Experiment.from_dict(merge(*layers))
+    check_experiment(e)
+    return e
+
+
+def load_experiment(paper: str, method: str, profile: str, overrides: Mapping[str, object] | None = None, **row) -> Experiment:
+    """One experiment outside any table: ``base <- method <- row <- profile <- overrides`` (first seed of the profile)."""
+    base, methods = _paper(paper)
+    sizes = {k: v for k, v in load_profile(profile).items() if k not in GRID_KEYS}
+    seed = {"seed": load_profile(profile).get("seeds", [1])[0]}
+    return make_experiment(base, {"method": method}, methods.get(method, {}), row, sizes, seed, overrides or {})
+
+
+def load_grid(paper: str, table: str, profile: str, overrides: Mapping[str, object] | None = None) -> list[Cell]:
+    """All cells of ``params/<paper>/<table>.yaml`` at a profile, each a checked experiment.
+
+    ``overrides`` may hold any field of :class:`Experiment`, lists for the axes ``finetune`` and ``method``, and
+    ``columns`` and ``seeds``. Raises ``ValueError`` before any compute.
+    """
+    base, methods = _paper(paper)
+    spec, sizes, overrides = load_yaml(params_dir() / paper / f"{table}.yaml"), load_profile(profile), dict(overrides or {})
+    allowed = {f.name for f in fields(Experiment)} | GRID_KEYS
+    for key in overrides:
+        if key not in allowed:
+            raise ValueError(f"overrides: unknown key {key!r}{did_you_mean(key, allowed)}")
+    kept = spec.get(profile, {})
+    axes = {}
+    for axis in ("finetune", "method"):
+        chosen = overrides.pop(axis, kept.get(axis, spec["axes"][axis]))
+        axes[axis] = list(chosen) if isinstance(chosen, (list, tuple)) else [chosen]
+    columns = overrides.pop("columns", kept.get("columns", list(spec["columns"])))
+    for column in columns:
+        if column not in spec["columns"]:
+            raise ValueError(f"overrides: columns = {column!r}{did_you_mean(column, spec['columns'])}")
+    seeds = overrides.pop("seeds", [overrides.pop("seed")] if "seed" in overrides else sizes.get("seeds", [1]))
+    sizes = {k: v for k, v in sizes.items() if k not in GRID_KEYS}
+    cells = []
+    for finetune, method, column, seed in itertools.product(axes["finetune"], axes["method"], columns, seeds):
+        row = {"finetune": finetune, "method": method, "seed": seed}
+        experiment = make_experiment(
+            base, methods.get(method, {}), spec.get("common", {}), spec["columns"][column], row, sizes, overrides
+        )
+        cells.append(Cell(finetune, method, column, seed, experiment))
+    return cells
+
+
+def _paper(paper: str) -> tuple[dict, dict]:
+    folder = params_dir() / paper
+    if not folder.is_dir():
+        known = [p.name for p in params_dir().iterdir() if p.is_dir() and p.name != "profiles"]
+        raise ValueError(f"paper = {paper!r} is unknown{did_you_mean(paper, known)}")
+    return load_yaml(folder / "base.yaml"), load_yaml(folder / "methods.yaml")
