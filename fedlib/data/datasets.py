@@ -73,27 +73,46 @@ HUB = {
     "tiny_imagenet": HubSource("zh-plus/tiny-imagenet", "label", test="valid"),
     "femnist": HubSource("flwrlabs/femnist", "character", test=None, owner="writer_id"),
 }
+SPEECH_KEY = {"hub": "speech_commands v0.02", "format": 1}
 DATASETS = ("mnist", *HUB, "speech_commands")
 
 
 def load_dataset(name: str) -> ImageData:
     """Load a set by name (``DATASETS``) or from a local parquet/imagefolder path in the layout of `datasets`.
 
-    Raises ``ValueError`` for an unknown name and ``ConnectionError`` with one clear sentence when a public set
+    A folder ``$FEDLIB_DATA/<name>`` is used before any download, so an experiment can name its data and not a machine's
+    path. Raises ``ValueError`` for an unknown name and ``ConnectionError`` with one clear sentence when a public set
     can neither be downloaded nor found in the local cache.
     """
     if name == "mnist":
         return load_mnist()
+    if (local := _local_copy(name)) is not None:
+        return _load_path(local)
     if name == "speech_commands":
-        from .speech import load_speech_commands
+        from .speech import read_speech_commands
 
-        return load_speech_commands()
+        return _from_arrays(name, *_cached(SPEECH_KEY, read_speech_commands))
     if name in HUB:
         return _load_hub(name, HUB[name])
+    raise ValueError(f"experiment: dataset = {name!r} is unknown: use one of {', '.join(DATASETS)}, or a local path")
+
+
+def is_available(name: str) -> bool:
+    """Can ``name`` be loaded without a download?"""
+    key = SPEECH_KEY if name == "speech_commands" else _hub_key(HUB[name]) if name in HUB else None
+    in_cache = key is not None and _cache_file(key).exists()
+    return name == "mnist" or in_cache or _local_copy(name) is not None
+
+
+def _local_copy(name: str) -> Path | None:
+    if "FEDLIB_DATA" in os.environ and (Path(os.environ["FEDLIB_DATA"]) / name).exists():
+        return Path(os.environ["FEDLIB_DATA"]) / name
     path = Path(name).expanduser()
-    if path.exists():
-        return _load_path(path)
-    raise ValueError(f"unknown dataset {name!r}: use one of {', '.join(DATASETS)}, or the path of a local set")
+    return path if os.sep in name and path.exists() else None
+
+
+def _hub_key(source: HubSource) -> dict:
+    return {"hub": source.path, "label": source.label, "format": 1}
 
 
 def _load_hub(name: str, source: HubSource) -> ImageData:
@@ -109,7 +128,7 @@ def _load_hub(name: str, source: HubSource) -> ImageData:
             ) from error
         return _decode(splits, source.train, source.test, source.label, source.owner)
 
-    return _from_arrays(name, *_cached({"hub": source.path, "label": source.label, "format": 1}, read))
+    return _from_arrays(name, *_cached(_hub_key(source), read))
 
 
 def _load_path(path: Path) -> ImageData:
@@ -120,17 +139,25 @@ def _load_path(path: Path) -> ImageData:
     def read():
         from datasets import load_dataset as load
 
-        parquet = {p.stem.split("-")[0]: str(p) for p in files if p.suffix == ".parquet"}
+        parquet: dict[str, list[str]] = {}
+        for p in files:
+            if p.suffix == ".parquet":  # train.parquet, test-00000-of-00001.parquet; a single file is all training data
+                split = p.stem.split("-")[0] if len(files) > 1 else "train"
+                parquet.setdefault(split, []).append(str(p))
         splits = load("parquet", data_files=parquet) if parquet else load("imagefolder", data_dir=str(path))
-        train = next((s for s in ("train", "all") if s in splits), None)
-        if train is None:
-            raise ValueError(f"{path}: no split named 'train' or 'all'; found {', '.join(splits)}")
+        train = "train"
+        if train not in splits:
+            raise ValueError(f"{path}: no split named 'train'; found {', '.join(splits)}")
         test = next((s for s in ("test", "valid", "validation") if s in splits), None)
         columns = splits[train].column_names
         label = next((c for c in ("label", "fine_label", "character") if c in columns), None)
         if label is None:
             raise ValueError(f"{path}: no column named 'label'; found {', '.join(columns)}")
         owner = next((c for c in ("writer_id", "speaker_id", "client_id") if c in columns), None)
+        if "audio" in columns and owner is not None:
+            from .speech import decode_speech
+
+            return decode_speech(splits[train], label, owner)
         return _decode(splits, train, test, label, owner)
 
     return _from_arrays(path.name, *_cached({"path": stamp, "format": 1}, read))
@@ -181,19 +208,26 @@ def cache_dir() -> Path:
     return Path(os.environ.get("FEDLIB_CACHE", Path.home() / ".cache" / "fedlib"))
 
 
+def _cache_file(key: dict) -> Path:
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
+    return cache_dir() / f"{digest}.safetensors"
+
+
 def _cached(key: dict, read) -> tuple[dict[str, torch.Tensor], list[str]]:
     """Return ``read()``'s (tensors, class names), from the cache if the same key was decoded before."""
     from safetensors import safe_open
     from safetensors.torch import save_file
 
-    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
-    file = cache_dir() / f"{digest}.safetensors"
+    file = _cache_file(key)
     if file.exists():
         with safe_open(file, "pt") as f:
             return {k: f.get_tensor(k) for k in f.keys()}, json.loads(f.metadata()["classes"])
     tensors, classes = read()
     file.parent.mkdir(parents=True, exist_ok=True)
     part = file.with_suffix(f".{os.getpid()}.part")
-    save_file(tensors, part, metadata={"classes": json.dumps(classes)})
-    os.replace(part, file)
+    try:
+        save_file(tensors, part, metadata={"classes": json.dumps(classes)})
+        os.replace(part, file)
+    finally:
+        part.unlink(missing_ok=True)
     return tensors, classes

@@ -1,0 +1,93 @@
+"""Figures for notebooks; every function returns the Axes. One colour per method everywhere."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import pandas as pd
+
+COLORS = {
+    "exclusivefl": "#8c8c8c", "inclusivefl": "#e0a030", "scalefl": "#4c9f70", "depthfl": "#4878cf", "reefl": "#c44e52",
+    "fedavg": "#333333",
+}  # fmt: skip
+
+
+def _axes(ax, size=(6.4, 3.8)):
+    import matplotlib.pyplot as plt
+
+    return ax if ax is not None else plt.subplots(figsize=size, layout="constrained")[1]
+
+
+def save_figure(ax, name: str):
+    """Write the figure of ``ax`` to ``outputs/figures/<name>.png`` and return the path."""
+    from .project import outputs_dir
+
+    path = outputs_dir() / "figures" / f"{name}.png"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    ax.figure.savefig(path, dpi=150)
+    return path
+
+
+def plot_label_distribution(counts: np.ndarray, classes: Sequence[str], ax=None, most: int = 40):
+    """Stacked bars of training examples per client and class; ``counts`` is (clients, classes)."""
+    from matplotlib import colormaps
+
+    ax = _axes(ax, (8, 3.2))
+    shown, bottom = counts[:most], np.zeros(len(counts[:most]))
+    for c, name in enumerate(classes):
+        color = colormaps["tab20"](c % 20)
+        ax.bar(np.arange(len(shown)), shown[:, c], bottom=bottom, width=0.9, color=color, label=name)
+        bottom += shown[:, c]
+    more = f" (first {most} of {len(counts)})" if len(counts) > most else ""
+    ax.set(xlabel=f"client{more}", ylabel="training examples", title="Which labels each client holds")
+    ax.margins(x=0.01)
+    if len(classes) <= 20:
+        ax.legend(ncols=1 + len(classes) // 11, fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
+    return ax
+
+
+def plot_exit_accuracies(frame: pd.DataFrame, ax=None, title: str = "Accuracy of every exit"):
+    """Mean over seeds of each exit's accuracy, with SD bars; ``frame`` as from ``tables.collect``."""
+    from .tables import LABELS
+
+    ax = _axes(ax)
+    for method, group in frame.dropna(subset=["accuracy"]).groupby("method", sort=False):
+        exits = np.array(group.exits.tolist())
+        spread = exits.std(0, ddof=1) if len(exits) > 1 else np.zeros(exits.shape[1])
+        ax.errorbar(
+            range(1, exits.shape[1] + 1), exits.mean(0), spread, marker="o", capsize=3, color=COLORS.get(method),
+            label=LABELS.get(method, method),
+        )  # fmt: skip
+    longest = max((len(x) for x in frame.exits.dropna()), default=1)
+    ax.set(xlabel="exit", ylabel="test accuracy (%)", title=title, xticks=range(1, longest + 1))
+    ax.grid(alpha=0.3)
+    ax.legend(frameon=False)
+    return ax
+
+
+def plot_learning_curves(runs: Mapping[str, Sequence[dict]], colors: Mapping[str, str] | None = None, ax=None,
+                         title: str = "Mean accuracy over exits"):  # fmt: skip
+    """Accuracy against round; ``runs`` maps a label to its metrics records."""
+    ax = _axes(ax)
+    for label, metrics in runs.items():
+        color = (colors or COLORS).get(label)
+        ax.plot([m["t"] for m in metrics], [m["accuracy"] for m in metrics], marker=".", label=label, color=color)
+    ax.set(xlabel="round", ylabel="test accuracy (%)", title=title)
+    ax.grid(alpha=0.3)
+    ax.legend(frameon=False)
+    return ax
+
+
+def plot_costs(frame: pd.DataFrame, ax=None, x: str = "macs", y: str = "upload_mib"):
+    """Cost ``y`` against cost ``x`` per exit; ``frame`` has method and the columns of ``costs.exit_costs``."""
+    from .tables import LABELS
+
+    names = {"macs": ("MACs per image (millions)", 1e-6), "upload_mib": ("upload per round (MiB)", 1),
+             "training_memory_mib": ("training memory, batch 32 (MiB)", 1), "parameters": ("parameters (millions)", 1e-6)}  # fmt: skip
+    ax = _axes(ax)
+    for method, group in frame.groupby("method", sort=False):
+        xs, ys = group[x] * names[x][1], group[y] * names[y][1]
+        ax.plot(xs, ys, marker="o", color=COLORS.get(method), label=LABELS.get(method, method))
+    ax.set(xlabel=names[x][0], ylabel=names[y][0], title="What each exit costs")
+    ax.grid(alpha=0.3)
+    ax.legend(frameon=False)
+    return ax

@@ -1,0 +1,112 @@
+"""Eqs. 5-6 and the rivals' losses, against values worked out by hand."""
+
+import math
+
+import pytest
+import torch
+
+from fedlib.distillation import (
+    Batch, cross_entropies, kl_to_teacher, last_exit, mutual_kl, ramp_up, running_best_exit,
+)  # fmt: skip
+from fedlib.methods import build_method
+
+LN2, LN3 = math.log(2), math.log(3)
+
+
+def two_exits(held=((1.0,), (1.0,))):
+    """One client, two examples (the second is padding), two classes; p = (1/2, 1/2) at exit 0, (3/4, 1/4) at exit 1."""
+    logits = torch.zeros(2, 1, 2, 2)
+    logits[1, 0, 0] = torch.tensor([LN3, 0.0])
+    logits[:, 0, 1] = 100.0 * torch.tensor([[1.0, -1.0], [-1.0, 1.0]])  # must not matter
+    return Batch(logits, torch.tensor([[0, 1]]), torch.tensor([[1.0, 0.0]]), torch.tensor(held), t=1, rounds=1000)
+
+
+def test_cross_entropy_per_exit_ignores_padding_and_missing_exits():
+    # exit 0: -ln 1/2 = ln 2; exit 1: -ln 3/4
+    ce = cross_entropies(two_exits())
+    torch.testing.assert_close(ce, torch.tensor([[LN2], [math.log(4 / 3)]]))
+    assert cross_entropies(two_exits(held=((1.0,), (0.0,))))[1] == 0
+
+
+def test_kl_to_teacher_eq6():
+    # KL(p_1 || p_0) = 3/4 ln(3/4 / 1/2) + 1/4 ln(1/4 / 1/2) = 3/4 ln 3 - ln 2 (exit 1 teaches exit 0)
+    batch = two_exits()
+    torch.testing.assert_close(kl_to_teacher(batch, torch.tensor([1])), torch.tensor([0.75 * LN3 - LN2]))
+    # KL(p_0 || p_1) = 1/2 ln(2/3) + 1/2 ln 2 = ln 2 - 1/2 ln 3
+    torch.testing.assert_close(kl_to_teacher(batch, torch.tensor([0])), torch.tensor([LN2 - 0.5 * LN3]))
+
+
+def test_kl_scales_with_squared_temperature():
+    # tau = 2: p_1 = softmax(ln 3 / 2, 0) = (s, 1) / (1 + s), s = sqrt 3; KL(p_1 || 1/2) = ln 2 - H(p_1); times 4
+    s = math.sqrt(3)
+    p = (s / (1 + s), 1 / (1 + s))
+    expected = 4 * (LN2 + sum(x * math.log(x) for x in p))
+    torch.testing.assert_close(kl_to_teacher(two_exits(), torch.tensor([1]), 2.0), torch.tensor([expected]))
+
+
+def test_teacher_gets_no_gradient_from_distillation():
+    batch = two_exits()
+    batch.logits.requires_grad_(True)
+    kl_to_teacher(batch, torch.tensor([1])).sum().backward()
+    assert batch.logits.grad[1].abs().max() < 1e-7
+    # d KL(t || softmax z) / dz = p - t at exit 0: (1/2 - 3/4, 1/2 - 1/4)
+    torch.testing.assert_close(batch.logits.grad[0, 0, 0], torch.tensor([-0.25, 0.25]))
+
+
+def test_mutual_kl_averages_over_the_others():
+    # two exits: (KL(p_1||p_0) + KL(p_0||p_1)) / (2 - 1) = (3/4 ln 3 - ln 2) + (ln 2 - 1/2 ln 3) = 1/4 ln 3
+    torch.testing.assert_close(mutual_kl(two_exits()), torch.tensor([LN3 / 4]))
+    assert mutual_kl(two_exits(held=((1.0,), (0.0,)))) == 0
+
+
+def test_mutual_kl_equals_the_double_loop():
+    g = torch.Generator().manual_seed(0)
+    logits, held = torch.randn(4, 3, 5, 7, generator=g), torch.tensor([[1, 1, 1], [1, 1, 0], [1, 0, 0], [1, 0, 0.0]])
+    batch = Batch(logits, torch.zeros(3, 5, dtype=torch.long), torch.full((3, 5), 0.2), held)
+    for k, n in enumerate((4, 2, 1)):
+        logp = logits[:n, k].log_softmax(-1)
+        pairs = [(logp[j].exp() * (logp[j] - logp[i])).sum(-1).mean() for i in range(n) for j in range(n) if i != j]
+        expected = sum(pairs) / (n - 1) if pairs else torch.tensor(0.0)
+        torch.testing.assert_close(mutual_kl(batch)[k], expected)
+
+
+def test_running_best_exit_keeps_an_estimate_from_zero():
+    # zeta = 0.2, two exits. CE (1, 2): L = (0.2, 0.4) -> 0. CE (4, 1): L = (0.96, 0.52) -> 1. The batch alone also says 1.
+    # CE (0.5, 1.5): L = (0.868, 0.716) -> 1 although the batch alone says 0.
+    batch, batch_only = two_exits(), two_exits()
+    chosen, alone = [], []
+    for ce in ([1.0, 2.0], [4.0, 1.0], [0.5, 1.5]):
+        values = torch.tensor(ce).unsqueeze(1)
+        chosen.append(running_best_exit(batch, values, 0.2).item())
+        alone.append(running_best_exit(batch_only, values, 1.0).item())
+    assert chosen == [0, 1, 1] and alone == [0, 1, 0]
+    torch.testing.assert_close(batch.scratch["running_loss"], torch.tensor([[0.868], [0.716]]))
+
+
+def test_teachers_are_held():
+    batch = two_exits(held=((1.0,), (0.0,)))
+    assert running_best_exit(batch, torch.tensor([[5.0], [0.0]]), 0.2).item() == 0
+    assert last_exit(batch).item() == 0 and last_exit(two_exits()).item() == 1
+
+
+@pytest.mark.parametrize("t, eta", [(1, 0.0070), (50, 0.031), (100, 0.108), (150, 0.2865), (200, 0.574), (300, 1), (999, 1)])
+def test_ramp_up_over_300_rounds(t, eta):
+    # exp(-5 (1 - 150/300)^2) = exp(-1.25) = 0.28650
+    assert ramp_up(t, 300) == pytest.approx(eta, abs=6e-4 if eta < 0.2 else 5e-4)
+    assert ramp_up(150, 300) == pytest.approx(0.2865, abs=5e-5)
+
+
+def test_local_loss_is_eq5():
+    # t = 300 of 1000: eta = 1; ReeFL's teacher is exit 1 (lower loss): ln 2 + ln 4/3 + (3/4 ln 3 - ln 2)
+    batch = two_exits()
+    batch.t = 300
+    expected = LN2 + math.log(4 / 3) + 0.75 * LN3 - LN2
+    torch.testing.assert_close(build_method("reefl", {}).local_loss(batch), torch.tensor([expected]))
+    plain = build_method("reefl", {"distill": "none"}).local_loss(two_exits())
+    torch.testing.assert_close(plain, torch.tensor([LN2 + math.log(4 / 3)]))
+
+
+def test_scalefl_weighs_its_last_exit_by_a_constant():
+    batch = two_exits()
+    expected = LN2 + math.log(4 / 3) + 0.05 * kl_to_teacher(batch, torch.tensor([1]), 3.0)
+    torch.testing.assert_close(build_method("scalefl", {}).local_loss(batch), expected)
