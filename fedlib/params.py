@@ -13,7 +13,7 @@ from .experiment import Experiment, did_you_mean
 from .project import params_dir
 
 AXES = ("finetune", "method", "column", "seed")
-GRID_KEYS = {"seeds", "columns"}  # profile and override keys that say which cells, not what a cell is
+GRID_KEYS = {"seeds", "columns", "fallback"}  # profile keys that say which cells, not what a cell is
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def load_grid(paper: str, table: str, profile: str, overrides: Mapping[str, obje
     """
     base, methods = _paper(paper)
     spec, sizes, overrides = load_yaml(params_dir() / paper / f"{table}.yaml"), load_profile(profile), dict(overrides or {})
-    allowed = {f.name for f in fields(Experiment)} | GRID_KEYS
+    allowed = {f.name for f in fields(Experiment)} | {"seeds", "columns"}
     for key in overrides:
         if key not in allowed:
             raise ValueError(f"overrides: unknown key {key!r}{did_you_mean(key, allowed)}")

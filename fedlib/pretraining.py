@@ -112,6 +112,41 @@ def train_upstream(
         yield record
 
 
+def load_upstream(config: ViTConfig, num_classes: int, folder: Path) -> nn.ModuleDict:
+    """The model as trained so far in ``folder``."""
+    model = build_upstream(config, num_classes, 0)
+    tensors = load_file(folder / "state.safetensors")
+    model.load_state_dict({k[6:]: v for k, v in tensors.items() if k.startswith("model.")})
+    return model
+
+
+def export_backbone(vit: ViT, file: Path) -> None:
+    """Write the backbone's weights in half precision, as ``models.weights`` reads them."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    save_file({k: v.detach().half().contiguous().cpu() for k, v in vit.state_dict().items()}, file)
+
+
+@torch.no_grad()
+def features(vit: ViT, images: torch.Tensor, stats: tuple[torch.Tensor, torch.Tensor], batch_size: int = 1000):
+    """Frozen last-block class tokens (N, d) of uint8 images."""
+    size = vit.config.img_size
+    parts = [class_tokens(vit, render(x, None, size, *stats)) for x in images.split(batch_size)]
+    return torch.cat(parts)
+
+
+def linear_probe(vit: ViT, data: ImageData, num_train: int = 10_000) -> float:
+    """Test accuracy (percent) of logistic regression on frozen features of ``num_train`` examples."""
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import StandardScaler
+
+    order = torch.randperm(len(data.train_labels), generator=torch_generator(0, "probe"))[:num_train]
+    stats = data.mean_std()
+    probe = make_pipeline(StandardScaler(), LogisticRegression(max_iter=300))
+    probe.fit(features(vit, data.train_images[order], stats).numpy(), data.train_labels[order].numpy())
+    return 100 * probe.score(features(vit, data.test_images, stats).numpy(), data.test_labels.numpy())
+
+
 def _learning_rate(recipe: Recipe, step: int, steps: int) -> float:
     """Linear warm-up, then cosine to zero over ``epochs``."""
     warmup, total = recipe.warmup_epochs * steps, recipe.epochs * steps

@@ -21,14 +21,14 @@ LABELS = {
 def load_cells(
     paper: str, table: str, profile: str, overrides: Mapping[str, object] | None = None, folder: Path | None = None
 ) -> list[Cell]:
-    """The table's grid; if runs are missing and the profile's data set is not at hand, with its ``fallback_dataset``."""
+    """The table's grid; if runs are missing and the profile's data set is not at hand, with the profile's ``fallback``."""
     cells = load_grid(paper, table, profile, overrides)
-    fallback = load_profile(profile).get("fallback_dataset")
+    fallback = load_profile(profile).get("fallback")
     if fallback is None or "dataset" in (overrides or {}):
         return cells
     unavailable = {n for n in {c.experiment.dataset for c in cells} if not is_available(n)}
     if any(c.experiment.dataset in unavailable and find_run(c.experiment, folder) is None for c in cells):
-        return load_grid(paper, table, profile, {**(overrides or {}), "dataset": fallback})
+        return load_grid(paper, table, profile, {**fallback, **(overrides or {})})
     return cells
 
 

@@ -30,6 +30,12 @@ class Linear(nn.Linear):
         super().__init__(in_features, out_features, bias)
         self.axes = {"weight": tuple(axes), "bias": (axes[0],)}
 
+    def reset_parameters(self) -> None:
+        """Zero, not random: ``init_normal_`` or a checkpoint fills them, and no global generator is touched."""
+        for p in (self.weight, self.bias):
+            if p is not None:
+                nn.init.zeros_(p)
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weight, bias = self.weight, self.bias
         if weight.dim() == 3:
