@@ -150,12 +150,12 @@ class Cohort:
                     torch._foreach_clamp_max_(grads, e.clip_value)
                 if e.weight_decay:
                     torch._foreach_add_(grads, leaves, alpha=e.weight_decay)
-                if not plan.active[step].all():
-                    self._stop_inactive_(names, grads, plan.active[step])
                 if velocity is not None:
                     torch._foreach_mul_(velocity, e.momentum)
                     torch._foreach_add_(velocity, grads)
                     grads = velocity
+                if not plan.active[step].all():
+                    self._stop_inactive_(names, grads, plan.active[step])
                 torch._foreach_add_(leaves, grads, alpha=-rate)
                 total += loss.detach()
         for p in leaves:
@@ -164,7 +164,7 @@ class Cohort:
         self.losses = (total / steps).cpu().numpy()  # one sync a local training: recorded, and a check for divergence
 
     def _stop_inactive_(self, names: list[str], grads: list[torch.Tensor], active: np.ndarray) -> None:
-        """Zero the step of clients without a batch (their loss is zero, but decay and extra terms are not)."""
+        """Zero the step of clients without a batch: their loss is zero, but decay, momentum and extra terms are not."""
         mask = torch.as_tensor(active, dtype=grads[0].dtype, device=grads[0].device)
         for name, g in zip(names, grads, strict=True):
             lo, hi = self.spans[name]

@@ -93,11 +93,14 @@ class ScaleShift(nn.Module):
 
 
 class PerClient(nn.Module):
-    """A foreign peft layer run under ``vmap`` when its parameters are stacked per client."""
+    """A foreign peft layer whose parameters may be stacked per client: run under ``vmap``, or client by client.
+
+    The latter for layers with an autograd function that ``vmap`` does not know (LoHa).
+    """
 
     def __init__(self, layer: nn.Module):
         super().__init__()
-        self.base_layer = layer
+        self.base_layer, self.vmap = layer, True
         self.dims = {n: p.dim() for n, p in layer.named_parameters()}
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -106,7 +109,15 @@ class PerClient(nn.Module):
         if not any(d == 0 for d in stacked.values()):
             return self.base_layer(x)
         call = lambda p, x: torch.func.functional_call(self.base_layer, p, (x,))  # noqa: E731
-        return torch.func.vmap(call, in_dims=(stacked, 0))(params, x)
+        if self.vmap:
+            try:
+                return torch.func.vmap(call, in_dims=(stacked, 0))(params, x)
+            except RuntimeError as error:
+                if "functorch" not in str(error):
+                    raise
+                self.vmap = False
+        clients = ({n: p if stacked[n] is None else p[i] for n, p in params.items()} for i in range(len(x)))
+        return torch.stack([call(p, x[i]) for i, p in enumerate(clients)])
 
 
 def apply_finetune_(vit: ViT, head: nn.Module, mode: str, options: dict, seed: int) -> None:

@@ -1,0 +1,189 @@
+"""Cohort training: one path for one client or many, equal to plain PyTorch written a second time."""
+
+import copy
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from fedlib import Execution, Experiment, build_federation, run_rounds
+from fedlib.cohort import learning_rate
+from fedlib.methods import METHODS, build_method
+from fedlib.rng import torch_generator
+from fedlib.rounds import plan_cohorts
+
+
+def train(e, **execution):
+    *_, last = run_rounds(build_federation(e), Execution(**execution))
+    return last
+
+
+@pytest.mark.parametrize("finetune", ["full", "lora", "frozen"])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_cohort_of_one_equals_a_cohort_of_all(tiny, method, finetune):
+    e = tiny.replace(method=method, finetune=finetune, weight_decay=1e-3, local_epochs=2,
+                     finetune_options=tiny.finetune_options if finetune == "lora" else {})  # fmt: skip
+    one, many = train(e, workers=1, cohort_size=1), train(e, workers=1)
+    threaded = train(e, workers=2, cohort_size=2)
+    for name, p in one.server.params.items():
+        torch.testing.assert_close(many.server.params[name], p, rtol=0, atol=1e-5)
+        torch.testing.assert_close(threaded.server.params[name], p, rtol=0, atol=1e-5)
+    assert one.metrics.keys() == many.metrics.keys()
+
+
+@pytest.mark.parametrize("finetune", ["pa", "sa", "ssf", "ia3", "loha"])
+def test_adapters_train_the_same_in_a_cohort(tiny, finetune):
+    e = tiny.replace(method="reefl", finetune=finetune, finetune_options={}, rounds=1, momentum=0.9)
+    one, many = train(e, workers=1, cohort_size=1), train(e, workers=1)
+    moved = 0.0
+    start = build_federation(e).server.params
+    for name, p in one.server.params.items():
+        torch.testing.assert_close(many.server.params[name], p, rtol=0, atol=1e-5)
+        moved = max(moved, (p - start[name]).abs().max().item()) if "blocks" in name else moved
+    assert moved > 1e-6
+
+
+def batches_of(federation, client, t):
+    """A client's batches, drawn again from its own generator (one epoch, no augmentation)."""
+    e, data = federation.experiment, federation.data
+    rows = data.client(client.id)
+    order = torch.randperm(len(rows), generator=torch_generator(e.seed, "local", t, client.id)).numpy()
+    for a in range(0, len(rows), e.batch_size):
+        mine = rows[order[a : a + e.batch_size]]
+        x = data.images[mine].float() / 255
+        yield (x.expand(-1, 3, -1, -1) - data.mean.view(3, 1, 1)) / data.std.view(3, 1, 1), data.labels[mine]
+
+
+def test_fedavg_equals_timm_trained_by_a_plain_loop(tiny):
+    """An independent reference: timm's ViT, torch.optim.SGD, one client after the other."""
+    from timm.models.vision_transformer import VisionTransformer
+
+    e = tiny.replace(method="fedavg", finetune="full", finetune_options={}, augment="none")
+    f = build_federation(e)
+    timm_vit = VisionTransformer(img_size=32, patch_size=8, embed_dim=64, depth=12, num_heads=4, num_classes=10)
+    timm_vit.norm = torch.nn.LayerNorm(64, eps=1e-5)
+
+    def to_timm(params):
+        out = {}
+        for name, p in params.items():
+            key = name.removeprefix("vit.").removeprefix("stem.")
+            key = key.replace("head.exits.0.norm", "norm").replace("head.exits.0.linear", "head")
+            key = key.replace("patch_embed.", "patch_embed.proj.").replace("prefix", "cls_token")
+            if key in ("cls_token", "pos_embed"):
+                p = p[None]
+            out[key] = p.view(64, 3, 8, 8) if key == "patch_embed.proj.weight" else p
+        for b in range(12):
+            for kind in ("weight", "bias"):
+                parts = [out.pop(f"blocks.{b}.attn.{x}.{kind}") for x in "qkv"]
+                out[f"blocks.{b}.attn.qkv.{kind}"] = torch.cat(parts)
+        return out
+
+    theta = to_timm(f.server.params)
+    for t in (1, 2):
+        total, examples = {k: torch.zeros_like(v, dtype=torch.float64) for k, v in theta.items()}, 0
+        for client in f.sample_clients(t):
+            model = copy.deepcopy(timm_vit)
+            model.load_state_dict(theta)
+            optimizer = torch.optim.SGD(model.parameters(), learning_rate(e, t))
+            for x, y in batches_of(f, client, t):
+                optimizer.zero_grad()
+                F.cross_entropy(model(x), y).backward()
+                torch.nn.utils.clip_grad_value_(model.parameters(), 1.0)
+                optimizer.step()
+            for k, v in model.state_dict().items():
+                total[k] += client.num_examples * v
+            examples += client.num_examples
+        theta = {k: (v / examples).float() for k, v in total.items()}
+    for name, p in to_timm(train(e).server.params).items():
+        torch.testing.assert_close(p, theta[name], rtol=0, atol=1e-5)
+
+
+def test_depthfl_equals_its_box_written_as_a_plain_loop(tiny):
+    """FedDyn's penalty as a loss term, client states across rounds, mutual distillation, weight decay after clipping."""
+    e = tiny.replace(method="depthfl", finetune="frozen", finetune_options={}, augment="none", weight_decay=1e-3,
+                     num_clients=5, clients_per_round=5, num_train=150, budgets="maximum", lr=0.1)  # fmt: skip
+    f = build_federation(e)
+    alpha, model = 0.1, copy.deepcopy(f.model)
+    theta = {n: p.clone() for n, p in f.server.params.items()}
+    h = {n: torch.zeros_like(p) for n, p in theta.items()}
+    states = {}
+    for t in (1, 2):
+        eta, arrived = math.exp(-5 * (1 - min(t, 0.6) / 0.6) ** 2), []
+        for client in f.sample_clients(t):
+            g = states.setdefault(client.id, {n: torch.zeros_like(p) for n, p in theta.items()})
+            w = {n: p.clone().requires_grad_() for n, p in theta.items()}
+            for x, y in batches_of(f, client, t):
+                logits = torch.func.functional_call(model, w, (x[None],))[:, 0]
+                loss = sum(F.cross_entropy(z, y) for z in logits)
+                for i, j in np.ndindex(4, 4):
+                    if i != j:
+                        p, q = logits[j].detach().log_softmax(-1), logits[i].log_softmax(-1)
+                        loss = loss + eta / 3 * F.kl_div(q, p, reduction="batchmean", log_target=True)
+                for n in w:
+                    loss = loss - (w[n] * g[n]).sum() + alpha / 2 * ((w[n] - theta[n]) ** 2).sum()
+                for n, d in zip(w, torch.autograd.grad(loss, list(w.values())), strict=True):
+                    with torch.no_grad():
+                        w[n] -= learning_rate(e, t) * (d.clamp(-1, 1) + e.weight_decay * w[n])
+            states[client.id] = {n: g[n] - alpha * (w[n].detach() - theta[n]) for n in w}
+            arrived.append({n: p.detach() for n, p in w.items()})
+        for n in theta:
+            mean = torch.stack([a[n] for a in arrived]).mean(0)
+            h[n] = h[n] - alpha * 5 / 5 * (mean - theta[n])
+            theta[n] = mean - h[n] / alpha
+    for name, p in train(e).server.params.items():
+        torch.testing.assert_close(p, theta[name], rtol=0, atol=2e-5)
+
+
+def test_learning_rate_is_a_cosine_with_a_floor():
+    e = Experiment(rounds=1000, lr=0.05, min_lr=0.001)
+    assert learning_rate(e, 910) == 0.001 and learning_rate(e, 909) > 0.001
+    assert learning_rate(e, 500) == pytest.approx(0.025)
+    f = Experiment(rounds=1000, lr=0.1, min_lr=0.01)
+    assert learning_rate(f, 796) == 0.01 and learning_rate(f, 795) > 0.01
+
+
+def test_sampling_is_a_function_of_seed_and_round_and_the_same_for_every_method(tiny):
+    ids = {}
+    for method in ("reefl", "depthfl", "scalefl"):
+        f = build_federation(tiny.replace(method=method))
+        ids[method] = [[c.id for c in f.sample_clients(t)] for t in (1, 2, 3)]
+    assert ids["reefl"] == ids["depthfl"] == ids["scalefl"]
+    assert len({tuple(x) for x in ids["reefl"]}) > 1 and all(len(set(x)) == 6 for x in ids["reefl"])
+    exclusive = build_federation(tiny.replace(method="exclusivefl"))
+    assert {c.id % 4 for c in exclusive.sample_clients(1)} == {3}
+
+
+def test_cohorts_split_by_width_and_mix_depths(tiny):
+    f = build_federation(tiny.replace(method="scalefl"))
+    clients = f.sample_clients(1)
+    slices = {b: f.method.slice_for(b, f.setting) for b in range(4)}
+    cohorts = plan_cohorts(clients, slices, workers=1, size=None)
+    assert all(len({c.budget for c in group}) == 1 for group in cohorts)
+    prefix = {b: build_method("depthfl", {}).slice_for(b, f.setting) for b in range(4)}
+    assert len(plan_cohorts(clients, prefix, 1, None)) == 1 and len(plan_cohorts(clients, prefix, 2, None)) == 2
+    assert sorted(c.id for g in plan_cohorts(clients, prefix, 2, 2) for c in g) == sorted(c.id for c in clients)
+
+
+def test_frozen_parameters_have_no_gradients_state_or_copies(tiny):
+    f = build_federation(tiny.replace(method="reefl"))
+    assert not set(f.frozen) & set(f.server.params)
+    assert not any(f.model.get_parameter(n).requires_grad for n in f.frozen)
+    before = {n: p.clone() for n, p in f.frozen.items()}
+    for _ in run_rounds(f, Execution(workers=1)):
+        pass
+    assert all(torch.equal(p, before[n]) for n, p in f.frozen.items())
+
+
+def test_population_size_does_not_change_a_round(tiny):
+    """Clients that are not sampled cost nothing: no index array, memory or model of theirs is touched."""
+    f = build_federation(tiny.replace(num_clients=400, partition="dirichlet", clients_per_round=2))
+    touched = []
+    original = type(f.data).client
+    try:
+        type(f.data).client = lambda self, i: touched.append(i) or original(self, i)
+        next(iter(run_rounds(f, Execution(workers=1))))
+    finally:
+        type(f.data).client = original
+    assert sorted(touched) == [c.id for c in f.sample_clients(1)]

@@ -1,0 +1,68 @@
+"""Costs from shapes alone: the papers' communication columns to two decimals, and the honest figures."""
+
+import pandas as pd
+import pytest
+
+from fedlib import Experiment
+from fedlib.costs import exit_costs, upload_mib, upload_parameters
+from fedlib.tables import load_reported
+
+MODES = ("full", "frozen", "lora", "pa", "sa", "ssf")
+HONEST = {  # 4 / 12 exits; what the released code really sends (facts 2.6)
+    "depthfl": {"full": (52.56, 46.39), "frozen": (0.37, 0.97), "lora": (1.78, 2.19), "pa": (1.80, 2.21), "ssf": (0.63, 1.21)},
+    "exclusivefl": {"full": (83.24, 84.44), "frozen": (0.60, 1.80), "lora": (2.85, 4.05), "pa": (2.89, 4.09), "ssf": (1.00, 2.22)},
+    "scalefl": {"full": (34.31, 26.40), "frozen": (0.29, 0.70), "lora": (1.40, 1.58), "pa": (1.42, 1.60), "ssf": (0.49, 0.87)},
+    "inclusivefl": {"full": (52.33, 45.57), "frozen": (0.15, 0.15), "lora": (1.56, 1.37), "pa": (1.58, 1.39), "ssf": (0.40, 0.37)},
+    "reefl": {"full": (53.98, 47.21), "frozen": (1.79, 1.79), "lora": (3.20, 3.01), "pa": (3.22, 3.03), "ssf": (2.04, 2.01)},
+}  # fmt: skip
+
+
+def deit_small(method, finetune, num_exits):
+    return Experiment(
+        method=method, finetune=finetune, num_exits=num_exits, backbone="deit_small_patch16_224.fb_in1k", augment="none"
+    )
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("table, num_exits", [("table1", 4), ("table2", 12)])
+def test_communication_column_in_the_papers_convention(table, num_exits, mode):
+    reported = load_reported("reefl", table)
+    rows = reported[(reported.column == "upload_mib") & (reported.finetune == mode)]
+    assert len(rows) == 5
+    for row in rows.itertuples():
+        ours = upload_mib(deit_small(row.method, mode, num_exits), 100, "paper")
+        assert f"{ours:.2f}" == f"{row.mean:.2f}", row.method
+
+
+@pytest.mark.parametrize("method", HONEST)
+def test_honest_upload(method):
+    for mode, pair in HONEST[method].items():
+        for num_exits, expected in zip((4, 12), pair, strict=True):
+            assert f"{upload_mib(deit_small(method, mode, num_exits), 100):.2f}" == f"{expected:.2f}", (mode, num_exits)
+
+
+def test_upload_counts_of_the_facts():
+    assert upload_parameters(deit_small("reefl", "frozen", 4), 100) == [469_914] * 4
+    assert upload_parameters(deit_small("inclusivefl", "frozen", 4), 100) == [39_268] * 4
+    assert upload_parameters(deit_small("depthfl", "frozen", 4), 100) == [39_268 * n for n in (1, 2, 3, 4)]
+
+
+def test_exit_costs_grow_and_match_hand_arithmetic():
+    rows = pd.DataFrame(exit_costs(deit_small("depthfl", "frozen", 4), 100))
+    assert rows.macs.is_monotonic_increasing and rows.training_memory_mib.is_monotonic_increasing
+    # Per block: q, k, v, proj 4 d^2 and the MLP 8 d^2 per token, attention 2 T^2 d; T = 197, d = 384. Patches 196 * 768 d.
+    tokens, d = 197, 384
+    block = tokens * 12 * d * d + 2 * tokens * tokens * d
+    assert rows.macs[3] == 12 * block + 196 * 768 * d + 4 * d * 100
+    assert rows.parameters[3] == 371_328 + 12 * 1_774_464 + 4 * 39_268
+
+
+def test_frozen_heads_keep_almost_no_activations_but_ree_keeps_the_chain():
+    depthfl = exit_costs(deit_small("depthfl", "frozen", 4), 100)[-1]["training_memory_mib"]
+    reefl = exit_costs(deit_small("reefl", "frozen", 4), 100)[-1]["training_memory_mib"]
+    assert depthfl < 200 < 1000 < reefl
+
+
+def test_unknown_convention_is_refused():
+    with pytest.raises(ValueError, match="convention = 'both'; allowed: honest, paper"):
+        upload_mib(deit_small("reefl", "lora", 4), 100, "both")
