@@ -1,0 +1,98 @@
+"""Layered params: later wins, unknown keys are errors, tables resolve to the paper's experiments."""
+
+import dataclasses
+
+import pytest
+
+from fedlib.params import load_experiment, load_grid, load_profile, load_yaml, merge
+from fedlib.tables import load_cells, load_reported
+
+
+def test_layers_in_order_and_options_key_by_key():
+    assert merge({"lr": 1, "options": {"a": 1, "b": 2}}, {"lr": 2}, {"options": {"b": 3}}) == {
+        "lr": 2, "options": {"a": 1, "b": 3},
+    }  # fmt: skip
+
+
+def test_table1_at_paper_size_is_the_papers_setting():
+    cells = load_grid("reefl", "table1", "paper")
+    assert len(cells) == 6 * 5 * 5 * 3 and len({c.experiment.hash for c in cells}) == len(cells)
+    by = {(c.finetune, c.method, c.column): c.experiment for c in cells if c.seed == 1}
+    e = by["lora", "depthfl", "cifar100_alpha0.1"]
+    assert (e.lr, e.min_lr, e.weight_decay, e.rounds, e.num_clients) == (0.1, 0.01, 0.001, 1000, 100)
+    assert e.dirichlet_alpha == 0.1 and e.backbone == "deit_small_patch16_224.fb_in1k" and e.dataset == "cifar100"
+    f = by["full", "reefl", "femnist"]
+    assert (f.num_clients, f.clients_per_round, f.partition, f.augment, f.lr) == (381, 38, "natural", "rrc", 0.05)
+
+
+def test_profiles_only_shrink():
+    smoke, small = load_grid("reefl", "table1", "smoke"), load_grid("reefl", "table1", "small")
+    assert len(smoke) == 10 and len(small) == 30
+    assert {c.experiment.backbone for c in smoke + small} == {"deit_micro"}
+    assert {c.experiment.lr for c in small if c.method == "depthfl"} == {0.1}  # the method's setting stays
+
+
+def test_overrides_win_and_choose_cells():
+    cells = load_grid("reefl", "table1", "smoke", {"rounds": 7, "method": "reefl", "seeds": [4, 5], "options": {"zeta": 0.5}})
+    assert {(c.method, c.seed, c.experiment.rounds) for c in cells} == {("reefl", 4, 7), ("reefl", 5, 7)}
+    assert cells[0].experiment.options == {"zeta": 0.5}
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda: load_grid("reefl", "table1", "smoke", {"roundz": 7}), "unknown key 'roundz'; did you mean 'rounds'?"),
+        (lambda: load_grid("reefl", "table1", "smal"), "profile = 'smal' is unknown; did you mean 'small'?"),
+        (lambda: load_grid("refl", "table1", "smoke"), "paper = 'refl' is unknown; did you mean 'reefl'?"),
+        (lambda: load_grid("reefl", "table99", "smoke"), "no such params file"),
+        (lambda: load_grid("reefl", "table1", "smoke", {"columns": ["cifar"]}), "columns = 'cifar'"),
+        (lambda: load_grid("reefl", "table1", "smoke", {"method": ["refl"]}), "method = 'refl' is unknown; did you mean"),
+        (lambda: load_grid("reefl", "table1", "smoke", {"rounds": "7"}), "rounds = '7': expected int"),
+        (lambda: load_experiment("reefl", "reefl", "smoke", {"num_exits": 7}), "does not divide 12 blocks"),
+    ],
+)
+def test_bad_params_are_named(call, message):
+    with pytest.raises(ValueError) as error:
+        call()
+    assert message in str(error.value)
+
+
+def test_yaml_builds_no_objects(tmp_path):
+    file = tmp_path / "evil.yaml"
+    file.write_text("a: !!python/object/apply:os.system ['true']\n")
+    with pytest.raises(ValueError, match="not plain YAML"):
+        load_yaml(file)
+    file.write_text("- 1\n")
+    with pytest.raises(ValueError, match="expected a mapping"):
+        load_yaml(file)
+
+
+def test_small_falls_back_to_digits_without_cifar(monkeypatch, tmp_path):
+    monkeypatch.setenv("FEDLIB_CACHE", str(tmp_path))
+    monkeypatch.delenv("FEDLIB_DATA", raising=False)
+    cells = load_cells("reefl", "table1", "small", folder=tmp_path)
+    assert {c.experiment.dataset for c in cells} == {"mnist"} and {c.experiment.augment for c in cells} == {"crop"}
+    chosen = load_cells("reefl", "table1", "small", {"dataset": "mnist", "num_train": 4000, "num_test": 500}, folder=tmp_path)
+    assert {c.experiment.num_test for c in chosen} == {500}
+
+
+@pytest.mark.parametrize(
+    "table, spot",
+    [("table1", {("full", "reefl", "cifar100_alpha1000"): (76.42, 0.12), ("ssf", "scalefl", "speech_commands"): (27.01, 0.14)}),
+     ("table2", {("pa", "depthfl", "cifar100_alpha0.1"): (6.88, 5.88), ("frozen", "inclusivefl", "femnist"): (53.35, 0.03)})],
+)  # fmt: skip
+def test_reported_numbers(table, spot):
+    frame = load_reported("reefl", table)
+    assert len(frame) == 180 and not frame.duplicated(["finetune", "method", "column"]).any()
+    for key, (mean, sd) in spot.items():
+        row = frame.set_index(["finetune", "method", "column"]).loc[key]
+        assert (row["mean"], row["sd"]) == (mean, sd)
+
+
+def test_profiles_hold_sizes_only():
+    from fedlib import Experiment
+
+    known = {f.name for f in dataclasses.fields(Experiment)} | {"seeds", "fallback"}
+    for profile in ("smoke", "demo", "small", "paper"):
+        keys = set(load_profile(profile))
+        assert keys <= known and not keys & {"lr", "min_lr", "method", "options", "clip_value", "finetune"}
