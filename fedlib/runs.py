@@ -88,6 +88,7 @@ def run_all(
     execution: Execution = Execution(),
     folder: Path | None = None,
     progress: bool = True,
+    checkpoint_seconds: float = 20.0,
 ) -> list[Run]:
     """Run what is missing and return all runs in order. Processes working on the same list share it by locks."""
     from tqdm.auto import tqdm
@@ -95,9 +96,9 @@ def run_all(
     experiments = list(experiments)
     missing = [e for e in experiments if find_run(e, folder) is None]
     bar = tqdm(missing, desc="runs", disable=not progress or not missing)
-    busy = [e for e in bar if run(e, execution, folder, progress, wait=False) is None]
+    busy = [e for e in bar if run(e, execution, folder, progress, checkpoint_seconds, wait=False) is None]
     for e in busy:
-        run(e, execution, folder, progress)
+        run(e, execution, folder, progress, checkpoint_seconds)
     return [find_run(e, folder) for e in experiments]
 
 

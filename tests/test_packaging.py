@@ -1,0 +1,65 @@
+"""What is installed: one list of requirements, and a wheel that works alone."""
+
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def test_environment_yml_has_pyprojects_pins():
+    import yaml
+
+    environment = yaml.safe_load((ROOT / "environment.yml").read_text())
+    pip = next(d["pip"] for d in environment["dependencies"] if isinstance(d, dict))
+    extras = [x for group in ("notebooks", "dev") for x in PROJECT["optional-dependencies"][group]]
+    wanted = PROJECT["dependencies"] + [x for x in extras if not x.startswith("fedlib[")]
+    assert sorted(pip) == sorted([*wanted, "--editable ."])
+    assert f"python{PROJECT['requires-python']}" in environment["dependencies"]
+
+
+def test_lock_pins_every_requirement_with_hashes():
+    from packaging.requirements import Requirement
+
+    lines = (ROOT / "requirements.lock").read_text().splitlines()
+    pins = {line.split("==")[0].split("[")[0].lower(): line for line in lines if "==" in line and not line.startswith((" ", "#"))}
+    extras = [x for group in PROJECT["optional-dependencies"].values() for x in group if not x.startswith("fedlib[")]
+    for requirement in map(Requirement, PROJECT["dependencies"] + extras):
+        line = pins[requirement.name.lower()]
+        assert requirement.specifier.contains(line.split("==")[1].split()[0].rstrip(";\\")), line
+    assert all(line.rstrip().endswith("\\") for line in pins.values())  # a hash follows
+
+
+def test_a_fresh_install_runs_one_round_offline(tmp_path):
+    """``pip install .`` into an empty environment; then, without a network, one round on the shipped weights and digits."""
+    uv = shutil.which("uv", path=os.path.dirname(sys.executable))
+    if uv is None:
+        pytest.skip("uv is not installed beside this Python")
+    source = tmp_path / "source"
+    shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns(".venv", ".git", "outputs", "*.egg-info"))
+    python = tmp_path / "env" / "bin" / "python"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "env"], check=True)
+    lock = tmp_path / "constraints.txt"  # the tested versions, without hashes
+    lines = (ROOT / "requirements.lock").read_text().splitlines()
+    lock.write_text("\n".join(x.rstrip(" \\") for x in lines if "==" in x and not x.startswith((" ", "#"))))
+    install = subprocess.run([uv, "pip", "install", "--quiet", "--python", python, "--constraint", lock, source], capture_output=True, text=True)  # fmt: skip
+    if install.returncode and ("connect" in install.stderr or "Failed to fetch" in install.stderr or "dns" in install.stderr.lower()):
+        pytest.skip("no package index can be reached")
+    assert install.returncode == 0, install.stderr
+    code = """
+import fedlib, pathlib
+assert "site-packages" in fedlib.__file__, fedlib.__file__
+e = fedlib.Experiment(method="reefl", rounds=1, num_train=100, num_test=50, num_clients=5, clients_per_round=2)
+print(fedlib.run(e, progress=False).summary["status"])
+"""
+    offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9"}
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("FEDLIB", "PYTHONPATH"))}
+    done = subprocess.run([python, "-c", code], cwd=tmp_path, env=kept | offline, capture_output=True, text=True)
+    assert done.stdout.strip() == "finished", done.stderr
+    assert len(list((tmp_path / "outputs" / "runs").iterdir())) == 1
