@@ -33,7 +33,7 @@ def learning_rate(e: Experiment, t: int) -> float:
 
 @dataclass(frozen=True)
 class Plan:
-    """Every batch of a cohort's local training: example rows (S, K, B), view rows, weights, and who is active (S, K)."""
+    """Every batch of a cohort's local training: example rows (S, K, B), views, weights, and who is active (S, K)."""
 
     rows: torch.Tensor
     views: torch.Tensor | None

@@ -70,8 +70,10 @@ def make_experiment(*layers: Mapping[str, object]) -> Experiment:
     return e
 
 
-def load_experiment(paper: str, method: str, profile: str, overrides: Mapping[str, object] | None = None, **row) -> Experiment:
-    """One experiment outside any table: ``base <- method <- row <- profile <- overrides`` (first seed of the profile)."""
+def load_experiment(
+    paper: str, method: str, profile: str, overrides: Mapping[str, object] | None = None, **row
+) -> Experiment:
+    """One experiment outside any table: base <- method <- row <- profile <- overrides (first seed of the profile)."""
     base, methods = _paper(paper)
     sizes = {k: v for k, v in load_profile(profile).items() if k not in GRID_KEYS}
     seed = {"seed": load_profile(profile).get("seeds", [1])[0]}
@@ -85,7 +87,11 @@ def load_grid(paper: str, table: str, profile: str, overrides: Mapping[str, obje
     ``columns`` and ``seeds``. Raises ``ValueError`` before any compute.
     """
     base, methods = _paper(paper)
-    spec, sizes, overrides = load_yaml(params_dir() / paper / f"{table}.yaml"), load_profile(profile), dict(overrides or {})
+    spec, sizes, overrides = (
+        load_yaml(params_dir() / paper / f"{table}.yaml"),
+        load_profile(profile),
+        dict(overrides or {}),
+    )
     allowed = {f.name for f in fields(Experiment)} | {"seeds", "columns"}
     for key in overrides:
         if key not in allowed:

@@ -81,8 +81,12 @@ def plot_costs(frame: pd.DataFrame, ax=None, x: str = "macs", y: str = "upload_m
     """Cost ``y`` against cost ``x`` per exit; ``frame`` has method and the columns of ``costs.exit_costs``."""
     from .tables import LABELS
 
-    names = {"macs": ("MACs per image (millions)", 1e-6), "upload_mib": ("upload per round (MiB)", 1),
-             "training_memory_mib": ("training memory, batch 32 (MiB)", 1), "parameters": ("parameters (millions)", 1e-6)}  # fmt: skip
+    names = {
+        "macs": ("MACs per image (millions)", 1e-6),
+        "upload_mib": ("upload per round (MiB)", 1),
+        "training_memory_mib": ("training memory, batch 32 (MiB)", 1),
+        "parameters": ("parameters (millions)", 1e-6),
+    }
     ax = _axes(ax)
     for method, group in frame.groupby("method", sort=False):
         xs, ys = group[x] * names[x][1], group[y] * names[y][1]

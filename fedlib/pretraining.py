@@ -86,9 +86,9 @@ def train_upstream(
     for epoch in range(len(history), recipe.epochs):
         generator = torch_generator(recipe.seed, "upstream epoch", epoch)
         order = torch.randperm(len(labels), generator=generator).to(device)
-        views = sample_views(
-            recipe.augment, len(labels), images.shape[-1], generator, min_scale=recipe.min_scale
-        ).to(device)
+        views = sample_views(recipe.augment, len(labels), images.shape[-1], generator, min_scale=recipe.min_scale).to(
+            device
+        )
         total = torch.zeros((), device=device)
         for step in range(steps):
             rate = _learning_rate(recipe, epoch * steps + step, steps)

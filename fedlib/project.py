@@ -5,7 +5,7 @@ from pathlib import Path
 
 
 def root() -> Path:
-    """The nearest folder upwards that holds ``params/`` and ``notebooks/`` (or ``$FEDLIB_ROOT``), else the current one."""
+    """``$FEDLIB_ROOT``, or the nearest folder upwards that holds ``params/`` and ``notebooks/``, or the current one."""
     if "FEDLIB_ROOT" in os.environ:
         return Path(os.environ["FEDLIB_ROOT"])
     here = Path.cwd()

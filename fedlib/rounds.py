@@ -51,7 +51,9 @@ class Execution:
         return torch.get_num_threads() if self.device == "cpu" else 1
 
 
-def plan_cohorts(clients: list[Client], slices: Mapping[int, Slice], workers: int, size: int | None) -> list[list[Client]]:
+def plan_cohorts(
+    clients: list[Client], slices: Mapping[int, Slice], workers: int, size: int | None
+) -> list[list[Client]]:
     """Split a round's clients into cohorts of one width each, balanced in depth, at least one a worker."""
     widths: dict[tuple, list[Client]] = {}
     for c in sorted(clients, key=lambda c: (-slices[c.budget].depth, -c.num_examples, c.id)):

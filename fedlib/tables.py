@@ -21,7 +21,7 @@ LABELS = {
 def load_cells(
     paper: str, table: str, profile: str, overrides: Mapping[str, object] | None = None, folder: Path | None = None
 ) -> list[Cell]:
-    """The table's grid; if runs are missing and the profile's data set is not at hand, with the profile's ``fallback``."""
+    """The table's grid, or the profile's ``fallback`` if runs are missing and its data set is not at hand."""
     cells = load_grid(paper, table, profile, overrides)
     fallback = load_profile(profile).get("fallback")
     if fallback is None or "dataset" in (overrides or {}):
@@ -46,7 +46,9 @@ def collect(cells: Sequence[Cell], folder: Path | None = None) -> pd.DataFrame:
     )  # fmt: skip
 
 
-def mean_sd(frame: pd.DataFrame, value: str = "accuracy", by: Sequence[str] = ("finetune", "column", "method")) -> pd.DataFrame:
+def mean_sd(
+    frame: pd.DataFrame, value: str = "accuracy", by: Sequence[str] = ("finetune", "column", "method")
+) -> pd.DataFrame:
     """Mean, SD (n - 1) and number of seeds of the last round, per group; never the best round."""
     groups = frame.dropna(subset=[value]).groupby(list(by), sort=False)[value]
     return groups.agg(mean="mean", sd="std", seeds="count").reset_index()

@@ -45,7 +45,12 @@ def test_width_masked_mean_counts_holders_per_entry():
     info = infos(low=(3,))
     narrow = Slice.prefix(1, (0,), index={"a": range(2)})
     mean = MaskedMean(info)
-    mean.add(Update((Client(0, 0, 9),), (Slice.prefix(1, (0,)),), {"low": torch.tensor([[2.0, -2.0, 6.0]])}, {"low": (0, 1)}), [1.0])
+    mean.add(
+        Update(
+            (Client(0, 0, 9),), (Slice.prefix(1, (0,)),), {"low": torch.tensor([[2.0, -2.0, 6.0]])}, {"low": (0, 1)}
+        ),
+        [1.0],
+    )
     mean.add(Update((Client(1, 0, 1),), (narrow,), {"low": torch.tensor([[-4.0, 4.0]])}, {"low": (0, 1)}), [1.0])
     # entries 0 and 1: ((2, -2) + (-4, 4)) / 2 = (-1, 1), unweighted; entry 2: 6
     torch.testing.assert_close(mean.result({"low": torch.zeros(3)})["low"], torch.tensor([-1.0, 1.0, 6.0]))
@@ -59,7 +64,9 @@ def test_feddyn_server_by_hand():
 
 
 def test_feddyn_leaves_unheld_entries_alone():
-    theta, h = feddyn_server(*(torch.tensor([1.0, -2.0]), torch.zeros(2), torch.tensor([0.3, 0.3])), torch.tensor([0.0, 1.0]), 0.1)
+    theta, h = feddyn_server(
+        *(torch.tensor([1.0, -2.0]), torch.zeros(2), torch.tensor([0.3, 0.3])), torch.tensor([0.0, 1.0]), 0.1
+    )
     assert theta[0] == 1 and h[0] == pytest.approx(0.3)
 
 
@@ -84,7 +91,9 @@ def test_feddyn_gradient_is_that_of_its_penalty():
 def test_fedadam_by_hand():
     # theta 1, delta -0.5, m 0.2, v 0.01: m' = 0.18 - 0.05 = 0.13; v' = 0.00999 + 0.00025 = 0.01024; sqrt = 0.101193
     # theta' = 1 - 0.001 * 0.13 / (0.101193 + 1e-6) = 1 - 0.00128466
-    theta, m, v = fedadam(*(torch.tensor(x, dtype=torch.float64) for x in (1.0, -0.5, 0.2, 0.01)), 1e-3, 0.9, 0.999, 1e-6)
+    theta, m, v = fedadam(
+        *(torch.tensor(x, dtype=torch.float64) for x in (1.0, -0.5, 0.2, 0.01)), 1e-3, 0.9, 0.999, 1e-6
+    )
     assert m.item() == pytest.approx(0.13) and v.item() == pytest.approx(0.01024)
     assert theta.item() == pytest.approx(1 - 0.00128466, abs=1e-8)
 
@@ -127,7 +136,10 @@ def test_inclusivefl_momentum_distillation_by_hand():
     params, spans = {}, {}
     for name, i in info.items():
         held = [k for k, x in enumerate(slices) if x.holds(i)]
-        params[name], spans[name] = torch.stack([first.params[slices[k].source(name)] for k in held]), (held[0], held[-1] + 1)
+        params[name], spans[name] = (
+            torch.stack([first.params[slices[k].source(name)] for k in held]),
+            (held[0], held[-1] + 1),
+        )
     update = Update((Client(9, 1, 5), Client(1, 0, 30)), slices, params, spans)
     second = method.aggregate(first, [update], 2, s)
     assert second.params["exit0/vit.blocks.1.w"].item() == pytest.approx(0.2)

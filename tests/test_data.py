@@ -80,7 +80,9 @@ def test_hub_sets_are_read_through_datasets(monkeypatch, tmp_path):
     def stand_in(path, *args, **kwargs):
         assert path == "flwrlabs/femnist"
         n = 60
-        features = hf.Features({"image": hf.Image(), "writer_id": hf.Value("string"), "character": hf.ClassLabel(names=["a", "b"])})
+        features = hf.Features(
+            {"image": hf.Image(), "writer_id": hf.Value("string"), "character": hf.ClassLabel(names=["a", "b"])}
+        )
         rows = {"image": [Image.new("L", (28, 28), i) for i in range(n)], "writer_id": [f"f{i % 3}" for i in range(n)],
                 "character": [i % 2 for i in range(n)]}  # fmt: skip
         return hf.DatasetDict({"train": hf.Dataset.from_dict(rows, features=features)})

@@ -6,7 +6,13 @@ import pytest
 import torch
 
 from fedlib.distillation import (
-    Batch, cross_entropies, kl_to_teacher, last_exit, mutual_kl, ramp_up, running_best_exit,
+    Batch,
+    cross_entropies,
+    kl_to_teacher,
+    last_exit,
+    mutual_kl,
+    ramp_up,
+    running_best_exit,
 )  # fmt: skip
 from fedlib.methods import build_method
 
@@ -89,7 +95,9 @@ def test_teachers_are_held():
     assert last_exit(batch).item() == 0 and last_exit(two_exits()).item() == 1
 
 
-@pytest.mark.parametrize("t, eta", [(1, 0.0070), (50, 0.031), (100, 0.108), (150, 0.2865), (200, 0.574), (300, 1), (999, 1)])
+@pytest.mark.parametrize(
+    "t, eta", [(1, 0.0070), (50, 0.031), (100, 0.108), (150, 0.2865), (200, 0.574), (300, 1), (999, 1)]
+)
 def test_ramp_up_over_300_rounds(t, eta):
     # exp(-5 (1 - 150/300)^2) = exp(-1.25) = 0.28650
     assert ramp_up(t, 300) == pytest.approx(eta, abs=6e-4 if eta < 0.2 else 5e-4)

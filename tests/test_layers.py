@@ -21,7 +21,18 @@ LAYERS = [
     {"plots"},
 ]
 LAYER = {name: i for i, names in enumerate(LAYERS) for name in names}
-HEAVY = {"peft", "timm", "seaborn", "matplotlib", "datasets", "flwr_datasets", "pandas", "mlxtend", "sklearn", "transformers"}
+HEAVY = {
+    "peft",
+    "timm",
+    "seaborn",
+    "matplotlib",
+    "datasets",
+    "flwr_datasets",
+    "pandas",
+    "mlxtend",
+    "sklearn",
+    "transformers",
+}
 PANDAS_FILES = {"tables.py", "plots.py"}
 
 
@@ -42,7 +53,9 @@ def imported_parts(path):
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.level:
             inside = node.level < depth  # stays within this file's own folder
-            names = [part(path)] if inside else [node.module.split(".")[0]] if node.module else [a.name for a in node.names]
+            names = (
+                [part(path)] if inside else [node.module.split(".")[0]] if node.module else [a.name for a in node.names]
+            )
             for name in names:
                 yield name, id(node) in top_level
 
@@ -64,7 +77,9 @@ def test_no_method_imports_another():
     for path in (PACKAGE / "methods").glob("*.py"):
         if path.name in ("__init__.py", "base.py"):
             continue
-        modules = {n.module for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.ImportFrom) and n.level == 1}
+        modules = {
+            n.module for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.ImportFrom) and n.level == 1
+        }
         assert modules <= {"base"}, path.name
 
 
@@ -87,7 +102,9 @@ def test_heavy_packages_are_imported_where_they_are_needed():
 
 def test_importing_fedlib_is_light():
     code = "import sys, fedlib; print(sorted(m for m in sys.modules if m.split('.')[0] in sys.argv[1].split(',')))"
-    out = subprocess.run([sys.executable, "-c", code, ",".join(HEAVY | {"torch"})], capture_output=True, text=True, check=True)
+    out = subprocess.run(
+        [sys.executable, "-c", code, ",".join(HEAVY | {"torch"})], capture_output=True, text=True, check=True
+    )
     assert out.stdout.strip() == "[]"
 
 

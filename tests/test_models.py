@@ -158,7 +158,9 @@ def test_adapters_keep_or_barely_move_the_pretrained_function(mode):
     x = torch.randn(1, 2, 3, 32, 32, generator=generator())
     with torch.no_grad():
         before = vit.run(vit.stem(x), 0, 12)
-        apply_finetune_(vit, Classifiers(64, 10, (11,)), mode, {"r": 4} if mode in ("lora", "loha", "pa", "sa") else {}, 0)
+        apply_finetune_(
+            vit, Classifiers(64, 10, (11,)), mode, {"r": 4} if mode in ("lora", "loha", "pa", "sa") else {}, 0
+        )
         after = vit.run(vit.stem(x), 0, 12)
     moved = (after - before).abs().max() / before.abs().max()
     assert moved < 1e-5 if mode in ("lora", "ia3", "loha", "hra") else 0 < moved < 1.0

@@ -50,7 +50,9 @@ def papermill(notebook, out, *parameters, **kwargs):
 
 def test_papermill_with_an_override_from_any_folder(tmp_path):
     overrides = "{overrides: {num_train: 160, num_test: 50, rounds: 3, method: [reefl], finetune: frozen}}"
-    done = papermill(ROOT / "notebooks/reefl/table1_four_exits.ipynb", tmp_path / "t.ipynb", "-y", overrides, cwd=tmp_path)
+    done = papermill(
+        ROOT / "notebooks/reefl/table1_four_exits.ipynb", tmp_path / "t.ipynb", "-y", overrides, cwd=tmp_path
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     stored = list((tmp_path / "outputs/runs").glob("*/summary.json"))
     assert len(stored) == 1 and json.loads(stored[0].read_text())["t"] == 3
@@ -59,6 +61,8 @@ def test_papermill_with_an_override_from_any_folder(tmp_path):
 
 
 def test_a_typo_stops_the_notebook_before_any_compute(tmp_path):
-    done = papermill(ROOT / "notebooks/reefl/table1_four_exits.ipynb", tmp_path / "t.ipynb", "-y", "{overrides: {roundz: 3}}")
+    done = papermill(
+        ROOT / "notebooks/reefl/table1_four_exits.ipynb", tmp_path / "t.ipynb", "-y", "{overrides: {roundz: 3}}"
+    )
     assert done.returncode != 0 and "did you mean 'rounds'?" in done.stderr
     assert not (tmp_path / "outputs").exists()

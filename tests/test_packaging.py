@@ -28,7 +28,11 @@ def test_lock_pins_every_requirement_with_hashes():
     from packaging.requirements import Requirement
 
     lines = (ROOT / "requirements.lock").read_text().splitlines()
-    pins = {line.split("==")[0].split("[")[0].lower(): line for line in lines if "==" in line and not line.startswith((" ", "#"))}
+    pins = {
+        line.split("==")[0].split("[")[0].lower(): line
+        for line in lines
+        if "==" in line and not line.startswith((" ", "#"))
+    }
     extras = [x for group in PROJECT["optional-dependencies"].values() for x in group if not x.startswith("fedlib[")]
     for requirement in map(Requirement, PROJECT["dependencies"] + extras):
         line = pins[requirement.name.lower()]
@@ -49,7 +53,9 @@ def test_a_fresh_install_runs_one_round_offline(tmp_path):
     lines = (ROOT / "requirements.lock").read_text().splitlines()
     lock.write_text("\n".join(x.rstrip(" \\") for x in lines if "==" in x and not x.startswith((" ", "#"))))
     install = subprocess.run([uv, "pip", "install", "--quiet", "--python", python, "--constraint", lock, source], capture_output=True, text=True)  # fmt: skip
-    if install.returncode and ("connect" in install.stderr or "Failed to fetch" in install.stderr or "dns" in install.stderr.lower()):
+    if install.returncode and (
+        "connect" in install.stderr or "Failed to fetch" in install.stderr or "dns" in install.stderr.lower()
+    ):
         pytest.skip("no package index can be reached")
     assert install.returncode == 0, install.stderr
     code = """
@@ -58,7 +64,12 @@ assert "site-packages" in fedlib.__file__, fedlib.__file__
 e = fedlib.Experiment(method="reefl", rounds=1, num_train=100, num_test=50, num_clients=5, clients_per_round=2)
 print(fedlib.run(e, progress=False).summary["status"])
 """
-    offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9"}
+    offline = {
+        "HF_HUB_OFFLINE": "1",
+        "HF_DATASETS_OFFLINE": "1",
+        "http_proxy": "http://127.0.0.1:9",
+        "https_proxy": "http://127.0.0.1:9",
+    }
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("FEDLIB", "PYTHONPATH"))}
     done = subprocess.run([python, "-c", code], cwd=tmp_path, env=kept | offline, capture_output=True, text=True)
     assert done.stdout.strip() == "finished", done.stderr

@@ -33,7 +33,9 @@ def test_profiles_only_shrink():
 
 
 def test_overrides_win_and_choose_cells():
-    cells = load_grid("reefl", "table1", "smoke", {"rounds": 7, "method": "reefl", "seeds": [4, 5], "options": {"zeta": 0.5}})
+    cells = load_grid(
+        "reefl", "table1", "smoke", {"rounds": 7, "method": "reefl", "seeds": [4, 5], "options": {"zeta": 0.5}}
+    )
     assert {(c.method, c.seed, c.experiment.rounds) for c in cells} == {("reefl", 4, 7), ("reefl", 5, 7)}
     assert cells[0].experiment.options == {"zeta": 0.5}
 
@@ -46,7 +48,10 @@ def test_overrides_win_and_choose_cells():
         (lambda: load_grid("refl", "table1", "smoke"), "paper = 'refl' is unknown; did you mean 'reefl'?"),
         (lambda: load_grid("reefl", "table99", "smoke"), "no such params file"),
         (lambda: load_grid("reefl", "table1", "smoke", {"columns": ["cifar"]}), "columns = 'cifar'"),
-        (lambda: load_grid("reefl", "table1", "smoke", {"method": ["refl"]}), "method = 'refl' is unknown; did you mean"),
+        (
+            lambda: load_grid("reefl", "table1", "smoke", {"method": ["refl"]}),
+            "method = 'refl' is unknown; did you mean",
+        ),
         (lambda: load_grid("reefl", "table1", "smoke", {"rounds": "7"}), "rounds = '7': expected int"),
         (lambda: load_experiment("reefl", "reefl", "smoke", {"num_exits": 7}), "does not divide 12 blocks"),
     ],
@@ -72,7 +77,9 @@ def test_small_falls_back_to_digits_without_cifar(monkeypatch, tmp_path):
     monkeypatch.delenv("FEDLIB_DATA", raising=False)
     cells = load_cells("reefl", "table1", "small", folder=tmp_path)
     assert {c.experiment.dataset for c in cells} == {"mnist"} and {c.experiment.augment for c in cells} == {"crop"}
-    chosen = load_cells("reefl", "table1", "small", {"dataset": "mnist", "num_train": 4000, "num_test": 500}, folder=tmp_path)
+    chosen = load_cells(
+        "reefl", "table1", "small", {"dataset": "mnist", "num_train": 4000, "num_test": 500}, folder=tmp_path
+    )
     assert {c.experiment.num_test for c in chosen} == {500}
 
 

@@ -23,7 +23,11 @@ def matrix(seed=0):
 @settings(deadline=None)
 @given(kept_rows, kept_cols)
 def test_scatter_is_the_adjoint_of_take(rows, cols):
-    part, x, y = cut(rows, cols), matrix(), torch.randn(len(rows), len(cols), generator=torch.Generator().manual_seed(1))
+    part, x, y = (
+        cut(rows, cols),
+        matrix(),
+        torch.randn(len(rows), len(cols), generator=torch.Generator().manual_seed(1)),
+    )
     total = torch.zeros(5, 4)
     scatter_add_(total, y, INFO, part)
     assert (take(x, INFO, part) * y).sum().item() == pytest.approx((x * total).sum().item(), abs=1e-5)

@@ -1,7 +1,7 @@
 """Speech as images: log-mel filter banks (facts of ReeFL's release) in torch ops, and SpeechCommands v2 by speaker.
 
-Features: 25 ms Hann windows every 10 ms, 128 mel bins from 20 Hz to half the sampling rate, cut or padded to 128 frames,
-AudioSet statistics. They are stored like images, height = time, in 8 bits over a fixed range.
+Features: 25 ms Hann windows every 10 ms, 128 mel bins from 20 Hz to half the sampling rate, cut or padded to 128
+frames, AudioSet statistics. They are stored like images, height = time, in 8 bits over a fixed range.
 
 Deviations: the release's time shifts, background noise and inverse-frequency sampling are left out (the paper does not
 mention them), classes are sorted by name, and the per-speaker split is seeded.
@@ -87,7 +87,9 @@ def decode_speech(table, label: str, speaker: str, speakers: int | None = None) 
     for o in np.unique(owners):
         for c in np.unique(labels[owners == o]):
             mine = np.where((owners == o) & (labels == c))[0]
-            test[numpy_generator(0, f"speech split {c}", client=int(o)).permutation(mine)[int(0.8 * len(mine)) :]] = True
+            test[numpy_generator(0, f"speech split {c}", client=int(o)).permutation(mine)[int(0.8 * len(mine)) :]] = (
+                True
+            )
     arrays = {
         "train_images": images[~test], "train_labels": labels[~test].astype(np.int64), "owners": owners[~test],
         "test_images": images[test], "test_labels": labels[test].astype(np.int64),

@@ -14,7 +14,13 @@ from torch import nn
 
 from ..aggregation import Client, MaskedMean, Update, fedadam, feddyn_gradient, feddyn_server
 from ..distillation import (
-    Batch, cross_entropies, kl_to_teacher, last_exit, mutual_kl, ramp_up, running_best_exit,
+    Batch,
+    cross_entropies,
+    kl_to_teacher,
+    last_exit,
+    mutual_kl,
+    ramp_up,
+    running_best_exit,
 )  # fmt: skip
 from ..models.exits import Classifiers
 from ..models.vit import ViTConfig

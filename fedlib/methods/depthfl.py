@@ -16,7 +16,7 @@ from .base import Method
 
 @dataclass(frozen=True)
 class DepthFL(Method):
-    """``aggregation="mean", weighting="examples"`` is the FedAvg variant of Table 3; ``distill="none"`` its other row."""
+    """Table 3: ``aggregation="mean", weighting="examples"`` is the FedAvg variant; ``distill="none"`` is without KD."""
 
     distill: Literal["none", "best", "mutual", "last"] = "mutual"
     aggregation: Literal["mean", "feddyn", "fedadam"] = "feddyn"

@@ -32,7 +32,9 @@ class InclusiveFL(Method):
 
     def check(self, setting: Setting, finetune: str) -> None:
         if self.momentum_distill and self.aggregation == "feddyn":
-            raise ValueError("inclusivefl: aggregation = 'feddyn' needs momentum_distill = False; allowed: mean, fedadam")
+            raise ValueError(
+                "inclusivefl: aggregation = 'feddyn' needs momentum_distill = False; allowed: mean, fedadam"
+            )
 
     def init_server(self, params: dict[str, torch.Tensor], setting: Setting) -> Server:
         """Every exit but the last starts with its own copy of its sub-model's last block."""
@@ -48,9 +50,7 @@ class InclusiveFL(Method):
         aliases = {}
         if self.momentum_distill and budget < setting.num_exits - 1:
             last = setting.exit_blocks[budget]
-            aliases = {
-                n: f"exit{budget}/{n}" for n, i in setting.infos.items() if i.unit == last and i.exit is None
-            }
+            aliases = {n: f"exit{budget}/{n}" for n, i in setting.infos.items() if i.unit == last and i.exit is None}
         return Slice.prefix(setting.exit_blocks[budget] + 1, (budget,), aliases=aliases)
 
     def model_for(self, exit: int, setting: Setting) -> Slice:

@@ -41,7 +41,9 @@ def check_finetune(mode: str, options: dict) -> None:
         allowed = {f.name for f in dataclasses.fields(_peft_config_class(mode))}
     for key, value in options.items():
         if key not in allowed:
-            raise ValueError(f"experiment: finetune_options: unknown key {key!r} for {mode}{did_you_mean(key, allowed)}")
+            raise ValueError(
+                f"experiment: finetune_options: unknown key {key!r} for {mode}{did_you_mean(key, allowed)}"
+            )
         if key == "r" and (type(value) is not int or value < 1):
             raise ValueError(f"experiment: finetune_options: r = {value!r} must be a positive integer")
 
@@ -168,7 +170,10 @@ def _inject_peft_(vit: ViT, mode: str, options: dict, seed: int) -> None:
         for path, layer in layers:
             if type(layer) is LoraLinear and not layer.lora_variant:
                 out_axis, in_axis = layer.base_layer.axes["weight"]
-                for linear, axes in ((layer.lora_A["default"], (None, in_axis)), (layer.lora_B["default"], (out_axis, None))):
+                for linear, axes in (
+                    (layer.lora_A["default"], (None, in_axis)),
+                    (layer.lora_B["default"], (out_axis, None)),
+                ):
                     linear.__class__, linear.axes = Linear, {"weight": axes, "bias": axes[:1]}
             else:
                 parent, name = path.rsplit(".", 1)

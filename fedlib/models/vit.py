@@ -42,9 +42,7 @@ class Attention(nn.Module):
     def __init__(self, c: ViTConfig):
         super().__init__()
         self.heads = c.heads
-        self.q, self.k, self.v = (
-            Linear(c.dim, c.dim, bias=c.qkv_bias, axes=("heads", "residual")) for _ in range(3)
-        )
+        self.q, self.k, self.v = (Linear(c.dim, c.dim, bias=c.qkv_bias, axes=("heads", "residual")) for _ in range(3))
         self.proj = Linear(c.dim, c.dim, axes=("residual", "heads"))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # (K, B, T, d)

@@ -49,7 +49,9 @@ def _create_timm(name: str, pretrained: bool):
     base = name.split(".")[0]
     if not timm.is_model(base):
         known = [n for n in timm.list_models() if n.startswith(("vit_", "deit"))]
-        raise ValueError(f"experiment: backbone = {name!r} is unknown{did_you_mean(base, ['deit_micro', *known])[:2000]}")
+        raise ValueError(
+            f"experiment: backbone = {name!r} is unknown{did_you_mean(base, ['deit_micro', *known])[:2000]}"
+        )
     try:
         return timm.create_model(name, pretrained=pretrained)
     except Exception as error:
@@ -74,13 +76,19 @@ def timm_config(model) -> ViTConfig:
     need(isinstance(model, VisionTransformer), "is not a VisionTransformer")
     need(getattr(model, "has_class_token", model.cls_token is not None), "has no class token")
     block = model.blocks[0]
-    need(type(block.attn) is Attention and isinstance(block.attn.q_norm, nn.Identity), "normalises q and k or differs in attention")
+    need(
+        type(block.attn) is Attention and isinstance(block.attn.q_norm, nn.Identity),
+        "normalises q and k or differs in attention",
+    )
     need(isinstance(getattr(block.attn, "norm", nn.Identity()), nn.Identity), "normalises attention's output")
     need(type(block.mlp) is Mlp and isinstance(block.mlp.act, nn.GELU), "has no plain GELU MLP")
     need(block.mlp.act.approximate == "none" and isinstance(block.mlp.norm, nn.Identity), "has no exact-GELU MLP")
     need(hasattr(block, "ls1") and isinstance(block.norm1, nn.LayerNorm), "has parallel or post-norm blocks")
     size, patch = model.patch_embed.img_size, model.patch_embed.patch_size
-    need(size[0] == size[1] and patch[0] == patch[1] and isinstance(model.patch_embed.norm, nn.Identity), "has no square patches")
+    need(
+        size[0] == size[1] and patch[0] == patch[1] and isinstance(model.patch_embed.norm, nn.Identity),
+        "has no square patches",
+    )
     rows, patches = model.pos_embed.shape[1], (size[0] // patch[0]) ** 2
     prefix = model.num_prefix_tokens
     need(rows in (patches, patches + prefix), "embeds positions in an unknown way")
