@@ -1,0 +1,28 @@
+"""The README's promises: its example runs, its notebooks and commands exist."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+TEXT = (ROOT / "README.md").read_text()
+
+
+def test_the_example_method_runs_as_printed(tmp_path):
+    (code,) = re.findall(r"```python\n(.*?)```", TEXT, re.S)
+    assert len(code.splitlines()) < 40
+    code = code.replace("rounds=20", "rounds=1, num_train=200, num_test=50")
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0 and "'status': 'finished'" in done.stdout, done.stderr
+
+
+def test_every_notebook_of_the_map_exists_and_every_notebook_is_in_the_map():
+    named = set(re.findall(r"`((?:walkthrough|reefl|pretraining|benchmarks)/\w+)`", TEXT))
+    existing = {str(p.relative_to(ROOT / "notebooks")).removesuffix(".ipynb") for p in (ROOT / "notebooks").rglob("*.ipynb")}
+    assert named == existing
+
+
+def test_every_make_target_of_the_readme_exists():
+    targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.M))
+    assert set(re.findall(r"make (\w+)", TEXT)) - {"each", "and"} <= targets
