@@ -31,12 +31,15 @@ class Shapes:
         return {n: take(p, infos[n], part) for n, p in params.items() if part.holds(infos[n])}
 
 
-def load_shapes(e: Experiment, num_classes: int) -> Shapes:
-    """Build ``e``'s model without weights; nothing is downloaded or allocated."""
+def load_shapes(e: Experiment, num_classes: int, exit_blocks: tuple[int, ...] | None = None) -> Shapes:
+    """Build ``e``'s model without weights, with exits elsewhere if ``exit_blocks``; nothing is allocated."""
+    if exit_blocks is not None:
+        e = e.replace(num_exits=len(exit_blocks), exit_blocks=exit_blocks)
     method = build_method(e.method, e.options)
     model = build_model(e, method, num_classes, meta=True)
     setting = Setting(model.vit.config, model.exit_blocks, model.infos(), e.num_clients, e.rounds)
-    method.check(setting, e.finetune)
+    if exit_blocks is None:  # a method need not be able to train the exits that it is only charged for
+        method.check(setting, e.finetune)
     everything = {n: p.detach() for n, p in model.named_parameters()}
     return Shapes(method, setting, model, everything, model.trainable())
 
@@ -63,8 +66,7 @@ def upload_mib(e: Experiment, num_classes: int, convention: str = "honest") -> f
         counts = [_count(shapes, slices[b]) for b in eligible]
     else:
         depth, nested = shapes.setting.config.depth, len(slices[-1].exits) > 1
-        everywhere = e.replace(num_exits=depth, exit_blocks=tuple(range(depth)), options=_for_exits(e, depth))
-        charged = load_shapes(everywhere, num_classes)
+        charged = load_shapes(e, num_classes, tuple(range(depth)))
         exits = [tuple(range(s.depth)) if nested else (s.depth - 1,) for s in slices]
         counts = [_count(charged, replace(s, exits=x)) for s, x in zip(slices, exits, strict=True)]
     return sum(counts) / len(counts) * 4 / MIB
@@ -76,11 +78,6 @@ def _budget_slices(shapes: Shapes) -> list[Slice]:
 
 def _count(shapes: Shapes, part: Slice) -> int:
     return sum(p.numel() for p in shapes.held(part, shapes.trainable).values())
-
-
-def _for_exits(e: Experiment, num_exits: int) -> dict:
-    """The method's options with one width per exit, where it has widths (their values do not matter here)."""
-    return {**e.options, "widths": (1.0,) * num_exits} if e.method == "scalefl" else dict(e.options)
 
 
 def exit_costs(e: Experiment, num_classes: int, batch_size: int = 32) -> list[dict]:

@@ -80,7 +80,7 @@ class Experiment:
     method: str = "reefl"
     options: Mapping[str, Scalar] = field(default_factory=dict)  # fields of the method's dataclass
     # data
-    dataset: str = "mnist"  # a name of data.datasets.DATASETS, or the path of a local set
+    dataset: str = "mnist"  # a name of data.datasets.DATASETS, or the path of a local set (which then names the run)
     num_train: int | None = None  # use so many training examples, classes in proportion; None: all
     num_test: int | None = None
     partition: typing.Literal["dirichlet", "class_dirichlet", "pathological", "natural", "iid"] = "dirichlet"
@@ -139,8 +139,8 @@ class Experiment:
 
     def identity(self) -> dict[str, object]:
         """The fields that differ from the defaults (so a later field with a neutral default renames no stored run)."""
-        defaults = type(self)()
-        return {k: v for k, v in self.to_dict().items() if v != defaults.to_dict()[k]}
+        defaults = type(self)().to_dict()
+        return {k: v for k, v in self.to_dict().items() if v != defaults[k]}
 
     def to_dict(self) -> dict[str, object]:
         """All fields as JSON types."""

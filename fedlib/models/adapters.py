@@ -7,6 +7,8 @@ Deviations: as released, the up-projections of PA and SA start at N(0, 0.02), no
 classifiers' norm but nothing inside Ree. Frozen parameters never get gradients (the release computes and drops them).
 """
 
+from functools import cache
+
 import torch
 from torch import nn
 
@@ -22,6 +24,7 @@ WITHOUT_INJECTION = {"prompt_tuning", "p_tuning", "prefix_tuning", "multitask_pr
                      "cpt", "xlora", "poly", "trainable_tokens", "cartridge", "adalora"}  # fmt: skip
 
 
+@cache
 def finetune_modes() -> tuple[str, ...]:
     """All accepted values of ``Experiment.finetune``."""
     from peft import PEFT_TYPE_TO_CONFIG_MAPPING

@@ -1,5 +1,6 @@
 """Backbones by name: the kit's own ``deit_micro`` (weights inside the package) and any timm ViT with a class token."""
 
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -35,6 +36,7 @@ def load_weights_(vit: ViT, file: Path) -> ViT:
     return vit
 
 
+@cache
 def backbone_config(name: str) -> ViTConfig:
     """The shape of a backbone without its weights (nothing is downloaded or allocated)."""
     if name == "deit_micro":
