@@ -135,6 +135,16 @@ def test_filter_banks_find_a_tone():
     assert abs(centres[features[50].argmax()] - f) < 30
 
 
+def test_filter_banks_equal_kaldis():
+    """Values of torchaudio 2.11's Kaldi-compatible fbank (hanning, htk_compat, no dither) on the same signal."""
+    t = torch.arange(16_000) / 16_000
+    signal = 0.5 * torch.sin(2 * torch.pi * 1000 * t) + 0.1 * torch.sin(2 * torch.pi * 3300 * t * t)
+    features = filter_banks(signal, 16_000)
+    reference = {(0, 0): -3.879, (0, 45): 4.295, (50, 20): -13.269, (50, 45): 4.295, (50, 90): 3.278, (97, 127): -9.581}
+    for at, value in reference.items():
+        assert features[at].item() == pytest.approx(value, abs=2e-3)
+
+
 def test_mel_filters_are_triangles():
     filters = mel_filters(40, 512, 16_000)
     assert filters.shape == (40, 257) and filters.min() == 0 and filters.max() <= 1
