@@ -12,8 +12,8 @@ def check_experiment(e: Experiment) -> Method:
     Nothing is downloaded and no weight is allocated. What only the data can tell is checked when they are loaded.
     """
     method = build_method(e.method, e.options)
-    check_finetune(e.finetune, dict(e.finetune_options))
     config = backbone_config(e.backbone)
+    check_finetune(e.finetune, dict(e.finetune_options), config)
     blocks = e.exit_blocks if e.exit_blocks is not None else method.exit_blocks(config.depth, e.num_exits)
     if blocks[-1] >= config.depth:
         raise ValueError(f"experiment: exit_blocks = {list(blocks)}: {e.backbone} has blocks 0..{config.depth - 1}")

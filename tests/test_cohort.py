@@ -33,7 +33,7 @@ def test_a_cohort_of_one_equals_a_cohort_of_all(tiny, method, finetune):
     assert one.metrics.keys() == many.metrics.keys()
 
 
-@pytest.mark.parametrize("finetune", ["pa", "sa", "ssf", "ia3", "loha"])
+@pytest.mark.parametrize("finetune", ["pa", "sa", "ssf", "ia3", "loha", "oft", "gralora"])
 def test_adapters_train_the_same_in_a_cohort(tiny, finetune):
     e = tiny.replace(method="reefl", finetune=finetune, finetune_options={}, rounds=1, momentum=0.9)
     one, many = train(e, workers=1, cohort_size=1), train(e, workers=1)

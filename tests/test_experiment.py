@@ -44,6 +44,8 @@ def test_bad_values_are_named(values, message):
         ({"backbone": "deit_smal_patch16_224"}, "did you mean 'deit_small_patch16_224'?"),
         ({"backbone": "vit_base_patch16_siglip_224"}, "has no class token"),
         ({"backbone": "resnet18"}, "is not a VisionTransformer"),
+        ({"finetune": "lily"}, "finetune = 'lily' with {}: peft says: it shares tensors between blocks"),
+        ({"finetune": "vera"}, "does not support PeftType.VERA"),
         ({"method": "scalefl", "finetune": "ia3"}, "cannot be cut in width; allowed: full"),
         ({"method": "scalefl", "num_exits": 3}, "set options.widths for 3 exits"),
         ({"method": "inclusivefl", "options": {"aggregation": "feddyn"}}, "needs momentum_distill = False"),

@@ -7,6 +7,7 @@ Deviations: as released, the up-projections of PA and SA start at N(0, 0.02), no
 classifiers' norm but nothing inside Ree. Frozen parameters never get gradients (the release computes and drops them).
 """
 
+from dataclasses import fields, replace
 from functools import cache
 
 import torch
@@ -16,7 +17,7 @@ from ..experiment import did_you_mean
 from ..rng import numpy_generator, torch_generator
 from .exits import Classifier
 from .layers import LayerNorm, Linear, init_normal_, per_client
-from .vit import ViT
+from .vit import ViT, ViTConfig
 
 OWN_MODES = ("full", "frozen", "pa", "sa", "ssf")
 PEFT_DEFAULTS = {"lora": {"r": 32, "lora_alpha": 64, "lora_dropout": 0.0}, "ia3": {"feedforward_modules": []}}
@@ -33,15 +34,13 @@ def finetune_modes() -> tuple[str, ...]:
     return (*OWN_MODES, *sorted(names - WITHOUT_INJECTION))
 
 
-def check_finetune(mode: str, options: dict) -> None:
-    """Raise ``ValueError`` for an unknown mode, or an option it does not have."""
+def check_finetune(mode: str, options: dict, config: ViTConfig) -> None:
+    """Raise ``ValueError`` for an unknown mode, an option it does not have, or a tuner that peft cannot inject."""
     if mode not in OWN_MODES and mode not in finetune_modes():
         raise ValueError(f"experiment: finetune = {mode!r} is unknown{did_you_mean(mode, finetune_modes())}")
     allowed = {"r"} if mode in ("pa", "sa") else set()
     if mode not in OWN_MODES:
-        import dataclasses
-
-        allowed = {f.name for f in dataclasses.fields(_peft_config_class(mode))}
+        allowed = {f.name for f in fields(_peft_config_class(mode))}
     for key, value in options.items():
         if key not in allowed:
             raise ValueError(
@@ -49,6 +48,14 @@ def check_finetune(mode: str, options: dict) -> None:
             )
         if key == "r" and (type(value) is not int or value < 1):
             raise ValueError(f"experiment: finetune_options: r = {value!r} must be a positive integer")
+    if mode not in (*OWN_MODES, "lora") or (mode == "lora" and options):
+        try:
+            rehearsal = ViT(replace(config, depth=2))
+            _inject_peft_(rehearsal, mode, options, seed=0)
+            if len(list(rehearsal.parameters())) < len(list(rehearsal.named_parameters(remove_duplicate=False))):
+                raise ValueError("it shares tensors between blocks, which sub-models of unequal depth cannot")
+        except Exception as error:  # peft raises many classes
+            raise ValueError(f"experiment: finetune = {mode!r} with {options}: peft says: {error}") from error
 
 
 class Bottleneck(nn.Module):
@@ -100,7 +107,7 @@ class ScaleShift(nn.Module):
 class PerClient(nn.Module):
     """A foreign peft layer whose parameters may be stacked per client: run under ``vmap``, or client by client.
 
-    The latter for layers with an autograd function that ``vmap`` does not know (LoHa).
+    The latter for layers that ``vmap`` cannot batch (LoHa's autograd function, OFT's in-place rotation).
     """
 
     def __init__(self, layer: nn.Module):
@@ -112,13 +119,13 @@ class PerClient(nn.Module):
         params = dict(self.base_layer.named_parameters())
         stacked = {n: 0 if p.dim() > self.dims[n] else None for n, p in params.items()}
         if not any(d == 0 for d in stacked.values()):
-            return self.base_layer(x)
+            return self.base_layer(x.flatten(0, 1)).unflatten(0, x.shape[:2])  # peft's layers expect (B, T, d)
         call = lambda p, x: torch.func.functional_call(self.base_layer, p, (x,))  # noqa: E731
         if self.vmap:
             try:
                 return torch.func.vmap(call, in_dims=(stacked, 0))(params, x)
             except RuntimeError as error:
-                if "functorch" not in str(error):
+                if not any(word in str(error) for word in ("functorch", "vmap")):
                     raise
                 self.vmap = False
         clients = ({n: p if stacked[n] is None else p[i] for n, p in params.items()} for i in range(len(x)))
@@ -127,7 +134,6 @@ class PerClient(nn.Module):
 
 def apply_finetune_(vit: ViT, head: nn.Module, mode: str, options: dict, seed: int) -> None:
     """Insert the adapters of ``mode`` and set ``requires_grad`` on exactly what is trained and communicated."""
-    check_finetune(mode, options)
     vit.requires_grad_(mode == "full")
     dim, generator = vit.config.dim, torch_generator(seed, "adapter init")
     if mode in ("pa", "sa"):
