@@ -41,7 +41,7 @@ class ExitModel(nn.Module):
         spans = spans if spans is not None else {j: (0, clients) for j in range(len(self.exit_blocks))}
         exit_of = {block: j for j, block in enumerate(self.exit_blocks)}
         z = self.vit.stem(images)  # (K, B, T, d)
-        past: list[torch.Tensor] = []  # the head's history, restarted for every batch
+        past: list = []  # the head's history, restarted for every batch
         logits: list[torch.Tensor | None] = [None] * len(self.exit_blocks)
         for block in range(depth):
             if not alive[block]:

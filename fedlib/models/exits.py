@@ -36,7 +36,7 @@ class Classifiers(nn.Module):
         init_normal_(self, generator)
         return self
 
-    def step(self, block: int, token: torch.Tensor, past: list[torch.Tensor]):
+    def step(self, block: int, token: torch.Tensor, past: list):
         """After ``block``: (logits (K, B, C) or None, no token)."""
         if block not in self.exit_blocks or not len(token):
             return None, None
@@ -62,7 +62,7 @@ class SharedClassifier(nn.Module):
         init_normal_(self, generator)
         return self
 
-    def step(self, block: int, token: torch.Tensor, past: list[torch.Tensor]):
+    def step(self, block: int, token: torch.Tensor, past: list):
         return (self.classifier(token) if block in self.exit_blocks else None), None
 
     def place(self, path: list[str]) -> tuple[str, int]:

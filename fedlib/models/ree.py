@@ -20,7 +20,10 @@ from .vit import MLP
 
 
 class BottleneckAttention(nn.Module):
-    """Full (non-causal) self-attention inside ``width`` features: one Linear d -> 3 width, and one width -> d."""
+    """Self-attention inside ``width`` features: one Linear d -> 3 width, and one width -> d.
+
+    Only two rows of its output are ever used, so it is called for these queries with the keys and values of all rows.
+    """
 
     def __init__(self, dim: int, width: int, heads: int):
         super().__init__()
@@ -28,11 +31,14 @@ class BottleneckAttention(nn.Module):
         self.qkv = Linear(dim, 3 * width, axes=(None, "residual"))
         self.out = Linear(width, dim, axes=("residual", None))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:  # (K, B, n, d)
-        lead, n = x.shape[:-2], x.shape[-2]
-        qkv = self.qkv(x).view(-1, n, 3, self.heads, self.width // self.heads).permute(2, 0, 3, 1, 4)
-        out = F.scaled_dot_product_attention(*qkv.unbind(0), scale=self.width**-0.5)
-        return self.out(out.transpose(1, 2).reshape(*lead, n, self.width))
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """q (K, B, 2, width), k and v (K, B, n, width) -> (K, B, 2, d); no mask."""
+
+        def split(h):  # -> (K*B, heads, rows, width/heads)
+            return h.reshape(-1, h.shape[-2], self.heads, self.width // self.heads).transpose(1, 2)
+
+        out = F.scaled_dot_product_attention(split(q), split(k), split(v), scale=self.width**-0.5)
+        return self.out(out.transpose(1, 2).reshape(*q.shape[:-1], self.width))
 
 
 class Ree(nn.Module):
@@ -64,36 +70,43 @@ class Ree(nn.Module):
             self.positions.normal_(0, 0.02, generator=generator)
         return self
 
-    def transform(self, tokens: list[torch.Tensor]) -> torch.Tensor:
-        """m^l = Ree([meta; tokens] + p[:l]) (Eq. 2): tokens are l tensors (K, B, d); returns (K, B, l+1, d)."""
-        first = tokens[-1]
-        meta = per_client(self.meta_token, first.unsqueeze(-2), 2).expand(*first.shape[:-1], 1, -1)
-        x = torch.cat((meta, torch.stack(tokens, -2)), -2)
-        positions = self.positions[..., : x.shape[-2], :]  # of (rows, d) or (K, rows, d)
-        x = x + per_client(positions, x, 2)
-        x = x + self.attn(self.norm1(x))
-        return x + self.mlp(self.norm2(x))
-
-    def step(self, block: int, token: torch.Tensor, past: list[torch.Tensor]):
+    def step(self, block: int, token: torch.Tensor, past: list[tuple[torch.Tensor, torch.Tensor]]):
         """After ``block``: (logits or None, token to hand back to the backbone or None). Extends ``past``.
 
-        ``token`` is the raw class token (K, B, d). Clients leave from the end of the cohort, so older entries of
-        ``past`` are cut to the K clients still alive.
+        m^l = Ree([meta; history; token] + p[:l]) (Eq. 2), of which only m_0 and m_l are used: two queries a block.
+        Rows of the history never change, so ``past`` keeps their keys and values, each (K, B, width). ``token`` is the
+        raw class token (K, B, d). Clients leave from the end of the cohort: older entries are cut to those alive.
         """
         is_exit = block in self.exit_blocks
         if self.only_at_exits and not is_exit:
             return None, None
-        past[:] = [p[: len(token)] for p in past]
-        past.append(token)
+        past[:] = [(k[: len(token)], v[: len(token)]) for k, v in past]
+        position = len(past) + 1
         if not (is_exit or self.modulate):
+            past.append(self._row(token, position)[2:])
             return None, None
-        m = self.transform(past)
-        logits = self.classifier(m[..., 0, :] + token) if is_exit else None  # Eq. 3
-        if not self.modulate:
-            return logits, None
-        if self.history == "modulated":
-            past[-1] = m[..., -1, :]
-        return logits, m[..., -1, :]  # Eq. 4
+        meta, q_meta, *kv_meta = self._row(self._meta(token), 0)
+        last, q_last, *kv_last = self._row(token, position)
+        keys, values = (torch.stack(rows, -2) for rows in zip(kv_meta, *past, kv_last, strict=True))
+        m = torch.stack((meta, last), -2)  # (K, B, 2, d)
+        m = m + self.attn(torch.stack((q_meta, q_last), -2), keys, values)
+        m_0, m_l = (m + self.mlp(self.norm2(m))).unbind(-2)
+        logits = self.classifier(m_0 + token) if is_exit else None  # Eq. 3
+        modulated = self.modulate and block != self.exit_blocks[-1]  # nothing reads what follows the last exit
+        if modulated and self.history == "modulated":
+            past.append(self._row(m_l, position)[2:])
+        else:
+            past.append(tuple(kv_last))
+        return logits, (m_l if modulated else None)  # Eq. 4
+
+    def _meta(self, token: torch.Tensor) -> torch.Tensor:
+        """The meta token of every example, (K, B, d)."""
+        return per_client(self.meta_token, token.unsqueeze(-2), 2).squeeze(-2).expand(token.shape)
+
+    def _row(self, token: torch.Tensor, position: int) -> tuple[torch.Tensor, ...]:
+        """One row of the sequence: (token + p, query, key, value)."""
+        x = token + per_client(self.positions[..., position, :], token)
+        return x, *self.attn.qkv(self.norm1(x)).chunk(3, -1)
 
     def place(self, path: list[str]) -> tuple[str, int]:
         """(role, unit): every client holds the whole of Ree."""
