@@ -9,7 +9,8 @@ __version__ = "0.1.0"
 __all__ = ["Experiment", "Execution", "build_federation", "run", "run_all", "run_rounds"]
 
 _LAZY = {
-    "Execution": "rounds", "run_rounds": "rounds", "build_federation": "federation", "run": "runs", "run_all": "runs",
+    "Execution": "executors", "run_rounds": "rounds", "build_federation": "federation", "run": "runs",
+    "run_all": "runs",
 }  # fmt: skip
 
 

@@ -1,9 +1,9 @@
-"""The server's arithmetic: pure functions on named tensors, one equation each; updates are consumed as a stream.
+"""The server's arithmetic: pure functions on named tensors, one equation each; uploads are summed where they are made.
 
 Sums run in float64 and are rounded once. Entries that no client held keep their value and their server state.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -33,28 +33,29 @@ class Update:
 
 
 class MaskedMean:
-    """Per-entry weighted mean over the clients that hold the entry.
+    """Per-entry weighted mean over the clients that hold the entry, as sums that can be merged.
 
     theta = sum_i w_i theta_i / sum_i w_i, the early-exit FedAvg (w_i = number of examples) and, with width slices,
-    the coordinate-wise mean (w_i = 1). Local names are resolved by ``name_of(slice, name)``.
+    the coordinate-wise mean (w_i = 1). ``weight`` and ``count`` (holders) are scalars until a cut tensor arrives.
     """
 
-    def __init__(self, infos: Mapping[str, ParamInfo], name_of: Callable[[Slice, str], str] = Slice.source):
-        self.infos, self.name_of = infos, name_of
+    def __init__(self, infos: Mapping[str, ParamInfo]):
+        self.infos = infos
+        self.clients = 0
         self.total: dict[str, torch.Tensor] = {}
         self.weight: dict[str, torch.Tensor] = {}
         self.count: dict[str, torch.Tensor] = {}
-        self.local: dict[str, str] = {}
 
     def add(self, update: Update, weights: Iterable[float]) -> None:
         """Add every client of ``update`` with its weight; a weight of zero leaves the client out."""
         weights = torch.tensor(list(weights), dtype=torch.float64)
+        self.clients += int((weights != 0).sum())
         for name, stack in update.params.items():
             lo, hi = update.spans[name]
             groups: dict[str, list[int]] = {}  # clients that write to the same server tensor
             for i in range(lo, hi):
                 if weights[i]:
-                    groups.setdefault(self.name_of(update.slices[i], name), []).append(i)
+                    groups.setdefault(update.slices[i].source(name), []).append(i)
             for target, members in groups.items():
                 w = weights[members].to(stack.device)
                 rows = stack if len(members) == hi - lo else stack[[i - lo for i in members]]
@@ -63,12 +64,22 @@ class MaskedMean:
     def _add(self, target: str, name: str, value: torch.Tensor, w: torch.Tensor, part: Slice) -> None:
         info = self.infos[name]
         if target not in self.total:
-            self.local[target] = name
-            for store in (self.total, self.weight, self.count):
-                store[target] = torch.zeros(info.shape, dtype=torch.float64, device=value.device)
+            self.total[target] = torch.zeros(info.shape, dtype=torch.float64, device=value.device)
+            for store in (self.weight, self.count):
+                store[target] = torch.zeros((), dtype=torch.float64, device=value.device)
+        if value.shape != info.shape and not self.weight[target].dim():
+            for store in (self.weight, self.count):
+                store[target] = store[target].expand(info.shape).clone()
         scatter_add_(self.total[target], value, info, part)
         scatter_add_(self.weight[target], w.sum(), info, part)
         scatter_add_(self.count[target], torch.tensor(float(len(w)), device=value.device), info, part)
+
+    def merge(self, other: "MaskedMean") -> None:
+        """Add the sums of other clients."""
+        self.clients += other.clients
+        for mine, theirs in ((self.total, other.total), (self.weight, other.weight), (self.count, other.count)):
+            for name, value in theirs.items():
+                mine[name] = mine[name] + value if name in mine else value
 
     def result(self, old: Tensors) -> dict[str, torch.Tensor]:
         """The mean of what arrived; entries nobody held are ``old``'s."""
@@ -78,6 +89,21 @@ class MaskedMean:
             mean = total / weight.clamp(min=torch.finfo(torch.float64).tiny)
             out[name] = torch.where(weight > 0, mean.to(old[name].dtype), old[name])
         return out
+
+
+Sums = dict[int, MaskedMean]  # what the server sees of a round: one mean per group of clients (Method.group_of)
+
+
+def merge_sums(parts: Iterable[Sums]) -> Sums:
+    """Merge the cohorts' sums as they arrive; one at a time is held."""
+    out: Sums = {}
+    for part in parts:
+        for group, mean in part.items():
+            if group in out:
+                out[group].merge(mean)
+            else:
+                out[group] = mean
+    return out
 
 
 def feddyn_server(

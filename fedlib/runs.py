@@ -14,11 +14,13 @@ from pathlib import Path
 
 import torch
 
+from .executors import Execution
 from .experiment import Experiment
 from .federation import Federation, build_federation
+from .memories import ClientFiles
 from .methods import Server
 from .project import outputs_dir
-from .rounds import Execution, Memories, Round, run_rounds
+from .rounds import Round, run_rounds
 from .storage import read_json, read_tensors, write_json, write_tensors
 
 
@@ -108,14 +110,14 @@ def _continue(f: Federation, execution: Execution, path: Path, progress: bool, c
 
     write_json(path / "experiment.json", {"experiment": f.experiment.to_dict(), "provenance": provenance(execution)})
     store = _Checkpoints(path)
-    server, memories = store.restore(f)
+    server = store.restore(f)
     bar = tqdm(
         total=f.experiment.rounds, initial=server.t, desc=f.experiment.slug, disable=not progress, leave=False,
         mininterval=0.5,
     )  # fmt: skip
     saved, record = time.monotonic(), None
     with bar:
-        for r in run_rounds(f, execution, server, memories):
+        for r in run_rounds(f, execution, server, store.memories):
             store.note(r)
             if r.metrics is not None:
                 bar.set_postfix(accuracy=f"{r.metrics['accuracy']:.1f}%", refresh=False)
@@ -147,16 +149,12 @@ class _Checkpoints:
     def __init__(self, path: Path):
         self.path = path
         self.seconds, self.final = 0.0, {}
-        self.memory_rounds: dict[int, int] = {}
+        self.memories = ClientFiles(path / "clients")
         self.lines: list[dict] = []  # metrics not yet written
-        self.dirty: Memories = {}
-        self.t = 0
 
     def note(self, r: Round) -> None:
         """Remember what a round changed until the next :meth:`save`."""
         self.seconds += r.seconds
-        self.t = r.t
-        self.dirty |= r.memories
         if r.metrics is not None:
             loss = sum(r.losses.values()) / len(r.losses)
             self.lines.append({"t": r.t, **r.metrics, "train_loss": round(loss, 6), "seconds": round(self.seconds, 2)})
@@ -164,10 +162,7 @@ class _Checkpoints:
     def save(self, server: Server, final: dict | None = None) -> None:
         """Memories, then metrics, then the checkpoint that makes both count; then drop what nothing names."""
         self.final = final or {}
-        for client, memory in self.dirty.items():
-            write_tensors(self._memory_file(client, server.t), memory, {})
-            self.memory_rounds[client] = server.t
-        self.dirty = {}
+        self.memories.write(server.t)
         with open(self.path / "metrics.jsonl", "a") as f:
             f.writelines(json.dumps(line) + "\n" for line in self.lines)
             f.flush()
@@ -175,34 +170,26 @@ class _Checkpoints:
         self.lines = []
         tensors = {f"params/{k}": v for k, v in server.params.items()}
         tensors |= {f"memory/{k}": v for k, v in server.memory.items()}
-        metadata = {"t": server.t, "memories": self.memory_rounds, "seconds": self.seconds, "final": self.final}
+        metadata = {"t": server.t, "memories": self.memories.rounds, "seconds": self.seconds, "final": self.final}
         write_tensors(self.path / "checkpoint.safetensors", tensors, metadata)
-        named = {self._memory_file(c, t).name for c, t in self.memory_rounds.items()}
-        for file in (self.path / "clients").glob("*.safetensors"):
-            if file.name not in named:
-                file.unlink(missing_ok=True)
+        self.memories.drop_replaced()
 
-    def restore(self, f: Federation) -> tuple[Server, Memories]:
+    def restore(self, f: Federation) -> Server:
         """The state to go on from (round 0 if there is no checkpoint); forgets metrics of rounds that did not count."""
         file, metrics = self.path / "checkpoint.safetensors", self.path / "metrics.jsonl"
-        server, memories = f.server, {}
+        server, self.memories.device = f.server, str(f.device)
         if file.exists():
             tensors, metadata = read_tensors(file, str(f.device))
             parts = {p: {k[len(p) :]: v for k, v in tensors.items() if k.startswith(p)} for p in ("params/", "memory/")}
             server = Server(metadata["t"], parts["params/"], parts["memory/"])
-            self.memory_rounds = {int(c): t for c, t in metadata["memories"].items()}
+            self.memories.rounds = {int(c): t for c, t in metadata["memories"].items()}
             self.seconds, self.final = metadata["seconds"], metadata["final"]
-            for client, t in self.memory_rounds.items():
-                memories[client] = read_tensors(self._memory_file(client, t), str(f.device))[0]
-        self.t = server.t
         kept = [line for line in _read_metrics(metrics) if line["t"] <= server.t]
         metrics.write_text("".join(json.dumps(line) + "\n" for line in kept))
+        self.memories.drop_unnamed()
         if self.final:  # killed between the last checkpoint and the summary
             server = Server(f.experiment.rounds, server.params, server.memory)
-        return server, memories
-
-    def _memory_file(self, client: int, t: int) -> Path:
-        return self.path / "clients" / f"{client}-{t}.safetensors"
+        return server
 
 
 def _read_metrics(file: Path) -> list[dict]:

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedlib.aggregation import Client, MaskedMean, Update, fedadam, feddyn_gradient, feddyn_server
+from fedlib.aggregation import Client, MaskedMean, Update, fedadam, feddyn_gradient, feddyn_server, merge_sums
 from fedlib.methods import Server, Setting, build_method
 from fedlib.models.vit import ViTConfig
 from fedlib.slices import STEM, ParamInfo, Slice
@@ -29,11 +29,17 @@ def setting(info, num_clients=4):
     return Setting(ViTConfig(), (0, 1), info, num_clients, rounds=10)
 
 
+def one_round(method, server, updates, s):
+    """What executor and round loop do with the cohorts' updates."""
+    sums = merge_sums(method.summarise(update, s) for update in updates)
+    return method.aggregate(server, sums, server.t + 1, s)
+
+
 def test_early_exit_fedavg_weights_holders_by_examples():
     info = infos(low=(2,), high=(2,), unheld=(1,))
     old = {"low": torch.zeros(2), "high": torch.ones(2), "unheld": torch.tensor([5.0])}
     update = two_clients({"low": torch.tensor([[1.0, -2.0], [-3.0, 2.0]]), "high": torch.tensor([[4.0, -4.0]])}, info)
-    new = build_method("reefl", {}).aggregate(Server(0, old, {}), [update], 1, setting(info))
+    new = one_round(build_method("reefl", {}), Server(0, old, {}), [update], setting(info))
     # low: (30 (1, -2) + 10 (-3, 2)) / 40 = (0, -1); high: only client 7; unheld keeps 5
     torch.testing.assert_close(new.params["low"], torch.tensor([0.0, -1.0]))
     torch.testing.assert_close(new.params["high"], torch.tensor([4.0, -4.0]))
@@ -41,17 +47,19 @@ def test_early_exit_fedavg_weights_holders_by_examples():
     torch.testing.assert_close(old["low"], torch.zeros(2))  # state is a value
 
 
-def test_width_masked_mean_counts_holders_per_entry():
+@pytest.mark.parametrize("order", [(["wide", "cut"], []), (["cut"], ["wide"]), (["wide"], ["cut"])])
+def test_width_masked_mean_counts_holders_per_entry(order):
     info = infos(low=(3,))
     narrow = Slice.prefix(1, (0,), index={"a": range(2)})
-    mean = MaskedMean(info)
-    mean.add(
-        Update(
-            (Client(0, 0, 9),), (Slice.prefix(1, (0,)),), {"low": torch.tensor([[2.0, -2.0, 6.0]])}, {"low": (0, 1)}
-        ),
-        [1.0],
+    wide = Update(
+        (Client(0, 0, 9),), (Slice.prefix(1, (0,)),), {"low": torch.tensor([[2.0, -2.0, 6.0]])}, {"low": (0, 1)}
     )
-    mean.add(Update((Client(1, 0, 1),), (narrow,), {"low": torch.tensor([[-4.0, 4.0]])}, {"low": (0, 1)}), [1.0])
+    cut = Update((Client(1, 0, 1),), (narrow,), {"low": torch.tensor([[-4.0, 4.0]])}, {"low": (0, 1)})
+    parts = [{0: MaskedMean(info)}, {0: MaskedMean(info)}]
+    for part, updates in zip(parts, order, strict=True):
+        for update in updates:
+            part[0].add({"wide": wide, "cut": cut}[update], [1.0])
+    mean = merge_sums(parts)[0]
     # entries 0 and 1: ((2, -2) + (-4, 4)) / 2 = (-1, 1), unweighted; entry 2: 6
     torch.testing.assert_close(mean.result({"low": torch.zeros(3)})["low"], torch.tensor([-1.0, 1.0, 6.0]))
     assert mean.count["low"].tolist() == [2, 2, 1]
@@ -74,7 +82,7 @@ def test_depthfl_aggregates_with_feddyn_over_all_clients():
     info = infos(low=(1,), high=(1,))
     old = {"low": torch.tensor([1.0]), "high": torch.tensor([-1.0])}
     update = two_clients({"low": torch.tensor([[2.0], [-4.0]]), "high": torch.tensor([[3.0]])}, info)
-    new = build_method("depthfl", {}).aggregate(Server(0, old, {}), [update], 1, setting(info))
+    new = one_round(build_method("depthfl", {}), Server(0, old, {}), [update], setting(info))
     # h = 0, so theta' = mean + (n_k / N)(mean - theta). low: unweighted mean -1, n/N = 2/4: -1 + 0.5 (-2) = -2.
     # high: mean 3, n/N = 1/4 (all four clients, not those with the budget): 3 + 0.25 * 4 = 4
     assert new.params["low"].item() == pytest.approx(-2) and new.params["high"].item() == pytest.approx(4)
@@ -113,7 +121,7 @@ def inclusive_round(method, server, s, shallow, deep):
         rows = [torch.tensor([v]) for x, v in zip(slices, (deep, *shallow), strict=True) if x.holds(info)]
         held = [i for i, x in enumerate(slices) if x.holds(info)]
         params[name], spans[name] = torch.stack(rows), (held[0], held[-1] + 1)
-    return method.aggregate(server, [Update(clients, slices, params, spans)], server.t + 1, s)
+    return one_round(method, server, [Update(clients, slices, params, spans)], s)
 
 
 def test_inclusivefl_momentum_distillation_by_hand():
@@ -141,7 +149,7 @@ def test_inclusivefl_momentum_distillation_by_hand():
             (held[0], held[-1] + 1),
         )
     update = Update((Client(9, 1, 5), Client(1, 0, 30)), slices, params, spans)
-    second = method.aggregate(first, [update], 2, s)
+    second = one_round(method, first, [update], s)
     assert second.params["exit0/vit.blocks.1.w"].item() == pytest.approx(0.2)
     assert second.params["vit.blocks.0.w"].item() == pytest.approx(-1 / 3)
 
@@ -167,14 +175,17 @@ def test_mean_does_not_depend_on_order_or_grouping(clients, random):
     info = infos(stem=(1,))
 
     def mean(groups):
-        m = MaskedMean(info)
+        parts = []
         for group in groups:
             update = Update(
                 tuple(Client(i, 0, n) for i, (n, _) in enumerate(group)), tuple(Slice.prefix(1, (0,)) for _ in group),
                 {"stem": torch.tensor([[v] for _, v in group])}, {"stem": (0, len(group))},
             )  # fmt: skip
-            m.add(update, [n for n, _ in group])
-        return m.result({"stem": torch.zeros(1)})["stem"].item()
+            parts.append({0: MaskedMean(info)})
+            parts[-1][0].add(update, [n for n, _ in group])
+        merged = merge_sums(parts)[0]
+        assert merged.clients == len(clients)
+        return merged.result({"stem": torch.zeros(1)})["stem"].item()
 
     shuffled = random.sample(clients, len(clients))
     cut = random.randint(0, len(clients))

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 
 from fedlib import Execution, Experiment, build_federation, run_rounds
 from fedlib.cohort import learning_rate
+from fedlib.executors import plan_cohorts
 from fedlib.methods import METHODS, build_method
 from fedlib.rng import torch_generator
-from fedlib.rounds import plan_cohorts
 
 
 def train(e, **execution):

@@ -10,12 +10,13 @@ import fedlib
 PACKAGE = Path(fedlib.__file__).parent
 LAYERS = [
     {"experiment", "rng", "slices", "project", "storage"},
-    {"models", "data", "aggregation", "distillation"},
+    {"models", "data", "aggregation", "distillation", "memories"},
     {"methods"},
     {"checks", "pretraining"},
     {"federation"},
     {"cohort", "evaluation", "costs"},
-    {"rounds", "params"},
+    {"executors", "params"},
+    {"rounds"},
     {"runs"},
     {"tables"},
     {"plots"},

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..aggregation import Client, MaskedMean, Update, fedadam, feddyn_gradient, feddyn_server
+from ..aggregation import Client, MaskedMean, Sums, Update, fedadam, feddyn_gradient, feddyn_server
 from ..distillation import (
     Batch,
     cross_entropies,
@@ -132,11 +132,22 @@ class Method:
         """Each client's weight in the mean."""
         return [float(c.num_examples if self.weighting == "examples" else 1) for c in update.clients]
 
-    def aggregate(self, server: Server, updates: Iterable[Update], t: int, setting: Setting) -> Server:
+    def group_of(self, client: Client) -> int:
+        """Clients of one group are averaged together; ``aggregate`` sees a mean per group."""
+        return 0
+
+    def summarise(self, update: Update, setting: Setting) -> Sums:
+        """A cohort's uploads as weighted sums by group; runs where the cohort was trained, so no model travels."""
+        groups = [self.group_of(c) for c in update.clients]
+        sums = {group: MaskedMean(setting.infos) for group in groups}
+        for group, mean in sums.items():
+            weights = self.weights_of(update)
+            mean.add(update, [w if g == group else 0.0 for w, g in zip(weights, groups, strict=True)])
+        return sums
+
+    def aggregate(self, server: Server, sums: Sums, t: int, setting: Setting) -> Server:
         """The mean over the holders of each entry, as it is or as the input of FedDyn or FedAdam."""
-        mean = MaskedMean(setting.infos)
-        for update in updates:
-            mean.add(update, self.weights_of(update))
+        mean = sums[0]
         new, memory = dict(server.params), dict(server.memory)
         for name, value in mean.result(server.params).items():
             theta, count = server.params[name], mean.count[name]

@@ -11,13 +11,12 @@ which neither source settles. ``momentum_distill=False`` is the release's other 
 mean (or sparse FedAdam).
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 
-from ..aggregation import MaskedMean, Update
+from ..aggregation import Client, Sums
 from ..slices import Slice
 from .base import Method, Server, Setting
 
@@ -57,26 +56,17 @@ class InclusiveFL(Method):
         """Sub-model e is assembled from the shared parameters and its own."""
         return self.slice_for(exit, setting)
 
-    def aggregate(self, server: Server, updates: Iterable[Update], t: int, setting: Setting) -> Server:
-        if not self.momentum_distill:
-            return super().aggregate(server, updates, t, setting)
-        exits = range(setting.num_exits)
-        means = [MaskedMean(setting.infos) for _ in exits]
-        clients = [0] * setting.num_exits
-        for update in updates:
-            for e in exits:
-                mine = [c.budget == e for c in update.clients]
-                means[e].add(update, [w * m for w, m in zip(self.weights_of(update), mine, strict=True)])
-                clients[e] += sum(mine)
+    def group_of(self, client: Client) -> int:
+        return client.budget if self.momentum_distill else 0
 
+    def aggregate(self, server: Server, sums: Sums, t: int, setting: Setting) -> Server:
+        if not self.momentum_distill:
+            return super().aggregate(server, sums, t, setting)
         memory = {k: v for k, v in server.memory.items() if not k.startswith("momentum/")}
         proposals: dict[str, list[tuple[int, torch.Tensor]]] = {}
-        for e in exits:
-            if not clients[e]:
-                continue
-            part = self.slice_for(e, setting)
-            start = server.params
-            delta = {n: start[n] - v for n, v in means[e].result(start).items()}  # (1)
+        for e, mean in sorted(sums.items()):
+            part, start = self.slice_for(e, setting), server.params
+            delta = {n: start[n] - v for n, v in mean.result(start).items()}  # (1)
             for name, alias in part.aliases.items():  # (2)
                 if alias in delta:
                     deeper = server.memory.get(f"momentum/{e + 1}/{sub_key(name)}", torch.zeros_like(start[alias]))
@@ -88,7 +78,7 @@ class InclusiveFL(Method):
                     held = torch.ones_like(d, dtype=torch.bool)
                     stepped, moments = self.adam_step(f"{e}/{name}", start[name], d, memory, held)
                     memory |= moments
-                proposals.setdefault(name, []).append((clients[e], stepped))
+                proposals.setdefault(name, []).append((mean.clients, stepped))
         new = dict(server.params)
         for name, found in proposals.items():  # (4); personal entries have one proposal
             new[name] = sum(n * p for n, p in found) / sum(n for n, _ in found)
