@@ -14,14 +14,14 @@ import numpy as np
 import torch
 
 from .aggregation import Client, Update
-from .data.federated import FederatedData
 from .data.transforms import render, sample_views
 from .distillation import Batch
 from .experiment import Experiment
+from .federation import Federation
 from .methods.base import Server
 from .models.exit_model import ExitModel
 from .rng import torch_generator
-from .slices import ParamInfo, Slice, take
+from .slices import Slice, take
 
 Tensors = dict[str, torch.Tensor]
 
@@ -46,12 +46,11 @@ class Cohort:
     """The clients of a round that share one width, from download to upload."""
 
     def __init__(
-        self, model: ExitModel, frozen: Tensors, infos: Mapping[str, ParamInfo], experiment: Experiment,
-        data: FederatedData, server: Server, t: int, clients: Sequence[Client], slices: Mapping[int, Slice],
-        memories: Mapping[int, Tensors],
+        self, federation: Federation, model: ExitModel, server: Server, t: int, clients: Sequence[Client],
+        slices: Mapping[int, Slice], memories: Mapping[int, Tensors],
     ):  # fmt: skip
-        self.experiment, self.data, self.model, self.t = experiment, data, model, t
-        self.infos = infos
+        self.experiment, self.data, self.model, self.t = federation.experiment, federation.data, model, t
+        self.infos = infos = federation.setting.infos
         self.clients = tuple(sorted(clients, key=lambda c: (-slices[c.budget].depth, -c.budget, c.id)))
         self.slices = tuple(slices[c.budget] for c in self.clients)
         self.memories = [memories.get(c.id, {}) for c in self.clients]
@@ -60,7 +59,7 @@ class Cohort:
         depth = model.exit_blocks[-1] + 1
         self.alive = [sum(b in s.units for s in self.slices) for b in range(depth)]
         self.exit_spans = {j: self._span(lambda s, j=j: j in s.exits) for j in range(len(model.exit_blocks))}
-        device = data.images.device
+        device = self.data.images.device
         self.held = torch.tensor(
             [[j in s.exits for s in self.slices] for j in self.exit_spans], dtype=torch.float32, device=device
         )
@@ -68,7 +67,8 @@ class Cohort:
         self.start = self._download(server.params)  # what the clients received, stacked
         self.params = {n: p.clone() for n, p in self.start.items()}  # what they train
         narrow = self.slices[0]
-        model.put_({n: take(p, infos[n], narrow) for n, p in frozen.items()})
+        model.put_({n: take(p, infos[n], narrow) for n, p in federation.frozen.items()})
+        self.prefix = None if narrow.index else federation.train_prefix
 
     def _span(self, holds: Callable[[Slice], bool]) -> tuple[int, int]:
         """(lo, hi) of the clients for which ``holds``; they are contiguous because the cohort is sorted."""
@@ -130,15 +130,15 @@ class Cohort:
             p.requires_grad_(True)
         self.model.put_(self.params)
         plan, rate, scratch = self._plan(), learning_rate(e, self.t), {}
+        if self.prefix is not None:
+            self.prefix.fill(self.model, np.concatenate([data.client(c.id) for c in self.clients]))
         velocity = [torch.zeros_like(p) for p in leaves] if e.momentum else None
         total = torch.zeros(len(self.clients), device=data.images.device)
-        size, k = self.model.vit.config.img_size, len(self.clients)
         for step, width in enumerate(plan.width):
-            rows = plan.rows[step, :, :width].reshape(-1)
-            views = plan.views[step, :, :width].reshape(-1, 5) if plan.views is not None else None
-            x = render(data.images[rows], views, size, data.mean, data.std)
-            logits = self.model(x.view(k, width, *x.shape[1:]), self.alive, self.exit_spans)
-            labels = data.labels[rows].view(k, width)
+            rows = plan.rows[step, :, :width]  # (K, width)
+            x = self.prefix(rows) if self.prefix is not None else self._render(rows, plan.views, step)
+            logits = self.model(x, self.alive, self.exit_spans)
+            labels = data.labels[rows]
             weights = plan.weights[step, :, :width]
             loss = local_loss(Batch(logits, labels, weights, self.held, self.t, e.rounds, scratch))
             grads = list(torch.autograd.grad(loss.sum(), leaves, materialize_grads=True))
@@ -162,6 +162,13 @@ class Cohort:
             p.requires_grad_(False)
         steps = torch.as_tensor(plan.active.sum(0), device=total.device)
         self.losses = (total / steps).cpu().numpy()  # one sync a local training: recorded, and a check for divergence
+
+    def _render(self, rows: torch.Tensor, views: torch.Tensor | None, step: int) -> torch.Tensor:
+        """Images (K, width, C, H, W) of one step, augmented as planned."""
+        data, config = self.data, self.model.vit.config
+        views = views[step, :, : rows.shape[1]].reshape(-1, 5) if views is not None else None
+        x = render(data.images[rows.reshape(-1)], views, config.img_size, data.mean, data.std, config.channels)
+        return x.view(*rows.shape, *x.shape[1:])
 
     def _stop_inactive_(self, names: list[str], grads: list[torch.Tensor], active: np.ndarray) -> None:
         """Zero the step of clients without a batch: their loss is zero, but decay, momentum and extra terms are not."""

@@ -89,15 +89,16 @@ def exit_costs(e: Experiment, num_classes: int, batch_size: int = 32) -> list[di
     from torch.utils.flop_counter import FlopCounterMode
 
     shapes = load_shapes(e, num_classes)
-    size, out = shapes.setting.config.img_size, []
+    config, out = shapes.setting.config, []
     for j in range(shapes.setting.num_exits):
         part = shapes.method.slice_for(j, shapes.setting)
         model, held = shapes.model, shapes.held(part)
+        model.whole_blocks = True  # as others count, and as a device computes that may go on
         trainable = [n for n in held if n in shapes.trainable]
         model.put_({n: p.detach().requires_grad_(n in shapes.trainable) for n, p in held.items()})
         alive = [int(b in part.units) for b in range(model.exit_blocks[-1] + 1)]
         spans = {i: (0, int(i in part.exits)) for i in range(len(model.exit_blocks))}
-        image = torch.empty(1, 1, 3, size, size, device="meta")
+        image = torch.empty(1, 1, config.channels, config.img_size, config.img_size, device="meta")
         with FlopCounterMode(display=False) as counter, torch.no_grad():
             model(image, alive, spans)
         kept: dict[int, torch.UntypedStorage] = {}

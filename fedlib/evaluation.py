@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+import numpy as np
 import torch
 
 from .federation import Federation
@@ -19,14 +20,21 @@ def put_slice_(federation: Federation, server: Server, part: Slice) -> None:
 @torch.inference_mode()
 def exit_logits(federation: Federation, server: Server, part: Slice, batch_size: int = 500) -> torch.Tensor:
     """Logits (E, N, C) of sub-model ``part`` on the test set; zeros for exits it does not hold."""
-    data, model = federation.data, federation.model
+    data, model, config = federation.data, federation.model, federation.model.vit.config
     put_slice_(federation, server, part)
     alive = [int(b in part.units) for b in range(model.exit_blocks[-1] + 1)]
     spans = {j: (0, int(j in part.exits)) for j in range(len(model.exit_blocks))}
+    prefix, n = federation.test_prefix if not part.index else None, len(data.test_labels)
+    if prefix is not None:
+        prefix.fill(model, np.arange(n))
     out = []
-    for a in range(0, len(data.test_labels), batch_size):
-        x = data.test_batch(a, a + batch_size, model.vit.config.img_size)
-        out.append(model(x, alive, spans)[:, 0])
+    for rows in torch.arange(n, device=data.test_labels.device).split(batch_size):
+        view = (
+            data.view(data.test_images, config.img_size, config.channels, rows)[None]
+            if prefix is None
+            else prefix(rows[None])
+        )
+        out.append(model(view, alive, spans)[:, 0])
     return torch.cat(out, 1)
 
 

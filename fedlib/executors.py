@@ -65,7 +65,7 @@ def train_cohort(
     """Train ``members`` of round ``t`` as one cohort with the skeleton ``model``: download, local training, upload."""
     slices = {b: f.method.slice_for(b, f.setting) for b in {c.budget for c in members}}
     mine = {c.id: memories[c.id] for c in members if c.id in memories}
-    cohort = Cohort(model, f.frozen, f.setting.infos, f.experiment, f.data, server, t, members, slices, mine)
+    cohort = Cohort(f, model, server, t, members, slices, mine)
     f.method.client_update(cohort)
     losses = {c.id: float(x) for c, x in zip(cohort.clients, cohort.losses, strict=True)}
     return Trained(f.method.summarise(cohort.update(), f.setting), cohort.new_memories, losses)

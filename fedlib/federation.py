@@ -1,6 +1,7 @@
 """Everything an experiment needs before its first round: data on the device, the model, the method, the budgets."""
 
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ from .methods.base import clients_of
 from .models.adapters import apply_finetune_
 from .models.exit_model import ExitModel
 from .models.weights import build_backbone
+from .prefix import PrefixCache, build_prefix_cache
 from .rng import numpy_generator, torch_generator
 
 
@@ -29,6 +31,8 @@ class Federation:
     frozen: dict[str, torch.Tensor]
     budgets: np.ndarray  # deepest exit per client
     server: Server  # before round 1
+    train_prefix: PrefixCache | None  # by row of the data; None: augmented, nothing frozen, or too large
+    test_prefix: PrefixCache | None
 
     @property
     def device(self) -> torch.device:
@@ -71,7 +75,14 @@ def build_federation(e: Experiment, device: str = "cpu") -> Federation:
     if not len(method.eligible(budgets, setting)):
         raise ValueError(f"experiment: no client is eligible for {e.method} with budgets = {e.budgets!r}")
     server = method.init_server(model.trainable(), setting)
-    return Federation(e, method, setting, data, model, model.frozen(), budgets, server)
+    blocks, c = model.prefix_blocks(), model.vit.config
+    caches = [
+        build_prefix_cache(
+            model, blocks * use, len(images), partial(data.view, images, c.img_size, c.channels), images.device
+        )
+        for images, use in ((data.images, e.augment == "none"), (data.test_images, True))
+    ]
+    return Federation(e, method, setting, data, model, model.frozen(), budgets, server, *caches)
 
 
 def budgets_of(e: Experiment) -> np.ndarray:

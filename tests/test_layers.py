@@ -13,6 +13,7 @@ LAYERS = [
     {"models", "data", "aggregation", "distillation", "memories"},
     {"methods"},
     {"checks", "pretraining"},
+    {"prefix"},
     {"federation"},
     {"cohort", "evaluation", "costs"},
     {"executors", "params"},

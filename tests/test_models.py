@@ -13,7 +13,7 @@ from fedlib.models.exits import Classifiers
 from fedlib.models.layers import LayerNorm, Linear
 from fedlib.models.ree import Ree
 from fedlib.models.vit import ViT, ViTConfig
-from fedlib.models.weights import MICRO_WEIGHTS, backbone_config, build_backbone, load_timm
+from fedlib.models.weights import WEIGHTS, backbone_config, build_backbone, load_timm
 
 SMALL = ViTConfig(img_size=8, patch_size=4, dim=16, depth=4, heads=2, ffn_dim=32)
 DEIT_S = ViTConfig(224, 16, 384, 12, 6, 1536)
@@ -212,7 +212,7 @@ def test_every_parameter_has_a_place(method):
 
 
 def test_shipped_weights_are_small_and_load():
-    assert MICRO_WEIGHTS.stat().st_size < 4_000_000
+    assert WEIGHTS["deit_micro"].stat().st_size < 4_000_000
     vit = build_backbone("deit_micro")
     assert sum(p.numel() for p in vit.parameters()) < 1_000_000 and backbone_config("deit_micro") == vit.config
 

@@ -47,9 +47,9 @@ class FederatedData:
         np.add.at(out, (owner, labels[self.indices]), 1)
         return out
 
-    def test_batch(self, a: int, b: int, size: int) -> torch.Tensor:
-        """Rendered test images a..b-1 as a cohort of one: (1, b-a, 3, size, size)."""
-        return render(self.test_images[a:b], None, size, self.mean, self.std)[None]
+    def view(self, images: torch.Tensor, size: int, channels: int, rows: torch.Tensor) -> torch.Tensor:
+        """Rows of ``images`` as the network sees them without augmentation: (n, channels, size, size)."""
+        return render(images[rows], None, size, self.mean, self.std, channels)
 
 
 @lru_cache(maxsize=4)

@@ -38,11 +38,12 @@ def sample_views(
 
 
 def render(
-    images: torch.Tensor, views: torch.Tensor | None, size: int, mean: torch.Tensor, std: torch.Tensor
-) -> torch.Tensor:
-    """Turn uint8 ``images (B, C, H, W)`` into normalised floats ``(B, 3, size, size)`` as seen through ``views``.
+    images: torch.Tensor, views: torch.Tensor | None, size: int, mean: torch.Tensor, std: torch.Tensor,
+    channels: int = 3,
+) -> torch.Tensor:  # fmt: skip
+    """Turn uint8 ``images (B, C, H, W)`` into normalised floats ``(B, channels, size, size)`` as seen through ``views``.
 
-    ``views=None`` is the identity view. Grey images are repeated to three channels. ``mean`` and ``std`` have
+    ``views=None`` is the identity view. Grey images are repeated to ``channels``. ``mean`` and ``std`` have
     shape (3,) in [0, 1] units; what a view sees outside the image is black before normalisation.
     """
     x = images.float().div_(255)
@@ -57,4 +58,5 @@ def render(
         x = F.grid_sample(x, grid, mode="bilinear", align_corners=False)
     elif x.shape[-1] != size or x.shape[-2] != size:
         x = F.interpolate(x, (size, size), mode="bilinear", align_corners=False)
-    return x.expand(-1, 3, -1, -1).sub(mean.view(3, 1, 1)).div_(std.view(3, 1, 1))
+    mean, std = (stat[:channels].view(channels, 1, 1) for stat in (mean, std))
+    return x.expand(-1, channels, -1, -1).sub(mean).div_(std)

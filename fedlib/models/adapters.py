@@ -50,7 +50,8 @@ def check_finetune(mode: str, options: dict, config: ViTConfig) -> None:
             raise ValueError(f"experiment: finetune_options: r = {value!r} must be a positive integer")
     if mode not in (*OWN_MODES, "lora") or (mode == "lora" and options):
         try:
-            rehearsal = ViT(replace(config, depth=2))
+            by_number = {"layers_to_transform", "target_modules", "layers_pattern"} & options.keys()
+            rehearsal = ViT(config if by_number else replace(config, depth=2))
             _inject_peft_(rehearsal, mode, options, seed=0)
             if len(list(rehearsal.parameters())) < len(list(rehearsal.named_parameters(remove_duplicate=False))):
                 raise ValueError("it shares tensors between blocks, which sub-models of unequal depth cannot")
@@ -77,15 +78,18 @@ class ParallelAdapter(nn.Module):
         super().__init__()
         self.base_layer, self.adapter = base_layer, Bottleneck(dim, r)
 
-    def forward(self, h: torch.Tensor) -> torch.Tensor:
-        return self.base_layer(h) + self.adapter(h)
+    def forward(self, h: torch.Tensor, first: int | None = None) -> torch.Tensor:
+        return self._base(h, first) + self.adapter(h[..., :first, :])
+
+    def _base(self, h: torch.Tensor, first: int | None) -> torch.Tensor:
+        return self.base_layer(h) if first is None else self.base_layer(h, first)
 
 
 class SerialAdapter(ParallelAdapter):
     """s + adapter(s), s the sublayer's output."""
 
-    def forward(self, h: torch.Tensor) -> torch.Tensor:
-        s = self.base_layer(h)
+    def forward(self, h: torch.Tensor, first: int | None = None) -> torch.Tensor:
+        s = self._base(h, first)
         return s + self.adapter(s)
 
 
@@ -173,7 +177,8 @@ def _inject_peft_(vit: ViT, mode: str, options: dict, seed: int) -> None:
     settings = {k: list(v) if isinstance(v, tuple) else v for k, v in settings.items()}
     with torch.random.fork_rng(devices=[]):  # peft draws from the global generator: lend it one of ours
         torch.random.manual_seed(int(numpy_generator(seed, "peft init").integers(2**62)))
-        inject_adapter_in_model(_peft_config_class(mode)(**settings), vit)
+        within = nn.ModuleDict({"vit": vit})  # peft finds a block's number only behind a dot
+        inject_adapter_in_model(_peft_config_class(mode)(**settings), within)
     for block in vit.blocks:
         layers = [(n, m) for n, m in block.named_modules() if hasattr(m, "base_layer")]
         for path, layer in layers:

@@ -5,6 +5,8 @@ Both answer ``step(block, token, past)`` after every block.
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +14,14 @@ from torch import nn
 
 from ..slices import STEM, ParamInfo, Slice
 from .vit import ViT
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """What leading blocks made of a batch: all tokens after the last, class tokens after each."""
+
+    z: torch.Tensor  # (K, B, T, d)
+    class_tokens: torch.Tensor  # (blocks, K, B, d)
 
 
 class ExitModel(nn.Module):
@@ -24,39 +34,97 @@ class ExitModel(nn.Module):
     def __init__(self, vit: ViT, head: nn.Module, exit_blocks: Sequence[int]):
         super().__init__()
         self.vit, self.head, self.exit_blocks = vit, head, tuple(exit_blocks)
-        self._slots: dict[str, tuple[nn.Module, str]] | None = None
+        self.whole_blocks = False  # compute every token of a client's last block, as plain implementations do
+        self._slots = {
+            f"{path}.{leaf}" if path else leaf: (module, leaf)
+            for path, module in self.named_modules()
+            for leaf in module._parameters
+        }
+        infos = self.infos()
+        self._of_block: list[list[tuple[nn.Module, str, int]]] = [[] for _ in range(self.vit.config.depth)]
+        for name, slot in self._slots.items():
+            if name.startswith("vit.") and name in infos and infos[name].unit != STEM:
+                self._of_block[infos[name].unit].append((*slot, len(infos[name].shape)))
 
     def forward(
         self,
-        images: torch.Tensor,
+        images: torch.Tensor | Prefix,
         alive: Sequence[int] | None = None,
         spans: Mapping[int, tuple[int, int]] | None = None,
     ) -> torch.Tensor:
-        """Images (K, B, 3, H, W) -> logits (E, K, B, C); zeros where client k does not hold exit e.
+        """Images (K, B, C, H, W), or the output of leading blocks -> logits (E, K, B, classes); zeros for exits not held.
 
-        By default all K clients run every block and every exit.
+        By default all K clients run every block and every exit. Of a client's last block only the class token is read,
+        so only that is computed (unless ``whole_blocks``).
         """
-        clients, depth = len(images), self.exit_blocks[-1] + 1
-        alive = alive if alive is not None else [clients] * depth
+        cached = images if isinstance(images, Prefix) else None
+        z = self.vit.stem(images) if cached is None else cached.z  # (K, B, T, d)
+        clients, depth = len(images.class_tokens[0] if cached else images), self.exit_blocks[-1] + 1
+        alive = [*(alive if alive is not None else [clients] * depth), 0]
         spans = spans if spans is not None else {j: (0, clients) for j in range(len(self.exit_blocks))}
         exit_of = {block: j for j, block in enumerate(self.exit_blocks)}
-        z = self.vit.stem(images)  # (K, B, T, d)
         past: list = []  # the head's history, restarted for every batch
         logits: list[torch.Tensor | None] = [None] * len(self.exit_blocks)
         for block in range(depth):
             if not alive[block]:
                 break
-            z = self.vit.run(z[: alive[block]], block, block + 1)
+            if cached is not None and block < len(cached.class_tokens):
+                token = cached.class_tokens[block][: alive[block]]
+            else:
+                token, z = self._advance(block, z[: alive[block]], alive[block + 1])
             lo, hi = spans.get(exit_of.get(block), (0, 0))
-            token = z[..., 0, :]
             out, handed_back = self.head.step(block, token[lo:hi] if self.head.per_exit else token, past)
             if out is not None and hi > lo:
                 out = out if self.head.per_exit else out[lo:hi]
                 logits[exit_of[block]] = F.pad(out, (0, 0, 0, 0, lo, clients - hi))
-            if handed_back is not None:
-                z = torch.cat((handed_back.unsqueeze(-2), z[..., 1:, :]), -2)  # Eq. 4
+            if handed_back is not None and alive[block + 1]:
+                z = z[: alive[block + 1]]
+                z = torch.cat((handed_back[: len(z)].unsqueeze(-2), z[..., 1:, :]), -2)  # Eq. 4
         blank = torch.zeros_like(next(x for x in logits if x is not None))
         return torch.stack([blank if x is None else x for x in logits])
+
+    def _advance(self, block: int, z: torch.Tensor, on: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run ``block``: the class token (K, B, d) of all clients, and all tokens of the first ``on``, which go on."""
+        if on == len(z) or self.whole_blocks:
+            z = self.vit.run(z, block, block + 1)
+            return z[..., 0, :], z
+        if not on:
+            return self.vit.run_to_token(z, block), z
+        with self._clients_of(block, slice(0, on)):
+            further = self.vit.run(z[:on], block, block + 1)
+        with self._clients_of(block, slice(on, len(z))):
+            ending = self.vit.run_to_token(z[on:], block)
+        return torch.cat((further[..., 0, :], ending)), further
+
+    @contextmanager
+    def _clients_of(self, block: int, rows: slice):
+        """Inside, the stacked parameters of ``block`` are those of some of the clients."""
+        stacked = [(m, leaf, p) for m, leaf, dims in self._of_block[block] if (p := m._parameters[leaf]).dim() > dims]
+        for module, leaf, p in stacked:
+            module._parameters[leaf] = p[rows]
+        try:
+            yield
+        finally:
+            for module, leaf, p in stacked:
+                module._parameters[leaf] = p
+
+    def prefix_blocks(self) -> int:
+        """How many leading blocks give the same output all run long: nothing in or before them is trained or fed back.
+
+        Ask before :meth:`put_` replaces the parameters.
+        """
+        vit = {n: i for n, i in self.infos().items() if n.startswith("vit.")}
+        trained = [vit[n].unit for n in self.trainable() if n in vit]
+        return max(0, min([len(self.vit.blocks), self.head.first_hand_back + 1, *trained]))
+
+    @torch.no_grad()
+    def prefix(self, images: torch.Tensor, blocks: int) -> Prefix:
+        """The output of the first ``blocks`` blocks for one model's images (1, B, C, H, W)."""
+        z, tokens = self.vit.stem(images), []
+        for block in range(blocks):
+            z = self.vit.run(z, block, block + 1)
+            tokens.append(z[..., 0, :])
+        return Prefix(z, torch.stack(tokens))
 
     def infos(self) -> dict[str, ParamInfo]:
         """Axes, role, unit and full shape of every parameter."""
@@ -86,12 +154,6 @@ class ExitModel(nn.Module):
 
     def put_(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Make ``tensors`` (of any leading client dimension and width) this model's parameters. Copies nothing."""
-        if self._slots is None:
-            self._slots = {
-                f"{path}.{leaf}" if path else leaf: (module, leaf)
-                for path, module in self.named_modules()
-                for leaf in module._parameters
-            }
         for name, tensor in tensors.items():
             module, leaf = self._slots[name]
             module._parameters[leaf] = tensor

@@ -1,7 +1,10 @@
 """Exits as classifiers on the class token: one per exit (every method but ReeFL), or one shared by all.
 
-A *head* has ``per_exit`` (does each exit own its parameters?), ``step(block, token, past)`` and ``place(path)``.
+A *head* has ``per_exit`` (does each exit own its parameters?), ``first_hand_back`` (after which block it first hands a
+token back), ``step(block, token, past)`` and ``place(path)``.
 """
+
+import math
 
 import torch
 from torch import nn
@@ -26,6 +29,7 @@ class Classifiers(nn.Module):
     """One classifier per exit on the raw class token of the exit's block; nothing is handed back to the backbone."""
 
     per_exit = True
+    first_hand_back = math.inf
 
     def __init__(self, dim: int, num_classes: int, exit_blocks: tuple[int, ...]):
         super().__init__()
@@ -52,6 +56,7 @@ class SharedClassifier(nn.Module):
     """One classifier shared by all exits, without Ree (the decomposition of ReeFL's Appendix G)."""
 
     per_exit = False
+    first_hand_back = math.inf
 
     def __init__(self, dim: int, num_classes: int, exit_blocks: tuple[int, ...]):
         super().__init__()

@@ -9,6 +9,8 @@ width**-0.5 (the bottleneck's, as released), not by the head width. At exits onl
 are the first E+1, which the paper leaves open.
 """
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -54,6 +56,7 @@ class Ree(nn.Module):
         super().__init__()
         self.exit_blocks = tuple(exit_blocks)
         self.modulate, self.history, self.only_at_exits = modulate, history, only_at_exits
+        self.first_hand_back = math.inf if not modulate else self.exit_blocks[0] if only_at_exits else 0
         self.meta_token = nn.Parameter(torch.zeros(1, dim))
         self.positions = nn.Parameter(torch.zeros(depth + 1, dim))
         self.norm1 = LayerNorm(dim)

@@ -30,6 +30,7 @@ class ViTConfig:
     pos_embed_prefix: bool = True  # False: prefix tokens get no positional embedding (DeiT-III, DINOv2 registers)
     norm_pre: bool = False  # CLIP's norm before the first block
     layer_scale: bool = False
+    channels: int = 3
 
     @property
     def num_patches(self) -> int:
@@ -45,14 +46,15 @@ class Attention(nn.Module):
         self.q, self.k, self.v = (Linear(c.dim, c.dim, bias=c.qkv_bias, axes=("heads", "residual")) for _ in range(3))
         self.proj = Linear(c.dim, c.dim, axes=("residual", "heads"))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:  # (K, B, T, d)
-        lead, tokens = x.shape[:-2], x.shape[-2]
+    def forward(self, x: torch.Tensor, first: int | None = None) -> torch.Tensor:
+        """x (K, B, T, d) -> (K, B, T, d), or only its ``first`` tokens, which attend to all."""
 
         def split(h):  # (K, B, T, a) -> (K*B, heads, T, a/heads)
-            return h.view(-1, tokens, self.heads, h.shape[-1] // self.heads).transpose(1, 2)
+            return h.reshape(-1, h.shape[-2], self.heads, h.shape[-1] // self.heads).transpose(1, 2)
 
-        out = F.scaled_dot_product_attention(split(self.q(x)), split(self.k(x)), split(self.v(x)))
-        return self.proj(out.transpose(1, 2).reshape(*lead, tokens, -1))
+        q = self.q(x[..., :first, :])
+        out = F.scaled_dot_product_attention(split(q), split(self.k(x)), split(self.v(x)))
+        return self.proj(out.transpose(1, 2).reshape(q.shape))
 
 
 class MLP(nn.Module):
@@ -91,8 +93,9 @@ class Block(nn.Module):
         self.mlp = MLP(c.dim, c.ffn_dim)
         self.ls2 = Scale(c.dim) if c.layer_scale else nn.Identity()
 
-    def forward(self, z: torch.Tensor) -> torch.Tensor:
-        z = z + self.ls1(self.attn(self.norm1(z)))
+    def forward(self, z: torch.Tensor, first: int | None = None) -> torch.Tensor:
+        """z (K, B, T, d) -> (K, B, T, d), or only its ``first`` tokens."""
+        z = z[..., :first, :] + self.ls1(self.attn(self.norm1(z), first))
         return z + self.ls2(self.mlp(self.norm2(z)))
 
 
@@ -102,18 +105,18 @@ class Stem(nn.Module):
     def __init__(self, c: ViTConfig):
         super().__init__()
         self.config = c
-        self.patch_embed = Linear(3 * c.patch_size**2, c.dim, axes=("residual", None))
+        self.patch_embed = Linear(c.channels * c.patch_size**2, c.dim, axes=("residual", None))
         self.prefix = nn.Parameter(torch.zeros(c.prefix_tokens, c.dim))
         rows = c.num_patches + (c.prefix_tokens if c.pos_embed_prefix else 0)
         self.pos_embed = nn.Parameter(torch.zeros(rows, c.dim))
         self.norm_pre = LayerNorm(c.dim, c.eps) if c.norm_pre else nn.Identity()
         self.axes = {"prefix": (None, "residual"), "pos_embed": (None, "residual")}
 
-    def forward(self, images: torch.Tensor) -> torch.Tensor:  # (K, B, 3, H, W) -> (K, B, T, d)
+    def forward(self, images: torch.Tensor) -> torch.Tensor:  # (K, B, C, H, W) -> (K, B, T, d)
         c, p = self.config, self.config.patch_size
         lead, side = images.shape[:-3], c.img_size // p
-        x = images.reshape(-1, 3, side, p, side, p).permute(0, 2, 4, 1, 3, 5)
-        x = self.patch_embed(x.reshape(*lead, side * side, 3 * p * p))
+        x = images.reshape(-1, c.channels, side, p, side, p).permute(0, 2, 4, 1, 3, 5)
+        x = self.patch_embed(x.reshape(*lead, side * side, c.channels * p * p))
         prefix, pos = per_client(self.prefix, x, 2), per_client(self.pos_embed, x, 2)
         if not c.pos_embed_prefix:
             x = x + pos
@@ -134,6 +137,10 @@ class ViT(nn.Module):
         for block in self.blocks[a:b]:
             z = block(z)
         return z
+
+    def run_to_token(self, z: torch.Tensor, block: int) -> torch.Tensor:
+        """The class token (K, B, d) after ``block``, for clients that go no further: the other tokens are not computed."""
+        return self.blocks[block](z, 1)[..., 0, :]
 
     def init_(self, generator: torch.Generator) -> "ViT":
         """Initialise in place as ViT does: N(0, 0.02) everywhere."""

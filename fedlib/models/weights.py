@@ -1,4 +1,4 @@
-"""Backbones by name: the kit's own ``deit_micro`` (weights inside the package) and any timm ViT with a class token."""
+"""Backbones by name: the kit's own (``deit_micro`` with weights inside the package), any timm ViT with a class token."""
 
 from functools import cache
 from pathlib import Path
@@ -9,8 +9,11 @@ from ..experiment import did_you_mean
 from ..rng import torch_generator
 from .vit import ViT, ViTConfig
 
-MICRO = ViTConfig()  # 12 blocks, width 64, 4 heads, 32x32 pixels, patch 8
-MICRO_WEIGHTS = Path(__file__).parent / "pretrained" / "deit_micro.safetensors"
+OWN = {
+    "deit_micro": ViTConfig(),  # 12 blocks, width 64, 4 heads, 32x32 pixels, patch 8
+    "vit_digits": ViTConfig(img_size=28, patch_size=7, channels=1),  # the same for grey 28x28 digits; no weights
+}
+WEIGHTS = {"deit_micro": Path(__file__).parent / "pretrained" / "deit_micro.safetensors"}
 
 
 def build_backbone(name: str, pretrained: bool = True, seed: int = 0) -> ViT:
@@ -19,9 +22,11 @@ def build_backbone(name: str, pretrained: bool = True, seed: int = 0) -> ViT:
     Raises ``ValueError`` for a name that is unknown or whose architecture cannot be run block by block, and
     ``ConnectionError`` when timm's weights are neither cached nor downloadable.
     """
-    if name == "deit_micro":
-        vit = ViT(MICRO)
-        return load_weights_(vit, MICRO_WEIGHTS) if pretrained else vit.init_(torch_generator(seed, "backbone init"))
+    if name in OWN:
+        if pretrained and name not in WEIGHTS:
+            raise ValueError(f"experiment: backbone = {name!r} has no pre-trained weights; set pretrained = False")
+        vit = ViT(OWN[name])
+        return load_weights_(vit, WEIGHTS[name]) if pretrained else vit.init_(torch_generator(seed, "backbone init"))
     model = _create_timm(name, pretrained)
     if pretrained:
         return load_timm(model)
@@ -39,8 +44,8 @@ def load_weights_(vit: ViT, file: Path) -> ViT:
 @cache
 def backbone_config(name: str) -> ViTConfig:
     """The shape of a backbone without its weights (nothing is downloaded or allocated)."""
-    if name == "deit_micro":
-        return MICRO
+    if name in OWN:
+        return OWN[name]
     with torch.device("meta"):
         return timm_config(_create_timm(name, pretrained=False))
 
@@ -51,9 +56,7 @@ def _create_timm(name: str, pretrained: bool):
     base = name.split(".")[0]
     if not timm.is_model(base):
         known = [n for n in timm.list_models() if n.startswith(("vit_", "deit"))]
-        raise ValueError(
-            f"experiment: backbone = {name!r} is unknown{did_you_mean(base, ['deit_micro', *known])[:2000]}"
-        )
+        raise ValueError(f"experiment: backbone = {name!r} is unknown{did_you_mean(base, [*OWN, *known])[:2000]}")
     try:
         return timm.create_model(name, pretrained=pretrained)
     except Exception as error:
