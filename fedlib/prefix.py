@@ -1,4 +1,4 @@
-"""The frozen prefix: leading blocks that nothing trains or feeds back into give an example the same output all run long.
+"""The frozen prefix: leading blocks that nothing trains or feeds back into give the same output all run long.
 
 So it is computed once per example and kept on the training device: of the training set where there is no augmentation,
 of the test set always. With a frozen backbone and no feedback only class tokens are left to keep.

@@ -41,7 +41,7 @@ def render(
     images: torch.Tensor, views: torch.Tensor | None, size: int, mean: torch.Tensor, std: torch.Tensor,
     channels: int = 3,
 ) -> torch.Tensor:  # fmt: skip
-    """Turn uint8 ``images (B, C, H, W)`` into normalised floats ``(B, channels, size, size)`` as seen through ``views``.
+    """Turn uint8 ``images (B, C, H, W)`` into normalised floats ``(B, channels, size, size)`` seen through ``views``.
 
     ``views=None`` is the identity view. Grey images are repeated to ``channels``. ``mean`` and ``std`` have
     shape (3,) in [0, 1] units; what a view sees outside the image is black before normalisation.

@@ -52,7 +52,7 @@ class ExitModel(nn.Module):
         alive: Sequence[int] | None = None,
         spans: Mapping[int, tuple[int, int]] | None = None,
     ) -> torch.Tensor:
-        """Images (K, B, C, H, W), or the output of leading blocks -> logits (E, K, B, classes); zeros for exits not held.
+        """Images (K, B, C, H, W), or leading blocks' output -> logits (E, K, B, classes); zero for exits not held.
 
         By default all K clients run every block and every exit. Of a client's last block only the class token is read,
         so only that is computed (unless ``whole_blocks``).

@@ -139,7 +139,7 @@ class ViT(nn.Module):
         return z
 
     def run_to_token(self, z: torch.Tensor, block: int) -> torch.Tensor:
-        """The class token (K, B, d) after ``block``, for clients that go no further: the other tokens are not computed."""
+        """The class token (K, B, d) after ``block``, for clients that go no further: no other token is computed."""
         return self.blocks[block](z, 1)[..., 0, :]
 
     def init_(self, generator: torch.Generator) -> "ViT":

@@ -1,4 +1,4 @@
-"""Backbones by name: the kit's own (``deit_micro`` with weights inside the package), any timm ViT with a class token."""
+"""Backbones by name: the kit's own (``deit_micro`` ships with weights) and any timm ViT with a class token."""
 
 from functools import cache
 from pathlib import Path

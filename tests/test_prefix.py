@@ -1,0 +1,102 @@
+"""Work that is left out must not change a number: the cached prefix, and the tokens that nobody reads."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from fedlib import Execution, Experiment, build_federation, run_rounds
+from fedlib.evaluation import evaluate
+from fedlib.prefix import PrefixCache, build_prefix_cache
+
+TINY = Experiment(
+    pretrained=False, num_train=160, num_test=40, num_clients=8, clients_per_round=6, rounds=2, augment="none",
+    batch_size=8, seed=5,
+)  # fmt: skip
+LAST_THIRD = {"r": 4, "layers_to_transform": (8, 9, 10, 11)}
+
+
+@pytest.mark.parametrize(
+    "blocks, changes",
+    [
+        (12, dict(method="depthfl", finetune="frozen")),
+        (12, dict(method="reefl", finetune="frozen", options={"modulate": False})),
+        (3, dict(method="reefl", finetune="frozen", options={"only_at_exits": True})),  # fed back after block 2 first
+        (1, dict(method="reefl", finetune="frozen")),
+        (8, dict(method="inclusivefl", finetune="lora", finetune_options=LAST_THIRD)),
+        (0, dict(method="depthfl", finetune="full")),
+        (0, dict(method="depthfl", finetune="ssf")),  # scales the stem
+    ],
+)
+def test_the_prefix_ends_where_training_or_feedback_begins_and_changes_no_number(blocks, changes):
+    f = build_federation(TINY.replace(**changes))
+    assert (f.train_prefix.blocks if f.train_prefix else 0) == (f.test_prefix.blocks if f.test_prefix else 0) == blocks
+    *_, cached = run_rounds(f, Execution(workers=1))
+    plain = dataclasses.replace(build_federation(TINY.replace(**changes)), train_prefix=None, test_prefix=None)
+    *_, computed = run_rounds(plain, Execution(workers=1))
+    for name, p in computed.server.params.items():
+        torch.testing.assert_close(cached.server.params[name], p, rtol=0, atol=1e-5)
+    assert cached.metrics["exits"] == pytest.approx(computed.metrics["exits"], abs=2.6)  # a tie may turn on rounding
+
+
+def test_augmented_training_keeps_only_the_test_set():
+    f = build_federation(TINY.replace(finetune="frozen", method="depthfl", augment="crop"))
+    assert f.train_prefix is None and f.test_prefix.blocks == 12
+
+
+def test_every_example_is_computed_once(monkeypatch):
+    f, seen = build_federation(TINY.replace(finetune="frozen", method="depthfl", rounds=4)), []
+    original = f.train_prefix.render
+    monkeypatch.setattr(f.train_prefix, "render", lambda rows: seen.extend(rows.tolist()) or original(rows))
+    for _ in run_rounds(f, Execution(workers=2)):
+        pass
+    sampled = {int(r) for t in (1, 2, 3, 4) for c in f.sample_clients(t) for r in f.data.client(c.id)}
+    assert sorted(seen) == sorted(sampled)
+
+
+def test_evaluation_with_sub_models_of_unequal_depth_uses_the_prefix():
+    f = build_federation(TINY.replace(finetune="frozen", method="inclusivefl"))
+    plain = dataclasses.replace(f, test_prefix=None)
+    assert evaluate(f, f.server) == evaluate(plain, f.server)
+
+
+def test_a_prefix_that_takes_too_much_memory_is_not_kept(monkeypatch):
+    f = build_federation(TINY.replace(finetune="frozen", method="depthfl"))
+    # 100 examples x 64 features x 4 bytes x (17 tokens + 8 class tokens); of a whole backbone 12 class tokens only
+    assert PrefixCache.bytes_needed(f.model, 8, 100) == 100 * 64 * 4 * 25
+    assert PrefixCache.bytes_needed(f.model, 12, 100) == 100 * 64 * 4 * 12
+    monkeypatch.setattr("fedlib.prefix.free_memory", lambda device: 4 * 100 * 64 * 4 * 25 - 1)
+    assert build_prefix_cache(f.model, 8, 100, None, torch.device("cpu")) is None
+    assert build_prefix_cache(f.model, 12, 100, None, torch.device("cpu")) is not None
+    assert build_prefix_cache(f.model, 0, 100, None, torch.device("cpu")) is None
+
+
+@pytest.mark.parametrize("finetune", ["full", "lora", "pa", "sa", "ssf"])
+def test_unread_tokens_of_last_blocks_change_no_logit_and_no_gradient(finetune):
+    """Five stacked clients of depths 12, 12, 9, 3, 3: clients end at blocks 2, 8 and 11."""
+    f = build_federation(TINY.replace(method="reefl", finetune=finetune))
+    model, generator = f.model, torch.Generator().manual_seed(0)
+    stacked = {n: p + 0.05 * torch.randn(5, *p.shape, generator=generator) for n, p in f.server.params.items()}
+    images = torch.randn(5, 2, 3, 32, 32, generator=generator)
+    depths = np.array([12, 12, 9, 3, 3])
+    alive = [int((depths > b).sum()) for b in range(12)]
+    for name, info in f.setting.infos.items():
+        if name in stacked and info.unit >= 0:
+            stacked[name] = stacked[name][: alive[info.unit]]
+    spans = {j: (0, alive[b]) for j, b in enumerate(model.exit_blocks)}
+
+    def outcome(whole):
+        model.whole_blocks = whole
+        leaves = {n: p.clone().requires_grad_() for n, p in stacked.items()}
+        model.put_(leaves)
+        logits = model(images, alive, spans)
+        weights = torch.linspace(-1, 1, logits.numel()).view(logits.shape)
+        grads = torch.autograd.grad((logits * weights).sum(), list(leaves.values()), materialize_grads=True)
+        return logits.detach(), dict(zip(leaves, grads, strict=True))
+
+    (logits, grads), (short, short_grads) = outcome(True), outcome(False)
+    torch.testing.assert_close(short, logits, rtol=1e-4, atol=1e-5)
+    for name, g in grads.items():
+        torch.testing.assert_close(short_grads[name], g, rtol=1e-3, atol=1e-5, msg=name)
+    assert all(len(p) == len(stacked[n]) for n, p in model.named_parameters() if n in stacked)  # put back afterwards
