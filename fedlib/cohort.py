@@ -38,6 +38,7 @@ class Plan:
     rows: torch.Tensor
     views: torch.Tensor | None
     weights: torch.Tensor
+    examples: np.ndarray  # rows, in host memory
     width: list[int]  # examples in the fullest batch of each step
     active: np.ndarray
 
@@ -131,13 +132,15 @@ class Cohort:
         self.model.put_(self.params)
         plan, rate, scratch = self._plan(), learning_rate(e, self.t), {}
         if self.prefix is not None:
-            self.prefix.fill(self.model, np.concatenate([data.client(c.id) for c in self.clients]))
+            self.prefix.fill(self.model, plan.examples)
         velocity = [torch.zeros_like(p) for p in leaves] if e.momentum else None
-        total = torch.zeros(len(self.clients), device=data.images.device)
+        device = data.images.device
+        total = torch.zeros(len(self.clients), device=device)
         for step, width in enumerate(plan.width):
             rows = plan.rows[step, :, :width]  # (K, width)
             x = self.prefix(rows) if self.prefix is not None else self._render(rows, plan.views, step)
-            logits = self.model(x, self.alive, self.exit_spans)
+            with torch.autocast(device.type, torch.bfloat16, enabled=e.precision == "bfloat16"):
+                logits = self.model(x, self.alive, self.exit_spans).float()
             labels = data.labels[rows]
             weights = plan.weights[step, :, :width]
             loss = local_loss(Batch(logits, labels, weights, self.held, self.t, e.rounds, scratch))
@@ -208,7 +211,7 @@ class Cohort:
         width = [int((weights[s] > 0).sum(-1).max()) for s in range(steps)]
         return Plan(
             torch.from_numpy(rows).to(device), views.to(device) if views is not None else None,
-            torch.from_numpy(weights).to(device), width, (weights > 0).any(-1),
+            torch.from_numpy(weights).to(device), rows, width, (weights > 0).any(-1),
         )  # fmt: skip
 
     def update(self) -> Update:

@@ -83,9 +83,10 @@ class Experiment:
     dataset: str = "mnist"  # a name of data.datasets.DATASETS, or the path of a local set (which then names the run)
     num_train: int | None = None  # use so many training examples, classes in proportion; None: all
     num_test: int | None = None
-    partition: typing.Literal["dirichlet", "class_dirichlet", "pathological", "natural", "iid"] = "dirichlet"
+    partition: typing.Literal["dirichlet", "class_dirichlet", "pathological", "natural", "iid", "drawn"] = "dirichlet"
     dirichlet_alpha: float = 1.0
     classes_per_client: int = 2  # partition = pathological
+    examples_per_client: int = 100  # partition = drawn: a population of any size, clients overlap
     augment: typing.Literal["none", "crop", "crop_flip", "rrc", "rrc_flip"] = "crop"
     crop_pad: int = 2  # pixels, augment = crop*
     crop_scale: float = 0.08  # smallest area, augment = rrc*
@@ -108,6 +109,7 @@ class Experiment:
     momentum: float = 0.0
     weight_decay: float = 0.0
     clip_value: float | None = 1.0  # element-wise
+    precision: typing.Literal["float32", "bfloat16"] = "float32"  # of local training's matmuls (autocast)
     evaluate_every: int = 0  # rounds; 0: only after the last
     seed: int = 1
 
@@ -115,8 +117,10 @@ class Experiment:
         own = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         for key, value in check_fields(type(self), own, "experiment").items():
             object.__setattr__(self, key, value)
-        positive = "num_train num_test dirichlet_alpha classes_per_client num_exits num_clients clients_per_round"
-        for key in f"{positive} rounds local_epochs batch_size lr clip_value crop_scale".split():
+        sizes = (
+            "num_train num_test classes_per_client examples_per_client num_exits num_clients clients_per_round rounds"
+        )
+        for key in f"{sizes} local_epochs batch_size dirichlet_alpha lr clip_value crop_scale".split():
             if getattr(self, key) is not None and getattr(self, key) <= 0:
                 raise ValueError(f"experiment: {key} = {getattr(self, key)!r} must be positive")
         for key in "min_lr momentum weight_decay evaluate_every seed crop_pad".split():

@@ -187,3 +187,15 @@ def test_population_size_does_not_change_a_round(tiny):
     finally:
         type(f.data).client = original
     assert sorted(touched) == [c.id for c in f.sample_clients(1)]
+
+
+def test_bfloat16_is_part_of_the_experiment_and_trains(tiny):
+    """Autocast rounds matmuls to 8 bits of mantissa: other numbers, but near, in the stored float32."""
+    e = tiny.replace(method="reefl")
+    half = e.replace(precision="bfloat16")
+    assert half.hash != e.hash
+    a, b = (train(x).server.params for x in (e, half))
+    assert all(p.dtype == torch.float32 for p in b.values())
+    moved = max((a[n] - build_federation(e).server.params[n]).abs().max() for n in a)
+    apart = max((a[n] - b[n]).abs().max() for n in a)
+    assert 0 < apart < 0.3 * moved

@@ -217,10 +217,26 @@ def test_impossible_partitions_are_refused(values, message):
 
 def test_subset_is_balanced_and_the_same_for_every_seed():
     a, b = (load_federated(Experiment(num_train=500, num_clients=5, clients_per_round=2, seed=s)) for s in (1, 2))
-    assert set(a.indices.tolist()) == set(b.indices.tolist()) and len(set(a.indices.tolist())) == 500
-    assert a.labels[a.indices].bincount().tolist() == [50] * 10
+    rows = set(a.holdings.indices.tolist())
+    assert rows == set(b.holdings.indices.tolist()) and len(rows) == 500
+    assert a.labels[a.holdings.indices].bincount().tolist() == [50] * 10
     assert a.label_counts().sum(1).tolist() == [100] * 5
     assert a.images is b.images  # the examples are shared by all experiments
+
+
+def test_a_drawn_population_keeps_nothing_per_client_and_is_a_function_of_seed_and_client():
+    e = Experiment(partition="drawn", num_clients=1_000_000, examples_per_client=20, dirichlet_alpha=0.1, num_train=500)
+    data = load_federated(e)
+    assert data.num_clients == 1_000_000 and data.num_examples[-1] == 20
+    mine = data.client(999_999)
+    assert mine.tolist() == load_federated(e.replace(num_clients=1_000_001)).client(999_999).tolist()
+    assert mine.tolist() != data.client(999_998).tolist() and len(mine) == 20
+    assert mine.tolist() != load_federated(e.replace(seed=2)).client(999_999).tolist()
+    held = load_federated(e.replace(num_clients=300)).label_counts()
+    assert (held.sum(1) == 20).all() and (held.sum(0) > 300).all()  # classes are equally likely over clients
+    # Dir(0.1 x 10 classes): E[sum p^2] = (1 + 0.1) / (1 + 10 * 0.1) = 0.55, and two of 20 examples agree that often
+    agree = (held * (held - 1)).sum(1) / (20 * 19)
+    assert agree.mean() == pytest.approx(0.55, abs=0.06)
 
 
 # --- transforms --------------------------------------------------------------------------------------------------

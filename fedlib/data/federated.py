@@ -9,13 +9,13 @@ import torch
 from ..experiment import Experiment
 from ..rng import numpy_generator
 from .datasets import ImageData, load_dataset
-from .partition import partition_examples
+from .partition import Divided, Drawn, partition_examples
 from .transforms import render
 
 
 @dataclass(frozen=True)
 class FederatedData:
-    """uint8 images (N, C, H, W) and labels (N,) on ``device``; ``indices[offsets[i]:offsets[i+1]]`` is client i's."""
+    """uint8 images (N, C, H, W) and labels (N,) on the device, and who holds which rows of them."""
 
     images: torch.Tensor
     labels: torch.Tensor
@@ -24,28 +24,27 @@ class FederatedData:
     classes: tuple[str, ...]
     mean: torch.Tensor
     std: torch.Tensor
-    indices: np.ndarray
-    offsets: np.ndarray
+    holdings: Divided | Drawn
 
     @property
     def num_clients(self) -> int:
-        return len(self.offsets) - 1
+        return len(self.num_examples)
 
     @property
     def num_examples(self) -> np.ndarray:
         """Training examples per client."""
-        return np.diff(self.offsets)
+        return self.holdings.num_examples
 
     def client(self, i: int) -> np.ndarray:
         """Rows of client i."""
-        return self.indices[self.offsets[i] : self.offsets[i + 1]]
+        return self.holdings.client(i)
 
     def label_counts(self) -> np.ndarray:
         """Counts (clients, classes)."""
-        labels, out = self.labels.cpu().numpy(), np.zeros((self.num_clients, len(self.classes)), np.int64)
-        owner = np.repeat(np.arange(self.num_clients), self.num_examples)
-        np.add.at(out, (owner, labels[self.indices]), 1)
-        return out
+        labels = self.labels.cpu().numpy()
+        return np.stack(
+            [np.bincount(labels[self.client(i)], minlength=len(self.classes)) for i in range(self.num_clients)]
+        )
 
     def view(self, images: torch.Tensor, size: int, channels: int, rows: torch.Tensor) -> torch.Tensor:
         """Rows of ``images`` as the network sees them without augmentation: (n, channels, size, size)."""
@@ -64,18 +63,18 @@ def load_federated(e: Experiment, device: str = "cpu") -> FederatedData:
     data, (images, labels, test_images, test_labels, mean, std) = _on_device(e.dataset, device)
     train, test = _subset(data.train_labels, e.num_train, "train"), _subset(data.test_labels, e.num_test, "test")
     owners = data.owners.numpy()[train] if data.owners is not None else None
-    parts = partition_examples(
-        e.partition, data.train_labels.numpy()[train], e.num_clients, e.seed,
-        e.dirichlet_alpha, e.classes_per_client, owners,
-    )  # fmt: skip
-    offsets = np.concatenate(([0], np.cumsum([len(p) for p in parts])))
-    rows = train[np.concatenate(parts)]
+    values = data.train_labels.numpy()[train]
+    if e.partition == "drawn":
+        holdings = Drawn(train, values, e.num_clients, e.examples_per_client, e.dirichlet_alpha, e.seed)
+    else:
+        parts = partition_examples(
+            e.partition, values, e.num_clients, e.seed, e.dirichlet_alpha, e.classes_per_client, owners
+        )
+        holdings = Divided(train[np.concatenate(parts)], np.cumsum([0, *map(len, parts)]))
     if e.num_test is not None:
         keep = torch.from_numpy(test).to(device)
         test_images, test_labels = test_images[keep], test_labels[keep]
-    return FederatedData(
-        images, labels, test_images, test_labels, data.classes, mean, std, indices=rows, offsets=offsets
-    )
+    return FederatedData(images, labels, test_images, test_labels, data.classes, mean, std, holdings)
 
 
 def _subset(labels: torch.Tensor, n: int | None, split: str) -> np.ndarray:

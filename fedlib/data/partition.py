@@ -8,10 +8,55 @@ Deviations: the released LDA re-uses a partition cached on disk whatever the see
 
 import logging
 import warnings
+from dataclasses import dataclass
 
 import numpy as np
 
 from ..rng import numpy_generator
+
+
+@dataclass(frozen=True)
+class Divided:
+    """A partition of the examples: ``indices[offsets[i]:offsets[i+1]]`` are client i's rows."""
+
+    indices: np.ndarray
+    offsets: np.ndarray
+
+    @property
+    def num_examples(self) -> np.ndarray:
+        return np.diff(self.offsets)
+
+    def client(self, i: int) -> np.ndarray:
+        return self.indices[self.offsets[i] : self.offsets[i + 1]]
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A population of any size: client i's rows are drawn from the data when it is asked for, and kept nowhere.
+
+    Client i has class proportions P_i ~ Dir(alpha) and ``size`` examples: classes from P_i, then rows of the class,
+    with replacement, so clients overlap. A function of (seed, i): memory and time do not grow with the population.
+    """
+
+    rows: np.ndarray
+    labels: np.ndarray
+    num_clients: int
+    size: int
+    alpha: float
+    seed: int
+
+    def __post_init__(self):
+        pools = [self.rows[self.labels == c] for c in np.unique(self.labels)]
+        object.__setattr__(self, "_pools", pools)
+
+    @property
+    def num_examples(self) -> np.ndarray:
+        return np.full(self.num_clients, self.size)
+
+    def client(self, i: int) -> np.ndarray:
+        rng = numpy_generator(self.seed, "drawn client", client=i)
+        counts = rng.multinomial(self.size, rng.dirichlet([self.alpha] * len(self._pools)))
+        return np.sort(np.concatenate([rng.choice(p, n) for p, n in zip(self._pools, counts, strict=True)]))
 
 
 def partition_examples(
