@@ -20,6 +20,7 @@ from .experiment import Experiment
 from .federation import Federation
 from .methods.base import Server
 from .models.exit_model import ExitModel
+from .profiling import phase
 from .rng import torch_generator
 from .slices import Slice, take
 
@@ -125,46 +126,55 @@ class Cohort:
 
         ``extra_gradient(name, p)`` is added before clipping. Clients that ran out of batches stand still.
         """
-        e, data = self.experiment, self.data
-        names, leaves = list(self.params), list(self.params.values())
+        e, device = self.experiment, self.data.images.device
+        leaves = list(self.params.values())
         for p in leaves:
             p.requires_grad_(True)
         self.model.put_(self.params)
-        plan, rate, scratch = self._plan(), learning_rate(e, self.t), {}
+        with phase("data"):
+            plan, rate, scratch = self._plan(), learning_rate(e, self.t), {}
         if self.prefix is not None:
-            self.prefix.fill(self.model, plan.examples)
+            with phase("forward"):
+                self.prefix.fill(self.model, plan.examples)
         velocity = [torch.zeros_like(p) for p in leaves] if e.momentum else None
-        device = data.images.device
         total = torch.zeros(len(self.clients), device=device)
         for step, width in enumerate(plan.width):
-            rows = plan.rows[step, :, :width]  # (K, width)
-            x = self.prefix(rows) if self.prefix is not None else self._render(rows, plan.views, step)
-            with torch.autocast(device.type, torch.bfloat16, enabled=e.precision == "bfloat16"):
-                logits = self.model(x, self.alive, self.exit_spans).float()
-            labels = data.labels[rows]
-            weights = plan.weights[step, :, :width]
-            loss = local_loss(Batch(logits, labels, weights, self.held, self.t, e.rounds, scratch))
-            grads = list(torch.autograd.grad(loss.sum(), leaves, materialize_grads=True))
-            with torch.no_grad():
-                if extra_gradient is not None:
-                    torch._foreach_add_(grads, [extra_gradient(n, p) for n, p in zip(names, leaves, strict=True)])
-                if e.clip_value is not None:
-                    torch._foreach_clamp_min_(grads, -e.clip_value)
-                    torch._foreach_clamp_max_(grads, e.clip_value)
-                if e.weight_decay:
-                    torch._foreach_add_(grads, leaves, alpha=e.weight_decay)
-                if velocity is not None:
-                    torch._foreach_mul_(velocity, e.momentum)
-                    torch._foreach_add_(velocity, grads)
-                    grads = velocity
-                if not plan.active[step].all():
-                    self._stop_inactive_(names, grads, plan.active[step])
-                torch._foreach_add_(leaves, grads, alpha=-rate)
+            with phase("data"):
+                rows = plan.rows[step, :, :width]  # (K, width)
+                x = self.prefix(rows) if self.prefix is not None else self._render(rows, plan.views, step)
+                labels, weights = self.data.labels[rows], plan.weights[step, :, :width]
+            with phase("forward"):
+                with torch.autocast(device.type, torch.bfloat16, enabled=e.precision == "bfloat16"):
+                    logits = self.model(x, self.alive, self.exit_spans).float()
+                loss = local_loss(Batch(logits, labels, weights, self.held, self.t, e.rounds, scratch))
+            with phase("backward"):
+                grads = list(torch.autograd.grad(loss.sum(), leaves, materialize_grads=True))
+            with phase("step"), torch.no_grad():
                 total += loss.detach()
+                self._step_(grads, velocity, rate, extra_gradient, plan.active[step])
         for p in leaves:
             p.requires_grad_(False)
-        steps = torch.as_tensor(plan.active.sum(0), device=total.device)
-        self.losses = (total / steps).cpu().numpy()  # one sync a local training: recorded, and a check for divergence
+        steps = torch.as_tensor(plan.active.sum(0), device=device)
+        with phase("backward"):  # on a GPU what is still queued
+            self.losses = (total / steps).cpu().numpy()  # one sync a local training: recorded, a check for divergence
+
+    def _step_(self, grads: list, velocity: list | None, rate: float, extra_gradient, active: np.ndarray) -> None:
+        """One step of SGD on all leaves at once."""
+        e, leaves = self.experiment, list(self.params.values())
+        if extra_gradient is not None:
+            torch._foreach_add_(grads, [extra_gradient(n, p) for n, p in self.params.items()])
+        if e.clip_value is not None:
+            torch._foreach_clamp_min_(grads, -e.clip_value)
+            torch._foreach_clamp_max_(grads, e.clip_value)
+        if e.weight_decay:
+            torch._foreach_add_(grads, leaves, alpha=e.weight_decay)
+        if velocity is not None:
+            torch._foreach_mul_(velocity, e.momentum)
+            torch._foreach_add_(velocity, grads)
+            grads = velocity
+        if not active.all():
+            self._stop_inactive_(grads, active)
+        torch._foreach_add_(leaves, grads, alpha=-rate)
 
     def _render(self, rows: torch.Tensor, views: torch.Tensor | None, step: int) -> torch.Tensor:
         """Images (K, width, C, H, W) of one step, augmented as planned."""
@@ -173,10 +183,10 @@ class Cohort:
         x = render(data.images[rows.reshape(-1)], views, config.img_size, data.mean, data.std, config.channels)
         return x.view(*rows.shape, *x.shape[1:])
 
-    def _stop_inactive_(self, names: list[str], grads: list[torch.Tensor], active: np.ndarray) -> None:
+    def _stop_inactive_(self, grads: list[torch.Tensor], active: np.ndarray) -> None:
         """Zero the step of clients without a batch: their loss is zero, but decay, momentum and extra terms are not."""
         mask = torch.as_tensor(active, dtype=grads[0].dtype, device=grads[0].device)
-        for name, g in zip(names, grads, strict=True):
+        for name, g in zip(self.params, grads, strict=True):
             lo, hi = self.spans[name]
             g *= mask[lo:hi].view(-1, *(1,) * (g.dim() - 1))
 

@@ -12,6 +12,7 @@ from .evaluation import evaluate
 from .executors import Execution, Memories, Trained, build_executor
 from .federation import Federation
 from .methods import Server
+from .profiling import phase
 
 
 @dataclass(frozen=True)
@@ -55,10 +56,12 @@ def run_rounds(
                 return trained.sums
 
             sums = merge_sums(map(record, executor.train(server, sampled, t, memories)))
-            server = method.aggregate(server, sums, t, setting)
+            with phase("aggregation"):
+                server = method.aggregate(server, sums, t, setting)
             memories.update(changed)
             due = t == e.rounds or (e.evaluate_every and t % e.evaluate_every == 0)
-            metrics = evaluate(federation, server) if due else None
+            with phase("evaluation"):
+                metrics = evaluate(federation, server) if due else None
             yield Round(t, server, changed, losses, metrics, time.perf_counter() - began)
     finally:
         executor.close()

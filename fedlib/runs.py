@@ -19,6 +19,7 @@ from .experiment import Experiment
 from .federation import Federation, build_federation
 from .memories import ClientFiles
 from .methods import Server
+from .profiling import phase
 from .project import outputs_dir
 from .rounds import Round, run_rounds
 from .storage import read_json, read_tensors, write_json, write_tensors
@@ -126,7 +127,8 @@ def _continue(f: Federation, execution: Execution, path: Path, progress: bool, c
                 record = r
                 break
             if time.monotonic() - saved >= checkpoint_seconds:
-                store.save(r.server)
+                with phase("files"):
+                    store.save(r.server)
                 saved = time.monotonic()
     _finish(f, store, record, path)
 
@@ -138,7 +140,8 @@ def _finish(f: Federation, store: "_Checkpoints", last: Round | None, path: Path
     if last is not None:
         metrics = last.metrics if last.metrics is not None else evaluate(f, last.server)
         status = "diverged" if last.diverged else "finished"
-        store.save(last.server, {"t": last.t, "status": status, **metrics})
+        with phase("files"):
+            store.save(last.server, {"t": last.t, "status": status, **metrics})
     summary = dict(store.final, seconds=round(store.seconds, 2), num_examples=int(f.data.num_examples.sum()))
     write_json(path / "summary.json", summary)
 

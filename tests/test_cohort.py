@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from fedlib import Execution, Experiment, build_federation, run_rounds
 from fedlib.cohort import learning_rate
-from fedlib.executors import plan_cohorts
+from fedlib.executors import automatic_cohort_size, plan_cohorts
 from fedlib.methods import METHODS, build_method
 from fedlib.rng import torch_generator
 
@@ -164,6 +164,16 @@ def test_cohorts_split_by_width_and_mix_depths(tiny):
     prefix = {b: build_method("depthfl", {}).slice_for(b, f.setting) for b in range(4)}
     assert len(plan_cohorts(clients, prefix, 1, None)) == 1 and len(plan_cohorts(clients, prefix, 2, None)) == 2
     assert sorted(c.id for g in plan_cohorts(clients, prefix, 2, 2) for c in g) == sorted(c.id for c in clients)
+
+
+def test_automatic_cohorts_batch_small_models_and_leave_large_ones_alone(tiny):
+    """Widest activation of a client: 32 images x 17 tokens x 256 features x 4 bytes = 0.53 MiB."""
+    size = lambda **changes: automatic_cohort_size(build_federation(tiny.replace(**{"batch_size": 32} | changes)))  # noqa: E731
+    assert size(finetune="full", finetune_options={}) == 4  # 2.5 / 0.53
+    assert size(finetune="full", finetune_options={}, batch_size=8) == 18  # 2.5 / 0.1328
+    assert size(finetune="lora") == 30  # 16 / 0.53: frozen weights see one merged batch
+    big = dict(backbone="deit_small_patch16_224", pretrained=False, batch_size=16)
+    assert size(finetune="frozen", finetune_options={}, **big) == 1
 
 
 def test_frozen_parameters_have_no_gradients_state_or_copies(tiny):

@@ -9,7 +9,7 @@ import fedlib
 
 PACKAGE = Path(fedlib.__file__).parent
 LAYERS = [
-    {"experiment", "rng", "slices", "project", "storage"},
+    {"experiment", "rng", "slices", "project", "storage", "profiling"},
     {"models", "data", "aggregation", "distillation", "memories"},
     {"methods"},
     {"checks", "pretraining"},

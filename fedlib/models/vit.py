@@ -33,6 +33,11 @@ class ViTConfig:
     channels: int = 3
 
     @property
+    def hidden_dim(self) -> int:
+        """Features of a token's widest activation."""
+        return self.ffn_dim
+
+    @property
     def num_patches(self) -> int:
         return (self.img_size // self.patch_size) ** 2
 

@@ -1,0 +1,62 @@
+"""Where the time of a round goes: named phases that cost nothing unless somebody is measuring.
+
+``with profile() as seconds: run(...)`` fills ``seconds`` by phase. Threads add up: the sum may exceed the wall clock.
+Phases do not nest: an inner one is taken out of the outer one's time.
+"""
+
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+
+import torch
+
+PHASES = ("data", "download", "forward", "backward", "step", "aggregation", "evaluation", "files")
+_active: "_Stopwatch | None" = None
+
+
+class _Stopwatch(threading.local):
+    """Per thread the running phases; shared the seconds."""
+
+    def __init__(self, seconds: dict[str, float], lock: threading.Lock):
+        self.seconds, self.lock = seconds, lock
+        self.inner: list[float] = []  # per running phase, the seconds of phases inside it
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        began = _now()
+        self.inner.append(0.0)
+        try:
+            yield
+        finally:
+            elapsed = _now() - began
+            with self.lock:
+                self.seconds[name] += elapsed - self.inner.pop()
+            if self.inner:
+                self.inner[-1] += elapsed
+
+
+def _now() -> float:
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()  # only while measuring: a phase ends when its kernels do
+    return time.perf_counter()
+
+
+def phase(name: str):
+    """Context manager around a part of the round; does nothing unless :func:`profile` is active."""
+    return _active.phase(name) if _active is not None else nullcontext()
+
+
+@contextmanager
+def profile() -> Iterator[dict[str, float]]:
+    """Measure all phases of this process inside the block. ``RuntimeError`` if one measures already."""
+    global _active
+    if _active is not None:
+        raise RuntimeError("a profile is being measured already")
+    seconds: dict[str, float] = defaultdict(float)
+    _active = _Stopwatch(seconds, threading.Lock())
+    try:
+        yield seconds
+    finally:
+        _active = None
