@@ -15,7 +15,7 @@ from .vit import ViT
 
 
 class ExitModel(nn.Module):
-    """``vit`` and ``head``; parameters may be stacked per client (see ``layers.py``).
+    """``vit`` (a backbone: ``stem``, ``run``, ``config``) and ``head``; parameters may be stacked (see ``layers.py``).
 
     In a cohort the clients are sorted deepest first, so block l runs for the first ``alive[l]`` clients only and exit j
     belongs to the clients ``spans[j] = (lo, hi)``.
@@ -40,21 +40,24 @@ class ExitModel(nn.Module):
         alive = alive if alive is not None else [clients] * depth
         spans = spans if spans is not None else {j: (0, clients) for j in range(len(self.exit_blocks))}
         exit_of = {block: j for j, block in enumerate(self.exit_blocks)}
+        at, reads_update = self.vit.config.class_token, self.vit.config.reads_update
         z = self.vit.stem(images)  # (K, B, T, d)
         past: list = []  # the head's history, restarted for every batch
         logits: list[torch.Tensor | None] = [None] * len(self.exit_blocks)
         for block in range(depth):
             if not alive[block]:
                 break
+            entering = z[: alive[block], :, at]
             z = self.vit.run(z[: alive[block]], block, block + 1)
             lo, hi = spans.get(exit_of.get(block), (0, 0))
-            token = z[..., 0, :]
+            token = z[..., at, :] - entering if reads_update else z[..., at, :]
             out, handed_back = self.head.step(block, token[lo:hi] if self.head.per_exit else token, past)
             if out is not None and hi > lo:
                 out = out if self.head.per_exit else out[lo:hi]
                 logits[exit_of[block]] = F.pad(out, (0, 0, 0, 0, lo, clients - hi))
             if handed_back is not None:
-                z = torch.cat((handed_back.unsqueeze(-2), z[..., 1:, :]), -2)  # Eq. 4
+                new = entering + handed_back if reads_update else handed_back
+                z = torch.cat((z[..., :at, :], new.unsqueeze(-2), z[..., at + 1 :, :]), -2)  # Eq. 4
         blank = torch.zeros_like(next(x for x in logits if x is not None))
         return torch.stack([blank if x is None else x for x in logits])
 

@@ -1,4 +1,7 @@
-"""Backbones by name: the kit's own ``deit_micro`` (weights inside the package) and any timm ViT with a class token."""
+"""Backbones by name: the kit's own ``deit_micro`` (weights inside the package), any timm ViT with a class token, Vim.
+
+``vim_tiny`` is Vision Mamba's published Vim-T, ``vim_micro`` a CPU stand-in without weights (``*.stream``: ``vim.py``).
+"""
 
 from functools import cache
 from pathlib import Path
@@ -7,18 +10,29 @@ import torch
 
 from ..experiment import did_you_mean
 from ..rng import torch_generator
+from .vim import VIMS, Vim, VimConfig, load_vim
 from .vit import ViT, ViTConfig
 
 MICRO = ViTConfig()  # 12 blocks, width 64, 4 heads, 32x32 pixels, patch 8
 MICRO_WEIGHTS = Path(__file__).parent / "pretrained" / "deit_micro.safetensors"
+VIM_TINY_WEIGHTS = ("hustvl/Vim-tiny-midclstok", "vim_t_midclstok_76p1acc.pth")  # repository and file, Hugging Face
 
 
-def build_backbone(name: str, pretrained: bool = True, seed: int = 0) -> ViT:
-    """Return the ViT ``name``, pre-trained or initialised from ``seed``.
+def build_backbone(name: str, pretrained: bool = True, seed: int = 0) -> ViT | Vim:
+    """Return the backbone ``name``, pre-trained or initialised from ``seed``.
 
-    Raises ``ValueError`` for a name that is unknown or whose architecture cannot be run block by block, and
-    ``ConnectionError`` when timm's weights are neither cached nor downloadable.
+    Raises ``ValueError`` for a name that is unknown, that has no weights, or whose architecture cannot be run block by
+    block, and ``ConnectionError`` when published weights are neither cached nor downloadable.
     """
+    check_pretrained(name, pretrained)
+    if name in VIMS:
+        config = VIMS[name]
+        if not pretrained:
+            return Vim(config).init_(torch_generator(seed, "backbone init"))
+        vim = load_vim(_download_vim_tiny(), config.reads_update)
+        if vim.config != config:
+            raise ValueError(f"experiment: backbone = {name!r}: the checkpoint holds {vim.config}, not {config}")
+        return vim
     if name == "deit_micro":
         vit = ViT(MICRO)
         return load_weights_(vit, MICRO_WEIGHTS) if pretrained else vit.init_(torch_generator(seed, "backbone init"))
@@ -36,11 +50,37 @@ def load_weights_(vit: ViT, file: Path) -> ViT:
     return vit
 
 
+def check_pretrained(name: str, pretrained: bool) -> None:
+    """Raise ``ValueError`` if ``pretrained`` asks for weights that nobody published."""
+    if pretrained and name.startswith("vim_micro"):
+        raise ValueError(f"experiment: pretrained = True is not possible with backbone = {name!r}; allowed: False")
+
+
+def _download_vim_tiny() -> dict[str, torch.Tensor]:
+    """Vim-T's published state dict, from the local cache or Hugging Face."""
+    from argparse import Namespace
+
+    from huggingface_hub import hf_hub_download
+
+    try:
+        file = hf_hub_download(*VIM_TINY_WEIGHTS)
+    except Exception as error:  # huggingface_hub raises many classes
+        raise ConnectionError(
+            f"the weights of 'vim_tiny' are not cached and could not be downloaded: connect once, "
+            f"or use pretrained=False ({type(error).__name__})"
+        ) from error
+    with torch.serialization.safe_globals([Namespace]):  # training arguments lie beside the weights: plain attributes
+        stored = torch.load(file, map_location="cpu", weights_only=True)
+    return stored.get("model", stored)
+
+
 @cache
-def backbone_config(name: str) -> ViTConfig:
+def backbone_config(name: str) -> ViTConfig | VimConfig:
     """The shape of a backbone without its weights (nothing is downloaded or allocated)."""
     if name == "deit_micro":
         return MICRO
+    if name in VIMS:
+        return VIMS[name]
     with torch.device("meta"):
         return timm_config(_create_timm(name, pretrained=False))
 
@@ -52,7 +92,7 @@ def _create_timm(name: str, pretrained: bool):
     if not timm.is_model(base):
         known = [n for n in timm.list_models() if n.startswith(("vit_", "deit"))]
         raise ValueError(
-            f"experiment: backbone = {name!r} is unknown{did_you_mean(base, ['deit_micro', *known])[:2000]}"
+            f"experiment: backbone = {name!r} is unknown{did_you_mean(base, ['deit_micro', *VIMS, *known])[:2000]}"
         )
     try:
         return timm.create_model(name, pretrained=pretrained)
