@@ -62,10 +62,11 @@ def scan_inputs(K, batch, T, d, N, stacked, seed=0):
 @pytest.mark.parametrize("tokens", [1, 3, 4, 9])
 def test_scan_equals_a_slow_loop(monkeypatch, tokens, stacked):
     monkeypatch.setattr(scan, "CHUNK", 4)  # fewer tokens than a chunk, a chunk, and two chunks and a rest
-    u, delta, A, B, C, D = scan_inputs(2, 2, tokens, 3, 2, stacked)
+    monkeypatch.setattr(scan, "SLAB", 2 * 6)  # examples have 3 x 2 states: a slab of two, and a rest
+    u, delta, A, B, C, D = scan_inputs(2, 3, tokens, 3, 2, stacked)
     y = scan.selective_scan(u, delta, A, B, C, D)
     for k in range(2):
-        for b in range(2):
+        for b in range(3):
             a, skip = (A[k], D[k]) if stacked else (A, D)
             torch.testing.assert_close(y[k, b], slow_scan(u[k, b], delta[k, b], a, B[k, b], C[k, b], skip))
 
@@ -86,11 +87,25 @@ def test_scan_by_hand():
 @pytest.mark.parametrize("stacked", [False, True])
 def test_scan_gradients(monkeypatch, stacked):
     monkeypatch.setattr(scan, "CHUNK", 3)
-    inputs = [x.requires_grad_() for x in scan_inputs(2, 2, 7, 3, 2, stacked)]
+    monkeypatch.setattr(scan, "SLAB", 2 * 4)
+    inputs = [x.requires_grad_() for x in scan_inputs(2, 3, 7, 2, 2, stacked)]
     assert torch.autograd.gradcheck(scan.selective_scan, inputs)
     frozen = [x.detach().requires_grad_(i in (0, 1)) for i, x in enumerate(inputs)]  # a frozen backbone under Ree
     grads = [torch.autograd.grad(scan.selective_scan(*x).square().sum(), x[:2]) for x in (inputs, frozen)]
     torch.testing.assert_close(grads[0], grads[1], rtol=0, atol=0)
+
+
+def test_scan_in_one_part_as_on_a_gpu(monkeypatch):
+    inputs = [x.requires_grad_() for x in scan_inputs(2, 3, 20, 3, 2, True)]
+
+    def outputs():
+        y = scan.selective_scan(*inputs)
+        return y, *torch.autograd.grad(y.square().sum(), inputs)
+
+    monkeypatch.setattr(scan, "SLAB", 6)
+    parts = outputs()
+    monkeypatch.setattr(scan, "_slabs", lambda *a: [((slice(None), slice(None)), ...)])
+    torch.testing.assert_close(outputs(), parts)
 
 
 def test_scan_keeps_no_state_without_gradients_and_one_per_chunk_with():

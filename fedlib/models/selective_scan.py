@@ -17,6 +17,7 @@ from torch.utils.flop_counter import register_flop_formula
 from .layers import per_client
 
 CHUNK = 16  # time steps between two stored states
+SLAB = 2**16  # numbers in the states of the examples that a CPU takes through time together, so that they stay in cache
 
 
 def selective_scan(
@@ -107,8 +108,17 @@ def _channels_back(y: torch.Tensor, like: torch.Tensor, groups: int) -> torch.Te
 # --- the plain implementation ----------------------------------------------------------------------------------------
 
 
+def _slabs(u: torch.Tensor, a: torch.Tensor, num_states: int) -> list[tuple]:
+    """The batch in parts: (index into (K, B), index into ``a``). On a GPU it is one part."""
+    if u.is_cuda:
+        return [((slice(None), slice(None)), ...)]
+    size = max(1, SLAB // (num_states * u.shape[-1]))
+    parts = [(k, slice(b, b + size)) for k in range(len(u)) for b in range(0, u.shape[1], size)]
+    return [(part, part[0] if a.dim() == 4 else ...) for part in parts]
+
+
 def _chunk(v, delta, a, B, first):
-    """Decays exp(delta A) and the states after every step, each (c, K, B, N, d); ``first`` is the state before."""
+    """Decays exp(delta A) and the states after every step, each (c, ..., N, d); ``first`` is the state before."""
     decay = (delta.unsqueeze(-2) * a).exp_()
     states = v.unsqueeze(-2) * B.unsqueeze(-1)
     for i in range(len(states)):
@@ -126,16 +136,17 @@ def scan_op(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """<C_t, h_t> (K, B, T, d), and the states before every chunk (T/CHUNK, K, B, N, d) if they are to be kept."""
     v, dt, b, c = _time_first(delta * u, delta, B, C)
-    y, h = torch.empty_like(v), u.new_zeros(*u.shape[:2], B.shape[-1], u.shape[-1])
-    starts = range(0, len(v), CHUNK)
-    kept = u.new_empty(len(starts) if keep else 0, *h.shape)
-    for k, s in enumerate(starts):
-        if keep:
-            kept[k] = h
-        part = slice(s, s + CHUNK)
-        states = _chunk(v[part], dt[part], a, b[part], h)[1]
-        h = states[-1]
-        y[part] = (c[part].unsqueeze(-2) @ states).squeeze(-2)
+    starts, y, size = range(0, len(v), CHUNK), torch.empty_like(v), (B.shape[-1], u.shape[-1])
+    kept = u.new_empty(len(starts) if keep else 0, *u.shape[:2], *size)
+    for at, own in _slabs(u, a, B.shape[-1]):
+        h = u.new_zeros(*v[0][at].shape[:-1], *size)  # (..., N, d)
+        for i, s in enumerate(starts):
+            if keep:
+                kept[i][at] = h
+            part = (slice(s, s + CHUNK), *at)
+            states = _chunk(v[part], dt[part], a[own], b[part], h)[1]
+            h = states[-1]
+            y[part] = (c[part].unsqueeze(-2) @ states).squeeze(-2)
     return y.movedim(0, 2), kept
 
 
@@ -160,24 +171,25 @@ def _backward(ctx, grad, _):
     v, dt, b, c, gy = _time_first(delta * u, delta, B, C, grad)
     gv, gdt, gb, gc = (torch.empty_like(x) for x in (v, dt, b, c))
     ga = torch.zeros_like(a) if ctx.needs_input_grad[2] else None
-    carry = 0.0
-    for k in reversed(range(len(kept))):
-        part = slice(k * CHUNK, (k + 1) * CHUNK)
-        decay, states = _chunk(v[part], dt[part], a, b[part], kept[k])
-        g = c[part].unsqueeze(-1) * gy[part].unsqueeze(-2)
-        g[-1] += carry
-        for i in reversed(range(len(g) - 1)):
-            g[i].addcmul_(decay[i + 1], g[i + 1])
-        carry = decay[0] * g[0]
-        gc[part] = (states @ gy[part].unsqueeze(-1)).squeeze(-1)
-        gb[part] = (g @ v[part].unsqueeze(-1)).squeeze(-1)
-        gv[part] = (b[part].unsqueeze(-2) @ g).squeeze(-2)
-        e = decay.mul_(g)  # of delta_t A: g_t exp(delta_t A) h_{t-1}
-        e[1:] *= states[:-1]
-        e[0] *= kept[k]
-        gdt[part] = (e * a).sum(-2)
-        if ga is not None:
-            ga += (e * dt[part].unsqueeze(-2)).sum_to_size(a.shape)
+    for at, own in _slabs(u, a, B.shape[-1]):
+        carry = 0.0
+        for i in reversed(range(len(kept))):
+            part, before = (slice(i * CHUNK, (i + 1) * CHUNK), *at), kept[i][at]
+            decay, states = _chunk(v[part], dt[part], a[own], b[part], before)
+            g = c[part].unsqueeze(-1) * gy[part].unsqueeze(-2)
+            g[-1] += carry
+            for t in reversed(range(len(g) - 1)):
+                g[t].addcmul_(decay[t + 1], g[t + 1])
+            carry = decay[0] * g[0]
+            gc[part] = (states @ gy[part].unsqueeze(-1)).squeeze(-1)
+            gb[part] = (g @ v[part].unsqueeze(-1)).squeeze(-1)
+            gv[part] = (b[part].unsqueeze(-2) @ g).squeeze(-2)
+            e = decay.mul_(g)  # of delta_t A: g_t exp(delta_t A) h_{t-1}
+            e[1:] *= states[:-1]
+            e[0] *= before
+            gdt[part] = (e * a[own]).sum(-2)
+            if ga is not None:
+                ga[own] += (e * dt[part].unsqueeze(-2)).sum_to_size(a[own].shape)
     gv, gdt, gb, gc = (x.movedim(0, 2) for x in (gv, gdt, gb, gc))
     return gv * delta, gdt + gv * u, ga, gb, gc, None
 
