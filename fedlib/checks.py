@@ -3,7 +3,7 @@
 from .experiment import Experiment
 from .methods import Method, Setting, build_method
 from .models.adapters import check_finetune
-from .models.weights import backbone_config
+from .models.weights import backbone_config, check_pretrained
 
 
 def check_experiment(e: Experiment) -> Method:
@@ -13,6 +13,7 @@ def check_experiment(e: Experiment) -> Method:
     """
     method = build_method(e.method, e.options)
     config = backbone_config(e.backbone)
+    check_pretrained(e.backbone, e.pretrained)
     check_finetune(e.finetune, dict(e.finetune_options), config)
     blocks = e.exit_blocks if e.exit_blocks is not None else method.exit_blocks(config.depth, e.num_exits)
     if blocks[-1] >= config.depth:

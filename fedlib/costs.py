@@ -83,7 +83,8 @@ def _count(shapes: Shapes, part: Slice) -> int:
 def exit_costs(e: Experiment, num_classes: int, batch_size: int = 32) -> list[dict]:
     """Per exit: ``parameters`` of its sub-model, ``macs`` of one image, ``training_memory_mib`` at ``batch_size``.
 
-    MACs come from torch's flop counter (2 FLOPs each) up to and with this exit and the exits before it. Training
+    MACs come from torch's flop counter (2 FLOPs each) up to and with this exit and the exits before it: matrix products
+    and Vim's scan; elementwise work (norms, activations, Vim's 4-tap convolution, 1 % of a block) is not. Training
     memory is parameters, gradients of the trainable ones, and every activation autograd keeps, in float32.
     """
     from torch.utils.flop_counter import FlopCounterMode

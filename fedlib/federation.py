@@ -14,7 +14,7 @@ from .methods import Method, Server, Setting
 from .methods.base import clients_of
 from .models.adapters import apply_finetune_
 from .models.exit_model import ExitModel
-from .models.weights import build_backbone
+from .models.weights import backbone_config, build_backbone
 from .prefix import PrefixCache, build_prefix_cache
 from .rng import numpy_generator, torch_generator
 
@@ -49,11 +49,8 @@ class Federation:
 
 def build_model(e: Experiment, method: Method, num_classes: int, meta: bool = False) -> ExitModel:
     """Backbone, exits and fine-tuning mode of ``e``. ``meta``: shapes only, without weights or memory."""
-    from .models.vit import ViT
-    from .models.weights import backbone_config
-
     with torch.device("meta" if meta else "cpu"):
-        vit = ViT(backbone_config(e.backbone)) if meta else build_backbone(e.backbone, e.pretrained, e.seed)
+        vit = backbone_config(e.backbone).build() if meta else build_backbone(e.backbone, e.pretrained, e.seed)
         depth = vit.config.depth
         exit_blocks = e.exit_blocks if e.exit_blocks is not None else method.exit_blocks(depth, e.num_exits)
         head = method.build_head(vit.config.dim, depth, num_classes, exit_blocks)

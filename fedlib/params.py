@@ -1,7 +1,8 @@
 """Experiments from layered YAML: base <- method <- table row <- profile <- overrides; later wins, every key is checked.
 
 ``params/<paper>/base.yaml`` and ``methods.yaml`` say the algorithms' settings, ``<table>.yaml`` the grid of one table,
-``params/profiles/*.yaml`` only how big. ``options`` and ``finetune_options`` are merged key by key.
+``params/profiles/*.yaml`` only how big. A table's section of a profile's name says which cells that profile keeps and
+what it needs beyond the profile (a stand-in backbone). ``options`` and ``finetune_options`` are merged key by key.
 """
 
 import itertools
@@ -96,12 +97,12 @@ def load_grid(paper: str, table: str, profile: str, overrides: Mapping[str, obje
     for key in overrides:
         if key not in allowed:
             raise ValueError(f"overrides: unknown key {key!r}{did_you_mean(key, allowed)}")
-    kept = spec.get(profile, {})
+    kept = dict(spec.get(profile, {}))  # the table's own word at this profile: its cells, then any other key
     axes = {}
     for axis in ("finetune", "method"):
-        chosen = overrides.pop(axis, kept.get(axis, spec["axes"][axis]))
+        chosen = overrides.pop(axis, kept.pop(axis, spec["axes"][axis]))
         axes[axis] = list(chosen) if isinstance(chosen, (list, tuple)) else [chosen]
-    columns = overrides.pop("columns", kept.get("columns", list(spec["columns"])))
+    columns = overrides.pop("columns", kept.pop("columns", list(spec["columns"])))
     for column in columns:
         if column not in spec["columns"]:
             raise ValueError(f"overrides: columns = {column!r}{did_you_mean(column, spec['columns'])}")
@@ -111,7 +112,7 @@ def load_grid(paper: str, table: str, profile: str, overrides: Mapping[str, obje
     for finetune, method, column, seed in itertools.product(axes["finetune"], axes["method"], columns, seeds):
         row = {"finetune": finetune, "method": method, "seed": seed}
         experiment = make_experiment(
-            base, methods.get(method, {}), spec.get("common", {}), spec["columns"][column], row, sizes, overrides
+            base, methods.get(method, {}), spec.get("common", {}), spec["columns"][column], row, sizes, kept, overrides
         )
         cells.append(Cell(finetune, method, column, seed, experiment))
     return cells

@@ -38,6 +38,9 @@ def check_finetune(mode: str, options: dict, config: ViTConfig) -> None:
     """Raise ``ValueError`` for an unknown mode, an option it does not have, or a tuner that peft cannot inject."""
     if mode not in OWN_MODES and mode not in finetune_modes():
         raise ValueError(f"experiment: finetune = {mode!r} is unknown{did_you_mean(mode, finetune_modes())}")
+    if mode in OWN_MODES and mode not in config.own_modes:
+        known = (*config.own_modes, *(m for m in finetune_modes() if m not in OWN_MODES))
+        raise ValueError(f"experiment: finetune = {mode!r} is not defined on this backbone{did_you_mean(mode, known)}")
     allowed = {"r"} if mode in ("pa", "sa") else set()
     if mode not in OWN_MODES:
         allowed = {f.name for f in fields(_peft_config_class(mode))}
@@ -51,7 +54,7 @@ def check_finetune(mode: str, options: dict, config: ViTConfig) -> None:
     if mode not in (*OWN_MODES, "lora") or (mode == "lora" and options):
         try:
             by_number = {"layers_to_transform", "target_modules", "layers_pattern"} & options.keys()
-            rehearsal = ViT(config if by_number else replace(config, depth=2))
+            rehearsal = (config if by_number else replace(config, depth=2)).build()
             _inject_peft_(rehearsal, mode, options, seed=0)
             if len(list(rehearsal.parameters())) < len(list(rehearsal.named_parameters(remove_duplicate=False))):
                 raise ValueError("it shares tensors between blocks, which sub-models of unequal depth cannot")
@@ -169,11 +172,14 @@ def _peft_config_class(mode: str) -> type:
 
 
 def _inject_peft_(vit: ViT, mode: str, options: dict, seed: int) -> None:
-    """Let peft insert its tuner on q and v (or ``target_modules``); LoRA's layers stay cohort-shaped, others vmap."""
+    """Let peft insert its tuner on the backbone's layers for it, q and v on a ViT (or ``target_modules``).
+
+    LoRA's layers stay cohort-shaped, others run under vmap.
+    """
     from peft import inject_adapter_in_model
     from peft.tuners.lora import Linear as LoraLinear
 
-    settings = {"target_modules": ["q", "v"]} | PEFT_DEFAULTS.get(mode, {}) | options
+    settings = {"target_modules": list(vit.config.peft_targets)} | PEFT_DEFAULTS.get(mode, {}) | options
     settings = {k: list(v) if isinstance(v, tuple) else v for k, v in settings.items()}
     with torch.random.fork_rng(devices=[]):  # peft draws from the global generator: lend it one of ours
         torch.random.manual_seed(int(numpy_generator(seed, "peft init").integers(2**62)))

@@ -25,7 +25,7 @@ class Prefix:
 
 
 class ExitModel(nn.Module):
-    """``vit`` and ``head``; parameters may be stacked per client (see ``layers.py``).
+    """``vit`` (a backbone: ``stem``, ``run``, ``config``) and ``head``; parameters may be stacked (see ``layers.py``).
 
     In a cohort the clients are sorted deepest first, so block l runs for the first ``alive[l]`` clients only and exit j
     belongs to the clients ``spans[j] = (lo, hi)``.
@@ -63,6 +63,7 @@ class ExitModel(nn.Module):
         alive = [*(alive if alive is not None else [clients] * depth), 0]
         spans = spans if spans is not None else {j: (0, clients) for j in range(len(self.exit_blocks))}
         exit_of = {block: j for j, block in enumerate(self.exit_blocks)}
+        at, reads_update = self.vit.config.class_token, self.vit.config.reads_update
         past: list = []  # the head's history, restarted for every batch
         logits: list[torch.Tensor | None] = [None] * len(self.exit_blocks)
         for block in range(depth):
@@ -71,7 +72,10 @@ class ExitModel(nn.Module):
             if cached is not None and block < len(cached.class_tokens):
                 token = cached.class_tokens[block][: alive[block]]
             else:
-                token, z = self._advance(block, z[: alive[block]], alive[block + 1])
+                z = z[: alive[block]]
+                entering = z[..., at, :]
+                token, z = self._advance(block, z, alive[block + 1])
+                token = token - entering if reads_update else token
             lo, hi = spans.get(exit_of.get(block), (0, 0))
             out, handed_back = self.head.step(block, token[lo:hi] if self.head.per_exit else token, past)
             if out is not None and hi > lo:
@@ -79,22 +83,24 @@ class ExitModel(nn.Module):
                 logits[exit_of[block]] = F.pad(out, (0, 0, 0, 0, lo, clients - hi))
             if handed_back is not None and alive[block + 1]:
                 z = z[: alive[block + 1]]
-                z = torch.cat((handed_back[: len(z)].unsqueeze(-2), z[..., 1:, :]), -2)  # Eq. 4
+                new = (entering + handed_back if reads_update else handed_back)[: len(z)]
+                z = torch.cat((z[..., :at, :], new.unsqueeze(-2), z[..., at + 1 :, :]), -2)  # Eq. 4
         blank = torch.zeros_like(next(x for x in logits if x is not None))
         return torch.stack([blank if x is None else x for x in logits])
 
     def _advance(self, block: int, z: torch.Tensor, on: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Run ``block``: the class token (K, B, d) of all clients, and all tokens of the first ``on``, which go on."""
+        at = self.vit.config.class_token
         if on == len(z) or self.whole_blocks:
             z = self.vit.run(z, block, block + 1)
-            return z[..., 0, :], z
+            return z[..., at, :], z
         if not on:
             return self.vit.run_to_token(z, block), z
         with self._clients_of(block, slice(0, on)):
             further = self.vit.run(z[:on], block, block + 1)
         with self._clients_of(block, slice(on, len(z))):
             ending = self.vit.run_to_token(z[on:], block)
-        return torch.cat((further[..., 0, :], ending)), further
+        return torch.cat((further[..., at, :], ending)), further
 
     @contextmanager
     def _clients_of(self, block: int, rows: slice):
@@ -115,15 +121,17 @@ class ExitModel(nn.Module):
         """
         vit = {n: i for n, i in self.infos().items() if n.startswith("vit.")}
         trained = [vit[n].unit for n in self.trainable() if n in vit]
-        return max(0, min([len(self.vit.blocks), self.head.first_hand_back + 1, *trained]))
+        fed_back = self.head.first_hand_back + (0 if self.vit.config.reads_update else 1)
+        return max(0, min([len(self.vit.blocks), fed_back, *trained]))
 
     @torch.no_grad()
     def prefix(self, images: torch.Tensor, blocks: int) -> Prefix:
         """The output of the first ``blocks`` blocks for one model's images (1, B, C, H, W)."""
-        z, tokens = self.vit.stem(images), []
+        z, tokens, config = self.vit.stem(images), [], self.vit.config
         for block in range(blocks):
-            z = self.vit.run(z, block, block + 1)
-            tokens.append(z[..., 0, :])
+            entering, z = z[..., config.class_token, :], self.vit.run(z, block, block + 1)
+            token = z[..., config.class_token, :]
+            tokens.append(token - entering if config.reads_update else token)
         return Prefix(z, torch.stack(tokens))
 
     def infos(self) -> dict[str, ParamInfo]:

@@ -6,6 +6,7 @@ Read next: ``exits.py`` (what happens after a block), ``ree.py``.
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +32,10 @@ class ViTConfig:
     norm_pre: bool = False  # CLIP's norm before the first block
     layer_scale: bool = False
     channels: int = 3
+    class_token: ClassVar[int] = 0  # its position in the sequence
+    reads_update: ClassVar[bool] = False  # exits read the class token itself, not what the block added to it
+    own_modes: ClassVar[tuple[str, ...]] = ("full", "frozen", "pa", "sa", "ssf")  # of adapters.OWN_MODES
+    peft_targets: ClassVar[tuple[str, ...]] = ("q", "v")
 
     @property
     def hidden_dim(self) -> int:
@@ -40,6 +45,17 @@ class ViTConfig:
     @property
     def num_patches(self) -> int:
         return (self.img_size // self.patch_size) ** 2
+
+    def build(self) -> "ViT":
+        """A backbone of this shape, without weights."""
+        return ViT(self)
+
+
+def patchify(images: torch.Tensor, patch: int) -> torch.Tensor:
+    """(K, B, C, H, W) -> (K, B, H/patch * W/patch, C * patch**2), row by row, each laid out as a conv's weight."""
+    channels, (rows, columns) = images.shape[-3], (n // patch for n in images.shape[-2:])
+    x = images.reshape(-1, channels, rows, patch, columns, patch).permute(0, 2, 4, 1, 3, 5)
+    return x.reshape(*images.shape[:-3], rows * columns, channels * patch**2)
 
 
 class Attention(nn.Module):
@@ -118,10 +134,8 @@ class Stem(nn.Module):
         self.axes = {"prefix": (None, "residual"), "pos_embed": (None, "residual")}
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:  # (K, B, C, H, W) -> (K, B, T, d)
-        c, p = self.config, self.config.patch_size
-        lead, side = images.shape[:-3], c.img_size // p
-        x = images.reshape(-1, c.channels, side, p, side, p).permute(0, 2, 4, 1, 3, 5)
-        x = self.patch_embed(x.reshape(*lead, side * side, c.channels * p * p))
+        c, lead = self.config, images.shape[:-3]
+        x = self.patch_embed(patchify(images, c.patch_size))
         prefix, pos = per_client(self.prefix, x, 2), per_client(self.pos_embed, x, 2)
         if not c.pos_embed_prefix:
             x = x + pos

@@ -1,4 +1,7 @@
-"""Backbones by name: the kit's own (``deit_micro`` ships with weights) and any timm ViT with a class token."""
+"""Backbones by name: the kit's own (``deit_micro`` ships with weights), any timm ViT with a class token, Vim.
+
+``vim_tiny`` is Vision Mamba's published Vim-T, ``vim_micro`` a CPU stand-in without weights (``*.stream``: ``vim.py``).
+"""
 
 from functools import cache
 from pathlib import Path
@@ -7,26 +10,34 @@ import torch
 
 from ..experiment import did_you_mean
 from ..rng import torch_generator
+from .vim import VIMS, Vim, VimConfig, load_vim
 from .vit import ViT, ViTConfig
 
-OWN = {
+VITS = {
     "deit_micro": ViTConfig(),  # 12 blocks, width 64, 4 heads, 32x32 pixels, patch 8
     "vit_digits": ViTConfig(img_size=28, patch_size=7, channels=1),  # the same for grey 28x28 digits; no weights
 }
+OWN = VITS | VIMS
 WEIGHTS = {"deit_micro": Path(__file__).parent / "pretrained" / "deit_micro.safetensors"}
+VIM_TINY_WEIGHTS = ("hustvl/Vim-tiny-midclstok", "vim_t_midclstok_76p1acc.pth")  # repository and file, Hugging Face
 
 
-def build_backbone(name: str, pretrained: bool = True, seed: int = 0) -> ViT:
-    """Return the ViT ``name``, pre-trained or initialised from ``seed``.
+def build_backbone(name: str, pretrained: bool = True, seed: int = 0) -> ViT | Vim:
+    """Return the backbone ``name``, pre-trained or initialised from ``seed``.
 
-    Raises ``ValueError`` for a name that is unknown or whose architecture cannot be run block by block, and
-    ``ConnectionError`` when timm's weights are neither cached nor downloadable.
+    Raises ``ValueError`` for a name that is unknown, that has no weights, or whose architecture cannot be run block by
+    block, and ``ConnectionError`` when published weights are neither cached nor downloadable.
     """
-    if name in OWN:
-        if pretrained and name not in WEIGHTS:
-            raise ValueError(f"experiment: backbone = {name!r} has no pre-trained weights; set pretrained = False")
-        vit = ViT(OWN[name])
-        return load_weights_(vit, WEIGHTS[name]) if pretrained else vit.init_(torch_generator(seed, "backbone init"))
+    check_pretrained(name, pretrained)
+    if name in OWN and not pretrained:
+        return OWN[name].build().init_(torch_generator(seed, "backbone init"))
+    if name in WEIGHTS:
+        return load_weights_(ViT(VITS[name]), WEIGHTS[name])
+    if name in VIMS:
+        vim = load_vim(_download_vim_tiny(), VIMS[name].reads_update)
+        if vim.config != VIMS[name]:
+            raise ValueError(f"experiment: backbone = {name!r}: the checkpoint holds {vim.config}, not {VIMS[name]}")
+        return vim
     model = _create_timm(name, pretrained)
     if pretrained:
         return load_timm(model)
@@ -41,8 +52,32 @@ def load_weights_(vit: ViT, file: Path) -> ViT:
     return vit
 
 
+def check_pretrained(name: str, pretrained: bool) -> None:
+    """Raise ``ValueError`` if ``pretrained`` asks for weights that nobody published."""
+    if pretrained and name in OWN and name not in WEIGHTS and not name.startswith("vim_tiny"):
+        raise ValueError(f"experiment: pretrained = True is not possible with backbone = {name!r}; allowed: False")
+
+
+def _download_vim_tiny() -> dict[str, torch.Tensor]:
+    """Vim-T's published state dict, from the local cache or Hugging Face."""
+    from argparse import Namespace
+
+    from huggingface_hub import hf_hub_download
+
+    try:
+        file = hf_hub_download(*VIM_TINY_WEIGHTS)
+    except Exception as error:  # huggingface_hub raises many classes
+        raise ConnectionError(
+            f"the weights of 'vim_tiny' are not cached and could not be downloaded: connect once, "
+            f"or use pretrained=False ({type(error).__name__})"
+        ) from error
+    with torch.serialization.safe_globals([Namespace]):  # training arguments lie beside the weights: plain attributes
+        stored = torch.load(file, map_location="cpu", weights_only=True)
+    return stored.get("model", stored)
+
+
 @cache
-def backbone_config(name: str) -> ViTConfig:
+def backbone_config(name: str) -> ViTConfig | VimConfig:
     """The shape of a backbone without its weights (nothing is downloaded or allocated)."""
     if name in OWN:
         return OWN[name]

@@ -1,0 +1,249 @@
+"""Vision Mamba (Zhu et al., ICML 2024): blocks of two selective scans, one each way, class token in the middle.
+
+A :class:`Vim` has the interface of ``vit.ViT``: ``stem``, ``run(z, a, b)``, ``config``, cohort-shaped parameters.
+``load_vim`` reads the published checkpoints of Vim-T (``bimamba_type="v2"``, both directions' mean, mean pooling unused
+because of the class token). The published blocks carry a residual and the last mixer's output apart, to fuse addition
+and norm; z = z + mixer(norm(z)) on their sum is the same function. The final norm is gone: each exit has its own.
+Read next: ``selective_scan.py``, ``exit_model.py``.
+
+Deviations: by default (``reads_update``) an exit reads, and Eq. 4 replaces, what its block *added* to the class token
+(the mixer's output), as ReeFL's release does on Vim; ``reads_update=False`` (the backbones ``*.stream``) is the class
+token itself, as on a ViT and as Eqs. 2-4 read.
+"""
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from .layers import Linear, per_client
+from .selective_scan import causal_conv, selective_scan
+from .vit import patchify
+
+
+@dataclass(frozen=True)
+class VimConfig:
+    """Shape of a Vision Mamba; sizes in pixels, tokens and features. Every block has the same state size."""
+
+    img_size: int = 32
+    patch_size: int = 8
+    dim: int = 64
+    depth: int = 12
+    state_dim: int = 16  # N, states per channel
+    expand: int = 2  # channels of the mixer per feature of the residual stream
+    conv_width: int = 4
+    eps: float = 1e-5
+    reads_update: bool = True  # see the module's deviations
+    channels: ClassVar[int] = 3
+    prefix_tokens: ClassVar[int] = 1  # the class token, in the middle
+    own_modes: ClassVar[tuple[str, ...]] = ("full", "frozen")  # Table 9; the paper leaves other modes on Vim open
+    peft_targets: ClassVar[tuple[str, ...]] = ("in_proj", "out_proj")
+
+    @property
+    def num_patches(self) -> int:
+        return (self.img_size // self.patch_size) ** 2
+
+    @property
+    def class_token(self) -> int:
+        """Position of the class token in the sequence."""
+        return self.num_patches // 2
+
+    @property
+    def inner_dim(self) -> int:
+        return self.expand * self.dim
+
+    @property
+    def hidden_dim(self) -> int:
+        """Features of a token's widest activation: the scan's states."""
+        return self.inner_dim * self.state_dim
+
+    @property
+    def dt_rank(self) -> int:
+        """Rank of the projection that makes the step sizes."""
+        return math.ceil(self.dim / 16)
+
+    def build(self) -> "Vim":
+        """A backbone of this shape, without weights."""
+        return Vim(self)
+
+
+VIMS = {"vim_tiny": VimConfig(224, 16, 192, 24), "vim_micro": VimConfig()}
+VIMS |= {f"{name}.stream": replace(config, reads_update=False) for name, config in VIMS.items()}
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight over the last dimension."""
+
+    def __init__(self, dim: int, eps: float):
+        super().__init__()
+        self.eps, self.weight, self.axes = eps, nn.Parameter(torch.ones(dim)), {"weight": ("residual",)}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x, x.shape[-1:], eps=self.eps) * per_client(self.weight, x)
+
+
+class Direction(nn.Module):
+    """One pass along the sequence: short convolution, then a scan whose step, B and C depend on the token."""
+
+    def __init__(self, c: VimConfig):
+        super().__init__()
+        self.sizes = (c.dt_rank, c.state_dim, c.state_dim)
+        self.conv_weight = nn.Parameter(torch.zeros(c.conv_width, c.inner_dim))
+        self.conv_bias = nn.Parameter(torch.zeros(c.inner_dim))
+        self.x_proj = Linear(c.inner_dim, sum(self.sizes), bias=False, axes=(None, "inner"))
+        self.dt_proj = Linear(c.dt_rank, c.inner_dim, axes=("inner", None))
+        self.A_log = nn.Parameter(torch.zeros(c.inner_dim, c.state_dim))
+        self.D = nn.Parameter(torch.ones(c.inner_dim))
+        self.axes = {"conv_weight": (None, "inner"), "conv_bias": ("inner",), "A_log": ("inner", None), "D": ("inner",)}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # (K, B, T, inner)
+        x = causal_conv(x, self.conv_weight, self.conv_bias)
+        dt, b, c = self.x_proj(x).split(self.sizes, -1)
+        return selective_scan(x, self.dt_proj(dt), -self.A_log.exp(), b, c, self.D)
+
+
+class Mixer(nn.Module):
+    """The mean of a pass ahead and a pass back, gated: both read the same projection of the tokens."""
+
+    def __init__(self, c: VimConfig):
+        super().__init__()
+        self.in_proj = Linear(c.dim, 2 * c.inner_dim, bias=False, axes=(None, "residual"))
+        self.ahead, self.back = Direction(c), Direction(c)
+        self.out_proj = Linear(c.inner_dim, c.dim, bias=False, axes=("residual", "inner"))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # (K, B, T, d)
+        x, gate = self.in_proj(x).chunk(2, -1)
+        y = self.ahead(x) + self.back(x.flip(-2)).flip(-2)
+        return self.out_proj(y * F.silu(gate) / 2)
+
+
+class VimBlock(nn.Module):
+    """z + mixer(norm(z))."""
+
+    def __init__(self, c: VimConfig):
+        super().__init__()
+        self.norm, self.mixer = RMSNorm(c.dim, c.eps), Mixer(c)
+
+    def forward(self, z: torch.Tensor) -> torch.Tensor:
+        return z + self.mixer(self.norm(z))
+
+
+class VimStem(nn.Module):
+    """Tokenizer: patches with the class token in their middle, positional embedding in the order of the sequence."""
+
+    def __init__(self, c: VimConfig):
+        super().__init__()
+        self.config = c
+        self.patch_embed = Linear(3 * c.patch_size**2, c.dim, axes=("residual", None))
+        self.class_token = nn.Parameter(torch.zeros(1, c.dim))
+        self.pos_embed = nn.Parameter(torch.zeros(c.num_patches + 1, c.dim))
+        self.axes = {"class_token": (None, "residual"), "pos_embed": (None, "residual")}
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:  # (K, B, 3, H, W) -> (K, B, T, d)
+        x, middle = self.patch_embed(patchify(images, self.config.patch_size)), self.config.class_token
+        token = per_client(self.class_token, x, 2).expand(*x.shape[:2], 1, -1)
+        x = torch.cat((x[..., :middle, :], token, x[..., middle:, :]), -2)
+        return x + per_client(self.pos_embed, x, 2)
+
+
+class Vim(nn.Module):
+    """A stem and blocks; the exits live elsewhere. ``run(z, a, b)`` applies blocks a..b-1 to tokens (K, B, T, d)."""
+
+    def __init__(self, config: VimConfig):
+        super().__init__()
+        self.config = config
+        self.stem = VimStem(config)
+        self.blocks = nn.ModuleList(VimBlock(config) for _ in range(config.depth))
+
+    def run(self, z: torch.Tensor, a: int, b: int) -> torch.Tensor:
+        for block in self.blocks[a:b]:
+            z = block(z)
+        return z
+
+    def run_to_token(self, z: torch.Tensor, block: int) -> torch.Tensor:
+        """The class token (K, B, d) after ``block``; the scans read the whole sequence, so nothing is saved."""
+        return self.run(z, block, block + 1)[..., self.config.class_token, :]
+
+    @torch.no_grad()
+    def init_(self, generator: torch.Generator) -> "Vim":
+        """Initialise in place as Vim and Mamba do: steps log-uniform in [0.001, 0.1], A = -1..-N, out_proj small."""
+
+        def uniform_(p: torch.Tensor, bound: float, shrink: float = 1.0) -> None:
+            p.uniform_(-bound * shrink, bound * shrink, generator=generator)
+
+        self.stem.patch_embed.weight.normal_(0, self.stem.patch_embed.in_features**-0.5, generator=generator)
+        for p in (self.stem.class_token, self.stem.pos_embed):
+            p.normal_(0, 0.02, generator=generator)
+        for mixer in (block.mixer for block in self.blocks):
+            uniform_(mixer.in_proj.weight, mixer.in_proj.in_features**-0.5)
+            uniform_(mixer.out_proj.weight, mixer.out_proj.in_features**-0.5, self.config.depth**-0.5)
+            for way in (mixer.ahead, mixer.back):
+                for p in (way.conv_weight, way.conv_bias):
+                    uniform_(p, len(way.conv_weight) ** -0.5)
+                uniform_(way.x_proj.weight, way.x_proj.in_features**-0.5)
+                uniform_(way.dt_proj.weight, way.dt_proj.in_features**-0.5)
+                dt = way.dt_proj.bias.uniform_(math.log(0.001), math.log(0.1), generator=generator).exp_()
+                dt += torch.log(-torch.expm1(-dt))  # softplus of the bias is the step
+                way.A_log.copy_(torch.arange(1, way.A_log.shape[1] + 1).log())
+        return self
+
+
+UNUSED = {"norm_f.weight", "head.weight", "head.bias"}  # every exit has its own norm and classifier
+
+
+@torch.no_grad()
+def load_vim(state: Mapping[str, torch.Tensor], reads_update: bool = True) -> Vim:
+    """A :class:`Vim` from a published state dict, its shape read from the tensors.
+
+    ``ValueError`` names keys that are missing, not known, or of another shape than the rest says.
+    """
+    shaping = ("pos_embed", "patch_embed.proj.weight", "layers.0.mixer.A_log", "layers.0.mixer.conv1d.weight")
+    absent = [k for k in shaping if k not in state]
+    if absent:
+        raise ValueError(f"not a Vision Mamba checkpoint: without {', '.join(absent)}")
+    positions, patch, states, conv = (state[k].shape for k in shaping)
+    dim, patch_size, side = patch[0], patch[-1], math.isqrt(positions[1] - 1)
+    depth = 1 + max(int(k.split(".")[1]) for k in state if re.match(r"layers\.\d+\.", k))
+    config = VimConfig(
+        side * patch_size, patch_size, dim, depth, states[1], states[0] // dim, conv[-1], reads_update=reads_update
+    )
+    vim = Vim(config)
+    names = {name: published_name(name) for name in vim.state_dict()}
+    missing, unknown = set(names.values()) - set(state), set(state) - set(names.values()) - UNUSED
+    if missing or unknown:
+        parts = (f"{what} {', '.join(sorted(k))}" for what, k in (("missing", missing), ("unknown", unknown)) if k)
+        raise ValueError(f"not a Vision Mamba checkpoint of {depth} blocks: {'; '.join(parts)}")
+    out = {n: _converted(n, state[published]).float() for n, published in names.items()}
+    for name, own in vim.state_dict().items():
+        if out[name].shape != own.shape:
+            found = tuple(state[names[name]].shape)
+            raise ValueError(f"Vision Mamba checkpoint: {names[name]} {found} does not become {tuple(own.shape)}")
+    vim.load_state_dict(out)
+    return vim
+
+
+def published_name(name: str) -> str:
+    """``blocks.3.mixer.back.x_proj.weight`` -> ``layers.3.mixer.x_proj_b.weight``: the name in a checkpoint."""
+    if name.startswith("stem."):
+        fixed = {"stem.class_token": "cls_token", "stem.pos_embed": "pos_embed"}
+        return fixed.get(name) or name.replace("stem.patch_embed", "patch_embed.proj")
+    name = name.replace("blocks.", "layers.").replace(".conv_", ".conv1d.")
+    if ".back." not in name:
+        return name.replace(".ahead.", ".")
+    block, own = name.split(".back.")
+    first, *rest = own.split(".")
+    return ".".join((block, "A_b_log" if first == "A_log" else f"{first}_b", *rest))
+
+
+def _converted(name: str, value: torch.Tensor) -> torch.Tensor:
+    """A published tensor in this kit's layout."""
+    if name.endswith(".conv_weight"):
+        return value.squeeze(1).mT  # (inner, 1, W) -> (W, inner)
+    if name == "stem.patch_embed.weight":
+        return value.flatten(1)
+    return value[0] if name in ("stem.class_token", "stem.pos_embed") else value

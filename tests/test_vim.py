@@ -1,0 +1,524 @@
+"""Vision Mamba against a slow scan, the published forward and the released exits, all written out a second time."""
+
+import argparse
+import math
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from fedlib import Execution, Experiment, build_federation, run_rounds
+from fedlib.checks import check_experiment
+from fedlib.costs import exit_costs, upload_parameters
+from fedlib.models import selective_scan as scan
+from fedlib.models import weights
+from fedlib.models.adapters import apply_finetune_
+from fedlib.models.exit_model import ExitModel
+from fedlib.models.exits import Classifiers
+from fedlib.models.ree import Ree
+from fedlib.models.vim import VIMS, Mixer, VimConfig, load_vim, published_name
+from fedlib.models.weights import build_backbone
+from fedlib.params import load_grid
+from fedlib.tables import load_reported
+
+TOY = VimConfig(img_size=12, patch_size=4, dim=8, depth=4, state_dim=3)  # 9 patches, class token at 4, T = 10
+
+
+def generator(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def normal(*shape, seed=0, **kwargs):
+    return torch.randn(*shape, generator=generator(seed), **kwargs)
+
+
+# --- the scan --------------------------------------------------------------------------------------------------------
+
+
+def slow_scan(u, delta, A, B, C, D):
+    """One example, one channel, one state and one token at a time: u, delta (T, d), A (d, N), B, C (T, N), D (d)."""
+    y = torch.zeros_like(u)
+    for d in range(u.shape[1]):
+        for n in range(A.shape[1]):
+            h = u.new_zeros(())
+            for t in range(len(u)):
+                step = torch.log1p(torch.exp(delta[t, d]))  # softplus
+                h = torch.exp(step * A[d, n]) * h + step * u[t, d] * B[t, n]
+                y[t, d] += C[t, n] * h
+    return y + D * u
+
+
+def scan_inputs(K, batch, T, d, N, stacked, seed=0):
+    sizes = [(K, batch, T, d)] * 2 + [(d, N), (K, batch, T, N), (K, batch, T, N), (d,)]
+    out = [normal(*s, seed=seed + i, dtype=torch.float64) for i, s in enumerate(sizes)]
+    out[2] = -out[2].exp()
+    if stacked:
+        out[2], out[5] = (p * torch.arange(1, K + 1).view(K, *(1,) * p.dim()) for p in (out[2], out[5]))
+    return out
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize("tokens", [1, 3, 4, 9])
+def test_scan_equals_a_slow_loop(monkeypatch, tokens, stacked):
+    monkeypatch.setattr(scan, "CHUNK", 4)  # fewer tokens than a chunk, a chunk, and two chunks and a rest
+    monkeypatch.setattr(scan, "SLAB", 2 * 6)  # examples have 3 x 2 states: a slab of two, and a rest
+    u, delta, A, B, C, D = scan_inputs(2, 3, tokens, 3, 2, stacked)
+    y = scan.selective_scan(u, delta, A, B, C, D)
+    for k in range(2):
+        for b in range(3):
+            a, skip = (A[k], D[k]) if stacked else (A, D)
+            torch.testing.assert_close(y[k, b], slow_scan(u[k, b], delta[k, b], a, B[k, b], C[k, b], skip))
+
+
+def test_scan_by_hand():
+    # One channel, one state, A = -1, steps of ln 2: decay 1/2 a step. u = 1, 0, 1; B = 1, 1, 2; C = 1, 1, 1; D = 10.
+    # h = ln2 * 1, then half of it, then ln2 / 4 + ln2 * 2: y = ln2 + 10, ln2 / 2, 9 ln2 / 4 + 10.
+    ln2 = math.log(2)
+    u, b = torch.tensor([1.0, 0.0, 1.0]), torch.tensor([1.0, 1.0, 2.0])
+    raw = torch.full((3,), math.log(math.expm1(ln2)))
+    column = lambda x: x.view(1, 1, 3, 1)  # noqa: E731
+    y = scan.selective_scan(
+        column(u), column(raw), -torch.ones(1, 1), column(b), column(torch.ones(3)), torch.tensor([10.0])
+    )
+    torch.testing.assert_close(y.flatten(), torch.tensor([ln2 + 10, ln2 / 2, 9 * ln2 / 4 + 10]))
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_scan_gradients(monkeypatch, stacked):
+    monkeypatch.setattr(scan, "CHUNK", 3)
+    monkeypatch.setattr(scan, "SLAB", 2 * 4)
+    inputs = [x.requires_grad_() for x in scan_inputs(2, 3, 7, 2, 2, stacked)]
+    assert torch.autograd.gradcheck(scan.selective_scan, inputs)
+    frozen = [x.detach().requires_grad_(i in (0, 1)) for i, x in enumerate(inputs)]  # a frozen backbone under Ree
+    grads = [torch.autograd.grad(scan.selective_scan(*x).square().sum(), x[:2]) for x in (inputs, frozen)]
+    torch.testing.assert_close(grads[0], grads[1], rtol=0, atol=0)
+
+
+def test_scan_in_one_part_as_on_a_gpu(monkeypatch):
+    inputs = [x.requires_grad_() for x in scan_inputs(2, 3, 20, 3, 2, True)]
+
+    def outputs():
+        y = scan.selective_scan(*inputs)
+        return y, *torch.autograd.grad(y.square().sum(), inputs)
+
+    monkeypatch.setattr(scan, "SLAB", 6)
+    parts = outputs()
+    monkeypatch.setattr(scan, "_slabs", lambda *a: [((slice(None), slice(None)), ...)])
+    torch.testing.assert_close(outputs(), parts)
+
+
+def test_scan_keeps_no_state_without_gradients_and_one_per_chunk_with():
+    u, delta, A, B, C, _ = scan_inputs(1, 2, 33, 3, 2, False)
+    assert scan.scan_op(u, delta, A.mT, B, C, False)[1].numel() == 0
+    assert scan.scan_op(u, delta, A.mT, B, C, True)[1].shape == (3, 1, 2, 2, 3)  # tokens 0, 16, 32
+
+
+def test_scan_survives_long_steps():
+    """exp(delta A) underflows to 0 here; a scan by cumulated logarithms would divide 0 by 0."""
+    u, _, A, B, C, D = (x.float() for x in scan_inputs(1, 1, 20, 3, 2, False))
+    delta = torch.linspace(-20, 60, 20).view(1, 1, 20, 1).expand(1, 1, 20, 3)
+    y = scan.selective_scan(u, delta, 16 * A, B, C, D)
+    expected = slow_scan(u[0, 0].double(), delta[0, 0].double(), 16 * A.double(), B[0, 0].double(), C[0, 0].double(), D)
+    torch.testing.assert_close(y[0, 0].double(), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_convolution_equals_torchs_depthwise_one(stacked):
+    x, weight, bias = normal(3, 2, 7, 5), normal(3, 4, 5, seed=1), normal(3, 5, seed=2)
+    y = scan.causal_conv(x, *((weight, bias) if stacked else (weight[0], bias[0])))
+    for k in range(3):
+        i = k if stacked else 0
+        conv = F.conv1d(x[k].mT, weight[i].mT.unsqueeze(1), bias[i], padding=3, groups=5)[..., :7]
+        torch.testing.assert_close(y[k], F.silu(conv).mT)
+
+
+def kernel_scan(u, delta, A, B, C, D, z, delta_bias, delta_softplus):
+    """Stands for the package's kernel: u, delta (batch, d, T), A (d, N), B, C (batch, groups, N, T), all contiguous."""
+    assert z is None and delta_bias is None and delta_softplus and B.dim() == 4
+    assert all(x.is_contiguous() for x in (u, delta, B, C)) and A.shape[0] == D.shape[0] == u.shape[1]
+    per = u.shape[1] // B.shape[1]  # channels of a group
+    rows = []
+    for b in range(len(u)):
+        parts = []
+        for g in range(B.shape[1]):
+            s = slice(g * per, (g + 1) * per)
+            parts.append(slow_scan(u[b, s].T, delta[b, s].T, A[s], B[b, g].T, C[b, g].T, D[s]))
+        rows.append(torch.cat(parts, 1).T)
+    return torch.stack(rows)
+
+
+def kernel_conv(x, weight, bias, activation):
+    assert activation == "silu" and x.is_contiguous()
+    y = F.conv1d(x, weight.unsqueeze(1), bias, padding=weight.shape[1] - 1, groups=len(weight))
+    return F.silu(y[..., : x.shape[-1]])
+
+
+@pytest.mark.parametrize("stacked", ["none", "both", "A only"])
+def test_fused_kernels_get_their_layout(stacked):
+    u, delta, A, B, C, D = scan_inputs(3, 2, 5, 4, 2, stacked != "none")
+    D = D[0] if stacked == "A only" else D
+    inputs = (u[:2], delta[:2], A, B[:2], C[:2], D)  # two of three clients are still alive
+    torch.testing.assert_close(scan.fused_scan(kernel_scan, *inputs), scan.selective_scan(*inputs))
+    weight, bias = normal(3, 4, 4, seed=7, dtype=torch.float64), normal(3, 4, seed=8, dtype=torch.float64)
+    conv = (u[:2], *((weight[0], bias[0]) if stacked == "none" else (weight, bias if stacked == "both" else bias[0])))
+    torch.testing.assert_close(scan.fused_conv(kernel_conv, *conv), scan.causal_conv(*conv))
+
+
+def test_without_the_packages_or_a_gpu_the_plain_scan_runs(monkeypatch):
+    monkeypatch.setattr(scan, "fused_kernels", lambda: pytest.fail("looked for a kernel on a CPU"))
+    scan.selective_scan(*scan_inputs(1, 1, 3, 2, 2, False))
+
+
+# --- the backbone ----------------------------------------------------------------------------------------------------
+
+
+def published(config, classes=5, seed=0):
+    """A random state dict in the published layout."""
+    d, inner, N, rank = config.dim, config.expand * config.dim, config.state_dim, math.ceil(config.dim / 16)
+    tokens = (config.img_size // config.patch_size) ** 2 + 1
+    shapes = {
+        "cls_token": (1, 1, d), "pos_embed": (1, tokens, d), "norm_f.weight": (d,), "head.weight": (classes, d),
+        "head.bias": (classes,), "patch_embed.proj.weight": (d, 3, config.patch_size, config.patch_size),
+        "patch_embed.proj.bias": (d,),
+    }  # fmt: skip
+    for i in range(config.depth):
+        mixer = {"in_proj.weight": (2 * inner, d), "out_proj.weight": (d, inner)}
+        for b in ("", "_b"):
+            mixer |= {
+                f"A{b}_log": (inner, N), f"D{b}": (inner,), f"conv1d{b}.weight": (inner, 1, config.conv_width),
+                f"conv1d{b}.bias": (inner,), f"x_proj{b}.weight": (rank + 2 * N, inner),
+                f"dt_proj{b}.weight": (inner, rank), f"dt_proj{b}.bias": (inner,),
+            }  # fmt: skip
+        shapes |= {f"layers.{i}.norm.weight": (d,)} | {f"layers.{i}.mixer.{k}": s for k, s in mixer.items()}
+    return {k: 0.5 * normal(*s, seed=seed + i) for i, (k, s) in enumerate(shapes.items())}
+
+
+def published_mixer(state, prefix, x):
+    """(B, T, d) through the mixer of ``bimamba_type="v2"`` with ``if_divide_out``, channels before time."""
+    x, z = (state[f"{prefix}in_proj.weight"] @ x.mT).chunk(2, 1)  # (B, inner, T)
+    out = 0
+    for b, flip in (("", lambda t: t), ("_b", lambda t: t.flip(-1))):
+        w = {k: state[f"{prefix}{k}"] for k in (f"conv1d{b}.weight", f"conv1d{b}.bias", f"x_proj{b}.weight",
+             f"dt_proj{b}.weight", f"dt_proj{b}.bias", f"A{b}_log", f"D{b}")}  # fmt: skip
+        taps = w[f"conv1d{b}.weight"].shape[-1]
+        u = F.conv1d(flip(x), w[f"conv1d{b}.weight"], w[f"conv1d{b}.bias"], padding=taps - 1, groups=x.shape[1])
+        u = F.silu(u[..., : x.shape[-1]])
+        N, rank = w[f"A{b}_log"].shape[1], w[f"dt_proj{b}.weight"].shape[1]
+        dt, B, C = (w[f"x_proj{b}.weight"] @ u).split((rank, N, N), 1)
+        delta = F.softplus(w[f"dt_proj{b}.weight"] @ dt + w[f"dt_proj{b}.bias"][:, None])
+        A, h, ys = -w[f"A{b}_log"].exp(), 0, []
+        for t in range(x.shape[-1]):
+            h = torch.exp(delta[:, :, t, None] * A) * h + (delta[:, :, t] * u[:, :, t])[..., None] * B[:, None, :, t]
+            ys.append((h * C[:, None, :, t]).sum(-1))
+        y = torch.stack(ys, -1) + w[f"D{b}"][:, None] * u
+        out = out + flip(y * F.silu(flip(z)))
+    return (out / 2).mT @ state[f"{prefix}out_proj.weight"].T
+
+
+def published_forward(state, config, images):
+    """(hidden, residual) after every block of the published model: residual + hidden feeds the next block's norm."""
+    patches = F.conv2d(images, state["patch_embed.proj.weight"], state["patch_embed.proj.bias"], config.patch_size)
+    x = patches.flatten(2).mT
+    middle = x.shape[1] // 2
+    x = torch.cat((x[:, :middle], state["cls_token"].expand(len(x), -1, -1), x[:, middle:]), 1) + state["pos_embed"]
+    hidden, residual = x, None
+    for i in range(config.depth):
+        residual = hidden if residual is None else residual + hidden
+        normed = residual / (residual.square().mean(-1, keepdim=True) + 1e-5).sqrt() * state[f"layers.{i}.norm.weight"]
+        hidden = published_mixer(state, f"layers.{i}.mixer.", normed)
+        yield hidden, residual
+
+
+def test_vim_tiny_has_the_published_parameter_count():
+    # Per direction, 384 channels: conv 4 * 384 + 384, x_proj (12 + 2 * 16) * 384, dt_proj 12 * 384 + 384,
+    # A 16 * 384, D 384 = 1,920 + 16,896 + 4,992 + 6,144 + 384 = 30,336. Block: norm 192, in_proj 768 * 192 = 147,456,
+    # out_proj 192 * 384 = 73,728, two directions: 282,048. Stem: patches 768 * 192 + 192, class token 192, 197 positions.
+    stem = 768 * 192 + 192 + 192 + 197 * 192
+    with torch.device("meta"):
+        vim = VIMS["vim_tiny"].build()
+    assert sum(p.numel() for p in vim.parameters()) == stem + 24 * 282_048 == 6_954_816
+    assert 6_954_816 + 192 + 193 * 1000 == 7_148_008  # with the final norm and ImageNet's head: the published 7 M
+    assert vim.config.class_token == 98 and vim.config.dt_rank == 12
+
+
+def test_blocks_equal_the_published_forward_and_its_layout():
+    state, images = published(TOY), normal(2, 3, 12, 12, seed=99)
+    vim = load_vim(state)
+    assert vim.config == TOY
+    with torch.no_grad():
+        z = vim.stem(images[None])
+        for i, (hidden, residual) in enumerate(published_forward(state, TOY, images)):
+            torch.testing.assert_close(z[0], residual, rtol=1e-4, atol=1e-5)  # the stream is residual + hidden
+            z = vim.run(z, i, i + 1)
+            torch.testing.assert_close(z[0], residual + hidden, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(vim.run(vim.stem(images[None]), 0, 4), z)
+
+
+def test_a_block_reads_both_ways():
+    mixer = Mixer(TOY)
+    for i, p in enumerate(mixer.parameters()):
+        torch.nn.init.normal_(p, 0, 0.5, generator=generator(i))
+    x = normal(1, 1, 10, 8, seed=50)
+    other = x.clone()
+    other[..., 5, :] += 1
+
+    def changed():
+        with torch.no_grad():
+            return ((mixer(x) - mixer(other)).abs().amax((0, 1, 3)) > 1e-6).tolist()
+
+    assert all(changed())
+    with torch.no_grad():
+        flipped = mixer(x.flip(-2)).flip(-2)
+        mixer.ahead, mixer.back = mixer.back, mixer.ahead
+        torch.testing.assert_close(mixer(x), flipped)  # the other way round is the other direction
+    for p in (mixer.back.D, mixer.back.x_proj.weight):
+        torch.nn.init.zeros_(p)
+    assert changed() == [False] * 5 + [True] * 5  # ahead alone, no token sees a later one
+
+
+def test_load_vim_names_what_does_not_fit():
+    state = published(TOY)
+    with pytest.raises(ValueError, match="missing layers.2.mixer.A_b_log; unknown layers.2.mixer.A_c_log"):
+        load_vim({k.replace("layers.2.mixer.A_b", "layers.2.mixer.A_c"): v for k, v in state.items()})
+    with pytest.raises(ValueError, match="without pos_embed, layers.0.mixer.A_log$"):
+        load_vim({k: v for k, v in state.items() if k not in ("pos_embed", "layers.0.mixer.A_log")})
+    with pytest.raises(ValueError, match=r"layers.1.mixer.dt_proj_b.bias \(15,\) does not become \(16,\)"):
+        load_vim(state | {"layers.1.mixer.dt_proj_b.bias": torch.zeros(15)})
+    with pytest.raises(ValueError, match=r"pos_embed \(1, 12, 8\) does not become \(10, 8\)"):
+        load_vim(state | {"pos_embed": torch.zeros(1, 12, 8)})
+
+
+def test_every_parameter_has_one_published_name():
+    names = [published_name(n) for n in load_vim(published(TOY)).state_dict()]
+    assert sorted(names) == sorted(set(published(TOY)) - {"norm_f.weight", "head.weight", "head.bias"})
+
+
+def test_vim_tiny_loads_the_hubs_file(monkeypatch, tmp_path):
+    state, asked = published(VIMS["vim_tiny"], classes=1000), []
+    file = tmp_path / "vim.pth"
+    torch.save({"model": state, "args": argparse.Namespace(lr=1e-3), "epoch": 299}, file)
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *a: asked.append(a) or str(file))
+    vim = build_backbone("vim_tiny.stream")
+    assert asked == [("hustvl/Vim-tiny-midclstok", "vim_t_midclstok_76p1acc.pth")]
+    assert torch.equal(vim.blocks[23].mixer.back.D, state["layers.23.mixer.D_b"]) and not vim.config.reads_update
+    torch.save({"model": published(TOY)}, file)
+    with pytest.raises(ValueError, match="backbone = 'vim_tiny': the checkpoint holds VimConfig"):
+        build_backbone("vim_tiny")
+    torch.save({"model": state, "args": pytest.Item}, file)  # anything else that would be unpickled is refused
+    with pytest.raises(Exception, match="Weights only load failed"):
+        build_backbone("vim_tiny")
+
+
+def test_offline_is_one_clear_sentence(monkeypatch):
+    def offline(*args):
+        raise OSError("no route")
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", offline)
+    with pytest.raises(ConnectionError, match="weights of 'vim_tiny' are not cached and could not be downloaded"):
+        build_backbone("vim_tiny")
+
+
+def test_initialisation_is_mambas_and_a_function_of_the_seed():
+    a, b, c = (build_backbone("vim_micro", pretrained=False, seed=s) for s in (1, 1, 2))
+    for (name, p), q in zip(a.named_parameters(), b.parameters(), strict=True):
+        assert torch.equal(p, q), name
+    assert not torch.equal(a.stem.pos_embed, c.stem.pos_embed)
+    back = a.blocks[3].mixer.back
+    steps = F.softplus(back.dt_proj.bias)
+    assert 0.001 <= steps.min() < 0.003 and 0.03 < steps.max() <= 0.1 + 1e-6
+    torch.testing.assert_close(back.A_log.exp(), torch.arange(1.0, 17).expand(128, 16))
+    assert a.blocks[0].mixer.out_proj.weight.abs().max() <= (128 * 12) ** -0.5
+
+
+# --- exits -----------------------------------------------------------------------------------------------------------
+
+
+def released_exits(state, config, head, images, exit_blocks):
+    """The release's loop on Vim: exits read the block's ``hidden`` at the class token; Ree's answer is written there."""
+    blocks, middle, logits, history = config.depth, 4, [], []
+    hidden, residual = next(published_forward(state, config, images))
+    for i in range(blocks):
+        if i:
+            residual = residual + hidden
+            normed = residual * torch.rsqrt(residual.square().mean(-1, keepdim=True) + 1e-5)
+            hidden = published_mixer(state, f"layers.{i}.mixer.", normed * state[f"layers.{i}.norm.weight"])
+        token = hidden[:, middle]
+        if isinstance(head, Classifiers):
+            if i in exit_blocks:
+                logits.append(head.exits[exit_blocks.index(i)](token))
+            continue
+        m = ree_rows(head, torch.stack([*history, token], 1))
+        if i in exit_blocks:
+            logits.append(head.classifier(m[:, 0] + token))
+        history.append(m[:, -1])
+        hidden = torch.cat((hidden[:, :middle], m[:, -1:], hidden[:, middle + 1 :]), 1)
+    return torch.stack(logits)
+
+
+def ree_rows(ree, rows):
+    """Ree with every query: (B, n, d) tokens -> (B, n + 1, d)."""
+    x = torch.cat((ree.meta_token.expand(len(rows), 1, -1), rows), 1) + ree.positions[: rows.shape[1] + 1]
+    q, k, v = ree.attn.qkv(ree.norm1(x)).unflatten(-1, (3, ree.attn.heads, -1)).permute(2, 0, 3, 1, 4)
+    mixed = ((q @ k.mT) * ree.attn.width**-0.5).softmax(-1) @ v
+    x = x + ree.attn.out(mixed.transpose(1, 2).flatten(-2))
+    return x + ree.mlp(ree.norm2(x))
+
+
+def heads():
+    ree, classifiers = Ree(8, 4, 5, (1, 3)), Classifiers(8, 5, (1, 3))
+    for head in (ree, classifiers):
+        for i, p in enumerate(head.parameters()):
+            torch.nn.init.normal_(p, 0.1, 0.3, generator=generator(i))
+    return {"ree": ree, "classifiers": classifiers}
+
+
+@pytest.mark.parametrize("kind", ["ree", "classifiers"])
+def test_exits_equal_the_released_loop(kind):
+    state, images, head = published(TOY), normal(2, 3, 12, 12, seed=99), heads()[kind]
+    with torch.no_grad():
+        expected = released_exits(state, TOY, head, images, (1, 3))
+        torch.testing.assert_close(
+            ExitModel(load_vim(state), head, (1, 3))(images[None])[:, 0], expected, rtol=1e-3, atol=1e-4
+        )
+        stream = ExitModel(load_vim(state, reads_update=False), head, (1, 3))(images[None])[:, 0]
+    assert (stream - expected).abs().max() > 1e-2
+
+
+def test_stream_exits_read_the_class_token_itself():
+    state, images, head = published(TOY), normal(2, 3, 12, 12, seed=99), heads()["classifiers"]
+    model = ExitModel(load_vim(state, reads_update=False), head, (1, 3))
+    with torch.no_grad():
+        tokens = [(hidden + residual)[:, 4] for hidden, residual in published_forward(state, TOY, images)]
+        expected = torch.stack([head.exits[j](tokens[b]) for j, b in enumerate((1, 3))])
+        torch.testing.assert_close(model(images[None])[:, 0], expected, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("reads_update", [True, False])
+def test_ree_hands_back_exactly_the_middle_token(monkeypatch, reads_update):
+    vim = load_vim(published(TOY), reads_update)
+    model, seen, handed = ExitModel(vim, heads()["ree"], (1, 3)), [], []
+    run, step = vim.run, model.head.step
+    monkeypatch.setattr(vim, "run", lambda z, a, b: seen.append((z, run(z, a, b))) or seen[-1][1])
+    monkeypatch.setattr(model.head, "step", lambda *a: handed.append(step(*a)) or handed[-1])
+    with torch.no_grad():
+        model(normal(1, 2, 3, 12, 12))
+    for block in range(3):
+        (before, after), entering_next = seen[block], seen[block + 1][0]
+        different = (after != entering_next).any(-1).any(1).squeeze(0)
+        assert different.tolist() == [t == 4 for t in range(10)]
+        expected = handed[block][1] + (before[..., 4, :] if reads_update else 0)
+        torch.testing.assert_close(entering_next[..., 4, :], expected, rtol=0, atol=0)
+
+
+# --- training --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def toy_experiment(monkeypatch, tiny):
+    monkeypatch.setitem(weights.OWN, "vim_toy", VimConfig(img_size=16, patch_size=4, dim=16, depth=4, state_dim=4))
+    return tiny.replace(backbone="vim_toy", num_train=150, num_test=20, finetune_options={})
+
+
+def train(e, **execution):
+    *_, last = run_rounds(build_federation(e), Execution(**execution))
+    return last
+
+
+@pytest.mark.parametrize("finetune", ["full", "frozen", "lora", "ia3"])
+@pytest.mark.parametrize("method", ["reefl", "depthfl", "exclusivefl", "inclusivefl", "fedavg"])
+def test_a_cohort_of_one_equals_a_cohort_of_all(toy_experiment, method, finetune):
+    e = toy_experiment.replace(method=method, finetune=finetune)
+    one, many, threaded = (
+        train(e, workers=1, cohort_size=1), train(e, workers=1), train(e, workers=2, cohort_size=2)
+    )  # fmt: skip
+    start, moved = build_federation(e).server.params, {}
+    for name, p in one.server.params.items():
+        torch.testing.assert_close(many.server.params[name], p, rtol=0, atol=1e-5)
+        torch.testing.assert_close(threaded.server.params[name], p, rtol=0, atol=1e-5)
+        part = "head" if "head." in name else "vit"  # InclusiveFL's names begin with exit0/ ...
+        moved[part] = moved.get(part, 0) + (p - start[name]).abs().sum().item()
+    assert not one.diverged and all(v > 0 for v in moved.values())
+    assert set(moved) == ({"head"} if finetune == "frozen" else {"head", "vit"})
+
+
+def test_lora_sits_on_the_projections_and_starts_as_the_identity():
+    vim, images = build_backbone("vim_micro", pretrained=False), normal(1, 2, 3, 32, 32)
+    with torch.no_grad():
+        before = vim.run(vim.stem(images), 0, 12)
+        apply_finetune_(vim, Classifiers(64, 10, (11,)), "lora", {"r": 4}, 0)
+        torch.testing.assert_close(vim.run(vim.stem(images), 0, 12), before)
+    trained = {re.sub(r"\d+", "i", n) for n, p in vim.named_parameters() if p.requires_grad}
+    assert trained == {f"blocks.i.mixer.{m}.lora_{x}.default.weight" for m in ("in_proj", "out_proj") for x in "AB"}
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"pretrained": True}, "pretrained = True is not possible with backbone = 'vim_micro'; allowed: False"),
+        ({"finetune": "pa"}, "finetune = 'pa' is not defined on this backbone; allowed:"),
+        ({"finetune": "sa"}, "finetune = 'sa' is not defined on this backbone"),
+        ({"finetune": "ssf"}, "finetune = 'ssf' is not defined on this backbone"),
+        ({"method": "scalefl"}, "scalefl: backbone: a Vim has no heads and FFN to cut in width; allowed: a ViT"),
+        ({"backbone": "vim_tinny"}, "backbone = 'vim_tinny' is unknown; did you mean 'vim_tiny'?"),
+        ({"exit_blocks": (2, 5, 8, 12)}, "vim_micro has blocks 0..11"),
+    ],
+)
+def test_what_vim_cannot_do_is_said_before_any_compute(change, message):
+    e = Experiment(backbone="vim_micro", pretrained=False, finetune="full").replace(**change)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        check_experiment(e)
+
+
+# --- costs and Table 9 -----------------------------------------------------------------------------------------------
+
+
+def test_costs_count_the_scan():
+    e = Experiment(method="depthfl", backbone="vim_tiny", finetune="frozen", augment="none")
+    rows = exit_costs(e, 100)
+    # A token and block: in_proj 768 * 192, out_proj 192 * 384, and per direction x_proj 44 * 384, dt_proj 12 * 384 and
+    # four products per channel and state, 4 * 16 * 384. 197 tokens; patches 196 * 768 * 192; heads 192 * 100.
+    token = 768 * 192 + 192 * 384 + 2 * (44 * 384 + 12 * 384 + 4 * 16 * 384)
+    assert [r["macs"] for r in rows] == [
+        196 * 768 * 192 + 197 * token * 6 * j + j * 192 * 100 for j in (1, 2, 3, 4)
+    ]  # 1.51e9 at the last exit; published for Vim-T: 1.5 G
+    assert [r["block"] for r in rows] == [6, 12, 18, 24] and rows[3]["parameters"] == 6_954_816 + 4 * 19_684
+    # Ree at d = 192: 25 positions and the meta token; two norms; qkv 192 -> 48 and 16 -> 192; MLP 259 wide; classifier.
+    ree = 26 * 192 + 2 * 384 + 193 * 48 + 17 * 192 + 193 * 259 + 260 * 192 + 384 + 193 * 100
+    assert upload_parameters(e.replace(method="reefl"), 100) == [ree] * 4
+
+
+def test_training_memory_counts_one_state_a_chunk():
+    """Full fine-tuning keeps no (tokens x channels x states) tensor: 24 blocks of it alone would be 7.1 GiB."""
+    e = Experiment(method="depthfl", backbone="vim_tiny", finetune="full", augment="none")
+    last = exit_costs(e, 100)[-1]["training_memory_mib"]
+    states = 2 * 24 * 13 * 32 * 16 * 384 * 4 / 2**20  # 13 chunks of 197 tokens, batch 32
+    assert states < last < 6 * 1024 < 2 * 24 * 197 * 32 * 16 * 384 * 4 / 2**20
+
+
+def test_table9_is_the_papers_setting_and_small_profiles_keep_vim():
+    cells = load_grid("reefl", "table9", "paper")
+    assert len(cells) == 2 * 2 * 5 * 3
+    by = {(c.finetune, c.method, c.column): c.experiment for c in cells if c.seed == 1}
+    e = by["full", "reefl", "cifar100_alpha1"]
+    assert (e.backbone, e.pretrained, e.lr, e.min_lr, e.num_exits) == ("vim_tiny", True, 0.01, 0.001, 4)
+    f = by["frozen", "depthfl", "femnist"]
+    assert (f.lr, f.min_lr, f.weight_decay, f.num_clients) == (0.01, 0.01, 0.001, 381)
+    for profile in ("smoke", "small"):
+        small = load_grid("reefl", "table9", profile)
+        assert {(c.experiment.backbone, c.experiment.pretrained) for c in small} == {("vim_micro", False)}
+    own = load_grid("reefl", "table9", "smoke", {"backbone": "vim_micro.stream", "finetune": "full"})
+    assert {c.experiment.backbone for c in own} == {"vim_micro.stream"} and {c.finetune for c in own} == {"full"}
+
+
+def test_table9_reported():
+    frame = load_reported("reefl", "table9").set_index(["finetune", "method", "column"])
+    assert len(frame) == 20 and not frame.index.duplicated().any()
+    assert tuple(frame.loc[("frozen", "reefl", "speech_commands")]) == (11.95, 1.45)
+    assert tuple(frame.loc[("full", "depthfl", "cifar100_alpha0.1")]) == (56.93, 0.18)
+
+
+def test_configs_stand_in_for_each_other():
+    assert replace(VIMS["vim_tiny"], reads_update=False) == VIMS["vim_tiny.stream"]
+    assert VIMS["vim_micro"].img_size == 32 and VIMS["vim_micro"].class_token == 8
