@@ -15,6 +15,7 @@ LAYERS = [
     {"checks", "pretraining"},
     {"federation"},
     {"cohort", "evaluation", "costs"},
+    {"estimate"},
     {"rounds", "params"},
     {"runs"},
     {"tables"},
