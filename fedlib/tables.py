@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pandas as pd
 
+from .costs import exit_costs
 from .data.datasets import is_available, load_dataset
-from .estimate import describe
+from .estimate import describe, num_classes
 from .experiment import Experiment
 from .models.weights import build_backbone
 from .params import Cell, load_grid, load_profile, load_spec
@@ -116,6 +117,17 @@ def beside_reported(frame: pd.DataFrame, reported: pd.DataFrame, value: str = "a
             "reported": [spread(m, s) for m, s in zip(both.mean_reported, both.sd_reported, strict=True)],
         }
     )
+
+
+def exit_table(cells: Sequence[Cell], frame: pd.DataFrame) -> pd.DataFrame:
+    """Per mode, column, variant and exit: mean ``accuracy`` over seeds beside the columns of ``costs.exit_costs``."""
+    rows, first = [], {(c.finetune, c.column, c.variant): c for c in reversed(cells)}
+    for key, group in frame.dropna(subset=["accuracy"]).groupby(["finetune", "column", "variant"], sort=False):
+        cell, accuracies = first[key], pd.DataFrame(group.exits.tolist()).mean()
+        where = {k: getattr(cell, k) for k in ("finetune", "column", "variant", "method", "label")}
+        costs = exit_costs(cell.experiment, num_classes(cell.experiment))
+        rows += [where | {"accuracy": a} | cost for a, cost in zip(accuracies, costs, strict=True)]
+    return pd.DataFrame(rows)
 
 
 def label_of(name: str) -> str:

@@ -18,8 +18,8 @@ LAYERS = [
     {"estimate"},
     {"rounds", "params"},
     {"runs"},
-    {"tables"},
-    {"plots"},
+    {"tables", "trained", "attention", "teachers"},
+    {"plots", "statistics", "adaptive", "attention_plots"},
 ]
 LAYER = {name: i for i, names in enumerate(LAYERS) for name in names}
 HEAVY = {
@@ -33,8 +33,9 @@ HEAVY = {
     "mlxtend",
     "sklearn",
     "transformers",
+    "ipywidgets",
 }
-PANDAS_FILES = {"tables.py", "plots.py"}
+PANDAS_FILES = {"tables.py", "plots.py", "statistics.py"}
 
 
 def files():

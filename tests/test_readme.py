@@ -19,9 +19,7 @@ def test_the_example_method_runs_as_printed(tmp_path):
 
 def test_every_notebook_of_the_map_exists_and_every_notebook_is_in_the_map():
     named = set(re.findall(r"`((?:walkthrough|reefl|pretraining|benchmarks)/\w+)`", TEXT))
-    existing = {
-        str(p.relative_to(ROOT / "notebooks")).removesuffix(".ipynb") for p in (ROOT / "notebooks").rglob("*.ipynb")
-    }
+    existing = {str(p.relative_to(ROOT / "notebooks")).removesuffix(".ipynb") for p in (ROOT / "notebooks").rglob("*.ipynb")}
     assert named == existing
 
 
