@@ -9,7 +9,7 @@ from functools import cache
 
 import numpy as np
 
-from .costs import exit_macs
+from .costs import exit_macs, load_shapes
 from .experiment import Experiment
 from .federation import budgets_of
 from .methods import Setting, build_method
@@ -67,9 +67,11 @@ def _shape_of(e: Experiment) -> Experiment:
 
 @cache
 def _macs(e: Experiment, classes: int) -> np.ndarray:
-    """MACs per exit: four measured, the rest interpolated (exact for equal blocks; 5 % on the mean for widths)."""
-    measured = np.unique(np.linspace(0, e.num_exits - 1, 4).round().astype(int))
-    return np.interp(np.arange(e.num_exits), measured, exit_macs(e, classes, measured))
+    """MACs per exit; where sub-models differ in depth only, four are measured and the rest interpolated."""
+    shapes, every = load_shapes(e, classes), np.arange(e.num_exits)
+    by_width = any(shapes.method.slice_for(j, shapes.setting).index for j in every)
+    measured = every if by_width else np.unique(np.linspace(0, e.num_exits - 1, 4).round().astype(int))
+    return np.interp(every, measured, exit_macs(e, classes, measured))
 
 
 def gpu_hours(experiments: Sequence[Experiment], tera_macs_per_second: float = TERA_MACS_PER_SECOND) -> float:
