@@ -90,4 +90,5 @@ def describe(
         return text
     hours = gpu_hours(missing, tera_macs_per_second)
     macs = hours * 3600 * tera_macs_per_second
-    return f"{text}: {macs:,.3g} TMACs, about {hours:,.3g} GPU hours at {tera_macs_per_second:g} TMACs per second"
+    about = f"about {hours:,.2f}" if hours >= 0.01 else "under 0.01"
+    return f"{text}: {macs:,.2f} TMACs, {about} GPU hours at {tera_macs_per_second:g} TMACs per second"

@@ -88,10 +88,15 @@ def best_runs(frame: pd.DataFrame) -> pd.DataFrame:
     return done.loc[done.groupby(["finetune", "column", "variant"], sort=False).accuracy.idxmax()]
 
 
-def load_reported(paper: str, table: str) -> pd.DataFrame:
-    """The published numbers: finetune, variant, method, column, mean, sd (NaN where none is printed)."""
-    frame = pd.read_csv(params_dir() / paper / "reported" / f"{table}.csv", float_precision="round_trip")
-    return frame if "variant" in frame else frame.assign(variant=frame.method)
+def load_reported(paper: str, *tables: str) -> pd.DataFrame:
+    """The published numbers: finetune, variant, method, column, mean, sd (NaN where none is printed).
+
+    Of several tables, later ones add the rows that earlier ones do not print.
+    """
+    folder = params_dir() / paper / "reported"
+    frames = [pd.read_csv(folder / f"{table}.csv", float_precision="round_trip") for table in tables]
+    frames = [f if "variant" in f else f.assign(variant=f.method) for f in frames]
+    return pd.concat(frames, ignore_index=True).drop_duplicates(["finetune", "variant", "column"])
 
 
 def load_claims(paper: str, table: str, of: str = "reefl") -> list[tuple[str, str]]:
