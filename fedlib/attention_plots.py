@@ -38,10 +38,10 @@ def plot_blocks(image: np.ndarray, attention: Attention, i: int = 0, names: Sequ
     blocks = attention.maps["x"].shape[1]
     size = (1.1 * blocks, 1.35 * len(names))
     _, axes = plt.subplots(len(names), blocks, figsize=size, squeeze=False, layout="constrained")
-    for row, name in zip(axes, names, strict=True):
+    for line, (row, name) in enumerate(zip(axes, names, strict=True)):
         for block, ax in enumerate(row):
-            overlay(image, _mean(attention, name, i, block), ax, f"block {block + 1}" if row is axes[0] else "")
-        row[0].set_ylabel(MAPS[name], fontsize=7)
+            overlay(image, _mean(attention, name, i, block), ax, "" if line else f"block {block + 1}")
+        row[0].set_ylabel(MAPS[name].replace(", ", "\n"), fontsize=7)
     return axes
 
 

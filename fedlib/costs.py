@@ -116,10 +116,11 @@ def exit_costs(e: Experiment, num_classes: int, batch_size: int = 32) -> list[di
     MACs as in :func:`exit_macs`. Training memory is parameters, gradients of the trainable ones, and every activation
     autograd keeps, in float32.
     """
+    from torch.utils.flop_counter import FlopCounterMode
+
     shapes = load_shapes(e, num_classes)
     size, out = shapes.setting.config.img_size, []
     for j in range(shapes.setting.num_exits):
-        macs = _macs(shapes, j)
         part, held, how = _hold_exit_(shapes, j)
         trainable = [n for n in held if n in shapes.trainable]
         kept: dict[int, torch.UntypedStorage] = {}
@@ -129,7 +130,8 @@ def exit_costs(e: Experiment, num_classes: int, batch_size: int = 32) -> list[di
             return t
 
         images = torch.empty(1, 1, 3, size, size, device="meta").expand(1, batch_size, -1, -1, -1)
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        saved = torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t)
+        with FlopCounterMode(display=False) as counter, saved:
             shapes.model(images, *how)
         weights = {p.untyped_storage()._cdata for p in held.values()}
         activations = sum(s.nbytes() for i, s in kept.items() if i not in weights)
@@ -140,7 +142,7 @@ def exit_costs(e: Experiment, num_classes: int, batch_size: int = 32) -> list[di
                 "block": part.depth,
                 "parameters": sum(p.numel() for p in held.values()),
                 "upload_mib": sum(held[n].numel() for n in trainable) * 4 / MIB,
-                "macs": macs,
+                "macs": counter.get_total_flops() // (2 * batch_size),
                 "training_memory_mib": (4 * memory + activations) / MIB,
             }
         )

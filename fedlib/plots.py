@@ -82,16 +82,22 @@ def plot_exit_accuracies(frame: pd.DataFrame, ax=None, title: str = "Accuracy of
 
 
 def plot_modes(frame: pd.DataFrame, plot=plot_exit_accuracies, **settings):
-    """One panel per fine-tuning mode, side by side with a shared y axis; returns the array of Axes."""
+    """One panel per fine-tuning mode, side by side with a shared y axis and one legend; returns the Axes."""
     import matplotlib.pyplot as plt
 
     from .tables import label_of
 
     modes = list(frame.finetune.unique())
-    size = (4.4 * len(modes), 3.8)
-    _, axes = plt.subplots(1, len(modes), figsize=size, sharey=True, squeeze=False, layout="constrained")
+    size = (1.8 + 4.2 * len(modes), 3.8)
+    figure, axes = plt.subplots(1, len(modes), figsize=size, sharey=True, squeeze=False, layout="constrained")
     for ax, mode in zip(axes[0], modes, strict=True):
         plot(frame[frame.finetune == mode], ax, title=label_of(mode), **settings)
+    found = {}
+    for ax in axes[0]:
+        found |= {label: handle for handle, label in zip(*ax.get_legend_handles_labels(), strict=True)}
+        if ax.get_legend() is not None:
+            ax.get_legend().remove()
+    figure.legend(found.values(), found, loc="outside right upper", frameon=False, fontsize=8, handlelength=3)
     return axes[0]
 
 
