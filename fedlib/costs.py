@@ -1,5 +1,6 @@
 """Costs without training: parameters, upload, MACs and training memory per exit, from shapes alone (meta device)."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -80,36 +81,65 @@ def _count(shapes: Shapes, part: Slice) -> int:
     return sum(p.numel() for p in shapes.held(part, shapes.trainable).values())
 
 
+def exit_macs(e: Experiment, num_classes: int, exits: Sequence[int] | None = None) -> list[int]:
+    """MACs of one image per exit (of ``exits``), up to and with this exit and those of its sub-model before it.
+
+    From torch's flop counter (2 FLOPs a MAC): matrix products and Vim's scan, not elementwise work (norms, activations,
+    Vim's 4-tap convolution). Blocks count whole, as on a device that may go on. A method whose sub-models have only their
+    own exit pays for that one.
+    """
+    shapes = load_shapes(e, num_classes)
+    return [_macs(shapes, j) for j in (range(shapes.setting.num_exits) if exits is None else exits)]
+
+
+def _hold_exit_(shapes: Shapes, j: int) -> tuple[Slice, dict[str, torch.Tensor], tuple[list[int], dict]]:
+    """Put the sub-model of exit ``j`` in place: its slice, its parameters, and how to call the model."""
+    part, model = shapes.method.slice_for(j, shapes.setting), shapes.model
+    model.whole_blocks = True
+    held = shapes.held(part)
+    model.put_({n: p.detach().requires_grad_(n in shapes.trainable) for n, p in held.items()})
+    alive = [int(b in part.units) for b in range(model.exit_blocks[-1] + 1)]
+    spans = {i: (0, int(i in part.exits)) for i in range(len(model.exit_blocks))}
+    return part, held, (alive, spans)
+
+
+def _image(shapes: Shapes) -> torch.Tensor:
+    config = shapes.setting.config
+    return torch.empty(1, 1, config.channels, config.img_size, config.img_size, device="meta")
+
+
+def _macs(shapes: Shapes, j: int) -> int:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    _, _, how = _hold_exit_(shapes, j)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        shapes.model(_image(shapes), *how)
+    return counter.get_total_flops() // 2
+
+
 def exit_costs(e: Experiment, num_classes: int, batch_size: int = 32) -> list[dict]:
     """Per exit: ``parameters`` of its sub-model, ``macs`` of one image, ``training_memory_mib`` at ``batch_size``.
 
-    MACs come from torch's flop counter (2 FLOPs each) up to and with this exit and the exits before it: matrix products
-    and Vim's scan; elementwise work (norms, activations, Vim's 4-tap convolution, 1 % of a block) is not. Training
-    memory is parameters, gradients of the trainable ones, and every activation autograd keeps, in float32.
+    MACs as in :func:`exit_macs`. Training memory is parameters, gradients of the trainable ones, and every activation
+    autograd keeps, in float32.
     """
     from torch.utils.flop_counter import FlopCounterMode
 
     shapes = load_shapes(e, num_classes)
-    config, out = shapes.setting.config, []
+    out = []
     for j in range(shapes.setting.num_exits):
-        part = shapes.method.slice_for(j, shapes.setting)
-        model, held = shapes.model, shapes.held(part)
-        model.whole_blocks = True  # as others count, and as a device computes that may go on
+        part, held, how = _hold_exit_(shapes, j)
         trainable = [n for n in held if n in shapes.trainable]
-        model.put_({n: p.detach().requires_grad_(n in shapes.trainable) for n, p in held.items()})
-        alive = [int(b in part.units) for b in range(model.exit_blocks[-1] + 1)]
-        spans = {i: (0, int(i in part.exits)) for i in range(len(model.exit_blocks))}
-        image = torch.empty(1, 1, config.channels, config.img_size, config.img_size, device="meta")
-        with FlopCounterMode(display=False) as counter, torch.no_grad():
-            model(image, alive, spans)
         kept: dict[int, torch.UntypedStorage] = {}
 
         def keep(t: torch.Tensor, kept=kept) -> torch.Tensor:
             kept[t.untyped_storage()._cdata] = t.untyped_storage()
             return t
 
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
-            model(image.expand(1, batch_size, -1, -1, -1), alive, spans)
+        images = _image(shapes).expand(1, batch_size, -1, -1, -1)
+        saved = torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t)
+        with FlopCounterMode(display=False) as counter, saved:
+            shapes.model(images, *how)
         weights = {p.untyped_storage()._cdata for p in held.values()}
         activations = sum(s.nbytes() for i, s in kept.items() if i not in weights)
         memory = sum(p.numel() for p in held.values()) + sum(held[n].numel() for n in trainable)
@@ -119,7 +149,7 @@ def exit_costs(e: Experiment, num_classes: int, batch_size: int = 32) -> list[di
                 "block": part.depth,
                 "parameters": sum(p.numel() for p in held.values()),
                 "upload_mib": sum(held[n].numel() for n in trainable) * 4 / MIB,
-                "macs": counter.get_total_flops() // 2,
+                "macs": counter.get_total_flops() // (2 * batch_size),
                 "training_memory_mib": (4 * memory + activations) / MIB,
             }
         )

@@ -13,16 +13,23 @@ from pathlib import Path
 from .experiment import Experiment, did_you_mean
 from .project import params_dir
 
-AXES = ("finetune", "method", "column", "seed")
 GRID_KEYS = {"seeds", "columns", "fallback"}  # profile keys that say which cells, not what a cell is
+SPEC_KEYS = {"extends", "common", "axes", "variants", "columns", "claims"}  # and the profiles' names
+VARIANT_KEYS = {"label", "finetune"}  # of a variant; all others are fields of Experiment
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One run of a table: where it stands (finetune, method, column, seed) and its experiment."""
+    """One run of a table: where it stands (finetune, variant, column, seed) and its experiment.
+
+    A variant is a named method with its options (``DepthFL without distillation``); where a table compares plain
+    methods, the variants are the methods.
+    """
 
     finetune: str
+    variant: str
     method: str
+    label: str
     column: str
     seed: int
     experiment: Experiment
@@ -81,41 +88,92 @@ def load_experiment(
     return make_experiment(base, {"method": method}, methods.get(method, {}), row, sizes, seed, overrides or {})
 
 
+def load_spec(paper: str, table: str) -> dict:
+    """``params/<paper>/<table>.yaml`` over the table it ``extends``; ``columns`` default to the paper's own.
+
+    ``axes.method`` lists plain methods; else ``variants`` maps a name to a ``label``, the ``finetune`` modes it is
+    limited to, and fields of the experiment, and ``axes.variant`` may choose among them.
+    """
+    folder = params_dir() / paper
+    spec = load_yaml(folder / f"{table}.yaml")
+    profiles = {p.stem for p in (params_dir() / "profiles").glob("*.yaml")}
+    for key in spec:
+        if key not in SPEC_KEYS | profiles:
+            raise ValueError(f"{table}.yaml: unknown key {key!r}{did_you_mean(key, SPEC_KEYS | profiles)}")
+    if "extends" in spec:
+        spec = merge(load_spec(paper, spec.pop("extends")), spec)
+    if "columns" not in spec:
+        spec["columns"] = load_yaml(folder / "columns.yaml")
+    axes, given = spec["axes"], spec.get("variants", {})
+    if "method" in axes:
+        spec["variants"] = {m: given.get(m, {"method": m}) for m in axes["method"]}
+    else:
+        spec["variants"] = {name: given[name] for name in axes.get("variant", given)}
+    return spec
+
+
 def load_grid(paper: str, table: str, profile: str, overrides: Mapping[str, object] | None = None) -> list[Cell]:
     """All cells of ``params/<paper>/<table>.yaml`` at a profile, each a checked experiment.
 
-    ``overrides`` may hold any field of :class:`Experiment`, lists for the axes ``finetune`` and ``method``, and
-    ``columns`` and ``seeds``. Raises ``ValueError`` before any compute.
+    ``overrides`` may hold any field of :class:`Experiment`, lists for ``finetune``, ``variant`` and ``method`` (any
+    method where the table compares methods, else the variants of these methods), and ``columns`` and ``seeds``. Raises
+    ``ValueError`` before any compute.
     """
     base, methods = _paper(paper)
-    spec, sizes, overrides = (
-        load_yaml(params_dir() / paper / f"{table}.yaml"),
-        load_profile(profile),
-        dict(overrides or {}),
-    )
-    allowed = {f.name for f in fields(Experiment)} | {"seeds", "columns"}
+    spec, sizes, overrides = load_spec(paper, table), load_profile(profile), dict(overrides or {})
+    allowed = {f.name for f in fields(Experiment)} | {"seeds", "columns", "variant"}
     for key in overrides:
         if key not in allowed:
             raise ValueError(f"overrides: unknown key {key!r}{did_you_mean(key, allowed)}")
     kept = dict(spec.get(profile, {}))  # the table's own word at this profile: its cells, then any other key
-    axes = {}
-    for axis in ("finetune", "method"):
-        chosen = overrides.pop(axis, kept.pop(axis, spec["axes"][axis]))
-        axes[axis] = list(chosen) if isinstance(chosen, (list, tuple)) else [chosen]
-    columns = overrides.pop("columns", kept.pop("columns", list(spec["columns"])))
+    finetunes = _listed(overrides.pop("finetune", kept.pop("finetune", spec["axes"]["finetune"])))
+    variants = _variants(spec, kept.pop("variant", list(spec["variants"])), overrides)
+    columns = _listed(overrides.pop("columns", kept.pop("columns", list(spec["columns"]))))
     for column in columns:
         if column not in spec["columns"]:
             raise ValueError(f"overrides: columns = {column!r}{did_you_mean(column, spec['columns'])}")
     seeds = overrides.pop("seeds", [overrides.pop("seed")] if "seed" in overrides else sizes.get("seeds", [1]))
     sizes = {k: v for k, v in sizes.items() if k not in GRID_KEYS}
     cells = []
-    for finetune, method, column, seed in itertools.product(axes["finetune"], axes["method"], columns, seeds):
-        row = {"finetune": finetune, "method": method, "seed": seed}
+    for finetune, (name, variant), column, seed in itertools.product(finetunes, variants.items(), columns, seeds):
+        if finetune not in _listed(variant.get("finetune", finetune)):
+            continue
+        row = {k: v for k, v in variant.items() if k not in VARIANT_KEYS} | {"finetune": finetune, "seed": seed}
         experiment = make_experiment(
-            base, methods.get(method, {}), spec.get("common", {}), spec["columns"][column], row, sizes, kept, overrides
+            base,
+            methods.get(row["method"], {}),
+            spec.get("common", {}),
+            spec["columns"][column],
+            row,
+            sizes,
+            kept,
+            overrides,
         )
-        cells.append(Cell(finetune, method, column, seed, experiment))
+        cells.append(Cell(finetune, name, row["method"], variant.get("label", name), column, seed, experiment))
     return cells
+
+
+def _listed(value: object) -> list:
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def _variants(spec: dict, kept: list[str], overrides: dict) -> dict[str, dict]:
+    """The variants that the profile keeps or ``overrides`` ask for (their keys are taken out)."""
+    known, plain = spec["variants"], "method" in spec["axes"]
+    if "method" in overrides:
+        wanted = _listed(overrides.pop("method"))
+        if plain:
+            return {m: known.get(m, {"method": m}) for m in wanted}
+        methods = {v["method"] for v in known.values()}
+        for m in wanted:
+            if m not in methods:
+                raise ValueError(f"overrides: method = {m!r} is not in this table{did_you_mean(m, methods)}")
+        return {name: v for name, v in known.items() if v["method"] in wanted}
+    names = _listed(overrides.pop("variant", kept))
+    for name in names:
+        if name not in known:
+            raise ValueError(f"overrides: variant = {name!r} is unknown{did_you_mean(name, known)}")
+    return {name: known[name] for name in names}
 
 
 def _paper(paper: str) -> tuple[dict, dict]:

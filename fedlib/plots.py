@@ -10,6 +10,13 @@ COLORS = {
     "fedavg": "#333333",
 }  # fmt: skip
 
+COSTS = {  # what an axis says, and its unit in units of the column
+    "macs": ("MACs per image (millions)", 1e-6),
+    "upload_mib": ("upload per round (MiB)", 1),
+    "training_memory_mib": ("training memory, batch 32 (MiB)", 1),
+    "parameters": ("parameters (millions)", 1e-6),
+}
+
 
 def _axes(ax, size=(6.4, 3.8)):
     import matplotlib.pyplot as plt
@@ -45,21 +52,86 @@ def plot_label_distribution(counts: np.ndarray, classes: Sequence[str], ax=None,
     return ax
 
 
+def _lines(frame: pd.DataFrame):
+    """Yield (rows, style) per variant (or method): one colour per method, one dash per variant of it."""
+    from .tables import label_of
+
+    dashes: dict[str, int] = {}
+    by = "variant" if "variant" in frame else "method"
+    for name, group in frame.groupby(by, sort=False):
+        method = group.method.iloc[0]
+        dashes[method] = dashes.get(method, -1) + 1
+        label = label_of(group.label.iloc[0] if "label" in group else name)
+        dash = ("-", "--", ":", "-.")[dashes[method] % 4]
+        yield group, {"color": COLORS.get(method), "linestyle": dash, "label": label}
+
+
 def plot_exit_accuracies(frame: pd.DataFrame, ax=None, title: str = "Accuracy of every exit"):
     """Mean over seeds of each exit's accuracy, with SD bars; ``frame`` as from ``tables.collect``."""
-    from .tables import LABELS
-
     ax = _axes(ax)
-    for method, group in frame.dropna(subset=["accuracy"]).groupby("method", sort=False):
+    for group, style in _lines(frame.dropna(subset=["accuracy"])):
         exits = np.array(group.exits.tolist())
         spread = exits.std(0, ddof=1) if len(exits) > 1 else np.zeros(exits.shape[1])
-        ax.errorbar(
-            range(1, exits.shape[1] + 1), exits.mean(0), spread, marker="o", capsize=3, color=COLORS.get(method),
-            label=LABELS.get(method, method),
-        )  # fmt: skip
+        ax.errorbar(range(1, exits.shape[1] + 1), exits.mean(0), spread, marker="o", markersize=4, capsize=3, **style)
     longest = max((len(x) for x in frame.exits.dropna()), default=1)
     ax.set(xlabel="exit", ylabel="test accuracy (%)", title=title, xticks=range(1, longest + 1))
     ax.grid(alpha=0.3)
+    if ax.lines:
+        ax.legend(frameon=False, fontsize=8)
+    return ax
+
+
+def plot_modes(frame: pd.DataFrame, plot=plot_exit_accuracies, **settings):
+    """One panel per fine-tuning mode, side by side with a shared y axis and one legend; returns the Axes."""
+    import matplotlib.pyplot as plt
+
+    from .tables import label_of
+
+    modes = list(frame.finetune.unique())
+    size = (1.8 + 4.2 * len(modes), 3.8)
+    figure, axes = plt.subplots(1, len(modes), figsize=size, sharey=True, squeeze=False, layout="constrained")
+    for ax, mode in zip(axes[0], modes, strict=True):
+        plot(frame[frame.finetune == mode], ax, title=label_of(mode), **settings)
+    found = {}
+    for ax in axes[0]:
+        found |= {label: handle for handle, label in zip(*ax.get_legend_handles_labels(), strict=True)}
+        if ax.get_legend() is not None:
+            ax.get_legend().remove()
+    figure.legend(found.values(), found, loc="outside right upper", frameon=False, fontsize=8, handlelength=3)
+    return axes[0]
+
+
+def plot_accuracy_costs(frame: pd.DataFrame, ax=None, x: str = "macs", title: str = "What accuracy costs"):
+    """Accuracy against cost ``x``, one dot per exit; ``frame`` as from ``tables.exit_table``."""
+    ax = _axes(ax)
+    name, unit = COSTS[x]
+    for group, style in _lines(frame):
+        ax.plot(group[x] * unit, group.accuracy, marker="o", markersize=4, **style)
+    ax.set(xlabel=name, ylabel="test accuracy (%)", title=title)
+    ax.grid(alpha=0.3)
+    ax.legend(frameon=False, fontsize=8)
+    return ax
+
+
+def plot_adaptive(curves: Mapping[str, Sequence[dict]], colors: Mapping[str, str] | None = None, ax=None):
+    """Accuracy against mean MACs as the confidence threshold moves; a label maps to ``adaptive.adaptive_curve``."""
+    ax = _axes(ax)
+    for label, rows in curves.items():
+        macs, accuracy = ([r[k] for r in rows] for k in ("macs", "accuracy"))
+        ax.plot(np.multiply(macs, COSTS["macs"][1]), accuracy, marker=".", label=label, color=(colors or {}).get(label))
+    ax.set(xlabel=f"mean {COSTS['macs'][0]}", ylabel="test accuracy (%)", title="Leaving at the first confident exit")
+    ax.grid(alpha=0.3)
+    ax.legend(frameon=False)
+    return ax
+
+
+def plot_teachers(counts: Mapping[str, np.ndarray], ax=None, title: str = "Which exit teaches"):
+    """Bars of how often each exit is the teacher; ``counts`` maps an estimate's name to (E,)."""
+    ax, width = _axes(ax), 0.8 / len(counts)
+    for i, (label, count) in enumerate(counts.items()):
+        at = np.arange(1, len(count) + 1) + (i - (len(counts) - 1) / 2) * width
+        ax.bar(at, count, width, label=label, color=("#c44e52", "#8c8c8c", "#4878cf")[i % 3])
+    ax.set(xlabel="exit", ylabel="mini-batches with this teacher", title=title, xticks=range(1, len(count) + 1))
     ax.legend(frameon=False)
     return ax
 
@@ -81,17 +153,11 @@ def plot_costs(frame: pd.DataFrame, ax=None, x: str = "macs", y: str = "upload_m
     """Cost ``y`` against cost ``x`` per exit; ``frame`` has method and the columns of ``costs.exit_costs``."""
     from .tables import LABELS
 
-    names = {
-        "macs": ("MACs per image (millions)", 1e-6),
-        "upload_mib": ("upload per round (MiB)", 1),
-        "training_memory_mib": ("training memory, batch 32 (MiB)", 1),
-        "parameters": ("parameters (millions)", 1e-6),
-    }
     ax = _axes(ax)
     for method, group in frame.groupby("method", sort=False):
-        xs, ys = group[x] * names[x][1], group[y] * names[y][1]
+        xs, ys = group[x] * COSTS[x][1], group[y] * COSTS[y][1]
         ax.plot(xs, ys, marker="o", color=COLORS.get(method), label=LABELS.get(method, method))
-    ax.set(xlabel=names[x][0], ylabel=names[y][0], title="What each exit costs")
+    ax.set(xlabel=COSTS[x][0], ylabel=COSTS[y][0], title="What each exit costs")
     ax.grid(alpha=0.3)
     ax.legend(frameon=False)
     return ax

@@ -1,15 +1,19 @@
 """Tables for notebooks: stored runs as data frames, obtained beside reported, and verdicts on the paper's claims."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 import pandas as pd
 
-from .data.datasets import is_available
-from .params import Cell, load_grid, load_profile
+from .costs import exit_costs
+from .data.datasets import is_available, load_dataset
+from .estimate import describe, num_classes
+from .executors import Execution
+from .experiment import Experiment
+from .models.weights import build_backbone
+from .params import Cell, load_grid, load_profile, load_spec
 from .project import params_dir
-from .runs import find_run
+from .runs import find_run, run_all
 
 LABELS = {
     "exclusivefl": "ExclusiveFL", "inclusivefl": "InclusiveFL", "scalefl": "ScaleFL", "depthfl": "DepthFL",
@@ -32,47 +36,108 @@ def load_cells(
     return cells
 
 
+def run_cells(
+    cells: Sequence[Cell], execution: Execution = Execution(), run_missing: bool = True, folder: Path | None = None
+) -> pd.DataFrame:
+    """Say what the grid costs, run what is missing (if ``run_missing``), and return :func:`collect`'s frame.
+
+    Data and weights of all missing runs are fetched first: ``ConnectionError`` with one sentence before any compute.
+    """
+    missing = [c.experiment for c in cells if find_run(c.experiment, folder) is None]
+    print(describe([c.experiment for c in cells], missing))
+    if run_missing and missing:
+        fetch(missing)
+        run_all([c.experiment for c in cells], execution, folder)
+    return collect(cells, folder)
+
+
+def fetch(experiments: Sequence[Experiment]) -> None:
+    """Bring every data set and backbone of ``experiments`` onto this machine, or say in one sentence what is not."""
+    for name in dict.fromkeys(e.dataset for e in experiments):
+        if not is_available(name):
+            load_dataset(name)
+    for name in dict.fromkeys(e.backbone for e in experiments if e.pretrained):
+        build_backbone(name)
+
+
 def collect(cells: Sequence[Cell], folder: Path | None = None) -> pd.DataFrame:
     """One row per cell: where it stands, and its stored accuracy (percent), exits, seconds; NaN where missing."""
     rows = []
     for cell in cells:
         found = find_run(cell.experiment, folder)
-        row = {k: v for k, v in asdict(cell).items() if k != "experiment"}
+        row = {k: v for k, v in vars(cell).items() if k != "experiment"}
         summary = found.summary if found else {"status": "missing"}
         rows.append(row | {"dataset": cell.experiment.dataset, "run": cell.experiment.slug, **summary})
     return pd.DataFrame(rows).reindex(
-        columns=["finetune", "method", "column", "seed", "dataset", "status", "accuracy", "ensemble", "exits",
-                 "seconds", "t", "run"]
+        columns=["finetune", "variant", "method", "label", "column", "seed", "dataset", "status", "accuracy",
+                 "ensemble", "exits", "seconds", "t", "run"]
     )  # fmt: skip
 
 
 def mean_sd(
-    frame: pd.DataFrame, value: str = "accuracy", by: Sequence[str] = ("finetune", "column", "method")
+    frame: pd.DataFrame, value: str = "accuracy", by: Sequence[str] = ("finetune", "column", "variant")
 ) -> pd.DataFrame:
     """Mean, SD (n - 1) and number of seeds of the last round, per group; never the best round."""
     groups = frame.dropna(subset=[value]).groupby(list(by), sort=False)[value]
     return groups.agg(mean="mean", sd="std", seeds="count").reset_index()
 
 
-def load_reported(paper: str, table: str) -> pd.DataFrame:
-    """The published numbers: finetune, method, column, mean, sd."""
-    return pd.read_csv(params_dir() / paper / "reported" / f"{table}.csv", float_precision="round_trip")
+def best_runs(frame: pd.DataFrame) -> pd.DataFrame:
+    """Of every cell the seed with the highest mean accuracy over exits (Tables 6 and 7 take the best of three runs)."""
+    done = frame.dropna(subset=["accuracy"])
+    return done.loc[done.groupby(["finetune", "column", "variant"], sort=False).accuracy.idxmax()]
 
 
-def beside_reported(frame: pd.DataFrame, reported: pd.DataFrame) -> pd.DataFrame:
-    """``mean ± SD`` obtained beside reported, one row per (finetune, column, method)."""
-    keys = ["finetune", "column", "method"]
-    both = mean_sd(frame).merge(reported, on=keys, how="left", suffixes=("", "_reported"))
+def load_reported(paper: str, *tables: str) -> pd.DataFrame:
+    """The published numbers: finetune, variant, method, column, mean, sd (NaN where none is printed).
+
+    Of several tables, later ones add the rows that earlier ones do not print.
+    """
+    folder = params_dir() / paper / "reported"
+    frames = [pd.read_csv(folder / f"{table}.csv", float_precision="round_trip") for table in tables]
+    frames = [f if "variant" in f else f.assign(variant=f.method) for f in frames]
+    return pd.concat(frames, ignore_index=True).drop_duplicates(["finetune", "variant", "column"])
+
+
+def load_claims(paper: str, table: str, of: str = "reefl") -> list[tuple[str, str]]:
+    """The table's ``claims``, pairs of variants to compare; by default ``of`` with every other variant."""
+    spec = load_spec(paper, table)
+    return [tuple(pair) for pair in spec.get("claims", [(of, v) for v in spec["variants"] if v != of])]
+
+
+def beside_reported(frame: pd.DataFrame, reported: pd.DataFrame, value: str = "accuracy") -> pd.DataFrame:
+    """``mean ± SD`` obtained beside reported, one row per (finetune, column, variant)."""
+    both = mean_sd(frame, value, ("finetune", "column", "variant", "label"))
+    both = both.merge(
+        reported[["finetune", "column", "variant", "mean", "sd"]], on=["finetune", "column", "variant"], how="left",
+        suffixes=("", "_reported"),
+    )  # fmt: skip
     return pd.DataFrame(
         {
-            "mode": both.finetune.map(LABELS).fillna(both.finetune),
+            "mode": both.finetune.map(label_of),
             "column": both.column,
-            "method": both.method.map(LABELS).fillna(both.method),
+            "method": both.label.map(label_of),
             "obtained": [spread(m, s) for m, s in zip(both["mean"], both.sd, strict=True)],
             "seeds": both.seeds,
             "reported": [spread(m, s) for m, s in zip(both.mean_reported, both.sd_reported, strict=True)],
         }
     )
+
+
+def exit_table(cells: Sequence[Cell], frame: pd.DataFrame) -> pd.DataFrame:
+    """Per mode, column, variant and exit: mean ``accuracy`` over seeds beside the columns of ``costs.exit_costs``."""
+    rows, first = [], {(c.finetune, c.column, c.variant): c for c in reversed(cells)}
+    for key, group in frame.dropna(subset=["accuracy"]).groupby(["finetune", "column", "variant"], sort=False):
+        cell, accuracies = first[key], pd.DataFrame(group.exits.tolist()).mean()
+        where = {k: getattr(cell, k) for k in ("finetune", "column", "variant", "method", "label")}
+        costs = exit_costs(cell.experiment, num_classes(cell.experiment))
+        rows += [where | {"accuracy": a} | cost for a, cost in zip(accuracies, costs, strict=True)]
+    return pd.DataFrame(rows)
+
+
+def label_of(name: str) -> str:
+    """How tables and figures spell a method, a mode, or a variant's label."""
+    return LABELS.get(name, name)
 
 
 def spread(mean: float, sd: float) -> str:
@@ -82,27 +147,31 @@ def spread(mean: float, sd: float) -> str:
     return f"{mean:.2f}" if pd.isna(sd) else f"{mean:.2f} ± {sd:.2f}"
 
 
-def orderings(frame: pd.DataFrame, reported: pd.DataFrame, of: str = "reefl") -> pd.DataFrame:
-    """Does ``of`` stand to each rival as the paper reports? Paired by seed.
+def orderings(
+    frame: pd.DataFrame, reported: pd.DataFrame, claims: Sequence[tuple[str, str]] | None = None, of: str = "reefl",
+    value: str = "accuracy",
+) -> pd.DataFrame:  # fmt: skip
+    """Do pairs of variants stand to each other as the paper reports? Paired by seed; default: ``of`` against all.
 
     ``holds``: the mean difference over seeds has the reported sign and exceeds its SD; ``does not hold``: it has the
     other sign and exceeds its SD; ``undecided``: smaller than its SD; ``not testable``: fewer than two common seeds.
     """
-    rows = []
-    for (finetune, column), group in frame.dropna(subset=["accuracy"]).groupby(["finetune", "column"], sort=False):
-        wide = group.pivot_table(index="seed", columns="method", values="accuracy")
-        paper = reported[(reported.finetune == finetune) & (reported.column == column)].set_index("method")["mean"]
-        for rival in [m for m in wide.columns if m != of and of in wide and m in paper and of in paper]:
-            difference, claim = (wide[of] - wide[rival]).dropna(), paper[of] - paper[rival]
+    rows, labels = [], dict(zip(frame.variant, frame.label.map(label_of), strict=True))
+    for (finetune, column), group in frame.dropna(subset=[value]).groupby(["finetune", "column"], sort=False):
+        wide = group.pivot_table(index="seed", columns="variant", values=value)
+        paper = reported[(reported.finetune == finetune) & (reported.column == column)].set_index("variant")["mean"]
+        pairs = claims if claims is not None else [(of, rival) for rival in wide.columns if rival != of]
+        for one, other in [p for p in pairs if set(p) <= set(wide.columns) and set(p) <= set(paper.index)]:
+            difference, claim = (wide[one] - wide[other]).dropna(), paper[one] - paper[other]
             verdict = "not testable"
             if len(difference) >= 2:
                 clear = abs(difference.mean()) > difference.std()
                 verdict = "undecided" if not clear else "holds" if difference.mean() * claim > 0 else "does not hold"
             rows.append(
                 {
-                    "mode": LABELS.get(finetune, finetune),
+                    "mode": label_of(finetune),
                     "column": column,
-                    "claim": f"{LABELS[of]} {'>' if claim > 0 else '<'} {LABELS[rival]}",
+                    "claim": f"{labels[one]} {'>' if claim > 0 else '<'} {labels[other]}",
                     "reported": round(claim, 2),
                     "obtained": spread(difference.mean(), difference.std()),
                     "seeds": len(difference),

@@ -16,11 +16,11 @@ LAYERS = [
     {"prefix"},
     {"federation"},
     {"cohort", "evaluation", "costs"},
-    {"executors", "params"},
+    {"executors", "params", "estimate"},
     {"rounds"},
     {"runs"},
-    {"tables"},
-    {"plots"},
+    {"tables", "trained", "attention", "teachers"},
+    {"plots", "statistics", "adaptive", "attention_plots"},
 ]
 LAYER = {name: i for i, names in enumerate(LAYERS) for name in names}
 HEAVY = {
@@ -37,8 +37,9 @@ HEAVY = {
     "huggingface_hub",
     "mamba_ssm",
     "causal_conv1d",
+    "ipywidgets",
 }
-PANDAS_FILES = {"tables.py", "plots.py"}
+PANDAS_FILES = {"tables.py", "plots.py", "statistics.py"}
 
 
 def files():

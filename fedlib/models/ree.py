@@ -88,19 +88,23 @@ class Ree(nn.Module):
         if not (is_exit or self.modulate):
             past.append(self._row(token, position)[2:])
             return None, None
-        meta, q_meta, *kv_meta = self._row(self._meta(token), 0)
-        last, q_last, *kv_last = self._row(token, position)
-        keys, values = (torch.stack(rows, -2) for rows in zip(kv_meta, *past, kv_last, strict=True))
-        m = torch.stack((meta, last), -2)  # (K, B, 2, d)
-        m = m + self.attn(torch.stack((q_meta, q_last), -2), keys, values)
-        m_0, m_l = (m + self.mlp(self.norm2(m))).unbind(-2)
+        m_0, m_l, kv_last = self.tokens(token, past)
         logits = self.classifier(m_0 + token) if is_exit else None  # Eq. 3
         modulated = self.modulate and block != self.exit_blocks[-1]  # nothing reads what follows the last exit
         if modulated and self.history == "modulated":
             past.append(self._row(m_l, position)[2:])
         else:
-            past.append(tuple(kv_last))
+            past.append(kv_last)
         return logits, (m_l if modulated else None)  # Eq. 4
+
+    def tokens(self, token: torch.Tensor, past: list[tuple[torch.Tensor, torch.Tensor]]):
+        """Eq. 2: (m_0, m_l), each (K, B, d), and the key and value of the raw token's row. Changes nothing."""
+        meta, q_meta, *kv_meta = self._row(self._meta(token), 0)
+        last, q_last, *kv_last = self._row(token, len(past) + 1)
+        keys, values = (torch.stack(rows, -2) for rows in zip(kv_meta, *past, kv_last, strict=True))
+        m = torch.stack((meta, last), -2)  # (K, B, 2, d)
+        m = m + self.attn(torch.stack((q_meta, q_last), -2), keys, values)
+        return *(m + self.mlp(self.norm2(m))).unbind(-2), tuple(kv_last)
 
     def _meta(self, token: torch.Tensor) -> torch.Tensor:
         """The meta token of every example, (K, B, d)."""

@@ -1,0 +1,74 @@
+"""Error bars for claims: bootstrap intervals of paired differences between methods, over seeds and test examples.
+
+Two methods at one seed see the same clients, partition and test set, so their difference is taken pairwise, which
+removes what they share. With three seeds an interval over seeds alone is close to the range of the three differences:
+it excludes zero when all agree in sign, which chance does one time in four. Resampling test examples too
+(``correct``) uses what the stored predictions know beyond that.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pandas as pd
+import torch
+
+from .rng import numpy_generator
+from .tables import label_of
+
+
+def bootstrap_interval(
+    values: np.ndarray, confidence: float = 0.95, resamples: int = 10_000, seed: int = 0
+) -> tuple[float, float]:
+    """Percentile bootstrap interval of the mean of ``values``, (seeds,) or (seeds, examples).
+
+    Rows are resampled, and for two dimensions also columns, the same for all rows (a test set is shared by the seeds).
+    """
+    values, rng = np.asarray(values, dtype=np.float64), numpy_generator(seed, "bootstrap")
+    if values.size == 0 or values.ndim not in (1, 2):
+        raise ValueError(f"bootstrap_interval: values of shape {values.shape}; expected (seeds,) or (seeds, examples)")
+    n = len(values)
+    rows = rng.multinomial(n, np.full(n, 1 / n), resamples) / n  # (resamples, seeds) weights
+    if values.ndim == 1:
+        means = rows @ values
+    else:
+        m, means = values.shape[1], np.empty(resamples)
+        for i, weights in enumerate(rows):
+            columns = rng.multinomial(m, np.full(m, 1 / m)) / m
+            means[i] = weights @ values @ columns
+    low, high = np.quantile(means, [(1 - confidence) / 2, (1 + confidence) / 2])
+    return float(low), float(high)
+
+
+def correct(logits: torch.Tensor, labels: torch.Tensor) -> np.ndarray:
+    """Per test example the percentage of exits that get it right, (N,): its mean is the run's accuracy."""
+    return 100 * (logits.argmax(-1) == labels).double().mean(0).cpu().numpy()
+
+
+def verdict(low: float, high: float) -> str:
+    """``better`` or ``worse`` if the interval of the difference excludes zero, else ``undecided``."""
+    return "better" if low > 0 else "worse" if high < 0 else "undecided"
+
+
+def paired_differences(
+    frame: pd.DataFrame, pairs: Sequence[tuple[str, str]], value: str = "accuracy", confidence: float = 0.95
+) -> pd.DataFrame:
+    """One row per mode, column and pair of variants: mean difference over common seeds with its bootstrap interval.
+
+    ``frame`` as from ``tables.collect``. Fewer than two common seeds have no interval: ``not testable``.
+    """
+    rows, labels = [], dict(zip(frame.variant, frame.label, strict=True))
+    for (finetune, column), group in frame.dropna(subset=[value]).groupby(["finetune", "column"], sort=False):
+        wide = group.pivot_table(index="seed", columns="variant", values=value)
+        for one, other in [p for p in pairs if set(p) <= set(wide.columns)]:
+            difference = (wide[one] - wide[other]).dropna().to_numpy()
+            several = len(difference) >= 2
+            low, high = bootstrap_interval(difference, confidence) if several else (np.nan, np.nan)
+            rows.append(
+                {
+                    "mode": label_of(finetune), "column": column,
+                    "difference": f"{label_of(labels[one])} – {label_of(labels[other])}",
+                    "mean": round(difference.mean(), 2), "low": round(low, 2), "high": round(high, 2),
+                    "seeds": len(difference), "verdict": verdict(low, high) if several else "not testable",
+                }
+            )  # fmt: skip
+    return pd.DataFrame(rows, columns=["mode", "column", "difference", "mean", "low", "high", "seeds", "verdict"])

@@ -1,0 +1,70 @@
+"""Trained models of stored runs and what they answer on the test set: logits, accuracy per class and per client.
+
+A stored run keeps its weights only on the machine that trained it; elsewhere :func:`load_trained` trains it again,
+beside the store, which gives the same numbers. Read next: ``adaptive.py``, ``attention.py``.
+"""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from .evaluation import exit_logits
+from .executors import Execution
+from .experiment import Experiment
+from .federation import Federation, build_federation
+from .methods import Server
+from .project import outputs_dir
+from .runs import find_run, run, run_path
+from .storage import read_tensors
+
+
+def load_trained(
+    e: Experiment, execution: Execution = Execution(), folder: Path | None = None
+) -> tuple[Federation, Server]:
+    """``e``'s federation and its server after the last round; runs ``e`` if it is missing or came without weights.
+
+    ``ValueError`` for a diverged run, whose weights answer nothing.
+    """
+    if find_run(e, folder) is not None and not _weights(e, folder).exists():
+        folder = outputs_dir() / "retrained"
+    done = run(e, execution, folder)
+    if done.summary["status"] != "finished":
+        raise ValueError(f"{e.slug} {done.summary['status']} in round {done.summary['t']}; choose another experiment")
+    f = build_federation(e, execution.device)
+    tensors, metadata = read_tensors(_weights(e, folder), str(f.device))
+    params = {k.removeprefix("params/"): v for k, v in tensors.items() if k.startswith("params/")}
+    return f, Server(metadata["t"], params, {})
+
+
+def _weights(e: Experiment, folder: Path | None) -> Path:
+    return run_path(e, folder) / "checkpoint.safetensors"
+
+
+def all_logits(f: Federation, server: Server) -> torch.Tensor:
+    """Logits (E, N, C) of every exit on the test set, each from the sub-model the method evaluates it with."""
+    parts = [f.method.model_for(j, f.setting) for j in range(f.setting.num_exits)]
+    if all(p == parts[0] for p in parts):
+        return exit_logits(f, server, parts[0])
+    return torch.stack([exit_logits(f, server, p)[j] for j, p in enumerate(parts)])
+
+
+def class_accuracies(logits: torch.Tensor, labels: torch.Tensor) -> np.ndarray:
+    """Accuracy (E, C) in percent on the test examples of each class; NaN for a class without any."""
+    right = (logits.argmax(-1) == labels).double()  # (E, N)
+    one_hot = torch.nn.functional.one_hot(labels, logits.shape[-1]).double()
+    return (100 * right @ one_hot / one_hot.sum(0)).cpu().numpy()
+
+
+def client_accuracies(f: Federation, logits: torch.Tensor) -> np.ndarray:
+    """Accuracy (clients,) in percent that each client's deepest exit would have on data like the client's own.
+
+    Accuracy per class on the central test set, weighted by the client's label distribution: unbiased where clients
+    differ in labels only, as in Dirichlet partitions (the paper reports no per-client numbers). NaN for a client
+    without examples, or with a class that the test set lacks.
+    """
+    by_class = class_accuracies(logits, f.data.test_labels)
+    counts = f.data.label_counts()  # (clients, C)
+    own = by_class[np.minimum(f.budgets, len(by_class) - 1)]  # (clients, C)
+    with np.errstate(invalid="ignore"):
+        return np.where(counts > 0, counts * own, 0).sum(1) / counts.sum(1)

@@ -1,0 +1,85 @@
+"""Attention maps: Eqs. 7-9 against the blocks' own outputs and against hand-made tokens."""
+
+import pytest
+import torch
+
+from fedlib.attention import Attention, attention_maps, attention_row
+from fedlib.experiment import Experiment
+from fedlib.federation import build_model
+from fedlib.methods import build_method
+
+
+def model_of(finetune="lora", method="reefl", **options):
+    e = Experiment(method=method, options=options, finetune=finetune, num_exits=4)
+    return build_model(e, build_method(method, options), 10)
+
+
+@pytest.fixture(scope="module")
+def images():
+    return torch.randn(1, 3, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("finetune", ["frozen", "lora", "pa", "sa", "ssf"])
+@torch.no_grad()
+def test_rows_reproduce_the_blocks_attention_output(finetune, images):
+    """sum_j row_j v_j, projected, is what the block's attention adds to its class token."""
+    model = model_of(finetune)
+    z = model.vit.run(model.vit.stem(images), 0, 2)
+    block = model.vit.blocks[2]
+    row = attention_row(block, z[..., 0, :], z)  # (1, 3, heads, T)
+    assert torch.allclose(row.sum(-1), torch.ones(()), atol=1e-6)
+    attn = block.attn.base_layer if hasattr(block.attn, "base_layer") else block.attn
+    h = block.norm1(z)
+    v = attn.v(h).unflatten(-1, (attn.heads, -1)).transpose(-2, -3)  # (1, 3, heads, T, a)
+    out = attn.proj((row.unsqueeze(-2) @ v).squeeze(-2).flatten(-2))
+    assert torch.allclose(out, attn(h)[..., 0, :], atol=1e-5)
+
+
+@torch.no_grad()
+def test_maps_are_equations_7_to_9(images):
+    model = model_of()
+    torch.nn.init.normal_(model.head.attn.qkv.weight, 0, 0.3, generator=torch.Generator().manual_seed(2))
+    found = attention_maps(model, images)
+    assert {n: tuple(m.shape) for n, m in found.maps.items()} == {n: (3, 12, 4, 4, 4) for n in "x read m c".split()}
+    assert torch.allclose(found.logits, model(images)[:, 0], atol=1e-5)  # watching changes nothing
+
+    z0 = model.vit.stem(images)
+    z1 = model.vit.run(z0, 0, 1)
+    past = []
+    m_0, m_1, _ = model.head.tokens(z1[..., 0, :], past)
+    _, handed_back = model.head.step(0, z1[..., 0, :], past)
+    assert torch.equal(handed_back, m_1)
+    z1_modulated = torch.cat((m_1.unsqueeze(-2), z1[..., 1:, :]), -2)
+
+    def map_of(block, token, z):
+        return attention_row(model.vit.blocks[block], token, z)[0, ..., 1:].unflatten(-1, (4, 4))
+
+    expected = {
+        ("x", 0): map_of(0, z0[..., 0, :], z0),  # Eq. 7, l = 1
+        ("m", 0): map_of(0, m_1, z0),  # Eq. 8, l = 1: through the block that made it
+        ("c", 0): map_of(0, m_0 + z1[..., 0, :], z0),  # Eq. 9, l = 1
+        ("x", 1): map_of(1, z1[..., 0, :], z1),  # Eq. 7, l = 2: not modulated
+        ("read", 1): map_of(1, m_1, z1_modulated),  # what block 2 reads instead
+    }
+    for (name, block), value in expected.items():
+        assert torch.allclose(found.maps[name][:, block], value, atol=1e-6), (name, block)
+    assert torch.equal(found.maps["x"][:, 0], found.maps["read"][:, 0])  # nothing is modulated before block 1
+    assert (found.maps["x"][:, 1:] - found.maps["read"][:, 1:]).abs().amax() > 1e-3
+
+
+@pytest.mark.parametrize(
+    "method, options, with_m",
+    [("depthfl", {}, []), ("reefl", {"only_at_exits": True}, [2, 5, 8, 11]), ("reefl", {"use_ree": False}, []),
+     ("reefl", {"modulate": False}, list(range(12)))],
+)  # fmt: skip
+def test_maps_are_missing_where_ree_does_not_run(method, options, with_m, images):
+    maps = attention_maps(model_of(method=method, **options), images).maps
+    assert [b for b in range(12) if maps["m"][:, b].isfinite().all()] == with_m
+    assert maps["x"].isfinite().all() and maps["read"].isfinite().all()
+
+
+def test_earliest_correct_exit():
+    # labels 1, 0, 1; predictions per exit: [0, 0, 0], [1, 1, 0], [1, 0, 0] -> first correct: exit 1, exit 0, none
+    predictions = torch.tensor([[0, 0, 0], [1, 1, 0], [1, 0, 0]])
+    attention = Attention({}, torch.nn.functional.one_hot(predictions, 2).float(), (3, 7, 11))
+    assert attention.earliest_correct(torch.tensor([1, 0, 1])).tolist() == [1, 0, -1]

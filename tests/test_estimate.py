@@ -1,0 +1,41 @@
+"""Prices of grids: hand arithmetic, and MACs of sub-models measured or interpolated."""
+
+import numpy as np
+import pytest
+
+from fedlib import Experiment
+from fedlib.costs import exit_macs
+from fedlib.estimate import _macs, _shape_of, describe, examples_per_client, gpu_hours, training_macs
+
+
+def test_training_macs_by_hand():
+    e = Experiment(method="depthfl", dataset="cifar100", rounds=7, clients_per_round=4, num_clients=50, local_epochs=2)
+    macs = exit_macs(_shape_of(e), 100)
+    # 3 passes x 7 rounds x 4 clients x 2 epochs x 50,000 / 50 images x the mean over 50 clients, budgets 13 13 12 12
+    mean = np.dot(macs, [13, 13, 12, 12]) / 50
+    assert training_macs(e) == pytest.approx(3 * 7 * 4 * 2 * 1000 * mean)
+    assert gpu_hours([e, e], 2.0) == pytest.approx(2 * training_macs(e) / 2e12 / 3600)
+
+
+def test_exclusivefl_pays_for_its_few_clients_only():
+    e = Experiment(method="exclusivefl", dataset="cifar100", num_exits=12, rounds=10)
+    full = exit_macs(_shape_of(e), 100)[-1]
+    assert training_macs(e) == pytest.approx(3 * 10 * 8 * 500 * full)  # 8 of 100 clients hold 12 exits
+
+
+@pytest.mark.parametrize("method, tolerance", [("depthfl", 1e-9), ("reefl", 2e-3), ("scalefl", 1e-9)])
+def test_interpolated_macs(method, tolerance):
+    e = Experiment(method=method, num_exits=12)
+    assert np.allclose(_macs(_shape_of(e), 10), exit_macs(e, 10), rtol=tolerance)
+
+
+def test_examples_per_client():
+    assert examples_per_client(Experiment(dataset="cifar100")) == 500
+    assert examples_per_client(Experiment(num_train=320, num_clients=16, clients_per_round=4)) == 20
+    assert examples_per_client(Experiment(dataset="femnist", partition="natural", num_clients=381)) == 204
+
+
+def test_describe_is_one_line():
+    e = Experiment(rounds=1)
+    assert describe([e], []) == "1 runs, 0 to do"
+    assert describe([e, e], [e]).startswith("2 runs, 1 to do: ") and "GPU hours at 10 TMACs" in describe([e], [e])

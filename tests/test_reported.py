@@ -1,0 +1,109 @@
+"""The published numbers: shapes, spot values read off the paper's page, and what the tables say about each other."""
+
+import pytest
+
+from fedlib.params import load_grid, load_spec
+from fedlib.tables import load_reported
+
+KEYS = ["finetune", "variant", "column"]
+ROWS = {  # rows of numbers x 5 data columns
+    "table1": 6 * 5, "table2": 6 * 5, "table3": 8 + 10, "table4": 2 * 5, "table5": 5, "table6": 2 * 6,
+    "table7": 2 * 6, "table8": 5 * 2, "table10": 8 + 10, "table11": 2 * 5,
+}  # fmt: skip
+SPOTS = [
+    ("table1", "full", "reefl", "cifar100_alpha1000", 76.42, 0.12),
+    ("table1", "ssf", "scalefl", "speech_commands", 27.01, 0.14),
+    ("table2", "pa", "depthfl", "cifar100_alpha0.1", 6.88, 5.88),
+    ("table2", "frozen", "inclusivefl", "femnist", 53.35, 0.03),
+    ("table3", "frozen", "depthfl_no_kd_feddyn", "cifar100_alpha0.1", 38.27, 4.84),
+    ("table3", "lora", "inclusivefl_no_kd_fedadam", "speech_commands", 77.81, 0.1),
+    ("table3", "lora", "inclusivefl_kd_fedavg", "femnist", 82.26, 0.05),
+    ("table3", "lora", "reefl_no_kd", "cifar100_alpha1", 72.76, 0.07),
+    ("table4", "frozen", "reefl_unmodulated", "speech_commands", 20.14, 0.21),
+    ("table4", "ssf", "reefl_unmodulated", "cifar100_alpha1000", 67.32, 0.02),
+    ("table5", "frozen", "reefl_only_at_exits", "femnist", 68.93, 0.03),
+    ("table5", "sa", "reefl_only_at_exits", "speech_commands", 76.79, 0.05),
+    ("table6", "full", "reefl", "cifar100_alpha0.1", 79.0, None),
+    ("table6", "ssf", "depthfl", "cifar100_alpha1000", 44.53, None),
+    ("table7", "sa", "depthfl", "cifar100_alpha0.1", 1.0, None),
+    ("table7", "ssf", "reefl", "speech_commands", 67.24, None),
+    ("table8", "frozen", "depthfl", "femnist", 35.2, 1.0),
+    ("table8", "lora", "reefl", "speech_commands", 77.07, 0.05),
+    ("table10", "frozen", "depthfl", "cifar100_alpha0.1", 25.2, 1.89),
+    ("table10", "lora", "inclusivefl", "femnist", 78.32, 0.14),
+    ("table10", "lora", "reefl", "speech_commands", 75.96, 0.18),
+    ("table11", "frozen", "reefl_unmodulated", "cifar100_alpha0.1", 25.6, 17.4),
+    ("table11", "ssf", "reefl", "femnist", 78.05, 0.03),
+    ("decomposition", "lora", "reefl_no_kd_unmodulated", "cifar100_alpha1000", 73.21, None),
+    ("decomposition", "lora", "shared_classifier", "cifar100_alpha1000", 70.74, None),
+    ("decomposition", "frozen", "shared_classifier", "cifar100_alpha1000", 41.74, None),
+]  # fmt: skip
+
+
+def values(table, column="mean"):
+    return load_reported("reefl", table).set_index(KEYS)[column]
+
+
+@pytest.mark.parametrize("table", ROWS)
+def test_every_row_has_five_columns_once(table):
+    frame = load_reported("reefl", table)
+    frame = frame[frame.column != "upload_mib"]  # Tables 1 and 2 print a cost, too
+    assert len(frame) == 5 * ROWS[table] and not frame.duplicated(KEYS).any()
+    assert (frame.groupby(["finetune", "variant"]).size() == 5).all()
+    assert frame["mean"].between(1, 87).all() and frame.sd.isna().all() == (table in ("table6", "table7"))
+
+
+@pytest.mark.parametrize("table, finetune, variant, column, mean, sd", SPOTS)
+def test_spot_values(table, finetune, variant, column, mean, sd):
+    row = load_reported("reefl", table).set_index(KEYS).loc[(finetune, variant, column)]
+    assert row["mean"] == mean and (row.sd == sd if sd is not None else row.sd != row.sd)
+
+
+@pytest.mark.parametrize("table", [*ROWS, "decomposition"])
+def test_every_number_belongs_to_a_cell_of_the_grid(table):
+    spec = load_spec("reefl", table)
+    cells = {(c.finetune, c.variant, c.column) for c in load_grid("reefl", table, "paper")}
+    reported = {key for key in values(table).index if key[-1] != "upload_mib"}
+    assert reported <= cells
+    unreported = {(f, v) for f, v, _ in cells - reported}
+    from_table1 = {(f, "reefl") for f in spec["axes"]["finetune"]}  # Table 5 prints differences to Table 1's row
+    assert unreported == {"table5": from_table1, "decomposition": {("frozen", "reefl_no_kd_unmodulated")}}.get(
+        table, set()
+    )
+
+
+def same(a, b, pairs):
+    """The published rows (finetune, variant) of two tables are the same runs: equal in mean and SD."""
+    one, two = (
+        load_reported("reefl", t).query("column != 'upload_mib'").set_index(["finetune", "variant"])[["mean", "sd"]]
+        for t in (a, b)
+    )
+    for finetune, of_a, of_b in pairs:
+        assert (one.loc[(finetune, of_a)].to_numpy() == two.loc[(finetune, of_b)].to_numpy()).all(), (finetune, of_a)
+
+
+def test_lost_check_marks_agree_with_tables_1_and_2():
+    """Tables 3 and 10 lost their check marks in print-to-text; rows that repeat Tables 1 and 2 fix the order."""
+    full = [(f, m, m) for f in ("frozen", "lora") for m in ("depthfl", "reefl")]
+    same("table3", "table1", [*full, ("lora", "inclusivefl", "inclusivefl"), ("frozen", "inclusivefl_none_fedadam", "inclusivefl")])  # fmt: skip
+    # Table 2's LoRA row of InclusiveFL is the one without distillation
+    same("table10", "table2", [*full, ("lora", "inclusivefl_no_kd_fedadam", "inclusivefl"), ("frozen", "inclusivefl_none_fedadam", "inclusivefl")])  # fmt: skip
+
+
+def test_modulated_rows_are_tables_1_and_2():
+    modes = ("frozen", "lora", "pa", "sa", "ssf")
+    same("table4", "table1", [(f, "reefl", "reefl") for f in modes])
+    same("table11", "table2", [(f, "reefl", "reefl") for f in modes])
+
+
+def test_table5s_differences_are_to_table1():
+    table5, table1 = load_reported("reefl", "table5"), values("table1")
+    for row in table5.itertuples():
+        assert row.difference == pytest.approx(row.mean - table1[row.finetune, "reefl", row.column], abs=1e-9), row
+
+
+def test_decomposition_repeats_tables_1_and_3():
+    here, table1, table3 = values("decomposition"), values("table1"), values("table3")
+    for (finetune, variant, column), mean in here.items():
+        printed = {**table1, **table3}.get((finetune, variant, column))
+        assert (printed == mean) if printed is not None else variant in ("shared_classifier", "reefl_no_kd_unmodulated")

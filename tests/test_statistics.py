@@ -1,0 +1,128 @@
+"""Intervals, paired differences, adaptive inference, per-client accuracy, teachers: against hand-computed values."""
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+from fedlib import build_federation
+from fedlib.adaptive import adaptive_curve, adaptive_inference, leave_early
+from fedlib.statistics import bootstrap_interval, correct, paired_differences, verdict
+from fedlib.tables import best_runs, mean_sd
+from fedlib.teachers import count_teachers
+from fedlib.trained import all_logits, class_accuracies, client_accuracies, load_trained
+
+
+def test_bootstrap_interval_of_three_seeds_is_their_range():
+    # all three draws equal: probability 1/27 = 3.7 % on each side, more than 2.5 %
+    assert bootstrap_interval(np.array([1.0, 2.0, 6.0])) == (1.0, 6.0)
+    low, high = bootstrap_interval(np.array([1.0, 2.0, 6.0]), confidence=0.5)
+    assert 1 < low < 3 < high < 6
+
+
+def test_bootstrap_interval_agrees_with_the_normal_one_and_covers():
+    rng = np.random.default_rng(0)
+    x = rng.normal(3, 2, 400)
+    low, high = bootstrap_interval(x)
+    half = 1.96 * x.std(ddof=1) / 20  # the textbook interval of a mean of 400
+    assert abs(low - (x.mean() - half)) < 0.05 and abs(high - (x.mean() + half)) < 0.05
+    covered = sum(lo <= 0 <= hi for lo, hi in (bootstrap_interval(rng.normal(0, 1, 20), 0.9, 500) for _ in range(200)))
+    assert 0.8 < covered / 200 < 0.96
+
+
+def test_bootstrap_over_seeds_and_examples_is_wider_than_over_examples_alone():
+    rng = np.random.default_rng(1)
+    right = (rng.random((3, 300)) < np.array([[0.3], [0.5], [0.7]])) * 100.0
+    both, one = bootstrap_interval(right, resamples=500), bootstrap_interval(right[:1], resamples=500)
+    half = 1.96 * 100 * (0.3 * 0.7 / 300) ** 0.5  # examples alone: 5.2 points
+    assert both[1] - both[0] > 30 > 2.6 * half > one[1] - one[0] > 1.4 * half
+    with pytest.raises(ValueError, match="expected"):
+        bootstrap_interval(np.zeros((0,)))
+
+
+def frame_of(**accuracies):
+    rows = [
+        {"finetune": "lora", "column": "a", "variant": v, "label": v, "seed": s, "accuracy": a, "ensemble": a + 1}
+        for v, values in accuracies.items() for s, a in enumerate(values)
+    ]  # fmt: skip
+    return pd.DataFrame(rows)
+
+
+def test_paired_differences_remove_what_seeds_share():
+    frame = frame_of(reefl=[50.0, 60.0, 70.0], depthfl=[49.0, 58.0, 69.0], scalefl=[51.0, 58.0, np.nan], fedavg=[1.0])
+    table = paired_differences(frame, [("reefl", "depthfl"), ("reefl", "scalefl"), ("reefl", "fedavg")])
+    # 1, 2, 1: range [1, 2] although both spread over 20 points; -1, 2: undecided; one common seed: no interval
+    assert table[["mean", "low", "high", "seeds", "verdict"]].values.tolist()[:2] == [
+        [1.33, 1.0, 2.0, 3, "better"], [0.5, -1.0, 2.0, 2, "undecided"],
+    ]  # fmt: skip
+    assert table.verdict[2] == "not testable" and np.isnan(table.low[2])
+    assert [verdict(*x) for x in ((0.1, 1), (-1, -0.1), (-1, 1))] == ["better", "worse", "undecided"]
+
+
+def test_best_runs_and_mean_sd():
+    frame = frame_of(reefl=[50.0, 60.0, 58.0])
+    assert best_runs(frame).ensemble.tolist() == [61.0]
+    row = mean_sd(frame).iloc[0]  # mean 56, SD sqrt((36 + 16 + 4) / 2) = 5.2915
+    assert (row["mean"], round(row.sd, 4), row.seeds) == (56.0, 5.2915, 3)
+
+
+def logits_of(*confidences):
+    """Two classes: each entry (predicted class, confidence) as logits."""
+    rows = [[(np.log(p), np.log(1 - p)) if c == 0 else (np.log(1 - p), np.log(p)) for c, p in e] for e in confidences]
+    return torch.tensor(rows, dtype=torch.float32)
+
+
+def test_early_exit_by_hand():
+    # 3 exits, 3 examples of class 0
+    logits = logits_of([(0, 0.9), (1, 0.8), (1, 0.6)], [(0, 0.9), (0, 0.7), (1, 0.6)], [(1, 0.9), (0, 0.9), (0, 0.6)])
+    assert leave_early(logits, 0.75).tolist() == [0, 0, 2]
+    labels, macs = torch.zeros(3, dtype=torch.long), [10, 20, 30]
+    rows = adaptive_curve(logits, labels, macs, (0.0, 0.75, 0.85, 1.0))
+    # threshold 0: all leave at exit 1, one of three right; 0.75: right, wrong, right; 0.85: exits 1, 3, 3, all right
+    assert [round(r["accuracy"], 2) for r in rows] == [33.33, 66.67, 100.0, 66.67]
+    assert [r["macs"] for r in rows] == pytest.approx([10, 50 / 3, 70 / 3, 30])
+    assert rows[2]["share"] == pytest.approx([1 / 3, 0, 2 / 3])
+
+
+def test_class_and_client_accuracies_by_hand(tiny):
+    # exit 0 right on 1 of 2 examples of class 0 and none of 1 of class 1; exit 1 right on all
+    logits = logits_of([(0, 0.9), (1, 0.9), (0, 0.9)], [(0, 0.9), (0, 0.9), (1, 0.9)])
+    labels = torch.tensor([0, 0, 1])
+    assert class_accuracies(logits, labels).tolist() == [[50.0, 0.0], [100.0, 100.0]]
+    assert correct(logits, labels).tolist() == [100.0, 50.0, 50.0]
+
+    f = build_federation(tiny)
+    by_class = torch.nn.functional.one_hot(f.data.test_labels, 10).float()
+    half = by_class * (f.data.test_labels < 5)[:, None].float()  # right on classes 0-4, else class 0
+    mine = client_accuracies(f, half.expand(4, -1, -1))
+    counts = f.data.label_counts()
+    assert np.allclose(mine, 100 * counts[:, :5].sum(1) / counts.sum(1))
+
+
+@pytest.mark.parametrize("method", ["reefl", "inclusivefl"])
+def test_trained_models_answer_as_recorded(tiny, method, tmp_path, monkeypatch):
+    monkeypatch.setenv("FEDLIB_OUTPUTS", str(tmp_path))
+    e = tiny.replace(method=method)
+    f, server = load_trained(e)
+    logits = all_logits(f, server)
+    exits = (logits.argmax(-1) == f.data.test_labels).double().mean(1) * 100
+    from fedlib.runs import find_run, run_path
+
+    assert exits.tolist() == pytest.approx(find_run(e).summary["exits"], abs=1e-3)
+    last = adaptive_inference(e, (0.0, 1.0))
+    assert last[0]["accuracy"] == pytest.approx(exits[0].item()) and last[0]["share"][0] == 1
+    assert last[1]["macs"] > last[0]["macs"]
+
+    (run_path(e) / "checkpoint.safetensors").unlink()  # a run stored without its weights is trained again, beside it
+    again = all_logits(*load_trained(e))
+    assert torch.allclose(again, logits, atol=1e-4) and (tmp_path / "retrained").is_dir()
+
+
+def test_teachers_are_counted_once_a_batch(tiny):
+    f = build_federation(tiny)
+    counts = count_teachers(f, f.server, cohort_size=2)
+    top = [i for i in range(tiny.num_clients) if i % 4 == 3 and f.data.num_examples[i]]
+    batches = sum(-(-int(f.data.num_examples[i]) // tiny.batch_size) for i in top)
+    assert {z: int(c.sum()) for z, c in counts.items()} == {0.2: batches, 1.0: batches}
+    same = count_teachers(f, f.server, cohort_size=1)
+    assert all((same[z] == counts[z]).all() for z in counts)
