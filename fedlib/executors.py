@@ -68,7 +68,7 @@ def train_cohort(
     cohort = Cohort(model, f.frozen, f.setting.infos, f.experiment, f.data, server, t, members, slices, mine)
     f.method.client_update(cohort)
     losses = {c.id: float(x) for c, x in zip(cohort.clients, cohort.losses, strict=True)}
-    return Trained(f.method.summarise(cohort.update(), f.setting), cohort.new_memories, losses)
+    return Trained(f.method.summarise(f.method.upload(cohort), f.setting), cohort.new_memories, losses)
 
 
 def plan_cohorts(

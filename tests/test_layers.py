@@ -11,9 +11,11 @@ PACKAGE = Path(fedlib.__file__).parent
 LAYERS = [
     {"experiment", "rng", "slices", "project", "storage"},
     {"models", "data", "aggregation", "distillation", "memories"},
+    {"uploads"},
     {"methods"},
     {"checks", "pretraining"},
     {"federation"},
+    {"privacy"},
     {"cohort", "evaluation", "costs"},
     {"executors", "params"},
     {"rounds"},
@@ -33,6 +35,7 @@ HEAVY = {
     "mlxtend",
     "sklearn",
     "transformers",
+    "dp_accounting",
 }
 PANDAS_FILES = {"tables.py", "plots.py"}
 
