@@ -18,7 +18,6 @@ from fedlib.executors import train_cohort
 from fedlib.methods import METHODS, Method, Server, Setting, build_method
 from fedlib.models.vit import ViTConfig
 from fedlib.privacy import epsilon, privacy_spent, privatise
-from fedlib.rng import torch_generator
 from fedlib.slices import STEM, ParamInfo, Slice
 from fedlib.storage import read_tensors
 
