@@ -26,7 +26,7 @@ class UploadOptions:
     noise_multiplier: float = 0.0  # z: the server adds noise of SD z C to every entry of the summed updates
     dp_delta: float | None = None  # None: 1 / (10 * clients that may be sampled)
     compress: Literal["none", "quantise", "topk"] = "none"
-    bits: int = 8  # of a quantised entry
+    bits: int = 8  # of a quantised entry, stochastically rounded (to the nearest level with error feedback)
     topk_fraction: float = 0.1  # of each tensor's entries, at least one
     error_feedback: bool = False  # what compression left out is added to the client's next update
 
@@ -80,10 +80,11 @@ def clip_factors(deltas: Tensors, spans: Mapping[str, tuple[int, int]], clients:
     return (norm / squares.sqrt()).clamp(max=1)  # a zero update gives C / 0 = inf, so 1
 
 
-def quantise(x: torch.Tensor, uniform: torch.Tensor, bits: int) -> torch.Tensor:
+def quantise(x: torch.Tensor, uniform: torch.Tensor | float, bits: int) -> torch.Tensor:
     """Q(x) = s/m * (floor(m x/s) + [u < frac(m x/s)]) per row, s = max |x|, m = 2^(bits-1) - 1; E Q(x) = x.
 
-    ``x`` and ``uniform`` (in [0, 1)) are (K, ...). A row takes 2 m + 1 levels, so ``bits`` an entry, and its s.
+    ``x`` and ``uniform`` in [0, 1) are (K, ...); u = 1/2 rounds to the nearest level instead. A row takes 2 m + 1
+    levels, so ``bits`` an entry, and its s.
     """
     levels = 2 ** (bits - 1) - 1
     scale = x.double().flatten(1).abs().amax(1).view(-1, *(1,) * (x.dim() - 1))
@@ -104,7 +105,8 @@ def top_k(x: torch.Tensor, k: int) -> torch.Tensor:
 def send(options: UploadOptions, cohort) -> Update:
     """The cohort's upload: received + clip(compress(delta + residual)), in float64 so that the sums see what was sent.
 
-    The residual of error feedback is what compression left out, not what clipping cut, and stays with the client.
+    The residual of error feedback is what compression left out, not what clipping cut, and stays with the client. With
+    it entries are rounded to the nearest level: the error of unbiased rounding can exceed the update and would grow.
     """
     update = cohort.update()
     if options.clip_norm is None and options.compress == "none":
@@ -115,7 +117,7 @@ def send(options: UploadOptions, cohort) -> Update:
         deltas = {n: d + residual[n] for n, d in deltas.items()}
     sent = deltas
     if options.compress == "quantise":
-        uniform = _uniform(deltas, cohort)
+        uniform = dict.fromkeys(deltas, 0.5) if options.error_feedback else _uniform(deltas, cohort)
         sent = {n: quantise(d, uniform[n], options.bits) for n, d in deltas.items()}
     elif options.compress == "topk":
         sent = {n: top_k(d, kept_entries(d[0].numel(), options.topk_fraction)) for n, d in deltas.items()}

@@ -119,6 +119,23 @@ def test_error_feedback_over_two_rounds_by_hand():
     assert without["low"].tolist() == first["low"].tolist()
 
 
+def test_quantisation_with_error_feedback_rounds_to_the_nearest_and_stays_bounded():
+    options, memories = {"compress": "quantise", "bits": 3, "error_feedback": True}, {}
+    out = sent(
+        options, {"low": torch.tensor([[3.0, 0.75], [-1.5, 0.5]]), "high": torch.tensor([[4.0]])}, memories=memories
+    )
+    # steps 3/3 = 1 and 1.5/3 = 0.5: 0.75 -> 1, so -0.25 is left
+    assert out["low"].tolist() == [[3, 1], [-1.5, 0.5]]
+    assert memories["residual"]["low"].tolist() == [[0, -0.25], [0, 0]]
+    g, memories = torch_generator(0, "bounded"), {}
+    for t in range(60):
+        delta = torch.randn(2, 500, generator=g)
+        received = {"low": torch.zeros(2, 500), "high": torch.zeros(1, 1)}
+        cohort = two_clients(received, {"low": delta, "high": torch.zeros(1, 1)}, memories=memories, t=t)
+        build_method("reefl", options | {"bits": 2}).upload(cohort)
+    assert memories["residual"]["low"].norm() < 10 * delta.norm()  # unbiased rounding would have grown it without end
+
+
 def test_clipping_comes_last_and_its_cut_is_not_fed_back():
     options, memories = {"compress": "topk", "topk_fraction": 0.5, "error_feedback": True, "clip_norm": 2.5}, {}
     out = sent(
