@@ -52,11 +52,12 @@ def upload_parameters(e: Experiment, num_classes: int) -> list[int]:
 
 
 def upload_mib(e: Experiment, num_classes: int, convention: str = "honest") -> float:
-    """Mean upload per participating client and round, MiB (2^20 bytes) in float32.
+    """Mean upload per participating client and round, MiB (2^20 bytes).
 
-    ``honest``: uniform mean over the budgets that may take part. ``paper``: the convention behind the communication
-    column of ReeFL's Tables 1 and 2, inferred from exact agreement: mean over all budgets (also for ExclusiveFL), and
-    methods whose clients hold all exits up to their own are charged one classifier per block.
+    ``honest``: uniform mean over the budgets that may take part, compressed as the method's options say. ``paper``: the
+    convention behind the communication column of ReeFL's Tables 1 and 2, inferred from exact agreement: mean over all
+    budgets (also for ExclusiveFL), and methods whose clients hold all exits up to their own are charged one classifier
+    per block; float32, so compressed uploads are refused.
     """
     if convention not in ("honest", "paper"):
         raise ValueError(f"convention = {convention!r}; allowed: honest, paper")
@@ -64,13 +65,17 @@ def upload_mib(e: Experiment, num_classes: int, convention: str = "honest") -> f
     slices = _budget_slices(shapes)
     if convention == "honest":
         eligible = shapes.method.eligible(np.arange(len(slices)), shapes.setting)
-        counts = [_count(shapes, slices[b]) for b in eligible]
+        sizes = [_mib(shapes, slices[b]) for b in eligible]
     else:
+        if shapes.method.compress != "none":
+            raise ValueError(
+                f"convention = 'paper' counts float32, not compress = {shapes.method.compress!r}; use 'honest'"
+            )
         depth, nested = shapes.setting.config.depth, len(slices[-1].exits) > 1
         charged = load_shapes(e, num_classes, tuple(range(depth)))
         exits = [tuple(range(s.depth)) if nested else (s.depth - 1,) for s in slices]
-        counts = [_count(charged, replace(s, exits=x)) for s, x in zip(slices, exits, strict=True)]
-    return sum(counts) / len(counts) * 4 / MIB
+        sizes = [_mib(charged, replace(s, exits=x)) for s, x in zip(slices, exits, strict=True)]
+    return sum(sizes) / len(sizes)
 
 
 def _budget_slices(shapes: Shapes) -> list[Slice]:
@@ -81,12 +86,17 @@ def _count(shapes: Shapes, part: Slice) -> int:
     return sum(p.numel() for p in shapes.held(part, shapes.trainable).values())
 
 
+def _mib(shapes: Shapes, part: Slice) -> float:
+    held = shapes.held(part, shapes.trainable).values()
+    return shapes.method.upload_bits(p.numel() for p in held) / 8 / MIB
+
+
 def exit_macs(e: Experiment, num_classes: int, exits: Sequence[int] | None = None) -> list[int]:
     """MACs of one image per exit (of ``exits``), up to and with this exit and those of its sub-model before it.
 
     From torch's flop counter (2 FLOPs a MAC): matrix products and Vim's scan, not elementwise work (norms, activations,
-    Vim's 4-tap convolution). Blocks count whole, as on a device that may go on. A method whose sub-models have only their
-    own exit pays for that one.
+    Vim's 4-tap convolution). Blocks count whole, as on a device that may go on. A method whose sub-models have
+    only their own exit pays for that one.
     """
     shapes = load_shapes(e, num_classes)
     return [_macs(shapes, j) for j in (range(shapes.setting.num_exits) if exits is None else exits)]
@@ -148,7 +158,7 @@ def exit_costs(e: Experiment, num_classes: int, batch_size: int = 32) -> list[di
                 "exit": j + 1,
                 "block": part.depth,
                 "parameters": sum(p.numel() for p in held.values()),
-                "upload_mib": sum(held[n].numel() for n in trainable) * 4 / MIB,
+                "upload_mib": _mib(shapes, part),
                 "macs": counter.get_total_flops() // (2 * batch_size),
                 "training_memory_mib": (4 * memory + activations) / MIB,
             }

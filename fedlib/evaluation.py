@@ -7,6 +7,7 @@ import torch
 
 from .federation import Federation
 from .methods import Server
+from .privacy import privacy_spent
 from .slices import Slice, take, take_all
 
 
@@ -41,6 +42,8 @@ def exit_logits(federation: Federation, server: Server, part: Slice, batch_size:
 def evaluate(federation: Federation, server: Server) -> Mapping[str, object]:
     """``accuracy`` (mean over exits), ``exits`` (each exit's), and ``ensemble`` where one model has all exits.
 
+    With noise also the ``epsilon`` at ``delta`` that the rounds so far have cost.
+
     The mean is unweighted; the ensemble is the argmax of the exits' mean logits (ReeFL's release, facts 6.6).
     """
     labels, setting = federation.data.test_labels, federation.setting
@@ -58,4 +61,4 @@ def evaluate(federation: Federation, server: Server) -> Mapping[str, object]:
     out = {"accuracy": round(sum(exits) / len(exits), 4), "exits": exits}
     if shared and len(exits) > 1:
         out["ensemble"] = percent(logits.mean(0).argmax(1))
-    return out
+    return out | privacy_spent(federation, server.t)

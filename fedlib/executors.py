@@ -72,7 +72,7 @@ def train_cohort(
     f.method.client_update(cohort)
     losses = {c.id: float(x) for c, x in zip(cohort.clients, cohort.losses, strict=True)}
     with phase("aggregation"):
-        return Trained(f.method.summarise(cohort.update(), f.setting), cohort.new_memories, losses)
+        return Trained(f.method.summarise(f.method.upload(cohort), f.setting), cohort.new_memories, losses)
 
 
 CACHE_BYTES = {"stacked": 2.5 * 2**20, "shared": 16 * 2**20}

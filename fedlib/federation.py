@@ -38,13 +38,21 @@ class Federation:
     def device(self) -> torch.device:
         return self.data.images.device
 
-    def sample_clients(self, t: int) -> list[Client]:
-        """The clients of round t, a function of (seed, t): without replacement among the eligible with examples."""
+    def candidates(self) -> np.ndarray:
+        """Ids of the clients that may be sampled: the eligible with examples."""
         eligible = self.method.eligible(self.budgets, self.setting)
-        eligible = eligible[self.data.num_examples[eligible] > 0]
+        return eligible[self.data.num_examples[eligible] > 0]
+
+    @property
+    def sample_size(self) -> int:
+        """Clients of a round."""
+        return min(self.experiment.clients_per_round, len(self.candidates()))
+
+    def sample_clients(self, t: int) -> list[Client]:
+        """The clients of round t, a function of (seed, t): without replacement among the candidates."""
         rng = numpy_generator(self.experiment.seed, "clients", t)
-        n = min(self.experiment.clients_per_round, len(eligible))
-        return clients_of(self.budgets, np.sort(rng.choice(eligible, n, replace=False)), self.data.num_examples)
+        ids = rng.choice(self.candidates(), self.sample_size, replace=False)
+        return clients_of(self.budgets, np.sort(ids), self.data.num_examples)
 
 
 def build_model(e: Experiment, method: Method, num_classes: int, meta: bool = False) -> ExitModel:

@@ -149,6 +149,27 @@ def plot_learning_curves(runs: Mapping[str, Sequence[dict]], colors: Mapping[str
     return ax
 
 
+def plot_tradeoff(frame: pd.DataFrame, x: str, label: str, title: str, ax=None, levels: str | None = None):
+    """Accuracy against what it costs, column ``x`` on a log axis, per method; points are named by ``column``.
+
+    ``frame`` has method, column, accuracy, ``x``; rows without ``x`` whose ``column`` is ``levels`` are dashed lines.
+    """
+    from .tables import LABELS
+
+    ax = _axes(ax)
+    for method, group in frame.groupby("method", sort=False):
+        color, points = COLORS.get(method), group.dropna(subset=[x]).sort_values(x)
+        ax.plot(points[x], points.accuracy, marker="o", color=color, label=LABELS.get(method, method))
+        for row in points.itertuples():
+            ax.annotate(row.column, (getattr(row, x), row.accuracy), (4, 5), textcoords="offset points", fontsize=7)
+        for level in group[group[x].isna() & (group.column == levels)].accuracy:
+            ax.axhline(level, color=color, linestyle="--", label=f"{LABELS.get(method, method)}, {levels}")
+    ax.set(xscale="log", xlabel=label, ylabel="test accuracy (%)", title=title)
+    ax.grid(alpha=0.3)
+    ax.legend(frameon=False, fontsize=8)
+    return ax
+
+
 def plot_costs(frame: pd.DataFrame, ax=None, x: str = "macs", y: str = "upload_mib"):
     """Cost ``y`` against cost ``x`` per exit; ``frame`` has method and the columns of ``costs.exit_costs``."""
     from .tables import LABELS

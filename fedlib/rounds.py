@@ -12,6 +12,7 @@ from .evaluation import evaluate
 from .executors import Execution, Memories, Trained, build_executor
 from .federation import Federation
 from .methods import Server
+from .privacy import privatise
 from .profiling import phase
 
 
@@ -57,7 +58,7 @@ def run_rounds(
 
             sums = merge_sums(map(record, executor.train(server, sampled, t, memories)))
             with phase("aggregation"):
-                server = method.aggregate(server, sums, t, setting)
+                server = method.aggregate(server, privatise(federation, server, sums, t), t, setting)
             memories.update(changed)
             due = t == e.rounds or (e.evaluate_every and t % e.evaluate_every == 0)
             with phase("evaluation"):

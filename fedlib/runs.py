@@ -19,6 +19,7 @@ from .experiment import Experiment
 from .federation import Federation, build_federation
 from .memories import ClientFiles
 from .methods import Server
+from .privacy import privacy_spent
 from .profiling import phase
 from .project import outputs_dir
 from .rounds import Round, run_rounds
@@ -74,6 +75,7 @@ def run(
     if (stored := find_run(e, folder)) is not None:
         return stored
     federation = build_federation(e, execution.device)  # refuses bad input before the folder exists
+    privacy_spent(federation, e.rounds)  # and noise without an accountant
     path = run_path(e, folder)
     path.mkdir(parents=True, exist_ok=True)
     try:

@@ -11,10 +11,12 @@ PACKAGE = Path(fedlib.__file__).parent
 LAYERS = [
     {"experiment", "rng", "slices", "project", "storage", "profiling"},
     {"models", "data", "aggregation", "distillation", "memories"},
+    {"uploads"},
     {"methods"},
     {"checks", "pretraining"},
     {"prefix"},
     {"federation"},
+    {"privacy"},
     {"cohort", "evaluation", "costs"},
     {"executors", "params", "estimate"},
     {"rounds"},
@@ -38,6 +40,7 @@ HEAVY = {
     "mamba_ssm",
     "causal_conv1d",
     "ipywidgets",
+    "dp_accounting",
 }
 PANDAS_FILES = {"tables.py", "plots.py", "statistics.py"}
 

@@ -25,6 +25,7 @@ from ..distillation import (
 from ..models.exits import Classifiers
 from ..models.vit import ViTConfig
 from ..slices import ParamInfo, Slice
+from ..uploads import UploadOptions, send
 
 
 @dataclass(frozen=True)
@@ -52,8 +53,8 @@ class Server:
 
 
 @dataclass(frozen=True)
-class Method:
-    """Early-exit federated learning with every choice at its plainest; see the hooks."""
+class Method(UploadOptions):
+    """Early-exit federated learning with every choice at its plainest; see the hooks and :class:`UploadOptions`."""
 
     distill: Literal["none", "best", "mutual", "last"] = "none"  # who teaches whom (L_kl, Eq. 5)
     kd_weight: float | None = None  # eta; None: ramped up over the first rounds
@@ -67,6 +68,9 @@ class Method:
     beta1: float = 0.9
     beta2: float = 0.999
     adam_tau: float = 1e-6
+
+    def __post_init__(self):
+        self.check_uploads(type(self).__name__.lower(), self.weighting)
 
     # --- what is built -------------------------------------------------------------------------------------------
 
@@ -125,6 +129,17 @@ class Method:
         g = cohort.recall("feddyn_gradient")  # zeros at a client's first participation
         cohort.sgd(self.local_loss, lambda name, p: feddyn_gradient(p, start[name], g[name], alpha))
         cohort.remember("feddyn_gradient", {n: g[n] - alpha * (p - start[n]) for n, p in cohort.params.items()})
+
+    def upload(self, cohort) -> Update:
+        """What a trained cohort sends: as it is, or compressed and clipped as the options say."""
+        if self.noise_multiplier and cohort.new_memories and not self.remembers:
+            raise ValueError(f"{type(self).__name__}: clients keep memory, so its property remembers must be True")
+        return send(self, cohort)
+
+    @property
+    def remembers(self) -> bool:
+        """Do clients keep memory across rounds? (Sampling then hides less: ``privacy.epsilon``.)"""
+        return self.aggregation == "feddyn" or self.error_feedback
 
     # --- the server ----------------------------------------------------------------------------------------------
 
