@@ -5,6 +5,7 @@ calls ``train_cohort`` and gives the same numbers up to float rounding.
 """
 
 import copy
+import math
 import threading
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -30,6 +31,7 @@ class Trained:
     sums: Sums
     memories: dict[int, dict[str, torch.Tensor]]  # of the clients whose memory changed
     losses: dict[int, float]  # mean training loss per client
+    nonfinite: tuple[int, ...] = ()  # clients whose loss or update holds a NaN or infinity (Experiment.nonfinite)
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,15 @@ def train_cohort(
     cohort = Cohort(model, f.frozen, f.setting.infos, f.experiment, f.data, server, t, members, slices, mine)
     f.method.client_update(cohort)
     losses = {c.id: float(x) for c, x in zip(cohort.clients, cohort.losses, strict=True)}
-    return Trained(f.method.summarise(cohort.update(), f.setting), cohort.new_memories, losses)
+    update, new_memories = cohort.update(), cohort.new_memories
+    nonfinite = {c: "loss" for c, x in losses.items() if not math.isfinite(x)} | update.nonfinite()
+    if nonfinite and f.experiment.nonfinite == "fail":
+        client, name = min(nonfinite.items())
+        raise FloatingPointError(f"round {t}: client {client}: {name} is not finite (nonfinite = 'fail')")
+    if nonfinite and f.experiment.nonfinite == "drop":
+        update = update.without(nonfinite)
+        new_memories, losses = ({c: x for c, x in d.items() if c not in nonfinite} for d in (new_memories, losses))
+    return Trained(f.method.summarise(update, f.setting), new_memories, losses, tuple(nonfinite))
 
 
 def plan_cohorts(
@@ -88,11 +98,15 @@ def plan_cohorts(
 
 @dataclass
 class InProcess:
-    """Trains cohorts in threads of this process; each thread keeps one model skeleton for the whole run."""
+    """Trains cohorts in threads of this process; each thread keeps one model skeleton for the whole run.
+
+    After :meth:`close` (a Ctrl-C, an error in another cohort) a thread stops at its next batch.
+    """
 
     federation: Federation
     execution: Execution
     _local: threading.local = field(default_factory=threading.local)
+    _closed: threading.Event = field(default_factory=threading.Event)
     _pool: ThreadPoolExecutor | None = None
 
     def train(self, server: Server, clients: list[Client], t: int, memories: Memories) -> Iterator[Trained]:
@@ -113,8 +127,14 @@ class InProcess:
     def _model(self) -> ExitModel:
         if not hasattr(self._local, "model"):
             self._local.model = copy.deepcopy(self.federation.model)
+            self._local.model.register_forward_pre_hook(self._stop_if_closed)
         return self._local.model
 
+    def _stop_if_closed(self, *_) -> None:
+        if self._closed.is_set():
+            raise RuntimeError("the executor was closed while this cohort was training")
+
     def close(self) -> None:
+        self._closed.set()
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)

@@ -17,6 +17,7 @@ LAYERS = [
     {"cohort", "evaluation", "costs"},
     {"executors", "params"},
     {"rounds"},
+    {"checkpoints"},
     {"runs"},
     {"tables"},
     {"plots"},
