@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .slices import ParamInfo, Slice, scatter_add_
+from .slices import ParamInfo, Slice, is_cut, scatter_add_
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -89,7 +89,7 @@ class MaskedMean:
             self.total[target] = torch.zeros(info.shape, dtype=torch.float64, device=value.device)
             for store in (self.weight, self.count):
                 store[target] = torch.zeros((), dtype=torch.float64, device=value.device)
-        if value.shape != info.shape and not self.weight[target].dim():
+        if is_cut(info, part) and not self.weight[target].dim():
             for store in (self.weight, self.count):
                 store[target] = store[target].expand(info.shape).clone()
         scatter_add_(self.total[target], value, info, part)

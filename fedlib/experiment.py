@@ -22,10 +22,10 @@ Scalar = bool | int | float | str | None | tuple
 class _Short(reprlib.Repr):
     """``repr`` for messages: a value of any size or depth takes a line or two."""
 
-    maxlevel, maxlist, maxtuple, maxdict, maxstring, maxother, maxlong = 3, 12, 12, 12, 120, 120, 60
-
     def __init__(self):
-        pass  # the limits above; the parent's constructor would set its own
+        super().__init__()
+        self.maxlevel, self.maxlist, self.maxtuple, self.maxdict = 3, 12, 12, 12
+        self.maxstring, self.maxother, self.maxlong = 120, 120, 60
 
     def repr_int(self, x: int, level: int) -> str:
         return super().repr_int(x, level) if x.bit_length() < 1000 else f"an integer of {x.bit_length()} bits"

@@ -147,7 +147,12 @@ def _load_path(path: Path) -> ImageData:
             if p.suffix == ".parquet":  # train.parquet, test-00000-of-00001.parquet; a single file is all training data
                 split = p.stem.split("-")[0] if len(files) > 1 else "train"
                 parquet.setdefault(split, []).append(str(p))
-        splits = load("parquet", data_files=parquet) if parquet else load("imagefolder", data_dir=str(path))
+        try:
+            splits = load("parquet", data_files=parquet) if parquet else load("imagefolder", data_dir=str(path))
+        except Exception as error:  # datasets raises many classes
+            raise ValueError(
+                f"experiment: dataset {str(path)!r} is unknown as parquet or image folder: {error}"
+            ) from error
         train = "train"
         if train not in splits:
             raise ValueError(f"{path}: no split named 'train'; found {', '.join(splits)}")
