@@ -3,12 +3,12 @@
 Sums run in float64 and are rounded once. Entries that no client held keep their value and their server state.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
 
-from .slices import ParamInfo, Slice, scatter_add_
+from .slices import ParamInfo, Slice, is_cut, scatter_add_
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -30,6 +30,28 @@ class Update:
     slices: tuple[Slice, ...]
     params: Tensors
     spans: Mapping[str, tuple[int, int]]
+
+    def nonfinite(self) -> dict[int, str]:
+        """Client id -> the first of its tensors with a NaN or infinity; one transfer from the device."""
+        names, k = list(self.params), len(self.clients)
+        finite = torch.ones(len(names), k, dtype=torch.bool, device=self.params[names[0]].device)
+        for i, name in enumerate(names):
+            lo, hi = self.spans[name]
+            finite[i, lo:hi] = self.params[name].reshape(hi - lo, -1).isfinite().all(1)
+        out: dict[int, str] = {}
+        for i, k in (~finite.cpu()).nonzero().tolist():
+            out.setdefault(self.clients[k].id, names[i])
+        return out
+
+    def without(self, ids: Container[int]) -> "Update":
+        """The update of the other clients."""
+        kept = [i for i, c in enumerate(self.clients) if c.id not in ids]
+        params, spans = {}, {}
+        for name, (lo, hi) in self.spans.items():
+            if rows := [i - lo for i in kept if lo <= i < hi]:
+                first = sum(i < lo for i in kept)
+                params[name], spans[name] = self.params[name][rows], (first, first + len(rows))
+        return Update(tuple(self.clients[i] for i in kept), tuple(self.slices[i] for i in kept), params, spans)
 
 
 class MaskedMean:
@@ -67,7 +89,7 @@ class MaskedMean:
             self.total[target] = torch.zeros(info.shape, dtype=torch.float64, device=value.device)
             for store in (self.weight, self.count):
                 store[target] = torch.zeros((), dtype=torch.float64, device=value.device)
-        if value.shape != info.shape and not self.weight[target].dim():
+        if is_cut(info, part) and not self.weight[target].dim():
             for store in (self.weight, self.count):
                 store[target] = store[target].expand(info.shape).clone()
         scatter_add_(self.total[target], value, info, part)

@@ -193,8 +193,8 @@ class Cohort:
     def _plan(self) -> Plan:
         """Draw every client's order and views from its own generator, a function of (seed, round, client)."""
         e, data, device = self.experiment, self.data, self.data.images.device
-        b, k = e.batch_size, len(self.clients)
-        counts = [c.num_examples for c in self.clients]
+        counts, k = [c.num_examples for c in self.clients], len(self.clients)
+        b = min(e.batch_size, max(counts))
         per_epoch = [math.ceil(n / b) for n in counts]
         steps = e.local_epochs * max(per_epoch)
         rows = np.zeros((steps, k, b), np.int64)

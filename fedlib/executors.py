@@ -5,6 +5,7 @@ calls ``train_cohort`` and gives the same numbers up to float rounding.
 """
 
 import copy
+import math
 import threading
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -32,6 +33,7 @@ class Trained:
     sums: Sums
     memories: dict[int, dict[str, torch.Tensor]]  # of the clients whose memory changed
     losses: dict[int, float]  # mean training loss per client
+    nonfinite: tuple[int, ...] = ()  # clients whose loss or update holds a NaN or infinity (Experiment.nonfinite)
 
 
 @dataclass(frozen=True)
@@ -71,8 +73,16 @@ def train_cohort(
         cohort = Cohort(f, model, server, t, members, slices, mine)
     f.method.client_update(cohort)
     losses = {c.id: float(x) for c, x in zip(cohort.clients, cohort.losses, strict=True)}
+    nonfinite = {c: "loss" for c, x in losses.items() if not math.isfinite(x)} | cohort.update().nonfinite()
+    if nonfinite and f.experiment.nonfinite == "fail":
+        client, name = min(nonfinite.items())
+        raise FloatingPointError(f"round {t}: client {client}: {name} is not finite (nonfinite = 'fail')")
     with phase("aggregation"):
-        return Trained(f.method.summarise(f.method.upload(cohort), f.setting), cohort.new_memories, losses)
+        update, new_memories = f.method.upload(cohort), cohort.new_memories
+        if nonfinite and f.experiment.nonfinite == "drop":
+            update = update.without(nonfinite)
+            new_memories, losses = ({c: x for c, x in d.items() if c not in nonfinite} for d in (new_memories, losses))
+        return Trained(f.method.summarise(update, f.setting), new_memories, losses, tuple(nonfinite))
 
 
 CACHE_BYTES = {"stacked": 2.5 * 2**20, "shared": 16 * 2**20}
@@ -88,7 +98,7 @@ def automatic_cohort_size(f: Federation) -> int:
     cache), LoRA 1.17. GPU: as many as fit, by the activations that autograd keeps.
     """
     config, e = f.model.vit.config, f.experiment
-    tokens = e.batch_size * (config.num_patches + config.prefix_tokens)
+    tokens = min(e.batch_size, int(f.data.num_examples.max())) * (config.num_patches + config.prefix_tokens)
     if f.device.type == "cpu":
         trains_blocks = any(
             i.role == "backbone" and i.unit >= 0 for n, i in f.setting.infos.items() if n in f.server.params
@@ -118,11 +128,15 @@ def plan_cohorts(
 
 @dataclass
 class InProcess:
-    """Trains cohorts in threads of this process; each thread keeps one model skeleton for the whole run."""
+    """Trains cohorts in threads of this process; each thread keeps one model skeleton for the whole run.
+
+    After :meth:`close` (a Ctrl-C, an error in another cohort) a thread stops at its next batch.
+    """
 
     federation: Federation
     execution: Execution
     _local: threading.local = field(default_factory=threading.local)
+    _closed: threading.Event = field(default_factory=threading.Event)
     _pool: ThreadPoolExecutor | None = None
 
     def __post_init__(self):
@@ -146,8 +160,14 @@ class InProcess:
     def _model(self) -> ExitModel:
         if not hasattr(self._local, "model"):
             self._local.model = copy.deepcopy(self.federation.model)
+            self._local.model.register_forward_pre_hook(self._stop_if_closed)
         return self._local.model
 
+    def _stop_if_closed(self, *_) -> None:
+        if self._closed.is_set():
+            raise RuntimeError("the executor was closed while this cohort was training")
+
     def close(self) -> None:
+        self._closed.set()
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)

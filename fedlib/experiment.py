@@ -9,12 +9,29 @@ import difflib
 import hashlib
 import json
 import math
+import reprlib
+import sys
 import types
 import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 Scalar = bool | int | float | str | None | tuple
+
+
+class _Short(reprlib.Repr):
+    """``repr`` for messages: a value of any size or depth takes a line or two."""
+
+    def __init__(self):
+        super().__init__()
+        self.maxlevel, self.maxlist, self.maxtuple, self.maxdict = 3, 12, 12, 12
+        self.maxstring, self.maxother, self.maxlong = 120, 120, 60
+
+    def repr_int(self, x: int, level: int) -> str:
+        return super().repr_int(x, level) if x.bit_length() < 1000 else f"an integer of {x.bit_length()} bits"
+
+
+shown = _Short().repr
 
 
 def did_you_mean(value: object, allowed: Iterable[str]) -> str:
@@ -30,10 +47,12 @@ def check_fields(cls: type, values: Mapping[str, object], where: str) -> dict[st
     Raises ``ValueError`` naming ``where``, the key, the bad value and what is allowed.
     """
     hints, names = typing.get_type_hints(cls), {f.name for f in dataclasses.fields(cls)}
+    if not isinstance(values, Mapping):
+        raise ValueError(f"{where} = {shown(values)}: expected a mapping of names to values")
     out = {}
     for key, value in values.items():
         if key not in names:
-            raise ValueError(f"{where}: unknown key {key!r}{did_you_mean(key, names)}")
+            raise ValueError(f"{where}: unknown key {shown(key)}{did_you_mean(key, names)}")
         out[key] = _convert(value, hints[key], f"{where}: {key}")
     return out
 
@@ -54,22 +73,37 @@ def _convert(value: object, hint: object, where: str) -> object:
     if origin is typing.Literal:
         if isinstance(value, str) and value in args:
             return value
-        raise ValueError(f"{where} = {value!r} is not possible{did_you_mean(value, args)}")
+        raise ValueError(f"{where} = {shown(value)} is not possible{did_you_mean(value, args)}")
     if origin is tuple:
         if isinstance(value, (list, tuple)):
             return tuple(_convert(v, args[0], where) for v in value)
-        raise ValueError(f"{where} = {value!r}: expected a list")
+        raise ValueError(f"{where} = {shown(value)}: expected a list")
     if origin in (Mapping, dict) or hint in (Mapping, dict):
         if isinstance(value, Mapping) and all(isinstance(k, str) for k in value):
-            return {k: tuple(v) if isinstance(v, list) else v for k, v in sorted(value.items())}
-        raise ValueError(f"{where} = {value!r}: expected a mapping of names to values")
+            return {k: _scalar(v, f"{where}.{k[:40]}") for k, v in sorted(value.items())}
+        raise ValueError(f"{where} = {shown(value)}: expected a mapping of names to values")
     if hint is float and isinstance(value, (int, float)) and not isinstance(value, bool):
-        if math.isfinite(value):
+        if abs(value) <= sys.float_info.max:  # neither NaN, nor infinite, nor an integer that no float can hold
             return float(value)
-        raise ValueError(f"{where} = {value!r}: expected a finite number")
+        raise ValueError(f"{where} = {shown(value)}: expected a finite number")
     if isinstance(hint, type) and type(value) is hint:
-        return value
-    raise ValueError(f"{where} = {value!r}: expected {getattr(hint, '__name__', hint)}, got {type(value).__name__}")
+        return _scalar(value, where)
+    raise ValueError(
+        f"{where} = {shown(value)}: expected {getattr(hint, '__name__', hint)}, got {type(value).__name__}"
+    )
+
+
+def _scalar(value: object, where: str, depth: int = 3) -> Scalar:
+    """A value as JSON can hold it: bool, number, string, None, or a list of such (a tuple here)."""
+    if isinstance(value, (list, tuple)) and depth:
+        return tuple(_scalar(v, where, depth - 1) for v in value)
+    if type(value) is int and abs(value) >= 2**63 or type(value) is float and not math.isfinite(value):
+        raise ValueError(f"{where} = {shown(value)}: expected a finite number of at most 64 bits")
+    if type(value) is str and len(value) > 1000:
+        raise ValueError(f"{where} = {shown(value)}: {len(value)} characters are too many")
+    if not (value is None or type(value) in (bool, int, float, str)):
+        raise ValueError(f"{where} = {shown(value)}: expected a number, a string, true, false, null or a list of such")
+    return value
 
 
 @dataclass(frozen=True)
@@ -110,6 +144,8 @@ class Experiment:
     weight_decay: float = 0.0
     clip_value: float | None = 1.0  # element-wise
     precision: typing.Literal["float32", "bfloat16"] = "float32"  # of local training's matmuls (autocast)
+    # A NaN or infinite update ends the run as diverged, is left out and counted, or is an error with client and tensor.
+    nonfinite: typing.Literal["record", "drop", "fail"] = "record"
     evaluate_every: int = 0  # rounds; 0: only after the last
     seed: int = 1
 
@@ -164,7 +200,7 @@ class Experiment:
     def slug(self) -> str:
         """The run directory's name: readable, unique by the hash, safe on any file system."""
         words = (self.method, self.dataset.rstrip("/").split("/")[-1], self.finetune, f"s{self.seed}")
-        text = "-".join("".join(c if c.isalnum() or c in "_." else "_" for c in w) for w in words)
+        text = "-".join("".join(c if c.isascii() and c.isalnum() or c in "_." else "_" for c in w) for w in words)
         return f"{text[:80]}-{self.hash}"
 
     def replace(self, **changes: object) -> "Experiment":

@@ -77,8 +77,14 @@ def build_federation(e: Experiment, device: str = "cpu") -> Federation:
     setting = Setting(model.vit.config, model.exit_blocks, infos, e.num_clients, e.rounds)
     method.check(setting, e.finetune)
     budgets = budgets_of(e)
-    if not len(method.eligible(budgets, setting)):
+    eligible = method.eligible(budgets, setting)
+    if not len(eligible):
         raise ValueError(f"experiment: no client is eligible for {e.method} with budgets = {e.budgets!r}")
+    if not data.num_examples[eligible].any():
+        raise ValueError(
+            f"experiment: partition = {e.partition!r} leaves none of the {len(eligible)} clients that {e.method} can "
+            "sample an example"
+        )
     server = method.init_server(model.trainable(), setting)
     blocks, c = model.prefix_blocks(), model.vit.config
     caches = [

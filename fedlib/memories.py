@@ -1,5 +1,6 @@
 """Client memories across rounds: named tensors per client, on disk unless they changed since the last checkpoint."""
 
+import re
 from collections.abc import Iterator, MutableMapping
 from pathlib import Path
 
@@ -9,13 +10,16 @@ from .storage import read_tensors, write_tensors
 
 
 class ClientFiles(MutableMapping[int, dict[str, torch.Tensor]]):
-    """Client memories on disk, ``<client>-<round>.safetensors``; only what changed since the checkpoint is in RAM."""
+    """Client memories on disk, ``<client>-<round>.safetensors``; only what changed since the checkpoint is in RAM.
+
+    A file that a checkpoint named stays as long as that checkpoint is one of the last two.
+    """
 
     def __init__(self, folder: Path, device: str = "cpu"):
         self.folder, self.device = folder, device
         self.rounds: dict[int, int] = {}  # client -> the round that the checkpoint names
+        self.replaced: list[tuple[int, int]] = []  # (client, round) that only the checkpoint before it names
         self.changed: dict[int, dict[str, torch.Tensor]] = {}
-        self.replaced: list[Path] = []
 
     def _file(self, client: int, t: int) -> Path:
         return self.folder / f"{client}-{t}.safetensors"
@@ -41,23 +45,21 @@ class ClientFiles(MutableMapping[int, dict[str, torch.Tensor]]):
         return len(self.rounds | self.changed)
 
     def write(self, t: int) -> None:
-        """Write what changed; the files it replaces stay until :meth:`drop_replaced`."""
+        """Write what changed, for a checkpoint of round ``t`` to name."""
+        self.replaced = [(c, self.rounds[c]) for c in self.changed if self.rounds.get(c, t) != t]
         for client, memory in self.changed.items():
             write_tensors(self._file(client, t), memory, {})
-            if self.rounds.get(client, t) != t:
-                self.replaced.append(self._file(client, self.rounds[client]))
-            self.rounds[client] = t
+        self.rounds |= dict.fromkeys(self.changed, t)
         self.changed = {}
 
-    def drop_replaced(self) -> None:
-        """Delete what no checkpoint names any more."""
-        for file in self.replaced:
-            file.unlink(missing_ok=True)
-        self.replaced = []
-
     def drop_unnamed(self) -> None:
-        """Delete files of rounds that did not count: written before a kill, but named by no checkpoint."""
-        named = {self._file(c, t).name for c, t in self.rounds.items()}
+        """Delete the files that neither of the last two checkpoints names."""
+        named = {self._file(c, t).name for c, t in (*self.rounds.items(), *self.replaced)}
         for file in self.folder.glob("*.safetensors"):
-            if file.name not in named:
+            if file.name not in named and re.fullmatch(r"\d+-\d+\.safetensors", file.name):
                 file.unlink(missing_ok=True)
+
+    def check(self) -> None:
+        """Read every named file once: ``DamagedFile`` now and not at round 900."""
+        for client, t in self.rounds.items():
+            read_tensors(self._file(client, t))

@@ -6,13 +6,16 @@ what it needs beyond the profile (a stand-in backbone). ``options`` and ``finetu
 """
 
 import itertools
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from functools import cache
 from pathlib import Path
 
-from .experiment import Experiment, did_you_mean
+from .experiment import Experiment, did_you_mean, shown
 from .project import params_dir
 
+MAX_BYTES = 2**20  # of a params file
 GRID_KEYS = {"seeds", "columns", "fallback"}  # profile keys that say which cells, not what a cell is
 SPEC_KEYS = {"extends", "common", "axes", "variants", "columns", "claims"}  # and the profiles' names
 VARIANT_KEYS = {"label", "finetune"}  # of a variant; all others are fields of Experiment
@@ -36,18 +39,44 @@ class Cell:
 
 
 def load_yaml(path: Path) -> dict:
-    """Read a mapping with YAML's safe loader (no object tags)."""
+    """Read a mapping with YAML's safe loader: no object tags, no key given twice, no file over a mebibyte."""
     import yaml
 
     try:
-        value = yaml.safe_load(path.read_text()) or {}
+        if path.stat().st_size > MAX_BYTES:
+            raise ValueError(f"{path.stat().st_size} bytes exceed the {MAX_BYTES} of a params file")
+        value = yaml.load(path.read_text(encoding="utf-8"), _strict_loader())
     except FileNotFoundError as error:
         raise ValueError(f"no such params file: {path}") from error
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as error:
         raise ValueError(f"{path}: not plain YAML: {error}") from error
+    value = {} if value is None else value
     if not isinstance(value, dict):
         raise ValueError(f"{path}: expected a mapping of names to values, got {type(value).__name__}")
     return value
+
+
+@cache
+def _strict_loader() -> type:
+    """YAML's safe loader, which would let the last of two equal keys win and lets aliases grow without bound."""
+    import yaml
+
+    class Strict(yaml.SafeLoader):
+        def compose_mapping_node(self, anchor):
+            node = super().compose_mapping_node(anchor)
+            for key, count in Counter(k.value for k, _ in node.value if isinstance(k, yaml.ScalarNode)).items():
+                if count > 1:
+                    raise yaml.MarkedYAMLError("a mapping", node.start_mark, f"key {key!r} is given twice")
+            return node
+
+        def compose_node(self, parent, index):
+            if self.check_event(yaml.AliasEvent):
+                raise yaml.MarkedYAMLError(
+                    "an alias", self.peek_event().start_mark, "aliases are not used: write it out"
+                )
+            return super().compose_node(parent, index)
+
+    return Strict
 
 
 def load_profile(profile: str) -> dict:
@@ -55,7 +84,7 @@ def load_profile(profile: str) -> dict:
     folder = params_dir() / "profiles"
     known = sorted(p.stem for p in folder.glob("*.yaml"))
     if profile not in known:
-        raise ValueError(f"profile = {profile!r} is unknown{did_you_mean(profile, known)}")
+        raise ValueError(f"profile = {shown(profile)} is unknown{did_you_mean(profile, known)}")
     return load_yaml(folder / f"{profile}.yaml")
 
 
@@ -95,6 +124,9 @@ def load_spec(paper: str, table: str) -> dict:
     limited to, and fields of the experiment, and ``axes.variant`` may choose among them.
     """
     folder = params_dir() / paper
+    known = sorted(p.stem for p in folder.glob("*.yaml"))
+    if table not in known:
+        raise ValueError(f"table = {shown(table)} is unknown{did_you_mean(table, known)}")
     spec = load_yaml(folder / f"{table}.yaml")
     profiles = {p.stem for p in (params_dir() / "profiles").glob("*.yaml")}
     for key in spec:
@@ -120,11 +152,11 @@ def load_grid(paper: str, table: str, profile: str, overrides: Mapping[str, obje
     ``ValueError`` before any compute.
     """
     base, methods = _paper(paper)
-    spec, sizes, overrides = load_spec(paper, table), load_profile(profile), dict(overrides or {})
+    spec, sizes, overrides = load_spec(paper, table), load_profile(profile), _given(overrides)
     allowed = {f.name for f in fields(Experiment)} | {"seeds", "columns", "variant"}
     for key in overrides:
         if key not in allowed:
-            raise ValueError(f"overrides: unknown key {key!r}{did_you_mean(key, allowed)}")
+            raise ValueError(f"overrides: unknown key {shown(key)}{did_you_mean(key, allowed)}")
     kept = dict(spec.get(profile, {}))  # the table's own word at this profile: its cells, then any other key
     finetunes = _listed(overrides.pop("finetune", kept.pop("finetune", spec["axes"]["finetune"])))
     variants = _variants(spec, kept.pop("variant", list(spec["variants"])), overrides)
@@ -176,9 +208,24 @@ def _variants(spec: dict, kept: list[str], overrides: dict) -> dict[str, dict]:
     return {name: known[name] for name in names}
 
 
+def _given(overrides: Mapping[str, object] | None) -> dict[str, object]:
+    """``overrides`` as a dict; ``ValueError`` names a key of the grid that is no name, or no list of such."""
+    if overrides is not None and not isinstance(overrides, Mapping):
+        raise ValueError(f"overrides = {shown(overrides)}: expected a mapping of names to values")
+    overrides = dict(overrides or {})
+    for key, kind in {"finetune": str, "method": str, "variant": str, "columns": str, "seeds": int}.items():
+        value = overrides.get(key, [])
+        value = [value] if type(value) is kind else value
+        if not isinstance(value, (list, tuple)) or any(type(v) is not kind for v in value):
+            raise ValueError(f"overrides: {key} = {shown(overrides[key])}: expected a list of {kind.__name__}")
+        if key in overrides:
+            overrides[key] = list(value)
+    return overrides
+
+
 def _paper(paper: str) -> tuple[dict, dict]:
-    folder = params_dir() / paper
-    if not folder.is_dir():
-        known = [p.name for p in params_dir().iterdir() if p.is_dir() and p.name != "profiles"]
-        raise ValueError(f"paper = {paper!r} is unknown{did_you_mean(paper, known)}")
+    folder = params_dir() / str(paper)
+    known = [p.name for p in params_dir().iterdir() if p.is_dir() and p.name != "profiles"]
+    if paper not in known:
+        raise ValueError(f"paper = {shown(paper)} is unknown{did_you_mean(paper, known)}")
     return load_yaml(folder / "base.yaml"), load_yaml(folder / "methods.yaml")

@@ -2,14 +2,14 @@
 
 import time
 from collections.abc import Iterator, Mapping, MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 
 from .aggregation import merge_sums
 from .evaluation import evaluate
 from .executors import Execution, Memories, Trained, build_executor
+from .experiment import Experiment
 from .federation import Federation
 from .methods import Server
 from .privacy import privatise
@@ -23,14 +23,16 @@ class Round:
     t: int
     server: Server
     memories: Memories  # of the clients whose memory changed
-    losses: dict[int, float]  # mean training loss per sampled client
+    losses: dict[int, float]  # mean training loss per sampled client whose update counts
     metrics: Mapping[str, object] | None  # see evaluation.evaluate; None when not due
     seconds: float
+    diverged: bool = False  # did a client's loss or update, or the server's state, become infinite or NaN?
+    dropped: tuple[int, ...] = ()  # clients whose update was left out for that reason
 
-    @property
-    def diverged(self) -> bool:
-        """Did a client's loss become infinite or NaN?"""
-        return not np.isfinite(list(self.losses.values())).all()
+
+def is_due(e: Experiment, t: int) -> bool:
+    """Is round ``t`` evaluated?"""
+    return t == e.rounds or (e.evaluate_every > 0 and t % e.evaluate_every == 0)
 
 
 def run_rounds(
@@ -50,19 +52,29 @@ def run_rounds(
             sampled = federation.sample_clients(t)
             changed: dict[int, dict[str, torch.Tensor]] = {}
             losses: dict[int, float] = {}
+            nonfinite: list[int] = []
 
-            def record(trained: Trained, changed=changed, losses=losses):
+            def record(trained: Trained, changed=changed, losses=losses, nonfinite=nonfinite):
                 changed.update(trained.memories)
                 losses.update(trained.losses)
+                nonfinite.extend(trained.nonfinite)
                 return trained.sums
 
             sums = merge_sums(map(record, executor.train(server, sampled, t, memories)))
             with phase("aggregation"):
-                server = method.aggregate(server, privatise(federation, server, sums, t), t, setting)
+                sums = privatise(federation, server, sums, t)
+                # without sums every client was dropped: nothing arrived
+                server = method.aggregate(server, sums, t, setting) if sums else replace(server, t=t)
             memories.update(changed)
-            due = t == e.rounds or (e.evaluate_every and t % e.evaluate_every == 0)
             with phase("evaluation"):
-                metrics = evaluate(federation, server) if due else None
-            yield Round(t, server, changed, losses, metrics, time.perf_counter() - began)
+                metrics = evaluate(federation, server) if is_due(e, t) else None
+            dropped = tuple(sorted(nonfinite)) if e.nonfinite == "drop" else ()
+            diverged = len(nonfinite) > len(dropped) or not _is_finite(server)
+            yield Round(t, server, changed, losses, metrics, time.perf_counter() - began, diverged, dropped)
     finally:
         executor.close()
+
+
+def _is_finite(server: Server) -> bool:
+    """Is every trained number finite? (Finite updates can still overflow in a server's optimiser.)"""
+    return bool(torch.stack([p.isfinite().all() for p in server.params.values()]).all())

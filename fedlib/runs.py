@@ -1,29 +1,28 @@
 """Stored runs: asking for a stored experiment returns it at once, an interrupted one goes on from its checkpoint.
 
 ``outputs/runs/<slug>/`` holds ``experiment.json`` (with provenance), ``metrics.jsonl`` (a line per evaluated round),
-``checkpoint.safetensors`` and ``clients/`` while it runs, and ``summary.json``, written last: its existence means done.
+the checkpoints and ``clients/`` (``checkpoints.py``), and ``summary.json``, written last: its existence means done.
 """
 
-import json
 import os
 import platform
 import time
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from .checkpoints import Checkpoints
 from .executors import Execution
 from .experiment import Experiment
 from .federation import Federation, build_federation
-from .memories import ClientFiles
-from .methods import Server
 from .privacy import privacy_spent
 from .profiling import phase
 from .project import outputs_dir
-from .rounds import Round, run_rounds
-from .storage import read_json, read_tensors, write_json, write_tensors
+from .rounds import Round, is_due, run_rounds
+from .storage import DamagedFile, read_json, read_lines, write_json
 
 
 @dataclass(frozen=True)
@@ -47,14 +46,29 @@ def run_path(e: Experiment, folder: Path | None = None) -> Path:
 
 
 def find_run(e: Experiment, folder: Path | None = None) -> Run | None:
-    """The stored run of ``e``, or None if it is missing or unfinished. ``ValueError`` if its files are damaged."""
+    """The stored run of ``e``, or None if it is missing or unfinished; ``DamagedFile`` names a file not to believe."""
     path = run_path(e, folder)
     if not (path / "summary.json").exists():
         return None
     stored = Experiment.from_dict(read_json(path / "experiment.json")["experiment"], str(path / "experiment.json"))
     if stored.to_dict() != e.to_dict():
         raise ValueError(f"{path} holds another experiment of the same name; move it away")
-    return Run(e, path, read_json(path / "summary.json"), _read_metrics(path / "metrics.jsonl"))
+    summary, metrics = read_json(path / "summary.json"), read_lines(path / "metrics.jsonl")
+    found, due = [m["t"] for m in metrics], [t for t in range(1, summary["t"] + 1) if is_due(e, t)]
+    if found != due:
+        raise DamagedFile(path / "metrics.jsonl", f"it holds rounds {found} instead of {due}")
+    return Run(e, path, summary, metrics)
+
+
+def _find_good(e: Experiment, folder: Path | None) -> Run | None:
+    """:func:`find_run`, but None if a file is damaged that the run's checkpoint can rebuild."""
+    try:
+        return find_run(e, folder)
+    except DamagedFile as error:
+        if not Checkpoints(run_path(e, folder), e).exists():
+            raise
+        warnings.warn(f"{error.path} is damaged ({error.reason}): rebuilding it from the checkpoint", stacklevel=3)
+        return None
 
 
 def run(
@@ -67,20 +81,21 @@ def run(
 ) -> Run | None:
     """Return the run of ``e``: from the store, resumed, or from the start.
 
-    If another process is running it, wait for that one (or return None with ``wait=False``). A run whose loss becomes
-    infinite or NaN ends with status ``diverged``: a result like any other.
+    If another process is running it, wait for that one (or return None with ``wait=False``). A run whose loss or update
+    becomes infinite or NaN ends with status ``diverged``: a result like any other (see ``Experiment.nonfinite``).
     """
     from filelock import FileLock, Timeout
 
-    if (stored := find_run(e, folder)) is not None:
+    if (stored := _find_good(e, folder)) is not None:
         return stored
+    path = run_path(e, folder)
+    _check_folder(path)
     federation = build_federation(e, execution.device)  # refuses bad input before the folder exists
     privacy_spent(federation, e.rounds)  # and noise without an accountant
-    path = run_path(e, folder)
     path.mkdir(parents=True, exist_ok=True)
     try:
         with FileLock(path / ".lock", timeout=-1 if wait else 0):
-            if (stored := find_run(e, folder)) is None:
+            if (stored := _find_good(e, folder)) is None:
                 _continue(federation, execution, path, progress, checkpoint_seconds)
                 stored = find_run(e, folder)
     except Timeout:
@@ -99,7 +114,7 @@ def run_all(
     from tqdm.auto import tqdm
 
     experiments = list(experiments)
-    missing = [e for e in experiments if find_run(e, folder) is None]
+    missing = [e for e in experiments if _find_good(e, folder) is None]
     bar = tqdm(missing, desc="runs", disable=not progress or not missing)
     busy = [e for e in bar if run(e, execution, folder, progress, checkpoint_seconds, wait=False) is None]
     for e in busy:
@@ -107,13 +122,27 @@ def run_all(
     return [find_run(e, folder) for e in experiments]
 
 
+def _check_folder(path: Path) -> None:
+    """Raise, before any compute, if ``path`` could not be written or leads elsewhere."""
+    for own in (path, path / "clients"):
+        if own.is_symlink():
+            raise ValueError(
+                f"{own} is a symbolic link; a run has folders of its own: put what it points to in its place"
+            )
+    nearest = next(p for p in (path, *path.parents) if p.exists())
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
+        raise PermissionError(
+            f"{nearest} cannot be written, so no run can be stored in it; set FEDLIB_OUTPUTS to a folder that can"
+        )
+
+
 def _continue(f: Federation, execution: Execution, path: Path, progress: bool, checkpoint_seconds: float) -> None:
     """Run the rounds that are not in the checkpoint and write the summary."""
     from tqdm.auto import tqdm
 
-    write_json(path / "experiment.json", {"experiment": f.experiment.to_dict(), "provenance": provenance(execution)})
-    store = _Checkpoints(path)
+    store = Checkpoints(path, f.experiment)
     server = store.restore(f)
+    write_json(path / "experiment.json", {"experiment": f.experiment.to_dict(), "provenance": provenance(execution)})
     bar = tqdm(
         total=f.experiment.rounds, initial=server.t, desc=f.experiment.slug, disable=not progress, leave=False,
         mininterval=0.5,
@@ -135,7 +164,7 @@ def _continue(f: Federation, execution: Execution, path: Path, progress: bool, c
     _finish(f, store, record, path)
 
 
-def _finish(f: Federation, store: "_Checkpoints", last: Round | None, path: Path) -> None:
+def _finish(f: Federation, store: Checkpoints, last: Round | None, path: Path) -> None:
     """Write the last checkpoint, then the summary."""
     from .evaluation import evaluate
 
@@ -143,69 +172,9 @@ def _finish(f: Federation, store: "_Checkpoints", last: Round | None, path: Path
         metrics = last.metrics if last.metrics is not None else evaluate(f, last.server)
         status = "diverged" if last.diverged else "finished"
         with phase("files"):
-            store.save(last.server, {"t": last.t, "status": status, **metrics})
+            store.save(last.server, {"t": last.t, "status": status, **metrics, **store.drops()})
     summary = dict(store.final, seconds=round(store.seconds, 2), num_examples=int(f.data.num_examples.sum()))
     write_json(path / "summary.json", summary)
-
-
-class _Checkpoints:
-    """One checkpoint, replaced atomically; client memories in files by round that the checkpoint names."""
-
-    def __init__(self, path: Path):
-        self.path = path
-        self.seconds, self.final = 0.0, {}
-        self.memories = ClientFiles(path / "clients")
-        self.lines: list[dict] = []  # metrics not yet written
-
-    def note(self, r: Round) -> None:
-        """Remember what a round changed until the next :meth:`save`."""
-        self.seconds += r.seconds
-        if r.metrics is not None:
-            loss = sum(r.losses.values()) / len(r.losses)
-            self.lines.append({"t": r.t, **r.metrics, "train_loss": round(loss, 6), "seconds": round(self.seconds, 2)})
-
-    def save(self, server: Server, final: dict | None = None) -> None:
-        """Memories, then metrics, then the checkpoint that makes both count; then drop what nothing names."""
-        self.final = final or {}
-        self.memories.write(server.t)
-        with open(self.path / "metrics.jsonl", "a") as f:
-            f.writelines(json.dumps(line) + "\n" for line in self.lines)
-            f.flush()
-            os.fsync(f.fileno())
-        self.lines = []
-        tensors = {f"params/{k}": v for k, v in server.params.items()}
-        tensors |= {f"memory/{k}": v for k, v in server.memory.items()}
-        metadata = {"t": server.t, "memories": self.memories.rounds, "seconds": self.seconds, "final": self.final}
-        write_tensors(self.path / "checkpoint.safetensors", tensors, metadata)
-        self.memories.drop_replaced()
-
-    def restore(self, f: Federation) -> Server:
-        """The state to go on from (round 0 if there is no checkpoint); forgets metrics of rounds that did not count."""
-        file, metrics = self.path / "checkpoint.safetensors", self.path / "metrics.jsonl"
-        server, self.memories.device = f.server, str(f.device)
-        if file.exists():
-            tensors, metadata = read_tensors(file, str(f.device))
-            parts = {p: {k[len(p) :]: v for k, v in tensors.items() if k.startswith(p)} for p in ("params/", "memory/")}
-            server = Server(metadata["t"], parts["params/"], parts["memory/"])
-            self.memories.rounds = {int(c): t for c, t in metadata["memories"].items()}
-            self.seconds, self.final = metadata["seconds"], metadata["final"]
-        kept = [line for line in _read_metrics(metrics) if line["t"] <= server.t]
-        metrics.write_text("".join(json.dumps(line) + "\n" for line in kept))
-        self.memories.drop_unnamed()
-        if self.final:  # killed between the last checkpoint and the summary
-            server = Server(f.experiment.rounds, server.params, server.memory)
-        return server
-
-
-def _read_metrics(file: Path) -> list[dict]:
-    """The complete lines of a metrics file; a last line cut short by a kill is not one."""
-    if not file.exists():
-        return []
-    lines = file.read_text().split("\n")[:-1]
-    try:
-        return [json.loads(line) for line in lines]
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{file} is damaged ({error}); delete the run's folder to run it again") from error
 
 
 def provenance(execution: Execution) -> dict:

@@ -72,6 +72,11 @@ def _cuts(info: ParamInfo, part: Slice) -> list[tuple[int, Sequence[int]]]:
     return cuts
 
 
+def is_cut(info: ParamInfo, part: Slice) -> bool:
+    """Does ``part`` keep less than the whole parameter, or all of it in another order?"""
+    return bool(_cuts(info, part))
+
+
 def take(tensor: torch.Tensor, info: ParamInfo, part: Slice) -> torch.Tensor:
     """The sub-tensor of a parameter that ``part`` keeps (a view where the kept indices are contiguous)."""
     for dim, kept in _cuts(info, part):

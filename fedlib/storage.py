@@ -1,55 +1,148 @@
-"""Files that survive a kill at any moment: temporary file, fsync, ``os.replace``. Nothing is ever unpickled."""
+"""Files that survive a kill at any moment and are never silently wrong.
 
+Written to a temporary file, synced, then ``os.replace``d. Every JSON object, every line of metrics and every tensor
+file carries a digest of its content (16 hex digits of a SHA-256), checked at each reading. Nothing is ever unpickled.
+"""
+
+import contextlib
+import hashlib
 import json
 import os
-from collections.abc import Mapping
+import stat
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 
+MAX_OBJECT, MAX_LINES = 2**20, 2**26  # bytes of a JSON object and of a metrics file: more is not ours
 
-def replace_file(path: Path, write) -> None:
-    """Call ``write(temporary path)``, then put the result in place of ``path`` atomically."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+
+class DamagedFile(ValueError):
+    """A stored file that is cut short, altered, missing or not what its name says."""
+
+    def __init__(self, path: Path, reason: object):
+        super().__init__(
+            f"{path} is damaged ({reason}); restore it from a copy, or delete the run's folder to run it again"
+        )
+        self.path, self.reason = path, reason
+
+
+def replace_file(path: Path, data: bytes, previous: Path | None = None) -> None:
+    """Put ``data`` in place of ``path`` atomically; what was there becomes ``previous``, if given.
+
+    ``OSError`` (disk full, read-only, over quota) names the file; then what was stored before is as it was.
+    """
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        write(part)
-        with open(part, "rb+") as f:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(part, "wb") as f:
+            f.write(data)
+            f.flush()
             os.fsync(f.fileno())
+        if previous is not None and path.exists():
+            os.replace(path, previous)
         os.replace(part, path)
+    except OSError as error:
+        text = f"{error.strerror}: could not be written; what was stored before is untouched, run again to go on"
+        raise OSError(error.errno, text, str(path)) from error
     finally:
-        part.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)
 
 
-def write_json(path: Path, value: object) -> None:
-    """Write ``value`` as indented JSON, atomically."""
-    replace_file(path, lambda part: part.write_text(json.dumps(value, indent=1, sort_keys=True) + "\n"))
+def write_json(path: Path, value: Mapping[str, object]) -> None:
+    """Write ``value`` with its digest as indented JSON, atomically."""
+    replace_file(path, (json.dumps(_seal(value), indent=1, sort_keys=True) + "\n").encode())
 
 
-def read_json(path: Path) -> object:
-    """Read JSON; a damaged file raises ``ValueError`` that names it."""
-    try:
-        return json.loads(path.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is damaged ({error}); delete it to run the experiment again") from error
+def read_json(path: Path) -> dict:
+    """Inverse of :func:`write_json`; ``DamagedFile`` if its content is not what was written."""
+    return _unseal(path, _read_text(path, MAX_OBJECT))
 
 
-def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, object]) -> None:
-    """Write tensors with JSON metadata as safetensors, atomically."""
-    from safetensors.torch import save_file
+def write_lines(path: Path, records: Sequence[Mapping[str, object]]) -> None:
+    """Write one JSON object a line, each with its digest, atomically."""
+    replace_file(path, "".join(json.dumps(_seal(r)) + "\n" for r in records).encode())
+
+
+def read_lines(path: Path) -> list[dict]:
+    """Inverse of :func:`write_lines`. Whether all lines are there is for the caller to know."""
+    return [_unseal(path, line) for line in _read_text(path, MAX_LINES).splitlines()]
+
+
+def write_tensors(
+    path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, object], previous: Path | None = None
+) -> None:
+    """Write tensors, JSON metadata and the digest of both as safetensors, atomically (see :func:`replace_file`)."""
+    from safetensors.torch import save
 
     flat = {k: v.detach().to("cpu", copy=True).contiguous() for k, v in tensors.items()}
     text = {k: json.dumps(v) for k, v in metadata.items()}
-    replace_file(path, lambda part: save_file(flat, part, text))
+    replace_file(path, save(flat, text | {"digest": _digest_tensors(flat, text)}), previous)
 
 
 def read_tensors(path: Path, device: str = "cpu") -> tuple[dict[str, torch.Tensor], dict[str, object]]:
-    """Inverse of :func:`write_tensors`; a damaged file raises ``ValueError`` that names it."""
+    """Inverse of :func:`write_tensors`; ``DamagedFile`` if its content is not what was written."""
     from safetensors import SafetensorError, safe_open
 
+    _size(path)
     try:
-        with safe_open(path, "pt", device=device) as f:
-            metadata = {k: json.loads(v) for k, v in (f.metadata() or {}).items()}
-            return {k: f.get_tensor(k) for k in f.keys()}, metadata
-    except (SafetensorError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path} is damaged ({error}); delete it to start again") from error
+        with safe_open(path, "pt") as f:
+            text, tensors = dict(f.metadata() or {}), {k: f.get_tensor(k) for k in f.keys()}
+        digest = text.pop("digest", None)
+        if digest != _digest_tensors(tensors, text):
+            raise DamagedFile(path, "its content does not match its digest")
+        return {k: v.to(device) for k, v in tensors.items()}, {k: json.loads(v) for k, v in text.items()}
+    except (SafetensorError, json.JSONDecodeError, RecursionError) as error:
+        raise DamagedFile(path, error) from error
+
+
+def _digest(text: bytes) -> str:
+    return hashlib.sha256(text).hexdigest()[:16]
+
+
+def _seal(value: Mapping[str, object]) -> dict[str, object]:
+    """``value`` as JSON gives it back, with the digest of its canonical text."""
+    plain = json.loads(json.dumps(value))
+    return plain | {"digest": _digest(json.dumps(plain, sort_keys=True).encode())}
+
+
+def _unseal(path: Path, text: str) -> dict[str, object]:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise DamagedFile(path, error) from error
+    digest = value.pop("digest", None) if isinstance(value, dict) else None
+    if digest is None or digest != _digest(json.dumps(value, sort_keys=True).encode()):
+        raise DamagedFile(path, "its content does not match its digest")
+    return value
+
+
+def _digest_tensors(tensors: Mapping[str, torch.Tensor], text: Mapping[str, str]) -> str:
+    """Digest of names, types, shapes, bytes and metadata, in an order of its own."""
+    names = sorted(tensors)
+    shapes = [(n, str(tensors[n].dtype), list(tensors[n].shape)) for n in names]
+    digest = hashlib.sha256(json.dumps([shapes, sorted(text.items())]).encode())
+    for n in names:
+        digest.update(tensors[n].reshape(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()[:16]
+
+
+def _size(path: Path) -> int:
+    """Bytes of a regular file; anything else (a device, a pipe, nothing) is damage, told before it is opened."""
+    try:
+        status = os.stat(path)
+    except FileNotFoundError as error:
+        raise DamagedFile(path, "it is missing") from error
+    if not stat.S_ISREG(status.st_mode):
+        raise DamagedFile(path, "it is not a regular file")
+    return status.st_size
+
+
+def _read_text(path: Path, limit: int) -> str:
+    if (size := _size(path)) > limit:
+        raise DamagedFile(path, f"its {size} bytes exceed the {limit} that such a file can have")
+    try:
+        return path.read_bytes().decode()
+    except UnicodeDecodeError as error:
+        raise DamagedFile(path, error) from error

@@ -20,6 +20,7 @@ LAYERS = [
     {"cohort", "evaluation", "costs"},
     {"executors", "params", "estimate"},
     {"rounds"},
+    {"checkpoints"},
     {"runs"},
     {"tables", "trained", "attention", "teachers"},
     {"plots", "statistics", "adaptive", "attention_plots"},

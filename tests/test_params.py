@@ -46,7 +46,7 @@ def test_overrides_win_and_choose_cells():
         (lambda: load_grid("reefl", "table1", "smoke", {"roundz": 7}), "unknown key 'roundz'; did you mean 'rounds'?"),
         (lambda: load_grid("reefl", "table1", "smal"), "profile = 'smal' is unknown; did you mean 'small'?"),
         (lambda: load_grid("refl", "table1", "smoke"), "paper = 'refl' is unknown; did you mean 'reefl'?"),
-        (lambda: load_grid("reefl", "table99", "smoke"), "no such params file"),
+        (lambda: load_grid("reefl", "table99", "smoke"), "table = 'table99' is unknown; did you mean 'table9'?"),
         (lambda: load_grid("reefl", "table1", "smoke", {"columns": ["cifar"]}), "columns = 'cifar'"),
         (
             lambda: load_grid("reefl", "table1", "smoke", {"method": ["refl"]}),

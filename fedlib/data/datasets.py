@@ -7,6 +7,7 @@ Quirks stay here (grey images, padding, column names, how a test split is made);
 import hashlib
 import json
 import os
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import numpy as np
 import torch
 
 from ..rng import numpy_generator
+from ..storage import DamagedFile, read_tensors, write_tensors
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,7 @@ HUB = {
     "tiny_imagenet": HubSource("zh-plus/tiny-imagenet", "label", test="valid"),
     "femnist": HubSource("flwrlabs/femnist", "character", test=None, owner="writer_id"),
 }
-SPEECH_KEY = {"hub": "speech_commands v0.02", "format": 1}
+SPEECH_KEY = {"hub": "speech_commands v0.02", "format": 2}
 DATASETS = ("mnist", *HUB, "speech_commands")
 
 
@@ -105,14 +107,15 @@ def is_available(name: str) -> bool:
 
 
 def _local_copy(name: str) -> Path | None:
-    if "FEDLIB_DATA" in os.environ and (Path(os.environ["FEDLIB_DATA"]) / name).exists():
+    inside = Path(name).parts and ".." not in Path(name).parts  # $FEDLIB_DATA itself, or above it, is no set
+    if inside and "FEDLIB_DATA" in os.environ and (Path(os.environ["FEDLIB_DATA"]) / name).exists():
         return Path(os.environ["FEDLIB_DATA"]) / name
     path = Path(name).expanduser()
     return path if os.sep in name and path.exists() else None
 
 
 def _hub_key(source: HubSource) -> dict:
-    return {"hub": source.path, "label": source.label, "format": 1}
+    return {"hub": source.path, "label": source.label, "format": 2}
 
 
 def _load_hub(name: str, source: HubSource) -> ImageData:
@@ -144,7 +147,12 @@ def _load_path(path: Path) -> ImageData:
             if p.suffix == ".parquet":  # train.parquet, test-00000-of-00001.parquet; a single file is all training data
                 split = p.stem.split("-")[0] if len(files) > 1 else "train"
                 parquet.setdefault(split, []).append(str(p))
-        splits = load("parquet", data_files=parquet) if parquet else load("imagefolder", data_dir=str(path))
+        try:
+            splits = load("parquet", data_files=parquet) if parquet else load("imagefolder", data_dir=str(path))
+        except Exception as error:  # datasets raises many classes
+            raise ValueError(
+                f"experiment: dataset {str(path)!r} is unknown as parquet or image folder: {error}"
+            ) from error
         train = "train"
         if train not in splits:
             raise ValueError(f"{path}: no split named 'train'; found {', '.join(splits)}")
@@ -160,7 +168,7 @@ def _load_path(path: Path) -> ImageData:
             return decode_speech(splits[train], label, owner)
         return _decode(splits, train, test, label, owner)
 
-    return _from_arrays(path.name, *_cached({"path": stamp, "format": 1}, read))
+    return _from_arrays(path.name, *_cached({"path": stamp, "format": 2}, read))
 
 
 def _decode(splits, train: str, test: str | None, label: str, owner: str | None):
@@ -215,19 +223,13 @@ def _cache_file(key: dict) -> Path:
 
 def _cached(key: dict, read) -> tuple[dict[str, torch.Tensor], list[str]]:
     """Return ``read()``'s (tensors, class names), from the cache if the same key was decoded before."""
-    from safetensors import safe_open
-    from safetensors.torch import save_file
-
     file = _cache_file(key)
     if file.exists():
-        with safe_open(file, "pt") as f:
-            return {k: f.get_tensor(k) for k in f.keys()}, json.loads(f.metadata()["classes"])
+        try:
+            tensors, metadata = read_tensors(file)
+            return tensors, metadata["classes"]
+        except DamagedFile as error:
+            warnings.warn(f"{file} is damaged ({error.reason}): decoding the data again", stacklevel=2)
     tensors, classes = read()
-    file.parent.mkdir(parents=True, exist_ok=True)
-    part = file.with_suffix(f".{os.getpid()}.part")
-    try:
-        save_file(tensors, part, metadata={"classes": json.dumps(classes)})
-        os.replace(part, file)
-    finally:
-        part.unlink(missing_ok=True)
+    write_tensors(file, tensors, {"classes": classes})
     return tensors, classes

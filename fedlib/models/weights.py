@@ -95,7 +95,9 @@ def _create_timm(name: str, pretrained: bool):
     try:
         return timm.create_model(name, pretrained=pretrained)
     except Exception as error:
-        if not pretrained or isinstance(error, RuntimeError):
+        if isinstance(error, RuntimeError):  # a tag that the model does not have
+            raise ValueError(f"experiment: backbone = {name!r}: timm says: {error}") from error
+        if not pretrained:
             raise
         raise ConnectionError(
             f"the weights of {name!r} are not cached and could not be downloaded: connect once, "

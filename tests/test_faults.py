@@ -1,0 +1,292 @@
+"""Disks that fill up, files that get damaged, clocks that go backwards: named, never silently wrong."""
+
+import contextlib
+import os
+import random
+import resource
+import shutil
+import subprocess
+import time
+import warnings
+
+import pytest
+import torch
+from stored import ONE, assert_nothing_left_over, assert_same, small, state
+
+from fedlib import run, run_all
+from fedlib import runs as runs_module
+from fedlib.checkpoints import Checkpoints
+from fedlib.runs import find_run, run_path
+from fedlib.storage import DamagedFile, read_json, read_lines, read_tensors, write_tensors
+
+ADVICE = "is damaged .*; restore it from a copy, or delete the run's folder to run it again"
+
+
+# --- disks -------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def tiny_disk(folder, kib):
+    """A tmpfs of so many KiB; yields a function that gives it more room."""
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={kib}k", "tmpfs", folder], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("mounting a tmpfs needs root")
+    try:
+        yield lambda options: subprocess.run(["mount", "-o", f"remount,{options}", folder], check=True)
+    finally:
+        subprocess.run(["umount", folder], check=True)
+
+
+@pytest.mark.parametrize("disk", ["tmpfs", "file size limit"])
+def test_disk_full_while_checkpointing(disk, depthfl, tmp_path):
+    """The failed write is named, the state before it is good, nothing is left over, a later run ends the same."""
+    e, folder = depthfl
+    tiny, (soft, hard) = tmp_path / "tiny", resource.getrlimit(resource.RLIMIT_FSIZE)
+    with contextlib.ExitStack() as stack:
+        if disk == "tmpfs":  # two checkpoints of 139 kB and some client memories
+            remount = stack.enter_context(tiny_disk(tiny, 560))
+        else:  # a checkpoint grows with its metrics: the fourth is too large
+            third = run_path(e, folder / "parts") / "previous.safetensors"
+            resource.setrlimit(resource.RLIMIT_FSIZE, (third.stat().st_size, hard))
+            stack.callback(resource.setrlimit, resource.RLIMIT_FSIZE, (soft, hard))
+        untouched = r"untouched, run again to go on: '.*/(clients/\d+-\d+|checkpoint).safetensors'"
+        with pytest.raises(OSError, match=untouched):
+            run(e, ONE, tiny, progress=False, checkpoint_seconds=0)
+        assert find_run(e, tiny) is None and not list(tiny.rglob("*.part"))
+        assert 0 < read_tensors(run_path(e, tiny) / "checkpoint.safetensors")[1]["t"] < e.rounds
+        if disk == "tmpfs":
+            remount("size=20m")
+        else:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        run(e, ONE, tiny, progress=False, checkpoint_seconds=0)
+        assert_same(state(e, folder / "whole"), state(e, tiny))
+
+
+def test_read_only_outputs_are_told_before_any_compute(tmp_path, monkeypatch):
+    e = small("reefl", rounds=1)
+    (tmp_path / "file").write_text("not a folder")
+    monkeypatch.setattr(runs_module, "build_federation", lambda *a: pytest.fail("computed"))
+    with pytest.raises(
+        PermissionError, match="file cannot be written, so no run can be stored in it; set FEDLIB_OUTPUTS"
+    ):
+        run(e, ONE, tmp_path / "file" / "runs")
+    with tiny_disk(tmp_path / "disk", 100) as remount:
+        remount("ro")
+        with pytest.raises(PermissionError, match="disk cannot be written"):
+            run_all([e], ONE, tmp_path / "disk" / "runs")
+
+
+def test_a_stored_run_is_read_from_a_read_only_disk(tmp_path):
+    e = small("reefl", rounds=1)
+    with tiny_disk(tmp_path / "disk", 4000) as remount:
+        first = run(e, ONE, tmp_path / "disk", progress=False)
+        remount("ro")
+        assert run(e, ONE, tmp_path / "disk", progress=False).summary == first.summary
+
+
+# --- damage ------------------------------------------------------------------------------------------------------
+
+
+def stop_after(e, rounds, folder):
+    """Interrupt ``e`` after so many rounds, each of them a checkpoint."""
+    original = runs_module.run_rounds
+
+    def some(*args):
+        for r in original(*args):
+            if r.t > rounds:
+                raise KeyboardInterrupt
+            yield r
+
+    runs_module.run_rounds = some
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run(e, ONE, folder, progress=False, checkpoint_seconds=0)
+    finally:
+        runs_module.run_rounds = original
+    return run_path(e, folder)
+
+
+def cut(file):
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+def flip(file, bit=None):
+    bit = 8 * (file.stat().st_size - 5) if bit is None else bit  # in the last tensor
+    with open(file, "r+b") as f:
+        f.seek(bit // 8)
+        (byte,) = f.read(1)
+        f.seek(bit // 8)
+        f.write(bytes([byte ^ 1 << bit % 8]))
+
+
+def empty(file):
+    file.write_bytes(b"")
+
+
+@pytest.fixture(scope="module")
+def depthfl(tmp_path_factory):
+    """A run with client memories: its experiment, where it is finished, where it stopped after four of five rounds."""
+    folder, e = tmp_path_factory.mktemp("runs"), small("depthfl", rounds=5)
+    run(e, ONE, folder / "whole", progress=False, checkpoint_seconds=0)
+    stop_after(e, 4, folder / "parts")
+    return e, folder
+
+
+@pytest.mark.parametrize("damage", [cut, flip, empty])
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(damage, depthfl, tmp_path):
+    e, folder = depthfl
+    path = run_path(e, shutil.copytree(folder / "parts", tmp_path / "parts"))
+    damage(path / "checkpoint.safetensors")
+    with pytest.warns(UserWarning, match=r"checkpoint.safetensors is damaged .*: going on from round 3"):
+        run(e, ONE, tmp_path / "parts", progress=False, checkpoint_seconds=0)
+    assert_same(state(e, folder / "whole"), state(e, tmp_path / "parts"))
+    assert_nothing_left_over(tmp_path / "parts")
+
+
+def test_two_damaged_checkpoints_are_an_error(depthfl, tmp_path):
+    e, folder = depthfl
+    path = run_path(e, shutil.copytree(folder / "parts", tmp_path / "parts"))
+    flip(path / "checkpoint.safetensors")
+    flip(path / "previous.safetensors")
+    with pytest.raises(DamagedFile, match=f"previous.safetensors {ADVICE}"):
+        run(e, ONE, tmp_path / "parts", progress=False)
+
+
+@pytest.mark.parametrize("damage", [cut, flip, empty, os.unlink])
+def test_a_damaged_client_memory_is_named_and_the_checkpoint_before_it_used(damage, depthfl, tmp_path):
+    e, folder = depthfl
+    path = run_path(e, shutil.copytree(folder / "parts", tmp_path / "parts"))
+    newest = read_tensors(path / "checkpoint.safetensors")[1]["memories"]
+    damage(path / "clients" / f"{next(c for c, t in newest.items() if t == 4)}-4.safetensors")
+    with pytest.warns(UserWarning, match=r"clients/\d-4.safetensors is damaged .*: going on from round 3"):
+        run(e, ONE, tmp_path / "parts", progress=False, checkpoint_seconds=0)
+    assert_same(state(e, folder / "whole"), state(e, tmp_path / "parts"))
+
+
+@pytest.mark.parametrize("name", ["summary.json", "metrics.jsonl", "experiment.json"])
+@pytest.mark.parametrize("damage", [cut, flip, empty])
+def test_damaged_results_are_named_and_rebuilt_from_the_checkpoint(damage, name, depthfl, tmp_path, monkeypatch):
+    e, folder = depthfl
+    path = run_path(e, shutil.copytree(folder / "whole", tmp_path / "whole"))
+    damage(path / name)
+    with pytest.raises(DamagedFile, match=f"{name} {ADVICE}"):  # looking on changes nothing
+        find_run(e, tmp_path / "whole")
+    monkeypatch.setattr(runs_module, "run_rounds", lambda f, execution, server, m: iter(()))  # no round is run again
+    with pytest.warns(UserWarning, match=f"{name} is damaged .*: rebuilding it from the checkpoint"):
+        run_all([e], ONE, tmp_path / "whole", progress=False)
+    assert_same(state(e, folder / "whole"), state(e, tmp_path / "whole"))
+
+
+def test_damaged_results_without_a_checkpoint_are_an_error(depthfl, tmp_path):
+    """Committed runs hold no checkpoints: what to do is said, and nothing is done behind one's back."""
+    e, folder = depthfl
+    path = run_path(e, shutil.copytree(folder / "whole", tmp_path / "whole"))
+    for file in path.glob("*.safetensors"):
+        file.unlink()
+    flip(path / "metrics.jsonl", 100)
+    with pytest.raises(DamagedFile, match=f"metrics.jsonl {ADVICE}"):
+        run_all([e], ONE, tmp_path / "whole", progress=False)
+
+
+def test_lost_lines_of_metrics_are_missed(depthfl, tmp_path):
+    """Every line left is intact: what is missing follows from the experiment."""
+    e, folder = depthfl
+    path = run_path(e, shutil.copytree(folder / "whole", tmp_path / "whole"))
+    lines = (path / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (path / "metrics.jsonl").write_text("".join(lines[:-1]))
+    with pytest.raises(DamagedFile, match=r"holds rounds \[1, 2, 3, 4\] instead of \[1, 2, 3, 4, 5\]"):
+        find_run(e, tmp_path / "whole")
+
+
+@pytest.mark.parametrize("name", ["summary.json", "metrics.jsonl", "experiment.json"])
+def test_no_flipped_bit_changes_a_result(name, depthfl, tmp_path):
+    """Hundreds of bits, one after the other: either the file is refused by name, or its content is the same."""
+    e, folder = depthfl
+    path = run_path(e, shutil.copytree(folder / "whole", tmp_path / "whole"))
+    read = read_lines if name.endswith("l") else read_json
+    good, refused = read(path / name), 0
+    for bit in random.Random(0).sample(range(8 * (path / name).stat().st_size), 500):
+        flip(path / name, bit)
+        try:
+            assert read(path / name) == good
+        except DamagedFile as error:
+            refused += name in str(error)
+        flip(path / name, bit)  # and back
+    assert refused > 250
+
+
+def test_no_flipped_bit_or_cut_changes_a_tensor(tmp_path):
+    file = tmp_path / "x.safetensors"
+    tensors = {"a": torch.arange(24.0).view(2, 3, 4), "b": torch.tensor(3), "c": torch.zeros(0), "d": torch.ones(3, dtype=torch.bfloat16)}  # fmt: skip
+    write_tensors(file, tensors, {"t": 1, "note": ["é", None]})
+    data, refused = file.read_bytes(), 0
+    assert read_tensors(file)[1] == {"t": 1, "note": ["é", None]}
+    for bit in range(0, 8 * len(data), 3):
+        flip(file, bit)
+        try:
+            found, metadata = read_tensors(file)
+            assert metadata == {"t": 1, "note": ["é", None]} and found.keys() == tensors.keys()
+            assert all(torch.equal(found[k], v) and found[k].dtype == v.dtype for k, v in tensors.items())
+        except DamagedFile as error:
+            refused += "x.safetensors is damaged" in str(error)
+        flip(file, bit)
+    for length in range(0, len(data), 7):
+        file.write_bytes(data[:length])
+        with pytest.raises(DamagedFile):
+            read_tensors(file)
+    assert refused > 0.9 * 8 * len(data) / 3
+
+
+def test_a_checkpoint_of_another_experiment_is_refused(depthfl, tmp_path):
+    e, folder = depthfl
+    other = e.replace(lr=0.04)
+    shutil.copytree(run_path(e, folder / "parts"), run_path(other, tmp_path))
+    with pytest.raises(ValueError, match="holds another experiment of the same name; move it away"):
+        run(other, ONE, tmp_path, progress=False)
+
+
+def test_a_damaged_data_cache_is_decoded_again(tmp_path, monkeypatch):
+    from fedlib.data import datasets
+
+    monkeypatch.setenv("FEDLIB_CACHE", str(tmp_path))
+    made = {"train_images": torch.ones(2, 1, 4, 4, dtype=torch.uint8)}
+    for _ in range(2):
+        assert datasets._cached({"k": 1}, lambda: (made, ["a"]))[1] == ["a"]
+    flip(next(tmp_path.glob("*.safetensors")))
+    with pytest.warns(UserWarning, match="is damaged .*: decoding the data again"):
+        tensors, _ = datasets._cached({"k": 1}, lambda: (made, ["a"]))
+    assert torch.equal(tensors["train_images"], made["train_images"])
+
+
+def test_every_committed_run_is_intact():
+    from fedlib import Experiment
+    from fedlib.project import root
+
+    folder = root() / "outputs" / "runs"
+    for path in sorted(folder.iterdir()):
+        e = Experiment.from_dict(read_json(path / "experiment.json")["experiment"])
+        assert e.slug == path.name and find_run(e, folder).summary["status"] in ("finished", "diverged")
+
+
+# --- clocks ------------------------------------------------------------------------------------------------------
+
+
+def test_clocks_going_backwards_change_nothing(tmp_path, monkeypatch):
+    e = small("depthfl")
+    run(e, ONE, tmp_path / "whole", progress=False, checkpoint_seconds=0)
+    now = iter(range(2**31, 0, -3600))
+    for name, scale in {"time": 1, "time_ns": 10**9}.items():
+        monkeypatch.setattr(time, name, lambda scale=scale: next(now) * scale)
+    run(e, ONE, tmp_path / "parts", progress=False, checkpoint_seconds=0)
+    assert_same(state(e, tmp_path / "whole"), state(e, tmp_path / "parts"))
+
+
+def test_warnings_are_only_about_damage(depthfl, tmp_path):
+    """An undisturbed resume is silent."""
+    e, folder = depthfl
+    shutil.copytree(folder / "parts", tmp_path / "parts")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run(e, ONE, tmp_path / "parts", progress=False, checkpoint_seconds=0)
+    assert Checkpoints(run_path(e, tmp_path / "parts"), e).exists()
