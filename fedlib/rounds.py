@@ -9,7 +9,7 @@ import torch
 
 from .aggregation import merge_sums
 from .evaluation import evaluate
-from .executors import Execution, Memories, Trained, build_executor
+from .executors import Execution, Executor, InProcess, Memories, Trained
 from .federation import Federation
 from .methods import Server
 
@@ -29,6 +29,15 @@ class Round:
     def diverged(self) -> bool:
         """Did a client's loss become infinite or NaN?"""
         return not np.isfinite(list(self.losses.values())).all()
+
+
+def build_executor(federation: Federation, execution: Execution) -> Executor:
+    """The executor that ``execution`` asks for."""
+    if execution.executor == "ray":
+        from .cluster import RayExecutor
+
+        return RayExecutor(federation, execution)
+    return InProcess(federation, execution)
 
 
 def run_rounds(

@@ -16,6 +16,8 @@ LAYERS = [
     {"federation"},
     {"cohort", "evaluation", "costs"},
     {"executors", "params"},
+    {"cluster"},
+    {"spread"},
     {"rounds"},
     {"runs"},
     {"tables"},
@@ -33,6 +35,7 @@ HEAVY = {
     "mlxtend",
     "sklearn",
     "transformers",
+    "ray",
 }
 PANDAS_FILES = {"tables.py", "plots.py"}
 
