@@ -1,21 +1,23 @@
 """Executors train a round's clients as cohorts, here or elsewhere. How is not part of an experiment.
 
-``Execution`` says how to run; ``build_executor`` turns it into an executor with ``train`` and ``close``. Every executor
-calls ``train_cohort`` and gives the same numbers up to float rounding.
+``Execution`` says how to run; ``rounds.build_executor`` turns it into an executor with ``train`` and ``close``. Every
+executor calls ``train_cohort`` and gives the same numbers up to float rounding. Read next: ``cluster.py``.
 """
 
 import copy
 import math
+import re
 import threading
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass, field, fields
+from typing import Literal, Protocol
 
 import torch
 
 from .aggregation import Client, Sums
 from .cohort import Cohort
+from .experiment import check_fields
 from .federation import Federation
 from .methods import Server
 from .models.exit_model import ExitModel
@@ -41,8 +43,32 @@ class Execution:
     """How to run, which must not change the numbers beyond float rounding."""
 
     device: str = "cpu"
-    workers: int | None = None  # threads training cohorts side by side; None: one a core on a CPU, one on a GPU
+    workers: int | None = None  # train cohorts side by side; None: threads, one a core or GPU; ray, all of the cluster
     cohort_size: int | None = None  # most clients a cohort; None: see ``automatic_cohort_size``
+    executor: Literal["threads", "ray"] = "threads"  # of this process, or the workers of a Ray cluster
+    address: str | None = None  # ray: "auto", "host:port", "ray://host:port"; None: $RAY_ADDRESS, else a local Ray
+    patience_seconds: float = 120.0  # ray: how long to go without any worker before giving up
+
+    def __post_init__(self):
+        for key, value in check_fields(
+            type(self), {f.name: getattr(self, f.name) for f in fields(self)}, "execution"
+        ).items():
+            object.__setattr__(self, key, value)
+        for key in ("workers", "cohort_size", "patience_seconds"):
+            if getattr(self, key) is not None and getattr(self, key) <= 0:
+                raise ValueError(f"execution: {key} = {getattr(self, key)!r} must be positive")
+        if self.executor == "ray" and self.device not in ("cpu", "cuda"):
+            raise ValueError(f"execution: device = {self.device!r} with executor = 'ray'; allowed: cpu, cuda")
+        if self.address is not None and self.executor != "ray":
+            raise ValueError(f"execution: address = {self.address!r} needs executor = 'ray', not {self.executor!r}")
+        if self.address is not None and not re.fullmatch(r"auto|local|(ray://)?[^\s:/]+:\d+", self.address):
+            raise ValueError(f"execution: address = {self.address!r}; allowed: auto, local, host:port, ray://host:port")
+
+    @property
+    def home(self) -> str:
+        """The device of this process, which coordinates: a cluster's GPUs may all be elsewhere."""
+        alone = self.executor == "threads" or torch.cuda.is_available()
+        return self.device if alone else "cpu"
 
     def threads(self) -> int:
         if self.workers is not None:
@@ -56,11 +82,6 @@ class Executor(Protocol):
     def train(self, server: Server, clients: list[Client], t: int, memories: Memories) -> Iterator[Trained]: ...
 
     def close(self) -> None: ...
-
-
-def build_executor(federation: Federation, execution: Execution) -> Executor:
-    """The executor that ``execution`` asks for."""
-    return InProcess(federation, execution)
 
 
 def train_cohort(

@@ -1,6 +1,6 @@
 """Everything an experiment needs before its first round: data on the device, the model, the method, the budgets."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -31,8 +31,8 @@ class Federation:
     frozen: dict[str, torch.Tensor]
     budgets: np.ndarray  # deepest exit per client
     server: Server  # before round 1
-    train_prefix: PrefixCache | None  # by row of the data; None: augmented, nothing frozen, or too large
-    test_prefix: PrefixCache | None
+    train_prefix: PrefixCache | None = None  # by row of the data; None: augmented, nothing frozen, or too large
+    test_prefix: PrefixCache | None = None
 
     @property
     def device(self) -> torch.device:
@@ -86,14 +86,20 @@ def build_federation(e: Experiment, device: str = "cpu") -> Federation:
             "sample an example"
         )
     server = method.init_server(model.trainable(), setting)
-    blocks, c = model.prefix_blocks(), model.vit.config
-    caches = [
-        build_prefix_cache(
-            model, blocks * use, len(images), partial(data.view, images, c.img_size, c.channels), images.device
-        )
-        for images, use in ((data.images, e.augment == "none"), (data.test_images, True))
-    ]
-    return Federation(e, method, setting, data, model, model.frozen(), budgets, server, *caches)
+    f = Federation(e, method, setting, data, model, model.frozen(), budgets, server)
+    blocks = model.prefix_blocks()
+    return replace(f, train_prefix=build_train_prefix(f, blocks), test_prefix=_prefix(f, blocks, data.test_images))
+
+
+def build_train_prefix(f: Federation, blocks: int) -> PrefixCache | None:
+    """The cache of the training examples' first ``blocks`` blocks; None with augmentation, or where it does not pay."""
+    return _prefix(f, blocks if f.experiment.augment == "none" else 0, f.data.images)
+
+
+def _prefix(f: Federation, blocks: int, images: torch.Tensor) -> PrefixCache | None:
+    config = f.model.vit.config
+    view = partial(f.data.view, images, config.img_size, config.channels)
+    return build_prefix_cache(f.model, blocks, len(images), view, images.device)
 
 
 def budgets_of(e: Experiment) -> np.ndarray:

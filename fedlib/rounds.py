@@ -8,7 +8,7 @@ import torch
 
 from .aggregation import merge_sums
 from .evaluation import evaluate
-from .executors import Execution, Memories, Trained, build_executor
+from .executors import Execution, Executor, InProcess, Memories, Trained
 from .experiment import Experiment
 from .federation import Federation
 from .methods import Server
@@ -33,6 +33,15 @@ class Round:
 def is_due(e: Experiment, t: int) -> bool:
     """Is round ``t`` evaluated?"""
     return t == e.rounds or (e.evaluate_every > 0 and t % e.evaluate_every == 0)
+
+
+def build_executor(federation: Federation, execution: Execution) -> Executor:
+    """The executor that ``execution`` asks for."""
+    if execution.executor == "ray":
+        from .cluster import RayExecutor
+
+        return RayExecutor(federation, execution)
+    return InProcess(federation, execution)
 
 
 def run_rounds(

@@ -6,18 +6,21 @@ the checkpoints and ``clients/`` (``checkpoints.py``), and ``summary.json``, wri
 
 import os
 import platform
+import tempfile
 import time
 import warnings
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from .checkpoints import Checkpoints
+from .checks import check_experiment
 from .executors import Execution
 from .experiment import Experiment
 from .federation import Federation, build_federation
+from .methods import METHODS
 from .privacy import privacy_spent
 from .profiling import phase
 from .project import outputs_dir
@@ -90,7 +93,7 @@ def run(
         return stored
     path = run_path(e, folder)
     _check_folder(path)
-    federation = build_federation(e, execution.device)  # refuses bad input before the folder exists
+    federation = build_federation(e, execution.home)  # refuses bad input before the folder exists
     privacy_spent(federation, e.rounds)  # and noise without an accountant
     path.mkdir(parents=True, exist_ok=True)
     try:
@@ -109,12 +112,21 @@ def run_all(
     folder: Path | None = None,
     progress: bool = True,
     checkpoint_seconds: float = 20.0,
+    executor: str | None = None,
 ) -> list[Run]:
-    """Run what is missing and return all runs in order. Processes working on the same list share it by locks."""
+    """Run what is missing and return all runs in order. Processes working on the same list share it by locks.
+
+    ``executor`` stands for ``execution.executor``. With ``ray``, whole experiments are spread over the cluster, each on
+    one core or on a share of a GPU; its nodes must see ``folder`` under the same path.
+    """
     from tqdm.auto import tqdm
 
+    execution = execution if executor is None else replace(execution, executor=executor)
     experiments = list(experiments)
     missing = [e for e in experiments if _find_good(e, folder) is None]
+    if execution.executor == "ray":
+        _spread(list(dict.fromkeys(missing)), execution, folder or outputs_dir() / "runs", progress, checkpoint_seconds)
+        return [find_run(e, folder) for e in experiments]
     bar = tqdm(missing, desc="runs", disable=not progress or not missing)
     busy = [e for e in bar if run(e, execution, folder, progress, checkpoint_seconds, wait=False) is None]
     for e in busy:
@@ -134,6 +146,34 @@ def _check_folder(path: Path) -> None:
         raise PermissionError(
             f"{nearest} cannot be written, so no run can be stored in it; set FEDLIB_OUTPUTS to a folder that can"
         )
+
+
+def _spread(missing: list[Experiment], execution: Execution, folder: Path, progress: bool, seconds: float) -> None:
+    """Run ``missing`` on a Ray cluster: first what no other process holds, then wait for the rest."""
+    from tqdm.auto import tqdm
+
+    from .spread import spread
+
+    methods = {e.method: type(check_experiment(e)) for e in missing}
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=folder, prefix=".shared-") as probe:
+        for wait in (False, True):
+            done = spread(_run_there, missing, execution, Path(probe.name).resolve(), methods, seconds, wait)
+            bar = tqdm(done, total=len(missing), desc="runs", disable=not progress or not missing)
+            missing = [e for e, found in bar if not found]
+
+
+def _run_there(e: Experiment, execution: Execution, probe: Path, methods: dict, seconds: float, wait: bool) -> bool:
+    """Run ``e`` in a process of the cluster, which learns the methods registered elsewhere. Is it done?"""
+    if not probe.exists():
+        raise RuntimeError(
+            f"node {platform.node()} does not see {probe.parent}: let FEDLIB_OUTPUTS be a folder that all nodes share, "
+            "or run one experiment after the other, run(e, Execution(executor='ray')), where only the driver writes"
+        )
+    torch.set_num_threads(1)
+    METHODS.update(methods)
+    alone = replace(execution, executor="threads", address=None, workers=1)
+    return run(e, alone, probe.parent, False, seconds, wait) is not None
 
 
 def _continue(f: Federation, execution: Execution, path: Path, progress: bool, checkpoint_seconds: float) -> None:
@@ -181,14 +221,15 @@ def provenance(execution: Execution) -> dict:
     """Versions and hardware that produced a run (not part of the experiment)."""
     from . import __version__
 
-    device = torch.cuda.get_device_name() if execution.device.startswith("cuda") else _cpu_name()
+    device = torch.cuda.get_device_name() if execution.home.startswith("cuda") else _cpu_name()
     return {
         "fedlib": __version__,
         "torch": torch.__version__.split("+")[0],
         "python": platform.python_version(),
         "device": device,
         "cores": os.cpu_count(),
-        "workers": execution.threads(),
+        "executor": execution.executor,
+        "workers": execution.workers if execution.executor == "ray" else execution.threads(),  # None: all of a cluster
     }
 
 

@@ -19,6 +19,8 @@ LAYERS = [
     {"privacy"},
     {"cohort", "evaluation", "costs"},
     {"executors", "params", "estimate"},
+    {"cluster"},
+    {"spread"},
     {"rounds"},
     {"checkpoints"},
     {"runs"},
@@ -42,6 +44,7 @@ HEAVY = {
     "causal_conv1d",
     "ipywidgets",
     "dp_accounting",
+    "ray",
 }
 PANDAS_FILES = {"tables.py", "plots.py", "statistics.py"}
 

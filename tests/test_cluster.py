@@ -1,0 +1,209 @@
+"""A real Ray cluster of two node processes: same numbers as in-process, nothing constant travels twice, deaths survived.
+
+The tests run in order on one cluster; the last one kills a node.
+"""
+
+import os
+import signal
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled", "RAY_memory_monitor_refresh_ms": "0"}
+ray = pytest.importorskip("ray", reason="the extra 'cluster' is not installed")
+
+from fedlib import Execution, Experiment, build_federation, run_all, run_rounds  # noqa: E402
+from fedlib import cluster as cluster_module  # noqa: E402
+from fedlib.cluster import RayExecutor  # noqa: E402
+from fedlib.costs import exit_costs  # noqa: E402
+from fedlib.methods import METHODS  # noqa: E402
+from fedlib.runs import find_run, run_path  # noqa: E402
+from fedlib.spread import experiment_mib, gpu_share  # noqa: E402
+from fedlib.storage import read_tensors  # noqa: E402
+
+SMALL = dict(pretrained=False, num_train=80, num_test=20, num_clients=5, clients_per_round=4, rounds=2, batch_size=16)
+TWO = Execution(workers=2)
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """Two nodes of one CPU each; deaths are noticed within seconds."""
+    from ray.cluster_utils import Cluster
+
+    config = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 1000, "health_check_failure_threshold": 3}
+    lean = dict(num_cpus=1, object_store_memory=100 * 2**20, include_dashboard=False, include_log_monitor=False)
+    made = Cluster(True, head_node_args=dict(lean, no_monitor=True, _system_config=config))
+    made.add_node(**lean)
+    yield made
+    ray.shutdown()
+    made.shutdown()
+
+
+@pytest.fixture
+def on_two(cluster):
+    return Execution(workers=2, executor="ray", address=cluster.address)
+
+
+@pytest.fixture
+def slow(monkeypatch):
+    """A method as a notebook registers it: workers cannot import it. It notes every training in a folder."""
+
+    @dataclass(frozen=True)
+    class Slow(METHODS["depthfl"]):
+        folder: str = ""
+        what: str = "sleep"
+
+        def client_update(self, cohort) -> None:
+            Path(self.folder, f"{cohort.experiment.seed}-{cohort.t}-{os.getpid()}-{time.time_ns()}").touch()
+            if self.what == "raise":
+                raise ArithmeticError("a mistake in a notebook")
+            if self.what == "die" and cohort.t == 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(1.0 if cohort.t == 2 else 0.1)
+            super().client_update(cohort)
+
+    monkeypatch.setitem(METHODS, "slow", Slow)
+
+
+def notes(folder, t):
+    """(seed, process) of every training of round ``t``."""
+    return [(int(p.name.split("-")[0]), int(p.name.split("-")[2])) for p in Path(folder).glob(f"*-{t}-*-*")]
+
+
+def assert_same(here, there):
+    for a, b in zip(here, there, strict=True):
+        assert a.losses == b.losses and a.metrics == b.metrics
+        for x, y in ((a.server.params, b.server.params), (a.server.memory, b.server.memory)):
+            assert x.keys() == y.keys() and all(torch.equal(x[k], y[k]) for k in x)
+        assert a.memories.keys() == b.memories.keys()
+        assert all(torch.equal(m[k], b.memories[c][k]) for c, m in a.memories.items() for k in m)
+
+
+@pytest.mark.parametrize("method, finetune", [("reefl", "frozen"), ("depthfl", "lora"), ("inclusivefl", "frozen")])
+def test_workers_give_the_numbers_of_threads_and_constants_travel_once(method, finetune, on_two, monkeypatch):
+    f = build_federation(Experiment(method=method, finetune=finetune, **SMALL))
+    here = list(run_rounds(f, TWO))
+    sent, original = [], cluster_module._to_buffer
+    monkeypatch.setattr(cluster_module, "_to_buffer", lambda t: (sent.append(t.nbytes), original(t))[1])
+    there = list(run_rounds(f, on_two))
+    assert_same(here, there)
+
+    def size(tensors):
+        return sum(t.nbytes for t in tensors.values())
+
+    data = sum(t.nbytes for t in (f.data.images, f.data.labels, f.data.mean, f.data.std))
+    again = here[0].memories.keys() & here[1].memories.keys()  # clients of both rounds: their memory goes out again
+    memories = sum(size(here[0].memories[c]) for c in again)
+    assert (memories > 0) == (method == "depthfl")
+    assert sum(sent) == data + size(f.frozen) + size(f.server.params) + size(here[0].server.params) + memories
+
+
+def test_a_mistake_arrives_as_itself_and_a_deadly_cohort_is_named(slow, on_two, tmp_path, monkeypatch):
+    monkeypatch.setattr(cluster_module, "TRIES", 1)
+    options = {"folder": str(tmp_path), "what": "raise"}
+    f = build_federation(Experiment(method="slow", options=options, finetune="frozen", **SMALL))
+    with pytest.raises(ArithmeticError, match="a mistake in a notebook"):
+        list(run_rounds(f, on_two))
+    f = build_federation(Experiment(method="slow", options=options | {"what": "die"}, finetune="frozen", **SMALL))
+    with pytest.raises(RuntimeError, match=r"cohort of clients \[.*\] lost its Ray worker 1 times in round 2"):
+        list(run_rounds(f, on_two))
+
+
+def test_waiting_for_a_worker_is_bounded(on_two, monkeypatch):
+    monkeypatch.setattr(cluster_module, "total", lambda *a: 1)  # pretend there was a GPU
+    f = build_federation(Experiment(finetune="frozen", **SMALL))
+    execution = Execution("cuda", 1, executor="ray", address=on_two.address, patience_seconds=1)
+    executor = RayExecutor(f, execution)
+    with pytest.raises(RuntimeError, match="no Ray worker was to be had for 1 s: each needs .*num_gpus"):
+        list(executor.train(f.server, f.sample_clients(1), 1, {}))
+    executor.close()
+
+
+def test_run_all_spreads_experiments_and_survives_a_killed_process(slow, on_two, tmp_path):
+    """The killed run goes on from its checkpoint; both end as if nothing had happened."""
+    (tmp_path / "notes").mkdir()
+    options = {"folder": str(tmp_path / "notes")}
+    grid = [
+        Experiment(method="slow", options=options, finetune="frozen", seed=s, **SMALL | {"rounds": 3}) for s in (1, 2)
+    ]
+    there, killed = tmp_path / "there", []
+
+    def kill():
+        while not killed and threading.main_thread().is_alive():
+            killed.extend(pid for seed, pid in notes(options["folder"], 2) if seed == 1)
+            time.sleep(0.02)
+        os.kill(killed[0], signal.SIGKILL)
+
+    watcher = threading.Thread(target=kill)
+    watcher.start()
+    stored = run_all(grid, on_two, there, progress=False, checkpoint_seconds=0)
+    watcher.join()
+    trainings = notes(options["folder"], 1) + notes(options["folder"], 2)
+    assert len({pid for _, pid in trainings}) == 3  # one for each experiment, and another after the kill
+    assert [seed for seed, _ in notes(options["folder"], 1)].count(1) == 1  # round 1 was not trained again
+    torch.set_num_threads(1)
+    here = run_all(grid, Execution(workers=1), tmp_path / "here", progress=False)
+    for a, b in zip(here, stored, strict=True):
+        assert a.summary | {"seconds": 0} == b.summary | {"seconds": 0}
+        x, y = (read_tensors(r.path / "checkpoint.safetensors")[0] for r in (a, b))
+        assert all(torch.equal(x[k], y[k]) for k in x)
+    assert run_all(grid, folder=there, executor="ray") == stored  # nothing to do: no cluster is asked for
+
+
+def test_a_folder_that_nodes_do_not_see_is_refused_in_words(on_two, tmp_path, monkeypatch):
+    from fedlib import runs
+
+    e = Experiment(finetune="frozen", **SMALL)
+    with pytest.raises(
+        RuntimeError, match="does not see .*elsewhere: let FEDLIB_OUTPUTS be a folder that all nodes share"
+    ):
+        runs._run_there(e, on_two, tmp_path / "elsewhere" / "probe", {}, 1.0, True)
+    assert find_run(e, tmp_path) is None and not run_path(e, tmp_path).exists()
+
+
+def test_a_node_killed_in_mid_round_changes_nothing(slow, on_two, cluster, tmp_path):
+    f = build_federation(Experiment(method="slow", options={"folder": str(tmp_path)}, finetune="frozen", **SMALL))
+    here = list(run_rounds(f, TWO))
+    (node,) = cluster.worker_nodes
+    mine = {os.getpid()}
+
+    def kill():
+        while len({pid for _, pid in notes(tmp_path, 2)} - mine) < 2 and threading.main_thread().is_alive():
+            time.sleep(0.02)
+        cluster.remove_node(node, allow_graceful=False)  # SIGKILL, while both workers train round 2
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    there = list(run_rounds(f, on_two))
+    killer.join()
+    pids = [pid for _, pid in notes(tmp_path, 2) if pid not in mine]
+    assert len(pids) == 3 and len(set(pids)) == 2  # two cohorts: the survivor trained both, the lost one again
+    assert_same(here, there)
+
+
+@pytest.mark.parametrize(
+    "bad, message",
+    [
+        (dict(executor="rays"), "executor = 'rays' is not possible; did you mean 'ray'"),
+        (dict(address="auto"), "address = 'auto' needs executor = 'ray'"),
+        (dict(executor="ray", address="head"), "address = 'head'; allowed: auto, local, host:port"),
+        (dict(executor="ray", device="cuda:1"), "device = 'cuda:1' with executor = 'ray'; allowed: cpu, cuda"),
+        (dict(workers=0), "workers = 0 must be positive"),
+        (dict(cohort_size=2.5), "cohort_size = 2.5"),
+    ],
+)
+def test_bad_executions_are_refused_in_words(bad, message):
+    with pytest.raises(ValueError, match=message):
+        Execution(**bad)
+
+
+def test_how_many_experiments_share_a_gpu():
+    """0.9 x 40 GiB holds three of 10 GiB; Ray counts in ten-thousandths, so a third is 0.3333. None is refused."""
+    assert [gpu_share(need, 40.0) for need in (10.0, 36.0, 50.0)] == [0.3333, 1.0, 1.0]
+    e = Experiment(finetune="frozen", **SMALL)
+    one, three = experiment_mib(e, 1), experiment_mib(e, 3)
+    assert three - one == pytest.approx(2 * exit_costs(e, 10, e.batch_size)[-1]["training_memory_mib"])
