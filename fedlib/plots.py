@@ -149,22 +149,29 @@ def plot_learning_curves(runs: Mapping[str, Sequence[dict]], colors: Mapping[str
     return ax
 
 
-def plot_tradeoff(frame: pd.DataFrame, x: str, label: str, title: str, ax=None, levels: str | None = None):
+def plot_tradeoff(frame: pd.DataFrame, x: str, label: str, title: str, ax=None, levels: str | None = None,
+                  line: str = "-"):  # fmt: skip
     """Accuracy against what it costs, column ``x`` on a log axis, per method; points are named by ``column``.
 
     ``frame`` has method, column, accuracy, ``x``; rows without ``x`` whose ``column`` is ``levels`` are dashed lines.
     """
+    from matplotlib.ticker import LogLocator
+
     from .tables import LABELS
 
     ax = _axes(ax)
     for method, group in frame.groupby("method", sort=False):
         color, points = COLORS.get(method), group.dropna(subset=[x]).sort_values(x)
-        ax.plot(points[x], points.accuracy, marker="o", color=color, label=LABELS.get(method, method))
+        ax.plot(points[x], points.accuracy, marker="o", linestyle=line, color=color, label=LABELS.get(method, method))
         for row in points.itertuples():
             ax.annotate(row.column, (getattr(row, x), row.accuracy), (4, 5), textcoords="offset points", fontsize=7)
         for level in group[group[x].isna() & (group.column == levels)].accuracy:
             ax.axhline(level, color=color, linestyle="--", label=f"{LABELS.get(method, method)}, {levels}")
     ax.set(xscale="log", xlabel=label, ylabel="test accuracy (%)", title=title)
+    ax.xaxis.set_major_locator(LogLocator(subs=(1, 3)))
+    ax.xaxis.set_major_formatter("{x:g}")
+    ax.xaxis.set_minor_formatter("")
+    ax.margins(x=0.12, y=0.08)  # room for the names
     ax.grid(alpha=0.3)
     ax.legend(frameon=False, fontsize=8)
     return ax
