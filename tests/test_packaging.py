@@ -46,7 +46,7 @@ def test_a_fresh_install_runs_one_round_offline(tmp_path):
     if uv is None:
         pytest.skip("uv is not installed beside this Python")
     source = tmp_path / "source"
-    shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns(".venv", ".git", "outputs", "*.egg-info"))
+    shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns(".venv*", ".git", "outputs", "*.egg-info"))
     python = tmp_path / "env" / "bin" / "python"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "env"], check=True)
     lock = tmp_path / "constraints.txt"  # the tested versions, without hashes

@@ -1,0 +1,210 @@
+"""What all systems of the engine benchmark share: the model, the clients' data, the order of every batch, the protocol.
+
+Plain PyTorch without fedlib, so that it runs in every rival's own environment. ``prepare.py`` writes the shared file.
+A system is a class with the methods of :class:`System`; ``serve(cls)`` makes it answer the harness's commands. To add
+one, write such a file beside this one and name it in ``harness.SYSTEMS``.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One row of the benchmark: FedAvg of a ViT on real digits, one local epoch of plain SGD."""
+
+    name: str = "W1"
+    method: str = "fedavg"  # rivals train nothing else; fedlib's own systems also know reefl
+    lora_blocks: tuple[int, ...] = ()  # blocks with LoRA on q and v; then the backbone is frozen. Empty: full training
+    lora_rank: int = 8
+    lora_alpha: int = 16  # scale alpha / rank = 2, as fedlib's default
+    batch_size: int = 32
+    lr: float = 0.05
+    num_clients: int = 40
+    examples: int = 100  # per client
+    per_round: int = 10
+    rounds: int = 300  # sampled clients and batch orders are stored for so many
+    img_size: int = 28
+    patch_size: int = 7
+    dim: int = 64
+    depth: int = 12
+    heads: int = 4
+    ffn_dim: int = 256
+    pretrained: bool = True  # start from fedlib's deit_micro; False: N(0, 0.02)
+    seed: int = 1
+
+    @property
+    def tokens(self) -> int:
+        return (self.img_size // self.patch_size) ** 2 + 1
+
+
+class Attention(nn.Module):
+    """Multi-head self-attention; LoRA, if any, adds (alpha / r) B A x to q and to v (both A's in one matrix)."""
+
+    def __init__(self, w: Workload, lora: bool):
+        super().__init__()
+        self.heads, self.rank, self.scale = w.heads, w.lora_rank if lora else 0, w.lora_alpha / w.lora_rank
+        self.qkv, self.proj = nn.Linear(w.dim, 3 * w.dim), nn.Linear(w.dim, w.dim)
+        if lora:
+            self.lora_a = nn.Linear(w.dim, 2 * w.lora_rank, bias=False)
+            self.lora_bq, self.lora_bv = (nn.Linear(w.lora_rank, w.dim, bias=False) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:  # (B, T, d)
+        q, k, v = self.qkv(x).chunk(3, -1)
+        if self.rank:
+            low = self.lora_a(x)
+            q = q + self.scale * self.lora_bq(low[..., : self.rank])
+            v = v + self.scale * self.lora_bv(low[..., self.rank :])
+        q, k, v = (h.unflatten(-1, (self.heads, -1)).transpose(1, 2) for h in (q, k, v))  # (B, heads, T, d / heads)
+        return self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    """Pre-norm transformer block with an exact GELU."""
+
+    def __init__(self, w: Workload, lora: bool):
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(w.dim, eps=1e-6), nn.LayerNorm(w.dim, eps=1e-6)
+        self.attn = Attention(w, lora)
+        self.fc1, self.fc2 = nn.Linear(w.dim, w.ffn_dim), nn.Linear(w.ffn_dim, w.dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.norm1(x))
+        return x + self.fc2(F.gelu(self.fc1(self.norm2(x))))
+
+
+class ViT(nn.Module):
+    """Vision transformer for grey images, LN + Linear on the class token. Only what is trained requires gradients."""
+
+    def __init__(self, w: Workload):
+        super().__init__()
+        self.patch = w.patch_size
+        self.patch_embed = nn.Linear(w.patch_size**2, w.dim)
+        self.prefix = nn.Parameter(torch.zeros(1, w.dim))  # the class token
+        self.pos_embed = nn.Parameter(torch.zeros(w.tokens, w.dim))
+        self.blocks = nn.Sequential(*(Block(w, b in w.lora_blocks) for b in range(w.depth)))
+        self.norm, self.linear = nn.LayerNorm(w.dim), nn.Linear(w.dim, 10)
+        if w.lora_blocks:
+            for name, p in self.named_parameters():
+                p.requires_grad_("lora" in name or name.startswith(("norm", "linear")))
+
+    def forward(self, images: Tensor) -> Tensor:  # (B, 1, H, W) -> (B, 10)
+        p, side = self.patch, images.shape[-1] // self.patch
+        x = images.view(-1, side, p, side, p).transpose(2, 3).reshape(-1, side * side, p * p)
+        x = torch.cat((self.prefix.expand(len(x), 1, -1), self.patch_embed(x)), 1) + self.pos_embed
+        return self.linear(self.norm(self.blocks(x)[:, 0]))
+
+    def loss(self, images: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(self(images), labels)
+
+    def trained(self) -> dict[str, Tensor]:
+        """The parameters that clients train and upload, detached."""
+        return {n: p.detach() for n, p in self.named_parameters() if p.requires_grad}
+
+
+class Federation:
+    """The shared file, read once per process: examples as float tensors, who trains when on what, initial weights."""
+
+    def __init__(self, path: str):
+        self.path = path
+        with safe_open(path, "pt") as f:
+            tensors = {k: f.get_tensor(k) for k in f.keys()}
+            meta = json.loads(f.metadata()["workload"])
+        self.workload = Workload(**{**meta, "lora_blocks": tuple(meta["lora_blocks"])})
+        mean, std = tensors["mean_std"]
+        self.images, self.test_images = ((tensors[k].float() / 255 - mean) / std for k in ("images", "test_images"))
+        self.labels, self.test_labels = tensors["labels"].long(), tensors["test_labels"].long()
+        self.sampled = tensors["sampled"].tolist()  # [round][position] -> client
+        self.rows = tensors["rows"].long()  # (rounds, sampled clients, examples): rows of images in training order
+        self.initial = {k.removeprefix("initial/"): v for k, v in tensors.items() if k.startswith("initial/")}
+
+    def model(self) -> ViT:
+        """The global model before the first round."""
+        model = ViT(self.workload)
+        model.load_state_dict(self.initial)
+        return model
+
+    def client_rows(self, t: int, client: int) -> Tensor:
+        """Rows of the examples of ``client`` in the order of round ``t`` = 0, 1, ...; ``ValueError`` if not sampled."""
+        return self.rows[t, self.sampled[t].index(client)]
+
+    def batches(self, t: int, client: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """The client's mini-batches of round ``t``; the last one may be smaller."""
+        for rows in self.client_rows(t, client).split(self.workload.batch_size):
+            yield self.images[rows], self.labels[rows]
+
+    def train(self, model: ViT, t: int, client: int) -> int:
+        """One local epoch of plain SGD in place, as any user writes it; returns the number of examples."""
+        optimizer = torch.optim.SGD((p for p in model.parameters() if p.requires_grad), self.workload.lr)
+        for images, labels in self.batches(t, client):
+            optimizer.zero_grad()
+            model.loss(images, labels).backward()
+            optimizer.step()
+        return self.workload.examples
+
+    @torch.inference_mode()
+    def accuracy(self, trained: dict[str, Tensor]) -> float:
+        """Accuracy on the central test set in percent."""
+        model = self.model()
+        model.load_state_dict(trained, strict=False)
+        return 100 * (model(self.test_images).argmax(-1) == self.test_labels).float().mean().item()
+
+
+class System(Protocol):
+    """What ``serve`` needs. Constructed: ready for the first round. Between two calls it must be idle.
+
+    Optional: ``methods``, the workloads' methods it knows besides ``fedavg``; ``accuracy()`` for a model of its own.
+    """
+
+    def __init__(self, federation: Federation): ...
+
+    def rounds(self, first: int, n: int) -> list[float]:
+        """Run rounds ``first`` .. ``first + n - 1`` (from 0) and return the seconds of each."""
+
+    def trained(self) -> dict[str, Tensor]:
+        """The global model's trained parameters under :class:`ViT`'s names."""
+
+
+def serve(system_class: type) -> None:
+    """Answer the harness: one command a line on standard input, one line of JSON for each on standard output.
+
+    ``prepare`` {"version", "python"}; ``rounds n`` {"seconds": [...]}; ``accuracy`` {"accuracy"}, percent;
+    ``save file`` {}, the trained tensors as safetensors; ``quit`` {}.
+    """
+    torch.set_num_threads(int(os.environ.get("BENCH_THREADS", 1)))
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # whatever a framework prints goes to standard error
+    federation, done, system = Federation(sys.argv[1]), 0, None
+    method, known = federation.workload.method, getattr(system_class, "methods", ("fedavg",))
+    if method not in known:
+        raise ValueError(f"workload: method = {method!r} is not possible here; allowed: {', '.join(known)}")
+    for line in iter(sys.stdin.readline, ""):
+        command, _, argument = line.strip().partition(" ")
+        answer = {}
+        if command == "prepare":
+            system, package = system_class(federation), os.environ.get("BENCH_PACKAGE", "torch")
+            answer = {"version": f"{package} {version(package)}", "python": sys.version.split()[0]}
+        elif command == "rounds":
+            answer["seconds"] = system.rounds(done, int(argument))
+            done += int(argument)
+        elif command == "accuracy":
+            own = getattr(system, "accuracy", None)  # of a model that is not a plain ViT
+            answer["accuracy"] = own() if own else federation.accuracy(system.trained())
+        elif command == "save":
+            save_file({k: v.contiguous() for k, v in system.trained().items()}, argument)
+        elif command != "quit":
+            raise ValueError(f"unknown command {command!r}; allowed: prepare, rounds, accuracy, save, quit")
+        print(json.dumps(answer), file=answers)
+        if command == "quit":
+            break
