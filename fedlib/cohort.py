@@ -143,13 +143,14 @@ class Cohort:
             loss = local_loss(Batch(logits, labels, weights, self.held, self.t, e.rounds, scratch))
             grads = list(torch.autograd.grad(loss.sum(), leaves, materialize_grads=True))
             with torch.no_grad():
-                if extra_gradient is not None:
-                    torch._foreach_add_(grads, [extra_gradient(n, p) for n, p in zip(names, leaves, strict=True)])
+                if extra_gradient is not None:  # added out of place: two gradients may share memory (prefix, positions)
+                    extra = [extra_gradient(n, p) for n, p in zip(names, leaves, strict=True)]
+                    grads = list(torch._foreach_add(grads, extra))
                 if e.clip_value is not None:
                     torch._foreach_clamp_min_(grads, -e.clip_value)
                     torch._foreach_clamp_max_(grads, e.clip_value)
                 if e.weight_decay:
-                    torch._foreach_add_(grads, leaves, alpha=e.weight_decay)
+                    grads = list(torch._foreach_add(grads, leaves, alpha=e.weight_decay))
                 if velocity is not None:
                     torch._foreach_mul_(velocity, e.momentum)
                     torch._foreach_add_(velocity, grads)
