@@ -161,13 +161,13 @@ class Cohort:
     def _step_(self, grads: list, velocity: list | None, rate: float, extra_gradient, active: np.ndarray) -> None:
         """One step of SGD on all leaves at once."""
         e, leaves = self.experiment, list(self.params.values())
-        if extra_gradient is not None:
-            torch._foreach_add_(grads, [extra_gradient(n, p) for n, p in self.params.items()])
+        if extra_gradient is not None:  # not in place: in a batch of one, gradients share memory (prefix, positions)
+            grads = list(torch._foreach_add(grads, [extra_gradient(n, p) for n, p in self.params.items()]))
         if e.clip_value is not None:
             torch._foreach_clamp_min_(grads, -e.clip_value)
             torch._foreach_clamp_max_(grads, e.clip_value)
         if e.weight_decay:
-            torch._foreach_add_(grads, leaves, alpha=e.weight_decay)
+            grads = list(torch._foreach_add(grads, leaves, alpha=e.weight_decay))
         if velocity is not None:
             torch._foreach_mul_(velocity, e.momentum)
             torch._foreach_add_(velocity, grads)

@@ -37,7 +37,7 @@ shown = _Short().repr
 def did_you_mean(value: object, allowed: Iterable[str]) -> str:
     """The tail of an error message: the nearest allowed name, then all of them."""
     allowed = sorted(map(str, allowed))
-    near = difflib.get_close_matches(str(value), allowed, 1)
+    near = difflib.get_close_matches(value if isinstance(value, str) else shown(value), allowed, 1)
     return (f"; did you mean {near[0]!r}?" if near else ";") + f" allowed: {', '.join(allowed)}"
 
 

@@ -61,7 +61,9 @@ def test_a_params_file_reads_back_as_written(values):
 
 
 layers = st.lists(
-    st.dictionaries(st.sampled_from("abc"), scalar | st.dictionaries(st.sampled_from("xyz"), st.integers()))
+    st.fixed_dictionaries(
+        {}, optional={"lr": scalar, "rounds": scalar, "options": st.dictionaries(st.sampled_from("xyz"), st.integers())}
+    )
 )
 
 
