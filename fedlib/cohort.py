@@ -143,7 +143,9 @@ class Cohort:
             loss = local_loss(Batch(logits, labels, weights, self.held, self.t, e.rounds, scratch))
             grads = list(torch.autograd.grad(loss.sum(), leaves, materialize_grads=True))
             with torch.no_grad():
-                if extra_gradient is not None:  # added out of place: two gradients may share memory (prefix, positions)
+                if (
+                    extra_gradient is not None
+                ):  # not in place: in a batch of one, gradients share memory (prefix, positions)
                     extra = [extra_gradient(n, p) for n, p in zip(names, leaves, strict=True)]
                     grads = list(torch._foreach_add(grads, extra))
                 if e.clip_value is not None:

@@ -28,3 +28,10 @@ def test_every_notebook_of_the_map_exists_and_every_notebook_is_in_the_map():
 def test_every_make_target_of_the_readme_exists():
     targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.M))
     assert set(re.findall(r"make (\w+)", TEXT)) - {"each", "and"} <= targets
+
+
+def test_every_test_that_the_readme_names_exists():
+    defined = set(
+        re.findall(r"^def (test_\w+)", "\n".join(p.read_text() for p in (ROOT / "tests").glob("test_*.py")), re.M)
+    )
+    assert set(re.findall(r"`(test_\w+)`", TEXT)) <= defined
