@@ -7,12 +7,17 @@ STAMP := $(VENV)/.installed
 EXECUTED := outputs/executed
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: help setup demo test lint lab table1 pretrain lock clean
+# Paper objects: `make <object>` executes the notebook whose name begins with it.
+OBJECTS := table1 table2 table3 table4 table5 table6 table7 table8 table9 table10 table11 decomposition \
+           figure1 figure2 figure3 figure4 figure7 adaptive privacy ray
+
+.PHONY: help setup demo test lint lab bench pretrain lock clean $(OBJECTS)
 
 help:
 	@echo "make demo                    walkthrough: ReeFL and DepthFL on real digits, in a few minutes"
 	@echo "make test                    all tests"
-	@echo "make table1 PROFILE=small    one table (smoke | small | paper)"
+	@echo "make table1 PROFILE=small    one table or figure (smoke | small | paper): $(OBJECTS)"
+	@echo "make bench                   engine speed against Flower, pfl, BlazeFL and bare loops"
 	@echo "make lab                     explore in JupyterLab"
 
 $(STAMP): requirements.lock pyproject.toml
@@ -40,9 +45,14 @@ lint: setup
 lab: setup
 	$(BIN)/jupyter lab notebooks
 
-table1: setup
+$(OBJECTS): setup
 	@mkdir -p $(EXECUTED)
-	$(BIN)/papermill notebooks/reefl/table1_four_exits.ipynb $(EXECUTED)/table1_four_exits-$(PROFILE).ipynb -p profile $(PROFILE) -p run_missing True
+	$(BIN)/papermill $(wildcard notebooks/*/$@_*.ipynb notebooks/*/$@.ipynb) $(EXECUTED)/$@-$(PROFILE).ipynb -p profile $(PROFILE)
+
+bench: setup
+	@mkdir -p $(EXECUTED)
+	$(BIN)/python -m fedlib.benchmarks.setup_rivals
+	$(BIN)/papermill notebooks/benchmarks/engine_speed.ipynb $(EXECUTED)/engine_speed.ipynb -p profile small
 
 pretrain: setup
 	@mkdir -p $(EXECUTED)

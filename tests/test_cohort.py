@@ -60,7 +60,7 @@ def test_fedavg_equals_timm_trained_by_a_plain_loop(tiny):
     """An independent reference: timm's ViT, torch.optim.SGD, one client after the other."""
     from timm.models.vision_transformer import VisionTransformer
 
-    e = tiny.replace(method="fedavg", finetune="full", finetune_options={}, augment="none", weight_decay=0.5)
+    e = tiny.replace(method="fedavg", finetune="full", finetune_options={}, augment="none")
     f = build_federation(e)
     timm_vit = VisionTransformer(img_size=32, patch_size=8, embed_dim=64, depth=12, num_heads=4, num_classes=10)
     timm_vit.norm = torch.nn.LayerNorm(64, eps=1e-5)
@@ -86,7 +86,7 @@ def test_fedavg_equals_timm_trained_by_a_plain_loop(tiny):
         for client in f.sample_clients(t):
             model = copy.deepcopy(timm_vit)
             model.load_state_dict(theta)
-            optimizer = torch.optim.SGD(model.parameters(), learning_rate(e, t), weight_decay=e.weight_decay)
+            optimizer = torch.optim.SGD(model.parameters(), learning_rate(e, t))
             for x, y in batches_of(f, client, t):
                 optimizer.zero_grad()
                 F.cross_entropy(model(x), y).backward()

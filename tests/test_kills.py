@@ -18,28 +18,40 @@ from fedlib.runs import find_run, run_path
 from fedlib.storage import read_tensors
 
 
-def test_kill_9_of_a_worker_at_random_moments(tmp_path):
+@pytest.fixture(scope="module")
+def forks():
+    with Forks() as server:
+        yield server
+
+
+def test_kill_9_of_a_worker_at_random_moments(forks, tmp_path):
     """16 of the 20 kills at random moments: FedDyn's, InclusiveFL's and ReeFL's states end with the same files."""
-    grid, rng, reached, killed = [small(m, rounds=6, evaluate_every=3) for m in FINETUNE], random.Random(0), set(), 0
-    with Forks() as forks:
-        seconds = forks.run(grid, tmp_path / "whole")["seconds"]
-        for _ in range(16):
-            killed += forks.run(grid, tmp_path / "parts", seconds=rng.uniform(0.02, seconds / 4))["ends"] == [-9]
-            reached |= {p.read_bytes() for p in (tmp_path / "parts").rglob("checkpoint.safetensors")}
-        assert forks.run(grid, tmp_path / "parts")["ends"] == [0]
-    assert killed > 3 and len(reached) > 3  # the kills really fell between checkpoints
-    for e in grid:
-        assert_same(state(e, tmp_path / "whole"), state(e, tmp_path / "parts"))
-    assert_nothing_left_over(tmp_path / "parts")
+    grid, rng, reached, kills, lives = (
+        [small(m, rounds=6, evaluate_every=3) for m in FINETUNE],
+        random.Random(0),
+        set(),
+        0,
+        0,
+    )
+    seconds = forks.run(grid, tmp_path / "whole")["seconds"]
+    while kills < 16 or not reached:
+        folder = tmp_path / f"life{lives}"
+        killed = forks.run(grid, folder, seconds=rng.uniform(0.02, seconds / 2))["ends"] == [-9]
+        reached |= {p.read_bytes() for p in folder.rglob("checkpoint.safetensors")}
+        kills, lives = kills + killed, lives + (not killed)  # once it has survived, the next one starts anew
+    assert forks.run(grid, folder)["ends"] == [0] and len(reached) > 3  # the kills really fell between checkpoints
+    for folder in tmp_path.glob("life*"):
+        for e in grid:
+            assert_same(state(e, tmp_path / "whole"), state(e, folder))
+        assert_nothing_left_over(folder)
 
 
-def test_kill_9_at_every_file_operation_of_a_checkpoint(tmp_path):
+def test_kill_9_at_every_file_operation_of_a_checkpoint(forks, tmp_path):
     """Each life ends at a later rename, sync or deletion than the one before, so that all of a round's are met."""
     e, life = small("depthfl", rounds=3, evaluate_every=0, clients_per_round=2, num_clients=3), 0
-    with Forks() as forks:
-        forks.run([e], tmp_path / "whole")
-        while forks.run([e], tmp_path / "parts", at_operation=life)["ends"] == [-9]:
-            life += 1
+    forks.run([e], tmp_path / "whole")
+    while forks.run([e], tmp_path / "parts", at_operation=life)["ends"] == [-9]:
+        life += 1
     assert life > 10
     assert_same(state(e, tmp_path / "whole"), state(e, tmp_path / "parts"))
     assert_nothing_left_over(tmp_path / "parts")
@@ -72,7 +84,7 @@ def start_papermill(folder, grid, name):
     return subprocess.Popen(command, env={**os.environ, "FEDLIB_OUTPUTS": str(folder)}, stderr=subprocess.DEVNULL)
 
 
-def test_kill_9_of_kernel_and_papermill_then_two_papermills_on_one_table(tmp_path):
+def test_kill_9_of_kernel_and_papermill_then_two_papermills_on_one_table(forks, tmp_path):
     """The other 4 of 20 kills, 2 of the kernel and 2 of papermill; two papermills at once then finish the table."""
     grid, rng, lost = [small(m, rounds=20, evaluate_every=10) for m in ("depthfl", "reefl")], random.Random(1), 0
     for i in range(4):
@@ -87,16 +99,14 @@ def test_kill_9_of_kernel_and_papermill_then_two_papermills_on_one_table(tmp_pat
     assert lost > 1  # the kills fell into the work
     both = [start_papermill(tmp_path, grid, name) for name in ("one", "other")]
     assert [p.wait() for p in both] == [0, 0]
-    with Forks() as forks:
-        forks.run(grid, tmp_path / "whole")
+    forks.run(grid, tmp_path / "whole")
     for e in grid:
         assert_same(state(e, tmp_path / "whole"), state(e, tmp_path / "runs"))
 
 
-def test_two_processes_share_a_list_and_never_run_one_experiment_twice(tmp_path):
+def test_two_processes_share_a_list_and_never_run_one_experiment_twice(forks, tmp_path):
     grid = [small("reefl", seed=s, rounds=2) for s in range(4)]
-    with Forks() as forks:
-        assert forks.run(grid, tmp_path, processes=2)["ends"] == [0, 0]
+    assert forks.run(grid, tmp_path, processes=2)["ends"] == [0, 0]
     for e in grid:
         assert [m["t"] for m in find_run(e, tmp_path).metrics] == [1, 2]
         workers = read_tensors(run_path(e, tmp_path) / "previous.safetensors")[1]

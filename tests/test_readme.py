@@ -18,7 +18,7 @@ def test_the_example_method_runs_as_printed(tmp_path):
 
 
 def test_every_notebook_of_the_map_exists_and_every_notebook_is_in_the_map():
-    named = set(re.findall(r"`((?:walkthrough|reefl|pretraining|benchmarks)/\w+)`", TEXT))
+    named = set(re.findall(r"`((?:walkthrough|reefl|pretraining|benchmarks|extensions|cluster)/\w+)`", TEXT))
     existing = {
         str(p.relative_to(ROOT / "notebooks")).removesuffix(".ipynb") for p in (ROOT / "notebooks").rglob("*.ipynb")
     }
@@ -26,5 +26,13 @@ def test_every_notebook_of_the_map_exists_and_every_notebook_is_in_the_map():
 
 
 def test_every_make_target_of_the_readme_exists():
-    targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.M))
+    makefile = (ROOT / "Makefile").read_text().replace("\\\n", "")
+    targets = set(re.findall(r"^(\w+):", makefile, re.M)) | set(re.search(r"OBJECTS := (.*)", makefile)[1].split())
     assert set(re.findall(r"make (\w+)", TEXT)) - {"each", "and"} <= targets
+
+
+def test_every_test_that_the_readme_names_exists():
+    defined = set(
+        re.findall(r"^def (test_\w+)", "\n".join(p.read_text() for p in (ROOT / "tests").glob("test_*.py")), re.M)
+    )
+    assert set(re.findall(r"`(test_\w+)`", TEXT)) <= defined
