@@ -39,10 +39,13 @@ def connect(execution: Execution):
         address, own = execution.address or os.environ.get("RAY_ADDRESS") or "local", {}
         if address == "local":
             own = {"num_cpus": max(os.cpu_count() or 1, execution.workers or 1), "include_dashboard": False}
-        try:
-            ray.init(address, log_to_driver=False, logging_level="warning", **own)
-        except (ConnectionError, RuntimeError, ValueError) as error:
-            raise ConnectionError(f"no Ray cluster answers at {address!r} ({error}); see `ray start --head`") from error
+        for attempts_left in (2, 1, 0) if own else (0,):  # on a busy machine, Ray gives its own processes up after 30 s
+            try:
+                ray.init(address, log_to_driver=False, logging_level="warning", **own)
+                break
+            except Exception as error:  # of many types, plain Exception among them
+                if not attempts_left:
+                    raise ConnectionError(f"no Ray at {address!r}: {error}") from error
     return ray
 
 

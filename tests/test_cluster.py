@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -36,8 +36,16 @@ def cluster():
 
     config = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 1000, "health_check_failure_threshold": 3}
     lean = dict(num_cpus=1, object_store_memory=100 * 2**20, include_dashboard=False, include_log_monitor=False)
-    made = Cluster(True, head_node_args=dict(lean, no_monitor=True, _system_config=config))
-    made.add_node(**lean)
+    for attempt in (1, 2, 3):  # on a busy machine, Ray gives its own processes up after 30 s
+        made = Cluster()
+        try:
+            made.add_node(**lean, no_monitor=True, _system_config=config)  # the head
+            made.add_node(**lean)
+            break
+        except Exception:
+            made.shutdown()
+            if attempt == 3:
+                raise
     yield made
     ray.shutdown()
     made.shutdown()
@@ -63,7 +71,7 @@ def slow(monkeypatch):
                 raise ArithmeticError("a mistake in a notebook")
             if self.what == "die" and cohort.t == 2:
                 os.kill(os.getpid(), signal.SIGKILL)
-            time.sleep(1.0 if cohort.t == 2 else 0.1)
+            time.sleep(1.5 if cohort.t == 2 else 0.1 * cohort.clients[0].budget)
             super().client_update(cohort)
 
     monkeypatch.setitem(METHODS, "slow", Slow)
@@ -76,7 +84,8 @@ def notes(folder, t):
 
 def assert_same(here, there):
     for a, b in zip(here, there, strict=True):
-        assert a.losses == b.losses and a.metrics == b.metrics
+        assert list(a.losses.items()) == list(b.losses.items())  # also in the order of the plan
+        assert a.metrics == b.metrics
         for x, y in ((a.server.params, b.server.params), (a.server.memory, b.server.memory)):
             assert x.keys() == y.keys() and all(torch.equal(x[k], y[k]) for k in x)
         assert a.memories.keys() == b.memories.keys()
@@ -167,7 +176,7 @@ def test_a_folder_that_nodes_do_not_see_is_refused_in_words(on_two, tmp_path, mo
 
 def test_a_node_killed_in_mid_round_changes_nothing(slow, on_two, cluster, tmp_path):
     f = build_federation(Experiment(method="slow", options={"folder": str(tmp_path)}, finetune="frozen", **SMALL))
-    here = list(run_rounds(f, TWO))
+    here = list(run_rounds(f, replace(TWO, cohort_size=1)))
     (node,) = cluster.worker_nodes
     mine = {os.getpid()}
 
@@ -178,10 +187,12 @@ def test_a_node_killed_in_mid_round_changes_nothing(slow, on_two, cluster, tmp_p
 
     killer = threading.Thread(target=kill)
     killer.start()
-    there = list(run_rounds(f, on_two))
+    there = list(run_rounds(f, replace(on_two, cohort_size=1)))
     killer.join()
     pids = [pid for _, pid in notes(tmp_path, 2) if pid not in mine]
-    assert len(pids) == 3 and len(set(pids)) == 2  # two cohorts: the survivor trained both, the lost one again
+    assert (
+        len(pids) == 5 and len(set(pids)) == 2
+    )  # four cohorts, one of them twice: by the lost worker and the survivor
     assert_same(here, there)
 
 
