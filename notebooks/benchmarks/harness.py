@@ -104,15 +104,16 @@ class _Sampler(threading.Thread):
     def sample(self) -> None:
         import psutil
 
-        self.seen |= {(p.pid, p.create_time()): p for p in tree(self.roots)}
+        self.seen |= {p.pid: p for p in tree(self.roots)}
         sizes = []
-        for key, p in list(self.seen.items()):
+        for pid, p in list(self.seen.items()):
             try:
-                info = p.memory_full_info()
-                sizes.append(getattr(info, "pss", None) or info.rss)
-                self.measure = self.measure if hasattr(info, "pss") else "RSS"
+                info = p.memory_full_info()  # refuses a process id that was given away again
             except (psutil.NoSuchProcess, psutil.AccessDenied):
-                del self.seen[key]
+                del self.seen[pid]
+                continue
+            self.measure = "PSS" if hasattr(info, "pss") else "RSS"
+            sizes.append(info.pss if hasattr(info, "pss") else info.rss)
         self.peak, self.processes = max(self.peak, sum(sizes)), max(self.processes, len(sizes))
         self.samples += 1
 
@@ -127,13 +128,12 @@ class _Sampler(threading.Thread):
 
 def count_lines(path: Path) -> int:
     """Lines of user code: those with a token that is neither a comment nor part of a docstring."""
-    strings = (n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Expr))
-    docstrings = {
+    prose = [
         n
-        for s in strings
-        if isinstance(s.value, ast.Constant) and isinstance(s.value.value, str)
-        for n in range(s.lineno, s.end_lineno + 1)
-    }
+        for n in ast.walk(ast.parse(path.read_text()))
+        if isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant) and isinstance(n.value.value, str)
+    ]
+    docstrings = {line for n in prose for line in range(n.lineno, n.end_lineno + 1)}
     empty = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING,
              tokenize.ENDMARKER}  # fmt: skip
     with open(path, "rb") as f:

@@ -93,7 +93,7 @@ class Running:
             lines = [""]
         if not all(lines):
             self.log.seek(0)
-            raise RuntimeError(f"{self.system.name} died at {command!r}:\n{self.log.read()[-3000:]}")
+            raise RuntimeError(f"{self.system.name} died at {command!r}:\n{self.log.read()[-6000:]}")
         return json.loads(lines[0])
 
     def prepare(self) -> float:

@@ -19,7 +19,7 @@ from flwr.simulation import run_simulation
 from workload import Federation, serve
 
 logging.getLogger("flwr").setLevel(logging.ERROR)
-BACKEND = {"init_args": {"num_cpus": 2}, "client_resources": {"num_cpus": 1, "num_gpus": 0}}
+BACKEND = {"init_args": {"num_cpus": 2, "address": "local"}, "client_resources": {"num_cpus": 1, "num_gpus": 0}}
 client_app = ClientApp()
 
 
@@ -30,7 +30,7 @@ def load(path: str):
     model = federation.model()
     torch.optim.SGD(
         model.parameters()
-    ).zero_grad()  # PyTorch loads a lot at its first step: do it before the first round
+    ).zero_grad()  # what PyTorch loads at its first step counts as start-up
     return federation, model
 
 

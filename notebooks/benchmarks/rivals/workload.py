@@ -8,6 +8,7 @@ one, write such a file beside this one and name it in ``harness.SYSTEMS``.
 import json
 import os
 import sys
+import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -122,7 +123,7 @@ class Federation:
             tensors = {k: f.get_tensor(k) for k in f.keys()}
             meta = json.loads(f.metadata()["workload"])
         self.workload = Workload(**{**meta, "lora_blocks": tuple(meta["lora_blocks"])})
-        mean, std = tensors["mean_std"]
+        self.mean, self.std = mean, std = tensors["mean_std"]  # of the training pixels in [0, 1]
         self.images, self.test_images = ((tensors[k].float() / 255 - mean) / std for k in ("images", "test_images"))
         self.labels, self.test_labels = tensors["labels"].long(), tensors["test_labels"].long()
         self.sampled = tensors["sampled"].tolist()  # [round][position] -> client
@@ -185,26 +186,39 @@ def serve(system_class: type) -> None:
     torch.set_num_threads(int(os.environ.get("BENCH_THREADS", 1)))
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # whatever a framework prints goes to standard error
+    try:
+        for answer in _answers(system_class, iter(sys.stdin.readline, "")):
+            print(json.dumps(answer), file=answers)
+    except Exception:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)  # at once, whatever threads and processes a framework still waits for
+
+
+def _answers(system_class: type, lines: Iterator[str]) -> Iterator[dict]:
     federation, done, system = Federation(sys.argv[1]), 0, None
     method, known = federation.workload.method, getattr(system_class, "methods", ("fedavg",))
     if method not in known:
         raise ValueError(f"workload: method = {method!r} is not possible here; allowed: {', '.join(known)}")
-    for line in iter(sys.stdin.readline, ""):
+    for line in lines:
         command, _, argument = line.strip().partition(" ")
-        answer = {}
         if command == "prepare":
             system, package = system_class(federation), os.environ.get("BENCH_PACKAGE", "torch")
-            answer = {"version": f"{package} {version(package)}", "python": sys.version.split()[0]}
+            yield {"version": f"{package} {version(package)}", "python": sys.version.split()[0]}
         elif command == "rounds":
-            answer["seconds"] = system.rounds(done, int(argument))
-            done += int(argument)
+            last = done + int(argument)
+            if last > federation.workload.rounds:
+                raise ValueError(f"round {last} was asked for, but rounds = {federation.workload.rounds} are stored")
+            yield {"seconds": system.rounds(done, int(argument))}
+            done = last
         elif command == "accuracy":
             own = getattr(system, "accuracy", None)  # of a model that is not a plain ViT
-            answer["accuracy"] = own() if own else federation.accuracy(system.trained())
+            yield {"accuracy": own() if own else federation.accuracy(system.trained())}
         elif command == "save":
             save_file({k: v.contiguous() for k, v in system.trained().items()}, argument)
-        elif command != "quit":
+            yield {}
+        elif command == "quit":
+            yield {}
+            return
+        else:
             raise ValueError(f"unknown command {command!r}; allowed: prepare, rounds, accuracy, save, quit")
-        print(json.dumps(answer), file=answers)
-        if command == "quit":
-            break
