@@ -86,9 +86,13 @@ def build_federation(e: Experiment, device: str = "cpu") -> Federation:
             "sample an example"
         )
     server = method.init_server(model.trainable(), setting)
-    f = Federation(e, method, setting, data, model, model.frozen(), budgets, server)
-    blocks = model.prefix_blocks()
-    return replace(f, train_prefix=build_train_prefix(f, blocks), test_prefix=_prefix(f, blocks, data.test_images))
+    return with_prefix_caches(Federation(e, method, setting, data, model, model.frozen(), budgets, server))
+
+
+def with_prefix_caches(f: Federation) -> Federation:
+    """``f`` with empty caches for the answers of its frozen first blocks, where they pay."""
+    blocks = f.model.prefix_blocks()
+    return replace(f, train_prefix=build_train_prefix(f, blocks), test_prefix=_prefix(f, blocks, f.data.test_images))
 
 
 def build_train_prefix(f: Federation, blocks: int) -> PrefixCache | None:

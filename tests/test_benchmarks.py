@@ -4,62 +4,113 @@ import dataclasses
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pandas as pd
 import pytest
 import torch
 
-BENCHMARKS = Path(__file__).parents[1] / "notebooks" / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
+from fedlib.benchmarks import harness, prepare, setup_rivals, systems
+from fedlib.benchmarks.names import to_fedlib, to_plain
+from fedlib.benchmarks.ours import federation_of
+from fedlib.benchmarks.rivals.workload import Federation, ViT, Workload
+from fedlib.benchmarks.systems import SYSTEMS, running
+from fedlib.evaluation import exit_logits
 
-import harness  # noqa: E402
-import prepare  # noqa: E402
-import setup_rivals  # noqa: E402
-import systems  # noqa: E402
-from names import to_fedlib, to_plain  # noqa: E402
-from systems import SYSTEMS, System, running  # noqa: E402
-from workload import Federation, ViT, Workload  # noqa: E402
-
-TINY = Workload(
-    "tiny", batch_size=4, lr=0.5, num_clients=6, examples=10, per_round=3, rounds=12, dim=16, depth=2, heads=2,
-    ffn_dim=24, lora_rank=3, lora_alpha=6, pretrained=False,
-)  # fmt: skip
-LORA = dataclasses.replace(TINY, name="tiny LoRA", lora_blocks=(1,))
-BARE = SYSTEMS["bare loop"]
+SMALL = Workload("small", batch_size=16, num_clients=6, examples=40, per_round=3, rounds=4)
+LORA = dataclasses.replace(SMALL, name="small LoRA", lora_blocks=(1, 11))
+REEFL = dataclasses.replace(LORA, name="small ReeFL", method="reefl")
 
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("workloads")
-    return {w.name: prepare.write_workload(w, folder / f"{w.name}.safetensors") for w in (TINY, LORA)}
+    return {w.name: prepare.write_workload(w, folder / f"{w.name}.safetensors") for w in (SMALL, LORA, REEFL)}
 
 
-def own_federation(w: Workload, shared: Federation, rounds: int = 2):
-    """fedlib's federation on the shared file's weights and pixels: what its own system in the benchmark runs."""
-    from fedlib import build_federation
-    from fedlib.methods import Setting
-    from fedlib.models.adapters import apply_finetune_
-    from fedlib.models.exit_model import ExitModel
-    from fedlib.models.vit import ViT as OwnViT
-    from fedlib.models.vit import ViTConfig
+@pytest.mark.parametrize("w", [SMALL, LORA], ids=lambda w: w.name)
+def test_both_names_and_one_function(w, files):
+    shared = Federation(files[w.name])
+    tensors = {k: torch.randn(v.shape, generator=torch.Generator().manual_seed(i)) / 10 for i, (k, v) in enumerate(shared.initial.items())}  # fmt: skip
+    back = to_plain(to_fedlib(tensors, w), w)
+    assert back.keys() == tensors.keys() and all(torch.equal(back[k], tensors[k]) for k in tensors)
+    shared.initial = tensors
+    plain, f = ViT(w), federation_of(shared)
+    plain.load_state_dict(tensors)
+    own = exit_logits(f, f.server, f.method.model_for(0, f.setting))[-1]
+    torch.testing.assert_close(own, plain(shared.test_images), atol=1e-5, rtol=1e-5)
 
-    e = dataclasses.replace(prepare.experiment(w), rounds=rounds)
-    f = build_federation(e.replace(finetune="full", finetune_options={}))
-    vit = OwnViT(ViTConfig(w.img_size, w.patch_size, w.dim, w.depth, w.heads, w.ffn_dim))
-    head = f.method.build_head(w.dim, w.depth, 10, (w.depth - 1,))
-    options = dict(e.finetune_options)
-    if w.lora_blocks:
-        options["target_modules"] = [f"blocks.{b}.attn.{j}" for b in w.lora_blocks for j in "qv"]
-    apply_finetune_(vit, head, e.finetune, options, e.seed)
-    model = ExitModel(vit, head, (w.depth - 1,)).eval()
-    model.load_state_dict(to_fedlib(shared.initial, w))
-    setting = Setting(vit.config, model.exit_blocks, model.infos(), w.num_clients, rounds)
-    cut = slice(2, -2)  # fedlib's digits are padded to 32 pixels
-    data = dataclasses.replace(f.data, images=f.data.images[..., cut, cut], test_images=f.data.test_images[..., cut, cut])
-    mean, std = (x.expand(3) for x in shared_mean_std(shared))
-    data = dataclasses.replace(data, mean=mean, std=std)
-    server = f.method.init_server(model.trainable(), setting)
-    return dataclasses.replace(
-        f, experiment=e, setting=setting, data=data, model=model, frozen=model.frozen(), server=server
+
+@pytest.mark.parametrize(
+    "w, names",
+    [(SMALL, ("bare loop", "two processes", "fedlib")), (LORA, ("bare loop", "fedlib, one client at a time"))],
+)
+def test_batches_are_those_that_fedlib_draws(w, names, files):
+    """All end two rounds with the same parameters and accuracy: same clients, same batches, same mean."""
+    with running([SYSTEMS[n] for n in names], files[w.name]) as started:
+        times = harness.time_interleaved(started, rounds=1, repeats=1, warm_up=1)
+        facts = harness.facts(started)
+    assert set(times.system) == set(names) and (times.seconds > 0).all()
+    assert (facts["max_difference"] < 2e-5).all() and facts["accuracy"].round(3).nunique() == 1, facts
+    assert (facts["rounds"] == 2).all() and (facts["lines"] > 20).all()
+
+
+def test_only_fedlib_trains_reefl(files):
+    with running([SYSTEMS["fedlib"], SYSTEMS["fedlib, one client at a time"]], files[REEFL.name]) as started:
+        for r in started:
+            r.rounds(2)
+        assert harness.facts(started)["max_difference"].max() < 2e-5
+    with pytest.raises(RuntimeError, match="method = 'reefl' is not possible here; allowed: fedavg"):
+        with running([SYSTEMS["bare loop"]], files[REEFL.name]):
+            pass
+
+
+def test_a_dead_system_is_reported_and_nothing_survives(files):
+    with pytest.raises(RuntimeError, match="round 5 was asked for, but rounds = 4 are stored"):
+        with running([SYSTEMS["two processes"]], files[SMALL.name]) as (r,):
+            family = systems.tree(r.processes)
+            r.rounds(5)
+    deadline = time.time() + 10
+    while any(p.is_running() for p in family) and time.time() < deadline:
+        time.sleep(0.05)
+    assert not any(p.is_running() for p in family)
+
+
+def test_ratios_are_between_neighbouring_blocks():
+    """A slows from 1 to 3 s together with B, from 2 to 6: the ratio stays 2, whatever the medians over all say."""
+    rows = [("A", 0, 1, 1.0), ("B", 0, 1, 2.0), ("A", 1, 2, 3.0), ("B", 1, 2, 6.0), ("A", 2, 3, 3.0), ("B", 2, 3, 9.0)]
+    times = pd.DataFrame(rows, columns=["system", "repeat", "round", "seconds"])
+    out = harness.summary(times, "A")
+    assert list(out.index) == ["A", "B"] and out.loc["B", "seconds"] == 6
+    assert tuple(out.loc["B", ["ratio", "ratio_min", "ratio_max"]]) == (2, 2, 3)
+    with pytest.raises(ValueError, match="against = 'C' was not timed; allowed: A, B"):
+        harness.summary(times, "C")
+
+
+def test_memory_of_the_whole_process_tree_is_seen():
+    code = "import subprocess, sys; x = b'1' * 50_000_000; subprocess.run([sys.executable, '-c', 'x = b\"1\" * 100_000_000; input()'])"
+    parent = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE)
+    with harness._Sampler([parent]) as sampler:
+        deadline = time.time() + 20
+        while sampler.peak < 150e6 and time.time() < deadline:
+            time.sleep(0.05)
+    parent.communicate(b"\n")
+    assert 150e6 < sampler.peak < 250e6 and sampler.processes == 2
+
+
+def test_lines_of_user_code(tmp_path):
+    file = tmp_path / "user.py"
+    file.write_text(
+        '"""Not\ncode."""\n\n# nor this\nx = f(\n    1,\n)  # three lines\n\n\ndef g():\n    "no"\n    return """two\nlines"""\n'
     )
+    assert harness.count_lines(file) == 3 + 1 + 2
+
+
+def test_what_is_missing_is_said():
+    with pytest.raises(ValueError, match="'Flowers' is unknown; allowed: fedlib"):
+        systems.select(["Flowers"])
+    absent = dataclasses.replace(SYSTEMS["pfl"], venv="nowhere")
+    assert (
+        absent.missing() == "no environment .venv-bench/nowhere: run python -m fedlib.benchmarks.setup_rivals nowhere"
+    )
+    with pytest.raises(SystemExit, match="'fedjax' is unknown; allowed: flower, pfl, blazefl"):
+        setup_rivals.main(["fedjax"])

@@ -26,6 +26,7 @@ LAYERS = [
     {"runs"},
     {"tables", "trained", "attention", "teachers"},
     {"plots", "statistics", "adaptive", "attention_plots"},
+    {"benchmarks"},
 ]
 LAYER = {name: i for i, names in enumerate(LAYERS) for name in names}
 HEAVY = {

@@ -28,9 +28,7 @@ def load(path: str):
     torch.set_num_threads(1)
     federation = Federation(path)
     model = federation.model()
-    torch.optim.SGD(
-        model.parameters()
-    ).zero_grad()  # what PyTorch loads at its first step counts as start-up
+    torch.optim.SGD(model.parameters()).zero_grad()  # what PyTorch loads at its first step counts as start-up
     return federation, model
 
 

@@ -1,10 +1,11 @@
 """The same tensors under two names: the benchmark's plain ViT and fedlib's ExitModel with one classifier.
 
-fedlib keeps q, k and v apart and sees a grey image as three equal channels; on such images both models are equal.
+fedlib keeps q, k and v apart, and peft names LoRA's parts.
 """
 
 import torch
-from workload import Workload
+
+from .rivals.workload import Workload
 
 Tensors = dict[str, torch.Tensor]
 HEAD = "head.exits.0."
@@ -12,12 +13,12 @@ STEM = ("patch_embed.weight", "patch_embed.bias", "prefix", "pos_embed")
 
 
 def to_fedlib(plain: Tensors, w: Workload) -> Tensors:
-    """Plain names to fedlib's; a grey filter becomes three, each a third of it."""
+    """Plain names to fedlib's."""
     out = {}
     for name, value in plain.items():
         place, _, leaf = name.rpartition(".")
         if name in STEM:
-            out[f"vit.stem.{name}"] = value.repeat(1, 3) / 3 if name == STEM[0] else value
+            out[f"vit.stem.{name}"] = value
         elif place in ("norm", "linear"):
             out[HEAD + name] = value
         elif leaf == "weight" and ".lora_" in name:
@@ -44,9 +45,7 @@ def to_plain(tensors: Tensors, w: Workload) -> Tensors:
         short = name.removeprefix("vit.").removeprefix("stem.").removeprefix(HEAD)
         attention, _, rest = short.partition(".attn.")
         part = rest.replace(".base_layer", "").partition(".")
-        if short == STEM[0]:
-            out[short] = value.view(len(value), 3, -1).sum(1)
-        elif ".lora_A." in rest:
+        if ".lora_A." in rest:
             if part[0] == "q":
                 both = (value, tensors[name.replace(".q.lora_A", ".v.lora_A")])
                 out[f"{attention}.attn.lora_a.weight"] = torch.cat(both)

@@ -5,22 +5,20 @@ Read next: ``rivals/workload.py`` (who reads it), ``harness.py`` (who runs them)
 """
 
 import json
-import sys
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from fedlib import Experiment, build_federation
-from fedlib.data.datasets import load_dataset
-from fedlib.models.layers import init_normal_
-from fedlib.models.weights import build_backbone
-from fedlib.rng import torch_generator
 from torch.nn.functional import interpolate
 
-RIVALS = Path(__file__).parent / "rivals"
-sys.path.insert(0, str(RIVALS))  # a rival imports ``workload`` from its own folder; here it is the same module
-from names import to_plain  # noqa: E402
-from workload import ViT, Workload  # noqa: E402
+from ..data.datasets import load_dataset
+from ..experiment import Experiment
+from ..federation import build_federation
+from ..models.layers import init_normal_
+from ..models.weights import build_backbone
+from ..rng import torch_generator
+from .names import to_plain
+from .rivals.workload import ViT, Workload
 
 LAST_THIRD, ALL = (8, 9, 10, 11), tuple(range(12))
 WORKLOADS = {
@@ -38,17 +36,15 @@ WORKLOADS = {
 
 
 def experiment(w: Workload) -> Experiment:
-    """The workload in fedlib's terms, but for LoRA's placement and the image size (the backbone's name has its own).
-
-    Plain SGD: no clipping, no cosine. Clients, their examples and every batch depend on these fields alone.
-    """
+    """The workload in fedlib's terms. Plain SGD: no clipping, no cosine."""
     reefl = w.method == "reefl"
+    lora = {"r": w.lora_rank, "lora_alpha": w.lora_alpha, "layers_to_transform": list(w.lora_blocks)}
     return Experiment(
         method=w.method, dataset="mnist", num_train=w.num_clients * w.examples, partition="iid", augment="none",
-        pretrained=False, finetune="lora" if w.lora_blocks else "full", num_exits=4 if reefl else 1,
-        finetune_options={"r": w.lora_rank, "lora_alpha": w.lora_alpha} if w.lora_blocks else {},
+        backbone="vit_digits", pretrained=False, num_exits=4 if reefl else 1,
+        finetune="lora" if w.lora_blocks else "full", finetune_options=lora if w.lora_blocks else {},
         num_clients=w.num_clients, clients_per_round=w.per_round, budgets="uniform" if reefl else "maximum",
-        rounds=w.rounds, batch_size=w.batch_size, lr=w.lr, min_lr=w.lr, clip_value=None, seed=w.seed,
+        rounds=w.rounds, evaluate_every=0, batch_size=w.batch_size, lr=w.lr, min_lr=w.lr, clip_value=None, seed=w.seed,
     )  # fmt: skip
 
 
@@ -69,7 +65,7 @@ def initial_weights(w: Workload) -> dict[str, torch.Tensor]:
             up.weight.zero_()
     if w.pretrained:
         backbone = to_plain(build_backbone("deit_micro").state_dict(), w)
-        filters = backbone["patch_embed.weight"].view(w.dim, 1, 8, 8)
+        filters = backbone["patch_embed.weight"].view(w.dim, 3, 8, 8).sum(1, keepdim=True)  # of a grey image
         scale = (8 / w.patch_size) ** 2  # a flat patch gets the same answer
         filters = interpolate(filters, (w.patch_size, w.patch_size), mode="bilinear") * scale
         model.load_state_dict(backbone | {"patch_embed.weight": filters.flatten(1)}, strict=False)
@@ -82,7 +78,7 @@ def write_workload(w: Workload, path: Path) -> Path:
 
     e, digits = experiment(w), load_dataset("mnist")
     plain = e.replace(method="fedavg", finetune="full", finetune_options={}, num_exits=1, budgets="maximum")
-    federation = build_federation(plain)  # the clients and their batches are the same whatever is trained
+    federation = build_federation(plain)  # clients and batches are functions of the seed, whatever is trained
     sampled = [[c.id for c in federation.sample_clients(t)] for t in range(1, w.rounds + 1)]
     rows = torch.stack(
         [torch.stack([_order(federation, w, t, c) for c in clients]) for t, clients in enumerate(sampled, 1)]

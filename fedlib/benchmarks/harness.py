@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from systems import RIVALS, Running, System, running, tree
+from .systems import RIVALS, Running, System, running, tree
 
 MEMORY_HZ = 20
 

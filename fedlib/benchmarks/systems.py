@@ -18,9 +18,11 @@ from pathlib import Path
 
 import pandas as pd
 
+from ..project import root
+
 HERE = Path(__file__).parent
 RIVALS = HERE / "rivals"
-VENVS = HERE.parents[1] / ".venv-bench"  # made by setup_rivals.py
+VENVS = root() / ".venv-bench"  # made by setup_rivals.py
 
 
 @dataclass(frozen=True)
@@ -44,15 +46,24 @@ class System:
         if not (RIVALS / self.script).exists():
             return f"rivals/{self.script} does not exist"
         if not self.python.exists():
-            return f"no environment .venv-bench/{self.venv}: run notebooks/benchmarks/setup_rivals.py {self.venv}"
+            return f"no environment .venv-bench/{self.venv}: run python -m fedlib.benchmarks.setup_rivals {self.venv}"
         return None
 
 
 QUIET = {"FLWR_TELEMETRY_ENABLED": "0", "RAY_USAGE_STATS_ENABLED": "0"}
-# fedlib's own systems join as System("fedlib", "ours.py"): a class with the methods of workload.System.
 SYSTEMS = {
     s.name: s
     for s in (
+        System("fedlib", "../ours.py", package="fedlib", threads=2),
+        System(
+            "fedlib, one client at a time",
+            "../ours.py",
+            package="fedlib",
+            env={"BENCH_COHORT": "1", "BENCH_WORKERS": "1"},
+        ),
+        System(
+            "fedlib, one at a time on 2 threads", "../ours.py", package="fedlib", threads=2, env={"BENCH_COHORT": "1"}
+        ),
         System("bare loop", "bare_loop.py"),
         System("bare loop, 2 threads", "bare_loop.py", threads=2),
         System("two processes", "two_processes.py"),

@@ -2,7 +2,7 @@
 
 Plain PyTorch without fedlib, so that it runs in every rival's own environment. ``prepare.py`` writes the shared file.
 A system is a class with the methods of :class:`System`; ``serve(cls)`` makes it answer the harness's commands. To add
-one, write such a file beside this one and name it in ``harness.SYSTEMS``.
+one, write such a file beside this one and name it in ``systems.SYSTEMS``.
 """
 
 import json

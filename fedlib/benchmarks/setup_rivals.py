@@ -1,5 +1,6 @@
-"""Make an environment of its own for every rival: ``python setup_rivals.py [flower] [pfl] [blazefl]``; default: all.
+"""An environment of its own for every rival: ``python -m fedlib.benchmarks.setup_rivals [flower] [pfl] [blazefl]``.
 
+Without names, all.
 They cannot share one (BlazeFL needs Python 3.12, pfl ends there, flwr pins packages that others pin differently).
 ``rivals/requirements-<name>.txt`` pins every package with its hash; all have the same torch. Idempotent. A rival for
 which no interpreter is found is skipped with a sentence and is then missing, visibly, in the benchmark's table.
@@ -13,7 +14,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from systems import RIVALS, VENVS
+from .systems import RIVALS, VENVS
 
 PYTHONS = {"flower": ((3, 11), (3, 13)), "pfl": ((3, 11), (3, 12)), "blazefl": ((3, 12), (3, 13))}  # first and last
 

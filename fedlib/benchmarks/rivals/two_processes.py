@@ -18,8 +18,12 @@ class TwoProcesses:
         context.Process(target=self.helper, args=(theirs,), daemon=True).start()
 
     def helper(self, pipe) -> None:
-        while True:
-            pipe.send(self.train(*pipe.recv(), self.sums[1]))
+        self.pipe.close()  # the parent's end: without it, the parent's death is an end of file here
+        try:
+            while True:
+                pipe.send(self.train(*pipe.recv(), self.sums[1]))
+        except EOFError:
+            return
 
     @torch.no_grad()
     def train(self, t: int, clients: list[int], sums: list[torch.Tensor]) -> int:
