@@ -182,9 +182,13 @@ def orderings(
 
 
 def save_table(frame: pd.DataFrame, path: Path) -> Path:
-    """Write ``frame`` as CSV and as a Markdown table beside it."""
+    """Write ``frame`` as CSV and as a Markdown table beside it (– where there is no value)."""
     path.parent.mkdir(parents=True, exist_ok=True)
     frame.to_csv(path.with_suffix(".csv"), index=False)
-    cells = [list(map(str, frame.columns)), ["---"] * len(frame.columns), *frame.astype(str).values.tolist()]
+    cells = [
+        list(map(str, frame.columns)),
+        ["---"] * len(frame.columns),
+        *frame.astype(object).where(frame.notna(), "–").map(str).values.tolist(),
+    ]
     path.with_suffix(".md").write_text("".join(f"| {' | '.join(row)} |\n" for row in cells))
     return path.with_suffix(".md")

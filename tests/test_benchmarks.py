@@ -1,5 +1,6 @@
 """The engine benchmark: rivals and fedlib train the same clients on the same batches, and the harness counts honestly."""
 
+import contextlib
 import dataclasses
 import subprocess
 import sys
@@ -9,7 +10,7 @@ import pandas as pd
 import pytest
 import torch
 
-from fedlib.benchmarks import harness, prepare, setup_rivals, systems
+from fedlib.benchmarks import engine_speed, gpu, harness, prepare, setup_rivals, systems
 from fedlib.benchmarks.names import to_fedlib, to_plain
 from fedlib.benchmarks.ours import federation_of
 from fedlib.benchmarks.rivals.workload import Federation, ViT, Workload
@@ -114,3 +115,59 @@ def test_what_is_missing_is_said():
     )
     with pytest.raises(SystemExit, match="'fedjax' is unknown; allowed: flower, pfl, blazefl"):
         setup_rivals.main(["fedjax"])
+
+
+def record(seconds, **facts):
+    """A stored measurement: seconds a round by system and turn."""
+    times = [
+        {"system": n, "repeat": i, "round": i + 1, "seconds": s}
+        for n, turns in seconds.items()
+        for i, s in enumerate(turns)
+    ]
+    return {"workload": "W1", "times": times, "facts": [], "missing": [], "provenance": {}} | facts
+
+
+def test_verdicts_take_the_fastest_rival():
+    """pfl's medians are 1.5 and 1.2 of ours: 1.35 over the turns; the bare loop is slower, our own loop is no rival."""
+    slow = {"fedlib": [1, 1], "bare loop": [2, 2], "pfl": [1.5, 1.2], "fedlib, one at a time on 2 threads": [1.1, 1.1]}
+    table = engine_speed.verdicts({"W1": record(slow)}).set_index(["workload", "target"])
+    row = table.loc[("W1", "≥ 1.25× the fastest rival")]
+    assert (row.against, row.obtained, row.range, row.verdict) == ("pfl", 1.35, "1.20–1.50", "holds")
+    assert table.loc[("W1", "≥ 1.8× Flower")].verdict == "not measured" and len(table) == len(engine_speed.TARGETS)
+
+
+def test_plans_refuse_typos():
+    assert engine_speed.load_plan("smoke", {"rounds": 3}).rounds == 3
+    for overrides, message in (
+        ({"systems": ["Flowers"]}, "did you mean 'Flower'"),
+        ({"round": 3}, "did you mean 'rounds'"),
+        ({"repeats": 0}, "repeats = 0 must be positive"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            engine_speed.load_plan("small", overrides)
+    with pytest.raises(ValueError, match="profile = 'smal' is unknown; did you mean 'small'"):
+        engine_speed.load_plan("smal")
+
+
+def test_stored_measurements_are_not_repeated(monkeypatch, tmp_path):
+    monkeypatch.setenv("FEDLIB_OUTPUTS", str(tmp_path))
+    plan, calls = engine_speed.load_plan("smoke"), []
+    monkeypatch.setattr(engine_speed, "measure_population", lambda n, rounds: {"num_clients": n})
+    monkeypatch.setattr(
+        harness, "time_interleaved", lambda *a: calls.append(a) or pd.DataFrame(record({"fedlib": [1.0]})["times"])
+    )
+    monkeypatch.setattr(
+        harness, "facts", lambda started: pd.DataFrame({"system": ["fedlib"], "lines": [3]}).set_index("system")
+    )
+    monkeypatch.setattr(engine_speed, "running", lambda *a: contextlib.nullcontext([]))
+    assert engine_speed.load("smoke", plan, run_missing=False) == ({}, None) and not calls
+    first = engine_speed.load("smoke", plan)
+    assert engine_speed.load("smoke", plan) == first and len(calls) == 1
+    assert first[1]["rows"] == [{"num_clients": 100}] and first[0]["W1"]["facts"] == [{"system": "fedlib", "lines": 3}]
+
+
+def test_both_executions_of_the_gpu_comparison_run():
+    e = gpu.CASES["deit_micro, 32 px, 10 clients"].replace(clients_per_round=2, examples_per_client=4, batch_size=4)
+    out = gpu.compare(e, "cpu", rounds=1, repeats=1)
+    assert out["ratio"] == out["one at a time"] / out["together"] and out["TFLOP/s"] > 0
+    assert "of float32 peak" not in out  # of a card only

@@ -47,7 +47,7 @@ HEAVY = {
     "dp_accounting",
     "ray",
 }
-PANDAS_FILES = {"tables.py", "plots.py", "statistics.py"}
+PANDAS_FILES = {"tables.py", "plots.py", "statistics.py", "harness.py", "systems.py", "engine_speed.py"}
 
 
 def files():

@@ -18,7 +18,7 @@ def test_environment_yml_has_pyprojects_pins():
 
     environment = yaml.safe_load((ROOT / "environment.yml").read_text())
     pip = next(d["pip"] for d in environment["dependencies"] if isinstance(d, dict))
-    extras = [x for group in ("notebooks", "dev") for x in PROJECT["optional-dependencies"][group]]
+    extras = [x for group in PROJECT["optional-dependencies"].values() for x in group]
     wanted = PROJECT["dependencies"] + [x for x in extras if not x.startswith("fedlib[")]
     assert sorted(pip) == sorted([*wanted, "--editable ."])
     assert f"python{PROJECT['requires-python']}" in environment["dependencies"]

@@ -66,6 +66,7 @@ def facts(started: Sequence[Running]) -> pd.DataFrame:
             {
                 "system": r.system.name, **r.versions, "startup_seconds": r.startup_seconds,
                 "lines": count_lines(RIVALS / r.system.script), "rounds": r.rounds_done, "accuracy": r.accuracy(),
+                "first_round_seconds": r.first_round_seconds,
                 "max_difference": max(float((tensors[n] - first[n]).abs().max()) for n in first) if same else None,
             }
         )  # fmt: skip

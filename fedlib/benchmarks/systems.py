@@ -115,8 +115,11 @@ class Running:
 
     def rounds(self, n: int) -> list[float]:
         """Run ``n`` further rounds; seconds of each, taken by the system itself."""
+        seconds = self.ask(f"rounds {n}")["seconds"]
+        if not self.rounds_done:
+            self.first_round_seconds = seconds[0]
         self.rounds_done += n
-        return self.ask(f"rounds {n}")["seconds"]
+        return seconds
 
     def accuracy(self) -> float:
         """Test accuracy of the global model in percent."""
