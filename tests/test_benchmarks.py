@@ -117,14 +117,15 @@ def test_what_is_missing_is_said():
         setup_rivals.main(["fedjax"])
 
 
-def record(seconds, **facts):
+def record(seconds):
     """A stored measurement: seconds a round by system and turn."""
     times = [
         {"system": n, "repeat": i, "round": i + 1, "seconds": s}
         for n, turns in seconds.items()
         for i, s in enumerate(turns)
     ]
-    return {"workload": "W1", "times": times, "facts": [], "missing": [], "provenance": {}} | facts
+    told = [{"system": n, "first_round_seconds": 3.0, "peak_mib": 100.0 * len(n)} for n in seconds]
+    return {"workload": "W1", "times": times, "facts": told, "missing": [], "provenance": {}}
 
 
 def test_verdicts_take_the_fastest_rival():
@@ -133,7 +134,14 @@ def test_verdicts_take_the_fastest_rival():
     table = engine_speed.verdicts({"W1": record(slow)}).set_index(["workload", "target"])
     row = table.loc[("W1", "≥ 1.25× the fastest rival")]
     assert (row.against, row.obtained, row.range, row.verdict) == ("pfl", 1.35, "1.20–1.50", "holds")
-    assert table.loc[("W1", "≥ 1.8× Flower")].verdict == "not measured" and len(table) == len(engine_speed.TARGETS)
+    assert table.loc[("W1", "≥ 1.8× Flower")].verdict == "not measured" and len(table) == len(engine_speed.TARGETS) + 2
+    first, memory = table.loc[("W1", "first round ≤ 2×")], table.loc[("W1", "peak memory ≤ 1.5×")]
+    assert (first.obtained, first.verdict) == (3, "does not hold")
+    assert (memory.obtained, memory.against, memory.verdict) == (
+        2,
+        "pfl",
+        "does not hold",
+    )  # len("fedlib") / len("pfl")
 
 
 def test_plans_refuse_typos():
