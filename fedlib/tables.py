@@ -113,8 +113,8 @@ def load_claims(paper: str, table: str, of: str = "reefl") -> list[tuple[str, st
 
 
 def beside_reported(frame: pd.DataFrame, reported: pd.DataFrame, value: str = "accuracy") -> pd.DataFrame:
-    """``mean ± SD`` obtained beside reported, one row per (finetune, column, variant)."""
-    both = mean_sd(frame, value, ("finetune", "column", "variant", "label"))
+    """``mean ± SD`` obtained, on which ``data``, beside reported, one row per (finetune, column, variant)."""
+    both = mean_sd(frame, value, ("finetune", "column", "dataset", "variant", "label"))
     both = both.merge(
         reported[["finetune", "column", "variant", "mean", "sd"]], on=["finetune", "column", "variant"], how="left",
         suffixes=("", "_reported"),
@@ -123,6 +123,7 @@ def beside_reported(frame: pd.DataFrame, reported: pd.DataFrame, value: str = "a
         {
             "mode": both.finetune.map(label_of),
             "column": both.column,
+            "data": both.dataset,
             "method": both.label.map(label_of),
             "obtained": [spread(m, s) for m, s in zip(both["mean"], both.sd, strict=True)],
             "seeds": both.seeds,

@@ -41,6 +41,13 @@ class FederatedData:
         """Rows of client i."""
         return self.holdings.client(i)
 
+    def client_owners(self) -> np.ndarray | None:
+        """Whose examples each client holds (-1: nobody's); None where clients are not made of owners."""
+        if self.owners is None:
+            return None
+        rows = (self.client(i)[:1] for i in range(self.num_clients))
+        return np.array([self.owners[r[0]] if len(r) else -1 for r in rows])
+
     def label_counts(self) -> np.ndarray:
         """Counts (clients, classes)."""
         labels = self.labels.cpu().numpy()
