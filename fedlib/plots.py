@@ -64,7 +64,7 @@ def plot_clients_examples(data, clients: Sequence[int], n: int = 6):
     for row, i in zip(axes, clients, strict=True):
         rows = data.client(i)
         for ax, r in zip(row, rows[np.linspace(0, len(rows) - 1, n).astype(int)], strict=True):
-            ax.imshow(data.images[r].permute(1, 2, 0).cpu().numpy().squeeze(), cmap="gray")
+            ax.imshow(data.images[r].permute(1, 2, 0).cpu().numpy().squeeze(), cmap="gray", vmin=0, vmax=255)
             ax.set_title(data.classes[int(data.labels[r])], fontsize=7)
             ax.set(xticks=[], yticks=[])
         row[0].set_ylabel(f"client {i}", fontsize=8)
