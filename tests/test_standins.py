@@ -179,6 +179,18 @@ def test_tables_name_the_data_that_were_used():
     assert table.iloc[0].tolist() == ["LoRA", "femnist", "omniglot", "ReeFL", "31.00 ± 1.41", 2, "84.69 ± 0.03"]
 
 
+def test_real_stand_ins(shared_data, monkeypatch):
+    """Ten digits by six speakers in sixty clients; 160 writers of eight alphabets, each of one."""
+    monkeypatch.setenv("FEDLIB_DATA", str(shared_data))
+    grid = load_grid("reefl", "table1", "small", {"columns": ["femnist", "speech_commands"]})
+    of = {c.column: c.experiment for c in grid}
+    speech, writers = load_federated(of["speech_commands"]), load_federated(of["femnist"])
+    assert speech.num_examples.tolist() == [40] * 60 and np.bincount(speech.client_owners()).tolist() == [10] * 6
+    assert np.bincount(speech.test_owners).tolist() == [100] * 6
+    assert len(writers.classes) == 8 and sorted(writers.client_owners().tolist()) == list(range(160))
+    assert ((writers.label_counts() > 0).sum(1) == 1).all() and set(writers.test_owners.tolist()) == set(range(160))
+
+
 # --- speech against an independent implementation ----------------------------------------------------------------
 
 

@@ -12,6 +12,7 @@ name, and the per-speaker split is seeded.
 import io
 import math
 import wave
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -26,6 +27,7 @@ STATS = torch.tensor([[-LOW / (HIGH - LOW)], [1 / (HIGH - LOW)]])  # (byte / 255
 HUB_PARQUET = "hf://datasets/google/speech_commands@~parquet/v0.02/{split}/*.parquet"
 
 
+@lru_cache(maxsize=8)
 def mel_filters(bins: int, fft_size: int, rate: int, low: float = 20.0) -> torch.Tensor:
     """Triangular filters (bins, fft_size // 2 + 1) on Kaldi's mel scale 1127 ln(1 + f / 700)."""
     mel = lambda f: 1127 * np.log1p(np.asarray(f) / 700)  # noqa: E731
@@ -45,8 +47,9 @@ def filter_banks(signal: torch.Tensor, rate: int, bins: int = 128, frames: int =
     x = signal.unfold(0, window, shift)
     x = x - x.mean(1, keepdim=True)
     x = x - 0.97 * torch.cat((x[:, :1], x[:, :-1]), 1)  # pre-emphasis
-    power = torch.fft.rfft(x * torch.hann_window(window, periodic=False), fft_size).abs() ** 2
-    energies = (power @ mel_filters(bins, fft_size, rate).T).clamp(min=torch.finfo(torch.float32).eps).log()
+    power = torch.fft.rfft(x * torch.hann_window(window, periodic=False, device=signal.device), fft_size).abs() ** 2
+    energies = power @ mel_filters(bins, fft_size, rate).T.to(signal.device)
+    energies = energies.clamp(min=torch.finfo(torch.float32).eps).log()
     out = torch.zeros(frames, bins, device=signal.device)
     out[: min(frames, len(energies))] = energies[:frames]
     return out
@@ -55,7 +58,7 @@ def filter_banks(signal: torch.Tensor, rate: int, bins: int = 128, frames: int =
 def to_image(features: torch.Tensor) -> np.ndarray:
     """Normalised features as uint8 (1, frames, bins)."""
     x = ((features - MEAN) / (2 * SD)).clamp(LOW, HIGH)
-    return ((x - LOW) / (HIGH - LOW) * 255).round().to(torch.uint8).numpy()[None]
+    return ((x - LOW) / (HIGH - LOW) * 255).round().to(torch.uint8).cpu().numpy()[None]
 
 
 def read_wav(data: bytes) -> tuple[torch.Tensor, int]:
