@@ -25,11 +25,11 @@ TERA_MACS_PER_SECOND = 10.0  # assumed of a data-centre GPU: half of 20 TFLOP/s 
 
 def num_classes(e: Experiment) -> int:
     """Classes of ``e``'s data set, which is read only if it is not a known one."""
-    if e.dataset in CLASSES:
+    if e.dataset in CLASSES and not e.label_groups:
         return CLASSES[e.dataset]
     from .data.datasets import load_dataset
 
-    return load_dataset(e.dataset).num_classes
+    return load_dataset(e.dataset, e.label_groups).num_classes
 
 
 def examples_per_client(e: Experiment) -> float:

@@ -115,9 +115,13 @@ class Experiment:
     options: Mapping[str, Scalar] = field(default_factory=dict)  # fields of the method's dataclass
     # data
     dataset: str = "mnist"  # a name of data.datasets.DATASETS, or the path of a local set (which then names the run)
+    label_groups: bool = False  # label by what a class name says before its slash (Omniglot's alphabets)
     num_train: int | None = None  # use so many training examples, classes in proportion; None: all
     num_test: int | None = None
-    partition: typing.Literal["dirichlet", "class_dirichlet", "pathological", "natural", "iid", "drawn"] = "dirichlet"
+    # natural: an owner (writer, speaker) is a client; natural_split: an owner is several clients, each one's alone
+    partition: typing.Literal[
+        "dirichlet", "class_dirichlet", "pathological", "natural", "natural_split", "iid", "drawn"
+    ] = "dirichlet"
     dirichlet_alpha: float = 1.0
     classes_per_client: int = 2  # partition = pathological
     examples_per_client: int = 100  # partition = drawn: a population of any size, clients overlap

@@ -1,8 +1,9 @@
 """Experiments from layered YAML: base <- method <- table row <- profile <- overrides; later wins, every key is checked.
 
 ``params/<paper>/base.yaml`` and ``methods.yaml`` say the algorithms' settings, ``<table>.yaml`` the grid of one table,
-``params/profiles/*.yaml`` only how big. A table's section of a profile's name says which cells that profile keeps and
-what it needs beyond the profile (a stand-in backbone). ``options`` and ``finetune_options`` are merged key by key.
+``params/profiles/*.yaml`` only how big. A column's section of a profile's name says which data set stands in for the
+column's own at that profile, if not the profile's; a table's section, which cells that profile keeps and what else it
+needs (a stand-in backbone). ``options`` and ``finetune_options`` are merged key by key.
 """
 
 import itertools
@@ -160,14 +161,12 @@ def load_grid(paper: str, table: str, profile: str, overrides: Mapping[str, obje
     kept = dict(spec.get(profile, {}))  # the table's own word at this profile: its cells, then any other key
     finetunes = _listed(overrides.pop("finetune", kept.pop("finetune", spec["axes"]["finetune"])))
     variants = _variants(spec, kept.pop("variant", list(spec["variants"])), overrides)
-    columns = _listed(overrides.pop("columns", kept.pop("columns", list(spec["columns"]))))
-    for column in columns:
-        if column not in spec["columns"]:
-            raise ValueError(f"overrides: columns = {column!r}{did_you_mean(column, spec['columns'])}")
+    columns = _columns(spec, overrides.pop("columns", kept.pop("columns", list(spec["columns"]))), profile, overrides)
     seeds = overrides.pop("seeds", [overrides.pop("seed")] if "seed" in overrides else sizes.get("seeds", [1]))
     sizes = {k: v for k, v in sizes.items() if k not in GRID_KEYS}
     cells = []
-    for finetune, (name, variant), column, seed in itertools.product(finetunes, variants.items(), columns, seeds):
+    axes = itertools.product(finetunes, variants.items(), columns.items(), seeds)
+    for finetune, (name, variant), (column, (of_column, stand_in)), seed in axes:
         if finetune not in _listed(variant.get("finetune", finetune)):
             continue
         row = {k: v for k, v in variant.items() if k not in VARIANT_KEYS} | {"finetune": finetune, "seed": seed}
@@ -175,9 +174,10 @@ def load_grid(paper: str, table: str, profile: str, overrides: Mapping[str, obje
             base,
             methods.get(row["method"], {}),
             spec.get("common", {}),
-            spec["columns"][column],
+            of_column,
             row,
             sizes,
+            stand_in,
             kept,
             overrides,
         )
@@ -187,6 +187,18 @@ def load_grid(paper: str, table: str, profile: str, overrides: Mapping[str, obje
 
 def _listed(value: object) -> list:
     return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def _columns(spec: dict, names: object, profile: str, overrides: Mapping) -> dict[str, tuple[dict, dict]]:
+    """Per column its settings, and its stand-in's at ``profile`` (none where ``overrides`` name the data set)."""
+    profiles, out = {p.stem for p in (params_dir() / "profiles").glob("*.yaml")}, {}
+    for name in _listed(names):
+        if name not in spec["columns"]:
+            raise ValueError(f"overrides: columns = {name!r}{did_you_mean(name, spec['columns'])}")
+        column = spec["columns"][name]
+        stand_in = {} if "dataset" in overrides else column.get(profile, {})
+        out[name] = {k: v for k, v in column.items() if k not in profiles}, stand_in
+    return out
 
 
 def _variants(spec: dict, kept: list[str], overrides: dict) -> dict[str, dict]:

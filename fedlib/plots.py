@@ -52,6 +52,25 @@ def plot_label_distribution(counts: np.ndarray, classes: Sequence[str], ax=None,
     return ax
 
 
+def plot_clients_examples(data, clients: Sequence[int], n: int = 6):
+    """The first ``n`` training images of each of ``clients``, one row each, titled by class; returns the Axes.
+
+    ``data`` is a ``FederatedData``. Spectrograms stand as the network sees them: time runs down, pitch to the right.
+    """
+    import matplotlib.pyplot as plt
+
+    size = (1.1 * n + 0.8, 1.25 * len(clients))
+    axes = plt.subplots(len(clients), n, figsize=size, squeeze=False, layout="constrained")[1]
+    for row, i in zip(axes, clients, strict=True):
+        rows = data.client(i)
+        for ax, r in zip(row, rows[np.linspace(0, len(rows) - 1, n).astype(int)], strict=True):
+            ax.imshow(data.images[r].permute(1, 2, 0).cpu().numpy().squeeze(), cmap="gray", vmin=0, vmax=255)
+            ax.set_title(data.classes[int(data.labels[r])], fontsize=7)
+            ax.set(xticks=[], yticks=[])
+        row[0].set_ylabel(f"client {i}", fontsize=8)
+    return axes
+
+
 def _lines(frame: pd.DataFrame):
     """Yield (rows, style) per variant (or method): one colour per method, one dash per variant of it."""
     from .tables import label_of

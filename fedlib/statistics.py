@@ -49,6 +49,20 @@ def verdict(low: float, high: float) -> str:
     return "better" if low > 0 else "worse" if high < 0 else "undecided"
 
 
+def budget_accuracies(frame: pd.DataFrame) -> pd.DataFrame:
+    """One row per run and budget b = 1..E: accuracy of the ``deepest`` exit b, and the mean over all ``held``, 1..b.
+
+    ``frame`` as from ``tables.collect``; what a client of that strength can answer with on the global test set.
+    ``tables.mean_sd(..., by=(..., "budget"))`` gives mean and SD over seeds.
+    """
+    rows = []
+    for row in frame.dropna(subset=["accuracy"]).to_dict("records"):
+        exits, where = row["exits"], {k: row[k] for k in ("finetune", "column", "variant", "label", "seed")}
+        for b in range(1, len(exits) + 1):
+            rows.append(where | {"budget": b, "deepest": exits[b - 1], "held": sum(exits[:b]) / b})
+    return pd.DataFrame(rows, columns=["finetune", "column", "variant", "label", "seed", "budget", "deepest", "held"])
+
+
 def paired_differences(
     frame: pd.DataFrame, pairs: Sequence[tuple[str, str]], value: str = "accuracy", confidence: float = 0.95
 ) -> pd.DataFrame:

@@ -1,6 +1,7 @@
 """Tables for notebooks: stored runs as data frames, obtained beside reported, and verdicts on the paper's claims."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
@@ -25,15 +26,21 @@ LABELS = {
 def load_cells(
     paper: str, table: str, profile: str, overrides: Mapping[str, object] | None = None, folder: Path | None = None
 ) -> list[Cell]:
-    """The table's grid, or the profile's ``fallback`` if runs are missing and its data set is not at hand."""
+    """The table's grid; where runs are missing and their data set is not at hand, the profile's ``fallback`` stands in.
+
+    It stands in for the whole data set, in all columns; what else a column sets (how many clients) stays.
+    """
     cells = load_grid(paper, table, profile, overrides)
     fallback = load_profile(profile).get("fallback")
     if fallback is None or "dataset" in (overrides or {}):
         return cells
     unavailable = {n for n in {c.experiment.dataset for c in cells} if not is_available(n)}
-    if any(c.experiment.dataset in unavailable and find_run(c.experiment, folder) is None for c in cells):
-        return load_grid(paper, table, profile, {**fallback, **(overrides or {})})
-    return cells
+    missing = (c.experiment for c in cells if find_run(c.experiment, folder) is None)
+    lacking = {e.dataset for e in missing if e.dataset in unavailable}
+    fallback = {k: v for k, v in fallback.items() if k not in (overrides or {})}
+    return [
+        replace(c, experiment=c.experiment.replace(**fallback)) if c.experiment.dataset in lacking else c for c in cells
+    ]
 
 
 def run_cells(
@@ -106,8 +113,8 @@ def load_claims(paper: str, table: str, of: str = "reefl") -> list[tuple[str, st
 
 
 def beside_reported(frame: pd.DataFrame, reported: pd.DataFrame, value: str = "accuracy") -> pd.DataFrame:
-    """``mean ± SD`` obtained beside reported, one row per (finetune, column, variant)."""
-    both = mean_sd(frame, value, ("finetune", "column", "variant", "label"))
+    """``mean ± SD`` obtained, on which ``data``, beside reported, one row per (finetune, column, variant)."""
+    both = mean_sd(frame, value, ("finetune", "column", "dataset", "variant", "label"))
     both = both.merge(
         reported[["finetune", "column", "variant", "mean", "sd"]], on=["finetune", "column", "variant"], how="left",
         suffixes=("", "_reported"),
@@ -116,6 +123,7 @@ def beside_reported(frame: pd.DataFrame, reported: pd.DataFrame, value: str = "a
         {
             "mode": both.finetune.map(label_of),
             "column": both.column,
+            "data": both.dataset,
             "method": both.label.map(label_of),
             "obtained": [spread(m, s) for m, s in zip(both["mean"], both.sd, strict=True)],
             "seeds": both.seeds,

@@ -57,14 +57,20 @@ def class_accuracies(logits: torch.Tensor, labels: torch.Tensor) -> np.ndarray:
 
 
 def client_accuracies(f: Federation, logits: torch.Tensor) -> np.ndarray:
-    """Accuracy (clients,) in percent that each client's deepest exit would have on data like the client's own.
+    """Accuracy (clients,) in percent that each client's deepest exit b(i) has on data like the client's own.
 
-    Accuracy per class on the central test set, weighted by the client's label distribution: unbiased where clients
-    differ in labels only, as in Dirichlet partitions (the paper reports no per-client numbers). NaN for a client
-    without examples, or with a class that the test set lacks.
+    Where clients are writers or speakers and the test set names its own: the share of the owner's held-out examples
+    that exit b(i) gets right (clients of one owner share them). Else the sum over classes c of n_ic / n_i x the
+    accuracy of exit b(i) on class c of the central test set, n_ic being the client's examples of c: unbiased where
+    clients differ in labels only, as in Dirichlet partitions. The paper reports no per-client numbers. NaN for a client
+    without examples, without held-out ones, or with a class that the test set lacks.
     """
-    by_class = class_accuracies(logits, f.data.test_labels)
-    counts = f.data.label_counts()  # (clients, C)
-    own = by_class[np.minimum(f.budgets, len(by_class) - 1)]  # (clients, C)
+    budgets, owners = np.minimum(f.budgets, len(logits) - 1), f.data.client_owners()
+    if owners is not None and f.data.test_owners is not None:
+        right = (logits.argmax(-1) == f.data.test_labels).double().cpu().numpy()  # (E, N)
+        mine = (owners[:, None] == f.data.test_owners) & (owners[:, None] >= 0)  # (clients, N)
+        with np.errstate(invalid="ignore"):
+            return 100 * (right[budgets] * mine).sum(1) / mine.sum(1)
+    by_class, counts = class_accuracies(logits, f.data.test_labels), f.data.label_counts()  # (E, C), (clients, C)
     with np.errstate(invalid="ignore"):
-        return np.where(counts > 0, counts * own, 0).sum(1) / counts.sum(1)
+        return np.where(counts > 0, counts * by_class[budgets], 0).sum(1) / counts.sum(1)

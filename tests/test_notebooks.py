@@ -57,7 +57,7 @@ def test_papermill_with_an_override_from_any_folder(tmp_path):
     stored = list((tmp_path / "outputs/runs").glob("*/summary.json"))
     assert len(stored) == 1 and json.loads(stored[0].read_text())["t"] == 3
     assert (tmp_path / "outputs/tables/table1_smoke.md").read_text().count("ReeFL") == 1
-    assert (tmp_path / "outputs/figures/table1_smoke_exits.png").stat().st_size > 10_000
+    assert (tmp_path / "outputs/figures/table1_smoke_exits_cifar100_alpha1.png").stat().st_size > 10_000
 
 
 def test_a_typo_stops_the_notebook_before_any_compute(tmp_path):

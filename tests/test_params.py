@@ -27,7 +27,7 @@ def test_table1_at_paper_size_is_the_papers_setting():
 
 def test_profiles_only_shrink():
     smoke, small = load_grid("reefl", "table1", "smoke"), load_grid("reefl", "table1", "small")
-    assert len(smoke) == 10 and len(small) == 60
+    assert len(smoke) == 10 and len(small) == 120
     assert {c.experiment.backbone for c in smoke + small} == {"deit_micro"}
     assert {c.experiment.lr for c in small if c.method == "depthfl"} == {0.1}  # the method's setting stays
 

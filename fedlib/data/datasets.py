@@ -8,7 +8,7 @@ import hashlib
 import json
 import os
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +16,7 @@ import torch
 
 from ..rng import numpy_generator
 from ..storage import DamagedFile, read_tensors, write_tensors
+from .leaf import is_leaf, read_leaf
 
 
 @dataclass(frozen=True)
@@ -29,13 +30,17 @@ class ImageData:
     test_labels: torch.Tensor
     classes: tuple[str, ...]
     owners: torch.Tensor | None = None  # natural client of each training example (writer, speaker)
+    test_owners: torch.Tensor | None = None  # the same of each test example
+    stats: torch.Tensor | None = None  # (2, channels): mean and SD to normalise with instead of the data's own
 
     @property
     def num_classes(self) -> int:
         return len(self.classes)
 
     def mean_std(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Per-channel mean and SD of the training images in [0, 1] units, each of shape (3,)."""
+        """Per-channel mean and SD in [0, 1] units, each of shape (3,): ``stats``, or those of the training images."""
+        if self.stats is not None:
+            return tuple(s.expand(3).contiguous() for s in self.stats)
         x = self.train_images[:: max(1, len(self.train_images) // 20_000)].float().div_(255)
         mean, std = x.mean((0, 2, 3)), x.std((0, 2, 3))
         return mean.expand(3).contiguous(), std.expand(3).contiguous()
@@ -75,17 +80,28 @@ HUB = {
     "tiny_imagenet": HubSource("zh-plus/tiny-imagenet", "label", test="valid"),
     "femnist": HubSource("flwrlabs/femnist", "character", test=None, owner="writer_id"),
 }
-SPEECH_KEY = {"hub": "speech_commands v0.02", "format": 2}
+MNIST_STATS = torch.tensor([[0.1307], [0.3081]])  # the release normalises FEMNIST with MNIST's (facts 6.5)
+FORMAT = 3  # of the decoded arrays
+SPEECH_KEY = {"hub": "speech_commands v0.02", "format": FORMAT}
 DATASETS = ("mnist", *HUB, "speech_commands")
 
 
-def load_dataset(name: str) -> ImageData:
-    """Load a set by name (``DATASETS``) or from a local parquet/imagefolder path in the layout of `datasets`.
+def load_dataset(name: str, groups: bool = False) -> ImageData:
+    """Load a set by name (``DATASETS``) or from a local path: parquet or image folders as in `datasets`, LEAF's json.
 
-    A folder ``$FEDLIB_DATA/<name>`` is used before any download, so an experiment can name its data and not a machine's
-    path. Raises ``ValueError`` for an unknown name and ``ConnectionError`` with one clear sentence when a public set
-    can neither be downloaded nor found in the local cache.
+    ``groups`` keeps of the labels what the class names say before their slash (an alphabet, not a character). A folder
+    ``$FEDLIB_DATA/<name>`` is used before any download, so an experiment can name its data and not a machine's path.
+    The name ``femnist`` means the release's normalisation, wherever the images come from; the path of a copy means the
+    images' own mean and SD (the paper's Appendix A). Raises ``ValueError`` for an unknown name and ``ConnectionError``
+    with one clear sentence when a public set can neither be downloaded nor found in the local cache.
     """
+    data = _load(name)
+    if name == "femnist":
+        data = replace(data, stats=MNIST_STATS)
+    return _grouped(data) if groups else data
+
+
+def _load(name: str) -> ImageData:
     if name == "mnist":
         return load_mnist()
     if (local := _local_copy(name)) is not None:
@@ -97,6 +113,19 @@ def load_dataset(name: str) -> ImageData:
     if name in HUB:
         return _load_hub(name, HUB[name])
     raise ValueError(f"experiment: dataset = {name!r} is unknown: use one of {', '.join(DATASETS)}, or a local path")
+
+
+def _grouped(data: ImageData) -> ImageData:
+    if not all("/" in c for c in data.classes):
+        raise ValueError(
+            f"experiment: label_groups = True, but the classes of {data.name!r} are not named group/class: "
+            f"{', '.join(data.classes[:3])}, ..."
+        )
+    classes, group = np.unique([c.split("/")[0] for c in data.classes], return_inverse=True)
+    to = torch.from_numpy(group)
+    return replace(
+        data, train_labels=to[data.train_labels], test_labels=to[data.test_labels], classes=tuple(map(str, classes))
+    )
 
 
 def is_available(name: str) -> bool:
@@ -115,7 +144,7 @@ def _local_copy(name: str) -> Path | None:
 
 
 def _hub_key(source: HubSource) -> dict:
-    return {"hub": source.path, "label": source.label, "format": 2}
+    return {"hub": source.path, "label": source.label, "format": FORMAT}
 
 
 def _load_hub(name: str, source: HubSource) -> ImageData:
@@ -135,11 +164,13 @@ def _load_hub(name: str, source: HubSource) -> ImageData:
 
 
 def _load_path(path: Path) -> ImageData:
-    """A folder with train/test (or valid) parquet files or image folders, or one parquet file with a split column."""
+    """A folder with train/test (or valid) parquet files, image folders or LEAF's json, or one parquet file."""
     files = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
     stamp = [(str(p), p.stat().st_size, p.stat().st_mtime_ns) for p in files]
 
     def read():
+        if is_leaf(path):
+            return read_leaf(path)
         from datasets import load_dataset as load
 
         parquet: dict[str, list[str]] = {}
@@ -168,7 +199,7 @@ def _load_path(path: Path) -> ImageData:
             return decode_speech(splits[train], label, owner)
         return _decode(splits, train, test, label, owner)
 
-    return _from_arrays(path.name, *_cached({"path": stamp, "format": 2}, read))
+    return _from_arrays(path.name, *_cached({"path": stamp, "format": FORMAT}, read))
 
 
 def _decode(splits, train: str, test: str | None, label: str, owner: str | None):
@@ -187,23 +218,26 @@ def _decode(splits, train: str, test: str | None, label: str, owner: str | None)
         values = np.asarray(split[label])
         if names is None:
             names, values = np.unique(values, return_inverse=True)
-        owners = np.unique(np.asarray(split[owner]), return_inverse=True)[1] if owner else None
+        owners = np.asarray(split[owner]) if owner and owner in split.column_names else None
         return np.ascontiguousarray(images), values.astype(np.int64), owners, [str(n) for n in names]
 
     images, labels, owners, names = arrays(splits[train])
     if test is not None:
-        test_images, test_labels, _, _ = arrays(splits[test])
+        test_images, test_labels, test_owners, _ = arrays(splits[test])
     else:
-        groups = owners if owners is not None else np.zeros(len(labels), np.int64)
+        groups = np.unique(owners, return_inverse=True)[1] if owners is not None else np.zeros(len(labels), np.int64)
         held = np.zeros(len(labels), bool)
         for g in np.unique(groups):
             rows = np.where(groups == g)[0]
             held[numpy_generator(0, "held-out split", client=int(g)).permutation(rows)[: len(rows) // 10]] = True
-        test_images, test_labels = images[held], labels[held]
+        test_images, test_labels, test_owners = images[held], labels[held], owners[held] if owners is not None else None
         images, labels, owners = images[~held], labels[~held], owners[~held] if owners is not None else None
     out = {"train_images": images, "train_labels": labels, "test_images": test_images, "test_labels": test_labels}
     if owners is not None:
-        out["owners"] = owners.astype(np.int64)
+        ids = {name: i for i, name in enumerate(np.unique(owners))}  # sorted by name
+        out["owners"] = np.array([ids[o] for o in owners], np.int64)
+        if test_owners is not None:  # -1: nobody's training example is of this owner
+            out["test_owners"] = np.array([ids.get(o, -1) for o in test_owners], np.int64)
     return {k: torch.from_numpy(np.ascontiguousarray(v)) for k, v in out.items()}, names
 
 

@@ -25,6 +25,8 @@ class FederatedData:
     mean: torch.Tensor
     std: torch.Tensor
     holdings: Divided | Drawn
+    owners: np.ndarray | None = None  # of all training rows; set where no client holds examples of two owners
+    test_owners: np.ndarray | None = None  # of the test examples, where the data name them
 
     @property
     def num_clients(self) -> int:
@@ -39,6 +41,13 @@ class FederatedData:
         """Rows of client i."""
         return self.holdings.client(i)
 
+    def client_owners(self) -> np.ndarray | None:
+        """Whose examples each client holds (-1: nobody's); None where clients are not made of owners."""
+        if self.owners is None:
+            return None
+        rows = (self.client(i)[:1] for i in range(self.num_clients))
+        return np.array([self.owners[r[0]] if len(r) else -1 for r in rows])
+
     def label_counts(self) -> np.ndarray:
         """Counts (clients, classes)."""
         labels = self.labels.cpu().numpy()
@@ -52,29 +61,34 @@ class FederatedData:
 
 
 @lru_cache(maxsize=4)
-def _on_device(name: str, device: str) -> tuple[ImageData, tuple[torch.Tensor, ...]]:
-    data = load_dataset(name)
+def _on_device(name: str, groups: bool, device: str) -> tuple[ImageData, tuple[torch.Tensor, ...]]:
+    data = load_dataset(name, groups)
     fields = (data.train_images, data.train_labels, data.test_images, data.test_labels, *data.mean_std())
     return data, tuple(t.to(device) for t in fields)
 
 
 def load_federated(e: Experiment, device: str = "cpu") -> FederatedData:
     """Load and partition ``e``'s data. The examples are shared by all experiments of the process on one device."""
-    data, (images, labels, test_images, test_labels, mean, std) = _on_device(e.dataset, device)
+    data, (images, labels, test_images, test_labels, mean, std) = _on_device(e.dataset, e.label_groups, device)
     train, test = _subset(data.train_labels, e.num_train, "train"), _subset(data.test_labels, e.num_test, "test")
-    owners = data.owners.numpy()[train] if data.owners is not None else None
+    owners, test_owners = (o.numpy() if o is not None else None for o in (data.owners, data.test_owners))
     values = data.train_labels.numpy()[train]
     if e.partition == "drawn":
         holdings = Drawn(train, values, e.num_clients, e.examples_per_client, e.dirichlet_alpha, e.seed)
     else:
         parts = partition_examples(
-            e.partition, values, e.num_clients, e.seed, e.dirichlet_alpha, e.classes_per_client, owners
-        )
+            e.partition, values, e.num_clients, e.seed, e.dirichlet_alpha, e.classes_per_client,
+            owners[train] if owners is not None else None,
+        )  # fmt: skip
         holdings = Divided(train[np.concatenate(parts)], np.cumsum([0, *map(len, parts)]))
     if e.num_test is not None:
         keep = torch.from_numpy(test).to(device)
         test_images, test_labels = test_images[keep], test_labels[keep]
-    return FederatedData(images, labels, test_images, test_labels, data.classes, mean, std, holdings)
+    by_owner = e.partition.startswith("natural")
+    return FederatedData(
+        images, labels, test_images, test_labels, data.classes, mean, std, holdings,
+        owners if by_owner else None, test_owners[test] if test_owners is not None else None,
+    )  # fmt: skip
 
 
 def _subset(labels: torch.Tensor, n: int | None, split: str) -> np.ndarray:

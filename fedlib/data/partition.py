@@ -6,6 +6,7 @@ Dirichlet visits clients in random order and therefore is another algorithm. The
 Deviations: the released LDA re-uses a partition cached on disk whatever the seed; here the seed counts.
 """
 
+import heapq
 import logging
 import warnings
 from dataclasses import dataclass
@@ -67,19 +68,54 @@ def partition_examples(
 
     Raises ``ValueError`` if there are more clients than examples, or no natural owners where they are asked for.
     """
-    if kind == "natural":
-        if owners is None:
-            raise ValueError("experiment: partition = 'natural' but the dataset names no owner (writer, speaker)")
-        found = len(np.unique(owners))
-        if num_clients > found:
-            raise ValueError(f"experiment: num_clients = {num_clients}, but the dataset has {found} natural clients")
-        order = np.argsort(-np.bincount(owners), kind="stable")[:num_clients]  # the largest owners
-        return [np.where(owners == o)[0] for o in sorted(order)]
     if num_clients > len(labels):
         raise ValueError(f"experiment: num_clients = {num_clients} exceeds the {len(labels)} training examples")
+    if kind in ("natural", "natural_split"):
+        if owners is None:
+            raise ValueError(f"experiment: partition = {kind!r} but the dataset names no owner (writer, speaker)")
+        return (natural_partition if kind == "natural" else natural_split)(owners, num_clients, seed)
     if kind == "dirichlet":
         return dirichlet_partition(labels, num_clients, dirichlet_alpha, seed)
     return _flwr_partition(kind, labels, num_clients, seed, dirichlet_alpha, classes_per_client)
+
+
+def natural_partition(owners: np.ndarray, num_clients: int, seed: int) -> list[np.ndarray]:
+    """The ``num_clients`` owners with most examples, a client each, in the order of their ids."""
+    found = len(np.unique(owners))
+    if num_clients > found:
+        raise ValueError(
+            f"experiment: num_clients = {num_clients}, but the dataset has {found} natural clients; "
+            "partition = 'natural_split' divides each among several"
+        )
+    order = np.argsort(-np.bincount(owners), kind="stable")[:num_clients]
+    return [np.where(owners == o)[0] for o in sorted(order)]
+
+
+def natural_split(owners: np.ndarray, num_clients: int, seed: int) -> list[np.ndarray]:
+    """Every owner's examples, shuffled and divided among clients that hold nobody else's; neighbours share an owner.
+
+    Each owner starts with one client, and the next always goes to the owner whose clients are the largest (Adams'
+    method of apportionment), so numbers are proportional to sizes and no client is left without an example. The
+    clients of an owner differ by one example at most.
+    """
+    ids, sizes = np.unique(owners, return_counts=True)
+    if num_clients < len(ids):
+        raise ValueError(
+            f"experiment: num_clients = {num_clients}, but partition = 'natural_split' needs one for each of the "
+            f"{len(ids)} owners; partition = 'natural' takes the largest"
+        )
+    shares = [1] * len(ids)
+    largest = [(-size, i) for i, size in enumerate(sizes.tolist())]
+    heapq.heapify(largest)
+    for _ in range(num_clients - len(ids)):
+        i = largest[0][1]
+        shares[i] += 1
+        heapq.heapreplace(largest, (-sizes[i] / shares[i], i))
+    parts = []
+    for owner, share in zip(ids.tolist(), shares, strict=True):
+        rows = numpy_generator(seed, "natural split", client=owner).permutation(np.where(owners == owner)[0])
+        parts += [np.sort(p) for p in np.array_split(rows, share)]
+    return parts
 
 
 def dirichlet_partition(labels: np.ndarray, num_clients: int, alpha: float, seed: int) -> list[np.ndarray]:

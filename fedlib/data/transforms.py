@@ -4,8 +4,8 @@ Every random choice of an example is drawn by the caller's CPU generator (see ``
 ``(top, left, height, width, flip)`` in fractions of the image; ``render`` then samples all views of a batch at
 once. Evaluation uses the identity view, so train and test share one code path.
 
-Deviations: bilinear sampling has no anti-aliasing when it shrinks a crop (PIL's has); the kit's data are
-smaller than the network's input, so crops are almost always enlarged.
+Deviations: images larger than the network's input are shrunk to it, with anti-aliasing, before a crop is taken (PIL
+crops first), so that a small crop of a large image is blurred; images of at most the input's size are never shrunk.
 """
 
 import math
@@ -47,6 +47,8 @@ def render(
     shape (3,) in [0, 1] units; what a view sees outside the image is black before normalisation.
     """
     x = images.float().div_(255)
+    if max(x.shape[-2:]) > size:
+        x = F.interpolate(x, (size, size), mode="bilinear", align_corners=False, antialias=True)
     if views is not None:
         top, left, height, width, flip = views.to(x.device).unbind(1)
         theta = torch.zeros(len(x), 2, 3, device=x.device)
