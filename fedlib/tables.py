@@ -185,6 +185,11 @@ def save_table(frame: pd.DataFrame, path: Path) -> Path:
     """Write ``frame`` as CSV and as a Markdown table beside it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     frame.to_csv(path.with_suffix(".csv"), index=False)
-    cells = [list(map(str, frame.columns)), ["---"] * len(frame.columns), *frame.astype(str).values.tolist()]
-    path.with_suffix(".md").write_text("".join(f"| {' | '.join(row)} |\n" for row in cells))
+    path.with_suffix(".md").write_text(markdown_table(frame) + "\n")
     return path.with_suffix(".md")
+
+
+def markdown_table(frame: pd.DataFrame) -> str:
+    """``frame`` without its index as a Markdown table."""
+    cells = [list(map(str, frame.columns)), ["---"] * len(frame.columns), *frame.astype(str).values.tolist()]
+    return "\n".join(f"| {' | '.join(row)} |" for row in cells)

@@ -25,7 +25,10 @@ LAYERS = [
     {"checkpoints"},
     {"runs"},
     {"tables", "trained", "attention", "teachers"},
-    {"plots", "statistics", "adaptive", "attention_plots"},
+    {"plots", "statistics", "adaptive", "attention_plots", "exact"},
+    {"claims"},
+    {"report"},
+    {"site"},
 ]
 LAYER = {name: i for i, names in enumerate(LAYERS) for name in names}
 HEAVY = {
@@ -46,7 +49,7 @@ HEAVY = {
     "dp_accounting",
     "ray",
 }
-PANDAS_FILES = {"tables.py", "plots.py", "statistics.py"}
+PANDAS_FILES = {"tables.py", "plots.py", "statistics.py", "exact.py", "claims.py", "report.py"}
 
 
 def files():
