@@ -106,9 +106,10 @@ class Published(Source):
         return frame[frame.column != "upload_mib"][["finetune", "column", "variant"]]
 
     def values(self, table: str, variant: str, place: dict, value: str, variants: set) -> dict[int, np.ndarray]:
-        if value == "exits":
+        printed = self.spec(table).get("value", "accuracy")
+        if value != printed and (value, printed) != ("accuracy", "ensemble"):
             return {}  # figures print no numbers
-        if value != self.spec(table).get("value", "accuracy"):  # Table 6's mean exit is Table 1's
+        if value != printed:  # Table 6's mean exit is Table 1's
             table = self.extended(table)
         own = self.means(table)
         missing = not variants <= {v for _, _, v in own}  # Table 5 prints differences to Table 4's row
@@ -218,9 +219,9 @@ def compared(claim: dict, source: Stored | Published) -> list[tuple[dict, np.nda
         for column in grid.column.unique() if "columns" not in claim else claim["columns"]:
             for mode in grid.finetune.unique() if "finetune" not in claim else claim["finetune"]:
                 for pair in claim["pairs"]:
-                    sides = [(v, m or mode) for v, _, m in (side.partition("@") for side in pair)]
-                    if all(m != mode for _, m in sides) and mode != grid.finetune.iloc[0]:
+                    if all("@" in side for side in pair) and mode != grid.finetune.iloc[0]:
                         continue  # both modes are spelt out: once, not once a mode
+                    sides = [(v, m or mode) for v, _, m in (side.partition("@") for side in pair)]
                     if any((m, column, v) in have for v, m in sides):
                         places = [{"finetune": m, "column": column} for _, m in sides]
                         out += _differences(claim, source, table, [v for v, _ in sides], places)
@@ -232,11 +233,13 @@ def _differences(claim, source, table, pair, places) -> list[tuple[dict, np.ndar
     if over:
         there = _subtract(claim, source, table, pair, [{**p, **over} for p in places])
         found = {seed: found[seed] - there[seed] for seed in found if seed in there}
-    names = [source.label(table, v) for v in pair]
+    names, modes = [source.label(table, v) for v in pair], [label_of(p["finetune"]) for p in places]
+    if modes[0] != modes[1]:
+        names = [f"{name}, {mode}" for name, mode in zip(names, modes, strict=True)]
     if "against" in claim:
         names = [f"{names[0]}, {claim['value']}", f"{names[1]}, {claim['against']}"]
     text = " – ".join(names) + (f", more than {', '.join(map(label_of, over.values()))}" if over else "")
-    where = {"table": table, "mode": label_of(places[0]["finetune"]), "column": places[0]["column"]}
+    where = {"table": table, "mode": modes[0], "column": places[0]["column"]}
     if not found:
         return [(where | {"comparison": text}, np.array([]))]
     parts = np.array([found[seed] for seed in sorted(found)]).T  # (1 or exits, seeds)
