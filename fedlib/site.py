@@ -27,8 +27,9 @@ TEMPLATE = """{% extends 'lab/index.html.j2' %}
 {% block jupyter_widgets %}{% endblock %}
 {% block html_head_js_mathjax %}{% endblock %}
 {% block html_head_js_mermaidjs %}{% endblock %}
-{% block html_head_css %}<style>main {max-width: 1100px; margin: auto; overflow-x: auto} img {max-width: 100%}</style>{% endblock %}
-{% block body_header %}{{ super() }}{% if nb.metadata.home %}<p style="margin: 1em 5em"><a href="index.html">Report</a></p>{% endif %}{% endblock %}
+{% block html_head_css %}<style>main {max-width: 1100px; margin: auto; overflow-x: auto} img {max-width: 100%}
+.home {margin: 1em 3px; font: 14px sans-serif} a, a code {color: #0b5394}</style>{% endblock %}
+{% block body_header %}{{ super() }}{% if nb.metadata.home %}<p class="home"><a href="index.html">Report</a></p>{% endif %}{% endblock %}
 """  # noqa: E501
 
 
