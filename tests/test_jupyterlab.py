@@ -36,11 +36,17 @@ return {
 
 
 def wait_for(what, condition, seconds=PATIENCE):
-    """Poll until ``condition()`` is true, and return it; AssertionError names ``what`` and the last value."""
+    """Poll until ``condition()`` is true, and return it; AssertionError names ``what`` and the last value.
+
+    A server that does not answer, or answers 500 while a kernel starts, is asked again.
+    """
     end, value = time.monotonic() + seconds, None
     while time.monotonic() < end:
-        if value := condition():
-            return value
+        try:
+            if value := condition():
+                return value
+        except OSError as error:
+            value = error
         time.sleep(0.3)
     raise AssertionError(f"waited {seconds} s for {what}; last: {value}")
 
@@ -80,7 +86,7 @@ def jupyterlab(folder):
             for kernel in ask(server, "api/kernels") if server else ():
                 ask(server, f"api/kernels/{kernel['id']}", "DELETE")
         except OSError:
-            pass  # a server that is gone takes its kernels along: they watch their parent
+            pass  # a server that ends takes its kernels along
         process.terminate()
         try:
             process.wait(20)
