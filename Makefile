@@ -11,12 +11,14 @@ export OMP_WAIT_POLICY ?= PASSIVE
 OBJECTS := table1 table2 table3 table4 table5 table6 table7 table8 table9 table10 table11 decomposition \
            figure1 figure2 figure3 figure4 figure7 adaptive privacy ray
 
-.PHONY: help setup demo test lint lab bench pretrain lock clean $(OBJECTS)
+.PHONY: help setup demo test lint lab results report bench pretrain lock clean $(OBJECTS)
 
 help:
 	@echo "make demo                    walkthrough: ReeFL and DepthFL on real digits, in a few minutes"
 	@echo "make test                    all tests"
 	@echo "make table1 PROFILE=small    one table or figure (smoke | small | paper): $(OBJECTS)"
+	@echo "make results                 outputs/README.md: every stored table, and a verdict on every claim of the paper"
+	@echo "make report                  HTML of executed notebooks and results in outputs/report/, readable offline"
 	@echo "make bench                   engine speed against Flower, pfl, BlazeFL and bare loops"
 	@echo "make lab                     explore in JupyterLab"
 
@@ -45,6 +47,12 @@ lint: setup
 lab: setup
 	$(BIN)/jupyter lab notebooks
 
+results: setup
+	$(BIN)/python -m fedlib.report
+
+report: setup
+	$(BIN)/python -m fedlib.site
+
 $(OBJECTS): setup
 	@mkdir -p $(EXECUTED)
 	$(BIN)/papermill $(wildcard notebooks/*/$@_*.ipynb notebooks/*/$@.ipynb) $(EXECUTED)/$@-$(PROFILE).ipynb -p profile $(PROFILE)
@@ -63,4 +71,4 @@ lock: setup
 	echo uv==0.13.8 | $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-header - --output-file requirements-uv.lock
 
 clean:
-	rm -rf $(VENV) $(EXECUTED)
+	rm -rf $(VENV) $(EXECUTED) outputs/report

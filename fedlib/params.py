@@ -18,7 +18,7 @@ from .project import params_dir
 
 MAX_BYTES = 2**20  # of a params file
 GRID_KEYS = {"seeds", "columns", "fallback"}  # profile keys that say which cells, not what a cell is
-SPEC_KEYS = {"extends", "common", "axes", "variants", "columns", "claims"}  # and the profiles' names
+SPEC_KEYS = {"extends", "common", "axes", "variants", "columns", "claims", "value"}  # and the profiles' names
 VARIANT_KEYS = {"label", "finetune"}  # of a variant; all others are fields of Experiment
 
 

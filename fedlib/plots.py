@@ -158,11 +158,14 @@ def plot_teachers(counts: Mapping[str, np.ndarray], ax=None, title: str = "Which
 def plot_learning_curves(runs: Mapping[str, Sequence[dict]], colors: Mapping[str, str] | None = None, ax=None,
                          title: str = "Mean accuracy over exits"):  # fmt: skip
     """Accuracy against round; ``runs`` maps a label to its metrics records."""
+    from matplotlib.ticker import MaxNLocator
+
     ax = _axes(ax)
     for label, metrics in runs.items():
         color = (colors or COLORS).get(label)
         ax.plot([m["t"] for m in metrics], [m["accuracy"] for m in metrics], marker=".", label=label, color=color)
     ax.set(xlabel="round", ylabel="test accuracy (%)", title=title)
+    ax.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
     ax.grid(alpha=0.3)
     ax.legend(frameon=False)
     return ax

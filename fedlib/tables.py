@@ -190,13 +190,15 @@ def orderings(
 
 
 def save_table(frame: pd.DataFrame, path: Path) -> Path:
-    """Write ``frame`` as CSV and as a Markdown table beside it (– where there is no value)."""
+    """Write ``frame`` as CSV and as a Markdown table beside it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     frame.to_csv(path.with_suffix(".csv"), index=False)
-    cells = [
-        list(map(str, frame.columns)),
-        ["---"] * len(frame.columns),
-        *frame.astype(object).where(frame.notna(), "–").map(str).values.tolist(),
-    ]
-    path.with_suffix(".md").write_text("".join(f"| {' | '.join(row)} |\n" for row in cells))
+    path.with_suffix(".md").write_text(markdown_table(frame) + "\n")
     return path.with_suffix(".md")
+
+
+def markdown_table(frame: pd.DataFrame) -> str:
+    """``frame`` without its index as a Markdown table (– where there is no value)."""
+    rows = frame.astype(object).where(frame.notna(), "–").map(str).values.tolist()
+    cells = [list(map(str, frame.columns)), ["---"] * len(frame.columns), *rows]
+    return "\n".join(f"| {' | '.join(row)} |" for row in cells)

@@ -1,0 +1,181 @@
+"""The paper's claims: data that name real runs and agree with the printed numbers; verdicts against hand-made stores."""
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from fedlib.claims import COLUMNS, Published, Stored, compared, decide, judge_claim, judged, load_all_claims
+from fedlib.exact import upload_table
+from fedlib.params import load_grid, load_spec
+from fedlib.project import params_dir
+from fedlib.runs import run_path
+from fedlib.storage import write_json
+
+CLAIMS = load_all_claims("reefl")
+ON_RUNS = [name for name, claim in CLAIMS.items() if "table" in claim]
+PAIR = {"where": "x", "says": "y", "table": "table4", "finetune": ["lora"], "pairs": [["reefl", "reefl_unmodulated"]]}
+
+
+def tables_of(claim):
+    return claim["table"] if isinstance(claim["table"], list) else [claim["table"]]
+
+
+@pytest.mark.parametrize("name", ON_RUNS)
+def test_every_claim_names_variants_modes_and_columns_that_exist(name):
+    claim = CLAIMS[name]
+    for table in tables_of(claim):
+        spec = load_spec("reefl", table)
+        sides = [side.partition("@") for pair in claim["pairs"] for side in pair]
+        assert {v for v, _, _ in sides} <= set(spec["variants"])
+        assert {m for _, _, m in sides if m} | set(claim.get("finetune", [])) <= set(spec["axes"]["finetune"])
+        assert set(claim.get("columns", [])) <= set(spec["columns"])
+
+
+@pytest.mark.parametrize("name", ON_RUNS)
+def test_every_claim_is_the_papers(name):
+    """The printed means agree: nearly all of them, or more than half where the paper says most or often."""
+    claim = CLAIMS[name]
+    signs = [float(d[0]) + claim.get("margin", 0) > 0 for _, d in compared(claim, Published("reefl")) if len(d)]
+    if claim.get("value") == "exits":
+        assert not signs  # a figure: no numbers in print
+    else:
+        assert np.mean(signs) > (0.5 if claim.get("need") == "most" else 0.98)
+
+
+def test_printed_counts_by_hand():
+    """Table 1: 4 rivals x 6 modes x 5 columns; only DepthFL with SA at Dirichlet 1000 is ahead (72.63 > 72.15)."""
+    rows = compared(CLAIMS["reefl_leads_four_exits"], Published("reefl"))
+    behind = [(w["mode"], w["column"], w["comparison"], round(float(d[0]), 2)) for w, d in rows if d[0] <= 0]
+    assert len(rows) == 120 and behind == [("SA", "cifar100_alpha1000", "ReeFL – DepthFL", -0.48)]
+    (grown,) = [d for w, d in compared(CLAIMS["lead_grows_with_heterogeneity"], Published("reefl")) if w["mode"] == "LoRA"]  # fmt: skip
+    assert grown[0] == pytest.approx((69.29 - 64.33) - (73.37 - 70.18))
+    ensembles = compared(CLAIMS["ensembles_help"], Published("reefl"))  # Table 6 minus Table 1
+    (first,) = [d for w, d in ensembles if (w["table"], w["mode"], w["column"]) == ("table6", "Full", "cifar100_alpha1") and w["comparison"].startswith("ReeFL")]  # fmt: skip
+    assert first[0] == pytest.approx(80.69 - 75.69)
+    once = compared(CLAIMS["full_finetuning_overfits"], Published("reefl"))
+    assert len(once) == 2 * 2 * 4  # tables x methods x columns, not once a mode
+
+
+def test_an_unknown_key_is_named(tmp_path, monkeypatch):
+    import shutil
+
+    shutil.copytree(params_dir(), tmp_path / "params")
+    monkeypatch.setenv("FEDLIB_ROOT", str(tmp_path))
+    (tmp_path / "params/reefl/claims.yaml").write_text("one: {where: here, says: this, pair: [[a, b]]}\n")
+    with pytest.raises(ValueError, match="one: unknown key 'pair'; did you mean 'pairs'"):
+        load_all_claims("reefl")
+
+
+def store(folder, exits, table="table4", **only):
+    """Runs at profile small with made-up accuracies: (finetune, variant) -> a list of exits per seed."""
+    for cell in load_grid("reefl", table, "small", only):
+        by_seed = exits.get((cell.finetune, cell.variant), [])
+        if cell.seed > len(by_seed):
+            continue
+        mine, path = by_seed[cell.seed - 1], run_path(cell.experiment, folder / "runs")
+        path.mkdir(parents=True, exist_ok=True)
+        write_json(path / "experiment.json", {"experiment": cell.experiment.to_dict()})
+        summary = {"accuracy": float(np.mean(mine)), "ensemble": max(mine) + 1, "exits": mine, "seconds": 1.0, "status": "finished", "t": 0}  # fmt: skip
+        write_json(path / "summary.json", summary)
+        (path / "metrics.jsonl").write_text("")
+    return Stored("reefl", "small", folder)
+
+
+def verdict_on(stored, **changes):
+    return judge_claim("c", PAIR | changes, stored, Published("reefl"))
+
+
+def test_verdicts_on_hand_made_runs(tmp_path):
+    plain = [[40.0, 44.0], [41.0, 45.0], [42.0, 46.0]]
+    stored = store(tmp_path, {
+        ("lora", "reefl"): [[41.0, 44.0], [43.0, 44.0], [43.0, 48.0]],  # means 42.5, 43.5, 45.5 against 42, 43, 44
+        ("lora", "reefl_unmodulated"): plain,
+        ("frozen", "reefl"): [[39.0, 43.0], [40.0, 44.0], [41.0, 45.0]],  # 1 point below
+        ("frozen", "reefl_unmodulated"): plain,
+        ("pa", "reefl"): [[50.0, 50.0]], ("pa", "reefl_unmodulated"): [[40.0, 40.0]],  # one seed
+    })  # fmt: skip
+    held = verdict_on(stored)
+    assert (held.verdict, held.numbers) == ("holds", "1 comparison: 1 hold")
+    assert held.comparisons[COLUMNS[4:]].values.tolist() == [[0.83, 0.5, 1.5, 3, "holds"]]  # the range of three seeds
+    assert verdict_on(stored, finetune=["frozen"]).verdict == "does not hold"
+    assert verdict_on(stored, finetune=["frozen"], margin=1.5).verdict == "holds"
+    assert verdict_on(stored, finetune=["frozen"], margin=0.5).verdict == "does not hold"
+    assert verdict_on(stored, finetune=["frozen"], pairs=[["reefl_unmodulated", "reefl"]]).verdict == "holds"
+    one = verdict_on(stored, finetune=["pa"])
+    assert (one.verdict, one.numbers) == ("not testable", "one seed only")
+    none = verdict_on(stored, finetune=["sa"])
+    assert (none.verdict, none.numbers) == ("not testable", "no runs at this scale (table4: sa)")
+
+    both = verdict_on(stored, finetune=["frozen", "lora"])  # all: one is contradicted
+    assert (both.verdict, both.numbers) == ("does not hold", "2 comparisons: 1 hold, 1 contradicted")
+    # lora's differences 0.5, 0.5, 1.5 minus frozen's -1
+    over = verdict_on(stored, finetune=["lora"], over={"finetune": "frozen"})
+    assert over.comparisons[["mean", "low", "high"]].values.tolist() == [[1.83, 1.5, 2.5]]
+    # exit 1: +1, +2, +1 holds; exit 2: 0, -1, +2 undecided; half is not most
+    exits = verdict_on(stored, value="exits", need="most")
+    assert exits.verdict == "undecided" and exits.comparisons.verdict.tolist() == ["holds", "undecided"]
+    gain = verdict_on(stored, value="ensemble", against="accuracy", pairs=[["reefl", "reefl"]])
+    assert gain.comparisons["mean"].tolist() == [round((45 - 42.5 + 45 - 43.5 + 49 - 45.5) / 3, 2)]
+    assert verdict_on(stored, only={"backbone": "deit_base_patch16_224.fb_in1k"}).verdict == "not testable"
+
+
+def test_equal_cost_is_interpolated(tmp_path):
+    stored = store(tmp_path, {
+        ("lora", "reefl"): [[40.0, 50.0], [42.0, 52.0]], ("lora", "reefl_unmodulated"): [[41.0, 49.0], [41.0, 49.0]],
+    })  # fmt: skip
+    claim = {"value": "exits", "at": "macs", "costs": "figure4"}
+    assert verdict_on(stored, **claim).verdict == "not testable"  # the notebook stored no costs
+    (tmp_path / "tables").mkdir()
+    costs = pd.DataFrame({"finetune": "lora", "variant": ["reefl"] * 2 + ["reefl_unmodulated"] * 2, "macs": [10, 20, 15, 30]})  # fmt: skip
+    costs.to_csv(tmp_path / "tables" / "figure4_small.csv")
+    # at 15: 45, 47 against 41; at 30, beyond its last exit: 50, 52 against 49
+    assert verdict_on(stored, **claim).comparisons["mean"].tolist() == [5.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    "verdicts, need, expected",
+    [
+        (["holds"] * 3, "all", "holds"), (["holds", "undecided"], "all", "undecided"),
+        (["holds", "holds", "contradicted"], "all", "does not hold"),
+        (["holds", "holds", "contradicted"], "most", "holds"), (["holds", "undecided"], "most", "undecided"),
+        (["holds", "contradicted"], "most", "does not hold"), (["holds", "not testable"], "all", "holds"),
+        (["not testable"], "all", "not testable"),
+    ],
+)  # fmt: skip
+def test_deciding(verdicts, need, expected):
+    rows = pd.DataFrame({"verdict": verdicts, "seeds": [1 if v == "not testable" else 3 for v in verdicts]})
+    assert decide(rows, {"need": need, "table": "table4"})[0] == expected
+
+
+def test_teachers_are_judged_from_the_notebooks_table(tmp_path):
+    stored = Stored("reefl", "small", tmp_path)
+    (tmp_path / "tables").mkdir()
+    rows = [(1, 1, 40.0, 2, 5), (1, 2, 50.0, 8, 5), (2, 1, 42.0, 5, 6), (2, 2, 44.0, 5, 4)]
+    pd.DataFrame(rows, columns=["seed", "exit", "accuracy", "running", "batch"]).to_csv(tmp_path / "tables/figure7_small_4exits.csv")  # fmt: skip
+    shares, means = (
+        judge_claim(n, CLAIMS[n], stored, None).comparisons.iloc[0] for n in ("best_exit_teaches", "running_estimate_teaches_better")
+    )  # fmt: skip
+    assert (shares["mean"], shares.low, shares.high) == (30.0, 0.0, 60.0)  # 80 - 20 and 50 - 50 percent
+    assert (means["mean"], means.low, means.high) == (1.6, 0.2, 3.0)  # 48 - 45 and 43 - 42.8
+
+
+def test_one_difference_has_no_interval():
+    assert judged(np.array([2.0]))["verdict"] == judged(np.array([]))["verdict"] == "not testable"
+
+
+def test_stored_uploads_are_what_the_shapes_give(monkeypatch):
+    """A sample of ``outputs/tables/uploads.csv`` computed again, and the exact claims on broken numbers."""
+    import fedlib.exact as exact
+
+    stored = Stored("reefl", "small", params_dir().parent / "outputs").uploads
+    real = exact.load_reported
+    some = "finetune == 'frozen' and method in ['depthfl', 'reefl']"
+    monkeypatch.setattr(exact, "load_reported", lambda *a: real(*a).query(some))
+    again, kept = upload_table("reefl"), stored.query(some).reset_index(drop=True)
+    pd.testing.assert_frame_equal(again, kept, check_dtype=False)
+    assert len(stored) == 60 and exact.communication(stored) == (True, "60 of 60 cells equal to two decimals")
+    assert exact.extra_upload(stored)[0] and exact.fewer_parameters(stored)[0]
+    broken = stored.assign(paper=stored.paper.where(stored.index != 7, 0.0))
+    assert exact.communication(broken) == (False, "59 of 60 cells equal to two decimals")
+    assert not exact.extra_upload(stored.assign(paper=stored.paper * (1 + (stored.method == "reefl"))))[0]
+    assert not exact.fewer_parameters(stored.assign(largest=500_000))[0]

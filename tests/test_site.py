@@ -1,0 +1,143 @@
+"""The static report: pages of executed notebooks and results, complete, offline, and looked at by a real browser."""
+
+import base64
+import re
+import shutil
+
+import nbformat
+import pytest
+from browser import check_pages, chromium, unavailable
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
+
+from fedlib.project import params_dir
+from fedlib.site import STATE, WIDGET, build_report, linked, made_from, main, state_of
+
+OUTPUTS = params_dir().parent / "outputs"
+PIXEL = base64.b64encode(base64.b64decode(
+    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
+)).decode()  # fmt: skip
+in_browser = pytest.mark.skipif(bool(unavailable()), reason=unavailable())
+
+
+def picture():
+    return new_output("display_data", {"image/png": PIXEL, "text/plain": "<Figure>"})
+
+
+def executed(folder):
+    """Two executed notebooks: a figure, a table and a widget that shows a figure beside a progress bar; and an error."""
+    folder.mkdir(parents=True)
+    models = {
+        "box": {"model_name": "VBoxModel", "state": {"children": ["IPY_MODEL_out"]}},
+        "out": {"model_name": "OutputModel", "state": {"outputs": [dict(picture())]}},
+        "bar": {"model_name": "HBoxModel", "state": {"children": ["IPY_MODEL_progress"]}},
+        "progress": {"model_name": "FloatProgressModel", "state": {"value": 3}},
+    }
+    view = lambda i: new_output("display_data", {WIDGET: {"model_id": i}, "text/plain": f"widget {i}"})  # noqa: E731
+    html = "<table class='dataframe'><tr><td>42.5</td></tr></table>"
+    table = new_output("execute_result", {"text/html": html, "text/plain": "42.5"}, execution_count=2)
+    cells = [
+        new_markdown_cell("# Table 1: four exits\n\nSee [below](#Figure).\n\n## Figure"),
+        new_code_cell("plot()", outputs=[view("bar"), picture()], execution_count=1),
+        new_code_cell("table", outputs=[table], execution_count=2),
+        new_code_cell("browse()", outputs=[view("box")], execution_count=3),
+    ]
+    notebook = new_notebook(cells=cells, metadata={"widgets": {STATE: {"state": models}}})
+    nbformat.write(notebook, folder / "table1-small.ipynb")
+    error = new_output("error", ename="ValueError", evalue="no", traceback=["ValueError: no"])
+    broken = new_notebook(cells=[new_markdown_cell("# Start here"), new_code_cell("x", outputs=[error], execution_count=1), new_code_cell("y")])  # fmt: skip
+    nbformat.write(broken, folder / "00_start_here.ipynb")
+    return folder
+
+
+@pytest.fixture
+def report(tmp_path, monkeypatch):
+    monkeypatch.setenv("FEDLIB_OUTPUTS", str(tmp_path / "outputs"))
+    for name in ("tables", "figures"):
+        shutil.copytree(OUTPUTS / name, tmp_path / "outputs" / name)
+    some = [p for p in (OUTPUTS / "runs").iterdir() if re.match(r"(reefl|depthfl)-cifar10-lora", p.name)]
+    for path in some:
+        shutil.copytree(path, tmp_path / "outputs/runs" / path.name)
+    executed(tmp_path / "outputs/executed")
+    return build_report()
+
+
+def test_pages_hold_what_the_notebooks_show_and_fetch_nothing(report):
+    page = (report.parent / "table1-small.html").read_text()
+    assert page.count(f"data:image/png;base64,{PIXEL}") == 2 and "42.5</td>" in page  # the widget's picture, too
+    assert "widget bar" not in page and "widget box" not in page
+    for path in report.parent.glob("*.html"):
+        assert not re.search(r"""<(script|link|img)[^>]*(src|href)=["']?https?:""", path.read_text()), path.name
+        assert "cdnjs" not in path.read_text() and "unpkg" not in path.read_text()
+
+
+def test_the_index_leads_to_every_page_and_says_what_stopped(report):
+    index = report.read_text()
+    for name in ("results", "table1-small", "00_start_here"):
+        assert f'href="{name}.html"' in index and (report.parent / f"{name}.html").exists()
+    assert "stopped by ValueError" in index and "complete" in index
+    assert re.search(r'<a href="00_start_here.html"><code>walkthrough/00_start_here</code>', index)  # the README's map
+    results = (report.parent / "results.html").read_text()
+    assert 'href="table1-small.html"' in results and "ipynb" not in results
+    assert 'src="figures/table1_small_exits.png"' in results
+
+
+@in_browser
+def test_a_browser_finds_the_report_whole_and_every_fault(report):
+    with chromium() as driver:
+        counts, broken = check_pages(driver, report.parent)
+        assert broken == [] and counts["pages"] == 4 and counts["images"] >= 3 and counts["links"] >= 10, counts
+
+        faults = """<img src="figures/none.png"><a href="none.html">a</a><a href="index.html#none">b</a>
+            <a href="../outside.html">c</a><script src="http://127.0.0.1:9/x.js"></script>"""
+        (report.parent.parent / "outside.html").write_text("here, but not in the report")
+        (report.parent / "faulty.html").write_text(f"<html><body>{faults}</body></html>")
+        _, broken = check_pages(driver, report.parent)
+    found = "\n".join(broken)
+    assert len(broken) == 5 and all(b.startswith("faulty.html: ") for b in broken), found
+    for word in ("figures/none.png does not load", "none.html, which is not", "index.html#none, which has no such place",
+                 "outside.html, which is not in the report", "asks for http://127.0.0.1:9/x.js"):  # fmt: skip
+        assert word in found
+
+
+def test_without_executed_notebooks(tmp_path, monkeypatch, capsys):
+    import fedlib.site as site
+
+    monkeypatch.setenv("FEDLIB_OUTPUTS", str(tmp_path / "outputs"))
+    with pytest.raises(FileNotFoundError, match="no executed notebook in"):
+        build_report()
+    assert not (tmp_path / "outputs/report").exists()
+    monkeypatch.setattr(site, "execute_all", lambda folder: [executed(folder).name])
+    shutil.copytree(OUTPUTS / "tables", tmp_path / "outputs/tables")
+    main(["--executed", str(tmp_path / "executed"), "--folder", str(tmp_path / "report")])
+    said = capsys.readouterr().out
+    assert "executing all at profile smoke" in said and "did not run to their end" in said
+    assert (tmp_path / "report/index.html").exists()
+
+
+def test_execution_leaves_results_alone_and_names_what_failed(tmp_path, monkeypatch):
+    """Two notebooks of a made-up project: outputs go to a scratch folder; the failed one keeps its page."""
+    import fedlib.site as site
+
+    for folder, name, source in (
+        ("a", "good", "import os, pathlib\npathlib.Path(os.environ['FEDLIB_OUTPUTS'], 'x').write_text(profile)"),
+        ("a", "bad", "raise ValueError(profile)"), ("pretraining", "long", "1"),
+    ):  # fmt: skip
+        (tmp_path / "notebooks" / folder).mkdir(parents=True, exist_ok=True)
+        cells = [new_code_cell('profile = "x"', metadata={"tags": ["parameters"]}), new_code_cell(source)]
+        spec = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
+        nbformat.write(new_notebook(cells=cells, metadata=spec), tmp_path / "notebooks" / folder / f"{name}.ipynb")
+    monkeypatch.setenv("FEDLIB_ROOT", str(tmp_path))
+    monkeypatch.setenv("FEDLIB_OUTPUTS", str(tmp_path / "outputs"))
+    assert site.execute_all(tmp_path / "executed") == ["bad"]
+    made = {p.stem: nbformat.read(p, 4) for p in (tmp_path / "executed").iterdir()}
+    assert sorted(made) == ["bad-smoke", "good-smoke"] and not (tmp_path / "outputs").exists()
+    assert state_of(made["good-smoke"]) == "complete" and "ValueError" in state_of(made["bad-smoke"])
+
+
+def test_names():
+    assert made_from("table1-small", "reefl/table1_four_exits") and made_from("00_start_here", "walkthrough/00_start_here")  # fmt: skip
+    assert not made_from("table1-small", "reefl/table10_x") and not made_from("figure1-smoke", "reefl/figure11_x")
+    text = "[Table 1](../notebooks/reefl/table1_four_exits.ipynb) [`runs`](runs) [web](https://example.org)"
+    assert linked(text, {"table1-small": None}) == "[Table 1](table1-small.html) `runs` [web](https://example.org)"
+    cells = [new_code_cell("x", execution_count=1), new_code_cell("y"), new_code_cell("")]
+    assert state_of(new_notebook(cells=cells)) == "**1 of 2 cells executed**"
