@@ -9,7 +9,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 
 # Paper objects: `make <object>` executes the notebook whose name begins with it.
 OBJECTS := table1 table2 table3 table4 table5 table6 table7 table8 table9 table10 table11 decomposition \
-           figure1 figure2 figure3 figure4 figure7 adaptive privacy ray
+           figure1 figure2 figure3 figure4 figure7 adaptive speech privacy text ray
 
 .PHONY: help setup demo test lint lab results report bench pretrain lock clean $(OBJECTS)
 
