@@ -1,7 +1,8 @@
-"""Data sets as uint8 tensors: what ships with a dependency, what `datasets` loads, and any local folder or file.
+"""Data sets as integer tensors: what ships with a dependency, what `datasets` loads, and any local folder or file.
 
 Quirks stay here (grey images, padding, column names, how a test split is made); the rest of the kit sees
-:class:`ImageData`. Decoding is done once per machine and cached in ``$FEDLIB_CACHE`` (default ~/.cache/fedlib).
+:class:`ImageData`, of sentences as of images. Decoding is done once per machine and cached in ``$FEDLIB_CACHE``
+(default ~/.cache/fedlib).
 """
 
 import hashlib
@@ -14,13 +15,18 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from ..project import has_minilm
 from ..rng import numpy_generator
 from ..storage import DamagedFile, read_tensors, write_tensors
+from .text import docstrings_key, read_docstrings, text_column, tokenise, tokenizer_key
 
 
 @dataclass(frozen=True)
 class ImageData:
-    """A classification set. Images are uint8 (N, C, H, W), labels int64 (N,), owners int64 (N,) or None."""
+    """A classification set. Images are uint8 (N, C, H, W), labels int64 (N,), owners int64 (N,) or None.
+
+    Of a text set the images are its sentences' token ids, int32 (N, T), zero where a sentence has ended.
+    """
 
     name: str
     train_images: torch.Tensor
@@ -35,10 +41,17 @@ class ImageData:
         return len(self.classes)
 
     def mean_std(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Per-channel mean and SD of the training images in [0, 1] units, each of shape (3,)."""
+        """Per-channel mean and SD of the training images in [0, 1] units, each of shape (3,); 0 and 1 of text."""
+        if is_text(self.train_images):
+            return torch.zeros(3), torch.ones(3)
         x = self.train_images[:: max(1, len(self.train_images) // 20_000)].float().div_(255)
         mean, std = x.mean((0, 2, 3)), x.std((0, 2, 3))
         return mean.expand(3).contiguous(), std.expand(3).contiguous()
+
+
+def is_text(images: torch.Tensor) -> bool:
+    """Are these token ids (N, T), not images?"""
+    return images.dim() == 2
 
 
 def load_mnist() -> ImageData:
@@ -67,6 +80,7 @@ class HubSource:
     train: str = "train"
     test: str | None = "test"  # None: a tenth of each owner's examples is held out
     owner: str | None = None
+    text: str | None = None  # the column of sentences; None: images
 
 
 HUB = {
@@ -74,9 +88,12 @@ HUB = {
     "cifar100": HubSource("uoft-cs/cifar100", "fine_label"),
     "tiny_imagenet": HubSource("zh-plus/tiny-imagenet", "label", test="valid"),
     "femnist": HubSource("flwrlabs/femnist", "character", test=None, owner="writer_id"),
+    "sst2": HubSource("stanfordnlp/sst2", "label", test="validation", text="sentence"),
+    "ag_news": HubSource("fancyzhx/ag_news", "label", text="text"),
 }
 SPEECH_KEY = {"hub": "speech_commands v0.02", "format": 2}
-DATASETS = ("mnist", *HUB, "speech_commands")
+DATASETS = ("mnist", *HUB, "speech_commands", "docstrings")
+TEXTS = ("docstrings", *(name for name, source in HUB.items() if source.text))
 
 
 def load_dataset(name: str) -> ImageData:
@@ -84,7 +101,7 @@ def load_dataset(name: str) -> ImageData:
 
     A folder ``$FEDLIB_DATA/<name>`` is used before any download, so an experiment can name its data and not a machine's
     path. Raises ``ValueError`` for an unknown name and ``ConnectionError`` with one clear sentence when a public set
-    can neither be downloaded nor found in the local cache.
+    can neither be downloaded nor found in the local cache. Text needs MiniLM's tokenizer: ``ImportError`` without it.
     """
     if name == "mnist":
         return load_mnist()
@@ -94,6 +111,8 @@ def load_dataset(name: str) -> ImageData:
         from .speech import read_speech_commands
 
         return _from_arrays(name, *_cached(SPEECH_KEY, read_speech_commands))
+    if name == "docstrings":
+        return _from_arrays(name, *_cached(docstrings_key(), read_docstrings))
     if name in HUB:
         return _load_hub(name, HUB[name])
     raise ValueError(f"experiment: dataset = {name!r} is unknown: use one of {', '.join(DATASETS)}, or a local path")
@@ -101,9 +120,11 @@ def load_dataset(name: str) -> ImageData:
 
 def is_available(name: str) -> bool:
     """Can ``name`` be loaded without a download?"""
+    if name in TEXTS and not has_minilm():  # text is nothing without a tokenizer
+        return False
     key = SPEECH_KEY if name == "speech_commands" else _hub_key(HUB[name]) if name in HUB else None
     in_cache = key is not None and _cache_file(key).exists()
-    return name == "mnist" or in_cache or _local_copy(name) is not None
+    return name in ("mnist", "docstrings") or in_cache or _local_copy(name) is not None
 
 
 def _local_copy(name: str) -> Path | None:
@@ -115,7 +136,7 @@ def _local_copy(name: str) -> Path | None:
 
 
 def _hub_key(source: HubSource) -> dict:
-    return {"hub": source.path, "label": source.label, "format": 2}
+    return {"hub": source.path, "label": source.label, "format": 2} | (tokenizer_key() if source.text else {})
 
 
 def _load_hub(name: str, source: HubSource) -> ImageData:
@@ -129,24 +150,32 @@ def _load_hub(name: str, source: HubSource) -> ImageData:
                 f"dataset {name!r} ({source.path}) is not cached and could not be downloaded: "
                 f"connect once, or pass the path of a local copy ({type(error).__name__})"
             ) from error
-        return _decode(splits, source.train, source.test, source.label, source.owner)
+        return _decode(splits, source.train, source.test, source.label, source.owner, source.text)
 
     return _from_arrays(name, *_cached(_hub_key(source), read))
 
 
+TESTED_FIRST = ("test", "valid", "validation")
+VALIDATED_FIRST = ("validation", "valid", "test")  # GLUE publishes its test sentences without labels
+
+
 def _load_path(path: Path) -> ImageData:
-    """A folder with train/test (or valid) parquet files or image folders, or one parquet file with a split column."""
+    """A folder with train/test (or valid) parquet files or image folders, or one parquet file of training data.
+
+    Parquet files with a column ``sentence`` or ``text`` are a text set.
+    """
     files = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
     stamp = [(str(p), p.stat().st_size, p.stat().st_mtime_ns) for p in files]
+    parquet: dict[str, list[str]] = {}
+    for p in files:
+        if p.suffix == ".parquet":  # train.parquet, test-00000-of-00001.parquet; a single file is all training data
+            split = p.stem.split("-")[0] if len(files) > 1 else "train"
+            parquet.setdefault(split, []).append(str(p))
+    text = text_column(parquet.get("train", []))
 
     def read():
         from datasets import load_dataset as load
 
-        parquet: dict[str, list[str]] = {}
-        for p in files:
-            if p.suffix == ".parquet":  # train.parquet, test-00000-of-00001.parquet; a single file is all training data
-                split = p.stem.split("-")[0] if len(files) > 1 else "train"
-                parquet.setdefault(split, []).append(str(p))
         try:
             splits = load("parquet", data_files=parquet) if parquet else load("imagefolder", data_dir=str(path))
         except Exception as error:  # datasets raises many classes
@@ -156,7 +185,7 @@ def _load_path(path: Path) -> ImageData:
         train = "train"
         if train not in splits:
             raise ValueError(f"{path}: no split named 'train'; found {', '.join(splits)}")
-        test = next((s for s in ("test", "valid", "validation") if s in splits), None)
+        test = next((s for s in (VALIDATED_FIRST if text else TESTED_FIRST) if s in splits), None)
         columns = splits[train].column_names
         label = next((c for c in ("label", "fine_label", "character") if c in columns), None)
         if label is None:
@@ -166,33 +195,41 @@ def _load_path(path: Path) -> ImageData:
             from .speech import decode_speech
 
             return decode_speech(splits[train], label, owner)
-        return _decode(splits, train, test, label, owner)
+        return _decode(splits, train, test, label, owner, text)
 
-    return _from_arrays(path.name, *_cached({"path": stamp, "format": 2}, read))
+    key = {"path": stamp, "format": 2} | (tokenizer_key() if text else {})
+    return _from_arrays(path.name, *_cached(key, read))
 
 
-def _decode(splits, train: str, test: str | None, label: str, owner: str | None):
+def _decode(splits, train: str, test: str | None, label: str, owner: str | None, text: str | None = None):
     """Turn `datasets` splits into arrays; without a test split, hold out a tenth of each owner's examples."""
     from datasets import Image
 
-    def arrays(split):
+    def examples(split):
+        if text is not None:
+            return tokenise(split[text])
         column = next((c for c, f in split.features.items() if isinstance(f, Image)), None)
         if column is None:
             raise ValueError(f"no image column among {', '.join(split.column_names)}")
         first = split[0][column]
         mode, size = ("L" if first.mode in ("1", "L") else "RGB"), first.size
         images = np.stack([np.asarray(r.convert(mode).resize(size)) for r in split[column]])
-        images = images[:, None] if images.ndim == 3 else images.transpose(0, 3, 1, 2)
+        return images[:, None] if images.ndim == 3 else images.transpose(0, 3, 1, 2)
+
+    def arrays(split):
         names = split.features[label].names if hasattr(split.features[label], "names") else None
         values = np.asarray(split[label])
         if names is None:
             names, values = np.unique(values, return_inverse=True)
         owners = np.unique(np.asarray(split[owner]), return_inverse=True)[1] if owner else None
-        return np.ascontiguousarray(images), values.astype(np.int64), owners, [str(n) for n in names]
+        return np.ascontiguousarray(examples(split)), values.astype(np.int64), owners, [str(n) for n in names]
 
     images, labels, owners, names = arrays(splits[train])
     if test is not None:
-        test_images, test_labels, _, _ = arrays(splits[test])
+        test_images, test_labels, _, found = arrays(splits[test])
+        if unknown := sorted(set(found) - set(names)):
+            raise ValueError(f"split {test!r} has labels that {train!r} has not: {', '.join(unknown)[:200]}")
+        test_labels = np.array([names.index(n) for n in found])[test_labels]  # it may lack classes
     else:
         groups = owners if owners is not None else np.zeros(len(labels), np.int64)
         held = np.zeros(len(labels), bool)

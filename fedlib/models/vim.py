@@ -67,6 +67,11 @@ class VimConfig:
         """Rank of the projection that makes the step sizes."""
         return math.ceil(self.dim / 16)
 
+    @property
+    def input_shape(self) -> tuple[int, int, int]:
+        """One image."""
+        return (self.channels, self.img_size, self.img_size)
+
     def build(self) -> "Vim":
         """A backbone of this shape, without weights."""
         return Vim(self)
