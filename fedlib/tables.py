@@ -25,10 +25,11 @@ LABELS = {
 def load_cells(
     paper: str, table: str, profile: str, overrides: Mapping[str, object] | None = None, folder: Path | None = None
 ) -> list[Cell]:
-    """The table's grid, or the profile's ``fallback`` if runs are missing and its data set is not at hand."""
+    """The table's grid, or its (else the profile's) ``fallback`` if runs are missing and its data are not at hand."""
     cells = load_grid(paper, table, profile, overrides)
-    fallback = load_profile(profile).get("fallback")
-    if fallback is None or "dataset" in (overrides or {}):
+    own = load_spec(paper, table).get(profile, {})
+    fallback = own.get("fallback", load_profile(profile).get("fallback"))  # {}: nothing can stand in
+    if not fallback or "dataset" in (overrides or {}):
         return cells
     unavailable = {n for n in {c.experiment.dataset for c in cells} if not is_available(n)}
     if any(c.experiment.dataset in unavailable and find_run(c.experiment, folder) is None for c in cells):

@@ -9,8 +9,12 @@ Padding is the zero vector: the stem writes it, every block reads its mask off i
 mask travels wherever tokens go (cohorts, prefix caches), and nothing outside this file knows of it. A real token is a
 layer norm's output, or Ree's, and never exactly zero.
 
-Deviations: token type 0, the only one of a single sentence, is added to the positions when a checkpoint is loaded, and
-positions that no sentence reaches are dropped; fully trained, both are one tensor.
+Deviations: by default (``centred``) an exit reads, and Eq. 4 replaces, the class token less that of an empty sentence
+after the same block, a constant of the weights before training. In MiniLM's early blocks all sentences have nearly the
+same class token: on SST-2 what differs has norm 0.03 of 8 after block 2, 0.2 of 11 after block 4, and no SGD at an exit
+finds it; less the constant, frozen exits learn at any depth. ``centred=False`` (the backbones ``*.stream``) is the
+class token itself, as on a ViT. Token type 0, the only one of a single sentence, is added to the positions when a
+checkpoint is loaded, and positions that no sentence reaches are dropped; fully trained, both are one tensor.
 """
 
 from collections.abc import Mapping
@@ -36,6 +40,8 @@ class BertConfig:
     heads: int = 4
     ffn_dim: int = 256
     eps: float = 1e-12
+    empty: tuple[int, ...] = (101, 102)  # token ids of a sentence without words
+    centred: bool = True  # see the module's deviations
     qkv_bias: ClassVar[bool] = True
     padding: ClassVar[int] = 0  # the token id that fills short sentences
     prefix_tokens: ClassVar[int] = 1
@@ -67,6 +73,7 @@ class BertConfig:
 
 MINILM = BertConfig(length=64, dim=384, depth=6, heads=12, ffn_dim=1536)
 BERTS = {"minilm": MINILM, "minilm.32": replace(MINILM, length=32), "bert_micro": BertConfig()}
+BERTS |= {f"{name}.stream": replace(config, centred=False) for name, config in BERTS.items()}
 
 
 def is_token(z: torch.Tensor) -> torch.Tensor:
@@ -137,6 +144,7 @@ class Bert(nn.Module):
         self.config = config
         self.stem = BertStem(config)
         self.blocks = nn.ModuleList(BertBlock(config) for _ in range(config.depth))
+        self.register_buffer("origins", torch.zeros(config.depth, config.dim), persistent=False)
 
     def run(self, z: torch.Tensor, a: int, b: int) -> torch.Tensor:
         """On a CPU, without what is padding in every sentence of the batch (a GPU would wait for the answer)."""
@@ -150,13 +158,24 @@ class Bert(nn.Module):
         """The class token (K, B, d) after ``block``, for clients that go no further: no other token is computed."""
         return self.blocks[block](z, 1)[..., 0, :]
 
+    @torch.no_grad()
+    def centre_(self) -> "Bert":
+        """Measure ``origins``: the class token (depth, d) of an empty sentence after every block."""
+        if self.config.centred:
+            z, origins = self.stem(torch.tensor(self.config.empty)[None, None]), []
+            for block in range(self.config.depth):
+                z = self.run(z, block, block + 1)
+                origins.append(z[0, 0, 0])
+            self.origins.copy_(torch.stack(origins))
+        return self
+
     def init_(self, generator: torch.Generator) -> "Bert":
         """Initialise in place as BERT does: N(0, 0.02) everywhere."""
         init_normal_(self, generator)
         with torch.no_grad():
             self.stem.words.weight.normal_(0, 0.02, generator=generator)
             self.stem.pos_embed.normal_(0, 0.02, generator=generator)
-        return self
+        return self.centre_()
 
 
 POSITIONS, TYPES = "embeddings.position_embeddings.weight", "embeddings.token_type_embeddings.weight"
@@ -186,7 +205,7 @@ def load_bert(state: Mapping[str, torch.Tensor], config: BertConfig) -> Bert:
             found = tuple(state[names[name]].shape)
             raise ValueError(f"BERT checkpoint: {names[name]} {found} does not become {tuple(own.shape)}")
     bert.load_state_dict(out)
-    return bert
+    return bert.centre_()
 
 
 def published_name(name: str) -> str:

@@ -156,6 +156,8 @@ class Stem(nn.Module):
 class ViT(nn.Module):
     """A stem and blocks; the exits live elsewhere. ``run(z, a, b)`` applies blocks a..b-1 to tokens (K, B, T, d)."""
 
+    origins = None  # (depth, d): what the class token after each block is measured from; None: zero
+
     def __init__(self, config: ViTConfig):
         super().__init__()
         self.config = config
