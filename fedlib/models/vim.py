@@ -159,7 +159,7 @@ class VimStem(nn.Module):
 class Vim(nn.Module):
     """A stem and blocks; the exits live elsewhere. ``run(z, a, b)`` applies blocks a..b-1 to tokens (K, B, T, d)."""
 
-    origins = None
+    origins = scales = None
 
     def __init__(self, config: VimConfig):
         super().__init__()

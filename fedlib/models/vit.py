@@ -156,7 +156,7 @@ class Stem(nn.Module):
 class ViT(nn.Module):
     """A stem and blocks; the exits live elsewhere. ``run(z, a, b)`` applies blocks a..b-1 to tokens (K, B, T, d)."""
 
-    origins = None  # (depth, d): what the class token after each block is measured from; None: zero
+    origins = scales = None  # where and in what units exits read the class token after each block; None: as it is
 
     def __init__(self, config: ViTConfig):
         super().__init__()
