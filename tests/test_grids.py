@@ -10,7 +10,7 @@ from fedlib.tables import load_claims
 TABLES = sorted(
     p.stem
     for p in (params_dir() / "reefl").glob("*.yaml")
-    if p.stem not in ("base", "methods", "columns", "privacy", "compression")
+    if p.stem not in ("base", "methods", "columns", "privacy", "compression", "text")
 )
 
 

@@ -285,8 +285,8 @@ def test_without_the_package_one_sentence_says_so(monkeypatch, tmp_path):
 def tiny_text(docstrings):
     return Experiment(
         dataset="docstrings", augment="none", backbone="bert_micro", pretrained=False, num_exits=3,
-        partition="class_dirichlet", dirichlet_alpha=0.5, num_train=300, num_test=40, num_clients=12,
-        clients_per_round=6, rounds=2,
+        partition="class_dirichlet", dirichlet_alpha=0.5, num_train=240, num_test=40, num_clients=12,
+        clients_per_round=4, rounds=2,
     )  # fmt: skip
 
 
