@@ -290,8 +290,11 @@ def tiny_text(docstrings):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("finetune", ["full", "frozen", "lora"])
-@pytest.mark.parametrize("method", ["depthfl", "reefl"])
+@pytest.mark.parametrize(
+    "method, finetune",
+    [(m, f) for m in ("depthfl", "reefl") for f in ("full", "frozen", "lora")]
+    + [("reefl", "pa"), ("depthfl", "sa"), ("reefl", "ssf")],
+)
 def test_a_cohort_of_one_equals_a_cohort_of_all(tiny_text, method, finetune):
     e = tiny_text.replace(method=method, finetune=finetune, weight_decay=1e-3)
     start = build_federation(e).server.params

@@ -72,12 +72,10 @@ class BertConfig:
         return Bert(self)
 
 
+WORDS = 256  # one-word sentences, from which exits take their units
 MINILM = BertConfig(length=64, dim=384, depth=6, heads=12, ffn_dim=1536)
 BERTS = {"minilm": MINILM, "minilm.32": replace(MINILM, length=32), "bert_micro": BertConfig()}
 BERTS |= {f"{name}.stream": replace(config, centred=False) for name, config in BERTS.items()}
-
-
-WORDS = 256
 
 
 def is_token(z: torch.Tensor) -> torch.Tensor:
