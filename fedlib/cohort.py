@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from .aggregation import Client, Update
-from .data.transforms import render, sample_views
+from .data.transforms import sample_views
 from .distillation import Batch
 from .experiment import Experiment
 from .federation import Federation
@@ -177,10 +177,9 @@ class Cohort:
         torch._foreach_add_(leaves, grads, alpha=-rate)
 
     def _render(self, rows: torch.Tensor, views: torch.Tensor | None, step: int) -> torch.Tensor:
-        """Images (K, width, C, H, W) of one step, augmented as planned."""
-        data, config = self.data, self.model.vit.config
+        """Images (K, width, C, H, W) of one step, augmented as planned, or token ids (K, width, T)."""
         views = views[step, :, : rows.shape[1]].reshape(-1, 5) if views is not None else None
-        x = render(data.images[rows.reshape(-1)], views, config.img_size, data.mean, data.std, config.channels)
+        x = self.data.view(self.data.images, self.model.vit.config.input_shape, rows.reshape(-1), views)
         return x.view(*rows.shape, *x.shape[1:])
 
     def _stop_inactive_(self, grads: list[torch.Tensor], active: np.ndarray) -> None:

@@ -92,7 +92,7 @@ def _mib(shapes: Shapes, part: Slice) -> float:
 
 
 def exit_macs(e: Experiment, num_classes: int, exits: Sequence[int] | None = None) -> list[int]:
-    """MACs of one image per exit (of ``exits``), up to and with this exit and those of its sub-model before it.
+    """MACs of one example per exit (of ``exits``), up to and with this exit and those of its sub-model before it.
 
     From torch's flop counter (2 FLOPs a MAC): matrix products and Vim's scan, not elementwise work (norms, activations,
     Vim's 4-tap convolution). Blocks count whole, as on a device that may go on. A method whose sub-models have
@@ -113,9 +113,8 @@ def _hold_exit_(shapes: Shapes, j: int) -> tuple[Slice, dict[str, torch.Tensor],
     return part, held, (alive, spans)
 
 
-def _image(shapes: Shapes) -> torch.Tensor:
-    config = shapes.setting.config
-    return torch.empty(1, 1, config.channels, config.img_size, config.img_size, device="meta")
+def _example(shapes: Shapes) -> torch.Tensor:
+    return torch.empty(1, 1, *shapes.setting.config.input_shape, device="meta")
 
 
 def _macs(shapes: Shapes, j: int) -> int:
@@ -123,7 +122,7 @@ def _macs(shapes: Shapes, j: int) -> int:
 
     _, _, how = _hold_exit_(shapes, j)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
-        shapes.model(_image(shapes), *how)
+        shapes.model(_example(shapes), *how)
     return counter.get_total_flops() // 2
 
 
@@ -146,10 +145,10 @@ def exit_costs(e: Experiment, num_classes: int, batch_size: int = 32) -> list[di
             kept[t.untyped_storage()._cdata] = t.untyped_storage()
             return t
 
-        images = _image(shapes).expand(1, batch_size, -1, -1, -1)
+        examples = _example(shapes).expand(1, batch_size, *shapes.setting.config.input_shape)
         saved = torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t)
         with FlopCounterMode(display=False) as counter, saved:
-            shapes.model(images, *how)
+            shapes.model(examples, *how)
         weights = {p.untyped_storage()._cdata for p in held.values()}
         activations = sum(s.nbytes() for i, s in kept.items() if i not in weights)
         memory = sum(p.numel() for p in held.values()) + sum(held[n].numel() for n in trainable)

@@ -21,7 +21,7 @@ def put_slice_(federation: Federation, server: Server, part: Slice) -> None:
 @torch.inference_mode()
 def exit_logits(federation: Federation, server: Server, part: Slice, batch_size: int = 500) -> torch.Tensor:
     """Logits (E, N, C) of sub-model ``part`` on the test set; zeros for exits it does not hold."""
-    data, model, config = federation.data, federation.model, federation.model.vit.config
+    data, model = federation.data, federation.model
     put_slice_(federation, server, part)
     alive = [int(b in part.units) for b in range(model.exit_blocks[-1] + 1)]
     spans = {j: (0, int(j in part.exits)) for j in range(len(model.exit_blocks))}
@@ -30,11 +30,8 @@ def exit_logits(federation: Federation, server: Server, part: Slice, batch_size:
         prefix.fill(model, np.arange(n))
     out = []
     for rows in torch.arange(n, device=data.test_labels.device).split(batch_size):
-        view = (
-            data.view(data.test_images, config.img_size, config.channels, rows)[None]
-            if prefix is None
-            else prefix(rows[None])
-        )
+        shape = model.vit.config.input_shape
+        view = data.view(data.test_images, shape, rows)[None] if prefix is None else prefix(rows[None])
         out.append(model(view, alive, spans)[:, 0])
     return torch.cat(out, 1)
 

@@ -7,7 +7,8 @@ import numpy as np
 import torch
 
 from .aggregation import Client
-from .checks import check_experiment
+from .checks import check_experiment, check_input
+from .data.datasets import is_text
 from .data.federated import FederatedData, load_federated
 from .experiment import Experiment
 from .methods import Method, Server, Setting
@@ -72,6 +73,7 @@ def build_federation(e: Experiment, device: str = "cpu") -> Federation:
     """Check ``e`` against its data and model, then build them. Raises before any compute."""
     method = check_experiment(e)
     data = load_federated(e, device)
+    check_input(e, backbone_config(e.backbone), is_text(data.images))
     model = build_model(e, method, len(data.classes)).to(device)
     infos = model.infos()
     setting = Setting(model.vit.config, model.exit_blocks, infos, e.num_clients, e.rounds)
@@ -101,8 +103,7 @@ def build_train_prefix(f: Federation, blocks: int) -> PrefixCache | None:
 
 
 def _prefix(f: Federation, blocks: int, images: torch.Tensor) -> PrefixCache | None:
-    config = f.model.vit.config
-    view = partial(f.data.view, images, config.img_size, config.channels)
+    view = partial(f.data.view, images, f.model.vit.config.input_shape)
     return build_prefix_cache(f.model, blocks, len(images), view, images.device)
 
 

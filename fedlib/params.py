@@ -159,6 +159,7 @@ def load_grid(paper: str, table: str, profile: str, overrides: Mapping[str, obje
         if key not in allowed:
             raise ValueError(f"overrides: unknown key {shown(key)}{did_you_mean(key, allowed)}")
     kept = dict(spec.get(profile, {}))  # the table's own word at this profile: its cells, then any other key
+    kept.pop("fallback", None)
     finetunes = _listed(overrides.pop("finetune", kept.pop("finetune", spec["axes"]["finetune"])))
     variants = _variants(spec, kept.pop("variant", list(spec["variants"])), overrides)
     columns = _columns(spec, overrides.pop("columns", kept.pop("columns", list(spec["columns"]))), profile, overrides)

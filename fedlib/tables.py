@@ -26,13 +26,15 @@ LABELS = {
 def load_cells(
     paper: str, table: str, profile: str, overrides: Mapping[str, object] | None = None, folder: Path | None = None
 ) -> list[Cell]:
-    """The table's grid; where runs are missing and their data set is not at hand, the profile's ``fallback`` stands in.
+    """The table's grid; where runs are missing and their data are not at hand, the ``fallback`` stands in.
 
-    It stands in for the whole data set, in all columns; what else a column sets (how many clients) stays.
+    The table's own fallback, else the profile's. It stands in for the whole data set, in all columns; what else a
+    column sets (how many clients) stays.
     """
     cells = load_grid(paper, table, profile, overrides)
-    fallback = load_profile(profile).get("fallback")
-    if fallback is None or "dataset" in (overrides or {}):
+    own = load_spec(paper, table).get(profile, {})
+    fallback = own.get("fallback", load_profile(profile).get("fallback"))  # {}: nothing can stand in
+    if not fallback or "dataset" in (overrides or {}):
         return cells
     unavailable = {n for n in {c.experiment.dataset for c in cells} if not is_available(n)}
     missing = (c.experiment for c in cells if find_run(c.experiment, folder) is None)

@@ -247,15 +247,15 @@ def test_a_checkpoint_of_another_experiment_is_refused(depthfl, tmp_path):
 
 
 def test_a_damaged_data_cache_is_decoded_again(tmp_path, monkeypatch):
-    from fedlib.data import datasets
+    from fedlib.data import cache
 
     monkeypatch.setenv("FEDLIB_CACHE", str(tmp_path))
     made = {"train_images": torch.ones(2, 1, 4, 4, dtype=torch.uint8)}
     for _ in range(2):
-        assert datasets._cached({"k": 1}, lambda: (made, ["a"]))[1] == ["a"]
+        assert cache.cached({"k": 1}, lambda: (made, ["a"]))[1] == ["a"]
     flip(next(tmp_path.glob("*.safetensors")))
     with pytest.warns(UserWarning, match="is damaged .*: decoding the data again"):
-        tensors, _ = datasets._cached({"k": 1}, lambda: (made, ["a"]))
+        tensors, _ = cache.cached({"k": 1}, lambda: (made, ["a"]))
     assert torch.equal(tensors["train_images"], made["train_images"])
 
 

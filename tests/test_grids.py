@@ -10,7 +10,7 @@ from fedlib.tables import load_claims
 TABLES = sorted(
     p.stem
     for p in (params_dir() / "reefl").glob("*.yaml")
-    if p.stem not in ("base", "methods", "columns", "claims", "privacy", "compression")
+    if p.stem not in ("base", "methods", "columns", "claims", "privacy", "compression", "text")
 )
 
 

@@ -1,27 +1,29 @@
-"""Data sets as uint8 tensors: what ships with a dependency, what `datasets` loads, and any local folder or file.
+"""Data sets as integer tensors: what ships with a dependency, what `datasets` loads, and any local folder or file.
 
 Quirks stay here (grey images, padding, column names, how a test split is made); the rest of the kit sees
-:class:`ImageData`. Decoding is done once per machine and cached in ``$FEDLIB_CACHE`` (default ~/.cache/fedlib).
+:class:`ImageData`, of sentences as of images. Decoding is done once per machine (``cache.py``).
 """
 
-import hashlib
-import json
 import os
-import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from ..project import has_minilm
 from ..rng import numpy_generator
-from ..storage import DamagedFile, read_tensors, write_tensors
+from .cache import cache_file, cached
 from .leaf import is_leaf, read_leaf
+from .text import docstrings_key, read_docstrings, text_column, tokenise, tokenizer_key
 
 
 @dataclass(frozen=True)
 class ImageData:
-    """A classification set. Images are uint8 (N, C, H, W), labels int64 (N,), owners int64 (N,) or None."""
+    """A classification set. Images are uint8 (N, C, H, W), labels int64 (N,), owners int64 (N,) or None.
+
+    Of a text set the images are its sentences' token ids, int32 (N, T), zero where a sentence has ended.
+    """
 
     name: str
     train_images: torch.Tensor
@@ -38,12 +40,19 @@ class ImageData:
         return len(self.classes)
 
     def mean_std(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Per-channel mean and SD in [0, 1] units, each of shape (3,): ``stats``, or those of the training images."""
+        """Per-channel mean and SD in [0, 1] units, each (3,): ``stats``, or of the training images; 0 and 1 of text."""
+        if is_text(self.train_images):
+            return torch.zeros(3), torch.ones(3)
         if self.stats is not None:
             return tuple(s.expand(3).contiguous() for s in self.stats)
         x = self.train_images[:: max(1, len(self.train_images) // 20_000)].float().div_(255)
         mean, std = x.mean((0, 2, 3)), x.std((0, 2, 3))
         return mean.expand(3).contiguous(), std.expand(3).contiguous()
+
+
+def is_text(images: torch.Tensor) -> bool:
+    """Are these token ids (N, T), not images?"""
+    return images.dim() == 2
 
 
 def load_mnist() -> ImageData:
@@ -72,6 +81,7 @@ class HubSource:
     train: str = "train"
     test: str | None = "test"  # None: a tenth of each owner's examples is held out
     owner: str | None = None
+    text: str | None = None  # the column of sentences; None: images
 
 
 HUB = {
@@ -79,11 +89,14 @@ HUB = {
     "cifar100": HubSource("uoft-cs/cifar100", "fine_label"),
     "tiny_imagenet": HubSource("zh-plus/tiny-imagenet", "label", test="valid"),
     "femnist": HubSource("flwrlabs/femnist", "character", test=None, owner="writer_id"),
+    "sst2": HubSource("stanfordnlp/sst2", "label", test="validation", text="sentence"),
+    "ag_news": HubSource("fancyzhx/ag_news", "label", text="text"),
 }
 MNIST_STATS = torch.tensor([[0.1307], [0.3081]])  # the release normalises FEMNIST with MNIST's (facts 6.5)
 FORMAT = 3  # of the decoded arrays
 SPEECH_KEY = {"hub": "speech_commands v0.02", "format": FORMAT}
-DATASETS = ("mnist", *HUB, "speech_commands")
+DATASETS = ("mnist", *HUB, "speech_commands", "docstrings")
+TEXTS = ("docstrings", *(name for name, source in HUB.items() if source.text))
 
 
 def load_dataset(name: str, groups: bool = False) -> ImageData:
@@ -93,7 +106,8 @@ def load_dataset(name: str, groups: bool = False) -> ImageData:
     ``$FEDLIB_DATA/<name>`` is used before any download, so an experiment can name its data and not a machine's path.
     The name ``femnist`` means the release's normalisation, wherever the images come from; the path of a copy means the
     images' own mean and SD (the paper's Appendix A). Raises ``ValueError`` for an unknown name and ``ConnectionError``
-    with one clear sentence when a public set can neither be downloaded nor found in the local cache.
+    with one clear sentence when a public set can neither be downloaded nor found in the local cache. Text needs
+    MiniLM's tokenizer: ``ImportError`` without it.
     """
     data = _load(name)
     if name == "femnist":
@@ -109,7 +123,9 @@ def _load(name: str) -> ImageData:
     if name == "speech_commands":
         from .speech import read_speech_commands
 
-        return _from_arrays(name, *_cached(SPEECH_KEY, read_speech_commands))
+        return _from_arrays(name, *cached(SPEECH_KEY, read_speech_commands))
+    if name == "docstrings":
+        return _from_arrays(name, *cached(docstrings_key(), read_docstrings))
     if name in HUB:
         return _load_hub(name, HUB[name])
     raise ValueError(f"experiment: dataset = {name!r} is unknown: use one of {', '.join(DATASETS)}, or a local path")
@@ -130,9 +146,11 @@ def _grouped(data: ImageData) -> ImageData:
 
 def is_available(name: str) -> bool:
     """Can ``name`` be loaded without a download?"""
+    if name in TEXTS and not has_minilm():  # text is nothing without a tokenizer
+        return False
     key = SPEECH_KEY if name == "speech_commands" else _hub_key(HUB[name]) if name in HUB else None
-    in_cache = key is not None and _cache_file(key).exists()
-    return name == "mnist" or in_cache or _local_copy(name) is not None
+    in_cache = key is not None and cache_file(key).exists()
+    return name in ("mnist", "docstrings") or in_cache or _local_copy(name) is not None
 
 
 def _local_copy(name: str) -> Path | None:
@@ -144,7 +162,7 @@ def _local_copy(name: str) -> Path | None:
 
 
 def _hub_key(source: HubSource) -> dict:
-    return {"hub": source.path, "label": source.label, "format": FORMAT}
+    return {"hub": source.path, "label": source.label, "format": FORMAT} | (tokenizer_key() if source.text else {})
 
 
 def _load_hub(name: str, source: HubSource) -> ImageData:
@@ -158,26 +176,34 @@ def _load_hub(name: str, source: HubSource) -> ImageData:
                 f"dataset {name!r} ({source.path}) is not cached and could not be downloaded: "
                 f"connect once, or pass the path of a local copy ({type(error).__name__})"
             ) from error
-        return _decode(splits, source.train, source.test, source.label, source.owner)
+        return _decode(splits, source.train, source.test, source.label, source.owner, source.text)
 
-    return _from_arrays(name, *_cached(_hub_key(source), read))
+    return _from_arrays(name, *cached(_hub_key(source), read))
+
+
+TESTED_FIRST = ("test", "valid", "validation")
+VALIDATED_FIRST = ("validation", "valid", "test")  # GLUE publishes its test sentences without labels
 
 
 def _load_path(path: Path) -> ImageData:
-    """A folder with train/test (or valid) parquet files, image folders or LEAF's json, or one parquet file."""
+    """A folder with train/test (or valid) parquet files, image folders or LEAF's json, or one parquet file.
+
+    Parquet files with a column ``sentence`` or ``text`` are a text set.
+    """
     files = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
     stamp = [(str(p), p.stat().st_size, p.stat().st_mtime_ns) for p in files]
+    parquet: dict[str, list[str]] = {}
+    for p in files:
+        if p.suffix == ".parquet":  # train.parquet, test-00000-of-00001.parquet; a single file is all training data
+            split = p.stem.split("-")[0] if len(files) > 1 else "train"
+            parquet.setdefault(split, []).append(str(p))
+    text = text_column(parquet.get("train", []))
 
     def read():
         if is_leaf(path):
             return read_leaf(path)
         from datasets import load_dataset as load
 
-        parquet: dict[str, list[str]] = {}
-        for p in files:
-            if p.suffix == ".parquet":  # train.parquet, test-00000-of-00001.parquet; a single file is all training data
-                split = p.stem.split("-")[0] if len(files) > 1 else "train"
-                parquet.setdefault(split, []).append(str(p))
         try:
             splits = load("parquet", data_files=parquet) if parquet else load("imagefolder", data_dir=str(path))
         except Exception as error:  # datasets raises many classes
@@ -187,7 +213,7 @@ def _load_path(path: Path) -> ImageData:
         train = "train"
         if train not in splits:
             raise ValueError(f"{path}: no split named 'train'; found {', '.join(splits)}")
-        test = next((s for s in ("test", "valid", "validation") if s in splits), None)
+        test = next((s for s in (VALIDATED_FIRST if text else TESTED_FIRST) if s in splits), None)
         columns = splits[train].column_names
         label = next((c for c in ("label", "fine_label", "character") if c in columns), None)
         if label is None:
@@ -197,33 +223,41 @@ def _load_path(path: Path) -> ImageData:
             from .speech import decode_speech
 
             return decode_speech(splits[train], label, owner)
-        return _decode(splits, train, test, label, owner)
+        return _decode(splits, train, test, label, owner, text)
 
-    return _from_arrays(path.name, *_cached({"path": stamp, "format": FORMAT}, read))
+    key = {"path": stamp, "format": FORMAT} | (tokenizer_key() if text else {})
+    return _from_arrays(path.name, *cached(key, read))
 
 
-def _decode(splits, train: str, test: str | None, label: str, owner: str | None):
+def _decode(splits, train: str, test: str | None, label: str, owner: str | None, text: str | None = None):
     """Turn `datasets` splits into arrays; without a test split, hold out a tenth of each owner's examples."""
     from datasets import Image
 
-    def arrays(split):
+    def examples(split):
+        if text is not None:
+            return tokenise(split[text])
         column = next((c for c, f in split.features.items() if isinstance(f, Image)), None)
         if column is None:
             raise ValueError(f"no image column among {', '.join(split.column_names)}")
         first = split[0][column]
         mode, size = ("L" if first.mode in ("1", "L") else "RGB"), first.size
         images = np.stack([np.asarray(r.convert(mode).resize(size)) for r in split[column]])
-        images = images[:, None] if images.ndim == 3 else images.transpose(0, 3, 1, 2)
+        return images[:, None] if images.ndim == 3 else images.transpose(0, 3, 1, 2)
+
+    def arrays(split):
         names = split.features[label].names if hasattr(split.features[label], "names") else None
         values = np.asarray(split[label])
         if names is None:
             names, values = np.unique(values, return_inverse=True)
         owners = np.asarray(split[owner]) if owner and owner in split.column_names else None
-        return np.ascontiguousarray(images), values.astype(np.int64), owners, [str(n) for n in names]
+        return np.ascontiguousarray(examples(split)), values.astype(np.int64), owners, [str(n) for n in names]
 
     images, labels, owners, names = arrays(splits[train])
     if test is not None:
-        test_images, test_labels, test_owners, _ = arrays(splits[test])
+        test_images, test_labels, test_owners, found = arrays(splits[test])
+        if unknown := sorted(set(found) - set(names)):
+            raise ValueError(f"split {test!r} has labels that {train!r} has not: {', '.join(unknown)[:200]}")
+        test_labels = np.array([names.index(n) for n in found])[test_labels]  # it may lack classes
     else:
         groups = np.unique(owners, return_inverse=True)[1] if owners is not None else np.zeros(len(labels), np.int64)
         held = np.zeros(len(labels), bool)
@@ -243,27 +277,3 @@ def _decode(splits, train: str, test: str | None, label: str, owner: str | None)
 
 def _from_arrays(name: str, tensors: dict[str, torch.Tensor], classes: list[str]) -> ImageData:
     return ImageData(name=name, classes=tuple(classes), **tensors)
-
-
-def cache_dir() -> Path:
-    """Folder for decoded data sets; ``FEDLIB_CACHE`` overrides the default."""
-    return Path(os.environ.get("FEDLIB_CACHE", Path.home() / ".cache" / "fedlib"))
-
-
-def _cache_file(key: dict) -> Path:
-    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
-    return cache_dir() / f"{digest}.safetensors"
-
-
-def _cached(key: dict, read) -> tuple[dict[str, torch.Tensor], list[str]]:
-    """Return ``read()``'s (tensors, class names), from the cache if the same key was decoded before."""
-    file = _cache_file(key)
-    if file.exists():
-        try:
-            tensors, metadata = read_tensors(file)
-            return tensors, metadata["classes"]
-        except DamagedFile as error:
-            warnings.warn(f"{file} is damaged ({error.reason}): decoding the data again", stacklevel=2)
-    tensors, classes = read()
-    write_tensors(file, tensors, {"classes": classes})
-    return tensors, classes

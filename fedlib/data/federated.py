@@ -8,14 +8,14 @@ import torch
 
 from ..experiment import Experiment
 from ..rng import numpy_generator
-from .datasets import ImageData, load_dataset
+from .datasets import ImageData, is_text, load_dataset
 from .partition import Divided, Drawn, partition_examples
 from .transforms import render
 
 
 @dataclass(frozen=True)
 class FederatedData:
-    """uint8 images (N, C, H, W) and labels (N,) on the device, and who holds which rows of them."""
+    """uint8 images (N, C, H, W) or token ids (N, T), and labels (N,), on the device, and who holds which rows."""
 
     images: torch.Tensor
     labels: torch.Tensor
@@ -55,9 +55,16 @@ class FederatedData:
             [np.bincount(labels[self.client(i)], minlength=len(self.classes)) for i in range(self.num_clients)]
         )
 
-    def view(self, images: torch.Tensor, size: int, channels: int, rows: torch.Tensor) -> torch.Tensor:
-        """Rows of ``images`` as the network sees them without augmentation: (n, channels, size, size)."""
-        return render(images[rows], None, size, self.mean, self.std, channels)
+    def view(
+        self, images: torch.Tensor, shape: tuple[int, ...], rows: torch.Tensor, views: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Rows of ``images`` as a network of input ``shape`` sees them: (n, *shape), images seen through ``views``.
+
+        Token ids stay as they are; what is longer than the network's input is cut.
+        """
+        if is_text(images):
+            return images[rows, : shape[0]]
+        return render(images[rows], views, shape[-1], self.mean, self.std, shape[0])
 
 
 @lru_cache(maxsize=4)

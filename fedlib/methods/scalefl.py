@@ -41,7 +41,7 @@ class ScaleFL(Method):
     def check(self, setting: Setting, finetune: str) -> None:
         if not isinstance(setting.config, ViTConfig):
             kind = type(setting.config).__name__.removesuffix("Config")
-            raise ValueError(f"scalefl: backbone: a {kind} has no heads and FFN to cut in width; allowed: a ViT")
+            raise ValueError(f"scalefl: backbone: a {kind} cannot be cut in width; allowed: a ViT")
         if finetune not in CUTTABLE:
             raise ValueError(f"scalefl: finetune = {finetune!r} cannot be cut in width; allowed: {', '.join(CUTTABLE)}")
         widths = self._widths(setting)

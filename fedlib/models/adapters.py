@@ -151,7 +151,8 @@ def apply_finetune_(vit: ViT, head: nn.Module, mode: str, options: dict, seed: i
                 init_normal_(wrapper.adapter, generator)
                 setattr(block, name, wrapper)
     elif mode == "ssf":
-        vit.stem.patch_embed = ScaleShift(vit.stem.patch_embed, generator)
+        stem = vit.config.ssf_stem
+        setattr(vit.stem, stem, ScaleShift(getattr(vit.stem, stem), generator))
         for block in vit.blocks:
             for parent, names in (
                 (block, ("norm1", "norm2")), (block.attn, ("q", "k", "v", "proj")), (block.mlp, ("fc1", "fc2")),

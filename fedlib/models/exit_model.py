@@ -69,13 +69,14 @@ class ExitModel(nn.Module):
         for block in range(depth):
             if not alive[block]:
                 break
+            origin, scale = self._units(block)
             if cached is not None and block < len(cached.class_tokens):
                 token = cached.class_tokens[block][: alive[block]]
             else:
                 z = z[: alive[block]]
-                entering = z[..., at, :]
+                origin = z[..., at, :] if reads_update else origin
                 token, z = self._advance(block, z, alive[block + 1])
-                token = token - entering if reads_update else token
+                token = (token - origin) / scale if origin is not None else token
             lo, hi = spans.get(exit_of.get(block), (0, 0))
             out, handed_back = self.head.step(block, token[lo:hi] if self.head.per_exit else token, past)
             if out is not None and hi > lo:
@@ -83,10 +84,15 @@ class ExitModel(nn.Module):
                 logits[exit_of[block]] = F.pad(out, (0, 0, 0, 0, lo, clients - hi))
             if handed_back is not None and alive[block + 1]:
                 z = z[: alive[block + 1]]
-                new = (entering + handed_back if reads_update else handed_back)[: len(z)]
+                new = (origin + scale * handed_back if origin is not None else handed_back)[: len(z)]
                 z = torch.cat((z[..., :at, :], new.unsqueeze(-2), z[..., at + 1 :, :]), -2)  # Eq. 4
         blank = torch.zeros_like(next(x for x in logits if x is not None))
         return torch.stack([blank if x is None else x for x in logits])
+
+    def _units(self, block: int) -> tuple[torch.Tensor | None, torch.Tensor | float]:
+        """Origin and scale in which the head reads the class token after ``block`` and hands one back."""
+        vit = self.vit
+        return (None, 1.0) if vit.origins is None else (vit.origins[block], vit.scales[block])
 
     def _advance(self, block: int, z: torch.Tensor, on: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Run ``block``: the class token (K, B, d) of all clients, and all tokens of the first ``on``, which go on."""
@@ -129,9 +135,11 @@ class ExitModel(nn.Module):
         """The output of the first ``blocks`` blocks for one model's images (1, B, C, H, W)."""
         z, tokens, config = self.vit.stem(images), [], self.vit.config
         for block in range(blocks):
-            entering, z = z[..., config.class_token, :], self.vit.run(z, block, block + 1)
+            origin, scale = self._units(block)
+            origin = z[..., config.class_token, :] if config.reads_update else origin
+            z = self.vit.run(z, block, block + 1)
             token = z[..., config.class_token, :]
-            tokens.append(token - entering if config.reads_update else token)
+            tokens.append((token - origin) / scale if origin is not None else token)
         return Prefix(z, torch.stack(tokens))
 
     def infos(self) -> dict[str, ParamInfo]:

