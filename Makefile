@@ -38,7 +38,7 @@ demo: setup
 	@echo "The executed notebook: $(EXECUTED)/00_start_here.ipynb   the figures: outputs/figures/   open both with: make lab"
 
 test: setup
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: setup
 	$(BIN)/ruff check fedlib tests
