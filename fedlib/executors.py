@@ -106,7 +106,7 @@ def train_cohort(
         return Trained(f.method.summarise(update, f.setting), new_memories, losses, tuple(nonfinite))
 
 
-CACHE_BYTES = {"stacked": 2.5 * 2**20, "shared": 16 * 2**20}
+CACHE_BYTES = {"stacked": 3 * 2**20, "shared": 16 * 2**20}
 SHARE_OF_GPU_MEMORY = 0.4
 
 
@@ -142,7 +142,7 @@ def plan_cohorts(
     out = []
     for group in widths.values():
         share = max(1, round(workers * len(group) / len(clients)))
-        parts = max(share, -(-len(group) // size) if size else 1)
+        parts = -(-len(group) // (share * size)) * share if size else share  # every worker gets as many as the others
         out += [group[i::parts] for i in range(min(parts, len(group)))]  # dealt out, so depths are mixed evenly
     return sorted(out, key=lambda g: -sum(slices[c.budget].depth * c.num_examples for c in g))
 

@@ -32,13 +32,20 @@ class Plan:
     """How much is measured. A system takes ``repeats`` turns of ``rounds`` rounds, after one that is not counted."""
 
     workloads: tuple[str, ...] = tuple(WORKLOADS)
-    systems: tuple[str, ...] = tuple(SYSTEMS)
+    systems: tuple[str, ...] = tuple(SYSTEMS)  # on the first workload
+    contenders: tuple[str, ...] = (OURS, "two processes", "Flower", "pfl", "BlazeFL, threads")  # on the others
     rounds: int = 3
     repeats: int = 5
-    memory_of: tuple[str, ...] = ("W1", "W2")  # workloads whose peak memory is measured, in runs of their own
+    memory_of: tuple[str, ...] = ("W1",)  # workloads whose peak memory is measured, in runs of their own
     populations: tuple[int, ...] = (100, 1_000, 10_000, 100_000)
     population_rounds: int = 12
     profile_rounds: int = 25
+
+    def systems_of(self, workload: str) -> tuple[str, ...]:
+        """The systems that are measured on ``workload``; nobody but fedlib trains ReeFL."""
+        if WORKLOADS[workload].method != "fedavg":
+            return OWN
+        return self.systems if workload == self.workloads[0] else self.contenders
 
 
 PLANS = {
@@ -62,7 +69,12 @@ def load_plan(profile: str, overrides: Mapping[str, object] | None = None) -> Pl
     if profile not in PLANS:
         raise ValueError(f"profile = {profile!r} is unknown{did_you_mean(profile, PLANS)}")
     plan = replace(PLANS[profile], **check_fields(Plan, overrides or {}, "overrides"))
-    for key, known in (("workloads", WORKLOADS), ("systems", SYSTEMS), ("memory_of", WORKLOADS)):
+    for key, known in (
+        ("workloads", WORKLOADS),
+        ("systems", SYSTEMS),
+        ("contenders", SYSTEMS),
+        ("memory_of", WORKLOADS),
+    ):
         for name in getattr(plan, key):
             if name not in known:
                 raise ValueError(f"overrides: {key} = {name!r} is unknown{did_you_mean(name, known)}")
@@ -79,9 +91,8 @@ def folder(profile: str) -> Path:
 
 def measure_workload(name: str, plan: Plan, profile: str) -> dict:
     """Time all systems of the plan on one workload, store the measurement and return it."""
-    w = WORKLOADS[name]
-    path = write_workload(w, folder(profile) / f"{_slug(name)}.safetensors")
-    systems, missing = select(n for n in plan.systems if w.method == "fedavg" or n in OWN)
+    path = write_workload(WORKLOADS[name], folder(profile) / f"{_slug(name)}.safetensors")
+    systems, missing = select(plan.systems_of(name))
     with running(systems, path) as started:
         times = harness.time_interleaved(started, plan.rounds, plan.repeats)
         facts = harness.facts(started)
@@ -113,7 +124,7 @@ def load(profile: str, plan: Plan, run_missing: bool = True) -> tuple[dict[str, 
     stored = {n: _read(folder(profile) / f"{_slug(n)}.json") for n in plan.workloads}
     scale = _read(folder(profile) / "scale.json")
     if run_missing:
-        for name in tqdm([n for n, r in stored.items() if r is None or _can_add(r, plan)], leave=False):
+        for name in tqdm([n for n, r in stored.items() if r is None or _can_add(r, plan.systems_of(n))], leave=False):
             stored[name] = measure_workload(name, plan, profile)
         scale = scale or measure_scale(plan, profile)
     return {n: r for n, r in stored.items() if r is not None}, scale
@@ -183,8 +194,8 @@ def agreement(records: Mapping[str, dict]) -> pd.Series:
     return facts_table(records).groupby("workload", sort=False).max_difference.max()
 
 
-def _can_add(record: dict, plan: Plan) -> bool:
-    names = {m["system"] for m in record["missing"]} & set(plan.systems)
+def _can_add(record: dict, systems: Sequence[str]) -> bool:
+    names = {m["system"] for m in record["missing"]} & set(systems)
     return any(SYSTEMS[n].missing() is None for n in names)
 
 
