@@ -9,10 +9,12 @@ import torch
 import torch.nn.functional as F
 
 from fedlib import Execution, Experiment, build_federation, run_rounds
+from fedlib.aggregation import Client
 from fedlib.cohort import learning_rate
 from fedlib.executors import automatic_cohort_size, plan_cohorts
 from fedlib.methods import METHODS, build_method
 from fedlib.rng import torch_generator
+from fedlib.slices import Slice
 
 
 def train(e, **execution):
@@ -166,11 +168,21 @@ def test_cohorts_split_by_width_and_mix_depths(tiny):
     assert sorted(c.id for g in plan_cohorts(clients, prefix, 2, 2) for c in g) == sorted(c.id for c in clients)
 
 
+@pytest.mark.parametrize(
+    "workers, size, sizes", [(2, 4, [3, 3, 2, 2]), (2, 5, [5, 5]), (1, 4, [4, 3, 3]), (3, None, [4, 3, 3])]
+)
+def test_every_worker_gets_as_many_cohorts_as_the_others(workers, size, sizes):
+    """Ten clients on two workers, at most four a cohort: three cohorts would leave one worker idle for a third."""
+    clients = [Client(i, 3, 100) for i in range(10)]
+    slices = {3: Slice.prefix(12, range(4))}
+    assert sorted(map(len, plan_cohorts(clients, slices, workers, size)), reverse=True) == sizes
+
+
 def test_automatic_cohorts_batch_small_models_and_leave_large_ones_alone(tiny):
     """Widest activation of a client: 32 images x 17 tokens x 256 features x 4 bytes = 0.53 MiB."""
     size = lambda **changes: automatic_cohort_size(build_federation(tiny.replace(**{"batch_size": 32} | changes)))  # noqa: E731
-    assert size(finetune="full", finetune_options={}) == 4  # 2.5 / 0.53
-    assert size(finetune="full", finetune_options={}, batch_size=8) == 18  # 2.5 / 0.1328
+    assert size(finetune="full", finetune_options={}) == 5  # 3 / 0.53
+    assert size(finetune="full", finetune_options={}, batch_size=8) == 22  # 3 / 0.1328
     assert size(finetune="lora") == 30  # 16 / 0.53: frozen weights see one merged batch
     big = dict(backbone="deit_small_patch16_224", pretrained=False, batch_size=16)
     assert size(finetune="frozen", finetune_options={}, **big) == 1
