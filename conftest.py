@@ -1,11 +1,15 @@
 """Test-wide settings: nothing a test stores lands in the project's outputs."""
 
+import atexit
 import os
+import shutil
 import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parent
 os.environ["FEDLIB_ROOT"] = str(ROOT)
-os.environ["FEDLIB_OUTPUTS"] = tempfile.mkdtemp(prefix="fedlib-tests-")
+if "PYTEST_XDIST_WORKER" not in os.environ:  # the workers of one test run share its store, as two processes may
+    os.environ["FEDLIB_OUTPUTS"] = tempfile.mkdtemp(prefix="fedlib-tests-")
+    atexit.register(shutil.rmtree, os.environ["FEDLIB_OUTPUTS"], ignore_errors=True)
 os.environ.setdefault("TQDM_DISABLE", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
