@@ -38,10 +38,10 @@ def test_the_page_follows_the_store(tmp_path, monkeypatch, capsys):
 
     shutil.copytree(OUTPUTS / "runs", tmp_path / "runs", ignore=lambda _, names: [n for n in names if "-s3-" in n])
     (tmp_path / "figures").mkdir()
-    shutil.copy(OUTPUTS / "figures/table1_small_exits.png", tmp_path / "figures/figure7_small_4exits.png")
+    shutil.copy(OUTPUTS / "figures/table1_small_exits_femnist.png", tmp_path / "figures/figure7_small_4exits.png")
     page = results_page(Stored("reefl", "small"))
     table1 = page.split("## [Table 1: ")[1].split("\n## ")[0]
-    assert "40 of 60 runs" in table1 and "seeds: 1, 2;" in table1 and "AMD EPYC, 2 cores" in table1 and "<img" not in table1  # fmt: skip
+    assert "80 of 120 runs" in table1 and "seeds: 1, 2;" in table1 and "AMD EPYC, 2 cores" in table1 and "<img" not in table1  # fmt: skip
     assert "## [Figure 7: " in page and 'src="figures/figure7_small_4exits.png"' in page
 
 
