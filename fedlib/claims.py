@@ -16,10 +16,10 @@ import pandas as pd
 
 from .exact import EXACT, upload_table
 from .experiment import did_you_mean
-from .params import Cell, load_grid, load_profile, load_spec, load_yaml
+from .params import Cell, load_fallback, load_grid, load_spec, load_yaml
 from .project import outputs_dir, params_dir
 from .statistics import bootstrap_interval, verdict
-from .tables import collect, label_of, load_reported
+from .tables import collect, label_of, load_reported, stand_in
 
 KEYS = {"where", "says", "table", "pairs", "finetune", "columns", "need", "value", "against", "at", "costs", "over",
         "margin", "only", "exact", "counts", "compare", "why"}  # fmt: skip
@@ -53,17 +53,16 @@ class Stored(Source):
     rows: dict = field(default_factory=dict, repr=False)
 
     def read(self, table: str) -> tuple[list[Cell], pd.DataFrame]:
-        """The table's cells and ``tables.collect``'s frame; of the profile's ``fallback`` if only that is stored."""
+        """The table's cells and ``tables.collect``'s frame; of the ``fallback`` if only that is stored."""
         if table not in self.tables:
-            self.tables[table] = self._collect(table, None)
-            fallback = load_profile(self.profile).get("fallback")
-            if fallback is not None and self.tables[table][1].accuracy.isna().all():
-                other = self._collect(table, fallback)
+            cells, fallback = (load(self.paper, table, self.profile) for load in (load_grid, load_fallback))
+            self.tables[table] = self._collect(cells)
+            if fallback and self.tables[table][1].accuracy.isna().all():
+                other = self._collect([stand_in(c, fallback) for c in cells])
                 self.tables[table] = other if other[1].accuracy.notna().any() else self.tables[table]
         return self.tables[table]
 
-    def _collect(self, table: str, overrides: dict | None) -> tuple[list[Cell], pd.DataFrame]:
-        cells = load_grid(self.paper, table, self.profile, overrides)
+    def _collect(self, cells: list[Cell]) -> tuple[list[Cell], pd.DataFrame]:
         return cells, collect(cells, self.outputs / "runs")
 
     def places(self, table: str, only: Mapping[str, object]) -> pd.DataFrame:

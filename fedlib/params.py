@@ -145,6 +145,12 @@ def load_spec(paper: str, table: str) -> dict:
     return spec
 
 
+def load_fallback(paper: str, table: str, profile: str) -> dict:
+    """What stands in for data that are not at hand: the table's own word, else the profile's; {}: nothing can."""
+    own = load_spec(paper, table).get(profile, {})
+    return own.get("fallback", load_profile(profile).get("fallback")) or {}
+
+
 def load_grid(paper: str, table: str, profile: str, overrides: Mapping[str, object] | None = None) -> list[Cell]:
     """All cells of ``params/<paper>/<table>.yaml`` at a profile, each a checked experiment.
 
@@ -159,7 +165,7 @@ def load_grid(paper: str, table: str, profile: str, overrides: Mapping[str, obje
         if key not in allowed:
             raise ValueError(f"overrides: unknown key {shown(key)}{did_you_mean(key, allowed)}")
     kept = dict(spec.get(profile, {}))  # the table's own word at this profile: its cells, then any other key
-    kept.pop("fallback", None)
+    kept.pop("fallback", None)  # see load_fallback
     finetunes = _listed(overrides.pop("finetune", kept.pop("finetune", spec["axes"]["finetune"])))
     variants = _variants(spec, kept.pop("variant", list(spec["variants"])), overrides)
     columns = _columns(spec, overrides.pop("columns", kept.pop("columns", list(spec["columns"]))), profile, overrides)

@@ -67,7 +67,7 @@ def index(notebooks: dict) -> str:
     readme = readme.read_text(encoding="utf-8") if readme.exists() else ""
     if found := re.search(r"^## Map\n.*?(?=^## |\Z)", readme, re.M | re.S):
         link = lambda m: next((f"[`{m[1]}`]({n}.html)" for n in notebooks if made_from(n, m[1])), m[0])  # noqa: E731
-        text += "\n" + re.sub(r"`(\w+/\w+)`", link, found[0])
+        text += "\n" + re.sub(r"`(\w+/\w+)`", link, found[0]).replace("](outputs/README.md)", "](results.html)")
     return text
 
 

@@ -12,7 +12,7 @@ from .estimate import describe, num_classes
 from .executors import Execution
 from .experiment import Experiment
 from .models.weights import build_backbone
-from .params import Cell, load_grid, load_profile, load_spec
+from .params import Cell, load_fallback, load_grid, load_spec
 from .project import params_dir
 from .runs import find_run, run_all
 
@@ -28,21 +28,21 @@ def load_cells(
 ) -> list[Cell]:
     """The table's grid; where runs are missing and their data are not at hand, the ``fallback`` stands in.
 
-    The table's own fallback, else the profile's. It stands in for the whole data set, in all columns; what else a
-    column sets (how many clients) stays.
+    It stands in for the whole data set, in all columns; what else a column sets (how many clients) stays.
     """
-    cells = load_grid(paper, table, profile, overrides)
-    own = load_spec(paper, table).get(profile, {})
-    fallback = own.get("fallback", load_profile(profile).get("fallback"))  # {}: nothing can stand in
+    cells, fallback = load_grid(paper, table, profile, overrides), load_fallback(paper, table, profile)
     if not fallback or "dataset" in (overrides or {}):
         return cells
     unavailable = {n for n in {c.experiment.dataset for c in cells} if not is_available(n)}
     missing = (c.experiment for c in cells if find_run(c.experiment, folder) is None)
     lacking = {e.dataset for e in missing if e.dataset in unavailable}
     fallback = {k: v for k, v in fallback.items() if k not in (overrides or {})}
-    return [
-        replace(c, experiment=c.experiment.replace(**fallback)) if c.experiment.dataset in lacking else c for c in cells
-    ]
+    return [stand_in(c, fallback) if c.experiment.dataset in lacking else c for c in cells]
+
+
+def stand_in(cell: Cell, fallback: Mapping[str, object]) -> Cell:
+    """``cell`` on the data that ``fallback`` names."""
+    return replace(cell, experiment=cell.experiment.replace(**fallback))
 
 
 def run_cells(

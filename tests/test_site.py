@@ -78,7 +78,7 @@ def test_the_index_leads_to_every_page_and_says_what_stopped(report):
     assert re.search(r'<a href="00_start_here.html"><code>walkthrough/00_start_here</code>', index)  # the README's map
     results = (report.parent / "results.html").read_text()
     assert 'href="table1-small.html"' in results and "ipynb" not in results
-    assert 'src="figures/table1_small_exits.png"' in results
+    assert 'src="figures/table1_small_exits_femnist.png"' in results
 
 
 @in_browser
