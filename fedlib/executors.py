@@ -106,7 +106,7 @@ def train_cohort(
         return Trained(f.method.summarise(update, f.setting), new_memories, losses, tuple(nonfinite))
 
 
-CACHE_BYTES = {"stacked": 3 * 2**20, "shared": 16 * 2**20}
+CACHE_BYTES = {"stacked": 3 * 2**20, "shared": 16 * 2**20}  # chosen by timing on one machine (two cores, AMD EPYC)
 SHARE_OF_GPU_MEMORY = 0.4
 
 
