@@ -1,7 +1,7 @@
 """Executors train a round's clients as cohorts, here or elsewhere. How is not part of an experiment.
 
 ``Execution`` says how to run; ``rounds.build_executor`` turns it into an executor with ``train`` and ``close``. Every
-executor calls ``train_cohort`` and gives the same numbers up to float rounding. Read next: ``cluster.py``.
+executor calls ``train_cohort`` and gives the same numbers up to float rounding. Read next: ``processes.py``.
 """
 
 import copy
@@ -40,12 +40,16 @@ class Trained:
 
 @dataclass(frozen=True)
 class Execution:
-    """How to run, which must not change the numbers beyond float rounding."""
+    """How to run, which must not change the numbers beyond float rounding.
+
+    ``auto`` trains in forked processes (``processes.py``) where a fork is safe and there is more than one worker: they
+    do not wait for each other's interpreter lock. Elsewhere in threads. ``ray`` is a cluster (``cluster.py``).
+    """
 
     device: str = "cpu"
-    workers: int | None = None  # train cohorts side by side; None: threads, one a core or GPU; ray, all of the cluster
+    workers: int | None = None  # train cohorts side by side; None: one a core or GPU; ray, all of the cluster
     cohort_size: int | None = None  # most clients a cohort; None: see ``automatic_cohort_size``
-    executor: Literal["threads", "ray"] = "threads"  # of this process, or the workers of a Ray cluster
+    executor: Literal["auto", "processes", "threads", "ray"] = "auto"  # auto: forked processes, else threads; see below
     address: str | None = None  # ray: "auto", "host:port", "ray://host:port"; None: $RAY_ADDRESS, else a local Ray
     patience_seconds: float = 120.0  # ray: how long to go without any worker before giving up
 
@@ -57,6 +61,8 @@ class Execution:
         for key in ("workers", "cohort_size", "patience_seconds"):
             if getattr(self, key) is not None and getattr(self, key) <= 0:
                 raise ValueError(f"execution: {key} = {getattr(self, key)!r} must be positive")
+        if self.executor == "processes" and self.device != "cpu":
+            raise ValueError(f"execution: device = {self.device!r} with executor = 'processes'; allowed: cpu")
         if self.executor == "ray" and self.device not in ("cpu", "cuda"):
             raise ValueError(f"execution: device = {self.device!r} with executor = 'ray'; allowed: cpu, cuda")
         if self.address is not None and self.executor != "ray":
@@ -67,10 +73,11 @@ class Execution:
     @property
     def home(self) -> str:
         """The device of this process, which coordinates: a cluster's GPUs may all be elsewhere."""
-        alone = self.executor == "threads" or torch.cuda.is_available()
+        alone = self.executor != "ray" or torch.cuda.is_available()
         return self.device if alone else "cpu"
 
-    def threads(self) -> int:
+    def side_by_side(self) -> int:
+        """Workers of this machine."""
         if self.workers is not None:
             return self.workers
         return torch.get_num_threads() if self.device == "cpu" else 1
@@ -164,7 +171,7 @@ class InProcess:
         self._size = self.execution.cohort_size or automatic_cohort_size(self.federation)
 
     def train(self, server: Server, clients: list[Client], t: int, memories: Memories) -> Iterator[Trained]:
-        f, workers = self.federation, self.execution.threads()
+        f, workers = self.federation, self.execution.side_by_side()
         slices = {b: f.method.slice_for(b, f.setting) for b in {c.budget for c in clients}}
         cohorts = plan_cohorts(clients, slices, workers, self._size)
 

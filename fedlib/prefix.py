@@ -4,6 +4,8 @@ So it is computed once per example and kept on the training device: of the train
 of the test set always. With a frozen backbone and no feedback only class tokens are left to keep.
 """
 
+import math
+import mmap
 import os
 import threading
 from collections.abc import Callable
@@ -19,7 +21,7 @@ SHARE_OF_FREE_MEMORY = 0.25  # a larger cache is not made
 class PrefixCache:
     """Outputs of the first ``blocks`` blocks for examples 0..n-1, filled as they are asked for.
 
-    ``render(rows)`` gives images (len(rows), C, H, W) on the device. Threads may share a cache.
+    ``render(rows)`` gives images (len(rows), C, H, W) on the device. Threads share a cache, and so do forked processes.
     """
 
     def __init__(self, model: ExitModel, blocks: int, n: int, render: Callable[[torch.Tensor], torch.Tensor], device):
@@ -27,9 +29,9 @@ class PrefixCache:
         self.blocks, self.render, self.device = blocks, render, device
         self.goes_on = blocks < model.exit_blocks[-1] + 1  # does anything run after the prefix?
         tokens = config.num_patches + config.prefix_tokens if self.goes_on else 0
-        self.z = torch.empty(n, tokens, config.dim, device=device)  # pages of rows never asked for are never touched
-        self.class_tokens = torch.empty(blocks, n, config.dim, device=device)
-        self._ready = np.zeros(n, bool)
+        self.z = _empty(n, tokens, config.dim, device=device)  # pages of rows never asked for are never touched
+        self.class_tokens = _empty(blocks, n, config.dim, device=device)
+        self._ready = _empty(n, device="cpu", dtype=torch.uint8).numpy().view(bool)
         self._lock = threading.Lock()
 
     @staticmethod
@@ -57,6 +59,14 @@ class PrefixCache:
     def __call__(self, rows: torch.Tensor) -> Prefix:
         """The prefix of filled ``rows`` (K, B)."""
         return Prefix(self.z[rows], self.class_tokens[:, rows])
+
+
+def _empty(*shape: int, device: torch.device | str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Memory that is claimed page by page as it is written; on a CPU zero, and shared with processes forked later."""
+    n = math.prod(shape)
+    if torch.device(device).type != "cpu" or not n:
+        return torch.empty(shape, dtype=dtype, device=device)
+    return torch.frombuffer(mmap.mmap(-1, n * dtype.itemsize), dtype=dtype).view(shape)
 
 
 def free_memory(device: torch.device) -> int:

@@ -1,6 +1,6 @@
 """Where the time of a round goes: named phases that cost nothing unless somebody is measuring.
 
-``with profile() as seconds: run(...)`` fills ``seconds`` by phase. Threads add up: the sum may exceed the wall clock.
+``with profile() as seconds: run(...)`` fills ``seconds`` by phase. Workers add up: the sum may exceed the wall clock.
 Phases do not nest: an inner one is taken out of the outer one's time.
 """
 
@@ -46,6 +46,25 @@ def _now() -> float:
 def phase(name: str):
     """Context manager around a part of the round; does nothing unless :func:`profile` is active."""
     return _active.phase(name) if _active is not None else nullcontext()
+
+
+def is_measuring() -> bool:
+    """Is a profile being measured?"""
+    return _active is not None
+
+
+def add(seconds: dict[str, float]) -> None:
+    """Add what another process measured for this one."""
+    if _active is not None:
+        with _active.lock:
+            for name, value in seconds.items():
+                _active.seconds[name] += value
+
+
+def forget() -> None:
+    """Leave the profile that a fork's parent measures to the parent."""
+    global _active
+    _active = None
 
 
 @contextmanager

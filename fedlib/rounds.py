@@ -36,11 +36,19 @@ def is_due(e: Experiment, t: int) -> bool:
 
 
 def build_executor(federation: Federation, execution: Execution) -> Executor:
-    """The executor that ``execution`` asks for."""
+    """The executor that ``execution`` asks for; ``Unforkable`` if that is ``processes`` and they cannot be had."""
     if execution.executor == "ray":
         from .cluster import RayExecutor
 
         return RayExecutor(federation, execution)
+    if execution.executor == "processes" or (execution.executor == "auto" and execution.side_by_side() > 1):
+        from .processes import ForkedProcesses, Unforkable
+
+        try:
+            return ForkedProcesses(federation, execution)
+        except Unforkable:
+            if execution.executor == "processes":
+                raise
     return InProcess(federation, execution)
 
 

@@ -221,6 +221,7 @@ def provenance(execution: Execution) -> dict:
     """Versions and hardware that produced a run (not part of the experiment)."""
     from . import __version__
 
+    on_cluster = execution.executor == "ray"
     device = torch.cuda.get_device_name() if execution.home.startswith("cuda") else _cpu_name()
     return {
         "fedlib": __version__,
@@ -229,7 +230,7 @@ def provenance(execution: Execution) -> dict:
         "device": device,
         "cores": os.cpu_count(),
         "executor": execution.executor,
-        "workers": execution.workers if execution.executor == "ray" else execution.threads(),  # None: all of a cluster
+        "workers": execution.workers if on_cluster else execution.side_by_side(),  # None: all of a cluster
     }
 
 

@@ -47,6 +47,17 @@ def assert_same(a, b):
     assert a[2:] == b[2:]
 
 
+def assert_same_rounds(here, there):
+    """Two executors went through the same rounds, bit for bit."""
+    for a, b in zip(here, there, strict=True):
+        assert list(a.losses.items()) == list(b.losses.items())  # also in the order of the plan
+        assert a.metrics == b.metrics
+        for x, y in ((a.server.params, b.server.params), (a.server.memory, b.server.memory)):
+            assert x.keys() == y.keys() and all(torch.equal(x[k], y[k]) for k in x)
+        assert a.memories.keys() == b.memories.keys()
+        assert all(torch.equal(m[k], b.memories[c][k]) for c, m in a.memories.items() for k in m)
+
+
 def assert_nothing_left_over(folder):
     """No temporary file, and no client memory that neither of the last two checkpoints names."""
     assert not list(folder.rglob("*.part"))

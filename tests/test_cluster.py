@@ -16,6 +16,8 @@ import torch
 os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled", "RAY_memory_monitor_refresh_ms": "0"}
 ray = pytest.importorskip("ray", reason="the extra 'cluster' is not installed")
 
+from stored import assert_same_rounds  # noqa: E402
+
 from fedlib import Execution, Experiment, build_federation, run_all, run_rounds  # noqa: E402
 from fedlib import cluster as cluster_module  # noqa: E402
 from fedlib.cluster import RayExecutor  # noqa: E402
@@ -82,16 +84,6 @@ def notes(folder, t):
     return [(int(p.name.split("-")[0]), int(p.name.split("-")[2])) for p in Path(folder).glob(f"*-{t}-*-*")]
 
 
-def assert_same(here, there):
-    for a, b in zip(here, there, strict=True):
-        assert list(a.losses.items()) == list(b.losses.items())  # also in the order of the plan
-        assert a.metrics == b.metrics
-        for x, y in ((a.server.params, b.server.params), (a.server.memory, b.server.memory)):
-            assert x.keys() == y.keys() and all(torch.equal(x[k], y[k]) for k in x)
-        assert a.memories.keys() == b.memories.keys()
-        assert all(torch.equal(m[k], b.memories[c][k]) for c, m in a.memories.items() for k in m)
-
-
 @pytest.mark.parametrize("method, finetune", [("reefl", "frozen"), ("depthfl", "lora"), ("inclusivefl", "frozen")])
 def test_workers_give_the_numbers_of_threads_and_constants_travel_once(method, finetune, on_two, monkeypatch):
     f = build_federation(Experiment(method=method, finetune=finetune, **SMALL))
@@ -99,7 +91,7 @@ def test_workers_give_the_numbers_of_threads_and_constants_travel_once(method, f
     sent, original = [], cluster_module._to_buffer
     monkeypatch.setattr(cluster_module, "_to_buffer", lambda t: (sent.append(t.nbytes), original(t))[1])
     there = list(run_rounds(f, on_two))
-    assert_same(here, there)
+    assert_same_rounds(here, there)
 
     def size(tensors):
         return sum(t.nbytes for t in tensors.values())
@@ -193,7 +185,7 @@ def test_a_node_killed_in_mid_round_changes_nothing(slow, on_two, cluster, tmp_p
     assert (
         len(pids) == 5 and len(set(pids)) == 2
     )  # four cohorts, one of them twice: by the lost worker and the survivor
-    assert_same(here, there)
+    assert_same_rounds(here, there)
 
 
 @pytest.mark.parametrize(

@@ -142,14 +142,14 @@ def test_ctrl_c_stops_every_thread_and_loses_one_round_at_most(tmp_path, monkeyp
         monkeypatch.setattr(ReeFL, "client_update", endless)
         # the alarm of a thread's first endless step reaches the main thread, which waits for the cohorts
         with pytest.raises(KeyboardInterrupt):
-            run(e, Execution(workers=2), tmp_path / "parts", progress=False)
+            run(e, Execution(workers=2, executor="threads"), tmp_path / "parts", progress=False)
     finally:
         signal.signal(signal.SIGALRM, before)
     assert len(steps) < 2000  # the other threads stopped at their next batch
     assert read_tensors(run_path(e, tmp_path / "parts") / "checkpoint.safetensors")[1]["t"] == 2
     monkeypatch.setattr(ReeFL, "client_update", original)
-    run(e, Execution(workers=2), tmp_path / "parts", progress=False)
-    run(e, Execution(workers=2), tmp_path / "whole", progress=False)
+    run(e, Execution(workers=2, executor="threads"), tmp_path / "parts", progress=False)
+    run(e, Execution(workers=2, executor="threads"), tmp_path / "whole", progress=False)
     assert_same(state(e, tmp_path / "whole"), state(e, tmp_path / "parts"))
 
 
@@ -168,6 +168,6 @@ def test_an_error_in_a_thread_is_told_and_keeps_no_cohort_alive(tmp_path, monkey
     with monkeypatch.context() as m:
         m.setattr(ReeFL, "client_update", broken)
         with pytest.raises(ArithmeticError, match="as planned"):
-            run(small("reefl"), Execution(workers=2), tmp_path, progress=False)
+            run(small("reefl"), Execution(workers=2, executor="threads"), tmp_path, progress=False)
     gc.collect()
     assert alive and not any(ref() for ref in alive)

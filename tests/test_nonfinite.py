@@ -51,7 +51,7 @@ def test_record_ends_the_run_as_diverged(value, tmp_path, monkeypatch):
         assert found.summary["status"] == "diverged" and found.summary["t"] == 2 and "dropped" not in found.summary
 
 
-@pytest.mark.parametrize("execution", [ONE, Execution(workers=2, cohort_size=1)])
+@pytest.mark.parametrize("execution", [ONE, Execution(workers=2, cohort_size=1, executor="threads")])
 def test_drop_takes_the_mean_over_the_others(execution, monkeypatch):
     e, seen = everyone("fedavg", rounds=2, nonfinite="drop"), []
     poisoned(monkeypatch, FedAvg, {1, 3}, seen=seen)

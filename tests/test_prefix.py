@@ -49,7 +49,7 @@ def test_every_example_is_computed_once(monkeypatch):
     f, seen = build_federation(TINY.replace(finetune="frozen", method="depthfl", rounds=4)), []
     original = f.train_prefix.render
     monkeypatch.setattr(f.train_prefix, "render", lambda rows: seen.extend(rows.tolist()) or original(rows))
-    for _ in run_rounds(f, Execution(workers=2)):
+    for _ in run_rounds(f, Execution(workers=2, executor="threads")):
         pass
     sampled = {int(r) for t in (1, 2, 3, 4) for c in f.sample_clients(t) for r in f.data.client(c.id)}
     assert sorted(seen) == sorted(sampled)

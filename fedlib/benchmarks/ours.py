@@ -1,4 +1,4 @@
-"""fedlib, as a user runs it: its own choice of threads and cohorts. ``BENCH_COHORT=1`` trains one client at a time."""
+"""fedlib, as a user runs it: its own choice of workers and cohorts. ``BENCH_COHORT=1`` trains one client at a time."""
 
 import os
 from dataclasses import replace
@@ -41,7 +41,8 @@ class Fedlib:
     def __init__(self, shared: SharedFile):
         self.workload, self.federation = shared.workload, federation_of(shared)
         size, workers = (os.environ.get(name) for name in ("BENCH_COHORT", "BENCH_WORKERS"))
-        execution = Execution(workers=workers and int(workers), cohort_size=size and int(size))
+        executor = os.environ.get("BENCH_EXECUTOR", "auto")
+        execution = Execution(workers=workers and int(workers), cohort_size=size and int(size), executor=executor)
         self.server, self.loop = self.federation.server, run_rounds(self.federation, execution)
 
     def rounds(self, first: int, n: int) -> list[float]:

@@ -62,7 +62,11 @@ SYSTEMS = {
             env={"BENCH_COHORT": "1", "BENCH_WORKERS": "1"},
         ),
         System(
-            "fedlib, one at a time on 2 threads", "../ours.py", package="fedlib", threads=2, env={"BENCH_COHORT": "1"}
+            "fedlib, one at a time on 2 threads",
+            "../ours.py",
+            package="fedlib",
+            threads=2,
+            env={"BENCH_COHORT": "1", "BENCH_EXECUTOR": "threads"},
         ),
         System("bare loop", "bare_loop.py"),
         System("bare loop, 2 threads", "bare_loop.py", threads=2),

@@ -1,0 +1,246 @@
+"""Forked workers: the numbers of threads, whatever happens to a worker or to the process that forked it.
+
+Each check runs in a process of its own, which it may spoil.
+"""
+
+import multiprocessing
+import os
+import signal
+import time
+from concurrent.futures import ProcessPoolExecutor
+
+import psutil
+import pytest
+import torch
+from stored import assert_same, assert_same_rounds, small, state
+
+from fedlib import Execution, build_federation, run, run_rounds
+from fedlib.methods.reefl import ReeFL
+from fedlib.processes import Unforkable
+from fedlib.profiling import profile
+from fedlib.runs import run_path
+from fedlib.storage import read_tensors
+
+TWO = Execution(workers=2, executor="processes")
+THREADS = Execution(workers=2, executor="threads")
+
+
+@pytest.fixture(scope="module")
+def context():
+    """Clean processes, quickly: forks of one that has only imported."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["fedlib.runs", "fedlib.processes", "peft", "filelock", "tqdm.auto"])
+    return context
+
+
+@pytest.fixture
+def alone(context):
+    """Call a function of this module in a process of its own; what it raises is raised here."""
+
+    def call(function, *args):
+        with ProcessPoolExecutor(1, mp_context=context) as pool:
+            return pool.submit(function, *args).result()
+
+    return call
+
+
+def train_as(change):
+    """Let ``change(cohort)`` run before every local training."""
+    original = ReeFL.client_update
+
+    def client_update(self, cohort):
+        change(cohort)
+        original(self, cohort)
+
+    ReeFL.client_update = client_update
+
+
+# --- the same numbers ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "method, finetune", [("reefl", "lora"), ("depthfl", "full"), ("inclusivefl", "frozen"), ("scalefl", "full")]
+)
+def test_processes_give_the_numbers_of_threads(method, finetune, alone):
+    alone(compare, method, finetune)
+
+
+def compare(method, finetune):
+    f = build_federation(small(method, finetune=finetune, finetune_options={}, augment="none"))
+    there = list(run_rounds(f, TWO))
+    if method == "inclusivefl":
+        assert f.train_prefix._ready.any()  # what a worker has cached, all have
+    assert_same_rounds(list(run_rounds(f, THREADS)), there)
+
+
+def test_phases_of_workers_are_measured(alone):
+    alone(measure)
+
+
+def measure():
+    f = build_federation(small("reefl"))
+    rounds = run_rounds(f, TWO)
+    next(rounds)
+    with profile() as seconds:
+        next(rounds)
+    assert {"data", "forward", "backward", "step", "aggregation", "evaluation"} <= seconds.keys()
+    before = dict(seconds)
+    next(rounds)
+    assert seconds == before
+
+
+# --- what can go wrong -----------------------------------------------------------------------------------------------
+
+
+def test_a_killed_worker_is_replaced_and_changes_nothing(alone, tmp_path):
+    alone(lose_workers, tmp_path)
+
+
+def lose_workers(folder):
+    f = build_federation(small("reefl"))
+    marks = [folder / "first", folder / "second"]
+
+    def die_twice(cohort):
+        if cohort.t == 2 and (left := [m for m in marks if not m.exists()]):
+            left[0].touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    train_as(die_twice)
+    there = list(run_rounds(f, TWO))
+    assert all(m.exists() for m in marks)
+    assert_same_rounds(list(run_rounds(f, THREADS)), there)
+
+
+def test_a_deadly_cohort_is_named(alone):
+    alone(always_die)
+
+
+def always_die():
+    train_as(lambda cohort: os.kill(os.getpid(), signal.SIGKILL))
+    f = build_federation(small("reefl"))
+    with pytest.raises(RuntimeError, match=r"cohort of clients \[.*\] lost its worker process 4 times in round 1 .*-9"):
+        list(run_rounds(f, TWO))
+    assert not multiprocessing.active_children()
+
+
+def test_a_mistake_arrives_as_itself_and_ends_all_workers(alone):
+    alone(make_a_mistake)
+
+
+class Unsendable(Exception):
+    def __init__(self, a, b):
+        super().__init__(a)
+
+
+def make_a_mistake():
+    f = build_federation(small("reefl"))
+
+    def mistake(cohort):
+        raise ArithmeticError("as planned")
+
+    train_as(mistake)
+    with pytest.raises(ArithmeticError, match="as planned") as caught:
+        list(run_rounds(f, TWO))
+    assert "in a worker process" in caught.value.__notes__[0] and "mistake" in caught.value.__notes__[0]
+    assert not multiprocessing.active_children()
+
+    def unsendable(cohort):
+        raise Unsendable("as planned", "b")
+
+    train_as(unsendable)
+    with pytest.raises(RuntimeError, match="Unsendable: as planned"):
+        list(run_rounds(f, TWO))
+
+
+def test_threads_take_over_where_a_fork_cannot_train(alone):
+    alone(forbid_forks)
+
+
+def forbid_forks():
+    f, here, original = build_federation(small("reefl")), os.getpid(), torch.autograd.grad
+
+    def refuse(*args, **kwargs):  # as PyTorch does in forks of a process that has used a GPU
+        if os.getpid() != here:
+            raise RuntimeError("Unable to handle autograd's threading in combination with fork-based multiprocessing")
+        return original(*args, **kwargs)
+
+    torch.autograd.grad = refuse
+    with pytest.raises(Unforkable, match="Unable to handle .* use executor = 'threads'"):
+        list(run_rounds(f, TWO))
+    assert len(list(run_rounds(f, Execution(workers=2)))) == 4
+    assert not multiprocessing.active_children()
+
+
+def test_gradients_of_this_process_do_not_forbid_forks(alone):
+    alone(compute_a_gradient)
+
+
+def compute_a_gradient():
+    f = build_federation(small("reefl"))
+    assert_same_rounds(list(run_rounds(f, THREADS)), list(run_rounds(f, TWO)))
+
+
+def test_ctrl_c_ends_all_workers_and_loses_one_round_at_most(alone, tmp_path):
+    alone(interrupt, tmp_path)
+
+
+def interrupt(folder):
+    from fedlib import runs
+
+    e, training = small("reefl"), multiprocessing.get_context("fork").Event()
+    runs.time.monotonic = iter(range(0, 10**6, 100)).__next__  # a checkpoint every round
+
+    def hang(cohort):
+        if cohort.t == 3 and not (folder / "resumed").exists():
+            training.set()
+            time.sleep(600)
+
+    def ctrl_c(*_):
+        if training.is_set():
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            raise KeyboardInterrupt
+
+    train_as(hang)
+    signal.signal(signal.SIGALRM, ctrl_c)
+    signal.setitimer(signal.ITIMER_REAL, 0.1, 0.1)
+    with pytest.raises(KeyboardInterrupt):
+        run(e, TWO, folder / "parts", progress=False)
+    assert not multiprocessing.active_children()
+    assert read_tensors(run_path(e, folder / "parts") / "checkpoint.safetensors")[1]["t"] == 2
+    (folder / "resumed").touch()
+    run(e, TWO, folder / "parts", progress=False)
+    run(e, THREADS, folder / "whole", progress=False)
+    assert_same(state(e, folder / "whole"), state(e, folder / "parts"))
+
+
+def test_kill_9_of_the_parent_ends_its_workers_and_frees_the_run(context, alone, tmp_path):
+    parent = context.Process(target=train_until_killed, args=(tmp_path,))
+    parent.start()
+    deadline = time.monotonic() + 60
+    while len(pids := list(tmp_path.glob("worker-*"))) < 2:
+        assert time.monotonic() < deadline and parent.is_alive()
+        time.sleep(0.05)
+    parent.kill()
+    parent.join()
+    workers = [int(p.name.split("-")[1]) for p in pids]
+    while any(psutil.pid_exists(w) and psutil.Process(w).status() != psutil.STATUS_ZOMBIE for w in workers):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    alone(finish, tmp_path)
+
+
+def train_until_killed(folder):
+    def train_on(cohort):
+        (folder / f"worker-{os.getpid()}").touch()
+        while cohort.t == 2:
+            cohort.model(cohort._render(torch.zeros(1, 1, dtype=torch.long), None, 0))  # another batch, and another
+
+    train_as(train_on)
+    run(small("reefl"), TWO, folder, progress=False)
+
+
+def finish(folder):
+    e = small("reefl")
+    assert run(e, TWO, folder, progress=False, wait=False).summary["status"] == "finished"
+    run(e, THREADS, folder / "whole", progress=False)
+    assert_same(state(e, folder / "whole"), state(e, folder))
