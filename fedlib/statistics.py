@@ -6,7 +6,7 @@ it excludes zero when all agree in sign, which chance does one time in four. Res
 (``correct``) uses what the stored predictions know beyond that.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pandas as pd
@@ -63,6 +63,17 @@ def budget_accuracies(frame: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["finetune", "column", "variant", "label", "seed", "budget", "deepest", "held"])
 
 
+def _differences(
+    frame: pd.DataFrame, pairs: Sequence[tuple[str, str]] | None, value: str, of: str = "reefl"
+) -> Iterator[tuple[str, str, str, str, np.ndarray]]:
+    """(mode, column, one, other, differences over common seeds) of ``pairs``, default: ``of`` against all."""
+    for (finetune, column), group in frame.dropna(subset=[value]).groupby(["finetune", "column"], sort=False):
+        wide = group.pivot_table(index="seed", columns="variant", values=value)
+        for one, other in pairs if pairs is not None else [(of, rival) for rival in wide.columns if rival != of]:
+            if {one, other} <= set(wide.columns):
+                yield finetune, column, one, other, (wide[one] - wide[other]).dropna().to_numpy()
+
+
 def paired_differences(
     frame: pd.DataFrame, pairs: Sequence[tuple[str, str]], value: str = "accuracy", confidence: float = 0.95
 ) -> pd.DataFrame:
@@ -71,18 +82,48 @@ def paired_differences(
     ``frame`` as from ``tables.collect``. Fewer than two common seeds have no interval: ``not testable``.
     """
     rows, labels = [], dict(zip(frame.variant, frame.label, strict=True))
-    for (finetune, column), group in frame.dropna(subset=[value]).groupby(["finetune", "column"], sort=False):
-        wide = group.pivot_table(index="seed", columns="variant", values=value)
-        for one, other in [p for p in pairs if set(p) <= set(wide.columns)]:
-            difference = (wide[one] - wide[other]).dropna().to_numpy()
-            several = len(difference) >= 2
-            low, high = bootstrap_interval(difference, confidence) if several else (np.nan, np.nan)
-            rows.append(
-                {
-                    "mode": label_of(finetune), "column": column,
-                    "difference": f"{label_of(labels[one])} – {label_of(labels[other])}",
-                    "mean": round(difference.mean(), 2), "low": round(low, 2), "high": round(high, 2),
-                    "seeds": len(difference), "verdict": verdict(low, high) if several else "not testable",
-                }
-            )  # fmt: skip
+    for finetune, column, one, other, difference in _differences(frame, pairs, value):
+        several = len(difference) >= 2
+        low, high = bootstrap_interval(difference, confidence) if several else (np.nan, np.nan)
+        rows.append(
+            {
+                "mode": label_of(finetune), "column": column,
+                "difference": f"{label_of(labels[one])} – {label_of(labels[other])}",
+                "mean": round(difference.mean(), 2), "low": round(low, 2), "high": round(high, 2),
+                "seeds": len(difference), "verdict": verdict(low, high) if several else "not testable",
+            }
+        )  # fmt: skip
     return pd.DataFrame(rows, columns=["mode", "column", "difference", "mean", "low", "high", "seeds", "verdict"])
+
+
+def orderings(
+    frame: pd.DataFrame, reported: pd.DataFrame, claims: Sequence[tuple[str, str]] | None = None, of: str = "reefl",
+    value: str = "accuracy",
+) -> pd.DataFrame:  # fmt: skip
+    """Do pairs of variants stand to each other as the paper reports? Paired by seed; default: ``of`` against all.
+
+    ``holds``: the bootstrap interval of the mean difference lies on the reported side of zero; ``does not hold``: on
+    the other; ``undecided``: zero is inside; ``not testable``: fewer than two common seeds.
+    """
+    rows, labels = [], dict(zip(frame.variant, frame.label.map(label_of), strict=True))
+    paper = reported.set_index(["finetune", "column", "variant"])["mean"]
+    for finetune, column, one, other, difference in _differences(frame, claims, value, of):
+        if any((finetune, column, variant) not in paper.index for variant in (one, other)):
+            continue
+        claim = paper[finetune, column, one] - paper[finetune, column, other]
+        interval, found = "–", "not testable"
+        if len(difference) >= 2:
+            low, high = bootstrap_interval(difference)
+            interval, side = f"{low:.2f} to {high:.2f}", verdict(low, high)
+            as_reported = side == ("better" if claim > 0 else "worse")
+            found = side if side == "undecided" else "holds" if as_reported else "does not hold"
+        rows.append(
+            {
+                "mode": label_of(finetune), "column": column,
+                "claim": f"{labels[one]} {'>' if claim > 0 else '<'} {labels[other]}",
+                "reported": round(claim, 2), "obtained": round(difference.mean(), 2), "interval": interval,
+                "seeds": len(difference), "verdict": found,
+            }
+        )  # fmt: skip
+    columns = ["mode", "column", "claim", "reported", "obtained", "interval", "seeds", "verdict"]
+    return pd.DataFrame(rows, columns=columns)

@@ -157,40 +157,6 @@ def spread(mean: float, sd: float) -> str:
     return f"{mean:.2f}" if pd.isna(sd) else f"{mean:.2f} ± {sd:.2f}"
 
 
-def orderings(
-    frame: pd.DataFrame, reported: pd.DataFrame, claims: Sequence[tuple[str, str]] | None = None, of: str = "reefl",
-    value: str = "accuracy",
-) -> pd.DataFrame:  # fmt: skip
-    """Do pairs of variants stand to each other as the paper reports? Paired by seed; default: ``of`` against all.
-
-    ``holds``: the mean difference over seeds has the reported sign and exceeds its SD; ``does not hold``: it has the
-    other sign and exceeds its SD; ``undecided``: smaller than its SD; ``not testable``: fewer than two common seeds.
-    """
-    rows, labels = [], dict(zip(frame.variant, frame.label.map(label_of), strict=True))
-    for (finetune, column), group in frame.dropna(subset=[value]).groupby(["finetune", "column"], sort=False):
-        wide = group.pivot_table(index="seed", columns="variant", values=value)
-        paper = reported[(reported.finetune == finetune) & (reported.column == column)].set_index("variant")["mean"]
-        pairs = claims if claims is not None else [(of, rival) for rival in wide.columns if rival != of]
-        for one, other in [p for p in pairs if set(p) <= set(wide.columns) and set(p) <= set(paper.index)]:
-            difference, claim = (wide[one] - wide[other]).dropna(), paper[one] - paper[other]
-            verdict = "not testable"
-            if len(difference) >= 2:
-                clear = abs(difference.mean()) > difference.std()
-                verdict = "undecided" if not clear else "holds" if difference.mean() * claim > 0 else "does not hold"
-            rows.append(
-                {
-                    "mode": label_of(finetune),
-                    "column": column,
-                    "claim": f"{labels[one]} {'>' if claim > 0 else '<'} {labels[other]}",
-                    "reported": round(claim, 2),
-                    "obtained": spread(difference.mean(), difference.std()),
-                    "seeds": len(difference),
-                    "verdict": verdict,
-                }
-            )
-    return pd.DataFrame(rows, columns=["mode", "column", "claim", "reported", "obtained", "seeds", "verdict"])
-
-
 def save_table(frame: pd.DataFrame, path: Path) -> Path:
     """Write ``frame`` as CSV and as a Markdown table beside it."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -7,7 +7,7 @@ import torch
 
 from fedlib import build_federation
 from fedlib.adaptive import adaptive_curve, adaptive_inference, leave_early
-from fedlib.statistics import bootstrap_interval, correct, paired_differences, verdict
+from fedlib.statistics import bootstrap_interval, correct, orderings, paired_differences, verdict
 from fedlib.tables import best_runs, mean_sd
 from fedlib.teachers import count_teachers
 from fedlib.trained import all_logits, class_accuracies, client_accuracies, load_trained
@@ -57,6 +57,22 @@ def test_paired_differences_remove_what_seeds_share():
     ]  # fmt: skip
     assert table.verdict[2] == "not testable" and np.isnan(table.low[2])
     assert [verdict(*x) for x in ((0.1, 1), (-1, -0.1), (-1, 1))] == ["better", "worse", "undecided"]
+
+
+def test_orderings_follow_the_interval_and_the_reported_sign():
+    frame = frame_of(reefl=[50.0, 60.0, 70.0], depthfl=[49.0, 58.0, 69.0], scalefl=[51.0, 58.0, 70.0], fedavg=[1.0])
+    printed = {"reefl": 80.0, "depthfl": 81.0, "scalefl": 79.0, "fedavg": 10.0, "inclusivefl": 3.0}
+    reported = pd.DataFrame([{"finetune": "lora", "column": "a", "variant": v, "mean": m} for v, m in printed.items()])
+    table = orderings(frame, reported).set_index("claim")
+    # 1, 2, 1 although the paper prints -1; -1, 2, 0 holds zero; one seed has no interval; inclusivefl was not run
+    assert table.verdict.to_dict() == {
+        "ReeFL < DepthFL": "does not hold", "ReeFL > ScaleFL": "undecided", "ReeFL > FedAvg": "not testable",
+    }  # fmt: skip
+    assert table.loc["ReeFL < DepthFL", ["reported", "obtained", "interval", "seeds"]].tolist() == [
+        -1, 1.33, "1.00 to 2.00", 3,
+    ]  # fmt: skip
+    turned = orderings(frame, reported, [("depthfl", "reefl")])
+    assert turned[["claim", "obtained", "verdict"]].values.tolist() == [["DepthFL > ReeFL", -1.33, "does not hold"]]
 
 
 def test_best_runs_and_mean_sd():
