@@ -28,7 +28,7 @@ from fedlib.spread import experiment_mib, gpu_share  # noqa: E402
 from fedlib.storage import read_tensors  # noqa: E402
 
 SMALL = dict(pretrained=False, num_train=80, num_test=20, num_clients=5, clients_per_round=4, rounds=2, batch_size=16)
-TWO = Execution(workers=2)
+TWO = Execution(workers=2, executor="threads")
 
 
 @pytest.fixture(scope="module")
@@ -182,9 +182,8 @@ def test_a_node_killed_in_mid_round_changes_nothing(slow, on_two, cluster, tmp_p
     there = list(run_rounds(f, replace(on_two, cohort_size=1)))
     killer.join()
     pids = [pid for _, pid in notes(tmp_path, 2) if pid not in mine]
-    assert (
-        len(pids) == 5 and len(set(pids)) == 2
-    )  # four cohorts, one of them twice: by the lost worker and the survivor
+    # four cohorts, one of them twice: by the lost worker and the survivor
+    assert len(pids) == 5 and len(set(pids)) == 2
     assert_same_rounds(here, there)
 
 
