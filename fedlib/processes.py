@@ -46,12 +46,17 @@ class ForkedProcesses:
     def __init__(self, federation: Federation, execution: Execution):
         if not sys.platform.startswith("linux") or federation.device.type != "cpu":
             raise Unforkable("worker processes are forked, which needs Linux and device = 'cpu'")
+        if multiprocessing.current_process().daemon:
+            raise Unforkable("a daemonic process, such as a worker of a multiprocessing pool, may not fork workers")
         self.federation, self.size = federation, execution.side_by_side()
         self.cohort_size = execution.cohort_size or automatic_cohort_size(federation)
         self.workers: list[_Worker] = []
         try:
             for _ in range(self.size):
                 self._start_worker()
+        except OSError as error:
+            self.close()
+            raise Unforkable(f"no process could be forked: {error}") from error
         except BaseException:
             self.close()
             raise

@@ -171,6 +171,23 @@ def forbid_forks():
     assert not multiprocessing.active_children()
 
 
+def test_threads_take_over_where_no_process_may_be_forked(alone):
+    alone(may_not_fork)
+
+
+def may_not_fork():
+    f = build_federation(small("reefl"))
+    with pytest.MonkeyPatch.context() as m:
+        m.setitem(multiprocessing.current_process()._config, "daemon", True)
+        with pytest.raises(Unforkable, match="daemonic process"):
+            list(run_rounds(f, TWO))
+        assert len(list(run_rounds(f, Execution(workers=2)))) == 4
+    with pytest.MonkeyPatch.context() as m:
+        m.setattr(os, "fork", lambda: (_ for _ in ()).throw(BlockingIOError(11, "Resource temporarily unavailable")))
+        with pytest.raises(Unforkable, match="no process could be forked: .*temporarily unavailable"):
+            list(run_rounds(f, TWO))
+
+
 def test_gradients_of_this_process_do_not_forbid_forks(alone):
     alone(compute_a_gradient)
 
