@@ -49,7 +49,7 @@ class Execution:
     device: str = "cpu"
     workers: int | None = None  # train cohorts side by side; None: one a core or GPU; ray, all of the cluster
     cohort_size: int | None = None  # most clients a cohort; None: see ``automatic_cohort_size``
-    executor: Literal["auto", "processes", "threads", "ray"] = "auto"  # auto: forked processes, else threads; see below
+    executor: Literal["auto", "processes", "threads", "ray"] = "auto"  # auto: forked processes, else threads
     address: str | None = None  # ray: "auto", "host:port", "ray://host:port"; None: $RAY_ADDRESS, else a local Ray
     patience_seconds: float = 120.0  # ray: how long to go without any worker before giving up
 

@@ -27,7 +27,6 @@ from .aggregation import Client
 from .executors import Execution, Memories, Trained, automatic_cohort_size, plan_cohorts, train_cohort
 from .federation import Federation
 from .methods import Server
-from .models.exit_model import ExitModel
 
 TRIES = 4  # of one cohort before a lost worker is taken for a sign
 
@@ -137,7 +136,7 @@ class _Worker:
     def fileno(self) -> int:
         return self.connection.fileno()
 
-    def send(self, cohort: int, download: bytes, task: tuple) -> None:
+    def send(self, cohort: int, download: memoryview, task: tuple) -> None:
         """Let it train a cohort. A death in between shows when the answer is read."""
         self.cohort = cohort
         try:
@@ -195,20 +194,20 @@ def _serve(f: Federation, connection: Connection, parent: int) -> None:
             server = message
             continue
         try:
-            answer = _train(f, f.model, server, *message)
+            answer = _pack(_train(f, server, *message))
         except Exception as error:
-            answer = _portable(error)
+            answer = _pack(_portable(error))
         try:
-            connection.send_bytes(_pack(answer))
+            connection.send_bytes(answer)
         except OSError:
             return
 
 
 def _train(
-    f: Federation, model: ExitModel, server: Server, members: list[Client], t: int, memories: Memories, measure: bool
+    f: Federation, server: Server, members: list[Client], t: int, memories: Memories, measure: bool
 ) -> tuple[Trained, dict[str, float]]:
     with profiling.profile() if measure else nullcontext({}) as seconds:
-        trained = train_cohort(f, model, server, t, members, memories)
+        trained = train_cohort(f, f.model, server, t, members, memories)
     for mean in trained.sums.values():
         mean.infos = {}  # the parent has them
     return trained, dict(seconds)
@@ -254,7 +253,7 @@ def _tensor(data, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
     return torch.from_numpy(data).view(dtype).view(shape)
 
 
-def _pack(message) -> bytes:
+def _pack(message) -> memoryview:
     buffer = io.BytesIO()
     _Pickler(buffer, protocol=5).dump(message)
     return buffer.getbuffer()

@@ -5,6 +5,7 @@ Each check runs in a process of its own, which it may spoil.
 
 import multiprocessing
 import os
+import pickle
 import signal
 import time
 from concurrent.futures import ProcessPoolExecutor
@@ -150,6 +151,16 @@ def make_a_mistake():
     train_as(unsendable)
     with pytest.raises(RuntimeError, match="Unsendable: as planned"):
         list(run_rounds(f, TWO))
+
+
+def test_an_answer_that_cannot_be_sent_is_told_as_such(alone):
+    alone(remember_a_function)
+
+
+def remember_a_function():
+    train_as(lambda cohort: cohort.new_memories.setdefault(cohort.clients[0].id, {"f": lambda: 0}))
+    with pytest.raises((AttributeError, pickle.PicklingError), match="(?i)pickle"):
+        list(run_rounds(build_federation(small("reefl")), TWO))
 
 
 def test_threads_take_over_where_a_fork_cannot_train(alone):
