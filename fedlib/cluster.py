@@ -21,6 +21,7 @@ from .aggregation import Client
 from .executors import Execution, Memories, Trained, automatic_cohort_size, plan_cohorts, train_cohort
 from .federation import Federation, build_train_prefix
 from .methods import Server
+from .products import choose_products
 
 TRIES = 4  # of one cohort, one experiment, or starting a worker, before a lost worker is taken for a sign
 
@@ -103,6 +104,7 @@ class _Worker:
         if versions != _versions():
             raise RuntimeError(f"fedlib and torch are {_versions()} on a worker, {versions} where the run was started")
         torch.set_num_threads(1)
+        choose_products()
         _share_tensors(ray)
         model = copy.deepcopy(f.model).to(device)  # its own, unlike the tensors that it shares
         if device != "cpu":

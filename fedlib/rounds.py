@@ -13,6 +13,7 @@ from .experiment import Experiment
 from .federation import Federation
 from .methods import Server
 from .privacy import privatise
+from .products import choose_products
 from .profiling import phase
 
 
@@ -37,6 +38,7 @@ def is_due(e: Experiment, t: int) -> bool:
 
 def build_executor(federation: Federation, execution: Execution) -> Executor:
     """The executor that ``execution`` asks for; ``Unforkable`` if that is ``processes`` and they cannot be had."""
+    choose_products()  # before any worker is forked
     if execution.executor == "ray":
         from .cluster import RayExecutor
 

@@ -22,6 +22,7 @@ from .experiment import Experiment
 from .federation import Federation, build_federation
 from .methods import METHODS
 from .privacy import privacy_spent
+from .products import choose_products
 from .profiling import phase
 from .project import outputs_dir
 from .rounds import Round, is_due, run_rounds
@@ -229,6 +230,7 @@ def provenance(execution: Execution) -> dict:
         "python": platform.python_version(),
         "device": device,
         "cores": os.cpu_count(),
+        "products": choose_products(),
         "executor": execution.executor,
         "workers": execution.workers if on_cluster else execution.side_by_side(),  # None: all of a cluster
     }

@@ -1,0 +1,150 @@
+"""float32 matrix products through OpenBLAS, on CPUs whose widest vectors PyTorch's own library leaves unused.
+
+PyTorch multiplies with Intel's MKL, which uses AVX-512 on Intel's CPUs only; on AMD's (Zen 4 and later) OpenBLAS is
+about twice as fast in one thread. There ``mm``, ``addmm``, ``bmm`` and ``baddbmm`` of dense float32 tensors go to
+OpenBLAS, wherever they are called from, autograd included, as long as the calling thread has one intra-op thread, as
+all workers do. Everything else, and every other machine, keeps PyTorch's products. The numbers are the same up to
+float rounding.
+
+Read next: ``executors.py``, whose workers this is for; ``models/layers.py``, whose products these are.
+"""
+
+import ctypes
+import importlib.util
+import os
+import threading
+import warnings
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import torch
+
+VARIABLE = "FEDLIB_OPENBLAS"  # "0": keep PyTorch's own products
+MOST = 2**31 - 1  # OpenBLAS counts in 32 bits
+CPU_INFO = Path("/proc/cpuinfo")
+ROWS, PLAIN, TRANSPOSED = 101, 111, 112  # of the CBLAS interface
+
+_lock = threading.Lock()
+
+
+def choose_products() -> str:
+    """Let OpenBLAS multiply in this process if that is faster here. Returns who multiplies, for provenance."""
+    with _lock:
+        return _choose()
+
+
+@cache
+def _choose() -> str:
+    if os.environ.get(VARIABLE) == "0" or not _leaves_avx512_unused():
+        return "PyTorch"
+    library = _load()
+    if library is None:
+        return "PyTorch"
+    _override(library)
+    library.scipy_openblas_get_config.restype = ctypes.c_char_p
+    return " ".join(library.scipy_openblas_get_config().decode().split()[:2])
+
+
+def _leaves_avx512_unused() -> bool:
+    """Is this an AMD CPU with AVX-512, under a PyTorch that multiplies with MKL?"""
+    if not torch.backends.mkl.is_available() or torch.backends.cpu.get_cpu_capability() != "AVX512":
+        return False
+    return CPU_INFO.exists() and "AuthenticAMD" in CPU_INFO.read_text()
+
+
+def _load() -> ctypes.CDLL | None:
+    """OpenBLAS with its AVX-512 kernels, or None if it is not installed."""
+    package = importlib.util.find_spec("scipy_openblas32")  # not imported: that would load it, too early
+    if package is None:
+        return None
+    # Read while it loads: OpenBLAS takes the newest AMD CPUs for old ones; and it needs no threads of its own.
+    wanted = {"OPENBLAS_CORETYPE": "SkylakeX", "OPENBLAS_NUM_THREADS": "1"}
+    before = {name: os.environ.get(name) for name in wanted}
+    os.environ.update(wanted)
+    try:
+        (file,) = (Path(package.origin).parent / "lib").glob("libscipy_openblas*.so")
+        return ctypes.CDLL(str(file))
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.__setitem__(name, value)
+
+
+_registered: list[torch.library.Library] = []  # the overrides live as long as these
+
+
+def _override(library: ctypes.CDLL) -> None:
+    """Make OpenBLAS the CPU's kernel of the four products. What does not suit it goes on to PyTorch's own."""
+    multiply, aten = _multiplier(library), torch.ops.aten
+
+    def bmm(x, y):
+        if not (x.dim() == y.dim() == 3 and len(x) == len(y) and _suit(x, y)):
+            return aten.bmm.out(x, y, out=x.new_empty(0))
+        return multiply(x, y, x.new_empty(*x.shape[:2], y.shape[2]), 0.0)
+
+    def baddbmm(start, x, y, *, beta=1, alpha=1):
+        if not (beta == alpha == 1 and x.dim() == y.dim() == 3 and len(x) == len(y) and _suit(x, y, start)):
+            return aten.baddbmm.out(start, x, y, beta=beta, alpha=alpha, out=x.new_empty(0))
+        return multiply(x, y, x.new_empty(*x.shape[:2], y.shape[2]).copy_(start), 1.0)
+
+    def mm(x, y):
+        if not (x.dim() == y.dim() == 2 and _suit(x, y)):
+            return aten.mm.out(x, y, out=x.new_empty(0))
+        return multiply(x[None], y[None], x.new_empty(1, len(x), y.shape[1]), 0.0)[0]
+
+    def addmm(start, x, y, *, beta=1, alpha=1):
+        if not (beta == alpha == 1 and x.dim() == y.dim() == 2 and _suit(x, y, start)):
+            return aten.addmm.out(start, x, y, beta=beta, alpha=alpha, out=x.new_empty(0))
+        return multiply(x[None], y[None], x.new_empty(1, len(x), y.shape[1]).copy_(start), 1.0)[0]
+
+    overrides = torch.library.Library("aten", "IMPL")
+    with warnings.catch_warnings():  # PyTorch warns of what is meant here
+        warnings.simplefilter("ignore", UserWarning)
+        for kernel in (bmm, baddbmm, mm, addmm):
+            overrides.impl(kernel.__name__, kernel, "CPU", allow_override=True)
+    _registered.append(overrides)
+
+
+def _suit(x: torch.Tensor, y: torch.Tensor, start: torch.Tensor | None = None) -> bool:
+    """Are these matrices for OpenBLAS, and is this one of the threads it is for?"""
+    inner, columns = x.shape[-1], y.shape[-1]
+    sizes = (x.numel(), y.numel(), x.numel() // max(inner, 1) * columns)
+    return (
+        x.dtype is y.dtype is torch.float32
+        and (start is None or start.dtype is torch.float32)
+        and inner == y.shape[-2]
+        and 0 < min(sizes) <= max(sizes) <= MOST
+        and torch.get_num_threads() == 1
+    )
+
+
+def _multiplier(library: ctypes.CDLL) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]:
+    """``multiply(x, y, out, beta)``: out (K, M, N) becomes x (K, M, D) @ y (K, D, N) + beta * out."""
+    gemm = library.scipy_cblas_sgemm_batch_strided
+    integer, number, pointer = ctypes.c_int, ctypes.c_float, ctypes.c_void_p
+    matrix = (pointer, integer, integer)  # where, from row to row, from matrix to matrix
+    gemm.argtypes, gemm.restype = [*[integer] * 6, number, *matrix, *matrix, number, *matrix, integer], None
+
+    def multiply(x: torch.Tensor, y: torch.Tensor, out: torch.Tensor, beta: float) -> torch.Tensor:
+        (batch, rows, inner), columns = x.shape, y.shape[2]
+        x, x_order, x_row, x_next = _as_matrices(x)
+        y, y_order, y_row, y_next = _as_matrices(y)
+        gemm(
+            ROWS, x_order, y_order, rows, columns, inner, 1.0, x.data_ptr(), x_row, x_next, y.data_ptr(), y_row, y_next,
+            beta, out.data_ptr(), columns, rows * columns, batch,
+        )  # fmt: skip
+        return out
+
+    return multiply
+
+
+def _as_matrices(x: torch.Tensor) -> tuple[torch.Tensor, int, int, int]:
+    """``x`` (batch, rows, columns) with its order, and the elements from a row (or column) and a matrix to the next."""
+    _, rows, columns = x.shape
+    to_next, row, column = x.stride()
+    if max(to_next, row, column) <= MOST:
+        if column == 1 and row >= columns:
+            return x, PLAIN, row, to_next
+        if row == 1 and column >= rows:
+            return x, TRANSPOSED, column, to_next
+    return x.contiguous(), PLAIN, columns, rows * columns
