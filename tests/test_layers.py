@@ -9,7 +9,7 @@ import fedlib
 
 PACKAGE = Path(fedlib.__file__).parent
 LAYERS = [
-    {"experiment", "rng", "slices", "project", "storage", "profiling"},
+    {"experiment", "rng", "slices", "project", "storage", "profiling", "products"},
     {"models", "data", "aggregation", "distillation", "memories"},
     {"uploads"},
     {"methods"},

@@ -10,7 +10,7 @@ from fedlib.methods.scalefl import width_index
 from fedlib.models.adapters import apply_finetune_
 from fedlib.models.exit_model import ExitModel
 from fedlib.models.exits import Classifiers
-from fedlib.models.layers import LayerNorm, Linear
+from fedlib.models.layers import LayerNorm, Linear, attend
 from fedlib.models.ree import Ree
 from fedlib.models.vit import ViT, ViTConfig
 from fedlib.models.weights import WEIGHTS, backbone_config, build_backbone, load_timm
@@ -126,6 +126,22 @@ def test_stacked_layers_equal_a_loop_over_clients(stacked_bias):
     norm._parameters.update(weight=gamma, bias=beta)
     plain = torch.nn.functional.layer_norm(x, (6,), eps=1e-5)
     torch.testing.assert_close(norm(x), plain * gamma[:, None, None] + beta[:, None, None])
+
+
+@pytest.mark.parametrize(("queries", "tokens", "scale"), [(7, 7, None), (1, 7, None), (2, 5, 0.3), (40, 40, None)])
+def test_attention_written_out_equals_the_fused_kernel(queries, tokens, scale):
+    """One query or as many as tokens; 40 are more than twice the width of 8, so they go to the kernel itself."""
+    shapes = [(6, 3, queries, 8), (6, 3, tokens, 8), (6, 3, tokens, 8)]
+    ours, fused = (
+        [torch.randn(s, generator=generator(i)).requires_grad_() for i, s in enumerate(shapes)] for _ in "ab"
+    )
+    weights = torch.randn(shapes[0], generator=generator(9))
+    out, expected = attend(*ours, scale=scale), torch.nn.functional.scaled_dot_product_attention(*fused, scale=scale)
+    torch.testing.assert_close(out, expected)
+    for a, b in zip(
+        torch.autograd.grad(out, ours, weights), torch.autograd.grad(expected, fused, weights), strict=True
+    ):
+        torch.testing.assert_close(a, b)
 
 
 @pytest.mark.parametrize(

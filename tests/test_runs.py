@@ -26,7 +26,16 @@ def test_provenance_names_hardware_and_versions(tmp_path):
     e = short("reefl", rounds=1)
     path = run(e, ONE, tmp_path, progress=False).path
     stored = json.loads((path / "experiment.json").read_text())
-    assert set(stored["provenance"]) == {"fedlib", "torch", "python", "device", "cores", "executor", "products", "workers"}
+    assert set(stored["provenance"]) == {
+        "fedlib",
+        "torch",
+        "python",
+        "device",
+        "cores",
+        "executor",
+        "products",
+        "workers",
+    }
     assert Experiment.from_dict(stored["experiment"]) == e
 
 

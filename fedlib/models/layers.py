@@ -73,6 +73,22 @@ class LayerNorm(nn.LayerNorm):
         return torch.addcmul(per_client(bias, x), y, per_client(weight, x))
 
 
+def attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None, scale: float | None = None
+) -> torch.Tensor:
+    """``softmax(scale q k^T) v`` of (N, heads, tokens, width); ``scale`` is 1/sqrt(width) unless given.
+
+    To train short sequences on a CPU, batched products that keep the attention are quicker than PyTorch's fused kernel,
+    which computes it again in the backward: 1.1-1.8 times at 17 and 65 tokens (one thread, AMD EPYC).
+    """
+    n, heads, queries, width = q.shape
+    short = q.device.type == "cpu" and queries <= 2 * width and torch.is_grad_enabled()  # more would fill the memory
+    if mask is not None or not short:
+        return F.scaled_dot_product_attention(q, k, v, mask, scale=scale)
+    q, k, v = (x.reshape(n * heads, -1, width) for x in (q * (scale or width**-0.5), k, v))
+    return torch.bmm(torch.bmm(q, k.mT).softmax(-1), v).view(n, heads, -1, width)
+
+
 def init_normal_(module: nn.Module, generator: torch.Generator, std: float = 0.02) -> None:
     """ViT's initialisation, in place: every Linear weight N(0, std) with zero bias, every LayerNorm (1, 0)."""
     for m in module.modules():

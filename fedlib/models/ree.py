@@ -12,12 +12,11 @@ are the first E+1, which the paper leaves open.
 import math
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from ..slices import STEM
 from .exits import Classifier
-from .layers import LayerNorm, Linear, init_normal_, per_client
+from .layers import LayerNorm, Linear, attend, init_normal_, per_client
 from .vit import MLP
 
 
@@ -39,7 +38,7 @@ class BottleneckAttention(nn.Module):
         def split(h):  # -> (K*B, heads, rows, width/heads)
             return h.reshape(-1, h.shape[-2], self.heads, self.width // self.heads).transpose(1, 2)
 
-        out = F.scaled_dot_product_attention(split(q), split(k), split(v), scale=self.width**-0.5)
+        out = attend(split(q), split(k), split(v), scale=self.width**-0.5)
         return self.out(out.transpose(1, 2).reshape(*q.shape[:-1], self.width))
 
 

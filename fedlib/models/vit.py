@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .layers import LayerNorm, Linear, init_normal_, per_client
+from .layers import LayerNorm, Linear, attend, init_normal_, per_client
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Attention(nn.Module):
             return h.reshape(-1, h.shape[-2], self.heads, h.shape[-1] // self.heads).transpose(1, 2)
 
         q = self.q(x[..., :first, :])
-        out = F.scaled_dot_product_attention(split(q), split(self.k(x)), split(self.v(x)), self.mask(x))
+        out = attend(split(q), split(self.k(x)), split(self.v(x)), self.mask(x))
         return self.proj(out.transpose(1, 2).reshape(q.shape))
 
     def mask(self, x: torch.Tensor) -> torch.Tensor | None:
