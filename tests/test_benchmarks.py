@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 import torch
 
-from fedlib.benchmarks import engine_speed, gpu, harness, prepare, setup_rivals, systems
+from fedlib.benchmarks import engine_speed, gpu, harness, prepare, scale, setup_rivals, systems
 from fedlib.benchmarks.names import to_fedlib, to_plain
 from fedlib.benchmarks.ours import federation_of
 from fedlib.benchmarks.rivals.workload import Federation, ViT, Workload
@@ -90,7 +90,7 @@ def test_ratios_are_between_neighbouring_blocks():
 def test_memory_of_the_whole_process_tree_is_seen():
     code = "import subprocess, sys; x = b'1' * 50_000_000; subprocess.run([sys.executable, '-c', 'x = b\"1\" * 100_000_000; input()'])"
     parent = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE)
-    with harness._Sampler([parent]) as sampler:
+    with harness.MemorySampler([parent]) as sampler:
         deadline = time.time() + 20
         while sampler.peak < 150e6 and time.time() < deadline:
             time.sleep(0.05)
@@ -179,3 +179,13 @@ def test_both_executions_of_the_gpu_comparison_run():
     out = gpu.compare(e, "cpu", rounds=1, repeats=1)
     assert out["ratio"] == out["one at a time"] / out["together"] and out["TFLOP/s"] > 0
     assert "of float32 peak" not in out  # of a card only
+
+
+def test_memory_of_a_population_is_not_the_peak_of_the_process_that_measures_it():
+    """A new process takes over its parent's peak in ``ru_maxrss``; 3 GiB were held here for a moment."""
+    ballast = bytearray(3 * 2**30)
+    ballast[:: 2**12] = b"x" * (3 * 2**18)  # every page
+    del ballast
+    row = scale.measure_population(20, 2)
+    assert 100 < row["peak_mib"] < 2500
+    assert set(row) == {"num_clients", "build_seconds", "seconds", "peak_mib"}

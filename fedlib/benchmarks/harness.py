@@ -80,7 +80,7 @@ def peak_memory(systems: Sequence[System], workload: Path, rounds: int = 3) -> p
     """
     rows = []
     for system in systems:
-        with running([system], workload, prepare=False) as (r,), _Sampler(r.processes) as sampler:
+        with running([system], workload, prepare=False) as (r,), MemorySampler(r.processes) as sampler:
             r.prepare()
             r.rounds(rounds)
         rows.append((system.name, sampler.measure, sampler.peak / 2**20, sampler.processes, sampler.samples))
@@ -88,7 +88,7 @@ def peak_memory(systems: Sequence[System], workload: Path, rounds: int = 3) -> p
     return pd.DataFrame(rows, columns=columns).set_index("system")
 
 
-class _Sampler(threading.Thread):
+class MemorySampler(threading.Thread):
     """Samples the tree below ``roots`` until the block is left; a process that left the tree is still followed."""
 
     def __init__(self, roots: Sequence[subprocess.Popen]):

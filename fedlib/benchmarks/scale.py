@@ -4,25 +4,35 @@ DepthFL with FedDyn: clients have memories; only those that were ever sampled ar
 """
 
 import json
-import resource
 import statistics
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 
 CLIENTS_A_ROUND = 10
 
 
 def measure_population(num_clients: int, rounds: int) -> dict:
-    """``{"num_clients", "build_seconds", "seconds", "peak_mib"}``, measured in a process of its own.
+    """``{"num_clients", "build_seconds", "seconds", "peak_mib"}``, measured in processes of their own.
 
-    ``seconds`` is the median of the rounds after the first; ``peak_mib`` the process's peak resident memory.
+    ``seconds`` is the median of the rounds after the first; ``peak_mib`` the peak of all processes of another run, as
+    ``harness.MemorySampler`` sees it.
     """
+    return _run(num_clients, rounds, sampled=True) | _run(num_clients, rounds, sampled=False)  # the latter's seconds
+
+
+def _run(num_clients: int, rounds: int, sampled: bool) -> dict:
+    """What ``main`` prints in a process of its own, and its peak memory if that is sampled (which slows it)."""
+    from .harness import MemorySampler
+
     command = [sys.executable, "-m", __name__, str(num_clients), str(rounds)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"scale: {num_clients} clients failed:\n{done.stderr[-3000:]}")
-    return json.loads(done.stdout.splitlines()[-1])
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    with MemorySampler([process]) if sampled else nullcontext() as sampler:
+        answer, errors = process.communicate()
+    if process.returncode:
+        raise RuntimeError(f"scale: {num_clients} clients failed:\n{errors[-3000:]}")
+    return json.loads(answer.splitlines()[-1]) | ({"peak_mib": sampler.peak / 2**20} if sampled else {})
 
 
 def main(num_clients: int, rounds: int) -> None:
@@ -41,13 +51,7 @@ def main(num_clients: int, rounds: int) -> None:
     loop = run_rounds(federation)
     seconds = [next(loop).seconds for _ in range(rounds)]  # the last round, which is evaluated, is left out
     loop.close()
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
-    out = {
-        "num_clients": num_clients,
-        "build_seconds": built,
-        "seconds": statistics.median(seconds[1:]),
-        "peak_mib": peak,
-    }
+    out = {"num_clients": num_clients, "build_seconds": built, "seconds": statistics.median(seconds[1:])}
     print(json.dumps(out))
 
 
