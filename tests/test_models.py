@@ -125,7 +125,9 @@ def test_stacked_layers_equal_a_loop_over_clients(stacked_bias):
     gamma, beta = torch.randn(4, 6, generator=g), torch.randn(4, 6, generator=g)
     norm._parameters.update(weight=gamma, bias=beta)
     plain = torch.nn.functional.layer_norm(x, (6,), eps=1e-5)
-    torch.testing.assert_close(norm(x), plain * gamma[:, None, None] + beta[:, None, None])
+    expected = plain * gamma[:, None, None] + beta[:, None, None]
+    torch.testing.assert_close(norm(x), expected)
+    torch.testing.assert_close(norm(x[:1]), expected[:1])
 
 
 @pytest.mark.parametrize(("queries", "tokens", "scale"), [(7, 7, None), (1, 7, None), (2, 5, 0.3), (40, 40, None)])

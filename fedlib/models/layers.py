@@ -42,8 +42,8 @@ class Linear(nn.Linear):
             weight = _alive(weight, x)
             bias = _alive(bias, x) if bias is not None and bias.dim() == 2 else bias
             if len(weight) == 1:  # a cohort of one is ordinary sequential training
-                weight = weight[0]
-                bias = bias[0] if bias is not None and bias.dim() == 2 else bias
+                weight = weight.squeeze(0)  # unlike weight[0], its gradient is not written into zeros first
+                bias = bias.squeeze(0) if bias is not None and bias.dim() == 2 else bias
         if weight.dim() == 2:
             if bias is None or bias.dim() == 1:
                 return F.linear(x, weight, bias)
@@ -66,7 +66,7 @@ class LayerNorm(nn.LayerNorm):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weight, bias = self.weight, self.bias
         if weight.dim() == 2 and len(x) == 1:
-            weight, bias = weight[0], bias[0]
+            weight, bias = _alive(weight, x).squeeze(0), _alive(bias, x).squeeze(0)
         if weight.dim() == 1:
             return F.layer_norm(x, x.shape[-1:], weight, bias, self.eps)
         y = F.layer_norm(x, x.shape[-1:], eps=self.eps)
