@@ -54,7 +54,7 @@ def _leaves_avx512_unused() -> bool:
 
 
 def _load() -> ctypes.CDLL | None:
-    """OpenBLAS with its AVX-512 kernels, or None if it is not installed."""
+    """OpenBLAS with its AVX-512 kernels, or None if it is not installed or cannot be loaded."""
     package = importlib.util.find_spec("scipy_openblas32")  # not imported: that would load it, too early
     if package is None:
         return None
@@ -63,11 +63,14 @@ def _load() -> ctypes.CDLL | None:
     before = {name: os.environ.get(name) for name in wanted}
     os.environ.update(wanted)
     try:
-        (file,) = (Path(package.origin).parent / "lib").glob("libscipy_openblas*.so")
-        return ctypes.CDLL(str(file))
+        return ctypes.CDLL(str(Path(package.origin).parent / "lib" / "libscipy_openblas.so"))
+    except OSError:
+        return None
     finally:
         for name, value in before.items():
-            os.environ.pop(name) if value is None else os.environ.__setitem__(name, value)
+            del os.environ[name]
+            if value is not None:
+                os.environ[name] = value
 
 
 _registered: list[torch.library.Library] = []  # the overrides live as long as these

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -181,8 +182,14 @@ def test_only_where_mkl_leaves_avx512_unused(monkeypatch, tmp_path, vendor, capa
     assert products._leaves_avx512_unused() is expected
 
 
-def test_without_the_package_pytorch_multiplies(monkeypatch):
+def test_without_the_package_or_its_library_pytorch_multiplies(monkeypatch, tmp_path):
     monkeypatch.setattr(products.importlib.util, "find_spec", lambda name: None)
+    assert products._load() is None
+    elsewhere = SimpleNamespace(origin=str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(products.importlib.util, "find_spec", lambda name: elsewhere)
+    assert products._load() is None
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "libscipy_openblas.so").write_bytes(b"not a library")
     assert products._load() is None
 
 
