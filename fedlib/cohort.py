@@ -152,6 +152,7 @@ class Cohort:
             with phase("step"), torch.no_grad():
                 total += loss.detach()
                 self._step_(grads, velocity, rate, extra_gradient, plan.active[step])
+            del x, logits, loss, grads  # kept any longer, they keep the next step out of the memory this one has freed
         for p in leaves:
             p.requires_grad_(False)
         steps = torch.as_tensor(plan.active.sum(0), device=device)

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import weakref
 
 import numpy as np
 import pytest
@@ -196,6 +197,21 @@ def test_frozen_parameters_have_no_gradients_state_or_copies(tiny):
     for _ in run_rounds(f, Execution(workers=1)):
         pass
     assert all(torch.equal(p, before[n]) for n, p in f.frozen.items())
+
+
+def test_a_step_leaves_nothing_behind_for_the_next(tiny, monkeypatch):
+    """Old gradients between the freed activations would split the memory that the next forward could take again."""
+    grad, kept = torch.autograd.grad, []
+
+    def watched(loss, leaves, **options):
+        assert not [r for r in kept if r() is not None]
+        out = grad(loss, leaves, **options)
+        kept[:] = [weakref.ref(g) for g in out]
+        return out
+
+    monkeypatch.setattr(torch.autograd, "grad", watched)
+    train(tiny.replace(method="reefl", momentum=0.9, local_epochs=2, rounds=1), workers=1)
+    assert kept
 
 
 def test_population_size_does_not_change_a_round(tiny):
