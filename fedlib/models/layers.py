@@ -85,7 +85,8 @@ def attend(
     short = q.device.type == "cpu" and queries <= 2 * width and torch.is_grad_enabled()  # more would fill the memory
     if mask is not None or not short:
         return F.scaled_dot_product_attention(q, k, v, mask, scale=scale)
-    q, k, v = (x.reshape(n * heads, -1, width) for x in (q * (scale or width**-0.5), k, v))
+    scale = width**-0.5 if scale is None else scale
+    q, k, v = (x.reshape(n * heads, -1, width) for x in (q * scale, k, v))
     return torch.bmm(torch.bmm(q, k.mT).softmax(-1), v).view(n, heads, -1, width)
 
 
