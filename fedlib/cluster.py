@@ -104,7 +104,8 @@ class _Worker:
         if versions != _versions():
             raise RuntimeError(f"fedlib and torch are {_versions()} on a worker, {versions} where the run was started")
         torch.set_num_threads(1)
-        choose_products()
+        if device == "cpu":
+            choose_products()
         _share_tensors(ray)
         model = copy.deepcopy(f.model).to(device)  # its own, unlike the tensors that it shares
         if device != "cpu":

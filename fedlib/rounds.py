@@ -38,7 +38,8 @@ def is_due(e: Experiment, t: int) -> bool:
 
 def build_executor(federation: Federation, execution: Execution) -> Executor:
     """The executor that ``execution`` asks for; ``Unforkable`` if that is ``processes`` and they cannot be had."""
-    choose_products()  # before any worker is forked
+    if execution.device == "cpu":
+        choose_products()  # before any worker is forked
     if execution.executor == "ray":
         from .cluster import RayExecutor
 

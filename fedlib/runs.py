@@ -230,10 +230,16 @@ def provenance(execution: Execution) -> dict:
         "python": platform.python_version(),
         "device": device,
         "cores": os.cpu_count(),
-        "products": choose_products(),
+        "products": choose_products() if _one_thread_each(execution) else "PyTorch",
         "executor": execution.executor,
         "workers": execution.workers if on_cluster else execution.side_by_side(),  # None: all of a cluster
     }
+
+
+def _one_thread_each(execution: Execution) -> bool:
+    """Do cohorts train on CPU threads that multiply alone? Not a single worker in a process of several threads."""
+    apart = execution.executor in ("processes", "ray") or execution.side_by_side() > 1
+    return execution.device == "cpu" and (apart or torch.get_num_threads() == 1)
 
 
 def _cpu_name() -> str:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from stored import ONE, assert_same, short, state
 
-from fedlib import Experiment, run, run_all
+from fedlib import Execution, Experiment, run, run_all
 from fedlib import runs as runs_module
 from fedlib.runs import find_run, run_path
 from fedlib.storage import read_json, read_tensors, write_json, write_tensors
@@ -22,20 +22,23 @@ def test_a_stored_run_is_returned_without_any_work(tmp_path, monkeypatch):
     assert [r.path for r in run_all([e, e], ONE, tmp_path)] == [first.path] * 2
 
 
+def test_provenance_says_who_multiplied(monkeypatch):
+    """OpenBLAS only where every worker has one thread: not in the one worker of a process with two, nor on a GPU."""
+    monkeypatch.setattr(runs_module, "choose_products", lambda: "OpenBLAS")
+    for threads, execution, products in [
+        (1, Execution(workers=1), "OpenBLAS"), (2, Execution(workers=1), "PyTorch"), (2, Execution(workers=2), "OpenBLAS"),
+        (2, Execution(workers=1, executor="processes"), "OpenBLAS"), (1, Execution("cuda", executor="ray"), "PyTorch"),
+    ]:  # fmt: skip
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        assert runs_module.provenance(execution)["products"] == products
+
+
 def test_provenance_names_hardware_and_versions(tmp_path):
     e = short("reefl", rounds=1)
     path = run(e, ONE, tmp_path, progress=False).path
     stored = json.loads((path / "experiment.json").read_text())
-    assert set(stored["provenance"]) == {
-        "fedlib",
-        "torch",
-        "python",
-        "device",
-        "cores",
-        "executor",
-        "products",
-        "workers",
-    }
+    facts = {"fedlib", "torch", "python", "device", "cores", "executor", "products", "workers"}
+    assert set(stored["provenance"]) == facts
     assert Experiment.from_dict(stored["experiment"]) == e
 
 
