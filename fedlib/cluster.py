@@ -18,7 +18,15 @@ import numpy as np
 import torch
 
 from .aggregation import Client
-from .executors import Execution, Memories, Trained, automatic_cohort_size, plan_cohorts, train_cohort
+from .executors import (
+    Execution,
+    Memories,
+    Trained,
+    automatic_cohort_size,
+    become_worker,
+    plan_cohorts,
+    train_cohort,
+)
 from .federation import Federation, build_train_prefix
 from .methods import Server
 from .products import choose_products
@@ -103,7 +111,7 @@ class _Worker:
 
         if versions != _versions():
             raise RuntimeError(f"fedlib and torch are {_versions()} on a worker, {versions} where the run was started")
-        torch.set_num_threads(1)
+        become_worker()
         if device == "cpu":
             choose_products()
         _share_tensors(ray)

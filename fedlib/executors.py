@@ -5,7 +5,9 @@ executor calls ``train_cohort`` and gives the same numbers up to float rounding.
 """
 
 import copy
+import ctypes
 import math
+import platform
 import re
 import threading
 from collections.abc import Iterator, Mapping
@@ -24,6 +26,8 @@ from .models.exit_model import ExitModel
 from .prefix import free_memory
 from .profiling import phase
 from .slices import Slice
+
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 
 Memories = Mapping[int, dict[str, torch.Tensor]]  # client memories by client id
 
@@ -89,6 +93,18 @@ class Executor(Protocol):
     def train(self, server: Server, clients: list[Client], t: int, memories: Memories) -> Iterator[Trained]: ...
 
     def close(self) -> None: ...
+
+
+def become_worker() -> None:
+    """Set this process up to train cohorts: one intra-op thread, and what a step frees is kept for the next one.
+
+    glibc gives large freed blocks back to the kernel at once, and zeroed pages are slow to come by.
+    """
+    torch.set_num_threads(1)
+    if platform.libc_ver()[0] == "glibc":
+        libc = ctypes.CDLL(None)
+        libc.mallopt(M_MMAP_THRESHOLD, 2**25)
+        libc.mallopt(M_TRIM_THRESHOLD, 2**30)
 
 
 def train_cohort(

@@ -24,7 +24,15 @@ import torch
 
 from . import profiling
 from .aggregation import Client
-from .executors import Execution, Memories, Trained, automatic_cohort_size, plan_cohorts, train_cohort
+from .executors import (
+    Execution,
+    Memories,
+    Trained,
+    automatic_cohort_size,
+    become_worker,
+    plan_cohorts,
+    train_cohort,
+)
 from .federation import Federation
 from .methods import Server
 
@@ -174,7 +182,7 @@ def _serve(f: Federation, connection: Connection, parent: int) -> None:
     sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # a notebook's own go through sockets of the parent
     _close_inherited_files(connection.fileno())
     profiling.forget()
-    torch.set_num_threads(1)
+    become_worker()
     try:
         x = torch.ones(1, requires_grad=True)
         torch.autograd.grad(x * x, x)

@@ -17,7 +17,7 @@ import torch
 
 from .checkpoints import Checkpoints
 from .checks import check_experiment
-from .executors import Execution
+from .executors import Execution, become_worker
 from .experiment import Experiment
 from .federation import Federation, build_federation
 from .methods import METHODS
@@ -171,7 +171,7 @@ def _run_there(e: Experiment, execution: Execution, probe: Path, methods: dict, 
             f"node {platform.node()} does not see {probe.parent}: let FEDLIB_OUTPUTS be a folder that all nodes share, "
             "or run one experiment after the other, run(e, Execution(executor='ray')), where only the driver writes"
         )
-    torch.set_num_threads(1)
+    become_worker()
     METHODS.update(methods)
     alone = replace(execution, executor="threads", address=None, workers=1)
     return run(e, alone, probe.parent, False, seconds, wait) is not None

@@ -1,5 +1,10 @@
 """Data sets, partitions and batched transforms."""
 
+import os
+import subprocess
+import sys
+import textwrap
+
 import numpy as np
 import pytest
 import torch
@@ -192,6 +197,44 @@ def test_flwr_partitions_use_every_example_once(kind):
     other = partition_examples(kind, labels, 10, seed=4, dirichlet_alpha=0.5, classes_per_client=2)
     assert all(np.array_equal(a, b) for a, b in zip(parts, again, strict=True))
     assert not all(np.array_equal(a, b) for a, b in zip(parts, other, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["iid", "class_dirichlet", "pathological"])
+def test_a_partition_is_divided_once_and_kept(kind, tmp_path, monkeypatch):
+    monkeypatch.setenv("FEDLIB_CACHE", str(tmp_path / "kept"))
+    labels = np.repeat(np.arange(4), 25)
+    made = partition_examples(kind, labels, 5, 3, 0.5, 2)
+    monkeypatch.setenv("FEDLIB_CACHE", str(tmp_path / "elsewhere"))
+    assert [p.tolist() for p in partition_examples(kind, labels, 5, 3, 0.5, 2)] == [p.tolist() for p in made]
+    monkeypatch.setenv("FEDLIB_CACHE", str(tmp_path / "kept"))
+    monkeypatch.setattr("fedlib.data.partition._divide", lambda *_: pytest.fail("divided again"))
+    assert [p.tolist() for p in partition_examples(kind, labels, 5, 3, 0.5, 2)] == [p.tolist() for p in made]
+    for other in [(labels[::-1], 5, 3, 0.5, 2), (labels, 4, 3, 0.5, 2), (labels, 5, 4, 0.5, 2), (labels, 5, 3, 1, 2)]:
+        with pytest.raises(pytest.fail.Exception, match="divided again"):
+            partition_examples(kind, *other)
+
+
+def test_a_federation_of_kept_data_loads_nothing_that_decodes_or_divides(tmp_path):
+    code = """
+        import sys
+        from fedlib import Experiment, build_federation
+        build_federation(Experiment(pretrained=False, partition="iid", finetune="full"))
+        print(sorted({"datasets", "flwr_datasets", "matplotlib", "mlxtend", "pandas", "scipy"} & set(sys.modules)))
+    """
+    for loaded in (True, False):
+        environment = os.environ | {"FEDLIB_CACHE": str(tmp_path)}
+        done = subprocess.run(
+            [sys.executable, "-c", textwrap.dedent(code)], env=environment, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        assert ("datasets" in done.stdout) == loaded and (done.stdout.strip() == "[]") != loaded
+
+
+def test_data_that_cannot_be_kept_are_read_with_a_warning(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("FEDLIB_CACHE", str(tmp_path / "file"))
+    with pytest.warns(UserWarning, match="file/.* could not be kept .*: set FEDLIB_CACHE"):
+        assert len(load_dataset("mnist").train_images) == 4000
 
 
 def test_natural_partition_keeps_owners_together():

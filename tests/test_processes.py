@@ -6,6 +6,8 @@ Each check runs in a process of its own, which it may spoil.
 import multiprocessing
 import os
 import pickle
+import platform
+import resource
 import signal
 import time
 from concurrent.futures import ProcessPoolExecutor
@@ -16,6 +18,7 @@ import torch
 from stored import assert_same, assert_same_rounds, small, state
 
 from fedlib import Execution, build_federation, run, run_rounds
+from fedlib.executors import become_worker
 from fedlib.methods.reefl import ReeFL
 from fedlib.processes import Unforkable
 from fedlib.profiling import profile
@@ -122,6 +125,24 @@ def always_die():
     with pytest.raises(RuntimeError, match=r"cohort of clients \[.*\] lost its worker process 4 times in round 1 .*-9"):
         list(run_rounds(f, TWO))
     assert not multiprocessing.active_children()
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="about glibc's malloc")
+def test_a_worker_keeps_what_it_frees(alone):
+    before, after = alone(page_faults_of_taking_memory_again)
+    assert before > 10_000 and after < 100  # 64 MiB are 16,384 pages
+
+
+def page_faults_of_taking_memory_again():
+    def take():
+        began = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        blocks = [torch.ones(2**21) for _ in range(8)]
+        del blocks
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - began
+
+    before = [take(), take()][1]
+    become_worker()
+    return before, [take(), take()][1]
 
 
 def test_a_mistake_arrives_as_itself_and_ends_all_workers(alone):

@@ -1,4 +1,7 @@
-"""Decoded data sets, kept once per machine in ``$FEDLIB_CACHE`` (default ~/.cache/fedlib)."""
+"""Decoded data sets and drawn partitions, kept once per machine in ``$FEDLIB_CACHE`` (default ~/.cache/fedlib).
+
+What decodes and divides them is only loaded where something is missing: that saves start-up and memory.
+"""
 
 import hashlib
 import json
@@ -11,22 +14,25 @@ import torch
 
 from ..storage import DamagedFile, read_tensors, write_tensors
 
-Decoded = tuple[dict[str, torch.Tensor], list[str]]  # tensors by field of ImageData, class names
+Decoded = tuple[dict[str, torch.Tensor], list[str]]  # tensors by name, class names
 
 
 def cache_dir() -> Path:
-    """Folder for decoded data sets; ``FEDLIB_CACHE`` overrides the default."""
+    """Folder of what is kept; ``FEDLIB_CACHE`` overrides the default."""
     return Path(os.environ.get("FEDLIB_CACHE", Path.home() / ".cache" / "fedlib"))
 
 
 def cache_file(key: dict) -> Path:
-    """The file of the set that ``key`` describes completely."""
+    """The file of what ``key`` describes completely."""
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
     return cache_dir() / f"{digest}.safetensors"
 
 
 def cached(key: dict, read: Callable[[], Decoded]) -> Decoded:
-    """Return ``read()``'s (tensors, class names), from the cache if the same key was decoded before."""
+    """Return ``read()``'s (tensors, class names), from the cache if the same key was read before.
+
+    What cannot be kept (a read-only or full disk) is read again the next time, with a warning.
+    """
     file = cache_file(key)
     if file.exists():
         try:
@@ -35,5 +41,8 @@ def cached(key: dict, read: Callable[[], Decoded]) -> Decoded:
         except DamagedFile as error:
             warnings.warn(f"{file} is damaged ({error.reason}): decoding the data again", stacklevel=2)
     tensors, classes = read()
-    write_tensors(file, tensors, {"classes": classes})
+    try:
+        write_tensors(file, tensors, {"classes": classes})
+    except OSError as error:
+        warnings.warn(f"{file} could not be kept ({error.strerror}): set FEDLIB_CACHE", stacklevel=2)
     return tensors, classes

