@@ -19,6 +19,7 @@ from functools import cache
 from pathlib import Path
 
 import torch
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 VARIABLE = "FEDLIB_OPENBLAS"  # "0": keep PyTorch's own products
 MOST = 2**31 - 1  # OpenBLAS counts in 32 bits
@@ -74,11 +75,25 @@ def _load() -> ctypes.CDLL | None:
 
 
 _registered: list[torch.library.Library] = []  # the overrides live as long as these
+_by_head: list[Callable] = []  # what multiplies the heads of an attention, once OpenBLAS was chosen
+
+
+def heads_multiplier() -> Callable[..., torch.Tensor] | None:
+    """``multiply(x, y, out, scale=1)``: out[n, h] becomes scale * x[n, h] @ y[n, h], for all n and h.
+
+    x (N, heads, M, D), y (N, heads, D, L), out (N, heads, M, L), float32 and not empty, may lie in memory in any order
+    that keeps the entries of a row (of x and y: or of a column) side by side; nothing is copied. None where PyTorch
+    multiplies, or where something listens to its operations (a counter of FLOPs).
+    """
+    listening = is_in_torch_dispatch_mode()
+    return _by_head[0] if _by_head and not listening and torch.get_num_threads() == 1 else None
 
 
 def _override(library: ctypes.CDLL) -> None:
     """Make OpenBLAS the CPU's kernel of the four products. What does not suit it goes on to PyTorch's own."""
-    multiply, aten = _multiplier(library), torch.ops.aten
+    multiply, by_head = _multipliers(library)
+    aten = torch.ops.aten
+    _by_head[:] = [by_head]
 
     def bmm(x, y):
         if not (x.dim() == y.dim() == 3 and len(x) == len(y) and _suit(x, y)):
@@ -121,8 +136,8 @@ def _suit(x: torch.Tensor, y: torch.Tensor, start: torch.Tensor | None = None) -
     )
 
 
-def _multiplier(library: ctypes.CDLL) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]:
-    """``multiply(x, y, out, beta)``: out (K, M, N) becomes x (K, M, D) @ y (K, D, N) + beta * out."""
+def _multipliers(library: ctypes.CDLL) -> tuple[Callable, Callable]:
+    """``multiply(x, y, out, beta)``: out (K, M, N) becomes x (K, M, D) @ y (K, D, N) + beta * out; and one by heads."""
     gemm = library.scipy_cblas_sgemm_batch_strided
     integer, number, pointer = ctypes.c_int, ctypes.c_float, ctypes.c_void_p
     matrix = (pointer, integer, integer)  # where, from row to row, from matrix to matrix
@@ -138,7 +153,28 @@ def _multiplier(library: ctypes.CDLL) -> Callable[[torch.Tensor, torch.Tensor, t
         )  # fmt: skip
         return out
 
-    return multiply
+    def multiply_heads(x: torch.Tensor, y: torch.Tensor, out: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        (n, heads, rows, inner), columns = x.shape, y.shape[3]
+        (x_order, x_row, x_next, x_head), (y_order, y_row, y_next, y_head) = _layout(x), _layout(y)
+        _, out_row, out_next, out_head = _layout(out)
+        x_at, y_at, out_at = x.data_ptr(), y.data_ptr(), out.data_ptr()
+        for _ in range(heads):
+            gemm(
+                ROWS, x_order, y_order, rows, columns, inner, scale, x_at, x_row, x_next, y_at, y_row, y_next,
+                0.0, out_at, out_row, out_next, n,
+            )  # fmt: skip
+            x_at, y_at, out_at = x_at + x_head, y_at + y_head, out_at + out_head
+        return out
+
+    return multiply, multiply_heads
+
+
+def _layout(x: torch.Tensor) -> tuple[int, int, int, int]:
+    """Of (N, heads, rows, columns): the order, elements from row (or column) to row and n to n, bytes between heads."""
+    (_, _, rows, columns), (to_next, to_head, row, column) = x.shape, x.stride()
+    if column == 1:
+        return PLAIN, max(row, columns), to_next, 4 * to_head  # of a single row the distance says nothing
+    return TRANSPOSED, max(column, rows), to_next, 4 * to_head
 
 
 def _as_matrices(x: torch.Tensor) -> tuple[torch.Tensor, int, int, int]:

@@ -10,7 +10,6 @@ from fedlib.methods.scalefl import width_index
 from fedlib.models.adapters import apply_finetune_
 from fedlib.models.exit_model import ExitModel
 from fedlib.models.exits import Classifiers
-from fedlib.models.layers import LayerNorm, Linear, attend
 from fedlib.models.ree import Ree
 from fedlib.models.vit import ViT, ViTConfig
 from fedlib.models.weights import WEIGHTS, backbone_config, build_backbone, load_timm
@@ -110,40 +109,6 @@ def test_raw_and_modulated_history_differ():
         with torch.no_grad():
             outs.append(model(images))
     assert (outs[0] - outs[1]).abs().max() > 1e-2
-
-
-@pytest.mark.parametrize("stacked_bias", [True, False])
-def test_stacked_layers_equal_a_loop_over_clients(stacked_bias):
-    layer, norm = Linear(6, 3), LayerNorm(6)
-    x, g = torch.randn(4, 2, 5, 6, generator=generator()), generator(1)
-    weight, bias = torch.randn(4, 3, 6, generator=g), torch.randn(4 if stacked_bias else 1, 3, generator=g)
-    layer._parameters.update(weight=weight, bias=bias if stacked_bias else bias[0])
-    expected = torch.stack([x[i] @ weight[i].T + bias[i if stacked_bias else 0] for i in range(4)])
-    torch.testing.assert_close(layer(x), expected)
-    torch.testing.assert_close(layer(x[:2]), expected[:2])  # fewer clients alive than stacked
-    torch.testing.assert_close(layer(x[:1]), expected[:1])
-    gamma, beta = torch.randn(4, 6, generator=g), torch.randn(4, 6, generator=g)
-    norm._parameters.update(weight=gamma, bias=beta)
-    plain = torch.nn.functional.layer_norm(x, (6,), eps=1e-5)
-    expected = plain * gamma[:, None, None] + beta[:, None, None]
-    torch.testing.assert_close(norm(x), expected)
-    torch.testing.assert_close(norm(x[:1]), expected[:1])
-
-
-@pytest.mark.parametrize(("queries", "tokens", "scale"), [(7, 7, None), (1, 7, None), (2, 5, 0.3), (40, 40, None)])
-def test_attention_written_out_equals_the_fused_kernel(queries, tokens, scale):
-    """One query or as many as tokens; 40 are more than twice the width of 8, so they go to the kernel itself."""
-    shapes = [(6, 3, queries, 8), (6, 3, tokens, 8), (6, 3, tokens, 8)]
-    ours, fused = (
-        [torch.randn(s, generator=generator(i)).requires_grad_() for i, s in enumerate(shapes)] for _ in "ab"
-    )
-    weights = torch.randn(shapes[0], generator=generator(9))
-    out, expected = attend(*ours, scale=scale), torch.nn.functional.scaled_dot_product_attention(*fused, scale=scale)
-    torch.testing.assert_close(out, expected)
-    for a, b in zip(
-        torch.autograd.grad(out, ours, weights), torch.autograd.grad(expected, fused, weights), strict=True
-    ):
-        torch.testing.assert_close(a, b)
 
 
 @pytest.mark.parametrize(

@@ -68,11 +68,13 @@ def test_a_product_worked_out_by_hand(openblas):
 
 
 def test_nothing_of_the_memory_it_writes_to_is_kept(openblas):
-    multiply = products._multiplier(products._load())
+    multiply, by_head = products._multipliers(products._load())
     for m, d, n in ((2, 3, 2), (64, 64, 256)):  # small matrices have kernels of their own
         x, y = normal(2, m, d), normal(2, d, n)
         out = multiply(x, y, torch.full((2, m, n), torch.nan), 0.0)
         torch.testing.assert_close(out, (x.double() @ y.double()).float(), rtol=1e-4, atol=1e-4)
+        x, y, out = x.view(1, 2, m, d), y.view(1, 2, d, n), out.fill_(torch.nan).view(1, 2, m, n)
+        torch.testing.assert_close(by_head(x, y, out, 0.5), x @ y / 2, rtol=1e-4, atol=1e-4)
 
 
 def test_nan_and_infinity_come_through(openblas):

@@ -35,11 +35,7 @@ class BottleneckAttention(nn.Module):
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """q (K, B, 2, width), k and v (K, B, n, width) -> (K, B, 2, d); no mask."""
 
-        def split(h):  # -> (K*B, heads, rows, width/heads)
-            return h.reshape(-1, h.shape[-2], self.heads, self.width // self.heads).transpose(1, 2)
-
-        out = attend(split(q), split(k), split(v), scale=self.width**-0.5)
-        return self.out(out.transpose(1, 2).reshape(*q.shape[:-1], self.width))
+        return self.out(attend(self.heads, q, k, v, scale=self.width**-0.5))
 
 
 class Ree(nn.Module):

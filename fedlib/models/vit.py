@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .layers import LayerNorm, Linear, attend, init_normal_, per_client
+from .layers import LayerNorm, Linear, attend, init_normal_, linear, per_client, side_by_side
 
 
 @dataclass(frozen=True)
@@ -76,12 +76,9 @@ class Attention(nn.Module):
     def forward(self, x: torch.Tensor, first: int | None = None) -> torch.Tensor:
         """x (K, B, T, d) -> (K, B, T, d), or only its ``first`` tokens, which attend to all."""
 
-        def split(h):  # (K, B, T, a) -> (K*B, heads, T, a/heads)
-            return h.reshape(-1, h.shape[-2], self.heads, h.shape[-1] // self.heads).transpose(1, 2)
-
-        q = self.q(x[..., :first, :])
-        out = attend(split(q), split(self.k(x)), split(self.v(x)), self.mask(x))
-        return self.proj(out.transpose(1, 2).reshape(q.shape))
+        joint = side_by_side((self.q, self.k, self.v)) if first is None else None
+        qkv = (linear(x, *joint),) if joint else (self.q(x[..., :first, :]), self.k(x), self.v(x))
+        return self.proj(attend(self.heads, *qkv, mask=self.mask(x)))
 
     def mask(self, x: torch.Tensor) -> torch.Tensor | None:
         """Which tokens are attended to: of an image all."""

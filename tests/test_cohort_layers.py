@@ -1,0 +1,159 @@
+"""Cohort-shaped layers against loops over clients, PyTorch's own kernels and values worked out by hand."""
+
+import math
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from fedlib.models.layers import LayerNorm, Linear, attend, linear, side_by_side
+from fedlib.products import choose_products, heads_multiplier
+
+
+def generator(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+@pytest.mark.parametrize("stacked_bias", [True, False])
+def test_stacked_layers_equal_a_loop_over_clients(stacked_bias):
+    layer, norm = Linear(6, 3), LayerNorm(6)
+    x, g = torch.randn(4, 2, 5, 6, generator=generator()), generator(1)
+    weight, bias = torch.randn(4, 3, 6, generator=g), torch.randn(4 if stacked_bias else 1, 3, generator=g)
+    layer._parameters.update(weight=weight, bias=bias if stacked_bias else bias[0])
+    expected = torch.stack([x[i] @ weight[i].T + bias[i if stacked_bias else 0] for i in range(4)])
+    torch.testing.assert_close(layer(x), expected)
+    torch.testing.assert_close(layer(x[:2]), expected[:2])  # fewer clients alive than stacked
+    torch.testing.assert_close(layer(x[:1]), expected[:1])
+    gamma, beta = torch.randn(4, 6, generator=g), torch.randn(4, 6, generator=g)
+    norm._parameters.update(weight=gamma, bias=beta)
+    plain = torch.nn.functional.layer_norm(x, (6,), eps=1e-5)
+    expected = plain * gamma[:, None, None] + beta[:, None, None]
+    torch.testing.assert_close(norm(x), expected)
+    torch.testing.assert_close(norm(x[:1]), expected[:1])
+
+
+@pytest.fixture(params=["PyTorch", "OpenBLAS"])
+def multiplying(request, monkeypatch):
+    """Attention's products by either library, in one thread."""
+    if request.param == "PyTorch":
+        monkeypatch.setattr("fedlib.products._by_head", [])
+    elif not choose_products().startswith("OpenBLAS"):
+        pytest.skip("PyTorch multiplies on this machine")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    assert (heads_multiplier() is None) == (request.param == "PyTorch")
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize(
+    ("queries", "tokens", "heads", "scale"),
+    [
+        (7, 7, 3, None),
+        (1, 7, 3, None),
+        (2, 5, 2, 0.3),
+        (3, 1, 2, 0),
+        (1, 1, 1, None),
+        (2, 4, 24, 0.5),
+        (40, 40, 3, None),
+    ],
+)
+def test_attention_written_out_equals_the_fused_kernel(queries, tokens, heads, scale, multiplying):
+    """One query or as many as tokens, one key, one feature a head; 40 queries go to the kernel itself."""
+    shapes = [(2, 3, queries, 24), (2, 3, tokens, 24), (2, 3, tokens, 24)]
+    ours, fused = (
+        [torch.randn(s, generator=generator(i)).requires_grad_() for i, s in enumerate(shapes)] for _ in "ab"
+    )
+    weights = torch.randn(shapes[0], generator=generator(9))
+    by_head = [x.view(6, -1, heads, 24 // heads).transpose(1, 2) for x in fused]
+    expected = (
+        torch.nn.functional.scaled_dot_product_attention(*by_head, scale=scale).transpose(1, 2).reshape(shapes[0])
+    )
+    out = attend(heads, *ours, scale=scale)
+    torch.testing.assert_close(out, expected)
+    wanted = torch.autograd.grad(expected, fused, weights)
+    for a, b in zip(torch.autograd.grad(out, ours, weights), wanted, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_attention_of_one_tensor_equals_that_of_three(multiplying):
+    qkv = torch.randn(2, 3, 5, 24, generator=generator(0)).requires_grad_()
+    weights = torch.randn(2, 3, 8, 5, generator=generator(1)).transpose(2, 3)  # a gradient in another order
+    together, apart = attend(2, qkv), attend(2, *qkv.chunk(3, -1))
+    torch.testing.assert_close(together, apart)
+    torch.testing.assert_close(*(torch.autograd.grad(y, qkv, weights)[0] for y in (together, apart)))
+
+
+def test_attention_by_hand(multiplying):
+    """Two tokens, one head of width 1, q = (1, 0), k = (ln 3, 0), v = (8, 4), scale 1.
+
+    Scores of the first query (ln 3, 0): weights 3/4 and 1/4, output 7. Of the second (0, 0): 1/2 each, output 6.
+    d out_1 / d q_1 = sum_j a_j (v_j - out_1) k_j = 3/4 * (8 - 7) * ln 3; d (out_1 + out_2) / d v = (5/4, 3/4).
+    """
+    q, k, v = (torch.tensor(x).view(1, 1, 2, 1).requires_grad_() for x in ([1.0, 0], [math.log(3), 0], [8.0, 4]))
+    out = attend(1, q, k, v)
+    assert out.flatten().tolist() == pytest.approx([7, 6])
+    by_q, by_v = torch.autograd.grad(out.sum(), (q, v))
+    assert by_q.flatten()[0].item() == pytest.approx(0.75 * math.log(3))
+    assert by_v.flatten().tolist() == pytest.approx([1.25, 0.75])
+
+
+def test_attention_is_counted_by_who_counts(multiplying):
+    """Two products of 2 * 3 * 5 * 5 * 4 FLOPs for each of 2 heads, twice that backwards."""
+    qkv = torch.randn(2, 3, 5, 24, generator=generator(0)).requires_grad_()
+    with FlopCounterMode(display=False) as counter:
+        attend(2, qkv).sum().backward()
+    assert counter.get_total_flops() == 3 * 2 * 2 * (2 * 3 * 2 * 5 * 5 * 4)
+
+
+def stacked(layer, clients, seed):
+    """``layer`` with weights of each client's own."""
+    g = generator(seed)
+    own = {n: torch.randn(clients, *p.shape, generator=g) for n, p in layer.named_parameters()}
+    layer._parameters.update(own)
+    return layer
+
+
+@pytest.mark.parametrize("bias", ["stacked", "shared", "none"])
+def test_a_stacked_linear_has_autograds_gradients_in_the_weights_order(bias):
+    layer = stacked(Linear(4, 6, bias=bias != "none"), 3, 0)
+    if bias == "shared":
+        layer._parameters["bias"] = layer.bias[0].clone()
+    x = torch.randn(3, 2, 5, 4, generator=generator(1)).requires_grad_()
+    leaves = [x] + [p.requires_grad_() for p in layer._parameters.values() if p is not None]
+    weights = torch.randn(3, 2, 5, 6, generator=generator(2))
+    y = torch.einsum("kbti,koi->kbto", x, layer.weight)
+    if bias != "none":
+        y = y + (layer.bias[:, None, None] if bias == "stacked" else layer.bias)
+    torch.testing.assert_close(layer(x), y)
+    ours, wanted = (torch.autograd.grad(out, leaves, weights, retain_graph=True) for out in (layer(x), y))
+    for a, b in zip(ours, wanted, strict=True):
+        torch.testing.assert_close(a, b)
+    assert ours[1].stride() == layer.weight.stride()  # what _StackedLinear is for
+
+
+@pytest.mark.parametrize("shared_bias", [False, True])
+def test_a_stacked_layer_norm_has_autograds_gradients(shared_bias):
+    norm = stacked(LayerNorm(6), 3, 0)
+    if shared_bias:
+        norm._parameters["bias"] = norm.bias[0].clone()
+    x = torch.randn(3, 2, 5, 6, generator=generator(1)).requires_grad_()
+    leaves = [x, norm.weight.requires_grad_(), norm.bias.requires_grad_()]
+    weights = torch.randn(x.shape, generator=generator(2))
+    bias = norm.bias if shared_bias else norm.bias[:, None, None]
+    mean, var = x.mean(-1, keepdim=True), x.var(-1, keepdim=True, correction=0)
+    y = (x - mean) / (var + norm.eps).sqrt() * norm.weight[:, None, None] + bias
+    torch.testing.assert_close(norm(x), y)
+    for a, b in zip(*(torch.autograd.grad(out, leaves, weights) for out in (norm(x), y)), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_q_k_and_v_are_one_product_only_where_each_client_has_its_own():
+    x = torch.randn(3, 2, 5, 4, generator=generator(0))
+    layers = [stacked(Linear(4, n), 3, n) for n in (2, 3, 2)]
+    joint = linear(x, *side_by_side(layers))
+    torch.testing.assert_close(joint, torch.cat([layer(x) for layer in layers], -1))
+    assert side_by_side([Linear(4, 2), Linear(4, 2)]) is None  # shared
+    assert side_by_side([layers[0], Linear(4, 2)]) is None
+    assert side_by_side([layers[0], stacked(Linear(4, 2, bias=False), 3, 1)]) is None
+    assert side_by_side([layers[0], torch.nn.Identity()]) is None  # adapted
