@@ -32,7 +32,9 @@ class Update:
     spans: Mapping[str, tuple[int, int]]
 
     def nonfinite(self) -> dict[int, str]:
-        """Client id -> the first of its tensors with a NaN or infinity; one transfer from the device."""
+        """Client id -> the first of its tensors with a NaN or infinity; one transfer from the device if none has."""
+        if all_finite(self.params.values()):
+            return {}
         names, k = list(self.params), len(self.clients)
         finite = torch.ones(len(names), k, dtype=torch.bool, device=self.params[names[0]].device)
         for i, name in enumerate(names):
@@ -54,6 +56,14 @@ class Update:
         return Update(tuple(self.clients[i] for i in kept), tuple(self.slices[i] for i in kept), params, spans)
 
 
+def all_finite(tensors: Iterable[torch.Tensor]) -> bool:
+    """Is every number finite? One transfer from the device, where the answer is yes."""
+    tensors = list(tensors)
+    if bool(torch.stack([x.sum() for x in tensors]).isfinite().all()):  # no NaN or infinity leaves a sum finite
+        return True
+    return bool(torch.stack([x.isfinite().all() for x in tensors]).all())  # finite numbers may have an infinite sum
+
+
 class MaskedMean:
     """Per-entry weighted mean over the clients that hold the entry, as sums that can be merged.
 
@@ -72,6 +82,7 @@ class MaskedMean:
         """Add every client of ``update`` with its weight; a weight of zero leaves the client out."""
         weights = torch.tensor(list(weights), dtype=torch.float64)
         self.clients += int((weights != 0).sum())
+        sizes: dict[tuple[int, ...], tuple[torch.Tensor, ...]] = {}  # of equal groups, the same tensors
         for name, stack in update.params.items():
             lo, hi = update.spans[name]
             groups: dict[str, list[int]] = {}  # clients that write to the same server tensor
@@ -79,22 +90,28 @@ class MaskedMean:
                 if weights[i]:
                     groups.setdefault(update.slices[i].source(name), []).append(i)
             for target, members in groups.items():
-                w = weights[members].to(stack.device)
+                if (key := tuple(members)) not in sizes:
+                    w = weights[members].to(stack.device)
+                    sizes[key] = w, w.sum(), torch.tensor(float(len(w)), dtype=torch.float64, device=stack.device)
+                w, weight, count = sizes[key]
                 rows = stack if len(members) == hi - lo else stack[[i - lo for i in members]]
-                self._add(target, name, torch.tensordot(w, rows.double(), 1), w, update.slices[members[0]])
+                value = torch.tensordot(w, rows.double(), 1)
+                self._add(target, name, value, weight, count, update.slices[members[0]])
 
-    def _add(self, target: str, name: str, value: torch.Tensor, w: torch.Tensor, part: Slice) -> None:
-        info = self.infos[name]
-        if target not in self.total:
-            self.total[target] = torch.zeros(info.shape, dtype=torch.float64, device=value.device)
-            for store in (self.weight, self.count):
-                store[target] = torch.zeros((), dtype=torch.float64, device=value.device)
-        if is_cut(info, part) and not self.weight[target].dim():
-            for store in (self.weight, self.count):
-                store[target] = store[target].expand(info.shape).clone()
-        scatter_add_(self.total[target], value, info, part)
-        scatter_add_(self.weight[target], w.sum(), info, part)
-        scatter_add_(self.count[target], torch.tensor(float(len(w)), device=value.device), info, part)
+    def _add(
+        self, target: str, name: str, value: torch.Tensor, weight: torch.Tensor, count: torch.Tensor, part: Slice
+    ) -> None:
+        info, stores = self.infos[name], ((self.total, value), (self.weight, weight), (self.count, count))
+        first = target not in self.total
+        if is_cut(info, part):
+            for store, x in stores:
+                if first or not store[target].dim():
+                    like = torch.zeros(info.shape, dtype=torch.float64, device=value.device)
+                    store[target] = like if first else like + store[target]
+                scatter_add_(store[target], x, info, part)
+        else:
+            for store, x in stores:
+                store[target] = x if first else store[target] + x  # not in place: groups share weights and counts
 
     def merge(self, other: "MaskedMean") -> None:
         """Add the sums of other clients."""
@@ -108,6 +125,9 @@ class MaskedMean:
         out = {}
         for name, total in self.total.items():
             weight = self.weight[name]
+            if not weight.dim():  # somebody held all of it
+                out[name] = (total / weight).to(old[name].dtype)
+                continue
             mean = total / weight.clamp(min=torch.finfo(torch.float64).tiny)
             out[name] = torch.where(weight > 0, mean.to(old[name].dtype), old[name])
         return out

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from .aggregation import merge_sums
+from .aggregation import all_finite, merge_sums
 from .evaluation import evaluate
 from .executors import Execution, Executor, InProcess, Memories, Trained
 from .experiment import Experiment
@@ -89,12 +89,8 @@ def run_rounds(
             with phase("evaluation"):
                 metrics = evaluate(federation, server) if is_due(e, t) else None
             dropped = tuple(sorted(nonfinite)) if e.nonfinite == "drop" else ()
-            diverged = len(nonfinite) > len(dropped) or not _is_finite(server)
+            # numbers that arrived finite can still overflow in a server's optimiser
+            diverged = len(nonfinite) > len(dropped) or not all_finite(server.params.values())
             yield Round(t, server, changed, losses, metrics, time.perf_counter() - began, diverged, dropped)
     finally:
         executor.close()
-
-
-def _is_finite(server: Server) -> bool:
-    """Is every trained number finite? (Finite updates can still overflow in a server's optimiser.)"""
-    return bool(torch.stack([p.isfinite().all() for p in server.params.values()]).all())

@@ -6,7 +6,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedlib.aggregation import Client, MaskedMean, Update, fedadam, feddyn_gradient, feddyn_server, merge_sums
+from fedlib.aggregation import (
+    Client,
+    MaskedMean,
+    Update,
+    all_finite,
+    fedadam,
+    feddyn_gradient,
+    feddyn_server,
+    merge_sums,
+)
 from fedlib.methods import Server, Setting, build_method
 from fedlib.models.vit import ViTConfig
 from fedlib.slices import STEM, ParamInfo, Slice
@@ -63,6 +72,33 @@ def test_width_masked_mean_counts_holders_per_entry(order):
     # entries 0 and 1: ((2, -2) + (-4, 4)) / 2 = (-1, 1), unweighted; entry 2: 6
     torch.testing.assert_close(mean.result({"low": torch.zeros(3)})["low"], torch.tensor([-1.0, 1.0, 6.0]))
     assert mean.count["low"].tolist() == [2, 2, 1]
+
+
+@pytest.mark.parametrize(
+    "values, finite",
+    [([1, -2], True), ([3e38, 3e38], True), ([3e38, 3e38, float("-inf")], False), ([float("nan"), 1], False),
+     ([float("inf"), float("-inf")], False)],
+)  # fmt: skip
+def test_finite_numbers_are_told_from_others_even_if_their_sum_is_not(values, finite):
+    x = torch.tensor(values, dtype=torch.float32)
+    assert all_finite([torch.ones(2), x]) == finite == bool(x.isfinite().all())
+    update = Update((Client(5, 0, 1),), (Slice.prefix(1, (0,)),), {"p": x[None]}, {"p": (0, 1)})
+    assert update.nonfinite() == ({} if finite else {5: "p"})
+
+
+def test_sums_of_equal_groups_stay_apart():
+    """Names held by the same clients share a weight; what one of them gets later, the other does not."""
+    info, parts = infos(low=(2,), high=(1,)), (Slice.prefix(2, (0, 1)), Slice.prefix(1, (0,)))
+    assert parts[0].holds(info["high"]) and not parts[1].holds(info["high"])
+    mean = MaskedMean(info)
+    both = {"low": torch.tensor([[1.0, 2]]), "high": torch.tensor([[3.0]])}
+    mean.add(Update((Client(0, 1, 2),), parts[:1], both, {"low": (0, 1), "high": (0, 1)}), [2.0])
+    mean.add(Update((Client(1, 0, 3),), parts[1:], {"low": torch.tensor([[6.0, -3]])}, {"low": (0, 1)}), [3.0])
+    # low: (2 (1, 2) + 3 (6, -3)) / 5 = (4, -1); high: 3 of weight 2
+    assert (mean.weight["low"].item(), mean.weight["high"].item()) == (5, 2)
+    assert (mean.count["low"].item(), mean.count["high"].item()) == (2, 1)
+    new = mean.result({"low": torch.zeros(2), "high": torch.zeros(1)})
+    assert new["low"].tolist() == [4, -1] and new["high"].tolist() == [3]
 
 
 def test_feddyn_server_by_hand():
