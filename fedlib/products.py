@@ -98,12 +98,12 @@ def _override(library: ctypes.CDLL) -> None:
     def bmm(x, y):
         if not (x.dim() == y.dim() == 3 and len(x) == len(y) and _suit(x, y)):
             return aten.bmm.out(x, y, out=x.new_empty(0))
-        return multiply(x, y, x.new_empty(*x.shape[:2], y.shape[2]), 0.0)
+        return multiply(x, y, x.new_empty(len(x), x.shape[1], y.shape[2]), 0.0)
 
     def baddbmm(start, x, y, *, beta=1, alpha=1):
         if not (beta == alpha == 1 and x.dim() == y.dim() == 3 and len(x) == len(y) and _suit(x, y, start)):
             return aten.baddbmm.out(start, x, y, beta=beta, alpha=alpha, out=x.new_empty(0))
-        return multiply(x, y, x.new_empty(*x.shape[:2], y.shape[2]).copy_(start), 1.0)
+        return multiply(x, y, x.new_empty(len(x), x.shape[1], y.shape[2]).copy_(start), 1.0)
 
     def mm(x, y):
         if not (x.dim() == y.dim() == 2 and _suit(x, y)):
