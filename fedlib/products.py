@@ -78,15 +78,20 @@ _registered: list[torch.library.Library] = []  # the overrides live as long as t
 _by_head: list[Callable] = []  # what multiplies the heads of an attention, once OpenBLAS was chosen
 
 
-def heads_multiplier() -> Callable[..., torch.Tensor] | None:
+def heads_multiplier() -> Callable[..., torch.Tensor]:
     """``multiply(x, y, out, scale=1)``: out[n, h] becomes scale * x[n, h] @ y[n, h], for all n and h.
 
     x (N, heads, M, D), y (N, heads, D, L), out (N, heads, M, L), float32 and not empty, may lie in memory in any order
-    that keeps the entries of a row (of x and y: or of a column) side by side; nothing is copied. None where PyTorch
-    multiplies, or where something listens to its operations (a counter of FLOPs).
+    that keeps the entries of a row (of x and y: or of a column) side by side. OpenBLAS copies nothing; PyTorch
+    multiplies where it was not chosen, or where something listens to the operations (a counter of FLOPs).
     """
     listening = is_in_torch_dispatch_mode()
-    return _by_head[0] if _by_head and not listening and torch.get_num_threads() == 1 else None
+    return _by_head[0] if _by_head and not listening and torch.get_num_threads() == 1 else _multiply_heads
+
+
+def _multiply_heads(x: torch.Tensor, y: torch.Tensor, out: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+    out.copy_(torch.matmul(x, y))
+    return out if scale == 1 else out.mul_(scale)
 
 
 def _override(library: ctypes.CDLL) -> None:
@@ -115,10 +120,23 @@ def _override(library: ctypes.CDLL) -> None:
             return aten.addmm.out(start, x, y, beta=beta, alpha=alpha, out=x.new_empty(0))
         return multiply(x[None], y[None], x.new_empty(1, len(x), y.shape[1]).copy_(start), 1.0)[0]
 
+    def baddbmm_(out, x, y, *, beta=1, alpha=1):
+        if not (beta == alpha == 1 and x.dim() == y.dim() == 3 and len(x) == len(y) and _suit(x, y, out)):
+            return aten.baddbmm.out(out, x, y, beta=beta, alpha=alpha, out=out)
+        if out.stride(2) != 1:
+            return out.copy_(multiply(x, y, out.contiguous(), 1.0))
+        return multiply(x, y, out, 1.0)
+
+    def addmm_(out, x, y, *, beta=1, alpha=1):
+        if not (beta == alpha == 1 and x.dim() == y.dim() == 2 and _suit(x, y, out)):
+            return aten.addmm.out(out, x, y, beta=beta, alpha=alpha, out=out)
+        baddbmm_(out[None], x[None], y[None])
+        return out
+
     overrides = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():  # PyTorch warns of what is meant here
         warnings.simplefilter("ignore", UserWarning)
-        for kernel in (bmm, baddbmm, mm, addmm):
+        for kernel in (bmm, baddbmm, baddbmm_, mm, addmm, addmm_):
             overrides.impl(kernel.__name__, kernel, "CPU", allow_override=True)
     _registered.append(overrides)
 
@@ -137,7 +155,10 @@ def _suit(x: torch.Tensor, y: torch.Tensor, start: torch.Tensor | None = None) -
 
 
 def _multipliers(library: ctypes.CDLL) -> tuple[Callable, Callable]:
-    """``multiply(x, y, out, beta)``: out (K, M, N) becomes x (K, M, D) @ y (K, D, N) + beta * out; and one by heads."""
+    """``multiply(x, y, out, beta)``: out (K, M, N) becomes x (K, M, D) @ y (K, D, N) + beta * out; and one by heads.
+
+    The entries of a row of ``out`` must lie side by side.
+    """
     gemm = library.scipy_cblas_sgemm_batch_strided
     integer, number, pointer = ctypes.c_int, ctypes.c_float, ctypes.c_void_p
     matrix = (pointer, integer, integer)  # where, from row to row, from matrix to matrix
@@ -149,7 +170,7 @@ def _multipliers(library: ctypes.CDLL) -> tuple[Callable, Callable]:
         y, y_order, y_row, y_next = _as_matrices(y)
         gemm(
             ROWS, x_order, y_order, rows, columns, inner, 1.0, x.data_ptr(), x_row, x_next, y.data_ptr(), y_row, y_next,
-            beta, out.data_ptr(), columns, rows * columns, batch,
+            beta, out.data_ptr(), max(out.stride(1), columns), out.stride(0), batch,
         )  # fmt: skip
         return out
 

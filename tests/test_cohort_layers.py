@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from fedlib.models.layers import LayerNorm, Linear, attend, linear, side_by_side
+from fedlib import products
+from fedlib.models.layers import LayerNorm, Linear, attend, attend_short, attend_short_backward
 from fedlib.products import choose_products, heads_multiplier
 
 
@@ -41,7 +42,7 @@ def multiplying(request, monkeypatch):
         pytest.skip("PyTorch multiplies on this machine")
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    assert (heads_multiplier() is None) == (request.param == "PyTorch")
+    assert (heads_multiplier() is products._multiply_heads) == (request.param == "PyTorch")
     yield
     torch.set_num_threads(threads)
 
@@ -77,11 +78,12 @@ def test_attention_written_out_equals_the_fused_kernel(queries, tokens, heads, s
 
 
 def test_attention_of_one_tensor_equals_that_of_three(multiplying):
-    qkv = torch.randn(2, 3, 5, 24, generator=generator(0)).requires_grad_()
-    weights = torch.randn(2, 3, 8, 5, generator=generator(1)).transpose(2, 3)  # a gradient in another order
-    together, apart = attend(2, qkv), attend(2, *qkv.chunk(3, -1))
+    qkv, grad = torch.randn(2, 3, 5, 24, generator=generator(0)), torch.randn(2, 3, 5, 8, generator=generator(1))
+    parts = [x.contiguous() for x in qkv.chunk(3, -1)]
+    (together, attention), (apart, _) = attend_short(2, (qkv,)), attend_short(2, parts)
     torch.testing.assert_close(together, apart)
-    torch.testing.assert_close(*(torch.autograd.grad(y, qkv, weights)[0] for y in (together, apart)))
+    (one,), three = (attend_short_backward(2, x, attention, grad) for x in ((qkv,), parts))
+    torch.testing.assert_close(one, torch.cat(three, -1))
 
 
 def test_attention_by_hand(multiplying):
@@ -99,11 +101,11 @@ def test_attention_by_hand(multiplying):
 
 
 def test_attention_is_counted_by_who_counts(multiplying):
-    """Two products of 2 * 3 * 5 * 5 * 4 FLOPs for each of 2 heads, twice that backwards."""
-    qkv = torch.randn(2, 3, 5, 24, generator=generator(0)).requires_grad_()
+    """Two products of 2 * 5 * 5 * 4 FLOPs for each of 6 examples and 2 heads, twice that backwards."""
+    q, k, v = (torch.randn(2, 3, 5, 8, generator=generator(i)).requires_grad_() for i in range(3))
     with FlopCounterMode(display=False) as counter:
-        attend(2, qkv).sum().backward()
-    assert counter.get_total_flops() == 3 * 2 * 2 * (2 * 3 * 2 * 5 * 5 * 4)
+        attend(2, q, k, v).sum().backward()
+    assert counter.get_total_flops() == 3 * 2 * (2 * 5 * 5 * 4) * 6 * 2
 
 
 def stacked(layer, clients, seed):
@@ -146,14 +148,3 @@ def test_a_stacked_layer_norm_has_autograds_gradients(shared_bias):
     torch.testing.assert_close(norm(x), y)
     for a, b in zip(*(torch.autograd.grad(out, leaves, weights) for out in (norm(x), y)), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
-
-
-def test_q_k_and_v_are_one_product_only_where_each_client_has_its_own():
-    x = torch.randn(3, 2, 5, 4, generator=generator(0))
-    layers = [stacked(Linear(4, n), 3, n) for n in (2, 3, 2)]
-    joint = linear(x, *side_by_side(layers))
-    torch.testing.assert_close(joint, torch.cat([layer(x) for layer in layers], -1))
-    assert side_by_side([Linear(4, 2), Linear(4, 2)]) is None  # shared
-    assert side_by_side([layers[0], Linear(4, 2)]) is None
-    assert side_by_side([layers[0], stacked(Linear(4, 2, bias=False), 3, 1)]) is None
-    assert side_by_side([layers[0], torch.nn.Identity()]) is None  # adapted

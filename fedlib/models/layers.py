@@ -28,6 +28,11 @@ def _alive(p: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return p if len(p) == len(x) else p[: len(x)]
 
 
+def _is_cast(x: torch.Tensor) -> bool:
+    """Does autocast choose the precision of operations on ``x``?"""
+    return x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
+
+
 class Linear(nn.Linear):
     """``y = x W^T + b``. ``axes`` names the axis each weight dimension lies on: (out, in)."""
 
@@ -42,41 +47,24 @@ class Linear(nn.Linear):
                 nn.init.zeros_(p)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return linear(x, self.weight, self.bias)
-
-
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """x (K, B, ..., in), weight (out, in) or (K, out, in), bias (out,), (K, out) or None -> (K, B, ..., out)."""
-    if weight.dim() == 3:
-        weight = _alive(weight, x)
-        bias = _alive(bias, x) if bias is not None and bias.dim() == 2 else bias
-        if len(weight) == 1:  # a cohort of one is ordinary sequential training
-            weight = weight.squeeze(0)  # unlike weight[0], its gradient is not written into zeros first
-            bias = bias.squeeze(0) if bias is not None and bias.dim() == 2 else bias
-    if weight.dim() == 2:
-        if bias is None or bias.dim() == 1:
-            return F.linear(x, weight, bias)
-        return F.linear(x, weight) + per_client(bias, x)
-    flat = x.reshape(len(weight), -1, x.shape[-1])  # (K, B*tokens, in)
-    bias = bias.unsqueeze(1) if bias is not None and bias.dim() == 2 else bias
-    if torch.is_autocast_enabled(x.device.type):  # which casts what is multiplied
-        y = torch.bmm(flat, weight.mT) if bias is None else torch.baddbmm(bias, flat, weight.mT)
-    else:
-        y = _StackedLinear.apply(flat, weight, bias)
-    return y.view(*x.shape[:-1], weight.shape[-2])
-
-
-def side_by_side(layers: Sequence[nn.Module]) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-    """One weight and bias that give the outputs of all ``layers``, one after the other in the last dimension.
-
-    None unless each is a :class:`Linear` of its own for every client: adapted layers are called one by one.
-    """
-    if any(type(x) is not Linear or x.weight.dim() != 3 for x in layers) or len({len(x.weight) for x in layers}) > 1:
-        return None
-    biases = [x.bias for x in layers]
-    if any(b is not None and b.dim() != 2 for b in biases) or len({b is None for b in biases}) > 1:
-        return None
-    return torch.cat([x.weight for x in layers], 1), None if biases[0] is None else torch.cat(biases, 1)
+        weight, bias = self.weight, self.bias
+        if weight.dim() == 3:
+            weight = _alive(weight, x)
+            bias = _alive(bias, x) if bias is not None and bias.dim() == 2 else bias
+            if len(weight) == 1:  # a cohort of one is ordinary sequential training
+                weight = weight.squeeze(0)  # unlike weight[0], its gradient is not written into zeros first
+                bias = bias.squeeze(0) if bias is not None and bias.dim() == 2 else bias
+        if weight.dim() == 2:
+            if bias is None or bias.dim() == 1:
+                return F.linear(x, weight, bias)
+            return F.linear(x, weight) + per_client(bias, x)
+        flat = x.reshape(len(weight), -1, x.shape[-1])  # (K, B*tokens, in)
+        bias = bias.unsqueeze(1) if bias is not None and bias.dim() == 2 else bias
+        if _is_cast(x):
+            y = torch.bmm(flat, weight.mT) if bias is None else torch.baddbmm(bias, flat, weight.mT)
+        else:
+            y = _StackedLinear.apply(flat, weight, bias)
+        return y.view(*x.shape[:-1], weight.shape[-2])
 
 
 class _StackedLinear(torch.autograd.Function):
@@ -115,64 +103,77 @@ class LayerNorm(nn.LayerNorm):
             weight, bias = _alive(weight, x).squeeze(0), _alive(bias, x).squeeze(0)
         if weight.dim() == 1:
             return F.layer_norm(x, x.shape[-1:], weight, bias, self.eps)
-        weight, bias = per_client(weight, x), per_client(bias, x)
-        if torch.is_autocast_enabled(x.device.type):
-            return torch.addcmul(bias, F.layer_norm(x, x.shape[-1:], eps=self.eps), weight)
-        return _StackedLayerNorm.apply(x, weight, bias, self.eps)
+        if bias.dim() == 1 or torch.is_autocast_enabled(x.device.type):
+            return torch.addcmul(
+                per_client(bias, x), F.layer_norm(x, x.shape[-1:], eps=self.eps), per_client(weight, x)
+            )
+        weight, bias, flat = _alive(weight, x), _alive(bias, x), x.reshape(len(x), -1, x.shape[-1])
+        return _StackedLayerNorm.apply(flat, weight, bias, self.eps).view(x.shape)
 
 
 class _StackedLayerNorm(torch.autograd.Function):
-    """Layer normalisation of x (K, ..., d) with each client's weight and bias (K, 1, ..., d)."""
+    """Layer normalisation of x (K, N, d) with each client's weight and bias (K, d)."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, eps):
-        one, zero = x.new_ones(x.shape[-1]), x.new_zeros(x.shape[-1])  # without them a CPU takes twice as long
-        y, mean, scale = torch.native_layer_norm(x, x.shape[-1:], one, zero, eps)
-        ctx.save_for_backward(x, y, mean, scale, weight)
-        ctx.bias_shape = bias.shape
-        return torch.addcmul(bias, y, weight)
+        y, *kept = norm(x, weight, bias, eps)
+        ctx.save_for_backward(x, weight, *kept)
+        return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        x, y, mean, scale, weight = ctx.saved_tensors
-        for_x, for_weight, for_bias, _ = ctx.needs_input_grad
-        into, size = torch.ops.aten.native_layer_norm_backward, x.shape[-1:]
-        return (
-            into(grad * weight, x, size, mean, scale, None, None, [True, False, False])[0] if for_x else None,
-            (grad * y).sum_to_size(weight.shape) if for_weight else None,
-            grad.sum_to_size(ctx.bias_shape) if for_bias else None,
-            None,
-        )
+        x, weight, *kept = ctx.saved_tensors
+        return *norm_backward(grad, x, kept, weight, ctx.needs_input_grad[:3]), None
+
+
+def norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> tuple[torch.Tensor | None, ...]:
+    """Layer normalisation of x (K, N, d) by weight and bias (d,) or (K, d); and what ``norm_backward`` asks for."""
+    if weight.dim() == 1:
+        y, mean, scale = torch.native_layer_norm(x, x.shape[-1:], weight, bias, eps)
+        return y, bias, mean, scale
+    one, zero = x.new_ones(x.shape[-1]), x.new_zeros(x.shape[-1])  # without them a CPU takes twice as long
+    plain, mean, scale = torch.native_layer_norm(x, x.shape[-1:], one, zero, eps)
+    return torch.addcmul(bias.unsqueeze(1), plain, weight.unsqueeze(1)), plain, mean, scale
+
+
+def norm_backward(
+    grad: torch.Tensor, x: torch.Tensor, kept: Sequence[torch.Tensor], weight: torch.Tensor, needed: Sequence[bool]
+) -> tuple[torch.Tensor | None, ...]:
+    """The gradients of x, weight and bias, as far as they are ``needed``."""
+    backward, size = torch.ops.aten.native_layer_norm_backward, x.shape[-1:]
+    if weight.dim() == 1:
+        bias, mean, scale = kept
+        return tuple(backward(grad, x, size, mean, scale, weight, bias, list(needed)))
+    plain, mean, scale = kept
+    into = (grad * weight.unsqueeze(1), x, size, mean, scale, None, None, [True, False, False])
+    return (
+        backward(*into)[0] if needed[0] else None,
+        (grad * plain).sum(1) if needed[1] else None,
+        grad.sum(1) if needed[2] else None,
+    )
 
 
 def attend(
-    heads: int, *qkv: torch.Tensor, mask: torch.Tensor | None = None, scale: float | None = None
-) -> torch.Tensor:
+    heads: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+    mask: torch.Tensor | None = None, scale: float | None = None,
+) -> torch.Tensor:  # fmt: skip
     """``softmax(scale q k^T) v`` of every head, q (K, B, T, a), k and v (K, B, n, a) -> (K, B, T, a).
 
-    ``qkv`` may also be one tensor (K, B, T, 3a) with the three side by side. The a features are the heads', one after
-    the other; ``scale`` is 1/sqrt(a/heads) unless given.
-
-    To train short sequences on a CPU, batched products that keep the attention are quicker than PyTorch's fused kernel,
-    which computes it again in the backward: 1.1-1.8 times at 17 and 65 tokens (one thread, AMD EPYC).
+    The a features are the heads', one after the other; ``scale`` is 1/sqrt(a/heads) unless given. To train short
+    sequences on a CPU, products that keep the attention are quicker than PyTorch's fused kernel, which computes it
+    again in the backward.
     """
-    q, k, v = _parts(qkv)
-    width = q.shape[-1] // heads
-    scale = width**-0.5 if scale is None else scale
-    # not for long sequences, whose attention would fill the memory
-    short = q.device.type == "cpu" and q.shape[-2] <= 2 * width and torch.is_grad_enabled() and mask is None
-    if short and q.dtype is torch.float32 and q.numel() and not torch.is_autocast_enabled("cpu"):
-        multiply = heads_multiplier()
-        if multiply is not None:
-            return _ShortAttention.apply(multiply, heads, scale, *qkv)
-    q, k, v = (_heads(x, heads) for x in (q, k, v))
-    if short:
-        by_head, (q, k, v) = q.shape, (x.reshape(-1, *x.shape[2:]) for x in (q * scale, k, v))
-        out = torch.bmm(torch.bmm(q, k.mT).softmax(-1), v).view(by_head)
-    else:
-        out = F.scaled_dot_product_attention(q, k, v, mask, scale=scale)
-    return out.transpose(1, 2).reshape(*qkv[0].shape[:-1], heads * width)
+    plain = mask is None and q.dtype is torch.float32 and q.numel() and not _is_cast(q)
+    if plain and q.device.type == "cpu" and torch.is_grad_enabled() and is_short(q.shape[-2], q.shape[-1] // heads):
+        return _ShortAttention.apply(heads, scale, q, k, v)
+    out = F.scaled_dot_product_attention(*(_heads(x, heads) for x in (q, k, v)), mask, scale=scale)
+    return out.transpose(1, 2).reshape(q.shape)
+
+
+def is_short(queries: int, width: int) -> bool:
+    """Is attention worth keeping for the backward? That of long sequences would fill the memory."""
+    return queries <= 2 * width
 
 
 def _heads(x: torch.Tensor, heads: int) -> torch.Tensor:
@@ -181,32 +182,54 @@ def _heads(x: torch.Tensor, heads: int) -> torch.Tensor:
 
 
 class _ShortAttention(torch.autograd.Function):
-    """Attention whose products read and write the heads where they lie among the features."""
+    """Attention that is kept for the backward."""
 
     @staticmethod
-    def forward(ctx, multiply, heads, scale, *qkv):
+    def forward(ctx, heads, scale, *qkv):
         qkv = tuple(x.contiguous() for x in qkv)
-        q, k, v = (_heads(x, heads) for x in _parts(qkv))
-        attention = multiply(q, k.mT, q.new_empty(*q.shape[:3], k.shape[2]), scale).softmax(-1)
-        out = q.new_empty(*qkv[0].shape[:-1], heads * q.shape[3])
-        multiply(attention, v, _heads(out, heads))
+        out, attention = attend_short(heads, qkv, scale)
         ctx.save_for_backward(attention, *qkv)
-        ctx.options = multiply, heads, scale
+        ctx.options = heads, scale
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        (attention, *qkv), (multiply, heads, scale) = ctx.saved_tensors, ctx.options
-        grads = [torch.empty_like(x) for x in qkv]
-        (q, k, v), (for_q, for_k, for_v) = ([_heads(x, heads) for x in _parts(xs)] for xs in (qkv, grads))
-        grad = _heads(grad.contiguous(), heads)
-        multiply(attention.mT, grad, for_v)
-        by_attention = multiply(grad, v.mT, torch.empty_like(attention))
-        by_score = torch._softmax_backward_data(by_attention, attention, -1, attention.dtype)
-        multiply(by_score, k, for_q, scale)
-        multiply(by_score.mT, q, for_k, scale)
-        return None, None, None, *grads
+        (attention, *qkv), (heads, scale) = ctx.saved_tensors, ctx.options
+        return None, None, *attend_short_backward(heads, qkv, attention, grad.contiguous(), scale)
+
+
+def attend_short(
+    heads: int, qkv: Sequence[torch.Tensor], scale: float | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """:func:`attend` on contiguous tensors, and the attention (K*B, heads, T, n) for the backward.
+
+    ``qkv`` are q, k and v, or one tensor (K, B, T, 3a) with the three side by side. Heads are read and written where
+    they lie among the features.
+    """
+    q, k, v = (_heads(x, heads) for x in _parts(qkv))
+    scale = q.shape[3] ** -0.5 if scale is None else scale
+    multiply = heads_multiplier()
+    attention = multiply(q, k.mT, q.new_empty(*q.shape[:3], k.shape[2]), scale).softmax(-1)
+    out = q.new_empty(*qkv[0].shape[:-1], heads * q.shape[3])
+    multiply(attention, v, _heads(out, heads))
+    return out, attention
+
+
+def attend_short_backward(
+    heads: int, qkv: Sequence[torch.Tensor], attention: torch.Tensor, grad: torch.Tensor, scale: float | None = None
+) -> list[torch.Tensor]:
+    """The gradients of ``qkv``, as it came."""
+    grads, multiply = [torch.empty_like(x) for x in qkv], heads_multiplier()
+    (q, k, v), (for_q, for_k, for_v) = ([_heads(x, heads) for x in _parts(xs)] for xs in (qkv, grads))
+    scale = q.shape[3] ** -0.5 if scale is None else scale
+    grad = _heads(grad, heads)
+    multiply(attention.mT, grad, for_v)
+    by_attention = multiply(grad, v.mT, torch.empty_like(attention))
+    by_score = torch._softmax_backward_data(by_attention, attention, -1, attention.dtype)
+    multiply(by_score, k, for_q, scale)
+    multiply(by_score.mT, q, for_k, scale)
+    return grads
 
 
 def _parts(qkv: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:

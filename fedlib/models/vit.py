@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .layers import LayerNorm, Linear, attend, init_normal_, linear, per_client, side_by_side
+from .layers import LayerNorm, Linear, attend, init_normal_, per_client
+from .written_block import run_written_out
 
 
 @dataclass(frozen=True)
@@ -76,9 +77,8 @@ class Attention(nn.Module):
     def forward(self, x: torch.Tensor, first: int | None = None) -> torch.Tensor:
         """x (K, B, T, d) -> (K, B, T, d), or only its ``first`` tokens, which attend to all."""
 
-        joint = side_by_side((self.q, self.k, self.v)) if first is None else None
-        qkv = (linear(x, *joint),) if joint else (self.q(x[..., :first, :]), self.k(x), self.v(x))
-        return self.proj(attend(self.heads, *qkv, mask=self.mask(x)))
+        q, k, v = self.q(x[..., :first, :]), self.k(x), self.v(x)
+        return self.proj(attend(self.heads, q, k, v, mask=self.mask(x)))
 
     def mask(self, x: torch.Tensor) -> torch.Tensor | None:
         """Which tokens are attended to: of an image all."""
@@ -121,8 +121,16 @@ class Block(nn.Module):
         self.mlp = MLP(c.dim, c.ffn_dim)
         self.ls2 = Scale(c.dim) if c.layer_scale else nn.Identity()
 
+    @property
+    def is_plain(self) -> bool:
+        """Is there nothing between its layers, such as an adapter or LayerScale?"""
+        plain = type(self.attn) is Attention and type(self.mlp) is MLP
+        return plain and type(self.ls1) is type(self.ls2) is nn.Identity
+
     def forward(self, z: torch.Tensor, first: int | None = None) -> torch.Tensor:
         """z (K, B, T, d) -> (K, B, T, d), or only its ``first`` tokens."""
+        if first is None and (written_out := run_written_out(self, z)) is not None:
+            return written_out
         z = z[..., :first, :] + self.ls1(self.attn(self.norm1(z), first))
         return z + self.ls2(self.mlp(self.norm2(z)))
 
