@@ -121,17 +121,17 @@ def _override(library: ctypes.CDLL) -> None:
         return multiply(x[None], y[None], x.new_empty(1, len(x), y.shape[1]).copy_(start), 1.0)[0]
 
     def baddbmm_(out, x, y, *, beta=1, alpha=1):
-        if not (beta == alpha == 1 and x.dim() == y.dim() == 3 and len(x) == len(y) and _suit(x, y, out)):
-            return aten.baddbmm.out(out, x, y, beta=beta, alpha=alpha, out=out)
-        if out.stride(2) != 1:
-            return out.copy_(multiply(x, y, out.contiguous(), 1.0))
-        return multiply(x, y, out, 1.0)
+        fits = beta == alpha == 1 and x.dim() == y.dim() == 3 and len(x) == len(y) and _suit(x, y, out)
+        if fits and out.shape == (len(x), x.shape[1], y.shape[2]) and _is_by_rows(out):
+            return multiply(x, y, out, 1.0)
+        return out.copy_(baddbmm(out, x, y, beta=beta, alpha=alpha))
 
     def addmm_(out, x, y, *, beta=1, alpha=1):
-        if not (beta == alpha == 1 and x.dim() == y.dim() == 2 and _suit(x, y, out)):
-            return aten.addmm.out(out, x, y, beta=beta, alpha=alpha, out=out)
-        baddbmm_(out[None], x[None], y[None])
-        return out
+        fits = beta == alpha == 1 and x.dim() == y.dim() == 2 and _suit(x, y, out)
+        if fits and out.shape == (len(x), y.shape[1]) and _is_by_rows(out[None]):
+            multiply(x[None], y[None], out[None], 1.0)
+            return out
+        return out.copy_(addmm(out, x, y, beta=beta, alpha=alpha))
 
     overrides = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():  # PyTorch warns of what is meant here
@@ -152,6 +152,13 @@ def _suit(x: torch.Tensor, y: torch.Tensor, start: torch.Tensor | None = None) -
         and 0 < min(sizes) <= max(sizes) <= MOST
         and torch.get_num_threads() == 1
     )
+
+
+def _is_by_rows(out: torch.Tensor) -> bool:
+    """May matrices (batch, rows, columns) be written as they lie: rows in one piece, none over another?"""
+    (batch, rows, columns), (to_next, row, column) = out.shape, out.stride()
+    apart = (row >= columns or rows == 1) and (to_next >= rows * max(row, columns) or batch == 1)
+    return column == 1 and apart and max(to_next, row) <= MOST
 
 
 def _multipliers(library: ctypes.CDLL) -> tuple[Callable, Callable]:

@@ -59,6 +59,40 @@ def test_all_four_products_in_every_layout(openblas, batch, m, d, n, left, right
     assert openblas == [True] * 4
 
 
+@pytest.mark.parametrize("form", FORM)
+@pytest.mark.parametrize(("batch", "m", "d", "n"), [(1, 1, 1, 1), (3, 1, 5, 4), (2, 7, 1, 3), (4, 33, 17, 9)])
+def test_products_added_in_place_in_every_layout(openblas, batch, m, d, n, form):
+    x, y, start = normal(batch, m, d), normal(batch, d, n, seed=1), normal(batch, m, n, seed=2)
+    exact = (start.double() + x.double() @ y.double()).float()
+    for out, expected in ((start, exact), (start[0], exact[0])):
+        out = FORM[form](out.clone())
+        whole = out._base if out._base is not None else out
+        around = whole.clone()
+        done = out.baddbmm_(x, y) if out.dim() == 3 else out.addmm_(x[0], y[0])
+        assert done is out
+        torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+        added = whole.clone()
+        out.zero_()
+        was = whole != 0  # what lies between the rows is as it was
+        assert torch.equal(added[was], around[was])
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x, y: torch.zeros(2, 1, 6).baddbmm_(x, y),
+        lambda x, y: torch.zeros(2, 1, 6).expand(2, 3, 6).baddbmm_(x, y),
+        lambda x, y: torch.zeros(1, 3, 6).expand(2, 3, 6).baddbmm_(x, y),
+        lambda x, y: torch.zeros(2, 3, 5).baddbmm_(x, y),
+        lambda x, y: torch.zeros(6).addmm_(x[0], y[0]),
+        lambda x, y: torch.zeros(6).expand(3, 6).addmm_(x[0], y[0]),
+    ],
+)
+def test_nothing_is_written_where_a_product_does_not_fit(openblas, call):
+    with pytest.raises(RuntimeError):
+        call(normal(2, 3, 4), normal(2, 4, 6))
+
+
 def test_a_product_worked_out_by_hand(openblas):
     x, y = torch.tensor([[[1.0, -2.0], [3.0, 4.0]]]), torch.tensor([[[5.0, 6.0], [-7.0, 8.0]]])
     # 1*5 + -2*-7 = 19, 1*6 + -2*8 = -10, 3*5 + 4*-7 = -13, 3*6 + 4*8 = 50; plus (1, -1)

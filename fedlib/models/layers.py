@@ -98,17 +98,15 @@ class LayerNorm(nn.LayerNorm):
         self.axes = {"weight": (axis,), "bias": (axis,)}
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        weight, bias = self.weight, self.bias
-        if weight.dim() == 2 and len(x) == 1:
-            weight, bias = _alive(weight, x).squeeze(0), _alive(bias, x).squeeze(0)
-        if weight.dim() == 1:
+        weight, bias = (_alive(p, x) if p.dim() == 2 else p for p in (self.weight, self.bias))
+        if len(x) == 1:
+            weight, bias = (p.squeeze(0) if p.dim() == 2 else p for p in (weight, bias))
+        if weight.dim() == bias.dim() == 1:
             return F.layer_norm(x, x.shape[-1:], weight, bias, self.eps)
-        if bias.dim() == 1 or torch.is_autocast_enabled(x.device.type):
-            return torch.addcmul(
-                per_client(bias, x), F.layer_norm(x, x.shape[-1:], eps=self.eps), per_client(weight, x)
-            )
-        weight, bias, flat = _alive(weight, x), _alive(bias, x), x.reshape(len(x), -1, x.shape[-1])
-        return _StackedLayerNorm.apply(flat, weight, bias, self.eps).view(x.shape)
+        if weight.dim() == bias.dim() and not _is_cast(x):
+            return _StackedLayerNorm.apply(x.reshape(len(x), -1, x.shape[-1]), weight, bias, self.eps).view(x.shape)
+        y = F.layer_norm(x, x.shape[-1:], eps=self.eps)
+        return torch.addcmul(per_client(bias, x), y, per_client(weight, x))
 
 
 class _StackedLayerNorm(torch.autograd.Function):

@@ -1,0 +1,188 @@
+"""A block's backward written out against the same block as modules under PyTorch's autograd."""
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from fedlib import Execution, Experiment
+from fedlib.federation import build_federation
+from fedlib.models import vit, written_block
+from fedlib.models.adapters import apply_finetune_
+from fedlib.models.exits import Classifiers
+from fedlib.models.layers import init_normal_
+from fedlib.models.vit import Block, ViT, ViTConfig
+from fedlib.products import choose_products
+from fedlib.rounds import run_rounds
+
+SMALL = ViTConfig(img_size=8, patch_size=4, dim=12, depth=1, heads=2, ffn_dim=20)
+
+
+def generator(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def make_block(mode="full", config=SMALL, **options) -> Block:
+    """A block with random weights, norms included, and the adapters of ``mode``."""
+    model = ViT(config)
+    apply_finetune_(model, Classifiers(config.dim, 3, (0,)), mode, options, seed=1)
+    block = model.blocks[0]
+    init_normal_(block, generator(), std=0.3)
+    with torch.no_grad():
+        for p in block.parameters():
+            if p.dim() == 1:
+                p += torch.randn(p.shape, generator=generator(len(p))) / 3
+    return block
+
+
+def stack(block: Block, clients: int, names: str) -> None:
+    """Give each client its own of the parameters whose name contains one of ``names``."""
+    for path, module in block.named_modules():
+        for leaf, p in list(module._parameters.items()):
+            if p is not None and any(n in f"{path}.{leaf}" for n in names.split()):
+                noise = torch.randn(clients, *p.shape, generator=generator(len(path)))
+                module._parameters[leaf] = (p.detach() + noise / 5).requires_grad_(p.requires_grad)
+
+
+@pytest.fixture(params=["PyTorch", "OpenBLAS"])
+def multiplying(request, monkeypatch):
+    """Products by either library, in one thread."""
+    if request.param == "PyTorch":
+        monkeypatch.setattr("fedlib.products._by_head", [])
+        monkeypatch.setattr("fedlib.products._suit", lambda *_: False)
+    elif not choose_products().startswith("OpenBLAS"):
+        pytest.skip("PyTorch multiplies on this machine")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def results(block, z, weights):
+    """The output, and the gradients of z and of every parameter that has one."""
+    leaves = [x for x in (z, *(p for m in block.modules() for p in m._parameters.values() if p is not None))]
+    out = block(z)
+    return out, torch.autograd.grad(out, [x for x in leaves if x.requires_grad], weights)
+
+
+def assert_near(a, b):
+    """Equal up to float32's rounding of the largest entry."""
+    torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5 * max(1, b.abs().max().item()))
+
+
+LORA = {"r": 2, "lora_alpha": 6, "target_modules": ["q", "v"]}
+CASES = {
+    "each client's own": ("full", {}, "."),
+    "one for all": ("full", {}, ""),
+    "weights only": ("full", {}, "weight"),
+    "biases only": ("full", {}, "bias"),
+    "lora": ("lora", LORA, "lora"),
+    "lora for all": ("lora", LORA, ""),
+    "lora everywhere": ("lora", LORA | {"target_modules": ["q", "k", "v", "proj", "fc1", "fc2"]}, "lora"),
+    "lora on each client's own": ("lora", LORA, "."),
+    "frozen": ("frozen", {}, ""),
+}
+
+
+@pytest.mark.parametrize("alive", [3, 2, 1])
+@pytest.mark.parametrize("case", CASES)
+def test_written_out_equals_modules(case, alive, multiplying, monkeypatch):
+    mode, options, own = CASES[case]
+    block = make_block(mode, **options)
+    if own:
+        stack(block, 3, own)
+    z = torch.randn(3, 4, 5, 12, generator=generator(7))[:alive].requires_grad_()
+    weights = torch.randn(z.shape, generator=generator(8))
+    called = []
+    apply = written_block._Block.apply
+    monkeypatch.setattr(written_block._Block, "apply", lambda *a: called.append(1) or apply(*a))
+    out, grads = results(block, z, weights)
+    # a norm whose weight and bias are not both each client's own runs as modules
+    assert bool(called) == (case not in ("weights only", "biases only"))
+    monkeypatch.setattr(vit, "run_written_out", lambda *_: None)
+    expected, wanted = results(block, z, weights)
+    for a, b in zip((out, *grads), (expected, *wanted), strict=True):
+        assert_near(a, b)
+
+
+@pytest.mark.parametrize("own", ["mlp.fc1.weight attn.proj.bias", "attn.q.bias attn.k.bias attn.v.bias", "norm"])
+def test_some_tensors_may_be_each_clients_own(own, multiplying, monkeypatch):
+    block = make_block()
+    stack(block, 3, own)
+    z, weights = (torch.randn(3, 4, 5, 12, generator=generator(i)) for i in range(2))
+    ours = results(block, z, weights)  # z is data: nothing is trained before
+    monkeypatch.setattr(vit, "run_written_out", lambda *_: None)
+    expected = results(block, z, weights)
+    for a, b in zip((ours[0], *ours[1]), (expected[0], *expected[1]), strict=True):
+        assert_near(a, b)
+
+
+def test_gradients_equal_differences_of_the_loss(multiplying):
+    """d/de of sum(out * weights) at parameters moved by e along a random direction."""
+    block = make_block()
+    stack(block, 2, ".")
+    z, weights = (torch.randn(2, 2, 5, 12, generator=generator(i)) for i in range(2))
+    leaves = [(m, leaf) for m in block.modules() for leaf, p in m._parameters.items() if p is not None]
+    at = [m._parameters[leaf].detach() for m, leaf in leaves]
+    along = [torch.randn(p.shape, generator=generator(i)) for i, p in enumerate(at)]
+
+    def loss(e):
+        for (m, leaf), p, d in zip(leaves, at, along, strict=True):
+            m._parameters[leaf] = (p + e * d).requires_grad_()
+        return (block(z).double() * weights).sum()
+
+    slope = ((loss(1e-3) - loss(-1e-3)) / 2e-3).item()
+    value = loss(0)
+    grads = torch.autograd.grad(value, [m._parameters[leaf] for m, leaf in leaves])
+    expected = sum((g.double() * d).sum() for g, d in zip(grads, along, strict=True)).item()
+    assert slope == pytest.approx(expected, rel=2e-3)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "pa",
+        "sa",
+        "ssf",
+        "ia3",
+        "layer scale",
+        "lora dropout",
+        "autocast",
+        "no gradient",
+        "a long sequence",
+        "a counter",
+    ],
+)
+def test_anything_else_runs_as_modules(case, monkeypatch):
+    monkeypatch.setattr(written_block._Block, "apply", lambda *_: pytest.fail("written out"))
+    config = ViTConfig(8, 4, 12, 1, 2, 20, layer_scale=case == "layer scale")
+    mode, options = (case, {}) if case in ("pa", "sa", "ssf", "ia3") else ("full", {})
+    if case == "lora dropout":
+        mode, options = "lora", LORA | {"lora_dropout": 0.5}
+    block = make_block(mode, config, **options)
+    z = torch.randn(2, 3, 13 if case == "a long sequence" else 5, 12, generator=generator()).requires_grad_()
+    if case == "autocast":
+        with torch.autocast("cpu", torch.bfloat16):
+            block(z)
+    elif case == "no gradient":
+        with torch.no_grad():
+            block(z)
+    elif case == "a counter":
+        with FlopCounterMode(display=False) as counter:
+            block(z)
+        assert counter.get_total_flops() > 0
+    else:
+        block(z)
+
+
+@pytest.mark.parametrize("method, finetune", [("reefl", "lora"), ("depthfl", "full"), ("scalefl", "full")])
+def test_training_gives_the_same_numbers_either_way(method, finetune, monkeypatch):
+    e = Experiment(
+        method=method, finetune=finetune, finetune_options={"r": 4} if finetune == "lora" else {}, pretrained=False,
+        num_train=200, num_test=50, num_clients=10, clients_per_round=6, rounds=2, partition="iid",
+    )  # fmt: skip
+    ours = list(run_rounds(build_federation(e)))
+    monkeypatch.setattr(vit, "run_written_out", lambda *_: None)
+    wanted = list(run_rounds(build_federation(e), Execution(executor="threads")))
+    for a, b in zip(ours, wanted, strict=True):
+        for name, p in a.server.params.items():
+            torch.testing.assert_close(p, b.server.params[name], rtol=1e-4, atol=1e-5)
