@@ -19,19 +19,20 @@ import torch
 
 from .aggregation import Client
 from .executors import (
+    TRIES,
     Execution,
+    Finished,
     Memories,
     Trained,
     automatic_cohort_size,
     become_worker,
     plan_cohorts,
+    share_out,
     train_cohort,
 )
 from .federation import Federation, build_train_prefix
 from .methods import Server
 from .products import choose_products
-
-TRIES = 4  # of one cohort, one experiment, or starting a worker, before a lost worker is taken for a sign
 
 
 def connect(execution: Execution):
@@ -171,35 +172,23 @@ class RayExecutor:
         slices = {b: f.method.slice_for(b, f.setting) for b in {c.budget for c in clients}}
         cohorts = plan_cohorts(clients, slices, self.size, self.cohort_size)
         download = ray.put(Server(server.t, server.params, {}))  # the server's memory is the server's
-        todo, lost = deque(range(len(cohorts))), [0] * len(cohorts)
-        done: dict[int, Trained] = {}
-        for turn in range(len(cohorts)):
-            while turn not in done:
-                while todo and self.idle:
-                    i, worker = todo.popleft(), self.idle.popleft()
-                    mine = {c.id: memories[c.id] for c in cohorts[i] if c.id in memories}
-                    self.running[worker.train.remote(download, cohorts[i], t, mine)] = i, worker
-                for i, trained, error in self._finished():
-                    done[i] = trained
-                    if error is not None:
-                        del done[i]
-                        todo.appendleft(i)
-                        lost[i] += 1
-                        if lost[i] == TRIES:
-                            ids = [c.id for c in cohorts[i]]
-                            raise RuntimeError(
-                                f"the cohort of clients {ids} lost its Ray worker {TRIES} times in round {t} (the last "
-                                f"time: {error}); if memory is short, set Execution(cohort_size=...)"
-                            ) from error
-            yield self._home(done.pop(turn))
+
+        def hand_out(i: int) -> bool:
+            worker = self.idle.popleft() if self.idle else None
+            if worker is not None:
+                mine = {c.id: memories[c.id] for c in cohorts[i] if c.id in memories}
+                self.running[worker.train.remote(download, cohorts[i], t, mine)] = i, worker
+            return worker is not None
+
+        yield from map(self._home, share_out(cohorts, t, "Ray worker", hand_out, self._finished))
 
     def _start_worker(self) -> None:
         """Ask the cluster for one more worker; it is ready when it has taken the kit."""
         worker = self.ray.remote(_Worker).options(max_restarts=0, **self.need).remote()
         self.starting[worker.prepare.remote(self.kit, self.prefix_blocks, self.execution.device, _versions())] = worker
 
-    def _finished(self) -> Iterator[tuple[int, Trained | None, Exception | None]]:
-        """Wait until a worker is ready or a cohort is back: (place in the plan, what it brought back, or why not)."""
+    def _finished(self) -> Iterator[Finished]:
+        """Wait until a worker is ready or a cohort is back or lost; a lost worker is replaced."""
         ray, patience = self.ray, self.execution.patience_seconds
         ready, _ = ray.wait([*self.running, *self.starting], timeout=None if self.running else patience)
         if not ready:

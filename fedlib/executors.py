@@ -10,7 +10,8 @@ import math
 import platform
 import re
 import threading
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields
 from typing import Literal, Protocol
@@ -168,6 +169,42 @@ def plan_cohorts(
         parts = -(-len(group) // (share * size)) * share if size else share  # every worker gets as many as the others
         out += [group[i::parts] for i in range(min(parts, len(group)))]  # dealt out, so depths are mixed evenly
     return sorted(out, key=lambda g: -sum(slices[c.budget].depth * c.num_examples for c in g))
+
+
+TRIES = 4  # of one cohort before a lost worker is taken for a sign
+Finished = tuple[
+    int, Trained | None, Exception | None
+]  # a place in the plan, what was brought back, or how it was lost
+
+
+def share_out(
+    cohorts: list[list[Client]], t: int, workers: str, hand_out: Callable[[int], bool],
+    finished: Callable[[], Iterator[Finished]],
+) -> Iterator[Trained]:  # fmt: skip
+    """What ``cohorts`` bring back, in their order, from workers that may be lost: then a cohort is trained again.
+
+    ``hand_out(i)`` gives cohort i to a worker, if one is free; ``finished()`` waits for workers. Raises
+    ``RuntimeError`` if one cohort loses ``TRIES`` of the ``workers``.
+    """
+    todo, lost = deque(range(len(cohorts))), [0] * len(cohorts)
+    done: dict[int, Trained] = {}
+    for turn in range(len(cohorts)):
+        while turn not in done:
+            while todo and hand_out(todo[0]):
+                todo.popleft()
+            for i, trained, error in finished():
+                if error is None:
+                    done[i] = trained
+                    continue
+                todo.appendleft(i)
+                lost[i] += 1
+                if lost[i] == TRIES:
+                    ids = [c.id for c in cohorts[i]]
+                    raise RuntimeError(
+                        f"the cohort of clients {ids} lost its {workers} {TRIES} times in round {t} (the last time: "
+                        f"{error}); if memory is short, set Execution(cohort_size=...)"
+                    ) from error
+        yield done.pop(turn)
 
 
 @dataclass

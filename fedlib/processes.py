@@ -15,7 +15,6 @@ import pickle
 import signal
 import sys
 import warnings
-from collections import deque
 from collections.abc import Iterator
 from contextlib import nullcontext
 from multiprocessing.connection import Connection, wait
@@ -26,17 +25,17 @@ from . import profiling
 from .aggregation import Client
 from .executors import (
     Execution,
+    Finished,
     Memories,
     Trained,
     automatic_cohort_size,
     become_worker,
     plan_cohorts,
+    share_out,
     train_cohort,
 )
 from .federation import Federation
 from .methods import Server
-
-TRIES = 4  # of one cohort before a lost worker is taken for a sign
 
 
 class Unforkable(RuntimeError):
@@ -75,32 +74,28 @@ class ForkedProcesses:
         download = _pack(Server(server.t, server.params, {}))  # the server's memory is the server's
         for worker in self.workers:
             worker.informed = False
-        todo, lost = deque(range(len(cohorts))), [0] * len(cohorts)
-        done: dict[int, Trained] = {}
-        for turn in range(len(cohorts)):
-            while turn not in done:
-                for worker in [w for w in self.workers if w.cohort is None][: len(todo)]:
-                    i = todo.popleft()
-                    mine = {c.id: memories[c.id] for c in cohorts[i] if c.id in memories}
-                    worker.send(i, download, (cohorts[i], t, mine, profiling.is_measuring()))
-                for worker in wait([w for w in self.workers if w.cohort is not None]):
-                    i, worker.cohort = worker.cohort, None
-                    try:
-                        done[i] = self._home(worker.receive())
-                    except EOFError:
-                        worker.close()
-                        self.workers.remove(worker)
-                        todo.appendleft(i)
-                        lost[i] += 1
-                        if lost[i] == TRIES:
-                            ids = [c.id for c in cohorts[i]]
-                            raise RuntimeError(
-                                f"the cohort of clients {ids} lost its worker process {TRIES} times in round {t} (exit "
-                                f"code {worker.process.exitcode}; -9: killed, often for want of memory); if memory is "
-                                "short, set Execution(cohort_size=...)"
-                            ) from None
-                        self._start_worker()
-            yield done.pop(turn)
+
+        def hand_out(i: int) -> bool:
+            worker = next((w for w in self.workers if w.cohort is None), None)
+            if worker is not None:
+                mine = {c.id: memories[c.id] for c in cohorts[i] if c.id in memories}
+                worker.send(i, download, (cohorts[i], t, mine, profiling.is_measuring()))
+            return worker is not None
+
+        yield from share_out(cohorts, t, "worker process", hand_out, self._finished)
+
+    def _finished(self) -> Iterator[Finished]:
+        """Wait until a cohort is back or its worker has died, who is then replaced."""
+        for worker in wait([w for w in self.workers if w.cohort is not None]):
+            i, worker.cohort = worker.cohort, None
+            try:
+                yield i, self._home(worker.receive()), None
+            except EOFError:
+                worker.close()
+                self.workers.remove(worker)
+                code = worker.process.exitcode
+                yield i, None, EOFError(f"exit code {code}; -9: killed, often for want of memory")
+                self._start_worker()
 
     def _start_worker(self) -> None:
         worker = _Worker(self.federation)

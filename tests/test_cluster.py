@@ -104,7 +104,7 @@ def test_workers_give_the_numbers_of_threads_and_constants_travel_once(method, f
 
 
 def test_a_mistake_arrives_as_itself_and_a_deadly_cohort_is_named(slow, on_two, tmp_path, monkeypatch):
-    monkeypatch.setattr(cluster_module, "TRIES", 1)
+    monkeypatch.setattr("fedlib.executors.TRIES", 1)
     options = {"folder": str(tmp_path), "what": "raise"}
     f = build_federation(Experiment(method="slow", options=options, finetune="frozen", **SMALL))
     with pytest.raises(ArithmeticError, match="a mistake in a notebook"):
