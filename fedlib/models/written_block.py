@@ -140,10 +140,9 @@ def run_written_out(block: nn.Module, z: torch.Tensor) -> torch.Tensor | None:
     maps = [_map(layers, tensors) for layers in groups]
     if None in maps or not is_short(z.shape[-2], tensors[maps[0].weights[0]].shape[-2] // attn.heads):
         return None
-    matrices = {i for m in maps for i in (*m.weights, *(p for a in m.low_rank for p in (a.down, a.up)))}
-    alive = [
-        x[: len(z)] if x.dim() > (2 if i in matrices else 1) and len(x) > len(z) else x for i, x in enumerate(tensors)
-    ]
+    matrices = {i for m in maps for i in m.matrices()}
+    stacked = [x.dim() > (2 if i in matrices else 1) for i, x in enumerate(tensors)]
+    alive = [x[: len(z)] if own and len(x) > len(z) else x for x, own in zip(tensors, stacked, strict=True)]
     return _Block.apply(Plan(*maps, attn.heads, (block.norm1.eps, block.norm2.eps)), z, *alive)
 
 
