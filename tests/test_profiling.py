@@ -28,14 +28,11 @@ def test_nothing_is_measured_outside_a_profile_and_only_one_measures():
 
 def test_the_phases_of_a_run_cover_its_time(tmp_path):
     e = Experiment(method="depthfl", finetune="full", pretrained=False, num_train=200, num_test=40, num_clients=4,
-                   clients_per_round=4, rounds=3, evaluate_every=1)  # fmt: skip
-    run(e.replace(seed=9), Execution(workers=1), tmp_path, progress=False)  # imports and caches
-    shares = []
-    for seed in range(1, 4):  # a busy machine may stand still between two phases
-        with profile() as seconds:
-            began = time.perf_counter()
-            run(e.replace(seed=seed), Execution(workers=1), tmp_path, progress=False, checkpoint_seconds=0)
-            elapsed = time.perf_counter() - began
-        assert set(seconds) == set(PHASES) and all(s > 0 for s in seconds.values())
-        shares.append(sum(seconds.values()) / elapsed)
-    assert 0.5 < max(shares) <= 1
+                   clients_per_round=4, rounds=10, evaluate_every=1)  # fmt: skip
+    run(e.replace(seed=2), Execution(workers=1), tmp_path, progress=False)  # imports and caches
+    with profile() as seconds:
+        began = time.perf_counter()
+        run(e, Execution(workers=1), tmp_path, progress=False, checkpoint_seconds=0)
+        elapsed = time.perf_counter() - began
+    assert set(seconds) == set(PHASES) and all(s > 0 for s in seconds.values())
+    assert 0.5 * elapsed < sum(seconds.values()) <= elapsed
