@@ -174,6 +174,20 @@ def test_anything_else_runs_as_modules(case, monkeypatch):
         block(z)
 
 
+@pytest.mark.parametrize("name", ["norm1", "attn", "attn.q", "attn.proj", "mlp", "mlp.fc2"])
+def test_hooks_of_a_blocks_modules_are_called(name):
+    block, seen = make_block(), []
+    module = block.get_submodule(name)
+    z = torch.randn(2, 3, 5, 12, generator=generator()).requires_grad_()
+    handles = [module.register_forward_hook(lambda *_: seen.append("forward"))]
+    handles.append(module.register_full_backward_hook(lambda *_: seen.append("backward")))
+    block(z).sum().backward()
+    assert seen == ["forward", "backward"]
+    for handle in handles:
+        handle.remove()
+    assert "_Block" in block(z).grad_fn.name()
+
+
 @pytest.mark.parametrize("method, finetune", [("reefl", "lora"), ("depthfl", "full"), ("scalefl", "full")])
 def test_training_gives_the_same_numbers_either_way(method, finetune, monkeypatch):
     e = Experiment(

@@ -124,7 +124,8 @@ def run_written_out(block: nn.Module, z: torch.Tensor) -> torch.Tensor | None:
     """z (K, B, T, d) after ``block``; None if it must run as modules.
 
     Written out are the blocks of a cohort in training: float32 on a CPU, sequences short enough to keep their
-    attention, plain layers with or without LoRA. Under a counter of operations modules run, as it expects them.
+    attention, plain layers with or without LoRA. Modules run under a counter of operations and where a hook waits for
+    one of them.
     """
     if not torch.is_grad_enabled() or z.device.type != "cpu" or z.dtype is not torch.float32 or not z.numel():
         return None
@@ -137,6 +138,8 @@ def run_written_out(block: nn.Module, z: torch.Tensor) -> torch.Tensor | None:
         return None
     attn, mlp = block.attn, block.mlp
     groups = ((attn.q, attn.k, attn.v), (attn.proj,), (mlp.fc1,), (mlp.fc2,))
+    if any(_is_watched(m) for m in (block.norm1, block.norm2, attn, mlp, *(m for group in groups for m in group))):
+        return None
     maps = [_map(layers, tensors) for layers in groups]
     if None in maps or not is_short(z.shape[-2], tensors[maps[0].weights[0]].shape[-2] // attn.heads):
         return None
@@ -144,6 +147,12 @@ def run_written_out(block: nn.Module, z: torch.Tensor) -> torch.Tensor | None:
     stacked = [x.dim() > (2 if i in matrices else 1) for i, x in enumerate(tensors)]
     alive = [x[: len(z)] if own and len(x) > len(z) else x for x, own in zip(tensors, stacked, strict=True)]
     return _Block.apply(Plan(*maps, attn.heads, (block.norm1.eps, block.norm2.eps)), z, *alive)
+
+
+def _is_watched(module: nn.Module) -> bool:
+    """Does a hook wait for ``module`` to be called?"""
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return any(hooks)
 
 
 def _map(layers: Sequence[nn.Module], tensors: list) -> Map | None:
