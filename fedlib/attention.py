@@ -76,7 +76,7 @@ def attention_maps(model: ExitModel, images: torch.Tensor) -> Attention:
         before, z = z, vit.run(z, i, i + 1)
         raw = z[..., 0, :]
         runs = hasattr(head, "tokens") and (i in model.exit_blocks or not head.only_at_exits)
-        m_0, m_l, _ = head.tokens(raw, past) if runs else (None, None, None)
+        m_0, m_l = head.tokens(raw, past) if runs else (None, None)
         add("m", block, m_l, before)
         add("c", block, m_0 + raw if runs else None, before)
         out, handed_back = head.step(i, raw, past)

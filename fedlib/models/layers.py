@@ -202,8 +202,8 @@ def attend_short(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """:func:`attend` on contiguous tensors, and the attention (K*B, heads, T, n) for the backward.
 
-    ``qkv`` are q, k and v, or one tensor (K, B, T, 3a) with the three side by side. Heads are read and written where
-    they lie among the features.
+    ``qkv`` are q, k and v, or q and a tensor (K, B, n, 2a) with the others side by side, or one (K, B, T, 3a) with all
+    three. Heads are read and written where they lie among the features.
     """
     q, k, v = (_heads(x, heads) for x in _parts(qkv))
     scale = q.shape[3] ** -0.5 if scale is None else scale
@@ -231,8 +231,9 @@ def attend_short_backward(
 
 
 def _parts(qkv: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """q, k and v, be they apart or side by side."""
-    return qkv if len(qkv) == 3 else qkv[0].chunk(3, -1)
+    """q, k and v, be they apart or the last of them side by side."""
+    *apart, together = qkv
+    return *apart, *together.chunk(3 - len(apart), -1)
 
 
 def init_normal_(module: nn.Module, generator: torch.Generator, std: float = 0.02) -> None:

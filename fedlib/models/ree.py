@@ -10,6 +10,7 @@ are the first E+1, which the paper leaves open.
 """
 
 import math
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -18,12 +19,36 @@ from ..slices import STEM
 from .exits import Classifier
 from .layers import LayerNorm, Linear, attend, init_normal_, per_client
 from .vit import MLP
+from .written_ree import run_written_out
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What Ree remembers of a batch: keys and values of the rows so far, the first of them the meta token's."""
+
+    kv: torch.Tensor  # (K, B, n, 2 width)
+    meta: torch.Tensor  # the meta token at its position, (K, 1, d)
+    query: torch.Tensor  # of the meta token, (K, 1, width)
+
+    @property
+    def count(self) -> int:
+        return self.kv.shape[-2]
+
+    def of(self, clients: int) -> "Rows":
+        """Of the first ``clients``."""
+        if clients == self.kv.shape[0]:
+            return self
+        return Rows(self.kv[:clients], self.meta[:clients], self.query[:clients])
+
+    def with_row(self, kv: torch.Tensor) -> "Rows":
+        """With one more row (K, B, 2 width)."""
+        return replace(self, kv=torch.cat((self.kv, kv.unsqueeze(-2)), -2))
 
 
 class BottleneckAttention(nn.Module):
     """Self-attention inside ``width`` features: one Linear d -> 3 width, and one width -> d.
 
-    Only two rows of its output are ever used, so it is called for these queries with the keys and values of all rows.
+    Only one or two rows of its output are used, so it is called for these queries with keys and values of all rows.
     """
 
     def __init__(self, dim: int, width: int, heads: int):
@@ -33,8 +58,7 @@ class BottleneckAttention(nn.Module):
         self.out = Linear(width, dim, axes=("residual", None))
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """q (K, B, 2, width), k and v (K, B, n, width) -> (K, B, 2, d); no mask."""
-
+        """q (K, B, 1 or 2, width), k and v (K, B, n, width) -> (K, B, 1 or 2, d); no mask."""
         return self.out(attend(self.heads, q, k, v, scale=self.width**-0.5))
 
 
@@ -68,47 +92,63 @@ class Ree(nn.Module):
             self.positions.normal_(0, 0.02, generator=generator)
         return self
 
-    def step(self, block: int, token: torch.Tensor, past: list[tuple[torch.Tensor, torch.Tensor]]):
+    def step(self, block: int, token: torch.Tensor, past: list):
         """After ``block``: (logits or None, token to hand back to the backbone or None). Extends ``past``.
 
-        m^l = Ree([meta; history; token] + p[:l]) (Eq. 2), of which only m_0 and m_l are used: two queries a block.
-        Rows of the history never change, so ``past`` keeps their keys and values, each (K, B, width). ``token`` is the
-        raw class token (K, B, d). Clients leave from the end of the cohort: older entries are cut to those alive.
+        m^l = Ree([meta; history; token] + p[:l]) (Eq. 2), of which only m_0 (at exits) and m_l (where it modulates)
+        are used, so only they are computed. Rows of the history never change, so ``past`` keeps their keys and values.
+        ``token`` is the raw class token (K, B, d). Clients leave from the end of the cohort: older rows are cut to
+        those alive.
         """
         is_exit = block in self.exit_blocks
         if self.only_at_exits and not is_exit:
             return None, None
-        past[:] = [(k[: len(token)], v[: len(token)]) for k, v in past]
-        position = len(past) + 1
-        if not (is_exit or self.modulate):
-            past.append(self._row(token, position)[2:])
-            return None, None
-        m_0, m_l, kv_last = self.tokens(token, past)
-        logits = self.classifier(m_0 + token) if is_exit else None  # Eq. 3
+        rows = self._rows(token, past)
         modulated = self.modulate and block != self.exit_blocks[-1]  # nothing reads what follows the last exit
-        if modulated and self.history == "modulated":
-            past.append(self._row(m_l, position)[2:])
-        else:
-            past.append(kv_last)
-        return logits, (m_l if modulated else None)  # Eq. 4
+        if not (is_exit or modulated):
+            past[:] = [rows.with_row(self._row(token, rows.count)[2])]
+            return None, None
+        m, rows = self._modulate(token, rows, is_exit, modulated, modulated and self.history == "modulated")
+        past[:] = [rows]
+        logits = self.classifier(m[..., 0, :] + token) if is_exit else None  # Eq. 3
+        return logits, (m[..., -1, :] if modulated else None)  # Eq. 4
 
-    def tokens(self, token: torch.Tensor, past: list[tuple[torch.Tensor, torch.Tensor]]):
-        """Eq. 2: (m_0, m_l), each (K, B, d), and the key and value of the raw token's row. Changes nothing."""
-        meta, q_meta, *kv_meta = self._row(self._meta(token), 0)
-        last, q_last, *kv_last = self._row(token, len(past) + 1)
-        keys, values = (torch.stack(rows, -2) for rows in zip(kv_meta, *past, kv_last, strict=True))
-        m = torch.stack((meta, last), -2)  # (K, B, 2, d)
-        m = m + self.attn(torch.stack((q_meta, q_last), -2), keys, values)
-        return *(m + self.mlp(self.norm2(m))).unbind(-2), tuple(kv_last)
+    def tokens(self, token: torch.Tensor, past: list) -> tuple[torch.Tensor, torch.Tensor]:
+        """Eq. 2: (m_0, m_l), each (K, B, d), for the raw class token. Changes nothing."""
+        m, _ = self._modulate(token, self._rows(token, past), True, True, False)
+        return m[..., 0, :], m[..., 1, :]
 
-    def _meta(self, token: torch.Tensor) -> torch.Tensor:
-        """The meta token of every example, (K, B, d)."""
-        return per_client(self.meta_token, token.unsqueeze(-2), 2).squeeze(-2).expand(token.shape)
+    def _rows(self, token: torch.Tensor, past: list) -> "Rows":
+        """The rows before that of ``token``, of the clients alive: at first the meta token's, the same in a batch."""
+        if past:
+            return past[0].of(token.shape[0])
+        meta = per_client(self.meta_token, token.unsqueeze(-2), 2).squeeze(-2).expand(token.shape[0], 1, -1)
+        x, q, kv = self._row(meta, 0)
+        return Rows(kv.unsqueeze(-2).expand(-1, token.shape[1], -1, -1), x, q)
+
+    def _modulate(
+        self, token: torch.Tensor, rows: "Rows", meta: bool, last: bool, remember_modulated: bool
+    ) -> tuple[torch.Tensor, "Rows"]:
+        """m_0 (``meta``) and m_l (``last``) side by side, (K, B, 1 or 2, d), and the rows with that of ``token``.
+
+        With ``remember_modulated`` m_l's is added instead.
+        """
+        written_out = run_written_out(self, token, rows.kv, rows.meta, rows.query, meta, last, remember_modulated)
+        if written_out is not None:
+            m, kv = written_out
+            return m, replace(rows, kv=kv)
+        x, q, kv = self._row(token, rows.count)
+        seen = rows.with_row(kv)
+        asking = [(rows.meta.expand_as(x), rows.query.expand_as(q))] * meta + [(x, q)] * last
+        x, q = (torch.stack(parts, -2) for parts in zip(*asking, strict=True))  # (K, B, 1 or 2, d), (..., width)
+        m = x + self.attn(q, *seen.kv.chunk(2, -1))
+        m = m + self.mlp(self.norm2(m))
+        return m, rows.with_row(self._row(m[..., -1, :], rows.count)[2]) if remember_modulated else seen
 
     def _row(self, token: torch.Tensor, position: int) -> tuple[torch.Tensor, ...]:
-        """One row of the sequence: (token + p, query, key, value)."""
+        """One row of the sequence: (token + p, its query, its key and value side by side)."""
         x = token + per_client(self.positions[..., position, :], token)
-        return x, *self.attn.qkv(self.norm1(x)).chunk(3, -1)
+        return x, *self.attn.qkv(self.norm1(x)).split((self.attn.width, 2 * self.attn.width), -1)
 
     def place(self, path: list[str]) -> tuple[str, int]:
         """(role, unit): every client holds the whole of Ree."""

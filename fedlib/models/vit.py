@@ -129,7 +129,7 @@ class Block(nn.Module):
 
     def forward(self, z: torch.Tensor, first: int | None = None) -> torch.Tensor:
         """z (K, B, T, d) -> (K, B, T, d), or only its ``first`` tokens."""
-        if first is None and (written_out := run_written_out(self, z)) is not None:
+        if (written_out := run_written_out(self, z, first)) is not None:
             return written_out
         z = z[..., :first, :] + self.ls1(self.attn(self.norm1(z), first))
         return z + self.ls2(self.mlp(self.norm2(z)))

@@ -1,0 +1,144 @@
+"""A step of Ree with its backward written out, as ``written_block.py`` does for a block, and for the same reasons.
+
+Ree runs after every block on one token per image: operations so small that most of their time is PyTorch's work around
+them. ``Ree._modulate`` says the same with modules, and runs wherever this does not.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+from .layers import LayerNorm, attend_short, attend_short_backward, norm, norm_backward, per_client
+from .written_out import Map, alive, map_of, may_be_written_out, product
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The maps of Ree, who asks, and what is remembered. Tensors 0-3 are the norms' weights and biases."""
+
+    qkv: Map
+    out: Map
+    fc1: Map
+    fc2: Map
+    width: int
+    heads: int
+    eps: tuple[float, float]
+    meta: bool  # is m_0 asked for?
+    last: bool  # is m_l?
+    remember_modulated: bool  # is m_l's row added to the history, or the raw token's?
+
+    def maps(self) -> tuple[Map, ...]:
+        return self.qkv, self.out, self.fc1, self.fc2
+
+
+def run_written_out(
+    ree: nn.Module, token: torch.Tensor, kv: torch.Tensor, meta: torch.Tensor, query: torch.Tensor,
+    asks_meta: bool, asks_last: bool, remember_modulated: bool,
+) -> tuple[torch.Tensor, torch.Tensor] | None:  # fmt: skip
+    """``Ree._modulate`` on token (K, B, d) and ``Rows``: m (K, B, 1 or 2, d) and kv with one row more.
+
+    None if it must run as modules.
+    """
+    attn, mlp = ree.attn, ree.mlp
+    layers = (attn.qkv, attn.out, mlp.fc1, mlp.fc2)
+    if not may_be_written_out(token, (ree.norm1, ree.norm2, attn, mlp, *layers)):
+        return None
+    if type(ree.norm1) is not LayerNorm or type(ree.norm2) is not LayerNorm:
+        return None
+    tensors = [ree.norm1.weight, ree.norm1.bias, ree.norm2.weight, ree.norm2.bias]
+    if tensors[0].dim() != tensors[1].dim() or tensors[2].dim() != tensors[3].dim():
+        return None
+    maps = [map_of((layer,), tensors) for layer in layers]
+    if None in maps or maps[0].low_rank:
+        return None
+    plan = Plan(
+        *maps, attn.width, attn.heads, (ree.norm1.eps, ree.norm2.eps), asks_meta, asks_last, remember_modulated
+    )  # fmt: skip
+    position = per_client(ree.positions[..., kv.shape[-2], :], token)
+    return _Step.apply(plan, token, position, kv, meta, query, *alive(tensors, maps, token.shape[0]))
+
+
+class _Step(torch.autograd.Function):
+    """Eq. 2 for the rows that are asked for. All of Ree is trained, so all gradients are computed."""
+
+    @staticmethod
+    def forward(ctx, plan, token, position, kv, meta, query, *t):
+        weights = [m.weight(t) for m in plan.maps()]
+        w_qkv, w_out, w_fc1, w_fc2 = weights
+        x = token + position
+        h1, *norm1 = norm(x, t[0], t[1], plan.eps[0])
+        row = plan.qkv.apply(t, w_qkv, h1)
+        q, new = row[..., : plan.width], row[..., plan.width :]
+        seen = torch.cat((kv, new.unsqueeze(2)), 2)
+        asking = [(meta.expand_as(x), query.expand_as(q))] * plan.meta + [(x, q)] * plan.last
+        start, q = (torch.stack(parts, 2) for parts in zip(*asking, strict=True))
+        o, attention = attend_short(plan.heads, (q, seen), plan.width**-0.5)
+        y = plan.out.apply(t, w_out, o.flatten(1, 2), to=start.flatten(1, 2))
+        h2, *norm2 = norm(y, t[2], t[3], plan.eps[1])
+        u = plan.fc1.apply(t, w_fc1, h2)
+        a = F.gelu(u)
+        m = plan.fc2.apply(t, w_fc2, a, to=y).view(start.shape)
+        remembered, again = seen, (None,) * 5
+        if plan.remember_modulated:
+            x3 = m[:, :, -1] + position
+            h3, *norm3 = norm(x3, t[0], t[1], plan.eps[0])
+            row = plan.qkv.apply(t, w_qkv, h3)
+            remembered = torch.cat((kv, row[..., plan.width :].unsqueeze(2)), 2)
+            again = x3, h3, *norm3
+        ctx.save_for_backward(
+            x, h1, *norm1, q, seen, attention, o, y, h2, *norm2, u, a, *again, position, *weights, *t
+        )  # fmt: skip
+        ctx.plan = plan
+        ctx.set_materialize_grads(False)
+        return m, remembered
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, by_m, by_remembered):
+        plan = ctx.plan
+        x, h1, *rest = ctx.saved_tensors
+        norm1, (q, seen, attention, o, y, h2), norm2, (u, a) = rest[:3], rest[3:9], rest[9:12], rest[12:14]
+        (x3, h3, *norm3), position = rest[14:19], rest[19]
+        w_qkv, w_out, w_fc1, w_fc2, *t = rest[20:]
+        width, out, needed = plan.width, [None] * len(t), [True] * len(t)
+
+        by_m = q.new_zeros(*q.shape[:-1], x.shape[-1]) if by_m is None else by_m.clone()
+        by_rows, inputs = [], [h1]  # gradients of qkv's outputs, and the inputs that they belong to
+        by_position = 0
+        if plan.remember_modulated and by_remembered is not None:
+            by_row = F.pad(by_remembered[:, :, -1], (width, 0))
+            by_x3, out[0], out[1] = norm_backward(product(by_row, w_qkv), x3, norm3, t[0], (True, True, True))
+            by_m[:, :, -1] += by_x3
+            by_position = by_x3
+            by_rows, inputs = [by_row], [h1, h3]
+        by_m = by_m.flatten(1, 2)
+        by_a = plan.fc2.backward(t, w_fc2, needed, a, by_m, out)
+        by_u = torch.ops.aten.gelu_backward.grad_input(by_a, u, grad_input=by_a)
+        by_h2 = plan.fc1.backward(t, w_fc1, needed, h2, by_u, out)
+        by_y, out[2], out[3] = norm_backward(by_h2, y, norm2, t[2], (True, True, True))
+        by_y += by_m
+        by_o = plan.out.backward(t, w_out, needed, o.flatten(1, 2), by_y, out)
+        by_q, by_seen = attend_short_backward(plan.heads, (q, seen), attention, by_o.view_as(o), width**-0.5)
+        by_start = by_y.view(*q.shape[:-1], -1)
+        by_kv = by_seen[:, :, :-1]
+        if by_remembered is not None:
+            by_kv = by_kv + by_remembered[:, :, :-1]
+            if not plan.remember_modulated:
+                by_seen[:, :, -1] += by_remembered[:, :, -1]
+
+        by_meta = by_start[:, :, 0].sum(1, keepdim=True) if plan.meta else None
+        by_query = by_q[:, :, 0].sum(1, keepdim=True) if plan.meta else None
+        by_new = by_seen[:, :, -1]
+        by_row = torch.cat((by_q[:, :, -1], by_new), -1) if plan.last else F.pad(by_new, (width, 0))
+        by_rows.insert(0, by_row)
+        by_x, by_weight, by_bias = norm_backward(product(by_row, w_qkv), x, norm1, t[0], (True, True, True))
+        out[0], out[1] = (b if a is None else a + b for a, b in ((out[0], by_weight), (out[1], by_bias)))
+        if plan.last:
+            by_x += by_start[:, :, -1]
+        by_rows, inputs = (x[0] if len(x) == 1 else torch.cat(x, 1) for x in (by_rows, inputs))
+        plan.qkv.backward(t, w_qkv, needed, inputs, by_rows, out, reaches_x=False)
+        by_position = (by_x + by_position).sum_to_size(position.shape)
+        return None, by_x, by_position, by_kv, by_meta, by_query, *out
