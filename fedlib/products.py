@@ -75,7 +75,24 @@ def _load() -> ctypes.CDLL | None:
 
 
 _registered: list[torch.library.Library] = []  # the overrides live as long as these
-_by_head: list[Callable] = []  # what multiplies the heads of an attention, once OpenBLAS was chosen
+_by_client: list[Callable] = []  # what multiplies (K, M, D) and (K, D, N), once OpenBLAS was chosen
+_by_head: list[Callable] = []  # what multiplies the heads of an attention
+
+
+def matmul(x: torch.Tensor, y: torch.Tensor, to: torch.Tensor | None = None) -> torch.Tensor:
+    """x (K, M, D) times y (D, N) or (K, D, N): (K, M, N), added to ``to`` in place if given. Not for autograd.
+
+    The numbers of ``bmm`` and ``mm``, without their way through PyTorch's dispatcher.
+    """
+    shape = (*x.shape[:2], y.shape[-1])
+    if y.dim() == 2:
+        x, y = x.reshape(1, -1, x.shape[-1]), y.unsqueeze(0)
+    out = to if to is None else to.view(x.shape[0], -1, shape[-1])
+    if _by_client and not is_in_torch_dispatch_mode() and _suit(x, y, out):
+        beta = 0.0 if out is None else 1.0
+        out = x.new_empty(*x.shape[:2], shape[-1]) if out is None else out
+        return _by_client[0](x, y, out, beta).view(shape)
+    return torch.bmm(x, y).view(shape) if out is None else out.baddbmm_(x, y).view(shape)
 
 
 def heads_multiplier() -> Callable[..., torch.Tensor]:
@@ -98,37 +115,37 @@ def _override(library: ctypes.CDLL) -> None:
     """Make OpenBLAS the CPU's kernel of the four products. What does not suit it goes on to PyTorch's own."""
     multiply, by_head = _multipliers(library)
     aten = torch.ops.aten
-    _by_head[:] = [by_head]
+    _by_client[:], _by_head[:] = [multiply], [by_head]
 
     def bmm(x, y):
-        if not (x.dim() == y.dim() == 3 and len(x) == len(y) and _suit(x, y)):
+        if not (x.dim() == y.dim() == 3 and x.shape[0] == y.shape[0] and _suit(x, y)):
             return aten.bmm.out(x, y, out=x.new_empty(0))
-        return multiply(x, y, x.new_empty(len(x), x.shape[1], y.shape[2]), 0.0)
+        return multiply(x, y, x.new_empty(x.shape[0], x.shape[1], y.shape[2]), 0.0)
 
     def baddbmm(start, x, y, *, beta=1, alpha=1):
-        if not (beta == alpha == 1 and x.dim() == y.dim() == 3 and len(x) == len(y) and _suit(x, y, start)):
+        if not (beta == alpha == 1 and x.dim() == y.dim() == 3 and x.shape[0] == y.shape[0] and _suit(x, y, start)):
             return aten.baddbmm.out(start, x, y, beta=beta, alpha=alpha, out=x.new_empty(0))
-        return multiply(x, y, x.new_empty(len(x), x.shape[1], y.shape[2]).copy_(start), 1.0)
+        return multiply(x, y, x.new_empty(x.shape[0], x.shape[1], y.shape[2]).copy_(start), 1.0)
 
     def mm(x, y):
         if not (x.dim() == y.dim() == 2 and _suit(x, y)):
             return aten.mm.out(x, y, out=x.new_empty(0))
-        return multiply(x[None], y[None], x.new_empty(1, len(x), y.shape[1]), 0.0)[0]
+        return multiply(x[None], y[None], x.new_empty(1, x.shape[0], y.shape[1]), 0.0)[0]
 
     def addmm(start, x, y, *, beta=1, alpha=1):
         if not (beta == alpha == 1 and x.dim() == y.dim() == 2 and _suit(x, y, start)):
             return aten.addmm.out(start, x, y, beta=beta, alpha=alpha, out=x.new_empty(0))
-        return multiply(x[None], y[None], x.new_empty(1, len(x), y.shape[1]).copy_(start), 1.0)[0]
+        return multiply(x[None], y[None], x.new_empty(1, x.shape[0], y.shape[1]).copy_(start), 1.0)[0]
 
     def baddbmm_(out, x, y, *, beta=1, alpha=1):
-        fits = beta == alpha == 1 and x.dim() == y.dim() == 3 and len(x) == len(y) and _suit(x, y, out)
-        if fits and out.shape == (len(x), x.shape[1], y.shape[2]) and _is_by_rows(out):
+        fits = beta == alpha == 1 and x.dim() == y.dim() == 3 and x.shape[0] == y.shape[0] and _suit(x, y, out)
+        if fits and out.shape == (x.shape[0], x.shape[1], y.shape[2]) and _is_by_rows(out):
             return multiply(x, y, out, 1.0)
         return out.copy_(baddbmm(out, x, y, beta=beta, alpha=alpha))
 
     def addmm_(out, x, y, *, beta=1, alpha=1):
         fits = beta == alpha == 1 and x.dim() == y.dim() == 2 and _suit(x, y, out)
-        if fits and out.shape == (len(x), y.shape[1]) and _is_by_rows(out[None]):
+        if fits and out.shape == (x.shape[0], y.shape[1]) and _is_by_rows(out[None]):
             multiply(x[None], y[None], out[None], 1.0)
             return out
         return out.copy_(addmm(out, x, y, beta=beta, alpha=alpha))

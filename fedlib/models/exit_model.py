@@ -13,7 +13,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..slices import STEM, ParamInfo, Slice
+from .tokens import put_token, take_token
 from .vit import ViT
+
+
+def _first(x: torch.Tensor, clients: int) -> torch.Tensor:
+    """``x`` of the first ``clients``."""
+    return x if x.shape[0] == clients else x[:clients]
 
 
 @dataclass(frozen=True)
@@ -73,7 +79,7 @@ class ExitModel(nn.Module):
             if cached is not None and block < len(cached.class_tokens):
                 token = cached.class_tokens[block][: alive[block]]
             else:
-                z = z[: alive[block]]
+                z = _first(z, alive[block])
                 origin = z[..., at, :] if reads_update else origin
                 token, z = self._advance(block, z, alive[block + 1])
                 token = (token - origin) / scale if origin is not None else token
@@ -83,9 +89,9 @@ class ExitModel(nn.Module):
                 out = out if self.head.per_exit else out[lo:hi]
                 logits[exit_of[block]] = F.pad(out, (0, 0, 0, 0, lo, clients - hi))
             if handed_back is not None and alive[block + 1]:
-                z = z[: alive[block + 1]]
-                new = (origin + scale * handed_back if origin is not None else handed_back)[: len(z)]
-                z = torch.cat((z[..., :at, :], new.unsqueeze(-2), z[..., at + 1 :, :]), -2)  # Eq. 4
+                z = _first(z, alive[block + 1])
+                new = _first(origin + scale * handed_back if origin is not None else handed_back, alive[block + 1])
+                z = put_token(z, new, at)  # Eq. 4
         blank = torch.zeros_like(next(x for x in logits if x is not None))
         return torch.stack([blank if x is None else x for x in logits])
 
@@ -99,14 +105,15 @@ class ExitModel(nn.Module):
         at = self.vit.config.class_token
         if on == len(z) or self.whole_blocks:
             z = self.vit.run(z, block, block + 1)
-            return z[..., at, :], z
+            return take_token(z, at)
         if not on:
             return self.vit.run_to_token(z, block), z
         with self._clients_of(block, slice(0, on)):
             further = self.vit.run(z[:on], block, block + 1)
         with self._clients_of(block, slice(on, len(z))):
             ending = self.vit.run_to_token(z[on:], block)
-        return torch.cat((further[..., at, :], ending)), further
+        token, further = take_token(further, at)
+        return torch.cat((token, ending)), further
 
     @contextmanager
     def _clients_of(self, block: int, rows: slice):

@@ -25,7 +25,7 @@ def per_client(p: torch.Tensor, x: torch.Tensor, base_dims: int = 1) -> torch.Te
 
 
 def _alive(p: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    return p if len(p) == len(x) else p[: len(x)]
+    return p if p.shape[0] == x.shape[0] else p[: x.shape[0]]
 
 
 def _is_cast(x: torch.Tensor) -> bool:
@@ -51,14 +51,14 @@ class Linear(nn.Linear):
         if weight.dim() == 3:
             weight = _alive(weight, x)
             bias = _alive(bias, x) if bias is not None and bias.dim() == 2 else bias
-            if len(weight) == 1:  # a cohort of one is ordinary sequential training
+            if weight.shape[0] == 1:  # a cohort of one is ordinary sequential training
                 weight = weight.squeeze(0)  # unlike weight[0], its gradient is not written into zeros first
                 bias = bias.squeeze(0) if bias is not None and bias.dim() == 2 else bias
         if weight.dim() == 2:
             if bias is None or bias.dim() == 1:
                 return F.linear(x, weight, bias)
             return F.linear(x, weight) + per_client(bias, x)
-        flat = x.reshape(len(weight), -1, x.shape[-1])  # (K, B*tokens, in)
+        flat = x.reshape(weight.shape[0], -1, x.shape[-1])  # (K, B*tokens, in)
         bias = bias.unsqueeze(1) if bias is not None and bias.dim() == 2 else bias
         if _is_cast(x):
             y = torch.bmm(flat, weight.mT) if bias is None else torch.baddbmm(bias, flat, weight.mT)
@@ -99,12 +99,12 @@ class LayerNorm(nn.LayerNorm):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weight, bias = (_alive(p, x) if p.dim() == 2 else p for p in (self.weight, self.bias))
-        if len(x) == 1:
+        if x.shape[0] == 1:
             weight, bias = (p.squeeze(0) if p.dim() == 2 else p for p in (weight, bias))
         if weight.dim() == bias.dim() == 1:
             return F.layer_norm(x, x.shape[-1:], weight, bias, self.eps)
         if weight.dim() == bias.dim() and not _is_cast(x):
-            return _StackedLayerNorm.apply(x.reshape(len(x), -1, x.shape[-1]), weight, bias, self.eps).view(x.shape)
+            return _StackedLayerNorm.apply(x.reshape(x.shape[0], -1, x.shape[-1]), weight, bias, self.eps).view(x.shape)
         y = F.layer_norm(x, x.shape[-1:], eps=self.eps)
         return torch.addcmul(per_client(bias, x), y, per_client(weight, x))
 

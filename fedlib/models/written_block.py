@@ -69,7 +69,7 @@ class _Block(torch.autograd.Function):
     @staticmethod
     def forward(ctx, plan, z, *t):
         sequences, dim = z.shape[:2], z.shape[-1]
-        z = z.reshape(len(z), -1, dim)
+        z = z.reshape(z.shape[0], -1, dim)
         weights = [m.weight(t) for m in plan.maps()]
         *w_qkv, w_proj, w_fc1, w_fc2 = weights
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
+from ..products import matmul
 from .layers import Linear
 
 Tensors = Sequence[torch.Tensor | None]
@@ -48,8 +49,8 @@ class LowRank:
             by_weight = product_over_rows(grad, x, stacked=down.dim() == 3).mul_(self.scaling)
             by_up, by_down = by_weight @ down.mT, up.mT @ by_weight
         else:
-            by_up = product_over_rows(grad, product(x, down.mT).mul_(self.scaling), stacked=up.dim() == 3)
-            by_down = product_over_rows(product(grad, up).mul_(self.scaling), x, stacked=down.dim() == 3)
+            by_up = product_over_rows(grad, matmul(x, down.mT).mul_(self.scaling), stacked=up.dim() == 3)
+            by_down = product_over_rows(matmul(grad, up).mul_(self.scaling), x, stacked=down.dim() == 3)
         out[self.up], out[self.down] = by_up if needed[self.up] else None, by_down if needed[self.down] else None
 
 
@@ -79,24 +80,17 @@ class Map:
         return weight
 
     def apply(self, t: Tensors, weight: torch.Tensor, x: torch.Tensor, to: torch.Tensor | None = None) -> torch.Tensor:
-        """x (K, N, in) -> (K, N, out), added to ``to`` if given."""
+        """x (K, N, in) -> (K, N, out), added to a copy of ``to`` if given."""
         biases = [t[i] for i in self.biases]
         if to is None and not biases:
-            return product(x, weight.mT)
-        bias = None if not biases else biases[0] if len(biases) == 1 else torch.cat(biases, -1)
-        bias = bias.unsqueeze(1) if bias is not None and bias.dim() == 2 else bias
-        shape = (*x.shape[:2], weight.shape[-2])
-        y = (
-            bias.expand(shape).clone(memory_format=torch.contiguous_format)
-            if to is None
-            else to.clone()
-            if bias is None
-            else to + bias
-        )
-        if weight.dim() == 3:
-            return y.baddbmm_(x, weight.mT)
-        y.flatten(0, 1).addmm_(x.flatten(0, 1), weight.mT)
-        return y
+            return matmul(x, weight.mT)
+        if not biases:
+            return matmul(x, weight.mT, to.clone())
+        bias = biases[0] if len(biases) == 1 else torch.cat(biases, -1)
+        bias = bias.unsqueeze(1) if bias.dim() == 2 else bias
+        if to is not None:
+            return matmul(x, weight.mT, to + bias)
+        return matmul(x, weight.mT, x.new_empty(*x.shape[:2], weight.shape[-2]).copy_(bias))
 
     def backward(
         self, t: Tensors, weight: torch.Tensor, needed: Sequence[bool], x: torch.Tensor, grad: torch.Tensor, out: list,
@@ -114,17 +108,14 @@ class Map:
         for a in self.low_rank:
             if needed[a.down] or needed[a.up]:
                 a.backward(t, needed, x, grad, out)
-        return product(grad, weight) if reaches_x else None
-
-
-def product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    """x (K, N, m) w, of all clients (m, n) or of each (K, m, n): (K, N, n)."""
-    return torch.bmm(x, w) if w.dim() == 3 else torch.mm(x.flatten(0, 1), w).view(*x.shape[:2], -1)
+        return matmul(grad, weight) if reaches_x else None
 
 
 def product_over_rows(grad: torch.Tensor, x: torch.Tensor, stacked: bool) -> torch.Tensor:
     """grad^T x: of each client (K, out, in), or summed over clients (out, in)."""
-    return torch.bmm(grad.mT, x) if stacked else torch.mm(grad.flatten(0, 1).t(), x.flatten(0, 1))
+    if stacked:
+        return matmul(grad.mT, x)
+    return matmul(grad.reshape(1, -1, grad.shape[-1]).mT, x.reshape(-1, x.shape[-1])).squeeze(0)
 
 
 def map_of(layers: Sequence[nn.Module], tensors: list) -> Map | None:

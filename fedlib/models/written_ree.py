@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
+from ..products import matmul
 from .layers import LayerNorm, attend_short, attend_short_backward, norm, norm_backward, per_client
-from .written_out import Map, alive, map_of, may_be_written_out, product
+from .written_out import Map, alive, map_of, may_be_written_out
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,7 @@ class _Step(torch.autograd.Function):
         by_position = 0
         if plan.remember_modulated and by_remembered is not None:
             by_row = F.pad(by_remembered[:, :, -1], (width, 0))
-            by_x3, out[0], out[1] = norm_backward(product(by_row, w_qkv), x3, norm3, t[0], (True, True, True))
+            by_x3, out[0], out[1] = norm_backward(matmul(by_row, w_qkv), x3, norm3, t[0], (True, True, True))
             by_m[:, :, -1] += by_x3
             by_position = by_x3
             by_rows, inputs = [by_row], [h1, h3]
@@ -134,7 +135,7 @@ class _Step(torch.autograd.Function):
         by_new = by_seen[:, :, -1]
         by_row = torch.cat((by_q[:, :, -1], by_new), -1) if plan.last else F.pad(by_new, (width, 0))
         by_rows.insert(0, by_row)
-        by_x, by_weight, by_bias = norm_backward(product(by_row, w_qkv), x, norm1, t[0], (True, True, True))
+        by_x, by_weight, by_bias = norm_backward(matmul(by_row, w_qkv), x, norm1, t[0], (True, True, True))
         out[0], out[1] = (b if a is None else a + b for a, b in ((out[0], by_weight), (out[1], by_bias)))
         if plan.last:
             by_x += by_start[:, :, -1]
