@@ -1,7 +1,8 @@
 """The frozen prefix: leading blocks that nothing trains or feeds back into give the same output all run long.
 
 So it is computed once per example and kept on the training device: of the training set where there is no augmentation,
-of the test set always. With a frozen backbone and no feedback only class tokens are left to keep.
+of the test set always. Of the blocks inside, only class tokens that the head reads are kept; with a frozen backbone and
+no feedback nothing else is.
 """
 
 import math
@@ -30,7 +31,8 @@ class PrefixCache:
         self.goes_on = blocks < model.exit_blocks[-1] + 1  # does anything run after the prefix?
         tokens = config.num_patches + config.prefix_tokens if self.goes_on else 0
         self.z = _empty(n, tokens, config.dim, device=device)  # pages of rows never asked for are never touched
-        self.class_tokens = _empty(blocks, n, config.dim, device=device)
+        self.read = tuple(b for b in range(blocks) if model.head.reads(b))
+        self.class_tokens = _empty(len(self.read), n, config.dim, device=device)
         self._ready = _empty(n, device="cpu", dtype=torch.uint8).numpy().view(bool)
         self._lock = threading.Lock()
 
@@ -39,10 +41,10 @@ class PrefixCache:
         """Memory of a full cache in bytes."""
         config, goes_on = model.vit.config, blocks < model.exit_blocks[-1] + 1
         tokens = config.num_patches + config.prefix_tokens if goes_on else 0
-        return 4 * n * config.dim * (tokens + blocks)
+        return 4 * n * config.dim * (tokens + sum(map(model.head.reads, range(blocks))))
 
     @torch.no_grad()
-    def fill(self, model: ExitModel, rows: np.ndarray, batch_size: int = 256) -> None:
+    def fill(self, model: ExitModel, rows: np.ndarray, batch_size: int = 128) -> None:
         """Compute what is missing of ``rows`` with ``model``, whose frozen parameters must be in place."""
         missing = np.unique(rows)
         missing = missing[~self._ready[missing]]
@@ -50,7 +52,8 @@ class PrefixCache:
             part = torch.from_numpy(missing[a : a + batch_size]).to(self.device)
             made = model.prefix(self.render(part)[None], self.blocks)
             with self._lock:
-                self.class_tokens[:, part] = made.class_tokens[:, 0]
+                for kept, block in zip(self.class_tokens, self.read, strict=True):
+                    kept[part] = made.class_tokens[block][0]
                 if self.goes_on:
                     length = made.z.shape[-2]  # of sentences, the longest of the batch
                     self.z[part, :length], self.z[part, length:] = made.z[0], 0
@@ -58,7 +61,8 @@ class PrefixCache:
 
     def __call__(self, rows: torch.Tensor) -> Prefix:
         """The prefix of filled ``rows`` (K, B)."""
-        return Prefix(self.z[rows], self.class_tokens[:, rows])
+        tokens = {block: kept[rows] for kept, block in zip(self.class_tokens, self.read, strict=True)}
+        return Prefix(self.blocks, self.z[rows], tokens)
 
 
 def _empty(*shape: int, device: torch.device | str, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -88,7 +88,8 @@ def matmul(x: torch.Tensor, y: torch.Tensor, to: torch.Tensor | None = None) -> 
     if y.dim() == 2:
         x, y = x.reshape(1, -1, x.shape[-1]), y.unsqueeze(0)
     out = to if to is None else to.view(x.shape[0], -1, shape[-1])
-    if _by_client and not is_in_torch_dispatch_mode() and _suit(x, y, out):
+    fits = x.shape[0] == y.shape[0] and (out is None or (out.shape[1] == x.shape[1] and _is_by_rows(out)))
+    if _by_client and fits and not is_in_torch_dispatch_mode() and _suit(x, y, out):
         beta = 0.0 if out is None else 1.0
         out = x.new_empty(*x.shape[:2], shape[-1]) if out is None else out
         return _by_client[0](x, y, out, beta).view(shape)

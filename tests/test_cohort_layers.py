@@ -7,7 +7,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from fedlib import products
-from fedlib.models.layers import LayerNorm, Linear, attend, attend_short, attend_short_backward
+from fedlib.models.layers import LayerNorm, Linear
+from fedlib.models.multi_head import attend, attend_short, attend_short_backward
 from fedlib.products import choose_products, heads_multiplier
 
 
@@ -57,10 +58,13 @@ def multiplying(request, monkeypatch):
         (1, 1, 1, None),
         (2, 4, 24, 0.5),
         (40, 40, 3, None),
+        (16, 16, 3, None),
+        (3, 20, 12, 0.5),
+        (1, 13, 12, None),
     ],
 )
 def test_attention_written_out_equals_the_fused_kernel(queries, tokens, heads, scale, multiplying):
-    """One query or as many as tokens, one key, one feature a head; 40 queries go to the kernel itself."""
+    """One query or as many as tokens, one key, narrow heads; 40 queries go to the kernel itself."""
     shapes = [(2, 3, queries, 24), (2, 3, tokens, 24), (2, 3, tokens, 24)]
     ours, fused = (
         [torch.randn(s, generator=generator(i)).requires_grad_() for i, s in enumerate(shapes)] for _ in "ab"
@@ -77,13 +81,26 @@ def test_attention_written_out_equals_the_fused_kernel(queries, tokens, heads, s
         torch.testing.assert_close(a, b)
 
 
-def test_attention_of_one_tensor_equals_that_of_three(multiplying):
+@pytest.mark.parametrize("heads", [1, 2, 8])
+def test_attention_of_one_tensor_equals_that_of_three(heads, multiplying):
     qkv, grad = torch.randn(2, 3, 5, 24, generator=generator(0)), torch.randn(2, 3, 5, 8, generator=generator(1))
     parts = [x.contiguous() for x in qkv.chunk(3, -1)]
-    (together, attention), (apart, _) = attend_short(2, (qkv,)), attend_short(2, parts)
+    (together, attention), (apart, _) = attend_short(heads, (qkv,)), attend_short(heads, parts)
     torch.testing.assert_close(together, apart)
-    (one,), three = (attend_short_backward(2, x, attention, grad) for x in ((qkv,), parts))
+    (one,), three = (attend_short_backward(heads, x, attention, grad) for x in ((qkv,), parts))
     torch.testing.assert_close(one, torch.cat(three, -1))
+
+
+@pytest.mark.parametrize("tokens", [5, 20])
+def test_attention_to_one_of_many_does_not_overflow(tokens, multiplying):
+    """Scores of up to 4e6: each query attends to the key that points its way, and no gradient is left."""
+    q = 1000 * torch.eye(4).view(1, 1, 4, 4)
+    k = torch.cat((4 * q, torch.zeros(1, 1, tokens - 4, 4)), 2)
+    v = torch.randn(1, 1, tokens, 4, generator=generator())
+    q, k = q.requires_grad_(), k.requires_grad_()
+    out = attend(1, q, k, v, scale=1.0)
+    torch.testing.assert_close(out, v[:, :, :4])
+    assert not any(g.any() for g in torch.autograd.grad(out.sum(), (q, k)))
 
 
 def test_attention_by_hand(multiplying):

@@ -63,10 +63,11 @@ def test_evaluation_with_sub_models_of_unequal_depth_uses_the_prefix():
 
 def test_a_prefix_that_takes_too_much_memory_is_not_kept(monkeypatch):
     f = build_federation(TINY.replace(finetune="frozen", method="depthfl"))
-    # 100 examples x 64 features x 4 bytes x (17 tokens + 8 class tokens); of a whole backbone 12 class tokens only
-    assert PrefixCache.bytes_needed(f.model, 8, 100) == 100 * 64 * 4 * 25
-    assert PrefixCache.bytes_needed(f.model, 12, 100) == 100 * 64 * 4 * 12
-    monkeypatch.setattr("fedlib.prefix.free_memory", lambda device: 4 * 100 * 64 * 4 * 25 - 1)
+    # 100 examples x 64 features x 4 bytes x (17 tokens + class tokens of the exits 2, 5); of a whole backbone only
+    # those of its four exits
+    assert PrefixCache.bytes_needed(f.model, 8, 100) == 100 * 64 * 4 * 19
+    assert PrefixCache.bytes_needed(f.model, 12, 100) == 100 * 64 * 4 * 4
+    monkeypatch.setattr("fedlib.prefix.free_memory", lambda device: 4 * 100 * 64 * 4 * 19 - 1)
     assert build_prefix_cache(f.model, 8, 100, None, torch.device("cpu")) is None
     assert build_prefix_cache(f.model, 12, 100, None, torch.device("cpu")) is not None
     assert build_prefix_cache(f.model, 0, 100, None, torch.device("cpu")) is None

@@ -59,6 +59,36 @@ def test_all_four_products_in_every_layout(openblas, batch, m, d, n, left, right
     assert openblas == [True] * 4
 
 
+@pytest.mark.parametrize("right", FORM)
+@pytest.mark.parametrize("left", FORM)
+@pytest.mark.parametrize("chosen", [True, False])
+def test_matmul_in_every_layout(openblas, monkeypatch, chosen, left, right):
+    x, y, start = FORM[left](normal(4, 33, 17)), FORM[right](normal(4, 17, 9, seed=1)), normal(4, 33, 9, seed=2)
+    if not chosen:
+        monkeypatch.setattr(products, "_by_client", [])
+    for matrix in (y, y[0]):
+        exact = x.double() @ matrix.double()
+        torch.testing.assert_close(products.matmul(x, matrix), exact.float(), rtol=1e-5, atol=1e-5)
+        to = start.clone()
+        assert products.matmul(x, matrix, to).data_ptr() == to.data_ptr()
+        torch.testing.assert_close(to, (start + exact).float(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        ((2, 3, 4), (2, 5, 6)),
+        ((2, 3, 4), (3, 4, 6)),
+        ((2, 3, 4), (5, 6)),
+        ((2, 3, 4), (2, 4, 6), (2, 4, 6)),
+        ((2, 3, 4), (4, 6), (2, 3, 5)),
+    ],
+)
+def test_matmul_refuses_what_does_not_fit(openblas, shapes):
+    with pytest.raises(RuntimeError):
+        products.matmul(*(torch.zeros(s) for s in shapes))
+
+
 @pytest.mark.parametrize("form", FORM)
 @pytest.mark.parametrize(("batch", "m", "d", "n"), [(1, 1, 1, 1), (3, 1, 5, 4), (2, 7, 1, 3), (4, 33, 17, 9)])
 def test_products_added_in_place_in_every_layout(openblas, batch, m, d, n, form):

@@ -24,10 +24,11 @@ def _first(x: torch.Tensor, clients: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Prefix:
-    """What leading blocks made of a batch: all tokens after the last, class tokens after each."""
+    """What leading ``blocks`` made of a batch: all tokens after the last, and the class tokens that the head reads."""
 
+    blocks: int
     z: torch.Tensor  # (K, B, T, d)
-    class_tokens: torch.Tensor  # (blocks, K, B, d)
+    class_tokens: Mapping[int, torch.Tensor]  # by block, (K, B, d)
 
 
 class ExitModel(nn.Module):
@@ -65,7 +66,7 @@ class ExitModel(nn.Module):
         """
         cached = images if isinstance(images, Prefix) else None
         z = self.vit.stem(images) if cached is None else cached.z  # (K, B, T, d)
-        clients, depth = len(images.class_tokens[0] if cached else images), self.exit_blocks[-1] + 1
+        clients, depth = z.shape[0], self.exit_blocks[-1] + 1
         alive = [*(alive if alive is not None else [clients] * depth), 0]
         spans = spans if spans is not None else {j: (0, clients) for j in range(len(self.exit_blocks))}
         exit_of = {block: j for j, block in enumerate(self.exit_blocks)}
@@ -76,8 +77,10 @@ class ExitModel(nn.Module):
             if not alive[block]:
                 break
             origin, scale = self._units(block)
-            if cached is not None and block < len(cached.class_tokens):
-                token = cached.class_tokens[block][: alive[block]]
+            if cached is not None and block < cached.blocks:
+                if not self.head.reads(block):
+                    continue
+                token = _first(cached.class_tokens[block], alive[block])
             else:
                 z = _first(z, alive[block])
                 origin = z[..., at, :] if reads_update else origin
@@ -140,14 +143,15 @@ class ExitModel(nn.Module):
     @torch.no_grad()
     def prefix(self, images: torch.Tensor, blocks: int) -> Prefix:
         """The output of the first ``blocks`` blocks for one model's images (1, B, C, H, W)."""
-        z, tokens, config = self.vit.stem(images), [], self.vit.config
+        z, tokens, config = self.vit.stem(images), {}, self.vit.config
         for block in range(blocks):
             origin, scale = self._units(block)
             origin = z[..., config.class_token, :] if config.reads_update else origin
             z = self.vit.run(z, block, block + 1)
-            token = z[..., config.class_token, :]
-            tokens.append((token - origin) / scale if origin is not None else token)
-        return Prefix(z, torch.stack(tokens))
+            if self.head.reads(block):
+                token = z[..., config.class_token, :]
+                tokens[block] = (token - origin) / scale if origin is not None else token
+        return Prefix(blocks, z, tokens)
 
     def infos(self) -> dict[str, ParamInfo]:
         """Axes, role, unit and full shape of every parameter."""

@@ -1,7 +1,8 @@
 """Exits as classifiers on the class token: one per exit (every method but ReeFL), or one shared by all.
 
 A *head* has ``per_exit`` (does each exit own its parameters?), ``first_hand_back`` (after which block it first hands a
-token back), ``step(block, token, past)`` and ``place(path)``.
+token back), ``reads(block)`` (does it look at the class token after that block?), ``step(block, token, past)`` and
+``place(path)``.
 """
 
 import math
@@ -40,6 +41,9 @@ class Classifiers(nn.Module):
         init_normal_(self, generator)
         return self
 
+    def reads(self, block: int) -> bool:
+        return block in self.exit_blocks
+
     def step(self, block: int, token: torch.Tensor, past: list):
         """After ``block``: (logits (K, B, C) or None, no token)."""
         if block not in self.exit_blocks or not len(token):
@@ -66,6 +70,9 @@ class SharedClassifier(nn.Module):
     def init_(self, generator: torch.Generator) -> "SharedClassifier":
         init_normal_(self, generator)
         return self
+
+    def reads(self, block: int) -> bool:
+        return block in self.exit_blocks
 
     def step(self, block: int, token: torch.Tensor, past: list):
         return (self.classifier(token) if block in self.exit_blocks else None), None

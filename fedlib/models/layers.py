@@ -13,8 +13,6 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from ..products import heads_multiplier
-
 
 def per_client(p: torch.Tensor, x: torch.Tensor, base_dims: int = 1) -> torch.Tensor:
     """Reshape ``p`` so that it broadcasts against ``x (K, ..., base shape)``; a shared ``p`` needs no reshaping."""
@@ -28,7 +26,7 @@ def _alive(p: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return p if p.shape[0] == x.shape[0] else p[: x.shape[0]]
 
 
-def _is_cast(x: torch.Tensor) -> bool:
+def is_cast(x: torch.Tensor) -> bool:
     """Does autocast choose the precision of operations on ``x``?"""
     return x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
 
@@ -60,7 +58,7 @@ class Linear(nn.Linear):
             return F.linear(x, weight) + per_client(bias, x)
         flat = x.reshape(weight.shape[0], -1, x.shape[-1])  # (K, B*tokens, in)
         bias = bias.unsqueeze(1) if bias is not None and bias.dim() == 2 else bias
-        if _is_cast(x):
+        if is_cast(x):
             y = torch.bmm(flat, weight.mT) if bias is None else torch.baddbmm(bias, flat, weight.mT)
         else:
             y = _StackedLinear.apply(flat, weight, bias)
@@ -103,7 +101,7 @@ class LayerNorm(nn.LayerNorm):
             weight, bias = (p.squeeze(0) if p.dim() == 2 else p for p in (weight, bias))
         if weight.dim() == bias.dim() == 1:
             return F.layer_norm(x, x.shape[-1:], weight, bias, self.eps)
-        if weight.dim() == bias.dim() and not _is_cast(x):
+        if weight.dim() == bias.dim() and not is_cast(x):
             return _StackedLayerNorm.apply(x.reshape(x.shape[0], -1, x.shape[-1]), weight, bias, self.eps).view(x.shape)
         y = F.layer_norm(x, x.shape[-1:], eps=self.eps)
         return torch.addcmul(per_client(bias, x), y, per_client(weight, x))
@@ -150,90 +148,6 @@ def norm_backward(
         (grad * plain).sum(1) if needed[1] else None,
         grad.sum(1) if needed[2] else None,
     )
-
-
-def attend(
-    heads: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-    mask: torch.Tensor | None = None, scale: float | None = None,
-) -> torch.Tensor:  # fmt: skip
-    """``softmax(scale q k^T) v`` of every head, q (K, B, T, a), k and v (K, B, n, a) -> (K, B, T, a).
-
-    The a features are the heads', one after the other; ``scale`` is 1/sqrt(a/heads) unless given. To train short
-    sequences on a CPU, products that keep the attention are quicker than PyTorch's fused kernel, which computes it
-    again in the backward.
-    """
-    plain = mask is None and q.dtype is torch.float32 and q.numel() and not _is_cast(q)
-    if plain and q.device.type == "cpu" and torch.is_grad_enabled() and is_short(q.shape[-2], q.shape[-1] // heads):
-        return _ShortAttention.apply(heads, scale, q, k, v)
-    out = F.scaled_dot_product_attention(*(_heads(x, heads) for x in (q, k, v)), mask, scale=scale)
-    return out.transpose(1, 2).reshape(q.shape)
-
-
-def is_short(queries: int, width: int) -> bool:
-    """Is attention worth keeping for the backward? That of long sequences would fill the memory."""
-    return queries <= 2 * width
-
-
-def _heads(x: torch.Tensor, heads: int) -> torch.Tensor:
-    """(K, B, T, a) -> (K*B, heads, T, a/heads), a view where ``x`` allows it."""
-    return x.reshape(-1, x.shape[-2], heads, x.shape[-1] // heads).transpose(1, 2)
-
-
-class _ShortAttention(torch.autograd.Function):
-    """Attention that is kept for the backward."""
-
-    @staticmethod
-    def forward(ctx, heads, scale, *qkv):
-        qkv = tuple(x.contiguous() for x in qkv)
-        out, attention = attend_short(heads, qkv, scale)
-        ctx.save_for_backward(attention, *qkv)
-        ctx.options = heads, scale
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        (attention, *qkv), (heads, scale) = ctx.saved_tensors, ctx.options
-        return None, None, *attend_short_backward(heads, qkv, attention, grad.contiguous(), scale)
-
-
-def attend_short(
-    heads: int, qkv: Sequence[torch.Tensor], scale: float | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """:func:`attend` on contiguous tensors, and the attention (K*B, heads, T, n) for the backward.
-
-    ``qkv`` are q, k and v, or q and a tensor (K, B, n, 2a) with the others side by side, or one (K, B, T, 3a) with all
-    three. Heads are read and written where they lie among the features.
-    """
-    q, k, v = (_heads(x, heads) for x in _parts(qkv))
-    scale = q.shape[3] ** -0.5 if scale is None else scale
-    multiply = heads_multiplier()
-    attention = multiply(q, k.mT, q.new_empty(*q.shape[:3], k.shape[2]), scale).softmax(-1)
-    out = q.new_empty(*qkv[0].shape[:-1], heads * q.shape[3])
-    multiply(attention, v, _heads(out, heads))
-    return out, attention
-
-
-def attend_short_backward(
-    heads: int, qkv: Sequence[torch.Tensor], attention: torch.Tensor, grad: torch.Tensor, scale: float | None = None
-) -> list[torch.Tensor]:
-    """The gradients of ``qkv``, as it came."""
-    grads, multiply = [torch.empty_like(x) for x in qkv], heads_multiplier()
-    (q, k, v), (for_q, for_k, for_v) = ([_heads(x, heads) for x in _parts(xs)] for xs in (qkv, grads))
-    scale = q.shape[3] ** -0.5 if scale is None else scale
-    grad = _heads(grad, heads)
-    multiply(attention.mT, grad, for_v)
-    by_attention = multiply(grad, v.mT, torch.empty_like(attention))
-    by_score = torch._softmax_backward_data(by_attention, attention, -1, attention.dtype)
-    multiply(by_score, k, for_q, scale)
-    multiply(by_score.mT, q, for_k, scale)
-    return grads
-
-
-def _parts(qkv: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """q, k and v, be they apart or the last of them side by side."""
-    *apart, together = qkv
-    return *apart, *together.chunk(3 - len(apart), -1)
 
 
 def init_normal_(module: nn.Module, generator: torch.Generator, std: float = 0.02) -> None:

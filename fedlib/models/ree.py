@@ -17,7 +17,8 @@ from torch import nn
 
 from ..slices import STEM
 from .exits import Classifier
-from .layers import LayerNorm, Linear, attend, init_normal_, per_client
+from .layers import LayerNorm, Linear, init_normal_, per_client
+from .multi_head import attend
 from .vit import MLP
 from .written_ree import run_written_out
 
@@ -92,6 +93,10 @@ class Ree(nn.Module):
             self.positions.normal_(0, 0.02, generator=generator)
         return self
 
+    def reads(self, block: int) -> bool:
+        """Does it look at the class token after ``block``?"""
+        return not self.only_at_exits or block in self.exit_blocks
+
     def step(self, block: int, token: torch.Tensor, past: list):
         """After ``block``: (logits or None, token to hand back to the backbone or None). Extends ``past``.
 
@@ -101,7 +106,7 @@ class Ree(nn.Module):
         those alive.
         """
         is_exit = block in self.exit_blocks
-        if self.only_at_exits and not is_exit:
+        if not self.reads(block):
             return None, None
         rows = self._rows(token, past)
         modulated = self.modulate and block != self.exit_blocks[-1]  # nothing reads what follows the last exit

@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .layers import LayerNorm, Linear, attend, init_normal_, per_client
+from .layers import LayerNorm, Linear, init_normal_, per_client
+from .multi_head import attend
 from .written_block import run_written_out
 
 

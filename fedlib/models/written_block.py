@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from .layers import LayerNorm, attend_short, attend_short_backward, is_short, norm, norm_backward
+from .layers import LayerNorm, norm, norm_backward
+from .multi_head import attend_short, attend_short_backward, is_short
 from .written_out import Map, alive, map_of, may_be_written_out
 
 

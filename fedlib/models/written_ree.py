@@ -12,7 +12,8 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from ..products import matmul
-from .layers import LayerNorm, attend_short, attend_short_backward, norm, norm_backward, per_client
+from .layers import LayerNorm, norm, norm_backward, per_client
+from .multi_head import attend_short, attend_short_backward
 from .written_out import Map, alive, map_of, may_be_written_out
 
 
