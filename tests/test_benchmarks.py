@@ -189,3 +189,8 @@ def test_memory_of_a_population_is_not_the_peak_of_the_process_that_measures_it(
     row = scale.measure_population(20, 2)
     assert 100 < row["peak_mib"] < 2500
     assert set(row) == {"num_clients", "build_seconds", "seconds", "peak_mib"}
+
+
+def test_fresh_pages_are_timed():
+    """A page takes more than zeroing 4 KiB at 100 GB/s, and less than a millisecond."""
+    assert 0.04 < harness.fresh_page_microseconds(4) < 1000

@@ -93,6 +93,7 @@ def measure_workload(name: str, plan: Plan, profile: str) -> dict:
     """Time all systems of the plan on one workload, store the measurement and return it."""
     path = write_workload(WORKLOADS[name], folder(profile) / f"{_slug(name)}.safetensors")
     systems, missing = select(plan.systems_of(name))
+    page = harness.fresh_page_microseconds()
     with running(systems, path) as started:
         times = harness.time_interleaved(started, plan.rounds, plan.repeats)
         facts = harness.facts(started)
@@ -100,7 +101,7 @@ def measure_workload(name: str, plan: Plan, profile: str) -> dict:
         facts = facts.join(harness.peak_memory(systems, path)[["peak_mib", "processes", "measure"]])
     record = {
         "workload": name, "times": _records(times), "facts": _records(facts.reset_index()),
-        "missing": _records(missing), "provenance": provenance(Execution()),
+        "missing": _records(missing), "fresh_page_microseconds": page, "provenance": provenance(Execution()),
     }  # fmt: skip
     write_json(folder(profile) / f"{_slug(name)}.json", record)
     return record

@@ -5,6 +5,7 @@ Read next: ``systems.py`` (the systems as processes), ``prepare.py`` (the worklo
 """
 
 import ast
+import mmap
 import subprocess
 import threading
 import time
@@ -13,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pandas as pd
+import torch
 
 from .systems import RIVALS, Running, System, running, tree
 
@@ -86,6 +88,18 @@ def peak_memory(systems: Sequence[System], workload: Path, rounds: int = 3) -> p
         rows.append((system.name, sampler.measure, sampler.peak / 2**20, sampler.processes, sampler.samples))
     columns = ["system", "measure", "peak_mib", "processes", "samples"]
     return pd.DataFrame(rows, columns=columns).set_index("system")
+
+
+def fresh_page_microseconds(mib: int = 64) -> float:
+    """How long the first write to a page of memory takes here, in microseconds: a part of every first round.
+
+    Half a microsecond on a machine of one's own; many times that on a virtual one whose host has to find the page.
+    """
+    pages = mib * 2**20 // mmap.PAGESIZE
+    memory = torch.frombuffer(mmap.mmap(-1, pages * mmap.PAGESIZE), dtype=torch.uint8)
+    began = time.perf_counter()
+    memory[:: mmap.PAGESIZE] = 1
+    return 1e6 * (time.perf_counter() - began) / pages
 
 
 class MemorySampler(threading.Thread):
