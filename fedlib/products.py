@@ -84,8 +84,9 @@ def matmul(x: torch.Tensor, y: torch.Tensor, to: torch.Tensor | None = None) -> 
 
     The numbers of ``bmm`` and ``mm``, without their way through PyTorch's dispatcher.
     """
+    together = y.dim() == 2  # one matrix for all: their rows are one matrix too
     shape = (*x.shape[:2], y.shape[-1])
-    if y.dim() == 2:
+    if together:
         x, y = x.reshape(1, -1, x.shape[-1]), y.unsqueeze(0)
     out = to if to is None else to.view(x.shape[0], -1, shape[-1])
     fits = x.shape[0] == y.shape[0] and (out is None or (out.shape[1] == x.shape[1] and _is_by_rows(out)))
@@ -93,7 +94,9 @@ def matmul(x: torch.Tensor, y: torch.Tensor, to: torch.Tensor | None = None) -> 
         beta = 0.0 if out is None else 1.0
         out = x.new_empty(*x.shape[:2], shape[-1]) if out is None else out
         return _by_client[0](x, y, out, beta).view(shape)
-    return torch.bmm(x, y).view(shape) if out is None else out.baddbmm_(x, y).view(shape)
+    if together:
+        return torch.mm(x[0], y[0]).view(shape) if out is None else out[0].addmm_(x[0], y[0]).view(shape)
+    return torch.bmm(x, y) if out is None else out.baddbmm_(x, y)
 
 
 def heads_multiplier() -> Callable[..., torch.Tensor]:
