@@ -93,7 +93,7 @@ def peak_memory(systems: Sequence[System], workload: Path, rounds: int = 3) -> p
 def fresh_page_microseconds(mib: int = 64) -> float:
     """How long the first write to a page of memory takes here, in microseconds: a part of every first round.
 
-    Half a microsecond on a machine of one's own; many times that on a virtual one whose host has to find the page.
+    Many times longer on a virtual machine whose host has to find the page than where the page is at hand.
     """
     pages = mib * 2**20 // mmap.PAGESIZE
     memory = torch.frombuffer(mmap.mmap(-1, pages * mmap.PAGESIZE), dtype=torch.uint8)
