@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from .layers import LayerNorm, norm, norm_backward
+from .layers import norm, norm_backward
 from .multi_head import attend_short, attend_short_backward, is_short
-from .written_out import Map, alive, map_of, may_be_written_out
+from .written_out import Map, alive, map_of, may_be_written_out, norms_of
 
 
 @dataclass(frozen=True)
@@ -41,10 +41,8 @@ def run_written_out(block: nn.Module, z: torch.Tensor, first: int | None = None)
     attention, plain layers with or without LoRA. Modules run under a counter of operations and where a hook waits for
     one of them.
     """
-    if not block.is_plain or type(block.norm1) is not LayerNorm or type(block.norm2) is not LayerNorm:
-        return None
-    tensors = [block.norm1.weight, block.norm1.bias, block.norm2.weight, block.norm2.bias]
-    if tensors[0].dim() != tensors[1].dim() or tensors[2].dim() != tensors[3].dim():
+    tensors = norms_of(block.norm1, block.norm2) if block.is_plain else None
+    if tensors is None:
         return None
     attn, mlp = block.attn, block.mlp
     qkv = ((attn.q, attn.k, attn.v),) if first is None else ((attn.q,), (attn.k, attn.v))

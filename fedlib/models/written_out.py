@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from ..products import matmul
-from .layers import Linear
+from .layers import LayerNorm, Linear
 
 Tensors = Sequence[torch.Tensor | None]
 
@@ -116,6 +116,13 @@ def product_over_rows(grad: torch.Tensor, x: torch.Tensor, stacked: bool) -> tor
     if stacked:
         return matmul(grad.mT, x)
     return matmul(grad.reshape(1, -1, grad.shape[-1]).mT, x.reshape(-1, x.shape[-1])).squeeze(0)
+
+
+def norms_of(*layers: nn.Module) -> list[torch.Tensor] | None:
+    """Weight and bias of each layer norm, one after the other; None if they are of another kind, or mixed."""
+    if any(type(n) is not LayerNorm or n.weight.dim() != n.bias.dim() for n in layers):
+        return None
+    return [p for n in layers for p in (n.weight, n.bias)]
 
 
 def map_of(layers: Sequence[nn.Module], tensors: list) -> Map | None:

@@ -12,9 +12,9 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from ..products import matmul
-from .layers import LayerNorm, norm, norm_backward, per_client
+from .layers import norm, norm_backward, per_client
 from .multi_head import attend_short, attend_short_backward
-from .written_out import Map, alive, map_of, may_be_written_out
+from .written_out import Map, alive, map_of, may_be_written_out, norms_of
 
 
 @dataclass(frozen=True)
@@ -48,10 +48,8 @@ def run_written_out(
     layers = (attn.qkv, attn.out, mlp.fc1, mlp.fc2)
     if not may_be_written_out(token, (ree.norm1, ree.norm2, attn, mlp, *layers)):
         return None
-    if type(ree.norm1) is not LayerNorm or type(ree.norm2) is not LayerNorm:
-        return None
-    tensors = [ree.norm1.weight, ree.norm1.bias, ree.norm2.weight, ree.norm2.bias]
-    if tensors[0].dim() != tensors[1].dim() or tensors[2].dim() != tensors[3].dim():
+    tensors = norms_of(ree.norm1, ree.norm2)
+    if tensors is None:
         return None
     maps = [map_of((layer,), tensors) for layer in layers]
     if None in maps or maps[0].low_rank:
