@@ -82,7 +82,8 @@ _by_head: list[Callable] = []  # what multiplies the heads of an attention
 def matmul(x: torch.Tensor, y: torch.Tensor, to: torch.Tensor | None = None) -> torch.Tensor:
     """x (K, M, D) times y (D, N) or (K, D, N): (K, M, N), added to ``to`` in place if given. Not for autograd.
 
-    The numbers of ``bmm`` and ``mm``, without their way through PyTorch's dispatcher.
+    The numbers of ``bmm`` and ``mm``, without their way through PyTorch's dispatcher. ``RuntimeError`` if the shapes do
+    not fit.
     """
     together = y.dim() == 2  # one matrix for all: their rows are one matrix too
     shape = (*x.shape[:2], y.shape[-1])

@@ -123,7 +123,7 @@ class Ree(nn.Module):
         m, _ = self._modulate(token, self._rows(token, past), True, True, False)
         return m[..., 0, :], m[..., 1, :]
 
-    def _rows(self, token: torch.Tensor, past: list) -> "Rows":
+    def _rows(self, token: torch.Tensor, past: list) -> Rows:
         """The rows before that of ``token``, of the clients alive: at first the meta token's, the same in a batch."""
         if past:
             return past[0].of(token.shape[0])
@@ -132,8 +132,8 @@ class Ree(nn.Module):
         return Rows(kv.unsqueeze(-2).expand(-1, token.shape[1], -1, -1), x, q)
 
     def _modulate(
-        self, token: torch.Tensor, rows: "Rows", meta: bool, last: bool, remember_modulated: bool
-    ) -> tuple[torch.Tensor, "Rows"]:
+        self, token: torch.Tensor, rows: Rows, meta: bool, last: bool, remember_modulated: bool
+    ) -> tuple[torch.Tensor, Rows]:
         """m_0 (``meta``) and m_l (``last``) side by side, (K, B, 1 or 2, d), and the rows with that of ``token``.
 
         With ``remember_modulated`` m_l's is added instead.
