@@ -72,12 +72,15 @@ def test_what_is_not_asked_for_has_no_part_in_it():
     assert all(g.abs().max() > 0 for g in grads)
 
 
-@pytest.mark.parametrize("case", ["autocast", "a counter", "a hook"])
+@pytest.mark.parametrize("case", ["autocast", "no gradient", "a counter", "a hook"])
 def test_anything_else_runs_as_modules(case, monkeypatch):
     monkeypatch.setattr(written_ree._Step, "apply", lambda *_: pytest.fail("written out"))
     ree, token = make_ree(), torch.randn(1, 2, 12, generator=generator())
     if case == "autocast":
         with torch.autocast("cpu", torch.bfloat16):
+            ree.step(0, token, [])
+    elif case == "no gradient":
+        with torch.no_grad():
             ree.step(0, token, [])
     elif case == "a counter":
         with FlopCounterMode(display=False) as counter:

@@ -37,9 +37,8 @@ class Plan:
 def run_written_out(block: nn.Module, z: torch.Tensor, first: int | None = None) -> torch.Tensor | None:
     """z (K, B, T, d) after ``block``, or only its ``first`` tokens; None if it must run as modules.
 
-    Written out are plain layers with or without LoRA in float32 on a CPU, on sequences short enough to keep their
-    attention, in training and without gradients. Modules run under a counter of operations and where a hook waits for
-    one of them.
+    Written out are plain layers with or without LoRA, on sequences short enough to keep their attention, where
+    ``may_be_written_out`` allows it.
     """
     tensors = norms_of(block.norm1, block.norm2) if block.is_plain else None
     if tensors is None:
