@@ -1,6 +1,7 @@
 """Accuracy of every exit on the central test set, in percent; all exits of one model in one pass."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
@@ -18,22 +19,42 @@ def put_slice_(federation: Federation, server: Server, part: Slice) -> None:
     model.put_(take_all(server.params, infos, part))
 
 
-@torch.inference_mode()
-def exit_logits(federation: Federation, server: Server, part: Slice, batch_size: int = 500) -> torch.Tensor:
+AT_ONCE, LEAST = 500, 32  # examples that are held in memory at a time, and that are worth a thread
+
+
+def exit_logits(federation: Federation, server: Server, part: Slice) -> torch.Tensor:
     """Logits (E, N, C) of sub-model ``part`` on the test set; zeros for exits it does not hold."""
-    data, model = federation.data, federation.model
+    data, model, device = federation.data, federation.model, federation.device
     put_slice_(federation, server, part)
     alive = [int(b in part.units) for b in range(model.exit_blocks[-1] + 1)]
     spans = {j: (0, int(j in part.exits)) for j in range(len(model.exit_blocks))}
-    prefix, n = federation.test_prefix if not part.index else None, len(data.test_labels)
-    if prefix is not None:
-        prefix.fill(model, np.arange(n))
-    out = []
-    for rows in torch.arange(n, device=data.test_labels.device).split(batch_size):
-        shape = model.vit.config.input_shape
-        view = data.view(data.test_images, shape, rows)[None] if prefix is None else prefix(rows[None])
-        out.append(model(view, alive, spans)[:, 0])
-    return torch.cat(out, 1)
+    prefix = federation.test_prefix if not part.index else None
+
+    @torch.inference_mode()
+    def logits(examples: np.ndarray) -> torch.Tensor:
+        rows = torch.from_numpy(examples).to(device)
+        if prefix is None:
+            x = data.view(data.test_images, model.vit.config.input_shape, rows)[None]
+        else:
+            prefix.fill(model, examples)
+            x = prefix(rows[None])
+        return model(x, alive, spans)[:, 0]
+
+    n = len(data.test_labels)
+    held = min(n, AT_ONCE)
+    threads = max(1, min(torch.get_num_threads(), held // LEAST)) if device.type == "cpu" else 1
+    batches = np.split(np.arange(n), range(-(-held // threads), n, -(-held // threads)))
+    return torch.cat(list(_side_by_side(logits, batches, threads)), 1)
+
+
+def _side_by_side(work: Callable, parts: Sequence, threads: int) -> Iterator:
+    """``work`` of every part, in order. PyTorch's threads take a part each: together on one part they wait more."""
+    if threads == 1:
+        yield from map(work, parts)
+        return
+    own = torch.get_num_threads() // threads
+    with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(own,)) as pool:
+        yield from pool.map(work, parts)
 
 
 def evaluate(federation: Federation, server: Server) -> Mapping[str, object]:

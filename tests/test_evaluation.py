@@ -1,0 +1,116 @@
+"""Evaluation: accuracies by hand, and threads that share a model without changing its answers."""
+
+import threading
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from fedlib import Experiment, build_federation
+from fedlib import evaluation as module
+from fedlib.evaluation import evaluate, exit_logits
+
+TINY = Experiment(pretrained=False, num_train=160, num_test=101, num_clients=10, augment="none", seed=5)
+
+
+@pytest.fixture
+def two_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def parts(monkeypatch):
+    """How many examples the model was given at a time, and in which thread."""
+    seen, original = [], module._side_by_side
+
+    def record(work, parts, threads):
+        def recorded(examples):
+            seen.append((len(examples), threading.get_ident(), torch.get_num_threads()))
+            return work(examples)
+
+        return original(recorded, parts, threads)
+
+    monkeypatch.setattr(module, "_side_by_side", record)
+    return seen
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(method="reefl"),
+        dict(method="depthfl", finetune="frozen"),  # from cached class tokens
+        dict(method="inclusivefl", finetune="lora", finetune_options={"r": 4, "layers_to_transform": (8, 9, 10, 11)}),
+        dict(method="depthfl", finetune="loha"),  # peft's own layers
+        dict(method="depthfl", finetune="oft"),
+        dict(method="depthfl", backbone="vim_micro"),
+    ],
+    ids=lambda c: "-".join(str(v) for v in c.values() if isinstance(v, str)),
+)
+def test_threads_share_the_model_and_change_no_answer(changes, two_threads, parts):
+    f = build_federation(TINY.replace(**changes))
+    part = f.method.model_for(f.setting.num_exits - 1, f.setting)
+    side_by_side = exit_logits(f, f.server, part)
+    assert sorted(n for n, *_ in parts) == [50, 51] and {t for *_, t in parts} == {1}
+    assert torch.get_num_threads() == 2 and threading.get_ident() not in {i for _, i, _ in parts}
+    torch.set_num_threads(1)
+    f = replace(f, test_prefix=build_federation(TINY.replace(**changes)).test_prefix)  # an empty one
+    alone = exit_logits(f, f.server, part)
+    assert parts[-1][:2] == (101, threading.get_ident())
+    assert alone.abs().max() > 0.01
+    torch.testing.assert_close(side_by_side, alone, rtol=1e-4, atol=1e-5)
+
+
+def test_no_more_examples_are_held_at_a_time_than_without_threads(two_threads, parts, monkeypatch):
+    monkeypatch.setattr(module, "AT_ONCE", 70)
+    f = build_federation(TINY)
+    exit_logits(f, f.server, f.method.model_for(3, f.setting))
+    assert sorted(n for n, *_ in parts) == [31, 35, 35]  # two threads with 35 each at a time
+
+
+def test_few_examples_are_not_worth_a_thread(two_threads, parts):
+    f = build_federation(TINY.replace(num_test=50))
+    exit_logits(f, f.server, f.method.model_for(3, f.setting))
+    assert parts == [(50, threading.get_ident(), 2)]
+
+
+def test_an_error_in_a_thread_is_raised(two_threads, monkeypatch):
+    f = build_federation(TINY)
+    monkeypatch.setattr(f.model, "forward", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        evaluate(f, f.server)
+
+
+def test_accuracies_by_hand(monkeypatch):
+    f = build_federation(TINY.replace(num_exits=2, num_test=50))
+    labels = f.data.test_labels
+    right = torch.nn.functional.one_hot(labels, 10).float()
+    wrong = right.roll(1, -1)
+    # Exit 1 errs on the first 10 of 50 (80 %), by 3 to 0; exit 2 on the first 30 (40 %), by 2 to 0. The mean of
+    # logits: of the first 10 both err; of the next 20 exit 1 has 3 for the truth and exit 2 has 2 against it, so
+    # the ensemble is right as often as exit 1: 80 %. The mean over exits is 60 %.
+    first, second = 3 * right, 2 * right
+    first[:10], second[:30] = 3 * wrong[:10], 2 * wrong[:30]
+    monkeypatch.setattr(module, "exit_logits", lambda *_: torch.stack([first, second]))
+    assert evaluate(f, f.server) == {"accuracy": 60.0, "exits": [80.0, 40.0], "ensemble": 80.0}
+    second *= 4  # 8 against 3: now exit 2 decides
+    second[10:30] = 8 * wrong[10:30]
+    assert evaluate(f, f.server) == {"accuracy": 60.0, "exits": [80.0, 40.0], "ensemble": 40.0}
+
+
+def test_each_exit_is_taken_from_the_model_that_the_method_evaluates_it_with(monkeypatch):
+    f = build_federation(TINY.replace(method="inclusivefl", num_exits=2, num_test=50))
+    right = torch.nn.functional.one_hot(f.data.test_labels, 10).float()
+    asked = []
+
+    def answer(federation, server, part):
+        asked.append(part)
+        return torch.stack([right, right]) if len(asked) == 1 else torch.stack([right, right.roll(1, -1)])
+
+    monkeypatch.setattr(module, "exit_logits", answer)
+    assert evaluate(f, f.server) == {"accuracy": 50.0, "exits": [100.0, 0.0]}
+    assert asked == [f.method.model_for(j, f.setting) for j in (0, 1)] and asked[0] != asked[1]
+    assert np.array_equal([p.depth for p in asked], sorted(p.depth for p in asked))
