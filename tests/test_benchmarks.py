@@ -162,7 +162,7 @@ def test_stored_measurements_are_not_repeated(monkeypatch, tmp_path):
     plan, calls = engine_speed.load_plan("smoke"), []
     monkeypatch.setattr(engine_speed, "measure_population", lambda n, rounds: {"num_clients": n})
     monkeypatch.setattr(
-        harness, "time_interleaved", lambda *a: calls.append(a) or pd.DataFrame(record({"fedlib": [1.0]})["times"])
+        harness, "time_interleaved", lambda *a, **k: calls.append(a) or pd.DataFrame(record({"fedlib": [1.0]})["times"])
     )
     monkeypatch.setattr(
         harness, "facts", lambda started: pd.DataFrame({"system": ["fedlib"], "lines": [3]}).set_index("system")

@@ -21,12 +21,16 @@ from .systems import RIVALS, Running, System, running, tree
 MEMORY_HZ = 20
 
 
-def time_interleaved(started: Sequence[Running], rounds: int, repeats: int, warm_up: int = 1) -> pd.DataFrame:
+def time_interleaved(
+    started: Sequence[Running], rounds: int, repeats: int, warm_up: int = 1, at_hand_mib: int = 64
+) -> pd.DataFrame:
     """Seconds of every round: (system, repeat, round, seconds). One system at a time, A B A B.
 
-    Each block of ``rounds`` goes on where the system's last one ended. ``warm_up`` rounds before are not reported.
+    Each block of ``rounds`` goes on where the system's last one ended. ``warm_up`` rounds before are not reported. A
+    virtual machine's host may have taken free memory back: ``at_hand_mib`` of it are fetched before each first round.
     """
     for r in started:
+        fresh_page_microseconds(at_hand_mib)
         r.rounds(warm_up)
     rows = []
     for repeat in range(repeats):
