@@ -35,7 +35,7 @@ class Plan:
     systems: tuple[str, ...] = tuple(SYSTEMS)  # on the first workload
     contenders: tuple[str, ...] = (OURS, "two processes", "Flower", "pfl", "BlazeFL, threads")  # on the others
     rounds: int = 3
-    repeats: int = 5
+    repeats: int = 9
     at_hand_mib: int = 2048  # memory to be at hand in a first round, which is to time the system and not its host
     memory_of: tuple[str, ...] = ("W1",)  # workloads whose peak memory is measured, in runs of their own
     populations: tuple[int, ...] = (100, 1_000, 10_000, 100_000)
