@@ -63,6 +63,10 @@ TARGETS = (
     ("W2", 1.3, "rivals"), ("W2'", 3.0, "rivals"), ("W3, LoRA", 1.5, LOOP), ("W3, full", 1.5, LOOP),
 )  # fmt: skip
 FIRST_ROUND, MEMORY = 2.0, 1.5  # at most so many times a later round's, the fastest rival's
+FACTS = (
+    "version", "python", "startup_seconds", "first_round_seconds", "peak_mib", "measure", "processes", "lines",
+    "rounds", "accuracy", "max_difference",
+)  # fmt: skip
 
 
 def load_plan(profile: str, overrides: Mapping[str, object] | None = None) -> Plan:
@@ -150,7 +154,7 @@ def times_table(records: Mapping[str, dict]) -> pd.DataFrame:
 
 def facts_table(records: Mapping[str, dict]) -> pd.DataFrame:
     """Per workload and system: versions, start-up, first round, peak memory, lines of user code, accuracy."""
-    parts = {n: pd.DataFrame(r["facts"]).set_index("system") for n, r in records.items()}
+    parts = {n: pd.DataFrame(r["facts"]).set_index("system").filter(FACTS) for n, r in records.items()}
     return pd.concat(parts, names=["workload", "system"]).round(3)
 
 
