@@ -1,5 +1,6 @@
 """Accuracy of every exit on the central test set, in percent; all exits of one model in one pass."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -43,8 +44,8 @@ def exit_logits(federation: Federation, server: Server, part: Slice) -> torch.Te
     n = len(data.test_labels)
     held = min(n, AT_ONCE)
     threads = max(1, min(torch.get_num_threads(), held // LEAST)) if device.type == "cpu" else 1
-    batches = np.split(np.arange(n), range(-(-held // threads), n, -(-held // threads)))
-    return torch.cat(list(_side_by_side(logits, batches, threads)), 1)
+    size = math.ceil(held / threads)
+    return torch.cat(list(_side_by_side(logits, np.split(np.arange(n), range(size, n, size)), threads)), 1)
 
 
 def _side_by_side(work: Callable, parts: Sequence, threads: int) -> Iterator:

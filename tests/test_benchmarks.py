@@ -193,11 +193,29 @@ def test_memory_of_a_population_is_not_the_peak_of_the_process_that_measures_it(
     ballast = bytearray(2 * 2**30)
     ballast[:: 2**12] = b"x" * (2 * 2**18)  # every page
     del ballast
-    row = scale._run(20, 2, sampled=True)
+    row = scale.measure_population(20, 2)
     assert 100 < row["peak_mib"] < 1800
     assert set(row) == {"num_clients", "build_seconds", "seconds", "peak_mib"}
 
 
 def test_fresh_pages_are_timed():
     """A page takes more than zeroing 4 KiB at 100 GB/s, and less than a millisecond."""
-    assert 0.04 < harness.fresh_page_microseconds(4) < 1000
+    assert 0.04 < harness.fetch_pages(4) < 1000
+
+
+def test_memory_is_fetched_before_each_first_round_and_never_again(monkeypatch):
+    did = []
+
+    class Fake:
+        rounds_done = 0
+
+        def __init__(self, name):
+            self.system = systems.System(name, "none.py")
+
+        def rounds(self, n):
+            did.append((self.system.name, n))
+            return [1.0] * n
+
+    monkeypatch.setattr(harness, "fetch_pages", lambda mib: did.append(mib))
+    harness.time_interleaved([Fake("a"), Fake("b")], rounds=3, repeats=2, at_hand_mib=7)
+    assert did == [7, ("a", 1), 7, ("b", 1), *[("a", 3), ("b", 3)] * 2]

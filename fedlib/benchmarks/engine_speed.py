@@ -98,7 +98,7 @@ def measure_workload(name: str, plan: Plan, profile: str) -> dict:
     """Time all systems of the plan on one workload, store the measurement and return it."""
     path = write_workload(WORKLOADS[name], folder(profile) / f"{_slug(name)}.safetensors")
     systems, missing = select(plan.systems_of(name))
-    pages = [harness.fresh_page_microseconds(plan.at_hand_mib) for _ in range(2)]
+    pages = [harness.fetch_pages(plan.at_hand_mib) for _ in range(2)]
     with running(systems, path) as started:
         times = harness.time_interleaved(started, plan.rounds, plan.repeats, at_hand_mib=plan.at_hand_mib)
         facts = harness.facts(started)

@@ -30,7 +30,7 @@ def time_interleaved(
     virtual machine's host may have taken free memory back: ``at_hand_mib`` of it are fetched before each first round.
     """
     for r in started:
-        fresh_page_microseconds(at_hand_mib)
+        fetch_pages(at_hand_mib)
         r.rounds(warm_up)
     rows = []
     for repeat in range(repeats):
@@ -94,10 +94,11 @@ def peak_memory(systems: Sequence[System], workload: Path, rounds: int = 3) -> p
     return pd.DataFrame(rows, columns=columns).set_index("system")
 
 
-def fresh_page_microseconds(mib: int = 64) -> float:
-    """How long the first write to a page of memory takes here, in microseconds: a part of every first round.
+def fetch_pages(mib: int = 64) -> float:
+    """Write once to every page of ``mib`` of fresh memory and let it go; returns the microseconds a page.
 
-    Many times longer on a virtual machine whose host has to find the page than where the page is at hand.
+    A page takes many times longer on a virtual machine whose host has to find it than where it is at hand, as it is
+    for a while once it was fetched.
     """
     pages = mib * 2**20 // mmap.PAGESIZE
     memory = torch.frombuffer(mmap.mmap(-1, pages * mmap.PAGESIZE), dtype=torch.uint8)
