@@ -6,6 +6,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 EXECUTED := outputs/executed
 export OMP_WAIT_POLICY ?= PASSIVE
+# notebooks/benchmarks imports benchmarks/, which is not installed
+export PYTHONPATH := $(CURDIR)
 
 # Paper objects: `make <object>` executes the notebook whose name begins with it.
 OBJECTS := table1 table2 table3 table4 table5 table6 table7 table8 table9 table10 table11 decomposition \
@@ -41,17 +43,17 @@ test: setup
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: setup
-	$(BIN)/ruff check fedlib tests
-	$(BIN)/ruff format --check fedlib tests
+	$(BIN)/ruff check fedlib tests benchmarks
+	$(BIN)/ruff format --check fedlib tests benchmarks
 
 lab: setup
 	$(BIN)/jupyter lab notebooks
 
 results: setup
-	$(BIN)/python -m fedlib.report
+	$(BIN)/python -m fedlib.report.page
 
 report: setup
-	$(BIN)/python -m fedlib.site
+	$(BIN)/python -m fedlib.report.site
 
 $(OBJECTS): setup
 	@mkdir -p $(EXECUTED)
@@ -59,7 +61,7 @@ $(OBJECTS): setup
 
 bench: setup
 	@mkdir -p $(EXECUTED)
-	$(BIN)/python -m fedlib.benchmarks.setup_rivals
+	$(BIN)/python -m benchmarks.setup_rivals
 	$(BIN)/papermill notebooks/benchmarks/engine_speed.ipynb $(EXECUTED)/engine_speed.ipynb -p profile small
 
 pretrain: setup

@@ -8,6 +8,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent
 os.environ["FEDLIB_ROOT"] = str(ROOT)
+# Kernels start in a notebook's folder: they import this tree, and ``benchmarks`` beside it.
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
 if "PYTEST_XDIST_WORKER" not in os.environ:  # the workers of one test run share its store, as two processes may
     os.environ["FEDLIB_OUTPUTS"] = tempfile.mkdtemp(prefix="fedlib-tests-")
     atexit.register(shutil.rmtree, os.environ["FEDLIB_OUTPUTS"], ignore_errors=True)

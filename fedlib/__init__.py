@@ -3,14 +3,14 @@
 An :class:`Experiment` is a value; :func:`run` turns it into a stored result. ``notebooks/walkthrough`` shows the rest.
 """
 
-from .experiment import Experiment
+from .core.experiment import Experiment
 
 __version__ = "0.1.0"
 __all__ = ["Experiment", "Execution", "build_federation", "run", "run_all", "run_rounds"]
 
 _LAZY = {
-    "Execution": "executors", "run_rounds": "rounds", "build_federation": "federation", "run": "runs",
-    "run_all": "runs",
+    "Execution": "engine.executors", "run_rounds": "engine.rounds", "build_federation": "engine.federation",
+    "run": "runs.store", "run_all": "runs.store",
 }  # fmt: skip
 
 

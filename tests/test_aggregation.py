@@ -6,19 +6,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedlib.aggregation import (
-    Client,
-    MaskedMean,
-    Update,
-    all_finite,
-    fedadam,
-    feddyn_gradient,
-    feddyn_server,
-    merge_sums,
-)
+from fedlib.core.clients import Client
+from fedlib.core.slices import STEM, ParamInfo, Slice
 from fedlib.methods import Server, Setting, build_method
+from fedlib.methods.server import MaskedMean, Update, all_finite, fedadam, feddyn_gradient, feddyn_server, merge_sums
 from fedlib.models.vit import ViTConfig
-from fedlib.slices import STEM, ParamInfo, Slice
 
 
 def infos(**shapes):

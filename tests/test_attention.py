@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from fedlib.attention import Attention, attention_maps, attention_row
-from fedlib.experiment import Experiment
-from fedlib.federation import build_model
+from fedlib.analysis.attention_maps import Attention, attention_maps, attention_row
+from fedlib.core.experiment import Experiment
+from fedlib.engine.federation import build_model
 from fedlib.methods import build_method
 
 

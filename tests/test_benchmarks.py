@@ -10,12 +10,12 @@ import pandas as pd
 import pytest
 import torch
 
-from fedlib.benchmarks import engine_speed, gpu, harness, prepare, scale, setup_rivals, systems
-from fedlib.benchmarks.names import to_fedlib, to_plain
-from fedlib.benchmarks.ours import federation_of
-from fedlib.benchmarks.rivals.workload import Federation, ViT, Workload
-from fedlib.benchmarks.systems import SYSTEMS, running
-from fedlib.evaluation import exit_logits
+from benchmarks import engine_speed, gpu, harness, prepare, scale, setup_rivals, systems
+from benchmarks.names import to_fedlib, to_plain
+from benchmarks.ours import federation_of
+from benchmarks.rivals.workload import Federation, ViT, Workload
+from benchmarks.systems import SYSTEMS, running
+from fedlib.engine.evaluation import exit_logits
 
 SMALL = Workload("small", batch_size=16, num_clients=6, examples=40, per_round=3, rounds=4)
 LORA = dataclasses.replace(SMALL, name="small LoRA", lora_blocks=(1, 11))
@@ -110,9 +110,7 @@ def test_what_is_missing_is_said():
     with pytest.raises(ValueError, match="'Flowers' is unknown; allowed: fedlib"):
         systems.select(["Flowers"])
     absent = dataclasses.replace(SYSTEMS["pfl"], venv="nowhere")
-    assert (
-        absent.missing() == "no environment .venv-bench/nowhere: run python -m fedlib.benchmarks.setup_rivals nowhere"
-    )
+    assert absent.missing() == "no environment .venv-bench/nowhere: run python -m benchmarks.setup_rivals nowhere"
     with pytest.raises(SystemExit, match="'fedjax' is unknown; allowed: flower, pfl, blazefl"):
         setup_rivals.main(["fedjax"])
 

@@ -4,12 +4,12 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from fedlib.claims import COLUMNS, Published, Stored, compared, decide, judge_claim, judged, load_all_claims
-from fedlib.exact import upload_table
-from fedlib.params import load_grid, load_spec
-from fedlib.project import params_dir
-from fedlib.runs import run_path
-from fedlib.storage import write_json
+from fedlib.core.paths import params_dir
+from fedlib.core.storage import write_json
+from fedlib.report.claims import COLUMNS, Published, Stored, compared, decide, judge_claim, judged, load_all_claims
+from fedlib.report.exact import upload_table
+from fedlib.runs.params import load_grid, load_spec
+from fedlib.runs.store import run_path
 
 CLAIMS = load_all_claims("reefl")
 ON_RUNS = [name for name, claim in CLAIMS.items() if "table" in claim]
@@ -165,7 +165,7 @@ def test_one_difference_has_no_interval():
 
 def test_stored_uploads_are_what_the_shapes_give(monkeypatch):
     """A sample of ``outputs/tables/uploads.csv`` computed again, and the exact claims on broken numbers."""
-    import fedlib.exact as exact
+    import fedlib.report.exact as exact
 
     stored = Stored("reefl", "small", params_dir().parent / "outputs").uploads
     real = exact.load_reported

@@ -19,13 +19,13 @@ ray = pytest.importorskip("ray", reason="the extra 'cluster' is not installed")
 from stored import assert_same_rounds  # noqa: E402
 
 from fedlib import Execution, Experiment, build_federation, run_all, run_rounds  # noqa: E402
-from fedlib import cluster as cluster_module  # noqa: E402
-from fedlib.cluster import RayExecutor  # noqa: E402
-from fedlib.costs import exit_costs  # noqa: E402
+from fedlib.core.storage import read_tensors  # noqa: E402
+from fedlib.engine import cluster as cluster_module  # noqa: E402
+from fedlib.engine.cluster import RayExecutor  # noqa: E402
 from fedlib.methods import METHODS  # noqa: E402
-from fedlib.runs import find_run, run_path  # noqa: E402
-from fedlib.spread import experiment_mib, gpu_share  # noqa: E402
-from fedlib.storage import read_tensors  # noqa: E402
+from fedlib.runs.costs import exit_costs  # noqa: E402
+from fedlib.runs.grid_on_cluster import experiment_mib, gpu_share  # noqa: E402
+from fedlib.runs.store import find_run, run_path  # noqa: E402
 
 SMALL = dict(pretrained=False, num_train=80, num_test=20, num_clients=5, clients_per_round=4, rounds=2, batch_size=16)
 TWO = Execution(workers=2, executor="threads")
@@ -104,7 +104,7 @@ def test_workers_give_the_numbers_of_threads_and_constants_travel_once(method, f
 
 
 def test_a_mistake_arrives_as_itself_and_a_deadly_cohort_is_named(slow, on_two, tmp_path, monkeypatch):
-    monkeypatch.setattr("fedlib.executors.TRIES", 1)
+    monkeypatch.setattr("fedlib.engine.executors.TRIES", 1)
     options = {"folder": str(tmp_path), "what": "raise"}
     f = build_federation(Experiment(method="slow", options=options, finetune="frozen", **SMALL))
     with pytest.raises(ArithmeticError, match="a mistake in a notebook"):
@@ -156,7 +156,7 @@ def test_run_all_spreads_experiments_and_survives_a_killed_process(slow, on_two,
 
 
 def test_a_folder_that_nodes_do_not_see_is_refused_in_words(on_two, tmp_path, monkeypatch):
-    from fedlib import runs
+    from fedlib.runs import store as runs
 
     e = Experiment(finetune="frozen", **SMALL)
     with pytest.raises(

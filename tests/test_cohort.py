@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 
 from fedlib import Execution, Experiment, build_federation, run_rounds
-from fedlib.aggregation import Client
-from fedlib.cohort import learning_rate
-from fedlib.executors import automatic_cohort_size, plan_cohorts
+from fedlib.core.clients import Client
+from fedlib.core.rng import torch_generator
+from fedlib.core.slices import Slice
+from fedlib.engine.cohort import learning_rate
+from fedlib.engine.executors import automatic_cohort_size, plan_cohorts
 from fedlib.methods import METHODS, build_method
-from fedlib.rng import torch_generator
-from fedlib.slices import Slice
 
 
 def train(e, **execution):

@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from fedlib import products
-from fedlib.models.layers import LayerNorm, Linear
-from fedlib.models.multi_head import attend, attend_short, attend_short_backward
-from fedlib.products import choose_products, heads_multiplier
+from fedlib.layers import matmul as products
+from fedlib.layers.attention import attend, attend_short, attend_short_backward
+from fedlib.layers.linear import Linear
+from fedlib.layers.matmul import choose_products, heads_multiplier
+from fedlib.layers.norms import LayerNorm
 
 
 def generator(seed=0):
@@ -38,7 +39,7 @@ def test_stacked_layers_equal_a_loop_over_clients(stacked_bias):
 def multiplying(request, monkeypatch):
     """Attention's products by either library, in one thread."""
     if request.param == "PyTorch":
-        monkeypatch.setattr("fedlib.products._by_head", [])
+        monkeypatch.setattr("fedlib.layers.matmul._by_head", [])
     elif not choose_products().startswith("OpenBLAS"):
         pytest.skip("PyTorch multiplies on this machine")
     threads = torch.get_num_threads()

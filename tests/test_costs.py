@@ -4,8 +4,8 @@ import pandas as pd
 import pytest
 
 from fedlib import Experiment
-from fedlib.costs import exit_costs, upload_mib, upload_parameters
-from fedlib.tables import load_reported
+from fedlib.report.tables import load_reported
+from fedlib.runs.costs import exit_costs, upload_mib, upload_parameters
 
 MODES = ("full", "frozen", "lora", "pa", "sa", "ssf")
 HONEST = {  # 4 / 12 exits; what the released code really sends (facts 2.6)

@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from fedlib.distillation import (
+from fedlib.methods import build_method
+from fedlib.methods.losses import (
     Batch,
     cross_entropies,
     kl_to_teacher,
@@ -14,7 +15,6 @@ from fedlib.distillation import (
     ramp_up,
     running_best_exit,
 )  # fmt: skip
-from fedlib.methods import build_method
 
 LN2, LN3 = math.log(2), math.log(3)
 

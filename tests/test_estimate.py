@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from fedlib import Experiment
-from fedlib.costs import exit_macs
-from fedlib.estimate import _macs, _shape_of, describe, examples_per_client, gpu_hours, training_macs
+from fedlib.runs.costs import exit_macs
+from fedlib.runs.prices import _macs, _shape_of, describe, examples_per_client, gpu_hours, training_macs
 
 
 def test_training_macs_by_hand():

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from fedlib import Experiment, build_federation
-from fedlib import evaluation as module
-from fedlib.evaluation import evaluate, exit_logits
+from fedlib.engine import evaluation as module
+from fedlib.engine.evaluation import evaluate, exit_logits
 
 TINY = Experiment(pretrained=False, num_train=160, num_test=101, num_clients=10, augment="none", seed=5)
 

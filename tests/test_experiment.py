@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedlib import Experiment
-from fedlib.checks import check_experiment
+from fedlib.engine.checks import check_experiment
 
 
 @pytest.mark.parametrize(

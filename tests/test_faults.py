@@ -14,10 +14,10 @@ import torch
 from stored import ONE, assert_nothing_left_over, assert_same, small, state
 
 from fedlib import run, run_all
-from fedlib import runs as runs_module
-from fedlib.checkpoints import Checkpoints
-from fedlib.runs import find_run, run_path
-from fedlib.storage import DamagedFile, read_json, read_lines, read_tensors, write_tensors
+from fedlib.core.storage import DamagedFile, read_json, read_lines, read_tensors, write_tensors
+from fedlib.runs import store as runs_module
+from fedlib.runs.checkpoints import Checkpoints
+from fedlib.runs.store import find_run, run_path
 
 ADVICE = "is damaged .*; restore it from a copy, or delete the run's folder to run it again"
 
@@ -261,7 +261,7 @@ def test_a_damaged_data_cache_is_decoded_again(tmp_path, monkeypatch):
 
 def test_every_committed_run_is_intact():
     from fedlib import Experiment
-    from fedlib.project import root
+    from fedlib.core.paths import root
 
     folder = root() / "outputs" / "runs"
     for path in sorted(folder.iterdir()):

@@ -2,10 +2,10 @@
 
 import pytest
 
+from fedlib.core.paths import params_dir
 from fedlib.methods import METHODS
-from fedlib.params import load_grid, load_spec, load_yaml
-from fedlib.project import params_dir
-from fedlib.tables import load_claims
+from fedlib.report.tables import load_claims
+from fedlib.runs.params import load_grid, load_spec, load_yaml
 
 TABLES = sorted(
     p.stem

@@ -13,9 +13,9 @@ import pytest
 from stored import FINETUNE, ONE, Forks, assert_nothing_left_over, assert_same, small, state
 
 from fedlib import Execution, run
-from fedlib import runs as runs_module
-from fedlib.runs import find_run, run_path
-from fedlib.storage import read_tensors
+from fedlib.core.storage import read_tensors
+from fedlib.runs import store as runs_module
+from fedlib.runs.store import find_run, run_path
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +124,7 @@ def test_the_lock_of_a_dead_process_does_not_block(tmp_path):
 
 
 def test_ctrl_c_stops_every_thread_and_loses_one_round_at_most(tmp_path, monkeypatch):
-    from fedlib.methods.reefl import ReeFL
+    from fedlib.methods.sliced.reefl import ReeFL
 
     e, steps, original = small("reefl"), [], ReeFL.client_update
     monkeypatch.setattr(runs_module.time, "monotonic", iter(range(0, 10**6, 100)).__next__)  # a checkpoint every round
@@ -160,7 +160,7 @@ def test_an_error_in_a_thread_is_told_and_keeps_no_cohort_alive(tmp_path, monkey
     import gc
     import weakref
 
-    from fedlib.methods.reefl import ReeFL
+    from fedlib.methods.sliced.reefl import ReeFL
 
     alive = []
 

@@ -7,8 +7,8 @@ import torch
 from stored import ONE, short, small
 
 from fedlib import run
-from fedlib.runs import run_path
-from fedlib.storage import DamagedFile, read_json, read_lines, read_tensors, write_json, write_lines
+from fedlib.core.storage import DamagedFile, read_json, read_lines, read_tensors, write_json, write_lines
+from fedlib.runs.store import run_path
 
 
 def test_a_pickle_renamed_is_refused_not_executed(tmp_path):
@@ -84,7 +84,7 @@ def test_json_of_the_wrong_size_depth_or_kind_is_refused(read, name, tmp_path):
     ids=lambda x: x[:20] if " " in x else "",
 )  # fmt: skip
 def test_yaml_that_is_more_than_a_mapping_of_values_is_refused(text, message, tmp_path):
-    from fedlib.params import load_yaml
+    from fedlib.runs.params import load_yaml
 
     file = tmp_path / "evil.yaml"
     file.write_text(text)
@@ -107,7 +107,7 @@ def test_no_name_leads_out_of_the_runs_folder(name, tmp_path):
 
 
 def test_tables_papers_and_profiles_come_from_the_params_folder_only():
-    from fedlib.params import load_grid
+    from fedlib.runs.params import load_grid
 
     for arguments in (
         ("reefl", "../../outside", "smoke"),

@@ -4,15 +4,15 @@ import pytest
 import torch
 
 from fedlib import Experiment
-from fedlib.federation import build_model
+from fedlib.engine.federation import build_model
 from fedlib.methods import METHODS, build_method
-from fedlib.methods.scalefl import width_index
+from fedlib.methods.sliced.scalefl import width_index
 from fedlib.models.adapters import apply_finetune_
 from fedlib.models.exit_model import ExitModel
 from fedlib.models.exits import Classifiers
 from fedlib.models.ree import Ree
+from fedlib.models.registry import WEIGHTS, backbone_config, build_backbone, load_timm
 from fedlib.models.vit import ViT, ViTConfig
-from fedlib.models.weights import WEIGHTS, backbone_config, build_backbone, load_timm
 
 SMALL = ViTConfig(img_size=8, patch_size=4, dim=16, depth=4, heads=2, ffn_dim=32)
 DEIT_S = ViTConfig(224, 16, 384, 12, 6, 1536)

@@ -11,13 +11,14 @@ from hypothesis import strategies as st
 from stored import ONE, short
 
 from fedlib import Execution, build_federation, run, run_rounds
-from fedlib.aggregation import Client, MaskedMean, Update
+from fedlib.core.clients import Client
+from fedlib.core.slices import ParamInfo, Slice
+from fedlib.core.storage import read_tensors
 from fedlib.data import federated
 from fedlib.methods import build_method
-from fedlib.methods.depthfl import DepthFL
-from fedlib.methods.fedavg import FedAvg
-from fedlib.slices import ParamInfo, Slice
-from fedlib.storage import read_tensors
+from fedlib.methods.server import MaskedMean, Update
+from fedlib.methods.sliced.depthfl import DepthFL
+from fedlib.methods.sliced.fedavg import FedAvg
 
 
 def poisoned(monkeypatch, method, bad, value=math.nan, seen=None):

@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
-from fedlib.params import load_experiment, load_grid, load_profile, load_yaml, merge
-from fedlib.tables import load_cells, load_reported
+from fedlib.report.tables import load_cells, load_reported
+from fedlib.runs.params import load_experiment, load_grid, load_profile, load_yaml, merge
 
 
 def test_layers_in_order_and_options_key_by_key():

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from fedlib import Execution, Experiment, build_federation, run_rounds
-from fedlib.evaluation import evaluate
-from fedlib.prefix import PrefixCache, build_prefix_cache
+from fedlib.engine.evaluation import evaluate
+from fedlib.engine.frozen_cache import PrefixCache, build_prefix_cache
 
 TINY = Experiment(
     pretrained=False, num_train=160, num_test=40, num_clients=8, clients_per_round=6, rounds=2, augment="none",
@@ -67,7 +67,7 @@ def test_a_prefix_that_takes_too_much_memory_is_not_kept(monkeypatch):
     # those of its four exits
     assert PrefixCache.bytes_needed(f.model, 8, 100) == 100 * 64 * 4 * 19
     assert PrefixCache.bytes_needed(f.model, 12, 100) == 100 * 64 * 4 * 4
-    monkeypatch.setattr("fedlib.prefix.free_memory", lambda device: 4 * 100 * 64 * 4 * 19 - 1)
+    monkeypatch.setattr("fedlib.engine.frozen_cache.free_memory", lambda device: 4 * 100 * 64 * 4 * 19 - 1)
     assert build_prefix_cache(f.model, 8, 100, None, torch.device("cpu")) is None
     assert build_prefix_cache(f.model, 12, 100, None, torch.device("cpu")) is not None
     assert build_prefix_cache(f.model, 0, 100, None, torch.device("cpu")) is None

@@ -11,15 +11,16 @@ import pytest
 import torch
 
 from fedlib import Execution, Experiment, build_federation, run, run_rounds
-from fedlib import privacy as privacy_module
-from fedlib import runs as runs_module
-from fedlib.aggregation import Client, Update, merge_sums
-from fedlib.executors import train_cohort
+from fedlib.core.clients import Client
+from fedlib.core.slices import STEM, ParamInfo, Slice
+from fedlib.core.storage import read_tensors
+from fedlib.engine import privacy as privacy_module
+from fedlib.engine.executors import train_cohort
+from fedlib.engine.privacy import epsilon, privacy_spent, privatise
 from fedlib.methods import METHODS, Method, Server, Setting, build_method
+from fedlib.methods.server import Update, merge_sums
 from fedlib.models.vit import ViTConfig
-from fedlib.privacy import epsilon, privacy_spent, privatise
-from fedlib.slices import STEM, ParamInfo, Slice
-from fedlib.storage import read_tensors
+from fedlib.runs import store as runs_module
 
 ONE = Execution(workers=1)
 DP = {"clip_norm": 0.5, "noise_multiplier": 1.0, "weighting": "clients"}

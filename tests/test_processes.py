@@ -18,12 +18,12 @@ import torch
 from stored import assert_same, assert_same_rounds, small, state
 
 from fedlib import Execution, build_federation, run, run_rounds
-from fedlib.executors import become_worker
-from fedlib.methods.reefl import ReeFL
-from fedlib.processes import Unforkable
-from fedlib.profiling import profile
-from fedlib.runs import run_path
-from fedlib.storage import read_tensors
+from fedlib.core.profiling import profile
+from fedlib.core.storage import read_tensors
+from fedlib.engine.executors import become_worker
+from fedlib.engine.processes import Unforkable
+from fedlib.methods.sliced.reefl import ReeFL
+from fedlib.runs.store import run_path
 
 TWO = Execution(workers=2, executor="processes")
 THREADS = Execution(workers=2, executor="threads")
@@ -33,7 +33,7 @@ THREADS = Execution(workers=2, executor="threads")
 def context():
     """Clean processes, quickly: forks of one that has only imported."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["fedlib.runs", "fedlib.processes", "peft", "filelock", "tqdm.auto"])
+    context.set_forkserver_preload(["fedlib.runs.store", "fedlib.engine.processes", "peft", "filelock", "tqdm.auto"])
     return context
 
 
@@ -234,7 +234,7 @@ def test_ctrl_c_ends_all_workers_and_loses_one_round_at_most(alone, tmp_path):
 
 
 def interrupt(folder):
-    from fedlib import runs
+    from fedlib.runs import store as runs
 
     e, training = small("reefl"), multiprocessing.get_context("fork").Event()
     runs.time.monotonic = iter(range(0, 10**6, 100)).__next__  # a checkpoint every round

@@ -1,4 +1,4 @@
-"""OpenBLAS as the kernel of float32 matrix products on a CPU (``fedlib/products.py``)."""
+"""OpenBLAS as the kernel of float32 matrix products on a CPU (``fedlib/layers/matmul.py``)."""
 
 import json
 import os
@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from fedlib import products
-from fedlib.products import VARIABLE, choose_products
+from fedlib.layers import matmul as products
+from fedlib.layers.matmul import VARIABLE, choose_products
 
 FORM = {
     "rows": lambda x: x.contiguous(),
@@ -222,7 +222,12 @@ print(json.dumps({"by": choose_products(), "numbers": numbers}))
 
 def test_training_ends_with_the_same_parameters_whoever_multiplies(openblas):
     def train(wanted: str) -> dict:
-        environment = {**os.environ, VARIABLE: wanted, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)}
+        environment = {
+            **os.environ,
+            VARIABLE: wanted,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": f"{Path(__file__).parent}{os.pathsep}{os.environ['PYTHONPATH']}",
+        }
         command = [sys.executable, "-c", TRAIN]
         return json.loads(subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout)
 

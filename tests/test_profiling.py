@@ -5,12 +5,12 @@ import time
 import pytest
 
 from fedlib import Execution, Experiment, run
-from fedlib.profiling import PHASES, phase, profile
+from fedlib.core.profiling import PHASES, phase, profile
 
 
 def test_an_inner_phase_is_taken_out_of_the_outer_one(monkeypatch):
     clock = iter([0.0, 1.0, 4.0, 6.0])  # outer 0..6, inner 1..4
-    monkeypatch.setattr("fedlib.profiling._now", lambda: next(clock))
+    monkeypatch.setattr("fedlib.core.profiling._now", lambda: next(clock))
     with profile() as seconds:
         with phase("outer"), phase("inner"):
             pass

@@ -12,11 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedlib import Experiment
-from fedlib.aggregation import Client, MaskedMean, Update, merge_sums
-from fedlib.checks import check_experiment
+from fedlib.core.clients import Client
+from fedlib.core.slices import ParamInfo, Slice, scatter_add_, take
 from fedlib.data.partition import partition_examples
-from fedlib.params import load_grid, load_yaml, merge
-from fedlib.slices import ParamInfo, Slice, scatter_add_, take
+from fedlib.engine.checks import check_experiment
+from fedlib.methods.server import MaskedMean, Update, merge_sums
+from fedlib.runs.params import load_grid, load_yaml, merge
 
 # --- configurations ----------------------------------------------------------------------------------------------
 

@@ -3,10 +3,10 @@
 import re
 import shutil
 
-from fedlib.claims import Stored
-from fedlib.project import params_dir
-from fedlib.report import facts, grid_names, main, results_page, title_of
-from fedlib.tables import markdown_table
+from fedlib.core.paths import params_dir
+from fedlib.report.claims import Stored
+from fedlib.report.page import facts, grid_names, main, results_page, title_of
+from fedlib.report.tables import markdown_table
 
 OUTPUTS = params_dir().parent / "outputs"
 

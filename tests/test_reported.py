@@ -2,8 +2,8 @@
 
 import pytest
 
-from fedlib.params import load_grid, load_spec
-from fedlib.tables import load_reported
+from fedlib.report.tables import load_reported
+from fedlib.runs.params import load_grid, load_spec
 
 KEYS = ["finetune", "variant", "column"]
 ROWS = {  # rows of numbers x 5 data columns

@@ -7,9 +7,9 @@ import torch
 from stored import ONE, assert_same, short, state
 
 from fedlib import Execution, Experiment, run, run_all
-from fedlib import runs as runs_module
-from fedlib.runs import find_run, run_path
-from fedlib.storage import read_json, read_tensors, write_json, write_tensors
+from fedlib.core.storage import read_json, read_tensors, write_json, write_tensors
+from fedlib.runs import store as runs_module
+from fedlib.runs.store import find_run, run_path
 
 
 def test_a_stored_run_is_returned_without_any_work(tmp_path, monkeypatch):

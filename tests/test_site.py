@@ -9,8 +9,8 @@ import pytest
 from browser import check_pages, chromium, unavailable
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
-from fedlib.project import params_dir
-from fedlib.site import STATE, WIDGET, build_report, linked, made_from, main, state_of
+from fedlib.core.paths import params_dir
+from fedlib.report.site import STATE, WIDGET, build_report, linked, made_from, main, state_of
 
 OUTPUTS = params_dir().parent / "outputs"
 PIXEL = base64.b64encode(base64.b64decode(
@@ -100,7 +100,7 @@ def test_a_browser_finds_the_report_whole_and_every_fault(report):
 
 
 def test_without_executed_notebooks(tmp_path, monkeypatch, capsys):
-    import fedlib.site as site
+    import fedlib.report.site as site
 
     monkeypatch.setenv("FEDLIB_OUTPUTS", str(tmp_path / "outputs"))
     with pytest.raises(FileNotFoundError, match="no executed notebook in"):
@@ -116,7 +116,7 @@ def test_without_executed_notebooks(tmp_path, monkeypatch, capsys):
 
 def test_execution_leaves_results_alone_and_names_what_failed(tmp_path, monkeypatch):
     """Two notebooks of a made-up project: outputs go to a scratch folder; the failed one keeps its page."""
-    import fedlib.site as site
+    import fedlib.report.site as site
 
     for folder, name, source in (
         ("a", "good", "import os, pathlib\npathlib.Path(os.environ['FEDLIB_OUTPUTS'], 'x').write_text(profile)"),

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedlib.slices import STEM, ParamInfo, Slice, scatter_add_, take
+from fedlib.core.slices import STEM, ParamInfo, Slice, scatter_add_, take
 
 INFO = ParamInfo(("out", "in"), "backbone", 0, (5, 4))
 kept_rows = st.lists(st.integers(0, 4), min_size=1, max_size=5, unique=True)

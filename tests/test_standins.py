@@ -17,8 +17,8 @@ from fedlib.data.federated import load_federated
 from fedlib.data.partition import natural_split, partition_examples
 from fedlib.data.speech import HIGH, LOW, MEAN, SD, STATS, decode_speech, filter_banks, to_image
 from fedlib.data.transforms import render
-from fedlib.params import load_grid
-from fedlib.tables import load_cells
+from fedlib.report.tables import load_cells
+from fedlib.runs.params import load_grid
 
 
 @pytest.fixture(autouse=True)
@@ -119,7 +119,7 @@ def test_labels_of_groups(monkeypatch):
     assert data.classes == ("a", "b")
     assert data.labels.tolist() == [0, 0, 1] * 10 and data.test_labels.tolist() == [0, 0, 1] * 4
     assert load_federated(e).classes == ("a/1", "a/2", "b/1")
-    from fedlib.estimate import num_classes
+    from fedlib.runs.prices import num_classes
 
     assert [num_classes(e.replace(label_groups=g)) for g in (False, True)] == [3, 2]
     fake(monkeypatch, classes=("1", "2", "3"))
@@ -170,7 +170,7 @@ def test_only_the_lacking_data_set_is_replaced(monkeypatch, tmp_path):
 
 
 def test_tables_name_the_data_that_were_used():
-    from fedlib.tables import beside_reported
+    from fedlib.report.tables import beside_reported
 
     row = {"finetune": "lora", "column": "femnist", "dataset": "omniglot", "variant": "reefl", "label": "reefl"}
     frame = pd.DataFrame([row | {"accuracy": a, "seed": s} for s, a in enumerate((30.0, 32.0))])
@@ -305,8 +305,8 @@ def test_large_images_are_shrunk_with_anti_aliasing():
 
 
 def test_accuracies_per_budget_by_hand():
-    from fedlib.statistics import budget_accuracies
-    from fedlib.tables import mean_sd
+    from fedlib.report.statistics import budget_accuracies
+    from fedlib.report.tables import mean_sd
 
     row = {"finetune": "lora", "column": "a", "variant": "reefl", "label": "ReeFL"}
     exits = [[10.0, 20.0, 60.0], [20.0, 40.0, 60.0]]
@@ -321,7 +321,7 @@ def test_accuracies_per_budget_by_hand():
 
 def test_a_clients_accuracy_is_that_on_its_owners_held_out_examples(monkeypatch):
     from fedlib import build_federation
-    from fedlib.trained import client_accuracies
+    from fedlib.runs.trained import client_accuracies
 
     f = build_federation(fake(monkeypatch).replace(method="depthfl", finetune="frozen"))
     # test owners 0, 1, 2, -1 three times over, labels 0, 1, 2, 0, 1, 2, ...: owner 0 has labels 0, 1, 2, so do 1 and 2

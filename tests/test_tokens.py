@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fedlib.models.tokens import put_token, take_token
+from fedlib.layers.tokens import put_token, take_token
 
 
 def generator(seed=0):

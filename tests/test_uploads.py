@@ -6,15 +6,16 @@ import pytest
 import torch
 
 from fedlib import Execution, Experiment, build_federation, run, run_rounds
-from fedlib import runs as runs_module
-from fedlib.aggregation import Client, Update
-from fedlib.cohort import Cohort
-from fedlib.costs import exit_costs, upload_mib
+from fedlib.core.clients import Client
+from fedlib.core.rng import torch_generator
+from fedlib.core.slices import Slice
+from fedlib.core.storage import read_tensors
+from fedlib.engine.cohort import Cohort
 from fedlib.methods import METHODS, build_method
-from fedlib.rng import torch_generator
-from fedlib.slices import Slice
-from fedlib.storage import read_tensors
-from fedlib.uploads import clip_factors, kept_entries, quantise, top_k
+from fedlib.methods.server import Update
+from fedlib.methods.uploads import clip_factors, kept_entries, quantise, top_k
+from fedlib.runs import store as runs_module
+from fedlib.runs.costs import exit_costs, upload_mib
 
 ONE = Execution(workers=1)
 

@@ -10,18 +10,18 @@ import torch
 import torch.nn.functional as F
 
 from fedlib import Execution, Experiment, build_federation, run_rounds
-from fedlib.checks import check_experiment
-from fedlib.costs import exit_costs, upload_parameters
-from fedlib.models import selective_scan as scan
-from fedlib.models import weights
+from fedlib.engine.checks import check_experiment
+from fedlib.layers import selective_scan as scan
+from fedlib.models import registry as weights
 from fedlib.models.adapters import apply_finetune_
 from fedlib.models.exit_model import ExitModel
 from fedlib.models.exits import Classifiers
 from fedlib.models.ree import Ree
+from fedlib.models.registry import build_backbone
 from fedlib.models.vim import VIMS, Mixer, VimConfig, load_vim, published_name
-from fedlib.models.weights import build_backbone
-from fedlib.params import load_grid
-from fedlib.tables import load_reported
+from fedlib.report.tables import load_reported
+from fedlib.runs.costs import exit_costs, upload_parameters
+from fedlib.runs.params import load_grid
 
 TOY = VimConfig(img_size=12, patch_size=4, dim=8, depth=4, state_dim=3)  # 9 patches, class token at 4, T = 10
 

@@ -5,14 +5,15 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from fedlib import Execution, Experiment
-from fedlib.federation import build_federation
-from fedlib.models import vit, written_block
+from fedlib.engine.federation import build_federation
+from fedlib.engine.rounds import run_rounds
+from fedlib.layers import written_block
+from fedlib.layers.linear import init_normal_
+from fedlib.layers.matmul import choose_products
+from fedlib.models import vit
 from fedlib.models.adapters import apply_finetune_
 from fedlib.models.exits import Classifiers
-from fedlib.models.layers import init_normal_
 from fedlib.models.vit import Block, ViT, ViTConfig
-from fedlib.products import choose_products
-from fedlib.rounds import run_rounds
 
 SMALL = ViTConfig(img_size=8, patch_size=4, dim=12, depth=1, heads=2, ffn_dim=20)
 
@@ -47,8 +48,8 @@ def stack(block: Block, clients: int, names: str) -> None:
 def multiplying(request, monkeypatch):
     """Products by either library, in one thread."""
     if request.param == "PyTorch":
-        monkeypatch.setattr("fedlib.products._by_head", [])
-        monkeypatch.setattr("fedlib.products._suit", lambda *_: False)
+        monkeypatch.setattr("fedlib.layers.matmul._by_head", [])
+        monkeypatch.setattr("fedlib.layers.matmul._suit", lambda *_: False)
     elif not choose_products().startswith("OpenBLAS"):
         pytest.skip("PyTorch multiplies on this machine")
     threads = torch.get_num_threads()

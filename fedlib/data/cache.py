@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from ..storage import DamagedFile, read_tensors, write_tensors
+from ..core.storage import DamagedFile, read_tensors, write_tensors
 
 Decoded = tuple[dict[str, torch.Tensor], list[str]]  # tensors by name, class names
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ..project import has_minilm
-from ..rng import numpy_generator
+from ..core.paths import has_minilm
+from ..core.rng import numpy_generator
 from .cache import Decoded, cache_file, cached
 from .leaf import is_leaf, read_leaf
 from .text import docstrings_key, read_docstrings, text_column, tokenise, tokenizer_key

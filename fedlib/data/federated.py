@@ -6,8 +6,8 @@ from functools import lru_cache
 import numpy as np
 import torch
 
-from ..experiment import Experiment
-from ..rng import numpy_generator
+from ..core.experiment import Experiment
+from ..core.rng import numpy_generator
 from .datasets import ImageData, is_text, load_dataset
 from .partition import Divided, Drawn, partition_examples
 from .transforms import render

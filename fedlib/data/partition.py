@@ -16,7 +16,7 @@ from importlib.metadata import version
 import numpy as np
 import torch
 
-from ..rng import numpy_generator
+from ..core.rng import numpy_generator
 from .cache import cached
 
 

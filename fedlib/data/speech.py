@@ -17,7 +17,7 @@ from functools import lru_cache
 import numpy as np
 import torch
 
-from ..rng import numpy_generator
+from ..core.rng import numpy_generator
 
 MEAN, SD = -4.2677393, 4.5689974  # AudioSet, as AST uses them: features are (x - MEAN) / (2 SD)
 # Stored range of the normalised features: silence is ln 1.2e-7 = -15.9, or -1.28. By Parseval a frame at full scale has

@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ..project import minilm_file
-from ..rng import numpy_generator
+from ..core.paths import minilm_file
+from ..core.rng import numpy_generator
 
 LENGTH = 64  # tokens, [CLS] and [SEP] included; longer sentences are cut (SST-2: 1 in 13,000, AG News: 1 in 15)
 COLUMNS = ("sentence", "text")

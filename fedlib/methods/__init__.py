@@ -2,14 +2,14 @@
 
 from collections.abc import Mapping
 
-from ..experiment import Scalar, check_fields, did_you_mean
+from ..core.validation import Scalar, check_fields, did_you_mean
 from .base import Method, Server, Setting
-from .depthfl import DepthFL
-from .exclusivefl import ExclusiveFL
-from .fedavg import FedAvg
-from .inclusivefl import InclusiveFL
-from .reefl import ReeFL
-from .scalefl import ScaleFL
+from .sliced.depthfl import DepthFL
+from .sliced.exclusivefl import ExclusiveFL
+from .sliced.fedavg import FedAvg
+from .sliced.inclusivefl import InclusiveFL
+from .sliced.reefl import ReeFL
+from .sliced.scalefl import ScaleFL
 
 METHODS: dict[str, type[Method]] = {
     "exclusivefl": ExclusiveFL,

@@ -12,20 +12,13 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..aggregation import Client, MaskedMean, Sums, Update, fedadam, feddyn_gradient, feddyn_server
-from ..distillation import (
-    Batch,
-    cross_entropies,
-    kl_to_teacher,
-    last_exit,
-    mutual_kl,
-    ramp_up,
-    running_best_exit,
-)  # fmt: skip
+from ..core.clients import Client
+from ..core.slices import ParamInfo, Slice
 from ..models.exits import Classifiers
 from ..models.vit import ViTConfig
-from ..slices import ParamInfo, Slice
-from ..uploads import UploadOptions, send
+from .losses import Batch, cross_entropies, kl_to_teacher, last_exit, mutual_kl, ramp_up, running_best_exit  # fmt: skip
+from .server import MaskedMean, Sums, Update, fedadam, feddyn_gradient, feddyn_server
+from .uploads import UploadOptions, send
 
 
 @dataclass(frozen=True)

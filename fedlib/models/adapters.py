@@ -13,10 +13,11 @@ from functools import cache
 import torch
 from torch import nn
 
-from ..experiment import did_you_mean
-from ..rng import numpy_generator, torch_generator
+from ..core.rng import numpy_generator, torch_generator
+from ..core.validation import did_you_mean
+from ..layers.linear import Linear, init_normal_, per_client
+from ..layers.norms import LayerNorm
 from .exits import Classifier
-from .layers import LayerNorm, Linear, init_normal_, per_client
 from .vit import ViT, ViTConfig
 
 OWN_MODES = ("full", "frozen", "pa", "sa", "ssf")

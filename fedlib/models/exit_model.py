@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..slices import STEM, ParamInfo, Slice
-from .tokens import put_token, take_token
+from ..core.slices import STEM, ParamInfo, Slice
+from ..layers.tokens import put_token, take_token
 from .vit import ViT
 
 

@@ -10,8 +10,9 @@ import math
 import torch
 from torch import nn
 
-from ..slices import STEM
-from .layers import LayerNorm, Linear, init_normal_
+from ..core.slices import STEM
+from ..layers.linear import Linear, init_normal_
+from ..layers.norms import LayerNorm
 
 
 class Classifier(nn.Module):

@@ -15,10 +15,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from ..slices import STEM
+from ..core.slices import STEM
+from ..layers.attention import attend
+from ..layers.linear import Linear, init_normal_, per_client
+from ..layers.norms import LayerNorm
 from .exits import Classifier
-from .layers import LayerNorm, Linear, init_normal_, per_client
-from .multi_head import attend
 from .vit import MLP
 from .written_ree import run_written_out
 

@@ -21,8 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .layers import Linear, per_client
-from .selective_scan import causal_conv, selective_scan
+from ..layers.linear import Linear, per_client
+from ..layers.selective_scan import causal_conv, selective_scan
 from .vit import patchify
 
 

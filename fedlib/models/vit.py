@@ -12,9 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .layers import LayerNorm, Linear, init_normal_, per_client
-from .multi_head import attend
-from .written_block import run_written_out
+from ..layers.attention import attend
+from ..layers.linear import Linear, init_normal_, per_client
+from ..layers.norms import LayerNorm
+from ..layers.written_block import run_written_out
 
 
 @dataclass(frozen=True)

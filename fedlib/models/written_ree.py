@@ -11,10 +11,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from ..products import matmul
-from .layers import norm, norm_backward, per_client
-from .multi_head import attend_short, attend_short_backward
-from .written_out import Map, alive, map_of, may_be_written_out, norms_of
+from ..layers.attention import attend_short, attend_short_backward
+from ..layers.linear import per_client
+from ..layers.matmul import matmul
+from ..layers.norms import norm, norm_backward
+from ..layers.written_out import Map, alive, map_of, may_be_written_out, norms_of
 
 
 @dataclass(frozen=True)

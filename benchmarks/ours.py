@@ -1,0 +1,62 @@
+"""fedlib, as a user runs it: its own choice of workers and cohorts. ``BENCH_COHORT=1`` trains one client at a time."""
+
+import os
+from dataclasses import replace
+from itertools import islice
+
+import torch
+
+from benchmarks.names import to_fedlib, to_plain
+from benchmarks.prepare import experiment
+from benchmarks.rivals.workload import Federation as SharedFile
+from benchmarks.rivals.workload import serve
+from fedlib import Execution, run_rounds
+from fedlib.engine.evaluation import evaluate
+from fedlib.engine.federation import Federation, build_federation, with_prefix_caches
+
+
+def federation_of(shared: SharedFile) -> Federation:
+    """fedlib's federation of the workload, on the shared file's pixels (28 x 28) and initial weights.
+
+    ReeFL's head, which rivals do not have, starts as fedlib starts it.
+    """
+    w = shared.workload
+    f = build_federation(experiment(w))
+    pad = (f.data.images.shape[-1] - w.img_size) // 2  # fedlib pads digits to 32 pixels
+    crop = slice(pad, pad + w.img_size)
+    images, test_images = (x[..., crop, crop].contiguous() for x in (f.data.images, f.data.test_images))
+    mean, std = (x.expand(3) for x in (shared.mean, shared.std))
+    initial = to_fedlib(shared.initial, w)
+    if w.method == "reefl":
+        initial = {n: p for n, p in initial.items() if n.startswith("vit.")}
+    f.model.load_state_dict(initial, strict=w.method == "fedavg")
+    server = replace(f.server, params={n: initial.get(n, p) for n, p in f.server.params.items()})
+    data = replace(f.data, images=images, test_images=test_images, mean=mean, std=std)
+    return with_prefix_caches(replace(f, data=data, frozen=f.model.frozen(), server=server))
+
+
+class Fedlib:
+    methods = ("fedavg", "reefl")
+
+    def __init__(self, shared: SharedFile):
+        self.workload, self.federation = shared.workload, federation_of(shared)
+        size, workers = (os.environ.get(name) for name in ("BENCH_COHORT", "BENCH_WORKERS"))
+        executor = os.environ.get("BENCH_EXECUTOR", "auto")
+        execution = Execution(workers=workers and int(workers), cohort_size=size and int(size), executor=executor)
+        self.server, self.loop = self.federation.server, run_rounds(self.federation, execution)
+
+    def rounds(self, first: int, n: int) -> list[float]:
+        done = list(islice(self.loop, n))
+        self.server = done[-1].server
+        return [r.seconds for r in done]
+
+    def trained(self) -> dict[str, torch.Tensor]:
+        params = self.server.params
+        return to_plain(params, self.workload) if self.workload.method == "fedavg" else params
+
+    def accuracy(self) -> float:
+        return evaluate(self.federation, self.server)["accuracy"]
+
+
+if __name__ == "__main__":
+    serve(Fedlib)

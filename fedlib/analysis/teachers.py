@@ -1,0 +1,54 @@
+"""Which exit teaches: ReeFL's choice of teacher, counted while clients train (Appendix C, Figure 7)."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from ..engine.cohort import Cohort
+from ..engine.federation import Federation
+from ..methods import Server
+from ..methods.base import clients_of
+from ..methods.losses import Batch, cross_entropies, running_best_exit
+
+
+class _Watched(Cohort):
+    """A cohort that counts, after every mini-batch, which exit each estimate of the loss would choose as teacher."""
+
+    def watch(self, zetas: Sequence[float]) -> None:
+        self.scratches = {zeta: {} for zeta in zetas}
+        self.counts = {zeta: torch.zeros(self.held.shape, dtype=torch.int64) for zeta in zetas}  # (E, K)
+
+    def sgd(self, local_loss, extra_gradient=None) -> None:
+        def watched(batch: Batch) -> torch.Tensor:
+            loss, ce = local_loss(batch), cross_entropies(batch).detach()
+            active = (batch.weights.sum(-1) > 0).cpu()
+            for zeta, scratch in self.scratches.items():
+                teacher = running_best_exit(replace(batch, scratch=scratch), ce, zeta).cpu()
+                self.counts[zeta][teacher, torch.arange(len(teacher))] += active
+            return loss
+
+        super().sgd(watched, extra_gradient)
+
+
+def count_teachers(
+    f: Federation, server: Server, zetas: Sequence[float] = (0.2, 1.0), cohort_size: int = 10
+) -> dict[float, np.ndarray]:
+    """How often each exit is the teacher, (E,) per estimate of the loss, in one round of all clients of the top budget.
+
+    They train from ``server`` in the round after its last, or in its last if that was the experiment's; the result is
+    thrown away. All estimates watch the same training, in which the method's own ``zeta`` chooses: 1 is the
+    mini-batch's loss, 0.2 the paper's running estimate.
+    """
+    ids = np.where((f.budgets == f.budgets.max()) & (f.data.num_examples > 0))[0]
+    members = clients_of(f.budgets, ids, f.data.num_examples)
+    slices = {c.budget: f.method.slice_for(c.budget, f.setting) for c in members}
+    t, totals = min(server.t + 1, f.experiment.rounds), {zeta: 0 for zeta in zetas}
+    for i in range(0, len(members), cohort_size):
+        part = members[i : i + cohort_size]
+        cohort = _Watched(f, f.model, server, t, part, slices, {})
+        cohort.watch(zetas)
+        f.method.client_update(cohort)
+        totals = {zeta: total + cohort.counts[zeta].sum(1).numpy() for zeta, total in totals.items()}
+    return totals

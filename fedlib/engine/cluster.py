@@ -1,0 +1,237 @@
+"""An executor on a Ray cluster: a round's cohorts are trained by workers on its nodes.
+
+What never changes (data, frozen parameters, method, setting) is put into the object store once and given to each worker
+once; a round sends the trained parameters once, and the sampled clients' memories with their cohort. Workers keep no
+state of a client or a round, so any of them can train any cohort, again if need be. Every node needs the same fedlib
+and torch, nothing else. Methods travel as objects: one registered in a notebook works.
+Read next: ``runs/grid_on_cluster.py``.
+"""
+
+import copy
+import math
+import os
+import warnings
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, replace
+
+import numpy as np
+import torch
+
+from ..core.clients import Client
+from ..layers.matmul import choose_products
+from ..methods import Server
+from .executors import (
+    TRIES,
+    Execution,
+    Finished,
+    Memories,
+    Trained,
+    automatic_cohort_size,
+    become_worker,
+    plan_cohorts,
+    share_out,
+    train_cohort,
+)
+from .federation import Federation, build_train_prefix
+
+
+def connect(execution: Execution):
+    """The ``ray`` module, connected: an existing connection of this process, else ``address``, else a local Ray.
+
+    Without ``address``, ``$RAY_ADDRESS`` counts. A local Ray lives until the process ends or ``ray.shutdown()``.
+    """
+    try:
+        import ray
+    except ImportError as error:
+        raise ImportError("executor = 'ray' needs Ray; install fedlib with its extra 'cluster'") from error
+    if not ray.is_initialized():
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        address, own = execution.address or os.environ.get("RAY_ADDRESS") or "local", {}
+        if address == "local":
+            own = {"num_cpus": max(os.cpu_count() or 1, execution.workers or 1), "include_dashboard": False}
+        for attempts_left in (2, 1, 0) if own else (0,):  # on a busy machine, Ray gives its own processes up after 30 s
+            try:
+                ray.init(address, log_to_driver=False, logging_level="warning", **own)
+                break
+            except Exception as error:  # of many types, plain Exception among them
+                if not attempts_left:
+                    raise ConnectionError(f"no Ray at {address!r}: {error}") from error
+    return ray
+
+
+def total(ray, kind: str) -> float:
+    """CPUs or GPUs of the cluster, busy or not. ``ValueError`` if a GPU is wanted and there is none."""
+    amount = ray.cluster_resources().get(kind, 0)
+    if kind == "GPU" and not amount:
+        raise ValueError("execution: device = 'cuda', but the Ray cluster has no GPU; allowed: cpu")
+    return amount
+
+
+# --- tensors between processes ---------------------------------------------------------------------------------------
+
+
+def _to_buffer(t: torch.Tensor) -> tuple[np.ndarray, torch.dtype, torch.Size]:
+    """A tensor as bytes that Ray moves without copying them into a message."""
+    return t.detach().cpu().reshape(-1).view(torch.uint8).numpy(), t.dtype, t.shape
+
+
+def _from_buffer(parts: tuple[np.ndarray, torch.dtype, torch.Size]) -> torch.Tensor:
+    """A CPU tensor over the object store's memory: shared by the processes of a node, never written to."""
+    data, dtype, shape = parts
+    return torch.from_numpy(data).view(dtype).view(shape)
+
+
+def _share_tensors(ray) -> None:
+    """Let this process send tensors as buffers (torch's own way writes each of them to an archive first)."""
+    warnings.filterwarnings("ignore", "The given NumPy array is not writable")
+    ray.util.register_serializer(torch.Tensor, serializer=_to_buffer, deserializer=_from_buffer)
+
+
+def _move(tensors: Mapping[str, torch.Tensor], device: torch.device | str) -> dict[str, torch.Tensor]:
+    """Copies on ``device`` (copies even there: what came through the object store must not keep it full)."""
+    return {n: t.to(device, copy=True) for n, t in tensors.items()}
+
+
+def _kit(f: Federation) -> Federation:
+    """What a worker needs of ``f``: an empty model, no test set, no server state, no cache."""
+    empty = torch.nn.Parameter(torch.empty(0), requires_grad=False)
+    model = copy.deepcopy(f.model, {id(p): empty for p in f.model.parameters()})
+    data = replace(f.data, test_images=f.data.test_images[:0], test_labels=f.data.test_labels[:0])
+    return replace(f, model=model, data=data, server=Server(0, {}, {}), train_prefix=None, test_prefix=None)
+
+
+# --- cohorts on workers ----------------------------------------------------------------------------------------------
+
+
+class _Worker:
+    """A process of the cluster, with one CPU thread or a share of a GPU, that trains cohorts of one run."""
+
+    def prepare(self, f: Federation, prefix_blocks: int, device: str, versions: tuple[str, str]) -> None:
+        """Take what stays the same for the whole run."""
+        import ray
+
+        if versions != _versions():
+            raise RuntimeError(f"fedlib and torch are {_versions()} on a worker, {versions} where the run was started")
+        become_worker()
+        if device == "cpu":
+            choose_products()
+        _share_tensors(ray)
+        model = copy.deepcopy(f.model).to(device)  # its own, unlike the tensors that it shares
+        if device != "cpu":
+            tensors = {x.name: getattr(f.data, x.name) for x in fields(f.data)}
+            tensors = {n: t for n, t in tensors.items() if isinstance(t, torch.Tensor)}
+            f = replace(f, data=replace(f.data, **_move(tensors, device)), frozen=_move(f.frozen, device))
+        f = replace(f, model=model)
+        self.federation = replace(f, train_prefix=build_train_prefix(f, prefix_blocks))
+
+    def train(self, server: Server, members: list[Client], t: int, memories: Memories) -> Trained:
+        """Train one cohort of round ``t``."""
+        f = self.federation
+        if f.device.type != "cpu":
+            server = replace(server, params=_move(server.params, f.device))
+        trained = train_cohort(f, f.model, server, t, members, memories)
+        for mean in trained.sums.values():
+            mean.infos = {}  # the driver has them
+        return trained
+
+
+class RayExecutor:
+    """Trains cohorts on the workers of a Ray cluster; a cohort whose worker dies is trained again by another.
+
+    The plan depends on the number of workers asked for, never on how many are alive, and partial sums are merged in
+    the plan's order: a run that lost workers ends with the numbers of one that did not. Raises ``RuntimeError`` if no
+    worker can be had for ``patience_seconds``, or if one cohort loses ``TRIES`` workers.
+    """
+
+    def __init__(self, federation: Federation, execution: Execution):
+        self.federation, self.execution = federation, execution
+        self.ray = ray = connect(execution)
+        kind = "CPU" if execution.device == "cpu" else "GPU"
+        units = total(ray, kind)
+        self.size = execution.workers or max(1, int(units))
+        need = {"num_cpus": 1}
+        if kind == "GPU":
+            need["num_gpus"] = 1 / math.ceil(self.size / units)
+        self.need = need
+        errors = ray.exceptions
+        self.losses = (errors.RayActorError, errors.ObjectLostError, errors.NodeDiedError, errors.WorkerCrashedError)
+        self.losses += (errors.OutOfMemoryError,)
+        _share_tensors(ray)
+        self.kit = ray.put(_kit(federation))
+        self.prefix_blocks = federation.train_prefix.blocks if federation.train_prefix is not None else 0
+        self.cohort_size = execution.cohort_size or automatic_cohort_size(federation)
+        self.idle: deque = deque()
+        self.starting: dict = {}  # what says that a worker is ready -> the worker
+        self.running: dict = {}  # what a cohort brings back -> (its place in the plan, the worker)
+        self.failed_starts = 0
+        for _ in range(self.size):
+            self._start_worker()
+
+    def train(self, server: Server, clients: list[Client], t: int, memories: Memories) -> Iterator[Trained]:
+        f, ray = self.federation, self.ray
+        slices = {b: f.method.slice_for(b, f.setting) for b in {c.budget for c in clients}}
+        cohorts = plan_cohorts(clients, slices, self.size, self.cohort_size)
+        download = ray.put(Server(server.t, server.params, {}))  # the server's memory is the server's
+
+        def hand_out(i: int) -> bool:
+            worker = self.idle.popleft() if self.idle else None
+            if worker is not None:
+                mine = {c.id: memories[c.id] for c in cohorts[i] if c.id in memories}
+                self.running[worker.train.remote(download, cohorts[i], t, mine)] = i, worker
+            return worker is not None
+
+        yield from map(self._home, share_out(cohorts, t, "Ray worker", hand_out, self._finished))
+
+    def _start_worker(self) -> None:
+        """Ask the cluster for one more worker; it is ready when it has taken the kit."""
+        worker = self.ray.remote(_Worker).options(max_restarts=0, **self.need).remote()
+        self.starting[worker.prepare.remote(self.kit, self.prefix_blocks, self.execution.device, _versions())] = worker
+
+    def _finished(self) -> Iterator[Finished]:
+        """Wait until a worker is ready or a cohort is back or lost; a lost worker is replaced."""
+        ray, patience = self.ray, self.execution.patience_seconds
+        ready, _ = ray.wait([*self.running, *self.starting], timeout=None if self.running else patience)
+        if not ready:
+            raise RuntimeError(
+                f"no Ray worker was to be had for {patience:g} s: each needs {self.need}, the cluster has "
+                f"{ray.cluster_resources()}, of which {ray.available_resources()} is free"
+            )
+        for ref in ready:
+            i, worker = self.running.pop(ref) if ref in self.running else (None, self.starting.pop(ref))
+            trained, error = None, None
+            self.idle.append(worker)
+            try:
+                trained = ray.get(ref)
+                self.failed_starts = 0
+            except self.losses as e:
+                error = e
+                ray.kill(self.idle.pop())
+                if i is None:
+                    self.failed_starts += 1
+                    if self.failed_starts == TRIES:
+                        raise RuntimeError(f"Ray workers died {TRIES} times before they were ready: {e}") from e
+                self._start_worker()
+            if i is not None:
+                yield i, trained, error
+
+    def _home(self, trained: Trained) -> Trained:
+        """Out of the object store, to where the server is."""
+        device, infos = self.federation.device, self.federation.setting.infos
+        for mean in trained.sums.values():
+            mean.infos = infos
+            for store in (mean.total, mean.weight, mean.count):
+                store.update(_move(store, device))
+        return replace(trained, memories={c: _move(m, device) for c, m in trained.memories.items()})
+
+    def close(self) -> None:
+        workers = [*self.idle, *self.starting.values(), *(worker for _, worker in self.running.values())]
+        for worker in workers:
+            self.ray.kill(worker)
+        self.ray.util.deregister_serializer(torch.Tensor)
+
+
+def _versions() -> tuple[str, str]:
+    from .. import __version__
+
+    return __version__, torch.__version__.split("+")[0]

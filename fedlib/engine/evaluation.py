@@ -1,0 +1,83 @@
+"""Accuracy of every exit on the central test set, in percent; all exits of one model in one pass."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import torch
+
+from ..core.slices import Slice, take, take_all
+from ..methods import Server
+from .federation import Federation
+from .privacy import privacy_spent
+
+
+def put_slice_(federation: Federation, server: Server, part: Slice) -> None:
+    """Load the sub-model ``part`` of the global state into the federation's model (views where possible)."""
+    infos, model = federation.setting.infos, federation.model
+    model.put_({n: take(p, infos[n], part) for n, p in federation.frozen.items()})
+    model.put_(take_all(server.params, infos, part))
+
+
+AT_ONCE, LEAST = 500, 32  # examples that are held in memory at a time, and that are worth a thread
+
+
+def exit_logits(federation: Federation, server: Server, part: Slice) -> torch.Tensor:
+    """Logits (E, N, C) of sub-model ``part`` on the test set; zeros for exits it does not hold."""
+    data, model, device = federation.data, federation.model, federation.device
+    put_slice_(federation, server, part)
+    alive = [int(b in part.units) for b in range(model.exit_blocks[-1] + 1)]
+    spans = {j: (0, int(j in part.exits)) for j in range(len(model.exit_blocks))}
+    prefix = federation.test_prefix if not part.index else None
+
+    @torch.inference_mode()
+    def logits(examples: np.ndarray) -> torch.Tensor:
+        rows = torch.from_numpy(examples).to(device)
+        if prefix is None:
+            x = data.view(data.test_images, model.vit.config.input_shape, rows)[None]
+        else:
+            prefix.fill(model, examples)
+            x = prefix(rows[None])
+        return model(x, alive, spans)[:, 0]
+
+    n = len(data.test_labels)
+    held = min(n, AT_ONCE)
+    threads = max(1, min(torch.get_num_threads(), held // LEAST)) if device.type == "cpu" else 1
+    size = math.ceil(held / threads)
+    return torch.cat(list(_side_by_side(logits, np.split(np.arange(n), range(size, n, size)), threads)), 1)
+
+
+def _side_by_side(work: Callable, parts: Sequence, threads: int) -> Iterator:
+    """``work`` of every part, in order. PyTorch's threads take a part each: together on one part they wait more."""
+    if threads == 1:
+        yield from map(work, parts)
+        return
+    own = torch.get_num_threads() // threads
+    with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(own,)) as pool:
+        yield from pool.map(work, parts)
+
+
+def evaluate(federation: Federation, server: Server) -> Mapping[str, object]:
+    """``accuracy`` (mean over exits), ``exits`` (each exit's), and ``ensemble`` where one model has all exits.
+
+    With noise also the ``epsilon`` at ``delta`` that the rounds so far have cost.
+
+    The mean is unweighted; the ensemble is the argmax of the exits' mean logits (ReeFL's release, facts 6.6).
+    """
+    labels, setting = federation.data.test_labels, federation.setting
+    parts = [federation.method.model_for(j, setting) for j in range(setting.num_exits)]
+    shared = all(p == parts[0] for p in parts)
+    logits = exit_logits(federation, server, parts[0]) if shared else None
+
+    def percent(prediction: torch.Tensor) -> float:
+        return round(100 * (prediction == labels).double().mean().item(), 4)
+
+    exits = []
+    for j, part in enumerate(parts):
+        of_exit = logits if shared else exit_logits(federation, server, part)
+        exits.append(percent(of_exit[j].argmax(1)))
+    out = {"accuracy": round(sum(exits) / len(exits), 4), "exits": exits}
+    if shared and len(exits) > 1:
+        out["ensemble"] = percent(logits.mean(0).argmax(1))
+    return out | privacy_spent(federation, server.t)

@@ -1,0 +1,255 @@
+"""Executors train a round's clients as cohorts, here or elsewhere. How is not part of an experiment.
+
+``Execution`` says how to run; ``rounds.build_executor`` turns it into an executor with ``train`` and ``close``. Every
+executor calls ``train_cohort`` and gives the same numbers up to float rounding. Read next: ``engine/processes.py``.
+"""
+
+import copy
+import ctypes
+import math
+import platform
+import re
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, fields
+from typing import Literal, Protocol
+
+import torch
+
+from ..core.clients import Client
+from ..core.profiling import phase
+from ..core.slices import Slice
+from ..core.validation import check_fields
+from ..methods import Server
+from ..methods.server import Sums
+from ..models.exit_model import ExitModel
+from .cohort import Cohort
+from .federation import Federation
+from .frozen_cache import free_memory
+
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of malloc.h
+
+Memories = Mapping[int, dict[str, torch.Tensor]]  # client memories by client id
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What comes back from a cohort: weighted partial sums (not one model per client), memories, losses."""
+
+    sums: Sums
+    memories: dict[int, dict[str, torch.Tensor]]  # of the clients whose memory changed
+    losses: dict[int, float]  # mean training loss per client
+    nonfinite: tuple[int, ...] = ()  # clients whose loss or update holds a NaN or infinity (Experiment.nonfinite)
+
+
+@dataclass(frozen=True)
+class Execution:
+    """How to run, which must not change the numbers beyond float rounding.
+
+    ``auto`` trains in forked processes (``processes.py``) where a fork is safe and there is more than one worker: they
+    do not wait for each other's interpreter lock. Elsewhere in threads. ``ray`` is a cluster (``cluster.py``).
+    """
+
+    device: str = "cpu"
+    workers: int | None = None  # train cohorts side by side; None: one a core or GPU; ray, all of the cluster
+    cohort_size: int | None = None  # most clients a cohort; None: see ``automatic_cohort_size``
+    executor: Literal["auto", "processes", "threads", "ray"] = "auto"  # auto: forked processes, else threads
+    address: str | None = None  # ray: "auto", "host:port", "ray://host:port"; None: $RAY_ADDRESS, else a local Ray
+    patience_seconds: float = 120.0  # ray: how long to go without any worker before giving up
+
+    def __post_init__(self):
+        for key, value in check_fields(
+            type(self), {f.name: getattr(self, f.name) for f in fields(self)}, "execution"
+        ).items():
+            object.__setattr__(self, key, value)
+        for key in ("workers", "cohort_size", "patience_seconds"):
+            if getattr(self, key) is not None and getattr(self, key) <= 0:
+                raise ValueError(f"execution: {key} = {getattr(self, key)!r} must be positive")
+        if self.executor == "processes" and self.device != "cpu":
+            raise ValueError(f"execution: device = {self.device!r} with executor = 'processes'; allowed: cpu")
+        if self.executor == "ray" and self.device not in ("cpu", "cuda"):
+            raise ValueError(f"execution: device = {self.device!r} with executor = 'ray'; allowed: cpu, cuda")
+        if self.address is not None and self.executor != "ray":
+            raise ValueError(f"execution: address = {self.address!r} needs executor = 'ray', not {self.executor!r}")
+        if self.address is not None and not re.fullmatch(r"auto|local|(ray://)?[^\s:/]+:\d+", self.address):
+            raise ValueError(f"execution: address = {self.address!r}; allowed: auto, local, host:port, ray://host:port")
+
+    @property
+    def home(self) -> str:
+        """The device of this process, which coordinates: a cluster's GPUs may all be elsewhere."""
+        alone = self.executor != "ray" or torch.cuda.is_available()
+        return self.device if alone else "cpu"
+
+    def side_by_side(self) -> int:
+        """Workers of this machine."""
+        if self.workers is not None:
+            return self.workers
+        return torch.get_num_threads() if self.device == "cpu" else 1
+
+
+class Executor(Protocol):
+    """Trains the sampled clients of round ``t``; yields what each cohort brings back, in a fixed order."""
+
+    def train(self, server: Server, clients: list[Client], t: int, memories: Memories) -> Iterator[Trained]: ...
+
+    def close(self) -> None: ...
+
+
+def become_worker() -> None:
+    """Set this process up to train cohorts: one intra-op thread, and what a step frees is kept for the next one.
+
+    glibc gives large freed blocks back to the kernel at once, and zeroed pages are slow to come by.
+    """
+    torch.set_num_threads(1)
+    if platform.libc_ver()[0] == "glibc":
+        libc = ctypes.CDLL(None)
+        libc.mallopt(M_MMAP_THRESHOLD, 2**25)
+        libc.mallopt(M_TRIM_THRESHOLD, 2**30)
+
+
+def train_cohort(
+    f: Federation, model: ExitModel, server: Server, t: int, members: list[Client], memories: Memories
+) -> Trained:
+    """Train ``members`` of round ``t`` as one cohort with the skeleton ``model``: download, local training, upload."""
+    slices = {b: f.method.slice_for(b, f.setting) for b in {c.budget for c in members}}
+    mine = {c.id: memories[c.id] for c in members if c.id in memories}
+    with phase("download"):
+        cohort = Cohort(f, model, server, t, members, slices, mine)
+    f.method.client_update(cohort)
+    losses = {c.id: float(x) for c, x in zip(cohort.clients, cohort.losses, strict=True)}
+    nonfinite = {c: "loss" for c, x in losses.items() if not math.isfinite(x)} | cohort.update().nonfinite()
+    if nonfinite and f.experiment.nonfinite == "fail":
+        client, name = min(nonfinite.items())
+        raise FloatingPointError(f"round {t}: client {client}: {name} is not finite (nonfinite = 'fail')")
+    with phase("aggregation"):
+        update, new_memories = f.method.upload(cohort), cohort.new_memories
+        if nonfinite and f.experiment.nonfinite == "drop":
+            update = update.without(nonfinite)
+            new_memories, losses = ({c: x for c, x in d.items() if c not in nonfinite} for d in (new_memories, losses))
+        return Trained(f.method.summarise(update, f.setting), new_memories, losses, tuple(nonfinite))
+
+
+CACHE_BYTES = {"stacked": 3 * 2**20, "shared": 16 * 2**20}  # chosen by timing on one machine (two cores, AMD EPYC)
+SHARE_OF_GPU_MEMORY = 0.4
+
+
+def automatic_cohort_size(f: Federation) -> int:
+    """The most clients that are worth training as one cohort, from shapes alone (so that a run repeats bit for bit).
+
+    CPU: batching pays while the widest activation of a cohort stays in cache. Measured per client on one core, a cohort
+    against one client at a time: width 64 fully trained, batch 32 / 8: 1.2 / 2.2 times faster, LoRA 1.5 / 2.7; width
+    192 fully trained, batch 32: 0.75-0.99 (weights that differ per client gain nothing once one client fills the
+    cache), LoRA 1.17. GPU: as many as fit, by the activations that autograd keeps.
+    """
+    config, e = f.model.vit.config, f.experiment
+    tokens = min(e.batch_size, int(f.data.num_examples.max())) * (config.num_patches + config.prefix_tokens)
+    if f.device.type == "cpu":
+        trains_blocks = any(
+            i.role == "backbone" and i.unit >= 0 for n, i in f.setting.infos.items() if n in f.server.params
+        )
+        limit, per_client = CACHE_BYTES["stacked" if trains_blocks else "shared"], 4 * tokens * config.hidden_dim
+    else:
+        kept = 4 * tokens * config.depth * (8 * config.dim + 2 * config.hidden_dim)
+        state = 4 * 4 * sum(p.numel() for p in f.server.params.values())  # start, parameters, gradients, client memory
+        limit, per_client = SHARE_OF_GPU_MEMORY * free_memory(f.device), kept + state
+    return max(1, int(limit / per_client))
+
+
+def plan_cohorts(
+    clients: list[Client], slices: Mapping[int, Slice], workers: int, size: int | None
+) -> list[list[Client]]:
+    """Split a round's clients into cohorts of one width each, balanced in depth, at least one a worker."""
+    widths: dict[tuple, list[Client]] = {}
+    for c in sorted(clients, key=lambda c: (-slices[c.budget].depth, -c.num_examples, c.id)):
+        widths.setdefault(slices[c.budget].same_width(), []).append(c)
+    out = []
+    for group in widths.values():
+        share = max(1, round(workers * len(group) / len(clients)))
+        parts = -(-len(group) // (share * size)) * share if size else share  # every worker gets as many as the others
+        out += [group[i::parts] for i in range(min(parts, len(group)))]  # dealt out, so depths are mixed evenly
+    return sorted(out, key=lambda g: -sum(slices[c.budget].depth * c.num_examples for c in g))
+
+
+TRIES = 4  # of one cohort before a lost worker is taken for a sign
+Finished = tuple[
+    int, Trained | None, Exception | None
+]  # a place in the plan, what was brought back, or how it was lost
+
+
+def share_out(
+    cohorts: list[list[Client]], t: int, workers: str, hand_out: Callable[[int], bool],
+    finished: Callable[[], Iterator[Finished]],
+) -> Iterator[Trained]:  # fmt: skip
+    """What ``cohorts`` bring back, in their order, from workers that may be lost: then a cohort is trained again.
+
+    ``hand_out(i)`` gives cohort i to a worker, if one is free; ``finished()`` waits for workers. Raises
+    ``RuntimeError`` if one cohort loses ``TRIES`` of the ``workers``.
+    """
+    todo, lost = deque(range(len(cohorts))), [0] * len(cohorts)
+    done: dict[int, Trained] = {}
+    for turn in range(len(cohorts)):
+        while turn not in done:
+            while todo and hand_out(todo[0]):
+                todo.popleft()
+            for i, trained, error in finished():
+                if error is None:
+                    done[i] = trained
+                    continue
+                todo.appendleft(i)
+                lost[i] += 1
+                if lost[i] == TRIES:
+                    ids = [c.id for c in cohorts[i]]
+                    raise RuntimeError(
+                        f"the cohort of clients {ids} lost its {workers} {TRIES} times in round {t} (the last time: "
+                        f"{error}); if memory is short, set Execution(cohort_size=...)"
+                    ) from error
+        yield done.pop(turn)
+
+
+@dataclass
+class InProcess:
+    """Trains cohorts in threads of this process; each thread keeps one model skeleton for the whole run.
+
+    After :meth:`close` (a Ctrl-C, an error in another cohort) a thread stops at its next batch.
+    """
+
+    federation: Federation
+    execution: Execution
+    _local: threading.local = field(default_factory=threading.local)
+    _closed: threading.Event = field(default_factory=threading.Event)
+    _pool: ThreadPoolExecutor | None = None
+
+    def __post_init__(self):
+        self._size = self.execution.cohort_size or automatic_cohort_size(self.federation)
+
+    def train(self, server: Server, clients: list[Client], t: int, memories: Memories) -> Iterator[Trained]:
+        f, workers = self.federation, self.execution.side_by_side()
+        slices = {b: f.method.slice_for(b, f.setting) for b in {c.budget for c in clients}}
+        cohorts = plan_cohorts(clients, slices, workers, self._size)
+
+        def train_one(members: list[Client]) -> Trained:
+            return train_cohort(f, self._model(), server, t, members, memories)
+
+        if workers == 1:
+            yield from map(train_one, cohorts)
+            return
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,))
+        yield from self._pool.map(train_one, cohorts)
+
+    def _model(self) -> ExitModel:
+        if not hasattr(self._local, "model"):
+            self._local.model = copy.deepcopy(self.federation.model)
+            self._local.model.register_forward_pre_hook(self._stop_if_closed)
+        return self._local.model
+
+    def _stop_if_closed(self, *_) -> None:
+        if self._closed.is_set():
+            raise RuntimeError("the executor was closed while this cohort was training")
+
+    def close(self) -> None:
+        self._closed.set()
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)

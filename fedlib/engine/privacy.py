@@ -1,0 +1,103 @@
+"""Client-level differential privacy: noise on the sum of a round's clipped updates, and what the rounds have cost.
+
+DP-FedAvg (McMahan et al., ICLR 2018) with samples of fixed size: n of the N clients that may take part are drawn
+without replacement, each sends an update of norm <= C, and the server adds N(0, (z C)^2) to every entry of the sum. It
+divides by the number of holders to be expected, not by those who came, and noises entries nobody came with: who was
+sampled must not show. What ``aggregate`` makes of these sums (FedAdam, momentum ...) is post-processing. Groups
+(``Method.group_of``) need no larger noise: a client is in one group, so C bounds all that it sends.
+
+The guarantee: (epsilon, delta) for replacing all data of one client, towards those who see every global model. Public:
+the budgets, which clients hold any examples, n, and all options. Not covered: what is stored to study a run (training
+losses, numbers of examples, whether it diverged) and the client memories. The noise is a function of the
+seed, so a run is a simulation: it protects from those who do not know the experiment.
+Read next: ``methods/uploads.py`` (clipping).
+"""
+
+import functools
+from collections import Counter
+
+import torch
+
+from ..core.clients import Client
+from ..core.rng import torch_generator
+from ..core.slices import take_all
+from ..methods import Server
+from ..methods.base import clients_of
+from ..methods.server import MaskedMean, Sums, Update
+from .federation import Federation
+
+
+def privatise(f: Federation, server: Server, sums: Sums, t: int) -> Sums:
+    """W theta + sum_i delta_i + N(0, (z C)^2) per entry, W the expected number of holders: what ``aggregate`` may see.
+
+    Without noise the sums as they are. ``ValueError`` if a method weighted its clients.
+    """
+    method = f.method
+    if not method.noise_multiplier:
+        return sums
+    out = expected_sums(f, server)
+    for group, mean in sums.items():
+        for name, total in mean.total.items():
+            if not torch.equal(mean.weight[name], mean.count[name]):
+                raise ValueError(f"{f.experiment.method}: noise_multiplier needs clients of weight 1 in the mean")
+            out[group].total[name] += total - mean.weight[name] * server.params[name].double()
+    sd = method.noise_multiplier * method.clip_norm
+    for group, mean in out.items():
+        for name, total in mean.total.items():
+            generator = torch_generator(f.experiment.seed, f"dp noise/{group}/{name}", t)
+            noise = torch.randn(total.shape, generator=generator, dtype=torch.float64)
+            total += sd * noise.to(total.device)
+    return out
+
+
+def expected_sums(f: Federation, server: Server) -> Sums:
+    """The sums if every client sent n/N times what it received: public weights and counts, no update yet."""
+    ids = f.candidates()
+    holders: Counter[tuple[int, int]] = Counter()  # expected clients per (group, budget)
+    for c in clients_of(f.budgets, ids, f.data.num_examples):
+        holders[f.method.group_of(c), c.budget] += f.sample_size / len(ids)
+    out: Sums = {}
+    for (group, budget), expected in sorted(holders.items()):
+        part = f.method.slice_for(budget, f.setting)
+        params = {n: p[None] for n, p in take_all(server.params, f.setting.infos, part).items()}
+        mean = out.setdefault(group, MaskedMean(f.setting.infos))
+        mean.add(Update((Client(0, budget, 0),), (part,), params, {n: (0, 1) for n in params}), [expected])
+    for group, mean in out.items():
+        mean.count = {n: w.clone() for n, w in mean.weight.items()}
+        mean.clients = sum(expected for (g, _), expected in holders.items() if g == group)
+    return out
+
+
+def privacy_spent(f: Federation, t: int) -> dict[str, float]:
+    """``epsilon`` at ``delta`` of the global models up to round ``t``; nothing for a method without noise."""
+    method, clients = f.method, len(f.candidates())
+    if not method.noise_multiplier:
+        return {}
+    delta = method.dp_delta if method.dp_delta is not None else 1 / (10 * clients)
+    spent = epsilon(method.noise_multiplier, clients, f.sample_size, t, delta, hidden=not method.remembers)
+    return {"epsilon": round(spent, 4), "delta": delta}
+
+
+@functools.lru_cache
+def epsilon(noise_multiplier: float, clients: int, sampled: int, rounds: int, delta: float, hidden: bool) -> float:
+    """Epsilon of ``rounds`` noisy sums by the Renyi accountant of Google's dp-accounting; the least of valid bounds.
+
+    Replacing a client moves a sum by up to 2 C, so the ratio of noise to sensitivity is z/2. ``hidden`` samples amplify
+    privacy (Wang, Balle, Kasiviswanathan 2019); where clients keep memory the proof of that fails, as a later update
+    tells of an earlier participation, and only the bound that holds for known samples is left.
+    """
+    try:
+        from dp_accounting import GaussianDpEvent, NeighboringRelation, SampledWithoutReplacementDpEvent
+        from dp_accounting.rdp import RdpAccountant
+    except ImportError as error:
+        raise ImportError("noise_multiplier needs the package dp-accounting: pip install 'fedlib[privacy]'") from error
+    if not rounds:
+        return 0.0
+    events = [GaussianDpEvent(noise_multiplier / 2)]
+    if hidden and sampled < clients:
+        events.append(SampledWithoutReplacementDpEvent(clients, sampled, events[0]))
+    spent = []
+    for event in events:
+        accountant = RdpAccountant(neighboring_relation=NeighboringRelation.REPLACE_ONE)
+        spent.append(accountant.compose(event, rounds).get_epsilon(delta))
+    return float(min(spent))

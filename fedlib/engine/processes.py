@@ -1,0 +1,262 @@
+"""An executor of forked processes: a round's cohorts train side by side without sharing Python's interpreter lock.
+
+A worker is a fork of the process that runs the rounds: data, frozen parameters, model and methods are in its memory at
+once and are never copied, sent or read again. A round sends it the trained parameters and its cohorts; it sends back
+weighted partial sums. A worker that dies is forked anew and its cohort trained again, with the same numbers.
+
+Only on Linux, on a CPU, and where PyTorch lets a fork compute gradients (not after this process has used a GPU): a
+worker tries that first. Elsewhere the threads of ``engine/executors.py`` do the same.
+"""
+
+import io
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import nullcontext
+from multiprocessing.connection import Connection, wait
+
+import torch
+
+from ..core import profiling
+from ..core.clients import Client
+from ..methods import Server
+from .executors import (
+    Execution,
+    Finished,
+    Memories,
+    Trained,
+    automatic_cohort_size,
+    become_worker,
+    plan_cohorts,
+    share_out,
+    train_cohort,
+)
+from .federation import Federation
+
+
+class Unforkable(RuntimeError):
+    """A fork of this process could not train."""
+
+
+class ForkedProcesses:
+    """Trains cohorts in forks of this process. Raises :class:`Unforkable` where they could not.
+
+    Partial sums are merged in the plan's order, so a run that lost workers ends with the numbers of one that did not.
+    Raises ``RuntimeError`` if one cohort loses ``TRIES`` workers, and whatever a worker's training raised.
+    """
+
+    def __init__(self, federation: Federation, execution: Execution):
+        if not sys.platform.startswith("linux") or federation.device.type != "cpu":
+            raise Unforkable("worker processes are forked, which needs Linux and device = 'cpu'")
+        if multiprocessing.current_process().daemon:
+            raise Unforkable("a daemonic process, such as a worker of a multiprocessing pool, may not fork workers")
+        self.federation, self.size = federation, execution.side_by_side()
+        self.cohort_size = execution.cohort_size or automatic_cohort_size(federation)
+        self.workers: list[_Worker] = []
+        try:
+            for _ in range(self.size):
+                self._start_worker()
+        except OSError as error:
+            self.close()
+            raise Unforkable(f"no process could be forked: {error}") from error
+        except BaseException:
+            self.close()
+            raise
+
+    def train(self, server: Server, clients: list[Client], t: int, memories: Memories) -> Iterator[Trained]:
+        f = self.federation
+        slices = {b: f.method.slice_for(b, f.setting) for b in {c.budget for c in clients}}
+        cohorts = plan_cohorts(clients, slices, self.size, self.cohort_size)
+        download = _pack(Server(server.t, server.params, {}))  # the server's memory is the server's
+        for worker in self.workers:
+            worker.informed = False
+
+        def hand_out(i: int) -> bool:
+            worker = next((w for w in self.workers if w.cohort is None), None)
+            if worker is not None:
+                mine = {c.id: memories[c.id] for c in cohorts[i] if c.id in memories}
+                worker.send(i, download, (cohorts[i], t, mine, profiling.is_measuring()))
+            return worker is not None
+
+        yield from share_out(cohorts, t, "worker process", hand_out, self._finished)
+
+    def _finished(self) -> Iterator[Finished]:
+        """Wait until a cohort is back or its worker has died, who is then replaced."""
+        for worker in wait([w for w in self.workers if w.cohort is not None]):
+            i, worker.cohort = worker.cohort, None
+            try:
+                yield i, self._home(worker.receive()), None
+            except EOFError:
+                worker.close()
+                self.workers.remove(worker)
+                code = worker.process.exitcode
+                yield i, None, EOFError(f"exit code {code}; -9: killed, often for want of memory")
+                self._start_worker()
+
+    def _start_worker(self) -> None:
+        worker = _Worker(self.federation)
+        self.workers.append(worker)
+        try:
+            worker.receive()
+        except EOFError:
+            code = worker.process.exitcode
+            raise RuntimeError(f"a worker process died before it was ready (exit code {code})") from None
+
+    def _home(self, answer: tuple[Trained, dict[str, float]]) -> Trained:
+        """What a worker brought back, as if it had been trained here."""
+        trained, seconds = answer
+        profiling.add(seconds)
+        for mean in trained.sums.values():
+            mean.infos = self.federation.setting.infos
+        return trained
+
+    def close(self) -> None:
+        for worker in self.workers:
+            worker.process.kill()  # all of them, before anything can interrupt the waiting
+        for worker in self.workers:
+            worker.close()
+        self.workers = []
+
+
+class _Worker:
+    """One forked process, seen from the process that forked it."""
+
+    def __init__(self, federation: Federation):
+        context = multiprocessing.get_context("fork")
+        self.connection, there = context.Pipe()
+        self.process = context.Process(target=_serve, args=(federation, there, os.getpid()), daemon=True)
+        with warnings.catch_warnings():  # Python warns where other threads run; a worker needs none of their locks
+            warnings.simplefilter("ignore", DeprecationWarning)
+            self.process.start()
+        there.close()
+        self.cohort: int | None = None  # the place in the plan of what it trains
+        self.informed = False  # has it this round's parameters?
+
+    def fileno(self) -> int:
+        return self.connection.fileno()
+
+    def send(self, cohort: int, download: memoryview, task: tuple) -> None:
+        """Let it train a cohort. A death in between shows when the answer is read."""
+        self.cohort = cohort
+        try:
+            if not self.informed:
+                self.connection.send_bytes(download)
+            self.connection.send_bytes(_pack(task))
+        except (BrokenPipeError, ConnectionResetError):
+            pass
+        self.informed = True
+
+    def receive(self):
+        """Its answer; raises what it raised, or ``EOFError`` if it died."""
+        try:
+            answer = pickle.loads(self.connection.recv_bytes())  # of our own fork
+        except (EOFError, ConnectionResetError):
+            self.process.join()
+            raise EOFError from None
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self.connection.close()
+
+
+# --- inside a worker -------------------------------------------------------------------------------------------------
+
+
+def _serve(f: Federation, connection: Connection, parent: int) -> None:
+    """Train cohorts until the connection ends: a message with the round's parameters, then one for each cohort."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is the parent's to handle: it kills its workers
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # a notebook's own go through sockets of the parent
+    _close_inherited_files(connection.fileno())
+    profiling.forget()
+    become_worker()
+    try:
+        x = torch.ones(1, requires_grad=True)
+        torch.autograd.grad(x * x, x)
+    except RuntimeError as error:
+        why = f"a fork of this process cannot compute gradients: {error}; use executor = 'threads'"
+        connection.send_bytes(pickle.dumps(Unforkable(why)))
+        return
+    f.model.register_forward_pre_hook(lambda *_: _end_without(parent))
+    connection.send_bytes(pickle.dumps(None))
+    server = None
+    while True:
+        try:
+            message = pickle.loads(connection.recv_bytes())  # of our own parent
+        except (EOFError, OSError):
+            return
+        if isinstance(message, Server):
+            server = message
+            continue
+        try:
+            answer = _pack(_train(f, server, *message))
+        except Exception as error:
+            answer = _pack(_portable(error))
+        try:
+            connection.send_bytes(answer)
+        except OSError:
+            return
+
+
+def _train(
+    f: Federation, server: Server, members: list[Client], t: int, memories: Memories, measure: bool
+) -> tuple[Trained, dict[str, float]]:
+    with profiling.profile() if measure else nullcontext({}) as seconds:
+        trained = train_cohort(f, f.model, server, t, members, memories)
+    for mean in trained.sums.values():
+        mean.infos = {}  # the parent has them
+    return trained, dict(seconds)
+
+
+def _portable(error: Exception) -> Exception:
+    """``error`` with its traceback as a note, or something that says the same if it cannot be sent."""
+    import traceback
+
+    error.add_note("in a worker process:\n" + "".join(traceback.format_exception(error)))
+    try:
+        pickle.loads(pickle.dumps(error))
+        return error
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+
+
+def _close_inherited_files(keep: int) -> None:
+    """Let go of the parent's files: its lock on the run, and the other workers' pipes, must end with the parent."""
+    os.closerange(3, keep)
+    os.closerange(keep + 1, os.sysconf("SC_OPEN_MAX"))
+
+
+def _end_without(parent: int) -> None:
+    """Leave in mid-training if the parent is gone."""
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+# --- messages --------------------------------------------------------------------------------------------------------
+
+
+class _Pickler(pickle.Pickler):
+    """Tensors as plain bytes: torch's own way writes each of them to an archive first."""
+
+    def reducer_override(self, obj):
+        if isinstance(obj, torch.Tensor):
+            return _tensor, (obj.contiguous().reshape(-1).view(torch.uint8).numpy(), obj.dtype, tuple(obj.shape))
+        return NotImplemented
+
+
+def _tensor(data, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.from_numpy(data).view(dtype).view(shape)
+
+
+def _pack(message) -> memoryview:
+    buffer = io.BytesIO()
+    _Pickler(buffer, protocol=5).dump(message)
+    return buffer.getbuffer()

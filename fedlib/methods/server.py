@@ -1,0 +1,169 @@
+"""The server's arithmetic: pure functions on named tensors, one equation each; uploads are summed where they are made.
+
+Sums run in float64 and are rounded once. Entries that no client held keep their value and their server state.
+"""
+
+from collections.abc import Container, Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from ..core.clients import Client
+from ..core.slices import ParamInfo, Slice, is_cut, scatter_add_
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Update:
+    """What a cohort sends back: ``params[name]`` stacks the tensors of the clients ``spans[name] = (lo, hi)``."""
+
+    clients: tuple[Client, ...]
+    slices: tuple[Slice, ...]
+    params: Tensors
+    spans: Mapping[str, tuple[int, int]]
+
+    def nonfinite(self) -> dict[int, str]:
+        """Client id -> the first of its tensors with a NaN or infinity; one transfer from the device if none has."""
+        if all_finite(self.params.values()):
+            return {}
+        names, k = list(self.params), len(self.clients)
+        finite = torch.ones(len(names), k, dtype=torch.bool, device=self.params[names[0]].device)
+        for i, name in enumerate(names):
+            lo, hi = self.spans[name]
+            finite[i, lo:hi] = self.params[name].reshape(hi - lo, -1).isfinite().all(1)
+        out: dict[int, str] = {}
+        for i, k in (~finite.cpu()).nonzero().tolist():
+            out.setdefault(self.clients[k].id, names[i])
+        return out
+
+    def without(self, ids: Container[int]) -> "Update":
+        """The update of the other clients."""
+        kept = [i for i, c in enumerate(self.clients) if c.id not in ids]
+        params, spans = {}, {}
+        for name, (lo, hi) in self.spans.items():
+            if rows := [i - lo for i in kept if lo <= i < hi]:
+                first = sum(i < lo for i in kept)
+                params[name], spans[name] = self.params[name][rows], (first, first + len(rows))
+        return Update(tuple(self.clients[i] for i in kept), tuple(self.slices[i] for i in kept), params, spans)
+
+
+def all_finite(tensors: Iterable[torch.Tensor]) -> bool:
+    """Is every number finite? One transfer from the device, where the answer is yes."""
+    tensors = list(tensors)
+    if bool(torch.stack([x.sum() for x in tensors]).isfinite().all()):  # no NaN or infinity leaves a sum finite
+        return True
+    return bool(torch.stack([x.isfinite().all() for x in tensors]).all())  # finite numbers may have an infinite sum
+
+
+class MaskedMean:
+    """Per-entry weighted mean over the clients that hold the entry, as sums that can be merged.
+
+    theta = sum_i w_i theta_i / sum_i w_i, the early-exit FedAvg (w_i = number of examples) and, with width slices,
+    the coordinate-wise mean (w_i = 1). ``weight`` and ``count`` (holders) are scalars until a cut tensor arrives.
+    """
+
+    def __init__(self, infos: Mapping[str, ParamInfo]):
+        self.infos = infos
+        self.clients = 0
+        self.total: dict[str, torch.Tensor] = {}
+        self.weight: dict[str, torch.Tensor] = {}
+        self.count: dict[str, torch.Tensor] = {}
+
+    def add(self, update: Update, weights: Iterable[float]) -> None:
+        """Add every client of ``update`` with its weight; a weight of zero leaves the client out."""
+        weights = torch.tensor(list(weights), dtype=torch.float64)
+        self.clients += int((weights != 0).sum())
+        sizes: dict[tuple[int, ...], tuple[torch.Tensor, ...]] = {}  # of equal groups, the same tensors
+        for name, stack in update.params.items():
+            lo, hi = update.spans[name]
+            groups: dict[str, list[int]] = {}  # clients that write to the same server tensor
+            for i in range(lo, hi):
+                if weights[i]:
+                    groups.setdefault(update.slices[i].source(name), []).append(i)
+            for target, members in groups.items():
+                if (key := tuple(members)) not in sizes:
+                    w = weights[members].to(stack.device)
+                    sizes[key] = w, w.sum(), torch.tensor(float(len(w)), dtype=torch.float64, device=stack.device)
+                w, weight, count = sizes[key]
+                rows = stack if len(members) == hi - lo else stack[[i - lo for i in members]]
+                value = torch.tensordot(w, rows.double(), 1)
+                self._add(target, name, value, weight, count, update.slices[members[0]])
+
+    def _add(
+        self, target: str, name: str, value: torch.Tensor, weight: torch.Tensor, count: torch.Tensor, part: Slice
+    ) -> None:
+        info, stores = self.infos[name], ((self.total, value), (self.weight, weight), (self.count, count))
+        first = target not in self.total
+        if is_cut(info, part):
+            for store, x in stores:
+                if first or not store[target].dim():
+                    like = torch.zeros(info.shape, dtype=torch.float64, device=value.device)
+                    store[target] = like if first else like + store[target]
+                scatter_add_(store[target], x, info, part)
+        else:
+            for store, x in stores:
+                store[target] = x if first else store[target] + x  # not in place: groups share weights and counts
+
+    def merge(self, other: "MaskedMean") -> None:
+        """Add the sums of other clients."""
+        self.clients += other.clients
+        for mine, theirs in ((self.total, other.total), (self.weight, other.weight), (self.count, other.count)):
+            for name, value in theirs.items():
+                mine[name] = mine[name] + value if name in mine else value
+
+    def result(self, old: Tensors) -> dict[str, torch.Tensor]:
+        """The mean of what arrived; entries nobody held are ``old``'s."""
+        out = {}
+        for name, total in self.total.items():
+            weight = self.weight[name]
+            if not weight.dim():  # somebody held all of it
+                out[name] = (total / weight).to(old[name].dtype)
+                continue
+            mean = total / weight.clamp(min=torch.finfo(torch.float64).tiny)
+            out[name] = torch.where(weight > 0, mean.to(old[name].dtype), old[name])
+        return out
+
+
+Sums = dict[int, MaskedMean]  # what the server sees of a round: one mean per group of clients (Method.group_of)
+
+
+def merge_sums(parts: Iterable[Sums]) -> Sums:
+    """Merge the cohorts' sums as they arrive; one at a time is held."""
+    out: Sums = {}
+    for part in parts:
+        for group, mean in part.items():
+            if group in out:
+                out[group].merge(mean)
+            else:
+                out[group] = mean
+    return out
+
+
+def feddyn_server(
+    theta: torch.Tensor, mean: torch.Tensor, h: torch.Tensor, share: torch.Tensor, alpha: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """FedDyn (Acar et al. 2021), server side: h <- h - alpha * share * (mean - theta); theta <- mean - h / alpha.
+
+    ``share`` = participants holding the entry / all clients, per entry; where it is zero nothing changes.
+    """
+    new_h = h - alpha * share * (mean - theta)
+    return torch.where(share > 0, mean - new_h / alpha, theta), torch.where(share > 0, new_h, h)
+
+
+def feddyn_gradient(p: torch.Tensor, start: torch.Tensor, g: torch.Tensor, alpha: float) -> torch.Tensor:
+    """Gradient of FedDyn's client term -<theta, g> + alpha/2 |theta - theta_global|^2."""
+    return alpha * (p - start) - g
+
+
+def fedadam(
+    theta: torch.Tensor, delta: torch.Tensor, m: torch.Tensor, v: torch.Tensor,
+    lr: float, beta1: float, beta2: float, tau: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """FedAdam (Reddi et al. 2021) without bias correction; ``delta`` = theta - mean of the clients.
+
+    m <- b1 m + (1-b1) delta; v <- b2 v + (1-b2) delta^2; theta <- theta - lr m / (sqrt(v) + tau).
+    """
+    m = beta1 * m + (1 - beta1) * delta
+    v = beta2 * v + (1 - beta2) * delta**2
+    return theta - lr * m / (v.sqrt() + tau), m, v

@@ -1,0 +1,20 @@
+"""ExclusiveFL: only clients that can hold the full model take part; they train all exits, without distillation.
+
+Source: the baseline of ReeFL (Section 4.1, Appendix B).
+
+Deviations: none known. As released, min(clients_per_round, eligible) clients are sampled, not a share of the eligible.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..base import Method, Setting
+
+
+@dataclass(frozen=True)
+class ExclusiveFL(Method):
+    """FedAvg over the clients of the largest budget, loss = sum of all exits' cross-entropies."""
+
+    def eligible(self, budgets: np.ndarray, setting: Setting) -> np.ndarray:
+        return np.where(budgets == setting.num_exits - 1)[0]

@@ -1,0 +1,21 @@
+"""FedAvg (McMahan et al. 2017): every client trains the whole model with its one, final classifier.
+
+The plain reference without heterogeneity: budgets are ignored and there is a single exit after the last block.
+Read next: ``exclusivefl.py``.
+"""
+
+from dataclasses import dataclass
+
+from ...core.slices import Slice
+from ..base import Method, Setting
+
+
+@dataclass(frozen=True)
+class FedAvg(Method):
+    """Full model, last exit, mean weighted by examples."""
+
+    def exit_blocks(self, depth: int, num_exits: int) -> tuple[int, ...]:
+        return (depth - 1,)
+
+    def slice_for(self, budget: int, setting: Setting) -> Slice:
+        return self.model_for(0, setting)

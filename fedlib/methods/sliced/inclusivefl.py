@@ -1,0 +1,102 @@
+"""InclusiveFL (Liu et al., KDD 2022): one classifier per sub-model, knowledge flows down by momentum distillation.
+
+Client (budget r): blocks up to exit r and classifier r only; cross-entropy of that exit. Server, per exit r:
+(1) Delta_r = theta - mean of the clients of budget r; (2) in the sub-model's last block, Delta_r <- beta M_{r+1} +
+(1 - beta) Delta_r, M_{r+1} the mean update of the next deeper stage's blocks in the previous round; (3) a FedAvg or
+FedAdam step per exit; (4) what the exits share is averaged by number of clients. A sub-model's last block is personal
+to its exit (``aliases``), while deeper sub-models see a shared block in its place.
+
+Deviations: as released, M is zero if the deeper exit had no client in the previous round. M is taken after step 2,
+which neither source settles. ``momentum_distill=False`` is the release's other structure: nested prefixes and the plain
+mean (or sparse FedAdam).
+"""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+
+from ...core.clients import Client
+from ...core.slices import Slice
+from ..base import Method, Server, Setting
+from ..server import Sums
+
+
+@dataclass(frozen=True)
+class InclusiveFL(Method):
+    """Table 1 uses momentum distillation with FedAdam; Table 3's rows are ``momentum_distill`` x ``aggregation``."""
+
+    aggregation: Literal["mean", "feddyn", "fedadam"] = "fedadam"
+    momentum_distill: bool = True
+    beta: float = 0.2  # of the deeper stage's momentum
+
+    def check(self, setting: Setting, finetune: str) -> None:
+        if self.momentum_distill and self.aggregation == "feddyn":
+            raise ValueError(
+                "inclusivefl: aggregation = 'feddyn' needs momentum_distill = False; allowed: mean, fedadam"
+            )
+
+    def init_server(self, params: dict[str, torch.Tensor], setting: Setting) -> Server:
+        """Every exit but the last starts with its own copy of its sub-model's last block."""
+        copies = {
+            alias: params[name].clone()
+            for e in range(setting.num_exits)
+            for name, alias in self.slice_for(e, setting).aliases.items()
+            if name in params
+        }
+        return Server(0, params | copies, {})
+
+    def slice_for(self, budget: int, setting: Setting) -> Slice:
+        aliases = {}
+        if self.momentum_distill and budget < setting.num_exits - 1:
+            last = setting.exit_blocks[budget]
+            aliases = {n: f"exit{budget}/{n}" for n, i in setting.infos.items() if i.unit == last and i.exit is None}
+        return Slice.prefix(setting.exit_blocks[budget] + 1, (budget,), aliases=aliases)
+
+    def model_for(self, exit: int, setting: Setting) -> Slice:
+        """Sub-model e is assembled from the shared parameters and its own."""
+        return self.slice_for(exit, setting)
+
+    def group_of(self, client: Client) -> int:
+        return client.budget if self.momentum_distill else 0
+
+    def aggregate(self, server: Server, sums: Sums, t: int, setting: Setting) -> Server:
+        if not self.momentum_distill:
+            return super().aggregate(server, sums, t, setting)
+        memory = {k: v for k, v in server.memory.items() if not k.startswith("momentum/")}
+        proposals: dict[str, list[tuple[int, torch.Tensor]]] = {}
+        for e, mean in sorted(sums.items()):
+            part, start = self.slice_for(e, setting), server.params
+            delta = {n: start[n] - v for n, v in mean.result(start).items()}  # (1)
+            for name, alias in part.aliases.items():  # (2)
+                if alias in delta:
+                    deeper = server.memory.get(f"momentum/{e + 1}/{sub_key(name)}", torch.zeros_like(start[alias]))
+                    delta[alias] = self.beta * deeper + (1 - self.beta) * delta[alias]
+            memory |= self._stage_momentum(e, delta, part, setting)
+            for name, d in delta.items():  # (3)
+                stepped = start[name] - d
+                if self.aggregation == "fedadam":
+                    held = torch.ones_like(d, dtype=torch.bool)
+                    stepped, moments = self.adam_step(f"{e}/{name}", start[name], d, memory, held)
+                    memory |= moments
+                proposals.setdefault(name, []).append((mean.clients, stepped))
+        new = dict(server.params)
+        for name, found in proposals.items():  # (4); personal entries have one proposal
+            new[name] = sum(n * p for n, p in found) / sum(n for n, _ in found)
+        return replace(server, t=t, params=new, memory=memory)
+
+    @staticmethod
+    def _stage_momentum(e: int, delta: dict[str, torch.Tensor], part: Slice, setting: Setting) -> dict:
+        """M_e: the mean of Delta_e over the blocks after exit e-1, by position inside a block."""
+        first = setting.exit_blocks[e - 1] + 1 if e else 0
+        found: dict[str, list[torch.Tensor]] = {}
+        for name, info in setting.infos.items():
+            source = part.source(name)
+            if info.unit >= first and info.exit is None and source in delta:
+                found.setdefault(sub_key(name), []).append(delta[source])
+        return {f"momentum/{e}/{k}": torch.stack(v).mean(0) for k, v in found.items()}
+
+
+def sub_key(name: str) -> str:
+    """A block parameter's name inside its block: ``vit.blocks.3.attn.q.weight`` -> ``attn.q.weight``."""
+    return name.split(".", 3)[3]

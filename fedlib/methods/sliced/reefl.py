@@ -1,0 +1,45 @@
+"""ReeFL (Lee et al., ICML 2024): one recurrent early exit and one classifier shared by all sub-models.
+
+Client (budget r): blocks up to exit r and the whole of Ree; minimise Eq. 5 with the exit of lowest running loss as
+teacher of the others (Eq. 6). Server: the mean over the clients that hold a parameter, weighted by examples.
+Read next: ``models/ree.py`` for Eqs. 2-4, ``methods/losses.py`` for Eqs. 5-6.
+
+Deviations: the running loss restarts with every local training, from zero, as released; the paper says per client.
+Ree's positions are averaged over all clients although shallow ones never move the deep rows, as released. The ramp of
+eta is a fraction of the rounds (0.3), so that shorter experiments see it too; 300 of 1000 rounds in the paper.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import nn
+
+from ...models.exits import SharedClassifier
+from ...models.ree import Ree
+from ..base import Method
+
+
+@dataclass(frozen=True)
+class ReeFL(Method):
+    """Ree's shape and the paper's ablations are fields."""
+
+    distill: Literal["none", "best", "mutual", "last"] = "best"  # Table 3: none
+    modulate: bool = True  # Eq. 4; Table 4: False
+    history: Literal["modulated", "raw"] = "modulated"  # raw: Eq. 2 as printed
+    only_at_exits: bool = False  # Table 5: True
+    use_ree: bool = True  # Appendix G: False leaves the shared classifier alone
+    ree_width: int = 16  # bottleneck of Ree's attention
+    ree_heads: int = 8
+    ree_mlp_ratio: float = 1.35
+
+    def build_head(self, dim: int, depth: int, num_classes: int, exit_blocks: tuple[int, ...]) -> nn.Module:
+        if not self.use_ree:
+            return SharedClassifier(dim, num_classes, exit_blocks)
+        return Ree(
+            dim, depth, num_classes, exit_blocks, self.ree_width, self.ree_heads, self.ree_mlp_ratio,
+            self.modulate, self.history, self.only_at_exits,
+        )  # fmt: skip
+
+    def check(self, setting, finetune: str) -> None:
+        if self.ree_width % self.ree_heads:
+            raise ValueError(f"reefl: ree_heads = {self.ree_heads} does not divide ree_width = {self.ree_width}")

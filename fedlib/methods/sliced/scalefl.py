@@ -1,0 +1,69 @@
+"""ScaleFL (Ilhan et al., CVPR 2023): sub-models cut in depth and in width, the last exit teaches the earlier ones.
+
+Client (budget r): blocks and exits up to exit r, every tensor cut to its leading indices at one width; sum of
+cross-entropies + 0.05 * KL from the last exit at temperature 3. Server: coordinate-wise mean over the holders.
+Each exit is evaluated with its own sub-model. Source: as re-implemented for ReeFL (Appendix A and release).
+
+Deviations: the mean is unweighted, as released (the paper weights by examples: ``weighting="examples"``). Pre-trained
+head boundaries are not respected by the cut, as released; frozen parts are cut too. The original's exit-weighted loss
+and late start of distillation are not used here, as in ReeFL's comparison.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from ...core.slices import Slice
+from ...models.vit import ViTConfig
+from ..base import Method, Setting
+
+BLOCKS = {4: (3, 5, 8, 11), 12: tuple(range(12))}
+WIDTHS = {4: (0.4, 0.55, 0.75, 1.0),
+          12: (0.25, 0.3, 0.35, 0.4, 0.48, 0.55, 0.61, 0.69, 0.75, 0.84, 0.92, 1.0)}  # fmt: skip
+CUTTABLE = ("full", "frozen", "lora", "pa", "sa", "ssf")
+
+
+@dataclass(frozen=True)
+class ScaleFL(Method):
+    """Widths and exit placement default to the paper's for 4 and 12 exits."""
+
+    distill: Literal["none", "best", "mutual", "last"] = "last"
+    kd_weight: float | None = 0.05  # eta, constant
+    temperature: float = 3.0  # tau
+    weighting: Literal["examples", "clients"] = "clients"
+    widths: tuple[float, ...] | None = None  # one per exit, increasing to 1
+
+    def exit_blocks(self, depth: int, num_exits: int) -> tuple[int, ...]:
+        if depth == 12 and num_exits in BLOCKS:
+            return BLOCKS[num_exits]
+        return super().exit_blocks(depth, num_exits)
+
+    def check(self, setting: Setting, finetune: str) -> None:
+        if not isinstance(setting.config, ViTConfig):
+            kind = type(setting.config).__name__.removesuffix("Config")
+            raise ValueError(f"scalefl: backbone: a {kind} cannot be cut in width; allowed: a ViT")
+        if finetune not in CUTTABLE:
+            raise ValueError(f"scalefl: finetune = {finetune!r} cannot be cut in width; allowed: {', '.join(CUTTABLE)}")
+        widths = self._widths(setting)
+        if len(widths) != setting.num_exits or any(not 0 < w <= 1 for w in widths):
+            raise ValueError(f"scalefl: widths = {list(widths)} must be {setting.num_exits} numbers in (0, 1]")
+
+    def slice_for(self, budget: int, setting: Setting) -> Slice:
+        index = width_index(setting.config, self._widths(setting)[budget])
+        return Slice.prefix(setting.exit_blocks[budget] + 1, range(budget + 1), index=index)
+
+    def model_for(self, exit: int, setting: Setting) -> Slice:
+        """Exit e is evaluated at the depth and width of budget e."""
+        return self.slice_for(exit, setting)
+
+    def _widths(self, setting: Setting) -> tuple[float, ...]:
+        if self.widths is None and setting.num_exits not in WIDTHS:
+            raise ValueError(f"scalefl: set options.widths for {setting.num_exits} exits; known for {list(WIDTHS)}")
+        return self.widths if self.widths is not None else WIDTHS[setting.num_exits]
+
+
+def width_index(config: ViTConfig, width: float) -> dict[str, range]:
+    """Leading indices per axis: dim = int(d w), FFN 4 dim, q/k/v rounded up to a multiple of the heads."""
+    dim = int(config.dim * width)
+    heads = math.ceil(dim / config.heads) * config.heads
+    return {"residual": range(dim), "ffn": range(config.ffn_dim // config.dim * dim), "heads": range(heads)}

@@ -1,0 +1,142 @@
+"""What happens to a client's update on its way to the server: compressed, then clipped. Options of every method.
+
+The update is what local training changed, delta = trained - received, over all tensors that the client holds. Its
+compression is QSGD-like stochastic quantisation (Alistarh et al. 2017, scaled by the largest entry) or top-k by
+magnitude, with error feedback (Seide et al. 2014; Stich et al. 2018) if wanted. Clipping (McMahan et al. 2018) comes
+last, so that no update is longer than C whatever the compression did; it only rescales, which costs no further bits.
+Cohorts of any size send the same up to float rounding, which may move an entry to the neighbouring level.
+Read next: ``engine/privacy.py`` (the noise and its accountant), ``runs/costs.py`` (what an upload weighs).
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+
+from ..core.rng import torch_generator
+from .server import Tensors, Update
+
+
+@dataclass(frozen=True)
+class UploadOptions:
+    """How updates are sent; the defaults send them as they are."""
+
+    clip_norm: float | None = None  # C: largest L2 norm of a client's whole update
+    noise_multiplier: float = 0.0  # z: the server adds noise of SD z C to every entry of the summed updates
+    dp_delta: float | None = None  # None: 1 / (10 * clients that may be sampled)
+    compress: Literal["none", "quantise", "topk"] = "none"
+    bits: int = 8  # of a quantised entry, stochastically rounded (to the nearest level with error feedback)
+    topk_fraction: float = 0.1  # of each tensor's entries, at least one
+    error_feedback: bool = False  # what compression left out is added to the client's next update
+
+    def check_uploads(self, name: str, weighting: str) -> None:
+        """Raise ``ValueError`` for values out of range and combinations without meaning, in the words of ``name``."""
+
+        def refuse(reason: str) -> None:
+            raise ValueError(f"options of {name}: {reason}")
+
+        if self.clip_norm is not None and self.clip_norm <= 0:
+            refuse(f"clip_norm = {self.clip_norm} must be positive (or null: no clipping)")
+        if self.noise_multiplier < 0:
+            refuse(f"noise_multiplier = {self.noise_multiplier} must not be negative")
+        if self.noise_multiplier and self.clip_norm is None:
+            refuse(f"noise_multiplier = {self.noise_multiplier} needs a clip_norm: noise is scaled to it")
+        if self.noise_multiplier and weighting != "clients":
+            refuse(f"noise_multiplier needs weighting = 'clients', not {weighting!r}: numbers of examples are private")
+        if self.dp_delta is not None and not 0 < self.dp_delta < 1:
+            refuse(f"dp_delta = {self.dp_delta} must be in (0, 1)")
+        if not 2 <= self.bits <= 32:
+            refuse(f"bits = {self.bits} is not possible; allowed: 2..32")
+        if not 0 < self.topk_fraction <= 1:
+            refuse(f"topk_fraction = {self.topk_fraction} must be in (0, 1]")
+        if self.error_feedback and self.compress == "none":
+            refuse("error_feedback needs compress = 'quantise' or 'topk': nothing is left out")
+
+    def upload_bits(self, sizes: Iterable[int]) -> int:
+        """Bits of one upload of tensors with ``sizes`` entries.
+
+        32 an entry; quantised: ``bits`` an entry and a 32-bit scale a tensor; top-k: 32 a value and ceil(log2 n) an
+        index into a tensor of n entries. Names, shapes and how many entries follow are known to both sides.
+        """
+        if self.compress == "quantise":
+            return sum(self.bits * n + 32 for n in sizes)
+        if self.compress == "topk":
+            return sum(kept_entries(n, self.topk_fraction) * (32 + (n - 1).bit_length()) for n in sizes)
+        return sum(32 * n for n in sizes)
+
+
+def kept_entries(n: int, fraction: float) -> int:
+    """k of top-k for a tensor of ``n`` entries: round(fraction * n), at least one."""
+    return max(1, round(fraction * n))
+
+
+def clip_factors(deltas: Tensors, spans: Mapping[str, tuple[int, int]], clients: int, norm: float) -> torch.Tensor:
+    """min(1, C / |delta_i|) per client, (K,) float64; the norm is over all tensors that client i holds."""
+    squares = torch.zeros(clients, dtype=torch.float64, device=next(iter(deltas.values())).device)
+    for name, d in deltas.items():
+        lo, hi = spans[name]
+        squares[lo:hi] += d.double().flatten(1).square().sum(1)
+    return (norm / squares.sqrt()).clamp(max=1)  # a zero update gives C / 0 = inf, so 1
+
+
+def quantise(x: torch.Tensor, uniform: torch.Tensor | float, bits: int) -> torch.Tensor:
+    """Q(x) = s/m * (floor(m x/s) + [u < frac(m x/s)]) per row, s = max |x|, m = 2^(bits-1) - 1; E Q(x) = x.
+
+    ``x`` and ``uniform`` in [0, 1) are (K, ...); u = 1/2 rounds to the nearest level instead. A row takes 2 m + 1
+    levels, so ``bits`` an entry, and its s.
+    """
+    levels = 2 ** (bits - 1) - 1
+    scale = x.double().flatten(1).abs().amax(1).view(-1, *(1,) * (x.dim() - 1))
+    y = x.double() / torch.where(scale > 0, scale, 1) * levels
+    low = y.floor()
+    return (low + (uniform < y - low)) * (scale / levels)
+
+
+def top_k(x: torch.Tensor, k: int) -> torch.Tensor:
+    """Keep each row's ``k`` largest entries by magnitude, zero the others; of equal ones the first stay."""
+    size = x.flatten(1).abs()
+    least = size.topk(k, 1).values[:, -1:]
+    above, tied = size > least, size == least
+    kept = above | (tied & (tied.cumsum(1) <= k - above.sum(1, keepdim=True)))
+    return x * kept.view_as(x)
+
+
+def send(options: UploadOptions, cohort) -> Update:
+    """The cohort's upload: received + clip(compress(delta + residual)), in float64 so that the sums see what was sent.
+
+    The residual of error feedback is what compression left out, not what clipping cut, and stays with the client. With
+    it entries are rounded to the nearest level: the error of unbiased rounding can exceed the update and would grow.
+    """
+    update = cohort.update()
+    if options.clip_norm is None and options.compress == "none":
+        return update
+    deltas = {n: p - cohort.start[n] for n, p in update.params.items()}
+    if options.error_feedback:
+        residual = cohort.recall("residual")
+        deltas = {n: d + residual[n] for n, d in deltas.items()}
+    sent = deltas
+    if options.compress == "quantise":
+        uniform = dict.fromkeys(deltas, 0.5) if options.error_feedback else _uniform(deltas, cohort)
+        sent = {n: quantise(d, uniform[n], options.bits) for n, d in deltas.items()}
+    elif options.compress == "topk":
+        sent = {n: top_k(d, kept_entries(d[0].numel(), options.topk_fraction)) for n, d in deltas.items()}
+    if options.error_feedback:
+        cohort.remember("residual", {n: (d - sent[n]).to(d.dtype) for n, d in deltas.items()})
+    if options.clip_norm is not None:
+        factors = clip_factors(sent, update.spans, len(update.clients), options.clip_norm)
+        rows = {n: factors[slice(*update.spans[n])].view(-1, *(1,) * (d.dim() - 1)) for n, d in sent.items()}
+        sent = {n: d.double() * rows[n] for n, d in sent.items()}
+    return replace(update, params={n: cohort.start[n].double() + d for n, d in sent.items()})
+
+
+def _uniform(deltas: Tensors, cohort) -> dict[str, torch.Tensor]:
+    """Draws in [0, 1) like ``deltas``; each client's come from its own generator, so not from its cohort."""
+    rows: dict[str, list[torch.Tensor]] = {n: [] for n in deltas}
+    for i, client in enumerate(cohort.clients):
+        generator = torch_generator(cohort.experiment.seed, "quantise", cohort.t, client.id)
+        for name, d in deltas.items():
+            lo, hi = cohort.spans[name]
+            if lo <= i < hi:
+                rows[name].append(torch.rand(d.shape[1:], generator=generator))
+    return {n: torch.stack(r).to(deltas[n].device) for n, r in rows.items()}

@@ -1,0 +1,227 @@
+"""BERT encoders (Devlin et al., NAACL 2019) for one sentence at a time, read through the class token.
+
+A :class:`Bert` has the interface of ``vit.ViT``: ``stem``, ``run(z, a, b)``, ``config``, cohort-shaped parameters.
+``load_bert`` reads Hugging Face's BERT checkpoints; ``minilm`` is all-MiniLM-L6-v2 (6 layers, width 384), of which only
+the class token is used, though it was tuned to be averaged over tokens. The pooler is gone: each exit has its own norm.
+Read next: ``vit.py`` (attention, MLP), ``exit_model.py``.
+
+Padding is the zero vector: the stem writes it, every block reads its mask off its input and writes it again. So the
+mask travels wherever tokens go (cohorts, prefix caches), and nothing outside this file knows of it. A real token is a
+layer norm's output, or Ree's, and never exactly zero.
+
+Deviations: by default (``centred``) an exit reads, and Eq. 4 replaces, the class token standardised: less the mean of
+one-word sentences after the same block, over their spread, both constants of the weights before training. MiniLM's
+early blocks give all sentences nearly the same class token: SST-2's differ from an empty sentence's by a norm of 0.03
+in 8 after block 2 and of 0.2 in 11 after block 4. In 300 steps of SGD a frozen exit there finds nothing; standardised,
+it learns at any depth in 100.
+``centred=False`` (the backbones ``*.stream``) is the class token itself, as on a ViT. Token type 0, the only one of a
+single sentence, is added to the positions when a checkpoint is loaded, and positions that no sentence reaches are
+dropped; fully trained, both are one tensor.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ..layers.linear import init_normal_, per_client
+from ..layers.norms import LayerNorm
+from .vit import MLP, Attention
+
+
+@dataclass(frozen=True)
+class BertConfig:
+    """Shape of a post-norm BERT encoder; sizes in tokens and features."""
+
+    length: int = 32  # tokens of a sentence, class token included; longer ones are cut
+    vocab_size: int = 30_522
+    dim: int = 64
+    depth: int = 3
+    heads: int = 4
+    ffn_dim: int = 256
+    eps: float = 1e-12
+    marks: tuple[int, ...] = (101, 102)  # token ids around a sentence: [CLS], [SEP]
+    centred: bool = True  # see the module's deviations
+    qkv_bias: ClassVar[bool] = True
+    padding: ClassVar[int] = 0  # the token id that fills short sentences
+    prefix_tokens: ClassVar[int] = 1
+    class_token: ClassVar[int] = 0
+    reads_update: ClassVar[bool] = False
+    own_modes: ClassVar[tuple[str, ...]] = ("full", "frozen", "pa", "sa", "ssf")
+    ssf_stem: ClassVar[str] = "norm"
+    peft_targets: ClassVar[tuple[str, ...]] = ("q", "v")
+
+    @property
+    def hidden_dim(self) -> int:
+        """Features of a token's widest activation."""
+        return self.ffn_dim
+
+    @property
+    def num_patches(self) -> int:
+        """Tokens beside the class token."""
+        return self.length - 1
+
+    @property
+    def input_shape(self) -> tuple[int]:
+        """One sentence: its token ids."""
+        return (self.length,)
+
+    def build(self) -> "Bert":
+        """A backbone of this shape, without weights."""
+        return Bert(self)
+
+
+WORDS = 256  # one-word sentences, from which exits take their units
+MINILM = BertConfig(length=64, dim=384, depth=6, heads=12, ffn_dim=1536)
+BERTS = {"minilm": MINILM, "minilm.32": replace(MINILM, length=32), "bert_micro": BertConfig()}
+BERTS |= {f"{name}.stream": replace(config, centred=False) for name, config in BERTS.items()}
+
+
+def is_token(z: torch.Tensor) -> torch.Tensor:
+    """True where ``z`` (..., T, d) is a token, False where it is padding: (..., T)."""
+    return (z != 0).any(-1)
+
+
+class Embedding(nn.Module):
+    """Rows of a table by token id; each client may have its own table."""
+
+    def __init__(self, rows: int, dim: int):
+        super().__init__()
+        self.weight, self.axes = nn.Parameter(torch.zeros(rows, dim)), {"weight": (None, "residual")}
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:  # (K, B, T) -> (K, B, T, d)
+        table = self.weight
+        if table.dim() == 3:  # one long table, client k's rows after those of the k clients before it
+            ids = ids + table.shape[1] * torch.arange(len(ids), device=ids.device).view(-1, 1, 1)
+            table = table.flatten(0, 1)
+        return F.embedding(ids, table)
+
+
+class BertAttention(Attention):
+    """Self-attention that no padding takes part in."""
+
+    def mask(self, x: torch.Tensor) -> torch.Tensor:
+        return is_token(x).flatten(0, 1)[:, None, None]  # (K*B, 1, 1, T): keys, for every head and query
+
+
+class BertBlock(nn.Module):
+    """One post-norm block: z = LN1(z + MSA(z)), then LN2(z + MLP(z))."""
+
+    def __init__(self, c: BertConfig):
+        super().__init__()
+        self.attn, self.norm1 = BertAttention(c), LayerNorm(c.dim, c.eps)
+        self.mlp, self.norm2 = MLP(c.dim, c.ffn_dim), LayerNorm(c.dim, c.eps)
+
+    def forward(self, z: torch.Tensor, first: int | None = None) -> torch.Tensor:
+        """z (K, B, T, d) -> (K, B, T, d), or only its ``first`` tokens."""
+        kept = z[..., :first, :]
+        h = self.norm1(kept + self.attn(z, first))
+        return self.norm2(h + self.mlp(h)) * is_token(kept).unsqueeze(-1)
+
+
+class BertStem(nn.Module):
+    """Embeddings of words and positions, normalised; zero where the sentence has ended."""
+
+    def __init__(self, c: BertConfig):
+        super().__init__()
+        self.config = c
+        self.words = Embedding(c.vocab_size, c.dim)
+        self.pos_embed = nn.Parameter(torch.zeros(c.length, c.dim))
+        self.norm = LayerNorm(c.dim, c.eps)
+        self.axes = {"pos_embed": (None, "residual")}
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:  # (K, B, T) -> (K, B, T, d)
+        ids = ids.long()
+        x = self.words(ids)
+        x = self.norm(x + per_client(self.pos_embed[..., : ids.shape[-1], :], x, 2))
+        return x * (ids != self.config.padding).unsqueeze(-1)
+
+
+class Bert(nn.Module):
+    """A stem and blocks; the exits live elsewhere. ``run(z, a, b)`` applies blocks a..b-1 to tokens (K, B, T, d)."""
+
+    def __init__(self, config: BertConfig):
+        super().__init__()
+        self.config = config
+        self.stem = BertStem(config)
+        self.blocks = nn.ModuleList(BertBlock(config) for _ in range(config.depth))
+        self.register_buffer("origins", torch.zeros(config.depth, config.dim), persistent=False)
+        self.register_buffer("scales", torch.ones(config.depth, 1), persistent=False)
+
+    def run(self, z: torch.Tensor, a: int, b: int) -> torch.Tensor:
+        """On a CPU, without what is padding in every sentence of the batch (a GPU would wait for the answer)."""
+        if z.device.type == "cpu":
+            z = z[..., : 1 + int(is_token(z).flatten(0, 1).any(0).nonzero().max()), :]
+        for block in self.blocks[a:b]:
+            z = block(z)
+        return z
+
+    def run_to_token(self, z: torch.Tensor, block: int) -> torch.Tensor:
+        """The class token (K, B, d) after ``block``, for clients that go no further: no other token is computed."""
+        return self.blocks[block](z, 1)[..., 0, :]
+
+    @torch.no_grad()
+    def centre_(self) -> "Bert":
+        """Measure ``origins`` (depth, d) and ``scales`` (depth, 1): mean and SD over one-word sentences."""
+        if self.config.centred:
+            words = torch.linspace(1, self.config.vocab_size - 1, WORDS).long()  # evenly over the vocabulary
+            first, last = (torch.full_like(words, mark) for mark in self.config.marks)
+            z = self.stem(torch.stack((first, words, last), 1)[None])
+            for block in range(self.config.depth):
+                z = self.run(z, block, block + 1)
+                tokens = z[0, :, 0]
+                self.origins[block] = tokens.mean(0)
+                self.scales[block] = tokens.var(0).mean().sqrt()
+        return self
+
+    def init_(self, generator: torch.Generator) -> "Bert":
+        """Initialise in place as BERT does: N(0, 0.02) everywhere."""
+        init_normal_(self, generator)
+        with torch.no_grad():
+            self.stem.words.weight.normal_(0, 0.02, generator=generator)
+            self.stem.pos_embed.normal_(0, 0.02, generator=generator)
+        return self.centre_()
+
+
+POSITIONS, TYPES = "embeddings.position_embeddings.weight", "embeddings.token_type_embeddings.weight"
+PUBLISHED = {
+    "stem.words": "embeddings.word_embeddings", "stem.norm": "embeddings.LayerNorm",
+    "attn.q": "attention.self.query", "attn.k": "attention.self.key", "attn.v": "attention.self.value",
+    "attn.proj": "attention.output.dense", "norm1": "attention.output.LayerNorm",
+    "mlp.fc1": "intermediate.dense", "mlp.fc2": "output.dense", "norm2": "output.LayerNorm",
+}  # fmt: skip
+
+
+@torch.no_grad()
+def load_bert(state: Mapping[str, torch.Tensor], config: BertConfig) -> Bert:
+    """A :class:`Bert` of shape ``config`` from the state dict of Hugging Face's ``BertModel``; its pooler is not used.
+
+    ``ValueError`` names keys that are missing, or of another shape.
+    """
+    bert = Bert(config)
+    names = {name: published_name(name) for name in bert.state_dict()}
+    absent = sorted({*names.values(), TYPES} - set(state))
+    if absent:
+        raise ValueError(f"not a BERT checkpoint of {config.depth} blocks: missing {', '.join(absent)}")
+    out = {name: state[published].float() for name, published in names.items()}
+    out["stem.pos_embed"] = out["stem.pos_embed"][: config.length] + state[TYPES][0].float()
+    for name, own in bert.state_dict().items():
+        if out[name].shape != own.shape:
+            found = tuple(state[names[name]].shape)
+            raise ValueError(f"BERT checkpoint: {names[name]} {found} does not become {tuple(own.shape)}")
+    bert.load_state_dict(out)
+    return bert.centre_()
+
+
+def published_name(name: str) -> str:
+    """``blocks.3.attn.q.weight`` -> ``encoder.layer.3.attention.self.query.weight``: the name in a checkpoint."""
+    if name == "stem.pos_embed":
+        return POSITIONS
+    module, leaf = name.rsplit(".", 1)
+    if name.startswith("stem."):
+        return f"{PUBLISHED[module]}.{leaf}"
+    _, block, layer = module.split(".", 2)
+    return f"encoder.layer.{block}.{PUBLISHED[layer]}.{leaf}"

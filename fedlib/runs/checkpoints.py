@@ -1,0 +1,95 @@
+"""The resumable state of a run: the last two checkpoints, and the client memories that either names.
+
+``checkpoint.safetensors`` holds the server, the metrics so far, and the round of each client's memory file; the one
+before it stays as ``previous.safetensors``. ``metrics.jsonl`` is written from the checkpoint, so no line can be lost
+that a checkpoint counts.
+"""
+
+import os
+import warnings
+from pathlib import Path
+
+from ..core.experiment import Experiment
+from ..core.memories import ClientFiles
+from ..core.storage import DamagedFile, read_tensors, write_lines, write_tensors
+from ..engine.federation import Federation
+from ..engine.rounds import Round
+from ..methods import Server
+
+
+class Checkpoints:
+    """Two checkpoints, replaced atomically; client memories in files by round that the checkpoints name."""
+
+    def __init__(self, path: Path, experiment: Experiment):
+        self.path, self.experiment = path, experiment
+        self.newest, self.previous = path / "checkpoint.safetensors", path / "previous.safetensors"
+        self.memories = ClientFiles(path / "clients")
+        self.seconds, self.dropped, self.final = 0.0, 0, {}
+        self.metrics: list[dict] = []
+
+    def exists(self) -> bool:
+        return self.newest.exists() or self.previous.exists()
+
+    def note(self, r: Round) -> None:
+        """Remember what a round changed until the next :meth:`save`."""
+        self.seconds += r.seconds
+        self.dropped += len(r.dropped)
+        if r.metrics is not None:
+            loss = round(sum(r.losses.values()) / len(r.losses), 6) if r.losses else None  # every client was dropped
+            line = {"t": r.t, **r.metrics, "train_loss": loss, "seconds": round(self.seconds, 2)}
+            self.metrics.append(line | self.drops())
+
+    def drops(self) -> dict[str, int]:
+        """``{"dropped": client updates left out so far}``, where the experiment asks for dropping."""
+        return {"dropped": self.dropped} if self.experiment.nonfinite == "drop" else {}
+
+    def save(self, server: Server, final: dict | None = None) -> None:
+        """Memories, then the checkpoint that makes them count, then its metrics; then drop what neither names."""
+        self.final = final or {}
+        self.memories.write(server.t)
+        tensors = {f"params/{k}": v for k, v in server.params.items()}
+        tensors |= {f"memory/{k}": v for k, v in server.memory.items()}
+        metadata = {
+            "experiment": self.experiment.to_dict(), "t": server.t, "metrics": self.metrics, "seconds": self.seconds,
+            "dropped": self.dropped, "final": self.final, "memories": self.memories.rounds,
+            "replaced": self.memories.replaced,
+        }  # fmt: skip
+        write_tensors(self.newest, tensors, metadata, self.previous)
+        write_lines(self.path / "metrics.jsonl", self.metrics)
+        self.memories.drop_unnamed()
+
+    def restore(self, f: Federation) -> Server:
+        """The state to go on from: the newest good checkpoint's, or round 0 if there never was one.
+
+        ``DamagedFile`` if neither can be used, ``ValueError`` if it belongs to another experiment.
+        """
+        for part in self.path.rglob(".*.part"):  # of a killed process: the run's lock is ours
+            part.unlink(missing_ok=True)
+        self.memories.device, server = str(f.device), f.server
+        if self.newest.exists():
+            try:
+                server = self._read(self.newest, f)
+            except DamagedFile as error:
+                if not self.previous.exists():
+                    raise
+                server = self._read(self.previous, f)
+                warnings.warn(f"{error.path} is damaged ({error.reason}): going on from round {server.t}", stacklevel=2)
+                os.replace(self.previous, self.newest)  # before the damaged one could become the previous one
+        elif self.previous.exists():  # killed between the two renames of a checkpoint
+            server = self._read(self.previous, f)
+        write_lines(self.path / "metrics.jsonl", self.metrics)
+        self.memories.drop_unnamed()
+        if self.final:  # killed between the last checkpoint and the summary
+            server = Server(f.experiment.rounds, server.params, server.memory)
+        return server
+
+    def _read(self, file: Path, f: Federation) -> Server:
+        tensors, m = read_tensors(file, str(f.device))
+        if Experiment.from_dict(m["experiment"], str(file)) != f.experiment:
+            raise ValueError(f"{self.path} holds another experiment of the same name; move it away")
+        parts = {p: {k[len(p) :]: v for k, v in tensors.items() if k.startswith(p)} for p in ("params/", "memory/")}
+        self.memories.rounds = {int(c): t for c, t in m["memories"].items()}
+        self.memories.replaced = [(c, t) for c, t in m["replaced"]]
+        self.memories.check()
+        self.metrics, self.seconds, self.dropped, self.final = m["metrics"], m["seconds"], m["dropped"], m["final"]
+        return Server(m["t"], parts["params/"], parts["memory/"])

@@ -1,0 +1,165 @@
+"""Costs without training: parameters, upload, MACs and training memory per exit, from shapes alone (meta device)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from ..core.experiment import Experiment
+from ..core.slices import Slice, take
+from ..engine.federation import build_model
+from ..methods import Method, Setting, build_method
+from ..models.exit_model import ExitModel
+
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """An experiment's model on the meta device, with its method and setting."""
+
+    method: Method
+    setting: Setting
+    model: ExitModel
+    everything: dict[str, torch.Tensor]
+    trainable: dict[str, torch.Tensor]
+
+    def held(self, part: Slice, names=None) -> dict[str, torch.Tensor]:
+        """The parameters (of ``names``, default all) that ``part`` holds, cut to size."""
+        params = self.everything if names is None else names
+        infos = self.setting.infos
+        return {n: take(p, infos[n], part) for n, p in params.items() if part.holds(infos[n])}
+
+
+def load_shapes(e: Experiment, num_classes: int, exit_blocks: tuple[int, ...] | None = None) -> Shapes:
+    """Build ``e``'s model without weights, with exits elsewhere if ``exit_blocks``; nothing is allocated."""
+    if exit_blocks is not None:
+        e = e.replace(num_exits=len(exit_blocks), exit_blocks=exit_blocks)
+    method = build_method(e.method, e.options)
+    model = build_model(e, method, num_classes, meta=True)
+    setting = Setting(model.vit.config, model.exit_blocks, model.infos(), e.num_clients, e.rounds)
+    if exit_blocks is None:  # a method need not be able to train the exits that it is only charged for
+        method.check(setting, e.finetune)
+    everything = {n: p.detach() for n, p in model.named_parameters()}
+    return Shapes(method, setting, model, everything, model.trainable())
+
+
+def upload_parameters(e: Experiment, num_classes: int) -> list[int]:
+    """Parameters a client of each budget sends back per round."""
+    shapes = load_shapes(e, num_classes)
+    return [_count(shapes, s) for s in _budget_slices(shapes)]
+
+
+def upload_mib(e: Experiment, num_classes: int, convention: str = "honest") -> float:
+    """Mean upload per participating client and round, MiB (2^20 bytes).
+
+    ``honest``: uniform mean over the budgets that may take part, compressed as the method's options say. ``paper``: the
+    convention behind the communication column of ReeFL's Tables 1 and 2, inferred from exact agreement: mean over all
+    budgets (also for ExclusiveFL), and methods whose clients hold all exits up to their own are charged one classifier
+    per block; float32, so compressed uploads are refused.
+    """
+    if convention not in ("honest", "paper"):
+        raise ValueError(f"convention = {convention!r}; allowed: honest, paper")
+    shapes = load_shapes(e, num_classes)
+    slices = _budget_slices(shapes)
+    if convention == "honest":
+        eligible = shapes.method.eligible(np.arange(len(slices)), shapes.setting)
+        sizes = [_mib(shapes, slices[b]) for b in eligible]
+    else:
+        if shapes.method.compress != "none":
+            raise ValueError(
+                f"convention = 'paper' counts float32, not compress = {shapes.method.compress!r}; use 'honest'"
+            )
+        depth, nested = shapes.setting.config.depth, len(slices[-1].exits) > 1
+        charged = load_shapes(e, num_classes, tuple(range(depth)))
+        exits = [tuple(range(s.depth)) if nested else (s.depth - 1,) for s in slices]
+        sizes = [_mib(charged, replace(s, exits=x)) for s, x in zip(slices, exits, strict=True)]
+    return sum(sizes) / len(sizes)
+
+
+def _budget_slices(shapes: Shapes) -> list[Slice]:
+    return [shapes.method.slice_for(b, shapes.setting) for b in range(shapes.setting.num_exits)]
+
+
+def _count(shapes: Shapes, part: Slice) -> int:
+    return sum(p.numel() for p in shapes.held(part, shapes.trainable).values())
+
+
+def _mib(shapes: Shapes, part: Slice) -> float:
+    held = shapes.held(part, shapes.trainable).values()
+    return shapes.method.upload_bits(p.numel() for p in held) / 8 / MIB
+
+
+def exit_macs(e: Experiment, num_classes: int, exits: Sequence[int] | None = None) -> list[int]:
+    """MACs of one example per exit (of ``exits``), up to and with this exit and those of its sub-model before it.
+
+    From torch's flop counter (2 FLOPs a MAC): matrix products and Vim's scan, not elementwise work (norms, activations,
+    Vim's 4-tap convolution). Blocks count whole, as on a device that may go on. A method whose sub-models have
+    only their own exit pays for that one.
+    """
+    shapes = load_shapes(e, num_classes)
+    return [_macs(shapes, j) for j in (range(shapes.setting.num_exits) if exits is None else exits)]
+
+
+def _hold_exit_(shapes: Shapes, j: int) -> tuple[Slice, dict[str, torch.Tensor], tuple[list[int], dict]]:
+    """Put the sub-model of exit ``j`` in place: its slice, its parameters, and how to call the model."""
+    part, model = shapes.method.slice_for(j, shapes.setting), shapes.model
+    model.whole_blocks = True
+    held = shapes.held(part)
+    model.put_({n: p.detach().requires_grad_(n in shapes.trainable) for n, p in held.items()})
+    alive = [int(b in part.units) for b in range(model.exit_blocks[-1] + 1)]
+    spans = {i: (0, int(i in part.exits)) for i in range(len(model.exit_blocks))}
+    return part, held, (alive, spans)
+
+
+def _example(shapes: Shapes) -> torch.Tensor:
+    return torch.empty(1, 1, *shapes.setting.config.input_shape, device="meta")
+
+
+def _macs(shapes: Shapes, j: int) -> int:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    _, _, how = _hold_exit_(shapes, j)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        shapes.model(_example(shapes), *how)
+    return counter.get_total_flops() // 2
+
+
+def exit_costs(e: Experiment, num_classes: int, batch_size: int = 32) -> list[dict]:
+    """Per exit: ``parameters`` of its sub-model, ``macs`` of one image, ``training_memory_mib`` at ``batch_size``.
+
+    MACs as in :func:`exit_macs`. Training memory is parameters, gradients of the trainable ones, and every activation
+    autograd keeps, in float32.
+    """
+    from torch.utils.flop_counter import FlopCounterMode
+
+    shapes = load_shapes(e, num_classes)
+    out = []
+    for j in range(shapes.setting.num_exits):
+        part, held, how = _hold_exit_(shapes, j)
+        trainable = [n for n in held if n in shapes.trainable]
+        kept: dict[int, torch.UntypedStorage] = {}
+
+        def keep(t: torch.Tensor, kept=kept) -> torch.Tensor:
+            kept[t.untyped_storage()._cdata] = t.untyped_storage()
+            return t
+
+        examples = _example(shapes).expand(1, batch_size, *shapes.setting.config.input_shape)
+        saved = torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t)
+        with FlopCounterMode(display=False) as counter, saved:
+            shapes.model(examples, *how)
+        weights = {p.untyped_storage()._cdata for p in held.values()}
+        activations = sum(s.nbytes() for i, s in kept.items() if i not in weights)
+        memory = sum(p.numel() for p in held.values()) + sum(held[n].numel() for n in trainable)
+        out.append(
+            {
+                "exit": j + 1,
+                "block": part.depth,
+                "parameters": sum(p.numel() for p in held.values()),
+                "upload_mib": _mib(shapes, part),
+                "macs": counter.get_total_flops() // (2 * batch_size),
+                "training_memory_mib": (4 * memory + activations) / MIB,
+            }
+        )
+    return out

@@ -1,0 +1,72 @@
+"""Whole experiments as tasks on a Ray cluster: one per core, several per GPU where they fit by memory."""
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from ..core.experiment import Experiment
+from ..data.federated import load_federated
+from ..engine.cluster import TRIES, connect, total
+from ..engine.executors import Execution
+from .costs import MIB, exit_costs
+
+CUDA_MIB = 700  # what a process takes on a GPU before its first tensor
+
+
+def spread(
+    function: Callable, experiments: Sequence[Experiment], execution: Execution, *args
+) -> Iterator[tuple[Experiment, object]]:
+    """Yield (experiment, ``function(experiment, execution, *args)``) as they end, at most ``workers`` at a time.
+
+    Each takes one core, with ``device = "cuda"`` also a share of a GPU. A task whose worker dies is submitted again
+    (``TRIES`` in all). Raises what ``function`` raises, after stopping the other tasks.
+    """
+    ray = connect(execution)
+    gpu_mib = min(gpu_memory_mib(ray)) if execution.device != "cpu" else None
+    todo, refs = deque(experiments), {}
+    try:
+        while todo or refs:
+            while todo and len(refs) < (execution.workers or math.inf):
+                e = todo.popleft()
+                share = gpu_share(experiment_mib(e, execution.cohort_size), gpu_mib) if gpu_mib else 0
+                task = ray.remote(function).options(num_cpus=1, num_gpus=share, max_retries=TRIES - 1)
+                refs[task.remote(e, execution, *args)] = e
+            ready, _ = ray.wait(list(refs), timeout=execution.patience_seconds)
+            if not ready and not total(ray, "CPU"):
+                raise RuntimeError(f"the Ray cluster has had no node with a CPU for {execution.patience_seconds:g} s")
+            for ref in ready:
+                yield refs.pop(ref), ray.get(ref)
+    finally:
+        for ref in refs:
+            ray.cancel(ref, force=True)
+
+
+def experiment_mib(e: Experiment, cohort_size: int | None = None) -> float:
+    """Estimated GPU memory of ``e`` run alone, MiB: a bound, as every client is taken for one of the largest budget.
+
+    CUDA's own + the examples + cohort size x ``costs.exit_costs``' training memory + one more copy of the parameters.
+    """
+    data, clients = load_federated(e), cohort_size or e.clients_per_round
+    deepest = exit_costs(e, len(data.classes), e.batch_size)[-1]
+    tensors = (data.images, data.labels, data.test_images, data.test_labels)
+    examples = sum(t.nbytes for t in tensors) / MIB
+    return CUDA_MIB + examples + clients * deepest["training_memory_mib"] + 4 * deepest["parameters"] / MIB
+
+
+def gpu_share(need_mib: float, gpu_mib: float) -> float:
+    """The fraction of a GPU for one experiment: as many as fit into nine tenths of its memory, at least one."""
+    fits = max(1, int(0.9 * gpu_mib / need_mib))
+    return math.floor(1e4 / fits) / 1e4  # Ray counts in ten-thousandths
+
+
+def gpu_memory_mib(ray) -> list[float]:
+    """The memory of one GPU of every node that has any."""
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy as Strategy
+
+    total(ray, "GPU")
+    nodes = [n["NodeID"] for n in ray.nodes() if n["Alive"] and n["Resources"].get("GPU")]
+    ask = ray.remote(lambda: torch.cuda.get_device_properties(0).total_memory / MIB)
+    options = [{"num_cpus": 0, "num_gpus": 0.01, "scheduling_strategy": Strategy(n, soft=False)} for n in nodes]
+    return ray.get([ask.options(**o).remote() for o in options])

@@ -1,0 +1,186 @@
+"""Central pre-training of the kit's own small backbone; ``notebooks/pretraining/deit_micro.ipynb`` runs it.
+
+A plain supervised recipe (AdamW, cosine, label smoothing, random resized crops and flips) on one device.
+Interrupted training goes on from the last finished epoch. The result is a federated starting point, not a record.
+"""
+
+import json
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from ..core.rng import torch_generator
+from ..data.datasets import ImageData
+from ..data.transforms import render, sample_views
+from ..layers.linear import init_normal_
+from ..models.exits import Classifier
+from ..models.vit import ViT, ViTConfig
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Hyper-parameters of the pre-training run."""
+
+    epochs: int = 20
+    batch_size: int = 256
+    lr: float = 2e-3
+    warmup_epochs: float = 1.0
+    weight_decay: float = 0.05
+    label_smoothing: float = 0.1
+    augment: str = "rrc_flip"
+    min_scale: float = 0.35
+    seed: int = 0
+
+
+def build_upstream(config: ViTConfig, num_classes: int, seed: int) -> nn.ModuleDict:
+    """A randomly initialised ViT and one classifier on its last class token."""
+    generator = torch_generator(seed, "upstream init")
+    classifier = Classifier(config.dim, num_classes)
+    init_normal_(classifier, generator)
+    return nn.ModuleDict({"vit": ViT(config).init_(generator), "classifier": classifier})
+
+
+def class_tokens(vit: ViT, images: torch.Tensor) -> torch.Tensor:
+    """Last-block class tokens (B, d) of rendered images (B, 3, H, W)."""
+    return vit.run(vit.stem(images[None]), 0, vit.config.depth)[0, :, 0]
+
+
+@torch.no_grad()
+def evaluate_upstream(model: nn.ModuleDict, data: ImageData, device: str, batch_size: int = 1000) -> float:
+    """Top-1 accuracy in percent on the test split."""
+    mean, std = (s.to(device) for s in data.mean_std())
+    correct = 0
+    for a in range(0, len(data.test_labels), batch_size):
+        x = render(data.test_images[a : a + batch_size].to(device), None, model["vit"].config.img_size, mean, std)
+        logits = model["classifier"](class_tokens(model["vit"], x)[None])[0]
+        correct += (logits.argmax(1).cpu() == data.test_labels[a : a + batch_size]).sum().item()
+    return 100 * correct / len(data.test_labels)
+
+
+def train_upstream(
+    config: ViTConfig, data: ImageData, recipe: Recipe, folder: Path, device: str = "cpu"
+) -> Iterator[dict]:
+    """Train epoch by epoch, yielding ``{epoch, loss, accuracy}``; ``folder`` holds the resumable state.
+
+    The epoch's order and crops are a function of (seed, epoch), so a resumed run equals an uninterrupted one.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    model = build_upstream(config, data.num_classes, recipe.seed).to(device)
+    decay = [p for p in model.parameters() if p.dim() > 1]
+    rest = [p for p in model.parameters() if p.dim() <= 1]
+    groups = [{"params": decay, "weight_decay": recipe.weight_decay}, {"params": rest, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=recipe.lr, fused=True)
+    history = _restore(folder, model, optimizer, recipe)
+    yield from history
+
+    images, labels = data.train_images.to(device), data.train_labels.to(device)
+    mean, std = (s.to(device) for s in data.mean_std())
+    steps = math.ceil(len(labels) / recipe.batch_size)
+    for epoch in range(len(history), recipe.epochs):
+        generator = torch_generator(recipe.seed, "upstream epoch", epoch)
+        order = torch.randperm(len(labels), generator=generator).to(device)
+        views = sample_views(recipe.augment, len(labels), images.shape[-1], generator, min_scale=recipe.min_scale).to(
+            device
+        )
+        total = torch.zeros((), device=device)
+        for step in range(steps):
+            rate = _learning_rate(recipe, epoch * steps + step, steps)
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            rows = order[step * recipe.batch_size : (step + 1) * recipe.batch_size]
+            x = render(images[rows], views[rows], config.img_size, mean, std)
+            logits = model["classifier"](class_tokens(model["vit"], x)[None])[0]
+            loss = F.cross_entropy(logits, labels[rows], label_smoothing=recipe.label_smoothing)
+            optimizer.zero_grad(set_to_none=True)
+            loss.backward()
+            optimizer.step()
+            total += loss.detach()
+        record = {
+            "epoch": epoch + 1,
+            "loss": round(total.item() / steps, 4),
+            "accuracy": evaluate_upstream(model, data, device),
+        }
+        history.append(record)
+        _save(folder, model, optimizer, recipe, history)
+        yield record
+
+
+def load_upstream(config: ViTConfig, num_classes: int, folder: Path) -> nn.ModuleDict:
+    """The model as trained so far in ``folder``."""
+    model = build_upstream(config, num_classes, 0)
+    tensors = load_file(folder / "state.safetensors")
+    model.load_state_dict({k[6:]: v for k, v in tensors.items() if k.startswith("model.")})
+    return model
+
+
+def export_backbone(vit: ViT, file: Path) -> None:
+    """Write the backbone's weights in half precision, as ``models.weights`` reads them."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    save_file({k: v.detach().half().contiguous().cpu() for k, v in vit.state_dict().items()}, file)
+
+
+@torch.no_grad()
+def features(vit: ViT, images: torch.Tensor, stats: tuple[torch.Tensor, torch.Tensor], batch_size: int = 1000):
+    """Frozen last-block class tokens (N, d) of uint8 images."""
+    size = vit.config.img_size
+    parts = [class_tokens(vit, render(x, None, size, *stats)) for x in images.split(batch_size)]
+    return torch.cat(parts)
+
+
+def linear_probe(vit: ViT, data: ImageData, num_train: int = 10_000) -> float:
+    """Test accuracy (percent) of logistic regression on frozen features of ``num_train`` examples."""
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import StandardScaler
+
+    order = torch.randperm(len(data.train_labels), generator=torch_generator(0, "probe"))[:num_train]
+    stats = data.mean_std()
+    probe = make_pipeline(StandardScaler(), LogisticRegression(max_iter=300))
+    probe.fit(features(vit, data.train_images[order], stats).numpy(), data.train_labels[order].numpy())
+    return 100 * probe.score(features(vit, data.test_images, stats).numpy(), data.test_labels.numpy())
+
+
+def _learning_rate(recipe: Recipe, step: int, steps: int) -> float:
+    """Linear warm-up, then cosine to zero over ``epochs``."""
+    warmup, total = recipe.warmup_epochs * steps, recipe.epochs * steps
+    if step < warmup:
+        return recipe.lr * (step + 1) / warmup
+    return recipe.lr * 0.5 * (1 + math.cos(math.pi * (step - warmup) / (total - warmup)))
+
+
+def _save(folder: Path, model, optimizer, recipe: Recipe, history: list[dict]) -> None:
+    tensors = {f"model.{k}": v.contiguous() for k, v in model.state_dict().items()}
+    for i, state in optimizer.state_dict()["state"].items():
+        tensors |= {f"optimizer.{i}.{k}": v.contiguous() for k, v in state.items()}
+    part = folder / f"state.{os.getpid()}.part"
+    save_file(tensors, part, {"recipe": json.dumps(asdict(recipe)), "history": json.dumps(history)})
+    os.replace(part, folder / "state.safetensors")
+
+
+def _restore(folder: Path, model, optimizer, recipe: Recipe) -> list[dict]:
+    """Load the stored state into model and optimizer if it belongs to the same recipe; return its history."""
+    from safetensors import safe_open
+
+    file = folder / "state.safetensors"
+    if not file.exists():
+        return []
+    with safe_open(file, "pt") as f:
+        metadata = f.metadata()
+    if json.loads(metadata["recipe"]) != asdict(recipe):
+        raise ValueError(f"{file} belongs to another recipe: {metadata['recipe']}; choose another folder")
+    tensors = load_file(file)
+    model.load_state_dict({k[6:]: v for k, v in tensors.items() if k.startswith("model.")})
+    state: dict[int, dict] = {}
+    for key, value in tensors.items():
+        if key.startswith("optimizer."):
+            _, i, name = key.split(".")
+            state.setdefault(int(i), {})[name] = value
+    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+    return json.loads(metadata["history"])

@@ -1,0 +1,96 @@
+"""What a grid costs before it runs: runs, training MACs, GPU hours. From shapes and published sizes; nothing is loaded.
+
+A forward and a backward pass are counted as three forward passes; evaluation is left out (about a hundredth).
+Read next: ``costs.exit_macs``, which measures the MACs.
+"""
+
+from collections.abc import Sequence
+from functools import cache
+
+import numpy as np
+
+from ..core.experiment import Experiment
+from ..engine.federation import budgets_of
+from ..methods import Setting, build_method
+from ..models.registry import backbone_config
+from .costs import exit_macs, load_shapes
+
+# Training examples and classes, so that a grid can be priced without its data. FEMNIST: nine tenths of 226 a writer;
+# SpeechCommands: the most active speakers, about 100 clips each.
+TRAINING_EXAMPLES = {"mnist": 4_000, "cifar10": 50_000, "cifar100": 50_000, "tiny_imagenet": 100_000,
+                     "sst2": 67_349, "ag_news": 120_000, "docstrings": 750}  # fmt: skip
+EXAMPLES_PER_CLIENT = {"femnist": 204, "speech_commands": 100}
+CLASSES = {"mnist": 10, "cifar10": 10, "cifar100": 100, "tiny_imagenet": 200, "femnist": 62, "speech_commands": 35,
+           "sst2": 2, "ag_news": 4, "docstrings": 3}  # fmt: skip
+TERA_MACS_PER_SECOND = 10.0  # assumed of a data-centre GPU: half of 20 TFLOP/s sustained in float32
+
+
+def num_classes(e: Experiment) -> int:
+    """Classes of ``e``'s data set, which is read only if it is not a known one."""
+    if e.dataset in CLASSES and not e.label_groups:
+        return CLASSES[e.dataset]
+    from ..data.datasets import load_dataset
+
+    return load_dataset(e.dataset, e.label_groups).num_classes
+
+
+def examples_per_client(e: Experiment) -> float:
+    """Mean number of training examples of a client."""
+    if e.num_train is not None:
+        return e.num_train / e.num_clients
+    if e.dataset in EXAMPLES_PER_CLIENT:
+        return EXAMPLES_PER_CLIENT[e.dataset]
+    if e.dataset in TRAINING_EXAMPLES:
+        return TRAINING_EXAMPLES[e.dataset] / e.num_clients
+    from ..data.datasets import load_dataset
+
+    return len(load_dataset(e.dataset).train_labels) / e.num_clients
+
+
+def training_macs(e: Experiment) -> float:
+    """3 x rounds x clients x local epochs x examples x MACs, the MACs being the mean over the eligible budgets."""
+    macs = _macs(_shape_of(e), num_classes(e))
+    method = build_method(e.method, e.options)
+    config = backbone_config(e.backbone)
+    blocks = e.exit_blocks if e.exit_blocks is not None else method.exit_blocks(config.depth, e.num_exits)
+    budgets = budgets_of(e)
+    eligible = method.eligible(budgets, Setting(config, tuple(blocks), {}, e.num_clients, e.rounds))
+    clients = min(e.clients_per_round, len(eligible))
+    return 3 * e.rounds * clients * e.local_epochs * examples_per_client(e) * macs[budgets[eligible]].mean()
+
+
+def _shape_of(e: Experiment) -> Experiment:
+    """An experiment of the same model, equal for all that share it."""
+    return Experiment(
+        method=e.method, options=e.options, backbone=e.backbone, finetune=e.finetune,
+        finetune_options=e.finetune_options, num_exits=e.num_exits, exit_blocks=e.exit_blocks,
+    )  # fmt: skip
+
+
+@cache
+def _macs(e: Experiment, classes: int) -> np.ndarray:
+    """MACs per exit; where sub-models differ in depth only, four are measured and the rest interpolated."""
+    shapes, every = load_shapes(e, classes), np.arange(e.num_exits)
+    by_width = any(shapes.method.slice_for(j, shapes.setting).index for j in every)
+    measured = every if by_width else np.unique(np.linspace(0, e.num_exits - 1, 4).round().astype(int))
+    return np.interp(every, measured, exit_macs(e, classes, measured))
+
+
+def gpu_hours(experiments: Sequence[Experiment], tera_macs_per_second: float = TERA_MACS_PER_SECOND) -> float:
+    """Hours of training at a sustained throughput in 10^12 MACs per second."""
+    return sum(map(training_macs, experiments)) / (tera_macs_per_second * 1e12) / 3600
+
+
+def describe(
+    experiments: Sequence[Experiment],
+    missing: Sequence[Experiment],
+    tera_macs_per_second: float = TERA_MACS_PER_SECOND,
+) -> str:
+    """One line: how many runs, how many of them are missing, and what these cost."""
+    text = f"{len(experiments)} runs, {len(missing)} to do"
+    if not missing:
+        return text
+    hours = gpu_hours(missing, tera_macs_per_second)
+    macs = hours * 3600 * tera_macs_per_second
+    about = f"about {hours:,.2f}" if hours >= 0.01 else "under 0.01"
+    return f"{text}: {macs:,.2f} TMACs, {about} GPU hours at {tera_macs_per_second:g} TMACs per second"

@@ -1,0 +1,77 @@
+"""Trained models of stored runs and what they answer on the test set: logits, accuracy per class and per client.
+
+A stored run keeps its weights only on the machine that trained it; elsewhere :func:`load_trained` trains it again,
+beside the store, which gives the same numbers.
+Read next: ``analysis/early_leaving.py``, ``analysis/attention_maps.py``.
+"""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from ..core.experiment import Experiment
+from ..core.paths import outputs_dir
+from ..core.storage import read_tensors
+from ..engine.evaluation import exit_logits
+from ..engine.executors import Execution
+from ..engine.federation import Federation, build_federation
+from ..methods import Server
+from .store import find_run, run, run_path
+
+
+def load_trained(
+    e: Experiment, execution: Execution = Execution(), folder: Path | None = None
+) -> tuple[Federation, Server]:
+    """``e``'s federation and its server after the last round; runs ``e`` if it is missing or came without weights.
+
+    ``ValueError`` for a diverged run, whose weights answer nothing.
+    """
+    if find_run(e, folder) is not None and not _weights(e, folder).exists():
+        folder = outputs_dir() / "retrained"
+    done = run(e, execution, folder)
+    if done.summary["status"] != "finished":
+        raise ValueError(f"{e.slug} {done.summary['status']} in round {done.summary['t']}; choose another experiment")
+    f = build_federation(e, execution.device)
+    tensors, metadata = read_tensors(_weights(e, folder), str(f.device))
+    params = {k.removeprefix("params/"): v for k, v in tensors.items() if k.startswith("params/")}
+    return f, Server(metadata["t"], params, {})
+
+
+def _weights(e: Experiment, folder: Path | None) -> Path:
+    return run_path(e, folder) / "checkpoint.safetensors"
+
+
+def all_logits(f: Federation, server: Server) -> torch.Tensor:
+    """Logits (E, N, C) of every exit on the test set, each from the sub-model the method evaluates it with."""
+    parts = [f.method.model_for(j, f.setting) for j in range(f.setting.num_exits)]
+    if all(p == parts[0] for p in parts):
+        return exit_logits(f, server, parts[0])
+    return torch.stack([exit_logits(f, server, p)[j] for j, p in enumerate(parts)])
+
+
+def class_accuracies(logits: torch.Tensor, labels: torch.Tensor) -> np.ndarray:
+    """Accuracy (E, C) in percent on the test examples of each class; NaN for a class without any."""
+    right = (logits.argmax(-1) == labels).double()  # (E, N)
+    one_hot = torch.nn.functional.one_hot(labels, logits.shape[-1]).double()
+    return (100 * right @ one_hot / one_hot.sum(0)).cpu().numpy()
+
+
+def client_accuracies(f: Federation, logits: torch.Tensor) -> np.ndarray:
+    """Accuracy (clients,) in percent that each client's deepest exit b(i) has on data like the client's own.
+
+    Where clients are writers or speakers and the test set names its own: the share of the owner's held-out examples
+    that exit b(i) gets right (clients of one owner share them). Else the sum over classes c of n_ic / n_i x the
+    accuracy of exit b(i) on class c of the central test set, n_ic being the client's examples of c: unbiased where
+    clients differ in labels only, as in Dirichlet partitions. The paper reports no per-client numbers. NaN for a client
+    without examples, without held-out ones, or with a class that the test set lacks.
+    """
+    budgets, owners = np.minimum(f.budgets, len(logits) - 1), f.data.client_owners()
+    if owners is not None and f.data.test_owners is not None:
+        right = (logits.argmax(-1) == f.data.test_labels).double().cpu().numpy()  # (E, N)
+        mine = (owners[:, None] == f.data.test_owners) & (owners[:, None] >= 0)  # (clients, N)
+        with np.errstate(invalid="ignore"):
+            return 100 * (right[budgets] * mine).sum(1) / mine.sum(1)
+    by_class, counts = class_accuracies(logits, f.data.test_labels), f.data.label_counts()  # (E, C), (clients, C)
+    with np.errstate(invalid="ignore"):
+        return np.where(counts > 0, counts * by_class[budgets], 0).sum(1) / counts.sum(1)
