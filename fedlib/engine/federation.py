@@ -72,8 +72,9 @@ def build_model(e: Experiment, method: Method, num_classes: int, meta: bool = Fa
 def build_federation(e: Experiment, device: str = "cpu") -> Federation:
     """Check ``e`` against its data and model, then build them. Raises before any compute."""
     method = check_experiment(e)
-    data = load_federated(e, device)
-    check_input(e, backbone_config(e.backbone), is_text(data.images))
+    config = backbone_config(e.backbone)
+    data = load_federated(e, device, config.input_shape[-1])
+    check_input(e, config, is_text(data.images))
     model = build_model(e, method, len(data.classes)).to(device)
     infos = model.infos()
     setting = Setting(model.vit.config, model.exit_blocks, infos, e.num_clients, e.rounds)
