@@ -75,7 +75,8 @@ def load_splits(path: Path, parquet: Mapping[str, Sequence[str]]):
 
         try:
             if parquet:
-                splits = load_dataset("parquet", data_files={s: list(f) for s, f in parquet.items()})
+                load = lambda split: load_dataset("parquet", data_files={split: list(parquet[split])}, split=split)  # noqa: E731
+                splits = {s: load(s) for s in parquet}  # one by one: their columns may differ
             else:
                 splits = load_dataset("imagefolder", data_dir=str(path))
         except Exception as error:  # datasets raises many classes
