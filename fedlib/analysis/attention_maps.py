@@ -37,7 +37,7 @@ class Attention:
 
     maps: dict[str, torch.Tensor]
     logits: torch.Tensor
-    exit_blocks: tuple[int, ...]
+    exit_units: tuple[int, ...]
 
     def earliest_correct(self, labels: torch.Tensor) -> torch.Tensor:
         """The first exit (B,) that classifies each image correctly; -1 if none does."""
@@ -58,7 +58,7 @@ def attention_row(block: nn.Module, token: torch.Tensor, z: torch.Tensor) -> tor
 @torch.inference_mode()
 def attention_maps(model: ExitModel, images: torch.Tensor) -> Attention:
     """All maps of ``images`` (1, B, 3, H, W) for the parameters that ``model`` holds."""
-    vit, head, config = model.vit, model.head, model.vit.config
+    vit, head, config = model.backbone, model.head, model.backbone.spec
     side, maps, logits, past = config.img_size // config.patch_size, {name: [] for name in MAPS}, [], []
 
     def add(name: str, block: nn.Module, token: torch.Tensor | None, z: torch.Tensor) -> None:
@@ -70,21 +70,21 @@ def attention_maps(model: ExitModel, images: torch.Tensor) -> Attention:
 
     z = vit.stem(images)
     raw = z[..., 0, :]  # the class token as the block before left it
-    for i, block in enumerate(vit.blocks[: model.exit_blocks[-1] + 1]):
+    for i, block in enumerate(vit.blocks[: model.exit_units[-1] + 1]):
         add("x", block, raw, z)
         add("read", block, z[..., 0, :], z)
         before, z = z, vit.run(z, i, i + 1)
         raw = z[..., 0, :]
-        runs = hasattr(head, "tokens") and (i in model.exit_blocks or not head.only_at_exits)
+        runs = hasattr(head, "tokens") and (i in model.exit_units or not head.only_at_exits)
         m_0, m_l = head.tokens(raw, past) if runs else (None, None)
         add("m", block, m_l, before)
         add("c", block, m_0 + raw if runs else None, before)
         out, handed_back = head.step(i, raw, past)
-        if i in model.exit_blocks:
+        if i in model.exit_units:
             logits.append(out[0])
         if handed_back is not None:
             z = torch.cat((handed_back.unsqueeze(-2), z[..., 1:, :]), -2)
-    return Attention({n: torch.stack(m, 1) for n, m in maps.items()}, torch.stack(logits), model.exit_blocks)
+    return Attention({n: torch.stack(m, 1) for n, m in maps.items()}, torch.stack(logits), model.exit_units)
 
 
 def run_attention(f: Federation, server: Server, rows: torch.Tensor) -> Attention:
@@ -92,5 +92,5 @@ def run_attention(f: Federation, server: Server, rows: torch.Tensor) -> Attentio
     from ..data.transforms import render
 
     put_slice_(f, server, f.method.model_for(f.setting.num_exits - 1, f.setting))
-    size = f.model.vit.config.img_size
+    size = f.model.backbone.spec.img_size
     return attention_maps(f.model, render(f.data.test_images[rows], None, size, f.data.mean, f.data.std)[None])

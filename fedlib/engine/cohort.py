@@ -59,9 +59,9 @@ class Cohort:
         self.memories = [memories.get(c.id, {}) for c in self.clients]
         self.new_memories: dict[int, Tensors] = {}
         self.losses: np.ndarray | None = None
-        depth = model.exit_blocks[-1] + 1
+        depth = model.exit_units[-1] + 1
         self.alive = [sum(b in s.units for s in self.slices) for b in range(depth)]
-        self.exit_spans = {j: self._span(lambda s, j=j: j in s.exits) for j in range(len(model.exit_blocks))}
+        self.exit_spans = {j: self._span(lambda s, j=j: j in s.exits) for j in range(len(model.exit_units))}
         device = self.data.images.device
         self.held = torch.tensor(
             [[j in s.exits for s in self.slices] for j in self.exit_spans], dtype=torch.float32, device=device
@@ -181,7 +181,7 @@ class Cohort:
     def _render(self, rows: torch.Tensor, views: torch.Tensor | None, step: int) -> torch.Tensor:
         """Images (K, width, C, H, W) of one step, augmented as planned, or token ids (K, width, T)."""
         views = views[step, :, : rows.shape[1]].reshape(-1, 5) if views is not None else None
-        x = self.data.view(self.data.images, self.model.vit.config.input_shape, rows.reshape(-1), views)
+        x = self.data.view(self.data.images, self.model.backbone.spec.input_shape, rows.reshape(-1), views)
         return x.view(*rows.shape, *x.shape[1:])
 
     def _stop_inactive_(self, grads: list[torch.Tensor], active: np.ndarray) -> None:

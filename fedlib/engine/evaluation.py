@@ -27,15 +27,15 @@ def exit_logits(federation: Federation, server: Server, part: Slice) -> torch.Te
     """Logits (E, N, C) of sub-model ``part`` on the test set; zeros for exits it does not hold."""
     data, model, device = federation.data, federation.model, federation.device
     put_slice_(federation, server, part)
-    alive = [int(b in part.units) for b in range(model.exit_blocks[-1] + 1)]
-    spans = {j: (0, int(j in part.exits)) for j in range(len(model.exit_blocks))}
+    alive = [int(b in part.units) for b in range(model.exit_units[-1] + 1)]
+    spans = {j: (0, int(j in part.exits)) for j in range(len(model.exit_units))}
     prefix = federation.test_prefix if not part.index else None
 
     @torch.inference_mode()
     def logits(examples: np.ndarray) -> torch.Tensor:
         rows = torch.from_numpy(examples).to(device)
         if prefix is None:
-            x = data.view(data.test_images, model.vit.config.input_shape, rows)[None]
+            x = data.view(data.test_images, model.backbone.spec.input_shape, rows)[None]
         else:
             prefix.fill(model, examples)
             x = prefix(rows[None])

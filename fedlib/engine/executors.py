@@ -143,7 +143,7 @@ def automatic_cohort_size(f: Federation) -> int:
     192 fully trained, batch 32: 0.75-0.99 (weights that differ per client gain nothing once one client fills the
     cache), LoRA 1.17. GPU: as many as fit, by the activations that autograd keeps.
     """
-    config, e = f.model.vit.config, f.experiment
+    config, e = f.model.backbone.spec, f.experiment
     tokens = min(e.batch_size, int(f.data.num_examples.max())) * (config.num_patches + config.prefix_tokens)
     if f.device.type == "cpu":
         trains_blocks = any(

@@ -15,7 +15,7 @@ from ..methods import Method, Server, Setting
 from ..methods.base import clients_of
 from ..models.adapters import apply_finetune_
 from ..models.exit_model import ExitModel
-from ..models.registry import backbone_config, build_backbone
+from ..models.registry import backbone_spec, build_backbone
 from .checks import check_experiment, check_input
 from .frozen_cache import PrefixCache, build_prefix_cache
 
@@ -59,24 +59,24 @@ class Federation:
 def build_model(e: Experiment, method: Method, num_classes: int, meta: bool = False) -> ExitModel:
     """Backbone, exits and fine-tuning mode of ``e``. ``meta``: shapes only, without weights or memory."""
     with torch.device("meta" if meta else "cpu"):
-        vit = backbone_config(e.backbone).build() if meta else build_backbone(e.backbone, e.pretrained, e.seed)
-        depth = vit.config.depth
-        exit_blocks = e.exit_blocks if e.exit_blocks is not None else method.exit_blocks(depth, e.num_exits)
-        head = method.build_head(vit.config.dim, depth, num_classes, exit_blocks)
+        vit = backbone_spec(e.backbone).build() if meta else build_backbone(e.backbone, e.pretrained, e.seed)
+        depth = vit.spec.depth
+        exit_units = e.exit_blocks if e.exit_blocks is not None else method.exit_units(depth, e.num_exits)
+        head = method.build_head(vit.spec.dim, depth, num_classes, exit_units)
         if not meta:
             head.init_(torch_generator(e.seed, "head init"))
         apply_finetune_(vit, head, e.finetune, dict(e.finetune_options), e.seed)
-    return ExitModel(vit, head, exit_blocks).eval()
+    return ExitModel(vit, head, exit_units).eval()
 
 
 def build_federation(e: Experiment, device: str = "cpu") -> Federation:
     """Check ``e`` against its data and model, then build them. Raises before any compute."""
     method = check_experiment(e)
     data = load_federated(e, device)
-    check_input(e, backbone_config(e.backbone), is_text(data.images))
+    check_input(e, backbone_spec(e.backbone), is_text(data.images))
     model = build_model(e, method, len(data.classes)).to(device)
     infos = model.infos()
-    setting = Setting(model.vit.config, model.exit_blocks, infos, e.num_clients, e.rounds)
+    setting = Setting(model.backbone.spec, model.exit_units, infos, e.num_clients, e.rounds)
     method.check(setting, e.finetune)
     budgets = budgets_of(e)
     eligible = method.eligible(budgets, setting)
@@ -103,7 +103,7 @@ def build_train_prefix(f: Federation, blocks: int) -> PrefixCache | None:
 
 
 def _prefix(f: Federation, blocks: int, images: torch.Tensor) -> PrefixCache | None:
-    view = partial(f.data.view, images, f.model.vit.config.input_shape)
+    view = partial(f.data.view, images, f.model.backbone.spec.input_shape)
     return build_prefix_cache(f.model, blocks, len(images), view, images.device)
 
 

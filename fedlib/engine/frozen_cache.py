@@ -26,9 +26,9 @@ class PrefixCache:
     """
 
     def __init__(self, model: ExitModel, blocks: int, n: int, render: Callable[[torch.Tensor], torch.Tensor], device):
-        config = model.vit.config
+        config = model.backbone.spec
         self.blocks, self.render, self.device = blocks, render, device
-        self.goes_on = blocks < model.exit_blocks[-1] + 1  # does anything run after the prefix?
+        self.goes_on = blocks < model.exit_units[-1] + 1  # does anything run after the prefix?
         tokens = config.num_patches + config.prefix_tokens if self.goes_on else 0
         self.z = _empty(n, tokens, config.dim, device=device)  # pages of rows never asked for are never touched
         self.read = tuple(b for b in range(blocks) if model.head.reads(b))
@@ -39,7 +39,7 @@ class PrefixCache:
     @staticmethod
     def bytes_needed(model: ExitModel, blocks: int, n: int) -> int:
         """Memory of a full cache in bytes."""
-        config, goes_on = model.vit.config, blocks < model.exit_blocks[-1] + 1
+        config, goes_on = model.backbone.spec, blocks < model.exit_units[-1] + 1
         tokens = config.num_patches + config.prefix_tokens if goes_on else 0
         return 4 * n * config.dim * (tokens + sum(map(model.head.reads, range(blocks))))
 

@@ -44,7 +44,8 @@ def privatise(f: Federation, server: Server, sums: Sums, t: int) -> Sums:
     sd = method.noise_multiplier * method.clip_norm
     for group, mean in out.items():
         for name, total in mean.total.items():
-            generator = torch_generator(f.experiment.seed, f"dp noise/{group}/{name}", t)
+            stream = name.replace("backbone.", "vit.", 1)  # what the part was called when stored runs drew their noise
+            generator = torch_generator(f.experiment.seed, f"dp noise/{group}/{stream}", t)
             noise = torch.randn(total.shape, generator=generator, dtype=torch.float64)
             total += sd * noise.to(total.device)
     return out

@@ -15,7 +15,7 @@ from torch import nn
 from ..core.clients import Client
 from ..core.slices import ParamInfo, Slice
 from ..models.exits import Classifiers
-from ..models.vit import ViTConfig
+from ..models.vit import ViTSpec
 from .losses import Batch, cross_entropies, kl_to_teacher, last_exit, mutual_kl, ramp_up, running_best_exit  # fmt: skip
 from .server import MaskedMean, Sums, Update, fedadam, feddyn_gradient, feddyn_server
 from .uploads import UploadOptions, send
@@ -25,15 +25,15 @@ from .uploads import UploadOptions, send
 class Setting:
     """What a method may know about the experiment it runs in."""
 
-    config: ViTConfig
-    exit_blocks: tuple[int, ...]
+    spec: ViTSpec
+    exit_units: tuple[int, ...]
     infos: dict[str, ParamInfo]
     num_clients: int
     rounds: int
 
     @property
     def num_exits(self) -> int:
-        return len(self.exit_blocks)
+        return len(self.exit_units)
 
 
 @dataclass(frozen=True)
@@ -67,16 +67,16 @@ class Method(UploadOptions):
 
     # --- what is built -------------------------------------------------------------------------------------------
 
-    def exit_blocks(self, depth: int, num_exits: int) -> tuple[int, ...]:
+    def exit_units(self, depth: int, num_exits: int) -> tuple[int, ...]:
         """0-based blocks with an exit: every depth/E-th. ``ValueError`` if E does not divide the depth."""
         if depth % num_exits:
             allowed = [e for e in range(1, depth + 1) if depth % e == 0]
             raise ValueError(f"experiment: num_exits = {num_exits} does not divide {depth} blocks; allowed: {allowed}")
         return tuple(range(depth // num_exits - 1, depth, depth // num_exits))
 
-    def build_head(self, dim: int, depth: int, num_classes: int, exit_blocks: tuple[int, ...]) -> nn.Module:
+    def build_head(self, dim: int, depth: int, num_classes: int, exit_units: tuple[int, ...]) -> nn.Module:
         """The exits: one classifier each."""
-        return Classifiers(dim, num_classes, exit_blocks)
+        return Classifiers(dim, num_classes, exit_units)
 
     def check(self, setting: Setting, finetune: str) -> None:
         """Raise ``ValueError`` for what this method cannot do, before any compute."""
@@ -93,11 +93,11 @@ class Method(UploadOptions):
 
     def slice_for(self, budget: int, setting: Setting) -> Slice:
         """What a client of this budget holds: the prefix up to its exit, with all exits on the way."""
-        return Slice.prefix(setting.exit_blocks[budget] + 1, range(budget + 1))
+        return Slice.prefix(setting.exit_units[budget] + 1, range(budget + 1))
 
     def model_for(self, exit: int, setting: Setting) -> Slice:
         """The sub-model whose exit ``exit`` is evaluated: the global model."""
-        return Slice.prefix(setting.exit_blocks[-1] + 1, range(setting.num_exits))
+        return Slice.prefix(setting.exit_units[-1] + 1, range(setting.num_exits))
 
     # --- the client ----------------------------------------------------------------------------------------------
 

@@ -33,7 +33,7 @@ from .vit import MLP, Attention
 
 
 @dataclass(frozen=True)
-class BertConfig:
+class BertSpec:
     """Shape of a post-norm BERT encoder; sizes in tokens and features."""
 
     length: int = 32  # tokens of a sentence, class token included; longer ones are cut
@@ -75,8 +75,8 @@ class BertConfig:
 
 
 WORDS = 256  # one-word sentences, from which exits take their units
-MINILM = BertConfig(length=64, dim=384, depth=6, heads=12, ffn_dim=1536)
-BERTS = {"minilm": MINILM, "minilm.32": replace(MINILM, length=32), "bert_micro": BertConfig()}
+MINILM = BertSpec(length=64, dim=384, depth=6, heads=12, ffn_dim=1536)
+BERTS = {"minilm": MINILM, "minilm.32": replace(MINILM, length=32), "bert_micro": BertSpec()}
 BERTS |= {f"{name}.stream": replace(config, centred=False) for name, config in BERTS.items()}
 
 
@@ -110,7 +110,7 @@ class BertAttention(Attention):
 class BertBlock(nn.Module):
     """One post-norm block: z = LN1(z + MSA(z)), then LN2(z + MLP(z))."""
 
-    def __init__(self, c: BertConfig):
+    def __init__(self, c: BertSpec):
         super().__init__()
         self.attn, self.norm1 = BertAttention(c), LayerNorm(c.dim, c.eps)
         self.mlp, self.norm2 = MLP(c.dim, c.ffn_dim), LayerNorm(c.dim, c.eps)
@@ -125,9 +125,9 @@ class BertBlock(nn.Module):
 class BertStem(nn.Module):
     """Embeddings of words and positions, normalised; zero where the sentence has ended."""
 
-    def __init__(self, c: BertConfig):
+    def __init__(self, c: BertSpec):
         super().__init__()
-        self.config = c
+        self.spec = c
         self.words = Embedding(c.vocab_size, c.dim)
         self.pos_embed = nn.Parameter(torch.zeros(c.length, c.dim))
         self.norm = LayerNorm(c.dim, c.eps)
@@ -137,15 +137,15 @@ class BertStem(nn.Module):
         ids = ids.long()
         x = self.words(ids)
         x = self.norm(x + per_client(self.pos_embed[..., : ids.shape[-1], :], x, 2))
-        return x * (ids != self.config.padding).unsqueeze(-1)
+        return x * (ids != self.spec.padding).unsqueeze(-1)
 
 
 class Bert(nn.Module):
     """A stem and blocks; the exits live elsewhere. ``run(z, a, b)`` applies blocks a..b-1 to tokens (K, B, T, d)."""
 
-    def __init__(self, config: BertConfig):
+    def __init__(self, config: BertSpec):
         super().__init__()
-        self.config = config
+        self.spec = config
         self.stem = BertStem(config)
         self.blocks = nn.ModuleList(BertBlock(config) for _ in range(config.depth))
         self.register_buffer("origins", torch.zeros(config.depth, config.dim), persistent=False)
@@ -166,11 +166,11 @@ class Bert(nn.Module):
     @torch.no_grad()
     def centre_(self) -> "Bert":
         """Measure ``origins`` (depth, d) and ``scales`` (depth, 1): mean and SD over one-word sentences."""
-        if self.config.centred:
-            words = torch.linspace(1, self.config.vocab_size - 1, WORDS).long()  # evenly over the vocabulary
-            first, last = (torch.full_like(words, mark) for mark in self.config.marks)
+        if self.spec.centred:
+            words = torch.linspace(1, self.spec.vocab_size - 1, WORDS).long()  # evenly over the vocabulary
+            first, last = (torch.full_like(words, mark) for mark in self.spec.marks)
             z = self.stem(torch.stack((first, words, last), 1)[None])
-            for block in range(self.config.depth):
+            for block in range(self.spec.depth):
                 z = self.run(z, block, block + 1)
                 tokens = z[0, :, 0]
                 self.origins[block] = tokens.mean(0)
@@ -196,7 +196,7 @@ PUBLISHED = {
 
 
 @torch.no_grad()
-def load_bert(state: Mapping[str, torch.Tensor], config: BertConfig) -> Bert:
+def load_bert(state: Mapping[str, torch.Tensor], config: BertSpec) -> Bert:
     """A :class:`Bert` of shape ``config`` from the state dict of Hugging Face's ``BertModel``; its pooler is not used.
 
     ``ValueError`` names keys that are missing, or of another shape.

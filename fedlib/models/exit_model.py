@@ -38,9 +38,9 @@ class ExitModel(nn.Module):
     belongs to the clients ``spans[j] = (lo, hi)``.
     """
 
-    def __init__(self, vit: ViT, head: nn.Module, exit_blocks: Sequence[int]):
+    def __init__(self, vit: ViT, head: nn.Module, exit_units: Sequence[int]):
         super().__init__()
-        self.vit, self.head, self.exit_blocks = vit, head, tuple(exit_blocks)
+        self.backbone, self.head, self.exit_units = vit, head, tuple(exit_units)
         self.whole_blocks = False  # compute every token of a client's last block, as plain implementations do
         self._slots = {
             f"{path}.{leaf}" if path else leaf: (module, leaf)
@@ -48,9 +48,9 @@ class ExitModel(nn.Module):
             for leaf in module._parameters
         }
         infos = self.infos()
-        self._of_block: list[list[tuple[nn.Module, str, int]]] = [[] for _ in range(self.vit.config.depth)]
+        self._of_block: list[list[tuple[nn.Module, str, int]]] = [[] for _ in range(self.backbone.spec.depth)]
         for name, slot in self._slots.items():
-            if name.startswith("vit.") and name in infos and infos[name].unit != STEM:
+            if name.startswith("backbone.") and name in infos and infos[name].unit != STEM:
                 self._of_block[infos[name].unit].append((*slot, len(infos[name].shape)))
 
     def forward(
@@ -65,14 +65,14 @@ class ExitModel(nn.Module):
         so only that is computed (unless ``whole_blocks``).
         """
         cached = images if isinstance(images, Prefix) else None
-        z = self.vit.stem(images) if cached is None else cached.z  # (K, B, T, d)
-        clients, depth = z.shape[0], self.exit_blocks[-1] + 1
+        z = self.backbone.stem(images) if cached is None else cached.z  # (K, B, T, d)
+        clients, depth = z.shape[0], self.exit_units[-1] + 1
         alive = [*(alive if alive is not None else [clients] * depth), 0]
-        spans = spans if spans is not None else {j: (0, clients) for j in range(len(self.exit_blocks))}
-        exit_of = {block: j for j, block in enumerate(self.exit_blocks)}
-        at, reads_update = self.vit.config.class_token, self.vit.config.reads_update
+        spans = spans if spans is not None else {j: (0, clients) for j in range(len(self.exit_units))}
+        exit_of = {block: j for j, block in enumerate(self.exit_units)}
+        at, reads_update = self.backbone.spec.class_token, self.backbone.spec.reads_update
         past: list = []  # the head's history, restarted for every batch
-        logits: list[torch.Tensor | None] = [None] * len(self.exit_blocks)
+        logits: list[torch.Tensor | None] = [None] * len(self.exit_units)
         for block in range(depth):
             if not alive[block]:
                 break
@@ -100,21 +100,21 @@ class ExitModel(nn.Module):
 
     def _units(self, block: int) -> tuple[torch.Tensor | None, torch.Tensor | float]:
         """Origin and scale in which the head reads the class token after ``block`` and hands one back."""
-        vit = self.vit
+        vit = self.backbone
         return (None, 1.0) if vit.origins is None else (vit.origins[block], vit.scales[block])
 
     def _advance(self, block: int, z: torch.Tensor, on: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Run ``block``: the class token (K, B, d) of all clients, and all tokens of the first ``on``, which go on."""
-        at = self.vit.config.class_token
+        at = self.backbone.spec.class_token
         if on == len(z) or self.whole_blocks:
-            z = self.vit.run(z, block, block + 1)
+            z = self.backbone.run(z, block, block + 1)
             return take_token(z, at)
         if not on:
-            return self.vit.run_to_token(z, block), z
+            return self.backbone.run_to_token(z, block), z
         with self._clients_of(block, slice(0, on)):
-            further = self.vit.run(z[:on], block, block + 1)
+            further = self.backbone.run(z[:on], block, block + 1)
         with self._clients_of(block, slice(on, len(z))):
-            ending = self.vit.run_to_token(z[on:], block)
+            ending = self.backbone.run_to_token(z[on:], block)
         token, further = take_token(further, at)
         return torch.cat((token, ending)), further
 
@@ -135,19 +135,19 @@ class ExitModel(nn.Module):
 
         Ask before :meth:`put_` replaces the parameters.
         """
-        vit = {n: i for n, i in self.infos().items() if n.startswith("vit.")}
+        vit = {n: i for n, i in self.infos().items() if n.startswith("backbone.")}
         trained = [vit[n].unit for n in self.trainable() if n in vit]
-        fed_back = self.head.first_hand_back + (0 if self.vit.config.reads_update else 1)
-        return max(0, min([len(self.vit.blocks), fed_back, *trained]))
+        fed_back = self.head.first_hand_back + (0 if self.backbone.spec.reads_update else 1)
+        return max(0, min([len(self.backbone.blocks), fed_back, *trained]))
 
     @torch.no_grad()
     def prefix(self, images: torch.Tensor, blocks: int) -> Prefix:
         """The output of the first ``blocks`` blocks for one model's images (1, B, C, H, W)."""
-        z, tokens, config = self.vit.stem(images), {}, self.vit.config
+        z, tokens, config = self.backbone.stem(images), {}, self.backbone.spec
         for block in range(blocks):
             origin, scale = self._units(block)
             origin = z[..., config.class_token, :] if config.reads_update else origin
-            z = self.vit.run(z, block, block + 1)
+            z = self.backbone.run(z, block, block + 1)
             if self.head.reads(block):
                 token = z[..., config.class_token, :]
                 tokens[block] = (token - origin) / scale if origin is not None else token
@@ -187,4 +187,4 @@ class ExitModel(nn.Module):
 
     def full_slice(self) -> Slice:
         """The whole model."""
-        return Slice.prefix(self.exit_blocks[-1] + 1, range(len(self.exit_blocks)))
+        return Slice.prefix(self.exit_units[-1] + 1, range(len(self.exit_units)))

@@ -27,7 +27,7 @@ from .vit import patchify
 
 
 @dataclass(frozen=True)
-class VimConfig:
+class VimSpec:
     """Shape of a Vision Mamba; sizes in pixels, tokens and features. Every block has the same state size."""
 
     img_size: int = 32
@@ -77,7 +77,7 @@ class VimConfig:
         return Vim(self)
 
 
-VIMS = {"vim_tiny": VimConfig(224, 16, 192, 24), "vim_micro": VimConfig()}
+VIMS = {"vim_tiny": VimSpec(224, 16, 192, 24), "vim_micro": VimSpec()}
 VIMS |= {f"{name}.stream": replace(config, reads_update=False) for name, config in VIMS.items()}
 
 
@@ -95,7 +95,7 @@ class RMSNorm(nn.Module):
 class Direction(nn.Module):
     """One pass along the sequence: short convolution, then a scan whose step, B and C depend on the token."""
 
-    def __init__(self, c: VimConfig):
+    def __init__(self, c: VimSpec):
         super().__init__()
         self.sizes = (c.dt_rank, c.state_dim, c.state_dim)
         self.conv_weight = nn.Parameter(torch.zeros(c.conv_width, c.inner_dim))
@@ -115,7 +115,7 @@ class Direction(nn.Module):
 class Mixer(nn.Module):
     """The mean of a pass ahead and a pass back, gated: both read the same projection of the tokens."""
 
-    def __init__(self, c: VimConfig):
+    def __init__(self, c: VimSpec):
         super().__init__()
         self.in_proj = Linear(c.dim, 2 * c.inner_dim, bias=False, axes=(None, "residual"))
         self.ahead, self.back = Direction(c), Direction(c)
@@ -130,7 +130,7 @@ class Mixer(nn.Module):
 class VimBlock(nn.Module):
     """z + mixer(norm(z))."""
 
-    def __init__(self, c: VimConfig):
+    def __init__(self, c: VimSpec):
         super().__init__()
         self.norm, self.mixer = RMSNorm(c.dim, c.eps), Mixer(c)
 
@@ -141,16 +141,16 @@ class VimBlock(nn.Module):
 class VimStem(nn.Module):
     """Tokenizer: patches with the class token in their middle, positional embedding in the order of the sequence."""
 
-    def __init__(self, c: VimConfig):
+    def __init__(self, c: VimSpec):
         super().__init__()
-        self.config = c
+        self.spec = c
         self.patch_embed = Linear(3 * c.patch_size**2, c.dim, axes=("residual", None))
         self.class_token = nn.Parameter(torch.zeros(1, c.dim))
         self.pos_embed = nn.Parameter(torch.zeros(c.num_patches + 1, c.dim))
         self.axes = {"class_token": (None, "residual"), "pos_embed": (None, "residual")}
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:  # (K, B, 3, H, W) -> (K, B, T, d)
-        x, middle = self.patch_embed(patchify(images, self.config.patch_size)), self.config.class_token
+        x, middle = self.patch_embed(patchify(images, self.spec.patch_size)), self.spec.class_token
         token = per_client(self.class_token, x, 2).expand(*x.shape[:2], 1, -1)
         x = torch.cat((x[..., :middle, :], token, x[..., middle:, :]), -2)
         return x + per_client(self.pos_embed, x, 2)
@@ -161,9 +161,9 @@ class Vim(nn.Module):
 
     origins = scales = None
 
-    def __init__(self, config: VimConfig):
+    def __init__(self, config: VimSpec):
         super().__init__()
-        self.config = config
+        self.spec = config
         self.stem = VimStem(config)
         self.blocks = nn.ModuleList(VimBlock(config) for _ in range(config.depth))
 
@@ -174,7 +174,7 @@ class Vim(nn.Module):
 
     def run_to_token(self, z: torch.Tensor, block: int) -> torch.Tensor:
         """The class token (K, B, d) after ``block``; the scans read the whole sequence, so nothing is saved."""
-        return self.run(z, block, block + 1)[..., self.config.class_token, :]
+        return self.run(z, block, block + 1)[..., self.spec.class_token, :]
 
     @torch.no_grad()
     def init_(self, generator: torch.Generator) -> "Vim":
@@ -188,7 +188,7 @@ class Vim(nn.Module):
             p.normal_(0, 0.02, generator=generator)
         for mixer in (block.mixer for block in self.blocks):
             uniform_(mixer.in_proj.weight, mixer.in_proj.in_features**-0.5)
-            uniform_(mixer.out_proj.weight, mixer.out_proj.in_features**-0.5, self.config.depth**-0.5)
+            uniform_(mixer.out_proj.weight, mixer.out_proj.in_features**-0.5, self.spec.depth**-0.5)
             for way in (mixer.ahead, mixer.back):
                 for p in (way.conv_weight, way.conv_bias):
                     uniform_(p, len(way.conv_weight) ** -0.5)
@@ -216,7 +216,7 @@ def load_vim(state: Mapping[str, torch.Tensor], reads_update: bool = True) -> Vi
     positions, patch, states, conv = (state[k].shape for k in shaping)
     dim, patch_size, side = patch[0], patch[-1], math.isqrt(positions[1] - 1)
     depth = 1 + max(int(k.split(".")[1]) for k in state if re.match(r"layers\.\d+\.", k))
-    config = VimConfig(
+    config = VimSpec(
         side * patch_size, patch_size, dim, depth, states[1], states[0] // dim, conv[-1], reads_update=reads_update
     )
     vim = Vim(config)

@@ -19,7 +19,7 @@ from ..layers.written_block import run_written_out
 
 
 @dataclass(frozen=True)
-class ViTConfig:
+class ViTSpec:
     """Shape of a pre-norm vision transformer; sizes in pixels, tokens and features."""
 
     img_size: int = 32
@@ -70,7 +70,7 @@ def patchify(images: torch.Tensor, patch: int) -> torch.Tensor:
 class Attention(nn.Module):
     """Multi-head self-attention with q, k, v apart. The number of heads is fixed, the head width follows q's rows."""
 
-    def __init__(self, c: ViTConfig):
+    def __init__(self, c: ViTSpec):
         super().__init__()
         self.heads = c.heads
         self.q, self.k, self.v = (Linear(c.dim, c.dim, bias=c.qkv_bias, axes=("heads", "residual")) for _ in range(3))
@@ -114,7 +114,7 @@ class Scale(nn.Module):
 class Block(nn.Module):
     """One transformer block, Eq. 1: z + MSA(LN1(z)), then z + MLP(LN2(z))."""
 
-    def __init__(self, c: ViTConfig):
+    def __init__(self, c: ViTSpec):
         super().__init__()
         self.norm1 = LayerNorm(c.dim, c.eps)
         self.attn = Attention(c)
@@ -140,9 +140,9 @@ class Block(nn.Module):
 class Stem(nn.Module):
     """Tokenizer: patches, class token (and other prefix tokens), positional embedding."""
 
-    def __init__(self, c: ViTConfig):
+    def __init__(self, c: ViTSpec):
         super().__init__()
-        self.config = c
+        self.spec = c
         self.patch_embed = Linear(c.channels * c.patch_size**2, c.dim, axes=("residual", None))
         self.prefix = nn.Parameter(torch.zeros(c.prefix_tokens, c.dim))
         rows = c.num_patches + (c.prefix_tokens if c.pos_embed_prefix else 0)
@@ -151,7 +151,7 @@ class Stem(nn.Module):
         self.axes = {"prefix": (None, "residual"), "pos_embed": (None, "residual")}
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:  # (K, B, C, H, W) -> (K, B, T, d)
-        c, lead = self.config, images.shape[:-3]
+        c, lead = self.spec, images.shape[:-3]
         x = self.patch_embed(patchify(images, c.patch_size))
         prefix, pos = per_client(self.prefix, x, 2), per_client(self.pos_embed, x, 2)
         if not c.pos_embed_prefix:
@@ -165,9 +165,9 @@ class ViT(nn.Module):
 
     origins = scales = None  # where and in what units exits read the class token after each block; None: as it is
 
-    def __init__(self, config: ViTConfig):
+    def __init__(self, config: ViTSpec):
         super().__init__()
-        self.config = config
+        self.spec = config
         self.stem = Stem(config)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.depth))
 

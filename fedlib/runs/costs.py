@@ -32,14 +32,14 @@ class Shapes:
         return {n: take(p, infos[n], part) for n, p in params.items() if part.holds(infos[n])}
 
 
-def load_shapes(e: Experiment, num_classes: int, exit_blocks: tuple[int, ...] | None = None) -> Shapes:
-    """Build ``e``'s model without weights, with exits elsewhere if ``exit_blocks``; nothing is allocated."""
-    if exit_blocks is not None:
-        e = e.replace(num_exits=len(exit_blocks), exit_blocks=exit_blocks)
+def load_shapes(e: Experiment, num_classes: int, exit_units: tuple[int, ...] | None = None) -> Shapes:
+    """Build ``e``'s model without weights, with exits elsewhere if ``exit_units``; nothing is allocated."""
+    if exit_units is not None:
+        e = e.replace(num_exits=len(exit_units), exit_blocks=exit_units)
     method = build_method(e.method, e.options)
     model = build_model(e, method, num_classes, meta=True)
-    setting = Setting(model.vit.config, model.exit_blocks, model.infos(), e.num_clients, e.rounds)
-    if exit_blocks is None:  # a method need not be able to train the exits that it is only charged for
+    setting = Setting(model.backbone.spec, model.exit_units, model.infos(), e.num_clients, e.rounds)
+    if exit_units is None:  # a method need not be able to train the exits that it is only charged for
         method.check(setting, e.finetune)
     everything = {n: p.detach() for n, p in model.named_parameters()}
     return Shapes(method, setting, model, everything, model.trainable())
@@ -71,7 +71,7 @@ def upload_mib(e: Experiment, num_classes: int, convention: str = "honest") -> f
             raise ValueError(
                 f"convention = 'paper' counts float32, not compress = {shapes.method.compress!r}; use 'honest'"
             )
-        depth, nested = shapes.setting.config.depth, len(slices[-1].exits) > 1
+        depth, nested = shapes.setting.spec.depth, len(slices[-1].exits) > 1
         charged = load_shapes(e, num_classes, tuple(range(depth)))
         exits = [tuple(range(s.depth)) if nested else (s.depth - 1,) for s in slices]
         sizes = [_mib(charged, replace(s, exits=x)) for s, x in zip(slices, exits, strict=True)]
@@ -108,13 +108,13 @@ def _hold_exit_(shapes: Shapes, j: int) -> tuple[Slice, dict[str, torch.Tensor],
     model.whole_blocks = True
     held = shapes.held(part)
     model.put_({n: p.detach().requires_grad_(n in shapes.trainable) for n, p in held.items()})
-    alive = [int(b in part.units) for b in range(model.exit_blocks[-1] + 1)]
-    spans = {i: (0, int(i in part.exits)) for i in range(len(model.exit_blocks))}
+    alive = [int(b in part.units) for b in range(model.exit_units[-1] + 1)]
+    spans = {i: (0, int(i in part.exits)) for i in range(len(model.exit_units))}
     return part, held, (alive, spans)
 
 
 def _example(shapes: Shapes) -> torch.Tensor:
-    return torch.empty(1, 1, *shapes.setting.config.input_shape, device="meta")
+    return torch.empty(1, 1, *shapes.setting.spec.input_shape, device="meta")
 
 
 def _macs(shapes: Shapes, j: int) -> int:
@@ -145,7 +145,7 @@ def exit_costs(e: Experiment, num_classes: int, batch_size: int = 32) -> list[di
             kept[t.untyped_storage()._cdata] = t.untyped_storage()
             return t
 
-        examples = _example(shapes).expand(1, batch_size, *shapes.setting.config.input_shape)
+        examples = _example(shapes).expand(1, batch_size, *shapes.setting.spec.input_shape)
         saved = torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t)
         with FlopCounterMode(display=False) as counter, saved:
             shapes.model(examples, *how)

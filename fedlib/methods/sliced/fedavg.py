@@ -14,7 +14,7 @@ from ..base import Method, Setting
 class FedAvg(Method):
     """Full model, last exit, mean weighted by examples."""
 
-    def exit_blocks(self, depth: int, num_exits: int) -> tuple[int, ...]:
+    def exit_units(self, depth: int, num_exits: int) -> tuple[int, ...]:
         return (depth - 1,)
 
     def slice_for(self, budget: int, setting: Setting) -> Slice:

@@ -49,9 +49,9 @@ class InclusiveFL(Method):
     def slice_for(self, budget: int, setting: Setting) -> Slice:
         aliases = {}
         if self.momentum_distill and budget < setting.num_exits - 1:
-            last = setting.exit_blocks[budget]
+            last = setting.exit_units[budget]
             aliases = {n: f"exit{budget}/{n}" for n, i in setting.infos.items() if i.unit == last and i.exit is None}
-        return Slice.prefix(setting.exit_blocks[budget] + 1, (budget,), aliases=aliases)
+        return Slice.prefix(setting.exit_units[budget] + 1, (budget,), aliases=aliases)
 
     def model_for(self, exit: int, setting: Setting) -> Slice:
         """Sub-model e is assembled from the shared parameters and its own."""
@@ -88,7 +88,7 @@ class InclusiveFL(Method):
     @staticmethod
     def _stage_momentum(e: int, delta: dict[str, torch.Tensor], part: Slice, setting: Setting) -> dict:
         """M_e: the mean of Delta_e over the blocks after exit e-1, by position inside a block."""
-        first = setting.exit_blocks[e - 1] + 1 if e else 0
+        first = setting.exit_units[e - 1] + 1 if e else 0
         found: dict[str, list[torch.Tensor]] = {}
         for name, info in setting.infos.items():
             source = part.source(name)
@@ -98,5 +98,5 @@ class InclusiveFL(Method):
 
 
 def sub_key(name: str) -> str:
-    """A block parameter's name inside its block: ``vit.blocks.3.attn.q.weight`` -> ``attn.q.weight``."""
+    """A block parameter's name inside its block: ``backbone.blocks.3.attn.q.weight`` -> ``attn.q.weight``."""
     return name.split(".", 3)[3]

@@ -32,11 +32,11 @@ class ReeFL(Method):
     ree_heads: int = 8
     ree_mlp_ratio: float = 1.35
 
-    def build_head(self, dim: int, depth: int, num_classes: int, exit_blocks: tuple[int, ...]) -> nn.Module:
+    def build_head(self, dim: int, depth: int, num_classes: int, exit_units: tuple[int, ...]) -> nn.Module:
         if not self.use_ree:
-            return SharedClassifier(dim, num_classes, exit_blocks)
+            return SharedClassifier(dim, num_classes, exit_units)
         return Ree(
-            dim, depth, num_classes, exit_blocks, self.ree_width, self.ree_heads, self.ree_mlp_ratio,
+            dim, depth, num_classes, exit_units, self.ree_width, self.ree_heads, self.ree_mlp_ratio,
             self.modulate, self.history, self.only_at_exits,
         )  # fmt: skip
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ...core.slices import Slice
-from ...models.vit import ViTConfig
+from ...models.vit import ViTSpec
 from ..base import Method, Setting
 
 BLOCKS = {4: (3, 5, 8, 11), 12: tuple(range(12))}
@@ -33,14 +33,14 @@ class ScaleFL(Method):
     weighting: Literal["examples", "clients"] = "clients"
     widths: tuple[float, ...] | None = None  # one per exit, increasing to 1
 
-    def exit_blocks(self, depth: int, num_exits: int) -> tuple[int, ...]:
+    def exit_units(self, depth: int, num_exits: int) -> tuple[int, ...]:
         if depth == 12 and num_exits in BLOCKS:
             return BLOCKS[num_exits]
-        return super().exit_blocks(depth, num_exits)
+        return super().exit_units(depth, num_exits)
 
     def check(self, setting: Setting, finetune: str) -> None:
-        if not isinstance(setting.config, ViTConfig):
-            kind = type(setting.config).__name__.removesuffix("Config")
+        if not isinstance(setting.spec, ViTSpec):
+            kind = type(setting.spec).__name__.removesuffix("Config")
             raise ValueError(f"scalefl: backbone: a {kind} cannot be cut in width; allowed: a ViT")
         if finetune not in CUTTABLE:
             raise ValueError(f"scalefl: finetune = {finetune!r} cannot be cut in width; allowed: {', '.join(CUTTABLE)}")
@@ -49,8 +49,8 @@ class ScaleFL(Method):
             raise ValueError(f"scalefl: widths = {list(widths)} must be {setting.num_exits} numbers in (0, 1]")
 
     def slice_for(self, budget: int, setting: Setting) -> Slice:
-        index = width_index(setting.config, self._widths(setting)[budget])
-        return Slice.prefix(setting.exit_blocks[budget] + 1, range(budget + 1), index=index)
+        index = width_index(setting.spec, self._widths(setting)[budget])
+        return Slice.prefix(setting.exit_units[budget] + 1, range(budget + 1), index=index)
 
     def model_for(self, exit: int, setting: Setting) -> Slice:
         """Exit e is evaluated at the depth and width of budget e."""
@@ -62,7 +62,7 @@ class ScaleFL(Method):
         return self.widths if self.widths is not None else WIDTHS[setting.num_exits]
 
 
-def width_index(config: ViTConfig, width: float) -> dict[str, range]:
+def width_index(config: ViTSpec, width: float) -> dict[str, range]:
     """Leading indices per axis: dim = int(d w), FFN 4 dim, q/k/v rounded up to a multiple of the heads."""
     dim = int(config.dim * width)
     heads = math.ceil(dim / config.heads) * config.heads
