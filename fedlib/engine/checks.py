@@ -26,7 +26,7 @@ def check_experiment(e: Experiment) -> Method:
         raise ValueError(f"experiment: exit_blocks = {list(blocks)}: {e.backbone} has blocks 0..{config.depth - 1}")
     if e.backbone != "deit_micro" and e.augment.startswith("crop") and e.crop_pad >= config.img_size:
         raise ValueError(f"experiment: crop_pad = {e.crop_pad} must be below the image size {config.img_size}")
-    method.check(Setting(config, tuple(blocks), {}, e.num_clients, e.rounds), e.finetune)
+    method.check(Setting(config, tuple(blocks), {}, e.num_clients, e.rounds), e)
     return method
 
 

@@ -27,9 +27,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ..core.slices import Axis
 from ..layers.linear import init_normal_, per_client
 from ..layers.norms import LayerNorm
-from .vit import MLP, Attention
+from .backbone import TokenBackbone
+from .vit import MLP, Attention, head_axis, token_numbers
 
 
 @dataclass(frozen=True)
@@ -49,15 +51,10 @@ class BertSpec:
     padding: ClassVar[int] = 0  # the token id that fills short sentences
     prefix_tokens: ClassVar[int] = 1
     class_token: ClassVar[int] = 0
-    reads_update: ClassVar[bool] = False
+    reads: ClassVar[str] = "tokens"
     own_modes: ClassVar[tuple[str, ...]] = ("full", "frozen", "pa", "sa", "ssf")
     ssf_stem: ClassVar[str] = "norm"
     peft_targets: ClassVar[tuple[str, ...]] = ("q", "v")
-
-    @property
-    def hidden_dim(self) -> int:
-        """Features of a token's widest activation."""
-        return self.ffn_dim
 
     @property
     def num_patches(self) -> int:
@@ -68,6 +65,18 @@ class BertSpec:
     def input_shape(self) -> tuple[int]:
         """One sentence: its token ids."""
         return (self.length,)
+
+    def feature(self, unit: int) -> tuple[int]:
+        """What an exit after ``unit`` sees of one example: the class token."""
+        return (self.dim,)
+
+    def state(self, unit: int) -> tuple[int, int]:
+        """What goes on after ``unit`` of one example: its tokens."""
+        return (self.num_patches + self.prefix_tokens, self.dim)
+
+    def numbers(self, examples: int) -> tuple[int, int]:
+        """Numbers in the widest activation of ``examples`` examples, and in all that autograd keeps of them."""
+        return token_numbers(self, examples, self.ffn_dim)
 
     def build(self) -> "Bert":
         """A backbone of this shape, without weights."""
@@ -140,8 +149,8 @@ class BertStem(nn.Module):
         return x * (ids != self.spec.padding).unsqueeze(-1)
 
 
-class Bert(nn.Module):
-    """A stem and blocks; the exits live elsewhere. ``run(z, a, b)`` applies blocks a..b-1 to tokens (K, B, T, d)."""
+class Bert(TokenBackbone):
+    """A stem and blocks; the exits live elsewhere."""
 
     def __init__(self, config: BertSpec):
         super().__init__()
@@ -159,9 +168,8 @@ class Bert(nn.Module):
             z = block(z)
         return z
 
-    def run_to_token(self, z: torch.Tensor, block: int) -> torch.Tensor:
-        """The class token (K, B, d) after ``block``, for clients that go no further: no other token is computed."""
-        return self.blocks[block](z, 1)[..., 0, :]
+    def axis(self, name: str, size: int) -> Axis:
+        return head_axis(name, size, self.spec.heads)
 
     @torch.no_grad()
     def centre_(self) -> "Bert":

@@ -13,6 +13,7 @@ from torch import nn
 from ..core.slices import STEM
 from ..layers.linear import Linear, init_normal_
 from ..layers.norms import LayerNorm
+from .backbone import Spec
 
 
 class Classifier(nn.Module):
@@ -51,10 +52,15 @@ class Classifiers(nn.Module):
             return None, None
         return self.exits[self.exit_units.index(block)](token), None
 
-    def place(self, path: list[str]) -> tuple[str, int]:
-        """(role, unit) of the parameter at ``path`` inside this head."""
+    def place(self, path: list[str]) -> tuple[str, int, int | None]:
+        """(kind, unit, exit) of the parameter at ``path`` inside this head."""
         j = int(path[1])
-        return f"exit:{j}", self.exit_units[j]
+        return "head", self.exit_units[j], j
+
+
+def classifiers(spec: Spec, num_classes: int, exit_units: tuple[int, ...]) -> nn.Module:
+    """One classifier per exit, of the kind that reads what the backbone's exits see."""
+    return Classifiers(spec.dim, num_classes, exit_units)
 
 
 class SharedClassifier(nn.Module):
@@ -78,5 +84,5 @@ class SharedClassifier(nn.Module):
     def step(self, block: int, token: torch.Tensor, past: list):
         return (self.classifier(token) if block in self.exit_units else None), None
 
-    def place(self, path: list[str]) -> tuple[str, int]:
-        return "shared", STEM
+    def place(self, path: list[str]) -> tuple[str, int, int | None]:
+        return "head", STEM, None

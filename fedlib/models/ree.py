@@ -156,6 +156,6 @@ class Ree(nn.Module):
         x = token + per_client(self.positions[..., position, :], token)
         return x, *self.attn.qkv(self.norm1(x)).split((self.attn.width, 2 * self.attn.width), -1)
 
-    def place(self, path: list[str]) -> tuple[str, int]:
-        """(role, unit): every client holds the whole of Ree."""
-        return "ree", STEM
+    def place(self, path: list[str]) -> tuple[str, int, int | None]:
+        """(kind, unit, exit): every client holds the whole of Ree."""
+        return "ree", STEM, None

@@ -15,7 +15,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +23,8 @@ from torch import nn
 
 from ..layers.linear import Linear, per_client
 from ..layers.selective_scan import causal_conv, selective_scan
-from .vit import patchify
+from .backbone import TokenBackbone
+from .vit import patchify, token_numbers
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,7 @@ class VimSpec:
     eps: float = 1e-5
     reads_update: bool = True  # see the module's deviations
     channels: ClassVar[int] = 3
+    reads: ClassVar[str] = "images"
     prefix_tokens: ClassVar[int] = 1  # the class token, in the middle
     own_modes: ClassVar[tuple[str, ...]] = ("full", "frozen")  # Table 9; the paper leaves other modes on Vim open
     peft_targets: ClassVar[tuple[str, ...]] = ("in_proj", "out_proj")
@@ -58,11 +60,6 @@ class VimSpec:
         return self.expand * self.dim
 
     @property
-    def hidden_dim(self) -> int:
-        """Features of a token's widest activation: the scan's states."""
-        return self.inner_dim * self.state_dim
-
-    @property
     def dt_rank(self) -> int:
         """Rank of the projection that makes the step sizes."""
         return math.ceil(self.dim / 16)
@@ -71,6 +68,18 @@ class VimSpec:
     def input_shape(self) -> tuple[int, int, int]:
         """One image."""
         return (self.channels, self.img_size, self.img_size)
+
+    def feature(self, unit: int) -> tuple[int]:
+        """What an exit after ``unit`` sees of one example: the class token."""
+        return (self.dim,)
+
+    def state(self, unit: int) -> tuple[int, int]:
+        """What goes on after ``unit`` of one example: its tokens."""
+        return (self.num_patches + self.prefix_tokens, self.dim)
+
+    def numbers(self, examples: int) -> tuple[int, int]:
+        """Numbers in the widest activation (the scan's states), and in all that autograd keeps."""
+        return token_numbers(self, examples, self.inner_dim * self.state_dim)
 
     def build(self) -> "Vim":
         """A backbone of this shape, without weights."""
@@ -100,11 +109,16 @@ class Direction(nn.Module):
         self.sizes = (c.dt_rank, c.state_dim, c.state_dim)
         self.conv_weight = nn.Parameter(torch.zeros(c.conv_width, c.inner_dim))
         self.conv_bias = nn.Parameter(torch.zeros(c.inner_dim))
-        self.x_proj = Linear(c.inner_dim, sum(self.sizes), bias=False, axes=(None, "inner"))
-        self.dt_proj = Linear(c.dt_rank, c.inner_dim, axes=("inner", None))
+        self.x_proj = Linear(c.inner_dim, sum(self.sizes), bias=False, axes=(None, "/inner"))
+        self.dt_proj = Linear(c.dt_rank, c.inner_dim, axes=("/inner", None))
         self.A_log = nn.Parameter(torch.zeros(c.inner_dim, c.state_dim))
         self.D = nn.Parameter(torch.ones(c.inner_dim))
-        self.axes = {"conv_weight": (None, "inner"), "conv_bias": ("inner",), "A_log": ("inner", None), "D": ("inner",)}
+        self.axes = {
+            "conv_weight": (None, "/inner"),
+            "conv_bias": ("/inner",),
+            "A_log": ("/inner", None),
+            "D": ("/inner",),
+        }
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # (K, B, T, inner)
         x = causal_conv(x, self.conv_weight, self.conv_bias)
@@ -119,7 +133,7 @@ class Mixer(nn.Module):
         super().__init__()
         self.in_proj = Linear(c.dim, 2 * c.inner_dim, bias=False, axes=(None, "residual"))
         self.ahead, self.back = Direction(c), Direction(c)
-        self.out_proj = Linear(c.inner_dim, c.dim, bias=False, axes=("residual", "inner"))
+        self.out_proj = Linear(c.inner_dim, c.dim, bias=False, axes=("residual", "/inner"))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # (K, B, T, d)
         x, gate = self.in_proj(x).chunk(2, -1)
@@ -156,10 +170,19 @@ class VimStem(nn.Module):
         return x + per_client(self.pos_embed, x, 2)
 
 
-class Vim(nn.Module):
-    """A stem and blocks; the exits live elsewhere. ``run(z, a, b)`` applies blocks a..b-1 to tokens (K, B, T, d)."""
+class Stream(NamedTuple):
+    """The tokens after a block, and the class token before it, of which exits read the update."""
 
-    origins = scales = None
+    tokens: torch.Tensor
+    origin: torch.Tensor
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.tokens.shape
+
+
+class Vim(TokenBackbone):
+    """A stem and blocks; the exits live elsewhere."""
 
     def __init__(self, config: VimSpec):
         super().__init__()
@@ -167,14 +190,29 @@ class Vim(nn.Module):
         self.stem = VimStem(config)
         self.blocks = nn.ModuleList(VimBlock(config) for _ in range(config.depth))
 
-    def run(self, z: torch.Tensor, a: int, b: int) -> torch.Tensor:
-        for block in self.blocks[a:b]:
-            z = block(z)
-        return z
-
     def run_to_token(self, z: torch.Tensor, block: int) -> torch.Tensor:
         """The class token (K, B, d) after ``block``; the scans read the whole sequence, so nothing is saved."""
         return self.run(z, block, block + 1)[..., self.spec.class_token, :]
+
+    def advance(self, z: torch.Tensor | Stream, unit: int, on: int) -> tuple[torch.Tensor, torch.Tensor | Stream]:
+        if not self.spec.reads_update:
+            return super().advance(z, unit, on)
+        z = self.settled(z)
+        origin = z[..., self.spec.class_token, :]
+        token, z = self._advance(z, unit, on)
+        return token - origin, Stream(z, origin if on == len(origin) else origin[:on])
+
+    def replace(self, z: torch.Tensor | Stream, unit: int, feature: torch.Tensor) -> torch.Tensor:
+        if not self.spec.reads_update:
+            return super().replace(z, unit, feature)
+        return super().replace(z.tokens, unit, z.origin + feature)
+
+    def settled(self, z: torch.Tensor | Stream) -> torch.Tensor:
+        return z.tokens if isinstance(z, Stream) else z
+
+    def kept_units(self, first_hand_back: float) -> float:
+        """A unit that a token is handed back after must run: the class token before it is asked for."""
+        return first_hand_back + (0 if self.spec.reads_update else 1)
 
     @torch.no_grad()
     def init_(self, generator: torch.Generator) -> "Vim":

@@ -71,7 +71,7 @@ def _shape_of(e: Experiment) -> Experiment:
 def _macs(e: Experiment, classes: int) -> np.ndarray:
     """MACs per exit; where sub-models differ in depth only, four are measured and the rest interpolated."""
     shapes, every = load_shapes(e, classes), np.arange(e.num_exits)
-    by_width = any(shapes.method.slice_for(j, shapes.setting).index for j in every)
+    by_width = any(shapes.slice_for(j).index for j in every)
     measured = every if by_width else np.unique(np.linspace(0, e.num_exits - 1, 4).round().astype(int))
     return np.interp(every, measured, exit_macs(e, classes, measured))
 
