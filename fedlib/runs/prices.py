@@ -12,16 +12,16 @@ import numpy as np
 from ..core.experiment import Experiment
 from ..engine.federation import budgets_of
 from ..methods import Setting, build_method
-from ..models.registry import backbone_config
+from ..models.registry import backbone_spec
 from .costs import exit_macs, load_shapes
 
 # Training examples and classes, so that a grid can be priced without its data. FEMNIST: nine tenths of 226 a writer;
 # SpeechCommands: the most active speakers, about 100 clips each.
 TRAINING_EXAMPLES = {"mnist": 4_000, "cifar10": 50_000, "cifar100": 50_000, "tiny_imagenet": 100_000,
-                     "sst2": 67_349, "ag_news": 120_000, "docstrings": 750}  # fmt: skip
+                     "sst2": 67_349, "ag_news": 120_000, "cola": 8_551, "mrpc": 3_668, "docstrings": 750}  # fmt: skip
 EXAMPLES_PER_CLIENT = {"femnist": 204, "speech_commands": 100}
 CLASSES = {"mnist": 10, "cifar10": 10, "cifar100": 100, "tiny_imagenet": 200, "femnist": 62, "speech_commands": 35,
-           "sst2": 2, "ag_news": 4, "docstrings": 3}  # fmt: skip
+           "sst2": 2, "ag_news": 4, "cola": 2, "mrpc": 2, "docstrings": 3}  # fmt: skip
 TERA_MACS_PER_SECOND = 10.0  # assumed of a data-centre GPU: half of 20 TFLOP/s sustained in float32
 
 
@@ -31,7 +31,7 @@ def num_classes(e: Experiment) -> int:
         return CLASSES[e.dataset]
     from ..data.datasets import load_dataset
 
-    return load_dataset(e.dataset, e.label_groups, backbone_config(e.backbone).input_shape[-1]).num_classes
+    return load_dataset(e.dataset, e.label_groups, backbone_spec(e.backbone).input_shape[-1]).num_classes
 
 
 def examples_per_client(e: Experiment) -> float:
@@ -44,7 +44,7 @@ def examples_per_client(e: Experiment) -> float:
         return TRAINING_EXAMPLES[e.dataset] / e.num_clients
     from ..data.datasets import load_dataset
 
-    size = backbone_config(e.backbone).input_shape[-1]
+    size = backbone_spec(e.backbone).input_shape[-1]
     return len(load_dataset(e.dataset, size=size).train_labels) / e.num_clients
 
 
@@ -52,8 +52,8 @@ def training_macs(e: Experiment) -> float:
     """3 x rounds x clients x local epochs x examples x MACs, the MACs being the mean over the eligible budgets."""
     macs = _macs(_shape_of(e), num_classes(e))
     method = build_method(e.method, e.options)
-    config = backbone_config(e.backbone)
-    blocks = e.exit_blocks if e.exit_blocks is not None else method.exit_blocks(config.depth, e.num_exits)
+    config = backbone_spec(e.backbone)
+    blocks = e.exit_blocks if e.exit_blocks is not None else method.exit_units(config.depth, e.num_exits)
     budgets = budgets_of(e)
     eligible = method.eligible(budgets, Setting(config, tuple(blocks), {}, e.num_clients, e.rounds))
     clients = min(e.clients_per_round, len(eligible))
@@ -72,7 +72,7 @@ def _shape_of(e: Experiment) -> Experiment:
 def _macs(e: Experiment, classes: int) -> np.ndarray:
     """MACs per exit; where sub-models differ in depth only, four are measured and the rest interpolated."""
     shapes, every = load_shapes(e, classes), np.arange(e.num_exits)
-    by_width = any(shapes.method.slice_for(j, shapes.setting).index for j in every)
+    by_width = any(shapes.slice_for(j).index for j in every)
     measured = every if by_width else np.unique(np.linspace(0, e.num_exits - 1, 4).round().astype(int))
     return np.interp(every, measured, exit_macs(e, classes, measured))
 
