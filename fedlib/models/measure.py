@@ -23,7 +23,13 @@ FLOAT = 4  # bytes
 def kept_numbers(spec: Spec) -> tuple[int, int]:
     """Numbers of one example in the backbone's widest activation, and in all that autograd keeps of it."""
     with torch.device("meta"):
-        backbone, x = spec.build(), torch.empty(1, 1, *spec.input_shape)
+        backbone = spec.build()
+    one, two = (_kept_sizes(backbone, examples) for examples in (1, 2))
+    return max(one), sum(two) - sum(one)  # the rest, such as a norm's means, is as large for any number of examples
+
+
+def _kept_sizes(backbone: nn.Module, examples: int) -> list[int]:
+    """The size of every tensor that autograd keeps beside the parameters."""
     parameters = {p.untyped_storage()._cdata for p in backbone.parameters()}
     kept: dict[int, torch.Tensor] = {}  # by storage; the tensors stay, so that no storage gets a second one's address
 
@@ -33,11 +39,10 @@ def kept_numbers(spec: Spec) -> tuple[int, int]:
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-        z = backbone.stem(x)
-        for unit in range(spec.depth):
+        z = backbone.stem(torch.empty(1, examples, *backbone.spec.input_shape, device="meta"))
+        for unit in range(backbone.spec.depth):
             _, z = backbone.advance(z, unit, 1)
-    sizes = [x.numel() for x in kept.values()]
-    return max(sizes), sum(sizes)
+    return [x.numel() for x in kept.values()]
 
 
 def answer(backbone: nn.Module, head: nn.Module, x: torch.Tensor, depth: int, exits: frozenset[int] | None = None):
