@@ -27,12 +27,19 @@ class Experiment:
     num_train: int | None = None  # use so many training examples, classes in proportion; None: all
     num_test: int | None = None
     # natural: an owner (writer, speaker) is a client; natural_split: an owner is several clients, each one's alone
+    # weighted_dirichlet, capped_dirichlet, dealt: FeDepth's; grouped_dirichlet: ScaleFL's (data/label_partitions.py)
     partition: typing.Literal[
-        "dirichlet", "class_dirichlet", "pathological", "natural", "natural_split", "iid", "drawn"
-    ] = "dirichlet"
+        "dirichlet", "class_dirichlet", "pathological", "natural", "natural_split", "iid", "drawn",
+        "weighted_dirichlet", "capped_dirichlet", "grouped_dirichlet", "dealt",
+    ] = "dirichlet"  # fmt: skip
     dirichlet_alpha: float = 1.0
-    classes_per_client: int = 2  # partition = pathological
+    classes_per_client: int = 2  # partition = pathological, dealt
     examples_per_client: int = 100  # partition = drawn: a population of any size, clients overlap
+    # Of the central test set a client answers: all of it, rows in its training labels' proportions, an even piece in
+    # order, or all rows of its training labels (data/client_tests.py).
+    test_split: typing.Literal["central", "like_train", "contiguous", "labels"] = "central"
+    validation_fraction: float = 0.0  # of every class's training examples: held out before they are divided
+    evaluate_on: typing.Literal["test", "validation"] = "test"  # validation: choose learning rates without test data
     augment: typing.Literal["none", "crop", "crop_flip", "rrc", "rrc_flip"] = "crop"
     crop_pad: int = 2  # pixels, augment = crop*
     crop_scale: float = 0.08  # smallest area, augment = rrc*

@@ -84,8 +84,9 @@ def _label_counts(data: FederatedData, client: int) -> np.ndarray:
 def build_federation(e: Experiment, device: str = "cpu") -> Federation:
     """Check ``e`` against its data and model, then build them. Raises before any compute."""
     method = check_experiment(e)
-    data = load_federated(e, device)
-    check_input(e, backbone_spec(e.backbone), is_text(data.images))
+    spec = backbone_spec(e.backbone)
+    data = load_federated(e, device, spec.input_shape[-1])
+    check_input(e, spec, is_text(data.images))
     model = build_model(e, method, len(data.classes)).to(device)
     setting = setting_of(e, model, data)
     method.check(setting, e)
