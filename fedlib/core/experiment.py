@@ -48,6 +48,8 @@ class Experiment:
     pretrained: bool = True
     finetune: str = "lora"  # full, frozen, lora, pa, sa, ssf, or a peft tuner's name
     finetune_options: Mapping[str, Scalar] = field(default_factory=dict)
+    # of convnets: the batch's statistics always, tracked and averaged, recomputed for evaluation, or each client's own
+    batch_norm: typing.Literal["batch", "tracked", "static", "local"] = "batch"
     num_exits: int = 4
     exit_blocks: tuple[int, ...] | None = None  # 0-based; None: the method's own placement
     # federation

@@ -28,8 +28,8 @@ def check_experiment(e: Experiment) -> Method:
     blocks = e.exit_blocks if e.exit_blocks is not None else method.exit_units(config.depth, e.num_exits)
     if blocks[-1] >= config.depth:
         raise ValueError(f"experiment: exit_blocks = {list(blocks)}: {e.backbone} has blocks 0..{config.depth - 1}")
-    if e.backbone != "deit_micro" and e.augment.startswith("crop") and e.crop_pad >= config.img_size:
-        raise ValueError(f"experiment: crop_pad = {e.crop_pad} must be below the image size {config.img_size}")
+    if e.augment.startswith("crop") and e.crop_pad >= config.input_shape[-1]:
+        raise ValueError(f"experiment: crop_pad = {e.crop_pad} must be below the image size {config.input_shape[-1]}")
     method.check(Setting(config, tuple(blocks), {}, e.num_clients, e.rounds), e)
     return method
 

@@ -16,7 +16,7 @@ from torch import nn
 from ..core.clients import Client
 from ..core.slices import NOTHING, ParamInfo, Slice
 from ..models.backbone import Spec
-from ..models.exits import classifiers
+from ..models.map_exits import classifiers
 from .jobs import Arrived, Member, Round, Server, Serving, Setting, Tensors
 from .losses import Batch, cross_entropies
 from .server import MaskedMean, Sums, Update

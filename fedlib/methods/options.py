@@ -68,14 +68,16 @@ class ServerStep:
         alpha, start = self.feddyn_alpha, cohort.start
         g = cohort.recall("feddyn_gradient")  # zeros at a client's first participation
         cohort.train(self.local_loss, gradient=lambda name, p: feddyn_gradient(p, start[name], g[name], alpha))
-        cohort.remember("feddyn_gradient", {n: g[n] - alpha * (p - start[n]) for n, p in cohort.params.items()})
+        cohort.remember("feddyn_gradient", {n: g[n] - alpha * (p - start[n]) for n, p in cohort.trained.items()})
 
     def aggregate(self, server: Server, arrived: Arrived, r: Round) -> Server:
         mean = arrived.sums[0]
         new, memory = dict(server.params), dict(server.memory)
         for name, value in mean.result(server.params).items():
             theta, count = server.params[name], mean.count[name]
-            if self.aggregation == "feddyn":
+            if r.setting.infos[name].kind == "statistic":
+                new[name] = value
+            elif self.aggregation == "feddyn":
                 h = memory.get(f"h/{name}", torch.zeros_like(theta))
                 share = (count / r.setting.num_clients).to(theta.dtype)
                 new[name], memory[f"h/{name}"] = feddyn_server(theta, value, h, share, self.feddyn_alpha)

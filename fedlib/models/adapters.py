@@ -143,12 +143,12 @@ class PerClient(nn.Module):
 def apply_finetune_(vit: ViT, head: nn.Module, mode: str, options: dict, seed: int) -> None:
     """Insert the adapters of ``mode`` and set ``requires_grad`` on exactly what is trained and communicated."""
     vit.requires_grad_(mode == "full")
-    dim, generator = vit.spec.dim, torch_generator(seed, "adapter init")
+    generator = torch_generator(seed, "adapter init")
     if mode in ("pa", "sa"):
         wrap = ParallelAdapter if mode == "pa" else SerialAdapter
         for block in vit.blocks:
             for name in ("attn", "mlp"):
-                wrapper = wrap(getattr(block, name), dim, options.get("r", 32))
+                wrapper = wrap(getattr(block, name), vit.spec.dim, options.get("r", 32))
                 init_normal_(wrapper.adapter, generator)
                 setattr(block, name, wrapper)
     elif mode == "ssf":

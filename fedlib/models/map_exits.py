@@ -12,6 +12,7 @@ from ..layers.conv import Conv2d, average_pool, init_kaiming_
 from ..layers.linear import Linear
 from ..layers.norms import BatchNorm2d
 from .backbone import Spec
+from .exits import Classifiers
 
 
 class Pooled(nn.Module):
@@ -71,6 +72,14 @@ class Flattened(nn.Module):
 
     def forward(self, z: torch.Tensor) -> torch.Tensor:
         return self.linear(z).flatten(-3)
+
+
+def classifiers(spec: Spec, num_classes: int, exit_units: Sequence[int]) -> nn.Module:
+    """One classifier per exit, of the kind that reads what the backbone's exits see: a token, or a map."""
+    if len(spec.feature(0)) == 1:
+        return Classifiers(spec.feature(0)[0], num_classes, tuple(exit_units))
+    final = "norm_relu" if getattr(spec, "form", "post") != "post" else "linear"
+    return PooledClassifiers(spec, num_classes, exit_units, final=final)
 
 
 KINDS = {"linear": Pooled, "norm": Normed, "norm_relu": Activated, "convolutions": Convolved, "flatten": Flattened}

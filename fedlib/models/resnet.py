@@ -59,6 +59,10 @@ class ResNetSpec:
         size = -(-self.size // 2**stage)
         return (self.widths[stage], size, size)
 
+    def state(self, unit: int) -> tuple[int, int, int]:
+        """What goes on after ``unit``: the map."""
+        return self.feature(unit)
+
     def numbers(self, examples: int) -> tuple[int, int]:
         """Numbers in the widest activation of ``examples`` examples, and in all that autograd keeps of them."""
         widest, kept = kept_numbers(self)
@@ -69,7 +73,8 @@ class ResNetSpec:
         return ResNet(self)
 
 
-RESNETS = {f"resnet{6 * n + 2}": ResNetSpec((n, n, n)) for n in (3, 5, 9, 18)} | {
+RESNETS = {f"resnet{6 * n + 2}": ResNetSpec((n, n, n)) for n in (1, 3, 5, 9, 18)} | {
+    "resnet18_slim": ResNetSpec((2, 2, 2, 2), (16, 32, 64, 128)),  # a quarter of the width, for CPUs
     "resnet18": ResNetSpec((2, 2, 2, 2), (64, 128, 256, 512)),
     "preresnet20": ResNetSpec(form="fedepth"),
 }

@@ -42,6 +42,10 @@ class ConvNetSpec:
             size = (size - 2) // 2
         return (self.widths[unit], size, size)
 
+    def state(self, unit: int) -> tuple[int, int, int]:
+        """What goes on after ``unit``: the map."""
+        return self.feature(unit)
+
     def numbers(self, examples: int) -> tuple[int, int]:
         """Numbers in the widest activation of ``examples`` examples, and in all that autograd keeps of them."""
         widest, kept = kept_numbers(self)

@@ -31,7 +31,7 @@ def num_classes(e: Experiment) -> int:
         return CLASSES[e.dataset]
     from ..data.datasets import load_dataset
 
-    return load_dataset(e.dataset, e.label_groups, backbone_config(e.backbone).input_shape[-1]).num_classes
+    return load_dataset(e.dataset, e.label_groups, backbone_spec(e.backbone).input_shape[-1]).num_classes
 
 
 def examples_per_client(e: Experiment) -> float:
@@ -44,7 +44,7 @@ def examples_per_client(e: Experiment) -> float:
         return TRAINING_EXAMPLES[e.dataset] / e.num_clients
     from ..data.datasets import load_dataset
 
-    size = backbone_config(e.backbone).input_shape[-1]
+    size = backbone_spec(e.backbone).input_shape[-1]
     return len(load_dataset(e.dataset, size=size).train_labels) / e.num_clients
 
 
