@@ -175,3 +175,23 @@ def test_options_without_effect_are_refused():
 def test_new_fields_rename_no_stored_run():
     assert Experiment().identity() == {}
     assert Experiment(optimiser="sgd", clip_norm=None, schedule="cosine").hash == Experiment().hash
+
+
+@pytest.mark.parametrize("optimiser", ["sgd", "adam"])
+def test_members_of_a_leaf_need_not_follow_one_another(optimiser):
+    """Leaf 0 is of all three members, leaf 1 of the first and the last; the last stands still in the second step."""
+    e = experiment(optimiser=optimiser, momentum=0.9 if optimiser == "sgd" else 0.0, clip_norm=0.7)
+    leaves = [torch.ones(3, 2), torch.ones(2, 2)]
+    apart = [([torch.ones(1, 2)] + [torch.ones(1, 2)] * (i != 1)) for i in range(3)]
+    together = build_optimiser(e, leaves, [range(3), (0, 2)])
+    each = [build_optimiser(e, [p.clone() for p in own], [range(1)] * len(own)) for own in apart]
+    for step, active in enumerate(([True, True, True], [True, True, False])):
+        grads = [torch.tensor([[1.0, -2], [3, 4], [-5, 6]]) / (step + 1), torch.tensor([[0.5, 1], [2, -1]])]
+        together.step_([g.clone() for g in grads], 0.1, np.array(active))
+        for i in range(3):
+            own = [grads[0][i : i + 1].clone()] + ([grads[1][i // 2 : i // 2 + 1].clone()] if i != 1 else [])
+            each[i].step_(own, 0.1, np.array(active[i : i + 1]))
+    for i, alone in enumerate(each):
+        torch.testing.assert_close(leaves[0][i], alone.leaves[0][0])
+        if i != 1:
+            torch.testing.assert_close(leaves[1][i // 2], alone.leaves[1][0])

@@ -1,7 +1,7 @@
-"""Every batch of a cohort's local training, drawn before it begins: rows, views, weights and who is active."""
+"""The batches of a local training, planned before its first step: a function of (seed, round, client)."""
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,10 +15,10 @@ from ..data.transforms import sample_views
 
 
 @dataclass(frozen=True)
-class Plan:
-    """S steps of K clients: rows of the data, their views, weights 1/n on n real examples and 0 on padding.
+class Batches:
+    """Every batch of S steps of K members: rows of the data, their views, weights 1/n on n real examples, 0 on padding.
 
-    A step is computed on its first ``width`` examples; clients without a batch are not ``active``.
+    A step is computed on its first ``width`` examples; members without a batch are not ``active``.
     """
 
     rows: torch.Tensor  # (S, K, B) int64
@@ -28,63 +28,80 @@ class Plan:
     width: list[int]  # examples in the fullest batch of each step
     active: np.ndarray  # (S, K) bool
 
+    @property
+    def steps(self) -> np.ndarray:
+        """Steps of each member (K,)."""
+        return self.active.sum(0)
+
 
 class Draws:
-    """What clients draw in round ``t``, each a function of (seed, round, client).
+    """The clients' generators of round t. They live as long as this: a second local training goes on drawing."""
 
-    It lives for the round: a second training goes on drawing where the first stopped.
+    def __init__(self, seed: int, t: int):
+        self.seed, self.t = seed, t
+        self._generators: dict[int, torch.Generator] = {}
+
+    def of(self, client: int) -> torch.Generator:
+        if client not in self._generators:
+            self._generators[client] = torch_generator(self.seed, "local", self.t, client)
+        return self._generators[client]
+
+
+def plan_batches(
+    e: Experiment, data: FederatedData, clients: Sequence[Client], draws: Draws, epochs: int | None = None
+) -> Batches:
+    """The batches of ``epochs`` (None: the experiment's) over each client's examples, in an order that is new in each.
+
+    ``clients`` has one entry for each member that trains: members of one client share its batches.
     """
-
-    def __init__(self, e: Experiment, t: int, clients: Iterable[Client]):
-        self.clients = tuple(clients)
-        self.generators = [torch_generator(e.seed, "local", t, c.id) for c in self.clients]
-        self.size = min(e.batch_size, max(c.num_examples for c in self.clients))
-
-    def in_order(self, data: FederatedData) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """(rows, weights), each (K, B): every client's own examples once, in order; weight 1, on padding 0."""
-        device, shape = data.images.device, (len(self.clients), self.size)
-        for start in range(0, max(c.num_examples for c in self.clients), self.size):
-            rows, weights = np.zeros(shape, np.int64), np.zeros(shape, np.float32)
-            for k, client in enumerate(self.clients):
-                mine = data.client(client.id)
-                part = mine[start : start + self.size]
-                rows[k], weights[k, : len(part)] = mine[0], 1
-                rows[k, : len(part)] = part
-            yield torch.from_numpy(rows).to(device), torch.from_numpy(weights).to(device)
-
-
-def plan_batches(e: Experiment, data: FederatedData, draws: Draws, epochs: int | None = None) -> Plan:
-    """Plan ``epochs`` (None: the experiment's) over each client's examples, each in an order of its own."""
-    epochs, b, device = e.local_epochs if epochs is None else epochs, draws.size, data.images.device
-    longest = max(c.num_examples for c in draws.clients)
-    shape = (epochs * math.ceil(longest / b), len(draws.clients), b)
+    epochs, counts = e.local_epochs if epochs is None else epochs, [c.num_examples for c in clients]
+    b = min(e.batch_size, max(counts))
+    shape = (epochs * math.ceil(max(counts) / b), len(clients), b)
     rows, weights, views = np.zeros(shape, np.int64), np.zeros(shape, np.float32), None
     if e.augment != "none":
         views = torch.zeros(*shape, 5)
         views[..., 2:4] = 1.0
-    for k, (client, generator) in enumerate(zip(draws.clients, draws.generators, strict=True)):
+    first = {}  # of each client's members
+    for i, client in enumerate(clients):
+        if (same := first.setdefault(client.id, i)) != i:
+            for tensor in (rows, weights, views):
+                if tensor is not None:
+                    tensor[:, i] = tensor[:, same]
+            continue
         mine = data.client(client.id)
-        batches = _batches_of(e, client.num_examples, data.images.shape[-1], generator, epochs, b)
-        for step, (chosen, seen) in enumerate(batches):
+        for step, (chosen, seen) in enumerate(_client_batches(e, data, client, draws.of(client.id), epochs, b)):
             n = len(chosen)
-            rows[step, k, :n], rows[step, k, n:] = mine[chosen], mine[0]  # padding has weight zero
-            weights[step, k, :n] = 1 / n
+            rows[step, i, :n] = mine[chosen]
+            rows[step, i, n:] = mine[0]  # padding has weight zero
+            weights[step, i, :n] = 1 / n
             if views is not None:
-                views[step, k, :n] = seen
-    real = weights > 0
-    return Plan(
+                views[step, i, :n] = seen
+    device, active = data.images.device, weights > 0
+    return Batches(
         torch.from_numpy(rows).to(device), views.to(device) if views is not None else None,
-        torch.from_numpy(weights).to(device), rows, real.sum(-1).max(-1).tolist(), real.any(-1),
+        torch.from_numpy(weights).to(device), rows, active.sum(-1).max(-1).tolist(), active.any(-1),
     )  # fmt: skip
 
 
-def _batches_of(
-    e: Experiment, n: int, size: int, generator: torch.Generator, epochs: int, b: int
+def _client_batches(
+    e: Experiment, data: FederatedData, client: Client, generator: torch.Generator, epochs: int, b: int
 ) -> Iterator[tuple[np.ndarray, torch.Tensor | None]]:
-    """Batches of at most b of n examples, and their views (b, 5) of images of ``size`` pixels."""
+    """Batches of at most b positions among the client's examples, and their views (n, 5)."""
+    n = client.num_examples
     for _ in range(epochs):
         order, views = torch.randperm(n, generator=generator).numpy(), None
         if e.augment != "none":
-            views = sample_views(e.augment, n, size, generator, e.crop_pad, e.crop_scale)
+            views = sample_views(e.augment, n, data.images.shape[-1], generator, e.crop_pad, e.crop_scale)
         for start in range(0, n, b):
             yield order[start : start + b], views[start : start + b] if views is not None else None
+
+
+def in_order(data: FederatedData, clients: Sequence[Client], size: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """(rows, weights), each (K, B): every client's own examples once, in order; weight 1, and 0 on padding."""
+    for a in range(0, max(c.num_examples for c in clients), size):
+        rows, weights = np.zeros((len(clients), size), np.int64), np.zeros((len(clients), size), np.float32)
+        for i, client in enumerate(clients):
+            mine = data.client(client.id)
+            part = mine[a : a + size]
+            rows[i, : len(part)], rows[i, len(part) :], weights[i, : len(part)] = part, mine[0], 1
+        yield torch.from_numpy(rows).to(data.images.device), torch.from_numpy(weights).to(data.images.device)
