@@ -1,6 +1,6 @@
 """What a part of a model costs: parameters, multiply-accumulates (MACs), memory of training. Counted, never timed.
 
-Everything runs on PyTorch's ``meta`` device, where tensors have shapes and no values.
+:class:`Measure` runs on PyTorch's ``meta`` device, where tensors have shapes and no values.
 """
 
 import copy
@@ -22,8 +22,7 @@ FLOAT = 4  # bytes
 @cache
 def kept_numbers(spec: Spec) -> tuple[int, int]:
     """Numbers of one example in the backbone's widest activation, and in all that autograd keeps of it."""
-    with torch.device("meta"):
-        backbone = spec.build()
+    backbone = spec.build()
     one, two = (_kept_sizes(backbone, examples) for examples in (1, 2))
     return max(one), sum(two) - sum(one)  # the rest, such as a norm's means, is as large for any number of examples
 
@@ -39,7 +38,7 @@ def _kept_sizes(backbone: nn.Module, examples: int) -> list[int]:
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-        z = backbone.stem(torch.empty(1, examples, *backbone.spec.input_shape, device="meta"))
+        z = backbone.stem(torch.zeros(1, examples, *backbone.spec.input_shape))
         for unit in range(backbone.spec.depth):
             _, z = backbone.advance(z, unit, 1)
     return [x.numel() for x in kept.values()]
