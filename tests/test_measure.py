@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from fedlib.core.slices import Slice
+from fedlib.models.exit_model import ExitModel
 from fedlib.models.map_exits import PooledClassifiers
 from fedlib.models.measure import MIB, Measure
 from fedlib.models.resnet import RESNETS, ResNetSpec
@@ -16,10 +17,9 @@ def measured(spec, num_classes, exit_units=None, **kinds):
     """(parameters, MACs of one example, the measure) of a whole net with its exits."""
     exit_units = exit_units or (spec.depth - 1,)
     with torch.device("meta"):
-        backbone, head = spec.build(), PooledClassifiers(spec, num_classes, exit_units, **kinds)
-    measure = Measure(backbone, head, {})
-    parameters = sum(p.numel() for m in (backbone, head) for p in m.parameters())
-    return parameters, measure.macs(Slice.prefix(spec.depth, range(len(exit_units)))), measure
+        model = ExitModel(spec.build(), PooledClassifiers(spec, num_classes, exit_units, **kinds), exit_units)
+    measure, whole = Measure(model), Slice.prefix(spec.depth, range(len(exit_units)))
+    return measure.parameters(whole), measure.macs(whole), measure
 
 
 def test_resnet110_without_exits():
@@ -35,7 +35,7 @@ def test_resnet110_without_exits():
     ],
 )
 def test_scalefls_levels_of_resnet110(width, blocks, parameters, macs):
-    spec = ResNetSpec(blocks, tuple(int(width * w) for w in (16, 32, 64)[: len(blocks)]))
+    spec = ResNetSpec(blocks=blocks, widths=tuple(int(width * w) for w in (16, 32, 64)[: len(blocks)]))
     exits = tuple(u for u in (35, 41, 47) if u < spec.depth)
     assert measured(spec, 10, exits, early="convolutions", final="convolutions")[:2] == (parameters, macs)
 

@@ -11,7 +11,7 @@ from ..layers.context import Scaler
 from ..layers.conv import Conv2d, average_pool, init_kaiming_
 from ..layers.linear import Linear
 from ..layers.norms import BatchNorm2d
-from .backbone import Spec
+from .maps import MapSpec
 
 
 class Pooled(nn.Module):
@@ -86,7 +86,7 @@ class PooledClassifiers(nn.Module):
     first_hand_back = math.inf
 
     def __init__(
-        self, spec: Spec, num_classes: int, exit_units: Sequence[int], early: str = "linear", final: str = "linear"
+        self, spec: MapSpec, num_classes: int, exit_units: Sequence[int], early: str = "linear", final: str = "linear"
     ):
         super().__init__()
         for kind in (early, final):
@@ -95,7 +95,7 @@ class PooledClassifiers(nn.Module):
         self.exit_units = tuple(exit_units)
         kinds = [final if unit == spec.depth - 1 else early for unit in self.exit_units]
         self.exits = nn.ModuleList(
-            KINDS[kind](spec.axis(unit), spec.feature(unit), num_classes)
+            KINDS[kind](spec.stream(unit), spec.feature(unit), num_classes)
             for kind, unit in zip(kinds, self.exit_units, strict=True)
         )
 
