@@ -73,11 +73,12 @@ def test_a_cut_depthwise_weight_needs_no_other_number_of_groups():
     torch.testing.assert_close(layer(x), want)
 
 
-def test_a_maps_layout_is_kept_so_that_layers_copy_nothing():
-    layer, x = Conv2d(3, 4, 3, padding=1), normal(2, 5, 3, 8, 8)
-    layer._parameters["weight"] = normal(2, 4, 3, 3, 3)
+@pytest.mark.parametrize("clients", [1, 2])
+def test_a_maps_layout_is_channels_last_and_kept_so_that_layers_copy_nothing(clients):
+    layer, x = Conv2d(3, 4, 3, padding=1), normal(clients, 5, 3, 8, 8)
+    layer._parameters["weight"] = normal(clients, 4, 3, 3, 3)
     y = F.relu(layer(x)) + layer(x)
-    assert side_by_side(y).data_ptr() == y.data_ptr()
+    assert y.permute(1, 3, 4, 0, 2).is_contiguous() and side_by_side(y).data_ptr() == y.data_ptr()
     assert side_by_side(max_pool(y, 2)).is_contiguous(memory_format=torch.channels_last)
 
 

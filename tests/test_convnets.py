@@ -6,16 +6,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 from plain_convnets import PlainResNet, plain_name, state_of
-from torch import nn
 
-from fedlib.core.slices import STEM, ParamInfo, Slice, take_all
+from fedlib.core.slices import Slice, take_all
 from fedlib.layers.norms import recomputed_statistics, set_policy_
+from fedlib.models.exit_model import ExitModel
 from fedlib.models.map_exits import PooledClassifiers
-from fedlib.models.measure import Measure, answer
+from fedlib.models.measure import Measure
+from fedlib.models.places import axes_of
 from fedlib.models.resnet import RESNETS, ResNetSpec
 from fedlib.models.small import CONVNETS
 
-TINY = ResNetSpec((3, 3, 3), (4, 6, 8), size=8)  # ResNet-20 at a quarter of the width, on 8x8 pixels
+TINY = ResNetSpec(blocks=(3, 3, 3), widths=(4, 6, 8), size=8)  # ResNet-20 at a quarter of the width, on 8x8 pixels
 CLASSES = 5
 CLIENTS = 3
 
@@ -25,23 +26,11 @@ def normal(*shape, seed=0):
 
 
 def build(spec, num_classes=CLASSES, exit_units=None, seed=0, **kinds):
-    """A backbone and a head in one module."""
-    net = nn.Module()
-    net.backbone = spec.build().init_(torch.Generator().manual_seed(seed))
-    net.head = PooledClassifiers(spec, num_classes, exit_units or (spec.depth - 1,), **kinds)
-    net.head.init_(torch.Generator().manual_seed(seed + 1))
-    return net
-
-
-def logits(net, x):
-    """(E, K, B, classes)."""
-    z, out = net.backbone.stem(x), []
-    for unit in range(net.backbone.spec.depth):
-        feature, z = net.backbone.advance(z, unit, len(z))
-        answered, handed_back = net.head.step(unit, feature, [])
-        assert handed_back is None and (answered is not None) == net.head.reads(unit)
-        out += [answered] if answered is not None else []
-    return torch.stack(out)
+    """An initialised model."""
+    exit_units = exit_units or (spec.depth - 1,)
+    backbone = spec.build().init_(torch.Generator().manual_seed(seed))
+    head = PooledClassifiers(spec, num_classes, exit_units, **kinds).init_(torch.Generator().manual_seed(seed + 1))
+    return ExitModel(backbone, head, exit_units)
 
 
 def put_(net, tensors):
@@ -51,19 +40,9 @@ def put_(net, tensors):
         (owner._parameters if leaf in owner._parameters else owner._buffers)[leaf] = tensor
 
 
-def infos(net):
-    """Where every parameter stands; an axis that begins with a slash belongs to its unit or exit."""
-    out = {}
-    for name, p in net.named_parameters():
-        path, _, leaf = name.rpartition(".")
-        parts = name.split(".")
-        kind, unit, exit = net.head.place(parts[1:]) if parts[0] == "head" else ("backbone", STEM, None)
-        if parts[:2] == ["backbone", "blocks"]:
-            unit = int(parts[2])
-        where = f"exit{exit}" if exit is not None else str(unit)
-        axes = tuple(where + a if a and a[0] == "/" else a for a in net.get_submodule(path).axes[leaf])
-        out[name] = ParamInfo(axes, kind if exit is None else f"exit:{exit}", unit, tuple(p.shape))
-    return out
+def cuttable(net):
+    """Axis name -> size, of all but the classes."""
+    return {a.name: a.size for a in axes_of(net, net.infos()).values() if a.name != "classes"}
 
 
 # --- a cohort and plain PyTorch --------------------------------------------------------------------------------------
@@ -98,17 +77,17 @@ def test_a_cohort_of_three_equals_three_plain_models(form, policy):
 
     def loss(step):
         context.weights = weights[step]
-        each = F.cross_entropy(logits(net, x[step])[-1].flatten(0, 1), labels[step].flatten(), reduction="none")
+        each = F.cross_entropy(net(x[step])[-1].flatten(0, 1), labels[step].flatten(), reduction="none")
         return (each.view(CLIENTS, 6) * weights[step]).sum()
 
     train(leaves, loss, 2)
     context.training, context.weights = False, None
     if policy == "static":
         with recomputed_statistics(net, "batches"):
-            logits(net, x[0])
-            logits(net, x[1])
+            net(x[0])
+            net(x[1])
     with torch.no_grad():
-        ours = logits(net, test)[-1]
+        ours = net(test)[-1]
     trained = dict((*net.named_parameters(), *net.named_buffers()))
 
     for k in range(CLIENTS):
@@ -152,7 +131,7 @@ def test_a_unit_runs_for_the_clients_still_alive():
 NETS = [
     *((spec, {"final": "linear"}) for n, spec in RESNETS.items() if n in ("resnet20", "resnet18")),
     (RESNETS["preresnet20"], {"final": "norm_relu"}),
-    (ResNetSpec((2, 1), (16, 32), form="pre"), {"final": "norm_relu"}),
+    (ResNetSpec(blocks=(2, 1), widths=(16, 32), form="pre"), {"final": "norm_relu"}),
     (CONVNETS["convnet3"], {"final": "flatten"}),
 ]
 
@@ -189,11 +168,11 @@ CUTTABLE = [
 @pytest.mark.parametrize(("spec", "kinds"), CUTTABLE, ids=["post", "fedepth", "pre", "convnet"])
 def test_permuting_any_axis_leaves_the_logits_unchanged(spec, kinds):
     net, x = build(spec, exit_units=(spec.depth // 3, spec.depth - 1), **kinds), normal(1, 4, *spec.input_shape)
-    where = infos(net)
+    where = net.infos()
     tensors = {n: normal(*p.shape, seed=i) / p[0].numel() ** 0.5 for i, (n, p) in enumerate(net.named_parameters())}
     put_(net, tensors)
-    want = logits(net, x)
-    sizes = {a: n for i in where.values() for a, n in zip(i.axes, i.shape, strict=True) if a and a != "classes"}
+    want = net(x)
+    sizes = cuttable(net)
     assert len(sizes) >= 3
     for axis, size in sizes.items():
         order = tuple(torch.randperm(size, generator=torch.Generator().manual_seed(1)).tolist())
@@ -201,15 +180,15 @@ def test_permuting_any_axis_leaves_the_logits_unchanged(spec, kinds):
         permuted = take_all(tensors, where, whole)
         assert sum(not permuted[n].equal(t) for n, t in tensors.items()) >= 2, axis
         put_(net, permuted)
-        torch.testing.assert_close(logits(net, x), want, rtol=1e-3, atol=1e-4, msg=lambda m, a=axis: f"{a}: {m}")
+        torch.testing.assert_close(net(x), want, rtol=1e-3, atol=1e-4, msg=lambda m, a=axis: f"{a}: {m}")
 
 
 @pytest.mark.parametrize(("spec", "kinds"), CUTTABLE, ids=["post", "fedepth", "pre", "convnet"])
 def test_a_net_cut_on_every_axis_is_the_narrow_net(spec, kinds):
     exit_units = (spec.depth // 3, spec.depth - 1)
     net, narrow = build(spec, exit_units=exit_units, **kinds), replace(spec, widths=tuple(w // 2 for w in spec.widths))
-    where, x = infos(net), normal(1, 4, *spec.input_shape)
-    sizes = {a: n for i in where.values() for a, n in zip(i.axes, i.shape, strict=True) if a and a != "classes"}
+    where, x = net.infos(), normal(1, 4, *spec.input_shape)
+    sizes = cuttable(net)
     cut = take_all(
         dict(net.named_parameters()),
         where,
@@ -219,7 +198,7 @@ def test_a_net_cut_on_every_axis_is_the_narrow_net(spec, kinds):
     assert {n: t.shape for n, t in cut.items()} == {n: p.shape for n, p in small.named_parameters()}
     put_(net, cut)
     put_(small, cut)
-    assert logits(net, x).equal(logits(small, x))
+    assert net(x).equal(small(x))
 
 
 # --- exits and bridges -----------------------------------------------------------------------------------------------
@@ -286,18 +265,16 @@ def test_a_models_numbers_are_those_that_autograd_keeps_on_the_cpu():
 
 def test_measures_of_a_slice_are_those_of_the_narrow_net():
     net = build(TINY, exit_units=(2, 5, 8), early="convolutions")
-    where = infos(net)
-    sizes = {a: n for i in where.values() for a, n in zip(i.axes, i.shape, strict=True) if a and a != "classes"}
+    sizes = cuttable(net)
     part = Slice.prefix(6, (0, 1), index={a: range(n // 2) for a, n in sizes.items()})
-    measure = Measure(net.backbone, net.head, where)
+    measure = Measure(net)
     narrow = build(
         replace(TINY, blocks=(3, 3), widths=(2, 3)), exit_units=(2, 5), early="convolutions", final="convolutions"
     )
-    whole = Measure(narrow.backbone, narrow.head, infos(narrow))
+    whole = Measure(narrow)
     assert measure.parameters(part) == sum(p.numel() for p in narrow.parameters())
     assert measure.macs(part) == whole.macs(Slice.prefix(6, (0, 1))) > 0
     assert (
         measure.macs(part) == measure.macs(part) < measure.macs(Slice.prefix(6, (0, 1)))
     )  # the skeleton is whole again
     assert measure.macs(Slice.prefix(6, (1,))) < measure.macs(Slice.prefix(6, (0, 1)))
-    assert answer(net.backbone, net.head, normal(1, 1, *TINY.input_shape), 6).keys() == {2, 5}

@@ -6,20 +6,22 @@ import pytest
 import torch
 
 from fedlib.core.slices import Slice
+from fedlib.models.exit_model import ExitModel
+from fedlib.models.exits import Classifiers
 from fedlib.models.map_exits import PooledClassifiers
 from fedlib.models.measure import MIB, Measure
 from fedlib.models.resnet import RESNETS, ResNetSpec
 from fedlib.models.small import CONVNETS
+from fedlib.models.vit import ViTSpec
 
 
 def measured(spec, num_classes, exit_units=None, **kinds):
     """(parameters, MACs of one example, the measure) of a whole net with its exits."""
     exit_units = exit_units or (spec.depth - 1,)
     with torch.device("meta"):
-        backbone, head = spec.build(), PooledClassifiers(spec, num_classes, exit_units, **kinds)
-    measure = Measure(backbone, head, {})
-    parameters = sum(p.numel() for m in (backbone, head) for p in m.parameters())
-    return parameters, measure.macs(Slice.prefix(spec.depth, range(len(exit_units)))), measure
+        model = ExitModel(spec.build(), PooledClassifiers(spec, num_classes, exit_units, **kinds), exit_units)
+    measure, whole = Measure(model), Slice.prefix(spec.depth, range(len(exit_units)))
+    return measure.parameters(whole), measure.macs(whole), measure
 
 
 def test_resnet110_without_exits():
@@ -35,7 +37,7 @@ def test_resnet110_without_exits():
     ],
 )
 def test_scalefls_levels_of_resnet110(width, blocks, parameters, macs):
-    spec = ResNetSpec(blocks, tuple(int(width * w) for w in (16, 32, 64)[: len(blocks)]))
+    spec = ResNetSpec(blocks=blocks, widths=tuple(int(width * w) for w in (16, 32, 64)[: len(blocks)]))
     exits = tuple(u for u in (35, 41, 47) if u < spec.depth)
     assert measured(spec, 10, exits, early="convolutions", final="convolutions")[:2] == (parameters, macs)
 
@@ -64,3 +66,18 @@ def test_fedepths_table_of_memory():
     assert round(measure.total_mib(32), 2) == 116.04
     values, parameters = 5 * 16 * 32 * 32, 2 * 9 * 16 * 16 + 2 * 2 * 16  # of the first block, by hand
     assert blocks[0] == (2 * 4 * 32 * values + 4 * parameters) / MIB
+
+
+def test_a_vision_transformers_measures_by_hand():
+    spec = ViTSpec()  # 12 blocks, d = 64, 17 tokens, FFN 256
+    with torch.device("meta"):
+        measure = Measure(ExitModel(spec.build(), Classifiers(64, 10, (5, 11)), (5, 11)))
+    tokens, d = 17, 64
+    block = 4 * tokens * d * d + 2 * tokens * tokens * d + 2 * tokens * d * 256
+    stem, exit = 16 * 192 * d, d * 10
+    assert measure.macs(Slice.prefix(12, (0, 1))) == stem + 12 * block + 2 * exit
+    assert measure.macs(Slice.prefix(6, (0,))) == stem + 6 * block + exit
+    assert measure.macs(Slice.prefix(12, (1,))) == stem + 12 * block + exit
+    outputs = tokens * (8 * d + 256)  # norm1, q, k, v, proj, norm2, fc1, fc2 and the block
+    parameters = 4 * (d * d + d) + 2 * d * 256 + 256 + d + 4 * d
+    assert measure.activation_mib(3, 8) == (2 * 4 * 8 * outputs + 4 * parameters) / MIB

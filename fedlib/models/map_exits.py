@@ -13,6 +13,7 @@ from ..layers.linear import Linear
 from ..layers.norms import BatchNorm2d
 from .backbone import Spec
 from .exits import Classifiers
+from .maps import MapSpec
 
 
 class Pooled(nn.Module):
@@ -95,7 +96,7 @@ class PooledClassifiers(nn.Module):
     first_hand_back = math.inf
 
     def __init__(
-        self, spec: Spec, num_classes: int, exit_units: Sequence[int], early: str = "linear", final: str = "linear"
+        self, spec: MapSpec, num_classes: int, exit_units: Sequence[int], early: str = "linear", final: str = "linear"
     ):
         super().__init__()
         for kind in (early, final):
@@ -104,7 +105,7 @@ class PooledClassifiers(nn.Module):
         self.exit_units = tuple(exit_units)
         kinds = [final if unit == spec.depth - 1 else early for unit in self.exit_units]
         self.exits = nn.ModuleList(
-            KINDS[kind](spec.axis(unit), spec.feature(unit), num_classes)
+            KINDS[kind](spec.stream(unit), spec.feature(unit), num_classes)
             for kind, unit in zip(kinds, self.exit_units, strict=True)
         )
 

@@ -11,7 +11,7 @@ norm follows the stem; ``form="pre"`` is the paper's block.
 
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -20,36 +20,26 @@ from torch import nn
 from ..layers.context import Scaler
 from ..layers.conv import Conv2d
 from ..layers.norms import BatchNorm2d
-from .maps import MapBackbone
-from .measure import kept_numbers
+from .maps import MapBackbone, MapSpec
 
 
-@dataclass(frozen=True)
-class ResNetSpec:
-    """Shape of a residual network: residual blocks and channels of each stage; ``size`` in pixels."""
+@dataclass(frozen=True, kw_only=True)
+class ResNetSpec(MapSpec):
+    """Shape of a residual network: residual blocks and channels of each stage."""
 
     blocks: tuple[int, ...] = (3, 3, 3)
     widths: tuple[int, ...] = (16, 32, 64)
     form: Literal["post", "pre", "fedepth"] = "post"  # where the activations stand
-    size: int = 32
-    channels: int = 3
-    reads: ClassVar[str] = "images"
-    own_modes: ClassVar[tuple[str, ...]] = ("full",)
 
     @property
     def depth(self) -> int:
         return sum(self.blocks)
 
-    @property
-    def input_shape(self) -> tuple[int, int, int]:
-        """One image."""
-        return (self.channels, self.size, self.size)
-
     def stage(self, unit: int) -> int:
         """The stage of block ``unit``, from 0."""
         return sum(unit >= end for end in accumulate(self.blocks))
 
-    def axis(self, unit: int) -> str:
+    def stream(self, unit: int) -> str:
         """The axis of the channels after ``unit``; -1 is the stem. A stage's residual stream is one axis."""
         return f"stage{self.stage(max(unit, 0)) + 1}"
 
@@ -59,23 +49,14 @@ class ResNetSpec:
         size = -(-self.size // 2**stage)
         return (self.widths[stage], size, size)
 
-    def state(self, unit: int) -> tuple[int, int, int]:
-        """What goes on after ``unit``: the map."""
-        return self.feature(unit)
-
-    def numbers(self, examples: int) -> tuple[int, int]:
-        """Numbers in the widest activation of ``examples`` examples, and in all that autograd keeps of them."""
-        widest, kept = kept_numbers(self)
-        return examples * widest, examples * kept
-
     def build(self) -> "ResNet":
         """A backbone of this shape, without weights."""
         return ResNet(self)
 
 
-RESNETS = {f"resnet{6 * n + 2}": ResNetSpec((n, n, n)) for n in (1, 3, 5, 9, 18)} | {
-    "resnet18_slim": ResNetSpec((2, 2, 2, 2), (16, 32, 64, 128)),  # a quarter of the width, for CPUs
-    "resnet18": ResNetSpec((2, 2, 2, 2), (64, 128, 256, 512)),
+RESNETS = {f"resnet{6 * n + 2}": ResNetSpec(blocks=(n, n, n)) for n in (1, 3, 5, 9, 18)} | {
+    "resnet18_slim": ResNetSpec(blocks=(2, 2, 2, 2), widths=(16, 32, 64, 128)),  # a quarter of the width, for CPUs
+    "resnet18": ResNetSpec(blocks=(2, 2, 2, 2), widths=(64, 128, 256, 512)),
     "preresnet20": ResNetSpec(form="fedepth"),
 }
 
@@ -86,7 +67,7 @@ class Block(nn.Module):
     def __init__(self, spec: ResNetSpec, unit: int):
         super().__init__()
         (channels, size, _), (width, out_size, _) = spec.feature(unit - 1), spec.feature(unit)
-        before, after, stride = spec.axis(unit - 1), spec.axis(unit), (1 if size == out_size else 2)
+        before, after, stride = spec.stream(unit - 1), spec.stream(unit), (1 if size == out_size else 2)
         self.conv1 = Conv2d(channels, width, 3, stride, 1, axes=("/mid", before))
         self.conv2 = Conv2d(width, width, 3, 1, 1, axes=(after, "/mid"))
         self.projection = Conv2d(channels, width, 1, stride, axes=(after, before)) if before != after else None
@@ -102,7 +83,7 @@ class PostBlock(Block):
 
     def __init__(self, spec: ResNetSpec, unit: int):
         super().__init__(spec, unit)
-        width, axis = self.conv2.out_channels, spec.axis(unit)
+        width, axis = self.conv2.out_channels, spec.stream(unit)
         self.bn1, self.bn2 = BatchNorm2d(width, "/mid"), BatchNorm2d(width, axis)
         self.scale1, self.scale2 = Scaler("conv", "norm"), Scaler("conv", "norm")
         if self.projection is not None:
@@ -122,7 +103,7 @@ class PreBlock(Block):
     def __init__(self, spec: ResNetSpec, unit: int):
         super().__init__(spec, unit)
         self.late = spec.form == "fedepth"
-        self.bn1 = BatchNorm2d(self.conv1.in_channels, spec.axis(unit - 1))
+        self.bn1 = BatchNorm2d(self.conv1.in_channels, spec.stream(unit - 1))
         self.bn2 = BatchNorm2d(self.conv1.out_channels, "/mid")
         self.norm_scale, self.mid_scale = Scaler("norm"), Scaler("conv", "norm")
         self.scale, self.projection_scale = Scaler("conv"), Scaler("shortcut")
@@ -142,7 +123,7 @@ class Stem(nn.Module):
 
     def __init__(self, spec: ResNetSpec):
         super().__init__()
-        axis, (width, *_) = spec.axis(-1), spec.feature(-1)
+        axis, (width, *_) = spec.stream(-1), spec.feature(-1)
         self.form = spec.form
         self.conv = Conv2d(spec.channels, width, 3, 1, 1, axes=(axis, None))
         self.scale = Scaler("conv") if spec.form == "pre" else Scaler("conv", "norm")

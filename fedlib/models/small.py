@@ -1,37 +1,26 @@
 """Small convnets. ``convnet3``: CAFEDistill's network with three exits for CIFAR-10 (no norms, no padding)."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from ..layers.conv import Conv2d, max_pool
-from .maps import MapBackbone
-from .measure import kept_numbers
+from .maps import MapBackbone, MapSpec
 
 
-@dataclass(frozen=True)
-class ConvNetSpec:
-    """Shape of a plain convnet: channels of each unit; ``size`` in pixels."""
+@dataclass(frozen=True, kw_only=True)
+class ConvNetSpec(MapSpec):
+    """Shape of a plain convnet: channels of each unit."""
 
     widths: tuple[int, ...] = (128, 128, 128)
-    size: int = 32
-    channels: int = 3
-    reads: ClassVar[str] = "images"
-    own_modes: ClassVar[tuple[str, ...]] = ("full",)
 
     @property
     def depth(self) -> int:
         return len(self.widths)
 
-    @property
-    def input_shape(self) -> tuple[int, int, int]:
-        """One image."""
-        return (self.channels, self.size, self.size)
-
-    def axis(self, unit: int) -> str:
+    def stream(self, unit: int) -> str:
         """The axis of the channels after ``unit``."""
         return f"stage{unit + 1}"
 
@@ -41,15 +30,6 @@ class ConvNetSpec:
         for _ in range(unit + 1):
             size = (size - 2) // 2
         return (self.widths[unit], size, size)
-
-    def state(self, unit: int) -> tuple[int, int, int]:
-        """What goes on after ``unit``: the map."""
-        return self.feature(unit)
-
-    def numbers(self, examples: int) -> tuple[int, int]:
-        """Numbers in the widest activation of ``examples`` examples, and in all that autograd keeps of them."""
-        widest, kept = kept_numbers(self)
-        return examples * widest, examples * kept
 
     def build(self) -> "ConvNet":
         """A backbone of this shape, without weights."""
@@ -64,8 +44,8 @@ class Unit(nn.Module):
 
     def __init__(self, spec: ConvNetSpec, unit: int):
         super().__init__()
-        before, channels = (spec.axis(unit - 1), spec.widths[unit - 1]) if unit else (None, spec.channels)
-        self.conv = Conv2d(channels, spec.widths[unit], 3, bias=True, axes=(spec.axis(unit), before))
+        before, channels = (spec.stream(unit - 1), spec.widths[unit - 1]) if unit else (None, spec.channels)
+        self.conv = Conv2d(channels, spec.widths[unit], 3, bias=True, axes=(spec.stream(unit), before))
 
     @property
     def width(self) -> int:
