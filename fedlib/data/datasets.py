@@ -98,7 +98,6 @@ class HubSource:
     kind: Kind = "images"
     together: str | None = None  # the column whose equal values are held out together
     config: str | None = None
-    folder: str | None = None  # another name of a local copy
 
 
 def _glue(name: str, *reads: str) -> HubSource:
@@ -119,9 +118,9 @@ HUB = {
     "squad": HubSource(
         "rajpurkar/squad", "answers", test="validation", reads=("question", "context"), kind="spans"
     ),
-    "xquad": HubSource(  # its one split is a test set: a tenth of the paragraphs is held out of it
+    "xquad_en": HubSource(  # its one split is a test set: a tenth of the paragraphs is held out of it
         "google/xquad", "answers", train="validation", test=None, reads=("question", "context"), kind="spans",
-        together="context", config="xquad.en", folder="xquad_en",
+        together="context", config="xquad.en",
     ),
     "svamp": HubSource("ChilleD/SVAMP", "Equation", reads=("Body", "Question"), kind="equations"),
 }  # fmt: skip
@@ -190,11 +189,8 @@ def is_available(name: str) -> bool:
 
 def _local_copy(name: str) -> Path | None:
     inside = Path(name).parts and ".." not in Path(name).parts  # $FEDLIB_DATA itself, or above it, is no set
-    if inside and "FEDLIB_DATA" in os.environ:
-        names = (name, HUB[name].folder if name in HUB else None)
-        folders = (Path(os.environ["FEDLIB_DATA"]) / n for n in names if n is not None)
-        if (found := next((f for f in folders if f.exists()), None)) is not None:
-            return found
+    if inside and "FEDLIB_DATA" in os.environ and (Path(os.environ["FEDLIB_DATA"]) / name).exists():
+        return Path(os.environ["FEDLIB_DATA"]) / name
     path = Path(name).expanduser()
     return path if os.sep in name and path.exists() else None
 

@@ -1,15 +1,17 @@
 """Word problems with the equation that solves them (SVAMP): next-token prediction after a prompt.
 
 Rows are [CLS] question [SEP] equation [SEP], zeros. The label of position t is the token at t + 1 where that belongs
-to the equation or ends it, and ``IGNORED`` elsewhere. The equation is written as the set writes it: ``- number0
+to the equation or ends it, and ``tasks.IGNORED`` elsewhere. The equation is written as the set writes it: ``- number0
 number1`` with numbers in the order of the text, or ``( 8.0 - 3.0 )``.
 """
 
 from collections.abc import Callable, Sequence
 
 import numpy as np
+import torch
 
-from .text import IGNORED, wordpiece
+from .tasks import next_token_labels
+from .text import wordpiece
 
 
 def read_equations(
@@ -25,13 +27,12 @@ def read_equations(
     problems = [" ".join(texts) for texts in zip(*columns, strict=True)]
     encode = lambda texts: [e.ids for e in tokenizer.encode_batch(list(texts), add_special_tokens=False)]  # noqa: E731
     ids = np.zeros((len(problems), length), np.int32)
-    following = np.full((len(problems), length), IGNORED, np.int64)
+    prompts, lengths = (np.zeros(len(problems), np.int64) for _ in range(2))
     for i, (problem, equation) in enumerate(zip(encode(problems), encode(equations), strict=True)):
         room = length - 3 - len(equation)
         if room < 1 or not equation:
             raise ValueError(f"{where(i)}: an equation of {len(equation)} tokens does not fit into {length}")
         row = [begin, *problem[-room:], end, *equation, end]
         ids[i, : len(row)] = row
-        answer = range(len(row) - len(equation) - 1, len(row))
-        following[i, answer.start - 1 : answer.stop - 1] = row[answer.start :]
-    return ids, following
+        prompts[i], lengths[i] = len(row) - len(equation) - 1, len(row)
+    return ids, next_token_labels(*map(torch.from_numpy, (ids, prompts, lengths))).numpy()

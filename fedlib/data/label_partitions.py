@@ -54,7 +54,7 @@ def grouped_dirichlet(labels: np.ndarray, num_clients: int, alpha: float, seed: 
     Every client gets at least half of its group's mean. The last group has the remaining clients.
     """
     rng = numpy_generator(seed, "partition")
-    groups = [len(g) for g in np.array_split(np.arange(num_clients), -(-num_clients // GROUP))]
+    groups = [min(GROUP, num_clients - first) for first in range(0, num_clients, GROUP)]
     ends = np.cumsum(groups) * len(labels) // num_clients
     parts = []
     for rows, clients in zip(np.split(rng.permutation(len(labels)), ends[:-1]), groups, strict=True):

@@ -56,15 +56,17 @@ def local_set(path: Path, format: int) -> tuple[dict, Callable[[int | None], tup
 def text_layout(parquet: Mapping[str, Sequence[str]]) -> tuple[Kind, tuple[str, ...], str | None]:
     """Kind, columns that are read and label of a set of parquet files; images where no columns of text are known."""
     from pyarrow import ArrowException
-    from pyarrow.parquet import read_schema
+    from pyarrow.parquet import read_metadata
 
     names: list[str] = []
-    for file in (f for files in parquet.values() for f in files):
+    for split, file in ((s, f) for s, files in parquet.items() for f in files):
         try:
-            columns = read_schema(file).names
+            metadata = read_metadata(file)
         except (ArrowException, OSError) as error:
             raise ValueError(f"{file} is damaged or no parquet file: {_line(error)}") from error
-        names = names or columns
+        if metadata.num_rows == 0:
+            raise ValueError(f"{file} holds no example")
+        names = metadata.schema.to_arrow_schema().names if split == "train" or not names else names
     return next((t for t in LAYOUTS if set(t[1]) <= set(names)), ("images", (), None))
 
 
@@ -75,7 +77,8 @@ def load_splits(path: Path, parquet: Mapping[str, Sequence[str]]):
 
         try:
             if parquet:
-                splits = load_dataset("parquet", data_files={s: list(f) for s, f in parquet.items()})
+                load = lambda split: load_dataset("parquet", data_files={split: list(parquet[split])}, split=split)  # noqa: E731
+                splits = {s: load(s) for s in parquet}  # one by one: their columns may differ
             else:
                 splits = load_dataset("imagefolder", data_dir=str(path))
         except Exception as error:  # datasets raises many classes

@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from .text import IGNORED, wordpiece
+from .tasks import IGNORED
+from .text import wordpiece
 
 SPAN_LENGTH = 384  # tokens where no network is named; 21 of XQuAD's 1,190 rows are longer
 

@@ -20,7 +20,6 @@ from ..core.paths import minilm_file
 from ..core.rng import numpy_generator
 
 LENGTH = 64  # tokens, [CLS] and [SEP] included; longer sentences are cut (SST-2: 1 in 13,000, AG News: 1 in 15)
-IGNORED = -100  # the label of what teaches nothing and is not counted as right: torch's ignore_index
 LIBRARIES = ("numpy", "matplotlib", "pandas")  # the classes of ``docstrings``
 DOCSTRINGS = 300  # of each library; a sixth is the test set
 FILES = 6  # of each library, the largest

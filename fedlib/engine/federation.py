@@ -97,6 +97,10 @@ def build_federation(e: Experiment, device: str = "cpu") -> Federation:
     spec = backbone_spec(e.backbone)
     data = load_federated(e, device, spec.input_shape[-1])
     check_input(e, spec, is_text(data.images))
+    if task_of(e.dataset).reads == "tokens":
+        raise ValueError(
+            f"experiment: dataset = {e.dataset!r} asks for an answer at every token; exits read the class token alone"
+        )
     model = build_model(e, method, len(data.classes)).to(device)
     setting = setting_of(e, model, data)
     method.check(setting, e)
