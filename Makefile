@@ -4,6 +4,8 @@ PROFILE ?= small
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# `make setup BACKEND=cpu`: PyTorch's CPU build, and none of these packages of the lock
+ACCELERATED := ^(torch|torchvision|triton|nvidia-[a-z0-9-]+|cuda-[a-z0-9-]+)==
 EXECUTED := outputs/executed
 export OMP_WAIT_POLICY ?= PASSIVE
 # notebooks/benchmarks imports benchmarks/, which is not installed
@@ -24,12 +26,23 @@ help:
 	@echo "make bench                   engine speed against Flower, pfl, BlazeFL and bare loops"
 	@echo "make lab                     explore in JupyterLab"
 
+# Bytecode is compiled once here: where Python may not write it later, each process would compile what it imports anew.
+INSTALL := $(BIN)/uv pip install --quiet --python $(BIN)/python --compile-bytecode
+
 $(STAMP): requirements.lock pyproject.toml
+	$(if $(filter-out cpu,$(BACKEND)),$(error BACKEND = '$(BACKEND)' is not possible; allowed: cpu, or none for what PyPI has))
 	$(PYTHON) -c "import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 11) <= v <= (3, 13) else f'Python 3.11-3.13 is needed, this is {v[0]}.{v[1]}; try: make PYTHON=python3.12')"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --require-hashes -r requirements-uv.lock
-	$(BIN)/uv pip install --quiet --python $(BIN)/python --require-hashes -r requirements.lock
-	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --no-build-isolation --editable .
+ifeq ($(BACKEND),cpu)
+	@# PyTorch's own index holds the CPU builds; the lock knows PyPI's hashes alone, so these two come without.
+	$(INSTALL) --no-deps --torch-backend cpu $(shell grep -oE '^torch(vision)?==[0-9.]+' requirements.lock) 2> $(VENV)/backend.log || \
+	    { echo "make: the CPU build of torch could not be fetched from https://download.pytorch.org/whl/cpu (see $(VENV)/backend.log); make setup without BACKEND=cpu takes PyPI's" >&2; exit 1; }
+	grep -oE '$(ACCELERATED)' requirements.lock | tr -d = | $(INSTALL) --require-hashes --excludes - -r requirements.lock
+else
+	$(INSTALL) --require-hashes -r requirements.lock
+endif
+	$(INSTALL) --no-deps --no-build-isolation --editable .
 	touch $(STAMP)
 
 setup: $(STAMP)
