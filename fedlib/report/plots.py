@@ -25,10 +25,11 @@ def _axes(ax, size=(6.4, 3.8)):
 
 
 def save_figure(ax, name: str):
-    """Write the figure of ``ax`` to ``outputs/figures/<name>.png`` and return the path."""
+    """Write the figure of ``ax`` to ``outputs/<folder>/figures/<stem>.png``, ``name`` being ``<folder>/<stem>``."""
     from ..core.paths import outputs_dir
 
-    path = outputs_dir() / "figures" / f"{name}.png"
+    folder, _, stem = name.rpartition("/")
+    path = outputs_dir() / folder / "figures" / f"{stem}.png"
     path.parent.mkdir(parents=True, exist_ok=True)
     ax.figure.savefig(path, dpi=150)
     return path
@@ -128,6 +129,22 @@ def plot_accuracy_costs(frame: pd.DataFrame, ax=None, x: str = "macs", title: st
         ax.plot(group[x] * unit, group.accuracy, marker="o", markersize=4, **style)
     ax.set(xlabel=name, ylabel="test accuracy (%)", title=title)
     ax.grid(alpha=0.3)
+    ax.legend(frameon=False, fontsize=8)
+    return ax
+
+
+def plot_gains(frame: pd.DataFrame, ax=None, title: str = "The ensemble against the mean exit"):
+    """Bars of the mean over seeds of ``gain`` in points, ± SD, a group per data column; ``frame``: ``Table.gains``."""
+    import seaborn as sns
+
+    from .tables import label_of
+
+    ax, rows = _axes(ax), frame.assign(method_label=frame.label.map(label_of))
+    colors = {label: COLORS.get(method) for label, method in zip(rows.method_label, rows.method, strict=True)}
+    sns.barplot(rows, x="column", y="gain", hue="method_label", palette=colors, errorbar="sd", capsize=0.2, ax=ax)
+    ax.axhline(0, color="black", linewidth=0.8)
+    ax.set(xlabel="data column", ylabel="ensemble – mean exit (points)", title=title)
+    ax.tick_params(axis="x", rotation=20)
     ax.legend(frameon=False, fontsize=8)
     return ax
 
