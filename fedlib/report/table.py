@@ -59,10 +59,10 @@ class Table:
         return self.save_figure(plot_modes(self.frame[self.frame.column == self.frame.column[0]]), "exits")
 
     def plot_gains(self):
-        """Draw and save :meth:`gains`, a panel per fine-tuning mode, a group of bars per data column."""
-        from .plots import plot_gains, plot_modes
+        """Draw and save :meth:`gains`: a panel per data column, a group of bars per fine-tuning mode."""
+        from .plots import gain_bars
 
-        return self.save_figure(plot_modes(self.gains(), plot_gains), "gain")
+        return self.save_figure(gain_bars(self.gains()), "gain")
 
     def save(self, frame: pd.DataFrame, suffix: str = "") -> pd.DataFrame:
         """Write ``frame`` as the table's own, or as its part ``suffix`` (``verdicts``), and return it."""

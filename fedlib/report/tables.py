@@ -109,7 +109,7 @@ def load_reported(paper: str, *tables: str) -> pd.DataFrame:
 
 
 def reported_beside(paper: str, table: str) -> pd.DataFrame:
-    """What the paper prints in ``table`` (and in those that its ``reported`` names); no rows where it prints nothing."""
+    """What the paper prints in ``table`` (or in those that its ``reported`` names); no rows where it prints nothing."""
     names = load_spec(paper, table).get("reported", [table])
     if not all((params_dir() / paper / "reported" / f"{name}.csv").is_file() for name in names):
         return pd.DataFrame(columns=["finetune", "column", "variant", "mean", "sd"], dtype=object)
@@ -163,6 +163,7 @@ def exit_table(cells: Sequence[Cell], frame: pd.DataFrame) -> pd.DataFrame:
     for key, group in frame.dropna(subset=["accuracy"]).groupby(["finetune", "column", "variant"], sort=False):
         cell, accuracies = first[key], pd.DataFrame(group.exits.tolist()).mean()
         where = {k: getattr(cell, k) for k in ("finetune", "column", "variant", "method", "label")}
+        where["dataset"] = cell.experiment.dataset
         costs = exit_costs(cell.experiment, num_classes(cell.experiment))
         rows += [where | {"accuracy": a} | cost for a, cost in zip(accuracies, costs, strict=True)]
     return pd.DataFrame(rows)
