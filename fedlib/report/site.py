@@ -64,7 +64,7 @@ def build_report(executed: Path | None = None, folder: Path | None = None) -> Pa
 
 
 def index(notebooks: dict) -> str:
-    """The first page: results, every executed notebook with its state, and the map of notebooks/README.md with links."""
+    """The first page: results, every executed notebook with its state, and the map of the notebooks with links."""
     rows = [f"| [{title_of(nb, name)}]({name}.html) | `{name}` | {state_of(nb)} |" for name, nb in notebooks.items()]
     text = "# Report\n\n[**Results**: every table beside the paper's, and a verdict on every claim](results.html)\n\n"
     text += "## Executed notebooks\n\n| notebook | file | state |\n| --- | --- | --- |\n" + "\n".join(rows) + "\n"
