@@ -54,7 +54,7 @@ demo: setup
 	@echo "The executed notebook: $(EXECUTED)/walkthrough-00-demo.ipynb   the figures: outputs/walkthrough/figures/   open both with: make lab"
 
 test: setup
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 lint: setup
 	$(BIN)/ruff check fedlib tests benchmarks

@@ -21,3 +21,11 @@ if "PYTEST_XDIST_WORKER" not in os.environ:  # the workers of one test run share
         install(folder)
 os.environ.setdefault("TQDM_DISABLE", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+# Files that take longest, most of it waiting for processes: two workers that begin with them end together.
+SLOW = "benchmarks cluster packaging jupyterlab kills processes notebooks readme site".split()
+
+
+def pytest_collection_modifyitems(items):
+    order = {f"test_{name}": i for i, name in enumerate(SLOW)}
+    items.sort(key=lambda item: order.get(item.path.stem, len(SLOW)))
