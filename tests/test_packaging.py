@@ -1,6 +1,7 @@
 """What is installed: one list of requirements, and a wheel that works alone."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -38,6 +39,30 @@ def test_lock_pins_every_requirement_with_hashes():
         line = pins[requirement.name.lower()]
         assert requirement.specifier.contains(line.split("==")[1].split()[0].rstrip(";\\")), line
     assert all(line.rstrip().endswith("\\") for line in pins.values())  # a hash follows
+
+
+def make(*arguments):
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("MAKE", "MFLAGS"))}
+    return subprocess.run(["make", "-n", *arguments], cwd=ROOT, env=env, capture_output=True, text=True)
+
+
+def test_the_cpu_set_up_takes_torch_from_its_index_and_nothing_of_cuda():
+    """-W: as if nothing were installed. The pattern that leaves packages out meets all of CUDA and nothing else."""
+    done = make("-W", "requirements.lock", "setup", "BACKEND=cpu")
+    locked = re.findall(r"^([\w.-]+)(?:\[.+?\])?==([\w.]+)", (ROOT / "requirements.lock").read_text(), re.M)
+    torch = [f"{name}=={version}" for name, version in locked if name in ("torch", "torchvision")]
+    assert len(torch) == 2 and f"--torch-backend cpu {' '.join(torch)} " in done.stdout, done.stdout + done.stderr
+    assert "--require-hashes --excludes - -r requirements.lock" in done.stdout
+    (pattern,) = re.findall(r"grep -oE '(.+)' requirements.lock", done.stdout)
+    out = {name for name, version in locked if re.match(pattern, f"{name}=={version}")}
+    assert out == {name for name, _ in locked if re.match("torch$|torchvision$|triton|nvidia|cuda", name)}
+    plain = make("-W", "requirements.lock", "setup").stdout
+    assert "--torch-backend" not in plain and "--excludes" not in plain and "--compile-bytecode" in plain
+
+
+def test_another_backend_is_refused_in_words():
+    done = make("-W", "requirements.lock", "setup", "BACKEND=gpu")
+    assert done.returncode and "BACKEND = 'gpu' is not possible; allowed: cpu" in done.stderr
 
 
 def test_a_fresh_install_runs_one_round_offline(tmp_path):

@@ -25,10 +25,11 @@ def _axes(ax, size=(6.4, 3.8)):
 
 
 def save_figure(ax, name: str):
-    """Write the figure of ``ax`` to ``outputs/figures/<name>.png`` and return the path."""
+    """Write the figure of ``ax`` to ``outputs/<folder>/figures/<stem>.png``, ``name`` being ``<folder>/<stem>``."""
     from ..core.paths import outputs_dir
 
-    path = outputs_dir() / "figures" / f"{name}.png"
+    folder, _, stem = name.rpartition("/")
+    path = outputs_dir() / folder / "figures" / f"{stem}.png"
     path.parent.mkdir(parents=True, exist_ok=True)
     ax.figure.savefig(path, dpi=150)
     return path
@@ -100,7 +101,18 @@ def plot_exit_accuracies(frame: pd.DataFrame, ax=None, title: str = "Accuracy of
     return ax
 
 
-def plot_modes(frame: pd.DataFrame, plot=plot_exit_accuracies, **settings):
+DATA = {"cifar10": "CIFAR-10", "cifar100": "CIFAR-100", "femnist": "FEMNIST", "speech_commands": "Speech Commands",
+        "mnist": "MNIST digits", "omniglot": "Omniglot", "fsdd": "Free Spoken Digits", "sst2": "SST-2"}  # fmt: skip
+
+
+def title_of(column: str, stand_in: str | None = None) -> str:
+    """A data column in a reader's words: ``CIFAR-10 standing in for CIFAR-100, Dirichlet 1``."""
+    data, _, alpha = column.partition("_alpha")
+    title = DATA.get(data, data) + (f", Dirichlet {alpha}" if alpha else "")
+    return title if stand_in in (None, data) else f"{DATA.get(stand_in, stand_in)} standing in for {title}"
+
+
+def plot_modes(frame: pd.DataFrame, plot=plot_exit_accuracies, title: str = "Accuracy of every exit", **settings):
     """One panel per fine-tuning mode, side by side with a shared y axis and one legend; returns the Axes."""
     import matplotlib.pyplot as plt
 
@@ -116,6 +128,7 @@ def plot_modes(frame: pd.DataFrame, plot=plot_exit_accuracies, **settings):
         found |= {label: handle for handle, label in zip(*ax.get_legend_handles_labels(), strict=True)}
         if ax.get_legend() is not None:
             ax.get_legend().remove()
+    figure.suptitle(f"{title}: {title_of(str(frame.column.iloc[0]), frame.dataset.iloc[0])}")
     figure.legend(found.values(), found, loc="outside right upper", frameon=False, fontsize=8, handlelength=3)
     return axes[0]
 
@@ -130,6 +143,30 @@ def plot_accuracy_costs(frame: pd.DataFrame, ax=None, x: str = "macs", title: st
     ax.grid(alpha=0.3)
     ax.legend(frameon=False, fontsize=8)
     return ax
+
+
+def gain_bars(frame: pd.DataFrame, ylabel: str = "ensemble – mean exit (points)",
+              title: str = "The ensemble against the mean exit"):  # fmt: skip
+    """Bars of ``gain``, a panel per data column, a group per fine-tuning mode, a bar per method: mean ± SD."""
+    import matplotlib.pyplot as plt
+    import seaborn
+
+    from .tables import label_of
+
+    groups = [group for _, group in frame.groupby("column", sort=False)]
+    size = (1.2 + 2.6 * len(groups), 3.6)
+    figure, axes = plt.subplots(1, len(groups), figsize=size, sharey=True, squeeze=False, layout="constrained")
+    for ax, group in zip(axes[0], groups, strict=True):
+        rows = group.assign(mode=group.finetune.map(label_of), name=group.method.map(label_of))
+        colors = {label_of(m): COLORS[m] for m in group.method.unique()}
+        bar = "sd" if rows.duplicated(["mode", "name"]).any() else None
+        seaborn.barplot(rows, x="mode", y="gain", hue="name", palette=colors, errorbar=bar, capsize=0.15, ax=ax)
+        ax.axhline(0, color="black", linewidth=0.8)
+        ax.set(xlabel="", ylabel=ylabel, title=title_of(group.column.iloc[0], group.dataset.iloc[0]))
+        ax.title.set_fontsize(8)
+        ax.legend(frameon=False, fontsize=8)
+    figure.suptitle(title)
+    return axes[0]
 
 
 def plot_adaptive(curves: Mapping[str, Sequence[dict]], colors: Mapping[str, str] | None = None, ax=None):
