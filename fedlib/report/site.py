@@ -1,11 +1,13 @@
 """A browsable report: the executed notebooks and the page of results as HTML that needs neither server nor network.
 
 ``python -m fedlib.report.site`` (``make report``) writes ``outputs/report/``: ``index.html``, ``results.html`` and a
-page per executed notebook. nbconvert's own pages fetch scripts from the web; ours hold none (``TEMPLATE``), and an interactive
-output shows the picture that its widget last held. Read next: ``report/page.py``.
+page per executed notebook. nbconvert's own pages fetch scripts from the web; ours hold none (``TEMPLATE``), and an
+interactive output shows the picture that its widget last held. What runs and notebooks say is text: no script of theirs
+reaches a page (``cleaned``, and a policy that lets none run). Read next: ``report/page.py``.
 """
 
 import argparse
+import html
 import os
 import re
 import shutil
@@ -14,10 +16,16 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from urllib.parse import quote
 
 from ..core.paths import outputs_dir, root
 from .page import write_results
 
+IMAGES = ("image/png", "image/jpeg", "image/svg+xml")
+SHOWN = (*IMAGES, "text/html", "text/markdown", "text/latex", "text/plain")  # of an output's forms; none runs
+TAGS = """a abbr b blockquote br caption code col colgroup dd del details div dl dt em h1 h2 h3 h4 h5 h6 hr i img li ol p
+pre s small span strong sub summary sup table tbody td tfoot th thead tr u ul""".split()
+ATTRIBUTES = ("class", "id", "title", "align", "colspan", "rowspan", "width", "height", "alt", "open")
 WIDGET = "application/vnd.jupyter.widget-view+json"
 STATE = "application/vnd.jupyter.widget-state+json"
 SKIPPED = ("benchmarks", "pretraining")  # notebooks that `make report` does not execute: hours, or other environments
@@ -27,8 +35,12 @@ TEMPLATE = """{% extends 'lab/index.html.j2' %}
 {% block jupyter_widgets %}{% endblock %}
 {% block html_head_js_mathjax %}{% endblock %}
 {% block html_head_js_mermaidjs %}{% endblock %}
-{% block html_head_css %}<style>main {max-width: 1100px; margin: auto; overflow-x: auto} img {max-width: 100%}
-.home {margin: 1em 3px; font: 14px sans-serif} a, a code {color: #0b5394}</style>{% endblock %}
+{% block html_head_css %}<meta http-equiv="Content-Security-Policy" content="default-src 'none'; img-src 'self' file: data:; style-src 'unsafe-inline'; font-src data:">
+<style>main {max-width: 1100px; margin: auto; overflow-x: auto} img {max-width: 100%}
+.home {margin: 1em 3px; font: 14px sans-serif} a, a code {color: #0b5394}
+.jp-RenderedMarkdown table {table-layout: auto; margin-left: 0; max-width: 100%}
+.jp-RenderedMarkdown :is(td, th) {overflow-wrap: anywhere; min-width: 4em} .jp-RenderedMarkdown td code {white-space: normal}
+.jp-RenderedHTML {overflow-x: auto}</style>{% endblock %}
 {% block body_header %}{{ super() }}{% if nb.metadata.home %}<p class="home"><a href="index.html">Report</a></p>{% endif %}{% endblock %}
 """  # noqa: E501
 
@@ -60,15 +72,24 @@ def build_report(executed: Path | None = None, folder: Path | None = None) -> Pa
 
 def index(notebooks: dict) -> str:
     """The first page: results, every executed notebook with its state, and the README's map with links."""
-    rows = [f"| [{title_of(nb, name)}]({name}.html) | `{name}` | {state_of(nb)} |" for name, nb in notebooks.items()]
+    rows = [
+        f"| [{escaped(title_of(nb, name))}]({quote(name)}.html) | {escaped(name)} | {state_of(nb)} |"
+        for name, nb in notebooks.items()
+    ]
     text = "# Report\n\n[**Results**: every table beside the paper's, and a verdict on every claim](results.html)\n\n"
     text += "## Executed notebooks\n\n| notebook | file | state |\n| --- | --- | --- |\n" + "\n".join(rows) + "\n"
-    readme = root() / "README.md"
-    readme = readme.read_text(encoding="utf-8") if readme.exists() else ""
-    if found := re.search(r"^## Map\n.*?(?=^## |\Z)", readme, re.M | re.S):
+    pages = [
+        p.read_text(encoding="utf-8") for p in (root() / "notebooks" / "README.md", root() / "README.md") if p.exists()
+    ]
+    if found := next((m for page in pages if (m := re.search(r"^##? Map\n.*?(?=^## |\Z)", page, re.M | re.S))), None):
         link = lambda m: next((f"[`{m[1]}`]({n}.html)" for n in notebooks if made_from(n, m[1])), m[0])  # noqa: E731
         text += "\n" + re.sub(r"`(\w+/\w+)`", link, found[0]).replace("](outputs/README.md)", "](results.html)")
     return text
+
+
+def escaped(text: str) -> str:
+    """``text`` as Markdown and HTML show it literally, also in a table's cell."""
+    return re.sub(r"([\\`*_{}\[\]()#+!|~$-])", lambda m: f"&#{ord(m[1])};", html.escape(" ".join(text.split())))
 
 
 def linked(results: str, notebooks: dict) -> str:
@@ -98,13 +119,16 @@ def state_of(notebook) -> str:
     code = [c for c in notebook.cells if c.cell_type == "code" and c.source.strip()]
     errors = [o.ename for c in code for o in c.outputs if o.output_type == "error"]
     if errors:
-        return f"**stopped by {errors[0]}**"
+        return f"**stopped by {escaped(errors[0])}**"
     done = sum(c.execution_count is not None for c in code)
     return "complete" if done == len(code) else f"**{done} of {len(code)} cells executed**"
 
 
 def _still(notebook):
-    """The notebook with every interactive output replaced by what its widget last showed; no progress bars."""
+    """The notebook with every interactive output replaced by what its widget last showed; no progress bars.
+
+    Of all metadata and forms of output only those stay that cannot run.
+    """
     import nbformat
 
     models = notebook.metadata.pop("widgets", {}).get(STATE, {}).get("state", {})
@@ -121,14 +145,36 @@ def _still(notebook):
         return [nbformat.from_dict(o) for m in found for o in m["state"].get("outputs", ())] or [output]
 
     for cell in notebook.cells:
+        cell.metadata = {}
         if cell.cell_type == "code":
             kept = []
             for output in cell.outputs:
                 view = output.get("data", {}).pop(WIDGET, None)
                 kept += shown(view, output) if view else [output]
-            cell.outputs = kept
-    notebook.metadata["home"] = True
+            cell.outputs = [safe(nbformat.from_dict(o)) for o in kept]
+    notebook.metadata = nbformat.from_dict({"home": True})
     return notebook
+
+
+def safe(output):
+    """An output without the forms that can run (scripts, widgets, diagrams drawn by scripts)."""
+    if "data" in output:
+        output.data = {form: said for form, said in output.data.items() if form in SHOWN}
+        output.metadata = {}
+    return output
+
+
+def cleaned(page: str) -> str:
+    """``page`` with its tags, attributes and links that can neither run nor fetch; all other markup as text."""
+    import bleach
+
+    def allowed(tag: str, name: str, value: str) -> bool:
+        if name == "src":
+            return tag == "img" and PICTURE.match(value) is not None
+        return name in ATTRIBUTES or (tag == "a" and name == "href" and not value.lower().startswith("data:"))
+
+    page = re.sub(r"<style\b.*?</style\s*>", "", page, flags=re.S | re.I)  # of pandas' tables
+    return bleach.clean(page, TAGS, allowed, protocols=("http", "https", "mailto", "data"))
 
 
 def _page(markdown: str, home: bool = True):
@@ -140,8 +186,9 @@ def _page(markdown: str, home: bool = True):
 def _write(path: Path, notebook, title: str) -> None:
     from nbconvert import HTMLExporter
 
-    exporter = HTMLExporter(exclude_input_prompt=True, exclude_output_prompt=True)
+    exporter = HTMLExporter(exclude_input_prompt=True, exclude_output_prompt=True, sanitize_html=True)
     exporter.raw_template = TEMPLATE
+    exporter.register_filter("clean_html", cleaned)
     notebook.metadata["title"] = title
     path.write_text(exporter.from_notebook_node(notebook)[0], encoding="utf-8")
 
