@@ -70,8 +70,8 @@ def plot_exit_accuracies(
     ax, frame = axes_of(ax), named(frame).dropna(subset=["accuracy"])
     looks = looks or looks_of(frame)
     rows = frame.assign(exit=[range(1, len(e) + 1) for e in frame.exits]).explode(["exit", "exits"])
-    place = {name: i for i, name in enumerate(looks.palette)}
-    rows["at"] = rows.exit.astype(float) + 0.16 * (rows.series.map(place) + 0.5) / max(len(place), 1) - 0.08
+    beside = dict(zip(looks.palette, np.linspace(-0.08, 0.08, len(looks.palette) + 2)[1:-1], strict=True))
+    rows["at"] = rows.exit.astype(float) + rows.series.map(beside).astype(float)
     rows["exits"] = rows.exits.astype(float)
     repeated = rows.duplicated(["series", "exit"]).any()
     bars = {"errorbar": "sd", "err_style": "bars", "err_kws": {"capsize": 2, "elinewidth": 1}} if repeated else {}

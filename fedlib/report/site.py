@@ -2,12 +2,11 @@
 
 ``python -m fedlib.report.site`` (``make report``) writes ``outputs/report/``: ``index.html``, ``results.html`` and a
 page per executed notebook. nbconvert's own pages fetch scripts from the web; ours hold none (``TEMPLATE``), and an
-interactive output shows the picture that its widget last held. What runs and notebooks say is text: no script of theirs
-reaches a page (``cleaned``, and a policy that lets none run). Read next: ``report/page.py``.
+interactive output shows the picture that its widget last held. What runs and notebooks say is text: no script of
+theirs reaches a page (``report/safety.py``). Read next: ``report/page.py``.
 """
 
 import argparse
-import html
 import os
 import re
 import shutil
@@ -20,12 +19,8 @@ from urllib.parse import quote
 
 from ..core.paths import outputs_dir, root
 from .page import write_results
+from .safety import POLICY, cleaned, escaped, harmless
 
-IMAGES = ("image/png", "image/jpeg", "image/svg+xml")
-SHOWN = (*IMAGES, "text/html", "text/markdown", "text/latex", "text/plain")  # of an output's forms; none runs
-TAGS = """a abbr b blockquote br caption code col colgroup dd del details div dl dt em h1 h2 h3 h4 h5 h6 hr i img li ol p
-pre s small span strong sub summary sup table tbody td tfoot th thead tr u ul""".split()
-ATTRIBUTES = ("class", "id", "title", "align", "colspan", "rowspan", "width", "height", "alt", "open")
 WIDGET = "application/vnd.jupyter.widget-view+json"
 STATE = "application/vnd.jupyter.widget-state+json"
 SKIPPED = ("benchmarks", "pretraining")  # notebooks that `make report` does not execute: hours, or other environments
@@ -35,14 +30,14 @@ TEMPLATE = """{% extends 'lab/index.html.j2' %}
 {% block jupyter_widgets %}{% endblock %}
 {% block html_head_js_mathjax %}{% endblock %}
 {% block html_head_js_mermaidjs %}{% endblock %}
-{% block html_head_css %}<meta http-equiv="Content-Security-Policy" content="default-src 'none'; img-src 'self' file: data:; style-src 'unsafe-inline'; font-src data:">
+{% block html_head_css %}POLICY
 <style>main {max-width: 1100px; margin: auto; overflow-x: auto} img {max-width: 100%}
 .home {margin: 1em 3px; font: 14px sans-serif} a, a code {color: #0b5394}
 .jp-RenderedMarkdown table {table-layout: auto; margin-left: 0; max-width: 100%}
 .jp-RenderedMarkdown :is(td, th) {overflow-wrap: anywhere; min-width: 4em} .jp-RenderedMarkdown td code {white-space: normal}
 .jp-RenderedHTML {overflow-x: auto}</style>{% endblock %}
 {% block body_header %}{{ super() }}{% if nb.metadata.home %}<p class="home"><a href="index.html">Report</a></p>{% endif %}{% endblock %}
-"""  # noqa: E501
+""".replace("POLICY", POLICY)  # noqa: E501
 
 
 def build_report(executed: Path | None = None, folder: Path | None = None) -> Path:
@@ -73,23 +68,17 @@ def build_report(executed: Path | None = None, folder: Path | None = None) -> Pa
 def index(notebooks: dict) -> str:
     """The first page: results, every executed notebook with its state, and the README's map with links."""
     rows = [
-        f"| [{escaped(title_of(nb, name))}]({quote(name)}.html) | {escaped(name)} | {state_of(nb)} |"
+        f"| [{escaped(title_of(nb, name))}]({quote(name)}.html) | <code>{escaped(name)}</code> | {state_of(nb)} |"
         for name, nb in notebooks.items()
     ]
     text = "# Report\n\n[**Results**: every table beside the paper's, and a verdict on every claim](results.html)\n\n"
     text += "## Executed notebooks\n\n| notebook | file | state |\n| --- | --- | --- |\n" + "\n".join(rows) + "\n"
-    pages = [
-        p.read_text(encoding="utf-8") for p in (root() / "notebooks" / "README.md", root() / "README.md") if p.exists()
-    ]
-    if found := next((m for page in pages if (m := re.search(r"^##? Map\n.*?(?=^## |\Z)", page, re.M | re.S))), None):
+    readme = root() / "README.md"
+    readme = readme.read_text(encoding="utf-8") if readme.exists() else ""
+    if found := re.search(r"^## Map\n.*?(?=^## |\Z)", readme, re.M | re.S):
         link = lambda m: next((f"[`{m[1]}`]({n}.html)" for n in notebooks if made_from(n, m[1])), m[0])  # noqa: E731
         text += "\n" + re.sub(r"`(\w+/\w+)`", link, found[0]).replace("](outputs/README.md)", "](results.html)")
     return text
-
-
-def escaped(text: str) -> str:
-    """``text`` as Markdown and HTML show it literally, also in a table's cell."""
-    return re.sub(r"([\\`*_{}\[\]()#+!|~$-])", lambda m: f"&#{ord(m[1])};", html.escape(" ".join(text.split())))
 
 
 def linked(results: str, notebooks: dict) -> str:
@@ -151,30 +140,10 @@ def _still(notebook):
             for output in cell.outputs:
                 view = output.get("data", {}).pop(WIDGET, None)
                 kept += shown(view, output) if view else [output]
-            cell.outputs = [safe(nbformat.from_dict(o)) for o in kept]
+            kept = [harmless(nbformat.from_dict(o)) for o in kept]
+            cell.outputs = [o for o in kept if o.get("data", True)]
     notebook.metadata = nbformat.from_dict({"home": True})
     return notebook
-
-
-def safe(output):
-    """An output without the forms that can run (scripts, widgets, diagrams drawn by scripts)."""
-    if "data" in output:
-        output.data = {form: said for form, said in output.data.items() if form in SHOWN}
-        output.metadata = {}
-    return output
-
-
-def cleaned(page: str) -> str:
-    """``page`` with its tags, attributes and links that can neither run nor fetch; all other markup as text."""
-    import bleach
-
-    def allowed(tag: str, name: str, value: str) -> bool:
-        if name == "src":
-            return tag == "img" and PICTURE.match(value) is not None
-        return name in ATTRIBUTES or (tag == "a" and name == "href" and not value.lower().startswith("data:"))
-
-    page = re.sub(r"<style\b.*?</style\s*>", "", page, flags=re.S | re.I)  # of pandas' tables
-    return bleach.clean(page, TAGS, allowed, protocols=("http", "https", "mailto", "data"))
 
 
 def _page(markdown: str, home: bool = True):

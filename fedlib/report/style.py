@@ -188,14 +188,15 @@ def axes_of(ax, size=(6.4, 3.8)):
     return ax if ax is not None else plt.subplots(figsize=size, layout="constrained")[1]
 
 
-def panels(titles: Sequence[str], title: str, size: tuple[float, float] = (4.0, 3.0), columns: int = 3):
-    """Axes of a figure called ``title`` of one titled panel each and one y axis, wrapped so that none is a strip."""
+def panels(titles: Sequence[str], title: str, size: tuple[float, float] = (4.0, 3.0), columns: int = 3,
+           sharey: bool = True):  # fmt: skip
+    """Axes of a figure called ``title`` with one titled panel each, wrapped so that none is a strip."""
     import matplotlib.pyplot as plt
 
     rows = -(-len(titles) // columns)
     wide = -(-len(titles) // rows)
     full = (max(size[0] * wide, 4.8), size[1] * rows + 0.4)
-    figure, axes = plt.subplots(rows, wide, figsize=full, sharey=True, squeeze=False, layout="constrained")
+    figure, axes = plt.subplots(rows, wide, figsize=full, sharey=sharey, squeeze=False, layout="constrained")
     figure.suptitle(wrapped(title, full[0]))
     for ax, name in zip(axes.flat, titles, strict=False):
         ax.set_title(wrapped(name, full[0] / wide))
