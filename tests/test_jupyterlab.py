@@ -134,5 +134,5 @@ def test_the_walkthrough_runs_in_jupyterlab(tmp_path):
         last = driver.execute_script("return [...document.querySelectorAll('.jp-OutputArea-output img')].pop()")
         driver.execute_script("arguments[0].scrollIntoView({block: 'center'})", last)
         assert driver.save_screenshot(str(tmp_path / "jupyterlab.png"))
-        assert len(list((tmp_path / "outputs/figures").glob("start_here_smoke_*.png"))) == 3
+        assert len(list((tmp_path / "outputs/walkthrough/figures").glob("start_here_smoke_*.png"))) == 3
     assert not list((tmp_path / "runtime").glob("jpserver-*.json"))  # the server has left in good order

@@ -46,18 +46,18 @@ def executed(folder):
         new_code_cell("browse()", outputs=[view("box")], execution_count=3),
     ]
     notebook = new_notebook(cells=cells, metadata={"widgets": {STATE: {"state": models}}})
-    nbformat.write(notebook, folder / "table1-small.ipynb")
+    nbformat.write(notebook, folder / "reefl-table1-small.ipynb")
     error = new_output("error", ename="ValueError", evalue="no", traceback=["ValueError: no"])
     broken = new_notebook(cells=[new_markdown_cell("# Start here"), new_code_cell("x", outputs=[error], execution_count=1), new_code_cell("y")])  # fmt: skip
-    nbformat.write(broken, folder / "00_start_here.ipynb")
+    nbformat.write(broken, folder / "walkthrough-00-demo.ipynb")
     return folder
 
 
 @pytest.fixture
 def report(tmp_path, monkeypatch):
     monkeypatch.setenv("FEDLIB_OUTPUTS", str(tmp_path / "outputs"))
-    for name in ("tables", "figures"):
-        shutil.copytree(OUTPUTS / name, tmp_path / "outputs" / name)
+    for paper in ("reefl", "extensions"):
+        shutil.copytree(OUTPUTS / paper, tmp_path / "outputs" / paper)
     some = [p for p in (OUTPUTS / "runs").iterdir() if re.match(r"(reefl|depthfl)-cifar10-lora", p.name)]
     for path in some:
         shutil.copytree(path, tmp_path / "outputs/runs" / path.name)
@@ -66,7 +66,7 @@ def report(tmp_path, monkeypatch):
 
 
 def test_pages_hold_what_the_notebooks_show_and_fetch_nothing(report):
-    page = (report.parent / "table1-small.html").read_text()
+    page = (report.parent / "reefl-table1-small.html").read_text()
     assert page.count(f"data:image/png;base64,{PIXEL}") == 2 and "42.5</td>" in page  # the widget's picture, too
     assert "widget bar" not in page and "widget box" not in page
     for path in report.parent.glob("*.html"):
@@ -76,13 +76,16 @@ def test_pages_hold_what_the_notebooks_show_and_fetch_nothing(report):
 
 def test_the_index_leads_to_every_page_and_says_what_stopped(report):
     index = report.read_text()
-    for name in ("results", "table1-small", "00_start_here"):
+    for name in ("results", "reefl-table1-small", "walkthrough-00-demo"):
         assert f'href="{name}.html"' in index and (report.parent / f"{name}.html").exists()
     assert "stopped by ValueError" in index and "complete" in index
-    assert re.search(r'<a href="00_start_here.html"><code>walkthrough/00_start_here</code>', index)  # the README's map
-    results = (report.parent / "results.html").read_text()
-    assert 'href="table1-small.html"' in results and "ipynb" not in results
-    assert 'src="figures/table1_small_exits_femnist.png"' in results
+    assert re.search(r'<a href="walkthrough-00-demo.html"><code>walkthrough/00_start_here</code>', index)  # the map
+    assert 'href="results-reefl.html"' in (report.parent / "results.html").read_text()
+    results = (report.parent / "results-reefl.html").read_text()
+    assert 'href="reefl-table1-small.html"' in results and "ipynb" not in results
+    assert 'src="reefl/figures/table4_small_exits.png"' in results
+    assert 'href="results-reefl-claims.html#modulation_helps"' in results
+    assert (report.parent / "results-reefl-claims.html").exists()
 
 
 SCRIPTS = ("<script>alert(1)</script>", "<img src=x onerror=alert(1)>", "[x](javascript:alert(1))",
@@ -183,7 +186,7 @@ def test_no_column_of_a_table_is_cut_off(report):
 def test_a_browser_finds_the_report_whole_and_every_fault(report):
     with chromium() as driver:
         counts, broken = check_pages(driver, report.parent)
-        assert broken == [] and counts["pages"] == 4 and counts["images"] >= 3 and counts["links"] >= 10, counts
+        assert broken == [] and counts["pages"] == 7 and counts["images"] >= 3 and counts["links"] >= 10, counts
 
         faults = """<img src="figures/none.png"><a href="none.html">a</a><a href="index.html#none">b</a>
             <a href="../outside.html">c</a><script src="http://127.0.0.1:9/x.js"></script>"""
@@ -205,7 +208,7 @@ def test_without_executed_notebooks(tmp_path, monkeypatch, capsys):
         build_report()
     assert not (tmp_path / "outputs/report").exists()
     monkeypatch.setattr(site, "execute_all", lambda folder: [executed(folder).name])
-    shutil.copytree(OUTPUTS / "tables", tmp_path / "outputs/tables")
+    shutil.copytree(OUTPUTS / "reefl/tables", tmp_path / "outputs/reefl/tables")
     main(["--executed", str(tmp_path / "executed"), "--folder", str(tmp_path / "report")])
     said = capsys.readouterr().out
     assert "executing all at profile smoke" in said and "did not run to their end" in said
@@ -226,16 +229,20 @@ def test_execution_leaves_results_alone_and_names_what_failed(tmp_path, monkeypa
         nbformat.write(new_notebook(cells=cells, metadata=spec), tmp_path / "notebooks" / folder / f"{name}.ipynb")
     monkeypatch.setenv("FEDLIB_ROOT", str(tmp_path))
     monkeypatch.setenv("FEDLIB_OUTPUTS", str(tmp_path / "outputs"))
-    assert site.execute_all(tmp_path / "executed") == ["bad"]
+    assert site.execute_all(tmp_path / "executed") == ["a/bad"]
     made = {p.stem: nbformat.read(p, 4) for p in (tmp_path / "executed").iterdir()}
-    assert sorted(made) == ["bad-smoke", "good-smoke"] and not (tmp_path / "outputs").exists()
-    assert state_of(made["good-smoke"]) == "complete" and "ValueError" in state_of(made["bad-smoke"])
+    assert sorted(made) == ["a-bad-smoke", "a-good-smoke"] and not (tmp_path / "outputs").exists()
+    assert state_of(made["a-good-smoke"]) == "complete" and "ValueError" in state_of(made["a-bad-smoke"])
 
 
 def test_names():
-    assert made_from("table1-small", "reefl/table1_four_exits") and made_from("00_start_here", "walkthrough/00_start_here")  # fmt: skip
-    assert not made_from("table1-small", "reefl/table10_x") and not made_from("figure1-smoke", "reefl/figure11_x")
-    text = "[Table 1](../notebooks/reefl/table1_four_exits.ipynb) [`runs`](runs) [web](https://example.org)"
-    assert linked(text, {"table1-small": None}) == "[Table 1](table1-small.html) `runs` [web](https://example.org)"
+    assert made_from("reefl-table1-small", "reefl/table1_four_exits")
+    assert made_from("walkthrough-00-demo", "walkthrough/00_start_here")
+    assert not made_from("reefl-table1-small", "reefl/table10_x") and not made_from("reefl-table1-small", "scalefl/table1_x")  # fmt: skip
+    made = {"reefl-table1-small": None}
+    text = "[Table 1](../../notebooks/reefl/table1_four_exits.ipynb) [`runs`](../runs) [web](https://example.org) [a](claims.md#b)"  # fmt: skip
+    assert linked(text, "reefl", made) == "[Table 1](reefl-table1-small.html) `runs` [web](https://example.org) [a](results-reefl-claims.html#b)"  # fmt: skip
+    assert linked("[reefl](reefl/README.md) [x](../notebooks/a/b.ipynb)", "", made) == "[reefl](results-reefl.html) x"
+    assert linked('<img src="figures/a.png">', "reefl", made) == '<img src="reefl/figures/a.png">'
     cells = [new_code_cell("x", execution_count=1), new_code_cell("y"), new_code_cell("")]
     assert state_of(new_notebook(cells=cells)) == "**1 of 2 cells executed**"

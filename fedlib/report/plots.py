@@ -39,10 +39,11 @@ ACCURACY = "test accuracy (%)"
 
 
 def save_figure(ax, name: str):
-    """Write the figure of ``ax`` to ``outputs/figures/<name>.png`` and return the path."""
+    """Write the figure of ``ax`` to ``outputs/<folder>/figures/<stem>.png``, ``name`` being ``<folder>/<stem>``."""
     from ..core.paths import outputs_dir
 
-    path = outputs_dir() / "figures" / f"{name}.png"
+    folder, _, stem = name.rpartition("/")
+    path = outputs_dir() / folder / "figures" / f"{stem}.png"
     path.parent.mkdir(parents=True, exist_ok=True)
     ax.figure.savefig(path, dpi=150)
     return path
