@@ -13,9 +13,10 @@ import pytest
 import torch
 from matplotlib.colors import to_rgb
 
+from fedlib.core.words import fonts, plain
 from fedlib.report import plots
 from fedlib.report.data_plots import plot_clients_examples, plot_label_distribution
-from fedlib.report.style import COLORS, LOOKS, color_of, fonts, looks_of, marker_of, named, plain, title_of
+from fedlib.report.style import COLORS, LOOKS, color_of, looks_of, marker_of, named, title_of
 
 HOSTILE = ("$x$ and $y", "_hidden", "猫", "😀", r"\frac{", "a & <b>", "$\\alpha$")
 GROUPS = (  # methods that stand in one figure

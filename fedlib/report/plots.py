@@ -18,6 +18,7 @@ from .style import (
     panels,
     plain,
     share_legend,
+    spelled,
     styled,
     title_of,
 )
@@ -137,12 +138,11 @@ def _costs(frame, ax, x, y, title, looks):
 
 def _curves(curves: Mapping[str, Sequence[dict]], x: str, colors: Mapping[str, str] | None, ax) -> pd.DataFrame:
     """Draw ``accuracy`` against ``x`` of named records; a name is a method, or starts with one and a comma."""
-    spelled = {label_of(m): m for m in COLORS}
+    methods = {label_of(m): m for m in COLORS}
     rows = []
     for name, records in curves.items():
-        method, *rest = name.split(", ")
-        series = plain(", ".join([label_of(method), *map(label_of, rest)]))
-        where = {"series": series, "method": spelled.get(method, method), "name": name}
+        method = name.split(", ")[0]
+        where = {"series": plain(spelled(name)), "method": methods.get(method, method), "name": name}
         rows += [where | {x: r[x], "accuracy": r["accuracy"]} for r in records]
     frame = pd.DataFrame(rows, columns=["series", "method", "name", x, "accuracy"])
     looks = looks_of(frame)

@@ -15,6 +15,7 @@ from pathlib import PurePath
 import numpy as np
 import pandas as pd
 
+from ..core.words import fonts, plain
 from ..methods import METHODS
 from .tables import label_of
 
@@ -37,12 +38,6 @@ DATA = {
     "speech_commands": "Speech Commands", "mnist": "MNIST digits", "omniglot": "Omniglot",
     "fsdd": "Free Spoken Digits", "sst2": "SST-2", "ag_news": "AG News", "docstrings": "docstrings",
 }  # fmt: skip
-
-FONTS = (  # the first that has a character draws it; those that are not installed are left out
-    "DejaVu Sans", "Noto Sans", "Noto Sans CJK JP", "Noto Sans CJK SC", "WenQuanYi Zen Hei", "IPAGothic",
-    "Hiragino Sans", "Yu Gothic", "Microsoft YaHei", "Arial Unicode MS", "Noto Sans Arabic", "Noto Emoji",
-    "Symbola", "Segoe UI Emoji",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -110,12 +105,17 @@ def named(frame: pd.DataFrame) -> pd.DataFrame:
     That is its label, else its variant, else its method; where two variants of a panel share it, the variant follows.
     """
     by = next(c for c in ("label", "variant", "method") if c in frame)
-    series = frame[by].map(label_of)
+    series = frame[by].map(spelled)
     if "variant" in frame:
         panel = [frame[c] for c in ("finetune", "column") if c in frame]
         if frame.variant.groupby([*panel, series]).nunique().gt(1).any():
             series = series + " (" + frame.variant + ")"
     return frame.assign(series=series.map(plain))
+
+
+def spelled(name: str) -> str:
+    """A line's name as figures spell it, part by part: ``depthfl, lora`` is ``DepthFL, LoRA``."""
+    return ", ".join(map(label_of, name.split(", ")))
 
 
 def title_of(column: str, stand_in: str | None = None) -> str:
@@ -132,36 +132,6 @@ def title_of(column: str, stand_in: str | None = None) -> str:
 def data_title(dataset: str) -> str:
     """A data set's proper name; of a path its last part."""
     return plain(DATA.get(dataset) or PurePath(dataset).name.replace("_", " ").strip() or dataset)
-
-
-def plain(text: object) -> str:
-    r"""``text`` as matplotlib draws it literally: ``$`` is no formula, a leading ``_`` does not hide a legend's entry.
-
-    What no installed font can draw is written as its code point, so that two such names stay apart.
-    """
-    drawn = "".join(c if c == "\n" or drawable(c) else f"U+{ord(c):04X}" for c in str(text)).replace("$", r"\$")
-    return f"\u200b{drawn}" if drawn.startswith("_") else drawn
-
-
-@functools.cache
-def drawable(character: str) -> bool:
-    """Has an installed font of ``FONTS`` this character?"""
-    return any(ord(character) in _characters(font) for font in fonts())
-
-
-@functools.cache
-def _characters(font: str) -> frozenset[int]:
-    from matplotlib.font_manager import findfont, get_font
-
-    return frozenset(get_font(findfont(font)).get_charmap())
-
-
-@functools.cache
-def fonts() -> tuple[str, ...]:
-    """Those of ``FONTS`` that are installed; matplotlib brings the first."""
-    from matplotlib.font_manager import get_font_names
-
-    return tuple(f for f in FONTS if f in set(get_font_names()))
 
 
 def styled(plot: Callable) -> Callable:
