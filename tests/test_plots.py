@@ -13,6 +13,8 @@ import pytest
 import torch
 from matplotlib.colors import to_rgb
 
+from fedlib.analysis.attention_plots import overlay
+from fedlib.core.paths import params_dir
 from fedlib.core.words import fonts, plain
 from fedlib.report import plots
 from fedlib.report.data_plots import plot_clients_examples, plot_label_distribution
@@ -244,6 +246,9 @@ def test_class_names_of_any_kind_are_drawn_and_listed(tmp_path, monkeypatch):
     table = frame([(name, name, name) for name in HOSTILE])
     assert len(plots.plot_modes(table)[0].figure.legends[0].get_texts()) == len(HOSTILE)
     plots.plot_tradeoff(table.assign(mib=1.0), "mib", "MiB", "Costs", line="")
+    for name in HOSTILE:
+        overlay(np.zeros((4, 4, 3), np.uint8), None, one := plt.subplots()[1], f"{name}: exit 2, block 6")
+        one.figure.draw_without_rendering()
     monkeypatch.setenv("FEDLIB_OUTPUTS", str(tmp_path))
     assert plots.save_figure(ax, "x").stat().st_size > 1000  # it renders, too
 
@@ -257,6 +262,44 @@ def test_label_counts_have_headroom_and_clients_are_spread():
     assert sum(p.get_height() for p in ax.patches) == 40 * 20
     many = plot_label_distribution(counts.repeat(10, 1), [f"class {i}" for i in range(80)])
     assert many.collections[0].get_array().sum() == counts[np.linspace(0, 159, 40).astype(int)].sum() * 10
+
+
+def test_bars_of_the_engine_are_of_one_thickness_and_their_names_are_read():
+    from benchmarks.plots import plot_phases, plot_population, plot_times
+
+    systems = {"W1": ["fedlib", "bare loop, 2 threads", "Flower", "pfl", "BlazeFL"], "W3, LoRA": ["fedlib", "Flower"]}
+    index = pd.MultiIndex.from_tuples([(w, s) for w, of in systems.items() for s in of], names=["workload", "system"])
+    times = pd.DataFrame({"seconds": 2.0, "seconds_q25": 1.5, "seconds_q75": 2.5}, index=index)
+    axes = plot_times(times)
+    assert [ax.get_title() for ax in axes] == ["FedAvg (W1)", "ReeFL, LoRA (W3)"] and inside(axes[0].figure)
+    thickness = {round(bar.get_window_extent().height) for ax in axes for bar in ax.patches}
+    assert len(thickness) == 1 and thickness.pop() > 10
+    assert [t.get_text() for t in axes[1].get_yticklabels()] == systems["W3, LoRA"]
+    spans = [segment[:, 0].tolist() for segment in axes[1].collections[0].get_segments()]
+    assert spans == [[1.5, 2.5]] * 2  # the quartiles
+
+    rows = [{"num_clients": 10**n, "seconds": 0.3, "peak_mib": 800 + n} for n in (2, 3, 5)]
+    axes = plot_population(rows)
+    axes[0].figure.draw_without_rendering()
+    assert [t.get_text() for t in axes[0].get_xticklabels()] == ["100", "1,000", "100,000"]
+    assert axes[1].get_ylim()[0] == 0 and axes[1].get_ylim()[1] > 805 and inside(axes[0].figure)
+    assert inside(plot_population([])[0].figure)
+    assert inside(plot_phases(pd.Series({"forward": 60.0, "backward": 40.0})).figure)
+
+
+def test_the_overview_is_a_picture_on_a_ground_of_its_own():
+    """It stands in README on light and dark pages: well-formed, nothing fetched, all of it on a white card."""
+    from xml.etree import ElementTree
+
+    picture = ElementTree.parse(params_dir().parent / "docs" / "overview.svg").getroot()
+    _, _, width, height = map(float, picture.get("viewBox").split())
+    card = next(e for e in picture if e.tag.endswith("rect"))
+    assert card.get("fill") == "#ffffff" and float(card.get("width")) >= width - 2
+    for e in picture.iter():
+        assert not any("http" in value for value in e.attrib.values())
+        if e.tag.endswith("text"):
+            assert 0 < float(e.get("x")) < width and 0 < float(e.get("y")) < height
+            assert float(e.get("font-size", 15)) * 800 / width >= 11  # pixels, on 800
 
 
 def test_the_callers_settings_stay_as_they_were():
