@@ -5,6 +5,8 @@ from ..data.datasets import DATASETS, TEXTS
 from ..methods import Method, Setting, build_method
 from ..models.adapters import check_finetune
 from ..models.registry import backbone_spec, check_pretrained
+from .optimisers import check_optimiser
+from .schedules import check_schedule
 
 
 def check_experiment(e: Experiment) -> Method:
@@ -12,6 +14,8 @@ def check_experiment(e: Experiment) -> Method:
 
     Nothing is downloaded and no weight is allocated. What only the data can tell is checked when they are loaded.
     """
+    check_optimiser(e)
+    check_schedule(e)
     method = build_method(e.method, e.options)
     config = backbone_spec(e.backbone)
     check_pretrained(e.backbone, e.pretrained)
