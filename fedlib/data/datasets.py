@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from ..core.hub import fail_fast
 from ..core.paths import has_minilm
 from ..core.rng import numpy_generator
 from .cache import Decoded, cache_file, cached
@@ -170,7 +171,8 @@ def _load_hub(name: str, source: HubSource) -> ImageData:
         from datasets import load_dataset as load
 
         try:
-            splits = load(source.path)
+            with fail_fast():
+                splits = load(source.path)
         except Exception as error:  # datasets raises a different class for each way of being offline
             raise ConnectionError(
                 f"dataset {name!r} ({source.path}) is not cached and could not be downloaded: "

@@ -189,8 +189,3 @@ def _divide(kind, labels, num_clients, seed, alpha, classes_per_client) -> list[
         warnings.simplefilter("ignore")  # flwr-datasets warns about class imbalance, which is the point here
         partitioner.dataset = table
         return [np.sort(np.asarray(partitioner.load_partition(i)["row"], np.int64)) for i in range(num_clients)]
-
-
-def label_distribution(parts: list[np.ndarray], labels: np.ndarray, num_classes: int) -> np.ndarray:
-    """Counts (clients, classes)."""
-    return np.stack([np.bincount(labels[p], minlength=num_classes) for p in parts])

@@ -13,7 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 import torch
@@ -21,7 +21,7 @@ import torch
 from ..core.clients import Client
 from ..core.profiling import phase
 from ..core.slices import Slice
-from ..core.validation import check_fields
+from ..core.validation import Count, Positive, check_instance, names_its_keywords, shown
 from ..methods import Server
 from ..methods.server import Sums
 from ..models.exit_model import ExitModel
@@ -44,33 +44,38 @@ class Trained:
     nonfinite: tuple[int, ...] = ()  # clients whose loss or update holds a NaN or infinity (Experiment.nonfinite)
 
 
+@names_its_keywords("execution")
 @dataclass(frozen=True)
 class Execution:
     """How to run, which must not change the numbers beyond float rounding.
 
-    ``auto`` trains in forked processes (``processes.py``) where a fork is safe and there is more than one worker: they
-    do not wait for each other's interpreter lock. Elsewhere in threads. ``ray`` is a cluster (``cluster.py``).
+      device           cpu, cuda (the current GPU) or cuda:<number>
+      workers          train so many cohorts side by side; None: one a core or GPU; with ray, all of the cluster
+      cohort_size      most clients of a cohort; None: see ``automatic_cohort_size``
+      executor         auto: forked processes (``processes.py``) where a fork is safe and there is more than one worker, as
+                       they do not wait for each other's interpreter lock; elsewhere threads. ray: a cluster
+                       (``cluster.py``)
+      address          ray: "auto", "host:port", "ray://host:port"; None: $RAY_ADDRESS, else a local Ray
+      patience_seconds ray: how long to go without any worker before giving up
+
+    Raises ``ValueError`` for what is impossible, such as a GPU that this machine has not.
     """
 
     device: str = "cpu"
-    workers: int | None = None  # train cohorts side by side; None: one a core or GPU; ray, all of the cluster
-    cohort_size: int | None = None  # most clients a cohort; None: see ``automatic_cohort_size``
-    executor: Literal["auto", "processes", "threads", "ray"] = "auto"  # auto: forked processes, else threads
-    address: str | None = None  # ray: "auto", "host:port", "ray://host:port"; None: $RAY_ADDRESS, else a local Ray
-    patience_seconds: float = 120.0  # ray: how long to go without any worker before giving up
+    workers: Count | None = None
+    cohort_size: Count | None = None
+    executor: Literal["auto", "processes", "threads", "ray"] = "auto"
+    address: str | None = None
+    patience_seconds: Positive = 120.0
 
     def __post_init__(self):
-        for key, value in check_fields(
-            type(self), {f.name: getattr(self, f.name) for f in fields(self)}, "execution"
-        ).items():
-            object.__setattr__(self, key, value)
-        for key in ("workers", "cohort_size", "patience_seconds"):
-            if getattr(self, key) is not None and getattr(self, key) <= 0:
-                raise ValueError(f"execution: {key} = {getattr(self, key)!r} must be positive")
+        check_instance(self, "execution")
         if self.executor == "processes" and self.device != "cpu":
             raise ValueError(f"execution: device = {self.device!r} with executor = 'processes'; allowed: cpu")
         if self.executor == "ray" and self.device not in ("cpu", "cuda"):
             raise ValueError(f"execution: device = {self.device!r} with executor = 'ray'; allowed: cpu, cuda")
+        if self.executor != "ray":
+            check_device(self.device)
         if self.address is not None and self.executor != "ray":
             raise ValueError(f"execution: address = {self.address!r} needs executor = 'ray', not {self.executor!r}")
         if self.address is not None and not re.fullmatch(r"auto|local|(ray://)?[^\s:/]+:\d+", self.address):
@@ -87,6 +92,18 @@ class Execution:
         if self.workers is not None:
             return self.workers
         return torch.get_num_threads() if self.device == "cpu" else 1
+
+
+def check_device(device: str) -> None:
+    """Raise ``ValueError`` if this machine cannot train on ``device``. MPS cannot: it has no float64 to sum updates in."""
+    if device == "cpu":
+        return
+    if not re.fullmatch(r"cuda(:\d{1,3})?", device):
+        raise ValueError(f"execution: device = {shown(device)} is unknown; allowed: cpu, cuda, cuda:<number>")
+    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if int(device.partition(":")[2] or 0) >= found:
+        raise ValueError(f"execution: device = {device!r}, but PyTorch finds {found} CUDA GPUs here; allowed: cpu"
+                         + "".join(f", cuda:{i}" for i in range(found)))  # fmt: skip
 
 
 class Executor(Protocol):

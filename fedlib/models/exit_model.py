@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..core.slices import STEM, ParamInfo, Slice
+from ..core.slices import STEM, ParamInfo
 from ..layers.tokens import put_token, take_token
 from .vit import ViT
 
@@ -184,7 +184,3 @@ class ExitModel(nn.Module):
         for name, tensor in tensors.items():
             module, leaf = self._slots[name]
             module._parameters[leaf] = tensor
-
-    def full_slice(self) -> Slice:
-        """The whole model."""
-        return Slice.prefix(self.exit_blocks[-1] + 1, range(len(self.exit_blocks)))
