@@ -19,6 +19,7 @@ from .validation import (
     Count,
     Positive,
     Scalar,
+    When,
     check_fields,
     check_instance,
     names_its_keywords,
@@ -87,9 +88,9 @@ class Experiment:
     partition: typing.Literal[
         "dirichlet", "class_dirichlet", "pathological", "natural", "natural_split", "iid", "drawn"
     ] = "dirichlet"
-    dirichlet_alpha: Positive = 1.0
-    classes_per_client: Count = 2
-    examples_per_client: Count = 100
+    dirichlet_alpha: Annotated[Positive, When(partition=("dirichlet", "class_dirichlet", "drawn"))] = 1.0
+    classes_per_client: Annotated[Count, When(partition="pathological")] = 2
+    examples_per_client: Annotated[Count, When(partition="drawn")] = 100
     augment: typing.Literal["none", "crop", "crop_flip", "rrc", "rrc_flip"] = "crop"
     crop_pad: NotNegative = 2
     crop_scale: Annotated[Positive, AtMost(1)] = 0.08

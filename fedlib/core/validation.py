@@ -115,26 +115,24 @@ def check_names(cls: type, names: Iterable[object], where: str) -> None:
 
 
 def check_instance(instance: object, where: str) -> None:
-    """Convert and check every field of a frozen dataclass in place: what its ``__post_init__`` calls.
-
-    Beyond :func:`check_fields` it refuses a value that does nothing (:class:`When`).
-    """
-    fields = dataclasses.fields(instance)
-    for key, value in check_fields(type(instance), {f.name: getattr(instance, f.name) for f in fields}, where).items():
+    """Convert and check every field of a frozen dataclass in place: what its ``__post_init__`` calls."""
+    values = {f.name: getattr(instance, f.name) for f in dataclasses.fields(instance)}
+    for key, value in check_fields(type(instance), values, where).items():
         object.__setattr__(instance, key, value)
-    for f in fields:
-        conditions = [m for m in typing.get_args(field_hints(type(instance))[f.name])[1:] if isinstance(m, When)]
-        if conditions and getattr(instance, f.name) != f.default:
-            _check_switches(instance, f.name, conditions[0].switches, where)
 
 
-def _check_switches(instance: object, key: str, switches: Mapping[str, tuple], where: str) -> None:
-    for switch, allowed in switches.items():
-        if (value := getattr(instance, switch)) not in allowed:
-            raise ValueError(
-                f"{where}: {key} = {shown(getattr(instance, key))} has no effect with {switch} = {shown(value)}; "
-                f"it needs {switch} = {' or '.join(map(shown, allowed))}"
-            )
+def check_conditions(instance: object, where: str) -> None:
+    """Raise ``ValueError`` for a field that differs from its default and does nothing (:class:`When`)."""
+    hints = field_hints(type(instance))
+    for f in dataclasses.fields(instance):
+        given = getattr(instance, f.name)
+        for condition in [m for m in typing.get_args(hints[f.name])[1:] if isinstance(m, When)]:
+            for switch, allowed in condition.switches.items():
+                if given != f.default and (value := getattr(instance, switch)) not in allowed:
+                    raise ValueError(
+                        f"{where}: {f.name} = {shown(given)} has no effect with {switch} = {shown(value)}; it needs "
+                        f"{switch} = {' or '.join(map(shown, allowed))}"
+                    )
 
 
 def names_its_keywords(where: str):

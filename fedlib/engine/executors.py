@@ -21,10 +21,12 @@ import torch
 from ..core.clients import Client
 from ..core.profiling import phase
 from ..core.slices import Slice
-from ..core.validation import Count, Positive, check_instance, names_its_keywords, shown
+from ..core.threads import warn_if_spinning
+from ..core.validation import Count, Positive, check_instance, names_its_keywords
 from ..methods import Server
 from ..methods.server import Sums
 from ..models.exit_model import ExitModel
+from .checks import check_device
 from .cohort import Cohort
 from .federation import Federation
 from .frozen_cache import free_memory
@@ -52,9 +54,8 @@ class Execution:
       device           cpu, cuda (the current GPU) or cuda:<number>
       workers          train so many cohorts side by side; None: one a core or GPU; with ray, all of the cluster
       cohort_size      most clients of a cohort; None: see ``automatic_cohort_size``
-      executor         auto: forked processes (``processes.py``) where a fork is safe and there is more than one worker, as
-                       they do not wait for each other's interpreter lock; elsewhere threads. ray: a cluster
-                       (``cluster.py``)
+      executor         auto: forked processes (``processes.py``) where a fork is safe and there is more than one worker,
+                       as they do not wait for each other's interpreter lock; elsewhere threads. ray: ``cluster.py``
       address          ray: "auto", "host:port", "ray://host:port"; None: $RAY_ADDRESS, else a local Ray
       patience_seconds ray: how long to go without any worker before giving up
 
@@ -92,18 +93,6 @@ class Execution:
         if self.workers is not None:
             return self.workers
         return torch.get_num_threads() if self.device == "cpu" else 1
-
-
-def check_device(device: str) -> None:
-    """Raise ``ValueError`` if this machine cannot train on ``device``. MPS cannot: it has no float64 to sum updates in."""
-    if device == "cpu":
-        return
-    if not re.fullmatch(r"cuda(:\d{1,3})?", device):
-        raise ValueError(f"execution: device = {shown(device)} is unknown; allowed: cpu, cuda, cuda:<number>")
-    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if int(device.partition(":")[2] or 0) >= found:
-        raise ValueError(f"execution: device = {device!r}, but PyTorch finds {found} CUDA GPUs here; allowed: cpu"
-                         + "".join(f", cuda:{i}" for i in range(found)))  # fmt: skip
 
 
 class Executor(Protocol):
@@ -240,6 +229,8 @@ class InProcess:
 
     def __post_init__(self):
         self._size = self.execution.cohort_size or automatic_cohort_size(self.federation)
+        if self.execution.device == "cpu" and self.execution.side_by_side() == 1:
+            warn_if_spinning(torch.get_num_threads())
 
     def train(self, server: Server, clients: list[Client], t: int, memories: Memories) -> Iterator[Trained]:
         f, workers = self.federation, self.execution.side_by_side()

@@ -16,8 +16,9 @@ from ..methods.base import clients_of
 from ..models.adapters import apply_finetune_
 from ..models.exit_model import ExitModel
 from ..models.registry import backbone_config, build_backbone
-from .checks import check_experiment, check_input
+from .checks import check_device, check_experiment, check_input, check_population
 from .frozen_cache import PrefixCache, build_prefix_cache
+from .memory import check_memory
 
 
 @dataclass(frozen=True)
@@ -71,9 +72,12 @@ def build_model(e: Experiment, method: Method, num_classes: int, meta: bool = Fa
 
 def build_federation(e: Experiment, device: str = "cpu") -> Federation:
     """Check ``e`` against its data and model, then build them. Raises before any compute."""
+    check_device(device)
     method = check_experiment(e)
     data = load_federated(e, device)
     check_input(e, backbone_config(e.backbone), is_text(data.images))
+    check_population(e, data)
+    check_memory(e, build_model(e, method, len(data.classes), meta=True), int(data.num_examples.max()), device)
     model = build_model(e, method, len(data.classes)).to(device)
     infos = model.infos()
     setting = Setting(model.vit.config, model.exit_blocks, infos, e.num_clients, e.rounds)
