@@ -71,7 +71,7 @@ def check_device(device: str) -> None:
     if int(device.partition(":")[2] or 0) >= found:
         gpus = "".join(f", cuda:{i}" for i in range(found))
         raise ValueError(
-            f"execution: device = {device!r}, but PyTorch finds {found} CUDA GPUs here; allowed: cpu{gpus}"
+            f"execution: device = {device!r}, but PyTorch finds {found} GPUs here; allowed: cpu{gpus}"
         )
 
 
