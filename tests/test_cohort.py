@@ -71,7 +71,7 @@ def test_fedavg_equals_timm_trained_by_a_plain_loop(tiny):
     def to_timm(params):
         out = {}
         for name, p in params.items():
-            key = name.removeprefix("vit.").removeprefix("stem.")
+            key = name.removeprefix("backbone.").removeprefix("stem.")
             key = key.replace("head.exits.0.norm", "norm").replace("head.exits.0.linear", "head")
             key = key.replace("patch_embed.", "patch_embed.proj.").replace("prefix", "cls_token")
             if key in ("cls_token", "pos_embed"):

@@ -85,7 +85,7 @@ def test_unread_tokens_of_last_blocks_change_no_logit_and_no_gradient(finetune):
     for name, info in f.setting.infos.items():
         if name in stacked and info.unit >= 0:
             stacked[name] = stacked[name][: alive[info.unit]]
-    spans = {j: (0, alive[b]) for j, b in enumerate(model.exit_blocks)}
+    spans = {j: (0, alive[b]) for j, b in enumerate(model.exit_units)}
 
     def outcome(whole):
         model.whole_blocks = whole

@@ -19,7 +19,7 @@ from fedlib.engine.executors import train_cohort
 from fedlib.engine.privacy import epsilon, privacy_spent, privatise
 from fedlib.methods import METHODS, Method, Server, Setting, build_method
 from fedlib.methods.server import Update, merge_sums
-from fedlib.models.vit import ViTConfig
+from fedlib.models.vit import ViTSpec
 from fedlib.runs import store as runs_module
 
 ONE = Execution(workers=1)
@@ -37,7 +37,7 @@ def federation(info, budgets, sampled, noise, method="reefl", **options):
     budgets, experiment = np.array(budgets), SimpleNamespace(seed=4, method=method)
     return SimpleNamespace(
         method=build_method(method, {"clip_norm": 2.0, "noise_multiplier": noise, "weighting": "clients"} | options),
-        setting=Setting(ViTConfig(depth=len(exits)), exits, info, len(budgets), rounds=10), experiment=experiment,
+        setting=Setting(ViTSpec(depth=len(exits)), exits, info, len(budgets), rounds=10), experiment=experiment,
         budgets=budgets, data=SimpleNamespace(num_examples=np.full(len(budgets), 9)), sample_size=sampled,
         candidates=lambda: np.arange(len(budgets)),
     )  # fmt: skip
@@ -104,12 +104,12 @@ def test_width_slices_are_expected_per_entry():
 
 
 def test_inclusivefl_expects_clients_per_group():
-    info = {f"vit.blocks.{b}.w": ParamInfo((None,), "backbone", b, (1,)) for b in range(2)}
+    info = {f"backbone.blocks.{b}.w": ParamInfo((None,), "backbone", b, (1,)) for b in range(2)}
     f = federation(info, [0, 0, 0, 1], sampled=2, noise=1e-12, method="inclusivefl", aggregation="mean")
     server = f.method.init_server({n: torch.zeros(1) for n in info}, f.setting)
     sums = privatise(f, server, {}, 1)
     assert {g: m.clients for g, m in sums.items()} == {0: 1.5, 1: 0.5}
-    assert set(sums[0].total) == {"exit0/vit.blocks.0.w"} and set(sums[1].total) == set(info)
+    assert set(sums[0].total) == {"exit0/backbone.blocks.0.w"} and set(sums[1].total) == set(info)
 
 
 @pytest.mark.parametrize("method", ["reefl", "inclusivefl", "scalefl"])

@@ -18,6 +18,7 @@ from fedlib.core.storage import read_json
 from fedlib.core.validation import Above, AtLeast, AtMost, Below, When, check_conditions, check_fields, check_instance
 from fedlib.engine import memory
 from fedlib.engine.checks import check_experiment, without_defaults
+from fedlib.methods.sliced.reefl import ReeFL
 
 ROOT = pathlib.Path(__file__).parents[1]
 STORED = sorted((ROOT / "outputs" / "runs").glob("*/experiment.json"))
@@ -159,6 +160,63 @@ def test_a_drawn_client_holds_no_more_than_there_is():
     assert build_federation(e.replace(examples_per_client=200)).data.num_examples[0] == 200
 
 
+# --- methods -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "method, options, message",
+    [
+        ("reefl", {"temperature": 0}, "temperature = 0.0 must be above 0"),
+        ("reefl", {"temperature": -1.0}, "temperature = -1.0 must be above 0"),
+        ("reefl", {"zeta": 7}, "zeta = 7.0 must be above 0 and at most 1"),
+        ("reefl", {"ramp_fraction": 1.5}, "ramp_fraction = 1.5 must be at least 0 and at most 1"),
+        ("reefl", {"kd_weight": -0.1}, "kd_weight = -0.1 must be at least 0"),
+        ("reefl", {"ree_width": 0}, "ree_width = 0 must be at least 1"),
+        ("reefl", {"ree_mlp_ratio": 0}, "ree_mlp_ratio = 0.0 must be above 0"),
+        ("inclusivefl", {"beta1": 2}, "beta1 = 2.0 must be at least 0 and below 1"),
+        ("inclusivefl", {"beta2": -0.1}, "beta2 = -0.1 must be at least 0 and below 1"),
+        ("inclusivefl", {"server_lr": -1}, "server_lr = -1.0 must be above 0"),
+        ("inclusivefl", {"adam_tau": 0}, "adam_tau = 0.0 must be above 0"),
+        ("inclusivefl", {"beta": 1.1}, "beta = 1.1 must be at least 0 and at most 1"),
+        ("depthfl", {"feddyn_alpha": 0}, "feddyn_alpha = 0.0 must be above 0"),
+        ("scalefl", {"widths": [1e-9, 0.5, 0.7, 1]}, "widths: 1e-09 leaves axis 'residual' empty; allowed: 0.016..1"),
+        ("scalefl", {"widths": [0, 0.5, 0.7, 1]}, "widths = 0.0 must be above 0 and at most 1"),
+        ("scalefl", {"widths": [0.5, 1]}, "widths = [0.5, 1.0] must be 4 numbers"),
+        ("fedavg", {"zeta": 0.3}, "options of fedavg: unknown key 'zeta'"),
+        ("reefl", {"distill": "none", "temperature": 2}, "temperature = 2.0 has no effect with distill = 'none'"),
+        ("reefl", {"kd_weight": 0.5, "ramp_fraction": 0.1}, "ramp_fraction = 0.1 has no effect with kd_weight = 0.5"),
+        ("depthfl", {"zeta": 0.3}, "zeta = 0.3 has no effect with distill = 'mutual'; it needs distill = 'best'"),
+        ("reefl", {"beta1": 0.5}, "beta1 = 0.5 has no effect with aggregation = 'mean'"),
+        ("inclusivefl", {"momentum_distill": False, "beta": 0.5}, "beta = 0.5 has no effect with momentum_distill"),
+        ("reefl", {"use_ree": False, "ree_width": 32}, "ree_width = 32 has no effect with use_ree = False"),
+    ],
+)
+def test_options_of_methods_are_in_range_and_do_something(method, options, message):
+    with pytest.raises(ValueError) as error:
+        check_experiment(Experiment(method=method, options=options))
+    assert message in str(error.value)
+
+
+def test_a_method_made_by_hand_refuses_too():
+    @dataclass(frozen=True)
+    class Mine(ReeFL):
+        """A user's own, with the plainest of types."""
+
+        distill: str = "last"
+        temperature: float = 2.0
+
+    for make, message in (
+        (lambda: ReeFL(distill="x"), "options of reefl: distill = 'x' is not possible"),
+        (lambda: Mine(distill="lats"), "options of mine: distill = 'lats' is not possible; did you mean 'last'?"),
+        (lambda: Mine(temperature=0), "temperature = 0.0 must be above 0"),
+        (lambda: ReeFL(weighting=3), "weighting = 3 is not possible"),
+    ):
+        with pytest.raises(ValueError) as error:
+            make()
+        assert message in str(error.value)
+    assert Mine(distill="best").temperature == 2.0
+
+
 # --- names -------------------------------------------------------------------------------------------------------
 
 
@@ -174,7 +232,7 @@ def test_stored_runs_keep_their_names_and_stay_possible():
     for file in STORED:
         e = Experiment.from_dict(read_json(file)["experiment"])
         assert e.slug == file.parent.name
-        without_defaults(e)
+        without_defaults(e)  # its method can still be built
         check_conditions(e, "experiment")
 
 
@@ -198,7 +256,7 @@ def test_needed_bytes_are_what_the_tensors_take():
 
     e = Experiment(method="fedavg", num_exits=1, finetune="full", batch_size=8)
     shapes = build_model(e, check_experiment(e), 10, meta=True)
-    size, config = sum(p.numel() for p in shapes.parameters()), shapes.vit.config
+    size, config = sum(p.numel() for p in shapes.parameters()), shapes.backbone.spec
     tokens = 8 * 17  # 16 patches and the class token
     assert memory.bytes_to_train(e, shapes, 100) == 4 * (7 * size + tokens * 12 * (8 * config.dim + 2 * config.ffn_dim))
     assert (

@@ -11,7 +11,7 @@ from ..data.datasets import DATASETS, TEXTS
 from ..data.federated import FederatedData
 from ..methods import METHODS, Method, Setting, build_method
 from ..models.adapters import check_finetune, default_options
-from ..models.registry import backbone_config, check_pretrained
+from ..models.registry import backbone_spec, check_pretrained
 
 
 def check_experiment(e: Experiment) -> Method:
@@ -21,7 +21,7 @@ def check_experiment(e: Experiment) -> Method:
     """
     check_conditions(e, "experiment")
     method = build_method(e.method, e.options)
-    config = backbone_config(e.backbone)
+    config = backbone_spec(e.backbone)
     check_pretrained(e.backbone, e.pretrained)
     if e.dataset in DATASETS:
         check_input(e, config, e.dataset in TEXTS)
@@ -29,15 +29,16 @@ def check_experiment(e: Experiment) -> Method:
     if reads_text and e.augment != "none":
         raise ValueError(f"experiment: augment = {e.augment!r} is for images; allowed with {e.backbone!r}: none")
     check_finetune(e.finetune, dict(e.finetune_options), config)
-    blocks = e.exit_blocks if e.exit_blocks is not None else method.exit_blocks(config.depth, e.num_exits)
+    blocks = e.exit_blocks if e.exit_blocks is not None else method.exit_units(config.depth, e.num_exits)
     if blocks[-1] >= config.depth:
         raise ValueError(f"experiment: exit_blocks = {list(blocks)}: {e.backbone} has blocks 0..{config.depth - 1}")
-    if e.augment.startswith("crop") and e.crop_pad >= config.img_size:
+    size = config.input_shape[-1]
+    if e.augment.startswith("crop") and e.crop_pad >= size:
         raise ValueError(
-            f"experiment: crop_pad = {e.crop_pad} leaves nothing of an image: {e.backbone} reads {config.img_size} x "
-            f"{config.img_size} pixels; allowed: 0..{config.img_size - 1}"
+            f"experiment: crop_pad = {e.crop_pad} leaves nothing of the {size} x {size} pixels that {e.backbone} reads; "
+            f"allowed: 0..{size - 1}"
         )
-    method.check(Setting(config, tuple(blocks), {}, e.num_clients, e.rounds), e.finetune)
+    method.check(Setting(config, tuple(blocks), {}, e.num_clients, e.rounds), e)
     return method
 
 
@@ -70,9 +71,7 @@ def check_device(device: str) -> None:
     found = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if int(device.partition(":")[2] or 0) >= found:
         gpus = "".join(f", cuda:{i}" for i in range(found))
-        raise ValueError(
-            f"execution: device = {device!r}, but PyTorch finds {found} GPUs here; allowed: cpu{gpus}"
-        )
+        raise ValueError(f"execution: device = {device!r}, but PyTorch finds {found} GPUs here; allowed: cpu{gpus}")
 
 
 def without_defaults(e: Experiment) -> Experiment:

@@ -7,8 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import torch
 
-from ..core.slices import Slice, take, take_all
-from ..methods import Server
+from ..core.slices import Slice, is_cut, take, take_all
+from ..methods import Round, Server
+from ..models.route import Route
 from .federation import Federation
 from .privacy import privacy_spent
 
@@ -27,19 +28,19 @@ def exit_logits(federation: Federation, server: Server, part: Slice) -> torch.Te
     """Logits (E, N, C) of sub-model ``part`` on the test set; zeros for exits it does not hold."""
     data, model, device = federation.data, federation.model, federation.device
     put_slice_(federation, server, part)
-    alive = [int(b in part.units) for b in range(model.exit_blocks[-1] + 1)]
-    spans = {j: (0, int(j in part.exits)) for j in range(len(model.exit_blocks))}
-    prefix = federation.test_prefix if not part.index else None
+    route = Route.of(part, model.depth)
+    cut = any(is_cut(i, part) for i in federation.setting.infos.values()) if part.index else False
+    prefix = federation.test_prefix if not cut else None
 
     @torch.inference_mode()
     def logits(examples: np.ndarray) -> torch.Tensor:
         rows = torch.from_numpy(examples).to(device)
         if prefix is None:
-            x = data.view(data.test_images, model.vit.config.input_shape, rows)[None]
+            x = data.view(data.test_images, model.backbone.spec.input_shape, rows)[None]
         else:
             prefix.fill(model, examples)
             x = prefix(rows[None])
-        return model(x, alive, spans)[:, 0]
+        return model(x, route)[:, 0]
 
     n = len(data.test_labels)
     held = min(n, AT_ONCE)
@@ -58,6 +59,12 @@ def _side_by_side(work: Callable, parts: Sequence, threads: int) -> Iterator:
         yield from pool.map(work, parts)
 
 
+def served_parts(federation: Federation, server: Server) -> list[Slice]:
+    """The sub-model that each exit is evaluated with on the central test set."""
+    r = Round(server.t, (), federation.setting)
+    return [federation.method.model_for(j, server, r) for j in range(federation.setting.num_exits)]
+
+
 def evaluate(federation: Federation, server: Server) -> Mapping[str, object]:
     """``accuracy`` (mean over exits), ``exits`` (each exit's), and ``ensemble`` where one model has all exits.
 
@@ -65,8 +72,8 @@ def evaluate(federation: Federation, server: Server) -> Mapping[str, object]:
 
     The mean is unweighted; the ensemble is the argmax of the exits' mean logits (ReeFL's release, facts 6.6).
     """
-    labels, setting = federation.data.test_labels, federation.setting
-    parts = [federation.method.model_for(j, setting) for j in range(setting.num_exits)]
+    labels = federation.data.test_labels
+    parts = served_parts(federation, server)
     shared = all(p == parts[0] for p in parts)
     logits = exit_logits(federation, server, parts[0]) if shared else None
 

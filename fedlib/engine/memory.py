@@ -28,15 +28,14 @@ def check_memory(e: Experiment, shapes: ExitModel, examples: int, device: str) -
 
 def bytes_to_train(e: Experiment, shapes: ExitModel, examples: int) -> int:
     """The least that a round takes: the model, one client's training, the server's sum and its new state."""
-    config = shapes.vit.config
     trained = sum(p.numel() for p in shapes.trainable().values())
     frozen = sum(p.numel() for p in shapes.frozen().values())
     client = trained * (3 + (e.momentum > 0))  # what it received, its parameters and their gradients
     server = trained * 4  # the model, a sum in float64 and the new state
-    inside = any(i.role == "backbone" and i.unit >= 0 for n, i in shapes.infos().items() if n in shapes.trainable())
-    kept = config.depth * (8 * config.dim + 2 * config.hidden_dim) if inside else config.hidden_dim  # by autograd
-    tokens = min(e.batch_size, examples) * (config.num_patches + config.prefix_tokens)
-    return 4 * (frozen + server + client + tokens * kept)
+    infos = shapes.infos()
+    inside = any(infos[n].kind in ("backbone", "adapter") and infos[n].unit >= 0 for n in shapes.trainable())
+    widest, kept = shapes.backbone.spec.numbers(min(e.batch_size, examples))
+    return 4 * (frozen + server + client + (kept if inside else widest))
 
 
 def available(device: torch.device) -> int:

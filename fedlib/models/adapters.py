@@ -18,7 +18,7 @@ from ..core.validation import did_you_mean
 from ..layers.linear import Linear, init_normal_, per_client
 from ..layers.norms import LayerNorm
 from .exits import Classifier
-from .vit import ViT, ViTConfig
+from .vit import ViT, ViTSpec
 
 OWN_MODES = ("full", "frozen", "pa", "sa", "ssf")
 ADAPTER_DEFAULTS = {"r": 32}  # of pa and sa
@@ -41,7 +41,7 @@ def default_options(mode: str) -> dict[str, object]:
     return ADAPTER_DEFAULTS if mode in ("pa", "sa") else PEFT_DEFAULTS.get(mode, {})
 
 
-def check_finetune(mode: str, options: dict, config: ViTConfig) -> None:
+def check_finetune(mode: str, options: dict, config: ViTSpec) -> None:
     """Raise ``ValueError`` for an unknown mode, an option it does not have, or a tuner that peft cannot inject."""
     if mode not in OWN_MODES and mode not in finetune_modes():
         raise ValueError(f"experiment: finetune = {mode!r} is unknown{did_you_mean(mode, finetune_modes())}")
@@ -56,10 +56,10 @@ def check_finetune(mode: str, options: dict, config: ViTConfig) -> None:
             raise ValueError(
                 f"experiment: finetune_options: unknown key {key!r} for {mode}{did_you_mean(key, allowed)}"
             )
-        if key == "r" and (type(value) is not int or not 1 <= value <= config.dim):
+        if key == "r" and (type(value) is not int or value not in range(1, _width(config) + 1)):
             raise ValueError(
-                f"experiment: finetune_options: r = {value!r} is not possible; allowed: 1..{config.dim}, "
-                "the width of the layers it adapts"
+                f"experiment: finetune_options: r = {value!r} is not possible; allowed: 1..{_width(config)}, the width "
+                "of the layers it adapts"
             )
     if mode not in (*OWN_MODES, "lora") or (mode == "lora" and options):
         try:
@@ -70,6 +70,12 @@ def check_finetune(mode: str, options: dict, config: ViTConfig) -> None:
                 raise ValueError("it shares tensors between blocks, which sub-models of unequal depth cannot")
         except Exception as error:  # peft raises many classes
             raise ValueError(f"experiment: finetune = {mode!r} with {options}: peft says: {error}") from error
+
+
+def _width(config: ViTSpec) -> int:
+    """Features of the narrowest unit: channels of maps, else of tokens."""
+    shapes = [config.feature(unit) for unit in range(config.depth)]
+    return min(s[0] if len(s) == 3 else s[-1] for s in shapes)
 
 
 class Bottleneck(nn.Module):
@@ -152,7 +158,7 @@ class PerClient(nn.Module):
 def apply_finetune_(vit: ViT, head: nn.Module, mode: str, options: dict, seed: int) -> None:
     """Insert the adapters of ``mode`` and set ``requires_grad`` on exactly what is trained and communicated."""
     vit.requires_grad_(mode == "full")
-    dim, generator = vit.config.dim, torch_generator(seed, "adapter init")
+    dim, generator = vit.spec.dim, torch_generator(seed, "adapter init")
     if mode in ("pa", "sa"):
         wrap = ParallelAdapter if mode == "pa" else SerialAdapter
         for block in vit.blocks:
@@ -161,7 +167,7 @@ def apply_finetune_(vit: ViT, head: nn.Module, mode: str, options: dict, seed: i
                 init_normal_(wrapper.adapter, generator)
                 setattr(block, name, wrapper)
     elif mode == "ssf":
-        stem = vit.config.ssf_stem
+        stem = vit.spec.ssf_stem
         setattr(vit.stem, stem, ScaleShift(getattr(vit.stem, stem), generator))
         for block in vit.blocks:
             for parent, names in (
@@ -190,7 +196,7 @@ def _inject_peft_(vit: ViT, mode: str, options: dict, seed: int) -> None:
     from peft import inject_adapter_in_model
     from peft.tuners.lora import Linear as LoraLinear
 
-    settings = {"target_modules": list(vit.config.peft_targets)} | PEFT_DEFAULTS.get(mode, {}) | options
+    settings = {"target_modules": list(vit.spec.peft_targets)} | PEFT_DEFAULTS.get(mode, {}) | options
     settings = {k: list(v) if isinstance(v, tuple) else v for k, v in settings.items()}
     with torch.random.fork_rng(devices=[]):  # peft draws from the global generator: lend it one of ours
         torch.random.manual_seed(int(numpy_generator(seed, "peft init").integers(2**62)))

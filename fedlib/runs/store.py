@@ -23,7 +23,7 @@ from ..engine.checks import check_experiment
 from ..engine.executors import Execution, become_worker
 from ..engine.federation import Federation, build_federation
 from ..engine.privacy import privacy_spent
-from ..engine.rounds import Round, is_due, run_rounds
+from ..engine.rounds import Finished, is_due, run_rounds
 from ..layers.matmul import choose_products
 from ..methods import METHODS
 from .checkpoints import Checkpoints
@@ -205,7 +205,7 @@ def _continue(f: Federation, execution: Execution, path: Path, progress: bool, c
     _finish(f, store, record, path)
 
 
-def _finish(f: Federation, store: Checkpoints, last: Round | None, path: Path) -> None:
+def _finish(f: Federation, store: Checkpoints, last: Finished | None, path: Path) -> None:
     """Write the last checkpoint, then the summary."""
     from ..engine.evaluation import evaluate
 
