@@ -181,7 +181,8 @@ SCALEFL_WIDTHS = {
 @pytest.mark.parametrize("width, sizes", SCALEFL_WIDTHS.items())
 def test_scalefl_widths_round_attention_up_to_the_heads(width, sizes):
     index = width_index(DEIT_S, width)
-    assert (len(index["residual"]), len(index["heads"])) == sizes and len(index["ffn"]) == 4 * sizes[0]
+    assert (len(index["residual"]), len(index["3/qk"])) == sizes and index["0/vo"] == index["11/qk"]
+    assert len(index["3/ffn"]) == 4 * sizes[0]
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -191,7 +192,7 @@ def test_every_parameter_has_a_place(method):
     assert all(len(i.axes) == len(i.shape) for i in infos.values())
     assert {i.unit for i in infos.values()} == set(range(-1, 12))
     assert infos["backbone.blocks.10.mlp.fc1.base_layer.weight"].unit == 10
-    assert infos["backbone.blocks.1.mlp.fc1.scale"].role == "adapter"
+    assert infos["backbone.blocks.1.mlp.fc1.scale"].kind == "adapter"
 
 
 def test_shipped_weights_are_small_and_load():

@@ -313,9 +313,9 @@ def test_a_cohort_of_one_equals_a_cohort_of_all(tiny_text, method, finetune):
 def test_the_frozen_prefix_changes_nothing(tiny_text, method, monkeypatch):
     e = tiny_text.replace(method=method, finetune="frozen", rounds=1)
     f = build_federation(e)
-    assert f.train_prefix.blocks == f.test_prefix.blocks == {"depthfl": 3, "reefl": 1}[method]
+    assert f.train_prefix.units == f.test_prefix.units == {"depthfl": 3, "reefl": 1}[method]
     cached = list(run_rounds(f, Execution(workers=1)))[-1]
-    monkeypatch.setattr("fedlib.engine.federation.build_prefix_cache", lambda *a: None)
+    monkeypatch.setattr("fedlib.engine.federation.build_frozen_cache", lambda *a: None)
     plain = list(run_rounds(build_federation(e), Execution(workers=1)))[-1]
     for name, p in plain.server.params.items():
         torch.testing.assert_close(cached.server.params[name], p, rtol=0, atol=1e-5)

@@ -65,11 +65,19 @@ class Experiment:
       rounds              rounds of communication
       local_epochs        passes over a client's own examples in a round
       batch_size          examples of a local step
-      lr, min_lr          local learning rate of round t: max(min_lr, lr/2 (1 + cos(pi t / rounds))), t = 1..rounds, so
-                          the last round's (and that of rounds = 1) is min_lr
-      momentum            of local SGD, which starts anew in every round
-      weight_decay        of local SGD
+      lr, min_lr          rate of local training; min_lr is the floor of schedule = cosine
+      schedule            the rate of round t = 1..rounds. cosine: max(min_lr, lr/2 (1 + cos(pi t / rounds))), so the
+                          last round's, and that of rounds = 1, is min_lr; step: lr times decay after every milestone;
+                          exponential: lr times decay after every decay_every rounds; constant: lr
+      milestones          rounds, or below 1 shares of all rounds; schedule = step
+      decay, decay_every  a factor; how many rounds it takes, schedule = exponential
+      warmup_rounds       first rounds in which the rate rises linearly; below 1: a share of all rounds
+      local_schedule      inside a local training; linear: to zero
+      optimiser           sgd, adam or adamw, fresh in every local training
+      momentum            of sgd
+      weight_decay        of all optimisers
       clip_value          largest gradient entry; None: not clipped
+      clip_norm           largest norm of a client's whole gradient, after clip_value; None: not clipped
       precision           of local training's matrix products (autocast)
       nonfinite           a NaN or infinite update ends the run as diverged (record), is left out and counted (drop), or
                           is an error with client and tensor (fail)
@@ -113,6 +121,14 @@ class Experiment:
     momentum: Annotated[float, AtLeast(0), Below(1)] = 0.0
     weight_decay: Annotated[float, AtLeast(0)] = 0.0
     clip_value: Positive | None = 1.0
+    clip_norm: Positive | None = None
+    optimiser: typing.Literal["sgd", "adam", "adamw"] = "sgd"
+    schedule: typing.Literal["cosine", "step", "exponential", "constant"] = "cosine"
+    milestones: tuple[float, ...] | None = None
+    decay: float | None = None
+    decay_every: int = 1
+    warmup_rounds: float = 0.0
+    local_schedule: typing.Literal["constant", "linear"] = "constant"
     precision: typing.Literal["float32", "bfloat16"] = "float32"
     nonfinite: typing.Literal["record", "drop", "fail"] = "record"
     evaluate_every: NotNegative = 0

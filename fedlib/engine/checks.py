@@ -12,6 +12,8 @@ from ..data.federated import FederatedData
 from ..methods import METHODS, Method, Setting, build_method
 from ..models.adapters import check_finetune, default_options
 from ..models.registry import backbone_spec, check_pretrained
+from .optimisers import check_optimiser
+from .schedules import check_schedule
 
 
 def check_experiment(e: Experiment) -> Method:
@@ -20,6 +22,8 @@ def check_experiment(e: Experiment) -> Method:
     Nothing is downloaded and no weight is allocated. What only the data can tell is checked when they are loaded.
     """
     check_conditions(e, "experiment")
+    check_optimiser(e)
+    check_schedule(e)
     method = build_method(e.method, e.options)
     config = backbone_spec(e.backbone)
     check_pretrained(e.backbone, e.pretrained)
@@ -35,8 +39,8 @@ def check_experiment(e: Experiment) -> Method:
     size = config.input_shape[-1]
     if e.augment.startswith("crop") and e.crop_pad >= size:
         raise ValueError(
-            f"experiment: crop_pad = {e.crop_pad} leaves nothing of the {size} x {size} pixels that {e.backbone} reads; "
-            f"allowed: 0..{size - 1}"
+            f"experiment: crop_pad = {e.crop_pad} leaves nothing of the {size} x {size} pixels that "
+            f"{e.backbone} reads; allowed: 0..{size - 1}"
         )
     method.check(Setting(config, tuple(blocks), {}, e.num_clients, e.rounds), e)
     return method

@@ -1,6 +1,5 @@
 """Accuracy of every exit on the central test set, in percent; all exits of one model in one pass."""
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -21,7 +20,7 @@ def put_slice_(federation: Federation, server: Server, part: Slice) -> None:
     model.put_(take_all(server.params, infos, part))
 
 
-AT_ONCE, LEAST = 500, 32  # examples that are held in memory at a time, and that are worth a thread
+BATCH = 250  # examples; a number of its own, so that no answer follows from how many threads there are
 
 
 def exit_logits(federation: Federation, server: Server, part: Slice) -> torch.Tensor:
@@ -43,10 +42,9 @@ def exit_logits(federation: Federation, server: Server, part: Slice) -> torch.Te
         return model(x, route)[:, 0]
 
     n = len(data.test_labels)
-    held = min(n, AT_ONCE)
-    threads = max(1, min(torch.get_num_threads(), held // LEAST)) if device.type == "cpu" else 1
-    size = math.ceil(held / threads)
-    return torch.cat(list(_side_by_side(logits, np.split(np.arange(n), range(size, n, size)), threads)), 1)
+    parts = np.split(np.arange(n), range(BATCH, n, BATCH))
+    threads = min(torch.get_num_threads(), len(parts)) if device.type == "cpu" else 1
+    return torch.cat(list(_side_by_side(logits, parts, threads)), 1)
 
 
 def _side_by_side(work: Callable, parts: Sequence, threads: int) -> Iterator:

@@ -64,7 +64,7 @@ def run_rounds(
     memories: MutableMapping[int, dict[str, torch.Tensor]] | None = None,
     mirrors: MutableMapping[int, dict[str, torch.Tensor]] | None = None,
 ) -> Iterator[Finished]:
-    """Run the rounds after ``server.t``, yielding each as it ends. ``memories`` and ``mirrors`` are updated in place."""
+    """Run the rounds after ``server.t``, yielding each as it ends; ``memories`` and ``mirrors`` change in place."""
     e, method, setting = federation.experiment, federation.method, federation.setting
     server = server if server is not None else federation.server
     memories = memories if memories is not None else {}

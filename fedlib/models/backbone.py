@@ -1,8 +1,8 @@
 """What a backbone is: a stem and units that run one at a time for K clients. Only it looks inside its state ``z``.
 
 A spec (a frozen dataclass) says all that is known before any weight exists: ``depth`` (units), ``input_shape``,
-``reads`` (images or tokens), ``own_modes`` (fine-tuning modes that make sense), ``feature(unit)`` (shape of what an
-exit sees), ``numbers()`` (numbers per example in the widest activation, and in all that autograd keeps) and ``build()``.
+``reads`` (images or tokens), ``own_modes`` (fine-tuning modes that make sense), the shapes of one example's ``feature``
+and ``state``, ``numbers`` of activations (the size of a cohort follows from them) and ``build()``.
 Read next: ``vit.py``, ``resnet.py`` (two backbones), ``exit_model.py`` (who runs them).
 """
 
@@ -52,7 +52,7 @@ class Backbone(nn.Module):
         raise TypeError(f"exits of {type(self).__name__} read maps: there is no token to hand back")
 
     def bridge(self, feature: torch.Tensor, unit: int) -> torch.Tensor:
-        """What exits see after ``unit`` in the shape of the last unit's (FeDepth's skip); as it is where widths agree."""
+        """What exits see after ``unit`` in the shape of the last unit's (FeDepth's skip)."""
         return feature
 
     def settled(self, z) -> torch.Tensor:
