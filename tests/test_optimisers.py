@@ -166,7 +166,7 @@ def test_norms_are_clipped_for_each_member_over_all_its_leaves():
 def test_options_without_effect_are_refused():
     with pytest.raises(ValueError, match="momentum = 0.9 is of optimiser = 'sgd'; 'adam' has moments of its own"):
         check_optimiser(Experiment(optimiser="adam", momentum=0.9))
-    with pytest.raises(ValueError, match="clip_norm = 0.0 must be positive"):
+    with pytest.raises(ValueError, match="clip_norm = 0.0 must be above 0"):
         check_experiment(Experiment(clip_norm=0.0))
     with pytest.raises(ValueError, match="optimiser = 'adm' is not possible; did you mean 'adam'"):
         Experiment(optimiser="adm")

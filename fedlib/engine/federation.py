@@ -18,8 +18,9 @@ from ..models.adapters import apply_finetune_
 from ..models.exit_model import ExitModel
 from ..models.places import axes_of
 from ..models.registry import backbone_spec, build_backbone
-from .checks import check_experiment, check_input
+from .checks import check_device, check_experiment, check_input, check_population
 from .frozen_cache import FrozenCache, build_frozen_cache
+from .memory import check_memory
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,7 @@ def _label_counts(data: FederatedData, client: int) -> np.ndarray:
 
 def build_federation(e: Experiment, device: str = "cpu") -> Federation:
     """Check ``e`` against its data and model, then build them. Raises before any compute."""
+    check_device(device)
     method = check_experiment(e)
     spec = backbone_spec(e.backbone)
     data = load_federated(e, device, spec.input_shape[-1])
@@ -101,6 +103,8 @@ def build_federation(e: Experiment, device: str = "cpu") -> Federation:
         raise ValueError(
             f"experiment: dataset = {e.dataset!r} asks for an answer at every token; exits read the class token alone"
         )
+    check_population(e, data)
+    check_memory(e, build_model(e, method, len(data.classes), meta=True), int(data.num_examples.max()), device)
     model = build_model(e, method, len(data.classes)).to(device)
     setting = setting_of(e, model, data)
     method.check(setting, e)

@@ -140,8 +140,6 @@ def check_optimiser(e: Experiment) -> None:
             f"experiment: momentum = {e.momentum} is of optimiser = 'sgd'; {e.optimiser!r} has moments of its own; "
             "allowed: 0"
         )
-    if e.clip_norm is not None and e.clip_norm <= 0:
-        raise ValueError(f"experiment: clip_norm = {e.clip_norm} must be positive, or null for none")
 
 
 def clip_norms(

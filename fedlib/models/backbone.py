@@ -80,9 +80,7 @@ class TokenBackbone(Backbone):
         super().__init__()
         self.register_buffer("origins", None, persistent=False)  # where exits read the class token after each block,
         self.register_buffer("scales", None, persistent=False)  # and in what units; None: as it is
-        self.of_block: list[
-            list[tuple[dict, str, int]]
-        ] = []  # per block (module's, leaf, dims unstacked)
+        self.of_block: list[list[tuple[dict, str, int]]] = []  # per block (module's, leaf, dims unstacked)
 
     def run(self, z: torch.Tensor, a: int, b: int) -> torch.Tensor:
         for block in self.blocks[a:b]:

@@ -5,11 +5,13 @@
 Convnets (``resnet.py``, ``small.py``) start from random weights.
 """
 
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 
 import torch
 
+from ..core.hub import fail_fast
 from ..core.paths import minilm_file
 from ..core.rng import torch_generator
 from ..core.validation import did_you_mean
@@ -77,7 +79,8 @@ def _download_vim_tiny() -> dict[str, torch.Tensor]:
     from huggingface_hub import hf_hub_download
 
     try:
-        file = hf_hub_download(*VIM_TINY_WEIGHTS)
+        with fail_fast():
+            file = hf_hub_download(*VIM_TINY_WEIGHTS)
     except Exception as error:  # huggingface_hub raises many classes
         raise ConnectionError(
             f"the weights of 'vim_tiny' are not cached and could not be downloaded: connect once, "
@@ -105,7 +108,8 @@ def _create_timm(name: str, pretrained: bool):
         known = [n for n in timm.list_models() if n.startswith(("vit_", "deit"))]
         raise ValueError(f"experiment: backbone = {name!r} is unknown{did_you_mean(base, [*OWN, *known])[:2000]}")
     try:
-        return timm.create_model(name, pretrained=pretrained)
+        with fail_fast() if pretrained else nullcontext():
+            return timm.create_model(name, pretrained=pretrained)
     except Exception as error:
         if isinstance(error, RuntimeError):  # a tag that the model does not have
             raise ValueError(f"experiment: backbone = {name!r}: timm says: {error}") from error
