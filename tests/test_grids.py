@@ -5,13 +5,10 @@ import pytest
 from fedlib.core.paths import params_dir
 from fedlib.methods import METHODS
 from fedlib.report.tables import load_claims
-from fedlib.runs.params import load_grid, load_spec, load_yaml
+from fedlib.runs.params import load_grid, load_spec
+from fedlib.runs.params_files import grids, load_yaml
 
-TABLES = sorted(
-    p.stem
-    for p in (params_dir() / "reefl").glob("*.yaml")
-    if p.stem not in ("base", "methods", "columns", "claims", "privacy", "compression", "text")
-)
+TABLES = grids("reefl")
 
 
 def hashes(table, profile="paper", **overrides):
@@ -39,11 +36,6 @@ def test_tables_share_runs(table, base, shared):
     other = hashes(base)
     pairs = {(c.finetune, c.variant) for h, c in hashes(table).items() if h in other}
     assert len(pairs) == shared, pairs
-
-
-def test_table1s_stored_runs_keep_their_names():
-    stored = {p.name for p in (params_dir().parent / "outputs" / "runs").iterdir()}
-    assert {c.experiment.slug for c in load_grid("reefl", "table1", "small")} <= stored
 
 
 def test_variants_are_the_papers_rows():

@@ -13,6 +13,7 @@ from typing import Literal
 import numpy as np
 import torch
 
+from ..core.hub import fail_fast
 from ..core.paths import has_minilm
 from ..core.rng import numpy_generator
 from .cache import Decoded, cached, cached_for, was_read
@@ -206,7 +207,8 @@ def _load_hub(name: str, source: HubSource, size: int | None) -> ImageData:
             from datasets import load_dataset as load
 
             try:
-                splits = load(source.path, *([source.config] if source.config else []))
+                with fail_fast():
+                    splits = load(source.path, *([source.config] if source.config else []))
             except Exception as error:  # datasets raises a different class for each way of being offline
                 raise ConnectionError(
                     f"dataset {name!r} ({source.path}) is not cached and could not be downloaded: "

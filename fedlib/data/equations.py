@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from .tasks import next_token_labels
+from .tasks import IGNORED
 from .text import wordpiece
 
 
@@ -36,3 +36,14 @@ def read_equations(
         ids[i, : len(row)] = row
         prompts[i], lengths[i] = len(row) - len(equation) - 1, len(row)
     return ids, next_token_labels(*map(torch.from_numpy, (ids, prompts, lengths))).numpy()
+
+
+def next_token_labels(ids: torch.Tensor, prompts: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """Labels (N, T) of token ids (N, T): at each position of the answer the token that follows.
+
+    ``prompts`` (N,) tokens are a prompt, of which the last predicts the answer's first; what follows ``lengths`` (N,)
+    is padding.
+    """
+    at = torch.arange(ids.shape[1], device=ids.device)
+    asked = (at >= prompts[:, None] - 1) & (at < lengths[:, None] - 1)
+    return ids.roll(-1, 1).long().masked_fill(~asked, IGNORED)
