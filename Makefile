@@ -4,6 +4,8 @@ PROFILE ?= small
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# `make setup BACKEND=cpu`: PyTorch's CPU build, and none of these packages of the lock
+ACCELERATED := ^(torch|torchvision|triton|nvidia-[a-z0-9-]+|cuda-[a-z0-9-]+)==
 EXECUTED := outputs/executed
 export OMP_WAIT_POLICY ?= PASSIVE
 # notebooks/benchmarks imports benchmarks/, which is not installed
@@ -17,21 +19,31 @@ OBJECTS := $(sort $(SHORT) $(NOTEBOOKS))
 .PHONY: help setup demo test lint lab results report bench pretrain lock clean $(OBJECTS)
 
 help:
-	@echo "make demo                    walkthrough: ReeFL and DepthFL on real digits, in a few minutes"
-	@echo "make test                    all tests"
-	@echo "make reefl/table1 PROFILE=small"
-	@echo "                             one notebook of a paper (smoke | small | paper): $(sort $(SHORT))"
-	@echo "make results                 outputs/README.md: every stored table, and a verdict on every claim of the papers"
-	@echo "make report                  HTML of executed notebooks and results in outputs/report/, readable offline"
-	@echo "make bench                   engine speed against Flower, pfl, BlazeFL and bare loops"
-	@echo "make lab                     explore in JupyterLab"
+	@echo "make demo                         walkthrough: ReeFL and DepthFL on real digits, in a few minutes"
+	@echo "make reefl/table1 PROFILE=small   any notebook, by folder and first word (smoke | small | paper): notebooks/README.md"
+	@echo "make results                      outputs/README.md: every stored table, and a verdict on every claim of the papers"
+	@echo "make report                       executed notebooks and results as HTML, readable offline: outputs/report/"
+	@echo "make lab                          explore in JupyterLab"
+	@echo "make test, make bench             all tests; engine speed against Flower, pfl, BlazeFL and bare loops"
+	@echo "make setup BACKEND=cpu            once, before anything else: PyTorch's CPU build, without CUDA libraries"
+
+# Bytecode is compiled once here: where Python may not write it later, each process would compile what it imports anew.
+INSTALL := $(BIN)/uv pip install --quiet --python $(BIN)/python --compile-bytecode
 
 $(STAMP): requirements.lock pyproject.toml
+	$(if $(filter-out cpu,$(BACKEND)),$(error BACKEND = '$(BACKEND)' is not possible; allowed: cpu, or none for what PyPI has))
 	$(PYTHON) -c "import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 11) <= v <= (3, 13) else f'Python 3.11-3.13 is needed, this is {v[0]}.{v[1]}; try: make PYTHON=python3.12')"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --require-hashes -r requirements-uv.lock
-	$(BIN)/uv pip install --quiet --python $(BIN)/python --require-hashes -r requirements.lock
-	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --no-build-isolation --editable .
+ifeq ($(BACKEND),cpu)
+	@# PyTorch's own index holds the CPU builds; the lock knows PyPI's hashes alone, so these two come without.
+	$(INSTALL) --no-deps --torch-backend cpu $(shell grep -oE '^torch(vision)?==[0-9.]+' requirements.lock) 2> $(VENV)/backend.log || \
+	    { echo "make: the CPU build of torch could not be fetched from https://download.pytorch.org/whl/cpu (see $(VENV)/backend.log); make setup without BACKEND=cpu takes PyPI's" >&2; exit 1; }
+	grep -oE '$(ACCELERATED)' requirements.lock | tr -d = | $(INSTALL) --require-hashes --excludes - -r requirements.lock
+else
+	$(INSTALL) --require-hashes -r requirements.lock
+endif
+	$(INSTALL) --no-deps --no-build-isolation --editable .
 	touch $(STAMP)
 
 setup: $(STAMP)
@@ -42,7 +54,7 @@ demo: setup
 	@echo "The executed notebook: $(EXECUTED)/walkthrough-00-demo.ipynb   the figures: outputs/walkthrough/figures/   open both with: make lab"
 
 test: setup
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 lint: setup
 	$(BIN)/ruff check fedlib tests benchmarks

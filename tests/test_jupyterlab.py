@@ -67,6 +67,7 @@ def jupyterlab(folder):
     own = {"JUPYTER_CONFIG_DIR": "config", "JUPYTER_DATA_DIR": "data", "JUPYTER_RUNTIME_DIR": "runtime", "IPYTHONDIR": "ipython",
            "JUPYTERLAB_SETTINGS_DIR": "settings", "JUPYTERLAB_WORKSPACES_DIR": "workspaces", "FEDLIB_OUTPUTS": "outputs"}  # fmt: skip
     env = {**os.environ, "FEDLIB_ROOT": str(ROOT), **{k: str(folder / v) for k, v in own.items()}}
+    env.pop("JUPYTER_PATH", None)  # a kernel of its own, as a user has it
     command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", "--ServerApp.ip=127.0.0.1",
                "--port=0", f"--IdentityProvider.token={secrets.token_hex(16)}", f"--ServerApp.root_dir={folder / 'notebooks'}"]  # fmt: skip
     with open(folder / "server.log", "w") as log:
