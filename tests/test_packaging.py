@@ -1,5 +1,6 @@
 """What is installed: one list of requirements, and a wheel that works alone."""
 
+import ast
 import os
 import re
 import shutil
@@ -63,6 +64,23 @@ def test_the_cpu_set_up_takes_torch_from_its_index_and_nothing_of_cuda():
 def test_another_backend_is_refused_in_words():
     done = make("-W", "requirements.lock", "setup", "BACKEND=gpu")
     assert done.returncode and "BACKEND = 'gpu' is not possible; allowed: cpu" in done.stderr
+
+
+CUDA_KERNELS = {"mamba_ssm", "causal_conv1d"}  # used where somebody built them; they do not install without CUDA
+OTHER_NAMES = {"yaml": "pyyaml", "sklearn": "scikit-learn"}
+
+
+def test_every_import_is_declared():
+    """What fedlib imports is required by name, not because something else happens to bring it."""
+    lines = PROJECT["dependencies"] + [x for group in PROJECT["optional-dependencies"].values() for x in group]
+    declared = {re.match(r"[\w.-]+", x)[0].lower() for x in lines}
+    for path in (ROOT / "fedlib").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and not node.level:
+                names = [node.module]
+            for name in {n.split(".")[0] for n in names} - sys.stdlib_module_names - CUDA_KERNELS - {"fedlib"}:
+                assert OTHER_NAMES.get(name, name.replace("_", "-")) in declared, f"{path.name} imports {name}"
 
 
 def test_a_fresh_install_runs_one_round_offline(tmp_path):

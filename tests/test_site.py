@@ -3,13 +3,17 @@
 import base64
 import re
 import shutil
+from html.parser import HTMLParser
 
 import nbformat
+import pandas as pd
 import pytest
 from browser import check_pages, chromium, unavailable
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
 from fedlib.core.paths import params_dir
+from fedlib.core.storage import read_json, write_json
+from fedlib.report.safety import cleaned
 from fedlib.report.site import STATE, WIDGET, build_report, linked, made_from, main, state_of
 
 OUTPUTS = params_dir().parent / "outputs"
@@ -82,6 +86,100 @@ def test_the_index_leads_to_every_page_and_says_what_stopped(report):
     assert 'src="reefl/figures/table4_small_exits.png"' in results
     assert 'href="results-reefl-claims.html#modulation_helps"' in results
     assert (report.parent / "results-reefl-claims.html").exists()
+
+
+SCRIPTS = ("<script>alert(1)</script>", "<img src=x onerror=alert(1)>", "[x](javascript:alert(1))",
+           "<a href='data:text/html,<script>alert(1)</script>'>x</a>", "<iframe src=//evil.example></iframe>",
+           "<svg onload=alert(1)>", "<b onmouseover=alert(1)>x</b>", "<img src='http://evil.example/x.png'>",
+           "<style>body {background: url(http://evil.example)}</style>", "| a | `b` $c$ _d_ <script>")  # fmt: skip
+
+
+class Dangerous(HTMLParser):
+    """What of a page can run or fetch."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def handle_starttag(self, tag, attrs):
+        if tag in ("script", "iframe", "object", "embed", "svg", "form", "base", "link"):
+            self.found.append(tag)
+        for name, value in attrs:
+            address = re.match(r"\s*(javascript|vbscript|data:(?!image/))", value or "", re.I)
+            fetches = name == "src" and re.match(r"(https?:)?//", value or "")
+            self.found += [(tag, name, value)] if name.startswith("on") or address or fetches else []
+
+
+def dangers(page):
+    parser = Dangerous()
+    parser.feed(page)
+    return parser.found
+
+
+def test_the_parser_knows_danger():
+    assert all(dangers(s) for s in SCRIPTS if s.startswith("<") and not s.startswith("<style"))
+    assert not dangers("<p>&lt;script&gt; <img src='figures/x.png'> <a href='https://example.org'>x</a></p>")
+
+
+def hostile(folder):
+    """A notebook whose every part is a script: titles, names, text, outputs in all forms, errors, metadata."""
+    folder.mkdir(parents=True, exist_ok=True)
+    all_of_them = "\n\n".join(SCRIPTS)
+    forms = ("text/html", "text/markdown", "text/latex", "text/plain", "application/javascript", "text/vnd.mermaid",
+             "image/svg+xml", "application/json", "text/x-unknown")  # fmt: skip
+    outputs = [
+        new_output("display_data", {form: all_of_them}, metadata={form: {"width": "1 onload=x"}}) for form in forms
+    ]
+    outputs += [new_output("display_data", {"image/png": PIXEL}, metadata={"image/png": {"width": "1 onerror=alert(1)"}}),
+                new_output("display_data", {"image/png": "'\"><script>alert(1)</script>"}),
+                new_output("stream", text=all_of_them), new_output("error", ename=SCRIPTS[0], evalue=SCRIPTS[1],
+                                                                   traceback=[all_of_them])]  # fmt: skip
+    classes = pd.DataFrame({"class": SCRIPTS}).to_html()
+    outputs.append(new_output("display_data", {"text/html": classes}))
+    code = new_code_cell(
+        SCRIPTS[0], outputs=outputs, execution_count=1, metadata={"tags": ['"><script>alert(1)</script>']}
+    )
+    cells = [new_markdown_cell(f"# {SCRIPTS[0]} {SCRIPTS[2]} | {SCRIPTS[-1]}\n\n{all_of_them}"), code]
+    notebook = new_notebook(cells=cells, metadata={"title": SCRIPTS[0], "widgets": {STATE: {"state": {}}}})
+    nbformat.write(notebook, folder / "<img src=x onerror=alert(1)>.ipynb")
+
+
+def test_what_runs_and_notebooks_say_is_text(report):
+    outputs = report.parent.parent
+    hostile(outputs / "executed")
+    for run in (outputs / "runs").iterdir():
+        stored = read_json(run / "experiment.json")
+        stored["provenance"] = stored.get("provenance", {}) | {"device": SCRIPTS[0], "cores": SCRIPTS[1]}
+        write_json(run / "experiment.json", stored)
+    (outputs / "reefl" / "figures" / "table1_small_<script>alert(1)<\u2215script>.png").write_bytes(base64.b64decode(PIXEL))
+    build_report()
+    pages = {p.name: p.read_text() for p in report.parent.glob("*.html")}
+    assert len(pages) == 8 and {n: d for n, p in pages.items() if (d := dangers(p))} == {}
+    assert "&lt;script&gt;alert(1)&lt;/script&gt;" in pages["results-reefl.html"]  # said, not run
+    page = pages["<img src=x onerror=alert(1)>.html"]
+    assert page.count("&lt;script&gt;alert(1)") > 5 and PIXEL in page and not re.search("<style[^<]*evil", page)
+    assert "default-src 'none'" in page
+    row = next(line for line in pages["index.html"].splitlines() if "onerror" in line and "<td>" in line)
+    assert "%3Cimg" in row and "<img" not in row
+
+
+def test_tables_and_folds_survive_cleaning():
+    page = '<h2 id="a">A</h2><table class="x"><tbody><tr><td>1</td></tr></tbody></table><details><summary>s <b>t</b></summary></details>'
+    assert cleaned(page) == page and cleaned("<style scoped>\ntd {}</style><p>x</p>") == "<p>x</p>"
+    picture = '<a href="figures/a.png"><img src="figures/a.png" width="420" alt="a"></a>'
+    assert cleaned(picture) == picture
+
+
+@in_browser
+def test_no_column_of_a_table_is_cut_off(report):
+    with chromium() as driver:
+        for width in (1400, 700):
+            driver.set_window_size(width, 1200)
+            driver.get(report.as_uri())
+            cut = driver.execute_script("""return [...document.querySelectorAll('td, th')].filter(
+                c => c.getBoundingClientRect().right > document.documentElement.clientWidth
+                  || c.scrollWidth > c.clientWidth + 1).map(c => c.textContent)""")
+            assert cut == [], (width, cut)
 
 
 @in_browser

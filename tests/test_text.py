@@ -362,7 +362,7 @@ def test_a_local_set_of_the_other_kind_is_refused_when_it_is_read(tmp_path, monk
     monkeypatch.setattr("fedlib.engine.federation.build_model", lambda *a: pytest.fail("too late"))
     images, labels = torch.zeros(200, 1, 4, 4, dtype=torch.uint8), torch.arange(200) % 2
     data = datasets.ImageData("mine", images, labels, images, labels, ("a", "b"))
-    monkeypatch.setattr("fedlib.data.federated.load_dataset", lambda name, groups: data)
+    monkeypatch.setattr("fedlib.data.federated.load_dataset", lambda name, groups, size: data)
     e = Experiment(dataset="./mine", augment="none", backbone="bert_micro", pretrained=False, num_exits=3)
     with pytest.raises(ValueError, match="backbone = 'bert_micro' cannot read dataset = './mine', which holds images"):
         build_federation(e)

@@ -8,7 +8,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Client:
-    """A client as the server knows it: its id, its budget (deepest exit it can hold, 0-based), its training examples."""
+    """A client as the server knows it: id, budget (the deepest exit it can hold, 0-based), training examples."""
 
     id: int
     budget: int

@@ -14,6 +14,7 @@ import torch
 
 from ..core.storage import DamagedFile, read_tensors, write_tensors
 
+ANY_SIZE = {"size": "any"}  # says that data were read that depend on the network's input
 Decoded = tuple[dict[str, torch.Tensor], list[str]]  # tensors by name, class names
 
 
@@ -46,3 +47,23 @@ def cached(key: dict, read: Callable[[], Decoded]) -> Decoded:
     except OSError as error:
         warnings.warn(f"{file} could not be kept ({error.strerror}): set FEDLIB_CACHE", stacklevel=2)
     return tensors, classes
+
+
+def cached_for(size: int | None, key: dict, read: Callable[[int | None], tuple[Decoded, bool]]) -> Decoded:
+    """As :func:`cached`, of data that may depend on the network's input ``size``: ``read(size)`` also says if they do.
+
+    What does not depend on it is kept once, for all networks.
+    """
+    fitted = key | {"size": size}
+    for k in (key, fitted):
+        if cache_file(k).exists():
+            return cached(k, lambda: read(size)[0])
+    decoded, depends = read(size)
+    if depends:
+        cached(key | ANY_SIZE, lambda: ({"none": torch.zeros(0)}, []))
+    return cached(fitted if depends else key, lambda: decoded)
+
+
+def was_read(key: dict) -> bool:
+    """Has :func:`cached_for` read these data before, for whatever size?"""
+    return cache_file(key).exists() or cache_file(key | ANY_SIZE).exists()

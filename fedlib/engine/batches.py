@@ -1,7 +1,7 @@
-"""Every batch of a cohort's local training, drawn before it begins: rows, views, weights and who is active."""
+"""The batches of a local training, planned before its first step: a function of (seed, round, client)."""
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,73 +14,94 @@ from ..data.federated import FederatedData
 from ..data.transforms import sample_views
 
 
-def learning_rate(e: Experiment, t: int) -> float:
-    """max(min_lr, lr/2 (1 + cos(pi t / rounds))) for round t = 1..rounds: a plain cosine to zero with a floor."""
-    return max(e.min_lr, 0.5 * e.lr * (1 + math.cos(math.pi * t / e.rounds)))
-
-
 @dataclass(frozen=True)
-class Plan:
-    """Example rows (S, K, B), views, weights, and who is active (S, K); S steps of K clients."""
+class Batches:
+    """Every batch of S steps of K members: rows of the data, their views, weights 1/n on n real examples, 0 on padding.
 
-    rows: torch.Tensor
-    views: torch.Tensor | None
-    weights: torch.Tensor
+    A step is computed on its first ``width`` examples; members without a batch are not ``active``.
+    """
+
+    rows: torch.Tensor  # (S, K, B) int64
+    views: torch.Tensor | None  # (S, K, B, 5); None: not augmented
+    weights: torch.Tensor  # (S, K, B)
     examples: np.ndarray  # rows, in host memory
     width: list[int]  # examples in the fullest batch of each step
-    active: np.ndarray
+    active: np.ndarray  # (S, K) bool
+
+    @property
+    def steps(self) -> np.ndarray:
+        """Steps of each member (K,)."""
+        return self.active.sum(0)
 
 
 class Draws:
-    """What K clients draw in round ``t``: a second training of a round goes on where the first stopped."""
+    """The clients' generators of round t. They live as long as this: a second local training goes on drawing."""
 
-    def __init__(self, e: Experiment, t: int, clients: Iterable[Client]):
-        self.clients = tuple(clients)
-        self.generators = [torch_generator(e.seed, "local", t, c.id) for c in self.clients]
-        self.size = min(e.batch_size, max(c.num_examples for c in self.clients))
+    def __init__(self, seed: int, t: int):
+        self.seed, self.t = seed, t
+        self._generators: dict[int, torch.Generator] = {}
 
-    def in_order(self, data: FederatedData) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """(rows, weights), each (K, B): every client's own examples once, in order, weight 0 on padding."""
-        device, b = data.images.device, self.size
-        for a in range(0, max(c.num_examples for c in self.clients), b):
-            rows, weights = np.zeros((len(self.clients), b), np.int64), np.zeros((len(self.clients), b), np.float32)
-            for k, client in enumerate(self.clients):
-                mine = data.client(client.id)
-                part = mine[a : a + b]
-                rows[k, : len(part)], rows[k, len(part) :], weights[k, : len(part)] = part, mine[0], 1
-            yield torch.from_numpy(rows).to(device), torch.from_numpy(weights).to(device)
+    def of(self, client: int) -> torch.Generator:
+        if client not in self._generators:
+            self._generators[client] = torch_generator(self.seed, "local", self.t, client)
+        return self._generators[client]
 
 
-def plan_batches(e: Experiment, data: FederatedData, draws: Draws, epochs: int | None = None) -> Plan:
-    """Draw every client's order and views from its own generator, a function of (seed, round, client)."""
-    epochs = e.local_epochs if epochs is None else epochs
-    device, k, b = data.images.device, len(draws.clients), draws.size
-    counts = [c.num_examples for c in draws.clients]
-    per_epoch = [math.ceil(n / b) for n in counts]
-    steps = epochs * max(per_epoch)
-    rows = np.zeros((steps, k, b), np.int64)
-    weights = np.zeros((steps, k, b), np.float32)
-    augment = e.augment != "none"
-    views = torch.zeros(steps, k, b, 5) if augment else None
-    if augment:
+def plan_batches(
+    e: Experiment, data: FederatedData, clients: Sequence[Client], draws: Draws, epochs: int | None = None
+) -> Batches:
+    """The batches of ``epochs`` (None: the experiment's) over each client's examples, in an order that is new in each.
+
+    ``clients`` has one entry for each member that trains: members of one client share its batches.
+    """
+    epochs, counts = e.local_epochs if epochs is None else epochs, [c.num_examples for c in clients]
+    b = min(e.batch_size, max(counts))
+    shape = (epochs * math.ceil(max(counts) / b), len(clients), b)
+    rows, weights, views = np.zeros(shape, np.int64), np.zeros(shape, np.float32), None
+    if e.augment != "none":
+        views = torch.zeros(*shape, 5)
         views[..., 2:4] = 1.0
-    for i, (client, generator, n) in enumerate(zip(draws.clients, draws.generators, counts, strict=True)):
+    first = {}  # of each client's members
+    for i, client in enumerate(clients):
+        if (same := first.setdefault(client.id, i)) != i:
+            for tensor in (rows, weights, views):
+                if tensor is not None:
+                    tensor[:, i] = tensor[:, same]
+            continue
         mine = data.client(client.id)
-        for epoch in range(epochs):
-            order = torch.randperm(n, generator=generator).numpy()
-            drawn = None
-            if augment:
-                drawn = sample_views(e.augment, n, data.images.shape[-1], generator, e.crop_pad, e.crop_scale)
-            for s in range(per_epoch[i]):
-                take_rows = order[s * b : (s + 1) * b]
-                at, m = epoch * per_epoch[i] + s, len(take_rows)
-                rows[at, i, :m] = mine[take_rows]
-                rows[at, i, m:] = mine[0]  # padding has weight zero
-                weights[at, i, :m] = 1 / m
-                if drawn is not None:
-                    views[at, i, :m] = drawn[s * b : s * b + m]
-    width = [int((weights[s] > 0).sum(-1).max()) for s in range(steps)]
-    return Plan(
+        for step, (chosen, seen) in enumerate(_client_batches(e, data, client, draws.of(client.id), epochs, b)):
+            n = len(chosen)
+            rows[step, i, :n] = mine[chosen]
+            rows[step, i, n:] = mine[0]  # padding has weight zero
+            weights[step, i, :n] = 1 / n
+            if views is not None:
+                views[step, i, :n] = seen
+    device, active = data.images.device, weights > 0
+    return Batches(
         torch.from_numpy(rows).to(device), views.to(device) if views is not None else None,
-        torch.from_numpy(weights).to(device), rows, width, (weights > 0).any(-1),
+        torch.from_numpy(weights).to(device), rows, active.sum(-1).max(-1).tolist(), active.any(-1),
     )  # fmt: skip
+
+
+def _client_batches(
+    e: Experiment, data: FederatedData, client: Client, generator: torch.Generator, epochs: int, b: int
+) -> Iterator[tuple[np.ndarray, torch.Tensor | None]]:
+    """Batches of at most b positions among the client's examples, and their views (n, 5)."""
+    n = client.num_examples
+    for _ in range(epochs):
+        order, views = torch.randperm(n, generator=generator).numpy(), None
+        if e.augment != "none":
+            views = sample_views(e.augment, n, data.images.shape[-1], generator, e.crop_pad, e.crop_scale)
+        for start in range(0, n, b):
+            yield order[start : start + b], views[start : start + b] if views is not None else None
+
+
+def in_order(data: FederatedData, clients: Sequence[Client], size: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """(rows, weights), each (K, B): every client's own examples once, in order; weight 1, and 0 on padding."""
+    for a in range(0, max(c.num_examples for c in clients), size):
+        rows, weights = np.zeros((len(clients), size), np.int64), np.zeros((len(clients), size), np.float32)
+        for i, client in enumerate(clients):
+            mine = data.client(client.id)
+            part = mine[a : a + size]
+            rows[i, : len(part)], rows[i, len(part) :], weights[i, : len(part)] = part, mine[0], 1
+        yield torch.from_numpy(rows).to(data.images.device), torch.from_numpy(weights).to(data.images.device)

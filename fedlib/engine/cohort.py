@@ -12,17 +12,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import numpy as np
 import torch
 
-from ..core.clients import Client
 from ..core.profiling import phase
 from ..core.slices import NOTHING, STEM
+from ..layers.norms import statistics
 from ..methods.jobs import Member, Round, Server, Stage
 from ..methods.losses import Batch
 from ..methods.server import Update
 from ..models.exit_model import ExitModel
 from ..models.route import Route, rows_of
-from .batches import Draws, Plan, learning_rate, plan_batches
+from .batches import Batches, Draws, in_order, plan_batches
 from .federation import Federation
-from .optimisers import SGD
+from .optimisers import build_optimiser
+from .schedules import round_rate, step_rates
 from .stacks import Stack
 
 Tensors = dict[str, torch.Tensor]
@@ -66,10 +67,7 @@ class Cohort:
             name: _Teacher(self, [m for m in members if m.name == name and not m.trains])
             for name in dict.fromkeys(m.name for m in members if not m.trains)
         }
-        self._draws = Draws(self.experiment, r.t, {c.id: c for c in self.clients}.values())
-        owners = {c.id: k for k, c in enumerate(self._draws.clients)}
-        order = [owners[c.id] for c in self.clients]
-        self._order = None if order == list(range(len(order))) else torch.tensor(order, device=device)
+        self._draws = Draws(self.experiment.seed, r.t)
 
     # --- what members received, remember and send ----------------------------------------------------------------
 
@@ -112,7 +110,7 @@ class Cohort:
         return mask
 
     def send(self, key: str, tensors: Tensors) -> None:
-        """Send tensors beside the model, under ``key/<name>``: stacked like ``params`` where named so, else (M, ...)."""
+        """Send ``key/<name>`` beside the model: stacked like ``params`` where named so, else (M, ...)."""
         for name, stacked in tensors.items():
             rows = self.rows.get(name, range(len(self.members)))
             for row, i in enumerate(rows):
@@ -134,6 +132,11 @@ class Cohort:
                 rows[name] = held if whole else [held[row] for row in sent]
         return Update(self.clients, self.slices, params, rows, uploads)
 
+    @property
+    def trained(self) -> Tensors:
+        """``params`` without batch norm's statistics, which no optimiser moves."""
+        return {n: p for n, p in self.params.items() if self.setting.infos[n].kind != "statistic"}
+
     # --- training ------------------------------------------------------------------------------------------------
 
     def train(
@@ -149,17 +152,18 @@ class Cohort:
         names = [n for n in self.params if self._trains(n, stage)]
         leaves = [self.params[n].requires_grad_(True) for n in names]
         with phase("data"):
-            plan = plan_batches(e, self.data, self._draws, stage.epochs)
-            active = plan.active if self._order is None else plan.active[:, self._order.cpu()]
+            plan = plan_batches(e, self.data, self.clients, self._draws, stage.epochs)
+            active = plan.active
             if models is not None:
                 active = active & np.array([m.name == models for m in self.members])
-        rate = stage.lr if stage.lr is not None else learning_rate(e, self.t)
+        rate = stage.lr if stage.lr is not None else round_rate(e, self.t)
         route = self._route(stage)
         if self.prefix is not None:
             with phase("forward"):
                 self.prefix.fill(self.model, plan.examples)
         self.model.put_(self.params)
-        optimiser = SGD(leaves, [self.rows[n] for n in names], e.momentum, e.weight_decay, e.clip_value)
+        self._set_context(training=True)
+        optimiser = build_optimiser(e, leaves, [self.rows[n] for n in names])
         total, scratch = torch.zeros(len(self.members), device=device), {}
         for step, width in enumerate(plan.width):
             with phase("data"):
@@ -175,7 +179,7 @@ class Cohort:
                     grads = [
                         g if g is None else g + gradient(n, self.params[n]) for n, g in zip(names, grads, strict=True)
                     ]
-                optimiser.step_(grads, rate, active[step])
+                optimiser.step_(grads, step_rates(e, rate, step, plan.steps), active[step])
             del x, batch, losses, grads  # kept any longer, they keep the next step out of the memory this one has freed
         for p in leaves:
             p.requires_grad_(False)
@@ -191,16 +195,18 @@ class Cohort:
         """
         unit, route = self.model.exit_units[exit], self._route(Stage())
         self.model.put_(self.params)
-        for rows, weights in self._draws.in_order(self.data):
+        self._set_context(training=False)
+        for rows, weights in in_order(self.data, self.clients, self.experiment.batch_size):
             x = self._inputs(rows, None)
             seen: dict[int, torch.Tensor] = {}
             with torch.no_grad():
                 self.model(x, route, lambda at, z, feature, *_, seen=seen: seen.update({at: feature}))
-            labels = self.data.labels[rows]
-            yield seen[unit].flatten(2), *(v if self._order is None else v[self._order] for v in (labels, weights))
+            yield seen[unit].flatten(2), self.data.labels[rows], weights
 
     def _trains(self, name: str, stage: Stage) -> bool:
         info = self.setting.infos[name]
+        if info.kind == "statistic":
+            return False
         if stage.trains is not None:
             return stage.trains(info)
         if stage.units is None:
@@ -215,21 +221,19 @@ class Cohort:
         exit = None if stage.exit is None else range(len(self.model.exit_units))[stage.exit]
         return Route(self.alive, self.exit_rows, stage.units.start, stage.units.stop, exit)
 
-    def _batch(self, plan: Plan, step: int, width: int) -> tuple:
+    def _batch(self, plan: Batches, step: int, width: int) -> tuple:
         """Inputs (M, width, ...), labels and weights (M, width) of one step."""
-        rows, views = plan.rows[step, :, :width], plan.views  # (K, width)
-        labels, weights = self.data.labels[rows], plan.weights[step, :, :width]
+        rows, views = plan.rows[step, :, :width], plan.views
         x = self._inputs(rows, None if views is None else views[step, :, :width])
-        return x, *(v if self._order is None else v[self._order] for v in (labels, weights))
+        return x, self.data.labels[rows], plan.weights[step, :, :width]
 
     def _inputs(self, rows: torch.Tensor, views: torch.Tensor | None):
-        """What the members' model reads of each client's ``rows`` (K, width)."""
+        """What the model reads of each member's ``rows`` (M, width)."""
         if self.prefix is not None:
-            return self.prefix(rows if self._order is None else rows[self._order])
+            return self.prefix(rows)
         views = views.reshape(-1, 5) if views is not None else None
         x = self.data.view(self.data.images, self.model.backbone.spec.input_shape, rows.reshape(-1), views)
-        x = x.view(*rows.shape, *x.shape[1:])
-        return x if self._order is None else x[self._order]
+        return x.view(*rows.shape, *x.shape[1:])
 
     def _answer(self, x, labels: torch.Tensor, weights: torch.Tensor, route: Route, scratch: dict) -> Batch:
         """Run the members on one step's inputs."""
@@ -241,12 +245,22 @@ class Cohort:
             if unit in exit_of:
                 features[exit_of[unit]] = feature
 
+        self.model.context.weights = weights
         with torch.autocast(device, torch.bfloat16, enabled=e.precision == "bfloat16"):
             outputs = self.model(x, route, watch).float()
+        self.params.update({n: x for n, x in statistics(self.model).items() if n in self.params})  # as it left them
         return Batch(
             outputs, labels, weights, self.held, self.t, e.rounds, scratch, features, self.stack.owners,
-            lambda name: self.teachers[name].answer(x), self.stack.label_counts,
+            lambda name: self.teachers[name].answer(x), self.stack.label_counts, self.federation.task,
         )  # fmt: skip
+
+    def _set_context(self, training: bool) -> None:
+        """Tell layers whether the members train, and how narrow each of them is."""
+        scales = [s.scale for s in self.slices]
+        alike = len(set(scales)) == 1
+        context = self.model.context
+        context.training, context.weights = training, None
+        context.scale = scales[0] if alike else torch.tensor(scales, device=self.data.images.device)
 
 
 class _Teacher:
@@ -264,16 +278,13 @@ class _Teacher:
         """Outputs (E, M, B, *out)."""
         model, cohort = self.cohort.model, self.cohort
         model.put_(self.params)
+        context, before = model.context, model.context.training
+        context.training = False
         exits = {
             j: rows_of([i for i, s in enumerate(self.stack.slices) if j in s.exits])
             for j in range(len(model.exit_units))
         }
         outputs = model(x, Route(self.stack.alive(model.depth), exits)).float()
+        context.training = before
         model.put_(cohort.params)
         return outputs
-
-
-def client_batches(clients: Sequence[Client], size: int) -> Iterator[Sequence[Client]]:
-    """``clients``, ``size`` at a time."""
-    for a in range(0, len(clients), size):
-        yield clients[a : a + size]

@@ -1,37 +1,178 @@
-"""SGD on stacked leaves; placeholder of this branch."""
+"""Optimisers of local training: SGD, Adam and AdamW on leaves that are stacked over the members of a cohort.
 
+Leaf i is (len(rows[i]), *shape): ``rows[i]`` are the members that hold it, increasing. One step, in this order:
+gradients are clipped element by element, then by each member's norm; weight decay; moments; the rate. Members without
+a batch stand still, their moments and step counts too; a leaf without a gradient gets no decay and no momentum. An
+optimiser is made for one run of local training: its state starts at zero.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
 import torch
 
+from ..core.experiment import Experiment
 
-class SGD:
-    def __init__(self, leaves, rows, momentum=0.0, weight_decay=0.0, clip_value=None):
-        self.leaves, self.rows, self.momentum, self.decay, self.clip = (
-            list(leaves),
-            list(rows),
-            momentum,
-            weight_decay,
-            clip_value,
-        )
-        self.velocity = [torch.zeros_like(p) for p in leaves] if momentum else None
+BETAS, EPS = (0.9, 0.999), 1e-8  # of Adam and AdamW (Kingma and Ba 2015)
+Rows = Sequence[int]
+Rate = float | np.ndarray  # one for all, or each member's own (M,)
+
+
+class LocalOptimiser:
+    """What all optimisers share: clipping, who moves, and by how much."""
+
+    def __init__(
+        self, leaves: Sequence[torch.Tensor], rows: Sequence[Rows], weight_decay: float = 0.0,
+        clip_value: float | None = None, clip_norm: float | None = None,
+    ):  # fmt: skip
+        self.leaves, self.rows, self.weight_decay = list(leaves), [tuple(r) for r in rows], weight_decay
+        self.clip_value, self.clip_norm = clip_value, clip_norm
+        self.moments: list[list[torch.Tensor]] = []  # each like ``leaves``
+        device = self.leaves[0].device if self.leaves else None
+        at = {r: torch.tensor(r, device=device) for r in set(self.rows)}
+        self._at = [at[r] for r in self.rows]
+
+    def _moment(self) -> None:
+        self.moments.append([torch.zeros_like(p) for p in self.leaves])
 
     @torch.no_grad()
-    def step_(self, grads, rate, active):
-        at = [i for i, g in enumerate(grads) if g is not None]
-        if not at:
+    def step_(self, grads: Sequence[torch.Tensor | None], rate: Rate, active: np.ndarray) -> None:
+        """One step of the ``active`` members (M,), in place.
+
+        ``grads`` are like the leaves, or None where the loss does not reach one; they may be clipped in place.
+        ``rate`` is one number or each member's own (M,).
+        """
+        reached = [i for i, g in enumerate(grads) if g is not None]
+        if not reached:
             return
-        leaves, grads = [self.leaves[i] for i in at], [grads[i] for i in at]
-        if self.clip is not None:
-            torch._foreach_clamp_min_(grads, -self.clip)
-            torch._foreach_clamp_max_(grads, self.clip)
-        if self.decay:
-            grads = list(torch._foreach_add(grads, leaves, alpha=self.decay))
-        if self.velocity is not None:
-            v = [self.velocity[i] for i in at]
-            torch._foreach_mul_(v, self.momentum)
-            torch._foreach_add_(v, grads)
-            grads = v
-        if not active.all():
-            mask = torch.as_tensor(active, dtype=grads[0].dtype, device=grads[0].device)
-            for i, g in zip(at, grads):
-                g *= mask[list(self.rows[i])].view(-1, *(1,) * (g.dim() - 1))
-        torch._foreach_add_(leaves, grads, alpha=-rate)
+        grads = [grads[i] for i in reached]
+        if self.clip_value is not None:
+            torch._foreach_clamp_min_(grads, -self.clip_value)
+            torch._foreach_clamp_max_(grads, self.clip_value)
+        if self.clip_norm is not None:
+            grads = clip_norms(grads, [self._at[i] for i in reached], len(active), self.clip_norm)
+        state = [[tensors[i] for i in reached] for tensors in (self.leaves, *self.moments)]
+        with _standing_still(state, [self.rows[i] for i in reached], active):
+            self._update_(*state, grads=grads, reached=reached, rate=rate, active=active)
+
+    def _update_(self, leaves, *moments, grads, reached, rate, active) -> None:
+        raise NotImplementedError
+
+    def _of_rows(self, values: np.ndarray, reached: Sequence[int]) -> list[torch.Tensor]:
+        """Each reached leaf's numbers (rows, 1, ...) of those of the members, (M,) or (leaves, M)."""
+        p = self.leaves[0]
+        table = torch.as_tensor(values, dtype=p.dtype, device=p.device).expand(len(self.leaves), -1)
+        return [_column(table[i, self._at[i]], self.leaves[i]) for i in reached]
+
+
+class SGD(LocalOptimiser):
+    """v <- momentum v + g + decay p; p <- p - rate v."""
+
+    def __init__(self, leaves, rows, momentum: float = 0.0, **options):
+        super().__init__(leaves, rows, **options)
+        self.momentum = momentum
+        if momentum:
+            self._moment()
+
+    def _update_(self, leaves, velocity=None, *, grads, reached, rate, active):
+        if self.weight_decay:
+            grads = torch._foreach_add(grads, leaves, alpha=self.weight_decay)
+        if velocity is not None:
+            torch._foreach_mul_(velocity, self.momentum)
+            torch._foreach_add_(velocity, grads)
+            grads = velocity
+        if isinstance(rate, np.ndarray):
+            torch._foreach_addcmul_(leaves, grads, self._of_rows(-rate, reached))
+        else:
+            torch._foreach_add_(leaves, grads, alpha=-rate)
+
+
+class Adam(LocalOptimiser):
+    """m, v: decayed means of g and g^2; p <- p - rate m' / (sqrt(v') + eps), both without the bias of their start."""
+
+    decoupled = False  # weight decay: a part of the gradient
+
+    def __init__(self, leaves, rows, **options):
+        super().__init__(leaves, rows, **options)
+        self._moment()
+        self._moment()
+        self.steps = 0  # (leaves, M) from the first step on
+
+    def _update_(self, leaves, mean, square, *, grads, reached, rate, active):
+        if self.weight_decay and self.decoupled:
+            kept = 1 - np.broadcast_to(rate, active.shape) * self.weight_decay
+            torch._foreach_mul_(leaves, self._of_rows(kept, reached))
+        elif self.weight_decay:
+            grads = torch._foreach_add(grads, leaves, alpha=self.weight_decay)
+        torch._foreach_lerp_(mean, grads, 1 - BETAS[0])
+        torch._foreach_mul_(square, BETAS[1])
+        torch._foreach_addcmul_(square, grads, grads, 1 - BETAS[1])
+        self.steps = self.steps + np.isin(np.arange(len(self.leaves)), reached)[:, None] * active
+        steps = np.maximum(self.steps, 1)  # of members that have not begun: not used
+        bias, root = 1 - BETAS[0] ** steps, np.sqrt(1 - BETAS[1] ** steps)
+        below = torch._foreach_sqrt(square)
+        torch._foreach_add_(below, self._of_rows(EPS * root, reached))
+        torch._foreach_div_(below, self._of_rows(-rate * root / bias, reached))
+        torch._foreach_addcdiv_(leaves, mean, below)
+
+
+class AdamW(Adam):
+    """Adam whose weight decay is a step of its own: p <- (1 - rate decay) p (Loshchilov and Hutter 2019)."""
+
+    decoupled = True
+
+
+OPTIMISERS = {"sgd": SGD, "adam": Adam, "adamw": AdamW}
+
+
+def build_optimiser(e: Experiment, leaves: Sequence[torch.Tensor], rows: Sequence[Rows]) -> LocalOptimiser:
+    """The experiment's optimiser, fresh, of ``leaves`` that the members ``rows`` hold."""
+    options = {"momentum": e.momentum} if e.optimiser == "sgd" else {}
+    kind = OPTIMISERS[e.optimiser]
+    return kind(leaves, rows, weight_decay=e.weight_decay, clip_value=e.clip_value, clip_norm=e.clip_norm, **options)
+
+
+def check_optimiser(e: Experiment) -> None:
+    """Raise ``ValueError`` where an option has no effect or makes no sense."""
+    if e.optimiser != "sgd" and e.momentum:
+        raise ValueError(
+            f"experiment: momentum = {e.momentum} is of optimiser = 'sgd'; {e.optimiser!r} has moments of its own; "
+            "allowed: 0"
+        )
+
+
+def clip_norms(
+    grads: Sequence[torch.Tensor], at: Sequence[torch.Tensor], members: int, limit: float
+) -> list[torch.Tensor]:
+    """Gradients whose norm over all of a member's leaves is at most ``limit``: longer ones are scaled down to it.
+
+    ``at`` (rows,) are the members of each gradient's rows.
+    """
+    squares = grads[0].new_zeros(members)
+    for g, rows in zip(grads, at, strict=True):
+        squares.index_add_(0, rows, torch.linalg.vector_norm(g.reshape(len(g), -1), dim=1).square())
+    scale = (limit / (squares.sqrt() + 1e-6)).clamp(max=1.0)
+    # Not in place: in a batch of one, gradients share memory (prefix, positions).
+    return list(torch._foreach_mul(grads, [_column(scale[rows], g) for g, rows in zip(grads, at, strict=True)]))
+
+
+def _column(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """(rows,) as (rows, 1, ...), to multiply ``like`` with."""
+    return values.view(-1, *(1,) * (like.dim() - 1))
+
+
+@contextmanager
+def _standing_still(
+    state: Sequence[Sequence[torch.Tensor]], rows: Sequence[tuple[int, ...]], active: np.ndarray
+) -> Iterator[None]:
+    """Put what belongs to inactive members back as it was, whatever happens to it inside."""
+    idle = {}
+    if not active.all():
+        found = {r: np.flatnonzero(~active[list(r)]) for r in set(rows)}
+        idle = {r: torch.as_tensor(at, device=state[0][0].device) for r, at in found.items() if len(at)}
+    moving = ((t, idle[r]) for tensors in state for t, r in zip(tensors, rows, strict=True) if r in idle)
+    kept = [(t, at, t.index_select(0, at)) for t, at in moving]
+    yield
+    for t, at, before in kept:
+        t.index_copy_(0, at, before)

@@ -1,8 +1,8 @@
 """What a backbone is: a stem and units that run one at a time for K clients. Only it looks inside its state ``z``.
 
 A spec (a frozen dataclass) says all that is known before any weight exists: ``depth`` (units), ``input_shape``,
-``reads`` (images or tokens), ``own_modes`` (fine-tuning modes that make sense), ``feature(unit)`` (shape of what an
-exit sees), ``numbers()`` (numbers per example in the widest activation, and in all that autograd keeps) and ``build()``.
+``reads`` (images or tokens), ``own_modes`` (fine-tuning modes that make sense), the shapes of one example's ``feature``
+and ``state``, ``numbers`` of activations (the size of a cohort follows from them) and ``build()``.
 Read next: ``vit.py``, ``resnet.py`` (two backbones), ``exit_model.py`` (who runs them).
 """
 
@@ -52,7 +52,7 @@ class Backbone(nn.Module):
         raise TypeError(f"exits of {type(self).__name__} read maps: there is no token to hand back")
 
     def bridge(self, feature: torch.Tensor, unit: int) -> torch.Tensor:
-        """What exits see after ``unit`` in the shape of the last unit's (FeDepth's skip); as it is where widths agree."""
+        """What exits see after ``unit`` in the shape of the last unit's (FeDepth's skip)."""
         return feature
 
     def settled(self, z) -> torch.Tensor:
@@ -80,7 +80,7 @@ class TokenBackbone(Backbone):
         super().__init__()
         self.register_buffer("origins", None, persistent=False)  # where exits read the class token after each block,
         self.register_buffer("scales", None, persistent=False)  # and in what units; None: as it is
-        self.of_block: list[list[tuple[nn.Module, str, int]]] = []  # (module, leaf, dimensions unstacked) per block
+        self.of_block: list[list[tuple[dict, str, int]]] = []  # per block (module's, leaf, dims unstacked)
 
     def run(self, z: torch.Tensor, a: int, b: int) -> torch.Tensor:
         for block in self.blocks[a:b]:
@@ -120,11 +120,11 @@ class TokenBackbone(Backbone):
     @contextmanager
     def _clients_of(self, unit: int, rows: slice):
         """Inside, the stacked parameters of ``unit`` are those of some of the clients."""
-        stacked = [(m, leaf, p) for m, leaf, dims in self.of_block[unit] if (p := m._parameters[leaf]).dim() > dims]
-        for module, leaf, p in stacked:
-            module._parameters[leaf] = p[rows]
+        stacked = [(own, leaf, p) for own, leaf, dims in self.of_block[unit] if (p := own[leaf]).dim() > dims]
+        for own, leaf, p in stacked:
+            own[leaf] = p[rows]
         try:
             yield
         finally:
-            for module, leaf, p in stacked:
-                module._parameters[leaf] = p
+            for own, leaf, p in stacked:
+                own[leaf] = p

@@ -2,7 +2,8 @@
 
 ``python -m fedlib.report.site`` (``make report``) writes ``outputs/report/``: ``index.html``, ``results.html`` with a
 page per paper, and a page per executed notebook. nbconvert's own pages fetch scripts from the web; ours hold none
-(``TEMPLATE``), and an interactive output shows the picture that its widget last held. Read next: ``report/page.py``.
+(``TEMPLATE``), and an interactive output shows the picture that its widget last held. What runs and notebooks say is
+text: no script of theirs reaches a page (``report/safety.py``). Read next: ``report/page.py``.
 """
 
 import argparse
@@ -15,9 +16,11 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from urllib.parse import quote
 
 from ..core.paths import outputs_dir, root
 from .page import write_results
+from .safety import POLICY, cleaned, escaped, harmless
 
 WIDGET = "application/vnd.jupyter.widget-view+json"
 STATE = "application/vnd.jupyter.widget-state+json"
@@ -28,10 +31,14 @@ TEMPLATE = """{% extends 'lab/index.html.j2' %}
 {% block jupyter_widgets %}{% endblock %}
 {% block html_head_js_mathjax %}{% endblock %}
 {% block html_head_js_mermaidjs %}{% endblock %}
-{% block html_head_css %}<style>main {max-width: 1100px; margin: auto; overflow-x: auto} img {max-width: 100%}
-.home {margin: 1em 3px; font: 14px sans-serif} a, a code {color: #0b5394}</style>{% endblock %}
+{% block html_head_css %}POLICY
+<style>main {max-width: 1100px; margin: auto; overflow-x: auto} img {max-width: 100%}
+.home {margin: 1em 3px; font: 14px sans-serif} a, a code {color: #0b5394}
+.jp-RenderedMarkdown table {table-layout: auto; margin-left: 0; max-width: 100%}
+.jp-RenderedMarkdown :is(td, th) {overflow-wrap: anywhere; min-width: 4em} .jp-RenderedMarkdown td code {white-space: normal}
+.jp-RenderedHTML {overflow-x: auto}</style>{% endblock %}
 {% block body_header %}{{ super() }}{% if nb.metadata.home %}<p class="home"><a href="index.html">Report</a></p>{% endif %}{% endblock %}
-"""  # noqa: E501
+""".replace("POLICY", POLICY)  # noqa: E501
 
 
 def build_report(executed: Path | None = None, folder: Path | None = None) -> Path:
@@ -65,7 +72,10 @@ def build_report(executed: Path | None = None, folder: Path | None = None) -> Pa
 
 def index(notebooks: dict) -> str:
     """The first page: results, every executed notebook with its state, and the map of the notebooks with links."""
-    rows = [f"| [{title_of(nb, name)}]({name}.html) | `{name}` | {state_of(nb)} |" for name, nb in notebooks.items()]
+    rows = [
+        f"| [{escaped(title_of(nb, name))}]({quote(name)}.html) | <code>{escaped(name)}</code> | {state_of(nb)} |"
+        for name, nb in notebooks.items()
+    ]
     text = "# Report\n\n[**Results**: every table beside the paper's, and a verdict on every claim](results.html)\n\n"
     text += "## Executed notebooks\n\n| notebook | file | state |\n| --- | --- | --- |\n" + "\n".join(rows) + "\n"
     readme = root() / "notebooks" / "README.md"
@@ -116,13 +126,16 @@ def state_of(notebook) -> str:
     code = [c for c in notebook.cells if c.cell_type == "code" and c.source.strip()]
     errors = [o.ename for c in code for o in c.outputs if o.output_type == "error"]
     if errors:
-        return f"**stopped by {errors[0]}**"
+        return f"**stopped by {escaped(errors[0])}**"
     done = sum(c.execution_count is not None for c in code)
     return "complete" if done == len(code) else f"**{done} of {len(code)} cells executed**"
 
 
 def _still(notebook):
-    """The notebook with every interactive output replaced by what its widget last showed; no progress bars."""
+    """The notebook with every interactive output replaced by what its widget last showed; no progress bars.
+
+    Of all metadata and forms of output only those stay that cannot run.
+    """
     import nbformat
 
     models = notebook.metadata.pop("widgets", {}).get(STATE, {}).get("state", {})
@@ -139,13 +152,15 @@ def _still(notebook):
         return [nbformat.from_dict(o) for m in found for o in m["state"].get("outputs", ())] or [output]
 
     for cell in notebook.cells:
+        cell.metadata = {}
         if cell.cell_type == "code":
             kept = []
             for output in cell.outputs:
                 view = output.get("data", {}).pop(WIDGET, None)
                 kept += shown(view, output) if view else [output]
-            cell.outputs = kept
-    notebook.metadata["home"] = True
+            kept = [harmless(nbformat.from_dict(o)) for o in kept]
+            cell.outputs = [o for o in kept if o.get("data", True)]
+    notebook.metadata = nbformat.from_dict({"home": True})
     return notebook
 
 
@@ -158,8 +173,9 @@ def _page(markdown: str, home: bool = True):
 def _write(path: Path, notebook, title: str) -> None:
     from nbconvert import HTMLExporter
 
-    exporter = HTMLExporter(exclude_input_prompt=True, exclude_output_prompt=True)
+    exporter = HTMLExporter(exclude_input_prompt=True, exclude_output_prompt=True, sanitize_html=True)
     exporter.raw_template = TEMPLATE
+    exporter.register_filter("clean_html", cleaned)
     notebook.metadata["title"] = title
     path.write_text(exporter.from_notebook_node(notebook)[0], encoding="utf-8")
 

@@ -23,7 +23,7 @@ from ..engine.checks import check_experiment
 from ..engine.executors import Execution, become_worker
 from ..engine.federation import Federation, build_federation
 from ..engine.privacy import privacy_spent
-from ..engine.rounds import Finished, is_due, run_rounds
+from ..engine.rounds import Finished, is_due, measure, run_rounds
 from ..layers.matmul import choose_products
 from ..methods import METHODS
 from .checkpoints import Checkpoints
@@ -190,7 +190,7 @@ def _continue(f: Federation, execution: Execution, path: Path, progress: bool, c
     )  # fmt: skip
     saved, record = time.monotonic(), None
     with bar:
-        for r in run_rounds(f, execution, server, store.memories):
+        for r in run_rounds(f, execution, server, store.memories, store.mirrors):
             store.note(r)
             if r.metrics is not None:
                 bar.set_postfix(accuracy=f"{r.metrics['accuracy']:.1f}%", refresh=False)
@@ -207,10 +207,8 @@ def _continue(f: Federation, execution: Execution, path: Path, progress: bool, c
 
 def _finish(f: Federation, store: Checkpoints, last: Finished | None, path: Path) -> None:
     """Write the last checkpoint, then the summary."""
-    from ..engine.evaluation import evaluate
-
     if last is not None:
-        metrics = last.metrics if last.metrics is not None else evaluate(f, last.server)
+        metrics = last.metrics if last.metrics is not None else measure(f, last.server, store.memories)
         status = "diverged" if last.diverged else "finished"
         with phase("files"):
             store.save(last.server, {"t": last.t, "status": status, **metrics, **store.drops()})

@@ -12,12 +12,13 @@ mean (or sparse FedAdam).
 """
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 
 from ...core.clients import Client
 from ...core.slices import Slice
+from ...core.validation import AtLeast, AtMost, When
 from ..base import Method
 from ..jobs import Arrived, Member, Round, Server, Setting
 from ..options import ServerStep
@@ -29,7 +30,7 @@ class InclusiveFL(ServerStep, Method):
 
     aggregation: Literal["mean", "feddyn", "fedadam"] = "fedadam"
     momentum_distill: bool = True
-    beta: float = 0.2  # of the deeper stage's momentum
+    beta: Annotated[float, AtLeast(0), AtMost(1), When(momentum_distill=True)] = 0.2  # of the deeper stage's momentum
 
     def check(self, setting: Setting, e) -> None:
         if self.momentum_distill and self.aggregation == "feddyn":
