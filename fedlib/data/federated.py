@@ -1,5 +1,6 @@
 """Federated data: one set of examples on the training device, and per client an index array into it."""
 
+import json
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -8,7 +9,7 @@ import torch
 
 from ..core.experiment import Experiment
 from ..core.rng import numpy_generator
-from .datasets import ImageData, is_text, load_dataset
+from .datasets import ImageData, is_text, load_dataset, source_key
 from .partition import Divided, Drawn, partition_examples
 from .transforms import render
 
@@ -27,6 +28,7 @@ class FederatedData:
     holdings: Divided | Drawn
     owners: np.ndarray | None = None  # of all training rows; set where no client holds examples of two owners
     test_owners: np.ndarray | None = None  # of the test examples, where the data name them
+    digest: str = ""  # of the whole data set, of which an experiment may use a part
 
     @property
     def num_clients(self) -> int:
@@ -68,7 +70,8 @@ class FederatedData:
 
 
 @lru_cache(maxsize=4)
-def _on_device(name: str, groups: bool, device: str) -> tuple[ImageData, tuple[torch.Tensor, ...]]:
+def _on_device(name: str, groups: bool, device: str, source: str) -> tuple[ImageData, tuple[torch.Tensor, ...]]:
+    """``source`` says which files are meant: changed ones are read again."""
     data = load_dataset(name, groups)
     fields = (data.train_images, data.train_labels, data.test_images, data.test_labels, *data.mean_std())
     return data, tuple(t.to(device) for t in fields)
@@ -76,7 +79,9 @@ def _on_device(name: str, groups: bool, device: str) -> tuple[ImageData, tuple[t
 
 def load_federated(e: Experiment, device: str = "cpu") -> FederatedData:
     """Load and partition ``e``'s data. The examples are shared by all experiments of the process on one device."""
-    data, (images, labels, test_images, test_labels, mean, std) = _on_device(e.dataset, e.label_groups, device)
+    data, (images, labels, test_images, test_labels, mean, std) = _on_device(
+        e.dataset, e.label_groups, device, json.dumps(source_key(e.dataset))
+    )  # fmt: skip
     train, test = _subset(data.train_labels, e.num_train, "train"), _subset(data.test_labels, e.num_test, "test")
     owners, test_owners = (o.numpy() if o is not None else None for o in (data.owners, data.test_owners))
     values = data.train_labels.numpy()[train]
@@ -94,7 +99,7 @@ def load_federated(e: Experiment, device: str = "cpu") -> FederatedData:
     by_owner = e.partition.startswith("natural")
     return FederatedData(
         images, labels, test_images, test_labels, data.classes, mean, std, holdings,
-        owners if by_owner else None, test_owners[test] if test_owners is not None else None,
+        owners if by_owner else None, test_owners[test] if test_owners is not None else None, data.digest,
     )  # fmt: skip
 
 
