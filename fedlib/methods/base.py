@@ -6,7 +6,7 @@ and the mean over the clients that hold an entry. A method overrides what its pa
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 import torch
@@ -48,6 +48,10 @@ class Server:
 @dataclass(frozen=True)
 class Method(UploadOptions):
     """Early-exit federated learning with every choice at its plainest; see the hooks and :class:`UploadOptions`."""
+
+    # Any class of the kit may have its own. Raise it where a change of the class changes what it computes: runs stored
+    # before are then refused, not mixed with new ones. Of a class that is not the kit's, the source is compared.
+    version: ClassVar[int] = 1
 
     distill: Literal["none", "best", "mutual", "last"] = "none"  # who teaches whom (L_kl, Eq. 5)
     kd_weight: float | None = None  # eta; None: ramped up over the first rounds
