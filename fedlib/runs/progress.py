@@ -12,7 +12,7 @@ from ..engine.rounds import Round
 from .durations import Pace, about
 
 HEADLESS = ("papermill", "jupyter-nbconvert", "jupyter-execute")  # programs whose kernels have no screen of their own
-LOG_SECONDS = 30  # between lines where the terminal is a file
+SCREEN_SECONDS, LOG_SECONDS = 0.2, 30.0  # between lines on a screen, and where the terminal is a file
 
 
 class Watch:
@@ -61,26 +61,24 @@ class Watch:
             self.left.remove(e)
             self.runs.update()
         self.rounds = None
-        self._tell(ended=True)
+        self._tell(now=True)
 
     def say(self, text: str) -> None:
         """One line for the user."""
         if self.shown:
             self.runs.write(text)
             if self.terminal is not None:
-                self.terminal.show(text, keep=True)
+                self.terminal.show(text, True, keep=True)
 
-    def _tell(self, ended: bool = False) -> None:
-        done, words = self.total - len(self.left), []
-        if self.total > 1:
-            words.append(f"{done} of {self.total} runs done")
-        if self.rounds is not None:
-            words.append(f"round {self.t} of {self.e.rounds} of {self.e.slug}")
+    def _tell(self, now: bool = False) -> None:
+        words = [f"{self.total - len(self.left)} of {self.total} runs done"] if self.total > 1 else []
         if (seconds := self.seconds_left()) and self.left:
             words.append(f"{about(seconds)} left")
             self.runs.set_postfix_str(words[-1], refresh=False)
+        if self.rounds is not None:
+            words.append(f"round {self.t} of {self.e.rounds} of {self.e.slug}")
         if self.terminal is not None:
-            self.terminal.show(", ".join(words), keep=ended)
+            self.terminal.show(", ".join(words), now)
 
     def seconds_left(self) -> float | None:
         """Estimated from rounds of like runs; None before there are any."""
@@ -95,7 +93,7 @@ class Terminal:
     """A line that is rewritten in place on a screen; in a file, a line now and then."""
 
     def __init__(self, file: TextIO):
-        self.file, self.open, self.last = file, False, -float("inf")
+        self.file, self.at, self.unfinished = file, None, False
 
     @classmethod
     def of_this_kernel(cls) -> "Terminal | None":
@@ -106,20 +104,28 @@ class Terminal:
 
         parent = psutil.Process().parent()
         names = {Path(part).stem for part in parent.cmdline()[:3]} if parent is not None else set()
-        # a kernel's stderr goes into the notebook; its file descriptor is the one that it was started with
-        return cls(os.fdopen(os.dup(sys.stderr.fileno()), "w")) if names & set(HEADLESS) else None
+        if not names & set(HEADLESS):
+            return None
+        try:  # a kernel's stderr goes into the notebook; its descriptor is the one that it was started with
+            descriptor = sys.stderr.fileno()
+        except OSError:  # or it was left where it was
+            descriptor = 2
+        return cls(os.fdopen(os.dup(descriptor), "w"))
 
-    def show(self, text: str, keep: bool = False) -> None:
-        """Show ``text``; ``keep`` it when the next one comes."""
-        screen, now = self.file.isatty(), time.monotonic()
-        if not text or not (keep or now - self.last >= (0.2 if screen else LOG_SECONDS)):
+    def show(self, text: str, now: bool = False, keep: bool = False) -> None:
+        """Show ``text``, ``now`` or if it is time for another; ``keep`` it on the screen when the next one comes."""
+        screen, clock = self.file.isatty(), time.monotonic()
+        due = now or self.at is None or clock - self.at >= (SCREEN_SECONDS if screen else LOG_SECONDS)
+        if not text or not due:
             return
-        start = "" if not screen else "\r\033[K" if self.open else "\n"  # below papermill's own bar
-        self.file.write(f"{start}{text}" + ("" if screen and not keep else "\n"))
+        start = "\n" if self.at is None else "\r\033[K" if screen else ""  # the first stands below papermill's own bar
+        if screen:
+            text = text[: (os.get_terminal_size(self.file.fileno()).columns or 80) - 1]
+        self.unfinished, self.at = screen and not keep, clock
+        self.file.write(start + text + ("" if self.unfinished else "\n"))
         self.file.flush()
-        self.open, self.last = screen, now
 
     def close(self) -> None:
-        if self.open:
+        if self.unfinished:
             self.file.write("\n")
         self.file.close()

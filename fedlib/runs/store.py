@@ -71,6 +71,7 @@ def find_run(e: Experiment, folder: Folder = None, accept: Accept = ()) -> Run |
     weights.
     """
     path, accept = run_path(e, folder), accepted(accept)
+    _check_files(path)
     if not (path / "summary.json").exists():
         return None
     content = read_json(path / "experiment.json")
@@ -211,7 +212,7 @@ def _check_execution(execution: Execution) -> None:
 
 
 def _check_place(path: Path) -> None:
-    """Raise, before any compute, if ``path`` could not be written, leads elsewhere, or holds what is no run."""
+    """Raise, before any compute, if ``path`` could not be written, or leads elsewhere."""
     for own in (path, path / "clients"):
         if own.is_symlink():
             raise ValueError(
@@ -222,6 +223,9 @@ def _check_place(path: Path) -> None:
         raise PermissionError(
             f"{nearest} cannot be written, so no run can be stored in it; set FEDLIB_OUTPUTS to a folder that can"
         )
+
+
+def _check_files(path: Path) -> None:
     for file in (path / name for name in FILES):
         if file.exists() and not file.is_file():
             raise ValueError(f"{file} is a folder or a device where a run has a file; move it away")
