@@ -18,23 +18,23 @@ def to_fedlib(plain: Tensors, w: Workload) -> Tensors:
     for name, value in plain.items():
         place, _, leaf = name.rpartition(".")
         if name in STEM:
-            out[f"vit.stem.{name}"] = value
+            out[f"backbone.stem.{name}"] = value
         elif place in ("norm", "linear"):
             out[HEAD + name] = value
         elif leaf == "weight" and ".lora_" in name:
             attention, _, part = place.rpartition(".")
             if part == "lora_a":
                 for j, a in zip("qv", value.split(w.lora_rank), strict=True):
-                    out[f"vit.{attention}.{j}.lora_A.default.weight"] = a
+                    out[f"backbone.{attention}.{j}.lora_A.default.weight"] = a
             else:  # lora_bq, lora_bv
-                out[f"vit.{attention}.{part[-1]}.lora_B.default.weight"] = value
+                out[f"backbone.{attention}.{part[-1]}.lora_B.default.weight"] = value
         elif place.endswith("qkv"):
             lora = int(name.split(".")[1]) in w.lora_blocks
             for j, rows in zip("qkv", value.chunk(3), strict=True):
                 wrapped = ".base_layer" if lora and j in "qv" else ""
-                out[f"vit.{place.removesuffix('qkv')}{j}{wrapped}.{leaf}"] = rows
+                out[f"backbone.{place.removesuffix('qkv')}{j}{wrapped}.{leaf}"] = rows
         else:
-            out[f"vit.{name.replace('.fc', '.mlp.fc')}"] = value
+            out[f"backbone.{name.replace('.fc', '.mlp.fc')}"] = value
     return out
 
 
@@ -42,7 +42,7 @@ def to_plain(tensors: Tensors, w: Workload) -> Tensors:
     """Inverse of :func:`to_fedlib`, of any complete subset (all, or only what is trained)."""
     out = {}
     for name, value in tensors.items():
-        short = name.removeprefix("vit.").removeprefix("stem.").removeprefix(HEAD)
+        short = name.removeprefix("backbone.").removeprefix("stem.").removeprefix(HEAD)
         attention, _, rest = short.partition(".attn.")
         part = rest.replace(".base_layer", "").partition(".")
         if ".lora_A." in rest:

@@ -28,7 +28,7 @@ def federation_of(shared: SharedFile) -> Federation:
     mean, std = (x.expand(3) for x in (shared.mean, shared.std))
     initial = to_fedlib(shared.initial, w)
     if w.method == "reefl":
-        initial = {n: p for n, p in initial.items() if n.startswith("vit.")}
+        initial = {n: p for n, p in initial.items() if n.startswith("backbone.")}
     f.model.load_state_dict(initial, strict=w.method == "fedavg")
     server = replace(f.server, params={n: initial.get(n, p) for n, p in f.server.params.items()})
     data = replace(f.data, images=images, test_images=test_images, mean=mean, std=std)

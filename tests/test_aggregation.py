@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from fedlib.core.clients import Client
 from fedlib.core.slices import STEM, ParamInfo, Slice
-from fedlib.methods import Server, Setting, build_method
+from fedlib.methods import Arrived, Round, Server, Setting, build_method
 from fedlib.methods.server import MaskedMean, Update, all_finite, fedadam, feddyn_gradient, feddyn_server, merge_sums
-from fedlib.models.vit import ViTConfig
+from fedlib.models.vit import ViTSpec
 
 
 def infos(**shapes):
@@ -22,18 +22,18 @@ def two_clients(params, info):
     """Client 7 (30 examples) holds blocks 0-1, client 3 (10 examples) block 0 only."""
     clients = (Client(7, 1, 30), Client(3, 0, 10))
     slices = (Slice.prefix(2, (0, 1)), Slice.prefix(1, (0,)))
-    spans = {n: (0, sum(s.holds(info[n]) for s in slices)) for n in params}
-    return Update(clients, slices, params, spans)
+    rows = {n: range(sum(s.holds(info[n]) for s in slices)) for n in params}
+    return Update(clients, slices, params, rows)
 
 
 def setting(info, num_clients=4):
-    return Setting(ViTConfig(), (0, 1), info, num_clients, rounds=10)
+    return Setting(ViTSpec(), (0, 1), info, num_clients, rounds=10)
 
 
 def one_round(method, server, updates, s):
     """What executor and round loop do with the cohorts' updates."""
     sums = merge_sums(method.summarise(update, s) for update in updates)
-    return method.aggregate(server, sums, server.t + 1, s)
+    return method.aggregate(server, Arrived(sums), Round(server.t + 1, (), s))
 
 
 def test_early_exit_fedavg_weights_holders_by_examples():
@@ -53,9 +53,9 @@ def test_width_masked_mean_counts_holders_per_entry(order):
     info = infos(low=(3,))
     narrow = Slice.prefix(1, (0,), index={"a": range(2)})
     wide = Update(
-        (Client(0, 0, 9),), (Slice.prefix(1, (0,)),), {"low": torch.tensor([[2.0, -2.0, 6.0]])}, {"low": (0, 1)}
+        (Client(0, 0, 9),), (Slice.prefix(1, (0,)),), {"low": torch.tensor([[2.0, -2.0, 6.0]])}, {"low": range(1)}
     )
-    cut = Update((Client(1, 0, 1),), (narrow,), {"low": torch.tensor([[-4.0, 4.0]])}, {"low": (0, 1)})
+    cut = Update((Client(1, 0, 1),), (narrow,), {"low": torch.tensor([[-4.0, 4.0]])}, {"low": range(1)})
     parts = [{0: MaskedMean(info)}, {0: MaskedMean(info)}]
     for part, updates in zip(parts, order, strict=True):
         for update in updates:
@@ -74,7 +74,7 @@ def test_width_masked_mean_counts_holders_per_entry(order):
 def test_finite_numbers_are_told_from_others_even_if_their_sum_is_not(values, finite):
     x = torch.tensor(values, dtype=torch.float32)
     assert all_finite([torch.ones(2), x]) == finite == bool(x.isfinite().all())
-    update = Update((Client(5, 0, 1),), (Slice.prefix(1, (0,)),), {"p": x[None]}, {"p": (0, 1)})
+    update = Update((Client(5, 0, 1),), (Slice.prefix(1, (0,)),), {"p": x[None]}, {"p": range(1)})
     assert update.nonfinite() == ({} if finite else {5: "p"})
 
 
@@ -84,8 +84,8 @@ def test_sums_of_equal_groups_stay_apart():
     assert parts[0].holds(info["high"]) and not parts[1].holds(info["high"])
     mean = MaskedMean(info)
     both = {"low": torch.tensor([[1.0, 2]]), "high": torch.tensor([[3.0]])}
-    mean.add(Update((Client(0, 1, 2),), parts[:1], both, {"low": (0, 1), "high": (0, 1)}), [2.0])
-    mean.add(Update((Client(1, 0, 3),), parts[1:], {"low": torch.tensor([[6.0, -3]])}, {"low": (0, 1)}), [3.0])
+    mean.add(Update((Client(0, 1, 2),), parts[:1], both, {"low": range(1), "high": range(1)}), [2.0])
+    mean.add(Update((Client(1, 0, 3),), parts[1:], {"low": torch.tensor([[6.0, -3]])}, {"low": range(1)}), [3.0])
     # low: (2 (1, 2) + 3 (6, -3)) / 5 = (4, -1); high: 3 of weight 2
     assert (mean.weight["low"].item(), mean.weight["high"].item()) == (5, 2)
     assert (mean.count["low"].item(), mean.count["high"].item()) == (2, 1)
@@ -136,65 +136,71 @@ def test_fedadam_by_hand():
 
 def block_infos():
     """Two exits of two blocks each; one parameter a block and a classifier an exit."""
-    out = {f"vit.blocks.{b}.w": ParamInfo((None,), "backbone", b, (1,)) for b in range(4)}
-    return out | {f"head.exits.{j}.w": ParamInfo((None,), f"exit:{j}", 2 * j + 1, (1,)) for j in range(2)}
+    out = {f"backbone.blocks.{b}.w": ParamInfo((None,), "backbone", b, (1,)) for b in range(4)}
+    return out | {f"head.exits.{j}.w": ParamInfo((None,), "head", 2 * j + 1, (1,), j) for j in range(2)}
 
 
 def inclusive_round(method, server, s, shallow, deep):
     """One round with two shallow clients (budget 0) and one deep client (budget 1); values per parameter."""
-    slices = (method.slice_for(1, s), method.slice_for(0, s), method.slice_for(0, s))
     clients = (Client(9, 1, 5), Client(1, 0, 30), Client(2, 0, 10))
-    params, spans = {}, {}
+    members = members_of(method, clients, server, s)
+    slices, uploads = (tuple(getattr(m, x) for m in members) for x in ("part", "upload"))
+    params, held_by = {}, {}
     for name, info in s.infos.items():
         rows = [torch.tensor([v]) for x, v in zip(slices, (deep, *shallow), strict=True) if x.holds(info)]
         held = [i for i, x in enumerate(slices) if x.holds(info)]
-        params[name], spans[name] = torch.stack(rows), (held[0], held[-1] + 1)
-    return one_round(method, server, [Update(clients, slices, params, spans)], s)
+        params[name], held_by[name] = torch.stack(rows), held
+    return one_round(method, server, [Update(clients, slices, params, held_by, uploads)], s)
+
+
+def members_of(method, clients, server, s):
+    r = Round(server.t + 1, clients, s)
+    return [m for c in clients for m in method.members(c, server, r)]
 
 
 def test_inclusivefl_momentum_distillation_by_hand():
     info = block_infos()
-    s = Setting(ViTConfig(depth=4), (1, 3), info, 10, rounds=10)
+    s = Setting(ViTSpec(depth=4), (1, 3), info, 10, rounds=10)
     method = build_method("inclusivefl", {"aggregation": "mean"})
     server = method.init_server({n: torch.zeros(1) for n in info}, s)
-    assert set(server.params) == set(info) | {"exit0/vit.blocks.1.w"}
+    assert set(server.params) == set(info)  # an exit without a client so far is served the shared block
     first = inclusive_round(method, server, s, shallow=(4.0, -8.0), deep=-3.0)
     # exit 0: mean of (4, -8) weighted 30:10 = 1, Delta_0 = -1; exit 1: Delta_1 = 3, M_1 = mean over blocks 2, 3 = 3.
     # Block 1 of exit 0 is personal: no momentum yet, so Delta = 0.8 * -1 and theta = 0.8. The deep client moved the
     # shared block 1 to -3. Block 0 is shared: by number of clients (2 * 1 + 1 * -3) / 3 = -1/3.
     values = {n: p.item() for n, p in first.params.items()}
-    assert values["exit0/vit.blocks.1.w"] == pytest.approx(0.8)
-    assert values["vit.blocks.1.w"] == pytest.approx(-3) and values["vit.blocks.0.w"] == pytest.approx(-1 / 3)
+    assert values["exit0/backbone.blocks.1.w"] == pytest.approx(0.8)
+    assert values["backbone.blocks.1.w"] == pytest.approx(-3) and values["backbone.blocks.0.w"] == pytest.approx(-1 / 3)
     assert values["head.exits.0.w"] == pytest.approx(1) and values["head.exits.1.w"] == pytest.approx(-3)
     # Second round, nobody moves: Delta = 0 but exit 0's personal block gets 0.2 * M_1 = 0.6: theta = 0.8 - 0.6 = 0.2
     # (Delta_0 of that block is 0.8 - mean(0.8) = 0 when clients return what they got).
-    slices = (method.slice_for(1, s), method.slice_for(0, s))
-    params, spans = {}, {}
+    clients = (Client(9, 1, 5), Client(1, 0, 30))
+    members = members_of(method, clients, first, s)
+    slices, uploads = (tuple(getattr(m, x) for m in members) for x in ("part", "upload"))
+    assert slices[1].source("backbone.blocks.1.w") == "exit0/backbone.blocks.1.w"
+    params, rows = {}, {}
     for name, i in info.items():
         held = [k for k, x in enumerate(slices) if x.holds(i)]
-        params[name], spans[name] = (
-            torch.stack([first.params[slices[k].source(name)] for k in held]),
-            (held[0], held[-1] + 1),
-        )
-    update = Update((Client(9, 1, 5), Client(1, 0, 30)), slices, params, spans)
+        params[name], rows[name] = torch.stack([first.params[slices[k].source(name)] for k in held]), held
+    update = Update(clients, slices, params, rows, uploads)
     second = one_round(method, first, [update], s)
-    assert second.params["exit0/vit.blocks.1.w"].item() == pytest.approx(0.2)
-    assert second.params["vit.blocks.0.w"].item() == pytest.approx(-1 / 3)
+    assert second.params["exit0/backbone.blocks.1.w"].item() == pytest.approx(0.2)
+    assert second.params["backbone.blocks.0.w"].item() == pytest.approx(-1 / 3)
 
 
 def test_inclusivefl_fedadam_steps_each_exit_apart():
     info = block_infos()
-    s = Setting(ViTConfig(depth=4), (1, 3), info, 10, rounds=10)
+    s = Setting(ViTSpec(depth=4), (1, 3), info, 10, rounds=10)
     method = build_method("inclusivefl", {})
     server = method.init_server({n: torch.zeros(1) for n in info}, s)
     new = inclusive_round(method, server, s, shallow=(1.0, 1.0), deep=-1.0)
     # Every first step is lr * 0.1 d / (sqrt(0.001) |d| + tau) against the sign of Delta: 0.001 * 0.1 / 0.031624 = 0.0031622
     step = 1e-3 * 0.1 / (np.sqrt(0.001) + 1e-6)
     assert new.params["head.exits.0.w"].item() == pytest.approx(step, rel=1e-4)
-    assert new.params["vit.blocks.3.w"].item() == pytest.approx(-step, rel=1e-4)
-    assert new.params["vit.blocks.0.w"].item() == pytest.approx((2 * step - step) / 3, rel=1e-3)
+    assert new.params["backbone.blocks.3.w"].item() == pytest.approx(-step, rel=1e-4)
+    assert new.params["backbone.blocks.0.w"].item() == pytest.approx((2 * step - step) / 3, rel=1e-3)
     # personal block: Delta = 0.8 * -1, m = 0.1 * -0.8, v = 0.001 * 0.64: the same step size
-    assert new.params["exit0/vit.blocks.1.w"].item() == pytest.approx(step, rel=1e-4)
+    assert new.params["exit0/backbone.blocks.1.w"].item() == pytest.approx(step, rel=1e-4)
 
 
 @settings(deadline=None, max_examples=30)
@@ -207,7 +213,7 @@ def test_mean_does_not_depend_on_order_or_grouping(clients, random):
         for group in groups:
             update = Update(
                 tuple(Client(i, 0, n) for i, (n, _) in enumerate(group)), tuple(Slice.prefix(1, (0,)) for _ in group),
-                {"stem": torch.tensor([[v] for _, v in group])}, {"stem": (0, len(group))},
+                {"stem": torch.tensor([[v] for _, v in group])}, {"stem": range(len(group))},
             )  # fmt: skip
             parts.append({0: MaskedMean(info)})
             parts[-1][0].add(update, [n for n, _ in group])

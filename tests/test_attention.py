@@ -24,8 +24,8 @@ def images():
 def test_rows_reproduce_the_blocks_attention_output(finetune, images):
     """sum_j row_j v_j, projected, is what the block's attention adds to its class token."""
     model = model_of(finetune)
-    z = model.vit.run(model.vit.stem(images), 0, 2)
-    block = model.vit.blocks[2]
+    z = model.backbone.run(model.backbone.stem(images), 0, 2)
+    block = model.backbone.blocks[2]
     row = attention_row(block, z[..., 0, :], z)  # (1, 3, heads, T)
     assert torch.allclose(row.sum(-1), torch.ones(()), atol=1e-6)
     attn = block.attn.base_layer if hasattr(block.attn, "base_layer") else block.attn
@@ -43,8 +43,8 @@ def test_maps_are_equations_7_to_9(images):
     assert {n: tuple(m.shape) for n, m in found.maps.items()} == {n: (3, 12, 4, 4, 4) for n in "x read m c".split()}
     assert torch.allclose(found.logits, model(images)[:, 0], atol=1e-5)  # watching changes nothing
 
-    z0 = model.vit.stem(images)
-    z1 = model.vit.run(z0, 0, 1)
+    z0 = model.backbone.stem(images)
+    z1 = model.backbone.run(z0, 0, 1)
     past = []
     m_0, m_1 = model.head.tokens(z1[..., 0, :], past)
     _, handed_back = model.head.step(0, z1[..., 0, :], past)
@@ -52,7 +52,7 @@ def test_maps_are_equations_7_to_9(images):
     z1_modulated = torch.cat((m_1.unsqueeze(-2), z1[..., 1:, :]), -2)
 
     def map_of(block, token, z):
-        return attention_row(model.vit.blocks[block], token, z)[0, ..., 1:].unflatten(-1, (4, 4))
+        return attention_row(model.backbone.blocks[block], token, z)[0, ..., 1:].unflatten(-1, (4, 4))
 
     expected = {
         ("x", 0): map_of(0, z0[..., 0, :], z0),  # Eq. 7, l = 1

@@ -15,7 +15,7 @@ from benchmarks.names import to_fedlib, to_plain
 from benchmarks.ours import federation_of
 from benchmarks.rivals.workload import Federation, ViT, Workload
 from benchmarks.systems import SYSTEMS, running
-from fedlib.engine.evaluation import exit_logits
+from fedlib.engine.evaluation import exit_logits, served_parts
 
 SMALL = Workload("small", batch_size=16, num_clients=6, examples=40, per_round=3, rounds=4)
 LORA = dataclasses.replace(SMALL, name="small LoRA", lora_blocks=(1, 11))
@@ -37,7 +37,7 @@ def test_both_names_and_one_function(w, files):
     shared.initial = tensors
     plain, f = ViT(w), federation_of(shared)
     plain.load_state_dict(tensors)
-    own = exit_logits(f, f.server, f.method.model_for(0, f.setting))[-1]
+    own = exit_logits(f, f.server, served_parts(f, f.server)[0])[-1]
     torch.testing.assert_close(own, plain(shared.test_images), atol=1e-5, rtol=1e-5)
 
 

@@ -22,7 +22,8 @@ from fedlib import Execution, Experiment, build_federation, run_all, run_rounds 
 from fedlib.core.storage import read_tensors  # noqa: E402
 from fedlib.engine import cluster as cluster_module  # noqa: E402
 from fedlib.engine.cluster import RayExecutor  # noqa: E402
-from fedlib.methods import METHODS  # noqa: E402
+from fedlib.engine.executors import plan_round  # noqa: E402
+from fedlib.methods import METHODS, Round  # noqa: E402
 from fedlib.runs.costs import exit_costs  # noqa: E402
 from fedlib.runs.grid_on_cluster import experiment_mib, gpu_share  # noqa: E402
 from fedlib.runs.store import find_run, run_path  # noqa: E402
@@ -67,14 +68,14 @@ def slow(monkeypatch):
         folder: str = ""
         what: str = "sleep"
 
-        def client_update(self, cohort) -> None:
+        def local_update(self, cohort) -> None:
             Path(self.folder, f"{cohort.experiment.seed}-{cohort.t}-{os.getpid()}-{time.time_ns()}").touch()
             if self.what == "raise":
                 raise ArithmeticError("a mistake in a notebook")
             if self.what == "die" and cohort.t == 2:
                 os.kill(os.getpid(), signal.SIGKILL)
             time.sleep(1.5 if cohort.t == 2 else 0.1 * cohort.clients[0].budget)
-            super().client_update(cohort)
+            super().local_update(cohort)
 
     monkeypatch.setitem(METHODS, "slow", Slow)
 
@@ -120,7 +121,8 @@ def test_waiting_for_a_worker_is_bounded(on_two, monkeypatch):
     execution = Execution("cuda", 1, executor="ray", address=on_two.address, patience_seconds=1)
     executor = RayExecutor(f, execution)
     with pytest.raises(RuntimeError, match="no Ray worker was to be had for 1 s: each needs .*num_gpus"):
-        list(executor.train(f.server, f.sample_clients(1), 1, {}))
+        r = Round(1, tuple(f.sample_clients(1)), f.setting)
+        list(executor.train(f.server, plan_round(f, f.server, r, 1, None), r, {}))
     executor.close()
 
 

@@ -3,6 +3,7 @@
 import copy
 import math
 import weakref
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,8 +15,8 @@ from fedlib.core.clients import Client
 from fedlib.core.rng import torch_generator
 from fedlib.core.slices import Slice
 from fedlib.engine.cohort import learning_rate
-from fedlib.engine.executors import automatic_cohort_size, plan_cohorts
-from fedlib.methods import METHODS, build_method
+from fedlib.engine.executors import automatic_cohort_size, plan_cohorts, plan_round
+from fedlib.methods import METHODS, Member, Round, build_method
 
 
 def train(e, **execution):
@@ -71,7 +72,7 @@ def test_fedavg_equals_timm_trained_by_a_plain_loop(tiny):
     def to_timm(params):
         out = {}
         for name, p in params.items():
-            key = name.removeprefix("vit.").removeprefix("stem.")
+            key = name.removeprefix("backbone.").removeprefix("stem.")
             key = key.replace("head.exits.0.norm", "norm").replace("head.exits.0.linear", "head")
             key = key.replace("patch_embed.", "patch_embed.proj.").replace("prefix", "cls_token")
             if key in ("cls_token", "pos_embed"):
@@ -161,12 +162,13 @@ def test_sampling_is_a_function_of_seed_and_round_and_the_same_for_every_method(
 def test_cohorts_split_by_width_and_mix_depths(tiny):
     f = build_federation(tiny.replace(method="scalefl"))
     clients = f.sample_clients(1)
-    slices = {b: f.method.slice_for(b, f.setting) for b in range(4)}
-    cohorts = plan_cohorts(clients, slices, workers=1, size=None)
-    assert all(len({c.budget for c in group}) == 1 for group in cohorts)
-    prefix = {b: build_method("depthfl", {}).slice_for(b, f.setting) for b in range(4)}
-    assert len(plan_cohorts(clients, prefix, 1, None)) == 1 and len(plan_cohorts(clients, prefix, 2, None)) == 2
-    assert sorted(c.id for g in plan_cohorts(clients, prefix, 2, 2) for c in g) == sorted(c.id for c in clients)
+    r = Round(1, tuple(clients), f.setting)
+    cohorts = plan_round(f, f.server, r, workers=1, size=None)
+    assert all(len({m.client.budget for m in cohort}) == 1 for cohort in cohorts)
+    nested = replace(f, method=build_method("depthfl", {}))
+    assert [len(plan_round(nested, f.server, r, workers, None)) for workers in (1, 2)] == [1, 2]
+    planned = [m.client.id for cohort in plan_round(nested, f.server, r, 2, 2) for m in cohort]
+    assert sorted(planned) == sorted(c.id for c in clients)
 
 
 @pytest.mark.parametrize(
@@ -174,9 +176,8 @@ def test_cohorts_split_by_width_and_mix_depths(tiny):
 )
 def test_every_worker_gets_as_many_cohorts_as_the_others(workers, size, sizes):
     """Ten clients on two workers, at most four a cohort: three cohorts would leave one worker idle for a third."""
-    clients = [Client(i, 3, 100) for i in range(10)]
-    slices = {3: Slice.prefix(12, range(4))}
-    assert sorted(map(len, plan_cohorts(clients, slices, workers, size)), reverse=True) == sizes
+    jobs = [[Member(Client(i, 3, 100), Slice.prefix(12, range(4)))] for i in range(10)]
+    assert sorted(map(len, plan_cohorts(jobs, workers, size)), reverse=True) == sizes
 
 
 def test_automatic_cohorts_batch_small_models_and_leave_large_ones_alone(tiny):

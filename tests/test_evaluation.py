@@ -9,7 +9,7 @@ import torch
 
 from fedlib import Experiment, build_federation
 from fedlib.engine import evaluation as module
-from fedlib.engine.evaluation import evaluate, exit_logits
+from fedlib.engine.evaluation import evaluate, exit_logits, served_parts
 
 TINY = Experiment(pretrained=False, num_train=160, num_test=101, num_clients=10, augment="none", seed=5)
 
@@ -52,7 +52,7 @@ def parts(monkeypatch):
 )
 def test_threads_share_the_model_and_change_no_answer(changes, two_threads, parts):
     f = build_federation(TINY.replace(**changes))
-    part = f.method.model_for(f.setting.num_exits - 1, f.setting)
+    part = served_parts(f, f.server)[-1]
     side_by_side = exit_logits(f, f.server, part)
     assert sorted(n for n, *_ in parts) == [50, 51] and {t for *_, t in parts} == {1}
     assert torch.get_num_threads() == 2 and threading.get_ident() not in {i for _, i, _ in parts}
@@ -67,13 +67,13 @@ def test_threads_share_the_model_and_change_no_answer(changes, two_threads, part
 def test_no_more_examples_are_held_at_a_time_than_without_threads(two_threads, parts, monkeypatch):
     monkeypatch.setattr(module, "AT_ONCE", 70)
     f = build_federation(TINY)
-    exit_logits(f, f.server, f.method.model_for(3, f.setting))
+    exit_logits(f, f.server, served_parts(f, f.server)[3])
     assert sorted(n for n, *_ in parts) == [31, 35, 35]  # two threads with 35 each at a time
 
 
 def test_few_examples_are_not_worth_a_thread(two_threads, parts):
     f = build_federation(TINY.replace(num_test=50))
-    exit_logits(f, f.server, f.method.model_for(3, f.setting))
+    exit_logits(f, f.server, served_parts(f, f.server)[3])
     assert parts == [(50, threading.get_ident(), 2)]
 
 
@@ -112,5 +112,5 @@ def test_each_exit_is_taken_from_the_model_that_the_method_evaluates_it_with(mon
 
     monkeypatch.setattr(module, "exit_logits", answer)
     assert evaluate(f, f.server) == {"accuracy": 50.0, "exits": [100.0, 0.0]}
-    assert asked == [f.method.model_for(j, f.setting) for j in (0, 1)] and asked[0] != asked[1]
+    assert asked == served_parts(f, f.server) and asked[0] != asked[1]
     assert np.array_equal([p.depth for p in asked], sorted(p.depth for p in asked))

@@ -62,11 +62,10 @@ class FedProx(Method):
     """FedProx with early exits."""
 
     mu: float = 0.1  # weight of the proximal term
-    distill: str = "last"
 
-    def client_update(self, cohort) -> None:
+    def local_update(self, cohort) -> None:
         start = cohort.start
-        cohort.sgd(self.local_loss, lambda name, p: self.mu * pull(p, start[name]))
+        cohort.train(self.local_loss, gradient=lambda name, p: self.mu * pull(p, start[name]))
 '''
 
 
@@ -462,6 +461,6 @@ def test_the_example_of_the_readme_edited_does_not_return_the_old_number(tmp_pat
     first = capsys.readouterr().out
     defined(code, tmp_path)  # the same again: the stored run
     assert capsys.readouterr().out.endswith(first) and "'accuracy'" in first
-    assert code.count("self.mu * (p") == 1
+    assert code.count("self.mu *") == 1
     with pytest.raises(OtherInputs, match="source of class FedProx"):
-        defined(code.replace("self.mu * (p", "1000 * self.mu * (p"), tmp_path)
+        defined(code.replace("self.mu *", "1000 * self.mu *"), tmp_path)

@@ -126,7 +126,7 @@ def test_the_lock_of_a_dead_process_does_not_block(tmp_path):
 def test_ctrl_c_stops_every_thread_and_loses_one_round_at_most(tmp_path, monkeypatch):
     from fedlib.methods.sliced.reefl import ReeFL
 
-    e, steps, original = small("reefl"), [], ReeFL.client_update
+    e, steps, original = small("reefl"), [], ReeFL.local_update
     monkeypatch.setattr(runs_module.time, "monotonic", iter(range(0, 10**6, 100)).__next__)  # a checkpoint every round
 
     def endless(self, cohort):
@@ -142,7 +142,7 @@ def test_ctrl_c_stops_every_thread_and_loses_one_round_at_most(tmp_path, monkeyp
 
     before = signal.signal(signal.SIGALRM, interrupt)
     try:
-        monkeypatch.setattr(ReeFL, "client_update", endless)
+        monkeypatch.setattr(ReeFL, "local_update", endless)
         # the alarm of a thread's first endless step reaches the main thread, which waits for the cohorts
         with pytest.raises(KeyboardInterrupt):
             run(e, Execution(workers=2, executor="threads"), tmp_path / "parts", progress=False)
@@ -150,7 +150,7 @@ def test_ctrl_c_stops_every_thread_and_loses_one_round_at_most(tmp_path, monkeyp
         signal.signal(signal.SIGALRM, before)
     assert len(steps) < 2000  # the other threads stopped at their next batch
     assert read_tensors(run_path(e, tmp_path / "parts") / "checkpoint.safetensors")[1]["t"] == 2
-    monkeypatch.setattr(ReeFL, "client_update", original)
+    monkeypatch.setattr(ReeFL, "local_update", original)
     run(e, Execution(workers=2, executor="threads"), tmp_path / "parts", progress=False)
     run(e, Execution(workers=2, executor="threads"), tmp_path / "whole", progress=False)
     assert_same(state(e, tmp_path / "whole"), state(e, tmp_path / "parts"))
@@ -169,7 +169,7 @@ def test_an_error_in_a_thread_is_told_and_keeps_no_cohort_alive(tmp_path, monkey
         raise ArithmeticError("as planned")
 
     with monkeypatch.context() as m:
-        m.setattr(ReeFL, "client_update", broken)
+        m.setattr(ReeFL, "local_update", broken)
         with pytest.raises(ArithmeticError, match="as planned"):
             run(small("reefl"), Execution(workers=2, executor="threads"), tmp_path, progress=False)
     gc.collect()

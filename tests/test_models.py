@@ -11,11 +11,11 @@ from fedlib.models.adapters import apply_finetune_
 from fedlib.models.exit_model import ExitModel
 from fedlib.models.exits import Classifiers
 from fedlib.models.ree import Ree
-from fedlib.models.registry import WEIGHTS, backbone_config, build_backbone, load_timm
-from fedlib.models.vit import ViT, ViTConfig
+from fedlib.models.registry import WEIGHTS, backbone_spec, build_backbone, load_timm
+from fedlib.models.vit import ViT, ViTSpec
 
-SMALL = ViTConfig(img_size=8, patch_size=4, dim=16, depth=4, heads=2, ffn_dim=32)
-DEIT_S = ViTConfig(224, 16, 384, 12, 6, 1536)
+SMALL = ViTSpec(img_size=8, patch_size=4, dim=16, depth=4, heads=2, ffn_dim=32)
+DEIT_S = ViTSpec(224, 16, 384, 12, 6, 1536)
 
 
 def generator(seed=0):
@@ -39,9 +39,9 @@ def test_vit_equals_timm(name, options):
     for i, p in enumerate(model.parameters()):
         torch.nn.init.normal_(p, 0.1, 0.1, generator=generator(i))
     vit = load_timm(model)
-    x = torch.randn(2, 3, vit.config.img_size, vit.config.img_size, generator=generator())
+    x = torch.randn(2, 3, vit.spec.img_size, vit.spec.img_size, generator=generator())
     with torch.no_grad():
-        ours = model.norm(vit.run(vit.stem(x[None]), 0, vit.config.depth))[0]
+        ours = model.norm(vit.run(vit.stem(x[None]), 0, vit.spec.depth))[0]
         torch.testing.assert_close(ours, model.forward_features(x), rtol=1e-4, atol=1e-4)
 
 
@@ -181,7 +181,8 @@ SCALEFL_WIDTHS = {
 @pytest.mark.parametrize("width, sizes", SCALEFL_WIDTHS.items())
 def test_scalefl_widths_round_attention_up_to_the_heads(width, sizes):
     index = width_index(DEIT_S, width)
-    assert (len(index["residual"]), len(index["heads"])) == sizes and len(index["ffn"]) == 4 * sizes[0]
+    assert (len(index["residual"]), len(index["3/qk"])) == sizes and index["0/vo"] == index["11/qk"]
+    assert len(index["3/ffn"]) == 4 * sizes[0]
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -190,14 +191,14 @@ def test_every_parameter_has_a_place(method):
     infos = build_model(e, build_method(method, {}), 10, meta=True).infos()
     assert all(len(i.axes) == len(i.shape) for i in infos.values())
     assert {i.unit for i in infos.values()} == set(range(-1, 12))
-    assert infos["vit.blocks.10.mlp.fc1.base_layer.weight"].unit == 10
-    assert infos["vit.blocks.1.mlp.fc1.scale"].role == "adapter"
+    assert infos["backbone.blocks.10.mlp.fc1.base_layer.weight"].unit == 10
+    assert infos["backbone.blocks.1.mlp.fc1.scale"].kind == "adapter"
 
 
 def test_shipped_weights_are_small_and_load():
     assert WEIGHTS["deit_micro"].stat().st_size < 4_000_000
     vit = build_backbone("deit_micro")
-    assert sum(p.numel() for p in vit.parameters()) < 1_000_000 and backbone_config("deit_micro") == vit.config
+    assert sum(p.numel() for p in vit.parameters()) < 1_000_000 and backbone_spec("deit_micro") == vit.spec
 
 
 def test_unavailable_weights_give_one_clear_sentence(monkeypatch):

@@ -23,20 +23,19 @@ from fedlib.methods.sliced.fedavg import FedAvg
 
 def poisoned(monkeypatch, method, bad, value=math.nan, seen=None):
     """Clients ``bad`` (all if None) return one entry ``value`` in their first tensor from round 2 on; losses stay."""
-    original = method.client_update
+    original = method.local_update
 
     def update(self, cohort):
         original(self, cohort)
         if seen is not None:
             seen.append((cohort.t, cohort.update()))
         name = next(iter(cohort.params))
-        lo, hi = cohort.spans[name]
-        for i in range(lo, hi):
+        for row, i in enumerate(cohort.rows[name]):
             if cohort.t >= 2 and (bad is None or cohort.clients[i].id in bad):
                 cohort.params[name] = cohort.params[name].clone()
-                cohort.params[name][i - lo].view(-1)[-1] = value
+                cohort.params[name][row].view(-1)[-1] = value
 
-    monkeypatch.setattr(method, "client_update", update)
+    monkeypatch.setattr(method, "local_update", update)
 
 
 def everyone(method, **changes):
@@ -61,11 +60,10 @@ def test_drop_takes_the_mean_over_the_others(execution, monkeypatch):
     for name in second.server.params:
         total, weight = 0.0, 0
         for t, update in seen:
-            lo, hi = update.spans[name]
-            for i in range(lo, hi):
+            for row, i in enumerate(update.rows[name]):
                 client = update.clients[i]
                 if t == 2 and client.id in (0, 2):
-                    total, weight = total + client.num_examples * update.params[name][i - lo].double(), weight + client.num_examples  # fmt: skip
+                    total, weight = total + client.num_examples * update.params[name][row].double(), weight + client.num_examples  # fmt: skip
         torch.testing.assert_close(second.server.params[name], (total / weight).float(), rtol=0, atol=1e-6)
 
 
@@ -138,10 +136,10 @@ def test_dropping_equals_never_having_taken_part(clients):
     def update_of(members):
         slices = tuple(Slice.prefix(2 if d else 1, ()) for _, d, _ in members)
         params = {"low": torch.tensor([[v, 1.0] for *_, v in members])}
-        spans = {"low": (0, len(members))}
+        rows = {"low": range(len(members))}
         if held := sum(d for _, d, _ in members):
-            params["high"], spans["high"] = torch.tensor([[2.0, v] for _, d, v in members if d]), (0, held)
-        return Update(tuple(Client(ids[id(m)], 0, m[0]) for m in members), slices, params, spans)
+            params["high"], rows["high"] = torch.tensor([[2.0, v] for _, d, v in members if d]), range(held)
+        return Update(tuple(Client(ids[id(m)], 0, m[0]) for m in members), slices, params, rows)
 
     clients = [list(c) for c in clients]
     ids = {id(c): i for i, c in enumerate(clients)}
@@ -154,7 +152,7 @@ def test_dropping_equals_never_having_taken_part(clients):
     if good:
         means = []
         for u in (kept, update_of(good)):
-            assert u.spans.keys() == u.params.keys()
+            assert u.rows.keys() == u.params.keys()
             means.append(MaskedMean(INFO))
             means[-1].add(u, [c.num_examples for c in u.clients])
         old = {n: torch.full((2,), 5.0) for n in INFO}

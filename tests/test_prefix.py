@@ -8,7 +8,8 @@ import torch
 
 from fedlib import Execution, Experiment, build_federation, run_rounds
 from fedlib.engine.evaluation import evaluate
-from fedlib.engine.frozen_cache import PrefixCache, build_prefix_cache
+from fedlib.engine.frozen_cache import FrozenCache, build_frozen_cache
+from fedlib.models.route import Route
 
 TINY = Experiment(
     pretrained=False, num_train=160, num_test=40, num_clients=8, clients_per_round=6, rounds=2, augment="none",
@@ -31,7 +32,7 @@ LAST_THIRD = {"r": 4, "layers_to_transform": (8, 9, 10, 11)}
 )
 def test_the_prefix_ends_where_training_or_feedback_begins_and_changes_no_number(blocks, changes):
     f = build_federation(TINY.replace(**changes))
-    assert (f.train_prefix.blocks if f.train_prefix else 0) == (f.test_prefix.blocks if f.test_prefix else 0) == blocks
+    assert (f.train_prefix.units if f.train_prefix else 0) == (f.test_prefix.units if f.test_prefix else 0) == blocks
     *_, cached = run_rounds(f, Execution(workers=1))
     plain = dataclasses.replace(build_federation(TINY.replace(**changes)), train_prefix=None, test_prefix=None)
     *_, computed = run_rounds(plain, Execution(workers=1))
@@ -42,7 +43,7 @@ def test_the_prefix_ends_where_training_or_feedback_begins_and_changes_no_number
 
 def test_augmented_training_keeps_only_the_test_set():
     f = build_federation(TINY.replace(finetune="frozen", method="depthfl", augment="crop"))
-    assert f.train_prefix is None and f.test_prefix.blocks == 12
+    assert f.train_prefix is None and f.test_prefix.units == 12
 
 
 def test_every_example_is_computed_once(monkeypatch):
@@ -65,12 +66,12 @@ def test_a_prefix_that_takes_too_much_memory_is_not_kept(monkeypatch):
     f = build_federation(TINY.replace(finetune="frozen", method="depthfl"))
     # 100 examples x 64 features x 4 bytes x (17 tokens + class tokens of the exits 2, 5); of a whole backbone only
     # those of its four exits
-    assert PrefixCache.bytes_needed(f.model, 8, 100) == 100 * 64 * 4 * 19
-    assert PrefixCache.bytes_needed(f.model, 12, 100) == 100 * 64 * 4 * 4
+    assert FrozenCache.bytes_needed(f.model, 8, 100) == 100 * 64 * 4 * 19
+    assert FrozenCache.bytes_needed(f.model, 12, 100) == 100 * 64 * 4 * 4
     monkeypatch.setattr("fedlib.engine.frozen_cache.free_memory", lambda device: 4 * 100 * 64 * 4 * 19 - 1)
-    assert build_prefix_cache(f.model, 8, 100, None, torch.device("cpu")) is None
-    assert build_prefix_cache(f.model, 12, 100, None, torch.device("cpu")) is not None
-    assert build_prefix_cache(f.model, 0, 100, None, torch.device("cpu")) is None
+    assert build_frozen_cache(f.model, 8, 100, None, torch.device("cpu")) is None
+    assert build_frozen_cache(f.model, 12, 100, None, torch.device("cpu")) is not None
+    assert build_frozen_cache(f.model, 0, 100, None, torch.device("cpu")) is None
 
 
 @pytest.mark.parametrize("finetune", ["full", "lora", "pa", "sa", "ssf"])
@@ -85,13 +86,13 @@ def test_unread_tokens_of_last_blocks_change_no_logit_and_no_gradient(finetune):
     for name, info in f.setting.infos.items():
         if name in stacked and info.unit >= 0:
             stacked[name] = stacked[name][: alive[info.unit]]
-    spans = {j: (0, alive[b]) for j, b in enumerate(model.exit_blocks)}
+    route = Route(alive, {j: slice(0, alive[b]) for j, b in enumerate(model.exit_units)})
 
     def outcome(whole):
-        model.whole_blocks = whole
+        model.backbone.whole_blocks = whole
         leaves = {n: p.clone().requires_grad_() for n, p in stacked.items()}
         model.put_(leaves)
-        logits = model(images, alive, spans)
+        logits = model(images, route)
         weights = torch.linspace(-1, 1, logits.numel()).view(logits.shape)
         grads = torch.autograd.grad((logits * weights).sum(), list(leaves.values()), materialize_grads=True)
         return logits.detach(), dict(zip(leaves, grads, strict=True))

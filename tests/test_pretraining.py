@@ -7,10 +7,10 @@ import torch
 
 from fedlib.data.datasets import load_dataset
 from fedlib.models.registry import build_backbone, load_weights_
-from fedlib.models.vit import ViT, ViTConfig
+from fedlib.models.vit import ViT, ViTSpec
 from fedlib.runs.pretraining import Recipe, export_backbone, linear_probe, load_upstream, train_upstream
 
-CONFIG = ViTConfig(dim=16, depth=2, heads=2, ffn_dim=32)
+CONFIG = ViTSpec(dim=16, depth=2, heads=2, ffn_dim=32)
 RECIPE = Recipe(epochs=2, batch_size=64, warmup_epochs=0.5, augment="crop")
 
 

@@ -15,11 +15,11 @@ from fedlib.core.clients import Client
 from fedlib.core.slices import STEM, ParamInfo, Slice
 from fedlib.core.storage import read_tensors
 from fedlib.engine import privacy as privacy_module
-from fedlib.engine.executors import train_cohort
+from fedlib.engine.executors import plan_round, train_cohort
 from fedlib.engine.privacy import epsilon, privacy_spent, privatise
-from fedlib.methods import METHODS, Method, Server, Setting, build_method
+from fedlib.methods import METHODS, Arrived, Method, Round, Server, Setting, build_method
 from fedlib.methods.server import Update, merge_sums
-from fedlib.models.vit import ViTConfig
+from fedlib.models.vit import ViTSpec
 from fedlib.runs import store as runs_module
 
 ONE = Execution(workers=1)
@@ -37,7 +37,7 @@ def federation(info, budgets, sampled, noise, method="reefl", **options):
     budgets, experiment = np.array(budgets), SimpleNamespace(seed=4, method=method)
     return SimpleNamespace(
         method=build_method(method, {"clip_norm": 2.0, "noise_multiplier": noise, "weighting": "clients"} | options),
-        setting=Setting(ViTConfig(depth=len(exits)), exits, info, len(budgets), rounds=10), experiment=experiment,
+        setting=Setting(ViTSpec(depth=len(exits)), exits, info, len(budgets), rounds=10), experiment=experiment,
         budgets=budgets, data=SimpleNamespace(num_examples=np.full(len(budgets), 9)), sample_size=sampled,
         candidates=lambda: np.arange(len(budgets)),
     )  # fmt: skip
@@ -49,9 +49,10 @@ def two_blocks(low, high):
 
 def uploads(f, server, low, high):
     """Client 1 (budget 1) changes both parameters, client 0 (budget 0) only ``low``; changes as rows."""
-    clients, slices = (Client(1, 1, 9), Client(0, 0, 9)), tuple(f.method.slice_for(b, f.setting) for b in (1, 0))
+    clients = Client(1, 1, 9), Client(0, 0, 9)
+    slices = tuple(f.method.slice_for(c, server, Round(1, clients, f.setting)) for c in clients)
     params = {"low": server.params["low"] + torch.tensor(low), "high": server.params["high"] + torch.tensor(high)}
-    return f.method.summarise(Update(clients, slices, params, {"low": (0, 2), "high": (0, 1)}), f.setting)
+    return f.method.summarise(Update(clients, slices, params, {"low": range(2), "high": range(1)}), f.setting)
 
 
 def test_the_mean_divides_by_the_holders_to_be_expected():
@@ -59,7 +60,7 @@ def test_the_mean_divides_by_the_holders_to_be_expected():
     f = federation(info, [0, 1, 0, 1, 0, 1, 0, 0], sampled=4, noise=1e-12)
     server = Server(0, {"low": torch.tensor([1.0, -1.0]), "high": torch.tensor([2.0])}, {})
     sums = privatise(f, server, uploads(f, server, [[0.5, 0.0], [-0.25, 1.0]], [[-1.0]]), 1)
-    new = f.method.aggregate(server, sums, 1, f.setting).params
+    new = f.method.aggregate(server, Arrived(sums), Round(1, (), f.setting)).params
     # all 4 of 4 sampled hold low: (1, -1) + (0.25, 1) / 4; 3 of the 8 clients hold high: 4 * 3/8 = 1.5: 2 - 1 / 1.5
     torch.testing.assert_close(new["low"], torch.tensor([1.0625, -0.75]))
     torch.testing.assert_close(new["high"], torch.tensor([2 - 2 / 3]))
@@ -85,7 +86,7 @@ def test_the_noise_has_the_stated_deviation_and_its_own_stream():
     f = federation(two_blocks(size, size), [0, 1, 0, 1], sampled=2, noise=1.5)
     server = Server(0, {n: torch.zeros(size) for n in ("low", "high")}, {})
     first, again, later = (privatise(f, server, {}, t)[0] for t in (7, 7, 8))
-    new = f.method.aggregate(server, {0: first}, 7, f.setting).params
+    new = f.method.aggregate(server, Arrived({0: first}), Round(7, (), f.setting)).params
     # z C = 3 on the sums; expected holders 2 and 1: SD 1.5 and 3 on the means. SD of an SD over 40,000: 0.35 %
     assert new["low"].std().item() == pytest.approx(1.5, rel=0.02) and abs(new["low"].mean()) < 4 * 1.5 / 200
     assert new["high"].std().item() == pytest.approx(3.0, rel=0.02)
@@ -98,18 +99,24 @@ def test_width_slices_are_expected_per_entry():
     info = {"low": ParamInfo(("residual",), "backbone", 0, (8,))}
     f = federation(info, [0, 0, 0, 1], sampled=2, noise=1e-12)
     cut = Slice.prefix(1, (0,), index={"residual": range(2)})
-    f.method = SimpleNamespace(noise_multiplier=1e-12, clip_norm=1.0, group_of=lambda c: 0, slice_for=lambda b, s: cut if b == 0 else Slice.prefix(1, (0,)))  # fmt: skip
+
+    @dataclass(frozen=True)
+    class Cut(Method):
+        def slice_for(self, client, server, r):
+            return cut if client.budget == 0 else Slice.prefix(1, (0,))
+
+    f.method = Cut(noise_multiplier=1e-12, clip_norm=1.0, weighting="clients")
     weight = privatise(f, Server(0, {"low": torch.ones(8)}, {}), {}, 1)[0].weight["low"]
     assert weight.tolist() == [2, 2] + [0.5] * 6  # 2 * 4/4 and 2 * 1/4
 
 
 def test_inclusivefl_expects_clients_per_group():
-    info = {f"vit.blocks.{b}.w": ParamInfo((None,), "backbone", b, (1,)) for b in range(2)}
+    info = {f"backbone.blocks.{b}.w": ParamInfo((None,), "backbone", b, (1,)) for b in range(2)}
     f = federation(info, [0, 0, 0, 1], sampled=2, noise=1e-12, method="inclusivefl", aggregation="mean")
     server = f.method.init_server({n: torch.zeros(1) for n in info}, f.setting)
     sums = privatise(f, server, {}, 1)
     assert {g: m.clients for g, m in sums.items()} == {0: 1.5, 1: 0.5}
-    assert set(sums[0].total) == {"exit0/vit.blocks.0.w"} and set(sums[1].total) == set(info)
+    assert set(sums[0].total) == {"exit0/backbone.blocks.0.w"} and set(sums[1].total) == set(info)
 
 
 @pytest.mark.parametrize("method", ["reefl", "inclusivefl", "scalefl"])
@@ -128,9 +135,9 @@ def test_replacing_a_client_moves_the_sums_by_at_most_two_clips(tiny, method):
             labels = f.data.labels.clone()  # the federation's own are shared by all of this process
             labels[rows] = (labels[rows] + 1) % 10
             f = replace(f, data=replace(f.data, labels=labels))
-        widths = {f.method.slice_for(c.budget, f.setting).same_width() for c in clients}
-        groups = [[c] for c in clients] if len(widths) > 1 else [clients]
-        parts = [train_cohort(f, f.model, f.server, 1, g, {}).sums for g in groups]
+        r = Round(1, tuple(clients), f.setting)
+        cohorts = plan_round(f, f.server, r, 1, None)
+        parts = [train_cohort(f, f.model, f.server, r, cohort, {}).sums for cohort in cohorts]
         out = privatise(f, f.server, merge_sums(parts), 1)
         totals.append(torch.cat([v.flatten() for _, m in sorted(out.items()) for _, v in sorted(m.total.items())]))
     moved = (totals[0] - totals[1]).norm().item()
@@ -232,8 +239,8 @@ def test_memory_gives_up_amplification(tiny):
 def test_methods_that_would_leak_are_refused(tiny):
     @dataclass(frozen=True)
     class Remembering(Method):
-        def client_update(self, cohort):
-            cohort.sgd(self.local_loss)
+        def local_update(self, cohort):
+            cohort.train(self.local_loss)
             cohort.remember("own", cohort.params)
 
     @dataclass(frozen=True)

@@ -50,13 +50,13 @@ def alone(context):
 
 def train_as(change):
     """Let ``change(cohort)`` run before every local training."""
-    original = ReeFL.client_update
+    original = ReeFL.local_update
 
-    def client_update(self, cohort):
+    def local_update(self, cohort):
         change(cohort)
         original(self, cohort)
 
-    ReeFL.client_update = client_update
+    ReeFL.local_update = local_update
 
 
 # --- the same numbers ------------------------------------------------------------------------------------------------

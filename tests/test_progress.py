@@ -15,7 +15,7 @@ from stored import ONE, short
 
 from fedlib import Execution, Experiment, run, run_all
 from fedlib.core.storage import read_json, write_json
-from fedlib.engine.rounds import Round
+from fedlib.engine.rounds import Finished
 from fedlib.runs import durations
 from fedlib.runs.costs import timed_macs_per_second
 from fedlib.runs.durations import Pace, about, describe, expected_seconds
@@ -151,7 +151,7 @@ def test_a_watch_tells_runs_rounds_and_time_left(monkeypatch):
         monkeypatch.setattr("fedlib.runs.progress.LOG_SECONDS", 0)
         watch.begin(a, 98)
         for t in (99, 100):
-            watch.round(Round(t, None, {}, {}, None, 3.0))
+            watch.round(Finished(t, None, {}, {}, None, 3.0))
         watch.end(a)
         watch.begin(b, 0)
         lines = watch.terminal.file.getvalue().splitlines()

@@ -210,7 +210,7 @@ def test_a_slice_of_a_slice_is_the_slice_of_composed_indices(case):
     info, outer, inner = case
     x, composed = drawn(info.shape, 0), {n: [outer[n][i] for i in v] for n, v in inner.items()}
     middle = take(x, info, keep(outer))
-    inside = ParamInfo(info.axes, info.role, info.unit, tuple(middle.shape))
+    inside = ParamInfo(info.axes, info.kind, info.unit, tuple(middle.shape))
     assert torch.equal(take(middle, inside, keep(inner)), take(x, info, keep(composed)))
 
 
@@ -283,7 +283,7 @@ def mean_of(clients, groups):
         for i in group:
             kept, n, seed = clients[i]
             value = drawn((len(kept), 2), seed).float()
-            update = Update((Client(i, 0, n),), (keep({"a": kept}),), {"w": value[None]}, {"w": (0, 1)})
+            update = Update((Client(i, 0, n),), (keep({"a": kept}),), {"w": value[None]}, {"w": range(1)})
             parts[-1][0].add(update, [n])
     return merge_sums(parts)[0]
 

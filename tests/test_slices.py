@@ -61,5 +61,5 @@ def test_holds_by_unit_and_exit_not_by_name():
     part = Slice.prefix(2, (1,))
     assert part.holds(ParamInfo((), "backbone", STEM, ())) and part.holds(ParamInfo((), "backbone", 1, ()))
     assert not part.holds(ParamInfo((), "backbone", 10, ()))
-    assert part.holds(ParamInfo((), "exit:1", 1, ())) and not part.holds(ParamInfo((), "exit:0", 0, ()))
+    assert part.holds(ParamInfo((), "head", 1, (), 1)) and not part.holds(ParamInfo((), "head", 0, (), 0))
     assert part.depth == 2

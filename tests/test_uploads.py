@@ -11,7 +11,7 @@ from fedlib.core.rng import torch_generator
 from fedlib.core.slices import Slice
 from fedlib.core.storage import read_tensors
 from fedlib.engine.cohort import Cohort
-from fedlib.methods import METHODS, build_method
+from fedlib.methods import METHODS, Round, build_method
 from fedlib.methods.server import Update
 from fedlib.methods.uploads import clip_factors, kept_entries, quantise, top_k
 from fedlib.runs import store as runs_module
@@ -22,12 +22,12 @@ ONE = Execution(workers=1)
 
 def two_clients(start, params, memories=None, t=1):
     """A trained cohort: client 7 holds ``low`` and ``high``, client 3 only ``low``; rows as in ``params``."""
-    spans, memory = {"low": (0, 2), "high": (0, 1)}, memories if memories is not None else {}
+    rows, memory = {"low": range(2), "high": range(1)}, memories if memories is not None else {}
     clients, slices = (Client(7, 1, 30), Client(3, 0, 10)), (Slice.prefix(2, (0, 1)), Slice.prefix(1, (0,)))
     zeros = {n: torch.zeros_like(p) for n, p in params.items()}
     return SimpleNamespace(
-        clients=clients, start=start, params=params, spans=spans, t=t, experiment=SimpleNamespace(seed=5),
-        new_memories={}, update=lambda: Update(clients, slices, params, spans),
+        clients=clients, start=start, params=params, rows=rows, t=t, experiment=SimpleNamespace(seed=5),
+        new_memories={}, update=lambda: Update(clients, slices, params, rows),
         recall=lambda key: memory.get(key, zeros), remember=memory.__setitem__,
     )  # fmt: skip
 
@@ -50,9 +50,9 @@ def test_clipping_is_over_all_tensors_a_client_holds():
     out = sent({"clip_norm": 6.5}, deltas)
     assert torch.equal(out["low"], torch.tensor([[1.5, -2.0], [-0.5, 0.75]], dtype=torch.float64))
     assert torch.equal(out["high"], torch.tensor([[-6.0]], dtype=torch.float64))
-    spans = {"low": (0, 2), "high": (0, 1)}
-    assert clip_factors(deltas, spans, 2, 6.5).tolist() == [0.5, 1.0]
-    assert clip_factors({"low": torch.zeros(2, 3)}, spans, 2, 1.0).tolist() == [1.0, 1.0]  # nobody moved
+    rows = {"low": range(2), "high": range(1)}
+    assert clip_factors(deltas, rows, 2, 6.5).tolist() == [0.5, 1.0]
+    assert clip_factors({"low": torch.zeros(2, 3)}, rows, 2, 1.0).tolist() == [1.0, 1.0]  # nobody moved
 
 
 def test_quantisation_by_hand_and_unbiased():
@@ -156,19 +156,18 @@ def test_an_upload_does_not_depend_on_the_cohort(tiny, method, options):
     """The same trained tensors, sent by one cohort of all clients or by a cohort each: the same numbers."""
     f = build_federation(tiny.replace(method=method, options=options))
     clients = f.sample_clients(1)
-    slices = {b: f.method.slice_for(b, f.setting) for b in range(4)}
+    r = Round(1, tuple(clients), f.setting)
 
-    def upload(members):
-        cohort = Cohort(f, f.model, f.server, 1, members, slices, {})
+    def upload(clients):
+        cohort = Cohort(f, f.model, f.server, r, [m for c in clients for m in f.method.members(c, f.server, r)], {})
         for name, p in cohort.params.items():
-            lo, hi = cohort.spans[name]
-            for i in range(lo, hi):
+            for row, i in enumerate(cohort.rows[name]):
                 g = torch_generator(9, name, 1, cohort.clients[i].id)
-                p[i - lo] += 0.1 * torch.randn(p.shape[1:], generator=g)
+                p[row] += 0.1 * torch.randn(p.shape[1:], generator=g)
         update = f.method.upload(cohort)
         rows = {}
         for name, p in update.params.items():
-            for i, row in zip(range(*update.spans[name]), p, strict=True):
+            for i, row in zip(update.rows[name], p, strict=True):
                 rows[update.clients[i].id, name] = row
         return rows, cohort.new_memories
 

@@ -18,12 +18,12 @@ from fedlib.models.exit_model import ExitModel
 from fedlib.models.exits import Classifiers
 from fedlib.models.ree import Ree
 from fedlib.models.registry import build_backbone
-from fedlib.models.vim import VIMS, Mixer, VimConfig, load_vim, published_name
+from fedlib.models.vim import VIMS, Mixer, VimSpec, load_vim, published_name
 from fedlib.report.tables import load_reported
 from fedlib.runs.costs import exit_costs, upload_parameters
 from fedlib.runs.params import load_grid
 
-TOY = VimConfig(img_size=12, patch_size=4, dim=8, depth=4, state_dim=3)  # 9 patches, class token at 4, T = 10
+TOY = VimSpec(img_size=12, patch_size=4, dim=8, depth=4, state_dim=3)  # 9 patches, class token at 4, T = 10
 
 
 def generator(seed=0):
@@ -240,13 +240,13 @@ def test_vim_tiny_has_the_published_parameter_count():
         vim = VIMS["vim_tiny"].build()
     assert sum(p.numel() for p in vim.parameters()) == stem + 24 * 282_048 == 6_954_816
     assert 6_954_816 + 192 + 193 * 1000 == 7_148_008  # with the final norm and ImageNet's head: the published 7 M
-    assert vim.config.class_token == 98 and vim.config.dt_rank == 12
+    assert vim.spec.class_token == 98 and vim.spec.dt_rank == 12
 
 
 def test_blocks_equal_the_published_forward_and_its_layout():
     state, images = published(TOY), normal(2, 3, 12, 12, seed=99)
     vim = load_vim(state)
-    assert vim.config == TOY
+    assert vim.spec == TOY
     with torch.no_grad():
         z = vim.stem(images[None])
         for i, (hidden, residual) in enumerate(published_forward(state, TOY, images)):
@@ -302,9 +302,9 @@ def test_vim_tiny_loads_the_hubs_file(monkeypatch, tmp_path):
     monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *a: asked.append(a) or str(file))
     vim = build_backbone("vim_tiny.stream")
     assert asked == [("hustvl/Vim-tiny-midclstok", "vim_t_midclstok_76p1acc.pth")]
-    assert torch.equal(vim.blocks[23].mixer.back.D, state["layers.23.mixer.D_b"]) and not vim.config.reads_update
+    assert torch.equal(vim.blocks[23].mixer.back.D, state["layers.23.mixer.D_b"]) and not vim.spec.reads_update
     torch.save({"model": published(TOY)}, file)
-    with pytest.raises(ValueError, match="backbone = 'vim_tiny': the checkpoint holds VimConfig"):
+    with pytest.raises(ValueError, match="backbone = 'vim_tiny': the checkpoint holds VimSpec"):
         build_backbone("vim_tiny")
     torch.save({"model": state, "args": pytest.Item}, file)  # anything else that would be unpickled is refused
     with pytest.raises(Exception, match="Weights only load failed"):
@@ -417,7 +417,7 @@ def test_ree_hands_back_exactly_the_middle_token(monkeypatch, reads_update):
 
 @pytest.fixture
 def toy_experiment(monkeypatch, tiny):
-    monkeypatch.setitem(weights.OWN, "vim_toy", VimConfig(img_size=16, patch_size=4, dim=16, depth=4, state_dim=4))
+    monkeypatch.setitem(weights.OWN, "vim_toy", VimSpec(img_size=16, patch_size=4, dim=16, depth=4, state_dim=4))
     return tiny.replace(backbone="vim_toy", num_train=150, num_test=20, finetune_options={})
 
 
@@ -437,10 +437,10 @@ def test_a_cohort_of_one_equals_a_cohort_of_all(toy_experiment, method, finetune
     for name, p in one.server.params.items():
         torch.testing.assert_close(many.server.params[name], p, rtol=0, atol=1e-5)
         torch.testing.assert_close(threaded.server.params[name], p, rtol=0, atol=1e-5)
-        part = "head" if "head." in name else "vit"  # InclusiveFL's names begin with exit0/ ...
+        part = "head" if "head." in name else "backbone"  # InclusiveFL's names begin with exit0/ ...
         moved[part] = moved.get(part, 0) + (p - start[name]).abs().sum().item()
     assert not one.diverged and all(v > 0 for v in moved.values())
-    assert set(moved) == ({"head"} if finetune == "frozen" else {"head", "vit"})
+    assert set(moved) == ({"head"} if finetune == "frozen" else {"head", "backbone"})
 
 
 def test_lora_sits_on_the_projections_and_starts_as_the_identity():

@@ -13,9 +13,9 @@ from fedlib.layers.matmul import choose_products
 from fedlib.models import vit
 from fedlib.models.adapters import apply_finetune_
 from fedlib.models.exits import Classifiers
-from fedlib.models.vit import Block, ViT, ViTConfig
+from fedlib.models.vit import Block, ViT, ViTSpec
 
-SMALL = ViTConfig(img_size=8, patch_size=4, dim=12, depth=1, heads=2, ffn_dim=20)
+SMALL = ViTSpec(img_size=8, patch_size=4, dim=12, depth=1, heads=2, ffn_dim=20)
 
 
 def generator(seed=0):
@@ -184,7 +184,7 @@ def test_gradients_equal_differences_of_the_loss(multiplying):
 )
 def test_anything_else_runs_as_modules(case, monkeypatch):
     monkeypatch.setattr(written_block._Block, "apply", lambda *_: pytest.fail("written out"))
-    config = ViTConfig(8, 4, 12, 1, 2, 20, layer_scale=case == "layer scale")
+    config = ViTSpec(8, 4, 12, 1, 2, 20, layer_scale=case == "layer scale")
     mode, options = (case, {}) if case in ("pa", "sa", "ssf", "ia3") else ("full", {})
     if case == "lora dropout":
         mode, options = "lora", LORA | {"lora_dropout": 0.5}

@@ -2,7 +2,7 @@
 
 ``attentionMap^l(a, b)`` is the first row, without its first element, of block l's softmax attention over LN1([a, b]).
 The paper averages it over heads; heads are kept here, so that each can be looked at. Nothing is normalised again.
-Everything is recomputed from a block's own q and k while the model runs piece by piece.
+Everything is recomputed from a block's own q and k while the model runs, watched unit by unit.
 
 The equations and Figure 1b differ by a block: Eq. 8 sends m_l^l through the block that made it, the figure's caption
 compares z_cls^l with m_l^l over the tokens of block l, which block l+1 reads. ``x`` (Eq. 7) beside ``read`` is the
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from ..engine.evaluation import put_slice_
+from ..engine.evaluation import put_slice_, served_parts
 from ..engine.federation import Federation
 from ..methods import Server
 from ..models.exit_model import ExitModel
@@ -37,7 +37,7 @@ class Attention:
 
     maps: dict[str, torch.Tensor]
     logits: torch.Tensor
-    exit_blocks: tuple[int, ...]
+    exit_units: tuple[int, ...]
 
     def earliest_correct(self, labels: torch.Tensor) -> torch.Tensor:
         """The first exit (B,) that classifies each image correctly; -1 if none does."""
@@ -57,40 +57,33 @@ def attention_row(block: nn.Module, token: torch.Tensor, z: torch.Tensor) -> tor
 
 @torch.inference_mode()
 def attention_maps(model: ExitModel, images: torch.Tensor) -> Attention:
-    """All maps of ``images`` (1, B, 3, H, W) for the parameters that ``model`` holds."""
-    vit, head, config = model.vit, model.head, model.vit.config
-    side, maps, logits, past = config.img_size // config.patch_size, {name: [] for name in MAPS}, [], []
+    """All maps of ``images`` (1, B, 3, H, W) for the parameters that ``model`` holds, from one watched forward pass."""
+    backbone, head, spec = model.backbone, model.head, model.backbone.spec
+    side, maps = spec.img_size // spec.patch_size, {name: [] for name in MAPS}
+    left = []  # the class token as each unit left it
 
-    def add(name: str, block: nn.Module, token: torch.Tensor | None, z: torch.Tensor) -> None:
-        if token is None:
-            maps[name].append(torch.full_like(maps["x"][0], torch.nan))
-        else:
-            row = attention_row(block, token, z)[0, ..., config.prefix_tokens :]
-            maps[name].append(row.unflatten(-1, (side, side)))
+    def row(block: nn.Module, token: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+        return attention_row(block, token, z)[0, ..., spec.prefix_tokens :].unflatten(-1, (side, side))
 
-    z = vit.stem(images)
-    raw = z[..., 0, :]  # the class token as the block before left it
-    for i, block in enumerate(vit.blocks[: model.exit_blocks[-1] + 1]):
-        add("x", block, raw, z)
-        add("read", block, z[..., 0, :], z)
-        before, z = z, vit.run(z, i, i + 1)
-        raw = z[..., 0, :]
-        runs = hasattr(head, "tokens") and (i in model.exit_blocks or not head.only_at_exits)
-        m_0, m_l = head.tokens(raw, past) if runs else (None, None)
-        add("m", block, m_l, before)
-        add("c", block, m_0 + raw if runs else None, before)
-        out, handed_back = head.step(i, raw, past)
-        if i in model.exit_blocks:
-            logits.append(out[0])
-        if handed_back is not None:
-            z = torch.cat((handed_back.unsqueeze(-2), z[..., 1:, :]), -2)
-    return Attention({n: torch.stack(m, 1) for n, m in maps.items()}, torch.stack(logits), model.exit_blocks)
+    def watch(unit: int, z: torch.Tensor, token: torch.Tensor, past: list, handed_back: torch.Tensor | None) -> None:
+        block, reads = backbone.blocks[unit], z[..., 0, :]
+        maps["x"].append(row(block, left[-1] if left else reads, z))
+        maps["read"].append(row(block, reads, z))
+        left.append(token)
+        runs = hasattr(head, "tokens") and (unit in model.exit_units or not head.only_at_exits)
+        m_0, m_l = head.tokens(token, past) if runs else (None, None)
+        nothing = torch.full_like(maps["x"][0], torch.nan)
+        maps["m"].append(row(block, m_l, z) if runs else nothing)
+        maps["c"].append(row(block, m_0 + token, z) if runs else nothing)
+
+    logits = model(images, watch=watch)[:, 0]
+    return Attention({n: torch.stack(m, 1) for n, m in maps.items()}, logits, model.exit_units)
 
 
 def run_attention(f: Federation, server: Server, rows: torch.Tensor) -> Attention:
     """The maps of the test images ``rows`` under the trained global model."""
     from ..data.transforms import render
 
-    put_slice_(f, server, f.method.model_for(f.setting.num_exits - 1, f.setting))
-    size = f.model.vit.config.img_size
+    put_slice_(f, server, served_parts(f, server)[-1])
+    size = f.model.backbone.spec.img_size
     return attention_maps(f.model, render(f.data.test_images[rows], None, size, f.data.mean, f.data.std)[None])

@@ -56,7 +56,7 @@ def plot_gallery(images: Sequence[np.ndarray], attention: Attention, labels: tor
     size = (1.7 * 4, 1.75 * len(images))
     _, axes = plt.subplots(len(images), 4, figsize=size, squeeze=False, layout="constrained")
     for i, (row, image) in enumerate(zip(axes, images, strict=True)):
-        block = attention.exit_blocks[first[i]]
+        block = attention.exit_units[first[i]]
         where = f"exit {first[i] + 1}, block {block + 1}" if first[i] >= 0 else "no exit correct"
         overlay(image, None, row[0], f"{classes[labels[i]]}: {where}")
         for name, ax in zip(names, row[1:], strict=True):

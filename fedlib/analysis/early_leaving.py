@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from ..core.experiment import Experiment
+from ..engine.evaluation import served_parts
 from ..engine.executors import Execution
 from ..runs.costs import exit_macs
 from ..runs.trained import all_logits, load_trained
@@ -59,7 +60,7 @@ def adaptive_inference(
     """
     f, server = load_trained(e, execution)
     macs = np.array(exit_macs(e, len(f.data.classes)), dtype=float)
-    parts = [f.method.model_for(j, f.setting) for j in range(f.setting.num_exits)]
+    parts = served_parts(f, server)
     if any(p != parts[0] for p in parts):
         macs = macs.cumsum()
     return adaptive_curve(all_logits(f, server), f.data.test_labels, macs[: len(parts)], thresholds)

@@ -6,10 +6,10 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from ..core.clients import clients_of
 from ..engine.cohort import Cohort
 from ..engine.federation import Federation
-from ..methods import Server
-from ..methods.base import clients_of
+from ..methods import Round, Server, Stage
 from ..methods.losses import Batch, cross_entropies, running_best_exit
 
 
@@ -20,7 +20,7 @@ class _Watched(Cohort):
         self.scratches = {zeta: {} for zeta in zetas}
         self.counts = {zeta: torch.zeros(self.held.shape, dtype=torch.int64) for zeta in zetas}  # (E, K)
 
-    def sgd(self, local_loss, extra_gradient=None) -> None:
+    def train(self, local_loss, stage=Stage(), gradient=None, models=None) -> None:
         def watched(batch: Batch) -> torch.Tensor:
             loss, ce = local_loss(batch), cross_entropies(batch).detach()
             active = (batch.weights.sum(-1) > 0).cpu()
@@ -29,7 +29,7 @@ class _Watched(Cohort):
                 self.counts[zeta][teacher, torch.arange(len(teacher))] += active
             return loss
 
-        super().sgd(watched, extra_gradient)
+        super().train(watched, stage, gradient, models)
 
 
 def count_teachers(
@@ -43,12 +43,12 @@ def count_teachers(
     """
     ids = np.where((f.budgets == f.budgets.max()) & (f.data.num_examples > 0))[0]
     members = clients_of(f.budgets, ids, f.data.num_examples)
-    slices = {c.budget: f.method.slice_for(c.budget, f.setting) for c in members}
     t, totals = min(server.t + 1, f.experiment.rounds), {zeta: 0 for zeta in zetas}
+    r = Round(t, tuple(members), f.setting)
     for i in range(0, len(members), cohort_size):
-        part = members[i : i + cohort_size]
-        cohort = _Watched(f, f.model, server, t, part, slices, {})
+        part = [m for c in members[i : i + cohort_size] for m in f.method.members(c, server, r)]
+        cohort = _Watched(f, f.model, server, r, part, {})
         cohort.watch(zetas)
-        f.method.client_update(cohort)
+        f.method.local_update(cohort)
         totals = {zeta: total + cohort.counts[zeta].sum(1).numpy() for zeta, total in totals.items()}
     return totals

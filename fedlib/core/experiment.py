@@ -55,6 +55,16 @@ class Experiment:
     momentum: float = 0.0
     weight_decay: float = 0.0
     clip_value: float | None = 1.0  # element-wise
+    clip_norm: float | None = None  # of a client's whole gradient, after clip_value
+    optimiser: typing.Literal["sgd", "adam", "adamw"] = "sgd"  # fresh in every local training; momentum is of sgd
+    # the rate of a round: cosine falls from lr to min_lr, step by ``decay`` after every milestone, exponential by
+    # ``decay`` after every ``decay_every`` rounds
+    schedule: typing.Literal["cosine", "step", "exponential", "constant"] = "cosine"
+    milestones: tuple[float, ...] | None = None  # rounds; below 1: shares of all rounds; schedule = step
+    decay: float | None = None  # factor; schedule = step, exponential
+    decay_every: int = 1  # rounds, schedule = exponential
+    warmup_rounds: float = 0.0  # the rate rises linearly in so many first rounds; below 1: a share of all rounds
+    local_schedule: typing.Literal["constant", "linear"] = "constant"  # linear: to zero inside a local training
     precision: typing.Literal["float32", "bfloat16"] = "float32"  # of local training's matmuls (autocast)
     # A NaN or infinite update ends the run as diverged, is left out and counted, or is an error with client and tensor.
     nonfinite: typing.Literal["record", "drop", "fail"] = "record"

@@ -1,7 +1,7 @@
 """Client memories across rounds: named tensors per client, on disk unless they changed since the last checkpoint."""
 
 import re
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from pathlib import Path
 
 import torch
@@ -63,3 +63,23 @@ class ClientFiles(MutableMapping[int, dict[str, torch.Tensor]]):
         """Read every named file once: ``DamagedFile`` now and not at round 900."""
         for client, t in self.rounds.items():
             read_tensors(self._file(client, t))
+
+
+class Overlay(Mapping[int, Mapping[str, torch.Tensor]]):
+    """A mapping with some entries replaced; ``changes`` alone are in memory, the rest stays where it is."""
+
+    def __init__(self, base: Mapping[int, Mapping[str, torch.Tensor]], changes: Mapping[int, Mapping]):
+        self.base = base.base if isinstance(base, Overlay) else base
+        self.changes = {**(base.changes if isinstance(base, Overlay) else {}), **changes}
+
+    def __getitem__(self, client: int) -> Mapping[str, torch.Tensor]:
+        return self.changes[client] if client in self.changes else self.base[client]
+
+    def __contains__(self, client: object) -> bool:
+        return client in self.changes or client in self.base
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(dict.fromkeys((*self.base, *self.changes)))
+
+    def __len__(self) -> int:
+        return len(dict.fromkeys((*self.base, *self.changes)))

@@ -1,50 +1,114 @@
 """The part of the global model a client holds. ``take`` and ``scatter_add_`` are the only code that touches indices.
 
-Every dimension of every parameter lies on a named axis (``residual``, ``heads``, ``ffn``, ``classes`` ...; None is
-never cut). A :class:`Slice` keeps some units (blocks), some exits, and some indices per axis.
+Every dimension of every parameter lies on a named :class:`Axis` (None is never cut): ``residual`` and ``classes`` are
+shared by the whole model, ``3/ffn`` or ``3/qk`` belong to one unit. A :class:`Slice` keeps some units, some exits and
+some indices per axis. Nothing is ever permuted: a ranked slice is the same as permuting the net and cutting a prefix.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import accumulate
 
 import torch
 
 STEM = -1  # the unit of everything every client holds: tokenizer, Ree
 
+Indices = range | tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A dimension that parameters share. ``segments``: sizes cut apart (heads; the inputs of a concatenation)."""
+
+    name: str
+    segments: tuple[int, ...]
+    permutable: bool = True  # False: order means something (pixels, classes, rotary pairs)
+
+    @property
+    def size(self) -> int:
+        return sum(self.segments)
+
+    def leading(self, keep: Callable[[int], int]) -> Indices:
+        """The first ``keep(size)`` of every segment: ScaleFL, HeteroFL. ``ValueError`` if a segment would be empty."""
+        return self._of_segments(lambda start, size: range(start, start + self._kept(keep, size)))
+
+    def chunk(self, i: int, of: int) -> Indices:
+        """Part ``i`` of ``of`` equal ones of every segment: SplitMix's base. ``ValueError`` if they cannot be equal."""
+        if any(size % of for size in self.segments):
+            raise ValueError(f"axis {self.name}: {list(self.segments)} cannot be cut into {of} equal parts")
+        return self._of_segments(lambda start, size: range(start + i * size // of, start + (i + 1) * size // of))
+
+    def ranked(self, scores: torch.Tensor, keep: Callable[[int], int]) -> Indices:
+        """The ``keep(size)`` highest of every segment, best first (of equal ones the first): RaFFM.
+
+        ``scores`` (size,). The same as permuting the net by rank within segments, then :meth:`leading`.
+        """
+        if not self.permutable:
+            raise ValueError(f"axis {self.name} cannot be ranked: the order of its entries means something")
+        order = [start + s.argsort(descending=True, stable=True) for start, s in self._cut(scores)]
+        return self._of_segments(
+            lambda start, size: order[self._starts.index(start)][: self._kept(keep, size)].tolist()
+        )
+
+    @cached_property
+    def _starts(self) -> tuple[int, ...]:
+        return tuple(accumulate(self.segments[:-1], initial=0))
+
+    def _cut(self, scores: torch.Tensor) -> Iterable[tuple[int, torch.Tensor]]:
+        return zip(self._starts, scores.split(list(self.segments)), strict=True)
+
+    def _kept(self, keep: Callable[[int], int], size: int) -> int:
+        n = int(keep(size))
+        if not 0 < n <= size:
+            raise ValueError(f"axis {self.name}: {n} of {size} entries cannot be kept; allowed: 1 to {size}")
+        return n
+
+    def _of_segments(self, part: Callable[[int, int], Sequence[int]]) -> Indices:
+        parts = [part(start, size) for start, size in zip(self._starts, self.segments, strict=True)]
+        return contiguous(tuple(i for p in parts for i in p))
+
+
+def contiguous(indices: tuple[int, ...]) -> Indices:
+    """``indices`` as a range where they are one."""
+    if indices and indices == tuple(range(indices[0], indices[0] + len(indices))):
+        return range(indices[0], indices[0] + len(indices))
+    return indices
+
 
 @dataclass(frozen=True)
 class ParamInfo:
-    """What a parameter is: its axis names, its role (backbone, adapter, ree, exit:j), its unit, its full shape."""
+    """What a parameter is: its axis names, its kind, its unit, its full shape, the exit that owns it if one does."""
 
     axes: tuple[str | None, ...]
-    role: str
+    kind: str  # backbone, adapter, head, statistic (of batch norm), or a head's own word (ree, personal)
     unit: int
     shape: tuple[int, ...]
-
-    @property
-    def exit(self) -> int | None:
-        """The exit this parameter belongs to, if any."""
-        return int(self.role[5:]) if self.role.startswith("exit:") else None
+    exit: int | None = None
 
 
 @dataclass(frozen=True)
 class Slice:
-    """Units and exits held; kept indices per axis (a ``range`` or a tuple; absent: all); local name -> server name."""
+    """Units and exits held; kept indices per axis (absent: all); local name -> server name. Hashable."""
 
     units: frozenset[int]
     exits: tuple[int, ...]
-    index: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    index: Mapping[str, Indices] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
+    scale: float = 1.0  # outputs of cut layers are divided by it (HeteroFL's scaler)
 
     @classmethod
     def prefix(cls, depth: int, exits: Sequence[int], **kwargs) -> "Slice":
-        """The first ``depth`` blocks (and the stem) with ``exits``."""
+        """The first ``depth`` units (and the stem) with ``exits``."""
         return cls(frozenset(range(STEM, depth)), tuple(exits), **kwargs)
+
+    def __hash__(self) -> int:
+        return hash((self.units, self.exits, tuple(sorted(self.index)), len(self.aliases), self.scale))
 
     @property
     def depth(self) -> int:
-        """Number of blocks a forward pass runs through."""
-        return max(self.units) + 1
+        """Number of units a forward pass runs through."""
+        return max(self.units, default=STEM) + 1
 
     def holds(self, info: ParamInfo) -> bool:
         return info.unit in self.units and (info.exit is None or info.exit in self.exits)
@@ -53,12 +117,39 @@ class Slice:
         """The server's name of local parameter ``name``."""
         return self.aliases.get(name, name)
 
-    def same_width(self) -> tuple:
-        """Equal for slices whose tensors have equal shapes."""
-        return tuple(sorted((a, tuple(i)) for a, i in self.index.items()))
+    def shape_key(self) -> Hashable:
+        """Equal for slices whose tensors have equal shapes: they can stack, as leading units of one another too."""
+        gaps = tuple(u for u in range(self.depth) if u not in self.units)
+        return tuple(sorted((axis, len(i)) for axis, i in self.index.items())), gaps, self.scale
+
+    def only(self, units: Iterable[int] | None = None, exits: Iterable[int] | None = None, **index: Indices) -> "Slice":
+        """A part of this part: what is sent up, where that is less than what came down. ``index`` names whole axes."""
+        return replace(
+            self,
+            units=self.units if units is None else self.units & frozenset(units),
+            exits=self.exits if exits is None else tuple(j for j in self.exits if j in set(exits)),
+            index={**self.index, **index},
+        )
 
 
-def _cuts(info: ParamInfo, part: Slice) -> list[tuple[int, Sequence[int]]]:
+NOTHING = Slice(frozenset(), ())
+
+
+def within(part: Slice, whole: Slice) -> Slice:
+    """``part`` as a slice of what ``whole`` keeps: its indices are positions among those of ``whole``."""
+    index = {}
+    for axis, kept in part.index.items():
+        if (held := whole.index.get(axis)) is None:
+            index[axis] = kept
+        elif held != kept:
+            place = {i: k for k, i in enumerate(held)}
+            if not set(kept) <= set(place):
+                raise ValueError(f"axis {axis}: what is sent must be among what is held")
+            index[axis] = contiguous(tuple(place[i] for i in kept))
+    return replace(part, index=index)
+
+
+def _cuts(info: ParamInfo, part: Slice) -> list[tuple[int, Indices]]:
     """(dimension, kept indices) for the dimensions that ``part`` really cuts."""
     cuts = []
     for dim, axis in enumerate(info.axes):
@@ -94,11 +185,20 @@ def take_all(params: Mapping[str, torch.Tensor], infos: Mapping[str, ParamInfo],
 
 def scatter_add_(total: torch.Tensor, value: torch.Tensor, info: ParamInfo, part: Slice) -> None:
     """Add ``value`` (or a scalar tensor) to the entries of ``total`` that ``part`` keeps: the adjoint of ``take``."""
-    cuts = _cuts(info, part)
-    if not cuts:
+    scattered = []
+    for dim, kept in _cuts(info, part):
+        if isinstance(kept, range) and kept.step == 1:
+            total = total.narrow(dim, kept.start, len(kept))
+        else:
+            scattered.append((dim, torch.as_tensor(kept, device=total.device)))
+    if not scattered:
         total += value
         return
-    index = [torch.arange(n, device=total.device) for n in info.shape]
-    for dim, kept in cuts:
-        index[dim] = torch.as_tensor(kept, device=total.device)
-    total[torch.meshgrid(*index, indexing="ij")] += value
+    index: list = [slice(None)] * total.dim()
+    if len(scattered) > 1:  # as ``numpy.ix_``: every dimension is indexed, and the indices span a grid
+        index = [torch.arange(n, device=total.device) for n in total.shape]
+    for dim, kept in scattered:
+        index[dim] = kept
+    if len(scattered) > 1:
+        index = [i.view(-1, *(1,) * (total.dim() - 1 - dim)) for dim, i in enumerate(index)]
+    total[tuple(index)] += value

@@ -18,18 +18,17 @@ from dataclasses import fields, replace
 import numpy as np
 import torch
 
-from ..core.clients import Client
 from ..layers.matmul import choose_products
-from ..methods import Server
+from ..methods import Member, Round, Server
 from .executors import (
     TRIES,
+    Cohorts,
     Execution,
     Finished,
     Memories,
     Trained,
     automatic_cohort_size,
     become_worker,
-    plan_cohorts,
     share_out,
     train_cohort,
 )
@@ -107,7 +106,7 @@ def _kit(f: Federation) -> Federation:
 class _Worker:
     """A process of the cluster, with one CPU thread or a share of a GPU, that trains cohorts of one run."""
 
-    def prepare(self, f: Federation, prefix_blocks: int, device: str, versions: tuple[str, str]) -> None:
+    def prepare(self, f: Federation, prefix_units: int, device: str, versions: tuple[str, str]) -> None:
         """Take what stays the same for the whole run."""
         import ray
 
@@ -123,14 +122,14 @@ class _Worker:
             tensors = {n: t for n, t in tensors.items() if isinstance(t, torch.Tensor)}
             f = replace(f, data=replace(f.data, **_move(tensors, device)), frozen=_move(f.frozen, device))
         f = replace(f, model=model)
-        self.federation = replace(f, train_prefix=build_train_prefix(f, prefix_blocks))
+        self.federation = replace(f, train_prefix=build_train_prefix(f, prefix_units))
 
-    def train(self, server: Server, members: list[Client], t: int, memories: Memories) -> Trained:
-        """Train one cohort of round ``t``."""
+    def train(self, server: Server, members: list[Member], r: Round, memories: Memories) -> Trained:
+        """Train one cohort of round ``r``."""
         f = self.federation
         if f.device.type != "cpu":
             server = replace(server, params=_move(server.params, f.device))
-        trained = train_cohort(f, f.model, server, t, members, memories)
+        trained = train_cohort(f, f.model, server, replace(r, setting=f.setting), members, memories)
         for mean in trained.sums.values():
             mean.infos = {}  # the driver has them
         return trained
@@ -149,44 +148,43 @@ class RayExecutor:
         self.ray = ray = connect(execution)
         kind = "CPU" if execution.device == "cpu" else "GPU"
         units = total(ray, kind)
-        self.size = execution.workers or max(1, int(units))
+        self.workers = execution.workers or max(1, int(units))
         need = {"num_cpus": 1}
         if kind == "GPU":
-            need["num_gpus"] = 1 / math.ceil(self.size / units)
+            need["num_gpus"] = 1 / math.ceil(self.workers / units)
         self.need = need
         errors = ray.exceptions
         self.losses = (errors.RayActorError, errors.ObjectLostError, errors.NodeDiedError, errors.WorkerCrashedError)
         self.losses += (errors.OutOfMemoryError,)
         _share_tensors(ray)
         self.kit = ray.put(_kit(federation))
-        self.prefix_blocks = federation.train_prefix.blocks if federation.train_prefix is not None else 0
+        self.prefix_units = federation.train_prefix.units if federation.train_prefix is not None else 0
         self.cohort_size = execution.cohort_size or automatic_cohort_size(federation)
         self.idle: deque = deque()
         self.starting: dict = {}  # what says that a worker is ready -> the worker
         self.running: dict = {}  # what a cohort brings back -> (its place in the plan, the worker)
         self.failed_starts = 0
-        for _ in range(self.size):
+        for _ in range(self.workers):
             self._start_worker()
 
-    def train(self, server: Server, clients: list[Client], t: int, memories: Memories) -> Iterator[Trained]:
-        f, ray = self.federation, self.ray
-        slices = {b: f.method.slice_for(b, f.setting) for b in {c.budget for c in clients}}
-        cohorts = plan_cohorts(clients, slices, self.size, self.cohort_size)
-        download = ray.put(Server(server.t, server.params, {}))  # the server's memory is the server's
+    def train(self, server: Server, cohorts: Cohorts, r: Round, memories: Memories) -> Iterator[Trained]:
+        download = self.ray.put(Server(server.t, server.params, {}))  # the server's memory is the server's
+        r = replace(r, setting=None)  # which the workers have
 
         def hand_out(i: int) -> bool:
             worker = self.idle.popleft() if self.idle else None
             if worker is not None:
-                mine = {c.id: memories[c.id] for c in cohorts[i] if c.id in memories}
-                self.running[worker.train.remote(download, cohorts[i], t, mine)] = i, worker
+                ids = dict.fromkeys(m.client.id for m in cohorts[i])
+                mine = {c: memories[c] for c in ids if c in memories}
+                self.running[worker.train.remote(download, list(cohorts[i]), r, mine)] = i, worker
             return worker is not None
 
-        yield from map(self._home, share_out(cohorts, t, "Ray worker", hand_out, self._finished))
+        yield from map(self._home, share_out(cohorts, r.t, "Ray worker", hand_out, self._finished))
 
     def _start_worker(self) -> None:
         """Ask the cluster for one more worker; it is ready when it has taken the kit."""
         worker = self.ray.remote(_Worker).options(max_restarts=0, **self.need).remote()
-        self.starting[worker.prepare.remote(self.kit, self.prefix_blocks, self.execution.device, _versions())] = worker
+        self.starting[worker.prepare.remote(self.kit, self.prefix_units, self.execution.device, _versions())] = worker
 
     def _finished(self) -> Iterator[Finished]:
         """Wait until a worker is ready or a cohort is back or lost; a lost worker is replaced."""
@@ -222,7 +220,10 @@ class RayExecutor:
             mean.infos = infos
             for store in (mean.total, mean.weight, mean.count):
                 store.update(_move(store, device))
-        return replace(trained, memories={c: _move(m, device) for c, m in trained.memories.items()})
+        moved = {
+            k: {c: _move(m, device) for c, m in getattr(trained, k).items()} for k in ("memories", "extras", "models")
+        }
+        return replace(trained, **moved)
 
     def close(self) -> None:
         workers = [*self.idle, *self.starting.values(), *(worker for _, worker in self.running.values())]

@@ -1,230 +1,267 @@
-"""A cohort: clients of one round that train together as one batched program.
+"""A cohort: models of a round's clients that train together as one batched program.
 
-Trainable tensors are stacked along a new client dimension, frozen ones are kept once. Clients are sorted deepest first,
-so block l runs only for the clients still alive, and a parameter is stacked only for the clients that hold it. The
-clients' losses are summed: no trainable parameter is shared, so each client gets exactly its own gradient.
-A cohort of one is ordinary sequential training on the same path.
+Trainable tensors are stacked along a new first dimension, one row for each member (a client's model), frozen ones are
+kept once. Members are sorted deepest first, so unit l runs only for those still alive, and a parameter is stacked only
+for the members that hold it. The members' losses are summed: no trainable parameter is shared, so each gets exactly
+its own gradient. A cohort of one is ordinary sequential training on the same path.
+Read next: ``stacks.py`` (what is stacked), ``batches.py``, ``optimisers.py``.
 """
 
-import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
 
-from ..core.clients import Client
-from ..core.experiment import Experiment
 from ..core.profiling import phase
-from ..core.rng import torch_generator
-from ..core.slices import Slice, take
-from ..data.transforms import sample_views
-from ..methods.base import Server
+from ..core.slices import NOTHING, STEM
+from ..methods.jobs import Member, Round, Server, Stage
 from ..methods.losses import Batch
 from ..methods.server import Update
 from ..models.exit_model import ExitModel
+from ..models.route import Route, rows_of
+from .batches import Batches, Draws, in_order, plan_batches
 from .federation import Federation
+from .optimisers import build_optimiser
+from .schedules import round_rate, step_rates
+from .stacks import Stack
 
 Tensors = dict[str, torch.Tensor]
-
-
-def learning_rate(e: Experiment, t: int) -> float:
-    """max(min_lr, lr/2 (1 + cos(pi t / rounds))) for round t = 1..rounds: a plain cosine to zero with a floor."""
-    return max(e.min_lr, 0.5 * e.lr * (1 + math.cos(math.pi * t / e.rounds)))
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Every batch of a cohort's local training: example rows (S, K, B), views, weights, and who is active (S, K)."""
-
-    rows: torch.Tensor
-    views: torch.Tensor | None
-    weights: torch.Tensor
-    examples: np.ndarray  # rows, in host memory
-    width: list[int]  # examples in the fullest batch of each step
-    active: np.ndarray
+Loss = Callable[[Batch], torch.Tensor]
 
 
 class Cohort:
-    """The clients of a round that share one width, from download to upload."""
+    """Members of a round that share one program and equal shapes, from download to upload."""
 
     def __init__(
-        self, federation: Federation, model: ExitModel, server: Server, t: int, clients: Sequence[Client],
-        slices: Mapping[int, Slice], memories: Mapping[int, Tensors],
+        self, federation: Federation, model: ExitModel, server: Server, r: Round, members: Sequence[Member],
+        memories: Mapping[int, Tensors],
     ):  # fmt: skip
-        self.experiment, self.data, self.model, self.t = federation.experiment, federation.data, model, t
-        self.infos = infos = federation.setting.infos
-        self.clients = tuple(sorted(clients, key=lambda c: (-slices[c.budget].depth, -c.budget, c.id)))
-        self.slices = tuple(slices[c.budget] for c in self.clients)
-        self.memories = [memories.get(c.id, {}) for c in self.clients]
-        self.new_memories: dict[int, Tensors] = {}
-        self.losses: np.ndarray | None = None
-        depth = model.exit_blocks[-1] + 1
-        self.alive = [sum(b in s.units for s in self.slices) for b in range(depth)]
-        self.exit_spans = {j: self._span(lambda s, j=j: j in s.exits) for j in range(len(model.exit_blocks))}
-        device = self.data.images.device
-        self.held = torch.tensor(
-            [[j in s.exits for s in self.slices] for j in self.exit_spans], dtype=torch.float32, device=device
+        self.federation, self.model, self.server, self.round = federation, model, server, r
+        self.experiment, self.data, self.setting, self.t = federation.experiment, federation.data, r.setting, r.t
+        training = sorted(
+            (m for m in members if m.trains), key=lambda m: (-m.part.depth, -m.client.budget, m.client.id)
         )
-        self.spans: dict[str, tuple[int, int]] = {}
-        self.start = self._download(server.params)  # what the clients received, stacked
+        self.members = tuple(training)
+        self.clients = tuple(m.client for m in training)  # of each member; peers share one
+        self.slices = tuple(m.part for m in training)
+        self.memories = memories
+        self.new_memories: dict[int, Tensors] = {}
+        self.extras: dict[int, Tensors] = {}
+        self.losses: dict[int, float] = {}
+        self.stack = Stack(federation, self.members, memories)
+        self.rows = self.stack.rows
+        self.start = self.stack.tensors(server.params)  # what the clients start from, stacked
         self.params = {n: p.clone() for n, p in self.start.items()}  # what they train
-        narrow = self.slices[0]
-        model.put_({n: take(p, infos[n], narrow) for n, p in federation.frozen.items()})
-        self.prefix = None if narrow.index else federation.train_prefix
+        self.frozen = self.stack.frozen()
+        model.put_(self.frozen)
+        self.alive = self.stack.alive(model.depth)
+        self.exit_rows = {
+            j: rows_of([i for i, s in enumerate(self.slices) if j in s.exits]) for j in range(len(model.exit_units))
+        }
+        device = self.data.images.device
+        held = [[j in s.exits for s in self.slices] for j in self.exit_rows]
+        self.held = torch.tensor(held, dtype=torch.float32, device=device)
+        self.prefix = None if self.stack.is_cut else federation.train_prefix
+        self.teachers = {
+            name: _Teacher(self, [m for m in members if m.name == name and not m.trains])
+            for name in dict.fromkeys(m.name for m in members if not m.trains)
+        }
+        self._draws = Draws(self.experiment.seed, r.t)
 
-    def _span(self, holds: Callable[[Slice], bool]) -> tuple[int, int]:
-        """(lo, hi) of the clients for which ``holds``; they are contiguous because the cohort is sorted."""
-        members = [i for i, s in enumerate(self.slices) if holds(s)]
-        return (members[0], members[-1] + 1) if members else (0, 0)
+    # --- what members received, remember and send ----------------------------------------------------------------
 
-    def _download(self, params: Tensors) -> Tensors:
-        out = {}
-        for name, info in self.infos.items():
-            if name not in params:
-                continue
-            lo, hi = self._span(lambda s, info=info: s.holds(info))
-            if hi == lo:
-                continue
-            self.spans[name] = (lo, hi)
-            cut: Tensors = {}  # by server name: clients of one source share one cut
-            for s in self.slices[lo:hi]:
-                source = s.source(name)
-                if source not in cut:
-                    cut[source] = take(params[source], info, s)
-            if len(cut) == 1:
-                out[name] = next(iter(cut.values())).expand(hi - lo, *next(iter(cut.values())).shape)
-            else:
-                out[name] = torch.stack([cut[s.source(name)] for s in self.slices[lo:hi]])
-        return out
-
-    # --- client memory -------------------------------------------------------------------------------------------
+    @property
+    def received(self) -> Tensors:
+        """The server's parameters, stacked like ``params``: what members that keep nothing start from."""
+        return self.stack.tensors(self.server.params, own=False)
 
     def recall(self, key: str) -> Tensors:
         """Each client's stored tensors ``key/<parameter>``, stacked like ``params``; zeros where there are none."""
-        out = {}
-        for name, p in self.params.items():
-            lo, hi = self.spans[name]
-            rows = [self.memories[i].get(f"{key}/{name}") for i in range(lo, hi)]
-            out[name] = torch.stack([torch.zeros_like(p[0]) if r is None else r.to(p.device) for r in rows])
-        return out
+        return self.stack.recall(key, self.params)
 
     def remember(self, key: str, tensors: Tensors) -> None:
-        """Store ``tensors`` (stacked like ``params``) with each client, across rounds."""
-        for name, stack in tensors.items():
-            lo, hi = self.spans[name]
-            for i in range(lo, hi):
-                self.new_memories.setdefault(self.clients[i].id, {})[f"{key}/{name}"] = stack[i - lo].clone()
+        """Store ``tensors`` (stacked like ``params``) with each client, across rounds. Its other keys stay."""
+        for name, stacked in tensors.items():
+            for row, i in enumerate(self.rows[name]):
+                self._remember(self.clients[i].id, f"{key}/{name}", stacked[row])
+
+    def _remember(self, client: int, name: str, tensor: torch.Tensor) -> None:
+        kept = self.new_memories.setdefault(client, dict(self.memories.get(client, {})))
+        kept[name] = tensor.detach().clone()
+
+    def keep(self) -> None:
+        """Let personal parameters stay with their clients, under the member's name."""
+        for i, name, row in self.stack.personal():
+            self._remember(self.clients[i].id, f"{self.members[i].name}/{name}", self.params[name][row])
+
+    def payload(self, key: str) -> Tensors:
+        """What members brought under ``key``, stacked: like ``params`` where it is named so, else (M, ...)."""
+        return self.stack.payload(key, self.params)
+
+    def rows_named(self, member: str) -> Callable[[str], torch.Tensor]:
+        """1 on the rows of the members called ``member``, by parameter, to mask a gradient with."""
+
+        def mask(name: str) -> torch.Tensor:
+            p = self.params[name]
+            own = [float(self.members[i].name == member) for i in self.rows[name]]
+            return p.new_tensor(own).view(-1, *(1,) * (p.dim() - 1))
+
+        return mask
+
+    def send(self, key: str, tensors: Tensors) -> None:
+        """Send ``key/<name>`` beside the model: stacked like ``params`` where named so, else (M, ...)."""
+        for name, stacked in tensors.items():
+            rows = self.rows.get(name, range(len(self.members)))
+            for row, i in enumerate(rows):
+                self.extras.setdefault(self.clients[i].id, {})[f"{key}/{name}"] = stacked[row].detach().clone()
+
+    def update(self) -> Update:
+        """What the cohort uploads: every member's part, or what its ``upload`` says, without what is personal."""
+        if all(m.upload is None and m.keeps == "personal" for m in self.members) and not self.stack.any_personal:
+            return Update(self.clients, self.slices, self.params, self.rows)
+        uploads = tuple(NOTHING if m.upload is None and m.keeps == "all" else m.upload or m.part for m in self.members)
+        params, rows, infos = {}, {}, self.setting.infos
+        for name, held in self.rows.items():
+            if self.stack.is_personal(name):
+                continue
+            sent = [row for row, i in enumerate(held) if uploads[i].holds(infos[name])]
+            if sent:
+                whole = len(sent) == len(held)
+                params[name] = self.params[name] if whole else self.params[name][sent]
+                rows[name] = held if whole else [held[row] for row in sent]
+        return Update(self.clients, self.slices, params, rows, uploads)
 
     # --- training ------------------------------------------------------------------------------------------------
 
-    def sgd(
-        self,
-        local_loss: Callable[[Batch], torch.Tensor],
-        extra_gradient: Callable[[str, torch.Tensor], torch.Tensor] | None = None,
-    ) -> None:
-        """``local_epochs`` of SGD from ``params``, in place: fresh momentum, element-wise clipping, then weight decay.
+    def train(
+        self, loss: Loss, stage: Stage = Stage(), gradient: Callable[[str, torch.Tensor], torch.Tensor] | None = None,
+        models: str | None = None,
+    ) -> None:  # fmt: skip
+        """One optimiser run from ``params``, in place. A second run of a round goes on drawing where the first stopped.
 
-        ``extra_gradient(name, p)`` is added before clipping. Clients that ran out of batches stand still.
+        ``gradient(name, p)`` is added before clipping, where the loss reaches p. Members that ran out of batches stand
+        still, and so do those of another name than ``models``. A loss is (M,), one number for each member.
         """
         e, device = self.experiment, self.data.images.device
-        leaves = list(self.params.values())
-        for p in leaves:
-            p.requires_grad_(True)
-        self.model.put_(self.params)
+        names = [n for n in self.params if self._trains(n, stage)]
+        leaves = [self.params[n].requires_grad_(True) for n in names]
         with phase("data"):
-            plan, rate, scratch = self._plan(), learning_rate(e, self.t), {}
+            plan = plan_batches(e, self.data, self.clients, self._draws, stage.epochs)
+            active = plan.active
+            if models is not None:
+                active = active & np.array([m.name == models for m in self.members])
+        rate = stage.lr if stage.lr is not None else round_rate(e, self.t)
+        route = self._route(stage)
         if self.prefix is not None:
             with phase("forward"):
                 self.prefix.fill(self.model, plan.examples)
-        velocity = [torch.zeros_like(p) for p in leaves] if e.momentum else None
-        total = torch.zeros(len(self.clients), device=device)
+        self.model.put_(self.params)
+        optimiser = build_optimiser(e, leaves, [self.rows[n] for n in names])
+        total, scratch = torch.zeros(len(self.members), device=device), {}
         for step, width in enumerate(plan.width):
             with phase("data"):
-                rows = plan.rows[step, :, :width]  # (K, width)
-                x = self.prefix(rows) if self.prefix is not None else self._render(rows, plan.views, step)
-                labels, weights = self.data.labels[rows], plan.weights[step, :, :width]
+                x, labels, weights = self._batch(plan, step, width)
             with phase("forward"):
-                with torch.autocast(device.type, torch.bfloat16, enabled=e.precision == "bfloat16"):
-                    logits = self.model(x, self.alive, self.exit_spans).float()
-                loss = local_loss(Batch(logits, labels, weights, self.held, self.t, e.rounds, scratch))
+                batch = self._answer(x, labels, weights, route, scratch)
+                losses = loss(batch)
             with phase("backward"):
-                grads = list(torch.autograd.grad(loss.sum(), leaves, materialize_grads=True))
+                grads = list(torch.autograd.grad(losses.sum(), leaves, allow_unused=True))
             with phase("step"), torch.no_grad():
-                total += loss.detach()
-                self._step_(grads, velocity, rate, extra_gradient, plan.active[step])
-            del x, logits, loss, grads  # kept any longer, they keep the next step out of the memory this one has freed
+                total += losses.detach()
+                if gradient is not None:  # not in place: in a batch of one, gradients share memory (prefix, positions)
+                    grads = [
+                        g if g is None else g + gradient(n, self.params[n]) for n, g in zip(names, grads, strict=True)
+                    ]
+                optimiser.step_(grads, step_rates(e, rate, step, plan.steps), active[step])
+            del x, batch, losses, grads  # kept any longer, they keep the next step out of the memory this one has freed
         for p in leaves:
             p.requires_grad_(False)
-        steps = torch.as_tensor(plan.active.sum(0), device=device)
+        steps = torch.as_tensor(active.sum(0).clip(1), device=device)
         with phase("backward"):  # on a GPU what is still queued
-            self.losses = (total / steps).cpu().numpy()  # one sync a local training: recorded, a check for divergence
+            means = (total / steps).cpu().tolist()  # one sync a local training: recorded, a check for divergence
+        self.losses = {c.id: x for c, x in reversed(list(zip(self.clients, means, strict=True)))}  # of the first member
 
-    def _step_(self, grads: list, velocity: list | None, rate: float, extra_gradient, active: np.ndarray) -> None:
-        """One step of SGD on all leaves at once."""
-        e, leaves = self.experiment, list(self.params.values())
-        if extra_gradient is not None:  # not in place: in a batch of one, gradients share memory (prefix, positions)
-            grads = list(torch._foreach_add(grads, [extra_gradient(n, p) for n, p in self.params.items()]))
-        if e.clip_value is not None:
-            torch._foreach_clamp_min_(grads, -e.clip_value)
-            torch._foreach_clamp_max_(grads, e.clip_value)
-        if e.weight_decay:
-            grads = list(torch._foreach_add(grads, leaves, alpha=e.weight_decay))
-        if velocity is not None:
-            torch._foreach_mul_(velocity, e.momentum)
-            torch._foreach_add_(velocity, grads)
-            grads = velocity
-        if not active.all():
-            self._stop_inactive_(grads, active)
-        torch._foreach_add_(leaves, grads, alpha=-rate)
+    def answers(self, exit: int = -1) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """(features, labels, weights) at ``exit`` over every client's own examples in order, without gradients.
 
-    def _render(self, rows: torch.Tensor, views: torch.Tensor | None, step: int) -> torch.Tensor:
-        """Images (K, width, C, H, W) of one step, augmented as planned, or token ids (K, width, T)."""
-        views = views[step, :, : rows.shape[1]].reshape(-1, 5) if views is not None else None
-        x = self.data.view(self.data.images, self.model.vit.config.input_shape, rows.reshape(-1), views)
+        Features (M, B, d) are flattened; weights (M, B) are 1 on examples and 0 on padding.
+        """
+        unit, route = self.model.exit_units[exit], self._route(Stage())
+        self.model.put_(self.params)
+        for rows, weights in in_order(self.data, self.clients, self.experiment.batch_size):
+            x = self._inputs(rows, None)
+            seen: dict[int, torch.Tensor] = {}
+            with torch.no_grad():
+                self.model(x, route, lambda at, z, feature, *_, seen=seen: seen.update({at: feature}))
+            yield seen[unit].flatten(2), self.data.labels[rows], weights
+
+    def _trains(self, name: str, stage: Stage) -> bool:
+        info = self.setting.infos[name]
+        if stage.trains is not None:
+            return stage.trains(info)
+        if stage.units is None:
+            return True
+        if info.exit is not None:
+            return stage.exit is None or info.exit == stage.exit
+        return info.unit in stage.units or (info.unit == STEM and stage.units.start == 0)
+
+    def _route(self, stage: Stage) -> Route:
+        if stage.units is None:
+            return Route(self.alive, self.exit_rows)
+        exit = None if stage.exit is None else range(len(self.model.exit_units))[stage.exit]
+        return Route(self.alive, self.exit_rows, stage.units.start, stage.units.stop, exit)
+
+    def _batch(self, plan: Batches, step: int, width: int) -> tuple:
+        """Inputs (M, width, ...), labels and weights (M, width) of one step."""
+        rows, views = plan.rows[step, :, :width], plan.views
+        x = self._inputs(rows, None if views is None else views[step, :, :width])
+        return x, self.data.labels[rows], plan.weights[step, :, :width]
+
+    def _inputs(self, rows: torch.Tensor, views: torch.Tensor | None):
+        """What the model reads of each member's ``rows`` (M, width)."""
+        if self.prefix is not None:
+            return self.prefix(rows)
+        views = views.reshape(-1, 5) if views is not None else None
+        x = self.data.view(self.data.images, self.model.backbone.spec.input_shape, rows.reshape(-1), views)
         return x.view(*rows.shape, *x.shape[1:])
 
-    def _stop_inactive_(self, grads: list[torch.Tensor], active: np.ndarray) -> None:
-        """Zero the step of clients without a batch: their loss is zero, but decay, momentum and extra terms are not."""
-        mask = torch.as_tensor(active, dtype=grads[0].dtype, device=grads[0].device)
-        for name, g in zip(self.params, grads, strict=True):
-            lo, hi = self.spans[name]
-            g *= mask[lo:hi].view(-1, *(1,) * (g.dim() - 1))
+    def _answer(self, x, labels: torch.Tensor, weights: torch.Tensor, route: Route, scratch: dict) -> Batch:
+        """Run the members on one step's inputs."""
+        e, features = self.experiment, {}
+        device = labels.device.type
+        exit_of = {unit: j for j, unit in enumerate(self.model.exit_units)}
 
-    def _plan(self) -> Plan:
-        """Draw every client's order and views from its own generator, a function of (seed, round, client)."""
-        e, data, device = self.experiment, self.data, self.data.images.device
-        counts, k = [c.num_examples for c in self.clients], len(self.clients)
-        b = min(e.batch_size, max(counts))
-        per_epoch = [math.ceil(n / b) for n in counts]
-        steps = e.local_epochs * max(per_epoch)
-        rows = np.zeros((steps, k, b), np.int64)
-        weights = np.zeros((steps, k, b), np.float32)
-        augment = e.augment != "none"
-        views = torch.zeros(steps, k, b, 5) if augment else None
-        if augment:
-            views[..., 2:4] = 1.0
-        for i, (client, n) in enumerate(zip(self.clients, counts, strict=True)):
-            mine, generator = data.client(client.id), torch_generator(e.seed, "local", self.t, client.id)
-            for epoch in range(e.local_epochs):
-                order = torch.randperm(n, generator=generator).numpy()
-                drawn = None
-                if augment:
-                    drawn = sample_views(e.augment, n, data.images.shape[-1], generator, e.crop_pad, e.crop_scale)
-                for s in range(per_epoch[i]):
-                    take_rows = order[s * b : (s + 1) * b]
-                    at, m = epoch * per_epoch[i] + s, len(take_rows)
-                    rows[at, i, :m] = mine[take_rows]
-                    rows[at, i, m:] = mine[0]  # padding has weight zero
-                    weights[at, i, :m] = 1 / m
-                    if drawn is not None:
-                        views[at, i, :m] = drawn[s * b : s * b + m]
-        width = [int((weights[s] > 0).sum(-1).max()) for s in range(steps)]
-        return Plan(
-            torch.from_numpy(rows).to(device), views.to(device) if views is not None else None,
-            torch.from_numpy(weights).to(device), rows, width, (weights > 0).any(-1),
+        def watch(unit, z, feature, past, handed_back):
+            if unit in exit_of:
+                features[exit_of[unit]] = feature
+
+        with torch.autocast(device, torch.bfloat16, enabled=e.precision == "bfloat16"):
+            outputs = self.model(x, route, watch).float()
+        return Batch(
+            outputs, labels, weights, self.held, self.t, e.rounds, scratch, features, self.stack.owners,
+            lambda name: self.teachers[name].answer(x), self.stack.label_counts,
         )  # fmt: skip
 
-    def update(self) -> Update:
-        """What the cohort uploads."""
-        return Update(self.clients, self.slices, self.params, self.spans)
+
+class _Teacher:
+    """Members of one name that do not train: they answer without gradients, one row for each training member."""
+
+    def __init__(self, cohort: Cohort, members: Sequence[Member]):
+        by_client: dict[int, Member] = {m.client.id: m for m in members}
+        self.cohort = cohort
+        rows = [by_client[c.id] for c in cohort.clients]
+        self.stack = Stack(cohort.federation, rows, cohort.memories)
+        self.params = self.stack.tensors(cohort.server.params)
+
+    @torch.no_grad()
+    def answer(self, x) -> torch.Tensor:
+        """Outputs (E, M, B, *out)."""
+        model, cohort = self.cohort.model, self.cohort
+        model.put_(self.params)
+        exits = {
+            j: rows_of([i for i, s in enumerate(self.stack.slices) if j in s.exits])
+            for j in range(len(model.exit_units))
+        }
+        outputs = model(x, Route(self.stack.alive(model.depth), exits)).float()
+        model.put_(cohort.params)
+        return outputs

@@ -1,14 +1,14 @@
 """Accuracy of every exit on the central test set, in percent; all exits of one model in one pass."""
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
 
-from ..core.slices import Slice, take, take_all
-from ..methods import Server
+from ..core.slices import Slice, is_cut, take, take_all
+from ..methods import Round, Server
+from ..models.route import Route
 from .federation import Federation
 from .privacy import privacy_spent
 
@@ -20,32 +20,31 @@ def put_slice_(federation: Federation, server: Server, part: Slice) -> None:
     model.put_(take_all(server.params, infos, part))
 
 
-AT_ONCE, LEAST = 500, 32  # examples that are held in memory at a time, and that are worth a thread
+BATCH = 250  # examples; a number of its own, so that no answer follows from how many threads there are
 
 
 def exit_logits(federation: Federation, server: Server, part: Slice) -> torch.Tensor:
     """Logits (E, N, C) of sub-model ``part`` on the test set; zeros for exits it does not hold."""
     data, model, device = federation.data, federation.model, federation.device
     put_slice_(federation, server, part)
-    alive = [int(b in part.units) for b in range(model.exit_blocks[-1] + 1)]
-    spans = {j: (0, int(j in part.exits)) for j in range(len(model.exit_blocks))}
-    prefix = federation.test_prefix if not part.index else None
+    route = Route.of(part, model.depth)
+    cut = any(is_cut(i, part) for i in federation.setting.infos.values()) if part.index else False
+    prefix = federation.test_prefix if not cut else None
 
     @torch.inference_mode()
     def logits(examples: np.ndarray) -> torch.Tensor:
         rows = torch.from_numpy(examples).to(device)
         if prefix is None:
-            x = data.view(data.test_images, model.vit.config.input_shape, rows)[None]
+            x = data.view(data.test_images, model.backbone.spec.input_shape, rows)[None]
         else:
             prefix.fill(model, examples)
             x = prefix(rows[None])
-        return model(x, alive, spans)[:, 0]
+        return model(x, route)[:, 0]
 
     n = len(data.test_labels)
-    held = min(n, AT_ONCE)
-    threads = max(1, min(torch.get_num_threads(), held // LEAST)) if device.type == "cpu" else 1
-    size = math.ceil(held / threads)
-    return torch.cat(list(_side_by_side(logits, np.split(np.arange(n), range(size, n, size)), threads)), 1)
+    parts = np.split(np.arange(n), range(BATCH, n, BATCH))
+    threads = min(torch.get_num_threads(), len(parts)) if device.type == "cpu" else 1
+    return torch.cat(list(_side_by_side(logits, parts, threads)), 1)
 
 
 def _side_by_side(work: Callable, parts: Sequence, threads: int) -> Iterator:
@@ -58,6 +57,12 @@ def _side_by_side(work: Callable, parts: Sequence, threads: int) -> Iterator:
         yield from pool.map(work, parts)
 
 
+def served_parts(federation: Federation, server: Server) -> list[Slice]:
+    """The sub-model that each exit is evaluated with on the central test set."""
+    r = Round(server.t, (), federation.setting)
+    return [federation.method.model_for(j, server, r) for j in range(federation.setting.num_exits)]
+
+
 def evaluate(federation: Federation, server: Server) -> Mapping[str, object]:
     """``accuracy`` (mean over exits), ``exits`` (each exit's), and ``ensemble`` where one model has all exits.
 
@@ -65,8 +70,8 @@ def evaluate(federation: Federation, server: Server) -> Mapping[str, object]:
 
     The mean is unweighted; the ensemble is the argmax of the exits' mean logits (ReeFL's release, facts 6.6).
     """
-    labels, setting = federation.data.test_labels, federation.setting
-    parts = [federation.method.model_for(j, setting) for j in range(setting.num_exits)]
+    labels = federation.data.test_labels
+    parts = served_parts(federation, server)
     shared = all(p == parts[0] for p in parts)
     logits = exit_logits(federation, server, parts[0]) if shared else None
 

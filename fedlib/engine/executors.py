@@ -11,7 +11,7 @@ import platform
 import re
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields
 from typing import Literal, Protocol
@@ -20,9 +20,8 @@ import torch
 
 from ..core.clients import Client
 from ..core.profiling import phase
-from ..core.slices import Slice
 from ..core.validation import check_fields
-from ..methods import Server
+from ..methods import Member, Round, Server
 from ..methods.server import Sums
 from ..models.exit_model import ExitModel
 from .cohort import Cohort
@@ -32,6 +31,7 @@ from .frozen_cache import free_memory
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 
 Memories = Mapping[int, dict[str, torch.Tensor]]  # client memories by client id
+Cohorts = Sequence[Sequence[Member]]
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,8 @@ class Trained:
     memories: dict[int, dict[str, torch.Tensor]]  # of the clients whose memory changed
     losses: dict[int, float]  # mean training loss per client
     nonfinite: tuple[int, ...] = ()  # clients whose loss or update holds a NaN or infinity (Experiment.nonfinite)
+    extras: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)  # sent beside a model, by client
+    models: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)  # where the method needs whole models
 
 
 @dataclass(frozen=True)
@@ -90,9 +92,15 @@ class Execution:
 
 
 class Executor(Protocol):
-    """Trains the sampled clients of round ``t``; yields what each cohort brings back, in a fixed order."""
+    """Trains cohorts that somebody else planned, for ``workers`` of at most ``cohort_size`` models each.
 
-    def train(self, server: Server, clients: list[Client], t: int, memories: Memories) -> Iterator[Trained]: ...
+    Yields what each brings back, in their order.
+    """
+
+    workers: int
+    cohort_size: int
+
+    def train(self, server: Server, cohorts: Cohorts, r: Round, memories: Memories) -> Iterator[Trained]: ...
 
     def close(self) -> None: ...
 
@@ -110,25 +118,30 @@ def become_worker() -> None:
 
 
 def train_cohort(
-    f: Federation, model: ExitModel, server: Server, t: int, members: list[Client], memories: Memories
+    f: Federation, model: ExitModel, server: Server, r: Round, members: Sequence[Member], memories: Memories
 ) -> Trained:
-    """Train ``members`` of round ``t`` as one cohort with the skeleton ``model``: download, local training, upload."""
-    slices = {b: f.method.slice_for(b, f.setting) for b in {c.budget for c in members}}
-    mine = {c.id: memories[c.id] for c in members if c.id in memories}
+    """Train ``members`` of round ``r`` as one cohort with the skeleton ``model``: download, local training, upload."""
+    mine = {m.client.id: memories[m.client.id] for m in members if m.client.id in memories}
     with phase("download"):
-        cohort = Cohort(f, model, server, t, members, slices, mine)
-    f.method.client_update(cohort)
-    losses = {c.id: float(x) for c, x in zip(cohort.clients, cohort.losses, strict=True)}
+        cohort = Cohort(f, model, server, r, members, mine)
+    f.method.local_update(cohort)
+    cohort.keep()
+    losses = cohort.losses
     nonfinite = {c: "loss" for c, x in losses.items() if not math.isfinite(x)} | cohort.update().nonfinite()
     if nonfinite and f.experiment.nonfinite == "fail":
         client, name = min(nonfinite.items())
-        raise FloatingPointError(f"round {t}: client {client}: {name} is not finite (nonfinite = 'fail')")
+        raise FloatingPointError(f"round {r.t}: client {client}: {name} is not finite (nonfinite = 'fail')")
     with phase("aggregation"):
-        update, new_memories = f.method.upload(cohort), cohort.new_memories
+        update, new_memories, extras = f.method.upload(cohort), cohort.new_memories, cohort.extras
         if nonfinite and f.experiment.nonfinite == "drop":
             update = update.without(nonfinite)
-            new_memories, losses = ({c: x for c, x in d.items() if c not in nonfinite} for d in (new_memories, losses))
-        return Trained(f.method.summarise(update, f.setting), new_memories, losses, tuple(nonfinite))
+            new_memories, losses, extras = (
+                {c: x for c, x in d.items() if c not in nonfinite} for d in (new_memories, losses, extras)
+            )
+        models = {}
+        if f.method.needs_models:
+            models = {c.id: update.model(i) for i, c in reversed(list(enumerate(update.clients)))}
+        return Trained(f.method.summarise(update, f.setting), new_memories, losses, tuple(nonfinite), extras, models)
 
 
 CACHE_BYTES = {"stacked": 3 * 2**20, "shared": 16 * 2**20}  # chosen by timing on one machine (two cores, AMD EPYC)
@@ -143,33 +156,57 @@ def automatic_cohort_size(f: Federation) -> int:
     192 fully trained, batch 32: 0.75-0.99 (weights that differ per client gain nothing once one client fills the
     cache), LoRA 1.17. GPU: as many as fit, by the activations that autograd keeps.
     """
-    config, e = f.model.vit.config, f.experiment
-    tokens = min(e.batch_size, int(f.data.num_examples.max())) * (config.num_patches + config.prefix_tokens)
+    spec, e = f.model.backbone.spec, f.experiment
+    widest, kept = spec.numbers(min(e.batch_size, int(f.data.num_examples.max())))
     if f.device.type == "cpu":
         trains_blocks = any(
-            i.role == "backbone" and i.unit >= 0 for n, i in f.setting.infos.items() if n in f.server.params
+            i.kind == "backbone" and i.unit >= 0 for n, i in f.setting.infos.items() if n in f.server.params
         )
-        limit, per_client = CACHE_BYTES["stacked" if trains_blocks else "shared"], 4 * tokens * config.hidden_dim
+        limit, per_client = CACHE_BYTES["stacked" if trains_blocks else "shared"], 4 * widest
     else:
-        kept = 4 * tokens * config.depth * (8 * config.dim + 2 * config.hidden_dim)
         state = 4 * 4 * sum(p.numel() for p in f.server.params.values())  # start, parameters, gradients, client memory
-        limit, per_client = SHARE_OF_GPU_MEMORY * free_memory(f.device), kept + state
+        limit, per_client = SHARE_OF_GPU_MEMORY * free_memory(f.device), 4 * kept + state
     return max(1, int(limit / per_client))
 
 
+def plan_round(f: Federation, server: Server, r: Round, workers: int, size: int | None) -> list[list[Member]]:
+    """A round's cohorts, made once, on the driver, whoever trains them.
+
+    Models of one client stay together where they can stack: those that teach or are taught must meet.
+    """
+    jobs: list[list[Member]] = []
+    for client in r.clients:
+        members = list(f.method.members(client, server, r))
+        teachers = [m for m in members if not m.trains]
+        shapes: dict[Hashable, list[Member]] = {}
+        for m in members:
+            if m.trains:
+                shapes.setdefault(m.part.shape_key(), []).append(m)
+        jobs += [group + teachers for group in shapes.values()]
+    return plan_cohorts(jobs, workers, size, lambda c: f.method.program(c, f.setting))
+
+
 def plan_cohorts(
-    clients: list[Client], slices: Mapping[int, Slice], workers: int, size: int | None
-) -> list[list[Client]]:
-    """Split a round's clients into cohorts of one width each, balanced in depth, at least one a worker."""
-    widths: dict[tuple, list[Client]] = {}
-    for c in sorted(clients, key=lambda c: (-slices[c.budget].depth, -c.num_examples, c.id)):
-        widths.setdefault(slices[c.budget].same_width(), []).append(c)
+    jobs: Sequence[Sequence[Member]], workers: int, size: int | None,
+    program: Callable[[Client], Hashable] = lambda client: None,
+) -> list[list[Member]]:  # fmt: skip
+    """Split the clients' ``jobs`` into cohorts of one shape and program, balanced in depth, at least one a worker."""
+
+    def depth(job: Sequence[Member]) -> int:
+        return max(m.part.depth for m in job)
+
+    alike: dict[Hashable, list[Sequence[Member]]] = {}
+    for job in sorted(jobs, key=lambda job: (-depth(job), -job[0].client.num_examples, job[0].client.id)):
+        key = job[0].part.shape_key(), tuple((m.name, m.part.shape_key()) for m in job if not m.trains)
+        alike.setdefault((key, program(job[0].client)), []).append(job)
     out = []
-    for group in widths.values():
-        share = max(1, round(workers * len(group) / len(clients)))
-        parts = -(-len(group) // (share * size)) * share if size else share  # every worker gets as many as the others
+    for group in alike.values():
+        share = max(1, round(workers * len(group) / len(jobs)))
+        models = max(len(job) for job in group)
+        parts = -(-len(group) * models // (share * size)) * share if size else share  # each worker gets as many
         out += [group[i::parts] for i in range(min(parts, len(group)))]  # dealt out, so depths are mixed evenly
-    return sorted(out, key=lambda g: -sum(slices[c.budget].depth * c.num_examples for c in g))
+    out.sort(key=lambda cohort: -sum(depth(job) * job[0].client.num_examples for job in cohort))
+    return [[m for job in cohort for m in job] for cohort in out]
 
 
 TRIES = 4  # of one cohort before a lost worker is taken for a sign
@@ -179,7 +216,7 @@ Finished = tuple[
 
 
 def share_out(
-    cohorts: list[list[Client]], t: int, workers: str, hand_out: Callable[[int], bool],
+    cohorts: Sequence[Sequence[Member]], t: int, workers: str, hand_out: Callable[[int], bool],
     finished: Callable[[], Iterator[Finished]],
 ) -> Iterator[Trained]:  # fmt: skip
     """What ``cohorts`` bring back, in their order, from workers that may be lost: then a cohort is trained again.
@@ -200,7 +237,7 @@ def share_out(
                 todo.appendleft(i)
                 lost[i] += 1
                 if lost[i] == TRIES:
-                    ids = [c.id for c in cohorts[i]]
+                    ids = list(dict.fromkeys(m.client.id for m in cohorts[i]))
                     raise RuntimeError(
                         f"the cohort of clients {ids} lost its {workers} {TRIES} times in round {t} (the last time: "
                         f"{error}); if memory is short, set Execution(cohort_size=...)"
@@ -222,21 +259,18 @@ class InProcess:
     _pool: ThreadPoolExecutor | None = None
 
     def __post_init__(self):
-        self._size = self.execution.cohort_size or automatic_cohort_size(self.federation)
+        self.workers = self.execution.side_by_side()
+        self.cohort_size = self.execution.cohort_size or automatic_cohort_size(self.federation)
 
-    def train(self, server: Server, clients: list[Client], t: int, memories: Memories) -> Iterator[Trained]:
-        f, workers = self.federation, self.execution.side_by_side()
-        slices = {b: f.method.slice_for(b, f.setting) for b in {c.budget for c in clients}}
-        cohorts = plan_cohorts(clients, slices, workers, self._size)
+    def train(self, server: Server, cohorts: Cohorts, r: Round, memories: Memories) -> Iterator[Trained]:
+        def train_one(members: Sequence[Member]) -> Trained:
+            return train_cohort(self.federation, self._model(), server, r, members, memories)
 
-        def train_one(members: list[Client]) -> Trained:
-            return train_cohort(f, self._model(), server, t, members, memories)
-
-        if workers == 1:
+        if self.workers == 1:
             yield from map(train_one, cohorts)
             return
         if self._pool is None:
-            self._pool = ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,))
+            self._pool = ThreadPoolExecutor(self.workers, initializer=torch.set_num_threads, initargs=(1,))
         yield from self._pool.map(train_one, cohorts)
 
     def _model(self) -> ExitModel:

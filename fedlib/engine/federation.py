@@ -6,18 +6,18 @@ from functools import partial
 import numpy as np
 import torch
 
-from ..core.clients import Client
+from ..core.clients import Client, clients_of
 from ..core.experiment import Experiment
 from ..core.rng import numpy_generator, torch_generator
 from ..data.datasets import is_text
 from ..data.federated import FederatedData, load_federated
 from ..methods import Method, Server, Setting
-from ..methods.base import clients_of
 from ..models.adapters import apply_finetune_
 from ..models.exit_model import ExitModel
-from ..models.registry import backbone_config, build_backbone
+from ..models.places import axes_of
+from ..models.registry import backbone_spec, build_backbone
 from .checks import check_experiment, check_input
-from .frozen_cache import PrefixCache, build_prefix_cache
+from .frozen_cache import FrozenCache, build_frozen_cache
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ class Federation:
     frozen: dict[str, torch.Tensor]
     budgets: np.ndarray  # deepest exit per client
     server: Server  # before round 1
-    train_prefix: PrefixCache | None = None  # by row of the data; None: augmented, nothing frozen, or too large
-    test_prefix: PrefixCache | None = None
+    train_prefix: FrozenCache | None = None  # by row of the data; None: augmented, nothing frozen, or too large
+    test_prefix: FrozenCache | None = None
 
     @property
     def device(self) -> torch.device:
@@ -59,25 +59,36 @@ class Federation:
 def build_model(e: Experiment, method: Method, num_classes: int, meta: bool = False) -> ExitModel:
     """Backbone, exits and fine-tuning mode of ``e``. ``meta``: shapes only, without weights or memory."""
     with torch.device("meta" if meta else "cpu"):
-        vit = backbone_config(e.backbone).build() if meta else build_backbone(e.backbone, e.pretrained, e.seed)
-        depth = vit.config.depth
-        exit_blocks = e.exit_blocks if e.exit_blocks is not None else method.exit_blocks(depth, e.num_exits)
-        head = method.build_head(vit.config.dim, depth, num_classes, exit_blocks)
+        backbone = backbone_spec(e.backbone).build() if meta else build_backbone(e.backbone, e.pretrained, e.seed)
+        exit_units = e.exit_blocks if e.exit_blocks is not None else method.exit_units(backbone.spec.depth, e.num_exits)
+        head = method.build_head(backbone.spec, num_classes, exit_units)
         if not meta:
             head.init_(torch_generator(e.seed, "head init"))
-        apply_finetune_(vit, head, e.finetune, dict(e.finetune_options), e.seed)
-    return ExitModel(vit, head, exit_blocks).eval()
+        apply_finetune_(backbone, head, e.finetune, dict(e.finetune_options), e.seed)
+    return ExitModel(backbone, head, exit_units).eval()
+
+
+def setting_of(e: Experiment, model: ExitModel, data: FederatedData | None = None) -> Setting:
+    """What methods may know of ``e`` with ``model``; without ``data``, of shapes alone."""
+    infos = model.infos()
+    counts = partial(_label_counts, data) if data is not None else None
+    axes = axes_of(model, infos)
+    return Setting(model.backbone.spec, model.exit_units, infos, e.num_clients, e.rounds, axes, e.seed, counts)
+
+
+def _label_counts(data: FederatedData, client: int) -> np.ndarray:
+    """A client's training examples by label, (classes,)."""
+    return np.bincount(data.labels[data.client(client)].cpu().numpy(), minlength=len(data.classes))
 
 
 def build_federation(e: Experiment, device: str = "cpu") -> Federation:
     """Check ``e`` against its data and model, then build them. Raises before any compute."""
     method = check_experiment(e)
     data = load_federated(e, device)
-    check_input(e, backbone_config(e.backbone), is_text(data.images))
+    check_input(e, backbone_spec(e.backbone), is_text(data.images))
     model = build_model(e, method, len(data.classes)).to(device)
-    infos = model.infos()
-    setting = Setting(model.vit.config, model.exit_blocks, infos, e.num_clients, e.rounds)
-    method.check(setting, e.finetune)
+    setting = setting_of(e, model, data)
+    method.check(setting, e)
     budgets = budgets_of(e)
     eligible = method.eligible(budgets, setting)
     if not len(eligible):
@@ -92,19 +103,19 @@ def build_federation(e: Experiment, device: str = "cpu") -> Federation:
 
 
 def with_prefix_caches(f: Federation) -> Federation:
-    """``f`` with empty caches for the answers of its frozen first blocks, where they pay."""
-    blocks = f.model.prefix_blocks()
-    return replace(f, train_prefix=build_train_prefix(f, blocks), test_prefix=_prefix(f, blocks, f.data.test_images))
+    """``f`` with empty caches for the answers of its frozen first units, where they pay."""
+    units = f.model.prefix_units()
+    return replace(f, train_prefix=build_train_prefix(f, units), test_prefix=_prefix(f, units, f.data.test_images))
 
 
-def build_train_prefix(f: Federation, blocks: int) -> PrefixCache | None:
-    """The cache of the training examples' first ``blocks`` blocks; None with augmentation, or where it does not pay."""
-    return _prefix(f, blocks if f.experiment.augment == "none" else 0, f.data.images)
+def build_train_prefix(f: Federation, units: int) -> FrozenCache | None:
+    """The cache of the training examples' first ``units`` units; None with augmentation, or where it does not pay."""
+    return _prefix(f, units if f.experiment.augment == "none" else 0, f.data.images)
 
 
-def _prefix(f: Federation, blocks: int, images: torch.Tensor) -> PrefixCache | None:
-    view = partial(f.data.view, images, f.model.vit.config.input_shape)
-    return build_prefix_cache(f.model, blocks, len(images), view, images.device)
+def _prefix(f: Federation, units: int, images: torch.Tensor) -> FrozenCache | None:
+    view = partial(f.data.view, images, f.model.backbone.spec.input_shape)
+    return build_frozen_cache(f.model, units, len(images), view, images.device)
 
 
 def budgets_of(e: Experiment) -> np.ndarray:

@@ -1,8 +1,8 @@
-"""The frozen prefix: leading blocks that nothing trains or feeds back into give the same output all run long.
+"""The frozen cache: leading units that nothing trains or feeds back into give the same output all run long.
 
 So it is computed once per example and kept on the training device: of the training set where there is no augmentation,
-of the test set always. Of the blocks inside, only class tokens that the head reads are kept; with a frozen backbone and
-no feedback nothing else is.
+of the test set always. Of the units inside, only features that the head reads are kept; with a frozen backbone and no
+feedback nothing else is.
 """
 
 import math
@@ -14,34 +14,34 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from ..models.exit_model import ExitModel, Prefix
+from ..models.exit_model import ExitModel
+from ..models.route import Prefix
 
 SHARE_OF_FREE_MEMORY = 0.25  # a larger cache is not made
 
 
-class PrefixCache:
-    """Outputs of the first ``blocks`` blocks for examples 0..n-1, filled as they are asked for.
+class FrozenCache:
+    """Outputs of the first ``units`` units for examples 0..n-1, filled as they are asked for.
 
-    ``render(rows)`` gives images (len(rows), C, H, W) on the device. Threads share a cache, and so do forked processes.
+    ``render(rows)`` gives inputs (len(rows), *input_shape) on the device. Threads share a cache, and so do forked
+    processes.
     """
 
-    def __init__(self, model: ExitModel, blocks: int, n: int, render: Callable[[torch.Tensor], torch.Tensor], device):
-        config = model.vit.config
-        self.blocks, self.render, self.device = blocks, render, device
-        self.goes_on = blocks < model.exit_blocks[-1] + 1  # does anything run after the prefix?
-        tokens = config.num_patches + config.prefix_tokens if self.goes_on else 0
-        self.z = _empty(n, tokens, config.dim, device=device)  # pages of rows never asked for are never touched
-        self.read = tuple(b for b in range(blocks) if model.head.reads(b))
-        self.class_tokens = _empty(len(self.read), n, config.dim, device=device)
+    def __init__(self, model: ExitModel, units: int, n: int, render: Callable[[torch.Tensor], torch.Tensor], device):
+        self.units, self.render, self.device = units, render, device
+        self.goes_on = units < model.depth  # does anything run after the prefix?
+        state, features, self.read = _shapes(model, units)
+        self.z = _empty(n, *(state if self.goes_on else (0, 0)), device=device)  # pages never asked for stay untouched
+        self.features = [_empty(n, *shape, device=device) for shape in features]
         self._ready = _empty(n, device="cpu", dtype=torch.uint8).numpy().view(bool)
         self._lock = threading.Lock()
 
     @staticmethod
-    def bytes_needed(model: ExitModel, blocks: int, n: int) -> int:
+    def bytes_needed(model: ExitModel, units: int, n: int) -> int:
         """Memory of a full cache in bytes."""
-        config, goes_on = model.vit.config, blocks < model.exit_blocks[-1] + 1
-        tokens = config.num_patches + config.prefix_tokens if goes_on else 0
-        return 4 * n * config.dim * (tokens + sum(map(model.head.reads, range(blocks))))
+        state, features, _ = _shapes(model, units)
+        kept = [state] if units < model.depth else []
+        return 4 * n * sum(math.prod(shape) for shape in (*kept, *features))
 
     @torch.no_grad()
     def fill(self, model: ExitModel, rows: np.ndarray, batch_size: int = 128) -> None:
@@ -50,19 +50,26 @@ class PrefixCache:
         missing = missing[~self._ready[missing]]
         for a in range(0, len(missing), batch_size):
             part = torch.from_numpy(missing[a : a + batch_size]).to(self.device)
-            made = model.prefix(self.render(part)[None], self.blocks)
+            made = model.prefix(self.render(part)[None], self.units)
             with self._lock:
-                for kept, block in zip(self.class_tokens, self.read, strict=True):
-                    kept[part] = made.class_tokens[block][0]
+                for kept, unit in zip(self.features, self.read, strict=True):
+                    kept[part] = made.features[unit][0]
                 if self.goes_on:
-                    length = made.z.shape[-2]  # of sentences, the longest of the batch
+                    length = made.z.shape[2]  # of sentences, the longest of the batch
                     self.z[part, :length], self.z[part, length:] = made.z[0], 0
         self._ready[missing] = True
 
     def __call__(self, rows: torch.Tensor) -> Prefix:
         """The prefix of filled ``rows`` (K, B)."""
-        tokens = {block: kept[rows] for kept, block in zip(self.class_tokens, self.read, strict=True)}
-        return Prefix(self.blocks, self.z[rows], tokens)
+        features = {unit: kept[rows] for kept, unit in zip(self.features, self.read, strict=True)}
+        return Prefix(self.units, self.z[rows], features)
+
+
+def _shapes(model: ExitModel, units: int) -> tuple[tuple[int, ...], list[tuple[int, ...]], tuple[int, ...]]:
+    """Of one example: the shape of z after ``units``, those of the features that the head reads, and after which."""
+    spec = model.backbone.spec
+    read = tuple(u for u in range(units) if model.head.reads(u))
+    return spec.state(units - 1), [spec.feature(u) for u in read], read
 
 
 def _empty(*shape: int, device: torch.device | str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -80,10 +87,10 @@ def free_memory(device: torch.device) -> int:
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def build_prefix_cache(
-    model: ExitModel, blocks: int, n: int, render: Callable[[torch.Tensor], torch.Tensor], device: torch.device
-) -> PrefixCache | None:
+def build_frozen_cache(
+    model: ExitModel, units: int, n: int, render: Callable[[torch.Tensor], torch.Tensor], device: torch.device
+) -> FrozenCache | None:
     """A cache for ``n`` examples, or None where there is no frozen prefix or it would take too much memory."""
-    if not blocks or PrefixCache.bytes_needed(model, blocks, n) > SHARE_OF_FREE_MEMORY * free_memory(device):
+    if not units or FrozenCache.bytes_needed(model, units, n) > SHARE_OF_FREE_MEMORY * free_memory(device):
         return None
-    return PrefixCache(model, blocks, n, render, device)
+    return FrozenCache(model, units, n, render, device)

@@ -18,11 +18,10 @@ from collections import Counter
 
 import torch
 
-from ..core.clients import Client
+from ..core.clients import Client, clients_of
 from ..core.rng import torch_generator
 from ..core.slices import take_all
-from ..methods import Server
-from ..methods.base import clients_of
+from ..methods import Round, Server
 from ..methods.server import MaskedMean, Sums, Update
 from .federation import Federation
 
@@ -40,11 +39,12 @@ def privatise(f: Federation, server: Server, sums: Sums, t: int) -> Sums:
         for name, total in mean.total.items():
             if not torch.equal(mean.weight[name], mean.count[name]):
                 raise ValueError(f"{f.experiment.method}: noise_multiplier needs clients of weight 1 in the mean")
-            out[group].total[name] += total - mean.weight[name] * server.params[name].double()
+            out[group].total[name] += total - mean.weight[name] * method.start_of(name, server).double()
     sd = method.noise_multiplier * method.clip_norm
     for group, mean in out.items():
         for name, total in mean.total.items():
-            generator = torch_generator(f.experiment.seed, f"dp noise/{group}/{name}", t)
+            stream = name.replace("backbone.", "vit.", 1)  # what the part was called when stored runs drew their noise
+            generator = torch_generator(f.experiment.seed, f"dp noise/{group}/{stream}", t)
             noise = torch.randn(total.shape, generator=generator, dtype=torch.float64)
             total += sd * noise.to(total.device)
     return out
@@ -58,10 +58,12 @@ def expected_sums(f: Federation, server: Server) -> Sums:
         holders[f.method.group_of(c), c.budget] += f.sample_size / len(ids)
     out: Sums = {}
     for (group, budget), expected in sorted(holders.items()):
-        part = f.method.slice_for(budget, f.setting)
-        params = {n: p[None] for n, p in take_all(server.params, f.setting.infos, part).items()}
+        client = Client(-1, budget, 0)
+        member = f.method.members(client, server, Round(server.t, (client,), f.setting))[0]
+        params = {n: p[None] for n, p in take_all(server.params, f.setting.infos, member.part).items()}
         mean = out.setdefault(group, MaskedMean(f.setting.infos))
-        mean.add(Update((Client(0, budget, 0),), (part,), params, {n: (0, 1) for n in params}), [expected])
+        rows, upload = dict.fromkeys(params, range(1)), member.upload or member.part
+        mean.add(Update((client,), (member.part,), params, rows, (upload,)), [expected])
     for group, mean in out.items():
         mean.count = {n: w.clone() for n, w in mean.weight.items()}
         mean.clients = sum(expected for (g, _), expected in holders.items() if g == group)

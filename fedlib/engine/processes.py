@@ -17,21 +17,21 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 
 import torch
 
 from ..core import profiling
-from ..core.clients import Client
-from ..methods import Server
+from ..methods import Member, Round, Server
 from .executors import (
+    Cohorts,
     Execution,
     Finished,
     Memories,
     Trained,
     automatic_cohort_size,
     become_worker,
-    plan_cohorts,
     share_out,
     train_cohort,
 )
@@ -54,11 +54,11 @@ class ForkedProcesses:
             raise Unforkable("worker processes are forked, which needs Linux and device = 'cpu'")
         if multiprocessing.current_process().daemon:
             raise Unforkable("a daemonic process, such as a worker of a multiprocessing pool, may not fork workers")
-        self.federation, self.size = federation, execution.side_by_side()
+        self.federation, self.workers = federation, execution.side_by_side()
         self.cohort_size = execution.cohort_size or automatic_cohort_size(federation)
-        self.workers: list[_Worker] = []
+        self.processes: list[_Worker] = []
         try:
-            for _ in range(self.size):
+            for _ in range(self.workers):
                 self._start_worker()
         except OSError as error:
             self.close()
@@ -67,39 +67,38 @@ class ForkedProcesses:
             self.close()
             raise
 
-    def train(self, server: Server, clients: list[Client], t: int, memories: Memories) -> Iterator[Trained]:
-        f = self.federation
-        slices = {b: f.method.slice_for(b, f.setting) for b in {c.budget for c in clients}}
-        cohorts = plan_cohorts(clients, slices, self.size, self.cohort_size)
+    def train(self, server: Server, cohorts: Cohorts, r: Round, memories: Memories) -> Iterator[Trained]:
         download = _pack(Server(server.t, server.params, {}))  # the server's memory is the server's
-        for worker in self.workers:
+        r = replace(r, setting=None)  # which the workers have
+        for worker in self.processes:
             worker.informed = False
 
         def hand_out(i: int) -> bool:
-            worker = next((w for w in self.workers if w.cohort is None), None)
+            worker = next((w for w in self.processes if w.cohort is None), None)
             if worker is not None:
-                mine = {c.id: memories[c.id] for c in cohorts[i] if c.id in memories}
-                worker.send(i, download, (cohorts[i], t, mine, profiling.is_measuring()))
+                ids = dict.fromkeys(m.client.id for m in cohorts[i])
+                mine = {c: memories[c] for c in ids if c in memories}
+                worker.send(i, download, (cohorts[i], r, mine, profiling.is_measuring()))
             return worker is not None
 
-        yield from share_out(cohorts, t, "worker process", hand_out, self._finished)
+        yield from share_out(cohorts, r.t, "worker process", hand_out, self._finished)
 
     def _finished(self) -> Iterator[Finished]:
         """Wait until a cohort is back or its worker has died, who is then replaced."""
-        for worker in wait([w for w in self.workers if w.cohort is not None]):
+        for worker in wait([w for w in self.processes if w.cohort is not None]):
             i, worker.cohort = worker.cohort, None
             try:
                 yield i, self._home(worker.receive()), None
             except EOFError:
                 worker.close()
-                self.workers.remove(worker)
+                self.processes.remove(worker)
                 code = worker.process.exitcode
                 yield i, None, EOFError(f"exit code {code}; -9: killed, often for want of memory")
                 self._start_worker()
 
     def _start_worker(self) -> None:
         worker = _Worker(self.federation)
-        self.workers.append(worker)
+        self.processes.append(worker)
         try:
             worker.receive()
         except EOFError:
@@ -115,11 +114,11 @@ class ForkedProcesses:
         return trained
 
     def close(self) -> None:
-        for worker in self.workers:
+        for worker in self.processes:
             worker.process.kill()  # all of them, before anything can interrupt the waiting
-        for worker in self.workers:
+        for worker in self.processes:
             worker.close()
-        self.workers = []
+        self.processes = []
 
 
 class _Worker:
@@ -207,10 +206,10 @@ def _serve(f: Federation, connection: Connection, parent: int) -> None:
 
 
 def _train(
-    f: Federation, server: Server, members: list[Client], t: int, memories: Memories, measure: bool
+    f: Federation, server: Server, members: list[Member], r: Round, memories: Memories, measure: bool
 ) -> tuple[Trained, dict[str, float]]:
     with profiling.profile() if measure else nullcontext({}) as seconds:
-        trained = train_cohort(f, f.model, server, t, members, memories)
+        trained = train_cohort(f, f.model, server, replace(r, setting=f.setting), members, memories)
     for mean in trained.sums.values():
         mean.infos = {}  # the parent has them
     return trained, dict(seconds)

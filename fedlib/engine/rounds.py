@@ -1,25 +1,26 @@
 """The round loop: sample, train, aggregate, evaluate. Who trains is an executor's matter (``engine/executors.py``)."""
 
 import time
-from collections.abc import Iterator, Mapping, MutableMapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from ..core.experiment import Experiment
+from ..core.memories import Overlay
 from ..core.profiling import phase
 from ..layers.matmul import choose_products
-from ..methods import Server
-from ..methods.server import all_finite, merge_sums
+from ..methods import Arrived, Round, Server
+from ..methods.server import Sums, all_finite, merge_sums
 from .evaluation import evaluate
-from .executors import Execution, Executor, InProcess, Memories, Trained
+from .executors import Execution, Executor, InProcess, Memories, Trained, plan_round
 from .federation import Federation
 from .privacy import privatise
 
 
 @dataclass(frozen=True)
-class Round:
-    """One finished round: the new server, what changed in client memories, and what was measured."""
+class Finished:
+    """One finished round: the new server, what changed in client memories and mirrors, and what was measured."""
 
     t: int
     server: Server
@@ -29,6 +30,7 @@ class Round:
     seconds: float
     diverged: bool = False  # did a client's loss or update, or the server's state, become infinite or NaN?
     dropped: tuple[int, ...] = ()  # clients whose update was left out for that reason
+    mirrors: Memories = field(default_factory=dict)  # of the clients whose mirror changed
 
 
 def is_due(e: Experiment, t: int) -> bool:
@@ -60,37 +62,54 @@ def run_rounds(
     execution: Execution = Execution(),
     server: Server | None = None,
     memories: MutableMapping[int, dict[str, torch.Tensor]] | None = None,
-) -> Iterator[Round]:
-    """Run the rounds after ``server.t``, yielding each as it ends. ``memories`` is updated in place."""
+    mirrors: MutableMapping[int, dict[str, torch.Tensor]] | None = None,
+) -> Iterator[Finished]:
+    """Run the rounds after ``server.t``, yielding each as it ends; ``memories`` and ``mirrors`` change in place."""
     e, method, setting = federation.experiment, federation.method, federation.setting
     server = server if server is not None else federation.server
     memories = memories if memories is not None else {}
+    mirrors = mirrors if mirrors is not None else dict(server.mirrors)
     executor = build_executor(federation, execution)
     try:
         for t in range(server.t + 1, e.rounds + 1):
             began = time.perf_counter()
-            sampled = federation.sample_clients(t)
-            changed: dict[int, dict[str, torch.Tensor]] = {}
-            losses: dict[int, float] = {}
-            nonfinite: list[int] = []
-
-            def record(trained: Trained, changed=changed, losses=losses, nonfinite=nonfinite):
-                changed.update(trained.memories)
-                losses.update(trained.losses)
-                nonfinite.extend(trained.nonfinite)
-                return trained.sums
-
-            sums = merge_sums(map(record, executor.train(server, sampled, t, memories)))
+            server = replace(server, mirrors=mirrors)
+            r = Round(t, tuple(federation.sample_clients(t)), setting)
+            r = replace(r, notes=method.prepare(server, r))
+            cohorts = plan_round(federation, server, r, executor.workers, executor.cohort_size)
+            back = Returned(executor.train(server, cohorts, r, memories))
             with phase("aggregation"):
-                sums = privatise(federation, server, sums, t)
+                back.arrived.sums = privatise(federation, server, back.arrived.sums, t)
                 # without sums every client was dropped: nothing arrived
-                server = method.aggregate(server, sums, t, setting) if sums else replace(server, t=t)
-            memories.update(changed)
+                server = method.aggregate(server, back.arrived, r) if back.arrived.sums else replace(server, t=t)
+            memories.update(back.memories)
+            changed = server.mirrors.changes if isinstance(server.mirrors, Overlay) else {}
+            mirrors.update(changed)
             with phase("evaluation"):
                 metrics = evaluate(federation, server) if is_due(e, t) else None
-            dropped = tuple(sorted(nonfinite)) if e.nonfinite == "drop" else ()
+            dropped = tuple(sorted(back.nonfinite)) if e.nonfinite == "drop" else ()
             # numbers that arrived finite can still overflow in a server's optimiser
-            diverged = len(nonfinite) > len(dropped) or not all_finite(server.params.values())
-            yield Round(t, server, changed, losses, metrics, time.perf_counter() - began, diverged, dropped)
+            diverged = len(back.nonfinite) > len(dropped) or not all_finite(server.params.values())
+            seconds = time.perf_counter() - began
+            yield Finished(t, server, back.memories, back.losses, metrics, seconds, diverged, dropped, changed)
     finally:
         executor.close()
+
+
+class Returned:
+    """What a round's cohorts bring back, merged as it arrives; one cohort's is held at a time."""
+
+    def __init__(self, trained: Iterable[Trained]):
+        self.memories: dict[int, dict[str, torch.Tensor]] = {}
+        self.losses: dict[int, float] = {}
+        self.nonfinite: list[int] = []
+        self.arrived = Arrived({})
+        self.arrived.sums = merge_sums(map(self._record, trained))
+
+    def _record(self, trained: Trained) -> Sums:
+        self.memories.update(trained.memories)
+        self.losses.update(trained.losses)
+        self.nonfinite.extend(trained.nonfinite)
+        self.arrived.extras.update(trained.extras)
+        self.arrived.models.update(trained.models)
+        return trained.sums

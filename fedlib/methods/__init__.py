@@ -3,7 +3,9 @@
 from collections.abc import Mapping
 
 from ..core.validation import Scalar, check_fields, did_you_mean
-from .base import Method, Server, Setting
+from .base import Method
+from .jobs import Arrived, Member, Round, Server, Serving, Setting, Stage
+from .options import Distillation, ServerStep
 from .sliced.depthfl import DepthFL
 from .sliced.exclusivefl import ExclusiveFL
 from .sliced.fedavg import FedAvg
@@ -20,7 +22,10 @@ METHODS: dict[str, type[Method]] = {
     "fedavg": FedAvg,
 }
 
-__all__ = ["METHODS", "Method", "Server", "Setting", "build_method", "register"]
+__all__ = [
+    "METHODS", "Arrived", "Distillation", "Member", "Method", "Round", "Server", "ServerStep", "Serving", "Setting",
+    "Stage", "build_method", "register",
+]  # fmt: skip
 
 
 def build_method(name: str, options: Mapping[str, Scalar]) -> Method:

@@ -1,6 +1,7 @@
 """Local losses between exits, one equation each. All take a :class:`Batch` and return one value per client (K,)."""
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -10,23 +11,27 @@ import torch
 class Batch:
     """One optimiser step's data: what a local loss may look at.
 
-    ``logits`` (E, K, B, C); ``labels`` (K, B); ``weights`` (K, B), 1/n over a client's n real examples and 0 on
-    padding; ``held`` (E, K), 1 where client k has exit e. ``scratch`` lives for one local training.
+    ``outputs`` (E, M, B, C); ``labels`` (M, B); ``weights`` (M, B), 1/n over a client's n real examples and 0 on
+    padding; ``held`` (E, M), 1 where model m has exit e. ``scratch`` lives for one local training.
     """
 
-    logits: torch.Tensor
+    outputs: torch.Tensor
     labels: torch.Tensor
     weights: torch.Tensor
     held: torch.Tensor
     t: int = 1  # round, 1..rounds
     rounds: int = 1
     scratch: dict[str, torch.Tensor] = field(default_factory=dict)
+    features: Mapping[int, torch.Tensor] = field(default_factory=dict)  # by exit, what it saw: (M, B, ...)
+    client: torch.Tensor | None = None  # (M,): whose model each is; peers share a number
+    teacher: Callable[[str], torch.Tensor] | None = None  # outputs (E, M, B, C) of members that do not train, by name
+    label_counts: Callable[[], torch.Tensor] | None = None  # (M, C): the clients' training examples by label
 
 
 def cross_entropies(batch: Batch) -> torch.Tensor:
     """Mean cross-entropy of each exit on each client's batch, (E, K); zero where the exit is not held."""
-    labels = batch.labels.expand(batch.logits.shape[:-1]).unsqueeze(-1)
-    nll = -batch.logits.log_softmax(-1).gather(-1, labels).squeeze(-1)  # (E, K, B)
+    labels = batch.labels.expand(batch.outputs.shape[:-1]).unsqueeze(-1)
+    nll = -batch.outputs.log_softmax(-1).gather(-1, labels).squeeze(-1)  # (E, K, B)
     return (nll * batch.weights).sum(-1) * batch.held
 
 
@@ -35,7 +40,7 @@ def kl_to_teacher(batch: Batch, teacher: torch.Tensor, temperature: float = 1.0)
 
     The teacher is detached and its own term is exactly zero. The sum over exits is not divided.
     """
-    logp = (batch.logits / temperature).log_softmax(-1)  # (E, K, B, C)
+    logp = (batch.outputs / temperature).log_softmax(-1)  # (E, K, B, C)
     target = logp.detach()[teacher, torch.arange(len(teacher), device=logp.device)]  # (K, B, C)
     kl = (target.exp() * (target - logp)).sum(-1)  # (E, K, B)
     return ((kl * batch.weights).sum(-1) * batch.held).sum(0) * temperature**2
@@ -43,7 +48,7 @@ def kl_to_teacher(batch: Batch, teacher: torch.Tensor, temperature: float = 1.0)
 
 def mutual_kl(batch: Batch, temperature: float = 1.0) -> torch.Tensor:
     """DepthFL's deep mutual learning, (K,): 1/(n-1) * sum_i sum_{j != i} KL(p_j || p_i), p_j detached, n exits held."""
-    logp = (batch.logits / temperature).log_softmax(-1)
+    logp = (batch.outputs / temperature).log_softmax(-1)
     held = batch.held[..., None, None]  # (E, K, 1, 1)
     p = logp.detach().exp() * held
     negative_entropy = (p * logp.detach()).sum(-1)  # (E, K, B)

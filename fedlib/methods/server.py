@@ -3,25 +3,29 @@
 Sums run in float64 and are rounded once. Entries that no client held keep their value and their server state.
 """
 
-from collections.abc import Container, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
 from ..core.clients import Client
-from ..core.slices import ParamInfo, Slice, is_cut, scatter_add_
+from ..core.slices import ParamInfo, Slice, is_cut, scatter_add_, take, within
 
 Tensors = Mapping[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
 class Update:
-    """What a cohort sends back: ``params[name]`` stacks the tensors of the clients ``spans[name] = (lo, hi)``."""
+    """What a cohort sends back: ``params[name]`` stacks the tensors of its models ``rows[name]``.
+
+    Of model i, ``clients[i]`` owns it, ``slices[i]`` is what it held, ``uploads[i]`` what of that is sent.
+    """
 
     clients: tuple[Client, ...]
     slices: tuple[Slice, ...]
     params: Tensors
-    spans: Mapping[str, tuple[int, int]]
+    rows: Mapping[str, Sequence[int]]
+    uploads: tuple[Slice, ...] | None = None  # None: all of it
 
     def nonfinite(self) -> dict[int, str]:
         """Client id -> the first of its tensors with a NaN or infinity; one transfer from the device if none has."""
@@ -30,8 +34,7 @@ class Update:
         names, k = list(self.params), len(self.clients)
         finite = torch.ones(len(names), k, dtype=torch.bool, device=self.params[names[0]].device)
         for i, name in enumerate(names):
-            lo, hi = self.spans[name]
-            finite[i, lo:hi] = self.params[name].reshape(hi - lo, -1).isfinite().all(1)
+            finite[i, list(self.rows[name])] = self.params[name].flatten(1).isfinite().all(1)
         out: dict[int, str] = {}
         for i, k in (~finite.cpu()).nonzero().tolist():
             out.setdefault(self.clients[k].id, names[i])
@@ -40,12 +43,17 @@ class Update:
     def without(self, ids: Container[int]) -> "Update":
         """The update of the other clients."""
         kept = [i for i, c in enumerate(self.clients) if c.id not in ids]
-        params, spans = {}, {}
-        for name, (lo, hi) in self.spans.items():
-            if rows := [i - lo for i in kept if lo <= i < hi]:
-                first = sum(i < lo for i in kept)
-                params[name], spans[name] = self.params[name][rows], (first, first + len(rows))
-        return Update(tuple(self.clients[i] for i in kept), tuple(self.slices[i] for i in kept), params, spans)
+        place = {i: new for new, i in enumerate(kept)}
+        params, rows = {}, {}
+        for name, held in self.rows.items():
+            if found := [k for k, i in enumerate(held) if i in place]:
+                params[name], rows[name] = self.params[name][found], [place[held[k]] for k in found]
+        uploads = None if self.uploads is None else tuple(self.uploads[i] for i in kept)
+        return Update(tuple(self.clients[i] for i in kept), tuple(self.slices[i] for i in kept), params, rows, uploads)
+
+    def model(self, i: int) -> dict[str, torch.Tensor]:
+        """What model ``i`` sends, by its local names."""
+        return {n: self.params[n][list(rows).index(i)].clone() for n, rows in self.rows.items() if i in rows}
 
 
 def all_finite(tensors: Iterable[torch.Tensor]) -> bool:
@@ -71,24 +79,30 @@ class MaskedMean:
         self.count: dict[str, torch.Tensor] = {}
 
     def add(self, update: Update, weights: Iterable[float]) -> None:
-        """Add every client of ``update`` with its weight; a weight of zero leaves the client out."""
+        """Add every model of ``update`` with its weight; a weight of zero leaves it out."""
         weights = torch.tensor(list(weights), dtype=torch.float64)
         self.clients += int((weights != 0).sum())
+        uploads = update.uploads or update.slices
+        cuts: dict[tuple, int] = {}  # models that keep the same indices
+        cut = [cuts.setdefault(tuple(sorted(s.index.items())), len(cuts)) for s in uploads]
         sizes: dict[tuple[int, ...], tuple[torch.Tensor, ...]] = {}  # of equal groups, the same tensors
         for name, stack in update.params.items():
-            lo, hi = update.spans[name]
-            groups: dict[str, list[int]] = {}  # clients that write to the same server tensor
-            for i in range(lo, hi):
+            rows = update.rows[name]
+            groups: dict[tuple[str, int], list[int]] = {}  # models that write to the same entries of a server tensor
+            for k, i in enumerate(rows):
                 if weights[i]:
-                    groups.setdefault(update.slices[i].source(name), []).append(i)
-            for target, members in groups.items():
-                if (key := tuple(members)) not in sizes:
-                    w = weights[members].to(stack.device)
+                    groups.setdefault((uploads[i].source(name), cut[i]), []).append(k)
+            for (target, _), places in groups.items():
+                if (key := tuple(rows[k] for k in places)) not in sizes:
+                    w = weights[list(key)].to(stack.device)
                     sizes[key] = w, w.sum(), torch.tensor(float(len(w)), dtype=torch.float64, device=stack.device)
                 w, weight, count = sizes[key]
-                rows = stack if len(members) == hi - lo else stack[[i - lo for i in members]]
-                value = torch.tensordot(w, rows.double(), 1)
-                self._add(target, name, value, weight, count, update.slices[members[0]])
+                value = torch.tensordot(w, (stack if len(places) == len(rows) else stack[places]).double(), 1)
+                part, whole = uploads[key[0]], update.slices[key[0]]
+                if part is not whole:
+                    held = replace(self.infos[name], shape=tuple(value.shape))
+                    value = take(value, held, within(part, whole))
+                self._add(target, name, value, weight, count, part)
 
     def _add(
         self, target: str, name: str, value: torch.Tensor, weight: torch.Tensor, count: torch.Tensor, part: Slice

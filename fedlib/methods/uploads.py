@@ -8,7 +8,7 @@ Cohorts of any size send the same up to float rounding, which may move an entry 
 Read next: ``engine/privacy.py`` (the noise and its accountant), ``runs/costs.py`` (what an upload weighs).
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -71,12 +71,11 @@ def kept_entries(n: int, fraction: float) -> int:
     return max(1, round(fraction * n))
 
 
-def clip_factors(deltas: Tensors, spans: Mapping[str, tuple[int, int]], clients: int, norm: float) -> torch.Tensor:
+def clip_factors(deltas: Tensors, rows: Mapping[str, Sequence[int]], clients: int, norm: float) -> torch.Tensor:
     """min(1, C / |delta_i|) per client, (K,) float64; the norm is over all tensors that client i holds."""
     squares = torch.zeros(clients, dtype=torch.float64, device=next(iter(deltas.values())).device)
     for name, d in deltas.items():
-        lo, hi = spans[name]
-        squares[lo:hi] += d.double().flatten(1).square().sum(1)
+        squares[list(rows[name])] += d.double().flatten(1).square().sum(1)
     return (norm / squares.sqrt()).clamp(max=1)  # a zero update gives C / 0 = inf, so 1
 
 
@@ -124,8 +123,8 @@ def send(options: UploadOptions, cohort) -> Update:
     if options.error_feedback:
         cohort.remember("residual", {n: (d - sent[n]).to(d.dtype) for n, d in deltas.items()})
     if options.clip_norm is not None:
-        factors = clip_factors(sent, update.spans, len(update.clients), options.clip_norm)
-        rows = {n: factors[slice(*update.spans[n])].view(-1, *(1,) * (d.dim() - 1)) for n, d in sent.items()}
+        factors = clip_factors(sent, update.rows, len(update.clients), options.clip_norm)
+        rows = {n: factors[list(update.rows[n])].view(-1, *(1,) * (d.dim() - 1)) for n, d in sent.items()}
         sent = {n: d.double() * rows[n] for n, d in sent.items()}
     return replace(update, params={n: cohort.start[n].double() + d for n, d in sent.items()})
 
@@ -136,7 +135,6 @@ def _uniform(deltas: Tensors, cohort) -> dict[str, torch.Tensor]:
     for i, client in enumerate(cohort.clients):
         generator = torch_generator(cohort.experiment.seed, "quantise", cohort.t, client.id)
         for name, d in deltas.items():
-            lo, hi = cohort.spans[name]
-            if lo <= i < hi:
+            if i in cohort.rows[name]:
                 rows[name].append(torch.rand(d.shape[1:], generator=generator))
     return {n: torch.stack(r).to(deltas[n].device) for n, r in rows.items()}

@@ -18,7 +18,7 @@ from ..core.validation import did_you_mean
 from ..layers.linear import Linear, init_normal_, per_client
 from ..layers.norms import LayerNorm
 from .exits import Classifier
-from .vit import ViT, ViTConfig
+from .vit import ViT, ViTSpec
 
 OWN_MODES = ("full", "frozen", "pa", "sa", "ssf")
 PEFT_DEFAULTS = {"lora": {"r": 32, "lora_alpha": 64, "lora_dropout": 0.0}, "ia3": {"feedforward_modules": []}}
@@ -35,7 +35,7 @@ def finetune_modes() -> tuple[str, ...]:
     return (*OWN_MODES, *sorted(names - WITHOUT_INJECTION))
 
 
-def check_finetune(mode: str, options: dict, config: ViTConfig) -> None:
+def check_finetune(mode: str, options: dict, config: ViTSpec) -> None:
     """Raise ``ValueError`` for an unknown mode, an option it does not have, or a tuner that peft cannot inject."""
     if mode not in OWN_MODES and mode not in finetune_modes():
         raise ValueError(f"experiment: finetune = {mode!r} is unknown{did_you_mean(mode, finetune_modes())}")
@@ -143,7 +143,7 @@ class PerClient(nn.Module):
 def apply_finetune_(vit: ViT, head: nn.Module, mode: str, options: dict, seed: int) -> None:
     """Insert the adapters of ``mode`` and set ``requires_grad`` on exactly what is trained and communicated."""
     vit.requires_grad_(mode == "full")
-    dim, generator = vit.config.dim, torch_generator(seed, "adapter init")
+    dim, generator = vit.spec.dim, torch_generator(seed, "adapter init")
     if mode in ("pa", "sa"):
         wrap = ParallelAdapter if mode == "pa" else SerialAdapter
         for block in vit.blocks:
@@ -152,7 +152,7 @@ def apply_finetune_(vit: ViT, head: nn.Module, mode: str, options: dict, seed: i
                 init_normal_(wrapper.adapter, generator)
                 setattr(block, name, wrapper)
     elif mode == "ssf":
-        stem = vit.config.ssf_stem
+        stem = vit.spec.ssf_stem
         setattr(vit.stem, stem, ScaleShift(getattr(vit.stem, stem), generator))
         for block in vit.blocks:
             for parent, names in (
@@ -181,7 +181,7 @@ def _inject_peft_(vit: ViT, mode: str, options: dict, seed: int) -> None:
     from peft import inject_adapter_in_model
     from peft.tuners.lora import Linear as LoraLinear
 
-    settings = {"target_modules": list(vit.config.peft_targets)} | PEFT_DEFAULTS.get(mode, {}) | options
+    settings = {"target_modules": list(vit.spec.peft_targets)} | PEFT_DEFAULTS.get(mode, {}) | options
     settings = {k: list(v) if isinstance(v, tuple) else v for k, v in settings.items()}
     with torch.random.fork_rng(devices=[]):  # peft draws from the global generator: lend it one of ours
         torch.random.manual_seed(int(numpy_generator(seed, "peft init").integers(2**62)))

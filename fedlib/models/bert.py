@@ -27,13 +27,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ..core.slices import Axis
 from ..layers.linear import init_normal_, per_client
 from ..layers.norms import LayerNorm
-from .vit import MLP, Attention
+from .backbone import TokenBackbone
+from .vit import MLP, Attention, head_axis, token_numbers
 
 
 @dataclass(frozen=True)
-class BertConfig:
+class BertSpec:
     """Shape of a post-norm BERT encoder; sizes in tokens and features."""
 
     length: int = 32  # tokens of a sentence, class token included; longer ones are cut
@@ -49,15 +51,10 @@ class BertConfig:
     padding: ClassVar[int] = 0  # the token id that fills short sentences
     prefix_tokens: ClassVar[int] = 1
     class_token: ClassVar[int] = 0
-    reads_update: ClassVar[bool] = False
+    reads: ClassVar[str] = "tokens"
     own_modes: ClassVar[tuple[str, ...]] = ("full", "frozen", "pa", "sa", "ssf")
     ssf_stem: ClassVar[str] = "norm"
     peft_targets: ClassVar[tuple[str, ...]] = ("q", "v")
-
-    @property
-    def hidden_dim(self) -> int:
-        """Features of a token's widest activation."""
-        return self.ffn_dim
 
     @property
     def num_patches(self) -> int:
@@ -69,14 +66,26 @@ class BertConfig:
         """One sentence: its token ids."""
         return (self.length,)
 
+    def feature(self, unit: int) -> tuple[int]:
+        """What an exit after ``unit`` sees of one example: the class token."""
+        return (self.dim,)
+
+    def state(self, unit: int) -> tuple[int, int]:
+        """What goes on after ``unit`` of one example: its tokens."""
+        return (self.num_patches + self.prefix_tokens, self.dim)
+
+    def numbers(self, examples: int) -> tuple[int, int]:
+        """Numbers in the widest activation of ``examples`` examples, and in all that autograd keeps of them."""
+        return token_numbers(self, examples, self.ffn_dim)
+
     def build(self) -> "Bert":
         """A backbone of this shape, without weights."""
         return Bert(self)
 
 
 WORDS = 256  # one-word sentences, from which exits take their units
-MINILM = BertConfig(length=64, dim=384, depth=6, heads=12, ffn_dim=1536)
-BERTS = {"minilm": MINILM, "minilm.32": replace(MINILM, length=32), "bert_micro": BertConfig()}
+MINILM = BertSpec(length=64, dim=384, depth=6, heads=12, ffn_dim=1536)
+BERTS = {"minilm": MINILM, "minilm.32": replace(MINILM, length=32), "bert_micro": BertSpec()}
 BERTS |= {f"{name}.stream": replace(config, centred=False) for name, config in BERTS.items()}
 
 
@@ -110,7 +119,7 @@ class BertAttention(Attention):
 class BertBlock(nn.Module):
     """One post-norm block: z = LN1(z + MSA(z)), then LN2(z + MLP(z))."""
 
-    def __init__(self, c: BertConfig):
+    def __init__(self, c: BertSpec):
         super().__init__()
         self.attn, self.norm1 = BertAttention(c), LayerNorm(c.dim, c.eps)
         self.mlp, self.norm2 = MLP(c.dim, c.ffn_dim), LayerNorm(c.dim, c.eps)
@@ -125,9 +134,9 @@ class BertBlock(nn.Module):
 class BertStem(nn.Module):
     """Embeddings of words and positions, normalised; zero where the sentence has ended."""
 
-    def __init__(self, c: BertConfig):
+    def __init__(self, c: BertSpec):
         super().__init__()
-        self.config = c
+        self.spec = c
         self.words = Embedding(c.vocab_size, c.dim)
         self.pos_embed = nn.Parameter(torch.zeros(c.length, c.dim))
         self.norm = LayerNorm(c.dim, c.eps)
@@ -137,15 +146,15 @@ class BertStem(nn.Module):
         ids = ids.long()
         x = self.words(ids)
         x = self.norm(x + per_client(self.pos_embed[..., : ids.shape[-1], :], x, 2))
-        return x * (ids != self.config.padding).unsqueeze(-1)
+        return x * (ids != self.spec.padding).unsqueeze(-1)
 
 
-class Bert(nn.Module):
-    """A stem and blocks; the exits live elsewhere. ``run(z, a, b)`` applies blocks a..b-1 to tokens (K, B, T, d)."""
+class Bert(TokenBackbone):
+    """A stem and blocks; the exits live elsewhere."""
 
-    def __init__(self, config: BertConfig):
+    def __init__(self, config: BertSpec):
         super().__init__()
-        self.config = config
+        self.spec = config
         self.stem = BertStem(config)
         self.blocks = nn.ModuleList(BertBlock(config) for _ in range(config.depth))
         self.register_buffer("origins", torch.zeros(config.depth, config.dim), persistent=False)
@@ -159,18 +168,17 @@ class Bert(nn.Module):
             z = block(z)
         return z
 
-    def run_to_token(self, z: torch.Tensor, block: int) -> torch.Tensor:
-        """The class token (K, B, d) after ``block``, for clients that go no further: no other token is computed."""
-        return self.blocks[block](z, 1)[..., 0, :]
+    def axis(self, name: str, size: int) -> Axis:
+        return head_axis(name, size, self.spec.heads)
 
     @torch.no_grad()
     def centre_(self) -> "Bert":
         """Measure ``origins`` (depth, d) and ``scales`` (depth, 1): mean and SD over one-word sentences."""
-        if self.config.centred:
-            words = torch.linspace(1, self.config.vocab_size - 1, WORDS).long()  # evenly over the vocabulary
-            first, last = (torch.full_like(words, mark) for mark in self.config.marks)
+        if self.spec.centred:
+            words = torch.linspace(1, self.spec.vocab_size - 1, WORDS).long()  # evenly over the vocabulary
+            first, last = (torch.full_like(words, mark) for mark in self.spec.marks)
             z = self.stem(torch.stack((first, words, last), 1)[None])
-            for block in range(self.config.depth):
+            for block in range(self.spec.depth):
                 z = self.run(z, block, block + 1)
                 tokens = z[0, :, 0]
                 self.origins[block] = tokens.mean(0)
@@ -196,7 +204,7 @@ PUBLISHED = {
 
 
 @torch.no_grad()
-def load_bert(state: Mapping[str, torch.Tensor], config: BertConfig) -> Bert:
+def load_bert(state: Mapping[str, torch.Tensor], config: BertSpec) -> Bert:
     """A :class:`Bert` of shape ``config`` from the state dict of Hugging Face's ``BertModel``; its pooler is not used.
 
     ``ValueError`` names keys that are missing, or of another shape.

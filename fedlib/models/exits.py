@@ -13,6 +13,7 @@ from torch import nn
 from ..core.slices import STEM
 from ..layers.linear import Linear, init_normal_
 from ..layers.norms import LayerNorm
+from .backbone import Spec
 
 
 class Classifier(nn.Module):
@@ -33,28 +34,33 @@ class Classifiers(nn.Module):
     per_exit = True
     first_hand_back = math.inf
 
-    def __init__(self, dim: int, num_classes: int, exit_blocks: tuple[int, ...]):
+    def __init__(self, dim: int, num_classes: int, exit_units: tuple[int, ...]):
         super().__init__()
-        self.exit_blocks = tuple(exit_blocks)
-        self.exits = nn.ModuleList(Classifier(dim, num_classes) for _ in exit_blocks)
+        self.exit_units = tuple(exit_units)
+        self.exits = nn.ModuleList(Classifier(dim, num_classes) for _ in exit_units)
 
     def init_(self, generator: torch.Generator) -> "Classifiers":
         init_normal_(self, generator)
         return self
 
     def reads(self, block: int) -> bool:
-        return block in self.exit_blocks
+        return block in self.exit_units
 
     def step(self, block: int, token: torch.Tensor, past: list):
         """After ``block``: (logits (K, B, C) or None, no token)."""
-        if block not in self.exit_blocks or not len(token):
+        if block not in self.exit_units or not len(token):
             return None, None
-        return self.exits[self.exit_blocks.index(block)](token), None
+        return self.exits[self.exit_units.index(block)](token), None
 
-    def place(self, path: list[str]) -> tuple[str, int]:
-        """(role, unit) of the parameter at ``path`` inside this head."""
+    def place(self, path: list[str]) -> tuple[str, int, int | None]:
+        """(kind, unit, exit) of the parameter at ``path`` inside this head."""
         j = int(path[1])
-        return f"exit:{j}", self.exit_blocks[j]
+        return "head", self.exit_units[j], j
+
+
+def classifiers(spec: Spec, num_classes: int, exit_units: tuple[int, ...]) -> nn.Module:
+    """One classifier per exit, of the kind that reads what the backbone's exits see."""
+    return Classifiers(spec.dim, num_classes, exit_units)
 
 
 class SharedClassifier(nn.Module):
@@ -63,9 +69,9 @@ class SharedClassifier(nn.Module):
     per_exit = False
     first_hand_back = math.inf
 
-    def __init__(self, dim: int, num_classes: int, exit_blocks: tuple[int, ...]):
+    def __init__(self, dim: int, num_classes: int, exit_units: tuple[int, ...]):
         super().__init__()
-        self.exit_blocks = tuple(exit_blocks)
+        self.exit_units = tuple(exit_units)
         self.classifier = Classifier(dim, num_classes)
 
     def init_(self, generator: torch.Generator) -> "SharedClassifier":
@@ -73,10 +79,10 @@ class SharedClassifier(nn.Module):
         return self
 
     def reads(self, block: int) -> bool:
-        return block in self.exit_blocks
+        return block in self.exit_units
 
     def step(self, block: int, token: torch.Tensor, past: list):
-        return (self.classifier(token) if block in self.exit_blocks else None), None
+        return (self.classifier(token) if block in self.exit_units else None), None
 
-    def place(self, path: list[str]) -> tuple[str, int]:
-        return "shared", STEM
+    def place(self, path: list[str]) -> tuple[str, int, int | None]:
+        return "head", STEM, None

@@ -70,14 +70,14 @@ class Ree(nn.Module):
     per_exit = False
 
     def __init__(
-        self, dim: int, depth: int, num_classes: int, exit_blocks: tuple[int, ...],
+        self, dim: int, depth: int, num_classes: int, exit_units: tuple[int, ...],
         width: int = 16, heads: int = 8, mlp_ratio: float = 1.35,
         modulate: bool = True, history: str = "modulated", only_at_exits: bool = False,
     ):  # fmt: skip
         super().__init__()
-        self.exit_blocks = tuple(exit_blocks)
+        self.exit_units = tuple(exit_units)
         self.modulate, self.history, self.only_at_exits = modulate, history, only_at_exits
-        self.first_hand_back = math.inf if not modulate else self.exit_blocks[0] if only_at_exits else 0
+        self.first_hand_back = math.inf if not modulate else self.exit_units[0] if only_at_exits else 0
         self.meta_token = nn.Parameter(torch.zeros(1, dim))
         self.positions = nn.Parameter(torch.zeros(depth + 1, dim))
         self.norm1 = LayerNorm(dim)
@@ -96,7 +96,7 @@ class Ree(nn.Module):
 
     def reads(self, block: int) -> bool:
         """Does it look at the class token after ``block``?"""
-        return not self.only_at_exits or block in self.exit_blocks
+        return not self.only_at_exits or block in self.exit_units
 
     def step(self, block: int, token: torch.Tensor, past: list):
         """After ``block``: (logits or None, token to hand back to the backbone or None). Extends ``past``.
@@ -106,11 +106,11 @@ class Ree(nn.Module):
         ``token`` is the raw class token (K, B, d). Clients leave from the end of the cohort: older rows are cut to
         those alive.
         """
-        is_exit = block in self.exit_blocks
+        is_exit = block in self.exit_units
         if not self.reads(block):
             return None, None
         rows = self._rows(token, past)
-        modulated = self.modulate and block != self.exit_blocks[-1]  # nothing reads what follows the last exit
+        modulated = self.modulate and block != self.exit_units[-1]  # nothing reads what follows the last exit
         if not (is_exit or modulated):
             past[:] = [rows.with_row(self._row(token, rows.count)[2])]
             return None, None
@@ -156,6 +156,6 @@ class Ree(nn.Module):
         x = token + per_client(self.positions[..., position, :], token)
         return x, *self.attn.qkv(self.norm1(x)).split((self.attn.width, 2 * self.attn.width), -1)
 
-    def place(self, path: list[str]) -> tuple[str, int]:
-        """(role, unit): every client holds the whole of Ree."""
-        return "ree", STEM
+    def place(self, path: list[str]) -> tuple[str, int, int | None]:
+        """(kind, unit, exit): every client holds the whole of Ree."""
+        return "ree", STEM, None

@@ -12,13 +12,13 @@ import torch
 from ..core.paths import minilm_file
 from ..core.rng import torch_generator
 from ..core.validation import did_you_mean
-from .bert import BERTS, Bert, BertConfig, load_bert
-from .vim import VIMS, Vim, VimConfig, load_vim
-from .vit import ViT, ViTConfig
+from .bert import BERTS, Bert, BertSpec, load_bert
+from .vim import VIMS, Vim, VimSpec, load_vim
+from .vit import ViT, ViTSpec
 
 VITS = {
-    "deit_micro": ViTConfig(),  # 12 blocks, width 64, 4 heads, 32x32 pixels, patch 8
-    "vit_digits": ViTConfig(img_size=28, patch_size=7, channels=1),  # the same for grey 28x28 digits; no weights
+    "deit_micro": ViTSpec(),  # 12 blocks, width 64, 4 heads, 32x32 pixels, patch 8
+    "vit_digits": ViTSpec(img_size=28, patch_size=7, channels=1),  # the same for grey 28x28 digits; no weights
 }
 OWN = VITS | VIMS | BERTS
 WEIGHTS = {"deit_micro": Path(__file__).parent / "pretrained" / "deit_micro.safetensors"}
@@ -43,8 +43,8 @@ def build_backbone(name: str, pretrained: bool = True, seed: int = 0) -> ViT | V
         return load_bert(load_file(minilm_file("model.safetensors")), BERTS[name])
     if name in VIMS:
         vim = load_vim(_download_vim_tiny(), VIMS[name].reads_update)
-        if vim.config != VIMS[name]:
-            raise ValueError(f"experiment: backbone = {name!r}: the checkpoint holds {vim.config}, not {VIMS[name]}")
+        if vim.spec != VIMS[name]:
+            raise ValueError(f"experiment: backbone = {name!r}: the checkpoint holds {vim.spec}, not {VIMS[name]}")
         return vim
     model = _create_timm(name, pretrained)
     if pretrained:
@@ -85,7 +85,7 @@ def _download_vim_tiny() -> dict[str, torch.Tensor]:
 
 
 @cache
-def backbone_config(name: str) -> ViTConfig | VimConfig | BertConfig:
+def backbone_spec(name: str) -> ViTSpec | VimSpec | BertSpec:
     """The shape of a backbone without its weights (nothing is downloaded or allocated)."""
     if name in OWN:
         return OWN[name]
@@ -113,7 +113,7 @@ def _create_timm(name: str, pretrained: bool):
         ) from error
 
 
-def timm_config(model) -> ViTConfig:
+def timm_config(model) -> ViTSpec:
     """Read a timm VisionTransformer's shape; ``ValueError`` names the first feature that cannot be sliced and run."""
     from timm.layers import Mlp
     from timm.models.vision_transformer import Attention, VisionTransformer
@@ -142,7 +142,7 @@ def timm_config(model) -> ViTConfig:
     rows, patches = model.pos_embed.shape[1], (size[0] // patch[0]) ** 2
     prefix = model.num_prefix_tokens
     need(rows in (patches, patches + prefix), "embeds positions in an unknown way")
-    return ViTConfig(
+    return ViTSpec(
         img_size=size[0], patch_size=patch[0], dim=model.embed_dim, depth=len(model.blocks),
         heads=block.attn.num_heads, ffn_dim=block.mlp.fc1.out_features, eps=block.norm1.eps,
         qkv_bias=block.attn.qkv.bias is not None, prefix_tokens=prefix,

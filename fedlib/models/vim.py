@@ -15,7 +15,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -23,11 +23,12 @@ from torch import nn
 
 from ..layers.linear import Linear, per_client
 from ..layers.selective_scan import causal_conv, selective_scan
-from .vit import patchify
+from .backbone import TokenBackbone
+from .vit import patchify, token_numbers
 
 
 @dataclass(frozen=True)
-class VimConfig:
+class VimSpec:
     """Shape of a Vision Mamba; sizes in pixels, tokens and features. Every block has the same state size."""
 
     img_size: int = 32
@@ -40,6 +41,7 @@ class VimConfig:
     eps: float = 1e-5
     reads_update: bool = True  # see the module's deviations
     channels: ClassVar[int] = 3
+    reads: ClassVar[str] = "images"
     prefix_tokens: ClassVar[int] = 1  # the class token, in the middle
     own_modes: ClassVar[tuple[str, ...]] = ("full", "frozen")  # Table 9; the paper leaves other modes on Vim open
     peft_targets: ClassVar[tuple[str, ...]] = ("in_proj", "out_proj")
@@ -58,11 +60,6 @@ class VimConfig:
         return self.expand * self.dim
 
     @property
-    def hidden_dim(self) -> int:
-        """Features of a token's widest activation: the scan's states."""
-        return self.inner_dim * self.state_dim
-
-    @property
     def dt_rank(self) -> int:
         """Rank of the projection that makes the step sizes."""
         return math.ceil(self.dim / 16)
@@ -72,12 +69,24 @@ class VimConfig:
         """One image."""
         return (self.channels, self.img_size, self.img_size)
 
+    def feature(self, unit: int) -> tuple[int]:
+        """What an exit after ``unit`` sees of one example: the class token."""
+        return (self.dim,)
+
+    def state(self, unit: int) -> tuple[int, int]:
+        """What goes on after ``unit`` of one example: its tokens."""
+        return (self.num_patches + self.prefix_tokens, self.dim)
+
+    def numbers(self, examples: int) -> tuple[int, int]:
+        """Numbers in the widest activation (the scan's states), and in all that autograd keeps."""
+        return token_numbers(self, examples, self.inner_dim * self.state_dim)
+
     def build(self) -> "Vim":
         """A backbone of this shape, without weights."""
         return Vim(self)
 
 
-VIMS = {"vim_tiny": VimConfig(224, 16, 192, 24), "vim_micro": VimConfig()}
+VIMS = {"vim_tiny": VimSpec(224, 16, 192, 24), "vim_micro": VimSpec()}
 VIMS |= {f"{name}.stream": replace(config, reads_update=False) for name, config in VIMS.items()}
 
 
@@ -95,16 +104,21 @@ class RMSNorm(nn.Module):
 class Direction(nn.Module):
     """One pass along the sequence: short convolution, then a scan whose step, B and C depend on the token."""
 
-    def __init__(self, c: VimConfig):
+    def __init__(self, c: VimSpec):
         super().__init__()
         self.sizes = (c.dt_rank, c.state_dim, c.state_dim)
         self.conv_weight = nn.Parameter(torch.zeros(c.conv_width, c.inner_dim))
         self.conv_bias = nn.Parameter(torch.zeros(c.inner_dim))
-        self.x_proj = Linear(c.inner_dim, sum(self.sizes), bias=False, axes=(None, "inner"))
-        self.dt_proj = Linear(c.dt_rank, c.inner_dim, axes=("inner", None))
+        self.x_proj = Linear(c.inner_dim, sum(self.sizes), bias=False, axes=(None, "/inner"))
+        self.dt_proj = Linear(c.dt_rank, c.inner_dim, axes=("/inner", None))
         self.A_log = nn.Parameter(torch.zeros(c.inner_dim, c.state_dim))
         self.D = nn.Parameter(torch.ones(c.inner_dim))
-        self.axes = {"conv_weight": (None, "inner"), "conv_bias": ("inner",), "A_log": ("inner", None), "D": ("inner",)}
+        self.axes = {
+            "conv_weight": (None, "/inner"),
+            "conv_bias": ("/inner",),
+            "A_log": ("/inner", None),
+            "D": ("/inner",),
+        }
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # (K, B, T, inner)
         x = causal_conv(x, self.conv_weight, self.conv_bias)
@@ -115,11 +129,11 @@ class Direction(nn.Module):
 class Mixer(nn.Module):
     """The mean of a pass ahead and a pass back, gated: both read the same projection of the tokens."""
 
-    def __init__(self, c: VimConfig):
+    def __init__(self, c: VimSpec):
         super().__init__()
         self.in_proj = Linear(c.dim, 2 * c.inner_dim, bias=False, axes=(None, "residual"))
         self.ahead, self.back = Direction(c), Direction(c)
-        self.out_proj = Linear(c.inner_dim, c.dim, bias=False, axes=("residual", "inner"))
+        self.out_proj = Linear(c.inner_dim, c.dim, bias=False, axes=("residual", "/inner"))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # (K, B, T, d)
         x, gate = self.in_proj(x).chunk(2, -1)
@@ -130,7 +144,7 @@ class Mixer(nn.Module):
 class VimBlock(nn.Module):
     """z + mixer(norm(z))."""
 
-    def __init__(self, c: VimConfig):
+    def __init__(self, c: VimSpec):
         super().__init__()
         self.norm, self.mixer = RMSNorm(c.dim, c.eps), Mixer(c)
 
@@ -141,40 +155,64 @@ class VimBlock(nn.Module):
 class VimStem(nn.Module):
     """Tokenizer: patches with the class token in their middle, positional embedding in the order of the sequence."""
 
-    def __init__(self, c: VimConfig):
+    def __init__(self, c: VimSpec):
         super().__init__()
-        self.config = c
+        self.spec = c
         self.patch_embed = Linear(3 * c.patch_size**2, c.dim, axes=("residual", None))
         self.class_token = nn.Parameter(torch.zeros(1, c.dim))
         self.pos_embed = nn.Parameter(torch.zeros(c.num_patches + 1, c.dim))
         self.axes = {"class_token": (None, "residual"), "pos_embed": (None, "residual")}
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:  # (K, B, 3, H, W) -> (K, B, T, d)
-        x, middle = self.patch_embed(patchify(images, self.config.patch_size)), self.config.class_token
+        x, middle = self.patch_embed(patchify(images, self.spec.patch_size)), self.spec.class_token
         token = per_client(self.class_token, x, 2).expand(*x.shape[:2], 1, -1)
         x = torch.cat((x[..., :middle, :], token, x[..., middle:, :]), -2)
         return x + per_client(self.pos_embed, x, 2)
 
 
-class Vim(nn.Module):
-    """A stem and blocks; the exits live elsewhere. ``run(z, a, b)`` applies blocks a..b-1 to tokens (K, B, T, d)."""
+class Stream(NamedTuple):
+    """The tokens after a block, and the class token before it, of which exits read the update."""
 
-    origins = scales = None
+    tokens: torch.Tensor
+    origin: torch.Tensor
 
-    def __init__(self, config: VimConfig):
+    @property
+    def shape(self) -> torch.Size:
+        return self.tokens.shape
+
+
+class Vim(TokenBackbone):
+    """A stem and blocks; the exits live elsewhere."""
+
+    def __init__(self, config: VimSpec):
         super().__init__()
-        self.config = config
+        self.spec = config
         self.stem = VimStem(config)
         self.blocks = nn.ModuleList(VimBlock(config) for _ in range(config.depth))
 
-    def run(self, z: torch.Tensor, a: int, b: int) -> torch.Tensor:
-        for block in self.blocks[a:b]:
-            z = block(z)
-        return z
-
     def run_to_token(self, z: torch.Tensor, block: int) -> torch.Tensor:
         """The class token (K, B, d) after ``block``; the scans read the whole sequence, so nothing is saved."""
-        return self.run(z, block, block + 1)[..., self.config.class_token, :]
+        return self.run(z, block, block + 1)[..., self.spec.class_token, :]
+
+    def advance(self, z: torch.Tensor | Stream, unit: int, on: int) -> tuple[torch.Tensor, torch.Tensor | Stream]:
+        if not self.spec.reads_update:
+            return super().advance(z, unit, on)
+        z = self.settled(z)
+        origin = z[..., self.spec.class_token, :]
+        token, z = self._advance(z, unit, on)
+        return token - origin, Stream(z, origin if on == len(origin) else origin[:on])
+
+    def replace(self, z: torch.Tensor | Stream, unit: int, feature: torch.Tensor) -> torch.Tensor:
+        if not self.spec.reads_update:
+            return super().replace(z, unit, feature)
+        return super().replace(z.tokens, unit, z.origin + feature)
+
+    def settled(self, z: torch.Tensor | Stream) -> torch.Tensor:
+        return z.tokens if isinstance(z, Stream) else z
+
+    def kept_units(self, first_hand_back: float) -> float:
+        """A unit that a token is handed back after must run: the class token before it is asked for."""
+        return first_hand_back + (0 if self.spec.reads_update else 1)
 
     @torch.no_grad()
     def init_(self, generator: torch.Generator) -> "Vim":
@@ -188,7 +226,7 @@ class Vim(nn.Module):
             p.normal_(0, 0.02, generator=generator)
         for mixer in (block.mixer for block in self.blocks):
             uniform_(mixer.in_proj.weight, mixer.in_proj.in_features**-0.5)
-            uniform_(mixer.out_proj.weight, mixer.out_proj.in_features**-0.5, self.config.depth**-0.5)
+            uniform_(mixer.out_proj.weight, mixer.out_proj.in_features**-0.5, self.spec.depth**-0.5)
             for way in (mixer.ahead, mixer.back):
                 for p in (way.conv_weight, way.conv_bias):
                     uniform_(p, len(way.conv_weight) ** -0.5)
@@ -216,7 +254,7 @@ def load_vim(state: Mapping[str, torch.Tensor], reads_update: bool = True) -> Vi
     positions, patch, states, conv = (state[k].shape for k in shaping)
     dim, patch_size, side = patch[0], patch[-1], math.isqrt(positions[1] - 1)
     depth = 1 + max(int(k.split(".")[1]) for k in state if re.match(r"layers\.\d+\.", k))
-    config = VimConfig(
+    config = VimSpec(
         side * patch_size, patch_size, dim, depth, states[1], states[0] // dim, conv[-1], reads_update=reads_update
     )
     vim = Vim(config)

@@ -12,14 +12,16 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ..core.slices import Axis
 from ..layers.attention import attend
 from ..layers.linear import Linear, init_normal_, per_client
 from ..layers.norms import LayerNorm
 from ..layers.written_block import run_written_out
+from .backbone import TokenBackbone
 
 
 @dataclass(frozen=True)
-class ViTConfig:
+class ViTSpec:
     """Shape of a pre-norm vision transformer; sizes in pixels, tokens and features."""
 
     img_size: int = 32
@@ -36,15 +38,10 @@ class ViTConfig:
     layer_scale: bool = False
     channels: int = 3
     class_token: ClassVar[int] = 0  # its position in the sequence
-    reads_update: ClassVar[bool] = False  # exits read the class token itself, not what the block added to it
+    reads: ClassVar[str] = "images"
     own_modes: ClassVar[tuple[str, ...]] = ("full", "frozen", "pa", "sa", "ssf")  # of adapters.OWN_MODES
     ssf_stem: ClassVar[str] = "patch_embed"  # the stem's layer that ssf scales and shifts
     peft_targets: ClassVar[tuple[str, ...]] = ("q", "v")
-
-    @property
-    def hidden_dim(self) -> int:
-        """Features of a token's widest activation."""
-        return self.ffn_dim
 
     @property
     def num_patches(self) -> int:
@@ -55,9 +52,27 @@ class ViTConfig:
         """One image."""
         return (self.channels, self.img_size, self.img_size)
 
+    def feature(self, unit: int) -> tuple[int]:
+        """What an exit after ``unit`` sees of one example: the class token."""
+        return (self.dim,)
+
+    def state(self, unit: int) -> tuple[int, int]:
+        """What goes on after ``unit`` of one example: its tokens."""
+        return (self.num_patches + self.prefix_tokens, self.dim)
+
+    def numbers(self, examples: int) -> tuple[int, int]:
+        """Numbers in the widest activation of ``examples`` examples, and in all that autograd keeps of them."""
+        return token_numbers(self, examples, self.ffn_dim)
+
     def build(self) -> "ViT":
         """A backbone of this shape, without weights."""
         return ViT(self)
+
+
+def token_numbers(spec, examples: int, hidden_dim: int) -> tuple[int, int]:
+    """``numbers`` of a transformer whose tokens' widest activation has ``hidden_dim`` features."""
+    tokens = examples * (spec.num_patches + spec.prefix_tokens)
+    return tokens * hidden_dim, tokens * spec.depth * (8 * spec.dim + 2 * hidden_dim)
 
 
 def patchify(images: torch.Tensor, patch: int) -> torch.Tensor:
@@ -70,11 +85,13 @@ def patchify(images: torch.Tensor, patch: int) -> torch.Tensor:
 class Attention(nn.Module):
     """Multi-head self-attention with q, k, v apart. The number of heads is fixed, the head width follows q's rows."""
 
-    def __init__(self, c: ViTConfig):
+    def __init__(self, c: ViTSpec):
         super().__init__()
         self.heads = c.heads
-        self.q, self.k, self.v = (Linear(c.dim, c.dim, bias=c.qkv_bias, axes=("heads", "residual")) for _ in range(3))
-        self.proj = Linear(c.dim, c.dim, axes=("residual", "heads"))
+        self.q, self.k, self.v = (
+            Linear(c.dim, c.dim, bias=c.qkv_bias, axes=(axis, "residual")) for axis in ("/qk", "/qk", "/vo")
+        )
+        self.proj = Linear(c.dim, c.dim, axes=("residual", "/vo"))
 
     def forward(self, x: torch.Tensor, first: int | None = None) -> torch.Tensor:
         """x (K, B, T, d) -> (K, B, T, d), or only its ``first`` tokens, which attend to all."""
@@ -90,7 +107,7 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """Linear, exact GELU, Linear."""
 
-    def __init__(self, dim: int, hidden: int, axes=("ffn", "residual")):
+    def __init__(self, dim: int, hidden: int, axes=("/ffn", "residual")):
         super().__init__()
         self.fc1 = Linear(dim, hidden, axes=axes)
         self.fc2 = Linear(hidden, dim, axes=axes[::-1])
@@ -114,7 +131,7 @@ class Scale(nn.Module):
 class Block(nn.Module):
     """One transformer block, Eq. 1: z + MSA(LN1(z)), then z + MLP(LN2(z))."""
 
-    def __init__(self, c: ViTConfig):
+    def __init__(self, c: ViTSpec):
         super().__init__()
         self.norm1 = LayerNorm(c.dim, c.eps)
         self.attn = Attention(c)
@@ -140,9 +157,9 @@ class Block(nn.Module):
 class Stem(nn.Module):
     """Tokenizer: patches, class token (and other prefix tokens), positional embedding."""
 
-    def __init__(self, c: ViTConfig):
+    def __init__(self, c: ViTSpec):
         super().__init__()
-        self.config = c
+        self.spec = c
         self.patch_embed = Linear(c.channels * c.patch_size**2, c.dim, axes=("residual", None))
         self.prefix = nn.Parameter(torch.zeros(c.prefix_tokens, c.dim))
         rows = c.num_patches + (c.prefix_tokens if c.pos_embed_prefix else 0)
@@ -151,7 +168,7 @@ class Stem(nn.Module):
         self.axes = {"prefix": (None, "residual"), "pos_embed": (None, "residual")}
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:  # (K, B, C, H, W) -> (K, B, T, d)
-        c, lead = self.config, images.shape[:-3]
+        c, lead = self.spec, images.shape[:-3]
         x = self.patch_embed(patchify(images, c.patch_size))
         prefix, pos = per_client(self.prefix, x, 2), per_client(self.pos_embed, x, 2)
         if not c.pos_embed_prefix:
@@ -160,25 +177,17 @@ class Stem(nn.Module):
         return self.norm_pre(x + pos if c.pos_embed_prefix else x)
 
 
-class ViT(nn.Module):
-    """A stem and blocks; the exits live elsewhere. ``run(z, a, b)`` applies blocks a..b-1 to tokens (K, B, T, d)."""
+class ViT(TokenBackbone):
+    """A stem and blocks; the exits live elsewhere."""
 
-    origins = scales = None  # where and in what units exits read the class token after each block; None: as it is
-
-    def __init__(self, config: ViTConfig):
+    def __init__(self, config: ViTSpec):
         super().__init__()
-        self.config = config
+        self.spec = config
         self.stem = Stem(config)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.depth))
 
-    def run(self, z: torch.Tensor, a: int, b: int) -> torch.Tensor:
-        for block in self.blocks[a:b]:
-            z = block(z)
-        return z
-
-    def run_to_token(self, z: torch.Tensor, block: int) -> torch.Tensor:
-        """The class token (K, B, d) after ``block``, for clients that go no further: no other token is computed."""
-        return self.blocks[block](z, 1)[..., 0, :]
+    def axis(self, name: str, size: int) -> Axis:
+        return head_axis(name, size, self.spec.heads)
 
     def init_(self, generator: torch.Generator) -> "ViT":
         """Initialise in place as ViT does: N(0, 0.02) everywhere."""
@@ -187,3 +196,10 @@ class ViT(nn.Module):
             self.stem.prefix.normal_(0, 0.02, generator=generator)
             self.stem.pos_embed.normal_(0, 0.02, generator=generator)
         return self
+
+
+def head_axis(name: str, size: int, heads: int) -> Axis:
+    """The axis of a transformer: features of queries, keys and values are cut head by head."""
+    if name.endswith(("/qk", "/vo")):
+        return Axis(name, (size // heads,) * heads)
+    return Axis(name, (size,))

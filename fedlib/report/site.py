@@ -1,8 +1,8 @@
 """A browsable report: the executed notebooks and the page of results as HTML that needs neither server nor network.
 
 ``python -m fedlib.report.site`` (``make report``) writes ``outputs/report/``: ``index.html``, ``results.html`` and a
-page per executed notebook. nbconvert's own pages fetch scripts from the web; ours hold none (``TEMPLATE``), and an interactive
-output shows the picture that its widget last held. Read next: ``report/page.py``.
+page per executed notebook. nbconvert's own pages fetch scripts from the web; ours hold none (``TEMPLATE``), and an
+interactive output shows the picture that its widget last held. Read next: ``report/page.py``.
 """
 
 import argparse

@@ -14,7 +14,7 @@ from ..core.experiment import Experiment
 from ..core.memories import ClientFiles
 from ..core.storage import DamagedFile, read_json, read_tensors, write_json, write_lines, write_tensors
 from ..engine.federation import Federation
-from ..engine.rounds import Round
+from ..engine.rounds import Finished
 from ..methods import Server
 from .record import Record
 
@@ -35,7 +35,7 @@ class Checkpoints:
     def exists(self) -> bool:
         return self.newest.exists() or self.previous.exists()
 
-    def note(self, r: Round) -> None:
+    def note(self, r: Finished) -> None:
         """Remember what a round changed until the next :meth:`save`."""
         self.seconds += r.seconds
         self.dropped += len(r.dropped)

@@ -7,11 +7,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from ..core.clients import Client
 from ..core.experiment import Experiment
 from ..core.slices import Slice, take
-from ..engine.federation import build_model
-from ..methods import Method, Setting, build_method
+from ..engine.federation import build_model, setting_of
+from ..methods import Method, Round, Server, Setting, build_method
 from ..models.exit_model import ExitModel
+from ..models.route import Route
 
 MIB = 2**20
 
@@ -26,6 +28,11 @@ class Shapes:
     everything: dict[str, torch.Tensor]
     trainable: dict[str, torch.Tensor]
 
+    def slice_for(self, budget: int) -> Slice:
+        """What a client of ``budget`` holds."""
+        client = Client(-1, budget, 0)
+        return self.method.slice_for(client, Server(0, self.trainable, {}), Round(1, (client,), self.setting))
+
     def held(self, part: Slice, names=None) -> dict[str, torch.Tensor]:
         """The parameters (of ``names``, default all) that ``part`` holds, cut to size."""
         params = self.everything if names is None else names
@@ -34,16 +41,16 @@ class Shapes:
 
 
 def load_shapes(
-    e: Experiment, num_classes: int, exit_blocks: tuple[int, ...] | None = None, device: str = "meta"
+    e: Experiment, num_classes: int, exit_units: tuple[int, ...] | None = None, device: str = "meta"
 ) -> Shapes:
-    """Build ``e``'s model, with exits elsewhere if ``exit_blocks``; on ``meta`` without weights or memory."""
-    if exit_blocks is not None:
-        e = e.replace(num_exits=len(exit_blocks), exit_blocks=exit_blocks)
+    """Build ``e``'s model, with exits elsewhere if ``exit_units``; on ``meta`` without weights or memory."""
+    if exit_units is not None:
+        e = e.replace(num_exits=len(exit_units), exit_blocks=exit_units)
     method = build_method(e.method, e.options)
     model = build_model(e, method, num_classes, meta=device == "meta").to(device)
-    setting = Setting(model.vit.config, model.exit_blocks, model.infos(), e.num_clients, e.rounds)
-    if exit_blocks is None:  # a method need not be able to train the exits that it is only charged for
-        method.check(setting, e.finetune)
+    setting = setting_of(e, model)
+    if exit_units is None:  # a method need not be able to train the exits that it is only charged for
+        method.check(setting, e)
     everything = {n: p.detach() for n, p in model.named_parameters()}
     return Shapes(method, setting, model, everything, model.trainable())
 
@@ -74,7 +81,7 @@ def upload_mib(e: Experiment, num_classes: int, convention: str = "honest") -> f
             raise ValueError(
                 f"convention = 'paper' counts float32, not compress = {shapes.method.compress!r}; use 'honest'"
             )
-        depth, nested = shapes.setting.config.depth, len(slices[-1].exits) > 1
+        depth, nested = shapes.setting.spec.depth, len(slices[-1].exits) > 1
         charged = load_shapes(e, num_classes, tuple(range(depth)))
         exits = [tuple(range(s.depth)) if nested else (s.depth - 1,) for s in slices]
         sizes = [_mib(charged, replace(s, exits=x)) for s, x in zip(slices, exits, strict=True)]
@@ -82,7 +89,7 @@ def upload_mib(e: Experiment, num_classes: int, convention: str = "honest") -> f
 
 
 def _budget_slices(shapes: Shapes) -> list[Slice]:
-    return [shapes.method.slice_for(b, shapes.setting) for b in range(shapes.setting.num_exits)]
+    return [shapes.slice_for(b) for b in range(shapes.setting.num_exits)]
 
 
 def _count(shapes: Shapes, part: Slice) -> int:
@@ -105,27 +112,25 @@ def exit_macs(e: Experiment, num_classes: int, exits: Sequence[int] | None = Non
     return [_macs(shapes, j) for j in (range(shapes.setting.num_exits) if exits is None else exits)]
 
 
-def _hold_exit_(shapes: Shapes, j: int) -> tuple[Slice, dict[str, torch.Tensor], tuple[list[int], dict]]:
-    """Put the sub-model of exit ``j`` in place: its slice, its parameters, and how to call the model."""
-    part, model = shapes.method.slice_for(j, shapes.setting), shapes.model
-    model.whole_blocks = True
+def _hold_exit_(shapes: Shapes, j: int) -> tuple[Slice, dict[str, torch.Tensor], Route]:
+    """Put the sub-model of exit ``j`` in place: its slice, its parameters, and its way through the model."""
+    part, model = shapes.slice_for(j), shapes.model
+    model.backbone.whole_blocks = True
     held = shapes.held(part)
     model.put_({n: p.detach().requires_grad_(n in shapes.trainable) for n, p in held.items()})
-    alive = [int(b in part.units) for b in range(model.exit_blocks[-1] + 1)]
-    spans = {i: (0, int(i in part.exits)) for i in range(len(model.exit_blocks))}
-    return part, held, (alive, spans)
+    return part, held, Route.of(part, model.depth)
 
 
 def _example(shapes: Shapes, device: str = "meta") -> torch.Tensor:
-    return torch.zeros(1, 1, *shapes.setting.config.input_shape, device=device)
+    return torch.ones(1, 1, *shapes.setting.spec.input_shape, device=device)
 
 
 def _macs(shapes: Shapes, j: int) -> int:
     from torch.utils.flop_counter import FlopCounterMode
 
-    _, _, how = _hold_exit_(shapes, j)
+    _, _, route = _hold_exit_(shapes, j)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
-        shapes.model(_example(shapes), *how)
+        shapes.model(_example(shapes), route)
     return counter.get_total_flops() // 2
 
 
@@ -140,7 +145,7 @@ def exit_costs(e: Experiment, num_classes: int, batch_size: int = 32) -> list[di
     shapes = load_shapes(e, num_classes)
     out = []
     for j in range(shapes.setting.num_exits):
-        part, held, how = _hold_exit_(shapes, j)
+        part, held, route = _hold_exit_(shapes, j)
         trainable = [n for n in held if n in shapes.trainable]
         kept: dict[int, torch.UntypedStorage] = {}
 
@@ -148,10 +153,10 @@ def exit_costs(e: Experiment, num_classes: int, batch_size: int = 32) -> list[di
             kept[t.untyped_storage()._cdata] = t.untyped_storage()
             return t
 
-        examples = _example(shapes).expand(1, batch_size, *shapes.setting.config.input_shape)
+        examples = _example(shapes).expand(1, batch_size, *shapes.setting.spec.input_shape)
         saved = torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t)
         with FlopCounterMode(display=False) as counter, saved:
-            shapes.model(examples, *how)
+            shapes.model(examples, route)
         weights = {p.untyped_storage()._cdata for p in held.values()}
         activations = sum(s.nbytes() for i, s in kept.items() if i not in weights)
         memory = sum(p.numel() for p in held.values()) + sum(held[n].numel() for n in trainable)
@@ -171,17 +176,17 @@ def exit_costs(e: Experiment, num_classes: int, batch_size: int = 32) -> list[di
 def timed_macs_per_second(e: Experiment, num_classes: int, device: str = "cpu", seconds: float = 0.3) -> float:
     """MACs in training (a step is counted as three forward passes) of ``e``'s middle exit, on one thread or GPU.
 
-    Timed on batches of one client; weights are random and inputs zero, so neither is fetched.
+    Timed on batches of one client; weights are random and inputs ones, so neither is fetched.
     """
     e, j = e.replace(pretrained=False), e.num_exits // 2
     macs = 3 * exit_macs(e, num_classes, [j])[0] * e.batch_size
     shapes = load_shapes(e, num_classes, device=device)
-    _, _, how = _hold_exit_(shapes, j)
-    x = _example(shapes, device).expand(1, e.batch_size, *shapes.setting.config.input_shape)
+    _, _, route = _hold_exit_(shapes, j)
+    x = _example(shapes, device).expand(1, e.batch_size, *shapes.setting.spec.input_shape)
     trainable = [p for p in shapes.model.parameters() if p.requires_grad]
 
     def step() -> None:
-        torch.autograd.grad(shapes.model(x, *how).sum(), trainable, allow_unused=True)
+        torch.autograd.grad(shapes.model(x, route).sum(), trainable, allow_unused=True)
         if device != "cpu":
             torch.cuda.synchronize()
 

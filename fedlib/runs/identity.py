@@ -151,7 +151,7 @@ def _file_digest(file: Path, size: int, time: int) -> str:
 def _weights_digest(f: Federation) -> str:
     """The digest of the backbone's tensors before round 1, whatever they are called."""
     tensors = {**f.frozen, **f.server.params}
-    mine = (t for n, t in tensors.items() if f.setting.infos[n].role == "backbone")
+    mine = (t for n, t in tensors.items() if f.setting.infos[n].kind == "backbone")
     data = (t.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy() for t in mine)
     each = sorted(hashlib.sha256(d).hexdigest() for d in data)
     return hashlib.sha256("".join(each).encode()).hexdigest()[:16]

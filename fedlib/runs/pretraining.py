@@ -21,7 +21,7 @@ from ..data.datasets import ImageData
 from ..data.transforms import render, sample_views
 from ..layers.linear import init_normal_
 from ..models.exits import Classifier
-from ..models.vit import ViT, ViTConfig
+from ..models.vit import ViT, ViTSpec
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Recipe:
     seed: int = 0
 
 
-def build_upstream(config: ViTConfig, num_classes: int, seed: int) -> nn.ModuleDict:
+def build_upstream(config: ViTSpec, num_classes: int, seed: int) -> nn.ModuleDict:
     """A randomly initialised ViT and one classifier on its last class token."""
     generator = torch_generator(seed, "upstream init")
     classifier = Classifier(config.dim, num_classes)
@@ -49,7 +49,7 @@ def build_upstream(config: ViTConfig, num_classes: int, seed: int) -> nn.ModuleD
 
 def class_tokens(vit: ViT, images: torch.Tensor) -> torch.Tensor:
     """Last-block class tokens (B, d) of rendered images (B, 3, H, W)."""
-    return vit.run(vit.stem(images[None]), 0, vit.config.depth)[0, :, 0]
+    return vit.run(vit.stem(images[None]), 0, vit.spec.depth)[0, :, 0]
 
 
 @torch.no_grad()
@@ -58,14 +58,14 @@ def evaluate_upstream(model: nn.ModuleDict, data: ImageData, device: str, batch_
     mean, std = (s.to(device) for s in data.mean_std())
     correct = 0
     for a in range(0, len(data.test_labels), batch_size):
-        x = render(data.test_images[a : a + batch_size].to(device), None, model["vit"].config.img_size, mean, std)
+        x = render(data.test_images[a : a + batch_size].to(device), None, model["vit"].spec.img_size, mean, std)
         logits = model["classifier"](class_tokens(model["vit"], x)[None])[0]
         correct += (logits.argmax(1).cpu() == data.test_labels[a : a + batch_size]).sum().item()
     return 100 * correct / len(data.test_labels)
 
 
 def train_upstream(
-    config: ViTConfig, data: ImageData, recipe: Recipe, folder: Path, device: str = "cpu"
+    config: ViTSpec, data: ImageData, recipe: Recipe, folder: Path, device: str = "cpu"
 ) -> Iterator[dict]:
     """Train epoch by epoch, yielding ``{epoch, loss, accuracy}``; ``folder`` holds the resumable state.
 
@@ -112,7 +112,7 @@ def train_upstream(
         yield record
 
 
-def load_upstream(config: ViTConfig, num_classes: int, folder: Path) -> nn.ModuleDict:
+def load_upstream(config: ViTSpec, num_classes: int, folder: Path) -> nn.ModuleDict:
     """The model as trained so far in ``folder``."""
     model = build_upstream(config, num_classes, 0)
     tensors = load_file(folder / "state.safetensors")
@@ -129,7 +129,7 @@ def export_backbone(vit: ViT, file: Path) -> None:
 @torch.no_grad()
 def features(vit: ViT, images: torch.Tensor, stats: tuple[torch.Tensor, torch.Tensor], batch_size: int = 1000):
     """Frozen last-block class tokens (N, d) of uint8 images."""
-    size = vit.config.img_size
+    size = vit.spec.img_size
     parts = [class_tokens(vit, render(x, None, size, *stats)) for x in images.split(batch_size)]
     return torch.cat(parts)
 

@@ -12,7 +12,7 @@ import numpy as np
 from ..core.experiment import Experiment
 from ..engine.federation import budgets_of
 from ..methods import Setting, build_method
-from ..models.registry import backbone_config
+from ..models.registry import backbone_spec
 from .costs import exit_macs, load_shapes
 
 # Training examples and classes, so that a grid can be priced without its data. FEMNIST: nine tenths of 226 a writer;
@@ -51,8 +51,8 @@ def training_macs(e: Experiment) -> float:
     """3 x rounds x clients x local epochs x examples x MACs, the MACs being the mean over the eligible budgets."""
     macs = _macs(_shape_of(e), num_classes(e))
     method = build_method(e.method, e.options)
-    config = backbone_config(e.backbone)
-    blocks = e.exit_blocks if e.exit_blocks is not None else method.exit_blocks(config.depth, e.num_exits)
+    config = backbone_spec(e.backbone)
+    blocks = e.exit_blocks if e.exit_blocks is not None else method.exit_units(config.depth, e.num_exits)
     budgets = budgets_of(e)
     eligible = method.eligible(budgets, Setting(config, tuple(blocks), {}, e.num_clients, e.rounds))
     clients = min(e.clients_per_round, len(eligible))
@@ -71,7 +71,7 @@ def _shape_of(e: Experiment) -> Experiment:
 def _macs(e: Experiment, classes: int) -> np.ndarray:
     """MACs per exit; where sub-models differ in depth only, four are measured and the rest interpolated."""
     shapes, every = load_shapes(e, classes), np.arange(e.num_exits)
-    by_width = any(shapes.method.slice_for(j, shapes.setting).index for j in every)
+    by_width = any(shapes.slice_for(j).index for j in every)
     measured = every if by_width else np.unique(np.linspace(0, e.num_exits - 1, 4).round().astype(int))
     return np.interp(every, measured, exit_macs(e, classes, measured))
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TextIO
 
 from ..core.experiment import Experiment
-from ..engine.rounds import Round
+from ..engine.rounds import Finished
 from .durations import Pace, about
 
 HEADLESS = ("papermill", "jupyter-nbconvert", "jupyter-execute")  # programs whose kernels have no screen of their own
@@ -44,7 +44,7 @@ class Watch:
         )  # fmt: skip
         self._tell()
 
-    def round(self, r: Round) -> None:
+    def round(self, r: Finished) -> None:
         """Round ``r`` of the run that began has ended."""
         self.t = r.t
         self.pace.add(self.e, r.seconds, 1)

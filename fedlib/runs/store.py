@@ -21,7 +21,7 @@ from ..core.validation import shown
 from ..engine.executors import Execution
 from ..engine.federation import Federation, build_federation
 from ..engine.privacy import privacy_spent
-from ..engine.rounds import Round, is_due, run_rounds
+from ..engine.rounds import Finished, is_due, run_rounds
 from .checkpoints import Checkpoints
 from .durations import Pace
 from .identity import Accept, accepted, inputs_of, known_inputs
@@ -257,7 +257,7 @@ def _continue(
     _finish(f, store, record, path)
 
 
-def _finish(f: Federation, store: Checkpoints, last: Round | None, path: Path) -> None:
+def _finish(f: Federation, store: Checkpoints, last: Finished | None, path: Path) -> None:
     """Write the last checkpoint, then the record and the summary."""
     from ..engine.evaluation import evaluate
 

@@ -13,7 +13,7 @@ import torch
 from ..core.experiment import Experiment
 from ..core.paths import outputs_dir
 from ..core.storage import read_tensors
-from ..engine.evaluation import exit_logits
+from ..engine.evaluation import exit_logits, served_parts
 from ..engine.executors import Execution
 from ..engine.federation import Federation, build_federation
 from ..methods import Server
@@ -45,7 +45,7 @@ def _weights(e: Experiment, folder: Folder) -> Path:
 
 def all_logits(f: Federation, server: Server) -> torch.Tensor:
     """Logits (E, N, C) of every exit on the test set, each from the sub-model the method evaluates it with."""
-    parts = [f.method.model_for(j, f.setting) for j in range(f.setting.num_exits)]
+    parts = served_parts(f, server)
     if all(p == parts[0] for p in parts):
         return exit_logits(f, server, parts[0])
     return torch.stack([exit_logits(f, server, p)[j] for j, p in enumerate(parts)])

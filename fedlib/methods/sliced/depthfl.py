@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ..base import Method
+from ..options import Distillation, ServerStep
 
 
 @dataclass(frozen=True)
-class DepthFL(Method):
+class DepthFL(Distillation, ServerStep, Method):
     """Table 3: ``aggregation="mean", weighting="examples"`` is the FedAvg variant; ``distill="none"`` is without KD."""
 
     distill: Literal["none", "best", "mutual", "last"] = "mutual"

@@ -9,11 +9,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..base import Method, Setting
+from ..base import Method
+from ..jobs import Setting
+from ..options import Distillation, ServerStep
 
 
 @dataclass(frozen=True)
-class ExclusiveFL(Method):
+class ExclusiveFL(Distillation, ServerStep, Method):
     """FedAvg over the clients of the largest budget, loss = sum of all exits' cross-entropies."""
 
     def eligible(self, budgets: np.ndarray, setting: Setting) -> np.ndarray:

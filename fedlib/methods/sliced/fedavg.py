@@ -6,16 +6,19 @@ Read next: ``exclusivefl.py``.
 
 from dataclasses import dataclass
 
+from ...core.clients import Client
 from ...core.slices import Slice
-from ..base import Method, Setting
+from ..base import Method
+from ..jobs import Round, Server
+from ..options import ServerStep
 
 
 @dataclass(frozen=True)
-class FedAvg(Method):
+class FedAvg(ServerStep, Method):
     """Full model, last exit, mean weighted by examples."""
 
-    def exit_blocks(self, depth: int, num_exits: int) -> tuple[int, ...]:
+    def exit_units(self, depth: int, num_exits: int) -> tuple[int, ...]:
         return (depth - 1,)
 
-    def slice_for(self, budget: int, setting: Setting) -> Slice:
-        return self.model_for(0, setting)
+    def slice_for(self, client: Client, server: Server, r: Round) -> Slice:
+        return r.setting.full()

@@ -18,61 +18,59 @@ import torch
 
 from ...core.clients import Client
 from ...core.slices import Slice
-from ..base import Method, Server, Setting
-from ..server import Sums
+from ..base import Method
+from ..jobs import Arrived, Member, Round, Server, Setting
+from ..options import ServerStep
 
 
 @dataclass(frozen=True)
-class InclusiveFL(Method):
+class InclusiveFL(ServerStep, Method):
     """Table 1 uses momentum distillation with FedAdam; Table 3's rows are ``momentum_distill`` x ``aggregation``."""
 
     aggregation: Literal["mean", "feddyn", "fedadam"] = "fedadam"
     momentum_distill: bool = True
     beta: float = 0.2  # of the deeper stage's momentum
 
-    def check(self, setting: Setting, finetune: str) -> None:
+    def check(self, setting: Setting, e) -> None:
         if self.momentum_distill and self.aggregation == "feddyn":
             raise ValueError(
                 "inclusivefl: aggregation = 'feddyn' needs momentum_distill = False; allowed: mean, fedadam"
             )
 
-    def init_server(self, params: dict[str, torch.Tensor], setting: Setting) -> Server:
-        """Every exit but the last starts with its own copy of its sub-model's last block."""
-        copies = {
-            alias: params[name].clone()
-            for e in range(setting.num_exits)
-            for name, alias in self.slice_for(e, setting).aliases.items()
-            if name in params
-        }
-        return Server(0, params | copies, {})
+    def slice_for(self, client: Client, server: Server, r: Round) -> Slice:
+        """The prefix up to the client's exit; its last block is the exit's own, once the exit has had a client."""
+        part = self._sends(client.budget, r.setting)
+        return replace(part, aliases={n: a for n, a in part.aliases.items() if a in server.params})
 
-    def slice_for(self, budget: int, setting: Setting) -> Slice:
-        aliases = {}
-        if self.momentum_distill and budget < setting.num_exits - 1:
-            last = setting.exit_blocks[budget]
-            aliases = {n: f"exit{budget}/{n}" for n, i in setting.infos.items() if i.unit == last and i.exit is None}
-        return Slice.prefix(setting.exit_blocks[budget] + 1, (budget,), aliases=aliases)
+    def members(self, client: Client, server: Server, r: Round) -> list[Member]:
+        part = self.slice_for(client, server, r)
+        return [Member(client, part, upload=self._sends(client.budget, r.setting))]
 
-    def model_for(self, exit: int, setting: Setting) -> Slice:
+    def model_for(self, exit: int, server: Server, r: Round) -> Slice:
         """Sub-model e is assembled from the shared parameters and its own."""
-        return self.slice_for(exit, setting)
+        return self.slice_for(Client(-1, exit, 0), server, r)
 
     def group_of(self, client: Client) -> int:
         return client.budget if self.momentum_distill else 0
 
-    def aggregate(self, server: Server, sums: Sums, t: int, setting: Setting) -> Server:
+    def start_of(self, name: str, server: Server) -> torch.Tensor:
+        """An exit's own block starts as the shared one."""
+        return server.params[name if name in server.params else name.split("/", 1)[1]]
+
+    def aggregate(self, server: Server, arrived: Arrived, r: Round) -> Server:
         if not self.momentum_distill:
-            return super().aggregate(server, sums, t, setting)
+            return super().aggregate(server, arrived, r)
         memory = {k: v for k, v in server.memory.items() if not k.startswith("momentum/")}
         proposals: dict[str, list[tuple[int, torch.Tensor]]] = {}
-        for e, mean in sorted(sums.items()):
-            part, start = self.slice_for(e, setting), server.params
+        for e, mean in sorted(arrived.sums.items()):
+            part = self._sends(e, r.setting)
+            start = {n: self.start_of(n, server) for n in mean.total}
             delta = {n: start[n] - v for n, v in mean.result(start).items()}  # (1)
             for name, alias in part.aliases.items():  # (2)
                 if alias in delta:
                     deeper = server.memory.get(f"momentum/{e + 1}/{sub_key(name)}", torch.zeros_like(start[alias]))
                     delta[alias] = self.beta * deeper + (1 - self.beta) * delta[alias]
-            memory |= self._stage_momentum(e, delta, part, setting)
+            memory |= self._stage_momentum(e, delta, part, r.setting)
             for name, d in delta.items():  # (3)
                 stepped = start[name] - d
                 if self.aggregation == "fedadam":
@@ -83,12 +81,20 @@ class InclusiveFL(Method):
         new = dict(server.params)
         for name, found in proposals.items():  # (4); personal entries have one proposal
             new[name] = sum(n * p for n, p in found) / sum(n for n, _ in found)
-        return replace(server, t=t, params=new, memory=memory)
+        return replace(server, t=r.t, params=new, memory=memory)
+
+    def _sends(self, budget: int, setting: Setting) -> Slice:
+        """What a client of this budget sends: its sub-model's last block to its exit's own."""
+        aliases = {}
+        if self.momentum_distill and budget < setting.num_exits - 1:
+            last = setting.exit_units[budget]
+            aliases = {n: f"exit{budget}/{n}" for n, i in setting.infos.items() if i.unit == last and i.exit is None}
+        return Slice.prefix(setting.exit_units[budget] + 1, (budget,), aliases=aliases)
 
     @staticmethod
     def _stage_momentum(e: int, delta: dict[str, torch.Tensor], part: Slice, setting: Setting) -> dict:
         """M_e: the mean of Delta_e over the blocks after exit e-1, by position inside a block."""
-        first = setting.exit_blocks[e - 1] + 1 if e else 0
+        first = setting.exit_units[e - 1] + 1 if e else 0
         found: dict[str, list[torch.Tensor]] = {}
         for name, info in setting.infos.items():
             source = part.source(name)
@@ -98,5 +104,5 @@ class InclusiveFL(Method):
 
 
 def sub_key(name: str) -> str:
-    """A block parameter's name inside its block: ``vit.blocks.3.attn.q.weight`` -> ``attn.q.weight``."""
+    """A block parameter's name inside its block: ``backbone.blocks.3.attn.q.weight`` -> ``attn.q.weight``."""
     return name.split(".", 3)[3]

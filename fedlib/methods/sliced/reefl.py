@@ -14,13 +14,16 @@ from typing import Literal
 
 from torch import nn
 
+from ...models.backbone import Spec
 from ...models.exits import SharedClassifier
 from ...models.ree import Ree
 from ..base import Method
+from ..jobs import Setting
+from ..options import Distillation, ServerStep
 
 
 @dataclass(frozen=True)
-class ReeFL(Method):
+class ReeFL(Distillation, ServerStep, Method):
     """Ree's shape and the paper's ablations are fields."""
 
     distill: Literal["none", "best", "mutual", "last"] = "best"  # Table 3: none
@@ -32,14 +35,19 @@ class ReeFL(Method):
     ree_heads: int = 8
     ree_mlp_ratio: float = 1.35
 
-    def build_head(self, dim: int, depth: int, num_classes: int, exit_blocks: tuple[int, ...]) -> nn.Module:
+    def build_head(self, spec: Spec, num_classes: int, exit_units: tuple[int, ...]) -> nn.Module:
         if not self.use_ree:
-            return SharedClassifier(dim, num_classes, exit_blocks)
+            return SharedClassifier(spec.dim, num_classes, exit_units)
         return Ree(
-            dim, depth, num_classes, exit_blocks, self.ree_width, self.ree_heads, self.ree_mlp_ratio,
+            spec.dim, spec.depth, num_classes, exit_units, self.ree_width, self.ree_heads, self.ree_mlp_ratio,
             self.modulate, self.history, self.only_at_exits,
         )  # fmt: skip
 
-    def check(self, setting, finetune: str) -> None:
+    def check(self, setting: Setting, e) -> None:
+        if len(setting.spec.feature(0)) != 1:
+            kind = type(setting.spec).__name__.removesuffix("Spec")
+            raise ValueError(
+                f"reefl: backbone: Ree needs a class token, a {kind}'s exits read maps; allowed: a ViT, Vim or BERT"
+            )
         if self.ree_width % self.ree_heads:
             raise ValueError(f"reefl: ree_heads = {self.ree_heads} does not divide ree_width = {self.ree_width}")

@@ -13,9 +13,12 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from ...core.clients import Client
 from ...core.slices import Slice
-from ...models.vit import ViTConfig
-from ..base import Method, Setting
+from ...models.vit import ViTSpec
+from ..base import Method
+from ..jobs import Round, Server, Setting
+from ..options import Distillation, ServerStep
 
 BLOCKS = {4: (3, 5, 8, 11), 12: tuple(range(12))}
 WIDTHS = {4: (0.4, 0.55, 0.75, 1.0),
@@ -24,7 +27,7 @@ CUTTABLE = ("full", "frozen", "lora", "pa", "sa", "ssf")
 
 
 @dataclass(frozen=True)
-class ScaleFL(Method):
+class ScaleFL(Distillation, ServerStep, Method):
     """Widths and exit placement default to the paper's for 4 and 12 exits."""
 
     distill: Literal["none", "best", "mutual", "last"] = "last"
@@ -33,28 +36,33 @@ class ScaleFL(Method):
     weighting: Literal["examples", "clients"] = "clients"
     widths: tuple[float, ...] | None = None  # one per exit, increasing to 1
 
-    def exit_blocks(self, depth: int, num_exits: int) -> tuple[int, ...]:
+    def exit_units(self, depth: int, num_exits: int) -> tuple[int, ...]:
         if depth == 12 and num_exits in BLOCKS:
             return BLOCKS[num_exits]
-        return super().exit_blocks(depth, num_exits)
+        return super().exit_units(depth, num_exits)
 
-    def check(self, setting: Setting, finetune: str) -> None:
-        if not isinstance(setting.config, ViTConfig):
-            kind = type(setting.config).__name__.removesuffix("Config")
+    def check(self, setting: Setting, e) -> None:
+        if not isinstance(setting.spec, ViTSpec):
+            kind = type(setting.spec).__name__.removesuffix("Config")
             raise ValueError(f"scalefl: backbone: a {kind} cannot be cut in width; allowed: a ViT")
-        if finetune not in CUTTABLE:
-            raise ValueError(f"scalefl: finetune = {finetune!r} cannot be cut in width; allowed: {', '.join(CUTTABLE)}")
+        if e.finetune not in CUTTABLE:
+            raise ValueError(
+                f"scalefl: finetune = {e.finetune!r} cannot be cut in width; allowed: {', '.join(CUTTABLE)}"
+            )
         widths = self._widths(setting)
         if len(widths) != setting.num_exits or any(not 0 < w <= 1 for w in widths):
             raise ValueError(f"scalefl: widths = {list(widths)} must be {setting.num_exits} numbers in (0, 1]")
 
-    def slice_for(self, budget: int, setting: Setting) -> Slice:
-        index = width_index(setting.config, self._widths(setting)[budget])
-        return Slice.prefix(setting.exit_blocks[budget] + 1, range(budget + 1), index=index)
+    def slice_for(self, client: Client, server: Server, r: Round) -> Slice:
+        return self._of_budget(client.budget, r.setting)
 
-    def model_for(self, exit: int, setting: Setting) -> Slice:
+    def model_for(self, exit: int, server: Server, r: Round) -> Slice:
         """Exit e is evaluated at the depth and width of budget e."""
-        return self.slice_for(exit, setting)
+        return self._of_budget(exit, r.setting)
+
+    def _of_budget(self, budget: int, setting: Setting) -> Slice:
+        index = width_index(setting.spec, self._widths(setting)[budget])
+        return Slice.prefix(setting.exit_units[budget] + 1, range(budget + 1), index=index)
 
     def _widths(self, setting: Setting) -> tuple[float, ...]:
         if self.widths is None and setting.num_exits not in WIDTHS:
@@ -62,8 +70,12 @@ class ScaleFL(Method):
         return self.widths if self.widths is not None else WIDTHS[setting.num_exits]
 
 
-def width_index(config: ViTConfig, width: float) -> dict[str, range]:
-    """Leading indices per axis: dim = int(d w), FFN 4 dim, q/k/v rounded up to a multiple of the heads."""
+def width_index(config: ViTSpec, width: float) -> dict[str, range]:
+    """Leading indices per axis: dim = int(d w), FFN in proportion, q/k/v rounded up to a multiple of the heads."""
     dim = int(config.dim * width)
     heads = math.ceil(dim / config.heads) * config.heads
-    return {"residual": range(dim), "ffn": range(config.ffn_dim // config.dim * dim), "heads": range(heads)}
+    ffn = config.ffn_dim * dim // config.dim
+    units = {
+        f"{u}/{axis}": range(n) for u in range(config.depth) for axis, n in (("ffn", ffn), ("qk", heads), ("vo", heads))
+    }
+    return {"residual": range(dim)} | units

@@ -1,0 +1,101 @@
+"""Metrics in percent, larger is better: of classes, numbers, and answers as text. Where undefined they are zero."""
+
+import re
+import string
+import warnings
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+# --- (predictions (N,), labels (N,)) -> percent
+
+
+def accuracy(predictions: torch.Tensor, labels: torch.Tensor) -> float:
+    return 100 * (predictions == labels).double().mean().item()
+
+
+def f1(predictions: torch.Tensor, labels: torch.Tensor) -> float:
+    """F1 of class 1 (GLUE's pairs). Raises ``ValueError`` if there are classes other than 0 and 1."""
+    if max(labels.max(), predictions.max()) > 1:
+        raise ValueError("metric f1 is of two classes, 0 and 1; allowed for more: macro_f1")
+    return _f1(predictions, labels, "binary")
+
+
+def macro_f1(predictions: torch.Tensor, labels: torch.Tensor) -> float:
+    """Mean F1 of the classes that occur."""
+    return _f1(predictions, labels, "macro")
+
+
+def _f1(predictions: torch.Tensor, labels: torch.Tensor, average: str) -> float:
+    from sklearn.metrics import f1_score
+
+    return 100 * float(f1_score(labels.cpu().numpy(), predictions.cpu().numpy(), average=average, zero_division=0))
+
+
+def matthews(predictions: torch.Tensor, labels: torch.Tensor) -> float:
+    """Matthews correlation; zero where predictions or labels are constant."""
+    from sklearn.metrics import matthews_corrcoef
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a single class
+        return 100 * float(matthews_corrcoef(labels.cpu().numpy(), predictions.cpu().numpy()))
+
+
+def pearson(predictions: torch.Tensor, labels: torch.Tensor) -> float:
+    from scipy.stats import pearsonr
+
+    return _correlation(pearsonr, predictions, labels)
+
+
+def spearman(predictions: torch.Tensor, labels: torch.Tensor) -> float:
+    from scipy.stats import spearmanr
+
+    return _correlation(spearmanr, predictions, labels)
+
+
+def _correlation(of, predictions: torch.Tensor, labels: torch.Tensor) -> float:
+    """Zero where it is undefined: constant or diverged predictions, constant labels, a single example."""
+    p, y = predictions.double().cpu().numpy(), labels.double().cpu().numpy()
+    if not np.isfinite(p).all() or (p == p[0]).all() or (y == y[0]).all():
+        return 0.0
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of nearly constant input
+        value = float(of(p, y).statistic)
+    return 100 * value if np.isfinite(value) else 0.0
+
+
+# --- answers as text: SQuAD (Rajpurkar et al. 2016, 2018)
+
+
+def normalised(answer: str) -> str:
+    """Lower case, without punctuation, the articles a, an and the, and superfluous blanks."""
+    bare = "".join(c for c in answer.lower() if c not in string.punctuation)
+    return " ".join(re.sub(r"\b(a|an|the)\b", " ", bare).split())
+
+
+def word_f1(prediction: str, answer: str, unanswerable: bool = False) -> float:
+    """F1 (0..1) of the bags of normalised words. ``unanswerable``: two empty answers agree (SQuAD 2.0; 1.1 says 0)."""
+    p, a = normalised(prediction).split(), normalised(answer).split()
+    if unanswerable and not (p and a):
+        return float(p == a)
+    common = sum((Counter(p) & Counter(a)).values())
+    return 2 * common / (len(p) + len(a)) if common else 0.0
+
+
+def answer_scores(
+    predictions: Sequence[str], answers: Sequence[Sequence[str]], unanswerable: bool = False
+) -> dict[str, float]:
+    """``f1`` and ``exact_match`` of N answers, each against the best of its references; no reference is an empty one.
+
+    Raises ``ValueError`` if there is nothing to compare or the numbers of examples differ.
+    """
+    if len(predictions) != len(answers) or not len(answers):
+        raise ValueError(f"cannot compare {len(predictions)} predictions with the answers of {len(answers)} examples")
+    f1s, matches = [], []
+    for prediction, references in zip(predictions, answers, strict=True):
+        references = references or [""]
+        f1s.append(max(word_f1(prediction, r, unanswerable) for r in references))
+        matches.append(any(normalised(prediction) == normalised(r) for r in references))
+    return {"f1": 100 * float(np.mean(f1s)), "exact_match": 100 * float(np.mean(matches))}

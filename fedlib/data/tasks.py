@@ -1,0 +1,290 @@
+"""What a network's outputs mean: a class, a number, a span, the next token; their loss, confidence and metrics.
+
+Outputs are (..., *out), labels (..., *label); a leading dimension of outputs that labels lack (exits) is broadcast.
+
+| task           | out             | label                                                                        |
+| -------------- | --------------- | ---------------------------------------------------------------------------- |
+| Classification | (classes,)      | () int64                                                                     |
+| Regression     | (1,)            | () float                                                                     |
+| Span           | (T, 2)          | (2,) int64: first and last token of the answer; IGNORED where it was cut off |
+| NextToken      | (T, vocabulary) | (T,) int64: the token that follows; IGNORED in prompts and padding           |
+
+Read next: ``metrics.py``.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import ClassVar, Literal
+
+import torch
+
+from . import metrics
+
+IGNORED = -100  # a label that is not there
+
+
+class Task(ABC):
+    """What outputs mean. ``reads``: whether exits see the class token alone or every token."""
+
+    reads: ClassVar[Literal["class", "tokens"]]
+
+    @property
+    @abstractmethod
+    def metric(self) -> str:
+        """The headline: what tables read as ``accuracy``. In percent, larger is better, as all metrics are."""
+
+    @abstractmethod
+    def outputs(self, num_classes: int) -> int:
+        """Outputs of a head, per token where it reads tokens. ``num_classes``: of the data; a vocabulary's size."""
+
+    @abstractmethod
+    def losses(self, outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Each example's loss: (E, K, B, *out), (K, B, *label) -> (E, K, B)."""
+
+    @abstractmethod
+    def kl(
+        self, teacher: torch.Tensor, student: torch.Tensor, labels: torch.Tensor | None = None, temperature: float = 1.0
+    ) -> torch.Tensor:
+        """KL(teacher || student) of each example, (..., *out) -> (...), softened by ``temperature``.
+
+        It is not multiplied by temperature^2. Gradients flow into both: detach the teacher. ``labels`` say which
+        positions count; None: all.
+        """
+
+    @abstractmethod
+    def confidence(self, outputs: torch.Tensor) -> torch.Tensor:
+        """Probability of the prediction, for early leaving: (..., *out) -> (...)."""
+
+    @abstractmethod
+    def predict(self, outputs: torch.Tensor) -> torch.Tensor:
+        """The answer: (..., *out) -> (..., *label). Small where outputs are large: keep these, batch by batch."""
+
+    def score(self, predictions: torch.Tensor, labels: torch.Tensor) -> dict[str, float]:
+        """Metrics of N predictions by name, the headline first. Raises ``ValueError`` if there is none."""
+        if not len(labels):
+            raise ValueError(f"{type(self).__name__}: {self.metric} of no examples is undefined")
+        return self._score(predictions, labels)
+
+    @abstractmethod
+    def _score(self, predictions: torch.Tensor, labels: torch.Tensor) -> dict[str, float]: ...
+
+    def measure(self, outputs: torch.Tensor, labels: torch.Tensor) -> dict[str, float]:
+        """(N, *out), (N, *label) -> metrics by name: :meth:`score` of :meth:`predict`."""
+        return self.score(self.predict(outputs), labels)
+
+
+@dataclass(frozen=True)
+class Classification(Task):
+    """One of C classes. ``metrics``: the headline first."""
+
+    metrics: tuple[Literal["accuracy", "f1", "macro_f1", "matthews"], ...] = ("accuracy",)
+    reads: ClassVar = "class"
+
+    @property
+    def metric(self) -> str:
+        return self.metrics[0]
+
+    def outputs(self, num_classes: int) -> int:
+        return num_classes
+
+    def losses(self, outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Cross-entropy."""
+        labels = labels.expand(outputs.shape[:-1]).unsqueeze(-1)
+        return -outputs.log_softmax(-1).gather(-1, labels).squeeze(-1)
+
+    def kl(self, teacher, student, labels=None, temperature=1.0):
+        return _kl(teacher, student, temperature)
+
+    def confidence(self, outputs: torch.Tensor) -> torch.Tensor:
+        return outputs.softmax(-1).amax(-1)
+
+    def predict(self, outputs: torch.Tensor) -> torch.Tensor:
+        return outputs.argmax(-1)
+
+    def _score(self, predictions, labels):
+        return {name: getattr(metrics, name)(predictions, labels) for name in self.metrics}
+
+
+@dataclass(frozen=True)
+class Regression(Task):
+    """A number (STS-B: similarity, 0 to 5)."""
+
+    metric: ClassVar = "pearson"
+    reads: ClassVar = "class"
+
+    def outputs(self, num_classes: int) -> int:
+        return 1
+
+    def losses(self, outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Squared error."""
+        return (outputs.squeeze(-1) - labels).square()
+
+    def kl(self, teacher, student, labels=None, temperature=1.0):
+        """Squared difference, (...): up to a factor the KL of two Gaussians of one variance."""
+        if temperature != 1:
+            raise ValueError(f"temperature = {temperature}: a regression has no classes to soften; allowed: 1")
+        return (student - teacher).square().squeeze(-1)
+
+    def confidence(self, outputs: torch.Tensor) -> torch.Tensor:
+        raise ValueError("a regression has no probabilities: its examples cannot leave early by confidence")
+
+    def predict(self, outputs: torch.Tensor) -> torch.Tensor:
+        return outputs.squeeze(-1)
+
+    def _score(self, predictions, labels):
+        return {name: getattr(metrics, name)(predictions, labels) for name in ("pearson", "spearman")}
+
+
+@dataclass(frozen=True)
+class Span(Task):
+    """A part of the input (SQuAD): every token has a logit to be the answer's first and one to be its last.
+
+    F1 and exact match are of tokens' positions. On text: :func:`span_texts` and ``metrics.answer_scores``.
+    """
+
+    longest: int = 30  # tokens of an answer
+    metric: ClassVar = "f1"
+    reads: ClassVar = "tokens"
+
+    def outputs(self, num_classes: int) -> int:
+        return 2
+
+    def losses(self, outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Mean of the cross-entropies of first and last token. What lies beyond the input counts as ignored."""
+        labels = labels.masked_fill(labels >= outputs.shape[-2], IGNORED)
+        return _cross_entropy(outputs.transpose(-1, -2), labels).mean(-1)
+
+    def kl(self, teacher, student, labels=None, temperature=1.0):
+        """Mean of the KLs of first and last token; labels do not matter."""
+        return _kl(teacher.transpose(-1, -2), student.transpose(-1, -2), temperature).mean(-1)
+
+    def confidence(self, outputs: torch.Tensor) -> torch.Tensor:
+        """p(first) p(last) of the best span."""
+        return self._best(outputs.log_softmax(-2))[0].exp()
+
+    def predict(self, outputs: torch.Tensor) -> torch.Tensor:
+        """The best span (..., 2): no end before its start, at most ``longest`` tokens; of equals the shortest."""
+        return self._best(outputs)[1]
+
+    def _best(self, outputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Score (...) and position (..., 2) of the span of the largest sum of start and end."""
+        start, end = outputs.unbind(-1)  # (..., T)
+        best, first = (start + end).max(-1)
+        last = first
+        for more in range(1, min(self.longest, start.shape[-1])):
+            score, at = (start[..., :-more] + end[..., more:]).max(-1)
+            better = score > best
+            best, first = torch.where(better, score, best), torch.where(better, at, first)
+            last = torch.where(better, at + more, last)
+        return best, torch.stack([first, last], -1)
+
+    def _score(self, predictions, labels):
+        """An answer that was cut off cannot be found: it counts as missed."""
+        (first, last), (true_first, true_last) = predictions.unbind(-1), labels.unbind(-1)
+        common = (torch.minimum(last, true_last) - torch.maximum(first, true_first) + 1).clamp(min=0)
+        common = common.masked_fill((labels == IGNORED).any(-1), 0)
+        sizes = (last - first + 1) + (true_last - true_first + 1)
+        f1 = torch.where(common > 0, 2 * common.double() / sizes, 0.0)
+        exact = (predictions == labels).all(-1).double()
+        return {"f1": 100 * f1.mean().item(), "exact_match": 100 * exact.mean().item()}
+
+
+@dataclass(frozen=True)
+class NextToken(Task):
+    """Language modelling of answers; prompts and padding are read and not learned (SVAMP's equations).
+
+    Measured by teacher forcing: every position sees the true tokens before it. If all of an answer's tokens, its end
+    included, are then predicted, greedy generation from the prompt writes the same answer, and only then: so
+    ``exact_match`` is that of greedy generation. What is not measured is whether another answer has the same value.
+    """
+
+    metric: ClassVar = "exact_match"
+    reads: ClassVar = "tokens"
+
+    def outputs(self, num_classes: int) -> int:
+        return num_classes
+
+    def losses(self, outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Cross-entropy, mean over the example's own tokens; zero where it has none."""
+        labels = labels[..., : outputs.shape[-2]]
+        return _mean_where(labels != IGNORED, _cross_entropy(outputs, labels))
+
+    def kl(self, teacher, student, labels=None, temperature=1.0):
+        """Mean over the tokens that ``labels`` do not ignore."""
+        kl = _kl(teacher, student, temperature)  # (..., T)
+        return kl.mean(-1) if labels is None else _mean_where(labels[..., : kl.shape[-1]] != IGNORED, kl)
+
+    def confidence(self, outputs: torch.Tensor) -> torch.Tensor:
+        """Of each token, (..., T): tokens leave one by one."""
+        return outputs.softmax(-1).amax(-1)
+
+    def predict(self, outputs: torch.Tensor) -> torch.Tensor:
+        return outputs.argmax(-1)
+
+    def _score(self, predictions, labels):
+        """``exact_match`` of answers and ``accuracy`` of their tokens. What was cut off counts as missed."""
+        asked = labels != IGNORED
+        if not asked.any(-1).all():
+            raise ValueError(f"NextToken: {(~asked.any(-1)).sum()} of {len(labels)} examples have no token to predict")
+        right = torch.zeros_like(asked)
+        seen = predictions.shape[-1]
+        right[:, :seen] = predictions == labels[:, :seen]
+        return {
+            "exact_match": 100 * (right | ~asked).all(-1).double().mean().item(),
+            "accuracy": 100 * right[asked].double().mean().item(),
+        }
+
+
+def _cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """(..., C), (...) -> (...); zero where the label is ignored."""
+    labels = labels.expand(logits.shape[:-1])
+    nll = -logits.log_softmax(-1).gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    return nll.masked_fill(labels == IGNORED, 0.0)
+
+
+def _kl(teacher: torch.Tensor, student: torch.Tensor, temperature: float) -> torch.Tensor:
+    """KL over the last dimension, (..., C) -> (...). Impossible entries (logits of -inf) of the teacher add nothing."""
+    target, logp = (teacher / temperature).log_softmax(-1), (student / temperature).log_softmax(-1)
+    difference = (target - logp).masked_fill(target == -torch.inf, 0.0)
+    return (target.exp() * difference).sum(-1)
+
+
+def _mean_where(mask: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Mean over the last dimension of the values that ``mask`` keeps; zero where it keeps none."""
+    return values.masked_fill(~mask, 0.0).sum(-1) / mask.sum(-1).clamp(min=1)
+
+
+def next_token_labels(ids: torch.Tensor, prompts: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """Labels (N, T) of token ids (N, T): at each position of the answer the token that follows.
+
+    ``prompts`` (N,) tokens are a prompt, of which the last predicts the answer's first; what follows ``lengths`` (N,)
+    is padding.
+    """
+    at = torch.arange(ids.shape[1], device=ids.device)
+    asked = (at >= prompts[:, None] - 1) & (at < lengths[:, None] - 1)
+    return ids.roll(-1, 1).long().masked_fill(~asked, IGNORED)
+
+
+def span_texts(spans: torch.Tensor, contexts: Sequence[str], offsets: Sequence[Sequence[tuple[int, int]]]) -> list[str]:
+    """The text of spans (N, 2). ``offsets``: per example and token its (start, end) in ``contexts``, in characters."""
+    return [c[o[a][0] : o[b][1]] for (a, b), c, o in zip(spans.tolist(), contexts, offsets, strict=True)]
+
+
+TASKS: Mapping[str, Task] = MappingProxyType(
+    {
+        "cola": Classification(("matthews", "accuracy")),
+        "mrpc": Classification(("f1", "accuracy")),
+        "qqp": Classification(("f1", "accuracy")),
+        "stsb": Regression(),
+        "squad": Span(),
+        "xquad_en": Span(),
+        "svamp": NextToken(),
+    }
+)  # by data set
+
+
+def task_of(dataset: str) -> Task:
+    """The task of a data set; what ``TASKS`` does not name is classified."""
+    return TASKS.get(dataset, Classification())

@@ -1,0 +1,107 @@
+"""The batches of a local training, planned before its first step: a function of (seed, round, client)."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ..core.clients import Client
+from ..core.experiment import Experiment
+from ..core.rng import torch_generator
+from ..data.federated import FederatedData
+from ..data.transforms import sample_views
+
+
+@dataclass(frozen=True)
+class Batches:
+    """Every batch of S steps of K members: rows of the data, their views, weights 1/n on n real examples, 0 on padding.
+
+    A step is computed on its first ``width`` examples; members without a batch are not ``active``.
+    """
+
+    rows: torch.Tensor  # (S, K, B) int64
+    views: torch.Tensor | None  # (S, K, B, 5); None: not augmented
+    weights: torch.Tensor  # (S, K, B)
+    examples: np.ndarray  # rows, in host memory
+    width: list[int]  # examples in the fullest batch of each step
+    active: np.ndarray  # (S, K) bool
+
+    @property
+    def steps(self) -> np.ndarray:
+        """Steps of each member (K,)."""
+        return self.active.sum(0)
+
+
+class Draws:
+    """The clients' generators of round t. They live as long as this: a second local training goes on drawing."""
+
+    def __init__(self, seed: int, t: int):
+        self.seed, self.t = seed, t
+        self._generators: dict[int, torch.Generator] = {}
+
+    def of(self, client: int) -> torch.Generator:
+        if client not in self._generators:
+            self._generators[client] = torch_generator(self.seed, "local", self.t, client)
+        return self._generators[client]
+
+
+def plan_batches(
+    e: Experiment, data: FederatedData, clients: Sequence[Client], draws: Draws, epochs: int | None = None
+) -> Batches:
+    """The batches of ``epochs`` (None: the experiment's) over each client's examples, in an order that is new in each.
+
+    ``clients`` has one entry for each member that trains: members of one client share its batches.
+    """
+    epochs, counts = e.local_epochs if epochs is None else epochs, [c.num_examples for c in clients]
+    b = min(e.batch_size, max(counts))
+    shape = (epochs * math.ceil(max(counts) / b), len(clients), b)
+    rows, weights, views = np.zeros(shape, np.int64), np.zeros(shape, np.float32), None
+    if e.augment != "none":
+        views = torch.zeros(*shape, 5)
+        views[..., 2:4] = 1.0
+    first = {}  # of each client's members
+    for i, client in enumerate(clients):
+        if (same := first.setdefault(client.id, i)) != i:
+            for tensor in (rows, weights, views):
+                if tensor is not None:
+                    tensor[:, i] = tensor[:, same]
+            continue
+        mine = data.client(client.id)
+        for step, (chosen, seen) in enumerate(_client_batches(e, data, client, draws.of(client.id), epochs, b)):
+            n = len(chosen)
+            rows[step, i, :n] = mine[chosen]
+            rows[step, i, n:] = mine[0]  # padding has weight zero
+            weights[step, i, :n] = 1 / n
+            if views is not None:
+                views[step, i, :n] = seen
+    device, active = data.images.device, weights > 0
+    return Batches(
+        torch.from_numpy(rows).to(device), views.to(device) if views is not None else None,
+        torch.from_numpy(weights).to(device), rows, active.sum(-1).max(-1).tolist(), active.any(-1),
+    )  # fmt: skip
+
+
+def _client_batches(
+    e: Experiment, data: FederatedData, client: Client, generator: torch.Generator, epochs: int, b: int
+) -> Iterator[tuple[np.ndarray, torch.Tensor | None]]:
+    """Batches of at most b positions among the client's examples, and their views (n, 5)."""
+    n = client.num_examples
+    for _ in range(epochs):
+        order, views = torch.randperm(n, generator=generator).numpy(), None
+        if e.augment != "none":
+            views = sample_views(e.augment, n, data.images.shape[-1], generator, e.crop_pad, e.crop_scale)
+        for start in range(0, n, b):
+            yield order[start : start + b], views[start : start + b] if views is not None else None
+
+
+def in_order(data: FederatedData, clients: Sequence[Client], size: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """(rows, weights), each (K, B): every client's own examples once, in order; weight 1, and 0 on padding."""
+    for a in range(0, max(c.num_examples for c in clients), size):
+        rows, weights = np.zeros((len(clients), size), np.int64), np.zeros((len(clients), size), np.float32)
+        for i, client in enumerate(clients):
+            mine = data.client(client.id)
+            part = mine[a : a + size]
+            rows[i, : len(part)], rows[i, len(part) :], weights[i, : len(part)] = part, mine[0], 1
+        yield torch.from_numpy(rows).to(data.images.device), torch.from_numpy(weights).to(data.images.device)

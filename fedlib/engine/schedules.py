@@ -1,0 +1,69 @@
+"""The learning rate of round t = 1..rounds, and of every step of a local training."""
+
+import math
+
+import numpy as np
+
+from ..core.experiment import Experiment
+
+
+def round_rate(e: Experiment, t: int) -> float:
+    """The rate of round t: the schedule's, times t / (w + 1) in the w first rounds if there is a warm-up."""
+    rate, w = _scheduled(e, t), _in_rounds(e.warmup_rounds, e.rounds)
+    return rate * t / (w + 1) if t <= w else rate
+
+
+def _scheduled(e: Experiment, t: int) -> float:
+    match e.schedule:
+        case "cosine":  # to zero after the last round, with a floor
+            return max(e.min_lr, 0.5 * e.lr * (1 + math.cos(math.pi * t / e.rounds)))
+        case "step":
+            return e.lr * e.decay ** sum(_in_rounds(m, e.rounds) < t for m in e.milestones)
+        case "exponential":
+            return e.lr * e.decay ** ((t - 1) // e.decay_every)
+        case "constant":
+            return e.lr
+
+
+def step_rates(e: Experiment, rate: float, step: int, steps: np.ndarray) -> float | np.ndarray:
+    """The rate of step 0, 1, ... of a local training, from the round's ``rate``.
+
+    linear: rate (1 - step / steps) for each member, (M,), as members have unequal numbers of ``steps`` (M,); the last
+    step's rate is not yet zero. constant: ``rate``.
+    """
+    if e.local_schedule == "constant":
+        return rate
+    return rate * np.clip(1 - step / np.maximum(steps, 1), 0.0, None)
+
+
+def _in_rounds(value: float, rounds: int) -> int:
+    """Rounds as they are; below 1: that share of all rounds, rounded up."""
+    return math.ceil(value * rounds - 1e-9) if value < 1 else int(value)
+
+
+def check_schedule(e: Experiment) -> None:
+    """Raise ``ValueError`` where an option of the schedule is missing, out of range, or without effect."""
+    decays, kind = e.schedule in ("step", "exponential"), f"with schedule = {e.schedule!r}"
+    if (e.decay is not None) != decays or (decays and not 0 < e.decay <= 1):
+        need = "a factor in (0, 1]" if decays else "null (step and exponential decay by a factor)"
+        raise ValueError(f"experiment: decay = {e.decay} {kind}; allowed: {need}")
+    if e.decay_every < 1 or (e.decay_every > 1 and e.schedule != "exponential"):
+        need = "1 or more rounds" if e.schedule == "exponential" else "1 (it is of schedule = 'exponential')"
+        raise ValueError(f"experiment: decay_every = {e.decay_every} {kind}; allowed: {need}")
+    if (e.milestones is not None) != (e.schedule == "step") or e.milestones == ():
+        need = "rounds, or shares of them" if e.schedule == "step" else "null (they are of schedule = 'step')"
+        raise ValueError(f"experiment: milestones = {e.milestones} {kind}; allowed: {need}")
+    _check_rounds("milestones", e.milestones or (), e.rounds)
+    _check_rounds("warmup_rounds", (e.warmup_rounds,) if e.warmup_rounds else (), e.rounds)
+
+
+def _check_rounds(key: str, values: tuple[float, ...], rounds: int) -> None:
+    """Increasing, and either whole rounds before the last or shares of all rounds."""
+    shares = all(0 < v < 1 for v in values)
+    whole = all(1 <= v < rounds and v == int(v) for v in values)
+    if not (shares or whole) or list(values) != sorted(set(values)):
+        shown = ", ".join(f"{v:g}" for v in values)
+        raise ValueError(
+            f"experiment: {key} = {shown} with rounds = {rounds}; allowed: increasing whole rounds in 1..{rounds - 1}, "
+            "or increasing shares of all rounds between 0 and 1"
+        )

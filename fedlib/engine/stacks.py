@@ -1,0 +1,131 @@
+"""What the members of a cohort hold, stacked: the server's parameters, personal ones, payloads, memories."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+
+import torch
+
+from ..core.slices import is_cut, take
+from ..methods.jobs import Member
+from .federation import Federation
+
+Tensors = dict[str, torch.Tensor]
+
+
+class Stack:
+    """Members in order, deepest first. ``rows[name]`` are those that hold a parameter, in the order of its stack."""
+
+    def __init__(self, federation: Federation, members: Sequence[Member], memories: Mapping[int, Tensors]):
+        self.federation, self.members, self.memories = federation, tuple(members), memories
+        self.infos = federation.setting.infos
+        self.slices = tuple(m.part for m in members)
+        indices: dict[tuple, int] = {}  # members that keep the same entries
+        self._cut = [indices.setdefault(tuple(sorted(s.index.items())), len(indices)) for s in self.slices]
+        self.is_cut = any(s.index and any(is_cut(i, s) for i in self.infos.values()) for s in set(self.slices))
+        self.rows: dict[str, Sequence[int]] = {}
+        everybody = range(len(members))
+        for name, info in self.infos.items():
+            if name in federation.server.params:
+                held = [i for i, s in enumerate(self.slices) if s.holds(info)]
+                if held:
+                    self.rows[name] = everybody if len(held) == len(members) else tuple(held)
+
+    def tensors(self, params: Tensors, own: bool = True) -> Tensors:
+        """The server's ``params`` as the members start from them, stacked; ``own``: with what is their clients'."""
+        out = {}
+        for name, rows in self.rows.items():
+            info, cut = self.infos[name], {}  # members of one source and cut share one
+            for i in rows:
+                if (key := (self.slices[i].source(name), self._cut[i])) not in cut:
+                    cut[key] = take(params[key[0]], info, self.slices[i])
+            tensors = [cut[self.slices[i].source(name), self._cut[i]] for i in rows]
+            if own:
+                tensors = [self._own(i, name, served) for i, served in zip(rows, tensors, strict=True)]
+            first = tensors[0]
+            alike = all(x is first for x in tensors)
+            out[name] = first.expand(len(rows), *first.shape) if alike else torch.stack(tensors)
+        return out
+
+    def frozen(self) -> Tensors:
+        """The frozen parameters: once where all members keep the same entries, else stacked."""
+        params, first = self.federation.frozen, self.slices[0]
+        if len(set(self._cut)) == 1:
+            return {n: take(p, self.infos[n], first) for n, p in params.items()}
+        return {
+            n: torch.stack([take(p, self.infos[n], s) for s in self.slices]) if is_cut(self.infos[n], first) else p
+            for n, p in params.items()
+        }
+
+    def alive(self, depth: int) -> list[int]:
+        """How many members run each unit; they are the first, or ``ValueError``."""
+        out = []
+        for unit in range(depth):
+            runs = [unit in s.units for s in self.slices]
+            if runs != sorted(runs, reverse=True):
+                raise ValueError(f"unit {unit}: members of a cohort may leave units out only where all of them do")
+            out.append(sum(runs))
+        return out
+
+    def is_personal(self, name: str) -> bool:
+        return name in self._personal
+
+    @property
+    def any_personal(self) -> bool:
+        return bool(self._personal)
+
+    def personal(self) -> Iterator[tuple[int, str, int]]:
+        """(member, parameter, its row in the parameter's stack) of all that stays with the clients."""
+        for name, rows in self.rows.items():
+            for row, i in enumerate(rows):
+                if self._stays(i, name):
+                    yield i, name, row
+
+    def recall(self, key: str, like: Tensors) -> Tensors:
+        """Each client's remembered ``key/<parameter>``, stacked like ``like``; zeros where there is none."""
+        out = {}
+        for name, p in like.items():
+            found = [self._memory(i).get(f"{key}/{name}") for i in self.rows[name]]
+            out[name] = torch.stack([torch.zeros_like(p[0]) if x is None else x.to(p.device) for x in found])
+        return out
+
+    def payload(self, key: str, like: Tensors) -> Tensors:
+        """What members brought under ``key``; zeros for members that brought none of it."""
+        brought = [m.payload.get(key, {}) for m in self.members]
+        out = {}
+        for name in dict.fromkeys(n for tensors in brought for n in tensors):
+            rows = self.rows.get(name, range(len(self.members)))
+            blank = torch.zeros_like(next(tensors[name] for tensors in brought if name in tensors))
+            device = like[name].device if name in like else self.federation.device
+            out[name] = torch.stack([brought[i].get(name, blank) for i in rows]).to(device)
+        return out
+
+    @cached_property
+    def owners(self) -> torch.Tensor:
+        """Whose model each member is, (M,): peers of one client have the same number."""
+        order = {c: k for k, c in enumerate(dict.fromkeys(m.client.id for m in self.members))}
+        return torch.tensor([order[m.client.id] for m in self.members], device=self.federation.device)
+
+    def label_counts(self) -> torch.Tensor:
+        """Training examples by label of each member's client, (M, classes)."""
+        counts = [torch.as_tensor(self.federation.setting.label_counts(m.client.id)) for m in self.members]
+        return torch.stack(counts).to(self.federation.device)
+
+    @cached_property
+    def _personal(self) -> frozenset[str]:
+        personal = self.federation.method.personal
+        return frozenset(n for n in self.rows if personal(self.infos[n]))
+
+    def _stays(self, i: int, name: str) -> bool:
+        return self.members[i].keeps == "all" or name in self._personal
+
+    def _memory(self, i: int) -> Tensors:
+        return self.memories.get(self.members[i].client.id, {})
+
+    def _own(self, i: int, name: str, served: torch.Tensor) -> torch.Tensor:
+        """What member i starts from: its payload's, what its client kept, else what the server serves."""
+        member = self.members[i]
+        if (start := member.payload.get("start", {}).get(name)) is not None:
+            return start.to(served.device)
+        if self._stays(i, name) and (kept := self._memory(i).get(f"{member.name}/{name}")) is not None:
+            return kept.to(served.device)
+        return served

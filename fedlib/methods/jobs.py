@@ -1,0 +1,135 @@
+"""Values that travel between a method and the engine: what a round is, what a client trains, what comes back."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Literal
+
+import numpy as np
+import torch
+
+from ..core.clients import Client
+from ..core.memories import Overlay
+from ..core.rng import numpy_generator
+from ..core.slices import Axis, ParamInfo, Slice
+from ..models.backbone import Spec
+from .server import MaskedMean
+
+Tensors = Mapping[str, torch.Tensor]
+Where = Callable[[ParamInfo], bool]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What stays the same in every round and a method may know."""
+
+    spec: Spec
+    exit_units: tuple[int, ...]
+    infos: Mapping[str, ParamInfo]
+    num_clients: int
+    rounds: int
+    axes: Mapping[str, Axis] = field(default_factory=dict)
+    seed: int = 1
+    label_counts: Callable[[int], np.ndarray] | None = None  # a client's training examples by label, (classes,)
+
+    @property
+    def num_exits(self) -> int:
+        return len(self.exit_units)
+
+    def full(self) -> Slice:
+        """The whole model."""
+        return Slice.prefix(self.exit_units[-1] + 1, range(self.num_exits))
+
+    def cut(self, keep: Callable[[int], int], budget: int | None = None, scale: float = 1.0) -> Slice:
+        """The sub-model of a rate: every axis that may be cut by ``Axis.leading``, the exits up to ``budget``."""
+        budget = self.num_exits - 1 if budget is None else budget
+        index = {name: axis.leading(keep) for name, axis in self.axes.items() if axis.permutable}
+        return Slice.prefix(self.exit_units[budget] + 1, range(budget + 1), index=index, scale=scale)
+
+
+@dataclass(frozen=True)
+class Server:
+    """The server's state after round ``t``: a value. ``params`` are the trained tensors, ``memory`` the rest.
+
+    ``mirrors`` are tensors that the server keeps for each client; they live on disk (``core/memories.py``).
+    """
+
+    t: int
+    params: dict[str, torch.Tensor]
+    memory: dict[str, torch.Tensor]
+    mirrors: Mapping[int, Tensors] = field(default_factory=dict)
+
+    def with_mirrors(self, changes: Mapping[int, Tensors]) -> "Server":
+        """This server with the mirrors of some clients replaced."""
+        return replace(self, mirrors=Overlay(self.mirrors, changes))
+
+
+@dataclass(frozen=True)
+class Round:
+    """Round ``t`` as a method's hooks see it; a finished one is ``rounds.Finished``."""
+
+    t: int
+    clients: tuple[Client, ...]  # those sampled
+    setting: Setting
+    notes: Tensors = field(default_factory=dict)  # of ``Method.prepare``
+
+    @property
+    def rounds(self) -> int:
+        return self.setting.rounds
+
+    def generator(self, purpose: str, client: int = 0) -> np.random.Generator:
+        """A function of (seed, purpose, t, client)."""
+        return numpy_generator(self.setting.seed, purpose, self.t, client)
+
+
+@dataclass(frozen=True)
+class Member:
+    """One model of one client in one round: what it gets, what of it stays, what it sends. A value, made on the driver.
+
+    ``payload["start"]`` replaces what it would have been served; other payloads are read by their key in the cohort.
+    """
+
+    client: Client
+    part: Slice
+    name: str = "model"  # a client's second model has another name
+    upload: Slice | None = None  # None: ``part`` without what is personal; ``NOTHING``: the model never leaves
+    keeps: Literal["personal", "all"] = "personal"  # all: the whole model lives at the client
+    payload: Mapping[str, Tensors] = field(default_factory=dict)
+    trains: bool = True  # False: a teacher, run without gradients
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One optimiser run of local training; the defaults are the whole of it.
+
+    What a stage does not train gets no gradient, no decay, no momentum.
+    """
+
+    trains: Where | None = None  # None: all that is trainable
+    epochs: int | None = None  # None: the experiment's
+    units: range | None = None  # FeDepth: earlier units run without gradients, later ones not at all
+    exit: int | None = None  # answers for the last unit of ``units``, through ``Backbone.bridge``
+    lr: float | None = None
+
+
+@dataclass(frozen=True)
+class Serving:
+    """How a client answers: outputs of ``members`` averaged, perhaps after a throw-away stage or fresh statistics."""
+
+    members: tuple[Member, ...]
+    tune: Stage | None = None  # FedBABU
+    statistics: Literal["stored", "batch", "recomputed"] = "stored"
+
+
+@dataclass
+class Arrived:
+    """What a round brought back."""
+
+    sums: dict[int, MaskedMean]  # by group (``Method.group_of``)
+    extras: dict[int, Tensors] = field(default_factory=dict)  # small tensors sent beside a model, by client
+    models: dict[int, Tensors] = field(default_factory=dict)  # by client; only if ``Method.needs_models``
+
+    @cached_property
+    def clients(self) -> int:
+        """How many clients' models were averaged."""
+        return sum(mean.clients for mean in self.sums.values())

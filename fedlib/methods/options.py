@@ -1,0 +1,94 @@
+"""Groups of options that several methods share: how exits teach one another, and what the server makes of the mean.
+
+A method names the groups it uses before ``Method``: ``class ReeFL(Distillation, ServerStep, Method)``.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+
+from .jobs import Arrived, Round, Server
+from .losses import Batch, cross_entropies, kl_to_teacher, last_exit, mutual_kl, ramp_up, running_best_exit
+from .server import fedadam, feddyn_gradient, feddyn_server
+
+TEACHERS = ("none", "best", "mutual", "last")
+
+
+@dataclass(frozen=True)
+class Distillation:
+    """Knowledge distillation between the exits of a client's own model (ReeFL, Eqs. 5-6)."""
+
+    distill: Literal["none", "best", "mutual", "last"] = "none"  # who teaches whom (L_kl, Eq. 5)
+    kd_weight: float | None = None  # eta; None: ramped up over the first rounds
+    ramp_fraction: float = 0.3  # of the rounds until eta = 1; the papers' 300 of 1000
+    temperature: float = 1.0  # tau, Eq. 6
+    zeta: float = 0.2  # running estimate of the loss; distill = best
+
+    def check_options(self) -> None:
+        super().check_options()
+        if self.distill not in TEACHERS:
+            name = type(self).__name__.lower()
+            raise ValueError(f"options of {name}: distill = {self.distill!r} is not possible; allowed: {TEACHERS}")
+
+    def local_loss(self, batch: Batch) -> torch.Tensor:
+        """Eq. 5, (M,): sum_e CE_e + eta * L_kl."""
+        ce = cross_entropies(batch)  # (E, M)
+        loss = ce.sum(0)
+        if self.distill == "none":
+            return loss
+        eta = ramp_up(batch.t, self.ramp_fraction * batch.rounds) if self.kd_weight is None else self.kd_weight
+        if self.distill == "mutual":
+            return loss + eta * mutual_kl(batch, self.temperature)
+        teacher = running_best_exit(batch, ce, self.zeta) if self.distill == "best" else last_exit(batch)
+        return loss + eta * kl_to_teacher(batch, teacher, self.temperature)
+
+
+@dataclass(frozen=True)
+class ServerStep:
+    """What the server makes of the mean: it takes it as it is, or as the input of FedDyn or FedAdam."""
+
+    aggregation: Literal["mean", "feddyn", "fedadam"] = "mean"
+    feddyn_alpha: float = 0.1
+    server_lr: float = 1e-3  # FedAdam
+    beta1: float = 0.9
+    beta2: float = 0.999
+    adam_tau: float = 1e-6
+
+    @property
+    def remembers(self) -> bool:
+        """FedDyn's clients keep a gradient across rounds."""
+        return self.aggregation == "feddyn" or super().remembers
+
+    def local_update(self, cohort) -> None:
+        """Local training, with FedDyn's term where that is the aggregation."""
+        if self.aggregation != "feddyn":
+            super().local_update(cohort)
+            return
+        alpha, start = self.feddyn_alpha, cohort.start
+        g = cohort.recall("feddyn_gradient")  # zeros at a client's first participation
+        cohort.train(self.local_loss, gradient=lambda name, p: feddyn_gradient(p, start[name], g[name], alpha))
+        cohort.remember("feddyn_gradient", {n: g[n] - alpha * (p - start[n]) for n, p in cohort.params.items()})
+
+    def aggregate(self, server: Server, arrived: Arrived, r: Round) -> Server:
+        mean = arrived.sums[0]
+        new, memory = dict(server.params), dict(server.memory)
+        for name, value in mean.result(server.params).items():
+            theta, count = server.params[name], mean.count[name]
+            if self.aggregation == "feddyn":
+                h = memory.get(f"h/{name}", torch.zeros_like(theta))
+                share = (count / r.setting.num_clients).to(theta.dtype)
+                new[name], memory[f"h/{name}"] = feddyn_server(theta, value, h, share, self.feddyn_alpha)
+            elif self.aggregation == "fedadam":
+                new[name], moments = self.adam_step(name, theta, theta - value, memory, count > 0)
+                memory |= moments
+            else:
+                new[name] = value
+        return replace(server, t=r.t, params=new, memory=memory)
+
+    def adam_step(self, key: str, theta: torch.Tensor, delta: torch.Tensor, memory: dict, held: torch.Tensor):
+        """One FedAdam step whose moments live under ``m/key`` and ``v/key``; entries not ``held`` stay."""
+        m, v = (memory.get(f"{x}/{key}", torch.zeros_like(theta)) for x in "mv")
+        stepped = fedadam(theta, delta, m, v, self.server_lr, self.beta1, self.beta2, self.adam_tau)
+        theta, m, v = (torch.where(held, new, old) for new, old in zip(stepped, (theta, m, v), strict=True))
+        return theta, {f"m/{key}": m, f"v/{key}": v}

@@ -1,0 +1,130 @@
+"""What a backbone is: a stem and units that run one at a time for K clients. Only it looks inside its state ``z``.
+
+A spec (a frozen dataclass) says all that is known before any weight exists: ``depth`` (units), ``input_shape``,
+``reads`` (images or tokens), ``own_modes`` (fine-tuning modes that make sense), the shapes of one example's ``feature``
+and ``state``, ``numbers`` of activations (the size of a cohort follows from them) and ``build()``.
+Read next: ``vit.py``, ``resnet.py`` (two backbones), ``exit_model.py`` (who runs them).
+"""
+
+from contextlib import contextmanager
+from typing import Literal, Protocol
+
+import torch
+from torch import nn
+
+from ..core.slices import Axis
+from ..layers.tokens import put_token, take_token
+
+
+class Spec(Protocol):
+    """Shape of a backbone: all that is known before any weight exists."""
+
+    depth: int
+    input_shape: tuple[int, ...]
+    reads: Literal["images", "tokens"]
+    own_modes: tuple[str, ...]
+
+    def feature(self, unit: int) -> tuple[int, ...]:
+        """What an exit after ``unit`` sees of one example: (d,) or (C, H, W)."""
+
+    def state(self, unit: int) -> tuple[int, ...]:
+        """Shape of ``Backbone.settled(z)`` of one example after ``unit``."""
+
+    def numbers(self, examples: int) -> tuple[int, int]:
+        """Numbers in the widest activation of ``examples`` examples, and in all that autograd keeps of them."""
+
+    def build(self) -> "Backbone": ...
+
+
+class Backbone(nn.Module):
+    """Units that run one at a time for K clients, whose stacked parameters may differ (``layers/linear.py``)."""
+
+    spec: Spec
+    stem: nn.Module  # (K, B, *input_shape) -> z
+    whole_blocks = False  # compute all of a client's last unit, as plain implementations do
+
+    def advance(self, z, unit: int, on: int) -> tuple[torch.Tensor, object]:
+        """Run ``unit``: what the exits see (K, B, *feature), and z of the first ``on`` clients, which go on."""
+        raise TypeError(f"{type(self).__name__} cannot run one unit at a time")
+
+    def replace(self, z, unit: int, feature: torch.Tensor):
+        """z with ``feature`` in place of what the exits saw after ``unit`` (ReeFL, Eq. 4)."""
+        raise TypeError(f"exits of {type(self).__name__} read maps: there is no token to hand back")
+
+    def bridge(self, feature: torch.Tensor, unit: int) -> torch.Tensor:
+        """What exits see after ``unit`` in the shape of the last unit's (FeDepth's skip)."""
+        return feature
+
+    def settled(self, z) -> torch.Tensor:
+        """Of ``z`` what a later unit reads, as one tensor that can be kept; ``TypeError`` where z is several."""
+        return z
+
+    def axis(self, name: str, size: int) -> Axis:
+        """Axis ``name`` of ``size`` entries; by default one segment whose order means nothing."""
+        return Axis(name, (size,))
+
+    def kept_units(self, first_hand_back: float) -> float:
+        """How many leading units do not depend on a token that is handed back after ``first_hand_back`` or later."""
+        return first_hand_back + 1
+
+
+class TokenBackbone(Backbone):
+    """A backbone of ``blocks`` on tokens (K, B, T, d) whose exits read one class token.
+
+    ``run(z, a, b)`` applies blocks a..b-1; ``run_to_token(z, block)`` gives the class token alone.
+    """
+
+    blocks: nn.ModuleList
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("origins", None, persistent=False)  # where exits read the class token after each block,
+        self.register_buffer("scales", None, persistent=False)  # and in what units; None: as it is
+        self.of_block: list[list[tuple[nn.Module, str, int]]] = []  # (module, leaf, dimensions unstacked) per block
+
+    def run(self, z: torch.Tensor, a: int, b: int) -> torch.Tensor:
+        for block in self.blocks[a:b]:
+            z = block(z)
+        return z
+
+    def run_to_token(self, z: torch.Tensor, block: int) -> torch.Tensor:
+        """The class token (K, B, d) after ``block``, for clients that go no further: no other token is computed."""
+        return self.blocks[block](z, 1)[..., 0, :]
+
+    def advance(self, z: torch.Tensor, unit: int, on: int) -> tuple[torch.Tensor, torch.Tensor]:
+        token, z = self._advance(z, unit, on)
+        if self.origins is not None:
+            token = (token - self.origins[unit]) / self.scales[unit]
+        return token, z
+
+    def replace(self, z: torch.Tensor, unit: int, feature: torch.Tensor) -> torch.Tensor:
+        if self.origins is not None:
+            feature = self.origins[unit] + self.scales[unit] * feature
+        return put_token(z, feature, self.spec.class_token)
+
+    def _advance(self, z: torch.Tensor, unit: int, on: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The class token (K, B, d) after ``unit`` of all clients, and all tokens of the first ``on``."""
+        at = self.spec.class_token
+        if on == len(z) or self.whole_blocks:
+            token, z = take_token(self.run(z, unit, unit + 1), at)
+            return token, z if on == len(z) or not on else z[:on]
+        if not on:
+            return self.run_to_token(z, unit), z
+        with self._clients_of(unit, slice(0, on)):
+            further = self.run(z[:on], unit, unit + 1)
+        with self._clients_of(unit, slice(on, len(z))):
+            ending = self.run_to_token(z[on:], unit)
+        token, further = take_token(further, at)
+        return torch.cat((token, ending)), further
+
+    @contextmanager
+    def _clients_of(self, unit: int, rows: slice):
+        """Inside, the stacked parameters of ``unit`` are those of some of the clients."""
+        stacked = [(m, leaf, p) for m, leaf, dims in self.of_block[unit] if (p := m._parameters[leaf]).dim() > dims]
+        for module, leaf, p in stacked:
+            module._parameters[leaf] = p[rows]
+        try:
+            yield
+        finally:
+            for module, leaf, p in stacked:
+                module._parameters[leaf] = p

@@ -1,0 +1,56 @@
+"""Which members of a cohort run which units and exits."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+
+from ..core.slices import Slice
+
+Rows = slice | torch.Tensor  # of a cohort: a run of members, or their indices
+
+
+@dataclass(frozen=True)
+class Route:
+    """Unit l runs for the first ``alive[l]`` members, exit j for those of ``exits[j]`` (absent: nobody).
+
+    ``start``: earlier units run without gradients. ``stop``: later ones not at all, and ``exit`` answers for the last
+    one that runs, through the backbone's bridge (a stage of FeDepth).
+    """
+
+    alive: Sequence[int]
+    exits: Mapping[int, Rows]
+    start: int = 0
+    stop: int | None = None
+    exit: int | None = None
+
+    @classmethod
+    def of(cls, part: Slice, depth: int) -> "Route":
+        """One model's: ``part`` of ``depth`` units."""
+        return cls([int(u in part.units) for u in range(depth)], dict.fromkeys(part.exits, slice(0, 1)))
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """What leading ``units`` made of a batch: z after the last of them, and the features that the head reads."""
+
+    units: int
+    z: torch.Tensor
+    features: Mapping[int, torch.Tensor] = field(default_factory=dict)  # by unit, (K, B, *feature)
+
+
+def spread(out: torch.Tensor, rows: Rows, members: int) -> torch.Tensor:
+    """``out`` of the members ``rows`` among zeros for all others."""
+    if isinstance(rows, slice):
+        return F.pad(out, (0, 0) * (out.dim() - 1) + (rows.start, members - rows.stop))
+    return out.new_zeros(members, *out.shape[1:]).index_copy(0, rows, out)
+
+
+def rows_of(members: Sequence[int]) -> Rows:
+    """``members`` (increasing) as a slice where they follow one another."""
+    if not members:
+        return slice(0, 0)
+    if members[-1] - members[0] + 1 == len(members):
+        return slice(members[0], members[-1] + 1)
+    return torch.tensor(members)
