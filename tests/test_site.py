@@ -151,7 +151,9 @@ def test_what_runs_and_notebooks_say_is_text(report):
         stored = read_json(run / "experiment.json")
         stored["provenance"] = stored.get("provenance", {}) | {"device": SCRIPTS[0], "cores": SCRIPTS[1]}
         write_json(run / "experiment.json", stored)
-    (outputs / "reefl" / "figures" / "table1_small_<script>alert(1)<\u2215script>.png").write_bytes(base64.b64decode(PIXEL))
+    (outputs / "reefl" / "figures" / "table1_small_<script>alert(1)<\u2215script>.png").write_bytes(
+        base64.b64decode(PIXEL)
+    )
     build_report()
     pages = {p.name: p.read_text() for p in report.parent.glob("*.html")}
     assert len(pages) == 8 and {n: d for n, p in pages.items() if (d := dangers(p))} == {}
