@@ -5,7 +5,7 @@ import pandas as pd
 import pytest
 import torch
 
-from fedlib import Experiment
+from fedlib import Experiment, build_federation
 from fedlib.core.paths import has_minilm
 from fedlib.data.datasets import HUB, TEXTS, is_available, load_dataset
 from fedlib.data.decode import Part, hold_out
@@ -214,3 +214,14 @@ def test_real_sets(shared_data, monkeypatch):
         "cola": ("class", 8551, 1043), "mrpc": ("class", 4076, 1725), "stsb": ("number", 5749, 1500),
         "xquad_en": ("span", 925, 265), "svamp": ("tokens", 3138, 1000),
     }  # fmt: skip
+
+
+def test_what_cannot_be_trained_on_yet_is_refused_before_a_model_is_built(tmp_path, monkeypatch):
+    monkeypatch.setattr("fedlib.engine.federation.build_model", lambda *a: pytest.fail("too late"))
+    pair = {"sentence1": ["a b"] * 20, "sentence2": ["d"] * 20, "label": [float(i) for i in range(20)]}
+    e = Experiment(
+        dataset=str(write(tmp_path / "set", train=pair, test=pair)), partition="iid", num_clients=4, clients_per_round=2,
+        backbone="bert_micro", pretrained=False, num_exits=3, augment="none",
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="holds no classes, which is all that can be trained on"):
+        build_federation(e)

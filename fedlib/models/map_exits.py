@@ -79,8 +79,7 @@ def classifiers(spec: Spec, num_classes: int, exit_units: Sequence[int]) -> nn.M
     """One classifier per exit, of the kind that reads what the backbone's exits see: a token, or a map."""
     if len(spec.feature(0)) == 1:
         return Classifiers(spec.feature(0)[0], num_classes, tuple(exit_units))
-    final = "norm_relu" if getattr(spec, "form", "post") != "post" else "linear"
-    return PooledClassifiers(spec, num_classes, exit_units, final=final)
+    return PooledClassifiers(spec, num_classes, exit_units, final=spec.final_exit)
 
 
 KINDS = {"linear": Pooled, "norm": Normed, "norm_relu": Activated, "convolutions": Convolved, "flatten": Flattened}

@@ -19,6 +19,7 @@ class MapSpec:
     channels: int = 3
     reads: ClassVar[str] = "images"
     own_modes: ClassVar[tuple[str, ...]] = ("full",)
+    final_exit: ClassVar[str] = "linear"  # the kind (``map_exits.KINDS``) of the exit after the last unit
 
     @property
     def input_shape(self) -> tuple[int, int, int]:

@@ -49,6 +49,11 @@ class ResNetSpec(MapSpec):
         size = -(-self.size // 2**stage)
         return (self.widths[stage], size, size)
 
+    @property
+    def final_exit(self) -> str:
+        """The last exit's kind: pre-activation nets end in a norm and ReLU."""
+        return "linear" if self.form == "post" else "norm_relu"
+
     def build(self) -> "ResNet":
         """A backbone of this shape, without weights."""
         return ResNet(self)

@@ -31,6 +31,11 @@ class ConvNetSpec(MapSpec):
             size = (size - 2) // 2
         return (self.widths[unit], size, size)
 
+    @property
+    def final_exit(self) -> str:
+        """The last exit's kind: linear on all of the map."""
+        return "flatten"
+
     def build(self) -> "ConvNet":
         """A backbone of this shape, without weights."""
         return ConvNet(self)
