@@ -3,6 +3,7 @@
 import atexit
 import os
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 
@@ -11,7 +12,20 @@ os.environ["FEDLIB_ROOT"] = str(ROOT)
 # Kernels start in a notebook's folder: they import this tree, and ``benchmarks`` beside it.
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
 if "PYTEST_XDIST_WORKER" not in os.environ:  # the workers of one test run share its store, as two processes may
-    os.environ["FEDLIB_OUTPUTS"] = tempfile.mkdtemp(prefix="fedlib-tests-")
-    atexit.register(shutil.rmtree, os.environ["FEDLIB_OUTPUTS"], ignore_errors=True)
+    folder = tempfile.mkdtemp(prefix="fedlib-tests-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    os.environ["FEDLIB_OUTPUTS"] = os.path.join(folder, "outputs")
+    if sys.platform == "linux":
+        from tests.warm_kernels import install
+
+        install(folder)
 os.environ.setdefault("TQDM_DISABLE", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+# Files that take longest, most of it waiting for processes: two workers that begin with them end together.
+SLOW = "benchmarks cluster packaging jupyterlab kills processes notebooks readme site".split()
+
+
+def pytest_collection_modifyitems(items):
+    order = {f"test_{name}": i for i, name in enumerate(SLOW)}
+    items.sort(key=lambda item: order.get(item.path.stem, len(SLOW)))

@@ -4,6 +4,9 @@ An :class:`Experiment` is a value; :func:`run` turns it into a stored result. ``
 """
 
 from .core.experiment import Experiment
+from .core.threads import wait_passively
+
+wait_passively()
 
 __version__ = "0.1.0"
 __all__ = ["Experiment", "Execution", "build_federation", "run", "run_all", "run_rounds"]
@@ -21,3 +24,8 @@ def __getattr__(name: str):
     from importlib import import_module
 
     return getattr(import_module(f".{_LAZY[name]}", __name__), name)
+
+
+def __dir__() -> list[str]:
+    """What there is, imported or not: completion and ``help(fedlib)`` show it."""
+    return sorted({*globals(), *_LAZY})

@@ -10,7 +10,7 @@ from urllib.parse import unquote, urlsplit
 
 FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run",
          "--disable-background-networking", "--disable-component-update", "--window-size=1400,1800")  # fmt: skip
-LOCAL = ("file:", "data:", "blob:", "about:", "chrome:")  # the last: the browser's own first tab
+LOCAL = ("file:", "data:", "blob:", "about:", "chrome:", "chrome-untrusted:")  # the last two: its own first tab
 
 
 def unavailable() -> str:

@@ -8,7 +8,7 @@ from fedlib.core.clients import Client
 from fedlib.core.rng import torch_generator
 from fedlib.data.federated import load_federated
 from fedlib.data.transforms import sample_views
-from fedlib.engine.batches import Draws, plan_batches
+from fedlib.engine.batches import Draws, in_order, plan_batches
 
 
 @pytest.fixture
@@ -98,3 +98,12 @@ def test_padding_is_no_wider_than_the_largest_client(setup):
     e, data, clients = setup
     plan = plan_batches(e.replace(batch_size=1000), data, clients, Draws(e.seed, 1))
     assert plan.rows.shape == (2, 3, max(c.num_examples for c in clients)) and plan.active.all()
+
+
+def test_examples_in_order_come_once(setup):
+    e, data, clients = setup
+    batches = zip(*((r.T, w.T) for r, w in in_order(data, clients, e.batch_size)), strict=True)
+    rows, weights = map(torch.cat, batches)
+    for k, client in enumerate(clients):
+        assert (rows[weights[:, k] == 1, k].numpy() == data.client(client.id)).all()
+        assert (rows[weights[:, k] == 0, k] == data.client(client.id)[0]).all()

@@ -125,9 +125,9 @@ def test_equal_cost_is_interpolated(tmp_path):
     })  # fmt: skip
     claim = {"value": "exits", "at": "macs", "costs": "figure4"}
     assert verdict_on(stored, **claim).verdict == "not testable"  # the notebook stored no costs
-    (tmp_path / "tables").mkdir()
+    (tmp_path / "reefl/tables").mkdir(parents=True)
     costs = pd.DataFrame({"finetune": "lora", "variant": ["reefl"] * 2 + ["reefl_unmodulated"] * 2, "macs": [10, 20, 15, 30]})  # fmt: skip
-    costs.to_csv(tmp_path / "tables" / "figure4_small.csv")
+    costs.to_csv(tmp_path / "reefl/tables/figure4_small.csv")
     # at 15: 45, 47 against 41; at 30, beyond its last exit: 50, 52 against 49
     assert verdict_on(stored, **claim).comparisons["mean"].tolist() == [5.0, 2.0]
 
@@ -149,9 +149,9 @@ def test_deciding(verdicts, need, expected):
 
 def test_teachers_are_judged_from_the_notebooks_table(tmp_path):
     stored = Stored("reefl", "small", tmp_path)
-    (tmp_path / "tables").mkdir()
+    (tmp_path / "reefl/tables").mkdir(parents=True)
     rows = [(1, 1, 40.0, 2, 5), (1, 2, 50.0, 8, 5), (2, 1, 42.0, 5, 6), (2, 2, 44.0, 5, 4)]
-    pd.DataFrame(rows, columns=["seed", "exit", "accuracy", "running", "batch"]).to_csv(tmp_path / "tables/figure7_small_4exits.csv")  # fmt: skip
+    pd.DataFrame(rows, columns=["seed", "exit", "accuracy", "running", "batch"]).to_csv(tmp_path / "reefl/tables/figure7_small_4exits.csv")  # fmt: skip
     shares, means = (
         judge_claim(n, CLAIMS[n], stored, None).comparisons.iloc[0] for n in ("best_exit_teaches", "running_estimate_teaches_better")
     )  # fmt: skip
@@ -164,7 +164,7 @@ def test_one_difference_has_no_interval():
 
 
 def test_stored_uploads_are_what_the_shapes_give(monkeypatch):
-    """A sample of ``outputs/tables/uploads.csv`` computed again, and the exact claims on broken numbers."""
+    """A sample of ``outputs/reefl/tables/uploads.csv`` computed again, and the exact claims on broken numbers."""
     import fedlib.report.exact as exact
 
     stored = Stored("reefl", "small", params_dir().parent / "outputs").uploads

@@ -196,7 +196,7 @@ def test_a_node_killed_in_mid_round_changes_nothing(slow, on_two, cluster, tmp_p
         (dict(address="auto"), "address = 'auto' needs executor = 'ray'"),
         (dict(executor="ray", address="head"), "address = 'head'; allowed: auto, local, host:port"),
         (dict(executor="ray", device="cuda:1"), "device = 'cuda:1' with executor = 'ray'; allowed: cpu, cuda"),
-        (dict(workers=0), "workers = 0 must be positive"),
+        (dict(workers=0), "workers = 0 must be at least 1"),
         (dict(cohort_size=2.5), "cohort_size = 2.5"),
     ],
 )

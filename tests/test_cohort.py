@@ -14,8 +14,8 @@ from fedlib import Execution, Experiment, build_federation, run_rounds
 from fedlib.core.clients import Client
 from fedlib.core.rng import torch_generator
 from fedlib.core.slices import Slice
-from fedlib.engine.cohort import learning_rate
 from fedlib.engine.executors import automatic_cohort_size, plan_cohorts, plan_round
+from fedlib.engine.schedules import round_rate
 from fedlib.methods import METHODS, Member, Round, build_method
 
 
@@ -90,7 +90,7 @@ def test_fedavg_equals_timm_trained_by_a_plain_loop(tiny):
         for client in f.sample_clients(t):
             model = copy.deepcopy(timm_vit)
             model.load_state_dict(theta)
-            optimizer = torch.optim.SGD(model.parameters(), learning_rate(e, t))
+            optimizer = torch.optim.SGD(model.parameters(), round_rate(e, t))
             for x, y in batches_of(f, client, t):
                 optimizer.zero_grad()
                 F.cross_entropy(model(x), y).backward()
@@ -129,7 +129,7 @@ def test_depthfl_equals_its_box_written_as_a_plain_loop(tiny):
                     loss = loss - (w[n] * g[n]).sum() + alpha / 2 * ((w[n] - theta[n]) ** 2).sum()
                 for n, d in zip(w, torch.autograd.grad(loss, list(w.values())), strict=True):
                     with torch.no_grad():
-                        w[n] -= learning_rate(e, t) * (d.clamp(-1, 1) + e.weight_decay * w[n])
+                        w[n] -= round_rate(e, t) * (d.clamp(-1, 1) + e.weight_decay * w[n])
             states[client.id] = {n: g[n] - alpha * (w[n].detach() - theta[n]) for n in w}
             arrived.append({n: p.detach() for n, p in w.items()})
         for n in theta:
@@ -142,10 +142,10 @@ def test_depthfl_equals_its_box_written_as_a_plain_loop(tiny):
 
 def test_learning_rate_is_a_cosine_with_a_floor():
     e = Experiment(rounds=1000, lr=0.05, min_lr=0.001)
-    assert learning_rate(e, 910) == 0.001 and learning_rate(e, 909) > 0.001
-    assert learning_rate(e, 500) == pytest.approx(0.025)
+    assert round_rate(e, 910) == 0.001 and round_rate(e, 909) > 0.001
+    assert round_rate(e, 500) == pytest.approx(0.025)
     f = Experiment(rounds=1000, lr=0.1, min_lr=0.01)
-    assert learning_rate(f, 796) == 0.01 and learning_rate(f, 795) > 0.01
+    assert round_rate(f, 796) == 0.01 and round_rate(f, 795) > 0.01
 
 
 def test_sampling_is_a_function_of_seed_and_round_and_the_same_for_every_method(tiny):

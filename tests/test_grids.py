@@ -1,17 +1,17 @@
 """ReeFL's tables as grids: nothing runs twice, variants are what they say, claims and overrides name real ones."""
 
+import subprocess
+import sys
+
 import pytest
 
 from fedlib.core.paths import params_dir
 from fedlib.methods import METHODS
 from fedlib.report.tables import load_claims
-from fedlib.runs.params import load_grid, load_spec, load_yaml
+from fedlib.runs.params import load_grid, load_spec
+from fedlib.runs.params_files import grids, load_yaml
 
-TABLES = sorted(
-    p.stem
-    for p in (params_dir() / "reefl").glob("*.yaml")
-    if p.stem not in ("base", "methods", "columns", "claims", "privacy", "compression", "text")
-)
+TABLES = grids("reefl")
 
 
 def hashes(table, profile="paper", **overrides):
@@ -39,11 +39,6 @@ def test_tables_share_runs(table, base, shared):
     other = hashes(base)
     pairs = {(c.finetune, c.variant) for h, c in hashes(table).items() if h in other}
     assert len(pairs) == shared, pairs
-
-
-def test_table1s_stored_runs_keep_their_names():
-    stored = {p.name for p in (params_dir().parent / "outputs" / "runs").iterdir()}
-    assert {c.experiment.slug for c in load_grid("reefl", "table1", "small")} <= stored
 
 
 def test_variants_are_the_papers_rows():
@@ -85,3 +80,11 @@ def test_small_profile_stays_affordable():
     """All small tables together: runs of about half a minute on two cores."""
     runs = {h for t in TABLES for h in hashes(t, "small")}
     assert len(runs) <= 300
+
+
+def test_looking_at_a_grid_imports_neither_peft_nor_timm():
+    """Their import takes seconds in every notebook."""
+    code = "import sys; from fedlib.runs.params import load_grid; cells = load_grid('reefl', 'table1', 'small')\n"
+    code += "assert {'frozen', 'lora'} == {c.finetune for c in cells} and not {'peft', 'timm'} & set(sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

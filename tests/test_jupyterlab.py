@@ -67,6 +67,7 @@ def jupyterlab(folder):
     own = {"JUPYTER_CONFIG_DIR": "config", "JUPYTER_DATA_DIR": "data", "JUPYTER_RUNTIME_DIR": "runtime", "IPYTHONDIR": "ipython",
            "JUPYTERLAB_SETTINGS_DIR": "settings", "JUPYTERLAB_WORKSPACES_DIR": "workspaces", "FEDLIB_OUTPUTS": "outputs"}  # fmt: skip
     env = {**os.environ, "FEDLIB_ROOT": str(ROOT), **{k: str(folder / v) for k, v in own.items()}}
+    env.pop("JUPYTER_PATH", None)  # a kernel of its own, as a user has it
     command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", "--ServerApp.ip=127.0.0.1",
                "--port=0", f"--IdentityProvider.token={secrets.token_hex(16)}", f"--ServerApp.root_dir={folder / 'notebooks'}"]  # fmt: skip
     with open(folder / "server.log", "w") as log:
@@ -134,5 +135,5 @@ def test_the_walkthrough_runs_in_jupyterlab(tmp_path):
         last = driver.execute_script("return [...document.querySelectorAll('.jp-OutputArea-output img')].pop()")
         driver.execute_script("arguments[0].scrollIntoView({block: 'center'})", last)
         assert driver.save_screenshot(str(tmp_path / "jupyterlab.png"))
-        assert len(list((tmp_path / "outputs/figures").glob("start_here_smoke_*.png"))) == 3
+        assert len(list((tmp_path / "outputs/walkthrough/figures").glob("start_here_smoke_*.png"))) == 3
     assert not list((tmp_path / "runtime").glob("jpserver-*.json"))  # the server has left in good order

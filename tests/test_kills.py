@@ -76,7 +76,8 @@ def start_papermill(folder, grid, name):
     notebook.write_text(json.dumps({"cells": cells, "metadata": kernel, "nbformat": 4, "nbformat_minor": 5}))
     parameters.write_text(json.dumps({"grid": [e.to_dict() for e in grid]}))
     command = [sys.executable, "-m", "papermill", "--no-progress-bar", "-f", parameters, notebook, folder / f"{name}.out.ipynb"]  # fmt: skip
-    return subprocess.Popen(command, env={**os.environ, "FEDLIB_OUTPUTS": str(folder)}, stderr=subprocess.DEVNULL)
+    env = {k: v for k, v in os.environ.items() if k != "JUPYTER_PATH"}  # a kernel of its own, as a user has it
+    return subprocess.Popen(command, env=env | {"FEDLIB_OUTPUTS": str(folder)}, stderr=subprocess.DEVNULL)
 
 
 def test_kill_9_of_kernel_and_papermill_then_two_papermills_on_one_table(forks, tmp_path):

@@ -84,7 +84,7 @@ def test_json_of_the_wrong_size_depth_or_kind_is_refused(read, name, tmp_path):
     ids=lambda x: x[:20] if " " in x else "",
 )  # fmt: skip
 def test_yaml_that_is_more_than_a_mapping_of_values_is_refused(text, message, tmp_path):
-    from fedlib.runs.params import load_yaml
+    from fedlib.runs.params_files import load_yaml
 
     file = tmp_path / "evil.yaml"
     file.write_text(text)

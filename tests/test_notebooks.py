@@ -1,12 +1,16 @@
 """Notebooks: hygiene, papermill with an override, refusal of typos. (nbval runs them all: see pyproject.toml.)"""
 
+import ast
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from fedlib.report.notebook import check_parameters, check_sources
 
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").rglob("*.ipynb"))
@@ -49,20 +53,91 @@ def papermill(notebook, out, *parameters, **kwargs):
 
 
 def test_papermill_with_an_override_from_any_folder(tmp_path):
-    overrides = "{overrides: {num_train: 160, num_test: 50, rounds: 3, method: [reefl], finetune: frozen}}"
-    done = papermill(
-        ROOT / "notebooks/reefl/table1_four_exits.ipynb", tmp_path / "t.ipynb", "-y", overrides, cwd=tmp_path
-    )
+    overrides = "{overrides: {num_train: 160, num_test: 50, rounds: 3, variant: [reefl], finetune: frozen}}"
+    notebook = ROOT / "notebooks/reefl/table4_modulation.ipynb"
+    done = papermill(notebook, tmp_path / "t.ipynb", "-y", overrides, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
     stored = list((tmp_path / "outputs/runs").glob("*/summary.json"))
     assert len(stored) == 1 and json.loads(stored[0].read_text())["t"] == 3
-    assert (tmp_path / "outputs/tables/table1_smoke.md").read_text().count("ReeFL") == 1
-    assert (tmp_path / "outputs/figures/table1_smoke_exits_cifar100_alpha1.png").stat().st_size > 10_000
+    assert (tmp_path / "outputs/reefl/tables/table4_smoke.md").read_text().count("ReeFL") == 1
+    assert (tmp_path / "outputs/reefl/figures/table4_smoke_exits.png").stat().st_size > 10_000
 
 
-def test_a_typo_stops_the_notebook_before_any_compute(tmp_path):
-    done = papermill(
-        ROOT / "notebooks/reefl/table1_four_exits.ipynb", tmp_path / "t.ipynb", "-y", "{overrides: {roundz: 3}}"
-    )
-    assert done.returncode != 0 and "did you mean 'rounds'?" in done.stderr
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["-y", "{overrides: {roundz: 3}}"], "unknown key 'roundz'; did you mean 'rounds'?"),
+        (["-p", "profil", "small"], "parameters: unknown name 'profil'; did you mean 'profile'?"),
+    ],
+)
+def test_a_typo_stops_the_notebook_before_any_compute(tmp_path, arguments, message):
+    done = papermill(ROOT / "notebooks/reefl/table1_four_exits.ipynb", tmp_path / "t.ipynb", *arguments)
+    assert done.returncode != 0 and message in done.stderr
     assert not (tmp_path / "outputs").exists()
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=ids)
+def test_every_notebook_asks_for_its_parameters_before_it_does_anything(path):
+    """Between the parameters cell, below which papermill puts its own, and the call stand imports only."""
+    parameters, second = ("".join(c["source"]) for c in cells(path)[:2])
+    names = [t.id for s in ast.parse(parameters).body for t in s.targets]
+    assert len(names) == len(ast.parse(parameters).body) >= 4  # plain assignments
+    statements = ast.parse(second).body
+    first = next(i for i, s in enumerate(statements) if not isinstance(s, ast.Import | ast.ImportFrom))
+    assert ast.unparse(statements[first]) == "check_parameters()"
+
+
+@pytest.mark.parametrize(
+    "injected, refused",
+    [
+        ("profile = 'small'\noverrides = {'rounds': 3}", None),
+        (
+            "overridez = {'rounds': 3}",
+            "unknown name 'overridez'; did you mean 'overrides'? allowed: overrides, profile",
+        ),
+        ("profile = 'small'\nx = 1", "unknown name 'x'; allowed: overrides, profile"),
+    ],
+)
+def test_names_that_papermill_sets_are_those_of_the_parameters_cell(injected, refused):
+    # IPython's list of executed cells begins with an empty one
+    executed = ["", "profile = 'smoke'  # smoke | small\noverrides = {}", f"# Parameters\n{injected}\n", "import x"]
+    check_sources(executed[:2])  # nothing injected: JupyterLab, nbval
+    if refused is None:
+        check_sources(executed)
+    else:
+        with pytest.raises(ValueError, match="parameters") as error:
+            check_sources(executed)
+        assert refused in str(error.value)
+
+
+def test_outside_a_notebook_there_is_nothing_to_check():
+    check_parameters()
+
+
+def test_the_map_names_every_notebook_and_its_commands_exist():
+    text = (ROOT / "notebooks/README.md").read_text()
+    names = {n.removesuffix(".ipynb") for n in ids}
+    assert set(re.findall(r"`((?:%s)/\w+)`" % "|".join({n.split("/")[0] for n in names}), text)) == names  # noqa: UP031
+    targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.M)) | {n.split("_")[0] for n in names}
+    assert set(re.findall(r"make (\w+(?:/\w+)?)", text)) <= targets
+
+
+def test_a_first_word_is_enough_to_name_a_notebook():
+    short = [i.removesuffix(".ipynb").split("_")[0] for i in ids]
+    assert len(set(short)) == len(short)
+
+
+def make(*arguments):
+    # -o: neither look at nor build the environment
+    command = ["make", "-n", "-o", "setup", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+
+
+def test_make_runs_the_notebook_of_one_paper():
+    done = make("reefl/table1", "PROFILE=smoke")
+    assert done.returncode == 0
+    assert "notebooks/reefl/table1_four_exits.ipynb outputs/executed/reefl-table1-smoke.ipynb -p profile smoke" in done.stdout  # fmt: skip
+    whole = make("reefl/table10_aggregation_distillation_twelve_exits")
+    assert "notebooks/reefl/table10_aggregation_distillation_twelve_exits.ipynb" in whole.stdout
+    old = subprocess.run(["make", "table1"], cwd=ROOT, capture_output=True, text=True)
+    assert old.returncode == 2 and "no target 'table1'; did you mean: make reefl/table1" in old.stderr

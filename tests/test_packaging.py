@@ -1,6 +1,8 @@
 """What is installed: one list of requirements, and a wheel that works alone."""
 
+import ast
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -38,6 +40,47 @@ def test_lock_pins_every_requirement_with_hashes():
         line = pins[requirement.name.lower()]
         assert requirement.specifier.contains(line.split("==")[1].split()[0].rstrip(";\\")), line
     assert all(line.rstrip().endswith("\\") for line in pins.values())  # a hash follows
+
+
+def make(*arguments):
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("MAKE", "MFLAGS"))}
+    return subprocess.run(["make", "-n", *arguments], cwd=ROOT, env=env, capture_output=True, text=True)
+
+
+def test_the_cpu_set_up_takes_torch_from_its_index_and_nothing_of_cuda():
+    """-W: as if nothing were installed. The pattern that leaves packages out meets all of CUDA and nothing else."""
+    done = make("-W", "requirements.lock", "setup", "BACKEND=cpu")
+    locked = re.findall(r"^([\w.-]+)(?:\[.+?\])?==([\w.]+)", (ROOT / "requirements.lock").read_text(), re.M)
+    torch = [f"{name}=={version}" for name, version in locked if name in ("torch", "torchvision")]
+    assert len(torch) == 2 and f"--torch-backend cpu {' '.join(torch)} " in done.stdout, done.stdout + done.stderr
+    assert "--require-hashes --excludes - -r requirements.lock" in done.stdout
+    (pattern,) = re.findall(r"grep -oE '(.+)' requirements.lock", done.stdout)
+    out = {name for name, version in locked if re.match(pattern, f"{name}=={version}")}
+    assert out == {name for name, _ in locked if re.match("torch$|torchvision$|triton|nvidia|cuda", name)}
+    plain = make("-W", "requirements.lock", "setup").stdout
+    assert "--torch-backend" not in plain and "--excludes" not in plain and "--compile-bytecode" in plain
+
+
+def test_another_backend_is_refused_in_words():
+    done = make("-W", "requirements.lock", "setup", "BACKEND=gpu")
+    assert done.returncode and "BACKEND = 'gpu' is not possible; allowed: cpu" in done.stderr
+
+
+CUDA_KERNELS = {"mamba_ssm", "causal_conv1d"}  # used where somebody built them; they do not install without CUDA
+OTHER_NAMES = {"yaml": "pyyaml", "sklearn": "scikit-learn"}
+
+
+def test_every_import_is_declared():
+    """What fedlib imports is required by name, not because something else happens to bring it."""
+    lines = PROJECT["dependencies"] + [x for group in PROJECT["optional-dependencies"].values() for x in group]
+    declared = {re.match(r"[\w.-]+", x)[0].lower() for x in lines}
+    for path in (ROOT / "fedlib").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and not node.level:
+                names = [node.module]
+            for name in {n.split(".")[0] for n in names} - sys.stdlib_module_names - CUDA_KERNELS - {"fedlib"}:
+                assert OTHER_NAMES.get(name, name.replace("_", "-")) in declared, f"{path.name} imports {name}"
 
 
 def test_a_fresh_install_runs_one_round_offline(tmp_path):

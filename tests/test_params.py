@@ -1,11 +1,13 @@
 """Layered params: later wins, unknown keys are errors, tables resolve to the paper's experiments."""
 
-import dataclasses
+import shutil
 
 import pytest
 
+from fedlib.core.paths import params_dir
 from fedlib.report.tables import load_cells, load_reported
-from fedlib.runs.params import load_experiment, load_grid, load_profile, load_yaml, merge
+from fedlib.runs.params import load_experiment, load_grid
+from fedlib.runs.params_files import SIZES, grids, load_profile, load_yaml, merge, papers
 
 
 def test_layers_in_order_and_options_key_by_key():
@@ -96,10 +98,55 @@ def test_reported_numbers(table, spot):
         assert (row["mean"], row["sd"]) == (mean, sd)
 
 
-def test_profiles_hold_sizes_only():
-    from fedlib import Experiment
-
-    known = {f.name for f in dataclasses.fields(Experiment)} | {"seeds", "fallback"}
+def test_general_profiles_hold_sizes_and_a_papers_profiles_its_backbone_and_data():
     for profile in ("smoke", "demo", "small", "paper"):
-        keys = set(load_profile(profile))
-        assert keys <= known and not keys & {"lr", "min_lr", "method", "options", "clip_value", "finetune"}
+        assert set(load_profile(profile)) <= SIZES
+        choices = set(load_profile(profile, "reefl")) - SIZES
+        assert choices <= {"dataset", "partition", "augment", "crop_pad", "backbone", "fallback"}
+    assert load_profile("small", "reefl")["dataset"] == "cifar10"
+    assert load_profile("small", "extensions") == load_profile("small", "reefl")  # it extends ReeFL's
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch):
+    """A copy of the params to change."""
+    shutil.copytree(params_dir(), tmp_path / "params")
+    monkeypatch.setenv("FEDLIB_ROOT", str(tmp_path))
+    return tmp_path / "params"
+
+
+def test_a_papers_profile_wins_over_the_general_one(project):
+    (project / "reefl/profiles/smoke.yaml").write_text("dataset: mnist\nbackbone: deit_micro\nrounds: 9\n")
+    e = load_grid("reefl", "table1", "smoke")[0].experiment
+    assert (e.rounds, e.num_train) == (9, 320)
+    (project / "extensions/profiles").mkdir()
+    (project / "extensions/profiles/smoke.yaml").write_text("rounds: 4\n")  # over the paper that it extends
+    assert load_grid("extensions", "compression", "smoke")[0].experiment.rounds == 4
+    assert load_grid("reefl", "table1", "smoke")[0].experiment.rounds == 9
+
+
+@pytest.mark.parametrize(
+    "file, text, message",
+    [
+        ("profiles/smoke.yaml", "rouns: 3", "smoke.yaml: unknown key 'rouns'; did you mean 'rounds'?"),
+        ("profiles/smoke.yaml", "backbone: deit_micro", "smoke.yaml: unknown key 'backbone'"),  # the paper's to say
+        ("reefl/profiles/smoke.yaml", "backbon: deit_micro", "smoke.yaml: unknown key 'backbon'; did you mean 'backbone'?"),
+        ("reefl/profiles/smal.yaml", "rounds: 3", "smal.yaml: no profile has this name; did you mean 'small'?"),
+        ("reefl/methods.yaml", "depthfll: {lr: 0.1}", "methods.yaml: unknown method 'depthfll'; did you mean 'depthfl'?"),
+        ("reefl/base.yaml", "extends: extensions", "papers extend each other in a circle"),
+        ("reefl/base.yaml", "extends: refl", "paper = 'refl' is unknown; did you mean 'reefl'?"),
+    ],
+)  # fmt: skip
+def test_every_file_is_checked(project, file, text, message):
+    (project / file).write_text(text + "\n")
+    with pytest.raises(ValueError) as error:
+        load_grid("reefl", "table1", "smoke")
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize("paper, table", [(p, t) for p in papers() for t in grids(p)])
+def test_every_small_grid_finds_its_stored_runs(paper, table):
+    """No change of the params' layout may give a stored run another name."""
+    stored = {p.name for p in (params_dir().parent / "outputs" / "runs").iterdir()}
+    cells = load_grid(paper, table, "small")
+    assert cells and {c.experiment.slug for c in cells} <= stored

@@ -17,7 +17,8 @@ from fedlib.core.slices import ParamInfo, Slice, scatter_add_, take
 from fedlib.data.partition import partition_examples
 from fedlib.engine.checks import check_experiment
 from fedlib.methods.server import MaskedMean, Update, merge_sums
-from fedlib.runs.params import load_grid, load_yaml, merge
+from fedlib.runs.params import load_grid
+from fedlib.runs.params_files import load_yaml, merge
 
 # --- configurations ----------------------------------------------------------------------------------------------
 
@@ -97,7 +98,7 @@ def wrong(key, rng):
         nested = nested[0]
     odd = [b"bytes", {"a": {"b": 1}}, {1: 2}, object(), {"set"}, 1j, deep, float("nan"), float("inf"), -float("inf"), 10**400,
            -(10**400), 2**64, "\ud800\0", "數" * rng.randint(1, 2000), "", "1e-3", range(3), np.float64("nan"), {"k": float("nan")},
-           {"k": object()}, {"k": deep}, [[None]], [1, "2"], type, np.int64(3)]  # fmt: skip
+           {"k": object()}, {"k": deep}, [[None]], [1, "2"], type, np.complex64(3), np.datetime64("2024"), np.array([3, 3])]  # fmt: skip
     if key in NUMBERS:
         odd += [True, -1, -0.5, "3", -(2**63)]
     if type(VALID[key]) is float:

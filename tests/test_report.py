@@ -1,45 +1,94 @@
-"""The page of results: never stale, every link and figure there, and it adapts to what is stored."""
+"""The pages of results: never stale, every link and figure there, and they adapt to what is stored."""
 
+import json
 import re
 import shutil
 
+import pytest
+
 from fedlib.core.paths import params_dir
-from fedlib.report.claims import Stored
-from fedlib.report.page import facts, grid_names, main, results_page, title_of
+from fedlib.report.claims import Stored, judge
+from fedlib.report.page import claims_page, facts, grid_names, index_page, main, results_page, title_of
 from fedlib.report.tables import markdown_table
+from fedlib.runs.params_files import papers
 
 OUTPUTS = params_dir().parent / "outputs"
 
 
-def test_the_committed_page_is_what_the_stored_runs_say():
-    page = results_page(Stored("reefl", "small", OUTPUTS))
-    assert (OUTPUTS / "README.md").read_text(encoding="utf-8") == page, "stale: run `make results`"
+@pytest.mark.parametrize("paper", papers())
+def test_the_committed_pages_are_what_the_stored_runs_say(paper):
+    stored = Stored(paper, "small", OUTPUTS)
+    verdicts = judge(stored)
+    for name, page in {"README.md": results_page(stored, verdicts), "claims.md": claims_page(stored, verdicts)}.items():
+        path = OUTPUTS / paper / name
+        assert (path.read_text(encoding="utf-8") if path.exists() else "") == page, "stale: run `make results`"
 
 
-def test_every_link_and_figure_of_the_page_exists():
-    page = (OUTPUTS / "README.md").read_text(encoding="utf-8")
-    links = re.findall(r'\]\(([^)]+)\)|(?:src|href)="([^"]+)"', page)
-    assert len(links) > 10 and all((OUTPUTS / (a or b)).exists() for a, b in links)
+def test_the_index_is_what_the_pages_say():
+    assert (OUTPUTS / "README.md").read_text(encoding="utf-8") == index_page(OUTPUTS), "stale: run `make results`"
+
+
+@pytest.mark.parametrize("path", sorted([OUTPUTS / "README.md", *OUTPUTS.glob("*/*.md")]), ids=str)
+def test_every_link_and_figure_of_the_pages_exists(path):
+    page = path.read_text(encoding="utf-8")
+    links = [a or b for a, b in re.findall(r'\]\(([^)]+)\)|(?:src|href)="([^"]+)"', page)]
+    assert links
+    for link in links:
+        target, _, place = link.partition("#")
+        file = path.parent / target if target else path
+        assert file.exists(), link
+        assert not place or f"\n## {place}\n" in file.read_text(encoding="utf-8"), link
+
+
+def test_pages_are_short_enough_to_read():
+    sizes = {p: p.stat().st_size for p in [OUTPUTS / "README.md", *OUTPUTS.glob("*/README.md")]}
+    assert sizes[OUTPUTS / "README.md"] < 4_000 and max(sizes.values()) < 40_000, sizes
 
 
 def test_grids_are_in_the_papers_order_and_have_titles():
     names = grid_names("reefl")
     assert names[:11] == [f"table{i}" for i in range(1, 12)] and "claims" not in names and "base" not in names
-    assert title_of("table1").startswith("[Table 1") and title_of("compression") == "Compressed uploads"
+    assert title_of("reefl", "table1").startswith("[Table 1")
+    assert title_of("extensions", "compression") == "Compressed uploads"
 
 
-def test_the_page_follows_the_store(tmp_path, monkeypatch, capsys):
+def test_no_table_or_figure_of_another_paper_is_shown(tmp_path, monkeypatch):
+    """Two papers with a Table 1 each: the one's page does not know the other's notebook and figures."""
+    shutil.copytree(params_dir(), tmp_path / "params")
+    monkeypatch.setenv("FEDLIB_ROOT", str(tmp_path))
+    for name, text in {"base.yaml": "extends: reefl", "table1.yaml": "# The other paper's.\naxes: {finetune: [lora], method: [fedavg]}"}.items():  # fmt: skip
+        (tmp_path / "params/other").mkdir(exist_ok=True)
+        (tmp_path / "params/other" / name).write_text(text + "\n")
+    for paper in ("reefl", "other"):
+        (tmp_path / "notebooks" / paper).mkdir(parents=True)
+        (tmp_path / "notebooks" / paper / "table1_x.ipynb").write_text(
+            json.dumps({"cells": [{"source": [f"# Of {paper}"]}]})
+        )
+        (tmp_path / "outputs" / paper / "figures").mkdir(parents=True)
+        (tmp_path / "outputs" / paper / f"figures/table1_small_{paper}.png").touch()
+    stored = Stored("other", "small", tmp_path / "outputs")
+    page = results_page(stored, judge(stored))
+    assert "[Of other](../../notebooks/other/table1_x.ipynb)" in page and "reefl.png" not in page
+    assert title_of("reefl", "table1") == "[Of reefl](../../notebooks/reefl/table1_x.ipynb)"
+
+
+def test_the_pages_follow_the_store(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("FEDLIB_OUTPUTS", str(tmp_path))
-    shutil.copytree(OUTPUTS / "tables", tmp_path / "tables")
-    main([])
-    empty = (tmp_path / "README.md").read_text(encoding="utf-8")
-    assert str(tmp_path / "README.md") in capsys.readouterr().out
+    shutil.copytree(OUTPUTS / "reefl/tables", tmp_path / "reefl/tables")
+    main(["--paper", "reefl"])
+    empty = (tmp_path / "reefl/README.md").read_text(encoding="utf-8")
+    said = capsys.readouterr().out
+    assert str(tmp_path / "reefl/README.md") in said and str(tmp_path / "README.md") in said
     assert "0 runs" in empty and "| obtained |" not in empty and "[Table 1: " in empty.split("## Not run")[1]
+    assert not (tmp_path / "extensions").exists()
 
     shutil.copytree(OUTPUTS / "runs", tmp_path / "runs", ignore=lambda _, names: [n for n in names if "-s3-" in n])
-    (tmp_path / "figures").mkdir()
-    shutil.copy(OUTPUTS / "figures/table1_small_exits_femnist.png", tmp_path / "figures/figure7_small_4exits.png")
-    page = results_page(Stored("reefl", "small"))
+    (tmp_path / "reefl/figures").mkdir()
+    shutil.copy(
+        OUTPUTS / "reefl/figures/figure2_small_femnist.png", tmp_path / "reefl/figures/figure7_small_4exits.png"
+    )
+    stored = Stored("reefl", "small")
+    page = results_page(stored, judge(stored))
     table1 = page.split("## [Table 1: ")[1].split("\n## ")[0]
     assert "80 of 120 runs" in table1 and "seeds: 1, 2;" in table1 and "AMD EPYC, 2 cores" in table1 and "<img" not in table1  # fmt: skip
     assert "## [Figure 7: " in page and 'src="figures/figure7_small_4exits.png"' in page

@@ -63,7 +63,8 @@ def test_orderings_follow_the_interval_and_the_reported_sign():
     frame = frame_of(reefl=[50.0, 60.0, 70.0], depthfl=[49.0, 58.0, 69.0], scalefl=[51.0, 58.0, 70.0], fedavg=[1.0])
     printed = {"reefl": 80.0, "depthfl": 81.0, "scalefl": 79.0, "fedavg": 10.0, "inclusivefl": 3.0}
     reported = pd.DataFrame([{"finetune": "lora", "column": "a", "variant": v, "mean": m} for v, m in printed.items()])
-    table = orderings(frame, reported).set_index("claim")
+    rivals = [("reefl", other) for other in ("depthfl", "scalefl", "fedavg", "inclusivefl")]
+    table = orderings(frame, reported, rivals).set_index("claim")
     # 1, 2, 1 although the paper prints -1; -1, 2, 0 holds zero; one seed has no interval; inclusivefl was not run
     assert table.verdict.to_dict() == {
         "ReeFL < DepthFL": "does not hold", "ReeFL > ScaleFL": "undecided", "ReeFL > FedAvg": "not testable",

@@ -15,7 +15,6 @@ from fedlib.data.tasks import (
     Regression,
     Span,
     Task,
-    next_token_labels,
     span_texts,
     task_of,
 )
@@ -232,8 +231,7 @@ def test_exact_match_under_teacher_forcing_is_that_of_greedy_generation():
     prompt, generated = [1, 0], greedy(model, [1, 0], 3)
     answers = [generated, [generated[0], (generated[1] + 1) % 3, generated[2]]]
     ids = torch.tensor([[*prompt, *a, 0] for a in answers])  # one token of padding
-    labels = next_token_labels(ids, torch.tensor([2, 2]), torch.tensor([5, 5]))
-    assert labels.tolist() == [[IGNORED, *a, IGNORED, IGNORED] for a in answers]
+    labels = torch.tensor([[IGNORED, *a, IGNORED, IGNORED] for a in answers])  # at each position the token that follows
     outputs = torch.stack([torch.stack([model(row[: i + 1]) for i in range(6)]) for row in ids.tolist()])
     assert NextToken().measure(outputs[:1], labels[:1]) == {"exact_match": 100.0, "accuracy": 100.0}
     got = NextToken().measure(outputs, labels)
@@ -279,10 +277,11 @@ def test_spans_become_text():
 def test_every_task_names_its_headline_and_its_width():
     for name, task in TASKS.items():
         assert isinstance(task, Task) and task.reads in ("class", "tokens")
-        assert task.outputs(7) == {"stsb": 1, "squad": 2, "xquad_en": 2}.get(name, 7)
+        assert task.outputs(7) == {"stsb": 1, "squad": 2, "xquad": 2}.get(name, 7)
     assert {n: t.metric for n, t in TASKS.items()} == {
-        "cola": "matthews", "mrpc": "f1", "qqp": "f1", "stsb": "pearson", "squad": "f1", "xquad_en": "f1",
+        "cola": "matthews", "mrpc": "f1", "qqp": "f1", "stsb": "pearson", "squad": "f1", "xquad": "f1",
         "svamp": "exact_match",
     }  # fmt: skip
     assert task_of("cifar100") == Classification() and task_of("cifar100").metric == "accuracy"
+    assert task_of("a/folder", "span") == Span() and task_of("a/folder", "number") == Regression()
     assert hash(task_of("stsb")) == hash(Regression())

@@ -275,7 +275,7 @@ def test_without_the_package_one_sentence_says_so(monkeypatch, tmp_path):
         with pytest.raises(ImportError, match=sentence):
             call()
     assert not is_available("sst2") and not is_available("docstrings") and is_available("mnist")
-    assert len(load_cells("reefl", "text", "small", folder=tmp_path)) == 18  # stored runs can still be looked at
+    assert len(load_cells("extensions", "text", "small", folder=tmp_path)) == 18  # stored runs can still be looked at
 
 
 # --- training --------------------------------------------------------------------------------------------------------
@@ -362,7 +362,7 @@ def test_a_local_set_of_the_other_kind_is_refused_when_it_is_read(tmp_path, monk
     monkeypatch.setattr("fedlib.engine.federation.build_model", lambda *a: pytest.fail("too late"))
     images, labels = torch.zeros(200, 1, 4, 4, dtype=torch.uint8), torch.arange(200) % 2
     data = datasets.ImageData("mine", images, labels, images, labels, ("a", "b"))
-    monkeypatch.setattr("fedlib.data.federated.load_dataset", lambda name, groups: data)
+    monkeypatch.setattr("fedlib.data.federated.load_dataset", lambda name, groups, size: data)
     e = Experiment(dataset="./mine", augment="none", backbone="bert_micro", pretrained=False, num_exits=3)
     with pytest.raises(ValueError, match="backbone = 'bert_micro' cannot read dataset = './mine', which holds images"):
         build_federation(e)
@@ -400,7 +400,7 @@ def test_the_grid_is_text_at_every_profile():
         "small": "minilm.32",
         "paper": "minilm",
     }.items():
-        cells = load_grid("reefl", "text", profile)
+        cells = load_grid("extensions", "text", profile)
         assert {c.experiment.backbone for c in cells} == {backbone} and {c.method for c in cells} >= {
             "depthfl",
             "reefl",
@@ -412,5 +412,5 @@ def test_the_grid_is_text_at_every_profile():
 def test_small_has_no_stand_in_for_sst2(monkeypatch, tmp_path):
     """Digits, which stand in for CIFAR-10 at this profile, are not text."""
     monkeypatch.setattr("fedlib.report.tables.is_available", lambda name: False)
-    assert {c.experiment.dataset for c in load_cells("reefl", "text", "small", folder=tmp_path)} == {"sst2"}
+    assert {c.experiment.dataset for c in load_cells("extensions", "text", "small", folder=tmp_path)} == {"sst2"}
     assert {c.experiment.dataset for c in load_cells("reefl", "table1", "small", folder=tmp_path)} == {"mnist"}

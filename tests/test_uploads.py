@@ -241,16 +241,19 @@ def test_an_interrupted_run_with_residuals_ends_with_the_same_numbers(tmp_path, 
 
 
 @pytest.mark.parametrize("options, message", [
-    ({"clip_norm": 0.0}, "options of reefl: clip_norm = 0.0 must be positive"),
-    ({"noise_multiplier": -1.0}, "noise_multiplier = -1.0 must not be negative"),
+    ({"clip_norm": 0.0}, "options of reefl: clip_norm = 0.0 must be above 0"),
+    ({"noise_multiplier": -1.0}, "noise_multiplier = -1.0 must be at least 0"),
     ({"noise_multiplier": 1.0, "weighting": "clients"}, "noise_multiplier = 1.0 needs a clip_norm"),
     ({"noise_multiplier": 1.0, "clip_norm": 1.0}, "needs weighting = 'clients', not 'examples'"),
-    ({"dp_delta": 1.0}, "dp_delta = 1.0 must be in"),
+    ({"dp_delta": 1.0}, "dp_delta = 1.0 must be above 0 and below 1"),
     ({"compress": "quantize"}, "did you mean 'quantise'"),
-    ({"bits": 1}, "bits = 1 is not possible; allowed: 2..32"),
-    ({"bits": 33}, "bits = 33 is not possible"),
-    ({"topk_fraction": 0.0}, "topk_fraction = 0.0 must be in"),
-    ({"topk_fraction": 1.5}, "topk_fraction = 1.5 must be in"),
+    ({"bits": 1}, "bits = 1 must be at least 2 and at most 32"),
+    ({"bits": 33}, "bits = 33 must be"),
+    ({"topk_fraction": 0.0}, "topk_fraction = 0.0 must be above 0"),
+    ({"topk_fraction": 1.5}, "topk_fraction = 1.5 must be above 0 and at most 1"),
+    ({"dp_delta": 0.1}, "dp_delta = 0.1 has no effect without a noise_multiplier"),
+    ({"bits": 4}, "bits = 4 has no effect with compress = 'none'; it needs compress = 'quantise'"),
+    ({"topk_fraction": 0.5}, "topk_fraction = 0.5 has no effect with compress = 'none'"),
     ({"error_feedback": True}, "error_feedback needs compress"),
 ])  # fmt: skip
 def test_bad_options_are_named(options, message):

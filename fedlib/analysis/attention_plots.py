@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from ..core.words import plain
 from .attention_maps import MAPS, Attention
 
 
@@ -17,7 +18,7 @@ def overlay(image: np.ndarray, weights: np.ndarray | None, ax, title: str = "") 
     elif weights is not None:
         ax.text(width / 2, height / 2, "–", ha="center", va="center")
     ax.set(xticks=[], yticks=[])
-    ax.set_title(title, fontsize=8)
+    ax.set_title(plain(title), fontsize=8)
 
 
 def as_image(pixels: torch.Tensor) -> np.ndarray:

@@ -10,91 +10,154 @@ import json
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Annotated
 
-from .validation import Scalar, check_fields
+from .validation import (
+    AtLeast,
+    AtMost,
+    Below,
+    Count,
+    Positive,
+    Scalar,
+    When,
+    check_fields,
+    check_instance,
+    names_its_keywords,
+)
+
+NotNegative = Annotated[int, AtLeast(0)]
+BY_ALPHA = ("dirichlet", "class_dirichlet", "drawn", "weighted_dirichlet", "capped_dirichlet", "grouped_dirichlet")
 
 
+@names_its_keywords("experiment")
 @dataclass(frozen=True)
 class Experiment:
-    """Every choice that can change a result. Invalid values raise ``ValueError`` before any compute."""
+    """Every choice that can change a result. Invalid values raise ``ValueError`` before any compute.
+
+    Algorithm
+      method              a name of ``fedlib.methods.METHODS``, or a registered method of one's own
+      options             fields of the method's dataclass, by name; what is not given has the method's default
+    Data
+      dataset             a name of ``data.datasets.DATASETS``, or the path of a local set (which then names the run)
+      label_groups        label by what a class name says before its slash (Omniglot's alphabets)
+      num_train, num_test use so many examples, classes in proportion; None: all
+      partition           who gets which training examples. dirichlet: clients of equal size, each with class
+                          proportions of its own; class_dirichlet: every class divided in Dirichlet proportions;
+                          pathological: few classes a client; natural: an owner (writer, speaker) is a client;
+                          natural_split: an owner is several clients, each one's alone; iid; drawn: a population of any
+                          size, whose clients overlap; weighted_dirichlet, capped_dirichlet, dealt: FeDepth's;
+                          grouped_dirichlet: ScaleFL's (``data/label_partitions.py``)
+      dirichlet_alpha     concentration of partition = drawn and of all *dirichlet: small is heterogeneous
+      classes_per_client  of partition = pathological and dealt
+      examples_per_client of partition = drawn
+      test_split          what of the test set a client answers. central: all of it; like_train: rows in proportion to
+                          its training labels; contiguous: an even piece in order; labels: all rows of its labels
+      validation_fraction of every class's training examples, held out before they are divided
+      evaluate_on         test, or validation: to choose learning rates without test data
+      augment             crop: random shift; rrc: random resized crop; _flip: and a horizontal flip
+      crop_pad            largest shift in pixels of the backbone's input, augment = crop*
+      crop_scale          smallest area of a random resized crop, as a share of the image, augment = rrc*
+    Model
+      backbone            a name of ``models.registry.OWN``, or any timm ViT with a class token
+      pretrained          start from published weights, or from random ones
+      finetune            full, frozen, lora, pa, sa, ssf, or a peft tuner's name
+      finetune_options    of that mode: r of pa and sa, the fields of peft's config
+      batch_norm          of convnets. batch: the batch's statistics always; tracked: running ones, averaged by the
+                          server; static: recomputed for every evaluation; local: running ones that stay with a client
+      num_exits           exits of the model, which are also the budgets that clients can have
+      exit_blocks         0-based blocks with an exit; None: the method's own placement
+    Federation
+      num_clients         all clients
+      clients_per_round   clients sampled in every round
+      budgets             uniform: client i can hold exits 0..(i mod num_exits); maximum: all can hold all
+      rounds              rounds of communication
+      local_epochs        passes over a client's own examples in a round
+      batch_size          examples of a local step
+      lr, min_lr          rate of local training; min_lr is the floor of schedule = cosine
+      schedule            the rate of round t = 1..rounds. cosine: max(min_lr, lr/2 (1 + cos(pi t / rounds))), so the
+                          last round's, and that of rounds = 1, is min_lr; step: lr times decay after every milestone;
+                          exponential: lr times decay after every decay_every rounds; constant: lr
+      milestones          rounds, or below 1 shares of all rounds; schedule = step
+      decay, decay_every  a factor; how many rounds it takes, schedule = exponential
+      warmup_rounds       first rounds in which the rate rises linearly; below 1: a share of all rounds
+      local_schedule      inside a local training; linear: to zero
+      optimiser           sgd, adam or adamw, fresh in every local training
+      momentum            of sgd
+      weight_decay        of all optimisers
+      clip_value          largest gradient entry; None: not clipped
+      clip_norm           largest norm of a client's whole gradient, after clip_value; None: not clipped
+      precision           of local training's matrix products (autocast)
+      nonfinite           a NaN or infinite update ends the run as diverged (record), is left out and counted (drop), or
+                          is an error with client and tensor (fail)
+      evaluate_every      rounds between two evaluations; 0: only after the last
+      seed                of all randomness
+    """
 
     # algorithm
     method: str = "reefl"
-    options: Mapping[str, Scalar] = field(default_factory=dict)  # fields of the method's dataclass
+    options: Mapping[str, Scalar] = field(default_factory=dict)
     # data
-    dataset: str = "mnist"  # a name of data.datasets.DATASETS, or the path of a local set (which then names the run)
-    label_groups: bool = False  # label by what a class name says before its slash (Omniglot's alphabets)
-    num_train: int | None = None  # use so many training examples, classes in proportion; None: all
-    num_test: int | None = None
-    # natural: an owner (writer, speaker) is a client; natural_split: an owner is several clients, each one's alone
+    dataset: str = "mnist"
+    label_groups: bool = False
+    num_train: Count | None = None
+    num_test: Count | None = None
     partition: typing.Literal[
-        "dirichlet", "class_dirichlet", "pathological", "natural", "natural_split", "iid", "drawn"
-    ] = "dirichlet"
-    dirichlet_alpha: float = 1.0
-    classes_per_client: int = 2  # partition = pathological
-    examples_per_client: int = 100  # partition = drawn: a population of any size, clients overlap
+        "dirichlet", "class_dirichlet", "pathological", "natural", "natural_split", "iid", "drawn",
+        "weighted_dirichlet", "capped_dirichlet", "grouped_dirichlet", "dealt",
+    ] = "dirichlet"  # fmt: skip
+    dirichlet_alpha: Annotated[Positive, When(partition=BY_ALPHA)] = 1.0
+    classes_per_client: Annotated[Count, When(partition=("pathological", "dealt"))] = 2
+    examples_per_client: Annotated[Count, When(partition="drawn")] = 100
+    test_split: typing.Literal["central", "like_train", "contiguous", "labels"] = "central"
+    validation_fraction: Annotated[float, AtLeast(0), Below(1)] = 0.0
+    evaluate_on: typing.Literal["test", "validation"] = "test"
     augment: typing.Literal["none", "crop", "crop_flip", "rrc", "rrc_flip"] = "crop"
-    crop_pad: int = 2  # pixels, augment = crop*
-    crop_scale: float = 0.08  # smallest area, augment = rrc*
+    crop_pad: NotNegative = 2
+    crop_scale: Annotated[Positive, AtMost(1)] = 0.08
     # model
-    backbone: str = "deit_micro"  # or any timm ViT with a class token
+    backbone: str = "deit_micro"
     pretrained: bool = True
-    finetune: str = "lora"  # full, frozen, lora, pa, sa, ssf, or a peft tuner's name
+    finetune: str = "lora"
     finetune_options: Mapping[str, Scalar] = field(default_factory=dict)
-    num_exits: int = 4
-    exit_blocks: tuple[int, ...] | None = None  # 0-based; None: the method's own placement
+    batch_norm: typing.Literal["batch", "tracked", "static", "local"] = "batch"
+    num_exits: Count = 4
+    exit_blocks: tuple[NotNegative, ...] | None = None
     # federation
-    num_clients: int = 100
-    clients_per_round: int = 10
-    budgets: typing.Literal["uniform", "maximum"] = "uniform"  # uniform: client i can hold exits 0..(i mod E)
-    rounds: int = 100
-    local_epochs: int = 1
-    batch_size: int = 32
-    lr: float = 0.05
-    min_lr: float = 0.001
-    momentum: float = 0.0
-    weight_decay: float = 0.0
-    clip_value: float | None = 1.0  # element-wise
-    clip_norm: float | None = None  # of a client's whole gradient, after clip_value
-    optimiser: typing.Literal["sgd", "adam", "adamw"] = "sgd"  # fresh in every local training; momentum is of sgd
-    # the rate of a round: cosine falls from lr to min_lr, step by ``decay`` after every milestone, exponential by
-    # ``decay`` after every ``decay_every`` rounds
+    num_clients: Count = 100
+    clients_per_round: Count = 10
+    budgets: typing.Literal["uniform", "maximum"] = "uniform"
+    rounds: Count = 100
+    local_epochs: Count = 1
+    batch_size: Count = 32
+    lr: Positive = 0.05
+    min_lr: Annotated[float, AtLeast(0)] = 0.001
+    momentum: Annotated[float, AtLeast(0), Below(1)] = 0.0
+    weight_decay: Annotated[float, AtLeast(0)] = 0.0
+    clip_value: Positive | None = 1.0
+    clip_norm: Positive | None = None
+    optimiser: typing.Literal["sgd", "adam", "adamw"] = "sgd"
     schedule: typing.Literal["cosine", "step", "exponential", "constant"] = "cosine"
-    milestones: tuple[float, ...] | None = None  # rounds; below 1: shares of all rounds; schedule = step
-    decay: float | None = None  # factor; schedule = step, exponential
-    decay_every: int = 1  # rounds, schedule = exponential
-    warmup_rounds: float = 0.0  # the rate rises linearly in so many first rounds; below 1: a share of all rounds
-    local_schedule: typing.Literal["constant", "linear"] = "constant"  # linear: to zero inside a local training
-    precision: typing.Literal["float32", "bfloat16"] = "float32"  # of local training's matmuls (autocast)
-    # A NaN or infinite update ends the run as diverged, is left out and counted, or is an error with client and tensor.
+    milestones: tuple[float, ...] | None = None
+    decay: float | None = None
+    decay_every: int = 1
+    warmup_rounds: float = 0.0
+    local_schedule: typing.Literal["constant", "linear"] = "constant"
+    precision: typing.Literal["float32", "bfloat16"] = "float32"
     nonfinite: typing.Literal["record", "drop", "fail"] = "record"
-    evaluate_every: int = 0  # rounds; 0: only after the last
-    seed: int = 1
+    evaluate_every: NotNegative = 0
+    seed: NotNegative = 1
 
     def __post_init__(self):
-        own = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        for key, value in check_fields(type(self), own, "experiment").items():
-            object.__setattr__(self, key, value)
-        sizes = (
-            "num_train num_test classes_per_client examples_per_client num_exits num_clients clients_per_round rounds"
-        )
-        for key in f"{sizes} local_epochs batch_size dirichlet_alpha lr clip_value crop_scale".split():
-            if getattr(self, key) is not None and getattr(self, key) <= 0:
-                raise ValueError(f"experiment: {key} = {getattr(self, key)!r} must be positive")
-        for key in "min_lr momentum weight_decay evaluate_every seed crop_pad".split():
-            if getattr(self, key) < 0:
-                raise ValueError(f"experiment: {key} = {getattr(self, key)!r} must not be negative")
+        check_instance(self, "experiment")
         if self.clients_per_round > self.num_clients:
             raise ValueError(
                 f"experiment: clients_per_round = {self.clients_per_round} exceeds num_clients = {self.num_clients}"
             )
         if self.min_lr > self.lr:
             raise ValueError(f"experiment: min_lr = {self.min_lr} exceeds lr = {self.lr}")
-        if self.momentum >= 1 or self.crop_scale > 1:
-            raise ValueError(f"experiment: momentum = {self.momentum} must be < 1, crop_scale = {self.crop_scale} <= 1")
         if self.exit_blocks is not None:
             blocks = self.exit_blocks
-            if len(blocks) != self.num_exits or list(blocks) != sorted(set(blocks)) or blocks[0] < 0:
+            if len(blocks) != self.num_exits or list(blocks) != sorted(set(blocks)):
                 raise ValueError(
                     f"experiment: exit_blocks = {list(blocks)} must be {self.num_exits} increasing block indices >= 0"
                 )

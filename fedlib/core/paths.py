@@ -22,8 +22,14 @@ def outputs_dir() -> Path:
 
 
 def params_dir() -> Path:
-    """The layered YAML files."""
-    return root() / "params"
+    """The layered YAML files; ``ValueError`` where there are none, as outside a checkout."""
+    folder = root() / "params"
+    if not folder.is_dir():
+        raise ValueError(
+            f"no folder {folder}: params and notebooks are part of the project's checkout and not of the installed "
+            "package; start inside a checkout, or set FEDLIB_ROOT to one"
+        )
+    return folder
 
 
 def has_minilm() -> bool:

@@ -1,15 +1,75 @@
-"""Values from YAML, notebooks and callers: converted to a dataclass's types, or refused in one sentence."""
+"""Values from YAML, notebooks and callers: converted to a dataclass's types, or refused in one sentence.
+
+A field's annotation says all that it may be: its type, the options of a ``Literal``, its limits and when it counts.
+``beta: Annotated[float, AtLeast(0), Below(1), When(aggregation="fedadam")] = 0.9``.
+"""
 
 import dataclasses
 import difflib
+import functools
+import inspect
 import math
+import os
 import reprlib
 import sys
 import types
 import typing
 from collections.abc import Iterable, Mapping
+from typing import Annotated
 
 Scalar = bool | int | float | str | None | tuple
+
+
+@dataclasses.dataclass(frozen=True)
+class Above:
+    """A number must be larger than ``limit``."""
+
+    limit: float
+    words: typing.ClassVar[str] = "above"
+
+    def allows(self, x: float) -> bool:
+        return x > self.limit
+
+
+class AtLeast(Above):
+    """A number must be ``limit`` or larger."""
+
+    words = "at least"
+
+    def allows(self, x: float) -> bool:
+        return x >= self.limit
+
+
+class Below(Above):
+    """A number must be smaller than ``limit``."""
+
+    words = "below"
+
+    def allows(self, x: float) -> bool:
+        return x < self.limit
+
+
+class AtMost(Above):
+    """A number must be ``limit`` or smaller."""
+
+    words = "at most"
+
+    def allows(self, x: float) -> bool:
+        return x <= self.limit
+
+
+class When:
+    """A field counts only if its dataclass's other fields are as given (one value, or a tuple of allowed ones).
+
+    ``When(distill=("best", "mutual"))``: elsewhere a value other than the default is refused, as it would do nothing.
+    """
+
+    def __init__(self, **switches: object):
+        self.switches = {k: v if isinstance(v, tuple) else (v,) for k, v in switches.items()}
+
+
+Count = Annotated[int, AtLeast(1)]
+Positive = Annotated[float, Above(0)]
 
 
 class _Short(reprlib.Repr):
@@ -35,24 +95,111 @@ def did_you_mean(value: object, allowed: Iterable[str]) -> str:
 
 
 def check_fields(cls: type, values: Mapping[str, object], where: str) -> dict[str, object]:
-    """Return ``values`` converted to the types of dataclass ``cls``'s fields.
+    """Return ``values`` converted to the types of dataclass ``cls``'s fields and checked against their limits.
 
     Raises ``ValueError`` naming ``where``, the key, the bad value and what is allowed.
     """
-    hints, names = typing.get_type_hints(cls), {f.name for f in dataclasses.fields(cls)}
     if not isinstance(values, Mapping):
         raise ValueError(f"{where} = {shown(values)}: expected a mapping of names to values")
-    out = {}
-    for key, value in values.items():
-        if key not in names:
-            raise ValueError(f"{where}: unknown key {shown(key)}{did_you_mean(key, names)}")
-        out[key] = _convert(value, hints[key], f"{where}: {key}")
-    return out
+    hints = field_hints(cls)
+    check_names(cls, values, where)
+    return {key: _convert(value, hints[key], f"{where}: {key}") for key, value in values.items()}
+
+
+def check_names(cls: type, names: Iterable[object], where: str) -> None:
+    """Raise ``ValueError`` for the first of ``names`` that is no field of dataclass ``cls``, with the nearest one."""
+    allowed = {f.name for f in dataclasses.fields(cls)}
+    for name in names:
+        if name not in allowed:
+            raise ValueError(f"{where}: unknown key {shown(name)}{did_you_mean(name, allowed)}")
+
+
+def check_instance(instance: object, where: str) -> None:
+    """Convert and check every field of a frozen dataclass in place: what its ``__post_init__`` calls."""
+    values = {f.name: getattr(instance, f.name) for f in dataclasses.fields(instance)}
+    for key, value in check_fields(type(instance), values, where).items():
+        object.__setattr__(instance, key, value)
+
+
+def check_conditions(instance: object, where: str) -> None:
+    """Raise ``ValueError`` for a field that differs from its default and does nothing (:class:`When`)."""
+    hints = field_hints(type(instance))
+    for f in dataclasses.fields(instance):
+        given = getattr(instance, f.name)
+        for condition in [m for m in typing.get_args(hints[f.name])[1:] if isinstance(m, When)]:
+            for switch, allowed in condition.switches.items():
+                if given != f.default and (value := getattr(instance, switch)) not in allowed:
+                    raise ValueError(
+                        f"{where}: {f.name} = {shown(given)} has no effect with {switch} = {shown(value)}; it needs "
+                        f"{switch} = {' or '.join(map(shown, allowed))}"
+                    )
+
+
+def names_its_keywords(where: str):
+    """Class decorator of a dataclass: an unknown keyword is refused by name, as :func:`check_fields` does."""
+
+    def decorate(cls: type) -> type:
+        init = cls.__init__
+
+        @functools.wraps(init)
+        def __init__(self, *args, **kwargs):
+            check_names(cls, kwargs, where)
+            init(self, *args, **kwargs)
+
+        cls.__init__ = __init__
+        return cls
+
+    return decorate
+
+
+@functools.cache
+def field_hints(cls: type) -> dict[str, object]:
+    """The annotations of dataclass ``cls``'s fields, with what base classes say of a field that it only re-types.
+
+    ``temperature: float = 3.0`` in a subclass changes the default and keeps the limits; ``distill: str = "last"`` keeps
+    the options. A ``Literal`` or limits of the subclass's own replace the base's.
+    """
+    hints: dict[str, object] = {}
+    for base in reversed(cls.__mro__):
+        own = typing.get_type_hints(base, include_extras=True)
+        for name in inspect.get_annotations(base):
+            known = hints.get(name)
+            if known is None or own[name] != _plain(own[name]) or own[name] != _plain(known):
+                hints[name] = own[name]
+            else:
+                hints[name] = _without_conditions(known)
+    return hints
+
+
+def _plain(hint: object) -> object:
+    """``hint`` without limits and options: the type alone."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Annotated:
+        return _plain(args[0])
+    if origin is typing.Literal:
+        return type(args[0])
+    if origin in (typing.Union, types.UnionType):
+        return functools.reduce(lambda a, b: a | b, map(_plain, args))
+    return tuple[tuple(map(_plain, args))] if origin is tuple else hint
+
+
+def _without_conditions(hint: object) -> object:
+    """``hint`` without :class:`When`: who declares a field anew may use it for something else."""
+    if typing.get_origin(hint) is not Annotated:
+        return hint
+    bare, *extras = typing.get_args(hint)
+    for extra in extras:
+        bare = bare if isinstance(extra, When) else Annotated[bare, extra]
+    return bare
 
 
 def _convert(value: object, hint: object, where: str) -> object:
-    """Accept exactly the YAML spellings of ``hint``: an int for a float, a list for a tuple, nothing looser."""
+    """Accept the spellings of ``hint`` in YAML and numpy: an int for a float, a list or array for a tuple, no more."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Annotated:
+        out = _convert(value, args[0], where)
+        _check_limits(out, [m for m in args[1:] if isinstance(m, Above)], where)
+        return out
     if origin in (typing.Union, types.UnionType):
         if value is None and type(None) in args:
             return None
@@ -63,6 +210,7 @@ def _convert(value: object, hint: object, where: str) -> object:
             except ValueError:
                 if option is options[-1]:
                     raise
+    value = _as_python(value)
     if origin is typing.Literal:
         if isinstance(value, str) and value in args:
             return value
@@ -86,8 +234,27 @@ def _convert(value: object, hint: object, where: str) -> object:
     )
 
 
+def _check_limits(value: object, limits: list[Above], where: str) -> None:
+    if value is not None and not all(m.allows(value) for m in limits):
+        allowed = " and ".join(f"{m.words} {m.limit:g}" for m in limits)
+        raise ValueError(f"{where} = {shown(value)} must be {allowed}")
+
+
+def _as_python(value: object) -> object:
+    """A numpy scalar or array as Python's own numbers and lists, a path as a string; anything else as it is.
+
+    A relative path of one part gets its ``./``: a plain word would name something else.
+    """
+    if type(value).__module__ == "numpy" and hasattr(value, "tolist"):
+        return value.tolist()
+    if isinstance(value, os.PathLike) and isinstance(text := os.fspath(value), str):
+        return text if os.sep in text else os.path.join(os.curdir, text)
+    return value
+
+
 def _scalar(value: object, where: str, depth: int = 3) -> Scalar:
     """A value as JSON can hold it: bool, number, string, None, or a list of such (a tuple here)."""
+    value = _as_python(value)
     if isinstance(value, (list, tuple)) and depth:
         return tuple(_scalar(v, where, depth - 1) for v in value)
     if type(value) is int and abs(value) >= 2**63 or type(value) is float and not math.isfinite(value):

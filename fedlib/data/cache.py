@@ -14,6 +14,7 @@ import torch
 
 from ..core.storage import DamagedFile, digest_tensors, read_tensors, stored_digest, write_tensors
 
+ANY_SIZE = {"size": "any"}  # says that data were read that depend on the network's input
 Decoded = tuple[dict[str, torch.Tensor], list[str]]  # tensors by name, class names
 
 
@@ -48,11 +49,32 @@ def cached(key: dict, read: Callable[[], Decoded]) -> Decoded:
     return tensors, classes
 
 
-def known_digest(key: dict) -> str | None:
+def cached_for(size: int | None, key: dict, read: Callable[[int | None], tuple[Decoded, bool]]) -> Decoded:
+    """As :func:`cached`, of data that may depend on the network's input ``size``: ``read(size)`` also says if they do.
+
+    What does not depend on it is kept once, for all networks.
+    """
+    fitted = key | {"size": size}
+    for k in (key, fitted):
+        if cache_file(k).exists():
+            return cached(k, lambda: read(size)[0])
+    decoded, depends = read(size)
+    if depends:
+        cached(key | ANY_SIZE, lambda: ({"none": torch.zeros(0)}, []))
+    return cached(fitted if depends else key, lambda: decoded)
+
+
+def was_read(key: dict) -> bool:
+    """Has :func:`cached_for` read these data before, for whatever size?"""
+    return cache_file(key).exists() or cache_file(key | ANY_SIZE).exists()
+
+
+def known_digest(key: dict, size: int | None = None) -> str | None:
     """The digest of what ``key`` describes, from the header of its file: nothing is decoded. None if it is not kept."""
-    return stored_digest(cache_file(key))
+    return stored_digest(cache_file(key)) or stored_digest(cache_file(key | {"size": size}))
 
 
-def digest_of(key: dict, tensors: dict[str, torch.Tensor], classes: list[str]) -> str:
+def digest_of(key: dict, size: int | None, decoded: Decoded) -> str:
     """The digest of what ``key`` describes: as kept, or computed where it could not be."""
-    return known_digest(key) or digest_tensors(tensors, {"classes": json.dumps(classes)})
+    tensors, classes = decoded
+    return known_digest(key, size) or digest_tensors(tensors, {"classes": json.dumps(classes)})

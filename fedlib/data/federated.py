@@ -2,15 +2,16 @@
 
 import json
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 import torch
 
 from ..core.experiment import Experiment
 from ..core.rng import numpy_generator
+from .client_tests import ByLabel, Everything, by_label, contiguous, like_train
 from .datasets import ImageData, is_text, load_dataset, source_key
-from .partition import Divided, Drawn, partition_examples
+from .partition import BY_CHANCE, BY_OWNER, Divided, Drawn, partition_examples
 from .transforms import render
 
 
@@ -28,6 +29,8 @@ class FederatedData:
     holdings: Divided | Drawn
     owners: np.ndarray | None = None  # of all training rows; set where no client holds examples of two owners
     test_owners: np.ndarray | None = None  # of the test examples, where the data name them
+    test_split: str = "central"  # how client_test divides the test set (client_tests.py)
+    seed: int = 0  # of that division
     digest: str = ""  # of the whole data set, of which an experiment may use a part
 
     @property
@@ -51,11 +54,26 @@ class FederatedData:
         return np.array([self.owners[r[0]] if len(r) else -1 for r in rows])
 
     def label_counts(self) -> np.ndarray:
-        """Counts (clients, classes)."""
-        labels = self.labels.cpu().numpy()
-        return np.stack(
-            [np.bincount(labels[self.client(i)], minlength=len(self.classes)) for i in range(self.num_clients)]
-        )
+        """Training examples (clients, classes); no columns where labels are no classes."""
+        if not self.classes:
+            return np.zeros((self.num_clients, 0), np.int64)
+        return self.holdings.label_counts(self.labels.cpu().numpy(), len(self.classes))
+
+    def client_test(self, i: int) -> np.ndarray:
+        """Rows of the test set that client i is tested on, sorted; perhaps none."""
+        return self._tests.client(i)
+
+    @cached_property
+    def _tests(self) -> Divided | ByLabel | Everything:
+        rows, clients = len(self.test_labels), self.num_clients
+        if self.test_split == "central":
+            return Everything(rows)
+        if self.test_split == "contiguous":
+            return contiguous(rows, clients)
+        counts, labels = self.label_counts(), self.test_labels.cpu().numpy()
+        if not self.classes:  # in proportion to sizes
+            counts, labels = self.num_examples[:, None], np.zeros(rows, np.int64)
+        return by_label(counts, labels) if self.test_split == "labels" else like_train(counts, labels, self.seed)
 
     def view(
         self, images: torch.Tensor, shape: tuple[int, ...], rows: torch.Tensor, views: torch.Tensor | None = None
@@ -70,46 +88,92 @@ class FederatedData:
 
 
 @lru_cache(maxsize=4)
-def _on_device(name: str, groups: bool, device: str, source: str) -> tuple[ImageData, tuple[torch.Tensor, ...]]:
+def _on_device(
+    name: str, groups: bool, device: str, size: int | None, source: str
+) -> tuple[ImageData, tuple[torch.Tensor, ...]]:
     """``source`` says which files are meant: changed ones are read again."""
-    data = load_dataset(name, groups)
+    data = load_dataset(name, groups, size)
     fields = (data.train_images, data.train_labels, data.test_images, data.test_labels, *data.mean_std())
     return data, tuple(t.to(device) for t in fields)
 
 
-def load_federated(e: Experiment, device: str = "cpu") -> FederatedData:
-    """Load and partition ``e``'s data. The examples are shared by all experiments of the process on one device."""
+def load_federated(e: Experiment, device: str = "cpu", size: int | None = None) -> FederatedData:
+    """Load and partition ``e``'s data. The examples are shared by all experiments of the process on one device.
+
+    ``size`` is the network's input (see :func:`datasets.load_dataset`).
+    """
+    source = json.dumps(source_key(e.dataset))
     data, (images, labels, test_images, test_labels, mean, std) = _on_device(
-        e.dataset, e.label_groups, device, json.dumps(source_key(e.dataset))
-    )  # fmt: skip
-    train, test = _subset(data.train_labels, e.num_train, "train"), _subset(data.test_labels, e.num_test, "test")
+        e.dataset, e.label_groups, device, size, source
+    )
+    check_labels(e, data)
+    values, test_values = _strata(data, data.train_labels), _strata(data, data.test_labels)
+    train, test = _subset(values, e.num_train, "train"), _subset(test_values, e.num_test, "test")
     owners, test_owners = (o.numpy() if o is not None else None for o in (data.owners, data.test_owners))
-    values = data.train_labels.numpy()[train]
-    if e.partition == "drawn":
-        holdings = Drawn(train, values, e.num_clients, e.examples_per_client, e.dirichlet_alpha, e.seed)
-    else:
-        parts = partition_examples(
-            e.partition, values, e.num_clients, e.seed, e.dirichlet_alpha, e.classes_per_client,
-            owners[train] if owners is not None else None,
-        )  # fmt: skip
-        holdings = Divided(train[np.concatenate(parts)], np.cumsum([0, *map(len, parts)]))
-    if e.num_test is not None:
+    train, held = hold_out(values, train, e.validation_fraction)
+    if e.evaluate_on == "validation":
+        test, test_images, test_labels, test_owners = held, images, labels, owners
+    holdings = _hold(e, values[train], train, owners)
+    if e.num_test is not None or e.evaluate_on == "validation":
         keep = torch.from_numpy(test).to(device)
         test_images, test_labels = test_images[keep], test_labels[keep]
-    by_owner = e.partition.startswith("natural")
     return FederatedData(
         images, labels, test_images, test_labels, data.classes, mean, std, holdings,
-        owners if by_owner else None, test_owners[test] if test_owners is not None else None, data.digest,
+        owners if e.partition in BY_OWNER else None, test_owners[test] if test_owners is not None else None,
+        e.test_split, e.seed, data.digest,
     )  # fmt: skip
 
 
-def _subset(labels: torch.Tensor, n: int | None, split: str) -> np.ndarray:
+def check_labels(e: Experiment, data: ImageData) -> None:
+    """Raise ``ValueError`` if ``e`` divides by class what has none, or validates on nothing."""
+    if data.target != "class":
+        allowed = (*BY_CHANCE, *BY_OWNER)
+        if e.partition not in allowed:
+            raise ValueError(
+                f"experiment: partition = {e.partition!r} divides by class, but the labels of {e.dataset!r} are no "
+                f"classes; allowed: {', '.join(allowed)}"
+            )
+        if e.test_split == "labels":
+            raise ValueError(f"experiment: test_split = 'labels', but the labels of {e.dataset!r} are no classes")
+    if not 0 <= e.validation_fraction < 1:
+        raise ValueError(f"experiment: validation_fraction = {e.validation_fraction} must be in [0, 1)")
+    if e.evaluate_on == "validation" and e.validation_fraction == 0:
+        raise ValueError("experiment: evaluate_on = 'validation' needs a validation_fraction above 0")
+
+
+def hold_out(values: np.ndarray, rows: np.ndarray, fraction: float) -> tuple[np.ndarray, np.ndarray]:
+    """(training rows, validation rows): ``fraction`` of every class, rounded, the same for every seed."""
+    held = np.zeros(len(rows), bool)
+    for c in np.unique(values[rows]) if fraction else ():
+        own = np.flatnonzero(values[rows] == c)
+        order = numpy_generator(0, "validation split", client=int(c)).permutation(own)
+        held[order[: round(fraction * len(own))]] = True
+    return rows[~held], rows[held]
+
+
+def _hold(e: Experiment, values: np.ndarray, rows: np.ndarray, owners: np.ndarray | None) -> Divided | Drawn:
+    """Who holds which of the training ``rows``, whose classes are ``values``."""
+    if e.partition == "drawn":
+        return Drawn(rows, values, e.num_clients, e.examples_per_client, e.dirichlet_alpha, e.seed)
+    parts = partition_examples(
+        e.partition, values, e.num_clients, e.seed, e.dirichlet_alpha, e.classes_per_client,
+        owners[rows] if owners is not None else None,
+    )  # fmt: skip
+    return Divided(rows[np.concatenate(parts)], np.cumsum([0, *map(len, parts)]))
+
+
+def _strata(data: ImageData, labels: torch.Tensor) -> np.ndarray:
+    """What subsets and partitions go by: classes, or one for all where labels are none."""
+    return labels.numpy() if data.target == "class" else np.zeros(len(labels), np.int64)
+
+
+def _subset(values: np.ndarray, n: int | None, split: str) -> np.ndarray:
     """The rows of the first ``n`` of a fixed class-balanced shuffle (the same for every seed), or all rows."""
     if n is None:
-        return np.arange(len(labels))
-    if n > len(labels):
-        raise ValueError(f"experiment: num_{split} = {n} exceeds the {len(labels)} {split} examples")
-    values, rng = labels.numpy(), numpy_generator(0, f"{split} subset")
+        return np.arange(len(values))
+    if n > len(values):
+        raise ValueError(f"experiment: num_{split} = {n} exceeds the {len(values)} {split} examples")
+    rng = numpy_generator(0, f"{split} subset")
     order = rng.permutation(len(values))
     rank = np.empty(len(values), np.int64)  # position of each example within its class
     for c in np.unique(values):

@@ -17,6 +17,7 @@ from functools import lru_cache
 import numpy as np
 import torch
 
+from ..core.hub import fail_fast
 from ..core.rng import numpy_generator
 
 MEAN, SD = -4.2677393, 4.5689974  # AudioSet, as AST uses them: features are (x - MEAN) / (2 SD)
@@ -112,7 +113,8 @@ def read_speech_commands() -> tuple[dict, list[str]]:
     from datasets import load_dataset
 
     try:
-        table = load_dataset("parquet", data_files={"train": HUB_PARQUET.format(split="train")}, split="train")
+        with fail_fast():
+            table = load_dataset("parquet", data_files={"train": HUB_PARQUET.format(split="train")}, split="train")
     except Exception as error:  # datasets raises a different class for each way of being offline
         raise ConnectionError(
             "dataset 'speech_commands' is not cached and could not be downloaded: connect once, or put a copy under "

@@ -256,17 +256,6 @@ def _mean_where(mask: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     return values.masked_fill(~mask, 0.0).sum(-1) / mask.sum(-1).clamp(min=1)
 
 
-def next_token_labels(ids: torch.Tensor, prompts: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """Labels (N, T) of token ids (N, T): at each position of the answer the token that follows.
-
-    ``prompts`` (N,) tokens are a prompt, of which the last predicts the answer's first; what follows ``lengths`` (N,)
-    is padding.
-    """
-    at = torch.arange(ids.shape[1], device=ids.device)
-    asked = (at >= prompts[:, None] - 1) & (at < lengths[:, None] - 1)
-    return ids.roll(-1, 1).long().masked_fill(~asked, IGNORED)
-
-
 def span_texts(spans: torch.Tensor, contexts: Sequence[str], offsets: Sequence[Sequence[tuple[int, int]]]) -> list[str]:
     """The text of spans (N, 2). ``offsets``: per example and token its (start, end) in ``contexts``, in characters."""
     return [c[o[a][0] : o[b][1]] for (a, b), c, o in zip(spans.tolist(), contexts, offsets, strict=True)]
@@ -279,12 +268,15 @@ TASKS: Mapping[str, Task] = MappingProxyType(
         "qqp": Classification(("f1", "accuracy")),
         "stsb": Regression(),
         "squad": Span(),
-        "xquad_en": Span(),
+        "xquad": Span(),
         "svamp": NextToken(),
     }
 )  # by data set
+OF_LABELS: Mapping[str, Task] = MappingProxyType(
+    {"class": Classification(), "number": Regression(), "span": Span(), "tokens": NextToken()}
+)
 
 
-def task_of(dataset: str) -> Task:
-    """The task of a data set; what ``TASKS`` does not name is classified."""
-    return TASKS.get(dataset, Classification())
+def task_of(dataset: str, labels: Literal["class", "number", "span", "tokens"] = "class") -> Task:
+    """The task of a data set: what ``TASKS`` says, else what its kind of ``labels`` allows."""
+    return TASKS.get(dataset, OF_LABELS[labels])

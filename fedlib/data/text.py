@@ -1,8 +1,9 @@
 """Text as token ids: sentences cut by MiniLM's WordPiece tokenizer into int32 rows of one length, padded with zeros.
 
-SST-2 and AG News are read by ``datasets.py`` like any other set, with token ids in the place of pixels. ``docstrings``
-is for smoke runs and tests where neither is at hand: real sentences from installed packages, so its examples differ
-from one installation to the next, and no result on it is worth reporting.
+SST-2 and AG News are read by ``decode.py`` like any other set, with token ids in the place of pixels. More than one
+text a row: ``pairs.py``, ``spans.py``, ``equations.py``. ``docstrings`` is for smoke runs and tests where none of them
+is at hand: real sentences from installed packages, so its examples differ from one installation to the next, and no
+result on it is worth reporting.
 """
 
 import ast
@@ -19,34 +20,34 @@ from ..core.paths import minilm_file
 from ..core.rng import numpy_generator
 
 LENGTH = 64  # tokens, [CLS] and [SEP] included; longer sentences are cut (SST-2: 1 in 13,000, AG News: 1 in 15)
-COLUMNS = ("sentence", "text")
 LIBRARIES = ("numpy", "matplotlib", "pandas")  # the classes of ``docstrings``
 DOCSTRINGS = 300  # of each library; a sixth is the test set
 FILES = 6  # of each library, the largest
 
 
-def tokenise(sentences: Sequence[str]) -> np.ndarray:
-    """Token ids int32 (N, LENGTH): [CLS], word pieces, [SEP], zeros."""
+def wordpiece(length: int | None):
+    """MiniLM's tokenizer; what it encodes is cut and padded to ``length`` tokens, or neither."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(minilm_file("tokenizer.json")))
-    tokenizer.enable_truncation(LENGTH)
-    tokenizer.enable_padding(length=LENGTH)
-    return np.array([e.ids for e in tokenizer.encode_batch(list(sentences))], np.int32).reshape(-1, LENGTH)
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    if length is not None:
+        tokenizer.enable_truncation(length)
+        tokenizer.enable_padding(length=length)
+    return tokenizer
+
+
+def tokenise(sentences: Sequence[str]) -> np.ndarray:
+    """Token ids int32 (N, LENGTH): [CLS], word pieces, [SEP], zeros."""
+    encoded = wordpiece(LENGTH).encode_batch(list(sentences))
+    return np.array([e.ids for e in encoded], np.int32).reshape(-1, LENGTH)
 
 
 def tokenizer_key() -> dict:
     """What token ids depend on besides the sentences, for the cache."""
     digest = hashlib.sha256(minilm_file("tokenizer.json").read_bytes()).hexdigest()[:16]
     return {"tokenizer": digest, "length": LENGTH}
-
-
-def text_column(parquet: Sequence[str]) -> str | None:
-    """The column of sentences of a set of parquet files; None where there is none."""
-    from pyarrow.parquet import read_schema
-
-    names = read_schema(parquet[0]).names if parquet else []
-    return next((c for c in COLUMNS if c in names), None)
 
 
 def docstrings_key() -> dict:

@@ -1,9 +1,16 @@
 """Combinations that a field alone cannot tell: refused before any compute, with what is allowed."""
 
+import dataclasses
+import re
+
+import torch
+
 from ..core.experiment import Experiment
+from ..core.validation import check_conditions, shown
 from ..data.datasets import DATASETS, TEXTS
-from ..methods import Method, Setting, build_method
-from ..models.adapters import check_finetune
+from ..data.federated import FederatedData
+from ..methods import METHODS, Method, Setting, build_method
+from ..models.adapters import check_finetune, default_options
 from ..models.registry import backbone_spec, check_pretrained
 from .optimisers import check_optimiser
 from .schedules import check_schedule
@@ -14,6 +21,7 @@ def check_experiment(e: Experiment) -> Method:
 
     Nothing is downloaded and no weight is allocated. What only the data can tell is checked when they are loaded.
     """
+    check_conditions(e, "experiment")
     check_optimiser(e)
     check_schedule(e)
     method = build_method(e.method, e.options)
@@ -28,8 +36,12 @@ def check_experiment(e: Experiment) -> Method:
     blocks = e.exit_blocks if e.exit_blocks is not None else method.exit_units(config.depth, e.num_exits)
     if blocks[-1] >= config.depth:
         raise ValueError(f"experiment: exit_blocks = {list(blocks)}: {e.backbone} has blocks 0..{config.depth - 1}")
-    if e.backbone != "deit_micro" and e.augment.startswith("crop") and e.crop_pad >= config.img_size:
-        raise ValueError(f"experiment: crop_pad = {e.crop_pad} must be below the image size {config.img_size}")
+    size = config.input_shape[-1]
+    if e.augment.startswith("crop") and e.crop_pad >= size:
+        raise ValueError(
+            f"experiment: crop_pad = {e.crop_pad} leaves nothing of the {size} x {size} pixels that "
+            f"{e.backbone} reads; allowed: 0..{size - 1}"
+        )
     method.check(Setting(config, tuple(blocks), {}, e.num_clients, e.rounds), e)
     return method
 
@@ -43,3 +55,39 @@ def check_input(e: Experiment, config, text: bool) -> None:
         f"experiment: backbone = {e.backbone!r} cannot read dataset = {e.dataset!r}, which holds {kind}; "
         f"allowed: {allowed}, or data of the other kind"
     )
+
+
+def check_population(e: Experiment, data: FederatedData) -> None:
+    """Raise ``ValueError`` if ``partition = 'drawn'`` asks for clients that hold more examples than there are."""
+    most = e.num_train or len(data.labels)
+    if e.partition == "drawn" and e.examples_per_client > most:
+        raise ValueError(
+            f"experiment: examples_per_client = {e.examples_per_client} exceeds the {most} training examples"
+        )
+
+
+def check_device(device: str) -> None:
+    """Raise ``ValueError`` if this machine cannot train on ``device``. MPS cannot: updates are summed in float64."""
+    if device == "cpu":
+        return
+    if not isinstance(device, str) or not re.fullmatch(r"cuda(:\d{1,3})?", device):
+        raise ValueError(f"execution: device = {shown(device)} is not possible; allowed: cpu, cuda, cuda:<number>")
+    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if int(device.partition(":")[2] or 0) >= found:
+        gpus = "".join(f", cuda:{i}" for i in range(found))
+        raise ValueError(f"execution: device = {device!r}, but PyTorch finds {found} GPUs here; allowed: cpu{gpus}")
+
+
+def without_defaults(e: Experiment) -> Experiment:
+    """``e`` without the options that say what their method and fine-tuning mode do anyway: one spelling of a meaning.
+
+    Its name is that of a new run; runs that are stored under another spelling keep theirs (``store.run_path``).
+    """
+    if e.method not in METHODS:
+        return e
+    method = build_method(e.method, e.options)
+    plain = {f.name: f.default for f in dataclasses.fields(method)}
+    options = {k: v for k, v in e.options.items() if getattr(method, k) != plain[k]}
+    defaults = default_options(e.finetune)
+    finetune_options = {k: v for k, v in e.finetune_options.items() if k not in defaults or v != defaults[k]}
+    return e.replace(options=options, finetune_options=finetune_options)

@@ -14,6 +14,7 @@ import torch
 
 from ..core.profiling import phase
 from ..core.slices import NOTHING, STEM
+from ..layers.norms import statistics
 from ..methods.jobs import Member, Round, Server, Stage
 from ..methods.losses import Batch
 from ..methods.server import Update
@@ -131,6 +132,11 @@ class Cohort:
                 rows[name] = held if whole else [held[row] for row in sent]
         return Update(self.clients, self.slices, params, rows, uploads)
 
+    @property
+    def trained(self) -> Tensors:
+        """``params`` without batch norm's statistics, which no optimiser moves."""
+        return {n: p for n, p in self.params.items() if self.setting.infos[n].kind != "statistic"}
+
     # --- training ------------------------------------------------------------------------------------------------
 
     def train(
@@ -156,6 +162,7 @@ class Cohort:
             with phase("forward"):
                 self.prefix.fill(self.model, plan.examples)
         self.model.put_(self.params)
+        self._set_context(training=True)
         optimiser = build_optimiser(e, leaves, [self.rows[n] for n in names])
         total, scratch = torch.zeros(len(self.members), device=device), {}
         for step, width in enumerate(plan.width):
@@ -188,6 +195,7 @@ class Cohort:
         """
         unit, route = self.model.exit_units[exit], self._route(Stage())
         self.model.put_(self.params)
+        self._set_context(training=False)
         for rows, weights in in_order(self.data, self.clients, self.experiment.batch_size):
             x = self._inputs(rows, None)
             seen: dict[int, torch.Tensor] = {}
@@ -197,6 +205,8 @@ class Cohort:
 
     def _trains(self, name: str, stage: Stage) -> bool:
         info = self.setting.infos[name]
+        if info.kind == "statistic":
+            return False
         if stage.trains is not None:
             return stage.trains(info)
         if stage.units is None:
@@ -235,12 +245,22 @@ class Cohort:
             if unit in exit_of:
                 features[exit_of[unit]] = feature
 
+        self.model.context.weights = weights
         with torch.autocast(device, torch.bfloat16, enabled=e.precision == "bfloat16"):
             outputs = self.model(x, route, watch).float()
+        self.params.update({n: x for n, x in statistics(self.model).items() if n in self.params})  # as it left them
         return Batch(
             outputs, labels, weights, self.held, self.t, e.rounds, scratch, features, self.stack.owners,
-            lambda name: self.teachers[name].answer(x), self.stack.label_counts,
+            lambda name: self.teachers[name].answer(x), self.stack.label_counts, self.federation.task,
         )  # fmt: skip
+
+    def _set_context(self, training: bool) -> None:
+        """Tell layers whether the members train, and how narrow each of them is."""
+        scales = [s.scale for s in self.slices]
+        alike = len(set(scales)) == 1
+        context = self.model.context
+        context.training, context.weights = training, None
+        context.scale = scales[0] if alike else torch.tensor(scales, device=self.data.images.device)
 
 
 class _Teacher:
@@ -258,10 +278,13 @@ class _Teacher:
         """Outputs (E, M, B, *out)."""
         model, cohort = self.cohort.model, self.cohort
         model.put_(self.params)
+        context, before = model.context, model.context.training
+        context.training = False
         exits = {
             j: rows_of([i for i, s in enumerate(self.stack.slices) if j in s.exits])
             for j in range(len(model.exit_units))
         }
         outputs = model(x, Route(self.stack.alive(model.depth), exits)).float()
+        context.training = before
         model.put_(cohort.params)
         return outputs

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from ..core.slices import Slice, is_cut, take, take_all
+from ..layers.norms import recomputed_statistics
 from ..methods import Round, Server
 from ..models.route import Route
 from .federation import Federation
@@ -28,6 +29,9 @@ def exit_logits(federation: Federation, server: Server, part: Slice) -> torch.Te
     data, model, device = federation.data, federation.model, federation.device
     put_slice_(federation, server, part)
     route = Route.of(part, model.depth)
+    context, policy = model.context, federation.experiment.batch_norm
+    context.weights, context.scale = None, part.scale
+    context.training = policy == "local"  # whose statistics are the clients': here those of the batch
     cut = any(is_cut(i, part) for i in federation.setting.infos.values()) if part.index else False
     prefix = federation.test_prefix if not cut else None
 
@@ -41,6 +45,10 @@ def exit_logits(federation: Federation, server: Server, part: Slice) -> torch.Te
             x = prefix(rows[None])
         return model(x, route)[:, 0]
 
+    if policy == "static":
+        with recomputed_statistics(model):
+            for rows in torch.arange(len(data.images), device=device).split(BATCH):
+                model(data.view(data.images, model.backbone.spec.input_shape, rows)[None], route)
     n = len(data.test_labels)
     parts = np.split(np.arange(n), range(BATCH, n, BATCH))
     threads = min(torch.get_num_threads(), len(parts)) if device.type == "cpu" else 1
@@ -66,23 +74,22 @@ def served_parts(federation: Federation, server: Server) -> list[Slice]:
 def evaluate(federation: Federation, server: Server) -> Mapping[str, object]:
     """``accuracy`` (mean over exits), ``exits`` (each exit's), and ``ensemble`` where one model has all exits.
 
-    With noise also the ``epsilon`` at ``delta`` that the rounds so far have cost.
+    All are the task's metric, in percent. With noise also the ``epsilon`` at ``delta`` that the rounds have cost.
 
-    The mean is unweighted; the ensemble is the argmax of the exits' mean logits (ReeFL's release, facts 6.6).
+    The mean is unweighted; the ensemble answers by the exits' mean outputs (ReeFL's release, facts 6.6).
     """
-    labels = federation.data.test_labels
+    labels, task = federation.data.test_labels, federation.task
     parts = served_parts(federation, server)
     shared = all(p == parts[0] for p in parts)
-    logits = exit_logits(federation, server, parts[0]) if shared else None
+    outputs = exit_logits(federation, server, parts[0]) if shared else None
 
-    def percent(prediction: torch.Tensor) -> float:
-        return round(100 * (prediction == labels).double().mean().item(), 4)
+    def percent(of_exit: torch.Tensor) -> float:
+        return round(task.measure(of_exit, labels)[task.metric], 4)
 
     exits = []
     for j, part in enumerate(parts):
-        of_exit = logits if shared else exit_logits(federation, server, part)
-        exits.append(percent(of_exit[j].argmax(1)))
+        exits.append(percent((outputs if shared else exit_logits(federation, server, part))[j]))
     out = {"accuracy": round(sum(exits) / len(exits), 4), "exits": exits}
     if shared and len(exits) > 1:
-        out["ensemble"] = percent(logits.mean(0).argmax(1))
+        out["ensemble"] = percent(outputs.mean(0))
     return out | privacy_spent(federation, server.t)

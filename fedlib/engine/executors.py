@@ -13,17 +13,19 @@ import threading
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 import torch
 
 from ..core.clients import Client
 from ..core.profiling import phase
-from ..core.validation import check_fields
+from ..core.threads import warn_if_spinning
+from ..core.validation import Count, Positive, check_instance, names_its_keywords
 from ..methods import Member, Round, Server
 from ..methods.server import Sums
 from ..models.exit_model import ExitModel
+from .checks import check_device
 from .cohort import Cohort
 from .federation import Federation
 from .frozen_cache import free_memory
@@ -46,33 +48,37 @@ class Trained:
     models: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)  # where the method needs whole models
 
 
+@names_its_keywords("execution")
 @dataclass(frozen=True)
 class Execution:
     """How to run, which must not change the numbers beyond float rounding.
 
-    ``auto`` trains in forked processes (``processes.py``) where a fork is safe and there is more than one worker: they
-    do not wait for each other's interpreter lock. Elsewhere in threads. ``ray`` is a cluster (``cluster.py``).
+      device           cpu, cuda (the current GPU) or cuda:<number>
+      workers          train so many cohorts side by side; None: one a core or GPU; with ray, all of the cluster
+      cohort_size      most clients of a cohort; None: see ``automatic_cohort_size``
+      executor         auto: forked processes (``processes.py``) where a fork is safe and there is more than one worker,
+                       as they do not wait for each other's interpreter lock; elsewhere threads. ray: ``cluster.py``
+      address          ray: "auto", "host:port", "ray://host:port"; None: $RAY_ADDRESS, else a local Ray
+      patience_seconds ray: how long to go without any worker before giving up
+
+    Raises ``ValueError`` for what is impossible, such as a GPU that this machine has not.
     """
 
     device: str = "cpu"
-    workers: int | None = None  # train cohorts side by side; None: one a core or GPU; ray, all of the cluster
-    cohort_size: int | None = None  # most clients a cohort; None: see ``automatic_cohort_size``
-    executor: Literal["auto", "processes", "threads", "ray"] = "auto"  # auto: forked processes, else threads
-    address: str | None = None  # ray: "auto", "host:port", "ray://host:port"; None: $RAY_ADDRESS, else a local Ray
-    patience_seconds: float = 120.0  # ray: how long to go without any worker before giving up
+    workers: Count | None = None
+    cohort_size: Count | None = None
+    executor: Literal["auto", "processes", "threads", "ray"] = "auto"
+    address: str | None = None
+    patience_seconds: Positive = 120.0
 
     def __post_init__(self):
-        for key, value in check_fields(
-            type(self), {f.name: getattr(self, f.name) for f in fields(self)}, "execution"
-        ).items():
-            object.__setattr__(self, key, value)
-        for key in ("workers", "cohort_size", "patience_seconds"):
-            if getattr(self, key) is not None and getattr(self, key) <= 0:
-                raise ValueError(f"execution: {key} = {getattr(self, key)!r} must be positive")
+        check_instance(self, "execution")
         if self.executor == "processes" and self.device != "cpu":
             raise ValueError(f"execution: device = {self.device!r} with executor = 'processes'; allowed: cpu")
         if self.executor == "ray" and self.device not in ("cpu", "cuda"):
             raise ValueError(f"execution: device = {self.device!r} with executor = 'ray'; allowed: cpu, cuda")
+        if self.executor != "ray":
+            check_device(self.device)
         if self.address is not None and self.executor != "ray":
             raise ValueError(f"execution: address = {self.address!r} needs executor = 'ray', not {self.executor!r}")
         if self.address is not None and not re.fullmatch(r"auto|local|(ray://)?[^\s:/]+:\d+", self.address):
@@ -261,6 +267,8 @@ class InProcess:
     def __post_init__(self):
         self.workers = self.execution.side_by_side()
         self.cohort_size = self.execution.cohort_size or automatic_cohort_size(self.federation)
+        if self.execution.device == "cpu" and self.workers == 1:
+            warn_if_spinning(torch.get_num_threads())
 
     def train(self, server: Server, cohorts: Cohorts, r: Round, memories: Memories) -> Iterator[Trained]:
         def train_one(members: Sequence[Member]) -> Trained:

@@ -1,5 +1,6 @@
 """Everything an experiment needs before its first round: data on the device, the model, the method, the budgets."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -11,13 +12,15 @@ from ..core.experiment import Experiment
 from ..core.rng import numpy_generator, torch_generator
 from ..data.datasets import is_text
 from ..data.federated import FederatedData, load_federated
+from ..data.tasks import Task, task_of
 from ..methods import Method, Server, Setting
 from ..models.adapters import apply_finetune_
 from ..models.exit_model import ExitModel
 from ..models.places import axes_of
 from ..models.registry import backbone_spec, build_backbone
-from .checks import check_experiment, check_input
+from .checks import check_device, check_experiment, check_input, check_population
 from .frozen_cache import FrozenCache, build_frozen_cache
+from .memory import check_memory
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,10 @@ class Federation:
     test_prefix: FrozenCache | None = None
 
     @property
+    def task(self) -> Task:
+        return task_of(self.experiment.dataset)
+
+    @property
     def device(self) -> torch.device:
         return self.data.images.device
 
@@ -49,11 +56,15 @@ class Federation:
         """Clients of a round."""
         return min(self.experiment.clients_per_round, len(self.candidates()))
 
+    def clients(self, ids: Iterable[int]) -> list[Client]:
+        """The clients ``ids`` as values."""
+        return clients_of(self.budgets, ids, self.data.num_examples)
+
     def sample_clients(self, t: int) -> list[Client]:
         """The clients of round t, a function of (seed, t): without replacement among the candidates."""
         rng = numpy_generator(self.experiment.seed, "clients", t)
         ids = rng.choice(self.candidates(), self.sample_size, replace=False)
-        return clients_of(self.budgets, np.sort(ids), self.data.num_examples)
+        return self.clients(np.sort(ids))
 
 
 def build_model(e: Experiment, method: Method, num_classes: int, meta: bool = False) -> ExitModel:
@@ -61,11 +72,11 @@ def build_model(e: Experiment, method: Method, num_classes: int, meta: bool = Fa
     with torch.device("meta" if meta else "cpu"):
         backbone = backbone_spec(e.backbone).build() if meta else build_backbone(e.backbone, e.pretrained, e.seed)
         exit_units = e.exit_blocks if e.exit_blocks is not None else method.exit_units(backbone.spec.depth, e.num_exits)
-        head = method.build_head(backbone.spec, num_classes, exit_units)
+        head = method.build_head(backbone.spec, task_of(e.dataset).outputs(num_classes), exit_units)
         if not meta:
             head.init_(torch_generator(e.seed, "head init"))
         apply_finetune_(backbone, head, e.finetune, dict(e.finetune_options), e.seed)
-    return ExitModel(backbone, head, exit_units).eval()
+    return ExitModel(backbone, head, exit_units, e.batch_norm).eval()
 
 
 def setting_of(e: Experiment, model: ExitModel, data: FederatedData | None = None) -> Setting:
@@ -83,9 +94,17 @@ def _label_counts(data: FederatedData, client: int) -> np.ndarray:
 
 def build_federation(e: Experiment, device: str = "cpu") -> Federation:
     """Check ``e`` against its data and model, then build them. Raises before any compute."""
+    check_device(device)
     method = check_experiment(e)
-    data = load_federated(e, device)
-    check_input(e, backbone_spec(e.backbone), is_text(data.images))
+    spec = backbone_spec(e.backbone)
+    data = load_federated(e, device, spec.input_shape[-1])
+    check_input(e, spec, is_text(data.images))
+    if task_of(e.dataset).reads == "tokens":
+        raise ValueError(
+            f"experiment: dataset = {e.dataset!r} asks for an answer at every token; exits read the class token alone"
+        )
+    check_population(e, data)
+    check_memory(e, build_model(e, method, len(data.classes), meta=True), int(data.num_examples.max()), device)
     model = build_model(e, method, len(data.classes)).to(device)
     setting = setting_of(e, model, data)
     method.check(setting, e)

@@ -1,6 +1,6 @@
 """Optimisers of local training: SGD, Adam and AdamW on leaves that are stacked over the members of a cohort.
 
-Leaf i is (len(rows[i]), *shape): its rows are the members ``rows[i]``, in increasing order. One step, in this order:
+Leaf i is (len(rows[i]), *shape): ``rows[i]`` are the members that hold it, increasing. One step, in this order:
 gradients are clipped element by element, then by each member's norm; weight decay; moments; the rate. Members without
 a batch stand still, their moments and step counts too; a leaf without a gradient gets no decay and no momentum. An
 optimiser is made for one run of local training: its state starts at zero.
@@ -15,26 +15,26 @@ import torch
 from ..core.experiment import Experiment
 
 BETAS, EPS = (0.9, 0.999), 1e-8  # of Adam and AdamW (Kingma and Ba 2015)
-Members = Sequence[int]  # of a leaf: which of the cohort's members its rows are
-Rate = float | np.ndarray  # one for all, or (M,)
+Rows = Sequence[int]
+Rate = float | np.ndarray  # one for all, or each member's own (M,)
 
 
 class LocalOptimiser:
     """What all optimisers share: clipping, who moves, and by how much."""
 
     def __init__(
-        self, leaves: Sequence[torch.Tensor], rows: Sequence[Members], weight_decay: float = 0.0,
+        self, leaves: Sequence[torch.Tensor], rows: Sequence[Rows], weight_decay: float = 0.0,
         clip_value: float | None = None, clip_norm: float | None = None,
     ):  # fmt: skip
-        self.leaves, self.weight_decay = list(leaves), weight_decay
-        self.rows = [_at(r) for r in rows]
+        self.leaves, self.rows, self.weight_decay = list(leaves), [tuple(r) for r in rows], weight_decay
         self.clip_value, self.clip_norm = clip_value, clip_norm
-        self.members = 1 + max(max(r) for r in rows)  # those that hold any of the leaves
         self.moments: list[list[torch.Tensor]] = []  # each like ``leaves``
+        device = self.leaves[0].device if self.leaves else None
+        at = {r: torch.tensor(r, device=device) for r in set(self.rows)}
+        self._at = [at[r] for r in self.rows]
 
-    def _moment(self) -> list[torch.Tensor]:
+    def _moment(self) -> None:
         self.moments.append([torch.zeros_like(p) for p in self.leaves])
-        return self.moments[-1]
 
     @torch.no_grad()
     def step_(self, grads: Sequence[torch.Tensor | None], rate: Rate, active: np.ndarray) -> None:
@@ -43,28 +43,27 @@ class LocalOptimiser:
         ``grads`` are like the leaves, or None where the loss does not reach one; they may be clipped in place.
         ``rate`` is one number or each member's own (M,).
         """
-        active, rate = active[: self.members], rate[: self.members] if isinstance(rate, np.ndarray) else rate
         reached = [i for i, g in enumerate(grads) if g is not None]
         if not reached:
             return
-        grads, rows = [grads[i] for i in reached], [self.rows[i] for i in reached]
+        grads = [grads[i] for i in reached]
         if self.clip_value is not None:
             torch._foreach_clamp_min_(grads, -self.clip_value)
             torch._foreach_clamp_max_(grads, self.clip_value)
         if self.clip_norm is not None:
-            grads = clip_norms(grads, rows, self.members, self.clip_norm)
-        state = [[x[i] for i in reached] for x in (self.leaves, *self.moments)]
-        with _standing_still(state, rows, active):
+            grads = clip_norms(grads, [self._at[i] for i in reached], len(active), self.clip_norm)
+        state = [[tensors[i] for i in reached] for tensors in (self.leaves, *self.moments)]
+        with _standing_still(state, [self.rows[i] for i in reached], active):
             self._update_(*state, grads=grads, reached=reached, rate=rate, active=active)
 
     def _update_(self, leaves, *moments, grads, reached, rate, active) -> None:
         raise NotImplementedError
 
-    def _rows(self, values: np.ndarray, reached: Sequence[int]) -> list[torch.Tensor]:
+    def _of_rows(self, values: np.ndarray, reached: Sequence[int]) -> list[torch.Tensor]:
         """Each reached leaf's numbers (rows, 1, ...) of those of the members, (M,) or (leaves, M)."""
         p = self.leaves[0]
         table = torch.as_tensor(values, dtype=p.dtype, device=p.device).expand(len(self.leaves), -1)
-        return [_column(table[i, self.rows[i]], self.leaves[i]) for i in reached]
+        return [_column(table[i, self._at[i]], self.leaves[i]) for i in reached]
 
 
 class SGD(LocalOptimiser):
@@ -84,7 +83,7 @@ class SGD(LocalOptimiser):
             torch._foreach_add_(velocity, grads)
             grads = velocity
         if isinstance(rate, np.ndarray):
-            torch._foreach_addcmul_(leaves, grads, self._rows(-rate, reached))
+            torch._foreach_addcmul_(leaves, grads, self._of_rows(-rate, reached))
         else:
             torch._foreach_add_(leaves, grads, alpha=-rate)
 
@@ -96,24 +95,25 @@ class Adam(LocalOptimiser):
 
     def __init__(self, leaves, rows, **options):
         super().__init__(leaves, rows, **options)
-        self._moment(), self._moment()
-        self.steps = np.zeros((len(self.leaves), self.members))  # of each leaf's members
+        self._moment()
+        self._moment()
+        self.steps = 0  # (leaves, M) from the first step on
 
     def _update_(self, leaves, mean, square, *, grads, reached, rate, active):
         if self.weight_decay and self.decoupled:
             kept = 1 - np.broadcast_to(rate, active.shape) * self.weight_decay
-            torch._foreach_mul_(leaves, self._rows(kept, reached))
+            torch._foreach_mul_(leaves, self._of_rows(kept, reached))
         elif self.weight_decay:
             grads = torch._foreach_add(grads, leaves, alpha=self.weight_decay)
         torch._foreach_lerp_(mean, grads, 1 - BETAS[0])
         torch._foreach_mul_(square, BETAS[1])
         torch._foreach_addcmul_(square, grads, grads, 1 - BETAS[1])
-        self.steps[reached] += active
+        self.steps = self.steps + np.isin(np.arange(len(self.leaves)), reached)[:, None] * active
         steps = np.maximum(self.steps, 1)  # of members that have not begun: not used
         bias, root = 1 - BETAS[0] ** steps, np.sqrt(1 - BETAS[1] ** steps)
         below = torch._foreach_sqrt(square)
-        torch._foreach_add_(below, self._rows(EPS * root, reached))
-        torch._foreach_div_(below, self._rows(-rate * root / bias, reached))
+        torch._foreach_add_(below, self._of_rows(EPS * root, reached))
+        torch._foreach_div_(below, self._of_rows(-rate * root / bias, reached))
         torch._foreach_addcdiv_(leaves, mean, below)
 
 
@@ -126,8 +126,8 @@ class AdamW(Adam):
 OPTIMISERS = {"sgd": SGD, "adam": Adam, "adamw": AdamW}
 
 
-def build_optimiser(e: Experiment, leaves: Sequence[torch.Tensor], rows: Sequence[Members]) -> LocalOptimiser:
-    """The experiment's optimiser, fresh, of ``leaves`` whose rows are the members ``rows``."""
+def build_optimiser(e: Experiment, leaves: Sequence[torch.Tensor], rows: Sequence[Rows]) -> LocalOptimiser:
+    """The experiment's optimiser, fresh, of ``leaves`` that the members ``rows`` hold."""
     options = {"momentum": e.momentum} if e.optimiser == "sgd" else {}
     kind = OPTIMISERS[e.optimiser]
     return kind(leaves, rows, weight_decay=e.weight_decay, clip_value=e.clip_value, clip_norm=e.clip_norm, **options)
@@ -140,20 +140,21 @@ def check_optimiser(e: Experiment) -> None:
             f"experiment: momentum = {e.momentum} is of optimiser = 'sgd'; {e.optimiser!r} has moments of its own; "
             "allowed: 0"
         )
-    if e.clip_norm is not None and e.clip_norm <= 0:
-        raise ValueError(f"experiment: clip_norm = {e.clip_norm} must be positive, or null for none")
 
 
 def clip_norms(
-    grads: Sequence[torch.Tensor], rows: Sequence[slice | list[int]], members: int, limit: float
+    grads: Sequence[torch.Tensor], at: Sequence[torch.Tensor], members: int, limit: float
 ) -> list[torch.Tensor]:
-    """Gradients whose norm over all of a member's leaves is at most ``limit``: longer ones are scaled down to it."""
+    """Gradients whose norm over all of a member's leaves is at most ``limit``: longer ones are scaled down to it.
+
+    ``at`` (rows,) are the members of each gradient's rows.
+    """
     squares = grads[0].new_zeros(members)
-    for g, at in zip(grads, rows, strict=True):
-        squares[at] += torch.linalg.vector_norm(g.reshape(len(g), -1), dim=1).square()
+    for g, rows in zip(grads, at, strict=True):
+        squares.index_add_(0, rows, torch.linalg.vector_norm(g.reshape(len(g), -1), dim=1).square())
     scale = (limit / (squares.sqrt() + 1e-6)).clamp(max=1.0)
     # Not in place: in a batch of one, gradients share memory (prefix, positions).
-    return list(torch._foreach_mul(grads, [_column(scale[at], g) for g, at in zip(grads, rows, strict=True)]))
+    return list(torch._foreach_mul(grads, [_column(scale[rows], g) for g, rows in zip(grads, at, strict=True)]))
 
 
 def _column(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -163,21 +164,15 @@ def _column(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def _standing_still(
-    state: Sequence[Sequence[torch.Tensor]], rows: Sequence[slice | list[int]], active: np.ndarray
-) -> Iterator:
-    """Put the rows of inactive members back as they were, whatever happens to them inside."""
-    kept = []
+    state: Sequence[Sequence[torch.Tensor]], rows: Sequence[tuple[int, ...]], active: np.ndarray
+) -> Iterator[None]:
+    """Put what belongs to inactive members back as it was, whatever happens to it inside."""
+    idle = {}
     if not active.all():
-        device = state[0][0].device
-        idle = [torch.as_tensor(np.flatnonzero(~active[at]), device=device) for at in rows]
-        moving = ((t, at) for tensors in state for t, at in zip(tensors, idle, strict=True) if len(at))
-        kept = [(t, at, t.index_select(0, at)) for t, at in moving]
+        found = {r: np.flatnonzero(~active[list(r)]) for r in set(rows)}
+        idle = {r: torch.as_tensor(at, device=state[0][0].device) for r, at in found.items() if len(at)}
+    moving = ((t, idle[r]) for tensors in state for t, r in zip(tensors, rows, strict=True) if r in idle)
+    kept = [(t, at, t.index_select(0, at)) for t, at in moving]
     yield
     for t, at, before in kept:
         t.index_copy_(0, at, before)
-
-
-def _at(members: Members) -> slice | list[int]:
-    """``members`` as an index, a slice where they follow one another."""
-    whole = members[-1] - members[0] + 1 == len(members)
-    return slice(members[0], members[-1] + 1) if whole else list(members)

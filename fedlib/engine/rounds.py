@@ -16,6 +16,7 @@ from .evaluation import evaluate
 from .executors import Execution, Executor, InProcess, Memories, Trained, plan_round
 from .federation import Federation
 from .privacy import privatise
+from .serving import evaluate_clients
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ def run_rounds(
             changed = server.mirrors.changes if isinstance(server.mirrors, Overlay) else {}
             mirrors.update(changed)
             with phase("evaluation"):
-                metrics = evaluate(federation, server) if is_due(e, t) else None
+                metrics = measure(federation, server, memories) if is_due(e, t) else None
             dropped = tuple(sorted(back.nonfinite)) if e.nonfinite == "drop" else ()
             # numbers that arrived finite can still overflow in a server's optimiser
             diverged = len(back.nonfinite) > len(dropped) or not all_finite(server.params.values())
@@ -94,6 +95,14 @@ def run_rounds(
             yield Finished(t, server, back.memories, back.losses, metrics, seconds, diverged, dropped, changed)
     finally:
         executor.close()
+
+
+def measure(f: Federation, server: Server, memories: Memories) -> Mapping[str, object]:
+    """What is recorded of a round: the central test set's numbers, and where clients have their own, theirs."""
+    metrics = evaluate(f, server)
+    if f.experiment.test_split == "central":
+        return metrics
+    return {**metrics, "personal": evaluate_clients(f, server, memories)}
 
 
 class Returned:

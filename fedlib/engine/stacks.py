@@ -30,8 +30,11 @@ class Stack:
                 if held:
                     self.rows[name] = everybody if len(held) == len(members) else tuple(held)
 
-    def tensors(self, params: Tensors, own: bool = True) -> Tensors:
-        """The server's ``params`` as the members start from them, stacked; ``own``: with what is their clients'."""
+    def tensors(self, params: Tensors, own: bool = True, merge: bool = False) -> Tensors:
+        """The server's ``params`` as the members start from them, stacked; ``own``: with what is their clients'.
+
+        ``merge``: what all of them share is not stacked, so that layers run it once on all examples.
+        """
         out = {}
         for name, rows in self.rows.items():
             info, cut = self.infos[name], {}  # members of one source and cut share one
@@ -43,6 +46,9 @@ class Stack:
                 tensors = [self._own(i, name, served) for i, served in zip(rows, tensors, strict=True)]
             first = tensors[0]
             alike = all(x is first for x in tensors)
+            if merge and alike and len(rows) == len(self.members):
+                out[name] = first
+                continue
             out[name] = first.expand(len(rows), *first.shape) if alike else torch.stack(tensors)
         return out
 
@@ -112,8 +118,9 @@ class Stack:
 
     @cached_property
     def _personal(self) -> frozenset[str]:
-        personal = self.federation.method.personal
-        return frozenset(n for n in self.rows if personal(self.infos[n]))
+        method, local = self.federation.method, self.federation.experiment.batch_norm == "local"
+        infos = {n: self.infos[n] for n in self.rows}
+        return frozenset(n for n, i in infos.items() if method.personal(i) or (local and i.kind == "statistic"))
 
     def _stays(self, i: int, name: str) -> bool:
         return self.members[i].keeps == "all" or name in self._personal

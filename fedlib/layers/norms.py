@@ -1,12 +1,16 @@
 """Cohort-shaped normalisation; see ``linear.py`` for what a stacked parameter is."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
+from .context import Context, Policy, share
+from .conv import apart, one_batch, side_by_side
 from .linear import alive_rows, is_cast, per_client
 
 
@@ -70,3 +74,159 @@ def norm_backward(
         (grad * plain).sum(1) if needed[1] else None,
         grad.sum(1) if needed[2] else None,
     )
+
+
+class GroupNorm(nn.Module):
+    """Group normalisation of maps (K, B, C, H, W): every example by its own statistics, so padding does not matter."""
+
+    def __init__(self, groups: int, channels: int, axis: str, eps: float = 1e-5):
+        super().__init__()
+        self.groups, self.eps = groups, eps
+        self.weight, self.bias = nn.Parameter(torch.ones(channels)), nn.Parameter(torch.zeros(channels))
+        self.axes = {"weight": (axis,), "bias": (axis,)}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = F.group_norm(one_batch(x), self.groups, eps=self.eps).unflatten(0, x.shape[:2])
+        weight, bias = (alive_rows(p, x).unsqueeze(1) if p.dim() == 2 else p for p in (self.weight, self.bias))
+        return torch.addcmul(bias[..., None, None], y, weight[..., None, None])
+
+
+class BatchNorm2d(nn.Module):
+    """Batch normalisation of maps (K, B, C, H, W), of each client by its own statistics; padding rows do not count.
+
+    The run's policy (``Context.policy``) says which statistics:
+
+    - ``batch``: those of the current batch, in training and in evaluation. The layer has no statistics.
+    - ``tracked``: in training the batch's; in evaluation ``running_mean`` and ``running_var`` (C,) or (K, C), which
+      every training batch moves as ``nn.BatchNorm2d`` does (momentum 0.1, unbiased variance) and the server averages.
+    - ``local``: the same, but a client's statistics stay with it.
+    - ``static``: in training the batch's, and nothing is tracked; in evaluation those that
+      :func:`recomputed_statistics` found in the training data. ``ValueError`` without them.
+
+    Statistics are buffers, named like parameters in ``axes``. A batch that moves them puts *new* tensors in their
+    place and never writes into those it was given: put them in before local training, read them (:func:`statistics`)
+    after it. Clients beyond the map's K, and clients whose rows are all padding, keep theirs.
+    """
+
+    def __init__(self, channels: int, axis: str, eps: float = 1e-5, momentum: float = 0.1):
+        super().__init__()
+        self.eps, self.momentum, self.context = eps, momentum, Context()
+        self.weight, self.bias = nn.Parameter(torch.ones(channels)), nn.Parameter(torch.zeros(channels))
+        self.register_buffer("running_mean", None)
+        self.register_buffer("running_var", None)
+        self.axes = dict.fromkeys(("weight", "bias", "running_mean", "running_var"), (axis,))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        context = self.context
+        if context.policy != "batch" and not context.training:
+            if self.running_mean is None:
+                raise ValueError(f"batch_norm = {context.policy!r}: evaluation needs statistics, and none are there")
+            return self._native(x, self._rows(self.running_mean, x), self._rows(self.running_var, x), training=False)
+        tracks = context.policy in ("tracked", "local") and context.training and context.gathered is None
+        values = x.shape[1] * x.shape[3] * x.shape[4]
+        if context.real is None and context.gathered is None and values > 1:
+            if not tracks:
+                return self._native(x, None, None, training=True)
+            mean, var = (self._rows(p, x).clone() for p in (self.running_mean, self.running_var))
+            y = self._native(x, mean, var, training=True)  # writes into the clones
+            self._keep(x, mean, var)
+            return y
+        x = x if x.dtype is torch.float64 else x.float()
+        count, mean, var = _moments(x, context.real)
+        with torch.no_grad():
+            unbiased = var * (count / (count - 1).clamp(min=1))
+            if context.gathered is not None:
+                context.gathered.setdefault(self, []).append((count, mean.detach(), unbiased))
+            elif tracks:
+                old = (self._rows(self.running_mean, x), self._rows(self.running_var, x))
+                rate = self.momentum * (count > 0)
+                self._keep(x, *(o * (1 - rate) + n * rate for o, n in zip(old, (mean, unbiased), strict=True)))
+        scale = self._rows(self.weight, x) * torch.rsqrt(var + self.eps)
+        shift = self._rows(self.bias, x) - mean * scale
+        return torch.addcmul(shift[:, None, :, None, None], x, scale[:, None, :, None, None])
+
+    @staticmethod
+    def _rows(p: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """``p`` (C,) or of all clients, for the clients of ``x``: (K, C)."""
+        return alive_rows(p, x) if p.dim() == 2 else p.expand(x.shape[0], -1)
+
+    def _native(self, x, mean, var, training: bool) -> torch.Tensor:
+        """PyTorch's own kernel on the channels of all clients side by side."""
+        weight, bias = self._rows(self.weight, x).flatten(), self._rows(self.bias, x).flatten()
+        mean, var = (p.flatten() if p is not None else None for p in (mean, var))
+        return apart(F.batch_norm(side_by_side(x), mean, var, weight, bias, training, self.momentum, self.eps), len(x))
+
+    def _keep(self, x: torch.Tensor, *new: torch.Tensor) -> None:
+        """New statistics (K, C) in the place of the old ones, in their shape where K is one."""
+        for leaf, fresh in zip(("running_mean", "running_var"), new, strict=True):
+            old = self._buffers[leaf]
+            if old.dim() == 1:
+                self._buffers[leaf] = fresh.squeeze(0) if len(x) == 1 else fresh
+            else:
+                self._buffers[leaf] = fresh if len(old) == len(x) else torch.cat((fresh, old[len(x) :]))
+
+
+def _moments(x: torch.Tensor, real: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of each client's rows that are ``real``: values per channel (K, 1), mean and biased variance (K, C).
+
+    One sum of x and one of its squares: half the time of centring first; a mean of 30 standard deviations costs the
+    variance three digits of seven.
+    """
+    real = x.new_ones(x.shape[:2]) if real is None else real[: x.shape[0], :, None].to(x.dtype)
+    real = real.view(*x.shape[:2], 1)
+    count = real.sum(1) * x.shape[3] * x.shape[4]
+    total = count.clamp(min=1)  # a client without a real row: everything is zero, and finite
+    mean = (x.sum((3, 4)) * real).sum(1) / total
+    square = (x.square().sum((3, 4)) * real).sum(1) / total
+    return count, mean, (square - mean.square()).clamp(min=0)
+
+
+def set_policy_(model: nn.Module, policy: Policy) -> Context:
+    """Make ``policy`` that of every ``BatchNorm2d`` in ``model``; the context that all its layers now share.
+
+    ``tracked`` and ``local`` layers get statistics (0, 1), the others lose theirs.
+    """
+    context = share(model, policy)
+    for layer in model.modules():
+        if isinstance(layer, BatchNorm2d):
+            tracks = policy in ("tracked", "local")
+            layer.running_mean = torch.zeros_like(layer.weight.detach()) if tracks else None
+            layer.running_var = torch.ones_like(layer.weight.detach()) if tracks else None
+    return context
+
+
+def statistics(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The statistics of every ``BatchNorm2d`` in ``model`` by name, as its last training batch left them."""
+    owners = {n: m for n, m in model.named_modules() if isinstance(m, BatchNorm2d)}
+    return {n: b for n, b in model.named_buffers() if n.rpartition(".")[0] in owners}
+
+
+@contextmanager
+def recomputed_statistics(model: nn.Module, mean_over: Literal["examples", "batches"] = "examples") -> Iterator[None]:
+    """Inside, run training data through ``model``; afterwards its ``BatchNorm2d`` hold the statistics of that data.
+
+    Each layer sees what the layers before it make with batch statistics, all in one pass. ``mean_over="examples"``:
+    mean and variance of all values that passed, whatever the batches. ``"batches"``: the plain mean of the batches'
+    means and unbiased variances, HeteroFL's static batch norm (``nn.BatchNorm2d`` with ``momentum=None``).
+    """
+    layers = [m for m in model.modules() if isinstance(m, BatchNorm2d)]
+    if mean_over not in ("examples", "batches"):
+        raise ValueError(f"mean_over = {mean_over!r} is unknown; allowed: examples, batches")
+    context = layers[0].context
+    before, context.training, context.gathered = context.training, True, {}
+    try:
+        with torch.no_grad():
+            yield
+        for layer, seen in context.gathered.items():
+            count, mean, var = (torch.stack(part).double() for part in zip(*seen, strict=True))  # (batches, K, C)
+            weight = count if mean_over == "examples" else (count > 0).double()
+            weight = weight / weight.sum(0).clamp(min=1)
+            whole, kept = (weight * mean).sum(0), (weight * var).sum(0)
+            if mean_over == "examples":
+                total, inside = count.sum(0), var * (count - 1) / count.clamp(min=1)
+                kept = (weight * (inside + (mean - whole).square())).sum(0) * total / (total - 1).clamp(min=1)
+            for leaf, new in (("running_mean", whole), ("running_var", kept)):
+                new = new.to(layer.weight.dtype)
+                setattr(layer, leaf, new.squeeze(0) if len(new) == 1 and layer.weight.dim() == 1 else new)
+    finally:
+        context.training, context.gathered = before, None

@@ -15,8 +15,9 @@ from torch import nn
 
 from ..core.clients import Client
 from ..core.slices import NOTHING, ParamInfo, Slice
+from ..core.validation import check_conditions, check_instance
 from ..models.backbone import Spec
-from ..models.exits import classifiers
+from ..models.map_exits import classifiers
 from .jobs import Arrived, Member, Round, Server, Serving, Setting, Tensors
 from .losses import Batch, cross_entropies
 from .server import MaskedMean, Sums, Update
@@ -35,10 +36,13 @@ class Method(UploadOptions):
     weighting: Literal["examples", "clients"] = "examples"  # of the mean
 
     def __post_init__(self):
+        name = f"options of {type(self).__name__.lower()}"
+        check_instance(self, name)
+        check_conditions(self, name)
         self.check_options()
 
     def check_options(self) -> None:
-        """Raise ``ValueError`` for options out of range and combinations without meaning."""
+        """Raise ``ValueError`` for options that do not go together; each alone is checked by its annotation."""
         self.check_uploads(type(self).__name__.lower(), self.weighting)
 
     # --- what is built -------------------------------------------------------------------------------------------

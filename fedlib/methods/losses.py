@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from ..data.tasks import Classification, Task
+
 
 @dataclass
 class Batch:
@@ -26,13 +28,13 @@ class Batch:
     client: torch.Tensor | None = None  # (M,): whose model each is; peers share a number
     teacher: Callable[[str], torch.Tensor] | None = None  # outputs (E, M, B, C) of members that do not train, by name
     label_counts: Callable[[], torch.Tensor] | None = None  # (M, C): the clients' training examples by label
+    task: Task = Classification()
 
 
 def cross_entropies(batch: Batch) -> torch.Tensor:
-    """Mean cross-entropy of each exit on each client's batch, (E, K); zero where the exit is not held."""
-    labels = batch.labels.expand(batch.outputs.shape[:-1]).unsqueeze(-1)
-    nll = -batch.outputs.log_softmax(-1).gather(-1, labels).squeeze(-1)  # (E, K, B)
-    return (nll * batch.weights).sum(-1) * batch.held
+    """Mean loss of each exit on each member's batch, (E, M), the task's own; zero where the exit is not held."""
+    losses = batch.task.losses(batch.outputs, batch.labels)  # (E, M, B)
+    return (losses * batch.weights).sum(-1) * batch.held
 
 
 def kl_to_teacher(batch: Batch, teacher: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:

@@ -4,15 +4,17 @@ A method names the groups it uses before ``Method``: ``class ReeFL(Distillation,
 """
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 
+from ..core.validation import AtLeast, AtMost, Below, Positive, When
 from .jobs import Arrived, Round, Server
 from .losses import Batch, cross_entropies, kl_to_teacher, last_exit, mutual_kl, ramp_up, running_best_exit
 from .server import fedadam, feddyn_gradient, feddyn_server
 
-TEACHERS = ("none", "best", "mutual", "last")
+TAUGHT = When(distill=("best", "mutual", "last"))
+DYN, ADAM = When(aggregation="feddyn"), When(aggregation="fedadam")
 
 
 @dataclass(frozen=True)
@@ -20,16 +22,11 @@ class Distillation:
     """Knowledge distillation between the exits of a client's own model (ReeFL, Eqs. 5-6)."""
 
     distill: Literal["none", "best", "mutual", "last"] = "none"  # who teaches whom (L_kl, Eq. 5)
-    kd_weight: float | None = None  # eta; None: ramped up over the first rounds
-    ramp_fraction: float = 0.3  # of the rounds until eta = 1; the papers' 300 of 1000
-    temperature: float = 1.0  # tau, Eq. 6
-    zeta: float = 0.2  # running estimate of the loss; distill = best
-
-    def check_options(self) -> None:
-        super().check_options()
-        if self.distill not in TEACHERS:
-            name = type(self).__name__.lower()
-            raise ValueError(f"options of {name}: distill = {self.distill!r} is not possible; allowed: {TEACHERS}")
+    kd_weight: Annotated[float | None, AtLeast(0), TAUGHT] = None  # eta; None: ramped up over the first rounds
+    # of the rounds until eta = 1; the papers' 300 of 1000
+    ramp_fraction: Annotated[float, AtLeast(0), AtMost(1), TAUGHT, When(kd_weight=None)] = 0.3
+    temperature: Annotated[Positive, TAUGHT] = 1.0  # tau, Eq. 6
+    zeta: Annotated[Positive, AtMost(1), When(distill="best")] = 0.2  # running estimate of the loss
 
     def local_loss(self, batch: Batch) -> torch.Tensor:
         """Eq. 5, (M,): sum_e CE_e + eta * L_kl."""
@@ -49,11 +46,11 @@ class ServerStep:
     """What the server makes of the mean: it takes it as it is, or as the input of FedDyn or FedAdam."""
 
     aggregation: Literal["mean", "feddyn", "fedadam"] = "mean"
-    feddyn_alpha: float = 0.1
-    server_lr: float = 1e-3  # FedAdam
-    beta1: float = 0.9
-    beta2: float = 0.999
-    adam_tau: float = 1e-6
+    feddyn_alpha: Annotated[Positive, DYN] = 0.1
+    server_lr: Annotated[Positive, ADAM] = 1e-3
+    beta1: Annotated[float, AtLeast(0), Below(1), ADAM] = 0.9
+    beta2: Annotated[float, AtLeast(0), Below(1), ADAM] = 0.999
+    adam_tau: Annotated[Positive, ADAM] = 1e-6
 
     @property
     def remembers(self) -> bool:
@@ -68,14 +65,16 @@ class ServerStep:
         alpha, start = self.feddyn_alpha, cohort.start
         g = cohort.recall("feddyn_gradient")  # zeros at a client's first participation
         cohort.train(self.local_loss, gradient=lambda name, p: feddyn_gradient(p, start[name], g[name], alpha))
-        cohort.remember("feddyn_gradient", {n: g[n] - alpha * (p - start[n]) for n, p in cohort.params.items()})
+        cohort.remember("feddyn_gradient", {n: g[n] - alpha * (p - start[n]) for n, p in cohort.trained.items()})
 
     def aggregate(self, server: Server, arrived: Arrived, r: Round) -> Server:
         mean = arrived.sums[0]
         new, memory = dict(server.params), dict(server.memory)
         for name, value in mean.result(server.params).items():
             theta, count = server.params[name], mean.count[name]
-            if self.aggregation == "feddyn":
+            if r.setting.infos[name].kind == "statistic":
+                new[name] = value
+            elif self.aggregation == "feddyn":
                 h = memory.get(f"h/{name}", torch.zeros_like(theta))
                 share = (count / r.setting.num_clients).to(theta.dtype)
                 new[name], memory[f"h/{name}"] = feddyn_server(theta, value, h, share, self.feddyn_alpha)

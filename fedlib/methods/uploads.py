@@ -10,11 +10,12 @@ Read next: ``engine/privacy.py`` (the noise and its accountant), ``runs/costs.py
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 
 from ..core.rng import torch_generator
+from ..core.validation import AtLeast, AtMost, Below, Positive, When
 from .server import Tensors, Update
 
 
@@ -22,34 +23,29 @@ from .server import Tensors, Update
 class UploadOptions:
     """How updates are sent; the defaults send them as they are."""
 
-    clip_norm: float | None = None  # C: largest L2 norm of a client's whole update
-    noise_multiplier: float = 0.0  # z: the server adds noise of SD z C to every entry of the summed updates
-    dp_delta: float | None = None  # None: 1 / (10 * clients that may be sampled)
+    clip_norm: Positive | None = None  # C: largest L2 norm of a client's whole update
+    # z: the server adds noise of SD z C to every entry of the summed updates
+    noise_multiplier: Annotated[float, AtLeast(0)] = 0.0
+    dp_delta: Annotated[Positive, Below(1)] | None = None  # None: 1 / (10 * clients that may be sampled)
     compress: Literal["none", "quantise", "topk"] = "none"
-    bits: int = 8  # of a quantised entry, stochastically rounded (to the nearest level with error feedback)
-    topk_fraction: float = 0.1  # of each tensor's entries, at least one
+    # of a quantised entry, stochastically rounded (to the nearest level with error feedback)
+    bits: Annotated[int, AtLeast(2), AtMost(32), When(compress="quantise")] = 8
+    # of each tensor's entries, at least one
+    topk_fraction: Annotated[Positive, AtMost(1), When(compress="topk")] = 0.1
     error_feedback: bool = False  # what compression left out is added to the client's next update
 
     def check_uploads(self, name: str, weighting: str) -> None:
-        """Raise ``ValueError`` for values out of range and combinations without meaning, in the words of ``name``."""
+        """Raise ``ValueError`` for combinations without meaning, in the words of ``name``."""
 
         def refuse(reason: str) -> None:
             raise ValueError(f"options of {name}: {reason}")
 
-        if self.clip_norm is not None and self.clip_norm <= 0:
-            refuse(f"clip_norm = {self.clip_norm} must be positive (or null: no clipping)")
-        if self.noise_multiplier < 0:
-            refuse(f"noise_multiplier = {self.noise_multiplier} must not be negative")
         if self.noise_multiplier and self.clip_norm is None:
             refuse(f"noise_multiplier = {self.noise_multiplier} needs a clip_norm: noise is scaled to it")
         if self.noise_multiplier and weighting != "clients":
             refuse(f"noise_multiplier needs weighting = 'clients', not {weighting!r}: numbers of examples are private")
-        if self.dp_delta is not None and not 0 < self.dp_delta < 1:
-            refuse(f"dp_delta = {self.dp_delta} must be in (0, 1)")
-        if not 2 <= self.bits <= 32:
-            refuse(f"bits = {self.bits} is not possible; allowed: 2..32")
-        if not 0 < self.topk_fraction <= 1:
-            refuse(f"topk_fraction = {self.topk_fraction} must be in (0, 1]")
+        if self.dp_delta is not None and not self.noise_multiplier:
+            refuse(f"dp_delta = {self.dp_delta} has no effect without a noise_multiplier")
         if self.error_feedback and self.compress == "none":
             refuse("error_feedback needs compress = 'quantise' or 'topk': nothing is left out")
 

@@ -21,6 +21,7 @@ from .exits import Classifier
 from .vit import ViT, ViTSpec
 
 OWN_MODES = ("full", "frozen", "pa", "sa", "ssf")
+ADAPTER_DEFAULTS = {"r": 32}  # of pa and sa
 PEFT_DEFAULTS = {"lora": {"r": 32, "lora_alpha": 64, "lora_dropout": 0.0}, "ia3": {"feedforward_modules": []}}
 WITHOUT_INJECTION = {"prompt_tuning", "p_tuning", "prefix_tuning", "multitask_prompt_tuning", "adaption_prompt",
                      "cpt", "xlora", "poly", "trainable_tokens", "cartridge", "adalora"}  # fmt: skip
@@ -35,14 +36,22 @@ def finetune_modes() -> tuple[str, ...]:
     return (*OWN_MODES, *sorted(names - WITHOUT_INJECTION))
 
 
+def default_options(mode: str) -> dict[str, object]:
+    """The options of a fine-tuning mode that this kit sets where an experiment does not."""
+    return ADAPTER_DEFAULTS if mode in ("pa", "sa") else PEFT_DEFAULTS.get(mode, {})
+
+
 def check_finetune(mode: str, options: dict, config: ViTSpec) -> None:
     """Raise ``ValueError`` for an unknown mode, an option it does not have, or a tuner that peft cannot inject."""
+    if mode == "lora" and not options:
+        return  # known to work; peft takes seconds to import, and looking at stored runs needs none of it
     if mode not in OWN_MODES and mode not in finetune_modes():
         raise ValueError(f"experiment: finetune = {mode!r} is unknown{did_you_mean(mode, finetune_modes())}")
-    if mode in OWN_MODES and mode not in config.own_modes:
-        known = (*config.own_modes, *(m for m in finetune_modes() if m not in OWN_MODES))
+    tuners = [m for m in finetune_modes() if m not in OWN_MODES] if hasattr(config, "peft_targets") else []
+    if mode not in (*config.own_modes, *tuners):
+        known = (*config.own_modes, *tuners)
         raise ValueError(f"experiment: finetune = {mode!r} is not defined on this backbone{did_you_mean(mode, known)}")
-    allowed = {"r"} if mode in ("pa", "sa") else set()
+    allowed = set(ADAPTER_DEFAULTS) if mode in ("pa", "sa") else set()
     if mode not in OWN_MODES:
         allowed = {f.name for f in fields(_peft_config_class(mode))}
     for key, value in options.items():
@@ -50,8 +59,11 @@ def check_finetune(mode: str, options: dict, config: ViTSpec) -> None:
             raise ValueError(
                 f"experiment: finetune_options: unknown key {key!r} for {mode}{did_you_mean(key, allowed)}"
             )
-        if key == "r" and (type(value) is not int or value < 1):
-            raise ValueError(f"experiment: finetune_options: r = {value!r} must be a positive integer")
+        if key == "r" and (type(value) is not int or value not in range(1, _width(config) + 1)):
+            raise ValueError(
+                f"experiment: finetune_options: r = {value!r} is not possible; allowed: 1..{_width(config)}, the width "
+                "of the layers it adapts"
+            )
     if mode not in (*OWN_MODES, "lora") or (mode == "lora" and options):
         try:
             by_number = {"layers_to_transform", "target_modules", "layers_pattern"} & options.keys()
@@ -61,6 +73,12 @@ def check_finetune(mode: str, options: dict, config: ViTSpec) -> None:
                 raise ValueError("it shares tensors between blocks, which sub-models of unequal depth cannot")
         except Exception as error:  # peft raises many classes
             raise ValueError(f"experiment: finetune = {mode!r} with {options}: peft says: {error}") from error
+
+
+def _width(config: ViTSpec) -> int:
+    """Features of the narrowest unit: channels of maps, else of tokens."""
+    shapes = [config.feature(unit) for unit in range(config.depth)]
+    return min(s[0] if len(s) == 3 else s[-1] for s in shapes)
 
 
 class Bottleneck(nn.Module):
@@ -143,12 +161,12 @@ class PerClient(nn.Module):
 def apply_finetune_(vit: ViT, head: nn.Module, mode: str, options: dict, seed: int) -> None:
     """Insert the adapters of ``mode`` and set ``requires_grad`` on exactly what is trained and communicated."""
     vit.requires_grad_(mode == "full")
-    dim, generator = vit.spec.dim, torch_generator(seed, "adapter init")
+    generator = torch_generator(seed, "adapter init")
     if mode in ("pa", "sa"):
         wrap = ParallelAdapter if mode == "pa" else SerialAdapter
         for block in vit.blocks:
             for name in ("attn", "mlp"):
-                wrapper = wrap(getattr(block, name), dim, options.get("r", 32))
+                wrapper = wrap(getattr(block, name), vit.spec.dim, (ADAPTER_DEFAULTS | options)["r"])
                 init_normal_(wrapper.adapter, generator)
                 setattr(block, name, wrapper)
     elif mode == "ssf":

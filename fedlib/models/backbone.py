@@ -80,7 +80,7 @@ class TokenBackbone(Backbone):
         super().__init__()
         self.register_buffer("origins", None, persistent=False)  # where exits read the class token after each block,
         self.register_buffer("scales", None, persistent=False)  # and in what units; None: as it is
-        self.of_block: list[list[tuple[nn.Module, str, int]]] = []  # (module, leaf, dimensions unstacked) per block
+        self.of_block: list[list[tuple[dict, str, int]]] = []  # per block (module's, leaf, dims unstacked)
 
     def run(self, z: torch.Tensor, a: int, b: int) -> torch.Tensor:
         for block in self.blocks[a:b]:
@@ -120,11 +120,11 @@ class TokenBackbone(Backbone):
     @contextmanager
     def _clients_of(self, unit: int, rows: slice):
         """Inside, the stacked parameters of ``unit`` are those of some of the clients."""
-        stacked = [(m, leaf, p) for m, leaf, dims in self.of_block[unit] if (p := m._parameters[leaf]).dim() > dims]
-        for module, leaf, p in stacked:
-            module._parameters[leaf] = p[rows]
+        stacked = [(own, leaf, p) for own, leaf, dims in self.of_block[unit] if (p := own[leaf]).dim() > dims]
+        for own, leaf, p in stacked:
+            own[leaf] = p[rows]
         try:
             yield
         finally:
-            for module, leaf, p in stacked:
-                module._parameters[leaf] = p
+            for own, leaf, p in stacked:
+                own[leaf] = p

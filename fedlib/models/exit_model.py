@@ -10,8 +10,10 @@ import torch
 from torch import nn
 
 from ..core.slices import STEM, ParamInfo
+from ..layers.context import Policy
+from ..layers.norms import set_policy_, statistics
 from .backbone import Backbone
-from .places import infos_of
+from .places import infos_of, slots_of
 from .route import Prefix, Route, spread
 
 
@@ -21,14 +23,11 @@ class ExitModel(nn.Module):
     In a cohort the members are sorted deepest first, so unit l runs for the first of them only.
     """
 
-    def __init__(self, backbone: Backbone, head: nn.Module, exit_units: Sequence[int]):
+    def __init__(self, backbone: Backbone, head: nn.Module, exit_units: Sequence[int], batch_norm: Policy = "batch"):
         super().__init__()
         self.backbone, self.head, self.exit_units = backbone, head, tuple(exit_units)
-        self._slots = {
-            f"{path}.{leaf}" if path else leaf: (module, leaf)
-            for path, module in self.named_modules()
-            for leaf in module._parameters
-        }
+        self.context = set_policy_(self, batch_norm)
+        self._slots = slots_of(self)
         backbone.of_block = [[] for _ in range(backbone.spec.depth)]
         for name, info in self.infos().items():
             if name.startswith("backbone.") and info.unit != STEM:
@@ -105,8 +104,9 @@ class ExitModel(nn.Module):
         return infos_of(self)
 
     def trainable(self) -> dict[str, torch.Tensor]:
-        """The tensors that clients train and communicate, detached."""
-        return {n: p.detach() for n, p in self.named_parameters() if p.requires_grad}
+        """The tensors that clients change and communicate, detached: what is trained, and batch norm's statistics."""
+        trained = {n: p.detach() for n, p in self.named_parameters() if p.requires_grad}
+        return trained | statistics(self)
 
     def frozen(self) -> dict[str, torch.Tensor]:
         """The tensors that are the same for all clients and rounds, detached."""
@@ -115,5 +115,5 @@ class ExitModel(nn.Module):
     def put_(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Make ``tensors`` (of any leading client dimension and width) this model's parameters. Copies nothing."""
         for name, tensor in tensors.items():
-            module, leaf = self._slots[name]
-            module._parameters[leaf] = tensor
+            tensors_of_module, leaf = self._slots[name]
+            tensors_of_module[leaf] = tensor

@@ -13,7 +13,6 @@ from torch import nn
 from ..core.slices import STEM
 from ..layers.linear import Linear, init_normal_
 from ..layers.norms import LayerNorm
-from .backbone import Spec
 
 
 class Classifier(nn.Module):
@@ -56,11 +55,6 @@ class Classifiers(nn.Module):
         """(kind, unit, exit) of the parameter at ``path`` inside this head."""
         j = int(path[1])
         return "head", self.exit_units[j], j
-
-
-def classifiers(spec: Spec, num_classes: int, exit_units: tuple[int, ...]) -> nn.Module:
-    """One classifier per exit, of the kind that reads what the backbone's exits see."""
-    return Classifiers(spec.dim, num_classes, exit_units)
 
 
 class SharedClassifier(nn.Module):

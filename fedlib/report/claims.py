@@ -16,7 +16,8 @@ import pandas as pd
 
 from ..core.paths import outputs_dir, params_dir
 from ..core.validation import did_you_mean
-from ..runs.params import Cell, load_fallback, load_grid, load_spec, load_yaml
+from ..runs.params import Cell, load_fallback, load_grid, load_spec
+from ..runs.params_files import load_yaml
 from .exact import EXACT, upload_table
 from .statistics import bootstrap_interval, verdict
 from .tables import collect, label_of, load_reported, stand_in
@@ -52,6 +53,11 @@ class Stored(Source):
     tables: dict = field(default_factory=dict, repr=False)
     rows: dict = field(default_factory=dict, repr=False)
 
+    @property
+    def folder(self) -> Path:
+        """The paper's own part of the outputs."""
+        return self.outputs / self.paper
+
     def read(self, table: str) -> tuple[list[Cell], pd.DataFrame]:
         """The table's cells and ``tables.collect``'s frame; of the ``fallback`` if only that is stored."""
         if table not in self.tables:
@@ -82,14 +88,14 @@ class Stored(Source):
         return {seed: np.atleast_1d(x) for seed, x in found.items()}
 
     def table(self, name: str) -> pd.DataFrame | None:
-        """What a notebook stored as ``outputs/tables/<name>.csv``, if it did."""
-        path = self.outputs / "tables" / f"{name}.csv"
+        """What a notebook stored as ``outputs/<paper>/tables/<name>.csv``, if it did."""
+        path = self.folder / "tables" / f"{name}.csv"
         return pd.read_csv(path) if path.exists() else None
 
     @cached_property
     def uploads(self) -> pd.DataFrame:
-        """:func:`exact.upload_table`, computed where ``outputs/tables/uploads.csv`` does not hold it yet."""
-        path = self.outputs / "tables" / "uploads.csv"
+        """:func:`exact.upload_table`, computed where ``outputs/<paper>/tables/uploads.csv`` does not hold it yet."""
+        path = self.folder / "tables" / "uploads.csv"
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
             upload_table(self.paper).to_csv(path, index=False)
@@ -137,8 +143,9 @@ class Judged:
 
 
 def load_all_claims(paper: str) -> dict[str, dict]:
-    """``params/<paper>/claims.yaml``; an unknown key is refused."""
-    claims = load_yaml(params_dir() / paper / "claims.yaml")
+    """``params/<paper>/claims.yaml``, {} for an extension without claims; an unknown key is refused."""
+    path = params_dir() / paper / "claims.yaml"
+    claims = load_yaml(path) if path.is_file() else {}
     for name, claim in claims.items():
         for key in claim:
             if key not in KEYS:

@@ -1,7 +1,8 @@
-"""The page of results: every stored table beside the paper's, thumbnails of the figures, a verdict on every claim.
+"""The pages of results: every stored table beside the paper's, thumbnails of the figures, a verdict on every claim.
 
-``python -m fedlib.report.page`` writes ``outputs/README.md``; nothing in it is written by hand, and a test keeps it
-equal to what the stored runs say. Read next: ``report/claims.py``, ``report/site.py``.
+``python -m fedlib.report.page`` writes ``outputs/<paper>/README.md`` and ``claims.md`` for every paper (and extension),
+and ``outputs/README.md``, the index. Nothing in them is written by hand, and a test keeps them equal to what the stored
+runs say. Read next: ``report/claims.py``, ``report/site.py``.
 """
 
 import argparse
@@ -12,28 +13,44 @@ from pathlib import Path
 
 import pandas as pd
 
-from ..core.paths import params_dir, root
+from ..core.paths import outputs_dir, params_dir, root
 from ..core.storage import read_json
-from ..runs.params import Cell, load_yaml
+from ..runs.params import Cell, grids
+from ..runs.params_files import papers
 from ..runs.store import run_path
 from .claims import COLUMNS, Judged, Stored, judge
-from .tables import beside_reported, best_runs, load_reported, markdown_table
+from .tables import markdown_table, obtained, reported_beside
 
 THUMBNAIL = 420  # pixels
 ORDER = ("table", "decomposition", "figure", "")  # then by number, then by name
+NO_PAPERS = ("benchmarks", "cluster", "pretraining", "walkthrough")  # outputs beside the papers', in the index
+RULE = (
+    "A comparison is a difference paired by seed; it holds if its 95 % bootstrap interval over seeds excludes zero on "
+    "the claimed side (with three seeds: if all agree), and is contradicted on the other side. A claim about "
+    '"most" or "often" needs more than half of its comparisons, any other all of them. `in print`: how many of the '
+    "paper's own comparisons of printed means agree."
+)
 
 
-def write_results(paper: str = "reefl", profile: str = "small") -> Path:
-    """Write ``outputs/README.md`` from what is stored, and return its path."""
-    stored = Stored(paper, profile)
-    path = stored.outputs / "README.md"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(results_page(stored), encoding="utf-8")
-    return path
+def write_results(profile: str = "small", only: Sequence[str] = ()) -> list[Path]:
+    """Write the pages of every paper with params (or ``only`` these) and the index, and return their paths."""
+    written = []
+    for paper in only or papers():
+        stored = Stored(paper, profile)
+        verdicts = judge(stored)
+        pages = {"README.md": results_page(stored, verdicts), "claims.md": claims_page(stored, verdicts)}
+        stored.folder.mkdir(parents=True, exist_ok=True)
+        for name, text in pages.items():
+            if text:
+                (stored.folder / name).write_text(text, encoding="utf-8")
+                written.append(stored.folder / name)
+    path = outputs_dir() / "README.md"
+    path.write_text(index_page(outputs_dir()), encoding="utf-8")
+    return [*written, path]
 
 
-def results_page(stored: Stored) -> str:
-    """The whole page as Markdown; links and figures are relative to the outputs folder."""
+def results_page(stored: Stored, verdicts: Sequence[Judged]) -> str:
+    """A paper's page as Markdown; links and figures are relative to ``outputs/<paper>``."""
     sections, absent, shown, runs = [], [], {}, {}
     for table in grid_names(stored.paper):
         cells, frame = stored.read(table)
@@ -43,59 +60,41 @@ def results_page(stored: Stored) -> str:
             continue
         sections.append(section(stored, table, done, shown))
         runs |= done
-    verdicts = judge(stored)
     text = [
         f"# Results of `{stored.paper}` at profile `{stored.profile}`",
-        "Written by `make results` from the stored runs in [`runs`](runs); do not edit. Obtained: mean ± SD over seeds "
-        "of the last round's accuracy in percent, mean over exits. Reported: the paper's backbone and data, so compare "
-        "orderings, not values.",
+        "Written by `make results` from the stored runs in [`runs`](../runs); do not edit. Obtained: mean ± SD over "
+        "seeds of the last round's accuracy in percent, mean over exits. Reported: the paper's backbone and data, so "
+        "compare orderings, not values.",
         facts(stored, list(runs.values())),
-        "## What the paper says, and whether it holds here",
-        claims_section(verdicts),
+        claims_section(verdicts) if verdicts else "",
         *sections,
         more_figures(stored, sections),
-        f"## Not run at this profile\n\n{', '.join(map(title_of, absent))}." if absent else "",
+        f"## Not run at this profile\n\n{', '.join(title_of(stored.paper, t) for t in absent)}." if absent else "",
     ]
     return "\n\n".join(t for t in text if t) + "\n"
 
 
 def grid_names(paper: str) -> list[str]:
-    """The params files that describe a grid: tables by number, then the decomposition, figures, the rest."""
-    names = [p.stem for p in (params_dir() / paper).glob("*.yaml") if {"axes", "extends"} & set(load_yaml(p))]
+    """The paper's grids: tables by number, then the decomposition, figures, the rest."""
     number = lambda n: int(re.sub(r"\D", "", n) or 0)  # noqa: E731
     kind = lambda n: next(i for i, start in enumerate(ORDER) if n.startswith(start))  # noqa: E731
-    return sorted(names, key=lambda n: (kind(n), number(n), n))
+    return sorted(grids(paper), key=lambda n: (kind(n), number(n), n))
 
 
 def section(stored: Stored, table: str, done: dict[str, Cell], shown: dict[str, str]) -> str:
     """One table or figure: facts, obtained beside reported, thumbnails. ``shown`` maps runs to their first section."""
     cells, frame = stored.read(table)
     value = stored.spec(table).get("value", "accuracy")
-    parts = [f"## {title_of(table)}", facts(stored, list(done.values()), wanted={c.experiment.hash for c in cells})]
+    title = f"## {title_of(stored.paper, table)}"
+    parts = [title, facts(stored, list(done.values()), wanted={c.experiment.hash for c in cells})]
     owner = {shown.get(h) for h in done}
     if value == "accuracy" and len(owner) == 1 and None not in owner:
         parts.append(f"The runs are those of {short_title(owner.pop())}.")
     else:
-        parts.append(markdown_table(obtained(stored.paper, table, frame, value)))
+        parts.append(markdown_table(obtained(frame, reported_beside(stored.paper, table), value)))
     shown.update({h: table for h in done if h not in shown})
     parts.append(thumbnails(figures_of(stored, table)))
     return "\n\n".join(p for p in parts if p)
-
-
-def obtained(paper: str, table: str, frame: pd.DataFrame, value: str) -> pd.DataFrame:
-    """``tables.beside_reported``; for ensembles the best run's, as printed, and the mean over seeds."""
-    try:
-        reported = load_reported(paper, table)
-    except FileNotFoundError:  # not the paper's own
-        reported = pd.DataFrame(columns=["finetune", "column", "variant", "mean", "sd"], dtype=object)
-    if value == "accuracy":
-        out = beside_reported(frame, reported)
-    else:
-        out = beside_reported(best_runs(frame), reported, value).rename(columns={"obtained": f"best run's {value}"})
-        out["mean over seeds"] = beside_reported(frame, reported, value).obtained
-        out["mean exit"] = beside_reported(frame, reported).obtained
-        out["seeds"] = beside_reported(frame, reported, value).seeds
-    return out.drop(columns="reported") if (out.reported == "–").all() else out
 
 
 def facts(stored: Stored, cells: Sequence[Cell], wanted: set[str] = frozenset()) -> str:
@@ -120,49 +119,83 @@ def facts(stored: Stored, cells: Sequence[Cell], wanted: set[str] = frozenset())
 
 
 def claims_section(verdicts: Sequence[Judged]) -> str:
-    """The claims as one table, and every comparison behind them, folded."""
+    """How many claims hold, and all of them as one table; a verdict leads to its comparisons."""
     counts = pd.Series([v.verdict for v in verdicts]).value_counts()
     summary = ", ".join(f"{counts.get(v, 0)} {word}" for v, word in (
         ("holds", "hold"), ("does not hold", "do not hold"), ("undecided", "are undecided"),
         ("not testable", "are not testable here")))  # fmt: skip
-    rule = (
-        "A comparison is a difference paired by seed; it holds if its 95 % bootstrap interval over seeds excludes zero "
-        "on the claimed side (with three seeds: if all agree), and is contradicted on the other side. A claim about "
-        '"most" or "often" needs more than half of its comparisons, any other all of them. `in print`: how many of the '
-        "paper's own comparisons of printed means agree."
-    )
     table = pd.DataFrame(
-        [{"claim": v.says, "where": v.where, "verdict": f"**{v.verdict}**", "here": v.numbers, "in print": v.printed}
+        [{"claim": v.says, "where": v.where, "verdict": linked_verdict(v), "here": v.numbers, "in print": v.printed}
          for v in verdicts]
     )  # fmt: skip
-    folded = [folded_comparisons(v) for v in verdicts if (v.comparisons.seeds > 0).any()]
-    return "\n\n".join([f"Of {len(verdicts)} claims {summary}.", rule, markdown_table(table), *folded])
+    title = "## What the paper says, and whether it holds here"
+    return "\n\n".join([title, f"Of {len(verdicts)} claims {summary}.", RULE, markdown_table(table)])
 
 
-def folded_comparisons(v: Judged) -> str:
-    """The comparisons of a claim that have runs, with their intervals in points, behind a fold."""
+def linked_verdict(v: Judged) -> str:
+    """The verdict, linked to its comparisons if there are any."""
+    return f"[**{v.verdict}**](claims.md#{v.name})" if compared(v) else f"**{v.verdict}**"
+
+
+def compared(v: Judged) -> bool:
+    """Does any comparison of the claim have runs?"""
+    return bool((v.comparisons.seeds > 0).any())
+
+
+def claims_page(stored: Stored, verdicts: Sequence[Judged]) -> str:
+    """Every comparison behind the claims, with its interval in points; empty where there is none."""
+    parts = [comparisons(v) for v in verdicts if compared(v)]
+    title = f"# Claims of `{stored.paper}` at profile `{stored.profile}`, comparison by comparison"
+    lead = "Written by `make results`; do not edit. Differences in points. [Back to the results](README.md)."
+    return "\n\n".join([title, lead, RULE, *parts]) + "\n" if parts else ""
+
+
+def comparisons(v: Judged) -> str:
+    """The comparisons of a claim that have runs, under the claim's name."""
     rows = v.comparisons[v.comparisons.seeds > 0][COLUMNS].copy()
     interval = [f"{a:+.2f} to {b:+.2f}" if pd.notna(a) else "–" for a, b in zip(rows.low, rows.high, strict=True)]
     rows["mean"] = [f"{m:+.2f}" for m in rows["mean"]]
     rows.insert(5, "95 % interval", interval)
     rows = markdown_table(rows.drop(columns=["low", "high"]))
-    return f"<details><summary>{v.says} <b>{v.verdict}</b></summary>\n\n{rows}\n\n</details>"
+    return f"## {v.name}\n\n{v.says} ({v.where}): **{v.verdict}**, {v.numbers}.\n\n{rows}"
 
 
-def notebook_of(name: str) -> Path | None:
-    """The notebook of a table or figure, found by its name as ``make`` does."""
-    found = sorted([*root().glob(f"notebooks/*/{name}_*.ipynb"), *root().glob(f"notebooks/*/{name}.ipynb")])
+def index_page(outputs: Path) -> str:
+    """The index: a line per paper with its claims' tally, and what benchmarks and other notebooks stored."""
+    lines = []
+    for paper in papers():
+        if (page := outputs / paper / "README.md").is_file():
+            tally = re.search(r"^Of \d+ claims .*$", page.read_text(encoding="utf-8"), re.M)
+            titles = ", ".join(short_title(t) for t in grid_names(paper))
+            lines.append(f"- [**{paper}**]({paper}/README.md): {titles}.{f' {tally[0]}' if tally else ''}")
+    for folder in NO_PAPERS:
+        paths = sorted([*outputs.glob(f"{folder}/tables/*.md"), *outputs.glob(f"{folder}/figures/*.png")])
+        if paths:
+            lines.append(
+                f"- **{folder}**: {', '.join(f'[{p.stem}]({p.relative_to(outputs).as_posix()})' for p in paths)}"
+            )
+    lead = (
+        "Written by `make results`; do not edit. What every notebook stored, by paper; the runs are in [`runs`](runs)."
+    )
+    return "\n\n".join(["# Results", lead, "\n".join(lines)]) + "\n"
+
+
+def notebook_of(paper: str, name: str) -> Path | None:
+    """The notebook of a paper's table or figure, found by its name as ``make <paper>/<name>`` does."""
+    folder = root() / "notebooks" / paper
+    found = sorted([*folder.glob(f"{name}_*.ipynb"), *folder.glob(f"{name}.ipynb")])
     return found[0] if found else None
 
 
-def title_of(name: str) -> str:
+def title_of(paper: str, name: str) -> str:
     """The notebook's title, linked; of a grid without a notebook of that name, the first line of its params file."""
-    if (path := notebook_of(name)) is None:
-        lines = [p.read_text(encoding="utf-8").splitlines()[0] for p in params_dir().glob(f"*/{name}.yaml")]
-        return lines[0].removeprefix("#").strip().split(".")[0] if lines else name
+    if (path := notebook_of(paper, name)) is None:
+        grid = params_dir() / paper / f"{name}.yaml"
+        first = grid.read_text(encoding="utf-8").splitlines()[0] if grid.is_file() else name
+        return first.removeprefix("#").strip().split(".")[0]
     cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
     title = "".join(cells[0]["source"]).splitlines()[0].removeprefix("# ")
-    return f"[{title}](../{path.relative_to(root()).as_posix()})"
+    return f"[{title}](../../{path.relative_to(root()).as_posix()})"
 
 
 def short_title(name: str) -> str:
@@ -172,7 +205,7 @@ def short_title(name: str) -> str:
 
 def figures_of(stored: Stored, name: str) -> list[Path]:
     """The stored figures of a table at this profile."""
-    return sorted((stored.outputs / "figures").glob(f"{name}_{stored.profile}*.png"))
+    return sorted((stored.folder / "figures").glob(f"{name}_{stored.profile}*.png"))
 
 
 def thumbnails(paths: Sequence[Path]) -> str:
@@ -184,18 +217,20 @@ def thumbnails(paths: Sequence[Path]) -> str:
 def more_figures(stored: Stored, sections: Sequence[str]) -> str:
     """Figures of this profile that no section shows, under their notebooks' titles."""
     shown, groups = "\n".join(sections), {}
-    for path in sorted((stored.outputs / "figures").glob(f"*_{stored.profile}*.png")):
+    for path in sorted((stored.folder / "figures").glob(f"*_{stored.profile}*.png")):
         if f"figures/{path.name}" not in shown:
             groups.setdefault(path.stem.split(f"_{stored.profile}")[0], []).append(path)
-    return "\n\n".join(f"## {title_of(name)}\n\n{thumbnails(paths)}" for name, paths in groups.items())
+    return "\n\n".join(f"## {title_of(stored.paper, name)}\n\n{thumbnails(paths)}" for name, paths in groups.items())
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m fedlib.report.page", description=write_results.__doc__)
-    parser.add_argument("--paper", default="reefl")
+    parser.add_argument(
+        "--paper", action="append", choices=papers(), default=[], help="only this one (may be repeated)"
+    )
     parser.add_argument("--profile", default="small")
     given = parser.parse_args(arguments)
-    print(write_results(given.paper, given.profile))
+    print(*write_results(given.profile, given.paper), sep="\n")
 
 
 if __name__ == "__main__":

@@ -1,14 +1,34 @@
-"""Figures for notebooks; every function returns the Axes. One colour per method everywhere."""
+"""Figures for notebooks, drawn with seaborn; every function returns the Axes. Read next: ``report/style.py``."""
 
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pandas as pd
 
-COLORS = {
-    "exclusivefl": "#8c8c8c", "inclusivefl": "#e0a030", "scalefl": "#4c9f70", "depthfl": "#4878cf", "reefl": "#c44e52",
-    "fedavg": "#333333",
-}  # fmt: skip
+from .data_plots import plot_clients_examples, plot_label_distribution
+from .style import (
+    COLORS,
+    Looks,
+    axes_of,
+    color_of,
+    finish,
+    looks_of,
+    name_points,
+    named,
+    panels,
+    plain,
+    share_legend,
+    spelled,
+    styled,
+    title_of,
+)
+from .tables import label_of
+
+__all__ = [
+    "COLORS", "gain_bars", "plot_accuracy_costs", "plot_adaptive", "plot_clients_examples", "plot_costs",
+    "plot_exit_accuracies", "plot_label_distribution", "plot_learning_curves", "plot_modes", "plot_teachers",
+    "plot_tradeoff", "save_figure", "title_of",
+]  # fmt: skip
 
 COSTS = {  # what an axis says, and its unit in units of the column
     "macs": ("MACs per image (millions)", 1e-6),
@@ -16,198 +36,214 @@ COSTS = {  # what an axis says, and its unit in units of the column
     "training_memory_mib": ("training memory, batch 32 (MiB)", 1),
     "parameters": ("parameters (millions)", 1e-6),
 }
-
-
-def _axes(ax, size=(6.4, 3.8)):
-    import matplotlib.pyplot as plt
-
-    return ax if ax is not None else plt.subplots(figsize=size, layout="constrained")[1]
+ACCURACY = "test accuracy (%)"
 
 
 def save_figure(ax, name: str):
-    """Write the figure of ``ax`` to ``outputs/figures/<name>.png`` and return the path."""
+    """Write the figure of ``ax`` to ``outputs/<folder>/figures/<stem>.png``, ``name`` being ``<folder>/<stem>``."""
     from ..core.paths import outputs_dir
 
-    path = outputs_dir() / "figures" / f"{name}.png"
+    folder, _, stem = name.rpartition("/")
+    path = outputs_dir() / folder / "figures" / f"{stem}.png"
     path.parent.mkdir(parents=True, exist_ok=True)
     ax.figure.savefig(path, dpi=150)
     return path
 
 
-def plot_label_distribution(counts: np.ndarray, classes: Sequence[str], ax=None, most: int = 40):
-    """Stacked bars of training examples per client and class; ``counts`` is (clients, classes)."""
-    from matplotlib import colormaps
+def _lines(frame: pd.DataFrame, x: str, y: str, ax, looks: Looks, **settings):
+    """seaborn's lines, one per ``series``, through the rows in their order unless an estimator is given."""
+    import seaborn
 
-    ax = _axes(ax, (8, 3.2))
-    shown, bottom = counts[:most], np.zeros(len(counts[:most]))
-    for c, name in enumerate(classes):
-        color = colormaps["tab20"](c % 20)
-        ax.bar(np.arange(len(shown)), shown[:, c], bottom=bottom, width=0.9, color=color, label=name)
-        bottom += shown[:, c]
-    more = f" (first {most} of {len(counts)})" if len(counts) > most else ""
-    ax.set(xlabel=f"client{more}", ylabel="training examples", title="Which labels each client holds")
-    ax.margins(x=0.01)
-    if len(classes) <= 20:
-        ax.legend(ncols=1 + len(classes) // 11, fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
+    shown = [name for name in looks.palette if name in set(frame.series)]
+    looks = Looks(*({name: look[name] for name in shown} for look in vars(looks).values()))
+    settings = {"estimator": None, "sort": False, "errorbar": None, "markersize": 6, **looks.settings(), **settings}
+    if len(frame):
+        seaborn.lineplot(frame, x=x, y=y, ax=ax, **settings)
+
+
+@styled
+def plot_exit_accuracies(
+    frame: pd.DataFrame, ax=None, title: str = "Accuracy of every exit", looks: Looks | None = None
+):
+    """Mean over seeds of each exit's accuracy, with SD bars where there are several; ``frame`` as from ``collect``.
+
+    Lines stand a little beside one another, so that bars do not hide bars.
+    """
+    ax, frame = axes_of(ax), named(frame).dropna(subset=["accuracy"])
+    looks = looks or looks_of(frame)
+    rows = frame.assign(exit=[range(1, len(e) + 1) for e in frame.exits]).explode(["exit", "exits"])
+    beside = dict(zip(looks.palette, np.linspace(-0.08, 0.08, len(looks.palette) + 2)[1:-1], strict=True))
+    rows["at"] = rows.exit.astype(float) + rows.series.map(beside).astype(float)
+    rows["exits"] = rows.exits.astype(float)
+    repeated = rows.duplicated(["series", "exit"]).any()
+    bars = {"errorbar": "sd", "err_style": "bars", "err_kws": {"capsize": 2, "elinewidth": 1}} if repeated else {}
+    _lines(rows, "at", "exits", ax, looks, estimator="mean", sort=True, **bars)
+    ax.set_xticks(range(1, max(map(len, frame.exits), default=1) + 1))
+    finish(ax, "exit", ACCURACY, title)
     return ax
 
 
-def plot_clients_examples(data, clients: Sequence[int], n: int = 6):
-    """The first ``n`` training images of each of ``clients``, one row each, titled by class; returns the Axes.
+@styled
+def plot_modes(frame: pd.DataFrame, plot=plot_exit_accuracies, title: str = "Accuracy of every exit", **settings):
+    """A panel per data column and fine-tuning mode, a shared y axis, one legend; returns the Axes of the panels.
 
-    ``data`` is a ``FederatedData``. Spectrograms stand as the network sees them: time runs down, pitch to the right.
+    The figure's title is ``title`` and the data in words; of several data sets each panel says its own.
     """
-    import matplotlib.pyplot as plt
-
-    size = (1.1 * n + 0.8, 1.25 * len(clients))
-    axes = plt.subplots(len(clients), n, figsize=size, squeeze=False, layout="constrained")[1]
-    for row, i in zip(axes, clients, strict=True):
-        rows = data.client(i)
-        for ax, r in zip(row, rows[np.linspace(0, len(rows) - 1, n).astype(int)], strict=True):
-            ax.imshow(data.images[r].permute(1, 2, 0).cpu().numpy().squeeze(), cmap="gray", vmin=0, vmax=255)
-            ax.set_title(data.classes[int(data.labels[r])], fontsize=7)
-            ax.set(xticks=[], yticks=[])
-        row[0].set_ylabel(f"client {i}", fontsize=8)
+    looks = looks_of(named(frame))
+    columns = [g for _, g in frame.groupby("column", sort=False)] if "column" in frame else [frame]
+    groups = [group for part in columns for _, group in part.groupby("finetune", sort=False)]
+    several, modes = len(columns) > 1, [label_of(group.finetune.iloc[0]) for group in groups]
+    titles = [f"{_data(g)}\n{m}" for g, m in zip(groups, modes, strict=True)] if several else modes
+    data = "" if several else _data(frame)
+    wide = min(frame.finetune.nunique(), 3) if several else 3
+    axes = panels(titles, f"{title}: {data}" if data else title, columns=wide)
+    for ax, group in zip(axes, groups, strict=True):
+        plot(group, ax, title=ax.get_title(), looks=looks, **settings)
+        if not ax.get_subplotspec().is_first_col():
+            ax.set_ylabel("")
+    share_legend(axes)
     return axes
 
 
-def _lines(frame: pd.DataFrame):
-    """Yield (rows, style) per variant (or method): one colour per method, one dash per variant of it."""
-    from .tables import label_of
-
-    dashes: dict[str, int] = {}
-    by = "variant" if "variant" in frame else "method"
-    for name, group in frame.groupby(by, sort=False):
-        method = group.method.iloc[0]
-        dashes[method] = dashes.get(method, -1) + 1
-        label = label_of(group.label.iloc[0] if "label" in group else name)
-        dash = ("-", "--", ":", "-.")[dashes[method] % 4]
-        yield group, {"color": COLORS.get(method), "linestyle": dash, "label": label}
+def _data(group: pd.DataFrame) -> str:
+    """The data of rows of one column, in words."""
+    ran = group.dataset.iloc[0] if "dataset" in group else None
+    return title_of(str(group.column.iloc[0]), ran) if "column" in group else ""
 
 
-def plot_exit_accuracies(frame: pd.DataFrame, ax=None, title: str = "Accuracy of every exit"):
-    """Mean over seeds of each exit's accuracy, with SD bars; ``frame`` as from ``tables.collect``."""
-    ax = _axes(ax)
-    for group, style in _lines(frame.dropna(subset=["accuracy"])):
-        exits = np.array(group.exits.tolist())
-        spread = exits.std(0, ddof=1) if len(exits) > 1 else np.zeros(exits.shape[1])
-        ax.errorbar(range(1, exits.shape[1] + 1), exits.mean(0), spread, marker="o", markersize=4, capsize=3, **style)
-    longest = max((len(x) for x in frame.exits.dropna()), default=1)
-    ax.set(xlabel="exit", ylabel="test accuracy (%)", title=title, xticks=range(1, longest + 1))
-    ax.grid(alpha=0.3)
-    if ax.lines:
-        ax.legend(frameon=False, fontsize=8)
-    return ax
-
-
-def plot_modes(frame: pd.DataFrame, plot=plot_exit_accuracies, **settings):
-    """One panel per fine-tuning mode, side by side with a shared y axis and one legend; returns the Axes."""
-    import matplotlib.pyplot as plt
-
-    from .tables import label_of
-
-    modes = list(frame.finetune.unique())
-    size = (1.8 + 4.2 * len(modes), 3.8)
-    figure, axes = plt.subplots(1, len(modes), figsize=size, sharey=True, squeeze=False, layout="constrained")
-    for ax, mode in zip(axes[0], modes, strict=True):
-        plot(frame[frame.finetune == mode], ax, title=label_of(mode), **settings)
-    found = {}
-    for ax in axes[0]:
-        found |= {label: handle for handle, label in zip(*ax.get_legend_handles_labels(), strict=True)}
-        if ax.get_legend() is not None:
-            ax.get_legend().remove()
-    figure.legend(found.values(), found, loc="outside right upper", frameon=False, fontsize=8, handlelength=3)
-    return axes[0]
-
-
-def plot_accuracy_costs(frame: pd.DataFrame, ax=None, x: str = "macs", title: str = "What accuracy costs"):
+@styled
+def plot_accuracy_costs(
+    frame: pd.DataFrame, ax=None, x: str = "macs", title: str = "What accuracy costs", looks: Looks | None = None
+):
     """Accuracy against cost ``x``, one dot per exit; ``frame`` as from ``tables.exit_table``."""
-    ax = _axes(ax)
-    name, unit = COSTS[x]
-    for group, style in _lines(frame):
-        ax.plot(group[x] * unit, group.accuracy, marker="o", markersize=4, **style)
-    ax.set(xlabel=name, ylabel="test accuracy (%)", title=title)
-    ax.grid(alpha=0.3)
-    ax.legend(frameon=False, fontsize=8)
+    return _costs(frame, ax, x, "accuracy", title, looks)
+
+
+@styled
+def plot_costs(
+    frame: pd.DataFrame, ax=None, x: str = "macs", y: str = "upload_mib", title: str = "What each exit costs"
+):
+    """Cost ``y`` against cost ``x`` per exit; ``frame`` has method and the columns of ``costs.exit_costs``."""
+    return _costs(frame, ax, x, y, title, None)
+
+
+def _costs(frame, ax, x, y, title, looks):
+    ax, frame = axes_of(ax), named(frame)
+    (xlabel, xunit), (ylabel, yunit) = COSTS[x], COSTS.get(y, (ACCURACY, 1))
+    rows = frame.assign(**{x: frame[x] * xunit, y: frame[y] * yunit})
+    _lines(rows, x, y, ax, looks or looks_of(frame))
+    finish(ax, xlabel, ylabel, title)
     return ax
 
 
-def plot_adaptive(curves: Mapping[str, Sequence[dict]], colors: Mapping[str, str] | None = None, ax=None):
-    """Accuracy against mean MACs as the confidence threshold moves; a label maps to ``adaptive.adaptive_curve``."""
-    ax = _axes(ax)
-    for label, rows in curves.items():
-        macs, accuracy = ([r[k] for r in rows] for k in ("macs", "accuracy"))
-        ax.plot(np.multiply(macs, COSTS["macs"][1]), accuracy, marker=".", label=label, color=(colors or {}).get(label))
-    ax.set(xlabel=f"mean {COSTS['macs'][0]}", ylabel="test accuracy (%)", title="Leaving at the first confident exit")
-    ax.grid(alpha=0.3)
-    ax.legend(frameon=False)
+def _curves(curves: Mapping[str, Sequence[dict]], x: str, colors: Mapping[str, str] | None, ax) -> pd.DataFrame:
+    """Draw ``accuracy`` against ``x`` of named records; a name is a method, or starts with one and a comma."""
+    methods = {label_of(m): m for m in COLORS}
+    rows = []
+    for name, records in curves.items():
+        method = name.split(", ")[0]
+        where = {"series": plain(spelled(name)), "method": methods.get(method, method), "name": name}
+        rows += [where | {x: r[x], "accuracy": r["accuracy"]} for r in records]
+    frame = pd.DataFrame(rows, columns=["series", "method", "name", x, "accuracy"])
+    looks = looks_of(frame)
+    given = {s: colors[n] for s, n in zip(frame.series, frame.name, strict=True) if colors and n in colors}
+    _lines(frame, x, "accuracy", ax, Looks({**looks.palette, **given}, looks.markers, looks.dashes))
+    return frame
+
+
+@styled
+def plot_adaptive(curves: Mapping[str, Sequence[dict]], colors: Mapping[str, str] | None = None, ax=None,
+                  title: str = "Leaving at the first confident exit"):  # fmt: skip
+    """Accuracy against mean MACs as the confidence threshold moves; a label maps to ``early_leaving``'s curve."""
+    ax, unit = axes_of(ax), COSTS["macs"][1]
+    scaled = {name: [r | {"macs": r["macs"] * unit} for r in records] for name, records in curves.items()}
+    _curves(scaled, "macs", colors, ax)
+    finish(ax, f"mean {COSTS['macs'][0]}", ACCURACY, title)
     return ax
 
 
-def plot_teachers(counts: Mapping[str, np.ndarray], ax=None, title: str = "Which exit teaches"):
-    """Bars of how often each exit is the teacher; ``counts`` maps an estimate's name to (E,)."""
-    ax, width = _axes(ax), 0.8 / len(counts)
-    for i, (label, count) in enumerate(counts.items()):
-        at = np.arange(1, len(count) + 1) + (i - (len(counts) - 1) / 2) * width
-        ax.bar(at, count, width, label=label, color=("#c44e52", "#8c8c8c", "#4878cf")[i % 3])
-    ax.set(xlabel="exit", ylabel="mini-batches with this teacher", title=title, xticks=range(1, len(count) + 1))
-    ax.legend(frameon=False)
-    return ax
-
-
+@styled
 def plot_learning_curves(runs: Mapping[str, Sequence[dict]], colors: Mapping[str, str] | None = None, ax=None,
                          title: str = "Mean accuracy over exits"):  # fmt: skip
-    """Accuracy against round; ``runs`` maps a label to its metrics records."""
-    from matplotlib.ticker import MaxNLocator
-
-    ax = _axes(ax)
-    for label, metrics in runs.items():
-        color = (colors or COLORS).get(label)
-        ax.plot([m["t"] for m in metrics], [m["accuracy"] for m in metrics], marker=".", label=label, color=color)
-    ax.set(xlabel="round", ylabel="test accuracy (%)", title=title)
-    ax.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
-    ax.grid(alpha=0.3)
-    ax.legend(frameon=False)
+    """Accuracy against round; ``runs`` maps a label to its metrics records. Ticks stand at evaluated rounds."""
+    ax = axes_of(ax)
+    rounds = np.unique(_curves(runs, "t", colors, ax).t)
+    if len(rounds):
+        step = -(-len(rounds) // 8)
+        ax.set_xticks(rounds[::-1][::step][::-1].astype(int))  # the last one always
+    finish(ax, "round", ACCURACY, title)
     return ax
 
 
+@styled
+def plot_teachers(counts: Mapping[str, np.ndarray], ax=None, title: str = "Which exit teaches"):
+    """Bars of how often each exit is the teacher; ``counts`` maps an estimate's name to (E,)."""
+    import seaborn
+
+    ax = axes_of(ax)
+    rows = [(plain(n), e + 1, c) for n, count in counts.items() for e, c in enumerate(count)]
+    rows = pd.DataFrame(rows, columns=["estimate", "exit", "batches"])
+    colors = [color_of("reefl"), color_of("exclusivefl"), color_of("depthfl")][: len(counts)]
+    seaborn.barplot(rows, x="exit", y="batches", hue="estimate", palette=colors, saturation=1, ax=ax)
+    finish(ax, "exit", "mini-batches with this teacher", title)
+    return ax
+
+
+@styled
+def gain_bars(frame: pd.DataFrame, x: str = "finetune", y: str = "gain", hue: str = "method",
+              col: str | None = None, ylabel: str = "ensemble − mean exit (points)",
+              title: str = "The ensemble against the mean exit"):  # fmt: skip
+    """Bars of ``y``: a group per ``x``, a bar per ``hue``, a panel per ``col``; mean, and SD where rows repeat.
+
+    Rows of several data sets are never averaged: without ``col`` they stand in a panel each. Returns the panels' Axes.
+    """
+    import seaborn
+
+    frame = frame.dropna(subset=[y])
+    if col is None and "column" in frame and "column" not in (x, hue) and frame.column.nunique() > 1:
+        col = "column"
+    groups = [g for _, g in frame.groupby(col, sort=False)] if col else [frame]
+    methods = dict(zip(frame[hue], frame["method" if "method" in frame else hue], strict=True))
+    colors = {plain(label_of(name)): color_of(method) for name, method in methods.items()}
+    bars = frame[x].nunique() * len(colors)
+    titles = [_data(g) if col == "column" else plain(label_of(str(g[col].iloc[0]))) for g in groups] if col else [""]
+    axes = panels(titles, title, (1.4 + 0.5 * bars, 2.8))
+    for ax, group in zip(axes, groups, strict=True):
+        rows = group.assign(**{c: group[c].map(lambda name: plain(label_of(name))) for c in {x, hue}})
+        keys = [x, hue] if x != hue else [x]
+        bar = "sd" if rows.duplicated(keys).any() else None
+        seaborn.barplot(rows, x=x, y=y, hue=hue, palette=colors, hue_order=list(colors), errorbar=bar, capsize=0.15,
+                        err_kws={"linewidth": 1.2}, order=list(dict.fromkeys(frame[x].map(label_of).map(plain))),
+                        legend="full", saturation=1, ax=ax)  # fmt: skip
+        ax.axhline(0, color="black", linewidth=0.8)
+        finish(ax, "", ylabel if ax.get_subplotspec().is_first_col() else "")
+    share_legend(axes)
+    return axes
+
+
+@styled
 def plot_tradeoff(frame: pd.DataFrame, x: str, label: str, title: str, ax=None, levels: str | None = None,
                   line: str = "-"):  # fmt: skip
     """Accuracy against what it costs, column ``x`` on a log axis, per method; points are named by ``column``.
 
     ``frame`` has method, column, accuracy, ``x``; rows without ``x`` whose ``column`` is ``levels`` are dashed lines.
     """
-    from matplotlib.ticker import LogLocator
+    from matplotlib.ticker import FixedLocator, LogLocator, NullLocator
 
-    from .tables import LABELS
-
-    ax = _axes(ax)
-    for method, group in frame.groupby("method", sort=False):
-        color, points = COLORS.get(method), group.dropna(subset=[x]).sort_values(x)
-        ax.plot(points[x], points.accuracy, marker="o", linestyle=line, color=color, label=LABELS.get(method, method))
-        for row in points.itertuples():
-            ax.annotate(row.column, (getattr(row, x), row.accuracy), (4, 5), textcoords="offset points", fontsize=7)
-        for level in group[group[x].isna() & (group.column == levels)].accuracy:
-            ax.axhline(level, color=color, linestyle="--", label=f"{LABELS.get(method, method)}, {levels}")
-    ax.set(xscale="log", xlabel=label, ylabel="test accuracy (%)", title=title)
-    ax.xaxis.set_major_locator(LogLocator(subs=(1, 3)))
-    ax.xaxis.set_major_formatter("{x:g}")
-    ax.xaxis.set_minor_formatter("")
-    ax.margins(x=0.12, y=0.08)  # room for the names
-    ax.grid(alpha=0.3)
-    ax.legend(frameon=False, fontsize=8)
-    return ax
-
-
-def plot_costs(frame: pd.DataFrame, ax=None, x: str = "macs", y: str = "upload_mib"):
-    """Cost ``y`` against cost ``x`` per exit; ``frame`` has method and the columns of ``costs.exit_costs``."""
-    from .tables import LABELS
-
-    ax = _axes(ax)
-    for method, group in frame.groupby("method", sort=False):
-        xs, ys = group[x] * COSTS[x][1], group[y] * COSTS[y][1]
-        ax.plot(xs, ys, marker="o", color=COLORS.get(method), label=LABELS.get(method, method))
-    ax.set(xlabel=COSTS[x][0], ylabel=COSTS[y][0], title="What each exit costs")
-    ax.grid(alpha=0.3)
-    ax.legend(frameon=False)
+    ax, frame = axes_of(ax), named(frame[["method", "column", "accuracy", x]])
+    points, looks = frame.dropna(subset=[x, "accuracy"]).sort_values(x), looks_of(frame)
+    _lines(points, x, "accuracy", ax, looks, markersize=7, **({} if line else {"linewidth": 0}))
+    for row in frame[frame[x].isna() & (frame.column == levels)].itertuples():
+        said = f"{row.series}, {plain(levels)}"
+        ax.axhline(row.accuracy, color=looks.palette[row.series], linestyle="--", label=said)
+    ax.set_xscale("log")
+    few = np.unique(points[x].round(12))
+    ax.xaxis.set_major_locator(FixedLocator(few) if 0 < len(few) <= 5 else LogLocator(subs=(1, 3)))
+    ax.xaxis.set_minor_locator(NullLocator())
+    ax.xaxis.set_major_formatter(lambda value, _: f"{value:.2g}")
+    ax.margins(x=0.12, y=0.12)  # room for the names
+    if ax.get_legend_handles_labels()[0]:
+        ax.legend(loc="best")
+    finish(ax, label, ACCURACY, title)
+    name_points(ax, [(x, y, plain(name)) for x, y, name in points[[x, "accuracy", "column"]].values])
     return ax

@@ -1,12 +1,14 @@
-"""A browsable report: the executed notebooks and the page of results as HTML that needs neither server nor network.
+"""A browsable report: the executed notebooks and the pages of results as HTML that needs neither server nor network.
 
-``python -m fedlib.report.site`` (``make report``) writes ``outputs/report/``: ``index.html``, ``results.html`` and a
-page per executed notebook. nbconvert's own pages fetch scripts from the web; ours hold none (``TEMPLATE``), and an
-interactive output shows the picture that its widget last held. Read next: ``report/page.py``.
+``python -m fedlib.report.site`` (``make report``) writes ``outputs/report/``: ``index.html``, ``results.html`` with a
+page per paper, and a page per executed notebook. nbconvert's own pages fetch scripts from the web; ours hold none
+(``TEMPLATE``), and an interactive output shows the picture that its widget last held. What runs and notebooks say is
+text: no script of theirs reaches a page (``report/safety.py``). Read next: ``report/page.py``.
 """
 
 import argparse
 import os
+import posixpath
 import re
 import shutil
 import subprocess
@@ -14,9 +16,11 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from urllib.parse import quote
 
 from ..core.paths import outputs_dir, root
 from .page import write_results
+from .safety import POLICY, cleaned, escaped, harmless
 
 WIDGET = "application/vnd.jupyter.widget-view+json"
 STATE = "application/vnd.jupyter.widget-state+json"
@@ -27,10 +31,14 @@ TEMPLATE = """{% extends 'lab/index.html.j2' %}
 {% block jupyter_widgets %}{% endblock %}
 {% block html_head_js_mathjax %}{% endblock %}
 {% block html_head_js_mermaidjs %}{% endblock %}
-{% block html_head_css %}<style>main {max-width: 1100px; margin: auto; overflow-x: auto} img {max-width: 100%}
-.home {margin: 1em 3px; font: 14px sans-serif} a, a code {color: #0b5394}</style>{% endblock %}
+{% block html_head_css %}POLICY
+<style>main {max-width: 1100px; margin: auto; overflow-x: auto} img {max-width: 100%}
+.home {margin: 1em 3px; font: 14px sans-serif} a, a code {color: #0b5394}
+.jp-RenderedMarkdown table {table-layout: auto; margin-left: 0; max-width: 100%}
+.jp-RenderedMarkdown :is(td, th) {overflow-wrap: anywhere; min-width: 4em} .jp-RenderedMarkdown td code {white-space: normal}
+.jp-RenderedHTML {overflow-x: auto}</style>{% endblock %}
 {% block body_header %}{{ super() }}{% if nb.metadata.home %}<p class="home"><a href="index.html">Report</a></p>{% endif %}{% endblock %}
-"""  # noqa: E501
+""".replace("POLICY", POLICY)  # noqa: E501
 
 
 def build_report(executed: Path | None = None, folder: Path | None = None) -> Path:
@@ -43,47 +51,67 @@ def build_report(executed: Path | None = None, folder: Path | None = None) -> Pa
     executed, folder = executed or outputs_dir() / "executed", folder or outputs_dir() / "report"
     paths = sorted(executed.glob("*.ipynb"))
     if not paths:
-        raise FileNotFoundError(f"no executed notebook in {executed}; `make demo` or `make table1` leaves one")
+        raise FileNotFoundError(f"no executed notebook in {executed}; `make demo` or `make reefl/table1` leaves one")
     notebooks = {p.stem: nbformat.read(p, as_version=4) for p in paths}
     results = write_results()
+    outputs = results[-1].parent  # the index
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    if (figures := results.parent / "figures").is_dir():
-        shutil.copytree(figures, folder / "figures")
+    for figures in outputs.glob("*/figures"):
+        shutil.copytree(figures, folder / figures.relative_to(outputs))
     for name, notebook in notebooks.items():
         _write(folder / f"{name}.html", _still(notebook), title_of(notebook, name))
-    page = linked(results.read_text(encoding="utf-8"), notebooks)
-    _write(folder / "results.html", _page(page), "Results")
+    for path in results:
+        of = path.parent.relative_to(outputs).as_posix()
+        text = linked(path.read_text(encoding="utf-8"), "" if of == "." else of, notebooks)
+        name = page_of((Path("outputs") / path.relative_to(outputs)).as_posix(), notebooks)
+        _write(folder / name, _page(text), text.splitlines()[0].lstrip("# "))
     _write(folder / "index.html", _page(index(notebooks), home=False), "Report")
     return folder / "index.html"
 
 
 def index(notebooks: dict) -> str:
-    """The first page: results, every executed notebook with its state, and the README's map with links."""
-    rows = [f"| [{title_of(nb, name)}]({name}.html) | `{name}` | {state_of(nb)} |" for name, nb in notebooks.items()]
+    """The first page: results, every executed notebook with its state, and the map of the notebooks with links."""
+    rows = [
+        f"| [{escaped(title_of(nb, name))}]({quote(name)}.html) | <code>{escaped(name)}</code> | {state_of(nb)} |"
+        for name, nb in notebooks.items()
+    ]
     text = "# Report\n\n[**Results**: every table beside the paper's, and a verdict on every claim](results.html)\n\n"
     text += "## Executed notebooks\n\n| notebook | file | state |\n| --- | --- | --- |\n" + "\n".join(rows) + "\n"
-    readme = root() / "README.md"
+    readme = root() / "notebooks" / "README.md"
     readme = readme.read_text(encoding="utf-8") if readme.exists() else ""
     if found := re.search(r"^## Map\n.*?(?=^## |\Z)", readme, re.M | re.S):
         link = lambda m: next((f"[`{m[1]}`]({n}.html)" for n in notebooks if made_from(n, m[1])), m[0])  # noqa: E731
-        text += "\n" + re.sub(r"`(\w+/\w+)`", link, found[0]).replace("](outputs/README.md)", "](results.html)")
+        text += "\n" + linked(re.sub(r"`(\w+/\w+)`", link, found[0]), "../notebooks", notebooks)
     return text
 
 
-def linked(results: str, notebooks: dict) -> str:
-    """The page of results with its links to notebooks turned to their pages; of those without one the text stays."""
+def linked(text: str, folder: str, notebooks: dict) -> str:
+    """A page of ``outputs/<folder>`` with its links turned to the report's pages; those of other files are text."""
 
     def link(m: re.Match) -> str:
-        name = next((n for n in notebooks if made_from(n, m[2].removesuffix(".ipynb"))), None)
-        return f"[{m[1]}]({name}.html)" if name else m[1]
+        target, _, place = m[2].partition("#")
+        path = posixpath.normpath(posixpath.join("outputs", folder, target))
+        page = target if target.endswith(".html") else page_of(path, notebooks)
+        return f"[{m[1]}]({page}{'#' if place else ''}{place})" if page else m[1]
 
-    return re.sub(r"\[([^\]]+)\]\(([^)#:]+)\)", link, results)
+    text = re.sub(r"\[([^\]]+)\]\(([^):]+)\)", link, text)
+    return re.sub(r'(src|href)="figures/', rf'\1="{folder}/figures/', text)
+
+
+def page_of(path: str, notebooks: dict) -> str | None:
+    """Where the report holds a file of the project: an executed notebook, a page of results, a figure; else None."""
+    if path.endswith(".ipynb"):
+        source = path.removeprefix("notebooks/").removesuffix(".ipynb")
+        return next((f"{name}.html" for name in notebooks if made_from(name, source)), None)
+    if found := re.fullmatch(r"outputs/(?:(\w+)/)?(README|claims)\.md", path):
+        return f"results{f'-{found[1]}' if found[1] else ''}{'-claims' if found[2] == 'claims' else ''}.html"
+    return path.removeprefix("outputs/") if re.fullmatch(r"outputs/\w+/figures/[^/]+\.png", path) else None
 
 
 def made_from(executed: str, notebook: str) -> bool:
-    """Was the file ``executed`` (``table1-small``) made from ``reefl/table1_four_exits``?"""
-    made, source = re.sub(r"-(smoke|demo|small|paper)$", "", executed), notebook.rsplit("/", 1)[-1]
+    """Was the file ``executed`` (``reefl-table1-small``) made from ``reefl/table1_four_exits``?"""
+    made, source = re.sub(r"-(smoke|demo|small|paper)$", "", executed), notebook.replace("/", "-", 1)
     return source == made or source.startswith(f"{made}_")
 
 
@@ -98,13 +126,16 @@ def state_of(notebook) -> str:
     code = [c for c in notebook.cells if c.cell_type == "code" and c.source.strip()]
     errors = [o.ename for c in code for o in c.outputs if o.output_type == "error"]
     if errors:
-        return f"**stopped by {errors[0]}**"
+        return f"**stopped by {escaped(errors[0])}**"
     done = sum(c.execution_count is not None for c in code)
     return "complete" if done == len(code) else f"**{done} of {len(code)} cells executed**"
 
 
 def _still(notebook):
-    """The notebook with every interactive output replaced by what its widget last showed; no progress bars."""
+    """The notebook with every interactive output replaced by what its widget last showed; no progress bars.
+
+    Of all metadata and forms of output only those stay that cannot run.
+    """
     import nbformat
 
     models = notebook.metadata.pop("widgets", {}).get(STATE, {}).get("state", {})
@@ -121,13 +152,15 @@ def _still(notebook):
         return [nbformat.from_dict(o) for m in found for o in m["state"].get("outputs", ())] or [output]
 
     for cell in notebook.cells:
+        cell.metadata = {}
         if cell.cell_type == "code":
             kept = []
             for output in cell.outputs:
                 view = output.get("data", {}).pop(WIDGET, None)
                 kept += shown(view, output) if view else [output]
-            cell.outputs = kept
-    notebook.metadata["home"] = True
+            kept = [harmless(nbformat.from_dict(o)) for o in kept]
+            cell.outputs = [o for o in kept if o.get("data", True)]
+    notebook.metadata = nbformat.from_dict({"home": True})
     return notebook
 
 
@@ -140,8 +173,9 @@ def _page(markdown: str, home: bool = True):
 def _write(path: Path, notebook, title: str) -> None:
     from nbconvert import HTMLExporter
 
-    exporter = HTMLExporter(exclude_input_prompt=True, exclude_output_prompt=True)
+    exporter = HTMLExporter(exclude_input_prompt=True, exclude_output_prompt=True, sanitize_html=True)
     exporter.raw_template = TEMPLATE
+    exporter.register_filter("clean_html", cleaned)
     notebook.metadata["title"] = title
     path.write_text(exporter.from_notebook_node(notebook)[0], encoding="utf-8")
 
@@ -157,12 +191,12 @@ def execute_all(executed: Path) -> list[str]:
         for path in sorted((root() / "notebooks").rglob("*.ipynb")):
             if path.parent.name in SKIPPED or ".ipynb_checkpoints" in path.parts:
                 continue
-            out = executed / f"{path.stem}-smoke.ipynb"
+            out = executed / f"{path.parent.name}-{path.stem}-smoke.ipynb"
             print(f"executing {path.relative_to(root())} at smoke", flush=True)
             options = ["--no-progress-bar", "--log-level", "ERROR", "-p", "profile", "smoke"]
             command = [sys.executable, "-m", "papermill", path, out, *options]
             done = subprocess.run(command, env={**os.environ, "FEDLIB_OUTPUTS": scratch})
-            failed += [path.stem] if done.returncode else []
+            failed += [f"{path.parent.name}/{path.stem}"] if done.returncode else []
     return failed
 
 

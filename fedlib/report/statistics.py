@@ -64,12 +64,12 @@ def budget_accuracies(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def _differences(
-    frame: pd.DataFrame, pairs: Sequence[tuple[str, str]] | None, value: str, of: str = "reefl"
+    frame: pd.DataFrame, pairs: Sequence[tuple[str, str]], value: str
 ) -> Iterator[tuple[str, str, str, str, np.ndarray]]:
-    """(mode, column, one, other, differences over common seeds) of ``pairs``, default: ``of`` against all."""
+    """(mode, column, one, other, differences over common seeds) of every pair that has runs."""
     for (finetune, column), group in frame.dropna(subset=[value]).groupby(["finetune", "column"], sort=False):
         wide = group.pivot_table(index="seed", columns="variant", values=value)
-        for one, other in pairs if pairs is not None else [(of, rival) for rival in wide.columns if rival != of]:
+        for one, other in pairs:
             if {one, other} <= set(wide.columns):
                 yield finetune, column, one, other, (wide[one] - wide[other]).dropna().to_numpy()
 
@@ -97,17 +97,16 @@ def paired_differences(
 
 
 def orderings(
-    frame: pd.DataFrame, reported: pd.DataFrame, claims: Sequence[tuple[str, str]] | None = None, of: str = "reefl",
-    value: str = "accuracy",
-) -> pd.DataFrame:  # fmt: skip
-    """Do pairs of variants stand to each other as the paper reports? Paired by seed; default: ``of`` against all.
+    frame: pd.DataFrame, reported: pd.DataFrame, pairs: Sequence[tuple[str, str]], value: str = "accuracy"
+) -> pd.DataFrame:
+    """Do pairs of variants stand to each other as the paper reports? Paired by seed.
 
     ``holds``: the bootstrap interval of the mean difference lies on the reported side of zero; ``does not hold``: on
     the other; ``undecided``: zero is inside; ``not testable``: fewer than two common seeds.
     """
     rows, labels = [], dict(zip(frame.variant, frame.label.map(label_of), strict=True))
     paper = reported.set_index(["finetune", "column", "variant"])["mean"]
-    for finetune, column, one, other, difference in _differences(frame, claims, value, of):
+    for finetune, column, one, other, difference in _differences(frame, pairs, value):
         if any((finetune, column, variant) not in paper.index for variant in (one, other)):
             continue
         claim = paper[finetune, column, one] - paper[finetune, column, other]

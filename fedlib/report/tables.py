@@ -7,7 +7,7 @@ from pathlib import Path
 import pandas as pd
 
 from ..core.experiment import Experiment
-from ..core.paths import params_dir
+from ..core.paths import outputs_dir, params_dir
 from ..data.datasets import is_available, load_dataset
 from ..engine.executors import Execution
 from ..models.registry import build_backbone
@@ -111,10 +111,19 @@ def load_reported(paper: str, *tables: str) -> pd.DataFrame:
     return pd.concat(frames, ignore_index=True).drop_duplicates(["finetune", "variant", "column"])
 
 
-def load_claims(paper: str, table: str, of: str = "reefl") -> list[tuple[str, str]]:
-    """The table's ``claims``, pairs of variants to compare; by default ``of`` with every other variant."""
+def reported_beside(paper: str, table: str) -> pd.DataFrame:
+    """What the paper prints in ``table`` (or in those that its ``reported`` names); no rows where it prints nothing."""
+    names = load_spec(paper, table).get("reported", [table])
+    if not all((params_dir() / paper / "reported" / f"{name}.csv").is_file() for name in names):
+        return pd.DataFrame(columns=["finetune", "column", "variant", "mean", "sd"], dtype=object)
+    return load_reported(paper, *names)
+
+
+def load_claims(paper: str, table: str) -> list[tuple[str, str]]:
+    """The table's ``claims``, pairs of variants to compare; by default the paper's own method with every other."""
     spec = load_spec(paper, table)
-    return [tuple(pair) for pair in spec.get("claims", [(of, v) for v in spec["variants"] if v != of])]
+    of_all = [(paper, v) for v in spec["variants"] if v != paper] if paper in spec["variants"] else []
+    return [tuple(pair) for pair in spec.get("claims", of_all)]
 
 
 def beside_reported(frame: pd.DataFrame, reported: pd.DataFrame, value: str = "accuracy") -> pd.DataFrame:
@@ -137,12 +146,27 @@ def beside_reported(frame: pd.DataFrame, reported: pd.DataFrame, value: str = "a
     )
 
 
+def obtained(frame: pd.DataFrame, reported: pd.DataFrame, value: str = "accuracy") -> pd.DataFrame:
+    """:func:`beside_reported`; of another value than the accuracy the best run's, as printed, and the mean over seeds.
+
+    No reported column where the paper prints nothing.
+    """
+    table = beside_reported(frame, reported, value)
+    if value != "accuracy":  # Tables 6 and 7 of ReeFL take the best of three runs, which is optimistic
+        mean, seeds = table.obtained, table.seeds
+        table = beside_reported(best_runs(frame), reported, value).rename(columns={"obtained": f"best run's {value}"})
+        table["mean over seeds"], table["mean exit"] = mean, beside_reported(frame, reported).obtained
+        table["seeds"] = seeds
+    return table.drop(columns="reported") if (table.reported == "–").all() else table
+
+
 def exit_table(cells: Sequence[Cell], frame: pd.DataFrame) -> pd.DataFrame:
     """Per mode, column, variant and exit: mean ``accuracy`` over seeds beside the columns of ``costs.exit_costs``."""
     rows, first = [], {(c.finetune, c.column, c.variant): c for c in reversed(cells)}
     for key, group in frame.dropna(subset=["accuracy"]).groupby(["finetune", "column", "variant"], sort=False):
         cell, accuracies = first[key], pd.DataFrame(group.exits.tolist()).mean()
         where = {k: getattr(cell, k) for k in ("finetune", "column", "variant", "method", "label")}
+        where["dataset"] = cell.experiment.dataset
         costs = exit_costs(cell.experiment, num_classes(cell.experiment))
         rows += [where | {"accuracy": a} | cost for a, cost in zip(accuracies, costs, strict=True)]
     return pd.DataFrame(rows)
@@ -160,12 +184,14 @@ def spread(mean: float, sd: float) -> str:
     return f"{mean:.2f}" if pd.isna(sd) else f"{mean:.2f} ± {sd:.2f}"
 
 
-def save_table(frame: pd.DataFrame, path: Path) -> Path:
-    """Write ``frame`` as CSV and as a Markdown table beside it."""
+def save_table(frame: pd.DataFrame, name: str) -> Path:
+    """Write ``frame`` as ``outputs/<folder>/tables/<stem>.csv`` and ``.md``, ``name`` being ``<folder>/<stem>``."""
+    folder, _, stem = name.rpartition("/")
+    path = outputs_dir() / folder / "tables" / f"{stem}.md"
     path.parent.mkdir(parents=True, exist_ok=True)
-    frame.to_csv(path.with_suffix(".csv"), index=False)
-    path.with_suffix(".md").write_text(markdown_table(frame) + "\n")
-    return path.with_suffix(".md")
+    frame.to_csv(path.parent / f"{stem}.csv", index=False)
+    path.write_text(markdown_table(frame) + "\n", encoding="utf-8")
+    return path
 
 
 def markdown_table(frame: pd.DataFrame) -> str:

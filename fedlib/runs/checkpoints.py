@@ -27,7 +27,7 @@ class Checkpoints:
     def __init__(self, path: Path, experiment: Experiment):
         self.path, self.experiment = path, experiment
         self.newest, self.previous = path / "checkpoint.safetensors", path / "previous.safetensors"
-        self.memories = ClientFiles(path / "clients")
+        self.memories, self.mirrors = ClientFiles(path / "clients"), ClientFiles(path / "mirrors")
         self.seconds, self.dropped, self.final = 0.0, 0, {}
         self.metrics: list[dict] = []
         self.record: Record = {}  # see record.py
@@ -52,16 +52,19 @@ class Checkpoints:
         """Memories, then the checkpoint that makes them count, then its metrics; then drop what neither names."""
         self.final = final or {}
         self.memories.write(server.t)
+        self.mirrors.write(server.t)
         tensors = {f"params/{k}": v for k, v in server.params.items()}
         tensors |= {f"memory/{k}": v for k, v in server.memory.items()}
         metadata = {
             "experiment": self.experiment.to_dict(), "t": server.t, "metrics": self.metrics, "seconds": self.seconds,
             "dropped": self.dropped, "final": self.final, "memories": self.memories.rounds,
-            "replaced": self.memories.replaced, "record": self.record,
+            "replaced": self.memories.replaced, "mirrors": self.mirrors.rounds,
+            "mirrors_replaced": self.mirrors.replaced, "record": self.record,
         }  # fmt: skip
         write_tensors(self.newest, tensors, metadata, self.previous)
         write_lines(self.path / "metrics.jsonl", self.metrics)
         self.memories.drop_unnamed()
+        self.mirrors.drop_unnamed()
 
     def restore(self, f: Federation) -> Server:
         """The state to go on from: the newest good checkpoint's, or round 0 if there never was one.
@@ -70,7 +73,8 @@ class Checkpoints:
         """
         for part in self.path.rglob(".*.part"):  # of a killed process: the run's lock is ours
             part.unlink(missing_ok=True)
-        self.memories.device, server = str(f.device), f.server
+        self.memories.device = self.mirrors.device = str(f.device)
+        server = f.server
         if self.newest.exists():
             try:
                 server = self._read(self.newest, f)
@@ -84,6 +88,7 @@ class Checkpoints:
             server = self._read(self.previous, f)
         write_lines(self.path / "metrics.jsonl", self.metrics)
         self.memories.drop_unnamed()
+        self.mirrors.drop_unnamed()
         if server.t and not self.record:  # a checkpoint of an older version
             with contextlib.suppress(DamagedFile):
                 self.record = {k: v for k, v in read_json(self.path / RECORD).items() if k != "experiment"}
@@ -100,9 +105,13 @@ class Checkpoints:
         if Experiment.from_dict(m["experiment"], str(file)) != f.experiment:
             raise ValueError(f"{self.path} holds another experiment of the same name; move it away")
         parts = {p: {k[len(p) :]: v for k, v in tensors.items() if k.startswith(p)} for p in ("params/", "memory/")}
-        self.memories.rounds = {int(c): t for c, t in m["memories"].items()}
-        self.memories.replaced = [(c, t) for c, t in m["replaced"]]
-        self.memories.check()
+        for files, rounds, replaced in (
+            (self.memories, m["memories"], m["replaced"]),
+            (self.mirrors, m.get("mirrors", {}), m.get("mirrors_replaced", [])),
+        ):
+            files.rounds = {int(c): t for c, t in rounds.items()}
+            files.replaced = [(c, t) for c, t in replaced]
+            files.check()
         self.metrics, self.seconds, self.dropped, self.final = m["metrics"], m["seconds"], m["dropped"], m["final"]
         self.record = m.get("record", {})
         return Server(m["t"], parts["params/"], parts["memory/"])

@@ -22,7 +22,7 @@ from ..data.cache import known_digest
 from ..data.datasets import is_available, load_dataset, source_key
 from ..engine.federation import Federation
 from ..methods import METHODS, Method, build_method
-from ..models.registry import BERTS, WEIGHTS
+from ..models.registry import BERTS, WEIGHTS, backbone_spec
 from .sources import code_of
 
 KINDS = ("options", "method", "data", "weights")  # what can differ, in the words of ``accept``
@@ -75,7 +75,7 @@ def known_inputs(e: Experiment, recorded: Collection[str]) -> dict[str, object]:
         except ValueError:  # an option that the method no longer has
             pass
     if "data" in recorded:
-        found["data"] = _data_digest(e.dataset)
+        found["data"] = _data_digest(e)
     if "weights" in recorded and e.pretrained:
         found["weights"] = _weights_file_digest(e)
     return {k: v for k, v in found.items() if v}
@@ -117,18 +117,18 @@ def _options(method: Method) -> dict[str, object]:
     return json.loads(json.dumps(values, default=lambda value: type(value).__name__))
 
 
-def _data_digest(name: str) -> str | None:
-    """The digest of data set ``name`` as it is now; None where it is not at hand."""
+def _data_digest(e: Experiment) -> str | None:
+    """The digest of ``e``'s data set as it is now; None where it is not at hand."""
     try:
-        key = source_key(name)
+        key, size = source_key(e.dataset), backbone_spec(e.backbone).input_shape[-1]
     except ImportError:  # text without a tokenizer
         return None
-    return key and (known_digest(key) or _decoded_digest(name, json.dumps(key)))
+    return key and (known_digest(key, size) or _decoded_digest(e.dataset, size, json.dumps(key)))
 
 
 @lru_cache(maxsize=32)
-def _decoded_digest(name: str, key: str) -> str | None:
-    return load_dataset(name).digest if is_available(name) else None
+def _decoded_digest(name: str, size: int, key: str) -> str | None:
+    return load_dataset(name, size=size).digest if is_available(name) else None
 
 
 def _weights_file_digest(e: Experiment) -> str | None:

@@ -1,25 +1,31 @@
 """Experiments from layered YAML: base <- method <- table row <- profile <- overrides; later wins, every key is checked.
 
 ``params/<paper>/base.yaml`` and ``methods.yaml`` say the algorithms' settings, ``<table>.yaml`` the grid of one table,
-``params/profiles/*.yaml`` only how big. A column's section of a profile's name says which data set stands in for the
-column's own at that profile, if not the profile's; a table's section, which cells that profile keeps and what else it
-needs (a stand-in backbone). ``options`` and ``finetune_options`` are merged key by key.
+the profiles how big and on which data (``params_files.py``). A column's section of a profile's name says which data set
+stands in for the column's own at that profile, if not the profile's; a table's section, which cells that profile keeps
+and what else it needs (a stand-in backbone). ``options`` and ``finetune_options`` are merged key by key.
 """
 
 import itertools
-from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from functools import cache
-from pathlib import Path
+from dataclasses import dataclass
 
 from ..core.experiment import Experiment
 from ..core.paths import params_dir
 from ..core.validation import did_you_mean, shown
+from .params_files import (
+    GRID_KEYS,
+    field_names,
+    grids,
+    load_checked,
+    load_layered,
+    load_profile,
+    merge,
+    paper_dir,
+    profiles,
+)
 
-MAX_BYTES = 2**20  # of a params file
-GRID_KEYS = {"seeds", "columns", "fallback"}  # profile keys that say which cells, not what a cell is
-SPEC_KEYS = {"extends", "common", "axes", "variants", "columns", "claims", "value"}  # and the profiles' names
+SPEC_KEYS = {"extends", "common", "axes", "variants", "columns", "claims", "value", "reported"}  # and profiles' names
 VARIANT_KEYS = {"label", "finetune"}  # of a variant; all others are fields of Experiment
 
 
@@ -40,66 +46,6 @@ class Cell:
     experiment: Experiment
 
 
-def load_yaml(path: Path) -> dict:
-    """Read a mapping with YAML's safe loader: no object tags, no key given twice, no file over a mebibyte."""
-    import yaml
-
-    try:
-        if path.stat().st_size > MAX_BYTES:
-            raise ValueError(f"{path.stat().st_size} bytes exceed the {MAX_BYTES} of a params file")
-        value = yaml.load(path.read_text(encoding="utf-8"), _strict_loader())
-    except FileNotFoundError as error:
-        raise ValueError(f"no such params file: {path}") from error
-    except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as error:
-        raise ValueError(f"{path}: not plain YAML: {error}") from error
-    value = {} if value is None else value
-    if not isinstance(value, dict):
-        raise ValueError(f"{path}: expected a mapping of names to values, got {type(value).__name__}")
-    return value
-
-
-@cache
-def _strict_loader() -> type:
-    """YAML's safe loader, which would let the last of two equal keys win and lets aliases grow without bound."""
-    import yaml
-
-    class Strict(yaml.SafeLoader):
-        def compose_mapping_node(self, anchor):
-            node = super().compose_mapping_node(anchor)
-            for key, count in Counter(k.value for k, _ in node.value if isinstance(k, yaml.ScalarNode)).items():
-                if count > 1:
-                    raise yaml.MarkedYAMLError("a mapping", node.start_mark, f"key {key!r} is given twice")
-            return node
-
-        def compose_node(self, parent, index):
-            if self.check_event(yaml.AliasEvent):
-                raise yaml.MarkedYAMLError(
-                    "an alias", self.peek_event().start_mark, "aliases are not used: write it out"
-                )
-            return super().compose_node(parent, index)
-
-    return Strict
-
-
-def load_profile(profile: str) -> dict:
-    """The profile's settings; ``ValueError`` with the known profiles if there is none of that name."""
-    folder = params_dir() / "profiles"
-    known = sorted(p.stem for p in folder.glob("*.yaml"))
-    if profile not in known:
-        raise ValueError(f"profile = {shown(profile)} is unknown{did_you_mean(profile, known)}")
-    return load_yaml(folder / f"{profile}.yaml")
-
-
-def merge(*layers: Mapping[str, object]) -> dict:
-    """Later layers win; mappings (``options``, ``finetune_options``) are merged key by key."""
-    out: dict = {}
-    for layer in layers:
-        for key, value in layer.items():
-            both = isinstance(value, Mapping) and isinstance(out.get(key), Mapping)
-            out[key] = {**out[key], **value} if both else value
-    return out
-
-
 def make_experiment(*layers: Mapping[str, object]) -> Experiment:
     """One experiment from layers of keys, fully checked."""
     from ..engine.checks import check_experiment
@@ -114,8 +60,9 @@ def load_experiment(
 ) -> Experiment:
     """One experiment outside any table: base <- method <- row <- profile <- overrides (first seed of the profile)."""
     base, methods = _paper(paper)
-    sizes = {k: v for k, v in load_profile(profile).items() if k not in GRID_KEYS}
-    seed = {"seed": load_profile(profile).get("seeds", [1])[0]}
+    sizes = load_profile(profile, paper)
+    seed = {"seed": sizes.get("seeds", [1])[0]}
+    sizes = {k: v for k, v in sizes.items() if k not in GRID_KEYS}
     return make_experiment(base, {"method": method}, methods.get(method, {}), row, sizes, seed, overrides or {})
 
 
@@ -125,19 +72,14 @@ def load_spec(paper: str, table: str) -> dict:
     ``axes.method`` lists plain methods; else ``variants`` maps a name to a ``label``, the ``finetune`` modes it is
     limited to, and fields of the experiment, and ``axes.variant`` may choose among them.
     """
-    folder = params_dir() / paper
-    known = sorted(p.stem for p in folder.glob("*.yaml"))
+    known = grids(paper)
     if table not in known:
         raise ValueError(f"table = {shown(table)} is unknown{did_you_mean(table, known)}")
-    spec = load_yaml(folder / f"{table}.yaml")
-    profiles = {p.stem for p in (params_dir() / "profiles").glob("*.yaml")}
-    for key in spec:
-        if key not in SPEC_KEYS | profiles:
-            raise ValueError(f"{table}.yaml: unknown key {key!r}{did_you_mean(key, SPEC_KEYS | profiles)}")
+    spec = load_checked(paper_dir(paper) / f"{table}.yaml", SPEC_KEYS | set(profiles()))
     if "extends" in spec:
         spec = merge(load_spec(paper, spec.pop("extends")), spec)
     if "columns" not in spec:
-        spec["columns"] = load_yaml(folder / "columns.yaml")
+        spec["columns"] = load_layered(paper, "columns")
     axes, given = spec["axes"], spec.get("variants", {})
     if "method" in axes:
         spec["variants"] = {m: given.get(m, {"method": m}) for m in axes["method"]}
@@ -149,7 +91,7 @@ def load_spec(paper: str, table: str) -> dict:
 def load_fallback(paper: str, table: str, profile: str) -> dict:
     """What stands in for data that are not at hand: the table's own word, else the profile's; {}: nothing can."""
     own = load_spec(paper, table).get(profile, {})
-    return own.get("fallback", load_profile(profile).get("fallback")) or {}
+    return own.get("fallback", load_profile(profile, paper).get("fallback")) or {}
 
 
 def load_grid(paper: str, table: str, profile: str, overrides: Mapping[str, object] | None = None) -> list[Cell]:
@@ -160,8 +102,8 @@ def load_grid(paper: str, table: str, profile: str, overrides: Mapping[str, obje
     ``ValueError`` before any compute.
     """
     base, methods = _paper(paper)
-    spec, sizes, overrides = load_spec(paper, table), load_profile(profile), _given(overrides)
-    allowed = {f.name for f in fields(Experiment)} | {"seeds", "columns", "variant"}
+    spec, sizes, overrides = load_spec(paper, table), load_profile(profile, paper), _given(overrides)
+    allowed = field_names() | {"seeds", "columns", "variant"}
     for key in overrides:
         if key not in allowed:
             raise ValueError(f"overrides: unknown key {shown(key)}{did_you_mean(key, allowed)}")
@@ -170,7 +112,8 @@ def load_grid(paper: str, table: str, profile: str, overrides: Mapping[str, obje
     finetunes = _listed(overrides.pop("finetune", kept.pop("finetune", spec["axes"]["finetune"])))
     variants = _variants(spec, kept.pop("variant", list(spec["variants"])), overrides)
     columns = _columns(spec, overrides.pop("columns", kept.pop("columns", list(spec["columns"]))), profile, overrides)
-    seeds = overrides.pop("seeds", [overrides.pop("seed")] if "seed" in overrides else sizes.get("seeds", [1]))
+    seeds = kept.pop("seeds", sizes.get("seeds", [1]))
+    seeds = overrides.pop("seeds", [overrides.pop("seed")] if "seed" in overrides else seeds)
     sizes = {k: v for k, v in sizes.items() if k not in GRID_KEYS}
     cells = []
     axes = itertools.product(finetunes, variants.items(), columns.items(), seeds)
@@ -199,13 +142,13 @@ def _listed(value: object) -> list:
 
 def _columns(spec: dict, names: object, profile: str, overrides: Mapping) -> dict[str, tuple[dict, dict]]:
     """Per column its settings, and its stand-in's at ``profile`` (none where ``overrides`` name the data set)."""
-    profiles, out = {p.stem for p in (params_dir() / "profiles").glob("*.yaml")}, {}
+    out = {}
     for name in _listed(names):
         if name not in spec["columns"]:
             raise ValueError(f"overrides: columns = {name!r}{did_you_mean(name, spec['columns'])}")
         column = spec["columns"][name]
         stand_in = {} if "dataset" in overrides else column.get(profile, {})
-        out[name] = {k: v for k, v in column.items() if k not in profiles}, stand_in
+        out[name] = {k: v for k, v in column.items() if k not in profiles()}, stand_in
     return out
 
 
@@ -244,8 +187,14 @@ def _given(overrides: Mapping[str, object] | None) -> dict[str, object]:
 
 
 def _paper(paper: str) -> tuple[dict, dict]:
-    folder = params_dir() / str(paper)
-    known = [p.name for p in params_dir().iterdir() if p.is_dir() and p.name != "profiles"]
-    if paper not in known:
-        raise ValueError(f"paper = {shown(paper)} is unknown{did_you_mean(paper, known)}")
-    return load_yaml(folder / "base.yaml"), load_yaml(folder / "methods.yaml")
+    """What all methods of ``paper`` share, and what each of them changes."""
+    from ..methods import METHODS
+
+    base, methods = load_layered(paper, "base"), load_layered(paper, "methods")
+    base.pop("extends", None)
+    for name in methods:
+        if name not in METHODS:
+            raise ValueError(
+                f"{params_dir() / paper / 'methods.yaml'}: unknown method {shown(name)}{did_you_mean(name, METHODS)}"
+            )
+    return base, methods

@@ -18,10 +18,10 @@ from .costs import exit_macs, load_shapes
 # Training examples and classes, so that a grid can be priced without its data. FEMNIST: nine tenths of 226 a writer;
 # SpeechCommands: the most active speakers, about 100 clips each.
 TRAINING_EXAMPLES = {"mnist": 4_000, "cifar10": 50_000, "cifar100": 50_000, "tiny_imagenet": 100_000,
-                     "sst2": 67_349, "ag_news": 120_000, "docstrings": 750}  # fmt: skip
+                     "sst2": 67_349, "ag_news": 120_000, "cola": 8_551, "mrpc": 3_668, "docstrings": 750}  # fmt: skip
 EXAMPLES_PER_CLIENT = {"femnist": 204, "speech_commands": 100}
 CLASSES = {"mnist": 10, "cifar10": 10, "cifar100": 100, "tiny_imagenet": 200, "femnist": 62, "speech_commands": 35,
-           "sst2": 2, "ag_news": 4, "docstrings": 3}  # fmt: skip
+           "sst2": 2, "ag_news": 4, "cola": 2, "mrpc": 2, "docstrings": 3}  # fmt: skip
 TERA_MACS_PER_SECOND = 10.0  # assumed of a data-centre GPU: half of 20 TFLOP/s sustained in float32
 
 
@@ -31,7 +31,7 @@ def num_classes(e: Experiment) -> int:
         return CLASSES[e.dataset]
     from ..data.datasets import load_dataset
 
-    return load_dataset(e.dataset, e.label_groups).num_classes
+    return load_dataset(e.dataset, e.label_groups, backbone_spec(e.backbone).input_shape[-1]).num_classes
 
 
 def examples_per_client(e: Experiment) -> float:
@@ -44,7 +44,8 @@ def examples_per_client(e: Experiment) -> float:
         return TRAINING_EXAMPLES[e.dataset] / e.num_clients
     from ..data.datasets import load_dataset
 
-    return len(load_dataset(e.dataset).train_labels) / e.num_clients
+    size = backbone_spec(e.backbone).input_shape[-1]
+    return len(load_dataset(e.dataset, size=size).train_labels) / e.num_clients
 
 
 def training_macs(e: Experiment) -> float:

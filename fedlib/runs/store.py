@@ -21,7 +21,7 @@ from ..core.validation import shown
 from ..engine.executors import Execution
 from ..engine.federation import Federation, build_federation
 from ..engine.privacy import privacy_spent
-from ..engine.rounds import Finished, is_due, run_rounds
+from ..engine.rounds import Finished, is_due, measure, run_rounds
 from .checkpoints import Checkpoints
 from .durations import Pace
 from .identity import Accept, accepted, inputs_of, known_inputs
@@ -244,7 +244,7 @@ def _continue(
     store.write_record()
     watch.begin(f.experiment, server.t)
     saved, record = time.monotonic(), None
-    for r in run_rounds(f, execution, server, store.memories):
+    for r in run_rounds(f, execution, server, store.memories, store.mirrors):
         store.note(r)
         watch.round(r)
         if r.diverged or r.t == f.experiment.rounds:
@@ -259,10 +259,8 @@ def _continue(
 
 def _finish(f: Federation, store: Checkpoints, last: Finished | None, path: Path) -> None:
     """Write the last checkpoint, then the record and the summary."""
-    from ..engine.evaluation import evaluate
-
     if last is not None:
-        metrics = last.metrics if last.metrics is not None else evaluate(f, last.server)
+        metrics = last.metrics if last.metrics is not None else measure(f, last.server, store.memories)
         status = "diverged" if last.diverged else "finished"
         store.record = ended(store.record)
         with phase("files"):

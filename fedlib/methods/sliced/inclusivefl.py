@@ -12,12 +12,13 @@ mean (or sparse FedAdam).
 """
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 
 from ...core.clients import Client
 from ...core.slices import Slice
+from ...core.validation import AtLeast, AtMost, When
 from ..base import Method
 from ..jobs import Arrived, Member, Round, Server, Setting
 from ..options import ServerStep
@@ -27,9 +28,11 @@ from ..options import ServerStep
 class InclusiveFL(ServerStep, Method):
     """Table 1 uses momentum distillation with FedAdam; Table 3's rows are ``momentum_distill`` x ``aggregation``."""
 
+    version: ClassVar[int] = 2  # an exit without a client so far is served the shared block, as released
+
     aggregation: Literal["mean", "feddyn", "fedadam"] = "fedadam"
     momentum_distill: bool = True
-    beta: float = 0.2  # of the deeper stage's momentum
+    beta: Annotated[float, AtLeast(0), AtMost(1), When(momentum_distill=True)] = 0.2  # of the deeper stage's momentum
 
     def check(self, setting: Setting, e) -> None:
         if self.momentum_distill and self.aggregation == "feddyn":

@@ -10,10 +10,11 @@ eta is a fraction of the rounds (0.3), so that shorter experiments see it too; 3
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 from torch import nn
 
+from ...core.validation import Count, Positive, When
 from ...models.backbone import Spec
 from ...models.exits import SharedClassifier
 from ...models.ree import Ree
@@ -21,19 +22,21 @@ from ..base import Method
 from ..jobs import Setting
 from ..options import Distillation, ServerStep
 
+REE = When(use_ree=True)
+
 
 @dataclass(frozen=True)
 class ReeFL(Distillation, ServerStep, Method):
     """Ree's shape and the paper's ablations are fields."""
 
     distill: Literal["none", "best", "mutual", "last"] = "best"  # Table 3: none
-    modulate: bool = True  # Eq. 4; Table 4: False
-    history: Literal["modulated", "raw"] = "modulated"  # raw: Eq. 2 as printed
-    only_at_exits: bool = False  # Table 5: True
+    modulate: Annotated[bool, REE] = True  # Eq. 4; Table 4: False
+    history: Annotated[Literal["modulated", "raw"], REE] = "modulated"  # raw: Eq. 2 as printed
+    only_at_exits: Annotated[bool, REE] = False  # Table 5: True
     use_ree: bool = True  # Appendix G: False leaves the shared classifier alone
-    ree_width: int = 16  # bottleneck of Ree's attention
-    ree_heads: int = 8
-    ree_mlp_ratio: float = 1.35
+    ree_width: Annotated[Count, REE] = 16  # bottleneck of Ree's attention
+    ree_heads: Annotated[Count, REE] = 8
+    ree_mlp_ratio: Annotated[Positive, REE] = 1.35
 
     def build_head(self, spec: Spec, num_classes: int, exit_units: tuple[int, ...]) -> nn.Module:
         if not self.use_ree:

@@ -11,14 +11,15 @@ and late start of distillation are not used here, as in ReeFL's comparison.
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 from ...core.clients import Client
 from ...core.slices import Slice
+from ...core.validation import AtLeast, AtMost, Positive
 from ...models.vit import ViTSpec
 from ..base import Method
 from ..jobs import Round, Server, Setting
-from ..options import Distillation, ServerStep
+from ..options import TAUGHT, Distillation, ServerStep
 
 BLOCKS = {4: (3, 5, 8, 11), 12: tuple(range(12))}
 WIDTHS = {4: (0.4, 0.55, 0.75, 1.0),
@@ -31,10 +32,10 @@ class ScaleFL(Distillation, ServerStep, Method):
     """Widths and exit placement default to the paper's for 4 and 12 exits."""
 
     distill: Literal["none", "best", "mutual", "last"] = "last"
-    kd_weight: float | None = 0.05  # eta, constant
-    temperature: float = 3.0  # tau
+    kd_weight: Annotated[float | None, AtLeast(0), TAUGHT] = 0.05  # eta, constant
+    temperature: Annotated[Positive, TAUGHT] = 3.0  # tau
     weighting: Literal["examples", "clients"] = "clients"
-    widths: tuple[float, ...] | None = None  # one per exit, increasing to 1
+    widths: tuple[Annotated[Positive, AtMost(1)], ...] | None = None  # one per exit, increasing to 1
 
     def exit_units(self, depth: int, num_exits: int) -> tuple[int, ...]:
         if depth == 12 and num_exits in BLOCKS:
@@ -50,8 +51,13 @@ class ScaleFL(Distillation, ServerStep, Method):
                 f"scalefl: finetune = {e.finetune!r} cannot be cut in width; allowed: {', '.join(CUTTABLE)}"
             )
         widths = self._widths(setting)
-        if len(widths) != setting.num_exits or any(not 0 < w <= 1 for w in widths):
+        if len(widths) != setting.num_exits:
             raise ValueError(f"scalefl: widths = {list(widths)} must be {setting.num_exits} numbers in (0, 1]")
+        for width in widths:
+            for axis, kept in width_index(setting.spec, width).items():
+                if not kept:
+                    least = math.ceil(1000 / min(setting.spec.dim, setting.spec.ffn_dim)) / 1000
+                    raise ValueError(f"scalefl: widths: {width} leaves axis {axis!r} empty; allowed: {least}..1")
 
     def slice_for(self, client: Client, server: Server, r: Round) -> Slice:
         return self._of_budget(client.budget, r.setting)

@@ -1,0 +1,28 @@
+"""How PyTorch's OpenMP threads wait for their next piece of work: read from the environment once, as they are loaded.
+
+By default they spin, which takes the cores from whoever works: small local steps then run several times slower.
+"""
+
+import os
+import sys
+import warnings
+
+_too_late = False
+
+
+def wait_passively() -> None:
+    """Let waiting threads sleep, unless the environment says otherwise or PyTorch is there already."""
+    global _too_late
+    _too_late = "torch" in sys.modules and "OMP_WAIT_POLICY" not in os.environ
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # of other processes it holds all the same
+
+
+def warn_if_spinning(threads: int) -> None:
+    """Say how to go faster where local training is about to use several ``threads`` that spin."""
+    if _too_late and threads > 1:
+        warnings.warn(
+            f"torch was imported before fedlib, so its {threads} threads spin while they wait, and training with one "
+            "worker can take several times as long: import fedlib first, set OMP_WAIT_POLICY=PASSIVE, or leave "
+            "Execution(workers=...) out",
+            stacklevel=2,
+        )

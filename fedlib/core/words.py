@@ -1,0 +1,39 @@
+"""Words in figures: names of classes, runs and methods are drawn as they are, whatever characters they hold."""
+
+import functools
+
+FONTS = (  # the first that has a character draws it; those that are not installed are left out
+    "DejaVu Sans", "Noto Sans", "Noto Sans CJK JP", "Noto Sans CJK SC", "WenQuanYi Zen Hei", "IPAGothic",
+    "Hiragino Sans", "Yu Gothic", "Microsoft YaHei", "Arial Unicode MS", "Noto Sans Arabic", "Noto Emoji",
+    "Symbola", "Segoe UI Emoji",
+)  # fmt: skip
+
+
+def plain(text: object) -> str:
+    r"""``text`` as matplotlib draws it literally: ``$`` is no formula, a leading ``_`` does not hide a legend's entry.
+
+    What no installed font can draw is written as its code point, so that two such names stay apart.
+    """
+    drawn = "".join(c if c == "\n" or drawable(c) else f"U+{ord(c):04X}" for c in str(text)).replace("$", r"\$")
+    return f"\u200b{drawn}" if drawn.startswith("_") else drawn
+
+
+@functools.cache
+def drawable(character: str) -> bool:
+    """Has an installed font of ``FONTS`` this character?"""
+    return any(ord(character) in _characters(font) for font in fonts())
+
+
+@functools.cache
+def _characters(font: str) -> frozenset[int]:
+    from matplotlib.font_manager import findfont, get_font
+
+    return frozenset(get_font(findfont(font)).get_charmap())
+
+
+@functools.cache
+def fonts() -> tuple[str, ...]:
+    """Those of ``FONTS`` that are installed; matplotlib brings the first."""
+    from matplotlib.font_manager import get_font_names
+
+    return tuple(f for f in FONTS if f in set(get_font_names()))

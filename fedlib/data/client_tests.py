@@ -1,0 +1,79 @@
+"""What each client is tested on: rows of the central test set, a function of who holds what and the seed.
+
+``central``: all rows for everybody. ``like_train``: disjoint, the proportions of a client's training labels
+(CAFEDistill; ScaleFL divides both sets at once). ``contiguous``: the test set cut evenly in its order (FeDepth).
+``labels``: all rows of the labels that a client trains on, so clients overlap.
+
+A class that nobody trains on is in nobody's test set under ``like_train`` and ``labels``; the central test set has it.
+Under ``like_train`` and ``contiguous`` a client may get no row at all (one with a single example often does): it has no
+accuracy, and means over clients are over those that have one.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..core.rng import numpy_generator
+from .partition import Divided
+
+
+@dataclass(frozen=True)
+class Everything:
+    """All ``rows`` test rows for every client."""
+
+    rows: int
+
+    def client(self, i: int) -> np.ndarray:
+        return np.arange(self.rows)
+
+
+@dataclass(frozen=True)
+class ByLabel:
+    """The test rows of every label that a client holds; ``held`` (clients, classes), rows sorted by class."""
+
+    held: np.ndarray
+    by_class: Divided
+
+    def client(self, i: int) -> np.ndarray:
+        pools = [self.by_class.client(c) for c in np.flatnonzero(self.held[i])]
+        return np.sort(np.concatenate(pools)) if pools else np.zeros(0, np.int64)
+
+
+def divided(owners: np.ndarray, num_owners: int) -> Divided:
+    """Rows by owner from each row's owner; -1 is nobody."""
+    order = np.argsort(owners, kind="stable")[np.count_nonzero(owners < 0) :]
+    sizes = np.bincount(owners[owners >= 0], minlength=num_owners)
+    return Divided(order, np.concatenate([[0], np.cumsum(sizes)]))
+
+
+def contiguous(num_rows: int, num_clients: int) -> Divided:
+    """The rows in order, as many for each client up to one."""
+    return Divided(np.arange(num_rows), np.arange(num_clients + 1) * num_rows // num_clients)
+
+
+def by_label(counts: np.ndarray, test_labels: np.ndarray) -> ByLabel:
+    """All rows of the labels that a client holds by ``counts`` (clients, classes)."""
+    return ByLabel(counts > 0, divided(test_labels, counts.shape[1]))
+
+
+def like_train(counts: np.ndarray, test_labels: np.ndarray, seed: int) -> Divided:
+    """Each class's rows divided in proportion to ``counts`` (clients, classes) by the largest remainders.
+
+    Which of equal remainders get a row, and which rows, is drawn.
+    """
+    owners = np.full(len(test_labels), -1, np.int64)
+    for c in np.flatnonzero(counts.sum(0)):
+        rng = numpy_generator(seed, "test split", client=int(c))
+        rows = rng.permutation(np.where(test_labels == c)[0])
+        shares = largest_remainders(counts[:, c], len(rows), rng)
+        owners[rows] = np.repeat(np.arange(len(counts)), shares)
+    return divided(owners, len(counts))
+
+
+def largest_remainders(weights: np.ndarray, total: int, rng: np.random.Generator) -> np.ndarray:
+    """``total`` in whole numbers proportional to ``weights``; who has weight 0 gets 0."""
+    shares, remainders = np.divmod(weights.astype(np.int64) * total, weights.sum())
+    order = rng.permutation(len(weights))
+    lucky = order[np.argsort(-remainders[order], kind="stable")][: total - shares.sum()]
+    shares[lucky] += 1
+    return shares

@@ -1,0 +1,121 @@
+"""A data set on this machine: a folder of parquet files, of images or of LEAF's json, or one parquet file.
+
+Parquet files are named after their split (``train.parquet``, ``test-00000-of-00001.parquet``); a single file is all
+training data. What they mean is told by their columns (``LAYOUTS``).
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from .cache import Decoded
+from .decode import Kind, Layout, decode
+from .leaf import is_leaf, read_leaf
+from .quiet import quietly
+from .text import tokenizer_key
+
+LAYOUTS: tuple[tuple[Kind, tuple[str, ...], str], ...] = (  # of text: what is read, and the label
+    ("spans", ("question", "context"), "answers"),
+    ("equations", ("Body", "Question"), "Equation"),
+    ("equations", ("question",), "equation"),
+    ("pairs", ("sentence1", "sentence2"), "label"),
+    ("sentences", ("sentence",), "label"),
+    ("sentences", ("text",), "label"),
+)
+IMAGE_LABELS, OWNERS = ("label", "fine_label", "character"), ("writer_id", "speaker_id", "client_id")
+TESTED_FIRST = ("test", "valid", "validation")
+VALIDATED_FIRST = ("validation", "valid", "test")  # GLUE publishes its test sentences without labels
+
+
+def local_set(path: Path, format: int) -> tuple[dict, Callable[[int | None], tuple[Decoded, bool]]]:
+    """The cache key of a local set, and what reads it for a network of some input size (see ``decode.decode``).
+
+    ``ValueError`` names the file that is damaged and what a set lacks.
+    """
+    files = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
+    stamp = [(str(p), p.stat().st_size, p.stat().st_mtime_ns) for p in files]
+    parquet: dict[str, list[str]] = {}
+    for p in files:
+        if p.suffix == ".parquet":
+            parquet.setdefault(p.stem.split("-")[0] if len(files) > 1 else "train", []).append(str(p))
+    kind, reads, label = text_layout(parquet)
+
+    def read(size: int | None) -> tuple[Decoded, bool]:
+        if is_leaf(path):
+            return read_leaf(path), False
+        splits = load_splits(path, parquet)
+        layout = layout_of(path, splits, kind, reads, label, parquet)
+        if kind == "images" and layout.owner is not None and "audio" in splits["train"].column_names:
+            from .speech import decode_speech
+
+            return decode_speech(splits["train"], layout.label, layout.owner), False
+        return decode(splits, layout, size)
+
+    return {"path": stamp, "format": format} | (tokenizer_key() if reads else {}), read
+
+
+def text_layout(parquet: Mapping[str, Sequence[str]]) -> tuple[Kind, tuple[str, ...], str | None]:
+    """Kind, columns that are read and label of a set of parquet files; images where no columns of text are known."""
+    from pyarrow import ArrowException
+    from pyarrow.parquet import read_metadata
+
+    names: list[str] = []
+    for split, file in ((s, f) for s, files in parquet.items() for f in files):
+        try:
+            metadata = read_metadata(file)
+        except (ArrowException, OSError) as error:
+            raise ValueError(f"{file} is damaged or no parquet file: {_line(error)}") from error
+        if metadata.num_rows == 0:
+            raise ValueError(f"{file} holds no example")
+        names = metadata.schema.to_arrow_schema().names if split == "train" or not names else names
+    return next((t for t in LAYOUTS if set(t[1]) <= set(names)), ("images", (), None))
+
+
+def load_splits(path: Path, parquet: Mapping[str, Sequence[str]]):
+    """What `datasets` makes of the files; ``ValueError`` if there is no split to train on."""
+    with quietly():
+        from datasets import load_dataset
+
+        try:
+            if parquet:
+                load = lambda split: load_dataset("parquet", data_files={split: list(parquet[split])}, split=split)  # noqa: E731
+                splits = {s: load(s) for s in parquet}  # one by one: their columns may differ
+            else:
+                splits = load_dataset("imagefolder", data_dir=str(path))
+        except Exception as error:  # datasets raises many classes
+            file = next((f for files in parquet.values() for f in files if not _readable(f)), None)
+            if file is not None:
+                raise ValueError(f"{file} is damaged: its rows cannot be read") from error
+            raise ValueError(
+                f"experiment: dataset {str(path)!r} is unknown as parquet or image folder: {_line(error)}"
+            ) from error
+    if "train" not in splits:
+        raise ValueError(f"{path}: no split named 'train'; found {', '.join(splits)}")
+    return splits
+
+
+def layout_of(path: Path, splits, kind: Kind, reads: tuple[str, ...], label: str | None, files) -> Layout:
+    """The layout of a local set; an image set's label and owner are found by name."""
+    columns = splits["train"].column_names
+    if not reads:
+        label = next((c for c in IMAGE_LABELS if c in columns), "label")
+    owner = next((c for c in OWNERS if c in columns), None)
+    test = next((s for s in (VALIDATED_FIRST if reads else TESTED_FIRST) if s in splits), None)
+    return Layout(str(path), kind, label, reads, test=test, owner=owner, files=files)
+
+
+def _readable(file: str) -> bool:
+    """Can every row of a parquet file be read?"""
+    from pyarrow import ArrowException
+    from pyarrow.parquet import ParquetFile
+
+    try:
+        for _ in ParquetFile(file).iter_batches():
+            pass
+    except (ArrowException, OSError):
+        return False
+    return True
+
+
+def _line(error: Exception) -> str:
+    """The first line of a library's message."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]

@@ -1,0 +1,32 @@
+"""Libraries that change the whole process when they are imported or used: here they leave it as they found it."""
+
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Run `datasets` and flwr-datasets without progress bars, remarks or traces.
+
+    Afterwards warning filters, the root logger's level and handlers, the level of `datasets`' logger and its progress
+    bars are what they were. Warnings that code inside means for the user are given after the block, not in it.
+    """
+    root = logging.getLogger()
+    level, handlers = root.level, list(root.handlers)
+    with warnings.catch_warnings():
+        from datasets.utils import logging as remarks
+
+        shows, remarked = remarks.is_progress_bar_enabled(), remarks.get_verbosity()
+        remarks.disable_progress_bar()
+        remarks.set_verbosity_error()
+        warnings.simplefilter("ignore")
+        try:
+            yield
+        finally:
+            remarks.set_verbosity(remarked)
+            if shows:
+                remarks.enable_progress_bar()
+            root.setLevel(level)
+            root.handlers[:] = handlers

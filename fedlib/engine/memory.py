@@ -1,0 +1,65 @@
+"""Does an experiment fit? Told from shapes alone, before anything is built."""
+
+import os
+from pathlib import Path
+
+import torch
+
+from ..core.experiment import Experiment
+from ..models.exit_model import ExitModel
+
+GIB = 2**30
+MEMINFO, CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
+
+
+def check_memory(e: Experiment, shapes: ExitModel, examples: int, device: str) -> None:
+    """Raise ``ValueError`` if not even one client at a time can be trained on ``device``.
+
+    ``shapes`` is the model on the meta device, ``examples`` the number that the largest client holds.
+    """
+    needed, free = bytes_to_train(e, shapes, examples), available(torch.device(device))
+    if needed > free:
+        raise ValueError(
+            f"experiment: backbone = {e.backbone!r}, finetune = {e.finetune!r}: the model and the training of one "
+            f"client need about {needed / GIB:.1f} GiB and {free / GIB:.1f} GiB are free on {device}; choose a smaller "
+            "model, fewer trained parameters (finetune, finetune_options, options) or a smaller batch_size"
+        )
+
+
+def bytes_to_train(e: Experiment, shapes: ExitModel, examples: int) -> int:
+    """The least that a round takes: the model, one client's training, the server's sum and its new state."""
+    trained = sum(p.numel() for p in shapes.trainable().values())
+    frozen = sum(p.numel() for p in shapes.frozen().values())
+    client = trained * (3 + (e.momentum > 0))  # what it received, its parameters and their gradients
+    server = trained * 4  # the model, a sum in float64 and the new state
+    infos = shapes.infos()
+    inside = any(infos[n].kind in ("backbone", "adapter") and infos[n].unit >= 0 for n in shapes.trainable())
+    widest, kept = shapes.backbone.spec.numbers(min(e.batch_size, examples))
+    return 4 * (frozen + server + client + (kept if inside else widest))
+
+
+def available(device: torch.device) -> int:
+    """Bytes that may still be claimed on ``device``; on a CPU what the system or the container's limit leaves."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return min(_of_system(), _of_container())
+
+
+def _of_system() -> int:
+    """Free memory and what the page cache would give back; all of it where the system does not say."""
+    if MEMINFO.exists():
+        fields = dict(line.split(":", 1) for line in MEMINFO.read_text().splitlines() if ":" in line)
+        if "MemAvailable" in fields:
+            return int(fields["MemAvailable"].split()[0]) * 1024
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _of_container() -> int | float:
+    """What a control group's limit (version 2) leaves, its file cache not counted; infinite without a limit."""
+    try:
+        limit = (CGROUP / "memory.max").read_text().strip()
+        used = int((CGROUP / "memory.current").read_text())
+        files = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines()).get("inactive_file", 0)
+    except (OSError, ValueError):
+        return float("inf")
+    return float("inf") if limit == "max" else int(limit) - used + int(files)

@@ -1,0 +1,124 @@
+"""Every client on its own test set, with the models its method serves it: many clients stacked in one pass.
+
+What clients share runs once on the examples of all of them; only what is their own is stacked.
+Read next: ``evaluation.py`` (the central test set), ``data/client_tests.py`` (who is tested on what).
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+import torch
+
+from ..layers.norms import recomputed_statistics
+from ..methods import Member, Round, Server, Serving
+from ..models.route import Route, rows_of
+from .batches import in_order
+from .cohort import Cohort
+from .federation import Federation
+from .stacks import Stack
+
+AT_ONCE, CLIENTS = 500, 50  # examples, and clients, that run together
+LISTED = 1000  # a run keeps the accuracy of every client of at most so many
+
+
+def evaluate_clients(f: Federation, server: Server, memories: Mapping) -> dict[str, object]:
+    """Mean and SD over clients of the task's metric on their own test sets: ``accuracy`` (mean over exits), ``exits``.
+
+    A client that was never sampled answers with what it would be served. Clients without test examples do not count.
+    ``by_client`` lists their numbers and ids where there are at most ``LISTED``.
+    """
+    scores: dict[int, list[float]] = {}
+    for ids, outputs, labels, counts in client_outputs(f, server, memories):
+        for k, client in enumerate(ids):
+            own = f.task.predict(outputs[:, k, : counts[k]]), labels[k, : counts[k]]  # (E, n, *label), (n, *label)
+            scores[client] = [f.task.score(p, own[1])[f.task.metric] for p in own[0]]
+    table = np.array([scores[c] for c in sorted(scores)])  # (clients, E)
+    means = table.mean(1)
+    out = {
+        "accuracy": round(float(means.mean()), 4), "sd": round(float(means.std()), 4), "clients": len(table),
+        "exits": np.round(table.mean(0), 4).tolist(), "exits_sd": np.round(table.std(0), 4).tolist(),
+    }  # fmt: skip
+    if len(table) <= LISTED:
+        out["by_client"] = {str(c): round(float(x), 4) for c, x in zip(sorted(scores), means, strict=True)}
+    return out
+
+
+def client_outputs(
+    f: Federation, server: Server, memories: Mapping, ids: Sequence[int] | None = None
+) -> Iterator[tuple[list[int], torch.Tensor, torch.Tensor, list[int]]]:
+    """(ids, outputs (E, K, B, *out), labels (K, B, *label), examples of each) of K clients at a time.
+
+    Rows past a client's examples are padding.
+    """
+    ids = range(f.data.num_clients) if ids is None else ids
+    tests = {c: rows for c in ids if len(rows := f.data.client_test(c))}
+    r = Round(server.t, (), f.setting)
+    alike: dict[object, list[tuple[int, Serving]]] = {}
+    for client in f.clients(tests):
+        serving = f.method.serve(client, server, r)
+        key = tuple((m.name, m.part.shape_key(), m.part.exits, m.part.units) for m in serving.members)
+        tuned = serving.tune is not None and client.num_examples > 0
+        alike.setdefault((key, tuned, serving.statistics), []).append((client.id, serving))
+    for group in alike.values():
+        group.sort(key=lambda pair: -len(tests[pair[0]]))  # clients of about equal sizes waste no rows on padding
+        for a in range(0, len(group), CLIENTS):
+            some = group[a : a + CLIENTS]
+            rows = [tests[c] for c, _ in some]
+            width = len(rows[0])
+            padded = torch.from_numpy(np.stack([np.resize(x, width) for x in rows])).to(f.device)  # (K, width)
+            outputs = _answer(f, server, memories, r, [s for _, s in some], padded)
+            yield [c for c, _ in some], outputs, f.data.test_labels[padded], list(map(len, rows))
+
+
+@torch.no_grad()
+def _answer(f: Federation, server: Server, memories: Mapping, r: Round, servings: list[Serving], rows: torch.Tensor):
+    """Outputs (E, K, B, *out) of K clients served alike on test ``rows`` (K, B), averaged over each one's members."""
+    total = 0
+    models = len(servings[0].members)
+    for place in range(models):
+        members = [s.members[place] for s in servings]
+        stack, params = _parameters(f, server, memories, r, members, servings[0])
+        total = total + _outputs(f, stack, params, servings[0], rows)
+    return total / models
+
+
+def _parameters(f: Federation, server: Server, memories: Mapping, r: Round, members: list[Member], serving: Serving):
+    if serving.tune is None or not members[0].client.num_examples:
+        stack = Stack(f, members, memories)
+        return stack, stack.tensors(server.params, merge=True)
+    with torch.enable_grad():
+        cohort = Cohort(f, f.model, server, r, members, memories)  # thrown away: nothing is kept of it
+        cohort.train(f.method.local_loss, serving.tune)
+    order = [cohort.members.index(m) for m in members]
+    whole = list(range(len(members)))
+    return Stack(f, members, memories), {
+        n: p[[list(cohort.rows[n]).index(i) for i in order]] if list(cohort.rows[n]) == whole else p
+        for n, p in cohort.params.items()
+    }
+
+
+def _outputs(f: Federation, stack: Stack, params: Mapping[str, torch.Tensor], serving: Serving, rows: torch.Tensor):
+    model, shape = f.model, f.model.backbone.spec.input_shape
+    model.put_(stack.frozen())
+    model.put_(params)
+    context = model.context
+    scales = [s.scale for s in stack.slices]
+    context.scale = scales[0] if len(set(scales)) == 1 else torch.tensor(scales, device=f.device)
+    context.weights, context.training = None, serving.statistics == "batch"
+    exits = {j: rows_of([i for i, s in enumerate(stack.slices) if j in s.exits]) for j in range(len(model.exit_units))}
+    route = Route(stack.alive(model.depth), exits)
+    if f.experiment.batch_norm == "static" or serving.statistics == "recomputed":
+        with recomputed_statistics(model):
+            for own, weights in in_order(f.data, [m.client for m in stack.members], f.experiment.batch_size):
+                context.weights = weights
+                model(_view(f, f.data.images, own, shape), route)
+        context.weights = None
+    step = max(1, AT_ONCE // len(rows))
+    parts = [model(_view(f, f.data.test_images, part, shape), route) for part in rows.split(step, 1)]
+    return torch.cat(parts, 2)
+
+
+def _view(f: Federation, images: torch.Tensor, rows: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """``rows`` (K, B) of ``images`` as the network sees them."""
+    x = f.data.view(images, shape, rows.reshape(-1))
+    return x.view(*rows.shape, *x.shape[1:])

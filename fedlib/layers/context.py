@@ -1,0 +1,68 @@
+"""What the layers of one skeleton must know of the batch that runs, beyond their input.
+
+``share`` gives all layers of a model one :class:`Context`; a deep copy of the model shares a copy of its own.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+import torch
+from torch import nn
+
+Policy = Literal["batch", "tracked", "static", "local"]
+POLICIES: tuple[str, ...] = get_args(Policy)
+
+
+@dataclass
+class Context:
+    """Set before a batch, read by ``BatchNorm2d`` and ``Scaler``."""
+
+    policy: Policy = "batch"  # of batch norm, see ``norms.BatchNorm2d``
+    training: bool = True
+    weights: torch.Tensor | None = None  # (K, B) or of more clients; 0 marks padding. None: every row is an example
+    scale: float | torch.Tensor = 1.0  # ``Slice.scale``: one, or (K,)
+    scaled: tuple[str, ...] = ("conv",)  # the places of scalers that are on
+    gathered: dict[nn.Module, Any] | None = None  # while ``norms.recomputed_statistics`` runs: what each norm saw
+    _real: tuple[Any, torch.Tensor | None] = field(default=(None, None), repr=False)
+
+    @property
+    def real(self) -> torch.Tensor | None:
+        """(K, B), 1.0 on examples and 0.0 on padding; None if nothing is padding. Looked at once a batch."""
+        if self.weights is None:
+            return None
+        if self._real[0] is not self.weights:
+            real = self.weights != 0
+            self._real = (self.weights, None if bool(real.all()) else real.to(self.weights.dtype))
+        return self._real[1]
+
+
+def share(model: nn.Module, policy: Policy = "batch") -> Context:
+    """One context for all layers of ``model`` that have one. ``ValueError`` for an unknown policy."""
+    if policy not in POLICIES:
+        raise ValueError(f"experiment: batch_norm = {policy!r} is unknown; allowed: {', '.join(POLICIES)}")
+    context = Context(policy)
+    for layer in model.modules():
+        if isinstance(getattr(layer, "context", None), Context):
+            layer.context = context
+    return context
+
+
+class Scaler(nn.Module):
+    """Outputs of a layer divided by ``Context.scale``, the width ratio of a cut net (HeteroFL, Eq. 7; ScaleFL).
+
+    It stands at one or several of the places ``conv`` (after a 3x3 convolution: ScaleFL), ``shortcut`` (after a
+    projection: with ``conv``, SplitMix) and ``norm`` (before a norm: HeteroFL), and is on if one is in
+    ``Context.scaled``.
+    """
+
+    def __init__(self, *places: str):
+        super().__init__()
+        self.places, self.context = places, Context()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scale = self.context.scale
+        if not set(self.places) & set(self.context.scaled):
+            return x
+        if isinstance(scale, torch.Tensor):
+            return x / scale[: x.shape[0]].view(-1, *(1,) * (x.dim() - 1))
+        return x if scale == 1 else x / scale

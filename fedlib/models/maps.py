@@ -1,0 +1,89 @@
+"""Backbones whose state is one map (K, B, C, H, W), which is also what their exits see."""
+
+from dataclasses import dataclass
+from functools import cache
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from ..layers.conv import init_kaiming_, sample_and_pad
+from .backbone import Backbone
+
+
+@dataclass(frozen=True, kw_only=True)
+class MapSpec:
+    """Shape of a convnet for images of ``size`` x ``size`` pixels."""
+
+    size: int = 32
+    channels: int = 3
+    reads: ClassVar[str] = "images"
+    own_modes: ClassVar[tuple[str, ...]] = ("full",)
+    final_exit: ClassVar[str] = "linear"  # the kind (``map_exits.KINDS``) of the exit after the last unit
+
+    @property
+    def input_shape(self) -> tuple[int, int, int]:
+        """One image."""
+        return (self.channels, self.size, self.size)
+
+    def stream(self, unit: int) -> str:
+        """The axis of the channels after ``unit``."""
+        raise NotImplementedError
+
+    def feature(self, unit: int) -> tuple[int, int, int]:
+        """The map (C, H, W) after ``unit``."""
+        raise NotImplementedError
+
+    def state(self, unit: int) -> tuple[int, int, int]:
+        """The same map: nothing else goes on."""
+        return self.feature(unit)
+
+    def numbers(self, examples: int) -> tuple[int, int]:
+        """Numbers in the widest activation of ``examples`` examples, and in all that autograd keeps of them."""
+        widest, kept = _kept_numbers(self)
+        return examples * widest, examples * kept
+
+
+@cache
+def _kept_numbers(spec: MapSpec) -> tuple[int, int]:
+    """Numbers of one example in the backbone's widest activation, and in all that autograd keeps of it."""
+    backbone = spec.build()
+    one, two = (_kept_sizes(backbone, examples) for examples in (1, 2))
+    return max(one), sum(two) - sum(one)  # the rest, such as a norm's means, is as large for any number of examples
+
+
+def _kept_sizes(backbone: nn.Module, examples: int) -> list[int]:
+    """The size of every tensor that autograd keeps beside the parameters."""
+    parameters = {p.untyped_storage()._cdata for p in backbone.parameters()}
+    kept: dict[int, torch.Tensor] = {}  # by storage; the tensors stay, so that no storage gets a second one's address
+
+    def keep(x: torch.Tensor) -> torch.Tensor:
+        if (storage := x.untyped_storage()._cdata) not in parameters:
+            kept.setdefault(storage, x)
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        z = backbone.stem(torch.zeros(1, examples, *backbone.spec.input_shape))
+        for unit in range(backbone.spec.depth):
+            _, z = backbone.advance(z, unit, 1)
+    return [x.numel() for x in kept.values()]
+
+
+class MapBackbone(Backbone):
+    """A ``stem`` and ``blocks``, of which the last has a ``width``: its channels, perhaps cut."""
+
+    blocks: nn.ModuleList
+
+    def init_(self, generator: torch.Generator) -> "MapBackbone":
+        """He initialisation, in place."""
+        init_kaiming_(self, generator)
+        return self
+
+    def advance(self, z: torch.Tensor, unit: int, on: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run ``unit``: the map after it, of all clients, and of the first ``on``."""
+        z = self.blocks[unit](z)
+        return z, z if on == len(z) else z[:on]
+
+    def bridge(self, feature: torch.Tensor, unit: int) -> torch.Tensor:
+        """The map after ``unit`` in the shape of the last unit's: sub-sampled, zero channels around it (FeDepth)."""
+        return sample_and_pad(feature, (self.blocks[-1].width, *self.spec.feature(self.spec.depth - 1)[1:]))

@@ -1,0 +1,71 @@
+"""Small convnets. ``convnet3``: CAFEDistill's network with three exits for CIFAR-10 (no norms, no padding)."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ..layers.conv import Conv2d, max_pool
+from .maps import MapBackbone, MapSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConvNetSpec(MapSpec):
+    """Shape of a plain convnet: channels of each unit."""
+
+    widths: tuple[int, ...] = (128, 128, 128)
+
+    @property
+    def depth(self) -> int:
+        return len(self.widths)
+
+    def stream(self, unit: int) -> str:
+        """The axis of the channels after ``unit``."""
+        return f"stage{unit + 1}"
+
+    def feature(self, unit: int) -> tuple[int, int, int]:
+        """The map (C, H, W) after ``unit``."""
+        size = self.size
+        for _ in range(unit + 1):
+            size = (size - 2) // 2
+        return (self.widths[unit], size, size)
+
+    @property
+    def final_exit(self) -> str:
+        """The last exit's kind: linear on all of the map."""
+        return "flatten"
+
+    def build(self) -> "ConvNet":
+        """A backbone of this shape, without weights."""
+        return ConvNet(self)
+
+
+CONVNETS = {"convnet3": ConvNetSpec()}
+
+
+class Unit(nn.Module):
+    """A 3x3 convolution without padding, ReLU, 2x2 max-pool."""
+
+    def __init__(self, spec: ConvNetSpec, unit: int):
+        super().__init__()
+        before, channels = (spec.stream(unit - 1), spec.widths[unit - 1]) if unit else (None, spec.channels)
+        self.conv = Conv2d(channels, spec.widths[unit], 3, bias=True, axes=(spec.stream(unit), before))
+
+    @property
+    def width(self) -> int:
+        """Channels of its output, perhaps cut."""
+        return self.conv.weight.shape[-4]
+
+    def forward(self, z: torch.Tensor) -> torch.Tensor:  # (K, B, C, H, W) -> (K, B, C', (H-2)//2, (W-2)//2)
+        return max_pool(F.relu(self.conv(z)), 2)
+
+
+class ConvNet(MapBackbone):
+    """Units on images, without a stem."""
+
+    def __init__(self, spec: ConvNetSpec):
+        super().__init__()
+        self.spec = spec
+        self.stem = nn.Identity()
+        self.blocks = nn.ModuleList(Unit(spec, unit) for unit in range(spec.depth))

@@ -1,0 +1,92 @@
+"""One table of a paper, from its grid to its verdicts: what a table's notebook shows, cell by cell.
+
+``Table(...)`` checks the grid, ``run`` says what it costs and runs what is missing, ``obtained`` stands beside the
+printed numbers, ``verdicts`` judge the table's comparisons, ``check`` asserts what holds at every profile.
+Read next: ``runs/params.py``, ``report/tables.py``, ``report/statistics.py``.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pandas as pd
+
+from ..engine.executors import Execution
+from ..runs.params import load_spec
+from .statistics import orderings
+from .tables import collect, load_cells, load_claims, obtained, reported_beside, run_cells, save_table
+
+
+class Table:
+    """``params/<paper>/<name>.yaml`` at a profile: its cells, their stored runs, and what these say.
+
+    ``overrides`` as for ``load_grid``. ``frame`` has a row per cell, as from ``tables.collect``. What is saved is
+    called ``outputs/<paper>/{tables,figures}/<name>_<profile>…``.
+    """
+
+    def __init__(
+        self, paper: str, name: str, profile: str, overrides: Mapping | None = None, folder: Path | None = None
+    ):
+        self.paper, self.name, self.profile, self.folder = paper, name, profile, folder
+        self.value = load_spec(paper, name).get("value", "accuracy")  # what the table prints
+        self.reported = reported_beside(paper, name)
+        self.cells = load_cells(paper, name, profile, overrides, folder)
+        self.frame = collect(self.cells, folder)
+        self.complete = False
+
+    def run(self, execution: Execution = Execution(), run_missing: bool = True) -> pd.DataFrame:
+        """Print what the grid costs, run what is missing (if ``run_missing``); runs and seconds by data and status."""
+        self.frame = run_cells(self.cells, execution, run_missing, self.folder)
+        self.complete = run_missing
+        return self.frame.groupby(["dataset", "status"]).agg(runs=("run", "size"), seconds=("seconds", "sum"))
+
+    def obtained(self) -> pd.DataFrame:
+        """Mean ± SD over seeds of the last round in percent, beside what the paper prints."""
+        return obtained(self.frame, self.reported, self.value)
+
+    def verdicts(self) -> pd.DataFrame:
+        """Do the table's comparisons (``claims``, or the paper's method against all others) come out as printed?"""
+        return orderings(self.frame, self.reported, load_claims(self.paper, self.name), self.value)
+
+    def gains(self) -> pd.DataFrame:
+        """Where the table prints another value than the accuracy: how much more it is, one row per run."""
+        rows = self.frame.dropna(subset=["accuracy"])
+        return rows.assign(gain=rows[self.value] - rows.accuracy)
+
+    def plot_exits(self):
+        """Draw and save the accuracy of every exit, a panel per fine-tuning mode, on the grid's first data column."""
+        from .plots import plot_modes
+
+        return self.save_figure(plot_modes(self.frame[self.frame.column == self.frame.column[0]]), "exits")
+
+    def plot_gains(self):
+        """Draw and save :meth:`gains`: a panel per data column, a group of bars per fine-tuning mode."""
+        from .plots import gain_bars
+
+        return self.save_figure(gain_bars(self.gains()), "gain")
+
+    def save(self, frame: pd.DataFrame, suffix: str = "") -> pd.DataFrame:
+        """Write ``frame`` as the table's own, or as its part ``suffix`` (``verdicts``), and return it."""
+        save_table(frame, self._named(suffix))
+        return frame
+
+    def save_figure(self, axes, suffix: str):
+        """Write the figure of ``axes`` as the table's part ``suffix``, and return them."""
+        from .plots import save_figure
+
+        save_figure(axes[0] if hasattr(axes, "__len__") else axes, self._named(suffix))
+        return axes
+
+    def _named(self, suffix: str) -> str:
+        return f"{self.paper}/{self.name}_{self.profile}{'_' if suffix else ''}{suffix}"
+
+    def check(self) -> str:
+        """Assert structure and exact arithmetic; one line on what was looked at."""
+        done = self.frame.dropna(subset=["accuracy"])
+        assert not self.frame.duplicated(["finetune", "variant", "column", "seed"]).any(), "a cell stands twice"
+        allowed = {"finished", "diverged"} | (set() if self.complete else {"missing"})
+        assert set(self.frame.status) <= allowed, f"runs are {', '.join(sorted(set(self.frame.status) - allowed))}"
+        for row in done.itertuples():
+            assert abs(row.accuracy - sum(row.exits) / len(row.exits)) < 1e-3, f"{row.run}: not the mean of its exits"
+        percent = pd.concat([done.accuracy, done.ensemble.dropna()])  # an ensemble needs one model of all exits
+        assert percent.between(0, 100).all(), "no percentages"
+        return f"{len(done)} of {len(self.frame)} runs: every accuracy is the mean of its exits"

@@ -1,0 +1,108 @@
+"""Convolutions of a cohort: stacked, shared, of one client, grouped or in a loop, against PyTorch's own, client by client."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from fedlib.layers import conv
+from fedlib.layers.conv import Conv2d, average_pool, init_kaiming_, max_pool, sample_and_pad, side_by_side
+from fedlib.layers.linear import Linear
+from fedlib.layers.norms import BatchNorm2d
+
+
+def normal(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def run(layer, x, weight, bias):
+    """The output, and the gradients of x, weight and bias; the layer's parameters are replaced."""
+    leaves = [t.detach().clone().requires_grad_() for t in (x, weight) + ((bias,) if bias is not None else ())]
+    layer._parameters["weight"] = leaves[1]
+    layer._parameters["bias"] = leaves[2] if bias is not None else None
+    y = layer(leaves[0])
+    return [y, *torch.autograd.grad((y * normal(*y.shape, seed=9)).sum(), leaves)]
+
+
+def reference(layer, x, weight, bias):
+    """The same of a plain convolution per client."""
+    leaves = [t.detach().clone().requires_grad_() for t in (x, weight) + ((bias,) if bias is not None else ())]
+    rows = [(leaves[1][k] if weight.dim() == 5 else leaves[1]) for k in range(len(x))]
+    biases = [None if bias is None else leaves[2][k] if bias.dim() == 2 else leaves[2] for k in range(len(x))]
+    y = torch.stack(
+        [
+            F.conv2d(one, w, b, layer.stride, layer.padding, groups=layer.groups)
+            for one, w, b in zip(leaves[0], rows, biases, strict=True)
+        ]
+    )
+    return [y, *torch.autograd.grad((y * normal(*y.shape, seed=9)).sum(), leaves)]
+
+
+@pytest.mark.parametrize("way", ["grouped", "loop"])
+@pytest.mark.parametrize("stacked", ["all", "weight", "bias", "none"])
+@pytest.mark.parametrize("clients", [1, 3])
+@pytest.mark.parametrize(
+    ("kernel", "stride", "padding", "groups", "bias"),
+    [(3, 1, 1, 1, False), (3, 2, 1, 1, True), (1, 2, 0, 1, True), (3, 1, 0, 2, True), (3, 2, 1, 4, False), (5, 1, 2, 4, True)],
+)  # fmt: skip
+def test_a_cohorts_convolution_is_each_clients(
+    way, stacked, clients, kernel, stride, padding, groups, bias, monkeypatch
+):
+    monkeypatch.setattr(conv, "LOOP_FROM", 10**9 if way == "grouped" else 0)
+    layer = Conv2d(4, 8, kernel, stride, padding, groups, bias)
+    x = normal(clients, 2, 4, 7, 6)
+    weight = normal(*(clients,) * (stacked in ("all", "weight")), *layer.weight.shape, seed=1)
+    b = normal(*(clients,) * (stacked in ("all", "bias")), 8, seed=2) if bias else None
+    for got, want in zip(run(layer, x, weight, b), reference(layer, x, weight, b), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=2e-5)
+
+
+def test_the_first_rows_serve_the_clients_still_alive():
+    layer, x = Conv2d(3, 5, 3, padding=1, bias=True), normal(2, 2, 3, 4, 4)
+    weight, bias = normal(4, 5, 3, 3, 3, seed=1), normal(4, 5, seed=2)
+    layer._parameters.update(weight=weight, bias=bias)
+    want = torch.stack([F.conv2d(x[k], weight[k], bias[k], padding=1) for k in range(2)])
+    torch.testing.assert_close(layer(x), want)
+    torch.testing.assert_close(layer(x[:1]), want[:1])
+
+
+def test_a_cut_depthwise_weight_needs_no_other_number_of_groups():
+    layer, x = Conv2d(6, 6, 3, padding=1, groups=6, axes=("a", None)), normal(2, 2, 4, 5, 5)
+    weight = normal(2, 4, 1, 3, 3, seed=1)  # four of six channels
+    layer._parameters["weight"] = weight
+    want = torch.stack([F.conv2d(x[k], weight[k], padding=1, groups=4) for k in range(2)])
+    torch.testing.assert_close(layer(x), want)
+
+
+@pytest.mark.parametrize("clients", [1, 2])
+def test_a_maps_layout_is_channels_last_and_kept_so_that_layers_copy_nothing(clients):
+    layer, x = Conv2d(3, 4, 3, padding=1), normal(clients, 5, 3, 8, 8)
+    layer._parameters["weight"] = normal(clients, 4, 3, 3, 3)
+    y = F.relu(layer(x)) + layer(x)
+    assert y.permute(1, 3, 4, 0, 2).is_contiguous() and side_by_side(y).data_ptr() == y.data_ptr()
+    assert side_by_side(max_pool(y, 2)).is_contiguous(memory_format=torch.channels_last)
+
+
+def test_pooling_is_each_examples():
+    x = normal(2, 3, 4, 7, 7)
+    torch.testing.assert_close(max_pool(x, 2), torch.stack([F.max_pool2d(one, 2) for one in x]))
+    torch.testing.assert_close(average_pool(x), torch.stack([F.adaptive_avg_pool2d(o, 1).flatten(1) for o in x]))
+
+
+def test_a_bridge_takes_every_second_pixel_and_pads_channels_on_both_sides():
+    x = torch.arange(2 * 16, dtype=torch.float32).view(1, 1, 2, 4, 4)
+    y = sample_and_pad(x, (5, 2, 2))  # 3 more channels: one before, two behind
+    assert y.shape == (1, 1, 5, 2, 2)
+    assert y[0, 0, 1].tolist() == [[0, 2], [8, 10]] and y[0, 0, 2].tolist() == [[16, 18], [24, 26]]
+    assert not y[0, 0, [0, 3, 4]].any()
+    assert sample_and_pad(x, (2, 4, 4)).equal(x)
+
+
+def test_initialisation_is_a_function_of_its_generator():
+    def build():
+        return torch.nn.Sequential(Conv2d(64, 32, 3, bias=True), BatchNorm2d(32, "a"), Linear(100, 50))
+
+    net, again = (init_kaiming_(m, torch.Generator().manual_seed(3)) or m for m in (build(), build()))
+    assert all(p.equal(q) for p, q in zip(net.parameters(), again.parameters(), strict=True))
+    assert net[0].weight.std().item() == pytest.approx((2 / (64 * 9)) ** 0.5, rel=0.02)
+    assert net[2].weight.abs().max().item() == pytest.approx(0.1, rel=0.01)  # U(-1/10, 1/10)
+    assert net[1].weight.eq(1).all() and not any(m.bias.any() for m in net)

