@@ -277,3 +277,10 @@ def test_mirrors_lie_on_disk_in_the_checkpoints_consistency(tiny, method, tmp_pa
     found = {p.name: p.read_bytes() for p in (resumed.path / "mirrors").iterdir()}
     assert found and found == {p.name: p.read_bytes() for p in (whole.path / "mirrors").iterdir()}
     assert resumed.summary["accuracy"] == whole.summary["accuracy"]
+
+
+def test_scalefls_widest_clients_read_the_frozen_cache(tiny):
+    f = build_federation(experiment(tiny, "scalefl", finetune="frozen", augment="none", num_exits=4))
+    r = Round(1, tuple(f.sample_clients(1)), f.setting)
+    cohorts = [Cohort(f, f.model, f.server, r, members, {}) for members in plan_round(f, f.server, r, 1, None)]
+    assert {c.clients[0].budget: c.prefix is not None for c in cohorts} == {0: False, 1: False, 2: False, 3: True}

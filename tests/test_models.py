@@ -185,6 +185,12 @@ def test_scalefl_widths_round_attention_up_to_the_heads(width, sizes):
     assert len(index["3/ffn"]) == 4 * sizes[0]
 
 
+def test_scalefl_at_full_width_keeps_an_ffn_that_is_no_multiple_of_the_width():
+    index = width_index(ViTSpec(dim=16, depth=2, heads=2, ffn_dim=24), 1.0)
+    assert index["0/ffn"] == range(24) and index["residual"] == range(16)
+    assert len(width_index(ViTSpec(dim=16, depth=2, heads=2, ffn_dim=24), 0.5)["1/ffn"]) == 12
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_every_parameter_has_a_place(method):
     e = Experiment(method=method, finetune="ssf")
