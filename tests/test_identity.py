@@ -90,7 +90,8 @@ def test_an_edited_method_of_ones_own_is_refused(old, new, told, words, tmp_path
     for ask in (lambda **how: find_run(e, tmp_path, **how), lambda **how: train(e, tmp_path, **how),
                 lambda **how: run_all([e], ONE, tmp_path, progress=False, **how)[0]):  # fmt: skip
         with pytest.raises(
-            OtherInputs, match=f"{e.slug} is stored in .*: {told}. Choose another folder .*accept='{words}'"
+            OtherInputs,
+            match=f"{e.slug} is stored in .*: {told}. To run it anew, delete it or choose another folder .*accept='{words}'",
         ):
             ask()
         assert ask(accept=words).summary == first.summary
@@ -243,6 +244,8 @@ def test_a_stored_run_is_found_where_its_data_are_absent(images, tmp_path):
     e, put = images
     put(0)
     train(e, tmp_path)
+    (tmp_path / "data" / "mine" / "train.parquet").write_bytes(b"damaged")
+    assert find_run(e, tmp_path) is not None
     shutil.rmtree(tmp_path / "data" / "mine")
     assert find_run(e, tmp_path) is not None and run_all([e], ONE, tmp_path, progress=False)
 
@@ -253,7 +256,8 @@ def test_a_run_is_not_resumed_on_other_data(images, tmp_path, monkeypatch):
     interrupt(e, 2, tmp_path, monkeypatch)
     put(1)
     with pytest.raises(
-        OtherInputs, match=f"{e.slug} is stored up to round 2 in .*: the data of 'mine'.* to go on from there"
+        OtherInputs,
+        match=f"{e.slug} is stored up to round 2 in .*: the data of 'mine'.*; to go on from there all the same",
     ):
         train(e, tmp_path)
     assert find_run(e, tmp_path) is None

@@ -189,7 +189,8 @@ def test_papermill_shows_runs_and_rounds_in_its_terminal(tmp_path):
     source = f"grid = {[e.to_dict() for e in grid]!r}\n{NOTEBOOK}"
     notebook = {"cells": [cell | {"source": source}], "metadata": kernel, "nbformat": 4, "nbformat_minor": 5}
     (tmp_path / "in.ipynb").write_text(json.dumps(notebook))
-    env = {k: v for k, v in os.environ.items() if k != "TQDM_DISABLE"} | {"FEDLIB_OUTPUTS": str(tmp_path)}
+    ours = ("TQDM_DISABLE", "JUPYTER_PATH")  # bars, and a kernel of its own, as a user has them
+    env = {k: v for k, v in os.environ.items() if k not in ours} | {"FEDLIB_OUTPUTS": str(tmp_path)}
     screen, theirs = pty.openpty()
     command = [sys.executable, "-m", "papermill", tmp_path / "in.ipynb", tmp_path / "out.ipynb"]
     done = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=theirs)

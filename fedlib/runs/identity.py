@@ -36,11 +36,12 @@ class OtherInputs(ValueError):
     def __init__(self, e: Experiment, path: Path, differing: Mapping[str, list[str]], rounds: int | None = None):
         what = "; ".join(text for texts in differing.values() for text in texts)
         stored = "is stored" if rounds is None else f"is stored up to round {rounds}"
-        then = "take it as it is" if rounds is None else "go on from there"
+        then = "take it as it is" if rounds is None else "go on from there all the same"
         words = ",".join(differing)
         super().__init__(
-            f"{e.slug} {stored} in {path.parent}, but differs from what is at hand: {what}. Choose another folder "
-            f"(folder=..., FEDLIB_OUTPUTS) to run it anew, or accept={words!r} (FEDLIB_ACCEPT={words}) to {then}"
+            f"{e.slug} {stored} in {path.parent}, but differs from what is at hand: {what}. To run it anew, delete it "
+            "or choose another folder (folder=..., FEDLIB_OUTPUTS); "
+            f"to {then}, accept={words!r} (FEDLIB_ACCEPT={words})"
         )
 
 
@@ -118,12 +119,15 @@ def _options(method: Method) -> dict[str, object]:
 
 
 def _data_digest(e: Experiment) -> str | None:
-    """The digest of ``e``'s data set as it is now; None where it is not at hand."""
+    """The digest of ``e``'s data set as it is now; None where it is not at hand, or cannot be read."""
     try:
-        key, size = source_key(e.dataset), backbone_spec(e.backbone).input_shape[-1]
-    except ImportError:  # text without a tokenizer
+        key = source_key(e.dataset)
+        if key is None or (known := known_digest(key)) is not None:
+            return key and known
+        size = backbone_spec(e.backbone).input_shape[-1]
+        return known_digest(key, size) or _decoded_digest(e.dataset, size, json.dumps(key))
+    except (ImportError, ValueError):  # text without a tokenizer; damaged files
         return None
-    return key and (known_digest(key, size) or _decoded_digest(e.dataset, size, json.dumps(key)))
 
 
 @lru_cache(maxsize=32)

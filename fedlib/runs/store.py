@@ -221,7 +221,7 @@ def _check_execution(execution: Execution) -> None:
 
 def _check_place(path: Path) -> None:
     """Raise, before any compute, if ``path`` could not be written, or leads elsewhere."""
-    for own in (path, path / "clients"):
+    for own in (path, path / "clients", path / "mirrors"):
         if own.is_symlink():
             raise ValueError(
                 f"{own} is a symbolic link; a run has folders of its own: put what it points to in its place"
