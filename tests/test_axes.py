@@ -61,7 +61,10 @@ segments = st.lists(st.integers(1, 6), min_size=1, max_size=4)
 @given(segments, st.integers(1, 3), st.integers(0, 99))
 def test_cuts_go_round_trip_and_ranking_is_permuting_first(sizes, divisor, seed):
     axis = Axis("a", tuple(divisor * s for s in sizes))
-    info, x = ParamInfo(("a", None), "backbone", 0, (axis.size, 2)), torch.randn(axis.size, 2, generator=generator(seed))
+    info, x = (
+        ParamInfo(("a", None), "backbone", 0, (axis.size, 2)),
+        torch.randn(axis.size, 2, generator=generator(seed)),
+    )
     scores, keep = torch.randn(axis.size, generator=generator(seed + 1)), lambda n: max(1, n // 2)
     ranked, leading = axis.ranked(scores, keep), axis.leading(keep)
     for kept in (ranked, leading, axis.chunk(divisor - 1, divisor)):
@@ -78,8 +81,12 @@ def test_cuts_go_round_trip_and_ranking_is_permuting_first(sizes, divisor, seed)
 
 def test_slices_are_values():
     a = Slice.prefix(2, (0,), index={"x": range(3)})
-    assert {a, Slice.prefix(2, (0,), index={"x": range(3)})} == {a} and a != Slice.prefix(2, (0,), index={"x": range(2)})
-    assert a.shape_key() == Slice.prefix(1, (0,), index={"x": (5, 1, 2)}).shape_key() != Slice.prefix(2, (0,)).shape_key()
+    assert {a, Slice.prefix(2, (0,), index={"x": range(3)})} == {a} and a != Slice.prefix(
+        2, (0,), index={"x": range(2)}
+    )
+    assert (
+        a.shape_key() == Slice.prefix(1, (0,), index={"x": (5, 1, 2)}).shape_key() != Slice.prefix(2, (0,)).shape_key()
+    )
     assert a.only(units=[1], x=range(1)).index["x"] == range(1)
     assert within(a.only(x=(2, 0)), a).index["x"] == (2, 0)
     assert within(Slice.prefix(2, (0,), index={"x": (9, 4)}), Slice.prefix(2, (0,), index={"x": (4, 7, 9)})).index["x"] == (2, 0)  # fmt: skip

@@ -50,28 +50,22 @@ def parts(monkeypatch):
     ],
     ids=lambda c: "-".join(str(v) for v in c.values() if isinstance(v, str)),
 )
-def test_threads_share_the_model_and_change_no_answer(changes, two_threads, parts):
+def test_threads_share_the_model_and_change_no_answer(changes, two_threads, parts, monkeypatch):
+    monkeypatch.setattr(module, "BATCH", 50)
     f = build_federation(TINY.replace(**changes))
     part = served_parts(f, f.server)[-1]
     side_by_side = exit_logits(f, f.server, part)
-    assert sorted(n for n, *_ in parts) == [50, 51] and {t for *_, t in parts} == {1}
+    assert sorted(n for n, *_ in parts) == [1, 50, 50] and {t for *_, t in parts} == {1}
     assert torch.get_num_threads() == 2 and threading.get_ident() not in {i for _, i, _ in parts}
     torch.set_num_threads(1)
     f = replace(f, test_prefix=build_federation(TINY.replace(**changes)).test_prefix)  # an empty one
     alone = exit_logits(f, f.server, part)
-    assert parts[-1][:2] == (101, threading.get_ident())
+    assert [n for n, *_ in parts[3:]] == [50, 50, 1]  # the same batches, whatever the threads
     assert alone.abs().max() > 0.01
     torch.testing.assert_close(side_by_side, alone, rtol=1e-4, atol=1e-5)
 
 
-def test_no_more_examples_are_held_at_a_time_than_without_threads(two_threads, parts, monkeypatch):
-    monkeypatch.setattr(module, "AT_ONCE", 70)
-    f = build_federation(TINY)
-    exit_logits(f, f.server, served_parts(f, f.server)[3])
-    assert sorted(n for n, *_ in parts) == [31, 35, 35]  # two threads with 35 each at a time
-
-
-def test_few_examples_are_not_worth_a_thread(two_threads, parts):
+def test_one_batch_needs_no_thread(two_threads, parts):
     f = build_federation(TINY.replace(num_test=50))
     exit_logits(f, f.server, served_parts(f, f.server)[3])
     assert parts == [(50, threading.get_ident(), 2)]

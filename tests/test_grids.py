@@ -1,5 +1,8 @@
 """ReeFL's tables as grids: nothing runs twice, variants are what they say, claims and overrides name real ones."""
 
+import subprocess
+import sys
+
 import pytest
 
 from fedlib.core.paths import params_dir
@@ -77,3 +80,11 @@ def test_small_profile_stays_affordable():
     """All small tables together: runs of about half a minute on two cores."""
     runs = {h for t in TABLES for h in hashes(t, "small")}
     assert len(runs) <= 300
+
+
+def test_looking_at_a_grid_imports_neither_peft_nor_timm():
+    """Their import takes seconds in every notebook."""
+    code = "import sys; from fedlib.runs.params import load_grid; cells = load_grid('reefl', 'table1', 'small')\n"
+    code += "assert {'frozen', 'lora'} == {c.finetune for c in cells} and not {'peft', 'timm'} & set(sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -62,7 +62,9 @@ def test_exits_that_are_not_nested_train_and_count_their_holders_alone(tiny, met
     cohort = cohort_of(f)
     name = "head.exits.0.linear.weight"
     holders = [i for i, c in enumerate(cohort.clients) if c.id % 3 != 1]
-    assert list(cohort.rows[name]) == holders and cohort.held[0].tolist() == [float(c.id % 3 != 1) for c in cohort.clients]
+    assert list(cohort.rows[name]) == holders and cohort.held[0].tolist() == [
+        float(c.id % 3 != 1) for c in cohort.clients
+    ]
     f.method.local_update(cohort)
     alone = []
     for i in holders:
@@ -113,13 +115,14 @@ def test_personal_heads_stay_with_their_clients(tiny, method, workers, tmp_path)
 
     e = experiment(tiny, method(Personal), test_split="like_train", evaluate_every=1)
     f, memories = build_federation(e), {}
-    for r in run_rounds(f, Execution(workers=workers, executor="threads"), memories=memories):
-        pass
+    *_, r = run_rounds(f, Execution(workers=workers, executor="threads"), memories=memories)
     heads = {n for n in f.server.params if n.startswith("head.")}
     assert all(torch.equal(r.server.params[n], f.server.params[n]) for n in heads)  # nothing of them travelled
     assert any(not torch.equal(r.server.params[n], p) for n, p in f.server.params.items() if n not in heads)
     weight = "model/head.exits.1.linear.weight"
-    assert set(memories[0]) <= {f"model/{n}" for n in heads} and not torch.equal(memories[3][weight], memories[1][weight])
+    assert set(memories[0]) <= {f"model/{n}" for n in heads} and not torch.equal(
+        memories[3][weight], memories[1][weight]
+    )
     assert r.metrics["personal"]["clients"] == 4 and set(r.metrics["personal"]["by_client"]) == set("0123")
     start = cohort_of(f, 2, memories).start["head.exits.0.linear.weight"]
     assert len({tuple(row.flatten().tolist()) for row in start}) > 1  # each starts from its own

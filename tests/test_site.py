@@ -53,16 +53,27 @@ def executed(folder):
     return folder
 
 
-@pytest.fixture
-def report(tmp_path, monkeypatch):
-    monkeypatch.setenv("FEDLIB_OUTPUTS", str(tmp_path / "outputs"))
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """A folder of outputs with its report, made once."""
+    outputs = tmp_path_factory.mktemp("built") / "outputs"
     for paper in ("reefl", "extensions"):
-        shutil.copytree(OUTPUTS / paper, tmp_path / "outputs" / paper)
+        shutil.copytree(OUTPUTS / paper, outputs / paper)
     some = [p for p in (OUTPUTS / "runs").iterdir() if re.match(r"(reefl|depthfl)-cifar10-lora", p.name)]
     for path in some:
-        shutil.copytree(path, tmp_path / "outputs/runs" / path.name)
-    executed(tmp_path / "outputs/executed")
-    return build_report()
+        shutil.copytree(path, outputs / "runs" / path.name)
+    executed(outputs / "executed")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FEDLIB_OUTPUTS", str(outputs))
+        build_report()
+    return outputs
+
+
+@pytest.fixture
+def report(built, tmp_path, monkeypatch):
+    """The first page of a copy that a test may spoil."""
+    monkeypatch.setenv("FEDLIB_OUTPUTS", str(tmp_path / "outputs"))
+    return shutil.copytree(built, tmp_path / "outputs") / "report" / "index.html"
 
 
 def test_pages_hold_what_the_notebooks_show_and_fetch_nothing(report):
@@ -151,11 +162,13 @@ def test_what_runs_and_notebooks_say_is_text(report):
         stored = read_json(run / "experiment.json")
         stored["provenance"] = stored.get("provenance", {}) | {"device": SCRIPTS[0], "cores": SCRIPTS[1]}
         write_json(run / "experiment.json", stored)
-    (outputs / "figures" / "table1_small_<script>alert(1)<\u2215script>.png").write_bytes(base64.b64decode(PIXEL))
+    (outputs / "reefl" / "figures" / "table1_small_<script>alert(1)<\u2215script>.png").write_bytes(
+        base64.b64decode(PIXEL)
+    )
     build_report()
     pages = {p.name: p.read_text() for p in report.parent.glob("*.html")}
-    assert len(pages) == 5 and {n: d for n, p in pages.items() if (d := dangers(p))} == {}
-    assert "&lt;script&gt;alert(1)&lt;/script&gt;" in pages["results.html"]  # said, not run
+    assert len(pages) == 8 and {n: d for n, p in pages.items() if (d := dangers(p))} == {}
+    assert "&lt;script&gt;alert(1)&lt;/script&gt;" in pages["results-reefl.html"]  # said, not run
     page = pages["<img src=x onerror=alert(1)>.html"]
     assert page.count("&lt;script&gt;alert(1)") > 5 and PIXEL in page and not re.search("<style[^<]*evil", page)
     assert "default-src 'none'" in page

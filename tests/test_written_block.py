@@ -230,3 +230,13 @@ def test_training_gives_the_same_numbers_either_way(method, finetune, monkeypatc
     for a, b in zip(ours, wanted, strict=True):
         for name, p in a.server.params.items():
             torch.testing.assert_close(p, b.server.params[name], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("wanted, calls", [("0", 0), (None, 1)])
+def test_written_out_backwards_can_be_switched_off(monkeypatch, wanted, calls):
+    block, seen = Block(ViTSpec(dim=8, heads=2, ffn_dim=16)), []
+    if wanted is not None:
+        monkeypatch.setenv("FEDLIB_WRITTEN_OUT", wanted)
+    monkeypatch.setattr(written_block._Block, "apply", lambda plan, z, *t: seen.append(1) or z)
+    block(torch.ones(1, 2, 3, 8, requires_grad=True))
+    assert len(seen) == calls

@@ -27,24 +27,17 @@ def install(folder):
     """Make kernel ``python3`` one of these for all that inherit the environment; ``folder`` goes with the test run."""
     spec = os.path.join(folder, "jupyter", "kernels", "python3")
     os.makedirs(spec)
-    argv = [
-        sys.executable,
-        "-I",
-        "-S",
-        __file__,
-        os.path.join(folder, "kernels.sock"),
-        str(os.getpid()),
-        "{connection_file}",
-    ]
+    own = [sys.executable, "-I", "-S", __file__, "client", os.path.join(folder, "kernels.sock"), str(os.getpid())]
+    argv = [*own, "-f", "{connection_file}"]
     with open(os.path.join(spec, "kernel.json"), "w") as f:
         json.dump({"argv": argv, "display_name": "Python 3", "language": "python"}, f)
     os.environ["JUPYTER_PATH"] = os.path.join(folder, "jupyter")
 
 
-def client(path, tests, connection_file):
-    """Stand for a fork that serves ``connection_file``: end when it ends, and let it end when this process does."""
+def client(path, tests, *options):
+    """Stand for a fork that is a kernel with ``options``: end when it ends, and let it end when this process does."""
     parent, server = os.getppid(), reach(path, tests)
-    order = {"file": connection_file, "cwd": os.getcwd(), "env": dict(os.environ)}
+    order = {"options": options, "cwd": os.getcwd(), "env": dict(os.environ)}
     socket.send_fds(server, [json.dumps(order).encode()], [0, 1, 2])
     kernel = int(server.recv(32))
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -58,17 +51,21 @@ def reach(path, tests):
     """A connection to the server at ``path``, which the first who asks starts."""
     with open(path + ".lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        for attempt in range(600):
+        server = None
+        while server is None or server.poll() is None:
             connection = socket.socket(socket.AF_UNIX)
             with contextlib.suppress(FileNotFoundError, ConnectionRefusedError):
                 connection.connect(path)
                 return connection
-            if not attempt:
-                subprocess.Popen(
-                    [sys.executable, __file__, path, tests], stdin=subprocess.DEVNULL, start_new_session=True
-                )
+            if server is None:
+                command = [sys.executable, __file__, "serve", path, tests]
+                with open(path + ".log", "w") as log:  # a pipe of the client's would stay open as long as the server
+                    server = subprocess.Popen(
+                        command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+                    )
             time.sleep(0.05)
-    raise TimeoutError(f"no server at {path}")
+    with open(path + ".log") as log:
+        raise RuntimeError(f"the server of kernels ended: {log.read()}")
 
 
 def serve(path, tests):
@@ -116,7 +113,7 @@ def kernel(connection, order, files):
     threading.Thread(target=end_with_the_client, daemon=True).start()
     from ipykernel.kernelapp import IPKernelApp
 
-    sys.argv = ["ipykernel_launcher", "-f", order["file"]]
+    sys.argv = ["ipykernel_launcher", *order["options"]]
     try:
         IPKernelApp.launch_instance(sys.argv[1:])
     finally:
@@ -124,4 +121,4 @@ def kernel(connection, order, files):
 
 
 if __name__ == "__main__":
-    client(*sys.argv[1:]) if len(sys.argv) == 4 else serve(*sys.argv[1:])
+    {"client": client, "serve": serve}[sys.argv[1]](*sys.argv[2:])

@@ -1,8 +1,9 @@
 """What written-out backwards share: linear maps with LoRA, and when they may stand for modules.
 
-Read next: ``written_block.py``, ``written_ree.py``.
+``$FEDLIB_WRITTEN_OUT`` = 0 switches them off. Read next: ``written_block.py``, ``written_ree.py``.
 """
 
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -15,6 +16,7 @@ from .matmul import matmul
 from .norms import LayerNorm
 
 Tensors = Sequence[torch.Tensor | None]
+VARIABLE = "FEDLIB_WRITTEN_OUT"  # "0": everything runs as modules
 
 
 def may_be_written_out(x: torch.Tensor, modules: Iterable[nn.Module]) -> bool:
@@ -24,7 +26,9 @@ def may_be_written_out(x: torch.Tensor, modules: Iterable[nn.Module]) -> bool:
     called and nothing, such as a counter of FLOPs, listens to the operations. Without gradients modules let go of
     memory earlier and, where they are wide, are faster.
     """
-    if not torch.is_grad_enabled() or x.device.type != "cpu" or x.dtype is not torch.float32 or not x.numel():
+    if os.environ.get(VARIABLE) == "0" or not torch.is_grad_enabled():
+        return False
+    if x.device.type != "cpu" or x.dtype is not torch.float32 or not x.numel():
         return False
     if torch.is_autocast_enabled("cpu") or is_in_torch_dispatch_mode():
         return False

@@ -12,7 +12,7 @@ mean (or sparse FedAdam).
 """
 
 from dataclasses import dataclass, replace
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 
@@ -27,6 +27,8 @@ from ..options import ServerStep
 @dataclass(frozen=True)
 class InclusiveFL(ServerStep, Method):
     """Table 1 uses momentum distillation with FedAdam; Table 3's rows are ``momentum_distill`` x ``aggregation``."""
+
+    version: ClassVar[int] = 2  # an exit without a client so far is served the shared block, as released
 
     aggregation: Literal["mean", "feddyn", "fedadam"] = "fedadam"
     momentum_distill: bool = True
