@@ -140,8 +140,8 @@ def test_validation_examples_are_held_out_of_every_class_for_every_seed():
 @pytest.mark.parametrize(
     "values, message",
     [
-        ({"validation_fraction": 1.0}, "validation_fraction = 1.0 must be in"),
-        ({"validation_fraction": -0.1}, "validation_fraction = -0.1 must be in"),
+        ({"validation_fraction": 1.0}, "validation_fraction = 1.0 must be at least 0 and below 1"),
+        ({"validation_fraction": -0.1}, "validation_fraction = -0.1 must be at least 0 and below 1"),
         ({"evaluate_on": "validation"}, "evaluate_on = 'validation' needs a validation_fraction above 0"),
     ],
 )

@@ -216,12 +216,12 @@ def test_real_sets(shared_data, monkeypatch):
     }  # fmt: skip
 
 
-def test_what_cannot_be_trained_on_yet_is_refused_before_a_model_is_built(tmp_path, monkeypatch):
-    monkeypatch.setattr("fedlib.engine.federation.build_model", lambda *a: pytest.fail("too late"))
+def test_labels_that_do_not_fit_the_task_are_refused_before_a_model_is_built(tmp_path, monkeypatch):
+    monkeypatch.setattr("fedlib.engine.federation.build_model", lambda *a, **k: pytest.fail("too late"))
     pair = {"sentence1": ["a b"] * 20, "sentence2": ["d"] * 20, "label": [float(i) for i in range(20)]}
     e = Experiment(
         dataset=str(write(tmp_path / "set", train=pair, test=pair)), partition="iid", num_clients=4, clients_per_round=2,
         backbone="bert_micro", pretrained=False, num_exits=3, augment="none",
     )  # fmt: skip
-    with pytest.raises(ValueError, match="holds no classes, which is all that can be trained on"):
+    with pytest.raises(ValueError, match="is taken for a Classification, but each of its labels is a number"):
         build_federation(e)

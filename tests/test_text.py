@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from fedlib import Execution, Experiment, build_federation, run, run_rounds
 from fedlib.core.paths import has_minilm, minilm_file
 from fedlib.data import datasets, text
+from fedlib.data.cache import cache_file
 from fedlib.data.datasets import is_available, load_dataset
 from fedlib.engine.checks import check_experiment
 from fedlib.engine.executors import automatic_cohort_size
@@ -236,9 +237,9 @@ def test_a_local_parquet_of_sentences_is_a_text_set(tmp_path, monkeypatch):
 
 @needs_minilm
 def test_the_cache_knows_the_tokenizer(monkeypatch):
-    keys = {datasets.cache_file(datasets._hub_key(datasets.HUB[n])) for n in ("sst2", "ag_news")}
+    keys = {cache_file(datasets._hub_key(datasets.HUB[n])) for n in ("sst2", "ag_news")}
     monkeypatch.setattr(text, "LENGTH", 32)
-    keys |= {datasets.cache_file(datasets._hub_key(datasets.HUB[n])) for n in ("sst2", "ag_news")}
+    keys |= {cache_file(datasets._hub_key(datasets.HUB[n])) for n in ("sst2", "ag_news")}
     assert len(keys) == 4 and "tokenizer" not in datasets._hub_key(datasets.HUB["cifar10"])
 
 

@@ -22,6 +22,8 @@ from .local import local_set
 from .quiet import quietly
 from .text import docstrings_key, read_docstrings, tokenizer_key
 
+Target = Literal["class", "number", "span", "tokens"]
+
 
 @dataclass(frozen=True)
 class ImageData:
@@ -47,13 +49,9 @@ class ImageData:
         return len(self.classes)
 
     @property
-    def target(self) -> Literal["class", "number", "span", "tokens"]:
-        """What a label is: a class, a float32, a span's (first, last) token, or the token after each (N, T)."""
-        if self.train_labels.is_floating_point():
-            return "number"
-        if self.train_labels.dim() == 1:
-            return "class"
-        return "span" if self.train_labels.shape[1] == 2 else "tokens"
+    def target(self) -> Target:
+        """What a label is."""
+        return target_of(self.train_labels)
 
     def mean_std(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Per-channel mean and SD in [0, 1] units, each (3,): ``stats``, or of the training images; 0 and 1 of text."""
@@ -64,6 +62,15 @@ class ImageData:
         x = self.train_images[:: max(1, len(self.train_images) // 20_000)].float().div_(255)
         mean, std = x.mean((0, 2, 3)), x.std((0, 2, 3))
         return mean.expand(3).contiguous(), std.expand(3).contiguous()
+
+
+def target_of(labels: torch.Tensor) -> Target:
+    """What labels are: classes (N,), float numbers (N,), spans' (first, last) tokens, or next tokens (N, T)."""
+    if labels.is_floating_point():
+        return "number"
+    if labels.dim() == 1:
+        return "class"
+    return "span" if labels.shape[1] == 2 else "tokens"
 
 
 def is_text(images: torch.Tensor) -> bool:

@@ -10,8 +10,9 @@ import torch
 from ..core.experiment import Experiment
 from ..core.rng import numpy_generator
 from .client_tests import ByLabel, Everything, by_label, contiguous, like_train
-from .datasets import ImageData, is_text, load_dataset, source_key
+from .datasets import ImageData, is_text, load_dataset, source_key, target_of
 from .partition import BY_CHANCE, BY_OWNER, Divided, Drawn, partition_examples
+from .tasks import Classification, NextToken, Regression, Span, task_of
 from .transforms import render
 
 
@@ -135,10 +136,21 @@ def check_labels(e: Experiment, data: ImageData) -> None:
             )
         if e.test_split == "labels":
             raise ValueError(f"experiment: test_split = 'labels', but the labels of {e.dataset!r} are no classes")
-    if not 0 <= e.validation_fraction < 1:
-        raise ValueError(f"experiment: validation_fraction = {e.validation_fraction} must be in [0, 1)")
     if e.evaluate_on == "validation" and e.validation_fraction == 0:
         raise ValueError("experiment: evaluate_on = 'validation' needs a validation_fraction above 0")
+
+
+ASKS = {Classification: "class", Regression: "number", Span: "span", NextToken: "tokens"}  # labels of each task
+
+
+def check_task(e: Experiment, data: FederatedData) -> None:
+    """Raise ``ValueError`` if the labels are not what the task of ``e``'s data set (``tasks.TASKS``) asks for."""
+    task, found = task_of(e.dataset), target_of(data.labels)
+    if found != ASKS[type(task)]:
+        raise ValueError(
+            f"experiment: dataset = {e.dataset!r} is taken for a {type(task).__name__}, but each of its labels is a "
+            f"{found}; a copy under $FEDLIB_DATA has the task of the set that it is named after"
+        )
 
 
 def hold_out(values: np.ndarray, rows: np.ndarray, fraction: float) -> tuple[np.ndarray, np.ndarray]:

@@ -11,7 +11,7 @@ from ..core.clients import Client, clients_of
 from ..core.experiment import Experiment
 from ..core.rng import numpy_generator, torch_generator
 from ..data.datasets import is_text
-from ..data.federated import FederatedData, load_federated
+from ..data.federated import FederatedData, check_task, load_federated
 from ..data.tasks import Task, task_of
 from ..methods import Method, Server, Setting
 from ..models.adapters import apply_finetune_
@@ -99,6 +99,7 @@ def build_federation(e: Experiment, device: str = "cpu") -> Federation:
     spec = backbone_spec(e.backbone)
     data = load_federated(e, device, spec.input_shape[-1])
     check_input(e, spec, is_text(data.images))
+    check_task(e, data)
     if task_of(e.dataset).reads == "tokens":
         raise ValueError(
             f"experiment: dataset = {e.dataset!r} asks for an answer at every token; exits read the class token alone"
