@@ -17,7 +17,8 @@ from fedlib.core.profiling import PHASES, profile
 from fedlib.core.storage import read_json, write_json
 from fedlib.core.validation import check_fields, did_you_mean
 from fedlib.engine.executors import Execution
-from fedlib.runs.store import provenance, run
+from fedlib.runs.record import provenance
+from fedlib.runs.store import run
 
 from . import harness
 from .prepare import WORKLOADS, write_workload

@@ -154,17 +154,17 @@ def test_run_all_spreads_experiments_and_survives_a_killed_process(slow, on_two,
         assert a.summary | {"seconds": 0} == b.summary | {"seconds": 0}
         x, y = (read_tensors(r.path / "checkpoint.safetensors")[0] for r in (a, b))
         assert all(torch.equal(x[k], y[k]) for k in x)
-    assert run_all(grid, folder=there, executor="ray") == stored  # nothing to do: no cluster is asked for
+    assert run_all(grid, Execution(executor="ray"), there) == stored  # nothing to do: no cluster is asked for
 
 
 def test_a_folder_that_nodes_do_not_see_is_refused_in_words(on_two, tmp_path, monkeypatch):
-    from fedlib.runs import store as runs
+    from fedlib.runs import grid_on_cluster
 
     e = Experiment(finetune="frozen", **SMALL)
     with pytest.raises(
         RuntimeError, match="does not see .*elsewhere: let FEDLIB_OUTPUTS be a folder that all nodes share"
     ):
-        runs._run_there(e, on_two, tmp_path / "elsewhere" / "probe", {}, 1.0, True)
+        grid_on_cluster._run_there(e, on_two, tmp_path / "elsewhere" / "probe", {}, 1.0, True, ())
     assert find_run(e, tmp_path) is None and not run_path(e, tmp_path).exists()
 
 

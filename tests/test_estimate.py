@@ -5,7 +5,7 @@ import pytest
 
 from fedlib import Experiment
 from fedlib.runs.costs import exit_macs
-from fedlib.runs.prices import _macs, _shape_of, describe, examples_per_client, gpu_hours, training_macs
+from fedlib.runs.prices import _macs, _shape_of, examples_per_client, gpu_hours, training_macs
 
 
 def test_training_macs_by_hand():
@@ -33,9 +33,3 @@ def test_examples_per_client():
     assert examples_per_client(Experiment(dataset="cifar100")) == 500
     assert examples_per_client(Experiment(num_train=320, num_clients=16, clients_per_round=4)) == 20
     assert examples_per_client(Experiment(dataset="femnist", partition="natural", num_clients=381)) == 204
-
-
-def test_describe_is_one_line():
-    e = Experiment(rounds=1)
-    assert describe([e], []) == "1 runs, 0 to do"
-    assert describe([e, e], [e]).startswith("2 runs, 1 to do: ") and "GPU hours at 10 TMACs" in describe([e], [e])

@@ -8,6 +8,7 @@ from stored import ONE, assert_same, short, state
 
 from fedlib import Execution, Experiment, run, run_all
 from fedlib.core.storage import read_json, read_tensors, write_json, write_tensors
+from fedlib.runs import record
 from fedlib.runs import store as runs_module
 from fedlib.runs.store import find_run, run_path
 
@@ -24,20 +25,20 @@ def test_a_stored_run_is_returned_without_any_work(tmp_path, monkeypatch):
 
 def test_provenance_says_who_multiplied(monkeypatch):
     """OpenBLAS only where every worker has one thread: not in the one worker of a process with two, nor on a GPU."""
-    monkeypatch.setattr(runs_module, "choose_products", lambda: "OpenBLAS")
+    monkeypatch.setattr(record, "choose_products", lambda: "OpenBLAS")
     for threads, execution, products in [
         (1, Execution(workers=1), "OpenBLAS"), (2, Execution(workers=1), "PyTorch"), (2, Execution(workers=2), "OpenBLAS"),
         (2, Execution(workers=1, executor="processes"), "OpenBLAS"), (1, Execution("cuda", executor="ray"), "PyTorch"),
     ]:  # fmt: skip
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
-        assert runs_module.provenance(execution)["products"] == products
+        assert record.provenance(execution)["products"] == products
 
 
 def test_provenance_names_hardware_and_versions(tmp_path):
     e = short("reefl", rounds=1)
     path = run(e, ONE, tmp_path, progress=False).path
     stored = json.loads((path / "experiment.json").read_text())
-    facts = {"fedlib", "torch", "python", "device", "cores", "executor", "products", "workers"}
+    facts = {"fedlib", "torch", "python", "device", "cores", "executor", "products", "workers", "began"}
     assert set(stored["provenance"]) == facts
     assert Experiment.from_dict(stored["experiment"]) == e
 

@@ -53,16 +53,27 @@ def executed(folder):
     return folder
 
 
-@pytest.fixture
-def report(tmp_path, monkeypatch):
-    monkeypatch.setenv("FEDLIB_OUTPUTS", str(tmp_path / "outputs"))
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """A folder of outputs with its report, made once."""
+    outputs = tmp_path_factory.mktemp("built") / "outputs"
     for paper in ("reefl", "extensions"):
-        shutil.copytree(OUTPUTS / paper, tmp_path / "outputs" / paper)
+        shutil.copytree(OUTPUTS / paper, outputs / paper)
     some = [p for p in (OUTPUTS / "runs").iterdir() if re.match(r"(reefl|depthfl)-cifar10-lora", p.name)]
     for path in some:
-        shutil.copytree(path, tmp_path / "outputs/runs" / path.name)
-    executed(tmp_path / "outputs/executed")
-    return build_report()
+        shutil.copytree(path, outputs / "runs" / path.name)
+    executed(outputs / "executed")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FEDLIB_OUTPUTS", str(outputs))
+        build_report()
+    return outputs
+
+
+@pytest.fixture
+def report(built, tmp_path, monkeypatch):
+    """The first page of a copy that a test may spoil."""
+    monkeypatch.setenv("FEDLIB_OUTPUTS", str(tmp_path / "outputs"))
+    return shutil.copytree(built, tmp_path / "outputs") / "report" / "index.html"
 
 
 def test_pages_hold_what_the_notebooks_show_and_fetch_nothing(report):

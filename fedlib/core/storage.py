@@ -78,7 +78,7 @@ def write_tensors(
 
     flat = {k: v.detach().to("cpu", copy=True).contiguous() for k, v in tensors.items()}
     text = {k: json.dumps(v) for k, v in metadata.items()}
-    replace_file(path, save(flat, text | {"digest": _digest_tensors(flat, text)}), previous)
+    replace_file(path, save(flat, text | {"digest": digest_tensors(flat, text)}), previous)
 
 
 def read_tensors(path: Path, device: str = "cpu") -> tuple[dict[str, torch.Tensor], dict[str, object]]:
@@ -90,11 +90,22 @@ def read_tensors(path: Path, device: str = "cpu") -> tuple[dict[str, torch.Tenso
         with safe_open(path, "pt") as f:
             text, tensors = dict(f.metadata() or {}), {k: f.get_tensor(k) for k in f.keys()}
         digest = text.pop("digest", None)
-        if digest != _digest_tensors(tensors, text):
+        if digest != digest_tensors(tensors, text):
             raise DamagedFile(path, "its content does not match its digest")
         return {k: v.to(device) for k, v in tensors.items()}, {k: json.loads(v) for k, v in text.items()}
     except (SafetensorError, json.JSONDecodeError, RecursionError) as error:
         raise DamagedFile(path, error) from error
+
+
+def stored_digest(path: Path) -> str | None:
+    """The digest in the header of a tensor file, which is not read further; None if it is missing or damaged."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, "pt") as f:
+            return (f.metadata() or {}).get("digest")
+    except (OSError, SafetensorError):
+        return None
 
 
 def _digest(text: bytes) -> str:
@@ -118,7 +129,7 @@ def _unseal(path: Path, text: str) -> dict[str, object]:
     return value
 
 
-def _digest_tensors(tensors: Mapping[str, torch.Tensor], text: Mapping[str, str]) -> str:
+def digest_tensors(tensors: Mapping[str, torch.Tensor], text: Mapping[str, str]) -> str:
     """Digest of names, types, shapes, bytes and metadata, in an order of its own."""
     names = sorted(tensors)
     shapes = [(n, str(tensors[n].dtype), list(tensors[n].shape)) for n in names]

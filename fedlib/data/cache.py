@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from ..core.storage import DamagedFile, read_tensors, write_tensors
+from ..core.storage import DamagedFile, digest_tensors, read_tensors, stored_digest, write_tensors
 
 ANY_SIZE = {"size": "any"}  # says that data were read that depend on the network's input
 Decoded = tuple[dict[str, torch.Tensor], list[str]]  # tensors by name, class names
@@ -67,3 +67,14 @@ def cached_for(size: int | None, key: dict, read: Callable[[int | None], tuple[D
 def was_read(key: dict) -> bool:
     """Has :func:`cached_for` read these data before, for whatever size?"""
     return cache_file(key).exists() or cache_file(key | ANY_SIZE).exists()
+
+
+def known_digest(key: dict, size: int | None = None) -> str | None:
+    """The digest of what ``key`` describes, from the header of its file: nothing is decoded. None if it is not kept."""
+    return stored_digest(cache_file(key)) or stored_digest(cache_file(key | {"size": size}))
+
+
+def digest_of(key: dict, size: int | None, decoded: Decoded) -> str:
+    """The digest of what ``key`` describes: as kept, or computed where it could not be."""
+    tensors, classes = decoded
+    return known_digest(key, size) or digest_tensors(tensors, {"classes": json.dumps(classes)})

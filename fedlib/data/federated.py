@@ -1,5 +1,6 @@
 """Federated data: one set of examples on the training device, and per client an index array into it."""
 
+import json
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -9,7 +10,7 @@ import torch
 from ..core.experiment import Experiment
 from ..core.rng import numpy_generator
 from .client_tests import ByLabel, Everything, by_label, contiguous, like_train
-from .datasets import ImageData, is_text, load_dataset
+from .datasets import ImageData, is_text, load_dataset, source_key
 from .partition import BY_CHANCE, BY_OWNER, Divided, Drawn, partition_examples
 from .transforms import render
 
@@ -30,6 +31,7 @@ class FederatedData:
     test_owners: np.ndarray | None = None  # of the test examples, where the data name them
     test_split: str = "central"  # how client_test divides the test set (client_tests.py)
     seed: int = 0  # of that division
+    digest: str = ""  # of the whole data set, of which an experiment may use a part
 
     @property
     def num_clients(self) -> int:
@@ -87,8 +89,9 @@ class FederatedData:
 
 @lru_cache(maxsize=4)
 def _on_device(
-    name: str, groups: bool, device: str, size: int | None = None
+    name: str, groups: bool, device: str, size: int | None, source: str
 ) -> tuple[ImageData, tuple[torch.Tensor, ...]]:
+    """``source`` says which files are meant: changed ones are read again."""
     data = load_dataset(name, groups, size)
     fields = (data.train_images, data.train_labels, data.test_images, data.test_labels, *data.mean_std())
     return data, tuple(t.to(device) for t in fields)
@@ -99,7 +102,10 @@ def load_federated(e: Experiment, device: str = "cpu", size: int | None = None) 
 
     ``size`` is the network's input (see :func:`datasets.load_dataset`).
     """
-    data, (images, labels, test_images, test_labels, mean, std) = _on_device(e.dataset, e.label_groups, device, size)
+    source = json.dumps(source_key(e.dataset))
+    data, (images, labels, test_images, test_labels, mean, std) = _on_device(
+        e.dataset, e.label_groups, device, size, source
+    )
     check_labels(e, data)
     values, test_values = _strata(data, data.train_labels), _strata(data, data.test_labels)
     train, test = _subset(values, e.num_train, "train"), _subset(test_values, e.num_test, "test")
@@ -114,7 +120,7 @@ def load_federated(e: Experiment, device: str = "cpu", size: int | None = None) 
     return FederatedData(
         images, labels, test_images, test_labels, data.classes, mean, std, holdings,
         owners if e.partition in BY_OWNER else None, test_owners[test] if test_owners is not None else None,
-        e.test_split, e.seed,
+        e.test_split, e.seed, data.digest,
     )  # fmt: skip
 
 

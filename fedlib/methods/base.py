@@ -28,7 +28,9 @@ from .uploads import UploadOptions, send
 class Method(UploadOptions):
     """Early-exit federated learning with every choice at its plainest; see the hooks and :class:`UploadOptions`."""
 
-    version: ClassVar[int] = 1  # raised when the method's numbers change
+    # Any class of the kit may have its own ``version``. Raise it where a change of the class changes what it computes:
+    # runs stored before are then refused, not mixed with new ones. Of a class that is not the kit's, the source counts.
+    version: ClassVar[int] = 1
     needs_models: ClassVar[bool] = False  # does ``aggregate`` ask for whole models?
 
     weighting: Literal["examples", "clients"] = "examples"  # of the mean

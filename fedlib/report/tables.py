@@ -12,9 +12,10 @@ from ..data.datasets import is_available, load_dataset
 from ..engine.executors import Execution
 from ..models.registry import build_backbone
 from ..runs.costs import exit_costs
+from ..runs.durations import describe
 from ..runs.params import Cell, load_fallback, load_grid, load_spec
-from ..runs.prices import describe, num_classes
-from ..runs.store import find_run, run_all
+from ..runs.prices import num_classes
+from ..runs.store import find_run, run_all, stored_pace
 
 LABELS = {
     "exclusivefl": "ExclusiveFL", "inclusivefl": "InclusiveFL", "scalefl": "ScaleFL", "depthfl": "DepthFL",
@@ -52,11 +53,13 @@ def run_cells(
 
     Data and weights of all missing runs are fetched first: ``ConnectionError`` with one sentence before any compute.
     """
-    missing = [c.experiment for c in cells if find_run(c.experiment, folder) is None]
-    print(describe([c.experiment for c in cells], missing))
+    experiments = [c.experiment for c in cells]
+    found = {e: r for e in experiments if (r := find_run(e, folder)) is not None}
+    missing = [e for e in experiments if e not in found]
+    print(describe(experiments, missing, stored_pace(found.values(), execution), execution))
     if run_missing and missing:
         fetch(missing)
-        run_all([c.experiment for c in cells], execution, folder)
+        run_all(experiments, execution, folder)
     return collect(cells, folder)
 
 

@@ -1,20 +1,24 @@
 """The resumable state of a run: the last two checkpoints, and the client memories that either names.
 
-``checkpoint.safetensors`` holds the server, the metrics so far, and the round of each client's memory file; the one
-before it stays as ``previous.safetensors``. ``metrics.jsonl`` is written from the checkpoint, so no line can be lost
-that a checkpoint counts.
+``checkpoint.safetensors`` holds the server, the metrics so far, the run's record, and the round of each client's memory
+file; the one before it stays as ``previous.safetensors``. ``metrics.jsonl`` is written from the checkpoint, so no line
+can be lost that a checkpoint counts.
 """
 
+import contextlib
 import os
 import warnings
 from pathlib import Path
 
 from ..core.experiment import Experiment
 from ..core.memories import ClientFiles
-from ..core.storage import DamagedFile, read_tensors, write_lines, write_tensors
+from ..core.storage import DamagedFile, read_json, read_tensors, write_json, write_lines, write_tensors
 from ..engine.federation import Federation
 from ..engine.rounds import Finished
 from ..methods import Server
+from .record import Record
+
+RECORD = "experiment.json"
 
 
 class Checkpoints:
@@ -26,6 +30,7 @@ class Checkpoints:
         self.memories, self.mirrors = ClientFiles(path / "clients"), ClientFiles(path / "mirrors")
         self.seconds, self.dropped, self.final = 0.0, 0, {}
         self.metrics: list[dict] = []
+        self.record: Record = {}  # see record.py
 
     def exists(self) -> bool:
         return self.newest.exists() or self.previous.exists()
@@ -54,7 +59,7 @@ class Checkpoints:
             "experiment": self.experiment.to_dict(), "t": server.t, "metrics": self.metrics, "seconds": self.seconds,
             "dropped": self.dropped, "final": self.final, "memories": self.memories.rounds,
             "replaced": self.memories.replaced, "mirrors": self.mirrors.rounds,
-            "mirrors_replaced": self.mirrors.replaced,
+            "mirrors_replaced": self.mirrors.replaced, "record": self.record,
         }  # fmt: skip
         write_tensors(self.newest, tensors, metadata, self.previous)
         write_lines(self.path / "metrics.jsonl", self.metrics)
@@ -84,9 +89,16 @@ class Checkpoints:
         write_lines(self.path / "metrics.jsonl", self.metrics)
         self.memories.drop_unnamed()
         self.mirrors.drop_unnamed()
+        if server.t and not self.record:  # a checkpoint of an older version
+            with contextlib.suppress(DamagedFile):
+                self.record = {k: v for k, v in read_json(self.path / RECORD).items() if k != "experiment"}
         if self.final:  # killed between the last checkpoint and the summary
             server = Server(f.experiment.rounds, server.params, server.memory)
         return server
+
+    def write_record(self) -> None:
+        """``experiment.json``: the experiment and, beside it, what trained it."""
+        write_json(self.path / RECORD, {"experiment": self.experiment.to_dict(), **self.record})
 
     def _read(self, file: Path, f: Federation) -> Server:
         tensors, m = read_tensors(file, str(f.device))
@@ -101,4 +113,5 @@ class Checkpoints:
             files.replaced = [(c, t) for c, t in replaced]
             files.check()
         self.metrics, self.seconds, self.dropped, self.final = m["metrics"], m["seconds"], m["dropped"], m["final"]
+        self.record = m.get("record", {})
         return Server(m["t"], parts["params/"], parts["memory/"])

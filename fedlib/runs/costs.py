@@ -1,5 +1,6 @@
 """Costs without training: parameters, upload, MACs and training memory per exit, from shapes alone (meta device)."""
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -19,7 +20,7 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Shapes:
-    """An experiment's model on the meta device, with its method and setting."""
+    """An experiment's model, on the meta device unless it is to be timed, with its method and setting."""
 
     method: Method
     setting: Setting
@@ -39,12 +40,14 @@ class Shapes:
         return {n: take(p, infos[n], part) for n, p in params.items() if part.holds(infos[n])}
 
 
-def load_shapes(e: Experiment, num_classes: int, exit_units: tuple[int, ...] | None = None) -> Shapes:
-    """Build ``e``'s model without weights, with exits elsewhere if ``exit_units``; nothing is allocated."""
+def load_shapes(
+    e: Experiment, num_classes: int, exit_units: tuple[int, ...] | None = None, device: str = "meta"
+) -> Shapes:
+    """Build ``e``'s model, with exits elsewhere if ``exit_units``; on ``meta`` without weights or memory."""
     if exit_units is not None:
         e = e.replace(num_exits=len(exit_units), exit_blocks=exit_units)
     method = build_method(e.method, e.options)
-    model = build_model(e, method, num_classes, meta=True)
+    model = build_model(e, method, num_classes, meta=device == "meta").to(device)
     setting = setting_of(e, model)
     if exit_units is None:  # a method need not be able to train the exits that it is only charged for
         method.check(setting, e)
@@ -118,8 +121,8 @@ def _hold_exit_(shapes: Shapes, j: int) -> tuple[Slice, dict[str, torch.Tensor],
     return part, held, Route.of(part, model.depth)
 
 
-def _example(shapes: Shapes) -> torch.Tensor:
-    return torch.empty(1, 1, *shapes.setting.spec.input_shape, device="meta")
+def _example(shapes: Shapes, device: str = "meta") -> torch.Tensor:
+    return torch.ones(1, 1, *shapes.setting.spec.input_shape, device=device)
 
 
 def _macs(shapes: Shapes, j: int) -> int:
@@ -168,3 +171,33 @@ def exit_costs(e: Experiment, num_classes: int, batch_size: int = 32) -> list[di
             }
         )
     return out
+
+
+def timed_macs_per_second(e: Experiment, num_classes: int, device: str = "cpu", seconds: float = 0.3) -> float:
+    """MACs in training (a step is counted as three forward passes) of ``e``'s middle exit, on one thread or GPU.
+
+    Timed on batches of one client; weights are random and inputs ones, so neither is fetched.
+    """
+    e, j = e.replace(pretrained=False), e.num_exits // 2
+    macs = 3 * exit_macs(e, num_classes, [j])[0] * e.batch_size
+    shapes = load_shapes(e, num_classes, device=device)
+    _, _, route = _hold_exit_(shapes, j)
+    x = _example(shapes, device).expand(1, e.batch_size, *shapes.setting.spec.input_shape)
+    trainable = [p for p in shapes.model.parameters() if p.requires_grad]
+
+    def step() -> None:
+        torch.autograd.grad(shapes.model(x, route).sum(), trainable, allow_unused=True)
+        if device != "cpu":
+            torch.cuda.synchronize()
+
+    threads, steps = torch.get_num_threads(), 0
+    torch.set_num_threads(1)  # as in the workers: threads that wait for each other tell less of the machine
+    try:
+        step()  # slower than those that follow
+        began = time.perf_counter()
+        while time.perf_counter() - began < seconds:
+            step()
+            steps += 1
+        return macs * steps / (time.perf_counter() - began)
+    finally:
+        torch.set_num_threads(threads)

@@ -1,19 +1,63 @@
 """Whole experiments as tasks on a Ray cluster: one per core, several per GPU where they fit by memory."""
 
 import math
+import platform
+import tempfile
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
 
 import torch
 
 from ..core.experiment import Experiment
 from ..data.federated import load_federated
+from ..engine.checks import check_experiment
 from ..engine.cluster import TRIES, connect, total
-from ..engine.executors import Execution
+from ..engine.executors import Execution, become_worker
+from ..methods import METHODS
 from ..models.registry import backbone_spec
 from .costs import MIB, exit_costs
+from .identity import Accept
+from .progress import Watch
+from .sources import code_of, tell
+from .store import run
 
 CUDA_MIB = 700  # what a process takes on a GPU before its first tensor
+
+
+def run_on_cluster(
+    missing: Sequence[Experiment], execution: Execution, folder: Path, watch: Watch, seconds: float, accept: Accept
+) -> None:
+    """Run ``missing`` on a Ray cluster: first what no other process holds, then wait for the rest."""
+    if not missing:
+        return
+    methods = {e.method: type(check_experiment(e)) for e in missing}
+    methods = {name: (cls, code_of(cls)) for name, cls in methods.items()}
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=folder, prefix=".shared-") as probe:
+        for wait in (False, True):
+            there = (Path(probe.name).resolve(), methods, seconds, wait, accept)
+            for e, found in spread(_run_there, watch.left, execution, *there):
+                if found:
+                    watch.end(e)
+
+
+def _run_there(
+    e: Experiment, execution: Execution, probe: Path, methods: dict, seconds: float, wait: bool, accept: Accept
+) -> bool:
+    """Run ``e`` in a process of the cluster, which learns the methods registered elsewhere. Is it done?"""
+    if not probe.exists():
+        raise RuntimeError(
+            f"node {platform.node()} does not see {probe.parent}: let FEDLIB_OUTPUTS be a folder that all nodes share, "
+            "or run one experiment after the other, run(e, Execution(executor='ray')), where only the driver writes"
+        )
+    become_worker()
+    for name, (cls, code) in methods.items():
+        METHODS[name] = cls
+        tell(cls, code)
+    alone = replace(execution, executor="threads", address=None, workers=1)
+    return run(e, alone, probe.parent, False, seconds, wait, accept) is not None
 
 
 def spread(

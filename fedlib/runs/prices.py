@@ -1,7 +1,7 @@
 """What a grid costs before it runs: runs, training MACs, GPU hours. From shapes and published sizes; nothing is loaded.
 
 A forward and a backward pass are counted as three forward passes; evaluation is left out (about a hundredth).
-Read next: ``costs.exit_macs``, which measures the MACs.
+Read next: ``costs.exit_macs``, which measures the MACs; ``durations.py`` (how long that is on this machine).
 """
 
 from collections.abc import Sequence
@@ -80,18 +80,3 @@ def _macs(e: Experiment, classes: int) -> np.ndarray:
 def gpu_hours(experiments: Sequence[Experiment], tera_macs_per_second: float = TERA_MACS_PER_SECOND) -> float:
     """Hours of training at a sustained throughput in 10^12 MACs per second."""
     return sum(map(training_macs, experiments)) / (tera_macs_per_second * 1e12) / 3600
-
-
-def describe(
-    experiments: Sequence[Experiment],
-    missing: Sequence[Experiment],
-    tera_macs_per_second: float = TERA_MACS_PER_SECOND,
-) -> str:
-    """One line: how many runs, how many of them are missing, and what these cost."""
-    text = f"{len(experiments)} runs, {len(missing)} to do"
-    if not missing:
-        return text
-    hours = gpu_hours(missing, tera_macs_per_second)
-    macs = hours * 3600 * tera_macs_per_second
-    about = f"about {hours:,.2f}" if hours >= 0.01 else "under 0.01"
-    return f"{text}: {macs:,.2f} TMACs, {about} GPU hours at {tera_macs_per_second:g} TMACs per second"

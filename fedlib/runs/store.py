@@ -1,73 +1,177 @@
 """Stored runs: asking for a stored experiment returns it at once, an interrupted one goes on from its checkpoint.
 
-``outputs/runs/<slug>/`` holds ``experiment.json`` (with provenance), ``metrics.jsonl`` (a line per evaluated round),
-the checkpoints and ``clients/`` (``checkpoints.py``), and ``summary.json``, written last: its existence means done.
+``outputs/runs/<slug>/`` holds ``experiment.json`` (with the run's record: ``record.py``), ``metrics.jsonl`` (a line per
+evaluated round), the checkpoints and ``clients/`` (``checkpoints.py``), and ``summary.json``, written last: its
+existence means done. A run that was trained with another method, data or weights than those at hand is refused
+(``identity.py``).
 """
 
 import os
-import platform
-import tempfile
 import time
 import warnings
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-
-import torch
 
 from ..core.experiment import Experiment
 from ..core.paths import outputs_dir
 from ..core.profiling import phase
 from ..core.storage import DamagedFile, read_json, read_lines, write_json
-from ..engine.checks import check_experiment
-from ..engine.executors import Execution, become_worker
+from ..core.validation import shown
+from ..engine.checks import without_defaults
+from ..engine.executors import Execution
 from ..engine.federation import Federation, build_federation
 from ..engine.privacy import privacy_spent
 from ..engine.rounds import Finished, is_due, measure, run_rounds
-from ..layers.matmul import choose_products
-from ..methods import METHODS
 from .checkpoints import Checkpoints
+from .durations import Pace
+from .identity import Accept, accepted, inputs_of, known_inputs
+from .progress import Watch
+from .record import begun, check_inputs, ended, recorded, resumed, sitting, this_machine
+
+FILES = (".lock", "experiment.json", "metrics.jsonl", "summary.json", "checkpoint.safetensors", "previous.safetensors")
+Folder = str | os.PathLike | None
 
 
 @dataclass(frozen=True)
 class Run:
-    """A stored result. ``summary`` has status, accuracy, exits, seconds; ``metrics`` a record per evaluated round."""
+    """A stored result. ``summary`` has status, accuracy, exits, seconds; ``metrics`` a record per evaluated round.
+
+    ``record`` says what trained it, where and when (``record.py``).
+    """
 
     experiment: Experiment
     path: Path
     summary: dict
     metrics: list[dict]
+    record: Mapping[str, object] = field(default_factory=dict)
 
     @property
     def accuracy(self) -> float:
         """Mean over exits after the last round, percent."""
         return self.summary["accuracy"]
 
+    @property
+    def day(self) -> str:
+        """When it ended, ``2026-11-22``; empty where the run does not say."""
+        return self.record.get("stored", "")
 
-def run_path(e: Experiment, folder: Path | None = None) -> Path:
-    """Where ``e`` is stored."""
-    return (folder or outputs_dir() / "runs") / e.slug
+
+def run_path(e: Experiment, folder: Folder = None) -> Path:
+    """Where ``e`` is stored: in ``folder``, by default ``outputs/runs``."""
+    return _folder(folder) / as_stored(e, folder).slug
 
 
-def find_run(e: Experiment, folder: Path | None = None) -> Run | None:
-    """The stored run of ``e``, or None if it is missing or unfinished; ``DamagedFile`` names a file not to believe."""
+def as_stored(e: Experiment, folder: Folder = None) -> Experiment:
+    """``e`` as it is named in ``folder``: options that say what would be done anyway make no other run."""
+    if not isinstance(e, Experiment):
+        raise ValueError(f"{shown(e)} is not an Experiment, e.g. Experiment(method='reefl')")
+    return e if (_folder(folder) / e.slug).exists() else without_defaults(e)
+
+
+def find_run(e: Experiment, folder: Folder = None, accept: Accept = ()) -> Run | None:
+    """The stored run of ``e``, or None if it is missing or unfinished; ``DamagedFile`` names a file not to believe.
+
+    ``OtherInputs`` if it was trained with another method, data or weights than those at hand. ``accept`` names the
+    kinds of difference to overlook, e.g. ``"data"`` or ``["options", "method"]``: options, method (its code), data,
+    weights.
+    """
+    e, accept = as_stored(e, folder), accepted(accept)
     path = run_path(e, folder)
+    _check_files(path)
     if not (path / "summary.json").exists():
         return None
-    stored = Experiment.from_dict(read_json(path / "experiment.json")["experiment"], str(path / "experiment.json"))
-    if stored.to_dict() != e.to_dict():
+    content = read_json(path / "experiment.json")
+    if Experiment.from_dict(content.pop("experiment"), str(path / "experiment.json")) != e:
         raise ValueError(f"{path} holds another experiment of the same name; move it away")
     summary, metrics = read_json(path / "summary.json"), read_lines(path / "metrics.jsonl")
     found, due = [m["t"] for m in metrics], [t for t in range(1, summary["t"] + 1) if is_due(e, t)]
     if found != due:
         raise DamagedFile(path / "metrics.jsonl", f"it holds rounds {found} instead of {due}")
-    return Run(e, path, summary, metrics)
+    check_inputs(e, path, content, known_inputs(e, recorded(content)), accept)
+    return Run(e, path, summary, metrics, content)
 
 
-def _find_good(e: Experiment, folder: Path | None) -> Run | None:
+def run(
+    e: Experiment,
+    execution: Execution = Execution(),
+    folder: Folder = None,
+    progress: bool = True,
+    checkpoint_seconds: float = 20.0,
+    wait: bool = True,
+    accept: Accept = (),
+) -> Run | None:
+    """Return the run of ``e``: from the store, resumed, or from the start.
+
+    If another process is running it, wait for that one (or return None with ``wait=False``). A run whose loss or update
+    becomes infinite or NaN ends with status ``diverged``: a result like any other (see ``Experiment.nonfinite``).
+    ``accept`` as in :func:`find_run`; resuming under other inputs than those of the first rounds needs it too.
+    """
+    _check_execution(execution)
+    e = as_stored(e, folder)
+    if (stored := _find_good(e, folder, accept)) is not None:
+        if progress:
+            print(f"stored run{' of ' * bool(stored.day)}{stored.day}: {e.slug}")
+        return stored
+    with Watch([e], progress) as watch:
+        return _run_missing(e, execution, folder, watch, checkpoint_seconds, wait, accept)
+
+
+def run_all(
+    experiments: Iterable[Experiment],
+    execution: Execution = Execution(),
+    folder: Folder = None,
+    progress: bool = True,
+    checkpoint_seconds: float = 20.0,
+    accept: Accept = (),
+) -> list[Run]:
+    """Run what is missing and return all runs in order. Processes working on the same list share it by locks.
+
+    With ``execution.executor = "ray"``, whole experiments are spread over the cluster, each on one core or on a share
+    of a GPU; its nodes must see ``folder`` under the same path. ``accept`` as in :func:`find_run`.
+    """
+    _check_execution(execution)
+    if isinstance(experiments, Experiment):
+        raise ValueError("run_all takes several experiments, e.g. run_all([e1, e2]); for one, use run(e)")
+    experiments = [as_stored(e, folder) for e in experiments]
+    stored = [_find_good(e, folder, accept) for e in experiments]
+    missing = list(dict.fromkeys(e for e, found in zip(experiments, stored, strict=True) if found is None))
+    found = [r for r in stored if r is not None]
+    if progress and found:
+        print(f"{len(found)} of {len(experiments)} runs stored{_days(found)}")
+    with Watch(missing, progress and bool(missing), stored_pace(found, execution)) as watch:
+        if execution.executor == "ray":
+            from .grid_on_cluster import run_on_cluster
+
+            run_on_cluster(missing, execution, _folder(folder), watch, checkpoint_seconds, accept)
+        else:
+            for wait in (False, True):  # first what no other process holds
+                for e in list(watch.left):
+                    if _find_good(e, folder, accept) is not None:  # another process was faster
+                        watch.end(e)
+                    else:
+                        _run_missing(e, execution, folder, watch, checkpoint_seconds, wait, accept)
+    return [find_run(e, folder, accept) for e in experiments]
+
+
+def stored_pace(found: Iterable[Run], execution: Execution) -> Pace:
+    """Seconds a round of those stored runs that were trained on this machine, as ``execution`` says."""
+    pace, here = Pace(), this_machine(execution)
+    for r in found:
+        if this_machine(r.record.get("provenance", {})) == here:
+            pace.add(r.experiment, r.summary["seconds"], r.summary["t"])
+    return pace
+
+
+def _days(found: list[Run]) -> str:
+    days = sorted({r.day for r in found} - {""})
+    return f" ({days[0]})" if len(days) == 1 else f" ({days[0]} to {days[-1]})" if days else ""
+
+
+def _find_good(e: Experiment, folder: Folder, accept: Accept) -> Run | None:
     """:func:`find_run`, but None if a file is damaged that the run's checkpoint can rebuild."""
     try:
-        return find_run(e, folder)
+        return find_run(e, folder, accept)
     except DamagedFile as error:
         if not Checkpoints(run_path(e, folder), e).exists():
             raise
@@ -75,68 +179,48 @@ def _find_good(e: Experiment, folder: Path | None) -> Run | None:
         return None
 
 
-def run(
-    e: Experiment,
-    execution: Execution = Execution(),
-    folder: Path | None = None,
-    progress: bool = True,
-    checkpoint_seconds: float = 20.0,
-    wait: bool = True,
+def _run_missing(
+    e: Experiment, execution: Execution, folder: Folder, watch: Watch, seconds: float, wait: bool, accept: Accept
 ) -> Run | None:
-    """Return the run of ``e``: from the store, resumed, or from the start.
-
-    If another process is running it, wait for that one (or return None with ``wait=False``). A run whose loss or update
-    becomes infinite or NaN ends with status ``diverged``: a result like any other (see ``Experiment.nonfinite``).
-    """
+    """Run ``e`` under its lock; None if another process holds it and we do not ``wait``."""
     from filelock import FileLock, Timeout
 
-    if (stored := _find_good(e, folder)) is not None:
-        return stored
     path = run_path(e, folder)
-    _check_folder(path)
+    _check_place(path)
     federation = build_federation(e, execution.home)  # refuses bad input before the folder exists
     privacy_spent(federation, e.rounds)  # and noise without an accountant
     path.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(path / ".lock")
     try:
-        with FileLock(path / ".lock", timeout=-1 if wait else 0):
-            if (stored := _find_good(e, folder)) is None:
-                _continue(federation, execution, path, progress, checkpoint_seconds)
-                stored = find_run(e, folder)
+        held = lock.acquire(timeout=0)
     except Timeout:
-        return None
+        if not wait:
+            return None
+        watch.say(f"waiting for another process, which runs {e.slug}")
+        held = lock.acquire()
+    with held:
+        if (stored := _find_good(e, folder, accept)) is None:
+            _continue(federation, execution, path, watch, seconds, accepted(accept))
+            stored = find_run(e, folder, accept)
+    watch.end(e)
     return stored
 
 
-def run_all(
-    experiments: Iterable[Experiment],
-    execution: Execution = Execution(),
-    folder: Path | None = None,
-    progress: bool = True,
-    checkpoint_seconds: float = 20.0,
-    executor: str | None = None,
-) -> list[Run]:
-    """Run what is missing and return all runs in order. Processes working on the same list share it by locks.
-
-    ``executor`` stands for ``execution.executor``. With ``ray``, whole experiments are spread over the cluster, each on
-    one core or on a share of a GPU; its nodes must see ``folder`` under the same path.
-    """
-    from tqdm.auto import tqdm
-
-    execution = execution if executor is None else replace(execution, executor=executor)
-    experiments = list(experiments)
-    missing = [e for e in experiments if _find_good(e, folder) is None]
-    if execution.executor == "ray":
-        _spread(list(dict.fromkeys(missing)), execution, folder or outputs_dir() / "runs", progress, checkpoint_seconds)
-        return [find_run(e, folder) for e in experiments]
-    bar = tqdm(missing, desc="runs", disable=not progress or not missing)
-    busy = [e for e in bar if run(e, execution, folder, progress, checkpoint_seconds, wait=False) is None]
-    for e in busy:
-        run(e, execution, folder, progress, checkpoint_seconds)
-    return [find_run(e, folder) for e in experiments]
+def _folder(folder: Folder) -> Path:
+    if folder is None:
+        return outputs_dir() / "runs"
+    if not isinstance(folder, (str, os.PathLike)) or not os.fspath(folder):
+        raise ValueError(f"folder = {shown(folder)}: expected the path of a folder, e.g. 'outputs/runs'")
+    return Path(folder)
 
 
-def _check_folder(path: Path) -> None:
-    """Raise, before any compute, if ``path`` could not be written or leads elsewhere."""
+def _check_execution(execution: Execution) -> None:
+    if not isinstance(execution, Execution):
+        raise ValueError(f"execution = {shown(execution)}: expected an Execution, e.g. Execution('cpu', workers=2)")
+
+
+def _check_place(path: Path) -> None:
+    """Raise, before any compute, if ``path`` could not be written, or leads elsewhere."""
     for own in (path, path / "clients"):
         if own.is_symlink():
             raise ValueError(
@@ -149,100 +233,46 @@ def _check_folder(path: Path) -> None:
         )
 
 
-def _spread(missing: list[Experiment], execution: Execution, folder: Path, progress: bool, seconds: float) -> None:
-    """Run ``missing`` on a Ray cluster: first what no other process holds, then wait for the rest."""
-    from tqdm.auto import tqdm
-
-    from .grid_on_cluster import spread
-
-    methods = {e.method: type(check_experiment(e)) for e in missing}
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=folder, prefix=".shared-") as probe:
-        for wait in (False, True):
-            done = spread(_run_there, missing, execution, Path(probe.name).resolve(), methods, seconds, wait)
-            bar = tqdm(done, total=len(missing), desc="runs", disable=not progress or not missing)
-            missing = [e for e, found in bar if not found]
+def _check_files(path: Path) -> None:
+    for file in (path / name for name in FILES):
+        if file.exists() and not file.is_file():
+            raise ValueError(f"{file} is a folder or a device where a run has a file; move it away")
 
 
-def _run_there(e: Experiment, execution: Execution, probe: Path, methods: dict, seconds: float, wait: bool) -> bool:
-    """Run ``e`` in a process of the cluster, which learns the methods registered elsewhere. Is it done?"""
-    if not probe.exists():
-        raise RuntimeError(
-            f"node {platform.node()} does not see {probe.parent}: let FEDLIB_OUTPUTS be a folder that all nodes share, "
-            "or run one experiment after the other, run(e, Execution(executor='ray')), where only the driver writes"
-        )
-    become_worker()
-    METHODS.update(methods)
-    alone = replace(execution, executor="threads", address=None, workers=1)
-    return run(e, alone, probe.parent, False, seconds, wait) is not None
-
-
-def _continue(f: Federation, execution: Execution, path: Path, progress: bool, checkpoint_seconds: float) -> None:
+def _continue(
+    f: Federation, execution: Execution, path: Path, watch: Watch, checkpoint_seconds: float, accept: frozenset[str]
+) -> None:
     """Run the rounds that are not in the checkpoint and write the summary."""
-    from tqdm.auto import tqdm
-
     store = Checkpoints(path, f.experiment)
     server = store.restore(f)
-    write_json(path / "experiment.json", {"experiment": f.experiment.to_dict(), "provenance": provenance(execution)})
-    bar = tqdm(
-        total=f.experiment.rounds, initial=server.t, desc=f.experiment.slug, disable=not progress, leave=False,
-        mininterval=0.5,
-    )  # fmt: skip
+    if not store.final:
+        inputs, now = inputs_of(f), sitting(execution)
+        check_inputs(f.experiment, path, store.record, inputs, accept, server.t)
+        store.record = resumed(store.record, server.t, inputs, now) if server.t else begun(inputs, now)
+    store.write_record()
+    watch.begin(f.experiment, server.t)
     saved, record = time.monotonic(), None
-    with bar:
-        for r in run_rounds(f, execution, server, store.memories, store.mirrors):
-            store.note(r)
-            if r.metrics is not None:
-                bar.set_postfix(accuracy=f"{r.metrics['accuracy']:.1f}%", refresh=False)
-            bar.update()
-            if r.diverged or r.t == f.experiment.rounds:
-                record = r
-                break
-            if time.monotonic() - saved >= checkpoint_seconds:
-                with phase("files"):
-                    store.save(r.server)
-                saved = time.monotonic()
+    for r in run_rounds(f, execution, server, store.memories, store.mirrors):
+        store.note(r)
+        watch.round(r)
+        if r.diverged or r.t == f.experiment.rounds:
+            record = r
+            break
+        if time.monotonic() - saved >= checkpoint_seconds:
+            with phase("files"):
+                store.save(r.server)
+            saved = time.monotonic()
     _finish(f, store, record, path)
 
 
 def _finish(f: Federation, store: Checkpoints, last: Finished | None, path: Path) -> None:
-    """Write the last checkpoint, then the summary."""
+    """Write the last checkpoint, then the record and the summary."""
     if last is not None:
         metrics = last.metrics if last.metrics is not None else measure(f, last.server, store.memories)
         status = "diverged" if last.diverged else "finished"
+        store.record = ended(store.record)
         with phase("files"):
             store.save(last.server, {"t": last.t, "status": status, **metrics, **store.drops()})
+            store.write_record()
     summary = dict(store.final, seconds=round(store.seconds, 2), num_examples=int(f.data.num_examples.sum()))
     write_json(path / "summary.json", summary)
-
-
-def provenance(execution: Execution) -> dict:
-    """Versions and hardware that produced a run (not part of the experiment)."""
-    from .. import __version__
-
-    on_cluster = execution.executor == "ray"
-    device = torch.cuda.get_device_name() if execution.home.startswith("cuda") else _cpu_name()
-    return {
-        "fedlib": __version__,
-        "torch": torch.__version__.split("+")[0],
-        "python": platform.python_version(),
-        "device": device,
-        "cores": os.cpu_count(),
-        "products": choose_products() if _one_thread_each(execution) else "PyTorch",
-        "executor": execution.executor,
-        "workers": execution.workers if on_cluster else execution.side_by_side(),  # None: all of a cluster
-    }
-
-
-def _one_thread_each(execution: Execution) -> bool:
-    """Do cohorts train on CPU threads that multiply alone? Not a single worker in a process of several threads."""
-    apart = execution.executor in ("processes", "ray") or execution.side_by_side() > 1
-    return execution.device == "cpu" and (apart or torch.get_num_threads() == 1)
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(x.split(":", 1)[1].strip() for x in lines if x.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()

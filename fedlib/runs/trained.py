@@ -17,19 +17,20 @@ from ..engine.evaluation import exit_logits, served_parts
 from ..engine.executors import Execution
 from ..engine.federation import Federation, build_federation
 from ..methods import Server
-from .store import find_run, run, run_path
+from .identity import Accept
+from .store import Folder, find_run, run, run_path
 
 
 def load_trained(
-    e: Experiment, execution: Execution = Execution(), folder: Path | None = None
+    e: Experiment, execution: Execution = Execution(), folder: Folder = None, accept: Accept = ()
 ) -> tuple[Federation, Server]:
     """``e``'s federation and its server after the last round; runs ``e`` if it is missing or came without weights.
 
     ``ValueError`` for a diverged run, whose weights answer nothing.
     """
-    if find_run(e, folder) is not None and not _weights(e, folder).exists():
+    if find_run(e, folder, accept) is not None and not _weights(e, folder).exists():
         folder = outputs_dir() / "retrained"
-    done = run(e, execution, folder)
+    done = run(e, execution, folder, accept=accept)
     if done.summary["status"] != "finished":
         raise ValueError(f"{e.slug} {done.summary['status']} in round {done.summary['t']}; choose another experiment")
     f = build_federation(e, execution.device)
@@ -38,7 +39,7 @@ def load_trained(
     return f, Server(metadata["t"], params, {})
 
 
-def _weights(e: Experiment, folder: Path | None) -> Path:
+def _weights(e: Experiment, folder: Folder) -> Path:
     return run_path(e, folder) / "checkpoint.safetensors"
 
 

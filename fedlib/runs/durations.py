@@ -1,0 +1,82 @@
+"""How long runs take on this machine: from rounds of like runs, or from a second of training steps."""
+
+from collections.abc import Sequence
+
+from ..core.experiment import Experiment
+from ..engine.executors import Execution
+from .costs import timed_macs_per_second
+from .prices import TERA_MACS_PER_SECOND, gpu_hours, num_classes, training_macs
+
+ALIKE = ("finetune", "method", "dataset", "augment", "num_exits", "precision", "evaluate_every")  # by importance
+
+
+def about(seconds: float) -> str:
+    """A duration as one says it, no finer than it is known."""
+    minutes, hours = round(seconds / 60), seconds / 3600
+    if seconds < 45:
+        return "under a minute"
+    if minutes < 90:
+        return f"about {max(1, minutes)} minute{'s' if minutes > 1 else ''}"
+    return f"about {hours:.0f} hours" if hours < 48 else f"about {hours / 24:,.0f} days"
+
+
+class Pace:
+    """Seconds a round, as seen on this machine."""
+
+    def __init__(self):
+        self.seen: dict[Experiment, tuple[float, int]] = {}  # seconds, rounds
+
+    def add(self, e: Experiment, seconds: float, rounds: int) -> None:
+        """``rounds`` of ``e`` took so many seconds here."""
+        s, n = self.seen.get(e, (0.0, 0))
+        self.seen[e] = s + seconds, n + rounds
+
+    def seconds_a_round(self, e: Experiment) -> float | None:
+        """The mean over the most similar experiments, in proportion to their examples; None without this backbone."""
+        seen = {o: sn for o, sn in self.seen.items() if o.backbone == e.backbone and sn[1]}
+        if e in seen:
+            return seen[e][0] / seen[e][1]
+        likeness = {o: [getattr(o, k) == getattr(e, k) for k in ALIKE] for o in seen}
+        best = [o for o in seen if likeness[o] == max(likeness.values())]
+        return sum(seen[o][0] / seen[o][1] * _ratio(e, o) for o in best) / len(best) if best else None
+
+
+def _ratio(e: Experiment, other: Experiment) -> float:
+    """Examples a round of ``e`` to those of ``other``, as far as their fields tell."""
+    clients = e.clients_per_round * e.local_epochs / (other.clients_per_round * other.local_epochs)
+    if e.num_train is None or other.num_train is None:
+        return clients
+    return clients * (e.num_train / e.num_clients) / (other.num_train / other.num_clients)
+
+
+def expected_seconds(missing: Sequence[Experiment], pace: Pace, execution: Execution = Execution()) -> float:
+    """Of ``missing``, one after the other: from ``pace`` where it knows their like, else from timed steps and MACs.
+
+    Workers are taken to work side by side without loss.
+    """
+    rates: dict[tuple, float] = {}
+    workers = (execution.workers or 1) if execution.executor == "ray" else execution.side_by_side()
+    total = 0.0
+    for e in missing:
+        seconds = pace.seconds_a_round(e)
+        if seconds is None and (kind := (e.backbone, e.finetune)) not in rates:
+            rates[kind] = workers * timed_macs_per_second(e, num_classes(e), execution.home)
+        total += training_macs(e) / rates[kind] if seconds is None else e.rounds * seconds
+    return total
+
+
+def describe(
+    experiments: Sequence[Experiment], missing: Sequence[Experiment], pace: Pace, execution: Execution = Execution()
+) -> str:
+    """One line: how many runs, how many of them are missing, and about how long these take on this machine.
+
+    More than a day's are also priced in hours of a data-centre GPU.
+    """
+    text = f"{len(experiments)} runs, {len(missing)} to do"
+    if not missing:
+        return text
+    seconds = expected_seconds(missing, pace, execution)
+    text = f"{text}: {about(seconds)} on this machine"
+    if seconds < 24 * 3600:
+        return text
+    return f"{text}, or {gpu_hours(missing):,.0f} hours of a GPU at {TERA_MACS_PER_SECOND:g} TMACs per second"

@@ -1,0 +1,131 @@
+"""What a user sees while waiting: bars, and a line in papermill's terminal where the bars go into the notebook."""
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TextIO
+
+from ..core.experiment import Experiment
+from ..engine.rounds import Finished
+from .durations import Pace, about
+
+HEADLESS = ("papermill", "jupyter-nbconvert", "jupyter-execute")  # programs whose kernels have no screen of their own
+SCREEN_SECONDS, LOG_SECONDS = 0.2, 30.0  # between lines on a screen, and where the terminal is a file
+
+
+class Watch:
+    """The progress of ``experiments``, one after the other: runs, rounds and about how many minutes are left."""
+
+    def __init__(self, experiments: Sequence[Experiment], shown: bool = True, pace: Pace | None = None):
+        from tqdm.auto import tqdm
+
+        self.left, self.total, self.shown, self.pace = list(experiments), len(experiments), shown, pace or Pace()
+        self.terminal = Terminal.of_this_kernel() if shown and "TQDM_DISABLE" not in os.environ else None
+        self.runs = tqdm(total=self.total, desc="runs", disable=not shown or self.total < 2)
+        self.rounds = None
+
+    def __enter__(self) -> "Watch":
+        return self
+
+    def __exit__(self, *_) -> None:
+        for bar in (self.rounds, self.runs, self.terminal):
+            if bar is not None:
+                bar.close()
+
+    def begin(self, e: Experiment, t: int) -> None:
+        """``e`` goes on after round ``t``."""
+        from tqdm.auto import tqdm
+
+        self.e, self.t = e, t
+        self.rounds = tqdm(
+            total=e.rounds, initial=t, desc=e.slug, disable=not self.shown, leave=False, mininterval=0.5
+        )  # fmt: skip
+        self._tell()
+
+    def round(self, r: Finished) -> None:
+        """Round ``r`` of the run that began has ended."""
+        self.t = r.t
+        self.pace.add(self.e, r.seconds, 1)
+        if r.metrics is not None:
+            self.rounds.set_postfix(accuracy=f"{r.metrics['accuracy']:.1f}%", refresh=False)
+        self.rounds.update()
+        self._tell()
+
+    def end(self, e: Experiment) -> None:
+        """``e`` is done, here or elsewhere."""
+        if self.rounds is not None:
+            self.rounds.close()
+        if e in self.left:
+            self.left.remove(e)
+            self.runs.update()
+        self.rounds = None
+        self._tell(now=True)
+
+    def say(self, text: str) -> None:
+        """One line for the user."""
+        if self.shown:
+            self.runs.write(text)
+            if self.terminal is not None:
+                self.terminal.show(text, True, keep=True)
+
+    def _tell(self, now: bool = False) -> None:
+        words = [f"{self.total - len(self.left)} of {self.total} runs done"] if self.total > 1 else []
+        if (seconds := self.seconds_left()) and self.left:
+            words.append(f"{about(seconds)} left")
+            self.runs.set_postfix_str(words[-1], refresh=False)
+        if self.rounds is not None:
+            words.append(f"round {self.t} of {self.e.rounds} of {self.e.slug}")
+        if self.terminal is not None:
+            self.terminal.show(", ".join(words), now)
+
+    def seconds_left(self) -> float | None:
+        """Estimated from rounds of like runs; None before there are any."""
+        left = {e: e.rounds for e in self.left}
+        if self.rounds is not None:
+            left[self.e] = self.e.rounds - self.t
+        seconds = [(self.pace.seconds_a_round(e), n) for e, n in left.items()]
+        return None if any(s is None for s, _ in seconds) else sum(s * n for s, n in seconds)
+
+
+class Terminal:
+    """A line that is rewritten in place on a screen; in a file, a line now and then."""
+
+    def __init__(self, file: TextIO):
+        self.file, self.at, self.unfinished = file, None, False
+
+    @classmethod
+    def of_this_kernel(cls) -> "Terminal | None":
+        """Where the program that runs this kernel writes; None outside a kernel and where somebody watches it."""
+        if type(sys.stderr).__module__.partition(".")[0] != "ipykernel":
+            return None
+        import psutil
+
+        parent = psutil.Process().parent()
+        names = {Path(part).stem for part in parent.cmdline()[:3]} if parent is not None else set()
+        if not names & set(HEADLESS):
+            return None
+        try:  # a kernel's stderr goes into the notebook; its descriptor is the one that it was started with
+            descriptor = sys.stderr.fileno()
+        except OSError:  # or it was left where it was
+            descriptor = 2
+        return cls(os.fdopen(os.dup(descriptor), "w"))
+
+    def show(self, text: str, now: bool = False, keep: bool = False) -> None:
+        """Show ``text``, ``now`` or if it is time for another; ``keep`` it on the screen when the next one comes."""
+        screen, clock = self.file.isatty(), time.monotonic()
+        due = now or self.at is None or clock - self.at >= (SCREEN_SECONDS if screen else LOG_SECONDS)
+        if not text or not due:
+            return
+        start = "\n" if self.at is None else "\r\033[K" if screen else ""  # the first stands below papermill's own bar
+        if screen:
+            text = text[: (os.get_terminal_size(self.file.fileno()).columns or 80) - 1]
+        self.unfinished, self.at = screen and not keep, clock
+        self.file.write(start + text + ("" if self.unfinished else "\n"))
+        self.file.flush()
+
+    def close(self) -> None:
+        if self.unfinished:
+            self.file.write("\n")
+        self.file.close()

@@ -1,0 +1,105 @@
+"""A run's record: what it was trained with, on which machine, in which sittings. No later sitting overwrites it.
+
+``experiment.json`` holds it beside the experiment, and every checkpoint holds it too, so that a damaged file can be
+rebuilt: ``inputs`` (``identity.py``) and ``provenance`` of the first sitting, ``resumed``, a provenance for each later
+one with the round it went on from and the inputs that were others there, and ``stored``, the day of its end.
+"""
+
+import datetime
+import os
+import platform
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+
+from ..core.experiment import Experiment
+from ..engine.executors import Execution
+from ..layers.matmul import choose_products
+from .identity import Inputs, OtherInputs, differences
+
+Record = Mapping[str, object]
+
+
+def sitting(execution: Execution) -> dict[str, object]:
+    """The provenance of a sitting that begins now."""
+    return provenance(execution) | {"began": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")}
+
+
+def begun(inputs: Inputs, sitting: Mapping[str, object]) -> Record:
+    """The record of a run before its first round."""
+    return {"inputs": inputs, "provenance": sitting, "resumed": []}
+
+
+def resumed(record: Record, t: int, inputs: Inputs, sitting: Mapping[str, object]) -> Record:
+    """``record`` of a run that goes on after round ``t``, with the ``inputs`` that it did not know or had others of."""
+    before = record.get("inputs", {})
+    other = {k: v for k, v in inputs.items() if before.get(k) != v}
+    now = {**sitting, "after_round": t} | ({"inputs": other} if other else {})
+    return {**record, "resumed": [*record.get("resumed", []), now]}
+
+
+def ended(record: Record) -> Record:
+    """The record of a run that ends today."""
+    return {**record, "stored": datetime.date.today().isoformat()}
+
+
+def check_inputs(
+    e: Experiment, path: Path, record: Record, inputs: Inputs, accept: frozenset[str], rounds: int | None = None
+) -> None:
+    """Raise ``OtherInputs`` if any sitting had other ``inputs`` of a kind that ``accept`` does not name."""
+    found: dict[str, list[str]] = {}
+    for there in _all_inputs(record):
+        for kind, texts in differences(e, there, inputs).items():
+            if kind not in accept:
+                found.setdefault(kind, []).extend(t for t in texts if t not in found.get(kind, []))
+    if found:
+        raise OtherInputs(e, path, found, rounds)
+
+
+def recorded(record: Record) -> set[str]:
+    """The kinds of inputs that any sitting recorded."""
+    return {kind for inputs in _all_inputs(record) for kind in inputs}
+
+
+def _all_inputs(record: Record) -> Iterator[Inputs]:
+    yield record.get("inputs", {})
+    yield from (s["inputs"] for s in record.get("resumed", []) if "inputs" in s)
+
+
+def provenance(execution: Execution) -> dict[str, object]:
+    """Versions and hardware that produce a run (not part of the experiment)."""
+    from .. import __version__
+
+    on_cluster = execution.executor == "ray"
+    device = torch.cuda.get_device_name() if execution.home.startswith("cuda") else _cpu_name()
+    return {
+        "fedlib": __version__,
+        "torch": torch.__version__.split("+")[0],
+        "python": platform.python_version(),
+        "device": device,
+        "cores": os.cpu_count(),
+        "products": choose_products() if _one_thread_each(execution) else "PyTorch",
+        "executor": execution.executor,
+        "workers": execution.workers if on_cluster else execution.side_by_side(),  # None: all of a cluster
+    }
+
+
+def this_machine(of: Execution | Mapping[str, object]) -> tuple:
+    """What decides how fast rounds are, of an execution on this machine or of a run's provenance."""
+    known = provenance(of) if isinstance(of, Execution) else of
+    return tuple(known.get(k) for k in ("device", "cores", "workers"))
+
+
+def _one_thread_each(execution: Execution) -> bool:
+    """Do cohorts train on CPU threads that multiply alone? Not a single worker in a process of several threads."""
+    apart = execution.executor in ("processes", "ray") or execution.side_by_side() > 1
+    return execution.device == "cpu" and (apart or torch.get_num_threads() == 1)
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(x.split(":", 1)[1].strip() for x in lines if x.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()

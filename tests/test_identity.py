@@ -1,0 +1,475 @@
+"""What a run is beyond its experiment's fields: method, data, weights. Stale or mixed results are refused by name."""
+
+import re
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+from stored import ONE, assert_same, short, small, state
+
+from fedlib import Execution, build_federation, run, run_all
+from fedlib.core.storage import read_json, read_tensors, write_json, write_tensors
+from fedlib.methods import METHODS
+from fedlib.methods.sliced.reefl import ReeFL
+from fedlib.models import registry
+from fedlib.runs import identity, sources
+from fedlib.runs import store as runs_module
+from fedlib.runs.identity import OtherInputs
+from fedlib.runs.store import find_run, run_path
+
+SMALL = dict(num_train=60, num_test=10, num_clients=6, clients_per_round=3)
+
+
+def tiny(method="reefl", **changes):
+    return short(method, **(SMALL | dict(rounds=2, evaluate_every=0) | changes))
+
+
+def train(e, folder, **how):
+    return run(e, ONE, folder, progress=False, checkpoint_seconds=0, **how)
+
+
+@pytest.fixture
+def only_here(monkeypatch):
+    """A method registered as ``fedprox`` is gone after the test."""
+    monkeypatch.setitem(METHODS, "fedprox", None)
+
+
+def defined(text, folder):
+    """The class FedProx that ``text`` defines, as a fresh process would import it from a file."""
+    (folder / "code").mkdir(exist_ok=True)
+    file = folder / "code" / f"{time.time_ns()}.py"
+    file.write_text(text)
+    space = {"__name__": "mine"}
+    exec(compile(text, str(file), "exec"), space)
+    return space["FedProx"]
+
+
+FEDPROX = '''
+from dataclasses import dataclass
+from fedlib.methods import Method
+
+SCALE = 1.0
+
+def pull(p, start):
+    """Towards the start."""
+    return SCALE * (p - start)
+
+@dataclass(frozen=True)
+class FedProx(Method):
+    """FedProx with early exits."""
+
+    mu: float = 0.1  # weight of the proximal term
+
+    def local_update(self, cohort) -> None:
+        start = cohort.start
+        cohort.train(self.local_loss, gradient=lambda name, p: self.mu * pull(p, start[name]))
+'''
+
+
+# --- the method --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "old, new, told, words",
+    [
+        ("self.mu * pull", "1000 * self.mu * pull", "source of class FedProx", "method"),
+        ("return SCALE * (p", "return 2 * SCALE * (p", "source of class FedProx", "method"),  # a function it calls
+        ("SCALE = 1.0", "SCALE = 3.0", "source of class FedProx", "method"),
+        ("mu: float = 0.1", "mu: float = 100.0", "method option mu: 0.1 there, 100.0 here", "options"),
+        ("class FedProx(Method)", "class FedProx(Method, object)", "source of class FedProx", "method"),
+    ],
+)
+def test_an_edited_method_of_ones_own_is_refused(old, new, told, words, tmp_path, only_here):
+    e = tiny("fedprox", finetune="frozen")
+    METHODS["fedprox"] = defined(FEDPROX, tmp_path)
+    first = train(e, tmp_path)
+    METHODS["fedprox"] = defined(FEDPROX.replace(old, new), tmp_path)
+    for ask in (lambda **how: find_run(e, tmp_path, **how), lambda **how: train(e, tmp_path, **how),
+                lambda **how: run_all([e], ONE, tmp_path, progress=False, **how)[0]):  # fmt: skip
+        with pytest.raises(
+            OtherInputs, match=f"{e.slug} is stored in .*: {told}. Choose another folder .*accept='{words}'"
+        ):
+            ask()
+        assert ask(accept=words).summary == first.summary
+    assert find_run(e, tmp_path / "elsewhere") is None
+
+
+def test_comments_layout_and_docstrings_of_a_method_do_not_count(tmp_path, only_here):
+    e = tiny("fedprox", finetune="frozen", rounds=1)
+    METHODS["fedprox"] = defined(FEDPROX, tmp_path)
+    train(e, tmp_path)
+    text = FEDPROX.replace("# weight of the proximal term", "# mu").replace("Towards the start", "Back")
+    METHODS["fedprox"] = defined(text.replace("start = cohort.start", "start = (\n            cohort.start)"), tmp_path)
+    assert find_run(e, tmp_path) is not None
+    METHODS["fedprox"] = defined("\n".join(["x = 5", text]), tmp_path)  # nothing that the class reads
+    assert find_run(e, tmp_path) is not None
+
+
+def test_a_method_without_a_source_has_its_compiled_code(only_here):
+    def made(text):
+        space = {"__name__": "mine"}
+        exec(text, space)  # as `python -c` or a plain interpreter
+        return sources.code_of(space["FedProx"])["FedProx"]
+
+    assert made(FEDPROX) == made(FEDPROX) != made(FEDPROX.replace("self.mu * pull", "2 * self.mu * pull"))
+
+
+def test_a_method_sent_elsewhere_keeps_the_digest_of_its_source(tmp_path):
+    here, there = defined(FEDPROX, tmp_path), defined(FEDPROX.replace("1.0", "2.0"), tmp_path)
+    code = sources.code_of(here)
+    assert sources.code_of(there) != code
+    sources.tell(there, code)
+    assert sources.code_of(there) == code
+
+
+def test_a_method_of_a_notebook_cell_is_recognised():
+    """Its class has no file; its functions have their cell."""
+    from IPython.core.interactiveshell import InteractiveShell
+
+    shell = InteractiveShell()
+
+    def cell(text):
+        shell.run_cell(text).raise_error()
+        return sources.code_of(shell.user_ns["FedProx"])["FedProx"]
+
+    first = cell(FEDPROX)
+    assert cell("\n\n" + FEDPROX) == first != cell(FEDPROX.replace("self.mu *", "9 * self.mu *"))
+
+
+def test_a_changed_default_or_version_of_the_kit_is_refused(tmp_path, monkeypatch):
+    e = tiny(rounds=1)
+    train(e, tmp_path)
+    with monkeypatch.context() as m:
+        m.setattr(ReeFL, "version", 2, raising=False)
+        with pytest.raises(OtherInputs, match="version of ReeFL: 1 there, 2 here"):
+            find_run(e, tmp_path)
+        assert find_run(e, tmp_path, accept=["method"]) is not None
+    assert find_run(e, tmp_path) is not None
+
+    @dataclass(frozen=True)
+    class Changed(ReeFL):
+        temperature: float = 2.0
+
+    Changed.__module__, Changed.__name__ = ReeFL.__module__, "ReeFL"
+    monkeypatch.setitem(METHODS, "reefl", Changed)
+    with pytest.raises(OtherInputs, match="method option temperature: 1.0 there, 2.0 here"):
+        find_run(e, tmp_path)
+
+
+def test_options_that_came_or_went_since_are_not_compared(tmp_path):
+    """A later option with a neutral default refuses no stored run."""
+    e = tiny(rounds=1)
+    path = train(e, tmp_path).path
+    content = read_json(path / "experiment.json")
+    del content["inputs"]["options"]["zeta"]
+    content["inputs"]["options"]["gone"] = 3
+    write_json(path / "experiment.json", content)
+    assert find_run(e, tmp_path) is not None
+
+
+def test_a_run_of_a_method_that_is_not_registered_here_can_be_looked_at(tmp_path, only_here):
+    e = tiny("fedprox", finetune="frozen", rounds=1)
+    METHODS["fedprox"] = defined(FEDPROX, tmp_path)
+    train(e, tmp_path)
+    del METHODS["fedprox"]
+    assert find_run(e, tmp_path) is not None
+
+
+# --- the data ----------------------------------------------------------------------------------------------------
+
+
+def write_images(folder, seed, side=8):
+    """Forty noisy images of two classes as parquet files."""
+    import io
+
+    import datasets
+    from PIL import Image
+
+    rng = np.random.default_rng(seed)
+    for split, n in (("train", 30), ("test", 10)):
+        rows = []
+        for _ in range(n):
+            buffer = io.BytesIO()
+            Image.fromarray(rng.integers(0, 255, (side, side), dtype=np.uint8)).save(buffer, "PNG")
+            rows.append({"bytes": buffer.getvalue(), "path": None})
+        table = datasets.Dataset.from_dict(
+            {"image": rows, "label": [i % 2 for i in range(n)]},
+            features=datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=["a", "b"])}),
+        )
+        folder.mkdir(exist_ok=True)
+        table.to_parquet(folder / f"{split}.parquet")
+
+
+@pytest.fixture
+def images(tmp_path, monkeypatch):
+    """A function that puts other images at the same path, and an experiment on them."""
+    monkeypatch.setenv("FEDLIB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("FEDLIB_DATA", str(tmp_path / "data"))
+    (tmp_path / "data").mkdir()
+    e = tiny(dataset="mine", num_train=None, num_test=None, rounds=4, augment="none")
+    return e, lambda seed, **how: write_images(tmp_path / "data" / "mine", seed, **how)
+
+
+def test_other_data_under_the_same_name_are_refused_also_in_one_process(images, tmp_path):
+    e, put = images
+    put(0)
+    first = train(e, tmp_path)
+    put(1)
+    with pytest.raises(OtherInputs, match="the data of 'mine': digest .* there, .* here.*accept='data'"):
+        find_run(e, tmp_path)
+    assert find_run(e, tmp_path, accept="data").summary == first.summary
+    second = train(e, tmp_path / "anew")  # not what this process had read before
+    assert second.record["inputs"]["data"] != first.record["inputs"]["data"]
+    put(0)  # other times, the same content
+    assert find_run(e, tmp_path).summary == first.summary
+
+
+def test_data_without_a_cache_have_the_same_digest(images, tmp_path, monkeypatch):
+    from fedlib.data.datasets import load_dataset
+
+    e, put = images
+    put(0)
+    kept = load_dataset("mine").digest
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("FEDLIB_CACHE", str(tmp_path / "file" / "nowhere"))
+    with pytest.warns(UserWarning, match="could not be kept"):
+        assert load_dataset("mine").digest == kept != ""
+
+
+def test_a_stored_run_is_found_where_its_data_are_absent(images, tmp_path):
+    e, put = images
+    put(0)
+    train(e, tmp_path)
+    shutil.rmtree(tmp_path / "data" / "mine")
+    assert find_run(e, tmp_path) is not None and run_all([e], ONE, tmp_path, progress=False)
+
+
+def test_a_run_is_not_resumed_on_other_data(images, tmp_path, monkeypatch):
+    e, put = images
+    put(0)
+    interrupt(e, 2, tmp_path, monkeypatch)
+    put(1)
+    with pytest.raises(
+        OtherInputs, match=f"{e.slug} is stored up to round 2 in .*: the data of 'mine'.* to go on from there"
+    ):
+        train(e, tmp_path)
+    assert find_run(e, tmp_path) is None
+    mixed = train(e, tmp_path, accept="data")  # the user's own responsibility, for the record
+    (again,) = mixed.record["resumed"]
+    assert again["after_round"] == 2 and again["inputs"] == {"data": again["inputs"]["data"]}
+    for seed in (0, 1):  # the mixture is what neither data set gives
+        put(seed)
+        with pytest.raises(OtherInputs, match="the data of 'mine'"):
+            find_run(e, tmp_path)
+
+
+def test_a_changed_partition_of_rounds_cannot_hide_behind_a_damaged_record(images, tmp_path, monkeypatch):
+    """The checkpoint has the record too: without experiment.json the other data are refused all the same."""
+    e, put = images
+    put(0)
+    path = interrupt(e, 2, tmp_path, monkeypatch)
+    (path / "experiment.json").unlink()
+    put(1)
+    with pytest.raises(OtherInputs, match="the data of 'mine'"):
+        train(e, tmp_path)
+
+
+def interrupt(e, rounds, folder, monkeypatch):
+    """Stop ``e`` after so many rounds, each of them a checkpoint."""
+    original = runs_module.run_rounds
+
+    def some(*args):
+        for r in original(*args):
+            if r.t > rounds:
+                raise KeyboardInterrupt
+            yield r
+
+    with monkeypatch.context() as m:
+        m.setattr(runs_module, "run_rounds", some)
+        with pytest.raises(KeyboardInterrupt):
+            train(e, folder)
+    return run_path(e, folder)
+
+
+# --- the weights -------------------------------------------------------------------------------------------------
+
+
+def test_changed_pre_trained_weights_are_refused(tmp_path, monkeypatch):
+    from safetensors.torch import load_file, save_file
+
+    file = tmp_path / "weights.safetensors"
+    shutil.copy(registry.WEIGHTS["deit_micro"], file)
+    monkeypatch.setitem(registry.WEIGHTS, "deit_micro", file)
+    e = tiny(pretrained=True, rounds=3)
+    train(e, tmp_path / "whole")
+    interrupt(e, 1, tmp_path / "part", monkeypatch)
+    tensors = load_file(file)
+    save_file({k: v + (k == "stem.pos_embed") for k, v in tensors.items()}, file)
+    for folder in ("whole", "part"):
+        with pytest.raises(OtherInputs, match="the pre-trained weights of 'deit_micro'.*accept='weights'"):
+            train(e, tmp_path / folder)
+    file.unlink()
+    assert find_run(e, tmp_path / "whole") is not None  # absent here
+
+
+def test_weights_that_no_file_of_the_kit_holds_are_known_by_their_tensors(tmp_path):
+    """As downloaded ones: the digest does not depend on the tensors' names, nor on adapters and exits."""
+
+    def digest(**changes):
+        return identity._weights_digest(build_federation(tiny(pretrained=True, **changes)))
+
+    same = digest()
+    assert digest(seed=9, method="depthfl", finetune="pa") == same == digest(finetune="full")
+    assert identity._weights_digest(build_federation(tiny(pretrained=False))) != same
+
+
+# --- the record --------------------------------------------------------------------------------------------------
+
+
+def test_provenance_keeps_what_trained_the_run(tmp_path, monkeypatch):
+    """A resume adds a sitting; a rebuild of damaged files adds nothing."""
+    e = tiny(rounds=3)
+    path = interrupt(e, 1, tmp_path, monkeypatch)
+    first = read_json(path / "experiment.json")["provenance"]
+    run(e, Execution(workers=2, executor="threads"), tmp_path, progress=False, checkpoint_seconds=0)
+    content = read_json(path / "experiment.json")
+    assert content["provenance"] == first and first["workers"] == 1
+    assert [(s["after_round"], s["workers"]) for s in content["resumed"]] == [(1, 2)]
+    assert content["stored"] == time.strftime("%Y-%m-%d") and "inputs" not in content["resumed"][0]
+    for name in ("experiment.json", "summary.json"):
+        (path / name).write_text("x")
+        with pytest.warns(UserWarning, match="rebuilding it from the checkpoint"):
+            train(e, tmp_path)
+        assert read_json(path / "experiment.json") == content
+
+
+def test_a_sitting_without_a_checkpoint_leaves_no_trace(tmp_path, monkeypatch):
+    e = tiny(rounds=2)
+
+    def dies(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as m:
+        m.setattr(runs_module, "run_rounds", dies)
+        with pytest.raises(KeyboardInterrupt):
+            train(e, tmp_path)
+    done = run(e, Execution(workers=2, executor="threads"), tmp_path, progress=False)
+    assert done.record["provenance"]["workers"] == 2 and done.record["resumed"] == []
+
+
+def test_runs_of_older_versions_are_adopted(tmp_path, monkeypatch):
+    """Without a record nothing is compared; a resumed one says what it knows from then on."""
+    e = tiny(rounds=3)
+    train(e, tmp_path / "whole")
+    done = run_path(e, tmp_path / "whole")
+    path = interrupt(e, 2, tmp_path / "part", monkeypatch)
+    for p in (done, path):
+        content = read_json(p / "experiment.json")
+        write_json(p / "experiment.json", {k: content[k] for k in ("experiment", "provenance")})
+    for name in ("checkpoint", "previous"):
+        tensors, metadata = read_tensors(path / f"{name}.safetensors")
+        write_tensors(path / f"{name}.safetensors", tensors, {k: v for k, v in metadata.items() if k != "record"})
+    monkeypatch.setattr(ReeFL, "version", 2, raising=False)
+    assert find_run(e, tmp_path / "whole").day == ""
+    resumed = train(e, tmp_path / "part").record
+    assert resumed["provenance"]["workers"] == 1 and resumed["resumed"][0]["inputs"]["method"]["ReeFL"] == 2
+    monkeypatch.setattr(ReeFL, "version", 3)
+    assert find_run(e, tmp_path / "whole") is not None
+    with pytest.raises(OtherInputs, match="version of ReeFL: 2 there, 3 here"):
+        find_run(e, tmp_path / "part")
+
+
+def test_a_resumed_run_ends_with_the_numbers_of_an_uninterrupted_one(images, tmp_path, monkeypatch):
+    e, put = images
+    put(0)
+    train(e, tmp_path / "whole")
+    interrupt(e, 2, tmp_path / "part", monkeypatch)
+    put(0)  # written again, the same: not refused
+    train(e, tmp_path / "part")
+    assert_same(state(e, tmp_path / "whole"), state(e, tmp_path / "part"))
+
+
+def test_looking_up_a_table_takes_milliseconds_a_run(tmp_path):
+    e = tiny(pretrained=True, rounds=1)
+    path = train(e, tmp_path).path
+    grid = [e.replace(seed=s) for s in range(100, 220)]
+    for other in grid:
+        content = read_json(path / "experiment.json") | {"experiment": other.to_dict()}
+        shutil.copytree(path, run_path(other, tmp_path))
+        write_json(run_path(other, tmp_path) / "experiment.json", content)
+    began = time.process_time()
+    assert all(find_run(other, tmp_path) for other in grid)
+    assert (time.process_time() - began) / len(grid) < 0.03
+
+
+# --- arguments ---------------------------------------------------------------------------------------------------
+
+
+def test_arguments_are_checked_in_words(tmp_path):
+    e = tiny(rounds=1)
+    with pytest.raises(ValueError, match="accept = 'dta' is not possible; did you mean 'data'"):
+        find_run(e, tmp_path, accept="options,dta")
+    for bad in (lambda: run(e, "cpu"), lambda: run_all([e], "cpu")):
+        with pytest.raises(ValueError, match="execution = 'cpu': expected an Execution, e.g. Execution"):
+            bad()
+    for bad in (3, "", b"runs", ["runs"]):
+        for ask in (lambda bad=bad: run(e, ONE, bad), lambda bad=bad: run_all([e], ONE, bad), lambda bad=bad: find_run(e, bad)):  # fmt: skip
+            with pytest.raises(ValueError, match="folder = .*: expected the path of a folder"):
+                ask()
+    with pytest.raises(ValueError, match="'reefl' is not an Experiment"):
+        run("reefl", ONE, tmp_path)
+    with pytest.raises(ValueError, match="run_all takes several experiments"):
+        run_all(e, ONE, tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_may_be_a_string(tmp_path):
+    e = tiny(rounds=1)
+    first = run(e, ONE, str(tmp_path), progress=False)
+    assert first.path == run_path(e, tmp_path) and find_run(e, str(tmp_path)) == first
+    assert run_all([e], ONE, str(tmp_path), progress=False) == [first]
+
+
+def test_differences_can_be_accepted_where_no_argument_reaches(tmp_path, monkeypatch):
+    e = tiny(rounds=1)
+    train(e, tmp_path)
+    monkeypatch.setattr(ReeFL, "version", 2, raising=False)
+    monkeypatch.setenv("FEDLIB_ACCEPT", "method, data")
+    assert find_run(e, tmp_path) is not None
+
+
+@pytest.mark.parametrize("name", [".lock", "summary.json", "experiment.json", "checkpoint.safetensors"])
+def test_a_folder_in_the_place_of_a_file_is_one_sentence(name, tmp_path):
+    e = tiny(rounds=1)
+    run_path(e, tmp_path).joinpath(name).mkdir(parents=True)
+    with pytest.raises(ValueError, match=f"{name} is a folder"):
+        run_all([e], ONE, tmp_path, progress=False)
+    with pytest.raises(ValueError, match=f"{name} is a folder or a device where a run has a file; move it away"):
+        train(e, tmp_path)
+
+
+def test_the_example_of_the_readme_edited_does_not_return_the_old_number(tmp_path, monkeypatch, only_here, capsys):
+    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    (code,) = [c for c in re.findall(r"```python\n(.*?)```", readme, re.S) if "class FedProx" in c]
+    code = code.replace("rounds=20", "rounds=1, num_train=100, num_test=10, finetune='frozen'")
+    monkeypatch.setenv("FEDLIB_OUTPUTS", str(tmp_path / "outputs"))
+    del METHODS["fedprox"]
+    defined(code, tmp_path)
+    first = capsys.readouterr().out
+    defined(code, tmp_path)  # the same again: the stored run
+    assert capsys.readouterr().out.endswith(first) and "'accuracy'" in first
+    assert code.count("self.mu *") == 1
+    with pytest.raises(OtherInputs, match="source of class FedProx"):
+        defined(code.replace("self.mu *", "1000 * self.mu *"), tmp_path)
+
+
+def test_options_that_spell_out_defaults_are_the_same_run(tmp_path):
+    plain, spelt = small("reefl"), small("reefl", options={"zeta": 0.2})
+    assert plain.slug != spelt.slug and run_path(plain, tmp_path) == run_path(spelt, tmp_path)
+    first = run(spelt, ONE, tmp_path, progress=False)
+    assert first.path.name == plain.slug and run(plain, ONE, tmp_path, progress=False).record == first.record
+    (tmp_path / plain.slug).rename(tmp_path / spelt.slug)  # a run of an earlier version keeps its own spelling
+    assert run_path(spelt, tmp_path).name == spelt.slug and run_path(plain, tmp_path).name == plain.slug

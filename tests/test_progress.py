@@ -1,0 +1,217 @@
+"""What a user is told while waiting: stored runs and their days, other processes, minutes left, also under papermill."""
+
+import io
+import json
+import os
+import pty
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+from filelock import FileLock
+from stored import ONE, short
+
+from fedlib import Execution, Experiment, run, run_all
+from fedlib.core.storage import read_json, write_json
+from fedlib.engine.rounds import Finished
+from fedlib.runs import durations
+from fedlib.runs.costs import timed_macs_per_second
+from fedlib.runs.durations import Pace, about, describe, expected_seconds
+from fedlib.runs.prices import training_macs
+from fedlib.runs.progress import Terminal, Watch
+from fedlib.runs.store import run_path, stored_pace
+
+SMALL = dict(num_train=60, num_test=10, num_clients=6, clients_per_round=3, rounds=2, evaluate_every=0)
+
+
+def tiny(**changes):
+    return short("reefl", **(SMALL | changes))
+
+
+def date(e, folder, day):
+    """Let ``e`` have been stored on ``day``."""
+    file = run_path(e, folder) / "experiment.json"
+    write_json(file, read_json(file) | {"stored": day})
+
+
+# --- stored runs, other processes --------------------------------------------------------------------------------
+
+
+def test_a_stored_run_is_announced_with_its_day(tmp_path, capsys):
+    grid = [tiny(seed=s) for s in range(3)]
+    for e in grid[:2]:
+        run(e, ONE, tmp_path, progress=False)
+    assert capsys.readouterr().out == ""
+    for e, day in zip(grid, ("2026-10-01", "2026-11-22"), strict=False):
+        date(e, tmp_path, day)
+    run(grid[0], ONE, tmp_path)
+    assert capsys.readouterr().out == f"stored run of 2026-10-01: {grid[0].slug}\n"
+    run_all(grid, ONE, tmp_path)
+    assert capsys.readouterr().out.splitlines()[0] == "2 of 3 runs stored (2026-10-01 to 2026-11-22)"
+    date(grid[2], tmp_path, "")
+    run_all(grid[2:], ONE, tmp_path)
+    run_all(grid[:1], ONE, tmp_path)
+    assert capsys.readouterr().out == "1 of 1 runs stored\n1 of 1 runs stored (2026-10-01)\n"
+    run_all(grid, ONE, tmp_path, progress=False)
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("ask", [lambda e, f: run(e, ONE, f), lambda e, f: run_all([e], ONE, f)])
+def test_waiting_for_another_process_is_said(ask, tmp_path, capsys):
+    e = tiny()
+    path = run_path(e, tmp_path)
+    path.mkdir(parents=True)
+    lock, told = FileLock(path / ".lock", thread_local=False), threading.Event()
+    original = Watch.say
+
+    def say(self, text):
+        original(self, text)
+        told.set()
+
+    with lock, pytest.MonkeyPatch.context() as m:
+        m.setattr(Watch, "say", say)
+        waiting = threading.Thread(target=ask, args=(e, tmp_path))
+        waiting.start()
+        assert told.wait(60)
+        lock.release()
+        waiting.join()
+    assert f"waiting for another process, which runs {e.slug}\n" in capsys.readouterr().out
+    assert (path / "summary.json").exists()
+
+
+# --- minutes -----------------------------------------------------------------------------------------------------
+
+
+def test_durations_are_said_as_coarsely_as_they_are_known():
+    said = {10: "under a minute", 60: "about 1 minute", 150: "about 2 minutes", 5000: "about 83 minutes",
+            7200: "about 2 hours", 40 * 3600: "about 40 hours", 1e7: "about 116 days"}  # fmt: skip
+    assert {s: about(s) for s in said} == said
+
+
+def test_rounds_take_as_long_as_those_of_the_most_similar_run():
+    pace, e = Pace(), Experiment(method="reefl", finetune="lora", num_train=1000, num_clients=10)
+    assert pace.seconds_a_round(e) is None
+    pace.add(e.replace(method="depthfl", finetune="frozen"), 10, 10)  # 1 s a round
+    assert pace.seconds_a_round(e) == 1
+    pace.add(e.replace(method="depthfl", seed=2), 20, 10)  # the same mode is more alike than the same method
+    assert pace.seconds_a_round(e) == 2
+    assert pace.seconds_a_round(e.replace(clients_per_round=5, num_train=3000)) == 2 * 0.5 * 3
+    pace.add(e, 3, 1)
+    pace.add(e, 5, 1)
+    assert pace.seconds_a_round(e) == 4
+    assert pace.seconds_a_round(e.replace(backbone="vim_micro", pretrained=False)) is None
+
+
+def test_a_grid_is_priced_in_minutes_of_this_machine(monkeypatch):
+    e = Experiment(num_train=1000, rounds=60)
+    assert describe([e], [], Pace()) == "1 runs, 0 to do"
+    pace = Pace()
+    pace.add(e, 30, 10)
+    assert (
+        describe([e, e.replace(seed=2)], [e.replace(seed=2)], pace)
+        == "2 runs, 1 to do: about 3 minutes on this machine"
+    )
+    # unknown backbone: MACs over a timed rate, on each of two workers; long ones also in hours of a GPU
+    other = e.replace(backbone="vit_digits", pretrained=False, finetune="frozen")
+    monkeypatch.setattr(durations, "timed_macs_per_second", lambda *_: training_macs(other) / 100)
+    assert expected_seconds([other], pace, Execution(workers=2)) == pytest.approx(50)
+    monkeypatch.setattr(durations, "timed_macs_per_second", lambda *_: training_macs(other) / 3e6)
+    text = describe([other], [other], pace, Execution(workers=1))
+    assert text.startswith("1 runs, 1 to do: about 35 days on this machine, or ") and "hours of a GPU" in text
+
+
+def test_a_timed_step_tells_the_machines_speed_and_changes_nothing():
+    threads, state = torch.get_num_threads(), torch.random.get_rng_state()
+    assert 1e6 < timed_macs_per_second(Experiment(finetune="frozen"), 10, seconds=0.05) < 1e15
+    assert torch.get_num_threads() == threads and torch.equal(torch.random.get_rng_state(), state)
+
+
+def test_only_runs_of_this_machine_tell_its_pace(tmp_path):
+    e = tiny()
+    found = run(e, ONE, tmp_path, progress=False)
+    assert stored_pace([found], ONE).seen == {e: (found.summary["seconds"], 2)}
+    found.record["provenance"]["device"] = "another"
+    assert stored_pace([found], ONE).seen == {}
+
+
+# --- a terminal --------------------------------------------------------------------------------------------------
+
+
+class Screen(io.StringIO):
+    def close(self):
+        pass
+
+
+def test_a_watch_tells_runs_rounds_and_time_left(monkeypatch):
+    a, b = (tiny(seed=s, rounds=100) for s in (1, 2))
+    with Watch([a, b], shown=False) as watch:
+        watch.terminal = Terminal(Screen())
+        monkeypatch.setattr("fedlib.runs.progress.LOG_SECONDS", 0)
+        watch.begin(a, 98)
+        for t in (99, 100):
+            watch.round(Finished(t, None, {}, {}, None, 3.0))
+        watch.end(a)
+        watch.begin(b, 0)
+        lines = watch.terminal.file.getvalue().splitlines()
+    assert lines == [
+        "",
+        f"0 of 2 runs done, round 98 of 100 of {a.slug}",
+        f"0 of 2 runs done, about 5 minutes left, round 99 of 100 of {a.slug}",  # 101 rounds of 3 s
+        f"0 of 2 runs done, about 5 minutes left, round 100 of 100 of {a.slug}",
+        "1 of 2 runs done, about 5 minutes left",
+        f"1 of 2 runs done, about 5 minutes left, round 0 of 100 of {b.slug}",
+    ]
+
+
+def test_in_a_file_lines_come_now_and_then():
+    terminal = Terminal(Screen())
+    for text, now in (("first", False), ("soon", False), ("at once", True), ("again soon", False)):
+        terminal.show(text, now)
+    terminal.show("said", True, keep=True)
+    assert terminal.file.getvalue() == "\nfirst\nat once\nsaid\n"
+
+
+NOTEBOOK = """
+import torch
+from fedlib import Execution, Experiment, run_all
+torch.set_num_threads(1)
+runs = run_all([Experiment.from_dict(e) for e in grid], Execution(workers=1))
+"""
+
+
+def test_papermill_shows_runs_and_rounds_in_its_terminal(tmp_path):
+    """On a screen in place below its own bar; nothing of it is in the notebook."""
+    grid = [tiny(seed=s) for s in (1, 2)]
+    cell = {"cell_type": "code", "execution_count": None, "outputs": [], "metadata": {}, "id": "a"}
+    kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
+    source = f"grid = {[e.to_dict() for e in grid]!r}\n{NOTEBOOK}"
+    notebook = {"cells": [cell | {"source": source}], "metadata": kernel, "nbformat": 4, "nbformat_minor": 5}
+    (tmp_path / "in.ipynb").write_text(json.dumps(notebook))
+    env = {k: v for k, v in os.environ.items() if k != "TQDM_DISABLE"} | {"FEDLIB_OUTPUTS": str(tmp_path)}
+    screen, theirs = pty.openpty()
+    command = [sys.executable, "-m", "papermill", tmp_path / "in.ipynb", tmp_path / "out.ipynb"]
+    done = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=theirs)
+    os.close(theirs)
+    seen = b""
+    while True:
+        try:
+            if not (some := os.read(screen, 4096)):
+                break
+        except OSError:  # nobody writes any more
+            break
+        seen += some
+    text = seen.decode()
+    assert done.wait() == 0, text
+    for words in (
+        "0 of 2 runs done, round 0 of 2 of reefl",
+        "\r\033[K1 of 2 runs done",
+        "\r\033[K2 of 2 runs done\r\n",
+    ):
+        assert words in text, text
+    assert "runs done" not in (tmp_path / "out.ipynb").read_text()
+
+
+def test_outside_of_papermill_there_is_no_second_terminal():
+    assert Terminal.of_this_kernel() is None
