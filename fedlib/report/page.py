@@ -165,8 +165,9 @@ def index_page(outputs: Path) -> str:
     lines = []
     for paper in papers():
         if (page := outputs / paper / "README.md").is_file():
-            tally = re.search(r"^Of \d+ claims .*$", page.read_text(encoding="utf-8"), re.M)
-            titles = ", ".join(short_title(t) for t in grid_names(paper))
+            stored = page.read_text(encoding="utf-8").split("\n## Not run")[0]
+            tally = re.search(r"^Of \d+ claims .*$", stored, re.M)
+            titles = ", ".join(short_title(t) for t in grid_names(paper) if f"## {title_of(paper, t)}\n" in stored)
             lines.append(f"- [**{paper}**]({paper}/README.md): {titles}.{f' {tally[0]}' if tally else ''}")
     for folder in NO_PAPERS:
         paths = sorted([*outputs.glob(f"{folder}/tables/*.md"), *outputs.glob(f"{folder}/figures/*.png")])
@@ -192,7 +193,7 @@ def title_of(paper: str, name: str) -> str:
     if (path := notebook_of(paper, name)) is None:
         grid = params_dir() / paper / f"{name}.yaml"
         first = grid.read_text(encoding="utf-8").splitlines()[0] if grid.is_file() else name
-        return first.removeprefix("#").strip().split(".")[0]
+        return re.split(r"\.(?:\s|$)", first.removeprefix("#").strip())[0]
     cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
     title = "".join(cells[0]["source"]).splitlines()[0].removeprefix("# ")
     return f"[{title}](../../{path.relative_to(root()).as_posix()})"
