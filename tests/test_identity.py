@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from stored import ONE, assert_same, short, state
+from stored import ONE, assert_same, short, small, state
 
 from fedlib import Execution, build_federation, run, run_all
 from fedlib.core.storage import read_json, read_tensors, write_json, write_tensors
@@ -464,3 +464,12 @@ def test_the_example_of_the_readme_edited_does_not_return_the_old_number(tmp_pat
     assert code.count("self.mu *") == 1
     with pytest.raises(OtherInputs, match="source of class FedProx"):
         defined(code.replace("self.mu *", "1000 * self.mu *"), tmp_path)
+
+
+def test_options_that_spell_out_defaults_are_the_same_run(tmp_path):
+    plain, spelt = small("reefl"), small("reefl", options={"zeta": 0.2})
+    assert plain.slug != spelt.slug and run_path(plain, tmp_path) == run_path(spelt, tmp_path)
+    first = run(spelt, ONE, tmp_path, progress=False)
+    assert first.path.name == plain.slug and run(plain, ONE, tmp_path, progress=False).record == first.record
+    (tmp_path / plain.slug).rename(tmp_path / spelt.slug)  # a run of an earlier version keeps its own spelling
+    assert run_path(spelt, tmp_path).name == spelt.slug and run_path(plain, tmp_path).name == plain.slug

@@ -57,7 +57,7 @@ import os
 from pathlib import Path
 import torch
 from fedlib import Execution, Experiment, run_all
-from fedlib.project import outputs_dir
+from fedlib.core.paths import outputs_dir
 torch.set_num_threads(1)
 (outputs_dir() / f"kernel-{name}").write_text(str(os.getpid()))
 runs = run_all([Experiment.from_dict(e) for e in grid], Execution(workers=1), checkpoint_seconds=0)

@@ -18,6 +18,7 @@ from ..core.paths import outputs_dir
 from ..core.profiling import phase
 from ..core.storage import DamagedFile, read_json, read_lines, write_json
 from ..core.validation import shown
+from ..engine.checks import without_defaults
 from ..engine.executors import Execution
 from ..engine.federation import Federation, build_federation
 from ..engine.privacy import privacy_spent
@@ -58,9 +59,14 @@ class Run:
 
 def run_path(e: Experiment, folder: Folder = None) -> Path:
     """Where ``e`` is stored: in ``folder``, by default ``outputs/runs``."""
+    return _folder(folder) / as_stored(e, folder).slug
+
+
+def as_stored(e: Experiment, folder: Folder = None) -> Experiment:
+    """``e`` as it is named in ``folder``: options that say what would be done anyway make no other run."""
     if not isinstance(e, Experiment):
         raise ValueError(f"{shown(e)} is not an Experiment, e.g. Experiment(method='reefl')")
-    return _folder(folder) / e.slug
+    return e if (_folder(folder) / e.slug).exists() else without_defaults(e)
 
 
 def find_run(e: Experiment, folder: Folder = None, accept: Accept = ()) -> Run | None:
@@ -70,7 +76,8 @@ def find_run(e: Experiment, folder: Folder = None, accept: Accept = ()) -> Run |
     kinds of difference to overlook, e.g. ``"data"`` or ``["options", "method"]``: options, method (its code), data,
     weights.
     """
-    path, accept = run_path(e, folder), accepted(accept)
+    e, accept = as_stored(e, folder), accepted(accept)
+    path = run_path(e, folder)
     _check_files(path)
     if not (path / "summary.json").exists():
         return None
@@ -101,6 +108,7 @@ def run(
     ``accept`` as in :func:`find_run`; resuming under other inputs than those of the first rounds needs it too.
     """
     _check_execution(execution)
+    e = as_stored(e, folder)
     if (stored := _find_good(e, folder, accept)) is not None:
         if progress:
             print(f"stored run{' of ' * bool(stored.day)}{stored.day}: {e.slug}")
@@ -125,7 +133,7 @@ def run_all(
     _check_execution(execution)
     if isinstance(experiments, Experiment):
         raise ValueError("run_all takes several experiments, e.g. run_all([e1, e2]); for one, use run(e)")
-    experiments = list(experiments)
+    experiments = [as_stored(e, folder) for e in experiments]
     stored = [_find_good(e, folder, accept) for e in experiments]
     missing = list(dict.fromkeys(e for e, found in zip(experiments, stored, strict=True) if found is None))
     found = [r for r in stored if r is not None]
