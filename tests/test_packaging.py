@@ -67,7 +67,7 @@ def test_another_backend_is_refused_in_words():
 
 
 CUDA_KERNELS = {"mamba_ssm", "causal_conv1d"}  # used where somebody built them; they do not install without CUDA
-OTHER_NAMES = {"IPython": "ipython", "yaml": "pyyaml", "sklearn": "scikit-learn"}
+OTHER_NAMES = {"IPython": "ipython", "PIL": "pillow", "yaml": "pyyaml", "sklearn": "scikit-learn"}
 
 
 def test_every_import_is_declared():
