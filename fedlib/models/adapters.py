@@ -43,14 +43,16 @@ def default_options(mode: str) -> dict[str, object]:
 
 def check_finetune(mode: str, options: dict, config: ViTSpec) -> None:
     """Raise ``ValueError`` for an unknown mode, an option it does not have, or a tuner that peft cannot inject."""
-    if mode == "lora" and not options:
+    adaptable = hasattr(config, "peft_targets")
+    if mode == "lora" and not options and adaptable:
         return  # known to work; peft takes seconds to import, and looking at stored runs needs none of it
-    if mode not in OWN_MODES and mode not in finetune_modes():
-        raise ValueError(f"experiment: finetune = {mode!r} is unknown{did_you_mean(mode, finetune_modes())}")
-    tuners = [m for m in finetune_modes() if m not in OWN_MODES] if hasattr(config, "peft_targets") else []
-    if mode not in (*config.own_modes, *tuners):
-        known = (*config.own_modes, *tuners)
-        raise ValueError(f"experiment: finetune = {mode!r} is not defined on this backbone{did_you_mean(mode, known)}")
+    if mode not in config.own_modes:
+        if mode not in OWN_MODES and mode not in finetune_modes():
+            raise ValueError(f"experiment: finetune = {mode!r} is unknown{did_you_mean(mode, finetune_modes())}")
+        tuners = [m for m in finetune_modes() if m not in OWN_MODES] if adaptable else []
+        if mode not in tuners:
+            known = did_you_mean(mode, (*config.own_modes, *tuners))
+            raise ValueError(f"experiment: finetune = {mode!r} is not defined on this backbone{known}")
     allowed = set(ADAPTER_DEFAULTS) if mode in ("pa", "sa") else set()
     if mode not in OWN_MODES:
         allowed = {f.name for f in fields(_peft_config_class(mode))}
