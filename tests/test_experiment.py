@@ -43,7 +43,7 @@ def test_bad_values_are_named(values, message):
         ({"finetune": "pa", "finetune_options": {"r": 0}}, "r = 0 is not possible; allowed: 1..64"),
         ({"backbone": "deit_smal_patch16_224"}, "did you mean 'deit_small_patch16_224'?"),
         ({"backbone": "vit_base_patch16_siglip_224"}, "has no class token"),
-        ({"backbone": "resnet18"}, "is not a VisionTransformer"),
+        ({"backbone": "resnet34"}, "is not a VisionTransformer"),
         ({"finetune": "lily"}, "finetune = 'lily' with {}: peft says: it shares tensors between blocks"),
         ({"finetune": "vera"}, "does not support PeftType.VERA"),
         ({"method": "scalefl", "finetune": "ia3"}, "cannot be cut in width; allowed: full"),

@@ -7,6 +7,7 @@ import torch
 
 from fedlib import Execution, build_federation, run, run_rounds
 from fedlib.core.slices import NOTHING, Slice
+from fedlib.engine import rounds
 from fedlib.engine.cohort import Cohort
 from fedlib.engine.executors import plan_round
 from fedlib.methods import METHODS, Member, Method, Round, Serving, Stage
@@ -249,7 +250,7 @@ def test_methods_that_need_models_get_them_whole(tiny, method):
     list(run_rounds(build_federation(experiment(tiny, method(Whole))), Execution(workers=2, executor="threads")))
 
 
-def test_mirrors_lie_on_disk_in_the_checkpoints_consistency(tiny, method, tmp_path):
+def test_mirrors_lie_on_disk_in_the_checkpoints_consistency(tiny, method, tmp_path, monkeypatch):
     class Mirrored(Method):
         def prepare(self, server, r):
             return {"seen": torch.tensor([len(server.mirrors)])}
@@ -261,18 +262,17 @@ def test_mirrors_lie_on_disk_in_the_checkpoints_consistency(tiny, method, tmp_pa
 
     e = experiment(tiny, method(Mirrored), rounds=4, clients_per_round=2, nonfinite="fail")
     whole = run(e, ONE, tmp_path / "whole", progress=False, checkpoint_seconds=0)
-    original, steps = METHODS["mirrored"].aggregate, []
+    original, steps = rounds.privatise, []
 
-    def breaking(self, server, arrived, r):
-        steps.append(r.t)
+    def breaking(*arguments):
+        steps.append(arguments)
         if len(steps) == 3:
             raise KeyboardInterrupt
-        return original(self, server, arrived, r)
+        return original(*arguments)
 
-    METHODS["mirrored"].aggregate = breaking
+    monkeypatch.setattr(rounds, "privatise", breaking)
     with pytest.raises(KeyboardInterrupt):
         run(e, ONE, tmp_path / "broken", progress=False, checkpoint_seconds=0)
-    METHODS["mirrored"].aggregate = original
     resumed = run(e, ONE, tmp_path / "broken", progress=False, checkpoint_seconds=0)
     found = {p.name: p.read_bytes() for p in (resumed.path / "mirrors").iterdir()}
     assert found and found == {p.name: p.read_bytes() for p in (whole.path / "mirrors").iterdir()}

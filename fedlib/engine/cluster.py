@@ -32,7 +32,7 @@ from .executors import (
     share_out,
     train_cohort,
 )
-from .federation import Federation, build_train_prefix
+from .federation import Federation, build_train_prefix, counts_of
 
 
 def connect(execution: Execution):
@@ -97,7 +97,9 @@ def _kit(f: Federation) -> Federation:
     empty = torch.nn.Parameter(torch.empty(0), requires_grad=False)
     model = copy.deepcopy(f.model, {id(p): empty for p in f.model.parameters()})
     data = replace(f.data, test_images=f.data.test_images[:0], test_labels=f.data.test_labels[:0])
-    return replace(f, model=model, data=data, server=Server(0, {}, {}), train_prefix=None, test_prefix=None)
+    setting = replace(f.setting, label_counts=counts_of(data))
+    nothing = dict(server=Server(0, {}, {}), train_prefix=None, test_prefix=None)
+    return replace(f, model=model, data=data, setting=setting, **nothing)
 
 
 # --- cohorts on workers ----------------------------------------------------------------------------------------------

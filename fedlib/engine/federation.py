@@ -1,6 +1,6 @@
 """Everything an experiment needs before its first round: data on the device, the model, the method, the budgets."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -82,9 +82,14 @@ def build_model(e: Experiment, method: Method, num_classes: int, meta: bool = Fa
 def setting_of(e: Experiment, model: ExitModel, data: FederatedData | None = None) -> Setting:
     """What methods may know of ``e`` with ``model``; without ``data``, of shapes alone."""
     infos = model.infos()
-    counts = partial(_label_counts, data) if data is not None else None
+    counts = counts_of(data) if data is not None else None
     axes = axes_of(model, infos)
     return Setting(model.backbone.spec, model.exit_units, infos, e.num_clients, e.rounds, axes, e.seed, counts)
+
+
+def counts_of(data: FederatedData) -> Callable[[int], np.ndarray]:
+    """What tells a client's training examples by label."""
+    return partial(_label_counts, data)
 
 
 def _label_counts(data: FederatedData, client: int) -> np.ndarray:

@@ -25,7 +25,7 @@ class Stack:
         self.rows: dict[str, Sequence[int]] = {}
         everybody = range(len(members))
         for name, info in self.infos.items():
-            if name in federation.server.params:
+            if name not in federation.frozen:
                 held = [i for i, s in enumerate(self.slices) if s.holds(info)]
                 if held:
                     self.rows[name] = everybody if len(held) == len(members) else tuple(held)
