@@ -45,7 +45,7 @@ def sentences(n=5, length=9, vocab=50, seed=0):
 def published(config, seed=0):
     """A checkpoint in Hugging Face's layout, of random numbers, made by transformers."""
     transformers = pytest.importorskip("transformers")
-    settings = transformers.BertSpec(
+    settings = transformers.BertConfig(
         vocab_size=config.vocab_size, hidden_size=config.dim, num_hidden_layers=config.depth,
         num_attention_heads=config.heads, intermediate_size=config.ffn_dim, max_position_embeddings=20,
         attn_implementation="eager",
@@ -389,7 +389,9 @@ def test_costs_by_hand():
 
 def test_automatic_cohorts_count_tokens(tiny_text):
     """Widest activation of a client: 32 sentences x 32 tokens x 256 features x 4 bytes = 1 MiB; 16 / 1 and 2.5 / 1."""
-    e = tiny_text.replace(partition="iid", batch_size=20)  # 25 sentences a client: 20 x 32 x 256 x 4 = 0.625 MiB
+    e = tiny_text.replace(
+        partition="iid", dirichlet_alpha=1.0, batch_size=20
+    )  # 25 sentences a client: 20 x 32 x 256 x 4 = 0.625 MiB
     assert automatic_cohort_size(build_federation(e.replace(finetune="lora"))) == 25
     assert automatic_cohort_size(build_federation(e.replace(finetune="full"))) == 4
 

@@ -44,7 +44,7 @@ class ScaleFL(Distillation, ServerStep, Method):
 
     def check(self, setting: Setting, e) -> None:
         if not isinstance(setting.spec, ViTSpec):
-            kind = type(setting.spec).__name__.removesuffix("Config")
+            kind = type(setting.spec).__name__.removesuffix("Spec")
             raise ValueError(f"scalefl: backbone: a {kind} cannot be cut in width; allowed: a ViT")
         if e.finetune not in CUTTABLE:
             raise ValueError(
