@@ -24,3 +24,20 @@ def shared_data():
     if not SHARED.is_dir():
         pytest.skip("real data sets are not at hand")
     return SHARED
+
+
+CONVOLUTIONS = {"test_conv", "test_convnets", "test_batch_norm", "test_measure", "test_convnet_federation"}
+
+
+@pytest.fixture(autouse=True)
+def repeatable_convolutions(request):
+    """Tests of convolutions compute on one thread: on several, oneDNN's backward does not repeat its numbers."""
+    if getattr(getattr(request, "module", None), "__name__", "") not in CONVOLUTIONS:
+        yield
+        return
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

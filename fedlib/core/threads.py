@@ -6,6 +6,7 @@ By default they spin, which takes the cores from whoever works: small local step
 import os
 import sys
 import warnings
+from collections.abc import Callable
 
 _too_late = False
 
@@ -26,3 +27,19 @@ def warn_if_spinning(threads: int) -> None:
             "Execution(workers=...) out",
             stacklevel=2,
         )
+
+
+def repeatable(train: Callable) -> Callable:
+    """``train`` on one intra-op thread: on several, oneDNN's backward of convolutions does not repeat its numbers."""
+
+    def alone(*arguments):
+        import torch
+
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            return train(*arguments)
+        finally:
+            torch.set_num_threads(threads)
+
+    return alone

@@ -20,7 +20,7 @@ import torch
 
 from ..core.clients import Client
 from ..core.profiling import phase
-from ..core.threads import warn_if_spinning
+from ..core.threads import repeatable, warn_if_spinning
 from ..core.validation import Count, Positive, check_instance, names_its_keywords
 from ..methods import Member, Round, Server
 from ..methods.server import Sums
@@ -275,7 +275,8 @@ class InProcess:
             return train_cohort(self.federation, self._model(), server, r, members, memories)
 
         if self.workers == 1:
-            yield from map(train_one, cohorts)
+            one_at_a_time = repeatable(train_one) if len(self.federation.setting.spec.feature(0)) > 1 else train_one
+            yield from map(one_at_a_time, cohorts)
             return
         if self._pool is None:
             self._pool = ThreadPoolExecutor(self.workers, initializer=torch.set_num_threads, initargs=(1,))
