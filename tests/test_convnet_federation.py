@@ -73,7 +73,7 @@ def test_two_rounds_equal_a_plain_loop(convnet, policy):
 
 @pytest.mark.parametrize("method, policy", [("depthfl", "tracked"), ("exclusivefl", "static"), ("depthfl", "local")])
 def test_the_cohort_size_changes_nothing(convnet, method, policy):
-    e = convnet.replace(method=method, num_exits=2, batch_norm=policy, budgets="maximum", lr=0.005)
+    e = convnet.replace(method=method, num_exits=2, batch_norm=policy, budgets="maximum")
     runs = [list(run_rounds(build_federation(e), Execution(workers=1, cohort_size=k)))[-1] for k in (1, 3)]
     for name, p in runs[0].server.params.items():
         torch.testing.assert_close(runs[1].server.params[name], p, rtol=1e-4, atol=2e-5)
