@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Literal
 
 import numpy as np
@@ -128,8 +127,3 @@ class Arrived:
     sums: dict[int, MaskedMean]  # by group (``Method.group_of``)
     extras: dict[int, Tensors] = field(default_factory=dict)  # small tensors sent beside a model, by client
     models: dict[int, Tensors] = field(default_factory=dict)  # by client; only if ``Method.needs_models``
-
-    @cached_property
-    def clients(self) -> int:
-        """How many clients' models were averaged."""
-        return sum(mean.clients for mean in self.sums.values())
