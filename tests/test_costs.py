@@ -1,11 +1,18 @@
 """Costs from shapes alone: the papers' communication columns to two decimals, and the honest figures."""
 
+import math
+from dataclasses import dataclass
+
 import pandas as pd
 import pytest
 
 from fedlib import Experiment
+from fedlib.engine.federation import budgets_of
+from fedlib.methods import METHODS
+from fedlib.methods.sliced.fedavg import FedAvg
 from fedlib.report.tables import load_reported
-from fedlib.runs.costs import exit_costs, upload_mib, upload_parameters
+from fedlib.runs.costs import exit_costs, exit_macs, load_shapes, upload_mib, upload_parameters
+from fedlib.runs.prices import training_macs
 
 MODES = ("full", "frozen", "lora", "pa", "sa", "ssf")
 HONEST = {  # 4 / 12 exits; what the released code really sends (facts 2.6)
@@ -66,3 +73,32 @@ def test_frozen_heads_keep_almost_no_activations_but_ree_keeps_the_chain():
 def test_unknown_convention_is_refused():
     with pytest.raises(ValueError, match="convention = 'both'; allowed: honest, paper"):
         upload_mib(deit_small("reefl", "lora", 4), 100, "both")
+
+
+def test_budgets_need_not_be_exits():
+    """Four budgets on one exit: clients are dealt them, and each is priced with its own sub-model."""
+
+    @dataclass(frozen=True)
+    class Narrow(FedAvg):
+        def num_budgets(self, num_exits):
+            return 4
+
+        def slice_for(self, client, server, r):
+            return r.setting.cut(lambda n: n * (client.budget + 1) // 4)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(METHODS, "narrow", Narrow)
+        e = Experiment(method="narrow", finetune="full", pretrained=False, num_exits=1, num_train=4000)
+        macs = exit_macs(e, 10)
+        assert len(macs) == 4 and macs == sorted(macs)
+        assert budgets_of(e, Narrow())[:6].tolist() == [0, 1, 2, 3, 0, 1]
+        assert training_macs(e) == pytest.approx(3 * 100 * 10 * 40 * sum(macs) / 4)
+        assert set(budgets_of(e.replace(budgets="maximum"), Narrow())) == {3}
+
+
+def test_a_method_can_measure_parts():
+    """``Setting.measure`` counts slices of the experiment's own model."""
+    e = Experiment(method="fedavg", finetune="full", pretrained=False, num_exits=1)
+    setting = load_shapes(e, 10).setting
+    everything = sum(math.prod(i.shape) for i in setting.infos.values())
+    assert setting.measure.parameters(setting.full()) == everything

@@ -64,12 +64,12 @@ class Experiment:
       finetune_options    of that mode: r of pa and sa, the fields of peft's config
       batch_norm          of convnets. batch: the batch's statistics always; tracked: running ones, averaged by the
                           server; static: recomputed for every evaluation; local: running ones that stay with a client
-      num_exits           exits of the model, which are also the budgets that clients can have
+      num_exits           exits of the model, and of most methods the budgets that clients can have
       exit_blocks         0-based blocks with an exit; None: the method's own placement
     Federation
       num_clients         all clients
       clients_per_round   clients sampled in every round
-      budgets             uniform: client i can hold exits 0..(i mod num_exits); maximum: all can hold all
+      budgets             uniform: client i has budget i mod B, by default exits 0..budget; maximum: the largest
       rounds              rounds of communication
       local_epochs        passes over a client's own examples in a round
       batch_size          examples of a local step

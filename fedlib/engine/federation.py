@@ -16,6 +16,7 @@ from ..data.tasks import Task, task_of
 from ..methods import Method, Server, Setting
 from ..models.adapters import apply_finetune_
 from ..models.exit_model import ExitModel
+from ..models.measure import Measure
 from ..models.places import axes_of
 from ..models.registry import backbone_spec, build_backbone
 from .checks import check_device, check_experiment, check_input, check_population
@@ -33,7 +34,7 @@ class Federation:
     data: FederatedData
     model: ExitModel
     frozen: dict[str, torch.Tensor]
-    budgets: np.ndarray  # deepest exit per client
+    budgets: np.ndarray  # per client; by default its deepest exit
     server: Server  # before round 1
     train_prefix: FrozenCache | None = None  # by row of the data; None: augmented, nothing frozen, or too large
     test_prefix: FrozenCache | None = None
@@ -79,12 +80,22 @@ def build_model(e: Experiment, method: Method, num_classes: int, meta: bool = Fa
     return ExitModel(backbone, head, exit_units, e.batch_norm).eval()
 
 
-def setting_of(e: Experiment, model: ExitModel, data: FederatedData | None = None) -> Setting:
-    """What methods may know of ``e`` with ``model``; without ``data``, of shapes alone."""
+def setting_of(e: Experiment, model: ExitModel, data: FederatedData | None = None, shapes=None) -> Setting:
+    """What methods may know of ``e`` with ``model``; without ``data``, of shapes alone. ``shapes``: a fresh model."""
     infos = model.infos()
     counts = counts_of(data) if data is not None else None
     axes = axes_of(model, infos)
-    return Setting(model.backbone.spec, model.exit_units, infos, e.num_clients, e.rounds, axes, e.seed, counts)
+    return Setting(
+        model.backbone.spec,
+        model.exit_units,
+        infos,
+        e.num_clients,
+        e.rounds,
+        axes,
+        e.seed,
+        counts,
+        Measure(shapes or model),
+    )
 
 
 def counts_of(data: FederatedData) -> Callable[[int], np.ndarray]:
@@ -110,11 +121,12 @@ def build_federation(e: Experiment, device: str = "cpu") -> Federation:
             f"experiment: dataset = {e.dataset!r} asks for an answer at every token; exits read the class token alone"
         )
     check_population(e, data)
-    check_memory(e, build_model(e, method, len(data.classes), meta=True), int(data.num_examples.max()), device)
+    shapes = build_model(e, method, len(data.classes), meta=True)
+    check_memory(e, shapes, int(data.num_examples.max()), device)
     model = build_model(e, method, len(data.classes)).to(device)
-    setting = setting_of(e, model, data)
+    setting = setting_of(e, model, data, shapes)
     method.check(setting, e)
-    budgets = budgets_of(e)
+    budgets = budgets_of(e, method)
     eligible = method.eligible(budgets, setting)
     if not len(eligible):
         raise ValueError(f"experiment: no client is eligible for {e.method} with budgets = {e.budgets!r}")
@@ -143,8 +155,9 @@ def _prefix(f: Federation, units: int, images: torch.Tensor) -> FrozenCache | No
     return build_frozen_cache(f.model, units, len(images), view, images.device)
 
 
-def budgets_of(e: Experiment) -> np.ndarray:
-    """Deepest exit each client can hold: ``uniform`` i mod E, ``maximum`` E - 1 for all."""
+def budgets_of(e: Experiment, method: Method) -> np.ndarray:
+    """Each client's budget, by default the deepest exit it can hold: ``uniform`` i mod B, ``maximum`` B - 1 for all."""
+    budgets = method.num_budgets(e.num_exits)
     if e.budgets == "maximum":
-        return np.full(e.num_clients, e.num_exits - 1)
-    return np.arange(e.num_clients) % e.num_exits
+        return np.full(e.num_clients, budgets - 1)
+    return np.arange(e.num_clients) % budgets

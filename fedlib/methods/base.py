@@ -54,6 +54,10 @@ class Method(UploadOptions):
             raise ValueError(f"experiment: num_exits = {num_exits} does not divide {depth} blocks; allowed: {allowed}")
         return tuple(range(depth // num_exits - 1, depth, depth // num_exits))
 
+    def num_budgets(self, num_exits: int) -> int:
+        """How many budgets clients may have: one per exit."""
+        return num_exits
+
     def build_head(self, spec: Spec, num_classes: int, exit_units: tuple[int, ...]) -> nn.Module:
         """The exits: one classifier each."""
         return classifiers(spec, num_classes, exit_units)

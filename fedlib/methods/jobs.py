@@ -12,6 +12,7 @@ from ..core.memories import Overlay
 from ..core.rng import numpy_generator
 from ..core.slices import Axis, ParamInfo, Slice
 from ..models.backbone import Spec
+from ..models.measure import Measure
 from .server import MaskedMean
 
 Tensors = Mapping[str, torch.Tensor]
@@ -30,6 +31,7 @@ class Setting:
     axes: Mapping[str, Axis] = field(default_factory=dict)
     seed: int = 1
     label_counts: Callable[[int], np.ndarray] | None = None  # a client's training examples by label, (classes,)
+    measure: Measure | None = None  # what parts of the model cost: budgets are solved with it
 
     @property
     def num_exits(self) -> int:

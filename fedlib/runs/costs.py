@@ -28,6 +28,11 @@ class Shapes:
     everything: dict[str, torch.Tensor]
     trainable: dict[str, torch.Tensor]
 
+    @property
+    def budgets(self) -> int:
+        """How many there are; by default one per exit."""
+        return self.method.num_budgets(self.setting.num_exits)
+
     def slice_for(self, budget: int) -> Slice:
         """What a client of ``budget`` holds."""
         client = Client(-1, budget, 0)
@@ -89,7 +94,7 @@ def upload_mib(e: Experiment, num_classes: int, convention: str = "honest") -> f
 
 
 def _budget_slices(shapes: Shapes) -> list[Slice]:
-    return [shapes.slice_for(b) for b in range(shapes.setting.num_exits)]
+    return [shapes.slice_for(b) for b in range(shapes.budgets)]
 
 
 def _count(shapes: Shapes, part: Slice) -> int:
@@ -109,7 +114,7 @@ def exit_macs(e: Experiment, num_classes: int, exits: Sequence[int] | None = Non
     only their own exit pays for that one.
     """
     shapes = load_shapes(e, num_classes)
-    return [_macs(shapes, j) for j in (range(shapes.setting.num_exits) if exits is None else exits)]
+    return [_macs(shapes, j) for j in (range(shapes.budgets) if exits is None else exits)]
 
 
 def _hold_exit_(shapes: Shapes, j: int) -> tuple[Slice, dict[str, torch.Tensor], Route]:
@@ -144,7 +149,7 @@ def exit_costs(e: Experiment, num_classes: int, batch_size: int = 32) -> list[di
 
     shapes = load_shapes(e, num_classes)
     out = []
-    for j in range(shapes.setting.num_exits):
+    for j in range(shapes.budgets):
         part, held, route = _hold_exit_(shapes, j)
         trainable = [n for n in held if n in shapes.trainable]
         kept: dict[int, torch.UntypedStorage] = {}
@@ -178,7 +183,8 @@ def timed_macs_per_second(e: Experiment, num_classes: int, device: str = "cpu", 
 
     Timed on batches of one client; weights are random and inputs ones, so neither is fetched.
     """
-    e, j = e.replace(pretrained=False), e.num_exits // 2
+    e = e.replace(pretrained=False)
+    j = build_method(e.method, e.options).num_budgets(e.num_exits) // 2
     macs = 3 * exit_macs(e, num_classes, [j])[0] * e.batch_size
     shapes = load_shapes(e, num_classes, device=device)
     _, _, route = _hold_exit_(shapes, j)

@@ -54,7 +54,7 @@ def training_macs(e: Experiment) -> float:
     method = build_method(e.method, e.options)
     config = backbone_spec(e.backbone)
     blocks = e.exit_blocks if e.exit_blocks is not None else method.exit_units(config.depth, e.num_exits)
-    budgets = budgets_of(e)
+    budgets = budgets_of(e, method)
     eligible = method.eligible(budgets, Setting(config, tuple(blocks), {}, e.num_clients, e.rounds))
     clients = min(e.clients_per_round, len(eligible))
     return 3 * e.rounds * clients * e.local_epochs * examples_per_client(e) * macs[budgets[eligible]].mean()
@@ -70,10 +70,11 @@ def _shape_of(e: Experiment) -> Experiment:
 
 @cache
 def _macs(e: Experiment, classes: int) -> np.ndarray:
-    """MACs per exit; where sub-models differ in depth only, four are measured and the rest interpolated."""
-    shapes, every = load_shapes(e, classes), np.arange(e.num_exits)
+    """MACs per budget; where sub-models differ in depth only, four are measured and the rest interpolated."""
+    shapes = load_shapes(e, classes)
+    every = np.arange(shapes.budgets)
     by_width = any(shapes.slice_for(j).index for j in every)
-    measured = every if by_width else np.unique(np.linspace(0, e.num_exits - 1, 4).round().astype(int))
+    measured = every if by_width else np.unique(np.linspace(0, len(every) - 1, 4).round().astype(int))
     return np.interp(every, measured, exit_macs(e, classes, measured))
 
 
