@@ -84,18 +84,9 @@ def setting_of(e: Experiment, model: ExitModel, data: FederatedData | None = Non
     """What methods may know of ``e`` with ``model``; without ``data``, of shapes alone. ``shapes``: a fresh model."""
     infos = model.infos()
     counts = counts_of(data) if data is not None else None
-    axes = axes_of(model, infos)
-    return Setting(
-        model.backbone.spec,
-        model.exit_units,
-        infos,
-        e.num_clients,
-        e.rounds,
-        axes,
-        e.seed,
-        counts,
-        Measure(shapes or model),
-    )
+    axes, measure = axes_of(model, infos), Measure(shapes or model)
+    spec = model.backbone.spec
+    return Setting(spec, model.exit_units, infos, e.num_clients, e.rounds, axes, e.seed, counts, measure)
 
 
 def counts_of(data: FederatedData) -> Callable[[int], np.ndarray]:
