@@ -6,6 +6,17 @@ from ..core.validation import Scalar, check_fields, did_you_mean
 from .base import Method
 from .jobs import Arrived, Member, Round, Server, Serving, Setting, Stage
 from .options import Distillation, ServerStep
+from .personal.cafedistill import CAFEDistill
+from .personal.ditto import Ditto
+from .personal.fedamp import FedAMP
+from .personal.fedbabu import FedBABU
+from .personal.fedpac import FedPAC
+from .personal.fedper import FedPer
+from .personal.fedprox import FedProx
+from .personal.fedrep import FedRep
+from .personal.fedrod import FedRoD
+from .personal.local import Local
+from .personal.pfedgraph import PFedGraph
 from .sliced.depthfl import DepthFL
 from .sliced.exclusivefl import ExclusiveFL
 from .sliced.fedavg import FedAvg
@@ -20,6 +31,18 @@ METHODS: dict[str, type[Method]] = {
     "depthfl": DepthFL,
     "reefl": ReeFL,
     "fedavg": FedAvg,
+    # what a client does not share
+    "local": Local,
+    "fedprox": FedProx,
+    "fedper": FedPer,
+    "fedrep": FedRep,
+    "fedbabu": FedBABU,
+    "fedamp": FedAMP,
+    "pfedgraph": PFedGraph,
+    "fedrod": FedRoD,
+    "ditto": Ditto,
+    "fedpac": FedPAC,
+    "cafedistill": CAFEDistill,
 }
 
 __all__ = [
