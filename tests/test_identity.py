@@ -33,8 +33,8 @@ def train(e, folder, **how):
 
 @pytest.fixture
 def only_here(monkeypatch):
-    """A method registered as ``fedprox`` is gone after the test."""
-    monkeypatch.setitem(METHODS, "fedprox", None)
+    """A method registered as ``my_fedprox`` is gone after the test."""
+    monkeypatch.setitem(METHODS, "my_fedprox", None)
 
 
 def defined(text, folder):
@@ -83,10 +83,10 @@ class FedProx(Method):
     ],
 )
 def test_an_edited_method_of_ones_own_is_refused(old, new, told, words, tmp_path, only_here):
-    e = tiny("fedprox", finetune="frozen")
-    METHODS["fedprox"] = defined(FEDPROX, tmp_path)
+    e = tiny("my_fedprox", finetune="frozen")
+    METHODS["my_fedprox"] = defined(FEDPROX, tmp_path)
     first = train(e, tmp_path)
-    METHODS["fedprox"] = defined(FEDPROX.replace(old, new), tmp_path)
+    METHODS["my_fedprox"] = defined(FEDPROX.replace(old, new), tmp_path)
     for ask in (lambda **how: find_run(e, tmp_path, **how), lambda **how: train(e, tmp_path, **how),
                 lambda **how: run_all([e], ONE, tmp_path, progress=False, **how)[0]):  # fmt: skip
         with pytest.raises(
@@ -99,13 +99,15 @@ def test_an_edited_method_of_ones_own_is_refused(old, new, told, words, tmp_path
 
 
 def test_comments_layout_and_docstrings_of_a_method_do_not_count(tmp_path, only_here):
-    e = tiny("fedprox", finetune="frozen", rounds=1)
-    METHODS["fedprox"] = defined(FEDPROX, tmp_path)
+    e = tiny("my_fedprox", finetune="frozen", rounds=1)
+    METHODS["my_fedprox"] = defined(FEDPROX, tmp_path)
     train(e, tmp_path)
     text = FEDPROX.replace("# weight of the proximal term", "# mu").replace("Towards the start", "Back")
-    METHODS["fedprox"] = defined(text.replace("start = cohort.start", "start = (\n            cohort.start)"), tmp_path)
+    METHODS["my_fedprox"] = defined(
+        text.replace("start = cohort.start", "start = (\n            cohort.start)"), tmp_path
+    )
     assert find_run(e, tmp_path) is not None
-    METHODS["fedprox"] = defined("\n".join(["x = 5", text]), tmp_path)  # nothing that the class reads
+    METHODS["my_fedprox"] = defined("\n".join(["x = 5", text]), tmp_path)  # nothing that the class reads
     assert find_run(e, tmp_path) is not None
 
 
@@ -172,10 +174,10 @@ def test_options_that_came_or_went_since_are_not_compared(tmp_path):
 
 
 def test_a_run_of_a_method_that_is_not_registered_here_can_be_looked_at(tmp_path, only_here):
-    e = tiny("fedprox", finetune="frozen", rounds=1)
-    METHODS["fedprox"] = defined(FEDPROX, tmp_path)
+    e = tiny("my_fedprox", finetune="frozen", rounds=1)
+    METHODS["my_fedprox"] = defined(FEDPROX, tmp_path)
     train(e, tmp_path)
-    del METHODS["fedprox"]
+    del METHODS["my_fedprox"]
     assert find_run(e, tmp_path) is not None
 
 
@@ -460,7 +462,7 @@ def test_the_example_of_the_readme_edited_does_not_return_the_old_number(tmp_pat
     (code,) = [c for c in re.findall(r"```python\n(.*?)```", readme, re.S) if "class FedProx" in c]
     code = code.replace("rounds=20", "rounds=1, num_train=100, num_test=10, finetune='frozen'")
     monkeypatch.setenv("FEDLIB_OUTPUTS", str(tmp_path / "outputs"))
-    del METHODS["fedprox"]
+    del METHODS["my_fedprox"]
     defined(code, tmp_path)
     first = capsys.readouterr().out
     defined(code, tmp_path)  # the same again: the stored run
