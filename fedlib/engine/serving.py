@@ -4,14 +4,17 @@ What clients share runs once on the examples of all of them; only what is their 
 Read next: ``evaluation.py`` (the central test set), ``data/client_tests.py`` (who is tested on what).
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 
 import numpy as np
 import torch
 
 from ..data.tasks import Classification
-from ..layers.norms import recomputed_statistics
+from ..layers.norms import BatchNorm2d, recomputed_statistics
 from ..methods import Member, Round, Server, Serving
+from ..models.exit_model import ExitModel
 from ..models.route import Route, rows_of
 from .batches import in_order
 from .cohort import Cohort
@@ -19,7 +22,7 @@ from .federation import Federation
 from .leaving import leave_at, mean_over_clients
 from .stacks import Stack
 
-AT_ONCE, CLIENTS = 500, 50  # examples, and clients, that run together
+AT_ONCE, CLIENTS = 250, 50  # examples, and clients, that run together
 LISTED = 1000  # a run keeps the accuracy of every client of at most so many
 
 
@@ -122,8 +125,32 @@ def _outputs(f: Federation, stack: Stack, params: Mapping[str, torch.Tensor], se
                 model(_view(f, f.data.images, own, shape), route)
         context.weights = None
     step = max(1, AT_ONCE // len(rows))
-    parts = [model(_view(f, f.data.test_images, part, shape), route) for part in rows.split(step, 1)]
+    run = _as_one if _shares_backbone(model, stack, params, route) else partial(_apart, route=route)
+    parts = [run(model, _view(f, f.data.test_images, part, shape)) for part in rows.split(step, 1)]
     return torch.cat(parts, 2)
+
+
+def _shares_backbone(model: ExitModel, stack: Stack, params: Mapping[str, torch.Tensor], route: Route) -> bool:
+    """Do all members run the same backbone, whose answers do not depend on who shares a batch?"""
+    norms = any(isinstance(m, BatchNorm2d) for m in model.backbone.modules())
+    alike = all(p.dim() == len(stack.infos[n].shape) for n, p in params.items() if n.startswith("backbone."))
+    whole = not stack.is_cut and min(route.alive) == len(stack.members) and model.head.first_hand_back == math.inf
+    of_batches = norms and (model.context.training or model.context.policy not in ("tracked", "local"))
+    return alike and whole and not of_batches and {s.exits for s in stack.slices} == {tuple(route.exits)}
+
+
+def _apart(model: ExitModel, x: torch.Tensor, route: Route) -> torch.Tensor:
+    return model(x, route)
+
+
+def _as_one(model: ExitModel, x: torch.Tensor) -> torch.Tensor:
+    """The examples (K, B, ...) of all members through one backbone as one batch; each member's own exits answer."""
+    z, outputs = model.backbone.stem(x.flatten(0, 1).unsqueeze(0)), []
+    for unit in range(model.depth):
+        feature, z = model.backbone.advance(z, unit, 1)
+        if unit in model.exit_units:
+            outputs.append(model.head.step(unit, feature.squeeze(0).unflatten(0, x.shape[:2]), [])[0])
+    return torch.stack(outputs)
 
 
 def _view(f: Federation, images: torch.Tensor, rows: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:

@@ -1,7 +1,11 @@
 """CAFEDistill's coordination at the server: which exits are students (Section 4.2), which clients teach whom (4.3)."""
 
+from collections.abc import Sequence
+
 import torch
 
+from .jobs import Tensors
+from .mixtures import Models, cosines
 from .simplex import project_to_simplex
 
 
@@ -30,6 +34,14 @@ def most_alike(similarities: torch.Tensor, keep: int, ties: torch.Tensor | None 
     while len(left) > keep:
         left.remove(min(left, key=score))
     return left
+
+
+def among_themselves(models: Models, ids: Sequence[int], origin: Tensors | None) -> torch.Tensor:
+    """Cosines (n, n) between the models of clients ``ids``, 0 where a client has none. All of them are in memory."""
+    known = {i: models[i] for i in ids if i in models}
+    out = torch.zeros(len(ids), len(ids), dtype=torch.float64)
+    out[:, [ids.index(i) for i in sorted(known)]] = cosines(known, ids, origin)
+    return out
 
 
 def students(

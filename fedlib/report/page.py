@@ -104,6 +104,8 @@ def section(stored: Stored, table: str, done: dict[str, Cell], shown: dict[str, 
 def facts(stored: Stored, cells: Sequence[Cell], wanted: set[str] = frozenset()) -> str:
     """One line: how many runs, of which data, seeds, hardware, and how long they trained."""
     experiments = {c.experiment.hash: c.experiment for c in cells}
+    if not experiments:
+        return "0 runs are stored."
     paths = [run_path(e, stored.outputs / "runs") for e in experiments.values()]
     summaries = [read_json(p / "summary.json") for p in paths]
     origin = [read_json(p / "experiment.json").get("provenance", {}) for p in paths]

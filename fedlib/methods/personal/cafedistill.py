@@ -1,12 +1,11 @@
 """CAFEDistill (Liu, Zhou & Tong 2026): shallow exits learn from the last exits of like clients, shallowest first.
 
-Server, before a round: student exits S_i (``coordination.students``: the last exit always, shallow ones joining over
-the first half of the rounds, depth by depth, of a depth first those of like clients); teacher exit of client i,
-sum_j k_j h_jm over the last exits of all clients, k by likeness (``coordination.teacher_shares``, Eqs. 8-9). Client:
-receives the backbone phi and its teacher exit, which becomes its last exit; the teacher is a frozen copy of both;
-minimises sum_{j in S_i} 1/m [CE_j + lambda KL(teacher || exit j)] (Eqs. 5, 10); sends phi and its last exit, shallow
-ones never leave. Server: the mean of the backbones by examples; keeps the last exits. A client answers with the latest
-backbone and its own exits (the initial ones, if it never was sampled).
+Server, before a round: student exits S_i (the last one always; shallow ones join over the first half of the rounds,
+depth by depth, of a depth first those of like clients); teacher exit of client i, sum_j k_j h_jm over the last exits of
+all clients, k by likeness (Eqs. 8-9). Client: receives the backbone phi and its teacher exit, which becomes its last
+exit; the teacher is a frozen copy of both; minimises sum_{j in S_i} 1/m [CE_j + lambda KL(teacher || exit j)] (Eqs. 5,
+10); sends phi and its last exit, shallow ones never leave. Server: the mean of the backbones by examples; keeps the
+last exits. A client answers with the latest backbone and its own exits (initial ones, if it never was sampled).
 Read next: ``methods/coordination.py``, ``fedper.py`` (without distillation).
 
 There is no release. What the paper leaves open, the default first:
@@ -18,13 +17,10 @@ There is no release. What the paper leaves open, the default first:
   Eq. 8 writes. What has not moved (all exits in round 1) has cosine 0 with every exit, so all teach it alike.
 - ``distill_last``: m is in S_i, so the last exit is distilled from its own start too; or the shallow ones alone.
 - ``temperature`` is not stated: 1. ``mu`` is 0.6 (Appendix D); Figure 9 finds 0.6 to 0.8 best.
-- Exits are pooling and a linear layer, as the printed traffic asks for.
-- Proposition 1 holds before the softmax only: built is the algorithm, not the equivalence.
-- Batch norm ``tracked``: the teacher answers as a served model would, by the statistics received, while students train
-  on their batch's; the server averages statistics like weights.
-``progressive=False`` is Table 4's row without student selection.
+- Exits are pooling and a linear layer, as the printed traffic asks for. Proposition 1 holds before the softmax only.
+- Batch norm: ``tracked``, averaged like weights; the teacher answers as if served, by the statistics received.
 
-Deviations: none known besides.
+Deviations: none known besides. ``progressive=False`` is Table 4's row without student selection.
 """
 
 from dataclasses import dataclass
@@ -36,7 +32,7 @@ from ...core.clients import Client
 from ...core.slices import NOTHING, ParamInfo, Slice
 from ...core.validation import AtLeast, Positive, When
 from ..base import Method
-from ..coordination import students, teacher_shares
+from ..coordination import among_themselves, students, teacher_shares
 from ..jobs import Arrived, Member, Round, Server, Serving, Setting, Tensors
 from ..losses import Batch, cross_entropies
 from ..mixtures import cosines, mixtures, part_of, row, under
@@ -76,50 +72,39 @@ class CAFEDistill(Method):
         mixed = mixtures(server.mirrors, shares)
         rest = mixtures({0: initial}, others[:, None])
         teacher = {n: mixed.get(n, 0) + rest.get(n, 0) for n in initial}
-        notes = {"students": self.students(server, r, origin), "shares": shares, "seen": torch.tensor(seen)}
-        return notes | under("teacher", teacher)
-
-    def students(self, server: Server, r: Round, origin: Tensors | None) -> torch.Tensor:
-        """S_i of the sampled clients, (|C|, m)."""
-        ids, exits = [c.id for c in r.clients], r.setting.num_exits
-        if not self.progressive:
-            return torch.ones(len(ids), exits)
-        among = ids if self.choose_among == "sampled" else list(range(r.setting.num_clients))
-        known = {i: server.mirrors[i] for i in among if i in server.mirrors}
-        cosine = torch.zeros(len(among), len(among), dtype=torch.float64)
-        cosine[:, [among.index(i) for i in sorted(known)]] = cosines(known, among, origin)
-        chosen = students(cosine, r.t, r.rounds, exits, self.similarity, self.drop_one_more)
-        return chosen[[among.index(i) for i in ids]]
+        chosen = torch.ones(len(ids), r.setting.num_exits)
+        if self.progressive:
+            among = ids if self.choose_among == "sampled" else list(range(r.setting.num_clients))
+            known = among_themselves(server.mirrors, among, origin)
+            every = students(known, r.t, r.rounds, r.setting.num_exits, self.similarity, self.drop_one_more)
+            chosen = every[[among.index(i) for i in ids]]
+        return {"students": chosen, "shares": shares, "seen": torch.tensor(seen), **under("teacher", teacher)}
 
     def members(self, client: Client, server: Server, r: Round) -> list[Member]:
         i, part = r.clients.index(client), r.setting.full()
-        teacher = row(part_of(r.notes, "teacher"), i)
-        payload = {"start": teacher, "students": {"exits": r.notes["students"][i]}}
+        start = {"start": row(part_of(r.notes, "teacher"), i)}
         above = part.only(exits=part.exits[-1:])
-        return [Member(client, part, payload=payload),
-                Member(client, above, "teacher", NOTHING, payload={"start": teacher}, trains=False)]  # fmt: skip
+        return [Member(client, part, payload=start | {"students": {"exits": r.notes["students"][i]}}),
+                Member(client, above, "teacher", NOTHING, payload=start, trains=False)]  # fmt: skip
 
     def local_update(self, cohort) -> None:
         chosen = cohort.payload("students")["exits"].T  # (m, M)
         cohort.train(lambda batch: self.local_loss(batch, chosen))
-        for name, info in cohort.setting.infos.items():  # what is no student does not even decay
-            if info.exit is not None:
-                p = cohort.params[name]
-                taught = chosen[info.exit].view(-1, *(1,) * (p.dim() - 1)) > 0
+        for name, p in cohort.params.items():  # what is no student does not even decay
+            if (exit := cohort.setting.infos[name].exit) is not None:
+                taught = chosen[exit].view(-1, *(1,) * (p.dim() - 1)) > 0
                 cohort.params[name] = torch.where(taught, p, cohort.start[name])
         cohort.send("exit", last_exit(cohort.params, cohort.setting))
 
     def local_loss(self, batch: Batch, chosen: torch.Tensor) -> torch.Tensor:
         """sum_{j in S_i} w_j [CE_j + lambda KL(teacher || j)], w_j = 1/m, (M,). Eq. 11: lambda without w_j."""
-        m, tau = len(batch.outputs), self.temperature
-        teacher = batch.teacher("teacher")[-1:]  # (1, M, B, C)
+        m, tau, teacher = len(batch.outputs), self.temperature, batch.teacher("teacher")[-1:]  # (1, M, B, C)
         kl = batch.task.kl(teacher, batch.outputs, batch.labels, tau) * tau**2  # (m, M, B)
         taught = chosen.clone()
         if not self.distill_last:
             taught[-1] = 0
-        kl = (taught * (kl * batch.weights).sum(-1)).sum(0)
-        kd = self.kd_weight * (kl / m if self.kd_scaling == "exits" else kl)
-        return (chosen * cross_entropies(batch)).sum(0) / m + kd
+        kd = self.kd_weight * (taught * (kl * batch.weights).sum(-1)).sum(0)
+        return (chosen * cross_entropies(batch)).sum(0) / m + (kd / m if self.kd_scaling == "exits" else kd)
 
     def aggregate(self, server: Server, arrived: Arrived, r: Round) -> Server:
         """phi: the mean; the last exits that arrived replace those the server had."""
