@@ -72,7 +72,7 @@ def _shape_of(e: Experiment) -> Experiment:
 def _macs(e: Experiment, classes: int) -> np.ndarray:
     """MACs per budget; where sub-models differ in depth only, four are measured and the rest interpolated."""
     shapes = load_shapes(e, classes)
-    every = np.arange(shapes.budgets)
+    every = np.arange(shapes.method.num_budgets(e.num_exits))
     by_width = any(shapes.slice_for(j).index for j in every)
     measured = every if by_width else np.unique(np.linspace(0, len(every) - 1, 4).round().astype(int))
     return np.interp(every, measured, exit_macs(e, classes, measured))
