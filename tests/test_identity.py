@@ -12,7 +12,7 @@ from stored import ONE, assert_same, short, small, state
 
 from fedlib import Execution, build_federation, run, run_all
 from fedlib.core.storage import read_json, read_tensors, write_json, write_tensors
-from fedlib.methods import METHODS
+from fedlib.methods import METHODS, register
 from fedlib.methods.sliced.reefl import ReeFL
 from fedlib.models import registry
 from fedlib.runs import identity, sources
@@ -477,3 +477,13 @@ def test_options_that_spell_out_defaults_are_the_same_run(tmp_path):
     assert first.path.name == plain.slug and run(plain, ONE, tmp_path, progress=False).record == first.record
     (tmp_path / plain.slug).rename(tmp_path / spelt.slug)  # a run of an earlier version keeps its own spelling
     assert run_path(spelt, tmp_path).name == spelt.slug and run_path(plain, tmp_path).name == plain.slug
+
+
+def test_a_name_belongs_to_one_class(monkeypatch):
+    """A cell that is run again defines its class again; a class of the same name elsewhere is another one."""
+    monkeypatch.setattr("fedlib.methods.METHODS", dict(METHODS))
+    for _ in range(2):
+        register("fedprox_of_mine")(type("FedProx", (METHODS["fedavg"],), {"__module__": "__main__"}))
+    for name in ("fedprox_of_mine", "fedavg"):
+        with pytest.raises(ValueError, match=f"a method named '{name}' exists already"):
+            register(name)(type("FedAvg", (METHODS["fedavg"],), {"__module__": "elsewhere"}))

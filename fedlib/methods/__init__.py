@@ -36,10 +36,14 @@ def build_method(name: str, options: Mapping[str, Scalar]) -> Method:
 
 
 def register(name: str):
-    """Class decorator for a method that lives outside this package (a notebook, a script)."""
+    """Class decorator for a method that lives outside this package (a notebook, a script).
+
+    The same class may be defined again, as when a cell is; ``ValueError`` if the name is another method's.
+    """
 
     def add(cls: type[Method]) -> type[Method]:
-        if name in METHODS and METHODS[name].__qualname__ != cls.__qualname__:
+        known = METHODS.get(name)
+        if known is not None and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
             raise ValueError(f"a method named {name!r} exists already; choose another name")
         METHODS[name] = cls
         return cls
