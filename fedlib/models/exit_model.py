@@ -84,6 +84,8 @@ class ExitModel(nn.Module):
 
         Ask before :meth:`put_` replaces the parameters.
         """
+        if self.backbone.reads_all:  # all tokens of all units would have to be kept
+            return 0
         infos = self.infos()
         trained = [infos[n].unit for n in self.trainable() if n.startswith("backbone.")]
         fed_back = self.backbone.kept_units(self.head.first_hand_back)
