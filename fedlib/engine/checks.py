@@ -40,8 +40,8 @@ def check_experiment(e: Experiment) -> Method:
         )
     if isinstance(task_of(e.dataset), NextToken) and not getattr(config, "causal", False):
         raise ValueError(
-            f"experiment: dataset = {e.dataset!r} asks for the next token, and backbone = {e.backbone!r} sees the tokens "
-            "that follow; allowed: a causal one, such as llama_tiny"
+            f"experiment: dataset = {e.dataset!r} asks for the next token, and backbone = {e.backbone!r} sees what "
+            "follows; allowed: a causal one, such as llama_tiny"
         )
     check_finetune(e.finetune, dict(e.finetune_options), config)
     blocks = e.exit_blocks if e.exit_blocks is not None else method.exit_units(config.depth, e.num_exits)

@@ -141,6 +141,10 @@ def check_widths(space: Space, rank: Sequence[str], setting, e) -> None:
             f"{e.method}: backbone = {e.backbone!r} standardises what exits read by whole features, which a narrower "
             f"residual stream has not; allowed: residual = [1.0], or backbone = '{e.backbone}.stream'"
         )
+    if space.whole_heads and getattr(spec, "shares_heads", False) and min(space.kinds["attention"]) < 1:
+        raise ValueError(
+            f"{e.method}: cut = 'heads': the layers of {e.backbone!r} share positions per head; allowed: features"
+        )
     narrow = min(space.kinds["attention"]) < 1 and not space.whole_heads
     if getattr(spec, "rotary", False) and ("qk" in rank or narrow):
         key, allowed = ("rank = ['qk']", "vo, ffn, heads, residual") if "qk" in rank else ("attention", "[1.0]")

@@ -44,6 +44,11 @@ class Backbone(nn.Module):
     whole_blocks = False  # compute all of a client's last unit, as plain implementations do
     reads_all = False  # exits see every token, not one: features are (K, B, T, d)
 
+    def __init__(self):
+        super().__init__()
+        self.of_block: list[list[tuple[dict, str, int]]] = []  # per unit (module's, leaf, dims unstacked)
+        self.of_stem: list[tuple[dict, str, int]] = []  # of what belongs to no unit
+
     def advance(self, z, unit: int, on: int) -> tuple[torch.Tensor, object]:
         """Run ``unit``: what the exits see (K, B, *feature), and z of the first ``on`` clients, which go on."""
         raise TypeError(f"{type(self).__name__} cannot run one unit at a time")
@@ -81,7 +86,6 @@ class TokenBackbone(Backbone):
         super().__init__()
         self.register_buffer("origins", None, persistent=False)  # where exits read the class token after each block,
         self.register_buffer("scales", None, persistent=False)  # and in what units; None: as it is
-        self.of_block: list[list[tuple[dict, str, int]]] = []  # per block (module's, leaf, dims unstacked)
 
     def run(self, z: torch.Tensor, a: int, b: int) -> torch.Tensor:
         for block in self.blocks[a:b]:

@@ -29,9 +29,11 @@ class ExitModel(nn.Module):
         self.context = set_policy_(self, batch_norm)
         self._slots = slots_of(self)
         backbone.of_block = [[] for _ in range(backbone.spec.depth)]
+        backbone.of_stem.clear()
         for name, info in self.infos().items():
-            if name.startswith("backbone.") and info.unit != STEM:
-                backbone.of_block[info.unit].append((*self._slots[name], len(info.shape)))
+            if name.startswith("backbone."):
+                of = backbone.of_stem if info.unit == STEM else backbone.of_block[info.unit]
+                of.append((*self._slots[name], len(info.shape)))
 
     @property
     def depth(self) -> int:
