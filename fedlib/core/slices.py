@@ -51,6 +51,10 @@ class Axis:
             lambda start, size: order[self._starts.index(start)][: self._kept(keep, size)].tolist()
         )
 
+    def whole(self, segments: Sequence[int]) -> Indices:
+        """All entries of ``segments`` (their numbers), in this order: RaFFM's whole heads."""
+        return contiguous(tuple(self._starts[s] + i for s in segments for i in range(self.segments[s])))
+
     @cached_property
     def _starts(self) -> tuple[int, ...]:
         return tuple(accumulate(self.segments[:-1], initial=0))

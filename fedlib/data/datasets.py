@@ -46,7 +46,13 @@ class ImageData:
 
     @property
     def num_classes(self) -> int:
-        return len(self.classes)
+        """Classes; where labels are next tokens, how many tokens answers are made of."""
+        return len(self.vocabulary) if self.target == "tokens" else len(self.classes)
+
+    @property
+    def vocabulary(self) -> torch.Tensor:
+        """The token ids that ever answer in the training set, sorted; none where labels are no tokens."""
+        return self.train_labels[self.train_labels >= 0].unique() if self.target == "tokens" else torch.empty(0)
 
     @property
     def target(self) -> Target:

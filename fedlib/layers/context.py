@@ -22,6 +22,7 @@ class Context:
     weights: torch.Tensor | None = None  # (K, B) or of more clients; 0 marks padding. None: every row is an example
     scale: float | torch.Tensor = 1.0  # ``Slice.scale``: one, or (K,)
     scaled: tuple[str, ...] = ("conv",)  # the places of scalers that are on
+    whole_heads: bool = False  # narrower attention has fewer heads of full width, not all heads, narrower
     gathered: dict[nn.Module, Any] | None = None  # while ``norms.recomputed_statistics`` runs: what each norm saw
     _real: tuple[Any, torch.Tensor | None] = field(default=(None, None), repr=False)
 

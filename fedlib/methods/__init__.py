@@ -10,6 +10,7 @@ from .sliced.depthfl import DepthFL
 from .sliced.exclusivefl import ExclusiveFL
 from .sliced.fedavg import FedAvg
 from .sliced.inclusivefl import InclusiveFL
+from .sliced.raffm import RaFFM
 from .sliced.reefl import ReeFL
 from .sliced.scalefl import ScaleFL
 
@@ -20,6 +21,7 @@ METHODS: dict[str, type[Method]] = {
     "depthfl": DepthFL,
     "reefl": ReeFL,
     "fedavg": FedAvg,
+    "raffm": RaFFM,
 }
 
 __all__ = [

@@ -17,6 +17,7 @@ from ..core.clients import Client
 from ..core.slices import NOTHING, ParamInfo, Slice
 from ..core.validation import check_conditions, check_instance
 from ..models.backbone import Spec
+from ..models.exit_model import ExitModel
 from ..models.map_exits import classifiers
 from .jobs import Arrived, Member, Round, Server, Serving, Setting, Tensors
 from .losses import Batch, cross_entropies
@@ -61,6 +62,9 @@ class Method(UploadOptions):
     def build_head(self, spec: Spec, num_classes: int, exit_units: tuple[int, ...]) -> nn.Module:
         """The exits: one classifier each."""
         return classifiers(spec, num_classes, exit_units)
+
+    def configure(self, model: ExitModel) -> None:
+        """Set what layers must know for the whole run (``model.context``). Nothing."""
 
     def check(self, setting: Setting, e) -> None:
         """Raise ``ValueError`` for an experiment ``e`` that this method cannot run, before any compute."""

@@ -32,6 +32,7 @@ class Setting:
     seed: int = 1
     label_counts: Callable[[int], np.ndarray] | None = None  # a client's training examples by label, (classes,)
     measure: Measure | None = None  # what parts of the model cost: budgets are solved with it
+    frozen: Tensors = field(default_factory=dict)  # the tensors that nobody trains
 
     @property
     def num_exits(self) -> int:

@@ -157,8 +157,9 @@ class Bert(TokenBackbone):
         self.spec = config
         self.stem = BertStem(config)
         self.blocks = nn.ModuleList(BertBlock(config) for _ in range(config.depth))
-        self.register_buffer("origins", torch.zeros(config.depth, config.dim), persistent=False)
-        self.register_buffer("scales", torch.ones(config.depth, 1), persistent=False)
+        if config.centred:
+            self.register_buffer("origins", torch.zeros(config.depth, config.dim), persistent=False)
+            self.register_buffer("scales", torch.ones(config.depth, 1), persistent=False)
 
     def run(self, z: torch.Tensor, a: int, b: int) -> torch.Tensor:
         """On a CPU, without what is padding in every sentence of the batch (a GPU would wait for the answer)."""

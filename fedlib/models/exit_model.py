@@ -29,9 +29,11 @@ class ExitModel(nn.Module):
         self.context = set_policy_(self, batch_norm)
         self._slots = slots_of(self)
         backbone.of_block = [[] for _ in range(backbone.spec.depth)]
+        backbone.of_stem.clear()
         for name, info in self.infos().items():
-            if name.startswith("backbone.") and info.unit != STEM:
-                backbone.of_block[info.unit].append((*self._slots[name], len(info.shape)))
+            if name.startswith("backbone."):
+                of = backbone.of_stem if info.unit == STEM else backbone.of_block[info.unit]
+                of.append((*self._slots[name], len(info.shape)))
 
     @property
     def depth(self) -> int:
@@ -84,6 +86,8 @@ class ExitModel(nn.Module):
 
         Ask before :meth:`put_` replaces the parameters.
         """
+        if self.backbone.reads_all:  # all tokens of all units would have to be kept
+            return 0
         infos = self.infos()
         trained = [infos[n].unit for n in self.trainable() if n.startswith("backbone.")]
         fed_back = self.backbone.kept_units(self.head.first_hand_back)

@@ -4,6 +4,7 @@ Everything runs on PyTorch's ``meta`` device, where tensors have shapes and no v
 """
 
 import copy
+from typing import Literal
 
 import torch
 from torch import nn
@@ -23,13 +24,23 @@ class Measure:
     def __init__(self, model: ExitModel):
         self.model = copy.deepcopy(model).to("meta")
         self.model.backbone.whole_blocks = True  # a device that may go on computes them whole
-        set_policy_(self.model, "batch")  # statistics cost nothing
+        whole_heads = self.model.context.whole_heads
+        self.model.context = set_policy_(self.model, "batch")  # statistics cost nothing
+        self.model.context.whole_heads = whole_heads
         self.spec, self.infos = model.backbone.spec, self.model.infos()
+        self._trained = {n for n, p in self.model.named_parameters() if p.requires_grad}
         self._full = {n: p.detach() for n, p in self.model.named_parameters()}
 
     def parameters(self, part: Slice) -> int:
         """How many numbers ``part`` holds, statistics of batch norm not counted."""
         return sum(p.numel() for p in take_all(self._full, self.infos, part).values())
+
+    def cost(self, of: Literal["parameters", "memory", "macs", "upload"], part: Slice) -> float:
+        """What a constraint counts: all parameters, MiB of training, MACs of an example, or the trained parameters."""
+        if of in ("macs", "memory"):
+            return self.macs(part) if of == "macs" else self.training_mib(part)
+        held = take_all(self._full, self.infos, part)
+        return sum(p.numel() for n, p in held.items() if of == "parameters" or n in self._trained)
 
     def macs(self, part: Slice) -> int:
         """MACs of one example through the units and exits of ``part``; norms, activations and pooling cost none.
@@ -45,6 +56,19 @@ class Measure:
         finally:
             self.model.put_(self._full)
         return counter.get_total_flops() // 2
+
+    def training_mib(self, part: Slice, batch: int = 32) -> float:
+        """Memory of training ``part`` with Adam: 4 bytes * (parameters, of trained ones also the gradient and two
+        moments, and per example the outputs of every layer with parameters, forward and backward), in MiB."""
+        held = take_all(self._full, self.infos, part)
+        self.model.put_(held)
+        layers = [m for m in self.model.modules() if list(m.parameters(recurse=False))]
+        try:
+            outputs = self._outputs(layers, part)
+        finally:
+            self.model.put_(self._full)
+        kept = sum(p.numel() * (4 if n in self._trained else 1) for n, p in held.items())
+        return FLOAT * (kept + 2 * batch * outputs) / MIB
 
     def activation_mib(self, unit: int, batch: int) -> float:
         """Memory of training block ``unit`` (FeDepth): forward and backward activations, and parameters, in MiB.
@@ -62,15 +86,20 @@ class Measure:
         return self._mib(layers, batch) + sum(self.activation_mib(unit, batch) for unit in range(self.spec.depth))
 
     def _mib(self, layers: list[nn.Module], batch: int) -> float:
+        outputs = self._outputs(layers, Slice.prefix(self.model.depth, range(len(self.model.exit_units))))
+        parameters = sum(p.numel() for m in layers for p in m.parameters(recurse=False))
+        return FLOAT * (2 * batch * outputs + parameters) / MIB
+
+    def _outputs(self, layers: list[nn.Module], part: Slice) -> int:
+        """Numbers that ``layers`` put out for one example through ``part``."""
         outputs: list[int] = []
         hooks = [m.register_forward_hook(lambda m, args, out: outputs.append(out.numel())) for m in layers]
         try:
-            self._run(Slice.prefix(self.model.depth, range(len(self.model.exit_units))))
+            self._run(part)
         finally:
             for hook in hooks:
                 hook.remove()
-        parameters = sum(p.numel() for m in layers for p in m.parameters(recurse=False))
-        return FLOAT * (2 * batch * sum(outputs) + parameters) / MIB
+        return sum(outputs)
 
     @torch.no_grad()
     def _run(self, part: Slice) -> None:
