@@ -115,9 +115,10 @@ def test_a_round_of_one_client_equals_plain_pytorch(net):
     state = dict(f.server.params)
     for r in run_rounds(f, ONE):
         trained = plain_client(f, state, f.sample_clients(r.t)[0], plan, r.t)
-        state = {n: trained[plain_name(n)].detach() for n in state}
-        for name, want in state.items():
-            torch.testing.assert_close(r.server.params[name], want, rtol=0, atol=1e-5, msg=lambda m, n=name: n + m)
+        state = r.server.params
+        for name, p in state.items():
+            want = trained[plain_name(name)].detach()
+            torch.testing.assert_close(p, want, rtol=0, atol=1e-5, msg=lambda m, n=name: n + m)
 
 
 def test_a_round_of_several_clients_averages_by_examples(net):
