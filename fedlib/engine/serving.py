@@ -28,10 +28,12 @@ def evaluate_clients(f: Federation, server: Server, memories: Mapping) -> dict[s
     ``by_client`` lists their numbers and ids where there are at most ``LISTED``.
     """
     scores: dict[int, list[float]] = {}
+    answering = list(f.method.answering(f.setting.num_exits))
     for ids, outputs, labels, counts in client_outputs(f, server, memories):
         for k, client in enumerate(ids):
-            own = f.task.predict(outputs[:, k, : counts[k]]), labels[k, : counts[k]]  # (E, n, *label), (n, *label)
-            scores[client] = [f.task.score(p, own[1])[f.task.metric] for p in own[0]]
+            predicted = f.task.predict(outputs[answering, k, : counts[k]])  # (E, n, *label)
+            own = labels[k, : counts[k]]  # (n, *label)
+            scores[client] = [f.task.score(p, own)[f.task.metric] for p in predicted]
     table = np.array([scores[c] for c in sorted(scores)])  # (clients, E)
     means = table.mean(1)
     out = {

@@ -9,6 +9,7 @@ from .options import Distillation, ServerStep
 from .sliced.depthfl import DepthFL
 from .sliced.exclusivefl import ExclusiveFL
 from .sliced.fedavg import FedAvg
+from .sliced.fedepth import FeDepth
 from .sliced.inclusivefl import InclusiveFL
 from .sliced.raffm import RaFFM
 from .sliced.reefl import ReeFL
@@ -22,6 +23,7 @@ METHODS: dict[str, type[Method]] = {
     "reefl": ReeFL,
     "fedavg": FedAvg,
     "raffm": RaFFM,
+    "fedepth": FeDepth,
 }
 
 __all__ = [

@@ -98,6 +98,10 @@ class Method(UploadOptions):
     def program(self, client: Client, setting: Setting) -> Hashable:
         """Clients of unequal programs train in separate cohorts. All are equal."""
 
+    def effort(self, client: Client, setting: Setting, e) -> float:
+        """MACs of a client's local training, in those of training what ``slice_for`` says once: what prices count."""
+        return 1.0
+
     # --- the client ----------------------------------------------------------------------------------------------
 
     def local_loss(self, batch: Batch) -> torch.Tensor:
@@ -149,8 +153,15 @@ class Method(UploadOptions):
 
     # --- answers -------------------------------------------------------------------------------------------------
 
-    def model_for(self, exit: int, server: Server, r: Round) -> Slice:
-        """The sub-model whose exit ``exit`` is evaluated on the central test set: the global model."""
+    def answering(self, num_exits: int) -> Sequence[int]:
+        """The exits that are evaluated: all."""
+        return range(num_exits)
+
+    def model_for(self, exit: int, server: Server, r: Round) -> Slice | tuple[Slice, ...]:
+        """The sub-model whose exit ``exit`` is evaluated on the central test set: the global model.
+
+        Of several sub-models the mean of their outputs is.
+        """
         return r.setting.full()
 
     def serve(self, client: Client, server: Server, r: Round) -> Serving:

@@ -1,6 +1,6 @@
 """Values that travel between a method and the engine: what a round is, what a client trains, what comes back."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -110,7 +110,9 @@ class Stage:
     trains: Where | None = None  # None: all that is trainable
     epochs: int | None = None  # None: the experiment's
     units: range | None = None  # FeDepth: earlier units run without gradients, later ones not at all
-    exit: int | None = None  # answers for the last unit of ``units``, through ``Backbone.bridge``
+    exit: int | None = None  # the only one that answers, for the last of ``units`` through ``Backbone.bridge``
+    without: Collection[int] = ()  # units that are left out: the next one reads what came before them
+    cached: bool = False  # what comes before ``units`` is computed once (``engine/stages.py``)
     lr: float | None = None
 
 

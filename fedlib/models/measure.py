@@ -30,6 +30,7 @@ class Measure:
         self.spec, self.infos = model.backbone.spec, self.model.infos()
         self._trained = {n for n, p in self.model.named_parameters() if p.requires_grad}
         self._full = {n: p.detach() for n, p in self.model.named_parameters()}
+        self._known: dict[tuple[int | str, int], float] = {}  # memory, by unit and batch: asked for in every round
 
     def parameters(self, part: Slice) -> int:
         """How many numbers ``part`` holds, statistics of batch norm not counted."""
@@ -75,15 +76,32 @@ class Measure:
 
         2 * 4 bytes * batch * (outputs of every layer with parameters, and of the block) + 4 bytes * parameters.
         """
-        block = self.model.backbone.blocks[unit]
-        layers = [block, *(m for m in block.modules() if m is not block and list(m.parameters(recurse=False)))]
-        return self._mib(layers, batch)
+        if (unit, batch) not in self._known:
+            block = self.model.backbone.blocks[unit]
+            layers = [block, *(m for m in block.modules() if m is not block and list(m.parameters(recurse=False)))]
+            self._known[unit, batch] = self._mib(layers, batch)
+        return self._known[unit, batch]
 
     def total_mib(self, batch: int) -> float:
         """Memory of training all units, the stem and the exits; norms outside the units are not counted (FeDepth)."""
-        outside = [*self.model.backbone.stem.modules(), *self.model.head.modules()]
-        layers = [m for m in outside if any(p.dim() > 1 for p in m.parameters(recurse=False))]
-        return self._mib(layers, batch) + sum(self.activation_mib(unit, batch) for unit in range(self.spec.depth))
+        if ("outside", batch) not in self._known:
+            outside = [*self.model.backbone.stem.modules(), *self.model.head.modules()]
+            layers = [m for m in outside if any(p.dim() > 1 for p in m.parameters(recurse=False))]
+            self._known["outside", batch] = self._mib(layers, batch)
+        inside = sum(self.activation_mib(unit, batch) for unit in range(self.spec.depth))
+        return self._known["outside", batch] + inside
+
+    def unit_macs(self) -> tuple[int, ...]:
+        """MACs of one example in the stem, then in each unit; exits are not counted."""
+        from torch.utils.flop_counter import FlopCounterMode
+
+        out, z = [], self._example()
+        with torch.no_grad():
+            for unit in range(-1, self.spec.depth):
+                with FlopCounterMode(display=False) as counter:
+                    z = self.model.backbone.stem(z) if unit < 0 else self.model.backbone.advance(z, unit, 1)[1]
+                out.append(counter.get_total_flops() // 2)
+        return tuple(out)
 
     def _mib(self, layers: list[nn.Module], batch: int) -> float:
         outputs = self._outputs(layers, Slice.prefix(self.model.depth, range(len(self.model.exit_units))))
@@ -104,6 +122,8 @@ class Measure:
     @torch.no_grad()
     def _run(self, part: Slice) -> None:
         """One example through ``part``."""
+        self.model(self._example(), Route.of(part, self.model.depth))
+
+    def _example(self) -> torch.Tensor:
         dtype = torch.long if self.spec.reads == "tokens" else torch.float32
-        x = torch.empty(1, 1, *self.spec.input_shape, dtype=dtype, device="meta")
-        self.model(x, Route.of(part, self.model.depth))
+        return torch.empty(1, 1, *self.spec.input_shape, dtype=dtype, device="meta")

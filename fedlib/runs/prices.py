@@ -9,9 +9,10 @@ from functools import cache
 
 import numpy as np
 
+from ..core.clients import Client
 from ..core.experiment import Experiment
 from ..engine.federation import budgets_of
-from ..methods import Setting, build_method
+from ..methods import Method, Setting, build_method
 from ..models.registry import backbone_spec
 from .costs import exit_macs, load_shapes
 
@@ -49,8 +50,11 @@ def examples_per_client(e: Experiment) -> float:
 
 
 def training_macs(e: Experiment) -> float:
-    """3 x rounds x clients x local epochs x examples x MACs, the MACs being the mean over the eligible budgets."""
-    macs = _macs(_shape_of(e), num_classes(e))
+    """3 x rounds x clients x local epochs x examples x MACs, the MACs being the mean over the eligible budgets.
+
+    Those of a budget are one sub-model's, times what its local training really takes (``Method.effort``).
+    """
+    macs = _macs(_shape_of(e), num_classes(e)) * _efforts(e, num_classes(e))
     method = build_method(e.method, e.options)
     config = backbone_spec(e.backbone)
     blocks = e.exit_blocks if e.exit_blocks is not None else method.exit_units(config.depth, e.num_exits)
@@ -76,6 +80,15 @@ def _macs(e: Experiment, classes: int) -> np.ndarray:
     by_width = any(shapes.slice_for(j).index for j in every)
     measured = every if by_width else np.unique(np.linspace(0, len(every) - 1, 4).round().astype(int))
     return np.interp(every, measured, exit_macs(e, classes, measured))
+
+
+def _efforts(e: Experiment, classes: int) -> np.ndarray:
+    """What a client of each budget trains, in MACs of one sub-model."""
+    method = build_method(e.method, e.options)
+    if type(method).effort is Method.effort:
+        return np.ones(method.num_budgets(e.num_exits))
+    setting = load_shapes(e, classes).setting
+    return np.array([method.effort(Client(-1, b, 0), setting, e) for b in range(method.num_budgets(e.num_exits))])
 
 
 def gpu_hours(experiments: Sequence[Experiment], tera_macs_per_second: float = TERA_MACS_PER_SECOND) -> float:
