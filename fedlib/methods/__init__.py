@@ -9,6 +9,7 @@ from .options import Distillation, ServerStep
 from .sliced.depthfl import DepthFL
 from .sliced.exclusivefl import ExclusiveFL
 from .sliced.fedavg import FedAvg
+from .sliced.heterofl import HeteroFL
 from .sliced.inclusivefl import InclusiveFL
 from .sliced.reefl import ReeFL
 from .sliced.scalefl import ScaleFL
@@ -20,6 +21,7 @@ METHODS: dict[str, type[Method]] = {
     "depthfl": DepthFL,
     "reefl": ReeFL,
     "fedavg": FedAvg,
+    "heterofl": HeteroFL,
 }
 
 __all__ = [
