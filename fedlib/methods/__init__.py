@@ -10,6 +10,7 @@ from .sliced.depthfl import DepthFL
 from .sliced.exclusivefl import ExclusiveFL
 from .sliced.fedavg import FedAvg
 from .sliced.fedepth import FeDepth
+from .sliced.heterofl import HeteroFL
 from .sliced.inclusivefl import InclusiveFL
 from .sliced.raffm import RaFFM
 from .sliced.reefl import ReeFL
@@ -24,6 +25,7 @@ METHODS: dict[str, type[Method]] = {
     "fedavg": FedAvg,
     "raffm": RaFFM,
     "fedepth": FeDepth,
+    "heterofl": HeteroFL,
 }
 
 __all__ = [
