@@ -14,6 +14,7 @@ import torch
 
 from ..core.profiling import phase
 from ..core.slices import NOTHING
+from ..layers.context import answering
 from ..layers.norms import statistics
 from ..methods.jobs import Member, Round, Server, Stage
 from ..methods.losses import Batch
@@ -204,7 +205,8 @@ class Cohort:
         for rows, weights in in_order(self.data, self.clients, self.experiment.batch_size):
             x = self.inputs(rows)
             seen: dict[int, torch.Tensor] = {}
-            with torch.no_grad():
+            self.model.context.weights = weights
+            with torch.no_grad(), answering(self.model.context):
                 self.model(x, route, lambda at, z, feature, *_, seen=seen: seen.update({at: feature}))
             yield seen[unit].flatten(2), self.data.labels[rows], weights
 
@@ -256,7 +258,10 @@ class Cohort:
 
 
 class _Teacher:
-    """Members of one name that do not train: they answer without gradients, one row for each training member."""
+    """Members of one name that do not train: they answer without gradients, one row for each training member.
+
+    They answer as a served model would: batch norm by the statistics that the server averages, if it does.
+    """
 
     def __init__(self, cohort: Cohort, members: Sequence[Member]):
         by_client: dict[int, Member] = {m.client.id: m for m in members}
@@ -270,13 +275,11 @@ class _Teacher:
         """Outputs (E, M, B, *out)."""
         model, cohort = self.cohort.model, self.cohort
         model.put_(self.params)
-        context, before = model.context, model.context.training
-        context.training = False
         exits = {
             j: rows_of([i for i, s in enumerate(self.stack.slices) if j in s.exits])
             for j in range(len(model.exit_units))
         }
-        outputs = model(x, Route(self.stack.alive(model.depth), exits)).float()
-        context.training = before
+        with answering(model.context, ("tracked",)):
+            outputs = model(x, Route(self.stack.alive(model.depth), exits)).float()
         model.put_(cohort.params)
         return outputs

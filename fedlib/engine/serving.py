@@ -9,12 +9,14 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 import torch
 
+from ..data.tasks import Classification
 from ..layers.norms import recomputed_statistics
 from ..methods import Member, Round, Server, Serving
 from ..models.route import Route, rows_of
 from .batches import in_order
 from .cohort import Cohort
 from .federation import Federation
+from .leaving import leave_at, mean_over_clients
 from .stacks import Stack
 
 AT_ONCE, CLIENTS = 500, 50  # examples, and clients, that run together
@@ -25,15 +27,17 @@ def evaluate_clients(f: Federation, server: Server, memories: Mapping) -> dict[s
     """Mean and SD over clients of the task's metric on their own test sets: ``accuracy`` (mean over exits), ``exits``.
 
     A client that was never sampled answers with what it would be served. Clients without test examples do not count.
-    ``by_client`` lists their numbers and ids where there are at most ``LISTED``.
+    ``by_client`` lists their numbers and ids where there are at most ``LISTED``. Of several exits ``leaving`` says, by
+    threshold, what clients get who leave at the first exit whose confidence exceeds it (``leaving.py``).
     """
     scores: dict[int, list[float]] = {}
-    answering = list(f.method.answering(f.setting.num_exits))
+    early, exits = [], list(f.method.answering(f.setting.num_exits))
     for ids, outputs, labels, counts in client_outputs(f, server, memories):
         for k, client in enumerate(ids):
-            predicted = f.task.predict(outputs[answering, k, : counts[k]])  # (E, n, *label)
-            own = labels[k, : counts[k]]  # (n, *label)
-            scores[client] = [f.task.score(p, own)[f.task.metric] for p in predicted]
+            given, own = outputs[exits, k, : counts[k]], labels[k, : counts[k]]  # (E, n, *out), (n, *label)
+            scores[client] = [f.task.score(p, own)[f.task.metric] for p in f.task.predict(given)]
+            if len(exits) > 1 and isinstance(f.task, Classification):
+                early.append(leave_at(f.task, given, own))
     table = np.array([scores[c] for c in sorted(scores)])  # (clients, E)
     means = table.mean(1)
     out = {
@@ -42,6 +46,8 @@ def evaluate_clients(f: Federation, server: Server, memories: Mapping) -> dict[s
     }  # fmt: skip
     if len(table) <= LISTED:
         out["by_client"] = {str(c): round(float(x), 4) for c, x in zip(sorted(scores), means, strict=True)}
+    if early:
+        out["leaving"] = mean_over_clients(early)
     return out
 
 

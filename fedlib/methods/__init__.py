@@ -6,6 +6,17 @@ from ..core.validation import Scalar, check_fields, did_you_mean
 from .base import Method
 from .jobs import Arrived, Member, Round, Server, Serving, Setting, Stage
 from .options import Distillation, ServerStep
+from .personal.cafedistill import CAFEDistill
+from .personal.ditto import Ditto
+from .personal.fedamp import FedAMP
+from .personal.fedbabu import FedBABU
+from .personal.fedpac import FedPAC
+from .personal.fedper import FedPer
+from .personal.fedprox import FedProx
+from .personal.fedrep import FedRep
+from .personal.fedrod import FedRoD
+from .personal.local import Local
+from .personal.pfedgraph import PFedGraph
 from .sliced.depthfl import DepthFL
 from .sliced.exclusivefl import ExclusiveFL
 from .sliced.fedavg import FedAvg
@@ -17,15 +28,28 @@ from .sliced.reefl import ReeFL
 from .sliced.scalefl import ScaleFL
 
 METHODS: dict[str, type[Method]] = {
+    # what a client cannot hold
+    "fedavg": FedAvg,
     "exclusivefl": ExclusiveFL,
     "inclusivefl": InclusiveFL,
+    "heterofl": HeteroFL,
     "scalefl": ScaleFL,
     "depthfl": DepthFL,
     "reefl": ReeFL,
-    "fedavg": FedAvg,
-    "raffm": RaFFM,
     "fedepth": FeDepth,
-    "heterofl": HeteroFL,
+    "raffm": RaFFM,
+    # what a client does not share
+    "local": Local,
+    "fedprox": FedProx,
+    "fedper": FedPer,
+    "fedrep": FedRep,
+    "fedbabu": FedBABU,
+    "fedamp": FedAMP,
+    "pfedgraph": PFedGraph,
+    "fedrod": FedRoD,
+    "ditto": Ditto,
+    "fedpac": FedPAC,
+    "cafedistill": CAFEDistill,
 }
 
 __all__ = [

@@ -33,6 +33,7 @@ class Method(UploadOptions):
     # runs stored before are then refused, not mixed with new ones. Of a class that is not the kit's, the source counts.
     version: ClassVar[int] = 1
     needs_models: ClassVar[bool] = False  # does ``aggregate`` ask for whole models?
+    needs_extras: ClassVar[bool] = False  # or for what single clients send beside them?
 
     weighting: Literal["examples", "clients"] = "examples"  # of the mean
 
@@ -44,7 +45,10 @@ class Method(UploadOptions):
 
     def check_options(self) -> None:
         """Raise ``ValueError`` for options that do not go together; each alone is checked by its annotation."""
-        self.check_uploads(type(self).__name__.lower(), self.weighting)
+        name = type(self).__name__.lower()
+        self.check_uploads(name, self.weighting)
+        if self.noise_multiplier and (self.needs_models or self.needs_extras):
+            raise ValueError(f"options of {name}: noise_multiplier protects sums; {name} looks at single clients")
 
     # --- what is built -------------------------------------------------------------------------------------------
 
@@ -121,7 +125,7 @@ class Method(UploadOptions):
     @property
     def remembers(self) -> bool:
         """Do clients keep memory across rounds? (Sampling then hides less: ``privacy.epsilon``.)"""
-        return self.error_feedback
+        return self.error_feedback or type(self).personal is not Method.personal
 
     # --- the server ----------------------------------------------------------------------------------------------
 
