@@ -174,7 +174,7 @@ def take(tensor: torch.Tensor, info: ParamInfo, part: Slice) -> torch.Tensor:
         if isinstance(kept, range) and kept.step == 1:
             tensor = tensor.narrow(dim, kept.start, len(kept))
         else:
-            tensor = tensor.index_select(dim, torch.as_tensor(kept, device=tensor.device))
+            tensor = tensor.index_select(dim, torch.as_tensor(kept, dtype=torch.long, device=tensor.device))
     return tensor
 
 
@@ -190,7 +190,7 @@ def scatter_add_(total: torch.Tensor, value: torch.Tensor, info: ParamInfo, part
         if isinstance(kept, range) and kept.step == 1:
             total = total.narrow(dim, kept.start, len(kept))
         else:
-            scattered.append((dim, torch.as_tensor(kept, device=total.device)))
+            scattered.append((dim, torch.as_tensor(kept, dtype=torch.long, device=total.device)))
     if not scattered:
         total += value
         return

@@ -77,7 +77,9 @@ def build_model(e: Experiment, method: Method, num_classes: int, meta: bool = Fa
         if not meta:
             head.init_(torch_generator(e.seed, "head init"))
         apply_finetune_(backbone, head, e.finetune, dict(e.finetune_options), e.seed)
-    return ExitModel(backbone, head, exit_units, e.batch_norm).eval()
+    model = ExitModel(backbone, head, exit_units, e.batch_norm).eval()
+    model.context.scaled = method.scaled
+    return model
 
 
 def setting_of(e: Experiment, model: ExitModel, data: FederatedData | None = None, shapes=None) -> Setting:

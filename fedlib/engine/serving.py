@@ -60,7 +60,7 @@ def client_outputs(
         serving = f.method.serve(client, server, r)
         key = tuple((m.name, m.part.shape_key(), m.part.exits, m.part.units) for m in serving.members)
         tuned = serving.tune is not None and client.num_examples > 0
-        alike.setdefault((key, tuned, serving.statistics), []).append((client.id, serving))
+        alike.setdefault((key, tuned, serving.statistics, serving.masked), []).append((client.id, serving))
     for group in alike.values():
         group.sort(key=lambda pair: -len(tests[pair[0]]))  # clients of about equal sizes waste no rows on padding
         for a in range(0, len(group), CLIENTS):
@@ -69,6 +69,9 @@ def client_outputs(
             width = len(rows[0])
             padded = torch.from_numpy(np.stack([np.resize(x, width) for x in rows])).to(f.device)  # (K, width)
             outputs = _answer(f, server, memories, r, [s for _, s in some], padded)
+            if some[0][1].masked:
+                counts = np.stack([f.setting.label_counts(c) for c, _ in some])  # (K, classes)
+                outputs = outputs * torch.from_numpy(counts > 0).to(outputs)[:, None]
             yield [c for c, _ in some], outputs, f.data.test_labels[padded], list(map(len, rows))
 
 

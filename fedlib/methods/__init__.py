@@ -10,6 +10,7 @@ from .sliced.depthfl import DepthFL
 from .sliced.exclusivefl import ExclusiveFL
 from .sliced.fedavg import FedAvg
 from .sliced.fedepth import FeDepth
+from .sliced.heterofl import HeteroFL
 from .sliced.inclusivefl import InclusiveFL
 from .sliced.reefl import ReeFL
 from .sliced.scalefl import ScaleFL
@@ -22,6 +23,7 @@ METHODS: dict[str, type[Method]] = {
     "reefl": ReeFL,
     "fedavg": FedAvg,
     "fedepth": FeDepth,
+    "heterofl": HeteroFL,
 }
 
 __all__ = [

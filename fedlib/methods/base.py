@@ -32,6 +32,7 @@ class Method(UploadOptions):
     # runs stored before are then refused, not mixed with new ones. Of a class that is not the kit's, the source counts.
     version: ClassVar[int] = 1
     needs_models: ClassVar[bool] = False  # does ``aggregate`` ask for whole models?
+    scaled: ClassVar[tuple[str, ...]] = ("conv",)  # where outputs are divided by ``Slice.scale``: see ``Scaler``
 
     weighting: Literal["examples", "clients"] = "examples"  # of the mean
 

@@ -122,6 +122,7 @@ class Serving:
     members: tuple[Member, ...]
     tune: Stage | None = None  # FedBABU
     statistics: Literal["stored", "batch", "recomputed"] = "stored"
+    masked: bool = False  # outputs of classes that the client has no training example of are zero (HeteroFL)
 
 
 @dataclass

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -35,6 +35,18 @@ def cross_entropies(batch: Batch) -> torch.Tensor:
     """Mean loss of each exit on each member's batch, (E, M), the task's own; zero where the exit is not held."""
     losses = batch.task.losses(batch.outputs, batch.labels)  # (E, M, B)
     return (losses * batch.weights).sum(-1) * batch.held
+
+
+def zero_absent_at_client(batch: Batch) -> Batch:
+    """``batch`` with zero for the outputs of classes that the member's client has no example of (HeteroFL)."""
+    return replace(batch, outputs=batch.outputs * (batch.label_counts() > 0).to(batch.outputs.dtype)[:, None])
+
+
+def zero_absent_in_batch(batch: Batch) -> Batch:
+    """``batch`` with zero for the outputs of classes without an example in the member's batch (SplitMix, FeDepth)."""
+    present = batch.outputs.new_zeros(batch.labels.shape[0], batch.outputs.shape[-1])  # (M, C)
+    present.scatter_reduce_(1, batch.labels, (batch.weights > 0).to(present.dtype), "amax")
+    return replace(batch, outputs=batch.outputs * present[:, None])
 
 
 def kl_to_teacher(batch: Batch, teacher: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:

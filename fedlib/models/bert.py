@@ -28,6 +28,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..core.slices import Axis
+from ..layers.context import Scaler
 from ..layers.linear import init_normal_, per_client
 from ..layers.norms import LayerNorm
 from .backbone import TokenBackbone
@@ -139,13 +140,13 @@ class BertStem(nn.Module):
         self.spec = c
         self.words = Embedding(c.vocab_size, c.dim)
         self.pos_embed = nn.Parameter(torch.zeros(c.length, c.dim))
-        self.norm = LayerNorm(c.dim, c.eps)
+        self.norm, self.scale = LayerNorm(c.dim, c.eps), Scaler("conv", "norm")
         self.axes = {"pos_embed": (None, "residual")}
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:  # (K, B, T) -> (K, B, T, d)
         ids = ids.long()
         x = self.words(ids)
-        x = self.norm(x + per_client(self.pos_embed[..., : ids.shape[-1], :], x, 2))
+        x = self.norm(self.scale(x + per_client(self.pos_embed[..., : ids.shape[-1], :], x, 2)))
         return x * (ids != self.spec.padding).unsqueeze(-1)
 
 
@@ -157,8 +158,9 @@ class Bert(TokenBackbone):
         self.spec = config
         self.stem = BertStem(config)
         self.blocks = nn.ModuleList(BertBlock(config) for _ in range(config.depth))
-        self.register_buffer("origins", torch.zeros(config.depth, config.dim), persistent=False)
-        self.register_buffer("scales", torch.ones(config.depth, 1), persistent=False)
+        if config.centred:
+            self.register_buffer("origins", torch.zeros(config.depth, config.dim), persistent=False)
+            self.register_buffer("scales", torch.ones(config.depth, 1), persistent=False)
 
     def run(self, z: torch.Tensor, a: int, b: int) -> torch.Tensor:
         """On a CPU, without what is padding in every sentence of the batch (a GPU would wait for the answer)."""
