@@ -14,6 +14,7 @@ from .sliced.heterofl import HeteroFL
 from .sliced.inclusivefl import InclusiveFL
 from .sliced.reefl import ReeFL
 from .sliced.scalefl import ScaleFL
+from .sliced.splitmix import SplitMix
 
 METHODS: dict[str, type[Method]] = {
     "exclusivefl": ExclusiveFL,
@@ -24,6 +25,7 @@ METHODS: dict[str, type[Method]] = {
     "fedavg": FedAvg,
     "fedepth": FeDepth,
     "heterofl": HeteroFL,
+    "splitmix": SplitMix,
 }
 
 __all__ = [
