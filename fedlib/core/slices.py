@@ -33,11 +33,14 @@ class Axis:
         """The first ``keep(size)`` of every segment: ScaleFL, HeteroFL. ``ValueError`` if a segment would be empty."""
         return self._of_segments(lambda start, size: range(start, start + self._kept(keep, size)))
 
-    def chunk(self, i: int, of: int) -> Indices:
-        """Part ``i`` of ``of`` equal ones of every segment: SplitMix's base. ``ValueError`` if they cannot be equal."""
-        if any(size % of for size in self.segments):
+    def chunk(self, i: int, of: int, even: bool = True) -> Indices:
+        """Part ``i`` of ``of`` equal ones of every segment: SplitMix's base. ``ValueError`` if they cannot be equal.
+
+        Not ``even``: what is left over is in none of them.
+        """
+        if any(size % of if even else size < of for size in self.segments):
             raise ValueError(f"axis {self.name}: {list(self.segments)} cannot be cut into {of} equal parts")
-        return self._of_segments(lambda start, size: range(start + i * size // of, start + (i + 1) * size // of))
+        return self._of_segments(lambda start, n: range(start + i * (n // of), start + (i + 1) * (n // of)))
 
     def ranked(self, scores: torch.Tensor, keep: Callable[[int], int]) -> Indices:
         """The ``keep(size)`` highest of every segment, best first (of equal ones the first): RaFFM.

@@ -26,6 +26,7 @@ from .sliced.inclusivefl import InclusiveFL
 from .sliced.raffm import RaFFM
 from .sliced.reefl import ReeFL
 from .sliced.scalefl import ScaleFL
+from .sliced.splitmix import SplitMix
 
 METHODS: dict[str, type[Method]] = {
     # what a client cannot hold
@@ -37,6 +38,7 @@ METHODS: dict[str, type[Method]] = {
     "depthfl": DepthFL,
     "reefl": ReeFL,
     "fedepth": FeDepth,
+    "splitmix": SplitMix,
     "raffm": RaFFM,
     # what a client does not share
     "local": Local,

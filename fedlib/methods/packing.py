@@ -32,7 +32,7 @@ class MemoryBudgets:
     @property
     def shares(self) -> tuple[float, ...]:
         """The ratios r, one per budget; none where budgets are exits."""
-        return self.ratios or SCENARIOS.get(self.scenario, ())
+        return self.ratios or () if self.scenario == "own" else SCENARIOS.get(self.scenario, ())
 
     def num_budgets(self, num_exits: int) -> int:
         return len(self.shares) or super().num_budgets(num_exits)
@@ -72,6 +72,12 @@ def memory_of(share: float, setting: Setting) -> tuple[list[float], float]:
     """What training each block takes, and what a client with this share has for one model, in MiB."""
     blocks = [setting.measure.activation_mib(unit, BATCH) for unit in range(setting.spec.depth)]
     return blocks, min(share, 1) * setting.measure.total_mib(BATCH)
+
+
+def prefixes_that_fit(share: float, setting: Setting) -> int:
+    """How many exits a client with this share of the memory can hold, with all blocks up to the last of them."""
+    memories, budget = memory_of(share, setting)
+    return sum(sum(memories[: unit + 1]) <= budget * (1 + SLACK) * (1 + 1e-9) for unit in setting.exit_units)
 
 
 def pack(memories: Sequence[float], budget: float, slack: float = SLACK) -> tuple[range, ...]:
