@@ -13,7 +13,7 @@ validation accuracy before they are mixed.
 """
 
 from dataclasses import dataclass, replace
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 import torch
 
@@ -32,8 +32,6 @@ from ..widths import check_cuttable
 class SplitMix(MemoryBudgets, Method):
     """``bases`` of width 1 / bases; the paper's ratios."""
 
-    scaled: ClassVar[tuple[str, ...]] = ("conv", "shortcut")
-
     scenario: Literal["own", "fair", "lack", "surplus"] = "own"
     ratios: Annotated[tuple[Positive, ...] | None, When(scenario="own")] = (1 / 8, 1 / 4, 1 / 2, 1.0)
     bases: Count = 8
@@ -42,6 +40,9 @@ class SplitMix(MemoryBudgets, Method):
 
     def exit_units(self, depth: int, num_exits: int) -> tuple[int, ...]:
         return (depth - 1,)
+
+    def configure(self, model) -> None:
+        model.context.scaled = ("conv", "shortcut")
 
     def check(self, setting: Setting, e) -> None:
         check_cuttable("splitmix", setting, e)
