@@ -102,6 +102,11 @@ class CAFEDistill(Method):
     def local_update(self, cohort) -> None:
         chosen = cohort.payload("students")["exits"].T  # (m, M)
         cohort.train(lambda batch: self.local_loss(batch, chosen))
+        for name, info in cohort.setting.infos.items():  # what is no student does not even decay
+            if info.exit is not None:
+                p = cohort.params[name]
+                taught = chosen[info.exit].view(-1, *(1,) * (p.dim() - 1)) > 0
+                cohort.params[name] = torch.where(taught, p, cohort.start[name])
         cohort.send("exit", last_exit(cohort.params, cohort.setting))
 
     def local_loss(self, batch: Batch, chosen: torch.Tensor) -> torch.Tensor:
