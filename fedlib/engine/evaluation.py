@@ -76,7 +76,8 @@ def evaluate(federation: Federation, server: Server) -> Mapping[str, object]:
 
     All are the task's metric, in percent. With noise also the ``epsilon`` at ``delta`` that the rounds have cost.
 
-    The mean is unweighted; the ensemble answers by the exits' mean outputs (ReeFL's release, facts 6.6).
+    An exit that its sub-model does not hold is answered by the deepest that it holds before it. The mean is
+    unweighted; the ensemble answers by the exits' mean outputs (ReeFL's release, facts 6.6).
     """
     labels, task = federation.data.test_labels, federation.task
     parts = served_parts(federation, server)
@@ -88,7 +89,8 @@ def evaluate(federation: Federation, server: Server) -> Mapping[str, object]:
 
     exits = []
     for j, part in enumerate(parts):
-        exits.append(percent((outputs if shared else exit_logits(federation, server, part))[j]))
+        answers = max((k for k in part.exits if k <= j), default=j)  # an exit that nobody trains: the one before it
+        exits.append(percent((outputs if shared else exit_logits(federation, server, part))[answers]))
     out = {"accuracy": round(sum(exits) / len(exits), 4), "exits": exits}
     if shared and len(exits) > 1:
         out["ensemble"] = percent(outputs.mean(0))

@@ -24,6 +24,8 @@ LISTED = 1000  # a run keeps the accuracy of every client of at most so many
 def evaluate_clients(f: Federation, server: Server, memories: Mapping) -> dict[str, object]:
     """Mean and SD over clients of the task's metric on their own test sets: ``accuracy`` (mean over exits), ``exits``.
 
+    Exits that a client's model does not hold do not count for it. ``last`` is the mean of each client's deepest exit;
+    where clients hold different exits or widths, ``by_budget`` has both numbers for each budget's clients.
     A client that was never sampled answers with what it would be served. Clients without test examples do not count.
     ``by_client`` lists their numbers and ids where there are at most ``LISTED``.
     """
@@ -32,14 +34,34 @@ def evaluate_clients(f: Federation, server: Server, memories: Mapping) -> dict[s
         for k, client in enumerate(ids):
             own = f.task.predict(outputs[:, k, : counts[k]]), labels[k, : counts[k]]  # (E, n, *label), (n, *label)
             scores[client] = [f.task.score(p, own[1])[f.task.metric] for p in own[0]]
-    table = np.array([scores[c] for c in sorted(scores)])  # (clients, E)
-    means = table.mean(1)
+    clients, r = f.clients(sorted(scores)), Round(server.t, (), f.setting)
+    parts = [f.method.serve(c, server, r).members[0].part for c in clients]
+    table = np.array(
+        [
+            [x if j in p.exits else np.nan for j, x in enumerate(scores[c.id])]
+            for c, p in zip(clients, parts, strict=True)
+        ]
+    )  # (clients, E)
+    means, last = np.nanmean(table, 1), np.array([row[max(p.exits)] for row, p in zip(table, parts, strict=True)])
+    held = [column[~np.isnan(column)] for column in table.T]  # of an exit that nobody holds: nothing
     out = {
         "accuracy": round(float(means.mean()), 4), "sd": round(float(means.std()), 4), "clients": len(table),
-        "exits": np.round(table.mean(0), 4).tolist(), "exits_sd": np.round(table.std(0), 4).tolist(),
+        "exits": [round(float(x.mean()), 4) if len(x) else None for x in held],
+        "exits_sd": [round(float(x.std()), 4) if len(x) else None for x in held],
+        "last": round(float(last.mean()), 4),
     }  # fmt: skip
+    if len({(p.exits, p.shape_key()) for p in parts}) > 1:
+        budgets = np.array([c.budget for c in clients])
+        out["by_budget"] = {
+            str(b): {
+                "accuracy": round(float(means[budgets == b].mean()), 4),
+                "last": round(float(last[budgets == b].mean()), 4),
+                "clients": int((budgets == b).sum()),
+            }
+            for b in sorted(set(budgets.tolist()))
+        }
     if len(table) <= LISTED:
-        out["by_client"] = {str(c): round(float(x), 4) for c, x in zip(sorted(scores), means, strict=True)}
+        out["by_client"] = {str(c.id): round(float(x), 4) for c, x in zip(clients, means, strict=True)}
     return out
 
 

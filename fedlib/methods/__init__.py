@@ -6,13 +6,17 @@ from ..core.validation import Scalar, check_fields, did_you_mean
 from .base import Method
 from .jobs import Arrived, Member, Round, Server, Serving, Setting, Stage
 from .options import Distillation, ServerStep
+from .sliced.decoupled import Decoupled
 from .sliced.depthfl import DepthFL
 from .sliced.exclusivefl import ExclusiveFL
 from .sliced.fedavg import FedAvg
+from .sliced.fedavg_level1 import FedAvgLevel1
+from .sliced.feddf import FedDF
 from .sliced.heterofl import HeteroFL
 from .sliced.inclusivefl import InclusiveFL
 from .sliced.reefl import ReeFL
 from .sliced.scalefl import ScaleFL
+from .sliced.scalefl_original import ScaleFLOriginal
 
 METHODS: dict[str, type[Method]] = {
     "exclusivefl": ExclusiveFL,
@@ -22,6 +26,10 @@ METHODS: dict[str, type[Method]] = {
     "reefl": ReeFL,
     "fedavg": FedAvg,
     "heterofl": HeteroFL,
+    "scalefl_original": ScaleFLOriginal,
+    "decoupled": Decoupled,
+    "feddf": FedDF,
+    "fedavg_level1": FedAvgLevel1,
 }
 
 __all__ = [

@@ -61,16 +61,37 @@ class Measure:
         layers = [m for m in outside if any(p.dim() > 1 for p in m.parameters(recurse=False))]
         return self._mib(layers, batch) + sum(self.activation_mib(unit, batch) for unit in range(self.spec.depth))
 
+    def training_mib(self, part: Slice, batch: int = 32) -> float:
+        """Memory of training ``part``: activations of layers with parameters, forward and backward, and weights."""
+        layers = [m for m in self.model.modules() if list(m.parameters(recurse=False))]
+        self.model.put_(take_all(self._full, self.infos, part))
+        try:
+            outputs = self._outputs(layers, part)
+        finally:
+            self.model.put_(self._full)
+        return FLOAT * (2 * batch * outputs + self.parameters(part)) / MIB
+
+    def upload_mib(self, part: Slice) -> float:
+        """What a client of ``part`` sends: its trained parameters."""
+        trained = {n for n, p in self.model.named_parameters() if p.requires_grad}
+        held = take_all({n: self._full[n] for n in trained}, self.infos, part)
+        return FLOAT * sum(p.numel() for p in held.values()) / MIB
+
     def _mib(self, layers: list[nn.Module], batch: int) -> float:
+        outputs = self._outputs(layers, Slice.prefix(self.model.depth, range(len(self.model.exit_units))))
+        parameters = sum(p.numel() for m in layers for p in m.parameters(recurse=False))
+        return FLOAT * (2 * batch * outputs + parameters) / MIB
+
+    def _outputs(self, layers: list[nn.Module], part: Slice) -> int:
+        """Numbers that ``layers`` give out for one example of ``part``."""
         outputs: list[int] = []
         hooks = [m.register_forward_hook(lambda m, args, out: outputs.append(out.numel())) for m in layers]
         try:
-            self._run(Slice.prefix(self.model.depth, range(len(self.model.exit_units))))
+            self._run(part)
         finally:
             for hook in hooks:
                 hook.remove()
-        parameters = sum(p.numel() for m in layers for p in m.parameters(recurse=False))
-        return FLOAT * (2 * batch * sum(outputs) + parameters) / MIB
+        return sum(outputs)
 
     @torch.no_grad()
     def _run(self, part: Slice) -> None:
