@@ -79,7 +79,8 @@ def evaluate(federation: Federation, server: Server) -> Mapping[str, object]:
     Exits are those that answer (``Method.answering``). All numbers are the task's metric, in percent. With noise also
     the ``epsilon`` at ``delta`` that the rounds have cost.
 
-    The mean is unweighted; the ensemble answers by the exits' mean outputs (ReeFL's release, facts 6.6).
+    An exit that its sub-model does not hold is answered by the deepest that it holds before it. The mean is
+    unweighted; the ensemble answers by the exits' mean outputs (ReeFL's release, facts 6.6).
     """
     labels, task = federation.data.test_labels, federation.task
     answering = list(federation.method.answering(federation.setting.num_exits))
@@ -92,7 +93,9 @@ def evaluate(federation: Federation, server: Server) -> Mapping[str, object]:
 
     exits = []
     for j, part in zip(answering, parts, strict=True):
-        exits.append(percent((outputs if shared else exit_logits(federation, server, part))[j]))
+        held = (part[0] if isinstance(part, tuple) else part).exits
+        answers = max((k for k in held if k <= j), default=j)  # an exit that nobody trains: the one before it
+        exits.append(percent((outputs if shared else exit_logits(federation, server, part))[answers]))
     out = {"accuracy": round(sum(exits) / len(exits), 4), "exits": exits}
     if shared and len(exits) > 1:
         out["ensemble"] = percent(outputs[answering].mean(0))

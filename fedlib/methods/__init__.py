@@ -17,24 +17,32 @@ from .personal.fedrep import FedRep
 from .personal.fedrod import FedRoD
 from .personal.local import Local
 from .personal.pfedgraph import PFedGraph
+from .sliced.decoupled import Decoupled
 from .sliced.depthfl import DepthFL
 from .sliced.exclusivefl import ExclusiveFL
 from .sliced.fedavg import FedAvg
+from .sliced.fedavg_level1 import FedAvgLevel1
+from .sliced.feddf import FedDF
 from .sliced.fedepth import FeDepth
 from .sliced.heterofl import HeteroFL
 from .sliced.inclusivefl import InclusiveFL
 from .sliced.raffm import RaFFM
 from .sliced.reefl import ReeFL
 from .sliced.scalefl import ScaleFL
+from .sliced.scalefl_original import ScaleFLOriginal
 from .sliced.splitmix import SplitMix
 
 METHODS: dict[str, type[Method]] = {
     # what a client cannot hold
     "fedavg": FedAvg,
+    "fedavg_level1": FedAvgLevel1,
     "exclusivefl": ExclusiveFL,
     "inclusivefl": InclusiveFL,
+    "decoupled": Decoupled,
     "heterofl": HeteroFL,
     "scalefl": ScaleFL,
+    "scalefl_original": ScaleFLOriginal,
+    "feddf": FedDF,
     "depthfl": DepthFL,
     "reefl": ReeFL,
     "fedepth": FeDepth,

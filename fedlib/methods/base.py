@@ -5,7 +5,7 @@ training, and the mean over the clients that hold an entry. A method overrides w
 Read next: ``jobs.py`` (the values hooks see), ``options.py`` (distillation, server steps), ``sliced/reefl.py``.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
@@ -58,6 +58,18 @@ class Method(UploadOptions):
             allowed = [e for e in range(1, depth + 1) if depth % e == 0]
             raise ValueError(f"experiment: num_exits = {num_exits} does not divide {depth} blocks; allowed: {allowed}")
         return tuple(range(depth // num_exits - 1, depth, depth // num_exits))
+
+    def place_exits(
+        self, spec: Spec, num_exits: int, measured: Callable[[tuple[int, ...]], Setting]
+    ) -> tuple[int, ...]:
+        """Units with an exit, where the experiment names none; by default :meth:`exit_units`.
+
+        ``measured`` gives the setting, of shapes alone, of a model with exits after other units: what parts of it cost.
+        """
+        return self.exit_units(spec.depth, num_exits)
+
+    def client_budgets(self, num_clients: int, num_exits: int) -> np.ndarray | None:
+        """Which budget each client has; None: as the experiment's ``budgets`` says."""
 
     def num_budgets(self, num_exits: int) -> int:
         """How many budgets clients may have: one per exit."""

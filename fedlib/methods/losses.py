@@ -107,6 +107,14 @@ def last_exit(batch: Batch) -> torch.Tensor:
     return (batch.held * (depth + 1)).argmax(0)
 
 
+def kl_to_last(batch: Batch, temperature: float, detach: bool = True) -> torch.Tensor:
+    """tau^2 KL(p_last || p_e) of each held exit e, (E, M), averaged over the batch; the last's own is zero."""
+    teacher = batch.outputs[last_exit(batch), torch.arange(batch.outputs.shape[1], device=batch.outputs.device)]
+    teacher = teacher.detach() if detach else teacher
+    kl = batch.task.kl(teacher.expand_as(batch.outputs), batch.outputs, batch.labels, temperature)  # (E, M, B)
+    return (kl * batch.weights).sum(-1) * batch.held * temperature**2
+
+
 def ramp_up(t: int, length: float) -> float:
     """eta(t) = exp(-5 (1 - min(t, length) / length)^2): the weight of distillation at round t (1-based)."""
     return math.exp(-5 * (1 - min(t, length) / length) ** 2) if length > 0 else 1.0

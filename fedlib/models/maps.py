@@ -19,6 +19,7 @@ class MapSpec:
     channels: int = 3
     reads: ClassVar[str] = "images"
     own_modes: ClassVar[tuple[str, ...]] = ("full",)
+    early_exit: ClassVar[str] = "convolutions"  # the kind of ScaleFL's exits before the last
     final_exit: ClassVar[str] = "linear"  # the kind (``map_exits.KINDS``) of the exit after the last unit
 
     @property

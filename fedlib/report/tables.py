@@ -20,6 +20,7 @@ from ..runs.store import find_run, run_all, stored_pace
 LABELS = {
     "exclusivefl": "ExclusiveFL", "inclusivefl": "InclusiveFL", "scalefl": "ScaleFL", "depthfl": "DepthFL",
     "reefl": "ReeFL", "fedavg": "FedAvg", "fedepth": "FeDepth", "splitmix": "SplitMix", "heterofl": "HeteroFL",
+    "scalefl_original": "ScaleFL", "feddf": "FedDF", "decoupled": "Decoupled", "fedavg_level1": "FedAvg, level 1",
     "full": "Full", "frozen": "Frozen", "lora": "LoRA", "pa": "PA", "sa": "SA", "ssf": "SSF",
 }  # fmt: skip
 
@@ -75,17 +76,21 @@ def fetch(experiments: Sequence[Experiment]) -> None:
 def collect(cells: Sequence[Cell], folder: Path | None = None) -> pd.DataFrame:
     """One row per cell: where it stands, and its stored accuracy (percent), exits, seconds; NaN where missing.
 
-    ``last`` is the accuracy of the last exit.
+    ``last`` is the last exit's accuracy, ``local`` that of each client's deepest exit on its own test set, their mean.
     """
     rows = []
     for cell in cells:
         found = find_run(cell.experiment, folder)
         row = {k: v for k, v in vars(cell).items() if k != "experiment"}
-        summary = {**found.summary, "last": found.summary["exits"][-1]} if found else {"status": "missing"}
+        summary = dict(found.summary) if found else {"status": "missing"}
+        if "exits" in summary:
+            summary["last"] = summary["exits"][-1]
+        if "personal" in summary:
+            summary["local"] = summary["personal"].get("last", summary["personal"]["accuracy"])
         rows.append(row | {"dataset": cell.experiment.dataset, "run": cell.experiment.slug, **summary})
     return pd.DataFrame(rows).reindex(
         columns=["finetune", "variant", "method", "label", "column", "seed", "dataset", "status", "accuracy",
-                 "ensemble", "last", "exits", "seconds", "t", "run"]
+                 "last", "local", "ensemble", "exits", "seconds", "t", "run"]
     )  # fmt: skip
 
 
@@ -150,7 +155,7 @@ def beside_reported(frame: pd.DataFrame, reported: pd.DataFrame, value: str = "a
 
 
 def obtained(frame: pd.DataFrame, reported: pd.DataFrame, value: str = "accuracy") -> pd.DataFrame:
-    """:func:`beside_reported`; of the ensemble the best run's, as printed, and the mean over seeds.
+    """:func:`beside_reported`; of ensembles the best run's, as printed, and the mean over seeds.
 
     No reported column where the paper prints nothing.
     """
