@@ -59,6 +59,8 @@ class Update:
 def all_finite(tensors: Iterable[torch.Tensor]) -> bool:
     """Is every number finite? One transfer from the device, where the answer is yes."""
     tensors = list(tensors)
+    if not tensors:  # a cohort that sends nothing
+        return True
     if bool(torch.stack([x.sum() for x in tensors]).isfinite().all()):  # no NaN or infinity leaves a sum finite
         return True
     return bool(torch.stack([x.isfinite().all() for x in tensors]).all())  # finite numbers may have an infinite sum

@@ -4,6 +4,8 @@ Everything runs on PyTorch's ``meta`` device, where tensors have shapes and no v
 """
 
 import copy
+from collections import Counter
+from functools import cached_property
 
 import torch
 from torch import nn
@@ -26,7 +28,6 @@ class Measure:
         set_policy_(self.model, "batch")  # statistics cost nothing
         self.spec, self.infos = model.backbone.spec, self.model.infos()
         self._full = {n: p.detach() for n, p in self.model.named_parameters()}
-        self._known: dict[tuple[int | str, int], float] = {}  # memory, by unit and batch: asked for in every round
 
     def parameters(self, part: Slice) -> int:
         """How many numbers ``part`` holds, statistics of batch norm not counted."""
@@ -52,20 +53,15 @@ class Measure:
 
         2 * 4 bytes * batch * (outputs of every layer with parameters, and of the block) + 4 bytes * parameters.
         """
-        if (unit, batch) not in self._known:
-            block = self.model.backbone.blocks[unit]
-            layers = [block, *(m for m in block.modules() if m is not block and list(m.parameters(recurse=False)))]
-            self._known[unit, batch] = self._mib(layers, batch)
-        return self._known[unit, batch]
+        block = self.model.backbone.blocks[unit]
+        layers = [block, *(m for m in block.modules() if m is not block and list(m.parameters(recurse=False)))]
+        return self._mib(layers, batch)
 
     def total_mib(self, batch: int) -> float:
         """Memory of training all units, the stem and the exits; norms outside the units are not counted (FeDepth)."""
-        if ("outside", batch) not in self._known:
-            outside = [*self.model.backbone.stem.modules(), *self.model.head.modules()]
-            layers = [m for m in outside if any(p.dim() > 1 for p in m.parameters(recurse=False))]
-            self._known["outside", batch] = self._mib(layers, batch)
-        inside = sum(self.activation_mib(unit, batch) for unit in range(self.spec.depth))
-        return self._known["outside", batch] + inside
+        outside = [*self.model.backbone.stem.modules(), *self.model.head.modules()]
+        layers = [m for m in outside if any(p.dim() > 1 for p in m.parameters(recurse=False))]
+        return self._mib(layers, batch) + sum(self.activation_mib(unit, batch) for unit in range(self.spec.depth))
 
     def unit_macs(self) -> tuple[int, ...]:
         """MACs of one example in the stem, then in each unit; exits are not counted."""
@@ -80,15 +76,22 @@ class Measure:
         return tuple(out)
 
     def _mib(self, layers: list[nn.Module], batch: int) -> float:
-        outputs: list[int] = []
-        hooks = [m.register_forward_hook(lambda m, args, out: outputs.append(out.numel())) for m in layers]
+        outputs = sum(self._outputs[m] for m in layers)
+        parameters = sum(p.numel() for m in layers for p in m.parameters(recurse=False))
+        return FLOAT * (2 * batch * outputs + parameters) / MIB
+
+    @cached_property
+    def _outputs(self) -> Counter[nn.Module]:
+        """Numbers that each layer of the whole model gives for one example."""
+        outputs: Counter[nn.Module] = Counter()
+        hook = lambda m, args, out: outputs.update({m: out.numel() if isinstance(out, torch.Tensor) else 0})  # noqa: E731
+        hooks = [m.register_forward_hook(hook) for m in self.model.modules()]
         try:
             self._run(Slice.prefix(self.model.depth, range(len(self.model.exit_units))))
         finally:
-            for hook in hooks:
-                hook.remove()
-        parameters = sum(p.numel() for m in layers for p in m.parameters(recurse=False))
-        return FLOAT * (2 * batch * sum(outputs) + parameters) / MIB
+            for h in hooks:
+                h.remove()
+        return outputs
 
     @torch.no_grad()
     def _run(self, part: Slice) -> None:
