@@ -45,7 +45,7 @@ def plot_plans(
 
 
 @styled
-def plot_memory(frame: pd.DataFrame, title: str = "Estimated and measured memory of every stage", ax=None):
+def plot_memory(frame: pd.DataFrame, title: str = "A stage holds a part of what the whole net holds", ax=None):
     """Bars of a stage's estimated and measured memory; ``frame`` as from ``training_memory.memory_of_stages``."""
     import seaborn
 
@@ -94,4 +94,5 @@ def plot_parts(frame: pd.DataFrame, title: str, ax=None):
     ax.invert_yaxis()
     ax.figure.legend(*ax.get_legend_handles_labels(), loc="outside lower center", ncols=len(parts))
     finish(ax, "share of the memory of training (%)", "", title)
+    ax.grid(False, axis="y")
     return ax
