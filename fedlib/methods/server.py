@@ -60,7 +60,7 @@ class Update:
 def all_finite(tensors: Iterable[torch.Tensor]) -> bool:
     """Is every number finite? One transfer from the device, where the answer is yes."""
     tensors = list(tensors)
-    if not tensors:  # nothing is sent
+    if not tensors:  # a cohort that sends nothing
         return True
     if bool(torch.stack([x.sum() for x in tensors]).isfinite().all()):  # no NaN or infinity leaves a sum finite
         return True

@@ -4,6 +4,8 @@ Everything runs on PyTorch's ``meta`` device, where tensors have shapes and no v
 """
 
 import copy
+from collections import Counter
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -30,7 +32,6 @@ class Measure:
         self.spec, self.infos = model.backbone.spec, self.model.infos()
         self._trained = {n for n, p in self.model.named_parameters() if p.requires_grad}
         self._full = {n: p.detach() for n, p in self.model.named_parameters()}
-        self._known: dict[tuple[int | str, int], float] = {}  # memory, by unit and batch: asked for in every round
 
     def parameters(self, part: Slice) -> int:
         """How many numbers ``part`` holds, statistics of batch norm not counted."""
@@ -59,13 +60,17 @@ class Measure:
         return counter.get_total_flops() // 2
 
     def training_mib(self, part: Slice, batch: int = 32) -> float:
-        """Memory of training ``part`` with Adam: 4 bytes * (parameters, of trained ones also the gradient and two
-        moments, and per example the outputs of every layer with parameters, forward and backward), in MiB."""
+        """Memory of training ``part`` with Adam, in MiB.
+
+        4 bytes * (parameters, of trained ones also the gradient and two moments, and per example the outputs of every
+        layer with parameters, forward and backward).
+        """
         held = take_all(self._full, self.infos, part)
         self.model.put_(held)
         layers = [m for m in self.model.modules() if list(m.parameters(recurse=False))]
         try:
-            outputs = self._outputs(layers, part)
+            made = self._outputs(part)
+            outputs = sum(made[m] for m in layers)
         finally:
             self.model.put_(self._full)
         kept = sum(p.numel() * (4 if n in self._trained else 1) for n, p in held.items())
@@ -76,20 +81,15 @@ class Measure:
 
         2 * 4 bytes * batch * (outputs of every layer with parameters, and of the block) + 4 bytes * parameters.
         """
-        if (unit, batch) not in self._known:
-            block = self.model.backbone.blocks[unit]
-            layers = [block, *(m for m in block.modules() if m is not block and list(m.parameters(recurse=False)))]
-            self._known[unit, batch] = self._mib(layers, batch)
-        return self._known[unit, batch]
+        block = self.model.backbone.blocks[unit]
+        layers = [block, *(m for m in block.modules() if m is not block and list(m.parameters(recurse=False)))]
+        return self._mib(layers, batch)
 
     def total_mib(self, batch: int) -> float:
         """Memory of training all units, the stem and the exits; norms outside the units are not counted (FeDepth)."""
-        if ("outside", batch) not in self._known:
-            outside = [*self.model.backbone.stem.modules(), *self.model.head.modules()]
-            layers = [m for m in outside if any(p.dim() > 1 for p in m.parameters(recurse=False))]
-            self._known["outside", batch] = self._mib(layers, batch)
-        inside = sum(self.activation_mib(unit, batch) for unit in range(self.spec.depth))
-        return self._known["outside", batch] + inside
+        outside = [*self.model.backbone.stem.modules(), *self.model.head.modules()]
+        layers = [m for m in outside if any(p.dim() > 1 for p in m.parameters(recurse=False))]
+        return self._mib(layers, batch) + sum(self.activation_mib(unit, batch) for unit in range(self.spec.depth))
 
     def unit_macs(self) -> tuple[int, ...]:
         """MACs of one example in the stem, then in each unit; exits are not counted."""
@@ -104,20 +104,25 @@ class Measure:
         return tuple(out)
 
     def _mib(self, layers: list[nn.Module], batch: int) -> float:
-        outputs = self._outputs(layers, Slice.prefix(self.model.depth, range(len(self.model.exit_units))))
+        outputs = sum(self._whole_outputs[m] for m in layers)
         parameters = sum(p.numel() for m in layers for p in m.parameters(recurse=False))
         return FLOAT * (2 * batch * outputs + parameters) / MIB
 
-    def _outputs(self, layers: list[nn.Module], part: Slice) -> int:
-        """Numbers that ``layers`` put out for one example through ``part``."""
-        outputs: list[int] = []
-        hooks = [m.register_forward_hook(lambda m, args, out: outputs.append(out.numel())) for m in layers]
+    @cached_property
+    def _whole_outputs(self) -> Counter[nn.Module]:
+        return self._outputs(Slice.prefix(self.model.depth, range(len(self.model.exit_units))))
+
+    def _outputs(self, part: Slice) -> Counter[nn.Module]:
+        """Numbers that each layer puts out for one example through ``part``, whose tensors are in place."""
+        outputs: Counter[nn.Module] = Counter()
+        hook = lambda m, args, out: outputs.update({m: out.numel() if isinstance(out, torch.Tensor) else 0})  # noqa: E731
+        hooks = [m.register_forward_hook(hook) for m in self.model.modules()]
         try:
             self._run(part)
         finally:
-            for hook in hooks:
-                hook.remove()
-        return sum(outputs)
+            for h in hooks:
+                h.remove()
+        return outputs
 
     @torch.no_grad()
     def _run(self, part: Slice) -> None:

@@ -67,7 +67,7 @@ def training_macs(e: Experiment) -> float:
 def _shape_of(e: Experiment) -> Experiment:
     """An experiment of the same model, equal for all that share it."""
     return Experiment(
-        method=e.method, options=e.options, backbone=e.backbone, finetune=e.finetune,
+        method=e.method, options=e.options, backbone=e.backbone, pretrained=e.pretrained, finetune=e.finetune,
         finetune_options=e.finetune_options, num_exits=e.num_exits, exit_blocks=e.exit_blocks,
     )  # fmt: skip
 
