@@ -20,6 +20,7 @@ from ..runs.store import find_run, run_all, stored_pace
 LABELS = {
     "exclusivefl": "ExclusiveFL", "inclusivefl": "InclusiveFL", "scalefl": "ScaleFL", "depthfl": "DepthFL",
     "reefl": "ReeFL", "fedavg": "FedAvg",
+    "raffm": "RaFFM",
     "full": "Full", "frozen": "Frozen", "lora": "LoRA", "pa": "PA", "sa": "SA", "ssf": "SSF",
 }  # fmt: skip
 
