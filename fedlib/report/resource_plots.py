@@ -37,7 +37,8 @@ def plot_bars(frame: pd.DataFrame, x: str, y: str, ylabel: str, title: str, ax=N
     palette = {s: color_of(m) for s, m in zip(rows.series, rows.method, strict=True)}
     own = [s for s in dict.fromkeys(rows.series)]
     for k, name in enumerate(n for n in own if palette[n] == color_of("raffm")):  # variants of one method, paler
-        palette[name] = tuple((1 - 0.3 * k) * c + 0.3 * k for c in _rgb(palette[name]))
+        white = 0.25 * min(k, 3)
+        palette[name] = tuple((1 - white) * c + white for c in _rgb(palette[name]))
     seaborn.barplot(rows, x=x, y=y, hue="series", hue_order=own, palette=palette, ax=ax, errorbar=None)
     finish(ax, "", ylabel, title)
     return ax
