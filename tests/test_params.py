@@ -144,7 +144,8 @@ def test_every_file_is_checked(project, file, text, message):
     assert message in str(error.value)
 
 
-UNFINISHED: set[tuple[str, str]] = set()  # (paper, table) whose small runs are not all stored so far
+# (paper, table) whose small runs are not all stored so far
+UNFINISHED: set[tuple[str, str]] = {("fedepth", t) for t in ("table2", "unbalanced", "figure2", "vit", "figure5")}
 
 
 @pytest.mark.parametrize("paper, table", [(p, t) for p in papers() for t in grids(p)])
