@@ -144,12 +144,8 @@ def test_every_file_is_checked(project, file, text, message):
     assert message in str(error.value)
 
 
-UNFINISHED = {
-    "cafedistill",
-    "fedepth",
-    "raffm",
-    "scalefl",
-}  # papers of which some seeds or columns are not stored so far
+# papers of which some seeds or columns are not stored so far
+UNFINISHED = {"cafedistill", "fedepth", "raffm", "scalefl"}
 
 
 @pytest.mark.parametrize("paper", papers())

@@ -8,8 +8,8 @@ Read next: ``models/measure.py`` (the estimate), ``methods/packing.py``.
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
-import pandas as pd
 import torch
 
 from ..core.clients import Client
@@ -18,6 +18,9 @@ from ..engine.cohort import Cohort
 from ..engine.federation import Federation, build_federation
 from ..methods import Round, Stage
 from ..methods.packing import BATCH
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 MIB = 2**20
 
@@ -49,12 +52,14 @@ def one_client(e: Experiment, device: str = "cpu") -> Federation:
     return build_federation(e.replace(**one, partition="iid", local_epochs=1, augment="none"), device)
 
 
-def memory_of_stages(e: Experiment, device: str = "cpu") -> pd.DataFrame:
+def memory_of_stages(e: Experiment, device: str = "cpu") -> "pd.DataFrame":
     """A row for every stage of every budget of a FeDepth experiment: ``estimate_mib`` and ``measured_mib`` of a step.
 
     ``r`` is the share of the memory, ``budget_mib`` what that is, ``blocks`` are counted from 1. Rows of r = "all" are
     one step on the whole net, as FedAvg takes it.
     """
+    import pandas as pd
+
     f = one_client(e, device)
     method, measure, units = f.method, f.setting.measure, range(f.setting.spec.depth)
     rows = []

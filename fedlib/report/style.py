@@ -125,8 +125,9 @@ def title_of(column: str, stand_in: str | None = None) -> str:
 
     ``title_of("cifar100_alpha1", "cifar10")`` is ``CIFAR-10 standing in for CIFAR-100, Dirichlet 1``.
     """
-    found = re.fullmatch(r"(\w+?)_alpha([\d.]+)", column)
-    data, rest = (found[1], f", Dirichlet {found[2]}") if found else (column, "")
+    found = re.fullmatch(r"(\w+?)_(alpha|alpha_u|beta)([\d.]+)", column)
+    how = {"alpha": "Dirichlet {}", "alpha_u": "unbalanced Dirichlet {}", "beta": "{} classes a client"}
+    data, rest = (found[1], f", {how[found[2]].format(found[3])}") if found else (column, "")
     title = data_title(data) + rest
     return title if stand_in in (None, data) else f"{data_title(stand_in)} standing in for {title}"
 
