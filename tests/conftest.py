@@ -26,7 +26,15 @@ def shared_data():
     return SHARED
 
 
-CONVOLUTIONS = {"test_conv", "test_convnets", "test_batch_norm", "test_measure", "test_convnet_federation"}
+CONVOLUTIONS = {
+    "test_conv",
+    "test_convnets",
+    "test_batch_norm",
+    "test_measure",
+    "test_convnet_federation",
+    "test_fedepth",
+    "test_splitmix",
+}
 
 
 @pytest.fixture(autouse=True)

@@ -144,12 +144,12 @@ def test_every_file_is_checked(project, file, text, message):
     assert message in str(error.value)
 
 
-NOT_RUN = {("extensions", "convnets")}  # at small, so far
+UNFINISHED: set[tuple[str, str]] = set()  # (paper, table) whose small runs are not all stored so far
 
 
 @pytest.mark.parametrize("paper, table", [(p, t) for p in papers() for t in grids(p)])
 def test_every_small_grid_finds_its_stored_runs(paper, table):
-    """No change of the params' layout may give a stored run another name."""
+    """No change of the params' layout may give a stored run another name; what is complete is not called unfinished."""
     stored = {p.name for p in (params_dir().parent / "outputs" / "runs").iterdir()}
     wanted = {c.experiment.slug for c in load_grid(paper, table, "small")}
-    assert wanted and (not wanted & stored if (paper, table) in NOT_RUN else wanted <= stored)
+    assert wanted and (wanted <= stored) != ((paper, table) in UNFINISHED)

@@ -7,7 +7,7 @@ some indices per axis. Nothing is ever permuted: a ranked slice is the same as p
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate
 
 import torch
@@ -32,13 +32,16 @@ class Axis:
 
     def leading(self, keep: Callable[[int], int]) -> Indices:
         """The first ``keep(size)`` of every segment: ScaleFL, HeteroFL. ``ValueError`` if a segment would be empty."""
-        return self._of_segments(lambda start, size: range(start, start + self._kept(keep, size)))
+        return _leading(self.segments, tuple(self._kept(keep, size) for size in self.segments))
 
-    def chunk(self, i: int, of: int) -> Indices:
-        """Part ``i`` of ``of`` equal ones of every segment: SplitMix's base. ``ValueError`` if they cannot be equal."""
-        if any(size % of for size in self.segments):
+    def chunk(self, i: int, of: int, even: bool = True) -> Indices:
+        """Part ``i`` of ``of`` equal ones of every segment: SplitMix's base. ``ValueError`` if they cannot be equal.
+
+        Not ``even``: what is left over is in none of them.
+        """
+        if any(size % of if even else size < of for size in self.segments):
             raise ValueError(f"axis {self.name}: {list(self.segments)} cannot be cut into {of} equal parts")
-        return self._of_segments(lambda start, size: range(start + i * size // of, start + (i + 1) * size // of))
+        return self._of_segments(lambda start, n: range(start + i * (n // of), start + (i + 1) * (n // of)))
 
     def ranked(self, scores: torch.Tensor, keep: Callable[[int], int]) -> Indices:
         """The ``keep(size)`` highest of every segment, best first (of equal ones the first): RaFFM.
@@ -53,6 +56,10 @@ class Axis:
         return self._of_segments(
             lambda start, size: order[self._starts.index(start)][: self._kept(keep, size)].tolist()
         )
+
+    def whole(self, segments: Sequence[int]) -> Indices:
+        """All entries of ``segments`` (their numbers), in this order: RaFFM's whole heads."""
+        return contiguous(tuple(self._starts[s] + i for s in segments for i in range(self.segments[s])))
 
     @cached_property
     def _starts(self) -> tuple[int, ...]:
@@ -70,6 +77,13 @@ class Axis:
     def _of_segments(self, part: Callable[[int, int], Sequence[int]]) -> Indices:
         parts = [part(start, size) for start, size in zip(self._starts, self.segments, strict=True)]
         return contiguous(tuple(i for p in parts for i in p))
+
+
+@lru_cache(maxsize=4096)  # a random sub-model is drawn many times before one meets its constraint
+def _leading(segments: tuple[int, ...], kept: tuple[int, ...]) -> Indices:
+    """The first ``kept[i]`` entries of every segment i."""
+    starts = accumulate(segments[:-1], initial=0)
+    return contiguous(tuple(s + i for s, n in zip(starts, kept, strict=True) for i in range(n)))
 
 
 def contiguous(indices: tuple[int, ...]) -> Indices:

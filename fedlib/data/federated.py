@@ -12,7 +12,7 @@ from ..core.rng import numpy_generator
 from .client_tests import ByLabel, Everything, by_label, contiguous, like_train
 from .datasets import ImageData, is_text, load_dataset, source_key, target_of
 from .partition import BY_CHANCE, BY_OWNER, Divided, Drawn, partition_examples
-from .tasks import Classification, NextToken, Regression, Span, task_of
+from .tasks import IGNORED, Classification, NextToken, Regression, Span, task_of
 from .transforms import render
 
 
@@ -33,6 +33,7 @@ class FederatedData:
     test_split: str = "central"  # how client_test divides the test set (client_tests.py)
     seed: int = 0  # of that division
     digest: str = ""  # of the whole data set, of which an experiment may use a part
+    vocabulary: torch.Tensor | None = None  # token ids of the answers, by label; None where labels are no tokens
     public: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))  # training rows for the server alone
 
     def __post_init__(self):
@@ -44,6 +45,11 @@ class FederatedData:
                     f"public examples must be nobody's: client {i} holds {len(both)} of these {len(self.public)}, "
                     f"row {both[0]} for one"
                 )
+
+    @property
+    def num_outputs(self) -> int:
+        """What a head must tell apart: classes, or the tokens that answers are made of."""
+        return len(self.classes) if self.vocabulary is None else len(self.vocabulary)
 
     @property
     def num_clients(self) -> int:
@@ -130,11 +136,25 @@ def load_federated(e: Experiment, device: str = "cpu", size: int | None = None) 
     if e.num_test is not None or e.evaluate_on == "validation":
         keep = torch.from_numpy(test).to(device)
         test_images, test_labels = test_images[keep], test_labels[keep]
+    vocabulary = None
+    if data.target == "tokens":
+        vocabulary = data.vocabulary.to(device)
+        labels, test_labels = (places_in(vocabulary, x) for x in (labels, test_labels))
     return FederatedData(
         images, labels, test_images, test_labels, data.classes, mean, std, holdings,
         owners if e.partition in BY_OWNER else None, test_owners[test] if test_owners is not None else None,
-        e.test_split, e.seed, data.digest, public,
+        e.test_split, e.seed, data.digest, vocabulary, public,
     )  # fmt: skip
+
+
+def places_in(vocabulary: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Token ids as places in the sorted ``vocabulary``: a head need not tell all tokens apart, only those of answers.
+
+    A token that is not in it gets a label that nothing predicts; ``IGNORED`` stays.
+    """
+    place = torch.searchsorted(vocabulary, labels).clamp(max=len(vocabulary) - 1)
+    place = place.masked_fill(vocabulary[place] != labels, len(vocabulary))
+    return place.where(labels != IGNORED, labels)
 
 
 def check_labels(e: Experiment, data: ImageData) -> None:

@@ -9,12 +9,14 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 import torch
 
+from ..data.tasks import Classification
 from ..layers.norms import recomputed_statistics
 from ..methods import Member, Round, Server, Serving
 from ..models.route import Route, rows_of
 from .batches import in_order
 from .cohort import Cohort
 from .federation import Federation
+from .leaving import leave_at, mean_over_clients
 from .stacks import Stack
 
 AT_ONCE, CLIENTS = 500, 50  # examples, and clients, that run together
@@ -27,22 +29,22 @@ def evaluate_clients(f: Federation, server: Server, memories: Mapping) -> dict[s
     Exits that a client's model does not hold do not count for it. ``last`` is the mean of each client's deepest exit;
     where clients hold different exits or widths, ``by_budget`` has both numbers for each budget's clients.
     A client that was never sampled answers with what it would be served. Clients without test examples do not count.
-    ``by_client`` lists their numbers and ids where there are at most ``LISTED``.
+    ``by_client`` lists their numbers and ids where there are at most ``LISTED``. Of several exits ``leaving`` says, by
+    threshold, what clients get who leave at the first exit whose confidence exceeds it (``leaving.py``).
     """
     scores: dict[int, list[float]] = {}
+    early, exits = [], list(f.method.answering(f.setting.num_exits))
     for ids, outputs, labels, counts in client_outputs(f, server, memories):
         for k, client in enumerate(ids):
-            own = f.task.predict(outputs[:, k, : counts[k]]), labels[k, : counts[k]]  # (E, n, *label), (n, *label)
-            scores[client] = [f.task.score(p, own[1])[f.task.metric] for p in own[0]]
+            given, own = outputs[exits, k, : counts[k]], labels[k, : counts[k]]  # (E, n, *out), (n, *label)
+            scores[client] = [f.task.score(p, own)[f.task.metric] for p in f.task.predict(given)]
+            if len(exits) > 1 and isinstance(f.task, Classification):
+                early.append(leave_at(f.task, given, own))
     clients, r = f.clients(sorted(scores)), Round(server.t, (), f.setting)
     parts = [f.method.serve(c, server, r).members[0].part for c in clients]
-    table = np.array(
-        [
-            [x if j in p.exits else np.nan for j, x in enumerate(scores[c.id])]
-            for c, p in zip(clients, parts, strict=True)
-        ]
-    )  # (clients, E)
-    means, last = np.nanmean(table, 1), np.array([row[max(p.exits)] for row, p in zip(table, parts, strict=True)])
+    holds = np.array([[j in p.exits for j in exits] for p in parts])
+    table = np.where(holds, np.array([scores[c.id] for c in clients]), np.nan)  # (clients, E)
+    means, last = np.nanmean(table, 1), np.array([row[own][-1] for row, own in zip(table, holds, strict=True)])
     held = [column[~np.isnan(column)] for column in table.T]  # of an exit that nobody holds: nothing
     out = {
         "accuracy": round(float(means.mean()), 4), "sd": round(float(means.std()), 4), "clients": len(table),
@@ -62,6 +64,8 @@ def evaluate_clients(f: Federation, server: Server, memories: Mapping) -> dict[s
         }
     if len(table) <= LISTED:
         out["by_client"] = {str(c.id): round(float(x), 4) for c, x in zip(clients, means, strict=True)}
+    if early and holds.all():
+        out["leaving"] = mean_over_clients(early)
     return out
 
 

@@ -3,6 +3,8 @@
 ``share`` gives all layers of a model one :class:`Context`; a deep copy of the model shares a copy of its own.
 """
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -22,6 +24,7 @@ class Context:
     weights: torch.Tensor | None = None  # (K, B) or of more clients; 0 marks padding. None: every row is an example
     scale: float | torch.Tensor = 1.0  # ``Slice.scale``: one, or (K,)
     scaled: tuple[str, ...] = ("conv",)  # the places of scalers that are on
+    whole_heads: bool = False  # narrower attention has fewer heads of full width, not all heads, narrower
     gathered: dict[nn.Module, Any] | None = None  # while ``norms.recomputed_statistics`` runs: what each norm saw
     _real: tuple[Any, torch.Tensor | None] = field(default=(None, None), repr=False)
 
@@ -45,6 +48,20 @@ def share(model: nn.Module, policy: Policy = "batch") -> Context:
         if isinstance(getattr(layer, "context", None), Context):
             layer.context = context
     return context
+
+
+@contextmanager
+def answering(context: Context, kept: Sequence[Policy] = ("tracked", "local")) -> Iterator[None]:
+    """Inside, layers answer instead of training; batch norm has statistics where the policy is among ``kept``.
+
+    Elsewhere it takes those of the batch, as ``static`` ones are not there before evaluation.
+    """
+    before = context.policy, context.training
+    context.policy, context.training = context.policy if context.policy in kept else "batch", False
+    try:
+        yield
+    finally:
+        context.policy, context.training = before
 
 
 class Scaler(nn.Module):

@@ -17,6 +17,7 @@ from ..core.clients import Client
 from ..core.slices import NOTHING, ParamInfo, Slice
 from ..core.validation import check_conditions, check_instance
 from ..models.backbone import Spec
+from ..models.exit_model import ExitModel
 from ..models.map_exits import classifiers
 from .jobs import Arrived, Member, Round, Server, Serving, Setting, Tensors
 from .losses import Batch, cross_entropies
@@ -32,7 +33,7 @@ class Method(UploadOptions):
     # runs stored before are then refused, not mixed with new ones. Of a class that is not the kit's, the source counts.
     version: ClassVar[int] = 1
     needs_models: ClassVar[bool] = False  # does ``aggregate`` ask for whole models?
-    scaled: ClassVar[tuple[str, ...]] = ("conv",)  # where outputs are divided by ``Slice.scale``: see ``Scaler``
+    needs_extras: ClassVar[bool] = False  # or for what single clients send beside them?
 
     weighting: Literal["examples", "clients"] = "examples"  # of the mean
 
@@ -44,7 +45,10 @@ class Method(UploadOptions):
 
     def check_options(self) -> None:
         """Raise ``ValueError`` for options that do not go together; each alone is checked by its annotation."""
-        self.check_uploads(type(self).__name__.lower(), self.weighting)
+        name = type(self).__name__.lower()
+        self.check_uploads(name, self.weighting)
+        if self.noise_multiplier and (self.needs_models or self.needs_extras):
+            raise ValueError(f"options of {name}: noise_multiplier protects sums; {name} looks at single clients")
 
     # --- what is built -------------------------------------------------------------------------------------------
 
@@ -74,6 +78,9 @@ class Method(UploadOptions):
     def build_head(self, spec: Spec, num_classes: int, exit_units: tuple[int, ...]) -> nn.Module:
         """The exits: one classifier each."""
         return classifiers(spec, num_classes, exit_units)
+
+    def configure(self, model: ExitModel) -> None:
+        """Set what layers must know for the whole run (``model.context``). Nothing."""
 
     def check(self, setting: Setting, e) -> None:
         """Raise ``ValueError`` for an experiment ``e`` that this method cannot run, before any compute."""
@@ -107,6 +114,10 @@ class Method(UploadOptions):
     def program(self, client: Client, setting: Setting) -> Hashable:
         """Clients of unequal programs train in separate cohorts. All are equal."""
 
+    def effort(self, client: Client, setting: Setting, e) -> float:
+        """MACs of a client's local training, in those of training what ``slice_for`` says once: what prices count."""
+        return 1.0
+
     # --- the client ----------------------------------------------------------------------------------------------
 
     def local_loss(self, batch: Batch) -> torch.Tensor:
@@ -126,7 +137,7 @@ class Method(UploadOptions):
     @property
     def remembers(self) -> bool:
         """Do clients keep memory across rounds? (Sampling then hides less: ``privacy.epsilon``.)"""
-        return self.error_feedback
+        return self.error_feedback or type(self).personal is not Method.personal
 
     # --- the server ----------------------------------------------------------------------------------------------
 
@@ -158,8 +169,15 @@ class Method(UploadOptions):
 
     # --- answers -------------------------------------------------------------------------------------------------
 
-    def model_for(self, exit: int, server: Server, r: Round) -> Slice:
-        """The sub-model whose exit ``exit`` is evaluated on the central test set: the global model."""
+    def answering(self, num_exits: int) -> Sequence[int]:
+        """The exits that are evaluated: all."""
+        return range(num_exits)
+
+    def model_for(self, exit: int, server: Server, r: Round) -> Slice | tuple[Slice, ...]:
+        """The sub-model whose exit ``exit`` is evaluated on the central test set: the global model.
+
+        Of several sub-models the mean of their outputs is.
+        """
         return r.setting.full()
 
     def serve(self, client: Client, server: Server, r: Round) -> Serving:

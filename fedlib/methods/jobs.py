@@ -1,6 +1,6 @@
 """Values that travel between a method and the engine: what a round is, what a client trains, what comes back."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
@@ -45,6 +45,7 @@ class Setting:
     seed: int = 1
     label_counts: Callable[[int], np.ndarray] | None = None  # a client's training examples by label, (classes,)
     measure: Measure | None = None  # what parts of the model cost: budgets are solved with it
+    frozen: Tensors = field(default_factory=dict)  # the tensors that nobody trains
     lab: Lab | None = None  # where the experiment grants the server public examples
 
     @property
@@ -123,7 +124,9 @@ class Stage:
     trains: Where | None = None  # None: all that is trainable
     epochs: int | None = None  # None: the experiment's
     units: range | None = None  # FeDepth: earlier units run without gradients, later ones not at all
-    exit: int | None = None  # answers for the last unit of ``units``, through ``Backbone.bridge``
+    exit: int | None = None  # the only one that answers, for the last of ``units`` through ``Backbone.bridge``
+    without: Collection[int] = ()  # units that are left out: the next one reads what came before them
+    cached: bool = False  # what comes before ``units`` is computed once (``engine/stages.py``)
     lr: float | None = None
 
 

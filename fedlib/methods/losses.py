@@ -73,6 +73,23 @@ def mutual_kl(batch: Batch, temperature: float = 1.0) -> torch.Tensor:
     return total / (n - 1).clamp(min=1)
 
 
+def peer_kl(batch: Batch, temperature: float = 1.0) -> torch.Tensor:
+    """Mutual learning between the n models of a client (FeDepth), (M,): tau^2 * 1/(n-1) * sum_{j != m} KL(p_j || p_m).
+
+    p_j is detached; the sum over exits is not divided. Zero for a client of one model.
+    """
+    client = batch.client
+    if client is None or len(client.unique()) == len(client):
+        return batch.outputs.new_zeros(batch.outputs.shape[1])
+    peers = (client[:, None] == client).to(batch.outputs.dtype).fill_diagonal_(0)  # (M, M)
+    logp = (batch.outputs / temperature).log_softmax(-1)  # (E, M, B, C)
+    p = logp.detach().exp()
+    negative_entropy = torch.einsum("mn,enb->emb", peers, (p * logp.detach()).sum(-1))
+    kl = negative_entropy - (torch.einsum("mn,enbc->embc", peers, p) * logp).sum(-1)
+    total = ((kl * batch.weights).sum(-1) * batch.held).sum(0) * temperature**2
+    return total / peers.sum(1).clamp(min=1)
+
+
 def running_best_exit(batch: Batch, ce: torch.Tensor, zeta: float) -> torch.Tensor:
     """ReeFL's teacher (K,): argmin over held exits of the running loss, L <- (1 - zeta) L + zeta CE, from L = 0.
 

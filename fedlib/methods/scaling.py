@@ -25,10 +25,6 @@ from .levels import Level, check_ratios, cluster_levels, solve_levels, solve_wid
 from .widths import check_cuttable
 
 Share = Annotated[Positive, AtMost(1)]
-COSTS: dict[str, Callable[[Measure, Slice], float]] = {
-    "parameters": Measure.parameters, "macs": Measure.macs, "training_memory": Measure.training_mib,
-    "upload": Measure.upload_mib,
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -42,7 +38,7 @@ class Levels:
     widths: tuple[Share, ...] | None = None  # s_w
     depths: tuple[Share, ...] | None = None  # s_d
     ratios: tuple[Share, ...] | None = None  # r; None: 1, 1/2, 1/4, …
-    cost: Literal["parameters", "macs", "training_memory", "upload"] = "parameters"
+    cost: Literal["parameters", "macs", "memory", "upload"] = "parameters"
     cut: Literal["both", "width", "depth"] = "both"  # the ablations cut one of the two alone
     grid: Share = 0.05  # of widths
     depth_steps: Count = 9  # where an exit may stand: after every so manieth of the units; cut = depth: after each
@@ -170,17 +166,17 @@ def with_copies(params: dict[str, torch.Tensor], parts: list[Slice]) -> dict[str
 
 def priced(options: Levels, measure: Measure, exit_units: tuple[int, ...]) -> tuple[Callable, float]:
     """The cost of a split, whose exits are those of the levels below and its own; and that of the whole model."""
-    axes, price = axes_of(measure.model, measure.infos), COSTS[options.cost]
+    axes = axes_of(measure.model, measure.infos)
 
     def cost(width: float, depth: int, below: tuple[Level, ...]) -> float:
         exits = [j for j, u in enumerate(exit_units) if u + 1 == depth or u + 1 in {x.depth for x in below}]
         try:
-            return price(measure, split(axes, measure.spec, Level(width, depth), exits))
+            return measure.cost(options.cost, split(axes, measure.spec, Level(width, depth), exits))
         except ValueError:  # an axis would be empty
             return float("inf")
 
     last = len(exit_units) - 1
-    return cost, price(measure, Slice.prefix(exit_units[-1] + 1, [last]))
+    return cost, measure.cost(options.cost, Slice.prefix(exit_units[-1] + 1, [last]))
 
 
 @lru_cache(maxsize=64)

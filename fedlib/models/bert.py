@@ -86,8 +86,17 @@ class BertSpec:
 
 WORDS = 256  # one-word sentences, from which exits take their units
 MINILM = BertSpec(length=64, dim=384, depth=6, heads=12, ffn_dim=1536)
-BERTS = {"minilm": MINILM, "minilm.32": replace(MINILM, length=32), "bert_micro": BertSpec()}
+BERTS = {
+    "minilm": MINILM,
+    "minilm.32": replace(MINILM, length=32),
+    "minilm.128": replace(MINILM, length=128),
+    "bert_micro": BertSpec(),
+}
 BERTS |= {f"{name}.stream": replace(config, centred=False) for name, config in BERTS.items()}
+BERTS |= {  # CAFEDistill's, trained from random weights, and one for CPUs
+    "transformer4": BertSpec(length=64, dim=192, depth=4, heads=2, ffn_dim=768, centred=False),
+    "transformer4_slim": BertSpec(depth=4, heads=2, centred=False),
+}
 
 
 def is_token(z: torch.Tensor) -> torch.Tensor:

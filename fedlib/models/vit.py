@@ -14,7 +14,7 @@ from torch import nn
 
 from ..core.slices import Axis
 from ..layers.attention import attend
-from ..layers.context import Scaler
+from ..layers.context import Context, Scaler
 from ..layers.linear import Linear, init_normal_, per_client
 from ..layers.norms import LayerNorm
 from ..layers.written_block import run_written_out
@@ -84,16 +84,27 @@ def patchify(images: torch.Tensor, patch: int) -> torch.Tensor:
 
 
 class Attention(nn.Module):
-    """Multi-head self-attention with q, k, v apart. The number of heads is fixed, the head width follows q's rows."""
+    """Multi-head self-attention with q, k, v apart. The number of heads is fixed, the head width follows q's rows;
+    the reverse where whole heads are cut (``Context.whole_heads``)."""
 
     def __init__(self, c: ViTSpec):
         super().__init__()
-        self.heads = c.heads
+        self.all_heads, self.width, self.context = c.heads, c.dim // c.heads, Context()
         self.q, self.k, self.v = (
             Linear(c.dim, c.dim, bias=c.qkv_bias, axes=(axis, "residual")) for axis in ("/qk", "/qk", "/vo")
         )
         self.proj = Linear(c.dim, c.dim, axes=("residual", "/vo"))
         self.scale = Scaler("conv", "norm")
+
+    @property
+    def heads(self) -> int:
+        """How many there are, of the tensors in place."""
+        if not self.context.whole_heads:
+            return self.all_heads
+        layer = self.q
+        while hasattr(layer, "base_layer"):
+            layer = layer.base_layer
+        return layer.weight.shape[-2] // self.width
 
     def forward(self, x: torch.Tensor, first: int | None = None) -> torch.Tensor:
         """x (K, B, T, d) -> (K, B, T, d), or only its ``first`` tokens, which attend to all."""
@@ -203,7 +214,12 @@ class ViT(TokenBackbone):
 
 
 def head_axis(name: str, size: int, heads: int) -> Axis:
-    """The axis of a transformer: features of queries, keys and values are cut head by head."""
+    """The axis of a transformer: features of queries, keys and values are cut head by head.
+
+    ``ValueError`` if they do not divide among the heads.
+    """
+    if name.endswith(("/qk", "/vo")) and size % heads:
+        raise ValueError(f"axis {name}: {size} features do not divide among {heads} heads")
     if name.endswith(("/qk", "/vo")):
         return Axis(name, (size // heads,) * heads)
     return Axis(name, (size,))

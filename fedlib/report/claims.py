@@ -18,7 +18,7 @@ from ..core.paths import outputs_dir, params_dir
 from ..core.validation import did_you_mean
 from ..runs.params import Cell, load_fallback, load_grid, load_spec
 from ..runs.params_files import load_yaml
-from .exact import EXACT, upload_table
+from .exact import EXACT, FROM_SHAPES, upload_table
 from .statistics import bootstrap_interval, verdict
 from .tables import collect, label_of, load_reported, stand_in
 
@@ -163,7 +163,8 @@ def judge_claim(name: str, claim: dict, stored: Stored, published: Published) ->
     """One claim; see the module's first lines for the rule."""
     rows, printed = pd.DataFrame(columns=COLUMNS), "–"
     if "exact" in claim:
-        holds, numbers = EXACT[claim["exact"]](stored.uploads)
+        shapes = FROM_SHAPES.get(claim["exact"])
+        holds, numbers = shapes(stored.paper) if shapes else EXACT[claim["exact"]](stored.uploads)
         found = "holds" if holds else "does not hold", numbers
     elif "why" in claim:
         found = "not testable", claim["why"]

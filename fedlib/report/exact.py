@@ -2,7 +2,8 @@
 
 import pandas as pd
 
-from ..runs.costs import upload_mib, upload_parameters
+from ..methods.packing import BATCH
+from ..runs.costs import Shapes, load_shapes, upload_mib, upload_parameters
 from ..runs.params import load_experiment
 from .tables import load_reported
 
@@ -42,4 +43,30 @@ def fewer_parameters(uploads: pd.DataFrame) -> tuple[bool, str]:
     return bool(0 < at.depthfl - at.reefl < 0.01 * at.depthfl), f"{at.reefl:,} against {at.depthfl:,} trainable"
 
 
+def memory_table(paper: str) -> tuple[bool, str]:
+    """FeDepth's Table 1, counted; it cuts some decimals instead of rounding them."""
+    printed = load_reported(paper, "table1").set_index("variant")["mean"]
+    measure = _preresnet20(paper).setting.measure
+    share = lambda name: measure.total_mib(BATCH) / float(name.partition("/")[2] or 1)  # noqa: E731
+    counted = pd.Series(
+        {n: share(n) if n[0] == "x" else measure.activation_mib(int(n[1:]) - 1, BATCH) for n in printed.index}
+    )
+    rounded = counted.round(2) == printed
+    cut = (counted * 100).astype(int) / 100 == printed
+    return bool((rounded | cut).all()), f"{rounded.sum()} of {len(printed)} equal to two decimals, the others cut there"
+
+
+def a_sixth_trains_everything(paper: str) -> tuple[bool, str]:
+    """The plan of the poorest fair client covers all blocks."""
+    shapes = _preresnet20(paper)
+    plan = shapes.method.plan(1 / 6, shapes.setting)
+    blocks = [unit for stage in plan for unit in stage]
+    return blocks == list(range(9)) and len(plan) == 6, f"{len(blocks)} of 9 blocks in {len(plan)} stages"
+
+
+def _preresnet20(paper: str) -> Shapes:
+    return load_shapes(load_experiment(paper, "fedepth", "paper", {"dataset": "cifar10"}), 10)
+
+
+FROM_SHAPES = {"memory_table": memory_table, "a_sixth_trains_everything": a_sixth_trains_everything}
 EXACT = {"communication": communication, "extra_upload": extra_upload, "fewer_parameters": fewer_parameters}

@@ -13,7 +13,7 @@ import pandas as pd
 from ..engine.executors import Execution
 from ..runs.params import load_spec
 from .statistics import orderings
-from .tables import collect, load_cells, load_claims, obtained, reported_beside, run_cells, save_table
+from .tables import collect, compute_table, load_cells, load_claims, obtained, reported_beside, run_cells, save_table
 
 
 class Table:
@@ -42,6 +42,10 @@ class Table:
     def obtained(self) -> pd.DataFrame:
         """Mean ± SD over seeds of the last round in percent, beside what the paper prints."""
         return obtained(self.frame, self.reported, self.value)
+
+    def obtained_at_cost(self) -> pd.DataFrame:
+        """:meth:`obtained`, and what a round of each row costs in MACs."""
+        return self.obtained().merge(compute_table(self.cells), "left", on=["mode", "column", "method"])
 
     def verdicts(self) -> pd.DataFrame:
         """Do the table's comparisons (``claims``, or the paper's method against all others) come out as printed?"""

@@ -14,13 +14,14 @@ from ..models.registry import build_backbone
 from ..runs.costs import exit_costs
 from ..runs.durations import describe
 from ..runs.params import Cell, load_fallback, load_grid, load_spec
-from ..runs.prices import num_classes
+from ..runs.prices import num_classes, training_macs
 from ..runs.store import find_run, run_all, stored_pace
 
 LABELS = {
     "exclusivefl": "ExclusiveFL", "inclusivefl": "InclusiveFL", "scalefl": "ScaleFL", "depthfl": "DepthFL",
-    "reefl": "ReeFL", "fedavg": "FedAvg", "heterofl": "HeteroFL", "scalefl_original": "ScaleFL", "feddf": "FedDF",
-    "decoupled": "Decoupled", "fedavg_level1": "FedAvg, level 1",
+    "reefl": "ReeFL", "fedavg": "FedAvg", "fedepth": "FeDepth", "splitmix": "SplitMix", "heterofl": "HeteroFL",
+    "scalefl_original": "ScaleFL", "feddf": "FedDF", "decoupled": "Decoupled", "fedavg_level1": "FedAvg, level 1",
+    "raffm": "RaFFM",
     "full": "Full", "frozen": "Frozen", "lora": "LoRA", "pa": "PA", "sa": "SA", "ssf": "SSF",
 }  # fmt: skip
 
@@ -177,6 +178,17 @@ def exit_table(cells: Sequence[Cell], frame: pd.DataFrame) -> pd.DataFrame:
         where["dataset"] = cell.experiment.dataset
         costs = exit_costs(cell.experiment, num_classes(cell.experiment))
         rows += [where | {"accuracy": a} | cost for a, cost in zip(accuracies, costs, strict=True)]
+    return pd.DataFrame(rows)
+
+
+def compute_table(cells: Sequence[Cell]) -> pd.DataFrame:
+    """Per mode, column and variant: what all clients of a round train, in 10^12 MACs; further epochs are counted."""
+    first = {(c.finetune, c.column, c.variant): c for c in reversed(cells)}
+    rows = [
+        {"mode": label_of(c.finetune), "column": c.column, "method": label_of(c.label),
+         "TMACs a round": round(training_macs(c.experiment) / c.experiment.rounds / 1e12, 3)}
+        for c in reversed(first.values())
+    ]  # fmt: skip
     return pd.DataFrame(rows)
 
 

@@ -155,7 +155,8 @@ def _file_digest(file: Path, size: int, time: int) -> str:
 def _weights_digest(f: Federation) -> str:
     """The digest of the backbone's tensors before round 1, whatever they are called."""
     tensors = {**f.frozen, **f.server.params}
-    mine = (t for n, t in tensors.items() if f.setting.infos[n].kind == "backbone")
+    infos = {n: f.setting.infos[n] for n in tensors if n in f.setting.infos}  # not a method's own copies
+    mine = (tensors[n] for n, i in infos.items() if i.kind == "backbone")
     data = (t.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy() for t in mine)
     each = sorted(hashlib.sha256(d).hexdigest() for d in data)
     return hashlib.sha256("".join(each).encode()).hexdigest()[:16]

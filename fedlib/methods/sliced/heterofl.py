@@ -14,14 +14,14 @@ takes it, and with ``dynamic`` the whole model's (the paper's "local" metric).
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 import numpy as np
 import torch
 
 from ...core.clients import Client
-from ...core.slices import Slice
-from ...core.validation import AtMost, Positive
+from ...core.slices import NOTHING, Slice
+from ...core.validation import AtLeast, AtMost, Positive
 from ..base import Method
 from ..jobs import Member, Round, Server, Serving, Setting
 from ..losses import Batch, cross_entropies, zero_absent_at_client
@@ -32,24 +32,30 @@ from ..widths import check_cuttable
 class HeteroFL(Method):
     """Five rates, kept by each client; ``weighting="examples"`` is the mean by examples."""
 
-    scaled: ClassVar[tuple[str, ...]] = ("norm",)
-
     rates: tuple[Annotated[Positive, AtMost(1)], ...] = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0)
     dynamic: bool = False
     scaler: bool = True
     masked: bool = True  # the cross-entropy, and what is sent of the classifier
+    averaged_from: Annotated[int, AtLeast(0)] = 0  # clients of smaller budgets train and send nothing (FeDepth, Fig. 2)
     weighting: Literal["examples", "clients"] = "clients"
 
     def check_options(self) -> None:
         super().check_options()
         if not self.rates or list(self.rates) != sorted(set(self.rates)):
             raise ValueError(f"options of heterofl: rates = {list(self.rates)} must increase within (0, 1]")
+        if self.averaged_from >= len(self.rates):
+            raise ValueError(
+                f"options of heterofl: averaged_from = {self.averaged_from}; there are {len(self.rates)} rates"
+            )
 
     def exit_units(self, depth: int, num_exits: int) -> tuple[int, ...]:
         return (depth - 1,)
 
     def num_budgets(self, num_exits: int) -> int:
         return len(self.rates)
+
+    def configure(self, model) -> None:
+        model.context.scaled = ("norm",)
 
     def check(self, setting: Setting, e) -> None:
         check_cuttable("heterofl", setting, e)
@@ -61,6 +67,8 @@ class HeteroFL(Method):
 
     def members(self, client: Client, server: Server, r: Round) -> Sequence[Member]:
         part, counts = self.slice_for(client, server, r), r.setting.label_counts
+        if client.budget < self.averaged_from:
+            return [Member(client, part, upload=NOTHING)]
         if not self.masked or counts is None:
             return [Member(client, part)]
         present = tuple(np.flatnonzero(counts(client.id)).tolist())
