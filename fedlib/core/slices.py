@@ -24,6 +24,7 @@ class Axis:
     name: str
     segments: tuple[int, ...]
     permutable: bool = True  # False: order means something (pixels, classes, rotary pairs)
+    tied: bool = False  # a concatenation of what has axes of its own: cut alike, it cannot be ranked by itself
 
     @property
     def size(self) -> int:
@@ -49,6 +50,8 @@ class Axis:
         """
         if not self.permutable:
             raise ValueError(f"axis {self.name} cannot be ranked: the order of its entries means something")
+        if self.tied:
+            raise ValueError(f"axis {self.name} cannot be ranked alone: it is a concatenation of others")
         order = [start + s.argsort(descending=True, stable=True) for start, s in self._cut(scores)]
         return self._of_segments(
             lambda start, size: order[self._starts.index(start)][: self._kept(keep, size)].tolist()
