@@ -11,8 +11,9 @@ import numpy as np
 import pandas as pd
 
 from ..core.experiment import Experiment
+from ..core.slices import Slice
 from ..engine.leaving import THRESHOLDS
-from ..runs.costs import exit_macs
+from ..runs.costs import load_shapes
 from ..runs.params import Cell
 from ..runs.prices import num_classes
 
@@ -60,7 +61,9 @@ def left_at(row: Mapping, thresholds: Mapping[str, float]) -> dict | None:
 
 def macs_of(e: Experiment) -> list[int]:
     """MACs of one example up to and with each exit, those before it included: what it costs to leave there."""
-    return exit_macs(e, num_classes(e))
+    setting = load_shapes(e, num_classes(e)).setting
+    parts = [Slice.prefix(unit + 1, range(j + 1)) for j, unit in enumerate(setting.exit_units)]
+    return [setting.measure.macs(part) for part in parts]
 
 
 def leaving_curve(e: Experiment, leaving: Mapping[str, Mapping]) -> list[dict]:
