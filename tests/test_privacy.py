@@ -144,7 +144,16 @@ def test_replacing_a_client_moves_the_sums_by_at_most_two_clips(tiny, method):
     assert 0.05 < moved <= 2 * 0.05 * (1 + 1e-6)  # more than one clip: replacement is the right neighbour
 
 
-@pytest.mark.parametrize("method", METHODS)
+SUMS = [name for name, cls in METHODS.items() if not (cls.needs_models or cls.needs_extras)]
+
+
+@pytest.mark.parametrize("method", sorted(set(METHODS) - set(SUMS)))
+def test_a_method_that_looks_at_single_clients_is_refused_noise(method):
+    with pytest.raises(ValueError, match="noise_multiplier protects sums"):
+        build_method(method, DP | {"weighting": "clients"})
+
+
+@pytest.mark.parametrize("method", SUMS)
 def test_every_method_runs_with_noise(tiny, method):
     """Two rounds, in one cohort or one by one: the same numbers, finite, and not those without noise."""
     e = tiny.replace(method=method, options=DP, rounds=3, finetune="frozen", finetune_options={}, num_train=200)

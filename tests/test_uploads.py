@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from granted import granted
 
 from fedlib import Execution, Experiment, build_federation, run, run_rounds
 from fedlib.core.clients import Client
@@ -189,8 +190,9 @@ def train(e):
 def test_every_method_compresses(tiny, method):
     """Two rounds: with all bits or entries as without compression, with few another, finite result."""
     e = tiny.replace(
-        method=method, finetune="frozen", finetune_options={}, num_train=200, num_clients=8, clients_per_round=4
-    )
+        method=method, finetune="frozen", finetune_options={}, num_train=200, num_clients=8, clients_per_round=4,
+        **granted(method),
+    )  # fmt: skip
     plain = train(e)
     for options in (
         {"compress": "quantise", "bits": 32},
