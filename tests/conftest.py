@@ -34,6 +34,10 @@ CONVOLUTIONS = {
     "test_convnet_federation",
     "test_fedepth",
     "test_splitmix",
+    "test_heterofl",
+    "test_scaling",
+    "test_msdnet",
+    "test_efficientnet",
 }
 
 

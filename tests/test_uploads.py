@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from granted import granted
 
 from fedlib import Execution, Experiment, build_federation, run, run_rounds
 from fedlib.core.clients import Client
@@ -193,8 +194,9 @@ def test_every_method_compresses(tiny, method):
     """Two rounds: with all bits or entries as without compression, with few another, finite result."""
     mode = "frozen" if METHODS[method].__module__.startswith("fedlib.methods.sliced") else "lora"
     e = tiny.replace(
-        method=method, finetune=mode, finetune_options={}, num_train=200, num_clients=8, clients_per_round=4
-    )
+        method=method, finetune=mode, finetune_options={}, num_train=200, num_clients=8, clients_per_round=4,
+        **granted(method),
+    )  # fmt: skip
     plain = train(e)
     for options in (
         {"compress": "quantise", "bits": 32},

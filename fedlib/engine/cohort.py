@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from ..core.profiling import phase
+from ..core.rng import torch_generator
 from ..core.slices import NOTHING
 from ..layers.context import answering
 from ..layers.norms import statistics
@@ -70,6 +71,9 @@ class Cohort:
             for name in dict.fromkeys(m.name for m in members if not m.trains)
         }
         self._draws = Draws(self.experiment.seed, r.t)
+        self._generators = [
+            torch_generator(self.experiment.seed, f"dropout of {m.name}", r.t, m.client.id) for m in self.members
+        ]
 
     # --- what members received, remember and send ----------------------------------------------------------------
 
@@ -171,6 +175,7 @@ class Cohort:
                 self.prefix.fill(self.model, plan.examples)
         self.model.put_(self.params)
         self._set_context(training=True)
+        self.model.context.generators = self._generators
         optimiser = build_optimiser(e, leaves, [self.rows[n] for n in names])
         ahead = None
         if stage.cached and e.augment == "none" and runs_ahead(stage):
@@ -193,6 +198,7 @@ class Cohort:
                     ]
                 optimiser.step_(grads, step_rates(e, rate, step, plan.steps), active[step])
             del x, batch, losses, grads  # kept any longer, they keep the next step out of the memory this one has freed
+        self.model.context.generators = None
         for p in leaves:
             p.requires_grad_(False)
         steps = torch.as_tensor(active.sum(0).clip(1), device=device)

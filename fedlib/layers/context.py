@@ -25,6 +25,7 @@ class Context:
     scale: float | torch.Tensor = 1.0  # ``Slice.scale``: one, or (K,)
     scaled: tuple[str, ...] = ("conv",)  # the places of scalers that are on
     whole_heads: bool = False  # narrower attention has fewer heads of full width, not all heads, narrower
+    generators: Sequence[torch.Generator] | None = None  # of each client, for what it drops; None: nothing is dropped
     gathered: dict[nn.Module, Any] | None = None  # while ``norms.recomputed_statistics`` runs: what each norm saw
     _real: tuple[Any, torch.Tensor | None] = field(default=(None, None), repr=False)
 

@@ -9,6 +9,7 @@ from torch import nn
 
 from ..layers.context import Scaler
 from ..layers.conv import Conv2d, average_pool, init_kaiming_
+from ..layers.dropout import Dropout
 from ..layers.linear import Linear
 from ..layers.norms import BatchNorm2d
 from .backbone import Spec
@@ -82,6 +83,29 @@ class Strided(Pooled):
         return super().forward(z)
 
 
+class Dropped(Pooled):
+    """Dropout after pooling."""
+
+    def __init__(self, axis: str, shape: tuple[int, int, int], num_classes: int, dropout: float = 0.0):
+        super().__init__(axis, shape, num_classes)
+        self.drop = Dropout(dropout)
+
+    def forward(self, z: torch.Tensor) -> torch.Tensor:
+        return self.linear(self.drop(average_pool(z)))
+
+
+class Pointwise(Dropped):
+    """A 1x1 convolution to ``width`` channels, norm and SiLU first (EfficientNet's own last layers)."""
+
+    def __init__(self, axis: str, shape: tuple[int, int, int], num_classes: int, width: int, dropout: float = 0.0):
+        super().__init__("/wide", (width, *shape[1:]), num_classes, dropout)
+        self.conv, self.scale = Conv2d(shape[0], width, 1, axes=("/wide", axis)), Scaler("conv", "norm")
+        self.bn = BatchNorm2d(width, "/wide")
+
+    def forward(self, z: torch.Tensor) -> torch.Tensor:
+        return super().forward(F.silu(self.bn(self.scale(self.conv(z)))))
+
+
 class Flattened(nn.Module):
     """Linear on all of the map (CAFEDistill's ConvNet), as a convolution by a kernel of the map's size."""
 
@@ -103,7 +127,7 @@ def classifiers(spec: Spec, num_classes: int, exit_units: Sequence[int]) -> nn.M
 
 KINDS = {
     "linear": Pooled, "norm": Normed, "norm_relu": Activated, "convolutions": Convolved, "flatten": Flattened,
-    "strided": Strided,
+    "strided": Strided, "dropped": Dropped, "pointwise": Pointwise,
 }  # fmt: skip
 
 

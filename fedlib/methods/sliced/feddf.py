@@ -33,11 +33,6 @@ class FedDF(Levels, Method):
     patience: Count = 50  # steps without a lower loss on the held-out public examples
     weighting: Literal["examples", "clients"] = "clients"
 
-    def check_options(self) -> None:
-        super().check_options()
-        if self.noise_multiplier:
-            raise ValueError("options of feddf: noise_multiplier hides sums, but this server looks at every model")
-
     def check(self, setting: Setting, e) -> None:
         super().check(setting, e)
         if not e.public_fraction:
