@@ -7,9 +7,9 @@ data. Answers need a trained model. Read next: ``methods/sliced/raffm.py``, ``ru
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
-import pandas as pd
 import torch
 
 from ..core.clients import Client
@@ -24,15 +24,20 @@ from ..runs.costs import MIB, Shapes, load_shapes
 from ..runs.prices import num_classes
 from ..runs.store import Run
 
+if TYPE_CHECKING:
+    import pandas as pd
+
 BATCH = 32  # of training memory and of timed steps
 SOME = 20  # clients, of whom a mean is known well enough
 
 
-def client_resources(e: Experiment, clients: int | None = SOME, macs: bool = True) -> pd.DataFrame:
+def client_resources(e: Experiment, clients: int | None = SOME, macs: bool = True) -> "pd.DataFrame":
     """What each of the first ``clients`` (None: all) would hold in round 1, and its budget.
 
     Columns: parameters, upload_mib, and with ``macs`` training_mib and macs.
     """
+    import pandas as pd
+
     shapes = load_shapes(e, num_classes(e))
     measure, rows = shapes.setting.measure, []
     for client, part in client_parts(e, shapes, clients):
@@ -92,7 +97,7 @@ def acceleration(e: Experiment, clients: int = 5, batch: int = BATCH) -> dict[st
     }
 
 
-def traffic_to(run: Run, target: float, resources: pd.DataFrame) -> dict[str, float]:
+def traffic_to(run: Run, target: float, resources: "pd.DataFrame") -> dict[str, float]:
     """Rounds and GiB (down and up, all clients) until the evaluated accuracy first reaches ``target``; NaN if never."""
     e = run.experiment
     reached = [m["t"] for m in run.metrics if m.get("accuracy") is not None and m["accuracy"] >= target]
@@ -103,11 +108,13 @@ def traffic_to(run: Run, target: float, resources: pd.DataFrame) -> dict[str, fl
 
 def local_scores(
     f: Federation, server: Server, clients: Sequence[int], train: bool = False, shares: Sequence[float] | None = None
-) -> pd.DataFrame:
+) -> "pd.DataFrame":
     """The task's metric on the central test set of each client's sub-model, as it is deployed or after local training.
 
     ``shares``: of the whole, one for each client, instead of its budget's.
     """
+    import pandas as pd
+
     r = Round(max(server.t, 1), tuple(f.clients(clients)), f.setting)
     r = replace(r, notes=f.method.prepare(server, r))
     rows = []
