@@ -34,6 +34,7 @@ class Method(UploadOptions):
     version: ClassVar[int] = 1
     needs_models: ClassVar[bool] = False  # does ``aggregate`` ask for whole models?
     needs_extras: ClassVar[bool] = False  # or for what single clients send beside them?
+    one_upload: ClassVar[bool] = True  # does a client send one model at most, and of a slice that its budget says?
 
     weighting: Literal["examples", "clients"] = "examples"  # of the mean
 
@@ -49,6 +50,10 @@ class Method(UploadOptions):
         self.check_uploads(name, self.weighting)
         if self.noise_multiplier and (self.needs_models or self.needs_extras):
             raise ValueError(f"options of {name}: noise_multiplier protects sums; {name} looks at single clients")
+        if self.noise_multiplier and not self.one_upload:
+            raise ValueError(
+                f"options of {name}: noise_multiplier protects sums of one model a client; {name} sends more"
+            )
 
     # --- what is built -------------------------------------------------------------------------------------------
 

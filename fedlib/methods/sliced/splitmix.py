@@ -13,7 +13,7 @@ validation accuracy before they are mixed.
 """
 
 from dataclasses import dataclass, replace
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 
@@ -31,6 +31,8 @@ from ..widths import check_cuttable
 @dataclass(frozen=True)
 class SplitMix(MemoryBudgets, Method):
     """``bases`` of width 1 / bases; the paper's ratios."""
+
+    one_upload: ClassVar[bool] = False
 
     scenario: Literal["own", "fair", "lack", "surplus"] = "own"
     ratios: Annotated[tuple[Positive, ...] | None, When(scenario="own")] = (1 / 8, 1 / 4, 1 / 2, 1.0)
