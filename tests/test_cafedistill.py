@@ -300,12 +300,12 @@ def test_statistics_of_padded_batches_count_examples_alone():
 
 # --- interrupted and large ---------------------------------------------------------------------------------------------
 
-STATEFUL = ["cafedistill", "ditto", "fedamp", "pfedgraph", "fedpac", "fedrod"]
+STATEFUL = ["cafedistill", "ditto", "fedamp", "pfedgraph", "fedpac"]
 
 
 def interruptible(method):
     return experiment(
-        method, backbone="resnet8", num_exits=3, rounds=4, evaluate_every=2, num_clients=5, clients_per_round=2,
+        method, backbone="convnet3_slim", num_exits=3, rounds=4, evaluate_every=2, num_clients=5, clients_per_round=2,
         num_train=40, num_test=20, local_epochs=1, batch_norm="tracked", lr=0.01,
     )  # fmt: skip
 
@@ -332,7 +332,7 @@ def test_kill_9_leaves_personal_exits_mirrors_and_second_models_as_they_would_be
         for _ in range(30):
             kills += forks.run(grid, tmp_path / "parts", seconds=rng.uniform(0.05, seconds / 3))["ends"] == [-9]
             reached |= {p.read_bytes() for p in (tmp_path / "parts").rglob("checkpoint.safetensors")}
-            if kills >= 8:
+            if kills >= 6:
                 break
         assert forks.run(grid, tmp_path / "parts")["ends"] == [0]
     assert kills >= 3 and len(reached) > 3

@@ -27,6 +27,8 @@ def train(e, **execution):
 @pytest.mark.parametrize("finetune", ["full", "lora", "frozen"])
 @pytest.mark.parametrize("method", METHODS)
 def test_a_cohort_of_one_equals_a_cohort_of_all(tiny, method, finetune):
+    if (method, finetune) == ("fedbabu", "frozen"):
+        pytest.skip("its exits are never trained")
     e = tiny.replace(method=method, finetune=finetune, weight_decay=1e-3, local_epochs=2,
                      finetune_options=tiny.finetune_options if finetune == "lora" else {})  # fmt: skip
     one, many = train(e, workers=1, cohort_size=1), train(e, workers=1)

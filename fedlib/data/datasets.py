@@ -115,14 +115,19 @@ class HubSource:
     config: str | None = None
 
 
-def _glue(name: str, *reads: str) -> HubSource:
+def _glue(name: str, *reads: str, test: str = "validation") -> HubSource:
     kind = "pairs" if len(reads) == 2 else "sentences"
-    return HubSource("nyu-mll/glue", "label", test="validation", reads=reads, kind=kind, config=name)
+    return HubSource("nyu-mll/glue", "label", test=test, reads=reads, kind=kind, config=name)
+
+
+def _squad(path: str) -> HubSource:
+    return HubSource(path, "answers", test="validation", reads=("question", "context"), kind="spans")
 
 
 HUB = {
     "cifar10": HubSource("uoft-cs/cifar10", "label"),
     "cifar100": HubSource("uoft-cs/cifar100", "fine_label"),
+    "flowers102": HubSource("nelorth/oxford-flowers", "label"),
     "tiny_imagenet": HubSource("zh-plus/tiny-imagenet", "label", test="valid"),
     "femnist": HubSource("flwrlabs/femnist", "character", test=None, owner="writer_id"),
     "sst2": HubSource("stanfordnlp/sst2", "label", test="validation", reads=("sentence",), kind="sentences"),
@@ -130,9 +135,12 @@ HUB = {
     "cola": _glue("cola", "sentence"),
     "mrpc": _glue("mrpc", "sentence1", "sentence2"),
     "stsb": _glue("stsb", "sentence1", "sentence2"),
-    "squad": HubSource(
-        "rajpurkar/squad", "answers", test="validation", reads=("question", "context"), kind="spans"
-    ),
+    "rte": _glue("rte", "sentence1", "sentence2"),
+    "qqp": _glue("qqp", "question1", "question2"),
+    "qnli": _glue("qnli", "question", "sentence"),
+    "mnli": _glue("mnli", "premise", "hypothesis", test="validation_matched"),
+    "squad": _squad("rajpurkar/squad"),
+    "squad_v2": _squad("rajpurkar/squad_v2"),
     "xquad_en": HubSource(  # its one split is a test set: a tenth of the paragraphs is held out of it
         "google/xquad", "answers", train="validation", test=None, reads=("question", "context"), kind="spans",
         together="context", config="xquad.en",

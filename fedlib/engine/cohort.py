@@ -82,10 +82,13 @@ class Cohort:
         """Each client's stored tensors ``key/<parameter>``, stacked like ``params``; zeros where there are none."""
         return self.stack.recall(key, self.params)
 
-    def remember(self, key: str, tensors: Tensors) -> None:
-        """Store ``tensors`` (stacked like ``params``) with each client, across rounds. Its other keys stay."""
+    def remember(self, key: str, tensors: Tensors, rows: Mapping[str, Sequence[int]] | None = None) -> None:
+        """Store ``tensors`` (stacked like ``params``) with each client, across rounds. Its other keys stay.
+
+        ``rows``: the members whose tensors these are, where they are not those of ``params``.
+        """
         for name, stacked in tensors.items():
-            for row, i in enumerate(self.rows[name]):
+            for row, i in enumerate((rows or self.rows)[name]):
                 self._remember(self.clients[i].id, f"{key}/{name}", stacked[row])
 
     def _remember(self, client: int, name: str, tensor: torch.Tensor) -> None:
@@ -148,10 +151,13 @@ class Cohort:
         """One optimiser run from ``params``, in place. A second run of a round goes on drawing where the first stopped.
 
         ``gradient(name, p)`` is added before clipping, where the loss reaches p. Members that ran out of batches stand
-        still, and so do those of another name than ``models``. A loss is (M,), one number for each member.
+        still, and so do those of another name than ``models``. A loss is (M,), one number for each member. A stage none
+        of whose parameters is trainable is over at once.
         """
         e, device = self.experiment, self.data.images.device
         names = [n for n in self.params if trains(stage, self.setting.infos[n], len(self.held))]
+        if not names:  # exits in turn with a backbone that is frozen
+            return
         leaves = [self.params[n].requires_grad_(True) for n in names]
         with phase("data"):
             plan = plan_batches(e, self.data, self.clients, self._draws, stage.epochs)

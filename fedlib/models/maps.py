@@ -35,6 +35,10 @@ class MapSpec:
         """The map (C, H, W) after ``unit``."""
         raise NotImplementedError
 
+    def exit_options(self, kind: str) -> dict[str, int]:
+        """What an exit of ``kind`` (``map_exits.KINDS``) has of its own on this backbone."""
+        return {}
+
     def state(self, unit: int) -> tuple[int, int, int]:
         """The same map: nothing else goes on."""
         return self.feature(unit)

@@ -4,6 +4,7 @@ Everything runs on PyTorch's ``meta`` device, where tensors have shapes and no v
 """
 
 import copy
+import math
 from collections import Counter
 from functools import cached_property
 from typing import Literal
@@ -35,14 +36,19 @@ class Measure:
 
     def parameters(self, part: Slice) -> int:
         """How many numbers ``part`` holds, statistics of batch norm not counted."""
-        return sum(p.numel() for p in take_all(self._full, self.infos, part).values())
+        return self._numbers(part, self._full)
+
+    def _numbers(self, part: Slice, names) -> int:
+        """How many numbers ``part`` holds of the parameters ``names``: from the lengths of its indices alone."""
+        sizes = {axis: len(kept) for axis, kept in part.index.items()}
+        held = (self.infos[n] for n in names if part.holds(self.infos[n]))
+        return sum(math.prod(map(sizes.get, i.axes, i.shape)) for i in held)
 
     def cost(self, of: Literal["parameters", "memory", "macs", "upload"], part: Slice) -> float:
         """What a constraint counts: all parameters, MiB of training, MACs of an example, or the trained parameters."""
         if of in ("macs", "memory"):
             return self.macs(part) if of == "macs" else self.training_mib(part)
-        held = take_all(self._full, self.infos, part)
-        return sum(p.numel() for n, p in held.items() if of == "parameters" or n in self._trained)
+        return self._numbers(part, self._full if of == "parameters" else self._trained)
 
     def macs(self, part: Slice) -> int:
         """MACs of one example through the units and exits of ``part``; norms, activations and pooling cost none.
@@ -65,15 +71,14 @@ class Measure:
         4 bytes * (parameters, of trained ones also the gradient and two moments, and per example the outputs of every
         layer with parameters, forward and backward).
         """
-        held = take_all(self._full, self.infos, part)
-        self.model.put_(held)
+        self.model.put_(take_all(self._full, self.infos, part))
         layers = [m for m in self.model.modules() if list(m.parameters(recurse=False))]
         try:
             made = self._outputs(part)
             outputs = sum(made[m] for m in layers)
         finally:
             self.model.put_(self._full)
-        kept = sum(p.numel() * (4 if n in self._trained else 1) for n, p in held.items())
+        kept = self.parameters(part) + 3 * self._numbers(part, self._trained)
         return FLOAT * (kept + 2 * batch * outputs) / MIB
 
     def activation_mib(self, unit: int, batch: int) -> float:

@@ -20,6 +20,7 @@ from .backbone import Backbone, Spec
 from .bert import BERTS, load_bert
 from .foreign import load_foreign
 from .foreign_specs import FOREIGN, ForeignSpec
+from .msdnet import MSDNETS
 from .resnet import RESNETS
 from .small import CONVNETS
 from .vim import VIMS, load_vim
@@ -29,7 +30,7 @@ VITS = {
     "deit_micro": ViTSpec(),  # 12 blocks, width 64, 4 heads, 32x32 pixels, patch 8
     "vit_digits": ViTSpec(img_size=28, patch_size=7, channels=1),  # the same for grey 28x28 digits; no weights
 }
-OWN: dict[str, Spec] = VITS | VIMS | BERTS | RESNETS | CONVNETS | FOREIGN
+OWN: dict[str, Spec] = VITS | VIMS | BERTS | RESNETS | CONVNETS | MSDNETS | FOREIGN
 WEIGHTS = {"deit_micro": Path(__file__).parent / "pretrained" / "deit_micro.safetensors"}
 VIM_TINY_WEIGHTS = ("hustvl/Vim-tiny-midclstok", "vim_t_midclstok_76p1acc.pth")  # repository and file, Hugging Face
 

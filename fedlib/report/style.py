@@ -37,6 +37,8 @@ DATA = {
     "cifar10": "CIFAR-10", "cifar100": "CIFAR-100", "tiny_imagenet": "Tiny ImageNet", "femnist": "FEMNIST",
     "speech_commands": "Speech Commands", "mnist": "MNIST digits", "omniglot": "Omniglot",
     "fsdd": "Free Spoken Digits", "sst2": "SST-2", "ag_news": "AG News", "docstrings": "docstrings",
+    "cola": "CoLA", "mrpc": "MRPC", "stsb": "STS-B", "rte": "RTE", "qqp": "QQP", "qnli": "QNLI", "mnli": "MNLI",
+    "squad": "SQuAD", "squad_v2": "SQuAD v2", "xquad_en": "XQuAD", "svamp": "SVAMP", "flowers102": "Flowers-102",
 }  # fmt: skip
 
 

@@ -16,11 +16,15 @@ from ..runs.durations import describe
 from ..runs.params import Cell, load_fallback, load_grid, load_spec
 from ..runs.prices import num_classes, training_macs
 from ..runs.store import find_run, run_all, stored_pace
+from .clients import SD, VALUES, numbers_of, spread_out
 
 LABELS = {
     "exclusivefl": "ExclusiveFL", "inclusivefl": "InclusiveFL", "scalefl": "ScaleFL", "depthfl": "DepthFL",
     "reefl": "ReeFL", "fedavg": "FedAvg", "fedepth": "FeDepth", "splitmix": "SplitMix", "heterofl": "HeteroFL",
     "scalefl_original": "ScaleFL", "feddf": "FedDF", "decoupled": "Decoupled", "fedavg_level1": "FedAvg, level 1",
+    "raffm": "RaFFM", "local": "Local", "fedprox": "FedProx", "fedper": "FedPer", "fedrep": "FedRep",
+    "fedbabu": "FedBABU", "fedamp": "FedAMP", "pfedgraph": "pFedGraph", "fedrod": "FedRoD", "ditto": "Ditto",
+    "fedpac": "FedPAC", "cafedistill": "CAFEDistill",
     "full": "Full", "frozen": "Frozen", "lora": "LoRA", "pa": "PA", "sa": "SA", "ssf": "SSF",
 }  # fmt: skip
 
@@ -85,21 +89,25 @@ def collect(cells: Sequence[Cell], folder: Path | None = None) -> pd.DataFrame:
         summary = dict(found.summary) if found else {"status": "missing"}
         if "exits" in summary:
             summary["last"] = summary["exits"][-1]
-        if "personal" in summary:
-            summary["local"] = summary["personal"].get("last", summary["personal"]["accuracy"])
-        rows.append(row | {"dataset": cell.experiment.dataset, "run": cell.experiment.slug, **summary})
+        row |= {"dataset": cell.experiment.dataset, "run": cell.experiment.slug}
+        rows.append(row | summary | numbers_of(summary))
     return pd.DataFrame(rows).reindex(
         columns=["finetune", "variant", "method", "label", "column", "seed", "dataset", "status", "accuracy",
-                 "last", "local", "ensemble", "exits", "seconds", "t", "run"]
+                 "last", "local", "ensemble", "exits", "clients", "clients_sd", "client_exits", "client_exits_sd",
+                 "leaving", "seconds", "t", "run"]
     )  # fmt: skip
 
 
 def mean_sd(
     frame: pd.DataFrame, value: str = "accuracy", by: Sequence[str] = ("finetune", "column", "variant")
 ) -> pd.DataFrame:
-    """Mean, SD (n - 1) and number of seeds of the last round, per group; never the best round."""
-    groups = frame.dropna(subset=[value]).groupby(list(by), sort=False)[value]
-    return groups.agg(mean="mean", sd="std", seeds="count").reset_index()
+    """Mean, SD (n - 1) and number of seeds of the last round, per group; never the best round.
+
+    Of what clients get, the SD is the one over clients, mean over seeds.
+    """
+    groups = frame.dropna(subset=[value]).groupby(list(by), sort=False)
+    out = groups[value].agg(mean="mean", sd="std", seeds="count").reset_index()
+    return out.assign(sd=groups[SD[value]].mean().to_numpy()) if value in SD else out
 
 
 def best_runs(frame: pd.DataFrame) -> pd.DataFrame:
@@ -154,11 +162,15 @@ def beside_reported(frame: pd.DataFrame, reported: pd.DataFrame, value: str = "a
     )
 
 
-def obtained(frame: pd.DataFrame, reported: pd.DataFrame, value: str = "accuracy") -> pd.DataFrame:
+def obtained(
+    frame: pd.DataFrame, reported: pd.DataFrame, value: str = "accuracy", thresholds: Mapping[str, float] | None = None
+) -> pd.DataFrame:
     """:func:`beside_reported`; of ensembles the best run's, as printed, and the mean over seeds.
 
-    No reported column where the paper prints nothing.
+    What clients get is spread out first (``clients.spread_out``). No reported column where the paper prints nothing.
     """
+    if value in VALUES:
+        frame, value = spread_out(frame, value, thresholds), "clients"
     table = beside_reported(frame, reported, value)
     if value == "ensemble":  # Tables 6 and 7 of ReeFL take the best of three runs, which is optimistic
         mean, seeds = table.obtained, table.seeds

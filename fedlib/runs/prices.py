@@ -20,10 +20,13 @@ from .costs import Shapes, exit_macs, load_shapes
 # Training examples and classes, so that a grid can be priced without its data. FEMNIST: nine tenths of 226 a writer;
 # SpeechCommands: the most active speakers, about 100 clips each.
 TRAINING_EXAMPLES = {"mnist": 4_000, "cifar10": 50_000, "cifar100": 50_000, "tiny_imagenet": 100_000,
-                     "sst2": 67_349, "ag_news": 120_000, "cola": 8_551, "mrpc": 3_668, "docstrings": 750}  # fmt: skip
+                     "sst2": 67_349, "ag_news": 120_000, "cola": 8_551, "mrpc": 3_668, "stsb": 5_749,
+                     "rte": 2_490, "qqp": 363_846, "qnli": 104_743, "mnli": 392_702, "squad": 87_599,
+                     "squad_v2": 130_319, "flowers102": 7_169, "docstrings": 750}  # fmt: skip
 EXAMPLES_PER_CLIENT = {"femnist": 204, "speech_commands": 100}
 CLASSES = {"mnist": 10, "cifar10": 10, "cifar100": 100, "tiny_imagenet": 200, "femnist": 62, "speech_commands": 35,
-           "sst2": 2, "ag_news": 4, "cola": 2, "mrpc": 2, "docstrings": 3}  # fmt: skip
+           "sst2": 2, "ag_news": 4, "cola": 2, "mrpc": 2, "stsb": 0, "rte": 2, "qqp": 2, "qnli": 2,
+           "mnli": 3, "squad": 0, "squad_v2": 0, "xquad_en": 0, "flowers102": 102, "docstrings": 3}  # fmt: skip
 TERA_MACS_PER_SECOND = 10.0  # assumed of a data-centre GPU: half of 20 TFLOP/s sustained in float32
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from ...core.clients import Client
 from ...core.validation import Count
 from ..base import Method
-from ..jobs import Member, Round, Server, Serving, Stage
+from ..jobs import Member, Round, Server, Serving, Setting, Stage
 from ..options import JointExits
 
 
@@ -23,6 +23,10 @@ class FedBABU(JointExits, Method):
     """Body aggregation, body update; the whole is tuned for an answer."""
 
     tune_epochs: Count = 5  # E_ft
+
+    def check(self, setting: Setting, e) -> None:
+        if e.finetune == "frozen":
+            raise ValueError("fedbabu: finetune = 'frozen' leaves nothing to train: its exits are; allowed: others")
 
     def members(self, client: Client, server: Server, r: Round) -> list[Member]:
         part = r.setting.full()
