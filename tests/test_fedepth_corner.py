@@ -9,8 +9,8 @@ from fedlib import Execution, Experiment, build_federation
 from fedlib.analysis.local_networks import local_features, similarities
 from fedlib.analysis.training_memory import memory_of_stages, peak_mib, seconds_of_stages
 from fedlib.methods.packing import SLACK
-from fedlib.report.claims import Published, compared, load_all_claims
-from fedlib.report.exact import FROM_SHAPES
+from fedlib.report.claims import Published, Stored, compared, load_all_claims
+from fedlib.report.exact import EXACT
 from fedlib.report.memory_plots import plot_memory, plot_parts, plot_plans, plot_similarities
 from fedlib.report.table import Table
 from fedlib.report.tables import compute_table, load_reported
@@ -67,19 +67,19 @@ def test_every_claim_is_the_papers(name):
         assert not signs  # a figure, an appendix: nothing printed
 
 
-@pytest.mark.parametrize("name", FROM_SHAPES)
+@pytest.mark.parametrize("name", [name for name, claim in CLAIMS.items() if "exact" in claim])
 def test_what_shapes_alone_tell_holds(name):
-    assert FROM_SHAPES[name]("fedepth")[0]
+    assert EXACT[CLAIMS[name]["exact"]](Stored("fedepth", "small"))[0]
 
 
 def test_compute_counts_what_a_round_really_trains():
     cells = load_grid("fedepth", "table2", "small", {"columns": ["cifar10_alpha0.3"], "seeds": [1]})
     table = compute_table(cells).set_index("method")["TMACs a round"]
-    full = table["FedAvg ×1 (unrealistic)"]
+    full = table["FedAvg, ×1, unrealistic"]
     assert full == pytest.approx(3 * 10 * 100 * 41e6 / 1e12, rel=0.02)
-    assert table["fair: FedAvg ×1/6"] < 0.1 * full and table["fair: HeteroFL"] < 0.5 * full
-    assert full < table["fair: FeDepth"] < 1.5 * full < 1.6 * full
-    assert table["surplus: FeDepth"] == pytest.approx(table["fair: FeDepth"] + full / 4, rel=0.01)
+    assert table["FedAvg, ×1/6, fair"] < 0.1 * full and table["HeteroFL, fair"] < 0.5 * full
+    assert full < table["FeDepth, fair"] < 1.5 * full < 1.6 * full
+    assert table["FeDepth, surplus"] == pytest.approx(table["FeDepth, fair"] + full / 4, rel=0.01)
     assert training_macs(cells[0].experiment) == pytest.approx(60 * full * 1e12, rel=0.01)
 
 
