@@ -185,6 +185,9 @@ def train(e):
     return last.server.params
 
 
+REDRAWN = {"raffm"}  # methods whose clients hold another part in every round: nothing can be fed back
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_compresses(tiny, method):
     """Two rounds: with all bits or entries as without compression, with few another, finite result."""
@@ -199,7 +202,10 @@ def test_every_method_compresses(tiny, method):
     ):
         for name, p in train(e.replace(options=options)).items():
             torch.testing.assert_close(p, plain[name], rtol=0, atol=1e-5)
-    coarse = {"quantise": {"bits": 4, "error_feedback": True}, "topk": {"topk_fraction": 0.05, "error_feedback": True}}
+    fed_back = method not in REDRAWN
+    coarse = {
+        "quantise": {"bits": 4, "error_feedback": fed_back}, "topk": {"topk_fraction": 0.05, "error_feedback": fed_back},
+    }  # fmt: skip
     for compress, options in coarse.items():
         params = train(e.replace(options={"compress": compress, **options}))
         assert all(p.isfinite().all() for p in params.values())

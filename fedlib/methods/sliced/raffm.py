@@ -25,7 +25,7 @@ from ..base import Method
 from ..jobs import Arrived, Round, Server, Serving, Setting
 from ..options import ServerStep
 from ..server import MaskedMean
-from ..submodels import Space, check_widths, salience
+from ..submodels import Space, check_choices, check_widths, salience
 
 TRIES = 20
 Share = Annotated[Positive, AtMost(1)]
@@ -51,9 +51,7 @@ class RaFFM(ServerStep, Method):
         idle = set(self.rank) & ({"heads"} if self.cut == "features" else {"qk", "vo"})
         if idle:
             raise ValueError(f"options of raffm: rank = {sorted(idle)} has no effect with cut = {self.cut!r}")
-        for key in ("attention", "ffn", "residual", "shares"):
-            if not getattr(self, key):
-                raise ValueError(f"options of raffm: {key} = [] leaves nothing to choose; allowed: shares in (0, 1]")
+        check_choices(self, "raffm", ("attention", "ffn", "residual", "shares"))
 
     def check(self, setting: Setting, e) -> None:
         check_widths(space := self.space(setting), self.rank, setting, e)
