@@ -291,6 +291,8 @@ def test_lora_is_cut_with_its_layers(small):
         ({"options": {"rank": ["qk"], "cut": "heads"}}, "rank = ['qk'] has no effect with cut = 'heads'"),
         ({"options": {"ffn": [1.5]}}, "ffn"),
         ({"options": {"draw": "released", "shares": [0.5]}}, "shares"),
+        ({"options": {"aggregation": "feddyn"}}, "aggregation = 'feddyn' needs clients that hold the same in every round"),
+        ({"options": {"compress": "topk", "error_feedback": True}}, "error_feedback needs clients that hold the same"),
         ({"backbone": "resnet8", "dataset": "mnist"}, "has no attention heads to cut"),
         ({"finetune": "ia3"}, "finetune = 'ia3' cannot be cut in width"),
         ({"backbone": "bert_micro"}, "allowed: residual = [1.0], or backbone = 'bert_micro.stream'"),
@@ -309,3 +311,25 @@ def test_options_have_the_releases_space():
     method = build_method("raffm", {})
     assert [round(768 * s) for s in method.attention] == [768 - 24 * i for i in range(10)] == [round(768 * s) for s in method.residual]  # fmt: skip
     assert [round(3072 * s) for s in method.ffn] == [3072 - 128 * i for i in range(24)]
+
+
+def test_a_lone_cut_travels_cut_and_adds_up_to_the_same_bits(small):
+    """What a worker sends is no larger than what its client holds; merged in any way the sums are those of whole ones."""
+    f, r = setting_and_round(images(small).replace(options={"shares": [0.7, 0.8, 1.0], "rank": list(ALL)}))
+    parts = [f.method.slice_for(c, f.server, r) for c in r.clients]
+    means, by_hand = [], {n: torch.zeros(i.shape, dtype=torch.float64) for n, i in f.setting.infos.items()}
+    for k, part in enumerate(parts):
+        held = take_all({n: torch.randn(i.shape, generator=generator(k)) for n, i in f.setting.infos.items()}, f.setting.infos, part)  # fmt: skip
+        update = Update((Client(k, 0, k + 1),), (part,), {n: p[None] for n, p in held.items()}, {n: [0] for n in held})
+        means.append(MaskedMean(f.setting.infos))
+        means[-1].add(update, [k + 1.0])
+        assert sum(x.numel() for x in means[-1]._stores[0].values()) == f.setting.measure.parameters(part)
+        for n, p in held.items():
+            at = torch.meshgrid(*(torch.tensor(list(part.index.get(a, range(s)))) for a, s in zip(f.setting.infos[n].axes, f.setting.infos[n].shape, strict=True)), indexing="ij")  # fmt: skip
+            by_hand[n][at] += (k + 1.0) * p.double()
+    whole = MaskedMean(f.setting.infos)
+    for mean in means:
+        whole.merge(mean)
+    for n, total in whole.total.items():
+        assert torch.equal(total, by_hand[n]), n
+    assert whole.clients == len(parts) and means[0].total["head.exits.0.linear.bias"].shape == (10,)

@@ -58,7 +58,7 @@ def client_parts(e: Experiment, shapes: Shapes, clients: int | None = SOME) -> l
     return [(c, shapes.method.slice_for(c, server, r)) for c in drawn]
 
 
-def step_seconds(e: Experiment, parts: Sequence[Slice], batch: int = BATCH, repeats: int = 3) -> np.ndarray:
+def step_seconds(e: Experiment, parts: Sequence[Slice], batch: int = BATCH, repeats: int = 2) -> np.ndarray:
     """Seconds of one training step (forward and backward) of each of ``parts``, the best of ``repeats``, one thread.
 
     Weights are random and inputs ones.
@@ -83,7 +83,7 @@ def step_seconds(e: Experiment, parts: Sequence[Slice], batch: int = BATCH, repe
     return np.array(out)
 
 
-def acceleration(e: Experiment, clients: int = 5, batch: int = BATCH) -> dict[str, float]:
+def acceleration(e: Experiment, clients: int = 3, batch: int = BATCH) -> dict[str, float]:
     """How much faster clients train than with the whole model: by MACs, and timed on ``clients`` of them."""
     shapes = load_shapes(e, num_classes(e))
     full, parts = shapes.setting.full(), [part for _, part in client_parts(e, shapes)]

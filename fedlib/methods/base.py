@@ -34,7 +34,7 @@ class Method(UploadOptions):
     version: ClassVar[int] = 1
     needs_models: ClassVar[bool] = False  # does ``aggregate`` ask for whole models?
     needs_extras: ClassVar[bool] = False  # or for what single clients send beside them?
-    one_upload: ClassVar[bool] = True  # does a client send one model at most, and of a slice that its budget says?
+    one_slice: ClassVar[bool] = True  # does a client send one model, of the same slice in every round?
 
     weighting: Literal["examples", "clients"] = "examples"  # of the mean
 
@@ -50,10 +50,12 @@ class Method(UploadOptions):
         self.check_uploads(name, self.weighting)
         if self.noise_multiplier and (self.needs_models or self.needs_extras):
             raise ValueError(f"options of {name}: noise_multiplier protects sums; {name} looks at single clients")
-        if self.noise_multiplier and not self.one_upload:
-            raise ValueError(
-                f"options of {name}: noise_multiplier protects sums of one model a client; {name} sends more"
-            )
+        for key in ("noise_multiplier", "error_feedback"):
+            if getattr(self, key) and not self.one_slice:
+                raise ValueError(
+                    f"options of {name}: {key} = {getattr(self, key)} needs clients that send one model, of the same "
+                    f"slice in every round; {name}'s do not"
+                )
 
     # --- what is built -------------------------------------------------------------------------------------------
 

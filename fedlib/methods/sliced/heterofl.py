@@ -48,6 +48,10 @@ class HeteroFL(Method):
                 f"options of heterofl: averaged_from = {self.averaged_from}; there are {len(self.rates)} rates"
             )
 
+    @property
+    def one_slice(self) -> bool:
+        return not self.dynamic
+
     def exit_units(self, depth: int, num_exits: int) -> tuple[int, ...]:
         return (depth - 1,)
 

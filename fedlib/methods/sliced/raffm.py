@@ -14,7 +14,7 @@ client that may hold everything does. A narrower head divides its scores by the 
 """
 
 from dataclasses import dataclass, replace
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 
@@ -25,7 +25,7 @@ from ..base import Method
 from ..jobs import Arrived, Round, Server, Serving, Setting
 from ..options import ServerStep
 from ..server import MaskedMean
-from ..submodels import Space, check_widths, salience
+from ..submodels import Space, check_choices, check_widths, salience
 
 TRIES = 20
 Share = Annotated[Positive, AtMost(1)]
@@ -35,6 +35,8 @@ CONSTRAINED = When(draw="constrained")
 @dataclass(frozen=True)
 class RaFFM(ServerStep, Method):
     """Widths are shares of the whole; the defaults are the space of the release's GLUE script."""
+
+    one_slice: ClassVar[bool] = False
 
     rank: tuple[Literal["qk", "vo", "ffn", "heads", "residual"], ...] = ("qk",)  # (): no prioritisation
     attention: tuple[Share, ...] = tuple(1 - i / 32 for i in range(10))  # queries, keys and values of a layer
@@ -51,9 +53,7 @@ class RaFFM(ServerStep, Method):
         idle = set(self.rank) & ({"heads"} if self.cut == "features" else {"qk", "vo"})
         if idle:
             raise ValueError(f"options of raffm: rank = {sorted(idle)} has no effect with cut = {self.cut!r}")
-        for key in ("attention", "ffn", "residual", "shares"):
-            if not getattr(self, key):
-                raise ValueError(f"options of raffm: {key} = [] leaves nothing to choose; allowed: shares in (0, 1]")
+        check_choices(self, "raffm", ("attention", "ffn", "residual", "shares"))
 
     def check(self, setting: Setting, e) -> None:
         check_widths(space := self.space(setting), self.rank, setting, e)

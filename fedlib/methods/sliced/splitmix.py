@@ -32,7 +32,7 @@ from ..widths import check_cuttable
 class SplitMix(MemoryBudgets, Method):
     """``bases`` of width 1 / bases; the paper's ratios."""
 
-    one_upload: ClassVar[bool] = False
+    one_slice: ClassVar[bool] = False
 
     scenario: Literal["own", "fair", "lack", "surplus"] = "own"
     ratios: Annotated[tuple[Positive, ...] | None, When(scenario="own")] = (1 / 8, 1 / 4, 1 / 2, 1.0)
