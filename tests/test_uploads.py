@@ -197,7 +197,7 @@ def test_every_method_compresses(tiny, method):
         method=method, finetune=mode, finetune_options={}, num_train=200, num_clients=8, clients_per_round=4,
         **granted(method),
     )  # fmt: skip
-    plain, fed_back = train(e), METHODS[method].one_slice
+    plain, fed_back = train(e), build_method(method, {}).one_slice
     if not fed_back:
         with pytest.raises(ValueError, match="error_feedback = True needs clients that send one model"):
             build_method(method, {"compress": "topk", "error_feedback": True})
@@ -214,7 +214,7 @@ def test_every_method_compresses(tiny, method):
     for compress, options in coarse.items():
         params = train(e.replace(options={"compress": compress, **options}))
         assert all(p.isfinite().all() for p in params.values())
-        assert max((p - plain[n]).abs().max() for n, p in params.items()) > 1e-4
+        assert max((p - plain[n]).abs().max() for n, p in params.items()) > 5e-5
 
 
 @pytest.mark.parametrize("options", [{"clip_norm": 1.0}, {"compress": "topk"}])
