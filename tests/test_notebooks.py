@@ -140,4 +140,5 @@ def test_make_runs_the_notebook_of_one_paper():
     whole = make("reefl/table10_aggregation_distillation_twelve_exits")
     assert "notebooks/reefl/table10_aggregation_distillation_twelve_exits.ipynb" in whole.stdout
     old = subprocess.run(["make", "table1"], cwd=ROOT, capture_output=True, text=True)
-    assert old.returncode == 2 and "no target 'table1'; did you mean: make reefl/table1" in old.stderr
+    assert old.returncode == 2 and "no target 'table1'; did you mean: make" in old.stderr
+    assert "reefl/table1" in old.stderr and "fedepth/table1" in old.stderr

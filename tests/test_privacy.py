@@ -144,10 +144,20 @@ def test_replacing_a_client_moves_the_sums_by_at_most_two_clips(tiny, method):
     assert 0.05 < moved <= 2 * 0.05 * (1 + 1e-6)  # more than one clip: replacement is the right neighbour
 
 
-@pytest.mark.parametrize("method", [m for m in METHODS if m != "raffm"])  # whose clients hold another part in every round
+SUMS = [n for n, cls in METHODS.items() if cls.one_upload and not (cls.needs_models or cls.needs_extras)]
+
+
+@pytest.mark.parametrize("method", sorted(set(METHODS) - set(SUMS)))
+def test_a_method_that_looks_at_single_clients_or_sends_several_models_is_refused_noise(method):
+    with pytest.raises(ValueError, match="noise_multiplier protects sums"):
+        build_method(method, DP | {"weighting": "clients"})
+
+
+@pytest.mark.parametrize("method", [m for m in SUMS if m not in ("local", "raffm")])
 def test_every_method_runs_with_noise(tiny, method):
     """Two rounds, in one cohort or one by one: the same numbers, finite, and not those without noise."""
-    e = tiny.replace(method=method, options=DP, rounds=3, finetune="frozen", finetune_options={}, num_train=200)
+    mode = "lora" if method == "fedbabu" else "frozen"
+    e = tiny.replace(method=method, options=DP, rounds=3, finetune=mode, finetune_options={}, num_train=200)
 
     def train(e, **execution):
         return list(itertools.islice(run_rounds(build_federation(e), Execution(workers=1, **execution)), 2))[-1]

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from granted import granted
 
 from fedlib import Execution, Experiment, build_federation, run, run_rounds
 from fedlib.core.clients import Client
@@ -28,7 +29,7 @@ def two_clients(start, params, memories=None, t=1):
     return SimpleNamespace(
         clients=clients, start=start, params=params, rows=rows, t=t, experiment=SimpleNamespace(seed=5),
         new_memories={}, update=lambda: Update(clients, slices, params, rows),
-        recall=lambda key: memory.get(key, zeros), remember=memory.__setitem__,
+        recall=lambda key: memory.get(key, zeros), remember=lambda key, x, rows: memory.__setitem__(key, x),
     )  # fmt: skip
 
 
@@ -181,19 +182,24 @@ def test_an_upload_does_not_depend_on_the_cohort(tiny, method, options):
 
 
 def train(e):
-    *_, last = run_rounds(build_federation(e), ONE)
-    return last.server.params
+    """What the server holds of all and of single clients at the end, and what stays with them."""
+    memories, mirrors = {}, {}
+    *_, last = run_rounds(build_federation(e), ONE, memories=memories, mirrors=mirrors)
+    of_clients = {(k, n): x for held in (memories, mirrors) for k, m in held.items() for n, x in m.items()}
+    return last.server.params | {n: x for n, x in of_clients.items() if not n[1].startswith("residual")}
 
 
 REDRAWN = {"raffm"}  # methods whose clients hold another part in every round: nothing can be fed back
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [m for m in METHODS if m != "local"])
 def test_every_method_compresses(tiny, method):
     """Two rounds: with all bits or entries as without compression, with few another, finite result."""
+    mode = "frozen" if METHODS[method].__module__.startswith("fedlib.methods.sliced") else "lora"
     e = tiny.replace(
-        method=method, finetune="frozen", finetune_options={}, num_train=200, num_clients=8, clients_per_round=4
-    )
+        method=method, finetune=mode, finetune_options={}, num_train=200, num_clients=8, clients_per_round=4,
+        **granted(method),
+    )  # fmt: skip
     plain = train(e)
     for options in (
         {"compress": "quantise", "bits": 32},
@@ -210,6 +216,28 @@ def test_every_method_compresses(tiny, method):
         params = train(e.replace(options={"compress": compress, **options}))
         assert all(p.isfinite().all() for p in params.values())
         assert max((p - plain[n]).abs().max() for n, p in params.items()) > 1e-4
+
+
+@pytest.mark.parametrize("options", [{"clip_norm": 1.0}, {"compress": "topk"}])
+def test_a_method_that_sends_nothing_has_nothing_to_compress(options):
+    with pytest.raises(ValueError, match="options of local: nothing is sent"):
+        build_method("local", options)
+
+
+def test_a_second_model_that_stays_leaves_the_sent_ones_residual_alone(tiny):
+    """Ditto's personal models are stacked with those that are sent: of a client's two, one has a residual."""
+    options = {"compress": "topk", "topk_fraction": 0.05, "error_feedback": True}
+    e = tiny.replace(num_train=200, num_clients=4, clients_per_round=4, rounds=1, options=options, budgets="maximum")
+    memories, alone = {}, {}
+    (both,) = run_rounds(build_federation(e.replace(method="ditto")), ONE, memories=memories)
+    plain = e.replace(method="fedprox", options=options | {"mu": 0.0})
+    (one,) = run_rounds(build_federation(plain), ONE, memories=alone)
+    for n, p in one.server.params.items():
+        torch.testing.assert_close(both.server.params[n], p, rtol=0, atol=1e-5)
+    for k, memory in alone.items():
+        assert memory and any(x.abs().max() > 0 for x in memory.values())
+        for n, x in memory.items():
+            torch.testing.assert_close(memories[k][n], x, rtol=0, atol=1e-5)
 
 
 def test_a_round_hardly_depends_on_the_cohort_size(tiny):

@@ -12,6 +12,7 @@ import torch
 from ..core.experiment import Experiment
 from ..engine.evaluation import served_parts
 from ..engine.executors import Execution
+from ..engine.leaving import first_confident
 from ..runs.costs import exit_macs
 from ..runs.trained import all_logits, load_trained
 
@@ -23,9 +24,7 @@ def leave_early(logits: torch.Tensor, threshold: float) -> torch.Tensor:
 
     An example that never is confident enough leaves at the last exit.
     """
-    confident = logits.softmax(-1).amax(-1) >= threshold  # (E, N)
-    confident[-1] = True
-    return confident.int().argmax(0)  # the first maximum
+    return first_confident(logits.softmax(-1).amax(-1), threshold)
 
 
 def adaptive_curve(

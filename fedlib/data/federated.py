@@ -1,7 +1,7 @@
 """Federated data: one set of examples on the training device, and per client an index array into it."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
 import numpy as np
@@ -34,6 +34,17 @@ class FederatedData:
     seed: int = 0  # of that division
     digest: str = ""  # of the whole data set, of which an experiment may use a part
     vocabulary: torch.Tensor | None = None  # token ids of the answers, by label; None where labels are no tokens
+    public: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))  # training rows for the server alone
+
+    def __post_init__(self):
+        if not len(self.public):
+            return
+        for i in range(self.num_clients):
+            if len(both := np.intersect1d(self.client(i), self.public)):
+                raise ValueError(
+                    f"public examples must be nobody's: client {i} holds {len(both)} of these {len(self.public)}, "
+                    f"row {both[0]} for one"
+                )
 
     @property
     def num_outputs(self) -> int:
@@ -120,6 +131,7 @@ def load_federated(e: Experiment, device: str = "cpu", size: int | None = None) 
     train, held = hold_out(values, train, e.validation_fraction)
     if e.evaluate_on == "validation":
         test, test_images, test_labels, test_owners = held, images, labels, owners
+    train, public = hold_out(values, train, e.public_fraction, "public split")
     holdings = _hold(e, values[train], train, owners)
     if e.num_test is not None or e.evaluate_on == "validation":
         keep = torch.from_numpy(test).to(device)
@@ -131,7 +143,7 @@ def load_federated(e: Experiment, device: str = "cpu", size: int | None = None) 
     return FederatedData(
         images, labels, test_images, test_labels, data.classes, mean, std, holdings,
         owners if e.partition in BY_OWNER else None, test_owners[test] if test_owners is not None else None,
-        e.test_split, e.seed, data.digest, vocabulary,
+        e.test_split, e.seed, data.digest, vocabulary, public,
     )  # fmt: skip
 
 
@@ -173,12 +185,14 @@ def check_task(e: Experiment, data: FederatedData) -> None:
         )
 
 
-def hold_out(values: np.ndarray, rows: np.ndarray, fraction: float) -> tuple[np.ndarray, np.ndarray]:
-    """(training rows, validation rows): ``fraction`` of every class, rounded, the same for every seed."""
+def hold_out(
+    values: np.ndarray, rows: np.ndarray, fraction: float, purpose: str = "validation split"
+) -> tuple[np.ndarray, np.ndarray]:
+    """(training rows, held-out rows): ``fraction`` of every class, rounded, the same for every seed."""
     held = np.zeros(len(rows), bool)
     for c in np.unique(values[rows]) if fraction else ():
         own = np.flatnonzero(values[rows] == c)
-        order = numpy_generator(0, "validation split", client=int(c)).permutation(own)
+        order = numpy_generator(0, purpose, client=int(c)).permutation(own)
         held[order[: round(fraction * len(own))]] = True
     return rows[~held], rows[held]
 

@@ -146,7 +146,8 @@ def train_cohort(
             )
         models = {}
         if f.method.needs_models:
-            models = {c.id: update.model(i) for i, c in reversed(list(enumerate(update.clients)))}
+            kinds = {n: p.dtype for n, p in cohort.params.items()}  # what was compressed comes in float64
+            models = {c.id: update.model(i, kinds) for i, c in reversed(list(enumerate(update.clients)))}
         return Trained(f.method.summarise(update, f.setting), new_memories, losses, tuple(nonfinite), extras, models)
 
 

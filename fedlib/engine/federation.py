@@ -22,6 +22,7 @@ from ..models.registry import backbone_spec, build_backbone
 from ..models.token_heads import EveryToken
 from .checks import check_device, check_experiment, check_input, check_population
 from .frozen_cache import FrozenCache, build_frozen_cache
+from .lab import ServerLab
 from .memory import check_memory
 
 
@@ -73,7 +74,9 @@ def build_model(e: Experiment, method: Method, num_classes: int, meta: bool = Fa
     """Backbone, exits and fine-tuning mode of ``e``. ``meta``: shapes only, without weights or memory."""
     with torch.device("meta" if meta else "cpu"):
         backbone = backbone_spec(e.backbone).build() if meta else build_backbone(e.backbone, e.pretrained, e.seed)
-        exit_units = e.exit_blocks if e.exit_blocks is not None else method.exit_units(backbone.spec.depth, e.num_exits)
+        exit_units = e.exit_blocks
+        if exit_units is None:
+            exit_units = method.place_exits(backbone.spec, e.num_exits, partial(_measured, e, method, num_classes))
         task = task_of(e.dataset)
         head = method.build_head(backbone.spec, task.outputs(num_classes), exit_units)
         if task.reads == "tokens":
@@ -85,6 +88,12 @@ def build_model(e: Experiment, method: Method, num_classes: int, meta: bool = Fa
     model = ExitModel(backbone, head, exit_units, e.batch_norm).eval()
     method.configure(model)
     return model
+
+
+def _measured(e: Experiment, method: Method, num_classes: int, exit_units: tuple[int, ...]) -> Setting:
+    """The setting of ``e`` with exits after ``exit_units``, of shapes alone."""
+    e = e.replace(num_exits=len(exit_units), exit_blocks=exit_units)
+    return setting_of(e, build_model(e, method, num_classes, meta=True))
 
 
 def setting_of(e: Experiment, model: ExitModel, data: FederatedData | None = None, shapes=None) -> Setting:
@@ -121,6 +130,8 @@ def build_federation(e: Experiment, device: str = "cpu") -> Federation:
     check_memory(e, shapes, int(data.num_examples.max()), device)
     model = build_model(e, method, data.num_outputs).to(device)
     setting = setting_of(e, model, data, shapes)
+    if len(data.public):
+        setting = replace(setting, lab=ServerLab(data, model, setting, e.batch_size))
     method.check(setting, e)
     budgets = budgets_of(e, method)
     eligible = method.eligible(budgets, setting)
@@ -152,8 +163,13 @@ def _prefix(f: Federation, units: int, images: torch.Tensor) -> FrozenCache | No
 
 
 def budgets_of(e: Experiment, method: Method) -> np.ndarray:
-    """Each client's budget, by default the deepest exit it can hold: ``uniform`` i mod B, ``maximum`` B - 1 for all."""
+    """Each client's budget, by default the deepest exit it can hold: ``uniform`` i mod B, ``maximum`` B - 1 for all.
+
+    Where the method itself knows what clients have, as it says.
+    """
     budgets = method.num_budgets(e.num_exits)
+    if (given := method.client_budgets(e.num_clients, e.num_exits)) is not None:
+        return given
     if e.budgets == "maximum":
         return np.full(e.num_clients, budgets - 1)
     return np.arange(e.num_clients) % budgets

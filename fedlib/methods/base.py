@@ -5,7 +5,7 @@ training, and the mean over the clients that hold an entry. A method overrides w
 Read next: ``jobs.py`` (the values hooks see), ``options.py`` (distillation, server steps), ``sliced/reefl.py``.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
@@ -33,6 +33,8 @@ class Method(UploadOptions):
     # runs stored before are then refused, not mixed with new ones. Of a class that is not the kit's, the source counts.
     version: ClassVar[int] = 1
     needs_models: ClassVar[bool] = False  # does ``aggregate`` ask for whole models?
+    needs_extras: ClassVar[bool] = False  # or for what single clients send beside them?
+    one_upload: ClassVar[bool] = True  # does a client send one model at most, and of a slice that its budget says?
 
     weighting: Literal["examples", "clients"] = "examples"  # of the mean
 
@@ -44,7 +46,14 @@ class Method(UploadOptions):
 
     def check_options(self) -> None:
         """Raise ``ValueError`` for options that do not go together; each alone is checked by its annotation."""
-        self.check_uploads(type(self).__name__.lower(), self.weighting)
+        name = type(self).__name__.lower()
+        self.check_uploads(name, self.weighting)
+        if self.noise_multiplier and (self.needs_models or self.needs_extras):
+            raise ValueError(f"options of {name}: noise_multiplier protects sums; {name} looks at single clients")
+        if self.noise_multiplier and not self.one_upload:
+            raise ValueError(
+                f"options of {name}: noise_multiplier protects sums of one model a client; {name} sends more"
+            )
 
     # --- what is built -------------------------------------------------------------------------------------------
 
@@ -54,6 +63,18 @@ class Method(UploadOptions):
             allowed = [e for e in range(1, depth + 1) if depth % e == 0]
             raise ValueError(f"experiment: num_exits = {num_exits} does not divide {depth} blocks; allowed: {allowed}")
         return tuple(range(depth // num_exits - 1, depth, depth // num_exits))
+
+    def place_exits(
+        self, spec: Spec, num_exits: int, measured: Callable[[tuple[int, ...]], Setting]
+    ) -> tuple[int, ...]:
+        """Units with an exit, where the experiment names none; by default :meth:`exit_units`.
+
+        ``measured`` gives the setting, of shapes alone, of a model with exits after other units: what parts of it cost.
+        """
+        return self.exit_units(spec.depth, num_exits)
+
+    def client_budgets(self, num_clients: int, num_exits: int) -> np.ndarray | None:
+        """Which budget each client has; None: as the experiment's ``budgets`` says."""
 
     def num_budgets(self, num_exits: int) -> int:
         """How many budgets clients may have: one per exit."""
@@ -98,6 +119,10 @@ class Method(UploadOptions):
     def program(self, client: Client, setting: Setting) -> Hashable:
         """Clients of unequal programs train in separate cohorts. All are equal."""
 
+    def effort(self, client: Client, setting: Setting, e) -> float:
+        """MACs of a client's local training, in those of training what ``slice_for`` says once: what prices count."""
+        return 1.0
+
     # --- the client ----------------------------------------------------------------------------------------------
 
     def local_loss(self, batch: Batch) -> torch.Tensor:
@@ -117,7 +142,7 @@ class Method(UploadOptions):
     @property
     def remembers(self) -> bool:
         """Do clients keep memory across rounds? (Sampling then hides less: ``privacy.epsilon``.)"""
-        return self.error_feedback
+        return self.error_feedback or type(self).personal is not Method.personal
 
     # --- the server ----------------------------------------------------------------------------------------------
 
@@ -149,8 +174,15 @@ class Method(UploadOptions):
 
     # --- answers -------------------------------------------------------------------------------------------------
 
-    def model_for(self, exit: int, server: Server, r: Round) -> Slice:
-        """The sub-model whose exit ``exit`` is evaluated on the central test set: the global model."""
+    def answering(self, num_exits: int) -> Sequence[int]:
+        """The exits that are evaluated: all."""
+        return range(num_exits)
+
+    def model_for(self, exit: int, server: Server, r: Round) -> Slice | tuple[Slice, ...]:
+        """The sub-model whose exit ``exit`` is evaluated on the central test set: the global model.
+
+        Of several sub-models the mean of their outputs is.
+        """
         return r.setting.full()
 
     def serve(self, client: Client, server: Server, r: Round) -> Serving:

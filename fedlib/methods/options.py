@@ -8,13 +8,22 @@ from typing import Annotated, Literal
 
 import torch
 
+from ..core.clients import Client
+from ..core.slices import Slice
 from ..core.validation import AtLeast, AtMost, Below, Positive, When
+from ..data.tasks import Classification, task_of
 from .jobs import Arrived, Round, Server
 from .losses import Batch, cross_entropies, kl_to_teacher, last_exit, mutual_kl, ramp_up, running_best_exit
 from .server import fedadam, feddyn_gradient, feddyn_server
 
 TAUGHT = When(distill=("best", "mutual", "last"))
 DYN, ADAM = When(aggregation="feddyn"), When(aggregation="fedadam")
+
+
+def check_classes(name: str, e) -> None:
+    """Raise ``ValueError`` if the labels of experiment ``e`` are no classes, which method ``name`` counts."""
+    if not isinstance(task_of(e.dataset), Classification):
+        raise ValueError(f"{name}: dataset = {e.dataset!r} has no classes to count; allowed: data of classes")
 
 
 @dataclass(frozen=True)
@@ -39,6 +48,24 @@ class Distillation:
             return loss + eta * mutual_kl(batch, self.temperature)
         teacher = running_best_exit(batch, ce, self.zeta) if self.distill == "best" else last_exit(batch)
         return loss + eta * kl_to_teacher(batch, teacher, self.temperature)
+
+
+@dataclass(frozen=True)
+class JointExits(Distillation):
+    """Every client trains the whole model, whose m exits count equally: a single-exit method's multi-exit form.
+
+    With one exit it is the method as published. ``distill="last"`` is local distillation: the last exit teaches.
+    """
+
+    kd_weight: Annotated[float | None, AtLeast(0), TAUGHT] = 1.0
+
+    def slice_for(self, client: Client, server: Server, r: Round) -> Slice:
+        """The whole model: budgets are ignored."""
+        return r.setting.full()
+
+    def local_loss(self, batch: Batch) -> torch.Tensor:
+        """1/m sum_j [CE_j + eta KL_j], (M,)."""
+        return super().local_loss(batch) / batch.held.sum(0)
 
 
 @dataclass(frozen=True)

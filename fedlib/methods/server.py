@@ -51,14 +51,17 @@ class Update:
         uploads = None if self.uploads is None else tuple(self.uploads[i] for i in kept)
         return Update(tuple(self.clients[i] for i in kept), tuple(self.slices[i] for i in kept), params, rows, uploads)
 
-    def model(self, i: int) -> dict[str, torch.Tensor]:
-        """What model ``i`` sends, by its local names."""
-        return {n: self.params[n][list(rows).index(i)].clone() for n, rows in self.rows.items() if i in rows}
+    def model(self, i: int, kinds: Mapping[str, torch.dtype]) -> dict[str, torch.Tensor]:
+        """What model ``i`` sends, by its local names, in the precision ``kinds``."""
+        held = {n: list(rows).index(i) for n, rows in self.rows.items() if i in rows}
+        return {n: self.params[n][row].to(kinds[n], copy=True) for n, row in held.items()}
 
 
 def all_finite(tensors: Iterable[torch.Tensor]) -> bool:
     """Is every number finite? One transfer from the device, where the answer is yes."""
     tensors = list(tensors)
+    if not tensors:  # a cohort that sends nothing
+        return True
     if bool(torch.stack([x.sum() for x in tensors]).isfinite().all()):  # no NaN or infinity leaves a sum finite
         return True
     return bool(torch.stack([x.isfinite().all() for x in tensors]).all())  # finite numbers may have an infinite sum

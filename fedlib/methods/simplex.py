@@ -53,15 +53,18 @@ def minimise_on_simplex(
     raise RuntimeError(f"minimise_on_simplex: no solution within {tolerance} after {max_steps} steps")
 
 
-def attention(similarities: torch.Tensor, own_share: float = 0.5, sharpness: float = 10.0) -> torch.Tensor:
-    """FedAMP's weights in its heuristic form: rows of the simplex, (n, n), of cosines (n, n).
+def attention(
+    similarities: torch.Tensor, own_share: float = 0.5, sharpness: float = 10.0, own: torch.Tensor | None = None
+) -> torch.Tensor:
+    """FedAMP's weights in its heuristic form: rows of the simplex, (k, n), of the cosines of k clients with n models.
 
-    ``own_share`` (xi_ii) on the diagonal; the rest by softmax of ``sharpness`` (sigma) times the cosine over the
-    others. A client alone keeps all.
+    ``own_share`` (xi_ii) goes to the client's own model, where ``own`` (k, n) is True (None: the diagonal); the rest
+    by softmax of ``sharpness`` (sigma) times the cosine over the others. A cosine of -inf leaves a model out. A client
+    alone keeps all.
     """
-    s, n = similarities.double(), len(similarities)
-    if n == 1:
-        return torch.ones_like(s)
-    own = torch.eye(n, dtype=torch.bool, device=s.device)
-    others = (sharpness * s).masked_fill(own, -torch.inf).softmax(-1)
-    return (1 - own_share) * others + own_share * own
+    s = similarities.double()
+    own = torch.eye(*s.shape, dtype=torch.bool, device=s.device) if own is None else own
+    others = (sharpness * s).masked_fill(own, -torch.inf)
+    alone = others.isneginf().all(-1, keepdim=True)
+    others = others.masked_fill(alone, 0.0).softmax(-1)
+    return torch.where(alone, own.double(), (1 - own_share) * others + own_share * own)

@@ -106,31 +106,41 @@ def send(options: UploadOptions, cohort) -> Update:
     update = cohort.update()
     if options.clip_norm is None and options.compress == "none":
         return update
-    deltas = {n: p - cohort.start[n] for n, p in update.params.items()}
+    received = _sent_rows(cohort.start, update, cohort)
+    deltas = {n: p - received[n] for n, p in update.params.items()}
     if options.error_feedback:
-        residual = cohort.recall("residual")
+        residual = _sent_rows(cohort.recall("residual"), update, cohort)
         deltas = {n: d + residual[n] for n, d in deltas.items()}
     sent = deltas
     if options.compress == "quantise":
-        uniform = dict.fromkeys(deltas, 0.5) if options.error_feedback else _uniform(deltas, cohort)
+        uniform = dict.fromkeys(deltas, 0.5) if options.error_feedback else _uniform(deltas, update, cohort)
         sent = {n: quantise(d, uniform[n], options.bits) for n, d in deltas.items()}
     elif options.compress == "topk":
         sent = {n: top_k(d, kept_entries(d[0].numel(), options.topk_fraction)) for n, d in deltas.items()}
     if options.error_feedback:
-        cohort.remember("residual", {n: (d - sent[n]).to(d.dtype) for n, d in deltas.items()})
+        cohort.remember("residual", {n: (d - sent[n]).to(d.dtype) for n, d in deltas.items()}, update.rows)
     if options.clip_norm is not None:
         factors = clip_factors(sent, update.rows, len(update.clients), options.clip_norm)
         rows = {n: factors[list(update.rows[n])].view(-1, *(1,) * (d.dim() - 1)) for n, d in sent.items()}
         sent = {n: d.double() * rows[n] for n, d in sent.items()}
-    return replace(update, params={n: cohort.start[n].double() + d for n, d in sent.items()})
+    return replace(update, params={n: received[n].double() + d for n, d in sent.items()})
 
 
-def _uniform(deltas: Tensors, cohort) -> dict[str, torch.Tensor]:
+def _sent_rows(stacked: Tensors, update: Update, cohort) -> dict[str, torch.Tensor]:
+    """Of tensors stacked like the cohort's parameters, those that the update sends, of the members that send them."""
+    out = {}
+    for name, rows in update.rows.items():
+        held = list(cohort.rows[name])
+        out[name] = stacked[name] if len(rows) == len(held) else stacked[name][[held.index(i) for i in rows]]
+    return out
+
+
+def _uniform(deltas: Tensors, update: Update, cohort) -> dict[str, torch.Tensor]:
     """Draws in [0, 1) like ``deltas``; each client's come from its own generator, so not from its cohort."""
     rows: dict[str, list[torch.Tensor]] = {n: [] for n in deltas}
-    for i, client in enumerate(cohort.clients):
+    for i, client in enumerate(update.clients):
         generator = torch_generator(cohort.experiment.seed, "quantise", cohort.t, client.id)
         for name, d in deltas.items():
-            if i in cohort.rows[name]:
+            if i in update.rows[name]:
                 rows[name].append(torch.rand(d.shape[1:], generator=generator))
     return {n: torch.stack(r).to(deltas[n].device) for n, r in rows.items()}

@@ -28,6 +28,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..core.slices import Axis
+from ..layers.context import Scaler
 from ..layers.linear import init_normal_, per_client
 from ..layers.norms import LayerNorm
 from .backbone import TokenBackbone
@@ -91,7 +92,12 @@ BERTS = {
     "minilm.128": replace(MINILM, length=128),
     "bert_micro": BertSpec(),
 }
+BERT_BASE = {"bert_base": BertSpec(length=128, dim=768, depth=12, heads=12, ffn_dim=3072, centred=False)}
 BERTS |= {f"{name}.stream": replace(config, centred=False) for name, config in BERTS.items()}
+BERTS |= BERT_BASE | {  # CAFEDistill's, trained from random weights, and one for CPUs
+    "transformer4": BertSpec(length=64, dim=192, depth=4, heads=2, ffn_dim=768, centred=False),
+    "transformer4_slim": BertSpec(depth=4, heads=2, centred=False),
+}
 
 
 def is_token(z: torch.Tensor) -> torch.Tensor:
@@ -144,13 +150,13 @@ class BertStem(nn.Module):
         self.spec = c
         self.words = Embedding(c.vocab_size, c.dim)
         self.pos_embed = nn.Parameter(torch.zeros(c.length, c.dim))
-        self.norm = LayerNorm(c.dim, c.eps)
+        self.norm, self.scale = LayerNorm(c.dim, c.eps), Scaler("conv", "norm")
         self.axes = {"pos_embed": (None, "residual")}
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:  # (K, B, T) -> (K, B, T, d)
         ids = ids.long()
         x = self.words(ids)
-        x = self.norm(x + per_client(self.pos_embed[..., : ids.shape[-1], :], x, 2))
+        x = self.norm(self.scale(x + per_client(self.pos_embed[..., : ids.shape[-1], :], x, 2)))
         return x * (ids != self.spec.padding).unsqueeze(-1)
 
 

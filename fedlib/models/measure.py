@@ -5,6 +5,8 @@ Everything runs on PyTorch's ``meta`` device, where tensors have shapes and no v
 
 import copy
 import math
+from collections import Counter
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -64,12 +66,16 @@ class Measure:
         return counter.get_total_flops() // 2
 
     def training_mib(self, part: Slice, batch: int = 32) -> float:
-        """Memory of training ``part`` with Adam: 4 bytes * (parameters, of trained ones also the gradient and two
-        moments, and per example the outputs of every layer with parameters, forward and backward), in MiB."""
+        """Memory of training ``part`` with Adam, in MiB.
+
+        4 bytes * (parameters, of trained ones also the gradient and two moments, and per example the outputs of every
+        layer with parameters, forward and backward).
+        """
         self.model.put_(take_all(self._full, self.infos, part))
         layers = [m for m in self.model.modules() if list(m.parameters(recurse=False))]
         try:
-            outputs = self._outputs(layers, part)
+            made = self._outputs(part)
+            outputs = sum(made[m] for m in layers)
         finally:
             self.model.put_(self._full)
         kept = self.parameters(part) + 3 * self._numbers(part, self._trained)
@@ -90,25 +96,44 @@ class Measure:
         layers = [m for m in outside if any(p.dim() > 1 for p in m.parameters(recurse=False))]
         return self._mib(layers, batch) + sum(self.activation_mib(unit, batch) for unit in range(self.spec.depth))
 
+    def unit_macs(self) -> tuple[int, ...]:
+        """MACs of one example in the stem, then in each unit; exits are not counted."""
+        from torch.utils.flop_counter import FlopCounterMode
+
+        out, z = [], self._example()
+        with torch.no_grad():
+            for unit in range(-1, self.spec.depth):
+                with FlopCounterMode(display=False) as counter:
+                    z = self.model.backbone.stem(z) if unit < 0 else self.model.backbone.advance(z, unit, 1)[1]
+                out.append(counter.get_total_flops() // 2)
+        return tuple(out)
+
     def _mib(self, layers: list[nn.Module], batch: int) -> float:
-        outputs = self._outputs(layers, Slice.prefix(self.model.depth, range(len(self.model.exit_units))))
+        outputs = sum(self._whole_outputs[m] for m in layers)
         parameters = sum(p.numel() for m in layers for p in m.parameters(recurse=False))
         return FLOAT * (2 * batch * outputs + parameters) / MIB
 
-    def _outputs(self, layers: list[nn.Module], part: Slice) -> int:
-        """Numbers that ``layers`` put out for one example through ``part``."""
-        outputs: list[int] = []
-        hooks = [m.register_forward_hook(lambda m, args, out: outputs.append(out.numel())) for m in layers]
+    @cached_property
+    def _whole_outputs(self) -> Counter[nn.Module]:
+        return self._outputs(Slice.prefix(self.model.depth, range(len(self.model.exit_units))))
+
+    def _outputs(self, part: Slice) -> Counter[nn.Module]:
+        """Numbers that each layer puts out for one example through ``part``, whose tensors are in place."""
+        outputs: Counter[nn.Module] = Counter()
+        hook = lambda m, args, out: outputs.update({m: out.numel() if isinstance(out, torch.Tensor) else 0})  # noqa: E731
+        hooks = [m.register_forward_hook(hook) for m in self.model.modules()]
         try:
             self._run(part)
         finally:
-            for hook in hooks:
-                hook.remove()
-        return sum(outputs)
+            for h in hooks:
+                h.remove()
+        return outputs
 
     @torch.no_grad()
     def _run(self, part: Slice) -> None:
         """One example through ``part``."""
+        self.model(self._example(), Route.of(part, self.model.depth))
+
+    def _example(self) -> torch.Tensor:
         dtype = torch.long if self.spec.reads == "tokens" else torch.float32
-        x = torch.empty(1, 1, *self.spec.input_shape, dtype=dtype, device="meta")
-        self.model(x, Route.of(part, self.model.depth))
+        return torch.empty(1, 1, *self.spec.input_shape, dtype=dtype, device="meta")

@@ -41,7 +41,7 @@ class ConvNetSpec(MapSpec):
         return ConvNet(self)
 
 
-CONVNETS = {"convnet3": ConvNetSpec()}
+CONVNETS = {"convnet3": ConvNetSpec(), "convnet3_slim": ConvNetSpec(widths=(32, 64, 64))}  # slim: for CPUs
 
 
 class Unit(nn.Module):

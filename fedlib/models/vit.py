@@ -14,7 +14,7 @@ from torch import nn
 
 from ..core.slices import Axis
 from ..layers.attention import attend
-from ..layers.context import Context
+from ..layers.context import Context, Scaler
 from ..layers.linear import Linear, init_normal_, per_client
 from ..layers.norms import LayerNorm
 from ..layers.written_block import run_written_out
@@ -94,6 +94,7 @@ class Attention(nn.Module):
             Linear(c.dim, c.dim, bias=c.qkv_bias, axes=(axis, "residual")) for axis in ("/qk", "/qk", "/vo")
         )
         self.proj = Linear(c.dim, c.dim, axes=("residual", "/vo"))
+        self.scale = Scaler("conv", "norm")
 
     @property
     def heads(self) -> int:
@@ -108,8 +109,8 @@ class Attention(nn.Module):
     def forward(self, x: torch.Tensor, first: int | None = None) -> torch.Tensor:
         """x (K, B, T, d) -> (K, B, T, d), or only its ``first`` tokens, which attend to all."""
 
-        q, k, v = self.q(x[..., :first, :]), self.k(x), self.v(x)
-        return self.proj(attend(self.heads, q, k, v, mask=self.mask(x)))
+        q, k, v = (self.scale(y) for y in (self.q(x[..., :first, :]), self.k(x), self.v(x)))
+        return self.scale(self.proj(attend(self.heads, q, k, v, mask=self.mask(x))))
 
     def mask(self, x: torch.Tensor) -> torch.Tensor | None:
         """Which tokens are attended to: of an image all."""
@@ -123,9 +124,10 @@ class MLP(nn.Module):
         super().__init__()
         self.fc1 = Linear(dim, hidden, axes=axes)
         self.fc2 = Linear(hidden, dim, axes=axes[::-1])
+        self.scale = Scaler("conv", "norm")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.fc2(F.gelu(self.fc1(x)))
+        return self.scale(self.fc2(F.gelu(self.scale(self.fc1(x)))))
 
 
 class Scale(nn.Module):
@@ -154,8 +156,8 @@ class Block(nn.Module):
 
     @property
     def is_plain(self) -> bool:
-        """Is there nothing between its layers, such as an adapter or LayerScale?"""
-        plain = type(self.attn) is Attention and type(self.mlp) is MLP
+        """Is there nothing between its layers, such as an adapter, LayerScale or a scaler that is on?"""
+        plain = type(self.attn) is Attention and type(self.mlp) is MLP and self.attn.scale.is_off
         return plain and type(self.ls1) is type(self.ls2) is nn.Identity
 
     def forward(self, z: torch.Tensor, first: int | None = None) -> torch.Tensor:
@@ -177,6 +179,7 @@ class Stem(nn.Module):
         rows = c.num_patches + (c.prefix_tokens if c.pos_embed_prefix else 0)
         self.pos_embed = nn.Parameter(torch.zeros(rows, c.dim))
         self.norm_pre = LayerNorm(c.dim, c.eps) if c.norm_pre else nn.Identity()
+        self.scale = Scaler("conv", "norm")
         self.axes = {"prefix": (None, "residual"), "pos_embed": (None, "residual")}
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:  # (K, B, C, H, W) -> (K, B, T, d)
@@ -186,7 +189,7 @@ class Stem(nn.Module):
         if not c.pos_embed_prefix:
             x = x + pos
         x = torch.cat((prefix.expand(*lead, -1, -1), x), -2)
-        return self.norm_pre(x + pos if c.pos_embed_prefix else x)
+        return self.norm_pre(self.scale(x + pos if c.pos_embed_prefix else x))
 
 
 class ViT(TokenBackbone):

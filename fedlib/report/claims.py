@@ -18,6 +18,7 @@ from ..core.paths import outputs_dir, params_dir
 from ..core.validation import did_you_mean
 from ..runs.params import Cell, load_fallback, load_grid, load_spec
 from ..runs.params_files import load_yaml
+from .clients import spread_out
 from .exact import EXACT, upload_table
 from .statistics import bootstrap_interval, verdict
 from .tables import collect, label_of, load_reported, stand_in
@@ -62,14 +63,15 @@ class Stored(Source):
         """The table's cells and ``tables.collect``'s frame; of the ``fallback`` if only that is stored."""
         if table not in self.tables:
             cells, fallback = (load(self.paper, table, self.profile) for load in (load_grid, load_fallback))
-            self.tables[table] = self._collect(cells)
+            self.tables[table] = self._collect(cells, table)
             if fallback and self.tables[table][1].accuracy.isna().all():
-                other = self._collect([stand_in(c, fallback) for c in cells])
+                other = self._collect([stand_in(c, fallback) for c in cells], table)
                 self.tables[table] = other if other[1].accuracy.notna().any() else self.tables[table]
         return self.tables[table]
 
-    def _collect(self, cells: list[Cell]) -> tuple[list[Cell], pd.DataFrame]:
-        return cells, collect(cells, self.outputs / "runs")
+    def _collect(self, cells: list[Cell], table: str) -> tuple[list[Cell], pd.DataFrame]:
+        frame, spec = collect(cells, self.outputs / "runs"), self.spec(table)
+        return cells, spread_out(frame, "left", spec["thresholds"]) if spec.get("value") == "left" else frame
 
     def places(self, table: str, only: Mapping[str, object]) -> pd.DataFrame:
         """Every (finetune, column, variant) of the grid whose experiment has the fields ``only``."""
@@ -108,19 +110,23 @@ class Published(Source):
 
     def places(self, table: str, only: Mapping[str, object]) -> pd.DataFrame:
         frame = self.reported(table)
-        return frame[frame.column != "upload_mib"][["finetune", "column", "variant"]]
+        frame = frame.assign(column=frame.column.str.replace(r", exit \d+$", "", regex=True))  # printed exit by exit
+        return frame[frame.column != "upload_mib"][["finetune", "column", "variant"]].drop_duplicates()
 
     def values(self, table: str, variant: str, place: dict, value: str, variants: set) -> dict[int, np.ndarray]:
         printed = self.spec(table).get("value", "accuracy")
-        if value != printed and (value, printed) != ("accuracy", "ensemble"):
+        if value != printed and (value, printed) not in (("accuracy", "ensemble"), ("clients", "left")):
             return {}  # figures print no numbers
-        if value != printed:  # Table 6's mean exit is Table 1's
+        if (value, printed) == ("accuracy", "ensemble"):  # Table 6's mean exit is Table 1's
             table = self.extended(table)
         own = self.means(table)
         missing = not variants <= {v for _, _, v in own}  # Table 5 prints differences to Table 4's row
         means = self.means(self.extended(table)) | own if missing and self.extended(table) else own
-        key = (place["finetune"], place["column"], variant)
-        return {0: np.array([means[key]])} if key in means else {}
+        columns = [place["column"]]
+        if value == "client_exits":
+            columns = [c for _, c, v in means if v == variant and c.startswith(f"{place['column']}, exit ")]
+        found = [means[k] for c in columns if (k := (place["finetune"], c, variant)) in means]
+        return {0: np.array(found)} if found else {}
 
     @cached_property
     def means(self):
@@ -163,7 +169,7 @@ def judge_claim(name: str, claim: dict, stored: Stored, published: Published) ->
     """One claim; see the module's first lines for the rule."""
     rows, printed = pd.DataFrame(columns=COLUMNS), "–"
     if "exact" in claim:
-        holds, numbers = EXACT[claim["exact"]](stored.uploads)
+        holds, numbers = EXACT[claim["exact"]](stored)
         found = "holds" if holds else "does not hold", numbers
     elif "why" in claim:
         found = "not testable", claim["why"]
@@ -249,7 +255,8 @@ def _differences(claim, source, table, pair, places) -> list[tuple[dict, np.ndar
     if not found:
         return [(where | {"comparison": text}, np.array([]))]
     parts = np.array([found[seed] for seed in sorted(found)]).T  # (1 or exits, seeds)
-    names = [f"{text}, exit {j + 1}" if claim.get("value") == "exits" else text for j in range(len(parts))]
+    of_exits = claim.get("value") in ("exits", "client_exits")
+    names = [f"{text}, exit {j + 1}" if of_exits else text for j in range(len(parts))]
     return [(where | {"comparison": name}, part) for name, part in zip(names, parts, strict=True)]
 
 

@@ -19,10 +19,12 @@ from ..runs.params import Cell, grids
 from ..runs.params_files import papers
 from ..runs.store import run_path
 from .claims import COLUMNS, Judged, Stored, judge
+from .clients import VALUES
 from .tables import markdown_table, obtained, reported_beside
 
 THUMBNAIL = 420  # pixels
 ORDER = ("table", "decomposition", "figure", "")  # then by number, then by name
+OF_CLIENTS = "Every client on its own test set: mean ± SD over clients, mean over seeds."
 NO_PAPERS = ("benchmarks", "cluster", "pretraining", "walkthrough")  # outputs beside the papers', in the index
 RULE = (
     "A comparison is a difference paired by seed; it holds if its 95 % bootstrap interval over seeds excludes zero on "
@@ -87,11 +89,15 @@ def section(stored: Stored, table: str, done: dict[str, Cell], shown: dict[str, 
     value = stored.spec(table).get("value", "accuracy")
     title = f"## {title_of(stored.paper, table)}"
     parts = [title, facts(stored, list(done.values()), wanted={c.experiment.hash for c in cells})]
+    if value == "last":
+        parts.append("Accuracy of the last exit.")
     owner = {shown.get(h) for h in done}
     if value == "accuracy" and len(owner) == 1 and None not in owner:
         parts.append(f"The runs are those of {short_title(owner.pop())}.")
     else:
-        parts.append(markdown_table(obtained(frame, reported_beside(stored.paper, table), value)))
+        thresholds = stored.spec(table).get("thresholds")
+        parts.append(OF_CLIENTS if value in VALUES else "")
+        parts.append(markdown_table(obtained(frame, reported_beside(stored.paper, table), value, thresholds)))
     shown.update({h: table for h in done if h not in shown})
     parts.append(thumbnails(figures_of(stored, table)))
     return "\n\n".join(p for p in parts if p)

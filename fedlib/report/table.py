@@ -12,8 +12,9 @@ import pandas as pd
 
 from ..engine.executors import Execution
 from ..runs.params import load_spec
+from .clients import VALUES, as_exits, spread_out
 from .statistics import orderings
-from .tables import collect, load_cells, load_claims, obtained, reported_beside, run_cells, save_table
+from .tables import collect, compute_table, load_cells, load_claims, obtained, reported_beside, run_cells, save_table
 
 
 class Table:
@@ -27,7 +28,8 @@ class Table:
         self, paper: str, name: str, profile: str, overrides: Mapping | None = None, folder: Path | None = None
     ):
         self.paper, self.name, self.profile, self.folder = paper, name, profile, folder
-        self.value = load_spec(paper, name).get("value", "accuracy")  # what the table prints
+        spec = load_spec(paper, name)
+        self.value, self.thresholds = spec.get("value", "accuracy"), spec.get("thresholds")  # what the table prints
         self.reported = reported_beside(paper, name)
         self.cells = load_cells(paper, name, profile, overrides, folder)
         self.frame = collect(self.cells, folder)
@@ -40,12 +42,22 @@ class Table:
         return self.frame.groupby(["dataset", "status"]).agg(runs=("run", "size"), seconds=("seconds", "sum"))
 
     def obtained(self) -> pd.DataFrame:
-        """Mean ± SD over seeds of the last round in percent, beside what the paper prints."""
-        return obtained(self.frame, self.reported, self.value)
+        """Mean ± SD over seeds of the last round in percent, beside what the paper prints.
+
+        Where the table prints what clients get: mean ± SD over clients, mean over seeds.
+        """
+        return obtained(self.frame, self.reported, self.value, self.thresholds)
+
+    def obtained_at_cost(self) -> pd.DataFrame:
+        """:meth:`obtained`, and what a round of each row costs in MACs."""
+        return self.obtained().merge(compute_table(self.cells), "left", on=["mode", "column", "method"])
 
     def verdicts(self) -> pd.DataFrame:
         """Do the table's comparisons (``claims``, or the paper's method against all others) come out as printed?"""
-        return orderings(self.frame, self.reported, load_claims(self.paper, self.name), self.value)
+        frame, value = self.frame, self.value
+        if value in VALUES:
+            frame, value = spread_out(frame, value, self.thresholds), "clients"
+        return orderings(frame, self.reported, load_claims(self.paper, self.name), value)
 
     def gains(self) -> pd.DataFrame:
         """Where the table prints another value than the accuracy: how much more it is, one row per run."""
@@ -56,7 +68,8 @@ class Table:
         """Draw and save the accuracy of every exit, a panel per fine-tuning mode, on the grid's first data column."""
         from .plots import plot_modes
 
-        return self.save_figure(plot_modes(self.frame[self.frame.column == self.frame.column[0]]), "exits")
+        frame = as_exits(self.frame) if self.value in VALUES else self.frame
+        return self.save_figure(plot_modes(frame[frame.column == frame.column[0]]), "exits")
 
     def plot_gains(self):
         """Draw and save :meth:`gains`: a panel per data column, a group of bars per fine-tuning mode."""

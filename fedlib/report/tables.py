@@ -14,13 +14,17 @@ from ..models.registry import build_backbone
 from ..runs.costs import exit_costs
 from ..runs.durations import describe
 from ..runs.params import Cell, load_fallback, load_grid, load_spec
-from ..runs.prices import num_classes
+from ..runs.prices import num_classes, training_macs
 from ..runs.store import find_run, run_all, stored_pace
+from .clients import SD, VALUES, numbers_of, spread_out
 
 LABELS = {
     "exclusivefl": "ExclusiveFL", "inclusivefl": "InclusiveFL", "scalefl": "ScaleFL", "depthfl": "DepthFL",
-    "reefl": "ReeFL", "fedavg": "FedAvg",
-    "raffm": "RaFFM",
+    "reefl": "ReeFL", "fedavg": "FedAvg", "fedepth": "FeDepth", "splitmix": "SplitMix", "heterofl": "HeteroFL",
+    "scalefl_original": "ScaleFL", "feddf": "FedDF", "decoupled": "Decoupled", "fedavg_level1": "FedAvg, level 1",
+    "raffm": "RaFFM", "local": "Local", "fedprox": "FedProx", "fedper": "FedPer", "fedrep": "FedRep",
+    "fedbabu": "FedBABU", "fedamp": "FedAMP", "pfedgraph": "pFedGraph", "fedrod": "FedRoD", "ditto": "Ditto",
+    "fedpac": "FedPAC", "cafedistill": "CAFEDistill",
     "full": "Full", "frozen": "Frozen", "lora": "LoRA", "pa": "PA", "sa": "SA", "ssf": "SSF",
 }  # fmt: skip
 
@@ -74,25 +78,36 @@ def fetch(experiments: Sequence[Experiment]) -> None:
 
 
 def collect(cells: Sequence[Cell], folder: Path | None = None) -> pd.DataFrame:
-    """One row per cell: where it stands, and its stored accuracy (percent), exits, seconds; NaN where missing."""
+    """One row per cell: where it stands, and its stored accuracy (percent), exits, seconds; NaN where missing.
+
+    ``last`` is the last exit's accuracy, ``local`` that of each client's deepest exit on its own test set, their mean.
+    """
     rows = []
     for cell in cells:
         found = find_run(cell.experiment, folder)
         row = {k: v for k, v in vars(cell).items() if k != "experiment"}
-        summary = found.summary if found else {"status": "missing"}
-        rows.append(row | {"dataset": cell.experiment.dataset, "run": cell.experiment.slug, **summary})
+        summary = dict(found.summary) if found else {"status": "missing"}
+        if "exits" in summary:
+            summary["last"] = summary["exits"][-1]
+        row |= {"dataset": cell.experiment.dataset, "run": cell.experiment.slug}
+        rows.append(row | summary | numbers_of(summary))
     return pd.DataFrame(rows).reindex(
         columns=["finetune", "variant", "method", "label", "column", "seed", "dataset", "status", "accuracy",
-                 "ensemble", "exits", "seconds", "t", "run"]
+                 "last", "local", "ensemble", "exits", "clients", "clients_sd", "client_exits", "client_exits_sd",
+                 "leaving", "seconds", "t", "run"]
     )  # fmt: skip
 
 
 def mean_sd(
     frame: pd.DataFrame, value: str = "accuracy", by: Sequence[str] = ("finetune", "column", "variant")
 ) -> pd.DataFrame:
-    """Mean, SD (n - 1) and number of seeds of the last round, per group; never the best round."""
-    groups = frame.dropna(subset=[value]).groupby(list(by), sort=False)[value]
-    return groups.agg(mean="mean", sd="std", seeds="count").reset_index()
+    """Mean, SD (n - 1) and number of seeds of the last round, per group; never the best round.
+
+    Of what clients get, the SD is the one over clients, mean over seeds.
+    """
+    groups = frame.dropna(subset=[value]).groupby(list(by), sort=False)
+    out = groups[value].agg(mean="mean", sd="std", seeds="count").reset_index()
+    return out.assign(sd=groups[SD[value]].mean().to_numpy()) if value in SD else out
 
 
 def best_runs(frame: pd.DataFrame) -> pd.DataFrame:
@@ -147,13 +162,17 @@ def beside_reported(frame: pd.DataFrame, reported: pd.DataFrame, value: str = "a
     )
 
 
-def obtained(frame: pd.DataFrame, reported: pd.DataFrame, value: str = "accuracy") -> pd.DataFrame:
-    """:func:`beside_reported`; of another value than the accuracy the best run's, as printed, and the mean over seeds.
+def obtained(
+    frame: pd.DataFrame, reported: pd.DataFrame, value: str = "accuracy", thresholds: Mapping[str, float] | None = None
+) -> pd.DataFrame:
+    """:func:`beside_reported`; of ensembles the best run's, as printed, and the mean over seeds.
 
-    No reported column where the paper prints nothing.
+    What clients get is spread out first (``clients.spread_out``). No reported column where the paper prints nothing.
     """
+    if value in VALUES:
+        frame, value = spread_out(frame, value, thresholds), "clients"
     table = beside_reported(frame, reported, value)
-    if value != "accuracy":  # Tables 6 and 7 of ReeFL take the best of three runs, which is optimistic
+    if value == "ensemble":  # Tables 6 and 7 of ReeFL take the best of three runs, which is optimistic
         mean, seeds = table.obtained, table.seeds
         table = beside_reported(best_runs(frame), reported, value).rename(columns={"obtained": f"best run's {value}"})
         table["mean over seeds"], table["mean exit"] = mean, beside_reported(frame, reported).obtained
@@ -170,6 +189,17 @@ def exit_table(cells: Sequence[Cell], frame: pd.DataFrame) -> pd.DataFrame:
         where["dataset"] = cell.experiment.dataset
         costs = exit_costs(cell.experiment, num_classes(cell.experiment))
         rows += [where | {"accuracy": a} | cost for a, cost in zip(accuracies, costs, strict=True)]
+    return pd.DataFrame(rows)
+
+
+def compute_table(cells: Sequence[Cell]) -> pd.DataFrame:
+    """Per mode, column and variant: what all clients of a round train, in 10^12 MACs; further epochs are counted."""
+    first = {(c.finetune, c.column, c.variant): c for c in reversed(cells)}
+    rows = [
+        {"mode": label_of(c.finetune), "column": c.column, "method": label_of(c.label),
+         "TMACs a round": round(training_macs(c.experiment) / c.experiment.rounds / 1e12, 3)}
+        for c in reversed(first.values())
+    ]  # fmt: skip
     return pd.DataFrame(rows)
 
 

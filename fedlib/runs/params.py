@@ -25,7 +25,8 @@ from .params_files import (
     profiles,
 )
 
-SPEC_KEYS = {"extends", "common", "axes", "variants", "columns", "claims", "value", "reported"}  # and profiles' names
+# of a table's file, besides profiles' names
+SPEC_KEYS = {"extends", "common", "axes", "variants", "columns", "claims", "value", "thresholds", "reported"}
 VARIANT_KEYS = {"label", "finetune"}  # of a variant; all others are fields of Experiment
 
 

@@ -1,0 +1,47 @@
+"""Early leaving: an example takes the answer of the first exit that is confident enough (BranchyNet, MSDNet).
+
+Read next: ``analysis/early_leaving.py`` (curves of the central test set, with costs), ``serving.py`` (every client's).
+"""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+
+from ..data.tasks import Task
+
+THRESHOLDS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)  # of the confidence; recorded of every evaluation
+
+
+def first_confident(confidence: torch.Tensor, threshold: float, strict: bool = False) -> torch.Tensor:
+    """The exit (N,) at which each example leaves: the first of confidence (E, N) >= ``threshold`` (> if ``strict``).
+
+    An example that never is confident enough leaves at the last exit.
+    """
+    enough = confidence > threshold if strict else confidence >= threshold
+    enough[-1] = True
+    return enough.int().argmax(0)  # the first maximum
+
+
+def leave_at(task: Task, outputs: torch.Tensor, labels: torch.Tensor) -> dict[float, tuple[float, list[float]]]:
+    """By threshold, exceeded strictly: the task's metric in percent, and the share of examples leaving at each exit.
+
+    Outputs (E, N, *out), labels (N, *label). The exits after the one where an example leaves are not computed.
+    """
+    answers, confidence = task.predict(outputs), task.confidence(outputs)
+    every, found = torch.arange(len(labels), device=labels.device), {}
+    for threshold in THRESHOLDS:
+        exits = first_confident(confidence, threshold, strict=True)
+        share = torch.bincount(exits, minlength=len(outputs)) / len(labels)
+        found[threshold] = task.score(answers[exits, every], labels)[task.metric], share.tolist()
+    return found
+
+
+def mean_over_clients(clients: Sequence[Mapping[float, tuple[float, list[float]]]]) -> dict[str, dict[str, object]]:
+    """By threshold ``accuracy`` and ``sd`` over clients, and the mean ``share`` of examples leaving at each exit."""
+    out = {}
+    for threshold in THRESHOLDS:
+        scores, shares = zip(*(c[threshold] for c in clients), strict=True)
+        numbers = {"accuracy": round(float(np.mean(scores)), 4), "sd": round(float(np.std(scores)), 4)}
+        out[str(threshold)] = numbers | {"share": np.round(np.mean(shares, 0), 5).tolist()}
+    return out

@@ -1,0 +1,71 @@
+"""Models of clients compared and mixed, one of them in memory at a time: they may lie on disk (``Server.mirrors``).
+
+Ids are taken in increasing order, whatever the mapping's own, so that an interrupted run sums as an undisturbed one.
+Read next: ``simplex.py`` (the weights), ``personal/fedamp.py``.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from .jobs import Tensors
+
+Models = Mapping[int, Tensors]
+
+
+def cosines(models: Models, of: Sequence[int], origin: Tensors | None = None) -> torch.Tensor:
+    """Cosines (len(of), len(models)) between the changes from ``origin`` (None: zero) of all tensors, in float64.
+
+    A model that did not change, and one of ``of`` that is not among ``models``, has cosine 0 with all.
+    """
+    held = {i: changes(models[i], origin) for i in of if i in models}
+    norms = torch.tensor([_norm(held[i]) if i in held else 0.0 for i in of], dtype=torch.float64)
+    columns = []
+    for j in sorted(models):
+        other = changes(models[j], origin)
+        dots = [sum(float(x @ y) for x, y in zip(held[i], other, strict=True)) if i in held else 0.0 for i in of]
+        scale = norms * _norm(other)
+        dots = torch.tensor(dots, dtype=torch.float64)
+        columns.append(torch.where(scale > 0, dots / scale, 0.0).clamp(-1, 1))
+    return torch.stack(columns, 1) if columns else torch.zeros(len(of), 0, dtype=torch.float64)
+
+
+def changes(model: Tensors, origin: Tensors | None = None) -> list[torch.Tensor]:
+    """Every tensor less its ``origin``, flat, in float64, by name."""
+    return [(model[n] if origin is None else model[n] - origin[n]).double().flatten() for n in sorted(model)]
+
+
+def _norm(tensors: Sequence[torch.Tensor]) -> float:
+    return sum(float(x @ x) for x in tensors) ** 0.5
+
+
+def mixtures(models: Models, shares: torch.Tensor) -> dict[str, torch.Tensor]:
+    """sum_j shares[i, j] models[j] for every row i, stacked: name -> (len(shares), ...).
+
+    ``shares`` (k, n) has a column for every model, by id. Models without a share are not read.
+    """
+    total: dict[str, torch.Tensor] = {}
+    kinds: dict[str, torch.dtype] = {}
+    for column, j in zip(shares.double().T, sorted(models), strict=True):
+        if not column.any():
+            continue
+        for name, tensor in models[j].items():
+            part = column.to(tensor.device).view(-1, *(1,) * tensor.dim()) * tensor.double()
+            total[name] = total[name] + part if name in total else part
+            kinds[name] = tensor.dtype
+    return {name: tensor.to(kinds[name]) for name, tensor in total.items()}
+
+
+def part_of(tensors: Tensors, key: str) -> dict[str, torch.Tensor]:
+    """The tensors under ``key/``, without it."""
+    return {n.removeprefix(f"{key}/"): x for n, x in tensors.items() if n.startswith(f"{key}/")}
+
+
+def under(key: str, tensors: Tensors) -> dict[str, torch.Tensor]:
+    """``tensors`` under ``key/``: the inverse of :func:`part_of`."""
+    return {f"{key}/{n}": x for n, x in tensors.items()}
+
+
+def row(stacked: Tensors, i: int) -> dict[str, torch.Tensor]:
+    """Row ``i`` of every tensor, on its own."""
+    return {n: x[i].clone() for n, x in stacked.items()}

@@ -1,0 +1,40 @@
+"""Ditto (Li et al., ICML 2021): a global model by FedAvg, and beside it a personal one that is drawn to it.
+
+Client: receives the global model w and trains it as in FedAvg; trains its own model v, which it keeps, on
+loss + mu/2 |v - w|^2, w as received; sends the trained w alone. Server: the mean, by examples. A client answers with v.
+Read next: ``fedamp.py``.
+
+Deviations: v starts as the global model of the client's first participation (the paper starts all at the initial one),
+so a client that was never sampled answers with the global model. Both models see the same batches. CAFEDistill does not
+say its mu.
+"""
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+from ...core.clients import Client
+from ...core.slices import NOTHING
+from ...core.validation import AtLeast
+from ..base import Method
+from ..jobs import Member, Round, Server, Serving
+from ..options import JointExits
+
+
+@dataclass(frozen=True)
+class Ditto(JointExits, Method):
+    """Two models a client."""
+
+    remembers: ClassVar[bool] = True  # its clients' own models
+
+    mu: Annotated[float, AtLeast(0)] = 0.5  # the paper's lambda
+
+    def members(self, client: Client, server: Server, r: Round) -> list[Member]:
+        part = r.setting.full()
+        return [Member(client, part), Member(client, part, name="own", keeps="all", upload=NOTHING)]
+
+    def local_update(self, cohort) -> None:
+        received, own = cohort.received, cohort.rows_named("own")
+        cohort.train(self.local_loss, gradient=lambda name, p: own(name) * self.mu * (p - received[name]))
+
+    def serve(self, client: Client, server: Server, r: Round) -> Serving:
+        return Serving((self.members(client, server, r)[1],))

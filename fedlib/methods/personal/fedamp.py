@@ -1,0 +1,64 @@
+"""FedAMP (Huang et al., AAAI 2021), heuristic form: clients whose models are alike draw one another nearer.
+
+Server: keeps the last model w_j of every client; sends client i the cloud model
+u_i = xi w_i + (1 - xi) sum_{j != i} softmax_j(sigma cos(w_i, w_j)) w_j. Client: goes on from its own w_i, minimises its
+loss + lambda/(2 alpha) |w - u_i|^2, sends and keeps w_i. A client answers with w_i; there is no global model.
+Read next: ``pfedgraph.py``, ``methods/simplex.py``.
+
+Deviations: cosines are those of w - w_initial (``compare="weights"``: of w, which are so alike that the attention is
+nearly uniform; the paper does not say). Clients that never sent a model draw nobody. All parameters count, exits too.
+lambda/alpha is one option; CAFEDistill gives lambda = 1 and no alpha.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Annotated, ClassVar, Literal
+
+import torch
+
+from ...core.clients import Client
+from ...core.memories import Overlay
+from ...core.validation import AtLeast, AtMost, Positive
+from ..base import Method
+from ..jobs import Arrived, Member, Round, Server, Serving, Tensors
+from ..mixtures import cosines, mixtures, row
+from ..options import JointExits
+from ..simplex import attention
+
+INITIAL = -1  # the id under which the initial model stands among the clients'
+
+
+@dataclass(frozen=True)
+class FedAMP(JointExits, Method):
+    """Attentive message passing."""
+
+    needs_models: ClassVar[bool] = True
+
+    own_share: Annotated[float, AtLeast(0), AtMost(1)] = 0.5  # xi_ii
+    sigma: Positive = 10.0
+    attraction: Annotated[float, AtLeast(0)] = 1.0  # lambda / alpha
+    compare: Literal["change", "weights"] = "change"
+
+    def prepare(self, server: Server, r: Round) -> Tensors:
+        """The cloud models of the sampled clients, stacked."""
+        ids = [c.id for c in r.clients]
+        models = Overlay(server.mirrors, {INITIAL: server.params})
+        origin = server.params if self.compare == "change" else None
+        columns = torch.tensor(sorted(models))
+        mine = torch.tensor([i if i in server.mirrors else INITIAL for i in ids])
+        own = mine[:, None] == columns
+        alike = cosines(models, mine.tolist(), origin).masked_fill((columns == INITIAL) & ~own, -torch.inf)
+        return mixtures(models, attention(alike, self.own_share, self.sigma, own))
+
+    def members(self, client: Client, server: Server, r: Round) -> list[Member]:
+        part, anchor = r.setting.full(), row(r.notes, r.clients.index(client))
+        return [Member(client, part, keeps="all", upload=part, payload={"anchor": anchor})]
+
+    def local_update(self, cohort) -> None:
+        u = cohort.payload("anchor")
+        cohort.train(self.local_loss, gradient=lambda name, p: self.attraction * (p - u[name]))
+
+    def aggregate(self, server: Server, arrived: Arrived, r: Round) -> Server:
+        return replace(server, t=r.t).with_mirrors(arrived.models)
+
+    def serve(self, client: Client, server: Server, r: Round) -> Serving:
+        return Serving((Member(client, r.setting.full(), keeps="all"),))

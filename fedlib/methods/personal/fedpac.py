@@ -1,0 +1,115 @@
+"""FedPAC (Xu et al., ICLR 2023): features are aligned by class, classifiers mixed where that lowers the risk.
+
+Client: receives backbone, its mixed exits and every class's global prototype; (1) with the backbone as received, takes
+h_c = p(c) * mean feature of class c, and V = (sum_c p(c) E|f|^2 - sum_c |h_c|^2)/n; (2) trains its exits for an epoch
+at ``head_lr``; (3) trains the backbone on the loss + lambda * mean squared distance between a feature and its class's
+prototype (its own, where there is no global one); (4) sends backbone, exits, new prototypes, V and h. Server: the mean
+of the backbones; prototypes by class counts; the exits of client i are sum_j a_j exits_j over the sampled, a minimising
+a.(diag(V) + D_i) a on the simplex, D_i[j, k] = sum_c <h_ic - h_jc, h_ic - h_kc>. A client answers with the backbone and
+its mixed exits.
+Read next: ``methods/simplex.py``, ``cafedistill.py``.
+
+Deviations: statistics are those of what the last exit sees (maps are averaged over pixels, unless that exit reads all
+of them), and one a mixes all exits. Weights a below 0.001 are dropped and the rest scaled up, as released. Prototypes
+of classes that no sampled client has stay as they were. Client i's mixed exits are kept by the server.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Annotated, ClassVar
+
+import torch
+import torch.nn.functional as F
+
+from ...core.clients import Client
+from ...core.slices import ParamInfo
+from ...core.validation import AtLeast, Count, Positive
+from ...models.backbone import Spec
+from ..base import Method
+from ..jobs import Arrived, Member, Round, Server, Setting, Stage
+from ..losses import Batch
+from ..mixtures import mixtures, part_of, row
+from ..options import JointExits, check_classes
+from ..simplex import minimise_on_simplex
+
+
+@dataclass(frozen=True)
+class FedPAC(JointExits, Method):
+    """Feature alignment and classifier collaboration."""
+
+    needs_extras: ClassVar[bool] = True
+
+    prototype_weight: Annotated[float, AtLeast(0)] = 1.0  # lambda
+    head_epochs: Count = 1
+    head_lr: Positive | None = 0.1  # None: the round's
+
+    def check(self, setting: Setting, e) -> None:
+        check_classes("fedpac", e)
+
+    def personal(self, info: ParamInfo) -> bool:
+        return info.exit is not None
+
+    def members(self, client: Client, server: Server, r: Round) -> list[Member]:
+        payload = {"start": server.mirrors.get(client.id, {}), "global": part_of(server.memory, "prototypes")}
+        return [Member(client, r.setting.full(), payload=payload)]
+
+    def local_update(self, cohort) -> None:
+        spec, counts = cohort.setting.spec, cohort.stack.label_counts().float()  # (M, C)
+        own, variance = class_statistics(cohort, counts)
+        known = cohort.payload("global")
+        target = own if not known else torch.where(known["known"][..., None], known["mean"], own)  # (M, C, d)
+
+        def aligned(batch: Batch) -> torch.Tensor:
+            f = vectors(spec, batch.features[len(batch.outputs) - 1])  # (M, B, d)
+            goal = target.gather(1, batch.labels[..., None].expand_as(f))
+            return self.local_loss(batch) + self.prototype_weight * ((f - goal).square().mean(-1) * batch.weights).sum(
+                1
+            )
+
+        cohort.train(self.local_loss, Stage(lambda i: i.exit is not None, self.head_epochs, lr=self.head_lr))
+        cohort.train(aligned, Stage(lambda i: i.exit is None))
+        new, _ = class_statistics(cohort, counts)
+        share = (counts / counts.sum(1, keepdim=True))[..., None]
+        statistics = {"V": variance, "h": share * own, "counts": counts, "prototypes": new}
+        cohort.send("statistics", statistics)
+        cohort.send("exits", {n: p for n, p in cohort.params.items() if cohort.setting.infos[n].exit is not None})
+
+    def aggregate(self, server: Server, arrived: Arrived, r: Round) -> Server:
+        server, ids = super().aggregate(server, arrived, r), sorted(arrived.extras)
+        told = [part_of(arrived.extras[i], "statistics") for i in ids]
+        v, h, counts, means = (torch.stack([x[k] for x in told]) for k in ("V", "h", "counts", "prototypes"))
+        shares = torch.stack([mixing_weights(v, h, i) for i in range(len(ids))])
+        exits = mixtures({i: part_of(arrived.extras[i], "exits") for i in ids}, shares)
+        total, old = counts.sum(0), part_of(server.memory, "prototypes")  # (C,)
+        mean = (counts[..., None] * means).sum(0) / total.clamp(min=1)[:, None]
+        if old:
+            mean = torch.where(total[:, None] > 0, mean, old["mean"])
+        known = (total > 0) | (old["known"] if old else False)
+        memory = {**server.memory, "prototypes/mean": mean, "prototypes/known": known}
+        return replace(server, memory=memory).with_mirrors({i: row(exits, k) for k, i in enumerate(ids)})
+
+
+def vectors(spec: Spec, feature: torch.Tensor) -> torch.Tensor:
+    """What an exit's linear layer reads: a token (M, B, d), or a map (M, B, C, H, W) averaged or flat."""
+    if feature.dim() == 3:
+        return feature
+    return feature.flatten(2) if spec.final_exit == "flatten" else feature.mean((3, 4))
+
+
+def class_statistics(cohort, counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean feature of each class (M, C, d), zero where there is none, and V (M,), of the members' own examples."""
+    spec, unit, totals, squares = cohort.setting.spec, cohort.setting.exit_units[-1], 0.0, 0.0
+    for flat, labels, weights in cohort.answers():
+        f = vectors(spec, flat.unflatten(2, spec.feature(unit)))
+        totals = totals + torch.einsum("mbc,mbd->mcd", F.one_hot(labels, counts.shape[1]) * weights[..., None], f)
+        squares = squares + (f.square().sum(2) * weights).sum(1)
+    n = counts.sum(1)
+    h = totals / n[:, None, None]
+    return totals / counts.clamp(min=1)[..., None], (squares / n - h.square().sum((1, 2))) / n
+
+
+def mixing_weights(v: torch.Tensor, h: torch.Tensor, i: int) -> torch.Tensor:
+    """argmin a.(diag(v) + D_i) a on the simplex, (n,); v (n,), h (n, C, d)."""
+    difference = (h[i] - h).flatten(1).double()
+    a = minimise_on_simplex(torch.diag(v.double().clamp(min=0)) + difference @ difference.T)
+    a = torch.where(a < 1e-3, 0.0, a)
+    return a / a.sum()

@@ -1,0 +1,69 @@
+"""FedRoD (Chen & Chao, ICLR 2022): one backbone, generic exits for all classes, personal exits for one's own.
+
+Client: receives backbone and generic exits g; trains them with the balanced softmax, the cross-entropy of g's logits +
+log of the client's examples by class (so g does not learn who has what); then ``head_epochs`` of its own exits p on the
+cross-entropy of g(z) + p(z) with everything else frozen; sends backbone and g. Server: the mean, by examples. A client
+answers with g + p.
+Read next: ``models/paired_exits.py``, ``fedpac.py``.
+
+Deviations: public code updates p in the same mini-batches, on features without gradient: ``head_epochs=None``. A class
+that the client lacks has log 0 = -inf, as in the official form: it is masked. Local distillation uses each stage's own
+logits.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from ...core.slices import ParamInfo
+from ...core.validation import Count
+from ...models.backbone import Spec
+from ...models.map_exits import classifiers
+from ...models.paired_exits import PairedExits
+from ..base import Method
+from ..jobs import Setting, Stage
+from ..losses import Batch
+from ..options import JointExits, check_classes
+
+
+@dataclass(frozen=True)
+class FedRoD(JointExits, Method):
+    """Robust decoupling: two predictors on one representation."""
+
+    head_epochs: Count | None = 5  # E_p; None: in the same mini-batches
+
+    def build_head(self, spec: Spec, num_classes: int, exit_units: tuple[int, ...]) -> nn.Module:
+        return PairedExits(*(classifiers(spec, num_classes, exit_units) for _ in range(2)))
+
+    def check(self, setting: Setting, e) -> None:
+        check_classes("fedrod", e)
+
+    def personal(self, info: ParamInfo) -> bool:
+        return info.kind == "personal"
+
+    def local_update(self, cohort) -> None:
+        head, units = cohort.model.head, cohort.setting.exit_units
+
+        def logits(part: nn.Module, batch: Batch, detach: bool = False) -> torch.Tensor:
+            seen = [batch.features[j].detach() if detach else batch.features[j] for j in range(len(units))]
+            return torch.stack([part.step(unit, z, [])[0] for unit, z in zip(units, seen, strict=True)]).float()
+
+        def generic(batch: Batch) -> torch.Tensor:
+            return self.balanced(batch, logits(head.generic, batch))
+
+        def both(batch: Batch) -> torch.Tensor:
+            g = logits(head.generic, batch)
+            p = logits(head.personal, batch, detach=True)
+            return self.balanced(batch, g) + self.local_loss(replace(batch, outputs=g.detach() + p))
+
+        if self.head_epochs is None:
+            cohort.train(both)
+            return
+        cohort.train(generic, Stage(lambda i: i.kind != "personal"))
+        cohort.train(self.local_loss, Stage(lambda i: i.kind == "personal", self.head_epochs))
+
+    def balanced(self, batch: Batch, generic: torch.Tensor) -> torch.Tensor:
+        """The loss of ``generic`` logits (E, M, B, C) with the log of the clients' class counts added, (M,)."""
+        prior = batch.label_counts().log().to(generic.dtype)  # (M, C)
+        return self.local_loss(replace(batch, outputs=generic + prior[:, None]))

@@ -1,0 +1,29 @@
+"""Local training: every client alone, with its own whole model; nothing is communicated.
+
+Client: local epochs on its own model, whenever it is sampled (one round in ten, if a tenth is). Server: nothing, so the
+global model stays the initial one, which is also what a client that was never sampled answers with.
+Read next: ``fedper.py``.
+
+Deviations: none known.
+"""
+
+from dataclasses import dataclass
+
+from ...core.clients import Client
+from ...core.slices import NOTHING
+from ..base import Method
+from ..jobs import Member, Round, Server
+from ..options import JointExits
+
+
+@dataclass(frozen=True)
+class Local(JointExits, Method):
+    """Each client its own model."""
+
+    def check_options(self) -> None:
+        super().check_options()
+        if self.clip_norm is not None or self.compress != "none":
+            raise ValueError("options of local: nothing is sent, so clip_norm and compress would have no effect")
+
+    def members(self, client: Client, server: Server, r: Round) -> list[Member]:
+        return [Member(client, r.setting.full(), keeps="all", upload=NOTHING)]

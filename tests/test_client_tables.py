@@ -1,0 +1,209 @@
+"""CAFEDistill's corner: printed numbers, params, claims, what tables and figures make of clients' numbers."""
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from fedlib.analysis.coordination import by_main_label, coordination, students_by_round
+from fedlib.core.storage import write_json, write_lines
+from fedlib.engine.leaving import THRESHOLDS, first_confident
+from fedlib.report import exact
+from fedlib.report.claims import Published, Stored, compared, judge_claim, load_all_claims
+from fedlib.report.clients import inference_costs, leaving_curve, macs_of, numbers_of, spread_out
+from fedlib.report.tables import collect, load_reported, mean_sd, obtained, reported_beside
+from fedlib.runs.params import load_grid, load_spec
+from fedlib.runs.store import run_path
+
+CLAIMS = load_all_claims("cafedistill")
+ON_RUNS = [name for name, claim in CLAIMS.items() if "table" in claim]
+
+
+@pytest.mark.parametrize(
+    "table, rows, spots",
+    [
+        ("table1", 14 * 7, {("cafedistill", "cifar100_alpha0.3"): (50.41, 5.47), ("depthfl", "tiny_imagenet_alpha0.1"): (0.55, 0.71),
+                            ("fedavg", "ag_news_alpha0.3"): (25.11, 33.16), ("pfedgraph", "cifar10_alpha0.1"): (67.66, 24.1)}),
+        ("table2", 12 * 4, {("fedpac", "cifar10_alpha0.3"): (76.5, 9.51), ("local", "ag_news_alpha0.3"): (72.49, 20.85)}),
+        ("table3", 10 * 4, {("fedbabu_kd", "cifar100_alpha0.3, exit 4"): (30.82, 8.3), ("fedrod", "cifar100_alpha0.3, exit 3"): (48.27, 8.23)}),
+        ("table4", 2 * 4 * 4, {("cafedistill", "tiny_imagenet_alpha0.3, exit 4"): (41.37, 10.09), ("fedper_kd", "cifar100_alpha0.3, exit 1"): (36.45, 5.65)}),
+    ],
+)  # fmt: skip
+def test_printed_numbers(table, rows, spots):
+    frame = load_reported("cafedistill", table).set_index(["variant", "column"])
+    assert len(frame) == rows and not frame.index.duplicated().any() and frame["mean"].between(0, 100).all()
+    for key, numbers in spots.items():
+        assert tuple(frame.loc[key, ["mean", "sd"]]) == numbers
+    known = set(load_spec("cafedistill", table)["variants"]) | {"scalefl"}
+    assert {v for v, _ in frame.index} <= known
+
+
+def test_the_mean_of_the_exits_in_table_4_is_table_1s():
+    exits, means = (
+        load_reported("cafedistill", t).set_index(["variant", "column"])["mean"] for t in ("table4", "table1")
+    )
+    for column, atol in (("cifar100_alpha0.3", 0.01), ("tiny_imagenet_alpha0.3", 0.01)):
+        mine = np.mean([exits["cafedistill", f"{column}, exit {j}"] for j in (1, 2, 3, 4)])
+        assert mine == pytest.approx(means["cafedistill", column], abs=atol)
+
+
+def test_the_grid_at_paper_size_is_table_6():
+    cells = {(c.variant, c.column): c.experiment for c in load_grid("cafedistill", "table1", "paper") if c.seed == 1}
+    e = cells["cafedistill", "cifar100_alpha0.1"]
+    assert (e.rounds, e.local_epochs, e.batch_size, e.lr, e.decay, e.momentum, e.weight_decay) == (300, 5, 64, 0.1, 0.99, 0.9, 1e-4)  # fmt: skip
+    assert (e.num_clients, e.clients_per_round, e.num_exits, e.backbone, e.schedule) == (100, 10, 4, "resnet18", "exponential")  # fmt: skip
+    e = cells["fedrep", "ag_news_alpha0.3"]
+    assert (e.rounds, e.local_epochs, e.backbone, e.clip_value, e.test_split) == (100, 1, "transformer4", None, "like_train")  # fmt: skip
+    assert cells["local", "cifar10_alpha0.3"].num_exits == 3
+    single = {c.variant: c.experiment.num_exits for c in load_grid("cafedistill", "table2", "paper") if c.column == "cifar10_alpha0.3"}  # fmt: skip
+    assert single.pop("cafedistill") == 3 and set(single.values()) == {1}
+
+
+def test_thresholds_of_tables_are_recorded():
+    assert set(load_spec("cafedistill", "table2")["thresholds"].values()) <= set(THRESHOLDS)
+
+
+@pytest.mark.parametrize("name", ON_RUNS)
+def test_every_claim_names_what_exists_and_is_the_papers(name):
+    claim = CLAIMS[name]
+    spec = load_spec("cafedistill", claim["table"])
+    assert {v for pair in claim["pairs"] for v in pair} <= set(spec["variants"])
+    assert set(claim.get("columns", [])) <= set(spec["columns"])
+    signs = [float(x) + claim.get("margin", 0) > 0 for _, d in compared(claim, Published("cafedistill")) for x in d]
+    if claim["table"].startswith("figure") or "Figure 6" in claim["where"]:
+        assert not signs
+    else:
+        assert np.mean(signs) > (0.5 if claim.get("need") == "most" else 0.98)
+
+
+def test_claims_that_are_arithmetic():
+    stored = Stored("cafedistill", "small")
+    holds, text = exact.printed_savings(stored)
+    assert not holds and "46.86, 46.15, 30.74, 44.97" in text  # the text says 46.15, 44.73, 30.74, 48.49
+    assert exact.last_exit_share(stored) == (True, "51,300 of 11,168,832 parameters: 0.46 %")
+    holds, text = exact.single_exit_macs(stored)
+    assert not holds and text.startswith("30.39, 555.47, 2221.77,") and text.endswith("3 of 4 agree")
+
+
+SUMMARY = {
+    "status": "finished", "accuracy": 20.0, "exits": [10.0, 30.0, 20.0], "seconds": 1.0, "t": 2,
+    "personal": {
+        "accuracy": 50.0, "sd": 8.0, "exits": [40.0, 50.0, 60.0], "exits_sd": [1.0, 2.0, 3.0],
+        "leaving": {"0.8": {"accuracy": 55.0, "sd": 7.0, "share": [0.5, 0.25, 0.25]}},
+    },
+}  # fmt: skip
+
+
+def store(cell, folder, summary):
+    path = run_path(cell.experiment, folder)
+    path.mkdir(parents=True)
+    write_json(path / "experiment.json", {"experiment": cell.experiment.to_dict()})
+    write_json(path / "summary.json", summary | {"t": cell.experiment.rounds})
+    write_lines(path / "metrics.jsonl", [{"t": t} for t in range(25, cell.experiment.rounds + 1, 25)])
+
+
+@pytest.fixture
+def frame(tmp_path):
+    cells = load_grid("cafedistill", "table2", "small", {"columns": ["cifar10_alpha0.3"], "variant": ["fedper", "cafedistill"], "seeds": [1, 2]})  # fmt: skip
+    for c in cells:
+        better = {**SUMMARY["personal"], "accuracy": 50.0 + c.seed, "sd": 8.0 + c.seed}
+        single = {"accuracy": 45.0, "sd": 5.0, "exits": [45.0], "exits_sd": [5.0]}
+        personal = better if c.variant == "cafedistill" else single
+        exits = SUMMARY["exits"] if c.variant == "cafedistill" else [20.0]
+        store(c, tmp_path, SUMMARY | {"personal": personal, "exits": exits})
+    return cells, collect(cells, tmp_path)
+
+
+def test_tables_show_clients_means_and_their_sd(frame):
+    cells, frame = frame
+    assert set(frame.clients) == {51.0, 52.0, 45.0}
+    ours = mean_sd(frame, "clients").set_index("variant").loc["cafedistill"]
+    assert (ours["mean"], ours.sd, ours.seeds) == (51.5, 9.5, 2)  # SD over clients, mean over seeds
+    table = obtained(frame, reported_beside("cafedistill", "table2"), "left", {"cifar10_alpha0.3": 0.8})
+    shown = table.set_index("method")
+    assert shown.loc["CAFEDistill", "obtained"] == "55.00 ± 7.00"
+    assert shown.loc["FedPer", "obtained"] == "45.00 ± 5.00" and shown.loc["FedPer", "reported"] == "73.98 ± 10.82"
+    by_exit = spread_out(frame[frame.variant == "cafedistill"], "client_exits")
+    assert by_exit.column.tolist() == [f"cifar10_alpha0.3, exit {j}" for j in (1, 2, 3)] * 2
+    assert by_exit.clients.tolist() == [40, 50, 60] * 2 and by_exit.clients_sd.tolist() == [1, 2, 3] * 2
+    with pytest.raises(ValueError, match=r"thresholds: cifar10_alpha0.3 = 0.85 was not recorded"):
+        spread_out(frame, "left", {"cifar10_alpha0.3": 0.85})
+    assert numbers_of({"accuracy": 3.0}) == {}
+
+
+def test_macs_of_leaving_early_by_hand(frame):
+    """ConvNet of 32, 64, 64 channels on 32 x 32 pixels; exits read pooled maps, the last all 2 x 2 pixels."""
+    cells, frame = frame
+    ours = next(c for c in cells if c.variant == "cafedistill")
+    units = [30 * 30 * 32 * 27, 13 * 13 * 64 * 32 * 9, 4 * 4 * 64 * 64 * 9]
+    exits = [32 * 10, 64 * 10, 4 * 64 * 10]
+    expected = [sum(units[: j + 1]) + sum(exits[: j + 1]) for j in range(3)]
+    assert macs_of(ours.experiment) == expected
+    (point,) = leaving_curve(ours.experiment, SUMMARY["personal"]["leaving"])
+    spent = 0.5 * expected[0] + 0.25 * expected[1] + 0.25 * expected[2]
+    assert point["macs"] == pytest.approx(spent) and point["accuracy"] == 55.0
+    costs = inference_costs(cells, frame, {"cifar10_alpha0.3": 0.8}).set_index(["variant", "seed"])
+    assert costs.loc[("cafedistill", 1), "macs_millions"] == round(spent / 1e6, 2)
+    assert costs.loc[("cafedistill", 1), "saved_percent"] == round(100 * (1 - spent / expected[2]), 2)
+    assert costs.loc[("fedper", 1), "macs_millions"] == round((sum(units) + exits[2]) / 1e6, 2)
+    assert costs.loc[("fedper", 1), "saved_percent"] == 0
+
+
+def test_claims_judge_what_clients_get(tmp_path):
+    for c in load_grid("cafedistill", "table2", "small", {"columns": ["cifar10_alpha0.3"], "seeds": [1, 2, 3]}):
+        single = {"accuracy": 54.0 - 0.1 * c.seed, "sd": 5.0, "exits": [54.0], "exits_sd": [5.0]}
+        personal = SUMMARY["personal"] if c.variant == "cafedistill" else single
+        exits = [20.0] if c.variant != "cafedistill" else SUMMARY["exits"]
+        store(c, tmp_path / "runs", SUMMARY | {"personal": personal, "exits": exits})
+    stored, name = Stored("cafedistill", "small", tmp_path), "early_exits_beat_single_exit_models"
+    found = judge_claim(name, CLAIMS[name], stored, Published("cafedistill"))
+    assert found.verdict == "holds" and set(found.comparisons.dropna()["mean"]) == {1.2}  # 55 - (54 - 0.2)
+    assert found.printed == "44 of 44"
+    name = "leads_at_every_exit"
+    assert judge_claim(name, CLAIMS[name], stored, Published("cafedistill")).verdict == "not testable"
+
+
+def test_the_first_exit_whose_confidence_exceeds_the_threshold():
+    import torch
+
+    confidence = torch.tensor([[0.8, 0.5, 0.9], [0.9, 0.6, 0.1]])
+    assert first_confident(confidence, 0.8, strict=True).tolist() == [1, 1, 0]
+    assert first_confident(confidence, 0.8).tolist() == [0, 1, 0]
+
+
+def test_coordination_is_that_of_the_run():
+    """Decisions told afterwards are those that a run takes: same students and shares in every round."""
+    from dataclasses import replace
+
+    import torch
+    from plain_personal import experiment
+
+    from fedlib import Execution, build_federation, run_rounds
+    from fedlib.methods import METHODS
+
+    e = experiment("cafedistill", num_clients=6, clients_per_round=3, rounds=4, num_train=120)
+    f, decided = coordination(e, Execution(workers=1))
+    taken, original = [], METHODS["cafedistill"].prepare
+    g = build_federation(e)
+
+    class Told(METHODS["cafedistill"]):
+        def prepare(self, server, r):
+            taken.append(original(self, server, r))
+            return taken[-1]
+
+    list(run_rounds(replace(g, method=Told()), Execution(workers=1)))
+    assert len(decided) == 5 and len(taken) == 4
+    for told, notes in zip(decided, taken, strict=False):
+        torch.testing.assert_close(torch.from_numpy(told.students), notes["students"])
+        torch.testing.assert_close(torch.from_numpy(told.shares), notes["shares"])
+    assert students_by_round(decided[:-1])[:, -1].tolist() == [100, 100]
+    order = by_main_label(f, decided[-1].clients)
+    labels = [int(f.setting.label_counts(decided[-1].clients[k]).argmax()) for k in order]
+    assert labels == sorted(labels)
+    with pytest.raises(ValueError, match="method = 'fedper' selects no students"):
+        coordination(e.replace(method="fedper"))
+
+
+def test_published_numbers_exit_by_exit():
+    rows = compared(CLAIMS["student_selection_helps_every_exit"], Published("cafedistill"))
+    assert [round(float(d[0]), 2) for _, d in rows] == [3.39, 4.05, 5.21, 1.17, 1.17, 2.23, 2.87, 3.09]
+    assert isinstance(pd.DataFrame([w for w, _ in rows]).column.iloc[0], str)
