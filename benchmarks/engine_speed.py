@@ -27,7 +27,8 @@ from .systems import SYSTEMS, running, select
 
 OURS, LOOP = "fedlib", "fedlib, one client at a time"
 OWN = (OURS, LOOP, "fedlib, one at a time on 2 threads")
-RIVALS = tuple(n for n in SYSTEMS if n not in OWN)
+CHANNELS_LAST = "two processes, channels last"  # no rival as it comes, but what a user can do with one line
+RIVALS = tuple(n for n in SYSTEMS if n not in (*OWN, CHANNELS_LAST))
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Plan:
     """How much is measured. A system takes ``repeats`` turns of ``rounds`` rounds, after one that is not counted."""
 
     workloads: tuple[str, ...] = tuple(WORKLOADS)
-    systems: tuple[str, ...] = tuple(SYSTEMS)  # on the first workload
+    systems: tuple[str, ...] = (*OWN, *RIVALS)  # on the first workload
     contenders: tuple[str, ...] = (OURS, "two processes", "Flower", "pfl", "BlazeFL, threads")  # on the others
     rounds: int = 3
     repeats: int = 9
@@ -49,6 +50,8 @@ class Plan:
         """The systems that are measured on ``workload``; nobody but fedlib trains ReeFL."""
         if WORKLOADS[workload].method != "fedavg":
             return OWN
+        if WORKLOADS[workload].architecture == "resnet20":
+            return (*self.contenders, CHANNELS_LAST)
         return self.systems if workload == self.workloads[0] else self.contenders
 
 
@@ -64,6 +67,8 @@ PLANS = {
 TARGETS = (
     ("W1", 1.25, "rivals"), ("W1", 1.8, "Flower"), ("W1, batch 8", 1.5, "rivals"), ("W2, batch 8", 1.5, "rivals"),
     ("W2", 1.3, "rivals"), ("W2'", 3.0, "rivals"), ("W3, LoRA", 1.5, LOOP), ("W3, full", 1.5, LOOP),
+    ("W4", 1.15, "rivals"), ("W4", 1.0, CHANNELS_LAST),
+    ("W4, batch 8", 1.4, "rivals"), ("W4, batch 8", 1.15, CHANNELS_LAST),
 )  # fmt: skip
 FIRST_ROUND, MEMORY = 2.0, 1.5  # at most so many times a later round's, the fastest rival's
 FACTS = (

@@ -1,4 +1,4 @@
-"""The same tensors under two names: the benchmark's plain ViT and fedlib's ExitModel with one classifier.
+"""The same tensors under two names: the benchmark's plain model and fedlib's ExitModel with one classifier.
 
 fedlib keeps q, k and v apart, and peft names LoRA's parts.
 """
@@ -14,6 +14,8 @@ STEM = ("patch_embed.weight", "patch_embed.bias", "prefix", "pos_embed")
 
 def to_fedlib(plain: Tensors, w: Workload) -> Tensors:
     """Plain names to fedlib's."""
+    if w.architecture != "vit":
+        return {(HEAD if n.startswith("linear.") else "backbone.") + n: p for n, p in plain.items()}
     out = {}
     for name, value in plain.items():
         place, _, leaf = name.rpartition(".")
@@ -40,6 +42,8 @@ def to_fedlib(plain: Tensors, w: Workload) -> Tensors:
 
 def to_plain(tensors: Tensors, w: Workload) -> Tensors:
     """Inverse of :func:`to_fedlib`, of any complete subset (all, or only what is trained)."""
+    if w.architecture != "vit":
+        return {n.removeprefix("backbone.").removeprefix(HEAD): p for n, p in tensors.items()}
     out = {}
     for name, value in tensors.items():
         short = name.removeprefix("backbone.").removeprefix("stem.").removeprefix(HEAD)

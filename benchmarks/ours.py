@@ -25,7 +25,7 @@ def federation_of(shared: SharedFile) -> Federation:
     pad = (f.data.images.shape[-1] - w.img_size) // 2  # fedlib pads digits to 32 pixels
     crop = slice(pad, pad + w.img_size)
     images, test_images = (x[..., crop, crop].contiguous() for x in (f.data.images, f.data.test_images))
-    mean, std = (x.expand(3) for x in (shared.mean, shared.std))
+    mean, std = (x.flatten().expand(3) for x in (shared.mean, shared.std))
     initial = to_fedlib(shared.initial, w)
     if w.method == "reefl":
         initial = {n: p for n, p in initial.items() if n.startswith("backbone.")}

@@ -21,7 +21,9 @@ from fedlib.models.registry import build_backbone
 from .names import to_plain
 from .rivals.workload import ViT, Workload
 
+BACKBONES = {"vit": "vit_digits", "resnet20": "resnet20"}  # fedlib's names of what rivals build
 LAST_THIRD, ALL = (8, 9, 10, 11), tuple(range(12))
+RESNET = {"architecture": "resnet20", "dataset": "cifar10", "img_size": 32, "lr": 0.02}  # without momentum and decay
 WORKLOADS = {
     w.name: w
     for w in (
@@ -32,6 +34,8 @@ WORKLOADS = {
         Workload("W2'", lora_blocks=LAST_THIRD),
         Workload("W3, LoRA", "reefl", lora_blocks=ALL),
         Workload("W3, full", "reefl"),
+        Workload("W4", **RESNET),
+        Workload("W4, batch 8", batch_size=8, **RESNET),
     )
 }
 
@@ -41,8 +45,8 @@ def experiment(w: Workload) -> Experiment:
     reefl = w.method == "reefl"
     lora = {"r": w.lora_rank, "lora_alpha": w.lora_alpha, "layers_to_transform": list(w.lora_blocks)}
     return Experiment(
-        method=w.method, dataset="mnist", num_train=w.num_clients * w.examples, partition="iid", augment="none",
-        backbone="vit_digits", pretrained=False, num_exits=4 if reefl else 1,
+        method=w.method, dataset=w.dataset, num_train=w.num_clients * w.examples, partition="iid", augment="none",
+        backbone=BACKBONES[w.architecture], pretrained=False, num_exits=4 if reefl else 1,
         finetune="lora" if w.lora_blocks else "full", finetune_options=lora if w.lora_blocks else {},
         num_clients=w.num_clients, clients_per_round=w.per_round, budgets="uniform" if reefl else "maximum",
         rounds=w.rounds, evaluate_every=0, batch_size=w.batch_size, lr=w.lr, min_lr=w.lr, clip_value=None, seed=w.seed,
@@ -50,11 +54,13 @@ def experiment(w: Workload) -> Experiment:
 
 
 @torch.no_grad()
-def initial_weights(w: Workload) -> dict[str, torch.Tensor]:
+def initial_weights(w: Workload, fresh: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """A plain ViT's weights: deit_micro's with resized patch filters, or N(0, 0.02); the head N(0, 0.02).
 
-    LoRA starts as peft starts it: A Kaiming uniform, B zero.
+    LoRA starts as peft starts it: A Kaiming uniform, B zero. A ResNet starts as fedlib's does, from ``fresh``.
     """
+    if w.architecture != "vit":
+        return to_plain(fresh, w)
     model, generator = ViT(w), torch_generator(w.seed, "benchmark init")
     init_normal_(model, generator)
     for p in (model.prefix, model.pos_embed):
@@ -77,22 +83,23 @@ def write_workload(w: Workload, path: Path) -> Path:
     """Write the shared file of ``w`` as safetensors and return its path."""
     from safetensors.torch import save_file
 
-    e, digits = experiment(w), load_dataset("mnist")
+    e, data = experiment(w), load_dataset(w.dataset)
     plain = e.replace(method="fedavg", finetune="full", finetune_options={}, num_exits=1, budgets="maximum")
     federation = build_federation(plain)  # clients and batches are functions of the seed, whatever is trained
     sampled = [[c.id for c in federation.sample_clients(t)] for t in range(1, w.rounds + 1)]
     rows = torch.stack(
         [torch.stack([_order(federation, w, t, c) for c in clients]) for t, clients in enumerate(sampled, 1)]
     )
-    pad = (digits.train_images.shape[-1] - w.img_size) // 2  # fedlib pads to 32 pixels
+    pad = (data.train_images.shape[-1] - w.img_size) // 2  # fedlib pads digits to 32 pixels
     crop = slice(pad, pad + w.img_size)
-    images, test_images = (x[..., crop, crop] for x in (digits.train_images, digits.test_images))
+    images, test_images = (x[..., crop, crop] for x in (data.train_images, data.test_images))
     pixels = images.float() / 255
+    mean, std = (f((0, 2, 3), keepdim=True)[0] for f in (pixels.mean, pixels.std))
     tensors = {
-        "images": images, "labels": digits.train_labels.int(), "test_images": test_images,
-        "test_labels": digits.test_labels.int(), "mean_std": torch.stack((pixels.mean(), pixels.std())),
+        "images": images, "labels": data.train_labels.int(), "test_images": test_images,
+        "test_labels": data.test_labels.int(), "mean_std": torch.stack((mean, std)),
         "sampled": torch.tensor(sampled, dtype=torch.int32), "rows": rows.to(torch.int32),
-        **{f"initial/{k}": v for k, v in initial_weights(w).items()},
+        **{f"initial/{k}": v for k, v in initial_weights(w, federation.server.params).items()},
     }  # fmt: skip
     path.parent.mkdir(parents=True, exist_ok=True)
     save_file({k: v.contiguous() for k, v in tensors.items()}, path, {"workload": json.dumps(asdict(w))})

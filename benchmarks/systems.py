@@ -71,6 +71,7 @@ SYSTEMS = {
         System("bare loop", "bare_loop.py"),
         System("bare loop, 2 threads", "bare_loop.py", threads=2),
         System("two processes", "two_processes.py"),
+        System("two processes, channels last", "two_processes.py", env={"BENCH_CHANNELS_LAST": "1"}),
         System("Flower", "flower.py", "flower", "flwr", env=QUIET),
         System("pfl", "pfl_simulation.py", "pfl", "pfl", processes=2),
         System("BlazeFL", "blazefl_simulation.py", "blazefl", "blazefl"),

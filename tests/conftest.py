@@ -26,7 +26,19 @@ def shared_data():
     return SHARED
 
 
-CONVOLUTIONS = {"test_conv", "test_convnets", "test_batch_norm", "test_measure", "test_convnet_federation"}
+CONVOLUTIONS = {
+    "test_conv",
+    "test_convnets",
+    "test_batch_norm",
+    "test_measure",
+    "test_convnet_federation",
+    "test_fedepth",
+    "test_splitmix",
+    "test_heterofl",
+    "test_scaling",
+    "test_msdnet",
+    "test_efficientnet",
+}
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from fedlib.layers.context import Scaler, share
+from fedlib.layers.context import Context, Scaler, share
 from fedlib.layers.norms import BatchNorm2d, GroupNorm, recomputed_statistics, set_policy_, statistics
 
 CHANNELS = 6
@@ -215,3 +215,14 @@ def test_group_norm_is_pytorchs_with_each_clients_weights():
     norm._parameters.update(weight=normal(3, CHANNELS, seed=1), bias=normal(3, CHANNELS, seed=2))
     want = [nn.functional.group_norm(x[k], 3, norm.weight[k], norm.bias[k]) for k in range(2)]
     torch.testing.assert_close(norm(x), torch.stack(want), rtol=1e-5, atol=1e-5)
+
+
+def test_a_client_without_a_real_row_stays_finite_however_deep_the_net():
+    """In a cohort's last step some clients have no batch left; 1 / sqrt(eps) a layer overflows after a dozen."""
+    layers = [BatchNorm2d(2, "c") for _ in range(20)]
+    context, x = Context(), torch.randn(2, 3, 2, 4, 4, generator=torch.Generator().manual_seed(0))
+    context.weights = torch.tensor([[1.0, 1.0, 0.0], [0.0, 0.0, 0.0]])
+    for layer in layers:
+        layer.context = context
+        x = layer(x)
+    assert x.isfinite().all() and x[1].eq(0).all() and x[0].ne(0).all()

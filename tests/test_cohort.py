@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from granted import granted
 
 from fedlib import Execution, Experiment, build_federation, run_rounds
 from fedlib.core.clients import Client
@@ -29,7 +30,7 @@ def train(e, **execution):
 def test_a_cohort_of_one_equals_a_cohort_of_all(tiny, method, finetune):
     if (method, finetune) == ("fedbabu", "frozen"):
         pytest.skip("its exits are never trained")
-    e = tiny.replace(method=method, finetune=finetune, weight_decay=1e-3, local_epochs=2,
+    e = tiny.replace(method=method, finetune=finetune, weight_decay=1e-3, local_epochs=2, **granted(method),
                      finetune_options=tiny.finetune_options if finetune == "lora" else {})  # fmt: skip
     one, many = train(e, workers=1, cohort_size=1), train(e, workers=1)
     threaded = train(e, workers=2, cohort_size=2)

@@ -86,7 +86,8 @@ def test_clients_are_served_together_as_they_are_one_by_one(convnet, monkeypatch
             return info.exit is not None
 
     monkeypatch.setitem(METHODS, "heads", Heads)
-    f, memories = build_federation(convnet.replace(method="heads", num_exits=2, batch_norm="tracked")), {}
+    e = convnet.replace(method="heads", num_exits=2, batch_norm="tracked", budgets="maximum")
+    f, memories = build_federation(e), {}
     *_, last = run_rounds(f, ONE, memories=memories)
     scores = []
     for client in range(3):
@@ -98,6 +99,24 @@ def test_clients_are_served_together_as_they_are_one_by_one(convnet, monkeypatch
     assert found["exits"] == pytest.approx(np.mean(scores, 0).tolist(), abs=1e-3)
     assert found["accuracy"] == pytest.approx(np.mean(scores), abs=1e-3)
     assert found["sd"] == pytest.approx(np.mean(scores, 1).std(), abs=1e-3) and found == last.metrics["personal"]
+
+
+def test_exits_that_a_client_does_not_hold_do_not_count_for_it(convnet):
+    """Clients 0 and 2 hold one exit, client 1 both; by hand from each one's outputs."""
+    f = build_federation(convnet.replace(method="depthfl", num_exits=2, rounds=1))
+    *_, last = run_rounds(f, ONE)
+    right = {}
+    for (client,), outputs, labels, _ in (o for c in range(3) for o in client_outputs(f, last.server, {}, [c])):
+        right[client] = [100 * (x[0].argmax(-1) == labels[0]).double().mean().item() for x in outputs]
+    found = last.metrics["personal"]
+    first = np.mean([right[c][0] for c in range(3)])
+    assert found["exits"] == pytest.approx([first, right[1][1]], abs=1e-3)
+    assert found["accuracy"] == pytest.approx(np.mean([right[0][0], np.mean(right[1]), right[2][0]]), abs=1e-3)
+    assert found["last"] == pytest.approx(np.mean([right[0][0], right[1][1], right[2][0]]), abs=1e-3)
+    assert found["by_budget"]["1"] == {
+        "accuracy": pytest.approx(np.mean(right[1]), abs=1e-3), "last": pytest.approx(right[1][1], abs=1e-3), "clients": 1,
+    }  # fmt: skip
+    assert found["by_budget"]["0"]["clients"] == 2
 
 
 def test_what_cannot_run_on_a_convnet_is_refused_in_words(convnet):

@@ -33,3 +33,9 @@ def test_examples_per_client():
     assert examples_per_client(Experiment(dataset="cifar100")) == 500
     assert examples_per_client(Experiment(num_train=320, num_clients=16, clients_per_round=4)) == 20
     assert examples_per_client(Experiment(dataset="femnist", partition="natural", num_clients=381)) == 204
+
+
+def test_budgets_without_exits_of_their_own_are_priced():
+    """FedAvg has one exit whatever ``num_exits`` says, and clients whose budgets it ignores."""
+    e = Experiment(method="fedavg", backbone="vit_digits", pretrained=False, finetune="full", num_train=4000)
+    assert training_macs(e.replace(num_exits=3)) == training_macs(e.replace(num_exits=1))

@@ -12,7 +12,7 @@ from stored import ONE, assert_same, short, small, state
 
 from fedlib import Execution, build_federation, run, run_all
 from fedlib.core.storage import read_json, read_tensors, write_json, write_tensors
-from fedlib.methods import METHODS
+from fedlib.methods import METHODS, register
 from fedlib.methods.sliced.reefl import ReeFL
 from fedlib.models import registry
 from fedlib.runs import identity, sources
@@ -33,8 +33,9 @@ def train(e, folder, **how):
 
 @pytest.fixture
 def only_here(monkeypatch):
-    """A method registered as ``my_fedprox`` is gone after the test."""
-    monkeypatch.setitem(METHODS, "my_fedprox", None)
+    """Methods registered as ``fedprox`` and ``proximal`` are gone after the test."""
+    for name in ("fedprox", "proximal"):
+        monkeypatch.setitem(METHODS, name, None)
 
 
 def defined(text, folder):
@@ -44,7 +45,7 @@ def defined(text, folder):
     file.write_text(text)
     space = {"__name__": "mine"}
     exec(compile(text, str(file), "exec"), space)
-    return space["FedProx"]
+    return space.get("FedProx")
 
 
 FEDPROX = '''
@@ -83,10 +84,10 @@ class FedProx(Method):
     ],
 )
 def test_an_edited_method_of_ones_own_is_refused(old, new, told, words, tmp_path, only_here):
-    e = tiny("my_fedprox", finetune="frozen")
-    METHODS["my_fedprox"] = defined(FEDPROX, tmp_path)
+    e = tiny("fedprox", finetune="frozen")
+    METHODS["fedprox"] = defined(FEDPROX, tmp_path)
     first = train(e, tmp_path)
-    METHODS["my_fedprox"] = defined(FEDPROX.replace(old, new), tmp_path)
+    METHODS["fedprox"] = defined(FEDPROX.replace(old, new), tmp_path)
     for ask in (lambda **how: find_run(e, tmp_path, **how), lambda **how: train(e, tmp_path, **how),
                 lambda **how: run_all([e], ONE, tmp_path, progress=False, **how)[0]):  # fmt: skip
         with pytest.raises(
@@ -99,15 +100,13 @@ def test_an_edited_method_of_ones_own_is_refused(old, new, told, words, tmp_path
 
 
 def test_comments_layout_and_docstrings_of_a_method_do_not_count(tmp_path, only_here):
-    e = tiny("my_fedprox", finetune="frozen", rounds=1)
-    METHODS["my_fedprox"] = defined(FEDPROX, tmp_path)
+    e = tiny("fedprox", finetune="frozen", rounds=1)
+    METHODS["fedprox"] = defined(FEDPROX, tmp_path)
     train(e, tmp_path)
     text = FEDPROX.replace("# weight of the proximal term", "# mu").replace("Towards the start", "Back")
-    METHODS["my_fedprox"] = defined(
-        text.replace("start = cohort.start", "start = (\n            cohort.start)"), tmp_path
-    )
+    METHODS["fedprox"] = defined(text.replace("start = cohort.start", "start = (\n            cohort.start)"), tmp_path)
     assert find_run(e, tmp_path) is not None
-    METHODS["my_fedprox"] = defined("\n".join(["x = 5", text]), tmp_path)  # nothing that the class reads
+    METHODS["fedprox"] = defined("\n".join(["x = 5", text]), tmp_path)  # nothing that the class reads
     assert find_run(e, tmp_path) is not None
 
 
@@ -174,10 +173,10 @@ def test_options_that_came_or_went_since_are_not_compared(tmp_path):
 
 
 def test_a_run_of_a_method_that_is_not_registered_here_can_be_looked_at(tmp_path, only_here):
-    e = tiny("my_fedprox", finetune="frozen", rounds=1)
-    METHODS["my_fedprox"] = defined(FEDPROX, tmp_path)
+    e = tiny("fedprox", finetune="frozen", rounds=1)
+    METHODS["fedprox"] = defined(FEDPROX, tmp_path)
     train(e, tmp_path)
-    del METHODS["my_fedprox"]
+    del METHODS["fedprox"]
     assert find_run(e, tmp_path) is not None
 
 
@@ -459,16 +458,15 @@ def test_a_folder_in_the_place_of_a_file_is_one_sentence(name, tmp_path):
 
 def test_the_example_of_the_readme_edited_does_not_return_the_old_number(tmp_path, monkeypatch, only_here, capsys):
     readme = (Path(__file__).parents[1] / "README.md").read_text()
-    (code,) = [c for c in re.findall(r"```python\n(.*?)```", readme, re.S) if "class FedProx" in c]
+    (code,) = [c for c in re.findall(r"```python\n(.*?)```", readme, re.S) if "class Proximal" in c]
     code = code.replace("rounds=20", "rounds=1, num_train=100, num_test=10, finetune='frozen'")
     monkeypatch.setenv("FEDLIB_OUTPUTS", str(tmp_path / "outputs"))
-    del METHODS["my_fedprox"]
     defined(code, tmp_path)
     first = capsys.readouterr().out
     defined(code, tmp_path)  # the same again: the stored run
     assert capsys.readouterr().out.endswith(first) and "'accuracy'" in first
     assert code.count("self.mu *") == 1
-    with pytest.raises(OtherInputs, match="source of class FedProx"):
+    with pytest.raises(OtherInputs, match="source of class Proximal"):
         defined(code.replace("self.mu *", "1000 * self.mu *"), tmp_path)
 
 
@@ -479,3 +477,13 @@ def test_options_that_spell_out_defaults_are_the_same_run(tmp_path):
     assert first.path.name == plain.slug and run(plain, ONE, tmp_path, progress=False).record == first.record
     (tmp_path / plain.slug).rename(tmp_path / spelt.slug)  # a run of an earlier version keeps its own spelling
     assert run_path(spelt, tmp_path).name == spelt.slug and run_path(plain, tmp_path).name == plain.slug
+
+
+def test_a_name_belongs_to_one_class(monkeypatch):
+    """A cell that is run again defines its class again; a class of the same name elsewhere is another one."""
+    monkeypatch.setattr("fedlib.methods.METHODS", dict(METHODS))
+    for _ in range(2):
+        register("fedprox_of_mine")(type("FedProx", (METHODS["fedavg"],), {"__module__": "__main__"}))
+    for name in ("fedprox_of_mine", "fedavg"):
+        with pytest.raises(ValueError, match=f"a method named '{name}' exists already"):
+            register(name)(type("FedAvg", (METHODS["fedavg"],), {"__module__": "elsewhere"}))

@@ -144,24 +144,15 @@ def test_every_file_is_checked(project, file, text, message):
     assert message in str(error.value)
 
 
-NOT_RUN = {("extensions", "convnets")}  # at small, so far
-PARTLY_RUN = {"cafedistill"}
+# papers of which some seeds or columns are not stored so far
+UNFINISHED = {"cafedistill", "fedepth", "raffm", "scalefl"}
 
 
-@pytest.mark.parametrize("paper, table", [(p, t) for p in papers() for t in grids(p)])
-def test_every_small_grid_finds_its_stored_runs(paper, table):
-    """No change of the params' layout may give a stored run another name."""
+@pytest.mark.parametrize("paper", papers())
+def test_every_small_grid_finds_its_stored_runs(paper):
+    """No change of the params' layout may give a stored run another name; what is complete is not called unfinished."""
     stored = {p.name for p in (params_dir().parent / "outputs" / "runs").iterdir()}
-    wanted = {c.experiment.slug for c in load_grid(paper, table, "small")}
-    if paper in PARTLY_RUN:
-        assert wanted
-        return
-    assert wanted and (not wanted & stored if (paper, table) in NOT_RUN else wanted <= stored)
-
-
-@pytest.mark.parametrize("paper", sorted(PARTLY_RUN))
-def test_runs_of_a_paper_that_is_partly_run_are_cells_of_its_grids(paper):
-    """No stored run of clients on their own test sets has lost its place."""
-    runs = params_dir().parent / "outputs" / "runs"
-    stored = {p.name for p in runs.iterdir() if '"test_split": "like_train"' in (p / "experiment.json").read_text()}
-    assert stored <= {c.experiment.slug for table in grids(paper) for c in load_grid(paper, table, "small")}
+    wanted = {table: {c.experiment.slug for c in load_grid(paper, table, "small")} for table in grids(paper)}
+    assert all(wanted.values())
+    complete = {table for table, runs in wanted.items() if runs <= stored}
+    assert (complete == set(wanted)) != (paper in UNFINISHED), sorted(set(wanted) - complete)

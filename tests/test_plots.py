@@ -220,6 +220,8 @@ def test_tradeoff_names_do_not_overlap_and_ticks_stand_at_points():
 def test_titles_are_a_readers_words():
     assert title_of("cifar100_alpha1", "cifar10") == "CIFAR-10 standing in for CIFAR-100, Dirichlet 1"
     assert title_of("cifar100_alpha0.1", "cifar100") == title_of("cifar100_alpha0.1") == "CIFAR-100, Dirichlet 0.1"
+    assert title_of("cifar100_beta10") == "CIFAR-100, 10 classes a client"
+    assert title_of("cifar10_alpha_u0.3", "cifar10") == "CIFAR-10, unbalanced Dirichlet 0.3"
     assert title_of("speech_commands", "fsdd") == "Free Spoken Digits standing in for Speech Commands"
     assert title_of("my_column", "/data/my_birds") == "my birds standing in for my column"
 

@@ -144,11 +144,16 @@ def test_replacing_a_client_moves_the_sums_by_at_most_two_clips(tiny, method):
     assert 0.05 < moved <= 2 * 0.05 * (1 + 1e-6)  # more than one clip: replacement is the right neighbour
 
 
-def looks_at_single_clients(method):
-    return method.needs_models or method.needs_extras
+SUMS = [n for n, cls in METHODS.items() if cls.one_slice and not (cls.needs_models or cls.needs_extras)]
 
 
-@pytest.mark.parametrize("method", [m for m in METHODS if m != "local" and not looks_at_single_clients(METHODS[m])])
+@pytest.mark.parametrize("method", sorted(set(METHODS) - set(SUMS)))
+def test_a_method_that_looks_at_single_clients_or_sends_several_models_is_refused_noise(method):
+    with pytest.raises(ValueError, match="noise_multiplier"):
+        build_method(method, DP | {"weighting": "clients"})
+
+
+@pytest.mark.parametrize("method", [m for m in SUMS if m != "local"])
 def test_every_method_runs_with_noise(tiny, method):
     """Two rounds, in one cohort or one by one: the same numbers, finite, and not those without noise."""
     mode = "lora" if method == "fedbabu" else "frozen"

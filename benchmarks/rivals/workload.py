@@ -9,9 +9,11 @@ import json
 import os
 import sys
 import traceback
+from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
+from itertools import pairwise
 from typing import Protocol
 
 import torch
@@ -20,10 +22,13 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+LAYOUT = torch.channels_last if os.environ.get("BENCH_CHANNELS_LAST") else torch.contiguous_format
+EVALUATED = 250  # test examples at once, as fedlib has it: batch norm reads them together
+
 
 @dataclass(frozen=True)
 class Workload:
-    """One row of the benchmark: FedAvg of a ViT on real digits, one local epoch of plain SGD."""
+    """One row of the benchmark: FedAvg of a ViT on digits or a ResNet-20 on CIFAR-10, one local epoch of plain SGD."""
 
     name: str = "W1"
     method: str = "fedavg"  # rivals train nothing else; fedlib's own systems also know reefl
@@ -42,6 +47,8 @@ class Workload:
     depth: int = 12
     heads: int = 4
     ffn_dim: int = 256
+    architecture: str = "vit"  # or resnet20, which reads 32 x 32 colour images and no size below
+    dataset: str = "mnist"
     pretrained: bool = True  # start from fedlib's deit_micro; False: N(0, 0.02)
     seed: int = 1
 
@@ -114,6 +121,47 @@ class ViT(nn.Module):
         return {n: p.detach() for n, p in self.named_parameters() if p.requires_grad}
 
 
+def conv(channels: int, width: int, size: int = 3, stride: int = 1) -> nn.Conv2d:
+    return nn.Conv2d(channels, width, size, stride, size // 2, bias=False)
+
+
+def norm(width: int) -> nn.BatchNorm2d:
+    """Batch norm by the statistics of the batch, always: nothing but parameters is trained and sent."""
+    return nn.BatchNorm2d(width, track_running_stats=False)
+
+
+class ResidualBlock(nn.Module):
+    """Two 3x3 convolutions; a 1x1 convolution and norm on the shortcut where the width changes (option B)."""
+
+    def __init__(self, channels: int, width: int):
+        super().__init__()
+        stride = 1 if channels == width else 2
+        self.conv1, self.bn1 = conv(channels, width, 3, stride), norm(width)
+        self.conv2, self.bn2 = conv(width, width), norm(width)
+        self.projection = conv(channels, width, 1, stride) if stride == 2 else None
+        self.projection_bn = norm(width) if stride == 2 else None
+
+    def forward(self, z: Tensor) -> Tensor:
+        y = self.bn2(self.conv2(F.relu(self.bn1(self.conv1(z)))))
+        return F.relu(y + (z if self.projection is None else self.projection_bn(self.projection(z))))
+
+
+class ResNet20(nn.Module):
+    """CIFAR's residual network of three stages of three blocks, 16, 32 and 64 channels wide."""
+
+    loss, trained = ViT.loss, ViT.trained
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Sequential(OrderedDict(conv=conv(3, 16), bn=norm(16), relu=nn.ReLU()))
+        widths = [16, 16, 16, 16, 32, 32, 32, 64, 64, 64]
+        self.blocks = nn.Sequential(*(ResidualBlock(a, b) for a, b in pairwise(widths)))
+        self.linear = nn.Linear(64, 10)
+
+    def forward(self, images: Tensor) -> Tensor:  # (B, 3, H, W) -> (B, 10)
+        return self.linear(self.blocks(self.stem(images)).mean((-2, -1)))
+
+
 class Federation:
     """The shared file, read once per process: examples as float tensors, who trains when on what, initial weights."""
 
@@ -123,18 +171,22 @@ class Federation:
             tensors = {k: f.get_tensor(k) for k in f.keys()}
             meta = json.loads(f.metadata()["workload"])
         self.workload = Workload(**{**meta, "lora_blocks": tuple(meta["lora_blocks"])})
-        self.mean, self.std = mean, std = tensors["mean_std"]  # of the training pixels in [0, 1]
-        self.images, self.test_images = ((tensors[k].float() / 255 - mean) / std for k in ("images", "test_images"))
+        channels = 3 if self.workload.architecture == "resnet20" else -1  # grey is the same in all of them
+        self.mean, self.std = mean, std = tensors["mean_std"]  # of the training pixels in [0, 1], by channel
+        self.images, self.test_images = (
+            ((tensors[k].float() / 255 - mean) / std).expand(-1, channels, -1, -1).contiguous(memory_format=LAYOUT)
+            for k in ("images", "test_images")
+        )
         self.labels, self.test_labels = tensors["labels"].long(), tensors["test_labels"].long()
         self.sampled = tensors["sampled"].tolist()  # [round][position] -> client
         self.rows = tensors["rows"].long()  # (rounds, sampled clients, examples): rows of images in training order
         self.initial = {k.removeprefix("initial/"): v for k, v in tensors.items() if k.startswith("initial/")}
 
-    def model(self) -> ViT:
+    def model(self) -> ViT | ResNet20:
         """The global model before the first round."""
-        model = ViT(self.workload)
+        model = ViT(self.workload) if self.workload.architecture == "vit" else ResNet20()
         model.load_state_dict(self.initial)
-        return model
+        return model.to(memory_format=LAYOUT)
 
     def client_rows(self, t: int, client: int) -> Tensor:
         """Rows of the examples of ``client`` in the order of round ``t`` = 0, 1, ...; ``ValueError`` if not sampled."""
@@ -145,7 +197,7 @@ class Federation:
         for rows in self.client_rows(t, client).split(self.workload.batch_size):
             yield self.images[rows], self.labels[rows]
 
-    def train(self, model: ViT, t: int, client: int) -> int:
+    def train(self, model: nn.Module, t: int, client: int) -> int:
         """One local epoch of plain SGD in place, as any user writes it; returns the number of examples."""
         optimizer = torch.optim.SGD((p for p in model.parameters() if p.requires_grad), self.workload.lr)
         for images, labels in self.batches(t, client):
@@ -159,7 +211,8 @@ class Federation:
         """Accuracy on the central test set in percent."""
         model = self.model()
         model.load_state_dict(trained, strict=False)
-        return 100 * (model(self.test_images).argmax(-1) == self.test_labels).float().mean().item()
+        answers = torch.cat([model(x).argmax(-1) for x in self.test_images.split(EVALUATED)])
+        return 100 * (answers == self.test_labels).float().mean().item()
 
 
 class System(Protocol):
@@ -174,7 +227,7 @@ class System(Protocol):
         """Run rounds ``first`` .. ``first + n - 1`` (from 0) and return the seconds of each."""
 
     def trained(self) -> dict[str, Tensor]:
-        """The global model's trained parameters under :class:`ViT`'s names."""
+        """The global model's trained parameters under the names of ``Federation.model``."""
 
 
 def serve(system_class: type) -> None:

@@ -53,6 +53,8 @@ class Experiment:
       test_split          what of the test set a client answers. central: all of it; like_train: rows in proportion to
                           its training labels; contiguous: an even piece in order; labels: all rows of its labels
       validation_fraction of every class's training examples, held out before they are divided
+      public_fraction     of every class's training examples, held out before they are divided: nobody's, and without
+                          labels, for methods whose server learns from them (FedDF)
       evaluate_on         test, or validation: to choose learning rates without test data
       augment             crop: random shift; rrc: random resized crop; _flip: and a horizontal flip
       crop_pad            largest shift in pixels of the backbone's input, augment = crop*
@@ -110,6 +112,7 @@ class Experiment:
     examples_per_client: Annotated[Count, When(partition="drawn")] = 100
     test_split: typing.Literal["central", "like_train", "contiguous", "labels"] = "central"
     validation_fraction: Annotated[float, AtLeast(0), Below(1)] = 0.0
+    public_fraction: Annotated[float, AtLeast(0), Below(1)] = 0.0
     evaluate_on: typing.Literal["test", "validation"] = "test"
     augment: typing.Literal["none", "crop", "crop_flip", "rrc", "rrc_flip"] = "crop"
     crop_pad: NotNegative = 2

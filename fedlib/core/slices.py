@@ -7,7 +7,7 @@ some indices per axis. Nothing is ever permuted: a ranked slice is the same as p
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate
 
 import torch
@@ -24,6 +24,7 @@ class Axis:
     name: str
     segments: tuple[int, ...]
     permutable: bool = True  # False: order means something (pixels, classes, rotary pairs)
+    tied: bool = False  # a concatenation of what has axes of its own: cut alike, it cannot be ranked by itself
 
     @property
     def size(self) -> int:
@@ -31,13 +32,16 @@ class Axis:
 
     def leading(self, keep: Callable[[int], int]) -> Indices:
         """The first ``keep(size)`` of every segment: ScaleFL, HeteroFL. ``ValueError`` if a segment would be empty."""
-        return self._of_segments(lambda start, size: range(start, start + self._kept(keep, size)))
+        return _leading(self.segments, tuple(self._kept(keep, size) for size in self.segments))
 
-    def chunk(self, i: int, of: int) -> Indices:
-        """Part ``i`` of ``of`` equal ones of every segment: SplitMix's base. ``ValueError`` if they cannot be equal."""
-        if any(size % of for size in self.segments):
+    def chunk(self, i: int, of: int, even: bool = True) -> Indices:
+        """Part ``i`` of ``of`` equal ones of every segment: SplitMix's base. ``ValueError`` if they cannot be equal.
+
+        Not ``even``: what is left over is in none of them.
+        """
+        if any(size % of if even else size < of for size in self.segments):
             raise ValueError(f"axis {self.name}: {list(self.segments)} cannot be cut into {of} equal parts")
-        return self._of_segments(lambda start, size: range(start + i * size // of, start + (i + 1) * size // of))
+        return self._of_segments(lambda start, n: range(start + i * (n // of), start + (i + 1) * (n // of)))
 
     def ranked(self, scores: torch.Tensor, keep: Callable[[int], int]) -> Indices:
         """The ``keep(size)`` highest of every segment, best first (of equal ones the first): RaFFM.
@@ -46,10 +50,16 @@ class Axis:
         """
         if not self.permutable:
             raise ValueError(f"axis {self.name} cannot be ranked: the order of its entries means something")
+        if self.tied:
+            raise ValueError(f"axis {self.name} cannot be ranked alone: it is a concatenation of others")
         order = [start + s.argsort(descending=True, stable=True) for start, s in self._cut(scores)]
         return self._of_segments(
             lambda start, size: order[self._starts.index(start)][: self._kept(keep, size)].tolist()
         )
+
+    def whole(self, segments: Sequence[int]) -> Indices:
+        """All entries of ``segments`` (their numbers), in this order: RaFFM's whole heads."""
+        return contiguous(tuple(self._starts[s] + i for s in segments for i in range(self.segments[s])))
 
     @cached_property
     def _starts(self) -> tuple[int, ...]:
@@ -67,6 +77,13 @@ class Axis:
     def _of_segments(self, part: Callable[[int, int], Sequence[int]]) -> Indices:
         parts = [part(start, size) for start, size in zip(self._starts, self.segments, strict=True)]
         return contiguous(tuple(i for p in parts for i in p))
+
+
+@lru_cache(maxsize=4096)  # a random sub-model is drawn many times before one meets its constraint
+def _leading(segments: tuple[int, ...], kept: tuple[int, ...]) -> Indices:
+    """The first ``kept[i]`` entries of every segment i."""
+    starts = accumulate(segments[:-1], initial=0)
+    return contiguous(tuple(s + i for s, n in zip(starts, kept, strict=True) for i in range(n)))
 
 
 def contiguous(indices: tuple[int, ...]) -> Indices:
@@ -174,7 +191,7 @@ def take(tensor: torch.Tensor, info: ParamInfo, part: Slice) -> torch.Tensor:
         if isinstance(kept, range) and kept.step == 1:
             tensor = tensor.narrow(dim, kept.start, len(kept))
         else:
-            tensor = tensor.index_select(dim, torch.as_tensor(kept, device=tensor.device))
+            tensor = tensor.index_select(dim, torch.as_tensor(kept, dtype=torch.long, device=tensor.device))
     return tensor
 
 
@@ -190,7 +207,7 @@ def scatter_add_(total: torch.Tensor, value: torch.Tensor, info: ParamInfo, part
         if isinstance(kept, range) and kept.step == 1:
             total = total.narrow(dim, kept.start, len(kept))
         else:
-            scattered.append((dim, torch.as_tensor(kept, device=total.device)))
+            scattered.append((dim, torch.as_tensor(kept, dtype=torch.long, device=total.device)))
     if not scattered:
         total += value
         return

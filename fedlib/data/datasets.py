@@ -46,7 +46,13 @@ class ImageData:
 
     @property
     def num_classes(self) -> int:
-        return len(self.classes)
+        """Classes; where labels are next tokens, how many tokens answers are made of."""
+        return len(self.vocabulary) if self.target == "tokens" else len(self.classes)
+
+    @property
+    def vocabulary(self) -> torch.Tensor:
+        """The token ids that ever answer in the training set, sorted; none where labels are no tokens."""
+        return self.train_labels[self.train_labels >= 0].unique() if self.target == "tokens" else torch.empty(0)
 
     @property
     def target(self) -> Target:
@@ -109,14 +115,19 @@ class HubSource:
     config: str | None = None
 
 
-def _glue(name: str, *reads: str) -> HubSource:
+def _glue(name: str, *reads: str, test: str = "validation") -> HubSource:
     kind = "pairs" if len(reads) == 2 else "sentences"
-    return HubSource("nyu-mll/glue", "label", test="validation", reads=reads, kind=kind, config=name)
+    return HubSource("nyu-mll/glue", "label", test=test, reads=reads, kind=kind, config=name)
+
+
+def _squad(path: str) -> HubSource:
+    return HubSource(path, "answers", test="validation", reads=("question", "context"), kind="spans")
 
 
 HUB = {
     "cifar10": HubSource("uoft-cs/cifar10", "label"),
     "cifar100": HubSource("uoft-cs/cifar100", "fine_label"),
+    "flowers102": HubSource("nelorth/oxford-flowers", "label"),
     "tiny_imagenet": HubSource("zh-plus/tiny-imagenet", "label", test="valid"),
     "femnist": HubSource("flwrlabs/femnist", "character", test=None, owner="writer_id"),
     "sst2": HubSource("stanfordnlp/sst2", "label", test="validation", reads=("sentence",), kind="sentences"),
@@ -124,9 +135,12 @@ HUB = {
     "cola": _glue("cola", "sentence"),
     "mrpc": _glue("mrpc", "sentence1", "sentence2"),
     "stsb": _glue("stsb", "sentence1", "sentence2"),
-    "squad": HubSource(
-        "rajpurkar/squad", "answers", test="validation", reads=("question", "context"), kind="spans"
-    ),
+    "rte": _glue("rte", "sentence1", "sentence2"),
+    "qqp": _glue("qqp", "question1", "question2"),
+    "qnli": _glue("qnli", "question", "sentence"),
+    "mnli": _glue("mnli", "premise", "hypothesis", test="validation_matched"),
+    "squad": _squad("rajpurkar/squad"),
+    "squad_v2": _squad("rajpurkar/squad_v2"),
     "xquad_en": HubSource(  # its one split is a test set: a tenth of the paragraphs is held out of it
         "google/xquad", "answers", train="validation", test=None, reads=("question", "context"), kind="spans",
         together="context", config="xquad.en",

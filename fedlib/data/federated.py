@@ -1,7 +1,7 @@
 """Federated data: one set of examples on the training device, and per client an index array into it."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
 import numpy as np
@@ -12,7 +12,7 @@ from ..core.rng import numpy_generator
 from .client_tests import ByLabel, Everything, by_label, contiguous, like_train
 from .datasets import ImageData, is_text, load_dataset, source_key, target_of
 from .partition import BY_CHANCE, BY_OWNER, Divided, Drawn, partition_examples
-from .tasks import Classification, NextToken, Regression, Span, task_of
+from .tasks import IGNORED, Classification, NextToken, Regression, Span, task_of
 from .transforms import render
 
 
@@ -33,6 +33,23 @@ class FederatedData:
     test_split: str = "central"  # how client_test divides the test set (client_tests.py)
     seed: int = 0  # of that division
     digest: str = ""  # of the whole data set, of which an experiment may use a part
+    vocabulary: torch.Tensor | None = None  # token ids of the answers, by label; None where labels are no tokens
+    public: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))  # training rows for the server alone
+
+    def __post_init__(self):
+        if not len(self.public):
+            return
+        for i in range(self.num_clients):
+            if len(both := np.intersect1d(self.client(i), self.public)):
+                raise ValueError(
+                    f"public examples must be nobody's: client {i} holds {len(both)} of these {len(self.public)}, "
+                    f"row {both[0]} for one"
+                )
+
+    @property
+    def num_outputs(self) -> int:
+        """What a head must tell apart: classes, or the tokens that answers are made of."""
+        return len(self.classes) if self.vocabulary is None else len(self.vocabulary)
 
     @property
     def num_clients(self) -> int:
@@ -114,15 +131,30 @@ def load_federated(e: Experiment, device: str = "cpu", size: int | None = None) 
     train, held = hold_out(values, train, e.validation_fraction)
     if e.evaluate_on == "validation":
         test, test_images, test_labels, test_owners = held, images, labels, owners
+    train, public = hold_out(values, train, e.public_fraction, "public split")
     holdings = _hold(e, values[train], train, owners)
     if e.num_test is not None or e.evaluate_on == "validation":
         keep = torch.from_numpy(test).to(device)
         test_images, test_labels = test_images[keep], test_labels[keep]
+    vocabulary = None
+    if data.target == "tokens":
+        vocabulary = data.vocabulary.to(device)
+        labels, test_labels = (places_in(vocabulary, x) for x in (labels, test_labels))
     return FederatedData(
         images, labels, test_images, test_labels, data.classes, mean, std, holdings,
         owners if e.partition in BY_OWNER else None, test_owners[test] if test_owners is not None else None,
-        e.test_split, e.seed, data.digest,
+        e.test_split, e.seed, data.digest, vocabulary, public,
     )  # fmt: skip
+
+
+def places_in(vocabulary: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Token ids as places in the sorted ``vocabulary``: a head need not tell all tokens apart, only those of answers.
+
+    A token that is not in it gets a label that nothing predicts; ``IGNORED`` stays.
+    """
+    place = torch.searchsorted(vocabulary, labels).clamp(max=len(vocabulary) - 1)
+    place = place.masked_fill(vocabulary[place] != labels, len(vocabulary))
+    return place.where(labels != IGNORED, labels)
 
 
 def check_labels(e: Experiment, data: ImageData) -> None:
@@ -153,12 +185,14 @@ def check_task(e: Experiment, data: FederatedData) -> None:
         )
 
 
-def hold_out(values: np.ndarray, rows: np.ndarray, fraction: float) -> tuple[np.ndarray, np.ndarray]:
-    """(training rows, validation rows): ``fraction`` of every class, rounded, the same for every seed."""
+def hold_out(
+    values: np.ndarray, rows: np.ndarray, fraction: float, purpose: str = "validation split"
+) -> tuple[np.ndarray, np.ndarray]:
+    """(training rows, held-out rows): ``fraction`` of every class, rounded, the same for every seed."""
     held = np.zeros(len(rows), bool)
     for c in np.unique(values[rows]) if fraction else ():
         own = np.flatnonzero(values[rows] == c)
-        order = numpy_generator(0, "validation split", client=int(c)).permutation(own)
+        order = numpy_generator(0, purpose, client=int(c)).permutation(own)
         held[order[: round(fraction * len(own))]] = True
     return rows[~held], rows[held]
 

@@ -18,6 +18,9 @@ LAYOUTS: tuple[tuple[Kind, tuple[str, ...], str], ...] = (  # of text: what is r
     ("equations", ("Body", "Question"), "Equation"),
     ("equations", ("question",), "equation"),
     ("pairs", ("sentence1", "sentence2"), "label"),
+    ("pairs", ("question1", "question2"), "label"),
+    ("pairs", ("question", "sentence"), "label"),
+    ("pairs", ("premise", "hypothesis"), "label"),
     ("sentences", ("sentence",), "label"),
     ("sentences", ("text",), "label"),
 )

@@ -268,7 +268,9 @@ TASKS: Mapping[str, Task] = MappingProxyType(
         "qqp": Classification(("f1", "accuracy")),
         "stsb": Regression(),
         "squad": Span(),
+        "squad_v2": Span(),
         "xquad": Span(),
+        "xquad_en": Span(),
         "svamp": NextToken(),
     }
 )  # by data set

@@ -9,6 +9,7 @@ from ..core.experiment import Experiment
 from ..core.validation import check_conditions, shown
 from ..data.datasets import DATASETS, TEXTS
 from ..data.federated import FederatedData
+from ..data.tasks import NextToken, task_of
 from ..methods import METHODS, Method, Setting, build_method
 from ..models.adapters import check_finetune, default_options
 from ..models.registry import backbone_spec, check_pretrained
@@ -32,6 +33,16 @@ def check_experiment(e: Experiment) -> Method:
     reads_text = len(config.input_shape) == 1
     if reads_text and e.augment != "none":
         raise ValueError(f"experiment: augment = {e.augment!r} is for images; allowed with {e.backbone!r}: none")
+    if task_of(e.dataset).reads == "tokens" and len(config.state(0)) != 2:
+        raise ValueError(
+            f"experiment: dataset = {e.dataset!r} asks for an answer at every token, and backbone = {e.backbone!r} has "
+            "none; allowed: minilm, bert_micro or another transformer of text"
+        )
+    if isinstance(task_of(e.dataset), NextToken) and not getattr(config, "causal", False):
+        raise ValueError(
+            f"experiment: dataset = {e.dataset!r} asks for the next token, and backbone = {e.backbone!r} sees what "
+            "follows; allowed: a causal one, such as llama_tiny"
+        )
     check_finetune(e.finetune, dict(e.finetune_options), config)
     blocks = e.exit_blocks if e.exit_blocks is not None else method.exit_units(config.depth, e.num_exits)
     if blocks[-1] >= config.depth:

@@ -4,7 +4,7 @@ Trainable tensors are stacked along a new first dimension, one row for each memb
 kept once. Members are sorted deepest first, so unit l runs only for those still alive, and a parameter is stacked only
 for the members that hold it. The members' losses are summed: no trainable parameter is shared, so each gets exactly
 its own gradient. A cohort of one is ordinary sequential training on the same path.
-Read next: ``stacks.py`` (what is stacked), ``batches.py``, ``optimisers.py``.
+Read next: ``stacks.py`` (what is stacked), ``stages.py``, ``batches.py``, ``optimisers.py``.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,7 +13,8 @@ import numpy as np
 import torch
 
 from ..core.profiling import phase
-from ..core.slices import NOTHING, STEM
+from ..core.rng import torch_generator
+from ..core.slices import NOTHING
 from ..layers.context import answering
 from ..layers.norms import statistics
 from ..methods.jobs import Member, Round, Server, Stage
@@ -26,6 +27,7 @@ from .federation import Federation
 from .optimisers import build_optimiser
 from .schedules import round_rate, step_rates
 from .stacks import Stack
+from .stages import Ahead, route_of, runs_ahead, trains
 
 Tensors = dict[str, torch.Tensor]
 Loss = Callable[[Batch], torch.Tensor]
@@ -69,6 +71,9 @@ class Cohort:
             for name in dict.fromkeys(m.name for m in members if not m.trains)
         }
         self._draws = Draws(self.experiment.seed, r.t)
+        self._generators = [
+            torch_generator(self.experiment.seed, f"dropout of {m.name}", r.t, m.client.id) for m in self.members
+        ]
 
     # --- what members received, remember and send ----------------------------------------------------------------
 
@@ -154,7 +159,7 @@ class Cohort:
         of whose parameters is trainable is over at once.
         """
         e, device = self.experiment, self.data.images.device
-        names = [n for n in self.params if self._trains(n, stage)]
+        names = [n for n in self.params if trains(stage, self.setting.infos[n], len(self.held))]
         if not names:  # exits in turn with a backbone that is frozen
             return
         leaves = [self.params[n].requires_grad_(True) for n in names]
@@ -164,17 +169,22 @@ class Cohort:
             if models is not None:
                 active = active & np.array([m.name == models for m in self.members])
         rate = stage.lr if stage.lr is not None else round_rate(e, self.t)
-        route = self._route(stage)
+        route = route_of(stage, self.alive, self.exit_rows)
         if self.prefix is not None:
             with phase("forward"):
                 self.prefix.fill(self.model, plan.examples)
         self.model.put_(self.params)
         self._set_context(training=True)
+        self.model.context.generators = self._generators
         optimiser = build_optimiser(e, leaves, [self.rows[n] for n in names])
+        ahead = None
+        if stage.cached and e.augment == "none" and runs_ahead(stage):
+            with phase("forward"):
+                ahead = Ahead(self, stage, plan)
         total, scratch = torch.zeros(len(self.members), device=device), {}
         for step, width in enumerate(plan.width):
             with phase("data"):
-                x, labels, weights = self._batch(plan, step, width)
+                x, labels, weights = self._batch(plan, step, width, ahead)
             with phase("forward"):
                 batch = self._answer(x, labels, weights, route, scratch)
                 losses = loss(batch)
@@ -188,6 +198,7 @@ class Cohort:
                     ]
                 optimiser.step_(grads, step_rates(e, rate, step, plan.steps), active[step])
             del x, batch, losses, grads  # kept any longer, they keep the next step out of the memory this one has freed
+        self.model.context.generators = None
         for p in leaves:
             p.requires_grad_(False)
         steps = torch.as_tensor(active.sum(0).clip(1), device=device)
@@ -200,42 +211,26 @@ class Cohort:
 
         Features (M, B, d) are flattened; weights (M, B) are 1 on examples and 0 on padding.
         """
-        unit, route = self.model.exit_units[exit], self._route(Stage())
+        unit, route = self.model.exit_units[exit], Route(self.alive, self.exit_rows)
         self.model.put_(self.params)
         self._set_context(training=False)
         for rows, weights in in_order(self.data, self.clients, self.experiment.batch_size):
-            x = self._inputs(rows, None)
+            x = self.inputs(rows)
             seen: dict[int, torch.Tensor] = {}
             self.model.context.weights = weights
             with torch.no_grad(), answering(self.model.context):
                 self.model(x, route, lambda at, z, feature, *_, seen=seen: seen.update({at: feature}))
             yield seen[unit].flatten(2), self.data.labels[rows], weights
 
-    def _trains(self, name: str, stage: Stage) -> bool:
-        info = self.setting.infos[name]
-        if info.kind == "statistic":
-            return False
-        if stage.trains is not None:
-            return stage.trains(info)
-        if stage.units is None:
-            return True
-        if info.exit is not None:
-            return stage.exit is None or info.exit == stage.exit
-        return info.unit in stage.units or (info.unit == STEM and stage.units.start == 0)
-
-    def _route(self, stage: Stage) -> Route:
-        if stage.units is None:
-            return Route(self.alive, self.exit_rows)
-        exit = None if stage.exit is None else range(len(self.model.exit_units))[stage.exit]
-        return Route(self.alive, self.exit_rows, stage.units.start, stage.units.stop, exit)
-
-    def _batch(self, plan: Batches, step: int, width: int) -> tuple:
+    def _batch(self, plan: Batches, step: int, width: int, ahead: Ahead | None) -> tuple:
         """Inputs (M, width, ...), labels and weights (M, width) of one step."""
         rows, views = plan.rows[step, :, :width], plan.views
-        x = self._inputs(rows, None if views is None else views[step, :, :width])
+        if ahead is not None:
+            return ahead(step, width), self.data.labels[rows], plan.weights[step, :, :width]
+        x = self.inputs(rows, None if views is None else views[step, :, :width])
         return x, self.data.labels[rows], plan.weights[step, :, :width]
 
-    def _inputs(self, rows: torch.Tensor, views: torch.Tensor | None):
+    def inputs(self, rows: torch.Tensor, views: torch.Tensor | None = None):
         """What the model reads of each member's ``rows`` (M, width)."""
         if self.prefix is not None:
             return self.prefix(rows)
@@ -257,8 +252,11 @@ class Cohort:
         with torch.autocast(device, torch.bfloat16, enabled=e.precision == "bfloat16"):
             outputs = self.model(x, route, watch).float()
         self.params.update({n: x for n, x in statistics(self.model).items() if n in self.params})  # as it left them
+        held = self.held
+        if route.exit is not None:  # nobody else answers
+            held = held * torch.eye(len(held), device=held.device)[route.exit, :, None]
         return Batch(
-            outputs, labels, weights, self.held, self.t, e.rounds, scratch, features, self.stack.owners,
+            outputs, labels, weights, held, self.t, e.rounds, scratch, features, self.stack.owners,
             lambda name: self.teachers[name].answer(x), self.stack.label_counts, self.federation.task,
         )  # fmt: skip
 

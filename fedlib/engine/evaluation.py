@@ -24,8 +24,10 @@ def put_slice_(federation: Federation, server: Server, part: Slice) -> None:
 BATCH = 250  # examples; a number of its own, so that no answer follows from how many threads there are
 
 
-def exit_logits(federation: Federation, server: Server, part: Slice) -> torch.Tensor:
-    """Logits (E, N, C) of sub-model ``part`` on the test set; zeros for exits it does not hold."""
+def exit_logits(federation: Federation, server: Server, part: Slice | tuple[Slice, ...]) -> torch.Tensor:
+    """Logits (E, N, C) of sub-model ``part`` on the test set; zeros for exits it does not hold. Of several the mean."""
+    if isinstance(part, tuple):
+        return sum(exit_logits(federation, server, one) for one in part) / len(part)
     data, model, device = federation.data, federation.model, federation.device
     put_slice_(federation, server, part)
     route = Route.of(part, model.depth)
@@ -65,7 +67,7 @@ def _side_by_side(work: Callable, parts: Sequence, threads: int) -> Iterator:
         yield from pool.map(work, parts)
 
 
-def served_parts(federation: Federation, server: Server) -> list[Slice]:
+def served_parts(federation: Federation, server: Server) -> list[Slice | tuple[Slice, ...]]:
     """The sub-model that each exit is evaluated with on the central test set."""
     r = Round(server.t, (), federation.setting)
     return [federation.method.model_for(j, server, r) for j in range(federation.setting.num_exits)]
@@ -74,12 +76,15 @@ def served_parts(federation: Federation, server: Server) -> list[Slice]:
 def evaluate(federation: Federation, server: Server) -> Mapping[str, object]:
     """``accuracy`` (mean over exits), ``exits`` (each exit's), and ``ensemble`` where one model has all exits.
 
-    All are the task's metric, in percent. With noise also the ``epsilon`` at ``delta`` that the rounds have cost.
+    Exits are those that answer (``Method.answering``). All numbers are the task's metric, in percent. With noise also
+    the ``epsilon`` at ``delta`` that the rounds have cost.
 
-    The mean is unweighted; the ensemble answers by the exits' mean outputs (ReeFL's release, facts 6.6).
+    An exit that its sub-model does not hold is answered by the deepest that it holds before it. The mean is
+    unweighted; the ensemble answers by the exits' mean outputs (ReeFL's release, facts 6.6).
     """
     labels, task = federation.data.test_labels, federation.task
-    parts = served_parts(federation, server)
+    answering = list(federation.method.answering(federation.setting.num_exits))
+    parts = [served_parts(federation, server)[j] for j in answering]
     shared = all(p == parts[0] for p in parts)
     outputs = exit_logits(federation, server, parts[0]) if shared else None
 
@@ -87,9 +92,11 @@ def evaluate(federation: Federation, server: Server) -> Mapping[str, object]:
         return round(task.measure(of_exit, labels)[task.metric], 4)
 
     exits = []
-    for j, part in enumerate(parts):
-        exits.append(percent((outputs if shared else exit_logits(federation, server, part))[j]))
+    for j, part in zip(answering, parts, strict=True):
+        held = (part[0] if isinstance(part, tuple) else part).exits
+        answers = max((k for k in held if k <= j), default=j)  # an exit that nobody trains: the one before it
+        exits.append(percent((outputs if shared else exit_logits(federation, server, part))[answers]))
     out = {"accuracy": round(sum(exits) / len(exits), 4), "exits": exits}
     if shared and len(exits) > 1:
-        out["ensemble"] = percent(outputs.mean(0))
+        out["ensemble"] = percent(outputs[answering].mean(0))
     return out | privacy_spent(federation, server.t)

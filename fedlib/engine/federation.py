@@ -12,15 +12,17 @@ from ..core.experiment import Experiment
 from ..core.rng import numpy_generator, torch_generator
 from ..data.datasets import is_text
 from ..data.federated import FederatedData, check_task, load_federated
-from ..data.tasks import Task, task_of
+from ..data.tasks import Span, Task, task_of
 from ..methods import Method, Server, Setting
 from ..models.adapters import apply_finetune_
 from ..models.exit_model import ExitModel
 from ..models.measure import Measure
 from ..models.places import axes_of
 from ..models.registry import backbone_spec, build_backbone
+from ..models.token_heads import EveryToken
 from .checks import check_device, check_experiment, check_input, check_population
 from .frozen_cache import FrozenCache, build_frozen_cache
+from .lab import ServerLab
 from .memory import check_memory
 
 
@@ -72,12 +74,26 @@ def build_model(e: Experiment, method: Method, num_classes: int, meta: bool = Fa
     """Backbone, exits and fine-tuning mode of ``e``. ``meta``: shapes only, without weights or memory."""
     with torch.device("meta" if meta else "cpu"):
         backbone = backbone_spec(e.backbone).build() if meta else build_backbone(e.backbone, e.pretrained, e.seed)
-        exit_units = e.exit_blocks if e.exit_blocks is not None else method.exit_units(backbone.spec.depth, e.num_exits)
-        head = method.build_head(backbone.spec, task_of(e.dataset).outputs(num_classes), exit_units)
+        exit_units = e.exit_blocks
+        if exit_units is None:
+            exit_units = method.place_exits(backbone.spec, e.num_exits, partial(_measured, e, method, num_classes))
+        task = task_of(e.dataset)
+        head = method.build_head(backbone.spec, task.outputs(num_classes), exit_units)
+        if task.reads == "tokens":
+            backbone.reads_all = True
+            head = EveryToken(head, backbone.spec.input_shape[0], isinstance(task, Span))
         if not meta:
             head.init_(torch_generator(e.seed, "head init"))
         apply_finetune_(backbone, head, e.finetune, dict(e.finetune_options), e.seed)
-    return ExitModel(backbone, head, exit_units, e.batch_norm).eval()
+    model = ExitModel(backbone, head, exit_units, e.batch_norm).eval()
+    method.configure(model)
+    return model
+
+
+def _measured(e: Experiment, method: Method, num_classes: int, exit_units: tuple[int, ...]) -> Setting:
+    """The setting of ``e`` with exits after ``exit_units``, of shapes alone."""
+    e = e.replace(num_exits=len(exit_units), exit_blocks=exit_units)
+    return setting_of(e, build_model(e, method, num_classes, meta=True))
 
 
 def setting_of(e: Experiment, model: ExitModel, data: FederatedData | None = None, shapes=None) -> Setting:
@@ -86,7 +102,9 @@ def setting_of(e: Experiment, model: ExitModel, data: FederatedData | None = Non
     counts = counts_of(data) if data is not None else None
     axes, measure = axes_of(model, infos), Measure(shapes or model)
     spec = model.backbone.spec
-    return Setting(spec, model.exit_units, infos, e.num_clients, e.rounds, axes, e.seed, counts, measure)
+    return Setting(
+        spec, model.exit_units, infos, e.num_clients, e.rounds, axes, e.seed, counts, measure, model.frozen()
+    )
 
 
 def counts_of(data: FederatedData) -> Callable[[int], np.ndarray]:
@@ -107,15 +125,13 @@ def build_federation(e: Experiment, device: str = "cpu") -> Federation:
     data = load_federated(e, device, spec.input_shape[-1])
     check_input(e, spec, is_text(data.images))
     check_task(e, data)
-    if task_of(e.dataset).reads == "tokens":
-        raise ValueError(
-            f"experiment: dataset = {e.dataset!r} asks for an answer at every token; exits read the class token alone"
-        )
     check_population(e, data)
-    shapes = build_model(e, method, len(data.classes), meta=True)
+    shapes = build_model(e, method, data.num_outputs, meta=True)
     check_memory(e, shapes, int(data.num_examples.max()), device)
-    model = build_model(e, method, len(data.classes)).to(device)
+    model = build_model(e, method, data.num_outputs).to(device)
     setting = setting_of(e, model, data, shapes)
+    if len(data.public):
+        setting = replace(setting, lab=ServerLab(data, model, setting, e.batch_size))
     method.check(setting, e)
     budgets = budgets_of(e, method)
     eligible = method.eligible(budgets, setting)
@@ -147,8 +163,13 @@ def _prefix(f: Federation, units: int, images: torch.Tensor) -> FrozenCache | No
 
 
 def budgets_of(e: Experiment, method: Method) -> np.ndarray:
-    """Each client's budget, by default the deepest exit it can hold: ``uniform`` i mod B, ``maximum`` B - 1 for all."""
+    """Each client's budget, by default the deepest exit it can hold: ``uniform`` i mod B, ``maximum`` B - 1 for all.
+
+    Where the method itself knows what clients have, as it says.
+    """
     budgets = method.num_budgets(e.num_exits)
+    if (given := method.client_budgets(e.num_clients, e.num_exits)) is not None:
+        return given
     if e.budgets == "maximum":
         return np.full(e.num_clients, budgets - 1)
     return np.arange(e.num_clients) % budgets

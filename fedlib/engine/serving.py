@@ -29,27 +29,45 @@ LISTED = 1000  # a run keeps the accuracy of every client of at most so many
 def evaluate_clients(f: Federation, server: Server, memories: Mapping) -> dict[str, object]:
     """Mean and SD over clients of the task's metric on their own test sets: ``accuracy`` (mean over exits), ``exits``.
 
+    Exits that a client's model does not hold do not count for it. ``last`` is the mean of each client's deepest exit;
+    where clients hold different exits or widths, ``by_budget`` has both numbers for each budget's clients.
     A client that was never sampled answers with what it would be served. Clients without test examples do not count.
     ``by_client`` lists their numbers and ids where there are at most ``LISTED``. Of several exits ``leaving`` says, by
     threshold, what clients get who leave at the first exit whose confidence exceeds it (``leaving.py``).
     """
     scores: dict[int, list[float]] = {}
-    early = []
+    early, exits = [], list(f.method.answering(f.setting.num_exits))
     for ids, outputs, labels, counts in client_outputs(f, server, memories):
         for k, client in enumerate(ids):
-            own = f.task.predict(outputs[:, k, : counts[k]]), labels[k, : counts[k]]  # (E, n, *label), (n, *label)
-            scores[client] = [f.task.score(p, own[1])[f.task.metric] for p in own[0]]
-            if f.setting.num_exits > 1 and isinstance(f.task, Classification):
-                early.append(leave_at(f.task, outputs[:, k, : counts[k]], own[1]))
-    table = np.array([scores[c] for c in sorted(scores)])  # (clients, E)
-    means = table.mean(1)
+            given, own = outputs[exits, k, : counts[k]], labels[k, : counts[k]]  # (E, n, *out), (n, *label)
+            scores[client] = [f.task.score(p, own)[f.task.metric] for p in f.task.predict(given)]
+            if len(exits) > 1 and isinstance(f.task, Classification):
+                early.append(leave_at(f.task, given, own))
+    clients, r = f.clients(sorted(scores)), Round(server.t, (), f.setting)
+    parts = [f.method.serve(c, server, r).members[0].part for c in clients]
+    holds = np.array([[j in p.exits for j in exits] for p in parts])
+    table = np.where(holds, np.array([scores[c.id] for c in clients]), np.nan)  # (clients, E)
+    means, last = np.nanmean(table, 1), np.array([row[own][-1] for row, own in zip(table, holds, strict=True)])
+    held = [column[~np.isnan(column)] for column in table.T]  # of an exit that nobody holds: nothing
     out = {
         "accuracy": round(float(means.mean()), 4), "sd": round(float(means.std()), 4), "clients": len(table),
-        "exits": np.round(table.mean(0), 4).tolist(), "exits_sd": np.round(table.std(0), 4).tolist(),
+        "exits": [round(float(x.mean()), 4) if len(x) else None for x in held],
+        "exits_sd": [round(float(x.std()), 4) if len(x) else None for x in held],
+        "last": round(float(last.mean()), 4),
     }  # fmt: skip
+    if len({(p.exits, p.shape_key()) for p in parts}) > 1:
+        budgets = np.array([c.budget for c in clients])
+        out["by_budget"] = {
+            str(b): {
+                "accuracy": round(float(means[budgets == b].mean()), 4),
+                "last": round(float(last[budgets == b].mean()), 4),
+                "clients": int((budgets == b).sum()),
+            }
+            for b in sorted(set(budgets.tolist()))
+        }
     if len(table) <= LISTED:
-        out["by_client"] = {str(c): round(float(x), 4) for c, x in zip(sorted(scores), means, strict=True)}
-    if early:
+        out["by_client"] = {str(c.id): round(float(x), 4) for c, x in zip(clients, means, strict=True)}
+    if early and holds.all():
         out["leaving"] = mean_over_clients(early)
     return out
 
@@ -69,7 +87,7 @@ def client_outputs(
         serving = f.method.serve(client, server, r)
         key = tuple((m.name, m.part.shape_key(), m.part.exits, m.part.units) for m in serving.members)
         tuned = serving.tune is not None and client.num_examples > 0
-        alike.setdefault((key, tuned, serving.statistics), []).append((client.id, serving))
+        alike.setdefault((key, tuned, serving.statistics, serving.masked), []).append((client.id, serving))
     for group in alike.values():
         group.sort(key=lambda pair: -len(tests[pair[0]]))  # clients of about equal sizes waste no rows on padding
         for a in range(0, len(group), CLIENTS):
@@ -78,6 +96,9 @@ def client_outputs(
             width = len(rows[0])
             padded = torch.from_numpy(np.stack([np.resize(x, width) for x in rows])).to(f.device)  # (K, width)
             outputs = _answer(f, server, memories, r, [s for _, s in some], padded)
+            if some[0][1].masked:
+                counts = np.stack([f.setting.label_counts(c) for c, _ in some])  # (K, classes)
+                outputs = outputs * torch.from_numpy(counts > 0).to(outputs)[:, None]
             yield [c for c, _ in some], outputs, f.data.test_labels[padded], list(map(len, rows))
 
 

@@ -24,6 +24,8 @@ class Context:
     weights: torch.Tensor | None = None  # (K, B) or of more clients; 0 marks padding. None: every row is an example
     scale: float | torch.Tensor = 1.0  # ``Slice.scale``: one, or (K,)
     scaled: tuple[str, ...] = ("conv",)  # the places of scalers that are on
+    whole_heads: bool = False  # narrower attention has fewer heads of full width, not all heads, narrower
+    generators: Sequence[torch.Generator] | None = None  # of each client, for what it drops; None: nothing is dropped
     gathered: dict[nn.Module, Any] | None = None  # while ``norms.recomputed_statistics`` runs: what each norm saw
     _real: tuple[Any, torch.Tensor | None] = field(default=(None, None), repr=False)
 
@@ -66,19 +68,25 @@ def answering(context: Context, kept: Sequence[Policy] = ("tracked", "local")) -
 class Scaler(nn.Module):
     """Outputs of a layer divided by ``Context.scale``, the width ratio of a cut net (HeteroFL, Eq. 7; ScaleFL).
 
-    It stands at one or several of the places ``conv`` (after a 3x3 convolution: ScaleFL), ``shortcut`` (after a
-    projection: with ``conv``, SplitMix) and ``norm`` (before a norm: HeteroFL), and is on if one is in
-    ``Context.scaled``.
+    It stands at one or several of the places ``conv`` (after a 3x3 convolution, a transformer's products and its
+    embedding: ScaleFL), ``shortcut`` (after a projection: with ``conv``, SplitMix) and ``norm`` (before a norm, and at
+    all places of a transformer: HeteroFL), and is on if one is in ``Context.scaled``.
     """
 
     def __init__(self, *places: str):
         super().__init__()
         self.places, self.context = places, Context()
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    @property
+    def is_off(self) -> bool:
+        """Does nothing pass here but what came?"""
         scale = self.context.scale
-        if not set(self.places) & set(self.context.scaled):
+        return (not isinstance(scale, torch.Tensor) and scale == 1) or not set(self.places) & set(self.context.scaled)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.is_off:
             return x
+        scale = self.context.scale
         if isinstance(scale, torch.Tensor):
             return x / scale[: x.shape[0]].view(-1, *(1,) * (x.dim() - 1))
-        return x if scale == 1 else x / scale
+        return x / scale

@@ -141,7 +141,8 @@ class BatchNorm2d(nn.Module):
                 old = (self._rows(self.running_mean, x), self._rows(self.running_var, x))
                 rate = self.momentum * (count > 0)
                 self._keep(x, *(o * (1 - rate) + n * rate for o, n in zip(old, (mean, unbiased), strict=True)))
-        scale = self._rows(self.weight, x) * torch.rsqrt(var + self.eps)
+        # a client without a real row gets the bias: of variance 0, some ten layers would overflow
+        scale = self._rows(self.weight, x) * torch.rsqrt(var + self.eps) * (count > 0)
         shift = self._rows(self.bias, x) - mean * scale
         return torch.addcmul(shift[:, None, :, None, None], x, scale[:, None, :, None, None])
 

@@ -17,20 +17,37 @@ from .personal.fedrep import FedRep
 from .personal.fedrod import FedRoD
 from .personal.local import Local
 from .personal.pfedgraph import PFedGraph
+from .sliced.decoupled import Decoupled
 from .sliced.depthfl import DepthFL
 from .sliced.exclusivefl import ExclusiveFL
 from .sliced.fedavg import FedAvg
+from .sliced.fedavg_level1 import FedAvgLevel1
+from .sliced.feddf import FedDF
+from .sliced.fedepth import FeDepth
+from .sliced.heterofl import HeteroFL
 from .sliced.inclusivefl import InclusiveFL
+from .sliced.raffm import RaFFM
 from .sliced.reefl import ReeFL
 from .sliced.scalefl import ScaleFL
+from .sliced.scalefl_original import ScaleFLOriginal
+from .sliced.splitmix import SplitMix
 
 METHODS: dict[str, type[Method]] = {
+    # what a client cannot hold
+    "fedavg": FedAvg,
+    "fedavg_level1": FedAvgLevel1,
     "exclusivefl": ExclusiveFL,
     "inclusivefl": InclusiveFL,
+    "decoupled": Decoupled,
+    "heterofl": HeteroFL,
     "scalefl": ScaleFL,
+    "scalefl_original": ScaleFLOriginal,
+    "feddf": FedDF,
     "depthfl": DepthFL,
     "reefl": ReeFL,
-    "fedavg": FedAvg,
+    "fedepth": FeDepth,
+    "splitmix": SplitMix,
+    "raffm": RaFFM,
     # what a client does not share
     "local": Local,
     "fedprox": FedProx,
@@ -59,10 +76,14 @@ def build_method(name: str, options: Mapping[str, Scalar]) -> Method:
 
 
 def register(name: str):
-    """Class decorator for a method that lives outside this package (a notebook, a script)."""
+    """Class decorator for a method that lives outside this package (a notebook, a script).
+
+    The same class may be defined again, as when a cell is; ``ValueError`` if the name is another method's.
+    """
 
     def add(cls: type[Method]) -> type[Method]:
-        if name in METHODS and METHODS[name].__qualname__ != cls.__qualname__:
+        known = METHODS.get(name)
+        if known is not None and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
             raise ValueError(f"a method named {name!r} exists already; choose another name")
         METHODS[name] = cls
         return cls

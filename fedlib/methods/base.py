@@ -5,7 +5,7 @@ training, and the mean over the clients that hold an entry. A method overrides w
 Read next: ``jobs.py`` (the values hooks see), ``options.py`` (distillation, server steps), ``sliced/reefl.py``.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
@@ -17,6 +17,7 @@ from ..core.clients import Client
 from ..core.slices import NOTHING, ParamInfo, Slice
 from ..core.validation import check_conditions, check_instance
 from ..models.backbone import Spec
+from ..models.exit_model import ExitModel
 from ..models.map_exits import classifiers
 from .jobs import Arrived, Member, Round, Server, Serving, Setting, Tensors
 from .losses import Batch, cross_entropies
@@ -33,6 +34,7 @@ class Method(UploadOptions):
     version: ClassVar[int] = 1
     needs_models: ClassVar[bool] = False  # does ``aggregate`` ask for whole models?
     needs_extras: ClassVar[bool] = False  # or for what single clients send beside them?
+    one_slice: ClassVar[bool] = True  # does a client send one model, of the same slice in every round?
 
     weighting: Literal["examples", "clients"] = "examples"  # of the mean
 
@@ -48,6 +50,12 @@ class Method(UploadOptions):
         self.check_uploads(name, self.weighting)
         if self.noise_multiplier and (self.needs_models or self.needs_extras):
             raise ValueError(f"options of {name}: noise_multiplier protects sums; {name} looks at single clients")
+        for key in ("noise_multiplier", "error_feedback"):
+            if getattr(self, key) and not self.one_slice:
+                raise ValueError(
+                    f"options of {name}: {key} = {getattr(self, key)} needs clients that send one model, of the same "
+                    f"slice in every round; {name}'s do not"
+                )
 
     # --- what is built -------------------------------------------------------------------------------------------
 
@@ -58,6 +66,18 @@ class Method(UploadOptions):
             raise ValueError(f"experiment: num_exits = {num_exits} does not divide {depth} blocks; allowed: {allowed}")
         return tuple(range(depth // num_exits - 1, depth, depth // num_exits))
 
+    def place_exits(
+        self, spec: Spec, num_exits: int, measured: Callable[[tuple[int, ...]], Setting]
+    ) -> tuple[int, ...]:
+        """Units with an exit, where the experiment names none; by default :meth:`exit_units`.
+
+        ``measured`` gives the setting, of shapes alone, of a model with exits after other units: what parts of it cost.
+        """
+        return self.exit_units(spec.depth, num_exits)
+
+    def client_budgets(self, num_clients: int, num_exits: int) -> np.ndarray | None:
+        """Which budget each client has; None: as the experiment's ``budgets`` says."""
+
     def num_budgets(self, num_exits: int) -> int:
         """How many budgets clients may have: one per exit."""
         return num_exits
@@ -65,6 +85,9 @@ class Method(UploadOptions):
     def build_head(self, spec: Spec, num_classes: int, exit_units: tuple[int, ...]) -> nn.Module:
         """The exits: one classifier each."""
         return classifiers(spec, num_classes, exit_units)
+
+    def configure(self, model: ExitModel) -> None:
+        """Set what layers must know for the whole run (``model.context``). Nothing."""
 
     def check(self, setting: Setting, e) -> None:
         """Raise ``ValueError`` for an experiment ``e`` that this method cannot run, before any compute."""
@@ -97,6 +120,10 @@ class Method(UploadOptions):
 
     def program(self, client: Client, setting: Setting) -> Hashable:
         """Clients of unequal programs train in separate cohorts. All are equal."""
+
+    def effort(self, client: Client, setting: Setting, e) -> float:
+        """MACs of a client's local training, in those of training what ``slice_for`` says once: what prices count."""
+        return 1.0
 
     # --- the client ----------------------------------------------------------------------------------------------
 
@@ -149,8 +176,15 @@ class Method(UploadOptions):
 
     # --- answers -------------------------------------------------------------------------------------------------
 
-    def model_for(self, exit: int, server: Server, r: Round) -> Slice:
-        """The sub-model whose exit ``exit`` is evaluated on the central test set: the global model."""
+    def answering(self, num_exits: int) -> Sequence[int]:
+        """The exits that are evaluated: all."""
+        return range(num_exits)
+
+    def model_for(self, exit: int, server: Server, r: Round) -> Slice | tuple[Slice, ...]:
+        """The sub-model whose exit ``exit`` is evaluated on the central test set: the global model.
+
+        Of several sub-models the mean of their outputs is.
+        """
         return r.setting.full()
 
     def serve(self, client: Client, server: Server, r: Round) -> Serving:

@@ -1,8 +1,8 @@
 """Values that travel between a method and the engine: what a round is, what a client trains, what comes back."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, Protocol
 
 import numpy as np
 import torch
@@ -19,6 +19,19 @@ Tensors = Mapping[str, torch.Tensor]
 Where = Callable[[ParamInfo], bool]
 
 
+class Lab(Protocol):
+    """What the server may do itself with the public examples that an experiment grants (``public_fraction``)."""
+
+    def answers(self, part: Slice, model: Tensors) -> torch.Tensor:
+        """Outputs (N, C) of the last exit of ``model``, the tensors of ``part`` by local names, on all N examples."""
+
+    def distil(
+        self, params: Tensors, part: Slice, target: torch.Tensor, passes: int, lr: float, patience: int,
+        rng: np.random.Generator,
+    ) -> dict[str, torch.Tensor]:  # fmt: skip
+        """The server's tensors of ``part`` of ``params`` after it learned ``target`` (N, C) probabilities."""
+
+
 @dataclass(frozen=True)
 class Setting:
     """What stays the same in every round and a method may know."""
@@ -32,6 +45,8 @@ class Setting:
     seed: int = 1
     label_counts: Callable[[int], np.ndarray] | None = None  # a client's training examples by label, (classes,)
     measure: Measure | None = None  # what parts of the model cost: budgets are solved with it
+    frozen: Tensors = field(default_factory=dict)  # the tensors that nobody trains
+    lab: Lab | None = None  # where the experiment grants the server public examples
 
     @property
     def num_exits(self) -> int:
@@ -109,7 +124,9 @@ class Stage:
     trains: Where | None = None  # None: all that is trainable
     epochs: int | None = None  # None: the experiment's
     units: range | None = None  # FeDepth: earlier units run without gradients, later ones not at all
-    exit: int | None = None  # answers for the last unit of ``units``, through ``Backbone.bridge``
+    exit: int | None = None  # the only one that answers, for the last of ``units`` through ``Backbone.bridge``
+    without: Collection[int] = ()  # units that are left out: the next one reads what came before them
+    cached: bool = False  # what comes before ``units`` is computed once (``engine/stages.py``)
     lr: float | None = None
 
 
@@ -120,6 +137,7 @@ class Serving:
     members: tuple[Member, ...]
     tune: Stage | None = None  # FedBABU
     statistics: Literal["stored", "batch", "recomputed"] = "stored"
+    masked: bool = False  # outputs of classes that the client has no training example of are zero (HeteroFL)
 
 
 @dataclass

@@ -16,24 +16,24 @@ Cost = Callable[[float, int, tuple[Level, ...]], float]  # width, depth, the sma
 
 
 def solve_levels(
-    cost: Cost, ratios: Sequence[float], depths: Sequence[int], full: float, grid: float = 0.05, eps: float = 0.08
-) -> tuple[Level, ...]:
+    cost: Cost, ratios: Sequence[float], depths: Sequence[int], full: float, grid: float = 0.05, eps: float = 0.08,
+    widths: Sequence[float] | None = None,
+) -> tuple[Level, ...]:  # fmt: skip
     """Per level the most balanced split: min |width - depth share| with |cost / (ratio full) - 1| <= eps.
 
     Smallest ratio first; each level is deeper than the one before, so that it has an exit of its own. Widths are
-    multiples of ``grid``; ``depths`` are where an exit may stand, the last being the whole. A ratio of 1 is the whole
-    model. Of equally balanced splits the one of the nearest cost wins, then the deeper. Grid and depths are a part of
-    the definition: finer ones move the optimum.
+    multiples of ``grid``, or the given ``widths``; ``depths`` are where an exit may stand, the last being the whole. A
+    ratio of 1 is the whole model. Of equally balanced splits the one of the nearest cost wins, then the deeper. Grid
+    and depths are a part of the definition: finer ones move the optimum.
 
     Raises ``ValueError`` for ratios that do not increase within 0..1, and, naming the nearest split, where none fits.
     """
-    if list(ratios) != sorted(set(ratios)) or not ratios or ratios[0] <= 0 or ratios[-1] > 1:
-        raise ValueError(f"levels: ratios = {list(ratios)} must increase within (0, 1]")
+    check_ratios(ratios)
     if list(depths) != sorted(set(depths)) or not depths or depths[0] < 1:
         raise ValueError(f"levels: depths = {list(depths)} must increase from 1 or more")
     if not 0 < grid <= 1 or eps < 0:
         raise ValueError(f"levels: grid = {grid} must be in (0, 1] and eps = {eps} not negative")
-    widths = [round(i * grid, 10) for i in range(1, int(1 / grid + 1e-9) + 1)]
+    widths = widths or multiples(grid)
     levels: tuple[Level, ...] = ()
     for left, ratio in zip(range(len(ratios))[::-1], ratios, strict=True):
         if ratio == 1:
@@ -45,8 +45,55 @@ def solve_levels(
     return levels
 
 
-def _split(cost: Cost, ratio: float, full: float, widths, depths, below, units: int, eps: float) -> Level:
-    """One level of a net of ``units``, given those ``below``."""
+def solve_widths(
+    cost: Cost, ratios: Sequence[float], depth: int, full: float, grid: float = 0.05, eps: float = 0.08
+) -> tuple[Level, ...]:
+    """Per level the width of the whole depth that costs nearest to ``ratio``, within ``eps`` (width alone is cut).
+
+    Raises ``ValueError`` as :func:`solve_levels` does.
+    """
+    check_ratios(ratios)
+    return tuple(
+        Level(1.0, depth)
+        if ratio == 1
+        else _split(cost, ratio, full, multiples(grid), [depth], (), 1, eps, nearest=True)
+        for ratio in ratios
+    )
+
+
+def cluster_levels(resources: Sequence[float], levels: int, seed: int = 0) -> tuple[tuple[float, ...], tuple[int, ...]]:
+    """Ratios of ``levels`` levels, and each client's level, by k-means clustering of what the clients have.
+
+    A level's ratio is what its poorest client has as a share of the richest level's, so that no client is asked for
+    more than it has. Raises ``ValueError`` for resources that are not positive, or of too few distinct values.
+    """
+    import numpy as np
+    from sklearn.cluster import KMeans
+
+    have = np.asarray(resources, dtype=float)
+    if not len(have) or not np.isfinite(have).all() or have.min() <= 0:
+        raise ValueError("levels: resources must be positive numbers, one for each client")
+    if len(np.unique(have)) < levels:
+        raise ValueError(f"levels: resources have {len(np.unique(have))} distinct values, too few for {levels} levels")
+    found = KMeans(levels, n_init=10, random_state=seed).fit(have[:, None])
+    rank = found.cluster_centers_[:, 0].argsort().argsort()[found.labels_]  # poorest first
+    least = [have[rank == j].min() for j in range(levels)]
+    return tuple(float(x / least[-1]) for x in least), tuple(rank.tolist())
+
+
+def check_ratios(ratios: Sequence[float]) -> None:
+    """Raise ``ValueError`` for ratios that do not increase within 0..1."""
+    if list(ratios) != sorted(set(ratios)) or not ratios or ratios[0] <= 0 or ratios[-1] > 1:
+        raise ValueError(f"levels: ratios = {list(ratios)} must increase within (0, 1]")
+
+
+def multiples(grid: float) -> list[float]:
+    """The widths ``grid``, 2 ``grid``, … up to 1."""
+    return [round(i * grid, 10) for i in range(1, int(1 / grid + 1e-9) + 1)]
+
+
+def _split(cost: Cost, ratio, full, widths, depths, below, units: int, eps: float, nearest: bool = False) -> Level:
+    """One level of a net of ``units``, given those ``below``: the most balanced, or the ``nearest`` in cost."""
     errors = {Level(w, d): abs(cost(w, d, below) / (ratio * full) - 1) for w in widths for d in depths}
     fitting = [s for s, error in errors.items() if error <= eps]
     if not fitting:
@@ -55,6 +102,8 @@ def _split(cost: Cost, ratio: float, full: float, widths, depths, below, units: 
             f"levels: no width and depth costs within {eps:.0%} of {ratio:g} of the whole; the nearest is "
             f"{_shown([near])}, {errors[near]:.1%} off"
         )
+    if nearest:
+        return min(fitting, key=errors.get)
     return min(fitting, key=lambda s: (round(abs(s.width - s.depth / units), 9), errors[s], -s.depth))
 
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -37,6 +37,18 @@ def cross_entropies(batch: Batch) -> torch.Tensor:
     return (losses * batch.weights).sum(-1) * batch.held
 
 
+def zero_absent_at_client(batch: Batch) -> Batch:
+    """``batch`` with zero for the outputs of classes that the member's client has no example of (HeteroFL)."""
+    return replace(batch, outputs=batch.outputs * (batch.label_counts() > 0).to(batch.outputs.dtype)[:, None])
+
+
+def zero_absent_in_batch(batch: Batch) -> Batch:
+    """``batch`` with zero for the outputs of classes without an example in the member's batch (SplitMix, FeDepth)."""
+    present = batch.outputs.new_zeros(batch.labels.shape[0], batch.outputs.shape[-1])  # (M, C)
+    present.scatter_reduce_(1, batch.labels, (batch.weights > 0).to(present.dtype), "amax")
+    return replace(batch, outputs=batch.outputs * present[:, None])
+
+
 def kl_to_teacher(batch: Batch, teacher: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
     """Eq. 6: tau^2 * sum over the held exits e of KL(p_teacher || p_e), (K,). ``teacher`` (K,) indexes exits.
 
@@ -61,6 +73,23 @@ def mutual_kl(batch: Batch, temperature: float = 1.0) -> torch.Tensor:
     return total / (n - 1).clamp(min=1)
 
 
+def peer_kl(batch: Batch, temperature: float = 1.0) -> torch.Tensor:
+    """Mutual learning between the n models of a client (FeDepth), (M,): tau^2 * 1/(n-1) * sum_{j != m} KL(p_j || p_m).
+
+    p_j is detached; the sum over exits is not divided. Zero for a client of one model.
+    """
+    client = batch.client
+    if client is None or len(client.unique()) == len(client):
+        return batch.outputs.new_zeros(batch.outputs.shape[1])
+    peers = (client[:, None] == client).to(batch.outputs.dtype).fill_diagonal_(0)  # (M, M)
+    logp = (batch.outputs / temperature).log_softmax(-1)  # (E, M, B, C)
+    p = logp.detach().exp()
+    negative_entropy = torch.einsum("mn,enb->emb", peers, (p * logp.detach()).sum(-1))
+    kl = negative_entropy - (torch.einsum("mn,enbc->embc", peers, p) * logp).sum(-1)
+    total = ((kl * batch.weights).sum(-1) * batch.held).sum(0) * temperature**2
+    return total / peers.sum(1).clamp(min=1)
+
+
 def running_best_exit(batch: Batch, ce: torch.Tensor, zeta: float) -> torch.Tensor:
     """ReeFL's teacher (K,): argmin over held exits of the running loss, L <- (1 - zeta) L + zeta CE, from L = 0.
 
@@ -76,6 +105,14 @@ def last_exit(batch: Batch) -> torch.Tensor:
     """ScaleFL's teacher (K,): the deepest exit each client holds."""
     depth = torch.arange(len(batch.held), device=batch.held.device).unsqueeze(1)
     return (batch.held * (depth + 1)).argmax(0)
+
+
+def kl_to_last(batch: Batch, temperature: float, detach: bool = True) -> torch.Tensor:
+    """tau^2 KL(p_last || p_e) of each held exit e, (E, M), averaged over the batch; the last's own is zero."""
+    teacher = batch.outputs[last_exit(batch), torch.arange(batch.outputs.shape[1], device=batch.outputs.device)]
+    teacher = teacher.detach() if detach else teacher
+    kl = batch.task.kl(teacher.expand_as(batch.outputs), batch.outputs, batch.labels, temperature)  # (E, M, B)
+    return (kl * batch.weights).sum(-1) * batch.held * temperature**2
 
 
 def ramp_up(t: int, length: float) -> float:

@@ -60,7 +60,7 @@ class Update:
 def all_finite(tensors: Iterable[torch.Tensor]) -> bool:
     """Is every number finite? One transfer from the device, where the answer is yes."""
     tensors = list(tensors)
-    if not tensors:  # nothing is sent
+    if not tensors:  # a cohort that sends nothing
         return True
     if bool(torch.stack([x.sum() for x in tensors]).isfinite().all()):  # no NaN or infinity leaves a sum finite
         return True
@@ -72,14 +72,52 @@ class MaskedMean:
 
     theta = sum_i w_i theta_i / sum_i w_i, the early-exit FedAvg (w_i = number of examples) and, with width slices,
     the coordinate-wise mean (w_i = 1). ``weight`` and ``count`` (holders) are scalars until a cut tensor arrives.
+
+    A sum of one cut alone stays cut, which is all that has to travel, until another is added or somebody looks.
     """
 
     def __init__(self, infos: Mapping[str, ParamInfo]):
         self.infos = infos
         self.clients = 0
-        self.total: dict[str, torch.Tensor] = {}
-        self.weight: dict[str, torch.Tensor] = {}
-        self.count: dict[str, torch.Tensor] = {}
+        self._stores: tuple[dict[str, torch.Tensor], ...] = ({}, {}, {})  # total, weight, count
+        self._cut: dict[str, tuple[str, Slice]] = {}  # of sums that stay cut: the local name, and what is held
+        self._own: set[str] = set()  # sums that may be written to in place: nobody else has them
+
+    @property
+    def total(self) -> dict[str, torch.Tensor]:
+        """sum_i w_i theta_i by parameter."""
+        return self._whole(0)
+
+    @property
+    def weight(self) -> dict[str, torch.Tensor]:
+        """sum_i w_i of the holders."""
+        return self._whole(1)
+
+    @property
+    def count(self) -> dict[str, torch.Tensor]:
+        """How many hold an entry."""
+        return self._whole(2)
+
+    @count.setter
+    def count(self, value: dict[str, torch.Tensor]) -> None:
+        self._stores = (*self._stores[:2], value)
+
+    def _whole(self, which: int) -> dict[str, torch.Tensor]:
+        for target in list(self._cut):
+            self._expand(target)
+        return self._stores[which]
+
+    def _expand(self, target: str) -> None:
+        """Let the sum of one cut be one of whole tensors."""
+        if target not in self._cut:
+            return
+        name, part = self._cut.pop(target)
+        info = self.infos[name]
+        for store in self._stores:
+            whole = torch.zeros(info.shape, dtype=torch.float64, device=store[target].device)
+            scatter_add_(whole, store[target], info, part)
+            store[target] = whole
+        self._own.add(target)
 
     def add(self, update: Update, weights: Iterable[float]) -> None:
         """Add every model of ``update`` with its weight; a weight of zero leaves it out."""
@@ -108,26 +146,35 @@ class MaskedMean:
                 self._add(target, name, value, weight, count, part)
 
     def _add(
-        self, target: str, name: str, value: torch.Tensor, weight: torch.Tensor, count: torch.Tensor, part: Slice
+        self, target: str, name: str, value: torch.Tensor, weight: torch.Tensor, count: torch.Tensor, part: Slice | None
     ) -> None:
-        info, stores = self.infos[name], ((self.total, value), (self.weight, weight), (self.count, count))
-        first = target not in self.total
-        if is_cut(info, part):
-            for store, x in stores:
-                if first or not store[target].dim():
-                    like = torch.zeros(info.shape, dtype=torch.float64, device=value.device)
-                    store[target] = like if first else like + store[target]
-                scatter_add_(store[target], x, info, part)
-        else:
-            for store, x in stores:
-                store[target] = x if first else store[target] + x  # not in place: groups share weights and counts
+        """Add a sum under the server's name ``target``; ``part``: it is cut as that says."""
+        new, cut = (value, weight, count), (name, part) if part and is_cut(self.infos[name], part) else None
+        if target not in self._stores[0]:
+            for store, x in zip(self._stores, new, strict=True):
+                store[target] = x
+            if cut:
+                self._cut[target] = cut
+            return
+        self._expand(target)
+        if not cut:
+            for store, x in zip(self._stores, new, strict=True):
+                store[target] = store[target] + x  # not in place: groups share weights and counts
+            return
+        info = self.infos[name]
+        for store, x in zip(self._stores, new, strict=True):
+            if target not in self._own:
+                store[target] = torch.zeros(info.shape, dtype=torch.float64, device=value.device) + store[target]
+            scatter_add_(store[target], x, info, part)
+        self._own.add(target)
 
     def merge(self, other: "MaskedMean") -> None:
         """Add the sums of other clients."""
         self.clients += other.clients
-        for mine, theirs in ((self.total, other.total), (self.weight, other.weight), (self.count, other.count)):
-            for name, value in theirs.items():
-                mine[name] = mine[name] + value if name in mine else value
+        for target in other._stores[0]:
+            theirs = (store[target] for store in other._stores)
+            name, part = other._cut.get(target, (target, None))
+            self._add(target, name, *theirs, part)
 
     def result(self, old: Tensors) -> dict[str, torch.Tensor]:
         """The mean of what arrived; entries nobody held are ``old``'s."""

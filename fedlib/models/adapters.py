@@ -50,6 +50,7 @@ def check_finetune(mode: str, options: dict, config: ViTSpec) -> None:
         if mode not in OWN_MODES and mode not in finetune_modes():
             raise ValueError(f"experiment: finetune = {mode!r} is unknown{did_you_mean(mode, finetune_modes())}")
         tuners = [m for m in finetune_modes() if m not in OWN_MODES] if adaptable else []
+        tuners = [m for m in tuners if m in getattr(config, "tuners", tuners)]
         if mode not in tuners:
             known = did_you_mean(mode, (*config.own_modes, *tuners))
             raise ValueError(f"experiment: finetune = {mode!r} is not defined on this backbone{known}")

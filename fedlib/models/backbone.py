@@ -42,6 +42,12 @@ class Backbone(nn.Module):
     spec: Spec
     stem: nn.Module  # (K, B, *input_shape) -> z
     whole_blocks = False  # compute all of a client's last unit, as plain implementations do
+    reads_all = False  # exits see every token, not one: features are (K, B, T, d)
+
+    def __init__(self):
+        super().__init__()
+        self.of_block: list[list[tuple[dict, str, int]]] = []  # per unit (module's, leaf, dims unstacked)
+        self.of_stem: list[tuple[dict, str, int]] = []  # of what belongs to no unit
 
     def advance(self, z, unit: int, on: int) -> tuple[torch.Tensor, object]:
         """Run ``unit``: what the exits see (K, B, *feature), and z of the first ``on`` clients, which go on."""
@@ -80,7 +86,6 @@ class TokenBackbone(Backbone):
         super().__init__()
         self.register_buffer("origins", None, persistent=False)  # where exits read the class token after each block,
         self.register_buffer("scales", None, persistent=False)  # and in what units; None: as it is
-        self.of_block: list[list[tuple[dict, str, int]]] = []  # per block (module's, leaf, dims unstacked)
 
     def run(self, z: torch.Tensor, a: int, b: int) -> torch.Tensor:
         for block in self.blocks[a:b]:
@@ -92,10 +97,16 @@ class TokenBackbone(Backbone):
         return self.blocks[block](z, 1)[..., 0, :]
 
     def advance(self, z: torch.Tensor, unit: int, on: int) -> tuple[torch.Tensor, torch.Tensor]:
-        token, z = self._advance(z, unit, on)
+        if self.reads_all:
+            z = feature = self.run(z, unit, unit + 1)
+            z = z if on == len(z) else z[:on]
+        else:
+            feature, z = self._advance(z, unit, on)
         if self.origins is not None:
-            token = (token - self.origins[unit]) / self.scales[unit]
-        return token, z
+            padding = (feature == 0).all(-1, keepdim=True) if self.reads_all else False
+            feature = (feature - self.origins[unit]) / self.scales[unit]
+            feature = feature.masked_fill(padding, 0.0) if self.reads_all else feature
+        return feature, z
 
     def replace(self, z: torch.Tensor, unit: int, feature: torch.Tensor) -> torch.Tensor:
         if self.origins is not None:

@@ -28,6 +28,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..core.slices import Axis
+from ..layers.context import Scaler
 from ..layers.linear import init_normal_, per_client
 from ..layers.norms import LayerNorm
 from .backbone import TokenBackbone
@@ -85,9 +86,15 @@ class BertSpec:
 
 WORDS = 256  # one-word sentences, from which exits take their units
 MINILM = BertSpec(length=64, dim=384, depth=6, heads=12, ffn_dim=1536)
-BERTS = {"minilm": MINILM, "minilm.32": replace(MINILM, length=32), "bert_micro": BertSpec()}
+BERTS = {
+    "minilm": MINILM,
+    "minilm.32": replace(MINILM, length=32),
+    "minilm.128": replace(MINILM, length=128),
+    "bert_micro": BertSpec(),
+}
+BERT_BASE = {"bert_base": BertSpec(length=128, dim=768, depth=12, heads=12, ffn_dim=3072, centred=False)}
 BERTS |= {f"{name}.stream": replace(config, centred=False) for name, config in BERTS.items()}
-BERTS |= {  # CAFEDistill's, trained from random weights, and one for CPUs
+BERTS |= BERT_BASE | {  # CAFEDistill's, trained from random weights, and one for CPUs
     "transformer4": BertSpec(length=64, dim=192, depth=4, heads=2, ffn_dim=768, centred=False),
     "transformer4_slim": BertSpec(depth=4, heads=2, centred=False),
 }
@@ -143,13 +150,13 @@ class BertStem(nn.Module):
         self.spec = c
         self.words = Embedding(c.vocab_size, c.dim)
         self.pos_embed = nn.Parameter(torch.zeros(c.length, c.dim))
-        self.norm = LayerNorm(c.dim, c.eps)
+        self.norm, self.scale = LayerNorm(c.dim, c.eps), Scaler("conv", "norm")
         self.axes = {"pos_embed": (None, "residual")}
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:  # (K, B, T) -> (K, B, T, d)
         ids = ids.long()
         x = self.words(ids)
-        x = self.norm(x + per_client(self.pos_embed[..., : ids.shape[-1], :], x, 2))
+        x = self.norm(self.scale(x + per_client(self.pos_embed[..., : ids.shape[-1], :], x, 2)))
         return x * (ids != self.spec.padding).unsqueeze(-1)
 
 
@@ -161,8 +168,9 @@ class Bert(TokenBackbone):
         self.spec = config
         self.stem = BertStem(config)
         self.blocks = nn.ModuleList(BertBlock(config) for _ in range(config.depth))
-        self.register_buffer("origins", torch.zeros(config.depth, config.dim), persistent=False)
-        self.register_buffer("scales", torch.ones(config.depth, 1), persistent=False)
+        if config.centred:
+            self.register_buffer("origins", torch.zeros(config.depth, config.dim), persistent=False)
+            self.register_buffer("scales", torch.ones(config.depth, 1), persistent=False)
 
     def run(self, z: torch.Tensor, a: int, b: int) -> torch.Tensor:
         """On a CPU, without what is padding in every sentence of the batch (a GPU would wait for the answer)."""

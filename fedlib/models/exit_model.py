@@ -4,7 +4,7 @@ The head decides what an exit is: ``Classifiers`` (one per exit) or ``Ree`` (sha
 Both answer ``step(unit, feature, past)`` after every unit. Read next: ``backbone.py``, ``exits.py``, ``places.py``.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -29,9 +29,11 @@ class ExitModel(nn.Module):
         self.context = set_policy_(self, batch_norm)
         self._slots = slots_of(self)
         backbone.of_block = [[] for _ in range(backbone.spec.depth)]
+        backbone.of_stem.clear()
         for name, info in self.infos().items():
-            if name.startswith("backbone.") and info.unit != STEM:
-                backbone.of_block[info.unit].append((*self._slots[name], len(info.shape)))
+            if name.startswith("backbone."):
+                of = backbone.of_stem if info.unit == STEM else backbone.of_block[info.unit]
+                of.append((*self._slots[name], len(info.shape)))
 
     @property
     def depth(self) -> int:
@@ -49,24 +51,24 @@ class ExitModel(nn.Module):
         everybody = dict.fromkeys(range(len(self.exit_units)), slice(0, members))
         route = route or Route([members] * self.depth, everybody)
         stop = self.depth if route.stop is None else route.stop
-        alive = [*route.alive[:stop], 0]
+        run = [unit for unit in range(stop) if route.alive[unit]]
+        first = next((unit for unit in run if unit >= cached.units), stop)
         past: list = []  # the head's history, restarted for every batch
         outputs: list[torch.Tensor | None] = [None] * len(self.exit_units)
-        for unit in range(stop):
-            if not alive[unit]:
-                break
-            before, on = z, alive[unit + 1]
+        for unit, following in zip(run, [*run[1:], None], strict=True):
+            before, on = z, route.alive[following] if following is not None else 0
             if unit < cached.units:
-                if not self.head.reads(unit):
+                if unit not in cached.features:
                     continue
-                feature, z = cached.features[unit][: alive[unit]], cached.z[:on]
+                feature, z = cached.features[unit][: route.alive[unit]], cached.z[:on]
             else:
-                z = z[: alive[unit]] if unit == cached.units else z
+                z = z[: route.alive[unit]] if unit == first else z
                 with torch.set_grad_enabled(torch.is_grad_enabled() and unit >= route.start):
                     feature, z = self.backbone.advance(z, unit, on)
             at = unit
             if unit == stop - 1 and route.exit is not None:
-                feature, at = self.backbone.bridge(feature, unit), self.exit_units[route.exit]
+                at = self.exit_units[route.exit]
+                feature = feature if at == unit else self.backbone.bridge(feature, unit)
             exit = self.exit_units.index(at) if at in self.exit_units else None
             rows, seen = route.exits.get(exit, slice(0, 0)), list(past)
             out, handed_back = self.head.step(at, feature[rows] if self.head.per_exit else feature, past)
@@ -84,17 +86,21 @@ class ExitModel(nn.Module):
 
         Ask before :meth:`put_` replaces the parameters.
         """
+        if self.backbone.reads_all:  # all tokens of all units would have to be kept
+            return 0
         infos = self.infos()
         trained = [infos[n].unit for n in self.trainable() if n.startswith("backbone.")]
         fed_back = self.backbone.kept_units(self.head.first_hand_back)
         return int(max(0, min([self.backbone.spec.depth, fed_back, *trained])))
 
     @torch.no_grad()
-    def prefix(self, x: torch.Tensor, units: int) -> Prefix:
-        """The output of the first ``units`` units for one model's inputs (1, B, *input_shape)."""
+    def prefix(self, x: torch.Tensor, units: int, without: Container[int] = ()) -> Prefix:
+        """The output of the first ``units`` units, but those ``without``, for inputs (K, B, *input_shape)."""
         z, features = self.backbone.stem(x), {}
         for unit in range(units):
-            feature, z = self.backbone.advance(z, unit, 1)
+            if unit in without:
+                continue
+            feature, z = self.backbone.advance(z, unit, len(x))
             if self.head.reads(unit):
                 features[unit] = feature
         return Prefix(units, self.backbone.settled(z), features)

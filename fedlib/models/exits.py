@@ -16,11 +16,11 @@ from ..layers.norms import LayerNorm
 
 
 class Classifier(nn.Module):
-    """LN (eps 1e-5), then Linear d -> C. The backbone's own final norm is not used."""
+    """LN (eps 1e-5), then Linear d -> C. The backbone's own final norm is not used; if it is, there is no LN."""
 
-    def __init__(self, dim: int, num_classes: int):
+    def __init__(self, dim: int, num_classes: int, norm: bool = True):
         super().__init__()
-        self.norm = LayerNorm(dim)
+        self.norm = LayerNorm(dim) if norm else nn.Identity()
         self.linear = Linear(dim, num_classes, axes=("classes", "residual"))
 
     def forward(self, token: torch.Tensor) -> torch.Tensor:  # (K, B, d) -> (K, B, C)
@@ -28,15 +28,18 @@ class Classifier(nn.Module):
 
 
 class Classifiers(nn.Module):
-    """One classifier per exit on the raw class token of the exit's block; nothing is handed back to the backbone."""
+    """One classifier per exit on the raw class token of the exit's block; nothing is handed back to the backbone.
+
+    The exit after unit ``bare`` reads what is normalised already.
+    """
 
     per_exit = True
     first_hand_back = math.inf
 
-    def __init__(self, dim: int, num_classes: int, exit_units: tuple[int, ...]):
+    def __init__(self, dim: int, num_classes: int, exit_units: tuple[int, ...], bare: int | None = None):
         super().__init__()
         self.exit_units = tuple(exit_units)
-        self.exits = nn.ModuleList(Classifier(dim, num_classes) for _ in exit_units)
+        self.exits = nn.ModuleList(Classifier(dim, num_classes, unit != bare) for unit in exit_units)
 
     def init_(self, generator: torch.Generator) -> "Classifiers":
         init_normal_(self, generator)

@@ -9,6 +9,7 @@ from torch import nn
 
 from ..layers.context import Scaler
 from ..layers.conv import Conv2d, average_pool, init_kaiming_
+from ..layers.dropout import Dropout
 from ..layers.linear import Linear
 from ..layers.norms import BatchNorm2d
 from .backbone import Spec
@@ -46,22 +47,63 @@ class Activated(Normed):
 
 
 class Convolved(Pooled):
-    """Three times 3x3 convolution, norm and ReLU at the map's width first (ScaleFL's early exits)."""
+    """Three times 3x3 convolution, norm and ReLU first (ScaleFL's early exits), at 1 / ``reduction`` of the width."""
 
-    def __init__(self, axis: str, shape: tuple[int, int, int], num_classes: int):
-        axes = [axis, "/1", "/2", "/3"]
-        super().__init__(axes[-1], shape, num_classes)
+    def __init__(self, axis: str, shape: tuple[int, int, int], num_classes: int, reduction: int = 1):
+        axes, width = [axis, "/1", "/2", "/3"], shape[0] // reduction
+        super().__init__(axes[-1], (width, *shape[1:]), num_classes)
         self.convs = nn.ModuleList(
-            Conv2d(shape[0], shape[0], 3, 1, 1, axes=(after, before))
-            for before, after in zip(axes[:-1], axes[1:], strict=True)
+            Conv2d(channels, width, 3, 1, 1, axes=(after, before))
+            for channels, before, after in zip((shape[0], width, width), axes[:-1], axes[1:], strict=True)
         )
         self.scales = nn.ModuleList(Scaler("conv", "norm") for _ in self.convs)
-        self.bns = nn.ModuleList(BatchNorm2d(shape[0], after) for after in axes[1:])
+        self.bns = nn.ModuleList(BatchNorm2d(width, after) for after in axes[1:])
 
     def forward(self, z: torch.Tensor) -> torch.Tensor:
         for conv, scale, bn in zip(self.convs, self.scales, self.bns, strict=True):
             z = F.relu(bn(scale(conv(z))))
         return super().forward(z)
+
+
+class Strided(Pooled):
+    """Twice 3x3 convolution of stride 2 to ``width`` channels, norm and ReLU first (MSDNet)."""
+
+    def __init__(self, axis: str, shape: tuple[int, int, int], num_classes: int, width: int = 128):
+        super().__init__("/2", (width, *shape[1:]), num_classes)
+        channels, axes = (shape[0], width), (axis, "/1", "/2")
+        self.convs = nn.ModuleList(
+            Conv2d(c, width, 3, 2, 1, axes=(axes[i + 1], axes[i])) for i, c in enumerate(channels)
+        )
+        self.scales = nn.ModuleList(Scaler("conv", "norm") for _ in self.convs)
+        self.bns = nn.ModuleList(BatchNorm2d(width, after) for after in axes[1:])
+
+    def forward(self, z: torch.Tensor) -> torch.Tensor:
+        for conv, scale, bn in zip(self.convs, self.scales, self.bns, strict=True):
+            z = F.relu(bn(scale(conv(z))))
+        return super().forward(z)
+
+
+class Dropped(Pooled):
+    """Dropout after pooling."""
+
+    def __init__(self, axis: str, shape: tuple[int, int, int], num_classes: int, dropout: float = 0.0):
+        super().__init__(axis, shape, num_classes)
+        self.drop = Dropout(dropout)
+
+    def forward(self, z: torch.Tensor) -> torch.Tensor:
+        return self.linear(self.drop(average_pool(z)))
+
+
+class Pointwise(Dropped):
+    """A 1x1 convolution to ``width`` channels, norm and SiLU first (EfficientNet's own last layers)."""
+
+    def __init__(self, axis: str, shape: tuple[int, int, int], num_classes: int, width: int, dropout: float = 0.0):
+        super().__init__("/wide", (width, *shape[1:]), num_classes, dropout)
+        self.conv, self.scale = Conv2d(shape[0], width, 1, axes=("/wide", axis)), Scaler("conv", "norm")
+        self.bn = BatchNorm2d(width, "/wide")
+
+    def forward(self, z: torch.Tensor) -> torch.Tensor:
+        return super().forward(F.silu(self.bn(self.scale(self.conv(z)))))
 
 
 class Flattened(nn.Module):
@@ -78,11 +120,15 @@ class Flattened(nn.Module):
 def classifiers(spec: Spec, num_classes: int, exit_units: Sequence[int]) -> nn.Module:
     """One classifier per exit, of the kind that reads what the backbone's exits see: a token, or a map."""
     if len(spec.feature(0)) == 1:
-        return Classifiers(spec.feature(0)[0], num_classes, tuple(exit_units))
+        bare = spec.depth - 1 if getattr(spec, "ends_normalised", False) else None
+        return Classifiers(spec.feature(0)[0], num_classes, tuple(exit_units), bare)
     return PooledClassifiers(spec, num_classes, exit_units, final=spec.final_exit)
 
 
-KINDS = {"linear": Pooled, "norm": Normed, "norm_relu": Activated, "convolutions": Convolved, "flatten": Flattened}
+KINDS = {
+    "linear": Pooled, "norm": Normed, "norm_relu": Activated, "convolutions": Convolved, "flatten": Flattened,
+    "strided": Strided, "dropped": Dropped, "pointwise": Pointwise,
+}  # fmt: skip
 
 
 class PooledClassifiers(nn.Module):
@@ -104,7 +150,7 @@ class PooledClassifiers(nn.Module):
         self.exit_units = tuple(exit_units)
         kinds = [final if unit == spec.depth - 1 else early for unit in self.exit_units]
         self.exits = nn.ModuleList(
-            KINDS[kind](spec.stream(unit), spec.feature(unit), num_classes)
+            KINDS[kind](spec.stream(unit), spec.feature(unit), num_classes, **spec.exit_options(kind))
             for kind, unit in zip(kinds, self.exit_units, strict=True)
         )
 

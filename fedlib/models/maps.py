@@ -19,6 +19,7 @@ class MapSpec:
     channels: int = 3
     reads: ClassVar[str] = "images"
     own_modes: ClassVar[tuple[str, ...]] = ("full",)
+    early_exit: ClassVar[str] = "convolutions"  # the kind of ScaleFL's exits before the last
     final_exit: ClassVar[str] = "linear"  # the kind (``map_exits.KINDS``) of the exit after the last unit
 
     @property
@@ -33,6 +34,10 @@ class MapSpec:
     def feature(self, unit: int) -> tuple[int, int, int]:
         """The map (C, H, W) after ``unit``."""
         raise NotImplementedError
+
+    def exit_options(self, kind: str) -> dict[str, int]:
+        """What an exit of ``kind`` (``map_exits.KINDS``) has of its own on this backbone."""
+        return {}
 
     def state(self, unit: int) -> tuple[int, int, int]:
         """The same map: nothing else goes on."""

@@ -4,6 +4,10 @@ Everything runs on PyTorch's ``meta`` device, where tensors have shapes and no v
 """
 
 import copy
+import math
+from collections import Counter
+from functools import cached_property
+from typing import Literal
 
 import torch
 from torch import nn
@@ -23,13 +27,28 @@ class Measure:
     def __init__(self, model: ExitModel):
         self.model = copy.deepcopy(model).to("meta")
         self.model.backbone.whole_blocks = True  # a device that may go on computes them whole
-        set_policy_(self.model, "batch")  # statistics cost nothing
+        whole_heads = self.model.context.whole_heads
+        self.model.context = set_policy_(self.model, "batch")  # statistics cost nothing
+        self.model.context.whole_heads = whole_heads
         self.spec, self.infos = model.backbone.spec, self.model.infos()
+        self._trained = {n for n, p in self.model.named_parameters() if p.requires_grad}
         self._full = {n: p.detach() for n, p in self.model.named_parameters()}
 
     def parameters(self, part: Slice) -> int:
         """How many numbers ``part`` holds, statistics of batch norm not counted."""
-        return sum(p.numel() for p in take_all(self._full, self.infos, part).values())
+        return self._numbers(part, self._full)
+
+    def _numbers(self, part: Slice, names) -> int:
+        """How many numbers ``part`` holds of the parameters ``names``: from the lengths of its indices alone."""
+        sizes = {axis: len(kept) for axis, kept in part.index.items()}
+        held = (self.infos[n] for n in names if part.holds(self.infos[n]))
+        return sum(math.prod(map(sizes.get, i.axes, i.shape)) for i in held)
+
+    def cost(self, of: Literal["parameters", "memory", "macs", "upload"], part: Slice) -> float:
+        """What a constraint counts: all parameters, MiB of training, MACs of an example, or the trained parameters."""
+        if of in ("macs", "memory"):
+            return self.macs(part) if of == "macs" else self.training_mib(part)
+        return self._numbers(part, self._full if of == "parameters" else self._trained)
 
     def macs(self, part: Slice) -> int:
         """MACs of one example through the units and exits of ``part``; norms, activations and pooling cost none.
@@ -46,6 +65,22 @@ class Measure:
             self.model.put_(self._full)
         return counter.get_total_flops() // 2
 
+    def training_mib(self, part: Slice, batch: int = 32) -> float:
+        """Memory of training ``part`` with Adam, in MiB.
+
+        4 bytes * (parameters, of trained ones also the gradient and two moments, and per example the outputs of every
+        layer with parameters, forward and backward).
+        """
+        self.model.put_(take_all(self._full, self.infos, part))
+        layers = [m for m in self.model.modules() if list(m.parameters(recurse=False))]
+        try:
+            made = self._outputs(part)
+            outputs = sum(made[m] for m in layers)
+        finally:
+            self.model.put_(self._full)
+        kept = self.parameters(part) + 3 * self._numbers(part, self._trained)
+        return FLOAT * (kept + 2 * batch * outputs) / MIB
+
     def activation_mib(self, unit: int, batch: int) -> float:
         """Memory of training block ``unit`` (FeDepth): forward and backward activations, and parameters, in MiB.
 
@@ -61,20 +96,44 @@ class Measure:
         layers = [m for m in outside if any(p.dim() > 1 for p in m.parameters(recurse=False))]
         return self._mib(layers, batch) + sum(self.activation_mib(unit, batch) for unit in range(self.spec.depth))
 
+    def unit_macs(self) -> tuple[int, ...]:
+        """MACs of one example in the stem, then in each unit; exits are not counted."""
+        from torch.utils.flop_counter import FlopCounterMode
+
+        out, z = [], self._example()
+        with torch.no_grad():
+            for unit in range(-1, self.spec.depth):
+                with FlopCounterMode(display=False) as counter:
+                    z = self.model.backbone.stem(z) if unit < 0 else self.model.backbone.advance(z, unit, 1)[1]
+                out.append(counter.get_total_flops() // 2)
+        return tuple(out)
+
     def _mib(self, layers: list[nn.Module], batch: int) -> float:
-        outputs: list[int] = []
-        hooks = [m.register_forward_hook(lambda m, args, out: outputs.append(out.numel())) for m in layers]
-        try:
-            self._run(Slice.prefix(self.model.depth, range(len(self.model.exit_units))))
-        finally:
-            for hook in hooks:
-                hook.remove()
+        outputs = sum(self._whole_outputs[m] for m in layers)
         parameters = sum(p.numel() for m in layers for p in m.parameters(recurse=False))
-        return FLOAT * (2 * batch * sum(outputs) + parameters) / MIB
+        return FLOAT * (2 * batch * outputs + parameters) / MIB
+
+    @cached_property
+    def _whole_outputs(self) -> Counter[nn.Module]:
+        return self._outputs(Slice.prefix(self.model.depth, range(len(self.model.exit_units))))
+
+    def _outputs(self, part: Slice) -> Counter[nn.Module]:
+        """Numbers that each layer puts out for one example through ``part``, whose tensors are in place."""
+        outputs: Counter[nn.Module] = Counter()
+        hook = lambda m, args, out: outputs.update({m: out.numel() if isinstance(out, torch.Tensor) else 0})  # noqa: E731
+        hooks = [m.register_forward_hook(hook) for m in self.model.modules()]
+        try:
+            self._run(part)
+        finally:
+            for h in hooks:
+                h.remove()
+        return outputs
 
     @torch.no_grad()
     def _run(self, part: Slice) -> None:
         """One example through ``part``."""
+        self.model(self._example(), Route.of(part, self.model.depth))
+
+    def _example(self) -> torch.Tensor:
         dtype = torch.long if self.spec.reads == "tokens" else torch.float32
-        x = torch.empty(1, 1, *self.spec.input_shape, dtype=dtype, device="meta")
-        self.model(x, Route.of(part, self.model.depth))
+        return torch.empty(1, 1, *self.spec.input_shape, dtype=dtype, device="meta")

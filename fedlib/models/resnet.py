@@ -59,7 +59,7 @@ class ResNetSpec(MapSpec):
         return ResNet(self)
 
 
-RESNETS = {f"resnet{6 * n + 2}": ResNetSpec(blocks=(n, n, n)) for n in (1, 3, 5, 9, 18)} | {
+RESNETS = {f"resnet{6 * n + 2}": ResNetSpec(blocks=(n, n, n)) for n in (1, 2, 3, 5, 9, 18)} | {
     "resnet18_slim": ResNetSpec(blocks=(2, 2, 2, 2), widths=(16, 32, 64, 128)),  # a quarter of the width, for CPUs
     "resnet18": ResNetSpec(blocks=(2, 2, 2, 2), widths=(64, 128, 256, 512)),
     "resnet18.64": ResNetSpec(blocks=(2, 2, 2, 2), widths=(64, 128, 256, 512), size=64),  # Tiny ImageNet's pixels

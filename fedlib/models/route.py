@@ -15,8 +15,10 @@ Rows = slice | torch.Tensor  # of a cohort: a run of members, or their indices
 class Route:
     """Unit l runs for the first ``alive[l]`` members, exit j for those of ``exits[j]`` (absent: nobody).
 
+    A unit that is alive for nobody is left out: the next one reads what came before it.
+
     ``start``: earlier units run without gradients. ``stop``: later ones not at all, and ``exit`` answers for the last
-    one that runs, through the backbone's bridge (a stage of FeDepth).
+    one that runs, through the backbone's bridge where it is another's (a stage of FeDepth).
     """
 
     alive: Sequence[int]

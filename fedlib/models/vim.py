@@ -42,6 +42,7 @@ class VimSpec:
     reads_update: bool = True  # see the module's deviations
     channels: ClassVar[int] = 3
     reads: ClassVar[str] = "images"
+    not_cut: ClassVar[str] = "what its input projections make has no named axis"
     prefix_tokens: ClassVar[int] = 1  # the class token, in the middle
     own_modes: ClassVar[tuple[str, ...]] = ("full", "frozen")  # Table 9; the paper leaves other modes on Vim open
     peft_targets: ClassVar[tuple[str, ...]] = ("in_proj", "out_proj")

@@ -14,6 +14,7 @@ from torch import nn
 
 from ..core.slices import Axis
 from ..layers.attention import attend
+from ..layers.context import Context, Scaler
 from ..layers.linear import Linear, init_normal_, per_client
 from ..layers.norms import LayerNorm
 from ..layers.written_block import run_written_out
@@ -83,21 +84,33 @@ def patchify(images: torch.Tensor, patch: int) -> torch.Tensor:
 
 
 class Attention(nn.Module):
-    """Multi-head self-attention with q, k, v apart. The number of heads is fixed, the head width follows q's rows."""
+    """Multi-head self-attention with q, k, v apart. The number of heads is fixed, the head width follows q's rows;
+    the reverse where whole heads are cut (``Context.whole_heads``)."""
 
     def __init__(self, c: ViTSpec):
         super().__init__()
-        self.heads = c.heads
+        self.all_heads, self.width, self.context = c.heads, c.dim // c.heads, Context()
         self.q, self.k, self.v = (
             Linear(c.dim, c.dim, bias=c.qkv_bias, axes=(axis, "residual")) for axis in ("/qk", "/qk", "/vo")
         )
         self.proj = Linear(c.dim, c.dim, axes=("residual", "/vo"))
+        self.scale = Scaler("conv", "norm")
+
+    @property
+    def heads(self) -> int:
+        """How many there are, of the tensors in place."""
+        if not self.context.whole_heads:
+            return self.all_heads
+        layer = self.q
+        while hasattr(layer, "base_layer"):
+            layer = layer.base_layer
+        return layer.weight.shape[-2] // self.width
 
     def forward(self, x: torch.Tensor, first: int | None = None) -> torch.Tensor:
         """x (K, B, T, d) -> (K, B, T, d), or only its ``first`` tokens, which attend to all."""
 
-        q, k, v = self.q(x[..., :first, :]), self.k(x), self.v(x)
-        return self.proj(attend(self.heads, q, k, v, mask=self.mask(x)))
+        q, k, v = (self.scale(y) for y in (self.q(x[..., :first, :]), self.k(x), self.v(x)))
+        return self.scale(self.proj(attend(self.heads, q, k, v, mask=self.mask(x))))
 
     def mask(self, x: torch.Tensor) -> torch.Tensor | None:
         """Which tokens are attended to: of an image all."""
@@ -111,9 +124,10 @@ class MLP(nn.Module):
         super().__init__()
         self.fc1 = Linear(dim, hidden, axes=axes)
         self.fc2 = Linear(hidden, dim, axes=axes[::-1])
+        self.scale = Scaler("conv", "norm")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.fc2(F.gelu(self.fc1(x)))
+        return self.scale(self.fc2(F.gelu(self.scale(self.fc1(x)))))
 
 
 class Scale(nn.Module):
@@ -142,8 +156,8 @@ class Block(nn.Module):
 
     @property
     def is_plain(self) -> bool:
-        """Is there nothing between its layers, such as an adapter or LayerScale?"""
-        plain = type(self.attn) is Attention and type(self.mlp) is MLP
+        """Is there nothing between its layers, such as an adapter, LayerScale or a scaler that is on?"""
+        plain = type(self.attn) is Attention and type(self.mlp) is MLP and self.attn.scale.is_off
         return plain and type(self.ls1) is type(self.ls2) is nn.Identity
 
     def forward(self, z: torch.Tensor, first: int | None = None) -> torch.Tensor:
@@ -165,6 +179,7 @@ class Stem(nn.Module):
         rows = c.num_patches + (c.prefix_tokens if c.pos_embed_prefix else 0)
         self.pos_embed = nn.Parameter(torch.zeros(rows, c.dim))
         self.norm_pre = LayerNorm(c.dim, c.eps) if c.norm_pre else nn.Identity()
+        self.scale = Scaler("conv", "norm")
         self.axes = {"prefix": (None, "residual"), "pos_embed": (None, "residual")}
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:  # (K, B, C, H, W) -> (K, B, T, d)
@@ -174,7 +189,7 @@ class Stem(nn.Module):
         if not c.pos_embed_prefix:
             x = x + pos
         x = torch.cat((prefix.expand(*lead, -1, -1), x), -2)
-        return self.norm_pre(x + pos if c.pos_embed_prefix else x)
+        return self.norm_pre(self.scale(x + pos if c.pos_embed_prefix else x))
 
 
 class ViT(TokenBackbone):
@@ -199,7 +214,12 @@ class ViT(TokenBackbone):
 
 
 def head_axis(name: str, size: int, heads: int) -> Axis:
-    """The axis of a transformer: features of queries, keys and values are cut head by head."""
+    """The axis of a transformer: features of queries, keys and values are cut head by head.
+
+    ``ValueError`` if they do not divide among the heads.
+    """
+    if name.endswith(("/qk", "/vo")) and size % heads:
+        raise ValueError(f"axis {name}: {size} features do not divide among {heads} heads")
     if name.endswith(("/qk", "/vo")):
         return Axis(name, (size // heads,) * heads)
     return Axis(name, (size,))

@@ -27,7 +27,8 @@ def numbers_of(summary: Mapping) -> dict[str, object]:
     if not found:
         return {}
     columns = {"clients": "accuracy", "clients_sd": "sd", "client_exits": "exits", "client_exits_sd": "exits_sd"}
-    return {c: found[k] for c, k in columns.items()} | {"leaving": found.get("leaving", {})}
+    rest = {"leaving": found.get("leaving", {}), "local": found.get("last", found["accuracy"])}
+    return {c: found[k] for c, k in columns.items()} | rest
 
 
 def spread_out(frame: pd.DataFrame, value: str, thresholds: Mapping[str, float] | None = None) -> pd.DataFrame:

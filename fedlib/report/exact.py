@@ -6,7 +6,8 @@ Each looks at a paper's ``claims.Stored`` and returns (does it hold?, the number
 import pandas as pd
 
 from ..core.paths import params_dir
-from ..runs.costs import load_shapes, upload_mib, upload_parameters
+from ..methods.packing import BATCH
+from ..runs.costs import Shapes, load_shapes, upload_mib, upload_parameters
 from ..runs.params import load_experiment, load_grid
 from ..runs.prices import num_classes
 from .tables import load_reported
@@ -50,6 +51,31 @@ def fewer_parameters(stored) -> tuple[bool, str]:
     return bool(0 < at.depthfl - at.reefl < 0.01 * at.depthfl), f"{at.reefl:,} against {at.depthfl:,} trainable"
 
 
+def memory_table(stored) -> tuple[bool, str]:
+    """FeDepth's Table 1, counted; it cuts some decimals instead of rounding them."""
+    printed = load_reported(stored.paper, "table1").set_index("variant")["mean"]
+    measure = _preresnet20(stored.paper).setting.measure
+    share = lambda name: measure.total_mib(BATCH) / float(name.partition("/")[2] or 1)  # noqa: E731
+    counted = pd.Series(
+        {n: share(n) if n[0] == "x" else measure.activation_mib(int(n[1:]) - 1, BATCH) for n in printed.index}
+    )
+    rounded = counted.round(2) == printed
+    cut = (counted * 100).astype(int) / 100 == printed
+    return bool((rounded | cut).all()), f"{rounded.sum()} of {len(printed)} equal to two decimals, the others cut there"
+
+
+def a_sixth_trains_everything(stored) -> tuple[bool, str]:
+    """The plan of the poorest fair client covers all blocks."""
+    shapes = _preresnet20(stored.paper)
+    plan = shapes.method.plan(1 / 6, shapes.setting)
+    blocks = [unit for stage in plan for unit in stage]
+    return blocks == list(range(9)) and len(plan) == 6, f"{len(blocks)} of 9 blocks in {len(plan)} stages"
+
+
+def _preresnet20(paper: str) -> Shapes:
+    return load_shapes(load_experiment(paper, "fedepth", "paper", {"dataset": "cifar10"}), 10)
+
+
 def printed_savings(stored) -> tuple[bool, str]:
     """CAFEDistill's savings in the text against those of its printed MACs."""
     macs = load_costs(stored.paper)
@@ -91,5 +117,6 @@ def model_setting(paper: str, column: str):
 
 EXACT = {
     "communication": communication, "extra_upload": extra_upload, "fewer_parameters": fewer_parameters,
+    "memory_table": memory_table, "a_sixth_trains_everything": a_sixth_trains_everything,
     "printed_savings": printed_savings, "last_exit_share": last_exit_share, "single_exit_macs": single_exit_macs,
 }  # fmt: skip

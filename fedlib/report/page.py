@@ -89,6 +89,8 @@ def section(stored: Stored, table: str, done: dict[str, Cell], shown: dict[str, 
     value = stored.spec(table).get("value", "accuracy")
     title = f"## {title_of(stored.paper, table)}"
     parts = [title, facts(stored, list(done.values()), wanted={c.experiment.hash for c in cells})]
+    if value == "last":
+        parts.append("Accuracy of the last exit.")
     owner = {shown.get(h) for h in done}
     if value == "accuracy" and len(owner) == 1 and None not in owner:
         parts.append(f"The runs are those of {short_title(owner.pop())}.")

@@ -22,7 +22,7 @@ from .tables import label_of
 LOOKS = {  # colour and marker
     "reefl": ("#d55e00", "o"), "depthfl": ("#0072b2", "s"), "scalefl": ("#37ad70", "^"),
     "inclusivefl": ("#e69f00", "D"), "exclusivefl": ("#868a8e", "v"), "fedavg": ("#222222", "X"),
-    "heterofl": ("#ce83ad", "P"),
+    "heterofl": ("#ce83ad", "P"), "scalefl_original": ("#37ad70", "^"), "fedavg_level1": ("#222222", "X"),
     "splitmix": ("#39b4ef", "h"), "decoupled": ("#7f5532", "<"), "feddf": ("#7f8e27", ">"), "fedepth": ("#6b006f", "*"),
     "raffm": ("#b60072", "d"), "cafedistill": ("#c9002d", "*"), "local": ("#acbac0", "v"), "fedper": ("#6baad4", "^"),
     "fedrep": ("#1150dc", "D"), "fedbabu": ("#f8a459", "P"), "fedrod": ("#005300", "<"), "ditto": ("#84c692", ">"),
@@ -37,6 +37,8 @@ DATA = {
     "cifar10": "CIFAR-10", "cifar100": "CIFAR-100", "tiny_imagenet": "Tiny ImageNet", "femnist": "FEMNIST",
     "speech_commands": "Speech Commands", "mnist": "MNIST digits", "omniglot": "Omniglot",
     "fsdd": "Free Spoken Digits", "sst2": "SST-2", "ag_news": "AG News", "docstrings": "docstrings",
+    "cola": "CoLA", "mrpc": "MRPC", "stsb": "STS-B", "rte": "RTE", "qqp": "QQP", "qnli": "QNLI", "mnli": "MNLI",
+    "squad": "SQuAD", "squad_v2": "SQuAD v2", "xquad_en": "XQuAD", "svamp": "SVAMP", "flowers102": "Flowers-102",
 }  # fmt: skip
 
 
@@ -123,8 +125,9 @@ def title_of(column: str, stand_in: str | None = None) -> str:
 
     ``title_of("cifar100_alpha1", "cifar10")`` is ``CIFAR-10 standing in for CIFAR-100, Dirichlet 1``.
     """
-    found = re.fullmatch(r"(\w+?)_alpha([\d.]+)", column)
-    data, rest = (found[1], f", Dirichlet {found[2]}") if found else (column, "")
+    found = re.fullmatch(r"(\w+?)_(alpha|alpha_u|beta)([\d.]+)", column)
+    how = {"alpha": "Dirichlet {}", "alpha_u": "unbalanced Dirichlet {}", "beta": "{} classes a client"}
+    data, rest = (found[1], f", {how[found[2]].format(found[3])}") if found else (column, "")
     title = data_title(data) + rest
     return title if stand_in in (None, data) else f"{data_title(stand_in)} standing in for {title}"
 

@@ -14,7 +14,7 @@ from ..engine.executors import Execution
 from ..runs.params import load_spec
 from .clients import VALUES, as_exits, spread_out
 from .statistics import orderings
-from .tables import collect, load_cells, load_claims, obtained, reported_beside, run_cells, save_table
+from .tables import collect, compute_table, load_cells, load_claims, obtained, reported_beside, run_cells, save_table
 
 
 class Table:
@@ -47,6 +47,10 @@ class Table:
         Where the table prints what clients get: mean ± SD over clients, mean over seeds.
         """
         return obtained(self.frame, self.reported, self.value, self.thresholds)
+
+    def obtained_at_cost(self) -> pd.DataFrame:
+        """:meth:`obtained`, and what a round of each row costs in MACs."""
+        return self.obtained().merge(compute_table(self.cells), "left", on=["mode", "column", "method"])
 
     def verdicts(self) -> pd.DataFrame:
         """Do the table's comparisons (``claims``, or the paper's method against all others) come out as printed?"""

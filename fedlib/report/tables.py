@@ -14,16 +14,17 @@ from ..models.registry import build_backbone
 from ..runs.costs import exit_costs
 from ..runs.durations import describe
 from ..runs.params import Cell, load_fallback, load_grid, load_spec
-from ..runs.prices import num_classes
+from ..runs.prices import num_classes, training_macs
 from ..runs.store import find_run, run_all, stored_pace
 from .clients import SD, VALUES, numbers_of, spread_out
 
 LABELS = {
     "exclusivefl": "ExclusiveFL", "inclusivefl": "InclusiveFL", "scalefl": "ScaleFL", "depthfl": "DepthFL",
-    "reefl": "ReeFL", "fedavg": "FedAvg",
-    "local": "Local", "fedprox": "FedProx", "fedper": "FedPer", "fedrep": "FedRep", "fedbabu": "FedBABU",
-    "fedamp": "FedAMP", "pfedgraph": "pFedGraph", "fedrod": "FedRoD", "ditto": "Ditto", "fedpac": "FedPAC",
-    "cafedistill": "CAFEDistill",
+    "reefl": "ReeFL", "fedavg": "FedAvg", "fedepth": "FeDepth", "splitmix": "SplitMix", "heterofl": "HeteroFL",
+    "scalefl_original": "ScaleFL", "feddf": "FedDF", "decoupled": "Decoupled", "fedavg_level1": "FedAvg, level 1",
+    "raffm": "RaFFM", "local": "Local", "fedprox": "FedProx", "fedper": "FedPer", "fedrep": "FedRep",
+    "fedbabu": "FedBABU", "fedamp": "FedAMP", "pfedgraph": "pFedGraph", "fedrod": "FedRoD", "ditto": "Ditto",
+    "fedpac": "FedPAC", "cafedistill": "CAFEDistill",
     "full": "Full", "frozen": "Frozen", "lora": "LoRA", "pa": "PA", "sa": "SA", "ssf": "SSF",
 }  # fmt: skip
 
@@ -77,18 +78,23 @@ def fetch(experiments: Sequence[Experiment]) -> None:
 
 
 def collect(cells: Sequence[Cell], folder: Path | None = None) -> pd.DataFrame:
-    """One row per cell: where it stands, and its stored accuracy (percent), exits, seconds; NaN where missing."""
+    """One row per cell: where it stands, and its stored accuracy (percent), exits, seconds; NaN where missing.
+
+    ``last`` is the last exit's accuracy, ``local`` that of each client's deepest exit on its own test set, their mean.
+    """
     rows = []
     for cell in cells:
         found = find_run(cell.experiment, folder)
         row = {k: v for k, v in vars(cell).items() if k != "experiment"}
-        summary = found.summary if found else {"status": "missing"}
+        summary = dict(found.summary) if found else {"status": "missing"}
+        if "exits" in summary:
+            summary["last"] = summary["exits"][-1]
         row |= {"dataset": cell.experiment.dataset, "run": cell.experiment.slug}
         rows.append(row | summary | numbers_of(summary))
     return pd.DataFrame(rows).reindex(
         columns=["finetune", "variant", "method", "label", "column", "seed", "dataset", "status", "accuracy",
-                 "ensemble", "exits", "clients", "clients_sd", "client_exits", "client_exits_sd", "leaving", "seconds",
-                 "t", "run"]
+                 "last", "local", "ensemble", "exits", "clients", "clients_sd", "client_exits", "client_exits_sd",
+                 "leaving", "seconds", "t", "run"]
     )  # fmt: skip
 
 
@@ -183,6 +189,17 @@ def exit_table(cells: Sequence[Cell], frame: pd.DataFrame) -> pd.DataFrame:
         where["dataset"] = cell.experiment.dataset
         costs = exit_costs(cell.experiment, num_classes(cell.experiment))
         rows += [where | {"accuracy": a} | cost for a, cost in zip(accuracies, costs, strict=True)]
+    return pd.DataFrame(rows)
+
+
+def compute_table(cells: Sequence[Cell]) -> pd.DataFrame:
+    """Per mode, column and variant: what all clients of a round train, in 10^12 MACs; further epochs are counted."""
+    first = {(c.finetune, c.column, c.variant): c for c in reversed(cells)}
+    rows = [
+        {"mode": label_of(c.finetune), "column": c.column, "method": label_of(c.label),
+         "TMACs a round": round(training_macs(c.experiment) / c.experiment.rounds / 1e12, 3)}
+        for c in reversed(first.values())
+    ]  # fmt: skip
     return pd.DataFrame(rows)
 
 

@@ -22,7 +22,7 @@ from ..data.cache import known_digest
 from ..data.datasets import is_available, load_dataset, source_key
 from ..engine.federation import Federation
 from ..methods import METHODS, Method, build_method
-from ..models.registry import BERTS, WEIGHTS, backbone_spec
+from ..models.registry import WEIGHTS, backbone_spec
 from .sources import code_of
 
 KINDS = ("options", "method", "data", "weights")  # what can differ, in the words of ``accept``
@@ -138,7 +138,7 @@ def _decoded_digest(name: str, size: int, key: str) -> str | None:
 def _weights_file_digest(e: Experiment) -> str | None:
     """The digest of the file that ``e``'s backbone is loaded from, where that is known without loading it."""
     file = WEIGHTS.get(e.backbone)
-    if file is None and e.backbone in BERTS and has_minilm():
+    if file is None and e.backbone.startswith("minilm") and has_minilm():
         file = minilm_file("model.safetensors")
     if file is None or not file.is_file():
         return None
@@ -155,7 +155,8 @@ def _file_digest(file: Path, size: int, time: int) -> str:
 def _weights_digest(f: Federation) -> str:
     """The digest of the backbone's tensors before round 1, whatever they are called."""
     tensors = {**f.frozen, **f.server.params}
-    mine = (t for n, t in tensors.items() if f.setting.infos[n].kind == "backbone")
+    infos = {n: f.setting.infos[n] for n in tensors if n in f.setting.infos}  # not a method's own copies
+    mine = (tensors[n] for n, i in infos.items() if i.kind == "backbone")
     data = (t.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy() for t in mine)
     each = sorted(hashlib.sha256(d).hexdigest() for d in data)
     return hashlib.sha256("".join(each).encode()).hexdigest()[:16]

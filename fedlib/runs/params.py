@@ -64,7 +64,13 @@ def load_experiment(
     sizes = load_profile(profile, paper)
     seed = {"seed": sizes.get("seeds", [1])[0]}
     sizes = {k: v for k, v in sizes.items() if k not in GRID_KEYS}
-    return make_experiment(base, {"method": method}, methods.get(method, {}), row, sizes, seed, overrides or {})
+    of_method, here = at_profile(methods.get(method, {}), profile)
+    return make_experiment(base, {"method": method}, of_method, row, sizes, here, seed, overrides or {})
+
+
+def at_profile(layer: Mapping[str, object], profile: str) -> tuple[dict, dict]:
+    """What a layer says always, and what it says at ``profile`` alone: its key of that name, over the profile's own."""
+    return {k: v for k, v in layer.items() if k not in profiles()}, dict(layer.get(profile, {}))
 
 
 def load_spec(paper: str, table: str) -> dict:
@@ -121,15 +127,19 @@ def load_grid(paper: str, table: str, profile: str, overrides: Mapping[str, obje
     for finetune, (name, variant), (column, (of_column, stand_in)), seed in axes:
         if finetune not in _listed(variant.get("finetune", finetune)):
             continue
-        row = {k: v for k, v in variant.items() if k not in VARIANT_KEYS} | {"finetune": finetune, "seed": seed}
+        row, row_here = at_profile({k: v for k, v in variant.items() if k not in VARIANT_KEYS}, profile)
+        row |= {"finetune": finetune, "seed": seed}
+        of_method, method_here = at_profile(methods.get(row["method"], {}), profile)
         experiment = make_experiment(
             base,
-            methods.get(row["method"], {}),
+            of_method,
             spec.get("common", {}),
             of_column,
             row,
             sizes,
+            method_here,
             stand_in,
+            row_here,
             kept,
             overrides,
         )

@@ -5,23 +5,28 @@ Read next: ``costs.exit_macs``, which measures the MACs; ``durations.py`` (how l
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
 
+from ..core.clients import Client
 from ..core.experiment import Experiment
 from ..engine.federation import budgets_of
-from ..methods import Setting, build_method
+from ..methods import build_method
 from ..models.registry import backbone_spec
-from .costs import exit_macs, load_shapes
+from .costs import Shapes, exit_macs, load_shapes
 
 # Training examples and classes, so that a grid can be priced without its data. FEMNIST: nine tenths of 226 a writer;
 # SpeechCommands: the most active speakers, about 100 clips each.
 TRAINING_EXAMPLES = {"mnist": 4_000, "cifar10": 50_000, "cifar100": 50_000, "tiny_imagenet": 100_000,
-                     "sst2": 67_349, "ag_news": 120_000, "cola": 8_551, "mrpc": 3_668, "docstrings": 750}  # fmt: skip
+                     "sst2": 67_349, "ag_news": 120_000, "cola": 8_551, "mrpc": 3_668, "stsb": 5_749,
+                     "rte": 2_490, "qqp": 363_846, "qnli": 104_743, "mnli": 392_702, "squad": 87_599,
+                     "squad_v2": 130_319, "flowers102": 7_169, "docstrings": 750}  # fmt: skip
 EXAMPLES_PER_CLIENT = {"femnist": 204, "speech_commands": 100}
 CLASSES = {"mnist": 10, "cifar10": 10, "cifar100": 100, "tiny_imagenet": 200, "femnist": 62, "speech_commands": 35,
-           "sst2": 2, "ag_news": 4, "cola": 2, "mrpc": 2, "docstrings": 3}  # fmt: skip
+           "sst2": 2, "ag_news": 4, "cola": 2, "mrpc": 2, "stsb": 0, "rte": 2, "qqp": 2, "qnli": 2,
+           "mnli": 3, "squad": 0, "squad_v2": 0, "xquad_en": 0, "flowers102": 102, "docstrings": 3}  # fmt: skip
 TERA_MACS_PER_SECOND = 10.0  # assumed of a data-centre GPU: half of 20 TFLOP/s sustained in float32
 
 
@@ -49,13 +54,15 @@ def examples_per_client(e: Experiment) -> float:
 
 
 def training_macs(e: Experiment) -> float:
-    """3 x rounds x clients x local epochs x examples x MACs, the MACs being the mean over the eligible budgets."""
-    macs = _macs(_shape_of(e), num_classes(e))
-    method = build_method(e.method, e.options)
-    config = backbone_spec(e.backbone)
-    blocks = e.exit_blocks if e.exit_blocks is not None else method.exit_units(config.depth, e.num_exits)
+    """3 x rounds x clients x local epochs x examples x MACs, the MACs being the mean over the eligible budgets.
+
+    Those of a budget are one sub-model's, times what its local training really takes (``Method.effort``).
+    """
+    method, setting = build_method(e.method, e.options), _shapes(_shape_of(e), num_classes(e)).setting
+    efforts = [method.effort(Client(-1, b, 0), setting, e) for b in range(method.num_budgets(e.num_exits))]
+    macs = _macs(_shape_of(e), num_classes(e)) * np.array(efforts)
     budgets = budgets_of(e, method)
-    eligible = method.eligible(budgets, Setting(config, tuple(blocks), {}, e.num_clients, e.rounds))
+    eligible = method.eligible(budgets, replace(setting, num_clients=e.num_clients, rounds=e.rounds))
     clients = min(e.clients_per_round, len(eligible))
     return 3 * e.rounds * clients * e.local_epochs * examples_per_client(e) * macs[budgets[eligible]].mean()
 
@@ -63,16 +70,21 @@ def training_macs(e: Experiment) -> float:
 def _shape_of(e: Experiment) -> Experiment:
     """An experiment of the same model, equal for all that share it."""
     return Experiment(
-        method=e.method, options=e.options, backbone=e.backbone, finetune=e.finetune,
+        method=e.method, options=e.options, backbone=e.backbone, pretrained=e.pretrained, finetune=e.finetune,
         finetune_options=e.finetune_options, num_exits=e.num_exits, exit_blocks=e.exit_blocks,
     )  # fmt: skip
 
 
 @cache
+def _shapes(e: Experiment, classes: int) -> Shapes:
+    return load_shapes(e, classes)
+
+
+@cache
 def _macs(e: Experiment, classes: int) -> np.ndarray:
     """MACs per budget; where sub-models differ in depth only, four are measured and the rest interpolated."""
-    shapes = load_shapes(e, classes)
-    every = np.arange(shapes.budgets)
+    shapes = _shapes(e, classes)
+    every = np.arange(shapes.method.num_budgets(e.num_exits))
     by_width = any(shapes.slice_for(j).index for j in every)
     measured = every if by_width else np.unique(np.linspace(0, len(every) - 1, 4).round().astype(int))
     return np.interp(every, measured, exit_macs(e, classes, measured))

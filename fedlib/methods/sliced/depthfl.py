@@ -5,20 +5,40 @@ Server: FedDyn on the unweighted mean over holders.
 Read next: ``distillation.mutual_kl``, ``aggregation.feddyn_server``.
 
 Deviations: as in ReeFL's release, every exit has the same LN + Linear classifier (the original grows them), and
-FedDyn's server divides by all clients, not by those whose budget includes the parameter.
+FedDyn's server divides by all clients, not by those whose budget includes the parameter. In FeDepth's ``scenario``s a
+client holds the exits that its memory allows (counted as FeDepth counts its stages), the whole net where it has all;
+one that cannot even hold the first takes no part.
 """
 
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
+
+from ...core.clients import Client
+from ...core.slices import Slice
 from ..base import Method
+from ..jobs import Round, Server, Setting
 from ..options import Distillation, ServerStep
+from ..packing import MemoryBudgets, prefixes_that_fit
 
 
 @dataclass(frozen=True)
-class DepthFL(Distillation, ServerStep, Method):
+class DepthFL(MemoryBudgets, Distillation, ServerStep, Method):
     """Table 3: ``aggregation="mean", weighting="examples"`` is the FedAvg variant; ``distill="none"`` is without KD."""
 
     distill: Literal["none", "best", "mutual", "last"] = "mutual"
     aggregation: Literal["mean", "feddyn", "fedadam"] = "feddyn"
     weighting: Literal["examples", "clients"] = "clients"
+
+    def eligible(self, budgets: np.ndarray, setting: Setting) -> np.ndarray:
+        if not self.shares or setting.measure is None:
+            return super().eligible(budgets, setting)
+        fitting = np.array([prefixes_that_fit(share, setting) for share in self.shares])
+        return np.flatnonzero(fitting[budgets])
+
+    def slice_for(self, client: Client, server: Server, r: Round) -> Slice:
+        if not self.shares:
+            return super().slice_for(client, server, r)
+        exits = max(1, prefixes_that_fit(self.shares[client.budget], r.setting))
+        return Slice.prefix(r.setting.exit_units[exits - 1] + 1, range(exits))

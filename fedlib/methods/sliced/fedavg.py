@@ -1,21 +1,25 @@
 """FedAvg (McMahan et al. 2017): every client trains the whole model.
 
 The plain reference without heterogeneity: budgets are ignored. By default there is a single exit after the last block;
-``exits="all"`` is the multi-exit form of CAFEDistill's comparison, loss 1/m sum of the exits' cross-entropies.
+``exits="all"`` is the multi-exit form of CAFEDistill's comparison, loss 1/m sum of the exits' cross-entropies. At a
+``width`` below one everybody trains and serves the same narrow net, which the poorest client can hold (FeDepth's).
 Read next: ``exclusivefl.py``.
 """
 
+import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 
 from ...core.clients import Client
 from ...core.slices import Slice
+from ...core.validation import AtMost, Positive
 from ..base import Method
-from ..jobs import Round, Server
+from ..jobs import Round, Server, Setting
 from ..losses import Batch
 from ..options import ServerStep
+from ..widths import check_cuttable
 
 
 @dataclass(frozen=True)
@@ -23,13 +27,23 @@ class FedAvg(ServerStep, Method):
     """Full model, last exit, mean weighted by examples."""
 
     exits: Literal["last", "all"] = "last"
+    width: Annotated[Positive, AtMost(1)] = 1.0  # of every hidden axis, rounded up
 
     def exit_units(self, depth: int, num_exits: int) -> tuple[int, ...]:
         return (depth - 1,) if self.exits == "last" else super().exit_units(depth, num_exits)
 
+    def check(self, setting: Setting, e) -> None:
+        if self.width < 1:
+            check_cuttable("fedavg", setting, e)
+
     def slice_for(self, client: Client, server: Server, r: Round) -> Slice:
-        return r.setting.full()
+        if self.width == 1:
+            return r.setting.full()
+        return r.setting.cut(lambda n: math.ceil(self.width * n - 1e-9))
 
     def local_loss(self, batch: Batch) -> torch.Tensor:
         """1/m sum of the exits' cross-entropies, (M,)."""
         return super().local_loss(batch) / batch.held.sum(0)
+
+    def model_for(self, exit: int, server: Server, r: Round) -> Slice:
+        return self.slice_for(Client(-1, 0, 0), server, r)

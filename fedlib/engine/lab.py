@@ -1,0 +1,100 @@
+"""What the server may do itself: answer and train on the public examples, without labels, that an experiment grants.
+
+Methods get it as ``Setting.lab`` (``methods/jobs.Lab``). Public rows are nobody's: ``FederatedData`` refuses others.
+"""
+
+import math
+
+import numpy as np
+import torch
+
+from ..core.slices import Slice, scatter_add_, take, take_all
+from ..data.federated import FederatedData
+from ..methods.jobs import Setting, Tensors
+from ..models.exit_model import ExitModel
+from ..models.route import Route
+
+BATCH, HELD_OUT = 250, 10  # examples that are answered at once; every so manieth public example judges the training
+
+
+class ServerLab:
+    """Public rows of ``data`` and the federation's model, of which any part can be put in place."""
+
+    def __init__(self, data: FederatedData, model: ExitModel, setting: Setting, batch_size: int):
+        self.data, self.model, self.setting, self.batch_size = data, model, setting, batch_size
+        self.frozen = model.frozen()
+        self.rows = torch.from_numpy(data.public).to(data.images.device)
+
+    def answers(self, part: Slice, model: Tensors) -> torch.Tensor:
+        """Outputs (N, C) of the last exit of ``model``, the tensors of ``part`` by local names, on all public rows."""
+        self._put(part, model)
+        with torch.no_grad():
+            return torch.cat([self._outputs(part, rows) for rows in self.rows.split(BATCH)])
+
+    def distil(
+        self, params: Tensors, part: Slice, target: torch.Tensor, passes: int, lr: float, patience: int,
+        rng: np.random.Generator,
+    ) -> dict[str, torch.Tensor]:  # fmt: skip
+        """The server's tensors of ``part`` after Adam on the cross-entropy with ``target`` (N, C) probabilities.
+
+        It makes ``passes`` over the public rows in batches of the experiment's size, stops where the loss on the
+        held-out ones was lower ``patience`` steps ago, and takes the best it has seen.
+        """
+        infos = self.setting.infos
+        start = {n: p.detach().clone() for n, p in take_all(params, infos, part).items()}
+        trained = {n: p.requires_grad_() for n, p in start.items() if infos[n].kind != "statistic"}
+        optimiser = torch.optim.Adam(trained.values(), lr)
+        judge = torch.arange(0, len(self.rows), HELD_OUT)
+        learn = np.setdiff1d(np.arange(len(self.rows)), judge.numpy())
+        best, kept, since = math.inf, {n: p.detach().clone() for n, p in trained.items()}, 0
+        every = max(1, patience // 2)
+        batches = [
+            b for _ in range(passes) for b in np.array_split(rng.permutation(learn), -(-len(learn) // self.batch_size))
+        ]
+        for step, chosen in enumerate(batches):
+            if step % every == 0:
+                loss = self._loss(part, start, judge, target).item()
+                if loss < best:
+                    best, kept, since = loss, {n: p.detach().clone() for n, p in trained.items()}, 0
+                elif (since := since + every) >= patience:
+                    break
+            loss = self._loss(part, start, torch.from_numpy(chosen), target, training=True)
+            grads = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
+            for p, g in zip(trained.values(), grads, strict=True):
+                p.grad = g
+            optimiser.step()
+        else:
+            if self._loss(part, start, judge, target).item() < best:
+                kept = {n: p.detach().clone() for n, p in trained.items()}
+        return {part.source(n): _written(params[part.source(n)], p, infos[n], part) for n, p in kept.items()}
+
+    def _loss(self, part: Slice, tensors: Tensors, rows: torch.Tensor, target: torch.Tensor, training: bool = False):
+        """Mean cross-entropy of ``rows`` (of the public ones) with their targets: KL up to a constant."""
+        self._put(part, tensors)
+        rows = rows.to(self.rows.device)
+        with torch.set_grad_enabled(training):
+            if training:
+                logp = self._outputs(part, self.rows[rows], training=True).log_softmax(-1)
+            else:
+                logp = torch.cat([self._outputs(part, x) for x in self.rows[rows].split(BATCH)]).log_softmax(-1)
+            return -(target[rows] * logp).sum(-1).mean()
+
+    def _put(self, part: Slice, tensors: Tensors) -> None:
+        infos = self.setting.infos
+        self.model.put_({n: take(p, infos[n], part) for n, p in self.frozen.items()})
+        self.model.put_(tensors)
+
+    def _outputs(self, part: Slice, rows: torch.Tensor, training: bool = False) -> torch.Tensor:
+        context = self.model.context
+        own = context.policy in ("batch", "tracked")  # else no statistics travel: those of the batch are taken
+        context.weights, context.scale, context.training = None, part.scale, training or not own
+        x = self.data.view(self.data.images, self.model.backbone.spec.input_shape, rows)[None]
+        return self.model(x, Route.of(part, self.model.depth))[max(part.exits), 0]
+
+
+def _written(whole: torch.Tensor, value: torch.Tensor, info, part: Slice) -> torch.Tensor:
+    """``whole`` with ``value`` in the entries that ``part`` keeps."""
+    held, new = torch.zeros_like(whole), torch.zeros_like(whole)
+    scatter_add_(held, torch.ones((), dtype=whole.dtype, device=whole.device), info, part)
+    scatter_add_(new, value, info, part)
+    return torch.where(held > 0, new, whole)

@@ -1,0 +1,87 @@
+"""HeteroFL (Diao, Ding and Tarokh, ICLR 2021): sub-models cut in width, the leading part of every hidden axis.
+
+Client (rate r): the first ceil(r n) of every n channels (features of each attention head), the whole depth, one exit;
+outputs that enter a norm are divided by r while it trains; the cross-entropy sees zero for classes that the client has
+no example of. Server: plain mean over the holders of each entry; of the classifier a client sends its classes' rows.
+Budgets are the rates, smallest first. ``dynamic`` draws every client's rate anew in every round.
+Read next: ``scalefl_original.py`` (width and depth), ``core/slices.py`` (``Axis.leading``).
+
+Deviations: the paper's static batch norm is the experiment's ``batch_norm="static"``, a mean over examples (as
+released: over batches). A client's own answer, on its own test set, is its own sub-model's, as ScaleFL's comparison
+takes it, and with ``dynamic`` the whole model's (the paper's "local" metric).
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, Literal
+
+import numpy as np
+import torch
+
+from ...core.clients import Client
+from ...core.slices import NOTHING, Slice
+from ...core.validation import AtLeast, AtMost, Positive
+from ..base import Method
+from ..jobs import Member, Round, Server, Serving, Setting
+from ..losses import Batch, cross_entropies, zero_absent_at_client
+from ..widths import check_cuttable
+
+
+@dataclass(frozen=True)
+class HeteroFL(Method):
+    """Five rates, kept by each client; ``weighting="examples"`` is the mean by examples."""
+
+    rates: tuple[Annotated[Positive, AtMost(1)], ...] = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0)
+    dynamic: bool = False
+    scaler: bool = True
+    masked: bool = True  # the cross-entropy, and what is sent of the classifier
+    averaged_from: Annotated[int, AtLeast(0)] = 0  # clients of smaller budgets train and send nothing (FeDepth, Fig. 2)
+    weighting: Literal["examples", "clients"] = "clients"
+
+    def check_options(self) -> None:
+        super().check_options()
+        if not self.rates or list(self.rates) != sorted(set(self.rates)):
+            raise ValueError(f"options of heterofl: rates = {list(self.rates)} must increase within (0, 1]")
+        if self.averaged_from >= len(self.rates):
+            raise ValueError(
+                f"options of heterofl: averaged_from = {self.averaged_from}; there are {len(self.rates)} rates"
+            )
+
+    @property
+    def one_slice(self) -> bool:
+        return not self.dynamic
+
+    def exit_units(self, depth: int, num_exits: int) -> tuple[int, ...]:
+        return (depth - 1,)
+
+    def num_budgets(self, num_exits: int) -> int:
+        return len(self.rates)
+
+    def configure(self, model) -> None:
+        model.context.scaled = ("norm",)
+
+    def check(self, setting: Setting, e) -> None:
+        check_cuttable("heterofl", setting, e)
+
+    def slice_for(self, client: Client, server: Server, r: Round) -> Slice:
+        budget = r.generator("rate", client.id).integers(len(self.rates)) if self.dynamic else client.budget
+        rate = self.rates[budget]
+        return r.setting.cut(lambda n: math.ceil(rate * n - 1e-9), scale=rate if self.scaler else 1.0)
+
+    def members(self, client: Client, server: Server, r: Round) -> Sequence[Member]:
+        part, counts = self.slice_for(client, server, r), r.setting.label_counts
+        if client.budget < self.averaged_from:
+            return [Member(client, part, upload=NOTHING)]
+        if not self.masked or counts is None:
+            return [Member(client, part)]
+        present = tuple(np.flatnonzero(counts(client.id)).tolist())
+        return [Member(client, part, upload=part.only(classes=present))]
+
+    def local_loss(self, batch: Batch) -> torch.Tensor:
+        return cross_entropies(zero_absent_at_client(batch) if self.masked else batch).sum(0)
+
+    def serve(self, client: Client, server: Server, r: Round) -> Serving:
+        """Not scaled: the division is for training only."""
+        part = r.setting.full() if self.dynamic else replace(self.slice_for(client, server, r), scale=1.0)
+        return Serving((Member(client, part),), masked=self.masked)

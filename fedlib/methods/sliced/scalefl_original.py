@@ -1,0 +1,55 @@
+"""ScaleFL (Ilhan, Su and Liu, CVPR 2023) as its paper has it: sub-models cut in width and in depth, on any backbone.
+
+Levels (once): per level the most balanced split (s_w, s_d) that costs its share of the whole model; exits after the
+N s_d-th unit. Client (level j): units up to exit j, exits 1..j, the leading s_w of every hidden width; outputs of cut
+layers divided by s_w; sum over exits i of i / (j (j+1) / 2) [CE_i + gamma tau^2 KL(exit j || exit i)], the second
+term from a quarter of the rounds on. Server: plain mean over the holders of each entry. Evaluated are all exits of the
+whole model, and with ``test_split`` each client's own level on its own test set.
+``scalefl`` (``scalefl.py``) is the form of ReeFL's comparison. Read next: ``scaling.py`` (levels), ``decoupled.py``.
+
+Deviations: the loss is the release's, by default with a detached teacher and the KL summed over classes; the release's
+``detach=False`` lets the teacher learn from its pupils, its ``kl_mean="all"`` divides by the number of classes too;
+``objective="paper"`` is the slides' 1 / (j (j+1)) sum i [gamma KL + (1 - gamma) CE]. Heads and concatenations are cut
+segment by segment everywhere (the release: only as far as the first exit). Batch norm's statistics are the
+experiment's ``batch_norm``, the release's "batch".
+"""
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import torch
+
+from ...core.validation import AtLeast, Below, Positive
+from ..base import Method
+from ..losses import Batch, cross_entropies, kl_to_last
+from ..scaling import Levels
+
+
+@dataclass(frozen=True)
+class ScaleFLOriginal(Levels, Method):
+    """Four exits are four levels of 1/8, 1/4, 1/2 and all parameters; ``kd_weight=0`` is without self-distillation."""
+
+    kd_weight: Annotated[float, AtLeast(0)] = 0.05  # gamma
+    temperature: Positive = 3.0  # tau
+    distill_from: Annotated[float, AtLeast(0), Below(1)] = 0.25  # of the rounds, without distillation
+    objective: Literal["release", "paper"] = "release"
+    detach: bool = True
+    kl_mean: Literal["batch", "all"] = "batch"  # all: over the classes too
+    weighting: Literal["examples", "clients"] = "clients"
+
+    def local_loss(self, batch: Batch) -> torch.Tensor:
+        gamma = self.kd_weight if batch.t > self.distill_from * batch.rounds else 0.0
+        ce, kl = cross_entropies(batch), 0.0
+        if gamma:
+            kl = kl_to_last(batch, self.temperature, self.detach)
+            kl = kl / batch.outputs.shape[-1] if self.kl_mean == "all" else kl
+        share = exit_shares(batch.held)
+        if self.objective == "paper":
+            return (share / 2 * (gamma * kl + (1 - gamma) * ce)).sum(0)
+        return (share * (ce + gamma * kl)).sum(0)
+
+
+def exit_shares(held: torch.Tensor) -> torch.Tensor:
+    """i / (j (j+1) / 2) for the i-th of a member's j exits, (E, M); they sum to one. Zero where it is not held."""
+    place = held.cumsum(0) * held
+    return place / place.sum(0)

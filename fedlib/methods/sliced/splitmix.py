@@ -1,0 +1,109 @@
+"""SplitMix (Hong et al., ICLR 2022): narrow base networks, of which a client trains as many as it has memory for.
+
+Client (share r of the memory, B bases): r B bases, the first from a shuffled round robin over all clients and rounds,
+so that every base is trained, the others at random; each minimises its own cross-entropy on the same batches. Server:
+the mean by examples of each base over those who trained it. Served at width r: the mean logits of the first r B bases.
+Base b is the b-th chunk of every hidden axis of one wide net, with what no axis cuts as a copy of its own; so its
+weights start as the wide net's do (the release's rescaled initialisation), and in training the output of every
+convolution, stem and shortcut too, is divided by the base's width (``rescale``).
+Read next: ``heterofl.py``, ``core/slices.py`` (``Axis.chunk``).
+
+Deviations: where B does not divide a number of channels, the remainder is in no base. Bases are not sorted by
+validation accuracy before they are mixed.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Annotated, ClassVar, Literal
+
+import torch
+
+from ...core.clients import Client
+from ...core.rng import numpy_generator
+from ...core.slices import Slice
+from ...core.validation import Count, Positive, When
+from ..base import Method
+from ..jobs import Arrived, Member, Round, Server, Serving, Setting
+from ..losses import Batch, cross_entropies, zero_absent_in_batch
+from ..packing import MemoryBudgets
+from ..widths import check_cuttable
+
+
+@dataclass(frozen=True)
+class SplitMix(MemoryBudgets, Method):
+    """``bases`` of width 1 / bases; the paper's ratios."""
+
+    one_slice: ClassVar[bool] = False
+
+    scenario: Literal["own", "fair", "lack", "surplus"] = "own"
+    ratios: Annotated[tuple[Positive, ...] | None, When(scenario="own")] = (1 / 8, 1 / 4, 1 / 2, 1.0)
+    bases: Count = 8
+    rescale: bool = True
+    masked: bool = False  # the cross-entropy sees zero for classes that a batch does not have
+
+    def exit_units(self, depth: int, num_exits: int) -> tuple[int, ...]:
+        return (depth - 1,)
+
+    def configure(self, model) -> None:
+        model.context.scaled = ("conv", "shortcut")
+
+    def check(self, setting: Setting, e) -> None:
+        check_cuttable("splitmix", setting, e)
+        if setting.axes:
+            self.base(0, setting)
+
+    def init_server(self, params: dict[str, torch.Tensor], setting: Setting) -> Server:
+        """What no axis cuts, such as the last layer's biases, is each base's own."""
+        copies = [(alias, n) for b in range(self.bases) for n, alias in self.base(b, setting).aliases.items()]
+        own = {alias: params[n].clone() for alias, n in copies if n in params}
+        return Server(0, params | own, {"served": torch.zeros((), dtype=torch.int64)})
+
+    def prepare(self, server: Server, r: Round) -> dict[str, torch.Tensor]:
+        """The first base of each sampled client: the round robin goes on where the last round's ended."""
+        places = [int(server.memory["served"]) + i for i in range(len(r.clients))]
+        orders = {p // self.bases: self._order(p // self.bases, r.setting.seed) for p in places}
+        return {"first": torch.tensor([orders[p // self.bases][p % self.bases] for p in places])}
+
+    def slice_for(self, client: Client, server: Server, r: Round) -> Slice:
+        return self.base(0, r.setting)
+
+    def members(self, client: Client, server: Server, r: Round) -> list[Member]:
+        first = int(r.notes["first"][r.clients.index(client)])
+        others = r.generator("bases", client.id).permutation([b for b in range(self.bases) if b != first])
+        chosen = [first, *others.tolist()][: self.count(client)]
+        return [Member(client, self.base(b, r.setting), f"base{b}") for b in chosen]
+
+    def local_loss(self, batch: Batch) -> torch.Tensor:
+        return cross_entropies(zero_absent_in_batch(batch) if self.masked else batch).sum(0)
+
+    def aggregate(self, server: Server, arrived: Arrived, r: Round) -> Server:
+        served = server.memory["served"] + len(r.clients)
+        return replace(super().aggregate(server, arrived, r), memory={**server.memory, "served": served})
+
+    def model_for(self, exit: int, server: Server, r: Round) -> tuple[Slice, ...]:
+        """All bases, mixed."""
+        return self.mixture(self.bases, r.setting)
+
+    def serve(self, client: Client, server: Server, r: Round) -> Serving:
+        parts = self.mixture(self.count(client), r.setting)
+        return Serving(tuple(Member(client, part, f"base{b}") for b, part in enumerate(parts)))
+
+    def mixture(self, count: int, setting: Setting) -> tuple[Slice, ...]:
+        """The net of width ``count / bases``: its bases, not rescaled."""
+        return tuple(replace(self.base(b, setting), scale=1.0) for b in range(count))
+
+    def count(self, client: Client) -> int:
+        """How many bases a client has memory for."""
+        return min(self.bases, max(1, int(self.shares[client.budget] * self.bases + 1e-9)))
+
+    def effort(self, client: Client, setting: Setting, e) -> float:
+        return self.count(client)
+
+    def base(self, b: int, setting: Setting) -> Slice:
+        """Chunk b of every hidden axis, and its own copies of what none cuts (base 0: what the wide net has)."""
+        index = {a.name: a.chunk(b, self.bases, even=False) for a in setting.axes.values() if a.permutable}
+        uncut = [n for n, i in setting.infos.items() if not set(i.axes) & set(index)] if b else []
+        aliases = {n: f"base{b}/{n}" for n in uncut}
+        return replace(setting.full(), index=index, aliases=aliases, scale=1 / self.bases if self.rescale else 1.0)
+
+    def _order(self, cycle: int, seed: int) -> list[int]:
+        return numpy_generator(seed, "bases", cycle).permutation(self.bases).tolist()

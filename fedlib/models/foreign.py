@@ -1,0 +1,260 @@
+"""Models of Hugging Face's transformers as backbones: their own layers run as units, for one client or a cohort.
+
+A ``ForeignSpec`` names a family (``foreign_families.py``) and its sizes; :class:`Foreign` takes the model that
+transformers builds or loads apart into a stem, units and what follows the last. Their layers know of one model, so the
+members of a cohort run one after the other, each with its own rows of the stacked parameters. A layer that was cut is
+told its new sizes before it runs; the scores of a narrower head are divided by the root of its own width.
+Read next: ``backbone.py``, ``exits.py``.
+
+Padding is the zero vector, as in ``bert.py``. T5's state is its encoder's tokens, then its decoder's, which reads the
+input shifted by one; its exits read the decoder, as ``T5ForQuestionAnswering`` does. A class is read at the class
+token, or where there is none at the last token; exits of the last unit are linear, after the family's pooler or norm.
+
+Deviations: token type 0 everywhere, also of a pair's second sentence. FLAN-T5's language head is not used.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import nn
+
+from ..core.hub import fail_fast
+from ..core.slices import Axis
+from ..layers.context import Context
+from .backbone import Backbone
+from .bert import is_token
+from .foreign_families import Family
+from .foreign_specs import ForeignSpec
+from .vit import head_axis
+
+Places = list[tuple[dict, str, int]]  # a module's tensors, the leaf, its dimensions in one model
+
+
+def build_model(spec: ForeignSpec):
+    """The model that transformers builds of ``spec``, whose weights mean nothing."""
+    import transformers
+
+    kind = getattr(transformers, spec.kind.model)
+    with torch.random.fork_rng(devices=[]):  # it draws from the global generator
+        return kind(kind.config_class(**spec.kind.config(spec)), **_without_pooler(spec))
+
+
+def load_foreign(spec: ForeignSpec) -> "Foreign":
+    """``spec``'s published weights, from a folder, the local cache or the hub; ``ConnectionError`` if nowhere."""
+    import transformers
+
+    try:
+        with fail_fast():
+            model = getattr(transformers, spec.kind.model).from_pretrained(spec.source, **_without_pooler(spec))
+    except Exception as error:  # huggingface_hub and transformers raise many classes
+        raise ConnectionError(
+            f"the weights of {spec.source!r} are not cached and could not be downloaded: connect once, name a folder "
+            f"with a copy, or use pretrained=False ({type(error).__name__})"
+        ) from error
+    return Foreign(spec, model.float())
+
+
+def _without_pooler(spec: ForeignSpec) -> dict:
+    takes = spec.kind.model in ("RobertaModel", "ViTModel")  # BERT's is a part of what was pre-trained
+    return {"add_pooling_layer": False} if takes else {}
+
+
+class Pooler(nn.Module):
+    """A dense layer on the class token, and its activation."""
+
+    def __init__(self, dim: int, activation: str):
+        super().__init__()
+        self.dense, self.activation = nn.Linear(dim, dim), getattr(torch, activation)
+        self.dense.axes = {"weight": ("residual", "residual"), "bias": ("residual",)}
+
+    def forward(self, token: torch.Tensor) -> torch.Tensor:
+        return self.activation(self.dense(token))
+
+
+class Stem(nn.Module):
+    """What embeds, and every norm or pooler after the last unit: all that belongs to no unit."""
+
+    def __init__(self, spec: ForeignSpec, model: nn.Module):
+        super().__init__()
+        kind = self.kind = spec.kind
+        self.spec, self.places = spec, []
+        self.embed = model.get_submodule(kind.stem["embed"])
+        self.final = nn.ModuleDict({name: model.get_submodule(path) for name, path in kind.final.items()})
+        self.pooler = Pooler(spec.dim, kind.pooler) if kind.pooler else None
+        if kind.pooler_path:
+            self.pooler.dense.load_state_dict(model.get_submodule(kind.pooler_path).state_dict())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Inputs (K, B, *input_shape) -> z (K, B, T, d)."""
+        if self.spec.reads == "images":
+            return each_member(self.places, x, lambda x: (fit_(self, self.spec), self.embed(x))[1])
+        ids, two = x.long(), self.spec.streams == 2
+        if ids.device.type == "cpu" and not two:  # without what is padding in every row of the batch
+            real = (ids != self.spec.padding).flatten(0, 1).any(0).nonzero()
+            ids = ids[..., : 1 + int(real.max()) if len(real) else 1]
+
+        def embed(ids: torch.Tensor) -> torch.Tensor:
+            fit_(self, self.spec)
+            z = self.embed(ids) * (ids != self.spec.padding).unsqueeze(-1)
+            shifted = torch.cat((torch.full_like(ids[:, :1], self.spec.padding), ids[:, :-1]), 1) if two else None
+            return torch.cat((z, self.embed(shifted)), 1) if two else z
+
+        return each_member(self.places, ids, embed)
+
+
+class Foreign(Backbone):
+    """A model of transformers taken apart; the exits live elsewhere."""
+
+    def __init__(self, spec: ForeignSpec, model: nn.Module):
+        super().__init__()
+        self.spec, self.context = spec, Context()
+        self.stem = Stem(spec, model)
+        self.of_stem = self.stem.places
+        lists = [model.get_submodule(path) for path in spec.kind.blocks]
+        self.blocks = nn.ModuleList(layer for layers in lists for layer in layers)
+        self.split = len(lists[0])  # where T5's decoder begins
+        self.rotary = model.rotary_emb if spec.rotary else None
+        name_axes_(self, spec.kind)
+
+    def axis(self, name: str, size: int) -> Axis:
+        axis = head_axis(name, size, self.spec.heads)
+        return replace(axis, permutable=False) if self.spec.rotary and name.endswith("/qk") else axis
+
+    def init_(self, generator: torch.Generator) -> "Foreign":
+        """N(0, 0.02) for every matrix and table, norms (1, 0)."""
+        with torch.no_grad():
+            for name, p in self.named_parameters():
+                if p.dim() > 1:
+                    p.normal_(0, 0.02, generator=generator)
+                else:
+                    p.fill_(0.0 if name.endswith("bias") else 1.0)
+        return self
+
+    def advance(self, z: torch.Tensor, unit: int, on: int) -> tuple[torch.Tensor, torch.Tensor]:
+        z = each_member(self._places(unit), z, partial(self._unit, unit))
+        feature = each_member(self.of_stem, z, partial(self._seen, unit))
+        return feature, z if on == len(z) else z[:on]
+
+    def replace(self, z, unit: int, feature: torch.Tensor):
+        raise TypeError("a foreign model's class token cannot be handed back")
+
+    def _places(self, unit: int) -> Places:
+        """Tensors that ``unit`` reads: of T5 also the first unit's positions, which all share."""
+        first = 0 if unit < self.split else self.split
+        shared = self.of_block[first] if self.spec.shares_heads and unit != first else []
+        return [*self.of_block[unit], *shared, *self.of_stem]
+
+    def _unit(self, unit: int, z: torch.Tensor) -> torch.Tensor:
+        """One model's z (B, T, d) after ``unit``."""
+        block, kind = self.blocks[unit], self.spec.kind
+        fit_(block, self.spec, self.context.whole_heads)
+        if self.spec.streams == 2:
+            return self._t5_unit(unit, block, z)
+        mask = None
+        if self.spec.reads == "tokens":
+            mask = seen(is_token(z), kind.causal, z.dtype)
+            z = z * is_token(z).unsqueeze(-1)
+        if not kind.rotary:
+            return _tensor(block(z, mask)) * (1 if mask is None else is_token(z).unsqueeze(-1))
+        at = torch.arange(z.shape[1], device=z.device)[None]
+        out = block(z, attention_mask=mask, position_embeddings=self.rotary(z, position_ids=at), position_ids=at)
+        return _tensor(out) * is_token(z).unsqueeze(-1)
+
+    def _t5_unit(self, unit: int, block: nn.Module, z: torch.Tensor) -> torch.Tensor:
+        """An encoder's or decoder's unit on z (B, 2T, d): the encoder's tokens, then the decoder's."""
+        source, target = z.chunk(2, 1)
+        real, t = is_token(source), source.shape[1]
+        first = self.blocks[0 if unit < self.split else self.split].layer[0].SelfAttention
+        bias = first.compute_bias(t, t, device=z.device)
+        fit_(self.stem, self.spec)
+        if unit < self.split:
+            source = _tensor(block(source, seen(real, False, z.dtype), bias))
+            source = self.stem.final["encoder"](source) if unit == self.split - 1 else source
+            return torch.cat((source * real.unsqueeze(-1), target), 1)
+        causal = seen(torch.ones_like(real), True, z.dtype)
+        return torch.cat((source, _tensor(block(target, causal, bias, source, seen(real, False, z.dtype)))), 1)
+
+    def _seen(self, unit: int, z: torch.Tensor) -> torch.Tensor:
+        """What exits see of one model's z: (B, d), or (B, T, d) where they read all tokens."""
+        fit_(self.stem, self.spec)
+        last, final = unit == self.spec.depth - 1, self.stem.final
+        tokens, real = z, is_token(z)
+        if self.spec.streams == 2:
+            source, target = z.chunk(2, 1)
+            real, tokens = is_token(source), target if unit >= self.split else source
+        if last and len(final):
+            tokens = final["decoder" if "decoder" in final else "encoder"](tokens)
+        if self.reads_all:
+            return tokens * real.unsqueeze(-1)
+        if self.spec.causal or self.spec.streams == 2:
+            at = (real * torch.arange(real.shape[1], device=z.device)).amax(1)
+            return tokens[torch.arange(len(tokens), device=z.device), at]
+        return self.stem.pooler(tokens[:, 0]) if last and self.stem.pooler is not None else tokens[:, 0]
+
+    @property
+    def reads_all(self) -> bool:
+        return self.__dict__.get("_reads_all", False)
+
+    @reads_all.setter
+    def reads_all(self, value: bool) -> None:
+        self.__dict__["_reads_all"] = value
+        self.stem.pooler = None if value else self.stem.pooler  # a pooler is of the class token
+
+
+def each_member(places: Places, x: torch.Tensor, call: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """``call`` on every member's x (B, ...) with its own rows of the stacked tensors; once on all if none is."""
+    stacked = [(own, leaf, p, p.unbind(0)) for own, leaf, dims in places if (p := own[leaf]).dim() > dims]
+    if not stacked:
+        return call(x.flatten(0, 1)).unflatten(0, x.shape[:2])
+    out = []
+    try:
+        for i in range(len(x)):
+            for own, leaf, _, rows in stacked:
+                own[leaf] = rows[i]
+            out.append(call(x[i]))
+    finally:
+        for own, leaf, p, _ in stacked:
+            own[leaf] = p
+    return torch.stack(out)
+
+
+def fit_(module: nn.Module, spec: ForeignSpec, whole_heads: bool = False) -> None:
+    """Tell the layers of ``module`` the sizes of the tensors that are in place: those of norms and heads."""
+    kind = spec.kind
+    for m in module.modules():
+        if isinstance(m, nn.LayerNorm):
+            m.normalized_shape = tuple(m.weight.shape)
+        elif hasattr(m, kind.head_width) and hasattr(m, kind.query):
+            full = spec.head_dim or spec.dim // spec.heads
+            width = full if whole_heads else getattr(m, kind.query).weight.shape[0] // spec.heads
+            setattr(m, kind.head_width, width)
+            if kind.scaled:
+                m.scaling = width**-0.5
+
+
+def name_axes_(backbone: nn.Module, kind: Family) -> None:
+    """Give every layer with parameters the names of its axes; ``ValueError`` for one that the family does not know."""
+    for path, m in backbone.named_modules():
+        leaves = [leaf for leaf, p in m._parameters.items() if p is not None]
+        if not leaves or hasattr(m, "axes"):
+            continue
+        known = [key for key in kind.axes if path == key or path.endswith(f".{key}")]
+        if not known:
+            raise ValueError(f"foreign: {kind.model} has a layer {path!r} whose axes are not known")
+        axes = kind.axes[max(known, key=len)]
+        m.axes = {leaf: axes[: m._parameters[leaf].dim()] for leaf in leaves}
+
+
+def seen(real: torch.Tensor, causal: bool, dtype: torch.dtype) -> torch.Tensor:
+    """What is added to attention's scores: (B, 1, 1, T), or (B, 1, T, T) if a token sees only those before it."""
+    allowed = real[:, None, None]
+    if causal:
+        t = real.shape[1]
+        allowed = allowed & torch.ones(t, t, dtype=torch.bool, device=real.device).tril()
+    return torch.zeros(allowed.shape, dtype=dtype, device=real.device).masked_fill(~allowed, torch.finfo(dtype).min)
+
+
+def _tensor(out) -> torch.Tensor:
+    return out[0] if isinstance(out, tuple) else out

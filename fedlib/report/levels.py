@@ -1,0 +1,127 @@
+"""Levels of sub-models as tables and figures: what each costs, how well each serves, and where they lie (ScaleFL).
+
+Read next: ``methods/levels.py`` (the solver), ``report/tables.py``.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pandas as pd
+
+from ..core.experiment import Experiment
+from ..methods.scaling import priced
+from ..runs.costs import Shapes, load_shapes
+from ..runs.params import Cell
+from ..runs.prices import num_classes
+from ..runs.store import find_run
+
+
+def level_costs(e: Experiment, classes: int | None = None) -> pd.DataFrame:
+    """Per level of ``e``'s method: ``s_w``, ``s_d``, parameters, MACs, both also as a share of the largest level's."""
+    shapes = load_shapes(e, classes or num_classes(e))
+    measure, rows = shapes.setting.measure, []
+    for level, part in enumerate(shapes.slice_for(b) for b in range(shapes.budgets)):
+        widths = {len(i) / shapes.setting.axes[a].size for a, i in part.index.items()}
+        rows.append(
+            {
+                "level": level + 1,
+                "s_w": _share(shapes, level, widths),
+                "s_d": round(part.depth / shapes.setting.spec.depth, 3),
+                "units": part.depth,
+                "parameters": measure.parameters(part),
+                "macs": measure.macs(part),
+            }
+        )
+    frame = pd.DataFrame(rows)
+    return frame.assign(**{f"share_of_{k}": (frame[k] / frame[k].iloc[-1]).round(3) for k in ("parameters", "macs")})
+
+
+def _share(shapes: Shapes, level: int, widths: set[float]) -> float:
+    """The level's width as the method says it, else the mean of what its axes keep."""
+    if hasattr(shapes.method, "levels"):
+        own = shapes.method.levels(shapes.setting)
+        return own[min(level, len(own) - 1)].width
+    return round(sum(widths) / len(widths), 3) if widths else 1.0
+
+
+def plane(e: Experiment, classes: int | None = None) -> pd.DataFrame:
+    """Every split (s_w, s_d) of ``e``'s solver: its cost as a ``ratio`` of the whole's, which level it ``fits``, and
+    whether it is the level that was ``chosen`` (0: none). Costs count the exits of the chosen levels below."""
+    classes = classes or num_classes(e)
+    chosen_shapes = load_shapes(e, classes)
+    method, setting = chosen_shapes.method, chosen_shapes.setting
+    levels, depth = method.levels(setting), setting.spec.depth
+    units = tuple(sorted({round(depth * (k + 1) / method.depth_steps) - 1 for k in range(method.depth_steps)}))
+    shapes = load_shapes(e, classes, tuple(sorted({*units, *setting.exit_units})))
+    cost, full = priced(method, shapes.setting.measure, shapes.setting.exit_units)
+    ratios, rows = method.ratios_of(len(levels)), []
+    for level, (target, own) in enumerate(zip(ratios, levels, strict=True)):
+        for unit in shapes.setting.exit_units:
+            for width in (round(i * method.grid, 10) for i in range(1, int(1 / method.grid + 1e-9) + 1)):
+                ratio = cost(width, unit + 1, levels[:level]) / full
+                rows.append(
+                    {
+                        "level": level + 1,
+                        "s_w": width,
+                        "s_d": (unit + 1) / depth,
+                        "ratio": ratio,
+                        "fits": abs(ratio / target - 1) <= method.eps,
+                        "chosen": (own.width, own.depth) == (width, unit + 1),
+                    }
+                )
+    return pd.DataFrame(rows)
+
+
+def plot_plane(frame: pd.DataFrame):
+    """The splits of :func:`plane`: the feasible ones of each level as dots of its colour, the chosen ones ringed."""
+    import matplotlib.pyplot as plt
+    import seaborn as sns
+
+    _, ax = plt.subplots(figsize=(6, 4.5))
+    ax.plot([0, 1], [0, 1], color="#cccccc", linewidth=1, zorder=0)
+    fits, chosen = frame[frame.fits], frame[frame.chosen]
+    sns.scatterplot(fits, x="s_w", y="s_d", hue="level", palette="viridis", s=45, ax=ax)
+    ax.scatter(chosen.s_w, chosen.s_d, s=170, facecolors="none", edgecolors="#d55e00", linewidths=2, label="chosen")
+    ax.set(xlabel="width $s_w$", ylabel="depth $s_d$", xlim=(0, 1.05), ylim=(0, 1.05))
+    ax.set_title("Of the splits that cost what a level may, the most balanced is taken")
+    ax.legend(title="fits level", frameon=False, loc="upper left")
+    return ax
+
+
+def level_accuracies(cells: Sequence[Cell], folder: Path | None = None) -> pd.DataFrame:
+    """Per run and level: the mean accuracy of the level's clients on their own test examples, parameters and MACs.
+
+    Where all clients hold the same model, every level has its number. Cells that are not stored are left out.
+    """
+    rows = []
+    for cell in cells:
+        if (found := find_run(cell.experiment, folder)) is None or "personal" not in found.summary:
+            continue
+        own, costs = found.summary["personal"], level_costs(cell.experiment)
+        for row in costs.itertuples():
+            accuracy = own.get("by_budget", {}).get(str(row.level - 1), own)["last"]
+            where = {k: getattr(cell, k) for k in ("variant", "label", "column", "seed")}
+            rows.append(
+                where | {"level": row.level, "accuracy": accuracy, "parameters": row.parameters, "macs": row.macs}
+            )
+    return pd.DataFrame(rows, columns=["variant", "label", "column", "seed", "level", "accuracy", "parameters", "macs"])
+
+
+def plot_levels(frame: pd.DataFrame, x: str = "parameters"):
+    """Local accuracy of every level against what it costs (``x``: parameters or macs), a line for each method."""
+    import matplotlib.pyplot as plt
+    import seaborn as sns
+
+    from .style import color_of
+    from .tables import label_of
+
+    _, ax = plt.subplots(figsize=(6, 4.5))
+    named = frame.assign(method=frame.label.map(label_of), size=frame[x] / 1e6)
+    palette = {label_of(r.label): color_of(r.variant) for r in frame.drop_duplicates("variant").itertuples()}
+    sns.lineplot(named, x="size", y="accuracy", hue="method", style="method", markers=True, palette=palette, ax=ax)
+    ax.set(
+        xlabel=f"{'MACs' if x == 'macs' else x} of the level, millions", ylabel="local accuracy, percent", xscale="log"
+    )
+    ax.set_title("What clients of each level get from their own model")
+    ax.legend(title=None, frameon=False)
+    return ax

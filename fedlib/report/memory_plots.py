@@ -1,0 +1,98 @@
+"""Figures of FeDepth's memory: how blocks are packed into stages, what stages take, how alike local networks are."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import pandas as pd
+
+from ..methods.packing import pack
+from .style import axes_of, finish, panels, share_legend, styled
+
+LEFT_OUT = "#c9ced3"
+
+
+@styled
+def plot_plans(
+    memories: Sequence[float], budgets: Mapping[str, float], slack: float, title: str, unit: str = "MiB",
+    leaves_out: bool = True,
+):  # fmt: skip
+    """A panel per budget: every block is a bar on top of the blocks before it in its stage, under the budget's line.
+
+    A stage has a colour; blocks that fit no stage are grey. Returns the panels' Axes.
+    """
+    import seaborn
+
+    axes = panels([f"{name}: {budget:.3g} {unit}" for name, budget in budgets.items()], title, (2.6, 2.6), columns=5)
+    for ax, budget in zip(axes, budgets.values(), strict=True):
+        stages = pack(memories, budget, slack)
+        colors = seaborn.color_palette("colorblind", len(stages))
+        trained = {block for stage in stages for block in stage}
+        for block in set(range(len(memories))) - trained:
+            ax.bar(block + 1, memories[block], color=LEFT_OUT, hatch="//", edgecolor="white", label="not trained")
+        for k, (stage, color) in enumerate(zip(stages, colors, strict=True), 1):
+            below = 0.0
+            for block in stage:
+                ax.bar(block + 1, memories[block], bottom=below, color=color, edgecolor="white", label=f"stage {k}")
+                below += memories[block]
+        ax.axhline(budget, color="black", linestyle="--", linewidth=1, label="budget")
+        ax.set_xticks(range(1, len(memories) + 1))
+        finish(ax, "block", f"memory of training ({unit})" if ax is axes[0] else "")
+        handles, labels = ax.get_legend_handles_labels()
+        once = dict(zip(labels, handles, strict=True))
+        ax.legend(once.values(), once, frameon=False)
+    share_legend(axes)
+    return axes
+
+
+@styled
+def plot_memory(frame: pd.DataFrame, title: str = "A stage holds a part of what the whole net holds", ax=None):
+    """Bars of a stage's estimated and measured memory; ``frame`` as from ``training_memory.memory_of_stages``."""
+    import seaborn
+
+    ax = axes_of(ax)
+    rows = frame.assign(at=[f"{r.blocks}\nr = {r.r}" if r.r != "all" else "all\nblocks" for r in frame.itertuples()])
+    names = {"estimate_mib": "estimate", "measured_mib": "measured peak"}
+    rows = rows.rename(columns=names).melt("at", list(names.values()), "what", "mib")
+    seaborn.barplot(rows, x="at", y="mib", hue="what", palette=["#868a8e", "#6b006f"], saturation=1, ax=ax)
+    ax.figure.set_figwidth(max(6.0, 0.55 * len(frame)))
+    ax.tick_params(axis="x", labelsize=6)
+    finish(ax, "blocks of a stage, of a client with the share r", "memory of a step, batch 32 (MiB)", title)
+    return ax
+
+
+@styled
+def plot_similarities(tables: Mapping[str, np.ndarray], title: str):
+    """A panel per measure: layer by layer of two local networks, brighter where they are more alike."""
+    axes = panels(list(tables), title, (3.4, 3.2), columns=2)
+    for ax, table in zip(axes, tables.values(), strict=True):
+        drawn = ax.imshow(table, origin="lower", vmin=0, vmax=1, cmap="magma")
+        layers = range(0, len(table), max(1, len(table) // 7))
+        ax.set_xticks(layers, [i + 1 for i in layers])
+        ax.set_yticks(layers, [i + 1 for i in layers])
+        finish(ax, "unit of one network", "unit of the other" if ax is axes[0] else "")
+        ax.grid(False)
+        ax.figure.colorbar(drawn, ax=ax, shrink=0.8)
+    return axes
+
+
+@styled
+def plot_parts(frame: pd.DataFrame, title: str, ax=None):
+    """What training holds: a stacked bar per ``net``, a part per other column, in percent; its total beside it."""
+    import seaborn
+
+    ax = axes_of(ax)
+    total = frame.drop(columns="net").sum(axis=1)
+    left = np.zeros(len(frame))
+    parts = [c for c in frame if c != "net"]
+    for part, color in zip(parts, seaborn.color_palette("colorblind", len(parts)), strict=True):
+        share = 100 * frame[part] / total
+        ax.barh(frame.net, share, left=left, color=color, label=part, edgecolor="white")
+        left = left + share
+    for y, mib in enumerate(total):
+        ax.annotate(f"{mib:,.0f} MiB", (100, y), (6, 0), textcoords="offset points", va="center", fontsize=8)
+    ax.set_xlim(0, 118)
+    ax.invert_yaxis()
+    ax.figure.legend(*ax.get_legend_handles_labels(), loc="outside lower center", ncols=len(parts))
+    finish(ax, "share of the memory of training (%)", "", title)
+    ax.grid(False, axis="y")
+    return ax

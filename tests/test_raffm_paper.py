@@ -1,0 +1,108 @@
+"""RaFFM's corner: the published numbers, its claims, its grids, and what its clients hold."""
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from fedlib.analysis.submodels import acceleration, client_resources, local_scores, traffic_to
+from fedlib.engine.executors import Execution
+from fedlib.report.cells import by_variant, runs_of, traffic_curves
+from fedlib.report.claims import Published, compared, load_all_claims
+from fedlib.report.tables import load_reported
+from fedlib.runs.params import load_grid, load_spec
+from fedlib.runs.store import run
+from fedlib.runs.trained import load_trained
+
+CLAIMS = load_all_claims("raffm")
+ROWS = {"table1": 8 * 11, "table2": 12 * 8, "table3": 2 * 9, "table4": 14 * 3, "table5": 2 * 3}
+SPOTS = [
+    ("table1", "bert_large_fl", "qqp", 89.01), ("table1", "raffm", "qnli", 88.41), ("table1", "raffm", "parameters_m", 60),
+    ("table1", "roberta_raffm", "rte", 65.34), ("table1", "distilbert_raffm", "average", 75.10),
+    ("table1", "bert_large_raffm", "acceleration", 6.13), ("table2", "bert_large_raffm", "squad", 90.87),
+    ("table2", "raffm", "squad_exact_match", 72.37), ("table2", "flan_t5_base_raffm", "squad_v2_parameters_m", 164),
+    ("table2", "roberta_raffm", "squad_v2_acceleration", 1.64), ("table3", "raffm", "cifar100_f1", 90.39),
+    ("table3", "fl", "traffic_mb", 360.87), ("table4", "flan_t5_base_fl", "squad_v2_total_gb", 547.70),
+    ("table4", "bert_large_raffm", "squad_client_mb", 398), ("table5", "raffm", "svamp", 52.80),
+    ("table5", "fl", "parameters_m", 262.41),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("table", ROWS)
+def test_every_printed_number_is_there_once(table):
+    frame = load_reported("raffm", table)
+    assert len(frame) == ROWS[table] and not frame.duplicated(["variant", "column"]).any()
+    assert frame["mean"].notna().all() and frame.sd.isna().all()
+    assert set(frame.variant) <= set(load_spec("raffm", table)["variants"])
+
+
+@pytest.mark.parametrize("table, variant, column, mean", SPOTS)
+def test_spot_values(table, variant, column, mean):
+    assert load_reported("raffm", table).set_index(["variant", "column"]).loc[(variant, column), "mean"] == mean
+
+
+def test_printed_averages_are_those_of_the_printed_scores():
+    frame = load_reported("raffm", "table1").pivot(index="variant", columns="column", values="mean")
+    scores = frame[["qqp", "qnli", "sst2", "cola", "stsb", "mrpc", "rte", "mnli"]].mean(axis=1)
+    assert (scores - frame.average).abs().max() < 0.01
+
+
+@pytest.mark.parametrize("name", CLAIMS)
+def test_every_claim_is_the_papers(name):
+    claim = CLAIMS[name]
+    for table in claim["table"] if isinstance(claim["table"], list) else [claim["table"]]:
+        spec = load_spec("raffm", table)
+        assert {v for pair in claim["pairs"] for v in pair} <= set(spec["variants"])
+        assert set(claim.get("columns", [])) <= set(spec["columns"])
+    signs = [float(d[0]) + claim.get("margin", 0) > 0 for _, d in compared(claim, Published("raffm")) if len(d)]
+    if name in ("prioritisation_helps", "budgets_do_not_matter"):
+        assert not signs  # figures: no numbers in print
+    else:
+        assert np.mean(signs) > (0.5 if claim.get("need") == "most" else 0.98)
+
+
+def test_paper_size_is_the_papers_setting():
+    cells = {
+        c.variant: c.experiment for c in load_grid("raffm", "table1", "paper") if c.column == "sst2" and c.seed == 1
+    }
+    e = cells["raffm"]
+    assert (e.num_clients, e.clients_per_round, e.backbone, e.optimiser, e.local_schedule) == (100, 10, "bert_base", "adamw", "linear")  # fmt: skip
+    assert e.options == {"shares": (0.4, 0.5, 0.55, 0.65, 1.0)} and cells["unranked"].options["rank"] == ()
+
+
+def test_bert_bases_clients_hold_what_table_1_says_they_do():
+    """60 M of 109 M parameters in print; the print's own accelerations are of time on its GPUs."""
+    (e,) = [c.experiment for c in load_grid("raffm", "table1", "paper", {"columns": ["sst2"], "seeds": [1], "variant": ["raffm"]})]  # fmt: skip
+    held = client_resources(e, macs=False)
+    assert 55e6 < held.parameters.mean() < 70e6 and held.parameters.max() == 109_483_778
+    assert held.upload_mib.max() == pytest.approx(109_483_778 * 4 / 2**20)
+
+
+def test_what_runs_sent_until_a_target(tmp_path):
+    cells = load_grid("raffm", "table3", "smoke", {"variant": ["fl", "raffm"]})
+    for c in cells:
+        run(c.experiment, Execution(workers=1), tmp_path)
+    ((column, runs),) = runs_of(cells, tmp_path)
+    assert column == "cifar10" and len(runs) == 2
+    resources = {cell.variant: client_resources(cell.experiment) for cell, _ in runs}
+    assert resources["raffm"].macs.mean() < resources["fl"].macs.mean()
+    assert resources["raffm"].training_mib.mean() < resources["fl"].training_mib.mean()
+    (_, full), _ = runs
+    spent = traffic_to(full, 0.0, pd.DataFrame({"upload_mib": [512.0]}))
+    assert spent == {"rounds": 1, "MiB a client": 512.0, "total GiB": 2 * 1 * 4 * 0.5}
+    assert np.isnan(traffic_to(full, 101.0, resources["fl"])["total GiB"])
+    curves = traffic_curves(cells, client_resources, tmp_path)
+    assert set(curves.variant) == {"fl", "raffm"} and (curves.groupby("variant").gib.diff().dropna() > 0).all()
+    sizes = by_variant(cells, lambda e: client_resources(e).mean())
+    assert list(sizes.variant) == ["fl", "raffm"] and sizes.parameters[1] < sizes.parameters[0]
+    speed = acceleration(cells[1].experiment, clients=2, batch=4)
+    assert speed["by MACs"] > 1 and speed["by time"] > 0
+
+
+def test_local_models_are_parts_of_the_global_one_and_training_moves_them(tmp_path):
+    (cell,) = load_grid("raffm", "table3", "smoke", {"variant": ["raffm"]})
+    f, server = load_trained(cell.experiment, Execution(workers=1), tmp_path)
+    deployed, trained = (local_scores(f, server, [0, 1, 4], train) for train in (False, True))
+    assert list(deployed.parameters) == list(trained.parameters) and deployed.parameters.nunique() > 1
+    assert deployed.score.between(0, 100).all() and list(deployed.client) == [0, 1, 4]
+    whole = local_scores(f, server, [0], shares=[1.0])
+    assert whole.parameters[0] == f.setting.measure.parameters(f.setting.full())
