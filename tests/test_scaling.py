@@ -403,3 +403,19 @@ def test_public_examples_are_nobodys(convnet):
     assert len(f.data.public) == 20 and not set(held) & set(f.data.public) and len(held) == 70
     with pytest.raises(ValueError, match="public examples must be nobody's: client 1 holds 2 of these 2"):
         replace(f.data, public=f.data.client(1)[:2])
+
+
+def test_levels_by_latency_are_solved_offline(convnet):
+    """With parameters in the place of seconds they are those of ``cost="parameters"``; a real clock gives a time."""
+    from fedlib.runs.latency import levels_by_latency, seconds_of
+
+    e = Experiment(method="scalefl_original", backbone="resnet20", pretrained=False, finetune="full", num_exits=4)
+    found = levels_by_latency(e, 10, lambda shapes, part: shapes.setting.measure.parameters(part))
+    method, setting = setting_for("scalefl_original", backbone="resnet20")
+    assert found["widths"] == tuple(x.width for x in method.levels(setting))
+    again = build_method("scalefl_original", found)
+    assert again.exit_units(9, 4) == setting.exit_units and again.levels(setting) == method.levels(setting)
+    clocked = levels_by_latency(
+        convnet.replace(options={"eps": 1e9}), 10, lambda shapes, part: seconds_of(shapes, part, repeats=1)
+    )
+    assert clocked["depths"][-1] == clocked["widths"][-1] == 1.0

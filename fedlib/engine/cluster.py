@@ -70,14 +70,18 @@ def total(ray, kind: str) -> float:
 # --- tensors between processes ---------------------------------------------------------------------------------------
 
 
-def _to_buffer(t: torch.Tensor) -> tuple[np.ndarray, torch.dtype, torch.Size]:
-    """A tensor as bytes that Ray moves without copying them into a message."""
+def _to_buffer(t: torch.Tensor) -> tuple[np.ndarray | None, torch.dtype, torch.Size]:
+    """A tensor as bytes that Ray moves without copying them into a message; none where it is a shape alone."""
+    if t.is_meta:
+        return None, t.dtype, t.shape
     return t.detach().cpu().reshape(-1).view(torch.uint8).numpy(), t.dtype, t.shape
 
 
-def _from_buffer(parts: tuple[np.ndarray, torch.dtype, torch.Size]) -> torch.Tensor:
+def _from_buffer(parts: tuple[np.ndarray | None, torch.dtype, torch.Size]) -> torch.Tensor:
     """A CPU tensor over the object store's memory: shared by the processes of a node, never written to."""
     data, dtype, shape = parts
+    if data is None:
+        return torch.empty(shape, dtype=dtype, device="meta")
     return torch.from_numpy(data).view(dtype).view(shape)
 
 
@@ -97,7 +101,7 @@ def _kit(f: Federation) -> Federation:
     empty = torch.nn.Parameter(torch.empty(0), requires_grad=False)
     model = copy.deepcopy(f.model, {id(p): empty for p in f.model.parameters()})
     data = replace(f.data, test_images=f.data.test_images[:0], test_labels=f.data.test_labels[:0])
-    setting = replace(f.setting, label_counts=counts_of(data))
+    setting = replace(f.setting, label_counts=counts_of(data), lab=None)  # which is the server's
     nothing = dict(server=Server(0, {}, {}), train_prefix=None, test_prefix=None)
     return replace(f, model=model, data=data, setting=setting, **nothing)
 

@@ -6,7 +6,7 @@ A method that has levels names :class:`Levels` before ``Method``. Read next: ``l
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Annotated, Literal
 
 import numpy as np
@@ -164,25 +164,26 @@ def with_copies(params: dict[str, torch.Tensor], parts: list[Slice]) -> dict[str
     return params | copies
 
 
-def priced(options: Levels, measure: Measure, exit_units: tuple[int, ...]) -> tuple[Callable, float]:
+def priced(
+    price: Callable[[Slice], float], axes: Mapping[str, Axis], spec: Spec, exit_units: tuple[int, ...]
+) -> tuple[Callable, float]:
     """The cost of a split, whose exits are those of the levels below and its own; and that of the whole model."""
-    axes = axes_of(measure.model, measure.infos)
 
     def cost(width: float, depth: int, below: tuple[Level, ...]) -> float:
         exits = [j for j, u in enumerate(exit_units) if u + 1 == depth or u + 1 in {x.depth for x in below}]
         try:
-            return measure.cost(options.cost, split(axes, measure.spec, Level(width, depth), exits))
+            return price(split(axes, spec, Level(width, depth), exits))
         except ValueError:  # an axis would be empty
             return float("inf")
 
-    last = len(exit_units) - 1
-    return cost, measure.cost(options.cost, Slice.prefix(exit_units[-1] + 1, [last]))
+    return cost, price(Slice.prefix(exit_units[-1] + 1, [len(exit_units) - 1]))
 
 
 @lru_cache(maxsize=64)
 def _solve(options: Levels, measure: Measure, exit_units: tuple[int, ...], num_levels: int) -> tuple[Level, ...]:
     """The levels among exits after ``exit_units``; the same again where these are the solved ones."""
-    cost, full = priced(options, measure, exit_units)
+    axes = axes_of(measure.model, measure.infos)
+    cost, full = priced(partial(measure.cost, options.cost), axes, measure.spec, exit_units)
     depths, ratios = [u + 1 for u in exit_units], options.ratios_of(num_levels)
     if options.cut == "width":
         return solve_widths(cost, ratios, depths[-1], full, options.grid, options.eps)

@@ -6,6 +6,7 @@ Everything runs on PyTorch's ``meta`` device, where tensors have shapes and no v
 import copy
 import math
 from collections import Counter
+from dataclasses import replace
 from functools import cached_property
 from typing import Literal
 
@@ -57,7 +58,7 @@ class Measure:
         """
         from torch.utils.flop_counter import FlopCounterMode
 
-        self.model.put_(take_all(self._full, self.infos, part))
+        self.model.put_(take_all(self._full, self.infos, replace(part, aliases={})))
         try:
             with FlopCounterMode(display=False) as counter:
                 self._run(part)
@@ -71,7 +72,7 @@ class Measure:
         4 bytes * (parameters, of trained ones also the gradient and two moments, and per example the outputs of every
         layer with parameters, forward and backward).
         """
-        self.model.put_(take_all(self._full, self.infos, part))
+        self.model.put_(take_all(self._full, self.infos, replace(part, aliases={})))
         layers = [m for m in self.model.modules() if list(m.parameters(recurse=False))]
         try:
             made = self._outputs(part)

@@ -4,6 +4,7 @@ Read next: ``methods/levels.py`` (the solver), ``report/tables.py``.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import pandas as pd
@@ -53,7 +54,8 @@ def plane(e: Experiment, classes: int | None = None) -> pd.DataFrame:
     levels, depth = method.levels(setting), setting.spec.depth
     units = tuple(sorted({round(depth * (k + 1) / method.depth_steps) - 1 for k in range(method.depth_steps)}))
     shapes = load_shapes(e, classes, tuple(sorted({*units, *setting.exit_units})))
-    cost, full = priced(method, shapes.setting.measure, shapes.setting.exit_units)
+    priced_as = partial(shapes.setting.measure.cost, method.cost)
+    cost, full = priced(priced_as, shapes.setting.axes, shapes.setting.spec, shapes.setting.exit_units)
     ratios, rows = method.ratios_of(len(levels)), []
     for level, (target, own) in enumerate(zip(ratios, levels, strict=True)):
         for unit in shapes.setting.exit_units:

@@ -72,6 +72,7 @@ def _shape_of(e: Experiment) -> Experiment:
     return Experiment(
         method=e.method, options=e.options, backbone=e.backbone, pretrained=e.pretrained, finetune=e.finetune,
         finetune_options=e.finetune_options, num_exits=e.num_exits, exit_blocks=e.exit_blocks,
+        public_fraction=e.public_fraction, num_clients=e.num_clients, clients_per_round=e.clients_per_round,
     )  # fmt: skip
 
 

@@ -1,0 +1,52 @@
+"""Levels by measured latency: solved once on the machine that shall answer, and written into the experiment.
+
+What a machine measures is no part of an experiment, so ``Levels.cost`` counts only; this gives ``widths`` and
+``depths`` for its options. Read next: ``methods/scaling.py``, ``methods/levels.py``.
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+from functools import cache, partial
+
+import torch
+
+from ..core.experiment import Experiment
+from ..core.slices import Slice
+from ..methods.levels import solve_levels
+from ..methods.scaling import priced
+from ..models.route import Route
+from .costs import Shapes, load_shapes
+
+
+def seconds_of(shapes: Shapes, part: Slice, examples: int = 1, repeats: int = 5) -> float:
+    """Median seconds in which ``part`` answers ``examples`` examples, here and now; the first pass does not count."""
+    spec, times = shapes.setting.spec, []
+    shapes.model.put_(shapes.held(part))
+    x, route = torch.ones(1, examples, *spec.input_shape), Route.of(part, shapes.model.depth)
+    with torch.inference_mode():
+        for _ in range(repeats + 1):
+            began = time.perf_counter()
+            shapes.model(x, route)
+            times.append(time.perf_counter() - began)
+    return statistics.median(times[1:])
+
+
+def levels_by_latency(
+    e: Experiment, classes: int, seconds: Callable[[Shapes, Slice], float] = seconds_of
+) -> dict[str, tuple[float, ...]]:
+    """``widths`` and ``depths`` of ``e``'s levels, each with its share (``ratios``) of the whole model's latency.
+
+    ``ValueError`` as :func:`solve_levels`, with the nearest split where none fits.
+    """
+    e = e.replace(pretrained=False)
+    shapes = load_shapes(e, classes)
+    method, depth = shapes.method, shapes.setting.spec.depth
+    steps = min(method.depth_steps, depth)
+    units = tuple(sorted({round(depth * (k + 1) / steps) - 1 for k in range(steps)}))
+    shapes = load_shapes(e, classes, units, device="cpu")
+    price = cache(partial(seconds, shapes))
+    cost, full = priced(price, shapes.setting.axes, shapes.setting.spec, units)
+    ratios = method.ratios_of(e.num_exits)
+    levels = solve_levels(cost, ratios, [u + 1 for u in units], full, method.grid, method.eps)
+    return {"widths": tuple(x.width for x in levels), "depths": tuple(round(x.depth / depth, 4) for x in levels)}
