@@ -159,7 +159,7 @@ def test_exits_read_the_class_token_in_units_of_one_word_sentences():
         bert.origins.zero_()
         assert (model(ids[None]) - logits).abs().max() > 1e-3
     stream = build_backbone("bert_micro.stream", pretrained=False)
-    assert (stream.origins == 0).all() and (stream.scales == 1).all()
+    assert stream.origins is None and stream.scales is None  # the token itself
     assert (build_backbone("bert_micro", pretrained=False).origins != 0).any()
 
 
