@@ -68,6 +68,15 @@ def check_input(e: Experiment, config, text: bool) -> None:
     )
 
 
+def check_words(e: Experiment, config, text: bool) -> None:
+    """Raise ``ValueError`` if published weights know token ids of another tokenizer than BERT's, which text comes in."""
+    if text and e.pretrained and getattr(config, "own_words", False):
+        raise ValueError(
+            f"experiment: backbone = {e.backbone!r} with pretrained = True knows the words of its own tokenizer, and "
+            "sentences come as BERT's; allowed: bert_base, bert_large, distilbert, minilm, or False"
+        )
+
+
 def check_population(e: Experiment, data: FederatedData) -> None:
     """Raise ``ValueError`` if ``partition = 'drawn'`` asks for clients that hold more examples than there are."""
     most = e.num_train or len(data.labels)

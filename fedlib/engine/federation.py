@@ -20,7 +20,7 @@ from ..models.measure import Measure
 from ..models.places import axes_of
 from ..models.registry import backbone_spec, build_backbone
 from ..models.token_heads import EveryToken
-from .checks import check_device, check_experiment, check_input, check_population
+from .checks import check_device, check_experiment, check_input, check_population, check_words
 from .frozen_cache import FrozenCache, build_frozen_cache
 from .lab import ServerLab
 from .memory import check_memory
@@ -124,6 +124,7 @@ def build_federation(e: Experiment, device: str = "cpu") -> Federation:
     spec = backbone_spec(e.backbone)
     data = load_federated(e, device, spec.input_shape[-1])
     check_input(e, spec, is_text(data.images))
+    check_words(e, spec, is_text(data.images))
     check_task(e, data)
     check_population(e, data)
     shapes = build_model(e, method, data.num_outputs, meta=True)

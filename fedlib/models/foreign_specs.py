@@ -60,6 +60,11 @@ class ForeignSpec:
         return "images" if self.family == "vit" else "tokens"
 
     @property
+    def own_words(self) -> bool:
+        """Are its token ids of a tokenizer of its own, and not BERT's, which sentences come in?"""
+        return self.family not in ("bert", "distilbert", "vit")
+
+    @property
     def causal(self) -> bool:
         return self.kind.causal
 
