@@ -69,7 +69,7 @@ def check_input(e: Experiment, config, text: bool) -> None:
 
 
 def check_words(e: Experiment, config, text: bool) -> None:
-    """Raise ``ValueError`` if published weights know token ids of another tokenizer than BERT's, which text comes in."""
+    """Raise ``ValueError`` if published weights know other token ids than BERT's, which text comes in."""
     if text and e.pretrained and getattr(config, "own_words", False):
         raise ValueError(
             f"experiment: backbone = {e.backbone!r} with pretrained = True knows the words of its own tokenizer, and "
