@@ -383,7 +383,7 @@ def test_what_cannot_be_is_refused_in_words(convnet):
 
     refused("axis stage1: 0 of 4 entries cannot be kept", options={"widths": [0.2, 0.5, 1.0]})
     refused(r"widths = \[0.5, 1.0\] must be 3 numbers", options={"widths": [0.5, 1.0]})
-    refused(r"widths = \[0.5, 0.75, 0.9\] must not decrease, up to 1", options={"widths": [0.5, 0.75, 0.9]})
+    refused(r"widths = \[0.5, 0.75, 0.9\] must end with 1, the whole model", options={"widths": [0.5, 0.75, 0.9]})
     refused(r"num_exits = 3: depths = \[0.3, 0.4, 1.0\] of 3 units give exits after \[1, 1, 3\]", options={"depths": [0.3, 0.4, 1.0]})  # fmt: skip
     refused(r"exit_blocks = \[0, 1, 3\]: toy has blocks 0..2", exit_blocks=(0, 1, 3))
     refused("the nearest is width", options={"eps": 0.0})

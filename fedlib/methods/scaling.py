@@ -51,8 +51,8 @@ class Levels:
         name = f"options of {type(self).__name__.lower()}"
         for key in ("widths", "depths", "ratios"):
             values = getattr(self, key)
-            if values is not None and (list(values) != sorted(values) or values[-1] != 1):
-                raise ValueError(f"{name}: {key} = {list(values)} must not decrease, up to 1")
+            if values is not None and (not values or values[-1] != 1):
+                raise ValueError(f"{name}: {key} = {list(values)} must end with 1, the whole model")
         if self.ratios is not None:
             check_ratios(self.ratios)
         if self.ratios is not None and self.resources is not None:
