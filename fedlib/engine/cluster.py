@@ -101,7 +101,7 @@ def _kit(f: Federation) -> Federation:
     empty = torch.nn.Parameter(torch.empty(0), requires_grad=False)
     model = copy.deepcopy(f.model, {id(p): empty for p in f.model.parameters()})
     data = replace(f.data, test_images=f.data.test_images[:0], test_labels=f.data.test_labels[:0])
-    setting = replace(f.setting, label_counts=counts_of(data), lab=None)  # which is the server's
+    setting = replace(f.setting, label_counts=counts_of(data), frozen=f.frozen, lab=None)  # the lab is the server's
     nothing = dict(server=Server(0, {}, {}), train_prefix=None, test_prefix=None)
     return replace(f, model=model, data=data, setting=setting, **nothing)
 
