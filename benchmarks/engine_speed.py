@@ -205,8 +205,12 @@ def fastest(table: pd.DataFrame, names: Sequence[str]) -> str | None:
 
 
 def agreement(records: Mapping[str, dict]) -> pd.Series:
-    """Per workload the largest distance of any system's trained parameters from the first system's."""
-    return facts_table(records).groupby("workload", sort=False).max_difference.max()
+    """Per workload the largest distance of any system's trained parameters from the first system's.
+
+    Of transformers: in a ResNet rounding grows from round to round, so a test compares its systems over two.
+    """
+    table = facts_table({n: r for n, r in records.items() if WORKLOADS[n].architecture == "vit"})
+    return table.groupby("workload", sort=False).max_difference.max()
 
 
 def _can_add(record: dict, systems: Sequence[str]) -> bool:
