@@ -176,7 +176,8 @@ def index_page(outputs: Path) -> str:
             stored = page.read_text(encoding="utf-8").split("\n## Not run")[0]
             tally = re.search(r"^Of \d+ claims .*$", stored, re.M)
             titles = ", ".join(short_title(t) for t in grid_names(paper) if f"## {title_of(paper, t)}\n" in stored)
-            lines.append(f"- [**{paper}**]({paper}/README.md): {titles}.{f' {tally[0]}' if tally else ''}")
+            said = f"{titles or 'no run yet'}.{f' {tally[0]}' if tally else ''}"
+            lines.append(f"- [**{paper}**]({paper}/README.md): {said}")
     for folder in NO_PAPERS:
         paths = sorted([*outputs.glob(f"{folder}/tables/*.md"), *outputs.glob(f"{folder}/figures/*.png")])
         if paths:
