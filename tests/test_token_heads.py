@@ -31,11 +31,11 @@ def generator(seed=0):
 def base(monkeypatch, tmp_path):
     monkeypatch.setenv("FEDLIB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("FEDLIB_DATA", str(tmp_path))
-    monkeypatch.setitem(OWN, "bert_tiny", BertSpec(length=24, dim=32, depth=2, heads=2, ffn_dim=32, centred=False))
+    monkeypatch.setitem(OWN, "bert_words", BertSpec(length=24, dim=32, depth=2, heads=2, ffn_dim=32, centred=False))
     monkeypatch.setitem(OWN, "centred_tiny", BertSpec(length=24, dim=32, depth=2, heads=2, ffn_dim=32))
     monkeypatch.setitem(OWN, "llama_small", ForeignSpec("llama", length=24, dim=32, depth=2, heads=2, ffn_dim=48))
     return Experiment(
-        method="fedavg", backbone="bert_tiny", pretrained=False, augment="none", partition="iid", finetune="full",
+        method="fedavg", backbone="bert_words", pretrained=False, augment="none", partition="iid", finetune="full",
         num_exits=1, num_clients=4, clients_per_round=4, rounds=12, batch_size=8, lr=0.003, min_lr=0.0,
         schedule="constant", optimiser="adamw", clip_value=None,
     )  # fmt: skip
@@ -69,7 +69,7 @@ def last(e):
     return f, done
 
 
-@pytest.mark.parametrize("backbone", ["bert_tiny", "centred_tiny"])
+@pytest.mark.parametrize("backbone", ["bert_words", "centred_tiny"])
 def test_spans_are_learned(base, tmp_path, backbone):
     squad(tmp_path)
     f, done = last(base.replace(dataset="squad", backbone=backbone, rounds=20))
@@ -142,7 +142,7 @@ def test_who_cannot_answer_at_every_token_is_told_before_any_compute(base, tmp_p
     for changes, message in [
         (
             {"dataset": "svamp"},
-            "asks for the next token, and backbone = 'bert_tiny' sees what follows; allowed: a causal",
+            "asks for the next token, and backbone = 'bert_words' sees what follows; allowed: a causal",
         ),
         ({"dataset": "svamp", "backbone": "flan_t5_small"}, "asks for the next token"),
         ({"dataset": "squad", "backbone": "vit_b16"}, "cannot read dataset = 'squad'"),
@@ -162,7 +162,7 @@ def test_labels_of_the_wrong_type_are_named(base, tmp_path):
 
 
 def test_a_backbone_without_tokens_is_refused(base, monkeypatch):
-    monkeypatch.setitem(OWN, "odd", replace(OWN["bert_tiny"]))
+    monkeypatch.setitem(OWN, "odd", replace(OWN["bert_words"]))
     monkeypatch.setattr(type(OWN["odd"]), "state", lambda self, unit: (3, 4, 4))
     with pytest.raises(ValueError, match="asks for an answer at every token, and backbone = 'odd' has none"):
         build_federation(base.replace(dataset="squad", backbone="odd"))
