@@ -46,15 +46,17 @@ class Activated(Normed):
         return self.linear(average_pool(F.relu(self.bn(self.scale(z)))))
 
 
-class Convolved(Pooled):
-    """Three times 3x3 convolution, norm and ReLU first (ScaleFL's early exits), at 1 / ``reduction`` of the width."""
+class Stacked(Pooled):
+    """So many ``layers`` of 3x3 convolution to ``width`` channels, norm and ReLU first."""
 
-    def __init__(self, axis: str, shape: tuple[int, int, int], num_classes: int, reduction: int = 1):
-        axes, width = [axis, "/1", "/2", "/3"], shape[0] // reduction
+    def __init__(
+        self, axis: str, shape: tuple[int, int, int], num_classes: int, width: int, layers: int, stride: int = 1
+    ):
+        axes, channels = [axis, *(f"/{i + 1}" for i in range(layers))], [shape[0], *[width] * (layers - 1)]
         super().__init__(axes[-1], (width, *shape[1:]), num_classes)
         self.convs = nn.ModuleList(
-            Conv2d(channels, width, 3, 1, 1, axes=(after, before))
-            for channels, before, after in zip((shape[0], width, width), axes[:-1], axes[1:], strict=True)
+            Conv2d(c, width, 3, stride, 1, axes=(after, before))
+            for c, before, after in zip(channels, axes[:-1], axes[1:], strict=True)
         )
         self.scales = nn.ModuleList(Scaler("conv", "norm") for _ in self.convs)
         self.bns = nn.ModuleList(BatchNorm2d(width, after) for after in axes[1:])
@@ -65,22 +67,18 @@ class Convolved(Pooled):
         return super().forward(z)
 
 
-class Strided(Pooled):
-    """Twice 3x3 convolution of stride 2 to ``width`` channels, norm and ReLU first (MSDNet)."""
+class Convolved(Stacked):
+    """Three convolutions at 1 / ``reduction`` of the map's width first (ScaleFL's early exits)."""
+
+    def __init__(self, axis: str, shape: tuple[int, int, int], num_classes: int, reduction: int = 1):
+        super().__init__(axis, shape, num_classes, shape[0] // reduction, layers=3)
+
+
+class Strided(Stacked):
+    """Two convolutions of stride 2 first (MSDNet)."""
 
     def __init__(self, axis: str, shape: tuple[int, int, int], num_classes: int, width: int = 128):
-        super().__init__("/2", (width, *shape[1:]), num_classes)
-        channels, axes = (shape[0], width), (axis, "/1", "/2")
-        self.convs = nn.ModuleList(
-            Conv2d(c, width, 3, 2, 1, axes=(axes[i + 1], axes[i])) for i, c in enumerate(channels)
-        )
-        self.scales = nn.ModuleList(Scaler("conv", "norm") for _ in self.convs)
-        self.bns = nn.ModuleList(BatchNorm2d(width, after) for after in axes[1:])
-
-    def forward(self, z: torch.Tensor) -> torch.Tensor:
-        for conv, scale, bn in zip(self.convs, self.scales, self.bns, strict=True):
-            z = F.relu(bn(scale(conv(z))))
-        return super().forward(z)
+        super().__init__(axis, shape, num_classes, width, layers=2, stride=2)
 
 
 class Dropped(Pooled):
