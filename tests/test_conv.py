@@ -56,6 +56,25 @@ def test_a_cohorts_convolution_is_each_clients(
         torch.testing.assert_close(got, want, rtol=1e-5, atol=2e-5)
 
 
+@pytest.mark.parametrize("channels", [4, 9, 15, 16])
+def test_a_narrow_shortcut_of_an_odd_batch_has_gradients(channels):
+    """oneDNN's own strided 1x1 convolution crashes here, on two threads."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        layer = Conv2d(channels, 19, 1, stride=2)
+        x, weight = normal(1, 9, channels, 32, 32), normal(19, channels, 1, 1, seed=1)
+        _, dx, dw = run(layer, x.permute(1, 3, 4, 0, 2).contiguous().permute(3, 0, 4, 1, 2), weight, None)
+    finally:
+        torch.set_num_threads(threads)
+    dy = normal(1, 9, 19, 16, 16, seed=9)[0]
+    torch.testing.assert_close(
+        dw[..., 0, 0], torch.einsum("nohw,nchw->oc", dy, x[0, :, :, ::2, ::2]), rtol=1e-4, atol=1e-3
+    )
+    torch.testing.assert_close(dx[0, :, :, ::2, ::2], torch.einsum("nohw,oc->nchw", dy, weight[..., 0, 0]))
+    assert not dx[..., 1::2, :].any() and not dx[..., 1::2].any()
+
+
 def test_the_first_rows_serve_the_clients_still_alive():
     layer, x = Conv2d(3, 5, 3, padding=1, bias=True), normal(2, 2, 3, 4, 4)
     weight, bias = normal(4, 5, 3, 3, 3, seed=1), normal(4, 5, seed=2)

@@ -291,7 +291,7 @@ def test_lora_is_cut_with_its_layers(small):
         ({"options": {"rank": ["qk"], "cut": "heads"}}, "rank = ['qk'] has no effect with cut = 'heads'"),
         ({"options": {"ffn": [1.5]}}, "ffn"),
         ({"options": {"draw": "released", "shares": [0.5]}}, "shares"),
-        ({"options": {"aggregation": "feddyn"}}, "aggregation = 'feddyn' needs clients that hold the same in every round"),
+        ({"options": {"aggregation": "feddyn"}}, "aggregation = feddyn needs clients that send one model, of the same slice"),
         ({"options": {"compress": "topk", "error_feedback": True}}, "error_feedback = True needs clients that send one model"),
         ({"backbone": "resnet8", "dataset": "mnist"}, "has no attention heads to cut"),
         ({"finetune": "ia3"}, "finetune = 'ia3' cannot be cut in width"),

@@ -39,11 +39,13 @@ class FederatedData:
     def __post_init__(self):
         if not len(self.public):
             return
+        granted = np.zeros(len(self.labels), bool)
+        granted[self.public] = True
         for i in range(self.num_clients):
-            if len(both := np.intersect1d(self.client(i), self.public)):
+            if (both := granted[rows := self.client(i)]).any():
                 raise ValueError(
-                    f"public examples must be nobody's: client {i} holds {len(both)} of these {len(self.public)}, "
-                    f"row {both[0]} for one"
+                    f"public examples must be nobody's: client {i} holds {both.sum()} of these {len(self.public)}, "
+                    f"row {rows[both].min()} for one"
                 )
 
     @property

@@ -100,7 +100,12 @@ class Conv2d(nn.Conv2d):
         return torch.stack(each, 3).permute(3, 0, 4, 1, 2)
 
     def _convolve(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, groups: int) -> torch.Tensor:
-        return F.conv2d(x, weight, bias, self.stride, self.padding, groups=groups)
+        stride = self.stride
+        if self.kernel_size == (1, 1) and stride != (1, 1) and self.padding == (0, 0):
+            # oneDNN's strided 1x1 convolution of fewer than 16 channels, channels last, has wrong weight gradients or
+            # crashes (uxlfoundation/oneDNN#6035); the same pixels at stride 1 do not
+            x, stride = side_by_side(x[:, :, :: stride[0], :: stride[1]].unsqueeze(0)), 1
+        return F.conv2d(x, weight, bias, stride, self.padding, groups=groups)
 
 
 def max_pool(x: torch.Tensor, size: int) -> torch.Tensor:

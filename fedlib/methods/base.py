@@ -50,12 +50,17 @@ class Method(UploadOptions):
         self.check_uploads(name, self.weighting)
         if self.noise_multiplier and (self.needs_models or self.needs_extras):
             raise ValueError(f"options of {name}: noise_multiplier protects sums; {name} looks at single clients")
-        for key in ("noise_multiplier", "error_feedback"):
-            if getattr(self, key) and not self.one_slice:
-                raise ValueError(
-                    f"options of {name}: {key} = {getattr(self, key)} needs clients that send one model, of the same "
-                    f"slice in every round; {name}'s do not"
-                )
+        self.check_slices("noise_multiplier", self.noise_multiplier)
+        self.check_slices("error_feedback", self.error_feedback)
+
+    def check_slices(self, key: str, asked: object) -> None:
+        """Raise ``ValueError`` for an option that a client can only follow if it sends one and the same slice."""
+        if asked and not self.one_slice:
+            name = type(self).__name__.lower()
+            raise ValueError(
+                f"options of {name}: {key} = {getattr(self, key)} needs clients that send one model, of the same slice "
+                f"in every round; {name}'s do not"
+            )
 
     # --- what is built -------------------------------------------------------------------------------------------
 

@@ -79,6 +79,10 @@ class ServerStep:
     beta2: Annotated[float, AtLeast(0), Below(1), ADAM] = 0.999
     adam_tau: Annotated[Positive, ADAM] = 1e-6
 
+    def check_options(self) -> None:
+        super().check_options()
+        self.check_slices("aggregation", self.aggregation == "feddyn")
+
     @property
     def remembers(self) -> bool:
         """FedDyn's clients keep a gradient across rounds."""

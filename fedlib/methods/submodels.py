@@ -155,16 +155,7 @@ def check_widths(space: Space, rank: Sequence[str], setting, e) -> None:
 
 
 def check_choices(method, name: str, keys: Sequence[str]) -> None:
-    """Raise ``ValueError`` if nothing is left to choose, or an option needs the same sub-model in every round."""
+    """Raise ``ValueError`` if nothing is left to choose."""
     for key in keys:
         if not getattr(method, key):
             raise ValueError(f"options of {name}: {key} = [] leaves nothing to choose; allowed: shares in (0, 1]")
-    same = {
-        "error_feedback": method.error_feedback,
-        "noise_multiplier": bool(method.noise_multiplier),
-        "aggregation = 'feddyn'": method.aggregation == "feddyn",
-    }
-    for key in (key for key, asked in same.items() if asked):
-        raise ValueError(
-            f"options of {name}: {key} needs clients that hold the same in every round; here every round draws anew"
-        )
