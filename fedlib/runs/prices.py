@@ -14,7 +14,7 @@ from ..core.clients import Client
 from ..core.experiment import Experiment
 from ..engine.federation import budgets_of
 from ..methods import build_method
-from ..models.registry import backbone_spec
+from ..models.registry import backbone_spec, tokenizer_of
 from .costs import Shapes, exit_macs, load_shapes
 
 # Training examples and classes, so that a grid can be priced without its data. FEMNIST: nine tenths of 226 a writer;
@@ -36,7 +36,8 @@ def num_classes(e: Experiment) -> int:
         return CLASSES[e.dataset]
     from ..data.datasets import load_dataset
 
-    return load_dataset(e.dataset, e.label_groups, backbone_spec(e.backbone).input_shape[-1]).num_classes
+    size = backbone_spec(e.backbone).input_shape[-1]
+    return load_dataset(e.dataset, e.label_groups, size, tokenizer_of(e.backbone)).num_classes
 
 
 def examples_per_client(e: Experiment) -> float:
@@ -50,7 +51,7 @@ def examples_per_client(e: Experiment) -> float:
     from ..data.datasets import load_dataset
 
     size = backbone_spec(e.backbone).input_shape[-1]
-    return len(load_dataset(e.dataset, size=size).train_labels) / e.num_clients
+    return len(load_dataset(e.dataset, size=size, tokenizer=tokenizer_of(e.backbone)).train_labels) / e.num_clients
 
 
 def training_macs(e: Experiment) -> float:
