@@ -7,6 +7,7 @@ import torch
 
 from fedlib import Experiment, build_federation, run
 from fedlib.core.paths import has_minilm
+from fedlib.data.answers import answer_key
 from fedlib.data.datasets import is_available, load_dataset
 from fedlib.data.equations import read_equations
 from fedlib.data.pairs import tokenise_pairs
@@ -118,11 +119,13 @@ def test_spans_point_at_the_answers_tokens(sources, family):
     source, context = sources[family], SENTENCES[0]
     answers = [{"text": ["308 points"], "answer_start": [context.index("308")]}, {"text": [], "answer_start": []}]
     columns = (["How many?"] * 2, [context] * 2)
-    ids, spans = read_spans(columns, answers, 48, lambda i: f"row {i}", source)
+    ids, spans, places = read_spans(columns, answers, 48, lambda i: f"row {i}", source)
     tokenizer = words_of(source).encoder()
     assert tokenizer.decode(ids[0][spans[0][0] : spans[0][1] + 1].tolist()).strip() == "308 points"
     assert spans[1].tolist() == [0, 0]
-    _, cut = read_spans(columns, answers, 20, lambda i: f"row {i}", source)
+    key = answer_key([context] * 2, answers, places)
+    assert [t.strip() for t in key.texts(torch.from_numpy(spans), torch.arange(2))] == ["308 points", ""]
+    _, cut, _ = read_spans(columns, answers, 20, lambda i: f"row {i}", source)
     assert cut.tolist() == [[IGNORED, IGNORED], [0, 0]]
 
 

@@ -15,6 +15,7 @@ import torch
 
 from ..core.hub import fail_fast
 from ..core.rng import numpy_generator
+from .answers import KEYED
 from .cache import Decoded, cached, cached_for, digest_of, was_read
 from .decode import Kind, Layout, decode
 from .local import local_set
@@ -43,6 +44,8 @@ class ImageData:
     test_owners: torch.Tensor | None = None  # the same of each test example
     stats: torch.Tensor | None = None  # (2, channels): mean and SD to normalise with instead of the data's own
     digest: str = ""  # of all arrays and class names as decoded
+    answer_texts: torch.Tensor | None = None  # of questions: their key, packed (``answers.py``)
+    answer_offsets: torch.Tensor | None = None
 
     @property
     def num_classes(self) -> int:
@@ -71,12 +74,12 @@ class ImageData:
 
 
 def target_of(labels: torch.Tensor) -> Target:
-    """What labels are: classes (N,), float numbers (N,), spans' (first, last) tokens, or next tokens (N, T)."""
+    """What labels are: classes (N,), float numbers (N,), spans' (first, last, row of key), or next tokens (N, T)."""
     if labels.is_floating_point():
         return "number"
     if labels.dim() == 1:
         return "class"
-    return "span" if labels.shape[1] == 2 else "tokens"
+    return "span" if labels.shape[1] == 3 else "tokens"
 
 
 def is_text(images: torch.Tensor) -> bool:
@@ -235,9 +238,9 @@ def _local_copy(name: str) -> Path | None:
     return path if os.sep in name and path.exists() else None
 
 
-def _hub_key(source: HubSource, tokenizer: str | None) -> dict:
+def _hub_key(source: HubSource, tokenizer: str | None = None) -> dict:
     key = {"hub": source.path, "label": source.label, "format": FORMAT}
-    key |= {"config": source.config} if source.config else {}
+    key |= ({"config": source.config} if source.config else {}) | (KEYED if source.kind == "spans" else {})
     return key | (tokenizer_key(tokenizer) if source.reads else {})
 
 

@@ -9,6 +9,7 @@ import torch
 
 from ..core.experiment import Experiment
 from ..core.rng import numpy_generator
+from .answers import AnswerKey, unpack
 from .client_tests import ByLabel, Everything, by_label, contiguous, like_train
 from .datasets import ImageData, is_text, load_dataset, source_key, target_of
 from .partition import BY_CHANCE, BY_OWNER, Divided, Drawn, partition_examples
@@ -34,6 +35,7 @@ class FederatedData:
     seed: int = 0  # of that division
     digest: str = ""  # of the whole data set, of which an experiment may use a part
     vocabulary: torch.Tensor | None = None  # token ids of the answers, by label; None where labels are no tokens
+    answers: AnswerKey | None = None  # where labels are spans
     public: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))  # training rows for the server alone
 
     def __post_init__(self):
@@ -144,10 +146,11 @@ def load_federated(
     if data.target == "tokens":
         vocabulary = data.vocabulary.to(device)
         labels, test_labels = (places_in(vocabulary, x) for x in (labels, test_labels))
+    key = unpack(data.answer_texts, data.answer_offsets) if data.target == "span" else None
     return FederatedData(
         images, labels, test_images, test_labels, data.classes, mean, std, holdings,
         owners if e.partition in BY_OWNER else None, test_owners[test] if test_owners is not None else None,
-        e.test_split, e.seed, data.digest, vocabulary, public,
+        e.test_split, e.seed, data.digest, vocabulary, key, public,
     )  # fmt: skip
 
 

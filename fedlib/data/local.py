@@ -7,6 +7,7 @@ training data. What they mean is told by their columns (``LAYOUTS``).
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from .answers import KEYED
 from .cache import Decoded
 from .decode import Kind, Layout, decode
 from .leaf import is_leaf, read_leaf
@@ -55,7 +56,8 @@ def local_set(
             return decode_speech(splits["train"], layout.label, layout.owner), False
         return decode(splits, layout, size)
 
-    return {"path": stamp, "format": format} | (tokenizer_key(tokenizer) if reads else {}), read
+    key = {"path": stamp, "format": format} | (KEYED if kind == "spans" else {})
+    return key | (tokenizer_key(tokenizer) if reads else {}), read
 
 
 def text_layout(parquet: Mapping[str, Sequence[str]]) -> tuple[Kind, tuple[str, ...], str | None]:

@@ -43,7 +43,9 @@ class Federation:
 
     @property
     def task(self) -> Task:
-        return task_of(self.experiment.dataset)
+        """What outputs mean; of questions with the key that says what an answer is worth."""
+        task = task_of(self.experiment.dataset)
+        return replace(task, key=self.data.answers) if isinstance(task, Span) else task
 
     @property
     def device(self) -> torch.device:
