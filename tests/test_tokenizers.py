@@ -321,3 +321,11 @@ def test_weights_and_words_come_from_one_folder(sets, sources, tiny, tmp_path):
     )
     sentence = words_of(str(folder)).encoder().encode(SENTENCES[0]).ids
     assert f.data.images[0, : len(sentence)].tolist() == sentence
+
+
+def test_costs_are_known_where_the_tokenizer_is_not(sets, monkeypatch):
+    from fedlib.runs.prices import num_classes
+
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    e = experiment("svamp", "llama2_7b", method="fedavg", options={})
+    assert num_classes(e) == len({"-", "number", "##0", "##1", "(", "8", ".", "0", "3", ")", "[SEP]"})
