@@ -121,7 +121,7 @@ def test_a_grid_that_was_begun_says_what_is_missing():
     ]
     assert missing(cells, {c.experiment.hash: c for c in cells}) == ""
     done = {c.experiment.hash: c for c in cells if c.column == "sst2" and (c.variant, c.seed) != ("raffm", 2)}
-    assert missing(cells, done) == "Not run yet: SST-2, seed 2 of *RaFFM*; all of CIFAR-10, Dirichlet 1."
+    assert missing(cells, done) == "Not run yet: SST-2, seed 2 of *RaFFM*; all of *CIFAR-10, Dirichlet 1*."
     done = {cells[0].experiment.hash: cells[0], cells[4].experiment.hash: cells[4], cells[6].experiment.hash: cells[6]}
     assert missing(cells, done) == (
         "Not run yet: SST-2, seed 2 of *FedAvg*; SST-2, seeds 1, 2 of *RaFFM*; "

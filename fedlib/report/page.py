@@ -142,7 +142,7 @@ def missing(cells: Sequence[Cell], done: Mapping[str, Cell]) -> str:
         f"{column_title(column)}, seed{'s' * (len(lacking) > 1)} {', '.join(map(str, lacking))} of {', '.join(labels)}"
         for (column, lacking), labels in by_seeds.items()
     ]
-    parts += [f"all of {', '.join(map(column_title, whole))}"] if whole else []
+    parts += [f"all of {', '.join(f'*{column_title(c)}*' for c in whole)}"] if whole else []
     return f"Not run yet: {'; '.join(parts)}." if parts else ""
 
 
