@@ -6,7 +6,7 @@ import pytest
 
 from fedlib.core.paths import params_dir
 from fedlib.report.tables import load_cells, load_reported
-from fedlib.runs.params import load_experiment, load_grid
+from fedlib.runs.params import load_experiment, load_grid, load_spec
 from fedlib.runs.params_files import SIZES, grids, load_profile, load_yaml, merge, papers
 
 
@@ -40,6 +40,22 @@ def test_overrides_win_and_choose_cells():
     )
     assert {(c.method, c.seed, c.experiment.rounds) for c in cells} == {("reefl", 4, 7), ("reefl", 5, 7)}
     assert cells[0].experiment.options == {"zeta": 0.5}
+
+
+def test_a_variant_may_be_limited_to_columns(monkeypatch):
+    from fedlib.runs import params
+
+    spec = load_spec("raffm", "table3")
+    spec["variants"]["fl"]["columns"] = ["cifar100"]
+    spec["variants"]["unranked"]["small"] = {"columns": "cifar10"}
+    monkeypatch.setattr(params, "load_spec", lambda *_: spec)
+
+    def columns(profile, variant):
+        names = {"variant": variant, "columns": ["cifar10", "cifar100"], "seeds": [1]}
+        return [c.column for c in load_grid("raffm", "table3", profile, names)]
+
+    assert columns("small", "fl") == columns("paper", "fl") == ["cifar100"]
+    assert columns("small", "unranked") == ["cifar10"] and columns("paper", "unranked") == ["cifar10", "cifar100"]
 
 
 @pytest.mark.parametrize(

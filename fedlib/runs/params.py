@@ -27,7 +27,7 @@ from .params_files import (
 
 # of a table's file, besides profiles' names
 SPEC_KEYS = {"extends", "common", "axes", "variants", "columns", "claims", "value", "thresholds", "reported"}
-VARIANT_KEYS = {"label", "finetune"}  # of a variant; all others are fields of Experiment
+VARIANT_KEYS = {"label", "finetune", "columns"}  # of a variant; all others are fields of Experiment
 
 
 @dataclass(frozen=True)
@@ -76,8 +76,9 @@ def at_profile(layer: Mapping[str, object], profile: str) -> tuple[dict, dict]:
 def load_spec(paper: str, table: str) -> dict:
     """``params/<paper>/<table>.yaml`` over the table it ``extends``; ``columns`` default to the paper's own.
 
-    ``axes.method`` lists plain methods; else ``variants`` maps a name to a ``label``, the ``finetune`` modes it is
-    limited to, and fields of the experiment, and ``axes.variant`` may choose among them.
+    ``axes.method`` lists plain methods; else ``variants`` maps a name to a ``label``, the ``finetune`` modes and data
+    ``columns`` it is limited to (columns perhaps at one profile), and fields of the experiment, and ``axes.variant``
+    may choose among them.
     """
     known = grids(paper)
     if table not in known:
@@ -128,6 +129,8 @@ def load_grid(paper: str, table: str, profile: str, overrides: Mapping[str, obje
         if finetune not in _listed(variant.get("finetune", finetune)):
             continue
         row, row_here = at_profile({k: v for k, v in variant.items() if k not in VARIANT_KEYS}, profile)
+        if column not in _listed(row_here.pop("columns", variant.get("columns", column))):
+            continue
         row |= {"finetune": finetune, "seed": seed}
         of_method, method_here = at_profile(methods.get(row["method"], {}), profile)
         experiment = make_experiment(
