@@ -18,6 +18,7 @@ from torch import nn
 
 from ...core.slices import ParamInfo
 from ...core.validation import Count
+from ...layers.context import untracked
 from ...models.backbone import Spec
 from ...models.map_exits import classifiers
 from ...models.paired_exits import PairedExits
@@ -40,14 +41,15 @@ class FedRoD(JointExits, Method):
         check_classes("fedrod", e)
 
     def personal(self, info: ParamInfo) -> bool:
-        return info.kind == "personal"
+        return info.of == "personal"
 
     def local_update(self, cohort) -> None:
         head, units = cohort.model.head, cohort.setting.exit_units
 
         def logits(part: nn.Module, batch: Batch, detach: bool = False) -> torch.Tensor:
             seen = [batch.features[j].detach() if detach else batch.features[j] for j in range(len(units))]
-            return torch.stack([part.step(unit, z, [])[0] for unit, z in zip(units, seen, strict=True)]).float()
+            with untracked(cohort.model.context):
+                return torch.stack([part.step(unit, z, [])[0] for unit, z in zip(units, seen, strict=True)]).float()
 
         def generic(batch: Batch) -> torch.Tensor:
             return self.balanced(batch, logits(head.generic, batch))
