@@ -7,7 +7,7 @@ answers with g + p.
 Read next: ``models/paired_exits.py``, ``fedpac.py``.
 
 Deviations: public code updates p in the same mini-batches, on features without gradient: ``head_epochs=None``. A class
-that the client lacks has log 0 = -inf, as in the official form: it is masked. Local distillation uses each stage's own
+that the client lacks has log 0, as in the official form: it is masked. Local distillation uses each stage's own
 logits.
 """
 
@@ -67,5 +67,6 @@ class FedRoD(JointExits, Method):
 
     def balanced(self, batch: Batch, generic: torch.Tensor) -> torch.Tensor:
         """The loss of ``generic`` logits (E, M, B, C) with the log of the clients' class counts added, (M,)."""
-        prior = batch.label_counts().log().to(generic.dtype)  # (M, C)
+        # log 0 as a number whose exp is 0: the same loss, and distillation does not subtract infinities
+        prior = batch.label_counts().log().clamp(min=-1e4).to(generic.dtype)  # (M, C)
         return self.local_loss(replace(batch, outputs=generic + prior[:, None]))
