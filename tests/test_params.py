@@ -42,6 +42,28 @@ def test_overrides_win_and_choose_cells():
     assert cells[0].experiment.options == {"zeta": 0.5}
 
 
+def test_a_profile_may_keep_fewer_variants_and_seeds_of_a_column():
+    of = lambda cells: {(c.column, c.variant, c.seed) for c in cells if c.column == "cifar10_alpha0.1"}  # noqa: E731
+    small = of(load_grid("cafedistill", "table1", "small"))
+    assert {seed for *_, seed in small} == {1} and "cafedistill" in {v for _, v, _ in small}
+    assert "fedamp" not in {v for _, v, _ in small}
+    asked = of(load_grid("cafedistill", "table1", "small", {"seeds": [2], "variant": ["fedamp"]}))  # overrides win
+    assert asked == {("cifar10_alpha0.1", "fedamp", 2)}
+    assert {c.seed for c in load_grid("cafedistill", "table1", "small") if c.column == "cifar10_alpha0.3"} == {1, 2, 3}
+
+
+@pytest.mark.parametrize("only, message", [
+    ({"cifar9": {"seeds": [1]}}, "only = 'cifar9' is unknown"),
+    ({"cifar10_alpha0.3": {"seed": [1]}}, "only: cifar10_alpha0.3: unknown key 'seed'; did you mean 'seeds'?"),
+    ({"cifar10_alpha0.3": {"variant": ["fedpre"]}}, "only = 'fedpre' is unknown; did you mean 'fedper'?"),
+])  # fmt: skip
+def test_what_a_profile_keeps_is_checked(only, message):
+    from fedlib.runs.params import _limits, load_spec
+
+    with pytest.raises(ValueError, match=message.replace("?", r"\?")):
+        _limits(load_spec("cafedistill", "table1"), only, {})
+
+
 @pytest.mark.parametrize(
     "call, message",
     [
