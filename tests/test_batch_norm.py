@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from fedlib.layers import norms
 from fedlib.layers.context import Context, Scaler, share
+from fedlib.layers.conv import side_by_side
 from fedlib.layers.norms import BatchNorm2d, GroupNorm, recomputed_statistics, set_policy_, statistics
 
 CHANNELS = 6
@@ -70,6 +72,43 @@ def test_training_normalises_each_client_by_its_real_rows(policy, padded):
         if policy in ("tracked", "local"):
             torch.testing.assert_close(norm.running_mean[k], theirs.running_mean, rtol=1e-5, atol=1e-6)
             torch.testing.assert_close(norm.running_var[k], theirs.running_var, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_the_layout_in_which_it_runs_changes_nothing(training, monkeypatch):
+    assert [norms.is_slow_channels_last(torch.ones(4, 2, c, 4, 3)) for c in (6, 8, 30, 36)] == [
+        True,
+        False,
+        True,
+        False,
+    ]
+    results = []
+    for slow in (True, False):
+        monkeypatch.setattr(norms, "is_slow_channels_last", lambda x, slow=slow: slow)
+        norm, context = layer("tracked", clients=3)
+        context.training = training
+        x = normal(3, 4, CHANNELS, 4, 3, seed=5).requires_grad_()
+        y = norm(x)
+        assert side_by_side(y).is_contiguous(memory_format=torch.channels_last) and side_by_side(y)._is_view()
+        results.append([y, *torch.autograd.grad((y * normal(*y.shape, seed=7)).sum(), [x, norm.weight, norm.bias])])
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("clients", [1, 3])
+@pytest.mark.parametrize("rows", [1, 2, 5])
+def test_gradients_of_channels_last_maps_are_plain_batch_norms(rows, clients):
+    """Of one map too, where a layout says little: PyTorch's kernel can take its gradient for another's."""
+    norm, _ = layer("batch", clients)
+    x = normal(rows, 4, 3, clients, CHANNELS, seed=5).permute(3, 0, 4, 1, 2).requires_grad_()
+    y = norm(x)
+    towards = torch.empty_like(y).copy_(normal(*y.shape, seed=7))
+    grads = torch.autograd.grad(y, [x, norm.weight, norm.bias], towards)
+    for k in range(clients):
+        theirs, mine = plain(norm, k, tracks=False), x[k].detach().contiguous().requires_grad_()
+        wanted = torch.autograd.grad(theirs(mine), [mine, theirs.weight, theirs.bias], towards[k].contiguous())
+        for got, expected in zip(grads, wanted, strict=True):
+            torch.testing.assert_close(got[k], expected, rtol=1e-5, atol=1e-5)
 
 
 def test_a_padded_batch_gives_the_gradients_of_the_unpadded_one():

@@ -11,7 +11,8 @@ from fedlib.methods import build_method
 from fedlib.models import registry
 from fedlib.models.bert import BertSpec
 from fedlib.report.claims import Published, compared, load_all_claims
-from fedlib.report.levels import level_accuracies, level_costs, plane, plot_levels, plot_plane
+from fedlib.report.level_plots import plot_levels, plot_plane
+from fedlib.report.levels import level_accuracies, level_costs, plane
 from fedlib.report.tables import load_reported
 from fedlib.runs.params import load_grid, load_spec
 
@@ -120,6 +121,6 @@ def test_the_plane_of_splits_and_its_picture():
 def test_accuracies_of_levels_are_read_from_stored_runs_only(tmp_path):
     frame = level_accuracies(load_grid("scalefl", "resnet110", "smoke"), tmp_path)
     assert frame.empty
-    made = pd.DataFrame({"variant": "heterofl", "label": "heterofl", "level": [1, 2], "accuracy": [50.0, 60.0], "parameters": [1e6, 2e6], "macs": [1e7, 2e7]})  # fmt: skip
+    made = pd.DataFrame({"variant": "heterofl", "label": "heterofl", "method": "heterofl", "level": [1, 2], "accuracy": [50.0, 60.0], "parameters": [1e6, 2e6], "macs": [1e7, 2e7]})  # fmt: skip
     ax = plot_levels(made, "macs")
     assert ax.get_xlabel().startswith("MACs") and ax.lines[0].get_xdata().tolist() == [10, 20]

@@ -83,6 +83,12 @@ def step_seconds(e: Experiment, parts: Sequence[Slice], batch: int = BATCH, repe
     return np.array(out)
 
 
+def level_seconds(e: Experiment, batch: int = BATCH) -> np.ndarray:
+    """Seconds of one training step of what a client of each budget of ``e`` holds, smallest budget first."""
+    shapes = load_shapes(e, num_classes(e))
+    return step_seconds(e, [shapes.slice_for(b) for b in range(shapes.budgets)], batch, repeats=8)
+
+
 def acceleration(e: Experiment, clients: int = 3, batch: int = BATCH) -> dict[str, float]:
     """How much faster clients train than with the whole model: by MACs, and timed on ``clients`` of them."""
     shapes = load_shapes(e, num_classes(e))

@@ -1,6 +1,6 @@
-"""Levels of sub-models as tables and figures: what each costs, how well each serves, and where they lie (ScaleFL).
+"""Levels of sub-models as tables: what each costs, how well each serves, and where they lie (ScaleFL).
 
-Read next: ``methods/levels.py`` (the solver), ``report/tables.py``.
+Read next: ``methods/levels.py`` (the solver), ``level_plots.py``, ``tables.py``.
 """
 
 from collections.abc import Sequence
@@ -15,6 +15,8 @@ from ..runs.costs import Shapes, load_shapes
 from ..runs.params import Cell
 from ..runs.prices import num_classes
 from ..runs.store import find_run
+
+KEYS = ("variant", "method", "label", "column", "seed")  # of a run
 
 
 def level_costs(e: Experiment, classes: int | None = None) -> pd.DataFrame:
@@ -74,22 +76,6 @@ def plane(e: Experiment, classes: int | None = None) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def plot_plane(frame: pd.DataFrame):
-    """The splits of :func:`plane`: the feasible ones of each level as dots of its colour, the chosen ones ringed."""
-    import matplotlib.pyplot as plt
-    import seaborn as sns
-
-    _, ax = plt.subplots(figsize=(6, 4.5))
-    ax.plot([0, 1], [0, 1], color="#cccccc", linewidth=1, zorder=0)
-    fits, chosen = frame[frame.fits], frame[frame.chosen]
-    sns.scatterplot(fits, x="s_w", y="s_d", hue="level", palette="viridis", s=45, ax=ax)
-    ax.scatter(chosen.s_w, chosen.s_d, s=170, facecolors="none", edgecolors="#d55e00", linewidths=2, label="chosen")
-    ax.set(xlabel="width $s_w$", ylabel="depth $s_d$", xlim=(0, 1.05), ylim=(0, 1.05))
-    ax.set_title("Of the splits that cost what a level may, the most balanced is taken")
-    ax.legend(title="fits level", frameon=False, loc="upper left")
-    return ax
-
-
 def level_accuracies(cells: Sequence[Cell], folder: Path | None = None) -> pd.DataFrame:
     """Per run and level: the mean accuracy of the level's clients on their own test examples, parameters and MACs.
 
@@ -102,28 +88,8 @@ def level_accuracies(cells: Sequence[Cell], folder: Path | None = None) -> pd.Da
         own, costs = found.summary["personal"], level_costs(cell.experiment)
         for row in costs.itertuples():
             accuracy = own.get("by_budget", {}).get(str(row.level - 1), own)["last"]
-            where = {k: getattr(cell, k) for k in ("variant", "label", "column", "seed")}
+            where = {k: getattr(cell, k) for k in KEYS}
             rows.append(
                 where | {"level": row.level, "accuracy": accuracy, "parameters": row.parameters, "macs": row.macs}
             )
-    return pd.DataFrame(rows, columns=["variant", "label", "column", "seed", "level", "accuracy", "parameters", "macs"])
-
-
-def plot_levels(frame: pd.DataFrame, x: str = "parameters"):
-    """Local accuracy of every level against what it costs (``x``: parameters or macs), a line for each method."""
-    import matplotlib.pyplot as plt
-    import seaborn as sns
-
-    from .style import color_of
-    from .tables import label_of
-
-    _, ax = plt.subplots(figsize=(6, 4.5))
-    named = frame.assign(method=frame.label.map(label_of), size=frame[x] / 1e6)
-    palette = {label_of(r.label): color_of(r.variant) for r in frame.drop_duplicates("variant").itertuples()}
-    sns.lineplot(named, x="size", y="accuracy", hue="method", style="method", markers=True, palette=palette, ax=ax)
-    ax.set(
-        xlabel=f"{'MACs' if x == 'macs' else x} of the level, millions", ylabel="local accuracy, percent", xscale="log"
-    )
-    ax.set_title("What clients of each level get from their own model")
-    ax.legend(title=None, frameon=False)
-    return ax
+    return pd.DataFrame(rows, columns=[*KEYS, "level", "accuracy", "parameters", "macs"])

@@ -51,7 +51,7 @@ def save_figure(ax, name: str):
     return path
 
 
-def _lines(frame: pd.DataFrame, x: str, y: str, ax, looks: Looks, **settings):
+def lines(frame: pd.DataFrame, x: str, y: str, ax, looks: Looks, **settings):
     """seaborn's lines, one per ``series``, through the rows in their order unless an estimator is given."""
     import seaborn
 
@@ -78,7 +78,7 @@ def plot_exit_accuracies(
     rows["exits"] = rows.exits.astype(float)
     repeated = rows.duplicated(["series", "exit"]).any()
     bars = {"errorbar": "sd", "err_style": "bars", "err_kws": {"capsize": 2, "elinewidth": 1}} if repeated else {}
-    _lines(rows, "at", "exits", ax, looks, estimator="mean", sort=True, **bars)
+    lines(rows, "at", "exits", ax, looks, estimator="mean", sort=True, **bars)
     ax.set_xticks(range(1, max(map(len, frame.exits), default=1) + 1))
     finish(ax, "exit", ACCURACY, title)
     return ax
@@ -134,7 +134,7 @@ def _costs(frame, ax, x, y, title, looks):
     ax, frame = axes_of(ax), named(frame)
     (xlabel, xunit), (ylabel, yunit) = COSTS[x], COSTS.get(y, (ACCURACY, 1))
     rows = frame.assign(**{x: frame[x] * xunit, y: frame[y] * yunit})
-    _lines(rows, x, y, ax, looks or looks_of(frame))
+    lines(rows, x, y, ax, looks or looks_of(frame))
     finish(ax, xlabel, ylabel, title)
     return ax
 
@@ -150,7 +150,7 @@ def _curves(curves: Mapping[str, Sequence[dict]], x: str, colors: Mapping[str, s
     frame = pd.DataFrame(rows, columns=["series", "method", "name", x, "accuracy"])
     looks = looks_of(frame)
     given = {s: colors[n] for s, n in zip(frame.series, frame.name, strict=True) if colors and n in colors}
-    _lines(frame, x, "accuracy", ax, Looks({**looks.palette, **given}, looks.markers, looks.dashes))
+    lines(frame, x, "accuracy", ax, Looks({**looks.palette, **given}, looks.markers, looks.dashes))
     return frame
 
 
@@ -239,7 +239,7 @@ def plot_tradeoff(frame: pd.DataFrame, x: str, label: str, title: str, ax=None, 
 
     ax, frame = axes_of(ax), named(frame[["method", "column", "accuracy", x]])
     points, looks = frame.dropna(subset=[x, "accuracy"]).sort_values(x), looks_of(frame)
-    _lines(points, x, "accuracy", ax, looks, markersize=7, **({} if line else {"linewidth": 0}))
+    lines(points, x, "accuracy", ax, looks, markersize=7, **({} if line else {"linewidth": 0}))
     for row in frame[frame[x].isna() & (frame.column == levels)].itertuples():
         said = f"{row.series}, {plain(levels)}"
         ax.axhline(row.accuracy, color=looks.palette[row.series], linestyle="--", label=said)
