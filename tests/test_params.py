@@ -55,7 +55,7 @@ def test_a_profile_may_keep_fewer_variants_and_seeds_of_a_column():
 @pytest.mark.parametrize("only, message", [
     ({"cifar9": {"seeds": [1]}}, "only = 'cifar9' is unknown"),
     ({"cifar10_alpha0.3": {"seed": [1]}}, "only: cifar10_alpha0.3: unknown key 'seed'; did you mean 'seeds'?"),
-    ({"cifar10_alpha0.3": {"variant": ["fedpre"]}}, "only = 'fedpre' is unknown; did you mean 'fedper'?"),
+    ({"cifar10_alpha0.3": {"variant": ["fedperr"]}}, "only = 'fedperr' is unknown; did you mean 'fedper'?"),
 ])  # fmt: skip
 def test_what_a_profile_keeps_is_checked(only, message):
     from fedlib.runs.params import _limits, load_spec
