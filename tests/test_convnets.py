@@ -160,13 +160,14 @@ def test_the_published_depths():
 
 CUTTABLE = [
     (TINY, {"early": "convolutions", "final": "linear"}),
+    (TINY, {"early": "towers", "final": "linear"}),
     (replace(TINY, form="fedepth"), {"early": "norm", "final": "norm_relu"}),
     (replace(TINY, form="pre"), {"early": "linear", "final": "norm_relu"}),
     (replace(CONVNETS["convnet3"], widths=(4, 6, 8)), {"early": "linear", "final": "flatten"}),
 ]
 
 
-@pytest.mark.parametrize(("spec", "kinds"), CUTTABLE, ids=["post", "fedepth", "pre", "convnet"])
+@pytest.mark.parametrize(("spec", "kinds"), CUTTABLE, ids=["post", "towers", "fedepth", "pre", "convnet"])
 def test_permuting_any_axis_leaves_the_logits_unchanged(spec, kinds):
     net, x = build(spec, exit_units=(spec.depth // 3, spec.depth - 1), **kinds), normal(1, 4, *spec.input_shape)
     where = net.infos()
@@ -184,7 +185,7 @@ def test_permuting_any_axis_leaves_the_logits_unchanged(spec, kinds):
         torch.testing.assert_close(net(x), want, rtol=1e-3, atol=1e-4, msg=lambda m, a=axis: f"{a}: {m}")
 
 
-@pytest.mark.parametrize(("spec", "kinds"), CUTTABLE, ids=["post", "fedepth", "pre", "convnet"])
+@pytest.mark.parametrize(("spec", "kinds"), CUTTABLE, ids=["post", "towers", "fedepth", "pre", "convnet"])
 def test_a_net_cut_on_every_axis_is_the_narrow_net(spec, kinds):
     exit_units = (spec.depth // 3, spec.depth - 1)
     net, narrow = build(spec, exit_units=exit_units, **kinds), replace(spec, widths=tuple(w // 2 for w in spec.widths))
@@ -243,8 +244,8 @@ def test_a_head_names_its_exits_and_refuses_an_unknown_kind():
     head = build(TINY, exit_units=(2, 8), early="convolutions").head
     assert [type(e).__name__ for e in head.exits] == ["Convolved", "Pooled"]
     assert head.place(["exits", "1", "linear", "weight"]) == ("head", 8, 1) and head.reads(2) and not head.reads(3)
-    with pytest.raises(ValueError, match="exit head 'tower' is unknown; allowed: linear, norm"):
-        PooledClassifiers(TINY, 10, (8,), early="tower")
+    with pytest.raises(ValueError, match="exit head 'turret' is unknown; allowed: linear, norm"):
+        PooledClassifiers(TINY, 10, (8,), early="turret")
 
 
 def test_a_models_numbers_are_those_that_autograd_keeps_on_the_cpu():

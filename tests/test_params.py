@@ -42,20 +42,26 @@ def test_overrides_win_and_choose_cells():
     assert cells[0].experiment.options == {"zeta": 0.5}
 
 
-def test_a_variant_may_be_limited_to_columns(monkeypatch):
-    from fedlib.runs import params
+def test_a_profile_may_keep_fewer_variants_and_seeds_of_a_column():
+    of = lambda cells: {(c.column, c.variant, c.seed) for c in cells if c.column == "cifar10_alpha0.1"}  # noqa: E731
+    small = of(load_grid("cafedistill", "table1", "small"))
+    assert {seed for *_, seed in small} == {1} and "cafedistill" in {v for _, v, _ in small}
+    assert "fedamp" not in {v for _, v, _ in small}
+    asked = of(load_grid("cafedistill", "table1", "small", {"seeds": [2], "variant": ["fedamp"]}))  # overrides win
+    assert asked == {("cifar10_alpha0.1", "fedamp", 2)}
+    assert {c.seed for c in load_grid("cafedistill", "table1", "small") if c.column == "cifar10_alpha0.3"} == {1, 2, 3}
 
-    spec = load_spec("raffm", "table3")
-    spec["variants"]["fl"]["columns"] = ["cifar100"]
-    spec["variants"]["unranked"]["small"] = {"columns": "cifar10"}
-    monkeypatch.setattr(params, "load_spec", lambda *_: spec)
 
-    def columns(profile, variant):
-        names = {"variant": variant, "columns": ["cifar10", "cifar100"], "seeds": [1]}
-        return [c.column for c in load_grid("raffm", "table3", profile, names)]
+@pytest.mark.parametrize("only, message", [
+    ({"cifar9": {"seeds": [1]}}, "only = 'cifar9' is unknown"),
+    ({"cifar10_alpha0.3": {"seed": [1]}}, "only: cifar10_alpha0.3: unknown key 'seed'; did you mean 'seeds'?"),
+    ({"cifar10_alpha0.3": {"variant": ["fedperr"]}}, "only = 'fedperr' is unknown; did you mean 'fedper'?"),
+])  # fmt: skip
+def test_what_a_profile_keeps_is_checked(only, message):
+    from fedlib.runs.params import _limits
 
-    assert columns("small", "fl") == columns("paper", "fl") == ["cifar100"]
-    assert columns("small", "unranked") == ["cifar10"] and columns("paper", "unranked") == ["cifar10", "cifar100"]
+    with pytest.raises(ValueError, match=message.replace("?", r"\?")):
+        _limits(load_spec("cafedistill", "table1"), only, {})
 
 
 @pytest.mark.parametrize(

@@ -282,6 +282,28 @@ def test_fedrod(head_epochs):
         close(memories[k], {f"model/{n}": x for n, x in own[k].items() if mine(n)})
 
 
+def test_fedrod_distils_where_a_client_lacks_classes():
+    """KL of balanced logits: a class that the client lacks weighs nothing, and makes no loss infinite."""
+    w = World("fedrod", options={"head_epochs": None, "distill": "last"}, rounds=1)
+    own = {}
+
+    def loss(p, x, y, prior):
+        seen = features(p, x)
+        g, q = exits(p, seen, "head.generic"), exits(p, [z.detach() for z in seen], "head.personal")
+        total = 0
+        for out in ((g + prior)[..., prior > -torch.inf], (g.detach() + q)):
+            labels = y if out.shape[-1] == 10 else (torch.cumsum(prior > -torch.inf, 0) - 1)[y]
+            total = total + sum(F.cross_entropy(o, labels) for o in out) / 2 + kl(out[1].detach(), out[0]) / 2
+        return total
+
+    for k in w.clients:
+        prior = w.counts(k).float().log()
+        own[k] = w.train(w.initial, k, 1, lambda p, x, y, prior=prior: loss(p, x, y, prior))
+    (done,) = run_rounds(w.f, ONE)
+    assert not done.diverged and all(np.isfinite(x) for x in done.losses.values())
+    close(done.server.params, w.mean(list(own.values()), lambda n: not n.startswith("head.personal")))
+
+
 def test_fedpac():
     w = World("fedpac", options={"prototype_weight": 2.0, "head_lr": 0.05})
     phi, mixed, known = w.initial, [w.initial] * 3, None

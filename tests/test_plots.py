@@ -18,14 +18,14 @@ from fedlib.core.paths import params_dir
 from fedlib.core.words import fonts, plain
 from fedlib.report import plots
 from fedlib.report.data_plots import plot_clients_examples, plot_label_distribution
-from fedlib.report.style import COLORS, LOOKS, color_of, looks_of, marker_of, model_of, named, title_of
+from fedlib.report.style import COLORS, LOOKS, color_of, looks_of, marker_of, model_of, named, styled, title_of
 
 HOSTILE = ("$x$ and $y", "_hidden", "猫", "😀", r"\frac{", "a & <b>", "$\\alpha$")
 GROUPS = (  # methods that stand in one figure
     "exclusivefl inclusivefl scalefl depthfl reefl fedavg",
     "fedavg heterofl splitmix depthfl fedepth",
     "heterofl fedavg decoupled scalefl splitmix feddf raffm",
-    "local fedavg fedper fedrep fedbabu fedrod ditto fedprox fedamp pfedgraph fedpac cafedistill depthfl reefl",
+    "local fedavg fedprox scalefl_original depthfl fedper fedrep fedbabu fedamp pfedgraph fedrod ditto fedpac cafedistill",
 )
 
 
@@ -94,6 +94,22 @@ def test_methods_of_a_figure_can_be_told_apart_by_every_eye():
     assert len(set(LOOKS.values())) == len(LOOKS) - len(twins)
     for a, b in itertools.combinations(set(LOOKS) - set(twins), 2):
         assert distance(COLORS[a], COLORS[b]) > 8, (a, b)
+
+
+def test_a_figure_leaves_the_backend_as_interactive_as_it_became():
+    """A notebook's backend becomes interactive with its first figure; were that undone, no later one would be shown."""
+
+    @styled
+    def first_figure():
+        matplotlib.interactive(True)
+
+    before, grid = matplotlib.is_interactive(), matplotlib.rcParams["axes.grid"]
+    try:
+        matplotlib.interactive(False)
+        first_figure()
+        assert matplotlib.is_interactive() and matplotlib.rcParams["axes.grid"] == grid
+    finally:
+        matplotlib.interactive(before)
 
 
 def test_an_unknown_method_has_a_look_of_its_own_that_stays(monkeypatch):

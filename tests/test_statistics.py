@@ -76,6 +76,16 @@ def test_orderings_follow_the_interval_and_the_reported_sign():
     assert turned[["claim", "obtained", "verdict"]].values.tolist() == [["DepthFL > ReeFL", -1.33, "does not hold"]]
 
 
+def test_orderings_without_printed_numbers_compare_alone():
+    frame = frame_of(reefl=[50.0, 60.0, 70.0], depthfl=[49.0, 58.0, 69.0])
+    nothing = pd.DataFrame(columns=["finetune", "column", "variant", "mean"])
+    table = orderings(frame, nothing, [("reefl", "depthfl"), ("depthfl", "reefl")])
+    assert table[["claim", "obtained", "verdict"]].values.tolist() == [
+        ["ReeFL against DepthFL", 1.33, "first is higher"], ["DepthFL against ReeFL", -1.33, "second is higher"],
+    ]  # fmt: skip
+    assert "reported" not in table  # nothing stands there
+
+
 def test_best_runs_and_mean_sd():
     frame = frame_of(reefl=[50.0, 60.0, 58.0])
     assert best_runs(frame).ensemble.tolist() == [61.0]

@@ -295,6 +295,10 @@ def test_every_task_names_its_headline_and_its_width():
         "cola": "matthews", "mrpc": "f1", "qqp": "f1", "stsb": "pearson", "squad": "f1", "squad_v2": "f1",
         "xquad": "f1", "xquad_en": "f1", "svamp": "exact_match",
     }  # fmt: skip
-    assert task_of("squad_v2").unanswerable and task_of("cifar100") == Classification() and task_of("cifar100").metric == "accuracy"
+    assert (
+        task_of("squad_v2").unanswerable
+        and task_of("cifar100") == Classification()
+        and task_of("cifar100").metric == "accuracy"
+    )
     assert task_of("a/folder", "span") == Span() and task_of("a/folder", "number") == Regression()
     assert hash(task_of("stsb")) == hash(Regression())

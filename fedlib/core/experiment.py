@@ -66,6 +66,10 @@ class Experiment:
       finetune_options    of that mode: r of pa and sa, the fields of peft's config
       batch_norm          of convnets. batch: the batch's statistics always; tracked: running ones, averaged by the
                           server; static: recomputed for every evaluation; local: running ones that stay with a client
+      exit_head           of convnets, how exits before the last read a map; None: pooled, or as the method has them.
+                          linear: pooled; norm, norm_relu: these first; convolutions: three first (ScaleFL);
+                          flatten: all of it; strided: two convolutions of stride 2 first (MSDNet); towers: gated, then
+                          down to the last map's shape by separable convolutions (DepthFL)
       num_exits           exits of the model, and of most methods the budgets that clients can have
       exit_blocks         0-based blocks with an exit; None: the method's own placement
     Federation
@@ -123,6 +127,9 @@ class Experiment:
     finetune: str = "lora"
     finetune_options: Mapping[str, Scalar] = field(default_factory=dict)
     batch_norm: typing.Literal["batch", "tracked", "static", "local"] = "batch"
+    exit_head: typing.Literal["linear", "norm", "norm_relu", "convolutions", "flatten", "strided", "towers"] | None = (
+        None
+    )
     num_exits: Count = 4
     exit_blocks: tuple[NotNegative, ...] | None = None
     # federation

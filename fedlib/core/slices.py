@@ -102,6 +102,7 @@ class ParamInfo:
     unit: int
     shape: tuple[int, ...]
     exit: int | None = None
+    of: str = ""  # the kind; of a statistic that of the weights beside it
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ def check_experiment(e: Experiment) -> Method:
     check_optimiser(e)
     check_schedule(e)
     method = build_method(e.method, e.options)
-    config = backbone_spec(e.backbone)
+    config = backbone_spec(e.backbone, e.exit_head)
     check_pretrained(e.backbone, e.pretrained)
     if e.dataset in DATASETS:
         check_input(e, config, e.dataset in TEXTS)
@@ -48,6 +48,8 @@ def check_experiment(e: Experiment) -> Method:
     blocks = e.exit_blocks if e.exit_blocks is not None else method.exit_units(config.depth, e.num_exits)
     if blocks[-1] >= config.depth:
         raise ValueError(f"experiment: exit_blocks = {list(blocks)}: {e.backbone} has blocks 0..{config.depth - 1}")
+    if e.exit_head is not None and tuple(blocks) == (config.depth - 1,):
+        raise ValueError(f"experiment: exit_head = {e.exit_head!r} has no effect: no exit comes before the last unit")
     size = config.input_shape[-1]
     if e.augment.startswith("crop") and e.crop_pad >= size:
         raise ValueError(

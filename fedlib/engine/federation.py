@@ -76,6 +76,8 @@ def build_model(e: Experiment, method: Method, num_classes: int, meta: bool = Fa
     """Backbone, exits and fine-tuning mode of ``e``. ``meta``: shapes only, without weights or memory."""
     with torch.device("meta" if meta else "cpu"):
         backbone = backbone_spec(e.backbone).build() if meta else build_backbone(e.backbone, e.pretrained, e.seed)
+        if e.exit_head is not None:
+            backbone.spec = backbone_spec(e.backbone, e.exit_head)
         exit_units = e.exit_blocks
         if exit_units is None:
             exit_units = method.place_exits(backbone.spec, e.num_exits, partial(_measured, e, method, num_classes))

@@ -65,6 +65,16 @@ def answering(context: Context, kept: Sequence[Policy] = ("tracked", "local")) -
         context.policy, context.training = before
 
 
+@contextmanager
+def untracked(context: Context) -> Iterator[None]:
+    """Inside, batch norm's running statistics stand still: for a second look at a batch in training."""
+    before, context.policy = context.policy, "batch"
+    try:
+        yield
+    finally:
+        context.policy = before
+
+
 class Scaler(nn.Module):
     """Outputs of a layer divided by ``Context.scale``, the width ratio of a cut net (HeteroFL, Eq. 7; ScaleFL).
 

@@ -67,13 +67,13 @@ class EfficientNetSpec(MapSpec):
         """The last exit's kind."""
         return "pointwise" if self.head_width else "dropped"
 
-    def exit_options(self, kind: str) -> dict[str, float]:
+    def exit_options(self, kind: str, unit: int) -> dict[str, object]:
         options = {
             "convolutions": {"reduction": 6},
             "pointwise": {"width": self.head_width, "dropout": self.dropout},
             "dropped": {"dropout": self.dropout},
         }
-        return options.get(kind, {})
+        return options.get(kind) or super().exit_options(kind, unit)
 
     def build(self) -> "EfficientNet":
         """A backbone of this shape, without weights."""

@@ -15,6 +15,7 @@ from ..layers.norms import BatchNorm2d
 from .backbone import Spec
 from .exits import Classifiers
 from .maps import MapSpec
+from .towers import Gate, Separable
 
 
 class Pooled(nn.Module):
@@ -81,6 +82,24 @@ class Strided(Stacked):
         super().__init__(axis, shape, num_classes, width, layers=2, stride=2)
 
 
+class Towered(Pooled):
+    """A gate, then one separable convolution of stride 2 to each of ``widths`` channels first (DepthFL's towers)."""
+
+    def __init__(self, axis: str, shape: tuple[int, int, int], num_classes: int, widths: Sequence[int] = ()):
+        axes, channels = [axis, *(f"/{i + 1}" for i in range(len(widths)))], [shape[0], *widths]
+        super().__init__(axes[-1], (channels[-1], *shape[1:]), num_classes)
+        self.gate = Gate(shape[0], axis)
+        self.tower = nn.Sequential(
+            *(
+                Separable(c, width, after, before, after)
+                for c, width, before, after in zip(channels[:-1], widths, axes[:-1], axes[1:], strict=True)
+            )
+        )
+
+    def forward(self, z: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.tower(self.gate(z)))
+
+
 class Dropped(Pooled):
     """Dropout after pooling."""
 
@@ -120,12 +139,12 @@ def classifiers(spec: Spec, num_classes: int, exit_units: Sequence[int]) -> nn.M
     if len(spec.feature(0)) == 1:
         bare = spec.depth - 1 if getattr(spec, "ends_normalised", False) else None
         return Classifiers(spec.feature(0)[0], num_classes, tuple(exit_units), bare)
-    return PooledClassifiers(spec, num_classes, exit_units, final=spec.final_exit)
+    return PooledClassifiers(spec, num_classes, exit_units, spec.exit_head or "linear", spec.final_exit)
 
 
 KINDS = {
     "linear": Pooled, "norm": Normed, "norm_relu": Activated, "convolutions": Convolved, "flatten": Flattened,
-    "strided": Strided, "dropped": Dropped, "pointwise": Pointwise,
+    "strided": Strided, "towers": Towered, "dropped": Dropped, "pointwise": Pointwise,
 }  # fmt: skip
 
 
@@ -148,7 +167,7 @@ class PooledClassifiers(nn.Module):
         self.exit_units = tuple(exit_units)
         kinds = [final if unit == spec.depth - 1 else early for unit in self.exit_units]
         self.exits = nn.ModuleList(
-            KINDS[kind](spec.stream(unit), spec.feature(unit), num_classes, **spec.exit_options(kind))
+            KINDS[kind](spec.stream(unit), spec.feature(unit), num_classes, **spec.exit_options(kind, unit))
             for kind, unit in zip(kinds, self.exit_units, strict=True)
         )
 

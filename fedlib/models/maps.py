@@ -17,6 +17,7 @@ class MapSpec:
 
     size: int = 32
     channels: int = 3
+    exit_head: str | None = None  # the kind of exits before the last, where an experiment names one
     reads: ClassVar[str] = "images"
     own_modes: ClassVar[tuple[str, ...]] = ("full",)
     early_exit: ClassVar[str] = "convolutions"  # the kind of ScaleFL's exits before the last
@@ -35,9 +36,18 @@ class MapSpec:
         """The map (C, H, W) after ``unit``."""
         raise NotImplementedError
 
-    def exit_options(self, kind: str) -> dict[str, int]:
-        """What an exit of ``kind`` (``map_exits.KINDS``) has of its own on this backbone."""
-        return {}
+    def exit_options(self, kind: str, unit: int) -> dict[str, object]:
+        """What an exit of ``kind`` (``map_exits.KINDS``) after ``unit`` has of its own on this backbone."""
+        return {"widths": self.narrowing(unit)} if kind == "towers" else {}
+
+    def narrowing(self, unit: int) -> tuple[int, ...]:
+        """The channels of the later, ever smaller maps; of those of one size, the last's."""
+        widths, (*_, size) = {}, self.feature(unit)
+        for later in range(unit + 1, self.depth):
+            channels, *_, now = self.feature(later)
+            if now < size:
+                widths[now] = channels
+        return tuple(widths.values())
 
     def state(self, unit: int) -> tuple[int, int, int]:
         """The same map: nothing else goes on."""

@@ -84,8 +84,8 @@ class MSDNetSpec(MapSpec):
         size = -(-self.size // 2 ** (len(self.factors) - 1))
         return (sum(self.segments[self.stream(unit)]), size, size)
 
-    def exit_options(self, kind: str) -> dict[str, int]:
-        return {"width": self.exit_width} if kind == "strided" else {}
+    def exit_options(self, kind: str, unit: int) -> dict[str, object]:
+        return {"width": self.exit_width} if kind == "strided" else super().exit_options(kind, unit)
 
     def build(self) -> "MSDNet":
         """A backbone of this shape, without weights."""

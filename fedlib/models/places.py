@@ -42,12 +42,11 @@ def _info(model: nn.Module, name: str, p: torch.Tensor) -> ParamInfo:
     else:
         kind = "adapter" if adapter else "backbone"
         unit = int(parts[2]) if parts[1] == "blocks" else STEM
-    if parts[-1] in getattr(owner, "_buffers", {}):
-        kind = "statistic"
+    of, kind = kind, "statistic" if parts[-1] in getattr(owner, "_buffers", {}) else kind
     where = f"exit{exit}" if exit is not None else "stem" if unit == STEM else str(unit)
     axes = getattr(owner, "axes", {}).get(parts[-1], (None,) * p.dim())
     axes = tuple(where + axis if axis is not None and axis[0] == "/" else axis for axis in axes)
-    return ParamInfo(axes, kind, unit, tuple(p.shape), exit)
+    return ParamInfo(axes, kind, unit, tuple(p.shape), exit, of)
 
 
 def axes_of(model: nn.Module, infos: Mapping[str, ParamInfo]) -> dict[str, Axis]:

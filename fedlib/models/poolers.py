@@ -34,6 +34,6 @@ class Poolers(Classifiers):
 def scaling_exits(spec: Spec, num_classes: int, exit_units: Sequence[int]) -> nn.Module:
     """The exits that ScaleFL adds to a backbone of shape ``spec``, and its own last one."""
     if len(spec.feature(0)) == 3:
-        return PooledClassifiers(spec, num_classes, exit_units, spec.early_exit, spec.final_exit)
+        return PooledClassifiers(spec, num_classes, exit_units, spec.exit_head or spec.early_exit, spec.final_exit)
     kind = Poolers if spec.reads == "tokens" else Classifiers
     return kind(spec.feature(0)[0], num_classes, tuple(exit_units))

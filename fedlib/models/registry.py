@@ -7,6 +7,7 @@ Convnets (``resnet.py``, ``small.py``) start from random weights.
 """
 
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from .bert import BERT_BASE, BERTS, load_bert
 from .efficientnet import EFFICIENTNETS, load_efficientnet
 from .foreign import load_foreign
 from .foreign_specs import FOREIGN, ForeignSpec
+from .maps import MapSpec
 from .msdnet import MSDNETS
 from .resnet import RESNETS
 from .small import CONVNETS
@@ -131,10 +133,24 @@ def tokenizer_of(name: str) -> str | None:
 
 
 @cache
-def backbone_spec(name: str) -> Spec:
-    """The shape of a backbone without its weights (nothing is downloaded or allocated)."""
-    if name in OWN:
-        return OWN[name]
+def backbone_spec(name: str, exit_head: str | None = None) -> Spec:
+    """The shape of a backbone without its weights (nothing is downloaded or allocated).
+
+    ``ValueError`` for an ``exit_head`` (``map_exits.KINDS``) where exits read no maps.
+    """
+    spec = OWN[name] if name in OWN else _timm_spec(name)
+    if exit_head is None:
+        return spec
+    if not isinstance(spec, MapSpec):
+        raise ValueError(
+            f"experiment: exit_head = {exit_head!r} is for exits that read maps, and those of backbone = {name!r} "
+            "do not; allowed: a convnet, or None"
+        )
+    return replace(spec, exit_head=exit_head)
+
+
+@cache
+def _timm_spec(name: str) -> Spec:
     with torch.device("meta"):
         return timm_config(_create_timm(name, pretrained=False))
 

@@ -46,7 +46,10 @@ def plot_spent(frame: pd.DataFrame, ax=None, title: str = ""):
     ax, unit = axes_of(ax), COSTS["macs"][1]
     rows = frame.assign(macs=frame.macs * unit, threshold=frame.threshold.astype(str))
     seaborn.lineplot(rows, x="t", y="macs", hue="threshold", style="threshold", markers=True, palette="viridis", ax=ax)
+    ax.set_xticks(sorted(set(frame.t)))
     finish(ax, "round", f"mean {COSTS['macs'][0]}", title)
+    if (legend := ax.get_legend()) is not None:
+        legend.set_title("threshold")
     return ax
 
 
@@ -61,6 +64,7 @@ def plot_students(shares: np.ndarray, ax=None, title: str = "Exits become studen
     seaborn.heatmap(frame.iloc[::-1], vmin=0, vmax=100, cmap="Reds", ax=ax, xticklabels=max(1, rounds // 10),
                     cbar_kws={"label": "clients (%)"})  # fmt: skip
     finish(ax, "round", "exit", title)
+    ax.tick_params(axis="both", rotation=0)
     ax.grid(False)
     return ax
 
@@ -69,12 +73,15 @@ def plot_students(shares: np.ndarray, ax=None, title: str = "Exits become studen
 def plot_shares(shares: np.ndarray, labels: Sequence[int], title: str = "Clients of like data teach one another"):
     """Who teaches whom: ``shares`` (students, teachers) in percent, clients in order of their main ``labels``.
 
-    Two panels: with what a client teaches itself, and without.
+    Two panels: with what a client teaches itself, and without. Ticks name the labels, lines part them.
     """
     import seaborn
 
-    axes = panels(["all teachers", "without oneself"], title, (4.6, 4.0), columns=2, sharey=False)
+    axes = panels(["all teachers", "without oneself"], title, (4.8, 4.0), columns=2, sharey=False)
     starts = [k for k in range(1, len(labels)) if labels[k] != labels[k - 1]]
+    edges = [0, *starts, len(labels)]
+    middles = [(a + b) / 2 for a, b in zip(edges[:-1], edges[1:], strict=True)]
+    names = [labels[k] for k in edges[:-1]]
     for ax, own in zip(axes, (True, False), strict=True):
         shown = shares.copy()
         if not own:
@@ -83,6 +90,8 @@ def plot_shares(shares: np.ndarray, labels: Sequence[int], title: str = "Clients
                         cbar_kws={"label": "weight (%)"})  # fmt: skip
         ax.hlines(starts, 0, len(labels), color="white", linewidth=0.6)
         ax.vlines(starts, 0, len(labels), color="white", linewidth=0.6)
+        ax.set_xticks(middles, names, rotation=0)
+        ax.set_yticks(middles, names, rotation=0)
         finish(ax, "teacher, by main label", "student, by main label" if own else "", ax.get_title())
         ax.grid(False)
     return axes

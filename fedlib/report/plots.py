@@ -10,6 +10,7 @@ from .style import (
     COLORS,
     Looks,
     axes_of,
+    clear_of_legend,
     color_of,
     finish,
     looks_of,
@@ -93,7 +94,9 @@ def plot_modes(frame: pd.DataFrame, plot=plot_exit_accuracies, title: str = "Acc
     columns = [g for _, g in frame.groupby("column", sort=False)] if "column" in frame else [frame]
     groups = [group for part in columns for _, group in part.groupby("finetune", sort=False)]
     several, modes = len(columns) > 1, [label_of(group.finetune.iloc[0]) for group in groups]
-    titles = [f"{_data(g)}\n{m}" for g, m in zip(groups, modes, strict=True)] if several else modes
+    if set(frame.finetune) == {"full"}:  # nothing to tell apart
+        modes = [""] * len(groups)
+    titles = [f"{_data(g)}\n{m}".strip() for g, m in zip(groups, modes, strict=True)] if several else modes
     data = "" if several else _data(frame)
     wide = min(frame.finetune.nunique(), 3) if several else 3
     axes = panels(titles, f"{title}: {data}" if data else title, columns=wide)
@@ -155,10 +158,12 @@ def _curves(curves: Mapping[str, Sequence[dict]], x: str, colors: Mapping[str, s
 def plot_adaptive(curves: Mapping[str, Sequence[dict]], colors: Mapping[str, str] | None = None, ax=None,
                   title: str = "Leaving at the first confident exit"):  # fmt: skip
     """Accuracy against mean MACs as the confidence threshold moves; a label maps to ``early_leaving``'s curve."""
-    ax, unit = axes_of(ax), COSTS["macs"][1]
+    own, ax, unit = ax is None, axes_of(ax), COSTS["macs"][1]
     scaled = {name: [r | {"macs": r["macs"] * unit} for r in records] for name, records in curves.items()}
     _curves(scaled, "macs", colors, ax)
     finish(ax, f"mean {COSTS['macs'][0]}", ACCURACY, title)
+    if own:
+        clear_of_legend(ax)
     return ax
 
 
@@ -166,12 +171,14 @@ def plot_adaptive(curves: Mapping[str, Sequence[dict]], colors: Mapping[str, str
 def plot_learning_curves(runs: Mapping[str, Sequence[dict]], colors: Mapping[str, str] | None = None, ax=None,
                          title: str = "Mean accuracy over exits"):  # fmt: skip
     """Accuracy against round; ``runs`` maps a label to its metrics records. Ticks stand at evaluated rounds."""
-    ax = axes_of(ax)
+    own, ax = ax is None, axes_of(ax)
     rounds = np.unique(_curves(runs, "t", colors, ax).t)
     if len(rounds):
         step = -(-len(rounds) // 8)
         ax.set_xticks(rounds[::-1][::step][::-1].astype(int))  # the last one always
     finish(ax, "round", ACCURACY, title)
+    if own:
+        clear_of_legend(ax)
     return ax
 
 

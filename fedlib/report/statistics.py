@@ -102,27 +102,31 @@ def orderings(
     """Do pairs of variants stand to each other as the paper reports? Paired by seed.
 
     ``holds``: the bootstrap interval of the mean difference lies on the reported side of zero; ``does not hold``: on
-    the other; ``undecided``: zero is inside; ``not testable``: fewer than two common seeds.
+    the other; ``undecided``: zero is inside; ``not testable``: fewer than two common seeds. Where the paper prints no
+    numbers of a pair on a data column, the two are compared alone: ``first is higher``, or ``second is higher``.
     """
     rows, labels = [], dict(zip(frame.variant, frame.label.map(label_of), strict=True))
     paper = reported.set_index(["finetune", "column", "variant"])["mean"]
     for finetune, column, one, other, difference in _differences(frame, pairs, value):
-        if any((finetune, column, variant) not in paper.index for variant in (one, other)):
-            continue
-        claim = paper[finetune, column, one] - paper[finetune, column, other]
+        printed = all((finetune, column, variant) in paper.index for variant in (one, other))
+        claim = paper[finetune, column, one] - paper[finetune, column, other] if printed else np.nan
+        words = {"better": "first is higher", "worse": "second is higher", "undecided": "undecided"}
+        if printed:
+            holds = "better" if claim > 0 else "worse"
+            words = {"better": "does not hold", "worse": "does not hold", "undecided": "undecided", holds: "holds"}
         interval, found = "–", "not testable"
         if len(difference) >= 2:
             low, high = bootstrap_interval(difference)
-            interval, side = f"{low:.2f} to {high:.2f}", verdict(low, high)
-            as_reported = side == ("better" if claim > 0 else "worse")
-            found = side if side == "undecided" else "holds" if as_reported else "does not hold"
+            interval, found = f"{low:.2f} to {high:.2f}", words[verdict(low, high)]
+        sign = ("> " if claim > 0 else "< ") if printed else "against "
         rows.append(
             {
                 "mode": label_of(finetune), "column": column,
-                "claim": f"{labels[one]} {'>' if claim > 0 else '<'} {labels[other]}",
-                "reported": round(claim, 2), "obtained": round(difference.mean(), 2), "interval": interval,
-                "seeds": len(difference), "verdict": found,
+                "claim": f"{labels[one]} {sign}{labels[other]}",
+                "reported": round(claim, 2), "obtained": round(difference.mean(), 2),
+                "interval": interval, "seeds": len(difference), "verdict": found,
             }
         )  # fmt: skip
     columns = ["mode", "column", "claim", "reported", "obtained", "interval", "seeds", "verdict"]
-    return pd.DataFrame(rows, columns=columns)
+    table = pd.DataFrame(rows, columns=columns)
+    return table.drop(columns="reported") if len(table) and table.reported.isna().all() else table

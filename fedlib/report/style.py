@@ -23,10 +23,10 @@ LOOKS = {  # colour and marker
     "reefl": ("#d55e00", "o"), "depthfl": ("#0072b2", "s"), "scalefl": ("#37ad70", "^"),
     "inclusivefl": ("#e69f00", "D"), "exclusivefl": ("#868a8e", "v"), "fedavg": ("#222222", "X"),
     "heterofl": ("#ce83ad", "P"), "scalefl_original": ("#37ad70", "^"), "fedavg_level1": ("#222222", "X"),
-    "splitmix": ("#39b4ef", "h"), "decoupled": ("#7f5532", "<"), "feddf": ("#7f8e27", ">"), "fedepth": ("#6b006f", "*"),
-    "raffm": ("#b60072", "d"), "cafedistill": ("#c9002d", "*"), "local": ("#acbac0", "v"), "fedper": ("#6baad4", "^"),
-    "fedrep": ("#1150dc", "D"), "fedbabu": ("#f8a459", "P"), "fedrod": ("#005300", "<"), "ditto": ("#84c692", ">"),
-    "fedprox": ("#92375b", "p"), "fedamp": ("#8e0d74", "h"), "pfedgraph": ("#768756", "d"), "fedpac": ("#322995", "8"),
+    "splitmix": ("#39b4ef", "h"), "decoupled": ("#7f5532", "<"), "feddf": ("#7f8e27", ">"), "fedepth": ("#6b006f", "o"),
+    "raffm": ("#b60072", "d"), "cafedistill": ("#c9002d", "o"), "local": ("#acbac0", "v"), "fedper": ("#6baad4", "H"),
+    "fedrep": ("#1150dc", "D"), "fedbabu": ("#f8a459", "P"), "fedrod": ("#005300", "<"), "ditto": ("#77ddaa", ">"),
+    "fedprox": ("#92375b", "p"), "fedamp": ("#8e0d74", "h"), "pfedgraph": ("#ddcc11", "d"), "fedpac": ("#322995", "8"),
 }  # fmt: skip
 COLORS = {name: color for name, (color, _) in LOOKS.items()}
 MARKERS = "osD^vP*Xhd<>p8"
@@ -160,7 +160,9 @@ def styled(plot: Callable) -> Callable:
             "figure.titlesize": 12, "legend.frameon": False, "legend.fontsize": 8, "legend.handlelength": 4,
         }  # fmt: skip
         with matplotlib.rc_context(house):
-            return plot(*args, **settings)
+            drawn, interactive = plot(*args, **settings), matplotlib.is_interactive()
+        matplotlib.interactive(interactive)  # a notebook's first figure switches it on, without which none is shown
+        return drawn
 
     return draw
 
@@ -206,6 +208,12 @@ def share_legend(axes) -> None:
         rows = -(-len(found) // columns)
         figure.set_figheight(figure.get_figheight() + 0.17 * rows)
         figure.legend(found.values(), found, loc="outside lower center", ncols=-(-len(found) // rows))
+
+
+def clear_of_legend(ax, most: int = 4) -> None:
+    """Put the legend of a figure's only panel below it, where it says more than so many names."""
+    if (legend := ax.get_legend()) is not None and len(legend.get_texts()) > most:
+        share_legend([ax])
 
 
 def finish(ax, xlabel: str, ylabel: str, title: str | None = None) -> None:

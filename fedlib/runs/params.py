@@ -3,7 +3,8 @@
 ``params/<paper>/base.yaml`` and ``methods.yaml`` say the algorithms' settings, ``<table>.yaml`` the grid of one table,
 the profiles how big and on which data (``params_files.py``). A column's section of a profile's name says which data set
 stands in for the column's own at that profile, if not the profile's; a table's section, which cells that profile keeps
-and what else it needs (a stand-in backbone). ``options`` and ``finetune_options`` are merged key by key.
+(``only``: of a column, which ``variant`` and ``seeds``) and what else it needs (a stand-in backbone). ``options`` and
+``finetune_options`` are merged key by key.
 """
 
 import itertools
@@ -27,7 +28,7 @@ from .params_files import (
 
 # of a table's file, besides profiles' names
 SPEC_KEYS = {"extends", "common", "axes", "variants", "columns", "claims", "value", "thresholds", "reported"}
-VARIANT_KEYS = {"label", "finetune", "columns"}  # of a variant; all others are fields of Experiment
+VARIANT_KEYS = {"label", "finetune"}  # of a variant; all others are fields of Experiment
 
 
 @dataclass(frozen=True)
@@ -76,9 +77,8 @@ def at_profile(layer: Mapping[str, object], profile: str) -> tuple[dict, dict]:
 def load_spec(paper: str, table: str) -> dict:
     """``params/<paper>/<table>.yaml`` over the table it ``extends``; ``columns`` default to the paper's own.
 
-    ``axes.method`` lists plain methods; else ``variants`` maps a name to a ``label``, the ``finetune`` modes and data
-    ``columns`` it is limited to (columns perhaps at one profile), and fields of the experiment, and ``axes.variant``
-    may choose among them.
+    ``axes.method`` lists plain methods; else ``variants`` maps a name to a ``label``, the ``finetune`` modes it is
+    limited to, and fields of the experiment, and ``axes.variant`` may choose among them.
     """
     known = grids(paper)
     if table not in known:
@@ -117,6 +117,7 @@ def load_grid(paper: str, table: str, profile: str, overrides: Mapping[str, obje
             raise ValueError(f"overrides: unknown key {shown(key)}{did_you_mean(key, allowed)}")
     kept = dict(spec.get(profile, {}))  # the table's own word at this profile: its cells, then any other key
     kept.pop("fallback", None)  # see load_fallback
+    only = _limits(spec, kept.pop("only", {}), overrides)
     finetunes = _listed(overrides.pop("finetune", kept.pop("finetune", spec["axes"]["finetune"])))
     variants = _variants(spec, kept.pop("variant", list(spec["variants"])), overrides)
     columns = _columns(spec, overrides.pop("columns", kept.pop("columns", list(spec["columns"]))), profile, overrides)
@@ -126,11 +127,12 @@ def load_grid(paper: str, table: str, profile: str, overrides: Mapping[str, obje
     cells = []
     axes = itertools.product(finetunes, variants.items(), columns.items(), seeds)
     for finetune, (name, variant), (column, (of_column, stand_in)), seed in axes:
+        limits = only.get(column, {})
         if finetune not in _listed(variant.get("finetune", finetune)):
             continue
-        row, row_here = at_profile({k: v for k, v in variant.items() if k not in VARIANT_KEYS}, profile)
-        if column not in _listed(row_here.pop("columns", variant.get("columns", column))):
+        if name not in limits.get("variant", [name]) or seed not in limits.get("seeds", [seed]):
             continue
+        row, row_here = at_profile({k: v for k, v in variant.items() if k not in VARIANT_KEYS}, profile)
         row |= {"finetune": finetune, "seed": seed}
         of_method, method_here = at_profile(methods.get(row["method"], {}), profile)
         experiment = make_experiment(
@@ -148,6 +150,19 @@ def load_grid(paper: str, table: str, profile: str, overrides: Mapping[str, obje
         )
         cells.append(Cell(finetune, name, row["method"], variant.get("label", name), column, seed, experiment))
     return cells
+
+
+def _limits(spec: dict, only: Mapping[str, Mapping], overrides: Mapping) -> dict[str, dict]:
+    """Of each column that a table's ``only`` names the variants and seeds it keeps; what ``overrides`` ask for wins."""
+    asked = {"seeds": {"seed", "seeds"}, "variant": {"variant", "method"}}
+    for column, limits in only.items():
+        for name, allowed in [(column, spec["columns"])] + [(v, spec["variants"]) for v in limits.get("variant", [])]:
+            if name not in allowed:
+                raise ValueError(f"only = {shown(name)} is unknown{did_you_mean(name, allowed)}")
+        for key in limits:
+            if key not in asked:
+                raise ValueError(f"only: {column}: unknown key {shown(key)}{did_you_mean(key, asked)}")
+    return {c: {k: v for k, v in limits.items() if not asked[k] & set(overrides)} for c, limits in only.items()}
 
 
 def _listed(value: object) -> list:

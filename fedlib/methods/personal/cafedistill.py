@@ -17,7 +17,7 @@ There is no release. What the paper leaves open, the default first:
   Eq. 8 writes. What has not moved (all exits in round 1) has cosine 0 with every exit, so all teach it alike.
 - ``distill_last``: m is in S_i, so the last exit is distilled from its own start too; or the shallow ones alone.
 - ``temperature`` is not stated: 1. ``mu`` is 0.6 (Appendix D); Figure 9 finds 0.6 to 0.8 best.
-- Exits are pooling and a linear layer, as the printed traffic asks for. Proposition 1 holds before the softmax only.
+- Exits: pooling, linear; all but the last may be ``exit_head="towers"``. Proposition 1 holds before the softmax only.
 - Batch norm: ``tracked``, averaged like weights; the teacher answers as if served, by the statistics received.
 
 Deviations: none known besides. ``progressive=False`` is Table 4's row without student selection.

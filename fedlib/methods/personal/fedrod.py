@@ -7,7 +7,7 @@ answers with g + p.
 Read next: ``models/paired_exits.py``, ``fedpac.py``.
 
 Deviations: public code updates p in the same mini-batches, on features without gradient: ``head_epochs=None``. A class
-that the client lacks has log 0 = -inf, as in the official form: it is masked. Local distillation uses each stage's own
+that the client lacks has log 0, as in the official form: it is masked. Local distillation uses each stage's own
 logits.
 """
 
@@ -18,6 +18,7 @@ from torch import nn
 
 from ...core.slices import ParamInfo
 from ...core.validation import Count
+from ...layers.context import untracked
 from ...models.backbone import Spec
 from ...models.map_exits import classifiers
 from ...models.paired_exits import PairedExits
@@ -40,14 +41,15 @@ class FedRoD(JointExits, Method):
         check_classes("fedrod", e)
 
     def personal(self, info: ParamInfo) -> bool:
-        return info.kind == "personal"
+        return info.of == "personal"
 
     def local_update(self, cohort) -> None:
         head, units = cohort.model.head, cohort.setting.exit_units
 
         def logits(part: nn.Module, batch: Batch, detach: bool = False) -> torch.Tensor:
             seen = [batch.features[j].detach() if detach else batch.features[j] for j in range(len(units))]
-            return torch.stack([part.step(unit, z, [])[0] for unit, z in zip(units, seen, strict=True)]).float()
+            with untracked(cohort.model.context):
+                return torch.stack([part.step(unit, z, [])[0] for unit, z in zip(units, seen, strict=True)]).float()
 
         def generic(batch: Batch) -> torch.Tensor:
             return self.balanced(batch, logits(head.generic, batch))
@@ -65,5 +67,6 @@ class FedRoD(JointExits, Method):
 
     def balanced(self, batch: Batch, generic: torch.Tensor) -> torch.Tensor:
         """The loss of ``generic`` logits (E, M, B, C) with the log of the clients' class counts added, (M,)."""
-        prior = batch.label_counts().log().to(generic.dtype)  # (M, C)
+        # log 0 as a number whose exp is 0: the same loss, and distillation does not subtract infinities
+        prior = batch.label_counts().log().clamp(min=-1e4).to(generic.dtype)  # (M, C)
         return self.local_loss(replace(batch, outputs=generic + prior[:, None]))

@@ -4,10 +4,10 @@ Client (budget r): blocks and classifiers up to exit r; sum of cross-entropies +
 Server: FedDyn on the unweighted mean over holders.
 Read next: ``distillation.mutual_kl``, ``aggregation.feddyn_server``.
 
-Deviations: as in ReeFL's release, every exit has the same LN + Linear classifier (the original grows them), and
-FedDyn's server divides by all clients, not by those whose budget includes the parameter. In FeDepth's ``scenario``s a
-client holds the exits that its memory allows (counted as FeDepth counts its stages), the whole net where it has all;
-one that cannot even hold the first takes no part.
+Deviations: as in ReeFL's release, every exit has the same LN + Linear classifier (the original grows them:
+``exit_head="towers"`` on a ResNet), and FedDyn's server divides by all clients, not by those whose budget includes the
+parameter. In FeDepth's ``scenario``s a client holds the exits that its memory allows (counted as FeDepth counts its
+stages), the whole net where it has all; one that cannot even hold the first takes no part.
 """
 
 from dataclasses import dataclass

@@ -52,7 +52,7 @@ class FeDepth(Decomposition, Method):
     def build_head(self, spec: Spec, num_classes: int, exit_units: tuple[int, ...]) -> nn.Module:
         if self.heads == "skip" or len(spec.feature(0)) == 1:
             return classifiers(spec, num_classes, exit_units)
-        return PooledClassifiers(spec, num_classes, exit_units, early="norm", final="norm")
+        return PooledClassifiers(spec, num_classes, exit_units, early=spec.exit_head or "norm", final="norm")
 
     def check(self, setting: Setting, e) -> None:
         if self.peers == "fresh" and e.pretrained and e.finetune == "full" and max(self.shares) >= 2:
