@@ -92,6 +92,8 @@ def test_what_runs_sent_until_a_target(tmp_path):
     assert np.isnan(traffic_to(full, 101.0, resources["fl"])["total GiB"])
     curves = traffic_curves(cells, client_resources, tmp_path)
     assert set(curves.variant) == {"fl", "raffm"} and (curves.groupby("variant").gib.diff().dropna() > 0).all()
+    none = traffic_curves(cells, client_resources, tmp_path / "nothing")
+    assert none.empty and list(none) == list(curves)
     sizes = by_variant(cells, lambda e: client_resources(e).mean())
     assert list(sizes.variant) == ["fl", "raffm"] and sizes.parameters[1] < sizes.parameters[0]
     speed = acceleration(cells[1].experiment, clients=2, batch=4)

@@ -14,6 +14,7 @@ from ..runs.prices import num_classes
 from ..runs.store import Run, find_run
 
 MIB_OF_GIB = 1024
+NAMES = ("column", "variant", "method", "label")  # of a cell
 
 
 def by_variant(cells: Sequence[Cell], of: Callable[[Experiment], Mapping[str, float]]) -> pd.DataFrame:
@@ -49,11 +50,11 @@ def traffic_curves(cells: Sequence[Cell], of: Callable[[Experiment], pd.DataFram
             rows += [
                 _names(cell) | {"seed": cell.seed, "gib": m["t"] * a_round, "accuracy": m["accuracy"]} for m in measured
             ]
-    return pd.DataFrame(rows)
+    return pd.DataFrame(rows, columns=[*NAMES, "backbone", "seed", "gib", "accuracy"])
 
 
 def _names(cell: Cell) -> dict[str, str]:
-    names = {k: getattr(cell, k) for k in ("column", "variant", "method", "label")}
+    names = {k: getattr(cell, k) for k in NAMES}
     return names | {"backbone": cell.experiment.backbone}
 
 
