@@ -3,7 +3,8 @@
 ``params/<paper>/base.yaml`` and ``methods.yaml`` say the algorithms' settings, ``<table>.yaml`` the grid of one table,
 the profiles how big and on which data (``params_files.py``). A column's section of a profile's name says which data set
 stands in for the column's own at that profile, if not the profile's; a table's section, which cells that profile keeps
-(``only``: of a column, which ``variant`` and ``seeds``) and what else it needs (a stand-in backbone). ``options`` and ``finetune_options`` are merged key by key.
+(``only``: of a column, which ``variant`` and ``seeds``) and what else it needs (a stand-in backbone). ``options`` and
+``finetune_options`` are merged key by key.
 """
 
 import itertools
