@@ -5,9 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fedlib import Experiment, build_federation
 from fedlib.core.slices import Slice, take_all
-from fedlib.engine.checks import check_words
 from fedlib.models.adapters import apply_finetune_
 from fedlib.models.exit_model import ExitModel
 from fedlib.models.exits import Classifiers
@@ -238,15 +236,3 @@ def test_bad_shapes_are_refused_in_words(changes, message):
     assert message in str(error.value)
     with pytest.raises(ValueError, match="length = 15 exceeds the 14 positions"):
         replace(TINY["roberta"], length=15)
-
-
-@pytest.mark.parametrize("name", ["roberta_base", "flan_t5_small", "llama2_7b"])
-def test_weights_of_other_words_are_refused(name):
-    """Sentences come as BERT's token ids, which mean other words there."""
-    e = Experiment(
-        method="fedavg", dataset="docstrings", num_train=100, num_test=20, num_clients=4, clients_per_round=2,
-        backbone=name, finetune="full", augment="none", num_exits=1,
-    )  # fmt: skip
-    with pytest.raises(ValueError, match="knows the words of its own tokenizer"):
-        build_federation(e)
-    check_words(e.replace(pretrained=False), OWN[name], text=True)

@@ -6,7 +6,7 @@ import pytest
 
 from fedlib.core.paths import params_dir
 from fedlib.report.tables import load_cells, load_reported
-from fedlib.runs.params import load_experiment, load_grid
+from fedlib.runs.params import load_experiment, load_grid, load_spec
 from fedlib.runs.params_files import SIZES, grids, load_profile, load_yaml, merge, papers
 
 
@@ -58,7 +58,7 @@ def test_a_profile_may_keep_fewer_variants_and_seeds_of_a_column():
     ({"cifar10_alpha0.3": {"variant": ["fedperr"]}}, "only = 'fedperr' is unknown; did you mean 'fedper'?"),
 ])  # fmt: skip
 def test_what_a_profile_keeps_is_checked(only, message):
-    from fedlib.runs.params import _limits, load_spec
+    from fedlib.runs.params import _limits
 
     with pytest.raises(ValueError, match=message.replace("?", r"\?")):
         _limits(load_spec("cafedistill", "table1"), only, {})

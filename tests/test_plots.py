@@ -18,7 +18,7 @@ from fedlib.core.paths import params_dir
 from fedlib.core.words import fonts, plain
 from fedlib.report import plots
 from fedlib.report.data_plots import plot_clients_examples, plot_label_distribution
-from fedlib.report.style import COLORS, LOOKS, color_of, looks_of, marker_of, named, styled, title_of
+from fedlib.report.style import COLORS, LOOKS, color_of, looks_of, marker_of, model_of, named, styled, title_of
 
 HOSTILE = ("$x$ and $y", "_hidden", "猫", "😀", r"\frac{", "a & <b>", "$\\alpha$")
 GROUPS = (  # methods that stand in one figure
@@ -242,6 +242,7 @@ def test_titles_are_a_readers_words():
     assert title_of("cifar10_alpha_u0.3", "cifar10") == "CIFAR-10, unbalanced Dirichlet 0.3"
     assert title_of("speech_commands", "fsdd") == "Free Spoken Digits standing in for Speech Commands"
     assert title_of("my_column", "/data/my_birds") == "my birds standing in for my column"
+    assert (model_of("bert_base.384"), model_of("my_net")) == ("BERT-base", "my_net")
 
 
 def test_words_are_drawn_literally():

@@ -6,10 +6,12 @@ import shutil
 
 import pytest
 
+from fedlib import Experiment
 from fedlib.core.paths import params_dir
 from fedlib.report.claims import Stored, judge
-from fedlib.report.page import claims_page, facts, grid_names, index_page, main, results_page, title_of
+from fedlib.report.page import claims_page, facts, grid_names, index_page, main, missing, results_page, title_of
 from fedlib.report.tables import markdown_table
+from fedlib.runs.params import Cell
 from fedlib.runs.params_files import papers
 
 OUTPUTS = params_dir().parent / "outputs"
@@ -107,4 +109,21 @@ def test_markdown_tables():
 
     assert (
         markdown_table(pd.DataFrame({"a": [1, 2], "b": ["x", "y"]})) == "| a | b |\n| --- | --- |\n| 1 | x |\n| 2 | y |"
+    )
+
+
+def test_a_grid_that_was_begun_says_what_is_missing():
+    cells = [
+        Cell("full", v, v, v, column, seed, Experiment(method="fedavg", dataset=d, seed=seed, lr=lr))
+        for column, d in (("sst2", "sst2"), ("cifar10_alpha1", "cifar10"))
+        for v, lr in (("fedavg", 0.1), ("raffm", 0.2))
+        for seed in (1, 2)
+    ]
+    assert missing(cells, {c.experiment.hash: c for c in cells}) == ""
+    done = {c.experiment.hash: c for c in cells if c.column == "sst2" and (c.variant, c.seed) != ("raffm", 2)}
+    assert missing(cells, done) == "Not run yet: SST-2, seed 2 of *RaFFM*; all of *CIFAR-10, Dirichlet 1*."
+    done = {cells[0].experiment.hash: cells[0], cells[4].experiment.hash: cells[4], cells[6].experiment.hash: cells[6]}
+    assert missing(cells, done) == (
+        "Not run yet: SST-2, seed 2 of *FedAvg*; SST-2, seeds 1, 2 of *RaFFM*; "
+        "CIFAR-10, Dirichlet 1, seed 2 of *FedAvg*, *RaFFM*."
     )

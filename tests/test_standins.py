@@ -89,7 +89,7 @@ def fake(monkeypatch, classes=("a/1", "a/2", "b/1"), owners=True):
         torch.zeros(m, 1, 8, 8, dtype=torch.uint8), torch.arange(m) % 3, classes,
         torch.arange(n) // 10 if owners else None, torch.tensor([0, 1, 2, -1] * 3) if owners else None,
     )  # fmt: skip
-    monkeypatch.setattr(datasets, "_load", lambda name, size: data)
+    monkeypatch.setattr(datasets, "_load", lambda name, size, tokenizer: data)
     from fedlib.data.federated import _on_device
 
     _on_device.cache_clear()

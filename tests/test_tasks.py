@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from fedlib.data import metrics
+from fedlib.data.answers import AnswerKey, unpack
 from fedlib.data.tasks import (
     IGNORED,
     TASKS,
@@ -15,7 +16,6 @@ from fedlib.data.tasks import (
     Regression,
     Span,
     Task,
-    span_texts,
     task_of,
 )
 from fedlib.methods.losses import Batch, cross_entropies, kl_to_teacher
@@ -206,16 +206,6 @@ def test_an_undefined_correlation_is_zero(predictions):
     assert Regression().measure(torch.tensor([[1.0], [2.0]]), torch.tensor([1.0, 1.0]))["pearson"] == 0.0
 
 
-def test_token_spans_by_hand():
-    predictions = torch.tensor([[2, 4], [0, 1], [5, 5], [3, 3]])
-    labels = torch.tensor(
-        [[2, 4], [1, 4], [0, 2], [IGNORED, IGNORED]]
-    )  # same; 1 token of 2 and 4 shared; apart; cut off
-    got = Span().score(predictions, labels)
-    assert got == {"f1": pytest.approx(100 * (1 + 2 * 1 / (2 + 4) + 0 + 0) / 4), "exact_match": 25.0}
-    assert Span().score(predictions[3:], torch.tensor([[3, IGNORED]])) == {"f1": 0.0, "exact_match": 0.0}
-
-
 def greedy(model, prompt, n):
     """n tokens of greedy generation from a ``model`` of (tokens so far) -> logits."""
     ids = list(prompt)
@@ -266,9 +256,32 @@ def test_texts_are_compared_as_squad_compares_them():
         metrics.answer_scores(["x"], [["x"], ["y"]])
 
 
+WE_SAW = AnswerKey(
+    ["we saw the fox", "no"], [0, 1, 0], [["The fox", "saw the fox"], [], ["we"]],
+    torch.tensor([[[-1, -1], [0, 2], [3, 6], [7, 10], [11, 14]], [[-1, -1], [0, 2], [-1, -1], [-1, -1], [-1, -1]],
+                  [[-1, -1], [0, 2], [3, 6], [7, 10], [11, 14]]]),
+)  # fmt: skip
+
+
 def test_spans_become_text():
-    texts = span_texts(torch.tensor([[1, 2], [0, 0]]), ["we saw it", "no"], [[(0, 2), (3, 6), (7, 9)], [(0, 2)]])
-    assert texts == ["saw it", "no"]
+    rows = torch.tensor([2, 1, 0, 0])
+    texts = WE_SAW.texts(torch.tensor([[2, 3], [0, 0], [0, 4], [4, 9]]), rows)
+    assert texts == ["saw the", "", "", "fox"]  # outside the context there is no text; beyond the row it ends
+    again = unpack(**{k.removeprefix("answer_"): v for k, v in WE_SAW.pack().items()})
+    assert again.texts(torch.tensor([[2, 3]]), torch.tensor([0])) == ["saw the"] and again.answers == WE_SAW.answers
+
+
+def test_spans_are_scored_as_text():
+    predictions, labels = torch.tensor([[4, 4], [0, 0], [2, 2]]), torch.tensor([[3, 4, 0], [0, 0, 1], [1, 1, 2]])
+    # "fox" is "The fox"; nothing is right where nothing can be answered, in version 2 alone by F1; "saw" is not "we"
+    got = Span(key=WE_SAW).score(predictions, labels)
+    assert got == {"f1": pytest.approx(100 / 3), "exact_match": pytest.approx(200 / 3)}
+    got = Span(key=WE_SAW, unanswerable=True).score(predictions, labels)
+    assert got == {"f1": pytest.approx(200 / 3), "exact_match": pytest.approx(200 / 3)}
+    # of "saw the" and "saw the fox" two words of two and three are shared, but "the" does not count: 2 x 1 / (1 + 2)
+    assert Span(key=WE_SAW).score(torch.tensor([[2, 3]]), labels[:1])["f1"] == pytest.approx(100 * 2 / 3)
+    with pytest.raises(ValueError, match="Span: answers are compared as text, which takes a key"):
+        Span().score(predictions, labels)
 
 
 # --- the registry
@@ -282,6 +295,10 @@ def test_every_task_names_its_headline_and_its_width():
         "cola": "matthews", "mrpc": "f1", "qqp": "f1", "stsb": "pearson", "squad": "f1", "squad_v2": "f1",
         "xquad": "f1", "xquad_en": "f1", "svamp": "exact_match",
     }  # fmt: skip
-    assert task_of("cifar100") == Classification() and task_of("cifar100").metric == "accuracy"
+    assert (
+        task_of("squad_v2").unanswerable
+        and task_of("cifar100") == Classification()
+        and task_of("cifar100").metric == "accuracy"
+    )
     assert task_of("a/folder", "span") == Span() and task_of("a/folder", "number") == Regression()
     assert hash(task_of("stsb")) == hash(Regression())

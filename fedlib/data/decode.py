@@ -5,18 +5,20 @@ What a cell cannot mean (no label, NaN, -1 where classes have names) is refused 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 import numpy as np
 import torch
 
 from ..core.rng import numpy_generator
+from .answers import answer_key
 from .cache import Decoded
 from .equations import read_equations
 from .images import decode_images, image_column
 from .pairs import PAIR_LENGTH, tokenise_pairs
 from .spans import SPAN_LENGTH, read_spans
-from .text import tokenise
+from .text import LENGTH, tokenise
 
 Kind = Literal["images", "sentences", "pairs", "spans", "equations"]
 
@@ -34,6 +36,7 @@ class Layout:
     owner: str | None = None
     together: str | None = None  # the column whose equal values are held out together (a paragraph's questions)
     files: Mapping[str, Sequence[str]] = field(default_factory=dict)  # the parquet files of each split
+    tokenizer: str | None = None  # of its text; None: MiniLM's
 
     def row(self, split: str, i: int) -> str:
         """File and row of the i-th example of a split."""
@@ -67,7 +70,7 @@ def decode(splits, layout: Layout, size: int | None = None) -> tuple[Decoded, bo
     tables = {n: splits[n] for n in names}
     for name, table in tables.items():
         check_columns(table, name, layout)
-    inputs, fitted, targets = read_inputs(tables, layout, size)
+    inputs, fitted, targets, key = read_inputs(tables, layout, size)
     parts = []
     for name, table in tables.items():
         labels, classes = (targets[name], []) if name in targets else read_labels(table, name, layout)
@@ -78,7 +81,7 @@ def decode(splits, layout: Layout, size: int | None = None) -> tuple[Decoded, bo
         train, test = hold_out(parts[0], together)
     else:
         train, test = parts[0], _renumbered(*parts, names)
-    return (_tensors(train, test), train.classes), fitted
+    return (_tensors(train, test) | key, train.classes), fitted
 
 
 def check_columns(table, split: str, layout: Layout) -> None:
@@ -93,23 +96,38 @@ def check_columns(table, split: str, layout: Layout) -> None:
         raise ValueError(f"{layout.where}: split {split!r} holds no example")
 
 
-def read_inputs(tables: Mapping[str, object], layout: Layout, size: int | None) -> tuple[dict, bool, dict]:
-    """Inputs by split, whether they depend on ``size``, and labels by split where text and labels are read together."""
+def read_inputs(tables: Mapping[str, object], layout: Layout, size: int | None) -> tuple[dict, bool, dict, dict]:
+    """Inputs by split, whether they depend on ``size``, labels that are read with text by split, questions' key."""
     if layout.kind == "images":
-        return *decode_images(tables, image_column(next(iter(tables.values()))), size, layout), {}
-    inputs, targets = {}, {}
+        return *decode_images(tables, image_column(next(iter(tables.values()))), size, layout), {}, {}
+    if layout.kind == "spans":
+        return read_questions(tables, layout, size or SPAN_LENGTH)
+    inputs, targets, source = {}, {}, layout.tokenizer
+    fitted = layout.kind != "sentences" or source is not None
     for name, table in tables.items():
         columns = [read_column(table, c, name, layout) for c in layout.reads]
         if layout.kind == "sentences":
-            inputs[name] = tokenise(columns[0])
+            inputs[name] = tokenise(columns[0], source, size or LENGTH if fitted else LENGTH)
         elif layout.kind == "pairs":
-            inputs[name] = tokenise_pairs(*columns, size or PAIR_LENGTH)
+            inputs[name] = tokenise_pairs(*columns, size or PAIR_LENGTH, source)
         else:
-            read, length = (read_spans, SPAN_LENGTH) if layout.kind == "spans" else (read_equations, PAIR_LENGTH)
             answers = read_column(table, layout.label, name, layout)
-            where = lambda i, name=name: layout.row(name, i)  # noqa: E731
-            inputs[name], targets[name] = read(columns, answers, size or length, where)
-    return inputs, layout.kind != "sentences", targets
+            where = partial(layout.row, name)
+            inputs[name], targets[name] = read_equations(columns, answers, size or PAIR_LENGTH, where, source)
+    return inputs, fitted, targets, {}
+
+
+def read_questions(tables: Mapping[str, object], layout: Layout, length: int) -> tuple[dict, bool, dict, dict]:
+    """As :func:`read_inputs`; a label is (first token, last token, row of the answer key), the key of all splits."""
+    inputs, targets, contexts, answers, offsets = {}, {}, [], [], []
+    for name, table in tables.items():
+        columns = [read_column(table, c, name, layout) for c in layout.reads]
+        given = read_column(table, layout.label, name, layout)
+        where = partial(layout.row, name)
+        inputs[name], spans, places = read_spans(columns, given, length, where, layout.tokenizer)
+        targets[name] = np.column_stack((spans, len(answers) + np.arange(len(spans))))
+        contexts, answers, offsets = contexts + columns[1], answers + given, [*offsets, places]
+    return inputs, True, targets, answer_key(contexts, answers, np.concatenate(offsets)).pack()
 
 
 def read_column(table, column: str, split: str, layout: Layout) -> list:

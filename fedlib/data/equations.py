@@ -1,6 +1,7 @@
 """Word problems with the equation that solves them (SVAMP): next-token prediction after a prompt.
 
-Rows are [CLS] question [SEP] equation [SEP], zeros. The label of position t is the token at t + 1 where that belongs
+Rows are begin question between equation end padding: [CLS] question [SEP] equation [SEP] zeros of BERT's words; of
+LLaMA's <s>, a new line and </s>. The label of position t is the token at t + 1 where that belongs
 to the equation or ends it, and ``tasks.IGNORED`` elsewhere. The equation is written as the set writes it: ``- number0
 number1`` with numbers in the order of the text, or ``( 8.0 - 3.0 )``.
 """
@@ -11,28 +12,32 @@ import numpy as np
 import torch
 
 from .tasks import IGNORED
-from .text import wordpiece
+from .tokenizer import words_of
 
 
 def read_equations(
-    columns: Sequence[Sequence[str]], equations: Sequence[str], length: int, where: Callable[[int], str]
+    columns: Sequence[Sequence[str]],
+    equations: Sequence[str],
+    length: int,
+    where: Callable[[int], str],
+    source: str | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """(token ids int32 (N, length), next tokens int64 (N, length)); several columns of text are read one after another.
 
     Of a problem that is too long the beginning is left out, as the question stands at its end. ``ValueError`` names the
     row (``where(i)``) of an equation that leaves no room for a question.
     """
-    tokenizer = wordpiece(None)
-    begin, end = (tokenizer.token_to_id(t) for t in ("[CLS]", "[SEP]"))
+    words = words_of(source)
+    tokenizer, marks = words.encoder(), len(words.begin) + len(words.between) + 1
     problems = [" ".join(texts) for texts in zip(*columns, strict=True)]
     encode = lambda texts: [e.ids for e in tokenizer.encode_batch(list(texts), add_special_tokens=False)]  # noqa: E731
-    ids = np.zeros((len(problems), length), np.int32)
+    ids = np.full((len(problems), length), words.padding, np.int32)
     prompts, lengths = (np.zeros(len(problems), np.int64) for _ in range(2))
     for i, (problem, equation) in enumerate(zip(encode(problems), encode(equations), strict=True)):
-        room = length - 3 - len(equation)
+        room = length - marks - len(equation)
         if room < 1 or not equation:
             raise ValueError(f"{where(i)}: an equation of {len(equation)} tokens does not fit into {length}")
-        row = [begin, *problem[-room:], end, *equation, end]
+        row = [*words.begin, *problem[-room:], *words.between, *equation, words.end]
         ids[i, : len(row)] = row
         prompts[i], lengths[i] = len(row) - len(equation) - 1, len(row)
     return ids, next_token_labels(*map(torch.from_numpy, (ids, prompts, lengths))).numpy()

@@ -9,6 +9,7 @@ import torch
 
 from ..core.experiment import Experiment
 from ..core.rng import numpy_generator
+from .answers import AnswerKey, unpack
 from .client_tests import ByLabel, Everything, by_label, contiguous, like_train
 from .datasets import ImageData, is_text, load_dataset, source_key, target_of
 from .partition import BY_CHANCE, BY_OWNER, Divided, Drawn, partition_examples
@@ -34,6 +35,7 @@ class FederatedData:
     seed: int = 0  # of that division
     digest: str = ""  # of the whole data set, of which an experiment may use a part
     vocabulary: torch.Tensor | None = None  # token ids of the answers, by label; None where labels are no tokens
+    answers: AnswerKey | None = None  # where labels are spans
     public: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))  # training rows for the server alone
 
     def __post_init__(self):
@@ -109,22 +111,24 @@ class FederatedData:
 
 @lru_cache(maxsize=4)
 def _on_device(
-    name: str, groups: bool, device: str, size: int | None, source: str
+    name: str, groups: bool, device: str, size: int | None, tokenizer: str | None, source: str
 ) -> tuple[ImageData, tuple[torch.Tensor, ...]]:
     """``source`` says which files are meant: changed ones are read again."""
-    data = load_dataset(name, groups, size)
+    data = load_dataset(name, groups, size, tokenizer)
     fields = (data.train_images, data.train_labels, data.test_images, data.test_labels, *data.mean_std())
     return data, tuple(t.to(device) for t in fields)
 
 
-def load_federated(e: Experiment, device: str = "cpu", size: int | None = None) -> FederatedData:
+def load_federated(
+    e: Experiment, device: str = "cpu", size: int | None = None, tokenizer: str | None = None
+) -> FederatedData:
     """Load and partition ``e``'s data. The examples are shared by all experiments of the process on one device.
 
-    ``size`` is the network's input (see :func:`datasets.load_dataset`).
+    ``size`` is the network's input, ``tokenizer`` what its words come from (see :func:`datasets.load_dataset`).
     """
-    source = json.dumps(source_key(e.dataset))
+    source = json.dumps(source_key(e.dataset, tokenizer))
     data, (images, labels, test_images, test_labels, mean, std) = _on_device(
-        e.dataset, e.label_groups, device, size, source
+        e.dataset, e.label_groups, device, size, tokenizer, source
     )
     check_labels(e, data)
     values, test_values = _strata(data, data.train_labels), _strata(data, data.test_labels)
@@ -142,10 +146,11 @@ def load_federated(e: Experiment, device: str = "cpu", size: int | None = None) 
     if data.target == "tokens":
         vocabulary = data.vocabulary.to(device)
         labels, test_labels = (places_in(vocabulary, x) for x in (labels, test_labels))
+    key = unpack(data.answer_texts, data.answer_offsets) if data.target == "span" else None
     return FederatedData(
         images, labels, test_images, test_labels, data.classes, mean, std, holdings,
         owners if e.partition in BY_OWNER else None, test_owners[test] if test_owners is not None else None,
-        e.test_split, e.seed, data.digest, vocabulary, public,
+        e.test_split, e.seed, data.digest, vocabulary, key, public,
     )  # fmt: skip
 
 

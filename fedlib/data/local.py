@@ -7,6 +7,7 @@ training data. What they mean is told by their columns (``LAYOUTS``).
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from .answers import KEYED
 from .cache import Decoded
 from .decode import Kind, Layout, decode
 from .leaf import is_leaf, read_leaf
@@ -29,7 +30,9 @@ TESTED_FIRST = ("test", "valid", "validation")
 VALIDATED_FIRST = ("validation", "valid", "test")  # GLUE publishes its test sentences without labels
 
 
-def local_set(path: Path, format: int) -> tuple[dict, Callable[[int | None], tuple[Decoded, bool]]]:
+def local_set(
+    path: Path, format: int, tokenizer: str | None = None
+) -> tuple[dict, Callable[[int | None], tuple[Decoded, bool]]]:
     """The cache key of a local set, and what reads it for a network of some input size (see ``decode.decode``).
 
     ``ValueError`` names the file that is damaged and what a set lacks.
@@ -46,14 +49,15 @@ def local_set(path: Path, format: int) -> tuple[dict, Callable[[int | None], tup
         if is_leaf(path):
             return read_leaf(path), False
         splits = load_splits(path, parquet)
-        layout = layout_of(path, splits, kind, reads, label, parquet)
+        layout = layout_of(path, splits, kind, reads, label, parquet, tokenizer)
         if kind == "images" and layout.owner is not None and "audio" in splits["train"].column_names:
             from .speech import decode_speech
 
             return decode_speech(splits["train"], layout.label, layout.owner), False
         return decode(splits, layout, size)
 
-    return {"path": stamp, "format": format} | (tokenizer_key() if reads else {}), read
+    key = {"path": stamp, "format": format} | (KEYED if kind == "spans" else {})
+    return key | (tokenizer_key(tokenizer) if reads else {}), read
 
 
 def text_layout(parquet: Mapping[str, Sequence[str]]) -> tuple[Kind, tuple[str, ...], str | None]:
@@ -96,14 +100,16 @@ def load_splits(path: Path, parquet: Mapping[str, Sequence[str]]):
     return splits
 
 
-def layout_of(path: Path, splits, kind: Kind, reads: tuple[str, ...], label: str | None, files) -> Layout:
+def layout_of(
+    path: Path, splits, kind: Kind, reads: tuple[str, ...], label: str | None, files, tokenizer: str | None = None
+) -> Layout:
     """The layout of a local set; an image set's label and owner are found by name."""
     columns = splits["train"].column_names
     if not reads:
         label = next((c for c in IMAGE_LABELS if c in columns), "label")
     owner = next((c for c in OWNERS if c in columns), None)
     test = next((s for s in (VALIDATED_FIRST if reads else TESTED_FIRST) if s in splits), None)
-    return Layout(str(path), kind, label, reads, test=test, owner=owner, files=files)
+    return Layout(str(path), kind, label, reads, test=test, owner=owner, files=files, tokenizer=tokenizer)
 
 
 def _readable(file: str) -> bool:

@@ -6,21 +6,24 @@ Outputs are (..., *out), labels (..., *label); a leading dimension of outputs th
 | -------------- | --------------- | ---------------------------------------------------------------------------- |
 | Classification | (classes,)      | () int64                                                                     |
 | Regression     | (1,)            | () float                                                                     |
-| Span           | (T, 2)          | (2,) int64: first and last token of the answer; IGNORED where it was cut off |
+| Span           | (T, 2)          | (3,) int64: first and last token (IGNORED: cut off), row in the answer key   |
 | NextToken      | (T, vocabulary) | (T,) int64: the token that follows; IGNORED in prompts and padding           |
 
 Read next: ``metrics.py``.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 
 from . import metrics
+
+if TYPE_CHECKING:
+    from .answers import AnswerKey
 
 IGNORED = -100  # a label that is not there
 
@@ -141,10 +144,13 @@ class Regression(Task):
 class Span(Task):
     """A part of the input (SQuAD): every token has a logit to be the answer's first and one to be its last.
 
-    F1 and exact match are of tokens' positions. On text: :func:`span_texts` and ``metrics.answer_scores``.
+    F1 and exact match are of the answers' text, as SQuAD's scripts compute them; those of its two versions differ
+    where an answer is empty. ``key`` is the data set's, without which there is no text.
     """
 
     longest: int = 30  # tokens of an answer
+    unanswerable: bool = False  # may a question have no answer (SQuAD 2.0)? It points to the first token
+    key: "AnswerKey | None" = field(default=None, compare=False, repr=False)
     metric: ClassVar = "f1"
     reads: ClassVar = "tokens"
 
@@ -153,6 +159,7 @@ class Span(Task):
 
     def losses(self, outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Mean of the cross-entropies of first and last token. What lies beyond the input counts as ignored."""
+        labels = labels[..., :2]
         labels = labels.masked_fill(labels >= outputs.shape[-2], IGNORED)
         return _cross_entropy(outputs.transpose(-1, -2), labels).mean(-1)
 
@@ -181,14 +188,9 @@ class Span(Task):
         return best, torch.stack([first, last], -1)
 
     def _score(self, predictions, labels):
-        """An answer that was cut off cannot be found: it counts as missed."""
-        (first, last), (true_first, true_last) = predictions.unbind(-1), labels.unbind(-1)
-        common = (torch.minimum(last, true_last) - torch.maximum(first, true_first) + 1).clamp(min=0)
-        common = common.masked_fill((labels == IGNORED).any(-1), 0)
-        sizes = (last - first + 1) + (true_last - true_first + 1)
-        f1 = torch.where(common > 0, 2 * common.double() / sizes, 0.0)
-        exact = (predictions == labels).all(-1).double()
-        return {"f1": 100 * f1.mean().item(), "exact_match": 100 * exact.mean().item()}
+        if self.key is None:
+            raise ValueError("Span: answers are compared as text, which takes a key (data.answers.AnswerKey)")
+        return self.key.scores(predictions, labels[..., 2], self.unanswerable)
 
 
 @dataclass(frozen=True)
@@ -256,11 +258,6 @@ def _mean_where(mask: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     return values.masked_fill(~mask, 0.0).sum(-1) / mask.sum(-1).clamp(min=1)
 
 
-def span_texts(spans: torch.Tensor, contexts: Sequence[str], offsets: Sequence[Sequence[tuple[int, int]]]) -> list[str]:
-    """The text of spans (N, 2). ``offsets``: per example and token its (start, end) in ``contexts``, in characters."""
-    return [c[o[a][0] : o[b][1]] for (a, b), c, o in zip(spans.tolist(), contexts, offsets, strict=True)]
-
-
 TASKS: Mapping[str, Task] = MappingProxyType(
     {
         "cola": Classification(("matthews", "accuracy")),
@@ -268,7 +265,7 @@ TASKS: Mapping[str, Task] = MappingProxyType(
         "qqp": Classification(("f1", "accuracy")),
         "stsb": Regression(),
         "squad": Span(),
-        "squad_v2": Span(),
+        "squad_v2": Span(unanswerable=True),
         "xquad": Span(),
         "xquad_en": Span(),
         "svamp": NextToken(),

@@ -1,4 +1,4 @@
-"""Text as token ids: sentences cut by MiniLM's WordPiece tokenizer into int32 rows of one length, padded with zeros.
+"""Text as token ids: sentences cut by a tokenizer (``tokenizer.py``) into int32 rows of one length.
 
 SST-2 and AG News are read by ``decode.py`` like any other set, with token ids in the place of pixels. More than one
 text a row: ``pairs.py``, ``spans.py``, ``equations.py``. ``docstrings`` is for smoke runs and tests where none of them
@@ -7,7 +7,6 @@ result on it is worth reporting.
 """
 
 import ast
-import hashlib
 from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -16,8 +15,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ..core.paths import minilm_file
 from ..core.rng import numpy_generator
+from .tokenizer import words_of
 
 LENGTH = 64  # tokens, [CLS] and [SEP] included; longer sentences are cut (SST-2: 1 in 13,000, AG News: 1 in 15)
 LIBRARIES = ("numpy", "matplotlib", "pandas")  # the classes of ``docstrings``
@@ -25,40 +24,26 @@ DOCSTRINGS = 300  # of each library; a sixth is the test set
 FILES = 6  # of each library, the largest
 
 
-def wordpiece(length: int | None):
-    """MiniLM's tokenizer; what it encodes is cut and padded to ``length`` tokens, or neither."""
-    from tokenizers import Tokenizer
-
-    tokenizer = Tokenizer.from_file(str(minilm_file("tokenizer.json")))
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    if length is not None:
-        tokenizer.enable_truncation(length)
-        tokenizer.enable_padding(length=length)
-    return tokenizer
+def tokenise(sentences: Sequence[str], source: str | None = None, length: int = LENGTH) -> np.ndarray:
+    """Token ids int32 (N, length): the words of each sentence, the marks around them, padding."""
+    encoded = words_of(source).encoder(length).encode_batch(list(sentences))
+    return np.array([e.ids for e in encoded], np.int32).reshape(-1, length)
 
 
-def tokenise(sentences: Sequence[str]) -> np.ndarray:
-    """Token ids int32 (N, LENGTH): [CLS], word pieces, [SEP], zeros."""
-    encoded = wordpiece(LENGTH).encode_batch(list(sentences))
-    return np.array([e.ids for e in encoded], np.int32).reshape(-1, LENGTH)
+def tokenizer_key(source: str | None = None) -> dict:
+    """What token ids depend on besides the sentences and a network's length, for the cache."""
+    return {"tokenizer": words_of(source).digest} | ({"length": LENGTH} if source is None else {})
 
 
-def tokenizer_key() -> dict:
-    """What token ids depend on besides the sentences, for the cache."""
-    digest = hashlib.sha256(minilm_file("tokenizer.json").read_bytes()).hexdigest()[:16]
-    return {"tokenizer": digest, "length": LENGTH}
-
-
-def docstrings_key() -> dict:
+def docstrings_key(source: str | None = None) -> dict:
     return {
         "docstrings": [f"{x} {version(x)}" for x in LIBRARIES],
         "per_library": DOCSTRINGS,
         "files": FILES,
-    } | tokenizer_key()
+    } | tokenizer_key(source)
 
 
-def read_docstrings() -> tuple[dict[str, torch.Tensor], list[str]]:
+def read_docstrings(source: str | None = None, length: int = LENGTH) -> tuple[dict[str, torch.Tensor], list[str]]:
     """Which library does the first sentence of a function's docstring come from? 250 train and 50 test a library.
 
     The sources are parsed, not imported. A sentence that several functions or libraries have counts once.
@@ -72,7 +57,7 @@ def read_docstrings() -> tuple[dict[str, torch.Tensor], list[str]]:
         sentences += [found[i] for i in order]
         labels += [label] * len(order)
         test += [rank < len(order) // 6 for rank in range(len(order))]
-    ids, labels, test = torch.from_numpy(tokenise(sentences)), torch.tensor(labels), torch.tensor(test)
+    ids, labels, test = torch.from_numpy(tokenise(sentences, source, length)), torch.tensor(labels), torch.tensor(test)
     tensors = {"train_images": ids[~test], "train_labels": labels[~test], "test_images": ids[test]}
     return tensors | {"test_labels": labels[test]}, list(LIBRARIES)
 

@@ -10,6 +10,7 @@ from ..core.validation import check_conditions, shown
 from ..data.datasets import DATASETS, TEXTS
 from ..data.federated import FederatedData
 from ..data.tasks import NextToken, task_of
+from ..data.tokenizer import words_of
 from ..methods import METHODS, Method, Setting, build_method
 from ..models.adapters import check_finetune, default_options
 from ..models.registry import backbone_spec, check_pretrained
@@ -70,13 +71,16 @@ def check_input(e: Experiment, config, text: bool) -> None:
     )
 
 
-def check_words(e: Experiment, config, text: bool) -> None:
-    """Raise ``ValueError`` if published weights know other token ids than BERT's, which text comes in."""
-    if text and e.pretrained and getattr(config, "own_words", False):
-        raise ValueError(
-            f"experiment: backbone = {e.backbone!r} with pretrained = True knows the words of its own tokenizer, and "
-            "sentences come as BERT's; allowed: bert_base, bert_large, distilbert, minilm, or False"
-        )
+def check_words(e: Experiment, config) -> None:
+    """Raise ``ValueError`` if the backbone and its tokenizer do not go together; ``ConnectionError`` if it has none."""
+    source = getattr(config, "tokenizer", None)
+    if source is None:
+        return
+    words, of = words_of(source), f"experiment: backbone = {e.backbone!r}: the tokenizer of {source!r}"
+    if words.rows > config.vocab_size:
+        raise ValueError(f"{of} has token ids up to {words.rows - 1}; allowed: below the model's {config.vocab_size}")
+    if words.padding != config.padding:
+        raise ValueError(f"{of} pads with {words.padding}, and padding = {config.padding} is what the model masks")
 
 
 def check_population(e: Experiment, data: FederatedData) -> None:

@@ -76,6 +76,8 @@ def served_parts(federation: Federation, server: Server) -> list[Slice | tuple[S
 def evaluate(federation: Federation, server: Server) -> Mapping[str, object]:
     """``accuracy`` (mean over exits), ``exits`` (each exit's), and ``ensemble`` where one model has all exits.
 
+    ``others`` has each exit's further metrics, if the task has any (SQuAD's exact match, CoLA's accuracy).
+
     Exits are those that answer (``Method.answering``). All numbers are the task's metric, in percent. With noise also
     the ``epsilon`` at ``delta`` that the rounds have cost.
 
@@ -88,15 +90,18 @@ def evaluate(federation: Federation, server: Server) -> Mapping[str, object]:
     shared = all(p == parts[0] for p in parts)
     outputs = exit_logits(federation, server, parts[0]) if shared else None
 
-    def percent(of_exit: torch.Tensor) -> float:
-        return round(task.measure(of_exit, labels)[task.metric], 4)
+    def measured(of_exit: torch.Tensor) -> dict[str, float]:
+        return {name: round(value, 4) for name, value in task.measure(of_exit, labels).items()}
 
-    exits = []
+    found = []
     for j, part in zip(answering, parts, strict=True):
         held = (part[0] if isinstance(part, tuple) else part).exits
         answers = max((k for k in held if k <= j), default=j)  # an exit that nobody trains: the one before it
-        exits.append(percent((outputs if shared else exit_logits(federation, server, part))[answers]))
+        found.append(measured((outputs if shared else exit_logits(federation, server, part))[answers]))
+    exits = [f[task.metric] for f in found]
     out = {"accuracy": round(sum(exits) / len(exits), 4), "exits": exits}
+    if others := {name: [f[name] for f in found] for name in found[0] if name != task.metric}:
+        out["others"] = others
     if shared and len(exits) > 1:
-        out["ensemble"] = percent(outputs[answering].mean(0))
+        out["ensemble"] = measured(outputs[answering].mean(0))[task.metric]
     return out | privacy_spent(federation, server.t)

@@ -18,7 +18,7 @@ from ..models.adapters import apply_finetune_
 from ..models.exit_model import ExitModel
 from ..models.measure import Measure
 from ..models.places import axes_of
-from ..models.registry import backbone_spec, build_backbone
+from ..models.registry import backbone_spec, build_backbone, tokenizer_of
 from ..models.token_heads import EveryToken
 from .checks import check_device, check_experiment, check_input, check_population, check_words
 from .frozen_cache import FrozenCache, build_frozen_cache
@@ -43,7 +43,9 @@ class Federation:
 
     @property
     def task(self) -> Task:
-        return task_of(self.experiment.dataset)
+        """What outputs mean; of questions with the key that says what an answer is worth."""
+        task = task_of(self.experiment.dataset)
+        return replace(task, key=self.data.answers) if isinstance(task, Span) else task
 
     @property
     def device(self) -> torch.device:
@@ -124,9 +126,9 @@ def build_federation(e: Experiment, device: str = "cpu") -> Federation:
     check_device(device)
     method = check_experiment(e)
     spec = backbone_spec(e.backbone)
-    data = load_federated(e, device, spec.input_shape[-1])
+    check_words(e, spec)
+    data = load_federated(e, device, spec.input_shape[-1], tokenizer_of(e.backbone))
     check_input(e, spec, is_text(data.images))
-    check_words(e, spec, is_text(data.images))
     check_task(e, data)
     check_population(e, data)
     shapes = build_model(e, method, data.num_outputs, meta=True)

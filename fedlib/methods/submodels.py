@@ -3,6 +3,12 @@
 The permutations that preserve a transformer's function are by group: ``qk`` (features of a head's queries and keys),
 ``vo`` (of its values), ``ffn``, ``heads`` (whole ones), ``residual`` (one for the whole net). Ranking an axis by
 salience and keeping its first entries is a ranked slice. Read next: ``sliced/raffm.py``.
+
+Clients of unequal widths do not stack: they train one by one, two processes 1.70 times as fast as one (few-shot
+CIFAR-10, ``deit_micro``). Feed-forward layers could be padded to the widest by zero rows and columns, exactly. Where
+all other widths are equal, ten ``deit_micro`` clients are then 1.4 times faster, as they stack, and four of MiniLM 1.1
+times slower, as they compute zeros. By default they are not: a head's scores are divided by the root of its own width
+and norms are over a client's own stream, which no zeros make equal. So nothing is padded.
 """
 
 from collections.abc import Callable, Mapping, Sequence

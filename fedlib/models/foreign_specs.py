@@ -60,9 +60,9 @@ class ForeignSpec:
         return "images" if self.family == "vit" else "tokens"
 
     @property
-    def own_words(self) -> bool:
-        """Are its token ids of a tokenizer of its own, and not BERT's, which sentences come in?"""
-        return self.family not in ("bert", "distilbert", "vit")
+    def tokenizer(self) -> str | None:
+        """What its words come from: its source; None: MiniLM's tokenizer, which BERT and DistilBERT share."""
+        return None if self.family in ("bert", "distilbert", "vit") else self.source
 
     @property
     def causal(self) -> bool:
@@ -125,7 +125,7 @@ FOREIGN: dict[str, ForeignSpec] = {
     "vit_b16": ForeignSpec("vit", "google/vit-base-patch16-224-in21k"),
     "llama2_7b": ForeignSpec(
         "llama", "meta-llama/Llama-2-7b-hf", positions=4096, vocab_size=32_000, dim=4096, depth=32, heads=32,
-        ffn_dim=11_008,
+        ffn_dim=11_008, padding=2,  # it has no pad token: the end of a sentence fills rows
     ),
     "llama_tiny": ForeignSpec("llama", length=96, dim=64, depth=4, heads=4, ffn_dim=172),
 }  # fmt: skip

@@ -127,6 +127,11 @@ def _download_bert_base() -> dict[str, torch.Tensor]:
     return {name.replace(".gamma", ".weight").replace(".beta", ".bias"): x for name, x in named.items()}
 
 
+def tokenizer_of(name: str) -> str | None:
+    """What the words of a backbone come from (``data/tokenizer.py``); None: MiniLM's tokenizer, or no words."""
+    return getattr(OWN.get(name), "tokenizer", None)
+
+
 @cache
 def backbone_spec(name: str, exit_head: str | None = None) -> Spec:
     """The shape of a backbone without its weights (nothing is downloaded or allocated).

@@ -8,7 +8,7 @@ runs say. Read next: ``report/claims.py``, ``report/site.py``.
 import argparse
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pandas as pd
@@ -20,6 +20,8 @@ from ..runs.params_files import papers
 from ..runs.store import run_path
 from .claims import COLUMNS, Judged, Stored, judge
 from .clients import VALUES
+from .style import spelled
+from .style import title_of as column_title
 from .tables import markdown_table, obtained, reported_beside
 
 THUMBNAIL = 420  # pixels
@@ -88,7 +90,7 @@ def section(stored: Stored, table: str, done: dict[str, Cell], shown: dict[str, 
     cells, frame = stored.read(table)
     value = stored.spec(table).get("value", "accuracy")
     title = f"## {title_of(stored.paper, table)}"
-    parts = [title, facts(stored, list(done.values()), wanted={c.experiment.hash for c in cells})]
+    parts = [title, facts(stored, list(done.values()), wanted={c.experiment.hash for c in cells}), missing(cells, done)]
     if value == "last":
         parts.append("Accuracy of the last exit.")
     owner = {shown.get(h) for h in done}
@@ -124,6 +126,24 @@ def facts(stored: Stored, cells: Sequence[Cell], wanted: set[str] = frozenset())
         f"{diverged} diverged" if diverged else "",
     ]
     return f"{'; '.join(w for w in words if w)}."
+
+
+def missing(cells: Sequence[Cell], done: Mapping[str, Cell]) -> str:
+    """What of a grid that was begun is not run yet: whole data columns, and of the others seeds and methods."""
+    begun = {c.column for c in cells if c.experiment.hash in done}
+    whole, seeds = dict.fromkeys(c.column for c in cells if c.column not in begun), {}
+    for c in cells:
+        if c.column in begun and c.experiment.hash not in done:
+            seeds.setdefault((c.column, c.label), set()).add(c.seed)
+    by_seeds: dict[tuple, list[str]] = {}
+    for (column, label), lacking in seeds.items():
+        by_seeds.setdefault((column, tuple(sorted(lacking))), []).append(f"*{spelled(label)}*")
+    parts = [
+        f"{column_title(column)}, seed{'s' * (len(lacking) > 1)} {', '.join(map(str, lacking))} of {', '.join(labels)}"
+        for (column, lacking), labels in by_seeds.items()
+    ]
+    parts += [f"all of {', '.join(f'*{column_title(c)}*' for c in whole)}"] if whole else []
+    return f"Not run yet: {'; '.join(parts)}." if parts else ""
 
 
 def claims_section(verdicts: Sequence[Judged]) -> str:

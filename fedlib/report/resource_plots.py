@@ -72,11 +72,10 @@ def plot_client_map(values: Sequence[float], label: str, title: str, ax=None, lo
 def plot_size_and_score(frame: pd.DataFrame, score: str, title: str, ax=None, bins: int = 8):
     """How many clients have which model size (share of the whole) and which ``score``; columns ``share``, ``score``."""
     import seaborn
+    from matplotlib.ticker import MaxNLocator
 
-    ax = axes_of(ax)
-    seaborn.histplot(
-        frame, x="share", y="score", bins=bins, cmap="viridis", cbar=True, cbar_kws={"label": "clients"}, ax=ax
-    )
+    ax, bar = axes_of(ax), {"label": "clients", "ticks": MaxNLocator(integer=True)}
+    seaborn.histplot(frame, x="share", y="score", bins=bins, cmap="viridis", cbar=True, cbar_kws=bar, ax=ax)
     finish(ax, "model size (share of the whole)", score, title)
     return ax
 

@@ -39,6 +39,11 @@ DATA = {
     "fsdd": "Free Spoken Digits", "sst2": "SST-2", "ag_news": "AG News", "docstrings": "docstrings",
     "cola": "CoLA", "mrpc": "MRPC", "stsb": "STS-B", "rte": "RTE", "qqp": "QQP", "qnli": "QNLI", "mnli": "MNLI",
     "squad": "SQuAD", "squad_v2": "SQuAD v2", "xquad_en": "XQuAD", "svamp": "SVAMP", "flowers102": "Flowers-102",
+    "cifar10_full": "CIFAR-10, many examples", "cifar100_full": "CIFAR-100, many examples",
+}  # fmt: skip
+BACKBONES = {
+    "bert_base": "BERT-base", "bert_large": "BERT-large", "roberta_base": "RoBERTa", "distilbert": "DistilBERT",
+    "flan_t5_small": "FLAN-T5 small", "flan_t5_base": "FLAN-T5 base", "vit_b16": "ViT-B/16", "llama2_7b": "LLaMA-2",
 }  # fmt: skip
 
 
@@ -118,6 +123,11 @@ def named(frame: pd.DataFrame) -> pd.DataFrame:
 def spelled(name: str) -> str:
     """A line's name as figures spell it, part by part: ``depthfl, lora`` is ``DepthFL, LoRA``."""
     return ", ".join(map(label_of, name.split(", ")))
+
+
+def model_of(backbone: str) -> str:
+    """A backbone in a reader's words, however long its rows are: ``bert_base.384`` is ``BERT-base``."""
+    return BACKBONES.get(backbone.split(".")[0], backbone)
 
 
 def title_of(column: str, stand_in: str | None = None) -> str:

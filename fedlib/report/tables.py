@@ -10,7 +10,7 @@ from ..core.experiment import Experiment
 from ..core.paths import outputs_dir, params_dir
 from ..data.datasets import is_available, load_dataset
 from ..engine.executors import Execution
-from ..models.registry import build_backbone
+from ..models.registry import build_backbone, tokenizer_of
 from ..runs.costs import exit_costs
 from ..runs.durations import describe
 from ..runs.params import Cell, load_fallback, load_grid, load_spec
@@ -39,7 +39,8 @@ def load_cells(
     cells, fallback = load_grid(paper, table, profile, overrides), load_fallback(paper, table, profile)
     if not fallback or "dataset" in (overrides or {}):
         return cells
-    unavailable = {n for n in {c.experiment.dataset for c in cells} if not is_available(n)}
+    sets = {(c.experiment.dataset, tokenizer_of(c.experiment.backbone)) for c in cells}
+    unavailable = {name for name, tokenizer in sets if not is_available(name, tokenizer)}
     missing = (c.experiment for c in cells if find_run(c.experiment, folder) is None)
     lacking = {e.dataset for e in missing if e.dataset in unavailable}
     fallback = {k: v for k, v in fallback.items() if k not in (overrides or {})}
@@ -70,9 +71,9 @@ def run_cells(
 
 def fetch(experiments: Sequence[Experiment]) -> None:
     """Bring every data set and backbone of ``experiments`` onto this machine, or say in one sentence what is not."""
-    for name in dict.fromkeys(e.dataset for e in experiments):
-        if not is_available(name):
-            load_dataset(name)
+    for name, tokenizer in dict.fromkeys((e.dataset, tokenizer_of(e.backbone)) for e in experiments):
+        if not is_available(name, tokenizer):
+            load_dataset(name, tokenizer=tokenizer)
     for name in dict.fromkeys(e.backbone for e in experiments if e.pretrained):
         build_backbone(name)
 

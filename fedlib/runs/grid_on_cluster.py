@@ -16,7 +16,7 @@ from ..engine.checks import check_experiment
 from ..engine.cluster import TRIES, connect, total
 from ..engine.executors import Execution, become_worker
 from ..methods import METHODS
-from ..models.registry import backbone_spec
+from ..models.registry import backbone_spec, tokenizer_of
 from .costs import MIB, exit_costs
 from .identity import Accept
 from .progress import Watch
@@ -93,7 +93,7 @@ def experiment_mib(e: Experiment, cohort_size: int | None = None) -> float:
 
     CUDA's own + the examples + cohort size x ``costs.exit_costs``' training memory + one more copy of the parameters.
     """
-    data = load_federated(e, size=backbone_spec(e.backbone).input_shape[-1])
+    data = load_federated(e, size=backbone_spec(e.backbone).input_shape[-1], tokenizer=tokenizer_of(e.backbone))
     clients = cohort_size or e.clients_per_round
     deepest = exit_costs(e, data.num_outputs, e.batch_size)[-1]
     tensors = (data.images, data.labels, data.test_images, data.test_labels)

@@ -20,9 +20,10 @@ from ..core.paths import has_minilm, minilm_file
 from ..core.validation import did_you_mean
 from ..data.cache import known_digest
 from ..data.datasets import is_available, load_dataset, source_key
+from ..data.tokenizer import has_words
 from ..engine.federation import Federation
 from ..methods import METHODS, Method, build_method
-from ..models.registry import WEIGHTS, backbone_spec
+from ..models.registry import WEIGHTS, backbone_spec, tokenizer_of
 from .sources import code_of
 
 KINDS = ("options", "method", "data", "weights")  # what can differ, in the words of ``accept``
@@ -120,19 +121,22 @@ def _options(method: Method) -> dict[str, object]:
 
 def _data_digest(e: Experiment) -> str | None:
     """The digest of ``e``'s data set as it is now; None where it is not at hand, or cannot be read."""
+    tokenizer = tokenizer_of(e.backbone)
+    if tokenizer is not None and not has_words(tokenizer):
+        return None
     try:
-        key = source_key(e.dataset)
+        key = source_key(e.dataset, tokenizer)
         if key is None or (known := known_digest(key)) is not None:
             return key and known
         size = backbone_spec(e.backbone).input_shape[-1]
-        return known_digest(key, size) or _decoded_digest(e.dataset, size, json.dumps(key))
+        return known_digest(key, size) or _decoded_digest(e.dataset, size, tokenizer, json.dumps(key))
     except (ImportError, ValueError):  # text without a tokenizer; damaged files
         return None
 
 
 @lru_cache(maxsize=32)
-def _decoded_digest(name: str, size: int, key: str) -> str | None:
-    return load_dataset(name, size=size).digest if is_available(name) else None
+def _decoded_digest(name: str, size: int, tokenizer: str | None, key: str) -> str | None:
+    return load_dataset(name, size=size, tokenizer=tokenizer).digest if is_available(name, tokenizer) else None
 
 
 def _weights_file_digest(e: Experiment) -> str | None:

@@ -12,9 +12,10 @@ import numpy as np
 
 from ..core.clients import Client
 from ..core.experiment import Experiment
+from ..data.tokenizer import has_words
 from ..engine.federation import budgets_of
 from ..methods import build_method
-from ..models.registry import backbone_spec
+from ..models.registry import backbone_spec, tokenizer_of
 from .costs import Shapes, exit_macs, load_shapes
 
 # Training examples and classes, so that a grid can be priced without its data. FEMNIST: nine tenths of 226 a writer;
@@ -36,7 +37,8 @@ def num_classes(e: Experiment) -> int:
         return CLASSES[e.dataset]
     from ..data.datasets import load_dataset
 
-    return load_dataset(e.dataset, e.label_groups, backbone_spec(e.backbone).input_shape[-1]).num_classes
+    size = backbone_spec(e.backbone).input_shape[-1]
+    return load_dataset(e.dataset, e.label_groups, size, _words(e)).num_classes
 
 
 def examples_per_client(e: Experiment) -> float:
@@ -50,7 +52,13 @@ def examples_per_client(e: Experiment) -> float:
     from ..data.datasets import load_dataset
 
     size = backbone_spec(e.backbone).input_shape[-1]
-    return len(load_dataset(e.dataset, size=size).train_labels) / e.num_clients
+    return len(load_dataset(e.dataset, size=size, tokenizer=_words(e)).train_labels) / e.num_clients
+
+
+def _words(e: Experiment) -> str | None:
+    """The backbone's own tokenizer, or for an estimate any where that is not at hand."""
+    own = tokenizer_of(e.backbone)
+    return own if has_words(own) else None
 
 
 def training_macs(e: Experiment) -> float:

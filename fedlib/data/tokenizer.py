@@ -1,0 +1,110 @@
+"""Tokenizers: BERT's WordPiece as MiniLM ships it, or that of a model on the hub or in a folder, read by transformers.
+
+BERT and DistilBERT share one vocabulary with MiniLM, so their words come from the package at hand. RoBERTa, FLAN-T5 and
+LLaMA have their own (``ForeignSpec.tokenizer``): byte-level or sentence pieces, each with its own marks around one text
+or two. Token ids of one mean nothing to another, so caches and digests tell them apart.
+
+A tokenizer without a pad token (LLaMA's) fills short rows with its end token. A network masks that id wherever it
+stands: the end of an answer is then predicted, and never read.
+"""
+
+import hashlib
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from pathlib import Path
+
+from ..core.hub import fail_fast
+from ..core.paths import minilm_file
+
+
+@dataclass(frozen=True)
+class Words:
+    """A tokenizer as JSON, and the token ids that mark rows."""
+
+    json: str
+    pad_token: str
+    begin: tuple[int, ...]  # before a text
+    between: tuple[int, ...]  # between a question and its answer
+    end: int  # of an answer
+
+    @cached_property
+    def digest(self) -> str:
+        return hashlib.sha256(self.json.encode()).hexdigest()[:16]
+
+    @cached_property
+    def padding(self) -> int:
+        """The token id that fills short rows."""
+        return self.encoder().token_to_id(self.pad_token)
+
+    @cached_property
+    def rows(self) -> int:
+        """How many rows a table needs that has one for every token id."""
+        return 1 + max(self.encoder().get_vocab().values())
+
+    def encoder(self, length: int | None = None):
+        """What encodes; rows are cut and padded to ``length`` tokens, or neither."""
+        from tokenizers import Tokenizer
+
+        tokenizer = Tokenizer.from_str(self.json)
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        if length is not None:
+            tokenizer.enable_truncation(length)
+            tokenizer.enable_padding(length=length, pad_id=self.padding, pad_token=self.pad_token)
+        return tokenizer
+
+
+def words_of(source: str | None, download: bool = True) -> Words:
+    """The tokenizer of ``source``, a repository of the hub or a folder; None: MiniLM's.
+
+    Raises ``ConnectionError`` if it is neither at hand nor, with ``download``, to be had, ``ImportError`` if the
+    package that reads it is absent, and ``ValueError`` for one that has nothing to fill rows with.
+    """
+    return _wordpiece(minilm_file("tokenizer.json")) if source is None else _published(source, download)
+
+
+def has_words(source: str | None) -> bool:
+    """Can ``source`` be read without a download?"""
+    try:
+        words_of(source, download=False)
+    except (ConnectionError, ImportError):
+        return False
+    return True
+
+
+@lru_cache(maxsize=1)
+def _wordpiece(file: Path) -> Words:
+    json = file.read_bytes().decode()
+    words = Words(json, "[PAD]", (), (), 0)
+    begin, end = (words.encoder().token_to_id(t) for t in ("[CLS]", "[SEP]"))
+    return Words(json, "[PAD]", (begin,), (end,), end)
+
+
+@lru_cache(maxsize=8)
+def _published(source: str, download: bool) -> Words:
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        raise ImportError(f"the tokenizer of {source!r} needs transformers: pip install 'fedlib[foreign]'") from error
+    try:
+        if download:
+            with fail_fast():
+                read = AutoTokenizer.from_pretrained(source)
+        else:
+            read = AutoTokenizer.from_pretrained(source, local_files_only=True)
+        json = read.backend_tokenizer.to_str()
+    except Exception as error:  # huggingface_hub and transformers raise many classes
+        raise ConnectionError(
+            f"the tokenizer of {source!r} is not cached and could not be downloaded: connect once, or name a folder "
+            f"with a copy ({type(error).__name__})"
+        ) from error
+    if (pad := read.pad_token or read.eos_token) is None:
+        raise ValueError(
+            f"the tokenizer of {source!r} has neither a pad token nor an end token, so rows of unequal length cannot "
+            "be read together: name one (pad_token in its tokenizer_config.json)"
+        )
+    begin = next((i for i in (read.cls_token_id, read.bos_token_id) if i is not None), None)
+    end = next(i for i in (read.eos_token_id, read.sep_token_id, read.pad_token_id) if i is not None)
+    newline = read.backend_tokenizer.encode("\n", add_special_tokens=False).ids
+    between = newline if read.sep_token_id is None else [read.sep_token_id]
+    return Words(json, pad, () if begin is None else (begin,), tuple(between), end)
