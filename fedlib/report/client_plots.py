@@ -86,8 +86,9 @@ def plot_shares(shares: np.ndarray, labels: Sequence[int], title: str = "Clients
         shown = shares.copy()
         if not own:
             np.fill_diagonal(shown, 0)
+        top = np.quantile(shown[shown > 0], 0.98) if shown.any() else 1  # not of a few pairs alone
         seaborn.heatmap(shown, cmap="mako_r", ax=ax, xticklabels=False, yticklabels=False, square=True, vmin=0,
-                        cbar_kws={"label": "weight (%)"})  # fmt: skip
+                        vmax=top, cbar_kws={"label": "weight (%)", "extend": "max"})  # fmt: skip
         ax.hlines(starts, 0, len(labels), color="white", linewidth=0.6)
         ax.vlines(starts, 0, len(labels), color="white", linewidth=0.6)
         ax.set_xticks(middles, names, rotation=0)
