@@ -144,8 +144,8 @@ def test_every_file_is_checked(project, file, text, message):
     assert message in str(error.value)
 
 
-# papers of which some seeds or columns are not stored so far
-UNFINISHED = {"cafedistill", "fedepth", "raffm", "scalefl"}
+# papers, or single tables, of which some seeds or columns are not stored so far
+UNFINISHED = {"cafedistill", "fedepth", "raffm", "scalefl", "reefl/why"}
 
 
 @pytest.mark.parametrize("paper", papers())
@@ -154,5 +154,6 @@ def test_every_small_grid_finds_its_stored_runs(paper):
     stored = {p.name for p in (params_dir().parent / "outputs" / "runs").iterdir()}
     wanted = {table: {c.experiment.slug for c in load_grid(paper, table, "small")} for table in grids(paper)}
     assert all(wanted.values())
-    complete = {table for table, runs in wanted.items() if runs <= stored}
-    assert (complete == set(wanted)) != (paper in UNFINISHED), sorted(set(wanted) - complete)
+    lacking = {table for table, runs in wanted.items() if not runs <= stored}
+    named = {table for table in wanted if f"{paper}/{table}" in UNFINISHED}
+    assert bool(lacking) if paper in UNFINISHED else lacking == named, sorted(lacking ^ named)
