@@ -29,7 +29,7 @@ def test_table1_at_paper_size_is_the_papers_setting():
 
 def test_profiles_only_shrink():
     smoke, small = load_grid("reefl", "table1", "smoke"), load_grid("reefl", "table1", "small")
-    assert len(smoke) == 10 and len(small) == 120
+    assert len(smoke) == 10 and len(small) == 210
     assert {c.experiment.backbone for c in smoke + small} == {"deit_micro"}
     assert {c.experiment.lr for c in small if c.method == "depthfl"} == {0.1}  # the method's setting stays
 
@@ -145,7 +145,18 @@ def test_every_file_is_checked(project, file, text, message):
 
 
 # papers, or single tables, of which some seeds or columns are not stored so far
-UNFINISHED = {"cafedistill", "fedepth", "raffm", "scalefl", "reefl/why", "reefl/why_rates", "reefl/why_tuned"}
+UNFINISHED = {
+    "cafedistill",
+    "fedepth",
+    "raffm",
+    "scalefl",
+    "reefl/table1",
+    "reefl/table6",
+    "reefl/table8",
+    "reefl/why",
+    "reefl/why_rates",
+    "reefl/why_tuned",
+}
 
 
 @pytest.mark.parametrize("paper", papers())
