@@ -1,9 +1,12 @@
 """Attention maps: Eqs. 7-9 against the blocks' own outputs and against hand-made tokens."""
 
+import matplotlib.pyplot as plt
+import numpy as np
 import pytest
 import torch
 
-from fedlib.analysis.attention_maps import Attention, attention_maps, attention_row
+from fedlib.analysis.attention_maps import MAPS, Attention, attention_maps, attention_row, pick_by_exit
+from fedlib.analysis.attention_plots import MapPicture, browse, plot_slide
 from fedlib.core.experiment import Experiment
 from fedlib.engine.federation import build_model
 from fedlib.methods import build_method
@@ -83,3 +86,58 @@ def test_earliest_correct_exit():
     predictions = torch.tensor([[0, 0, 0], [1, 1, 0], [1, 0, 0]])
     attention = Attention({}, torch.nn.functional.one_hot(predictions, 2).float(), (3, 7, 11))
     assert attention.earliest_correct(torch.tensor([1, 0, 1])).tolist() == [1, 0, -1]
+
+
+def a_few(images=4, blocks=3, side=2):
+    """Made-up attention of three exits; the classes of the images are 0, 1, 0, 1; the third is never right."""
+    maps = {n: torch.rand(images, blocks, 2, side, side, generator=torch.Generator().manual_seed(i)) for i, n in enumerate(MAPS)}  # fmt: skip
+    maps["m"][:, 0] = torch.nan
+    right = torch.tensor([[1, 0, 0, 0], [1, 0, 0, 1], [0, 1, 0, 1]]).bool()  # (exits, images)
+    labels = torch.tensor([0, 1, 0, 1])
+    logits = torch.nn.functional.one_hot(torch.where(right, labels, 1 - labels), 2).float()
+    return Attention(maps, logits, (0, 1, 2)), labels
+
+
+def test_the_first_image_of_each_class_and_group_of_exits_is_picked():
+    attention, labels = a_few()
+    first = attention.earliest_correct(labels)
+    assert first.tolist() == [0, 2, -1, 1]
+    assert pick_by_exit(first, labels, 3).tolist() == [[0, -1, -1], [-1, 3, 1]]
+    assert pick_by_exit(first, labels, 3, groups=1).tolist() == [[0], [1]]  # the first, not the earliest exit
+    # four exits in thirds: 1 and 2, 3, 4
+    assert pick_by_exit(torch.arange(4), torch.zeros(4), 4).tolist() == [[0, 2, 3]]
+
+
+def test_the_slide_shows_maps_of_the_earliest_correct_exits_block():
+    attention, labels = a_few()
+    photos = [np.full((8, 8, 3), 60 * i, np.uint8) for i in range(4)]
+    chosen = pick_by_exit(attention.earliest_correct(labels), labels, 3)
+    axes = plot_slide(photos, attention, labels, ["cat", "dog"], chosen)
+    assert axes.shape == (2, 3, 3) and [ax.get_ylabel() for ax in axes[:, 0, 0]] == ["cat", "dog"]
+    photo, before, after = axes[1, 2]  # image 1, block 3
+    np.testing.assert_array_equal(photo.images[0].get_array(), photos[1])
+    for ax, name in ((before, "x"), (after, "m")):
+        np.testing.assert_allclose(ax.images[1].get_array(), attention.maps[name][1, 2].mean(0))
+    assert photo.get_xlabel() == "exit 3" and not axes[0, 1, 0].images  # no image of a cat leaves there
+    assert [ax.get_title() for ax in axes[0, 0]] == ["image", "before Ree", "modulated"]
+    plt.close("all")
+
+
+def test_a_click_changes_the_picture_and_the_same_click_draws_nothing():
+    attention, _ = a_few()
+    photos = [np.full((8, 8, 3), 60 * i, np.uint8) for i in range(4)]
+    picture = MapPicture(photos, attention)
+    one = picture.png(1, 2, None)
+    assert one.startswith(b"\x89PNG") and picture.png(1, 2, None) is one  # kept
+    others = [picture.png(2, 2, None), picture.png(1, 1, None), picture.png(1, 2, 0), picture.png(1, 0, None)]
+    assert len({one, *others}) == 5
+    assert MapPicture(photos, attention).png(1, 2, None) == one  # whatever was looked at before
+    assert not plt.get_fignums()  # nothing for a notebook to show twice
+
+
+def test_the_browser_shows_the_first_choice_and_follows_its_controls():
+    attention, _ = a_few()
+    box = browse([np.full((8, 8, 3), 60 * i, np.uint8) for i in range(4)], attention, list("abcd"))
+    image, block, head = box.children[0].children
+    assert [o[0] for o in image.options] == list("abcd") and block.max == 3
+    assert [o[0] for o in head.options] == ["mean", "1", "2"]

@@ -98,7 +98,7 @@ def test_verdicts_on_hand_made_runs(tmp_path):
     })  # fmt: skip
     held = verdict_on(stored)
     assert (held.verdict, held.numbers) == ("holds", "1 comparison: 1 hold")
-    assert held.comparisons[COLUMNS[4:]].values.tolist() == [[0.83, 0.5, 1.5, 3, "holds"]]  # the range of three seeds
+    assert held.comparisons[COLUMNS[5:]].values.tolist() == [[0.83, 0.5, 1.5, 3, "holds"]]  # the range of three seeds
     assert verdict_on(stored, finetune=["frozen"]).verdict == "does not hold"
     assert verdict_on(stored, finetune=["frozen"], margin=1.5).verdict == "holds"
     assert verdict_on(stored, finetune=["frozen"], margin=0.5).verdict == "does not hold"
@@ -110,6 +110,7 @@ def test_verdicts_on_hand_made_runs(tmp_path):
 
     both = verdict_on(stored, finetune=["frozen", "lora"])  # all: one is contradicted
     assert (both.verdict, both.numbers) == ("does not hold", "2 comparisons: 1 hold, 1 contradicted")
+    assert both.comparisons.data.tolist() == ["cifar10", "cifar10"]  # what stands in for the column at this profile
     # lora's differences 0.5, 0.5, 1.5 minus frozen's -1
     over = verdict_on(stored, finetune=["lora"], over={"finetune": "frozen"})
     assert over.comparisons[["mean", "low", "high"]].values.tolist() == [[1.83, 1.5, 2.5]]
@@ -132,6 +133,15 @@ def test_equal_cost_is_interpolated(tmp_path):
     costs.to_csv(tmp_path / "reefl/tables/figure4_small.csv")
     # at 15: 45, 47 against 41; at 30, beyond its last exit: 50, 52 against 49
     assert verdict_on(stored, **claim).comparisons["mean"].tolist() == [5.0, 2.0]
+
+
+def test_a_lead_on_one_data_set_is_never_compared_with_one_on_another(tmp_path, monkeypatch):
+    claim = CLAIMS["lead_grows_with_heterogeneity"]
+    results = {("frozen", m): [[40.0], [41.0], [42.0]] for m in ("reefl", "depthfl")}
+    stored = store(tmp_path, results, "table1", columns=["cifar100_alpha1", "cifar100_alpha0.1"])
+    assert judge_claim("c", claim, stored, Published("reefl")).numbers.startswith("1 comparison: 1 undecided")
+    monkeypatch.setattr(Stored, "data", lambda self, table, column: column)  # two columns on two data sets
+    assert judge_claim("c", claim, stored, Published("reefl")).verdict == "not testable"
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ def test_table1_at_paper_size_is_the_papers_setting():
 
 def test_profiles_only_shrink():
     smoke, small = load_grid("reefl", "table1", "smoke"), load_grid("reefl", "table1", "small")
-    assert len(smoke) == 10 and len(small) == 120
+    assert len(smoke) == 10 and len(small) == 210
     assert {c.experiment.backbone for c in smoke + small} == {"deit_micro"}
     assert {c.experiment.lr for c in small if c.method == "depthfl"} == {0.1}  # the method's setting stays
 
@@ -166,8 +166,19 @@ def test_every_file_is_checked(project, file, text, message):
     assert message in str(error.value)
 
 
-# papers of which some seeds or columns are not stored so far
-UNFINISHED = {"cafedistill", "fedepth", "raffm", "scalefl"}
+# papers, or single tables, of which some seeds or columns are not stored so far
+UNFINISHED = {
+    "cafedistill",
+    "fedepth",
+    "raffm",
+    "scalefl",
+    "reefl/table1",
+    "reefl/table6",
+    "reefl/table8",
+    "reefl/why",
+    "reefl/why_rates",
+    "reefl/why_tuned",
+}
 
 
 @pytest.mark.parametrize("paper", papers())
@@ -176,5 +187,6 @@ def test_every_small_grid_finds_its_stored_runs(paper):
     stored = {p.name for p in (params_dir().parent / "outputs" / "runs").iterdir()}
     wanted = {table: {c.experiment.slug for c in load_grid(paper, table, "small")} for table in grids(paper)}
     assert all(wanted.values())
-    complete = {table for table, runs in wanted.items() if runs <= stored}
-    assert (complete == set(wanted)) != (paper in UNFINISHED), sorted(set(wanted) - complete)
+    lacking = {table for table, runs in wanted.items() if not runs <= stored}
+    named = {table for table in wanted if f"{paper}/{table}" in UNFINISHED}
+    assert bool(lacking) if paper in UNFINISHED else lacking == named, sorted(lacking ^ named)

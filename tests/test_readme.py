@@ -10,6 +10,8 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
+from fedlib.report.tables import label_of, load_reported, spread
+
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 ROOMS = ("benchmarks", "docs", "fedlib", "notebooks", "outputs", "params", "tests")
@@ -122,10 +124,13 @@ def test_the_results_shown_are_those_stored():
         .query("mode == 'LoRA'")
         .set_index(["method", "column"])
     )
+    printed = load_reported("reefl", "table1").query("finetune == 'lora'")
+    printed = printed.assign(method=printed.method.map(label_of)).set_index(["method", "column"])[["mean", "sd"]]
     rows = re.findall(r"^\| (\w+FL) \| (.+?) \| (.+?) \| (.+?) \| (.+?) \|$", README.read_text(), re.M)
     assert len(rows) == 5
     for method, *shown in rows:
-        cells = [stored.loc[(method, f"cifar100_alpha{a}")] for a in ("1", "0.1")]
-        assert shown == [x for cell in cells for x in (cell.obtained, cell.reported)], method
+        obtained = [stored.loc[(method, f"cifar10_alpha{a}")].obtained for a in ("1", "0.1")]
+        reported = [spread(*printed.loc[(method, f"cifar100_alpha{a}")]) for a in ("1", "0.1")]
+        assert shown == [x for pair in zip(obtained, reported, strict=True) for x in pair], method
     claims = re.search(r"Of \d+ claims .*? not testable", (ROOT / "outputs/reefl/README.md").read_text())[0]
     assert claims in README.read_text().replace("\n", " ")

@@ -92,13 +92,23 @@ def test_the_pages_follow_the_store(tmp_path, monkeypatch, capsys):
     stored = Stored("reefl", "small")
     page = results_page(stored, judge(stored))
     table1 = page.split("## [Table 1: ")[1].split("\n## ")[0]
-    assert "80 of 120 runs" in table1 and "seeds: 1, 2;" in table1 and "AMD EPYC, 2 cores" in table1 and "<img" not in table1  # fmt: skip
+    assert "80 of 210 runs" in table1 and "seeds: 1, 2;" in table1 and "AMD EPYC, 2 cores" in table1 and "<img" not in table1  # fmt: skip
     assert "## [Figure 7: " in page and 'src="figures/figure7_small_4exits.png"' in page
+
+
+def test_accuracies_of_a_validation_split_are_called_so(tmp_path):
+    from test_claims import store
+
+    store(tmp_path, {("frozen", m): [[40.0], [41.0]] for m in ("reefl", "depthfl")}, "why_rates")
+    page = results_page(Stored("reefl", "small", tmp_path), [])
+    assert page.count("Accuracy on held-out training examples") == 1 and "| Frozen | lr_0.1 | cifar10 | ReeFL | 40.50" in page  # fmt: skip
+    store(tmp_path, {("frozen", m): [[40.0], [41.0]] for m in ("reefl", "depthfl")}, "why", columns=["rounds_400"])
+    assert results_page(Stored("reefl", "small", tmp_path), []).count("held-out training examples") == 1
 
 
 def test_facts_add_up():
     stored = Stored("reefl", "small", OUTPUTS)
-    cells = [c for c in stored.read("table1")[0] if c.variant == "reefl" and c.finetune == "lora" and c.column == "cifar100_alpha1"]  # fmt: skip
+    cells = [c for c in stored.read("table1")[0] if c.variant == "reefl" and c.finetune == "lora" and c.column == "cifar10_alpha1"]  # fmt: skip
     frame = stored.read("table1")[1]
     seconds = frame[frame.run.isin([c.experiment.slug for c in cells])].seconds.sum()
     assert facts(stored, [*cells, *cells]).startswith("3 runs;") and f"training: {seconds / 60:.0f} minutes" in facts(stored, cells)  # fmt: skip

@@ -162,8 +162,9 @@ def test_only_the_lacking_data_set_is_replaced(monkeypatch, tmp_path):
     cells = load_cells("reefl", "table1", "small", {"seeds": [1], "rounds": 7}, tmp_path / "runs")
     found = {c.column: (c.experiment.dataset, c.experiment.rounds) for c in cells}
     assert found == {
-        "cifar100_alpha1": ("cifar10", 7), "cifar100_alpha0.1": ("cifar10", 7), "femnist": ("mnist", 7),
-        "speech_commands": ("fsdd", 7),
+        "cifar100_alpha1000": ("mnist", 7), "cifar100_alpha1": ("mnist", 7), "cifar100_alpha0.1": ("mnist", 7),
+        "femnist": ("mnist", 7), "speech_commands": ("fsdd", 7), "cifar10_alpha1": ("cifar10", 7),
+        "cifar10_alpha0.1": ("cifar10", 7),
     }  # fmt: skip
     kept = load_cells("reefl", "table1", "small", {"columns": ["femnist"], "num_train": 2000}, tmp_path / "runs")
     assert {c.experiment.num_train for c in kept} == {2000}  # overrides win over the fallback

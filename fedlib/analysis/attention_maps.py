@@ -45,6 +45,20 @@ class Attention:
         return torch.where(right.any(0), right.int().argmax(0), -1)
 
 
+def pick_by_exit(first: torch.Tensor, labels: torch.Tensor, num_exits: int, groups: int = 3) -> torch.Tensor:
+    """One example per class and group of exits, (classes present, groups): rows of ``labels``, -1 where there is none.
+
+    ``first`` is :meth:`Attention.earliest_correct`. Of the examples of a class whose earliest correct exit lies in a
+    group (early, middle, late thirds), the first is taken: none is picked for its looks.
+    """
+    group = torch.where(first >= 0, first * groups // num_exits, -1)
+    rows = [
+        [next(iter(torch.where((labels == c) & (group == g))[0].tolist()), -1) for g in range(groups)]
+        for c in labels.unique()
+    ]
+    return torch.tensor(rows)
+
+
 def attention_row(block: nn.Module, token: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
     """Softmax attention (K, B, heads, T) of ``token`` (K, B, d) in place of the class token of ``z`` (K, B, T, d)."""
     h = block.norm1(torch.cat((token.unsqueeze(-2), z[..., 1:, :]), -2))

@@ -1,6 +1,8 @@
-"""Heat maps of attention over images: every block of one image, a gallery, and an interactive browser (ipywidgets)."""
+"""Heat maps of attention over images: every block of one image, galleries, and an interactive browser (ipywidgets)."""
 
+import io
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -65,10 +67,63 @@ def plot_gallery(images: Sequence[np.ndarray], attention: Attention, labels: tor
     return axes
 
 
+SLIDE = {"x": "before Ree", "m": "modulated"}
+
+
+def plot_slide(
+    images: Sequence[np.ndarray], attention: Attention, labels: torch.Tensor, classes: Sequence[str],
+    chosen: torch.Tensor, title: str = "What the class token looks at, in the block of the first exit that is right",
+):  # fmt: skip
+    """A gallery for a slide: a row per class, a triple per group of exits: image, map before Ree, map modulated.
+
+    ``chosen`` (classes, groups) as from ``pick_by_exit``; maps are Eqs. 7 and 8 in the block of the image's earliest
+    correct exit, mean over heads, each on its own scale. Returns the Axes (classes, groups, 3).
+    """
+    import matplotlib.pyplot as plt
+
+    exits, (rows, groups) = len(attention.exit_units), chosen.shape
+    first = attention.earliest_correct(labels).tolist()
+    figure = plt.figure(figsize=(1.15 * 3 * groups + 0.9, 1.25 * rows + 0.9), layout="constrained")
+    figure.suptitle(title, fontsize=12)
+    axes = np.empty((rows, groups, 3), dtype=object)
+    for g, part in enumerate(figure.subfigures(1, groups, wspace=0.03, squeeze=False)[0]):
+        axes[:, g] = part.subplots(rows, 3, squeeze=False)
+        own = [e + 1 for e in range(exits) if e * groups // exits == g]
+        part.suptitle(_exits_said(own), fontsize=10)
+        for ax, name in zip(axes[0, g], ("image", *SLIDE.values()), strict=True):
+            ax.set_title(name, fontsize=8)
+        for row, i in zip(axes[:, g], chosen[:, g].tolist(), strict=True):
+            _triple(row, images[i] if i >= 0 else None, attention, i, first[i] if i >= 0 else -1)
+    for row, line in zip(axes[:, 0, 0], chosen.tolist(), strict=True):
+        found = next((i for i in line if i >= 0), None)
+        row.set_ylabel(plain(classes[labels[found]]) if found is not None else "", fontsize=9)
+    return axes
+
+
+def _exits_said(exits: Sequence[int]) -> str:
+    if len(exits) < 2:
+        return f"first right at exit {exits[0]}" if exits else "no exit"
+    return f"first right at exits {exits[0]}–{exits[-1]}"
+
+
+def _triple(row, image: np.ndarray | None, attention: Attention, i: int, exit: int) -> None:
+    """Image and its two maps; empty frames where no image was found."""
+    for ax, name in zip(row, (None, *SLIDE), strict=True):
+        head = ax.get_title()
+        if image is None:
+            ax.set(xticks=[], yticks=[])
+            continue
+        weights = _mean(attention, name, i, attention.exit_units[exit]) if name else None
+        overlay(image, weights, ax)
+        ax.set_title(head, fontsize=8)
+    if image is not None:
+        row[0].set_xlabel(f"exit {exit + 1}", fontsize=7, labelpad=1)
+
+
 def browse(images: Sequence[np.ndarray], attention: Attention, titles: Sequence[str]):
     """A widget to pick image, block and head: all four maps side by side. Returns the ipywidgets box."""
     import ipywidgets as widgets
-    import matplotlib.pyplot as plt
+    from IPython.display import Image, display
 
     _, blocks, heads = attention.maps["x"].shape[:3]
     choose = {
@@ -78,20 +133,48 @@ def browse(images: Sequence[np.ndarray], attention: Attention, titles: Sequence[
             options=[("mean", None), *((str(h + 1), h) for h in range(heads))], description="head"
         ),
     }
+    picture = MapPicture(images, attention)
 
     def show(image: int, block: int, head: int | None) -> None:
-        draw_choice(images[image], attention, image, block - 1, head)
-        plt.show()
+        display(Image(picture.png(image, block - 1, head)))
 
     view = widgets.interactive_output(show, choose)
     return widgets.VBox([widgets.HBox(list(choose.values())), view])
 
 
-def draw_choice(image: np.ndarray, attention: Attention, i: int, block: int, head: int | None = None):
-    """The four maps of one image, block (0-based) and head (None: mean over heads); returns the Axes."""
-    import matplotlib.pyplot as plt
+class MapPicture:
+    """The four maps of one choice as a PNG: laid out once, then only pixels change; no choice is drawn twice."""
 
-    _, axes = plt.subplots(1, len(attention.maps), figsize=(2.2 * len(attention.maps), 2.4), layout="constrained")
-    for ax, name in zip(axes, attention.maps, strict=True):
-        overlay(image, _mean(attention, name, i, block, head), ax, MAPS[name])
-    return axes
+    def __init__(self, images: Sequence[np.ndarray], attention: Attention):
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+
+        self.images, self.attention = images, attention
+        self.figure = Figure(figsize=(2.2 * len(attention.maps), 2.4), layout="constrained")
+        FigureCanvasAgg(self.figure)
+        height, width = images[0].shape[:2]
+        look = {"extent": (0, width, height, 0), "interpolation": "bilinear"}
+        self.parts = []
+        for ax, name in zip(self.figure.subplots(1, len(attention.maps)), attention.maps, strict=True):
+            overlay(images[0], None, ax, MAPS[name])
+            heat = ax.imshow(np.zeros((1, 1)), cmap="inferno", alpha=0.6, **look)
+            dash = ax.text(width / 2, height / 2, "–", ha="center", va="center")
+            self.parts.append((name, ax.images[0], heat, dash))
+        self.figure.draw_without_rendering()
+        self.figure.set_layout_engine("none")  # the layout is settled
+        self.png = lru_cache(maxsize=1024)(self._draw)
+
+    def _draw(self, image: int, block: int, head: int | None = None) -> bytes:
+        """Image, block (0-based) and head (None: mean over heads)."""
+        for name, photo, heat, dash in self.parts:
+            weights = _mean(self.attention, name, image, block, head)
+            known = bool(np.isfinite(weights).all())
+            photo.set_data(self.images[image])
+            heat.set_visible(known)
+            dash.set_visible(not known)
+            if known:
+                heat.set_data(weights)
+                heat.autoscale()
+        out = io.BytesIO()
+        self.figure.savefig(out, format="png", dpi=90, pil_kwargs={"compress_level": 1})
+        return out.getvalue()

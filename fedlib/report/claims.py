@@ -19,6 +19,7 @@ from ..core.validation import did_you_mean
 from ..runs.params import Cell, load_fallback, load_grid, load_spec
 from ..runs.params_files import load_yaml
 from .clients import spread_out
+from .counted import counted
 from .exact import EXACT, upload_table
 from .statistics import bootstrap_interval, verdict
 from .tables import collect, label_of, load_reported, stand_in
@@ -26,7 +27,7 @@ from .tables import collect, label_of, load_reported, stand_in
 KEYS = {"where", "says", "table", "pairs", "finetune", "columns", "need", "value", "against", "at", "costs", "over",
         "margin", "only", "exact", "counts", "compare", "why"}  # fmt: skip
 VERDICTS = {"better": "holds", "worse": "contradicted", "undecided": "undecided"}
-COLUMNS = ["table", "mode", "column", "comparison", "mean", "low", "high", "seeds", "verdict"]
+COLUMNS = ["table", "mode", "column", "data", "comparison", "mean", "low", "high", "seeds", "verdict"]
 
 
 @dataclass
@@ -80,6 +81,10 @@ class Stored(Source):
         names = ["finetune", "column", "variant"]
         return pd.DataFrame([[getattr(c, n) for n in names] for c in kept], columns=names).drop_duplicates()
 
+    def data(self, table: str, column: str) -> str:
+        """The data set that ``column`` of ``table`` was run on, which need not be the one it is named after."""
+        return ", ".join(dict.fromkeys(c.experiment.dataset for c in self.read(table)[0] if c.column == column))
+
     def values(self, table: str, variant: str, place: dict, value: str, variants: set) -> dict[int, np.ndarray]:
         """By seed (1,), or (exits,) for ``exits``; empty where nothing is stored."""
         if table not in self.rows:
@@ -112,6 +117,10 @@ class Published(Source):
         frame = self.reported(table)
         frame = frame.assign(column=frame.column.str.replace(r", exit \d+$", "", regex=True))  # printed exit by exit
         return frame[frame.column != "upload_mib"][["finetune", "column", "variant"]].drop_duplicates()
+
+    def data(self, table: str, column: str) -> str:
+        """A printed column is of the data that it names."""
+        return ""
 
     def values(self, table: str, variant: str, place: dict, value: str, variants: set) -> dict[int, np.ndarray]:
         printed = self.spec(table).get("value", "accuracy")
@@ -242,7 +251,10 @@ def compared(claim: dict, source: Stored | Published) -> list[tuple[dict, np.nda
 
 def _differences(claim, source, table, pair, places) -> list[tuple[dict, np.ndarray]]:
     found, over = _subtract(claim, source, table, pair, places), claim.get("over", {})
-    if over:
+    columns = {places[0]["column"], over.get("column", places[0]["column"])}
+    if len({source.data(table, column) for column in columns}) > 1:
+        found = {}  # a difference on one data set is never taken from one on another
+    elif over:
         there = _subtract(claim, source, table, pair, [{**p, **over} for p in places])
         found = {seed: found[seed] - there[seed] for seed in found if seed in there}
     names, modes = [source.label(table, v) for v in pair], [label_of(p["finetune"]) for p in places]
@@ -251,7 +263,8 @@ def _differences(claim, source, table, pair, places) -> list[tuple[dict, np.ndar
     if "against" in claim:
         names = [f"{names[0]}, {claim['value']}", f"{names[1]}, {claim['against']}"]
     text = " – ".join(names) + (f", more than {', '.join(map(label_of, over.values()))}" if over else "")
-    where = {"table": table, "mode": modes[0], "column": places[0]["column"]}
+    column = places[0]["column"]
+    where = {"table": table, "mode": modes[0], "column": column, "data": source.data(table, column)}
     if not found:
         return [(where | {"comparison": text}, np.array([]))]
     parts = np.array([found[seed] for seed in sorted(found)]).T  # (1 or exits, seeds)
@@ -274,23 +287,3 @@ def _subtract(claim, source, table, pair, places) -> dict[int, np.ndarray]:
             return {}
         one = {seed: np.interp(at[1], at[0], x) for seed, x in one.items()}
     return {seed: one[seed] - other[seed] for seed in one if seed in other}
-
-
-def counted(claim: dict, stored: Stored) -> list[tuple[dict, np.ndarray]]:
-    """Figure 7's differences per seed in points, from its notebook's table; ``running``, ``batch`` count teachers."""
-    out = []
-    for exits in (4, 12):
-        table = stored.table(f"{claim['counts']}_{stored.profile}_{exits}exits")
-        where = {"table": claim["counts"], "mode": "LoRA", "column": f"{exits} exits"}
-        seeds = [] if table is None else [group for _, group in table.groupby("seed")]
-        if claim["compare"] == "teacher_accuracy":
-            mean = lambda g, w: np.average(g.accuracy, weights=g[w])  # noqa: E731
-            values = [mean(g, "running") - mean(g, "batch") for g in seeds]
-            text = "test accuracy of the teacher: running estimate – mini-batch"
-        else:
-            share = [100 * (g.running / g.running.sum()).set_axis(range(len(g))) for g in seeds]
-            best = [int(g.accuracy.to_numpy().argmax()) for g in seeds]
-            values = [s[b] - s.drop(b).max() for s, b in zip(share, best, strict=True)]
-            text = "share of mini-batches: best exit – most frequent other"
-        out.append((where | {"comparison": text}, np.array(values)))
-    return out

@@ -26,6 +26,7 @@ from .tables import markdown_table, obtained, reported_beside
 
 THUMBNAIL = 420  # pixels
 ORDER = ("table", "decomposition", "figure", "")  # then by number, then by name
+HELD_OUT = "Accuracy on held-out training examples, to choose by; the test set is not looked at."
 OF_CLIENTS = "Every client on its own test set: mean ± SD over clients, mean over seeds."
 NO_PAPERS = ("benchmarks", "cluster", "pretraining", "walkthrough")  # outputs beside the papers', in the index
 RULE = (
@@ -93,6 +94,8 @@ def section(stored: Stored, table: str, done: dict[str, Cell], shown: dict[str, 
     parts = [title, facts(stored, list(done.values()), wanted={c.experiment.hash for c in cells}), missing(cells, done)]
     if value == "last":
         parts.append("Accuracy of the last exit.")
+    if any(c.experiment.evaluate_on == "validation" for c in done.values()):
+        parts.append(HELD_OUT)
     owner = {shown.get(h) for h in done}
     if value == "accuracy" and len(owner) == 1 and None not in owner:
         parts.append(f"The runs are those of {short_title(owner.pop())}.")
@@ -183,7 +186,7 @@ def comparisons(v: Judged) -> str:
     rows = v.comparisons[v.comparisons.seeds > 0][COLUMNS].copy()
     interval = [f"{a:+.2f} to {b:+.2f}" if pd.notna(a) else "–" for a, b in zip(rows.low, rows.high, strict=True)]
     rows["mean"] = [f"{m:+.2f}" for m in rows["mean"]]
-    rows.insert(5, "95 % interval", interval)
+    rows.insert(6, "95 % interval", interval)
     rows = markdown_table(rows.drop(columns=["low", "high"]))
     return f"## {v.name}\n\n{v.says} ({v.where}): **{v.verdict}**, {v.numbers}.\n\n{rows}"
 

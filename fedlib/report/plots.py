@@ -47,7 +47,7 @@ def save_figure(ax, name: str):
     folder, _, stem = name.rpartition("/")
     path = outputs_dir() / folder / "figures" / f"{stem}.png"
     path.parent.mkdir(parents=True, exist_ok=True)
-    ax.figure.savefig(path, dpi=150)
+    ax.figure.figure.savefig(path, dpi=150)  # the whole figure, also of a subfigure's Axes
     return path
 
 

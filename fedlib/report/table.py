@@ -65,11 +65,13 @@ class Table:
         return rows.assign(gain=rows[self.value] - rows.accuracy)
 
     def plot_exits(self):
-        """Draw and save the accuracy of every exit, a panel per fine-tuning mode, on the grid's first data column."""
+        """Draw and save the accuracy of every exit, a panel per fine-tuning mode, on the first column that has runs."""
         from .plots import plot_modes
 
         frame = as_exits(self.frame) if self.value in VALUES else self.frame
-        return self.save_figure(plot_modes(frame[frame.column == frame.column[0]]), "exits")
+        done = frame.dropna(subset=["accuracy"])
+        first = (done if len(done) else frame).column.iloc[0]
+        return self.save_figure(plot_modes(frame[frame.column == first]), "exits")
 
     def plot_gains(self):
         """Draw and save :meth:`gains`: a panel per data column, a group of bars per fine-tuning mode."""

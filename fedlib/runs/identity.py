@@ -23,7 +23,7 @@ from ..data.datasets import is_available, load_dataset, source_key
 from ..data.tokenizer import has_words
 from ..engine.federation import Federation
 from ..methods import METHODS, Method, build_method
-from ..models.registry import WEIGHTS, backbone_spec, tokenizer_of
+from ..models.registry import backbone_spec, tokenizer_of, weights_file
 from .sources import code_of
 
 KINDS = ("options", "method", "data", "weights")  # what can differ, in the words of ``accept``
@@ -141,7 +141,7 @@ def _decoded_digest(name: str, size: int, tokenizer: str | None, key: str) -> st
 
 def _weights_file_digest(e: Experiment) -> str | None:
     """The digest of the file that ``e``'s backbone is loaded from, where that is known without loading it."""
-    file = WEIGHTS.get(e.backbone)
+    file = weights_file(e.backbone)
     if file is None and e.backbone.startswith("minilm") and has_minilm():
         file = minilm_file("model.safetensors")
     if file is None or not file.is_file():
