@@ -110,7 +110,7 @@ def plain_client(f, state, client, plan, t):
 
 def test_a_round_of_one_client_equals_plain_pytorch(net):
     options = {**net.options, "buffered": False}
-    e = net.replace(num_clients=1, clients_per_round=1, local_epochs=2, rounds=2, lr=0.02, options=options)
+    e = net.replace(num_clients=1, clients_per_round=1, local_epochs=2, rounds=2, lr=0.01, options=options)
     f = build_federation(e)
     plan = f.method.plan(0.6, f.setting)
     assert plan == (range(0, 1), range(1, 3))  # the first is bridged from 4 x 32 x 32 to 8 x 8 x 8
@@ -120,7 +120,7 @@ def test_a_round_of_one_client_equals_plain_pytorch(net):
         state = r.server.params
         for name, p in state.items():
             want = trained[plain_name(name)].detach()
-            torch.testing.assert_close(p, want, rtol=0, atol=1e-5, msg=lambda m, n=name: n + m)
+            torch.testing.assert_close(p, want, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: n + m)
 
 
 def test_a_round_of_several_clients_averages_by_examples(net):
