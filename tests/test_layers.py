@@ -1,6 +1,7 @@
 """The architecture: a file imports only from lower layers, stays thin, and heavy imports wait until they are needed."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -120,3 +121,21 @@ def test_only_slices_indexes_and_nothing_global_is_random():
         for call in ("np.random.seed", "random.seed(", "torch.rand(", "torch.randn(", "torch.randperm("):
             for line in text.splitlines():
                 assert call not in line or "generator=" in line, f"{path.name}: {line.strip()}"
+
+
+def test_what_a_docstring_says_to_read_next_is_there():
+    found = 0
+    for path in files():
+        said = re.search(r"Read next:(.*?)(\n\n|\Z)", ast.get_docstring(ast.parse(path.read_text())) or "", re.S)
+        for name in re.findall(r"``([a-z_/0-9]+\.[a-z_]+)``", said[1] if said else ""):
+            if name.endswith((".yaml", ".md")):
+                there = (PACKAGE.parent / name).exists()
+            elif name.endswith(".py"):
+                there = any(f"/{p.relative_to(PACKAGE)}".endswith(f"/{name}") for p in files())
+            else:
+                module, function = name.split("/")[-1].split(".")
+                texts = [p.read_text() for p in files() if p.stem == module]
+                there = any(re.search(rf"^(def|class) {function}\b", text, re.M) for text in texts)
+            assert there, f"{path.relative_to(PACKAGE)}: {name}"
+            found += 1
+    assert found > 50

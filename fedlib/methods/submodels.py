@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from ..core.slices import Axis, Indices, ParamInfo
+from .widths import CUTTABLE
 
 ATTENTION = ("qk", "vo")
 
@@ -122,9 +123,6 @@ def _kept(share: float, size: int) -> int:
 
 def _best(axis: Axis, ranks: Mapping[str, torch.Tensor], keep: Callable[[int], int]) -> Indices:
     return axis.ranked(ranks[axis.name], keep) if axis.name in ranks else axis.leading(keep)
-
-
-CUTTABLE = ("full", "frozen", "lora", "pa", "sa", "ssf")  # fine-tuning modes whose tensors name their axes
 
 
 def check_widths(space: Space, rank: Sequence[str], setting, e) -> None:

@@ -3,7 +3,7 @@
 from ..models.backbone import Spec
 from .jobs import Setting
 
-CUTTABLE = ("full", "frozen", "lora", "pa", "sa", "ssf")
+CUTTABLE = ("full", "frozen", "lora", "pa", "sa", "ssf")  # fine-tuning modes whose tensors name their axes
 
 
 def check_cuttable(method: str, setting: Setting, e) -> None:
