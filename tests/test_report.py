@@ -27,6 +27,17 @@ def test_the_committed_pages_are_what_the_stored_runs_say(paper):
         assert (path.read_text(encoding="utf-8") if path.exists() else "") == page, "stale: run `make results`"
 
 
+@pytest.mark.parametrize("path", sorted(OUTPUTS.glob("*/findings_*.md")), ids=lambda p: p.parent.name)
+def test_numbers_of_the_findings_are_those_of_the_page(path):
+    """The one paragraph that is written by hand: a number of a run that changed is noticed."""
+    said = path.read_text(encoding="utf-8").strip()
+    page = (path.parent / "README.md").read_text(encoding="utf-8")
+    assert said in page and len(said) < 1_500
+    numbers = re.findall(r"\d+\.\d+", said)
+    rest = re.findall(r"\d+\.\d+", page.replace(said, ""))
+    assert numbers and not {n for n in numbers if n not in rest}
+
+
 def test_the_index_is_what_the_pages_say():
     assert (OUTPUTS / "README.md").read_text(encoding="utf-8") == index_page(OUTPUTS), "stale: run `make results`"
 

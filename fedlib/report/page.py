@@ -1,8 +1,9 @@
 """The pages of results: every stored table beside the paper's, thumbnails of the figures, a verdict on every claim.
 
 ``python -m fedlib.report.page`` writes ``outputs/<paper>/README.md`` and ``claims.md`` for every paper (and extension),
-and ``outputs/README.md``, the index. Nothing in them is written by hand, and a test keeps them equal to what the stored
-runs say. Read next: ``report/claims.py``, ``report/site.py``.
+and ``outputs/README.md``, the index. Nothing in them is written by hand but the first paragraph of a paper, its
+``findings_<profile>.md``; tests keep them equal to what the stored runs say, and its numbers to those of the page.
+Read next: ``report/claims.py``, ``report/site.py``.
 """
 
 import argparse
@@ -67,6 +68,7 @@ def results_page(stored: Stored, verdicts: Sequence[Judged]) -> str:
         runs |= done
     text = [
         f"# Results of `{stored.paper}` at profile `{stored.profile}`",
+        findings(stored),
         "Written by `make results` from the stored runs in [`runs`](../runs); do not edit. Obtained: mean ± SD over "
         "seeds of the last round's accuracy in percent, mean over exits. Reported: the paper's backbone and data, so "
         "compare orderings, not values.",
@@ -77,6 +79,12 @@ def results_page(stored: Stored, verdicts: Sequence[Judged]) -> str:
         f"## Not run at this profile\n\n{', '.join(title_of(stored.paper, t) for t in absent)}." if absent else "",
     ]
     return "\n\n".join(t for t in text if t) + "\n"
+
+
+def findings(stored: Stored) -> str:
+    """What the runs of this profile say, in plain words: a paragraph written by hand, if there is one."""
+    path = stored.folder / f"findings_{stored.profile}.md"
+    return path.read_text(encoding="utf-8").strip() if path.is_file() else ""
 
 
 def grid_names(paper: str) -> list[str]:
