@@ -16,6 +16,7 @@ from fedlib.core.memories import ClientFiles, Overlay
 from fedlib.core.storage import read_tensors
 from fedlib.engine.cohort import Cohort
 from fedlib.engine.executors import plan_round
+from fedlib.engine.teacher import Teacher
 from fedlib.methods import Round, build_method
 from fedlib.methods.coordination import most_alike, student_counts, students, teacher_shares
 from fedlib.methods.losses import Batch
@@ -269,6 +270,36 @@ def test_a_teacher_answers_as_a_served_model_and_moves_no_statistics(policy):
     statistics = [n for n, i in f.setting.infos.items() if i.kind == "statistic"]
     assert bool(statistics) == (policy in ("tracked", "local"))
     assert all(not torch.equal(cohort.params[n], before[n]) for n in statistics)  # the students' own do move
+
+
+@pytest.mark.parametrize(
+    "changes, once",
+    [({"batch_norm": "tracked"}, True), ({"batch_norm": "batch"}, False),
+     ({"batch_norm": "tracked", "augment": "crop_flip", "crop_pad": 1}, False)],
+)  # fmt: skip
+def test_a_teacher_looks_once_at_every_example_where_that_is_enough(changes, once, monkeypatch):
+    """3 epochs; clients of unequal size; at every step the answers are those on the step's own batch."""
+    e = experiment("cafedistill", backbone="tiny_resnet", num_exits=2, num_train=70, local_epochs=3, batch_size=8, **changes)  # fmt: skip
+    f, cohort = cohort_of(e)
+    assert len({c.num_examples for c in cohort.clients}) > 1
+    at, answer, looks, steps = Teacher.at, Teacher.answer, [], []
+
+    def watched_at(self, plan, step, x):
+        given = at(self, plan, step, x)
+        looked = len(looks)
+        torch.testing.assert_close(given * plan.weights[step, :, : plan.width[step], None].sign(),
+                                   answer(self, x) * plan.weights[step, :, : plan.width[step], None].sign(),
+                                   rtol=0, atol=1e-5)  # fmt: skip
+        assert len(looks) == looked
+        steps.append(step)
+        return given
+
+    monkeypatch.setattr(Teacher, "at", watched_at)
+    monkeypatch.setattr(Teacher, "answer", lambda self, x: (looks.append(1), answer(self, x))[1])
+    f.method.local_update(cohort)
+    most = max(c.num_examples for c in cohort.clients)
+    assert len(steps) == 3 * -(-most // 8)
+    assert len(looks) == (-(-most // 8) if once else len(steps))
 
 
 @pytest.mark.parametrize("policy", ["tracked", "batch", "static", "local"])

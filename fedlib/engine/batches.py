@@ -105,3 +105,13 @@ def in_order(data: FederatedData, clients: Sequence[Client], size: int) -> Itera
             part = mine[a : a + size]
             rows[i, : len(part)], rows[i, len(part) :], weights[i, : len(part)] = part, mine[0], 1
         yield torch.from_numpy(rows).to(data.images.device), torch.from_numpy(weights).to(data.images.device)
+
+
+def places_of(data: FederatedData, clients: Sequence[Client], examples: np.ndarray) -> np.ndarray:
+    """Where among its client's examples each of ``examples`` (S, K, B), rows of the data, stands."""
+    places = np.zeros_like(examples)
+    for i, client in enumerate(clients):
+        mine = data.client(client.id)
+        order = np.argsort(mine, kind="stable")
+        places[:, i] = order[np.searchsorted(mine, examples[:, i], sorter=order)]
+    return places

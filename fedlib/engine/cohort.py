@@ -8,6 +8,7 @@ Read next: ``stacks.py`` (what is stacked), ``stages.py``, ``batches.py``, ``opt
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -28,6 +29,7 @@ from .optimisers import build_optimiser
 from .schedules import round_rate, step_rates
 from .stacks import Stack
 from .stages import Ahead, route_of, runs_ahead, trains
+from .teacher import Teacher
 
 Tensors = dict[str, torch.Tensor]
 Loss = Callable[[Batch], torch.Tensor]
@@ -67,7 +69,7 @@ class Cohort:
         self.held = torch.tensor(held, dtype=torch.float32, device=device)
         self.prefix = None if self.stack.is_cut else federation.train_prefix
         self.teachers = {
-            name: _Teacher(self, [m for m in members if m.name == name and not m.trains])
+            name: Teacher(self, [m for m in members if m.name == name and not m.trains])
             for name in dict.fromkeys(m.name for m in members if not m.trains)
         }
         self._draws = Draws(self.experiment.seed, r.t)
@@ -186,7 +188,7 @@ class Cohort:
             with phase("data"):
                 x, labels, weights = self._batch(plan, step, width, ahead)
             with phase("forward"):
-                batch = self._answer(x, labels, weights, route, scratch)
+                batch = self._answer(x, labels, weights, route, scratch, partial(self._teach, plan, step, x))
                 losses = loss(batch)
             with phase("backward"):
                 grads = list(torch.autograd.grad(losses.sum(), leaves, allow_unused=True))
@@ -238,7 +240,7 @@ class Cohort:
         x = self.data.view(self.data.images, self.model.backbone.spec.input_shape, rows.reshape(-1), views)
         return x.view(*rows.shape, *x.shape[1:])
 
-    def _answer(self, x, labels: torch.Tensor, weights: torch.Tensor, route: Route, scratch: dict) -> Batch:
+    def _answer(self, x, labels: torch.Tensor, weights: torch.Tensor, route: Route, scratch: dict, teach) -> Batch:
         """Run the members on one step's inputs."""
         e, features = self.experiment, {}
         device = labels.device.type
@@ -257,8 +259,12 @@ class Cohort:
             held = held * torch.eye(len(held), device=held.device)[route.exit, :, None]
         return Batch(
             outputs, labels, weights, held, self.t, e.rounds, scratch, features, self.stack.owners,
-            lambda name: self.teachers[name].answer(x), self.stack.label_counts, self.federation.task,
+            teach, self.stack.label_counts, self.federation.task,
         )  # fmt: skip
+
+    def _teach(self, plan: Batches, step: int, x, name: str) -> torch.Tensor:
+        """Outputs (E, M, B, *out) of the members ``name`` that do not train on one step's inputs."""
+        return self.teachers[name].at(plan, step, x)
 
     def _set_context(self, training: bool) -> None:
         """Tell layers whether the members train, and how narrow each of them is."""
@@ -267,31 +273,3 @@ class Cohort:
         context = self.model.context
         context.training, context.weights = training, None
         context.scale = scales[0] if alike else torch.tensor(scales, device=self.data.images.device)
-
-
-class _Teacher:
-    """Members of one name that do not train: they answer without gradients, one row for each training member.
-
-    They answer as a served model would: batch norm by the statistics that the server averages, if it does.
-    """
-
-    def __init__(self, cohort: Cohort, members: Sequence[Member]):
-        by_client: dict[int, Member] = {m.client.id: m for m in members}
-        self.cohort = cohort
-        rows = [by_client[c.id] for c in cohort.clients]
-        self.stack = Stack(cohort.federation, rows, cohort.memories)
-        self.params = self.stack.tensors(cohort.server.params)
-
-    @torch.no_grad()
-    def answer(self, x) -> torch.Tensor:
-        """Outputs (E, M, B, *out)."""
-        model, cohort = self.cohort.model, self.cohort
-        model.put_(self.params)
-        exits = {
-            j: rows_of([i for i, s in enumerate(self.stack.slices) if j in s.exits])
-            for j in range(len(model.exit_units))
-        }
-        with answering(model.context, ("tracked",)):
-            outputs = model(x, Route(self.stack.alive(model.depth), exits)).float()
-        model.put_(cohort.params)
-        return outputs

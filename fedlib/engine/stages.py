@@ -3,13 +3,12 @@
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
 from ..core.slices import STEM, ParamInfo
 from ..methods.jobs import Stage
 from ..models.route import Prefix, Route, Rows
-from .batches import Batches, in_order
+from .batches import Batches, in_order, places_of
 
 if TYPE_CHECKING:
     from .cohort import Cohort
@@ -64,18 +63,8 @@ class Ahead:
             to = z[:, step * e.batch_size : (step + 1) * e.batch_size]
             to[:, :, : made.shape[2]] = made[:, : to.shape[1]]  # sentences end with the longest of their batch
         self.z, self.members = z, torch.arange(len(z), device=z.device)[:, None]
-        self.places = torch.from_numpy(_places(cohort, plan.examples)).to(z.device)
+        self.places = torch.from_numpy(places_of(cohort.data, cohort.clients, plan.examples)).to(z.device)
 
     def __call__(self, step: int, width: int) -> Prefix:
         """What the members read in one step."""
         return Prefix(self.units, self.z[self.members, self.places[step, :, :width]])
-
-
-def _places(cohort: "Cohort", examples: np.ndarray) -> np.ndarray:
-    """Where among its client's examples each of ``examples`` (S, M, B), rows of the data, stands."""
-    places = np.zeros_like(examples)
-    for i, client in enumerate(cohort.clients):
-        mine = cohort.data.client(client.id)
-        order = np.argsort(mine, kind="stable")
-        places[:, i] = order[np.searchsorted(mine, examples[:, i], sorter=order)]
-    return places
