@@ -8,6 +8,7 @@ from fedlib.analysis.submodels import acceleration, client_resources, local_scor
 from fedlib.engine.executors import Execution
 from fedlib.report.cells import by_variant, runs_of, traffic_curves
 from fedlib.report.claims import Published, compared, load_all_claims
+from fedlib.report.table import Table
 from fedlib.report.tables import load_reported
 from fedlib.runs.params import load_grid, load_spec
 from fedlib.runs.store import run
@@ -108,3 +109,15 @@ def test_local_models_are_parts_of_the_global_one_and_training_moves_them(tmp_pa
     assert deployed.score.between(0, 100).all() and list(deployed.client) == [0, 1, 4]
     whole = local_scores(f, server, [0], shares=[1.0])
     assert whole.parameters[0] == f.setting.measure.parameters(f.setting.full())
+
+
+@pytest.mark.parametrize("column, least", [("cola", -100), ("stsb", -100), ("sst2", 0), ("mrpc", 0)])
+def test_a_correlation_may_be_negative_and_an_accuracy_not(column, least):
+    table = Table("raffm", "table1", "small", {"columns": [column], "variant": ["fl"], "seeds": [1]})
+    for score in (least, 100, least - 0.5, 100.5):
+        table.frame = table.frame.assign(status="finished", accuracy=score, exits=[[score]], ensemble=None)
+        if least <= score <= 100:
+            assert table.check().startswith("1 of 1 runs")
+        else:
+            with pytest.raises(AssertionError, match="no percentages"):
+                table.check()
