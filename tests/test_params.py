@@ -170,7 +170,6 @@ def test_every_file_is_checked(project, file, text, message):
 UNFINISHED = {
     "cafedistill",
     "fedepth",
-    "raffm",
     "scalefl",
     "reefl/table1",
     "reefl/table6",
