@@ -114,6 +114,8 @@ def test_local_models_are_parts_of_the_global_one_and_training_moves_them(tmp_pa
 @pytest.mark.parametrize("column, least", [("cola", -100), ("stsb", -100), ("sst2", 0), ("mrpc", 0)])
 def test_a_correlation_may_be_negative_and_an_accuracy_not(column, least):
     table = Table("raffm", "table1", "small", {"columns": [column], "variant": ["fl"], "seeds": [1]})
+    table.frame = table.frame.assign(status="missing", accuracy=None)
+    assert table.check().startswith("0 of 1 runs")
     for score in (least, 100, least - 0.5, 100.5):
         table.frame = table.frame.assign(status="finished", accuracy=score, exits=[[score]], ensemble=None)
         if least <= score <= 100:

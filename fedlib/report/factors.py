@@ -28,7 +28,7 @@ FACTORS = {  # as an axis says them
     "tuned": "rounds, each method at its own best learning rate",
 }
 COLUMNS = ["factor", "level", "data", "mode", "difference", "interval", "seeds", "ahead"]
-ACCURACY_OF = {"test": ACCURACY, "validation": "accuracy on held-out training examples (%)"}
+ACCURACY_OF = {"test": ACCURACY, "validation": "held-out accuracy (%)"}
 
 
 def factor_of(column: str) -> tuple[str, str]:
@@ -125,7 +125,8 @@ def plot_factor(frame: pd.DataFrame, factor: str, one: str, other: str, title: s
         finish(lower, FACTORS[factor], f"{label_of(one)} – {label_of(other)} (points)" if first else "")
         for ax in (upper, lower):
             ax.set_xlim(-0.4, len(levels) - 0.6)
-            ax.set_xticks(range(len(levels)), levels if ax is lower else [""] * len(levels))
+            turned = 20 if max(map(len, levels)) > 8 else 0
+            ax.set_xticks(range(len(levels)), levels if ax is lower else [""] * len(levels), rotation=turned)
     share_legend(axes)
     return axes
 

@@ -105,7 +105,7 @@ class Table:
         assert set(self.frame.status) <= allowed, f"runs are {', '.join(sorted(set(self.frame.status) - allowed))}"
         for row in done.itertuples():
             assert abs(row.accuracy - sum(row.exits) / len(row.exits)) < 1e-3, f"{row.run}: not the mean of its exits"
-        least = done.dataset.map(lambda name: -100.0 if task_of(name).metric in CORRELATIONS else 0.0)
-        for percent in (done.accuracy, done.ensemble.dropna()):  # an ensemble needs one model of all exits
-            assert percent.between(least[percent.index], 100).all(), "no percentages"
+            least = -100 if task_of(row.dataset).metric in CORRELATIONS else 0
+            percent = [row.accuracy] if pd.isna(row.ensemble) else [row.accuracy, row.ensemble]  # of one model
+            assert all(least <= x <= 100 for x in percent), f"{row.run}: {percent} are no percentages"
         return f"{len(done)} of {len(self.frame)} runs: every accuracy is the mean of its exits"
