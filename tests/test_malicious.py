@@ -96,7 +96,11 @@ def test_yaml_that_is_more_than_a_mapping_of_values_is_refused(text, message, tm
 @pytest.mark.parametrize(
     "name", ["../../etc/passwd", "/etc/cron.d/x", "..", "a\0b", "C:\\x", "数据" * 60, "\ud800", "-rf", "x" * 999]
 )
-def test_no_name_leads_out_of_the_runs_folder(name, tmp_path):
+@pytest.mark.parametrize("at_hand", [False, True])
+def test_no_name_leads_out_of_the_runs_folder(name, at_hand, tmp_path, monkeypatch):
+    monkeypatch.delenv("FEDLIB_DATA", raising=False)
+    if at_hand:
+        monkeypatch.setenv("FEDLIB_DATA", str(tmp_path / "data"))
     for e in (short("reefl", dataset=name), short("reefl").replace(method=name)):
         path = run_path(e, tmp_path)
         assert path.resolve().parent == tmp_path.resolve() and len(path.name.encode()) < 200

@@ -232,10 +232,10 @@ def is_available(name: str, tokenizer: str | None = None) -> bool:
 
 def _local_copy(name: str) -> Path | None:
     inside = Path(name).parts and ".." not in Path(name).parts  # $FEDLIB_DATA itself, or above it, is no set
-    if inside and "FEDLIB_DATA" in os.environ and (Path(os.environ["FEDLIB_DATA"]) / name).exists():
+    if inside and "FEDLIB_DATA" in os.environ and os.path.exists(Path(os.environ["FEDLIB_DATA"]) / name):
         return Path(os.environ["FEDLIB_DATA"]) / name
     path = Path(name).expanduser()
-    return path if os.sep in name and path.exists() else None
+    return path if os.sep in name and os.path.exists(path) else None  # False too for names too long for a path
 
 
 def _hub_key(source: HubSource, tokenizer: str | None = None) -> dict:
