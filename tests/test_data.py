@@ -106,6 +106,7 @@ def test_offline_gives_one_clear_sentence(name, monkeypatch):
     def offline(*args, **kwargs):
         raise OSError("no route to host")
 
+    monkeypatch.delenv("FEDLIB_DATA", raising=False)
     monkeypatch.setattr(hf, "load_dataset", offline)
     with pytest.raises(ConnectionError, match=f"dataset '{name}'.* is not cached and could not be downloaded"):
         load_dataset(name)
