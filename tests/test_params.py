@@ -175,7 +175,6 @@ UNFINISHED = {
     "reefl/table6",
     "reefl/table8",
     "reefl/why",
-    "reefl/why_rates",
     "reefl/why_tuned",
 }
 

@@ -113,7 +113,7 @@ def test_the_pages_follow_the_store(tmp_path, monkeypatch, capsys):
 def test_accuracies_of_a_validation_split_are_called_so(tmp_path):
     from test_claims import store
 
-    store(tmp_path, {("frozen", m): [[40.0], [41.0]] for m in ("reefl", "depthfl")}, "why_rates")
+    store(tmp_path, {("frozen", m): [[40.5]] for m in ("reefl", "depthfl")}, "why_rates")
     page = results_page(Stored("reefl", "small", tmp_path), [])
     assert page.count("Accuracy on held-out training examples") == 1 and "| Frozen | lr_0.1 | cifar10 | ReeFL | 40.50" in page  # fmt: skip
     store(tmp_path, {("frozen", m): [[40.0], [41.0]] for m in ("reefl", "depthfl")}, "why", columns=["rounds_400"])
