@@ -1,5 +1,7 @@
 """RaFFM's corner: the published numbers, its claims, its grids, and what its clients hold."""
 
+import dataclasses
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -97,6 +99,9 @@ def test_what_runs_sent_until_a_target(tmp_path):
     assert none.empty and list(none) == list(curves)
     sizes = by_variant(cells, lambda e: client_resources(e).mean())
     assert list(sizes.variant) == ["fl", "raffm"] and sizes.parameters[1] < sizes.parameters[0]
+    other = dataclasses.replace(cells[0], variant="other", experiment=cells[0].experiment.replace(num_exits=2))
+    asked = by_variant([*cells, dataclasses.replace(cells[0], seed=2), other], lambda e: {"exits": e.num_exits})
+    assert dict(zip(asked.variant, asked.exits, strict=True)) == {"fl": 1, "raffm": 1, "other": 2}
     speed = acceleration(cells[1].experiment, clients=2, batch=4)
     assert speed["by MACs"] > 1 and speed["by time"] > 0
 

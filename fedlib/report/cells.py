@@ -4,6 +4,7 @@ Costs do not depend on the data beyond the number of classes, nor on the seed: e
 Read next: ``report/tables.py``, ``analysis/submodels.py``.
 """
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import pandas as pd
@@ -15,6 +16,7 @@ from ..runs.store import Run, find_run
 
 MIB_OF_GIB = 1024
 NAMES = ("column", "variant", "method", "label")  # of a cell
+NOT_COSTS = ("seed", "dataset", "num_train", "num_test", "dirichlet_alpha", "rounds", "lr", "min_lr", "evaluate_every")
 
 
 def by_variant(cells: Sequence[Cell], of: Callable[[Experiment], Mapping[str, float]]) -> pd.DataFrame:
@@ -60,10 +62,11 @@ def _names(cell: Cell) -> dict[str, str]:
 
 def _once(of: Callable) -> Callable:
     """``of``, asked once for experiments whose models and clients are the same."""
-    known: dict[tuple, object] = {}
+    known: dict[tuple[int, str], object] = {}
 
     def ask(e: Experiment):
-        key = (e.backbone, e.method, str(sorted(e.options.items())), e.finetune, e.num_clients, num_classes(e))
+        own = {k: v for k, v in e.identity().items() if k not in NOT_COSTS}
+        key = num_classes(e), json.dumps(own, sort_keys=True)
         if key not in known:
             known[key] = of(e)
         return known[key]
