@@ -13,9 +13,9 @@ from fedlib.report.factors import (
     differences,
     factor_frame,
     factor_of,
-    mean_curves,
     plot_factor,
 )
+from fedlib.report.tables import mean_curves
 from fedlib.runs.params import load_grid
 from fedlib.runs.store import run_all
 
@@ -142,8 +142,8 @@ def test_tuned_rates_are_the_methods_best_on_validation_where_these_runs_are_sto
 def test_curves_are_means_over_seeds_by_round(tmp_path):
     cells = load_grid("reefl", "why", "smoke", {"columns": ["rounds_100"], "variant": ["depthfl"], "num_train": 64, "num_test": 20, "evaluate_every": 1, "seeds": [1, 2]})  # fmt: skip
     runs = run_all([c.experiment for c in cells], Execution(workers=1), tmp_path, progress=False)
-    curves = mean_curves(cells, "rounds_100", tmp_path)
+    curves = mean_curves(cells, "rounds_100", folder=tmp_path)
     assert list(curves) == ["depthfl"] and [m["t"] for m in curves["depthfl"]] == [1, 2]
     last = [r.metrics[-1]["accuracy"] for r in runs]
     assert curves["depthfl"][-1]["accuracy"] == pytest.approx(sum(last) / 2)
-    assert mean_curves(cells, "epochs_1", tmp_path) == {}
+    assert mean_curves(cells, "epochs_1", folder=tmp_path) == {}

@@ -13,7 +13,6 @@ import numpy as np
 import pandas as pd
 
 from ..runs.params import Cell
-from ..runs.store import find_run
 from .claims import judged
 from .plots import ACCURACY
 from .style import data_title, finish, looks_of, named, panels, share_legend, styled
@@ -94,16 +93,6 @@ def best_levels(frame: pd.DataFrame) -> dict[str, str]:
         if means.notna().all():
             best[variant] = str(means.idxmax())
     return best
-
-
-def mean_curves(cells: Sequence[Cell], column: str, folder: Path | None = None) -> dict[str, list[dict]]:
-    """Per method its accuracy by round in ``column``, mean over stored seeds, for ``plots.plot_learning_curves``."""
-    curves: dict[str, dict[int, list[float]]] = {}
-    for cell in cells:
-        if cell.column == column and (found := find_run(cell.experiment, folder)) is not None:
-            for m in found.metrics:
-                curves.setdefault(cell.variant, {}).setdefault(m["t"], []).append(m["accuracy"])
-    return {v: [{"t": t, "accuracy": np.mean(a)} for t, a in sorted(by.items())] for v, by in curves.items()}
 
 
 @styled

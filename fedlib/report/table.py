@@ -5,7 +5,7 @@ printed numbers, ``verdicts`` judge the table's comparisons, ``check`` asserts w
 Read next: ``runs/params.py``, ``report/tables.py``, ``report/statistics.py``.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import pandas as pd
@@ -15,7 +15,17 @@ from ..engine.executors import Execution
 from ..runs.params import load_spec
 from .clients import VALUES, as_exits, spread_out
 from .statistics import orderings
-from .tables import collect, compute_table, load_cells, load_claims, obtained, reported_beside, run_cells, save_table
+from .tables import (
+    collect,
+    compute_table,
+    load_cells,
+    load_claims,
+    mean_curves,
+    obtained,
+    reported_beside,
+    run_cells,
+    save_table,
+)
 
 CORRELATIONS = ("matthews", "pearson")  # in percent too, but down to -100
 
@@ -61,6 +71,18 @@ class Table:
         if value in VALUES:
             frame, value = spread_out(frame, value, self.thresholds), "clients"
         return orderings(frame, self.reported, load_claims(self.paper, self.name), value)
+
+    @property
+    def variants(self) -> list[str]:
+        return list(dict.fromkeys(c.variant for c in self.cells))
+
+    def curves(self, column: str, variants: Collection[str] | None = None) -> dict[str, list[dict]]:
+        """What the table prints, by round in ``column``: ``tables.mean_curves`` of ``variants`` (None: all).
+
+        Of tables that print every exit, or where examples leave, the mean exit.
+        """
+        chosen = [c for c in self.cells if variants is None or c.variant in variants]
+        return mean_curves(chosen, column, "clients" if self.value in VALUES else self.value, self.folder)
 
     def gains(self) -> pd.DataFrame:
         """Where the table prints another value than the accuracy: how much more it is, one row per run."""

@@ -87,16 +87,32 @@ def collect(cells: Sequence[Cell], folder: Path | None = None) -> pd.DataFrame:
     for cell in cells:
         found = find_run(cell.experiment, folder)
         row = {k: v for k, v in vars(cell).items() if k != "experiment"}
-        summary = dict(found.summary) if found else {"status": "missing"}
-        if "exits" in summary:
-            summary["last"] = summary["exits"][-1]
         row |= {"dataset": cell.experiment.dataset, "run": cell.experiment.slug}
-        rows.append(row | summary | numbers_of(summary))
+        rows.append(row | (values_of(found.summary) if found else {"status": "missing"}))
     return pd.DataFrame(rows).reindex(
         columns=["finetune", "variant", "method", "label", "column", "seed", "dataset", "status", "accuracy",
                  "last", "local", "ensemble", "exits", "clients", "clients_sd", "client_exits", "client_exits_sd",
                  "leaving", "seconds", "t", "run"]
     )  # fmt: skip
+
+
+def values_of(record: Mapping[str, object]) -> dict[str, object]:
+    """A run's summary, or one round's metrics, with the further numbers that tables ask for (:func:`collect`)."""
+    last = {"last": record["exits"][-1]} if "exits" in record else {}
+    return {**record, **last, **numbers_of(record)}
+
+
+def mean_curves(
+    cells: Sequence[Cell], column: str, value: str = "accuracy", folder: Path | None = None
+) -> dict[str, list[dict]]:
+    """Per label the ``value`` by round in ``column``, mean over stored seeds, for ``plots.plot_learning_curves``."""
+    curves: dict[str, dict[int, list[float]]] = {}
+    for cell in cells:
+        if cell.column == column and (found := find_run(cell.experiment, folder)) is not None:
+            for m in found.metrics:
+                if (x := values_of(m).get(value)) is not None:
+                    curves.setdefault(cell.label, {}).setdefault(m["t"], []).append(x)
+    return {v: [{"t": t, "accuracy": sum(a) / len(a)} for t, a in sorted(by.items())] for v, by in curves.items()}
 
 
 def mean_sd(

@@ -1,0 +1,43 @@
+"""A longer trial beside its table: which pairs of methods keep their order, and both trainings' curves."""
+
+from types import SimpleNamespace
+
+import pandas as pd
+
+from fedlib import Execution
+from fedlib.report.horizon import order_kept, plot_horizons
+from fedlib.report.table import Table
+
+
+def table(*rows):
+    """A table that prints the last exit, of rows (variant, seed, accuracy)."""
+    where = {"finetune": "full", "column": "cifar10_alpha1", "accuracy": 0.0}
+    frame = pd.DataFrame([where | {"variant": v, "label": v, "seed": s, "last": x} for v, s, x in rows])
+    return SimpleNamespace(value="last", frame=frame)
+
+
+def test_pairs_keep_their_order_or_change_it_and_other_seeds_do_not_count():
+    short = table(
+        ("depthfl", 1, 30.0), ("reefl", 1, 28.0), ("reefl", 2, 99.0), ("heterofl", 1, 20.0), ("fedavg", 1, 1.0)
+    )
+    long = table(("depthfl", 1, 31.0), ("reefl", 1, 35.5), ("heterofl", 1, 25.0), ("fedavg", 1, None))
+    found = order_kept(short, long)
+    # 30 - 28 and 31 - 35.5; 30 - 20 and 31 - 25; 28 - 20 and 35.5 - 25; FedAvg's longer run is not there
+    assert found.difference.tolist() == ["DepthFL – ReeFL", "DepthFL – HeteroFL", "ReeFL – HeteroFL"]
+    assert found.shorter.tolist() == [2.0, 10.0, 8.0] and found.longer.tolist() == [-4.5, 6.0, 10.5]
+    assert found.order.tolist() == ["changed", "kept", "kept"]
+    assert order_kept(short, table(("reefl", 3, 1.0))).empty
+
+
+def test_curves_stand_side_by_side(tmp_path):
+    longer = {"columns": ["cifar10_alpha0.3"], "num_train": 64, "num_test": 20, "rounds": 2}
+    tables = [Table("fedepth", "horizon", "smoke", longer | {"rounds": r}, tmp_path) for r in (1, 2)]
+    for t in tables:
+        t.run(Execution(workers=1))
+    assert order_kept(*tables).difference.tolist() == ["DepthFL, fair – FeDepth, fair"]
+    axes = plot_horizons(*tables)
+    assert [ax.get_title().split(", ")[-1] for ax in axes] == ["1 rounds", "2 rounds"]
+    assert [len(line.get_xdata()) for line in axes[1].lines if len(line.get_xdata())] == [2, 2]
+    (curve,) = tables[1].curves("cifar10_alpha0.3", ["fair_fedepth"]).values()
+    last = tables[1].frame.set_index("variant")["last"]["fair_fedepth"]
+    assert [m["t"] for m in curve] == [1, 2] and curve[-1]["accuracy"] == last
