@@ -53,8 +53,9 @@ demo: setup
 	$(BIN)/papermill notebooks/walkthrough/00_start_here.ipynb $(EXECUTED)/walkthrough-00-demo.ipynb -p profile demo
 	@echo "The executed notebook: $(EXECUTED)/walkthrough-00-demo.ipynb   the figures: outputs/walkthrough/figures/   open both with: make lab"
 
+# One thread in each of the two processes: two in each get in each other's way on two cores.
 test: setup
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 lint: setup
 	$(BIN)/ruff check fedlib tests benchmarks

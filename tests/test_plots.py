@@ -235,6 +235,20 @@ def test_tradeoff_names_do_not_overlap_and_ticks_stand_at_points():
     assert [t.get_text() for t in ax.get_xticklabels()] == ["0.01", "0.012"]
 
 
+def test_names_at_the_right_edge_stay_inside():
+    """Six points close to the edge: a name that would leave the figure goes elsewhere, on top of nothing if it can."""
+    places = {"fair": (0.15, 34.5), "lack": (0.164, 34.4), "surplus": (0.183, 33.4)}
+    rows = [("fedepth", name, y, x) for name, (x, y) in places.items()]
+    rows += [("fedepth", f"auxiliary heads, {name}", y + 3, x) for name, (x, y) in places.items()]
+    rows += [("fedavg", "whole", 33.0, 0.12), ("fedavg", "sixth", 20.0, 0.002)]
+    ax = plots.plot_tradeoff(
+        pd.DataFrame(rows, columns=["method", "column", "accuracy", "macs"]), "macs", "MACs", "", line=""
+    )
+    boxes = [t.get_window_extent() for t in ax.texts]
+    assert all(ax.figure.bbox.x0 <= b.x0 and b.x1 <= ax.figure.bbox.x1 for b in boxes)
+    assert len(boxes) == 8 and not any(a.overlaps(b) for a, b in itertools.combinations(boxes, 2))
+
+
 def test_titles_are_a_readers_words():
     assert title_of("cifar100_alpha1", "cifar10") == "CIFAR-10 standing in for CIFAR-100, Dirichlet 1"
     assert title_of("cifar100_alpha0.1", "cifar100") == title_of("cifar100_alpha0.1") == "CIFAR-100, Dirichlet 0.1"

@@ -127,8 +127,10 @@ def facts(stored: Stored, cells: Sequence[Cell], wanted: set[str] = frozenset())
     machines = sorted({f"{p.get('device', 'unknown')}, {p.get('cores', '?')} cores" for p in origin})
     minutes = sum(s["seconds"] for s in summaries) / 60
     diverged = sum(s["status"] == "diverged" for s in summaries)
+    total = max(len(experiments), len(wanted))
+    of = f" of {total}" if total > len(experiments) else ""
     words = [
-        f"{len(experiments)}{f' of {len(wanted)}' if len(wanted) > len(experiments) else ''} runs",
+        f"{len(experiments)}{of} run{'s' * (total > 1)}",
         f"data: {', '.join(sorted({e.dataset for e in experiments.values()}))}",
         f"backbone: {', '.join(sorted({e.backbone for e in experiments.values()}))}",
         f"seeds: {', '.join(map(str, sorted({e.seed for e in experiments.values()})))}",
@@ -160,9 +162,10 @@ def missing(cells: Sequence[Cell], done: Mapping[str, Cell]) -> str:
 def claims_section(verdicts: Sequence[Judged]) -> str:
     """How many claims hold, and all of them as one table; a verdict leads to its comparisons."""
     counts = pd.Series([v.verdict for v in verdicts]).value_counts()
-    summary = ", ".join(f"{counts.get(v, 0)} {word}" for v, word in (
-        ("holds", "hold"), ("does not hold", "do not hold"), ("undecided", "are undecided"),
-        ("not testable", "are not testable here")))  # fmt: skip
+    summary = ", ".join(f"{(n := counts.get(v, 0))} {one if n == 1 else many}" for v, one, many in (
+        ("holds", "holds", "hold"), ("does not hold", "does not hold", "do not hold"),
+        ("undecided", "is undecided", "are undecided"),
+        ("not testable", "is not testable here", "are not testable here")))  # fmt: skip
     table = pd.DataFrame(
         [{"claim": v.says, "where": v.where, "verdict": linked_verdict(v), "here": v.numbers, "in print": v.printed}
          for v in verdicts]

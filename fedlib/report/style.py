@@ -239,26 +239,19 @@ def name_points(ax, points: Sequence[tuple[float, float, str]]) -> None:
     for line in (line for line in ax.lines if line.get_linestyle() != "None" and line.get_linewidth()):
         path = line.get_path().transformed(line.get_transform()).interpolated(40)
         taken += [Bbox.from_bounds(px, py, 1, 1) for px, py in path.vertices]
-    beside = [
-        (6, 4, "left"),
-        (6, -11, "left"),
-        (-6, 4, "right"),
-        (-6, -11, "right"),
-        (0, 9, "center"),
-        (0, -16, "center"),
-        (10, 12, "left"),
-        (10, -20, "left"),
-        (-10, 12, "right"),
-        (-10, -20, "right"),
-    ]
+    near = [(6, 4, "left"), (6, -11, "left"), (-6, 4, "right"), (-6, -11, "right"), (0, 9, "center"),
+            (0, -16, "center"), (10, 12, "left"), (10, -20, "left"), (-10, 12, "right"),
+            (-10, -20, "right")]  # fmt: skip
+    far = [(dx, sign * dy, side) for dy in (24, 36, 48) for sign in (1, -1)
+           for dx, side in ((0, "center"), (14, "left"), (-14, "right"))]  # fmt: skip
     for x, y, name in points:
         tried = []
-        for dx, dy, side in beside:
+        for dx, dy, side in near + far:
             text = ax.annotate(name, (x, y), (dx, dy), textcoords="offset points", ha=side, fontsize=7)
             text.set_in_layout(False)
             box = text.get_window_extent()
             inside = figure.bbox.containsx(box.x0) and figure.bbox.containsx(box.x1)
-            tried.append((sum(box.overlaps(t) for t in taken) + (not inside), len(tried), text, box))
+            tried.append((sum(box.overlaps(t) for t in taken) + 10 * (not inside), len(tried), text, box))
             if tried[-1][0] == 0:
                 break
         best = min(tried, key=lambda t: t[:2])
