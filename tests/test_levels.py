@@ -69,6 +69,18 @@ def test_of_equally_balanced_splits_the_nearest_in_cost_then_the_deeper_wins():
     assert solve_levels(near, (0.5,), (1, 2, 4), 100.0, grid=0.5) == (Level(0.5, 2),)
 
 
+def test_no_split_is_priced_that_is_less_balanced_than_the_chosen():
+    """Half of the area is 0.7 by 0.7 (49 of 100): only the nine balanced splits are priced."""
+    asked = []
+
+    def price(width, depth, below):
+        asked.append((width, depth))
+        return 100 * width * depth / 10
+
+    assert solve_levels(price, (0.5, 1), range(1, 11), 100.0, grid=0.1) == (Level(0.7, 7), Level(1.0, 10))
+    assert sorted(asked) == [(d / 10, d) for d in range(1, 10)]  # the whole depth is the second level's
+
+
 def test_where_no_split_fits_the_nearest_is_named():
     with pytest.raises(
         ValueError, match=r"within 1% of 0.5 of the whole; the nearest is width 0.05 of 1 units, 100.0% off"

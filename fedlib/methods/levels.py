@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 
 @dataclass(frozen=True)
@@ -93,18 +94,27 @@ def multiples(grid: float) -> list[float]:
 
 
 def _split(cost: Cost, ratio, full, widths, depths, below, units: int, eps: float, nearest: bool = False) -> Level:
-    """One level of a net of ``units``, given those ``below``: the most balanced, or the ``nearest`` in cost."""
-    errors = {Level(w, d): abs(cost(w, d, below) / (ratio * full) - 1) for w in widths for d in depths}
-    fitting = [s for s, error in errors.items() if error <= eps]
-    if not fitting:
-        near = min(errors, key=errors.get)
-        raise ValueError(
-            f"levels: no width and depth costs within {eps:.0%} of {ratio:g} of the whole; the nearest is "
-            f"{_shown([near])}, {errors[near]:.1%} off"
-        )
-    if nearest:
-        return min(fitting, key=errors.get)
-    return min(fitting, key=lambda s: (round(abs(s.width - s.depth / units), 9), errors[s], -s.depth))
+    """One level of a net of ``units``, given those ``below``: the most balanced, or the ``nearest`` in cost.
+
+    Splits are priced from the most balanced on, as a price may be a measurement: a less balanced one is not asked for.
+    """
+
+    def imbalance(s: Level) -> float:
+        return 0.0 if nearest else round(abs(s.width - s.depth / units), 9)
+
+    errors: dict[Level, float] = {}
+    splits = sorted((Level(w, d) for w in widths for d in depths), key=imbalance)
+    for _, equals in groupby(splits, key=imbalance):
+        tried = {s: abs(cost(s.width, s.depth, below) / (ratio * full) - 1) for s in equals}
+        best = min(tried, key=lambda s: (tried[s], -s.depth))
+        if tried[best] <= eps:
+            return best
+        errors |= tried
+    near = min(errors, key=lambda s: (errors[s], s.width))
+    raise ValueError(
+        f"levels: no width and depth costs within {eps:.0%} of {ratio:g} of the whole; the nearest is "
+        f"{_shown([near])}, {errors[near]:.1%} off"
+    )
 
 
 def _shown(levels: Sequence[Level]) -> str:
