@@ -5,6 +5,7 @@ How it is executed (device, workers, cohort size, where data lie on disk) is not
 """
 
 import dataclasses
+import functools
 import hashlib
 import json
 import typing
@@ -174,7 +175,7 @@ class Experiment:
 
     def identity(self) -> dict[str, object]:
         """The fields that differ from the defaults (so a later field with a neutral default renames no stored run)."""
-        defaults = type(self)().to_dict()
+        defaults = _defaults(type(self))
         return {k: v for k, v in self.to_dict().items() if v != defaults[k]}
 
     def to_dict(self) -> dict[str, object]:
@@ -205,3 +206,9 @@ class Experiment:
 
     def __hash__(self):
         return hash(self.hash)
+
+
+@functools.cache
+def _defaults(cls: type[Experiment]) -> dict[str, object]:
+    """The fields of an experiment of which nothing is said."""
+    return cls().to_dict()

@@ -5,10 +5,11 @@ which backbone. A paper whose ``base.yaml`` ``extends`` another builds on that o
 profiles. Read next: ``params.py``.
 """
 
+import copy
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import fields
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 from ..core.experiment import Experiment
@@ -23,20 +24,28 @@ NO_GRIDS = {"base", "methods", "columns", "claims"}
 
 def load_yaml(path: Path) -> dict:
     """Read a mapping with YAML's safe loader: no object tags, no key given twice, no file over a mebibyte."""
-    import yaml
+    from yaml import YAMLError
 
     try:
         if path.stat().st_size > MAX_BYTES:
             raise ValueError(f"{path.stat().st_size} bytes exceed the {MAX_BYTES} of a params file")
-        value = yaml.load(path.read_text(encoding="utf-8"), _strict_loader())
+        value = copy.deepcopy(_parsed(path.read_text(encoding="utf-8")))
     except FileNotFoundError as error:
         raise ValueError(f"no such params file: {path}") from error
-    except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as error:
+    except (YAMLError, ValueError, OverflowError, RecursionError) as error:
         raise ValueError(f"{path}: not plain YAML: {error}") from error
     value = {} if value is None else value
     if not isinstance(value, dict):
         raise ValueError(f"{path}: expected a mapping of names to values, got {type(value).__name__}")
     return value
+
+
+@lru_cache(maxsize=256)
+def _parsed(text: str) -> object:
+    """What ``text`` says; a grid reads the same few files once for each of its tables."""
+    import yaml
+
+    return yaml.load(text, _strict_loader())
 
 
 @cache
