@@ -2,6 +2,7 @@
 
 import importlib.util
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from fedlib.models.bert import Bert, BertSpec, Embedding, is_token, load_bert, p
 from fedlib.models.exit_model import ExitModel
 from fedlib.models.exits import Classifiers
 from fedlib.models.ree import Ree
-from fedlib.models.registry import build_backbone
+from fedlib.models.registry import backbone_spec, build_backbone
 from fedlib.report.tables import load_cells
 from fedlib.runs.costs import exit_costs, upload_parameters
 from fedlib.runs.params import load_grid
@@ -40,6 +41,25 @@ def sentences(n=5, length=9, vocab=50, seed=0):
     ends[0] = length
     ids[:, 0] = 1
     return ids * (torch.arange(length) < ends)
+
+
+@pytest.mark.parametrize("name", ["transformer4", "transformer4_slim"])
+def test_from_random_weights_the_class_token_sees_the_words(name):
+    """Two sentences without a common word: with matrices of 1/sqrt(inputs) their class tokens differ, with 0.02 hardly."""
+    spec = backbone_spec(name)
+    ids = torch.randint(1000, 30_000, (2, 20), generator=generator())
+    ids[:, 0], ids[:, -1] = spec.marks
+    apart = []
+    for sd in (spec.init_sd, 0.02):
+        bert = replace(spec, init_sd=sd).build().init_(generator(1))
+        a, b = bert.run(bert.stem(ids[None]), 0, spec.depth)[0, :, 0]
+        apart.append(float(((a - b).norm() / a.norm()).detach()))
+        inputs = spec.dim, spec.ffn_dim
+        expected = [n**-0.5 if sd is None else sd for n in inputs]
+        assert [float(m.weight.std()) for m in (bert.blocks[0].mlp.fc1, bert.blocks[0].mlp.fc2)] == pytest.approx(
+            expected, rel=0.03
+        )
+    assert apart[0] > 0.3 and apart[1] < 0.1
 
 
 def published(config, seed=0):

@@ -86,12 +86,15 @@ class _StackedLinear(torch.autograd.Function):
         )
 
 
-def init_normal_(module: nn.Module, generator: torch.Generator, std: float = 0.02) -> None:
-    """ViT's initialisation, in place: every Linear weight N(0, std) with zero bias, every LayerNorm (1, 0)."""
+def init_normal_(module: nn.Module, generator: torch.Generator, std: float | None = 0.02) -> None:
+    """ViT's initialisation, in place: every Linear weight N(0, std) with zero bias, every LayerNorm (1, 0).
+
+    Without ``std`` a weight's is 1/sqrt(inputs), which keeps a signal's size (LeCun et al., Efficient BackProp, 1998).
+    """
     for m in module.modules():
         if isinstance(m, nn.Linear):
             with torch.no_grad():
-                m.weight.normal_(0, std, generator=generator)
+                m.weight.normal_(0, m.in_features**-0.5 if std is None else std, generator=generator)
                 if m.bias is not None:
                     m.bias.zero_()
         elif isinstance(m, nn.LayerNorm):

@@ -16,7 +16,9 @@ in 8 after block 2 and of 0.2 in 11 after block 4. In 300 steps of SGD a frozen 
 it learns at any depth in 100.
 ``centred=False`` (the backbones ``*.stream``) is the class token itself, as on a ViT. Token type 0, the only one of a
 single sentence, is added to the positions when a checkpoint is loaded, and positions that no sentence reaches are
-dropped; fully trained, both are one tensor.
+dropped; fully trained, both are one tensor. How CAFEDistill starts its transformer is not said: N(0, 0.02)
+hides the words from the class token of ``transformer4`` (AG News, 600 steps of SGD: 45 %), 1/sqrt(inputs) does not
+(84 %).
 """
 
 from collections.abc import Mapping
@@ -48,6 +50,7 @@ class BertSpec:
     eps: float = 1e-12
     marks: tuple[int, ...] = (101, 102)  # token ids around a sentence: [CLS], [SEP]
     centred: bool = True  # see the module's deviations
+    init_sd: float | None = 0.02  # of random matrices; None: 1/sqrt(inputs), for what is trained from random weights
     qkv_bias: ClassVar[bool] = True
     padding: ClassVar[int] = 0  # the token id that fills short sentences
     prefix_tokens: ClassVar[int] = 1
@@ -95,8 +98,8 @@ BERTS = {
 BERT_BASE = {"bert_base": BertSpec(length=128, dim=768, depth=12, heads=12, ffn_dim=3072, centred=False)}
 BERTS |= {f"{name}.stream": replace(config, centred=False) for name, config in BERTS.items()}
 BERTS |= BERT_BASE | {  # CAFEDistill's, trained from random weights, and one for CPUs
-    "transformer4": BertSpec(length=64, dim=192, depth=4, heads=2, ffn_dim=768, centred=False),
-    "transformer4_slim": BertSpec(depth=4, heads=2, centred=False),
+    "transformer4": BertSpec(length=64, dim=192, depth=4, heads=2, ffn_dim=768, centred=False, init_sd=None),
+    "transformer4_slim": BertSpec(depth=4, heads=2, centred=False, init_sd=None),
 }
 
 
@@ -198,8 +201,8 @@ class Bert(TokenBackbone):
         return self
 
     def init_(self, generator: torch.Generator) -> "Bert":
-        """Initialise in place as BERT does: N(0, 0.02) everywhere."""
-        init_normal_(self, generator)
+        """Initialise in place as BERT does: N(0, 0.02) everywhere; matrices as ``init_sd`` says."""
+        init_normal_(self, generator, self.spec.init_sd)
         with torch.no_grad():
             self.stem.words.weight.normal_(0, 0.02, generator=generator)
             self.stem.pos_embed.normal_(0, 0.02, generator=generator)
