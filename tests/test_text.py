@@ -56,9 +56,9 @@ def test_from_random_weights_the_class_token_sees_the_words(name):
         apart.append(float(((a - b).norm() / a.norm()).detach()))
         inputs = spec.dim, spec.ffn_dim
         expected = [n**-0.5 if sd is None else sd for n in inputs]
-        assert [float(m.weight.std()) for m in (bert.blocks[0].mlp.fc1, bert.blocks[0].mlp.fc2)] == pytest.approx(
-            expected, rel=0.03
-        )
+        assert [
+            float(m.weight.detach().std()) for m in (bert.blocks[0].mlp.fc1, bert.blocks[0].mlp.fc2)
+        ] == pytest.approx(expected, rel=0.03)
     assert apart[0] > 0.3 and apart[1] < 0.1
 
 
