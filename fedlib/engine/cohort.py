@@ -28,7 +28,7 @@ from .federation import Federation
 from .optimisers import build_optimiser
 from .schedules import round_rate, step_rates
 from .stacks import Stack
-from .stages import Ahead, route_of, runs_ahead, trains
+from .stages import Ahead, route_of, trains, units_ahead
 from .teacher import Teacher
 
 Tensors = dict[str, torch.Tensor]
@@ -180,9 +180,9 @@ class Cohort:
         self.model.context.generators = self._generators
         optimiser = build_optimiser(e, leaves, [self.rows[n] for n in names])
         ahead = None
-        if stage.cached and e.augment == "none" and runs_ahead(stage):
+        if units := units_ahead(self, stage, names):
             with phase("forward"):
-                ahead = Ahead(self, stage, plan)
+                ahead = Ahead(self, stage, units, plan)
         total, scratch = torch.zeros(len(self.members), device=device), {}
         for step, width in enumerate(plan.width):
             with phase("data"):

@@ -1,14 +1,20 @@
-"""A stage of a local training: what it trains, what it runs, and what comes ahead of it, computed once (FeDepth)."""
+"""A stage of a local training: what it trains, what it runs, and what comes ahead of it, computed once."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
 from ..core.slices import STEM, ParamInfo
+from ..layers.dropout import Dropout
+from ..layers.norms import BatchNorm2d
 from ..methods.jobs import Stage
+from ..models.exit_model import ExitModel
 from ..models.route import Prefix, Route, Rows
 from .batches import Batches, in_order, places_of
+from .frozen_cache import SHARE_OF_FREE_MEMORY, free_memory
 
 if TYPE_CHECKING:
     from .cohort import Cohort
@@ -42,29 +48,63 @@ def runs_ahead(stage: Stage) -> bool:
     return stage.units is not None and any(u not in stage.without for u in range(stage.units.start))
 
 
-class Ahead:
-    """Outputs of the frozen units before ``stage.units``, for the batches of ``plan``; nothing may be augmented.
+def units_ahead(cohort: "Cohort", stage: Stage, names: Sequence[str]) -> int:
+    """How many leading units are run once for all epochs of ``stage``, which trains the parameters ``names``.
 
-    They are computed in batches of a client's examples in order, so that is what batch norm with batch statistics sees
+    All before its own of a stage of FeDepth that says so; all there are where exits alone are trained (FedRep, FedRoD,
+    FedPAC), more than once on the same features. None with augmentation.
+    """
+    e, model, infos = cohort.experiment, cohort.model, cohort.setting.infos
+    if e.augment != "none":
+        return 0
+    if stage.units is not None:
+        return stage.units.start if stage.cached and runs_ahead(stage) else 0
+    epochs = e.local_epochs if stage.epochs is None else stage.epochs
+    if epochs == 1 or cohort.prefix is not None or any(infos[n].exit is None for n in names) or not by_example(model):
+        return 0
+    spec, examples = model.backbone.spec, sum(c.num_examples for c in cohort.clients)
+    numbers = sum(math.prod(spec.feature(u)) for u in range(model.depth) if model.head.reads(u))
+    fits = 4 * numbers * examples <= SHARE_OF_FREE_MEMORY * free_memory(cohort.data.images.device)
+    return model.depth if fits else 0
+
+
+def by_example(model: ExitModel) -> bool:
+    """Does every example get the same features while clients train, whatever else is in its batch?"""
+    chance = any(isinstance(m, (Dropout, nn.Dropout)) and m.p for m in model.backbone.modules())
+    batch = any(isinstance(m, BatchNorm2d) for m in model.backbone.modules())
+    return not (chance or batch or model.backbone.reads_all) and model.head.first_hand_back == math.inf
+
+
+class Ahead:
+    """What the first ``units`` units, frozen, make of the examples in ``plan``: their output, or if there are no others
+    the features that the exits read. Nothing may be augmented.
+
+    It is computed in batches of a client's examples in order, so that is what batch norm with batch statistics sees
     of them, whatever the stage's own batches are: z_{j-1} of FeDepth's Eq. 1.
     """
 
     @torch.no_grad()
-    def __init__(self, cohort: "Cohort", stage: Stage, plan: Batches):
-        e, self.units = cohort.experiment, stage.units.start
-        z: torch.Tensor | None = None  # (M, examples, *state)
-        most = max(c.num_examples for c in cohort.clients)
+    def __init__(self, cohort: "Cohort", stage: Stage, units: int, plan: Batches):
+        e, model, self.units = cohort.experiment, cohort.model, units
+        spec, most = model.backbone.spec, max(c.num_examples for c in cohort.clients)
+        self.kept: dict[int | None, torch.Tensor] = {}  # (M, examples, ...): features by unit; None: what goes on
         for step, (rows, weights) in enumerate(in_order(cohort.data, cohort.clients, e.batch_size)):
-            cohort.model.context.weights = weights
+            model.context.weights = weights
             with torch.autocast(rows.device.type, torch.bfloat16, enabled=e.precision == "bfloat16"):
-                made = cohort.model.prefix(cohort.inputs(rows), self.units, stage.without).z.float()
-            if z is None:
-                z = made.new_zeros(len(made), most, *cohort.model.backbone.spec.state(self.units - 1))
-            to = z[:, step * e.batch_size : (step + 1) * e.batch_size]
-            to[:, :, : made.shape[2]] = made[:, : to.shape[1]]  # sentences end with the longest of their batch
-        self.z, self.members = z, torch.arange(len(z), device=z.device)[:, None]
-        self.places = torch.from_numpy(places_of(cohort.data, cohort.clients, plan.examples)).to(z.device)
+                made = model.prefix(cohort.inputs(rows), units, stage.without, cohort.alive)
+            for unit, x in (made.features if units == model.depth else {None: made.z}).items():
+                if unit not in self.kept:
+                    shape = spec.state(units - 1) if unit is None else spec.feature(unit)
+                    self.kept[unit] = x.new_zeros(len(x), most, *shape, dtype=torch.float32)
+                to = self.kept[unit][:, step * e.batch_size : (step + 1) * e.batch_size]
+                to[:, :, : x.shape[2]] = x[:, : to.shape[1]]  # sentences end with the longest of their batch
+        places = places_of(cohort.data, cohort.clients, plan.examples)  # (S, M, B)
+        self.places = torch.from_numpy(places).to(rows.device)
+        self.members = torch.arange(len(cohort.clients), device=rows.device)[:, None]
 
     def __call__(self, step: int, width: int) -> Prefix:
         """What the members read in one step."""
-        return Prefix(self.units, self.z[self.members, self.places[step, :, :width]])
+        places = self.places[step, :, :width]
+        features = {u: x[self.members[: len(x)], places[: len(x)]] for u, x in self.kept.items()}
+        z = features.pop(None, None)
+        return Prefix(self.units, torch.zeros(*places.shape, 0, device=places.device) if z is None else z, features)

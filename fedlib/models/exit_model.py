@@ -94,13 +94,19 @@ class ExitModel(nn.Module):
         return int(max(0, min([self.backbone.spec.depth, fed_back, *trained])))
 
     @torch.no_grad()
-    def prefix(self, x: torch.Tensor, units: int, without: Container[int] = ()) -> Prefix:
-        """The output of the first ``units`` units, but those ``without``, for inputs (K, B, *input_shape)."""
+    def prefix(
+        self, x: torch.Tensor, units: int, without: Container[int] = (), alive: Sequence[int] | None = None
+    ) -> Prefix:
+        """The output of the first ``units`` units, but those ``without``, for inputs (K, B, *input_shape).
+
+        Unit l runs for the first ``alive[l]`` members; without it, for all.
+        """
         z, features = self.backbone.stem(x), {}
         for unit in range(units):
-            if unit in without:
+            members = len(x) if alive is None else alive[unit]
+            if unit in without or not members:
                 continue
-            feature, z = self.backbone.advance(z, unit, len(x))
+            feature, z = self.backbone.advance(z[:members], unit, members)
             if self.head.reads(unit):
                 features[unit] = feature
         return Prefix(units, self.backbone.settled(z), features)

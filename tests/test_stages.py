@@ -1,0 +1,71 @@
+"""What a stage finds as it is, is computed once: where exits alone are trained, and where it may not be."""
+
+import pytest
+import torch
+
+from fedlib import Execution, build_federation, run_rounds
+from fedlib.engine import cohort as engine
+from fedlib.engine.stages import by_example
+
+ONE = Execution(workers=1)
+HEADS = {"fedrep": {"head_epochs": 3}, "fedrod": {"head_epochs": 3}, "fedpac": {"head_epochs": 3}}
+
+
+@pytest.fixture
+def convnet(tiny):
+    return tiny.replace(
+        backbone="convnet3_slim", finetune="full", finetune_options={}, num_exits=3, augment="none", rounds=1,
+        num_train=200, num_clients=6, clients_per_round=3, batch_size=16, budgets="maximum",
+    )  # fmt: skip
+
+
+def trained(e, monkeypatch, ahead=True):
+    """The server's tensors, the clients' own, and how many examples' worth of stems ran in local training."""
+    f, seen, own = build_federation(e), [], {}
+    f.model.backbone.stem.register_forward_hook(lambda m, args, out: seen.append(out.shape[0] * out.shape[1]))
+    with monkeypatch.context() as m:
+        if not ahead:
+            m.setattr(engine, "units_ahead", lambda *args: 0)
+        rounds = iter(run_rounds(f, ONE, memories=own))
+        last = next(rounds)
+    return last.server.params, {(k, n): x for k, memory in own.items() for n, x in memory.items()}, sum(seen)
+
+
+@pytest.mark.parametrize("method", HEADS)
+def test_exits_alone_are_trained_on_features_that_are_computed_once(convnet, method, monkeypatch):
+    e = convnet.replace(method=method, options=HEADS[method])
+    once, own, few = trained(e, monkeypatch)
+    anew, own_anew, many = trained(e, monkeypatch, ahead=False)
+    assert own.keys() == own_anew.keys() and own
+    for name, p in (once | own).items():
+        torch.testing.assert_close(p, (anew | own_anew)[name], rtol=0, atol=1e-5)
+    assert few < 0.8 * many  # of four epochs or more three found their features there
+
+
+@pytest.mark.parametrize("change", [
+    {"augment": "crop_flip"}, {"backbone": "resnet8", "batch_norm": "tracked"}, {"options": {"head_epochs": 1}},
+], ids=lambda c: next(iter(c)))  # fmt: skip
+def test_they_are_computed_anew_where_they_may_differ(convnet, change, monkeypatch):
+    """Augmented views, batch norm by the batch's own statistics; in a single epoch nothing comes twice."""
+    e = convnet.replace(**{"method": "fedrep", "options": {"head_epochs": 3}, **change})
+    once, _, few = trained(e, monkeypatch)
+    anew, _, many = trained(e, monkeypatch, ahead=False)
+    assert few == many and all(torch.equal(p, anew[n]) for n, p in once.items())
+
+
+def test_features_follow_the_example_alone(tiny):
+    def alone(**changes):
+        return by_example(build_federation(tiny.replace(finetune_options={}, **changes)).model)
+
+    assert alone(method="fedrep", finetune="full") and not alone(method="reefl", finetune="full")
+    assert alone(method="fedrep", finetune="full", backbone="convnet3_slim", num_exits=3)
+    assert not alone(method="fedrep", finetune="full", backbone="efficientnet_slim")  # dropout, batch norm
+
+
+def test_clients_of_unequal_depth_find_the_features_they_have(convnet, monkeypatch):
+    """Members of one, two and three exits in one cohort: each unit's features are of those that run it."""
+    e = convnet.replace(method="fedrep", options={"head_epochs": 3}, budgets="uniform")
+    once, own, _ = trained(e, monkeypatch)
+    anew, own_anew, _ = trained(e, monkeypatch, ahead=False)
+    for name, p in (once | own).items():
+        torch.testing.assert_close(p, (anew | own_anew)[name], rtol=0, atol=1e-5)
