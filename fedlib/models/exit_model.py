@@ -101,12 +101,11 @@ class ExitModel(nn.Module):
 
         Unit l runs for the first ``alive[l]`` members; without it, for all.
         """
-        z, features = self.backbone.stem(x), {}
-        for unit in range(units):
-            members = len(x) if alive is None else alive[unit]
-            if unit in without or not members:
-                continue
-            feature, z = self.backbone.advance(z[:members], unit, members)
+        alive = [len(x)] * units if alive is None else alive
+        run = [unit for unit in range(units) if unit not in without and alive[unit]]
+        z, features = self.backbone.stem(x[: alive[run[0]]] if run else x), {}
+        for unit, following in zip(run, [*run[1:], *run[-1:]], strict=True):
+            feature, z = self.backbone.advance(z, unit, alive[following])
             if self.head.reads(unit):
                 features[unit] = feature
         return Prefix(units, self.backbone.settled(z), features)
