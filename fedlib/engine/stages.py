@@ -62,7 +62,7 @@ def units_ahead(cohort: "Cohort", stage: Stage, names: Sequence[str]) -> int:
     epochs = e.local_epochs if stage.epochs is None else stage.epochs
     if epochs == 1 or cohort.prefix is not None or any(infos[n].exit is None for n in names) or not by_example(model):
         return 0
-    spec, examples = model.backbone.spec, sum(c.num_examples for c in cohort.clients)
+    spec, examples = model.backbone.spec, len(cohort.clients) * max(c.num_examples for c in cohort.clients)
     numbers = sum(math.prod(spec.feature(u)) for u in range(model.depth) if model.head.reads(u))
     fits = 4 * numbers * examples <= SHARE_OF_FREE_MEMORY * free_memory(cohort.data.images.device)
     return model.depth if fits else 0
