@@ -183,6 +183,31 @@ def test_exits_read_the_class_token_in_units_of_one_word_sentences():
     assert (build_backbone("bert_micro", pretrained=False).origins != 0).any()
 
 
+def test_exits_may_read_the_mean_of_the_tokens():
+    """Of a sentence of n tokens, sum over its tokens / n; padding counts nowhere, whatever it is padded to."""
+    bert = build_backbone("bert_micro.mean", pretrained=False)
+    ids = torch.tensor([[101, 7, 8, 102, 0, 0], [101, 9, 102, 0, 0, 0]])
+    with torch.no_grad():
+        after = bert.run(bert.stem(ids[None]), 0, 1)[0]
+        by_hand = torch.stack((after[0, :4].mean(0), after[1, :3].mean(0)))
+        feature, z = bert.advance(bert.stem(ids[None]), 0, 1)
+        torch.testing.assert_close(feature[0], by_hand)
+        torch.testing.assert_close(bert.advance(bert.stem(torch.cat((ids, ids * 0), 1)[None]), 0, 1)[0], feature)
+        assert bert.origins is None and (z[0, 0, :4] - after[0, :4]).abs().max() == 0  # and all tokens go on
+        assert (feature[0, 0] - after[0, 0]).abs().max() > 0.01
+    with pytest.raises(TypeError, match="no token to hand back"):
+        bert.replace(z, 0, feature)
+
+
+@pytest.mark.parametrize("method", ["heterofl", "depthfl"])
+def test_averaged_exits_train_the_same_in_any_cohort(tiny_text, method):
+    e = tiny_text.replace(method=method, finetune="full", backbone="bert_micro.mean", rounds=1, num_train=80)
+    one, many = (list(run_rounds(build_federation(e), Execution(workers=1, cohort_size=c)))[-1] for c in (1, 4))
+    for name, p in one.server.params.items():
+        torch.testing.assert_close(many.server.params[name], p, rtol=0, atol=1e-5)
+    assert many.metrics == one.metrics
+
+
 def test_load_bert_names_what_does_not_fit():
     state = published(TOY).state_dict()
     one = "encoder.layer.2.attention.self.key.bias"
@@ -369,6 +394,7 @@ def test_a_run_is_stored_and_found(tiny_text, tmp_path):
         ({"pretrained": True}, "pretrained = True is not possible with backbone = 'bert_micro'; allowed: False"),
         ({"method": "scalefl"}, "scalefl: backbone: a Bert cannot be cut in width; allowed: a ViT"),
         ({"backbone": "mini_lm"}, "backbone = 'mini_lm' is unknown; did you mean 'minilm'?"),
+        ({"method": "reefl", "backbone": "bert_micro.mean"}, "reefl: backbone: Ree needs a class token, the exits of 'bert_micro.mean' read the mean of all tokens; allowed: 'bert_micro', or"),
         ({"num_exits": 4}, "num_exits = 4 does not divide 3 blocks; allowed: [1, 3]"),
     ],
 )  # fmt: skip

@@ -17,5 +17,5 @@ def check_cuttable(method: str, setting: Setting, e) -> None:
 def uncut(spec: Spec) -> str:
     """Why a backbone of shape ``spec`` cannot be cut in width; empty if it can."""
     if getattr(spec, "centred", False):
-        return "its exits read a class token standardised by constants of the whole width; *.stream is not"
+        return "its exits read a class token standardised by constants of the whole width; *.stream and *.mean are not"
     return getattr(spec, "not_cut", "")

@@ -1,8 +1,9 @@
 """BERT encoders (Devlin et al., NAACL 2019) for one sentence at a time, read through the class token.
 
 A :class:`Bert` has the interface of ``vit.ViT``: ``stem``, ``run(z, a, b)``, ``config``, cohort-shaped parameters.
-``load_bert`` reads Hugging Face's BERT checkpoints; ``minilm`` is all-MiniLM-L6-v2 (6 layers, width 384), of which only
-the class token is used, though it was tuned to be averaged over tokens. The pooler is gone: each exit has its own norm.
+``load_bert`` reads Hugging Face's BERT checkpoints; ``minilm`` is all-MiniLM-L6-v2 (6 layers, width 384), of which
+by default only the class token is used, though it was tuned to be averaged over tokens. The pooler is gone: each exit
+has its own norm.
 Read next: ``vit.py`` (attention, MLP), ``exit_model.py``.
 
 Padding is the zero vector: the stem writes it, every block reads its mask off its input and writes it again. So the
@@ -14,11 +15,12 @@ one-word sentences after the same block, over their spread, both constants of th
 early blocks give all sentences nearly the same class token: SST-2's differ from an empty sentence's by a norm of 0.03
 in 8 after block 2 and of 0.2 in 11 after block 4. In 300 steps of SGD a frozen exit there finds nothing; standardised,
 it learns at any depth in 100.
-``centred=False`` (the backbones ``*.stream``) is the class token itself, as on a ViT. Token type 0, the only one of a
-single sentence, is added to the positions when a checkpoint is loaded, and positions that no sentence reaches are
-dropped; fully trained, both are one tensor. How CAFEDistill starts its transformer is not said: with
-N(0, 0.02) two sentences without a common word differ by 1 % at the class token of ``transformer4_slim``, too little to
-learn from; with 1/sqrt(inputs) by half.
+``centred=False`` (the backbones ``*.stream``) is the class token itself, as on a ViT. ``averaged`` (``*.mean``) is the
+mean of a sentence's tokens, for nets that are cut in width, of which no constants of the whole width hold.
+Token type 0, the only one of a single sentence, is added to the positions when a checkpoint is loaded, and positions
+that no sentence reaches are dropped; fully trained, both are one tensor. How CAFEDistill starts its transformer is not
+said: with N(0, 0.02) two sentences without a common word differ by 1 % at the class token of ``transformer4_slim``,
+too little to learn from; with 1/sqrt(inputs) by half.
 """
 
 from collections.abc import Mapping
@@ -50,6 +52,7 @@ class BertSpec:
     eps: float = 1e-12
     marks: tuple[int, ...] = (101, 102)  # token ids around a sentence: [CLS], [SEP]
     centred: bool = True  # see the module's deviations
+    averaged: bool = False  # exits read the mean of a sentence's tokens, not its class token
     init_sd: float | None = 0.02  # of random matrices; None: 1/sqrt(inputs), for what is trained from random weights
     qkv_bias: ClassVar[bool] = True
     padding: ClassVar[int] = 0  # the token id that fills short sentences
@@ -96,7 +99,11 @@ BERTS = {
     "bert_micro": BertSpec(),
 }
 BERT_BASE = {"bert_base": BertSpec(length=128, dim=768, depth=12, heads=12, ffn_dim=3072, centred=False)}
-BERTS |= {f"{name}.stream": replace(config, centred=False) for name, config in BERTS.items()}
+BERTS |= {
+    f"{name}.{reads}": replace(config, centred=False, averaged=reads == "mean")
+    for name, config in BERTS.items()
+    for reads in ("stream", "mean")
+}
 BERTS |= BERT_BASE | {  # CAFEDistill's, trained from random weights, and one for CPUs
     "transformer4": BertSpec(length=64, dim=192, depth=4, heads=2, ffn_dim=768, centred=False, init_sd=None),
     "transformer4_slim": BertSpec(depth=4, heads=2, centred=False, init_sd=None),
@@ -182,6 +189,17 @@ class Bert(TokenBackbone):
         for block in self.blocks[a:b]:
             z = block(z)
         return z
+
+    def advance(self, z: torch.Tensor, unit: int, on: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if not self.spec.averaged or self.reads_all:
+            return super().advance(z, unit, on)
+        z = self.run(z, unit, unit + 1)
+        return z.sum(-2) / is_token(z).sum(-1, keepdim=True), z if on == len(z) else z[:on]
+
+    def replace(self, z: torch.Tensor, unit: int, feature: torch.Tensor) -> torch.Tensor:
+        if self.spec.averaged:
+            raise TypeError("exits read the mean of a sentence's tokens: there is no token to hand back")
+        return super().replace(z, unit, feature)
 
     def axis(self, name: str, size: int) -> Axis:
         return head_axis(name, size, self.spec.heads)

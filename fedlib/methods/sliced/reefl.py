@@ -52,5 +52,10 @@ class ReeFL(Distillation, ServerStep, Method):
             raise ValueError(
                 f"reefl: backbone: Ree needs a class token, a {kind}'s exits read maps; allowed: a ViT, Vim or BERT"
             )
+        if self.use_ree and getattr(setting.spec, "averaged", False):
+            raise ValueError(
+                f"reefl: backbone: Ree needs a class token, the exits of {e.backbone!r} read the mean of all tokens; "
+                f"allowed: {e.backbone.removesuffix('.mean')!r}, or another ViT, Vim or BERT"
+            )
         if self.ree_width % self.ree_heads:
             raise ValueError(f"reefl: ree_heads = {self.ree_heads} does not divide ree_width = {self.ree_width}")
