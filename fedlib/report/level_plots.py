@@ -6,7 +6,7 @@ Every function returns the Axes. Read next: ``levels.py`` (the numbers), ``plots
 import pandas as pd
 
 from .plots import COSTS, lines
-from .style import axes_of, finish, looks_of, named, styled
+from .style import axes_of, finish, log_axis, looks_of, named, styled
 
 
 @styled
@@ -38,6 +38,6 @@ def plot_levels(frame: pd.DataFrame, x: str = "parameters", ax=None, title: str 
     frame = named(frame.assign(**{x: frame[x] * unit}))
     bars = {"errorbar": "sd", "err_style": "bars"} if frame.duplicated(["series", x]).any() else {}
     lines(frame, x, "accuracy", ax, looks_of(frame), estimator="mean", **bars)
-    ax.set_xscale("log")
+    log_axis(ax, frame[x])
     finish(ax, f"{xlabel} of the level", "local accuracy (%)", title)
     return ax

@@ -13,6 +13,7 @@ from .style import (
     clear_of_legend,
     color_of,
     finish,
+    log_axis,
     looks_of,
     name_points,
     named,
@@ -32,7 +33,7 @@ __all__ = [
 ]  # fmt: skip
 
 COSTS = {  # what an axis says, and its unit in units of the column
-    "macs": ("MACs per image (millions)", 1e-6),
+    "macs": ("MACs per example (millions)", 1e-6),
     "upload_mib": ("upload per round (MiB)", 1),
     "training_memory_mib": ("training memory, batch 32 (MiB)", 1),
     "parameters": ("parameters (millions)", 1e-6),
@@ -235,19 +236,13 @@ def plot_tradeoff(frame: pd.DataFrame, x: str, label: str, title: str, ax=None, 
 
     ``frame`` has method, column, accuracy, ``x``; rows without ``x`` whose ``column`` is ``levels`` are dashed lines.
     """
-    from matplotlib.ticker import FixedLocator, LogLocator, NullLocator
-
     ax, frame = axes_of(ax), named(frame[["method", "column", "accuracy", x]])
     points, looks = frame.dropna(subset=[x, "accuracy"]).sort_values(x), looks_of(frame)
     lines(points, x, "accuracy", ax, looks, markersize=7, **({} if line else {"linewidth": 0}))
     for row in frame[frame[x].isna() & (frame.column == levels)].itertuples():
         said = f"{row.series}, {plain(levels)}"
         ax.axhline(row.accuracy, color=looks.palette[row.series], linestyle="--", label=said)
-    ax.set_xscale("log")
-    few = np.unique(points[x].round(12))
-    ax.xaxis.set_major_locator(FixedLocator(few) if 0 < len(few) <= 5 else LogLocator(subs=(1, 3)))
-    ax.xaxis.set_minor_locator(NullLocator())
-    ax.xaxis.set_major_formatter(lambda value, _: f"{value:.2g}")
+    log_axis(ax, points[x])
     ax.margins(x=0.12, y=0.12)  # room for the names
     if ax.get_legend_handles_labels()[0]:
         ax.legend(loc="best")

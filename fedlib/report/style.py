@@ -259,3 +259,14 @@ def name_points(ax, points: Sequence[tuple[float, float, str]]) -> None:
             if text is not best[2]:
                 text.remove()
         taken.append(best[3])
+
+
+def log_axis(ax, values: pd.Series) -> None:
+    """A log x axis in plain numbers: a tick at each of ``values`` if they are few, else at 1 and 3 of every decade."""
+    from matplotlib.ticker import FixedLocator, LogLocator, NullLocator
+
+    few = np.unique(values.round(12))
+    ax.set_xscale("log")
+    ax.xaxis.set_major_locator(FixedLocator(few) if 0 < len(few) <= 5 else LogLocator(subs=(1, 3)))
+    ax.xaxis.set_minor_locator(NullLocator())
+    ax.xaxis.set_major_formatter(lambda value, _: f"{float(f'{value:.2g}'):,g}")
