@@ -183,6 +183,10 @@ def test_what_cannot_be_is_refused(convnet, tiny):
         build_federation(tiny.replace(method="heterofl", finetune="ia3", finetune_options={}))
     with pytest.raises(ValueError, match="heterofl: backbone = 'vim_micro' cannot be cut in width: what its input"):
         build_federation(tiny.replace(method="heterofl", backbone="vim_micro", finetune="full", finetune_options={}))
+    with pytest.raises(ValueError, match=r"heterofl: exit_blocks = \[5, 11\]: its network has one exit; allowed: one"):
+        build_federation(
+            tiny.replace(method="heterofl", exit_blocks=(5, 11), num_exits=2, finetune="full", finetune_options={})
+        )
     text = dict(backbone="bert_micro", dataset="docstrings", augment="none", finetune="full", finetune_options={})
     with pytest.raises(ValueError, match="heterofl: backbone = 'bert_micro' cannot be cut in width: its exits read"):
         build_federation(tiny.replace(method="heterofl", **text))

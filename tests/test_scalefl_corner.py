@@ -105,6 +105,15 @@ def test_heterofls_rates_cost_an_eighth_a_quarter_and_half(backbone):
     assert costs.s_w.tolist() == pytest.approx([0.36, 0.5, 0.71, 1.0], abs=0.02)
 
 
+@pytest.mark.parametrize("table", ["resnet110", "msdnet24", "efficientnetb4", "bert"])
+@pytest.mark.parametrize("profile", ["smoke", "small", "paper"])
+def test_heterofl_has_one_exit_whatever_the_others_have(table, profile):
+    """A grid's exits are those of its sub-models in depth; HeteroFL has none."""
+    cells = load_grid("scalefl", table, profile)
+    assert {c.experiment.exit_blocks for c in cells if c.method == "heterofl"} <= {None}
+    assert table == "resnet110" or all(len(c.experiment.exit_blocks) > 1 for c in cells if c.method != "heterofl")
+
+
 def test_the_plane_of_splits_and_its_picture():
     e = Experiment(method="scalefl_original", backbone="resnet56", pretrained=False, finetune="full", num_exits=4)
     splits = plane(e, 10)

@@ -63,6 +63,10 @@ class HeteroFL(Method):
 
     def check(self, setting: Setting, e) -> None:
         check_cuttable("heterofl", setting, e)
+        if len(setting.exit_units) > 1:
+            raise ValueError(
+                f"heterofl: exit_blocks = {list(setting.exit_units)}: its network has one exit; allowed: one block"
+            )
 
     def slice_for(self, client: Client, server: Server, r: Round) -> Slice:
         budget = r.generator("rate", client.id).integers(len(self.rates)) if self.dynamic else client.budget
