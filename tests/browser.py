@@ -50,12 +50,21 @@ def requests(driver) -> list[str]:
     return [p["request"]["url"] for p in sent]
 
 
+def open_page(driver, page: Path) -> None:
+    """Open ``page`` and wait until it is whole: ``driver.get`` alone now and then comes back before all is read."""
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    driver.get(page.as_uri())
+    whole = "return document.readyState == 'complete' && location.href == arguments[0]"
+    WebDriverWait(driver, 60).until(lambda d: d.execute_script(whole, page.as_uri()))
+
+
 def check_pages(driver, folder: Path) -> tuple[dict[str, int], list[str]]:
     """Open every page of ``folder``: counts of pages, images, links, requests; and what is broken, in words."""
     folder, counts, broken, ids = folder.resolve(), dict.fromkeys(("pages", "images", "links", "requests"), 0), [], {}
     pages, wanted = sorted(folder.rglob("*.html")), []
     for page in pages:
-        driver.get(page.as_uri())
+        open_page(driver, page)
         images = driver.execute_script("return [...document.images].map(i => [i.src.slice(0, 200), i.naturalWidth])")
         links = driver.execute_script("return [...document.querySelectorAll('a[href]')].map(a => a.href)")
         ids[page] = set(driver.execute_script("return [...document.querySelectorAll('[id]')].map(e => e.id)"))

@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 import nbformat
 import pandas as pd
 import pytest
-from browser import check_pages, chromium, unavailable
+from browser import check_pages, chromium, open_page, unavailable
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
 from fedlib.core.paths import params_dir
@@ -189,7 +189,7 @@ def test_no_column_of_a_table_is_cut_off(report):
     with chromium() as driver:
         for width in (1400, 700):
             driver.set_window_size(width, 1200)
-            driver.get(report.as_uri())
+            open_page(driver, report)
             cut = driver.execute_script("""return [...document.querySelectorAll('td, th')].filter(
                 c => c.getBoundingClientRect().right > document.documentElement.clientWidth
                   || c.scrollWidth > c.clientWidth + 1).map(c => c.textContent)""")
