@@ -9,7 +9,17 @@ import pytest
 from fedlib import Experiment
 from fedlib.core.paths import params_dir
 from fedlib.report.claims import Stored, judge
-from fedlib.report.page import claims_page, facts, grid_names, index_page, main, missing, results_page, title_of
+from fedlib.report.page import (
+    claims_page,
+    facts,
+    grid_names,
+    index_page,
+    main,
+    missing,
+    results_page,
+    short_title,
+    title_of,
+)
 from fedlib.report.tables import markdown_table
 from fedlib.runs.params import Cell, load_grid
 from fedlib.runs.params_files import papers
@@ -64,6 +74,9 @@ def test_grids_are_in_the_papers_order_and_have_titles():
     assert names[:11] == [f"table{i}" for i in range(1, 12)] and "claims" not in names and "base" not in names
     assert title_of("reefl", "table1").startswith("[Table 1")
     assert title_of("extensions", "compression") == "Compressed uploads"
+    titles = {"table1": "Table 1", "why_rates": "Why, learning rates", "figure1b": "Figure 1b"}
+    assert {name: short_title("reefl", name) for name in titles} == titles
+    assert short_title("scalefl", "bert") == "BERT" and short_title("scalefl", "bert_local") == "BERT, local"
 
 
 def test_no_table_or_figure_of_another_paper_is_shown(tmp_path, monkeypatch):

@@ -106,7 +106,7 @@ def section(stored: Stored, table: str, done: dict[str, Cell], shown: dict[str, 
         parts.append(HELD_OUT)
     owner = {shown.get(h) for h in done}
     if value == "accuracy" and len(owner) == 1 and None not in owner:
-        parts.append(f"The runs are those of {short_title(owner.pop())}.")
+        parts.append(f"The runs are those of {short_title(stored.paper, owner.pop())}.")
     else:
         thresholds = stored.spec(table).get("thresholds")
         parts.append(OF_CLIENTS if value in VALUES else "")
@@ -209,7 +209,9 @@ def index_page(outputs: Path) -> str:
         if (page := outputs / paper / "README.md").is_file():
             stored = page.read_text(encoding="utf-8").split("\n## Not run")[0]
             tally = re.search(r"^Of \d+ claims .*$", stored, re.M)
-            titles = ", ".join(short_title(t) for t in grid_names(paper) if f"## {title_of(paper, t)}\n" in stored)
+            titles = "; ".join(
+                short_title(paper, t) for t in grid_names(paper) if f"## {title_of(paper, t)}\n" in stored
+            )
             said = f"{titles or 'no run yet'}.{f' {tally[0]}' if tally else ''}"
             lines.append(f"- [**{paper}**]({paper}/README.md): {said}")
     for folder in NO_PAPERS:
@@ -235,16 +237,20 @@ def title_of(paper: str, name: str) -> str:
     """The notebook's title, linked; of a grid without a notebook of that name, the first line of its params file."""
     if (path := notebook_of(paper, name)) is None:
         grid = params_dir() / paper / f"{name}.yaml"
-        first = grid.read_text(encoding="utf-8").splitlines()[0] if grid.is_file() else name
+        if not grid.is_file():
+            return re.sub(r"(\d+\w?)$", r" \1", name).capitalize()
+        first = grid.read_text(encoding="utf-8").splitlines()[0]
         return re.split(r"\.(?:\s|$)", first.removeprefix("#").strip())[0]
     cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
     title = "".join(cells[0]["source"]).splitlines()[0].removeprefix("# ")
     return f"[{title}](../../{path.relative_to(root()).as_posix()})"
 
 
-def short_title(name: str) -> str:
-    """``Table 3`` of ``table3``."""
-    return re.sub(r"(\d+)$", r" \1", name).capitalize()
+def short_title(paper: str, name: str) -> str:
+    """``Table 3`` of ``table3``; else the title up to what it is about: ``BERT, local`` of ``bert_local``."""
+    if numbered := re.fullmatch(r"(table|figure)(\d+)", name):
+        return f"{numbered[1].capitalize()} {numbered[2]}"
+    return re.split(r": | on ", re.sub(r"^\[(.*)\]\(.*\)$", r"\1", title_of(paper, name)))[0]
 
 
 def figures_of(stored: Stored, name: str) -> list[Path]:
