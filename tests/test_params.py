@@ -7,7 +7,7 @@ import pytest
 from fedlib.core.paths import params_dir
 from fedlib.report.tables import load_cells, load_reported
 from fedlib.runs.params import load_experiment, load_grid, load_spec
-from fedlib.runs.params_files import SIZES, grids, load_profile, load_yaml, merge, papers
+from fedlib.runs.params_files import SIZES, grids, load_profile, load_yaml, merge, papers, profiles
 from fedlib.runs.store import run_path
 
 
@@ -51,6 +51,23 @@ def test_a_profile_may_keep_fewer_variants_and_seeds_of_a_column():
     asked = of(load_grid("cafedistill", "table1", "small", {"seeds": [2], "variant": ["fedamp"]}))  # overrides win
     assert asked == {("cifar10_alpha0.1", "fedamp", 2)}
     assert {c.seed for c in load_grid("cafedistill", "table1", "small") if c.column == "cifar10_alpha0.3"} == {1, 2, 3}
+
+
+@pytest.mark.parametrize("profile", ["smoke", "small", "paper"])
+@pytest.mark.parametrize("paper", papers())
+def test_what_a_row_says_stands_unless_its_own_section_or_the_tables_says_otherwise(paper, profile):
+    """A column's stand-in brings the exits of its backbone; a single-exit row keeps its one."""
+    compared = 0
+    for table in grids(paper):
+        spec = load_spec(paper, table)
+        for cell in load_grid(paper, table, profile):
+            row = spec["variants"][cell.variant]
+            otherwise = row.get(profile, {}).keys() | spec.get(profile, {}).keys()
+            fixed = row.keys() - otherwise - set(profiles()) - {"label", "options", "finetune_options"}
+            made = cell.experiment.to_dict()
+            assert {k: made[k] for k in fixed} == {k: row[k] for k in fixed}, (table, cell.variant)
+            compared += len(fixed)
+    assert compared
 
 
 @pytest.mark.parametrize("only, message", [

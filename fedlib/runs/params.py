@@ -1,10 +1,11 @@
-"""Experiments from layered YAML: base <- method <- table row <- profile <- overrides; later wins, every key is checked.
+"""Experiments from layered YAML: base <- method <- table <- profile <- row <- overrides; every key is checked.
 
-``params/<paper>/base.yaml`` and ``methods.yaml`` say the algorithms' settings, ``<table>.yaml`` the grid of one table,
-the profiles how big and on which data (``params_files.py``). A column's section of a profile's name says which data set
-stands in for the column's own at that profile, if not the profile's; a table's section, which cells that profile keeps
-(``only``: of a column, which ``variant`` and ``seeds``) and what else it needs (a stand-in backbone). ``options`` and
-``finetune_options`` are merged key by key.
+Later wins. ``params/<paper>/base.yaml`` and ``methods.yaml`` say the algorithms' settings, ``<table>.yaml`` the grid of
+one table, the profiles how big and on which data (``params_files.py``). A column's section of a profile's name says
+which data set stands in for the column's own at that profile, if not the profile's; a table's section, which cells a
+profile keeps (``only``: of a column, which ``variant`` and ``seeds``) and what else it needs (a stand-in backbone).
+What a row (a variant) says of itself stands at every profile, unless its own section of that name says otherwise.
+``options`` and ``finetune_options`` are merged key by key.
 """
 
 import itertools
@@ -60,13 +61,13 @@ def make_experiment(*layers: Mapping[str, object]) -> Experiment:
 def load_experiment(
     paper: str, method: str, profile: str, overrides: Mapping[str, object] | None = None, **row
 ) -> Experiment:
-    """One experiment outside any table: base <- method <- row <- profile <- overrides (first seed of the profile)."""
+    """One experiment outside any table: base <- method <- profile <- row <- overrides (first seed of the profile)."""
     base, methods = _paper(paper)
     sizes = load_profile(profile, paper)
     seed = {"seed": sizes.get("seeds", [1])[0]}
     sizes = {k: v for k, v in sizes.items() if k not in GRID_KEYS}
     of_method, here = at_profile(methods.get(method, {}), profile)
-    return make_experiment(base, {"method": method}, of_method, row, sizes, here, seed, overrides or {})
+    return make_experiment(base, {"method": method}, of_method, sizes, here, row, seed, overrides or {})
 
 
 def at_profile(layer: Mapping[str, object], profile: str) -> tuple[dict, dict]:
@@ -140,10 +141,10 @@ def load_grid(paper: str, table: str, profile: str, overrides: Mapping[str, obje
             of_method,
             spec.get("common", {}),
             of_column,
-            row,
             sizes,
             method_here,
             stand_in,
+            row,
             row_here,
             kept,
             overrides,
