@@ -238,7 +238,7 @@ def title_of(paper: str, name: str) -> str:
     if (path := notebook_of(paper, name)) is None:
         grid = params_dir() / paper / f"{name}.yaml"
         if not grid.is_file():
-            return re.sub(r"(\d+\w?)$", r" \1", name).capitalize()
+            return spoken(name)
         first = grid.read_text(encoding="utf-8").splitlines()[0]
         return re.split(r"\.(?:\s|$)", first.removeprefix("#").strip())[0]
     cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
@@ -248,9 +248,14 @@ def title_of(paper: str, name: str) -> str:
 
 def short_title(paper: str, name: str) -> str:
     """``Table 3`` of ``table3``; else the title up to what it is about: ``BERT, local`` of ``bert_local``."""
-    if numbered := re.fullmatch(r"(table|figure)(\d+)", name):
-        return f"{numbered[1].capitalize()} {numbered[2]}"
+    if re.fullmatch(r"(table|figure)\d+\w?", name):
+        return spoken(name)
     return re.split(r": | on ", re.sub(r"^\[(.*)\]\(.*\)$", r"\1", title_of(paper, name)))[0]
+
+
+def spoken(name: str) -> str:
+    """``Table 3`` of ``table3``, ``Figure 1b`` of ``figure1b``."""
+    return re.sub(r"(\d+\w?)$", r" \1", name).capitalize()
 
 
 def figures_of(stored: Stored, name: str) -> list[Path]:
