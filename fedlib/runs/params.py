@@ -144,9 +144,9 @@ def load_grid(paper: str, table: str, profile: str, overrides: Mapping[str, obje
             sizes,
             method_here,
             stand_in,
+            kept,
             row,
             row_here,
-            kept,
             overrides,
         )
         cells.append(Cell(finetune, name, row["method"], variant.get("label", name), column, seed, experiment))
