@@ -208,9 +208,9 @@ def test_threads_multiply_at_the_same_time(openblas):
 
 TRAIN = """
 import json
-from fedlib import run_rounds
-from fedlib.federation import build_federation
-from fedlib.products import choose_products
+from fedlib.engine.federation import build_federation
+from fedlib.engine.rounds import run_rounds
+from fedlib.layers.matmul import choose_products
 from stored import ONE, short
 numbers = {}
 for method, finetune in (("reefl", "full"), ("depthfl", "lora")):
@@ -220,7 +220,7 @@ print(json.dumps({"by": choose_products(), "numbers": numbers}))
 """
 
 
-def test_training_ends_with_the_same_parameters_whoever_multiplies(openblas):
+def test_training_ends_with_the_same_parameters_whoever_multiplies():
     def train(wanted: str) -> dict:
         environment = {
             **os.environ,
@@ -231,9 +231,12 @@ def test_training_ends_with_the_same_parameters_whoever_multiplies(openblas):
         command = [sys.executable, "-c", TRAIN]
         return json.loads(subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout)
 
-    ours, pytorchs = train("1"), train("0")
-    assert ours["by"].startswith("OpenBLAS") and pytorchs["by"] == "PyTorch"
-    assert {n.split()[0] for n in ours["numbers"]} == {"reefl", "depthfl"}
+    pytorchs = train("0")  # on every machine, so that the script does not go stale where OpenBLAS is not chosen
+    assert pytorchs["by"] == "PyTorch" and {n.split()[0] for n in pytorchs["numbers"]} == {"reefl", "depthfl"}
+    if not choose_products().startswith("OpenBLAS"):
+        pytest.skip("PyTorch's own products are used on this machine")
+    ours = train("1")
+    assert ours["by"].startswith("OpenBLAS") and ours["numbers"].keys() == pytorchs["numbers"].keys()
     for name, numbers in pytorchs["numbers"].items():
         assert ours["numbers"][name] == pytest.approx(numbers, rel=1e-4, abs=2e-5), name
 
