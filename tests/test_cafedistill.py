@@ -358,15 +358,10 @@ def assert_all_the_same(a, b):
 def test_kill_9_leaves_personal_exits_mirrors_and_second_models_as_they_would_be(tmp_path):
     grid, rng, reached = [interruptible(m) for m in STATEFUL], random.Random(0), set()
     with Forks() as forks:
-        seconds = forks.run(grid, tmp_path / "whole")["seconds"]
-        kills = 0
-        for _ in range(30):
-            kills += forks.run(grid, tmp_path / "parts", seconds=rng.uniform(0.05, seconds / 3))["ends"] == [-9]
+        forks.run(grid, tmp_path / "whole")
+        while forks.run(grid, tmp_path / "parts", at_operation=rng.randrange(20, 150))["ends"] == [-9]:
             reached |= {p.read_bytes() for p in (tmp_path / "parts").rglob("checkpoint.safetensors")}
-            if kills >= 6:
-                break
-        assert forks.run(grid, tmp_path / "parts")["ends"] == [0]
-    assert kills >= 3 and len(reached) > 3
+    assert len(reached) > 5
     for e in grid:
         assert_all_the_same(everything(e, tmp_path / "whole"), everything(e, tmp_path / "parts"))
     held = {e.method: len(everything(e, tmp_path / "whole")[1]) for e in grid}

@@ -18,7 +18,7 @@ from plain_personal import (
     mean_ce,
 )
 
-from fedlib import Execution, build_federation, run_rounds
+from fedlib import Execution, build_federation, run, run_rounds
 from fedlib.engine.traffic import round_traffic
 from fedlib.methods import METHODS, build_method
 
@@ -478,3 +478,9 @@ def test_all_personalised_methods_are_listed():
 
     listed = {name for name, cls in METHODS.items() if cls.__module__.startswith(personal.__name__)}
     assert listed == set(PERSONAL)
+
+
+@pytest.mark.parametrize("method", PERSONAL)
+def test_training_that_overflows_is_recorded_and_does_not_stop_the_program(method, tmp_path):
+    found = run(experiment(method, lr=1e12, rounds=3), ONE, tmp_path, progress=False)
+    assert found.summary["status"] == "diverged"

@@ -29,7 +29,7 @@ from ..jobs import Arrived, Member, Round, Server, Setting, Stage
 from ..losses import Batch
 from ..mixtures import mixtures, part_of, row
 from ..options import JointExits, check_classes
-from ..simplex import minimise_on_simplex
+from ..simplex import smallest_mixture
 
 
 @dataclass(frozen=True)
@@ -108,8 +108,8 @@ def class_statistics(cohort, counts: torch.Tensor) -> tuple[torch.Tensor, torch.
 
 
 def mixing_weights(v: torch.Tensor, h: torch.Tensor, i: int) -> torch.Tensor:
-    """argmin a.(diag(v) + D_i) a on the simplex, (n,); v (n,), h (n, C, d)."""
-    difference = (h[i] - h).flatten(1).double()
-    a = minimise_on_simplex(torch.diag(v.double().clamp(min=0)) + difference @ difference.T)
+    """argmin a.(diag(v) + D_i) a on the simplex, (n,); v (n,), h (n, C, d): the square of a mixture of n points."""
+    spread = torch.diag(v.double().clamp(min=0).sqrt())
+    a = smallest_mixture(torch.cat((spread, (h[i] - h).flatten(1).double()), 1))
     a = torch.where(a < 1e-3, 0.0, a)
     return a / a.sum()
