@@ -3,9 +3,12 @@
 from types import SimpleNamespace
 
 import pandas as pd
+from matplotlib.colors import to_rgb
 
 from fedlib import Execution
 from fedlib.report.horizon import order_kept, plot_horizons
+from fedlib.report.plots import plot_learning_curves
+from fedlib.report.style import color_of, marker_of
 from fedlib.report.table import Table
 
 
@@ -38,6 +41,15 @@ def test_curves_stand_side_by_side(tmp_path):
     axes = plot_horizons(*tables)
     assert [ax.get_title().split(", ")[-1] for ax in axes] == ["1 rounds", "2 rounds"]
     assert [len(line.get_xdata()) for line in axes[1].lines if len(line.get_xdata())] == [2, 2]
+    assert [to_rgb(line.get_color()) for line in axes[1].lines[:2]] == [
+        to_rgb(color_of(m)) for m in ("depthfl", "fedepth")
+    ]
     (curve,) = tables[1].curves("cifar10_alpha0.3", ["fair_fedepth"]).values()
     last = tables[1].frame.set_index("variant")["last"]["fair_fedepth"]
     assert [m["t"] for m in curve] == [1, 2] and curve[-1]["accuracy"] == last
+
+
+def test_a_line_has_its_methods_look_whatever_its_label():
+    records = {"full-size FL": [{"t": 1, "accuracy": 5.0}, {"t": 2, "accuracy": 9.0}]}
+    line = plot_learning_curves(records, {"full-size FL": "fedavg"}).lines[0]
+    assert to_rgb(line.get_color()) == to_rgb(color_of("fedavg")) and line.get_marker() == marker_of("fedavg")

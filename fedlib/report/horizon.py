@@ -44,13 +44,13 @@ def plot_horizons(shorter: Table, longer: Table):
 
     Returns the panels' Axes.
     """
-    drawn = []
+    drawn, methods = [], {c.label: c.method for c in longer.cells}
     for column, data in dict(zip(longer.frame.column, longer.frame.dataset, strict=True)).items():
         for table in (shorter, longer):
             rounds = max((c.experiment.rounds for c in table.cells if c.column == column), default=0)
             drawn.append((f"{title_of(column, data)}, {rounds} rounds", table.curves(column, longer.variants)))
     axes = panels([title for title, _ in drawn], "A longer trial", (4.2, 2.9), columns=2)
     for ax, (title, curves) in zip(axes, drawn, strict=True):
-        plot_learning_curves(curves, ax=ax, title=title)
+        plot_learning_curves(curves, methods, ax, title)
     share_legend(axes)
     return axes

@@ -140,12 +140,15 @@ def _costs(frame, ax, x, y, title, looks):
     return ax
 
 
-def _curves(curves: Mapping[str, Sequence[dict]], x: str, colors: Mapping[str, str] | None, ax) -> pd.DataFrame:
-    """Draw ``accuracy`` against ``x`` of named records; a name is a method, or starts with one and a comma."""
-    methods = {label_of(m): m for m in COLORS}
+def _curves(curves: Mapping[str, Sequence[dict]], x: str, ax, colors=None, methods=None) -> pd.DataFrame:
+    """Draw ``accuracy`` against ``x`` of named records, with the looks of their methods.
+
+    A name's method is what ``methods`` says, else the name itself or, up to a comma, its beginning.
+    """
+    methods = {label_of(m): m for m in COLORS} | dict(methods or {})
     rows = []
     for name, records in curves.items():
-        method = name.split(", ")[0]
+        method = methods.get(name, name.split(", ")[0])
         where = {"series": plain(spelled(name)), "method": methods.get(method, method), "name": name}
         rows += [where | {x: r[x], "accuracy": r["accuracy"]} for r in records]
     frame = pd.DataFrame(rows, columns=["series", "method", "name", x, "accuracy"])
@@ -161,7 +164,7 @@ def plot_adaptive(curves: Mapping[str, Sequence[dict]], colors: Mapping[str, str
     """Accuracy against mean MACs as the confidence threshold moves; a label maps to ``early_leaving``'s curve."""
     own, ax, unit = ax is None, axes_of(ax), COSTS["macs"][1]
     scaled = {name: [r | {"macs": r["macs"] * unit} for r in records] for name, records in curves.items()}
-    _curves(scaled, "macs", colors, ax)
+    _curves(scaled, "macs", ax, colors)
     finish(ax, f"mean {COSTS['macs'][0]}", ACCURACY, title)
     if own:
         clear_of_legend(ax)
@@ -169,11 +172,14 @@ def plot_adaptive(curves: Mapping[str, Sequence[dict]], colors: Mapping[str, str
 
 
 @styled
-def plot_learning_curves(runs: Mapping[str, Sequence[dict]], colors: Mapping[str, str] | None = None, ax=None,
+def plot_learning_curves(runs: Mapping[str, Sequence[dict]], methods: Mapping[str, str] | None = None, ax=None,
                          title: str = "Mean accuracy over exits"):  # fmt: skip
-    """Accuracy against round; ``runs`` maps a label to its metrics records. Ticks stand at evaluated rounds."""
+    """Accuracy against round; ``runs`` maps a label to its metrics records. Ticks stand at evaluated rounds.
+
+    ``methods``: the method of a label that does not begin with its name, whose look the line gets.
+    """
     own, ax = ax is None, axes_of(ax)
-    rounds = np.unique(_curves(runs, "t", colors, ax).t)
+    rounds = np.unique(_curves(runs, "t", ax, methods=methods).t)
     if len(rounds):
         step = -(-len(rounds) // 8)
         ax.set_xticks(rounds[::-1][::step][::-1].astype(int))  # the last one always
