@@ -1,8 +1,8 @@
 """Weights of a mixture: points of the simplex {x >= 0, sum x = 1}, in float64.
 
-FedAMP, pFedGraph, FedPAC and CAFEDistill mix models or heads of several clients. With a spherical
-quadratic term the solution is a projection, ``argmin_x mu ||x - p||^2 - c.x`` over the simplex being
-``project_to_simplex(p + c / (2 mu))``; FedPAC's asks for the smallest of all mixtures of some points.
+FedAMP, pFedGraph, FedPAC and CAFEDistill mix models or heads of several clients. With a spherical quadratic term the
+solution is a projection: ``argmin_x mu ||x - p||^2 - c.x`` over the simplex is ``project_to_simplex(p + c / (2 mu))``.
+FedPAC asks for the smallest of all mixtures of some points.
 """
 
 import numpy as np
@@ -26,20 +26,19 @@ def smallest_mixture(points: torch.Tensor) -> torch.Tensor:
     """argmin |sum_i x_i points_i| over the simplex, (n,), of points (n, D); all alike where every point is zero.
 
     FedPAC's mixing weights. The minimum is that of non-negative least squares, |sum_i y_i points_i|^2 + (sum y - 1)^2,
-    scaled to sum 1: both have points_i . (their mixture) equal where y_i > 0, and no smaller elsewhere. Solved exactly,
-    however unequal the points, by an active set (Lawson and Hanson 1974, in SciPy), on the CPU. NaN where a point is
-    not finite.
+    scaled to sum 1: both have points_i . (their mixture) equal where y_i > 0, and no smaller elsewhere. Found by an
+    active set (Lawson and Hanson 1974, in SciPy), which unequal points do not slow. NaN where a point is not finite.
     """
     from scipy.optimize import nnls  # half a second, which other methods are spared
 
-    z = points.double().cpu().numpy()  # a few numbers of each client, once a round
-    lengths = np.linalg.norm(z, axis=1)
+    # a rotation makes n numbers of each point; SciPy works on the CPU
+    rotated = torch.linalg.qr(points.double().T, mode="r").R.cpu().numpy()
+    lengths, n = np.linalg.norm(rotated, axis=0), len(points)
     if not 0 < lengths.max() < np.inf:
-        alike = 1 / len(z) if lengths.max() == 0 else np.nan
-        return torch.full((len(z),), alike, dtype=torch.float64, device=points.device)
-    z = z / lengths[lengths > 0].min()
-    system, goal = np.vstack((z.T, np.ones(len(z)))), np.append(np.zeros(z.shape[1]), 1.0)
-    y, _ = nnls(system, goal, maxiter=100 * len(z))
+        alike = 1 / n if lengths.max() == 0 else np.nan
+        return torch.full((n,), alike, dtype=torch.float64, device=points.device)
+    system = np.vstack((rotated / lengths[lengths > 0].min(), np.ones(n)))
+    y, _ = nnls(system, np.append(np.zeros(len(rotated)), 1.0), maxiter=100 * n)
     return torch.from_numpy(y / y.sum()).to(points.device)
 
 

@@ -108,7 +108,10 @@ def class_statistics(cohort, counts: torch.Tensor) -> tuple[torch.Tensor, torch.
 
 
 def mixing_weights(v: torch.Tensor, h: torch.Tensor, i: int) -> torch.Tensor:
-    """argmin a.(diag(v) + D_i) a on the simplex, (n,); v (n,), h (n, C, d): the square of a mixture of n points."""
+    """argmin a.(diag(v) + D_i) a on the simplex, (n,); v (n,), h (n, C, d).
+
+    That is |sum_j a_j p_j|^2 with p_j = (sqrt(v_j) e_j, h_i - h_j).
+    """
     spread = torch.diag(v.double().clamp(min=0).sqrt())
     a = smallest_mixture(torch.cat((spread, (h[i] - h).flatten(1).double()), 1))
     a = torch.where(a < 1e-3, 0.0, a)
