@@ -104,6 +104,21 @@ def test_attention_to_one_of_many_does_not_overflow(tokens, multiplying):
     assert not any(g.any() for g in torch.autograd.grad(out.sum(), (q, k)))
 
 
+@pytest.mark.parametrize("queries", [5, 40])
+def test_attention_under_autocast_is_that_of_rounded_inputs_in_float32(queries, multiplying):
+    shapes = [(2, 3, queries, 24), (2, 3, 20, 24), (2, 3, 20, 24)]
+    rounded = [torch.randn(s, generator=generator(i)).bfloat16() for i, s in enumerate(shapes)]
+    ours, exact = ([x.to(dtype).requires_grad_() for x in rounded] for dtype in (torch.bfloat16, torch.float32))
+    with torch.autocast("cpu", torch.bfloat16):
+        out = attend(3, *ours)
+    expected = attend(3, *exact)
+    assert out.dtype is torch.bfloat16 and torch.equal(out, expected.bfloat16())
+    grad = torch.randn(shapes[0], generator=generator(9)).bfloat16()
+    wanted = torch.autograd.grad(expected, exact, grad.float())
+    for a, b in zip(torch.autograd.grad(out, ours, grad), wanted, strict=True):
+        assert torch.equal(a, b.bfloat16())
+
+
 def test_attention_by_hand(multiplying):
     """Two tokens, one head of width 1, q = (1, 0), k = (ln 3, 0), v = (8, 4), scale 1.
 
