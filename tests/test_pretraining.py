@@ -44,6 +44,19 @@ def test_an_interrupted_pretraining_equals_an_uninterrupted_one(few_digits, tmp_
         next(train_upstream(CONFIG, few_digits, dataclasses.replace(RECIPE, lr=1.0), tmp_path / "parts"))
 
 
+def test_bfloat16_products_learn_nearly_the_same_weights_in_float32(few_digits, tmp_path):
+    states = []
+    for precision in ("float32", "bfloat16"):
+        recipe = dataclasses.replace(RECIPE, precision=precision)
+        list(train_upstream(CONFIG, few_digits, recipe, tmp_path / precision))
+        states.append(load_upstream(CONFIG, 10, tmp_path / precision).state_dict())
+    start = pretraining.build_upstream(CONFIG, 10, RECIPE.seed).state_dict()
+    assert all(x.dtype is torch.float32 for x in states[1].values())
+    flat = [torch.cat([x.flatten() for x in state.values()]) for state in (start, *states)]
+    moved, apart = (flat[1] - flat[0]).norm(), (flat[2] - flat[1]).norm()
+    assert 0 < apart < 0.3 * moved
+
+
 def test_export_is_half_precision_and_loads(tmp_path):
     vit = ViT(CONFIG).init_(torch.Generator().manual_seed(0))
     export_backbone(vit, tmp_path / "w.safetensors")

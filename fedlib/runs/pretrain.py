@@ -12,6 +12,7 @@ from pathlib import Path
 
 from ..core.paths import outputs_dir
 from ..data.datasets import load_dataset
+from ..layers.matmul import choose_products
 from ..models.registry import OWN, build_backbone
 from .pretraining import RECIPES, export_backbone, linear_probe, load_upstream, train_upstream
 
@@ -23,6 +24,7 @@ def pretrain(name: str, source: str, folder: Path, minutes: float | None = None,
     """
     if name not in RECIPES:
         raise ValueError(f"backbone = {name!r} has no recipe; allowed: {', '.join(RECIPES)}")
+    choose_products()
     data, begun, finished = load_dataset(source), time.monotonic(), 0
     for record in train_upstream(OWN[name], data, RECIPES[name], folder, device):
         print(record, flush=True)
