@@ -32,7 +32,7 @@ def test_no_variant_spells_out_a_default(table):
     "table, base, shared",
     [("table3", "table1", 6), ("table4", "table1", 5), ("table5", "table1", 5), ("table6", "table1", 12),
      ("table7", "table2", 12), ("table8", "table1", 0), ("table10", "table2", 6), ("table11", "table2", 5),
-     ("decomposition", "table3", 8), ("figure3", "table4", 5)],
+     ("decomposition", "table3", 8), ("figure3", "table4", 5), ("figure1", "table2", 2)],
 )  # fmt: skip
 def test_tables_share_runs(table, base, shared):
     """Rows shared with another table, at paper size: (mode, variant) pairs with one run under two names."""

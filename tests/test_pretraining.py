@@ -71,6 +71,13 @@ def test_shipped_features_beat_random_ones_by_a_wide_margin(shared_data):
     assert trained > random + 12
 
 
+def test_the_stronger_backbones_features_beat_those_of_the_smaller(shared_data):
+    cifar = load_dataset(str(shared_data / "cifar100"))
+    few = dataclasses.replace(cifar, test_images=cifar.test_images[::10], test_labels=cifar.test_labels[::10])
+    micro, mini = (linear_probe(build_backbone(name), few, 1500) for name in ("deit_micro", "deit_mini"))
+    assert mini > micro + 2
+
+
 def test_shipped_features_beat_random_ones_on_digits():
     digits = load_dataset("mnist")
     trained, random = (linear_probe(build_backbone("deit_micro", pretrained=p), digits, 1000) for p in (True, False))
