@@ -39,7 +39,7 @@ OTHER = [("cifar100_rounds_100", "depthfl", 1, 20.0), ("cifar100_rounds_100", "r
 @pytest.mark.parametrize(
     "column, expected",
     [("rounds_100", ("rounds", "100")), ("cifar100_rounds_1000", ("rounds", "1000")), ("lr_0.05", ("lr", "0.05")),
-     ("backbone_deit_micro.e2", ("backbone", "deit_micro.e2"))],
+     ("backbone_deit_mini", ("backbone", "deit_mini"))],
 )  # fmt: skip
 def test_columns_name_factor_and_level(column, expected):
     assert factor_of(column) == expected

@@ -32,8 +32,6 @@ from .vit import ViT, ViTSpec
 
 VITS = {
     "deit_micro": ViTSpec(),  # 12 blocks, width 64, 4 heads, 32x32 pixels, patch 8
-    "deit_micro.e2": ViTSpec(),  # the same after 2 and 5 epochs of pre-training instead of 20
-    "deit_micro.e5": ViTSpec(),
     "deit_micro.w32": ViTSpec(dim=32, heads=2, ffn_dim=128),  # half and twice as wide; no weights
     "deit_micro.w128": ViTSpec(dim=128, heads=8, ffn_dim=512),
     "deit_mini": ViTSpec(patch_size=4, dim=96, heads=3, ffn_dim=384),
@@ -41,8 +39,7 @@ VITS = {
 }
 OWN: dict[str, Spec] = VITS | VIMS | BERTS | RESNETS | CONVNETS | MSDNETS | EFFICIENTNETS | FOREIGN
 WEIGHTS = {  # files of the kit's own weights
-    name: Path(__file__).parent / "pretrained" / f"{name}.safetensors"
-    for name in ("deit_micro", "deit_micro.e2", "deit_micro.e5", "deit_mini")
+    name: Path(__file__).parent / "pretrained" / f"{name}.safetensors" for name in ("deit_micro", "deit_mini")
 }
 VIM_TINY_WEIGHTS = ("hustvl/Vim-tiny-midclstok", "vim_t_midclstok_76p1acc.pth")  # repository and file, Hugging Face
 

@@ -46,8 +46,6 @@ class Recipe:
 
 RECIPES = {  # of the backbones with weights of the kit's own, by name
     "deit_micro": Recipe(),
-    "deit_micro.e2": Recipe(epochs=2),  # the same cut short, annealed all the same: what better features are worth
-    "deit_micro.e5": Recipe(epochs=5),
     "deit_mini": Recipe(epochs=20, half_size_epochs=17, lr=1.5e-3, precision="bfloat16"),
 }
 
