@@ -10,6 +10,7 @@ from fedlib.report.horizon import order_kept, plot_horizons
 from fedlib.report.plots import plot_learning_curves
 from fedlib.report.style import color_of, marker_of
 from fedlib.report.table import Table
+from fedlib.report.tables import mean_curves
 
 
 def table(*rows):
@@ -53,3 +54,17 @@ def test_a_line_has_its_methods_look_whatever_its_label():
     records = {"full-size FL": [{"t": 1, "accuracy": 5.0}, {"t": 2, "accuracy": 9.0}]}
     line = plot_learning_curves(records, {"full-size FL": "fedavg"}).lines[0]
     assert to_rgb(line.get_color()) == to_rgb(color_of("fedavg")) and line.get_marker() == marker_of("fedavg")
+
+
+def test_curves_of_two_modes_are_two_lines(tmp_path):
+    """Never one mean over both; a longer trial of one mode stands beside that mode's shorter one."""
+    small = {"columns": ["cifar10_alpha1"], "variant": ["depthfl"], "num_train": 64, "num_test": 20, "rounds": 1}
+    both, one = (
+        Table("reefl", "horizon", "smoke", small | f, tmp_path) for f in ({"finetune": ["frozen", "lora"]}, {})
+    )
+    both.run(Execution(workers=1))
+    curves = mean_curves(both.cells, "cifar10_alpha1", folder=tmp_path)
+    assert list(curves) == ["depthfl, frozen", "depthfl, lora"]
+    assert both.curves("cifar10_alpha1", finetune=["frozen"]) == one.curves("cifar10_alpha1")
+    assert list(one.curves("cifar10_alpha1").values()) == [curves["depthfl, frozen"]]
+    assert len(plot_horizons(both, one)[0].get_legend_handles_labels()[1]) == 1

@@ -191,6 +191,7 @@ UNFINISHED = {
     "reefl/table6",
     "reefl/table8",
     "reefl/why",
+    "reefl/why_parts",
     "reefl/why_tuned",
 }
 

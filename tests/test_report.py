@@ -20,7 +20,7 @@ from fedlib.report.page import (
     short_title,
     title_of,
 )
-from fedlib.report.tables import markdown_table
+from fedlib.report.tables import markdown_table, methods_in_columns
 from fedlib.runs.params import Cell, load_grid
 from fedlib.runs.params_files import papers
 from fedlib.runs.store import find_run
@@ -128,7 +128,7 @@ def test_accuracies_of_a_validation_split_are_called_so(tmp_path):
 
     store(tmp_path, {("frozen", m): [[40.5]] for m in ("reefl", "depthfl")}, "why_rates")
     page = results_page(Stored("reefl", "small", tmp_path), [])
-    assert page.count("Accuracy on held-out training examples") == 1 and "| Frozen | lr_0.1 | cifar10 | ReeFL | 40.50" in page  # fmt: skip
+    assert page.count("Accuracy on held-out training examples") == 1 and "| Frozen | lr_0.1 | cifar10 | 40.50 | 40.50 | 1 |" in page  # fmt: skip
     store(tmp_path, {("frozen", m): [[40.0], [41.0]] for m in ("reefl", "depthfl")}, "why", columns=["rounds_400"])
     assert results_page(Stored("reefl", "small", tmp_path), []).count("held-out training examples") == 1
 
@@ -147,6 +147,31 @@ def test_markdown_tables():
     assert (
         markdown_table(pd.DataFrame({"a": [1, 2], "b": ["x", "y"]})) == "| a | b |\n| --- | --- |\n| 1 | x |\n| 2 | y |"
     )
+
+
+def test_methods_stand_in_columns_as_papers_print_them():
+    import pandas as pd
+
+    rows = [
+        ("LoRA", "femnist", "omniglot", "DepthFL", "36.1 ± 5.3", 3, "82.4"),
+        ("LoRA", "femnist", "omniglot", "ReeFL", "32.8", 1, "84.7"),
+        ("LoRA", "cifar10", "cifar10", "ReeFL", "44.5 ± 0.4", 2, "–"),
+    ]
+    long = pd.DataFrame(rows, columns=["mode", "column", "data", "method", "obtained", "seeds", "reported"])
+    wide = methods_in_columns(long)
+    assert list(wide) == ["mode", "column", "data", "DepthFL", "ReeFL", "seeds"]
+    assert wide.to_numpy().tolist() == [
+        ["LoRA", "femnist", "omniglot", "36.1 ± 5.3 (82.4)", "32.8 (84.7)", "1–3"],
+        ["LoRA", "cifar10", "cifar10", "–", "44.5 ± 0.4", "2"],
+    ]
+    assert methods_in_columns(long.drop(columns="reported")).iloc[0, 3] == "36.1 ± 5.3"
+    for as_it_is in (
+        long[:2],
+        long.assign(method="ReeFL"),
+        long.assign(best=1.0),
+    ):  # a row a method, a name twice, more
+        assert methods_in_columns(as_it_is) is as_it_is
+    assert methods_in_columns(long, most=1) is long
 
 
 def test_a_grid_that_was_begun_says_what_is_missing():

@@ -40,7 +40,7 @@ class Source:
         folder = params_dir() / self.paper
         self.spec = cache(lambda table: load_spec(self.paper, table))
         self.extended = cache(lambda table: load_yaml(folder / f"{table}.yaml").get("extends"))
-        self.reported = cache(lambda *tables: load_reported(self.paper, *tables))
+        self.reported = cache(lambda table: load_reported(self.paper, *self.spec(table).get("reported", [table])))
 
     def label(self, table: str, variant: str) -> str:
         return label_of(self.spec(table)["variants"][variant].get("label", variant))

@@ -40,7 +40,7 @@ def order_kept(shorter: Table, longer: Table) -> pd.DataFrame:
 
 @styled
 def plot_horizons(shorter: Table, longer: Table):
-    """Learning curves of the longer table's variants: a row per data column, on the left those of the shorter training.
+    """Learning curves of the longer table's variants and modes: a row per column, on the left the shorter training's.
 
     Returns the panels' Axes.
     """
@@ -48,7 +48,8 @@ def plot_horizons(shorter: Table, longer: Table):
     for column, data in dict(zip(longer.frame.column, longer.frame.dataset, strict=True)).items():
         for table in (shorter, longer):
             rounds = max((c.experiment.rounds for c in table.cells if c.column == column), default=0)
-            drawn.append((f"{title_of(column, data)}, {rounds} rounds", table.curves(column, longer.variants)))
+            curves = table.curves(column, longer.variants, {c.finetune for c in longer.cells})
+            drawn.append((f"{title_of(column, data)}, {rounds} rounds", curves))
     axes = panels([title for title, _ in drawn], "A longer trial", (4.2, 2.9), columns=2)
     for ax, (title, curves) in zip(axes, drawn, strict=True):
         plot_learning_curves(curves, methods, ax, title)

@@ -23,7 +23,7 @@ from .claims import COLUMNS, Judged, Stored, judge
 from .clients import VALUES
 from .style import spelled
 from .style import title_of as column_title
-from .tables import markdown_table, obtained, reported_beside
+from .tables import markdown_table, methods_in_columns, obtained, reported_beside
 
 THUMBNAIL = 420  # pixels
 ORDER = ("table", "decomposition", "figure", "")  # then by number, then by name
@@ -70,8 +70,8 @@ def results_page(stored: Stored, verdicts: Sequence[Judged]) -> str:
         f"# Results of `{stored.paper}` at profile `{stored.profile}`",
         findings(stored),
         "Written by `make results` from the stored runs in [`runs`](../runs); do not edit. Obtained: mean ± SD over "
-        "seeds of the last round's accuracy in percent, mean over exits. Reported: the paper's backbone and data, so "
-        "compare orderings, not values.",
+        "seeds of the last round's accuracy in percent, mean over exits. Reported, or in brackets: the paper's, on its "
+        "backbone and data, so compare orderings, not values.",
         facts(stored, list(runs.values())),
         claims_section(verdicts) if verdicts else "",
         *sections,
@@ -110,7 +110,8 @@ def section(stored: Stored, table: str, done: dict[str, Cell], shown: dict[str, 
     else:
         thresholds = stored.spec(table).get("thresholds")
         parts.append(OF_CLIENTS if value in VALUES else "")
-        parts.append(markdown_table(obtained(frame, reported_beside(stored.paper, table), value, thresholds)))
+        rows = obtained(frame, reported_beside(stored.paper, table), value, thresholds)
+        parts.append(markdown_table(methods_in_columns(rows)))
     shown.update({h: table for h in done if h not in shown})
     parts.append(thumbnails(figures_of(stored, table)))
     return "\n\n".join(p for p in parts if p)

@@ -76,12 +76,15 @@ class Table:
     def variants(self) -> list[str]:
         return list(dict.fromkeys(c.variant for c in self.cells))
 
-    def curves(self, column: str, variants: Collection[str] | None = None) -> dict[str, list[dict]]:
-        """What the table prints, by round in ``column``: ``tables.mean_curves`` of ``variants`` (None: all).
+    def curves(
+        self, column: str, variants: Collection[str] | None = None, finetune: Collection[str] | None = None
+    ) -> dict[str, list[dict]]:
+        """What the table prints, by round in ``column``: ``tables.mean_curves`` of ``variants`` in modes (None: all).
 
         Of tables that print every exit, or where examples leave, the mean exit.
         """
         chosen = [c for c in self.cells if variants is None or c.variant in variants]
+        chosen = [c for c in chosen if finetune is None or c.finetune in finetune]
         return mean_curves(chosen, column, "clients" if self.value in VALUES else self.value, self.folder)
 
     def gains(self) -> pd.DataFrame:

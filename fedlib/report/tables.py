@@ -105,13 +105,18 @@ def values_of(record: Mapping[str, object]) -> dict[str, object]:
 def mean_curves(
     cells: Sequence[Cell], column: str, value: str = "accuracy", folder: Path | None = None
 ) -> dict[str, list[dict]]:
-    """Per label the ``value`` by round in ``column``, mean over stored seeds, for ``plots.plot_learning_curves``."""
+    """Per label the ``value`` by round in ``column``, mean over stored seeds, for ``plots.plot_learning_curves``.
+
+    Of cells in several fine-tuning modes, per label and mode.
+    """
+    modes = {c.finetune for c in cells}
     curves: dict[str, dict[int, list[float]]] = {}
     for cell in cells:
         if cell.column == column and (found := find_run(cell.experiment, folder)) is not None:
             for m in found.metrics:
                 if (x := values_of(m).get(value)) is not None:
-                    curves.setdefault(cell.label, {}).setdefault(m["t"], []).append(x)
+                    label = f"{cell.label}, {cell.finetune}" if len(modes) > 1 else cell.label
+                    curves.setdefault(label, {}).setdefault(m["t"], []).append(x)
     return {v: [{"t": t, "accuracy": sum(a) / len(a)} for t, a in sorted(by.items())] for v, by in curves.items()}
 
 
@@ -195,6 +200,23 @@ def obtained(
         table["mean over seeds"], table["mean exit"] = mean, beside_reported(frame, reported).obtained
         table["seeds"] = seeds
     return table.drop(columns="reported") if (table.reported == "–").all() else table
+
+
+def methods_in_columns(table: pd.DataFrame, most: int = 6) -> pd.DataFrame:
+    """:func:`obtained`'s ``table`` as papers print it: a column a method, in brackets what is reported.
+
+    ``seeds`` is how many each number is of, from the fewest to the most. A table of more than ``most`` methods, of one
+    row a method, with columns of its own or with two rows of one name stays as it is.
+    """
+    place, methods = ["mode", "column", "data"], table.method.unique()
+    own = not set(table) <= {*place, "method", "obtained", "seeds", "reported"}
+    if own or not len(methods) <= min(most, len(table) - 1) or table.duplicated([*place, "method"]).any():
+        return table
+    reported = table.get("reported", pd.Series("–", table.index))
+    numbers = table.obtained.where(reported == "–", table.obtained + " (" + reported + ")")
+    wide = table.assign(numbers=numbers).groupby([*place, "method"], sort=False).numbers.first().unstack(sort=False)
+    seeds = table.groupby(place, sort=False).seeds.agg(lambda n: "–".join(map(str, sorted({n.min(), n.max()}))))
+    return wide[methods].fillna("–").assign(seeds=seeds).reset_index()
 
 
 def exit_table(cells: Sequence[Cell], frame: pd.DataFrame) -> pd.DataFrame:
