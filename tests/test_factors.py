@@ -98,7 +98,7 @@ def test_a_figure_has_a_column_per_data_set_and_its_numbers():
 
 # --- the study -------------------------------------------------------------------------------------------------------
 
-STUDY = ("why", "why_rates", "why_tuned", "why_parts")
+STUDY = ("why", "why_rates", "why_tuned")
 
 
 @pytest.mark.parametrize("profile", ["smoke", "small", "paper"])

@@ -190,9 +190,6 @@ UNFINISHED = {
     "reefl/table1",
     "reefl/table6",
     "reefl/table8",
-    "reefl/why",
-    "reefl/why_parts",
-    "reefl/why_tuned",
 }
 
 
