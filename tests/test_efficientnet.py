@@ -14,6 +14,8 @@ from fedlib.methods.levels import Level
 from fedlib.methods.scaling import split
 from fedlib.models import registry
 from fedlib.models.efficientnet import EFFICIENTNETS, EfficientNetSpec, load_efficientnet
+from fedlib.runs.costs import load_shapes
+from fedlib.runs.params import load_grid
 
 TINY = EfficientNetSpec(
     size=32, stem=8, stem_stride=2, repeats=(1, 2), widths=(8, 12), kernels=(3, 5), strides=(1, 2), expansions=(1, 4),
@@ -64,6 +66,15 @@ def test_parameters_are_timms_and_those_of_the_variant_by_hand():
             before = width
     assert sum(p.numel() for p in spec.build().parameters()) == total and spec.depth == 32
     assert [spec.feature(u)[1:] for u in (-1, 21, 25, 29, 31)] == [(112, 112), (14, 14), (7, 7), (4, 4), (4, 4)]
+
+
+def test_the_small_nets_smallest_level_can_tell_many_classes_apart():
+    """Exits at a sixth of 24 channels, cut to 0.65, had two features for Tiny ImageNet's 200 classes: no exit learnt."""
+    (cell,) = (c for c in load_grid("scalefl", "efficientnetb4", "small") if c.variant == "scalefl_original")
+    shapes = load_shapes(cell.experiment, 200)
+    held = shapes.held(shapes.method.part(0, shapes.setting))
+    weights = {n: p.shape for n, p in held.items() if n.endswith("linear.weight")}
+    assert {tuple(shape[-2:]) for shape in weights.values()} == {(200, 15)}  # floor(0.65 x 24)
 
 
 def test_a_cut_net_is_the_whole_net_with_the_other_channels_silent(tiny_net):

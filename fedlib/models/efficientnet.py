@@ -3,8 +3,8 @@
 ``efficientnet_b4`` is timm's network of that name (``load_efficientnet`` takes its weights),
 ``efficientnet_b4_scalefl`` the variant that ScaleFL's release trains: a stem of 32 channels, other repeats and strides,
 no last 1x1 convolution, dropout of 0.4 before the classifier and stochastic depth of up to 0.2. ``efficientnet_slim``
-is for 32 x 32 pixels on a CPU. A stage's blocks share one axis; a block's widened channels and those of its
-squeeze-and-excitation are its own.
+is for 32 x 32 pixels on a CPU; its early exits keep the map's channels, of which a sixth would be 4. A stage's blocks
+share one axis; a block's widened channels and those of its squeeze-and-excitation are its own.
 Read next: ``maps.py``, ``layers/dropout.py``.
 
 Deviations: images are 224 x 224 pixels also for timm's network, whose own size is 320 in training.
@@ -42,6 +42,7 @@ class EfficientNetSpec(MapSpec):
     head_width: int = 1792  # channels of the last 1x1 convolution; 0: there is none
     dropout: float = 0.0  # before the last classifier
     drop_connect: float = 0.0  # of the last block; earlier ones in proportion to their depth
+    exit_reduction: int = 6  # the map's channels for one inside ScaleFL's early exits
 
     @property
     def depth(self) -> int:
@@ -69,7 +70,7 @@ class EfficientNetSpec(MapSpec):
 
     def exit_options(self, kind: str, unit: int) -> dict[str, object]:
         options = {
-            "convolutions": {"reduction": 6},
+            "convolutions": {"reduction": self.exit_reduction},
             "pointwise": {"width": self.head_width, "dropout": self.dropout},
             "dropped": {"dropout": self.dropout},
         }
@@ -90,7 +91,7 @@ EFFICIENTNETS = {
     "efficientnet_slim": EfficientNetSpec(
         size=32, stem=16, stem_stride=1, repeats=(1, 2, 2, 2, 1), widths=(12, 18, 24, 36, 48),
         kernels=(3, 3, 5, 3, 3), strides=(1, 2, 2, 1, 1), expansions=(1, 4, 4, 4, 4),
-        head_width=0, dropout=0.2, drop_connect=0.1,
+        head_width=0, dropout=0.2, drop_connect=0.1, exit_reduction=1,
     ),
 }  # fmt: skip
 
