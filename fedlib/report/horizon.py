@@ -51,7 +51,7 @@ def plot_horizons(shorter: Table, longer: Table):
             curves = table.curves(column, longer.variants, {c.finetune for c in longer.cells})
             drawn.append((f"{title_of(column, data)}, {rounds} rounds", curves))
     axes = panels([title for title, _ in drawn], "A longer trial", (4.2, 2.9), columns=2)
-    for ax, (title, curves) in zip(axes, drawn, strict=True):
-        plot_learning_curves(curves, methods, ax, title)
+    for ax, (_, curves) in zip(axes, drawn, strict=True):
+        plot_learning_curves(curves, methods, ax, ax.get_title())
     share_legend(axes)
     return axes
