@@ -32,7 +32,7 @@ INSTALL := $(BIN)/uv pip install --quiet --python $(BIN)/python --compile-byteco
 
 $(STAMP): requirements.lock pyproject.toml
 	$(if $(filter-out cpu,$(BACKEND)),$(error BACKEND = '$(BACKEND)' is not possible; allowed: cpu, or none for what PyPI has))
-	$(PYTHON) -c "import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 11) <= v <= (3, 13) else f'Python 3.11-3.13 is needed, this is {v[0]}.{v[1]}; try: make PYTHON=python3.12')"
+	$(PYTHON) -c "import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 11) <= v <= (3, 14) else f'Python 3.11-3.14 is needed, this is {v[0]}.{v[1]}; try: make PYTHON=python3.12')"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --require-hashes -r requirements-uv.lock
 ifeq ($(BACKEND),cpu)
