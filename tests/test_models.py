@@ -7,7 +7,7 @@ from fedlib import Experiment
 from fedlib.engine.federation import build_model
 from fedlib.methods import METHODS, build_method
 from fedlib.methods.sliced.scalefl import width_index
-from fedlib.models.adapters import apply_finetune_
+from fedlib.models.adapters import _inject_peft_, apply_finetune_
 from fedlib.models.exit_model import ExitModel
 from fedlib.models.exits import Classifiers
 from fedlib.models.ree import Ree
@@ -158,6 +158,40 @@ def test_lora_is_y_plus_two_b_a_x():
     torch.nn.init.normal_(b, generator=generator())
     x = torch.randn(1, 2, 5, 64, generator=generator(1))
     torch.testing.assert_close(layer(x), layer.base_layer(x) + 2 * x @ a.T @ b.T, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["deit_micro", "vim_micro", "transformer4"])
+@pytest.mark.parametrize("options", [{}, {"r": 3, "lora_alpha": 6.0}])
+def test_plain_lora_is_pefts_to_the_bit(name, options):
+    spec = backbone_spec(name)
+    one, two = (spec.build().init_(generator()) for _ in range(2))
+    head = Classifiers(spec.dim, 10, (spec.depth - 1,))
+    apply_finetune_(one, head, "lora", options, 7)
+    _inject_peft_(two, "lora", options, 7)
+    ours, pefts = dict(one.named_parameters()), dict(two.named_parameters())
+    assert ours.keys() == pefts.keys() and any("lora_A" in n for n in ours)
+    assert all(torch.equal(ours[n], pefts[n]) for n in ours)
+    assert {n for n, p in ours.items() if p.requires_grad} == {n for n in ours if "lora_" in n}
+    down = [m for n, m in one.named_modules() if n.endswith("lora_A.default")]
+    theirs = [m for n, m in two.named_modules() if n.endswith("lora_A.default")]
+    assert [m.axes for m in down] == [m.axes for m in theirs]
+
+
+def test_loras_dropout_drops_while_clients_train_from_their_own_generators():
+    """0.5 of what enters A, from the client's generator, and nothing in an answer."""
+    vit = build_backbone("deit_micro", pretrained=False)
+    apply_finetune_(vit, Classifiers(64, 10, (11,)), "lora", {"lora_dropout": 0.5}, 0)
+    layer = vit.blocks[0].attn.q
+    drop, up = layer.lora_dropout["default"], layer.lora_B["default"].weight
+    torch.nn.init.normal_(up, generator=generator())
+    x = torch.randn(1, 2, 5, 64, generator=generator(1))
+    plain = layer(x)
+    drop.context.training, drop.context.generators = True, [generator(3)]
+    kept = (torch.rand(2, 5, 64, generator=generator(3)) >= 0.5) * 2.0
+    a = layer.lora_A["default"].weight
+    torch.testing.assert_close(layer(x), layer.base_layer(x) + 2 * (x * kept) @ a.T @ up.T, rtol=1e-4, atol=1e-4)
+    drop.context.training = False
+    assert torch.equal(layer(x), plain)
 
 
 def test_adapters_are_a_function_of_the_seed_and_leave_the_global_generator_alone():

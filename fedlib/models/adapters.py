@@ -1,12 +1,17 @@
 """Fine-tuning modes: which parameters are trained and communicated, and the adapters inserted for it.
 
 ``full`` | ``frozen`` (the head only) | ``pa`` parallel adapter | ``sa`` serial adapter | ``ssf`` scale and shift |
-``lora`` and any other peft tuner by its name, injected by peft. The head (classifiers or Ree) is always trained.
+``lora`` and any other peft tuner by its name. Plain LoRA is built here, the same to the bit as peft's, which takes
+seconds to import; its further options and all other tuners are injected by peft. The head (classifiers or Ree) is
+always trained.
 
 Deviations: as released, the up-projections of PA and SA start at N(0, 0.02), not at zero; SSF also scales the
 classifiers' norm but nothing inside Ree. Frozen parameters never get gradients (the release computes and drops them).
 """
 
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import cache
 
@@ -15,6 +20,7 @@ from torch import nn
 
 from ..core.rng import numpy_generator, torch_generator
 from ..core.validation import did_you_mean
+from ..layers.dropout import Dropout
 from ..layers.linear import Linear, init_normal_, per_client
 from ..layers.norms import LayerNorm
 from .exits import Classifier
@@ -22,7 +28,8 @@ from .vit import ViT, ViTSpec
 
 OWN_MODES = ("full", "frozen", "pa", "sa", "ssf")
 ADAPTER_DEFAULTS = {"r": 32}  # of pa and sa
-PEFT_DEFAULTS = {"lora": {"r": 32, "lora_alpha": 64, "lora_dropout": 0.0}, "ia3": {"feedforward_modules": []}}
+LORA_DEFAULTS = {"r": 32, "lora_alpha": 64, "lora_dropout": 0.0}
+PEFT_DEFAULTS = {"lora": LORA_DEFAULTS, "ia3": {"feedforward_modules": []}}
 WITHOUT_INJECTION = {"prompt_tuning", "p_tuning", "prefix_tuning", "multitask_prompt_tuning", "adaption_prompt",
                      "cpt", "xlora", "poly", "trainable_tokens", "cartridge", "adalora"}  # fmt: skip
 
@@ -44,8 +51,9 @@ def default_options(mode: str) -> dict[str, object]:
 def check_finetune(mode: str, options: dict, config: ViTSpec) -> None:
     """Raise ``ValueError`` for an unknown mode, an option it does not have, or a tuner that peft cannot inject."""
     adaptable = hasattr(config, "peft_targets")
-    if mode == "lora" and not options and adaptable:
-        return  # known to work; peft takes seconds to import, and looking at stored runs needs none of it
+    if _is_plain_lora(mode, options) and adaptable:
+        _check_lora(LORA_DEFAULTS | options, _width(config))
+        return
     if mode not in config.own_modes:
         if mode not in OWN_MODES and mode not in finetune_modes():
             raise ValueError(f"experiment: finetune = {mode!r} is unknown{did_you_mean(mode, finetune_modes())}")
@@ -62,12 +70,14 @@ def check_finetune(mode: str, options: dict, config: ViTSpec) -> None:
             raise ValueError(
                 f"experiment: finetune_options: unknown key {key!r} for {mode}{did_you_mean(key, allowed)}"
             )
-        if key == "r" and (type(value) is not int or value not in range(1, _width(config) + 1)):
+        if key == "r":
+            _check_rank(value, _width(config))
+        if key.endswith("dropout") and value:
             raise ValueError(
-                f"experiment: finetune_options: r = {value!r} is not possible; allowed: 1..{_width(config)}, the width "
-                "of the layers it adapts"
+                f"experiment: finetune_options: {key} = {value!r}: peft's own dropout would draw from the global "
+                "generator; allowed: 0.0, or lora with no options but " + ", ".join(LORA_DEFAULTS)
             )
-    if mode not in (*OWN_MODES, "lora") or (mode == "lora" and options):
+    if mode not in OWN_MODES:
         try:
             by_number = {"layers_to_transform", "target_modules", "layers_pattern"} & options.keys()
             rehearsal = (config if by_number else replace(config, depth=2)).build()
@@ -76,6 +86,29 @@ def check_finetune(mode: str, options: dict, config: ViTSpec) -> None:
                 raise ValueError("it shares tensors between blocks, which sub-models of unequal depth cannot")
         except Exception as error:  # peft raises many classes
             raise ValueError(f"experiment: finetune = {mode!r} with {options}: peft says: {error}") from error
+
+
+def _is_plain_lora(mode: str, options: dict) -> bool:
+    return mode == "lora" and options.keys() <= LORA_DEFAULTS.keys()
+
+
+def _check_rank(r: object, width: int) -> None:
+    if type(r) is not int or r not in range(1, width + 1):
+        raise ValueError(
+            f"experiment: finetune_options: r = {r!r} is not possible; allowed: 1..{width}, the width of the layers it "
+            "adapts"
+        )
+
+
+def _check_lora(options: dict, width: int) -> None:
+    _check_rank(options["r"], width)
+    allowed = {
+        "lora_alpha": (options["lora_alpha"] > 0, "a number above 0"),
+        "lora_dropout": (0 <= options["lora_dropout"] < 1, "0 up to 1, without it"),
+    }
+    for key, (fits, words) in allowed.items():
+        if not fits:
+            raise ValueError(f"experiment: finetune_options: {key} = {options[key]!r}; allowed: {words}")
 
 
 def _width(config: ViTSpec) -> int:
@@ -133,6 +166,30 @@ class ScaleShift(nn.Module):
         return torch.addcmul(per_client(self.shift, y), y, per_client(self.scale, y))
 
 
+class LoRA(nn.Module):
+    """Hu et al. 2022: base(x) + alpha / r B A dropout(x). A starts at U(+-1/sqrt(inputs)), B at zero."""
+
+    def __init__(self, base_layer: Linear, r: int, lora_alpha: float, lora_dropout: float):
+        super().__init__()
+        (rows, columns), (out_axis, in_axis) = base_layer.weight.shape, base_layer.axes["weight"]
+        down, up = Linear(columns, r, bias=False, axes=(None, in_axis)), Linear(r, rows, False, axes=(out_axis, None))
+        self.base_layer, self.scaling = base_layer, {"default": lora_alpha / r}
+        self.lora_dropout = nn.ModuleDict({"default": Dropout(lora_dropout) if lora_dropout else nn.Identity()})
+        self.lora_A, self.lora_B = nn.ModuleDict({"default": down}), nn.ModuleDict({"default": up})  # peft's names
+        for weight in (down.weight, up.weight, down.weight):  # peft draws A, then B, and A again
+            nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
+        nn.init.zeros_(up.weight)
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The layer's own: foreign nets read its shape."""
+        return self.base_layer.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        low_rank = self.lora_B["default"](self.lora_A["default"](self.lora_dropout["default"](x)))
+        return self.base_layer(x) + low_rank * self.scaling["default"]
+
+
 class PerClient(nn.Module):
     """A foreign peft layer whose parameters may be stacked per client: run under ``vmap``, or client by client.
 
@@ -183,6 +240,12 @@ def apply_finetune_(vit: ViT, head: nn.Module, mode: str, options: dict, seed: i
                     setattr(parent, name, ScaleShift(getattr(parent, name), generator))
         for classifier in [m for m in head.modules() if isinstance(m, Classifier)]:
             classifier.norm = ScaleShift(classifier.norm, generator)
+    elif _is_plain_lora(mode, options):
+        with _lent_generator(seed):
+            for path, layer in list(vit.named_modules()):
+                parent, _, name = path.rpartition(".")
+                if name in vit.spec.peft_targets:
+                    setattr(vit.get_submodule(parent), name, LoRA(layer, **LORA_DEFAULTS | options))
     elif mode not in OWN_MODES:
         _inject_peft_(vit, mode, options, seed)
     head.requires_grad_(True)
@@ -194,18 +257,22 @@ def _peft_config_class(mode: str) -> type:
     return next(c for k, c in PEFT_TYPE_TO_CONFIG_MAPPING.items() if str(getattr(k, "value", k)).lower() == mode)
 
 
-def _inject_peft_(vit: ViT, mode: str, options: dict, seed: int) -> None:
-    """Let peft insert its tuner on the backbone's layers for it, q and v on a ViT (or ``target_modules``).
+@contextmanager
+def _lent_generator(seed: int) -> Iterator[None]:
+    """peft draws from the global generator: lend it one of ours."""
+    with torch.random.fork_rng(devices=[]):
+        torch.random.manual_seed(int(numpy_generator(seed, "peft init").integers(2**62)))
+        yield
 
-    LoRA's layers stay cohort-shaped, others run under vmap.
-    """
+
+def _inject_peft_(vit: ViT, mode: str, options: dict, seed: int) -> None:
+    """Let peft insert its tuner on the backbone's layers for it, q and v on a ViT (or ``target_modules``)."""
     from peft import inject_adapter_in_model
     from peft.tuners.lora import Linear as LoraLinear
 
     settings = {"target_modules": list(vit.spec.peft_targets)} | PEFT_DEFAULTS.get(mode, {}) | options
     settings = {k: list(v) if isinstance(v, tuple) else v for k, v in settings.items()}
-    with torch.random.fork_rng(devices=[]):  # peft draws from the global generator: lend it one of ours
-        torch.random.manual_seed(int(numpy_generator(seed, "peft init").integers(2**62)))
+    with _lent_generator(seed):
         within = nn.ModuleDict({"vit": vit})  # peft finds a block's number only behind a dot
         inject_adapter_in_model(_peft_config_class(mode)(**settings), within)
     for block in vit.blocks:
