@@ -1,4 +1,4 @@
-"""Test-wide settings: nothing a test stores lands in the project's outputs."""
+"""Test-wide settings: nothing a test stores lands in the project's outputs, nothing untracked there is read."""
 
 import atexit
 import os
@@ -15,6 +15,9 @@ if "PYTEST_XDIST_WORKER" not in os.environ:  # the workers of one test run share
     folder = tempfile.mkdtemp(prefix="fedlib-tests-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     os.environ["FEDLIB_OUTPUTS"] = os.path.join(folder, "outputs")
+    from tests.tracked import lay_out
+
+    lay_out(ROOT, Path(folder, "tracked"))
     if sys.platform == "linux":
         from tests.warm_kernels import install
 

@@ -72,6 +72,8 @@ def slow(monkeypatch):
             Path(self.folder, f"{cohort.experiment.seed}-{cohort.t}-{os.getpid()}-{time.time_ns()}").touch()
             if self.what == "raise":
                 raise ArithmeticError("a mistake in a notebook")
+            if self.what == "stop":
+                next(iter([]))
             if self.what == "die" and cohort.t == 2:
                 os.kill(os.getpid(), signal.SIGKILL)
             time.sleep(1.5 if cohort.t == 2 else 0.1 * cohort.clients[0].budget)
@@ -111,6 +113,9 @@ def test_a_mistake_arrives_as_itself_and_a_deadly_cohort_is_named(slow, on_two, 
     options = {"folder": str(tmp_path), "what": "raise"}
     f = build_federation(Experiment(method="slow", options=options, finetune="frozen", **SMALL))
     with pytest.raises(ArithmeticError, match="a mistake in a notebook"):
+        list(run_rounds(f, on_two))
+    f = build_federation(Experiment(method="slow", options=options | {"what": "stop"}, finetune="frozen", **SMALL))
+    with pytest.raises((RuntimeError, StopIteration)):
         list(run_rounds(f, on_two))
     f = build_federation(Experiment(method="slow", options=options | {"what": "die"}, finetune="frozen", **SMALL))
     with pytest.raises(RuntimeError, match=r"cohort of clients \[.*\] lost its Ray worker 1 times in round 2"):

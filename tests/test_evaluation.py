@@ -78,6 +78,16 @@ def test_an_error_in_a_thread_is_raised(two_threads, monkeypatch):
         evaluate(f, f.server)
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_batch_that_stops_the_iteration_is_an_error_and_not_left_out(threads, two_threads):
+    def work(part):
+        return part if part != 2 else next(iter([]))
+
+    assert module._side_by_side(abs, [1, 2, 3], threads) == [1, 2, 3]
+    with pytest.raises((RuntimeError, StopIteration)):
+        module._side_by_side(work, [1, 2, 3], threads)
+
+
 def test_accuracies_by_hand(monkeypatch):
     f = build_federation(TINY.replace(num_exits=2, num_test=50))
     labels = f.data.test_labels

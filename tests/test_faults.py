@@ -12,9 +12,12 @@ import warnings
 import pytest
 import torch
 from stored import ONE, assert_nothing_left_over, assert_same, small, state
+from tracked import OUTPUTS
 
-from fedlib import run, run_all
+from fedlib import Execution, build_federation, run, run_all, run_rounds
 from fedlib.core.storage import DamagedFile, read_json, read_lines, read_tensors, write_tensors
+from fedlib.engine.executors import InProcess
+from fedlib.methods.sliced.fedavg import FedAvg
 from fedlib.runs import store as runs_module
 from fedlib.runs.checkpoints import Checkpoints
 from fedlib.runs.store import find_run, run_path
@@ -261,12 +264,47 @@ def test_a_damaged_data_cache_is_decoded_again(tmp_path, monkeypatch):
 
 def test_every_committed_run_is_intact():
     from fedlib import Experiment
-    from fedlib.core.paths import root
 
-    folder = root() / "outputs" / "runs"
+    folder = OUTPUTS / "runs"
     for path in sorted(folder.iterdir()):
         e = Experiment.from_dict(read_json(path / "experiment.json")["experiment"])
         assert e.slug == path.name and find_run(e, folder).summary["status"] in ("finished", "diverged")
+
+
+# --- a round that loses cohorts ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("execution", [
+    Execution(workers=1, cohort_size=1), Execution(workers=2, cohort_size=1, executor="threads"),
+    Execution(workers=2, cohort_size=1, executor="processes"),
+], ids=["alone", "threads", "processes"])  # fmt: skip
+def test_a_method_that_raises_stop_iteration_is_an_error_and_not_a_shorter_round(execution, tmp_path, monkeypatch):
+    """``next()`` of an exhausted iterator, forgotten in a method: what ends a loop must not end the round."""
+    e, original = small("fedavg", rounds=2), FedAvg.local_update
+
+    def local_update(self, cohort):
+        if cohort.t == 2 and cohort.clients[0].id == last:
+            next(iter([]))
+        original(self, cohort)
+
+    last = max(c.id for c in build_federation(e).sample_clients(2))
+    monkeypatch.setattr(FedAvg, "local_update", local_update)
+    with pytest.raises((RuntimeError, StopIteration)):
+        run(e, execution, tmp_path, progress=False, checkpoint_seconds=0)
+    assert find_run(e, tmp_path) is None
+    assert read_tensors(run_path(e, tmp_path) / "checkpoint.safetensors")[1]["t"] == 1
+
+
+@pytest.mark.parametrize("lost", ["last", "twice"])
+def test_as_many_cohorts_come_back_as_were_planned(lost, monkeypatch):
+    def train(self, *arguments):
+        back = list(original(self, *arguments))
+        return iter(back[:-1] if lost == "last" else [*back, back[0]])
+
+    original = InProcess.train
+    monkeypatch.setattr(InProcess, "train", train)
+    with pytest.raises(RuntimeError, match=rf"round 1: 3 cohorts were planned and {2 if lost == 'last' else 4} came"):
+        list(run_rounds(build_federation(small("fedavg")), Execution(workers=1, cohort_size=1)))
 
 
 # --- clocks ------------------------------------------------------------------------------------------------------

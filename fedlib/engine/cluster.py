@@ -185,7 +185,8 @@ class RayExecutor:
                 self.running[worker.train.remote(download, list(cohorts[i]), r, mine)] = i, worker
             return worker is not None
 
-        yield from map(self._home, share_out(cohorts, r.t, "Ray worker", hand_out, self._finished))
+        for trained in share_out(cohorts, r.t, "Ray worker", hand_out, self._finished):
+            yield self._home(trained)
 
     def _start_worker(self) -> None:
         """Ask the cluster for one more worker; it is ready when it has taken the kit."""

@@ -1,6 +1,6 @@
 """Accuracy of every exit on the central test set, in percent; all exits of one model in one pass."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -54,17 +54,16 @@ def exit_logits(federation: Federation, server: Server, part: Slice | tuple[Slic
     n = len(data.test_labels)
     parts = np.split(np.arange(n), range(BATCH, n, BATCH))
     threads = min(torch.get_num_threads(), len(parts)) if device.type == "cpu" else 1
-    return torch.cat(list(_side_by_side(logits, parts, threads)), 1)
+    return torch.cat(_side_by_side(logits, parts, threads), 1)
 
 
-def _side_by_side(work: Callable, parts: Sequence, threads: int) -> Iterator:
+def _side_by_side(work: Callable, parts: Sequence, threads: int) -> list:
     """``work`` of every part, in order. PyTorch's threads take a part each: together on one part they wait more."""
     if threads == 1:
-        yield from map(work, parts)
-        return
+        return [work(part) for part in parts]
     own = torch.get_num_threads() // threads
     with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(own,)) as pool:
-        yield from pool.map(work, parts)
+        return [done.result() for done in [pool.submit(work, part) for part in parts]]
 
 
 def served_parts(federation: Federation, server: Server) -> list[Slice | tuple[Slice, ...]]:

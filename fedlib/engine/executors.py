@@ -277,7 +277,8 @@ class InProcess:
 
         if self.workers == 1:
             one_at_a_time = repeatable(train_one) if len(self.federation.setting.spec.feature(0)) > 1 else train_one
-            yield from map(one_at_a_time, cohorts)
+            for members in cohorts:  # not by ``map``, which would take a method's StopIteration for its end
+                yield one_at_a_time(members)
             return
         if self._pool is None:
             self._pool = ThreadPoolExecutor(self.workers, initializer=torch.set_num_threads, initargs=(1,))

@@ -78,7 +78,7 @@ def run_rounds(
             r = Round(t, tuple(federation.sample_clients(t)), setting)
             r = replace(r, notes=method.prepare(server, r))
             cohorts = plan_round(federation, server, r, executor.workers, executor.cohort_size)
-            back = Returned(executor.train(server, cohorts, r, memories))
+            back = Returned(t, len(cohorts), executor.train(server, cohorts, r, memories))
             with phase("aggregation"):
                 back.arrived.sums = privatise(federation, server, back.arrived.sums, t)
                 # without sums every client was dropped: nothing arrived
@@ -106,16 +106,23 @@ def measure(f: Federation, server: Server, memories: Memories) -> Mapping[str, o
 
 
 class Returned:
-    """What a round's cohorts bring back, merged as it arrives; one cohort's is held at a time."""
+    """What the ``planned`` cohorts of round ``t`` bring back, merged as it arrives; one cohort's is held at a time.
 
-    def __init__(self, trained: Iterable[Trained]):
+    Raises ``RuntimeError`` if more or fewer come back.
+    """
+
+    def __init__(self, t: int, planned: int, trained: Iterable[Trained]):
         self.memories: dict[int, dict[str, torch.Tensor]] = {}
         self.losses: dict[int, float] = {}
         self.nonfinite: list[int] = []
+        self.came = 0
         self.arrived = Arrived({})
-        self.arrived.sums = merge_sums(map(self._record, trained))
+        self.arrived.sums = merge_sums(self._record(one) for one in trained)
+        if self.came != planned:
+            raise RuntimeError(f"round {t}: {planned} cohorts were planned and {self.came} came back")
 
     def _record(self, trained: Trained) -> Sums:
+        self.came += 1
         self.memories.update(trained.memories)
         self.losses.update(trained.losses)
         self.nonfinite.extend(trained.nonfinite)

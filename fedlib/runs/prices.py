@@ -101,4 +101,4 @@ def _macs(e: Experiment, classes: int) -> np.ndarray:
 
 def gpu_hours(experiments: Sequence[Experiment], tera_macs_per_second: float = TERA_MACS_PER_SECOND) -> float:
     """Hours of training at a sustained throughput in 10^12 MACs per second."""
-    return sum(map(training_macs, experiments)) / (tera_macs_per_second * 1e12) / 3600
+    return sum(training_macs(e) for e in experiments) / (tera_macs_per_second * 1e12) / 3600
