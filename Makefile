@@ -51,7 +51,7 @@ setup: $(STAMP)
 demo: setup
 	@mkdir -p $(EXECUTED)
 	$(BIN)/papermill notebooks/walkthrough/00_start_here.ipynb $(EXECUTED)/walkthrough-00-demo.ipynb -p profile demo
-	@echo "The executed notebook: $(EXECUTED)/walkthrough-00-demo.ipynb   the figures: outputs/walkthrough/figures/   open both with: make lab"
+	@echo "The executed notebook: $(EXECUTED)/walkthrough-00-demo.ipynb   the figures: outputs/scratch/walkthrough/figures/   open both with: make lab"
 
 # One thread in each of the two processes: two in each get in each other's way on two cores.
 test: setup
@@ -94,4 +94,4 @@ lock: setup
 	echo uv==0.13.8 | $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-header - --output-file requirements-uv.lock
 
 clean:
-	rm -rf $(VENV) $(EXECUTED) outputs/report
+	rm -rf $(VENV) $(EXECUTED) outputs/report outputs/scratch

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pandas as pd
 import pytest
+from tracked import OUTPUTS
 
 from fedlib.core.paths import params_dir
 from fedlib.core.storage import write_json
@@ -179,7 +180,7 @@ def test_stored_uploads_are_what_the_shapes_give(monkeypatch):
     """A sample of ``outputs/reefl/tables/uploads.csv`` computed again, and the exact claims on broken numbers."""
     import fedlib.report.exact as exact
 
-    stored = Stored("reefl", "small", params_dir().parent / "outputs").uploads
+    stored = Stored("reefl", "small", OUTPUTS).uploads
     real = exact.load_reported
     some = "finetune == 'frozen' and method in ['depthfl', 'reefl']"
     monkeypatch.setattr(exact, "load_reported", lambda *a: real(*a).query(some))

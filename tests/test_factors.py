@@ -3,9 +3,9 @@
 import numpy as np
 import pandas as pd
 import pytest
+from tracked import OUTPUTS
 
 from fedlib import Execution
-from fedlib.core.paths import params_dir
 from fedlib.report.factors import (
     FACTORS,
     answers,
@@ -131,7 +131,7 @@ def test_a_level_changes_nothing_but_its_factor():
 
 def test_tuned_rates_are_the_methods_best_on_validation_where_these_runs_are_stored():
     rates = load_grid("reefl", "why_rates", "small")
-    stored = best_levels(factor_frame(rates, params_dir().parent / "outputs" / "runs"))
+    stored = best_levels(factor_frame(rates, OUTPUTS / "runs"))
     assert set(stored) == {"reefl", "depthfl"}
     tuned = {c.variant: c.experiment.lr for c in load_grid("reefl", "why_tuned", "small")}
     assert all(tuned[v] == float(level) for v, level in stored.items())

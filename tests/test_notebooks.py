@@ -7,10 +7,16 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from tracked import lay_out
 
+from fedlib import Experiment
+from fedlib.core import paths
+from fedlib.core.paths import outputs_dir
 from fedlib.report.notebook import check_parameters, check_sources
+from fedlib.runs.store import run_path
 
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").rglob("*.ipynb"))
@@ -47,20 +53,26 @@ def test_imports_live_in_the_second_cell():
 
 
 def papermill(notebook, out, *parameters, **kwargs):
+    """Run it with ``out``'s folder for a project: what is not told otherwise lands in its ``outputs``."""
     command = [sys.executable, "-m", "papermill", "--no-progress-bar", notebook, out, *parameters]
-    env = {**os.environ, "FEDLIB_OUTPUTS": str(Path(out).parent / "outputs")}
+    project = Path(out).parent
+    for name in ("params", "notebooks"):
+        (project / name).symlink_to(ROOT / name)
+    env = {k: v for k, v in os.environ.items() if k != "FEDLIB_OUTPUTS"} | {"FEDLIB_ROOT": str(project)}
     return subprocess.run(command, capture_output=True, text=True, env=env, **kwargs)
 
 
 def test_papermill_with_an_override_from_any_folder(tmp_path):
+    """And a trial stores all that it makes where git does not look."""
     overrides = "{overrides: {num_train: 160, num_test: 50, rounds: 3, variant: [reefl], finetune: frozen}}"
     notebook = ROOT / "notebooks/reefl/table4_modulation.ipynb"
     done = papermill(notebook, tmp_path / "t.ipynb", "-y", overrides, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
-    stored = list((tmp_path / "outputs/runs").glob("*/summary.json"))
+    assert [p.name for p in (tmp_path / "outputs").iterdir()] == ["scratch"]
+    stored = list((tmp_path / "outputs/scratch/runs").glob("*/summary.json"))
     assert len(stored) == 1 and json.loads(stored[0].read_text())["t"] == 3
-    assert (tmp_path / "outputs/reefl/tables/table4_smoke.md").read_text().count("ReeFL") == 1
-    assert (tmp_path / "outputs/reefl/figures/table4_smoke_exits.png").stat().st_size > 10_000
+    assert (tmp_path / "outputs/scratch/reefl/tables/table4_smoke.md").read_text().count("ReeFL") == 1
+    assert (tmp_path / "outputs/scratch/reefl/figures/table4_smoke_exits.png").stat().st_size > 10_000
 
 
 @pytest.mark.parametrize(
@@ -108,6 +120,42 @@ def test_names_that_papermill_sets_are_those_of_the_parameters_cell(injected, re
         with pytest.raises(ValueError, match="parameters") as error:
             check_sources(executed)
         assert refused in str(error.value)
+
+
+def test_trials_are_stored_where_git_does_not_look(tmp_path, monkeypatch):
+    """Smoke and demo; what is worth keeping is not. A folder that was asked for is taken by all."""
+    monkeypatch.delenv("FEDLIB_OUTPUTS")
+    monkeypatch.setenv("FEDLIB_ROOT", str(tmp_path))
+    monkeypatch.setattr(paths, "_trial", False)
+    monkeypatch.setattr("IPython.get_ipython", lambda: SimpleNamespace(user_ns=names))
+    for profile, folder in {"small": "outputs", "demo": "outputs/scratch", "smoke": "outputs/scratch"}.items():
+        names = {"profile": profile}
+        check_parameters()
+        assert outputs_dir() == tmp_path / folder and run_path(Experiment()).parent == tmp_path / folder / "runs"
+    for name in (
+        "runs/a/summary.json",
+        "reefl/tables/table1_smoke.md",
+        "walkthrough/figures/start_here_demo_exits.png",
+    ):
+        ignored = subprocess.run(["git", "check-ignore", "-q", f"outputs/scratch/{name}"], cwd=ROOT).returncode
+        assert ignored == 0 or not (ROOT / ".git").exists(), name
+    monkeypatch.setenv("FEDLIB_OUTPUTS", str(tmp_path / "mine"))
+    assert outputs_dir() == tmp_path / "mine"
+
+
+def test_tests_read_only_what_git_tracks(tmp_path, monkeypatch):
+    project = tmp_path / "project"
+    for name in ("outputs/a/README.md", "outputs/walkthrough/figures/x.png", "notebooks/n.ipynb"):
+        (project / name).parent.mkdir(parents=True)
+        (project / name).write_text(name)
+    git = ["git", "-C", str(project), "-c", "user.name=a", "-c", "user.email=a@b"]
+    subprocess.run([*git, "init", "-q"], check=True)
+    subprocess.run([*git, "add", "outputs/a"], check=True)
+    monkeypatch.setenv("FEDLIB_TESTS_TRACKED", "")  # put back at the end
+    lay_out(project, tmp_path / "tracked")
+    assert [p.name for p in (tmp_path / "tracked/outputs").iterdir()] == ["a"]
+    assert (tmp_path / "tracked/outputs/a/README.md").read_text() == "outputs/a/README.md"
+    assert (tmp_path / "tracked/outputs/a/../../notebooks/n.ipynb").exists()
 
 
 def test_outside_a_notebook_there_is_nothing_to_check():

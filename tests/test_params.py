@@ -3,6 +3,7 @@
 import shutil
 
 import pytest
+from tracked import OUTPUTS
 
 from fedlib.core.paths import params_dir
 from fedlib.report.tables import load_cells, load_reported
@@ -191,7 +192,7 @@ UNFINISHED: set[str] = set()
 @pytest.mark.parametrize("paper", papers())
 def test_every_small_grid_finds_its_stored_runs(paper):
     """No change of the params' layout may give a stored run another name; what is complete is not called unfinished."""
-    folder = params_dir().parent / "outputs" / "runs"
+    folder = OUTPUTS / "runs"
     stored = {p.name for p in folder.iterdir()}
     wanted = {t: {run_path(c.experiment, folder).name for c in load_grid(paper, t, "small")} for t in grids(paper)}
     assert all(wanted.values())

@@ -5,6 +5,7 @@ import re
 import shutil
 
 import pytest
+from tracked import OUTPUTS
 
 from fedlib import Experiment
 from fedlib.core.paths import params_dir
@@ -24,8 +25,6 @@ from fedlib.report.tables import markdown_table, methods_in_columns
 from fedlib.runs.params import Cell, load_grid
 from fedlib.runs.params_files import papers
 from fedlib.runs.store import find_run
-
-OUTPUTS = params_dir().parent / "outputs"
 
 
 @pytest.mark.parametrize("paper", papers())
@@ -52,7 +51,9 @@ def test_the_index_is_what_the_pages_say():
     assert (OUTPUTS / "README.md").read_text(encoding="utf-8") == index_page(OUTPUTS), "stale: run `make results`"
 
 
-@pytest.mark.parametrize("path", sorted([OUTPUTS / "README.md", *OUTPUTS.glob("*/*.md")]), ids=str)
+@pytest.mark.parametrize(
+    "path", sorted([OUTPUTS / "README.md", *OUTPUTS.glob("*/*.md")]), ids=lambda p: p.parent.name + "/" + p.name
+)
 def test_every_link_and_figure_of_the_pages_exists(path):
     page = path.read_text(encoding="utf-8")
     links = [a or b for a, b in re.findall(r'\]\(([^)]+)\)|(?:src|href)="([^"]+)"', page)]

@@ -10,14 +10,13 @@ import pandas as pd
 import pytest
 from browser import check_pages, chromium, open_page, unavailable
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
+from tracked import OUTPUTS
 
-from fedlib.core.paths import params_dir
 from fedlib.core.storage import read_json, write_json
 from fedlib.report.safety import cleaned
 from fedlib.report.site import STATE, WIDGET, build_report, linked, made_from, main, state_of
 from fedlib.runs.params_files import papers
 
-OUTPUTS = params_dir().parent / "outputs"
 PIXEL = base64.b64encode(base64.b64decode(
     "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
 )).decode()  # fmt: skip

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 import numpy as np
 import pytest
 import torch
+from tracked import OUTPUTS
 
 import fedlib
 from fedlib import Execution, Experiment, build_federation
@@ -21,7 +22,7 @@ from fedlib.engine.checks import check_experiment, without_defaults
 from fedlib.methods.sliced.reefl import ReeFL
 
 ROOT = pathlib.Path(__file__).parents[1]
-STORED = sorted((ROOT / "outputs" / "runs").glob("*/experiment.json"))
+STORED = sorted((OUTPUTS / "runs").glob("*/experiment.json"))
 
 
 @dataclass(frozen=True)

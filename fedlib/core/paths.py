@@ -7,18 +7,37 @@ import os
 from importlib.util import find_spec
 from pathlib import Path
 
+TRIALS = ("smoke", "demo")  # profiles whose numbers nobody keeps
+_trial = False
+
+
+def named_folder(variable: str) -> Path | None:
+    """The folder that an environment variable names, ``~`` being home; None where it is not set, or empty."""
+    text = os.environ.get(variable)
+    try:
+        return Path(text).expanduser() if text else None
+    except RuntimeError as error:
+        raise ValueError(f"{variable} = {text!r}: nobody of that name has a home folder here") from error
+
 
 def root() -> Path:
     """``$FEDLIB_ROOT``, or the nearest folder upwards that holds ``params/`` and ``notebooks/``, or the current one."""
-    if "FEDLIB_ROOT" in os.environ:
-        return Path(os.environ["FEDLIB_ROOT"])
+    if (named := named_folder("FEDLIB_ROOT")) is not None:
+        return named
     here = Path.cwd()
     return next((p for p in (here, *here.parents) if (p / "params").is_dir() and (p / "notebooks").is_dir()), here)
 
 
 def outputs_dir() -> Path:
-    """Stored runs, tables and figures; ``$FEDLIB_OUTPUTS`` overrides the default ``<root>/outputs``."""
-    return Path(os.environ.get("FEDLIB_OUTPUTS", root() / "outputs"))
+    """Stored runs, tables and figures: ``$FEDLIB_OUTPUTS``, else ``<root>/outputs``, of trials its ``scratch``."""
+    outputs = root() / "outputs"
+    return named_folder("FEDLIB_OUTPUTS") or (outputs / "scratch" if _trial else outputs)
+
+
+def keep_outputs_of(profile: str) -> None:
+    """From here on this process stores what ``profile`` makes: a trial's goes to a folder that git does not see."""
+    global _trial
+    _trial = profile in TRIALS
 
 
 def params_dir() -> Path:

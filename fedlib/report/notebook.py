@@ -1,4 +1,4 @@
-"""What every notebook asks first: were its parameters spelt right?
+"""What every notebook asks first: were its parameters spelt right? And where goes what it stores?
 
 papermill puts the parameters of its command line into a cell of their own, below the notebook's ``parameters`` cell,
 and only warns of a name that the notebook does not know: a run without the asked-for change.
@@ -7,13 +7,17 @@ and only warns of a name that the notebook does not know: a run without the aske
 import ast
 from collections.abc import Sequence
 
+from ..core.paths import keep_outputs_of
 from ..core.validation import did_you_mean
 
 INJECTED = "# Parameters\n"  # how papermill begins its cell
 
 
 def check_parameters() -> None:
-    """``ValueError`` if papermill set a name that the notebook's ``parameters`` cell does not; elsewhere nothing."""
+    """``ValueError`` if papermill set a name that the notebook's ``parameters`` cell does not; elsewhere nothing.
+
+    What a trial's ``profile`` (smoke, demo) makes goes to ``outputs/scratch``.
+    """
     try:
         from IPython import get_ipython
     except ImportError:  # no notebook
@@ -21,6 +25,7 @@ def check_parameters() -> None:
     shell = get_ipython()
     if shell is not None:
         check_sources(shell.user_ns.get("In", ()))
+        keep_outputs_of(shell.user_ns.get("profile", ""))
 
 
 def check_sources(sources: Sequence[str]) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from ..core.paths import outputs_dir, params_dir, root
+from ..core.paths import keep_outputs_of, outputs_dir, params_dir, root
 from ..core.storage import read_json
 from ..runs.params import Cell, grids
 from ..runs.params_files import papers
@@ -286,6 +286,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--profile", default="small")
     given = parser.parse_args(arguments)
+    keep_outputs_of(given.profile)
     print(*write_results(given.profile, given.paper), sep="\n")
 
 
