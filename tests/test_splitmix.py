@@ -1,5 +1,7 @@
 """SplitMix: coverage, bases against plain narrow nets, mixtures; DepthFL and FedAvg under budgets of memory."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -17,6 +19,7 @@ from fedlib.methods.server import MaskedMean
 from fedlib.models import registry
 from fedlib.models.resnet import ResNetSpec
 from fedlib.runs.costs import load_shapes
+from fedlib.runs.params import load_grid
 from fedlib.runs.prices import training_macs
 
 ONE = Execution(workers=1)
@@ -29,7 +32,7 @@ def net(monkeypatch):
     monkeypatch.setitem(registry.OWN, "toy", TOY)
     registry.backbone_spec.cache_clear()
     yield Experiment(
-        method="splitmix", options={"bases": 2, "ratios": [0.5, 1.0], "rescale": False}, backbone="toy",
+        method="splitmix", options={"bases": 2, "ratios": [0.5, 1.0], "scaler": False}, backbone="toy",
         pretrained=False, finetune="full", num_exits=1, augment="none", momentum=0.9, weight_decay=1e-3,
         clip_value=None, lr=0.02, num_train=80, num_test=60, num_clients=4, clients_per_round=4, rounds=2,
         batch_size=16, partition="class_dirichlet", dirichlet_alpha=1.0, evaluate_every=1, test_split="like_train",
@@ -56,7 +59,7 @@ def bases_of(f, r):
 
 def test_the_first_bases_go_round_over_all_clients_and_rounds(net):
     e = net.replace(
-        num_clients=6, clients_per_round=3, rounds=4, options={"bases": 2, "ratios": [0.5], "rescale": False}
+        num_clients=6, clients_per_round=3, rounds=4, options={"bases": 2, "ratios": [0.5], "scaler": False}
     )
     f = build_federation(e)
     server, firsts = f.server, []
@@ -127,14 +130,13 @@ def test_the_answer_is_the_mean_of_the_bases_logits(net):
     plain.load_state_dict(narrow_state(f, f.server.params, 1))
     x = f.data.view(f.data.test_images, TOY.input_shape, torch.arange(60))
     torch.testing.assert_close(each[1][0], plain(x), rtol=0, atol=1e-4)
-    assert all(p.scale == 1 for p in parts)  # rescaled in training only
     served = [len(f.method.serve(c, f.server, Round(0, (), f.setting)).members) for c in f.clients(range(4))]
     assert served == [1, 2, 1, 2]
 
 
-@pytest.mark.parametrize("rescale", [True, False])
-def test_the_cohort_size_changes_nothing(net, rescale):
-    e = net.replace(options={**net.options, "rescale": rescale, "masked": rescale})
+@pytest.mark.parametrize("scaler", [True, False])
+def test_the_cohort_size_changes_nothing(net, scaler):
+    e = net.replace(options={**net.options, "scaler": scaler, "masked": scaler})
     one, many = (rounds(e, cohort_size=k)[-1] for k in (1, 8))
     for name, p in one.server.params.items():
         torch.testing.assert_close(many.server.params[name], p, rtol=1e-4, atol=2e-5)
@@ -148,7 +150,52 @@ def test_resuming_goes_on_with_the_round_robin(net):
     assert all(torch.equal(p, again.server.params[n]) for n, p in whole[-1].server.params.items())
 
 
-def test_rescaling_divides_every_convolution_in_training(net):
+TABLES = [("table2", "small"), ("table2", "paper"), ("figure2", "small"), ("figure2", "paper")]
+BACKBONES = {c.experiment.backbone for t, p in TABLES for c in load_grid("fedepth", t, p) if c.method == "splitmix"}
+
+
+@pytest.mark.parametrize("backbone", sorted(BACKBONES | {"resnet8", "deit_micro"}))
+def test_what_is_trained_is_what_is_served(net, backbone):
+    """Behind norms a base at the scale that trains it is the base at scale 1, as released; a transformer is not."""
+    e = net.replace(backbone=backbone, rounds=1, options={"bases": 4, "ratios": [0.25, 1.0]})
+    f = build_federation(e)
+    *_, last = run_rounds(f, ONE)
+    r, client = Round(1, (), f.setting), Client(0, 1, 10)
+    served = f.method.model_for(0, last.server, r)
+    assert served == tuple(m.part for m in f.method.serve(client, last.server, r).members)
+    first = Round(1, (client,), f.setting, {"first": torch.tensor([0])})
+    trained = {m.name: m.part for m in f.method.members(client, last.server, first)}
+    for b, part in enumerate(served):
+        logits = exit_logits(f, last.server, part)
+        assert torch.equal(exit_logits(f, last.server, trained[f"base{b}"]), logits)
+        difference = (exit_logits(f, last.server, replace(part, scale=1.0)) - logits).abs().max()
+        assert difference > 0.01 if backbone == "deit_micro" else difference < 5e-4
+
+
+@pytest.mark.parametrize("rescaled, size", [(True, 1.0), (False, 2.0)])
+def test_convolutions_start_uniform_by_the_wide_nets_fan_in_or_their_own(net, rescaled, size):
+    """U(-b, b) with b = 1/sqrt(fan-in), SD b/sqrt(3). A base of 1/4 has a quarter of the inputs: own fan-in, 2 b."""
+    options = {"bases": 4, "ratios": [1.0], "rescale_init": rescaled}
+    f = build_federation(net.replace(backbone="preresnet20", options=options))
+    name = "backbone.blocks.8.conv1.weight"
+    part = f.method.base(3, f.setting)
+    weight, bound = take(f.server.params[name], f.setting.infos[name], part), size * (64 * 9) ** -0.5
+    assert weight.shape == (16, 16, 3, 3) and 0.99 * bound < weight.abs().max() <= bound
+    assert weight.std() == pytest.approx(bound / 3**0.5, rel=0.05)
+    stem = f.server.params["backbone.stem.conv.weight"]  # reads pixels, which no base divides
+    assert 0.9 * 27**-0.5 < stem.abs().max() <= 27**-0.5
+    head = take(f.server.params["head.exits.0.linear.weight"], f.setting.infos["head.exits.0.linear.weight"], part)
+    assert 0.9 * size / 8 < head.abs().max() <= size / 8 and f.method.base(3, f.setting).scale == 1 / 4
+    by_he = build_federation(net.replace(backbone="preresnet20", options=options | {"init": "own"})).server.params[name]
+    assert by_he.std() == pytest.approx(size * (2 / (64 * 9)) ** 0.5, rel=0.05)
+
+
+def test_initialisations_without_effect_are_refused(net):
+    with pytest.raises(ValueError, match="rescale_init = False is of convnets; 'deit_micro' is none"):
+        build_federation(net.replace(backbone="deit_micro", options={"bases": 4, "rescale_init": False}))
+
+
+def test_the_scaler_divides_every_convolution(net):
     f = build_federation(net.replace(options={"bases": 2, "ratios": [1.0]}))
     assert f.model.context.scaled == ("conv", "shortcut") and f.method.base(1, f.setting).scale == 0.5
     with pytest.raises(ValueError, match="stage1: .* cannot be cut into 5 equal parts"):

@@ -79,7 +79,7 @@ class Scaler(nn.Module):
     """Outputs of a layer divided by ``Context.scale``, the width ratio of a cut net (HeteroFL, Eq. 7; ScaleFL).
 
     It stands at one or several of the places ``conv`` (after a 3x3 convolution, a transformer's products and its
-    embedding: ScaleFL), ``shortcut`` (after a projection: with ``conv``, SplitMix) and ``norm`` (before a norm, and at
+    embedding: ScaleFL), ``shortcut`` (of a residual block: with ``conv``, SplitMix) and ``norm`` (before a norm, and at
     all places of a transformer: HeteroFL), and is on if one is in ``Context.scaled``.
     """
 

@@ -112,15 +112,15 @@ class PreBlock(Block):
         self.bn1 = BatchNorm2d(self.conv1.in_channels, spec.stream(unit - 1))
         self.bn2 = BatchNorm2d(self.conv1.out_channels, "/mid")
         self.norm_scale, self.mid_scale = Scaler("norm"), Scaler("conv", "norm")
-        self.scale, self.projection_scale = Scaler("conv"), Scaler("shortcut")
+        self.scale, self.shortcut_scale = Scaler("conv"), Scaler("shortcut")
 
     def forward(self, z: torch.Tensor) -> torch.Tensor:  # (K, B, C, H, W) -> (K, B, C', H', W')
         a = F.relu(self.bn1(self.norm_scale(z)))
         y = F.relu(self.bn2(self.mid_scale(self.conv1(a))))
         if self.projection is not None:
-            shortcut = self.projection_scale(self.projection(a))
+            shortcut = self.shortcut_scale(self.projection(a))
         else:
-            shortcut = a if self.late else z
+            shortcut = self.shortcut_scale(a) if self.late else z  # a comes out of a norm, z out of scaled layers
         return self.scale(self.conv2(y)) + shortcut
 
 

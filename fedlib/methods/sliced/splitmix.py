@@ -3,24 +3,29 @@
 Client (share r of the memory, B bases): r B bases, the first from a shuffled round robin over all clients and rounds,
 so that every base is trained, the others at random; each minimises its own cross-entropy on the same batches. Server:
 the mean by examples of each base over those who trained it. Served at width r: the mean logits of the first r B bases.
-Base b is the b-th chunk of every hidden axis of one wide net, with what no axis cuts as a copy of its own; so its
-weights start as the wide net's do (the release's rescaled initialisation), and in training the output of every
-convolution, stem and shortcut too, is divided by the base's width (``rescale``).
+Base b is the b-th chunk of every hidden axis of one wide net, with what no axis cuts as a copy of its own.
+Three choices of the release, each an option: convolutions start from U(-1/sqrt(fan-in), 1/sqrt(fan-in)) (``init``); a
+fan-in is the wide net's (``rescale_init``) or the base's own; all that leaves a convolution, stem and shortcut too, is
+divided by the base's width (``scaler``).
 Read next: ``heterofl.py``, ``core/slices.py`` (``Axis.chunk``).
 
 Deviations: where B does not divide a number of channels, the remainder is in no base. Bases are not sorted by
-validation accuracy before they are mixed.
+validation accuracy before they are mixed. Bases answer as they are trained, divided by their width; the release does so
+in training only, which behind a norm is the same. Without norms, and in a transformer, it would be another net. A
+transformer starts as it does everywhere.
 """
 
+import math
 from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar, Literal
 
 import torch
 
 from ...core.clients import Client
-from ...core.rng import numpy_generator
+from ...core.rng import numpy_generator, torch_generator
 from ...core.slices import Slice
 from ...core.validation import Count, Positive, When
+from ...models.maps import MapSpec
 from ..base import Method
 from ..jobs import Arrived, Member, Round, Server, Serving, Setting
 from ..losses import Batch, cross_entropies, zero_absent_in_batch
@@ -32,12 +37,15 @@ from ..widths import check_cuttable
 class SplitMix(MemoryBudgets, Method):
     """``bases`` of width 1 / bases; the paper's ratios."""
 
+    version: ClassVar[int] = 2  # what is trained is what is served; convolutions start as released
     one_slice: ClassVar[bool] = False
 
     scenario: Literal["own", "fair", "lack", "surplus"] = "own"
     ratios: Annotated[tuple[Positive, ...] | None, When(scenario="own")] = (1 / 8, 1 / 4, 1 / 2, 1.0)
     bases: Count = 8
-    rescale: bool = True
+    scaler: bool = True
+    init: Literal["uniform", "own"] = "uniform"  # of convolutions; own: the backbone's, by He or from a checkpoint
+    rescale_init: bool = True  # weights of a base start as the wide net's; False: larger, by the base's own fan-in
     masked: bool = False  # the cross-entropy sees zero for classes that a batch does not have
 
     def exit_units(self, depth: int, num_exits: int) -> tuple[int, ...]:
@@ -48,14 +56,32 @@ class SplitMix(MemoryBudgets, Method):
 
     def check(self, setting: Setting, e) -> None:
         check_cuttable("splitmix", setting, e)
+        convolutions = isinstance(setting.spec, MapSpec)
+        if convolutions and e.pretrained and not (self.init == "own" and self.rescale_init):
+            raise ValueError("splitmix: init would change the pre-trained weights; allowed: own and rescaled")
+        if not convolutions and not self.rescale_init:
+            raise ValueError(f"splitmix: rescale_init = False is of convnets; {e.backbone!r} is none")
         if setting.axes:
             self.base(0, setting)
 
     def init_server(self, params: dict[str, torch.Tensor], setting: Setting) -> Server:
         """What no axis cuts, such as the last layer's biases, is each base's own."""
+        params = self.start(params, setting) if isinstance(setting.spec, MapSpec) else params
         copies = [(alias, n) for b in range(self.bases) for n, alias in self.base(b, setting).aliases.items()]
         own = {alias: params[n].clone() for alias, n in copies if n in params}
         return Server(0, params | own, {"served": torch.zeros((), dtype=torch.int64)})
+
+    def start(self, params: dict[str, torch.Tensor], setting: Setting) -> dict[str, torch.Tensor]:
+        """``params`` of a convnet, with weights as ``init`` and ``rescale_init`` say."""
+        generator, kept, out = torch_generator(setting.seed, "bases init"), self.base(0, setting).index, dict(params)
+        for name, info in setting.infos.items():
+            if info.kind == "backbone" and len(info.shape) == 4 and self.init == "uniform":
+                bound = math.prod(info.shape[1:]) ** -0.5
+                drawn = torch.empty(info.shape).uniform_(-bound, bound, generator=generator)
+                out[name] = drawn.to(params[name].device)
+            if len(info.shape) > 1 and info.axes[1] in kept and not self.rescale_init:
+                out[name] = out[name] * (info.shape[1] / len(kept[info.axes[1]])) ** 0.5
+        return out
 
     def prepare(self, server: Server, r: Round) -> dict[str, torch.Tensor]:
         """The first base of each sampled client: the round robin goes on where the last round's ended."""
@@ -88,8 +114,8 @@ class SplitMix(MemoryBudgets, Method):
         return Serving(tuple(Member(client, part, f"base{b}") for b, part in enumerate(parts)))
 
     def mixture(self, count: int, setting: Setting) -> tuple[Slice, ...]:
-        """The net of width ``count / bases``: its bases, not rescaled."""
-        return tuple(replace(self.base(b, setting), scale=1.0) for b in range(count))
+        """The net of width ``count / bases``: its bases, as they are trained."""
+        return tuple(self.base(b, setting) for b in range(count))
 
     def count(self, client: Client) -> int:
         """How many bases a client has memory for."""
@@ -103,7 +129,7 @@ class SplitMix(MemoryBudgets, Method):
         index = {a.name: a.chunk(b, self.bases, even=False) for a in setting.axes.values() if a.permutable}
         uncut = [n for n, i in setting.infos.items() if not set(i.axes) & set(index)] if b else []
         aliases = {n: f"base{b}/{n}" for n in uncut}
-        return replace(setting.full(), index=index, aliases=aliases, scale=1 / self.bases if self.rescale else 1.0)
+        return replace(setting.full(), index=index, aliases=aliases, scale=1 / self.bases if self.scaler else 1.0)
 
     def _order(self, cycle: int, seed: int) -> list[int]:
         return numpy_generator(seed, "bases", cycle).permutation(self.bases).tolist()
