@@ -16,8 +16,11 @@ from tracked import OUTPUTS
 
 from fedlib import Execution, build_federation, run, run_all, run_rounds
 from fedlib.core.storage import DamagedFile, read_json, read_lines, read_tensors, write_tensors
+from fedlib.engine import rounds as rounds_module
 from fedlib.engine.executors import InProcess
+from fedlib.methods.sliced.depthfl import DepthFL
 from fedlib.methods.sliced.fedavg import FedAvg
+from fedlib.runs import checkpoints as checkpoints_module
 from fedlib.runs import store as runs_module
 from fedlib.runs.checkpoints import Checkpoints
 from fedlib.runs.store import find_run, run_path
@@ -269,6 +272,34 @@ def test_every_committed_run_is_intact():
     for path in sorted(folder.iterdir()):
         e = Experiment.from_dict(read_json(path / "experiment.json")["experiment"])
         assert e.slug == path.name and find_run(e, folder).summary["status"] in ("finished", "diverged")
+
+
+# --- Ctrl-C --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("owner, name, round_of, at, stored", [
+    (DepthFL, "local_update", lambda method, cohort: cohort.t, 3, 2),
+    (rounds_module, "measure", lambda f, server, memories: server.t, 3, 2),
+    (rounds_module, "measure", lambda f, server, memories: server.t, 5, 4),
+    (Checkpoints, "drops", lambda store: len(store.metrics) + 1, 3, 2),
+    (checkpoints_module, "write_tensors", lambda *_: 5, 5, 0),
+], ids=["training", "evaluation", "last evaluation", "noting", "writing"])  # fmt: skip
+def test_ctrl_c_stores_the_last_whole_round_at_once(owner, name, round_of, at, stored, depthfl, tmp_path, monkeypatch):
+    """Also where half of the next round's state is in place; gone on with, it ends with the same numbers."""
+    (e, folder), original = depthfl, getattr(owner, name)
+
+    def interrupted(*arguments):
+        if round_of(*arguments) == at:
+            raise KeyboardInterrupt
+        return original(*arguments)
+
+    with monkeypatch.context() as m:
+        m.setattr(owner, name, interrupted)
+        with pytest.raises(KeyboardInterrupt, match=f"is stored up to round {stored} of 5; run the same again"):
+            run(e, ONE, tmp_path, progress=False)
+    assert find_run(e, tmp_path) is None
+    run(e, ONE, tmp_path, progress=False)
+    assert_same(state(e, folder / "whole"), state(e, tmp_path))
 
 
 # --- a round that loses cohorts ------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ import io
 import json
 import os
 import pty
+import signal
 import subprocess
 import sys
 import threading
@@ -20,7 +21,7 @@ from fedlib.runs import durations
 from fedlib.runs.costs import timed_macs_per_second
 from fedlib.runs.durations import Pace, about, describe, expected_seconds
 from fedlib.runs.prices import training_macs
-from fedlib.runs.progress import Terminal, Watch
+from fedlib.runs.progress import Terminal, Watch, interrupted
 from fedlib.runs.store import run_path, stored_pace
 
 SMALL = dict(num_train=60, num_test=10, num_clients=6, clients_per_round=3, rounds=2, evaluate_every=0)
@@ -216,3 +217,83 @@ def test_papermill_shows_runs_and_rounds_in_its_terminal(tmp_path):
 
 def test_outside_of_papermill_there_is_no_second_terminal():
     assert Terminal.of_this_kernel() is None
+
+
+def test_a_finished_bar_says_nothing_of_time_left(monkeypatch):
+    monkeypatch.setenv("TQDM_DISABLE", "")
+    a, b = (tiny(seed=s, rounds=1) for s in (1, 2))
+    with Watch([a, b]) as watch:
+        for e, said in ((a, "under a minute left"), (b, "")):
+            watch.begin(e, 0)
+            watch.round(Finished(1, None, {}, {}, None, 3.0))
+            watch.end(e)
+            assert watch.runs.postfix == said
+        assert watch.runs.n == 2
+
+
+@pytest.mark.parametrize("value, shown", [("1", False), ("0", True), ("", True)])
+def test_tqdms_own_switch_is_heard(value, shown, monkeypatch):
+    monkeypatch.setenv("TQDM_DISABLE", value)
+    with Watch([tiny(seed=s) for s in (1, 2)]) as watch:
+        watch.begin(tiny(), 0)
+        assert (watch.runs.disable, watch.rounds.disable) == (not shown, not shown)
+
+
+SCRIPT = """
+import os, sys, torch
+torch.set_num_threads(1)
+from fedlib import Execution, Experiment, run, run_all
+from fedlib.methods.sliced.reefl import ReeFL
+e = Experiment.from_dict(EXPERIMENT)
+"""
+
+
+def script(text, e):
+    return [sys.executable, "-c", SCRIPT.replace("EXPERIMENT", repr(e.to_dict())) + text]
+
+
+def test_nobody_has_to_listen(tmp_path):
+    """A reader that goes away, and streams that are closed: the runs end all the same."""
+    grid, (there, here) = [tiny(seed=s) for s in (1, 2)], os.pipe()
+    os.close(there)
+    text = f"""
+grid = [e.replace(seed=s) for s in (1, 2)]
+run_all(grid, Execution(workers=1), {str(tmp_path)!r})
+sys.stdout.close()
+sys.stderr.close()
+run_all(grid, Execution(workers=1), {str(tmp_path)!r})
+os._exit(7)
+"""
+    env = {k: v for k, v in os.environ.items() if k != "TQDM_DISABLE"}
+    done = subprocess.run(script(text, grid[0]), stdout=here, stderr=here, env=env)
+    os.close(here)
+    assert done.returncode == 7
+    assert all((run_path(e, tmp_path) / "summary.json").exists() for e in grid)
+
+
+def test_ctrl_c_stores_the_last_round_and_says_how_to_go_on(tmp_path):
+    e = tiny(rounds=4)
+    text = f"""
+import signal
+original = ReeFL.local_update
+def local_update(self, cohort):
+    if cohort.t == 3:
+        os.kill(os.getpid(), signal.SIGINT)
+    original(self, cohort)
+ReeFL.local_update = local_update
+run(e, Execution(workers=1), {str(tmp_path)!r})
+"""
+    done = subprocess.run(script(text, e), capture_output=True, text=True)
+    said = f"interrupted: {e.slug} is stored up to round 2 of 4; run the same again, and it goes on from there\n"
+    assert (done.returncode, done.stderr, done.stdout) == (-signal.SIGINT, said, "")
+
+
+def test_ctrl_c_in_a_notebook_shows_one_sentence():
+    from IPython.core.interactiveshell import InteractiveShell
+
+    shell, error, hook = InteractiveShell(), interrupted("as planned"), sys.excepthook
+    sys.excepthook = sys.__excepthook__
+    shown = []
+    shell._showtraceback = lambda kind, value, lines: shown.append(lines)
+    shell.showtraceback((KeyboardInterrupt, error, None))
+    assert shown == [["as planned"]] and hook is not sys.__excepthook__

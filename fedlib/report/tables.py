@@ -15,6 +15,7 @@ from ..runs.costs import exit_costs
 from ..runs.durations import describe
 from ..runs.params import Cell, load_fallback, load_grid, load_spec
 from ..runs.prices import num_classes, training_macs
+from ..runs.progress import say
 from ..runs.store import find_run, run_all, stored_pace
 from .clients import SD, VALUES, numbers_of, spread_out
 
@@ -62,7 +63,7 @@ def run_cells(
     experiments = [c.experiment for c in cells]
     found = {e: r for e in experiments if (r := find_run(e, folder)) is not None}
     missing = [e for e in experiments if e not in found]
-    print(describe(experiments, missing, stored_pace(found.values(), execution), execution))
+    say(describe(experiments, missing, stored_pace(found.values(), execution), execution))
     if run_missing and missing:
         fetch(missing)
         run_all(experiments, execution, folder)

@@ -31,6 +31,8 @@ class Checkpoints:
         self.seconds, self.dropped, self.final = 0.0, 0, {}
         self.metrics: list[dict] = []
         self.record: Record = {}  # see record.py
+        self.saved = 0  # the round of the newest checkpoint
+        self.unsaved: tuple | None = None  # the state after the last noted round that another follows
 
     def exists(self) -> bool:
         return self.newest.exists() or self.previous.exists()
@@ -43,6 +45,9 @@ class Checkpoints:
             loss = round(sum(r.losses.values()) / len(r.losses), 6) if r.losses else None  # every client was dropped
             line = {"t": r.t, **r.metrics, "train_loss": loss, "seconds": round(self.seconds, 2)}
             self.metrics.append(line | self.drops())
+        if not r.diverged and r.t < self.experiment.rounds:
+            changed = dict(self.memories.changed), dict(self.mirrors.changed)
+            self.unsaved = r.server, *changed, self.seconds, self.dropped, len(self.metrics)
 
     def drops(self) -> dict[str, int]:
         """``{"dropped": client updates left out so far}``, where the experiment asks for dropping."""
@@ -50,7 +55,7 @@ class Checkpoints:
 
     def save(self, server: Server, final: dict | None = None) -> None:
         """Memories, then the checkpoint that makes them count, then its metrics; then drop what neither names."""
-        self.final = final or {}
+        self.unsaved, self.final = None, final or {}
         self.memories.write(server.t)
         self.mirrors.write(server.t)
         tensors = {f"params/{k}": v for k, v in server.params.items()}
@@ -62,9 +67,17 @@ class Checkpoints:
             "mirrors_replaced": self.mirrors.replaced, "record": self.record,
         }  # fmt: skip
         write_tensors(self.newest, tensors, metadata, self.previous)
+        self.saved = server.t
         write_lines(self.path / "metrics.jsonl", self.metrics)
         self.memories.drop_unnamed()
         self.mirrors.drop_unnamed()
+
+    def save_unsaved(self) -> None:
+        """Save the state after the last noted round, whatever was begun since then; nothing if it is saved."""
+        if self.unsaved is not None:
+            server, self.memories.changed, self.mirrors.changed, self.seconds, self.dropped, lines = self.unsaved
+            del self.metrics[lines:]
+            self.save(server)
 
     def restore(self, f: Federation) -> Server:
         """The state to go on from: the newest good checkpoint's, or round 0 if there never was one.
@@ -113,5 +126,5 @@ class Checkpoints:
             files.replaced = [(c, t) for c, t in replaced]
             files.check()
         self.metrics, self.seconds, self.dropped, self.final = m["metrics"], m["seconds"], m["dropped"], m["final"]
-        self.record = m.get("record", {})
+        self.record, self.saved = m.get("record", {}), m["t"]
         return Server(m["t"], parts["params/"], parts["memory/"])

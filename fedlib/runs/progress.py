@@ -1,9 +1,10 @@
 """What a user sees while waiting: bars, and a line in papermill's terminal where the bars go into the notebook."""
 
+import contextlib
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TextIO
 
@@ -12,36 +13,68 @@ from ..engine.rounds import Finished
 from .durations import Pace, about
 
 HEADLESS = ("papermill", "jupyter-nbconvert", "jupyter-execute")  # programs whose kernels have no screen of their own
+SWITCH = "TQDM_DISABLE"  # tqdm's own: not empty and not "0" means no bars
 SCREEN_SECONDS, LOG_SECONDS = 0.2, 30.0  # between lines on a screen, and where the terminal is a file
+
+
+@contextlib.contextmanager
+def nobody_need_listen() -> Iterator[None]:
+    """What is said here may be said to a closed stream or a broken pipe: that ends no run."""
+    try:
+        yield
+    except OSError:
+        pass
+    except ValueError as error:
+        if "closed file" not in str(error):
+            raise
+
+
+def bar(shown: bool, **options):
+    """A tqdm bar, a silent one if nobody can see it."""
+    from tqdm.auto import tqdm
+
+    with nobody_need_listen():
+        return tqdm(disable=not shown, **options)
+    return tqdm(disable=True)
+
+
+def say(text: str) -> None:
+    """One line for the user, on the standard output."""
+    with nobody_need_listen():
+        print(text, flush=True)
+
+
+def interrupted(text: str) -> KeyboardInterrupt:
+    """A Ctrl-C of which a terminal and a notebook show one sentence; a plain one, so that a shell sees a signal."""
+    error, others = KeyboardInterrupt(text), sys.excepthook
+    error._render_traceback_ = lambda: [text]  # IPython asks for it
+    sys.excepthook = lambda kind, e, trace: print(text, file=sys.stderr) if e is error else others(kind, e, trace)
+    return error
 
 
 class Watch:
     """The progress of ``experiments``, one after the other: runs, rounds and about how many minutes are left."""
 
     def __init__(self, experiments: Sequence[Experiment], shown: bool = True, pace: Pace | None = None):
-        from tqdm.auto import tqdm
-
         self.left, self.total, self.shown, self.pace = list(experiments), len(experiments), shown, pace or Pace()
-        self.terminal = Terminal.of_this_kernel() if shown and "TQDM_DISABLE" not in os.environ else None
-        self.runs = tqdm(total=self.total, desc="runs", disable=not shown or self.total < 2)
+        self.bars = shown and os.environ.get(SWITCH, "") in ("", "0")
+        self.terminal = Terminal.of_this_kernel() if self.bars else None
+        self.runs = bar(self.bars and self.total > 1, total=self.total, desc="runs")
         self.rounds = None
 
     def __enter__(self) -> "Watch":
         return self
 
     def __exit__(self, *_) -> None:
-        for bar in (self.rounds, self.runs, self.terminal):
-            if bar is not None:
-                bar.close()
+        for shown in (self.rounds, self.runs, self.terminal):
+            if shown is not None:
+                with nobody_need_listen():
+                    shown.close()
 
     def begin(self, e: Experiment, t: int) -> None:
         """``e`` goes on after round ``t``."""
-        from tqdm.auto import tqdm
-
         self.e, self.t = e, t
-        self.rounds = tqdm(
-            total=e.rounds, initial=t, desc=e.slug, disable=not self.shown, leave=False, mininterval=0.5
-        )  # fmt: skip
+        self.rounds = bar(self.bars, total=e.rounds, initial=t, desc=e.slug, leave=False, mininterval=0.5)
         self._tell()
 
     def round(self, r: Finished) -> None:
@@ -50,31 +83,36 @@ class Watch:
         self.pace.add(self.e, r.seconds, 1)
         if r.metrics is not None:
             self.rounds.set_postfix(accuracy=f"{r.metrics['accuracy']:.1f}%", refresh=False)
-        self.rounds.update()
+        with nobody_need_listen():
+            self.rounds.update()
         self._tell()
 
     def end(self, e: Experiment) -> None:
         """``e`` is done, here or elsewhere."""
-        if self.rounds is not None:
-            self.rounds.close()
-        if e in self.left:
+        with nobody_need_listen():
+            if self.rounds is not None:
+                self.rounds.close()
+        self.rounds, ended = None, e in self.left
+        if ended:
             self.left.remove(e)
-            self.runs.update()
-        self.rounds = None
         self._tell(now=True)
+        with nobody_need_listen():
+            self.runs.update(ended)
 
     def say(self, text: str) -> None:
         """One line for the user."""
         if self.shown:
-            self.runs.write(text)
+            with nobody_need_listen():
+                self.runs.write(text)
             if self.terminal is not None:
                 self.terminal.show(text, True, keep=True)
 
     def _tell(self, now: bool = False) -> None:
         words = [f"{self.total - len(self.left)} of {self.total} runs done"] if self.total > 1 else []
-        if (seconds := self.seconds_left()) and self.left:
+        seconds = self.seconds_left() if self.left else None
+        self.runs.set_postfix_str(f"{about(seconds)} left" if seconds else "", refresh=False)
+        if seconds:
             words.append(f"{about(seconds)} left")
-            self.runs.set_postfix_str(words[-1], refresh=False)
         if self.rounds is not None:
             words.append(f"round {self.t} of {self.e.rounds} of {self.e.slug}")
         if self.terminal is not None:
@@ -122,8 +160,9 @@ class Terminal:
         if screen:
             text = text[: (os.get_terminal_size(self.file.fileno()).columns or 80) - 1]
         self.unfinished, self.at = screen and not keep, clock
-        self.file.write(start + text + ("" if self.unfinished else "\n"))
-        self.file.flush()
+        with nobody_need_listen():
+            self.file.write(start + text + ("" if self.unfinished else "\n"))
+            self.file.flush()
 
     def close(self) -> None:
         if self.unfinished:

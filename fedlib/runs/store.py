@@ -23,10 +23,11 @@ from ..engine.executors import Execution
 from ..engine.federation import Federation, build_federation
 from ..engine.privacy import privacy_spent
 from ..engine.rounds import Finished, is_due, measure, run_rounds
+from ..methods import Server
 from .checkpoints import Checkpoints
 from .durations import Pace
 from .identity import Accept, accepted, inputs_of, known_inputs
-from .progress import Watch
+from .progress import Watch, interrupted, say
 from .record import begun, check_inputs, ended, recorded, resumed, sitting, this_machine
 
 FILES = (".lock", "experiment.json", "metrics.jsonl", "summary.json", "checkpoint.safetensors", "previous.safetensors")
@@ -111,7 +112,7 @@ def run(
     e = as_stored(e, folder)
     if (stored := _find_good(e, folder, accept)) is not None:
         if progress:
-            print(f"stored run{' of ' * bool(stored.day)}{stored.day}: {e.slug}")
+            say(f"stored run{' of ' * bool(stored.day)}{stored.day}: {e.slug}")
         return stored
     with Watch([e], progress) as watch:
         return _run_missing(e, execution, folder, watch, checkpoint_seconds, wait, accept)
@@ -138,7 +139,7 @@ def run_all(
     missing = list(dict.fromkeys(e for e, found in zip(experiments, stored, strict=True) if found is None))
     found = [r for r in stored if r is not None]
     if progress and found:
-        print(f"{len(found)} of {len(experiments)} runs stored{_days(found)}")
+        say(f"{len(found)} of {len(experiments)} runs stored{_days(found)}")
     with Watch(missing, progress and bool(missing), stored_pace(found, execution)) as watch:
         if execution.executor == "ray":
             from .grid_on_cluster import run_on_cluster
@@ -251,18 +252,31 @@ def _continue(
         store.record = resumed(store.record, server.t, inputs, now) if server.t else begun(inputs, now)
     store.write_record()
     watch.begin(f.experiment, server.t)
-    saved, record = time.monotonic(), None
+    try:
+        _finish(f, store, _rounds(f, execution, server, store, watch, checkpoint_seconds), path)
+    except KeyboardInterrupt as error:
+        store.save_unsaved()
+        raise interrupted(
+            f"interrupted: {f.experiment.slug} is stored up to round {store.saved} of {f.experiment.rounds}; "
+            "run the same again, and it goes on from there"
+        ) from error
+
+
+def _rounds(
+    f: Federation, execution: Execution, server: Server, store: Checkpoints, watch: Watch, checkpoint_seconds: float
+) -> Finished | None:
+    """Run the rounds after ``server.t``, with a checkpoint now and then; the last one, None if none was left."""
+    saved = time.monotonic()
     for r in run_rounds(f, execution, server, store.memories, store.mirrors):
         store.note(r)
         watch.round(r)
         if r.diverged or r.t == f.experiment.rounds:
-            record = r
-            break
+            return r
         if time.monotonic() - saved >= checkpoint_seconds:
             with phase("files"):
                 store.save(r.server)
             saved = time.monotonic()
-    _finish(f, store, record, path)
+    return None
 
 
 def _finish(f: Federation, store: Checkpoints, last: Finished | None, path: Path) -> None:
