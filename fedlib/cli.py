@@ -38,12 +38,14 @@ def _add_fill(commands) -> None:
 
 
 def _fill(given: argparse.Namespace) -> int:
+    from .core.paths import keep_outputs_of
     from .runs.fill import core_hours, fill, named, queue
 
     if given.minutes is not None and not given.minutes > 0:
         raise ValueError(f"--minutes {given.minutes:g}: expected a number above 0")
     if given.workers is not None and given.workers < 1:
         raise ValueError(f"--workers {given.workers}: expected a number of cores, at least 1")
+    keep_outputs_of(given.profile)
     missing = queue(named(given.grids), given.profile)
     for sentence in missing.skipped:
         print(f"skipped: {sentence}")

@@ -15,7 +15,7 @@ from filelock import FileLock
 from stored import assert_nothing_left_over, assert_same, small, state
 
 from fedlib import cli
-from fedlib.core.paths import params_dir
+from fedlib.core.paths import keep_outputs_of, params_dir
 from fedlib.core.storage import read_json, write_json, write_lines
 from fedlib.runs import fill as fill_module
 from fedlib.runs.fill import Job, core_hours, fill, named, queue
@@ -50,7 +50,11 @@ def tables(tmp_path, monkeypatch):
 
 def test_the_queue_begins_with_the_most_telling_table_and_takes_seeds_in_turn(tables):
     both = {"axes": {"finetune": ["frozen"], "method": ["depthfl", "reefl"]}}
-    wanted = tables(a={"smoke": {"seeds": [1, 2]}}, b=both | {"priority": 1, "smoke": {"seeds": [1, 2]}}, c={"priority": 0, "smoke": {"seeds": [3]}})
+    wanted = tables(
+        a={"smoke": {"seeds": [1, 2]}},
+        b=both | {"priority": 1, "smoke": {"seeds": [1, 2]}},
+        c={"priority": 0, "smoke": {"seeds": [3]}},
+    )
     found = [(j.grid[-1], j.cell.method, j.cell.seed) for j in queue(wanted, "smoke").jobs]
     assert found == [("c", "reefl", 3), ("b", "depthfl", 1), ("b", "reefl", 1), ("b", "depthfl", 2), ("b", "reefl", 2)]
     # a's two runs are b's too, and are asked for once
@@ -183,17 +187,22 @@ def test_each_run_has_a_core_and_the_last_one_all_that_are_free(tmp_path, monkey
     assert found == [1, 1]
 
 
-def test_the_command_says_what_is_missing_runs_it_and_says_what_is_left(tables, capsys):
+@pytest.fixture
+def as_before():
+    """The command leaves its handlers of signals and its profile's folder, as its process ends with it."""
+    handlers = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    keep_outputs_of("small")
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+def test_the_command_says_what_is_missing_runs_it_and_says_what_is_left(tables, capsys, as_before):
     tables(a={"smoke": {"seeds": [1]}})
     assert cli.main(["fill", "reefl/a", "--profile", "smoke", "--dry-run"]) == 0
     said = capsys.readouterr().out
     assert said.startswith("1 runs are missing, about ") and "reefl/a, one, reefl, frozen, seed 1" in said
-    before = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        assert cli.main(["fill", "reefl/a", "--profile", "smoke"]) == 0
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    assert cli.main(["fill", "reefl/a", "--profile", "smoke"]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "1 runs done; left: 0 runs, about 0 core-minutes"
     with pytest.raises(SystemExit) as error:
         cli.main(["fill", "reefl/tabel1"])

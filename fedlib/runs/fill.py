@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from ..core.experiment import Experiment
+from ..core.paths import outputs_dir
 from ..core.storage import DamagedFile, read_lines
 from ..data.datasets import is_available
 from ..engine.executors import Execution, become_worker
@@ -236,7 +237,8 @@ class _Process:
         answers.put((self, None))
 
     def send(self, e: Experiment, workers: int, folder: Folder, seconds: float) -> None:
-        job = {"experiment": e.to_dict(), "workers": workers, "folder": folder and str(folder), "seconds": seconds}
+        folder = str(folder or outputs_dir() / "runs")  # this process's, not that one's
+        job = {"experiment": e.to_dict(), "workers": workers, "folder": folder, "seconds": seconds}
         with contextlib.suppress(BrokenPipeError):  # it died: heard of through its output
             self.process.stdin.write(json.dumps(job) + "\n")
             self.process.stdin.flush()
@@ -286,7 +288,7 @@ def _serve() -> None:
     os._exit(0)  # the listening thread may hold the input
 
 
-def _answer(experiment: dict, workers: int, folder: str | None, seconds: float) -> dict:
+def _answer(experiment: dict, workers: int, folder: str, seconds: float) -> dict:
     """What became of one run: its accuracy and seconds, nothing if another process has it, or why it failed."""
     try:
         done = run(Experiment.from_dict(experiment), Execution(workers=workers), folder, False, seconds, wait=False)
