@@ -69,3 +69,19 @@ def test_clients_of_unequal_depth_find_the_features_they_have(convnet, monkeypat
     anew, own_anew, _ = trained(e, monkeypatch, ahead=False)
     for name, p in (once | own).items():
         torch.testing.assert_close(p, (anew | own_anew)[name], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "method, options", [("heterofl", {}), ("splitmix", {"bases": 4}), ("raffm", {}), ("scalefl", {})]
+)
+def test_narrow_clients_find_features_of_their_own_width(tiny, method, options, monkeypatch):
+    """Frozen nets of every width, exits trained for two epochs on features that are computed once."""
+    e = tiny.replace(
+        method=method, options=options, finetune="frozen", finetune_options={}, augment="none", rounds=1,
+        local_epochs=2, num_clients=6, clients_per_round=5, num_train=200,
+    )  # fmt: skip
+    once, _, few = trained(e, monkeypatch)
+    anew, _, many = trained(e, monkeypatch, ahead=False)
+    assert few < 0.8 * many  # of two epochs the second found its features there
+    for name, p in once.items():
+        torch.testing.assert_close(p, anew[name], rtol=0, atol=1e-5)

@@ -94,7 +94,7 @@ class Ahead:
                 made = model.prefix(cohort.inputs(rows), units, stage.without, cohort.alive)
             for unit, x in (made.features if units == model.depth else {None: made.z}).items():
                 if unit not in self.kept:
-                    shape = spec.state(units - 1) if unit is None else spec.feature(unit)
+                    shape = spec.state(units - 1) if unit is None else x.shape[2:]  # perhaps cut in width
                     self.kept[unit] = x.new_zeros(len(x), most, *shape, dtype=torch.float32)
                 to = self.kept[unit][:, step * e.batch_size : (step + 1) * e.batch_size]
                 to[:, :, : x.shape[2]] = x[:, : to.shape[1]]  # sentences end with the longest of their batch
