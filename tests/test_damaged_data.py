@@ -184,6 +184,33 @@ def test_a_missing_sentence_is_named(tmp_path):
         load_dataset(str(tmp_path / "set"))
 
 
+@needs_minilm
+def test_an_infinite_label_is_named(tmp_path):
+    (tmp_path / "set").mkdir()
+    columns = {"sentence1": ["a", "b"], "sentence2": ["c", "d"], "label": [1.5, float("inf")]}
+    pd.DataFrame(columns).to_parquet(tmp_path / "set/train.parquet")
+    with pytest.raises(ValueError, match="train.parquet, row 1: label = inf is no value"):
+        load_dataset(str(tmp_path / "set"))
+
+
+def test_without_a_test_split_a_tenth_must_be_there_to_hold_out(tmp_path):
+    """Of 12 owners with 5 examples and one with 20, two examples would be all that is tested on."""
+    cells = [{"bytes": png(8, 8), "path": None}] * 80
+    few = parquet(tmp_path / "few", cells[:9], [0, 1] * 4 + [0])
+    many = parquet(tmp_path / "many", cells, [0, 1] * 40, writer_id=[str(max(0, i // 5 - 3)) for i in range(80)])
+    for path, of, found, more in ((few, "the", "0 of 9", ""), (many, "each owner's", "2 of 80", " of an owner")):
+        (path / "test.parquet").unlink()
+        with pytest.raises(ValueError) as error:
+            load_dataset(str(path))
+        assert str(error.value) == (
+            f"{path}: a tenth of {of} examples, rounded down, would leave {found} to test on; allowed: a split named "
+            f"'test', or ten examples and more{more}"
+        )
+    alone = parquet(tmp_path / "alone", cells[:20], [0, 1] * 10)
+    (alone / "test.parquet").unlink()
+    assert len(load_dataset(str(alone)).test_labels) == 2
+
+
 def test_real_sets_load(shared_data, monkeypatch):
     """CIFAR-100 by its name; its classes are named in the order of the hub."""
     monkeypatch.setenv("FEDLIB_DATA", str(shared_data))

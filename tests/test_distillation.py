@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from fedlib.data.tasks import IGNORED, NextToken, Regression
 from fedlib.methods import build_method
 from fedlib.methods.losses import (
     Batch,
@@ -32,6 +33,25 @@ def test_cross_entropy_per_exit_ignores_padding_and_missing_exits():
     ce = cross_entropies(two_exits())
     torch.testing.assert_close(ce, torch.tensor([[LN2], [math.log(4 / 3)]]))
     assert cross_entropies(two_exits(held=((1.0,), (0.0,))))[1] == 0
+
+
+def test_a_regressions_exits_learn_the_teachers_number():
+    """Squared differences to exit 1, 4 and 16, at weights 1/4 and 3/4: 13."""
+    outputs = torch.tensor([[[[3.0], [1.0]]], [[[1.0], [5.0]]]], requires_grad=True)
+    batch = Batch(
+        outputs, torch.zeros(1, 2), torch.tensor([[0.25, 0.75]]), torch.ones(2, 1), task=Regression()
+    )  # fmt: skip
+    loss = kl_to_teacher(batch, torch.tensor([1]))
+    loss.sum().backward()
+    assert loss.tolist() == [13.0]
+    assert outputs.grad.flatten().tolist() == [1.0, -6.0, 0.0, 0.0]  # 2 (3 - 1) / 4, 2 (1 - 5) 3/4; none to the teacher
+
+
+def test_exits_at_every_token_learn_where_a_token_is_asked():
+    outputs, labels = torch.zeros(2, 1, 1, 3, 2), torch.tensor([[[0, 1, IGNORED]]])
+    outputs[1, 0, 0, :, 0] = LN3  # the teacher says (3/4, 1/4) everywhere, the other (1/2, 1/2)
+    batch = Batch(outputs, labels, torch.ones(1, 1), torch.ones(2, 1), task=NextToken())
+    torch.testing.assert_close(kl_to_teacher(batch, torch.tensor([1])), torch.tensor([0.75 * LN3 - LN2]))
 
 
 def test_kl_to_teacher_eq6():

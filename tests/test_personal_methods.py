@@ -462,7 +462,7 @@ def test_who_keeps_something_at_its_clients_says_so(method):
 
 @pytest.mark.parametrize("method", ["fedrod", "fedpac"])
 def test_labels_must_be_classes(method):
-    with pytest.raises(ValueError, match="dataset = 'stsb' has no classes to count"):
+    with pytest.raises(ValueError, match="is for classes, and the labels of dataset = 'stsb' are none"):
         build_federation(experiment(method, dataset="stsb", backbone="bert_micro", num_exits=3))
 
 

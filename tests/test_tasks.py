@@ -52,6 +52,8 @@ def test_kl_of_classes_is_bit_equal_to_that_of_the_exits_and_zero_for_the_teache
     both = batch(outputs, randint(10, K, B))
     chosen = outputs[teacher, torch.arange(K)].detach()
     kl = Classification().kl(chosen, outputs, temperature=3.0)
+    p, q = (chosen / 3).log_softmax(-1), (outputs / 3).log_softmax(-1)
+    assert torch.equal(kl, (p.exp() * (p - q)).sum(-1))
     assert torch.equal(((kl * both.weights).sum(-1) * both.held).sum(0) * 9.0, kl_to_teacher(both, teacher, 3.0))
     assert not kl[2, 0].any() and not kl[0, 1].any() and kl[0, 0].all()
 

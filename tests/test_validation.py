@@ -1,5 +1,6 @@
 """What a dataclass's annotations say of its fields holds: types, options, limits, conditions; and what does not fit."""
 
+import itertools
 import pathlib
 import subprocess
 import sys
@@ -154,11 +155,56 @@ def test_what_does_nothing_or_cannot_be_is_refused_before_compute(values, messag
     assert message in str(error.value)
 
 
+@pytest.mark.parametrize(
+    "values, message",
+    [
+        (
+            {"public_fraction": 0.001},
+            "public_fraction = 0.001 of every class's training examples rounds to none of these 200; allowed: 0, or more than 0.025",
+        ),
+        (
+            {"validation_fraction": 0.02, "evaluate_on": "validation"},
+            "validation_fraction = 0.02 of every class's training examples rounds to none of these 200",
+        ),
+        (
+            {"validation_fraction": 0.99},
+            "validation_fraction = 0.99 of every class's training examples leaves none of 200; allowed: less",
+        ),
+    ],
+)
+def test_a_split_that_rounds_to_nothing_is_refused(values, message):
+    e = Experiment(num_train=200, num_test=20, finetune="frozen", **values)
+    with pytest.raises(ValueError) as error:
+        build_federation(e)
+    assert message in str(error.value)
+
+
 def test_a_drawn_client_holds_no_more_than_there_is():
     e = Experiment(partition="drawn", num_train=200, examples_per_client=201, finetune="frozen")
     with pytest.raises(ValueError, match="examples_per_client = 201 exceeds the 200 training examples"):
         build_federation(e)
     assert build_federation(e.replace(examples_per_client=200)).data.num_examples[0] == 200
+
+
+def test_a_backbone_of_one_channel_does_not_read_colours(tmp_path, monkeypatch):
+    from PIL import Image
+
+    monkeypatch.setenv("FEDLIB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "hf"))
+    for split, name in itertools.product(("train", "test"), "ab"):
+        (tmp_path / "set" / split / name).mkdir(parents=True)
+        for i in range(6):
+            Image.new("RGB", (28, 28), (40 * i, 0, 9)).save(tmp_path / "set" / split / name / f"{i}.png")
+    e = Experiment(
+        method="fedavg", dataset=str(tmp_path / "set"), backbone="vit_digits", pretrained=False, finetune="full",
+        num_clients=2, clients_per_round=2,
+    )  # fmt: skip
+    with pytest.raises(
+        ValueError,
+        match="backbone = 'vit_digits' reads images of 1 channel, and those of dataset = .* have 3; allowed: a backbone of 3 channels",
+    ):
+        build_federation(e)
+    build_federation(e.replace(backbone="deit_micro"))
 
 
 # --- methods -----------------------------------------------------------------------------------------------------
@@ -216,6 +262,42 @@ def test_a_method_made_by_hand_refuses_too():
             make()
         assert message in str(error.value)
     assert Mine(distill="best").temperature == 2.0
+
+
+@pytest.mark.parametrize(
+    "values, message",
+    [
+        ({"method": "inclusivefl", "backbone": "resnet8"}, "inclusivefl: momentum_distill = True adds up what blocks of equal shape learnt, and those of backbone = 'resnet8' differ; allowed: False, or a ViT, Vim or BERT"),
+        ({"method": "reefl", "backbone": "llama_tiny", "dataset": "sst2"}, "reefl: backbone: Ree needs a class token, and 'llama_tiny' has none that could be handed back; allowed: use_ree = False, or a ViT, Vim or BERT of the kit's own"),
+        ({"method": "heterofl", "backbone": "llama_tiny", "dataset": "sst2"}, "heterofl: backbone = 'llama_tiny' cannot be cut in width: its queries and keys are rotated in pairs by position"),
+        ({"method": "depthfl", "backbone": "bert_micro", "dataset": "stsb"}, "depthfl: distill = 'mutual' is for classes, and the labels of dataset = 'stsb' are none; allowed: data of classes, or without it"),
+        ({"method": "feddf", "backbone": "bert_micro.mean", "dataset": "stsb", "public_fraction": 0.1}, "feddf: its ensemble's softmax is for classes"),
+        ({"method": "heterofl", "backbone": "bert_micro.mean", "dataset": "stsb"}, "heterofl: masked = True is for classes"),
+        ({"method": "scalefl_original", "backbone": "bert_micro.mean", "dataset": "stsb"}, "scalefl_original: temperature = 3.0: a regression has no classes to soften; allowed: 1"),
+        ({"method": "fedavg", "backbone": "resnet8", "dataset": "cifar10", "finetune": "boft"}, "finetune = 'boft' is not defined on this backbone"),
+    ],
+)  # fmt: skip
+def test_what_would_fail_in_training_is_refused_before_compute(values, message):
+    method = Experiment(**{"num_exits": 1, "pretrained": False, "augment": "none", "finetune": "full"} | values)
+    with pytest.raises(ValueError) as error:
+        check_experiment(method)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("policy", ["static", "local"])
+def test_a_net_without_batch_norm_has_no_statistics_to_keep(policy):
+    e = Experiment(
+        method="fedavg", backbone="convnet3_slim", pretrained=False, augment="none", finetune="full", num_exits=3,
+        exit_blocks=(0, 1, 2), num_train=200, num_test=20, num_clients=5, clients_per_round=2, batch_norm=policy,
+    )  # fmt: skip
+    with pytest.raises(
+        ValueError,
+        match=f"batch_norm = '{policy}': backbone = 'convnet3_slim' and its exits have no batch norm; allowed: batch, tracked",
+    ):
+        build_federation(e)
+    build_federation(e.replace(batch_norm="tracked"))  # what whole grids say, nets without norms among them
+    build_federation(e.replace(exit_head="norm"))  # exits have one
 
 
 # --- names -------------------------------------------------------------------------------------------------------

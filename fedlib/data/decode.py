@@ -3,6 +3,7 @@
 What a cell cannot mean (no label, NaN, -1 where classes have names) is refused with its file and row, counted from 0.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -79,9 +80,20 @@ def decode(splits, layout: Layout, size: int | None = None) -> tuple[Decoded, bo
     if layout.test is None:
         together = read_column(tables[layout.train], layout.together, layout.train, layout) if layout.together else None
         train, test = hold_out(parts[0], together)
+        check_held_out(len(test.labels), len(parts[0].labels), layout)
     else:
         train, test = parts[0], _renumbered(*parts, names)
     return (_tensors(train, test) | key, train.classes), fitted
+
+
+def check_held_out(held: int, examples: int, layout: Layout) -> None:
+    """Raise ``ValueError`` if rounding leaves less than half of a tenth to test on."""
+    if 20 * held < examples:
+        of = "the" if layout.owner is None else "each owner's"
+        raise ValueError(
+            f"{layout.where}: a tenth of {of} examples, rounded down, would leave {held} of {examples} to test on; "
+            f"allowed: a split named 'test', or ten examples and more{'' if layout.owner is None else ' of an owner'}"
+        )
 
 
 def check_columns(table, split: str, layout: Layout) -> None:
@@ -131,9 +143,9 @@ def read_questions(tables: Mapping[str, object], layout: Layout, length: int) ->
 
 
 def read_column(table, column: str, split: str, layout: Layout) -> list:
-    """The values of a column; ``ValueError`` names the row of one that is null or NaN."""
+    """The values of a column; ``ValueError`` names the row of one that is null, NaN or infinite."""
     values = table.select_columns([column])[:][column]
-    bad = next((i for i, v in enumerate(values) if v is None or v != v), None)
+    bad = next((i for i, v in enumerate(values) if v is None or v != v or v in (math.inf, -math.inf)), None)
     if bad is not None:
         raise ValueError(f"{layout.row(split, bad)}: {column} = {values[bad]} is no value")
     return values

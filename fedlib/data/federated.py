@@ -137,7 +137,7 @@ def load_federated(
     train, held = hold_out(values, train, e.validation_fraction)
     if e.evaluate_on == "validation":
         test, test_images, test_labels, test_owners = held, images, labels, owners
-    train, public = hold_out(values, train, e.public_fraction, "public split")
+    train, public = hold_out(values, train, e.public_fraction, "public")
     holdings = _hold(e, values[train], train, owners)
     if e.num_test is not None or e.evaluate_on == "validation":
         keep = torch.from_numpy(test).to(device)
@@ -193,14 +193,25 @@ def check_task(e: Experiment, data: FederatedData) -> None:
 
 
 def hold_out(
-    values: np.ndarray, rows: np.ndarray, fraction: float, purpose: str = "validation split"
+    values: np.ndarray, rows: np.ndarray, fraction: float, purpose: str = "validation"
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(training rows, held-out rows): ``fraction`` of every class, rounded, the same for every seed."""
+    """(training rows, held-out rows): ``fraction`` of every class, rounded, the same for every seed.
+
+    ``ValueError`` if that is none, though some were asked for, or all.
+    """
     held = np.zeros(len(rows), bool)
     for c in np.unique(values[rows]) if fraction else ():
         own = np.flatnonzero(values[rows] == c)
-        order = numpy_generator(0, purpose, client=int(c)).permutation(own)
+        order = numpy_generator(0, f"{purpose} split", client=int(c)).permutation(own)
         held[order[: round(fraction * len(own))]] = True
+    if fraction and (held.all() or not held.any()):
+        found = "leaves none of" if held.all() else "rounds to none of these"
+        least = 0.5 / np.unique(values[rows], return_counts=True)[1].max()
+        allowed = "less" if held.all() else f"0, or more than {least:.3g}"
+        raise ValueError(
+            f"experiment: {purpose}_fraction = {fraction} of every class's training examples {found} {len(rows)}; "
+            f"allowed: {allowed}"
+        )
     return rows[~held], rows[held]
 
 

@@ -7,12 +7,14 @@ import torch
 
 from ..core.experiment import Experiment
 from ..core.validation import check_conditions, shown
-from ..data.datasets import DATASETS, TEXTS
+from ..data.datasets import DATASETS, TEXTS, is_text
 from ..data.federated import FederatedData
-from ..data.tasks import NextToken, task_of
+from ..data.tasks import Classification, NextToken, Regression, task_of
 from ..data.tokenizer import words_of
+from ..layers.norms import BatchNorm2d
 from ..methods import METHODS, Method, Setting, build_method
 from ..models.adapters import check_finetune, default_options
+from ..models.exit_model import ExitModel
 from ..models.registry import backbone_spec, check_pretrained
 from .optimisers import check_optimiser
 from .schedules import check_schedule
@@ -44,6 +46,7 @@ def check_experiment(e: Experiment) -> Method:
             f"experiment: dataset = {e.dataset!r} asks for the next token, and backbone = {e.backbone!r} sees what "
             "follows; allowed: a causal one, such as llama_tiny"
         )
+    check_labels(e, method)
     check_finetune(e.finetune, dict(e.finetune_options), config)
     blocks = e.exit_blocks if e.exit_blocks is not None else method.exit_units(config.depth, e.num_exits)
     if blocks[-1] >= config.depth:
@@ -69,6 +72,41 @@ def check_input(e: Experiment, config, text: bool) -> None:
         f"experiment: backbone = {e.backbone!r} cannot read dataset = {e.dataset!r}, which holds {kind}; "
         f"allowed: {allowed}, or data of the other kind"
     )
+
+
+def check_labels(e: Experiment, method: Method) -> None:
+    """Raise ``ValueError`` if ``method`` works on classes, or softens them, and the labels are something else."""
+    task = task_of(e.dataset)
+    if method.needs_classes and not isinstance(task, Classification):
+        raise ValueError(
+            f"{e.method}: {method.needs_classes} is for classes, and the labels of dataset = {e.dataset!r} are none; "
+            "allowed: data of classes, or without it"
+        )
+    if isinstance(task, Regression) and (temperature := getattr(method, "temperature", 1)) != 1:
+        raise ValueError(f"{e.method}: temperature = {temperature}: a regression has no classes to soften; allowed: 1")
+
+
+def check_channels(e: Experiment, config, data: FederatedData) -> None:
+    """Raise ``ValueError`` if the images have other channels than the backbone reads; grey ones are repeated."""
+    if is_text(data.images) or data.images.shape[1] in (1, config.input_shape[0]):
+        return
+    reads, found = config.input_shape[0], data.images.shape[1]
+    raise ValueError(
+        f"experiment: backbone = {e.backbone!r} reads images of {reads} channel{'s'[: reads != 1]}, and those of "
+        f"dataset = {e.dataset!r} have {found}; allowed: a backbone of {found} channels"
+    )
+
+
+def check_norms(e: Experiment, model: ExitModel) -> None:
+    """Raise ``ValueError`` if ``batch_norm`` asks for statistics that ``model``, perhaps of shapes alone, has not.
+
+    ``tracked`` asks for none where nothing is to be tracked: grids say it of nets with batch norm and without.
+    """
+    if e.batch_norm in ("static", "local") and not any(isinstance(m, BatchNorm2d) for m in model.modules()):
+        raise ValueError(
+            f"experiment: batch_norm = {e.batch_norm!r}: backbone = {e.backbone!r} and its exits have no batch norm; "
+            "allowed: batch, tracked"
+        )
 
 
 def check_words(e: Experiment, config) -> None:

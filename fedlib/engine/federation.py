@@ -20,7 +20,15 @@ from ..models.measure import Measure
 from ..models.places import axes_of
 from ..models.registry import backbone_spec, build_backbone, tokenizer_of
 from ..models.token_heads import EveryToken
-from .checks import check_device, check_experiment, check_input, check_population, check_words
+from .checks import (
+    check_channels,
+    check_device,
+    check_experiment,
+    check_input,
+    check_norms,
+    check_population,
+    check_words,
+)
 from .frozen_cache import FrozenCache, build_frozen_cache
 from .lab import ServerLab
 from .memory import check_memory
@@ -100,11 +108,11 @@ def _measured(e: Experiment, method: Method, num_classes: int, exit_units: tuple
     return setting_of(e, build_model(e, method, num_classes, meta=True))
 
 
-def setting_of(e: Experiment, model: ExitModel, data: FederatedData | None = None, shapes=None) -> Setting:
-    """What methods may know of ``e`` with ``model``; without ``data``, of shapes alone. ``shapes``: a fresh model."""
+def setting_of(e: Experiment, model: ExitModel, data: FederatedData | None = None) -> Setting:
+    """What methods may know of ``e`` with ``model``, fresh or of shapes alone."""
     infos = model.infos()
     counts = counts_of(data) if data is not None else None
-    axes, measure = axes_of(model, infos), Measure(shapes or model)
+    axes, measure = axes_of(model, infos), Measure(model)
     spec = model.backbone.spec
     return Setting(
         spec, model.exit_units, infos, e.num_clients, e.rounds, axes, e.seed, counts, measure, model.frozen()
@@ -129,15 +137,18 @@ def build_federation(e: Experiment, device: str = "cpu") -> Federation:
     check_words(e, spec)
     data = load_federated(e, device, spec.input_shape[-1], tokenizer_of(e.backbone))
     check_input(e, spec, is_text(data.images))
+    check_channels(e, spec, data)
     check_task(e, data)
     check_population(e, data)
     shapes = build_model(e, method, data.num_outputs, meta=True)
+    check_norms(e, shapes)
     check_memory(e, shapes, int(data.num_examples.max()), device)
+    setting = setting_of(e, shapes, data)
+    method.check(setting, e)
     model = build_model(e, method, data.num_outputs).to(device)
-    setting = setting_of(e, model, data, shapes)
+    setting = replace(setting, frozen=model.frozen())
     if len(data.public):
         setting = replace(setting, lab=ServerLab(data, model, setting, e.batch_size))
-    method.check(setting, e)
     budgets = budgets_of(e, method)
     eligible = method.eligible(budgets, setting)
     if not len(eligible):

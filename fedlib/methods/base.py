@@ -97,6 +97,11 @@ class Method(UploadOptions):
     def check(self, setting: Setting, e) -> None:
         """Raise ``ValueError`` for an experiment ``e`` that this method cannot run, before any compute."""
 
+    @property
+    def needs_classes(self) -> str:
+        """What in it works on labels that are classes and on no others, in an error's words; empty: nothing does."""
+        return ""
+
     def init_server(self, params: dict[str, torch.Tensor], setting: Setting) -> Server:
         """The state before round 1."""
         return Server(0, params, {})

@@ -52,11 +52,11 @@ def zero_absent_in_batch(batch: Batch) -> Batch:
 def kl_to_teacher(batch: Batch, teacher: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
     """Eq. 6: tau^2 * sum over the held exits e of KL(p_teacher || p_e), (K,). ``teacher`` (K,) indexes exits.
 
-    The teacher is detached and its own term is exactly zero. The sum over exits is not divided.
+    The KL is the task's own. The teacher is detached and its own term is exactly zero. The sum over exits is not
+    divided.
     """
-    logp = (batch.outputs / temperature).log_softmax(-1)  # (E, K, B, C)
-    target = logp.detach()[teacher, torch.arange(len(teacher), device=logp.device)]  # (K, B, C)
-    kl = (target.exp() * (target - logp)).sum(-1)  # (E, K, B)
+    target = batch.outputs.detach()[teacher, torch.arange(len(teacher), device=batch.outputs.device)]  # (K, B, *out)
+    kl = batch.task.kl(target, batch.outputs, batch.labels, temperature)  # (E, K, B)
     return ((kl * batch.weights).sum(-1) * batch.held).sum(0) * temperature**2
 
 

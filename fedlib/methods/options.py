@@ -11,19 +11,12 @@ import torch
 from ..core.clients import Client
 from ..core.slices import Slice
 from ..core.validation import AtLeast, AtMost, Below, Positive, When
-from ..data.tasks import Classification, task_of
 from .jobs import Arrived, Round, Server
 from .losses import Batch, cross_entropies, kl_to_teacher, last_exit, mutual_kl, ramp_up, running_best_exit
 from .server import fedadam, feddyn_gradient, feddyn_server
 
 TAUGHT = When(distill=("best", "mutual", "last"))
 DYN, ADAM = When(aggregation="feddyn"), When(aggregation="fedadam")
-
-
-def check_classes(name: str, e) -> None:
-    """Raise ``ValueError`` if the labels of experiment ``e`` are no classes, which method ``name`` counts."""
-    if not isinstance(task_of(e.dataset), Classification):
-        raise ValueError(f"{name}: dataset = {e.dataset!r} has no classes to count; allowed: data of classes")
 
 
 @dataclass(frozen=True)
@@ -36,6 +29,10 @@ class Distillation:
     ramp_fraction: Annotated[float, AtLeast(0), AtMost(1), TAUGHT, When(kd_weight=None)] = 0.3
     temperature: Annotated[Positive, TAUGHT] = 1.0  # tau, Eq. 6
     zeta: Annotated[Positive, AtMost(1), When(distill="best")] = 0.2  # running estimate of the loss
+
+    @property
+    def needs_classes(self) -> str:
+        return "distill = 'mutual'" if self.distill == "mutual" else super().needs_classes
 
     def local_loss(self, batch: Batch) -> torch.Tensor:
         """Eq. 5, (M,): sum_e CE_e + eta * L_kl."""

@@ -80,8 +80,9 @@ def check_finetune(mode: str, options: dict, config: ViTSpec) -> None:
     if mode not in OWN_MODES:
         try:
             by_number = {"layers_to_transform", "target_modules", "layers_pattern"} & options.keys()
-            rehearsal = (config if by_number else replace(config, depth=2)).build()
-            _inject_peft_(rehearsal, mode, options, seed=0)
+            with torch.device("meta"):  # as what a model takes and costs is told before it is built
+                rehearsal = (config if by_number else replace(config, depth=2)).build()
+                _inject_peft_(rehearsal, mode, options, seed=0)
             if len(list(rehearsal.parameters())) < len(list(rehearsal.named_parameters(remove_duplicate=False))):
                 raise ValueError("it shares tensors between blocks, which sub-models of unequal depth cannot")
         except Exception as error:  # peft raises many classes

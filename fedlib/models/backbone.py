@@ -3,6 +3,8 @@
 A spec (a frozen dataclass) says all that is known before any weight exists: ``depth`` (units), ``input_shape``,
 ``reads`` (images or tokens), ``own_modes`` (fine-tuning modes that make sense), the shapes of one example's ``feature``
 and ``state``, ``numbers`` of activations (the size of a cohort follows from them) and ``build()``.
+What a backbone cannot do its spec may say: ``not_cut`` (why no width can be cut), ``rotary`` (heads keep their width),
+``hands_back = False`` (ReeFL's token), ``averaged`` (there is no token that exits read).
 Read next: ``vit.py``, ``resnet.py`` (two backbones), ``exit_model.py`` (who runs them).
 """
 

@@ -33,6 +33,7 @@ class ForeignSpec:
     tuners: ClassVar[tuple[str, ...]] = ("lora",)
     own_modes: ClassVar[tuple[str, ...]] = ("full", "frozen")
     prefix_tokens: ClassVar[int] = 1
+    hands_back: ClassVar[bool] = False  # exits cannot put another token in place of the one that they read
     ends_normalised: ClassVar[bool] = True  # by the family's own pooler or norm
 
     def __post_init__(self):

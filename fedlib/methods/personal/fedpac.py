@@ -25,10 +25,10 @@ from ...core.slices import ParamInfo
 from ...core.validation import AtLeast, Count, Positive
 from ...models.backbone import Spec
 from ..base import Method
-from ..jobs import Arrived, Member, Round, Server, Setting, Stage
+from ..jobs import Arrived, Member, Round, Server, Stage
 from ..losses import Batch
 from ..mixtures import mixtures, part_of, row
-from ..options import JointExits, check_classes
+from ..options import JointExits
 from ..simplex import smallest_mixture
 
 
@@ -37,13 +37,11 @@ class FedPAC(JointExits, Method):
     """Feature alignment and classifier collaboration."""
 
     needs_extras: ClassVar[bool] = True
+    needs_classes: ClassVar[str] = "its feature alignment"
 
     prototype_weight: Annotated[float, AtLeast(0)] = 1.0  # lambda
     head_epochs: Count = 1
     head_lr: Positive | None = 0.1  # None: the round's
-
-    def check(self, setting: Setting, e) -> None:
-        check_classes("fedpac", e)
 
     def personal(self, info: ParamInfo) -> bool:
         return info.exit is not None

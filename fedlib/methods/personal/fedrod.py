@@ -12,6 +12,7 @@ logits.
 """
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -23,22 +24,21 @@ from ...models.backbone import Spec
 from ...models.map_exits import classifiers
 from ...models.paired_exits import PairedExits
 from ..base import Method
-from ..jobs import Setting, Stage
+from ..jobs import Stage
 from ..losses import Batch
-from ..options import JointExits, check_classes
+from ..options import JointExits
 
 
 @dataclass(frozen=True)
 class FedRoD(JointExits, Method):
     """Robust decoupling: two predictors on one representation."""
 
+    needs_classes: ClassVar[str] = "its balanced softmax"
+
     head_epochs: Count | None = 5  # E_p; None: in the same mini-batches
 
     def build_head(self, spec: Spec, num_classes: int, exit_units: tuple[int, ...]) -> nn.Module:
         return PairedExits(*(classifiers(spec, num_classes, exit_units) for _ in range(2)))
-
-    def check(self, setting: Setting, e) -> None:
-        check_classes("fedrod", e)
 
     def personal(self, info: ParamInfo) -> bool:
         return info.of == "personal"

@@ -34,7 +34,7 @@ class FedAvg(ServerStep, Method):
 
     def check(self, setting: Setting, e) -> None:
         if self.width < 1:
-            check_cuttable("fedavg", setting, e)
+            check_cuttable("fedavg", setting, e, self.width)
 
     def slice_for(self, client: Client, server: Server, r: Round) -> Slice:
         if self.width == 1:

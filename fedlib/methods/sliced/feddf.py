@@ -27,6 +27,7 @@ class FedDF(Levels, Method):
     """The levels are ScaleFL's."""
 
     needs_models: ClassVar[bool] = True
+    needs_classes: ClassVar[str] = "its ensemble's softmax"
 
     passes: Count = 1  # over the public examples, for each level and round
     server_lr: Positive = 1e-3

@@ -45,6 +45,10 @@ class FeDepth(Decomposition, Method):
     temperature: Positive = 1.0
     peers: Literal["fresh", "served"] = "fresh"  # a client's further models start at random, or as what it is served
 
+    @property
+    def needs_classes(self) -> str:
+        return "mutual distillation" if self.kd_weight and self.models(max(self.shares)) > 1 else ""
+
     def exit_units(self, depth: int, num_exits: int) -> tuple[int, ...]:
         """The head; with auxiliary ones an exit after every block: clients hold those that end their stages."""
         return (depth - 1,) if self.heads == "skip" else tuple(range(depth))

@@ -52,6 +52,10 @@ class HeteroFL(Method):
     def one_slice(self) -> bool:
         return not self.dynamic
 
+    @property
+    def needs_classes(self) -> str:
+        return "masked = True" if self.masked else ""
+
     def exit_units(self, depth: int, num_exits: int) -> tuple[int, ...]:
         return (depth - 1,)
 
@@ -62,7 +66,7 @@ class HeteroFL(Method):
         model.context.scaled = ("norm",)
 
     def check(self, setting: Setting, e) -> None:
-        check_cuttable("heterofl", setting, e)
+        check_cuttable("heterofl", setting, e, min(self.rates))
         if len(setting.exit_units) > 1:
             raise ValueError(
                 f"heterofl: exit_blocks = {list(setting.exit_units)}: its network has one exit; allowed: one block"

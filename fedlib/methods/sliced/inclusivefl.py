@@ -39,6 +39,11 @@ class InclusiveFL(ServerStep, Method):
             raise ValueError(
                 "inclusivefl: aggregation = 'feddyn' needs momentum_distill = False; allowed: mean, fedadam"
             )
+        if self.momentum_distill and len(setting.spec.feature(0)) != 1:
+            raise ValueError(
+                "inclusivefl: momentum_distill = True adds up what blocks of equal shape learnt, and those of backbone "
+                f"= {e.backbone!r} differ; allowed: False, or a ViT, Vim or BERT"
+            )
 
     def slice_for(self, client: Client, server: Server, r: Round) -> Slice:
         """The prefix up to the client's exit; its last block is the exit's own, once the exit has had a client."""

@@ -52,6 +52,11 @@ class ReeFL(Distillation, ServerStep, Method):
             raise ValueError(
                 f"reefl: backbone: Ree needs a class token, a {kind}'s exits read maps; allowed: a ViT, Vim or BERT"
             )
+        if self.use_ree and not getattr(setting.spec, "hands_back", True):
+            raise ValueError(
+                f"reefl: backbone: Ree needs a class token, and {e.backbone!r} has none that could be handed back; "
+                "allowed: use_ree = False, or a ViT, Vim or BERT of the kit's own"
+            )
         if self.use_ree and getattr(setting.spec, "averaged", False):
             raise ValueError(
                 f"reefl: backbone: Ree needs a class token, the exits of {e.backbone!r} read the mean of all tokens; "

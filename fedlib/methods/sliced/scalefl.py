@@ -20,11 +20,11 @@ from ...models.vit import ViTSpec
 from ..base import Method
 from ..jobs import Round, Server, Setting
 from ..options import TAUGHT, Distillation, ServerStep
+from ..widths import CUTTABLE
 
 BLOCKS = {4: (3, 5, 8, 11), 12: tuple(range(12))}
 WIDTHS = {4: (0.4, 0.55, 0.75, 1.0),
           12: (0.25, 0.3, 0.35, 0.4, 0.48, 0.55, 0.61, 0.69, 0.75, 0.84, 0.92, 1.0)}  # fmt: skip
-CUTTABLE = ("full", "frozen", "lora", "pa", "sa", "ssf")
 
 
 @dataclass(frozen=True)

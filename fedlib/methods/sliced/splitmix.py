@@ -48,6 +48,10 @@ class SplitMix(MemoryBudgets, Method):
     rescale_init: bool = True  # weights of a base start as the wide net's; False: larger, by the base's own fan-in
     masked: bool = False  # the cross-entropy sees zero for classes that a batch does not have
 
+    @property
+    def needs_classes(self) -> str:
+        return "masked = True" if self.masked else ""
+
     def exit_units(self, depth: int, num_exits: int) -> tuple[int, ...]:
         return (depth - 1,)
 
@@ -55,7 +59,7 @@ class SplitMix(MemoryBudgets, Method):
         model.context.scaled = ("conv", "shortcut")
 
     def check(self, setting: Setting, e) -> None:
-        check_cuttable("splitmix", setting, e)
+        check_cuttable("splitmix", setting, e, 1 / self.bases)
         convolutions = isinstance(setting.spec, MapSpec)
         if convolutions and e.pretrained and not (self.init == "own" and self.rescale_init):
             raise ValueError("splitmix: init would change the pre-trained weights; allowed: own and rescaled")
