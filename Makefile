@@ -16,7 +16,7 @@ NOTEBOOKS := $(patsubst notebooks/%.ipynb,%,$(wildcard notebooks/*/*.ipynb))
 SHORT := $(foreach n,$(NOTEBOOKS),$(firstword $(subst _, ,$(n))))
 OBJECTS := $(sort $(SHORT) $(NOTEBOOKS))
 
-.PHONY: help setup demo test lint lab results report bench pretrain lock clean $(OBJECTS)
+.PHONY: help setup demo test test-all lint lab results report bench pretrain lock clean $(OBJECTS)
 
 help:
 	@echo "make demo                         walkthrough: ReeFL and DepthFL on real digits, in a few minutes"
@@ -25,6 +25,7 @@ help:
 	@echo "make report                       executed notebooks and results as HTML, readable offline: outputs/report/"
 	@echo "make lab                          explore in JupyterLab"
 	@echo "make test, make bench             all tests; engine speed against Flower, pfl, BlazeFL and bare loops"
+	@echo "make test-all                     and, for an hour, every method on every backbone with every tuner and task"
 	@echo "make setup BACKEND=cpu            once, before anything else: PyTorch's CPU build, without CUDA libraries"
 
 # Bytecode is compiled once here: where Python may not write it later, each process would compile what it imports anew.
@@ -56,6 +57,10 @@ demo: setup
 # One thread in each of the two processes: two in each get in each other's way on two cores.
 test: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
+# And the tests marked slow, spread one by one: the cross product of tests/test_combinations.py
+test-all: test
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist load -m slow tests
 
 lint: setup
 	$(BIN)/ruff check fedlib tests benchmarks

@@ -10,17 +10,7 @@ import fedlib
 
 PACKAGE = Path(fedlib.__file__).parent
 BENCHMARKS = PACKAGE.parent / "benchmarks"
-FLOORS = [
-    ["core"],
-    ["layers", "data"],
-    ["models"],
-    ["methods"],
-    ["engine"],
-    ["runs"],
-    ["analysis", "report"],
-    ["cli"],
-    ["__main__"],
-]
+FLOORS = [["core"], ["layers", "data"], ["models"], ["methods"], ["engine"], ["runs"], ["analysis", "report"]]
 FLOOR = {room: i for i, rooms in enumerate(FLOORS) for room in rooms}
 HEAVY = {
     "peft",
