@@ -214,9 +214,21 @@ def test_weights_come_from_a_folder(tmp_path):
     assert torch.equal(loaded.stem.pooler.dense.weight, model.pooler.dense.weight)
 
 
+@pytest.mark.parametrize("content", [b"", b"\x80\x04}."])
+def test_weights_that_are_a_pickle_are_refused_and_the_reason_is_true(tmp_path, content):
+    spec = replace(TINY["bert"], source=str(tmp_path))
+    build_model(spec).save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    (tmp_path / "pytorch_model.bin").write_bytes(content)
+    with pytest.raises(ValueError, match="cannot be read: ") as error:
+        load_foreign(spec)
+    assert str(tmp_path) in str(error.value) and "safetensors" in str(error.value)
+    assert "downloaded" not in str(error.value) and "\n" not in str(error.value)
+
+
 def test_offline_it_says_so_in_one_sentence(monkeypatch, tmp_path):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(ConnectionError, match="the weights of 'google/flan-t5-small' are not cached and could not be"):
+    with pytest.raises(ConnectionError, match="the checkpoint of 'google/flan-t5-small' is not cached and could not be"):
         build_backbone("flan_t5_small")
     assert "\n" not in str(pytest.raises(ConnectionError, build_backbone, "flan_t5_small").value)
 

@@ -186,7 +186,7 @@ def test_every_file_is_checked(project, file, text, message):
 
 
 # papers, or single tables, of which some seeds or columns are not stored so far
-UNFINISHED: set[str] = {"fedepth/table2", "fedepth/figure2"}
+UNFINISHED: set[str] = {"fedepth/table2", "fedepth/figure2", "raffm/table1"}
 
 
 @pytest.mark.parametrize("paper", papers())

@@ -147,6 +147,20 @@ def test_local_files_are_told_by_their_columns(tmp_path):
     assert tokens.target == "tokens" and tokens.train_labels.shape == (2, 16)
 
 
+def test_glues_questions_and_matched_genres_are_read_from_a_folder(tmp_path):
+    """QNLI's columns begin as a word problem's do; MNLI is tested on its matched genres, not on held-out training."""
+    question = {"question": ["Who?", "How many?"], "sentence": ["Ann came.", "Three."], "label": [1, 0]}
+    qnli = load_dataset(str(write(tmp_path / "qnli", train=question, validation=question)), size=16)
+    assert words(qnli.train_images[0]) == ["[CLS]", "who", "?", "[SEP]", "ann", "came", ".", "[SEP]"]
+    assert qnli.test_labels.tolist() == [1, 0] and qnli.classes == ("0", "1")
+    pair = {"premise": ["a"] * 20, "hypothesis": ["b"] * 20, "label": [0, 1, 2, 1] * 5}
+    matched = {"premise": ["c", "d", "e"], "hypothesis": ["f"] * 3, "label": [2, 1, 0]}
+    other = {k: v[:1] for k, v in matched.items()}
+    folder = write(tmp_path / "mnli", train=pair, validation_matched=matched, validation_mismatched=other)
+    mnli = load_dataset(str(folder), size=16)
+    assert len(mnli.train_labels) == 20 and mnli.test_labels.tolist() == [2, 1, 0]
+
+
 def test_the_row_of_a_bad_answer_and_number_is_named(tmp_path):
     pair = {"sentence1": ["a", "b"], "sentence2": ["c", "d"], "label": [1.0, float("nan")]}
     with pytest.raises(ValueError, match="train.parquet, row 1: label = (nan|None) is no value"):

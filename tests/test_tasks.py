@@ -294,7 +294,7 @@ def test_every_task_names_its_headline_and_its_width():
         assert isinstance(task, Task) and task.reads in ("class", "tokens")
         assert task.outputs(7) == {"stsb": 1, "squad": 2, "squad_v2": 2, "xquad": 2, "xquad_en": 2}.get(name, 7)
     assert {n: t.metric for n, t in TASKS.items()} == {
-        "cola": "matthews", "mrpc": "f1", "qqp": "f1", "stsb": "pearson", "squad": "f1", "squad_v2": "f1",
+        "cola": "matthews", "mrpc": "accuracy", "qqp": "accuracy", "stsb": "pearson", "squad": "f1", "squad_v2": "f1",
         "xquad": "f1", "xquad_en": "f1", "svamp": "exact_match",
     }  # fmt: skip
     assert (

@@ -179,6 +179,25 @@ def test_offline_it_says_so_in_one_sentence(monkeypatch):
     assert not has_words("FacebookAI/roberta-base") and not is_available("sst2", "FacebookAI/roberta-base")
 
 
+def test_a_folders_own_code_is_never_run(sources, tmp_path, monkeypatch):
+    """Not even where somebody would answer "y" to the question whether it may."""
+    import io
+    import json
+    import shutil
+
+    folder, ran = tmp_path / "own", tmp_path / "ran"
+    shutil.copytree(sources["roberta"], folder)
+    (folder / "own.py").write_text(f"open({str(ran)!r}, 'w')\nfrom transformers import RobertaTokenizer as Own\n")
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config |= {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", "own.Own"]}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 4))
+    with pytest.raises(ValueError) as error:
+        words_of(str(folder))
+    assert not ran.exists() and f"the tokenizer in {folder} cannot be read" in str(error.value)
+    assert not has_words(str(folder)) and not ran.exists()
+
+
 def test_without_transformers_it_says_what_to_install(monkeypatch, tmp_path):
     import sys
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 SECONDS = 5.0  # of the one attempt
 
@@ -17,6 +18,19 @@ def fail_fast() -> Iterator[None]:
         yield
     finally:
         constants.HF_HUB_OFFLINE = before
+
+
+def unreadable(what: str, source: str | Path, error: Exception, otherwise: str) -> Exception:
+    """Why ``what`` could not be had: ``ValueError`` if a file or folder here cannot be read, else ``ConnectionError``.
+
+    ``otherwise`` says what to do where there is no connection.
+    """
+    reason = (str(error).strip() or type(error).__name__).splitlines()[0].split("\x1b")[0].strip()[:300]
+    if Path(source).exists():
+        return ValueError(f"{what} in {source} cannot be read: {reason} ({type(error).__name__})")
+    return ConnectionError(
+        f"{what} of {str(source)!r} is not cached and could not be downloaded: {otherwise} ({type(error).__name__})"
+    )
 
 
 def _answers(endpoint: str) -> bool:

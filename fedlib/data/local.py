@@ -27,7 +27,7 @@ LAYOUTS: tuple[tuple[Kind, tuple[str, ...], str], ...] = (  # of text: what is r
 )
 IMAGE_LABELS, OWNERS = ("label", "fine_label", "character"), ("writer_id", "speaker_id", "client_id")
 TESTED_FIRST = ("test", "valid", "validation")
-VALIDATED_FIRST = ("validation", "valid", "test")  # GLUE publishes its test sentences without labels
+VALIDATED_FIRST = ("validation", "validation_matched", "valid", "test")  # GLUE publishes its test sentences without labels
 
 
 def local_set(
@@ -57,6 +57,7 @@ def local_set(
         return decode(splits, layout, size)
 
     key = {"path": stamp, "format": format} | (KEYED if kind == "spans" else {})
+    key |= {"matched": True} if "validation_matched" in parquet else {}  # once read without it
     return key | (tokenizer_key(tokenizer) if reads else {}), read
 
 
@@ -74,7 +75,8 @@ def text_layout(parquet: Mapping[str, Sequence[str]]) -> tuple[Kind, tuple[str, 
         if metadata.num_rows == 0:
             raise ValueError(f"{file} holds no example")
         names = metadata.schema.to_arrow_schema().names if split == "train" or not names else names
-    return next((t for t in LAYOUTS if set(t[1]) <= set(names)), ("images", (), None))
+    found = [t for t in LAYOUTS if set(t[1]) <= set(names)]
+    return next((t for t in found if t[2] in names), found[0] if found else ("images", (), None))
 
 
 def load_splits(path: Path, parquet: Mapping[str, Sequence[str]]):

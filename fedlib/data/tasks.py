@@ -261,8 +261,8 @@ def _mean_where(mask: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
 TASKS: Mapping[str, Task] = MappingProxyType(
     {
         "cola": Classification(("matthews", "accuracy")),
-        "mrpc": Classification(("f1", "accuracy")),
-        "qqp": Classification(("f1", "accuracy")),
+        "mrpc": Classification(("accuracy", "f1")),  # as RaFFM prints it: multiples of 1/408
+        "qqp": Classification(("accuracy", "f1")),
         "stsb": Regression(),
         "squad": Span(),
         "squad_v2": Span(unanswerable=True),

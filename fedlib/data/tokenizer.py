@@ -9,11 +9,12 @@ stands: the end of an answer is then predicted, and never read.
 """
 
 import hashlib
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
 
-from ..core.hub import fail_fast
+from ..core.hub import fail_fast, unreadable
 from ..core.paths import minilm_file
 
 
@@ -58,7 +59,8 @@ def words_of(source: str | None, download: bool = True) -> Words:
     """The tokenizer of ``source``, a repository of the hub or a folder; None: MiniLM's.
 
     Raises ``ConnectionError`` if it is neither at hand nor, with ``download``, to be had, ``ImportError`` if the
-    package that reads it is absent, and ``ValueError`` for one that has nothing to fill rows with.
+    package that reads it is absent, and ``ValueError`` for one that has nothing to fill rows with, that is damaged, or
+    that asks to run code of its own.
     """
     return _wordpiece(minilm_file("tokenizer.json")) if source is None else _published(source, download)
 
@@ -67,7 +69,7 @@ def has_words(source: str | None) -> bool:
     """Can ``source`` be read without a download?"""
     try:
         words_of(source, download=False)
-    except (ConnectionError, ImportError):
+    except (ConnectionError, ImportError, ValueError):
         return False
     return True
 
@@ -87,17 +89,11 @@ def _published(source: str, download: bool) -> Words:
     except ImportError as error:
         raise ImportError(f"the tokenizer of {source!r} needs transformers: pip install 'fedlib[foreign]'") from error
     try:
-        if download:
-            with fail_fast():
-                read = AutoTokenizer.from_pretrained(source)
-        else:
-            read = AutoTokenizer.from_pretrained(source, local_files_only=True)
+        with fail_fast() if download else nullcontext():
+            read = AutoTokenizer.from_pretrained(source, local_files_only=not download, trust_remote_code=False)
         json = read.backend_tokenizer.to_str()
     except Exception as error:  # huggingface_hub and transformers raise many classes
-        raise ConnectionError(
-            f"the tokenizer of {source!r} is not cached and could not be downloaded: connect once, or name a folder "
-            f"with a copy ({type(error).__name__})"
-        ) from error
+        raise unreadable("the tokenizer", source, error, "connect once, or name a folder with a copy") from error
     if (pad := read.pad_token or read.eos_token) is None:
         raise ValueError(
             f"the tokenizer of {source!r} has neither a pad token nor an end token, so rows of unequal length cannot "

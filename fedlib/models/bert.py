@@ -98,13 +98,12 @@ BERTS = {
     "minilm.128": replace(MINILM, length=128),
     "bert_micro": BertSpec(),
 }
-BERT_BASE = {"bert_base": BertSpec(length=128, dim=768, depth=12, heads=12, ffn_dim=3072, centred=False)}
 BERTS |= {
     f"{name}.{reads}": replace(config, centred=False, averaged=reads == "mean")
     for name, config in BERTS.items()
     for reads in ("stream", "mean")
 }
-BERTS |= BERT_BASE | {  # CAFEDistill's, trained from random weights, and one for CPUs
+BERTS |= {  # CAFEDistill's, trained from random weights, and one for CPUs
     "transformer4": BertSpec(length=64, dim=192, depth=4, heads=2, ffn_dim=768, centred=False, init_sd=None),
     "transformer4_slim": BertSpec(depth=4, heads=2, centred=False, init_sd=None),
 }

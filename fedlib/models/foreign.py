@@ -20,7 +20,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from ..core.hub import fail_fast
+from ..core.hub import fail_fast, unreadable
 from ..core.slices import Axis
 from ..layers.context import Context
 from .backbone import Backbone
@@ -47,12 +47,11 @@ def load_foreign(spec: ForeignSpec) -> "Foreign":
 
     try:
         with fail_fast():
-            model = getattr(transformers, spec.kind.model).from_pretrained(spec.source, **_without_pooler(spec))
+            kind = getattr(transformers, spec.kind.model)
+            model = kind.from_pretrained(spec.source, use_safetensors=True, **_without_pooler(spec))
     except Exception as error:  # huggingface_hub and transformers raise many classes
-        raise ConnectionError(
-            f"the weights of {spec.source!r} are not cached and could not be downloaded: connect once, name a folder "
-            f"with a copy, or use pretrained=False ({type(error).__name__})"
-        ) from error
+        otherwise = "connect once, name a folder with a copy, or use pretrained=False"
+        raise unreadable("the checkpoint", spec.source, error, otherwise) from error
     return Foreign(spec, model.float())
 
 

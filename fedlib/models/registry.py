@@ -14,12 +14,12 @@ from pathlib import Path
 
 import torch
 
-from ..core.hub import fail_fast
+from ..core.hub import fail_fast, unreadable
 from ..core.paths import minilm_file
 from ..core.rng import torch_generator
 from ..core.validation import did_you_mean
 from .backbone import Backbone, Spec
-from .bert import BERT_BASE, BERTS, load_bert
+from .bert import BERTS, load_bert
 from .efficientnet import EFFICIENTNETS, load_efficientnet
 from .foreign import load_foreign
 from .foreign_specs import FOREIGN, ForeignSpec
@@ -60,8 +60,6 @@ def build_backbone(name: str, pretrained: bool = True, seed: int = 0) -> Backbon
         return load_foreign(OWN[name])
     if name == "efficientnet_b4":
         return load_efficientnet(_create_timm(name, pretrained=True))
-    if name in BERT_BASE:
-        return load_bert(_download_bert_base(), BERTS[name])
     if name in BERTS:
         from safetensors.torch import load_file
 
@@ -108,7 +106,7 @@ def check_pretrained(name: str, pretrained: bool) -> None:
     """Raise ``ValueError`` if ``pretrained`` asks for weights that nobody published."""
     published = (
         name in WEIGHTS
-        or name.startswith(("vim_tiny", "minilm", "bert_base"))
+        or name.startswith(("vim_tiny", "minilm"))
         or name == "efficientnet_b4"
         or getattr(OWN.get(name), "source", None)
     )
@@ -130,26 +128,12 @@ def _download_vim_tiny() -> dict[str, torch.Tensor]:
             f"the weights of 'vim_tiny' are not cached and could not be downloaded: connect once, "
             f"or use pretrained=False ({type(error).__name__})"
         ) from error
-    with torch.serialization.safe_globals([Namespace]):  # training arguments lie beside the weights: plain attributes
-        stored = torch.load(file, map_location="cpu", weights_only=True)
-    return stored.get("model", stored)
-
-
-def _download_bert_base() -> dict[str, torch.Tensor]:
-    """BERT-base's published state dict, from the local cache or Hugging Face."""
-    from huggingface_hub import hf_hub_download
-    from safetensors.torch import load_file
-
     try:
-        with fail_fast():
-            file = hf_hub_download("google-bert/bert-base-uncased", "model.safetensors")
-    except Exception as error:  # huggingface_hub raises many classes
-        raise ConnectionError(
-            f"the weights of 'bert_base' are not cached and could not be downloaded: connect once, "
-            f"or use backbone='minilm' ({type(error).__name__})"
-        ) from error
-    named = {name.removeprefix("bert."): x for name, x in load_file(file).items()}
-    return {name.replace(".gamma", ".weight").replace(".beta", ".bias"): x for name, x in named.items()}
+        with torch.serialization.safe_globals([Namespace]):  # training arguments lie beside the weights: plain values
+            stored = torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:  # a pickle of anything else, or a damaged file
+        raise unreadable("the weights of 'vim_tiny'", file, error, "") from error
+    return stored.get("model", stored)
 
 
 def tokenizer_of(name: str) -> str | None:
