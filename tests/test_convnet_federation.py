@@ -20,14 +20,12 @@ TOY = ResNetSpec(blocks=(1, 1), widths=(4, 6), size=32)
 @pytest.fixture
 def convnet(monkeypatch):
     monkeypatch.setitem(registry.OWN, "toy", TOY)
-    registry.backbone_spec.cache_clear()
     yield Experiment(
         method="fedavg", backbone="toy", pretrained=False, finetune="full", num_exits=1, augment="none", momentum=0.9,
         weight_decay=1e-3, clip_value=None, lr=0.02, num_train=90, num_test=60, num_clients=3, clients_per_round=3,
         rounds=2, batch_size=16, partition="class_dirichlet", dirichlet_alpha=1.0, evaluate_every=1,
         test_split="like_train",
     )  # fmt: skip
-    registry.backbone_spec.cache_clear()
 
 
 def plain_round(f, state, t, tracks):

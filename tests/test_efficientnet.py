@@ -26,13 +26,11 @@ TINY = EfficientNetSpec(
 @pytest.fixture
 def tiny_net(monkeypatch):
     monkeypatch.setitem(registry.OWN, "tiny_efficientnet", TINY)
-    registry.backbone_spec.cache_clear()
     yield Experiment(
         method="scalefl_original", options={"widths": (0.5, 1.0)}, backbone="tiny_efficientnet", pretrained=False,
         finetune="full", num_exits=2, exit_blocks=(1, 2), augment="none", num_train=50, num_test=20, num_clients=4,
         clients_per_round=4, rounds=1, batch_size=4, partition="iid", clip_value=None,
     )  # fmt: skip
-    registry.backbone_spec.cache_clear()
 
 
 def test_features_are_timms():

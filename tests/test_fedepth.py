@@ -28,14 +28,12 @@ FAIR = {"fair": ((0,), (1,), (2,), (3,), (4, 5), (6, 7, 8)), "third": ((0, 1), (
 @pytest.fixture
 def net(monkeypatch):
     monkeypatch.setitem(registry.OWN, "toy", TOY)
-    registry.backbone_spec.cache_clear()
     yield Experiment(
         method="fedepth", backbone="toy", pretrained=False, finetune="full", num_exits=1, augment="none", momentum=0.9,
         weight_decay=1e-3, clip_value=None, lr=0.05, num_train=80, num_test=60, num_clients=4, clients_per_round=4,
         rounds=2, batch_size=16, partition="class_dirichlet", dirichlet_alpha=1.0, evaluate_every=1,
         options={"scenario": "own", "ratios": [0.6]},
     )  # fmt: skip
-    registry.backbone_spec.cache_clear()
 
 
 def plans(scenario, backbone="preresnet20", **options):

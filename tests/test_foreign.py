@@ -1,20 +1,26 @@
 """Models of transformers as backbones: equal to themselves, sliced against explicit index lists, stacked against one by one."""
 
+import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from fedlib import Execution, Experiment, build_federation, run
 from fedlib.core.slices import Slice, take_all
+from fedlib.layers.dropout import TokenDropout
 from fedlib.models.adapters import apply_finetune_
 from fedlib.models.exit_model import ExitModel
 from fedlib.models.exits import Classifiers
-from fedlib.models.foreign import Foreign, build_model, load_foreign
+from fedlib.models.foreign import Foreign, attend, build_model, check_whole, load_foreign, seen
 from fedlib.models.foreign_specs import ForeignSpec
 from fedlib.models.map_exits import classifiers
 from fedlib.models.measure import Measure
 from fedlib.models.places import axes_of
-from fedlib.models.registry import OWN, build_backbone
+from fedlib.models.registry import OWN, backbone_spec, build_backbone
+from fedlib.runs import store
+from fedlib.runs.identity import inputs_of
 
 transformers = pytest.importorskip("transformers")
 SMALL = dict(vocab_size=40, dim=24, heads=4, ffn_dim=20, length=9, positions=16)
@@ -25,6 +31,10 @@ TINY = {
     "t5": ForeignSpec("t5", depth=4, **SMALL | {"head_dim": 8}),
     "vit": ForeignSpec("vit", dim=24, heads=4, ffn_dim=20, depth=2, img_size=16, patch_size=8),
     "llama": ForeignSpec("llama", depth=2, **SMALL),
+    "mistral": ForeignSpec("mistral", depth=2, kv_heads=2, **SMALL),
+    "qwen2": ForeignSpec("qwen2", depth=2, kv_heads=2, **SMALL),
+    "qwen3": ForeignSpec("qwen3", depth=2, kv_heads=1, head_dim=8, **SMALL),
+    "gemma": ForeignSpec("gemma", depth=2, kv_heads=1, head_dim=8, **SMALL),
 }  # fmt: skip
 
 
@@ -89,7 +99,8 @@ def test_permuting_any_axis_leaves_the_answers_unchanged(family):
     spec, model = TINY[family], built(TINY[family])
     infos, x = model.infos(), inputs(TINY[family])
     axes, before = axes_of(model, infos), model(inputs(TINY[family]))
-    assert {a.rsplit("/", 1)[-1] for a in axes} == {"residual", "classes", "qk", "vo", "ffn"}
+    attention = set() if spec.grouped else {"qk", "vo"}  # what a group of heads shares is never cut
+    assert {a.rsplit("/", 1)[-1] for a in axes} == {"residual", "classes", "ffn"} | attention
     params = {n: p.detach() for n, p in model.named_parameters()}
     for axis in axes.values():
         if not axis.permutable:
@@ -126,16 +137,15 @@ def test_a_sliced_model_is_a_small_model_of_transformers(family):
         assert torch.equal(p, held[name]), name
     model.put_(held)
     answers = model(x)
-    width = 16 if not spec.rotary else 24
     narrow = replace(spec, dim=16, heads=4, ffn_dim=len(index["0/ffn"]), head_dim=None)
     if spec.rotary or spec.family == "t5":
-        narrow = replace(narrow, head_dim=width // 4 if spec.rotary else len(index["0/qk"]) // 4)
-    config = getattr(transformers, spec.kind.model).config_class(
-        **spec.kind.config(narrow), **({"head_dim": 6} if spec.rotary else {})
-    )
+        narrow = replace(narrow, head_dim=(spec.head_dim or 6) if spec.rotary else len(index["0/qk"]) // 4)
+    config = getattr(transformers, spec.kind.model).config_class(**spec.kind.config(narrow))
     small = getattr(transformers, spec.kind.model)(
         config, **({"add_pooling_layer": False} if family in ("roberta", "vit") else {})
     ).eval()
+    if family == "gemma":  # its table is scaled as the whole one
+        small.embed_tokens.embed_scale.fill_(spec.dim**0.5)
     foreign = Foreign(narrow, small)
     twin = ExitModel(foreign, classifiers(narrow, 3, (spec.depth - 1,)), (spec.depth - 1,)).eval()
     own = dict(twin.named_parameters())
@@ -226,9 +236,250 @@ def test_weights_that_are_a_pickle_are_refused_and_the_reason_is_true(tmp_path, 
     assert "downloaded" not in str(error.value) and "\n" not in str(error.value)
 
 
+def stand_in(folder, family, **changes):
+    """A checkpoint of a family's model in ``folder``, all of its weights told apart."""
+    spec = replace(TINY[family], **changes)
+    spread_(build_model(spec)).save_pretrained(folder)
+    return replace(spec, source=str(folder))
+
+
+@pytest.mark.parametrize("family", [f for f in TINY if f not in ("bert", "distilbert")])
+def test_a_folder_says_what_it_holds(tmp_path, monkeypatch, family):
+    """``ForeignSpec.of`` finds what ``save_pretrained`` wrote; loaded, it answers as the whole model does."""
+    monkeypatch.setattr("fedlib.models.foreign_specs.words_of", lambda *a, **k: SimpleNamespace(padding=0))
+    spec = stand_in(tmp_path, family)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    found = ForeignSpec.of(tmp_path)
+    sizes = ("family", "source", "depth", "dim", "heads", "ffn_dim", "grouped", "padding", "input_shape")
+    length = 128 if family == "t5" else spec.usable  # T5 has no table of positions
+    expected = replace(spec, length=length, positions=512) if spec.reads == "tokens" else spec
+    assert [getattr(found, k) for k in sizes] == [getattr(expected, k) for k in sizes]
+    loaded, model = load_foreign(found), build_model(spec).from_pretrained(tmp_path).eval()
+    check_whole(loaded, model)
+    with torch.no_grad():
+        loaded.blocks[0].get_parameter(next(n for n, _ in loaded.blocks[0].named_parameters())).add_(0.5)
+    with pytest.raises(ValueError, match="answers otherwise unit by unit than as a whole"):
+        check_whole(loaded, build_model(spec).from_pretrained(tmp_path).eval())
+
+
+@pytest.mark.parametrize("changes, message", [
+    ({"heads": 2}, "num_attention_heads = 4, and heads = 2"), ({"ffn_dim": 24}, "intermediate_size = 20, and ffn_dim = 24"),
+    ({"padding": 0}, "pad_token_id = 1, and padding = 0"), ({"family": "bert"}, "model_type = 'roberta', and family = 'bert'"),
+    ({"depth": 1}, "num_hidden_layers = 2, and depth = 1"), ({"vocab_size": 60}, "vocab_size = 40, and vocab_size = 60"),
+])  # fmt: skip
+def test_a_shape_that_is_not_its_checkpoints_is_refused(tmp_path, changes, message):
+    """Each was loaded before, and computed other numbers."""
+    spec = stand_in(tmp_path, "roberta")
+    load_foreign(spec)
+    with pytest.raises(ValueError) as error:
+        load_foreign(replace(spec, **changes))
+    assert message in str(error.value) and str(tmp_path) in str(error.value)
+
+
+def test_what_a_config_lacks_and_other_kinds_are_refused(tmp_path):
+    stand_in(tmp_path, "roberta")
+    config = json.loads((tmp_path / "config.json").read_text())
+    for gone, message in (
+        ({"hidden_size"}, "config.json of a roberta lacks hidden_size"),
+        ({"model_type"}, "model_type"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k not in gone}))
+        with pytest.raises(ValueError, match=message):
+            ForeignSpec.of(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "gpt2"}))
+    with pytest.raises(ValueError, match="model_type = 'gpt2' is unknown; allowed: bert, roberta"):
+        ForeignSpec.of(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="holds no tokenizer, and its 40 words are not BERT's"):
+        ForeignSpec.of(tmp_path)
+    with pytest.raises(ValueError, match="sliding_window = 8, which length = 9 exceeds"):
+        TINY["mistral"].check_config({
+            "model_type": "mistral", "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 40,
+            "num_key_value_heads": 2, "intermediate_size": 20, "max_position_embeddings": 16, "sliding_window": 8,
+        })  # fmt: skip
+
+
+def test_a_checkpoint_that_lacks_layers_is_refused(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    spec = stand_in(tmp_path, "bert")
+    kept = {k: v for k, v in load_file(tmp_path / "model.safetensors").items() if "layer.1.output.dense" not in k}
+    save_file(kept, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(
+        ValueError, match="lacks encoder.layer.1.output.dense.bias, encoder.layer.1.output.dense.weight"
+    ):
+        load_foreign(spec)
+
+
+def test_backbones_are_found_by_their_folders_name(tmp_path, monkeypatch):
+    monkeypatch.setenv("FEDLIB_DATA", str(tmp_path))
+    folder = tmp_path / "backbones" / "little"
+    transformers.BertModel(transformers.BertConfig(
+        hidden_size=24, num_attention_heads=4, num_hidden_layers=2, intermediate_size=20)).save_pretrained(folder)  # fmt: skip
+    spec = backbone_spec("little")
+    assert (spec.dim, spec.length, spec.as_trained, spec.tokenizer) == (24, 128, True, None)
+    assert backbone_spec("little.384.plain") == replace(spec, length=384, as_trained=False)
+    assert build_backbone("little").spec == spec and build_backbone("little", pretrained=False).spec == spec
+    with pytest.raises(ValueError, match="allowed after little: .<tokens>, .plain"):
+        backbone_spec("little.fast")
+    with pytest.raises(ValueError, match="backbone = 'other' is unknown"):
+        backbone_spec("other")
+    folder.rename(folder.with_name("bert_base"))  # a published name: the copy must be what the name says
+    with pytest.raises(ValueError, match="hidden_size = 24, and dim = 768"):
+        build_backbone("bert_base")
+
+
+# --- what a checkpoint lacks, and what its config drops --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["roberta", "distilbert", "bert"])
+def test_a_pooler_that_a_checkpoint_lacks_comes_from_the_seed(tmp_path, family):
+    """It came from the global generator: no two builds were equal, and no run could be resumed."""
+    spec = stand_in(tmp_path, family)
+    if family == "bert":
+        transformers.BertModel.from_pretrained(tmp_path, add_pooling_layer=False).save_pretrained(tmp_path)
+    torch.manual_seed(1)
+    before = torch.random.get_rng_state()
+    first = load_foreign(spec, 3).state_dict()
+    assert torch.equal(torch.random.get_rng_state(), before)
+    torch.manual_seed(2)
+    again, other = load_foreign(spec, 3), load_foreign(spec, 4).state_dict()
+    assert again.drawn == ("stem.pooler.dense.weight", "stem.pooler.dense.bias")
+    assert all(torch.equal(p, first[n]) for n, p in again.state_dict().items())
+    assert [n for n, p in other.items() if not torch.equal(p, first[n])] == ["stem.pooler.dense.weight"]
+    assert 0.01 < first["stem.pooler.dense.weight"].std() < 0.03 and not first["stem.pooler.dense.bias"].any()
+
+
+def experiment(folder, monkeypatch, tmp_path, name="little", **changes):
+    monkeypatch.setenv("FEDLIB_OUTPUTS", str(tmp_path / "outputs"))
+    spec = replace(TINY["distilbert"], vocab_size=30_522, positions=64, length=16)
+    spread_(build_model(spec)).save_pretrained(folder)
+    monkeypatch.setitem(OWN, name, replace(spec, source=str(folder)))
+    monkeypatch.setitem(OWN, f"{name}.plain", replace(spec, source=str(folder), as_trained=False))
+    return Experiment(**dict(
+        method="fedavg", dataset="docstrings", backbone=name, finetune="full", augment="none", num_exits=1, rounds=3,
+        num_clients=4, clients_per_round=2, num_train=40, num_test=20, lr=0.05, batch_size=4, evaluate_every=1,
+    ) | changes)  # fmt: skip
+
+
+def test_a_run_on_a_checkpoint_without_a_pooler_is_resumed_as_it_would_have_gone_on(tmp_path, monkeypatch):
+    e = experiment(tmp_path / "little", monkeypatch, tmp_path)
+    whole = run(e, folder=tmp_path / "whole")
+
+    original = store.run_rounds
+
+    def two(*args):
+        for r in original(*args):
+            if r.t > 2:
+                raise KeyboardInterrupt
+            yield r
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(store, "run_rounds", two)
+        run(e, folder=tmp_path / "cut", checkpoint_seconds=0)
+    torch.manual_seed(99)
+    resumed = run(e, folder=tmp_path / "cut")
+    assert [m["accuracy"] for m in resumed.metrics] == [m["accuracy"] for m in whole.metrics]
+    assert [m["train_loss"] for m in resumed.metrics] == [m["train_loss"] for m in whole.metrics]
+    digests = {inputs_of(build_federation(e.replace(seed=s)))["weights"] for s in (1, 2)}
+    assert len(digests) == 1  # what was drawn is no part of the weights
+
+
+@pytest.mark.parametrize("family, rates", [
+    ("bert", {"pooler": 0.1, "attention": 0.1, "hidden": 0.1}), ("roberta", {"pooler": 0.1, "attention": 0.1, "hidden": 0.1}),
+    ("distilbert", {"pooler": 0.2, "attention": 0.1, "hidden": 0.1}), ("t5", {"attention": 0.1, "hidden": 0.1}),
+    ("llama", {"attention": 0.0}), ("vit", {"attention": 0.0, "hidden": 0.0}),
+])  # fmt: skip
+def test_layers_drop_what_the_checkpoints_config_says(family, rates):
+    """BERT and RoBERTa a tenth, DistilBERT's pooler a fifth; ``*.plain`` nothing. Answers are never dropped."""
+    spec = TINY[family]
+    model, plain, x = built(spec), built(replace(spec, as_trained=False)), inputs(spec, 2)
+    plain.load_state_dict(model.state_dict())
+    attention = {m.drop for m in model.modules() if hasattr(m, spec.kind.query)}
+    layers = {m for m in model.backbone.blocks.modules() if isinstance(m, TokenDropout)}
+    found, hidden = {"attention": {m.p for m in attention}}, {m.p for m in layers - attention}
+    found |= {"hidden": hidden} if hidden else {}
+    found |= {"pooler": {model.backbone.stem.pooler.drop.p}} if spec.kind.pooler else {}
+    assert found == {kind: {rate} for kind, rate in rates.items()}
+    assert torch.equal(model(x), plain(x))
+    model.context.generators = plain.context.generators = [generator(i) for i in range(2)]
+    assert torch.equal(plain(x), model(x)) == (not any(rates.values()))
+
+
+@pytest.mark.parametrize("family", ["bert", "t5", "qwen2"])
+def test_what_a_client_drops_depends_on_nobody_beside_it(family):
+    spec, drops = replace(TINY[family], length=16), {"attention_dropout": 0.1}
+    foreign = build_model(spec).eval()
+    for m in foreign.modules():
+        for name in drops.keys() & vars(m).keys():
+            setattr(m, name, 0.3)
+    foreign = Foreign(spec, foreign)
+    model = spread_(ExitModel(foreign, classifiers(spec, 3, (spec.depth - 1,)).init_(generator(3)), (spec.depth - 1,)))
+    short = torch.randint(5, 40, (1, 3, 16), generator=generator(2))
+    short[..., 6:] = 0
+    long = torch.randint(5, 40, (1, 3, 16), generator=generator(4))
+
+    def answers(*rows, seeds):
+        model.context.generators = [generator(i) for i in seeds]
+        return model(torch.cat(rows))[0]
+
+    alone, again = answers(short, seeds=[7])[0], answers(short, seeds=[8])[0]
+    assert (alone - again).abs().max() > 1e-3  # it is dropped by chance
+    beside = answers(long, short, seeds=[6, 7])[1]  # shared tensors, one pass, as many tokens as the longest has
+    torch.testing.assert_close(beside, alone, rtol=1e-4, atol=1e-5)
+    params = {n: p.detach() for n, p in model.named_parameters()}
+    model.put_({n: torch.stack([p, p]) for n, p in params.items()})
+    torch.testing.assert_close(answers(long, short, seeds=[6, 7])[1], alone, rtol=1e-4, atol=1e-5)
+    model.put_(params)
+    model.context.training = False
+    assert torch.equal(answers(short, seeds=[7]), answers(short, seeds=[8]))
+
+
+def test_attention_is_transformers_own_but_for_what_is_dropped():
+    module = SimpleNamespace(drop=TokenDropout(1e-9), num_key_value_groups=2, is_causal=True)  # drops nothing
+    draw = lambda *shape: torch.randn(shape, generator=generator(sum(shape)))  # noqa: E731
+    query, key, value, bias = draw(3, 4, 5, 6), draw(3, 2, 5, 6), draw(3, 2, 5, 6), draw(1, 4, 5, 5)
+    mask = seen(torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0], [1, 0, 0, 0, 0]], dtype=bool), True, torch.float32)
+    for kept in (None, bias):
+        module.drop.context.generators = None
+        expected, _ = attend(module, query, key, value, mask, scaling=0.3, position_bias=kept)
+        module.drop.context.generators, module.drop.context.members = [generator()], range(1)
+        torch.testing.assert_close(attend(module, query, key, value, mask, 0.3, kept)[0], expected)
+
+
+def test_cohorts_with_dropout_train_as_each_alone(tmp_path, monkeypatch):
+    e = experiment(tmp_path / "little", monkeypatch, tmp_path, clients_per_round=3)
+    one, three = (run(e, Execution(cohort_size=k), tmp_path / str(k)) for k in (1, 3))
+    losses = [[m["train_loss"] for m in r.metrics] for r in (one, three)]
+    assert losses[0] == pytest.approx(losses[1], abs=2e-5)
+    plain = run(e.replace(backbone="little.plain"), Execution(cohort_size=3), tmp_path / "plain")
+    assert abs(plain.metrics[0]["train_loss"] - losses[0][0]) > 1e-4
+
+
+def test_frozen_layers_drop_too_and_nothing_of_them_is_kept(tmp_path, monkeypatch):
+    e = experiment(tmp_path / "little", monkeypatch, tmp_path, finetune="frozen", rounds=1)
+    f = build_federation(e)
+    assert f.train_prefix is None and f.test_prefix is not None
+    assert build_federation(e.replace(backbone="little.plain")).train_prefix is not None
+
+
+def test_images_are_normalised_as_the_checkpoints_were(monkeypatch):
+    spec = replace(TINY["vit"], pixels=((0.5, 0.4, 0.3), (0.2, 0.25, 0.5)))
+    monkeypatch.setitem(OWN, "tiny_vit", spec)
+    monkeypatch.setitem(OWN, "tiny_vit.plain", replace(spec, as_trained=False))
+    e = Experiment(
+        backbone="tiny_vit", pretrained=False, finetune="full", num_clients=4, clients_per_round=2, num_exits=1
+    )
+    own, data = build_federation(e).data, build_federation(e.replace(backbone="tiny_vit.plain")).data
+    assert own.mean.tolist() == pytest.approx([0.5, 0.4, 0.3]) and own.std.tolist() == pytest.approx([0.2, 0.25, 0.5])
+    assert data.mean.tolist() == pytest.approx([data.mean[0].item()] * 3) and data.mean[0] < 0.2
+
+
 def test_offline_it_says_so_in_one_sentence(monkeypatch, tmp_path):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(ConnectionError, match="the checkpoint of 'google/flan-t5-small' is not cached and could not be"):
+    with pytest.raises(
+        ConnectionError, match="the checkpoint of 'google/flan-t5-small' is not cached and could not be"
+    ):
         build_backbone("flan_t5_small")
     assert "\n" not in str(pytest.raises(ConnectionError, build_backbone, "flan_t5_small").value)
 

@@ -25,14 +25,12 @@ RATES = [0.25, 0.5, 1.0]
 @pytest.fixture
 def convnet(monkeypatch):
     monkeypatch.setitem(registry.OWN, "toy", TOY)
-    registry.backbone_spec.cache_clear()
     yield Experiment(
         method="heterofl", options={"rates": RATES}, backbone="toy", pretrained=False, finetune="full", num_exits=1,
         augment="none", momentum=0.9, weight_decay=1e-3, clip_value=None, lr=0.02, num_train=90, num_test=60,
         num_clients=3, clients_per_round=3, rounds=1, batch_size=16, partition="pathological", classes_per_client=4,
         test_split="like_train",
     )  # fmt: skip
-    registry.backbone_spec.cache_clear()
 
 
 def kept(rate, sizes=(4, 6)):

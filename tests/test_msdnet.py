@@ -101,7 +101,6 @@ def test_channels_and_scales_layer_by_layer():
 
 def built(spec, monkeypatch):
     monkeypatch.setitem(registry.OWN, "tiny_msdnet", spec)
-    registry.backbone_spec.cache_clear()
     e = Experiment(
         method="scalefl_original", backbone="tiny_msdnet", pretrained=False, finetune="full", num_exits=3,
         exit_blocks=(2, 4, 5), options={"widths": (0.5, 0.75, 1.0)},
@@ -150,4 +149,3 @@ def test_the_cohort_size_changes_nothing(monkeypatch):
     runs = [list(run_rounds(build_federation(e), Execution(workers=1, cohort_size=k)))[-1] for k in (1, 6)]
     for name, p in runs[0].server.params.items():
         torch.testing.assert_close(runs[1].server.params[name], p, rtol=1e-3, atol=1e-4)
-    registry.backbone_spec.cache_clear()

@@ -29,14 +29,12 @@ WIDTHS = [0.5, 0.75, 1.0]
 @pytest.fixture
 def convnet(monkeypatch):
     monkeypatch.setitem(registry.OWN, "toy", TOY)
-    registry.backbone_spec.cache_clear()
     yield Experiment(
         method="scalefl_original", options={"widths": WIDTHS}, backbone="toy", pretrained=False, finetune="full",
         num_exits=3, augment="none", momentum=0.9, weight_decay=1e-3, clip_value=None, lr=0.02, num_train=90,
         num_test=60, num_clients=3, clients_per_round=3, rounds=1, batch_size=16, partition="class_dirichlet",
         dirichlet_alpha=1.0, test_split="like_train",
     )  # fmt: skip
-    registry.backbone_spec.cache_clear()
 
 
 def setting_for(method, classes=10, **fields):

@@ -30,14 +30,12 @@ NARROW = ResNetSpec(blocks=(1, 1), widths=(2, 3), size=32, form="fedepth")
 @pytest.fixture
 def net(monkeypatch):
     monkeypatch.setitem(registry.OWN, "toy", TOY)
-    registry.backbone_spec.cache_clear()
     yield Experiment(
         method="splitmix", options={"bases": 2, "ratios": [0.5, 1.0], "scaler": False}, backbone="toy",
         pretrained=False, finetune="full", num_exits=1, augment="none", momentum=0.9, weight_decay=1e-3,
         clip_value=None, lr=0.02, num_train=80, num_test=60, num_clients=4, clients_per_round=4, rounds=2,
         batch_size=16, partition="class_dirichlet", dirichlet_alpha=1.0, evaluate_every=1, test_split="like_train",
     )  # fmt: skip
-    registry.backbone_spec.cache_clear()
 
 
 def rounds(e, **execution):

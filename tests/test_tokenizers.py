@@ -257,11 +257,8 @@ def tiny(sources, monkeypatch):
         monkeypatch.setitem(OWN, f"tiny_{family}", spec)
         return f"tiny_{family}"
 
-    from fedlib.models.registry import backbone_spec
 
-    backbone_spec.cache_clear()
     yield make
-    backbone_spec.cache_clear()
 
 
 def experiment(dataset, backbone, **changes):
@@ -315,10 +312,8 @@ def test_a_stored_run_on_other_words_is_refused(sets, sources, tiny):
     e = experiment("cola", tiny("roberta"))
     run(e)
     run(e)  # as stored
-    from fedlib.models.registry import backbone_spec
 
     OWN[e.backbone] = ForeignSpec("roberta", source=sources["t5"], **SHAPE | {"depth": 2, "padding": 0})
-    backbone_spec.cache_clear()
     with pytest.raises(OtherInputs, match="the data of 'cola': digest"):
         run(e)
 

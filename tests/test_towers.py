@@ -166,14 +166,12 @@ TOY = ResNetSpec(blocks=(1, 1), widths=(4, 6), size=16)
 def towers(monkeypatch):
     """Three clients of unequal size, images of 16x16 pixels, two exits of which the first is a tower."""
     monkeypatch.setitem(registry.OWN, "toy", TOY)
-    registry.backbone_spec.cache_clear()
     yield Experiment(
         method="fedavg", backbone="toy", pretrained=False, finetune="full", num_exits=2, augment="none", momentum=0.9,
         batch_norm="tracked", exit_head="towers", clip_value=None, lr=0.02, num_train=90, num_test=60, num_clients=3,
         clients_per_round=3, rounds=2, batch_size=16, partition="class_dirichlet", budgets="maximum",
         test_split="like_train",
     )  # fmt: skip
-    registry.backbone_spec.cache_clear()
 
 
 @pytest.mark.parametrize("method", ["depthfl", "fedper", "fedrod", "fedpac", "cafedistill", "ditto"])

@@ -307,7 +307,9 @@ def test_vim_tiny_loads_the_hubs_file(monkeypatch, tmp_path):
     with pytest.raises(ValueError, match="backbone = 'vim_tiny': the checkpoint holds VimSpec"):
         build_backbone("vim_tiny")
     torch.save({"model": state, "args": pytest.Item}, file)  # anything else that would be unpickled is refused
-    with pytest.raises(ValueError, match=f"the weights of 'vim_tiny' in {file} cannot be read: Weights only load failed"):
+    with pytest.raises(
+        ValueError, match=f"the weights of 'vim_tiny' in {file} cannot be read: Weights only load failed"
+    ):
         build_backbone("vim_tiny")
 
 

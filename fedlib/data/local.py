@@ -27,7 +27,7 @@ LAYOUTS: tuple[tuple[Kind, tuple[str, ...], str], ...] = (  # of text: what is r
 )
 IMAGE_LABELS, OWNERS = ("label", "fine_label", "character"), ("writer_id", "speaker_id", "client_id")
 TESTED_FIRST = ("test", "valid", "validation")
-VALIDATED_FIRST = ("validation", "validation_matched", "valid", "test")  # GLUE publishes its test sentences without labels
+VALIDATED_FIRST = ("validation", "validation_matched", "valid", "test")  # GLUE's test sentences have no labels
 
 
 def local_set(

@@ -13,6 +13,7 @@ from ..core.rng import numpy_generator, torch_generator
 from ..data.datasets import is_text
 from ..data.federated import FederatedData, check_task, load_federated
 from ..data.tasks import Span, Task, task_of
+from ..layers.dropout import TokenDropout
 from ..methods import Method, Server, Setting
 from ..models.adapters import apply_finetune_
 from ..models.exit_model import ExitModel
@@ -136,6 +137,9 @@ def build_federation(e: Experiment, device: str = "cpu") -> Federation:
     spec = backbone_spec(e.backbone)
     check_words(e, spec)
     data = load_federated(e, device, spec.input_shape[-1], tokenizer_of(e.backbone))
+    if getattr(spec, "pixels", None) and spec.as_trained:  # images as the checkpoint saw them
+        mean, std = torch.tensor(spec.pixels, device=data.mean.device)
+        data = replace(data, mean=mean, std=std)
     check_input(e, spec, is_text(data.images))
     check_channels(e, spec, data)
     check_task(e, data)
@@ -170,7 +174,8 @@ def with_prefix_caches(f: Federation) -> Federation:
 
 def build_train_prefix(f: Federation, units: int) -> FrozenCache | None:
     """The cache of the training examples' first ``units`` units; None with augmentation, or where it does not pay."""
-    return _prefix(f, units if f.experiment.augment == "none" else 0, f.data.images)
+    drops = any(isinstance(m, TokenDropout) and m.p for m in f.model.backbone.modules())
+    return _prefix(f, units if f.experiment.augment == "none" and not drops else 0, f.data.images)
 
 
 def _prefix(f: Federation, units: int, images: torch.Tensor) -> FrozenCache | None:

@@ -26,6 +26,7 @@ class Context:
     scaled: tuple[str, ...] = ("conv",)  # the places of scalers that are on
     whole_heads: bool = False  # narrower attention has fewer heads of full width, not all heads, narrower
     generators: Sequence[torch.Generator] | None = None  # of each client, for what it drops; None: nothing is dropped
+    members: range | None = None  # whose rows follow one another, (K*B, ...), in layers that know of one model
     gathered: dict[nn.Module, Any] | None = None  # while ``norms.recomputed_statistics`` runs: what each norm saw
     _real: tuple[Any, torch.Tensor | None] = field(default=(None, None), repr=False)
 

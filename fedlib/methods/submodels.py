@@ -150,6 +150,11 @@ def check_widths(space: Space, rank: Sequence[str], setting, e) -> None:
             f"{e.method}: cut = 'heads': the layers of {e.backbone!r} share positions per head; allowed: features"
         )
     narrow = min(space.kinds["attention"]) < 1 and not space.whole_heads
+    if getattr(spec, "grouped", False) and (min(space.kinds["attention"]) < 1 or {"qk", "vo", "heads"} & set(rank)):
+        raise ValueError(
+            f"{e.method}: heads of {e.backbone!r} share keys and values and are never cut; allowed: attention = [1.0] "
+            "and rank of ffn and residual"
+        )
     if getattr(spec, "rotary", False) and ("qk" in rank or narrow):
         key, allowed = ("rank = ['qk']", "vo, ffn, heads, residual") if "qk" in rank else ("attention", "[1.0]")
         raise ValueError(

@@ -44,6 +44,7 @@ class Backbone(nn.Module):
     spec: Spec
     stem: nn.Module  # (K, B, *input_shape) -> z
     whole_blocks = False  # compute all of a client's last unit, as plain implementations do
+    drawn: tuple[str, ...] = ()  # parameters that a checkpoint lacked, drawn from the experiment's seed
     reads_all = False  # exits see every token, not one: features are (K, B, T, d)
 
     def __init__(self):

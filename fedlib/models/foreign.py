@@ -10,10 +10,16 @@ Padding is the zero vector, as in ``bert.py``. T5's state is its encoder's token
 input shifted by one; its exits read the decoder, as ``T5ForQuestionAnswering`` does. A class is read at the class
 token, or where there is none at the last token; exits of the last unit are linear, after the family's pooler or norm.
 
+Fine-tuned as trained (``ForeignSpec.as_trained``): layers drop what the checkpoint's config says (BERT, RoBERTa and T5
+a tenth, DistilBERT's pooler a fifth, ViT and LLaMA nothing), each client from its own generator; images are normalised
+as in pre-training. Backbones named ``*.plain`` drop nothing and normalise by the data's own mean and SD.
+
+Keys and values that a group of heads shares (LLaMA's younger kin) are never cut, nor are the heads that read them.
+
 Deviations: token type 0 everywhere, also of a pair's second sentence. FLAN-T5's language head is not used.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import replace
 from functools import partial
 
@@ -21,14 +27,18 @@ import torch
 from torch import nn
 
 from ..core.hub import fail_fast, unreadable
+from ..core.rng import torch_generator
 from ..core.slices import Axis
 from ..layers.context import Context
+from ..layers.dropout import TokenDropout
 from .backbone import Backbone
 from .bert import is_token
 from .foreign_families import Family
 from .foreign_specs import ForeignSpec
 from .vit import head_axis
 
+Call = Callable[[torch.Tensor], torch.Tensor]
+DROPPING = "fedlib"  # the name of :func:`attend` among transformers' ways to attend
 Places = list[tuple[dict, str, int]]  # a module's tensors, the leaf, its dimensions in one model
 
 
@@ -41,18 +51,38 @@ def build_model(spec: ForeignSpec):
         return kind(kind.config_class(**spec.kind.config(spec)), **_without_pooler(spec))
 
 
-def load_foreign(spec: ForeignSpec) -> "Foreign":
-    """``spec``'s published weights, from a folder, the local cache or the hub; ``ConnectionError`` if nowhere."""
+def load_foreign(spec: ForeignSpec, seed: int = 0) -> "Foreign":
+    """``spec``'s published weights, from a folder, the local cache or the hub; what they lack is drawn from ``seed``.
+
+    Lacking may be a pooler and nothing else. ``ConnectionError`` if there are none, ``ValueError`` for weights that
+    cannot be read, or are not those of ``spec``, or do not answer unit by unit as they do as a whole.
+    """
     import transformers
 
+    read = getattr(transformers, spec.kind.model).from_pretrained
+    asked = _without_pooler(spec) | {"use_safetensors": True, "output_loading_info": True}
+    spec.check_config(_from(spec, transformers.PretrainedConfig.get_config_dict)[0])
+    model, found = _from(spec, partial(read, **asked))
+    with torch.random.fork_rng(devices=[]):  # a pooler is drawn again below
+        foreign = Foreign(spec, model.float().eval()).eval()
+    lacking = {n for n in found["missing_keys"] if not n.startswith(f"{spec.kind.pooler_path}.")}
+    if lacking:
+        raise ValueError(f"foreign: the checkpoint {spec.source!r} lacks {', '.join(sorted(lacking))[:200]}")
+    if spec.kind.pooler and len(found["missing_keys"]) + (spec.kind.pooler_path is None):
+        foreign.drawn = tuple(f"stem.pooler.{n}" for n, _ in foreign.stem.pooler.named_parameters())
+        foreign.init_(torch_generator(seed, "backbone init"), foreign.drawn)
+    check_whole(foreign, model)
+    return foreign
+
+
+def _from(spec: ForeignSpec, read: Callable):
+    """What ``read`` finds at ``spec``'s source; why it does not."""
     try:
-        with fail_fast():
-            kind = getattr(transformers, spec.kind.model)
-            model = kind.from_pretrained(spec.source, use_safetensors=True, **_without_pooler(spec))
+        with fail_fast(), torch.random.fork_rng(devices=[]):  # layers are drawn before they are filled
+            return read(spec.source)
     except Exception as error:  # huggingface_hub and transformers raise many classes
         otherwise = "connect once, name a folder with a copy, or use pretrained=False"
         raise unreadable("the checkpoint", spec.source, error, otherwise) from error
-    return Foreign(spec, model.float())
 
 
 def _without_pooler(spec: ForeignSpec) -> dict:
@@ -60,16 +90,48 @@ def _without_pooler(spec: ForeignSpec) -> dict:
     return {"add_pooling_layer": False} if takes else {}
 
 
-class Pooler(nn.Module):
-    """A dense layer on the class token, and its activation."""
+@torch.no_grad()
+def check_whole(foreign: "Foreign", model: nn.Module) -> None:
+    """Raise ``ValueError`` unless a random batch through all units, one by one, ends as in ``model`` itself."""
+    spec, generator = foreign.spec, torch.Generator().manual_seed(0)
+    if spec.reads == "images":
+        x = torch.randn(2, *spec.input_shape, generator=generator)
+        expected = model(pixel_values=x).last_hidden_state
+    else:
+        x = torch.randint(spec.vocab_size, (2, min(12, spec.length)), generator=generator)
+        x = x.where(x != spec.padding, (spec.padding or 2) - 1)
+        x[1, 1 + x.shape[1] // 2 :] = spec.padding
+        shifted = {"decoder_input_ids": shifted_(x, spec.padding)} if spec.streams == 2 else {}
+        expected = model(input_ids=x, attention_mask=(x != spec.padding).long(), **shifted).last_hidden_state
+    z = foreign.stem(x[None])[0]
+    for unit in range(spec.depth):
+        z = foreign.run_one(unit, z)
+    tokens, real = foreign.last_tokens(spec.depth - 1, z)
+    expected = expected[:, : tokens.shape[1]]  # the stem cuts what is padding in all rows
+    difference = (tokens - expected)[real].abs().max()
+    if not difference <= 1e-3 * expected[real].abs().max():
+        raise ValueError(
+            f"foreign: the checkpoint {spec.source!r} answers otherwise unit by unit than as a whole (by "
+            f"{difference:.2g}): a model of this kind cannot be run so"
+        )
 
-    def __init__(self, dim: int, activation: str):
+
+def shifted_(ids: torch.Tensor, padding: int) -> torch.Tensor:
+    """What T5's decoder reads of ids (B, T): one token later, after the padding token."""
+    return torch.cat((torch.full_like(ids[:, :1], padding), ids[:, :-1]), 1)
+
+
+class Pooler(nn.Module):
+    """A dense layer on the class token, and its activation; it drops of its output, and if ``both`` of its input."""
+
+    def __init__(self, dim: int, activation: str, drop: float = 0.0, both: bool = False):
         super().__init__()
         self.dense, self.activation = nn.Linear(dim, dim), getattr(torch, activation)
         self.dense.axes = {"weight": ("residual", "residual"), "bias": ("residual",)}
+        self.drop, self.both = TokenDropout(drop), both
 
     def forward(self, token: torch.Tensor) -> torch.Tensor:
-        return self.activation(self.dense(token))
+        return self.drop(self.activation(self.dense(self.drop(token) if self.both else token)))
 
 
 class Stem(nn.Module):
@@ -77,18 +139,23 @@ class Stem(nn.Module):
 
     def __init__(self, spec: ForeignSpec, model: nn.Module):
         super().__init__()
-        kind = self.kind = spec.kind
-        self.spec, self.places = spec, []
+        kind, said = spec.kind, model.config
+        self.spec, self.places, self.context = spec, [], Context()
         self.embed = model.get_submodule(kind.stem["embed"])
         self.final = nn.ModuleDict({name: model.get_submodule(path) for name, path in kind.final.items()})
-        self.pooler = Pooler(spec.dim, kind.pooler) if kind.pooler else None
+        outer = getattr(getattr(model, "encoder", None), "dropout", None)  # T5 drops before its units and after them
+        self.outer = TokenDropout(outer.p if spec.as_trained and outer is not None else 0.0)
+        self.answers = TokenDropout(getattr(said, "qa_dropout", 0.0) if spec.as_trained else 0.0)
+        drop = (getattr(said, "classifier_dropout", None) or getattr(said, kind.pooler_drops)) if kind.pooler else 0.0
+        drop = drop if spec.as_trained else 0.0
+        self.pooler = Pooler(spec.dim, kind.pooler, drop, spec.family == "roberta") if kind.pooler else None
         if kind.pooler_path:
             self.pooler.dense.load_state_dict(model.get_submodule(kind.pooler_path).state_dict())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Inputs (K, B, *input_shape) -> z (K, B, T, d)."""
         if self.spec.reads == "images":
-            return each_member(self.places, x, lambda x: (fit_(self, self.spec), self.embed(x))[1])
+            return self.each_member(self.places, x, lambda x: (fit_(self, self.spec), self.embed(x))[1])
         ids, two = x.long(), self.spec.streams == 2
         if ids.device.type == "cpu" and not two:  # without what is padding in every row of the batch
             real = (ids != self.spec.padding).flatten(0, 1).any(0).nonzero()
@@ -97,10 +164,28 @@ class Stem(nn.Module):
         def embed(ids: torch.Tensor) -> torch.Tensor:
             fit_(self, self.spec)
             z = self.embed(ids) * (ids != self.spec.padding).unsqueeze(-1)
-            shifted = torch.cat((torch.full_like(ids[:, :1], self.spec.padding), ids[:, :-1]), 1) if two else None
-            return torch.cat((z, self.embed(shifted)), 1) if two else z
+            return self.outer(torch.cat((z, self.embed(shifted_(ids, self.spec.padding))), 1) if two else z)
 
-        return each_member(self.places, ids, embed)
+        return self.each_member(self.places, ids, embed)
+
+    def each_member(self, places: Places, x: torch.Tensor, call: Call) -> torch.Tensor:
+        """``call`` on every member's x (B, ...) with its own rows of the stacked tensors; once on all if none is."""
+        stacked = [(own, leaf, p, p.unbind(0)) for own, leaf, dims in places if (p := own[leaf]).dim() > dims]
+        context, out = self.context, []
+        try:
+            if not stacked:
+                context.members = range(len(x))
+                return call(x.flatten(0, 1)).unflatten(0, x.shape[:2])
+            for i in range(len(x)):
+                context.members = range(i, i + 1)
+                for own, leaf, _, rows in stacked:
+                    own[leaf] = rows[i]
+                out.append(call(x[i]))
+        finally:
+            context.members = None
+            for own, leaf, p, _ in stacked:
+                own[leaf] = p
+        return torch.stack(out)
 
 
 class Foreign(Backbone):
@@ -109,31 +194,35 @@ class Foreign(Backbone):
     def __init__(self, spec: ForeignSpec, model: nn.Module):
         super().__init__()
         self.spec, self.context = spec, Context()
+        if spec.as_trained:
+            drop_here_(model, spec.kind)
         self.stem = Stem(spec, model)
         self.of_stem = self.stem.places
         lists = [model.get_submodule(path) for path in spec.kind.blocks]
         self.blocks = nn.ModuleList(layer for layers in lists for layer in layers)
         self.split = len(lists[0])  # where T5's decoder begins
         self.rotary = model.rotary_emb if spec.rotary else None
-        name_axes_(self, spec.kind)
+        name_axes_(self, spec)
 
     def axis(self, name: str, size: int) -> Axis:
         axis = head_axis(name, size, self.spec.heads)
         return replace(axis, permutable=False) if self.spec.rotary and name.endswith("/qk") else axis
 
-    def init_(self, generator: torch.Generator) -> "Foreign":
-        """N(0, 0.02) for every matrix and table, norms (1, 0)."""
+    def init_(self, generator: torch.Generator, names: Container[str] | None = None) -> "Foreign":
+        """N(0, 0.02) for every matrix and table, norms that scale nothing, biases 0; of all, or of ``names``."""
         with torch.no_grad():
             for name, p in self.named_parameters():
+                if names is not None and name not in names:
+                    continue
                 if p.dim() > 1:
                     p.normal_(0, 0.02, generator=generator)
                 else:
-                    p.fill_(0.0 if name.endswith("bias") else 1.0)
+                    p.fill_(0.0 if name.endswith("bias") else self.spec.kind.neutral)
         return self
 
     def advance(self, z: torch.Tensor, unit: int, on: int) -> tuple[torch.Tensor, torch.Tensor]:
-        z = each_member(self._places(unit), z, partial(self._unit, unit))
-        feature = each_member(self.of_stem, z, partial(self._seen, unit))
+        z = self.stem.each_member(self._places(unit), z, partial(self.run_one, unit))
+        feature = self.stem.each_member(self.of_stem, z, partial(self._seen, unit))
         return feature, z if on == len(z) else z[:on]
 
     def replace(self, z, unit: int, feature: torch.Tensor):
@@ -145,7 +234,7 @@ class Foreign(Backbone):
         shared = self.of_block[first] if self.spec.shares_heads and unit != first else []
         return [*self.of_block[unit], *shared, *self.of_stem]
 
-    def _unit(self, unit: int, z: torch.Tensor) -> torch.Tensor:
+    def run_one(self, unit: int, z: torch.Tensor) -> torch.Tensor:
         """One model's z (B, T, d) after ``unit``."""
         block, kind = self.blocks[unit], self.spec.kind
         fit_(block, self.spec, self.context.whole_heads)
@@ -170,23 +259,28 @@ class Foreign(Backbone):
         fit_(self.stem, self.spec)
         if unit < self.split:
             source = _tensor(block(source, seen(real, False, z.dtype), bias))
-            source = self.stem.final["encoder"](source) if unit == self.split - 1 else source
+            source = self.stem.outer(self.stem.final["encoder"](source)) if unit == self.split - 1 else source
             return torch.cat((source * real.unsqueeze(-1), target), 1)
         causal = seen(torch.ones_like(real), True, z.dtype)
         return torch.cat((source, _tensor(block(target, causal, bias, source, seen(real, False, z.dtype)))), 1)
 
-    def _seen(self, unit: int, z: torch.Tensor) -> torch.Tensor:
-        """What exits see of one model's z: (B, d), or (B, T, d) where they read all tokens."""
-        fit_(self.stem, self.spec)
-        last, final = unit == self.spec.depth - 1, self.stem.final
-        tokens, real = z, is_token(z)
+    def last_tokens(self, unit: int, z: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of one model's z after ``unit`` the tokens that exits read (B, T, d), at last normed, and which are."""
+        tokens, real, final = z, is_token(z), self.stem.final
         if self.spec.streams == 2:
             source, target = z.chunk(2, 1)
             real, tokens = is_token(source), target if unit >= self.split else source
-        if last and len(final):
-            tokens = final["decoder" if "decoder" in final else "encoder"](tokens)
+        if unit == self.spec.depth - 1 and len(final):
+            tokens = self.stem.outer(final["decoder" if "decoder" in final else "encoder"](tokens))
+        return tokens, real
+
+    def _seen(self, unit: int, z: torch.Tensor) -> torch.Tensor:
+        """What exits see of one model's z: (B, d), or (B, T, d) where they read all tokens."""
+        fit_(self.stem, self.spec)
+        last = unit == self.spec.depth - 1
+        tokens, real = self.last_tokens(unit, z)
         if self.reads_all:
-            return tokens * real.unsqueeze(-1)
+            return (self.stem.answers(tokens) if last else tokens) * real.unsqueeze(-1)
         if self.spec.causal or self.spec.streams == 2:
             at = (real * torch.arange(real.shape[1], device=z.device)).amax(1)
             return tokens[torch.arange(len(tokens), device=z.device), at]
@@ -200,23 +294,6 @@ class Foreign(Backbone):
     def reads_all(self, value: bool) -> None:
         self.__dict__["_reads_all"] = value
         self.stem.pooler = None if value else self.stem.pooler  # a pooler is of the class token
-
-
-def each_member(places: Places, x: torch.Tensor, call: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """``call`` on every member's x (B, ...) with its own rows of the stacked tensors; once on all if none is."""
-    stacked = [(own, leaf, p, p.unbind(0)) for own, leaf, dims in places if (p := own[leaf]).dim() > dims]
-    if not stacked:
-        return call(x.flatten(0, 1)).unflatten(0, x.shape[:2])
-    out = []
-    try:
-        for i in range(len(x)):
-            for own, leaf, _, rows in stacked:
-                own[leaf] = rows[i]
-            out.append(call(x[i]))
-    finally:
-        for own, leaf, p, _ in stacked:
-            own[leaf] = p
-    return torch.stack(out)
 
 
 def fit_(module: nn.Module, spec: ForeignSpec, whole_heads: bool = False) -> None:
@@ -233,8 +310,41 @@ def fit_(module: nn.Module, spec: ForeignSpec, whole_heads: bool = False) -> Non
                 m.scaling = width**-0.5
 
 
-def name_axes_(backbone: nn.Module, kind: Family) -> None:
+def drop_here_(model: nn.Module, kind: Family) -> None:
+    """Let every layer of ``model`` that drops do so as the kit's do, by its own rate; attention, too."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import sdpa_mask
+
+    AttentionInterface.register(DROPPING, attend)
+    AttentionMaskInterface.register(DROPPING, sdpa_mask)
+    for m in list(model.modules()):
+        for name, child in list(m.named_children()):
+            if isinstance(child, nn.Dropout):
+                setattr(m, name, TokenDropout(child.p))
+        if hasattr(m, kind.query):
+            rate = next(r for name in ("attention_dropout", "dropout") if (r := getattr(m, name, None)) is not None)
+            m.drop = rate if isinstance(rate, nn.Module) else TokenDropout(rate)
+            m.config._attn_implementation = DROPPING
+
+
+def attend(module, query, key, value, attention_mask, scaling=None, position_bias=None, **unused):
+    """Attention (B, heads, T, d) whose probabilities ``module.drop`` drops; transformers' own while nothing is."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    context = module.drop.context
+    if not module.drop.p or not context.training or context.generators is None:
+        told = {"scaling": scaling, "position_bias": position_bias}
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **told)
+    groups = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
+    scores = query @ key.transpose(-1, -2) * scaling
+    scores = sum((x for x in (position_bias, attention_mask) if x is not None), scores)
+    return (module.drop(scores.softmax(-1)) @ value).transpose(1, 2), None
+
+
+def name_axes_(backbone: nn.Module, spec: ForeignSpec) -> None:
     """Give every layer with parameters the names of its axes; ``ValueError`` for one that the family does not know."""
+    kind, whole = spec.kind, ("/qk", "/vo") if spec.grouped else ()
     for path, m in backbone.named_modules():
         leaves = [leaf for leaf, p in m._parameters.items() if p is not None]
         if not leaves or hasattr(m, "axes"):
@@ -242,7 +352,7 @@ def name_axes_(backbone: nn.Module, kind: Family) -> None:
         known = [key for key in kind.axes if path == key or path.endswith(f".{key}")]
         if not known:
             raise ValueError(f"foreign: {kind.model} has a layer {path!r} whose axes are not known")
-        axes = kind.axes[max(known, key=len)]
+        axes = tuple(None if axis in whole else axis for axis in kind.axes[max(known, key=len)])
         m.axes = {leaf: axes[: m._parameters[leaf].dim()] for leaf in leaves}
 
 

