@@ -435,6 +435,21 @@ def test_what_a_client_drops_depends_on_nobody_beside_it(family):
     assert torch.equal(answers(short, seeds=[7]), answers(short, seeds=[8]))
 
 
+def test_entries_are_dropped_at_their_rate_and_independently():
+    drop, x = TokenDropout(0.1), torch.ones(2, 40, 50, 64)
+    drop.context.generators = [generator(1), generator(2)]
+    gone = (drop(x) == 0).double()
+    assert drop(x).max() == pytest.approx(1 / 0.9) and gone.mean() == pytest.approx(0.1, abs=0.002)
+    for dim in range(1, 4):  # a neighbour says nothing: variance of a mean over n entries is 0.09 / n
+        both = (gone.narrow(dim, 1, gone.shape[dim] - 1) * gone.narrow(dim, 0, gone.shape[dim] - 1)).mean()
+        assert both == pytest.approx(0.01, abs=0.002)
+        means = gone.mean([d for d in range(1, 4) if d != dim])
+        assert means.var() == pytest.approx(0.09 / (128_000 / gone.shape[dim]), rel=0.6)
+    assert (gone[0] * gone[1]).mean() == pytest.approx(0.01, abs=0.002)
+    drop.context.generators = [generator(2)]
+    assert torch.equal((drop(x[1:, :, :20]) == 0).double()[0], gone[1][:, :20])  # of longer rows the first tokens
+
+
 def test_attention_is_transformers_own_but_for_what_is_dropped():
     module = SimpleNamespace(drop=TokenDropout(1e-9), num_key_value_groups=2, is_causal=True)  # drops nothing
     draw = lambda *shape: torch.randn(shape, generator=generator(sum(shape)))  # noqa: E731

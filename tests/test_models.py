@@ -187,7 +187,9 @@ def test_loras_dropout_drops_while_clients_train_from_their_own_generators():
     x = torch.randn(1, 2, 5, 64, generator=generator(1))
     plain = layer(x)
     drop.context.training, drop.context.generators = True, [generator(3)]
-    kept = (torch.rand(2, 5, 64, generator=generator(3)) >= 0.5) * 2.0
+    kept = drop(torch.ones_like(x))[0]
+    assert set(kept.flatten().tolist()) == {0.0, 2.0} and 0.4 < kept.mean() / 2 < 0.6
+    drop.context.generators = [generator(3)]
     a = layer.lora_A["default"].weight
     torch.testing.assert_close(layer(x), layer.base_layer(x) + 2 * (x * kept) @ a.T @ up.T, rtol=1e-4, atol=1e-4)
     drop.context.training = False

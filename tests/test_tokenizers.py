@@ -257,7 +257,6 @@ def tiny(sources, monkeypatch):
         monkeypatch.setitem(OWN, f"tiny_{family}", spec)
         return f"tiny_{family}"
 
-
     yield make
 
 

@@ -20,7 +20,7 @@ from torch import nn
 
 from ..core.rng import numpy_generator, torch_generator
 from ..core.validation import did_you_mean
-from ..layers.dropout import Dropout
+from ..layers.dropout import TokenDropout
 from ..layers.linear import Linear, init_normal_, per_client
 from ..layers.norms import LayerNorm
 from .exits import Classifier
@@ -175,7 +175,7 @@ class LoRA(nn.Module):
         (rows, columns), (out_axis, in_axis) = base_layer.weight.shape, base_layer.axes["weight"]
         down, up = Linear(columns, r, bias=False, axes=(None, in_axis)), Linear(r, rows, False, axes=(out_axis, None))
         self.base_layer, self.scaling = base_layer, {"default": lora_alpha / r}
-        self.lora_dropout = nn.ModuleDict({"default": Dropout(lora_dropout) if lora_dropout else nn.Identity()})
+        self.lora_dropout = nn.ModuleDict({"default": TokenDropout(lora_dropout) if lora_dropout else nn.Identity()})
         self.lora_A, self.lora_B = nn.ModuleDict({"default": down}), nn.ModuleDict({"default": up})  # peft's names
         for weight in (down.weight, up.weight, down.weight):  # peft draws A, then B, and A again
             nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
