@@ -157,7 +157,7 @@ def _download_vim_tiny() -> dict[str, torch.Tensor]:
     try:
         with torch.serialization.safe_globals([Namespace]):  # training arguments lie beside the weights: plain values
             stored = torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:  # a pickle of anything else, or a damaged file
+    except Exception as error:  # it holds objects of any other kind, or is damaged
         raise unreadable("the weights of 'vim_tiny'", file, error, "") from error
     return stored.get("model", stored)
 
