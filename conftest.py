@@ -26,7 +26,7 @@ os.environ.setdefault("TQDM_DISABLE", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 # Files that take longest, most of it waiting for processes: two workers that begin with them end together.
-SLOW = "benchmarks cluster packaging jupyterlab kills processes notebooks readme site".split()
+SLOW = "benchmarks cluster packaging jupyterlab kills fill processes notebooks readme site".split()
 
 
 def pytest_collection_modifyitems(items):

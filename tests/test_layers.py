@@ -10,7 +10,17 @@ import fedlib
 
 PACKAGE = Path(fedlib.__file__).parent
 BENCHMARKS = PACKAGE.parent / "benchmarks"
-FLOORS = [["core"], ["layers", "data"], ["models"], ["methods"], ["engine"], ["runs"], ["analysis", "report"]]
+FLOORS = [
+    ["core"],
+    ["layers", "data"],
+    ["models"],
+    ["methods"],
+    ["engine"],
+    ["runs"],
+    ["analysis", "report"],
+    ["cli"],
+    ["__main__"],
+]
 FLOOR = {room: i for i, rooms in enumerate(FLOORS) for room in rooms}
 HEAVY = {
     "peft",

@@ -50,19 +50,24 @@ def _ratio(e: Experiment, other: Experiment) -> float:
 
 
 def expected_seconds(missing: Sequence[Experiment], pace: Pace, execution: Execution = Execution()) -> float:
-    """Of ``missing``, one after the other: from ``pace`` where it knows their like, else from timed steps and MACs.
+    """Of ``missing``, one after the other: see :func:`each_seconds`."""
+    return sum(each_seconds(missing, pace, execution))
+
+
+def each_seconds(missing: Sequence[Experiment], pace: Pace, execution: Execution = Execution()) -> list[float]:
+    """What each of ``missing`` takes: from ``pace`` where it knows their like, else from timed steps and MACs.
 
     Workers are taken to work side by side without loss.
     """
     rates: dict[tuple, float] = {}
     workers = (execution.workers or 1) if execution.executor == "ray" else execution.side_by_side()
-    total = 0.0
+    out = []
     for e in missing:
         seconds = pace.seconds_a_round(e)
         if seconds is None and (kind := (e.backbone, e.finetune)) not in rates:
             rates[kind] = workers * timed_macs_per_second(e, num_classes(e), execution.home)
-        total += training_macs(e) / rates[kind] if seconds is None else e.rounds * seconds
-    return total
+        out.append(training_macs(e) / rates[kind] if seconds is None else e.rounds * seconds)
+    return out
 
 
 def describe(

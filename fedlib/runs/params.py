@@ -28,7 +28,9 @@ from .params_files import (
 )
 
 # of a table's file, besides profiles' names
-SPEC_KEYS = {"extends", "common", "axes", "variants", "columns", "claims", "value", "thresholds", "reported"}
+SPEC_KEYS = {
+    "extends", "common", "axes", "variants", "columns", "claims", "value", "thresholds", "reported", "priority",
+}  # fmt: skip
 VARIANT_KEYS = {"label", "finetune"}  # of a variant; all others are fields of Experiment
 
 
@@ -86,7 +88,8 @@ def load_spec(paper: str, table: str) -> dict:
         raise ValueError(f"table = {shown(table)} is unknown{did_you_mean(table, known)}")
     spec = load_checked(paper_dir(paper) / f"{table}.yaml", SPEC_KEYS | set(profiles()))
     if "extends" in spec:
-        spec = merge(load_spec(paper, spec.pop("extends")), spec)
+        below = {k: v for k, v in load_spec(paper, spec.pop("extends")).items() if k != "priority"}
+        spec = merge(below, spec)
     if "columns" not in spec:
         spec["columns"] = load_layered(paper, "columns")
     axes, given = spec["axes"], spec.get("variants", {})

@@ -1,0 +1,221 @@
+"""The queue of missing runs: its order, its deadline, and what is killed, fails, or is run elsewhere."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import yaml
+from filelock import FileLock
+from stored import assert_nothing_left_over, assert_same, small, state
+
+from fedlib import cli
+from fedlib.core.paths import keep_outputs_of, params_dir
+from fedlib.core.storage import read_json, write_json, write_lines
+from fedlib.runs import fill as fill_module
+from fedlib.runs.fill import Job, core_hours, fill, named, queue
+from fedlib.runs.params import Cell
+from fedlib.runs.store import find_run, run_path
+
+
+def job(e, name="reefl"):
+    return Job("a/b", Cell(e.finetune, name, e.method, name, "column", e.seed, e), 60.0)
+
+
+def endless(**changes):
+    """A run that nobody waits for: a round of it takes a tenth of a second."""
+    return small("depthfl", rounds=5000, evaluate_every=0, **changes)
+
+
+@pytest.fixture
+def tables(tmp_path, monkeypatch):
+    """Params of one paper's tables a, b and c, which extend one another's grid."""
+    shutil.copytree(params_dir(), tmp_path / "params")
+    monkeypatch.setenv("FEDLIB_ROOT", str(tmp_path))
+    monkeypatch.setenv("FEDLIB_OUTPUTS", str(tmp_path / "outputs"))
+
+    def write(**files):
+        for name, spec in files.items():
+            spec = {"axes": {"finetune": ["frozen"], "method": ["reefl"]}, "columns": {"one": {}}} | spec
+            (tmp_path / f"params/reefl/{name}.yaml").write_text(yaml.safe_dump(spec))
+        return [("reefl", name) for name in files]
+
+    return write
+
+
+def test_the_queue_begins_with_the_most_telling_table_and_takes_seeds_in_turn(tables):
+    both = {"axes": {"finetune": ["frozen"], "method": ["depthfl", "reefl"]}}
+    wanted = tables(
+        a={"smoke": {"seeds": [1, 2]}},
+        b=both | {"priority": 1, "smoke": {"seeds": [1, 2]}},
+        c={"priority": 0, "smoke": {"seeds": [3]}},
+    )
+    found = [(j.grid[-1], j.cell.method, j.cell.seed) for j in queue(wanted, "smoke").jobs]
+    assert found == [("c", "reefl", 3), ("b", "depthfl", 1), ("b", "reefl", 1), ("b", "depthfl", 2), ("b", "reefl", 2)]
+    # a's two runs are b's too, and are asked for once
+
+
+def test_a_table_whose_data_are_absent_is_skipped_in_one_sentence(tables, monkeypatch):
+    monkeypatch.setattr(fill_module, "is_available", lambda name, tokenizer: name == "mnist")
+    there, absent = {"columns": {"one": {}}}, {"columns": {"one": {}, "two": {"smoke": {"dataset": "femnist"}}}}
+    found = queue(tables(a=there, b=absent | {"smoke": {"seeds": [1, 2]}}), "smoke")
+    assert {j.cell.column for j in found.jobs} == {"one"}
+    assert found.skipped == ["reefl/b: 2 runs wait for 'femnist', which is not at hand (see FEDLIB_DATA)"]
+
+
+def test_what_is_left_is_priced_by_stored_runs(tables):
+    """Two seeds of one cell: the stored one took 120 s on one core; the other is half done."""
+    wanted = tables(a={"smoke": {"seeds": [1, 2]}})
+    jobs = queue(wanted, "smoke").jobs
+    assert len(fill(jobs[:1], workers=1, tell=lambda _: None).done) == 1
+    path = run_path(jobs[0].cell.experiment)
+    write_json(path / "summary.json", read_json(path / "summary.json") | {"seconds": 120.0})
+    (left,) = queue(wanted, "smoke").jobs
+    assert left.cell.seed == 2 and left.seconds == pytest.approx(120)
+    run_path(left.cell.experiment).mkdir()
+    write_lines(run_path(left.cell.experiment) / "metrics.jsonl", [{"t": 1}])
+    (left,) = queue(wanted, "smoke").jobs
+    assert left.seconds == pytest.approx(60) and core_hours([left]) == "1 core-minutes"
+
+
+def test_names_are_checked_before_anything(tables):
+    assert named(["reefl/table4", "reefl/table4"]) == [("reefl", "table4")]
+    assert {("raffm", "table1"), ("reefl", "why")} <= set(named())
+    with pytest.raises(ValueError, match="did you mean 'table4'"):
+        named(["reefl/tabel4"])
+    with pytest.raises(ValueError, match="did you mean 'reefl'"):
+        named(["refl"])
+
+
+def test_a_deadline_and_a_stop_leave_runs_that_go_on_to_the_same_numbers(tmp_path):
+    jobs = [job(small("reefl", seed=s, rounds=12, evaluate_every=4)) for s in (1, 2)]
+    whole = fill(jobs, workers=2, folder=tmp_path / "whole", tell=lambda _: None)
+    assert whole.done and not whole.left
+    jobs.append(job(endless()))
+    began = time.monotonic()
+    late = fill(jobs[-1:], minutes=0.05, workers=1, folder=tmp_path / "parts", checkpoint_seconds=0)
+    assert late.left == jobs[-1:] and time.monotonic() - began < 3 + 30  # also while it still imports
+    stop, interrupted = threading.Event(), job(small("reefl", seed=1, rounds=12, evaluate_every=4))
+
+    def watch():
+        while not (run_path(interrupted.cell.experiment, tmp_path / "parts") / "checkpoint.safetensors").exists():
+            time.sleep(0.01)
+        stop.set()
+
+    threading.Thread(target=watch, daemon=True).start()
+    fill(jobs, workers=1, folder=tmp_path / "parts", stop=stop, checkpoint_seconds=0)
+    assert find_run(jobs[1].cell.experiment, tmp_path / "parts") is None
+    rest = fill(jobs[:2], workers=1, folder=tmp_path / "parts", checkpoint_seconds=0)
+    assert rest.done == jobs[:2]
+    for j in jobs[:2]:
+        assert_same(state(j.cell.experiment, tmp_path / "whole"), state(j.cell.experiment, tmp_path / "parts"))
+    assert_nothing_left_over(tmp_path / "whole")
+
+
+KILLED = """
+import sys, json
+from fedlib import Experiment
+from fedlib.runs.fill import Job, fill
+from fedlib.runs.params import Cell
+e = Experiment.from_dict(json.loads(sys.argv[1]))
+fill([Job("a/b", Cell(e.finetune, "v", e.method, "v", "c", e.seed, e), 1.0)], workers=1, folder=sys.argv[2], checkpoint_seconds=0)
+"""
+
+
+def test_kill_9_of_the_queue_ends_its_processes_and_frees_their_runs(tmp_path):
+    e = endless()
+    path = run_path(e, tmp_path)
+    parent = subprocess.Popen([sys.executable, "-c", KILLED, json.dumps(e.to_dict()), tmp_path])
+    while not (path / "checkpoint.safetensors").exists():
+        assert parent.poll() is None
+        time.sleep(0.02)
+    parent.kill()
+    parent.wait()
+    with FileLock(path / ".lock", timeout=30):  # held as long as its process lives
+        assert not (path / "summary.json").exists()
+
+
+def test_a_run_that_fails_or_kills_its_process_does_not_stop_the_queue(tmp_path, monkeypatch):
+    good, bad = job(small("reefl", rounds=1)), job(small("reefl", num_train=5))
+    deadly, unlucky = job(small("depthfl", rounds=1)), job(small("depthfl", rounds=2))
+    original, sent = fill_module._Process.send, []
+
+    def send(self, e, *arguments):
+        original(self, e, *arguments)
+        if e == deadly.cell.experiment or (e == unlucky.cell.experiment and e not in sent):
+            self.process.kill()
+        sent.append(e)
+
+    monkeypatch.setattr(fill_module._Process, "send", send)
+    said = []
+    filled = fill([bad, deadly, unlucky, good], workers=2, folder=tmp_path, tell=said.append)
+    assert set(filled.done) == {good, unlucky} and len(said) == 4
+    reasons = dict(filled.failed)
+    assert "5 training examples" in reasons[bad]
+    assert reasons[deadly].startswith("its process died 2 times") and sent.count(deadly.cell.experiment) == 2
+    assert filled.left == [bad, deadly]
+
+
+def test_what_another_process_runs_is_left_to_it(tmp_path):
+    held, free = job(small("reefl", rounds=1)), job(small("depthfl", rounds=1))
+    path = run_path(held.cell.experiment, tmp_path)
+    path.mkdir(parents=True)
+    with FileLock(path / ".lock"):
+        filled = fill([held, free], workers=1, folder=tmp_path)
+    assert filled.done == [free] and filled.left == [held] and not filled.failed
+
+
+def test_each_run_has_a_core_and_the_last_one_all_that_are_free(tmp_path, monkeypatch):
+    jobs, shares = [job(small("reefl", seed=s, rounds=1)) for s in (1, 2, 3)], []
+    original = fill_module._Process.send
+
+    def send(self, e, workers, *arguments):
+        shares.append(workers)
+        original(self, e, workers, *arguments)
+
+    monkeypatch.setattr(fill_module._Process, "send", send)
+    assert fill(jobs, workers=2, folder=tmp_path).done
+    assert shares[:2] == [1, 1]
+    fill([job(small("reefl", seed=4, rounds=1))], workers=2, folder=tmp_path)
+    assert shares[3] == 2
+    found = [find_run(j.cell.experiment, tmp_path).record["provenance"]["workers"] for j in jobs[:2]]
+    assert found == [1, 1]
+
+
+@pytest.fixture
+def as_before():
+    """The command leaves its handlers of signals and its profile's folder, as its process ends with it."""
+    handlers = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    keep_outputs_of("small")
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+def test_the_command_says_what_is_missing_runs_it_and_says_what_is_left(tables, capsys, as_before):
+    tables(a={"smoke": {"seeds": [1]}})
+    assert cli.main(["fill", "reefl/a", "--profile", "smoke", "--dry-run"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("1 runs are missing, about ") and "reefl/a, one, reefl, frozen, seed 1" in said
+    assert cli.main(["fill", "reefl/a", "--profile", "smoke"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "1 runs done; left: 0 runs, about 0 core-minutes"
+    with pytest.raises(SystemExit) as error:
+        cli.main(["fill", "reefl/tabel1"])
+    assert error.value.code == 2 and "did you mean 'table1'" in capsys.readouterr().err
+
+
+def test_the_end_of_a_slot_stops_the_command_cleanly(tables, tmp_path):
+    tables(a={"smoke": {"seeds": [1], "rounds": 5000, "evaluate_every": 0}})
+    command = [sys.executable, "-m", "fedlib", "fill", "reefl/a", "--profile", "smoke", "--workers", "1"]
+    running = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=dict(os.environ))
+    while not list(tmp_path.glob("outputs/runs/*/experiment.json")):
+        assert running.poll() is None
+        time.sleep(0.05)
+    running.send_signal(signal.SIGTERM)
+    said, _ = running.communicate(timeout=60)
+    assert running.returncode == 0 and "0 runs done; left: 1 runs" in said
