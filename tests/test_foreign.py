@@ -10,6 +10,7 @@ import torch
 from fedlib import Execution, Experiment, build_federation, run
 from fedlib.core.slices import Slice, take_all
 from fedlib.layers.dropout import TokenDropout
+from fedlib.models import foreign as foreign_module
 from fedlib.models.adapters import apply_finetune_
 from fedlib.models.exit_model import ExitModel
 from fedlib.models.exits import Classifiers
@@ -18,7 +19,7 @@ from fedlib.models.foreign_specs import ForeignSpec
 from fedlib.models.map_exits import classifiers
 from fedlib.models.measure import Measure
 from fedlib.models.places import axes_of
-from fedlib.models.registry import OWN, backbone_spec, build_backbone
+from fedlib.models.registry import OWN, backbone_spec, build_backbone, fetch_weights
 from fedlib.runs import store
 from fedlib.runs.identity import inputs_of
 
@@ -488,6 +489,25 @@ def test_images_are_normalised_as_the_checkpoints_were(monkeypatch):
     own, data = build_federation(e).data, build_federation(e.replace(backbone="tiny_vit.plain")).data
     assert own.mean.tolist() == pytest.approx([0.5, 0.4, 0.3]) and own.std.tolist() == pytest.approx([0.2, 0.25, 0.5])
     assert data.mean.tolist() == pytest.approx([data.mean[0].item()] * 3) and data.mean[0] < 0.2
+
+
+def test_weights_are_fetched_without_building_a_model(tmp_path, monkeypatch):
+    """One file or shards; where one is missing, whoever loads them says so."""
+    spec = replace(TINY["bert"], source=str(tmp_path))
+    asked = []
+    monkeypatch.setattr(foreign_module, "load_foreign", lambda spec: asked.append(spec))
+    build_model(spec).save_pretrained(tmp_path)
+    foreign_module.fetch_foreign(spec)
+    (tmp_path / "model.safetensors").rename(tmp_path / "model-00001-of-00002.safetensors")
+    index = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert asked == []
+    foreign_module.fetch_foreign(spec)
+    assert asked == [spec]
+    monkeypatch.undo()
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(ConnectionError, match="the checkpoint of .google/flan-t5-small. is not cached and could not be"):
+        fetch_weights("flan_t5_small")
 
 
 def test_offline_it_says_so_in_one_sentence(monkeypatch, tmp_path):

@@ -17,10 +17,12 @@ from stored import ONE, short
 from fedlib import Execution, Experiment, run, run_all
 from fedlib.core.storage import read_json, write_json
 from fedlib.engine.rounds import Finished
+from fedlib.report import tables
 from fedlib.runs import durations
-from fedlib.runs.costs import timed_macs_per_second
+from fedlib.runs.costs import product_macs_per_second, timed_macs_per_second
 from fedlib.runs.durations import Pace, about, describe, expected_seconds
-from fedlib.runs.prices import training_macs
+from fedlib.runs.params import load_grid
+from fedlib.runs.prices import num_parameters, training_macs
 from fedlib.runs.progress import Terminal, Watch, interrupted
 from fedlib.runs.store import run_path, stored_pace
 
@@ -127,6 +129,31 @@ def test_a_timed_step_tells_the_machines_speed_and_changes_nothing():
     threads, state = torch.get_num_threads(), torch.random.get_rng_state()
     assert 1e6 < timed_macs_per_second(Experiment(finetune="frozen"), 10, seconds=0.05) < 1e15
     assert torch.get_num_threads() == threads and torch.equal(torch.random.get_rng_state(), state)
+
+
+def test_a_large_model_is_priced_by_its_macs_and_never_built(monkeypatch):
+    e = Experiment(num_train=1000, rounds=60, finetune="frozen")
+    monkeypatch.setattr(durations, "timed_macs_per_second", lambda *_: pytest.fail("built"))
+    monkeypatch.setattr(durations, "product_macs_per_second", lambda *_: training_macs(e) / 100)
+    with monkeypatch.context() as m:
+        m.setattr(durations, "num_parameters", lambda e: durations.LARGE + 1)
+        assert expected_seconds([e], Pace(), Execution(workers=2)) == pytest.approx(50)
+    assert 4e4 < num_parameters(e) < durations.LARGE  # ``vit_digits``
+    assert 1e7 < product_macs_per_second(seconds=0.05) < 1e15
+
+
+@pytest.mark.parametrize("lacking", ["data", "weights"])
+def test_what_is_not_to_be_had_is_said_before_anything_is_timed(lacking, monkeypatch):
+    def nowhere(*arguments, **kwargs):
+        raise ConnectionError("nowhere")
+
+    monkeypatch.setattr(tables, "describe", lambda *_: pytest.fail("timed"))
+    monkeypatch.setattr(tables, "is_available", lambda *_: False)
+    monkeypatch.setattr(tables, "load_dataset", nowhere if lacking == "data" else lambda *a, **k: None)
+    monkeypatch.setattr(tables, "fetch_weights", nowhere if lacking == "weights" else lambda *_: None)
+    cells = [c for c in load_grid("reefl", "table1", "paper") if c.seed == 1][:1]
+    with pytest.raises(ConnectionError, match="nowhere"):
+        tables.run_cells(cells)
 
 
 def test_only_runs_of_this_machine_tell_its_pace(tmp_path):

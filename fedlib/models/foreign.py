@@ -19,9 +19,12 @@ Keys and values that a group of heads shares (LLaMA's younger kin) are never cut
 Deviations: token type 0 everywhere, also of a pair's second sentence. FLAN-T5's language head is not used.
 """
 
+import json
 from collections.abc import Callable, Container
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -83,6 +86,21 @@ def _from(spec: ForeignSpec, read: Callable):
     except Exception as error:  # huggingface_hub and transformers raise many classes
         otherwise = "connect once, name a folder with a copy, or use pretrained=False"
         raise unreadable("the checkpoint", spec.source, error, otherwise) from error
+
+
+def fetch_foreign(spec: ForeignSpec) -> None:
+    """Bring ``spec``'s weights onto this machine. Nothing is built: of seven billion parameters that takes minutes."""
+    from huggingface_hub import snapshot_download
+
+    folder = Path(spec.source)
+    if not folder.is_dir():
+        with suppress(Exception), fail_fast():  # huggingface_hub raises many classes
+            folder = Path(snapshot_download(spec.source, allow_patterns=["*.json", "model*.safetensors"]))
+    files, index = {"model.safetensors"}, folder / "model.safetensors.index.json"
+    if index.is_file():
+        files = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    if not all((folder / name).is_file() for name in files):
+        load_foreign(spec)  # which says what is wrong, or knows another form of them
 
 
 def _without_pooler(spec: ForeignSpec) -> dict:

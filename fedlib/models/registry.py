@@ -22,7 +22,7 @@ from ..core.validation import did_you_mean
 from .backbone import Backbone, Spec
 from .bert import BERTS, load_bert
 from .efficientnet import EFFICIENTNETS, load_efficientnet
-from .foreign import load_foreign
+from .foreign import fetch_foreign, load_foreign
 from .foreign_specs import FOREIGN, ForeignSpec
 from .maps import MapSpec
 from .msdnet import MSDNETS
@@ -99,6 +99,14 @@ def spec_of(name: str) -> Spec | None:
     if len(tokens) > 1 or set(words) - {"plain", *map(str, tokens)}:
         raise ValueError(f"experiment: backbone = {name!r}: allowed after {folder.name}: .<tokens>, .plain")
     return replace(ForeignSpec.of(folder, *tokens), as_trained="plain" not in words)
+
+
+def fetch_weights(name: str) -> None:
+    """Bring the published weights of ``name`` onto this machine; ``ConnectionError`` says that they are nowhere."""
+    if isinstance(spec := spec_of(name), ForeignSpec):
+        fetch_foreign(spec)
+    else:
+        build_backbone(name)
 
 
 def weights_file(name: str) -> Path | None:

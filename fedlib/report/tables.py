@@ -10,7 +10,7 @@ from ..core.experiment import Experiment
 from ..core.paths import outputs_dir, params_dir
 from ..data.datasets import is_available, load_dataset
 from ..engine.executors import Execution
-from ..models.registry import build_backbone, tokenizer_of
+from ..models.registry import fetch_weights, tokenizer_of
 from ..runs.costs import exit_costs
 from ..runs.durations import describe
 from ..runs.params import Cell, load_fallback, load_grid, load_spec
@@ -58,25 +58,26 @@ def run_cells(
 ) -> pd.DataFrame:
     """Say what the grid costs, run what is missing (if ``run_missing``), and return :func:`collect`'s frame.
 
-    Data and weights of all missing runs are fetched first: ``ConnectionError`` with one sentence before any compute.
+    Weights and data of all missing runs are fetched first: ``ConnectionError`` with one sentence before any compute.
     """
     experiments = [c.experiment for c in cells]
     found = {e: r for e in experiments if (r := find_run(e, folder)) is not None}
     missing = [e for e in experiments if e not in found]
+    if run_missing:
+        fetch(missing)
     say(describe(experiments, missing, stored_pace(found.values(), execution), execution))
     if run_missing and missing:
-        fetch(missing)
         run_all(experiments, execution, folder)
     return collect(cells, folder)
 
 
 def fetch(experiments: Sequence[Experiment]) -> None:
-    """Bring every data set and backbone of ``experiments`` onto this machine, or say in one sentence what is not."""
+    """Bring every backbone and data set of ``experiments`` onto this machine, or say in one sentence what is not."""
+    for name in dict.fromkeys(e.backbone for e in experiments if e.pretrained):
+        fetch_weights(name)
     for name, tokenizer in dict.fromkeys((e.dataset, tokenizer_of(e.backbone)) for e in experiments):
         if not is_available(name, tokenizer):
             load_dataset(name, tokenizer=tokenizer)
-    for name in dict.fromkeys(e.backbone for e in experiments if e.pretrained):
-        build_backbone(name)
 
 
 def collect(cells: Sequence[Cell], folder: Path | None = None) -> pd.DataFrame:

@@ -4,9 +4,10 @@ from collections.abc import Sequence
 
 from ..core.experiment import Experiment
 from ..engine.executors import Execution
-from .costs import timed_macs_per_second
-from .prices import TERA_MACS_PER_SECOND, gpu_hours, num_classes, training_macs
+from .costs import product_macs_per_second, timed_macs_per_second
+from .prices import TERA_MACS_PER_SECOND, gpu_hours, num_classes, num_parameters, training_macs
 
+LARGE = 300_000_000  # parameters
 ALIKE = ("finetune", "method", "dataset", "augment", "num_exits", "precision", "evaluate_every")  # by importance
 
 
@@ -65,9 +66,16 @@ def each_seconds(missing: Sequence[Experiment], pace: Pace, execution: Execution
     for e in missing:
         seconds = pace.seconds_a_round(e)
         if seconds is None and (kind := (e.backbone, e.finetune)) not in rates:
-            rates[kind] = workers * timed_macs_per_second(e, num_classes(e), execution.home)
+            rates[kind] = workers * macs_per_second(e, execution.home)
         out.append(training_macs(e) / rates[kind] if seconds is None else e.rounds * seconds)
     return out
+
+
+def macs_per_second(e: Experiment, device: str) -> float:
+    """In training, on one thread or GPU: timed, or of a model that would take minutes to build, as matrix products."""
+    if num_parameters(e) > LARGE:
+        return product_macs_per_second(device)
+    return timed_macs_per_second(e, num_classes(e), device)
 
 
 def describe(

@@ -61,6 +61,11 @@ def _words(e: Experiment) -> str | None:
     return own if has_words(own) else None
 
 
+def num_parameters(e: Experiment) -> int:
+    """Parameters of the whole model."""
+    return sum(p.numel() for p in _shapes(_shape_of(e), num_classes(e)).model.parameters())
+
+
 def training_macs(e: Experiment) -> float:
     """3 x rounds x clients x local epochs x examples x MACs, the MACs being the mean over the eligible budgets.
 
