@@ -5,7 +5,15 @@ import torch
 import torch.nn.functional as F
 
 from fedlib.layers import conv
-from fedlib.layers.conv import Conv2d, average_pool, init_kaiming_, max_pool, sample_and_pad, side_by_side
+from fedlib.layers.conv import (
+    Conv2d,
+    average_pool,
+    init_kaiming_,
+    init_uniform_,
+    max_pool,
+    sample_and_pad,
+    side_by_side,
+)
 from fedlib.layers.linear import Linear
 from fedlib.layers.norms import BatchNorm2d
 
@@ -125,3 +133,23 @@ def test_initialisation_is_a_function_of_its_generator():
     assert net[0].weight.std().item() == pytest.approx((2 / (64 * 9)) ** 0.5, rel=0.02)
     assert net[2].weight.abs().max().item() == pytest.approx(0.1, rel=0.01)  # U(-1/10, 1/10)
     assert net[1].weight.eq(1).all() and not any(m.bias.any() for m in net)
+
+
+def test_what_answers_classes_is_drawn_as_a_classifier_whatever_layer_it_is():
+    """A convolution of all of a 4x4 map of 16 channels reads d = 256 numbers: U(-1/16, 1/16), SD 1/16/sqrt(3)."""
+    head = Conv2d(16, 100, 4, bias=True, axes=("classes", "a"))
+    init_kaiming_(head, torch.Generator().manual_seed(3))
+    assert head.weight.std().item() == pytest.approx(1 / 16 / 3**0.5, rel=0.02)
+    assert head.weight.abs().max().item() <= 1 / 16 and not head.bias.any()
+
+
+def test_the_uniform_initialisation_is_pytorchs_default():
+    """Bounds 1/sqrt(fan-in) of weights and biases alike, those of torch's own layers; norms are (1, 0)."""
+    ours = torch.nn.Sequential(Conv2d(64, 512, 3, bias=True), BatchNorm2d(512, "a"), Linear(100, 500))
+    init_uniform_(ours, torch.Generator().manual_seed(3))
+    torch.manual_seed(3)
+    for mine, theirs in ((ours[0], torch.nn.Conv2d(64, 512, 3)), (ours[2], torch.nn.Linear(100, 500))):
+        for p, q in ((mine.weight, theirs.weight), (mine.bias, theirs.bias)):
+            assert p.std().item() == pytest.approx(q.std().item(), rel=0.1)
+            assert p.abs().max().item() == pytest.approx(q.abs().max().item(), rel=0.02)
+    assert ours[1].weight.eq(1).all() and not ours[1].bias.any()

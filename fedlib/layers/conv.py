@@ -132,15 +132,37 @@ def sample_and_pad(x: torch.Tensor, shape: tuple[int, int, int]) -> torch.Tensor
 def init_kaiming_(module: nn.Module, generator: torch.Generator) -> None:
     """He initialisation for ReLU, in place: convolutions N(0, 2 / fan-in), norms (1, 0).
 
-    A ``Linear`` of classes gets U(-1/sqrt(d), 1/sqrt(d)); all biases are zero.
+    What answers classes, a ``Linear`` or a convolution of a whole map, gets U(-1/sqrt(d), 1/sqrt(d)) of d inputs; all
+    biases are zero.
     """
     for m in module.modules():
-        if isinstance(m, nn.Conv2d):
-            nn.init.kaiming_normal_(m.weight, nonlinearity="relu", generator=generator)
-        elif isinstance(m, Linear):
-            bound = m.weight.shape[-1] ** -0.5
-            nn.init.uniform_(m.weight, -bound, bound, generator=generator)
+        if isinstance(m, (nn.Conv2d, Linear)):
+            if isinstance(m, Linear) or m.axes["weight"][0] == "classes":
+                _uniform_(m.weight, m, generator)
+            else:
+                nn.init.kaiming_normal_(m.weight, nonlinearity="relu", generator=generator)
         elif isinstance(weight := getattr(m, "weight", None), nn.Parameter):
             nn.init.ones_(weight)
         if isinstance(bias := getattr(m, "bias", None), nn.Parameter):
             nn.init.zeros_(bias)
+
+
+def init_uniform_(module: nn.Module, generator: torch.Generator) -> None:
+    """PyTorch's default initialisation, in place: norms (1, 0), all other weights and biases U(-1/sqrt(d), 1/sqrt(d)).
+
+    d is the fan-in. A convolution's weights have 1/6 of He's variance.
+    """
+    for m in module.modules():
+        if isinstance(weight := getattr(m, "weight", None), nn.Parameter):
+            weighs, bias = isinstance(m, (nn.Conv2d, nn.Linear)), getattr(m, "bias", None)
+            _uniform_(weight, m, generator) if weighs else nn.init.ones_(weight)
+            if bias is not None:
+                _uniform_(bias, m, generator) if weighs else nn.init.zeros_(bias)
+
+
+def _uniform_(p: torch.Tensor, layer: nn.Module, generator: torch.Generator) -> None:
+    bound = layer.weight[0].numel() ** -0.5
+    nn.init.uniform_(p, -bound, bound, generator=generator)
+
+
+INITIALISATIONS = {"he": init_kaiming_, "uniform": init_uniform_}  # of convnets

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..layers.context import Scaler
-from ..layers.conv import Conv2d, average_pool, init_kaiming_
+from ..layers.conv import INITIALISATIONS, Conv2d, average_pool
 from ..layers.dropout import Dropout
 from ..layers.linear import Linear
 from ..layers.norms import BatchNorm2d
@@ -164,7 +164,7 @@ class PooledClassifiers(nn.Module):
         for kind in (early, final):
             if kind not in KINDS:
                 raise ValueError(f"exit head {kind!r} is unknown; allowed: {', '.join(KINDS)}")
-        self.exit_units = tuple(exit_units)
+        self.exit_units, self.init = tuple(exit_units), spec.init
         kinds = [final if unit == spec.depth - 1 else early for unit in self.exit_units]
         self.exits = nn.ModuleList(
             KINDS[kind](spec.stream(unit), spec.feature(unit), num_classes, **spec.exit_options(kind, unit))
@@ -172,8 +172,8 @@ class PooledClassifiers(nn.Module):
         )
 
     def init_(self, generator: torch.Generator) -> "PooledClassifiers":
-        """He initialisation, in place."""
-        init_kaiming_(self, generator)
+        """As the backbone's spec says, in place."""
+        INITIALISATIONS[self.init](self, generator)
         return self
 
     def reads(self, unit: int) -> bool:

@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from ..layers.conv import init_kaiming_, sample_and_pad
+from ..layers.conv import INITIALISATIONS, sample_and_pad
 from .backbone import Backbone
 
 
@@ -18,6 +18,7 @@ class MapSpec:
     size: int = 32
     channels: int = 3
     exit_head: str | None = None  # the kind of exits before the last, where an experiment names one
+    init: str = "he"  # how it and its exits are drawn: a name of ``layers.conv.INITIALISATIONS``
     reads: ClassVar[str] = "images"
     own_modes: ClassVar[tuple[str, ...]] = ("full",)
     early_exit: ClassVar[str] = "convolutions"  # the kind of ScaleFL's exits before the last
@@ -90,8 +91,8 @@ class MapBackbone(Backbone):
     blocks: nn.ModuleList
 
     def init_(self, generator: torch.Generator) -> "MapBackbone":
-        """He initialisation, in place."""
-        init_kaiming_(self, generator)
+        """As the spec says, in place."""
+        INITIALISATIONS[self.spec.init](self, generator)
         return self
 
     def advance(self, z: torch.Tensor, unit: int, on: int) -> tuple[torch.Tensor, torch.Tensor]:
