@@ -66,15 +66,35 @@ def test_cosines_that_are_clipped_at_zero_tie_and_the_plain_ones_decide():
     assert students(cosine, **one).tolist() == [[0, 1], [1, 1], [1, 1]]  # client 0 is the least alike
     assert most_alike(cosine.clamp(max=0), 2) == [0, 1]  # without the cosine the first stay
     # min(0, cos): 1 and 2 repel each other by 0.9, 0 is fine with both, so one of these is dropped: 2 by its cosines;
-    # cos - 1 sums -0.3 - 1.2, -0.3 - 1.9, -1.2 - 1.9: 2 as well
+    # the plain cosine sums 0.5, -0.2, -1.1: 2 as well
     cosine = torch.tensor([[1, 0.7, -0.2], [0.7, 1, -0.9], [-0.2, -0.9, 1]])
     assert students(cosine, **one)[:, 0].tolist() == [1, 1, 0]
-    # min(0, cos) sums -0.1, -0.2, -0.1 (of the three others), so 1 goes; cos - 1 sums -1.6, -1.2, -2.0: 2 goes
+    # min(0, cos) sums -0.1, -0.2, -0.1 (of the three others), so 1 goes; cosines sum 0.4, 0.8, 0.2: 2 goes
     cosine = torch.tensor([[1, 0.5, -0.1], [0.5, 1.0, 0.3], [-0.1, 0.3, 1]])
     assert students(cosine, **one)[:, 0].tolist() == [1, 1, 0]  # 0 and 2 tie at -0.1; 2 has the lower cosines
-    assert students(cosine, **one, similarity="shifted")[:, 0].tolist() == [1, 1, 0]
+    assert students(cosine, **one, similarity="cosine")[:, 0].tolist() == [1, 1, 0]
     cosine = torch.tensor([[1, -0.05, -0.05], [-0.05, 1, 0.0], [-0.05, 0.0, 1]])
     assert students(cosine, **one)[:, 0].tolist() == [0, 1, 1]
+
+
+def test_two_clients_always_tie_and_the_later_one_goes():
+    """With two left both sums are the one number between them, however it was added up: 0.1 + 0.2 - 0.3 is no tie-break."""
+    for seed in range(200):
+        x = torch.randn(5, 7, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        x /= x.norm(dim=1, keepdim=True)
+        for cosine in (x @ x.T, (x @ x.T).clamp(max=0)):
+            pair = most_alike(cosine, 2)
+            assert most_alike(cosine, 1) == pair[:1], seed
+
+
+def test_clients_without_an_exit_count_as_zero_and_need_no_room():
+    """100,000 clients of whom three were seen: sums -0.5, -0.1, -0.8, of all others 0; then 0.1, 0.1 and 0 without the third."""
+    cosine = torch.tensor([[1, 0.1, -0.6], [0.1, 1, -0.2], [-0.6, -0.2, 1]])
+    whole = torch.zeros(6, 6)
+    whole[[[1], [2], [5]], [1, 2, 5]] = cosine
+    for keep in range(6):
+        assert most_alike(cosine, keep, places=[1, 2, 5], clients=6) == most_alike(whole, keep)
+    assert most_alike(cosine, 99_998, places=[1, 2, 5], clients=100_000) == [i for i in range(99_999) if i != 5]
 
 
 def test_students_start_shallow_and_algorithm_2_as_printed_drops_one_more():
@@ -133,7 +153,7 @@ def test_cosines_of_changes_and_mixtures_by_hand():
 # --- the loss and the round --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [{}, {"kd_scaling": "plain"}, {"distill_last": False}, {"temperature": 2.0, "kd_weight": 0.3}])  # fmt: skip
+@pytest.mark.parametrize("options", [{}, {"kd_scaling": "plain"}, {"distill_last": True}, {"temperature": 2.0, "kd_weight": 0.3}])  # fmt: skip
 def test_the_loss_by_hand(options):
     """Eq. 5: sum over the students of 1/m [CE + lambda KL(teacher || exit)]; Eq. 11 does not divide the KL by m."""
     generator = torch.Generator().manual_seed(0)
@@ -146,12 +166,12 @@ def test_the_loss_by_hand(options):
     tau, lam = options.get("temperature", 1.0), options.get("kd_weight", 1.0)
     for k, n, taught in ((0, 4, (0, 2)), (1, 2, (1, 2))):
         ce = sum(F.cross_entropy(out[j, k, :n], labels[k, :n]) for j in taught) / 3
-        kls = [kl(teacher[2, k, :n] / tau, out[j, k, :n] / tau) * tau**2 for j in taught if j != 2 or options.get("distill_last") is not False]  # fmt: skip
+        kls = [kl(teacher[2, k, :n] / tau, out[j, k, :n] / tau) * tau**2 for j in taught if j != 2 or options.get("distill_last")]  # fmt: skip
         kd = lam * sum(kls) / (1 if "kd_scaling" in options else 3)
         torch.testing.assert_close(found[k], ce + kd)
 
 
-@pytest.mark.parametrize("options", [{}, {"compare": "weights", "kd_scaling": "plain"}, {"progressive": False}, {"choose_among": "all", "mu": 0.1}])  # fmt: skip
+@pytest.mark.parametrize("options", [{}, {"compare": "weights", "kd_scaling": "plain"}, {"progressive": False}, {"choose_among": "all", "mu": 0.1}, {"distill_last": True}])  # fmt: skip
 def test_rounds_by_a_plain_loop(options):
     w = World("cafedistill", options=options, rounds=4)
     lam, mu, m = 1.0, options.get("mu", 0.6), 2
@@ -177,6 +197,7 @@ def test_rounds_by_a_plain_loop(options):
                 total = 0
                 for j in (0, 1):
                     scale = 1 / m if options.get("kd_scaling") != "plain" else 1
+                    scale = scale if j == 0 or options.get("distill_last") else 0
                     total = total + taught[j] * (F.cross_entropy(out[j], y) / m + scale * lam * kl(target, out[j]))
                 return total
 

@@ -19,6 +19,7 @@ from plain_personal import (
 )
 
 from fedlib import Execution, build_federation, run, run_rounds
+from fedlib.engine.serving import client_outputs
 from fedlib.engine.traffic import round_traffic
 from fedlib.methods import METHODS, build_method
 
@@ -158,6 +159,24 @@ def test_fedbabu():
         tuned = w.train(phi, k, 2, epochs=3)
         accuracies.append(answered(w, k, exits(tuned, features(tuned, test_images(w, k)))))
     np.testing.assert_allclose(done.metrics["personal"]["exits"], np.mean(accuracies, 0), atol=0.01)
+
+
+def test_a_client_of_ditto_starts_at_the_initial_model_however_late_it_comes():
+    """One client of three in a round: another comes in round 2, when the global model has moved; the third never."""
+    for start in ("initial", "global"):
+        w = World("ditto", options={"mu": 0.4, "start": start}, clients_per_round=1, rounds=2, seed=3)
+        (first,), (late,) = (w.f.sample_clients(t) for t in (1, 2))
+        assert first.id != late.id
+        moved = w.train(w.initial, first.id, 1)
+        begin, memories = w.initial if start == "initial" else moved, {}
+        server = [done.server for done in run_rounds(w.f, ONE, memories=memories)][-1]
+        loss = lambda q, x, y, p=moved: mean_ce(q, x, y) + 0.2 * (flat(q) - flat(p)).square().sum()  # noqa: E731
+        own = w.train(begin, late.id, 2, loss)
+        close(memories[late.id], {f"own/{n}": x for n, x in own.items()})
+        never = ({0, 1, 2} - {first.id, late.id}).pop()
+        (_, out, *_) = next(client_outputs(w.f, server, memories, [never]))
+        answers = w.initial if start == "initial" else server.params
+        close({"out": out[:, 0]}, {"out": exits(answers, features(answers, test_images(w, never)))})
 
 
 def test_ditto():
@@ -304,8 +323,11 @@ def test_fedrod_distils_where_a_client_lacks_classes():
     close(done.server.params, w.mean(list(own.values()), lambda n: not n.startswith("head.personal")))
 
 
-def test_fedpac():
-    w = World("fedpac", options={"prototype_weight": 2.0, "head_lr": 0.05})
+@pytest.mark.parametrize("head_lr", [None, 0.03])
+def test_fedpac(head_lr):
+    """The rate of round 2 is a tenth of round 1's: exits follow it, unless they have one of their own."""
+    options = {"prototype_weight": 2.0} | ({"head_lr": head_lr} if head_lr else {})
+    w = World("fedpac", options=options, schedule="exponential", decay=0.1)
     phi, mixed, known = w.initial, [w.initial] * 3, None
     for t in (1, 2):
         sent = []
@@ -320,8 +342,10 @@ def test_fedpac():
                 ce = sum(F.cross_entropy(out, y) for out in exits(p, seen)) / 2
                 return ce + 2.0 * F.mse_loss(seen[1].flatten(1), goal[y])
 
-            p = w.train(p, k, t, which=is_exit, epochs=1, lr=0.05)
-            p = w.train(p, k, t, aligned, lambda n: not is_exit(n))
+            lr = 0.1 * 0.1 ** (t - 1)
+            p = w.train(p, k, t, which=is_exit, epochs=1, lr=head_lr or lr)
+            drawn = mean_ce if known is None else aligned  # in round 1 there is nothing to draw features to
+            p = w.train(p, k, t, drawn, lambda n: not is_exit(n), lr=lr)
             h = mean * (counts / counts.sum())[:, None]
             sent.append((p, v, h, counts, statistics(w, p, k)[0]))
         models, counts = [s[0] for s in sent], torch.stack([s[3] for s in sent])

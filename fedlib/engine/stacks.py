@@ -35,13 +35,14 @@ class Stack:
 
         ``merge``: what all of them share is not stacked, so that layers run it once on all examples.
         """
-        out = {}
+        out, initial = {}, self.federation.server.params
         for name, rows in self.rows.items():
-            info, cut = self.infos[name], {}  # members of one source and cut share one
+            info, cut, tensors = self.infos[name], {}, []  # members of one source and cut share one
             for i in rows:
-                if (key := (self.slices[i].source(name), self._cut[i])) not in cut:
-                    cut[key] = take(params[key[0]], info, self.slices[i])
-            tensors = [cut[self.slices[i].source(name), self._cut[i]] for i in rows]
+                fresh = own and self.members[i].fresh
+                if (key := (self.slices[i].source(name), self._cut[i], fresh)) not in cut:
+                    cut[key] = take((initial if fresh else params)[key[0]], info, self.slices[i])
+                tensors.append(cut[key])
             if own:
                 tensors = [self._own(i, name, served) for i, served in zip(rows, tensors, strict=True)]
             first = tensors[0]

@@ -4,8 +4,6 @@ from collections.abc import Sequence
 
 import torch
 
-from .jobs import Tensors
-from .mixtures import Models, cosines
 from .simplex import project_to_simplex
 
 
@@ -19,47 +17,47 @@ def student_counts(t: int, rounds: int, exits: int, clients: int) -> tuple[int, 
     return depth, (2 * share * clients + rounds) // (2 * rounds) - clients * depth
 
 
-def most_alike(similarities: torch.Tensor, keep: int, ties: torch.Tensor | None = None) -> list[int]:
+def most_alike(
+    similarities: torch.Tensor, keep: int, ties: torch.Tensor | None = None, places: Sequence[int] | None = None,
+    clients: int | None = None,
+) -> list[int]:  # fmt: skip
     """Indices of ``keep`` of n clients: again and again whoever is least similar to the rest is dropped (Eq. 6).
 
-    ``similarities`` (n, n), those with oneself not counted; of equals, the one with the lower sum of ``ties``, then the
-    later one.
+    ``similarities`` (k, k), those with oneself not counted, are of the clients ``places`` (None: of all n), all others
+    are 0. Sums count to nine digits; of equals, the one with the lower sum of ``ties`` goes, then the later one.
     """
-    left = list(range(len(similarities)))
-    alike = (similarities, similarities if ties is None else ties)
-
-    def score(k: int) -> tuple[float, float, int]:
-        return (*(float(s[k, left].sum() - s[k, k]) for s in alike), -k)
-
+    n, places = clients or len(similarities), list(range(len(similarities)) if places is None else places)
+    alike = torch.stack((similarities, similarities if ties is None else ties)).double()  # (2, k, k)
+    sums = torch.zeros(2, n, dtype=torch.float64)
+    sums[:, places] = alike.sum(2) - alike.diagonal(dim1=1, dim2=2)
+    row, left = {i: k for k, i in enumerate(places)}, list(range(n))
     while len(left) > keep:
-        left.remove(min(left, key=score))
+        scores = sums.round(decimals=9).T.tolist()
+        dropped = min(left, key=lambda i, scores=scores: (*scores[i], -i))
+        left.remove(dropped)
+        if dropped in row:
+            sums[:, places] -= alike[:, :, row[dropped]]
     return left
 
 
-def among_themselves(models: Models, ids: Sequence[int], origin: Tensors | None) -> torch.Tensor:
-    """Cosines (n, n) between the models of clients ``ids``, 0 where a client has none. All of them are in memory."""
-    known = {i: models[i] for i in ids if i in models}
-    out = torch.zeros(len(ids), len(ids), dtype=torch.float64)
-    out[:, [ids.index(i) for i in sorted(known)]] = cosines(known, ids, origin)
-    return out
-
-
 def students(
-    cosine: torch.Tensor, t: int, rounds: int, exits: int, similarity: str = "clipped", drop_one_more: bool = False
-) -> torch.Tensor:
-    """S_i of n clients at round t as (n, exits) of zeros and ones; ``cosine`` (n, n) compares their last exits.
+    cosine: torch.Tensor, t: int, rounds: int, exits: int, similarity: str = "clipped", drop_one_more: bool = False,
+    places: Sequence[int] | None = None, clients: int | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """S_i of n clients at round t as (n, exits) of zeros and ones; ``cosine`` (k, k) compares the last exits.
 
-    ``similarity``: ``clipped`` is min(0, cos), the plain cosine breaking its many ties; ``shifted`` is cos - 1.
+    It is that of the clients ``places`` of all n ``clients`` (None: of all); with the others it is 0.
+    ``similarity``: ``clipped`` is min(0, cos), the plain cosine breaking its many ties; ``cosine`` is the plain one.
     ``drop_one_more``: Algorithm 2's loop as printed, which drops until fewer than q are left.
     """
-    n = len(cosine)
+    n = clients or len(cosine)
     depth, rest = student_counts(t, rounds, exits, n)
     out = torch.zeros(n, exits)
     out[:, :depth], out[:, -1] = 1, 1
     keep = max(rest - 1, 0) if drop_one_more and rest else rest
     if keep:
-        alike = cosine.clamp(max=0) if similarity == "clipped" else cosine - 1
-        out[most_alike(alike, keep, cosine), depth] = 1
+        alike = cosine.clamp(max=0) if similarity == "clipped" else cosine
+        out[most_alike(alike, keep, cosine, places, n), depth] = 1
     return out
 
 

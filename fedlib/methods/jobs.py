@@ -112,6 +112,7 @@ class Member:
     keeps: Literal["personal", "all"] = "personal"  # all: the whole model lives at the client
     payload: Mapping[str, Tensors] = field(default_factory=dict)
     trains: bool = True  # False: a teacher, run without gradients
+    fresh: bool = False  # what its client has kept nothing of starts as initially, not as served
 
 
 @dataclass(frozen=True)

@@ -18,25 +18,21 @@ def cosines(models: Models, of: Sequence[int], origin: Tensors | None = None) ->
 
     A model that did not change, and one of ``of`` that is not among ``models``, has cosine 0 with all.
     """
-    held = {i: changes(models[i], origin) for i in of if i in models}
-    norms = torch.tensor([_norm(held[i]) if i in held else 0.0 for i in of], dtype=torch.float64)
-    columns = []
-    for j in sorted(models):
-        other = changes(models[j], origin)
-        dots = [sum(float(x @ y) for x, y in zip(held[i], other, strict=True)) if i in held else 0.0 for i in of]
-        scale = norms * _norm(other)
-        dots = torch.tensor(dots, dtype=torch.float64)
-        columns.append(torch.where(scale > 0, dots / scale, 0.0).clamp(-1, 1))
-    return torch.stack(columns, 1) if columns else torch.zeros(len(of), 0, dtype=torch.float64)
+    held = [direction(models[i], origin) if i in models else None for i in of]
+    known = [row for row, x in enumerate(held) if x is not None]
+    out = torch.zeros(len(of), len(models), dtype=torch.float64)
+    if known:
+        together = torch.stack([held[row] for row in known])  # (known, numbers)
+        for column, j in enumerate(sorted(models)):
+            out[known, column] = (together @ direction(models[j], origin)).clamp(-1, 1).cpu()
+    return out
 
 
-def changes(model: Tensors, origin: Tensors | None = None) -> list[torch.Tensor]:
-    """Every tensor less its ``origin``, flat, in float64, by name."""
-    return [(model[n] if origin is None else model[n] - origin[n]).double().flatten() for n in sorted(model)]
-
-
-def _norm(tensors: Sequence[torch.Tensor]) -> float:
-    return sum(float(x @ x) for x in tensors) ** 0.5
+def direction(model: Tensors, origin: Tensors | None = None) -> torch.Tensor:
+    """All tensors less their ``origin``, by name, as one float64 vector of length 1; 0 if none moved, or overflowed."""
+    x = torch.cat([(model[n] if origin is None else model[n] - origin[n]).double().flatten() for n in sorted(model)])
+    norm = x.norm()
+    return x / norm if 0 < norm < torch.inf else torch.zeros_like(x)
 
 
 def mixtures(models: Models, shares: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -12,10 +12,11 @@ There is no release. What the paper leaves open, the default first:
 - ``kd_scaling``: 1/m on the KL term too (Eq. 5), or not (``plain``, Eq. 11).
 - ``choose_among``: students are chosen among the sampled (Algorithm 2), or among all clients (Section 4.2).
 - ``drop_one_more``: Algorithm 2's ">=" drops one student more than R(t) asks for; its undefined E is taken as Q.
-- ``similarity``: min(0, cos) ties wherever cosines are positive, and the plain one decides; or ``shifted``, cos - 1.
+- ``similarity``: min(0, cos) ties wherever cosines are positive, so the plain one decides; or ``cosine``, it.
 - ``compare``: the "gradient-based proxy" is how far a last exit has moved from the initial one, or its ``weights``, as
   Eq. 8 writes. What has not moved (all exits in round 1) has cosine 0 with every exit, so all teach it alike.
-- ``distill_last``: m is in S_i, so the last exit is distilled from its own start too; or the shallow ones alone.
+- ``distill_last``: "the remaining (m-1)n exits" are the students (Section 4.1), so only the shallow ones are distilled;
+  or, as Eqs. 5 and 11 read literally (m is in S_i), the last exit too, from its own start: a brake as strong as its loss.
 - ``temperature`` is not stated: 1. ``mu`` is 0.6 (Appendix D); Figure 9 finds 0.6 to 0.8 best.
 - Exits: pooling, linear; all but the last may be ``exit_head="towers"``. Proposition 1 holds before the softmax only.
 - Batch norm: ``tracked``, averaged like weights; the teacher answers as if served, by the statistics received.
@@ -32,7 +33,7 @@ from ...core.clients import Client
 from ...core.slices import NOTHING, ParamInfo, Slice
 from ...core.validation import AtLeast, Positive, When
 from ..base import Method
-from ..coordination import among_themselves, students, teacher_shares
+from ..coordination import students, teacher_shares
 from ..jobs import Arrived, Member, Round, Server, Serving, Setting, Tensors
 from ..losses import Batch, cross_entropies
 from ..mixtures import cosines, mixtures, part_of, row, under
@@ -44,17 +45,18 @@ STEPWISE = When(progressive=True)
 class CAFEDistill(Method):
     """Conflict-aware federated exit distillation."""
 
+    version: ClassVar[int] = 2  # 1 told equal clients apart by rounding
     needs_extras: ClassVar[bool] = True
 
     kd_weight: Annotated[float, AtLeast(0)] = 1.0  # lambda, Eq. 5
     mu: Positive = 0.6  # Eq. 7: large is uniform, small is oneself
     temperature: Positive = 1.0
     kd_scaling: Literal["exits", "plain"] = "exits"
-    distill_last: bool = True
+    distill_last: bool = False
     compare: Literal["change", "weights"] = "change"
     progressive: bool = True
     choose_among: Annotated[Literal["sampled", "all"], STEPWISE] = "sampled"
-    similarity: Annotated[Literal["clipped", "shifted"], STEPWISE] = "clipped"
+    similarity: Annotated[Literal["clipped", "cosine"], STEPWISE] = "clipped"
     drop_one_more: Annotated[bool, STEPWISE] = False
 
     def personal(self, info: ParamInfo) -> bool:
@@ -74,10 +76,11 @@ class CAFEDistill(Method):
         teacher = {n: mixed.get(n, 0) + rest.get(n, 0) for n in initial}
         chosen = torch.ones(len(ids), r.setting.num_exits)
         if self.progressive:
-            among = ids if self.choose_among == "sampled" else list(range(r.setting.num_clients))
-            known = among_themselves(server.mirrors, among, origin)
-            every = students(known, r.t, r.rounds, r.setting.num_exits, self.similarity, self.drop_one_more)
-            chosen = every[[among.index(i) for i in ids]]
+            among = ids if self.choose_among == "sampled" else range(r.setting.num_clients)
+            known = {i: server.mirrors[i] for i in among if i in server.mirrors}
+            places, alike = [k for k, i in enumerate(among) if i in known], cosines(known, list(known), origin)
+            rule = r.t, r.rounds, r.setting.num_exits, self.similarity, self.drop_one_more
+            chosen = students(alike, *rule, places, len(among))[[among.index(i) for i in ids]]
         return {"students": chosen, "shares": shares, "seen": torch.tensor(seen), **under("teacher", teacher)}
 
     def members(self, client: Client, server: Server, r: Round) -> list[Member]:

@@ -4,13 +4,15 @@ Client: receives the global model w and trains it as in FedAvg; trains its own m
 loss + mu/2 |v - w|^2, w as received; sends the trained w alone. Server: the mean, by examples. A client answers with v.
 Read next: ``fedamp.py``.
 
-Deviations: v starts as the global model of the client's first participation (the paper starts all at the initial one),
-so a client that was never sampled answers with the global model. Both models see the same batches. CAFEDistill does not
-say its mu.
+v starts at the initial model, as the paper's box has it, which is what a client that was never sampled answers with; or
+(``start="global"``) at the global model of the client's first participation, as some public code does, whose clients
+then answer with the global model before it.
+
+Deviations: both models see the same batches. CAFEDistill does not say its mu.
 """
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 from ...core.clients import Client
 from ...core.slices import NOTHING
@@ -24,13 +26,16 @@ from ..options import JointExits
 class Ditto(JointExits, Method):
     """Two models a client."""
 
+    version: ClassVar[int] = 2  # 1 had no ``start``, and started at the global model
     remembers: ClassVar[bool] = True  # its clients' own models
 
     mu: Annotated[float, AtLeast(0)] = 0.5  # the paper's lambda
+    start: Literal["initial", "global"] = "initial"  # where v starts
 
     def members(self, client: Client, server: Server, r: Round) -> list[Member]:
         part = r.setting.full()
-        return [Member(client, part), Member(client, part, name="own", keeps="all", upload=NOTHING)]
+        own = Member(client, part, name="own", keeps="all", upload=NOTHING, fresh=self.start == "initial")
+        return [Member(client, part), own]
 
     def local_update(self, cohort) -> None:
         received, own = cohort.received, cohort.rows_named("own")

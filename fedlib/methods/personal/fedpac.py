@@ -1,17 +1,18 @@
 """FedPAC (Xu et al., ICLR 2023): features are aligned by class, classifiers mixed where that lowers the risk.
 
 Client: receives backbone, its mixed exits and every class's global prototype; (1) with the backbone as received, takes
-h_c = p(c) * mean feature of class c, and V = (sum_c p(c) E|f|^2 - sum_c |h_c|^2)/n; (2) trains its exits for an epoch
-at ``head_lr``; (3) trains the backbone on the loss + lambda * mean squared distance between a feature and its class's
-prototype (its own, where there is no global one); (4) sends backbone, exits, new prototypes, V and h. Server: the mean
-of the backbones; prototypes by class counts; the exits of client i are sum_j a_j exits_j over the sampled, a minimising
-a.(diag(V) + D_i) a on the simplex, D_i[j, k] = sum_c <h_ic - h_jc, h_ic - h_kc>. A client answers with the backbone and
-its mixed exits.
+h_c = p(c) * mean feature of class c, and V = (sum_c p(c) E|f|^2 - sum_c |h_c|^2)/n; (2) trains its exits for an epoch;
+(3) trains the backbone on the loss + lambda * mean squared distance between a feature and its class's prototype (its
+own, of a class without a global one; in round 1 there are none, and no such term); (4) sends backbone, exits, new
+prototypes, V and h. Server: the mean of the backbones; prototypes by class counts; the exits of client i are sum_j a_j
+exits_j over the sampled, a minimising a.(diag(V) + D_i) a on the simplex, D_i[j, k] = sum_c <h_ic - h_jc, h_ic - h_kc>.
+A client answers with the backbone and its mixed exits.
 Read next: ``methods/simplex.py``, ``cafedistill.py``.
 
 Deviations: statistics are those of what the last exit sees (maps are averaged over pixels, unless that exit reads all
 of them), and one a mixes all exits. Weights a below 0.001 are dropped and the rest scaled up, as released. Prototypes
-of classes that no sampled client has stay as they were. Client i's mixed exits are kept by the server.
+of classes that no sampled client has stay as they were. The release's exits have a rate of 0.1 (``head_lr``) beside a
+backbone's that never decays; here they follow the round's. Client i's mixed exits are kept by the server.
 """
 
 from dataclasses import dataclass, replace
@@ -36,12 +37,13 @@ from ..simplex import smallest_mixture
 class FedPAC(JointExits, Method):
     """Feature alignment and classifier collaboration."""
 
+    version: ClassVar[int] = 2  # 1 drew features to the client's own prototypes in round 1
     needs_extras: ClassVar[bool] = True
     needs_classes: ClassVar[str] = "its feature alignment"
 
     prototype_weight: Annotated[float, AtLeast(0)] = 1.0  # lambda
     head_epochs: Count = 1
-    head_lr: Positive | None = 0.1  # None: the round's
+    head_lr: Positive | None = None  # None: the round's; else one for all rounds
 
     def personal(self, info: ParamInfo) -> bool:
         return info.exit is not None
@@ -54,17 +56,16 @@ class FedPAC(JointExits, Method):
         spec, counts = cohort.setting.spec, cohort.stack.label_counts().float()  # (M, C)
         own, variance = class_statistics(cohort, counts)
         known = cohort.payload("global")
-        target = own if not known else torch.where(known["known"][..., None], known["mean"], own)  # (M, C, d)
+        target = torch.where(known["known"][..., None], known["mean"], own) if known else own  # (M, C, d)
 
         def aligned(batch: Batch) -> torch.Tensor:
             f = vectors(spec, batch.features[len(batch.outputs) - 1])  # (M, B, d)
             goal = target.gather(1, batch.labels[..., None].expand_as(f))
-            return self.local_loss(batch) + self.prototype_weight * ((f - goal).square().mean(-1) * batch.weights).sum(
-                1
-            )
+            distance = ((f - goal).square().mean(-1) * batch.weights).sum(1)
+            return self.local_loss(batch) + self.prototype_weight * distance
 
         cohort.train(self.local_loss, Stage(lambda i: i.exit is not None, self.head_epochs, lr=self.head_lr))
-        cohort.train(aligned, Stage(lambda i: i.exit is None))
+        cohort.train(aligned if known else self.local_loss, Stage(lambda i: i.exit is None))
         new, _ = class_statistics(cohort, counts)
         share = (counts / counts.sum(1, keepdim=True))[..., None]
         statistics = {"V": variance, "h": share * own, "counts": counts, "prototypes": new}

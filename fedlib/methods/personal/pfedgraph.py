@@ -23,7 +23,7 @@ from ...core.validation import AtLeast, Positive
 from ..base import Method
 from ..jobs import Arrived, Member, Round, Server
 from ..losses import Batch
-from ..mixtures import changes, cosines, mixtures, part_of, row, under
+from ..mixtures import cosines, mixtures, part_of, row, under
 from ..options import JointExits
 from ..simplex import project_to_simplex
 
@@ -69,5 +69,5 @@ class PFedGraph(JointExits, Method):
 
 def unit(model: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The model over its norm."""
-    norm = sum(float(x @ x) for x in changes(model)) ** 0.5
+    norm = sum(x.double().square().sum() for x in model.values()).sqrt()
     return {n: x / norm for n, x in model.items()}
