@@ -55,7 +55,9 @@ def test_the_grid_at_paper_size_is_table_6():
     assert (e.rounds, e.local_epochs, e.backbone, e.clip_value, e.test_split) == (100, 1, "transformer4", None, "like_train")  # fmt: skip
     assert cells["local", "cifar10_alpha0.3"].num_exits == 3
     single = {c.variant: c.experiment.num_exits for c in load_grid("cafedistill", "table2", "paper") if c.column == "cifar10_alpha0.3"}  # fmt: skip
-    assert single.pop("cafedistill") == 3 and set(single.values()) == {1}
+    assert single.pop("cafedistill") == single.pop("cafedistill_literal") == 3 and set(single.values()) == {1}
+    bounds = {c.variant: c.experiment.clip_norm for t in ("table1", "table2", "figure2", "table4") for c in load_grid("cafedistill", t, "paper")}  # fmt: skip
+    assert bounds.pop("depthfl_clipped") == 5.0 and set(bounds.values()) == {None}  # the row that the paper has not
 
 
 def test_thresholds_of_tables_are_recorded():

@@ -123,16 +123,23 @@ def check_instance(instance: object, where: str) -> None:
 
 def check_conditions(instance: object, where: str) -> None:
     """Raise ``ValueError`` for a field that differs from its default and does nothing (:class:`When`)."""
-    hints = field_hints(type(instance))
     for f in dataclasses.fields(instance):
         given = getattr(instance, f.name)
-        for condition in [m for m in typing.get_args(hints[f.name])[1:] if isinstance(m, When)]:
-            for switch, allowed in condition.switches.items():
-                if given != f.default and (value := getattr(instance, switch)) not in allowed:
-                    raise ValueError(
-                        f"{where}: {f.name} = {shown(given)} has no effect with {switch} = {shown(value)}; it needs "
-                        f"{switch} = {' or '.join(map(shown, allowed))}"
-                    )
+        if given != f.default and (missing := unmet(instance, f.name)):
+            switch, allowed = missing
+            raise ValueError(
+                f"{where}: {f.name} = {shown(given)} has no effect with {switch} = {shown(getattr(instance, switch))}; "
+                f"it needs {switch} = {' or '.join(map(shown, allowed))}"
+            )
+
+
+def unmet(instance: object, name: str) -> tuple[str, tuple] | None:
+    """The first field that makes field ``name`` do nothing (:class:`When`), and what that would have to be; or None."""
+    for condition in typing.get_args(field_hints(type(instance))[name])[1:]:
+        for switch, allowed in condition.switches.items() if isinstance(condition, When) else ():
+            if getattr(instance, switch) not in allowed:
+                return switch, allowed
+    return None
 
 
 def names_its_keywords(where: str):

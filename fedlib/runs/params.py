@@ -5,11 +5,12 @@ one table, the profiles how big and on which data (``params_files.py``). A colum
 which data set stands in for the column's own at that profile, if not the profile's; a table's section, which cells a
 profile keeps (``only``: of a column, which ``variant`` and ``seeds``) and what else it needs (a stand-in backbone).
 What a row (a variant) says of itself stands at every profile, unless its own section of that name says otherwise.
-``options`` and ``finetune_options`` are merged key by key.
+``options`` and ``finetune_options`` are merged key by key. What follows from a smaller number of rounds and of local
+epochs, no file says (``shrink.py``).
 """
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ..core.experiment import Experiment
@@ -26,6 +27,7 @@ from .params_files import (
     paper_dir,
     profiles,
 )
+from .shrink import following, said_by
 
 # of a table's file, besides profiles' names
 SPEC_KEYS = {
@@ -69,7 +71,16 @@ def load_experiment(
     seed = {"seed": sizes.get("seeds", [1])[0]}
     sizes = {k: v for k, v in sizes.items() if k not in GRID_KEYS}
     of_method, here = at_profile(methods.get(method, {}), profile)
-    return make_experiment(base, {"method": method}, of_method, sizes, here, row, seed, overrides or {})
+    return _shrunk([base, {"method": method}, of_method], [sizes, here], row | seed, [overrides or {}])
+
+
+def _shrunk(published: Sequence[Mapping], sizes: Sequence[Mapping], row: Mapping, last: Sequence[Mapping]):
+    """The experiment of all layers in this order, with what follows from its size (``shrink.py``).
+
+    ``published`` and ``row`` make up the published one; ``sizes`` and what comes ``last`` change it.
+    """
+    more = following(merge(*published, row), merge(*published, *sizes, row, *last), said_by(*sizes, *last))
+    return make_experiment(*published, *sizes, row, more, *last)
 
 
 def at_profile(layer: Mapping[str, object], profile: str) -> tuple[dict, dict]:
@@ -139,19 +150,8 @@ def load_grid(paper: str, table: str, profile: str, overrides: Mapping[str, obje
         row, row_here = at_profile({k: v for k, v in variant.items() if k not in VARIANT_KEYS}, profile)
         row |= {"finetune": finetune, "seed": seed}
         of_method, method_here = at_profile(methods.get(row["method"], {}), profile)
-        experiment = make_experiment(
-            base,
-            of_method,
-            spec.get("common", {}),
-            of_column,
-            sizes,
-            method_here,
-            stand_in,
-            kept,
-            row,
-            row_here,
-            overrides,
-        )
+        published = [base, of_method, spec.get("common", {}), of_column]
+        experiment = _shrunk(published, [sizes, method_here, stand_in, kept], row, [row_here, overrides])
         cells.append(Cell(finetune, name, row["method"], variant.get("label", name), column, seed, experiment))
     return cells
 
