@@ -15,7 +15,7 @@ There is no release. What the paper leaves open, the default first:
 - ``similarity``: min(0, cos) ties wherever cosines are positive, so the plain one decides; or ``cosine``, it.
 - ``compare``: the "gradient-based proxy" is how far a last exit has moved from the initial one, or its ``weights``, as
   Eq. 8 writes. What has not moved (all exits in round 1) has cosine 0 with every exit, so all teach it alike.
-- ``distill_last``: "the remaining (m-1)n exits" are the students (Section 4.1): only the shallow ones are distilled; or,
+- ``distill_last``: "the remaining (m-1)n exits" are students (Section 4.1): the shallow ones alone are distilled; or,
   as Eqs. 5 and 11 read literally (m is in S_i), the last exit too, from its own start: a brake as strong as its loss.
 - ``temperature`` is not stated: 1. ``mu`` is 0.6 (Appendix D); Figure 9 finds 0.6 to 0.8 best.
 - Exits: pooling, linear; all but the last may be ``exit_head="towers"``. Proposition 1 holds before the softmax only.
