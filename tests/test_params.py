@@ -1,8 +1,10 @@
 """Layered params: later wins, unknown keys are errors, tables resolve to the paper's experiments."""
 
+import math
 import shutil
 
 import pytest
+import yaml
 from tracked import OUTPUTS
 
 from fedlib import Experiment
@@ -245,6 +247,23 @@ def test_every_file_is_checked(project, file, text, message):
     with pytest.raises(ValueError) as error:
         load_grid("reefl", "table1", "smoke")
     assert message in str(error.value)
+
+
+def test_scalars_are_those_of_yaml_1_2(tmp_path):
+    said = {
+        "010": 10, "-7": -7, "0o17": 15, "0x1F": 31, "1e-3": 0.001, "-1.5E+2": -150.0, ".5": 0.5, "3.": 3.0, "+12": 12,
+        "1:30": "1:30", "1_000": "1_000", "2026-10-01": "2026-10-01", "on": "on", "no": "no", "true": True,
+        "False": False, "~": None, "null": None, "": None, ".inf": math.inf, "1e": "1e", "e3": "e3", "'010'": "010",
+    }  # fmt: skip
+    (tmp_path / "a.yaml").write_text("".join(f"k{i}: {text}\n" for i, text in enumerate(said)))
+    found = load_yaml(tmp_path / "a.yaml")
+    assert [(type(v), v) for v in found.values()] == [(type(v), v) for v in said.values()]
+
+
+@pytest.mark.parametrize("path", sorted(params_dir().rglob("*.yaml")), ids=lambda p: f"{p.parent.name}/{p.name}")
+def test_the_kits_own_files_mean_the_same_in_both_versions(path):
+    """Stored runs were named from files that were read as YAML 1.1."""
+    assert load_yaml(path) == (yaml.safe_load(path.read_text(encoding="utf-8")) or {})
 
 
 # papers, or single tables, of which some seeds or columns are not stored so far

@@ -6,6 +6,7 @@ profiles. Read next: ``params.py``.
 """
 
 import copy
+import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import fields
@@ -23,7 +24,10 @@ NO_GRIDS = {"base", "methods", "columns", "claims"}
 
 
 def load_yaml(path: Path) -> dict:
-    """Read a mapping with YAML's safe loader: no object tags, no key given twice, no file over a mebibyte."""
+    """Read a mapping with YAML's safe loader: no object tags, no key given twice, no file over a mebibyte.
+
+    Scalars are YAML 1.2's: ``010`` is ten, ``1e-3`` a number, ``1:30``, ``on`` and dates are text.
+    """
     from yaml import YAMLError
 
     try:
@@ -48,12 +52,22 @@ def _parsed(text: str) -> object:
     return yaml.load(text, _strict_loader())
 
 
+SCALARS = {  # of YAML 1.2's core schema, by tag; what matches none is text
+    "null": r"~|null|Null|NULL|",
+    "bool": r"true|True|TRUE|false|False|FALSE",
+    "int": r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+",
+    "float": r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+}
+
+
 @cache
 def _strict_loader() -> type:
-    """YAML's safe loader, which would let the last of two equal keys win and lets aliases grow without bound."""
+    """YAML's safe loader, which would let the last of two equal keys win, lets aliases grow, and reads YAML 1.1."""
     import yaml
 
     class Strict(yaml.SafeLoader):
+        yaml_implicit_resolvers = {}
+
         def compose_mapping_node(self, anchor):
             node = super().compose_mapping_node(anchor)
             for key, count in Counter(k.value for k, _ in node.value if isinstance(k, yaml.ScalarNode)).items():
@@ -68,6 +82,10 @@ def _strict_loader() -> type:
                 )
             return super().compose_node(parent, index)
 
+    for tag, pattern in SCALARS.items():
+        Strict.add_implicit_resolver(f"tag:yaml.org,2002:{tag}", re.compile(f"(?:{pattern})$"), None)
+    decimal = lambda text: int(text, 0 if text[:2] in ("0o", "0x") else 10)  # noqa: E731
+    Strict.add_constructor("tag:yaml.org,2002:int", lambda loader, node: decimal(loader.construct_scalar(node)))
     return Strict
 
 
