@@ -1,9 +1,14 @@
 """Local data that are damaged, incomplete or very large: one sentence with file and row, or the network's size."""
 
 import io
+import os
+import signal
 import warnings
 
+import numpy as np
 import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -97,6 +102,96 @@ def test_one_coloured_image_keeps_its_colour(tmp_path):
     data = load_dataset(str(path))
     assert data.train_images.shape == (4, 3, 8, 8)
     assert data.train_images[:, :, 0, 0].tolist() == [[0, 0, 0], [20, 20, 20], [10, 10, 10], [200, 0, 55]]
+
+
+# --- more than 8 bits ------------------------------------------------------------------------------------------------
+
+
+def deep(values, form):
+    """An encoded 8 x 8 image of one value, or of the values in turn."""
+    from PIL import Image
+
+    file = io.BytesIO()
+    dtype = {"PNG": np.uint16, "TIFF": np.float32, "I": np.int32}[form]
+    Image.fromarray(np.resize(np.asarray(values, dtype), (8, 8))).save(file, "PNG" if form == "PNG" else "TIFF")
+    return {"bytes": file.getvalue(), "path": None}
+
+
+@pytest.mark.parametrize("form, values, white, grey", [
+    ("PNG", [0, 6553, 32768, 65535], 65535, [0, 25, 128, 255]),  # 255 * 6553 / 65535 = 25.498
+    ("PNG", [0, 1000, 2048, 4095], 4095, [0, 62, 128, 255]),  # 12 bits, as of X-rays: 255 * 1000 / 4095 = 62.27
+    ("PNG", [0, 10, 128, 255], None, [0, 10, 128, 255]),
+    ("TIFF", [0, 0.1, 0.5, 1.0], 1, [0, 26, 128, 255]),  # 25.5 and 127.5: to even
+    ("TIFF", [0, 10, 128.4, 255], None, [0, 10, 128, 255]),
+    ("I", [0, 1000, 2048, 4095], 4095, [0, 62, 128, 255]),
+])  # fmt: skip
+def test_images_of_more_than_8_bits_are_scaled_and_it_is_said(form, values, white, grey, tmp_path):
+    """They were clipped: of 16 bits nearly all was white, of floats all black."""
+    path = parquet(tmp_path / "set", [deep(v, form) for v in values], [0, 1, 0, 1])
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        data = load_dataset(str(path))
+    assert data.train_images[:, 0, 0, 0].tolist() == grey and data.train_images.shape == (4, 1, 8, 8)
+    told = [str(w.message) for w in said if "scaled" in str(w.message)]
+    assert told == ([f"{path}: images are scaled to 8 bits, {white} being white"] if white else [])
+
+
+def test_deep_images_beside_others_and_in_colour(tmp_path):
+    rows = [deep(65535, "PNG"), {"bytes": png(8, 8, 200), "path": None}, deep(0.5, "TIFF"), {"bytes": png(8, 8, 7, "L"), "path": None}]  # fmt: skip
+    with pytest.warns(UserWarning, match="65535 and 1 being white"):
+        data = load_dataset(str(parquet(tmp_path / "set", rows, [0, 1, 0, 1])))
+    assert data.train_images[:, :, 0, 0].tolist() == [[255] * 3, [200, 0, 55], [128] * 3, [7] * 3]
+
+
+@pytest.mark.parametrize("form, values", [
+    ("TIFF", [-0.1, 0.5]), ("TIFF", [0.0, 256.0]), ("TIFF", [float("nan"), 0.0]), ("TIFF", [float("inf"), 0.0]),
+    ("I", [-1, 5]), ("I", [0, 65536]),
+])  # fmt: skip
+def test_pixels_that_cannot_be_scaled_are_refused(form, values, tmp_path):
+    path = parquet(tmp_path / "set", [deep(0, "PNG"), deep(values, form)], [0, 1])
+    with pytest.raises(ValueError, match=r"train.parquet, row 1 holds an image with pixels from .*; allowed: floats"):
+        load_dataset(str(path))
+
+
+def test_floats_of_an_unknown_scale_are_refused(tmp_path):
+    path = parquet(tmp_path / "set", [deep([0.0, 1.02], "TIFF"), deep(0.5, "TIFF")], [0, 1])
+    with pytest.raises(ValueError, match="its brightest pixel of floats is 1.02, which says of no scale"):
+        load_dataset(str(path))
+
+
+# --- pictures of others ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["elsewhere", "climbing", "pipe", "missing", "device"])
+def test_a_cell_may_name_only_a_picture_of_its_own_set(kind, tmp_path):
+    """A set that came from somewhere else reads no picture of this machine, and waits for no pipe."""
+    (tmp_path / "private.png").write_bytes(png(8, 8))
+    path = tmp_path / "set"
+    named = {"elsewhere": tmp_path / "private.png", "climbing": path / "x/../../private.png", "pipe": path / "pipe.png",
+             "missing": path / "none.png", "device": "/dev/zero"}[kind]  # fmt: skip
+    cell = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+    rows = pa.array([{"bytes": png(8, 8), "path": None}, {"bytes": None, "path": str(named)}] * 2, cell)
+    path.mkdir()
+    if kind == "pipe":
+        os.mkfifo(named)
+    from datasets import ClassLabel, Features, Image
+
+    features = Features({"img": Image(), "label": ClassLabel(names=["a", "b"])})
+    table = pa.table({"img": rows, "label": pa.array([0, 1, 0, 1], pa.int64())}, schema=features.arrow_schema)
+    pq.write_table(table, path / "train.parquet")
+    why = "is no file" if kind in ("pipe", "missing") else "is not in the set's own folder"
+    with pytest.raises(ValueError, match=f"train.parquet, row 1 names the picture .*, which {why}"):
+        load_dataset(str(path))
+
+
+def test_a_pipe_in_an_image_folder_is_not_waited_for(tmp_path):
+    path = folder(tmp_path / "set", [(8, 8)] * 4)
+    os.mkfifo(path / "train/a/900.png")
+    signal.alarm(60)
+    try:
+        assert len(load_dataset(str(path)).train_images) == 4
+    finally:
+        signal.alarm(0)
 
 
 # --- damage ----------------------------------------------------------------------------------------------------------

@@ -3,15 +3,21 @@
 A set whose images all have one size of at most ``LARGEST`` pixels a side is kept as it is. Of any other set every image
 is brought to the network's input while it is read, with anti-aliasing: ``transforms.render`` would shrink it to that
 before anything else, so nothing is lost but memory (one photograph of 2500 x 2500 pixels takes 18 MiB).
+
+Grey images of 16 bits or of floats are scaled to 8 bits, all of a set alike: white is what the fewest bits that hold
+the set's brightest pixel can say, of floats 1 or 255. A set whose pixels leave these ranges is refused.
 """
 
 import io
+import os
 import warnings
 from collections.abc import Iterator, Mapping
 
 import numpy as np
 
 LARGEST = 128  # pixels a side
+DEEP = ("I;16", "I;16L", "I;16B", "I;16N", "I", "F")  # Pillow's modes of more than 8 bits a pixel
+SCALED = {"deep": "scaled"}  # in the key of what is kept: deep images were clipped before
 
 Cell = Mapping[str, object]  # {"bytes": ..., "path": ...}, as `datasets` keeps an image
 
@@ -28,12 +34,19 @@ def decode_images(tables: Mapping[str, object], column: str, size: int | None, l
 
     Images are grey only if all are. ``ValueError`` names file and row of an image that cannot be read.
     """
-    shapes, modes = set(), set()
+    shapes, modes, brightest = set(), set(), {}
     for name, table in tables.items():
         for row, cell in cells(table, column):
             with opened(cell, layout, name, row) as image:
                 shapes.add(image.size)
-                modes.add("L" if image.mode in ("1", "L") else "RGB")
+                modes.add("L" if image.mode in ("1", "L", *DEEP) else "RGB")
+                if image.mode in DEEP:
+                    kind = "F" if image.mode == "F" else "I"
+                    brightest[kind] = max(brightest.get(kind, 0.0), highest_pixel(image, cell, layout, name, row))
+    whites = {kind: white_of(kind, high, layout) for kind, high in brightest.items()}
+    if any(white != 255 for white in whites.values()):
+        says = " and ".join(f"{white:g}" for white in whites.values())
+        warnings.warn(f"{layout.where}: images are scaled to 8 bits, {says} being white", stacklevel=2)
     mode, (width, height) = ("RGB" if "RGB" in modes else "L"), max(shapes, key=max)
     resized = len(shapes) > 1 or max(width, height) > LARGEST
     if resized:
@@ -48,7 +61,7 @@ def decode_images(tables: Mapping[str, object], column: str, size: int | None, l
     for name, table in tables.items():
         out = np.empty((len(table), 3 if mode == "RGB" else 1, height, width), np.uint8)
         for row, cell in cells(table, column):
-            pixels = decoded(cell, mode, (width, height), layout, name, row)
+            pixels = decoded(cell, mode, (width, height), whites, layout, name, row)
             out[row] = pixels if pixels.ndim == 2 else pixels.transpose(2, 0, 1)
         arrays[name] = out
     return arrays, resized
@@ -68,19 +81,66 @@ def opened(cell: Cell | None, layout, split: str, row: int):
 
     if cell is None:
         raise ValueError(f"{layout.row(split, row)} holds no image")
+    if cell["bytes"] is None:
+        check_own_file(cell["path"], layout, split, row)
     try:
         return Image.open(io.BytesIO(cell["bytes"]) if cell["bytes"] is not None else cell["path"])
     except Exception as error:  # Pillow raises many classes
         raise _damaged(cell, layout, split, row) from error
 
 
-def decoded(cell: Cell, mode: str, size: tuple[int, int], layout, split: str, row: int) -> np.ndarray:
-    """Pixels (H, W) or (H, W, 3) of an image of (width, height) ``size``."""
+def check_own_file(path: str, layout, split: str, row: int) -> None:
+    """``ValueError`` for a cell that names a picture outside of a local set's folder, or what is no file (a pipe)."""
+    folder = os.path.abspath(layout.where)
+    if os.path.exists(folder) and not os.path.abspath(path).startswith(folder + os.sep):
+        raise ValueError(f"{layout.row(split, row)} names the picture {path!r}, which is not in the set's own folder")
+    if not os.path.isfile(path):
+        raise ValueError(f"{layout.row(split, row)} names the picture {path!r}, which is no file")
+
+
+def highest_pixel(image, cell: Cell, layout, split: str, row: int) -> float:
+    """The brightest pixel of a deep image; ``ValueError`` where one cannot be scaled."""
+    try:
+        pixels = np.asarray(image)
+    except Exception as error:  # Pillow raises many classes
+        raise _damaged(cell, layout, split, row) from error
+    low, high = float(pixels.min()), float(pixels.max())
+    if not (low >= 0 and high <= (255 if image.mode == "F" else 65_535)):  # NaN too
+        raise ValueError(
+            f"{layout.row(split, row)} holds an image with pixels from {low:g} to {high:g}; allowed: floats from 0 to "
+            "1 or from 0 to 255, and integers of at most 16 bits"
+        )
+    return high
+
+
+def white_of(kind: str, brightest: float, layout) -> int:
+    """What is white in a set where this is the brightest pixel of floats (F) or integers (I).
+
+    ``ValueError`` for floats that would be nearly black on both scales.
+    """
+    if kind == "F":
+        if 1 < brightest < 128:
+            raise ValueError(
+                f"{layout.where}: its brightest pixel of floats is {brightest:g}, which says of no scale that it is "
+                "the right one; allowed: at most 1, or from 128 to 255"
+            )
+        return 1 if brightest <= 1 else 255
+    return 2 ** max(8, int(brightest).bit_length()) - 1
+
+
+def decoded(
+    cell: Cell, mode: str, size: tuple[int, int], whites: Mapping[str, int], layout, split: str, row: int
+) -> np.ndarray:
+    """Pixels (H, W) or (H, W, 3) of an image of (width, height) ``size``; what is white in deep ones is ``whites``'."""
     from datasets import Image as Feature
     from PIL import Image
 
     try:
-        image = Feature().decode_example(cell).convert(mode)  # turned as its camera says
+        image = Feature().decode_example(cell)  # turned as its camera says
+        if image.mode in DEEP:
+            share = np.asarray(image, np.float64) / whites["F" if image.mode == "F" else "I"]
+            image = Image.fromarray((255 * share).round().astype(np.uint8))
+        image = image.convert(mode)
     except Exception as error:  # Pillow raises many classes
         raise _damaged(cell, layout, split, row) from error
     return np.asarray(image if image.size == size else image.resize(size, Image.Resampling.BILINEAR))

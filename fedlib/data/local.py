@@ -10,6 +10,7 @@ from pathlib import Path
 from .answers import KEYED
 from .cache import Decoded
 from .decode import Kind, Layout, decode
+from .images import SCALED
 from .leaf import is_leaf, read_leaf
 from .quiet import quietly
 from .text import tokenizer_key
@@ -56,7 +57,7 @@ def local_set(
             return decode_speech(splits["train"], layout.label, layout.owner), False
         return decode(splits, layout, size)
 
-    key = {"path": stamp, "format": format} | (KEYED if kind == "spans" else {})
+    key = {"path": stamp, "format": format} | (KEYED if kind == "spans" else SCALED if kind == "images" else {})
     key |= {"matched": True} if "validation_matched" in parquet else {}  # once read without it
     return key | (tokenizer_key(tokenizer) if reads else {}), read
 
