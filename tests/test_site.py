@@ -13,7 +13,7 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_outp
 from tracked import OUTPUTS
 
 from fedlib.core.storage import read_json, write_json
-from fedlib.report.safety import cleaned
+from fedlib.report.safety import POLICY, cleaned
 from fedlib.report.site import STATE, WIDGET, build_report, linked, made_from, main, state_of
 from fedlib.runs.params_files import papers
 
@@ -94,7 +94,11 @@ def test_the_index_leads_to_every_page_and_says_what_stopped(report):
     assert 'href="results-reefl.html"' in (report.parent / "results.html").read_text()
     results = (report.parent / "results-reefl.html").read_text()
     assert 'href="reefl-table1-small.html"' in results and "ipynb" not in results
-    assert 'src="reefl/figures/table4_small_exits.png"' in results
+    figure = base64.b64encode((OUTPUTS / "reefl/figures/table4_small_exits.png").read_bytes()).decode()
+    assert (
+        f'src="data:image/png;base64,{figure}"' in results and 'href="reefl/figures/table4_small_exits.png"' in results
+    )
+    assert 'src="reefl/figures' not in results
     assert 'href="results-reefl-claims.html#modulation_helps"' in results
     assert (report.parent / "results-reefl-claims.html").exists()
 
@@ -179,6 +183,13 @@ def test_what_runs_and_notebooks_say_is_text(report):
 def test_tables_and_folds_survive_cleaning():
     page = '<h2 id="a">A</h2><table class="x"><tbody><tr><td>1</td></tr></tbody></table><details><summary>s <b>t</b></summary></details>'
     assert cleaned(page) == page and cleaned("<style scoped>\ntd {}</style><p>x</p>") == "<p>x</p>"
+    for address in (r"\\evil\x.png", "\\/evil/x.png", "/\\evil/x.png", "//evil/x.png", " //evil/x", "/etc/x.png",
+                    "file:///etc/x.png", "figures\\..\\x.png", "http://evil/x.png"):  # fmt: skip
+        for quote in ("'", '"', ""):
+            assert "evil" not in cleaned(f"<img src={quote}{address}{quote}>") and "x.png" not in cleaned(
+                f"<img src={quote}{address}{quote}>"
+            )
+    assert "file:" not in POLICY
     picture = '<a href="figures/a.png"><img src="figures/a.png" width="420" alt="a"></a>'
     assert cleaned(picture) == picture
 

@@ -9,7 +9,7 @@ import re
 
 POLICY = (
     '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; '
-    "img-src 'self' file: data:; style-src 'unsafe-inline'; font-src data:\">"
+    "img-src data:; style-src 'unsafe-inline'; font-src data:\">"
 )
 FORMS = ("image/png", "image/jpeg", "image/svg+xml", "text/html", "text/markdown", "text/latex", "text/plain")
 TAGS = frozenset(
@@ -17,7 +17,7 @@ TAGS = frozenset(
     "pre s small span strong sub summary sup table tbody td tfoot th thead tr u ul".split()
 )
 ATTRIBUTES = ("class", "id", "title", "align", "colspan", "rowspan", "width", "height", "alt", "open")
-PICTURE = re.compile(r"data:image/(png|jpeg|gif|svg\+xml)[;,]|(?!//)[^:]*$", re.I)  # in the page or beside it
+PICTURE = re.compile(r"data:image/(png|jpeg|gif|svg\+xml)[;,]|(?![\s/\\])[^:\\]*$", re.I)  # in the page, or beside it
 
 
 def escaped(text: str) -> str:

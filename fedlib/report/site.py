@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from base64 import b64encode
 from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import quote
@@ -63,7 +64,7 @@ def build_report(executed: Path | None = None, folder: Path | None = None) -> Pa
         _write(folder / f"{name}.html", _still(notebook), title_of(notebook, name))
     for path in results:
         of = path.parent.relative_to(outputs).as_posix()
-        text = linked(path.read_text(encoding="utf-8"), "" if of == "." else of, notebooks)
+        text = linked(embedded(path.read_text(encoding="utf-8"), path.parent), "" if of == "." else of, notebooks)
         name = page_of((Path("outputs") / path.relative_to(outputs)).as_posix(), notebooks)
         _write(folder / name, _page(text), text.splitlines()[0].lstrip("# "))
     _write(folder / "index.html", _page(index(notebooks), home=False), "Report")
@@ -97,6 +98,16 @@ def linked(text: str, folder: str, notebooks: dict) -> str:
 
     text = re.sub(r"\[([^\]]+)\]\(([^):]+)\)", link, text)
     return re.sub(r'(src|href)="figures/', rf'\1="{folder}/figures/', text)
+
+
+def embedded(text: str, folder: Path) -> str:
+    """A page of ``folder`` that holds its figures: of a file a browser may not show another file."""
+
+    def picture(m: re.Match) -> str:
+        file = folder / "figures" / m[1]
+        return f'src="data:image/png;base64,{b64encode(file.read_bytes()).decode()}"' if file.is_file() else m[0]
+
+    return re.sub(r'src="figures/([^"/]+\.png)"', picture, text)
 
 
 def page_of(path: str, notebooks: dict) -> str | None:
