@@ -99,10 +99,15 @@ def test_accuracies_by_hand(monkeypatch):
     first, second = 3 * right, 2 * right
     first[:10], second[:30] = 3 * wrong[:10], 2 * wrong[:30]
     monkeypatch.setattr(module, "exit_logits", lambda *_: torch.stack([first, second]))
-    assert evaluate(f, f.server) == {"accuracy": 60.0, "exits": [80.0, 40.0], "ensemble": 80.0}
+    found = dict(evaluate(f, f.server))
+    wanted = np.array([[False] * k + [True] * (50 - k) for k in (10, 30, 10)])
+    assert np.array_equal(module.unpacked(found.pop("right"), 50), wanted)
+    assert found == {"accuracy": 60.0, "exits": [80.0, 40.0], "ensemble": 80.0}
     second *= 4  # 8 against 3: now exit 2 decides
     second[10:30] = 8 * wrong[10:30]
-    assert evaluate(f, f.server) == {"accuracy": 60.0, "exits": [80.0, 40.0], "ensemble": 40.0}
+    found = dict(evaluate(f, f.server))
+    assert module.unpacked(found.pop("right"), 50)[2].tolist() == [False] * 30 + [True] * 20
+    assert found == {"accuracy": 60.0, "exits": [80.0, 40.0], "ensemble": 40.0}
 
 
 def test_each_exit_is_taken_from_the_model_that_the_method_evaluates_it_with(monkeypatch):
@@ -115,6 +120,7 @@ def test_each_exit_is_taken_from_the_model_that_the_method_evaluates_it_with(mon
         return torch.stack([right, right]) if len(asked) == 1 else torch.stack([right, right.roll(1, -1)])
 
     monkeypatch.setattr(module, "exit_logits", answer)
-    assert evaluate(f, f.server) == {"accuracy": 50.0, "exits": [100.0, 0.0]}
+    bits = module.packed(torch.tensor([[True] * 50, [False] * 50]))
+    assert evaluate(f, f.server) == {"accuracy": 50.0, "exits": [100.0, 0.0], "right": bits}
     assert asked == served_parts(f, f.server) and asked[0] != asked[1]
     assert np.array_equal([p.depth for p in asked], sorted(p.depth for p in asked))

@@ -1,5 +1,6 @@
 """Accuracy of every exit on the central test set, in percent; all exits of one model in one pass."""
 
+import base64
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -75,7 +76,8 @@ def served_parts(federation: Federation, server: Server) -> list[Slice | tuple[S
 def evaluate(federation: Federation, server: Server) -> Mapping[str, object]:
     """``accuracy`` (mean over exits), ``exits`` (each exit's), and ``ensemble`` where one model has all exits.
 
-    ``others`` has each exit's further metrics, if the task has any (SQuAD's exact match, CoLA's accuracy).
+    ``others`` has each exit's further metrics, if the task has any (SQuAD's exact match, CoLA's accuracy). ``right``
+    says which test examples every exit, then the ensemble, got right (:func:`unpacked`), where the metric counts them.
 
     Exits are those that answer (``Method.answering``). All numbers are the task's metric, in percent. With noise also
     the ``epsilon`` at ``delta`` that the rounds have cost.
@@ -89,7 +91,11 @@ def evaluate(federation: Federation, server: Server) -> Mapping[str, object]:
     shared = all(p == parts[0] for p in parts)
     outputs = exit_logits(federation, server, parts[0]) if shared else None
 
+    right = []  # per exit, and of the ensemble
+
     def measured(of_exit: torch.Tensor) -> dict[str, float]:
+        if task.metric == "accuracy":
+            right.append(task.predict(of_exit) == labels)
         return {name: round(value, 4) for name, value in task.measure(of_exit, labels).items()}
 
     found = []
@@ -103,4 +109,17 @@ def evaluate(federation: Federation, server: Server) -> Mapping[str, object]:
         out["others"] = others
     if shared and len(exits) > 1:
         out["ensemble"] = measured(outputs[answering].mean(0))[task.metric]
+    if right:
+        out["right"] = packed(torch.stack(right))
     return out | privacy_spent(federation, server.t)
+
+
+def packed(right: torch.Tensor) -> str:
+    """(rows, N) truths as text: base64 of each row's bits."""
+    return base64.b64encode(np.packbits(right.cpu().numpy(), axis=1).tobytes()).decode()
+
+
+def unpacked(text: str, n: int) -> np.ndarray:
+    """The (rows, ``n``) truths that ``text`` holds."""
+    bits = np.frombuffer(base64.b64decode(text), np.uint8).reshape(-1, -(-n // 8))
+    return np.unpackbits(bits, axis=1, count=n).astype(bool)

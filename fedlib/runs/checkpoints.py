@@ -43,7 +43,8 @@ class Checkpoints:
         self.dropped += len(r.dropped)
         if r.metrics is not None:
             loss = round(sum(r.losses.values()) / len(r.losses), 6) if r.losses else None  # every client was dropped
-            line = {"t": r.t, **r.metrics, "train_loss": loss, "seconds": round(self.seconds, 2)}
+            metrics = {k: v for k, v in r.metrics.items() if k != "right"}  # of the last round alone: in the summary
+            line = {"t": r.t, **metrics, "train_loss": loss, "seconds": round(self.seconds, 2)}
             self.metrics.append(line | self.drops())
         if not r.diverged and r.t < self.experiment.rounds:
             changed = dict(self.memories.changed), dict(self.mirrors.changed)

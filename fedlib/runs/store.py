@@ -288,5 +288,6 @@ def _finish(f: Federation, store: Checkpoints, last: Finished | None, path: Path
         with phase("files"):
             store.save(last.server, {"t": last.t, "status": status, **metrics, **store.drops()})
             store.write_record()
-    summary = dict(store.final, seconds=round(store.seconds, 2), num_examples=int(f.data.num_examples.sum()))
+    numbers = {"num_examples": int(f.data.num_examples.sum()), "num_test": len(f.data.test_labels)}
+    summary = dict(store.final, seconds=round(store.seconds, 2), **numbers)
     write_json(path / "summary.json", summary)
