@@ -1,7 +1,7 @@
 """Every method on every kind of backbone with every tuner and task: it runs a round, or is refused before any compute.
 
 A sample, drawn so that every method, backbone, tuner and task runs, is part of ``make test``; the whole cross product
-of tiny nets, some 43,000 experiments, of ``make test-all``.
+of tiny nets, some 45,000 experiments, of ``make test-all``.
 """
 
 import io
@@ -24,9 +24,10 @@ from fedlib.methods import METHODS
 from fedlib.models.adapters import _peft_config_class, check_finetune, finetune_modes
 from fedlib.models.bert import BertSpec
 from fedlib.models.efficientnet import EfficientNetSpec
+from fedlib.models.foreign_families import FAMILIES
 from fedlib.models.foreign_specs import ForeignSpec
 from fedlib.models.msdnet import MSDNetSpec
-from fedlib.models.registry import OWN, backbone_spec
+from fedlib.models.registry import OWN
 from fedlib.models.resnet import ResNetSpec
 from fedlib.models.small import ConvNetSpec
 from fedlib.models.vim import VimSpec
@@ -55,6 +56,7 @@ BACKBONES = {  # one of each kind, of random weights; four units and fewer
     "distilbert": ForeignSpec("distilbert", **FOREIGN),
     "t5": ForeignSpec("t5", **FOREIGN),
     "llama": ForeignSpec("llama", **FOREIGN),
+    **{f: ForeignSpec(f, kv_heads=1, **FOREIGN) for f in ("mistral", "qwen2", "qwen3", "gemma")},
 }  # fmt: skip
 DATASETS = {"images": ("cifar10",), "tokens": ("sst2", "stsb", "squad", "svamp")}  # a class; a number, a span, tokens
 TRAINING = {"images": (("none", 2), ("none", 1), ("crop", 1)), "tokens": (("none", 2), ("none", 1))}  # augment, epochs
@@ -85,7 +87,6 @@ def world(tmp_path_factory):
             patch.setitem(OWN, name, spec)
         write_data(folder / "data")
         yield
-    backbone_spec.cache_clear()
 
 
 def write_data(folder: Path) -> None:
@@ -197,6 +198,11 @@ def test_a_sample_in_which_everything_occurs_runs_or_is_refused():
         *METHODS, *BACKBONES, *tuners, *itertools.chain(*DATASETS.values(), *TRAINING.values())
     }  # fmt: skip
     assert refused > 10 and len(tuners) > 20
+
+
+def test_every_kind_of_backbone_is_among_these():
+    assert {type(spec) for spec in BACKBONES.values()} == {type(spec) for spec in OWN.values()}
+    assert {spec.family for spec in BACKBONES.values() if isinstance(spec, ForeignSpec)} == {*FAMILIES}
 
 
 @pytest.mark.parametrize("tuner", finetune_modes())
