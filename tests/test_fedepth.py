@@ -1,5 +1,8 @@
 """FeDepth: plans of the paper and the release, one round against plain PyTorch, and what a stage leaves alone."""
 
+import dataclasses
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -7,15 +10,20 @@ import torch.nn.functional as F
 from plain_convnets import PlainResNet, plain_name, state_of
 
 from fedlib import Execution, Experiment, build_federation, run, run_rounds
+from fedlib.analysis.block_inference import block_logits
 from fedlib.core.clients import Client
 from fedlib.core.rng import torch_generator
 from fedlib.engine.cohort import Cohort
+from fedlib.engine.evaluation import exit_logits
 from fedlib.engine.executors import plan_round
+from fedlib.engine.stages import Ahead
 from fedlib.methods import Round, build_method
 from fedlib.methods.losses import Batch, peer_kl
 from fedlib.methods.packing import check_skips, check_stages, pack
 from fedlib.models import registry
+from fedlib.models.exit_model import ExitModel
 from fedlib.models.resnet import RESNETS, ResNetSpec
+from fedlib.models.route import Prefix
 from fedlib.runs.costs import load_shapes
 from fedlib.runs.prices import training_macs
 
@@ -85,10 +93,11 @@ class PlainStaged(PlainResNet):
         return [*first, *self.blocks[units.start : units.stop].parameters(), *outside]
 
 
-def plain_client(f, state, client, plan, t):
+def plain_client(f, state, client, plan, t, mu=0.0):
     """Local training of one client: all epochs of every stage, a new optimiser each, batches drawn on."""
     e, net = f.experiment, PlainStaged(TOY, 10, False)
     net.load_state_dict({plain_name(n): p.clone() for n, p in state.items()})
+    start = {n: p.clone() for n, p in net.named_parameters()}
     net = net.to(memory_format=torch.channels_last)  # as the engine's maps lie: there PyTorch's batch norm rounds more
     rate = max(e.min_lr, e.lr / 2 * (1 + np.cos(np.pi * t / e.rounds)))
     mine, generator = f.data.client(client.id), torch_generator(e.seed, "local", t, client.id)
@@ -102,6 +111,9 @@ def plain_client(f, state, client, plan, t):
                 optimiser.zero_grad()
                 logits = net.staged(x.contiguous(memory_format=torch.channels_last), units)
                 F.cross_entropy(logits, f.data.labels[rows]).backward()
+                for n, p in net.named_parameters():
+                    if p.grad is not None:
+                        p.grad += mu * (p.detach() - start[n])
                 optimiser.step()
     return state_of(net)
 
@@ -133,6 +145,19 @@ def test_a_round_of_several_clients_averages_by_examples(net):
     for name, p in last.server.params.items():
         want = (total[plain_name(name)] / sum(c.num_examples for c in clients)).float()
         torch.testing.assert_close(p, want, rtol=0, atol=1e-5, msg=lambda m, n=name: n + m)
+
+
+def test_with_fedprox_every_stage_is_held_back_to_the_global_model(net):
+    e = net.replace(num_clients=1, clients_per_round=1, local_epochs=2, rounds=1, lr=0.01)
+    f = build_federation(e.replace(options={**net.options, "buffered": False, "mu": 20.0}))
+    *_, last = run_rounds(f, ONE)
+    held, free = (
+        plain_client(f, f.server.params, f.sample_clients(1)[0], f.method.plan(0.6, f.setting), 1, mu)
+        for mu in (20.0, 0.0)
+    )
+    for name, p in last.server.params.items():
+        torch.testing.assert_close(p, held[plain_name(name)].detach(), rtol=0, atol=1e-5, msg=lambda m, n=name: n + m)
+    assert max((held[n] - free[n]).abs().max() for n in held) > 3e-4
 
 
 def test_with_memory_for_the_whole_net_it_is_fedavg_bit_for_bit(net):
@@ -357,11 +382,122 @@ def test_the_price_of_stages():
     stem, *units = shapes.setting.measure.unit_macs()
     total = stem + sum(units)
     assert total + 640 == shapes.setting.measure.macs(shapes.setting.full())
-    ahead = [stem + sum(units[:first]) for first in (1, 2, 3, 4, 6)]
+    firsts = (1, 2, 3, 4, 6)
+    ahead = [stem + sum(units[:first]) for first in firsts]
     effort = [shapes.method.effort(Client(-1, b, 0), shapes.setting, e) for b in range(4)]
     assert effort[0] == pytest.approx(1 + sum(ahead) / (3 * total)) and effort[3] == 1.0
-    once = e.replace(augment="none", local_epochs=5)
-    assert shapes.method.effort(Client(-1, 0, 0), shapes.setting, once) == pytest.approx(1 + sum(ahead) / (15 * total))
+    assert effort[0] == pytest.approx(1.62, abs=0.005)
+    once = e.replace(augment="none")
+
+    def buffered(examples, epochs):
+        client = Client(-1, 0, examples)
+        return shapes.method.effort(client, shapes.setting, once.replace(local_epochs=epochs))
+
+    assert buffered(500, 1) == effort[0]  # no z fits beside a stage
+    assert buffered(0, 1) == pytest.approx(1 + ahead[-1] / (3 * total)) == pytest.approx(1.23, abs=0.005)
+    assert buffered(0, 5) == pytest.approx(1 + ahead[-1] / (15 * total))
+    # of 40 examples z_3 and z_6 fit: twice from the inputs on, and at the other stages anew
+    assert buffered(40, 5) == pytest.approx(1 + (sum(ahead) - 0.8 * (ahead[2] + ahead[4])) / (3 * total))
     assert training_macs(e) == pytest.approx(3 * 400 * (total + 640) * np.mean(effort))
     surplus = build_method("fedepth", {"scenario": "surplus"})
     assert surplus.effort(Client(-1, 3, 0), shapes.setting, e) == 2.0
+
+
+def test_what_is_kept_ahead_of_a_stage_counts_as_memory():
+    """r = 1/6 of 116.04 MiB with 5 % slack is 20.31. z before block 4 takes 1/16 MiB an example, before block 7 1/32.
+
+    Stages of 20.02, 20.02, 20.02, 14.06, 20.15 and 17.78 MiB at 32 examples, 10/32 of that at ten.
+    """
+    e = Experiment(method="fedepth", backbone="preresnet20", pretrained=False, finetune="full", num_exits=1,
+                   dataset="cifar10")  # fmt: skip
+    shapes = load_shapes(e, 10)
+
+    def kept(examples, batch=32, **options):
+        setting, method = replace(shapes.setting, batch_size=batch), build_method("fedepth", options)
+        stages = method.stages(Client(0, 0, examples), setting)
+        assert method.program(Client(0, 0, examples), setting) == tuple(stages)  # unequal ones train apart
+        return "".join("01"[s.cached] for s in stages)
+
+    assert [kept(n) for n in (2, 10, 40, 100, 102, 500)] == ["011111", "011111", "000101", "000100", "000000", "000000"]
+    assert kept(100, batch=16) == "000000" and kept(500, batch=128) == "000000" and kept(100, batch=128) != "000000"
+    assert kept(2, buffered=False) == "000000"
+
+
+@pytest.mark.parametrize("backbone, ratio", [("toy", 0.45), ("vit_digits", 1 / 3)])
+def test_z_is_made_of_the_z_before_it(net, backbone, ratio, monkeypatch):
+    """The same numbers as from the inputs at every stage, and every frozen unit runs once."""
+    registry.OWN["toy"] = ResNetSpec(blocks=(2, 1, 1), widths=(4, 6, 8), size=32, form="fedepth")
+    e = net.replace(options={"scenario": "own", "ratios": [ratio]}, batch_size=8, rounds=1, num_train=40,
+                    backbone=backbone)  # fmt: skip
+    f = build_federation(e)
+    client = f.sample_clients(1)[0]
+    seen, original = [], ExitModel.prefix
+
+    def prefix(model, x, units, *args, **kwargs):
+        seen.append((x.units if isinstance(x, Prefix) else 0, units))
+        return original(model, x, units, *args, **kwargs)
+
+    monkeypatch.setattr(ExitModel, "prefix", prefix)
+    *_, chained = run_rounds(f, ONE)
+    stages = f.method.stages(client, f.setting)
+    assert [s.cached for s in stages] == [False, True, True]
+    firsts = [s.units.start for s in stages]
+    assert set(seen) == {(0, firsts[1]), (firsts[1], firsts[2])}
+    init = Ahead.__init__
+    monkeypatch.setattr(Ahead, "__init__", lambda self, *args: init(self, *args[:-1]))
+    seen.clear()
+    *_, anew = run_rounds(build_federation(e), ONE)
+    assert {first for first, _ in seen} == {0}
+    for name, p in anew.server.params.items():
+        torch.testing.assert_close(chained.server.params[name], p, rtol=0, atol=1e-6)  # a map lies otherwise once kept
+
+
+FROZEN = {"frozen": {"finetune": "frozen"}, "upper half": {
+    "finetune": "lora", "finetune_options": {"r": 4, "layers_to_transform": (6, 7, 8, 9, 10, 11)}}}  # fmt: skip
+
+
+@pytest.mark.parametrize("options", [{}, {"partial": "absent", "scenario": "lack", "slack": 0.4}])
+@pytest.mark.parametrize("changes", FROZEN.values(), ids=list(FROZEN))
+def test_of_a_frozen_backbone_the_head_learns_from_cached_features(tiny, changes, options, monkeypatch):
+    e = tiny.replace(method="fedepth", num_exits=1, augment="none", rounds=1, num_train=80, num_clients=4,
+                     clients_per_round=4, batch_size=8, lr=0.05, finetune_options={}, options=options)  # fmt: skip
+    e = e.replace(**changes)
+    f = build_federation(e)
+    assert f.train_prefix.units == (12 if e.finetune == "frozen" else 6)
+    *_, cached = run_rounds(f, ONE)
+    *_, plain = run_rounds(dataclasses.replace(build_federation(e), train_prefix=None), ONE)
+    assert not torch.equal(
+        cached.server.params["head.exits.0.linear.weight"], f.server.params["head.exits.0.linear.weight"]
+    )
+    for name, p in cached.server.params.items():
+        torch.testing.assert_close(p, plain.server.params[name], rtol=0, atol=1e-5)
+
+
+def test_budgets_by_quartiles_of_the_index(net):
+    f = build_federation(net.replace(num_clients=10, clients_per_round=2, budgets="contiguous",
+                                     options={"scenario": "own", "ratios": [0.6, 0.7, 0.8, 1.0]}))  # fmt: skip
+    assert f.budgets.tolist() == [0, 0, 1, 1, 2, 2, 3, 3, 3, 3]  # those left over are the rich ones
+    few = build_federation(net.replace(num_clients=3, clients_per_round=2, budgets="contiguous",
+                                       options={"scenario": "own", "ratios": [0.6, 0.7, 0.8, 1.0]}))  # fmt: skip
+    assert few.budgets.tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("backbone", ["toy", "vit_digits"])
+def test_inference_unit_by_unit_gives_the_same_answers(net, backbone, tmp_path):
+    e = net.replace(backbone=backbone, rounds=1, num_test=260, options={"scenario": "own", "ratios": [1.0]})
+    f = build_federation(e)  # two batches, of 250 and 10 examples
+    *_, last = run_rounds(f, ONE)
+    seen, original = [], ExitModel.prefix
+
+    def prefix(model, x, units, *args):
+        seen.append((units, len(list(tmp_path.iterdir()))))
+        others = [p.device.type for n, p in model.named_parameters() if f".blocks.{units}." in n]
+        assert set(others) == {"meta"}  # the next block is not there
+        return original(model, x, units, *args)
+
+    with pytest.MonkeyPatch.context() as m:
+        m.setattr(ExitModel, "prefix", prefix)
+        got = block_logits(f, last.server, tmp_path)
+    assert [units for units, _ in seen] == [u for u in range(1, f.model.depth) for _ in range(2)]
+    assert max(files for _, files in seen) == 2 and not list(tmp_path.iterdir())
+    torch.testing.assert_close(got, exit_logits(f, last.server, f.setting.full())[-1], rtol=0, atol=1e-5)

@@ -6,8 +6,9 @@ Read next: ``models/measure.py`` (the estimate), ``methods/packing.py``.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,60 +18,77 @@ from ..core.experiment import Experiment
 from ..engine.cohort import Cohort
 from ..engine.federation import Federation, build_federation
 from ..methods import Round, Stage
-from ..methods.packing import BATCH
+from ..methods.packing import kept_mib
+from ..runs.prices import examples_per_client
 
 if TYPE_CHECKING:
     import pandas as pd
 
 MIB = 2**20
+WORK = "a measured work"
 
 
 def peak_mib(work: Callable[[], object], device: torch.device | str = "cpu") -> float:
     """The most memory that ``work`` holds at any moment, beyond what was held before, in MiB."""
-    device = torch.device(device)
+    return peaks_mib([work], device)[0]
+
+
+def peaks_mib(works: Sequence[Callable[[], object]], device: torch.device | str = "cpu") -> list[float]:
+    """The most memory held during each of ``works``, one after the other, beyond what was held before the first."""
+    device, peaks = torch.device(device), []
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         before = torch.cuda.memory_allocated(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        work()
-        torch.cuda.synchronize(device)
-        return (torch.cuda.max_memory_allocated(device) - before) / MIB
-    from torch.profiler import ProfilerActivity, profile
+        for work in works:
+            torch.cuda.reset_peak_memory_stats(device)
+            work()
+            torch.cuda.synchronize(device)
+            peaks.append((torch.cuda.max_memory_allocated(device) - before) / MIB)
+        return peaks
+    from torch.profiler import ProfilerActivity, profile, record_function
 
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
-        work()
-    held = peak = 0
+        for work in works:
+            with record_function(WORK):  # a mark: around the work, all releases would count from its beginning on
+                pass
+            work()
+    held = 0
     for event in sorted(profiler.events(), key=lambda e: e.time_range.start):
+        if event.name == WORK:
+            peaks.append(held / MIB)
         held += event.self_cpu_memory_usage  # of an operator, or of a release outside of any
-        peak = max(peak, held)
-    return peak / MIB
+        if peaks:
+            peaks[-1] = max(peaks[-1], held / MIB)
+    return peaks
 
 
 def one_client(e: Experiment, device: str = "cpu") -> Federation:
-    """``e`` with a single client of as many examples as one step of the paper's estimate has."""
-    one = {"num_clients": 1, "clients_per_round": 1, "num_train": BATCH, "batch_size": BATCH, "num_test": 10}
+    """``e`` with a single client of as many examples as its clients have in the mean, and one local epoch."""
+    examples = max(1, round(examples_per_client(e)))
+    one = {"num_clients": 1, "clients_per_round": 1, "num_train": examples, "num_test": 10}
     return build_federation(e.replace(**one, partition="iid", local_epochs=1, augment="none"), device)
 
 
 def memory_of_stages(e: Experiment, device: str = "cpu") -> "pd.DataFrame":
-    """A row for every stage of every budget of a FeDepth experiment: ``estimate_mib`` and ``measured_mib`` of a step.
+    """A row for every stage of every budget of a FeDepth experiment: ``estimate_mib`` and ``measured_mib`` of it.
 
-    ``r`` is the share of the memory, ``budget_mib`` what that is, ``blocks`` are counted from 1. Rows of r = "all" are
-    one step on the whole net, as FedAvg takes it.
+    At the batch size of ``e``, of a client of mean size. ``r`` is the share of the memory, ``budget_mib`` that share of
+    the whole net's measured peak (rows of r = "all": one epoch of FedAvg), ``blocks`` are counted from 1, ``kept_mib``
+    is what a stage keeps of what comes ahead of it, a part of its estimate.
     """
     import pandas as pd
 
     f = one_client(e, device)
-    method, measure, units = f.method, f.setting.measure, range(f.setting.spec.depth)
-    rows = []
-    for budget, share in enumerate(method.shares):
-        for k, stage in enumerate(method.stages(Client(0, budget, BATCH), f.setting), 1):
-            rows.append({"r": f"{share:.3g}", "budget_mib": share * measure.total_mib(BATCH), "stage": k}
-                        | _compared(f, budget, stage))  # fmt: skip
-    last = len(f.setting.exit_units) - 1
-    whole = _compared(f, len(method.shares) - 1, Stage(units=units, exit=last))
-    rows.append({"r": "all", "budget_mib": measure.total_mib(BATCH), "stage": 1} | whole)
-    return pd.DataFrame(rows)
+    (client,) = f.clients([0])
+    units = range(f.setting.spec.depth)
+    whole = [Stage(units=units, exit=len(f.setting.exit_units) - 1)]
+    rows = _rows(f, replace(client, budget=len(f.method.shares) - 1), whole, "all")
+    peak = rows[0]["measured_mib"]
+    for budget, share in reversed(list(enumerate(f.method.shares))):
+        poor = replace(client, budget=budget)
+        rows = _rows(f, poor, f.method.stages(poor, f.setting), f"{share:.3g}") + rows
+    shares = {f"{share:.3g}": share for share in f.method.shares} | {"all": 1.0}
+    return pd.DataFrame(rows).assign(budget_mib=[shares[row["r"]] * peak for row in rows])
 
 
 def seconds_of_stages(e: Experiment, share: float, times: int = 3, device: str = "cpu") -> tuple[int, float, float]:
@@ -97,15 +115,26 @@ def seconds_of_stages(e: Experiment, share: float, times: int = 3, device: str =
     return len(stages), staged, once
 
 
-def _compared(f: Federation, budget: int, stage: Stage) -> dict:
-    client = Client(0, budget, BATCH)
-    r = Round(1, (client,), f.setting)
-    main = f.method.members(client, f.server, r)[0]
+def _rows(f: Federation, client: Client, stages: list[Stage], r: str) -> list[dict]:
+    """A row for each of a local training's ``stages``, which are taken one after the other."""
+    round_ = Round(1, (client,), f.setting)
+    main = f.method.members(client, f.server, round_)[0]
+    cohorts: list[Cohort] = []
 
-    def step() -> None:
-        Cohort(f, f.model, f.server, r, [main], {}).train(f.method.local_loss, stage)
+    def works() -> list[Callable[[], object]]:
+        begin = lambda: cohorts.append(Cohort(f, f.model, f.server, round_, [main], {}))  # noqa: E731
+        return [begin, *(partial(lambda stage: cohorts[-1].train(f.method.local_loss, stage), s) for s in stages)]
 
-    step()  # what is allocated once is allocated now
-    estimate = sum(f.setting.measure.activation_mib(unit, BATCH) for unit in stage.units)
-    blocks = f"{stage.units.start + 1}-{stage.units.stop}" if len(stage.units) > 1 else str(stage.units.stop)
-    return {"blocks": blocks, "estimate_mib": estimate, "measured_mib": peak_mib(step, f.device)}
+    for work in works():  # what is allocated once is allocated now
+        work()
+    cohorts.clear()
+    _, *peaks = peaks_mib(works(), f.device)
+    batch = min(f.experiment.batch_size, client.num_examples)
+    rows = []
+    for k, (stage, peak) in enumerate(zip(stages, peaks, strict=True), 1):
+        kept = kept_mib(stage.units.start, client.num_examples, f.setting) if stage.cached else 0.0
+        trained = sum(f.setting.measure.activation_mib(unit, batch) for unit in stage.units)
+        blocks = f"{stage.units.start + 1}-{stage.units.stop}" if len(stage.units) > 1 else str(stage.units.stop)
+        rows.append({"r": r, "stage": k, "blocks": blocks, "kept_mib": kept, "estimate_mib": kept + trained,
+                     "measured_mib": peak})  # fmt: skip
+    return rows

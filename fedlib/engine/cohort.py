@@ -72,6 +72,7 @@ class Cohort:
             name: Teacher(self, [m for m in members if m.name == name and not m.trains])
             for name in dict.fromkeys(m.name for m in members if not m.trains)
         }
+        self._ahead: Ahead | None = None  # what the last stage kept
         self._draws = Draws(self.experiment.seed, r.t)
         self._generators = [
             torch_generator(self.experiment.seed, f"dropout of {m.name}", r.t, m.client.id) for m in self.members
@@ -172,6 +173,8 @@ class Cohort:
                 active = active & np.array([m.name == models for m in self.members])
         rate = stage.lr if stage.lr is not None else round_rate(e, self.t)
         route = route_of(stage, self.alive, self.exit_rows)
+        if stage.without:  # the cache ran them
+            self.prefix = None
         if self.prefix is not None:
             with phase("forward"):
                 self.prefix.fill(self.model, plan.examples)
@@ -179,10 +182,11 @@ class Cohort:
         self._set_context(training=True)
         self.model.context.generators = self._generators
         optimiser = build_optimiser(e, leaves, [self.rows[n] for n in names])
-        ahead = None
+        ahead, before = None, self._ahead if stage.units is not None else None
         if units := units_ahead(self, stage, names):
             with phase("forward"):
-                ahead = Ahead(self, stage, units, plan)
+                ahead = Ahead(self, stage, units, plan, before)
+        self._ahead, before = ahead if stage.units is not None else None, None
         total, scratch = torch.zeros(len(self.members), device=device), {}
         for step, width in enumerate(plan.width):
             with phase("data"):

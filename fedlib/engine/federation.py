@@ -116,7 +116,17 @@ def setting_of(e: Experiment, model: ExitModel, data: FederatedData | None = Non
     axes, measure = axes_of(model, infos), Measure(model)
     spec = model.backbone.spec
     return Setting(
-        spec, model.exit_units, infos, e.num_clients, e.rounds, axes, e.seed, counts, measure, model.frozen()
+        spec,
+        model.exit_units,
+        infos,
+        e.num_clients,
+        e.rounds,
+        axes,
+        e.seed,
+        counts,
+        e.batch_size,
+        measure,
+        model.frozen(),
     )
 
 
@@ -180,12 +190,14 @@ def build_train_prefix(f: Federation, units: int) -> FrozenCache | None:
 
 def _prefix(f: Federation, units: int, images: torch.Tensor) -> FrozenCache | None:
     view = partial(f.data.view, images, f.model.backbone.spec.input_shape)
-    return build_frozen_cache(f.model, units, len(images), view, images.device)
+    skips = f.method.skips(f.setting) if units else ()
+    return build_frozen_cache(f.model, units, len(images), view, images.device, skips)
 
 
 def budgets_of(e: Experiment, method: Method) -> np.ndarray:
     """Each client's budget, by default the deepest exit it can hold: ``uniform`` i mod B, ``maximum`` B - 1 for all.
 
+    ``contiguous``: the first N // B clients have the first, and so on; clients left over have the last.
     Where the method itself knows what clients have, as it says.
     """
     budgets = method.num_budgets(e.num_exits)
@@ -193,4 +205,6 @@ def budgets_of(e: Experiment, method: Method) -> np.ndarray:
         return given
     if e.budgets == "maximum":
         return np.full(e.num_clients, budgets - 1)
+    if e.budgets == "contiguous":
+        return np.minimum(np.arange(e.num_clients) // max(1, e.num_clients // budgets), budgets - 1)
     return np.arange(e.num_clients) % budgets

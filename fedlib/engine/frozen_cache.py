@@ -1,15 +1,15 @@
 """The frozen cache: leading units that nothing trains or feeds back into give the same output all run long.
 
 So it is computed once per example and kept on the training device: of the training set where there is no augmentation,
-of the test set always. Of the units inside, only features that the head reads are kept; with a frozen backbone and no
-feedback nothing else is.
+of the test set always. Of the units inside, only features that the head reads are kept, after its own units or, where
+those skip to an exit (FeDepth), after others; with a frozen backbone and no feedback nothing else is.
 """
 
 import math
 import mmap
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import numpy as np
 import torch
@@ -27,19 +27,22 @@ class FrozenCache:
     processes.
     """
 
-    def __init__(self, model: ExitModel, units: int, n: int, render: Callable[[torch.Tensor], torch.Tensor], device):
+    def __init__(
+        self, model: ExitModel, units: int, n: int, render: Callable[[torch.Tensor], torch.Tensor], device,
+        skips: Collection[int] = (),
+    ):  # fmt: skip
         self.units, self.render, self.device = units, render, device
         self.goes_on = units < model.depth  # does anything run after the prefix?
-        state, features, self.read = _shapes(model, units)
+        state, features, self.read = _shapes(model, units, skips)
         self.z = _empty(n, *(state if self.goes_on else (0, 0)), device=device)  # pages never asked for stay untouched
         self.features = [_empty(n, *shape, device=device) for shape in features]
         self._ready = _empty(n, device="cpu", dtype=torch.uint8).numpy().view(bool)
         self._lock = threading.Lock()
 
     @staticmethod
-    def bytes_needed(model: ExitModel, units: int, n: int) -> int:
+    def bytes_needed(model: ExitModel, units: int, n: int, skips: Collection[int] = ()) -> int:
         """Memory of a full cache in bytes."""
-        state, features, _ = _shapes(model, units)
+        state, features, _ = _shapes(model, units, skips)
         kept = [state] if units < model.depth else []
         return 4 * n * sum(math.prod(shape) for shape in (*kept, *features))
 
@@ -50,7 +53,7 @@ class FrozenCache:
         missing = missing[~self._ready[missing]]
         for a in range(0, len(missing), batch_size):
             part = torch.from_numpy(missing[a : a + batch_size]).to(self.device)
-            made = model.prefix(self.render(part)[None], self.units)
+            made = model.prefix(self.render(part)[None], self.units, keep=self.read)
             with self._lock:
                 for kept, unit in zip(self.features, self.read, strict=True):
                     kept[part] = made.features[unit][0]
@@ -65,10 +68,12 @@ class FrozenCache:
         return Prefix(self.units, self.z[rows], features)
 
 
-def _shapes(model: ExitModel, units: int) -> tuple[tuple[int, ...], list[tuple[int, ...]], tuple[int, ...]]:
+def _shapes(
+    model: ExitModel, units: int, skips: Collection[int]
+) -> tuple[tuple[int, ...], list[tuple[int, ...]], tuple[int, ...]]:
     """Of one example: the shape of z after ``units``, those of the features that the head reads, and after which."""
     spec = model.backbone.spec
-    read = tuple(u for u in range(units) if model.head.reads(u))
+    read = tuple(u for u in range(units) if model.head.reads(u) or u in skips)
     return spec.state(units - 1), [spec.feature(u) for u in read], read
 
 
@@ -88,9 +93,10 @@ def free_memory(device: torch.device) -> int:
 
 
 def build_frozen_cache(
-    model: ExitModel, units: int, n: int, render: Callable[[torch.Tensor], torch.Tensor], device: torch.device
-) -> FrozenCache | None:
+    model: ExitModel, units: int, n: int, render: Callable[[torch.Tensor], torch.Tensor], device: torch.device,
+    skips: Collection[int] = (),
+) -> FrozenCache | None:  # fmt: skip
     """A cache for ``n`` examples, or None where there is no frozen prefix or it would take too much memory."""
-    if not units or FrozenCache.bytes_needed(model, units, n) > SHARE_OF_FREE_MEMORY * free_memory(device):
+    if not units or FrozenCache.bytes_needed(model, units, n, skips) > SHARE_OF_FREE_MEMORY * free_memory(device):
         return None
-    return FrozenCache(model, units, n, render, device)
+    return FrozenCache(model, units, n, render, device, skips)

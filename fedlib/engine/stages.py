@@ -51,14 +51,15 @@ def runs_ahead(stage: Stage) -> bool:
 def units_ahead(cohort: "Cohort", stage: Stage, names: Sequence[str]) -> int:
     """How many leading units are run once for all epochs of ``stage``, which trains the parameters ``names``.
 
-    All before its own of a stage of FeDepth that says so; all there are where exits alone are trained (FedRep, FedRoD,
-    FedPAC), more than once on the same features. None with augmentation.
+    All before its own of a stage of FeDepth that says so, where they are not frozen anyway; all there are where exits
+    alone are trained (FedRep, FedRoD, FedPAC), more than once on the same features. None with augmentation.
     """
     e, model, infos = cohort.experiment, cohort.model, cohort.setting.infos
     if e.augment != "none":
         return 0
     if stage.units is not None:
-        return stage.units.start if stage.cached and runs_ahead(stage) else 0
+        known = cohort.prefix.units if cohort.prefix is not None else 0
+        return stage.units.start if stage.cached and runs_ahead(stage) and stage.units.start > known else 0
     epochs = e.local_epochs if stage.epochs is None else stage.epochs
     if epochs == 1 or cohort.prefix is not None or any(infos[n].exit is None for n in names) or not by_example(model):
         return 0
@@ -80,18 +81,20 @@ class Ahead:
     the features that the exits read. Nothing may be augmented.
 
     It is computed in batches of a client's examples in order, so that is what batch norm with batch statistics sees
-    of them, whatever the stage's own batches are: z_{j-1} of FeDepth's Eq. 1.
+    of them, whatever the stage's own batches are: z_{j-1} of FeDepth's Eq. 1. Where the stage ``before`` has kept its
+    own, only the units that it trained run.
     """
 
     @torch.no_grad()
-    def __init__(self, cohort: "Cohort", stage: Stage, units: int, plan: Batches):
+    def __init__(self, cohort: "Cohort", stage: Stage, units: int, plan: Batches, before: "Ahead | None" = None):
         e, model, self.units = cohort.experiment, cohort.model, units
         spec, most = model.backbone.spec, max(c.num_examples for c in cohort.clients)
         self.kept: dict[int | None, torch.Tensor] = {}  # (M, examples, ...): features by unit; None: what goes on
         for step, (rows, weights) in enumerate(in_order(cohort.data, cohort.clients, e.batch_size)):
             model.context.weights = weights
             with torch.autocast(rows.device.type, torch.bfloat16, enabled=e.precision == "bfloat16"):
-                made = model.prefix(cohort.inputs(rows), units, stage.without, cohort.alive)
+                x = cohort.inputs(rows) if before is None else before.part(step, e.batch_size)
+                made = model.prefix(x, units, stage.without, cohort.alive)
             for unit, x in (made.features if units == model.depth else {None: made.z}).items():
                 if unit not in self.kept:
                     shape = spec.state(units - 1) if unit is None else x.shape[2:]  # perhaps cut in width
@@ -101,6 +104,11 @@ class Ahead:
         places = places_of(cohort.data, cohort.clients, plan.examples)  # (S, M, B)
         self.places = torch.from_numpy(places).to(rows.device)
         self.members = torch.arange(len(cohort.clients), device=rows.device)[:, None]
+
+    def part(self, step: int, size: int) -> Prefix:
+        """What was kept of every client's examples in order: part ``step`` of ``size``, filled up with zeros."""
+        z = self.kept[None][:, step * size : (step + 1) * size]
+        return Prefix(self.units, torch.cat([z, z.new_zeros(len(z), size - z.shape[1], *z.shape[2:])], 1))
 
     def __call__(self, step: int, width: int) -> Prefix:
         """What the members read in one step."""

@@ -5,7 +5,7 @@ training, and the mean over the clients that hold an entry. A method overrides w
 Read next: ``jobs.py`` (the values hooks see), ``options.py`` (distillation, server steps), ``sliced/reefl.py``.
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
@@ -90,6 +90,10 @@ class Method(UploadOptions):
     def build_head(self, spec: Spec, num_classes: int, exit_units: tuple[int, ...]) -> nn.Module:
         """The exits: one classifier each."""
         return classifiers(spec, num_classes, exit_units)
+
+    def skips(self, setting: Setting) -> Collection[int]:
+        """Units whose features skip to a later exit (FeDepth): a frozen backbone's are kept of them too. None."""
+        return ()
 
     def configure(self, model: ExitModel) -> None:
         """Set what layers must know for the whole run (``model.context``). Nothing."""

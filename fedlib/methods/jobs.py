@@ -44,6 +44,7 @@ class Setting:
     axes: Mapping[str, Axis] = field(default_factory=dict)
     seed: int = 1
     label_counts: Callable[[int], np.ndarray] | None = None  # a client's training examples by label, (classes,)
+    batch_size: int = 32  # examples of a local step
     measure: Measure | None = None  # what parts of the model cost: budgets are solved with it
     frozen: Tensors = field(default_factory=dict)  # the tensors that nobody trains
     lab: Lab | None = None  # where the experiment grants the server public examples

@@ -1,11 +1,14 @@
 """Memory budgets as shares of what training the whole model takes (FeDepth), and stages that fit one."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
+from ..core.clients import Client
 from ..core.validation import AtLeast, Positive, When
 from ..models.backbone import Spec
+from ..models.measure import FLOAT, MIB
 from .jobs import Setting, Stage
 
 SCENARIOS = {
@@ -49,6 +52,22 @@ class Decomposition(MemoryBudgets):
         """The stages of a client with this share of the memory, as ranges of blocks."""
         return pack(*memory_of(share, setting), self.slack)
 
+    def kept(self, plan: Sequence[range], client: Client, setting: Setting) -> list[bool]:
+        """For each stage: has the client room for z_{j-1} of all its examples beside what the stage trains?
+
+        In steps of its own size, of the share of the memory that these take for the whole net. While one z is made
+        of another, both are held.
+        """
+        measure, batch = setting.measure, min(setting.batch_size, client.num_examples)
+        room = _limit(min(self.shares[client.budget], 1) * measure.total_mib(setting.batch_size), self.slack)
+        out, before = [], 0.0
+        for units in plan:
+            z = kept_mib(units.start, client.num_examples, setting)
+            trained = sum(measure.activation_mib(unit, batch) for unit in units)
+            out.append(units.start > 0 and z + max(trained, before) <= room)
+            before = z if out[-1] else 0.0
+        return out
+
     def models(self, share: float) -> int:
         """M: how many whole models fit."""
         return max(1, int(share))
@@ -68,6 +87,15 @@ class Decomposition(MemoryBudgets):
                 raise ValueError(f"{name}: scenario = {self.scenario!r}, r = {share:.3g}: {error}") from None
 
 
+def kept_mib(unit: int, examples: int, setting: Setting) -> float:
+    """What it takes to keep what ``unit`` reads of so many examples, in MiB; inputs are the client's anyway."""
+    return FLOAT * examples * math.prod(setting.spec.state(unit - 1)) / MIB if unit else 0.0
+
+
+def _limit(budget: float, slack: float) -> float:
+    return budget * (1 + slack) * (1 + 1e-9)  # sums of floats
+
+
 def memory_of(share: float, setting: Setting) -> tuple[list[float], float]:
     """What training each block takes, and what a client with this share has for one model, in MiB."""
     blocks = [setting.measure.activation_mib(unit, BATCH) for unit in range(setting.spec.depth)]
@@ -77,7 +105,7 @@ def memory_of(share: float, setting: Setting) -> tuple[list[float], float]:
 def prefixes_that_fit(share: float, setting: Setting) -> int:
     """How many exits a client with this share of the memory can hold, with all blocks up to the last of them."""
     memories, budget = memory_of(share, setting)
-    return sum(sum(memories[: unit + 1]) <= budget * (1 + SLACK) * (1 + 1e-9) for unit in setting.exit_units)
+    return sum(sum(memories[: unit + 1]) <= _limit(budget, SLACK) for unit in setting.exit_units)
 
 
 def pack(memories: Sequence[float], budget: float, slack: float = SLACK) -> tuple[range, ...]:
@@ -86,7 +114,7 @@ def pack(memories: Sequence[float], budget: float, slack: float = SLACK) -> tupl
     ``memories`` and ``budget`` are in one unit; 5 % ``slack`` gives the released plans. A block that alone exceeds the
     budget is in no stage (partial training): it runs forward only. Raises ``ValueError`` if none fits.
     """
-    limit = budget * (1 + slack) * (1 + 1e-9)  # sums of floats
+    limit = _limit(budget, slack)
     stages, start, held = [], None, 0.0
     for block, memory in enumerate(memories):
         if start is not None and held + memory > limit:
@@ -109,7 +137,7 @@ def check_stages(memories: Sequence[float], budget: float, slack: float, leaves_
 
     So the last block is always trained.
     """
-    large = [block for block, memory in enumerate(memories) if memory > budget * (1 + slack) * (1 + 1e-9)]
+    large = [block for block, memory in enumerate(memories) if memory > _limit(budget, slack)]
     allowed = range(len(memories) - 1) if leaves_out else range(0)
     why = "only blocks before the first trained one may be left out" if leaves_out else "no block may be left out"
     for place, block in enumerate(large):
@@ -146,13 +174,18 @@ def check_left_out(spec: Spec, first: int) -> None:
 def staged_effort(stages: Sequence[Stage], setting: Setting, epochs: int, unaugmented: bool) -> float:
     """MACs of training ``stages`` one after the other, in those of training the whole net at once; exits left out.
 
-    A trained unit costs three forward passes, a frozen one ahead of it one, in every epoch or, cached, once.
+    A trained unit costs three forward passes, a frozen one ahead of it one, in every epoch or, cached, once: of the
+    units that the stage before has not kept the output of.
     """
     stem, *units = setting.measure.unit_macs()
-    total = 0.0
+    total, known = 0.0, 0  # units whose output is kept
     for stage in stages:
-        ahead = [u for u in range(stage.units.start) if u not in stage.without]
-        passes = 1 / (stage.epochs or epochs) if stage.cached and unaugmented else 1
-        frozen, trained = (stem + sum(units[u] for u in ahead), 0) if ahead else (0, stem)
-        total += 3 * (trained + sum(units[u] for u in stage.units)) + passes * frozen
+        cached = stage.cached and unaugmented
+        known = known if cached else 0
+        ahead = [u for u in range(known, stage.units.start) if u not in stage.without]
+        passes = 1 / (stage.epochs or epochs) if cached else 1
+        frozen = sum(units[u] for u in ahead) + (stem if ahead and not known else 0)
+        trained = sum(units[u] for u in stage.units) + (0 if ahead else stem)
+        total += 3 * trained + passes * frozen
+        known = stage.units.start if cached and ahead else 0
     return total / (3 * (stem + sum(units)))

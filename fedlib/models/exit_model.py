@@ -95,18 +95,22 @@ class ExitModel(nn.Module):
 
     @torch.no_grad()
     def prefix(
-        self, x: torch.Tensor, units: int, without: Container[int] = (), alive: Sequence[int] | None = None
-    ) -> Prefix:
+        self, x: torch.Tensor | Prefix, units: int, without: Container[int] = (), alive: Sequence[int] | None = None,
+        keep: Container[int] = (),
+    ) -> Prefix:  # fmt: skip
         """The output of the first ``units`` units, but those ``without``, for inputs (K, B, *input_shape).
 
-        Unit l runs for the first ``alive[l]`` members; without it, for all.
+        Of an ``x`` that earlier units made, only later ones run. Unit l runs for the first ``alive[l]`` members;
+        without it, for all. Features are those that the head reads, and those of the units to ``keep``.
         """
-        alive = [len(x)] * units if alive is None else alive
-        run = [unit for unit in range(units) if unit not in without and alive[unit]]
-        z, features = self.backbone.stem(x[: alive[run[0]]] if run else x), {}
+        begun = x if isinstance(x, Prefix) else Prefix(0, x)
+        alive = [len(begun.z)] * units if alive is None else alive
+        run = [unit for unit in range(begun.units, units) if unit not in without and alive[unit]]
+        z, features = begun.z[: alive[run[0]]] if run else begun.z, dict(begun.features)
+        z = z if begun is x else self.backbone.stem(z)
         for unit, following in zip(run, [*run[1:], *run[-1:]], strict=True):
             feature, z = self.backbone.advance(z, unit, alive[following])
-            if self.head.reads(unit):
+            if self.head.reads(unit) or unit in keep:
                 features[unit] = feature
         return Prefix(units, self.backbone.settled(z), features)
 

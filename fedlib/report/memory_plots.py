@@ -46,7 +46,10 @@ def plot_plans(
 
 @styled
 def plot_memory(frame: pd.DataFrame, title: str = "A stage holds a part of what the whole net holds", ax=None):
-    """Bars of a stage's estimated and measured memory; ``frame`` as from ``training_memory.memory_of_stages``."""
+    """Bars of a stage's estimated and measured memory, lines at r times the whole net's measured peak.
+
+    ``frame`` as from ``training_memory.memory_of_stages``.
+    """
     import seaborn
 
     ax = axes_of(ax)
@@ -54,9 +57,12 @@ def plot_memory(frame: pd.DataFrame, title: str = "A stage holds a part of what 
     names = {"estimate_mib": "estimate", "measured_mib": "measured peak"}
     rows = rows.rename(columns=names).melt("at", list(names.values()), "what", "mib")
     seaborn.barplot(rows, x="at", y="mib", hue="what", palette=["#868a8e", "#6b006f"], saturation=1, ax=ax)
+    ax.hlines(frame.budget_mib, np.arange(len(frame)) - 0.45, np.arange(len(frame)) + 0.45, "black", "--", linewidth=1,
+              label="r x the whole net's peak")  # fmt: skip
+    ax.legend(frameon=False)
     ax.figure.set_figwidth(max(6.0, 0.55 * len(frame)))
     ax.tick_params(axis="x", labelsize=6)
-    finish(ax, "blocks of a stage, of a client with the share r", "memory of a step, batch 32 (MiB)", title)
+    finish(ax, "blocks of a stage, of a client with the share r", "memory of local training (MiB)", title)
     return ax
 
 

@@ -72,12 +72,14 @@ def training_macs(e: Experiment) -> float:
     Those of a budget are one sub-model's, times what its local training really takes (``Method.effort``).
     """
     method, setting = build_method(e.method, e.options), _shapes(_shape_of(e), num_classes(e)).setting
-    efforts = [method.effort(Client(-1, b, 0), setting, e) for b in range(method.num_budgets(e.num_exits))]
+    setting = replace(setting, num_clients=e.num_clients, rounds=e.rounds, batch_size=e.batch_size)
+    clients = [Client(-1, b, round(examples_per_client(e))) for b in range(method.num_budgets(e.num_exits))]
+    efforts = [method.effort(client, setting, e) for client in clients]
     macs = _macs(_shape_of(e), num_classes(e)) * np.array(efforts)
     budgets = budgets_of(e, method)
-    eligible = method.eligible(budgets, replace(setting, num_clients=e.num_clients, rounds=e.rounds))
-    clients = min(e.clients_per_round, len(eligible))
-    return 3 * e.rounds * clients * e.local_epochs * examples_per_client(e) * macs[budgets[eligible]].mean()
+    eligible = method.eligible(budgets, setting)
+    trained = e.rounds * min(e.clients_per_round, len(eligible)) * e.local_epochs * examples_per_client(e)
+    return 3 * trained * macs[budgets[eligible]].mean()
 
 
 def _shape_of(e: Experiment) -> Experiment:

@@ -4,9 +4,11 @@ Client (memory r times what training the whole net takes): blocks are packed int
 turn, with a fresh optimiser: earlier stages are frozen and only run forward, later ones not at all; the stage's blocks
 and the head are trained, which reads the stage's output through a skip without parameters (Eq. 1), or through an
 auxiliary head of the stage's own (m-FeDepth). Leading blocks that fit no stage are not trained (partial training).
+z_{j-1}, what earlier stages make of a client's examples, is kept where it fits beside the stage (``buffered``) and made
+of z_{j-2}; elsewhere it is computed anew in every step. ``mu`` is FedProx's term, which the paper joins it with.
 With memory for M > 1 models a client trains M that teach each other, and sends one. Server: the mean by examples, of
 blocks too that came back untrained (Alg. 1).
-Read next: ``packing.pack``, ``losses.peer_kl``, ``engine/stages.py``.
+Read next: ``packing.pack``, ``losses.peer_kl``, ``engine/stages.py``, ``analysis/block_inference.py``.
 
 Deviations from the release: a stage trains its own parameters only (there, momentum and decay go on moving frozen
 ones); every group trains its last blocks; the stem and a ViT's embeddings belong to the first stage alone; an auxiliary
@@ -16,7 +18,7 @@ forward, as in the paper; ``partial="absent"`` is the release, where the stem fe
 """
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from torch import nn
@@ -37,10 +39,13 @@ from ..peers import fresh_peers, peer_members
 class FeDepth(Decomposition, Method):
     """Table 2; ``heads="auxiliary"`` is m-FeDepth."""
 
+    version: ClassVar[int] = 2  # what is kept ahead of a stage counts as memory
+
     scenario: Literal["fair", "lack", "surplus", "own"] = "fair"
     heads: Literal["skip", "auxiliary"] = "skip"
     average: Literal["all", "trained"] = "all"  # trained: the mean over those who trained a block
-    buffered: bool = True  # z_{j-1} of Eq. 1 is computed once a stage, where nothing is augmented
+    buffered: bool = True  # z_{j-1} of Eq. 1 is computed once a stage, where it fits and nothing is augmented
+    mu: Annotated[float, AtLeast(0)] = 0.0  # FedProx's: mu/2 |theta - w|^2 in every stage, on what it trains
     kd_weight: Annotated[float, AtLeast(0)] = 1.0  # of mutual distillation
     temperature: Positive = 1.0
     peers: Literal["fresh", "served"] = "fresh"  # a client's further models start at random, or as what it is served
@@ -81,15 +86,21 @@ class FeDepth(Decomposition, Method):
         plan = self.plan(self.shares[client.budget], setting)
         left_out = range(plan[0].start) if self.partial == "absent" else ()
         exits = [0 if self.heads == "skip" else setting.exit_units.index(units.stop - 1) for units in plan]
-        either = {"without": left_out, "cached": self.buffered}
-        return [Stage(units=units, exit=exit, **either) for units, exit in zip(plan, exits, strict=True)]
+        kept = self.kept(plan, client, setting) if self.buffered else [False] * len(plan)
+        each = zip(plan, exits, kept, strict=True)
+        return [Stage(units=units, exit=exit, without=left_out, cached=cached) for units, exit, cached in each]
 
-    def program(self, client: Client, setting: Setting) -> tuple[range, ...]:
-        return self.plan(self.shares[client.budget], setting)
+    def program(self, client: Client, setting: Setting) -> tuple[Stage, ...]:
+        return tuple(self.stages(client, setting))
+
+    def skips(self, setting: Setting) -> set[int]:
+        """The units that end a stage: their features skip to the head."""
+        return {units.stop - 1 for share in self.shares for units in self.plan(share, setting)}
 
     def local_update(self, cohort) -> None:
+        held_back = (lambda name, p: self.mu * (p - cohort.start[name])) if self.mu else None
         for stage in self.stages(cohort.clients[0], cohort.setting):
-            cohort.train(self.local_loss, stage)
+            cohort.train(self.local_loss, stage, held_back)
 
     def local_loss(self, batch: Batch) -> torch.Tensor:
         """CE_m + 1/(M-1) sum_{m' != m} KL(p_m' || p_m), (M,); the second is zero for a client of one model."""
