@@ -75,3 +75,22 @@ def test_hashes_of_stored_runs_stay():
 def test_slug_is_a_safe_folder_name(name):
     slug = Experiment(dataset=name).slug
     assert "/" not in slug and "\0" not in slug and slug not in (".", "..") and len(slug) < 100
+
+
+def test_options_do_not_change():
+    import copy
+    import pickle
+
+    e = Experiment(options={"mu": 1, "rates": [1, 2]})
+    for change in (
+        lambda o: o.update(mu=2), lambda o: o.__setitem__("mu", 2), lambda o: o.pop("mu"), lambda o: o.clear(),
+        lambda o: o.__delitem__("mu"), lambda o: o.setdefault("nu", 1), lambda o: o.popitem(), lambda o: o.__ior__({}),
+    ):  # fmt: skip
+        with pytest.raises(TypeError, match="does not change; make another: e.replace"):
+            change(e.options)
+    for other in (pickle.loads(pickle.dumps(e)), copy.deepcopy(e), e.replace(), Experiment.from_dict(e.to_dict())):
+        assert other == e and other.hash == e.hash and other.options == {"mu": 1, "rates": (1, 2)}
+    given = {"mu": 1}
+    e = Experiment(options=given)
+    given["mu"] = 2
+    assert e.options == {"mu": 1}

@@ -15,7 +15,7 @@ from fedlib.core.storage import read_json, read_tensors, write_json, write_tenso
 from fedlib.methods import METHODS, register
 from fedlib.methods.sliced.reefl import ReeFL
 from fedlib.models import registry
-from fedlib.runs import identity, sources
+from fedlib.runs import identity, reached
 from fedlib.runs import store as runs_module
 from fedlib.runs.identity import OtherInputs
 from fedlib.runs.store import find_run, run_path
@@ -92,7 +92,7 @@ def test_an_edited_method_of_ones_own_is_refused(old, new, told, words, tmp_path
                 lambda **how: run_all([e], ONE, tmp_path, progress=False, **how)[0]):  # fmt: skip
         with pytest.raises(
             OtherInputs,
-            match=f"{e.slug} is stored in .*: {told}. To run it anew, delete it or choose another folder .*accept='{words}'",
+            match=f"{e.slug} is stored in .*: {told}.*. To run it anew: run\\(e, again=True\\), forget\\(e\\), or another folder .*accept='{words}'",
         ):
             ask()
         assert ask(accept=words).summary == first.summary
@@ -114,17 +114,17 @@ def test_a_method_without_a_source_has_its_compiled_code(only_here):
     def made(text):
         space = {"__name__": "mine"}
         exec(text, space)  # as `python -c` or a plain interpreter
-        return sources.code_of(space["FedProx"])["FedProx"]
+        return reached.code_of(space["FedProx"])["FedProx"]
 
     assert made(FEDPROX) == made(FEDPROX) != made(FEDPROX.replace("self.mu * pull", "2 * self.mu * pull"))
 
 
 def test_a_method_sent_elsewhere_keeps_the_digest_of_its_source(tmp_path):
     here, there = defined(FEDPROX, tmp_path), defined(FEDPROX.replace("1.0", "2.0"), tmp_path)
-    code = sources.code_of(here)
-    assert sources.code_of(there) != code
-    sources.tell(there, code)
-    assert sources.code_of(there) == code
+    code = reached.code_of(here)
+    assert reached.code_of(there) != code
+    reached.tell(there, code)
+    assert reached.code_of(there) == code
 
 
 def test_a_method_of_a_notebook_cell_is_recognised():
@@ -135,7 +135,7 @@ def test_a_method_of_a_notebook_cell_is_recognised():
 
     def cell(text):
         shell.run_cell(text).raise_error()
-        return sources.code_of(shell.user_ns["FedProx"])["FedProx"]
+        return reached.code_of(shell.user_ns["FedProx"])["FedProx"]
 
     first = cell(FEDPROX)
     assert cell("\n\n" + FEDPROX) == first != cell(FEDPROX.replace("self.mu *", "9 * self.mu *"))
@@ -264,7 +264,7 @@ def test_a_run_is_not_resumed_on_other_data(images, tmp_path, monkeypatch):
     assert find_run(e, tmp_path) is None
     mixed = train(e, tmp_path, accept="data")  # the user's own responsibility, for the record
     (again,) = mixed.record["resumed"]
-    assert again["after_round"] == 2 and again["inputs"] == {"data": again["inputs"]["data"]}
+    assert again["after_round"] == 2 and again["inputs"].keys() == {"data", "source"}
     for seed in (0, 1):  # the mixture is what neither data set gives
         put(seed)
         with pytest.raises(OtherInputs, match="the data of 'mine'"):
@@ -487,3 +487,270 @@ def test_a_name_belongs_to_one_class(monkeypatch):
     for name in ("fedprox_of_mine", "fedavg"):
         with pytest.raises(ValueError, match=f"a method named '{name}' exists already"):
             register(name)(type("FedAvg", (METHODS["fedavg"],), {"__module__": "elsewhere"}))
+
+
+# --- edits, replacements, spellings -------------------------------------------------------------------------------
+
+
+def test_a_value_that_cannot_be_compared_is_refused_before_any_compute(tmp_path, only_here):
+    e = tiny("fedprox", finetune="frozen", rounds=1)
+    METHODS["fedprox"] = defined("import threading\n" + FEDPROX.replace("SCALE = 1.0", "LOCK = threading.Lock()"
+        ).replace("return SCALE * (p - start)", "return LOCK and p - start"), tmp_path)  # fmt: skip
+    words = f"{e.slug} could not be told from a run of other code: unverified: LOCK in pull .* a _thread.lock"
+    with pytest.raises(ValueError, match=words):
+        train(e, tmp_path)
+    assert not run_path(e, tmp_path).exists()
+    assert train(e, tmp_path, accept="method").summary["status"] == "finished"
+    with pytest.raises(OtherInputs, match="source of class FedProx, or what it reads .unverified: LOCK"):
+        find_run(e, tmp_path)
+    assert find_run(e, tmp_path, accept="method") is not None
+
+
+def test_a_global_that_the_rounds_changed_does_not_lose_the_run(tmp_path, only_here):
+    text = FEDPROX.replace("SCALE = 1.0", "SCALE, SEEN = 1.0, []").replace(
+        "start = cohort.start", "SEEN.append(len(SEEN))\n        start = cohort.start"
+    )
+    e = tiny("fedprox", finetune="frozen", rounds=1)
+    METHODS["fedprox"] = defined(text, tmp_path)
+    assert train(e, tmp_path).summary["status"] == "finished"
+    METHODS["fedprox"] = defined(text, tmp_path)  # as a fresh process
+    assert find_run(e, tmp_path) is not None
+
+
+OWN_SPEC = '''
+from dataclasses import dataclass
+from fedlib.models.vit import ViT, ViTSpec
+
+class Net(ViT):
+    def run(self, z, a, b):
+        return 1.0 * super().run(z, a, b)
+
+@dataclass(frozen=True)
+class FedProx(ViTSpec):
+    """A shape of one's own, and what it builds."""
+
+    def build(self):
+        return Net(self)
+'''
+
+
+def test_a_backbone_of_ones_own_is_part_of_the_run(tmp_path, monkeypatch):
+    shape = registry.ViTSpec(img_size=32, patch_size=8, dim=16, depth=4, heads=2, ffn_dim=32)
+    monkeypatch.setitem(registry.OWN, "mine", shape)
+    e = tiny("depthfl", finetune="full", finetune_options={}, backbone="mine", rounds=2)
+    first = train(e, tmp_path)
+    assert find_run(e, tmp_path).summary == first.summary and len(first.record["inputs"]["backbone"]) == 16
+    interrupt(e, 1, tmp_path / "part", monkeypatch)
+    wider = registry.ViTSpec(img_size=32, patch_size=8, dim=32, depth=4, heads=2, ffn_dim=32)
+    monkeypatch.setitem(registry.OWN, "mine", wider)
+    for folder in ("", "part"):
+        with pytest.raises(OtherInputs, match="the backbone 'mine', its shape or its code.*accept='backbone'"):
+            train(e, tmp_path / folder)
+    with pytest.raises(ValueError, match="holds the rounds of another model: .* is .* there, .* here"):
+        train(e, tmp_path / "part", accept="backbone")
+    codes = []
+    for text in (OWN_SPEC, OWN_SPEC, OWN_SPEC.replace("1.0 *", "2.0 *")):
+        monkeypatch.setitem(registry.OWN, "mine", defined(text, tmp_path)(32, 8, dim=16, depth=4, heads=2, ffn_dim=32))
+        codes.append(identity.inputs_of(build_federation(e))["backbone"])
+    assert codes[0] == codes[1] != codes[2]
+    monkeypatch.delitem(registry.OWN, "mine")
+    assert find_run(e, tmp_path) is not None  # not registered here: it can be looked at
+
+
+def test_a_backbone_of_the_kit_that_was_replaced_is_refused(tmp_path, monkeypatch):
+    e = tiny(rounds=1)
+    train(e, tmp_path)
+    monkeypatch.setitem(registry.OWN, "deit_micro", registry.ViTSpec(depth=11))
+    with pytest.raises(OtherInputs, match="the backbone 'deit_micro'"):
+        find_run(e, tmp_path)
+
+
+def test_files_of_the_old_size_and_time_are_other_files(tmp_path, monkeypatch):
+    """As ``cp -p`` and ``rsync -t`` leave them; also in one process, and where the digest was kept."""
+    import os
+
+    from fedlib.data import cache
+
+    monkeypatch.setenv("FEDLIB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(cache, "SETTLED", -1.0)  # kept at once
+    file = tmp_path / "a"
+    file.write_bytes(b"one")
+    os.utime(file, (1, 1))
+    first = cache.files_digest([file], tmp_path)
+    assert len(list((tmp_path / "cache").iterdir())) == 1 and cache.files_digest([file], tmp_path) == first
+    time.sleep(0.02)  # a tick of the file system's clock
+    file.write_bytes(b"two")
+    os.utime(file, (1, 1))
+    second = cache.files_digest([file], tmp_path)
+    file.unlink()
+    file.write_bytes(b"one")
+    assert cache.files_digest([file], tmp_path) == first != second
+    cache._digests.clear()
+    assert cache.files_digest([file], tmp_path) == first  # from the disk
+
+
+def test_what_was_written_a_moment_ago_is_read_again(tmp_path, monkeypatch):
+    """Two writes in one tick of the clock leave the same times."""
+    from fedlib.data import cache
+
+    monkeypatch.setenv("FEDLIB_CACHE", str(tmp_path / "cache"))
+    cache.files_digest([Path(__file__)], Path(__file__).parent)
+    file = tmp_path / "a"
+    digests = []
+    for text in "ab":
+        file.write_text(text)
+        digests.append(cache.files_digest([file], tmp_path))
+    assert digests[0] != digests[1]
+
+
+def test_data_of_the_old_size_and_time_are_refused(images, tmp_path):
+    import os
+
+    from PIL import Image
+
+    def put(seed):
+        rng = np.random.default_rng(seed)
+        for i in range(40):
+            file = tmp_path / "data" / "mine" / ("train" if i < 30 else "test") / "ab"[i % 2] / f"{i}.bmp"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(rng.integers(0, 255, (8, 8), dtype=np.uint8)).save(file)
+            os.utime(file, (1, 1))
+        return sorted((p.stat().st_size, p.stat().st_mtime) for p in (tmp_path / "data").rglob("*.bmp"))
+
+    e = images[0].replace(rounds=1)
+    before = put(0)
+    train(e, tmp_path)
+    assert put(1) == before
+    with pytest.raises(OtherInputs, match="the data of 'mine': digest"):
+        find_run(e, tmp_path)
+
+
+def test_a_look_up_decodes_nothing(images, tmp_path, monkeypatch):
+    """Also where nothing is kept: the files' bytes say that they are the same."""
+    import fedlib.data.datasets as datasets_module
+
+    e, put = images
+    put(0)
+    train(e, tmp_path)
+    put(0)
+
+    def refuse(*_, **__):
+        raise AssertionError("decoded")
+
+    monkeypatch.setenv("FEDLIB_CACHE", str(tmp_path / "empty"))
+    monkeypatch.setattr(identity, "load_dataset", refuse)
+    monkeypatch.setattr(datasets_module, "decode", refuse)
+    assert find_run(e, tmp_path) is not None
+    put(1)
+    with pytest.raises(AssertionError, match="decoded"):
+        find_run(e, tmp_path)
+
+
+def test_a_piece_without_its_partner_is_refused(images, tmp_path):
+    from fedlib.data.datasets import load_dataset
+
+    _, put = images
+    put(0)
+    folder = tmp_path / "data" / "mine"
+    (folder / "train.parquet").rename(folder / "train-00000-of-00002.parquet")
+    with pytest.raises(
+        ValueError, match="train-00000-of-00002.parquet is one of 2 pieces, and train-00001-of-00002 is"
+    ):
+        load_dataset("mine")
+    shutil.copy(folder / "train-00000-of-00002.parquet", folder / "train-00001-of-00002.parquet")
+    assert len(load_dataset("mine").train_labels) == 60
+
+
+def test_a_rewritten_folder_of_weights_is_refused(tmp_path, monkeypatch):
+    pytest.importorskip("transformers")
+    from fedlib.models.foreign import build_model
+    from fedlib.models.foreign_specs import ForeignSpec
+
+    folder = tmp_path / "model"
+    spec = ForeignSpec("vit", str(folder), dim=16, depth=4, heads=2, ffn_dim=32, img_size=32, patch_size=8)
+    monkeypatch.setitem(registry.OWN, "mine", spec)
+    build_model(spec).save_pretrained(folder)
+    e = tiny("depthfl", backbone="mine", pretrained=True, finetune="frozen", finetune_options={}, rounds=1)
+    first = train(e, tmp_path)
+    assert find_run(e, tmp_path).summary == first.summary
+    model = build_model(spec)
+    model.embeddings.cls_token.data += 1
+    model.save_pretrained(folder)
+    with pytest.raises(OtherInputs, match="the pre-trained weights of 'mine'"):
+        find_run(e, tmp_path)
+
+
+def test_a_stored_run_can_be_forgotten_and_run_again(tmp_path, only_here):
+    from fedlib import forget
+
+    e = tiny("fedprox", finetune="frozen", rounds=1)
+    METHODS["fedprox"] = defined(FEDPROX, tmp_path)
+    first = train(e, tmp_path / "runs")
+    METHODS["fedprox"] = defined(FEDPROX.replace("SCALE = 1.0", "SCALE = 300.0"), tmp_path)
+    second = train(e, tmp_path / "runs", again=True)
+    assert second.record["inputs"]["method"] != first.record["inputs"]["method"]
+    assert find_run(e, tmp_path / "runs").record == second.record
+    path = second.path
+    (path / "notes.txt").write_text("mine")
+    assert forget(e, tmp_path / "runs") and find_run(e, tmp_path / "runs") is None
+    assert [p.name for p in path.iterdir()] == ["notes.txt"]
+    (path / "notes.txt").unlink()
+    path.rmdir()
+    assert not forget(e, tmp_path / "runs")
+    with pytest.raises(ValueError, match="unknown key 'nu'"):  # before anything is forgotten
+        train(e.replace(options={"nu": 1}), tmp_path / "runs", again=True)
+
+
+def test_a_run_that_another_process_trains_is_not_forgotten(tmp_path):
+    from filelock import FileLock
+
+    from fedlib import forget
+
+    e = tiny(rounds=1)
+    path = train(e, tmp_path).path
+    with FileLock(path / ".lock"), pytest.raises(RuntimeError, match="another process is running"):
+        forget(e, tmp_path)
+    assert find_run(e, tmp_path) is not None
+
+
+def test_one_and_one_point_nought_are_one_run(tmp_path):
+    whole, real = (tiny("reefl", rounds=1, options={"zeta": z}) for z in (1, 1.0))
+    assert whole == real and hash(whole) == hash(real) and len({whole, real}) == 1
+    assert run_path(whole, tmp_path) == run_path(real, tmp_path) and whole.hash != real.hash
+    first = train(whole, tmp_path)
+    assert first.path.name == real.slug and find_run(real, tmp_path).summary == first.summary
+    first.path.rename(tmp_path / whole.slug)  # as an earlier version named it
+    for e in (whole, real):
+        assert run_path(e, tmp_path).name == whole.slug and find_run(e, tmp_path) is not None
+    named = [run_path(tiny(finetune="lora", finetune_options={"r": r}), tmp_path).name for r in (3, 3.0)]
+    assert named[0] == named[1] == tiny(finetune="lora", finetune_options={"r": 3}).slug
+
+
+def test_a_grid_is_read_once(tmp_path, monkeypatch):
+    grid = [tiny(rounds=1, seed=s) for s in (1, 2, 1)]
+    first = run_all(grid, ONE, tmp_path, progress=False)
+    seen, original = [], runs_module.find_run
+    monkeypatch.setattr(runs_module, "find_run", lambda e, *args: seen.append(e.seed) or original(e, *args))
+    assert run_all(grid, ONE, tmp_path, progress=False) == first and seen == [1, 2]
+
+
+def test_stored_runs_are_found_without_decoding_their_data(shared_data, monkeypatch):
+    """``known_digests.json`` says of the files at hand what the stored runs say that these decode to."""
+    import json
+
+    from fedlib.data.cache import published_digest, source_digest
+    from fedlib.data.datasets import source_key
+    from fedlib.models.registry import backbone_spec, tokenizer_of
+
+    monkeypatch.setenv("FEDLIB_DATA", str(shared_data))
+    lacking = {}
+    for file in sorted((Path(__file__).parents[1] / "outputs" / "runs").glob("*/experiment.json")):
+        content = json.loads(file.read_text())
+        name, backbone = content["experiment"]["dataset"], content["experiment"]["backbone"]
+        inputs = content.get("inputs", {})
+        if not (shared_data / name).exists() or "data" not in inputs or "source" in inputs:
+            continue
+        key, size = source_key(name, tokenizer_of(backbone)), backbone_spec(backbone).input_shape[-1]
+        if published_digest(key, size) != inputs["data"]:
+            lacking[source_digest(key | {"size": size})] = inputs["data"]
+    assert not lacking

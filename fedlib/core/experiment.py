@@ -206,7 +206,8 @@ class Experiment:
         return dataclasses.replace(self, **changes)
 
     def __hash__(self):
-        return hash(self.hash)
+        """Equal experiments have it equal: 1 is 1.0 here, which :attr:`hash` tells apart (``store.as_stored``)."""
+        return hash(tuple((k, tuple(v.items()) if isinstance(v, Mapping) else v) for k, v in vars(self).items()))
 
 
 @functools.cache

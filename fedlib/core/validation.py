@@ -87,6 +87,18 @@ class _Short(reprlib.Repr):
 shown = _Short().repr
 
 
+class Fixed(dict):
+    """A mapping that does not change: what a frozen dataclass holds."""
+
+    def _refuse(self, *_, **__):
+        raise TypeError("an experiment is a value and does not change; make another: e.replace(options={...})")
+
+    __setitem__ = __delitem__ = __ior__ = clear = pop = popitem = setdefault = update = _refuse
+
+    def __reduce__(self):
+        return Fixed, (dict(self),)
+
+
 def did_you_mean(value: object, allowed: Iterable[str]) -> str:
     """The tail of an error message: the nearest allowed name, then all of them."""
     allowed = sorted(map(str, allowed))
@@ -228,7 +240,7 @@ def _convert(value: object, hint: object, where: str) -> object:
         raise ValueError(f"{where} = {shown(value)}: expected a list")
     if origin in (Mapping, dict) or hint in (Mapping, dict):
         if isinstance(value, Mapping) and all(isinstance(k, str) for k in value):
-            return {k: _scalar(v, f"{where}.{k[:40]}") for k, v in sorted(value.items())}
+            return Fixed({k: _scalar(v, f"{where}.{k[:40]}") for k, v in sorted(value.items())})
         raise ValueError(f"{where} = {shown(value)}: expected a mapping of names to values")
     if hint is float and isinstance(value, (int, float)) and not isinstance(value, bool):
         if abs(value) <= sys.float_info.max:  # neither NaN, nor infinite, nor an integer that no float can hold

@@ -3,19 +3,31 @@
 What decodes and divides them is only loaded where something is missing: that saves start-up and memory.
 """
 
+import contextlib
 import hashlib
 import json
 import os
+import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 
-from ..core.storage import DamagedFile, digest_tensors, read_tensors, stored_digest, write_tensors
+from ..core.storage import (
+    DamagedFile,
+    digest_tensors,
+    read_json,
+    read_tensors,
+    stored_digest,
+    write_json,
+    write_tensors,
+)
 
 ANY_SIZE = {"size": "any"}  # says that data were read that depend on the network's input
 Decoded = tuple[dict[str, torch.Tensor], list[str]]  # tensors by name, class names
+SETTLED = 2.0  # seconds after which a file that is written again has another time
+_digests: dict[str, str] = {}  # of files' bytes, by what the system says of the files
 
 
 def cache_dir() -> Path:
@@ -25,8 +37,7 @@ def cache_dir() -> Path:
 
 def cache_file(key: dict) -> Path:
     """The file of what ``key`` describes completely."""
-    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
-    return cache_dir() / f"{digest}.safetensors"
+    return cache_dir() / f"{source_digest(key)}.safetensors"
 
 
 def cached(key: dict, read: Callable[[], Decoded]) -> Decoded:
@@ -74,7 +85,46 @@ def known_digest(key: dict, size: int | None = None) -> str | None:
     return stored_digest(cache_file(key)) or stored_digest(cache_file(key | {"size": size}))
 
 
+def published_digest(key: dict, size: int | None = None) -> str | None:
+    """:func:`known_digest` of the sets that published runs were trained on, as ``known_digests.json`` says it."""
+    known = json.loads(Path(__file__).with_name("known_digests.json").read_text())
+    return known.get(source_digest(key)) or known.get(source_digest(key | {"size": size}))
+
+
+def source_digest(key: dict) -> str:
+    """Sixteen hex digits for what ``key`` describes."""
+    return hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
+
+
 def digest_of(key: dict, size: int | None, decoded: Decoded) -> str:
     """The digest of what ``key`` describes: as kept, or computed where it could not be."""
     tensors, classes = decoded
     return known_digest(key, size) or digest_tensors(tensors, {"classes": json.dumps(classes)})
+
+
+def files_digest(files: Sequence[Path], root: Path) -> str:
+    """The digest of the files' bytes and their names within ``root``.
+
+    It is kept under their paths, sizes, times and inodes: bytes are read again when one of these is another, also where
+    a copy was given the old size and time (no program sets a file's time of change).
+    """
+    status = [p.stat() for p in files]
+    stamp = [(str(p), s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino) for p, s in zip(files, status, strict=True)]
+    key = source_digest({"files": stamp})
+    if key in _digests:
+        return _digests[key]
+    file = cache_dir() / f"{key}.json"
+    if file.exists():
+        with contextlib.suppress(DamagedFile):
+            return _digests.setdefault(key, read_json(file)["files"])
+    digest = hashlib.sha256()
+    for p in files:
+        with open(p, "rb") as f:
+            digest.update(json.dumps([p.relative_to(root).as_posix(), p.stat().st_size]).encode())
+            digest.update(hashlib.file_digest(f, "sha256").digest())
+    found = digest.hexdigest()[:16]
+    if time.time() - max((s.st_ctime for s in status), default=0) > SETTLED:
+        _digests[key] = found
+        with contextlib.suppress(OSError):  # a full or read-only disk: read again the next time
+            write_json(file, {"files": found})
+    return found

@@ -4,11 +4,13 @@ Parquet files are named after their split (``train.parquet``, ``test-00000-of-00
 training data. What they mean is told by their columns (``LAYOUTS``).
 """
 
+import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 
 from .answers import KEYED
-from .cache import Decoded
+from .cache import Decoded, files_digest
 from .decode import Kind, Layout, decode
 from .images import SCALED
 from .leaf import is_leaf, read_leaf
@@ -38,13 +40,17 @@ def local_set(
 
     ``ValueError`` names the file that is damaged and what a set lacks.
     """
-    files = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
-    stamp = [(str(p), p.stat().st_size, p.stat().st_mtime_ns) for p in files]
+    files = [p for p in sorted(path.rglob("*")) if p.is_file()] if path.is_dir() else [path]
+    files = [p for p in files if not any(part.startswith(".") for part in p.relative_to(path).parts)]
     parquet: dict[str, list[str]] = {}
     for p in files:
         if p.suffix == ".parquet":
             parquet.setdefault(p.stem.split("-")[0] if len(files) > 1 else "train", []).append(str(p))
-    kind, reads, label = text_layout(parquet)
+    meant = [p for p in files if p.suffix == ".parquet"] or files
+    if path.is_dir():
+        check_pieces(meant)
+    digest = files_digest(meant, path if path.is_dir() else path.parent)
+    kind, reads, label = _known_layout(digest, tuple((split, *found) for split, found in parquet.items()))
 
     def read(size: int | None) -> tuple[Decoded, bool]:
         if is_leaf(path):
@@ -57,9 +63,28 @@ def local_set(
             return decode_speech(splits["train"], layout.label, layout.owner), False
         return decode(splits, layout, size)
 
-    key = {"path": stamp, "format": format} | (KEYED if kind == "spans" else SCALED if kind == "images" else {})
+    key = {"files": digest, "format": format} | (KEYED if kind == "spans" else SCALED if kind == "images" else {})
     key |= {"matched": True} if "validation_matched" in parquet else {}  # once read without it
     return key | (tokenizer_key(tokenizer) if reads else {}), read
+
+
+def check_pieces(files: Sequence[Path]) -> None:
+    """Raise ``ValueError`` if of a split in several files (``train-00000-of-00002``) one is missing."""
+    pieces: dict[tuple[str, str], dict[int, Path]] = {}
+    for p in files:
+        if found := re.fullmatch(r"(.*)-(\d+)-of-(\d+)(-.*)?", p.stem):
+            pieces.setdefault((found[1], found[3]), {})[int(found[2])] = p
+    for (split, of), there in pieces.items():
+        missing = next((i for i in range(int(of)) if i not in there), None)
+        if missing is not None:
+            other = f"{split}-{missing:0{len(of)}}-of-{of}"
+            raise ValueError(f"{min(there.values())} is one of {int(of)} pieces, and {other} is not there")
+
+
+@lru_cache(maxsize=64)
+def _known_layout(digest: str, parquet: tuple[tuple[str, ...], ...]) -> tuple[Kind, tuple[str, ...], str | None]:
+    """:func:`text_layout` of files of this ``digest``, whose headers are read once."""
+    return text_layout({split: files for split, *files in parquet})
 
 
 def text_layout(parquet: Mapping[str, Sequence[str]]) -> tuple[Kind, tuple[str, ...], str | None]:

@@ -1,7 +1,9 @@
 """Combinations that a field alone cannot tell: refused before any compute, with what is allowed."""
 
 import dataclasses
+import itertools
 import re
+from collections.abc import Iterator
 
 import torch
 
@@ -145,13 +147,38 @@ def check_device(device: str) -> None:
 def without_defaults(e: Experiment) -> Experiment:
     """``e`` without the options that say what their method and fine-tuning mode do anyway: one spelling of a meaning.
 
-    Its name is that of a new run; runs that are stored under another spelling keep theirs (``store.run_path``).
+    Its name is that of a new run; runs that are stored under another spelling keep theirs (``store.as_stored``).
     """
     if e.method not in METHODS:
         return e
     method = build_method(e.method, e.options)
     plain = {f.name: f.default for f in dataclasses.fields(method)}
-    options = {k: v for k, v in e.options.items() if getattr(method, k) != plain[k]}
+    options = {k: getattr(method, k) for k in e.options if getattr(method, k) != plain[k]}
     defaults = default_options(e.finetune)
     finetune_options = {k: v for k, v in e.finetune_options.items() if k not in defaults or v != defaults[k]}
-    return e.replace(options=options, finetune_options=finetune_options)
+    whole = {k: _whole(v) for k, v in finetune_options.items() if not isinstance(defaults.get(k), float)}
+    return e.replace(options=options, finetune_options=finetune_options | whole)
+
+
+def spellings(e: Experiment) -> Iterator[Experiment]:
+    """``e`` as given, then all that mean the same: without defaults, and with whole numbers as 1.0 or as 1."""
+    yield e
+    plain = without_defaults(e)
+    kinds = ("options", plain.options, _whole), ("finetune_options", plain.finetune_options, _real)
+    pairs = [[(kind, k, x) for x in (v, other(v))] for kind, values, other in kinds for k, v in values.items()]
+    for chosen in itertools.islice(itertools.product(*pairs), 256):
+        yield plain.replace(**{kind: {k: x for of, k, x in chosen if of == kind} for kind, *_ in kinds})
+
+
+def _whole(value: object) -> object:
+    """A number without a fraction as an integer, also inside a list; anything else as it is."""
+    if isinstance(value, tuple):
+        return tuple(map(_whole, value))
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _real(value: object) -> object:
+    """An integer as a float, also inside a list; anything else as it is."""
+    if isinstance(value, tuple):
+        return tuple(map(_real, value))
+    return float(value) if type(value) is int else value

@@ -39,6 +39,7 @@ VITS = {
     "vit_digits": ViTSpec(img_size=28, patch_size=7, channels=1),  # the same for grey 28x28 digits; no weights
 }
 OWN: dict[str, Spec] = VITS | VIMS | BERTS | RESNETS | CONVNETS | MSDNETS | EFFICIENTNETS | FOREIGN
+SHIPPED = dict(OWN)  # the kit's, whatever is put into ``OWN`` later
 WEIGHTS = {  # files of the kit's own weights
     name: Path(__file__).parent / "pretrained" / f"{name}.safetensors" for name in ("deit_micro", "deit_mini")
 }
@@ -116,6 +117,12 @@ def weights_file(name: str) -> Path | None:
         return packaged
     beside_data = Path(os.environ.get("FEDLIB_DATA", "")) / "backbones" / packaged.name
     return beside_data if "FEDLIB_DATA" in os.environ and beside_data.is_file() else None
+
+
+def folder_of_weights(name: str) -> Path | None:
+    """The folder that a model of transformers is loaded from; None: from the hub, or not such a model."""
+    source = getattr(OWN.get(name), "source", None)
+    return Path(source) if source and Path(source).is_dir() else None
 
 
 def _own_weights(name: str) -> Path:

@@ -110,6 +110,17 @@ class Checkpoints:
             server = Server(f.experiment.rounds, server.params, server.memory)
         return server
 
+    def check_shapes(self, server: Server, f: Federation) -> None:
+        """Raise ``ValueError`` if what was restored is not of the shapes of ``f``'s model."""
+        for name, new in f.server.params.items():
+            old = server.params.get(name)
+            if old is None or old.shape != new.shape:
+                there = "none" if old is None else tuple(old.shape)
+                raise ValueError(
+                    f"{self.path} holds the rounds of another model: {name} is {there} there, {tuple(new.shape)} here; "
+                    "run(e, again=True) begins anew"
+                )
+
     def write_record(self) -> None:
         """``experiment.json``: the experiment and, beside it, what trained it."""
         write_json(self.path / RECORD, {"experiment": self.experiment.to_dict(), **self.record})

@@ -20,7 +20,7 @@ from ..models.registry import backbone_spec, tokenizer_of
 from .costs import MIB, exit_costs
 from .identity import Accept
 from .progress import Watch
-from .sources import code_of, tell
+from .reached import code_of, tell
 from .store import run
 
 CUDA_MIB = 700  # what a process takes on a GPU before its first tensor

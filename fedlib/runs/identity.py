@@ -1,8 +1,9 @@
 """What a run was trained with beyond the fields of its experiment, so that no stale or mixed result is ever returned.
 
-A run stores the method's resolved options, its code (``sources.py``), and digests of the data set and the pre-trained
-weights. Looking it up compares what is cheaply known on this machine (data and weights may be absent); training and
-resuming compare everything. What a run does not say, as runs of older versions, is not compared.
+A run stores the method's resolved options, its code and a backbone of one's own (``reached.py``), and digests of the
+data set and the pre-trained weights, as decoded and as files. Looking it up compares what is cheaply known on this
+machine (data and weights may be absent; equal files are equal data, and nothing is decoded); training and resuming
+compare everything. What a run does not say, as runs of older versions, is not compared.
 """
 
 import dataclasses
@@ -18,15 +19,17 @@ import torch
 from ..core.experiment import Experiment
 from ..core.paths import has_minilm, minilm_file
 from ..core.validation import did_you_mean
-from ..data.cache import known_digest
+from ..data.cache import files_digest, known_digest, published_digest, source_digest
 from ..data.datasets import is_available, load_dataset, source_key
 from ..data.tokenizer import has_words
 from ..engine.federation import Federation
 from ..methods import METHODS, Method, build_method
-from ..models.registry import backbone_spec, tokenizer_of, weights_file
-from .sources import code_of
+from ..models.foreign_specs import ForeignSpec
+from ..models.registry import OWN, SHIPPED, backbone_spec, folder_of_weights, tokenizer_of, weights_file
+from .reached import UNVERIFIED, code_of, digest_of
 
-KINDS = ("options", "method", "data", "weights")  # what can differ, in the words of ``accept``
+KINDS = ("options", "method", "backbone", "data", "weights")  # what can differ, in the words of ``accept``
+WEIGHTS_FILES = ("config.json", "*.safetensors", "*.bin", "*.index.json")  # of a model's folder
 Inputs = Mapping[str, object]
 Accept = str | Iterable[str]
 
@@ -40,8 +43,8 @@ class OtherInputs(ValueError):
         then = "take it as it is" if rounds is None else "go on from there all the same"
         words = ",".join(differing)
         super().__init__(
-            f"{e.slug} {stored} in {path.parent}, but differs from what is at hand: {what}. To run it anew, delete it "
-            "or choose another folder (folder=..., FEDLIB_OUTPUTS); "
+            f"{e.slug} {stored} in {path.parent}, but differs from what is at hand: {what}. To run it anew: "
+            "run(e, again=True), forget(e), or another folder (folder=..., FEDLIB_OUTPUTS); "
             f"to {then}, accept={words!r} (FEDLIB_ACCEPT={words})"
         )
 
@@ -58,29 +61,49 @@ def accepted(accept: Accept) -> frozenset[str]:
 
 def inputs_of(f: Federation) -> dict[str, object]:
     """Everything that ``f`` trains with, for the record."""
-    found = {"options": _options(f.method), "method": code_of(type(f.method)), "data": f.data.digest}
-    if f.experiment.pretrained:
-        found["weights"] = _weights_file_digest(f.experiment) or _weights_digest(f)
+    e = f.experiment
+    found = {"options": _options(f.method), "method": code_of(type(f.method)), "backbone": _own_backbone(e.backbone)}
+    found |= {"data": f.data.digest, "source": _source(e)}
+    if e.pretrained:
+        found["weights"] = _weights_file_digest(e) or _weights_digest(f)
+        found["weights_files"] = _weights_folder_digest(e)
     return {k: v for k, v in found.items() if v}
 
 
-def known_inputs(e: Experiment, recorded: Collection[str]) -> dict[str, object]:
-    """What of the ``recorded`` kinds is known of ``e`` here without training: only data that are new here are read.
+def check_verified(e: Experiment, inputs: Inputs, accept: frozenset[str]) -> None:
+    """Raise ``ValueError`` if a run could never be compared with what is at hand, and ``accept`` does not say so."""
+    said = {"method": inputs["method"].values(), "backbone": [inputs.get("backbone")]}
+    for kind, values in said.items():
+        why = next((v for v in values if str(v).startswith(UNVERIFIED)), None)
+        if why is not None and kind not in accept:
+            raise ValueError(
+                f"{e.slug} could not be told from a run of other code: {why}. Make it a constant, a function or a "
+                f"class, or run it with accept={kind!r} (FEDLIB_ACCEPT={kind}), which finds it again too"
+            )
+
+
+def known_inputs(e: Experiment, recorded: Collection[Inputs]) -> dict[str, object]:
+    """What of the kinds ``recorded`` is known of ``e`` here without training: only files that are new here are read.
 
     A method that is not registered here, and data and weights that are not at hand, are left out.
     """
     found: dict[str, object] = {}
-    if e.method in METHODS and {"method", "options"} & set(recorded):
+    kinds = {kind for inputs in recorded for kind in inputs}
+    if e.method in METHODS and {"method", "options"} & kinds:
         found["method"] = code_of(METHODS[e.method])
         try:
             found["options"] = _options(build_method(e.method, e.options))
         except ValueError:  # an option that the method no longer has
             pass
-    if "data" in recorded:
-        found["data"] = _data_digest(e)
-    if "weights" in recorded and e.pretrained:
-        found["weights"] = _weights_file_digest(e)
-    return {k: v for k, v in found.items() if v}
+    if e.backbone in OWN or "backbone" not in kinds:
+        found["backbone"] = _own_backbone(e.backbone)
+    if "data" in kinds:
+        source = _source(e)
+        if source is None or any(inputs.get("source") != source for inputs in recorded if "data" in inputs):
+            found["data"] = _data_digest(e)
+    if e.pretrained and {"weights", "weights_files"} & kinds:
+        found |= {"weights": _weights_file_digest(e), "weights_files": _weights_folder_digest(e)}
+    return {k: v for k, v in found.items() if v is not None}
 
 
 def differences(e: Experiment, there: Inputs, here: Inputs) -> dict[str, list[str]]:
@@ -92,11 +115,18 @@ def differences(e: Experiment, there: Inputs, here: Inputs) -> dict[str, list[st
             found["options"].append(f"method option {k}: {old[k]!r} there, {new[k]!r} here")
     if "method" in there and "method" in here:
         found["method"] = _other_code(there["method"], here["method"])
+    if there and "backbone" in here and _differ(there.get("backbone", ""), here["backbone"]):
+        found["backbone"].append(f"the backbone {e.backbone!r}, its shape or its code")
     if there.get("data") and here.get("data") and there["data"] != here["data"]:
         found["data"].append(f"the data of {e.dataset!r}: digest {there['data']} there, {here['data']} here")
-    if there.get("weights") and here.get("weights") and there["weights"] != here["weights"]:
+    known = [k for k in ("weights", "weights_files") if there.get(k) and here.get(k)]
+    if known and there[known[0]] != here[known[0]]:
         found["weights"].append(f"the pre-trained weights of {e.backbone!r}")
     return {kind: texts for kind, texts in found.items() if texts}
+
+
+def _differ(there: str, here: str) -> bool:
+    return there != here or here.startswith(UNVERIFIED)
 
 
 def _other_code(there: Mapping[str, int | str], here: Mapping[str, int | str]) -> list[str]:
@@ -105,7 +135,8 @@ def _other_code(there: Mapping[str, int | str], here: Mapping[str, int | str]) -
     for name in sorted(there.keys() | here.keys()):
         a, b = there.get(name), here.get(name)
         if isinstance(a, str) and isinstance(b, str):
-            texts += [f"source of class {name}"] if a != b else []
+            why = f" ({b})" if b.startswith(UNVERIFIED) else ""
+            texts += [f"source of class {name}, or what it reads{why}"] if _differ(a, b) else []
         elif isinstance(a, str) or isinstance(b, str):
             texts.append(f"class {name}: {'your own' if isinstance(a, str) else 'none of your own'} there, not here")
         elif (a or 1) != (b or 1) and name in here:
@@ -119,18 +150,39 @@ def _options(method: Method) -> dict[str, object]:
     return json.loads(json.dumps(values, default=lambda value: type(value).__name__))
 
 
+def _own_backbone(name: str) -> str:
+    """The digest of a backbone of one's own: its shape and the code of its classes; "" of the kit's and timm's."""
+    spec = OWN.get(name)
+    if spec is None or spec == SHIPPED.get(name):
+        return ""
+    return digest_of(dataclasses.replace(spec, source=None) if isinstance(spec, ForeignSpec) else spec)
+
+
+def _key(e: Experiment) -> dict | None:
+    """What ``e``'s data are decoded from; None where that is not at hand, or damaged."""
+    tokenizer = tokenizer_of(e.backbone)
+    try:
+        return source_key(e.dataset, tokenizer) if tokenizer is None or has_words(tokenizer) else None
+    except (ImportError, OSError, ValueError):  # text without a tokenizer; damaged files
+        return None
+
+
+def _source(e: Experiment) -> str | None:
+    """The digest of the files that ``e``'s data are decoded from; None where they are not at hand, or not known."""
+    key = _key(e)
+    return source_digest(key) if key is not None and "hub" not in key else None
+
+
 def _data_digest(e: Experiment) -> str | None:
     """The digest of ``e``'s data set as it is now; None where it is not at hand, or cannot be read."""
-    tokenizer = tokenizer_of(e.backbone)
-    if tokenizer is not None and not has_words(tokenizer):
-        return None
+    key = _key(e)
+    if key is None or (known := known_digest(key)) is not None:
+        return key and known
     try:
-        key = source_key(e.dataset, tokenizer)
-        if key is None or (known := known_digest(key)) is not None:
-            return key and known
-        size = backbone_spec(e.backbone).input_shape[-1]
-        return known_digest(key, size) or _decoded_digest(e.dataset, size, tokenizer, json.dumps(key))
-    except (ImportError, ValueError):  # text without a tokenizer; damaged files
+        size, tokenizer = backbone_spec(e.backbone).input_shape[-1], tokenizer_of(e.backbone)
+        known = known_digest(key, size) or published_digest(key, size)
+        return known or _decoded_digest(e.dataset, size, tokenizer, json.dumps(key))
+    except (ImportError, ValueError):
         return None
 
 
@@ -146,12 +198,19 @@ def _weights_file_digest(e: Experiment) -> str | None:
         file = minilm_file("model.safetensors")
     if file is None or not file.is_file():
         return None
-    status = file.stat()
-    return _file_digest(file, status.st_size, status.st_mtime_ns)
+    return _file_digest(file, files_digest([file], file.parent))
+
+
+def _weights_folder_digest(e: Experiment) -> str | None:
+    """The digest of the files of the folder that ``e``'s backbone is loaded from; None: there is none."""
+    folder = folder_of_weights(e.backbone)
+    if folder is None:
+        return None
+    return files_digest(sorted(p for x in WEIGHTS_FILES for p in folder.glob(x)), folder)
 
 
 @lru_cache(maxsize=32)
-def _file_digest(file: Path, size: int, time: int) -> str:
+def _file_digest(file: Path, key: str) -> str:
     with open(file, "rb") as f:
         return hashlib.file_digest(f, "sha256").hexdigest()[:16]
 

@@ -8,7 +8,7 @@ one with the round it went on from and the inputs that were others there, and ``
 import datetime
 import os
 import platform
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -49,7 +49,7 @@ def check_inputs(
 ) -> None:
     """Raise ``OtherInputs`` if any sitting had other ``inputs`` of a kind that ``accept`` does not name."""
     found: dict[str, list[str]] = {}
-    for there in _all_inputs(record):
+    for there in recorded(record):
         for kind, texts in differences(e, there, inputs).items():
             if kind not in accept:
                 found.setdefault(kind, []).extend(t for t in texts if t not in found.get(kind, []))
@@ -57,14 +57,10 @@ def check_inputs(
         raise OtherInputs(e, path, found, rounds)
 
 
-def recorded(record: Record) -> set[str]:
-    """The kinds of inputs that any sitting recorded."""
-    return {kind for inputs in _all_inputs(record) for kind in inputs}
-
-
-def _all_inputs(record: Record) -> Iterator[Inputs]:
-    yield record.get("inputs", {})
-    yield from (s["inputs"] for s in record.get("resumed", []) if "inputs" in s)
+def recorded(record: Record) -> list[Inputs]:
+    """The inputs of every sitting: the first one's, and what later ones had others of."""
+    first = record.get("inputs", {})
+    return [first, *({**first, **s["inputs"]} for s in record.get("resumed", []) if "inputs" in s)]
 
 
 def provenance(execution: Execution) -> dict[str, object]:

@@ -1,112 +1,123 @@
-"""What code a method is: the versions of the kit's own classes, digests of the source of a user's.
+"""What a function's code says, so that two Pythons, two machines and two layouts of one text agree.
 
-A digest covers what a class defines, and the functions, classes and constants of its own module that this code names.
-Fields do not count (a run stores their values), nor do layout, comments and docstrings, nor the code of other modules.
+It is the syntax tree of its source, without comments, layout and docstrings, where the file still holds the code that
+runs. Where it does not (the file was edited after its import) it is what was read when it did; where that never was
+(a bare ``exec``, a rewritten tree), the compiled code, which differs between versions of Python.
 """
+
+import __future__
 
 import ast
 import dis
 import functools
-import hashlib
-import inspect
-import sys
-import textwrap
+import linecache
+import os
+import sysconfig
 import types
-from collections.abc import Iterator, Mapping
-from weakref import WeakKeyDictionary
+from collections.abc import Iterator
+from pathlib import Path
 
-KIT = "fedlib"
-_told: WeakKeyDictionary[type, str] = WeakKeyDictionary()  # digests of classes whose source another process has
-
-
-def code_of(method: type) -> dict[str, int | str]:
-    """For each class that ``method`` is made of: its ``version`` if it is the kit's, else the digest of its source."""
-    out: dict[str, int | str] = {}
-    for cls in method.__mro__:
-        package = cls.__module__.partition(".")[0]
-        if package == KIT:
-            if "version" in vars(cls):
-                out[cls.__name__] = cls.version
-        elif package not in sys.stdlib_module_names:
-            out[cls.__name__] = _told.get(cls) or _digest("\n".join(_class(cls, set())))
-    return out
-
-
-def tell(method: type, code: Mapping[str, int | str]) -> None:
-    """Use ``code`` as :func:`code_of` of ``method``: a class that was sent to this process came without its source."""
-    for cls in method.__mro__:
-        if isinstance(code.get(cls.__name__), str):
-            _told[cls] = code[cls.__name__]
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _class(cls: type, seen: set[object]) -> Iterator[str]:
-    yield f"class {cls.__name__}({', '.join(b.__name__ for b in cls.__bases__)})"
-    fields = getattr(cls, "__dataclass_fields__", {})
-    for name, value in sorted(vars(cls).items()):
-        if name not in fields and (not name.startswith("__") or _functions(value)):
-            yield from _named(name, value, cls.__module__, seen)
-
-
-def _named(name: str, value: object, module: str, seen: set[object]) -> Iterator[str]:
-    """What ``value`` is and, if it is code of ``module``, what that names in turn; nothing of other modules."""
-    if _is_constant(value):
-        yield f"{name} = {value!r}"
-    elif isinstance(value, type):
-        if value.__module__ == module and value not in seen:
-            seen.add(value)
-            yield from _class(value, seen)
-    else:
-        for function in _functions(value):
-            if function.__module__ == module and function not in seen:
-                seen.add(function)
-                yield f"{name}: {_text(function)}"
-                for other in sorted(_globals(function.__code__) & function.__globals__.keys()):
-                    yield from _named(other, function.__globals__[other], module, seen)
-
-
-def _is_constant(value: object) -> bool:
-    if type(value) is tuple:
-        return all(map(_is_constant, value))
-    return value is None or type(value) in (bool, int, float, str)
-
-
-def _functions(value: object) -> list[types.FunctionType]:
-    """The functions behind a function, method or property."""
-    if isinstance(value, property):
-        parts = [value.fget, value.fset]
-    elif isinstance(value, functools.cached_property):
-        parts = [value.func]
-    else:
-        parts = [value.__func__ if isinstance(value, (classmethod, staticmethod)) else value]
-    unwrapped = [inspect.unwrap(p) for p in parts if callable(p)]
-    return [f for f in unwrapped if isinstance(f, types.FunctionType)]
-
-
-@functools.lru_cache(maxsize=4096)  # of the function that runs: its file may be edited later
-def _text(function: types.FunctionType) -> str:
-    """Source without comments, layout and docstrings; where there is none (a bare ``exec``), the compiled code."""
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
-    except (OSError, SyntaxError):  # SyntaxError: a lambda inside an expression
-        made = function.__name__ in ("__init__", "__repr__", "__eq__", "__hash__", "__setattr__", "__delattr__")
-        return "made by dataclass" if made else _compiled(function.__code__)
-    for node in ast.walk(tree):
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and ast.get_docstring(node) is not None:
-            node.body = node.body[1:] or [ast.Pass()]
-    return ast.unparse(tree)
-
-
-def _compiled(code: types.CodeType) -> str:
-    constants = [_compiled(c) if isinstance(c, types.CodeType) else repr(c) for c in code.co_consts]
-    return f"{code.co_code.hex()} {code.co_names} {constants}"
+KIT = os.path.realpath(Path(__file__).parents[1])
+LIBRARIES = tuple(os.path.realpath(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib"))
+INSTALLED = {"site-packages", "dist-packages"}
+WITHOUT_MEANING = ("kind", "ctx", "type_comment")  # fields of syntax trees
+Import = tuple[str, int, tuple[str, ...]]  # module, dots before it, what of it
+_read: dict[types.CodeType, str] = {}  # of code that runs: its file may be edited later
 
 
 @functools.lru_cache(maxsize=4096)
-def _globals(code: types.CodeType) -> set[str]:
-    """Names of the globals that ``code`` and the functions inside it read."""
-    own = {i.argval for i in dis.get_instructions(code) if i.opname == "LOAD_GLOBAL"}
-    return own.union(*(_globals(c) for c in code.co_consts if isinstance(c, types.CodeType)))
+def owner(file: str | None) -> str:
+    """Whose code lies in ``file``: "kit", "library" (Python's own, or an installed package's), or "own"."""
+    if file is None or file.startswith("<"):
+        return "library" if file and file.startswith("<frozen") else "own"
+    path = os.path.realpath(file)
+    if Path(path).is_relative_to(KIT):
+        return "kit"
+    installed = INSTALLED & {*Path(file).parts, *Path(path).parts}
+    return "library" if installed or any(Path(path).is_relative_to(x) for x in LIBRARIES) else "own"
+
+
+def text_of(code: types.CodeType) -> tuple[str, bool]:
+    """What ``code`` says, and whether its file says it no longer."""
+    linecache.checkcache(code.co_filename)
+    source = "".join(linecache.getlines(code.co_filename))
+    if source and (found := _in_file(code, source)) is not None:
+        _read[code] = found
+        return found, False
+    return _read.get(code) or repr(_essence(code)), bool(source)
+
+
+def _in_file(code: types.CodeType, source: str) -> str | None:
+    """The syntax trees at the line where ``source`` compiles to ``code``; None: nowhere."""
+    parsed = _parsed(source, code.co_flags & __future__.annotations.compiler_flag)
+    for essence, tree in parsed.get(code.co_qualname, ()):
+        if essence == _essence(code):
+            return tree
+    return None
+
+
+@functools.lru_cache(maxsize=64)
+def _parsed(source: str, flags: int) -> dict[str, list[tuple[tuple, str]]]:
+    """By qualified name of each function in ``source``: what its code does, its syntax trees."""
+    try:
+        tree = ast.parse(source)
+        module = compile(source, "<source>", "exec", flags | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, True)
+    except (SyntaxError, ValueError):
+        return {}
+    trees: dict[tuple[int, str], str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            line = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", ()))])
+            key = line, getattr(node, "name", "<lambda>")  # several lambdas on a line count as one
+            trees[key] = trees.get(key, "") + _dump(node)
+    out: dict[str, list[tuple[tuple, str]]] = {}
+    for code in _inside(module):
+        if (key := (code.co_firstlineno, code.co_name)) in trees:
+            out.setdefault(code.co_qualname, []).append((_essence(code), trees[key]))
+    return out
+
+
+def _dump(node: object) -> str:
+    """A syntax tree as text that is the same in every version of Python: what is empty is left out."""
+    if isinstance(node, list):
+        return f"[{', '.join(map(_dump, node))}]"
+    if not isinstance(node, ast.AST):
+        return repr(node)
+    fields = {k: v for k, v in ast.iter_fields(node) if k not in WITHOUT_MEANING and v not in (None, [])}
+    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) and ast.get_docstring(node) is not None:
+        fields["body"] = node.body[1:] or [ast.Pass()]
+    return f"{type(node).__name__}({', '.join(f'{k}={_dump(v)}' for k, v in fields.items())})"
+
+
+@functools.lru_cache(maxsize=4096)
+def _essence(code: types.CodeType) -> tuple:
+    """All of ``code`` that decides what it does: no lines, no file."""
+    constants = tuple(_essence(c) if isinstance(c, types.CodeType) else _constant(c) for c in code.co_consts)
+    names = code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars
+    counts = code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount
+    return code.co_code, constants, names, counts, code.co_exceptiontable
+
+
+def _constant(value: object) -> str:
+    return repr(sorted(map(repr, value))) if isinstance(value, frozenset) else repr(value)
+
+
+def _inside(code: types.CodeType) -> Iterator[types.CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _inside(constant)
+
+
+@functools.lru_cache(maxsize=4096)
+def names_in(code: types.CodeType) -> tuple[set[str], set[str], list[Import]]:
+    """Globals that ``code`` and the functions inside it read, all names that they use, what they import."""
+    read, used, imports = set(), set(), []
+    for part in _inside(code):
+        used |= set(part.co_names)
+        done = list(dis.get_instructions(part))
+        read |= {i.argval for i in done if i.opname in ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")}
+        for level, names, here in zip(done, done[1:], done[2:], strict=False):
+            if here.opname == "IMPORT_NAME":
+                imports.append((here.argval, level.argval, tuple(names.argval or ())))
+    return read, used, sorted(imports)

@@ -6,7 +6,9 @@ existence means done. A run that was trained with another method, data or weight
 (``identity.py``).
 """
 
+import contextlib
 import os
+import shutil
 import time
 import warnings
 from collections.abc import Iterable, Mapping
@@ -18,7 +20,7 @@ from ..core.paths import outputs_dir
 from ..core.profiling import phase
 from ..core.storage import DamagedFile, read_json, read_lines, write_json
 from ..core.validation import shown
-from ..engine.checks import without_defaults
+from ..engine.checks import check_experiment, spellings, without_defaults
 from ..engine.executors import Execution
 from ..engine.federation import Federation, build_federation
 from ..engine.privacy import privacy_spent
@@ -26,7 +28,7 @@ from ..engine.rounds import Finished, is_due, measure, run_rounds
 from ..methods import Server
 from .checkpoints import Checkpoints
 from .durations import Pace
-from .identity import Accept, accepted, inputs_of, known_inputs
+from .identity import KINDS, Accept, Inputs, accepted, check_verified, inputs_of, known_inputs
 from .progress import Watch, interrupted, say
 from .record import begun, check_inputs, ended, recorded, resumed, sitting, this_machine
 
@@ -64,18 +66,19 @@ def run_path(e: Experiment, folder: Folder = None) -> Path:
 
 
 def as_stored(e: Experiment, folder: Folder = None) -> Experiment:
-    """``e`` as it is named in ``folder``: options that say what would be done anyway make no other run."""
+    """``e`` as it is named in ``folder``: neither options that say what is done anyway nor 1.0 for 1 rename it."""
     if not isinstance(e, Experiment):
         raise ValueError(f"{shown(e)} is not an Experiment, e.g. Experiment(method='reefl')")
-    return e if (_folder(folder) / e.slug).exists() else without_defaults(e)
+    folder = _folder(folder)
+    return next((x for x in spellings(e) if (folder / x.slug).exists()), None) or without_defaults(e)
 
 
 def find_run(e: Experiment, folder: Folder = None, accept: Accept = ()) -> Run | None:
     """The stored run of ``e``, or None if it is missing or unfinished; ``DamagedFile`` names a file not to believe.
 
     ``OtherInputs`` if it was trained with another method, data or weights than those at hand. ``accept`` names the
-    kinds of difference to overlook, e.g. ``"data"`` or ``["options", "method"]``: options, method (its code), data,
-    weights.
+    kinds of difference to overlook, e.g. ``"data"`` or ``["options", "method"]``: options, method (its code), backbone
+    (one of your own), data, weights.
     """
     e, accept = as_stored(e, folder), accepted(accept)
     path = run_path(e, folder)
@@ -101,15 +104,20 @@ def run(
     checkpoint_seconds: float = 20.0,
     wait: bool = True,
     accept: Accept = (),
+    again: bool = False,
 ) -> Run | None:
     """Return the run of ``e``: from the store, resumed, or from the start.
 
     If another process is running it, wait for that one (or return None with ``wait=False``). A run whose loss or update
     becomes infinite or NaN ends with status ``diverged``: a result like any other (see ``Experiment.nonfinite``).
     ``accept`` as in :func:`find_run`; resuming under other inputs than those of the first rounds needs it too.
+    ``again`` forgets what is stored, finished or not, and runs ``e`` from the start.
     """
     _check_execution(execution)
     e = as_stored(e, folder)
+    if again:
+        check_experiment(e)
+        forget(e, folder)
     if (stored := _find_good(e, folder, accept)) is not None:
         if progress:
             say(f"stored run{' of ' * bool(stored.day)}{stored.day}: {e.slug}")
@@ -135,11 +143,11 @@ def run_all(
     if isinstance(experiments, Experiment):
         raise ValueError("run_all takes several experiments, e.g. run_all([e1, e2]); for one, use run(e)")
     experiments = [as_stored(e, folder) for e in experiments]
-    stored = [_find_good(e, folder, accept) for e in experiments]
-    missing = list(dict.fromkeys(e for e, found in zip(experiments, stored, strict=True) if found is None))
-    found = [r for r in stored if r is not None]
+    stored = {e: _find_good(e, folder, accept) for e in dict.fromkeys(experiments)}
+    done = {e: r for e, r in stored.items() if r is not None}
+    missing, found = [e for e in stored if e not in done], list(done.values())
     if progress and found:
-        say(f"{len(found)} of {len(experiments)} runs stored{_days(found)}")
+        say(f"{sum(e in done for e in experiments)} of {len(experiments)} runs stored{_days(found)}")
     with Watch(missing, progress and bool(missing), stored_pace(found, execution)) as watch:
         if execution.executor == "ray":
             from .grid_on_cluster import run_on_cluster
@@ -148,11 +156,40 @@ def run_all(
         else:
             for wait in (False, True):  # first what no other process holds
                 for e in list(watch.left):
-                    if _find_good(e, folder, accept) is not None:  # another process was faster
+                    if (r := _find_good(e, folder, accept)) is not None:  # another process was faster
                         watch.end(e)
                     else:
-                        _run_missing(e, execution, folder, watch, checkpoint_seconds, wait, accept)
-    return [find_run(e, folder, accept) for e in experiments]
+                        r = _run_missing(e, execution, folder, watch, checkpoint_seconds, wait, accept)
+                    done |= {e: r} if r is not None else {}
+    done.update((e, find_run(e, folder, accept)) for e in missing if e not in done)
+    return [done[e] for e in experiments]
+
+
+def forget(e: Experiment, folder: Folder = None) -> bool:
+    """Delete the stored run of ``e``, finished or not. Was there one?
+
+    Files in its folder that no run writes stay. ``RuntimeError`` if a process is running it.
+    """
+    from filelock import FileLock, Timeout
+
+    path = run_path(e, folder)
+    if not path.exists():
+        return False
+    _check_files(path)
+    _check_place(path)
+    try:
+        with FileLock(path / ".lock", timeout=0):
+            for name in reversed(FILES):  # killed at any moment, it is a whole run or none
+                (path / name).unlink(missing_ok=True)
+            for own in (path / "clients", path / "mirrors"):
+                shutil.rmtree(own, ignore_errors=True)
+            for part in path.glob(".*.part"):
+                part.unlink(missing_ok=True)
+    except Timeout as error:
+        raise RuntimeError(f"another process is running {path.name}: end that one first") from error
+    with contextlib.suppress(OSError):  # not empty
+        path.rmdir()
+    return True
 
 
 def stored_pace(found: Iterable[Run], execution: Execution) -> Pace:
@@ -190,6 +227,8 @@ def _run_missing(
     _check_place(path)
     federation = build_federation(e, execution.home)  # refuses bad input before the folder exists
     privacy_spent(federation, e.rounds)  # and noise without an accountant
+    inputs = inputs_of(federation)
+    check_verified(e, inputs, accepted(accept))
     path.mkdir(parents=True, exist_ok=True)
     lock = FileLock(path / ".lock")
     try:
@@ -201,8 +240,8 @@ def _run_missing(
         held = lock.acquire()
     with held:
         if (stored := _find_good(e, folder, accept)) is None:
-            _continue(federation, execution, path, watch, seconds, accepted(accept))
-            stored = find_run(e, folder, accept)
+            _continue(federation, inputs, execution, path, watch, seconds, accepted(accept))
+            stored = find_run(e, folder, KINDS)  # a global that the rounds changed makes it no other run
     watch.end(e)
     return stored
 
@@ -241,14 +280,21 @@ def _check_files(path: Path) -> None:
 
 
 def _continue(
-    f: Federation, execution: Execution, path: Path, watch: Watch, checkpoint_seconds: float, accept: frozenset[str]
+    f: Federation,
+    inputs: Inputs,
+    execution: Execution,
+    path: Path,
+    watch: Watch,
+    checkpoint_seconds: float,
+    accept: frozenset[str],
 ) -> None:
     """Run the rounds that are not in the checkpoint and write the summary."""
     store = Checkpoints(path, f.experiment)
     server = store.restore(f)
     if not store.final:
-        inputs, now = inputs_of(f), sitting(execution)
+        now = sitting(execution)
         check_inputs(f.experiment, path, store.record, inputs, accept, server.t)
+        store.check_shapes(server, f)
         store.record = resumed(store.record, server.t, inputs, now) if server.t else begun(inputs, now)
     store.write_record()
     watch.begin(f.experiment, server.t)

@@ -1,0 +1,285 @@
+"""A digest of all code and values of a user's own that a method, or a backbone, reaches.
+
+Whatever lies neither in Python's library, nor in an installed package, nor in the kit is followed: functions (their
+source, defaults, closures, the globals and modules that they name, what they import), every layer of a decorator,
+classes, containers and instances by value, weights by their bytes. Of libraries and the kit the name counts. What has
+no value that could be read (a lock, an open file) leaves the run ``unverified``: it equals no other.
+Read next: ``sources.py`` (what a function's code says).
+"""
+
+import copyreg
+import dataclasses
+import enum
+import functools
+import hashlib
+import importlib
+import importlib.util
+import sys
+import types
+import warnings
+from collections.abc import Collection, Iterator, Mapping
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+
+from .sources import Import, names_in, owner, text_of
+
+UNVERIFIED = "unverified"
+CONSTANTS = (type(None), bool, int, float, complex, str, bytes, type(...), type(NotImplemented))
+CACHED = type(functools.lru_cache(lambda: None))
+PARTS = {  # what is made of other code, and where it keeps that
+    classmethod: ("__func__",), staticmethod: ("__func__",), property: ("fget", "fset", "fdel"),
+    CACHED: ("__wrapped__",), functools.cached_property: ("func",), types.MethodType: ("__func__", "__self__"),
+}  # fmt: skip
+BUILT_IN = (
+    types.BuiltinFunctionType, types.WrapperDescriptorType, types.MethodDescriptorType, types.ClassMethodDescriptorType,
+    types.MethodWrapperType, types.MemberDescriptorType, types.GetSetDescriptorType,
+)  # fmt: skip
+WHOLE = {"getattr", "vars", "__dict__", "globals", "eval", "exec"}  # who names these may reach all of a module
+_told: WeakKeyDictionary[type, str] = WeakKeyDictionary()  # digests of classes whose source another process has
+
+
+def code_of(method: type) -> dict[str, int | str]:
+    """For each class that ``method`` is made of: its ``version`` if it is the kit's, else the digest of its code."""
+    out: dict[str, int | str] = {}
+    for cls in method.__mro__:
+        whose = _class_owner(cls)
+        if whose == "own":
+            out[cls.__name__] = _told.get(cls) or digest_of(cls, method.__mro__)
+        elif whose == "kit" and "version" in vars(cls):
+            out[cls.__name__] = cls.version
+    return out
+
+
+def tell(method: type, code: Mapping[str, int | str]) -> None:
+    """Use ``code`` as :func:`code_of` of ``method``: a class that was sent to this process came without its source."""
+    for cls in method.__mro__:
+        if isinstance(code.get(cls.__name__), str):
+            _told[cls] = code[cls.__name__]
+
+
+def digest_of(value: object, method: Collection[type] = ()) -> str:
+    """Sixteen hex digits for all that ``value`` reaches, or ``unverified: why``.
+
+    Plain defaults of fields of ``method``'s classes do not count: a run stores their values. Warns of files that were
+    edited after their import: what runs, and counts, is the older code.
+    """
+    walk = _Walk(method)
+    walk.way.append(getattr(value, "__name__", type(value).__name__))
+    try:
+        digest = hashlib.sha256("\n".join(walk.value(value)).encode(errors="surrogatepass")).hexdigest()[:16]
+    except (_Unreadable, RecursionError) as error:
+        return f"{UNVERIFIED}: {' in '.join(walk.way[::-1])} is {str(error)[:200]}"
+    for file in sorted(walk.edited):
+        warnings.warn(
+            f"{file} is not what runs: it was edited after its import. A run says what runs; to run what is written, "
+            "restart Python (a notebook's kernel), or reload it",
+            stacklevel=2,
+        )
+    return digest
+
+
+class _Unreadable(Exception):
+    """A value that could not be read."""
+
+
+class _Walk:
+    """One walk from a class or a value to all that it reaches."""
+
+    def __init__(self, method: Collection[type]):
+        self.method, self.edited = set(method), set()
+        self.seen: dict[object, tuple[int, object]] = {}  # kept alive: an id is not given twice
+        self.way: list[str] = []  # names that lead to what is being read
+
+    def named(self, name: str, value: object, used: Collection[str] | None = None) -> Iterator[str]:
+        self.way.append(name)
+        yield name
+        yield from self.module(value, used) if isinstance(value, types.ModuleType) else self.value(value)
+        self.way.pop()
+
+    def each(self, values: Mapping[str, object]) -> Iterator[str]:
+        for name in sorted(values):
+            yield from self.named(name, values[name])
+
+    def value(self, x: object) -> Iterator[str]:
+        kind = type(x)
+        if kind in CONSTANTS:
+            yield repr(x)
+            return
+        if kind is not tuple:  # equal tuples may be one object or two
+            if id(x) in self.seen:
+                yield f"again {self.seen[id(x)][0]}"
+                return
+            self.seen[id(x)] = len(self.seen), x
+        parts = next((names for of, names in PARTS.items() if isinstance(x, of)), None)
+        yield kind.__name__
+        if isinstance(x, types.ModuleType):
+            yield from self.module(x, None)
+        elif isinstance(x, type):
+            yield from self.class_(x)
+        elif isinstance(x, types.FunctionType):
+            yield from self.function(x)
+        elif isinstance(x, BUILT_IN):
+            yield f"{getattr(x, '__module__', None)}.{x.__qualname__}"
+            if not isinstance(of := getattr(x, "__self__", None), (types.ModuleType, type(None))):
+                yield from self.value(of)
+        elif parts is not None:
+            for name in parts:
+                yield from self.value(getattr(x, name))
+        elif isinstance(x, enum.Enum):
+            yield from self.named(str(x.name), kind)
+        elif kind in (tuple, list):
+            for item in x:
+                yield from self.value(item)
+        elif kind in (set, frozenset):
+            yield from sorted("\n".join(_Walk(self.method).value(item)) for item in x)
+        elif kind in (dict, types.MappingProxyType):
+            for key, item in x.items():
+                yield from self.value(key)
+                yield from self.named(str(key)[:40], item)
+        else:
+            yield from self.instance(x)
+
+    def module(self, x: types.ModuleType, used: Collection[str] | None) -> Iterator[str]:
+        """The name of a library's module; of one's own what is ``used`` of it, or None: all."""
+        yield x.__name__
+        if _module_owner(x) != "own":
+            return
+        whole = used is None or WHOLE & set(used)
+        found = {k for k in vars(x) if not k.startswith("__")} if whole else set(used) & vars(x).keys()
+        if (key := (id(x), frozenset(found))) not in self.seen:
+            self.seen[key] = len(self.seen), x
+            for name in sorted(found):
+                yield from self.named(name, vars(x)[name], used)
+
+    def function(self, f: types.FunctionType) -> Iterator[str]:
+        code = f.__code__
+        if _made(f) or owner(code.co_filename) != "own":
+            yield f"{f.__module__}.{f.__qualname__}"
+        else:
+            text, edited = text_of(code)
+            self.edited |= {code.co_filename} if edited else set()
+            yield text
+            yield from self.value(f.__defaults__)
+            yield from self.value(f.__kwdefaults__)
+            yield from self.globals(f)
+        if not _made(f) and not _is_named(f):
+            for name, cell in zip(code.co_freevars, f.__closure__ or (), strict=True):
+                yield from self.named(name, _content(cell))
+        yield from self.each(vars(f))
+
+    def globals(self, f: types.FunctionType) -> Iterator[str]:
+        read, used, imports = names_in(f.__code__)
+        for name in sorted(read & f.__globals__.keys()):
+            if not name.startswith("__"):
+                yield from self.named(name, f.__globals__[name], used)
+        for wanted in imports:
+            module = _imported(wanted, f.__globals__)
+            yield from self.named(wanted[0], module, used)
+
+    def class_(self, c: type) -> Iterator[str]:
+        yield f"{c.__module__}.{c.__qualname__}" if _class_owner(c) != "own" else c.__qualname__
+        if _class_owner(c) != "own":
+            yield from self.value(vars(c).get("version") if _class_owner(c) == "kit" else None)
+            return
+        for base in (*c.__bases__, type(c)):
+            yield from self.value(base)
+        fields = vars(c).get("__dataclass_fields__", {})
+        fields = {k: f for k, f in fields.items() if f in dataclasses.fields(c)}  # a ClassVar is none
+        for name, f in fields.items():
+            inherited = any(getattr(b, "__dataclass_fields__", {}).get(name) is f for b in c.__mro__[1:])
+            if not inherited and not (c in self.method and _is_plain(f.default)):
+                yield from self.named(name, (f.default, f.default_factory))
+        members = getattr(c, "__members__", {}) if issubclass(c, enum.Enum) else {}
+        yield from self.each({k: m.value for k, m in members.items()})
+        for name, x in sorted(vars(c).items()):
+            if name not in fields and name not in members and _counts(name, x, c):
+                yield from self.named(name, x)
+
+    def instance(self, x: object) -> Iterator[str]:
+        """An instance's class and state: weights by their bytes, anything else as it would be copied."""
+        yield from self.value(type(x))
+        if isinstance(x, torch.nn.Module):
+            yield from self.each({k: v for k, v in vars(x).items() if not k.startswith("_") or v})
+            return
+        try:
+            if isinstance(x, torch.Tensor):
+                data = x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+                state = (str(x.dtype), tuple(x.shape), x.requires_grad, hashlib.sha256(data).hexdigest())
+            elif isinstance(x, np.ndarray) and not x.dtype.hasobject:
+                state = (x.dtype.str, x.shape, hashlib.sha256(np.ascontiguousarray(x)).hexdigest())
+            else:
+                reduce = copyreg.dispatch_table.get(type(x), lambda x: x.__reduce_ex__(2))
+                state = reduce(x)
+                state = (*state[:3], *map(list, filter(None, state[3:5]))) if isinstance(state, tuple) else state
+        except Exception as error:  # any class's own code
+            kind = f"{type(x).__module__}.{type(x).__qualname__}"
+            raise _Unreadable(f"a {kind}, which has no value to compare") from error
+        yield from self.value(state)
+
+
+def _imported(wanted: Import, space: Mapping[str, object]) -> object:
+    """The module that a function imports when it runs; of a library, if not loaded, its name; None: there is none."""
+    name, level, parts = wanted
+    try:
+        name = importlib.util.resolve_name("." * level + name, space.get("__package__") or "")
+        root = name.partition(".")[0]
+        spec = None if root in sys.modules else importlib.util.find_spec(root)
+        if spec is not None and owner(spec.origin) != "own":
+            return name
+        module = importlib.import_module(name)
+        for part in parts:
+            if _module_owner(module) == "own" and hasattr(module, "__path__") and not hasattr(module, part):
+                importlib.import_module(f"{name}.{part}")
+        return module
+    except ImportError:
+        return None
+
+
+def _module_owner(module: types.ModuleType) -> str:
+    if module.__name__ in sys.builtin_module_names:
+        return "library"
+    folder = next(iter(getattr(module, "__path__", ())), None)  # of a package without a file
+    return owner(getattr(module, "__file__", None) or folder)
+
+
+def _class_owner(cls: type) -> str:
+    module = sys.modules.get(cls.__module__)
+    return "own" if module is None else _module_owner(module)
+
+
+def _made(f: types.FunctionType) -> bool:
+    """Is ``f`` what ``dataclass`` or ``namedtuple`` wrote? Fields say it all."""
+    return f.__code__.co_qualname.startswith("__create_fn__") or str(f.__module__).startswith("namedtuple_")
+
+
+def _is_named(f: types.FunctionType) -> bool:
+    """Is ``f`` a library's, where its name says?"""
+    whose = owner(f.__code__.co_filename)
+    return whose != "own" and getattr(sys.modules.get(f.__module__), f.__qualname__, None) is f
+
+
+def _counts(name: str, x: object, c: type) -> bool:
+    """Is ``x`` part of what class ``c`` does, and not written by Python?"""
+    if name == "_abc_impl" or (issubclass(c, enum.Enum) and name.startswith("_") and name.endswith("_")):
+        return isinstance(x, types.FunctionType) and owner(x.__code__.co_filename) == "own"
+    if not name.startswith("__") or name.startswith("__annotate"):  # Python 3.14's annotations, to be evaluated
+        return not name.startswith("__")
+    parts = next((names for of, names in PARTS.items() if isinstance(x, of)), None)
+    f = getattr(x, parts[0]) if parts else x
+    if not isinstance(f, types.FunctionType) or _made(f):
+        return False
+    return owner(f.__code__.co_filename) == "own" or (bool(f.__closure__) and name != "__repr__")
+
+
+def _content(cell: types.CellType) -> object:
+    try:
+        return cell.cell_contents
+    except ValueError:  # nothing yet
+        return "empty"
+
+
+def _is_plain(value: object) -> bool:
+    """Can JSON hold it, so that a run stores it among its options?"""
+    return all(map(_is_plain, value)) if type(value) is tuple else type(value) in (type(None), bool, int, float, str)
