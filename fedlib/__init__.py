@@ -13,7 +13,7 @@ __all__ = ["Experiment", "Execution", "build_federation", "forget", "run", "run_
 
 _LAZY = {
     "Execution": "engine.executors", "run_rounds": "engine.rounds", "build_federation": "engine.federation",
-    "forget": "runs.store", "run": "runs.store", "run_all": "runs.store",
+    "forget": "runs.places", "run": "runs.store", "run_all": "runs.store",
 }  # fmt: skip
 
 

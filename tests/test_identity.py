@@ -641,7 +641,7 @@ def test_a_look_up_decodes_nothing(images, tmp_path, monkeypatch):
     monkeypatch.setattr(identity, "load_dataset", refuse)
     monkeypatch.setattr(datasets_module, "decode", refuse)
     assert find_run(e, tmp_path) is not None
-    put(1)
+    put(71)
     with pytest.raises(AssertionError, match="decoded"):
         find_run(e, tmp_path)
 

@@ -6,9 +6,6 @@ existence means done. A run that was trained with another method, data or weight
 (``identity.py``).
 """
 
-import contextlib
-import os
-import shutil
 import time
 import warnings
 from collections.abc import Iterable, Mapping
@@ -16,11 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..core.experiment import Experiment
-from ..core.paths import outputs_dir
 from ..core.profiling import phase
 from ..core.storage import DamagedFile, read_json, read_lines, write_json
 from ..core.validation import shown
-from ..engine.checks import check_experiment, spellings, without_defaults
+from ..engine.checks import check_experiment
 from ..engine.executors import Execution
 from ..engine.federation import Federation, build_federation
 from ..engine.privacy import privacy_spent
@@ -29,11 +25,9 @@ from ..methods import Server
 from .checkpoints import Checkpoints
 from .durations import Pace
 from .identity import KINDS, Accept, Inputs, accepted, check_verified, inputs_of, known_inputs
+from .places import Folder, as_stored, check_files, check_place, folder_of, forget, run_path
 from .progress import Watch, interrupted, say
 from .record import begun, check_inputs, ended, recorded, resumed, sitting, this_machine
-
-FILES = (".lock", "experiment.json", "metrics.jsonl", "summary.json", "checkpoint.safetensors", "previous.safetensors")
-Folder = str | os.PathLike | None
 
 
 @dataclass(frozen=True)
@@ -60,19 +54,6 @@ class Run:
         return self.record.get("stored", "")
 
 
-def run_path(e: Experiment, folder: Folder = None) -> Path:
-    """Where ``e`` is stored: in ``folder``, by default ``outputs/runs``."""
-    return _folder(folder) / as_stored(e, folder).slug
-
-
-def as_stored(e: Experiment, folder: Folder = None) -> Experiment:
-    """``e`` as it is named in ``folder``: neither options that say what is done anyway nor 1.0 for 1 rename it."""
-    if not isinstance(e, Experiment):
-        raise ValueError(f"{shown(e)} is not an Experiment, e.g. Experiment(method='reefl')")
-    folder = _folder(folder)
-    return next((x for x in spellings(e) if (folder / x.slug).exists()), None) or without_defaults(e)
-
-
 def find_run(e: Experiment, folder: Folder = None, accept: Accept = ()) -> Run | None:
     """The stored run of ``e``, or None if it is missing or unfinished; ``DamagedFile`` names a file not to believe.
 
@@ -82,7 +63,7 @@ def find_run(e: Experiment, folder: Folder = None, accept: Accept = ()) -> Run |
     """
     e, accept = as_stored(e, folder), accepted(accept)
     path = run_path(e, folder)
-    _check_files(path)
+    check_files(path)
     if not (path / "summary.json").exists():
         return None
     content = read_json(path / "experiment.json")
@@ -152,7 +133,7 @@ def run_all(
         if execution.executor == "ray":
             from .grid_on_cluster import run_on_cluster
 
-            run_on_cluster(missing, execution, _folder(folder), watch, checkpoint_seconds, accept)
+            run_on_cluster(missing, execution, folder_of(folder), watch, checkpoint_seconds, accept)
         else:
             for wait in (False, True):  # first what no other process holds
                 for e in list(watch.left):
@@ -163,33 +144,6 @@ def run_all(
                     done |= {e: r} if r is not None else {}
     done.update((e, find_run(e, folder, accept)) for e in missing if e not in done)
     return [done[e] for e in experiments]
-
-
-def forget(e: Experiment, folder: Folder = None) -> bool:
-    """Delete the stored run of ``e``, finished or not. Was there one?
-
-    Files in its folder that no run writes stay. ``RuntimeError`` if a process is running it.
-    """
-    from filelock import FileLock, Timeout
-
-    path = run_path(e, folder)
-    if not path.exists():
-        return False
-    _check_files(path)
-    _check_place(path)
-    try:
-        with FileLock(path / ".lock", timeout=0):
-            for name in reversed(FILES):  # killed at any moment, it is a whole run or none
-                (path / name).unlink(missing_ok=True)
-            for own in (path / "clients", path / "mirrors"):
-                shutil.rmtree(own, ignore_errors=True)
-            for part in path.glob(".*.part"):
-                part.unlink(missing_ok=True)
-    except Timeout as error:
-        raise RuntimeError(f"another process is running {path.name}: end that one first") from error
-    with contextlib.suppress(OSError):  # not empty
-        path.rmdir()
-    return True
 
 
 def stored_pace(found: Iterable[Run], execution: Execution) -> Pace:
@@ -224,7 +178,7 @@ def _run_missing(
     from filelock import FileLock, Timeout
 
     path = run_path(e, folder)
-    _check_place(path)
+    check_place(path)
     federation = build_federation(e, execution.home)  # refuses bad input before the folder exists
     privacy_spent(federation, e.rounds)  # and noise without an accountant
     inputs = inputs_of(federation)
@@ -246,37 +200,9 @@ def _run_missing(
     return stored
 
 
-def _folder(folder: Folder) -> Path:
-    if folder is None:
-        return outputs_dir() / "runs"
-    if not isinstance(folder, (str, os.PathLike)) or not os.fspath(folder):
-        raise ValueError(f"folder = {shown(folder)}: expected the path of a folder, e.g. 'outputs/runs'")
-    return Path(folder)
-
-
 def _check_execution(execution: Execution) -> None:
     if not isinstance(execution, Execution):
         raise ValueError(f"execution = {shown(execution)}: expected an Execution, e.g. Execution('cpu', workers=2)")
-
-
-def _check_place(path: Path) -> None:
-    """Raise, before any compute, if ``path`` could not be written, or leads elsewhere."""
-    for own in (path, path / "clients", path / "mirrors"):
-        if own.is_symlink():
-            raise ValueError(
-                f"{own} is a symbolic link; a run has folders of its own: put what it points to in its place"
-            )
-    nearest = next(p for p in (path, *path.parents) if p.exists())
-    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
-        raise PermissionError(
-            f"{nearest} cannot be written, so no run can be stored in it; set FEDLIB_OUTPUTS to a folder that can"
-        )
-
-
-def _check_files(path: Path) -> None:
-    for file in (path / name for name in FILES):
-        if file.exists() and not file.is_file():
-            raise ValueError(f"{file} is a folder or a device where a run has a file; move it away")
 
 
 def _continue(

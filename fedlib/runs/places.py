@@ -1,0 +1,84 @@
+"""Where a run is stored: its folder by the name of its experiment, however its options are spelt; forgetting it."""
+
+import contextlib
+import os
+import shutil
+from pathlib import Path
+
+from ..core.experiment import Experiment
+from ..core.paths import outputs_dir
+from ..core.validation import shown
+from ..engine.checks import spellings, without_defaults
+
+FILES = (".lock", "experiment.json", "metrics.jsonl", "summary.json", "checkpoint.safetensors", "previous.safetensors")
+Folder = str | os.PathLike | None
+
+
+def run_path(e: Experiment, folder: Folder = None) -> Path:
+    """Where ``e`` is stored: in ``folder``, by default ``outputs/runs``."""
+    return folder_of(folder) / as_stored(e, folder).slug
+
+
+def as_stored(e: Experiment, folder: Folder = None) -> Experiment:
+    """``e`` as it is named in ``folder``: neither options that say what is done anyway nor 1.0 for 1 rename it."""
+    if not isinstance(e, Experiment):
+        raise ValueError(f"{shown(e)} is not an Experiment, e.g. Experiment(method='reefl')")
+    folder = folder_of(folder)
+    return next((x for x in spellings(e) if (folder / x.slug).exists()), None) or without_defaults(e)
+
+
+def forget(e: Experiment, folder: Folder = None) -> bool:
+    """Delete the stored run of ``e``, finished or not. Was there one?
+
+    Files in its folder that no run writes stay. ``RuntimeError`` if a process is running it.
+    """
+    from filelock import FileLock, Timeout
+
+    path = run_path(e, folder)
+    if not path.exists():
+        return False
+    check_files(path)
+    check_place(path)
+    try:
+        with FileLock(path / ".lock", timeout=0):
+            for name in reversed(FILES):  # killed at any moment, it is a whole run or none
+                (path / name).unlink(missing_ok=True)
+            for own in (path / "clients", path / "mirrors"):
+                shutil.rmtree(own, ignore_errors=True)
+            for part in path.glob(".*.part"):
+                part.unlink(missing_ok=True)
+    except Timeout as error:
+        raise RuntimeError(f"another process is running {path.name}: end that one first") from error
+    with contextlib.suppress(OSError):  # not empty
+        path.rmdir()
+    return True
+
+
+def folder_of(folder: Folder) -> Path:
+    """``folder`` as a path; None: ``outputs/runs``."""
+    if folder is None:
+        return outputs_dir() / "runs"
+    if not isinstance(folder, (str, os.PathLike)) or not os.fspath(folder):
+        raise ValueError(f"folder = {shown(folder)}: expected the path of a folder, e.g. 'outputs/runs'")
+    return Path(folder)
+
+
+def check_place(path: Path) -> None:
+    """Raise, before any compute, if ``path`` could not be written, or leads elsewhere."""
+    for own in (path, path / "clients", path / "mirrors"):
+        if own.is_symlink():
+            raise ValueError(
+                f"{own} is a symbolic link; a run has folders of its own: put what it points to in its place"
+            )
+    nearest = next(p for p in (path, *path.parents) if p.exists())
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
+        raise PermissionError(
+            f"{nearest} cannot be written, so no run can be stored in it; set FEDLIB_OUTPUTS to a folder that can"
+        )
+
+
+def check_files(path: Path) -> None:
+    """Raise ``ValueError`` if something else lies where the run in ``path`` has a file."""
+    for file in (path / name for name in FILES):
+        if file.exists() and not file.is_file():
+            raise ValueError(f"{file} is a folder or a device where a run has a file; move it away")
