@@ -501,3 +501,11 @@ def test_inference_unit_by_unit_gives_the_same_answers(net, backbone, tmp_path):
     assert [units for units, _ in seen] == [u for u in range(1, f.model.depth) for _ in range(2)]
     assert max(files for _, files in seen) == 2 and not list(tmp_path.iterdir())
     torch.testing.assert_close(got, exit_logits(f, last.server, f.setting.full())[-1], rtol=0, atol=1e-5)
+
+
+def test_several_maps_are_not_kept_but_made_anew(net):
+    f = build_federation(net.replace(backbone="msdnet12_slim", num_train=8, num_test=10, rounds=1))
+    stages = f.method.stages(f.clients([0])[0], f.setting)
+    assert len(stages) > 1 and not any(s.cached for s in stages)
+    *_, last = run_rounds(f, ONE)
+    assert all(torch.isfinite(p).all() for p in last.server.params.values())

@@ -60,11 +60,11 @@ class Decomposition(MemoryBudgets):
         """
         measure, batch = setting.measure, min(setting.batch_size, client.num_examples)
         room = _limit(min(self.shares[client.budget], 1) * measure.total_mib(setting.batch_size), self.slack)
-        out, before = [], 0.0
+        out, before, one = [], 0.0, getattr(setting.spec, "one_state", True)
         for units in plan:
             z = kept_mib(units.start, client.num_examples, setting)
             trained = sum(measure.activation_mib(unit, batch) for unit in units)
-            out.append(units.start > 0 and z + max(trained, before) <= room)
+            out.append(units.start > 0 and one and z + max(trained, before) <= room)
             before = z if out[-1] else 0.0
         return out
 

@@ -38,6 +38,7 @@ class MSDNetSpec(MapSpec):
     exit_width: int = 128
 
     early_exit = final_exit = "strided"
+    one_state = False
 
     @property
     def depth(self) -> int:
