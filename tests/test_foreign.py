@@ -506,7 +506,9 @@ def test_weights_are_fetched_without_building_a_model(tmp_path, monkeypatch):
     assert asked == [spec]
     monkeypatch.undo()
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(ConnectionError, match="the checkpoint of .google/flan-t5-small. is not cached and could not be"):
+    with pytest.raises(
+        ConnectionError, match="the checkpoint of .google/flan-t5-small. is not cached and could not be"
+    ):
         fetch_weights("flan_t5_small")
 
 

@@ -1,6 +1,7 @@
 """Where a run is stored: its folder by the name of its experiment, however its options are spelt; forgetting it."""
 
 import contextlib
+import errno
 import os
 import shutil
 from pathlib import Path
@@ -11,6 +12,7 @@ from ..core.validation import shown
 from ..engine.checks import spellings, without_defaults
 
 FILES = (".lock", "experiment.json", "metrics.jsonl", "summary.json", "checkpoint.safetensors", "previous.safetensors")
+LONGEST = Path("x" * 200, "clients", "x" * 50)  # of a run's files
 Folder = str | os.PathLike | None
 
 
@@ -55,12 +57,16 @@ def forget(e: Experiment, folder: Folder = None) -> bool:
 
 
 def folder_of(folder: Folder) -> Path:
-    """``folder`` as a path; None: ``outputs/runs``."""
-    if folder is None:
-        return outputs_dir() / "runs"
-    if not isinstance(folder, (str, os.PathLike)) or not os.fspath(folder):
+    """``folder`` as a path; None: ``outputs/runs``. ``ValueError`` if it is none, or too long for a run's files."""
+    if folder is not None and (not isinstance(folder, (str, os.PathLike)) or not os.fspath(folder)):
         raise ValueError(f"folder = {shown(folder)}: expected the path of a folder, e.g. 'outputs/runs'")
-    return Path(folder)
+    path = outputs_dir() / "runs" if folder is None else Path(folder)
+    try:
+        os.stat(path / LONGEST)
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            raise ValueError(f"folder = {shown(str(path))}: longer than this file system's names may be") from error
+    return path
 
 
 def check_place(path: Path) -> None:

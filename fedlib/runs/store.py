@@ -192,6 +192,9 @@ def _run_missing(
             return None
         watch.say(f"waiting for another process, which runs {e.slug}")
         held = lock.acquire()
+    except OSError as error:
+        text = f"{error.strerror}: files cannot be locked here, so two processes could run one experiment"
+        raise OSError(error.errno, f"{text}; set FEDLIB_OUTPUTS to another folder", str(path / ".lock")) from error
     with held:
         if (stored := _find_good(e, folder, accept)) is None:
             _continue(federation, inputs, execution, path, watch, seconds, accepted(accept))
@@ -228,10 +231,8 @@ def _continue(
         _finish(f, store, _rounds(f, execution, server, store, watch, checkpoint_seconds), path)
     except KeyboardInterrupt as error:
         store.save_unsaved()
-        raise interrupted(
-            f"interrupted: {f.experiment.slug} is stored up to round {store.saved} of {f.experiment.rounds}; "
-            "run the same again, and it goes on from there"
-        ) from error
+        text = f"interrupted: {f.experiment.slug} is stored up to round {store.saved} of {f.experiment.rounds}; "
+        raise interrupted(f"{text}run the same again, and it goes on from there") from error
 
 
 def _rounds(
