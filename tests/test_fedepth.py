@@ -504,7 +504,7 @@ def test_inference_unit_by_unit_gives_the_same_answers(net, backbone, tmp_path):
 
 
 def test_several_maps_are_not_kept_but_made_anew(net):
-    f = build_federation(net.replace(backbone="msdnet12_slim", num_train=8, num_test=10, rounds=1))
+    f = build_federation(net.replace(backbone="msdnet12_slim", partition="iid", num_train=8, num_test=10, rounds=1))
     stages = f.method.stages(f.clients([0])[0], f.setting)
     assert len(stages) > 1 and not any(s.cached for s in stages)
     *_, last = run_rounds(f, ONE)
