@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fedlib.analysis.attention_maps import MAPS, Attention, attention_maps, attention_row, pick_by_exit
-from fedlib.analysis.attention_plots import MapPicture, browse, plot_slide
+from fedlib.analysis.attention_plots import MapPicture, browse, plot_blocks, plot_slide
 from fedlib.core.experiment import Experiment
 from fedlib.engine.federation import build_model
 from fedlib.methods import build_method
@@ -121,6 +121,25 @@ def test_the_slide_shows_maps_of_the_earliest_correct_exits_block():
     assert photo.get_xlabel() == "exit 3" and not axes[0, 1, 0].images  # no image of a cat leaves there
     assert [ax.get_title() for ax in axes[0, 0]] == ["image", "before Ree", "modulated"]
     plt.close("all")
+
+
+def test_figure_1b_shows_the_image_both_maps_and_their_difference():
+    """A column for the image, a row for what modulation changed: one scale for all blocks, on both sides of zero."""
+    before = torch.rand(2, 3, 2, 4, 4, generator=torch.Generator().manual_seed(1))
+    after = before.clone()
+    after[1, 1, :, 2, 3] += 0.5
+    attention = Attention({"x": before, "read": after}, torch.zeros(3, 2, 10), (0, 1, 2))
+    image = np.full((8, 8, 3), 7, np.uint8)
+    axes = plot_blocks(image, attention, 1)
+    assert axes.shape == (3, 4) and axes[0, 0].get_title() == "image" and axes[0, 1].get_title() == "block 1"
+    assert (axes[0, 0].images[0].get_array() == 7).all() and [len(ax.images) for ax in axes[:, 0]] == [1, 0, 0]
+    changed = [ax.images[1].get_array() for ax in axes[2, 1:]]
+    expected = np.zeros((4, 4))
+    expected[2, 3] = 0.5
+    for block, drawn in enumerate(changed):
+        assert np.allclose(drawn, expected if block == 1 else 0, atol=1e-6)
+    assert {ax.images[1].get_clim() for ax in axes[2, 1:]} == {(-0.5, 0.5)}
+    plt.close(axes[0, 0].figure)
 
 
 def test_a_click_changes_the_picture_and_the_same_click_draws_nothing():

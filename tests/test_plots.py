@@ -341,3 +341,23 @@ def test_the_callers_settings_stay_as_they_were():
     before = dict(matplotlib.rcParams)
     plots.plot_teachers({"running": np.array([1, 2]), "batch": np.array([2, 1])})
     assert dict(matplotlib.rcParams) == before
+
+
+def test_axes_are_named_by_the_metric_of_the_task():
+    """STS-B's correlation was drawn as an accuracy, CoLA's as a score."""
+    accuracy, score_of = plots.ACCURACY, plots.score_of
+    assert score_of(["stsb"]) == "test Pearson correlation (× 100)" and score_of(["squad", "squad_v2"]) == "test F1 (%)"
+    assert score_of(["cola"]) == "test Matthews correlation (× 100)" and score_of(["mrpc", "sst2"]) == accuracy
+    assert score_of(["sst2", "cola"]) == "test score (%)" and score_of([]) == accuracy
+    assert score_of(["svamp"]) == "test exact match (%)"
+    rows = pd.DataFrame({
+        "method": ["fedavg"], "label": ["fedavg"], "variant": ["fl"], "finetune": ["full"], "accuracy": [70.0],
+        "exits": [[70.0]], "dataset": ["stsb"], "column": ["stsb"],
+    })  # fmt: skip
+    assert plots.plot_exit_accuracies(rows).get_ylabel() == "test Pearson correlation (× 100)"
+    assert plots.plot_exit_accuracies(rows.assign(dataset="cifar10")).get_ylabel() == accuracy
+    records = {"fedavg": [{"t": 1, "accuracy": 3.0}, {"t": 2, "accuracy": 4.0}]}
+    assert (
+        plots.plot_learning_curves(records, score=score_of(["cola"])).get_ylabel()
+        == "test Matthews correlation (× 100)"
+    )

@@ -35,16 +35,34 @@ def _mean(attention: Attention, name: str, i: int, block: int, head: int | None 
 
 
 def plot_blocks(image: np.ndarray, attention: Attention, i: int = 0, names: Sequence[str] = ("x", "read")):
-    """Figure 1b: the maps ``names`` (rows) of image ``i`` in every block (columns), mean over heads."""
+    """Figure 1b: image ``i`` and its maps ``names`` (rows) in every block (columns), mean over heads.
+
+    A last row shows the second map less the first, on one scale for all blocks. Returns the Axes; the first column is
+    the image's.
+    """
     import matplotlib.pyplot as plt
 
     blocks = attention.maps["x"].shape[1]
-    size = (1.1 * blocks, 1.35 * len(names))
-    _, axes = plt.subplots(len(names), blocks, figsize=size, squeeze=False, layout="constrained")
-    for line, (row, name) in enumerate(zip(axes, names, strict=True)):
-        for block, ax in enumerate(row):
-            overlay(image, _mean(attention, name, i, block), ax, "" if line else f"block {block + 1}")
-        row[0].set_ylabel(MAPS[name].replace(", ", "\n"), fontsize=7)
+    size = (1.1 * (blocks + 1) + 0.6, 1.25 * (len(names) + 1) + 0.5)
+    _, axes = plt.subplots(len(names) + 1, blocks + 1, figsize=size, squeeze=False, layout="constrained")
+    maps = {name: [_mean(attention, name, i, block) for block in range(blocks)] for name in names}
+    overlay(image, None, axes[0, 0], "image")
+    labels = [*(MAPS[name].replace(", ", "\n") for name in names), "difference\n(red: more)"]
+    for ax, label in zip(axes[:, 0], labels, strict=True):
+        ax.set(xticks=[], yticks=[])
+        ax.set_frame_on(False)
+        ax.set_ylabel(label, fontsize=7)
+    for line, (row, name) in enumerate(zip(axes, names, strict=False)):
+        for block, ax in enumerate(row[1:]):
+            overlay(image, maps[name][block], ax, "" if line else f"block {block + 1}")
+    moved = np.array(maps[names[1]]) - np.array(maps[names[0]])
+    for ax, change in zip(axes[-1, 1:], moved, strict=True):
+        overlay(image, None, ax)
+        ax.images[0].set_alpha(0.35)
+        drawn = ax.imshow(change, extent=ax.images[0].get_extent(), cmap="RdBu_r", alpha=0.75, interpolation="bilinear")
+        drawn.set_clim(*(np.nanmax(np.abs(moved)) or 1.0) * np.array([-1, 1]))
+    bar = axes[0, 0].figure.colorbar(drawn, ax=axes[-1, 1:].tolist(), aspect=8, pad=0.01)
+    bar.ax.tick_params(labelsize=6)
     return axes
 
 

@@ -9,7 +9,7 @@ from itertools import combinations
 import pandas as pd
 
 from .plots import plot_learning_curves
-from .style import panels, share_legend, styled, title_of
+from .style import panels, score_of, share_legend, styled, title_of
 from .table import Table
 from .tables import label_of
 
@@ -49,9 +49,9 @@ def plot_horizons(shorter: Table, longer: Table):
         for table in (shorter, longer):
             rounds = max((c.experiment.rounds for c in table.cells if c.column == column), default=0)
             curves = table.curves(column, longer.variants, {c.finetune for c in longer.cells})
-            drawn.append((f"{title_of(column, data)}, {rounds} rounds", curves))
-    axes = panels([title for title, _ in drawn], "A longer trial", (4.2, 2.9), columns=2)
-    for ax, (_, curves) in zip(axes, drawn, strict=True):
-        plot_learning_curves(curves, methods, ax, ax.get_title())
+            drawn.append((f"{title_of(column, data)}, {rounds} rounds", curves, score_of([data])))
+    axes = panels([title for title, _, _ in drawn], "A longer trial", (4.2, 2.9), columns=2)
+    for ax, (_, curves, score) in zip(axes, drawn, strict=True):
+        plot_learning_curves(curves, methods, ax, ax.get_title(), score)
     share_legend(axes)
     return axes

@@ -19,6 +19,7 @@ from .style import (
     named,
     panels,
     plain,
+    score_of,
     share_legend,
     spelled,
     styled,
@@ -29,7 +30,7 @@ from .tables import label_of
 __all__ = [
     "COLORS", "gain_bars", "plot_accuracy_costs", "plot_adaptive", "plot_clients_examples", "plot_costs",
     "plot_exit_accuracies", "plot_label_distribution", "plot_learning_curves", "plot_modes", "plot_teachers",
-    "plot_tradeoff", "save_figure", "title_of",
+    "plot_tradeoff", "save_figure", "score_of", "title_of",
 ]  # fmt: skip
 
 COSTS = {  # what an axis says, and its unit in units of the column
@@ -81,7 +82,7 @@ def plot_exit_accuracies(
     bars = {"errorbar": "sd", "err_style": "bars", "err_kws": {"capsize": 2, "elinewidth": 1}} if repeated else {}
     lines(rows, "at", "exits", ax, looks, estimator="mean", sort=True, **bars)
     ax.set_xticks(range(1, max(map(len, frame.exits), default=1) + 1))
-    finish(ax, "exit", ACCURACY, title)
+    finish(ax, "exit", _score(frame), title)
     return ax
 
 
@@ -109,6 +110,11 @@ def plot_modes(frame: pd.DataFrame, plot=plot_exit_accuracies, title: str = "Acc
     return axes
 
 
+def _score(frame: pd.DataFrame) -> str:
+    """What the accuracies of ``frame`` are called."""
+    return score_of(frame.dataset.unique()) if "dataset" in frame else ACCURACY
+
+
 def _data(group: pd.DataFrame) -> str:
     """The data of rows of one column, in words."""
     ran = group.dataset.iloc[0] if "dataset" in group else None
@@ -133,7 +139,7 @@ def plot_costs(
 
 def _costs(frame, ax, x, y, title, looks):
     ax, frame = axes_of(ax), named(frame)
-    (xlabel, xunit), (ylabel, yunit) = COSTS[x], COSTS.get(y, (ACCURACY, 1))
+    (xlabel, xunit), (ylabel, yunit) = COSTS[x], COSTS.get(y, (_score(frame), 1))
     rows = frame.assign(**{x: frame[x] * xunit, y: frame[y] * yunit})
     lines(rows, x, y, ax, looks or looks_of(frame))
     finish(ax, xlabel, ylabel, title)
@@ -173,17 +179,18 @@ def plot_adaptive(curves: Mapping[str, Sequence[dict]], colors: Mapping[str, str
 
 @styled
 def plot_learning_curves(runs: Mapping[str, Sequence[dict]], methods: Mapping[str, str] | None = None, ax=None,
-                         title: str = "Mean accuracy over exits"):  # fmt: skip
+                         title: str = "Mean accuracy over exits", score: str = ACCURACY):  # fmt: skip
     """Accuracy against round; ``runs`` maps a label to its metrics records. Ticks stand at evaluated rounds.
 
-    ``methods``: the method of a label that does not begin with its name, whose look the line gets.
+    ``methods``: the method of a label that does not begin with its name, whose look the line gets. ``score``: what an
+    accuracy is called (``style.score_of``).
     """
     own, ax = ax is None, axes_of(ax)
     rounds = np.unique(_curves(runs, "t", ax, methods=methods).t)
     if len(rounds):
         step = -(-len(rounds) // 8)
         ax.set_xticks(rounds[::-1][::step][::-1].astype(int))  # the last one always
-    finish(ax, "round", ACCURACY, title)
+    finish(ax, "round", score, title)
     if own:
         clear_of_legend(ax)
     return ax

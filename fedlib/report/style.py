@@ -8,7 +8,7 @@ import functools
 import re
 import textwrap
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 
@@ -16,6 +16,7 @@ import numpy as np
 import pandas as pd
 
 from ..core.words import fonts, plain
+from ..data.tasks import task_of
 from ..methods import METHODS
 from .tables import label_of
 
@@ -45,6 +46,18 @@ BACKBONES = {
     "bert_base": "BERT-base", "bert_large": "BERT-large", "roberta_base": "RoBERTa", "distilbert": "DistilBERT",
     "flan_t5_small": "FLAN-T5 small", "flan_t5_base": "FLAN-T5 base", "vit_b16": "ViT-B/16", "llama2_7b": "LLaMA-2",
 }  # fmt: skip
+
+
+SCORES = {  # the metrics of ``data/tasks.py`` as an axis says them
+    "accuracy": "accuracy (%)", "f1": "F1 (%)", "macro_f1": "macro F1 (%)", "exact_match": "exact match (%)",
+    "matthews": "Matthews correlation (× 100)", "pearson": "Pearson correlation (× 100)",
+}  # fmt: skip
+
+
+def score_of(datasets: Iterable[str]) -> str:
+    """What scores on the test sets of ``datasets`` are called on an axis: their tasks' metric, if it is one."""
+    metrics = {task_of(name).metric for name in datasets} or {"accuracy"}
+    return f"test {SCORES.get(metrics.pop(), 'score (%)')}" if len(metrics) == 1 else "test score (%)"
 
 
 @dataclass(frozen=True)
