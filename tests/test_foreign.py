@@ -20,6 +20,7 @@ from fedlib.models.map_exits import classifiers
 from fedlib.models.measure import Measure
 from fedlib.models.places import axes_of
 from fedlib.models.registry import OWN, backbone_spec, build_backbone, fetch_weights
+from fedlib.models.route import Route
 from fedlib.runs import store
 from fedlib.runs.identity import inputs_of
 
@@ -536,3 +537,49 @@ def test_bad_shapes_are_refused_in_words(changes, message):
     assert message in str(error.value)
     with pytest.raises(ValueError, match="length = 15 exceeds the 14 positions"):
         replace(TINY["roberta"], length=15)
+
+
+# --- what a part costs -----------------------------------------------------------------------------------------------
+
+
+def watched_mib(measure, part, batch):
+    """The memory of training ``part``, of the outputs that its layers are seen to put out when it runs."""
+    model, full = measure.model, {n: p.detach() for n, p in measure.model.named_parameters()}
+    seen_outputs = []
+    hook = lambda m, args, out: seen_outputs.append(out.numel())  # noqa: E731
+    layers = [m for m in model.modules() if list(m.parameters(recurse=False))]
+    model.put_(take_all(full, measure.infos, part))
+    hooks = [m.register_forward_hook(hook) for m in layers]
+    with torch.no_grad():
+        model(measure._example(), Route.of(part, model.depth))
+    for h in hooks:
+        h.remove()
+    model.put_(full)
+    trained = measure.cost("upload", part)
+    return 4 * (measure.parameters(part) + 3 * trained + 2 * batch * sum(seen_outputs)) / 2**20
+
+
+@pytest.mark.parametrize("finetune", ["full", "lora"])
+@pytest.mark.parametrize("name", [*TINY, "deit_micro", "minilm.32.stream"])
+def test_the_memory_of_a_part_follows_from_widths_as_if_it_had_run(name, finetune):
+    """A client of BERT-base took 49 s to find a part that fits, as every draw ran; now none does."""
+    if name in TINY:
+        model, rotary = built(TINY[name], finetune), TINY[name].rotary
+    else:
+        backbone, rotary = OWN[name].build(), False
+        head = classifiers(backbone.spec, 3, (backbone.spec.depth - 1,)).init_(generator(3))
+        apply_finetune_(backbone, head, finetune, {"r": 2} if finetune == "lora" else {}, 0)
+        model = ExitModel(backbone, head, (backbone.spec.depth - 1,)).eval()
+    axes, measure, depth = axes_of(model, model.infos()), Measure(model), model.backbone.spec.depth
+    for index in ({}, cut_index(axes, rotary)):
+        part = Slice.prefix(depth, (0,), index=index)
+        assert measure.training_mib(part, 8) == pytest.approx(watched_mib(measure, part, 8), rel=1e-12)
+
+
+def test_a_thousand_parts_of_bert_base_are_priced_without_one_being_run(monkeypatch):
+    measure = sizes("bert_base")
+    parts = [Slice.prefix(12, (0,), index={f"{u}/ffn": range(64 + n) for u in range(12)}) for n in range(1000)]
+    first = measure.training_mib(parts[0])
+    monkeypatch.setattr(measure, "_run", lambda part: pytest.fail("ran"))
+    prices = [measure.cost("memory", part) for part in parts]
+    assert prices[0] == first and prices == sorted(prices)

@@ -10,8 +10,9 @@ from fedlib.analysis.submodels import acceleration, client_resources, local_scor
 from fedlib.engine.executors import Execution
 from fedlib.report.cells import by_variant, runs_of, traffic_curves
 from fedlib.report.claims import Published, compared, load_all_claims
+from fedlib.report.further import with_further
 from fedlib.report.table import Table
-from fedlib.report.tables import load_reported
+from fedlib.report.tables import load_reported, obtained, reported_beside
 from fedlib.runs.params import load_grid, load_spec
 from fedlib.runs.store import run
 from fedlib.runs.trained import load_trained
@@ -128,3 +129,23 @@ def test_a_correlation_may_be_negative_and_an_accuracy_not(column, least):
         else:
             with pytest.raises(AssertionError, match="no percentages"):
                 table.check()
+
+
+def test_exact_match_f1_and_the_average_stand_beside_the_headline():
+    """As Tables 2, 3 and 1 print them: of the same answers, and of seeds that have every column."""
+    frame = pd.DataFrame({
+        "finetune": "full", "variant": ["fl", "fl", "raffm"], "label": ["fl", "fl", "raffm"], "seed": 1,
+        "column": ["squad", "squad_v2", "squad"], "dataset": ["xquad_en", "squad_v2", "xquad_en"],
+        "accuracy": [60.0, 40.0, None], "others": [{"exact_match": [50.0, 30.0]}, None, {"exact_match": [20.0]}],
+    })  # fmt: skip
+    found = with_further(frame, {"also": {"exact_match": "exact_match"}, "average": ["squad", "squad_v2"]})
+    new = [tuple(r) for r in found[["variant", "column", "dataset", "accuracy"]].iloc[3:].to_numpy()]
+    assert new == [
+        ("fl", "squad_exact_match", "xquad_en", 40.0), ("raffm", "squad_exact_match", "xquad_en", 20.0),
+        ("fl", "average", "xquad_en, squad_v2", 50.0),
+    ]  # fmt: skip
+    assert with_further(frame, {}).equals(frame)
+    table = obtained(found, reported_beside("raffm", "table2")).set_index(["column", "method"])
+    assert tuple(table.loc[("squad_exact_match", "fl"), ["obtained", "reported"]]) == ("40.00", "73.68")
+    for name, key in ("table1", "average"), ("table2", "also"), ("table3", "also"):
+        assert key in load_spec("raffm", name)

@@ -295,12 +295,13 @@ def test_every_task_names_its_headline_and_its_width():
         assert task.outputs(7) == {"stsb": 1, "squad": 2, "squad_v2": 2, "xquad": 2, "xquad_en": 2}.get(name, 7)
     assert {n: t.metric for n, t in TASKS.items()} == {
         "cola": "matthews", "mrpc": "accuracy", "qqp": "accuracy", "stsb": "pearson", "squad": "f1", "squad_v2": "f1",
-        "xquad": "f1", "xquad_en": "f1", "svamp": "exact_match",
+        "xquad": "f1", "xquad_en": "f1", "svamp": "exact_match", "cifar10": "accuracy", "cifar100": "accuracy",
+        "flowers102": "accuracy",
     }  # fmt: skip
     assert (
         task_of("squad_v2").unanswerable
-        and task_of("cifar100") == Classification()
-        and task_of("cifar100").metric == "accuracy"
+        and task_of("tiny_imagenet") == Classification()
+        and task_of("cifar100").metrics == ("accuracy", "macro_f1")
     )
     assert task_of("a/folder", "span") == Span() and task_of("a/folder", "number") == Regression()
     assert hash(task_of("stsb")) == hash(Regression())

@@ -263,6 +263,7 @@ TASKS: Mapping[str, Task] = MappingProxyType(
         "cola": Classification(("matthews", "accuracy")),
         "mrpc": Classification(("accuracy", "f1")),  # as RaFFM prints it: multiples of 1/408
         "qqp": Classification(("accuracy", "f1")),
+        **dict.fromkeys(("cifar10", "cifar100", "flowers102"), Classification(("accuracy", "macro_f1"))),
         "stsb": Regression(),
         "squad": Span(),
         "squad_v2": Span(unanswerable=True),

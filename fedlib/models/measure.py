@@ -13,8 +13,9 @@ from typing import Literal
 import torch
 from torch import nn
 
-from ..core.slices import Slice, take_all
+from ..core.slices import ParamInfo, Slice, take_all
 from ..layers.norms import set_policy_
+from .bert import Embedding
 from .exit_model import ExitModel
 from .route import Route
 
@@ -72,15 +73,26 @@ class Measure:
         4 bytes * (parameters, of trained ones also the gradient and two moments, and per example the outputs of every
         layer with parameters, forward and backward).
         """
-        self.model.put_(take_all(self._full, self.infos, replace(part, aliases={})))
-        layers = [m for m in self.model.modules() if list(m.parameters(recurse=False))]
-        try:
-            made = self._outputs(part)
-            outputs = sum(made[m] for m in layers)
-        finally:
-            self.model.put_(self._full)
+        sizes = {axis: len(kept) for axis, kept in part.index.items()}
+        outputs = sum(
+            count * sizes.get(axis, whole) // whole
+            for own, axis, whole, count in self._layers
+            if all(part.holds(info) for info in own)
+        )
         kept = self.parameters(part) + 3 * self._numbers(part, self._trained)
         return FLOAT * (kept + 2 * batch * outputs) / MIB
+
+    @cached_property
+    def _layers(self) -> list[tuple[list[ParamInfo], str | None, int, int]]:
+        """Of every layer with parameters: these, the axis of its output, that axis's size, and the output's numbers."""
+        out, paths = [], {m: path for path, m in self.model.named_modules()}
+        for m, count in self._whole_outputs.items():
+            own = {n: self.infos[f"{paths[m]}.{n}" if paths[m] else n] for n, _ in m.named_parameters(recurse=False)}
+            if own:
+                info, tables = own.get("weight", next(iter(own.values()))), (nn.Embedding, Embedding)
+                dim = 0 if "weight" in own and not isinstance(m, tables) else -1
+                out.append((list(own.values()), info.axes[dim], info.shape[dim], count))
+        return out
 
     def activation_mib(self, unit: int, batch: int) -> float:
         """Memory of training block ``unit`` (FeDepth): forward and backward activations, and parameters, in MiB.

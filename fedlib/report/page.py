@@ -21,6 +21,7 @@ from ..runs.params_files import papers
 from ..runs.store import run_path
 from .claims import COLUMNS, Judged, Stored, judge
 from .clients import VALUES
+from .further import with_further
 from .style import spelled
 from .style import title_of as column_title
 from .tables import markdown_table, methods_in_columns, obtained, reported_beside
@@ -110,7 +111,8 @@ def section(stored: Stored, table: str, done: dict[str, Cell], shown: dict[str, 
     else:
         thresholds = stored.spec(table).get("thresholds")
         parts.append(OF_CLIENTS if value in VALUES else "")
-        rows = obtained(frame, reported_beside(stored.paper, table), value, thresholds)
+        more = with_further(frame, stored.spec(table))
+        rows = obtained(more, reported_beside(stored.paper, table), value, thresholds)
         parts.append(markdown_table(methods_in_columns(rows)))
     shown.update({h: table for h in done if h not in shown})
     parts.append(thumbnails(figures_of(stored, table)))

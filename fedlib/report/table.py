@@ -14,6 +14,7 @@ from ..data.tasks import task_of
 from ..engine.executors import Execution
 from ..runs.params import load_spec
 from .clients import VALUES, as_exits, spread_out
+from .further import with_further
 from .statistics import orderings
 from .tables import (
     collect,
@@ -41,7 +42,7 @@ class Table:
         self, paper: str, name: str, profile: str, overrides: Mapping | None = None, folder: Path | None = None
     ):
         self.paper, self.name, self.profile, self.folder = paper, name, profile, folder
-        spec = load_spec(paper, name)
+        spec = self.spec = load_spec(paper, name)
         self.value, self.thresholds = spec.get("value", "accuracy"), spec.get("thresholds")  # what the table prints
         self.reported = reported_beside(paper, name)
         self.cells = load_cells(paper, name, profile, overrides, folder)
@@ -59,7 +60,7 @@ class Table:
 
         Where the table prints what clients get: mean ± SD over clients, mean over seeds.
         """
-        return obtained(self.frame, self.reported, self.value, self.thresholds)
+        return obtained(with_further(self.frame, self.spec), self.reported, self.value, self.thresholds)
 
     def obtained_at_cost(self) -> pd.DataFrame:
         """:meth:`obtained`, and what a round of each row costs in MACs."""

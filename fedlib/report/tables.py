@@ -94,7 +94,7 @@ def collect(cells: Sequence[Cell], folder: Path | None = None) -> pd.DataFrame:
     return pd.DataFrame(rows).reindex(
         columns=["finetune", "variant", "method", "label", "column", "seed", "dataset", "status", "accuracy",
                  "last", "local", "ensemble", "exits", "clients", "clients_sd", "client_exits", "client_exits_sd",
-                 "leaving", "seconds", "t", "run"]
+                 "leaving", "others", "seconds", "t", "run"]
     )  # fmt: skip
 
 

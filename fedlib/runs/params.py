@@ -32,6 +32,7 @@ from .shrink import following, said_by
 # of a table's file, besides profiles' names
 SPEC_KEYS = {
     "extends", "common", "axes", "variants", "columns", "claims", "value", "thresholds", "reported", "priority",
+    "also", "average",
 }  # fmt: skip
 VARIANT_KEYS = {"label", "finetune"}  # of a variant; all others are fields of Experiment
 
