@@ -10,7 +10,8 @@ Padding is the zero vector: the stem writes it, every block reads its mask off i
 mask travels wherever tokens go (cohorts, prefix caches), and nothing outside this file knows of it. A real token is a
 layer norm's output, or Ree's, and never exactly zero.
 
-Deviations: by default (``centred``) an exit reads, and Eq. 4 replaces, the class token standardised: less the mean of
+Deviations: nothing is dropped in training (MiniLM's config says a tenth; ``foreign.py``'s nets drop what theirs
+say). By default (``centred``) an exit reads, and Eq. 4 replaces, the class token standardised: less the mean of
 one-word sentences after the same block, over their spread, both constants of the weights before training. MiniLM's
 early blocks give all sentences nearly the same class token: SST-2's differ from an empty sentence's by a norm of 0.03
 in 8 after block 2 and of 0.2 in 11 after block 4. In 300 steps of SGD a frozen exit there finds nothing; standardised,
