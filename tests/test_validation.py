@@ -179,6 +179,15 @@ def test_a_split_that_rounds_to_nothing_is_refused(values, message):
     assert message in str(error.value)
 
 
+def test_memory_budgets_need_a_tuner_whose_memory_can_be_counted():
+    e = Experiment(method="fedepth", num_exits=1, finetune="waveft", num_train=200, num_test=20)
+    with pytest.raises(
+        ValueError,
+        match="fedepth: scenario = 'fair', r = 0.167: this finetune's layers look at values, so what they cost cannot be counted",
+    ):
+        build_federation(e)
+
+
 def test_a_drawn_client_holds_no_more_than_there_is():
     e = Experiment(partition="drawn", num_train=200, examples_per_client=201, finetune="frozen")
     with pytest.raises(ValueError, match="examples_per_client = 201 exceeds the 200 training examples"):

@@ -144,8 +144,11 @@ class Measure:
 
     @torch.no_grad()
     def _run(self, part: Slice) -> None:
-        """One example through ``part``."""
-        self.model(self._example(), Route.of(part, self.model.depth))
+        """One example through ``part``. ``ValueError`` for layers of a tuner that look at values to run."""
+        try:
+            self.model(self._example(), Route.of(part, self.model.depth))
+        except NotImplementedError as error:
+            raise ValueError("this finetune's layers look at values, so what they cost cannot be counted") from error
 
     def _example(self) -> torch.Tensor:
         dtype = torch.long if self.spec.reads == "tokens" else torch.float32
