@@ -485,7 +485,13 @@ def test_images_are_normalised_as_the_checkpoints_were(monkeypatch):
     monkeypatch.setitem(OWN, "tiny_vit", spec)
     monkeypatch.setitem(OWN, "tiny_vit.plain", replace(spec, as_trained=False))
     e = Experiment(
-        backbone="tiny_vit", pretrained=False, finetune="full", num_clients=4, clients_per_round=2, num_exits=1
+        method="fedavg",
+        backbone="tiny_vit",
+        pretrained=False,
+        finetune="full",
+        num_clients=4,
+        clients_per_round=2,
+        num_exits=1,
     )
     own, data = build_federation(e).data, build_federation(e.replace(backbone="tiny_vit.plain")).data
     assert own.mean.tolist() == pytest.approx([0.5, 0.4, 0.3]) and own.std.tolist() == pytest.approx([0.2, 0.25, 0.5])
