@@ -6,11 +6,14 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from fedlib.layers import matmul as products
-from fedlib.layers.attention import attend, attend_short, attend_short_backward
+from fedlib.kernels import attention as kernel
+from fedlib.kernels import products
+from fedlib.kernels.attention import attend_short, attend_short_backward
+from fedlib.kernels.products import heads_multiplier
+from fedlib.layers.attention import attend
 from fedlib.layers.linear import Linear
-from fedlib.layers.matmul import choose_products, heads_multiplier
 from fedlib.layers.norms import LayerNorm
+from fedlib.layers.overrides import OVERRIDES
 
 
 def generator(seed=0):
@@ -37,11 +40,16 @@ def test_stacked_layers_equal_a_loop_over_clients(stacked_bias):
 
 @pytest.fixture(params=["PyTorch", "OpenBLAS"])
 def multiplying(request, monkeypatch):
-    """Attention's products by either library, in one thread."""
+    """Attention that is kept, by either library's products, in one thread."""
+    monkeypatch.setitem(OVERRIDES, "attend", kernel.attend)
     if request.param == "PyTorch":
-        monkeypatch.setattr("fedlib.layers.matmul._by_head", [])
-    elif not choose_products().startswith("OpenBLAS"):
-        pytest.skip("PyTorch multiplies on this machine")
+        monkeypatch.setattr(products, "_by_head", [])
+    elif (library := products._load()) is None:
+        pytest.skip("OpenBLAS cannot run on this machine")
+    else:
+        multiply, by_head = products._multipliers(library)
+        monkeypatch.setattr(products, "_by_head", [by_head])
+        monkeypatch.setattr(products, "_by_client", [multiply])
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     assert (heads_multiplier() is products._multiply_heads) == (request.param == "PyTorch")

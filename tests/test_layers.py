@@ -14,6 +14,7 @@ FLOORS = [
     ["core"],
     ["layers", "data"],
     ["models"],
+    ["kernels"],
     ["methods"],
     ["engine"],
     ["runs"],
@@ -73,20 +74,6 @@ def test_imports_point_to_the_same_room_or_a_lower_floor():
         for name in imported_rooms(path):
             if room(path) != "__init__" and name != "__version__":
                 assert name == room(path) or FLOOR[name] < FLOOR[room(path)], f"{path.relative_to(PACKAGE)}: {name}"
-
-
-KERNELS = {  # module -> the only files that may import it: its door
-    "written_out": {"layers/written_block.py", "models/written_ree.py"},
-    "written_block": {"models/vit.py"},
-    "written_ree": {"models/ree.py"},
-}
-
-
-def test_a_kernel_is_imported_through_its_door_alone():
-    for path in files():
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ImportFrom) and node.module and (name := node.module.split(".")[-1]) in KERNELS:
-                assert str(path.relative_to(PACKAGE)) in KERNELS[name], f"{path.relative_to(PACKAGE)}: {name}"
 
 
 def test_no_method_imports_another():

@@ -38,7 +38,19 @@ def test_provenance_names_hardware_and_versions(tmp_path):
     e = short("reefl", rounds=1)
     path = run(e, ONE, tmp_path, progress=False).path
     stored = json.loads((path / "experiment.json").read_text())
-    facts = {"fedlib", "torch", "python", "device", "cores", "executor", "products", "workers", "began"}
+    facts = {
+        "fedlib",
+        "torch",
+        "python",
+        "device",
+        "family",
+        "instructions",
+        "cores",
+        "executor",
+        "products",
+        "workers",
+        "began",
+    }
     assert set(stored["provenance"]) == facts
     assert Experiment.from_dict(stored["experiment"]) == e
 

@@ -7,10 +7,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from fedlib import Execution, Experiment
 from fedlib.engine.federation import build_federation
 from fedlib.engine.rounds import run_rounds
-from fedlib.layers import written_block
+from fedlib.kernels import products, swap_in_, vit_block
+from fedlib.kernels.switch import VARIABLE
 from fedlib.layers.linear import init_normal_
-from fedlib.layers.matmul import choose_products
-from fedlib.models import vit
 from fedlib.models.adapters import apply_finetune_
 from fedlib.models.exits import Classifiers
 from fedlib.models.vit import Block, ViT, ViTSpec
@@ -26,7 +25,7 @@ def make_block(mode="full", config=SMALL, **options) -> Block:
     """A block with random weights, norms included, and the adapters of ``mode``."""
     model = ViT(config)
     apply_finetune_(model, Classifiers(config.dim, 3, (0,)), mode, options, seed=1)
-    block = model.blocks[0]
+    block = swap_in_(model).blocks[0]
     init_normal_(block, generator(), std=0.3)
     with torch.no_grad():
         for p in block.parameters():
@@ -48,10 +47,14 @@ def stack(block: Block, clients: int, names: str) -> None:
 def multiplying(request, monkeypatch):
     """Products by either library, in one thread."""
     if request.param == "PyTorch":
-        monkeypatch.setattr("fedlib.layers.matmul._by_head", [])
-        monkeypatch.setattr("fedlib.layers.matmul._suit", lambda *_: False)
-    elif not choose_products().startswith("OpenBLAS"):
-        pytest.skip("PyTorch multiplies on this machine")
+        monkeypatch.setattr(products, "_by_head", [])
+        monkeypatch.setattr(products, "_by_client", [])
+    elif (library := products._load()) is None:
+        pytest.skip("OpenBLAS cannot run on this machine")
+    else:
+        multiply, by_head = products._multipliers(library)
+        monkeypatch.setattr(products, "_by_head", [by_head])
+        monkeypatch.setattr(products, "_by_client", [multiply])
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -95,12 +98,12 @@ def test_written_out_equals_modules(case, alive, first, multiplying, monkeypatch
     z = torch.randn(3, 4, 5, 12, generator=generator(7))[:alive].requires_grad_()
     weights = torch.randn(z[..., :first, :].shape, generator=generator(8))
     called = []
-    apply = written_block._Block.apply
-    monkeypatch.setattr(written_block._Block, "apply", lambda *a: called.append(1) or apply(*a))
+    apply = vit_block._Block.apply
+    monkeypatch.setattr(vit_block._Block, "apply", lambda *a: called.append(1) or apply(*a))
     out, grads = results(block, z, weights, first)
     # a norm whose weight and bias are not both each client's own runs as modules
     assert bool(called) == (case not in ("weights only", "biases only"))
-    monkeypatch.setattr(vit, "run_written_out", lambda *_: None)
+    monkeypatch.setenv(VARIABLE, "0")
     expected, wanted = results(block, z, weights, first)
     for a, b in zip((out, *grads), (expected, *wanted), strict=True):
         assert_near(a, b)
@@ -116,7 +119,7 @@ def test_one_sequence_of_one_client_leaves_the_parameters_as_they_are(mode, firs
     out, _ = results(block, z, torch.ones_like(z[..., :first, :]), first)
     for n, p in block.named_parameters():
         assert torch.equal(p, before[n]), n
-    monkeypatch.setattr(vit, "run_written_out", lambda *_: None)
+    monkeypatch.setenv(VARIABLE, "0")
     assert_near(out, results(block, z, torch.ones_like(z[..., :first, :]), first)[0])
 
 
@@ -127,7 +130,7 @@ def test_low_rank_gradients_through_either_product(rank, multiplying, monkeypatc
     stack(block, 3, "lora")
     z, weights = (torch.randn(3, 4, 5, 12, generator=generator(i)) for i in range(2))
     ours = results(block, z.requires_grad_(), weights)
-    monkeypatch.setattr(vit, "run_written_out", lambda *_: None)
+    monkeypatch.setenv(VARIABLE, "0")
     expected = results(block, z, weights)
     for a, b in zip((ours[0], *ours[1]), (expected[0], *expected[1]), strict=True):
         assert_near(a, b)
@@ -139,7 +142,7 @@ def test_some_tensors_may_be_each_clients_own(own, multiplying, monkeypatch):
     stack(block, 3, own)
     z, weights = (torch.randn(3, 4, 5, 12, generator=generator(i)) for i in range(2))
     ours = results(block, z, weights)  # z is data: nothing is trained before
-    monkeypatch.setattr(vit, "run_written_out", lambda *_: None)
+    monkeypatch.setenv(VARIABLE, "0")
     expected = results(block, z, weights)
     for a, b in zip((ours[0], *ours[1]), (expected[0], *expected[1]), strict=True):
         assert_near(a, b)
@@ -183,7 +186,7 @@ def test_gradients_equal_differences_of_the_loss(multiplying):
     ],
 )
 def test_anything_else_runs_as_modules(case, monkeypatch):
-    monkeypatch.setattr(written_block._Block, "apply", lambda *_: pytest.fail("written out"))
+    monkeypatch.setattr(vit_block._Block, "apply", lambda *_: pytest.fail("written out"))
     config = ViTSpec(8, 4, 12, 1, 2, 20, layer_scale=case == "layer scale")
     mode, options = (case, {}) if case in ("pa", "sa", "ssf", "ia3") else ("full", {})
     if case == "lora dropout":
@@ -225,18 +228,18 @@ def test_training_gives_the_same_numbers_either_way(method, finetune, monkeypatc
         num_train=200, num_test=50, num_clients=10, clients_per_round=6, rounds=2, partition="iid",
     )  # fmt: skip
     ours = list(run_rounds(build_federation(e)))
-    monkeypatch.setattr(vit, "run_written_out", lambda *_: None)
+    monkeypatch.setenv(VARIABLE, "0")
     wanted = list(run_rounds(build_federation(e), Execution(executor="threads")))
     for a, b in zip(ours, wanted, strict=True):
         for name, p in a.server.params.items():
             torch.testing.assert_close(p, b.server.params[name], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("wanted, calls", [("0", 0), (None, 1)])
-def test_written_out_backwards_can_be_switched_off(monkeypatch, wanted, calls):
-    block, seen = Block(ViTSpec(dim=8, heads=2, ffn_dim=16)), []
+@pytest.mark.parametrize("wanted, calls", [("0", 0), ("attention", 0), ("vit_block", 1), (None, 1)])
+def test_a_block_can_be_switched_off(monkeypatch, wanted, calls):
+    block, seen = swap_in_(Block(ViTSpec(dim=8, heads=2, ffn_dim=16))), []
     if wanted is not None:
-        monkeypatch.setenv("FEDLIB_WRITTEN_OUT", wanted)
-    monkeypatch.setattr(written_block._Block, "apply", lambda plan, z, *t: seen.append(1) or z)
+        monkeypatch.setenv(VARIABLE, wanted)
+    monkeypatch.setattr(vit_block._Block, "apply", lambda plan, z, *t: seen.append(1) or z)
     block(torch.ones(1, 2, 3, 8, requires_grad=True))
     assert len(seen) == calls

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from fedlib.models import ree as ree_module
-from fedlib.models import written_ree
+from fedlib.kernels import ree_step, swap_in_
+from fedlib.kernels.switch import VARIABLE
 from fedlib.models.ree import Ree
 
 
@@ -15,7 +15,7 @@ def generator(seed=0):
 
 def make_ree(clients=None, own="", **options) -> Ree:
     """Ree with random weights on 4 blocks; each of ``clients`` has its own of the parameters named in ``own``."""
-    ree = Ree(12, 4, 3, (1, 3), width=8, heads=4, **options)
+    ree = swap_in_(Ree(12, 4, 3, (1, 3), width=8, heads=4, **options))
     for path, module in ree.named_modules():
         for leaf, p in list(module._parameters.items()):
             name = f"{path}.{leaf}"
@@ -48,11 +48,11 @@ def test_written_out_equals_modules(options, own, monkeypatch):
     tokens = [torch.randn(3, 5, 12, generator=generator(i)).requires_grad_() for i in range(4)]
     weights = [torch.randn(3, 5, 12, generator=generator(9 + i)) for i in range(8)]
     called = []
-    apply = written_ree._Step.apply
-    monkeypatch.setattr(written_ree._Step, "apply", lambda *a: called.append(1) or apply(*a))
+    apply = ree_step._Step.apply
+    monkeypatch.setattr(ree_step._Step, "apply", lambda *a: called.append(1) or apply(*a))
     said, grads = results(ree, tokens, weights)
     assert called
-    monkeypatch.setattr(ree_module, "run_written_out", lambda *_: None)
+    monkeypatch.setenv(VARIABLE, "0")
     expected, wanted = results(ree, tokens, weights)
     assert len(said) == len(expected) >= 2
     for a, b in zip((*said, *grads), (*expected, *wanted), strict=True):
@@ -74,7 +74,7 @@ def test_what_is_not_asked_for_has_no_part_in_it():
 
 @pytest.mark.parametrize("case", ["autocast", "no gradient", "a counter", "a hook"])
 def test_anything_else_runs_as_modules(case, monkeypatch):
-    monkeypatch.setattr(written_ree._Step, "apply", lambda *_: pytest.fail("written out"))
+    monkeypatch.setattr(ree_step._Step, "apply", lambda *_: pytest.fail("written out"))
     ree, token = make_ree(), torch.randn(1, 2, 12, generator=generator())
     if case == "autocast":
         with torch.autocast("cpu", torch.bfloat16):

@@ -18,7 +18,7 @@ from dataclasses import fields, replace
 import numpy as np
 import torch
 
-from ..layers.matmul import choose_products
+from ..kernels.products import choose_products
 from ..methods import Member, Round, Server
 from .executors import (
     TRIES,

@@ -13,6 +13,7 @@ from ..core.rng import numpy_generator, torch_generator
 from ..data.datasets import is_text
 from ..data.federated import FederatedData, check_task, load_federated
 from ..data.tasks import Span, Task, task_of
+from ..kernels import swap_in_
 from ..layers.dropout import TokenDropout
 from ..methods import Method, Server, Setting
 from ..models.adapters import apply_finetune_
@@ -98,7 +99,7 @@ def build_model(e: Experiment, method: Method, num_classes: int, meta: bool = Fa
         if not meta:
             head.init_(torch_generator(e.seed, "head init"))
         apply_finetune_(backbone, head, e.finetune, dict(e.finetune_options), e.seed)
-    model = ExitModel(backbone, head, exit_units, e.batch_norm).eval()
+    model = swap_in_(ExitModel(backbone, head, exit_units, e.batch_norm).eval())
     method.configure(model)
     return model
 

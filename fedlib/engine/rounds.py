@@ -9,7 +9,7 @@ import torch
 from ..core.experiment import Experiment
 from ..core.memories import Overlay
 from ..core.profiling import phase
-from ..layers.matmul import choose_products
+from ..kernels.products import choose_products
 from ..methods import Arrived, Round, Server
 from ..methods.server import Sums, all_finite, merge_sums
 from .evaluation import evaluate

@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
+from .overrides import OVERRIDES
+
 
 def per_client(p: torch.Tensor, x: torch.Tensor, base_dims: int = 1) -> torch.Tensor:
     """Reshape ``p`` so that it broadcasts against ``x (K, ..., base shape)``; a shared ``p`` needs no reshaping."""
@@ -63,6 +65,13 @@ class Linear(nn.Linear):
         return y.view(*x.shape[:-1], weight.shape[-2])
 
 
+def matmul(x: torch.Tensor, y: torch.Tensor, to: torch.Tensor | None = None) -> torch.Tensor:
+    """x (K, N, d) times y (K, d, n): (K, N, n), added to ``to`` in place if given. Not for autograd."""
+    if (override := OVERRIDES.get("matmul")) is not None:
+        return override(x, y, to)
+    return torch.bmm(x, y) if to is None else to.baddbmm_(x, y)
+
+
 class _StackedLinear(torch.autograd.Function):
     """``x W^T + b``, x (K, N, in), W (K, out, in), b (K, 1, out), (out,) or None: (K, N, out).
 
@@ -73,15 +82,16 @@ class _StackedLinear(torch.autograd.Function):
     def forward(ctx, x, weight, bias):
         ctx.save_for_backward(x, weight)
         ctx.bias_shape = None if bias is None else bias.shape
-        return torch.bmm(x, weight.mT) if bias is None else torch.baddbmm(bias, x, weight.mT)
+        to = None if bias is None else x.new_empty(*x.shape[:2], weight.shape[-2]).copy_(bias)
+        return matmul(x, weight.mT, to)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
         (x, weight), (for_x, for_weight, for_bias) = ctx.saved_tensors, ctx.needs_input_grad
         return (
-            torch.bmm(grad, weight) if for_x else None,
-            torch.bmm(grad.mT, x) if for_weight else None,
+            matmul(grad, weight) if for_x else None,
+            matmul(grad.mT, x) if for_weight else None,
             grad.sum_to_size(ctx.bias_shape) if for_bias else None,
         )
 

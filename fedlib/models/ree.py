@@ -21,7 +21,6 @@ from ..layers.linear import Linear, init_normal_, per_client
 from ..layers.norms import LayerNorm
 from .exits import Classifier
 from .vit import MLP
-from .written_ree import run_written_out
 
 
 @dataclass(frozen=True)
@@ -139,10 +138,6 @@ class Ree(nn.Module):
 
         With ``remember_modulated`` m_l's is added instead.
         """
-        written_out = run_written_out(self, token, rows.kv, rows.meta, rows.query, meta, last, remember_modulated)
-        if written_out is not None:
-            m, kv = written_out
-            return m, replace(rows, kv=kv)
         x, q, kv = self._row(token, rows.count)
         seen = rows.with_row(kv)
         asking = [(rows.meta.expand_as(x), rows.query.expand_as(q))] * meta + [(x, q)] * last

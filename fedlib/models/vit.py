@@ -17,7 +17,6 @@ from ..layers.attention import attend
 from ..layers.context import Context, Scaler
 from ..layers.linear import Linear, init_normal_, per_client
 from ..layers.norms import LayerNorm
-from ..layers.written_block import run_written_out
 from .backbone import TokenBackbone
 
 
@@ -154,16 +153,8 @@ class Block(nn.Module):
         self.mlp = MLP(c.dim, c.ffn_dim)
         self.ls2 = Scale(c.dim) if c.layer_scale else nn.Identity()
 
-    @property
-    def is_plain(self) -> bool:
-        """Is there nothing between its layers, such as an adapter, LayerScale or a scaler that is on?"""
-        plain = type(self.attn) is Attention and type(self.mlp) is MLP and self.attn.scale.is_off
-        return plain and type(self.ls1) is type(self.ls2) is nn.Identity
-
     def forward(self, z: torch.Tensor, first: int | None = None) -> torch.Tensor:
         """z (K, B, T, d) -> (K, B, T, d), or only its ``first`` tokens."""
-        if (written_out := run_written_out(self, z, first)) is not None:
-            return written_out
         z = z[..., :first, :] + self.ls1(self.attn(self.norm1(z), first))
         return z + self.ls2(self.mlp(self.norm2(z)))
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ..core.paths import outputs_dir
 from ..data.datasets import load_dataset
-from ..layers.matmul import choose_products
+from ..kernels.products import choose_products
 from ..models.registry import OWN, build_backbone
 from .pretraining import RECIPES, export_backbone, linear_probe, load_upstream, train_upstream
 

@@ -15,7 +15,7 @@ import torch
 
 from ..core.experiment import Experiment
 from ..engine.executors import Execution
-from ..layers.matmul import choose_products
+from ..kernels.products import choose_products, cpu
 from .identity import Inputs, OtherInputs, differences
 
 Record = Mapping[str, object]
@@ -68,12 +68,12 @@ def provenance(execution: Execution) -> dict[str, object]:
     from .. import __version__
 
     on_cluster = execution.executor == "ray"
-    device = torch.cuda.get_device_name() if execution.home.startswith("cuda") else _cpu_name()
+    on_gpu = execution.home.startswith("cuda")
     return {
         "fedlib": __version__,
         "torch": torch.__version__.split("+")[0],
         "python": platform.python_version(),
-        "device": device,
+        **({"device": torch.cuda.get_device_name()} if on_gpu else cpu()),
         "cores": os.cpu_count(),
         "products": choose_products() if _one_thread_each(execution) else "PyTorch",
         "executor": execution.executor,
@@ -91,11 +91,3 @@ def _one_thread_each(execution: Execution) -> bool:
     """Do cohorts train on CPU threads that multiply alone? Not a single worker in a process of several threads."""
     apart = execution.executor in ("processes", "ray") or execution.side_by_side() > 1
     return execution.device == "cpu" and (apart or torch.get_num_threads() == 1)
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(x.split(":", 1)[1].strip() for x in lines if x.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()

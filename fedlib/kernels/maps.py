@@ -1,9 +1,8 @@
 """What written-out backwards share: linear maps with LoRA, and when they may stand for modules.
 
-``$FEDLIB_WRITTEN_OUT`` = 0 switches them off. Read next: ``written_block.py``, ``written_ree.py``.
+Read next: ``vit_block.py``, ``ree_step.py``.
 """
 
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -11,22 +10,22 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from .linear import Linear
-from .matmul import matmul
-from .norms import LayerNorm
+from ..layers.linear import Linear
+from ..layers.norms import LayerNorm
+from .products import matmul
+from .switch import is_on
 
 Tensors = Sequence[torch.Tensor | None]
-VARIABLE = "FEDLIB_WRITTEN_OUT"  # "0": everything runs as modules
 
 
-def may_be_written_out(x: torch.Tensor, modules: Iterable[nn.Module]) -> bool:
-    """May these modules' work on ``x`` be done without calling them?
+def may_stand_in(kernel: str, x: torch.Tensor, modules: Iterable[nn.Module]) -> bool:
+    """May ``kernel`` do these modules' work on ``x`` without calling them?
 
     In training, in float32 on a CPU, where autocast chooses no other precision, no hook waits for one of them to be
     called and nothing, such as a counter of FLOPs, listens to the operations. Without gradients modules let go of
     memory earlier and, where they are wide, are faster.
     """
-    if os.environ.get(VARIABLE) == "0" or not torch.is_grad_enabled():
+    if not is_on(kernel) or not torch.is_grad_enabled():
         return False
     if x.device.type != "cpu" or x.dtype is not torch.float32 or not x.numel():
         return False

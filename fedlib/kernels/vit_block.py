@@ -13,9 +13,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
+from ..layers.norms import norm, norm_backward
+from ..models.vit import MLP, Attention, Block
 from .attention import attend_short, attend_short_backward, is_short
-from .norms import norm, norm_backward
-from .written_out import Map, alive, map_of, may_be_written_out, norms_of
+from .maps import Map, alive, map_of, may_stand_in, norms_of
 
 
 @dataclass(frozen=True)
@@ -34,19 +35,36 @@ class Plan:
         return *self.qkv, self.proj, self.fc1, self.fc2
 
 
-def run_written_out(block: nn.Module, z: torch.Tensor, first: int | None = None) -> torch.Tensor | None:
+class WrittenBlock(Block):
+    """A block that runs as one operation where it can."""
+
+    def forward(self, z: torch.Tensor, first: int | None = None) -> torch.Tensor:
+        out = run(self, z, first)
+        return super().forward(z, first) if out is None else out
+
+
+ORIGINAL, REPLACEMENT = Block, WrittenBlock
+
+
+def is_plain(block: Block) -> bool:
+    """Is there nothing between its layers, such as an adapter, LayerScale or a scaler that is on?"""
+    plain = type(block.attn) is Attention and type(block.mlp) is MLP and block.attn.scale.is_off
+    return plain and type(block.ls1) is type(block.ls2) is nn.Identity
+
+
+def run(block: Block, z: torch.Tensor, first: int | None = None) -> torch.Tensor | None:
     """z (K, B, T, d) after ``block``, or only its ``first`` tokens; None if it must run as modules.
 
-    Written out are plain layers with or without LoRA, on sequences short enough to keep their attention, where
-    ``may_be_written_out`` allows it.
+    This is for plain layers with or without LoRA, on sequences short enough to keep their attention, where
+    ``may_stand_in`` allows it.
     """
-    tensors = norms_of(block.norm1, block.norm2) if block.is_plain else None
+    tensors = norms_of(block.norm1, block.norm2) if is_plain(block) else None
     if tensors is None:
         return None
     attn, mlp = block.attn, block.mlp
     qkv = ((attn.q, attn.k, attn.v),) if first is None else ((attn.q,), (attn.k, attn.v))
     groups = (*qkv, (attn.proj,), (mlp.fc1,), (mlp.fc2,))
-    if not may_be_written_out(z, (block.norm1, block.norm2, attn, mlp, *(m for group in groups for m in group))):
+    if not may_stand_in("vit_block", z, (block.norm1, block.norm2, attn, mlp, *(m for group in groups for m in group))):
         return None
     maps = [map_of(layers, tensors) for layers in groups]
     if None in maps or not is_short(first or z.shape[-2], tensors[maps[0].weights[0]].shape[-2] // attn.heads):

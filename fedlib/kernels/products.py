@@ -1,31 +1,39 @@
-"""float32 matrix products through OpenBLAS, on CPUs whose widest vectors PyTorch's own library leaves unused.
+"""float32 matrix products that go straight to a BLAS, without their way through PyTorch's dispatcher.
 
-PyTorch multiplies with Intel's MKL, which uses AVX-512 on Intel's CPUs only; on AMD's (Zen 4 and later) OpenBLAS is
-about twice as fast in one thread. There ``mm``, ``addmm``, ``bmm`` and ``baddbmm`` of dense float32 tensors go to
-OpenBLAS, wherever they are called from, autograd included, as long as the calling thread has one intra-op thread, as
-all workers do. Everything else, and every other machine, keeps PyTorch's products. The numbers are the same up to
-float rounding.
+A cohort's products are many and small. On CPUs where OpenBLAS is faster at them than the library that PyTorch comes
+with, it multiplies, as long as the calling thread has one intra-op thread, as all workers do; a short trial says where.
+Elsewhere, and for all that does not suit it, PyTorch multiplies. The numbers are the same up to float rounding.
 
 Read next: ``engine/executors.py``, whose workers this is for; ``layers/linear.py``, whose products these are.
 """
 
 import ctypes
+import hashlib
 import importlib.util
+import json
+import math
 import os
+import platform
 import threading
-import warnings
+import time
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
 import torch
+from filelock import FileLock
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-VARIABLE = "FEDLIB_OPENBLAS"  # "0": keep PyTorch's own products
+from ..core.storage import DamagedFile, read_json, write_json
+from ..data.cache import cache_dir
+from .switch import is_on
+
 MOST = 2**31 - 1  # OpenBLAS counts in 32 bits
 CPU_INFO = Path("/proc/cpuinfo")
 ROWS, PLAIN, TRANSPOSED = 101, 111, 112  # of the CBLAS interface
 
+_by_client: list[Callable] = []  # what multiplies (K, M, D) and (K, D, N), once OpenBLAS was chosen
+_by_head: list[Callable] = []  # what multiplies the heads of an attention
 _lock = threading.Lock()
 
 
@@ -37,25 +45,81 @@ def choose_products() -> str:
 
 @cache
 def _choose() -> str:
-    if os.environ.get(VARIABLE) == "0" or not _leaves_avx512_unused():
-        return "PyTorch"
-    library = _load()
+    library = _load() if is_on("products") and torch.backends.mkl.is_available() else None
     if library is None:
         return "PyTorch"
-    _override(library)
     library.scipy_openblas_get_config.restype = ctypes.c_char_p
-    return " ".join(library.scipy_openblas_get_config().decode().split()[:2])
+    name = " ".join(library.scipy_openblas_get_config().decode().split()[:2])
+    multipliers = _multipliers(library)
+    if not _is_faster_here(name, *multipliers):
+        return "PyTorch"
+    _by_client[:], _by_head[:] = ([m] for m in multipliers)
+    return name
 
 
-def _leaves_avx512_unused() -> bool:
-    """Is this an AMD CPU with AVX-512, under a PyTorch that multiplies with MKL?"""
-    if not torch.backends.mkl.is_available() or torch.backends.cpu.get_cpu_capability() != "AVX512":
-        return False
-    return CPU_INFO.exists() and "AuthenticAMD" in CPU_INFO.read_text()
+def _is_faster_here(name: str, multiply: Callable, by_head: Callable) -> bool:
+    """The outcome of :func:`_trial`, once a machine: kept beside decoded data, so that all its processes agree."""
+    key = json.dumps([cpu(), torch.__version__, name])
+    file = cache_dir() / f"products-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
+    try:
+        cache_dir().mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{file}.lock"):
+            try:
+                return bool(read_json(file)["faster"])
+            except (FileNotFoundError, DamagedFile):
+                faster = _trial(multiply, by_head)
+                write_json(file, {"of": key, "faster": faster})
+                return faster
+    except OSError:  # a read-only disk: every process tries
+        return _trial(multiply, by_head)
+
+
+def _trial(multiply: Callable, by_head: Callable) -> bool:
+    """Is OpenBLAS a twentieth faster on products as a cohort has them? Some 50 ms in one thread."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        x, y, out = torch.ones(4, 544, 64), torch.ones(4, 64, 192), torch.empty(4, 544, 192)
+        q, k, scores = torch.ones(128, 4, 17, 16), torch.ones(128, 4, 16, 17), torch.empty(128, 4, 17, 17)
+
+        def ours() -> None:
+            multiply(x, y, out, 0.0)
+            by_head(q, k, scores)
+
+        def pytorchs() -> None:
+            torch.bmm(x, y)
+            _multiply_heads(q, k, scores)
+
+        seconds = {work: math.inf for work in (ours, pytorchs)}
+        for _ in range(30):  # in turn, and the best of each: others may be busy on this machine
+            for work in seconds:
+                began = time.perf_counter()
+                work()
+                seconds[work] = min(seconds[work], time.perf_counter() - began)
+        return seconds[ours] < 0.95 * seconds[pytorchs]
+    finally:
+        torch.set_num_threads(threads)
+
+
+def cpu() -> dict[str, str]:
+    """This machine's CPU: ``device``, what it calls itself (or its architecture), ``family`` and ``instructions``."""
+    try:
+        pairs = (line.partition(":") for line in CPU_INFO.read_text().split("\n\n")[0].splitlines())
+        said = {key.strip(): value.strip() for key, _, value in pairs}
+    except OSError:
+        said = {}
+    named = [said.get(k, "") for k in ("vendor_id", "cpu family", "model")]
+    return {
+        "device": said.get("model name") or platform.processor() or platform.machine(),
+        "family": " ".join(filter(None, named)),
+        "instructions": torch.backends.cpu.get_cpu_capability(),
+    }
 
 
 def _load() -> ctypes.CDLL | None:
-    """OpenBLAS with its AVX-512 kernels, or None if it is not installed or cannot be loaded."""
+    """OpenBLAS with its AVX-512 kernels, or None where they cannot run, or it is not installed or cannot be loaded."""
+    if torch.backends.cpu.get_cpu_capability() != "AVX512":
+        return None
     package = importlib.util.find_spec("scipy_openblas32")  # not imported: that would load it, too early
     if package is None:
         return None
@@ -72,11 +136,6 @@ def _load() -> ctypes.CDLL | None:
             del os.environ[name]
             if value is not None:
                 os.environ[name] = value
-
-
-_registered: list[torch.library.Library] = []  # the overrides live as long as these
-_by_client: list[Callable] = []  # what multiplies (K, M, D) and (K, D, N), once OpenBLAS was chosen
-_by_head: list[Callable] = []  # what multiplies the heads of an attention
 
 
 def matmul(x: torch.Tensor, y: torch.Tensor, to: torch.Tensor | None = None) -> torch.Tensor:
@@ -116,59 +175,13 @@ def _multiply_heads(x: torch.Tensor, y: torch.Tensor, out: torch.Tensor, scale: 
     return out if scale == 1 else out.mul_(scale)
 
 
-def _override(library: ctypes.CDLL) -> None:
-    """Make OpenBLAS the CPU's kernel of the four products. What does not suit it goes on to PyTorch's own."""
-    multiply, by_head = _multipliers(library)
-    aten = torch.ops.aten
-    _by_client[:], _by_head[:] = [multiply], [by_head]
-
-    def bmm(x, y):
-        if not (x.dim() == y.dim() == 3 and x.shape[0] == y.shape[0] and _suit(x, y)):
-            return aten.bmm.out(x, y, out=x.new_empty(0))
-        return multiply(x, y, x.new_empty(x.shape[0], x.shape[1], y.shape[2]), 0.0)
-
-    def baddbmm(start, x, y, *, beta=1, alpha=1):
-        if not (beta == alpha == 1 and x.dim() == y.dim() == 3 and x.shape[0] == y.shape[0] and _suit(x, y, start)):
-            return aten.baddbmm.out(start, x, y, beta=beta, alpha=alpha, out=x.new_empty(0))
-        return multiply(x, y, x.new_empty(x.shape[0], x.shape[1], y.shape[2]).copy_(start), 1.0)
-
-    def mm(x, y):
-        if not (x.dim() == y.dim() == 2 and _suit(x, y)):
-            return aten.mm.out(x, y, out=x.new_empty(0))
-        return multiply(x[None], y[None], x.new_empty(1, x.shape[0], y.shape[1]), 0.0)[0]
-
-    def addmm(start, x, y, *, beta=1, alpha=1):
-        if not (beta == alpha == 1 and x.dim() == y.dim() == 2 and _suit(x, y, start)):
-            return aten.addmm.out(start, x, y, beta=beta, alpha=alpha, out=x.new_empty(0))
-        return multiply(x[None], y[None], x.new_empty(1, x.shape[0], y.shape[1]).copy_(start), 1.0)[0]
-
-    def baddbmm_(out, x, y, *, beta=1, alpha=1):
-        fits = beta == alpha == 1 and x.dim() == y.dim() == 3 and x.shape[0] == y.shape[0] and _suit(x, y, out)
-        if fits and out.shape == (x.shape[0], x.shape[1], y.shape[2]) and _is_by_rows(out):
-            return multiply(x, y, out, 1.0)
-        return out.copy_(baddbmm(out, x, y, beta=beta, alpha=alpha))
-
-    def addmm_(out, x, y, *, beta=1, alpha=1):
-        fits = beta == alpha == 1 and x.dim() == y.dim() == 2 and _suit(x, y, out)
-        if fits and out.shape == (x.shape[0], y.shape[1]) and _is_by_rows(out[None]):
-            multiply(x[None], y[None], out[None], 1.0)
-            return out
-        return out.copy_(addmm(out, x, y, beta=beta, alpha=alpha))
-
-    overrides = torch.library.Library("aten", "IMPL")
-    with warnings.catch_warnings():  # PyTorch warns of what is meant here
-        warnings.simplefilter("ignore", UserWarning)
-        for kernel in (bmm, baddbmm, baddbmm_, mm, addmm, addmm_):
-            overrides.impl(kernel.__name__, kernel, "CPU", allow_override=True)
-    _registered.append(overrides)
-
-
 def _suit(x: torch.Tensor, y: torch.Tensor, start: torch.Tensor | None = None) -> bool:
     """Are these matrices for OpenBLAS, and is this one of the threads it is for?"""
     inner, columns = x.shape[-1], y.shape[-1]
     sizes = (x.numel(), y.numel(), x.numel() // max(inner, 1) * columns)
     return (
-        x.dtype is y.dtype is torch.float32
+        x.device.type == "cpu"
+        and x.dtype is y.dtype is torch.float32
         and (start is None or start.dtype is torch.float32)
         and inner == y.shape[-2]
         and 0 < min(sizes) <= max(sizes) <= MOST

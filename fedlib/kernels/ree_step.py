@@ -1,21 +1,21 @@
-"""A step of Ree with its backward written out, as ``written_block.py`` does for a block, and for the same reasons.
+"""A step of Ree with its backward written out, as ``vit_block.py`` does for a block, and for the same reasons.
 
 Ree runs after every block on one token per image: operations so small that most of their time is PyTorch's work around
 them. ``Ree._modulate`` says the same with modules, and runs wherever this does not.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 from torch.autograd.function import once_differentiable
 
-from ..layers.attention import attend_short, attend_short_backward
 from ..layers.linear import per_client
-from ..layers.matmul import matmul
 from ..layers.norms import norm, norm_backward
-from ..layers.written_out import Map, alive, map_of, may_be_written_out, norms_of
+from ..models.ree import Ree, Rows
+from .attention import attend_short, attend_short_backward
+from .maps import Map, alive, map_of, may_stand_in, norms_of
+from .products import matmul
 
 
 @dataclass(frozen=True)
@@ -37,17 +37,26 @@ class Plan:
         return self.qkv, self.out, self.fc1, self.fc2
 
 
-def run_written_out(
-    ree: nn.Module, token: torch.Tensor, kv: torch.Tensor, meta: torch.Tensor, query: torch.Tensor,
-    asks_meta: bool, asks_last: bool, remember_modulated: bool,
-) -> tuple[torch.Tensor, torch.Tensor] | None:  # fmt: skip
-    """``Ree._modulate`` on token (K, B, d) and ``Rows``: m (K, B, 1 or 2, d) and kv with one row more.
+class WrittenRee(Ree):
+    """Ree whose steps run as one operation where they can."""
 
-    None if it must run as modules.
-    """
+    def _modulate(
+        self, token: torch.Tensor, rows: Rows, meta: bool, last: bool, remember_modulated: bool
+    ) -> tuple[torch.Tensor, Rows]:
+        done = run(self, token, rows, meta, last, remember_modulated)
+        return super()._modulate(token, rows, meta, last, remember_modulated) if done is None else done
+
+
+ORIGINAL, REPLACEMENT = Ree, WrittenRee
+
+
+def run(
+    ree: Ree, token: torch.Tensor, rows: Rows, asks_meta: bool, asks_last: bool, remember_modulated: bool
+) -> tuple[torch.Tensor, Rows] | None:
+    """``Ree._modulate`` on token (K, B, d): m (K, B, 1 or 2, d) and the rows with one more. None: run the modules."""
     attn, mlp = ree.attn, ree.mlp
     layers = (attn.qkv, attn.out, mlp.fc1, mlp.fc2)
-    if not may_be_written_out(token, (ree.norm1, ree.norm2, attn, mlp, *layers)):
+    if not may_stand_in("ree_step", token, (ree.norm1, ree.norm2, attn, mlp, *layers)):
         return None
     tensors = norms_of(ree.norm1, ree.norm2)
     if tensors is None:
@@ -58,8 +67,10 @@ def run_written_out(
     plan = Plan(
         *maps, attn.width, attn.heads, (ree.norm1.eps, ree.norm2.eps), asks_meta, asks_last, remember_modulated
     )  # fmt: skip
-    position = per_client(ree.positions[..., kv.shape[-2], :], token)
-    return _Step.apply(plan, token, position, kv, meta, query, *alive(tensors, maps, token.shape[0]))
+    position = per_client(ree.positions[..., rows.count, :], token)
+    tensors = alive(tensors, maps, token.shape[0])
+    m, kv = _Step.apply(plan, token, position, rows.kv, rows.meta, rows.query, *tensors)
+    return m, replace(rows, kv=kv)
 
 
 class _Step(torch.autograd.Function):

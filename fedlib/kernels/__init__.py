@@ -1,0 +1,27 @@
+"""Kernels: what stands in for layers' and models' own code on a CPU, swapped in from outside, by name.
+
+Neither a layer nor a model knows them: ``swap_in_`` gives a built model's blocks a class whose forward tries a kernel
+first, and puts functions into ``layers.overrides``. Each runs equal to the modules it stands for, in a test.
+
+    products    float32 products go straight to a BLAS, without PyTorch's dispatcher (``products.py``)
+    attention   that of short sequences is kept for the backward (``attention.py``)
+    vit_block   a block of a ViT is one step of autograd (``vit_block.py``)
+    ree_step    so is a step of Ree (``ree_step.py``)
+
+``$FEDLIB_KERNELS`` names those that are on, separated by commas: all by default, none with ``0``.
+"""
+
+from torch import nn
+
+from ..layers.overrides import OVERRIDES
+from . import attention, products, ree_step, vit_block
+
+
+def swap_in_(model: nn.Module) -> nn.Module:
+    """Let kernels stand in for what ``model`` has of their kind; returns it."""
+    OVERRIDES.update(attend=attention.attend, matmul=products.matmul)
+    for module in model.modules():
+        for kernel in (vit_block, ree_step):
+            if type(module) is kernel.ORIGINAL:
+                module.__class__ = kernel.REPLACEMENT
+    return model

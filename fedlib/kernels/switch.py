@@ -1,0 +1,25 @@
+"""Which kernels are on: ``$FEDLIB_KERNELS``."""
+
+import os
+from functools import cache
+
+from ..core.validation import did_you_mean
+
+VARIABLE = "FEDLIB_KERNELS"
+NAMES = ("products", "attention", "vit_block", "ree_step")
+
+
+def is_on(name: str) -> bool:
+    """May the kernel ``name`` stand in? ``ValueError`` if the variable names one that there is not."""
+    return name in _named(os.environ.get(VARIABLE))
+
+
+@cache
+def _named(value: str | None) -> frozenset[str]:
+    if value is None:
+        return frozenset(NAMES)
+    names = [] if value.strip() in ("", "0") else [word.strip() for word in value.split(",")]
+    for name in names:
+        if name not in NAMES:
+            raise ValueError(f"{VARIABLE} = {value!r}: no kernel is called {name!r}{did_you_mean(name, NAMES)}")
+    return frozenset(names)
