@@ -222,6 +222,16 @@ def test_costs_and_curves_have_the_methods_looks():
     assert plots.plot_adaptive(adaptive, {"ReeFL": "#010203"}).lines[0].get_color() == "#010203"
 
 
+def test_every_exit_stands_beside_the_curve_of_leaving_early():
+    records = [{"macs": 1e6, "accuracy": 5}, {"macs": 2e6, "accuracy": 9}]
+    exits = [{"exit": 1, "macs": 1e6, "accuracy": 5}, {"exit": 2, "macs": 3e6, "accuracy": 8}]
+    ax = plots.plot_adaptive({"DepthFL": records, "ReeFL": records + exits})
+    (rings,) = (c for c in ax.collections if len(c.get_offsets()) == 2)
+    assert rings.get_offsets().tolist() == [[1, 5], [3, 8]] and not len(rings.get_facecolors())
+    assert to_rgb(rings.get_edgecolors()[0][:3]) == to_rgb(color_of("reefl"))
+    assert [len(line.get_xdata()) for line in ax.lines[:2]] == [2, 2]
+
+
 def test_tradeoff_names_do_not_overlap_and_ticks_stand_at_points():
     rows = [("reefl", f"compression {i}", 40 + i % 2 * 0.1, 0.01 * (1 + i / 20)) for i in range(6)]
     table = pd.DataFrame([*rows, ("reefl", "clipped", 41, None)], columns=["method", "column", "accuracy", "mib"])

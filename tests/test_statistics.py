@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from fedlib import build_federation
-from fedlib.analysis.early_leaving import adaptive_curve, adaptive_inference, leave_early
+from fedlib.analysis.early_leaving import adaptive_curve, adaptive_inference, leave_early, served_macs, single_exits
 from fedlib.analysis.teachers import count_teachers
+from fedlib.engine.evaluation import served_parts
 from fedlib.report.statistics import bootstrap_interval, correct, orderings, paired_differences, verdict
 from fedlib.report.tables import best_runs, mean_sd
 from fedlib.runs.trained import all_logits, class_accuracies, client_accuracies, load_trained
@@ -111,6 +112,40 @@ def test_early_exit_by_hand():
     assert rows[2]["share"] == pytest.approx([1 / 3, 0, 2 / 3])
 
 
+def test_costs_of_exits_increase_and_every_exit_is_a_point_of_its_own():
+    logits = logits_of([(0, 0.9), (1, 0.8)], [(0, 0.9), (0, 0.7)])
+    labels = torch.zeros(2, dtype=torch.long)
+    assert single_exits(logits, labels, [10, 20]) == [
+        {"exit": 1, "accuracy": 50.0, "macs": 10.0}, {"exit": 2, "accuracy": 100.0, "macs": 20.0},
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match=r"a later exit must cost more: \[20, 10\]"):
+        adaptive_curve(logits, labels, [20, 10])
+
+
+def test_an_exit_costs_what_was_served_not_what_a_client_of_its_level_holds(tiny):
+    """ResNet-20 whole, as the server answers with it, exits of three convolutions after blocks 6, 7, 8 and of none.
+
+    By hand, in thousands of MACs: stem 442; a block of 16, 32, 64 channels 4,719 each; the two that narrow 3,539 and
+    a projection of 131; exits 7,078 each of 64 channels on 8 x 8 pixels, 32 on 16 x 16 likewise; a classifier's 0.64.
+    """
+    f = build_federation(
+        tiny.replace(method="scalefl_original", backbone="resnet20", finetune="full", finetune_options={}, rounds=1)
+    )
+    assert [u + 1 for u in f.setting.exit_units] == [6, 7, 8, 9]
+    plain, narrowing, early = 2 * 2_359_296, 1_179_648 + 2_359_296 + 131_072, 3 * 2_359_296
+    after = 442_368 + np.cumsum([*[plain] * 3, narrowing, plain, plain, narrowing, plain, plain])
+    exits = np.cumsum([early + 320, early + 640, early + 640, 640])
+    want = after[5:] + exits
+    assert served_macs(f, f.server).tolist() == want.tolist()
+    assert (want / 1e6).round(1).tolist() == [34.8, 45.5, 57.3, 62.0]
+
+
+def test_an_example_that_goes_on_pays_for_every_model_that_it_starts_again_with(tiny):
+    f = build_federation(tiny.replace(method="inclusivefl"))
+    own = [f.setting.measure.macs(p) for p in served_parts(f, f.server)]
+    assert served_macs(f, f.server).tolist() == np.cumsum(own).tolist()
+
+
 def test_class_and_client_accuracies_by_hand(tiny):
     # exit 0 right on 1 of 2 examples of class 0 and none of 1 of class 1; exit 1 right on all
     logits = logits_of([(0, 0.9), (1, 0.9), (0, 0.9)], [(0, 0.9), (0, 0.9), (1, 0.9)])
@@ -137,6 +172,7 @@ def test_trained_models_answer_as_recorded(tiny, method, tmp_path, monkeypatch):
 
     assert exits.tolist() == pytest.approx(find_run(e).summary["exits"], abs=1e-3)
     last = adaptive_inference(e, (0.0, 1.0))
+    assert [r.get("exit") for r in last] == [None, None, 1, 2, 3, 4]
     assert last[0]["accuracy"] == pytest.approx(exits[0].item()) and last[0]["share"][0] == 1
     assert last[1]["macs"] > last[0]["macs"]
 

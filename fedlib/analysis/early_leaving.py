@@ -1,7 +1,7 @@
 """Adaptive inference: an example leaves at the first exit that is confident enough, so easy examples cost less.
 
 Confidence is the largest softmax probability, the criterion of BranchyNet (Teerapittayanon et al. 2016) in the form
-of MSDNet (Huang et al. 2018). Read next: ``costs.exit_macs`` for what an exit costs.
+of MSDNet (Huang et al. 2018). Read next: ``models/measure.py`` for what a part of a model costs.
 """
 
 from collections.abc import Sequence
@@ -10,10 +10,12 @@ import numpy as np
 import torch
 
 from ..core.experiment import Experiment
+from ..core.slices import STEM, Slice
 from ..engine.evaluation import served_parts
 from ..engine.executors import Execution
+from ..engine.federation import Federation
 from ..engine.leaving import first_confident
-from ..runs.costs import exit_macs
+from ..methods import Server
 from ..runs.trained import all_logits, load_trained
 
 THRESHOLDS = tuple(np.round(np.linspace(0, 1, 21), 2))
@@ -32,8 +34,10 @@ def adaptive_curve(
 ) -> list[dict]:
     """Per threshold: ``accuracy`` (percent), mean ``macs`` per image, ``share`` of the examples leaving at each exit.
 
-    ``macs[j]`` is the total spent by an example that leaves at exit j.
+    ``macs[j]`` is the total spent by an example that leaves at exit j; ``ValueError`` where it does not increase.
     """
+    if (np.diff(macs) <= 0).any():
+        raise ValueError(f"a later exit must cost more: {list(macs)}")
     macs, rows = torch.as_tensor(macs, dtype=torch.float64, device=logits.device), []
     for threshold in thresholds:
         exits = leave_early(logits, threshold)
@@ -49,17 +53,35 @@ def adaptive_curve(
     return rows
 
 
+def single_exits(logits: torch.Tensor, labels: torch.Tensor, macs: Sequence[float]) -> list[dict]:
+    """Per ``exit``, from 1: ``accuracy`` (percent) and ``macs`` if every example leaves there."""
+    right = 100 * (logits.argmax(-1) == labels).double().mean(-1)  # (E,)
+    pairs = zip(right.tolist(), macs, strict=True)
+    return [{"exit": j, "accuracy": accuracy, "macs": float(cost)} for j, (accuracy, cost) in enumerate(pairs, 1)]
+
+
+def served_macs(f: Federation, server: Server) -> np.ndarray:
+    """MACs (E,) of an example that leaves at each exit of what answers on the central test set.
+
+    Of one model its units and exits up to this one. Where every exit has a sub-model of its own (InclusiveFL, ReeFL's
+    form of ScaleFL), an example that goes on starts again with the next one, so the costs of all of them add up.
+    """
+    parts, price = served_parts(f, server), f.setting.measure.macs
+    if any(p != parts[0] for p in parts):
+        return np.cumsum([_total(price, p) for p in parts])
+    held = parts[0] if isinstance(parts[0], tuple) else (parts[0],)
+    ends = enumerate(f.setting.exit_units)
+    return np.array([sum(price(p.only(range(STEM, unit + 1), range(j + 1))) for p in held) for j, unit in ends])
+
+
+def _total(price, part: Slice | tuple[Slice, ...]) -> int:
+    return sum(map(price, part)) if isinstance(part, tuple) else price(part)
+
+
 def adaptive_inference(
     e: Experiment, thresholds: Sequence[float] = THRESHOLDS, execution: Execution = Execution()
 ) -> list[dict]:
-    """:func:`adaptive_curve` of a run on its test set (trained if it is missing).
-
-    Where every exit has a sub-model of its own (ScaleFL, InclusiveFL), an example that goes on starts again with the
-    next one, so the costs of all that it ran through add up.
-    """
+    """:func:`adaptive_curve` of a run on its test set (trained if it is missing), then its :func:`single_exits`."""
     f, server = load_trained(e, execution)
-    macs = np.array(exit_macs(e, len(f.data.classes)), dtype=float)
-    parts = served_parts(f, server)
-    if any(p != parts[0] for p in parts):
-        macs = macs.cumsum()
-    return adaptive_curve(all_logits(f, server), f.data.test_labels, macs[: len(parts)], thresholds)
+    logits, labels, macs = all_logits(f, server), f.data.test_labels, served_macs(f, server).tolist()
+    return adaptive_curve(logits, labels, macs, thresholds) + single_exits(logits, labels, macs)

@@ -167,10 +167,20 @@ def _curves(curves: Mapping[str, Sequence[dict]], x: str, ax, colors=None, metho
 @styled
 def plot_adaptive(curves: Mapping[str, Sequence[dict]], colors: Mapping[str, str] | None = None, ax=None,
                   title: str = "Leaving at the first confident exit"):  # fmt: skip
-    """Accuracy against mean MACs as the confidence threshold moves; a label maps to ``early_leaving``'s curve."""
+    """Accuracy against mean MACs as the confidence threshold moves; a label maps to ``early_leaving``'s curve.
+
+    Records of a single ``exit`` stand beside the line as rings of its colour: what all get who leave there.
+    """
     own, ax, unit = ax is None, axes_of(ax), COSTS["macs"][1]
     scaled = {name: [r | {"macs": r["macs"] * unit} for r in records] for name, records in curves.items()}
-    _curves(scaled, "macs", ax, colors)
+    policies = {name: [r for r in records if "exit" not in r] for name, records in scaled.items()}
+    drawn = _curves(policies, "macs", ax, colors).drop_duplicates("name")
+    palette = looks_of(drawn).palette
+    for name, series in zip(drawn.name, drawn.series, strict=True):
+        alone = [(r["macs"], r["accuracy"]) for r in scaled[name] if "exit" in r]
+        if alone:
+            color = (colors or {}).get(name, palette[series])
+            ax.scatter(*zip(*alone, strict=True), s=70, facecolors="none", edgecolors=color, linewidths=1.5)
     finish(ax, f"mean {COSTS['macs'][0]}", ACCURACY, title)
     if own:
         clear_of_legend(ax)
