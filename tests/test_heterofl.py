@@ -137,8 +137,8 @@ def test_dynamic_rates_are_drawn_anew_for_every_client_and_round(convnet):
     assert f.method.serve(f.clients([7])[0], f.server, Round(1, (), f.setting)).members[0].part == f.setting.full()
 
 
-def test_a_clients_own_answer_is_its_sub_models_unscaled_and_masked(convnet):
-    f = build_federation(convnet)
+def test_a_clients_own_answer_is_its_sub_models_unscaled_and_masked_where_asked(convnet):
+    f = build_federation(convnet.replace(test_mask=True))
     (last,) = run_rounds(f, ONE)
     for ids, outputs, *_ in client_outputs(f, last.server, {}):
         for k, client in enumerate(ids):

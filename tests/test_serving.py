@@ -7,7 +7,7 @@ import torch
 
 from fedlib import Execution, build_federation, run_rounds
 from fedlib.engine import serving
-from fedlib.engine.evaluation import exit_logits
+from fedlib.engine.evaluation import exit_logits, put_slice_
 
 ONE = Execution(workers=1)
 
@@ -68,6 +68,60 @@ def test_who_does_not_share_a_backbone_runs_apart(tiny, monkeypatch, method, cha
     run = trained(tiny, method, **changes)
     monkeypatch.setattr(serving, "_as_one", refuse)
     assert len(answers(*run)) == 5
+
+
+@pytest.mark.parametrize("policy", ["batch", "tracked", "static"])
+@pytest.mark.parametrize("method", ["fedper", "scalefl_original", "heterofl"])
+def test_what_a_client_answers_depends_on_nobody_who_answers_beside_it(tiny, monkeypatch, method, policy):
+    """Alone, all together, and in parts of any size; with statistics of the batch these are the whole test set's."""
+    options = {"scalefl_original": {"widths": [0.5, 0.75, 1.0]}, "heterofl": {"rates": [0.5, 1.0]}}.get(method, {})
+    one_exit = {"num_exits": 1} if method == "heterofl" else {}
+    net = NETS["maps"] | {"batch_norm": policy, "options": options, "budgets": "uniform"} | one_exit
+    f, server, memories = trained(tiny, method, **net)
+    alone = {}
+    for client in range(5):
+        alone |= {k: x for ((k,), x, *_) in serving.client_outputs(f, server, memories, [client])}
+    sizes = {k: x.shape[2] for k, x in alone.items()}
+    assert len(sizes) == 5 and len(set(sizes.values())) > 1 and max(sizes.values()) > 10
+    for at_once, clients in ((250, 50), (10, 50), (40, 2)):
+        monkeypatch.setattr(serving, "AT_ONCE", at_once)
+        monkeypatch.setattr(serving, "CLIENTS", clients)
+        for k, x in answers(f, server, memories).items():
+            torch.testing.assert_close(x, alone[k][:, 0], rtol=1e-3, atol=1e-4)
+
+
+def test_a_clients_statistics_are_those_of_all_its_test_examples(tiny, monkeypatch):
+    """The global model on one client's rows in one pass, and nothing else, is what it answers."""
+    monkeypatch.setattr(serving, "AT_ONCE", 10)
+    f, server, memories = trained(tiny, "fedavg", **NETS["maps"] | {"batch_norm": "batch", "options": {"exits": "all"}})
+    put_slice_(f, server, f.setting.full())
+    f.model.context.weights, f.model.context.training = None, True
+    for k, x in answers(f, server, memories).items():
+        rows = torch.from_numpy(f.data.client_test(k))
+        with torch.no_grad():
+            want = f.model(f.data.view(f.data.test_images, f.setting.spec.input_shape, rows)[None])
+        torch.testing.assert_close(x, want[:, 0], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("method", ["fedper", "heterofl"])
+def test_outputs_of_classes_that_a_client_lacks_are_zero_only_where_asked(tiny, method):
+    one_exit = {"num_exits": 1, "options": {"rates": [0.5, 1.0]}} if method == "heterofl" else {}
+    net = NETS["flat maps"] | {"partition": "pathological", "classes_per_client": 4, "dirichlet_alpha": 1.0} | one_exit
+    for asked in (False, True):
+        f, server, memories = trained(tiny, method, **net, test_mask=asked)
+        for k, x in answers(f, server, memories).items():
+            absent = f.setting.label_counts(k) == 0
+            assert absent.any() and x[..., absent].eq(0).all() == asked and x[..., ~absent].ne(0).any()
+
+
+def test_a_mask_needs_classes_and_clients_own_test_sets(tiny):
+    with pytest.raises(ValueError, match="test_mask = True has no effect with test_split = 'central'"):
+        build_federation(tiny.replace(test_mask=True))
+    with pytest.raises(ValueError, match="test_mask = True is for classes"):
+        build_federation(tiny.replace(
+            method="fedavg", test_mask=True, test_split="like_train", dataset="squad", backbone="bert_micro",
+            augment="none", finetune="full", finetune_options={},
+        ))  # fmt: skip
 
 
 def test_a_hundred_clients_cost_little_more_than_the_central_test_set(tiny):

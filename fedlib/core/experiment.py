@@ -53,6 +53,8 @@ class Experiment:
       examples_per_client of partition = drawn
       test_split          what of the test set a client answers. central: all of it; like_train: rows in proportion to
                           its training labels; contiguous: an even piece in order; labels: all rows of its labels
+      test_mask           outputs of classes that a client has no training example of are zero when it answers
+                          (HeteroFL's "local" metric)
       validation_fraction of every class's training examples, held out before they are divided
       public_fraction     of every class's training examples, held out before they are divided: nobody's, and without
                           labels, for methods whose server learns from them (FedDF)
@@ -117,6 +119,7 @@ class Experiment:
     classes_per_client: Annotated[Count, When(partition=("pathological", "dealt"))] = 2
     examples_per_client: Annotated[Count, When(partition="drawn")] = 100
     test_split: typing.Literal["central", "like_train", "contiguous", "labels"] = "central"
+    test_mask: Annotated[bool, When(test_split=("like_train", "contiguous", "labels"))] = False
     validation_fraction: Annotated[float, AtLeast(0), Below(1)] = 0.0
     public_fraction: Annotated[float, AtLeast(0), Below(1)] = 0.0
     evaluate_on: typing.Literal["test", "validation"] = "test"

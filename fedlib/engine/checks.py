@@ -49,7 +49,10 @@ def check_experiment(e: Experiment) -> Method:
             "follows; allowed: a causal one, such as llama_tiny"
         )
     check_labels(e, method)
+    if e.test_mask and not isinstance(task_of(e.dataset), Classification):
+        raise ValueError(f"experiment: test_mask = True is for classes, which the labels of {e.dataset!r} are not")
     check_finetune(e.finetune, dict(e.finetune_options), config)
+    method.check_backbone(config, e)
     blocks = e.exit_blocks if e.exit_blocks is not None else method.exit_units(config.depth, e.num_exits)
     if blocks[-1] >= config.depth:
         raise ValueError(f"experiment: exit_blocks = {list(blocks)}: {e.backbone} has blocks 0..{config.depth - 1}")

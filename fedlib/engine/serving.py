@@ -1,6 +1,7 @@
 """Every client on its own test set, with the models its method serves it: many clients stacked in one pass.
 
-What clients share runs once on the examples of all of them; only what is their own is stacked.
+What clients share runs once on the examples of all of them; only what is their own is stacked. Where batch norm takes
+its statistics from who answers, these are of a client's whole test set, in one pass whatever its size.
 Read next: ``evaluation.py`` (the central test set), ``data/client_tests.py`` (who is tested on what).
 """
 
@@ -22,7 +23,7 @@ from .federation import Federation
 from .leaving import leave_at, mean_over_clients
 from .stacks import Stack
 
-AT_ONCE, CLIENTS = 250, 50  # examples, and clients, that run together
+AT_ONCE, CLIENTS = 250, 50  # examples, and clients, that run together; no answer depends on them
 LISTED = 1000  # a run keeps the accuracy of every client of at most so many
 
 
@@ -87,30 +88,45 @@ def client_outputs(
         serving = f.method.serve(client, server, r)
         key = tuple((m.name, m.part.shape_key(), m.part.exits, m.part.units) for m in serving.members)
         tuned = serving.tune is not None and client.num_examples > 0
-        alike.setdefault((key, tuned, serving.statistics, serving.masked), []).append((client.id, serving))
+        alike.setdefault((key, tuned, serving.statistics), []).append((client.id, serving))
     for group in alike.values():
         group.sort(key=lambda pair: -len(tests[pair[0]]))  # clients of about equal sizes waste no rows on padding
-        for a in range(0, len(group), CLIENTS):
-            some = group[a : a + CLIENTS]
+        fit = AT_ONCE // len(tests[group[0][0]]) if _of_batches(f, group[0][1]) else CLIENTS
+        size = max(1, min(CLIENTS, fit))
+        for a in range(0, len(group), size):
+            some = group[a : a + size]
             rows = [tests[c] for c, _ in some]
-            width = len(rows[0])
+            counts, width = list(map(len, rows)), len(rows[0])
             padded = torch.from_numpy(np.stack([np.resize(x, width) for x in rows])).to(f.device)  # (K, width)
-            outputs = _answer(f, server, memories, r, [s for _, s in some], padded)
-            if some[0][1].masked:
-                counts = np.stack([f.setting.label_counts(c) for c, _ in some])  # (K, classes)
-                outputs = outputs * torch.from_numpy(counts > 0).to(outputs)[:, None]
-            yield [c for c, _ in some], outputs, f.data.test_labels[padded], list(map(len, rows))
+            real = (torch.arange(width) < torch.tensor(counts)[:, None]).to(f.device, torch.float32)
+            outputs = _answer(f, server, memories, r, [s for _, s in some], padded, real)
+            if f.experiment.test_mask:
+                present = np.stack([f.setting.label_counts(c) > 0 for c, _ in some])  # (K, classes)
+                outputs = outputs * torch.from_numpy(present).to(outputs)[:, None]
+            yield [c for c, _ in some], outputs, f.data.test_labels[padded], counts
+
+
+def _of_batches(f: Federation, serving: Serving) -> bool:
+    """Are batch norm's statistics those of the examples that are answered?"""
+    norms = any(isinstance(m, BatchNorm2d) for m in f.model.modules())
+    return norms and "batch" in (f.experiment.batch_norm, serving.statistics)
 
 
 @torch.no_grad()
-def _answer(f: Federation, server: Server, memories: Mapping, r: Round, servings: list[Serving], rows: torch.Tensor):
-    """Outputs (E, K, B, *out) of K clients served alike on test ``rows`` (K, B), averaged over each one's members."""
+def _answer(
+    f: Federation, server: Server, memories: Mapping, r: Round, servings: list[Serving], rows: torch.Tensor,
+    real: torch.Tensor,
+) -> torch.Tensor:  # fmt: skip
+    """Outputs (E, K, B, *out) of K clients served alike on test ``rows`` (K, B), averaged over each one's members.
+
+    ``real`` (K, B) is 0 on padding.
+    """
     total = 0
     models = len(servings[0].members)
     for place in range(models):
         members = [s.members[place] for s in servings]
         stack, params = _parameters(f, server, memories, r, members, servings[0])
-        total = total + _outputs(f, stack, params, servings[0], rows)
+        total = total + _outputs(f, stack, params, servings[0], rows, real)
     return total / models
 
 
@@ -129,7 +145,10 @@ def _parameters(f: Federation, server: Server, memories: Mapping, r: Round, memb
     }
 
 
-def _outputs(f: Federation, stack: Stack, params: Mapping[str, torch.Tensor], serving: Serving, rows: torch.Tensor):
+def _outputs(
+    f: Federation, stack: Stack, params: Mapping[str, torch.Tensor], serving: Serving, rows: torch.Tensor,
+    real: torch.Tensor,
+) -> torch.Tensor:  # fmt: skip
     model, shape = f.model, f.model.backbone.spec.input_shape
     model.put_(stack.frozen())
     model.put_(params)
@@ -146,6 +165,8 @@ def _outputs(f: Federation, stack: Stack, params: Mapping[str, torch.Tensor], se
                 model(_view(f, f.data.images, own, shape), route)
         context.weights = None
     step = max(1, AT_ONCE // len(rows))
+    if _of_batches(f, serving):
+        context.weights, step = real, rows.shape[1]
     run = _as_one if _shares_backbone(model, stack, params, route) else partial(_apart, route=route)
     parts = [run(model, _view(f, f.data.test_images, part, shape)) for part in rows.split(step, 1)]
     return torch.cat(parts, 2)

@@ -98,6 +98,9 @@ class Method(UploadOptions):
     def configure(self, model: ExitModel) -> None:
         """Set what layers must know for the whole run (``model.context``). Nothing."""
 
+    def check_backbone(self, spec: Spec, e) -> None:
+        """Raise ``ValueError`` for a backbone that this method cannot run, before its exits are placed."""
+
     def check(self, setting: Setting, e) -> None:
         """Raise ``ValueError`` for an experiment ``e`` that this method cannot run, before any compute."""
 

@@ -48,6 +48,7 @@ class Setting:
     measure: Measure | None = None  # what parts of the model cost: budgets are solved with it
     frozen: Tensors = field(default_factory=dict)  # the tensors that nobody trains
     lab: Lab | None = None  # where the experiment grants the server public examples
+    solved: dict = field(default_factory=dict, compare=False, repr=False)  # what methods work out of it, once: levels
 
     @property
     def num_exits(self) -> int:
@@ -139,7 +140,6 @@ class Serving:
     members: tuple[Member, ...]
     tune: Stage | None = None  # FedBABU
     statistics: Literal["stored", "batch", "recomputed"] = "stored"
-    masked: bool = False  # outputs of classes that the client has no training example of are zero (HeteroFL)
 
 
 @dataclass

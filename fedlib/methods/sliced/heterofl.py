@@ -8,7 +8,8 @@ Read next: ``scalefl_original.py`` (width and depth), ``core/slices.py`` (``Axis
 
 Deviations: the paper's static batch norm is the experiment's ``batch_norm="static"``, a mean over examples (as
 released: over batches). A client's own answer, on its own test set, is its own sub-model's, as ScaleFL's comparison
-takes it, and with ``dynamic`` the whole model's (the paper's "local" metric).
+takes it, and with ``dynamic`` the whole model's. The paper's "local" metric is that with the experiment's
+``test_mask``, which any method may have.
 """
 
 import math
@@ -92,4 +93,4 @@ class HeteroFL(Method):
     def serve(self, client: Client, server: Server, r: Round) -> Serving:
         """Not scaled: the division is for training only."""
         part = r.setting.full() if self.dynamic else replace(self.slice_for(client, server, r), scale=1.0)
-        return Serving((Member(client, part),), masked=self.masked)
+        return Serving((Member(client, part),))

@@ -46,21 +46,23 @@ class ReeFL(Distillation, ServerStep, Method):
             self.modulate, self.history, self.only_at_exits,
         )  # fmt: skip
 
-    def check(self, setting: Setting, e) -> None:
-        if len(setting.spec.feature(0)) != 1:
-            kind = type(setting.spec).__name__.removesuffix("Spec")
+    def check_backbone(self, spec: Spec, e) -> None:
+        if len(spec.feature(0)) != 1:
+            kind = type(spec).__name__.removesuffix("Spec")
             raise ValueError(
                 f"reefl: backbone: Ree needs a class token, a {kind}'s exits read maps; allowed: a ViT, Vim or BERT"
             )
-        if self.use_ree and not getattr(setting.spec, "hands_back", True):
+        if self.use_ree and not getattr(spec, "hands_back", True):
             raise ValueError(
                 f"reefl: backbone: Ree needs a class token, and {e.backbone!r} has none that could be handed back; "
                 "allowed: use_ree = False, or a ViT, Vim or BERT of the kit's own"
             )
-        if self.use_ree and getattr(setting.spec, "averaged", False):
+        if self.use_ree and getattr(spec, "averaged", False):
             raise ValueError(
                 f"reefl: backbone: Ree needs a class token, the exits of {e.backbone!r} read the mean of all tokens; "
                 f"allowed: {e.backbone.removesuffix('.mean')!r}, or another ViT, Vim or BERT"
             )
+
+    def check(self, setting: Setting, e) -> None:
         if self.ree_width % self.ree_heads:
             raise ValueError(f"reefl: ree_heads = {self.ree_heads} does not divide ree_width = {self.ree_width}")

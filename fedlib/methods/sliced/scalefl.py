@@ -16,11 +16,12 @@ from typing import Annotated, Literal
 from ...core.clients import Client
 from ...core.slices import Slice
 from ...core.validation import AtLeast, AtMost, Positive
+from ...models.backbone import Spec
 from ...models.vit import ViTSpec
 from ..base import Method
 from ..jobs import Round, Server, Setting
 from ..options import TAUGHT, Distillation, ServerStep
-from ..widths import CUTTABLE
+from ..widths import CUTTABLE, uncut
 
 BLOCKS = {4: (3, 5, 8, 11), 12: tuple(range(12))}
 WIDTHS = {4: (0.4, 0.55, 0.75, 1.0),
@@ -42,10 +43,12 @@ class ScaleFL(Distillation, ServerStep, Method):
             return BLOCKS[num_exits]
         return super().exit_units(depth, num_exits)
 
+    def check_backbone(self, spec: Spec, e) -> None:
+        if not isinstance(spec, ViTSpec):
+            kind, instead = type(spec).__name__.removesuffix("Spec"), "" if uncut(spec) else "; use 'scalefl_original'"
+            raise ValueError(f"scalefl: backbone: a {kind} is not what it cuts, which is a ViT{instead}")
+
     def check(self, setting: Setting, e) -> None:
-        if not isinstance(setting.spec, ViTSpec):
-            kind = type(setting.spec).__name__.removesuffix("Spec")
-            raise ValueError(f"scalefl: backbone: a {kind} cannot be cut in width; allowed: a ViT")
         if e.finetune not in CUTTABLE:
             raise ValueError(
                 f"scalefl: finetune = {e.finetune!r} cannot be cut in width; allowed: {', '.join(CUTTABLE)}"
