@@ -72,7 +72,7 @@ def test_the_small_nets_smallest_level_can_tell_many_classes_apart():
     shapes = load_shapes(cell.experiment, 200)
     held = shapes.held(shapes.method.part(0, shapes.setting))
     weights = {n: p.shape for n, p in held.items() if n.endswith("linear.weight")}
-    assert {tuple(shape[-2:]) for shape in weights.values()} == {(200, 15)}  # floor(0.65 x 24)
+    assert {tuple(shape[-2:]) for shape in weights.values()} == {(200, 36)}  # floor(0.75 x 48)
 
 
 def test_a_cut_net_is_the_whole_net_with_the_other_channels_silent(tiny_net):

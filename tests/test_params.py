@@ -275,8 +275,8 @@ UNFINISHED: set[str] = {
     "fedepth/unbalanced",
     "fedepth/vit",
     "raffm/table1",
-    "scalefl/efficientnetb4",
-    "scalefl/efficientnetb4_local",
+    "extensions/convnets",
+    "scalefl",
 }
 
 

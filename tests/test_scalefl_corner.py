@@ -1,5 +1,7 @@
 """ScaleFL's corner: published numbers, claims that name real grids, BERT's and HeteroFL's sizes, tables of levels."""
 
+import warnings
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -7,14 +9,18 @@ import pytest
 from fedlib import Experiment
 from fedlib.core.paths import params_dir
 from fedlib.engine.federation import build_model, setting_of
-from fedlib.methods import build_method
+from fedlib.methods import METHODS, build_method
+from fedlib.methods.scaling import Levels
 from fedlib.models import registry
 from fedlib.models.bert import BertSpec
 from fedlib.report.claims import Published, compared, load_all_claims
 from fedlib.report.level_plots import plot_levels, plot_plane
 from fedlib.report.levels import level_accuracies, level_costs, plane
 from fedlib.report.tables import load_reported
+from fedlib.runs.costs import load_shapes
 from fedlib.runs.params import load_grid, load_spec
+from fedlib.runs.params_files import grids, papers
+from fedlib.runs.prices import _shape_of, num_classes
 
 CLAIMS = load_all_claims("scalefl")
 ON_RUNS = [name for name, claim in CLAIMS.items() if "table" in claim]
@@ -105,13 +111,46 @@ def test_heterofls_rates_cost_an_eighth_a_quarter_and_half(backbone):
     assert costs.s_w.tolist() == pytest.approx([0.36, 0.5, 0.71, 1.0], abs=0.02)
 
 
+HEAVY = {"resnet110": 1.15, "msdnet24": 1.97}  # the slides' own nets: their exits are a part of them
+
+
+@pytest.mark.parametrize("paper", papers())
+@pytest.mark.parametrize("profile", ["smoke", "small", "paper"])
+def test_no_grids_exits_distort_its_levels(paper, profile):
+    """No level is narrower than the one below it, and the whole with all exits costs 1.1 times the net at most."""
+    cells = (c for table in grids(paper) for c in load_grid(paper, table, profile) if c.seed == 1)
+    mine = [c for c in cells if issubclass(METHODS[c.method], Levels) and c.experiment.budgets == "uniform"]
+    for e in {_shape_of(c.experiment).replace(exit_head=c.experiment.exit_head): c.experiment for c in mine}.values():
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            load_shapes(e, num_classes(e))
+        words = [str(w.message) for w in said if issubclass(w.category, UserWarning)]
+        if words and profile == "paper" and e.backbone in HEAVY:
+            (text,) = words
+            assert float(text.partition("costs ")[2].split()[0]) <= HEAVY[e.backbone]
+            continue
+        assert not words, (e.method, e.backbone, dict(e.options), words)
+    assert bool(mine) == (paper == "scalefl")
+
+
+@pytest.mark.parametrize("table", ["resnet110", "msdnet24", "efficientnetb4"])
+@pytest.mark.parametrize("profile", ["smoke", "small"])
+def test_stand_ins_levels_are_solved_on_themselves(table, profile):
+    cells = [c for c in load_grid("scalefl", table, profile) if issubclass(METHODS[c.method], Levels)]
+    assert {c.experiment.exit_head for c in cells} == {"linear"} and {c.experiment.exit_blocks for c in cells} == {None}
+    assert not any(c.experiment.options.get("widths") for c in cells)
+    costs = level_costs(next(c.experiment for c in cells if c.method == "scalefl_original"))
+    assert costs.s_w.is_monotonic_increasing and costs.share_of_parameters.tolist() == pytest.approx([1 / 8, 1 / 4, 1 / 2, 1], rel=0.16)  # fmt: skip
+
+
 @pytest.mark.parametrize("table", ["resnet110", "msdnet24", "efficientnetb4", "bert"])
 @pytest.mark.parametrize("profile", ["smoke", "small", "paper"])
 def test_heterofl_has_one_exit_whatever_the_others_have(table, profile):
     """A grid's exits are those of its sub-models in depth; HeteroFL has none."""
     cells = load_grid("scalefl", table, profile)
     assert {c.experiment.exit_blocks for c in cells if c.method == "heterofl"} <= {None}
-    assert table == "resnet110" or all(len(c.experiment.exit_blocks) > 1 for c in cells if c.method != "heterofl")
+    assert {c.experiment.exit_head for c in cells if c.method == "heterofl"} <= {None}
+    assert {c.experiment.num_exits for c in cells if c.method != "heterofl"} <= {3, 4}
 
 
 def test_the_plane_of_splits_and_its_picture():

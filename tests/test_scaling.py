@@ -2,6 +2,7 @@
 
 import math
 import re
+import warnings
 from dataclasses import replace
 
 import numpy as np
@@ -13,13 +14,15 @@ from torch import nn
 
 from fedlib import Execution, Experiment, build_federation, run_rounds
 from fedlib.core.rng import torch_generator
-from fedlib.engine.federation import budgets_of, build_model, setting_of
+from fedlib.engine.federation import _measured, budgets_of, build_model, setting_of
 from fedlib.methods import Round, build_method
 from fedlib.methods.levels import Level, cluster_levels, solve_widths
 from fedlib.methods.losses import Batch
+from fedlib.methods.scaling import solve
 from fedlib.methods.sliced.scalefl_original import exit_shares
 from fedlib.models import registry
 from fedlib.models.resnet import ResNetSpec
+from fedlib.runs.costs import load_shapes
 
 ONE = Execution(workers=1)
 TOY = ResNetSpec(blocks=(1, 1, 1), widths=(4, 6, 8), size=32)
@@ -79,10 +82,60 @@ def test_every_cost_is_met_within_eps(cost):
 def test_the_ablations_cut_one_dimension_alone():
     method, setting = setting_for("scalefl_original", backbone="resnet56", options={"cut": "depth", "eps": 0.2})
     assert [x.width for x in method.levels(setting)] == [1.0] * 4 and setting.exit_units[-1] == 26
-    method, setting = setting_for("scalefl_original", backbone="resnet56", options={"cut": "width"})
+    method, setting = setting_for("scalefl_original", backbone="resnet56", options={"cut": "width", "eps": 0.12})
     levels = method.levels(setting)
     assert [x.depth for x in levels] == [27] * 4 and levels == tuple(sorted(levels, key=lambda x: x.width))
     assert method.part(0, setting).exits == (0, 1, 2, 3)
+
+
+def test_width_alone_is_priced_with_all_the_exits_that_its_client_holds():
+    """ResNet-20's three early exits of three convolutions are half of the net again."""
+    method, setting = setting_for("scalefl_original", backbone="resnet20", options={"cut": "width", "eps": 0.1})
+    whole = setting.measure.parameters(replace(setting.full(), exits=(3,)))
+    held = [setting.measure.parameters(method.part(j, setting)) / whole for j in range(3)]
+    assert held == pytest.approx([1 / 8, 1 / 4, 1 / 2], rel=0.1)
+    assert all(method.part(j, setting).exits == (0, 1, 2, 3) for j in range(3))
+
+
+@pytest.mark.parametrize("backbone", ["resnet20", "resnet56", "msdnet12_slim", "efficientnet_slim", "convnet3_slim"])
+@pytest.mark.parametrize("options", [{}, {"cut": "depth", "eps": 0.6}, {"cost": "macs", "eps": 0.3}], ids=str)
+def test_levels_are_those_that_placed_the_exits(backbone, options):
+    """Where exits stand is solved before the model is there, widths at these depths after it: one answer."""
+    exits = 2 if backbone == "convnet3_slim" else 4
+    options = {"eps": 0.2, **options, "ratios": [0.4, 1.0]} if exits == 2 else options
+    e = Experiment(
+        method="scalefl_original", options=options, backbone=backbone, pretrained=False, finetune="full",
+        num_exits=exits, exit_head="linear",
+    )  # fmt: skip
+    method, seen = build_method(e.method, e.options), []
+
+    def measured(units):
+        seen.append(_measured(e, method, 10, units))
+        return seen[-1]
+
+    units = method.place_exits(registry.backbone_spec(backbone, "linear"), exits, measured)
+    setting = setting_of(e, build_model(e, method, 10, meta=True))
+    assert setting.exit_units == units and method.levels(setting) == solve(method, seen[0], exits)
+    assert method.levels(setting) is method.levels(setting)
+
+
+def test_levels_that_the_exits_distort_are_said_at_load():
+    """On ResNet-20 three convolutions an exit make level 2 narrower than level 1 and the whole 1.92 of the net."""
+    with pytest.warns(UserWarning) as said:
+        setting_checked("resnet20")
+    words = [str(w.message) for w in said]
+    assert any("level 2 is narrower (0.5) than level 1 (0.6)" in w for w in words)
+    assert any("the whole with its 4 exits costs 1.92 times the net with its last one alone" in w for w in words)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        levels, setting = setting_checked("resnet20", exit_head="linear")
+    assert [x.width for x in levels] == [0.7, 0.75, 0.85, 1.0]
+
+
+def setting_checked(backbone, **fields):
+    e = Experiment(method="scalefl_original", backbone=backbone, pretrained=False, finetune="full", **fields)
+    shapes = load_shapes(e, 10)
+    return shapes.method.levels(shapes.setting), shapes.setting
 
 
 def test_widths_of_the_whole_depth_are_the_nearest_in_cost():
@@ -143,6 +196,17 @@ def test_the_loss_by_hand(options, classes):
     early = method.local_loss(replace(batch, t=25)).item()  # the first quarter is without distillation
     share = 12 if method.objective == "paper" else 6
     assert early == pytest.approx(sum(i * ce[i - 1] for i in (1, 2, 3)).item() / share, abs=1e-6)
+
+
+@pytest.mark.parametrize("rounds, first", [(100, 26), (30, 9), (2, 2), (1, None)])
+def test_distillation_starts_in_the_first_round_that_has_a_quarter_behind_it(rounds, first):
+    """The release counts rounds from 0 and starts at index >= 0.25 R: of 30 rounds the ninth, whose index is 8."""
+    method = build_method("scalefl_original", {"kd_weight": 1.0})
+    plain = build_method("scalefl_original", {"kd_weight": 0.0})
+    batch = Batch(outputs(), torch.tensor([[0]]), torch.ones(1, 1), torch.ones(3, 1), rounds=rounds)
+    at = (replace(batch, t=t) for t in range(1, rounds + 1))
+    distils = [b.t for b in at if method.local_loss(b).item() != plain.local_loss(b).item()]
+    assert distils == (list(range(first, rounds + 1)) if first else [])
 
 
 @pytest.mark.parametrize("detach", [True, False])

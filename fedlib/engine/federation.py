@@ -1,6 +1,6 @@
 """Everything an experiment needs before its first round: data on the device, the model, the method, the budgets."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -82,13 +82,18 @@ class Federation:
         return self.clients(np.sort(ids))
 
 
-def build_model(e: Experiment, method: Method, num_classes: int, meta: bool = False) -> ExitModel:
-    """Backbone, exits and fine-tuning mode of ``e``. ``meta``: shapes only, without weights or memory."""
+def build_model(
+    e: Experiment, method: Method, num_classes: int, meta: bool = False, exit_units: Sequence[int] | None = None
+) -> ExitModel:
+    """Backbone, exits and fine-tuning mode of ``e``. ``meta``: shapes only, without weights or memory.
+
+    ``exit_units``: where exits stand; None: as the experiment or the method says.
+    """
     with torch.device("meta" if meta else "cpu"):
         backbone = backbone_spec(e.backbone).build() if meta else build_backbone(e.backbone, e.pretrained, e.seed)
         if e.exit_head is not None:
             backbone.spec = backbone_spec(e.backbone, e.exit_head)
-        exit_units = e.exit_blocks
+        exit_units = e.exit_blocks if exit_units is None else exit_units
         if exit_units is None:
             exit_units = method.place_exits(backbone.spec, e.num_exits, partial(_measured, e, method, num_classes))
         task = task_of(e.dataset)
@@ -160,7 +165,7 @@ def build_federation(e: Experiment, device: str = "cpu") -> Federation:
     check_memory(e, shapes, int(data.num_examples.max()), device)
     setting = setting_of(e, shapes, data)
     method.check(setting, e)
-    model = build_model(e, method, data.num_outputs).to(device)
+    model = build_model(e, method, data.num_outputs, exit_units=shapes.exit_units).to(device)
     setting = replace(setting, frozen=model.frozen())
     if len(data.public):
         setting = replace(setting, lab=ServerLab(data, model, setting, e.batch_size))

@@ -4,9 +4,11 @@ A method that has levels names :class:`Levels` before ``Method``. Read next: ``l
 ``sliced/scalefl_original.py``.
 """
 
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import partial
+from itertools import pairwise
 from typing import Annotated, Literal
 
 import numpy as np
@@ -17,14 +19,13 @@ from ..core.clients import Client
 from ..core.slices import Axis, Slice
 from ..core.validation import AtLeast, AtMost, Count, Positive
 from ..models.backbone import Spec
-from ..models.measure import Measure
-from ..models.places import axes_of
 from ..models.poolers import scaling_exits
 from .jobs import Member, Round, Server, Serving, Setting
 from .levels import Level, check_ratios, cluster_levels, solve_levels, solve_widths
 from .widths import check_cuttable
 
 Share = Annotated[Positive, AtMost(1)]
+WHOLE = 1.1  # what the whole with all exits may cost before it is said, in terms of the net with its last exit alone
 
 
 @dataclass(frozen=True)
@@ -77,9 +78,12 @@ class Levels:
         """Solved where they are free: of the units at every ``depth_steps``-th of the depth."""
         if self.depths is not None or self.widths is not None or self.cut == "width":
             return self.exit_units(spec.depth, num_exits)
-        steps = spec.depth if self.cut == "depth" else min(self.depth_steps, spec.depth)
-        units = tuple(sorted({round(spec.depth * (k + 1) / steps) - 1 for k in range(steps)}))
-        return tuple(x.depth - 1 for x in _solve(self, measured(units).measure, units, num_exits))
+        return tuple(x.depth - 1 for x in solve(self, measured(self.places(spec.depth)), num_exits))
+
+    def places(self, depth: int) -> tuple[int, ...]:
+        """The units after which an exit may stand where levels are solved."""
+        steps = depth if self.cut == "depth" else min(self.depth_steps, depth)
+        return tuple(sorted({round(depth * (k + 1) / steps) - 1 for k in range(steps)}))
 
     def build_head(self, spec: Spec, num_classes: int, exit_units: tuple[int, ...]) -> nn.Module:
         return scaling_exits(spec, num_classes, exit_units)
@@ -92,8 +96,10 @@ class Levels:
         if self.resources is not None and len(self.resources) != setting.num_clients:
             raise ValueError(f"{name}: {len(self.resources)} resources; allowed: {setting.num_clients}, one a client")
         if setting.measure is not None:
-            for j in range(setting.num_exits):
-                self.part(j, setting)
+            parts = [self.part(j, setting) for j in range(setting.num_exits)]
+            matters = e.budgets == "uniform"  # else everybody holds the whole
+            for text in distortions(self.levels(setting), parts[-1], setting) if matters else ():
+                warnings.warn(f"{name}: {text}", stacklevel=2)
 
     def client_budgets(self, num_clients: int, num_exits: int) -> np.ndarray | None:
         """The levels that the clients' resources say."""
@@ -102,12 +108,17 @@ class Levels:
     # --- levels --------------------------------------------------------------------------------------------------
 
     def levels(self, setting: Setting) -> tuple[Level, ...]:
-        """Width and depth of each level, smallest first."""
-        if self.widths is not None:
-            whole = setting.exit_units[-1] + 1
-            depths = [whole if self.cut == "width" else u + 1 for u in setting.exit_units]
-            return tuple(Level(w, d) for w, d in zip(self.widths, depths, strict=True))
-        return _solve(self, setting.measure, setting.exit_units, setting.num_exits)
+        """Width and depth of each level, smallest first; solved once for a setting, at the depths of its exits."""
+        if self not in setting.solved:
+            setting.solved[self] = (
+                solve(self, setting, setting.num_exits) if self.widths is None else self._given(setting)
+            )
+        return setting.solved[self]
+
+    def _given(self, setting: Setting) -> tuple[Level, ...]:
+        whole = setting.exit_units[-1] + 1
+        depths = [whole if self.cut == "width" else u + 1 for u in setting.exit_units]
+        return tuple(Level(w, d) for w, d in zip(self.widths, depths, strict=True))
 
     def part(self, level: int, setting: Setting) -> Slice:
         """What a client of ``level`` holds."""
@@ -164,27 +175,44 @@ def with_copies(params: dict[str, torch.Tensor], parts: list[Slice]) -> dict[str
     return params | copies
 
 
-def priced(
-    price: Callable[[Slice], float], axes: Mapping[str, Axis], spec: Spec, exit_units: tuple[int, ...]
-) -> tuple[Callable, float]:
-    """The cost of a split, whose exits are those of the levels below and its own; and that of the whole model."""
+def distortions(levels: tuple[Level, ...], largest: Slice, setting: Setting) -> list[str]:
+    """What exits that weigh as much as the net do to ``levels``, of which ``largest`` is the last one's part: said."""
+    found = [
+        f"level {j + 1} is narrower ({own.width:g}) than level {j} ({below.width:g})"
+        for j, (below, own) in enumerate(pairwise(levels), 1)
+        if own.width < below.width
+    ]
+    whole, net = map(setting.measure.parameters, (largest, replace(largest, exits=largest.exits[-1:])))
+    if whole > WHOLE * net:
+        found.append(
+            f"the whole with its {len(largest.exits)} exits costs {whole / net:.2f} times the net with its last one "
+            "alone, of which ratios are shares; lighter exits: exit_head = 'linear'"
+        )
+    return found
+
+
+def priced(price: Callable[[Slice], float], setting: Setting, every: bool = False) -> tuple[Callable, float]:
+    """The cost of a split with the exits that its client holds, and that of the whole net with its last exit alone.
+
+    The client holds the exits of the levels below and its own; where width alone is cut, ``every`` one.
+    """
+    units = setting.exit_units
 
     def cost(width: float, depth: int, below: tuple[Level, ...]) -> float:
-        exits = [j for j, u in enumerate(exit_units) if u + 1 == depth or u + 1 in {x.depth for x in below}]
+        ends = {depth, *(x.depth for x in below)}
+        exits = [j for j, u in enumerate(units) if every or u + 1 in ends]
         try:
-            return price(split(axes, spec, Level(width, depth), exits))
+            return price(split(setting.axes, setting.spec, Level(width, depth), exits))
         except ValueError:  # an axis would be empty
             return float("inf")
 
-    return cost, price(Slice.prefix(exit_units[-1] + 1, [len(exit_units) - 1]))
+    return cost, price(Slice.prefix(units[-1] + 1, [len(units) - 1]))
 
 
-@lru_cache(maxsize=64)
-def _solve(options: Levels, measure: Measure, exit_units: tuple[int, ...], num_levels: int) -> tuple[Level, ...]:
-    """The levels among exits after ``exit_units``; the same again where these are the solved ones."""
-    axes = axes_of(measure.model, measure.infos)
-    cost, full = priced(partial(measure.cost, options.cost), axes, measure.spec, exit_units)
-    depths, ratios = [u + 1 for u in exit_units], options.ratios_of(num_levels)
+def solve(options: Levels, setting: Setting, num_levels: int) -> tuple[Level, ...]:
+    """The levels among the exits of ``setting``; the same again where these are the solved ones."""
+    cost, full = priced(partial(setting.measure.cost, options.cost), setting, options.cut == "width")
+    depths, ratios = [u + 1 for u in setting.exit_units], options.ratios_of(num_levels)
     if options.cut == "width":
         return solve_widths(cost, ratios, depths[-1], full, options.grid, options.eps)
     widths = [1.0] if options.cut == "depth" else None

@@ -3,8 +3,9 @@
 ``efficientnet_b4`` is timm's network of that name (``load_efficientnet`` takes its weights),
 ``efficientnet_b4_scalefl`` the variant that ScaleFL's release trains: a stem of 32 channels, other repeats and strides,
 no last 1x1 convolution, dropout of 0.4 before the classifier and stochastic depth of up to 0.2. ``efficientnet_slim``
-is for 32 x 32 pixels on a CPU; its early exits keep the map's channels, of which a sixth would be 4. A stage's blocks
-share one axis; a block's widened channels and those of its squeeze-and-excitation are its own.
+is for 32 x 32 pixels on a CPU, and large enough that pooled exits for 200 classes are a tenth of it; exits of three
+convolutions keep the map's channels, of which a sixth would be 4. A stage's blocks share one axis; a block's widened
+channels and those of its squeeze-and-excitation are its own.
 Read next: ``maps.py``, ``layers/dropout.py``.
 
 Deviations: images are 224 x 224 pixels also for timm's network, whose own size is 320 in training.
@@ -89,8 +90,8 @@ EFFICIENTNETS = {
         head_width=0, dropout=0.4, drop_connect=0.2,
     ),
     "efficientnet_slim": EfficientNetSpec(
-        size=32, stem=16, stem_stride=1, repeats=(1, 2, 2, 2, 1), widths=(12, 18, 24, 36, 48),
-        kernels=(3, 3, 5, 3, 3), strides=(1, 2, 2, 1, 1), expansions=(1, 4, 4, 4, 4),
+        size=32, stem=16, stem_stride=1, repeats=(1, 2, 2, 3, 3), widths=(12, 18, 24, 48, 96),
+        kernels=(3, 3, 5, 3, 3), strides=(1, 2, 2, 1, 2), expansions=(1, 6, 6, 6, 6),
         head_width=0, dropout=0.2, drop_connect=0.1, exit_reduction=1,
     ),
 }  # fmt: skip

@@ -2,7 +2,8 @@
 
 ``msdnet24`` is ScaleFL's: 24 layers, scales of 32, 16 and 8 pixels, 16 channels and a growth of 6 at the finest, twice
 and four times as many at the next. The finest scale is dropped after a third and after two thirds of the layers (the
-release's "max" pruning), where a 1x1 transition halves the channels. Exits read the coarsest scale.
+release's "max" pruning), where a 1x1 transition halves the channels: of the finest scale's growth, times a scale's
+factor. Exits read the coarsest scale.
 Every input is a concatenation of what all earlier layers made: its axis has a segment for each of them, so that a cut
 keeps the leading part of each. Read next: ``maps.py``, ``map_exits.py`` (``Strided``).
 
@@ -63,7 +64,8 @@ class MSDNetSpec(MapSpec):
                 live[s] += (added,) if s == first and not drops else (added // 2, added // 2)
                 if drops:
                     out[self.axis_of(s, unit) + "/raw"] = live[s]
-                    live[s] = (int(self.reduction * sum(live[s])),)
+                    finest = sum(live[s]) // self.factors[s]  # channels in terms of the finest scale's growth
+                    live[s] = (int(self.reduction * finest) * self.factors[s],)
                 out[self.axis_of(s, unit)] = live[s]
         return out
 
@@ -95,7 +97,7 @@ class MSDNetSpec(MapSpec):
 
 MSDNETS = {
     "msdnet24": MSDNetSpec(),
-    "msdnet12_slim": MSDNetSpec(layers=12, base=8, growth=4, exit_width=32),  # for CPUs
+    "msdnet12_slim": MSDNetSpec(layers=12, base=10, growth=5, exit_width=64),  # for CPUs
 }
 
 

@@ -54,10 +54,9 @@ def plane(e: Experiment, classes: int | None = None) -> pd.DataFrame:
     chosen_shapes = load_shapes(e, classes)
     method, setting = chosen_shapes.method, chosen_shapes.setting
     levels, depth = method.levels(setting), setting.spec.depth
-    units = tuple(sorted({round(depth * (k + 1) / method.depth_steps) - 1 for k in range(method.depth_steps)}))
-    shapes = load_shapes(e, classes, tuple(sorted({*units, *setting.exit_units})))
+    shapes = load_shapes(e, classes, tuple(sorted({*method.places(depth), *setting.exit_units})))
     priced_as = partial(shapes.setting.measure.cost, method.cost)
-    cost, full = priced(priced_as, shapes.setting.axes, shapes.setting.spec, shapes.setting.exit_units)
+    cost, full = priced(priced_as, shapes.setting, method.cut == "width")
     ratios, rows = method.ratios_of(len(levels)), []
     for level, (target, own) in enumerate(zip(ratios, levels, strict=True)):
         for unit in shapes.setting.exit_units:

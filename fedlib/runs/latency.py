@@ -42,11 +42,10 @@ def levels_by_latency(
     e = e.replace(pretrained=False)
     shapes = load_shapes(e, classes)
     method, depth = shapes.method, shapes.setting.spec.depth
-    steps = min(method.depth_steps, depth)
-    units = tuple(sorted({round(depth * (k + 1) / steps) - 1 for k in range(steps)}))
+    units = method.places(depth)
     shapes = load_shapes(e, classes, units, device="cpu")
     price = cache(partial(seconds, shapes))
-    cost, full = priced(price, shapes.setting.axes, shapes.setting.spec, units)
+    cost, full = priced(price, shapes.setting)
     ratios = method.ratios_of(e.num_exits)
     levels = solve_levels(cost, ratios, [u + 1 for u in units], full, method.grid, method.eps)
     return {"widths": tuple(x.width for x in levels), "depths": tuple(round(x.depth / depth, 4) for x in levels)}

@@ -3,8 +3,8 @@
 Levels (once): per level the most balanced split (s_w, s_d) that costs its share of the whole model; exits after the
 N s_d-th unit. Client (level j): units up to exit j, exits 1..j, the leading s_w of every hidden width; outputs of cut
 layers divided by s_w; sum over exits i of i / (j (j+1) / 2) [CE_i + gamma tau^2 KL(exit j || exit i)], the second
-term from a quarter of the rounds on. Server: plain mean over the holders of each entry. Evaluated are all exits of the
-whole model, and with ``test_split`` each client's own level on its own test set.
+term once a quarter of the rounds is behind. Server: plain mean over the holders of each entry. Evaluated are all exits
+of the whole model, and with ``test_split`` each client's own level on its own test set.
 ``scalefl`` (``scalefl.py``) is the form of ReeFL's comparison. Read next: ``scaling.py`` (levels), ``decoupled.py``.
 
 Deviations: the loss is the release's, by default with a detached teacher and the KL summed over classes; the release's
@@ -15,7 +15,7 @@ experiment's ``batch_norm``, the release's "batch".
 """
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 
@@ -29,6 +29,8 @@ from ..scaling import Levels
 class ScaleFLOriginal(Levels, Method):
     """Four exits are four levels of 1/8, 1/4, 1/2 and all parameters; ``kd_weight=0`` is without self-distillation."""
 
+    version: ClassVar[int] = 2  # distillation started one round early; width alone was priced without all exits
+
     kd_weight: Annotated[float, AtLeast(0)] = 0.05  # gamma
     temperature: Positive = 3.0  # tau
     distill_from: Annotated[float, AtLeast(0), Below(1)] = 0.25  # of the rounds, without distillation
@@ -38,7 +40,7 @@ class ScaleFLOriginal(Levels, Method):
     weighting: Literal["examples", "clients"] = "clients"
 
     def local_loss(self, batch: Batch) -> torch.Tensor:
-        gamma = self.kd_weight if batch.t > self.distill_from * batch.rounds else 0.0
+        gamma = self.kd_weight if batch.t - 1 >= self.distill_from * batch.rounds else 0.0  # rounds count from 0
         ce, kl = cross_entropies(batch), 0.0
         if gamma:
             kl = kl_to_last(batch, self.temperature, self.detach)
