@@ -10,11 +10,13 @@ import torch
 from fedlib import Execution, Experiment, build_federation, run
 from fedlib.core.slices import Slice, take_all
 from fedlib.layers.dropout import TokenDropout
-from fedlib.models import foreign as foreign_module
+from fedlib.models import foreign_loading as foreign_module
 from fedlib.models.adapters import apply_finetune_
 from fedlib.models.exit_model import ExitModel
 from fedlib.models.exits import Classifiers
-from fedlib.models.foreign import Foreign, attend, build_model, check_whole, load_foreign, seen
+from fedlib.models.foreign import Foreign
+from fedlib.models.foreign_layers import attend, seen
+from fedlib.models.foreign_loading import build_model, check_whole, load_foreign
 from fedlib.models.foreign_specs import ForeignSpec
 from fedlib.models.map_exits import classifiers
 from fedlib.models.measure import Measure

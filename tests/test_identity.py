@@ -663,7 +663,7 @@ def test_a_piece_without_its_partner_is_refused(images, tmp_path):
 
 def test_a_rewritten_folder_of_weights_is_refused(tmp_path, monkeypatch):
     pytest.importorskip("transformers")
-    from fedlib.models.foreign import build_model
+    from fedlib.models.foreign_loading import build_model
     from fedlib.models.foreign_specs import ForeignSpec
 
     folder = tmp_path / "model"

@@ -15,7 +15,7 @@ from fedlib.data.spans import read_spans
 from fedlib.data.tasks import IGNORED
 from fedlib.data.text import tokenise, tokenizer_key
 from fedlib.data.tokenizer import has_words, words_of
-from fedlib.models.foreign import build_model
+from fedlib.models.foreign_loading import build_model
 from fedlib.models.foreign_specs import FOREIGN, ForeignSpec
 from fedlib.models.registry import OWN, tokenizer_of
 

@@ -4,7 +4,7 @@ A ``ForeignSpec`` names a family (``foreign_families.py``) and its sizes; :class
 transformers builds or loads apart into a stem, units and what follows the last. Their layers know of one model, so the
 members of a cohort run one after the other, each with its own rows of the stacked parameters. A layer that was cut is
 told its new sizes before it runs; the scores of a narrower head are divided by the root of its own width.
-Read next: ``backbone.py``, ``exits.py``.
+Read next: ``foreign_layers.py`` (what their layers are told), ``foreign_loading.py``, ``backbone.py``.
 
 Padding is the zero vector, as in ``bert.py``. T5's state is its encoder's tokens, then its decoder's, which reads the
 input shifted by one; its exits read the decoder, as ``T5ForQuestionAnswering`` does. A class is read at the class
@@ -19,119 +19,24 @@ Keys and values that a group of heads shares (LLaMA's younger kin) are never cut
 Deviations: token type 0 everywhere, also of a pair's second sentence. FLAN-T5's language head is not used.
 """
 
-import json
 from collections.abc import Callable, Container
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import nn
 
-from ..core.hub import fail_fast, unreadable
-from ..core.rng import torch_generator
 from ..core.slices import Axis
 from ..layers.context import Context
 from ..layers.dropout import TokenDropout
 from .backbone import Backbone
 from .bert import is_token
-from .foreign_families import Family
+from .foreign_layers import drop_here_, fit_, name_axes_, seen
 from .foreign_specs import ForeignSpec
 from .vit import head_axis
 
 Call = Callable[[torch.Tensor], torch.Tensor]
-DROPPING = "fedlib"  # the name of :func:`attend` among transformers' ways to attend
 Places = list[tuple[dict, str, int]]  # a module's tensors, the leaf, its dimensions in one model
-
-
-def build_model(spec: ForeignSpec):
-    """The model that transformers builds of ``spec``, whose weights mean nothing."""
-    import transformers
-
-    kind = getattr(transformers, spec.kind.model)
-    with torch.random.fork_rng(devices=[]):  # it draws from the global generator
-        return kind(kind.config_class(**spec.kind.config(spec)), **_without_pooler(spec))
-
-
-def load_foreign(spec: ForeignSpec, seed: int = 0) -> "Foreign":
-    """``spec``'s published weights, from a folder, the local cache or the hub; what they lack is drawn from ``seed``.
-
-    Lacking may be a pooler and nothing else. ``ConnectionError`` if there are none, ``ValueError`` for weights that
-    cannot be read, or are not those of ``spec``, or do not answer unit by unit as they do as a whole.
-    """
-    import transformers
-
-    read = getattr(transformers, spec.kind.model).from_pretrained
-    asked = _without_pooler(spec) | {"use_safetensors": True, "output_loading_info": True}
-    spec.check_config(_from(spec, transformers.PretrainedConfig.get_config_dict)[0])
-    model, found = _from(spec, partial(read, **asked))
-    with torch.random.fork_rng(devices=[]):  # a pooler is drawn again below
-        foreign = Foreign(spec, model.float().eval()).eval()
-    lacking = {n for n in found["missing_keys"] if not n.startswith(f"{spec.kind.pooler_path}.")}
-    if lacking:
-        raise ValueError(f"foreign: the checkpoint {spec.source!r} lacks {', '.join(sorted(lacking))[:200]}")
-    if spec.kind.pooler and len(found["missing_keys"]) + (spec.kind.pooler_path is None):
-        foreign.drawn = tuple(f"stem.pooler.{n}" for n, _ in foreign.stem.pooler.named_parameters())
-        foreign.init_(torch_generator(seed, "backbone init"), foreign.drawn)
-    check_whole(foreign, model)
-    return foreign
-
-
-def _from(spec: ForeignSpec, read: Callable):
-    """What ``read`` finds at ``spec``'s source; why it does not."""
-    try:
-        with fail_fast(), torch.random.fork_rng(devices=[]):  # layers are drawn before they are filled
-            return read(spec.source)
-    except Exception as error:  # huggingface_hub and transformers raise many classes
-        otherwise = "connect once, name a folder with a copy, or use pretrained=False"
-        raise unreadable("the checkpoint", spec.source, error, otherwise) from error
-
-
-def fetch_foreign(spec: ForeignSpec) -> None:
-    """Bring ``spec``'s weights onto this machine. Nothing is built: of seven billion parameters that takes minutes."""
-    from huggingface_hub import snapshot_download
-
-    folder = Path(spec.source)
-    if not folder.is_dir():
-        with suppress(Exception), fail_fast():  # huggingface_hub raises many classes
-            folder = Path(snapshot_download(spec.source, allow_patterns=["*.json", "model*.safetensors"]))
-    files, index = {"model.safetensors"}, folder / "model.safetensors.index.json"
-    if index.is_file():
-        files = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    if not all((folder / name).is_file() for name in files):
-        load_foreign(spec)  # which says what is wrong, or knows another form of them
-
-
-def _without_pooler(spec: ForeignSpec) -> dict:
-    takes = spec.kind.model in ("RobertaModel", "ViTModel")  # BERT's is a part of what was pre-trained
-    return {"add_pooling_layer": False} if takes else {}
-
-
-@torch.no_grad()
-def check_whole(foreign: "Foreign", model: nn.Module) -> None:
-    """Raise ``ValueError`` unless a random batch through all units, one by one, ends as in ``model`` itself."""
-    spec, generator = foreign.spec, torch.Generator().manual_seed(0)
-    if spec.reads == "images":
-        x = torch.randn(2, *spec.input_shape, generator=generator)
-        expected = model(pixel_values=x).last_hidden_state
-    else:
-        x = torch.randint(spec.vocab_size, (2, min(12, spec.length)), generator=generator)
-        x = x.where(x != spec.padding, (spec.padding or 2) - 1)
-        x[1, 1 + x.shape[1] // 2 :] = spec.padding
-        shifted = {"decoder_input_ids": shifted_(x, spec.padding)} if spec.streams == 2 else {}
-        expected = model(input_ids=x, attention_mask=(x != spec.padding).long(), **shifted).last_hidden_state
-    z = foreign.stem(x[None])[0]
-    for unit in range(spec.depth):
-        z = foreign.run_one(unit, z)
-    tokens, real = foreign.last_tokens(spec.depth - 1, z)
-    expected = expected[:, : tokens.shape[1]]  # the stem cuts what is padding in all rows
-    difference = (tokens - expected)[real].abs().max()
-    if not difference <= 1e-3 * expected[real].abs().max():
-        raise ValueError(
-            f"foreign: the checkpoint {spec.source!r} answers otherwise unit by unit than as a whole (by "
-            f"{difference:.2g}): a model of this kind cannot be run so"
-        )
 
 
 def shifted_(ids: torch.Tensor, padding: int) -> torch.Tensor:
@@ -312,75 +217,6 @@ class Foreign(Backbone):
     def reads_all(self, value: bool) -> None:
         self.__dict__["_reads_all"] = value
         self.stem.pooler = None if value else self.stem.pooler  # a pooler is of the class token
-
-
-def fit_(module: nn.Module, spec: ForeignSpec, whole_heads: bool = False) -> None:
-    """Tell the layers of ``module`` the sizes of the tensors that are in place: those of norms and heads."""
-    kind = spec.kind
-    for m in module.modules():
-        if isinstance(m, nn.LayerNorm):
-            m.normalized_shape = tuple(m.weight.shape)
-        elif hasattr(m, kind.head_width) and hasattr(m, kind.query):
-            full = spec.head_dim or spec.dim // spec.heads
-            width = full if whole_heads else getattr(m, kind.query).weight.shape[0] // spec.heads
-            setattr(m, kind.head_width, width)
-            if kind.scaled:
-                m.scaling = width**-0.5
-
-
-def drop_here_(model: nn.Module, kind: Family) -> None:
-    """Let every layer of ``model`` that drops do so as the kit's do, by its own rate; attention, too."""
-    from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.masking_utils import sdpa_mask
-
-    AttentionInterface.register(DROPPING, attend)
-    AttentionMaskInterface.register(DROPPING, sdpa_mask)
-    for m in list(model.modules()):
-        for name, child in list(m.named_children()):
-            if isinstance(child, nn.Dropout):
-                setattr(m, name, TokenDropout(child.p))
-        if hasattr(m, kind.query):
-            rate = next(r for name in ("attention_dropout", "dropout") if (r := getattr(m, name, None)) is not None)
-            m.drop = rate if isinstance(rate, nn.Module) else TokenDropout(rate)
-            m.config._attn_implementation = DROPPING
-
-
-def attend(module, query, key, value, attention_mask, scaling=None, position_bias=None, **unused):
-    """Attention (B, heads, T, d) whose probabilities ``module.drop`` drops; transformers' own while nothing is."""
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-    context = module.drop.context
-    if not module.drop.p or not context.training or context.generators is None:
-        told = {"scaling": scaling, "position_bias": position_bias}
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **told)
-    groups = query.shape[1] // key.shape[1]
-    key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
-    scores = query @ key.transpose(-1, -2) * scaling
-    scores = sum((x for x in (position_bias, attention_mask) if x is not None), scores)
-    return (module.drop(scores.softmax(-1)) @ value).transpose(1, 2), None
-
-
-def name_axes_(backbone: nn.Module, spec: ForeignSpec) -> None:
-    """Give every layer with parameters the names of its axes; ``ValueError`` for one that the family does not know."""
-    kind, whole = spec.kind, ("/qk", "/vo") if spec.grouped else ()
-    for path, m in backbone.named_modules():
-        leaves = [leaf for leaf, p in m._parameters.items() if p is not None]
-        if not leaves or hasattr(m, "axes"):
-            continue
-        known = [key for key in kind.axes if path == key or path.endswith(f".{key}")]
-        if not known:
-            raise ValueError(f"foreign: {kind.model} has a layer {path!r} whose axes are not known")
-        axes = tuple(None if axis in whole else axis for axis in kind.axes[max(known, key=len)])
-        m.axes = {leaf: axes[: m._parameters[leaf].dim()] for leaf in leaves}
-
-
-def seen(real: torch.Tensor, causal: bool, dtype: torch.dtype) -> torch.Tensor:
-    """What is added to attention's scores: (B, 1, 1, T), or (B, 1, T, T) if a token sees only those before it."""
-    allowed = real[:, None, None]
-    if causal:
-        t = real.shape[1]
-        allowed = allowed & torch.ones(t, t, dtype=torch.bool, device=real.device).tril()
-    return torch.zeros(allowed.shape, dtype=dtype, device=real.device).masked_fill(~allowed, torch.finfo(dtype).min)
 
 
 def _tensor(out) -> torch.Tensor:

@@ -172,7 +172,8 @@ class ForeignSpec:
 
     def build(self) -> "Foreign":
         """A backbone of this shape, without weights."""
-        from .foreign import Foreign, build_model
+        from .foreign import Foreign
+        from .foreign_loading import build_model
 
         return Foreign(self, build_model(self))
 

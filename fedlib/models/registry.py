@@ -22,7 +22,7 @@ from ..core.validation import did_you_mean
 from .backbone import Backbone, Spec
 from .bert import BERTS, load_bert
 from .efficientnet import EFFICIENTNETS, load_efficientnet
-from .foreign import fetch_foreign, load_foreign
+from .foreign_loading import fetch_foreign, load_foreign
 from .foreign_specs import FOREIGN, ForeignSpec
 from .maps import MapSpec
 from .msdnet import MSDNETS
