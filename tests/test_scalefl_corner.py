@@ -73,7 +73,17 @@ def test_the_paper_profile_is_the_slides_setting():
     assert len(cells) == 5 * 4 * 3 and (e.backbone, e.num_clients, e.clients_per_round, e.num_exits) == ("resnet110", 100, 10, 4)  # fmt: skip
     assert (e.partition, e.dirichlet_alpha, e.local_epochs, e.batch_size, e.lr) == ("grouped_dirichlet", 1.0, 5, 16, 0.1)  # fmt: skip
     assert (e.batch_norm, e.test_split, e.rounds) == ("batch", "like_train", 300)
-    assert {c.experiment.public_fraction for c in cells if c.method == "feddf"} == {0.03}
+
+
+@pytest.mark.parametrize("profile", ["small", "paper"])
+def test_feddfs_server_takes_about_as_many_steps_a_level_as_a_rounds_clients_together(profile):
+    """In FedDF's paper 10,000 at most, where eight clients take 12,500 together."""
+    for cell in load_grid("scalefl", "resnet110", profile, {"method": ["feddf"]}):
+        e, method = cell.experiment, build_method(cell.method, cell.experiment.options)
+        examples = e.num_train or 50_000
+        clients = e.clients_per_round * e.local_epochs * -(-(examples // e.num_clients) // e.batch_size)
+        server = method.passes * 0.9 * e.public_fraction * examples / e.batch_size
+        assert 0.8 < server / clients < 1
 
 
 @pytest.mark.parametrize("table", ["resnet110", "msdnet24", "efficientnetb4", "bert", "ablation"])

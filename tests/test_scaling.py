@@ -460,9 +460,16 @@ def test_what_cannot_be_is_refused_in_words(convnet):
 
 
 def test_public_examples_are_nobodys(convnet):
+    """Of 90 a fifth: from what ``num_train`` leaves out, so that clients lose none; held out where that is too little."""
     f = build_federation(convnet.replace(public_fraction=0.2))
     held = np.concatenate([f.data.client(i) for i in range(3)])
-    assert len(f.data.public) == 20 and not set(held) & set(f.data.public) and len(held) == 70
+    assert len(held) == 90 and len(f.data.public) == 20 and not set(held) & set(f.data.public)
+    assert np.bincount(f.data.labels[f.data.public]).tolist() == [2] * 10
+    again = build_federation(convnet.replace(public_fraction=0.2, seed=7)).data.public
+    assert again.tolist() == f.data.public.tolist()
+    full = build_federation(convnet.replace(public_fraction=0.2, num_train=None)).data
+    held = np.concatenate([full.client(i) for i in range(3)])
+    assert len(held) + len(full.public) == len(full.labels) and not set(held) & set(full.public)
     with pytest.raises(ValueError, match="public examples must be nobody's: client 1 holds 2 of these 2"):
         replace(f.data, public=f.data.client(1)[:2])
 

@@ -56,8 +56,9 @@ class Experiment:
       test_mask           outputs of classes that a client has no training example of are zero when it answers
                           (HeteroFL's "local" metric)
       validation_fraction of every class's training examples, held out before they are divided
-      public_fraction     of every class's training examples, held out before they are divided: nobody's, and without
-                          labels, for methods whose server learns from them (FedDF)
+      public_fraction     so many examples of every class that are nobody's, and without labels, for methods whose
+                          server learns from them (FedDF), as a share of the training examples: of those that num_train
+                          leaves out if these are enough, else held out before the others are divided
       evaluate_on         test, or validation: to choose learning rates without test data
       augment             crop: random shift; rrc: random resized crop; _flip: and a horizontal flip
       crop_pad            largest shift in pixels of the backbone's input, augment = crop*

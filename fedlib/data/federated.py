@@ -137,7 +137,8 @@ def load_federated(
     train, held = hold_out(values, train, e.validation_fraction)
     if e.evaluate_on == "validation":
         test, test_images, test_labels, test_owners = held, images, labels, owners
-    train, public = hold_out(values, train, e.public_fraction, "public")
+    left_out = np.setdiff1d(np.arange(len(values)), _subset(values, e.num_train, "train"))
+    train, public = _grant(values, train, left_out, e.public_fraction)
     holdings = _hold(e, values[train], train, owners)
     if e.num_test is not None or e.evaluate_on == "validation":
         keep = torch.from_numpy(test).to(device)
@@ -213,6 +214,21 @@ def hold_out(
             f"allowed: {allowed}"
         )
     return rows[~held], rows[held]
+
+
+def _grant(
+    values: np.ndarray, rows: np.ndarray, left_out: np.ndarray, fraction: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """(training rows, public rows): as many of every class as :func:`hold_out` takes of ``rows``.
+
+    They are of those ``left_out``, which nobody uses, and the training rows stay whole; else, of these.
+    """
+    kept, held = hold_out(values, rows, fraction, "public")
+    spare = []
+    for c, n in zip(*np.unique(values[held], return_counts=True), strict=True):
+        own = left_out[values[left_out] == c]
+        spare += numpy_generator(0, "public split", client=int(c)).permutation(own)[:n].tolist()
+    return (rows, np.sort(spare)) if spare and len(spare) == len(held) else (kept, held)
 
 
 def _hold(e: Experiment, values: np.ndarray, rows: np.ndarray, owners: np.ndarray | None) -> Divided | Drawn:

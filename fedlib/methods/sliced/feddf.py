@@ -7,7 +7,8 @@ still. The experiment grants the public examples: ``public_fraction``. Level j i
 Read next: ``engine/lab.py`` (how the server trains), ``decoupled.py`` (without step 2).
 
 Deviations: the paper distils up to 10,000 steps in a round, from another data set and with a cosine rate; here it is
-``passes`` over the public examples at a constant rate. Levels share nothing, as the paper's prototypes do.
+``passes`` over the public examples, which are of the clients' own data set, at a constant rate. Levels share nothing,
+as the paper's prototypes do.
 """
 
 from dataclasses import dataclass, replace
@@ -26,6 +27,7 @@ from ..scaling import Levels, apart, with_copies
 class FedDF(Levels, Method):
     """The levels are ScaleFL's."""
 
+    version: ClassVar[int] = 2  # the public examples were taken from the clients
     needs_models: ClassVar[bool] = True
     needs_classes: ClassVar[str] = "its ensemble's softmax"
 
