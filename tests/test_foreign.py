@@ -357,6 +357,7 @@ def test_a_pooler_that_a_checkpoint_lacks_comes_from_the_seed(tmp_path, family):
 def experiment(folder, monkeypatch, tmp_path, name="little", **changes):
     monkeypatch.setenv("FEDLIB_OUTPUTS", str(tmp_path / "outputs"))
     spec = replace(TINY["distilbert"], vocab_size=30_522, positions=64, length=16)
+    torch.manual_seed(0)  # transformers draws from it
     spread_(build_model(spec)).save_pretrained(folder)
     monkeypatch.setitem(OWN, name, replace(spec, source=str(folder)))
     monkeypatch.setitem(OWN, f"{name}.plain", replace(spec, source=str(folder), as_trained=False))
@@ -467,12 +468,13 @@ def test_attention_is_transformers_own_but_for_what_is_dropped():
 
 
 def test_cohorts_with_dropout_train_as_each_alone(tmp_path, monkeypatch):
-    e = experiment(tmp_path / "little", monkeypatch, tmp_path, clients_per_round=3)
+    e = experiment(tmp_path / "little", monkeypatch, tmp_path, clients_per_round=3, rounds=4, lr=0.5, local_epochs=2)
     one, three = (run(e, Execution(cohort_size=k), tmp_path / str(k)) for k in (1, 3))
     losses = [[m["train_loss"] for m in r.metrics] for r in (one, three)]
     assert losses[0] == pytest.approx(losses[1], abs=2e-5)
     plain = run(e.replace(backbone="little.plain"), Execution(cohort_size=3), tmp_path / "plain")
-    assert abs(plain.metrics[0]["train_loss"] - losses[0][0]) > 1e-4
+    without = [m["train_loss"] for m in plain.metrics]
+    assert max(abs(a - b) for a, b in zip(without, losses[0], strict=True)) > 1e-3
 
 
 def test_frozen_layers_drop_too_and_nothing_of_them_is_kept(tmp_path, monkeypatch):
