@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plain_personal import experiment
 from stored import ONE, short
 
 from fedlib import Execution, build_federation, run, run_rounds
@@ -205,3 +206,14 @@ def test_a_huge_batch_size_costs_no_memory():
     e = short("fedavg", rounds=1)
     (huge,), (all_of_it,) = (list(run_rounds(build_federation(e.replace(batch_size=b)), ONE)) for b in (10**12, 500))
     assert all(torch.equal(p, all_of_it.server.params[n]) for n, p in huge.server.params.items())
+
+
+@pytest.mark.parametrize("evaluate_every", [0, 1])
+def test_a_run_whose_clients_tune_themselves_to_pieces_has_diverged(evaluate_every, tmp_path):
+    """All that is sent stays finite; fifty epochs of tuning at that rate do not."""
+    e = experiment("fedbabu", lr=10.0, options={"tune_epochs": 50}, evaluate_every=evaluate_every)
+    found = run(e, ONE, tmp_path, progress=False)
+    assert found.summary["t"] == 3 and all(math.isfinite(m["train_loss"]) for m in found.metrics)
+    assert found.summary["status"] == "diverged" and found.summary["personal"]["nonfinite"] == 3
+    with pytest.raises(FloatingPointError, match="client 0: its answers are not finite"):
+        run(e.replace(nonfinite="fail"), ONE, tmp_path, progress=False)

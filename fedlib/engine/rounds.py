@@ -29,7 +29,7 @@ class Finished:
     losses: dict[int, float]  # mean training loss per sampled client whose update counts
     metrics: Mapping[str, object] | None  # see evaluation.evaluate; None when not due
     seconds: float
-    diverged: bool = False  # did a client's loss or update, or the server's state, become infinite or NaN?
+    diverged: bool = False  # is a client's loss or update, the server's state, or a last answer infinite or NaN?
     dropped: tuple[int, ...] = ()  # clients whose update was left out for that reason
     mirrors: Memories = field(default_factory=dict)  # of the clients whose mirror changed
 
@@ -91,6 +91,8 @@ def run_rounds(
             dropped = tuple(sorted(back.nonfinite)) if e.nonfinite == "drop" else ()
             # numbers that arrived finite can still overflow in a server's optimiser
             diverged = len(back.nonfinite) > len(dropped) or not all_finite(server.params.values())
+            if t == e.rounds:  # before that, how often one looks must end no run
+                diverged = diverged or "nonfinite" in metrics.get("personal", {})
             seconds = time.perf_counter() - began
             yield Finished(t, server, back.memories, back.losses, metrics, seconds, diverged, dropped, changed)
     finally:

@@ -34,16 +34,25 @@ def evaluate_clients(f: Federation, server: Server, memories: Mapping) -> dict[s
     where clients hold different exits or widths, ``by_budget`` has both numbers for each budget's clients.
     A client that was never sampled answers with what it would be served. Clients without test examples do not count.
     ``by_client`` lists their numbers and ids where there are at most ``LISTED``. Of several exits ``leaving`` says, by
-    threshold, what clients get who leave at the first exit whose confidence exceeds it (``leaving.py``).
+    threshold, what clients get who leave at the first exit whose confidence exceeds it (``leaving.py``). ``nonfinite``
+    counts clients who answered with a NaN or infinity, where there are any. Raises ``FloatingPointError`` for them if
+    the experiment says ``nonfinite = "fail"``.
     """
     scores: dict[int, list[float]] = {}
+    broken: list[int] = []
     early, exits = [], list(f.method.answering(f.setting.num_exits))
     for ids, outputs, labels, counts in client_outputs(f, server, memories):
+        finite = outputs.isfinite().transpose(0, 1).flatten(1).all(1).tolist()  # padding repeats examples
+        broken += [client for client, fine in zip(ids, finite, strict=True) if not fine]
         for k, client in enumerate(ids):
             given, own = outputs[exits, k, : counts[k]], labels[k, : counts[k]]  # (E, n, *out), (n, *label)
             scores[client] = [f.task.score(p, own)[f.task.metric] for p in f.task.predict(given)]
             if len(exits) > 1 and isinstance(f.task, Classification):
                 early.append(leave_at(f.task, given, own))
+    if broken and f.experiment.nonfinite == "fail":
+        raise FloatingPointError(
+            f"round {server.t}: client {min(broken)}: its answers are not finite (nonfinite = 'fail')"
+        )
     clients, r = f.clients(sorted(scores)), Round(server.t, (), f.setting)
     parts = [f.method.serve(c, server, r).members[0].part for c in clients]
     holds = np.array([[j in p.exits for j in exits] for p in parts])
@@ -68,6 +77,8 @@ def evaluate_clients(f: Federation, server: Server, memories: Mapping) -> dict[s
         }
     if len(table) <= LISTED:
         out["by_client"] = {str(c.id): round(float(x), 4) for c, x in zip(clients, means, strict=True)}
+    if broken:
+        out["nonfinite"] = len(broken)
     if early and holds.all():
         out["leaving"] = mean_over_clients(early)
     return out
