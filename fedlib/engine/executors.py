@@ -112,11 +112,14 @@ class Executor(Protocol):
 
 
 def become_worker() -> None:
-    """Set this process up to train cohorts: one intra-op thread, and what a step frees is kept for the next one.
-
-    glibc gives large freed blocks back to the kernel at once, and zeroed pages are slow to come by.
-    """
+    """Set this process up to train cohorts: one intra-op thread, and what a step frees is kept for the next one."""
     torch.set_num_threads(1)
+    keep_freed_memory()
+
+
+def keep_freed_memory() -> None:
+    """Let this process keep what it frees: glibc gives large blocks back to the kernel at once, and zeroed pages are
+    slow to come by."""
     if platform.libc_ver()[0] == "glibc":
         libc = ctypes.CDLL(None)
         libc.mallopt(M_MMAP_THRESHOLD, 2**25)

@@ -13,7 +13,7 @@ from ..kernels.products import choose_products
 from ..methods import Arrived, Round, Server
 from ..methods.server import Sums, all_finite, merge_sums
 from .evaluation import evaluate
-from .executors import Execution, Executor, InProcess, Memories, Trained, plan_round
+from .executors import Execution, Executor, InProcess, Memories, Trained, keep_freed_memory, plan_round
 from .federation import Federation
 from .privacy import privatise
 from .serving import evaluate_clients
@@ -41,8 +41,9 @@ def is_due(e: Experiment, t: int) -> bool:
 
 def build_executor(federation: Federation, execution: Execution) -> Executor:
     """The executor that ``execution`` asks for; ``Unforkable`` if that is ``processes`` and they cannot be had."""
-    if execution.device == "cpu":
-        choose_products()  # before any worker is forked
+    if execution.device == "cpu":  # before any worker is forked; and the driver evaluates
+        choose_products()
+        keep_freed_memory()
     if execution.executor == "ray":
         from .cluster import RayExecutor
 
