@@ -53,10 +53,10 @@ def test_a_column_without_a_factor_is_named():
 def test_differences_are_paired_by_seed_and_judged_as_claims_are():
     table = answers(frame_of(*SHORT, *LONG, *OTHER), "reefl", "depthfl")
     assert table.columns.tolist() == ["factor", "level", "data", "mode", "ReeFL", "DepthFL", "difference", "interval", "seeds", "ahead"]  # fmt: skip
-    # -0.5, -1, -1.5: mean -1, SD 0.5, interval about their range; 3 and 1: seed 3 has no rival
+    # -0.5, -1, -1.5: mean -1, SD 0.5, 4.30 SD / sqrt 3 around it; 3 and 1, 12.7 SD / sqrt 2: seed 3 has no rival
     assert table.difference.tolist() == ["-1.00 ± 0.50", "2.00 ± 1.41"]
-    assert table.interval.tolist() == ["-1.50 to -0.50", "1.00 to 3.00"]
-    assert table.ahead.tolist() == ["contradicted", "holds"] and table.seeds.tolist() == [3, 2]
+    assert table.interval.tolist() == ["-2.24 to 0.24", "-10.71 to 14.71"]
+    assert table.ahead.tolist() == ["undecided", "undecided"] and table.seeds.tolist() == [3, 2]
     assert table.ReeFL.tolist() == ["43.00 ± 0.50", "45.50 ± 0.71"]  # of the seeds that both have
     assert set(table.data) == {"CIFAR-10"} and set(table["mode"]) == {"Frozen"}
     one = answers(frame_of(*(r for r in SHORT if r[2] == 1)), "reefl", "depthfl")

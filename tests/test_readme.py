@@ -132,5 +132,5 @@ def test_the_results_shown_are_those_stored():
     assert len(rows) == 5
     for method, *shown in rows:
         assert shown == [*(table[method] for table in stored), spread(*printed.loc[method])], method
-    claims = re.search(r"Of \d+ claims .*? not testable", (ROOT / "outputs/reefl/README.md").read_text())[0]
+    claims = re.search(r"of \d+ claims .*?\.", (ROOT / "outputs/README.md").read_text())[0]
     assert claims in README.read_text().replace("\n", " ")

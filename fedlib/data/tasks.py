@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from .answers import AnswerKey
 
 IGNORED = -100  # a label that is not there
+CORRELATIONS = ("matthews", "pearson")  # metrics in percent too, but down to -100
 
 
 class Task(ABC):

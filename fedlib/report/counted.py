@@ -2,8 +2,10 @@
 
 import numpy as np
 
+from .verdicts import Difference
 
-def counted(claim: dict, stored) -> list[tuple[dict, np.ndarray]]:
+
+def counted(claim: dict, stored) -> list[tuple[dict, Difference]]:
     """Figure 7's differences per seed in points, from its notebook's table; ``running``, ``batch`` count teachers."""
     out = []
     for exits in (4, 12):
@@ -19,5 +21,5 @@ def counted(claim: dict, stored) -> list[tuple[dict, np.ndarray]]:
             best = [int(g.accuracy.to_numpy().argmax()) for g in seeds]
             values = [s[b] - s.drop(b).max() for s, b in zip(share, best, strict=True)]
             text = "share of mini-batches: best exit – most frequent other"
-        out.append((where | {"comparison": text}, np.array(values)))
+        out.append((where | {"comparison": text}, Difference(np.array(values))))
     return out

@@ -2,7 +2,7 @@
 
 A data set's name before the factor (``cifar100_rounds_400``) only tells columns apart: the run says which data it saw.
 Accuracies of a validation split and of the test set never stand in one table or figure (``ValueError``).
-Read next: ``claims.judged``, the rule behind every verdict; ``params/reefl/why.yaml``, a grid of this kind.
+Read next: ``verdicts.judged``, the rule behind every verdict; ``params/reefl/why.yaml``, a grid of this kind.
 """
 
 import re
@@ -13,10 +13,10 @@ import numpy as np
 import pandas as pd
 
 from ..runs.params import Cell
-from .claims import judged
 from .plots import ACCURACY
 from .style import data_title, finish, looks_of, named, panels, share_legend, styled
 from .tables import collect, label_of, mean_sd, spread
+from .verdicts import Difference, judged
 
 FACTORS = {  # as an axis says them
     "rounds": "rounds",
@@ -58,15 +58,14 @@ def differences(frame: pd.DataFrame, one: str, other: str) -> pd.DataFrame:
 def answers(frame: pd.DataFrame, one: str, other: str) -> pd.DataFrame:
     """One row per factor, level and data set: both accuracies, their difference ± SD over seeds, is ``one`` ahead?
 
-    ``ahead`` is the claims' verdict on "``one`` is more accurate": ``holds``, ``contradicted``, ``undecided`` (the 95 %
-    bootstrap interval of the paired differences has zero inside), ``not testable`` (one seed).
+    ``ahead`` is the claims' verdict on "``one`` is more accurate" (``verdicts.py``); the interval is over seeds alone.
     """
     _one_split(frame)
     rows, keys = [], ["factor", "column", "finetune", "dataset", "level"]
     by = differences(frame, one, other)
     for (factor, _, mode, data, level), group in by.groupby(keys, sort=False):
         d = group.difference.to_numpy()
-        found = judged(d)
+        found = judged(Difference(d))
         interval = f"{found['low']:.2f} to {found['high']:.2f}" if len(d) > 1 else "–"
         rows.append(
             {

@@ -19,7 +19,8 @@ from ..core.storage import read_json
 from ..runs.params import Cell, grids
 from ..runs.params_files import papers
 from ..runs.store import run_path
-from .claims import COLUMNS, Judged, Stored, judge
+from .claims import Judged, Stored, judge
+from .claims_page import added, claims_page, claims_section
 from .clients import VALUES
 from .further import with_further
 from .style import spelled
@@ -31,12 +32,6 @@ ORDER = ("table", "decomposition", "figure", "")  # then by number, then by name
 HELD_OUT = "Accuracy on held-out training examples, to choose by; the test set is not looked at."
 OF_CLIENTS = "Every client on its own test set: mean ± SD over clients, mean over seeds."
 NO_PAPERS = ("benchmarks", "cluster", "pretraining", "walkthrough")  # outputs beside the papers', in the index
-RULE = (
-    "A comparison is a difference paired by seed; it holds if its 95 % bootstrap interval over seeds excludes zero on "
-    "the claimed side (with three seeds: if all agree), and is contradicted on the other side. A claim about "
-    '"most" or "often" needs more than half of its comparisons, any other all of them. `in print`: how many of the '
-    "paper's own comparisons of printed means agree."
-)
 
 
 def write_results(profile: str = "small", only: Sequence[str] = ()) -> list[Path]:
@@ -51,6 +46,8 @@ def write_results(profile: str = "small", only: Sequence[str] = ()) -> list[Path
             if text:
                 (stored.folder / name).write_text(text, encoding="utf-8")
                 written.append(stored.folder / name)
+            else:  # no comparison is stored any more
+                (stored.folder / name).unlink(missing_ok=True)
     path = outputs_dir() / "README.md"
     path.write_text(index_page(outputs_dir()), encoding="utf-8")
     return [*written, path]
@@ -162,59 +159,17 @@ def missing(cells: Sequence[Cell], done: Mapping[str, Cell]) -> str:
     return f"Not run yet: {'; '.join(parts)}." if parts else ""
 
 
-def claims_section(verdicts: Sequence[Judged]) -> str:
-    """How many claims hold, and all of them as one table; a verdict leads to its comparisons."""
-    counts = pd.Series([v.verdict for v in verdicts]).value_counts()
-    summary = ", ".join(f"{(n := counts.get(v, 0))} {one if n == 1 else many}" for v, one, many in (
-        ("holds", "holds", "hold"), ("does not hold", "does not hold", "do not hold"),
-        ("undecided", "is undecided", "are undecided"),
-        ("not testable", "is not testable here", "are not testable here")))  # fmt: skip
-    table = pd.DataFrame(
-        [{"claim": v.says, "where": v.where, "verdict": linked_verdict(v), "here": v.numbers, "in print": v.printed}
-         for v in verdicts]
-    )  # fmt: skip
-    title = "## What the paper says, and whether it holds here"
-    return "\n\n".join([title, f"Of {len(verdicts)} claims {summary}.", RULE, markdown_table(table)])
-
-
-def linked_verdict(v: Judged) -> str:
-    """The verdict, linked to its comparisons if there are any."""
-    return f"[**{v.verdict}**](claims.md#{v.name})" if compared(v) else f"**{v.verdict}**"
-
-
-def compared(v: Judged) -> bool:
-    """Does any comparison of the claim have runs?"""
-    return bool((v.comparisons.seeds > 0).any())
-
-
-def claims_page(stored: Stored, verdicts: Sequence[Judged]) -> str:
-    """Every comparison behind the claims, with its interval in points; empty where there is none."""
-    parts = [comparisons(v) for v in verdicts if compared(v)]
-    title = f"# Claims of `{stored.paper}` at profile `{stored.profile}`, comparison by comparison"
-    lead = "Written by `make results`; do not edit. Differences in points. [Back to the results](README.md)."
-    return "\n\n".join([title, lead, RULE, *parts]) + "\n" if parts else ""
-
-
-def comparisons(v: Judged) -> str:
-    """The comparisons of a claim that have runs, under the claim's name."""
-    rows = v.comparisons[v.comparisons.seeds > 0][COLUMNS].copy()
-    interval = [f"{a:+.2f} to {b:+.2f}" if pd.notna(a) else "–" for a, b in zip(rows.low, rows.high, strict=True)]
-    rows["mean"] = [f"{m:+.2f}" for m in rows["mean"]]
-    rows.insert(6, "95 % interval", interval)
-    rows = markdown_table(rows.drop(columns=["low", "high"]))
-    return f"## {v.name}\n\n{v.says} ({v.where}): **{v.verdict}**, {v.numbers}.\n\n{rows}"
-
-
 def index_page(outputs: Path) -> str:
     """The index: a line per paper with its claims' tally, and what benchmarks and other notebooks stored."""
-    lines = []
+    lines, tallies = [], []
     for paper in papers():
         if (page := outputs / paper / "README.md").is_file():
             stored = page.read_text(encoding="utf-8").split("\n## Not run")[0]
-            tally = re.search(r"^Of \d+ claims .*$", stored, re.M)
+            tally = re.search(r"^Of \d+ claims .*?\.", stored, re.M)
             titles = "; ".join(
                 short_title(paper, t) for t in grid_names(paper) if f"## {title_of(paper, t)}\n" in stored
             )
+            tallies += [tally[0]] if tally else []
             said = f"{titles or 'no run yet'}.{f' {tally[0]}' if tally else ''}"
             lines.append(f"- [**{paper}**]({paper}/README.md): {said}")
     for folder in NO_PAPERS:
@@ -226,7 +181,8 @@ def index_page(outputs: Path) -> str:
     lead = (
         "Written by `make results`; do not edit. What every notebook stored, by paper; the runs are in [`runs`](runs)."
     )
-    return "\n\n".join(["# Results", lead, "\n".join(lines)]) + "\n"
+    over_all = f"Over all papers: {added(tallies).replace('Of', 'of', 1)}" if tallies else ""
+    return "\n\n".join(t for t in ("# Results", lead, over_all, "\n".join(lines)) if t) + "\n"
 
 
 def notebook_of(paper: str, name: str) -> Path | None:

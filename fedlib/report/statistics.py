@@ -1,9 +1,8 @@
-"""Error bars for claims: bootstrap intervals of paired differences between methods, over seeds and test examples.
+"""Paired differences between methods in a table, and intervals over seeds and test examples by the bootstrap.
 
 Two methods at one seed see the same clients, partition and test set, so their difference is taken pairwise, which
-removes what they share. With three seeds an interval over seeds alone is close to the range of the three differences:
-it excludes zero when all agree in sign, which chance does one time in four. Resampling test examples too
-(``correct``) uses what the stored predictions know beyond that.
+removes what they share. What it carries is ``verdicts.py``'s rule, here over seeds alone. The bootstrap is for many
+test examples (``correct``): over three seeds it is their range, which chance makes exclude zero one time in four.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,6 +13,7 @@ import torch
 
 from ..core.rng import numpy_generator
 from .tables import label_of
+from .verdicts import Difference, judged
 
 
 def bootstrap_interval(
@@ -44,11 +44,6 @@ def correct(logits: torch.Tensor, labels: torch.Tensor) -> np.ndarray:
     return 100 * (logits.argmax(-1) == labels).double().mean(0).cpu().numpy()
 
 
-def verdict(low: float, high: float) -> str:
-    """``better`` or ``worse`` if the interval of the difference excludes zero, else ``undecided``."""
-    return "better" if low > 0 else "worse" if high < 0 else "undecided"
-
-
 def budget_accuracies(frame: pd.DataFrame) -> pd.DataFrame:
     """One row per run and budget b = 1..E: accuracy of the ``deepest`` exit b, and the mean over all ``held``, 1..b.
 
@@ -74,25 +69,18 @@ def _differences(
                 yield finetune, column, one, other, (wide[one] - wide[other]).dropna().to_numpy()
 
 
-def paired_differences(
-    frame: pd.DataFrame, pairs: Sequence[tuple[str, str]], value: str = "accuracy", confidence: float = 0.95
-) -> pd.DataFrame:
-    """One row per mode, column and pair of variants: mean difference over common seeds with its bootstrap interval.
+def paired_differences(frame: pd.DataFrame, pairs: Sequence[tuple[str, str]], value: str = "accuracy") -> pd.DataFrame:
+    """One row per mode, column and pair of variants: mean difference over common seeds with its 95 % interval.
 
     ``frame`` as from ``tables.collect``. Fewer than two common seeds have no interval: ``not testable``.
     """
     rows, labels = [], dict(zip(frame.variant, frame.label, strict=True))
+    words = {"holds": "better", "contradicted": "worse"}
     for finetune, column, one, other, difference in _differences(frame, pairs, value):
-        several = len(difference) >= 2
-        low, high = bootstrap_interval(difference, confidence) if several else (np.nan, np.nan)
-        rows.append(
-            {
-                "mode": label_of(finetune), "column": column,
-                "difference": f"{label_of(labels[one])} – {label_of(labels[other])}",
-                "mean": round(difference.mean(), 2), "low": round(low, 2), "high": round(high, 2),
-                "seeds": len(difference), "verdict": verdict(low, high) if several else "not testable",
-            }
-        )  # fmt: skip
+        found = judged(Difference(difference))
+        names = f"{label_of(labels[one])} – {label_of(labels[other])}"
+        where = {"mode": label_of(finetune), "column": column, "difference": names}
+        rows.append(where | found | {"verdict": words.get(found["verdict"], found["verdict"])})
     return pd.DataFrame(rows, columns=["mode", "column", "difference", "mean", "low", "high", "seeds", "verdict"])
 
 
@@ -101,30 +89,26 @@ def orderings(
 ) -> pd.DataFrame:
     """Do pairs of variants stand to each other as the paper reports? Paired by seed.
 
-    ``holds``: the bootstrap interval of the mean difference lies on the reported side of zero; ``does not hold``: on
-    the other; ``undecided``: zero is inside; ``not testable``: fewer than two common seeds. Where the paper prints no
-    numbers of a pair on a data column, the two are compared alone: ``first is higher``, or ``second is higher``.
+    Judged as claims are (``verdicts.py``): ``holds``, ``contradicted``, ``tie``, ``undecided``, ``not testable`` (fewer
+    than two common seeds). Where the paper prints no numbers of a pair on a data column, the two are compared alone:
+    ``first is higher``, or ``second is higher``.
     """
     rows, labels = [], dict(zip(frame.variant, frame.label.map(label_of), strict=True))
     paper = reported.set_index(["finetune", "column", "variant"])["mean"]
     for finetune, column, one, other, difference in _differences(frame, pairs, value):
         printed = all((finetune, column, variant) in paper.index for variant in (one, other))
         claim = paper[finetune, column, one] - paper[finetune, column, other] if printed else np.nan
-        words = {"better": "first is higher", "worse": "second is higher", "undecided": "undecided"}
-        if printed:
-            holds = "better" if claim > 0 else "worse"
-            words = {"better": "does not hold", "worse": "does not hold", "undecided": "undecided", holds: "holds"}
-        interval, found = "–", "not testable"
-        if len(difference) >= 2:
-            low, high = bootstrap_interval(difference)
-            interval, found = f"{low:.2f} to {high:.2f}", words[verdict(low, high)]
+        words = {} if printed else {"holds": "first is higher", "contradicted": "second is higher"}
+        found = judged(Difference(-difference if printed and claim <= 0 else difference))["verdict"]
+        low, high = Difference(difference).interval()
+        interval = f"{low:.2f} to {high:.2f}" if len(difference) >= 2 else "–"
         sign = ("> " if claim > 0 else "< ") if printed else "against "
         rows.append(
             {
                 "mode": label_of(finetune), "column": column,
                 "claim": f"{labels[one]} {sign}{labels[other]}",
                 "reported": round(claim, 2), "obtained": round(difference.mean(), 2),
-                "interval": interval, "seeds": len(difference), "verdict": found,
+                "interval": interval, "seeds": len(difference), "verdict": words.get(found, found),
             }
         )  # fmt: skip
     columns = ["mode", "column", "claim", "reported", "obtained", "interval", "seeds", "verdict"]

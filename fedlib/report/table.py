@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from ..data.tasks import task_of
+from ..data.tasks import CORRELATIONS, task_of
 from ..engine.executors import Execution
 from ..runs.params import load_spec
 from .clients import VALUES, as_exits, spread_out
@@ -27,8 +27,6 @@ from .tables import (
     run_cells,
     save_table,
 )
-
-CORRELATIONS = ("matthews", "pearson")  # in percent too, but down to -100
 
 
 class Table:
