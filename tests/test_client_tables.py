@@ -69,12 +69,109 @@ def test_every_claim_names_what_exists_and_is_the_papers(name):
     claim = CLAIMS[name]
     spec = load_spec("cafedistill", claim["table"])
     assert {v for pair in claim["pairs"] for v in pair} <= set(spec["variants"])
+    if "curves" in claim:
+        return  # the figures print no numbers
     assert set(claim.get("columns", [])) <= set(spec["columns"])
     signs = [d.mean + claim.get("margin", 0) > 0 for _, d in compared(claim, Published("cafedistill")) if len(d.points)]
     if claim["table"].startswith("figure") or "Figure 6" in claim["where"]:
         assert not signs
     else:
         assert np.mean(signs) > (0.5 if claim.get("need") == "most" else 0.98)
+
+
+def told(cells, folder, accuracies):
+    """Runs of three exits, with the accuracies of the first evaluated round and of all later; an example leaves at exit 1 or 3, ever more often at 1."""
+    for cell in cells:
+        exits = accuracies[cell.variant]
+        store(cell, folder, SUMMARY)
+        lines, every = [], cell.experiment.evaluate_every
+        for t in range(every, cell.experiment.rounds + 1, every):
+            late = 1 if t == every else 2
+            at = exits[late - 1]
+            leaving = {
+                s: {
+                    "accuracy": at[2] - 4 * (1 - float(s)),
+                    "sd": 1.0,
+                    "share": [1 - float(s) / late, 0.0, float(s) / late],
+                }
+                for s in ("0.4", "0.6", "0.8", "0.9")
+            }
+            personal = {
+                "accuracy": float(np.mean(at)),
+                "sd": 1.0,
+                "exits": at,
+                "exits_sd": [1.0] * 3,
+                "leaving": leaving,
+            }
+            lines.append({"t": t, "accuracy": 1.0, "exits": [1.0] * 3, "personal": personal})
+        write_lines(run_path(cell.experiment, folder) / "metrics.jsonl", lines)
+
+
+def test_claims_on_curves_are_judged_by_hand(tmp_path):
+    """CAFEDistill's curve lies 10 above FedPer's at every cost; its third exit is 5 below its first at first."""
+    cells = [
+        c
+        for c in load_grid("cafedistill", "table1", "small")
+        if c.column in ("cifar10_alpha0.3", "cifar100_alpha0.3")
+        and c.variant in ("cafedistill", "fedper")
+        and c.seed < 3
+    ]
+    assert len(cells) == 8
+    told(cells, tmp_path / "runs", {
+        "cafedistill": ([50.0, 40.0, 45.0], [50.0, 52.0, 60.0]), "fedper": ([40.0, 40.0, 40.0], [50.0, 50.0, 50.0])
+    })  # fmt: skip
+    stored, published = Stored("cafedistill", "small", tmp_path), Published("cafedistill")
+    found = judge_claim("x", CLAIMS["more_accurate_at_equal_macs"], stored, published)
+    rows = found.comparisons.dropna(subset=["mean"])
+    assert rows["mean"].tolist() == pytest.approx([10.0, 10.0]) and set(rows.data) == {"cifar10", "cifar100"}
+    assert found.verdict == "holds" and found.printed == "–"
+
+    found = judge_claim("x", CLAIMS["exits_over_the_rounds"], stored, published)
+    rows = found.comparisons[found.comparisons.data == "cifar100"].set_index("comparison")["mean"]
+    assert {k.removeprefix("CAFEDistill: "): v for k, v in rows.items()} == {
+        "exit 3 – exit 1, at its worst round": -5.0, "exit 3 – exit 2, at its worst round": 5.0,
+        "exit 1 – exit 2, at the first evaluated round": 10.0, "exit 2 – exit 1, at the last round": 2.0,
+    }  # fmt: skip
+    assert found.verdict == "contradicted" and found.numbers.startswith("4 comparisons: ")
+
+    found = judge_claim("x", CLAIMS["threshold_trades_accuracy_for_macs"], stored, published)
+    rows = found.comparisons[found.comparisons.data == "cifar100"].set_index("comparison")["mean"]
+    e = next(c.experiment for c in cells if c.column == "cifar100_alpha0.3")
+    first, _, whole = macs_of(e)
+    of_whole = lambda share: 100 * ((1 - share) * first + share * whole) / whole  # noqa: E731
+    expected = [
+        2.0,
+        -1.6 + 2.01,
+        100 - of_whole(0.3) - 37.15,
+        *(of_whole(s) - of_whole(s / 2) for s in (0.4, 0.6, 0.8, 0.9)),
+    ]
+    assert rows.tolist() == pytest.approx(expected, abs=0.006)
+
+
+def test_a_claim_is_not_judged_on_other_data_than_its_own(tmp_path):
+    """Table 4 speaks of CIFAR-100 and Tiny ImageNet: what CIFAR-10 says is told, and counts for nothing."""
+    claim, shift = CLAIMS["student_selection_helps_every_exit"], {"cafedistill": 20.0, "cafedistill_unselected": 0.0}
+
+    def keep(column, sign):
+        for c in load_grid("cafedistill", "table4", "small", {"columns": [column], "variant": list(shift)}):
+            personal = SUMMARY["personal"] | {"exits": [40.0 + sign * shift[c.variant] + 0.1 * c.seed] * 3}
+            store(c, tmp_path / "runs", SUMMARY | {"personal": personal})
+
+    keep("cifar10_alpha0.3", 1)
+    found = judge_claim("x", claim, Stored("cafedistill", "small", tmp_path), Published("cafedistill"))
+    assert found.verdict == "not testable"
+    keep("cifar100_alpha0.3", -1)
+    found = judge_claim("x", claim, Stored("cafedistill", "small", tmp_path), Published("cafedistill"))
+    assert (found.verdict, found.numbers) == ("contradicted", "3 comparisons: 3 contradicted")
+    assert len(found.comparisons) == 6
+    claim = CLAIMS["joint_training_beats_training_afterwards"]
+    for c in load_grid("cafedistill", "figure2", "small"):
+        personal = SUMMARY["personal"] | {"accuracy": 70.0 if c.variant == "fedper" else 50.0}
+        if not run_path(c.experiment, tmp_path / "runs").exists():
+            store(c, tmp_path / "runs", SUMMARY | {"personal": personal})
+    found = judge_claim("x", claim, Stored("cafedistill", "small", tmp_path), Published("cafedistill"))
+    assert found.verdict == "not testable"
+    assert found.numbers == "not on its data (cifar100); on cifar10: 1 comparison: 1 holds"
 
 
 def test_claims_that_are_arithmetic():
@@ -100,7 +197,8 @@ def store(cell, folder, summary):
     path.mkdir(parents=True)
     write_json(path / "experiment.json", {"experiment": cell.experiment.to_dict()})
     write_json(path / "summary.json", summary | {"t": cell.experiment.rounds})
-    write_lines(path / "metrics.jsonl", [{"t": t} for t in range(25, cell.experiment.rounds + 1, 25)])
+    every = cell.experiment.evaluate_every
+    write_lines(path / "metrics.jsonl", [{"t": t} for t in range(every, cell.experiment.rounds + 1, every)])
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ import pandas as pd
 from ..core.paths import params_dir
 from ..core.validation import did_you_mean
 from ..runs.params_files import load_yaml
+from .client_claims import CURVES
 from .counted import counted
 from .exact import EXACT
 from .sources import Measured, Published, Stored, differences
@@ -21,7 +22,7 @@ from .tables import label_of
 from .verdicts import COLUMNS, Difference, Grade, as_rows, grade
 
 KEYS = {"where", "says", "table", "pairs", "finetune", "columns", "need", "value", "against", "at", "costs", "over",
-        "margin", "only", "exact", "counts", "compare", "why"}  # fmt: skip
+        "margin", "only", "exact", "counts", "compare", "curves", "of", "why"}  # fmt: skip
 SIDES = ("agrees", "disagrees", "related")  # of a result of others with claims
 OTHERS = {"who", "source", "found", *SIDES}
 
@@ -101,13 +102,24 @@ def judge_claim(name: str, claim: dict, stored: Stored, published: Published) ->
     elif "why" in claim:
         found = Grade("not testable", claim["why"])
     else:
-        both = counted(claim, stored) if "counts" in claim else compared(claim, stored)
-        found_there = [d for _, d in both]
-        rows, found = as_rows([w for w, _ in both], found_there, claim), grade(found_there, claim)
-        if "table" in claim:
+        kind = counted if "counts" in claim else CURVES[claim["curves"]] if "curves" in claim else compared
+        both = kind(claim, stored)
+        rows, found = as_rows([w for w, _ in both], [d for _, d in both], claim), grade_of_its_data(both, claim)
+        if "table" in claim and "curves" not in claim:
             signs = [d.mean + claim.get("margin", 0.0) > 0 for _, d in compared(claim, published) if len(d.points)]
             printed = f"{sum(signs)} of {len(signs)}" if signs else "–"
     return Judged(name, claim["where"], claim["says"], found, rows, printed)
+
+
+def grade_of_its_data(both: list[tuple[dict, Difference]], claim: Mapping) -> Grade:
+    """The claim's grade over the comparisons on the data sets ``of`` which it speaks; other data are told of alone."""
+    about = claim.get("of")
+    its = [d for where, d in both if not about or where["data"] in about]
+    if its or not both:
+        return grade(its, claim)
+    here = ", ".join(sorted({where["data"] for where, _ in both}))
+    told = grade([d for _, d in both], claim).numbers
+    return Grade("not testable", f"not on its data ({' and '.join(about)}); on {here}: {told}")
 
 
 def compared(claim: dict, source: Stored | Published) -> list[tuple[dict, Difference]]:
