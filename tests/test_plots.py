@@ -16,9 +16,11 @@ from matplotlib.colors import to_rgb
 from fedlib.analysis.attention_plots import overlay
 from fedlib.core.paths import params_dir
 from fedlib.core.words import fonts, plain
+from fedlib.methods import METHODS
 from fedlib.report import plots
 from fedlib.report.data_plots import plot_clients_examples, plot_label_distribution
-from fedlib.report.style import COLORS, LOOKS, color_of, looks_of, marker_of, model_of, named, styled, title_of
+from fedlib.report.style import color_of, looks_of, marker_of, model_of, named, styled, title_of
+from fedlib.report.tables import label_of
 
 HOSTILE = ("$x$ and $y", "_hidden", "猫", "😀", r"\frac{", "a & <b>", "$\\alpha$")
 GROUPS = (  # methods that stand in one figure
@@ -90,10 +92,11 @@ def test_methods_of_a_figure_can_be_told_apart_by_every_eye():
         for a, b in itertools.combinations(group, 2):
             assert distance(color_of(a), color_of(b)) > 17, (a, b)
     twins = {"scalefl_original": "scalefl", "fedavg_level1": "fedavg"}  # one method, in papers of their own
-    assert all(LOOKS[a] == LOOKS[b] for a, b in twins.items())
-    assert len(set(LOOKS.values())) == len(LOOKS) - len(twins)
-    for a, b in itertools.combinations(set(LOOKS) - set(twins), 2):
-        assert distance(COLORS[a], COLORS[b]) > 8, (a, b)
+    looks = {n: (m.color, m.marker) for n, m in METHODS.items() if m.__module__.startswith("fedlib.")}
+    assert len(looks) == 25 and all(looks[a] == looks[b] for a, b in twins.items())
+    assert len(set(looks.values())) == len(looks) - len(twins)
+    for a, b in itertools.combinations(set(looks) - set(twins), 2):
+        assert distance(color_of(a), color_of(b)) > 8, (a, b)
 
 
 def test_a_figure_leaves_the_backend_as_interactive_as_it_became():
@@ -113,11 +116,11 @@ def test_a_figure_leaves_the_backend_as_interactive_as_it_became():
 
 
 def test_an_unknown_method_has_a_look_of_its_own_that_stays(monkeypatch):
-    from fedlib.methods import METHODS
-
     assert color_of("mine") == color_of("mine") and color_of("mine") != color_of("yours")
     monkeypatch.setitem(METHODS, "mine", type("Mine", (), {"color": "#123456", "marker": "H"}))
-    assert (color_of("mine"), marker_of("mine")) == ("#123456", "H")
+    assert (color_of("mine"), marker_of("mine"), label_of("mine")) == ("#123456", "H", "mine")
+    monkeypatch.setitem(METHODS, "better", type("Better", (METHODS["reefl"],), {"label": "Better"}))
+    assert label_of("better") == "Better" and color_of("better") != color_of("reefl")  # a look is not inherited
 
 
 def test_variants_share_the_methods_colour_and_differ_in_dash():

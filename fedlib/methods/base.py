@@ -32,6 +32,9 @@ class Method(UploadOptions):
     # Any class of the kit may have its own ``version``. Raise it where a change of the class changes what it computes:
     # runs stored before are then refused, not mixed with new ones. Of a class that is not the kit's, the source counts.
     version: ClassVar[int] = 1
+    label: ClassVar[str]  # how tables and figures spell it; without one, by its name
+    color: ClassVar[str]  # and draw it; without them, in a colour and marker that follow from its name
+    marker: ClassVar[str]
     needs_models: ClassVar[bool] = False  # does ``aggregate`` ask for whole models?
     needs_extras: ClassVar[bool] = False  # or for what single clients send beside them?
     one_slice: ClassVar[bool] = True  # does a client send one model, of the same slice in every round?

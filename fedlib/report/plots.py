@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import pandas as pd
 
+from ..methods import METHODS
 from .data_plots import plot_clients_examples, plot_label_distribution
 from .style import (
-    COLORS,
     Looks,
     axes_of,
     clear_of_legend,
@@ -28,7 +28,7 @@ from .style import (
 from .tables import label_of
 
 __all__ = [
-    "COLORS", "gain_bars", "plot_accuracy_costs", "plot_adaptive", "plot_clients_examples", "plot_costs",
+    "gain_bars", "plot_accuracy_costs", "plot_adaptive", "plot_clients_examples", "plot_costs",
     "plot_exit_accuracies", "plot_label_distribution", "plot_learning_curves", "plot_modes", "plot_teachers",
     "plot_tradeoff", "save_figure", "score_of", "title_of",
 ]  # fmt: skip
@@ -151,7 +151,7 @@ def _curves(curves: Mapping[str, Sequence[dict]], x: str, ax, colors=None, metho
 
     A name's method is what ``methods`` says, else the name itself or, up to a comma, its beginning.
     """
-    methods = {label_of(m): m for m in COLORS} | dict(methods or {})
+    methods = {label_of(m): m for m in METHODS} | dict(methods or {})
     rows = []
     for name, records in curves.items():
         method = methods.get(name, name.split(", ")[0])

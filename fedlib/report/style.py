@@ -20,16 +20,6 @@ from ..data.tasks import task_of
 from ..methods import METHODS
 from .tables import label_of
 
-LOOKS = {  # colour and marker
-    "reefl": ("#d55e00", "o"), "depthfl": ("#0072b2", "s"), "scalefl": ("#37ad70", "^"),
-    "inclusivefl": ("#e69f00", "D"), "exclusivefl": ("#868a8e", "v"), "fedavg": ("#222222", "X"),
-    "heterofl": ("#ce83ad", "P"), "scalefl_original": ("#37ad70", "^"), "fedavg_level1": ("#222222", "X"),
-    "splitmix": ("#39b4ef", "h"), "decoupled": ("#7f5532", "<"), "feddf": ("#7f8e27", ">"), "fedepth": ("#6b006f", "o"),
-    "raffm": ("#b60072", "d"), "cafedistill": ("#c9002d", "o"), "local": ("#acbac0", "v"), "fedper": ("#6baad4", "H"),
-    "fedrep": ("#1150dc", "D"), "fedbabu": ("#f8a459", "P"), "fedrod": ("#005300", "<"), "ditto": ("#77ddaa", ">"),
-    "fedprox": ("#92375b", "p"), "fedamp": ("#8e0d74", "h"), "pfedgraph": ("#ddcc11", "d"), "fedpac": ("#322995", "8"),
-}  # fmt: skip
-COLORS = {name: color for name, (color, _) in LOOKS.items()}
 MARKERS = "osD^vP*Xhd<>p8"
 DASHES = ("", (5, 2), (1.5, 1.5), (7, 2, 1.5, 2), (12, 3), (7, 2, 1.5, 2, 1.5, 2))  # of a method's variants, in order
 TINTS = (0, 0.3, 0.15, 0.4, 0.2, 0.45)  # how much white goes with each dash
@@ -75,7 +65,7 @@ class Looks:
 
 
 def color_of(method: str) -> str:
-    """The method's colour: what its class says, the house's, or one that follows from its name."""
+    """The method's colour: what its class says, or one that follows from its name."""
     return _look(method)[0]
 
 
@@ -85,14 +75,12 @@ def marker_of(method: str) -> str:
 
 
 def _look(method: str) -> tuple[str, str]:
-    code = zlib.crc32(method.encode())
-    own = METHODS.get(method)
-    color, marker = LOOKS.get(method) or (_spare_color(code), MARKERS[code // 24 % len(MARKERS)])
-    return getattr(own, "color", None) or color, getattr(own, "marker", None) or marker
+    code, own = zlib.crc32(method.encode()), vars(METHODS.get(method, object))  # not what it inherits
+    return own.get("color") or _spare_color(code), own.get("marker") or MARKERS[code // 24 % len(MARKERS)]
 
 
 def _spare_color(code: int) -> str:
-    """One of 24 hues for a method that the house does not know."""
+    """One of 24 hues for a method that says none."""
     import seaborn
     from matplotlib.colors import to_hex
 

@@ -10,6 +10,7 @@ from ..core.experiment import Experiment
 from ..core.paths import outputs_dir, params_dir
 from ..data.datasets import is_available, load_dataset
 from ..engine.executors import Execution
+from ..methods import METHODS
 from ..models.registry import fetch_weights, tokenizer_of
 from ..runs.costs import exit_costs
 from ..runs.durations import describe
@@ -19,15 +20,7 @@ from ..runs.progress import say
 from ..runs.store import find_run, run_all, stored_pace
 from .clients import SD, VALUES, numbers_of, spread_out
 
-LABELS = {
-    "exclusivefl": "ExclusiveFL", "inclusivefl": "InclusiveFL", "scalefl": "ScaleFL", "depthfl": "DepthFL",
-    "reefl": "ReeFL", "fedavg": "FedAvg", "fedepth": "FeDepth", "splitmix": "SplitMix", "heterofl": "HeteroFL",
-    "scalefl_original": "ScaleFL", "feddf": "FedDF", "decoupled": "Decoupled", "fedavg_level1": "FedAvg, level 1",
-    "raffm": "RaFFM", "local": "Local", "fedprox": "FedProx", "fedper": "FedPer", "fedrep": "FedRep",
-    "fedbabu": "FedBABU", "fedamp": "FedAMP", "pfedgraph": "pFedGraph", "fedrod": "FedRoD", "ditto": "Ditto",
-    "fedpac": "FedPAC", "cafedistill": "CAFEDistill",
-    "full": "Full", "frozen": "Frozen", "lora": "LoRA", "pa": "PA", "sa": "SA", "ssf": "SSF",
-}  # fmt: skip
+MODES = {"full": "Full", "frozen": "Frozen", "lora": "LoRA", "pa": "PA", "sa": "SA", "ssf": "SSF"}
 
 
 def load_cells(
@@ -246,7 +239,7 @@ def compute_table(cells: Sequence[Cell]) -> pd.DataFrame:
 
 def label_of(name: str) -> str:
     """How tables and figures spell a method, a mode, or a variant's label."""
-    return LABELS.get(name, name)
+    return vars(METHODS.get(name, object)).get("label") or MODES.get(name, name)
 
 
 def spread(mean: float, sd: float) -> str:

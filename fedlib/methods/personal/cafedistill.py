@@ -45,6 +45,8 @@ STEPWISE = When(progressive=True)
 class CAFEDistill(Method):
     """Conflict-aware federated exit distillation."""
 
+    label, color, marker = "CAFEDistill", "#c9002d", "o"
+
     version: ClassVar[int] = 2  # 1 told equal clients apart by rounding
     needs_extras: ClassVar[bool] = True
 

@@ -26,6 +26,8 @@ from ..options import JointExits
 class Ditto(JointExits, Method):
     """Two models a client."""
 
+    label, color, marker = "Ditto", "#77ddaa", ">"
+
     version: ClassVar[int] = 2  # 1 had no ``start``, and started at the global model
     remembers: ClassVar[bool] = True  # its clients' own models
 

@@ -31,6 +31,8 @@ INITIAL = -1  # the id under which the initial model stands among the clients'
 class FedAMP(JointExits, Method):
     """Attentive message passing."""
 
+    label, color, marker = "FedAMP", "#8e0d74", "h"
+
     needs_models: ClassVar[bool] = True
 
     own_share: Annotated[float, AtLeast(0), AtMost(1)] = 0.5  # xi_ii

@@ -22,6 +22,8 @@ from ..options import JointExits
 class FedBABU(JointExits, Method):
     """Body aggregation, body update; the whole is tuned for an answer."""
 
+    label, color, marker = "FedBABU", "#f8a459", "P"
+
     tune_epochs: Count = 5  # E_ft
 
     def check(self, setting: Setting, e) -> None:

@@ -37,6 +37,8 @@ from ..simplex import smallest_mixture
 class FedPAC(JointExits, Method):
     """Feature alignment and classifier collaboration."""
 
+    label, color, marker = "FedPAC", "#322995", "8"
+
     version: ClassVar[int] = 2  # 1 drew features to the client's own prototypes in round 1
     needs_extras: ClassVar[bool] = True
     needs_classes: ClassVar[str] = "its feature alignment"

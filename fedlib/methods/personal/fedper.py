@@ -25,6 +25,8 @@ from ..options import JointExits
 class FedPer(JointExits, Method):
     """Personal exits; Table 3's local distillation is ``distill="last"``."""
 
+    label, color, marker = "FedPer", "#6baad4", "H"
+
     shallow: Literal["joint", "afterwards"] = "joint"  # when shallow exits are trained
     tune_epochs: Annotated[Count, When(shallow="afterwards")] = 5
 

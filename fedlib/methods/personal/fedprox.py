@@ -19,6 +19,8 @@ from ..options import JointExits
 class FedProx(JointExits, Method):
     """A proximal term on all that is trained."""
 
+    label, color, marker = "FedProx", "#92375b", "p"
+
     mu: Annotated[float, AtLeast(0)] = 0.05
 
     def local_update(self, cohort) -> None:

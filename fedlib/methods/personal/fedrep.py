@@ -21,6 +21,8 @@ from ..options import JointExits
 class FedRep(JointExits, Method):
     """Personal exits, trained in turn with the backbone."""
 
+    label, color, marker = "FedRep", "#1150dc", "D"
+
     head_epochs: Count = 5  # E_p
 
     def personal(self, info: ParamInfo) -> bool:

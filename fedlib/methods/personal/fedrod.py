@@ -33,6 +33,8 @@ from ..options import JointExits
 class FedRoD(JointExits, Method):
     """Robust decoupling: two predictors on one representation."""
 
+    label, color, marker = "FedRoD", "#005300", "<"
+
     needs_classes: ClassVar[str] = "its balanced softmax"
 
     head_epochs: Count | None = 5  # E_p; None: in the same mini-batches

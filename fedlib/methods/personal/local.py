@@ -20,6 +20,8 @@ from ..options import JointExits
 class Local(JointExits, Method):
     """Each client its own model."""
 
+    label, color, marker = "Local", "#acbac0", "v"
+
     def check_options(self) -> None:
         super().check_options()
         if self.clip_norm is not None or self.compress != "none":

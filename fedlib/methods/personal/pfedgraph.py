@@ -32,6 +32,8 @@ from ..simplex import project_to_simplex
 class PFedGraph(JointExits, Method):
     """A collaboration graph between the sampled clients."""
 
+    label, color, marker = "pFedGraph", "#ddcc11", "d"
+
     needs_models: ClassVar[bool] = True
 
     alpha: Positive = 0.8  # how near the graph's rows stay to p

@@ -22,6 +22,8 @@ from ..scaling import Levels, apart, with_copies
 class Decoupled(Levels, Method):
     """The levels are ScaleFL's."""
 
+    label, color, marker = "Decoupled", "#7f5532", "<"
+
     weighting: Literal["examples", "clients"] = "clients"
 
     def part(self, level: int, setting: Setting) -> Slice:

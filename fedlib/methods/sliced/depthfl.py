@@ -27,6 +27,8 @@ from ..packing import MemoryBudgets, prefixes_that_fit
 class DepthFL(MemoryBudgets, Distillation, ServerStep, Method):
     """Table 3: ``aggregation="mean", weighting="examples"`` is the FedAvg variant; ``distill="none"`` is without KD."""
 
+    label, color, marker = "DepthFL", "#0072b2", "s"
+
     distill: Literal["none", "best", "mutual", "last"] = "mutual"
     aggregation: Literal["mean", "feddyn", "fedadam"] = "feddyn"
     weighting: Literal["examples", "clients"] = "clients"

@@ -18,5 +18,7 @@ from ..options import Distillation, ServerStep
 class ExclusiveFL(Distillation, ServerStep, Method):
     """FedAvg over the clients of the largest budget, loss = sum of all exits' cross-entropies."""
 
+    label, color, marker = "ExclusiveFL", "#868a8e", "v"
+
     def eligible(self, budgets: np.ndarray, setting: Setting) -> np.ndarray:
         return np.where(budgets == setting.num_exits - 1)[0]

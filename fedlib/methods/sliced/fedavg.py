@@ -26,6 +26,8 @@ from ..widths import check_cuttable
 class FedAvg(ServerStep, Method):
     """Full model, last exit, mean weighted by examples."""
 
+    label, color, marker = "FedAvg", "#222222", "X"
+
     exits: Literal["last", "all"] = "last"
     width: Annotated[Positive, AtMost(1)] = 1.0  # of every hidden axis, rounded up
 

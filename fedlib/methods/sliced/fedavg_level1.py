@@ -21,6 +21,8 @@ from ..scaling import Levels
 class FedAvgLevel1(Levels, Method):
     """The levels are ScaleFL's; budgets are ignored."""
 
+    label, color, marker = "FedAvg, level 1", "#222222", "X"
+
     weighting: Literal["examples", "clients"] = "clients"
 
     def slice_for(self, client: Client, server: Server, r: Round) -> Slice:

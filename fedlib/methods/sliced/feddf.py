@@ -27,6 +27,8 @@ from ..scaling import Levels, apart, with_copies
 class FedDF(Levels, Method):
     """The levels are ScaleFL's."""
 
+    label, color, marker = "FedDF", "#7f8e27", ">"
+
     version: ClassVar[int] = 2  # the public examples were taken from the clients
     needs_models: ClassVar[bool] = True
     needs_classes: ClassVar[str] = "its ensemble's softmax"

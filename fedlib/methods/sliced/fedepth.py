@@ -39,6 +39,8 @@ from ..peers import fresh_peers, peer_members
 class FeDepth(Decomposition, Method):
     """Table 2; ``heads="auxiliary"`` is m-FeDepth."""
 
+    label, color, marker = "FeDepth", "#6b006f", "o"
+
     version: ClassVar[int] = 2  # what is kept ahead of a stage counts as memory
 
     scenario: Literal["fair", "lack", "surplus", "own"] = "fair"

@@ -33,6 +33,8 @@ from ..widths import check_cuttable
 class HeteroFL(Method):
     """Five rates, kept by each client; ``weighting="examples"`` is the mean by examples."""
 
+    label, color, marker = "HeteroFL", "#ce83ad", "P"
+
     rates: tuple[Annotated[Positive, AtMost(1)], ...] = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0)
     dynamic: bool = False
     scaler: bool = True

@@ -28,6 +28,8 @@ from ..options import ServerStep
 class InclusiveFL(ServerStep, Method):
     """Table 1 uses momentum distillation with FedAdam; Table 3's rows are ``momentum_distill`` x ``aggregation``."""
 
+    label, color, marker = "InclusiveFL", "#e69f00", "D"
+
     version: ClassVar[int] = 2  # an exit without a client so far is served the shared block, as released
 
     aggregation: Literal["mean", "feddyn", "fedadam"] = "fedadam"

@@ -36,6 +36,8 @@ CONSTRAINED = When(draw="constrained")
 class RaFFM(ServerStep, Method):
     """Widths are shares of the whole; the defaults are the space of the release's GLUE script."""
 
+    label, color, marker = "RaFFM", "#b60072", "d"
+
     one_slice: ClassVar[bool] = False
 
     rank: tuple[Literal["qk", "vo", "ffn", "heads", "residual"], ...] = ("qk",)  # (): no prioritisation

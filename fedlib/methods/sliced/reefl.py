@@ -29,6 +29,8 @@ REE = When(use_ree=True)
 class ReeFL(Distillation, ServerStep, Method):
     """Ree's shape and the paper's ablations are fields."""
 
+    label, color, marker = "ReeFL", "#d55e00", "o"
+
     distill: Literal["none", "best", "mutual", "last"] = "best"  # Table 3: none
     modulate: Annotated[bool, REE] = True  # Eq. 4; Table 4: False
     history: Annotated[Literal["modulated", "raw"], REE] = "modulated"  # raw: Eq. 2 as printed

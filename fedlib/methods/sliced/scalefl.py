@@ -32,6 +32,8 @@ WIDTHS = {4: (0.4, 0.55, 0.75, 1.0),
 class ScaleFL(Distillation, ServerStep, Method):
     """Widths and exit placement default to the paper's for 4 and 12 exits."""
 
+    label, color, marker = "ScaleFL", "#37ad70", "^"
+
     distill: Literal["none", "best", "mutual", "last"] = "last"
     kd_weight: Annotated[float | None, AtLeast(0), TAUGHT] = 0.05  # eta, constant
     temperature: Annotated[Positive, TAUGHT] = 3.0  # tau

@@ -29,6 +29,8 @@ from ..scaling import Levels
 class ScaleFLOriginal(Levels, Method):
     """Four exits are four levels of 1/8, 1/4, 1/2 and all parameters; ``kd_weight=0`` is without self-distillation."""
 
+    label, color, marker = "ScaleFL", "#37ad70", "^"
+
     version: ClassVar[int] = 2  # distillation started one round early; width alone was priced without all exits
 
     kd_weight: Annotated[float, AtLeast(0)] = 0.05  # gamma

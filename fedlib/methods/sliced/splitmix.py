@@ -37,6 +37,8 @@ from ..widths import check_cuttable
 class SplitMix(MemoryBudgets, Method):
     """``bases`` of width 1 / bases; the paper's ratios."""
 
+    label, color, marker = "SplitMix", "#39b4ef", "h"
+
     version: ClassVar[int] = 2  # what is trained is what is served; convolutions start as released
     one_slice: ClassVar[bool] = False
 
