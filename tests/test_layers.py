@@ -76,6 +76,46 @@ def test_imports_point_to_the_same_room_or_a_lower_floor():
                 assert name == room(path) or FLOOR[name] < FLOOR[room(path)], f"{path.relative_to(PACKAGE)}: {name}"
 
 
+def imported_files(path):
+    """The files of fedlib that ``path`` imports, wherever in the file it stands, for types alone too."""
+    package = ("fedlib", *path.relative_to(PACKAGE).parent.parts)
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else ()
+            folder = PACKAGE.parent.joinpath(*base, *(node.module or "").split("."))
+            for found in (folder, *(folder / a.name for a in node.names)):
+                if (file := found.with_suffix(".py")).is_file() and PACKAGE in file.parents:
+                    yield file
+
+
+CIRCLES = {"runs/store.py", "runs/grid_on_cluster.py"}  # that are still there
+
+
+def test_no_two_files_import_each_other():
+    """However long the way round: what is left after files that import no others left is in a circle, or leads to one."""
+    left = {p: set(imported_files(p)) - {p} for p in files()}
+    assert {str(p.relative_to(PACKAGE)) for p in left[PACKAGE / "engine/cohort.py"]} >= {
+        "engine/stages.py",
+        "core/rng.py",
+    }
+    known = {PACKAGE / name for name in CIRCLES}
+    left = {p: {q for q in found if not {p, q} <= known} for p, found in left.items()}
+    while free := [p for p, found in left.items() if not found & left.keys()]:
+        for p in free:
+            del left[p]
+    assert not left, sorted(str(p.relative_to(PACKAGE)) for p in left)
+
+
+def test_one_file_runs_models():
+    """``put_`` and a model's context are the business of ``engine/forward.py``, and ``put_`` of the skeleton's own file."""
+    for path in files():
+        text, name = path.read_text(), str(path.relative_to(PACKAGE))
+        if name not in ("engine/forward.py", "models/exit_model.py"):
+            assert ".put_(" not in text, name
+            told = re.search(r"context\.(training|weights|scale|generators)\b[^=\n]*=[^=]", text)
+            assert room(path) in ("layers", "models", "kernels") or not told, f"{name}: {told and told[0]}"
+
+
 def test_no_method_imports_another():
     for folder in ("sliced", "personal"):
         for path in (PACKAGE / "methods" / folder).glob("[!_]*.py"):

@@ -7,7 +7,8 @@ import torch
 
 from fedlib import Execution, build_federation, run_rounds
 from fedlib.engine import serving
-from fedlib.engine.evaluation import exit_logits, put_slice_
+from fedlib.engine.evaluation import central, exit_logits
+from fedlib.engine.forward import Forward
 
 ONE = Execution(workers=1)
 
@@ -40,11 +41,11 @@ NETS = {
 def test_a_shared_backbone_runs_once_and_every_client_answers_as_before(tiny, monkeypatch, net, method):
     options = {"options": {"exits": "all"}} if method == "fedavg" else {}
     run, taken = trained(tiny, method, **NETS[net], **options), []
-    original = serving._as_one
-    monkeypatch.setattr(serving, "_as_one", lambda *a: taken.append(1) or original(*a))
+    original = Forward.as_one
+    monkeypatch.setattr(Forward, "as_one", lambda *a: taken.append(1) or original(*a))
     together = answers(*run)
     assert taken
-    monkeypatch.setattr(serving, "_shares_backbone", lambda *a: False)
+    monkeypatch.setattr(Forward, "shares_backbone", lambda *a: False)
     apart = answers(*run)
     assert together.keys() == apart.keys() and len(together) == 5
     for k, x in apart.items():
@@ -66,7 +67,7 @@ def test_who_does_not_share_a_backbone_runs_apart(tiny, monkeypatch, method, cha
         raise AssertionError("they do not share it")
 
     run = trained(tiny, method, **changes)
-    monkeypatch.setattr(serving, "_as_one", refuse)
+    monkeypatch.setattr(Forward, "as_one", refuse)
     assert len(answers(*run)) == 5
 
 
@@ -94,8 +95,7 @@ def test_a_clients_statistics_are_those_of_all_its_test_examples(tiny, monkeypat
     """The global model on one client's rows in one pass, and nothing else, is what it answers."""
     monkeypatch.setattr(serving, "AT_ONCE", 10)
     f, server, memories = trained(tiny, "fedavg", **NETS["maps"] | {"batch_norm": "batch", "options": {"exits": "all"}})
-    put_slice_(f, server, f.setting.full())
-    f.model.context.weights, f.model.context.training = None, True
+    central(f, server, f.setting.full()).place_(training=True)
     for k, x in answers(f, server, memories).items():
         rows = torch.from_numpy(f.data.client_test(k))
         with torch.no_grad():

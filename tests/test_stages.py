@@ -1,11 +1,15 @@
 """What a stage finds as it is, is computed once: where exits alone are trained, and where it may not be."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from fedlib import Execution, build_federation, run_rounds
 from fedlib.engine import cohort as engine
-from fedlib.engine.stages import by_example
+from fedlib.engine.cohort import Cohort
+from fedlib.engine.forward import by_example
+from fedlib.methods import Round
 
 ONE = Execution(workers=1)
 HEADS = {"fedrep": {"head_epochs": 3}, "fedrod": {"head_epochs": 3}, "fedpac": {"head_epochs": 3}}
@@ -55,7 +59,8 @@ def test_they_are_computed_anew_where_they_may_differ(convnet, change, monkeypat
 
 def test_features_follow_the_example_alone(tiny):
     def alone(**changes):
-        return by_example(build_federation(tiny.replace(finetune_options={}, **changes)).model)
+        f = build_federation(tiny.replace(finetune_options={}, **changes))
+        return by_example(f.model, f.experiment.batch_norm, training=True, features=True)
 
     assert alone(method="fedrep", finetune="full") and not alone(method="reefl", finetune="full")
     assert alone(method="fedrep", finetune="full", backbone="convnet3_slim", num_exits=3)
@@ -86,3 +91,20 @@ def test_narrow_clients_find_features_of_their_own_width(tiny, method, options, 
     assert few < 0.8 * many  # of two epochs the second found its features there
     for name, p in once.items():
         torch.testing.assert_close(p, anew[name], rtol=0, atol=1e-5)
+
+
+def test_features_of_a_frozen_backbone_are_there_before_a_client_trains(tiny):
+    """FedPAC asks for them before a client's first step, when no cache holds its examples yet."""
+    e = tiny.replace(method="fedpac", finetune="frozen", finetune_options={}, augment="none", budgets="maximum",
+                     num_train=150, num_clients=5, clients_per_round=3)  # fmt: skip
+    f, found = build_federation(e), []
+    assert f.train_prefix.units > 0
+    r = Round(1, tuple(f.sample_clients(1)), f.setting)
+    for x in (f, replace(f, train_prefix=None)):
+        members = [m for c in r.clients for m in x.method.members(c, x.server, r)]
+        found.append(
+            [z * weights[..., None] for z, _, weights in Cohort(x, x.model, x.server, r, members, {}).answers()]
+        )
+    for cached, anew in zip(*found, strict=True):
+        assert anew.abs().sum() > 1
+        torch.testing.assert_close(cached, anew, rtol=0, atol=1e-4)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from ..engine.evaluation import put_slice_, served_parts
+from ..engine.evaluation import central, served_parts
 from ..engine.federation import Federation
 from ..methods import Server
 from ..models.exit_model import ExitModel
@@ -98,6 +98,6 @@ def run_attention(f: Federation, server: Server, rows: torch.Tensor) -> Attentio
     """The maps of the test images ``rows`` under the trained global model."""
     from ..data.transforms import render
 
-    put_slice_(f, server, served_parts(f, server)[-1])
+    central(f, server, served_parts(f, server)[-1]).place_()
     size = f.model.backbone.spec.img_size
     return attention_maps(f.model, render(f.data.test_images[rows], None, size, f.data.mean, f.data.std)[None])

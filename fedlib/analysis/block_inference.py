@@ -11,9 +11,9 @@ from safetensors.torch import load_file, save_file
 
 from ..engine.evaluation import BATCH
 from ..engine.federation import Federation
-from ..layers.context import answering
+from ..engine.forward import Forward
 from ..methods import Server
-from ..models.route import Prefix, Route
+from ..models.route import Prefix
 
 
 @torch.no_grad()
@@ -27,21 +27,16 @@ def block_logits(f: Federation, server: Server, folder: str | Path) -> torch.Ten
     model, data, last, part = f.model, f.data, f.model.depth - 1, f.setting.full()
     held = {n: x for n, x in {**f.frozen, **server.params}.items() if n in f.setting.infos}
     batches = torch.arange(len(data.test_labels), device=f.device).split(BATCH)
-    model.context.scale, model.context.weights, outputs = part.scale, None, []
-    with answering(model.context):
-        for unit in range(model.depth):
-            here = {n for n in held if (at := f.setting.infos[n].unit) == unit or (at < 0 and unit in (0, last))}
-            model.put_({n: x if n in here else x.to("meta") for n, x in held.items()})
+    forward, outputs = Forward(model, [part], held, data=data, test=True).place_(), []
+    for unit in range(model.depth):
+        here = {n for n in held if (at := f.setting.infos[n].unit) == unit or (at < 0 and unit in (0, last))}
+        with model.holding({n: x if n in here else x.to("meta") for n, x in held.items()}):
             for i, rows in enumerate(batches):
                 file = Path(folder) / f"{i}.safetensors"
-                if unit:
-                    x = Prefix(unit, load_file(file, str(f.device))["z"])
-                else:
-                    x = data.view(data.test_images, model.backbone.spec.input_shape, rows)[None]
+                x = Prefix(unit, load_file(file, str(f.device))["z"]) if unit else forward.inputs(rows[None])
                 if unit < last:
-                    save_file({"z": model.prefix(x, unit + 1).z.contiguous()}, file)
+                    save_file({"z": forward.leading(x, unit + 1).z.contiguous()}, file)
                 else:
-                    outputs.append(model(x, Route.of(part, model.depth))[-1, 0])
+                    outputs.append(forward(x)[-1, 0])
                     file.unlink(missing_ok=True)
-    model.put_(held)
     return torch.cat(outputs)

@@ -10,6 +10,7 @@ import torch
 
 from ..engine.cohort import Cohort
 from ..engine.federation import Federation
+from ..engine.forward import Forward
 from ..methods import Round, Server
 from ..models.route import Route
 from .similarity import linear_cka, mean_cca
@@ -31,13 +32,10 @@ def local_features(f: Federation, server: Server, ids: Sequence[int], examples: 
 
 @torch.no_grad()
 def _features(f: Federation, cohort: Cohort, examples: int) -> list[torch.Tensor]:
-    model, seen = f.model, {}
-    model.put_(cohort.params)
-    model.context.training, model.context.weights = f.experiment.batch_norm == "batch", None
-    rows = torch.arange(examples, device=f.device)
-    x = f.data.view(f.data.test_images, model.backbone.spec.input_shape, rows)[None]
-    route = Route([1] * model.depth, {len(model.exit_units) - 1: slice(0, 1)})
-    model(x, route, lambda unit, z, feature, *_: seen.update({unit: feature[0]}))
+    forward, seen = Forward(f.model, cohort.slices, *cohort.forward.tensors, data=f.data, test=True).place_(), {}
+    route = Route([1] * f.model.depth, {len(f.model.exit_units) - 1: slice(0, 1)})
+    x = forward.inputs(torch.arange(examples, device=f.device)[None])
+    forward(x, route=route, watch=lambda unit, z, feature, *_: seen.update({unit: feature[0]}))
     return [seen[u].flatten(2).mean(-1) if seen[u].dim() > 2 else seen[u] for u in sorted(seen)]
 
 

@@ -18,8 +18,8 @@ from ..core.slices import Slice, scatter_add_, take
 from ..engine.cohort import Cohort
 from ..engine.evaluation import exit_logits
 from ..engine.federation import Federation, budgets_of
+from ..engine.forward import Forward
 from ..methods import Member, Round, Server
-from ..models.route import Route
 from ..runs.costs import MIB, Shapes, load_shapes
 from ..runs.prices import num_classes
 from ..runs.store import Run
@@ -70,12 +70,11 @@ def step_seconds(e: Experiment, parts: Sequence[Slice], batch: int = BATCH, repe
     try:
         for part in parts:
             held = {n: p.detach().requires_grad_(n in shapes.trainable) for n, p in shapes.held(part).items()}
-            trained, route = [p for p in held.values() if p.requires_grad], Route.of(part, shapes.model.depth)
-            shapes.model.put_(held)
-            taken = []
+            trained, taken = [p for p in held.values() if p.requires_grad], []
+            forward = Forward(shapes.model, [part], held).place_(training=True)
             for _ in range(repeats + 1):  # the first is slower than those that follow
                 began = time.perf_counter()
-                torch.autograd.grad(shapes.model(x, route).sum(), trained, allow_unused=True)
+                torch.autograd.grad(forward(x).sum(), trained, allow_unused=True)
                 taken.append(time.perf_counter() - began)
             out.append(min(taken[1:]))
     finally:

@@ -43,7 +43,7 @@ def check_experiment(e: Experiment) -> Method:
             f"experiment: dataset = {e.dataset!r} asks for an answer at every token, and backbone = {e.backbone!r} has "
             "none; allowed: minilm, bert_micro or another transformer of text"
         )
-    if isinstance(task_of(e.dataset), NextToken) and not getattr(config, "causal", False):
+    if isinstance(task_of(e.dataset), NextToken) and not config.causal:
         raise ValueError(
             f"experiment: dataset = {e.dataset!r} asks for the next token, and backbone = {e.backbone!r} sees what "
             "follows; allowed: a causal one, such as llama_tiny"
@@ -116,7 +116,7 @@ def check_norms(e: Experiment, model: ExitModel) -> None:
 
 def check_words(e: Experiment, config) -> None:
     """Raise ``ValueError`` if the backbone and its tokenizer do not go together; ``ConnectionError`` if it has none."""
-    source = getattr(config, "tokenizer", None)
+    source = config.tokenizer
     if source is None:
         return
     words, of = words_of(source), f"experiment: backbone = {e.backbone!r}: the tokenizer of {source!r}"

@@ -8,7 +8,6 @@ Read next: ``stacks.py`` (what is stacked), ``stages.py``, ``batches.py``, ``opt
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 
 import numpy as np
 import torch
@@ -16,15 +15,15 @@ import torch
 from ..core.profiling import phase
 from ..core.rng import torch_generator
 from ..core.slices import NOTHING
-from ..layers.context import answering
 from ..layers.norms import statistics
 from ..methods.jobs import Member, Round, Server, Stage
 from ..methods.losses import Batch
 from ..methods.server import Update
 from ..models.exit_model import ExitModel
-from ..models.route import Route, rows_of
+from ..models.route import Route
 from .batches import Batches, Draws, in_order, plan_batches
 from .federation import Federation
+from .forward import Forward
 from .optimisers import build_optimiser
 from .schedules import round_rate, step_rates
 from .stacks import Stack
@@ -58,19 +57,17 @@ class Cohort:
         self.rows = self.stack.rows
         self.start = self.stack.tensors(server.params)  # what the clients start from, stacked
         self.params = {n: p.clone() for n, p in self.start.items()}  # what they train
-        self.frozen = self.stack.frozen()
-        model.put_(self.frozen)
-        self.alive = self.stack.alive(model.depth)
-        self.exit_rows = {
-            j: rows_of([i for i, s in enumerate(self.slices) if j in s.exits]) for j in range(len(model.exit_units))
-        }
-        device = self.data.images.device
-        held = [[j in s.exits for s in self.slices] for j in self.exit_rows]
-        self.held = torch.tensor(held, dtype=torch.float32, device=device)
-        self.prefix = None if self.stack.is_cut else federation.train_prefix
+        self.forward = Forward(
+            model, self.slices, self.stack.frozen(), self.params, data=self.data,
+            prefix=None if self.stack.is_cut else federation.train_prefix,
+            bfloat16=self.experiment.precision == "bfloat16",
+        )  # fmt: skip
+        held = [[j in s.exits for s in self.slices] for j in range(len(model.exit_units))]
+        self.held = torch.tensor(held, dtype=torch.float32, device=self.data.images.device)
+        still = {name: [m for m in members if m.name == name] for name in (m.name for m in members if not m.trains)}
         self.teachers = {
-            name: Teacher(self, [m for m in members if m.name == name and not m.trains])
-            for name in dict.fromkeys(m.name for m in members if not m.trains)
+            name: Teacher(federation, self.forward, self.clients, same, server.params, memories)
+            for name, same in still.items()
         }
         self._ahead: Ahead | None = None  # what the last stage kept
         self._draws = Draws(self.experiment.seed, r.t)
@@ -172,27 +169,22 @@ class Cohort:
             if models is not None:
                 active = active & np.array([m.name == models for m in self.members])
         rate = stage.lr if stage.lr is not None else round_rate(e, self.t)
-        route = route_of(stage, self.alive, self.exit_rows)
+        forward, route = self.forward, route_of(stage, self.forward.route, len(self.held))
         if stage.without:  # the cache ran them
-            self.prefix = None
-        if self.prefix is not None:
-            with phase("forward"):
-                self.prefix.fill(self.model, plan.examples)
-        self.model.put_(self.params)
-        self._set_context(training=True)
-        self.model.context.generators = self._generators
+            forward.prefix = None
+        with phase("forward"):
+            forward.place_(training=True).fill(plan.examples)
+            forward.place_(training=True, generators=self._generators)
         optimiser = build_optimiser(e, leaves, [self.rows[n] for n in names])
         ahead, before = None, self._ahead if stage.units is not None else None
-        if units := units_ahead(self, stage, names):
+        if units := units_ahead(self.federation, forward, self.clients, stage, names):
             with phase("forward"):
-                ahead = Ahead(self, stage, units, plan, before)
+                ahead = Ahead(self.federation, forward, self.clients, stage, units, plan, before)
         self._ahead, before = ahead if stage.units is not None else None, None
         total, scratch = torch.zeros(len(self.members), device=device), {}
-        for step, width in enumerate(plan.width):
-            with phase("data"):
-                x, labels, weights = self._batch(plan, step, width, ahead)
+        for step in range(len(plan.width)):
+            batch = self._run(plan, step, route, ahead, scratch)
             with phase("forward"):
-                batch = self._answer(x, labels, weights, route, scratch, partial(self._teach, plan, step, x))
                 losses = loss(batch)
             with phase("backward"):
                 grads = list(torch.autograd.grad(losses.sum(), leaves, allow_unused=True))
@@ -203,8 +195,8 @@ class Cohort:
                         g if g is None else g + gradient(n, self.params[n]) for n, g in zip(names, grads, strict=True)
                     ]
                 optimiser.step_(grads, step_rates(e, rate, step, plan.steps), active[step])
-            del x, batch, losses, grads  # kept any longer, they keep the next step out of the memory this one has freed
-        self.model.context.generators = None
+            del batch, losses, grads  # kept any longer, they keep the next step out of the memory this one has freed
+        forward.place_()
         for p in leaves:
             p.requires_grad_(False)
         steps = torch.as_tensor(active.sum(0).clip(1), device=device)
@@ -217,63 +209,35 @@ class Cohort:
 
         Features (M, B, d) are flattened; weights (M, B) are 1 on examples and 0 on padding.
         """
-        unit, route = self.model.exit_units[exit], Route(self.alive, self.exit_rows)
-        self.model.put_(self.params)
-        self._set_context(training=False)
+        unit, forward = self.model.exit_units[exit], self.forward.place_()
         for rows, weights in in_order(self.data, self.clients, self.experiment.batch_size):
-            x = self.inputs(rows)
+            forward.fill(rows.cpu().numpy())
             seen: dict[int, torch.Tensor] = {}
-            self.model.context.weights = weights
-            with torch.no_grad(), answering(self.model.context):
-                self.model(x, route, lambda at, z, feature, *_, seen=seen: seen.update({at: feature}))
+            watch = lambda at, z, feature, *_, seen=seen: seen.update({at: feature})  # noqa: E731
+            forward.answer(forward.inputs(rows), weights, watch=watch)
             yield seen[unit].flatten(2), self.data.labels[rows], weights
 
-    def _batch(self, plan: Batches, step: int, width: int, ahead: Ahead | None) -> tuple:
-        """Inputs (M, width, ...), labels and weights (M, width) of one step."""
-        rows, views = plan.rows[step, :, :width], plan.views
-        if ahead is not None:
-            return ahead(step, width), self.data.labels[rows], plan.weights[step, :, :width]
-        x = self.inputs(rows, None if views is None else views[step, :, :width])
-        return x, self.data.labels[rows], plan.weights[step, :, :width]
-
-    def inputs(self, rows: torch.Tensor, views: torch.Tensor | None = None):
-        """What the model reads of each member's ``rows`` (M, width)."""
-        if self.prefix is not None:
-            return self.prefix(rows)
-        views = views.reshape(-1, 5) if views is not None else None
-        x = self.data.view(self.data.images, self.model.backbone.spec.input_shape, rows.reshape(-1), views)
-        return x.view(*rows.shape, *x.shape[1:])
-
-    def _answer(self, x, labels: torch.Tensor, weights: torch.Tensor, route: Route, scratch: dict, teach) -> Batch:
-        """Run the members on one step's inputs."""
-        e, features = self.experiment, {}
-        device = labels.device.type
+    def _run(self, plan: Batches, step: int, route: Route, ahead: Ahead | None, scratch: dict) -> Batch:
+        """Run the members on the inputs of one step."""
+        width, features = plan.width[step], {}
+        rows, weights = plan.rows[step, :, :width], plan.weights[step, :, :width]
+        with phase("data"):
+            views = None if plan.views is None else plan.views[step, :, :width]
+            x = ahead(step, width) if ahead is not None else self.forward.inputs(rows, views)
         exit_of = {unit: j for j, unit in enumerate(self.model.exit_units)}
 
         def watch(unit, z, feature, past, handed_back):
             if unit in exit_of:
                 features[exit_of[unit]] = feature
 
-        self.model.context.weights = weights
-        with torch.autocast(device, torch.bfloat16, enabled=e.precision == "bfloat16"):
-            outputs = self.model(x, route, watch).float()
-        self.params.update({n: x for n, x in statistics(self.model).items() if n in self.params})  # as it left them
+        with phase("forward"):
+            outputs = self.forward(x, weights, route, watch)
+        self.params.update({n: s for n, s in statistics(self.model).items() if n in self.params})  # as it left them
         held = self.held
         if route.exit is not None:  # nobody else answers
             held = held * torch.eye(len(held), device=held.device)[route.exit, :, None]
         return Batch(
-            outputs, labels, weights, held, self.t, e.rounds, scratch, features, self.stack.owners,
-            teach, self.stack.label_counts, self.federation.task,
+            outputs, self.data.labels[rows], weights, held, self.t, self.experiment.rounds, scratch, features,
+            self.stack.owners, lambda name: self.teachers[name].at(plan, step, x), self.stack.label_counts,
+            self.federation.task,
         )  # fmt: skip
-
-    def _teach(self, plan: Batches, step: int, x, name: str) -> torch.Tensor:
-        """Outputs (E, M, B, *out) of the members ``name`` that do not train on one step's inputs."""
-        return self.teachers[name].at(plan, step, x)
-
-    def _set_context(self, training: bool) -> None:
-        """Tell layers whether the members train, and how narrow each of them is."""
-        scales = [s.scale for s in self.slices]
-        alike = len(set(scales)) == 1
-        context = self.model.context
-        context.training, context.weights = training, None
-        context.scale = scales[0] if alike else torch.tensor(scales, device=self.data.images.device)

@@ -8,18 +8,21 @@ import numpy as np
 import torch
 
 from ..core.slices import Slice, is_cut, take, take_all
-from ..layers.norms import recomputed_statistics
 from ..methods import Round, Server
-from ..models.route import Route
 from .federation import Federation
+from .forward import Forward
 from .privacy import privacy_spent
 
 
-def put_slice_(federation: Federation, server: Server, part: Slice) -> None:
-    """Load the sub-model ``part`` of the global state into the federation's model (views where possible)."""
-    infos, model = federation.setting.infos, federation.model
-    model.put_({n: take(p, infos[n], part) for n, p in federation.frozen.items()})
-    model.put_(take_all(server.params, infos, part))
+def central(federation: Federation, server: Server, part: Slice) -> Forward:
+    """The sub-model ``part`` of the global state on the central test set (views where possible)."""
+    infos = federation.setting.infos
+    frozen = {n: take(p, infos[n], part) for n, p in federation.frozen.items()}
+    cut = part.index and any(is_cut(i, part) for i in infos.values())
+    return Forward(
+        federation.model, [part], frozen, take_all(server.params, infos, part), data=federation.data, test=True,
+        prefix=None if cut else federation.test_prefix,
+    )  # fmt: skip
 
 
 BATCH = 250  # examples; a number of its own, so that no answer follows from how many threads there are
@@ -29,29 +32,17 @@ def exit_logits(federation: Federation, server: Server, part: Slice | tuple[Slic
     """Logits (E, N, C) of sub-model ``part`` on the test set; zeros for exits it does not hold. Of several the mean."""
     if isinstance(part, tuple):
         return sum(exit_logits(federation, server, one) for one in part) / len(part)
-    data, model, device = federation.data, federation.model, federation.device
-    put_slice_(federation, server, part)
-    route = Route.of(part, model.depth)
-    context, policy = model.context, federation.experiment.batch_norm
-    context.weights, context.scale = None, part.scale
-    context.training = policy == "local"  # whose statistics are the clients': here those of the batch
-    cut = any(is_cut(i, part) for i in federation.setting.infos.values()) if part.index else False
-    prefix = federation.test_prefix if not cut else None
+    data, device, policy = federation.data, federation.device, federation.experiment.batch_norm
+    forward = central(federation, server, part)
+    forward.place_(training=policy == "local")  # whose statistics are the clients': here those of the batch
 
     @torch.inference_mode()
     def logits(examples: np.ndarray) -> torch.Tensor:
-        rows = torch.from_numpy(examples).to(device)
-        if prefix is None:
-            x = data.view(data.test_images, model.backbone.spec.input_shape, rows)[None]
-        else:
-            prefix.fill(model, examples)
-            x = prefix(rows[None])
-        return model(x, route)[:, 0]
+        forward.fill(examples)
+        return forward(forward.inputs(torch.from_numpy(examples).to(device)[None]))[:, 0]
 
     if policy == "static":
-        with recomputed_statistics(model):
-            for rows in torch.arange(len(data.images), device=device).split(BATCH):
-                model(data.view(data.images, model.backbone.spec.input_shape, rows)[None], route)
+        forward.recompute_((rows[None], None) for rows in torch.arange(len(data.images), device=device).split(BATCH))
     n = len(data.test_labels)
     parts = np.split(np.arange(n), range(BATCH, n, BATCH))
     threads = min(torch.get_num_threads(), len(parts)) if device.type == "cpu" else 1

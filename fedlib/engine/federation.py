@@ -153,7 +153,7 @@ def build_federation(e: Experiment, device: str = "cpu") -> Federation:
     spec = backbone_spec(e.backbone)
     check_words(e, spec)
     data = load_federated(e, device, spec.input_shape[-1], tokenizer_of(e.backbone))
-    if getattr(spec, "pixels", None) and spec.as_trained:  # images as the checkpoint saw them
+    if spec.pixels and spec.as_trained:  # images as the checkpoint saw them
         mean, std = torch.tensor(spec.pixels, device=data.mean.device)
         data = replace(data, mean=mean, std=std)
     check_input(e, spec, is_text(data.images))

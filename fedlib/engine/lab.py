@@ -12,7 +12,7 @@ from ..core.slices import Slice, scatter_add_, take, take_all
 from ..data.federated import FederatedData
 from ..methods.jobs import Setting, Tensors
 from ..models.exit_model import ExitModel
-from ..models.route import Route
+from .forward import Forward
 
 BATCH, HELD_OUT = 250, 10  # examples that are answered at once; every so manieth public example judges the training
 
@@ -27,9 +27,8 @@ class ServerLab:
 
     def answers(self, part: Slice, model: Tensors) -> torch.Tensor:
         """Outputs (N, C) of the last exit of ``model``, the tensors of ``part`` by local names, on all public rows."""
-        self._put(part, model)
         with torch.no_grad():
-            return torch.cat([self._outputs(part, rows) for rows in self.rows.split(BATCH)])
+            return self._outputs(part, model, self.rows)
 
     def distil(
         self, params: Tensors, part: Slice, target: torch.Tensor, passes: int, lr: float, patience: int,
@@ -70,26 +69,19 @@ class ServerLab:
 
     def _loss(self, part: Slice, tensors: Tensors, rows: torch.Tensor, target: torch.Tensor, training: bool = False):
         """Mean cross-entropy of ``rows`` (of the public ones) with their targets: KL up to a constant."""
-        self._put(part, tensors)
         rows = rows.to(self.rows.device)
         with torch.set_grad_enabled(training):
-            if training:
-                logp = self._outputs(part, self.rows[rows], training=True).log_softmax(-1)
-            else:
-                logp = torch.cat([self._outputs(part, x) for x in self.rows[rows].split(BATCH)]).log_softmax(-1)
+            logp = self._outputs(part, tensors, self.rows[rows], training).log_softmax(-1)
             return -(target[rows] * logp).sum(-1).mean()
 
-    def _put(self, part: Slice, tensors: Tensors) -> None:
-        infos = self.setting.infos
-        self.model.put_({n: take(p, infos[n], part) for n, p in self.frozen.items()})
-        self.model.put_(tensors)
-
-    def _outputs(self, part: Slice, rows: torch.Tensor, training: bool = False) -> torch.Tensor:
-        context = self.model.context
-        own = context.policy in ("batch", "tracked")  # else no statistics travel: those of the batch are taken
-        context.weights, context.scale, context.training = None, part.scale, training or not own
-        x = self.data.view(self.data.images, self.model.backbone.spec.input_shape, rows)[None]
-        return self.model(x, Route.of(part, self.model.depth))[max(part.exits), 0]
+    def _outputs(self, part: Slice, tensors: Tensors, rows: torch.Tensor, training: bool = False) -> torch.Tensor:
+        """Outputs (n, C) of the last exit of ``part`` on ``rows``; in training of all at once."""
+        infos, own = self.setting.infos, self.model.context.policy in ("batch", "tracked")
+        frozen = {n: take(p, infos[n], part) for n, p in self.frozen.items()}
+        forward = Forward(self.model, [part], frozen, tensors, data=self.data)
+        forward.place_(training=training or not own)  # where no statistics travel, those of the batch are taken
+        parts = [rows] if training else rows.split(BATCH)
+        return torch.cat([forward(forward.inputs(x[None]))[max(part.exits), 0] for x in parts])
 
 
 def _written(whole: torch.Tensor, value: torch.Tensor, info, part: Slice) -> torch.Tensor:

@@ -5,21 +5,17 @@ its statistics from who answers, these are of a client's whole test set, in one 
 Read next: ``evaluation.py`` (the central test set), ``data/client_tests.py`` (who is tested on what).
 """
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 
 import numpy as np
 import torch
 
 from ..data.tasks import Classification
-from ..layers.norms import BatchNorm2d, recomputed_statistics
 from ..methods import Member, Round, Server, Serving
-from ..models.exit_model import ExitModel
-from ..models.route import Route, rows_of
 from .batches import in_order
 from .cohort import Cohort
 from .federation import Federation
+from .forward import Forward, by_example
 from .leaving import leave_at, mean_over_clients
 from .stacks import Stack
 
@@ -119,8 +115,7 @@ def client_outputs(
 
 def _of_batches(f: Federation, serving: Serving) -> bool:
     """Are batch norm's statistics those of the examples that are answered?"""
-    norms = any(isinstance(m, BatchNorm2d) for m in f.model.modules())
-    return norms and "batch" in (f.experiment.batch_norm, serving.statistics)
+    return not by_example(f.model, f.experiment.batch_norm, serving.statistics == "batch")
 
 
 @torch.no_grad()
@@ -132,13 +127,19 @@ def _answer(
 
     ``real`` (K, B) is 0 on padding.
     """
-    total = 0
-    models = len(servings[0].members)
-    for place in range(models):
-        members = [s.members[place] for s in servings]
-        stack, params = _parameters(f, server, memories, r, members, servings[0])
-        total = total + _outputs(f, stack, params, servings[0], rows, real)
-    return total / models
+    serving, total = servings[0], 0
+    recomputed = f.experiment.batch_norm == "static" or serving.statistics == "recomputed"
+    step, weights = (rows.shape[1], real) if _of_batches(f, serving) else (max(1, AT_ONCE // len(rows)), None)
+    for place in range(len(serving.members)):
+        stack, params = _parameters(f, server, memories, r, [s.members[place] for s in servings], serving)
+        forward = Forward(f.model, stack.slices, stack.frozen(), params, data=f.data, test=True)
+        forward.place_(training=serving.statistics == "batch")
+        if recomputed:
+            forward.recompute_(in_order(f.data, [m.client for m in stack.members], f.experiment.batch_size))
+        shared = not recomputed and not stack.is_cut and forward.shares_backbone()
+        run = forward.as_one if shared else forward
+        total = total + torch.cat([run(forward.inputs(part), weights) for part in rows.split(step, 1)], 2)
+    return total / len(serving.members)
 
 
 def _parameters(f: Federation, server: Server, memories: Mapping, r: Round, members: list[Member], serving: Serving):
@@ -154,59 +155,3 @@ def _parameters(f: Federation, server: Server, memories: Mapping, r: Round, memb
         n: p[[list(cohort.rows[n]).index(i) for i in order]] if list(cohort.rows[n]) == whole else p
         for n, p in cohort.params.items()
     }
-
-
-def _outputs(
-    f: Federation, stack: Stack, params: Mapping[str, torch.Tensor], serving: Serving, rows: torch.Tensor,
-    real: torch.Tensor,
-) -> torch.Tensor:  # fmt: skip
-    model, shape = f.model, f.model.backbone.spec.input_shape
-    model.put_(stack.frozen())
-    model.put_(params)
-    context = model.context
-    scales = [s.scale for s in stack.slices]
-    context.scale = scales[0] if len(set(scales)) == 1 else torch.tensor(scales, device=f.device)
-    context.weights, context.training = None, serving.statistics == "batch"
-    exits = {j: rows_of([i for i, s in enumerate(stack.slices) if j in s.exits]) for j in range(len(model.exit_units))}
-    route = Route(stack.alive(model.depth), exits)
-    if f.experiment.batch_norm == "static" or serving.statistics == "recomputed":
-        with recomputed_statistics(model):
-            for own, weights in in_order(f.data, [m.client for m in stack.members], f.experiment.batch_size):
-                context.weights = weights
-                model(_view(f, f.data.images, own, shape), route)
-        context.weights = None
-    step = max(1, AT_ONCE // len(rows))
-    if _of_batches(f, serving):
-        context.weights, step = real, rows.shape[1]
-    run = _as_one if _shares_backbone(model, stack, params, route) else partial(_apart, route=route)
-    parts = [run(model, _view(f, f.data.test_images, part, shape)) for part in rows.split(step, 1)]
-    return torch.cat(parts, 2)
-
-
-def _shares_backbone(model: ExitModel, stack: Stack, params: Mapping[str, torch.Tensor], route: Route) -> bool:
-    """Do all members run the same backbone, whose answers do not depend on who shares a batch?"""
-    norms = any(isinstance(m, BatchNorm2d) for m in model.backbone.modules())
-    alike = all(p.dim() == len(stack.infos[n].shape) for n, p in params.items() if n.startswith("backbone."))
-    whole = not stack.is_cut and min(route.alive) == len(stack.members) and model.head.first_hand_back == math.inf
-    of_batches = norms and (model.context.training or model.context.policy not in ("tracked", "local"))
-    return alike and whole and not of_batches and {s.exits for s in stack.slices} == {tuple(route.exits)}
-
-
-def _apart(model: ExitModel, x: torch.Tensor, route: Route) -> torch.Tensor:
-    return model(x, route)
-
-
-def _as_one(model: ExitModel, x: torch.Tensor) -> torch.Tensor:
-    """The examples (K, B, ...) of all members through one backbone as one batch; each member's own exits answer."""
-    z, outputs = model.backbone.stem(x.flatten(0, 1).unsqueeze(0)), []
-    for unit in range(model.depth):
-        feature, z = model.backbone.advance(z, unit, 1)
-        if unit in model.exit_units:
-            outputs.append(model.head.step(unit, feature.squeeze(0).unflatten(0, x.shape[:2]), [])[0])
-    return torch.stack(outputs)
-
-
-def _view(f: Federation, images: torch.Tensor, rows: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """``rows`` (K, B) of ``images`` as the network sees them."""
-    x = f.data.view(images, shape, rows.reshape(-1))
-    return x.view(*rows.shape, *x.shape[1:])

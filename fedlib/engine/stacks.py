@@ -63,16 +63,6 @@ class Stack:
             for n, p in params.items()
         }
 
-    def alive(self, depth: int) -> list[int]:
-        """How many members run each unit; they are the first, or ``ValueError``."""
-        out = []
-        for unit in range(depth):
-            runs = [unit in s.units for s in self.slices]
-            if runs != sorted(runs, reverse=True):
-                raise ValueError(f"unit {unit}: members of a cohort may leave units out only where all of them do")
-            out.append(sum(runs))
-        return out
-
     def is_personal(self, name: str) -> bool:
         return name in self._personal
 

@@ -1,23 +1,18 @@
 """A stage of a local training: what it trains, what it runs, and what comes ahead of it, computed once."""
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import torch
-from torch import nn
 
+from ..core.clients import Client
 from ..core.slices import STEM, ParamInfo
-from ..layers.dropout import Dropout
-from ..layers.norms import BatchNorm2d
 from ..methods.jobs import Stage
-from ..models.exit_model import ExitModel
-from ..models.route import Prefix, Route, Rows
+from ..models.route import Prefix, Route
 from .batches import Batches, in_order, places_of
+from .federation import Federation
+from .forward import Forward, by_example
 from .frozen_cache import SHARE_OF_FREE_MEMORY, free_memory
-
-if TYPE_CHECKING:
-    from .cohort import Cohort
 
 
 def trains(stage: Stage, info: ParamInfo, exits: int) -> bool:
@@ -33,13 +28,13 @@ def trains(stage: Stage, info: ParamInfo, exits: int) -> bool:
     return info.unit in stage.units or (info.unit == STEM and not runs_ahead(stage))
 
 
-def route_of(stage: Stage, alive: Sequence[int], exit_rows: Mapping[int, Rows]) -> Route:
-    """Which members run which units and exits in ``stage``."""
+def route_of(stage: Stage, whole: Route, exits: int) -> Route:
+    """Which members run which units and exits in ``stage``; in a local training without stages ``whole``."""
     if stage.units is None:
-        return Route(alive, exit_rows)
-    alive = [0 if unit in stage.without else n for unit, n in enumerate(alive)]
-    exit = None if stage.exit is None else range(len(exit_rows))[stage.exit]
-    exits = exit_rows if exit is None else {exit: exit_rows[exit]}
+        return whole
+    alive = [0 if unit in stage.without else n for unit, n in enumerate(whole.alive)]
+    exit = None if stage.exit is None else range(exits)[stage.exit]
+    exits = whole.exits if exit is None else {exit: whole.exits[exit]}
     return Route(alive, exits, stage.units.start, stage.units.stop, exit)
 
 
@@ -48,32 +43,27 @@ def runs_ahead(stage: Stage) -> bool:
     return stage.units is not None and any(u not in stage.without for u in range(stage.units.start))
 
 
-def units_ahead(cohort: "Cohort", stage: Stage, names: Sequence[str]) -> int:
+def units_ahead(f: Federation, forward: Forward, clients: Sequence[Client], stage: Stage, names: Sequence[str]) -> int:
     """How many leading units are run once for all epochs of ``stage``, which trains the parameters ``names``.
 
     All before its own of a stage of FeDepth that says so, where they are not frozen anyway; all there are where exits
     alone are trained (FedRep, FedRoD, FedPAC), more than once on the same features. None with augmentation.
     """
-    e, model, infos = cohort.experiment, cohort.model, cohort.setting.infos
+    e, model, infos, prefix = f.experiment, forward.model, f.setting.infos, forward.prefix
     if e.augment != "none":
         return 0
     if stage.units is not None:
-        known = cohort.prefix.units if cohort.prefix is not None else 0
+        known = prefix.units if prefix is not None else 0
         return stage.units.start if stage.cached and runs_ahead(stage) and stage.units.start > known else 0
     epochs = e.local_epochs if stage.epochs is None else stage.epochs
-    if epochs == 1 or cohort.prefix is not None or any(infos[n].exit is None for n in names) or not by_example(model):
+    if epochs == 1 or prefix is not None or any(infos[n].exit is None for n in names):
         return 0
-    spec, examples = model.backbone.spec, len(cohort.clients) * max(c.num_examples for c in cohort.clients)
+    if model.backbone.reads_all or not by_example(model, e.batch_norm, training=True, features=True):
+        return 0
+    spec, examples = model.backbone.spec, len(clients) * max(c.num_examples for c in clients)
     numbers = sum(math.prod(spec.feature(u)) for u in range(model.depth) if model.head.reads(u))
-    fits = 4 * numbers * examples <= SHARE_OF_FREE_MEMORY * free_memory(cohort.data.images.device)
+    fits = 4 * numbers * examples <= SHARE_OF_FREE_MEMORY * free_memory(f.device)
     return model.depth if fits else 0
-
-
-def by_example(model: ExitModel) -> bool:
-    """Does every example get the same features while clients train, whatever else is in its batch?"""
-    chance = any(isinstance(m, (Dropout, nn.Dropout)) and m.p for m in model.backbone.modules())
-    batch = any(isinstance(m, BatchNorm2d) for m in model.backbone.modules())
-    return not (chance or batch or model.backbone.reads_all) and model.head.first_hand_back == math.inf
 
 
 class Ahead:
@@ -86,24 +76,25 @@ class Ahead:
     """
 
     @torch.no_grad()
-    def __init__(self, cohort: "Cohort", stage: Stage, units: int, plan: Batches, before: "Ahead | None" = None):
-        e, model, self.units = cohort.experiment, cohort.model, units
-        spec, most = model.backbone.spec, max(c.num_examples for c in cohort.clients)
+    def __init__(
+        self, f: Federation, forward: Forward, clients: Sequence[Client], stage: Stage, units: int, plan: Batches,
+        before: "Ahead | None" = None,
+    ):  # fmt: skip
+        size, model, self.units = f.experiment.batch_size, forward.model, units
+        spec, most = model.backbone.spec, max(c.num_examples for c in clients)
         self.kept: dict[int | None, torch.Tensor] = {}  # (M, examples, ...): features by unit; None: what goes on
-        for step, (rows, weights) in enumerate(in_order(cohort.data, cohort.clients, e.batch_size)):
-            model.context.weights = weights
-            with torch.autocast(rows.device.type, torch.bfloat16, enabled=e.precision == "bfloat16"):
-                x = cohort.inputs(rows) if before is None else before.part(step, e.batch_size)
-                made = model.prefix(x, units, stage.without, cohort.alive)
+        for step, (rows, weights) in enumerate(in_order(f.data, clients, size)):
+            x = forward.inputs(rows) if before is None else before.part(step, size)
+            made = forward.leading(x, units, weights, stage.without)
             for unit, x in (made.features if units == model.depth else {None: made.z}).items():
                 if unit not in self.kept:
                     shape = spec.state(units - 1) if unit is None else x.shape[2:]  # perhaps cut in width
                     self.kept[unit] = x.new_zeros(len(x), most, *shape, dtype=torch.float32)
-                to = self.kept[unit][:, step * e.batch_size : (step + 1) * e.batch_size]
+                to = self.kept[unit][:, step * size : (step + 1) * size]
                 to[:, :, : x.shape[2]] = x[:, : to.shape[1]]  # sentences end with the longest of their batch
-        places = places_of(cohort.data, cohort.clients, plan.examples)  # (S, M, B)
+        places = places_of(f.data, clients, plan.examples)  # (S, M, B)
         self.places = torch.from_numpy(places).to(rows.device)
-        self.members = torch.arange(len(cohort.clients), device=rows.device)[:, None]
+        self.members = torch.arange(len(clients), device=rows.device)[:, None]
 
     def part(self, step: int, size: int) -> Prefix:
         """What was kept of every client's examples in order: part ``step`` of ``size``, filled up with zeros."""

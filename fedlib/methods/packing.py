@@ -60,7 +60,7 @@ class Decomposition(MemoryBudgets):
         """
         measure, batch = setting.measure, min(setting.batch_size, client.num_examples)
         room = _limit(min(self.shares[client.budget], 1) * measure.total_mib(setting.batch_size), self.slack)
-        out, before, one = [], 0.0, getattr(setting.spec, "one_state", True)
+        out, before, one = [], 0.0, setting.spec.one_state
         for units in plan:
             z = kept_mib(units.start, client.num_examples, setting)
             trained = sum(measure.activation_mib(unit, batch) for unit in units)

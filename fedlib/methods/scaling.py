@@ -153,7 +153,7 @@ def split(axes: Mapping[str, Axis], spec: Spec, level: Level, exits, scaler: boo
 
     A transformer's residual stream and FFN are cut as its heads are: the leading part of each of so many chunks.
     """
-    heads = getattr(spec, "heads", 1)
+    heads = max(1, spec.heads)
     index = {}
     for name, axis in axes.items():
         if axis.permutable and level.width < 1:

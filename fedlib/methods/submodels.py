@@ -131,7 +131,7 @@ def check_widths(space: Space, rank: Sequence[str], setting, e) -> None:
     ``setting`` may be of shapes alone, before there are axes.
     """
     spec = setting.spec
-    if not hasattr(spec, "heads"):
+    if not spec.heads:
         kind = type(spec).__name__.removesuffix("Spec")
         raise ValueError(
             f"{e.method}: backbone: a {kind} has no attention heads to cut; allowed: a ViT, BERT or foreign"
@@ -140,22 +140,22 @@ def check_widths(space: Space, rank: Sequence[str], setting, e) -> None:
         raise ValueError(
             f"{e.method}: finetune = {e.finetune!r} cannot be cut in width; allowed: {', '.join(CUTTABLE)}"
         )
-    if getattr(spec, "centred", False) and min(space.kinds["residual"]) < 1:
+    if spec.centred and min(space.kinds["residual"]) < 1:
         raise ValueError(
             f"{e.method}: backbone = {e.backbone!r} standardises what exits read by whole features, which a narrower "
             f"residual stream has not; allowed: residual = [1.0], or backbone = '{e.backbone}.stream'"
         )
-    if space.whole_heads and getattr(spec, "shares_heads", False) and min(space.kinds["attention"]) < 1:
+    if space.whole_heads and spec.shares_heads and min(space.kinds["attention"]) < 1:
         raise ValueError(
             f"{e.method}: cut = 'heads': the layers of {e.backbone!r} share positions per head; allowed: features"
         )
     narrow = min(space.kinds["attention"]) < 1 and not space.whole_heads
-    if getattr(spec, "grouped", False) and (min(space.kinds["attention"]) < 1 or {"qk", "vo", "heads"} & set(rank)):
+    if spec.grouped and (min(space.kinds["attention"]) < 1 or {"qk", "vo", "heads"} & set(rank)):
         raise ValueError(
             f"{e.method}: heads of {e.backbone!r} share keys and values and are never cut; allowed: attention = [1.0] "
             "and rank of ffn and residual"
         )
-    if getattr(spec, "rotary", False) and ("qk" in rank or narrow):
+    if spec.rotary and ("qk" in rank or narrow):
         key, allowed = ("rank = ['qk']", "vo, ffn, heads, residual") if "qk" in rank else ("attention", "[1.0]")
         raise ValueError(
             f"{e.method}: {key}: queries and keys of {e.backbone!r} are rotated in pairs by position, so their order "

@@ -25,8 +25,8 @@ def check_cuttable(method: str, setting: Setting, e, least: float = 1.0) -> None
 
 def uncut(spec: Spec) -> str:
     """Why a backbone of shape ``spec`` cannot be cut in width; empty if it can."""
-    if getattr(spec, "centred", False):
+    if spec.centred:
         return "its exits read a class token standardised by constants of the whole width; *.stream and *.mean are not"
-    if getattr(spec, "rotary", False):
+    if spec.rotary:
         return "its queries and keys are rotated in pairs by position"
-    return getattr(spec, "not_cut", "")
+    return spec.not_cut

@@ -50,7 +50,7 @@ def default_options(mode: str) -> dict[str, object]:
 
 def check_finetune(mode: str, options: dict, config: ViTSpec) -> None:
     """Raise ``ValueError`` for an unknown mode, an option it does not have, or a tuner that peft cannot inject."""
-    adaptable = hasattr(config, "peft_targets")
+    adaptable = bool(config.peft_targets)
     if _is_plain_lora(mode, options) and adaptable:
         _check_lora(LORA_DEFAULTS | options, _width(config))
         return
@@ -58,7 +58,7 @@ def check_finetune(mode: str, options: dict, config: ViTSpec) -> None:
         if mode not in OWN_MODES and mode not in finetune_modes():
             raise ValueError(f"experiment: finetune = {mode!r} is unknown{did_you_mean(mode, finetune_modes())}")
         tuners = [m for m in finetune_modes() if m not in OWN_MODES] if adaptable else []
-        tuners = [m for m in tuners if m in getattr(config, "tuners", tuners)]
+        tuners = [m for m in tuners if config.tuners is None or m in config.tuners]
         if mode not in tuners:
             known = did_you_mean(mode, (*config.own_modes, *tuners))
             raise ValueError(f"experiment: finetune = {mode!r} is not defined on this backbone{known}")

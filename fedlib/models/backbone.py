@@ -1,10 +1,8 @@
 """What a backbone is: a stem and units that run one at a time for K clients. Only it looks inside its state ``z``.
 
 A spec (a frozen dataclass) says all that is known before any weight exists: ``depth`` (units), ``input_shape``,
-``reads`` (images or tokens), ``own_modes`` (fine-tuning modes that make sense), the shapes of one example's ``feature``
-and ``state``, ``numbers`` of activations (the size of a cohort follows from them) and ``build()``.
-What a backbone cannot do its spec may say: ``not_cut`` (why no width can be cut), ``rotary`` (heads keep their width),
-``hands_back = False`` (ReeFL's token), ``averaged`` (there is no token that exits read).
+the shapes of one example's ``feature`` and ``state``, ``numbers`` of activations (the size of a cohort follows from
+them), ``build()``, and what it can do, where that differs from what :class:`Spec` says by default.
 Read next: ``vit.py``, ``resnet.py`` (two backbones), ``exit_model.py`` (who runs them).
 """
 
@@ -19,12 +17,30 @@ from ..layers.tokens import put_token, take_token
 
 
 class Spec(Protocol):
-    """Shape of a backbone: all that is known before any weight exists."""
+    """Shape of a backbone: all that is known before any weight exists. A backbone's own inherits the defaults."""
 
     depth: int
     input_shape: tuple[int, ...]
-    reads: Literal["images", "tokens"]
-    own_modes: tuple[str, ...]
+    reads: Literal["images", "tokens"] = "images"
+    causal: bool = False  # does a token see only those before it?
+    heads: int = 0  # of attention, each chunk of its features one; 0: there are none
+    grouped: bool = False  # do heads share keys and values? Then attention is never cut
+    rotary: bool = False  # are queries and keys rotated in pairs by position? Then heads keep their width
+    shares_heads: bool = False  # do layers share tensors per head?
+    not_cut: str = ""  # why no width can be cut
+    class_token: int = 0  # its position in the sequence
+    prefix_tokens: int = 1  # that stand for no part of the input
+    hands_back: bool = True  # can another token stand in place of the one that exits read?
+    averaged: bool = False  # do exits read the mean of all tokens?
+    centred: bool = False  # is what exits read standardised by constants of the whole width?
+    ends_normalised: bool = False  # has the last unit's feature passed a norm or pooler?
+    one_state: bool = True  # is what goes on one tensor? Several cannot be kept (``Backbone.settled``)
+    own_modes: tuple[str, ...] = ("full", "frozen")  # fine-tuning modes that make sense, of ``adapters.OWN_MODES``
+    peft_targets: tuple[str, ...] = ()  # the layers that peft adapts; none: it cannot
+    tuners: tuple[str, ...] | None = None  # of peft's, those that fit; None: all
+    source: str | None = None  # where published weights are; None: nowhere, or the registry knows
+    tokenizer: str | None = None  # what its words come from; None: MiniLM's, or it reads none
+    pixels: tuple[tuple[float, ...], tuple[float, ...]] | None = None  # mean and SD of its images in pre-training
 
     def feature(self, unit: int) -> tuple[int, ...]:
         """What an exit after ``unit`` sees of one example: (d,) or (C, H, W)."""
@@ -36,6 +52,42 @@ class Spec(Protocol):
         """Numbers in the widest activation of ``examples`` examples, and in all that autograd keeps of them."""
 
     def build(self) -> "Backbone": ...
+
+
+class TokenSpec(Spec):
+    """Shape of blocks on tokens of ``dim`` features, by default the patches of a square image and a class token."""
+
+    img_size: int
+    patch_size: int
+    channels: int
+    dim: int
+    ffn_dim: int
+    streams: int = 1  # sequences in the state
+
+    @property
+    def num_patches(self) -> int:
+        """Tokens that stand for a part of the input."""
+        return (self.img_size // self.patch_size) ** 2
+
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        """One image."""
+        return (self.channels, self.img_size, self.img_size)
+
+    @property
+    def widest(self) -> int:
+        """Numbers of a token in the widest activation."""
+        return self.ffn_dim
+
+    def feature(self, unit: int) -> tuple[int]:
+        return (self.dim,)
+
+    def state(self, unit: int) -> tuple[int, int]:
+        return (self.streams * (self.num_patches + self.prefix_tokens), self.dim)
+
+    def numbers(self, examples: int) -> tuple[int, int]:
+        tokens = examples * (self.num_patches + self.prefix_tokens)
+        return tokens * self.widest, tokens * self.depth * (8 * self.dim + 2 * self.widest)
 
 
 class Backbone(nn.Module):

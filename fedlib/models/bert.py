@@ -36,12 +36,12 @@ from ..core.slices import Axis
 from ..layers.context import Scaler
 from ..layers.linear import init_normal_, per_client
 from ..layers.norms import LayerNorm
-from .backbone import TokenBackbone
-from .vit import MLP, Attention, head_axis, token_numbers
+from .backbone import TokenBackbone, TokenSpec
+from .vit import MLP, Attention, head_axis
 
 
 @dataclass(frozen=True)
-class BertSpec:
+class BertSpec(TokenSpec):
     """Shape of a post-norm BERT encoder; sizes in tokens and features."""
 
     length: int = 32  # tokens of a sentence, class token included; longer ones are cut
@@ -57,8 +57,6 @@ class BertSpec:
     init_sd: float | None = 0.02  # of random matrices; None: 1/sqrt(inputs), for what is trained from random weights
     qkv_bias: ClassVar[bool] = True
     padding: ClassVar[int] = 0  # the token id that fills short sentences
-    prefix_tokens: ClassVar[int] = 1
-    class_token: ClassVar[int] = 0
     reads: ClassVar[str] = "tokens"
     own_modes: ClassVar[tuple[str, ...]] = ("full", "frozen", "pa", "sa", "ssf")
     ssf_stem: ClassVar[str] = "norm"
@@ -73,18 +71,6 @@ class BertSpec:
     def input_shape(self) -> tuple[int]:
         """One sentence: its token ids."""
         return (self.length,)
-
-    def feature(self, unit: int) -> tuple[int]:
-        """What an exit after ``unit`` sees of one example: the class token."""
-        return (self.dim,)
-
-    def state(self, unit: int) -> tuple[int, int]:
-        """What goes on after ``unit`` of one example: its tokens."""
-        return (self.num_patches + self.prefix_tokens, self.dim)
-
-    def numbers(self, examples: int) -> tuple[int, int]:
-        """Numbers in the widest activation of ``examples`` examples, and in all that autograd keeps of them."""
-        return token_numbers(self, examples, self.ffn_dim)
 
     def build(self) -> "Bert":
         """A backbone of this shape, without weights."""

@@ -4,7 +4,8 @@ The head decides what an exit is: ``Classifiers`` (one per exit) or ``Ree`` (sha
 Both answer ``step(unit, feature, past)`` after every unit. Read next: ``backbone.py``, ``exits.py``, ``places.py``.
 """
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -132,3 +133,14 @@ class ExitModel(nn.Module):
         for name, tensor in tensors.items():
             tensors_of_module, leaf = self._slots[name]
             tensors_of_module[leaf] = tensor
+
+    @contextmanager
+    def holding(self, *tensors: Mapping[str, torch.Tensor]) -> Iterator[None]:
+        """Inside, ``tensors`` are in place; afterwards what was there before."""
+        before = {n: self._slots[n][0][self._slots[n][1]] for some in tensors for n in some}
+        for some in tensors:
+            self.put_(some)
+        try:
+            yield
+        finally:
+            self.put_(before)

@@ -137,7 +137,7 @@ class Flattened(nn.Module):
 def classifiers(spec: Spec, num_classes: int, exit_units: Sequence[int]) -> nn.Module:
     """One classifier per exit, of the kind that reads what the backbone's exits see: a token, or a map."""
     if len(spec.feature(0)) == 1:
-        bare = spec.depth - 1 if getattr(spec, "ends_normalised", False) else None
+        bare = spec.depth - 1 if spec.ends_normalised else None
         return Classifiers(spec.feature(0)[0], num_classes, tuple(exit_units), bare)
     return PooledClassifiers(spec, num_classes, exit_units, spec.exit_head or "linear", spec.final_exit)
 

@@ -8,19 +8,17 @@ import torch
 from torch import nn
 
 from ..layers.conv import INITIALISATIONS, sample_and_pad
-from .backbone import Backbone
+from .backbone import Backbone, Spec
 
 
 @dataclass(frozen=True, kw_only=True)
-class MapSpec:
+class MapSpec(Spec):
     """Shape of a convnet for images of ``size`` x ``size`` pixels."""
 
     size: int = 32
     channels: int = 3
     exit_head: str | None = None  # the kind of exits before the last, where an experiment names one
     init: str = "he"  # how it and its exits are drawn: a name of ``layers.conv.INITIALISATIONS``
-    reads: ClassVar[str] = "images"
-    one_state: ClassVar[bool] = True  # is what goes on one map? Several cannot be kept (``Backbone.settled``)
     own_modes: ClassVar[tuple[str, ...]] = ("full",)
     early_exit: ClassVar[str] = "convolutions"  # the kind of ScaleFL's exits before the last
     final_exit: ClassVar[str] = "linear"  # the kind (``map_exits.KINDS``) of the exit after the last unit

@@ -59,12 +59,9 @@ class Measure:
         """
         from torch.utils.flop_counter import FlopCounterMode
 
-        self.model.put_(take_all(self._full, self.infos, replace(part, aliases={})))
-        try:
-            with FlopCounterMode(display=False) as counter:
-                self._run(part)
-        finally:
-            self.model.put_(self._full)
+        held = take_all(self._full, self.infos, replace(part, aliases={}))
+        with self.model.holding(held), FlopCounterMode(display=False) as counter:
+            self._run(part)
         return counter.get_total_flops() // 2
 
     def training_mib(self, part: Slice, batch: int = 32) -> float:
@@ -146,7 +143,7 @@ class Measure:
     def _run(self, part: Slice) -> None:
         """One example through ``part``. ``ValueError`` for layers of a tuner that look at values to run."""
         try:
-            self.model(self._example(), Route.of(part, self.model.depth))
+            self.model(self._example(), Route.of([part], self.model.depth))
         except NotImplementedError as error:
             raise ValueError("this finetune's layers look at values, so what they cost cannot be counted") from error
 

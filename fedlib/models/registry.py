@@ -121,7 +121,7 @@ def weights_file(name: str) -> Path | None:
 
 def folder_of_weights(name: str) -> Path | None:
     """The folder that a model of transformers is loaded from; None: from the hub, or not such a model."""
-    source = getattr(OWN.get(name), "source", None)
+    source = OWN[name].source if name in OWN else None
     return Path(source) if source and Path(source).is_dir() else None
 
 
@@ -149,7 +149,7 @@ def check_pretrained(name: str, pretrained: bool) -> None:
         name in WEIGHTS
         or name.startswith(("vim_tiny", "minilm"))
         or name == "efficientnet_b4"
-        or getattr(spec_of(name), "source", None)
+        or (name in OWN and OWN[name].source)
     )
     if pretrained and name in OWN and not published:
         raise ValueError(f"experiment: pretrained = True is not possible with backbone = {name!r}; allowed: False")
@@ -179,7 +179,7 @@ def _download_vim_tiny() -> dict[str, torch.Tensor]:
 
 def tokenizer_of(name: str) -> str | None:
     """What the words of a backbone come from (``data/tokenizer.py``); None: MiniLM's tokenizer, or no words."""
-    return getattr(spec_of(name), "tokenizer", None)
+    return spec.tokenizer if (spec := spec_of(name)) else None
 
 
 def backbone_spec(name: str, exit_head: str | None = None) -> Spec:

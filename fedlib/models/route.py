@@ -28,9 +28,16 @@ class Route:
     exit: int | None = None
 
     @classmethod
-    def of(cls, part: Slice, depth: int) -> "Route":
-        """One model's: ``part`` of ``depth`` units."""
-        return cls([int(u in part.units) for u in range(depth)], dict.fromkeys(part.exits, slice(0, 1)))
+    def of(cls, parts: Sequence[Slice], depth: int) -> "Route":
+        """That of the members ``parts`` of ``depth`` units; ``ValueError`` unless the first ones run each unit."""
+        alive = []
+        for unit in range(depth):
+            runs = [unit in s.units for s in parts]
+            if runs != sorted(runs, reverse=True):
+                raise ValueError(f"unit {unit}: members of a cohort may leave units out only where all of them do")
+            alive.append(sum(runs))
+        held = sorted({j for s in parts for j in s.exits})
+        return cls(alive, {j: rows_of([i for i, s in enumerate(parts) if j in s.exits]) for j in held})
 
 
 @dataclass(frozen=True)

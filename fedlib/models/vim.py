@@ -23,12 +23,12 @@ from torch import nn
 
 from ..layers.linear import Linear, per_client
 from ..layers.selective_scan import causal_conv, selective_scan
-from .backbone import TokenBackbone
-from .vit import patchify, token_numbers
+from .backbone import TokenBackbone, TokenSpec
+from .vit import patchify
 
 
 @dataclass(frozen=True)
-class VimSpec:
+class VimSpec(TokenSpec):
     """Shape of a Vision Mamba; sizes in pixels, tokens and features. Every block has the same state size."""
 
     img_size: int = 32
@@ -41,15 +41,8 @@ class VimSpec:
     eps: float = 1e-5
     reads_update: bool = True  # see the module's deviations
     channels: ClassVar[int] = 3
-    reads: ClassVar[str] = "images"
     not_cut: ClassVar[str] = "what its input projections make has no named axis"
-    prefix_tokens: ClassVar[int] = 1  # the class token, in the middle
-    own_modes: ClassVar[tuple[str, ...]] = ("full", "frozen")  # Table 9; the paper leaves other modes on Vim open
     peft_targets: ClassVar[tuple[str, ...]] = ("in_proj", "out_proj")
-
-    @property
-    def num_patches(self) -> int:
-        return (self.img_size // self.patch_size) ** 2
 
     @property
     def class_token(self) -> int:
@@ -66,21 +59,9 @@ class VimSpec:
         return math.ceil(self.dim / 16)
 
     @property
-    def input_shape(self) -> tuple[int, int, int]:
-        """One image."""
-        return (self.channels, self.img_size, self.img_size)
-
-    def feature(self, unit: int) -> tuple[int]:
-        """What an exit after ``unit`` sees of one example: the class token."""
-        return (self.dim,)
-
-    def state(self, unit: int) -> tuple[int, int]:
-        """What goes on after ``unit`` of one example: its tokens."""
-        return (self.num_patches + self.prefix_tokens, self.dim)
-
-    def numbers(self, examples: int) -> tuple[int, int]:
-        """Numbers in the widest activation (the scan's states), and in all that autograd keeps."""
-        return token_numbers(self, examples, self.inner_dim * self.state_dim)
+    def widest(self) -> int:
+        """The scan's states of a token."""
+        return self.inner_dim * self.state_dim
 
     def build(self) -> "Vim":
         """A backbone of this shape, without weights."""

@@ -17,11 +17,11 @@ from ..layers.attention import attend
 from ..layers.context import Context, Scaler
 from ..layers.linear import Linear, init_normal_, per_client
 from ..layers.norms import LayerNorm
-from .backbone import TokenBackbone
+from .backbone import TokenBackbone, TokenSpec
 
 
 @dataclass(frozen=True)
-class ViTSpec:
+class ViTSpec(TokenSpec):
     """Shape of a pre-norm vision transformer; sizes in pixels, tokens and features."""
 
     img_size: int = 32
@@ -37,42 +37,13 @@ class ViTSpec:
     norm_pre: bool = False  # CLIP's norm before the first block
     layer_scale: bool = False
     channels: int = 3
-    class_token: ClassVar[int] = 0  # its position in the sequence
-    reads: ClassVar[str] = "images"
-    own_modes: ClassVar[tuple[str, ...]] = ("full", "frozen", "pa", "sa", "ssf")  # of adapters.OWN_MODES
+    own_modes: ClassVar[tuple[str, ...]] = ("full", "frozen", "pa", "sa", "ssf")
     ssf_stem: ClassVar[str] = "patch_embed"  # the stem's layer that ssf scales and shifts
     peft_targets: ClassVar[tuple[str, ...]] = ("q", "v")
-
-    @property
-    def num_patches(self) -> int:
-        return (self.img_size // self.patch_size) ** 2
-
-    @property
-    def input_shape(self) -> tuple[int, int, int]:
-        """One image."""
-        return (self.channels, self.img_size, self.img_size)
-
-    def feature(self, unit: int) -> tuple[int]:
-        """What an exit after ``unit`` sees of one example: the class token."""
-        return (self.dim,)
-
-    def state(self, unit: int) -> tuple[int, int]:
-        """What goes on after ``unit`` of one example: its tokens."""
-        return (self.num_patches + self.prefix_tokens, self.dim)
-
-    def numbers(self, examples: int) -> tuple[int, int]:
-        """Numbers in the widest activation of ``examples`` examples, and in all that autograd keeps of them."""
-        return token_numbers(self, examples, self.ffn_dim)
 
     def build(self) -> "ViT":
         """A backbone of this shape, without weights."""
         return ViT(self)
-
-
-def token_numbers(spec, examples: int, hidden_dim: int) -> tuple[int, int]:
-    """``numbers`` of a transformer whose tokens' widest activation has ``hidden_dim`` features."""
-    tokens = examples * (spec.num_patches + spec.prefix_tokens)
-    return tokens * hidden_dim, tokens * spec.depth * (8 * spec.dim + 2 * hidden_dim)
 
 
 def patchify(images: torch.Tensor, patch: int) -> torch.Tensor:

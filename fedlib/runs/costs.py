@@ -11,9 +11,9 @@ from ..core.clients import Client
 from ..core.experiment import Experiment
 from ..core.slices import Slice, take
 from ..engine.federation import build_model, setting_of
+from ..engine.forward import Forward
 from ..methods import Method, Round, Server, Setting, build_method
 from ..models.exit_model import ExitModel
-from ..models.route import Route
 
 MIB = 2**20
 
@@ -117,13 +117,13 @@ def exit_macs(e: Experiment, num_classes: int, exits: Sequence[int] | None = Non
     return [_macs(shapes, j) for j in (range(shapes.budgets) if exits is None else exits)]
 
 
-def _hold_exit_(shapes: Shapes, j: int) -> tuple[Slice, dict[str, torch.Tensor], Route]:
-    """Put the sub-model of exit ``j`` in place: its slice, its parameters, and its way through the model."""
+def _hold_exit_(shapes: Shapes, j: int) -> tuple[Slice, dict[str, torch.Tensor], Forward]:
+    """Put the sub-model of exit ``j`` in place: its slice, its parameters, and what runs it."""
     part, model = shapes.slice_for(j), shapes.model
     model.backbone.whole_blocks = True
     held = shapes.held(part)
-    model.put_({n: p.detach().requires_grad_(n in shapes.trainable) for n, p in held.items()})
-    return part, held, Route.of(part, model.depth)
+    own = {n: p.detach().requires_grad_(n in shapes.trainable) for n, p in held.items()}
+    return part, held, Forward(model, [part], own).place_(training=True)
 
 
 def _example(shapes: Shapes, device: str = "meta") -> torch.Tensor:
@@ -133,9 +133,9 @@ def _example(shapes: Shapes, device: str = "meta") -> torch.Tensor:
 def _macs(shapes: Shapes, j: int) -> int:
     from torch.utils.flop_counter import FlopCounterMode
 
-    _, _, route = _hold_exit_(shapes, j)
+    _, _, forward = _hold_exit_(shapes, j)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
-        shapes.model(_example(shapes), route)
+        forward(_example(shapes))
     return counter.get_total_flops() // 2
 
 
@@ -150,7 +150,7 @@ def exit_costs(e: Experiment, num_classes: int, batch_size: int = 32) -> list[di
     shapes = load_shapes(e, num_classes)
     out = []
     for j in range(shapes.budgets):
-        part, held, route = _hold_exit_(shapes, j)
+        part, held, forward = _hold_exit_(shapes, j)
         trainable = [n for n in held if n in shapes.trainable]
         kept: dict[int, torch.UntypedStorage] = {}
 
@@ -161,7 +161,7 @@ def exit_costs(e: Experiment, num_classes: int, batch_size: int = 32) -> list[di
         examples = _example(shapes).expand(1, batch_size, *shapes.setting.spec.input_shape)
         saved = torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t)
         with FlopCounterMode(display=False) as counter, saved:
-            shapes.model(examples, route)
+            forward(examples)
         weights = {p.untyped_storage()._cdata for p in held.values()}
         activations = sum(s.nbytes() for i, s in kept.items() if i not in weights)
         memory = sum(p.numel() for p in held.values()) + sum(held[n].numel() for n in trainable)
@@ -194,11 +194,11 @@ def timed_macs_per_second(e: Experiment, num_classes: int, device: str = "cpu", 
     j = build_method(e.method, e.options).num_budgets(e.num_exits) // 2
     macs = 3 * exit_macs(e, num_classes, [j])[0] * e.batch_size
     shapes = load_shapes(e, num_classes, device=device)
-    _, _, route = _hold_exit_(shapes, j)
+    _, _, forward = _hold_exit_(shapes, j)
     x = _example(shapes, device).expand(1, e.batch_size, *shapes.setting.spec.input_shape)
     trainable = [p for p in shapes.model.parameters() if p.requires_grad]
 
-    step = lambda: torch.autograd.grad(shapes.model(x, route).sum(), trainable, allow_unused=True)  # noqa: E731
+    step = lambda: torch.autograd.grad(forward(x).sum(), trainable, allow_unused=True)  # noqa: E731
     return macs * _steps_per_second(step, device, seconds)
 
 

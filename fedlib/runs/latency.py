@@ -13,21 +13,21 @@ import torch
 
 from ..core.experiment import Experiment
 from ..core.slices import Slice
+from ..engine.forward import Forward
 from ..methods.levels import solve_levels
 from ..methods.scaling import priced
-from ..models.route import Route
 from .costs import Shapes, load_shapes
 
 
 def seconds_of(shapes: Shapes, part: Slice, examples: int = 1, repeats: int = 5) -> float:
     """Median seconds in which ``part`` answers ``examples`` examples, here and now; the first pass does not count."""
     spec, times = shapes.setting.spec, []
-    shapes.model.put_(shapes.held(part))
-    x, route = torch.ones(1, examples, *spec.input_shape), Route.of(part, shapes.model.depth)
+    forward = Forward(shapes.model, [part], shapes.held(part)).place_(training=True)
+    x = torch.ones(1, examples, *spec.input_shape)
     with torch.inference_mode():
         for _ in range(repeats + 1):
             began = time.perf_counter()
-            shapes.model(x, route)
+            forward(x)
             times.append(time.perf_counter() - began)
     return statistics.median(times[1:])
 

@@ -54,12 +54,12 @@ class ReeFL(Distillation, ServerStep, Method):
             raise ValueError(
                 f"reefl: backbone: Ree needs a class token, a {kind}'s exits read maps; allowed: a ViT, Vim or BERT"
             )
-        if self.use_ree and not getattr(spec, "hands_back", True):
+        if self.use_ree and not spec.hands_back:
             raise ValueError(
                 f"reefl: backbone: Ree needs a class token, and {e.backbone!r} has none that could be handed back; "
                 "allowed: use_ree = False, or a ViT, Vim or BERT of the kit's own"
             )
-        if self.use_ree and getattr(spec, "averaged", False):
+        if self.use_ree and spec.averaged:
             raise ValueError(
                 f"reefl: backbone: Ree needs a class token, the exits of {e.backbone!r} read the mean of all tokens; "
                 f"allowed: {e.backbone.removesuffix('.mean')!r}, or another ViT, Vim or BERT"
