@@ -39,7 +39,7 @@ class FedPAC(JointExits, Method):
 
     label, color, marker = "FedPAC", "#322995", "8"
 
-    version: ClassVar[int] = 2  # 1 drew features to the client's own prototypes in round 1
+    version: ClassVar[int] = 3  # 1 drew to own prototypes in round 1, 2 read an empty cache
     needs_extras: ClassVar[bool] = True
     needs_classes: ClassVar[str] = "its feature alignment"
 
