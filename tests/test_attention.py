@@ -5,11 +5,11 @@ import numpy as np
 import pytest
 import torch
 
-from fedlib.analysis.attention_maps import MAPS, Attention, attention_maps, attention_row, pick_by_exit
-from fedlib.analysis.attention_plots import MapPicture, browse, plot_blocks, plot_slide
 from fedlib.core.experiment import Experiment
 from fedlib.engine.federation import build_model
 from fedlib.methods import build_method
+from fedlib.papers.reefl.attention_maps import MAPS, Attention, attention_maps, attention_row, pick_by_exit
+from fedlib.papers.reefl.attention_plots import MapPicture, browse, plot_blocks, plot_slide
 
 
 def model_of(finetune="lora", method="reefl", **options):

@@ -9,6 +9,7 @@ from tracked import OUTPUTS
 
 from fedlib.core.paths import params_dir
 from fedlib.core.storage import write_json
+from fedlib.papers import reefl
 from fedlib.report.claims import (
     COLUMNS,
     Published,
@@ -20,7 +21,6 @@ from fedlib.report.claims import (
     load_all_claims,
     load_others,
 )
-from fedlib.report.exact import upload_table
 from fedlib.runs.params import load_grid, load_spec
 from fedlib.runs.store import run_path
 
@@ -211,18 +211,16 @@ def test_teachers_are_judged_from_the_notebooks_table(tmp_path):
 
 def test_stored_uploads_are_what_the_shapes_give(monkeypatch):
     """A sample of ``outputs/reefl/tables/uploads.csv`` computed again, and the exact claims on broken numbers."""
-    import fedlib.report.exact as exact
-
-    stored = Stored("reefl", "small", OUTPUTS).uploads
-    real = exact.load_reported
+    stored = Stored("reefl", "small", OUTPUTS).table("uploads")
+    real = reefl.load_reported
     some = "finetune == 'frozen' and method in ['depthfl', 'reefl']"
-    monkeypatch.setattr(exact, "load_reported", lambda *a: real(*a).query(some))
-    again, kept = upload_table("reefl"), stored.query(some).reset_index(drop=True)
+    monkeypatch.setattr(reefl, "load_reported", lambda *a: real(*a).query(some))
+    again, kept = reefl.upload_table("reefl"), stored.query(some).reset_index(drop=True)
     pd.testing.assert_frame_equal(again, kept, check_dtype=False)
-    of = lambda uploads: SimpleNamespace(uploads=uploads)  # noqa: E731
-    assert len(stored) == 60 and exact.communication(of(stored)) == (True, "60 of 60 cells equal to two decimals")
-    assert exact.extra_upload(of(stored))[0] and exact.fewer_parameters(of(stored))[0]
+    of = lambda uploads: SimpleNamespace(table=lambda _: uploads)  # noqa: E731
+    assert len(stored) == 60 and reefl.communication(of(stored)) == (True, "60 of 60 cells equal to two decimals")
+    assert reefl.extra_upload(of(stored))[0] and reefl.fewer_parameters(of(stored))[0]
     broken = stored.assign(paper=stored.paper.where(stored.index != 7, 0.0))
-    assert exact.communication(of(broken)) == (False, "59 of 60 cells equal to two decimals")
-    assert not exact.extra_upload(of(stored.assign(paper=stored.paper * (1 + (stored.method == "reefl")))))[0]
-    assert not exact.fewer_parameters(of(stored.assign(largest=500_000)))[0]
+    assert reefl.communication(of(broken)) == (False, "59 of 60 cells equal to two decimals")
+    assert not reefl.extra_upload(of(stored.assign(paper=stored.paper * (1 + (stored.method == "reefl")))))[0]
+    assert not reefl.fewer_parameters(of(stored.assign(largest=500_000)))[0]

@@ -6,7 +6,7 @@ import pytest
 from tracked import OUTPUTS
 
 from fedlib import Execution
-from fedlib.report.factors import (
+from fedlib.papers.reefl.factors import (
     FACTORS,
     answers,
     best_levels,

@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from plain_convnets import PlainResNet, plain_name, state_of
 
 from fedlib import Execution, Experiment, build_federation, run, run_rounds
-from fedlib.analysis.block_inference import block_logits
 from fedlib.core.clients import Client
 from fedlib.core.rng import torch_generator
 from fedlib.engine.cohort import Cohort
@@ -24,6 +23,7 @@ from fedlib.models import registry
 from fedlib.models.exit_model import ExitModel
 from fedlib.models.resnet import RESNETS, ResNetSpec
 from fedlib.models.route import Prefix
+from fedlib.papers.fedepth.block_inference import block_logits
 from fedlib.runs.costs import load_shapes
 from fedlib.runs.prices import training_macs
 

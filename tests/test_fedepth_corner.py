@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from fedlib import Execution, Experiment, build_federation
-from fedlib.analysis.local_networks import local_features, similarities
-from fedlib.analysis.training_memory import memory_of_stages, peak_mib, peaks_mib, seconds_of_stages
+from fedlib.papers.fedepth import EXACT
+from fedlib.papers.fedepth.local_networks import local_features, similarities
+from fedlib.papers.fedepth.memory_plots import plot_memory, plot_parts, plot_plans, plot_similarities
+from fedlib.papers.fedepth.training_memory import memory_of_stages, peak_mib, peaks_mib, seconds_of_stages
 from fedlib.report.claims import Published, Stored, compared, load_all_claims
-from fedlib.report.exact import EXACT
-from fedlib.report.memory_plots import plot_memory, plot_parts, plot_plans, plot_similarities
 from fedlib.report.table import Table
 from fedlib.report.tables import compute_table, load_reported
 from fedlib.runs.params import load_grid, load_spec

@@ -13,10 +13,11 @@ import pytest
 import torch
 from matplotlib.colors import to_rgb
 
-from fedlib.analysis.attention_plots import overlay
 from fedlib.core.paths import params_dir
 from fedlib.core.words import fonts, plain
 from fedlib.methods import METHODS
+from fedlib.papers.reefl.attention_plots import overlay
+from fedlib.papers.reefl.teachers import plot_teachers
 from fedlib.report import plots
 from fedlib.report.data_plots import plot_clients_examples, plot_label_distribution
 from fedlib.report.style import color_of, looks_of, marker_of, model_of, named, styled, title_of
@@ -352,7 +353,7 @@ def test_the_overview_is_a_picture_on_a_ground_of_its_own():
 
 def test_the_callers_settings_stay_as_they_were():
     before = dict(matplotlib.rcParams)
-    plots.plot_teachers({"running": np.array([1, 2]), "batch": np.array([2, 1])})
+    plot_teachers({"running": np.array([1, 2]), "batch": np.array([2, 1])})
     assert dict(matplotlib.rcParams) == before
 
 

@@ -6,8 +6,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from fedlib.analysis.submodels import acceleration, client_resources, local_scores, traffic_to
 from fedlib.engine.executors import Execution
+from fedlib.papers.raffm import acceleration, client_resources, local_scores, traffic_to
 from fedlib.report.cells import by_variant, runs_of, traffic_curves
 from fedlib.report.claims import Published, compared, load_all_claims
 from fedlib.report.further import with_further

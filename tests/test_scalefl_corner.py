@@ -13,9 +13,8 @@ from fedlib.methods import METHODS, build_method
 from fedlib.methods.scaling import Levels
 from fedlib.models import registry
 from fedlib.models.bert import BertSpec
+from fedlib.papers.scalefl import level_accuracies, level_costs, plane, plot_levels, plot_plane
 from fedlib.report.claims import Published, compared, load_all_claims
-from fedlib.report.level_plots import plot_levels, plot_plane
-from fedlib.report.levels import level_accuracies, level_costs, plane
 from fedlib.report.tables import load_reported
 from fedlib.runs.costs import load_shapes
 from fedlib.runs.params import load_grid, load_spec

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from fedlib import build_federation
-from fedlib.analysis.early_leaving import adaptive_curve, adaptive_inference, leave_early, served_macs, single_exits
-from fedlib.analysis.teachers import count_teachers
 from fedlib.engine.evaluation import served_parts
+from fedlib.papers.reefl.teachers import count_teachers
+from fedlib.report.early_leaving import adaptive_curve, adaptive_inference, leave_early, served_macs, single_exits
 from fedlib.report.statistics import bootstrap_interval, correct, orderings, paired_differences
 from fedlib.report.tables import best_runs, mean_sd
 from fedlib.runs.trained import all_logits, class_accuracies, client_accuracies, load_trained

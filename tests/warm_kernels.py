@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 
-IMPORTS = """fedlib.analysis.attention_maps fedlib.analysis.early_leaving fedlib.engine.processes fedlib.engine.rounds
+IMPORTS = """fedlib.papers.reefl.attention_maps fedlib.report.early_leaving fedlib.engine.processes fedlib.engine.rounds
 fedlib.report.plots fedlib.report.statistics fedlib.report.tables fedlib.runs.store filelock ipykernel.kernelapp
 IPython.core.pylabtools ipywidgets matplotlib.pyplot pandas peft seaborn torch tqdm.auto""".split()
 

@@ -1,7 +1,7 @@
 """What a grid's cells cost and sent, as frames: one row a variant, a client, or an evaluated round.
 
 Costs do not depend on the data beyond the number of classes, nor on the seed: equal models are counted once.
-Read next: ``report/tables.py``, ``analysis/submodels.py``.
+Read next: ``report/tables.py``.
 """
 
 import json

@@ -2,11 +2,14 @@
 
 A comparison is a difference in points between two variants, paired by seed; ``verdicts.py`` is the rule that judges
 it, and the claim over all of its comparisons. A run's flags (``flags.py``) go with what is compared. The printed
-numbers are counted in the same way. What others found (``others.yaml``) stands beside the verdict.
+numbers are counted in the same way. What others found (``others.yaml``) stands beside the verdict. Arithmetic and
+comparisons that one paper alone needs lie in ``papers/<paper>`` (:func:`of_paper`).
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from importlib import import_module
+from importlib.util import find_spec
 
 import numpy as np
 import pandas as pd
@@ -14,15 +17,12 @@ import pandas as pd
 from ..core.paths import params_dir
 from ..core.validation import did_you_mean
 from ..runs.params_files import load_yaml
-from .client_claims import CURVES
-from .counted import counted
-from .exact import EXACT
 from .sources import Measured, Published, Stored, differences
 from .tables import label_of
 from .verdicts import COLUMNS, Difference, Grade, as_rows, grade
 
 KEYS = {"where", "says", "table", "pairs", "finetune", "columns", "need", "value", "against", "at", "costs", "over",
-        "margin", "only", "exact", "counts", "compare", "curves", "of", "why"}  # fmt: skip
+        "margin", "only", "exact", "counts", "compare", "by", "of", "why"}  # fmt: skip
 SIDES = ("agrees", "disagrees", "related")  # of a result of others with claims
 OTHERS = {"who", "source", "found", *SIDES}
 
@@ -97,18 +97,27 @@ def judge_claim(name: str, claim: dict, stored: Stored, published: Published) ->
     """One claim, by arithmetic (``exact``), or by its comparisons."""
     rows, printed = pd.DataFrame(columns=COLUMNS), "–"
     if "exact" in claim:
-        holds, numbers = EXACT[claim["exact"]](stored)
+        holds, numbers = of_paper(stored.paper, "EXACT", claim["exact"])(stored)
         found = Grade("holds" if holds else "contradicted", numbers)
     elif "why" in claim:
         found = Grade("not testable", claim["why"])
     else:
-        kind = counted if "counts" in claim else CURVES[claim["curves"]] if "curves" in claim else compared
+        kind = of_paper(stored.paper, "COMPARED", claim["by"]) if "by" in claim else compared
         both = kind(claim, stored)
         rows, found = as_rows([w for w, _ in both], [d for _, d in both], claim), grade_of_its_data(both, claim)
-        if "table" in claim and "curves" not in claim:
+        if "table" in claim and "by" not in claim:
             signs = [d.mean + claim.get("margin", 0.0) > 0 for _, d in compared(claim, published) if len(d.points)]
             printed = f"{sum(signs)} of {len(signs)}" if signs else "–"
     return Judged(name, claim["where"], claim["says"], found, rows, printed)
+
+
+def of_paper(paper: str, kind: str, name: str) -> Callable:
+    """What ``papers/<paper>`` calls ``name`` in its mapping ``kind``; ``ValueError`` where it has none of that name."""
+    module = f"{__package__.rpartition('.')[0]}.papers.{paper}"
+    known = getattr(import_module(module), kind, {}) if find_spec(module) else {}
+    if name not in known:
+        raise ValueError(f"claims.yaml: papers/{paper} has no {name!r} in {kind}{did_you_mean(name, known)}")
+    return known[name]
 
 
 def grade_of_its_data(both: list[tuple[dict, Difference]], claim: Mapping) -> Grade:

@@ -29,7 +29,7 @@ from .tables import label_of
 
 __all__ = [
     "gain_bars", "plot_accuracy_costs", "plot_adaptive", "plot_clients_examples", "plot_costs",
-    "plot_exit_accuracies", "plot_label_distribution", "plot_learning_curves", "plot_modes", "plot_teachers",
+    "plot_exit_accuracies", "plot_label_distribution", "plot_learning_curves", "plot_modes",
     "plot_tradeoff", "save_figure", "score_of", "title_of",
 ]  # fmt: skip
 
@@ -203,20 +203,6 @@ def plot_learning_curves(runs: Mapping[str, Sequence[dict]], methods: Mapping[st
     finish(ax, "round", score, title)
     if own:
         clear_of_legend(ax)
-    return ax
-
-
-@styled
-def plot_teachers(counts: Mapping[str, np.ndarray], ax=None, title: str = "Which exit teaches"):
-    """Bars of how often each exit is the teacher; ``counts`` maps an estimate's name to (E,)."""
-    import seaborn
-
-    ax = axes_of(ax)
-    rows = [(plain(n), e + 1, c) for n, count in counts.items() for e, c in enumerate(count)]
-    rows = pd.DataFrame(rows, columns=["estimate", "exit", "batches"])
-    colors = [color_of("reefl"), color_of("exclusivefl"), color_of("depthfl")][: len(counts)]
-    seaborn.barplot(rows, x="exit", y="batches", hue="estimate", palette=colors, saturation=1, ax=ax)
-    finish(ax, "exit", "mini-batches with this teacher", title)
     return ax
 
 

@@ -52,7 +52,7 @@ def build_report(executed: Path | None = None, folder: Path | None = None) -> Pa
     executed, folder = executed or outputs_dir() / "executed", folder or outputs_dir() / "report"
     paths = sorted(executed.glob("*.ipynb"))
     if not paths:
-        raise FileNotFoundError(f"no executed notebook in {executed}; `make demo` or `make reefl/table1` leaves one")
+        raise FileNotFoundError(f"no executed notebook in {executed}; `make demo` or `make <paper>/<table>` leaves one")
     notebooks = {p.stem: nbformat.read(p, as_version=4) for p in paths}
     results = write_results()
     outputs = results[-1].parent  # the index

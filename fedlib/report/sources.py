@@ -13,7 +13,6 @@ from ..runs.params import Cell, load_fallback, load_grid, load_spec
 from ..runs.params_files import load_yaml
 from ..runs.store import Run, find_run
 from .clients import spread_out
-from .exact import upload_table
 from .flags import bound_on_variance, flags_of, right_of
 from .tables import collect, label_of, load_reported, stand_in
 from .verdicts import Difference
@@ -133,15 +132,6 @@ class Stored(Source):
         """What a notebook stored as ``outputs/<paper>/tables/<name>.csv``, if it did."""
         path = self.folder / "tables" / f"{name}.csv"
         return pd.read_csv(path) if path.exists() else None
-
-    @cached_property
-    def uploads(self) -> pd.DataFrame:
-        """:func:`exact.upload_table`, computed where ``outputs/<paper>/tables/uploads.csv`` does not hold it yet."""
-        path = self.folder / "tables" / "uploads.csv"
-        if not path.exists():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            upload_table(self.paper).to_csv(path, index=False)
-        return pd.read_csv(path)
 
 
 @dataclass

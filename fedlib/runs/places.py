@@ -24,7 +24,7 @@ def run_path(e: Experiment, folder: Folder = None) -> Path:
 def as_stored(e: Experiment, folder: Folder = None) -> Experiment:
     """``e`` as it is named in ``folder``: neither options that say what is done anyway nor 1.0 for 1 rename it."""
     if not isinstance(e, Experiment):
-        raise ValueError(f"{shown(e)} is not an Experiment, e.g. Experiment(method='reefl')")
+        raise ValueError(f"{shown(e)} is not an Experiment, e.g. Experiment(rounds=20)")
     folder = folder_of(folder)
     return next((x for x in spellings(e) if (folder / x.slug).exists()), None) or without_defaults(e)
 

@@ -8,7 +8,7 @@ z_{j-1}, what earlier stages make of a client's examples, is kept where it fits 
 of z_{j-2}; elsewhere it is computed anew in every step. ``mu`` is FedProx's term, which the paper joins it with.
 With memory for M > 1 models a client trains M that teach each other, and sends one. Server: the mean by examples, of
 blocks too that came back untrained (Alg. 1).
-Read next: ``packing.pack``, ``losses.peer_kl``, ``engine/stages.py``, ``analysis/block_inference.py``.
+Read next: ``packing.pack``, ``losses.peer_kl``, ``engine/stages.py``, ``fedepth/block_inference.py``.
 
 Deviations from the release: a stage trains its own parameters only (there, momentum and decay go on moving frozen
 ones); every group trains its last blocks; the stem and a ViT's embeddings belong to the first stage alone; an auxiliary

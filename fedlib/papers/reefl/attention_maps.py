@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from ..engine.evaluation import central, served_parts
-from ..engine.federation import Federation
-from ..methods import Server
-from ..models.exit_model import ExitModel
+from ...engine.evaluation import central, served_parts
+from ...engine.federation import Federation
+from ...methods import Server
+from ...models.exit_model import ExitModel
 
 MAPS = {
     "x": "before Ree, Eq. 7",
@@ -96,7 +96,7 @@ def attention_maps(model: ExitModel, images: torch.Tensor) -> Attention:
 
 def run_attention(f: Federation, server: Server, rows: torch.Tensor) -> Attention:
     """The maps of the test images ``rows`` under the trained global model."""
-    from ..data.transforms import render
+    from ...data.transforms import render
 
     central(f, server, served_parts(f, server)[-1]).place_()
     size = f.model.backbone.spec.img_size

@@ -12,11 +12,11 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from ..runs.params import Cell
-from .plots import ACCURACY
-from .style import data_title, finish, looks_of, named, panels, share_legend, styled
-from .tables import collect, label_of, mean_sd, spread
-from .verdicts import Difference, judged
+from ...report.plots import ACCURACY
+from ...report.style import data_title, finish, looks_of, named, panels, share_legend, styled
+from ...report.tables import collect, label_of, mean_sd, spread
+from ...report.verdicts import Difference, judged
+from ...runs.params import Cell
 
 FACTORS = {  # as an axis says them
     "rounds": "rounds",

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..core.clients import Client
-from ..core.experiment import Experiment
-from ..engine.cohort import Cohort
-from ..engine.federation import Federation, build_federation
-from ..methods import Round, Stage
-from ..methods.packing import kept_mib
-from ..runs.prices import examples_per_client
+from ...core.clients import Client
+from ...core.experiment import Experiment
+from ...engine.cohort import Cohort
+from ...engine.federation import Federation, build_federation
+from ...methods import Round, Stage
+from ...methods.packing import kept_mib
+from ...runs.prices import examples_per_client
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import pandas as pd
 
-from ..methods.packing import pack
-from .style import axes_of, finish, panels, share_legend, styled
+from ...methods.packing import pack
+from ...report.style import axes_of, finish, panels, share_legend, styled
 
 LEFT_OUT = "#c9ced3"
 

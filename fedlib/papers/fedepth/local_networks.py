@@ -1,6 +1,6 @@
 """What clients' own networks make of the same examples, layer by layer (FeDepth, Figure 5).
 
-Read next: ``analysis/similarity.py`` (CKA and CCA of two representations).
+Read next: ``fedepth/similarity.py`` (CKA and CCA of two representations).
 """
 
 from collections.abc import Mapping, Sequence
@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
-from ..engine.cohort import Cohort
-from ..engine.federation import Federation
-from ..engine.forward import Forward
-from ..methods import Round, Server
-from ..models.route import Route
+from ...engine.cohort import Cohort
+from ...engine.federation import Federation
+from ...engine.forward import Forward
+from ...methods import Round, Server
+from ...models.route import Route
 from .similarity import linear_cka, mean_cca
 
 

@@ -1,16 +1,18 @@
 """Which exit teaches: ReeFL's choice of teacher, counted while clients train (Appendix C, Figure 7)."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
+import pandas as pd
 import torch
 
-from ..core.clients import clients_of
-from ..engine.cohort import Cohort
-from ..engine.federation import Federation
-from ..methods import Round, Server, Stage
-from ..methods.losses import Batch, cross_entropies, running_best_exit
+from ...core.clients import clients_of
+from ...engine.cohort import Cohort
+from ...engine.federation import Federation
+from ...methods import Round, Server, Stage
+from ...methods.losses import Batch, cross_entropies, running_best_exit
+from ...report.style import axes_of, color_of, finish, plain, styled
 
 
 class _Watched(Cohort):
@@ -52,3 +54,17 @@ def count_teachers(
         f.method.local_update(cohort)
         totals = {zeta: total + cohort.counts[zeta].sum(1).numpy() for zeta, total in totals.items()}
     return totals
+
+
+@styled
+def plot_teachers(counts: Mapping[str, np.ndarray], ax=None, title: str = "Which exit teaches"):
+    """Bars of how often each exit is the teacher; ``counts`` maps an estimate's name to (E,)."""
+    import seaborn
+
+    ax = axes_of(ax)
+    rows = [(plain(n), e + 1, c) for n, count in counts.items() for e, c in enumerate(count)]
+    rows = pd.DataFrame(rows, columns=["estimate", "exit", "batches"])
+    colors = [color_of("reefl"), color_of("exclusivefl"), color_of("depthfl")][: len(counts)]
+    seaborn.barplot(rows, x="exit", y="batches", hue="estimate", palette=colors, saturation=1, ax=ax)
+    finish(ax, "exit", "mini-batches with this teacher", title)
+    return ax

@@ -9,11 +9,11 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from ..engine.evaluation import BATCH
-from ..engine.federation import Federation
-from ..engine.forward import Forward
-from ..methods import Server
-from ..models.route import Prefix
+from ...engine.evaluation import BATCH
+from ...engine.federation import Federation
+from ...engine.forward import Forward
+from ...methods import Server
+from ...models.route import Prefix
 
 
 @torch.no_grad()

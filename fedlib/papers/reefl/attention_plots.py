@@ -7,7 +7,7 @@ from functools import lru_cache
 import numpy as np
 import torch
 
-from ..core.words import plain
+from ...core.words import plain
 from .attention_maps import MAPS, Attention
 
 
