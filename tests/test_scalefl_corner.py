@@ -59,7 +59,7 @@ def test_every_claim_is_the_slides(name):
     claim = CLAIMS[name]
     spec = load_spec("scalefl", claim["table"])
     assert {v for pair in claim["pairs"] for v in pair} <= set(spec["variants"])
-    signs = [float(d[0]) > 0 for _, d in compared(claim, Published("scalefl")) if len(d)]
+    signs = [d.mean > 0 for _, d in compared(claim, Published("scalefl")) if len(d.points)]
     printed = (params_dir() / "scalefl" / "reported" / f"{claim['table']}.csv").is_file()
     assert bool(signs) == printed
     if signs:
