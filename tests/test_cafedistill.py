@@ -20,9 +20,9 @@ from fedlib.engine.cohort import Cohort
 from fedlib.engine.executors import plan_round
 from fedlib.engine.teacher import Teacher
 from fedlib.methods import Round, build_method
-from fedlib.methods.coordination import most_alike, student_counts, students, teacher_shares
 from fedlib.methods.losses import Batch
 from fedlib.methods.mixtures import cosines, mixtures
+from fedlib.methods.personal.cafedistill import most_alike, student_counts, students, teacher_shares
 from fedlib.models.resnet import ResNetSpec
 from fedlib.runs.store import run_path
 

@@ -10,8 +10,7 @@ from fedlib.engine.federation import build_model, setting_of
 from fedlib.layers.context import share
 from fedlib.layers.dropout import Dropout
 from fedlib.methods import build_method
-from fedlib.methods.levels import Level
-from fedlib.methods.scaling import split
+from fedlib.methods.scaling import Level, split
 from fedlib.models import registry
 from fedlib.models.efficientnet import EFFICIENTNETS, EfficientNetSpec, load_efficientnet
 from fedlib.runs.costs import load_shapes

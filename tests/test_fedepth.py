@@ -18,7 +18,7 @@ from fedlib.engine.executors import plan_round
 from fedlib.engine.stages import Ahead
 from fedlib.methods import Round, build_method
 from fedlib.methods.losses import Batch, peer_kl
-from fedlib.methods.packing import check_skips, check_stages, pack
+from fedlib.methods.sliced.fedepth import check_skips, check_stages, pack
 from fedlib.models import registry
 from fedlib.models.exit_model import ExitModel
 from fedlib.models.resnet import RESNETS, ResNetSpec

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedlib.methods.levels import Level, solve_levels
-from fedlib.methods.packing import pack
+from fedlib.methods.scaling import Level, solve_levels
+from fedlib.methods.sliced.fedepth import pack
 
 # --- levels
 

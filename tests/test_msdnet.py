@@ -7,8 +7,7 @@ from fedlib import Execution, Experiment, build_federation, run_rounds
 from fedlib.core.slices import STEM, Slice, take_all
 from fedlib.engine.federation import build_model, setting_of
 from fedlib.methods import build_method
-from fedlib.methods.levels import Level
-from fedlib.methods.scaling import split
+from fedlib.methods.scaling import Level, split
 from fedlib.models import registry
 from fedlib.models.msdnet import MSDNetSpec
 

@@ -14,8 +14,7 @@ from fedlib.engine.evaluation import exit_logits
 from fedlib.engine.executors import Execution
 from fedlib.methods import Round, build_method
 from fedlib.methods.server import MaskedMean, Update
-from fedlib.methods.sliced.raffm import shrunk
-from fedlib.methods.submodels import Space, salience
+from fedlib.methods.sliced.raffm import Space, salience, shrunk
 from fedlib.models.bert import BertSpec
 from fedlib.models.registry import OWN
 from fedlib.models.vit import ViTSpec

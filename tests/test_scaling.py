@@ -16,9 +16,8 @@ from fedlib import Execution, Experiment, build_federation, run_rounds
 from fedlib.core.rng import torch_generator
 from fedlib.engine.federation import _measured, budgets_of, build_model, setting_of
 from fedlib.methods import Round, build_method
-from fedlib.methods.levels import Level, cluster_levels, solve_widths
 from fedlib.methods.losses import Batch
-from fedlib.methods.scaling import solve
+from fedlib.methods.scaling import Level, cluster_levels, solve, solve_widths
 from fedlib.methods.sliced.scalefl_original import exit_shares
 from fedlib.models import registry
 from fedlib.models.resnet import ResNetSpec

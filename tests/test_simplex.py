@@ -7,8 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import minimize
 
-from fedlib.methods.personal.fedpac import mixing_weights
-from fedlib.methods.simplex import attention, project_to_simplex, smallest_mixture
+from fedlib.methods.mixtures import project_to_simplex
+from fedlib.methods.personal.fedamp import attention
+from fedlib.methods.personal.fedpac import mixing_weights, smallest_mixture
 
 
 def solved(objective, gradient, n):

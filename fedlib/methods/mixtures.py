@@ -1,7 +1,9 @@
 """Models of clients compared and mixed, one of them in memory at a time: they may lie on disk (``Server.mirrors``).
 
 Ids are taken in increasing order, whatever the mapping's own, so that an interrupted run sums as an undisturbed one.
-Read next: ``simplex.py`` (the weights), ``personal/fedamp.py``.
+The weights are points of the simplex {x >= 0, sum x = 1}, in float64. With a spherical quadratic term the best are a
+projection: ``argmin_x mu ||x - p||^2 - c.x`` over the simplex is ``project_to_simplex(p + c / (2 mu))``.
+Read next: ``personal/fedamp.py``.
 """
 
 from collections.abc import Mapping, Sequence
@@ -50,6 +52,19 @@ def mixtures(models: Models, shares: torch.Tensor) -> dict[str, torch.Tensor]:
             total[name] = total[name] + part if name in total else part
             kinds[name] = tensor.dtype
     return {name: tensor.to(kinds[name]) for name, tensor in total.items()}
+
+
+def project_to_simplex(points: torch.Tensor) -> torch.Tensor:
+    """The nearest point of the simplex to each row of (..., n), Euclidean (Held, Wolfe and Crowder 1974).
+
+    It is max(y - theta, 0); theta is found from the rows' sorted entries. NaN where a row is not finite.
+    """
+    y = points.double()
+    ranked = y.sort(-1, descending=True).values
+    rank = torch.arange(1, y.shape[-1] + 1, dtype=y.dtype, device=y.device)
+    theta = (ranked.cumsum(-1) - 1) / rank  # if the first ``rank`` entries are those above zero
+    support = (ranked > theta).sum(-1, keepdim=True).clamp(min=1)
+    return (y - theta.gather(-1, support - 1)).clamp(min=0)
 
 
 def part_of(tensors: Tensors, key: str) -> dict[str, torch.Tensor]:

@@ -1,6 +1,6 @@
 """ScaleFL's levels of sub-models: what each costs, how well each serves, where they lie, and figures of that.
 
-Read next: ``methods/levels.py`` (the solver), ``report/tables.py``.
+Read next: ``methods/scaling.py`` (the solver), ``report/tables.py``.
 """
 
 from collections.abc import Sequence

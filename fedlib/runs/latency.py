@@ -1,7 +1,7 @@
 """Levels by measured latency: solved once on the machine that shall answer, and written into the experiment.
 
 What a machine measures is no part of an experiment, so ``Levels.cost`` counts only; this gives ``widths`` and
-``depths`` for its options. Read next: ``methods/scaling.py``, ``methods/levels.py``.
+``depths`` for its options. Read next: ``methods/scaling.py``, ``methods/scaling.py``.
 """
 
 import statistics
@@ -14,8 +14,7 @@ import torch
 from ..core.experiment import Experiment
 from ..core.slices import Slice
 from ..engine.forward import Forward
-from ..methods.levels import solve_levels
-from ..methods.scaling import priced
+from ..methods.scaling import priced, solve_levels
 from .costs import Shapes, load_shapes
 
 

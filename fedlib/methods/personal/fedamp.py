@@ -3,7 +3,7 @@
 Server: keeps the last model w_j of every client; sends client i the cloud model
 u_i = xi w_i + (1 - xi) sum_{j != i} softmax_j(sigma cos(w_i, w_j)) w_j. Client: goes on from its own w_i, minimises its
 loss + lambda/(2 alpha) |w - u_i|^2, sends and keeps w_i. A client answers with w_i; there is no global model.
-Read next: ``pfedgraph.py``, ``methods/simplex.py``.
+Read next: ``pfedgraph.py``, ``methods/mixtures.py``.
 
 Deviations: cosines are those of w - w_initial (``compare="weights"``: of w, which are so alike that the attention is
 nearly uniform; the paper does not say). Clients that never sent a model draw nobody. All parameters count, exits too.
@@ -22,7 +22,6 @@ from ..base import Method
 from ..jobs import Arrived, Member, Round, Server, Serving, Tensors
 from ..mixtures import cosines, mixtures, row
 from ..options import JointExits
-from ..simplex import attention
 
 INITIAL = -1  # the id under which the initial model stands among the clients'
 
@@ -64,3 +63,20 @@ class FedAMP(JointExits, Method):
 
     def serve(self, client: Client, server: Server, r: Round) -> Serving:
         return Serving((Member(client, r.setting.full(), keeps="all"),))
+
+
+def attention(
+    similarities: torch.Tensor, own_share: float = 0.5, sharpness: float = 10.0, own: torch.Tensor | None = None
+) -> torch.Tensor:
+    """FedAMP's weights in its heuristic form: rows of the simplex, (k, n), of the cosines of k clients with n models.
+
+    ``own_share`` (xi_ii) goes to the client's own model, where ``own`` (k, n) is True (None: the diagonal); the rest
+    by softmax of ``sharpness`` (sigma) times the cosine over the others. A cosine of -inf leaves a model out. A client
+    alone keeps all.
+    """
+    s = similarities.double()
+    own = torch.eye(*s.shape, dtype=torch.bool, device=s.device) if own is None else own
+    others = (sharpness * s).masked_fill(own, -torch.inf)
+    alone = others.isneginf().all(-1, keepdim=True)
+    others = others.masked_fill(alone, 0.0).softmax(-1)
+    return torch.where(alone, own.double(), (1 - own_share) * others + own_share * own)

@@ -7,7 +7,7 @@ own, of a class without a global one; in round 1 there are none, and no such ter
 prototypes, V and h. Server: the mean of the backbones; prototypes by class counts; the exits of client i are sum_j a_j
 exits_j over the sampled, a minimising a.(diag(V) + D_i) a on the simplex, D_i[j, k] = sum_c <h_ic - h_jc, h_ic - h_kc>.
 A client answers with the backbone and its mixed exits.
-Read next: ``methods/simplex.py``, ``cafedistill.py``.
+Read next: ``methods/mixtures.py``, ``cafedistill.py``.
 
 Deviations: statistics are those of what the last exit sees (maps are averaged over pixels, unless that exit reads all
 of them), and one a mixes all exits. Weights a below 0.001 are dropped and the rest scaled up, as released. Prototypes
@@ -18,6 +18,7 @@ backbone's that never decays; here they follow the round's. Client i's mixed exi
 from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -30,7 +31,6 @@ from ..jobs import Arrived, Member, Round, Server, Stage
 from ..losses import Batch
 from ..mixtures import mixtures, part_of, row
 from ..options import JointExits
-from ..simplex import smallest_mixture
 
 
 @dataclass(frozen=True)
@@ -117,3 +117,23 @@ def mixing_weights(v: torch.Tensor, h: torch.Tensor, i: int) -> torch.Tensor:
     a = smallest_mixture(torch.cat((spread, (h[i] - h).flatten(1).double()), 1))
     a = torch.where(a < 1e-3, 0.0, a)
     return a / a.sum()
+
+
+def smallest_mixture(points: torch.Tensor) -> torch.Tensor:
+    """argmin |sum_i x_i points_i| over the simplex, (n,), of points (n, D); all alike where every point is zero.
+
+    FedPAC's mixing weights. The minimum is that of non-negative least squares, |sum_i y_i points_i|^2 + (sum y - 1)^2,
+    scaled to sum 1: both have points_i . (their mixture) equal where y_i > 0, and no smaller elsewhere. Found by an
+    active set (Lawson and Hanson 1974, in SciPy), which unequal points do not slow. NaN where a point is not finite.
+    """
+    from scipy.optimize import nnls  # half a second, which other methods are spared
+
+    # a rotation makes n numbers of each point; SciPy works on the CPU
+    rotated = torch.linalg.qr(points.double().T, mode="r").R.cpu().numpy()
+    lengths, n = np.linalg.norm(rotated, axis=0), len(points)
+    if not 0 < lengths.max() < np.inf:
+        alike = 1 / n if lengths.max() == 0 else np.nan
+        return torch.full((n,), alike, dtype=torch.float64, device=points.device)
+    system = np.vstack((rotated / lengths[lengths > 0].min(), np.ones(n)))
+    y, _ = nnls(system, np.append(np.zeros(len(rotated)), 1.0), maxiter=100 * n)
+    return torch.from_numpy(y / y.sum()).to(points.device)

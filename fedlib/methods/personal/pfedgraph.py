@@ -5,7 +5,7 @@ theta_i. Server: among the sampled clients d_ij = -cos(theta_i - theta^0, theta_
 argmin_x d_i.x + alpha |x - p|^2 on the simplex, p the clients' shares of the examples, that is, the projection of
 p - d_i/(2 alpha); client i's next model is sum_j x_ij theta_j, and c_i = sum_j x_ij theta_j/|theta_j|. A client answers
 with its mixed model; there is no global one, and whoever never was sampled has the initial model.
-Read next: ``methods/simplex.py``.
+Read next: ``methods/mixtures.py``.
 
 Deviations: the released code adds the regulariser, which drives models apart; the paper wants them alike, so it is
 subtracted (``repel=True``: as released; at lambda 0.01 neither moves much). A client keeps its last mixed model through
@@ -23,9 +23,8 @@ from ...core.validation import AtLeast, Positive
 from ..base import Method
 from ..jobs import Arrived, Member, Round, Server
 from ..losses import Batch
-from ..mixtures import cosines, mixtures, part_of, row, under
+from ..mixtures import cosines, mixtures, part_of, project_to_simplex, row, under
 from ..options import JointExits
-from ..simplex import project_to_simplex
 
 
 @dataclass(frozen=True)

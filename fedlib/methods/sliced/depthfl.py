@@ -19,8 +19,8 @@ from ...core.clients import Client
 from ...core.slices import Slice
 from ..base import Method
 from ..jobs import Round, Server, Setting
+from ..memory_budgets import MemoryBudgets, prefixes_that_fit
 from ..options import Distillation, ServerStep
-from ..packing import MemoryBudgets, prefixes_that_fit
 
 
 @dataclass(frozen=True)

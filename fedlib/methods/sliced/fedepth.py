@@ -8,7 +8,7 @@ z_{j-1}, what earlier stages make of a client's examples, is kept where it fits 
 of z_{j-2}; elsewhere it is computed anew in every step. ``mu`` is FedProx's term, which the paper joins it with.
 With memory for M > 1 models a client trains M that teach each other, and sends one. Server: the mean by examples, of
 blocks too that came back untrained (Alg. 1).
-Read next: ``packing.pack``, ``losses.peer_kl``, ``engine/stages.py``, ``fedepth/block_inference.py``.
+Read next: ``losses.peer_kl``, ``engine/stages.py``, ``fedepth/block_inference.py``.
 
 Deviations from the release: a stage trains its own parameters only (there, momentum and decay go on moving frozen
 ones); every group trains its last blocks; the stem and a ViT's embeddings belong to the first stage alone; an auxiliary
@@ -17,26 +17,30 @@ paper divides CE by M, KL not). A ViT's exits have a fresh norm, not the pre-tra
 forward, as in the paper; ``partial="absent"`` is the release, where the stem feeds the first trained block.
 """
 
-from dataclasses import dataclass
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar, Literal
 
 import torch
 from torch import nn
 
 from ...core.clients import Client
-from ...core.slices import STEM, Slice
+from ...core.rng import torch_generator
+from ...core.slices import NOTHING, STEM, Slice
 from ...core.validation import AtLeast, Positive
 from ...models.backbone import Spec
+from ...models.exit_model import ExitModel
 from ...models.map_exits import PooledClassifiers, classifiers
+from ...models.measure import FLOAT, MIB
 from ..base import Method
 from ..jobs import Member, Round, Server, Serving, Setting, Stage
 from ..losses import Batch, cross_entropies, peer_kl
-from ..packing import Decomposition, staged_effort
-from ..peers import fresh_peers, peer_members
+from ..memory_budgets import SLACK, MemoryBudgets, memory_of, usable
 
 
 @dataclass(frozen=True)
-class FeDepth(Decomposition, Method):
+class FeDepth(MemoryBudgets, Method):
     """Table 2; ``heads="auxiliary"`` is m-FeDepth."""
 
     label, color, marker = "FeDepth", "#6b006f", "o"
@@ -44,6 +48,8 @@ class FeDepth(Decomposition, Method):
     version: ClassVar[int] = 2  # what is kept ahead of a stage counts as memory
 
     scenario: Literal["fair", "lack", "surplus", "own"] = "fair"
+    slack: Annotated[float, AtLeast(0)] = SLACK
+    partial: Literal["forward", "absent", "refused"] = "forward"  # what blocks that fit no stage do
     heads: Literal["skip", "auxiliary"] = "skip"
     average: Literal["all", "trained"] = "all"  # trained: the mean over those who trained a block
     buffered: bool = True  # z_{j-1} of Eq. 1 is computed once a stage, where it fits and nothing is augmented
@@ -68,7 +74,7 @@ class FeDepth(Decomposition, Method):
     def check(self, setting: Setting, e) -> None:
         if self.peers == "fresh" and e.pretrained and e.finetune == "full" and max(self.shares) >= 2:
             raise ValueError("fedepth: peers = 'fresh' would start without the pre-trained weights; allowed: served")
-        self.check_decomposition(setting, skips=self.heads == "skip")
+        self.check_plans(setting)
         if setting.exit_units != self.exit_units(setting.spec.depth, setting.num_exits):
             raise ValueError(f"fedepth: exit_blocks = {list(setting.exit_units)} are not the method's; allowed: null")
 
@@ -91,6 +97,43 @@ class FeDepth(Decomposition, Method):
         kept = self.kept(plan, client, setting) if self.buffered else [False] * len(plan)
         each = zip(plan, exits, kept, strict=True)
         return [Stage(units=units, exit=exit, without=left_out, cached=cached) for units, exit, cached in each]
+
+    def plan(self, share: float, setting: Setting) -> tuple[range, ...]:
+        """The stages of a client with this share of the memory, as ranges of blocks."""
+        return pack(*memory_of(share, setting), self.slack)
+
+    def kept(self, plan: Sequence[range], client: Client, setting: Setting) -> list[bool]:
+        """For each stage: has the client room for z_{j-1} of all its examples beside what the stage trains?
+
+        In steps of its own size, of the share of the memory that these take for the whole net. While one z is made
+        of another, both are held.
+        """
+        measure, batch = setting.measure, min(setting.batch_size, client.num_examples)
+        room = usable(min(self.shares[client.budget], 1) * measure.total_mib(setting.batch_size), self.slack)
+        out, before, one = [], 0.0, setting.spec.one_state
+        for units in plan:
+            z = kept_mib(units.start, client.num_examples, setting)
+            trained = sum(measure.activation_mib(unit, batch) for unit in units)
+            out.append(units.start > 0 and one and z + max(trained, before) <= room)
+            before = z if out[-1] else 0.0
+        return out
+
+    def models(self, share: float) -> int:
+        """M: how many whole models fit."""
+        return max(1, int(share))
+
+    def check_plans(self, setting: Setting) -> None:
+        """``ValueError`` for a share that cannot train the net."""
+        for share in self.shares if setting.measure is not None else ():
+            try:
+                check_stages(*memory_of(share, setting), self.slack, self.partial != "refused")
+                plan = self.plan(share, setting)
+                if self.heads == "skip":
+                    check_skips(setting.spec, [units.stop - 1 for units in plan])
+                if self.partial == "absent":
+                    check_left_out(setting.spec, plan[0].start)
+            except ValueError as error:
+                raise ValueError(f"fedepth: scenario = {self.scenario!r}, r = {share:.3g}: {error}") from None
 
     def program(self, client: Client, setting: Setting) -> tuple[Stage, ...]:
         return tuple(self.stages(client, setting))
@@ -131,3 +174,114 @@ class FeDepth(Decomposition, Method):
 
     def serve(self, client: Client, server: Server, r: Round) -> Serving:
         return Serving((Member(client, r.setting.full()),))
+
+
+def pack(memories: Sequence[float], budget: float, slack: float = SLACK) -> tuple[range, ...]:
+    """Stages as ranges of blocks: in order, a stage takes blocks as long as their sum fits the budget.
+
+    ``memories`` and ``budget`` are in one unit; 5 % ``slack`` gives the released plans. A block that alone exceeds the
+    budget is in no stage (partial training): it runs forward only. Raises ``ValueError`` if none fits.
+    """
+    limit = usable(budget, slack)
+    stages, start, held = [], None, 0.0
+    for block, memory in enumerate(memories):
+        if start is not None and held + memory > limit:
+            stages.append(range(start, block))
+            start = None
+        if memory > limit:
+            continue
+        if start is None:
+            start, held = block, 0.0
+        held += memory
+    if start is not None:
+        stages.append(range(start, len(memories)))
+    if not stages:
+        raise ValueError(f"packing: no block fits a budget of {budget:g}; the smallest needs {min(memories):g}")
+    return tuple(stages)
+
+
+def kept_mib(unit: int, examples: int, setting: Setting) -> float:
+    """What it takes to keep what ``unit`` reads of so many examples, in MiB; inputs are the client's anyway."""
+    return FLOAT * examples * math.prod(setting.spec.state(unit - 1)) / MIB if unit else 0.0
+
+
+def check_stages(memories: Sequence[float], budget: float, slack: float, leaves_out: bool) -> None:
+    """``ValueError`` if the stages do not cover the blocks, all but leading ones where the method ``leaves_out`` those.
+
+    So the last block is always trained.
+    """
+    large = [block for block, memory in enumerate(memories) if memory > usable(budget, slack)]
+    allowed = range(len(memories) - 1) if leaves_out else range(0)
+    why = "only blocks before the first trained one may be left out" if leaves_out else "no block may be left out"
+    for place, block in enumerate(large):
+        if block != place or block not in allowed:
+            raise ValueError(
+                f"block {block + 1} of {len(memories)} needs {memories[block]:.2f} MiB, the budget is {budget:.2f} MiB "
+                f"with {slack:.0%} slack, and {why}"
+            )
+
+
+def check_skips(spec: Spec, ends: Sequence[int]) -> None:
+    """``ValueError`` if what comes after one of the units ``ends`` cannot stand for what comes after the last unit.
+
+    Tokens can where they are as wide; maps where they are no wider, and as large or a whole multiple.
+    """
+    last = spec.feature(spec.depth - 1)
+    for unit in ends:
+        own = spec.feature(unit)
+        fits = own[0] <= last[0] and all(a % b == 0 for a, b in zip(own[1:], last[1:], strict=True))
+        if not (fits if len(own) > 1 else own == last):
+            raise ValueError(
+                f"what comes after block {unit + 1}, {' x '.join(map(str, own))}, cannot skip to the head, which reads "
+                f"{' x '.join(map(str, last))}"
+            )
+
+
+def check_left_out(spec: Spec, first: int) -> None:
+    """``ValueError`` if unit ``first`` cannot read what the stem gives."""
+    if first and spec.state(-1) != spec.state(first - 1):
+        stem, wanted = (" x ".join(map(str, spec.state(u))) for u in (-1, first - 1))
+        raise ValueError(f"block {first + 1} reads {wanted} and cannot read the stem's {stem}")
+
+
+def staged_effort(stages: Sequence[Stage], setting: Setting, epochs: int, unaugmented: bool) -> float:
+    """MACs of training ``stages`` one after the other, in those of training the whole net at once; exits left out.
+
+    A trained unit costs three forward passes, a frozen one ahead of it one, in every epoch or, cached, once: of the
+    units that the stage before has not kept the output of.
+    """
+    stem, *units = setting.measure.unit_macs()
+    total, known = 0.0, 0  # units whose output is kept
+    for stage in stages:
+        cached = stage.cached and unaugmented
+        known = known if cached else 0
+        ahead = [u for u in range(known, stage.units.start) if u not in stage.without]
+        passes = 1 / (stage.epochs or epochs) if cached else 1
+        frozen = sum(units[u] for u in ahead) + (stem if ahead and not known else 0)
+        trained = sum(units[u] for u in stage.units) + (0 if ahead else stem)
+        total += 3 * trained + passes * frozen
+        known = stage.units.start if cached and ahead else 0
+    return total / (3 * (stem + sum(units)))
+
+
+def fresh_peers(
+    params: Mapping[str, torch.Tensor], setting: Setting, heads: list[nn.Module]
+) -> dict[str, torch.Tensor]:
+    """What peers 1, 2, ... start from, a random model for each of ``heads``, as ``peer<i>/<name>`` beside ``params``.
+
+    What a random model does not have, such as adapters, is that of ``params``.
+    """
+    out = {}
+    for i, head in enumerate(heads, 1):
+        generator = torch_generator(setting.seed, "peer", client=i)
+        model = ExitModel(setting.spec.build().init_(generator), head.init_(generator), setting.exit_units)
+        own = model.trainable()
+        out |= {f"peer{i}/{n}": own[n].to(p.device) if n in own else p.clone() for n, p in params.items()}
+    return out
+
+
+def peer_members(client: Client, part: Slice, count: int, names: Iterable[str] = ()) -> list[Member]:
+    """Members ``peer1`` to ``peer<count>``; the tensors ``names`` are at first those of :func:`fresh_peers`."""
+    names = list(names)
+    own = [replace(part, aliases={n: f"peer{i}/{n}" for n in names}) for i in range(1, count + 1)]
+    return [Member(client, p, f"peer{i}", upload=NOTHING, keeps="all") for i, p in enumerate(own, 1)]

@@ -29,7 +29,7 @@ from ...models.maps import MapSpec
 from ..base import Method
 from ..jobs import Arrived, Member, Round, Server, Serving, Setting
 from ..losses import Batch, cross_entropies, zero_absent_in_batch
-from ..packing import MemoryBudgets
+from ..memory_budgets import MemoryBudgets
 from ..widths import check_cuttable
 
 

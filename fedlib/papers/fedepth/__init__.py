@@ -5,7 +5,7 @@ Read next: ``fedepth/training_memory.py`` (what stages take), ``fedepth/local_ne
 
 import pandas as pd
 
-from ...methods.packing import BATCH
+from ...methods.memory_budgets import BATCH
 from ...report.sources import Stored
 from ...report.tables import load_reported
 from ...runs.costs import Shapes, load_shapes

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import pandas as pd
 
-from ...methods.packing import pack
+from ...methods.sliced.fedepth import pack
 from ...report.style import axes_of, finish, panels, share_legend, styled
 
 LEFT_OUT = "#c9ced3"

@@ -2,7 +2,7 @@
 
 On a CPU every allocation and release of PyTorch's is followed, on a GPU its allocator is asked. What is measured is the
 engine's own training: parameters, gradients, momentum, activations and whatever an operator needs for a moment.
-Read next: ``models/measure.py`` (the estimate), ``methods/packing.py``.
+Read next: ``models/measure.py`` (the estimate), ``methods/sliced/fedepth.py``.
 """
 
 import time
@@ -18,7 +18,7 @@ from ...core.experiment import Experiment
 from ...engine.cohort import Cohort
 from ...engine.federation import Federation, build_federation
 from ...methods import Round, Stage
-from ...methods.packing import kept_mib
+from ...methods.sliced.fedepth import kept_mib
 from ...runs.prices import examples_per_client
 
 if TYPE_CHECKING:

@@ -1,0 +1,53 @@
+"""Memory budgets as shares of what training the whole model takes: FeDepth's comparison."""
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from ..core.validation import Positive, When
+from .jobs import Setting
+
+SCENARIOS = {
+    "fair": (1 / 6, 1 / 3, 1 / 2, 1.0),
+    "lack": (1 / 8, 1 / 6, 1 / 2, 1.0),  # the poorest cannot train some block
+    "surplus": (1 / 6, 1 / 3, 1 / 2, 2.0),  # the richest could train two models
+}
+BATCH = 32  # examples of a step, in the paper's estimate
+SLACK = 0.05  # of a budget; it gives the released plans
+
+
+@dataclass(frozen=True)
+class MemoryBudgets:
+    """What the clients' budgets are: exits they can hold, or shares of the memory of training the whole model."""
+
+    scenario: Literal["exits", "fair", "lack", "surplus", "own"] = "exits"
+    ratios: Annotated[tuple[Positive, ...] | None, When(scenario="own")] = None  # r of scenario = own, one per budget
+
+    def check_options(self) -> None:
+        super().check_options()
+        if self.scenario == "own" and not self.ratios:
+            raise ValueError(f"{type(self).__name__.lower()}: scenario = 'own' needs ratios, e.g. (0.25, 0.5, 1)")
+
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """The ratios r, one per budget; none where budgets are exits."""
+        return self.ratios or () if self.scenario == "own" else SCENARIOS.get(self.scenario, ())
+
+    def num_budgets(self, num_exits: int) -> int:
+        return len(self.shares) or super().num_budgets(num_exits)
+
+
+def usable(budget: float, slack: float) -> float:
+    """What may be used of a ``budget``."""
+    return budget * (1 + slack) * (1 + 1e-9)  # sums of floats
+
+
+def memory_of(share: float, setting: Setting) -> tuple[list[float], float]:
+    """What training each block takes, and what a client with this share has for one model, in MiB."""
+    blocks = [setting.measure.activation_mib(unit, BATCH) for unit in range(setting.spec.depth)]
+    return blocks, min(share, 1) * setting.measure.total_mib(BATCH)
+
+
+def prefixes_that_fit(share: float, setting: Setting) -> int:
+    """How many exits a client with this share of the memory can hold, with all blocks up to the last of them."""
+    memories, budget = memory_of(share, setting)
+    return sum(sum(memories[: unit + 1]) <= usable(budget, SLACK) for unit in setting.exit_units)
