@@ -52,7 +52,7 @@ def check_finetune(mode: str, options: dict, config: ViTSpec) -> None:
     """Raise ``ValueError`` for an unknown mode, an option it does not have, or a tuner that peft cannot inject."""
     adaptable = bool(config.peft_targets)
     if _is_plain_lora(mode, options) and adaptable:
-        _check_lora(LORA_DEFAULTS | options, _width(config))
+        _check_lora(options, _width(config))
         return
     if mode not in config.own_modes:
         if mode not in OWN_MODES and mode not in finetune_modes():
@@ -102,7 +102,9 @@ def _check_rank(r: object, width: int) -> None:
 
 
 def _check_lora(options: dict, width: int) -> None:
-    _check_rank(options["r"], width)
+    if "r" in options:
+        _check_rank(options["r"], width)
+    options = LORA_DEFAULTS | options
     allowed = {
         "lora_alpha": (options["lora_alpha"] > 0, "a number above 0"),
         "lora_dropout": (0 <= options["lora_dropout"] < 1, "0 up to 1, without it"),
