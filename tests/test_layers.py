@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import fedlib
+from fedlib.methods import METHODS
 
 PACKAGE = Path(fedlib.__file__).parent
 BENCHMARKS = PACKAGE.parent / "benchmarks"
@@ -123,6 +124,39 @@ def test_no_method_imports_another():
             tree = ast.walk(ast.parse(path.read_text()))
             levels = {n.level for n in tree if isinstance(n, ast.ImportFrom) and n.level == 1}
             assert not levels, path.name
+
+
+def test_no_paper_imports_another():
+    for path in (PACKAGE / "papers").rglob("*.py"):
+        inside = path.parent.name != "papers"  # a paper that is a folder
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom):
+                assert node.level != (2 if inside else 1) and "papers" not in (node.module or ""), path.name
+
+
+def spelled(path):
+    """Every name and every string in the code of ``path``; not what docstrings and comments say."""
+    tree = ast.parse(path.read_text())
+    told = {n.value for n in ast.walk(tree) if isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant)}
+    for node in ast.walk(tree):
+        if node not in told:
+            values = [v for _, v in ast.iter_fields(node)]
+            yield from (v for x in values for v in (x if isinstance(x, list) else [x]) if isinstance(v, str))
+
+
+def test_only_methods_and_papers_name_a_paper():
+    words = {"local", "decoupled"}  # of any optimiser, any client
+    names = [n for n, m in METHODS.items() if m.__module__.startswith("fedlib.") and n not in words]
+    found = {}
+    for path in files():
+        if room(path) not in ("methods", "papers"):
+            here = " ".join(spelled(path)).lower()
+            found |= {str(path.relative_to(PACKAGE)): n for n in names if n in here or n in path.stem}
+    assert found == {
+        "core/experiment.py": "reefl",  # the default method
+        "models/efficientnet.py": "scalefl",  # efficientnet_b4_scalefl: the net of its tables
+        "models/resnet.py": "fedepth",  # form: the block of its release
+    }
 
 
 def code_lines(path):

@@ -17,10 +17,10 @@ from plain_personal import (
     kl,
     mean_ce,
 )
+from traffic import round_traffic
 
 from fedlib import Execution, build_federation, run, run_rounds
 from fedlib.engine.serving import client_outputs
-from fedlib.engine.traffic import round_traffic
 from fedlib.methods import METHODS, build_method
 
 ONE = Execution(workers=1)

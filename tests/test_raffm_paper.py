@@ -7,8 +7,15 @@ import pandas as pd
 import pytest
 
 from fedlib.engine.executors import Execution
-from fedlib.papers.raffm import acceleration, client_resources, local_scores, traffic_to
-from fedlib.report.cells import by_variant, runs_of, traffic_curves
+from fedlib.papers.raffm import (
+    acceleration,
+    by_variant,
+    client_resources,
+    local_scores,
+    runs_of,
+    traffic_curves,
+    traffic_to,
+)
 from fedlib.report.claims import Published, compared, load_all_claims
 from fedlib.report.further import with_further
 from fedlib.report.table import Table

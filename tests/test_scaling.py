@@ -475,7 +475,8 @@ def test_public_examples_are_nobodys(convnet):
 
 def test_levels_by_latency_are_solved_offline(convnet):
     """With parameters in the place of seconds they are those of ``cost="parameters"``; a real clock gives a time."""
-    from fedlib.runs.latency import levels_by_latency, seconds_of
+    from fedlib.papers.scalefl import levels_by_latency
+    from fedlib.runs.latency import seconds_of
 
     e = Experiment(method="scalefl_original", backbone="resnet20", pretrained=False, finetune="full", num_exits=4)
     found = levels_by_latency(e, 10, lambda shapes, part: shapes.setting.measure.parameters(part))

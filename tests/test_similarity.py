@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fedlib.papers.fedepth.similarity import linear_cka, mean_cca
+from fedlib.papers.fedepth.local_networks import linear_cka, mean_cca
 
 
 def normal(*shape, seed=0):

@@ -1,15 +1,16 @@
-"""What clients of random sub-models hold, what that costs and how well it answers (RaFFM's Figures 2-5, Tables 1-4).
+"""RaFFM: what clients of random sub-models hold, what that costs, how well it answers, and figures of that.
 
 Sizes follow from shapes alone: every client's sub-model of a round is drawn as training draws it, without weights or
-data. Answers need a trained model. Read next: ``methods/sliced/raffm.py``, ``runs/trained.py``.
+data. Costs do not depend on the data beyond the number of classes, nor on the seed: equal models are counted once.
+Answers need a trained model. Read next: ``methods/sliced/raffm.py``, ``runs/trained.py``.
 """
 
-import time
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
+import pandas as pd
 import torch
 
 from ..core.clients import Client
@@ -18,26 +19,28 @@ from ..core.slices import Slice, scatter_add_, take
 from ..engine.cohort import Cohort
 from ..engine.evaluation import exit_logits
 from ..engine.federation import Federation, budgets_of
-from ..engine.forward import Forward
 from ..methods import Member, Round, Server
+from ..report.style import axes_of, color_of, finish, looks_of, named, styled
 from ..runs.costs import MIB, Shapes, load_shapes
+from ..runs.latency import step_seconds
+from ..runs.params import Cell
 from ..runs.prices import num_classes
-from ..runs.store import Run
-
-if TYPE_CHECKING:
-    import pandas as pd
+from ..runs.store import Run, find_run
 
 BATCH = 32  # of training memory and of timed steps
+PAPER = "raffm"
 SOME = 20  # clients, of whom a mean is known well enough
+MIB_OF_GIB = 1024
+NAMES = ("column", "variant", "method", "label")  # of a cell
+NOT_COSTS = ("seed", "dataset", "num_train", "num_test", "dirichlet_alpha", "rounds", "lr", "min_lr", "evaluate_every")
+PALE = 0.6  # opacity of boxes, so that the points on them show
 
 
-def client_resources(e: Experiment, clients: int | None = SOME, macs: bool = True) -> "pd.DataFrame":
+def client_resources(e: Experiment, clients: int | None = SOME, macs: bool = True) -> pd.DataFrame:
     """What each of the first ``clients`` (None: all) would hold in round 1, and its budget.
 
     Columns: parameters, upload_mib, and with ``macs`` training_mib and macs.
     """
-    import pandas as pd
-
     shapes = load_shapes(e, num_classes(e))
     measure, rows = shapes.setting.measure, []
     for client, part in client_parts(e, shapes, clients):
@@ -58,36 +61,6 @@ def client_parts(e: Experiment, shapes: Shapes, clients: int | None = SOME) -> l
     return [(c, shapes.method.slice_for(c, server, r)) for c in drawn]
 
 
-def step_seconds(e: Experiment, parts: Sequence[Slice], batch: int = BATCH, repeats: int = 2) -> np.ndarray:
-    """Seconds of one training step (forward and backward) of each of ``parts``, the best of ``repeats``, one thread.
-
-    Weights are random and inputs ones.
-    """
-    shapes = load_shapes(e.replace(pretrained=False), num_classes(e), device="cpu")
-    x = torch.ones(1, batch, *shapes.setting.spec.input_shape)
-    threads, out = torch.get_num_threads(), []
-    torch.set_num_threads(1)
-    try:
-        for part in parts:
-            held = {n: p.detach().requires_grad_(n in shapes.trainable) for n, p in shapes.held(part).items()}
-            trained, taken = [p for p in held.values() if p.requires_grad], []
-            forward = Forward(shapes.model, [part], held).place_(training=True)
-            for _ in range(repeats + 1):  # the first is slower than those that follow
-                began = time.perf_counter()
-                torch.autograd.grad(forward(x).sum(), trained, allow_unused=True)
-                taken.append(time.perf_counter() - began)
-            out.append(min(taken[1:]))
-    finally:
-        torch.set_num_threads(threads)
-    return np.array(out)
-
-
-def level_seconds(e: Experiment, batch: int = BATCH) -> np.ndarray:
-    """Seconds of one training step of what a client of each budget of ``e`` holds, smallest budget first."""
-    shapes = load_shapes(e, num_classes(e))
-    return step_seconds(e, [shapes.slice_for(b) for b in range(shapes.budgets)], batch, repeats=8)
-
-
 def acceleration(e: Experiment, clients: int = 3, batch: int = BATCH) -> dict[str, float]:
     """How much faster clients train than with the whole model: by MACs, and timed on ``clients`` of them."""
     shapes = load_shapes(e, num_classes(e))
@@ -102,7 +75,7 @@ def acceleration(e: Experiment, clients: int = 3, batch: int = BATCH) -> dict[st
     }
 
 
-def traffic_to(run: Run, target: float, resources: "pd.DataFrame") -> dict[str, float]:
+def traffic_to(run: Run, target: float, resources: pd.DataFrame) -> dict[str, float]:
     """Rounds and GiB (down and up, all clients) until the evaluated accuracy first reaches ``target``; NaN if never."""
     e = run.experiment
     reached = [m["t"] for m in run.metrics if m.get("accuracy") is not None and m["accuracy"] >= target]
@@ -113,13 +86,11 @@ def traffic_to(run: Run, target: float, resources: "pd.DataFrame") -> dict[str, 
 
 def local_scores(
     f: Federation, server: Server, clients: Sequence[int], train: bool = False, shares: Sequence[float] | None = None
-) -> "pd.DataFrame":
+) -> pd.DataFrame:
     """The task's metric on the central test set of each client's sub-model, as it is deployed or after local training.
 
     ``shares``: of the whole, one for each client, instead of its budget's.
     """
-    import pandas as pd
-
     r = Round(max(server.t, 1), tuple(f.clients(clients)), f.setting)
     r = replace(r, notes=f.method.prepare(server, r))
     rows = []
@@ -143,3 +114,145 @@ def _trained(f: Federation, server: Server, r: Round, member: Member) -> dict[st
         moved = own[0].detach() - take(params[name], infos[name], member.part)
         scatter_add_(params[name], moved, infos[name], member.part)
     return params
+
+
+# --- of a grid's cells -----------------------------------------------------------------------------------------------
+
+
+def by_variant(cells: Sequence[Cell], of: Callable[[Experiment], Mapping[str, float]]) -> pd.DataFrame:
+    """One row per data column and variant: its names, its backbone, and what ``of`` says of its experiment."""
+    first = {(c.column, c.variant): c for c in reversed(cells)}
+    seen = _once(of)
+    rows = [_names(c) | dict(seen(c.experiment)) for c in reversed(first.values())]
+    return pd.DataFrame(rows)
+
+
+def all_clients(cells: Sequence[Cell], of: Callable[[Experiment], pd.DataFrame]) -> pd.DataFrame:
+    """The clients' rows (``of``) of every data column and variant, one below the other."""
+    first = {(c.column, c.variant): c for c in reversed(cells)}
+    seen = _once(of)
+    return pd.concat([seen(c.experiment).assign(**_names(c)) for c in reversed(first.values())], ignore_index=True)
+
+
+def runs_of(cells: Sequence[Cell], folder=None) -> Iterator[tuple[str, list[tuple[Cell, Run]]]]:
+    """(data column, its cells with their stored runs); columns without any are left out."""
+    for column in dict.fromkeys(c.column for c in cells):
+        found = [(c, run) for c in cells if c.column == column and (run := find_run(c.experiment, folder)) is not None]
+        if found:
+            yield column, found
+
+
+def traffic_curves(cells: Sequence[Cell], of: Callable[[Experiment], pd.DataFrame], folder=None) -> pd.DataFrame:
+    """A row per stored run and evaluated round: ``accuracy`` and ``gib``, what all clients sent and received so far."""
+    rows, seen = [], _once(lambda e: of(e).upload_mib.mean())
+    for _, runs in runs_of(cells, folder):
+        for cell, run in runs:
+            a_round = 2 * run.experiment.clients_per_round * seen(run.experiment) / MIB_OF_GIB
+            measured = [m for m in run.metrics if m.get("accuracy") is not None]
+            rows += [
+                _names(cell) | {"seed": cell.seed, "gib": m["t"] * a_round, "accuracy": m["accuracy"]} for m in measured
+            ]
+    return pd.DataFrame(rows, columns=[*NAMES, "backbone", "seed", "gib", "accuracy"])
+
+
+def _names(cell: Cell) -> dict[str, str]:
+    names = {k: getattr(cell, k) for k in NAMES}
+    return names | {"backbone": cell.experiment.backbone}
+
+
+def _once(of: Callable) -> Callable:
+    """``of``, asked once for experiments whose models and clients are the same."""
+    known: dict[tuple[int, str], object] = {}
+
+    def ask(e: Experiment):
+        own = {k: v for k, v in e.identity().items() if k not in NOT_COSTS}
+        key = num_classes(e), json.dumps(own, sort_keys=True)
+        if key not in known:
+            known[key] = of(e)
+        return known[key]
+
+    return ask
+
+
+# --- figures ---------------------------------------------------------------------------------------------------------
+
+
+@styled
+def plot_boxes(
+    frame: pd.DataFrame, x: str, y: str, ylabel: str, title: str, lines: Mapping[str, float] | None = None, ax=None
+):
+    """Boxes of ``y`` for every ``x``, the clients as points; ``lines`` are full-size models, dashed, by name."""
+    import seaborn
+
+    ax, color = axes_of(ax), color_of(PAPER)
+    seaborn.boxplot(frame, x=x, y=y, ax=ax, color=color, width=0.5, fliersize=0, boxprops={"alpha": PALE})
+    seaborn.stripplot(frame, x=x, y=y, ax=ax, color="black", size=2, alpha=0.4, jitter=0.15)
+    for name, value in (lines or {}).items():
+        ax.axhline(value, color=color_of("fedavg"), linestyle="--", linewidth=1, label=name)
+    if lines:
+        ax.legend()
+    finish(ax, "", ylabel, title)
+    return ax
+
+
+@styled
+def plot_bars(frame: pd.DataFrame, x: str, y: str, ylabel: str, title: str, ax=None):
+    """A bar of ``y`` per ``x`` and method, in the methods' colours; ``frame`` has ``method`` and ``label``."""
+    import seaborn
+
+    ax, rows = axes_of(ax), named(frame)
+    palette = {s: color_of(m) for s, m in zip(rows.series, rows.method, strict=True)}
+    own = [s for s in dict.fromkeys(rows.series)]
+    for k, name in enumerate(n for n in own if palette[n] == color_of(PAPER)):  # variants of one method, paler
+        white = 0.25 * min(k, 3)
+        palette[name] = tuple((1 - white) * c + white for c in _rgb(palette[name]))
+    seaborn.barplot(rows, x=x, y=y, hue="series", hue_order=own, palette=palette, ax=ax, errorbar=None)
+    finish(ax, "", ylabel, title)
+    return ax
+
+
+def _rgb(color) -> tuple[float, ...]:
+    from matplotlib.colors import to_rgb
+
+    return to_rgb(color)
+
+
+@styled
+def plot_client_map(values: Sequence[float], label: str, title: str, ax=None, low: float = 0.0, high: float = 1.0):
+    """One square a client, ten or so in a row: how much of something each has."""
+    import seaborn
+
+    ax, values = axes_of(ax, (4.4, 3.6)), np.asarray(values, float)
+    side = int(np.ceil(np.sqrt(len(values))))
+    grid = np.full(side * int(np.ceil(len(values) / side)), np.nan)
+    grid[: len(values)] = values
+    seaborn.heatmap(
+        grid.reshape(-1, side), ax=ax, vmin=low, vmax=high, cmap="viridis", square=True, linewidths=0.5,
+        cbar_kws={"label": label}, xticklabels=False, yticklabels=False,
+    )  # fmt: skip
+    finish(ax, "", "", title)
+    ax.grid(False)
+    return ax
+
+
+@styled
+def plot_size_and_score(frame: pd.DataFrame, score: str, title: str, ax=None, bins: int = 8):
+    """How many clients have which model size (share of the whole) and which ``score``; columns ``share``, ``score``."""
+    import seaborn
+    from matplotlib.ticker import MaxNLocator
+
+    ax, bar = axes_of(ax), {"label": "clients", "ticks": MaxNLocator(integer=True)}
+    seaborn.histplot(frame, x="share", y="score", bins=bins, cmap="viridis", cbar=True, cbar_kws=bar, ax=ax)
+    finish(ax, "model size (share of the whole)", score, title)
+    return ax
+
+
+@styled
+def plot_traffic(frame: pd.DataFrame, ylabel: str, title: str, ax=None):
+    """Score against what was sent so far (columns ``gib``, ``accuracy``, ``label``, ``method``), a line a variant."""
+    import seaborn
+
+    ax, rows = axes_of(ax), named(frame)
+    seaborn.lineplot(rows, x="gib", y="accuracy", ax=ax, errorbar=None, **looks_of(rows).settings())
+    finish(ax, "traffic so far, all clients, down and up (GiB)", ylabel, title)
+    return ax

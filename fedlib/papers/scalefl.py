@@ -3,17 +3,19 @@
 Read next: ``methods/scaling.py`` (the solver), ``report/tables.py``.
 """
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from pathlib import Path
 
 import pandas as pd
 
 from ..core.experiment import Experiment
-from ..methods.scaling import priced
+from ..core.slices import Slice
+from ..methods.scaling import priced, solve_levels
 from ..report.plots import COSTS, lines
 from ..report.style import axes_of, finish, log_axis, looks_of, named, styled
 from ..runs.costs import Shapes, load_shapes
+from ..runs.latency import seconds_of
 from ..runs.params import Cell
 from ..runs.prices import num_classes
 from ..runs.store import find_run
@@ -75,6 +77,27 @@ def plane(e: Experiment, classes: int | None = None) -> pd.DataFrame:
                     }
                 )
     return pd.DataFrame(rows)
+
+
+def levels_by_latency(
+    e: Experiment, classes: int, seconds: Callable[[Shapes, Slice], float] = seconds_of
+) -> dict[str, tuple[float, ...]]:
+    """``widths`` and ``depths`` of ``e``'s levels, each with its share (``ratios``) of the whole model's latency.
+
+    Solved once on the machine that shall answer, and written into the experiment, whose ``cost`` only counts.
+
+    ``ValueError`` as :func:`solve_levels`, with the nearest split where none fits.
+    """
+    e = e.replace(pretrained=False)
+    shapes = load_shapes(e, classes)
+    method, depth = shapes.method, shapes.setting.spec.depth
+    units = method.places(depth)
+    shapes = load_shapes(e, classes, units, device="cpu")
+    price = cache(partial(seconds, shapes))
+    cost, full = priced(price, shapes.setting)
+    ratios = method.ratios_of(e.num_exits)
+    levels = solve_levels(cost, ratios, [u + 1 for u in units], full, method.grid, method.eps)
+    return {"widths": tuple(x.width for x in levels), "depths": tuple(round(x.depth / depth, 4) for x in levels)}
 
 
 def level_accuracies(cells: Sequence[Cell], folder: Path | None = None) -> pd.DataFrame:

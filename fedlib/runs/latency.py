@@ -1,21 +1,20 @@
-"""Levels by measured latency: solved once on the machine that shall answer, and written into the experiment.
+"""How long parts of a model take, here and now: what answers, and a step of training, with random weights.
 
-What a machine measures is no part of an experiment, so ``Levels.cost`` counts only; this gives ``widths`` and
-``depths`` for its options. Read next: ``methods/scaling.py``, ``methods/scaling.py``.
+What a machine measures is no part of an experiment. Read next: ``costs.py`` (what is counted).
 """
 
 import statistics
 import time
-from collections.abc import Callable
-from functools import cache, partial
+from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from ..core.experiment import Experiment
 from ..core.slices import Slice
 from ..engine.forward import Forward
-from ..methods.scaling import priced, solve_levels
 from .costs import Shapes, load_shapes
+from .prices import num_classes
 
 
 def seconds_of(shapes: Shapes, part: Slice, examples: int = 1, repeats: int = 5) -> float:
@@ -31,20 +30,31 @@ def seconds_of(shapes: Shapes, part: Slice, examples: int = 1, repeats: int = 5)
     return statistics.median(times[1:])
 
 
-def levels_by_latency(
-    e: Experiment, classes: int, seconds: Callable[[Shapes, Slice], float] = seconds_of
-) -> dict[str, tuple[float, ...]]:
-    """``widths`` and ``depths`` of ``e``'s levels, each with its share (``ratios``) of the whole model's latency.
+def step_seconds(e: Experiment, parts: Sequence[Slice], batch: int = 32, repeats: int = 2) -> np.ndarray:
+    """Seconds of one training step (forward and backward) of each of ``parts``, the best of ``repeats``, one thread.
 
-    ``ValueError`` as :func:`solve_levels`, with the nearest split where none fits.
+    Weights are random and inputs ones.
     """
-    e = e.replace(pretrained=False)
-    shapes = load_shapes(e, classes)
-    method, depth = shapes.method, shapes.setting.spec.depth
-    units = method.places(depth)
-    shapes = load_shapes(e, classes, units, device="cpu")
-    price = cache(partial(seconds, shapes))
-    cost, full = priced(price, shapes.setting)
-    ratios = method.ratios_of(e.num_exits)
-    levels = solve_levels(cost, ratios, [u + 1 for u in units], full, method.grid, method.eps)
-    return {"widths": tuple(x.width for x in levels), "depths": tuple(round(x.depth / depth, 4) for x in levels)}
+    shapes = load_shapes(e.replace(pretrained=False), num_classes(e), device="cpu")
+    x = torch.ones(1, batch, *shapes.setting.spec.input_shape)
+    threads, out = torch.get_num_threads(), []
+    torch.set_num_threads(1)
+    try:
+        for part in parts:
+            held = {n: p.detach().requires_grad_(n in shapes.trainable) for n, p in shapes.held(part).items()}
+            trained, taken = [p for p in held.values() if p.requires_grad], []
+            forward = Forward(shapes.model, [part], held).place_(training=True)
+            for _ in range(repeats + 1):  # the first is slower than those that follow
+                began = time.perf_counter()
+                torch.autograd.grad(forward(x).sum(), trained, allow_unused=True)
+                taken.append(time.perf_counter() - began)
+            out.append(min(taken[1:]))
+    finally:
+        torch.set_num_threads(threads)
+    return np.array(out)
+
+
+def level_seconds(e: Experiment, batch: int = 32) -> np.ndarray:
+    """Seconds of one training step of what a client of each budget of ``e`` holds, smallest budget first."""
+    shapes = load_shapes(e, num_classes(e))
+    return step_seconds(e, [shapes.slice_for(b) for b in range(shapes.budgets)], batch, repeats=8)

@@ -1,19 +1,19 @@
 """What a client of a round receives and sends, counted in numbers (float32 unless compressed), from a round that ran.
 
 Counted is what a client does not have: not what stays with it, not what no client ever changes (it follows from the
-seed, or is public), a tensor that several of its models start from once. Read next: ``runs/costs.py`` (uploads from
-shapes alone).
+seed, or is public), a tensor that several of its models start from once. ``runs/costs.py`` has
+uploads from shapes alone.
 """
 
 from collections.abc import Hashable, Sequence
 
-from ..core.experiment import Experiment
-from ..core.slices import take
-from ..methods import Member, Round, Server
-from .cohort import Cohort
-from .executors import Execution, plan_round
-from .federation import Federation, build_federation
-from .rounds import run_rounds
+from fedlib.core.experiment import Experiment
+from fedlib.core.slices import take
+from fedlib.engine.cohort import Cohort
+from fedlib.engine.executors import Execution, plan_round
+from fedlib.engine.federation import Federation, build_federation
+from fedlib.engine.rounds import run_rounds
+from fedlib.methods import Member, Round, Server
 
 
 def round_traffic(e: Experiment) -> tuple[float, float]:
