@@ -268,6 +268,7 @@ def test_the_kits_own_files_mean_the_same_in_both_versions(path):
 
 # papers, or single tables, of which some seeds or columns are not stored so far
 UNFINISHED: set[str] = {
+    "reefl/horizon",
     "cafedistill",
     "fedepth/figure2",
     "fedepth/horizon",

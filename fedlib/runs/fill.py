@@ -20,6 +20,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from ..core.experiment import Experiment
 from ..core.paths import outputs_dir
@@ -261,6 +262,8 @@ def _serve() -> None:
     os.dup2(2, 1)  # what others print is no answer
     if hasattr(os, "nice"):
         os.nice(19)
+    with contextlib.suppress(OSError):  # Linux weighs a session's processes as one group, whose niceness is another
+        Path("/proc/self/autogroup").write_text("19")
     become_worker()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job would ignore it
     jobs, working, ended = queues.SimpleQueue(), threading.Event(), threading.Event()
