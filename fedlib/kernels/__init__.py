@@ -1,7 +1,8 @@
 """Kernels: what stands in for layers' and models' own code on a CPU, swapped in from outside, by name.
 
 Neither a layer nor a model knows them: ``swap_in_`` gives a built model's blocks a class whose forward tries a kernel
-first, and puts functions into ``layers.overrides``. Each runs equal to the modules it stands for, in a test.
+first; ``layers.overrides`` holds its functions as soon as this is imported. Each runs equal to the modules it stands
+for, in a test.
 
     products    float32 products go straight to a BLAS, without PyTorch's dispatcher (``products.py``)
     attention   that of short sequences is kept for the backward (``attention.py``)
@@ -16,10 +17,11 @@ from torch import nn
 from ..layers.overrides import OVERRIDES
 from . import attention, products, ree_step, vit_block
 
+OVERRIDES.update(attend=attention.attend, matmul=products.matmul)  # also in a process that is sent its model
+
 
 def swap_in_(model: nn.Module) -> nn.Module:
     """Let kernels stand in for what ``model`` has of their kind; returns it."""
-    OVERRIDES.update(attend=attention.attend, matmul=products.matmul)
     for module in model.modules():
         for kernel in (vit_block, ree_step):
             if type(module) is kernel.ORIGINAL:
