@@ -170,6 +170,7 @@ class Cohort:
                 active = active & np.array([m.name == models for m in self.members])
         rate = stage.lr if stage.lr is not None else round_rate(e, self.t)
         forward, route = self.forward, route_of(stage, self.forward.route, len(self.held))
+        forward.tensors = (forward.tensors[0], self.params)  # a method may have others by now
         if stage.without:  # the cache ran them
             forward.prefix = None
         with phase("forward"):

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 import torch
 
-from ..data.tasks import Classification
+from ..data.tasks import Classification, Span
 from ..methods import Member, Round, Server, Serving
 from .batches import in_order
 from .cohort import Cohort
@@ -38,8 +38,9 @@ def evaluate_clients(f: Federation, server: Server, memories: Mapping) -> dict[s
     broken: list[int] = []
     early, exits = [], list(f.method.answering(f.setting.num_exits))
     for ids, outputs, labels, counts in client_outputs(f, server, memories):
-        finite = outputs.isfinite().transpose(0, 1).flatten(1).all(1).tolist()  # padding repeats examples
-        broken += [client for client, fine in zip(ids, finite, strict=True) if not fine]
+        fine = outputs.isfinite() | (outputs == -torch.inf) if isinstance(f.task, Span) else outputs.isfinite()
+        finite = fine.transpose(0, 1).flatten(1).all(1).tolist()  # padding repeats examples; no span starts in it
+        broken += [client for client, whole in zip(ids, finite, strict=True) if not whole]
         for k, client in enumerate(ids):
             given, own = outputs[exits, k, : counts[k]], labels[k, : counts[k]]  # (E, n, *out), (n, *label)
             scores[client] = [f.task.score(p, own)[f.task.metric] for p in f.task.predict(given)]

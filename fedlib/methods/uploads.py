@@ -69,7 +69,8 @@ def kept_entries(n: int, fraction: float) -> int:
 
 def clip_factors(deltas: Tensors, rows: Mapping[str, Sequence[int]], clients: int, norm: float) -> torch.Tensor:
     """min(1, C / |delta_i|) per client, (K,) float64; the norm is over all tensors that client i holds."""
-    squares = torch.zeros(clients, dtype=torch.float64, device=next(iter(deltas.values())).device)
+    device = next((d.device for d in deltas.values()), None)  # of nothing, where all is personal
+    squares = torch.zeros(clients, dtype=torch.float64, device=device)
     for name, d in deltas.items():
         squares[list(rows[name])] += d.double().flatten(1).square().sum(1)
     return (norm / squares.sqrt()).clamp(max=1)  # a zero update gives C / 0 = inf, so 1
