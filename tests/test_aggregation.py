@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from fedlib.core.clients import Client
 from fedlib.core.slices import STEM, ParamInfo, Slice
 from fedlib.methods import Arrived, Round, Server, Setting, build_method
-from fedlib.methods.server import MaskedMean, Update, all_finite, fedadam, feddyn_gradient, feddyn_server, merge_sums
+from fedlib.methods.server import fedadam, feddyn_gradient, feddyn_server
+from fedlib.methods.sums import MaskedMean, Update, all_finite, merge_sums
 from fedlib.models.vit import ViTSpec
 
 

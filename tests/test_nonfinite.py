@@ -17,9 +17,9 @@ from fedlib.core.slices import ParamInfo, Slice
 from fedlib.core.storage import read_tensors
 from fedlib.data import federated
 from fedlib.methods import build_method
-from fedlib.methods.server import MaskedMean, Update
 from fedlib.methods.sliced.depthfl import DepthFL
 from fedlib.methods.sliced.fedavg import FedAvg
+from fedlib.methods.sums import MaskedMean, Update
 
 
 def poisoned(monkeypatch, method, bad, value=math.nan, seen=None):

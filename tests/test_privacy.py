@@ -18,7 +18,7 @@ from fedlib.engine import privacy as privacy_module
 from fedlib.engine.executors import plan_round, train_cohort
 from fedlib.engine.privacy import epsilon, privacy_spent, privatise
 from fedlib.methods import METHODS, Arrived, Method, Round, Server, Setting, build_method
-from fedlib.methods.server import Update, merge_sums
+from fedlib.methods.sums import Update, merge_sums
 from fedlib.models.vit import ViTSpec
 from fedlib.runs import store as runs_module
 

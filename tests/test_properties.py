@@ -16,7 +16,7 @@ from fedlib.core.clients import Client
 from fedlib.core.slices import ParamInfo, Slice, scatter_add_, take
 from fedlib.data.partition import partition_examples
 from fedlib.engine.checks import check_experiment
-from fedlib.methods.server import MaskedMean, Update, merge_sums
+from fedlib.methods.sums import MaskedMean, Update, merge_sums
 from fedlib.runs.params import load_grid
 from fedlib.runs.params_files import load_yaml, merge
 

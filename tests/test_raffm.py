@@ -13,8 +13,8 @@ from fedlib.engine.batches import Draws, plan_batches
 from fedlib.engine.evaluation import exit_logits
 from fedlib.engine.executors import Execution
 from fedlib.methods import Round, build_method
-from fedlib.methods.server import MaskedMean, Update
 from fedlib.methods.sliced.raffm import Space, salience, shrunk
+from fedlib.methods.sums import MaskedMean, Update
 from fedlib.models.bert import BertSpec
 from fedlib.models.registry import OWN
 from fedlib.models.vit import ViTSpec

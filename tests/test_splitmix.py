@@ -15,7 +15,7 @@ from fedlib.core.slices import NOTHING, Axis, take
 from fedlib.engine.cohort import Cohort
 from fedlib.engine.evaluation import exit_logits
 from fedlib.methods import Arrived, Round, build_method
-from fedlib.methods.server import MaskedMean
+from fedlib.methods.sums import MaskedMean
 from fedlib.models import registry
 from fedlib.models.resnet import ResNetSpec
 from fedlib.runs.costs import load_shapes

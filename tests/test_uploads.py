@@ -13,7 +13,7 @@ from fedlib.core.slices import Slice
 from fedlib.core.storage import read_tensors
 from fedlib.engine.cohort import Cohort
 from fedlib.methods import METHODS, Round, build_method
-from fedlib.methods.server import Update
+from fedlib.methods.sums import Update
 from fedlib.methods.uploads import clip_factors, kept_entries, quantise, top_k
 from fedlib.runs import store as runs_module
 from fedlib.runs.costs import exit_costs, upload_mib

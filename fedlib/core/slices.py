@@ -204,6 +204,8 @@ def take_all(params: Mapping[str, torch.Tensor], infos: Mapping[str, ParamInfo],
 def scatter_add_(total: torch.Tensor, value: torch.Tensor, info: ParamInfo, part: Slice) -> None:
     """Add ``value`` (or a scalar tensor) to the entries of ``total`` that ``part`` keeps: the adjoint of ``take``."""
     scattered = []
+    # contiguous indices first: ``narrow`` is a view, so adding to it adds to ``total``; indexing by a tensor copies,
+    # and only the assignment at the end writes back. So leading slices, the usual ones, never meet an index tensor
     for dim, kept in _cuts(info, part):
         if isinstance(kept, range) and kept.step == 1:
             total = total.narrow(dim, kept.start, len(kept))

@@ -18,7 +18,7 @@ from ..core.slices import NOTHING
 from ..layers.norms import statistics
 from ..methods.jobs import Member, Round, Server, Stage
 from ..methods.losses import Batch
-from ..methods.server import Update
+from ..methods.sums import Update
 from ..models.exit_model import ExitModel
 from ..models.route import Route
 from .batches import Batches, Draws, in_order, plan_batches

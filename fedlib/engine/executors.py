@@ -23,7 +23,7 @@ from ..core.profiling import phase
 from ..core.threads import repeatable, warn_if_spinning
 from ..core.validation import Count, Positive, check_instance, names_its_keywords
 from ..methods import Member, Round, Server
-from ..methods.server import Sums
+from ..methods.sums import Sums
 from ..models.exit_model import ExitModel
 from .checks import check_device
 from .cohort import Cohort
@@ -211,10 +211,12 @@ def plan_cohorts(
         alike.setdefault((key, program(job[0].client)), []).append(job)
     out = []
     for group in alike.values():
+        # workers are shared out by the number of clients; a cohort's members stack, so all must be of one group
         share = max(1, round(workers * len(group) / len(jobs)))
         models = max(len(job) for job in group)
         parts = -(-len(group) * models // (share * size)) * share if size else share  # each worker gets as many
         out += [group[i::parts] for i in range(min(parts, len(group)))]  # dealt out, so depths are mixed evenly
+    # the longest first, so that no worker starts it when the others are done
     out.sort(key=lambda cohort: -sum(depth(job) * job[0].client.num_examples for job in cohort))
     return [[m for job in cohort for m in job] for cohort in out]
 

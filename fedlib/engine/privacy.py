@@ -22,7 +22,7 @@ from ..core.clients import Client, clients_of
 from ..core.rng import torch_generator
 from ..core.slices import take_all
 from ..methods import Round, Server
-from ..methods.server import MaskedMean, Sums, Update
+from ..methods.sums import MaskedMean, Sums, Update
 from .federation import Federation
 
 

@@ -11,7 +11,7 @@ from ..core.memories import Overlay
 from ..core.profiling import phase
 from ..kernels.products import choose_products
 from ..methods import Arrived, Round, Server
-from ..methods.server import Sums, all_finite, merge_sums
+from ..methods.sums import Sums, all_finite, merge_sums
 from .evaluation import evaluate
 from .executors import Execution, Executor, InProcess, Memories, Trained, keep_freed_memory, plan_round
 from .federation import Federation

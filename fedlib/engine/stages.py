@@ -52,6 +52,7 @@ def units_ahead(f: Federation, forward: Forward, clients: Sequence[Client], stag
     e, model, infos, prefix = f.experiment, forward.model, f.setting.infos, forward.prefix
     if e.augment != "none":
         return 0
+    # FeDepth: ``cached`` says that memory suffices. What the frozen backbone's cache has is not kept a second time
     if stage.units is not None:
         known = prefix.units if prefix is not None else 0
         return stage.units.start if stage.cached and runs_ahead(stage) and stage.units.start > known else 0
@@ -60,6 +61,7 @@ def units_ahead(f: Federation, forward: Forward, clients: Sequence[Client], stag
         return 0
     if model.backbone.reads_all or not by_example(model, e.batch_norm, training=True, features=True):
         return 0
+    # Exits alone: worth it from the second epoch on, if features depend on nothing that moves and all of them fit
     spec, examples = model.backbone.spec, len(clients) * max(c.num_examples for c in clients)
     numbers = sum(math.prod(spec.feature(u)) for u in range(model.depth) if model.head.reads(u))
     fits = 4 * numbers * examples <= SHARE_OF_FREE_MEMORY * free_memory(f.device)

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from ..core.validation import Scalar, check_fields, did_you_mean
 from .base import Method
 from .jobs import Arrived, Member, Round, Server, Serving, Setting, Stage
-from .options import Distillation, ServerStep
+from .losses import Distillation
 from .personal.cafedistill import CAFEDistill
 from .personal.ditto import Ditto
 from .personal.fedamp import FedAMP
@@ -17,6 +17,7 @@ from .personal.fedrep import FedRep
 from .personal.fedrod import FedRoD
 from .personal.local import Local
 from .personal.pfedgraph import PFedGraph
+from .server import ServerStep
 from .sliced.decoupled import Decoupled
 from .sliced.depthfl import DepthFL
 from .sliced.exclusivefl import ExclusiveFL

@@ -2,7 +2,7 @@
 
 Every default below is FedAvg with early exits: prefix sub-models, the sum of the exits' cross-entropies, one local
 training, and the mean over the clients that hold an entry. A method overrides what its paper changes.
-Read next: ``jobs.py`` (the values hooks see), ``options.py`` (distillation, server steps), ``sliced/reefl.py``.
+Read next: ``jobs.py`` (the values hooks see), ``losses.py``, ``server.py``, ``sliced/reefl.py``.
 """
 
 from collections.abc import Callable, Collection, Hashable, Sequence
@@ -21,7 +21,7 @@ from ..models.exit_model import ExitModel
 from ..models.map_exits import classifiers
 from .jobs import Arrived, Member, Round, Server, Serving, Setting, Tensors
 from .losses import Batch, cross_entropies
-from .server import MaskedMean, Sums, Update
+from .sums import MaskedMean, Sums, Update
 from .uploads import UploadOptions, send
 
 

@@ -13,7 +13,7 @@ from ..core.rng import numpy_generator
 from ..core.slices import Axis, ParamInfo, Slice
 from ..models.backbone import Spec
 from ..models.measure import Measure
-from .server import MaskedMean
+from .sums import MaskedMean
 
 Tensors = Mapping[str, torch.Tensor]
 Where = Callable[[ParamInfo], bool]

@@ -1,12 +1,21 @@
-"""Local losses between exits, one equation each. All take a :class:`Batch` and return one value per client (K,)."""
+"""Local losses between exits, one equation each. All take a :class:`Batch` and return one value per client (K,).
+
+Methods whose exits may teach one another name :class:`Distillation` before ``Method``, those compared in a
+multi-exit form of their own :class:`JointExits`.
+"""
 
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Annotated, Literal
 
 import torch
 
+from ..core.clients import Client
+from ..core.slices import Slice
+from ..core.validation import AtLeast, AtMost, Positive, When
 from ..data.tasks import Classification, Task
+from .jobs import Round, Server
 
 
 @dataclass
@@ -118,3 +127,54 @@ def kl_to_last(batch: Batch, temperature: float, detach: bool = True) -> torch.T
 def ramp_up(t: int, length: float) -> float:
     """eta(t) = exp(-5 (1 - min(t, length) / length)^2): the weight of distillation at round t (1-based)."""
     return math.exp(-5 * (1 - min(t, length) / length) ** 2) if length > 0 else 1.0
+
+
+TAUGHT = When(distill=("best", "mutual", "last"))
+
+
+@dataclass(frozen=True)
+class Distillation:
+    """Knowledge distillation between the exits of a client's own model (ReeFL, Eqs. 5-6)."""
+
+    distill: Literal["none", "best", "mutual", "last"] = "none"  # who teaches whom (L_kl, Eq. 5)
+    kd_weight: Annotated[float | None, AtLeast(0), TAUGHT] = None  # eta; None: ramped up over the first rounds
+    # of the rounds until eta = 1; the papers' 300 of 1000
+    ramp_fraction: Annotated[float, AtLeast(0), AtMost(1), TAUGHT, When(kd_weight=None)] = 0.3
+    temperature: Annotated[Positive, TAUGHT] = 1.0  # tau, Eq. 6
+    zeta: Annotated[Positive, AtMost(1), When(distill="best")] = 0.2  # running estimate of the loss
+
+    @property
+    def needs_classes(self) -> str:
+        return "distill = 'mutual'" if self.distill == "mutual" else super().needs_classes
+
+    def eta(self, batch: Batch) -> float:
+        """The weight of distillation in this round."""
+        return ramp_up(batch.t, self.ramp_fraction * batch.rounds) if self.kd_weight is None else self.kd_weight
+
+    def local_loss(self, batch: Batch) -> torch.Tensor:
+        """sum_e CE_e + eta * L_kl, (M,), whoever teaches: a method's own is written in its file."""
+        ce = cross_entropies(batch)  # (E, M)
+        if self.distill == "none":
+            return ce.sum(0)
+        if self.distill == "mutual":
+            return ce.sum(0) + self.eta(batch) * mutual_kl(batch, self.temperature)
+        teacher = running_best_exit(batch, ce, self.zeta) if self.distill == "best" else last_exit(batch)
+        return ce.sum(0) + self.eta(batch) * kl_to_teacher(batch, teacher, self.temperature)
+
+
+@dataclass(frozen=True)
+class JointExits(Distillation):
+    """Every client trains the whole model, whose m exits count equally: a single-exit method's multi-exit form.
+
+    With one exit it is the method as published. ``distill="last"`` is local distillation: the last exit teaches.
+    """
+
+    kd_weight: Annotated[float | None, AtLeast(0), TAUGHT] = 1.0
+
+    def slice_for(self, client: Client, server: Server, r: Round) -> Slice:
+        """The whole model: budgets are ignored."""
+        return r.setting.full()
+
+    def local_loss(self, batch: Batch) -> torch.Tensor:
+        """1/m sum_j [CE_j + eta KL_j], (M,)."""
+        return super().local_loss(batch) / batch.held.sum(0)

@@ -1,207 +1,17 @@
-"""The server's arithmetic: pure functions on named tensors, one equation each; uploads are summed where they are made.
+"""The server's arithmetic, one equation each, and what a method makes of the mean of its clients' models.
 
-Sums run in float64 and are rounded once. Entries that no client held keep their value and their server state.
+Entries that no client held keep their value and their server state. Read next: ``sums.py`` (the mean itself).
 """
 
-from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Annotated, Literal
 
 import torch
 
-from ..core.clients import Client
-from ..core.slices import ParamInfo, Slice, is_cut, scatter_add_, take, within
+from ..core.validation import AtLeast, Below, Positive, When
+from .jobs import Arrived, Round, Server
 
-Tensors = Mapping[str, torch.Tensor]
-
-
-@dataclass(frozen=True)
-class Update:
-    """What a cohort sends back: ``params[name]`` stacks the tensors of its models ``rows[name]``.
-
-    Of model i, ``clients[i]`` owns it, ``slices[i]`` is what it held, ``uploads[i]`` what of that is sent.
-    """
-
-    clients: tuple[Client, ...]
-    slices: tuple[Slice, ...]
-    params: Tensors
-    rows: Mapping[str, Sequence[int]]
-    uploads: tuple[Slice, ...] | None = None  # None: all of it
-
-    def nonfinite(self) -> dict[int, str]:
-        """Client id -> the first of its tensors with a NaN or infinity; one transfer from the device if none has."""
-        if all_finite(self.params.values()):
-            return {}
-        names, k = list(self.params), len(self.clients)
-        finite = torch.ones(len(names), k, dtype=torch.bool, device=self.params[names[0]].device)
-        for i, name in enumerate(names):
-            finite[i, list(self.rows[name])] = self.params[name].flatten(1).isfinite().all(1)
-        out: dict[int, str] = {}
-        for i, k in (~finite.cpu()).nonzero().tolist():
-            out.setdefault(self.clients[k].id, names[i])
-        return out
-
-    def without(self, ids: Container[int]) -> "Update":
-        """The update of the other clients."""
-        kept = [i for i, c in enumerate(self.clients) if c.id not in ids]
-        place = {i: new for new, i in enumerate(kept)}
-        params, rows = {}, {}
-        for name, held in self.rows.items():
-            if found := [k for k, i in enumerate(held) if i in place]:
-                params[name], rows[name] = self.params[name][found], [place[held[k]] for k in found]
-        uploads = None if self.uploads is None else tuple(self.uploads[i] for i in kept)
-        return Update(tuple(self.clients[i] for i in kept), tuple(self.slices[i] for i in kept), params, rows, uploads)
-
-    def model(self, i: int, kinds: Mapping[str, torch.dtype]) -> dict[str, torch.Tensor]:
-        """What model ``i`` sends, by its local names, in the precision ``kinds``."""
-        held = {n: list(rows).index(i) for n, rows in self.rows.items() if i in rows}
-        return {n: self.params[n][row].to(kinds[n], copy=True) for n, row in held.items()}
-
-
-def all_finite(tensors: Iterable[torch.Tensor]) -> bool:
-    """Is every number finite? One transfer from the device, where the answer is yes."""
-    tensors = list(tensors)
-    if not tensors:  # a cohort that sends nothing
-        return True
-    if bool(torch.stack([x.sum() for x in tensors]).isfinite().all()):  # no NaN or infinity leaves a sum finite
-        return True
-    return bool(torch.stack([x.isfinite().all() for x in tensors]).all())  # finite numbers may have an infinite sum
-
-
-class MaskedMean:
-    """Per-entry weighted mean over the clients that hold the entry, as sums that can be merged.
-
-    theta = sum_i w_i theta_i / sum_i w_i, the early-exit FedAvg (w_i = number of examples) and, with width slices,
-    the coordinate-wise mean (w_i = 1). ``weight`` and ``count`` (holders) are scalars until a cut tensor arrives.
-
-    A sum of one cut alone stays cut, which is all that has to travel, until another is added or somebody looks.
-    """
-
-    def __init__(self, infos: Mapping[str, ParamInfo]):
-        self.infos = infos
-        self.clients = 0
-        self._stores: tuple[dict[str, torch.Tensor], ...] = ({}, {}, {})  # total, weight, count
-        self._cut: dict[str, tuple[str, Slice]] = {}  # of sums that stay cut: the local name, and what is held
-        self._own: set[str] = set()  # sums that may be written to in place: nobody else has them
-
-    @property
-    def total(self) -> dict[str, torch.Tensor]:
-        """sum_i w_i theta_i by parameter."""
-        return self._whole(0)
-
-    @property
-    def weight(self) -> dict[str, torch.Tensor]:
-        """sum_i w_i of the holders."""
-        return self._whole(1)
-
-    @property
-    def count(self) -> dict[str, torch.Tensor]:
-        """How many hold an entry."""
-        return self._whole(2)
-
-    @count.setter
-    def count(self, value: dict[str, torch.Tensor]) -> None:
-        self._stores = (*self._stores[:2], value)
-
-    def _whole(self, which: int) -> dict[str, torch.Tensor]:
-        for target in list(self._cut):
-            self._expand(target)
-        return self._stores[which]
-
-    def _expand(self, target: str) -> None:
-        """Let the sum of one cut be one of whole tensors."""
-        if target not in self._cut:
-            return
-        name, part = self._cut.pop(target)
-        info = self.infos[name]
-        for store in self._stores:
-            whole = torch.zeros(info.shape, dtype=torch.float64, device=store[target].device)
-            scatter_add_(whole, store[target], info, part)
-            store[target] = whole
-        self._own.add(target)
-
-    def add(self, update: Update, weights: Iterable[float]) -> None:
-        """Add every model of ``update`` with its weight; a weight of zero leaves it out."""
-        weights = torch.tensor(list(weights), dtype=torch.float64)
-        self.clients += int((weights != 0).sum())
-        uploads = update.uploads or update.slices
-        cuts: dict[tuple, int] = {}  # models that keep the same indices
-        cut = [cuts.setdefault(tuple(sorted(s.index.items())), len(cuts)) for s in uploads]
-        sizes: dict[tuple[int, ...], tuple[torch.Tensor, ...]] = {}  # of equal groups, the same tensors
-        for name, stack in update.params.items():
-            rows = update.rows[name]
-            groups: dict[tuple[str, int], list[int]] = {}  # models that write to the same entries of a server tensor
-            for k, i in enumerate(rows):
-                if weights[i]:
-                    groups.setdefault((uploads[i].source(name), cut[i]), []).append(k)
-            for (target, _), places in groups.items():
-                if (key := tuple(rows[k] for k in places)) not in sizes:
-                    w = weights[list(key)].to(stack.device)
-                    sizes[key] = w, w.sum(), torch.tensor(float(len(w)), dtype=torch.float64, device=stack.device)
-                w, weight, count = sizes[key]
-                value = torch.tensordot(w, (stack if len(places) == len(rows) else stack[places]).double(), 1)
-                part, whole = uploads[key[0]], update.slices[key[0]]
-                if part is not whole:
-                    held = replace(self.infos[name], shape=tuple(value.shape))
-                    value = take(value, held, within(part, whole))
-                self._add(target, name, value, weight, count, part)
-
-    def _add(
-        self, target: str, name: str, value: torch.Tensor, weight: torch.Tensor, count: torch.Tensor, part: Slice | None
-    ) -> None:
-        """Add a sum under the server's name ``target``; ``part``: it is cut as that says."""
-        new, cut = (value, weight, count), (name, part) if part and is_cut(self.infos[name], part) else None
-        if target not in self._stores[0]:
-            for store, x in zip(self._stores, new, strict=True):
-                store[target] = x
-            if cut:
-                self._cut[target] = cut
-            return
-        self._expand(target)
-        if not cut:
-            for store, x in zip(self._stores, new, strict=True):
-                store[target] = store[target] + x  # not in place: groups share weights and counts
-            return
-        info = self.infos[name]
-        for store, x in zip(self._stores, new, strict=True):
-            if target not in self._own:
-                store[target] = torch.zeros(info.shape, dtype=torch.float64, device=value.device) + store[target]
-            scatter_add_(store[target], x, info, part)
-        self._own.add(target)
-
-    def merge(self, other: "MaskedMean") -> None:
-        """Add the sums of other clients."""
-        self.clients += other.clients
-        for target in other._stores[0]:
-            theirs = (store[target] for store in other._stores)
-            name, part = other._cut.get(target, (target, None))
-            self._add(target, name, *theirs, part)
-
-    def result(self, old: Tensors) -> dict[str, torch.Tensor]:
-        """The mean of what arrived; entries nobody held are ``old``'s."""
-        out = {}
-        for name, total in self.total.items():
-            weight = self.weight[name]
-            if not weight.dim():  # somebody held all of it
-                out[name] = (total / weight).to(old[name].dtype)
-                continue
-            mean = total / weight.clamp(min=torch.finfo(torch.float64).tiny)
-            out[name] = torch.where(weight > 0, mean.to(old[name].dtype), old[name])
-        return out
-
-
-Sums = dict[int, MaskedMean]  # what the server sees of a round: one mean per group of clients (Method.group_of)
-
-
-def merge_sums(parts: Iterable[Sums]) -> Sums:
-    """Merge the cohorts' sums as they arrive; one at a time is held."""
-    out: Sums = {}
-    for part in parts:
-        for group, mean in part.items():
-            if group in out:
-                out[group].merge(mean)
-            else:
-                out[group] = mean
-    return out
+DYN, ADAM = When(aggregation="feddyn"), When(aggregation="fedadam")
 
 
 def feddyn_server(
@@ -231,3 +41,74 @@ def fedadam(
     m = beta1 * m + (1 - beta1) * delta
     v = beta2 * v + (1 - beta2) * delta**2
     return theta - lr * m / (v.sqrt() + tau), m, v
+
+
+def trained(arrived: Arrived, r: Round) -> list[str]:
+    """The names that arrived, without statistics: those are averaged, and never stepped."""
+    return [name for name in arrived.sums[0].total if r.setting.infos[name].kind != "statistic"]
+
+
+def train_with_feddyn(cohort, loss, alpha: float) -> None:
+    """Local training with FedDyn's term; then g <- g - alpha (theta - theta_global): zero at first, clients keep it."""
+    start, g = cohort.start, cohort.recall("feddyn_gradient")
+    cohort.train(loss, gradient=lambda name, p: feddyn_gradient(p, start[name], g[name], alpha))
+    cohort.remember("feddyn_gradient", {n: g[n] - alpha * (p - start[n]) for n, p in cohort.trained.items()})
+
+
+def feddyn_step(server: Server, arrived: Arrived, r: Round, alpha: float) -> Server:
+    """FedDyn's server on the mean of all that arrived; h of each entry is kept in the server's memory."""
+    new, memory = {**server.params, **arrived.sums[0].result(server.params)}, dict(server.memory)
+    for name in trained(arrived, r):
+        theta, key = server.params[name], f"h/{name}"
+        share = (arrived.sums[0].count[name] / r.setting.num_clients).to(theta.dtype)
+        h = memory.get(key, torch.zeros_like(theta))
+        new[name], memory[key] = feddyn_server(theta, new[name], h, share, alpha)
+    return replace(server, t=r.t, params=new, memory=memory)
+
+
+@dataclass(frozen=True)
+class ServerStep:
+    """What the server makes of the mean: it takes it as it is, or as the input of FedDyn or FedAdam."""
+
+    aggregation: Literal["mean", "feddyn", "fedadam"] = "mean"
+    feddyn_alpha: Annotated[Positive, DYN] = 0.1
+    server_lr: Annotated[Positive, ADAM] = 1e-3
+    beta1: Annotated[float, AtLeast(0), Below(1), ADAM] = 0.9
+    beta2: Annotated[float, AtLeast(0), Below(1), ADAM] = 0.999
+    adam_tau: Annotated[Positive, ADAM] = 1e-6
+
+    def check_options(self) -> None:
+        super().check_options()
+        self.check_slices("aggregation", self.aggregation == "feddyn")
+
+    @property
+    def remembers(self) -> bool:
+        """FedDyn's clients keep a gradient across rounds."""
+        return self.aggregation == "feddyn" or super().remembers
+
+    def local_update(self, cohort) -> None:
+        """Local training, with FedDyn's term where that is the aggregation."""
+        if self.aggregation == "feddyn":
+            train_with_feddyn(cohort, self.local_loss, self.feddyn_alpha)
+        else:
+            super().local_update(cohort)
+
+    def aggregate(self, server: Server, arrived: Arrived, r: Round) -> Server:
+        if self.aggregation == "feddyn":
+            return feddyn_step(server, arrived, r, self.feddyn_alpha)
+        server, old = super().aggregate(server, arrived, r), server
+        if self.aggregation == "mean":
+            return server
+        new, memory = dict(server.params), dict(server.memory)
+        for name in trained(arrived, r):
+            theta, held = old.params[name], arrived.sums[0].count[name] > 0
+            new[name], moments = self.adam_step(name, theta, theta - new[name], memory, held)
+            memory |= moments
+        return replace(server, params=new, memory=memory)
+
+    def adam_step(self, key: str, theta: torch.Tensor, delta: torch.Tensor, memory: dict, held: torch.Tensor):
+        """One FedAdam step whose moments live under ``m/key`` and ``v/key``; entries not ``held`` stay."""
+        m, v = (memory.get(f"{x}/{key}", torch.zeros_like(theta)) for x in "mv")
+        stepped = fedadam(theta, delta, m, v, self.server_lr, self.beta1, self.beta2, self.adam_tau)
+        theta, m, v = (torch.where(held, new, old) for new, old in zip(stepped, (theta, m, v), strict=True))
+        return theta, {f"m/{key}": m, f"v/{key}": v}

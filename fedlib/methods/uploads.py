@@ -16,7 +16,7 @@ import torch
 
 from ..core.rng import torch_generator
 from ..core.validation import AtLeast, AtMost, Below, Positive, When
-from .server import Tensors, Update
+from .sums import Tensors, Update
 
 
 @dataclass(frozen=True)

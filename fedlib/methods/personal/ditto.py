@@ -19,7 +19,7 @@ from ...core.slices import NOTHING
 from ...core.validation import AtLeast
 from ..base import Method
 from ..jobs import Member, Round, Server, Serving
-from ..options import JointExits
+from ..losses import JointExits
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,8 @@ from ...core.memories import Overlay
 from ...core.validation import AtLeast, AtMost, Positive
 from ..base import Method
 from ..jobs import Arrived, Member, Round, Server, Serving, Tensors
+from ..losses import JointExits
 from ..mixtures import cosines, mixtures, row
-from ..options import JointExits
 
 INITIAL = -1  # the id under which the initial model stands among the clients'
 

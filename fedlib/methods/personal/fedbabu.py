@@ -15,7 +15,7 @@ from ...core.clients import Client
 from ...core.validation import Count
 from ..base import Method
 from ..jobs import Member, Round, Server, Serving, Setting, Stage
-from ..options import JointExits
+from ..losses import JointExits
 
 
 @dataclass(frozen=True)

@@ -28,9 +28,8 @@ from ...core.validation import AtLeast, Count, Positive
 from ...models.backbone import Spec
 from ..base import Method
 from ..jobs import Arrived, Member, Round, Server, Stage
-from ..losses import Batch
+from ..losses import Batch, JointExits
 from ..mixtures import mixtures, part_of, row
-from ..options import JointExits
 
 
 @dataclass(frozen=True)

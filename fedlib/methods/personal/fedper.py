@@ -17,8 +17,7 @@ from ...core.slices import ParamInfo
 from ...core.validation import Count, When
 from ..base import Method
 from ..jobs import Round, Server, Serving, Stage
-from ..losses import cross_entropies
-from ..options import JointExits
+from ..losses import JointExits, cross_entropies
 
 
 @dataclass(frozen=True)

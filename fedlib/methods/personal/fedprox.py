@@ -12,7 +12,7 @@ from typing import Annotated
 
 from ...core.validation import AtLeast
 from ..base import Method
-from ..options import JointExits
+from ..losses import JointExits
 
 
 @dataclass(frozen=True)

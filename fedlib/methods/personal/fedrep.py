@@ -14,7 +14,7 @@ from ...core.slices import ParamInfo
 from ...core.validation import Count
 from ..base import Method
 from ..jobs import Stage
-from ..options import JointExits
+from ..losses import JointExits
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,7 @@ from ...models.map_exits import classifiers
 from ...models.paired_exits import PairedExits
 from ..base import Method
 from ..jobs import Stage
-from ..losses import Batch
-from ..options import JointExits
+from ..losses import Batch, JointExits
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from ...core.clients import Client
 from ...core.slices import NOTHING
 from ..base import Method
 from ..jobs import Member, Round, Server
-from ..options import JointExits
+from ..losses import JointExits
 
 
 @dataclass(frozen=True)

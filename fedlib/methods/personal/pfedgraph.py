@@ -22,9 +22,8 @@ from ...core.clients import Client
 from ...core.validation import AtLeast, Positive
 from ..base import Method
 from ..jobs import Arrived, Member, Round, Server
-from ..losses import Batch
+from ..losses import Batch, JointExits
 from ..mixtures import cosines, mixtures, part_of, project_to_simplex, row, under
-from ..options import JointExits
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 Client (budget r): blocks and classifiers up to exit r; sum of cross-entropies + eta/(r-1) * mutual KL + FedDyn's term.
 Server: FedDyn on the unweighted mean over holders.
-Read next: ``losses.mutual_kl``, ``server.feddyn_server``.
+Read next: ``losses.mutual_kl``, ``server.train_with_feddyn`` (the client's term), ``server.feddyn_step``.
 
 Deviations: as in ReeFL's release, every exit has the same LN + Linear classifier (the original grows them:
 ``exit_head="towers"`` on a ResNet), and FedDyn's server divides by all clients, not by those whose budget includes the
@@ -14,13 +14,15 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+import torch
 
 from ...core.clients import Client
 from ...core.slices import Slice
 from ..base import Method
 from ..jobs import Round, Server, Setting
+from ..losses import Batch, Distillation, cross_entropies, mutual_kl
 from ..memory_budgets import MemoryBudgets, prefixes_that_fit
-from ..options import Distillation, ServerStep
+from ..server import ServerStep
 
 
 @dataclass(frozen=True)
@@ -44,3 +46,9 @@ class DepthFL(MemoryBudgets, Distillation, ServerStep, Method):
             return super().slice_for(client, server, r)
         exits = max(1, prefixes_that_fit(self.shares[client.budget], r.setting))
         return Slice.prefix(r.setting.exit_units[exits - 1] + 1, range(exits))
+
+    def local_loss(self, batch: Batch) -> torch.Tensor:
+        """sum_e CE_e + eta/(n-1) * sum_i sum_{j != i} KL(p_j || p_i) over the n exits held, (M,)."""
+        if self.distill != "mutual":  # Table 3: none
+            return super().local_loss(batch)
+        return cross_entropies(batch).sum(0) + self.eta(batch) * mutual_kl(batch, self.temperature)

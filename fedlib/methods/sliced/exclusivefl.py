@@ -11,7 +11,8 @@ import numpy as np
 
 from ..base import Method
 from ..jobs import Setting
-from ..options import Distillation, ServerStep
+from ..losses import Distillation
+from ..server import ServerStep
 
 
 @dataclass(frozen=True)

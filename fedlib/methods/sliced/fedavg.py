@@ -18,7 +18,7 @@ from ...core.validation import AtMost, Positive
 from ..base import Method
 from ..jobs import Round, Server, Setting
 from ..losses import Batch
-from ..options import ServerStep
+from ..server import ServerStep
 from ..widths import check_cuttable
 
 

@@ -21,7 +21,7 @@ from ...core.slices import Slice
 from ...core.validation import AtLeast, AtMost, When
 from ..base import Method
 from ..jobs import Arrived, Member, Round, Server, Setting
-from ..options import ServerStep
+from ..server import ServerStep
 
 
 @dataclass(frozen=True)

@@ -35,8 +35,8 @@ from ...core.slices import Axis, Indices, ParamInfo, Slice
 from ...core.validation import AtMost, Positive, When
 from ..base import Method
 from ..jobs import Arrived, Round, Server, Serving, Setting
-from ..options import ServerStep
-from ..server import MaskedMean
+from ..server import ServerStep
+from ..sums import MaskedMean
 from ..widths import CUTTABLE
 
 TRIES = 20

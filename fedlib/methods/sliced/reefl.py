@@ -12,6 +12,7 @@ eta is a fraction of the rounds (0.3), so that shorter experiments see it too; 3
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
+import torch
 from torch import nn
 
 from ...core.validation import Count, Positive, When
@@ -20,7 +21,8 @@ from ...models.exits import SharedClassifier
 from ...models.ree import Ree
 from ..base import Method
 from ..jobs import Setting
-from ..options import Distillation, ServerStep
+from ..losses import Batch, Distillation, cross_entropies, kl_to_teacher, running_best_exit
+from ..server import ServerStep
 
 REE = When(use_ree=True)
 
@@ -68,3 +70,11 @@ class ReeFL(Distillation, ServerStep, Method):
     def check(self, setting: Setting, e) -> None:
         if self.ree_width % self.ree_heads:
             raise ValueError(f"reefl: ree_heads = {self.ree_heads} does not divide ree_width = {self.ree_width}")
+
+    def local_loss(self, batch: Batch) -> torch.Tensor:
+        """Eq. 5, (M,): sum_e CE_e + eta * L_kl, Eq. 6 with the exit of lowest running loss as teacher."""
+        if self.distill != "best":  # Table 3: none
+            return super().local_loss(batch)
+        ce = cross_entropies(batch)  # (E, M)
+        teacher = running_best_exit(batch, ce, self.zeta)
+        return ce.sum(0) + self.eta(batch) * kl_to_teacher(batch, teacher, self.temperature)

@@ -13,6 +13,8 @@ import math
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
+import torch
+
 from ...core.clients import Client
 from ...core.slices import Slice
 from ...core.validation import AtLeast, AtMost, Positive
@@ -20,7 +22,8 @@ from ...models.backbone import Spec
 from ...models.vit import ViTSpec
 from ..base import Method
 from ..jobs import Round, Server, Setting
-from ..options import TAUGHT, Distillation, ServerStep
+from ..losses import TAUGHT, Batch, Distillation, cross_entropies, kl_to_teacher, last_exit
+from ..server import ServerStep
 from ..widths import CUTTABLE, uncut
 
 BLOCKS = {4: (3, 5, 8, 11), 12: tuple(range(12))}
@@ -63,6 +66,13 @@ class ScaleFL(Distillation, ServerStep, Method):
                 if not kept:
                     least = math.ceil(1000 / min(setting.spec.dim, setting.spec.ffn_dim)) / 1000
                     raise ValueError(f"scalefl: widths: {width} leaves axis {axis!r} empty; allowed: {least}..1")
+
+    def local_loss(self, batch: Batch) -> torch.Tensor:
+        """sum_e CE_e + eta * tau^2 sum_e KL(p_last || p_e), (M,)."""
+        if self.distill != "last":
+            return super().local_loss(batch)
+        kl = kl_to_teacher(batch, last_exit(batch), self.temperature)
+        return cross_entropies(batch).sum(0) + self.eta(batch) * kl
 
     def slice_for(self, client: Client, server: Server, r: Round) -> Slice:
         return self._of_budget(client.budget, r.setting)
