@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 ACCELERATED := ^(torch|torchvision|triton|nvidia-[a-z0-9-]+|cuda-[a-z0-9-]+)==
 EXECUTED := outputs/executed
 export OMP_WAIT_POLICY ?= PASSIVE
-# notebooks/benchmarks imports benchmarks/, which is not installed
+# notebooks/benchmarks imports benchmarks/, notebooks/pretraining pretraining/: neither is installed
 export PYTHONPATH := $(CURDIR)
 
 # A notebook's target is its folder and its name, of which the first word is enough: reefl/table1, extensions/text.
@@ -63,8 +63,8 @@ test-all: test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist load -m slow tests
 
 lint: setup
-	$(BIN)/ruff check fedlib tests benchmarks
-	$(BIN)/ruff format --check fedlib tests benchmarks
+	$(BIN)/ruff check fedlib tests benchmarks pretraining
+	$(BIN)/ruff format --check fedlib tests benchmarks pretraining pretraining
 
 lab: setup
 	$(BIN)/jupyter lab notebooks

@@ -9,7 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent
 os.environ["FEDLIB_ROOT"] = str(ROOT)
-# Kernels start in a notebook's folder: they import this tree, and ``benchmarks`` beside it.
+# Kernels start in a notebook's folder: they import this tree, with ``benchmarks`` and ``pretraining`` beside it.
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
 if "PYTEST_XDIST_WORKER" not in os.environ:  # the workers of one test run share its store, as two processes may
     folder = tempfile.mkdtemp(prefix="fedlib-tests-")

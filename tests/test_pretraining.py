@@ -12,8 +12,9 @@ from fedlib.data.datasets import load_dataset
 from fedlib.models import registry
 from fedlib.models.registry import build_backbone, load_weights_
 from fedlib.models.vit import ViT, ViTSpec, patchify
-from fedlib.runs import pretrain, pretraining
-from fedlib.runs.pretraining import (
+from pretraining import __main__ as pretrain
+from pretraining import training
+from pretraining.training import (
     RECIPES,
     Recipe,
     export_backbone,
@@ -50,7 +51,7 @@ def test_bfloat16_products_learn_nearly_the_same_weights_in_float32(few_digits, 
         recipe = dataclasses.replace(RECIPE, precision=precision)
         list(train_upstream(CONFIG, few_digits, recipe, tmp_path / precision))
         states.append(load_upstream(CONFIG, 10, tmp_path / precision).state_dict())
-    start = pretraining.build_upstream(CONFIG, 10, RECIPE.seed).state_dict()
+    start = training.build_upstream(CONFIG, 10, RECIPE.seed).state_dict()
     assert all(x.dtype is torch.float32 for x in states[1].values())
     flat = [torch.cat([x.flatten() for x in state.values()]) for state in (start, *states)]
     moved, apart = (flat[1] - flat[0]).norm(), (flat[2] - flat[1]).norm()
@@ -89,7 +90,7 @@ HALF = dataclasses.replace(RECIPE, epochs=3, half_size_epochs=1)
 
 def test_interrupted_within_an_epoch_it_goes_on_from_the_last_saved_step(few_digits, tmp_path, monkeypatch):
     whole = list(train_upstream(CONFIG, few_digits, HALF, tmp_path / "whole"))
-    calls, real = [], pretraining.render
+    calls, real = [], training.render
 
     def render(*arguments):
         calls.append(arguments)
@@ -98,7 +99,7 @@ def test_interrupted_within_an_epoch_it_goes_on_from_the_last_saved_step(few_dig
         return real(*arguments)
 
     with monkeypatch.context() as m:
-        m.setattr(pretraining, "render", render)
+        m.setattr(training, "render", render)
         with pytest.raises(KeyboardInterrupt):
             list(train_upstream(CONFIG, few_digits, HALF, tmp_path / "parts", save_seconds=0))
     with safe_open(tmp_path / "parts/state.safetensors", "pt") as f:

@@ -130,7 +130,7 @@ def _own_weights(name: str) -> Path:
     if file is None:
         raise ConnectionError(
             f"the weights of {name!r} are not at hand: put {name}.safetensors into $FEDLIB_DATA/backbones, make it "
-            f"(python -m fedlib.runs.pretrain {name}), or use backbone='deit_micro'"
+            f"(python -m pretraining {name}), or use backbone='deit_micro'"
         )
     return file
 

@@ -1,4 +1,4 @@
-"""Pre-train a backbone of the kit from a terminal: ``python -m fedlib.runs.pretrain deit_mini``.
+"""Pre-train a backbone of the kit from a terminal: ``python -m pretraining deit_mini``.
 
 Stopped at any moment, also by ``--minutes``, it goes on where it was. When all epochs are done it writes the weights in
 half precision to ``outputs/pretraining/<name>/<name>.safetensors`` and prints what their features are worth; the loader
@@ -10,11 +10,12 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..core.paths import outputs_dir
-from ..data.datasets import load_dataset
-from ..kernels.products import choose_products
-from ..models.registry import OWN, build_backbone
-from .pretraining import RECIPES, export_backbone, linear_probe, load_upstream, train_upstream
+from fedlib.core.paths import outputs_dir
+from fedlib.data.datasets import load_dataset
+from fedlib.kernels.products import choose_products
+from fedlib.models.registry import OWN, build_backbone, load_weights_
+
+from .training import RECIPES, export_backbone, linear_probe, load_upstream, train_upstream
 
 
 def pretrain(name: str, source: str, folder: Path, minutes: float | None = None, device: str = "cpu") -> Path | None:
@@ -40,14 +41,12 @@ def pretrain(name: str, source: str, folder: Path, minutes: float | None = None,
 
 def probes(name: str, file: Path, on: Sequence[str]) -> dict[str, float]:
     """Linear probe (percent) on each data set of ``on``: the weights in ``file``, and random ones."""
-    from ..models.registry import load_weights_
-
     vits = {name: load_weights_(OWN[name].build(), file), f"random {name}": build_backbone(name, pretrained=False)}
     return {f"{title} on {data}": linear_probe(vit, load_dataset(data)) for data in on for title, vit in vits.items()}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m fedlib.runs.pretrain", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m pretraining", description=__doc__.split("\n")[0])
     parser.add_argument("name", help=f"one of {', '.join(RECIPES)}")
     parser.add_argument("--source", default="tiny_imagenet", help="data set: a name, or the path of a local copy")
     parser.add_argument("--folder", type=Path, help="where the state is kept; default: outputs/pretraining/<name>")

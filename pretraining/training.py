@@ -3,7 +3,7 @@
 A plain supervised recipe (AdamW, cosine, label smoothing, random resized crops and flips) on one device. The first
 epochs may see images of half the side, which are a quarter of the tokens (progressive resizing): position embeddings
 are averaged over 2 x 2 cells for them. Interrupted training goes on from the last state, saved every few minutes.
-The result is a federated starting point, not a record. Read next: ``pretrain.py``, the same from a terminal.
+The result is a federated starting point, not a record. Read next: ``__main__.py``, the same from a terminal.
 """
 
 import json
@@ -19,12 +19,12 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from ..core.rng import torch_generator
-from ..data.datasets import ImageData
-from ..data.transforms import render, sample_views
-from ..layers.linear import init_normal_
-from ..models.exits import Classifier
-from ..models.vit import ViT, ViTSpec
+from fedlib.core.rng import torch_generator
+from fedlib.data.datasets import ImageData
+from fedlib.data.transforms import render, sample_views
+from fedlib.layers.linear import init_normal_
+from fedlib.models.exits import Classifier
+from fedlib.models.vit import ViT, ViTSpec
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ def load_upstream(config: ViTSpec, num_classes: int, folder: Path) -> nn.ModuleD
 
 
 def export_backbone(vit: ViT, file: Path) -> None:
-    """Write the backbone's weights in half precision, as ``models.weights`` reads them."""
+    """Write the backbone's weights in half precision, as ``models.registry`` reads them."""
     file.parent.mkdir(parents=True, exist_ok=True)
     save_file({k: v.detach().half().contiguous().cpu() for k, v in vit.state_dict().items()}, file)
 
