@@ -58,7 +58,7 @@ demo: setup
 test: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-# And the tests marked slow, spread one by one: the cross product of tests/test_combinations.py
+# And the tests marked slow, spread one by one: the cross product of tests/system/test_combinations.py
 test-all: test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist load -m slow tests
 

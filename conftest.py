@@ -15,11 +15,11 @@ if "PYTEST_XDIST_WORKER" not in os.environ:  # the workers of one test run share
     folder = tempfile.mkdtemp(prefix="fedlib-tests-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     os.environ["FEDLIB_OUTPUTS"] = os.path.join(folder, "outputs")
-    from tests.tracked import lay_out
+    from tests.helpers.tracked import lay_out
 
     lay_out(ROOT, Path(folder, "tracked"))
     if sys.platform == "linux":
-        from tests.warm_kernels import install
+        from tests.helpers.warm_kernels import install
 
         install(folder)
 os.environ.setdefault("TQDM_DISABLE", "1")

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 from fedlib import Experiment
 
@@ -26,29 +27,9 @@ def shared_data():
     return SHARED
 
 
-CONVOLUTIONS = {
-    "test_conv",
-    "test_convnets",
-    "test_batch_norm",
-    "test_measure",
-    "test_convnet_federation",
-    "test_fedepth",
-    "test_splitmix",
-    "test_heterofl",
-    "test_scaling",
-    "test_msdnet",
-    "test_efficientnet",
-}
-
-
-@pytest.fixture(autouse=True)
-def repeatable_convolutions(request):
-    """Tests of convolutions compute on one thread: on several, oneDNN's backward does not repeat its numbers."""
-    if getattr(getattr(request, "module", None), "__name__", "") not in CONVOLUTIONS:
-        yield
-        return
-    import torch
-
+@pytest.fixture
+def repeatable_convolutions():
+    """Compute on one thread, as tests of convolutions ask: on several, oneDNN's backward does not repeat its numbers."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -10,7 +10,6 @@ from typing import Annotated, Literal
 import numpy as np
 import pytest
 import torch
-from tracked import OUTPUTS
 
 import fedlib
 from fedlib import Execution, Experiment, build_federation
@@ -21,8 +20,9 @@ from fedlib.core.validation import Above, AtLeast, AtMost, Below, When, check_co
 from fedlib.engine import memory
 from fedlib.engine.checks import check_experiment, without_defaults
 from fedlib.methods.sliced.reefl import ReeFL
+from tests.helpers.tracked import OUTPUTS
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[2]
 STORED = sorted((OUTPUTS / "runs").glob("*/experiment.json"))
 
 

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from granted import granted
 
 from fedlib import Execution, Experiment, build_federation, run_rounds
 from fedlib.core.clients import Client
@@ -18,6 +17,7 @@ from fedlib.core.slices import Slice
 from fedlib.engine.executors import automatic_cohort_size, plan_cohorts, plan_round
 from fedlib.engine.schedules import round_rate
 from fedlib.methods import METHODS, Member, Round, build_method
+from tests.helpers.granted import granted
 
 
 def train(e, **execution):

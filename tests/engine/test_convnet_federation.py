@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from plain_convnets import PlainResNet, plain_name, state_of
 
 from fedlib import Execution, Experiment, build_federation, run_rounds
 from fedlib.core.rng import torch_generator
@@ -12,6 +11,9 @@ from fedlib.engine.serving import client_outputs, evaluate_clients
 from fedlib.methods import METHODS, Method
 from fedlib.models import registry
 from fedlib.models.resnet import ResNetSpec
+from tests.helpers.plain_convnets import PlainResNet, plain_name, state_of
+
+pytestmark = pytest.mark.usefixtures("repeatable_convolutions")
 
 ONE = Execution(workers=1)
 TOY = ResNetSpec(blocks=(1, 1), widths=(4, 6), size=32)

@@ -15,7 +15,6 @@ from concurrent.futures import ProcessPoolExecutor
 import psutil
 import pytest
 import torch
-from stored import assert_same, assert_same_rounds, small, state
 
 from fedlib import Execution, build_federation, run, run_rounds
 from fedlib.core.profiling import profile
@@ -24,6 +23,7 @@ from fedlib.engine.executors import become_worker
 from fedlib.engine.processes import Unforkable
 from fedlib.methods.sliced.reefl import ReeFL
 from fedlib.runs.store import run_path
+from tests.helpers.stored import assert_same, assert_same_rounds, small, state
 
 TWO = Execution(workers=2, executor="processes")
 THREADS = Execution(workers=2, executor="threads")

@@ -8,8 +8,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plain_personal import experiment
-from stored import ONE, short
 
 from fedlib import Execution, build_federation, run, run_rounds
 from fedlib.core.clients import Client
@@ -20,6 +18,8 @@ from fedlib.methods import build_method
 from fedlib.methods.sliced.depthfl import DepthFL
 from fedlib.methods.sliced.fedavg import FedAvg
 from fedlib.methods.sums import MaskedMean, Update
+from tests.helpers.plain_personal import experiment
+from tests.helpers.stored import ONE, short
 
 
 def poisoned(monkeypatch, method, bad, value=math.nan, seen=None):

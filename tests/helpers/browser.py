@@ -1,4 +1,4 @@
-"""Headless Chromium for tests, and the checker of a folder of pages: ``python tests/browser.py outputs/report``."""
+"""Headless Chromium for tests, and the checker of a folder of pages: ``python -m tests.helpers.browser outputs/report``."""
 
 import json
 import shutil

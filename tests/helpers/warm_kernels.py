@@ -73,7 +73,7 @@ def serve(path, tests):
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(path)
     listener.listen(16)
-    sys.path.pop(0)  # the tests' folder, which notebooks do not see
+    sys.path.pop(0)  # this file's folder, which notebooks do not see
     os.environ["MPLBACKEND"] = (
         "module://matplotlib_inline.backend_inline"  # as in every kernel, which imports it itself
     )

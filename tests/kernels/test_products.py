@@ -6,7 +6,6 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -141,7 +140,7 @@ import json
 from fedlib.engine.federation import build_federation
 from fedlib.engine.rounds import run_rounds
 from fedlib.kernels import products
-from stored import ONE, short
+from tests.helpers.stored import ONE, short
 products._is_faster_here = lambda *_: True
 numbers = {}
 for method, finetune in (("reefl", "full"), ("depthfl", "lora")):
@@ -153,12 +152,7 @@ print(json.dumps({"by": products.choose_products(), "numbers": numbers}))
 
 def test_training_ends_with_the_same_parameters_whoever_multiplies():
     def train(wanted: str) -> dict:
-        environment = {
-            **os.environ,
-            VARIABLE: wanted,
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": f"{Path(__file__).parent}{os.pathsep}{os.environ['PYTHONPATH']}",
-        }
+        environment = {**os.environ, VARIABLE: wanted, "OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-c", TRAIN]
         return json.loads(subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout)
 

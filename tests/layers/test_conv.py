@@ -17,6 +17,8 @@ from fedlib.layers.conv import (
 from fedlib.layers.linear import Linear
 from fedlib.layers.norms import BatchNorm2d
 
+pytestmark = pytest.mark.usefixtures("repeatable_convolutions")
+
 
 def normal(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))

@@ -11,6 +11,8 @@ from fedlib.layers.context import Context, Scaler, share
 from fedlib.layers.conv import side_by_side
 from fedlib.layers.norms import BatchNorm2d, GroupNorm, recomputed_statistics, set_policy_, statistics
 
+pytestmark = pytest.mark.usefixtures("repeatable_convolutions")
+
 CHANNELS = 6
 
 

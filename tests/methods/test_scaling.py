@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from plain_convnets import PlainBlock
 from torch import nn
 
 from fedlib import Execution, Experiment, build_federation, run_rounds
@@ -22,6 +21,9 @@ from fedlib.methods.sliced.scalefl_original import exit_shares
 from fedlib.models import registry
 from fedlib.models.resnet import ResNetSpec
 from fedlib.runs.costs import load_shapes
+from tests.helpers.plain_convnets import PlainBlock
+
+pytestmark = pytest.mark.usefixtures("repeatable_convolutions")
 
 ONE = Execution(workers=1)
 TOY = ResNetSpec(blocks=(1, 1, 1), widths=(4, 6, 8), size=32)

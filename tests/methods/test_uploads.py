@@ -4,7 +4,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from granted import granted
 
 from fedlib import Execution, Experiment, build_federation, run, run_rounds
 from fedlib.core.clients import Client
@@ -17,6 +16,7 @@ from fedlib.methods.sums import Update
 from fedlib.methods.uploads import clip_factors, kept_entries, quantise, top_k
 from fedlib.runs import store as runs_module
 from fedlib.runs.costs import exit_costs, upload_mib
+from tests.helpers.granted import granted
 
 ONE = Execution(workers=1)
 

@@ -16,6 +16,8 @@ from fedlib.models.efficientnet import EFFICIENTNETS, EfficientNetSpec, load_eff
 from fedlib.runs.costs import load_shapes
 from fedlib.runs.params import load_grid
 
+pytestmark = pytest.mark.usefixtures("repeatable_convolutions")
+
 TINY = EfficientNetSpec(
     size=32, stem=8, stem_stride=2, repeats=(1, 2), widths=(8, 12), kernels=(3, 5), strides=(1, 2), expansions=(1, 4),
     head_width=0, dropout=0.3, drop_connect=0.4,

@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from plain_convnets import PlainResNet, state_of
 from torch import nn
 
 from fedlib import Execution, Experiment, build_federation, run_rounds
@@ -16,6 +15,7 @@ from fedlib.models import registry
 from fedlib.models.exit_model import ExitModel
 from fedlib.models.map_exits import KINDS, PooledClassifiers
 from fedlib.models.resnet import RESNETS, ResNetSpec
+from tests.helpers.plain_convnets import PlainResNet, state_of
 
 TINY = ResNetSpec(blocks=(1, 1, 1), widths=(4, 6, 8), size=8)
 CLASSES, CLIENTS = 5, 3

@@ -14,6 +14,8 @@ from fedlib.models.resnet import RESNETS, ResNetSpec
 from fedlib.models.small import CONVNETS
 from fedlib.models.vit import ViTSpec
 
+pytestmark = pytest.mark.usefixtures("repeatable_convolutions")
+
 
 def measured(spec, num_classes, exit_units=None, **kinds):
     """(parameters, MACs of one example, the measure) of a whole net with its exits."""

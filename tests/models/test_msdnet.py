@@ -11,6 +11,8 @@ from fedlib.methods.scaling import Level, split
 from fedlib.models import registry
 from fedlib.models.msdnet import MSDNetSpec
 
+pytestmark = pytest.mark.usefixtures("repeatable_convolutions")
+
 TINY = MSDNetSpec(layers=6, base=4, growth=4, exit_width=8, size=32)
 PUBLISHED = {"widths": (0.65, 0.7, 0.85, 1.0)}
 

@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from plain_convnets import PlainResNet, plain_name, state_of
 
 from fedlib.core.slices import Slice, take_all
 from fedlib.layers.norms import recomputed_statistics, set_policy_
@@ -15,6 +14,9 @@ from fedlib.models.measure import Measure
 from fedlib.models.places import axes_of
 from fedlib.models.resnet import RESNETS, ResNetSpec
 from fedlib.models.small import CONVNETS
+from tests.helpers.plain_convnets import PlainResNet, plain_name, state_of
+
+pytestmark = pytest.mark.usefixtures("repeatable_convolutions")
 
 TINY = ResNetSpec(blocks=(3, 3, 3), widths=(4, 6, 8), size=8)  # ResNet-20 at a quarter of the width, on 8x8 pixels
 CLASSES = 5

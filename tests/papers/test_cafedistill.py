@@ -275,10 +275,10 @@ def test_coordination_is_that_of_the_run():
     from dataclasses import replace
 
     import torch
-    from plain_personal import experiment
 
     from fedlib import Execution, build_federation, run_rounds
     from fedlib.methods import METHODS
+    from tests.helpers.plain_personal import experiment
 
     e = experiment("cafedistill", num_clients=6, clients_per_round=3, rounds=4, num_train=120)
     f, decided = coordination(e, Execution(workers=1))

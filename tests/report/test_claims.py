@@ -5,7 +5,6 @@ from types import SimpleNamespace
 import numpy as np
 import pandas as pd
 import pytest
-from tracked import OUTPUTS
 
 from fedlib.core.paths import params_dir
 from fedlib.core.storage import write_json
@@ -23,6 +22,7 @@ from fedlib.report.claims import (
 )
 from fedlib.runs.params import load_grid, load_spec
 from fedlib.runs.store import run_path
+from tests.helpers.tracked import OUTPUTS
 
 CLAIMS = load_all_claims("reefl")
 ON_RUNS = [name for name, claim in CLAIMS.items() if "table" in claim]

@@ -5,7 +5,6 @@ import re
 import shutil
 
 import pytest
-from tracked import OUTPUTS
 
 from fedlib import Experiment
 from fedlib.core.paths import params_dir
@@ -27,6 +26,7 @@ from fedlib.report.tables import markdown_table, methods_in_columns
 from fedlib.runs.params import Cell, load_grid
 from fedlib.runs.params_files import papers
 from fedlib.runs.store import find_run
+from tests.helpers.tracked import OUTPUTS
 
 
 @pytest.mark.parametrize("paper", papers())
@@ -129,7 +129,7 @@ def test_the_pages_follow_the_store(tmp_path, monkeypatch, capsys):
 
 
 def test_accuracies_of_a_validation_split_are_called_so(tmp_path):
-    from test_claims import store
+    from tests.report.test_claims import store
 
     store(tmp_path, {("frozen", m): [[40.5]] for m in ("reefl", "depthfl")}, "why_rates")
     page = results_page(Stored("reefl", "small", tmp_path), [])

@@ -12,7 +12,6 @@ import time
 import pytest
 import yaml
 from filelock import FileLock
-from stored import assert_nothing_left_over, assert_same, small, state
 
 from fedlib import cli
 from fedlib.core.paths import keep_outputs_of, params_dir
@@ -21,6 +20,7 @@ from fedlib.runs import fill as fill_module
 from fedlib.runs.fill import Job, core_hours, fill, named, queue
 from fedlib.runs.params import Cell
 from fedlib.runs.store import find_run, run_path
+from tests.helpers.stored import assert_nothing_left_over, assert_same, small, state
 
 
 def job(e, name="reefl"):

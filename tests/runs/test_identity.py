@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from stored import ONE, assert_same, short, small, state
 
 from fedlib import Execution, build_federation, run, run_all
 from fedlib.core.storage import read_json, read_tensors, write_json, write_tensors
@@ -19,6 +18,7 @@ from fedlib.runs import identity, reached
 from fedlib.runs import store as runs_module
 from fedlib.runs.identity import OtherInputs
 from fedlib.runs.store import find_run, run_path
+from tests.helpers.stored import ONE, assert_same, short, small, state
 
 SMALL = dict(num_train=60, num_test=10, num_clients=6, clients_per_round=3)
 
@@ -457,7 +457,7 @@ def test_a_folder_in_the_place_of_a_file_is_one_sentence(name, tmp_path):
 
 
 def test_the_example_of_the_readme_edited_does_not_return_the_old_number(tmp_path, monkeypatch, only_here, capsys):
-    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
     (code,) = [c for c in re.findall(r"```python\n(.*?)```", readme, re.S) if "class Proximal" in c]
     code = code.replace("rounds=20", "rounds=1, num_train=100, num_test=10, finetune='frozen'")
     monkeypatch.setenv("FEDLIB_OUTPUTS", str(tmp_path / "outputs"))
@@ -744,7 +744,7 @@ def test_stored_runs_are_found_without_decoding_their_data(shared_data, monkeypa
 
     monkeypatch.setenv("FEDLIB_DATA", str(shared_data))
     lacking = {}
-    for file in sorted((Path(__file__).parents[1] / "outputs" / "runs").glob("*/experiment.json")):
+    for file in sorted((Path(__file__).parents[2] / "outputs" / "runs").glob("*/experiment.json")):
         content = json.loads(file.read_text())
         name, backbone = content["experiment"]["dataset"], content["experiment"]["backbone"]
         inputs = content.get("inputs", {})

@@ -5,7 +5,6 @@ import shutil
 
 import pytest
 import yaml
-from tracked import OUTPUTS
 
 from fedlib import Experiment
 from fedlib.core.paths import params_dir
@@ -16,6 +15,7 @@ from fedlib.runs.params import load_experiment, load_grid, load_spec
 from fedlib.runs.params_files import SIZES, grids, load_profile, load_yaml, merge, papers, profiles
 from fedlib.runs.shrink import following
 from fedlib.runs.store import run_path
+from tests.helpers.tracked import OUTPUTS
 
 
 def test_layers_in_order_and_options_key_by_key():

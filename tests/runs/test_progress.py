@@ -12,7 +12,6 @@ import threading
 import pytest
 import torch
 from filelock import FileLock
-from stored import ONE, short
 
 from fedlib import Execution, Experiment, run, run_all
 from fedlib.core.storage import read_json, write_json
@@ -25,6 +24,7 @@ from fedlib.runs.params import load_grid
 from fedlib.runs.prices import num_parameters, training_macs
 from fedlib.runs.progress import Terminal, Watch, interrupted
 from fedlib.runs.store import run_path, stored_pace
+from tests.helpers.stored import ONE, short
 
 SMALL = dict(num_train=60, num_test=10, num_clients=6, clients_per_round=3, rounds=2, evaluate_every=0)
 

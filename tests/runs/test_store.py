@@ -1,16 +1,16 @@
-"""Stored runs: returned at once, resumed exactly. (What can go wrong with them: ``test_faults.py``.)"""
+"""Stored runs: returned at once, resumed exactly. (What can go wrong with them: ``system/test_faults.py``.)"""
 
 import json
 
 import pytest
 import torch
-from stored import ONE, assert_same, short, state
 
 from fedlib import Execution, Experiment, run, run_all
 from fedlib.core.storage import read_json, read_tensors, write_json, write_tensors
 from fedlib.runs import record
 from fedlib.runs import store as runs_module
 from fedlib.runs.store import find_run, run_path
+from tests.helpers.stored import ONE, assert_same, short, state
 
 
 def test_a_stored_run_is_returned_without_any_work(tmp_path, monkeypatch):

@@ -16,8 +16,6 @@ import torch
 os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled", "RAY_memory_monitor_refresh_ms": "0"}
 ray = pytest.importorskip("ray", reason="the extra 'cluster' is not installed")
 
-from stored import assert_same_rounds  # noqa: E402
-
 from fedlib import Execution, Experiment, build_federation, run_all, run_rounds  # noqa: E402
 from fedlib.core.storage import read_tensors  # noqa: E402
 from fedlib.engine import cluster as cluster_module  # noqa: E402
@@ -27,6 +25,7 @@ from fedlib.methods import METHODS, Round  # noqa: E402
 from fedlib.runs.costs import exit_costs  # noqa: E402
 from fedlib.runs.grid_on_cluster import experiment_mib, gpu_share  # noqa: E402
 from fedlib.runs.store import find_run, run_path  # noqa: E402
+from tests.helpers.stored import assert_same_rounds  # noqa: E402
 
 SMALL = dict(pretrained=False, num_train=80, num_test=20, num_clients=5, clients_per_round=4, rounds=2, batch_size=16)
 TWO = Execution(workers=2, executor="threads")

@@ -13,8 +13,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from stored import ONE, assert_nothing_left_over, assert_same, small, state
-from tracked import OUTPUTS
 
 from fedlib import Execution, build_federation, run, run_all, run_rounds
 from fedlib.core.paths import outputs_dir, root
@@ -27,6 +25,8 @@ from fedlib.runs import checkpoints as checkpoints_module
 from fedlib.runs import store as runs_module
 from fedlib.runs.checkpoints import Checkpoints
 from fedlib.runs.store import find_run, run_path
+from tests.helpers.stored import ONE, assert_nothing_left_over, assert_same, small, state
+from tests.helpers.tracked import OUTPUTS
 
 ADVICE = "is damaged .*; restore it from a copy, or delete the run's folder to run it again"
 

@@ -14,9 +14,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from browser import chromium, unavailable
 
-ROOT = Path(__file__).parents[1]
+from tests.helpers.browser import chromium, unavailable
+
+ROOT = Path(__file__).parents[2]
 PATIENCE = 300  # seconds on a machine that is busy with other things; about 25 on one that is not
 SETTINGS = {  # no question about news, and every cell in the page, in view or not
     "@jupyterlab/apputils-extension/notification.jupyterlab-settings": {"fetchNews": "false", "checkForUpdates": False},

@@ -11,12 +11,12 @@ import threading
 import time
 
 import pytest
-from stored import FINETUNE, ONE, Forks, assert_nothing_left_over, assert_same, small, state
 
 from fedlib import Execution, run
 from fedlib.core.storage import read_tensors
 from fedlib.runs import store as runs_module
 from fedlib.runs.store import find_run, run_path
+from tests.helpers.stored import FINETUNE, ONE, Forks, assert_nothing_left_over, assert_same, small, state
 
 
 @pytest.fixture(scope="module")

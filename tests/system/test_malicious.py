@@ -4,11 +4,11 @@ import os
 
 import pytest
 import torch
-from stored import ONE, short, small
 
 from fedlib import run
 from fedlib.core.storage import DamagedFile, read_json, read_lines, read_tensors, write_json, write_lines
 from fedlib.runs.store import run_path
+from tests.helpers.stored import ONE, short, small
 
 
 def test_a_pickle_renamed_is_refused_not_executed(tmp_path):

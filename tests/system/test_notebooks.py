@@ -10,15 +10,15 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from tracked import lay_out
 
 from fedlib import Experiment
 from fedlib.core import paths
 from fedlib.core.paths import outputs_dir
 from fedlib.report.notebook import check_parameters, check_sources
 from fedlib.runs.store import run_path
+from tests.helpers.tracked import lay_out
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").rglob("*.ipynb"))
 ids = [str(p.relative_to(ROOT / "notebooks")) for p in NOTEBOOKS]
 

@@ -12,7 +12,7 @@ import pytest
 
 from fedlib.report.tables import label_of, load_reported, spread
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
 ROOMS = ("benchmarks", "docs", "fedlib", "notebooks", "outputs", "params", "tests")
 PAGES = [README, *sorted(p for room in ROOMS for p in (ROOT / room).rglob("README.md") if "runs" not in p.parts)]
@@ -105,9 +105,9 @@ def test_every_notebook_that_a_command_names_exists(page):
 
 @pages
 def test_every_test_that_a_page_names_exists(page):
-    files = {p.name: p.read_text() for p in (ROOT / "tests").glob("test_*.py")}
+    files = {p.relative_to(ROOT / "tests").as_posix(): p.read_text() for p in (ROOT / "tests").rglob("test_*.py")}
     defined = set(re.findall(r"^def (test_\w+)", "\n".join(files.values()), re.M))
-    for name in re.findall(r"`(test_\w+(?:\.py)?)`", page.read_text()):
+    for name in re.findall(r"`((?:\w+/)*test_\w+(?:\.py)?)`", page.read_text()):
         assert name in (files if name.endswith(".py") else defined), name
 
 

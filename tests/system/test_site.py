@@ -8,14 +8,14 @@ from html.parser import HTMLParser
 import nbformat
 import pandas as pd
 import pytest
-from browser import check_pages, chromium, open_page, unavailable
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
-from tracked import OUTPUTS
 
 from fedlib.core.storage import read_json, write_json
 from fedlib.report.safety import POLICY, cleaned
 from fedlib.report.site import STATE, WIDGET, build_report, linked, made_from, main, state_of
 from fedlib.runs.params_files import papers
+from tests.helpers.browser import check_pages, chromium, open_page, unavailable
+from tests.helpers.tracked import OUTPUTS
 
 PIXEL = base64.b64encode(base64.b64decode(
     "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="

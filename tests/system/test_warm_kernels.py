@@ -51,7 +51,7 @@ def ended(pid):
 
 def test_a_kernel_is_a_fork_with_its_own_folder_environment_and_figures(tmp_path):
     with started(tmp_path, PURPOSE="test") as (_, client):
-        code = "import os, sys; print(os.getcwd(), os.environ['PURPOSE'], os.getppid(), 'torch' in sys.modules, sum(p.endswith('tests') for p in sys.path))"
+        code = "import os, sys; print(os.getcwd(), os.environ['PURPOSE'], os.getppid(), 'torch' in sys.modules, sum(p.endswith('helpers') for p in sys.path))"
         (folder, purpose, server, warm, tests), _, _ = answers(client, code)
         assert (folder, purpose, warm, tests) == (str(tmp_path), "test", "True", "0")
         assert "warm_kernels.py" in " ".join(psutil.Process(int(server)).cmdline())

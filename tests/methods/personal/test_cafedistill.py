@@ -10,8 +10,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from plain_personal import LAST, OWN, World, exits, experiment, features, flat, is_exit, kl
-from stored import ONE, Forks, assert_nothing_left_over, assert_same, state
 
 from fedlib import Execution, build_federation, run, run_rounds
 from fedlib.core.memories import ClientFiles, Overlay
@@ -25,6 +23,8 @@ from fedlib.methods.mixtures import cosines, mixtures
 from fedlib.methods.personal.cafedistill import most_alike, student_counts, students, teacher_shares
 from fedlib.models.resnet import ResNetSpec
 from fedlib.runs.store import run_path
+from tests.helpers.plain_personal import LAST, OWN, World, exits, experiment, features, flat, is_exit, kl
+from tests.helpers.stored import ONE, Forks, assert_nothing_left_over, assert_same, state
 
 OWN["tiny_resnet"] = ResNetSpec(blocks=(1, 1), widths=(4, 8), size=12)
 

@@ -4,7 +4,11 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from plain_personal import (
+
+from fedlib import Execution, build_federation, run, run_rounds
+from fedlib.engine.serving import client_outputs
+from fedlib.methods import METHODS, build_method
+from tests.helpers.plain_personal import (
     BACKBONE,
     EXITS,
     LAST_EXIT,
@@ -17,11 +21,7 @@ from plain_personal import (
     kl,
     mean_ce,
 )
-from traffic import round_traffic
-
-from fedlib import Execution, build_federation, run, run_rounds
-from fedlib.engine.serving import client_outputs
-from fedlib.methods import METHODS, build_method
+from tests.helpers.traffic import round_traffic
 
 ONE = Execution(workers=1)
 PERSONAL = ["local", "fedprox", "fedper", "fedrep", "fedbabu", "fedamp", "pfedgraph", "fedrod", "ditto", "fedpac",

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from plain_convnets import PlainResNet, plain_name, state_of
 
 from fedlib import Execution, Experiment, build_federation, run, run_rounds
 from fedlib.core.clients import Client
@@ -26,6 +25,9 @@ from fedlib.models.route import Prefix
 from fedlib.papers.fedepth.block_inference import block_logits
 from fedlib.runs.costs import load_shapes
 from fedlib.runs.prices import training_macs
+from tests.helpers.plain_convnets import PlainResNet, plain_name, state_of
+
+pytestmark = pytest.mark.usefixtures("repeatable_convolutions")
 
 ONE = Execution(workers=1)
 TOY = ResNetSpec(blocks=(1, 1, 1), widths=(4, 6, 8), size=32, form="fedepth")

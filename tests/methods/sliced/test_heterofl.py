@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from plain_convnets import PlainResNet, plain_name
 
 from fedlib import Execution, Experiment, build_federation, run_rounds
 from fedlib.core.rng import torch_generator
@@ -16,6 +15,9 @@ from fedlib.methods import Round, build_method
 from fedlib.methods.losses import Batch, cross_entropies, zero_absent_at_client, zero_absent_in_batch
 from fedlib.models import registry
 from fedlib.models.resnet import ResNetSpec
+from tests.helpers.plain_convnets import PlainResNet, plain_name
+
+pytestmark = pytest.mark.usefixtures("repeatable_convolutions")
 
 ONE = Execution(workers=1)
 TOY = ResNetSpec(blocks=(1, 1), widths=(4, 6), size=32)

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from plain_convnets import PlainResNet, plain_name
 
 from fedlib import Execution, Experiment, build_federation, run_rounds
 from fedlib.core.clients import Client
@@ -21,6 +20,9 @@ from fedlib.models.resnet import ResNetSpec
 from fedlib.runs.costs import load_shapes
 from fedlib.runs.params import load_grid
 from fedlib.runs.prices import training_macs
+from tests.helpers.plain_convnets import PlainResNet, plain_name
+
+pytestmark = pytest.mark.usefixtures("repeatable_convolutions")
 
 ONE = Execution(workers=1)
 TOY = ResNetSpec(blocks=(1, 1), widths=(4, 6), size=32, form="fedepth")

@@ -3,7 +3,6 @@
 import numpy as np
 import pandas as pd
 import pytest
-from tracked import OUTPUTS
 
 from fedlib import Execution
 from fedlib.papers.reefl.factors import (
@@ -18,6 +17,7 @@ from fedlib.papers.reefl.factors import (
 from fedlib.report.tables import mean_curves
 from fedlib.runs.params import load_grid
 from fedlib.runs.store import run_all
+from tests.helpers.tracked import OUTPUTS
 
 
 def frame_of(*rows, split="test"):
