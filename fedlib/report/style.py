@@ -1,7 +1,9 @@
 """How figures look: one colour and marker per method everywhere, variants by dash and tint, words safe to draw.
 
-The palette keeps methods that share a figure apart also for readers who confuse red and green (``tests/report/test_plots.py``
-measures it); where two methods are near in colour, their markers differ. Read next: ``report/plots.py``.
+The palette keeps methods that share a figure apart also for readers who confuse red and green (measured by
+``tests/report/test_plots.py``); where two methods are near in colour, their markers differ.
+
+Read next: ``report/plots.py``.
 """
 
 import functools
