@@ -30,7 +30,7 @@ from .sliced.inclusivefl import InclusiveFL
 from .sliced.raffm import RaFFM
 from .sliced.reefl import ReeFL
 from .sliced.scalefl import ScaleFL
-from .sliced.scalefl_original import ScaleFLOriginal
+from .sliced.scalefl_vit import ScaleFLViT
 from .sliced.splitmix import SplitMix
 
 METHODS: dict[str, type[Method]] = {
@@ -42,7 +42,7 @@ METHODS: dict[str, type[Method]] = {
     "decoupled": Decoupled,
     "heterofl": HeteroFL,
     "scalefl": ScaleFL,
-    "scalefl_original": ScaleFLOriginal,
+    "scalefl_vit": ScaleFLViT,
     "feddf": FedDF,
     "depthfl": DepthFL,
     "reefl": ReeFL,
@@ -63,6 +63,8 @@ METHODS: dict[str, type[Method]] = {
     "cafedistill": CAFEDistill,
 }
 
+RENAMED = {"scalefl_original": "scalefl"}
+
 __all__ = [
     "METHODS", "Arrived", "Distillation", "Member", "Method", "Round", "Server", "ServerStep", "Serving", "Setting",
     "Stage", "build_method", "register",
@@ -72,7 +74,8 @@ __all__ = [
 def build_method(name: str, options: Mapping[str, Scalar]) -> Method:
     """Return method ``name`` with its options; ``ValueError`` names what is unknown or of a wrong type."""
     if name not in METHODS:
-        raise ValueError(f"experiment: method = {name!r} is unknown{did_you_mean(name, METHODS)}")
+        now = f"; it is now called {RENAMED[name]!r}" if name in RENAMED else did_you_mean(name, METHODS)
+        raise ValueError(f"experiment: method = {name!r} is unknown{now}")
     return METHODS[name](**check_fields(METHODS[name], options, f"options of {name}"))
 
 

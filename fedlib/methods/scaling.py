@@ -1,6 +1,6 @@
 """Levels of sub-models as options: one level for each exit, cut in width and depth, given or solved (ScaleFL).
 
-A method that has levels names :class:`Levels` before ``Method``. Read next: ``sliced/scalefl_original.py``.
+A method that has levels names :class:`Levels` before ``Method``. Read next: ``sliced/scalefl.py``.
 """
 
 import warnings

@@ -46,8 +46,8 @@ def test_bad_values_are_named(values, message):
         ({"backbone": "resnet34"}, "is not a VisionTransformer"),
         ({"finetune": "lily"}, "finetune = 'lily' with {}: peft says: it shares tensors between blocks"),
         ({"finetune": "vera"}, "does not support PeftType.VERA"),
-        ({"method": "scalefl", "finetune": "ia3"}, "cannot be cut in width; allowed: full"),
-        ({"method": "scalefl", "num_exits": 3}, "set options.widths for 3 exits"),
+        ({"method": "scalefl_vit", "finetune": "ia3"}, "cannot be cut in width; allowed: full"),
+        ({"method": "scalefl_vit", "num_exits": 3}, "set options.widths for 3 exits"),
         ({"method": "inclusivefl", "options": {"aggregation": "feddyn"}}, "needs momentum_distill = False"),
     ],
 )

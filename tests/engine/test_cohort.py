@@ -155,7 +155,7 @@ def test_learning_rate_is_a_cosine_with_a_floor():
 
 def test_sampling_is_a_function_of_seed_and_round_and_the_same_for_every_method(tiny):
     ids = {}
-    for method in ("reefl", "depthfl", "scalefl"):
+    for method in ("reefl", "depthfl", "scalefl_vit"):
         f = build_federation(tiny.replace(method=method))
         ids[method] = [[c.id for c in f.sample_clients(t)] for t in (1, 2, 3)]
     assert ids["reefl"] == ids["depthfl"] == ids["scalefl"]
@@ -165,7 +165,7 @@ def test_sampling_is_a_function_of_seed_and_round_and_the_same_for_every_method(
 
 
 def test_cohorts_split_by_width_and_mix_depths(tiny):
-    f = build_federation(tiny.replace(method="scalefl"))
+    f = build_federation(tiny.replace(method="scalefl_vit"))
     clients = f.sample_clients(1)
     r = Round(1, tuple(clients), f.setting)
     cohorts = plan_round(f, f.server, r, workers=1, size=None)

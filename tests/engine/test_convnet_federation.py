@@ -125,7 +125,7 @@ def test_what_cannot_run_on_a_convnet_is_refused_in_words(convnet):
     for exits in (2, 3, 4):  # also where these many would not divide the toy's two blocks
         with pytest.raises(ValueError, match="reefl: backbone: Ree needs a class token, a ResNet's exits read maps"):
             build_federation(convnet.replace(method="reefl", num_exits=exits))
-        with pytest.raises(ValueError, match="scalefl: backbone: a ResNet .* a ViT; use 'scalefl_original'"):
-            build_federation(convnet.replace(method="scalefl", num_exits=exits))
+        with pytest.raises(ValueError, match="scalefl_vit: backbone: a ResNet .* a ViT; use 'scalefl'"):
+            build_federation(convnet.replace(method="scalefl_vit", num_exits=exits))
     with pytest.raises(ValueError, match="finetune = 'lora'"):
         build_federation(convnet.replace(finetune="lora"))

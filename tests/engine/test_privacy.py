@@ -119,7 +119,7 @@ def test_inclusivefl_expects_clients_per_group():
     assert set(sums[0].total) == {"exit0/backbone.blocks.0.w"} and set(sums[1].total) == set(info)
 
 
-@pytest.mark.parametrize("method", ["reefl", "inclusivefl", "scalefl"])
+@pytest.mark.parametrize("method", ["reefl", "inclusivefl", "scalefl_vit"])
 def test_replacing_a_client_moves_the_sums_by_at_most_two_clips(tiny, method):
     """The sensitivity that the accountant is told, measured: other labels for one sampled client, the same noise."""
     options = {"clip_norm": 0.05, "noise_multiplier": 1.0, "weighting": "clients"}

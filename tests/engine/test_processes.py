@@ -63,7 +63,7 @@ def train_as(change):
 
 
 @pytest.mark.parametrize(
-    "method, finetune", [("reefl", "lora"), ("depthfl", "full"), ("inclusivefl", "frozen"), ("scalefl", "full")]
+    "method, finetune", [("reefl", "lora"), ("depthfl", "full"), ("inclusivefl", "frozen"), ("scalefl_vit", "full")]
 )
 def test_processes_give_the_numbers_of_threads(method, finetune, alone):
     alone(compare, method, finetune)

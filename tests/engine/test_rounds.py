@@ -173,7 +173,7 @@ def with_sizes(monkeypatch, sizes):
     )
 
 
-@pytest.mark.parametrize("method", ["reefl", "depthfl", "inclusivefl", "scalefl"])
+@pytest.mark.parametrize("method", ["reefl", "depthfl", "inclusivefl", "scalefl_vit"])
 def test_clients_with_one_example_train_and_those_with_none_are_never_sampled(method, monkeypatch):
     """(In a batch of one, autograd hands out one tensor as the gradient of class token and positions.)"""
     with_sizes(monkeypatch, [1, 0, 40, 1, 0, 33, 2, 0])

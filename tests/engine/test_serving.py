@@ -72,10 +72,10 @@ def test_who_does_not_share_a_backbone_runs_apart(tiny, monkeypatch, method, cha
 
 
 @pytest.mark.parametrize("policy", ["batch", "tracked", "static"])
-@pytest.mark.parametrize("method", ["fedper", "scalefl_original", "heterofl"])
+@pytest.mark.parametrize("method", ["fedper", "scalefl", "heterofl"])
 def test_what_a_client_answers_depends_on_nobody_who_answers_beside_it(tiny, monkeypatch, method, policy):
     """Alone, all together, and in parts of any size; with statistics of the batch these are the whole test set's."""
-    options = {"scalefl_original": {"widths": [0.5, 0.75, 1.0]}, "heterofl": {"rates": [0.5, 1.0]}}.get(method, {})
+    options = {"scalefl": {"widths": [0.5, 0.75, 1.0]}, "heterofl": {"rates": [0.5, 1.0]}}.get(method, {})
     one_exit = {"num_exits": 1} if method == "heterofl" else {}
     net = NETS["maps"] | {"batch_norm": policy, "options": options, "budgets": "uniform"} | one_exit
     f, server, memories = trained(tiny, method, **net)

@@ -78,7 +78,7 @@ def test_clients_of_unequal_depth_find_the_features_they_have(convnet, monkeypat
 
 @pytest.mark.parametrize(
     "method, options",
-    [("heterofl", {}), ("splitmix", {"bases": 4}), ("raffm", {}), ("scalefl", {}), ("scalefl_original", {})],
+    [("heterofl", {}), ("splitmix", {"bases": 4}), ("raffm", {}), ("scalefl_vit", {}), ("scalefl", {})],
 )
 def test_narrow_clients_find_features_of_their_own_width(tiny, method, options, monkeypatch):
     """Frozen nets of every width, exits trained for two epochs on features that are computed once."""

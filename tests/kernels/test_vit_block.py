@@ -221,7 +221,7 @@ def test_hooks_of_a_blocks_modules_are_called(name):
     assert "_Block" in block(z).grad_fn.name()
 
 
-@pytest.mark.parametrize("method, finetune", [("reefl", "lora"), ("depthfl", "full"), ("scalefl", "full")])
+@pytest.mark.parametrize("method, finetune", [("reefl", "lora"), ("depthfl", "full"), ("scalefl_vit", "full")])
 def test_training_gives_the_same_numbers_either_way(method, finetune, monkeypatch):
     e = Experiment(
         method=method, finetune=finetune, finetune_options={"r": 4} if finetune == "lora" else {}, pretrained=False,

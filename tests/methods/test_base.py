@@ -280,7 +280,7 @@ def test_mirrors_lie_on_disk_in_the_checkpoints_consistency(tiny, method, tmp_pa
 
 
 def test_scalefls_widest_clients_read_the_frozen_cache(tiny):
-    f = build_federation(experiment(tiny, "scalefl", finetune="frozen", augment="none", num_exits=4))
+    f = build_federation(experiment(tiny, "scalefl_vit", finetune="frozen", augment="none", num_exits=4))
     r = Round(1, tuple(f.sample_clients(1)), f.setting)
     cohorts = [Cohort(f, f.model, f.server, r, members, {}) for members in plan_round(f, f.server, r, 1, None)]
     assert {c.clients[0].budget: c.forward.prefix is not None for c in cohorts} == {

@@ -137,4 +137,4 @@ def test_local_loss_is_eq5():
 def test_scalefl_weighs_its_last_exit_by_a_constant():
     batch = two_exits()
     expected = LN2 + math.log(4 / 3) + 0.05 * kl_to_teacher(batch, torch.tensor([1]), 3.0)
-    torch.testing.assert_close(build_method("scalefl", {}).local_loss(batch), expected)
+    torch.testing.assert_close(build_method("scalefl_vit", {}).local_loss(batch), expected)

@@ -13,11 +13,12 @@ from torch import nn
 
 from fedlib import Execution, Experiment, build_federation, run_rounds
 from fedlib.core.rng import torch_generator
+from fedlib.engine.checks import check_experiment
 from fedlib.engine.federation import _measured, budgets_of, build_model, setting_of
 from fedlib.methods import Round, build_method
 from fedlib.methods.losses import Batch
 from fedlib.methods.scaling import Level, cluster_levels, solve, solve_widths
-from fedlib.methods.sliced.scalefl_original import exit_shares
+from fedlib.methods.sliced.scalefl import exit_shares
 from fedlib.models import registry
 from fedlib.models.resnet import ResNetSpec
 from fedlib.runs.costs import load_shapes
@@ -34,7 +35,7 @@ WIDTHS = [0.5, 0.75, 1.0]
 def convnet(monkeypatch):
     monkeypatch.setitem(registry.OWN, "toy", TOY)
     yield Experiment(
-        method="scalefl_original", options={"widths": WIDTHS}, backbone="toy", pretrained=False, finetune="full",
+        method="scalefl", options={"widths": WIDTHS}, backbone="toy", pretrained=False, finetune="full",
         num_exits=3, augment="none", momentum=0.9, weight_decay=1e-3, clip_value=None, lr=0.02, num_train=90,
         num_test=60, num_clients=3, clients_per_round=3, rounds=1, batch_size=16, partition="class_dirichlet",
         dirichlet_alpha=1.0, test_split="like_train",
@@ -51,7 +52,7 @@ def setting_for(method, classes=10, **fields):
 
 def test_resnet110s_levels_solved_on_the_model_itself():
     """The slides' Table 1: splits, parameters and MACs."""
-    method, setting = setting_for("scalefl_original", backbone="resnet110")
+    method, setting = setting_for("scalefl", backbone="resnet110")
     assert setting.exit_units == (35, 41, 47, 53)
     assert method.levels(setting) == (Level(0.7, 36), Level(0.7, 42), Level(0.75, 48), Level(1.0, 54))
     parts = [method.part(j, setting) for j in range(3)]
@@ -66,7 +67,7 @@ def test_resnet110s_levels_solved_on_the_model_itself():
 def test_every_cost_is_met_within_eps(cost):
     ratios = (0.3, 0.6, 1.0)
     e = Experiment(
-        method="scalefl_original", options={"cost": cost, "ratios": ratios, "eps": 0.1}, backbone="resnet20",
+        method="scalefl", options={"cost": cost, "ratios": ratios, "eps": 0.1}, backbone="resnet20",
         pretrained=False, finetune="full", num_exits=3,
     )  # fmt: skip
     method = build_method(e.method, e.options)
@@ -80,10 +81,21 @@ def test_every_cost_is_met_within_eps(cost):
         assert abs(price(method.part(j, setting)) / (ratio * whole) - 1) <= 0.1
 
 
+def test_each_form_of_scalefl_names_the_other():
+    """The paper's runs on any backbone; on a ViT it says that ReeFL compares with another."""
+    with pytest.raises(ValueError, match="method = 'scalefl_original' is unknown; it is now called 'scalefl'$"):
+        build_method("scalefl_original", {})
+    fields = {"pretrained": False, "finetune": "full", "augment": "none"}
+    with pytest.warns(UserWarning, match="on a ViT ReeFL compares with 'scalefl_vit'"):
+        check_experiment(Experiment(method="scalefl", backbone="deit_micro", **fields))
+    with pytest.raises(ValueError, match="scalefl_vit: backbone: a ResNet .* a ViT; use 'scalefl'$"):
+        check_experiment(Experiment(method="scalefl_vit", backbone="resnet20", **fields))
+
+
 def test_the_ablations_cut_one_dimension_alone():
-    method, setting = setting_for("scalefl_original", backbone="resnet56", options={"cut": "depth", "eps": 0.2})
+    method, setting = setting_for("scalefl", backbone="resnet56", options={"cut": "depth", "eps": 0.2})
     assert [x.width for x in method.levels(setting)] == [1.0] * 4 and setting.exit_units[-1] == 26
-    method, setting = setting_for("scalefl_original", backbone="resnet56", options={"cut": "width", "eps": 0.12})
+    method, setting = setting_for("scalefl", backbone="resnet56", options={"cut": "width", "eps": 0.12})
     levels = method.levels(setting)
     assert [x.depth for x in levels] == [27] * 4 and levels == tuple(sorted(levels, key=lambda x: x.width))
     assert method.part(0, setting).exits == (0, 1, 2, 3)
@@ -91,7 +103,7 @@ def test_the_ablations_cut_one_dimension_alone():
 
 def test_width_alone_is_priced_with_all_the_exits_that_its_client_holds():
     """ResNet-20's three early exits of three convolutions are half of the net again."""
-    method, setting = setting_for("scalefl_original", backbone="resnet20", options={"cut": "width", "eps": 0.1})
+    method, setting = setting_for("scalefl", backbone="resnet20", options={"cut": "width", "eps": 0.1})
     whole = setting.measure.parameters(replace(setting.full(), exits=(3,)))
     held = [setting.measure.parameters(method.part(j, setting)) / whole for j in range(3)]
     assert held == pytest.approx([1 / 8, 1 / 4, 1 / 2], rel=0.1)
@@ -105,7 +117,7 @@ def test_levels_are_those_that_placed_the_exits(backbone, options):
     exits = 2 if backbone == "convnet3_slim" else 4
     options = {"eps": 0.2, **options, "ratios": [0.4, 1.0]} if exits == 2 else options
     e = Experiment(
-        method="scalefl_original", options=options, backbone=backbone, pretrained=False, finetune="full",
+        method="scalefl", options=options, backbone=backbone, pretrained=False, finetune="full",
         num_exits=exits, exit_head="linear",
     )  # fmt: skip
     method, seen = build_method(e.method, e.options), []
@@ -134,7 +146,7 @@ def test_levels_that_the_exits_distort_are_said_at_load():
 
 
 def setting_checked(backbone, **fields):
-    e = Experiment(method="scalefl_original", backbone=backbone, pretrained=False, finetune="full", **fields)
+    e = Experiment(method="scalefl", backbone=backbone, pretrained=False, finetune="full", **fields)
     shapes = load_shapes(e, 10)
     return shapes.method.levels(shapes.setting), shapes.setting
 
@@ -186,7 +198,7 @@ def by_hand(gamma, tau, classes=1.0):
     "options, classes", [({}, 1), ({"kl_mean": "all"}, 2), ({"objective": "paper", "kd_weight": 0.3}, 1)]
 )
 def test_the_loss_by_hand(options, classes):
-    method = build_method("scalefl_original", options)
+    method = build_method("scalefl", options)
     batch = Batch(outputs(), torch.tensor([[0]]), torch.ones(1, 1), torch.ones(3, 1), t=26, rounds=100)
     ce, kl = by_hand(method.kd_weight, 3.0, classes)
     if method.objective == "paper":
@@ -202,8 +214,8 @@ def test_the_loss_by_hand(options, classes):
 @pytest.mark.parametrize("rounds, first", [(100, 26), (30, 9), (2, 2), (1, None)])
 def test_distillation_starts_in_the_first_round_that_has_a_quarter_behind_it(rounds, first):
     """The release counts rounds from 0 and starts at index >= 0.25 R: of 30 rounds the ninth, whose index is 8."""
-    method = build_method("scalefl_original", {"kd_weight": 1.0})
-    plain = build_method("scalefl_original", {"kd_weight": 0.0})
+    method = build_method("scalefl", {"kd_weight": 1.0})
+    plain = build_method("scalefl", {"kd_weight": 0.0})
     batch = Batch(outputs(), torch.tensor([[0]]), torch.ones(1, 1), torch.ones(3, 1), rounds=rounds)
     at = (replace(batch, t=t) for t in range(1, rounds + 1))
     distils = [b.t for b in at if method.local_loss(b).item() != plain.local_loss(b).item()]
@@ -215,7 +227,7 @@ def test_the_teacher_learns_from_its_pupils_only_if_asked(detach):
     """With one pupil exit of no weight in the cross-entropy, what the last exit's gradient has beside CE's is the KL's."""
     z = outputs().requires_grad_()
     batch = Batch(z, torch.tensor([[0]]), torch.ones(1, 1), torch.ones(3, 1), t=2, rounds=2)
-    method = build_method("scalefl_original", {"detach": detach, "kd_weight": 1.0})
+    method = build_method("scalefl", {"detach": detach, "kd_weight": 1.0})
     (grad,) = torch.autograd.grad(method.local_loss(batch).sum(), z)
     alone = z.detach()[2].requires_grad_()
     (own,) = torch.autograd.grad(0.5 * F.cross_entropy(alone[0], torch.tensor([0])), alone)
@@ -480,11 +492,11 @@ def test_levels_by_latency_are_solved_offline(convnet):
     from fedlib.papers.scalefl import levels_by_latency
     from fedlib.runs.latency import seconds_of
 
-    e = Experiment(method="scalefl_original", backbone="resnet20", pretrained=False, finetune="full", num_exits=4)
+    e = Experiment(method="scalefl", backbone="resnet20", pretrained=False, finetune="full", num_exits=4)
     found = levels_by_latency(e, 10, lambda shapes, part: shapes.setting.measure.parameters(part))
-    method, setting = setting_for("scalefl_original", backbone="resnet20")
+    method, setting = setting_for("scalefl", backbone="resnet20")
     assert found["widths"] == tuple(x.width for x in method.levels(setting))
-    again = build_method("scalefl_original", found)
+    again = build_method("scalefl", found)
     assert again.exit_units(9, 4) == setting.exit_units and again.levels(setting) == method.levels(setting)
     clocked = levels_by_latency(
         convnet.replace(options={"eps": 1e9}), 10, lambda shapes, part: seconds_of(shapes, part, repeats=1)

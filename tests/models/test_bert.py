@@ -392,7 +392,7 @@ def test_a_run_is_stored_and_found(tiny_text, tmp_path):
         ({"backbone": "deit_micro"}, "backbone = 'deit_micro' cannot read dataset = 'sst2', which holds sentences; allowed: minilm"),
         ({"augment": "crop"}, "augment = 'crop' is for images; allowed with 'bert_micro': none"),
         ({"pretrained": True}, "pretrained = True is not possible with backbone = 'bert_micro'; allowed: False"),
-        ({"method": "scalefl"}, "scalefl: backbone: a Bert is not what it cuts, which is a ViT"),
+        ({"method": "scalefl_vit"}, "scalefl_vit: backbone: a Bert is not what it cuts, which is a ViT"),
         ({"backbone": "mini_lm"}, "backbone = 'mini_lm' is unknown; did you mean 'minilm'?"),
         ({"method": "reefl", "backbone": "bert_micro.mean"}, "reefl: backbone: Ree needs a class token, the exits of 'bert_micro.mean' read the mean of all tokens; allowed: 'bert_micro', or"),
         ({"num_exits": 4}, "num_exits = 4 does not divide 3 blocks; allowed: [1, 3]"),

@@ -28,7 +28,7 @@ TINY = EfficientNetSpec(
 def tiny_net(monkeypatch):
     monkeypatch.setitem(registry.OWN, "tiny_efficientnet", TINY)
     yield Experiment(
-        method="scalefl_original", options={"widths": (0.5, 1.0)}, backbone="tiny_efficientnet", pretrained=False,
+        method="scalefl", options={"widths": (0.5, 1.0)}, backbone="tiny_efficientnet", pretrained=False,
         finetune="full", num_exits=2, exit_blocks=(1, 2), augment="none", num_train=50, num_test=20, num_clients=4,
         clients_per_round=4, rounds=1, batch_size=4, partition="iid", clip_value=None,
     )  # fmt: skip
@@ -69,7 +69,7 @@ def test_parameters_are_timms_and_those_of_the_variant_by_hand():
 
 def test_the_small_nets_smallest_level_can_tell_many_classes_apart():
     """Exits at a sixth of 24 channels, cut to 0.65, had two features for Tiny ImageNet's 200 classes: no exit learnt."""
-    (cell,) = (c for c in load_grid("scalefl", "efficientnetb4", "small") if c.variant == "scalefl_original")
+    (cell,) = (c for c in load_grid("scalefl", "efficientnetb4", "small") if c.variant == "scalefl")
     shapes = load_shapes(cell.experiment, 200)
     held = shapes.held(shapes.method.part(0, shapes.setting))
     weights = {n: p.shape for n, p in held.items() if n.endswith("linear.weight")}

@@ -210,12 +210,12 @@ def test_fedrods_own_exits_keep_their_statistics_and_count_a_batch_once(towers):
 
 
 def test_a_method_with_exits_of_its_own_takes_the_kind_that_is_named(towers):
-    for method, options in (("scalefl_original", {"cut": "width", "eps": 0.9}), ("fedepth", {"heads": "auxiliary"})):
+    for method, options in (("scalefl", {"cut": "width", "eps": 0.9}), ("fedepth", {"heads": "auxiliary"})):
         changes = dict(method=method, options=options, num_exits=2 if method != "fedepth" else 1, budgets="uniform")
         e = towers.replace(**changes)
         for kind in (None, "towers", "linear"):
             model = build_model(e.replace(exit_head=kind), check_experiment(e.replace(exit_head=kind)), 10, meta=True)
-            own = {"scalefl_original": "Convolved", "fedepth": "Normed"}[method]
+            own = {"scalefl": "Convolved", "fedepth": "Normed"}[method]
             assert type(model.head.exits[0]).__name__ == (KINDS[kind].__name__ if kind else own)
 
 

@@ -19,7 +19,7 @@ PUBLISHED = {"widths": (0.65, 0.7, 0.85, 1.0)}
 
 def model_of(backbone, classes=10, exits=(14, 17, 20, 23), options=PUBLISHED):
     e = Experiment(
-        method="scalefl_original", backbone=backbone, pretrained=False, finetune="full", num_exits=len(exits),
+        method="scalefl", backbone=backbone, pretrained=False, finetune="full", num_exits=len(exits),
         exit_blocks=exits, options=options,
     )  # fmt: skip
     method = build_method(e.method, e.options)
@@ -104,7 +104,7 @@ def test_channels_and_scales_layer_by_layer():
 def built(spec, monkeypatch):
     monkeypatch.setitem(registry.OWN, "tiny_msdnet", spec)
     e = Experiment(
-        method="scalefl_original", backbone="tiny_msdnet", pretrained=False, finetune="full", num_exits=3,
+        method="scalefl", backbone="tiny_msdnet", pretrained=False, finetune="full", num_exits=3,
         exit_blocks=(2, 4, 5), options={"widths": (0.5, 0.75, 1.0)},
     )  # fmt: skip
     method = build_method(e.method, e.options)
@@ -144,7 +144,7 @@ def test_a_concatenation_is_not_ranked_alone(monkeypatch):
 def test_the_cohort_size_changes_nothing(monkeypatch):
     built(TINY, monkeypatch)
     e = Experiment(
-        method="scalefl_original", backbone="tiny_msdnet", pretrained=False, finetune="full", num_exits=3, momentum=0.9,
+        method="scalefl", backbone="tiny_msdnet", pretrained=False, finetune="full", num_exits=3, momentum=0.9,
         exit_blocks=(2, 4, 5), options={"widths": (0.5, 0.75, 1.0), "distill_from": 0.0}, augment="none", num_train=48,
         num_test=20, num_clients=6, clients_per_round=6, rounds=1, batch_size=4, partition="iid", clip_value=None,
     )  # fmt: skip

@@ -463,7 +463,7 @@ def test_lora_sits_on_the_projections_and_starts_as_the_identity():
         ({"finetune": "pa"}, "finetune = 'pa' is not defined on this backbone; allowed:"),
         ({"finetune": "sa"}, "finetune = 'sa' is not defined on this backbone"),
         ({"finetune": "ssf"}, "finetune = 'ssf' is not defined on this backbone"),
-        ({"method": "scalefl"}, "scalefl: backbone: a Vim is not what it cuts, which is a ViT"),
+        ({"method": "scalefl_vit"}, "scalefl_vit: backbone: a Vim is not what it cuts, which is a ViT"),
         ({"backbone": "vim_tinny"}, "backbone = 'vim_tinny' is unknown; did you mean 'vim_tiny'?"),
         ({"exit_blocks": (2, 5, 8, 12)}, "vim_micro has blocks 0..11"),
     ],

@@ -6,7 +6,7 @@ import torch
 from fedlib import Experiment
 from fedlib.engine.federation import build_model
 from fedlib.methods import METHODS, build_method
-from fedlib.methods.sliced.scalefl import width_index
+from fedlib.methods.sliced.scalefl_vit import width_index
 from fedlib.models.adapters import _inject_peft_, apply_finetune_
 from fedlib.models.exit_model import ExitModel
 from fedlib.models.exits import Classifiers

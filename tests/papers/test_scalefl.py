@@ -25,12 +25,12 @@ CLAIMS = load_all_claims("scalefl")
 ON_RUNS = [name for name, claim in CLAIMS.items() if "table" in claim]
 ROWS = {"resnet110": 20, "msdnet24": 12, "efficientnetb4": 3, "bert": 16}
 SPOTS = [
-    ("resnet110", "scalefl_original", "cifar100_alpha100", 49.94), ("resnet110_local", "scalefl_original", "cifar10_alpha1", 79.61),
+    ("resnet110", "scalefl", "cifar100_alpha100", 49.94), ("resnet110_local", "scalefl", "cifar10_alpha1", 79.61),
     ("resnet110", "heterofl", "cifar100_alpha1", 42.95), ("resnet110_local", "feddf", "cifar10_alpha100", 83.35),
     ("resnet110", "decoupled", "cifar100_alpha1", 35.78), ("msdnet24", "heterofl", "cifar100_alpha100", 47.77),
-    ("msdnet24_local", "scalefl_original", "cifar100_alpha1", 46.25), ("efficientnetb4", "heterofl", "imagenet_alpha100", 46.61),
-    ("efficientnetb4_local", "scalefl_original", "imagenet_alpha100", 46.63), ("bert", "feddf", "sst2_alpha100", 88.95),
-    ("bert_local", "heterofl", "sst2_alpha1", 76.21), ("bert", "scalefl_original", "ag_news_alpha1", 91.20),
+    ("msdnet24_local", "scalefl", "cifar100_alpha1", 46.25), ("efficientnetb4", "heterofl", "imagenet_alpha100", 46.61),
+    ("efficientnetb4_local", "scalefl", "imagenet_alpha100", 46.63), ("bert", "feddf", "sst2_alpha100", 88.95),
+    ("bert_local", "heterofl", "sst2_alpha1", 76.21), ("bert", "scalefl", "ag_news_alpha1", 91.20),
 ]  # fmt: skip
 
 
@@ -68,7 +68,7 @@ def test_every_claim_is_the_slides(name):
 
 def test_the_paper_profile_is_the_slides_setting():
     cells = load_grid("scalefl", "resnet110", "paper")
-    e = next(c.experiment for c in cells if c.method == "scalefl_original" and c.column == "cifar100_alpha1")
+    e = next(c.experiment for c in cells if c.method == "scalefl" and c.column == "cifar100_alpha1")
     assert len(cells) == 5 * 4 * 3 and (e.backbone, e.num_clients, e.clients_per_round, e.num_exits) == ("resnet110", 100, 10, 4)  # fmt: skip
     assert (e.partition, e.dirichlet_alpha, e.local_epochs, e.batch_size, e.lr) == ("grouped_dirichlet", 1.0, 5, 16, 0.1)  # fmt: skip
     assert (e.batch_norm, e.test_split, e.rounds) == ("batch", "like_train", 300)
@@ -103,7 +103,7 @@ def measured(method, backbone, options=None, classes=10, exits=None, **fields):
 def test_berts_levels_have_the_releases_sizes(monkeypatch):
     """Per-head chunks of residual stream, attention and FFN; 512 positions, two classes, poolers: 13.80, 26.12, 54.78 M."""
     monkeypatch.setitem(registry.OWN, "bert512", BertSpec(length=512, dim=768, depth=12, heads=12, ffn_dim=3072, centred=False))  # fmt: skip
-    method, setting = measured("scalefl_original", "bert512", {"widths": (0.4, 0.55, 0.75, 1.0)}, 2, (3, 5, 8, 11), dataset="sst2", augment="none")  # fmt: skip
+    method, setting = measured("scalefl", "bert512", {"widths": (0.4, 0.55, 0.75, 1.0)}, 2, (3, 5, 8, 11), dataset="sst2", augment="none")  # fmt: skip
     parts = [method.part(j, setting) for j in range(4)]
     assert [round(setting.measure.parameters(p) / 1e6, 2) for p in parts[1:3]] == [26.12, 54.78]
     assert setting.measure.parameters(parts[0]) + 2 * 300 == 13_795_598  # with both token types, as stored: 13.80 M
@@ -148,7 +148,7 @@ def test_stand_ins_levels_are_solved_on_themselves(table, profile):
     cells = [c for c in load_grid("scalefl", table, profile) if issubclass(METHODS[c.method], Levels)]
     assert {c.experiment.exit_head for c in cells} == {"linear"} and {c.experiment.exit_blocks for c in cells} == {None}
     assert not any(c.experiment.options.get("widths") for c in cells)
-    costs = level_costs(next(c.experiment for c in cells if c.method == "scalefl_original"))
+    costs = level_costs(next(c.experiment for c in cells if c.method == "scalefl"))
     assert costs.s_w.is_monotonic_increasing and costs.share_of_parameters.tolist() == pytest.approx([1 / 8, 1 / 4, 1 / 2, 1], rel=0.16)  # fmt: skip
 
 
@@ -163,7 +163,7 @@ def test_heterofl_has_one_exit_whatever_the_others_have(table, profile):
 
 
 def test_the_plane_of_splits_and_its_picture():
-    e = Experiment(method="scalefl_original", backbone="resnet56", pretrained=False, finetune="full", num_exits=4)
+    e = Experiment(method="scalefl", backbone="resnet56", pretrained=False, finetune="full", num_exits=4)
     splits = plane(e, 10)
     chosen = splits[splits.chosen]
     assert chosen.level.tolist() == [1, 2, 3, 4] and chosen[:3].fits.all() and splits.s_w.nunique() == 20

@@ -25,10 +25,10 @@ from fedlib.report.tables import label_of
 
 HOSTILE = ("$x$ and $y", "_hidden", "猫", "😀", r"\frac{", "a & <b>", "$\\alpha$")
 GROUPS = (  # methods that stand in one figure
-    "exclusivefl inclusivefl scalefl depthfl reefl fedavg",
+    "exclusivefl inclusivefl scalefl_vit depthfl reefl fedavg",
     "fedavg heterofl splitmix depthfl fedepth",
-    "heterofl fedavg decoupled scalefl splitmix feddf raffm",
-    "local fedavg fedprox scalefl_original depthfl fedper fedrep fedbabu fedamp pfedgraph fedrod ditto fedpac cafedistill",
+    "heterofl fedavg decoupled scalefl_vit splitmix feddf raffm",
+    "local fedavg fedprox scalefl depthfl fedper fedrep fedbabu fedamp pfedgraph fedrod ditto fedpac cafedistill",
 )
 
 
@@ -92,7 +92,7 @@ def test_methods_of_a_figure_can_be_told_apart_by_every_eye():
         assert len({marker_of(m) for m in group}) == len(group)
         for a, b in itertools.combinations(group, 2):
             assert distance(color_of(a), color_of(b)) > 17, (a, b)
-    twins = {"scalefl_original": "scalefl", "fedavg_level1": "fedavg"}  # one method, in papers of their own
+    twins = {"scalefl": "scalefl_vit", "fedavg_level1": "fedavg"}  # one method, in papers of their own
     looks = {n: (m.color, m.marker) for n, m in METHODS.items() if m.__module__.startswith("fedlib.")}
     assert len(looks) == 25 and all(looks[a] == looks[b] for a, b in twins.items())
     assert len(set(looks.values())) == len(looks) - len(twins)

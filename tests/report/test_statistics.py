@@ -50,8 +50,10 @@ def frame_of(**accuracies):
 
 
 def test_paired_differences_remove_what_seeds_share():
-    frame = frame_of(reefl=[50.0, 60.0, 70.0], depthfl=[49.0, 59.1, 68.9], scalefl=[51.0, 58.0, np.nan], fedavg=[1.0])
-    table = paired_differences(frame, [("reefl", "depthfl"), ("reefl", "scalefl"), ("reefl", "fedavg")])
+    frame = frame_of(
+        reefl=[50.0, 60.0, 70.0], depthfl=[49.0, 59.1, 68.9], scalefl_vit=[51.0, 58.0, np.nan], fedavg=[1.0]
+    )
+    table = paired_differences(frame, [("reefl", "depthfl"), ("reefl", "scalefl_vit"), ("reefl", "fedavg")])
     # 1, 0.9, 1.1: 1 ± 4.303 x 0.1 / sqrt 3 although both spread over 20 points; -1, 2: undecided; one seed: no interval
     assert table[["mean", "low", "high", "seeds", "verdict"]].values.tolist()[0] == [1.0, 0.75, 1.25, 3, "better"]
     assert table[["mean", "seeds", "verdict"]].values.tolist()[1] == [0.5, 2, "undecided"]
@@ -59,10 +61,10 @@ def test_paired_differences_remove_what_seeds_share():
 
 
 def test_orderings_follow_the_interval_and_the_reported_sign():
-    frame = frame_of(reefl=[50.0, 60.0, 70.0], depthfl=[49.0, 59.1, 68.9], scalefl=[51.0, 58.0, 70.0], fedavg=[1.0])
-    printed = {"reefl": 80.0, "depthfl": 81.0, "scalefl": 79.0, "fedavg": 10.0, "inclusivefl": 3.0}
+    frame = frame_of(reefl=[50.0, 60.0, 70.0], depthfl=[49.0, 59.1, 68.9], scalefl_vit=[51.0, 58.0, 70.0], fedavg=[1.0])
+    printed = {"reefl": 80.0, "depthfl": 81.0, "scalefl_vit": 79.0, "fedavg": 10.0, "inclusivefl": 3.0}
     reported = pd.DataFrame([{"finetune": "lora", "column": "a", "variant": v, "mean": m} for v, m in printed.items()])
-    rivals = [("reefl", other) for other in ("depthfl", "scalefl", "fedavg", "inclusivefl")]
+    rivals = [("reefl", other) for other in ("depthfl", "scalefl_vit", "fedavg", "inclusivefl")]
     table = orderings(frame, reported, rivals).set_index("claim")
     # 1, 0.9, 1.1 although the paper prints -1; -1, 2, 0 holds zero; one seed has no interval; inclusivefl was not run
     assert table.verdict.to_dict() == {
@@ -127,7 +129,7 @@ def test_an_exit_costs_what_was_served_not_what_a_client_of_its_level_holds(tiny
     a projection of 131; exits 7,078 each of 64 channels on 8 x 8 pixels, 32 on 16 x 16 likewise; a classifier's 0.64.
     """
     f = build_federation(
-        tiny.replace(method="scalefl_original", backbone="resnet20", finetune="full", finetune_options={}, rounds=1)
+        tiny.replace(method="scalefl", backbone="resnet20", finetune="full", finetune_options={}, rounds=1)
     )
     assert [u + 1 for u in f.setting.exit_units] == [6, 7, 8, 9]
     plain, narrowing, early = 2 * 2_359_296, 1_179_648 + 2_359_296 + 131_072, 3 * 2_359_296

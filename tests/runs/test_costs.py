@@ -18,7 +18,7 @@ MODES = ("full", "frozen", "lora", "pa", "sa", "ssf")
 HONEST = {  # 4 / 12 exits; what the released code really sends (facts 2.6)
     "depthfl": {"full": (52.56, 46.39), "frozen": (0.37, 0.97), "lora": (1.78, 2.19), "pa": (1.80, 2.21), "ssf": (0.63, 1.21)},
     "exclusivefl": {"full": (83.24, 84.44), "frozen": (0.60, 1.80), "lora": (2.85, 4.05), "pa": (2.89, 4.09), "ssf": (1.00, 2.22)},
-    "scalefl": {"full": (34.31, 26.40), "frozen": (0.29, 0.70), "lora": (1.40, 1.58), "pa": (1.42, 1.60), "ssf": (0.49, 0.87)},
+    "scalefl_vit": {"full": (34.31, 26.40), "frozen": (0.29, 0.70), "lora": (1.40, 1.58), "pa": (1.42, 1.60), "ssf": (0.49, 0.87)},
     "inclusivefl": {"full": (52.33, 45.57), "frozen": (0.15, 0.15), "lora": (1.56, 1.37), "pa": (1.58, 1.39), "ssf": (0.40, 0.37)},
     "reefl": {"full": (53.98, 47.21), "frozen": (1.79, 1.79), "lora": (3.20, 3.01), "pa": (3.22, 3.03), "ssf": (2.04, 2.01)},
 }  # fmt: skip

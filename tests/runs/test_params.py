@@ -192,7 +192,7 @@ def test_small_falls_back_to_digits_without_cifar(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize(
     "table, spot",
-    [("table1", {("full", "reefl", "cifar100_alpha1000"): (76.42, 0.12), ("ssf", "scalefl", "speech_commands"): (27.01, 0.14)}),
+    [("table1", {("full", "reefl", "cifar100_alpha1000"): (76.42, 0.12), ("ssf", "scalefl_vit", "speech_commands"): (27.01, 0.14)}),
      ("table2", {("pa", "depthfl", "cifar100_alpha0.1"): (6.88, 5.88), ("frozen", "inclusivefl", "femnist"): (53.35, 0.03)})],
 )  # fmt: skip
 def test_reported_numbers(table, spot):

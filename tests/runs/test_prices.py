@@ -23,7 +23,7 @@ def test_exclusivefl_pays_for_its_few_clients_only():
     assert training_macs(e) == pytest.approx(3 * 10 * 8 * 500 * full)  # 8 of 100 clients hold 12 exits
 
 
-@pytest.mark.parametrize("method, tolerance", [("depthfl", 1e-9), ("reefl", 2e-3), ("scalefl", 1e-9)])
+@pytest.mark.parametrize("method, tolerance", [("depthfl", 1e-9), ("reefl", 2e-3), ("scalefl_vit", 1e-9)])
 def test_interpolated_macs(method, tolerance):
     e = Experiment(method=method, num_exits=12)
     assert np.allclose(_macs(_shape_of(e), 10), exit_macs(e, 10), rtol=tolerance)

@@ -4,7 +4,7 @@ Client (rate r): the first ceil(r n) of every n channels (features of each atten
 outputs that enter a norm are divided by r while it trains; the cross-entropy sees zero for classes that the client has
 no example of. Server: plain mean over the holders of each entry; of the classifier a client sends its classes' rows.
 Budgets are the rates, smallest first. ``dynamic`` draws every client's rate anew in every round.
-Read next: ``scalefl_original.py`` (width and depth), ``core/slices.py`` (``Axis.leading``).
+Read next: ``scalefl.py`` (width and depth), ``core/slices.py`` (``Axis.leading``).
 
 Deviations: the paper's static batch norm is the experiment's ``batch_norm="static"``, a mean over examples (as
 released: over batches). A client's own answer, on its own test set, is its own sub-model's, as ScaleFL's comparison

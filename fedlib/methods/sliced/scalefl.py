@@ -1,102 +1,69 @@
-"""ScaleFL (Ilhan et al., CVPR 2023): sub-models cut in depth and in width, the last exit teaches the earlier ones.
+"""ScaleFL (Ilhan, Su and Liu, CVPR 2023) as its paper has it: sub-models cut in width and in depth, on any backbone.
 
-Client (budget r): blocks and exits up to exit r, every tensor cut to its leading indices at one width; sum of
-cross-entropies + 0.05 * KL from the last exit at temperature 3. Server: coordinate-wise mean over the holders.
-Each exit is evaluated with its own sub-model. Source: as re-implemented for ReeFL (Appendix A and release).
+Levels (once): per level the most balanced split (s_w, s_d) that costs its share of the whole model; exits after the
+N s_d-th unit. Client (level j): units up to exit j, exits 1..j, the leading s_w of every hidden width; outputs of cut
+layers divided by s_w; sum over exits i of i / (j (j+1) / 2) [CE_i + gamma tau^2 KL(exit j || exit i)], the second
+term once a quarter of the rounds is behind. Server: plain mean over the holders of each entry. Evaluated are all exits
+of the whole model, and with ``test_split`` each client's own level on its own test set.
+``scalefl_vit`` (``scalefl_vit.py``) is the form of ReeFL's comparison, on a ViT.
+Read next: ``scaling.py`` (levels), ``decoupled.py``.
 
-Deviations: the mean is unweighted, as released (the paper weights by examples: ``weighting="examples"``). Pre-trained
-head boundaries are not respected by the cut, as released; frozen parts are cut too. The original's exit-weighted loss
-and late start of distillation are not used here, as in ReeFL's comparison.
+Deviations: the loss is the release's, by default with a detached teacher and the KL summed over classes; the release's
+``detach=False`` lets the teacher learn from its pupils, its ``kl_mean="all"`` divides by the number of classes too;
+``objective="paper"`` is the slides' 1 / (j (j+1)) sum i [gamma KL + (1 - gamma) CE]. Heads and concatenations are cut
+segment by segment everywhere (the release: only as far as the first exit). Batch norm's statistics are the
+experiment's ``batch_norm``, the release's "batch".
 """
 
-import math
+import warnings
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 
-from ...core.clients import Client
-from ...core.slices import Slice
-from ...core.validation import AtLeast, AtMost, Positive
+from ...core.validation import AtLeast, Below, Positive
 from ...models.backbone import Spec
 from ...models.vit import ViTSpec
 from ..base import Method
-from ..jobs import Round, Server, Setting
-from ..losses import TAUGHT, Batch, Distillation, cross_entropies, kl_to_teacher, last_exit
-from ..server import ServerStep
-from ..widths import CUTTABLE, uncut
-
-BLOCKS = {4: (3, 5, 8, 11), 12: tuple(range(12))}
-WIDTHS = {4: (0.4, 0.55, 0.75, 1.0),
-          12: (0.25, 0.3, 0.35, 0.4, 0.48, 0.55, 0.61, 0.69, 0.75, 0.84, 0.92, 1.0)}  # fmt: skip
+from ..losses import Batch, cross_entropies, kl_to_last
+from ..scaling import Levels
 
 
 @dataclass(frozen=True)
-class ScaleFL(Distillation, ServerStep, Method):
-    """Widths and exit placement default to the paper's for 4 and 12 exits."""
+class ScaleFL(Levels, Method):
+    """Four exits are four levels of 1/8, 1/4, 1/2 and all parameters; ``kd_weight=0`` is without self-distillation."""
 
     label, color, marker = "ScaleFL", "#37ad70", "^"
 
-    distill: Literal["none", "best", "mutual", "last"] = "last"
-    kd_weight: Annotated[float | None, AtLeast(0), TAUGHT] = 0.05  # eta, constant
-    temperature: Annotated[Positive, TAUGHT] = 3.0  # tau
-    weighting: Literal["examples", "clients"] = "clients"
-    widths: tuple[Annotated[Positive, AtMost(1)], ...] | None = None  # one per exit, increasing to 1
+    version: ClassVar[int] = 2  # distillation started one round early; width alone was priced without all exits
 
-    def exit_units(self, depth: int, num_exits: int) -> tuple[int, ...]:
-        if depth == 12 and num_exits in BLOCKS:
-            return BLOCKS[num_exits]
-        return super().exit_units(depth, num_exits)
+    kd_weight: Annotated[float, AtLeast(0)] = 0.05  # gamma
+    temperature: Positive = 3.0  # tau
+    distill_from: Annotated[float, AtLeast(0), Below(1)] = 0.25  # of the rounds, without distillation
+    objective: Literal["release", "paper"] = "release"
+    detach: bool = True
+    kl_mean: Literal["batch", "all"] = "batch"  # all: over the classes too
+    weighting: Literal["examples", "clients"] = "clients"
 
     def check_backbone(self, spec: Spec, e) -> None:
-        if not isinstance(spec, ViTSpec):
-            kind, instead = type(spec).__name__.removesuffix("Spec"), "" if uncut(spec) else "; use 'scalefl_original'"
-            raise ValueError(f"scalefl: backbone: a {kind} is not what it cuts, which is a ViT{instead}")
-
-    def check(self, setting: Setting, e) -> None:
-        if e.finetune not in CUTTABLE:
-            raise ValueError(
-                f"scalefl: finetune = {e.finetune!r} cannot be cut in width; allowed: {', '.join(CUTTABLE)}"
+        if isinstance(spec, ViTSpec):
+            warnings.warn(
+                "scalefl: on a ViT ReeFL compares with 'scalefl_vit', its own form of this method", stacklevel=2
             )
-        widths = self._widths(setting)
-        if len(widths) != setting.num_exits:
-            raise ValueError(f"scalefl: widths = {list(widths)} must be {setting.num_exits} numbers in (0, 1]")
-        for width in widths:
-            for axis, kept in width_index(setting.spec, width).items():
-                if not kept:
-                    least = math.ceil(1000 / min(setting.spec.dim, setting.spec.ffn_dim)) / 1000
-                    raise ValueError(f"scalefl: widths: {width} leaves axis {axis!r} empty; allowed: {least}..1")
 
     def local_loss(self, batch: Batch) -> torch.Tensor:
-        """sum_e CE_e + eta * tau^2 sum_e KL(p_last || p_e), (M,)."""
-        if self.distill != "last":
-            return super().local_loss(batch)
-        kl = kl_to_teacher(batch, last_exit(batch), self.temperature)
-        return cross_entropies(batch).sum(0) + self.eta(batch) * kl
-
-    def slice_for(self, client: Client, server: Server, r: Round) -> Slice:
-        return self._of_budget(client.budget, r.setting)
-
-    def model_for(self, exit: int, server: Server, r: Round) -> Slice:
-        """Exit e is evaluated at the depth and width of budget e."""
-        return self._of_budget(exit, r.setting)
-
-    def _of_budget(self, budget: int, setting: Setting) -> Slice:
-        index = width_index(setting.spec, self._widths(setting)[budget])
-        return Slice.prefix(setting.exit_units[budget] + 1, range(budget + 1), index=index)
-
-    def _widths(self, setting: Setting) -> tuple[float, ...]:
-        if self.widths is None and setting.num_exits not in WIDTHS:
-            raise ValueError(f"scalefl: set options.widths for {setting.num_exits} exits; known for {list(WIDTHS)}")
-        return self.widths if self.widths is not None else WIDTHS[setting.num_exits]
+        gamma = self.kd_weight if batch.t - 1 >= self.distill_from * batch.rounds else 0.0  # rounds count from 0
+        ce, kl = cross_entropies(batch), 0.0
+        if gamma:
+            kl = kl_to_last(batch, self.temperature, self.detach)
+            kl = kl / batch.outputs.shape[-1] if self.kl_mean == "all" else kl
+        share = exit_shares(batch.held)
+        if self.objective == "paper":
+            return (share / 2 * (gamma * kl + (1 - gamma) * ce)).sum(0)
+        return (share * (ce + gamma * kl)).sum(0)
 
 
-def width_index(config: ViTSpec, width: float) -> dict[str, range]:
-    """Leading indices per axis: dim = int(d w), FFN in proportion, q/k/v rounded up to a multiple of the heads."""
-    dim = int(config.dim * width)
-    heads = math.ceil(dim / config.heads) * config.heads
-    ffn = config.ffn_dim * dim // config.dim
-    units = {
-        f"{u}/{axis}": range(n) for u in range(config.depth) for axis, n in (("ffn", ffn), ("qk", heads), ("vo", heads))
-    }
-    return {"residual": range(dim)} | units
+def exit_shares(held: torch.Tensor) -> torch.Tensor:
+    """i / (j (j+1) / 2) for the i-th of a member's j exits, (E, M); they sum to one. Zero where it is not held."""
+    place = held.cumsum(0) * held
+    return place / place.sum(0)

@@ -57,7 +57,7 @@ def test_overrides_choose_variants():
     assert {c.variant for c in hashes("table3", "smoke", method="reefl").values()} == {"reefl", "reefl_no_kd"}
     for overrides, message in (
         ({"variant": "reefl_nokd"}, "variant = 'reefl_nokd' is unknown; did you mean 'reefl_no_kd'?"),
-        ({"method": "scalefl"}, "method = 'scalefl' is not in this table"),
+        ({"method": "scalefl_vit"}, "method = 'scalefl_vit' is not in this table"),
     ):
         with pytest.raises(ValueError) as error:
             hashes("table3", "smoke", **overrides)

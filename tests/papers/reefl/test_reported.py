@@ -12,7 +12,7 @@ ROWS = {  # rows of numbers x 5 data columns
 }  # fmt: skip
 SPOTS = [
     ("table1", "full", "reefl", "cifar100_alpha1000", 76.42, 0.12),
-    ("table1", "ssf", "scalefl", "speech_commands", 27.01, 0.14),
+    ("table1", "ssf", "scalefl_vit", "speech_commands", 27.01, 0.14),
     ("table2", "pa", "depthfl", "cifar100_alpha0.1", 6.88, 5.88),
     ("table2", "frozen", "inclusivefl", "femnist", 53.35, 0.03),
     ("table3", "frozen", "depthfl_no_kd_feddyn", "cifar100_alpha0.1", 38.27, 4.84),
