@@ -6,6 +6,9 @@ import pytest
 import torch
 
 from fedlib import Experiment
+from fedlib.data import datasets
+from fedlib.data.datasets import ImageData
+from fedlib.data.federated import _on_device
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
 
@@ -34,3 +37,38 @@ def repeatable_convolutions():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """Nothing that another test decoded is at hand, and nothing decoded here stays."""
+    monkeypatch.setenv("FEDLIB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "hf"))
+    monkeypatch.delenv("FEDLIB_DATA", raising=False)
+
+
+@pytest.fixture
+def kept_cache(tmp_path_factory, monkeypatch):
+    """What one test decoded or divided is there for the next, and gone after the last."""
+    monkeypatch.setenv("FEDLIB_CACHE", str(tmp_path_factory.getbasetemp() / "kept"))
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    """Thirty training images of three owners and twelve of the test set, of owners 0, 1, 2 and a stranger."""
+
+    def experiment(classes=("a/1", "a/2", "b/1"), owners=True):
+        n, m = 30, 12
+        data = ImageData(
+            "fake", torch.zeros(n, 1, 8, 8, dtype=torch.uint8), torch.arange(n) % 3,
+            torch.zeros(m, 1, 8, 8, dtype=torch.uint8), torch.arange(m) % 3, classes,
+            torch.arange(n) // 10 if owners else None, torch.tensor([0, 1, 2, -1] * 3) if owners else None,
+        )  # fmt: skip
+        monkeypatch.setattr(datasets, "_load", lambda name, size, tokenizer: data)
+        _on_device.cache_clear()
+        return Experiment(
+            dataset="fake", num_clients=6, clients_per_round=2, partition="natural_split", pretrained=False
+        )
+
+    yield experiment
+    _on_device.cache_clear()  # not left behind for other tests

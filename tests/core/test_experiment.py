@@ -1,11 +1,18 @@
 """Experiments are values: validated in words, hashed stably."""
 
+import pathlib
+from dataclasses import fields
+
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedlib import Experiment
-from fedlib.engine.checks import check_experiment
+from fedlib import Execution, Experiment
+from fedlib.core.storage import read_json
+from fedlib.core.validation import check_conditions
+from fedlib.engine.checks import without_defaults
+from tests.helpers.tracked import OUTPUTS
 
 
 @pytest.mark.parametrize(
@@ -26,34 +33,6 @@ from fedlib.engine.checks import check_experiment
 def test_bad_values_are_named(values, message):
     with pytest.raises(ValueError) as error:
         Experiment.from_dict(values)
-    assert message in str(error.value)
-
-
-@pytest.mark.parametrize(
-    "values, message",
-    [
-        ({"method": "refl"}, "method = 'refl' is unknown; did you mean 'reefl'?"),
-        ({"options": {"zetta": 0.3}}, "options of reefl: unknown key 'zetta'; did you mean 'zeta'?"),
-        ({"options": {"distill": "bets"}}, "did you mean 'best'?"),
-        ({"options": {"ree_heads": 7}}, "ree_heads = 7 does not divide ree_width = 16"),
-        ({"num_exits": 5}, "num_exits = 5 does not divide 12 blocks; allowed: [1, 2, 3, 4, 6, 12]"),
-        ({"exit_blocks": [2, 5, 8, 12]}, "deit_micro has blocks 0..11"),
-        ({"finetune": "lorra"}, "finetune = 'lorra' is unknown; did you mean 'lora'?"),
-        ({"finetune_options": {"rank": 4}}, "unknown key 'rank' for lora"),
-        ({"finetune": "pa", "finetune_options": {"r": 0}}, "r = 0 is not possible; allowed: 1..64"),
-        ({"backbone": "deit_smal_patch16_224"}, "did you mean 'deit_small_patch16_224'?"),
-        ({"backbone": "vit_base_patch16_siglip_224"}, "has no class token"),
-        ({"backbone": "resnet34"}, "is not a VisionTransformer"),
-        ({"finetune": "lily"}, "finetune = 'lily' with {}: peft says: it shares tensors between blocks"),
-        ({"finetune": "vera"}, "does not support PeftType.VERA"),
-        ({"method": "scalefl_vit", "finetune": "ia3"}, "cannot be cut in width; allowed: full"),
-        ({"method": "scalefl_vit", "num_exits": 3}, "set options.widths for 3 exits"),
-        ({"method": "inclusivefl", "options": {"aggregation": "feddyn"}}, "needs momentum_distill = False"),
-    ],
-)
-def test_impossible_combinations_are_refused_before_compute(values, message):
-    with pytest.raises(ValueError) as error:
-        check_experiment(Experiment.from_dict(values))
     assert message in str(error.value)
 
 
@@ -94,3 +73,61 @@ def test_options_do_not_change():
     e = Experiment(options=given)
     given["mu"] = 2
     assert e.options == {"mu": 1}
+
+
+STORED = sorted((OUTPUTS / "runs").glob("*/experiment.json"))
+
+
+# --- experiments -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "values, message",
+    [
+        ({"momentum": 1.0}, "experiment: momentum = 1.0 must be at least 0 and below 1"),
+        ({"crop_scale": 1.5}, "crop_scale = 1.5 must be above 0 and at most 1"),
+        ({"crop_pad": -1}, "crop_pad = -1 must be at least 0"),
+        ({"clip_value": 0}, "clip_value = 0.0 must be above 0"),
+        ({"seed": -1}, "seed = -1 must be at least 0"),
+        ({"exit_blocks": [-1, 2, 5, 8]}, "exit_blocks = -1 must be at least 0"),
+        ({"num_train": 0}, "num_train = 0 must be at least 1"),
+        ({"rounds": np.float64(3)}, "rounds = 3.0: expected int"),
+        ({"roundz": 3}, "experiment: unknown key 'roundz'; did you mean 'rounds'?"),
+    ],
+)
+def test_an_experiment_refuses_by_name_however_it_is_made(values, message):
+    for make in (lambda: Experiment(**values), lambda: Experiment.from_dict(values), lambda: Experiment().replace(**values)):  # fmt: skip
+        with pytest.raises(ValueError) as error:
+            make()
+        assert message in str(error.value)
+
+
+def test_numpy_values_and_paths_are_taken_as_what_they_mean():
+    plain = Experiment(rounds=3, lr=0.5, exit_blocks=(2, 5, 8, 11), pretrained=False, options={"zeta": 0.25})
+    given = Experiment(
+        rounds=np.int64(3), lr=np.float32(0.5), exit_blocks=np.array([2, 5, 8, 11]), pretrained=np.False_,
+        options={"zeta": np.float64(0.25)},
+    )  # fmt: skip
+    assert given == plain and given.hash == plain.hash and type(given.rounds) is int
+    assert Experiment(dataset=pathlib.Path("/data/digits")).dataset == "/data/digits"
+    assert Experiment(dataset=pathlib.Path("mnist")).dataset == "./mnist"  # a folder, not the set of that name
+    assert Experiment("depthfl", {"zeta": 0.1}) == Experiment(method="depthfl", options={"zeta": 0.1})
+
+
+def test_every_field_is_documented():
+    for cls in (Experiment, Execution):
+        documented = cls.__doc__.replace(",", " ").split()
+        assert {f.name for f in fields(cls)} <= set(documented), cls
+
+
+@pytest.mark.skipif(not STORED, reason="no stored runs")
+def test_stored_runs_keep_their_names_and_stay_possible():
+    for file in STORED:
+        e = Experiment.from_dict(read_json(file)["experiment"])
+        assert e.slug == file.parent.name
+        without_defaults(e)  # its method can still be built
+        check_conditions(e, "experiment")
+
+
+def test_new_partitions_and_test_sets_rename_no_run():
+    assert Experiment().identity() == {} and "test_split" not in Experiment(partition="dealt").identity()

@@ -1,4 +1,4 @@
-"""What each client is tested on, by hand and for any labels; validation examples."""
+"""What each client is tested on, by hand and for any labels."""
 
 import time
 
@@ -9,15 +9,13 @@ from hypothesis import strategies as st
 
 from fedlib import Experiment
 from fedlib.data.client_tests import by_label, contiguous, largest_remainders, like_train
-from fedlib.data.federated import hold_out, load_federated
+from fedlib.data.federated import load_federated
+
+pytestmark = pytest.mark.usefixtures("kept_cache")
+
 
 COUNTS = np.array([[3, 0, 0], [1, 4, 0], [0, 4, 0], [0, 0, 0]])  # (clients, classes): nobody trains on class 2
 TEST = np.array([0, 1, 2, 0, 1, 2, 0, 1, 0])  # four of class 0, three of class 1, two of class 2
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path_factory, monkeypatch):
-    monkeypatch.setenv("FEDLIB_CACHE", str(tmp_path_factory.getbasetemp() / "kept"))
 
 
 def rows(split, clients):
@@ -69,27 +67,6 @@ def test_contiguous_and_labels_by_hand():
     assert rows(split, 4) == [[0, 3, 6, 8], [0, 1, 3, 4, 6, 7, 8], [1, 4, 7], []]
 
 
-def test_federated_data_gives_clients_their_rows():
-    e = Experiment(num_clients=20, clients_per_round=2, dirichlet_alpha=0.3)
-    data = {s: load_federated(e.replace(test_split=s)) for s in ("central", "like_train", "contiguous", "labels")}
-    assert data["central"].client_test(7).tolist() == list(range(1000))
-    assert load_federated(e).test_split == "central"
-    like = data["like_train"]
-    labels, counts = like.test_labels.numpy(), like.label_counts()
-    assert counts.sum(1).tolist() == [200] * 20 and counts.sum(0).tolist() == [400] * 10
-    tests = np.stack([np.bincount(labels[like.client_test(i)], minlength=10) for i in range(20)])
-    assert tests.sum(0).tolist() == [100] * 10 and (np.abs(tests - counts / 4) < 1).all()
-    assert tests.tolist() != [
-        np.bincount(labels[load_federated(e.replace(test_split="like_train", seed=2)).client_test(i)], minlength=10).tolist()
-        for i in range(20)
-    ]  # fmt: skip
-    assert data["contiguous"].client_test(1).tolist() == list(range(50, 100))
-    mine = data["labels"].client_test(3)
-    assert set(labels[mine].tolist()) == set(np.flatnonzero(counts[3])) and len(mine) == 100 * (counts[3] > 0).sum()
-    few = load_federated(e.replace(test_split="like_train", num_test=30))  # rows of the 30, not of the 1000
-    assert sorted(np.concatenate([few.client_test(i) for i in range(20)]).tolist()) == list(range(30))
-
-
 def test_clients_with_one_example_often_have_no_test_rows():
     e = Experiment(num_clients=4000, clients_per_round=2, partition="iid", test_split="like_train")
     data = load_federated(e)
@@ -114,37 +91,3 @@ def test_a_drawn_population_has_test_sets_of_its_labels():
     data = load_federated(e)
     held, labels = set(data.labels.numpy()[data.client(49)].tolist()), data.test_labels.numpy()
     assert set(labels[data.client_test(49)].tolist()) == held
-
-
-# --- validation ---------------------------------------------------------------------------------------------------
-
-
-def test_validation_examples_are_held_out_of_every_class_for_every_seed():
-    values = np.array([0] * 10 + [1] * 5 + [2])
-    kept, held = hold_out(values, np.arange(16), 0.2)
-    assert np.bincount(values[held]).tolist() == [2, 1] and sorted([*kept, *held]) == list(range(16))
-    assert [x.tolist() for x in hold_out(values, np.arange(16), 0.0)] == [list(range(16)), []]
-
-    e = Experiment(num_clients=5, clients_per_round=2, validation_fraction=0.25, num_train=2000)
-    test, validation = load_federated(e), load_federated(e.replace(evaluate_on="validation"))
-    other = load_federated(e.replace(evaluate_on="validation", seed=2))
-    assert test.num_examples.tolist() == validation.num_examples.tolist() == [300] * 5
-    assert len(test.test_labels) == 1000 and validation.test_labels.bincount().tolist() == [50] * 10
-    assert test.holdings.indices.tolist() == validation.holdings.indices.tolist()
-    assert validation.test_images.equal(other.test_images)
-    trained = {x.numpy().tobytes() for x in validation.images[validation.holdings.indices]}
-    tested = {x.numpy().tobytes() for x in validation.test_images}
-    assert not trained & tested and len(tested) == 500
-
-
-@pytest.mark.parametrize(
-    "values, message",
-    [
-        ({"validation_fraction": 1.0}, "validation_fraction = 1.0 must be at least 0 and below 1"),
-        ({"validation_fraction": -0.1}, "validation_fraction = -0.1 must be at least 0 and below 1"),
-        ({"evaluate_on": "validation"}, "evaluate_on = 'validation' needs a validation_fraction above 0"),
-    ],
-)
-def test_impossible_validation_is_refused(values, message):
-    with pytest.raises(ValueError, match=message):
-        load_federated(Experiment(**values))

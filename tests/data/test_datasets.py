@@ -1,34 +1,14 @@
-"""Data sets, partitions and batched transforms."""
-
-import os
-import subprocess
-import sys
-import textwrap
+"""Data sets: shipped, local, and of the hub."""
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from fedlib import Experiment
 from fedlib.data import datasets
-from fedlib.data.datasets import load_dataset
-from fedlib.data.federated import load_federated
-from fedlib.data.partition import dirichlet_partition, partition_examples
-from fedlib.data.speech import filter_banks, mel_filters
-from fedlib.data.transforms import AUGMENTATIONS, render, sample_views
+from fedlib.data.datasets import HUB, TEXTS, is_available, load_dataset
+from fedlib.data.tasks import IGNORED
 
-ZERO, ONE = torch.zeros(3), torch.ones(3)
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("FEDLIB_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "hf"))
-
-
-# --- data sets ---------------------------------------------------------------------------------------------------
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 def test_mnist_is_real_balanced_and_split_once():
@@ -129,202 +109,67 @@ def test_real_speech_and_writers(shared_data):
     assert writers.num_classes == 242 and len(writers.owners.unique()) == 160
 
 
-# --- speech features ---------------------------------------------------------------------------------------------
+def test_femnist_by_name_has_mnists_statistics(fake):
+    fake()
+    assert [round(float(s[0]), 4) for s in load_dataset("femnist").mean_std()] == [0.1307, 0.3081]
+    assert load_dataset("another").stats is None
 
 
-def test_filter_banks_find_a_tone():
-    rate, f = 16_000, 1000.0
-    tone = 0.5 * torch.sin(2 * torch.pi * f * torch.arange(rate) / rate)
-    features = filter_banks(tone, rate)
-    assert features.shape == (128, 128) and not features[98:].any()  # 98 windows fit in one second, then padding
-    centres = 700 * (np.exp(np.linspace(1127 * np.log1p(20 / 700), 1127 * np.log1p(8000 / 700), 130)[1:-1] / 1127) - 1)
-    assert abs(centres[features[50].argmax()] - f) < 30
+CLS, SEP = 101, 102
 
 
-def test_filter_banks_equal_kaldis():
-    """Values of torchaudio 2.11's Kaldi-compatible fbank (hanning, htk_compat, no dither) on the same signal."""
-    t = torch.arange(16_000) / 16_000
-    signal = 0.5 * torch.sin(2 * torch.pi * 1000 * t) + 0.1 * torch.sin(2 * torch.pi * 3300 * t * t)
-    features = filter_banks(signal, 16_000)
-    reference = {(0, 0): -3.879, (0, 45): 4.295, (50, 20): -13.269, (50, 45): 4.295, (50, 90): 3.278, (97, 127): -9.581}
-    for at, value in reference.items():
-        assert features[at].item() == pytest.approx(value, abs=2e-3)
+@pytest.mark.parametrize("name, path, config", [
+    ("cola", "nyu-mll/glue", "cola"), ("mrpc", "nyu-mll/glue", "mrpc"), ("stsb", "nyu-mll/glue", "stsb"),
+    ("squad", "rajpurkar/squad", None), ("xquad_en", "google/xquad", "xquad.en"), ("svamp", "ChilleD/SVAMP", None),
+])  # fmt: skip
+def test_hub_sets_are_read_through_datasets_and_offline_is_one_sentence(name, path, config, monkeypatch):
+    """The real path, with a stand-in of the same columns."""
+    import datasets as hf
+
+    n, source = 40, HUB[name]
+    answers = {"text": ["b"], "answer_start": [2]}
+    value = {"label": 1.5 if name == "stsb" else 1, "answers": answers, "Equation": "( 8.0 - 3.0 )"}[source.label]
+    rows = {c: [f"a b {i}" for i in range(n)] for c in source.reads} | {source.label: [value] * n}
+    asked = []
+
+    def stand_in(*args, **kwargs):
+        asked.append(args)
+        splits = [s for s in (source.train, source.test) if s]
+        return hf.DatasetDict({s: hf.Dataset.from_dict(rows) for s in splits})
+
+    def offline(*args, **kwargs):
+        raise OSError("no route to host")
+
+    monkeypatch.setattr(hf, "load_dataset", offline)
+    assert name in TEXTS and not is_available(name)
+    with pytest.raises(ConnectionError, match=f"dataset '{name}' .* is not cached and could not be downloaded"):
+        load_dataset(name)
+    monkeypatch.setattr(hf, "load_dataset", stand_in)
+    data = load_dataset(name, size=32)
+    assert asked == [(path, config) if config else (path,)] and is_available(name)
+    target = {"stsb": "number", "squad": "span", "xquad_en": "span", "svamp": "tokens"}.get(name, "class")
+    assert data.target == target and data.test_images.shape == (
+        4 if name == "xquad_en" else n,
+        64 if name == "cola" else 32,
+    )
 
 
-def test_mel_filters_are_triangles():
-    filters = mel_filters(40, 512, 16_000)
-    assert filters.shape == (40, 257) and filters.min() == 0 and filters.max() <= 1
-    assert ((filters > 0).sum(0) <= 2).all()  # neighbours overlap, no others
-
-
-# --- partitions --------------------------------------------------------------------------------------------------
-
-labels_strategy = st.integers(2, 6).flatmap(lambda c: st.lists(st.integers(0, c - 1), min_size=20, max_size=120))
-
-
-@settings(deadline=None, max_examples=40)
-@given(labels_strategy, st.integers(1, 15), st.sampled_from([0.05, 1.0, 1000.0]), st.integers(0, 5))
-def test_dirichlet_is_balanced_and_disjoint(labels, clients, alpha, seed):
-    labels = np.array(labels)
-    parts = dirichlet_partition(labels, clients, alpha, seed)
-    assert [len(p) for p in parts] == [len(labels) // clients] * clients
-    rows = np.concatenate(parts)
-    assert len(set(rows.tolist())) == len(rows)
-    again = dirichlet_partition(labels, clients, alpha, seed)
-    assert all(np.array_equal(a, b) for a, b in zip(parts, again, strict=True))
-
-
-def test_dirichlet_alpha_controls_heterogeneity_as_in_the_release():
-    """CIFAR-100 sizes; classes per client, mean of the first ten: 99.2, 82.1, 31.6 at alpha 1000, 1, 0.1 (facts 7.1)."""
-    labels = np.repeat(np.arange(100), 500)
-    for alpha, expected in ((1000.0, 99.2), (1.0, 82.1), (0.1, 31.6)):
-        parts = dirichlet_partition(labels, 100, alpha, seed=1)
-        assert {len(p) for p in parts} == {500}
-        found = np.mean([len(np.unique(labels[p])) for p in parts[:10]])
-        assert found == pytest.approx(expected, rel=0.08)
-
-
-@pytest.mark.parametrize("kind", ["iid", "class_dirichlet", "pathological"])
-def test_flwr_partitions_use_every_example_once(kind):
-    labels = np.repeat(np.arange(10), 60)
-    parts = partition_examples(kind, labels, 10, seed=3, dirichlet_alpha=0.5, classes_per_client=2)
-    rows = np.concatenate(parts)
-    assert len(parts) == 10 and len(rows) == len(set(rows.tolist())) and all(len(p) for p in parts)
-    if kind == "pathological":
-        assert all(len(np.unique(labels[p])) <= 2 for p in parts)
-    else:
-        assert len(rows) == 600
-    again = partition_examples(kind, labels, 10, seed=3, dirichlet_alpha=0.5, classes_per_client=2)
-    other = partition_examples(kind, labels, 10, seed=4, dirichlet_alpha=0.5, classes_per_client=2)
-    assert all(np.array_equal(a, b) for a, b in zip(parts, again, strict=True))
-    assert not all(np.array_equal(a, b) for a, b in zip(parts, other, strict=True))
-
-
-@pytest.mark.parametrize("kind", ["iid", "class_dirichlet", "pathological"])
-def test_a_partition_is_divided_once_and_kept(kind, tmp_path, monkeypatch):
-    monkeypatch.setenv("FEDLIB_CACHE", str(tmp_path / "kept"))
-    labels = np.repeat(np.arange(4), 25)
-    made = partition_examples(kind, labels, 5, 3, 0.5, 2)
-    monkeypatch.setenv("FEDLIB_CACHE", str(tmp_path / "elsewhere"))
-    assert [p.tolist() for p in partition_examples(kind, labels, 5, 3, 0.5, 2)] == [p.tolist() for p in made]
-    monkeypatch.setenv("FEDLIB_CACHE", str(tmp_path / "kept"))
-    monkeypatch.setattr("fedlib.data.partition._divide", lambda *_: pytest.fail("divided again"))
-    assert [p.tolist() for p in partition_examples(kind, labels, 5, 3, 0.5, 2)] == [p.tolist() for p in made]
-    for other in [(labels[::-1], 5, 3, 0.5, 2), (labels, 4, 3, 0.5, 2), (labels, 5, 4, 0.5, 2), (labels, 5, 3, 1, 2)]:
-        with pytest.raises(pytest.fail.Exception, match="divided again"):
-            partition_examples(kind, *other)
-
-
-def test_a_federation_of_kept_data_loads_nothing_that_decodes_or_divides(tmp_path):
-    code = """
-        import sys
-        from fedlib import Experiment, build_federation
-        build_federation(Experiment(pretrained=False, partition="iid", finetune="full"))
-        print(sorted({"datasets", "flwr_datasets", "matplotlib", "mlxtend", "pandas", "scipy"} & set(sys.modules)))
-    """
-    for loaded in (True, False):
-        environment = os.environ | {"FEDLIB_CACHE": str(tmp_path)}
-        done = subprocess.run(
-            [sys.executable, "-c", textwrap.dedent(code)], env=environment, capture_output=True, text=True
-        )
-        assert done.returncode == 0, done.stderr
-        assert ("datasets" in done.stdout) == loaded and (done.stdout.strip() == "[]") != loaded
-
-
-def test_data_that_cannot_be_kept_are_read_with_a_warning(tmp_path, monkeypatch):
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("FEDLIB_CACHE", str(tmp_path / "file"))
-    with pytest.warns(UserWarning, match="file/.* could not be kept .*: set FEDLIB_CACHE"):
-        assert len(load_dataset("mnist").train_images) == 4000
-
-
-def test_natural_partition_keeps_owners_together():
-    owners = np.array([2, 0, 0, 1, 2, 2])
-    parts = partition_examples("natural", np.zeros(6, int), 2, seed=0, owners=owners)
-    assert [p.tolist() for p in parts] == [[1, 2], [0, 4, 5]]  # the two largest
-
-
-@pytest.mark.parametrize(
-    "values, message",
-    [
-        ({"partition": "natural"}, "partition = 'natural' but the dataset names no owner"),
-        ({"num_train": 50}, "num_clients = 100 exceeds the 50 training examples"),
-        ({"num_train": 5000}, "num_train = 5000 exceeds the 4000 train examples"),
-        ({"partition": "pathological", "classes_per_client": 11}, "classes_per_client = 11 exceeds the 10 classes"),
-    ],
-)
-def test_impossible_partitions_are_refused(values, message):
-    with pytest.raises(ValueError) as error:
-        load_federated(Experiment(**values))
-    assert message in str(error.value)
-
-
-def test_subset_is_balanced_and_the_same_for_every_seed():
-    a, b = (load_federated(Experiment(num_train=500, num_clients=5, clients_per_round=2, seed=s)) for s in (1, 2))
-    rows = set(a.holdings.indices.tolist())
-    assert rows == set(b.holdings.indices.tolist()) and len(rows) == 500
-    assert a.labels[a.holdings.indices].bincount().tolist() == [50] * 10
-    assert a.label_counts().sum(1).tolist() == [100] * 5
-    assert a.images is b.images  # the examples are shared by all experiments
-
-
-def test_a_drawn_population_keeps_nothing_per_client_and_is_a_function_of_seed_and_client():
-    e = Experiment(partition="drawn", num_clients=1_000_000, examples_per_client=20, dirichlet_alpha=0.1, num_train=500)
-    data = load_federated(e)
-    assert data.num_clients == 1_000_000 and data.num_examples[-1] == 20
-    mine = data.client(999_999)
-    assert mine.tolist() == load_federated(e.replace(num_clients=1_000_001)).client(999_999).tolist()
-    assert mine.tolist() != data.client(999_998).tolist() and len(mine) == 20
-    assert mine.tolist() != load_federated(e.replace(seed=2)).client(999_999).tolist()
-    held = load_federated(e.replace(num_clients=300)).label_counts()
-    assert (held.sum(1) == 20).all() and (held.sum(0) > 300).all()  # classes are equally likely over clients
-    # Dir(0.1 x 10 classes): E[sum p^2] = (1 + 0.1) / (1 + 10 * 0.1) = 0.55, and two of 20 examples agree that often
-    agree = (held * (held - 1)).sum(1) / (20 * 19)
-    assert agree.mean() == pytest.approx(0.55, abs=0.06)
-
-
-# --- transforms --------------------------------------------------------------------------------------------------
-
-
-def test_identity_view_reproduces_the_image():
-    images = torch.randint(0, 256, (4, 3, 8, 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    views = sample_views("none", 4, 8, torch.Generator().manual_seed(0))
-    torch.testing.assert_close(render(images, views, 8, ZERO, ONE), images.float() / 255, rtol=0, atol=1e-6)
-    torch.testing.assert_close(render(images, None, 8, ZERO, ONE), images.float() / 255)
-
-
-def test_views_shift_flip_and_crop_exactly():
-    x = torch.arange(16, dtype=torch.uint8).view(1, 1, 4, 4)
-    see = lambda *view: (render(x, torch.tensor([view]), 4, ZERO, ONE)[0, 0] * 255).round().int()  # noqa: E731
-    assert torch.equal(see(0.0, 0.0, 1.0, 1.0, 1.0), x[0, 0].flip(1).int())
-    shifted = torch.zeros(4, 4, dtype=torch.int)
-    shifted[:3, 1:] = x[0, 0, 1:, :3].int()
-    assert torch.equal(see(0.25, -0.25, 1.0, 1.0, 0.0), shifted)  # one pixel down and left, black outside
-
-
-def test_crop_equals_interpolation_of_the_cropped_pixels():
-    x = torch.randint(0, 256, (1, 3, 8, 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
-    ours = render(x, torch.tensor([[0.25, 0.5, 0.5, 0.5, 0.0]]), 8, ZERO, ONE)
-    crop = torch.nn.functional.interpolate(x[:, :, 2:6, 4:8].float() / 255, (8, 8), mode="bilinear")
-    torch.testing.assert_close(ours[..., 1:-1, 1:-1], crop[..., 1:-1, 1:-1], rtol=0, atol=1e-5)  # borders differ
-
-
-@pytest.mark.parametrize("augment", AUGMENTATIONS)
-def test_views_are_within_bounds_and_reproducible(augment):
-    views = sample_views(augment, 2000, 32, torch.Generator().manual_seed(7), pad=4, min_scale=0.08)
-    assert torch.equal(views, sample_views(augment, 2000, 32, torch.Generator().manual_seed(7), pad=4, min_scale=0.08))
-    top, left, height, width, flip = views.unbind(1)
-    assert flip.mean() == pytest.approx(0.5, abs=0.05) if augment.endswith("flip") else not flip.any()
-    if augment.startswith("rrc"):
-        area = height * width
-        assert area.max() <= 1 and area.min() >= 0.05 and (top + height).max() <= 1 + 1e-6 and top.min() >= 0
-        assert area.mean() == pytest.approx(0.54, abs=0.06)
-    elif augment.startswith("crop"):
-        assert set((top * 32).round().int().tolist()) == set(range(-4, 5))
-
-
-def test_grey_images_become_three_normalised_channels():
-    x = torch.full((2, 1, 4, 4), 51, dtype=torch.uint8)
-    out = render(x, None, 8, torch.tensor([0.1, 0.2, 0.3]), torch.tensor([0.1, 0.1, 0.2]))
-    assert out.shape == (2, 3, 8, 8)
-    torch.testing.assert_close(out[0, :, 0, 0], torch.tensor([1.0, 0.0, -0.5]), rtol=0, atol=1e-6)
+def test_real_sets(shared_data, monkeypatch):
+    monkeypatch.setenv("FEDLIB_DATA", str(shared_data))
+    found = {}
+    for name in ("cola", "mrpc", "stsb", "xquad_en", "svamp"):
+        data = load_dataset(name)
+        found[name] = data.target, len(data.train_labels), len(data.test_labels)
+        assert is_available(name) and (data.train_images[:, 0] == CLS).all()
+        if name == "stsb":
+            assert data.train_labels.min() == 0 and data.train_labels.max() == 5
+        if name == "xquad_en":
+            cut = (data.train_labels[:, :2] == IGNORED).all(1)
+            assert cut.sum() < 15 and not (data.test_labels == IGNORED).any()
+            assert (data.train_labels[~cut, 0] <= data.train_labels[~cut, 1]).all()
+        if name == "svamp":
+            assert ((data.train_labels == SEP).sum(1) == 1).all()
+    assert found == {
+        "cola": ("class", 8551, 1043), "mrpc": ("class", 4076, 1725), "stsb": ("number", 5749, 1500),
+        "xquad_en": ("span", 925, 265), "svamp": ("tokens", 3138, 1000),
+    }  # fmt: skip

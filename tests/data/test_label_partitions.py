@@ -1,21 +1,12 @@
 """Partitions by label of the papers: by hand, and for any labels."""
 
-import logging
-import os
-import subprocess
-import sys
-import textwrap
-import warnings
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedlib import Experiment
 from fedlib.core.rng import numpy_generator
 from fedlib.data.label_partitions import capped_dirichlet, deal, dealt_classes, grouped_dirichlet, weighted_dirichlet
-from fedlib.data.partition import Divided, Drawn, partition_examples
 
 TEN = np.random.default_rng(0).permutation(np.repeat(np.arange(10), 200))
 
@@ -125,92 +116,3 @@ def test_cards_are_dealt_evenly_and_never_twice_to_one():
         assert np.bincount(np.concatenate(hands)).tolist() == [holders] * 10
     parts = dealt_classes(np.repeat(np.arange(10), 60), 100, 2, seed=5)
     assert [len(p) for p in parts] == [6] * 100  # 60 examples of a class among 20 holders, two classes
-
-
-@pytest.mark.parametrize(
-    "kind, values, message",
-    [
-        ("capped_dirichlet", {}, "num_clients = 100 is too many: with 2000 examples a client has 20.0, .* at least 50"),
-        ("dealt", {"classes_per_client": 11}, "classes_per_client = 11 exceeds the 10 classes"),
-        ("dealt", {"num_clients": 4}, "classes_per_client = 2: 4 clients hold at most 8 of the 10 classes"),
-        (
-            "grouped_dirichlet",
-            {"labels": TEN % 2, "dirichlet_alpha": 1e-4},
-            "dirichlet_alpha = 0.0001 left a client with",
-        ),
-    ],
-)
-def test_impossible_divisions_are_refused(kind, values, message, monkeypatch):
-    monkeypatch.setattr("fedlib.data.label_partitions.TRIES", 30)
-    with pytest.raises(ValueError, match=message):
-        partition_examples(kind, **({"labels": TEN, "num_clients": 100, "seed": 1} | values))
-
-
-def test_new_partitions_and_test_sets_rename_no_run():
-    assert Experiment().identity() == {} and "test_split" not in Experiment(partition="dealt").identity()
-
-
-# --- who holds what ------------------------------------------------------------------------------------------------
-
-
-def test_label_counts_by_hand():
-    held = Divided(np.array([0, 1, 4, 3]), np.array([0, 3, 3, 4]))  # row 2 is nobody's, the second client has nothing
-    assert held.label_counts(np.array([0, 2, 1, 1, 2]), 3).tolist() == [[1, 0, 2], [0, 0, 0], [0, 1, 0]]
-    drawn = Drawn(np.arange(4, 10), np.array([0, 0, 3, 3, 3, 5]), 7, 5, 1.0, 1)
-    labels = np.array([9, 9, 9, 9, 0, 0, 3, 3, 3, 5])
-    expected = [np.bincount(labels[drawn.client(i)], minlength=6).tolist() for i in range(7)]
-    assert drawn.label_counts(labels, 6).tolist() == expected
-
-
-def test_absurd_populations_are_refused():
-    rows = np.arange(50)
-    with pytest.raises(ValueError, match="examples_per_client = 1000000 exceeds the 50 training examples"):
-        Drawn(rows, rows % 5, 10, 10**6, 1.0, 1)
-    with pytest.raises(ValueError, match="num_clients = 1000000000 exceeds 10,000,000"):
-        Drawn(rows, rows % 5, 10**9, 10, 1.0, 1)
-
-
-# --- the process is left as it was ----------------------------------------------------------------------------------
-
-
-def test_dividing_leaves_logging_and_warnings_alone(tmp_path):
-    """In a fresh process, so that the libraries are imported by the division itself."""
-    code = """
-        import logging, sys, warnings
-        import numpy as np
-        import fedlib.data.partition as partition
-
-        handler = logging.NullHandler()
-        logging.getLogger().addHandler(handler)
-        logging.getLogger().setLevel(17)
-        filters = list(warnings.filters)
-        partition.partition_examples("class_dirichlet", np.arange(100) % 10, 5, 1)
-        assert "flwr_datasets" in sys.modules
-        root = logging.getLogger()
-        assert (root.level, root.handlers, root.manager.disable) == (17, [handler], 0), (root.level, root.handlers)
-        assert warnings.filters == filters, [f for f in warnings.filters if f not in filters]
-        from datasets.utils import logging as remarks
-        assert remarks.is_progress_bar_enabled() and remarks.get_verbosity() == logging.WARNING
-    """
-    environment = os.environ | {"FEDLIB_CACHE": str(tmp_path)}
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], env=environment, capture_output=True, text=True
-    )
-    assert (done.returncode, done.stdout) == (0, ""), done.stderr
-    assert "examples/s" not in done.stderr
-
-
-def test_a_quiet_block_restores_what_it_found_even_when_it_fails():
-    from datasets.utils import logging as remarks
-
-    from fedlib.data.quiet import quietly
-
-    before = logging.getLogger().level, list(logging.getLogger().handlers), list(warnings.filters)
-    verbosity, shows = remarks.get_verbosity(), remarks.is_progress_bar_enabled()
-    with pytest.raises(KeyError), quietly():
-        logging.getLogger().setLevel(1)
-        logging.basicConfig(force=True)
-        assert not remarks.is_progress_bar_enabled()
-        raise KeyError
-    assert (logging.getLogger().level, logging.getLogger().handlers, warnings.filters) == before
-    assert (remarks.get_verbosity(), remarks.is_progress_bar_enabled()) == (verbosity, shows)

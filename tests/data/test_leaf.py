@@ -13,10 +13,7 @@ from fedlib.data.federated import load_federated
 WRITERS = {"f3795_00": 5, "f0040_12": 3, "f1234_07": 4}  # training examples; one test example each
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("FEDLIB_CACHE", str(tmp_path / "cache"))
-    monkeypatch.delenv("FEDLIB_DATA", raising=False)
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 def leaf(counts, seed=0):

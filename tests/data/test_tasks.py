@@ -6,8 +6,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fedlib.data import metrics
-from fedlib.data.answers import AnswerKey, unpack
 from fedlib.data.tasks import (
     IGNORED,
     TASKS,
@@ -152,62 +150,6 @@ def test_of_equal_spans_the_shortest_and_first():
     assert Span().predict(torch.zeros(1, T, 2)).tolist() == [[0, 0]]
 
 
-# --- metrics
-
-
-def logits_of(predictions, classes=2):
-    return F.one_hot(torch.tensor(predictions), classes).float()
-
-
-def test_accuracy_f1_and_matthews_by_hand():
-    predictions, labels = [1, 1, 1, 0, 0, 1], torch.tensor([1, 0, 1, 1, 0, 1])  # TP 3, FP 1, FN 1, TN 1
-    got = Classification(("f1", "accuracy", "matthews")).measure(logits_of(predictions), labels)
-    assert list(got) == ["f1", "accuracy", "matthews"]
-    assert got["accuracy"] == pytest.approx(100 * 4 / 6)
-    assert got["f1"] == pytest.approx(100 * 2 * 3 / (2 * 3 + 1 + 1))
-    assert got["matthews"] == pytest.approx(100 * (3 * 1 - 1 * 1) / math.sqrt(4 * 4 * 2 * 2))  # 25
-
-
-def test_macro_f1_by_hand_and_f1_is_of_two_classes():
-    predictions, labels = [0, 1, 2, 2], torch.tensor([0, 1, 1, 2])  # F1: 1, 2/3, 2/3
-    got = Classification(("macro_f1",)).measure(logits_of(predictions, 3), labels)
-    assert got == {"macro_f1": pytest.approx(100 * (1 + 2 / 3 + 2 / 3) / 3)}
-    with pytest.raises(ValueError, match="allowed for more: macro_f1"):
-        Classification(("f1",)).measure(logits_of(predictions, 3), labels)
-
-
-@pytest.mark.parametrize("n", [1, 6])
-@pytest.mark.parametrize("predicted", [0, 1])
-@pytest.mark.parametrize("true", [0, 1])
-def test_constant_classes_have_finite_metrics(n, predicted, true):
-    got = Classification(("matthews", "f1", "macro_f1", "accuracy")).measure(
-        logits_of([predicted] * n), torch.full((n,), true)
-    )
-    right = 100.0 * (predicted == true)
-    assert got == {"matthews": 0, "f1": right * true, "macro_f1": right, "accuracy": right}
-
-
-def test_matthews_of_constant_predictions_is_zero():
-    assert metrics.matthews(torch.ones(4, dtype=torch.long), torch.tensor([0, 1, 1, 0])) == 0
-
-
-def test_correlations_by_hand():
-    labels = torch.tensor([0.0, 1.0, 2.0, 5.0])  # mean 2, deviations -2 -1 0 3
-    got = Regression().measure(torch.tensor([[1.0], [2.0], [0.0], [5.0]]), labels)  # mean 2, deviations -1 0 -2 3
-    assert got["pearson"] == pytest.approx(100 * (2 + 9) / math.sqrt((4 + 1 + 9) * (1 + 4 + 9)))
-    assert got["spearman"] == pytest.approx(100 * (1 - 6 * (1 + 1 + 4 + 0) / (4 * 15)))  # ranks 2 3 1 4 of 1 2 3 4
-
-
-@pytest.mark.parametrize(
-    "predictions", [[2.0, 2.0, 2.0], [math.nan, 1.0, 2.0], [math.inf, 1.0, 2.0]], ids=["constant", "nan", "infinite"]
-)
-def test_an_undefined_correlation_is_zero(predictions):
-    got = Regression().measure(torch.tensor(predictions)[:, None], torch.tensor([1.0, 2.0, 3.0]))
-    assert got == {"pearson": 0.0, "spearman": 0.0}
-    assert Regression().measure(torch.tensor([[1.0]]), torch.tensor([1.0])) == {"pearson": 0.0, "spearman": 0.0}
-    assert Regression().measure(torch.tensor([[1.0], [2.0]]), torch.tensor([1.0, 1.0]))["pearson"] == 0.0
-
-
 def greedy(model, prompt, n):
     """n tokens of greedy generation from a ``model`` of (tokens so far) -> logits."""
     ids = list(prompt)
@@ -241,49 +183,6 @@ def test_answers_beyond_the_input_count_as_missed():
 def test_metrics_of_no_examples_are_refused(task):
     with pytest.raises(ValueError, match=f"{task.metric} of no examples is undefined"):
         task.score(torch.zeros(0, 2), torch.zeros(0, 2))
-
-
-# --- answers as text
-
-
-def test_texts_are_compared_as_squad_compares_them():
-    assert metrics.normalised("The  Cat's (whiskers), an answer") == "cats whiskers answer"
-    got = metrics.answer_scores(["the red fox", "Paris", "a"], [["red dog", "a RED fox!"], ["Rome"], []])
-    # best reference "a RED fox!": equal once normalised; nothing shared; both are empty: equal, but F1 0 (v1.1)
-    assert got == {"f1": pytest.approx(100 / 3), "exact_match": pytest.approx(200 / 3)}
-    assert metrics.word_f1("red red fox", "red fox hound") == pytest.approx(2 * 2 / 6)
-    assert metrics.word_f1("a", "the", unanswerable=True) == 1.0
-    assert metrics.word_f1("a", "fox", unanswerable=True) == metrics.word_f1("fox", "", unanswerable=True) == 0.0
-    with pytest.raises(ValueError, match="cannot compare 1 predictions with the answers of 2 examples"):
-        metrics.answer_scores(["x"], [["x"], ["y"]])
-
-
-WE_SAW = AnswerKey(
-    ["we saw the fox", "no"], [0, 1, 0], [["The fox", "saw the fox"], [], ["we"]],
-    torch.tensor([[[-1, -1], [0, 2], [3, 6], [7, 10], [11, 14]], [[-1, -1], [0, 2], [-1, -1], [-1, -1], [-1, -1]],
-                  [[-1, -1], [0, 2], [3, 6], [7, 10], [11, 14]]]),
-)  # fmt: skip
-
-
-def test_spans_become_text():
-    rows = torch.tensor([2, 1, 0, 0])
-    texts = WE_SAW.texts(torch.tensor([[2, 3], [0, 0], [0, 4], [4, 9]]), rows)
-    assert texts == ["saw the", "", "", "fox"]  # outside the context there is no text; beyond the row it ends
-    again = unpack(**{k.removeprefix("answer_"): v for k, v in WE_SAW.pack().items()})
-    assert again.texts(torch.tensor([[2, 3]]), torch.tensor([0])) == ["saw the"] and again.answers == WE_SAW.answers
-
-
-def test_spans_are_scored_as_text():
-    predictions, labels = torch.tensor([[4, 4], [0, 0], [2, 2]]), torch.tensor([[3, 4, 0], [0, 0, 1], [1, 1, 2]])
-    # "fox" is "The fox"; nothing is right where nothing can be answered, in version 2 alone by F1; "saw" is not "we"
-    got = Span(key=WE_SAW).score(predictions, labels)
-    assert got == {"f1": pytest.approx(100 / 3), "exact_match": pytest.approx(200 / 3)}
-    got = Span(key=WE_SAW, unanswerable=True).score(predictions, labels)
-    assert got == {"f1": pytest.approx(200 / 3), "exact_match": pytest.approx(200 / 3)}
-    # of "saw the" and "saw the fox" two words of two and three are shared, but "the" does not count: 2 x 1 / (1 + 2)
-    assert Span(key=WE_SAW).score(torch.tensor([[2, 3]]), labels[:1])["f1"] == pytest.approx(100 * 2 / 3)
-    with pytest.raises(ValueError, match="Span: answers are compared as text, which takes a key"):
-        Span().score(predictions, labels)
 
 
 # --- the registry

@@ -9,10 +9,9 @@ from torch import nn
 from fedlib.layers import norms
 from fedlib.layers.context import Context, Scaler, share
 from fedlib.layers.conv import side_by_side
-from fedlib.layers.norms import BatchNorm2d, GroupNorm, recomputed_statistics, set_policy_, statistics
+from fedlib.layers.norms import BatchNorm2d, GroupNorm, LayerNorm, recomputed_statistics, set_policy_, statistics
 
 pytestmark = pytest.mark.usefixtures("repeatable_convolutions")
-
 CHANNELS = 6
 
 
@@ -267,3 +266,31 @@ def test_a_client_without_a_real_row_stays_finite_however_deep_the_net():
         layer.context = context
         x = layer(x)
     assert x.isfinite().all() and x[1].eq(0).all() and x[0].ne(0).all()
+
+
+def generator(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def stacked(layer, clients, seed):
+    """``layer`` with weights of each client's own."""
+    g = generator(seed)
+    own = {n: torch.randn(clients, *p.shape, generator=g) for n, p in layer.named_parameters()}
+    layer._parameters.update(own)
+    return layer
+
+
+@pytest.mark.parametrize("shared_bias", [False, True])
+def test_a_stacked_layer_norm_has_autograds_gradients(shared_bias):
+    norm = stacked(LayerNorm(6), 3, 0)
+    if shared_bias:
+        norm._parameters["bias"] = norm.bias[0].clone()
+    x = torch.randn(3, 2, 5, 6, generator=generator(1)).requires_grad_()
+    leaves = [x, norm.weight.requires_grad_(), norm.bias.requires_grad_()]
+    weights = torch.randn(x.shape, generator=generator(2))
+    bias = norm.bias if shared_bias else norm.bias[:, None, None]
+    mean, var = x.mean(-1, keepdim=True), x.var(-1, keepdim=True, correction=0)
+    y = (x - mean) / (var + norm.eps).sqrt() * norm.weight[:, None, None] + bias
+    torch.testing.assert_close(norm(x), y)
+    for a, b in zip(*(torch.autograd.grad(out, leaves, weights) for out in (norm(x), y)), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)

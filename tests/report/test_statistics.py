@@ -189,3 +189,18 @@ def test_teachers_are_counted_once_a_batch(tiny):
     assert {z: int(c.sum()) for z, c in counts.items()} == {0.2: batches, 1.0: batches}
     same = count_teachers(f, f.server, cohort_size=1)
     assert all((same[z] == counts[z]).all() for z in counts)
+
+
+def test_accuracies_per_budget_by_hand():
+    from fedlib.report.statistics import budget_accuracies
+    from fedlib.report.tables import mean_sd
+
+    row = {"finetune": "lora", "column": "a", "variant": "reefl", "label": "ReeFL"}
+    exits = [[10.0, 20.0, 60.0], [20.0, 40.0, 60.0]]
+    frame = pd.DataFrame([row | {"seed": s, "exits": x, "accuracy": sum(x) / 3} for s, x in enumerate(exits)])
+    table = budget_accuracies(pd.concat([frame, pd.DataFrame([row | {"seed": 9, "accuracy": np.nan}])]))
+    assert table.budget.tolist() == [1, 2, 3, 1, 2, 3]
+    assert table.deepest.tolist() == exits[0] + exits[1]
+    assert table.held.tolist() == [10.0, 15.0, 30.0, 20.0, 30.0, 40.0]
+    means = mean_sd(table, "held", ("variant", "budget"))
+    assert means["mean"].tolist() == [15.0, 22.5, 35.0] and means.seeds.tolist() == [2, 2, 2]

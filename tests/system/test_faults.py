@@ -9,13 +9,11 @@ import shutil
 import subprocess
 import time
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
 
 from fedlib import Execution, build_federation, run, run_all, run_rounds
-from fedlib.core.paths import outputs_dir, root
 from fedlib.core.storage import DamagedFile, read_json, read_lines, read_tensors, write_tensors
 from fedlib.engine import rounds as rounds_module
 from fedlib.engine.executors import InProcess
@@ -286,32 +284,6 @@ def test_a_disk_that_locks_no_files_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(fcntl, "flock", flock)
     with pytest.raises(OSError, match="No locks available: files cannot be locked here, so two processes .*/.lock'"):
         run(small("fedavg"), ONE, tmp_path, progress=False)
-
-
-@pytest.mark.parametrize("name", ["x" * 300, "/".join(["x" * 200] * 30)], ids=["a name", "a path"])
-@pytest.mark.parametrize("ask", [lambda e, f: run(e, ONE, f), lambda e, f: run_all([e], ONE, f), find_run, run_path])
-def test_names_that_are_too_long_are_refused_in_one_sentence(name, ask, tmp_path, monkeypatch):
-    with pytest.raises(ValueError, match="longer than this file system's names may be"):
-        ask(small("fedavg"), tmp_path / name)
-    monkeypatch.setenv("FEDLIB_OUTPUTS", str(tmp_path / name))
-    with pytest.raises(ValueError, match="longer than this file system's names may be"):
-        ask(small("fedavg"), None)
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_tilde_in_fedlib_outputs_is_home(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    for said, folder in {
-        "~/x": tmp_path / "x",
-        "~": tmp_path,
-        "/a/~/b": Path("/a/~/b"),
-        "": root() / "outputs",
-    }.items():
-        monkeypatch.setenv("FEDLIB_OUTPUTS", said)
-        assert outputs_dir() == folder
-    monkeypatch.setenv("FEDLIB_OUTPUTS", "~nobody-of-that-name/x")
-    with pytest.raises(ValueError, match="FEDLIB_OUTPUTS = '~nobody-of-that-name/x': nobody of that name has a home"):
-        outputs_dir()
 
 
 # --- Ctrl-C --------------------------------------------------------------------------------------------------------

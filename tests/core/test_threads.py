@@ -1,0 +1,33 @@
+"""Threads that wait sleep."""
+
+import subprocess
+import sys
+
+import pytest
+
+from fedlib.core import threads
+
+
+@pytest.mark.parametrize(
+    "torch_first, policy, expected",
+    [(False, None, "PASSIVE False"), (True, None, "PASSIVE True"), (False, "ACTIVE", "ACTIVE False"),
+     (True, "PASSIVE", "PASSIVE False")],
+)  # fmt: skip
+def test_waiting_threads_sleep_where_fedlib_comes_first(torch_first, policy, expected):
+    import os
+
+    env = {k: v for k, v in os.environ.items() if k != "OMP_WAIT_POLICY"} | (
+        {"OMP_WAIT_POLICY": policy} if policy else {}
+    )
+    there = "sys.modules['torch'] = object(); " if torch_first else ""
+    code = f"import os, sys; {there}import fedlib; print(os.environ['OMP_WAIT_POLICY'], fedlib.core.threads._too_late)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=True)
+    assert done.stdout.strip() == expected
+
+
+def test_spinning_threads_are_told_where_one_worker_uses_several(monkeypatch, recwarn):
+    monkeypatch.setattr(threads, "_too_late", True)
+    threads.warn_if_spinning(1)
+    assert not recwarn.list
+    with pytest.warns(UserWarning, match="torch was imported before fedlib, so its 4 threads spin"):
+        threads.warn_if_spinning(4)

@@ -1,0 +1,147 @@
+"""The data of a federation: what is held out, who owns what, and what is refused."""
+
+import numpy as np
+import pytest
+
+from fedlib import Experiment, build_federation
+from fedlib.data.federated import hold_out, load_federated
+from tests.helpers.sentences import write
+
+pytestmark = pytest.mark.usefixtures("kept_cache")
+
+
+@pytest.mark.parametrize(
+    "values, message",
+    [
+        (
+            {"public_fraction": 0.001},
+            "public_fraction = 0.001 of every class's training examples rounds to none of these 200; allowed: 0, or more than 0.025",
+        ),
+        (
+            {"validation_fraction": 0.02, "evaluate_on": "validation"},
+            "validation_fraction = 0.02 of every class's training examples rounds to none of these 200",
+        ),
+        (
+            {"validation_fraction": 0.99},
+            "validation_fraction = 0.99 of every class's training examples leaves none of 200; allowed: less",
+        ),
+    ],
+)
+def test_a_split_that_rounds_to_nothing_is_refused(values, message):
+    e = Experiment(num_train=200, num_test=20, finetune="frozen", **values)
+    with pytest.raises(ValueError) as error:
+        build_federation(e)
+    assert message in str(error.value)
+
+
+def test_a_drawn_client_holds_no_more_than_there_is():
+    e = Experiment(partition="drawn", num_train=200, examples_per_client=201, finetune="frozen")
+    with pytest.raises(ValueError, match="examples_per_client = 201 exceeds the 200 training examples"):
+        build_federation(e)
+    assert build_federation(e.replace(examples_per_client=200)).data.num_examples[0] == 200
+
+
+def test_subset_is_balanced_and_the_same_for_every_seed():
+    a, b = (load_federated(Experiment(num_train=500, num_clients=5, clients_per_round=2, seed=s)) for s in (1, 2))
+    rows = set(a.holdings.indices.tolist())
+    assert rows == set(b.holdings.indices.tolist()) and len(rows) == 500
+    assert a.labels[a.holdings.indices].bincount().tolist() == [50] * 10
+    assert a.label_counts().sum(1).tolist() == [100] * 5
+    assert a.images is b.images  # the examples are shared by all experiments
+
+
+def test_clients_know_their_owner(fake):
+    e = fake()
+    data = load_federated(e)
+    assert data.client_owners().tolist() == [0, 0, 1, 1, 2, 2] and data.num_examples.tolist() == [5] * 6
+    assert load_federated(e.replace(partition="iid")).client_owners() is None
+    assert load_federated(e.replace(num_test=6)).test_owners.shape == (6,)
+
+
+def test_labels_of_groups(fake):
+    e = fake()
+    data = load_federated(e.replace(label_groups=True))
+    assert data.classes == ("a", "b")
+    assert data.labels.tolist() == [0, 0, 1] * 10 and data.test_labels.tolist() == [0, 0, 1] * 4
+    assert load_federated(e).classes == ("a/1", "a/2", "b/1")
+    from fedlib.runs.prices import num_classes
+
+    assert [num_classes(e.replace(label_groups=g)) for g in (False, True)] == [3, 2]
+    fake(classes=("1", "2", "3"))
+    with pytest.raises(ValueError, match="label_groups = True, but the classes of 'fake' are not named group/class"):
+        load_federated(e.replace(label_groups=True))
+
+
+def test_what_has_no_classes_is_not_divided_by_class(tmp_path):
+    pair = {"sentence1": ["a b"] * 20, "sentence2": ["d"] * 20, "label": [float(i) for i in range(20)]}
+    e = Experiment(dataset=str(write(tmp_path / "set", train=pair, test=pair)), num_clients=4, clients_per_round=2)
+    with pytest.raises(ValueError, match="partition = 'dirichlet' divides by class, but the labels of .* allowed: iid"):
+        load_federated(e)
+    with pytest.raises(ValueError, match="test_split = 'labels', but the labels of .* are no classes"):
+        load_federated(e.replace(partition="iid", test_split="labels"))
+    data = load_federated(e.replace(partition="iid", test_split="like_train", num_train=12, num_test=8), size=16)
+    assert data.num_examples.tolist() == [3] * 4 and data.label_counts().shape == (4, 0)
+    assert [len(data.client_test(i)) for i in range(4)] == [2] * 4 and data.test_labels.shape == (8,)
+
+
+def test_labels_that_do_not_fit_the_task_are_refused_before_a_model_is_built(tmp_path, monkeypatch):
+    monkeypatch.setattr("fedlib.engine.federation.build_model", lambda *a, **k: pytest.fail("too late"))
+    pair = {"sentence1": ["a b"] * 20, "sentence2": ["d"] * 20, "label": [float(i) for i in range(20)]}
+    e = Experiment(
+        dataset=str(write(tmp_path / "set", train=pair, test=pair)), partition="iid", num_clients=4, clients_per_round=2,
+        backbone="bert_micro", pretrained=False, num_exits=3, augment="none",
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="is taken for a Classification, but each of its labels is a number"):
+        build_federation(e)
+
+
+def test_federated_data_gives_clients_their_rows():
+    e = Experiment(num_clients=20, clients_per_round=2, dirichlet_alpha=0.3)
+    data = {s: load_federated(e.replace(test_split=s)) for s in ("central", "like_train", "contiguous", "labels")}
+    assert data["central"].client_test(7).tolist() == list(range(1000))
+    assert load_federated(e).test_split == "central"
+    like = data["like_train"]
+    labels, counts = like.test_labels.numpy(), like.label_counts()
+    assert counts.sum(1).tolist() == [200] * 20 and counts.sum(0).tolist() == [400] * 10
+    tests = np.stack([np.bincount(labels[like.client_test(i)], minlength=10) for i in range(20)])
+    assert tests.sum(0).tolist() == [100] * 10 and (np.abs(tests - counts / 4) < 1).all()
+    assert tests.tolist() != [
+        np.bincount(labels[load_federated(e.replace(test_split="like_train", seed=2)).client_test(i)], minlength=10).tolist()
+        for i in range(20)
+    ]  # fmt: skip
+    assert data["contiguous"].client_test(1).tolist() == list(range(50, 100))
+    mine = data["labels"].client_test(3)
+    assert set(labels[mine].tolist()) == set(np.flatnonzero(counts[3])) and len(mine) == 100 * (counts[3] > 0).sum()
+    few = load_federated(e.replace(test_split="like_train", num_test=30))  # rows of the 30, not of the 1000
+    assert sorted(np.concatenate([few.client_test(i) for i in range(20)]).tolist()) == list(range(30))
+
+
+def test_validation_examples_are_held_out_of_every_class_for_every_seed():
+    values = np.array([0] * 10 + [1] * 5 + [2])
+    kept, held = hold_out(values, np.arange(16), 0.2)
+    assert np.bincount(values[held]).tolist() == [2, 1] and sorted([*kept, *held]) == list(range(16))
+    assert [x.tolist() for x in hold_out(values, np.arange(16), 0.0)] == [list(range(16)), []]
+
+    e = Experiment(num_clients=5, clients_per_round=2, validation_fraction=0.25, num_train=2000)
+    test, validation = load_federated(e), load_federated(e.replace(evaluate_on="validation"))
+    other = load_federated(e.replace(evaluate_on="validation", seed=2))
+    assert test.num_examples.tolist() == validation.num_examples.tolist() == [300] * 5
+    assert len(test.test_labels) == 1000 and validation.test_labels.bincount().tolist() == [50] * 10
+    assert test.holdings.indices.tolist() == validation.holdings.indices.tolist()
+    assert validation.test_images.equal(other.test_images)
+    trained = {x.numpy().tobytes() for x in validation.images[validation.holdings.indices]}
+    tested = {x.numpy().tobytes() for x in validation.test_images}
+    assert not trained & tested and len(tested) == 500
+
+
+@pytest.mark.parametrize(
+    "values, message",
+    [
+        ({"validation_fraction": 1.0}, "validation_fraction = 1.0 must be at least 0 and below 1"),
+        ({"validation_fraction": -0.1}, "validation_fraction = -0.1 must be at least 0 and below 1"),
+        ({"evaluate_on": "validation"}, "evaluate_on = 'validation' needs a validation_fraction above 0"),
+    ],
+)
+def test_impossible_validation_is_refused(values, message):
+    with pytest.raises(ValueError, match=message):
+        load_federated(Experiment(**values))

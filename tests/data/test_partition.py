@@ -1,0 +1,191 @@
+"""Partitions: by hand, for any labels and owners, and what is refused."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedlib import Experiment
+from fedlib.data.federated import load_federated
+from fedlib.data.partition import Divided, Drawn, dirichlet_partition, natural_split, partition_examples
+
+labels_strategy = st.integers(2, 6).flatmap(lambda c: st.lists(st.integers(0, c - 1), min_size=20, max_size=120))
+
+
+@settings(deadline=None, max_examples=40)
+@given(labels_strategy, st.integers(1, 15), st.sampled_from([0.05, 1.0, 1000.0]), st.integers(0, 5))
+def test_dirichlet_is_balanced_and_disjoint(labels, clients, alpha, seed):
+    labels = np.array(labels)
+    parts = dirichlet_partition(labels, clients, alpha, seed)
+    assert [len(p) for p in parts] == [len(labels) // clients] * clients
+    rows = np.concatenate(parts)
+    assert len(set(rows.tolist())) == len(rows)
+    again = dirichlet_partition(labels, clients, alpha, seed)
+    assert all(np.array_equal(a, b) for a, b in zip(parts, again, strict=True))
+
+
+def test_dirichlet_alpha_controls_heterogeneity_as_in_the_release():
+    """CIFAR-100 sizes; classes per client, mean of the first ten: 99.2, 82.1, 31.6 at alpha 1000, 1, 0.1 (facts 7.1)."""
+    labels = np.repeat(np.arange(100), 500)
+    for alpha, expected in ((1000.0, 99.2), (1.0, 82.1), (0.1, 31.6)):
+        parts = dirichlet_partition(labels, 100, alpha, seed=1)
+        assert {len(p) for p in parts} == {500}
+        found = np.mean([len(np.unique(labels[p])) for p in parts[:10]])
+        assert found == pytest.approx(expected, rel=0.08)
+
+
+@pytest.mark.parametrize("kind", ["iid", "class_dirichlet", "pathological"])
+def test_flwr_partitions_use_every_example_once(kind):
+    labels = np.repeat(np.arange(10), 60)
+    parts = partition_examples(kind, labels, 10, seed=3, dirichlet_alpha=0.5, classes_per_client=2)
+    rows = np.concatenate(parts)
+    assert len(parts) == 10 and len(rows) == len(set(rows.tolist())) and all(len(p) for p in parts)
+    if kind == "pathological":
+        assert all(len(np.unique(labels[p])) <= 2 for p in parts)
+    else:
+        assert len(rows) == 600
+    again = partition_examples(kind, labels, 10, seed=3, dirichlet_alpha=0.5, classes_per_client=2)
+    other = partition_examples(kind, labels, 10, seed=4, dirichlet_alpha=0.5, classes_per_client=2)
+    assert all(np.array_equal(a, b) for a, b in zip(parts, again, strict=True))
+    assert not all(np.array_equal(a, b) for a, b in zip(parts, other, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["iid", "class_dirichlet", "pathological"])
+def test_a_partition_is_divided_once_and_kept(kind, tmp_path, monkeypatch):
+    monkeypatch.setenv("FEDLIB_CACHE", str(tmp_path / "kept"))
+    labels = np.repeat(np.arange(4), 25)
+    made = partition_examples(kind, labels, 5, 3, 0.5, 2)
+    monkeypatch.setenv("FEDLIB_CACHE", str(tmp_path / "elsewhere"))
+    assert [p.tolist() for p in partition_examples(kind, labels, 5, 3, 0.5, 2)] == [p.tolist() for p in made]
+    monkeypatch.setenv("FEDLIB_CACHE", str(tmp_path / "kept"))
+    monkeypatch.setattr("fedlib.data.partition._divide", lambda *_: pytest.fail("divided again"))
+    assert [p.tolist() for p in partition_examples(kind, labels, 5, 3, 0.5, 2)] == [p.tolist() for p in made]
+    for other in [(labels[::-1], 5, 3, 0.5, 2), (labels, 4, 3, 0.5, 2), (labels, 5, 4, 0.5, 2), (labels, 5, 3, 1, 2)]:
+        with pytest.raises(pytest.fail.Exception, match="divided again"):
+            partition_examples(kind, *other)
+
+
+def test_natural_partition_keeps_owners_together():
+    owners = np.array([2, 0, 0, 1, 2, 2])
+    parts = partition_examples("natural", np.zeros(6, int), 2, seed=0, owners=owners)
+    assert [p.tolist() for p in parts] == [[1, 2], [0, 4, 5]]  # the two largest
+
+
+@pytest.mark.parametrize(
+    "values, message",
+    [
+        ({"partition": "natural"}, "partition = 'natural' but the dataset names no owner"),
+        ({"num_train": 50}, "num_clients = 100 exceeds the 50 training examples"),
+        ({"num_train": 5000}, "num_train = 5000 exceeds the 4000 train examples"),
+        ({"partition": "pathological", "classes_per_client": 11}, "classes_per_client = 11 exceeds the 10 classes"),
+    ],
+)
+def test_impossible_partitions_are_refused(values, message):
+    with pytest.raises(ValueError) as error:
+        load_federated(Experiment(**values))
+    assert message in str(error.value)
+
+
+def test_a_drawn_population_keeps_nothing_per_client_and_is_a_function_of_seed_and_client():
+    e = Experiment(partition="drawn", num_clients=1_000_000, examples_per_client=20, dirichlet_alpha=0.1, num_train=500)
+    data = load_federated(e)
+    assert data.num_clients == 1_000_000 and data.num_examples[-1] == 20
+    mine = data.client(999_999)
+    assert mine.tolist() == load_federated(e.replace(num_clients=1_000_001)).client(999_999).tolist()
+    assert mine.tolist() != data.client(999_998).tolist() and len(mine) == 20
+    assert mine.tolist() != load_federated(e.replace(seed=2)).client(999_999).tolist()
+    held = load_federated(e.replace(num_clients=300)).label_counts()
+    assert (held.sum(1) == 20).all() and (held.sum(0) > 300).all()  # classes are equally likely over clients
+    # Dir(0.1 x 10 classes): E[sum p^2] = (1 + 0.1) / (1 + 10 * 0.1) = 0.55, and two of 20 examples agree that often
+    agree = (held * (held - 1)).sum(1) / (20 * 19)
+    assert agree.mean() == pytest.approx(0.55, abs=0.06)
+
+
+owners_strategy = st.lists(st.integers(0, 7), min_size=1, max_size=80)
+
+
+@settings(deadline=None, max_examples=80)
+@given(owners_strategy, st.data(), st.integers(0, 3))
+def test_owners_are_divided_completely_and_never_mixed(owners, data, seed):
+    owners = np.array(owners)
+    ids, sizes = np.unique(owners, return_counts=True)
+    clients = data.draw(st.integers(len(ids), len(owners)))
+    parts = natural_split(owners, clients, seed)
+    rows = np.concatenate(parts)
+    assert len(parts) == clients and sorted(rows.tolist()) == list(range(len(owners)))  # each example exactly once
+    assert all(len(p) and len(set(owners[p])) == 1 for p in parts)
+    held = np.array([owners[p[0]] for p in parts])
+    for o in ids:
+        mine = [len(p) for p, h in zip(parts, held, strict=True) if h == o]
+        assert max(mine) - min(mine) <= 1
+    # Adams: taking a client from one owner for another would not make the largest share smaller
+    shares = np.array([(held == o).sum() for o in ids])
+    assert (sizes[shares > 1] / (shares[shares > 1] - 1)).min(initial=np.inf) >= (sizes / shares).max() - 1e-9
+    again, other = natural_split(owners, clients, seed), natural_split(owners, clients, seed + 1)
+    assert all(np.array_equal(a, b) for a, b in zip(parts, again, strict=True))
+    assert [len(p) for p in parts] == [len(p) for p in other]  # the seed shuffles, sizes do not depend on it
+
+
+def test_shares_by_hand_and_the_seed_shuffles():
+    # sizes 60, 30, 10; from (1, 1, 1) the next goes to 60, then to 30 (a tie of 30 with 60 / 2: the first owner), ...
+    owners = np.repeat([0, 1, 2], [60, 30, 10])
+    sizes = [len(p) for p in natural_split(owners, 5, 1)]
+    assert sizes == [20, 20, 20, 30, 10]  # 60/1, then 60/2 = 30/1 and the lower id wins
+    assert [len(p) for p in natural_split(owners, 10, 1)] == [10] * 6 + [10] * 3 + [10]
+    a, b = natural_split(owners, 5, 1), natural_split(owners, 5, 2)
+    assert a[0].tolist() != b[0].tolist() and a[3].tolist() == b[3].tolist() == list(range(60, 90))
+
+
+@pytest.mark.parametrize(
+    "kind, owners, clients, message",
+    [
+        ("natural_split", None, 2, "partition = 'natural_split' but the dataset names no owner"),
+        ("natural_split", [0, 1, 2, 2], 2, "needs one for each of the 3 owners"),
+        ("natural_split", [0, 1, 2, 2], 5, "num_clients = 5 exceeds the 4 training examples"),
+        ("natural", [0, 1, 2, 2], 4, "3 natural clients; partition = 'natural_split' divides"),
+    ],
+)
+def test_impossible_natural_partitions_are_refused(kind, owners, clients, message):
+    owners = np.array(owners) if owners is not None else None
+    with pytest.raises(ValueError) as error:
+        partition_examples(kind, np.zeros(4, int), clients, 0, owners=owners)
+    assert message in str(error.value)
+
+
+TEN = np.random.default_rng(0).permutation(np.repeat(np.arange(10), 200))
+
+
+@pytest.mark.parametrize(
+    "kind, values, message",
+    [
+        ("capped_dirichlet", {}, "num_clients = 100 is too many: with 2000 examples a client has 20.0, .* at least 50"),
+        ("dealt", {"classes_per_client": 11}, "classes_per_client = 11 exceeds the 10 classes"),
+        ("dealt", {"num_clients": 4}, "classes_per_client = 2: 4 clients hold at most 8 of the 10 classes"),
+        (
+            "grouped_dirichlet",
+            {"labels": TEN % 2, "dirichlet_alpha": 1e-4},
+            "dirichlet_alpha = 0.0001 left a client with",
+        ),
+    ],
+)
+def test_impossible_divisions_are_refused(kind, values, message, monkeypatch):
+    monkeypatch.setattr("fedlib.data.label_partitions.TRIES", 30)
+    with pytest.raises(ValueError, match=message):
+        partition_examples(kind, **({"labels": TEN, "num_clients": 100, "seed": 1} | values))
+
+
+def test_label_counts_by_hand():
+    held = Divided(np.array([0, 1, 4, 3]), np.array([0, 3, 3, 4]))  # row 2 is nobody's, the second client has nothing
+    assert held.label_counts(np.array([0, 2, 1, 1, 2]), 3).tolist() == [[1, 0, 2], [0, 0, 0], [0, 1, 0]]
+    drawn = Drawn(np.arange(4, 10), np.array([0, 0, 3, 3, 3, 5]), 7, 5, 1.0, 1)
+    labels = np.array([9, 9, 9, 9, 0, 0, 3, 3, 3, 5])
+    expected = [np.bincount(labels[drawn.client(i)], minlength=6).tolist() for i in range(7)]
+    assert drawn.label_counts(labels, 6).tolist() == expected
+
+
+def test_absurd_populations_are_refused():
+    rows = np.arange(50)
+    with pytest.raises(ValueError, match="examples_per_client = 1000000 exceeds the 50 training examples"):
+        Drawn(rows, rows % 5, 10, 10**6, 1.0, 1)
+    with pytest.raises(ValueError, match="num_clients = 1000000000 exceeds 10,000,000"):
+        Drawn(rows, rows % 5, 10**9, 10, 1.0, 1)

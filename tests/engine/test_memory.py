@@ -1,0 +1,51 @@
+"""The memory that a training needs, and what is free."""
+
+import pytest
+import torch
+
+from fedlib import Experiment, build_federation
+from fedlib.engine import memory
+from fedlib.engine.checks import check_experiment
+
+# --- memory ------------------------------------------------------------------------------------------------------
+
+
+def test_what_does_not_fit_is_refused_with_needed_and_free(monkeypatch):
+    e = Experiment(method="fedavg", num_exits=1, finetune="full", num_train=200, num_test=50)
+    monkeypatch.setattr(memory, "available", lambda device: 2**20)
+    with pytest.raises(ValueError, match=r"need about 0\.0 GiB and 0\.0 GiB are free on cpu"):
+        build_federation(e)
+    monkeypatch.undo()
+    build_federation(e)
+    huge = e.replace(method="reefl", num_exits=4, options={"ree_width": 8 * 10**9})
+    with pytest.raises(ValueError, match=r"need about [\d.]+ GiB and [\d.]+ GiB are free"):
+        build_federation(huge)
+
+
+def test_needed_bytes_are_what_the_tensors_take():
+    from fedlib.engine.federation import build_model
+
+    e = Experiment(method="fedavg", num_exits=1, finetune="full", batch_size=8)
+    shapes = build_model(e, check_experiment(e), 10, meta=True)
+    size, config = sum(p.numel() for p in shapes.parameters()), shapes.backbone.spec
+    tokens = 8 * 17  # 16 patches and the class token
+    assert memory.bytes_to_train(e, shapes, 100) == 4 * (7 * size + tokens * 12 * (8 * config.dim + 2 * config.ffn_dim))
+    assert (
+        memory.bytes_to_train(e.replace(momentum=0.5), shapes, 100) - memory.bytes_to_train(e, shapes, 100) == 4 * size
+    )
+
+
+def test_free_memory_counts_the_containers_limit(tmp_path, monkeypatch):
+    cpu = torch.device("cpu")
+    monkeypatch.setattr(memory, "MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(memory, "CGROUP", tmp_path)
+    (tmp_path / "meminfo").write_text("MemTotal:  900 kB\nMemFree:  100 kB\nMemAvailable:  500 kB\n")
+    assert memory.available(cpu) == 500 * 1024
+    (tmp_path / "memory.max").write_text("300000\n")
+    (tmp_path / "memory.current").write_text("200000\n")
+    (tmp_path / "memory.stat").write_text("anon 1\ninactive_file 50000\n")
+    assert memory.available(cpu) == 150_000
+    (tmp_path / "memory.max").write_text("max\n")
+    assert memory.available(cpu) == 500 * 1024
+    (tmp_path / "meminfo").unlink()
+    assert memory.available(cpu) > 2**28  # of the machine
