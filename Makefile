@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 ACCELERATED := ^(torch|torchvision|triton|nvidia-[a-z0-9-]+|cuda-[a-z0-9-]+)==
 EXECUTED := outputs/executed
 export OMP_WAIT_POLICY ?= PASSIVE
-# notebooks/benchmarks imports benchmarks/, notebooks/pretraining pretraining/: neither is installed
+# notebooks/benchmarks imports benchmarks/, notebooks/pretraining/: neither is installed
 export PYTHONPATH := $(CURDIR)
 
 # A notebook's target is its folder and its name, of which the first word is enough: reefl/table1, extensions/text.
@@ -16,7 +16,7 @@ NOTEBOOKS := $(patsubst notebooks/%.ipynb,%,$(wildcard notebooks/*/*.ipynb))
 SHORT := $(foreach n,$(NOTEBOOKS),$(firstword $(subst _, ,$(n))))
 OBJECTS := $(sort $(SHORT) $(NOTEBOOKS))
 
-.PHONY: help setup demo test test-all lint lab results report bench pretrain lock clean $(OBJECTS)
+.PHONY: help setup demo test test-all test-oldest lint lab results report bench pretrain lock clean $(OBJECTS)
 
 help:
 	@echo "make demo                         walkthrough: ReeFL and DepthFL on real digits, in a few minutes"
@@ -26,6 +26,7 @@ help:
 	@echo "make lab                          explore in JupyterLab"
 	@echo "make test, make bench             all tests; engine speed against Flower, pfl, BlazeFL and bare loops"
 	@echo "make test-all                     and, for an hour, every method on every backbone with every tuner and task"
+	@echo "make test-oldest                  the tests on the oldest PyTorch that is supported"
 	@echo "make setup BACKEND=cpu            once, before anything else: PyTorch's CPU build, without CUDA libraries"
 
 # Bytecode is compiled once here: where Python may not write it later, each process would compile what it imports anew.
@@ -62,9 +63,16 @@ test: setup
 test-all: test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist load -m slow tests
 
+# The oldest PyTorch that is supported, in an environment of its own, with what else the lock holds
+OLDEST := torch==2.11.0 torchvision==0.26.0
+test-oldest:
+	$(MAKE) setup VENV=.venv-oldest
+	.venv-oldest/bin/uv pip install --quiet --python .venv-oldest/bin/python --compile-bytecode $(OLDEST)
+	$(MAKE) test VENV=.venv-oldest
+
 lint: setup
 	$(BIN)/ruff check fedlib tests benchmarks pretraining
-	$(BIN)/ruff format --check fedlib tests benchmarks pretraining pretraining
+	$(BIN)/ruff format --check fedlib tests benchmarks pretraining
 
 lab: setup
 	$(BIN)/jupyter lab notebooks
