@@ -14,7 +14,7 @@ from ..data.federated import FederatedData
 from ..data.tasks import Classification, NextToken, Regression, task_of
 from ..data.tokenizer import words_of
 from ..layers.norms import BatchNorm2d
-from ..methods import METHODS, Method, Setting, build_method
+from ..methods import METHODS, OLD_OPTIONS, Method, Setting, build_method, present_options
 from ..models.adapters import check_finetune, default_options
 from ..models.exit_model import ExitModel
 from ..models.registry import backbone_spec, check_pretrained
@@ -156,7 +156,7 @@ def without_defaults(e: Experiment) -> Experiment:
         return e
     method = build_method(e.method, e.options)
     plain = {f.name: f.default for f in dataclasses.fields(method)}
-    options = {k: getattr(method, k) for k in e.options if getattr(method, k) != plain[k]}
+    options = {k: getattr(method, k) for k in present_options(e.method, e.options) if getattr(method, k) != plain[k]}
     defaults = default_options(e.finetune)
     finetune_options = {k: v for k, v in e.finetune_options.items() if k not in defaults or v != defaults[k]}
     whole = {k: _whole(v) for k, v in finetune_options.items() if not isinstance(defaults.get(k), float)}
@@ -165,12 +165,21 @@ def without_defaults(e: Experiment) -> Experiment:
 
 def spellings(e: Experiment) -> Iterator[Experiment]:
     """``e`` as given, then all that mean the same: without defaults, and with whole numbers as 1.0 or as 1."""
-    yield e
+    yield from _by_old_names(e)
     plain = without_defaults(e)
     kinds = ("options", plain.options, _whole), ("finetune_options", plain.finetune_options, _real)
     pairs = [[(kind, k, x) for x in (v, other(v))] for kind, values, other in kinds for k, v in values.items()]
     for chosen in itertools.islice(itertools.product(*pairs), 256):
-        yield plain.replace(**{kind: {k: x for of, k, x in chosen if of == kind} for kind, *_ in kinds})
+        yield from _by_old_names(
+            plain.replace(**{kind: {k: x for of, k, x in chosen if of == kind} for kind, *_ in kinds})
+        )
+
+
+def _by_old_names(e: Experiment) -> Iterator[Experiment]:
+    """``e``, and as it was stored when options of it were called otherwise."""
+    yield e
+    if OLD_OPTIONS.keys() & e.options.keys():
+        yield e.replace(options={OLD_OPTIONS.get(k, k): v for k, v in e.options.items()})
 
 
 def _whole(value: object) -> object:

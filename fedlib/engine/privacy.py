@@ -40,7 +40,7 @@ def privatise(f: Federation, server: Server, sums: Sums, t: int) -> Sums:
             if not torch.equal(mean.weight[name], mean.count[name]):
                 raise ValueError(f"{f.experiment.method}: noise_multiplier needs clients of weight 1 in the mean")
             out[group].total[name] += total - mean.weight[name] * method.start_of(name, server).double()
-    sd = method.noise_multiplier * method.clip_norm
+    sd = method.noise_multiplier * method.update_norm
     for group, mean in out.items():
         for name, total in mean.total.items():
             stream = name.replace("backbone.", "vit.", 1)  # what the part was called when stored runs drew their noise

@@ -64,6 +64,7 @@ METHODS: dict[str, type[Method]] = {
 }
 
 RENAMED = {"scalefl_original": "scalefl"}
+OLD_OPTIONS = {"update_norm": "clip_norm"}  # what stored runs call them
 
 __all__ = [
     "METHODS", "Arrived", "Distillation", "Member", "Method", "Round", "Server", "ServerStep", "Serving", "Setting",
@@ -76,7 +77,13 @@ def build_method(name: str, options: Mapping[str, Scalar]) -> Method:
     if name not in METHODS:
         now = f"; it is now called {RENAMED[name]!r}" if name in RENAMED else did_you_mean(name, METHODS)
         raise ValueError(f"experiment: method = {name!r} is unknown{now}")
-    return METHODS[name](**check_fields(METHODS[name], options, f"options of {name}"))
+    return METHODS[name](**check_fields(METHODS[name], present_options(name, options), f"options of {name}"))
+
+
+def present_options(name: str, options: Mapping[str, Scalar]) -> dict[str, Scalar]:
+    """``options`` of method ``name`` by the names that they have now: stored runs say older ones."""
+    now = {old: new for new, old in OLD_OPTIONS.items() if old not in METHODS[name].__dataclass_fields__}
+    return {now.get(k, k): v for k, v in options.items()}
 
 
 def register(name: str):

@@ -23,7 +23,7 @@ from .sums import Tensors, Update
 class UploadOptions:
     """How updates are sent; the defaults send them as they are."""
 
-    clip_norm: Positive | None = None  # C: largest L2 norm of a client's whole update
+    update_norm: Positive | None = None  # C: largest L2 norm of a client's whole update
     # z: the server adds noise of SD z C to every entry of the summed updates
     noise_multiplier: Annotated[float, AtLeast(0)] = 0.0
     dp_delta: Annotated[Positive, Below(1)] | None = None  # None: 1 / (10 * clients that may be sampled)
@@ -40,8 +40,8 @@ class UploadOptions:
         def refuse(reason: str) -> None:
             raise ValueError(f"options of {name}: {reason}")
 
-        if self.noise_multiplier and self.clip_norm is None:
-            refuse(f"noise_multiplier = {self.noise_multiplier} needs a clip_norm: noise is scaled to it")
+        if self.noise_multiplier and self.update_norm is None:
+            refuse(f"noise_multiplier = {self.noise_multiplier} needs an update_norm: noise is scaled to it")
         if self.noise_multiplier and weighting != "clients":
             refuse(f"noise_multiplier needs weighting = 'clients', not {weighting!r}: numbers of examples are private")
         if self.dp_delta is not None and not self.noise_multiplier:
@@ -105,7 +105,7 @@ def send(options: UploadOptions, cohort) -> Update:
     it entries are rounded to the nearest level: the error of unbiased rounding can exceed the update and would grow.
     """
     update = cohort.update()
-    if options.clip_norm is None and options.compress == "none":
+    if options.update_norm is None and options.compress == "none":
         return update
     received = _sent_rows(cohort.start, update, cohort)
     deltas = {n: p - received[n] for n, p in update.params.items()}
@@ -120,8 +120,8 @@ def send(options: UploadOptions, cohort) -> Update:
         sent = {n: top_k(d, kept_entries(d[0].numel(), options.topk_fraction)) for n, d in deltas.items()}
     if options.error_feedback:
         cohort.remember("residual", {n: (d - sent[n]).to(d.dtype) for n, d in deltas.items()}, update.rows)
-    if options.clip_norm is not None:
-        factors = clip_factors(sent, update.rows, len(update.clients), options.clip_norm)
+    if options.update_norm is not None:
+        factors = clip_factors(sent, update.rows, len(update.clients), options.update_norm)
         rows = {n: factors[list(update.rows[n])].view(-1, *(1,) * (d.dim() - 1)) for n, d in sent.items()}
         sent = {n: d.double() * rows[n] for n, d in sent.items()}
     return replace(update, params={n: received[n].double() + d for n, d in sent.items()})

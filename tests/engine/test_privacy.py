@@ -23,7 +23,7 @@ from fedlib.models.vit import ViTSpec
 from fedlib.runs import store as runs_module
 
 ONE = Execution(workers=1)
-DP = {"clip_norm": 0.5, "noise_multiplier": 1.0, "weighting": "clients"}
+DP = {"update_norm": 0.5, "noise_multiplier": 1.0, "weighting": "clients"}
 
 
 def accountant():
@@ -36,7 +36,7 @@ def federation(info, budgets, sampled, noise, method="reefl", **options):
     exits = tuple(sorted({i.unit for i in info.values()} - {STEM}))
     budgets, experiment = np.array(budgets), SimpleNamespace(seed=4, method=method)
     return SimpleNamespace(
-        method=build_method(method, {"clip_norm": 2.0, "noise_multiplier": noise, "weighting": "clients"} | options),
+        method=build_method(method, {"update_norm": 2.0, "noise_multiplier": noise, "weighting": "clients"} | options),
         setting=Setting(ViTSpec(depth=len(exits)), exits, info, len(budgets), rounds=10), experiment=experiment,
         budgets=budgets, data=SimpleNamespace(num_examples=np.full(len(budgets), 9)), sample_size=sampled,
         candidates=lambda: np.arange(len(budgets)),
@@ -105,7 +105,7 @@ def test_width_slices_are_expected_per_entry():
         def slice_for(self, client, server, r):
             return cut if client.budget == 0 else Slice.prefix(1, (0,))
 
-    f.method = Cut(noise_multiplier=1e-12, clip_norm=1.0, weighting="clients")
+    f.method = Cut(noise_multiplier=1e-12, update_norm=1.0, weighting="clients")
     weight = privatise(f, Server(0, {"low": torch.ones(8)}, {}), {}, 1)[0].weight["low"]
     assert weight.tolist() == [2, 2] + [0.5] * 6  # 2 * 4/4 and 2 * 1/4
 
@@ -122,7 +122,7 @@ def test_inclusivefl_expects_clients_per_group():
 @pytest.mark.parametrize("method", ["reefl", "inclusivefl", "scalefl_vit"])
 def test_replacing_a_client_moves_the_sums_by_at_most_two_clips(tiny, method):
     """The sensitivity that the accountant is told, measured: other labels for one sampled client, the same noise."""
-    options = {"clip_norm": 0.05, "noise_multiplier": 1.0, "weighting": "clients"}
+    options = {"update_norm": 0.05, "noise_multiplier": 1.0, "weighting": "clients"}
     e = tiny.replace(
         method=method, options=options, num_train=200, clients_per_round=4, finetune="frozen", finetune_options={}
     )

@@ -468,7 +468,7 @@ def test_what_cannot_be_is_refused_in_words(convnet):
     refused(
         "noise_multiplier protects sums; feddf looks at single clients",
         method="feddf",
-        options={"noise_multiplier": 1.0, "clip_norm": 1.0},
+        options={"noise_multiplier": 1.0, "update_norm": 1.0},
     )
 
 

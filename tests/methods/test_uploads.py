@@ -1,5 +1,7 @@
 """Clipping, quantisation and top-k against values worked out by hand, and in every method."""
 
+import itertools
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +18,7 @@ from fedlib.methods.sums import Update
 from fedlib.methods.uploads import clip_factors, kept_entries, quantise, top_k
 from fedlib.runs import store as runs_module
 from fedlib.runs.costs import exit_costs, upload_mib
+from fedlib.runs.places import run_path
 from tests.helpers.granted import granted
 
 ONE = Execution(workers=1)
@@ -48,7 +51,7 @@ def sent(options, deltas, **kwargs):
 def test_clipping_is_over_all_tensors_a_client_holds():
     deltas = {"low": torch.tensor([[3.0, -4.0], [-0.5, 0.75]]), "high": torch.tensor([[-12.0]])}
     # client 7: |(3, -4, -12)| = 13 > 6.5: halved. Client 3: |(-0.5, 0.75)| = 0.901 < 6.5: as it is.
-    out = sent({"clip_norm": 6.5}, deltas)
+    out = sent({"update_norm": 6.5}, deltas)
     assert torch.equal(out["low"], torch.tensor([[1.5, -2.0], [-0.5, 0.75]], dtype=torch.float64))
     assert torch.equal(out["high"], torch.tensor([[-6.0]], dtype=torch.float64))
     rows = {"low": range(2), "high": range(1)}
@@ -139,7 +142,7 @@ def test_quantisation_with_error_feedback_rounds_to_the_nearest_and_stays_bounde
 
 
 def test_clipping_comes_last_and_its_cut_is_not_fed_back():
-    options, memories = {"compress": "topk", "topk_fraction": 0.5, "error_feedback": True, "clip_norm": 2.5}, {}
+    options, memories = {"compress": "topk", "topk_fraction": 0.5, "error_feedback": True, "update_norm": 2.5}, {}
     out = sent(
         options, {"low": torch.tensor([[3.0, -2.0], [0.5, 0.0]]), "high": torch.tensor([[-4.0]])}, memories=memories
     )
@@ -150,8 +153,8 @@ def test_clipping_comes_last_and_its_cut_is_not_fed_back():
 
 @pytest.mark.parametrize("method", ["reefl", "inclusivefl"])
 @pytest.mark.parametrize("options", [
-    {"clip_norm": 0.5}, {"compress": "quantise", "bits": 4}, {"compress": "topk"},
-    {"compress": "quantise", "bits": 4, "error_feedback": True, "clip_norm": 0.5},
+    {"update_norm": 0.5}, {"compress": "quantise", "bits": 4}, {"compress": "topk"},
+    {"compress": "quantise", "bits": 4, "error_feedback": True, "update_norm": 0.5},
 ], ids=lambda o: "-".join(map(str, o.values())))  # fmt: skip
 def test_an_upload_does_not_depend_on_the_cohort(tiny, method, options):
     """The same trained tensors, sent by one cohort of all clients or by a cohort each: the same numbers."""
@@ -204,7 +207,7 @@ def test_every_method_compresses(tiny, method):
     for options in (
         {"compress": "quantise", "bits": 32},
         {"compress": "topk", "topk_fraction": 1.0},
-        {"clip_norm": 1e6},
+        {"update_norm": 1e6},
     ):
         for name, p in train(e.replace(options=options)).items():
             torch.testing.assert_close(p, plain[name], rtol=0, atol=1e-5)
@@ -217,7 +220,7 @@ def test_every_method_compresses(tiny, method):
         assert max((p - plain[n]).abs().max() for n, p in params.items()) > 5e-5
 
 
-@pytest.mark.parametrize("options", [{"clip_norm": 1.0}, {"compress": "topk"}])
+@pytest.mark.parametrize("options", [{"update_norm": 1.0}, {"compress": "topk"}])
 def test_a_method_that_sends_nothing_has_nothing_to_compress(options):
     with pytest.raises(ValueError, match="options of local: nothing is sent"):
         build_method("local", options)
@@ -241,7 +244,7 @@ def test_a_second_model_that_stays_leaves_the_sent_ones_residual_alone(tiny):
 
 def test_a_round_hardly_depends_on_the_cohort_size(tiny):
     """Float rounding may move an entry to the neighbouring level (or past the k-th): few do, by one step."""
-    e = tiny.replace(method="depthfl", options={"compress": "quantise", "bits": 8, "clip_norm": 0.2})
+    e = tiny.replace(method="depthfl", options={"compress": "quantise", "bits": 8, "update_norm": 0.2})
     first = [next(iter(run_rounds(build_federation(e), Execution(workers=1, cohort_size=k)))) for k in (1, None)]
     a, b = (torch.cat([p.flatten() for p in r.server.params.values()]) for r in first)
     assert ((a - b).abs() > 1e-6).double().mean() < 0.01 and (a - b).abs().max() < 0.01
@@ -251,7 +254,7 @@ def test_an_interrupted_run_with_residuals_ends_with_the_same_numbers(tmp_path, 
     e = Experiment(
         method="depthfl", finetune="frozen", pretrained=False, num_train=160, num_test=40, num_clients=6,
         clients_per_round=4, rounds=3, evaluate_every=1, seed=3,
-        options={"compress": "topk", "topk_fraction": 0.05, "error_feedback": True, "clip_norm": 0.5},
+        options={"compress": "topk", "topk_fraction": 0.05, "error_feedback": True, "update_norm": 0.5},
     )  # fmt: skip
     whole = run(e, ONE, tmp_path / "whole", progress=False)
     original = runs_module.run_rounds
@@ -273,11 +276,40 @@ def test_an_interrupted_run_with_residuals_ends_with_the_same_numbers(tmp_path, 
     assert {k.split("/")[0] for k in memory} == {"residual", "feddyn_gradient"}
 
 
+def test_a_run_that_was_stored_with_the_option_called_clip_norm_is_found_and_goes_on(tiny, tmp_path, monkeypatch):
+    """Updates are clipped by ``update_norm``, which older runs call as gradients' limit: the same folder and numbers."""
+    old, new = ({"compress": "quantise", norm: 0.5} for norm in ("clip_norm", "update_norm"))
+    e, stored = (tiny.replace(method="depthfl", options=o, rounds=2, evaluate_every=1) for o in (new, old))
+    assert build_method("depthfl", old) == build_method("depthfl", new) and run_path(stored, tmp_path).name == e.slug
+    wanted, original = run(e, ONE, tmp_path / "new", progress=False), runs_module.run_rounds
+
+    def one_round(*args):
+        yield from itertools.islice(original(*args), 1)
+        raise KeyboardInterrupt
+
+    (tmp_path / "old" / stored.slug).mkdir(parents=True)
+    monkeypatch.setattr(runs_module, "run_rounds", one_round)
+    with pytest.raises(KeyboardInterrupt, match=f"{stored.slug} is stored up to round 1"):
+        run(e, ONE, tmp_path / "old", progress=False, checkpoint_seconds=0)
+    monkeypatch.setattr(runs_module, "run_rounds", original)
+    found = run(e, ONE, tmp_path / "old", progress=False)
+    assert (
+        found.path.name == stored.slug
+        and found.experiment.options == old
+        and runs_module.find_run(e, tmp_path / "old") == found
+    )
+    assert [m["exits"] for m in found.metrics] == [m["exits"] for m in wanted.metrics]
+    Own = type("Own", (METHODS["fedavg"],), {"clip_norm": 1.0, "__annotations__": {"clip_norm": float}})
+    monkeypatch.setitem(METHODS, "own", dataclass(frozen=True)(Own))
+    own = build_method("own", {"clip_norm": 3.0})  # a method of one's own may call what it likes so
+    assert (own.clip_norm, own.update_norm) == (3.0, None)
+
+
 @pytest.mark.parametrize("options, message", [
-    ({"clip_norm": 0.0}, "options of reefl: clip_norm = 0.0 must be above 0"),
+    ({"update_norm": 0.0}, "options of reefl: update_norm = 0.0 must be above 0"),
     ({"noise_multiplier": -1.0}, "noise_multiplier = -1.0 must be at least 0"),
-    ({"noise_multiplier": 1.0, "weighting": "clients"}, "noise_multiplier = 1.0 needs a clip_norm"),
-    ({"noise_multiplier": 1.0, "clip_norm": 1.0}, "needs weighting = 'clients', not 'examples'"),
+    ({"noise_multiplier": 1.0, "weighting": "clients"}, "noise_multiplier = 1.0 needs an update_norm"),
+    ({"noise_multiplier": 1.0, "update_norm": 1.0}, "needs weighting = 'clients', not 'examples'"),
     ({"dp_delta": 1.0}, "dp_delta = 1.0 must be above 0 and below 1"),
     ({"compress": "quantize"}, "did you mean 'quantise'"),
     ({"bits": 1}, "bits = 1 must be at least 2 and at most 32"),
@@ -314,7 +346,7 @@ def test_upload_sizes_by_hand():
         "topk": 2 * 38 * (32 + 9) + 3840 * (32 + 16) + 10 * (32 + 7),
     }
     assert mib() == pytest.approx(2.5 * bits["plain"] / 8 / 2**20)
-    assert mib(clip_norm=1.0, noise_multiplier=1.0) == mib()
+    assert mib(update_norm=1.0, noise_multiplier=1.0) == mib()
     assert mib(compress="quantise", bits=6) == pytest.approx(2.5 * bits["quantise"] / 8 / 2**20)
     compressed = Experiment(**values, options={"compress": "topk"})
     assert upload_mib(compressed, 100) == pytest.approx(2.5 * bits["topk"] / 8 / 2**20)

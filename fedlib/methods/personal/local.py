@@ -24,8 +24,8 @@ class Local(JointExits, Method):
 
     def check_options(self) -> None:
         super().check_options()
-        if self.clip_norm is not None or self.compress != "none":
-            raise ValueError("options of local: nothing is sent, so clip_norm and compress would have no effect")
+        if self.update_norm is not None or self.compress != "none":
+            raise ValueError("options of local: nothing is sent, so update_norm and compress would have no effect")
 
     def members(self, client: Client, server: Server, r: Round) -> list[Member]:
         return [Member(client, r.setting.full(), keeps="all", upload=NOTHING)]

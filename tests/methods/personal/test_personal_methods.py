@@ -474,7 +474,7 @@ def with_sampled(f, ids):
 
 @pytest.mark.parametrize("method", ["fedamp", "pfedgraph", "fedpac", "cafedistill"])
 def test_noise_is_refused_where_the_server_looks_at_single_clients(method):
-    options = {"clip_norm": 1.0, "noise_multiplier": 1.0, "weighting": "clients"}
+    options = {"update_norm": 1.0, "noise_multiplier": 1.0, "weighting": "clients"}
     with pytest.raises(ValueError, match=f"options of {method}: noise_multiplier protects sums"):
         build_method(method, options)
 
