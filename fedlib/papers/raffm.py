@@ -21,7 +21,7 @@ from ..engine.evaluation import exit_logits
 from ..engine.federation import Federation, budgets_of
 from ..methods import Member, Round, Server
 from ..report.style import axes_of, color_of, finish, looks_of, named, styled
-from ..runs.costs import MIB, Shapes, load_shapes
+from ..runs.costs import Shapes, load_shapes
 from ..runs.latency import step_seconds
 from ..runs.params import Cell
 from ..runs.prices import num_classes
@@ -44,9 +44,8 @@ def client_resources(e: Experiment, clients: int | None = SOME, macs: bool = Tru
     shapes = load_shapes(e, num_classes(e))
     measure, rows = shapes.setting.measure, []
     for client, part in client_parts(e, shapes, clients):
-        held = shapes.held(part, shapes.trainable).values()
         row = {"client": client.id, "budget": client.budget, "parameters": measure.parameters(part)}
-        row["upload_mib"] = shapes.method.upload_bits(p.numel() for p in held) / 8 / MIB
+        row["upload_mib"] = shapes.upload_mib(part)
         if macs:
             row |= {"macs": measure.macs(part), "training_mib": measure.training_mib(part, BATCH)}
         rows.append(row)

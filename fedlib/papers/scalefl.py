@@ -27,7 +27,7 @@ def level_costs(e: Experiment, classes: int | None = None) -> pd.DataFrame:
     """Per level of ``e``'s method: ``s_w``, ``s_d``, parameters, MACs, both also as a share of the largest level's."""
     shapes = load_shapes(e, classes or num_classes(e))
     measure, rows = shapes.setting.measure, []
-    for level, part in enumerate(shapes.slice_for(b) for b in range(shapes.budgets)):
+    for level, part in enumerate(shapes.slices):
         widths = {len(i) / shapes.setting.axes[a].size for a, i in part.index.items()}
         rows.append(
             {

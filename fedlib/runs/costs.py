@@ -1,7 +1,5 @@
 """Costs without training: parameters, upload, MACs and training memory per exit, from shapes alone (meta device)."""
 
-import time
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -33,6 +31,11 @@ class Shapes:
         """How many there are; by default one per exit."""
         return self.method.num_budgets(self.setting.num_exits)
 
+    @property
+    def slices(self) -> list[Slice]:
+        """What a client of each budget holds."""
+        return [self.slice_for(b) for b in range(self.budgets)]
+
     def slice_for(self, budget: int) -> Slice:
         """What a client of ``budget`` holds."""
         client = Client(-1, budget, 0)
@@ -43,6 +46,21 @@ class Shapes:
         params = self.everything if names is None else names
         infos = self.setting.infos
         return {n: take(p, infos[n], part) for n, p in params.items() if part.holds(infos[n])}
+
+    def upload_mib(self, part: Slice) -> float:
+        """What a client that holds ``part`` sends back, compressed as the method's options say."""
+        return self.method.upload_bits(p.numel() for p in self.held(part, self.trainable).values()) / 8 / MIB
+
+    def forward(self, part: Slice) -> Forward:
+        """What runs ``part``, blocks whole as on a device that may go on, its trained parameters wanting gradients."""
+        self.model.backbone.whole_blocks = True
+        own = {n: p.detach().requires_grad_(n in self.trainable) for n, p in self.held(part).items()}
+        return Forward(self.model, [part], own).place_(training=True)
+
+    def examples(self, count: int) -> torch.Tensor:
+        """So many, all ones, for one client."""
+        shape, device = self.setting.spec.input_shape, next(iter(self.everything.values())).device
+        return torch.ones(1, 1, *shape, device=device).expand(1, count, *shape)
 
 
 def load_shapes(
@@ -63,7 +81,7 @@ def load_shapes(
 def upload_parameters(e: Experiment, num_classes: int) -> list[int]:
     """Parameters a client of each budget sends back per round."""
     shapes = load_shapes(e, num_classes)
-    return [_count(shapes, s) for s in _budget_slices(shapes)]
+    return [sum(p.numel() for p in shapes.held(s, shapes.trainable).values()) for s in shapes.slices]
 
 
 def upload_mib(e: Experiment, num_classes: int, convention: str = "honest") -> float:
@@ -77,10 +95,10 @@ def upload_mib(e: Experiment, num_classes: int, convention: str = "honest") -> f
     if convention not in ("honest", "paper"):
         raise ValueError(f"convention = {convention!r}; allowed: honest, paper")
     shapes = load_shapes(e, num_classes)
-    slices = _budget_slices(shapes)
+    slices = shapes.slices
     if convention == "honest":
         eligible = shapes.method.eligible(np.arange(len(slices)), shapes.setting)
-        sizes = [_mib(shapes, slices[b]) for b in eligible]
+        sizes = [shapes.upload_mib(slices[b]) for b in eligible]
     else:
         if shapes.method.compress != "none":
             raise ValueError(
@@ -89,136 +107,40 @@ def upload_mib(e: Experiment, num_classes: int, convention: str = "honest") -> f
         depth, nested = shapes.setting.spec.depth, len(slices[-1].exits) > 1
         charged = load_shapes(e, num_classes, tuple(range(depth)))
         exits = [tuple(range(s.depth)) if nested else (s.depth - 1,) for s in slices]
-        sizes = [_mib(charged, replace(s, exits=x)) for s, x in zip(slices, exits, strict=True)]
+        sizes = [charged.upload_mib(replace(s, exits=x)) for s, x in zip(slices, exits, strict=True)]
     return sum(sizes) / len(sizes)
-
-
-def _budget_slices(shapes: Shapes) -> list[Slice]:
-    return [shapes.slice_for(b) for b in range(shapes.budgets)]
-
-
-def _count(shapes: Shapes, part: Slice) -> int:
-    return sum(p.numel() for p in shapes.held(part, shapes.trainable).values())
-
-
-def _mib(shapes: Shapes, part: Slice) -> float:
-    held = shapes.held(part, shapes.trainable).values()
-    return shapes.method.upload_bits(p.numel() for p in held) / 8 / MIB
-
-
-def exit_macs(e: Experiment, num_classes: int, exits: Sequence[int] | None = None) -> list[int]:
-    """MACs of one example per exit (of ``exits``), up to and with this exit and those of its sub-model before it.
-
-    From torch's flop counter (2 FLOPs a MAC): matrix products and Vim's scan, not elementwise work (norms, activations,
-    Vim's 4-tap convolution). Blocks count whole, as on a device that may go on. A method whose sub-models have
-    only their own exit pays for that one.
-    """
-    shapes = load_shapes(e, num_classes)
-    return [_macs(shapes, j) for j in (range(shapes.budgets) if exits is None else exits)]
-
-
-def _hold_exit_(shapes: Shapes, j: int) -> tuple[Slice, dict[str, torch.Tensor], Forward]:
-    """Put the sub-model of exit ``j`` in place: its slice, its parameters, and what runs it."""
-    part, model = shapes.slice_for(j), shapes.model
-    model.backbone.whole_blocks = True
-    held = shapes.held(part)
-    own = {n: p.detach().requires_grad_(n in shapes.trainable) for n, p in held.items()}
-    return part, held, Forward(model, [part], own).place_(training=True)
-
-
-def _example(shapes: Shapes, device: str = "meta") -> torch.Tensor:
-    return torch.ones(1, 1, *shapes.setting.spec.input_shape, device=device)
-
-
-def _macs(shapes: Shapes, j: int) -> int:
-    from torch.utils.flop_counter import FlopCounterMode
-
-    _, _, forward = _hold_exit_(shapes, j)
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
-        forward(_example(shapes))
-    return counter.get_total_flops() // 2
 
 
 def exit_costs(e: Experiment, num_classes: int, batch_size: int = 32) -> list[dict]:
     """Per exit: ``parameters`` of its sub-model, ``macs`` of one image, ``training_memory_mib`` at ``batch_size``.
 
-    MACs as in :func:`exit_macs`. Training memory is parameters, gradients of the trainable ones, and every activation
-    autograd keeps, in float32.
+    MACs (``models/measure.py``) are those up to and with this exit and those of its sub-model before it, blocks whole;
+    a method whose sub-models have only their own exit pays for that one. Training memory is parameters, gradients of
+    the trainable ones, and every activation autograd keeps, in float32.
     """
-    from torch.utils.flop_counter import FlopCounterMode
-
-    shapes = load_shapes(e, num_classes)
-    out = []
-    for j in range(shapes.budgets):
-        part, held, forward = _hold_exit_(shapes, j)
-        trainable = [n for n in held if n in shapes.trainable]
-        kept: dict[int, torch.UntypedStorage] = {}
+    shapes, out = load_shapes(e, num_classes), []
+    for j, part in enumerate(shapes.slices, 1):
+        forward, kept = shapes.forward(part), {}
+        (held,) = forward.tensors
 
         def keep(t: torch.Tensor, kept=kept) -> torch.Tensor:
             kept[t.untyped_storage()._cdata] = t.untyped_storage()
             return t
 
-        examples = _example(shapes).expand(1, batch_size, *shapes.setting.spec.input_shape)
-        saved = torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t)
-        with FlopCounterMode(display=False) as counter, saved:
-            forward(examples)
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+            forward(shapes.examples(batch_size))
         weights = {p.untyped_storage()._cdata for p in held.values()}
         activations = sum(s.nbytes() for i, s in kept.items() if i not in weights)
-        memory = sum(p.numel() for p in held.values()) + sum(held[n].numel() for n in trainable)
+        parameters = sum(p.numel() for p in held.values())
+        gradients = sum(p.numel() for p in held.values() if p.requires_grad)
         out.append(
             {
-                "exit": j + 1,
+                "exit": j,
                 "block": part.depth,
-                "parameters": sum(p.numel() for p in held.values()),
-                "upload_mib": _mib(shapes, part),
-                "macs": counter.get_total_flops() // (2 * batch_size),
-                "training_memory_mib": (4 * memory + activations) / MIB,
+                "parameters": parameters,
+                "upload_mib": shapes.upload_mib(part),
+                "macs": shapes.setting.measure.macs(part),
+                "training_memory_mib": (4 * (parameters + gradients) + activations) / MIB,
             }
         )
     return out
-
-
-def product_macs_per_second(device: str = "cpu", seconds: float = 0.3) -> float:
-    """MACs in plain matrix products, on one thread or GPU: what training gets within 40 % (DeiT-S, ViT-B, measured)."""
-    n = 1024 if device == "cpu" else 4096
-    a = torch.ones(n, n, device=device)
-    return n**3 * _steps_per_second(lambda: a @ a, device, seconds)
-
-
-def timed_macs_per_second(e: Experiment, num_classes: int, device: str = "cpu", seconds: float = 0.3) -> float:
-    """MACs in training (a step is counted as three forward passes) of ``e``'s middle exit, on one thread or GPU.
-
-    Timed on batches of one client; weights are random and inputs ones, so neither is fetched.
-    """
-    e = e.replace(pretrained=False)
-    j = build_method(e.method, e.options).num_budgets(e.num_exits) // 2
-    macs = 3 * exit_macs(e, num_classes, [j])[0] * e.batch_size
-    shapes = load_shapes(e, num_classes, device=device)
-    _, _, forward = _hold_exit_(shapes, j)
-    x = _example(shapes, device).expand(1, e.batch_size, *shapes.setting.spec.input_shape)
-    trainable = [p for p in shapes.model.parameters() if p.requires_grad]
-
-    step = lambda: torch.autograd.grad(forward(x).sum(), trainable, allow_unused=True)  # noqa: E731
-    return macs * _steps_per_second(step, device, seconds)
-
-
-def _steps_per_second(step: Callable[[], object], device: str, seconds: float) -> float:
-    """How often ``step`` can be done, one after the other."""
-
-    def whole_step() -> None:
-        step()
-        if device != "cpu":
-            torch.cuda.synchronize()
-
-    threads, steps = torch.get_num_threads(), 0
-    torch.set_num_threads(1)  # as in the workers: threads that wait for each other tell less of the machine
-    try:
-        whole_step()  # slower than those that follow
-        clock = time.thread_time if device == "cpu" else time.perf_counter  # others may be busy on the same cores
-        began = clock()
-        while clock() - began < seconds:
-            whole_step()
-            steps += 1
-        return steps / (clock() - began)
-    finally:
-        torch.set_num_threads(threads)

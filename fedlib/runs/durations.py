@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from ..core.experiment import Experiment
 from ..engine.executors import Execution
-from .costs import product_macs_per_second, timed_macs_per_second
+from .latency import product_macs_per_second, timed_macs_per_second
 from .prices import TERA_MACS_PER_SECOND, gpu_hours, num_classes, num_parameters, training_macs
 
 LARGE = 300_000_000  # parameters

@@ -1,7 +1,7 @@
 """What a grid costs before it runs: runs, training MACs, GPU hours. From shapes and published sizes; nothing is loaded.
 
 A forward and a backward pass are counted as three forward passes; evaluation is left out (about a hundredth).
-Read next: ``costs.exit_macs``, which measures the MACs; ``durations.py`` (how long that is on this machine).
+Read next: ``models/measure.py``, which counts the MACs; ``durations.py`` (how long that is on this machine).
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from ..data.tokenizer import has_words
 from ..engine.federation import budgets_of
 from ..methods import build_method
 from ..models.registry import backbone_spec, tokenizer_of
-from .costs import Shapes, exit_macs, load_shapes
+from .costs import Shapes, load_shapes
 
 # Training examples and classes, so that a grid can be priced without its data. FEMNIST: nine tenths of 226 a writer;
 # SpeechCommands: the most active speakers, about 100 clips each.
@@ -100,10 +100,10 @@ def _shapes(e: Experiment, classes: int) -> Shapes:
 def _macs(e: Experiment, classes: int) -> np.ndarray:
     """MACs per budget; where sub-models differ in depth only, four are measured and the rest interpolated."""
     shapes = _shapes(e, classes)
-    every = np.arange(shapes.method.num_budgets(e.num_exits))
-    by_width = any(shapes.slice_for(j).index for j in every)
+    slices, every = shapes.slices, np.arange(shapes.budgets)
+    by_width = any(part.index for part in slices)
     measured = every if by_width else np.unique(np.linspace(0, len(every) - 1, 4).round().astype(int))
-    return np.interp(every, measured, exit_macs(e, classes, measured))
+    return np.interp(every, measured, [shapes.setting.measure.macs(slices[j]) for j in measured])
 
 
 def gpu_hours(experiments: Sequence[Experiment], tera_macs_per_second: float = TERA_MACS_PER_SECOND) -> float:

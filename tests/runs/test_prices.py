@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 
 from fedlib import Experiment
-from fedlib.runs.costs import exit_macs
+from fedlib.runs.costs import exit_costs
 from fedlib.runs.prices import _macs, _shape_of, examples_per_client, gpu_hours, training_macs
 
 
 def test_training_macs_by_hand():
     e = Experiment(method="depthfl", dataset="cifar100", rounds=7, clients_per_round=4, num_clients=50, local_epochs=2)
-    macs = exit_macs(_shape_of(e), 100)
+    macs = [cost["macs"] for cost in exit_costs(_shape_of(e), 100)]
     # 3 passes x 7 rounds x 4 clients x 2 epochs x 50,000 / 50 images x the mean over 50 clients, budgets 13 13 12 12
     mean = np.dot(macs, [13, 13, 12, 12]) / 50
     assert training_macs(e) == pytest.approx(3 * 7 * 4 * 2 * 1000 * mean)
@@ -19,14 +19,15 @@ def test_training_macs_by_hand():
 
 def test_exclusivefl_pays_for_its_few_clients_only():
     e = Experiment(method="exclusivefl", dataset="cifar100", num_exits=12, rounds=10)
-    full = exit_macs(_shape_of(e), 100)[-1]
+    full = exit_costs(_shape_of(e), 100)[-1]["macs"]
     assert training_macs(e) == pytest.approx(3 * 10 * 8 * 500 * full)  # 8 of 100 clients hold 12 exits
 
 
 @pytest.mark.parametrize("method, tolerance", [("depthfl", 1e-9), ("reefl", 2e-3), ("scalefl_vit", 1e-9)])
 def test_interpolated_macs(method, tolerance):
     e = Experiment(method=method, num_exits=12)
-    assert np.allclose(_macs(_shape_of(e), 10), exit_macs(e, 10), rtol=tolerance)
+    measured = [cost["macs"] for cost in exit_costs(e, 10)]
+    assert np.allclose(_macs(_shape_of(e), 10), measured, rtol=tolerance)
 
 
 def test_examples_per_client():

@@ -18,8 +18,8 @@ from fedlib.core.storage import read_json, write_json
 from fedlib.engine.rounds import Finished
 from fedlib.report import tables
 from fedlib.runs import durations
-from fedlib.runs.costs import product_macs_per_second, timed_macs_per_second
 from fedlib.runs.durations import Pace, about, describe, expected_seconds
+from fedlib.runs.latency import product_macs_per_second, timed_macs_per_second
 from fedlib.runs.params import load_grid
 from fedlib.runs.prices import num_parameters, training_macs
 from fedlib.runs.progress import Terminal, Watch, interrupted
