@@ -14,7 +14,7 @@ import reprlib
 import sys
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Annotated
 
 Scalar = bool | int | float | str | None | tuple
@@ -106,6 +106,13 @@ def did_you_mean(value: object, allowed: Iterable[str]) -> str:
     return (f"; did you mean {near[0]!r}?" if near else ";") + f" allowed: {', '.join(allowed)}"
 
 
+def check_known(names: Iterable[object], allowed: Collection[str], says: str) -> None:
+    """Raise ``ValueError`` for the first of ``names`` that is not ``allowed``: ``says``, with it in place of {}."""
+    for name in names:
+        if name not in allowed:
+            raise ValueError(says.replace("{}", shown(name)) + did_you_mean(name, allowed))
+
+
 def check_fields(cls: type, values: Mapping[str, object], where: str) -> dict[str, object]:
     """Return ``values`` converted to the types of dataclass ``cls``'s fields and checked against their limits.
 
@@ -120,10 +127,7 @@ def check_fields(cls: type, values: Mapping[str, object], where: str) -> dict[st
 
 def check_names(cls: type, names: Iterable[object], where: str) -> None:
     """Raise ``ValueError`` for the first of ``names`` that is no field of dataclass ``cls``, with the nearest one."""
-    allowed = {f.name for f in dataclasses.fields(cls)}
-    for name in names:
-        if name not in allowed:
-            raise ValueError(f"{where}: unknown key {shown(name)}{did_you_mean(name, allowed)}")
+    check_known(names, {f.name for f in dataclasses.fields(cls)}, f"{where}: unknown key {{}}")
 
 
 def check_instance(instance: object, where: str) -> None:

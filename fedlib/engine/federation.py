@@ -18,10 +18,10 @@ from ..layers.dropout import TokenDropout
 from ..methods import Method, Server, Setting
 from ..models.adapters import apply_finetune_
 from ..models.exit_model import ExitModel
+from ..models.exits import EveryToken
 from ..models.measure import Measure
 from ..models.places import axes_of
 from ..models.registry import backbone_spec, build_backbone, tokenizer_of
-from ..models.token_heads import EveryToken
 from .checks import (
     check_channels,
     check_device,

@@ -3,7 +3,7 @@
 import os
 from functools import cache
 
-from ..core.validation import did_you_mean
+from ..core.validation import check_known
 
 VARIABLE = "FEDLIB_KERNELS"
 NAMES = ("products", "attention", "vit_block", "ree_step")
@@ -19,7 +19,5 @@ def _named(value: str | None) -> frozenset[str]:
     if value is None:
         return frozenset(NAMES)
     names = [] if value.strip() in ("", "0") else [word.strip() for word in value.split(",")]
-    for name in names:
-        if name not in NAMES:
-            raise ValueError(f"{VARIABLE} = {value!r}: no kernel is called {name!r}{did_you_mean(name, NAMES)}")
+    check_known(names, NAMES, f"{VARIABLE} = {value!r}: no kernel is called {{}}")
     return frozenset(names)

@@ -10,7 +10,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from .context import Context, Policy, share
-from .conv import apart, one_batch, side_by_side
+from .conv import apart, side_by_side
 from .linear import alive_rows, is_cast, per_client
 
 
@@ -74,21 +74,6 @@ def norm_backward(
         (grad * plain).sum(1) if needed[1] else None,
         grad.sum(1) if needed[2] else None,
     )
-
-
-class GroupNorm(nn.Module):
-    """Group normalisation of maps (K, B, C, H, W): every example by its own statistics, so padding does not matter."""
-
-    def __init__(self, groups: int, channels: int, axis: str, eps: float = 1e-5):
-        super().__init__()
-        self.groups, self.eps = groups, eps
-        self.weight, self.bias = nn.Parameter(torch.ones(channels)), nn.Parameter(torch.zeros(channels))
-        self.axes = {"weight": (axis,), "bias": (axis,)}
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = F.group_norm(one_batch(x), self.groups, eps=self.eps).unflatten(0, x.shape[:2])
-        weight, bias = (alive_rows(p, x).unsqueeze(1) if p.dim() == 2 else p for p in (self.weight, self.bias))
-        return torch.addcmul(bias[..., None, None], y, weight[..., None, None])
 
 
 class BatchNorm2d(nn.Module):

@@ -18,7 +18,7 @@ from ..core.clients import Client
 from ..core.slices import Axis, Slice
 from ..core.validation import AtLeast, AtMost, Count, Positive
 from ..models.backbone import Spec
-from ..models.poolers import scaling_exits
+from ..models.map_exits import scaling_exits
 from .jobs import Member, Round, Server, Serving, Setting
 from .widths import check_cuttable
 

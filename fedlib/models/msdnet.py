@@ -5,7 +5,7 @@ and four times as many at the next. The finest scale is dropped after a third an
 release's "max" pruning), where a 1x1 transition halves the channels: of the finest scale's growth, times a scale's
 factor. Exits read the coarsest scale.
 Every input is a concatenation of what all earlier layers made: its axis has a segment for each of them, so that a cut
-keeps the leading part of each. Read next: ``maps.py``, ``map_exits.py`` (``Strided``).
+keeps the leading part of each. Read next: ``maps.py``, ``map_exits.py`` (``strided`` exits).
 
 Deviations: of a cut net every axis keeps floor(s n); the release cuts the growth rate first and multiplies then. Maps
 of unequal scales are scaled alike (``Scaler``); the release has no scaler here, and behind a norm it does nothing.

@@ -15,7 +15,7 @@ import numpy as np
 import pandas as pd
 
 from ..core.paths import params_dir
-from ..core.validation import did_you_mean
+from ..core.validation import check_known
 from ..runs.params_files import load_yaml
 from .sources import Measured, Published, Stored, differences
 from .tables import label_of
@@ -57,9 +57,8 @@ def load_others(paper: str) -> dict[str, dict]:
     """``params/<paper>/others.yaml``: results of others, with the claims that they agree and disagree with."""
     others, claims = _load(paper, "others", OTHERS), load_all_claims(paper)
     for name, other in others.items():
-        for claim in (c for side in SIDES for c in other.get(side, [])):
-            if claim not in claims:
-                raise ValueError(f"others.yaml: {name}: no claim is called {claim!r}{did_you_mean(claim, claims)}")
+        named = [c for side in SIDES for c in other.get(side, [])]
+        check_known(named, claims, f"others.yaml: {name}: no claim is called {{}}")
     return others
 
 
@@ -67,9 +66,7 @@ def _load(paper: str, file: str, keys: set[str]) -> dict[str, dict]:
     path = params_dir() / paper / f"{file}.yaml"
     entries = load_yaml(path) if path.is_file() else {}
     for name, entry in entries.items():
-        for key in entry:
-            if key not in keys:
-                raise ValueError(f"{file}.yaml: {name}: unknown key {key!r}{did_you_mean(key, keys)}")
+        check_known(entry, keys, f"{file}.yaml: {name}: unknown key {{}}")
     return entries
 
 
@@ -115,8 +112,7 @@ def of_paper(paper: str, kind: str, name: str) -> Callable:
     """What ``papers/<paper>`` calls ``name`` in its mapping ``kind``; ``ValueError`` where it has none of that name."""
     module = f"{__package__.rpartition('.')[0]}.papers.{paper}"
     known = getattr(import_module(module), kind, {}) if find_spec(module) else {}
-    if name not in known:
-        raise ValueError(f"claims.yaml: papers/{paper} has no {name!r} in {kind}{did_you_mean(name, known)}")
+    check_known([name], known, f"claims.yaml: papers/{paper} has no {{}} in {kind}")
     return known[name]
 
 

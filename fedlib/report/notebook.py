@@ -8,7 +8,7 @@ import ast
 from collections.abc import Sequence
 
 from ..core.paths import keep_outputs_of
-from ..core.validation import did_you_mean
+from ..core.validation import check_known
 
 INJECTED = "# Parameters\n"  # how papermill begins its cell
 
@@ -32,10 +32,7 @@ def check_sources(sources: Sequence[str]) -> None:
     """:func:`check_parameters` on the sources of the cells that were executed, in order."""
     for before, source in zip(sources, sources[1:], strict=False):
         if source.startswith(INJECTED):
-            known = _assigned(before)
-            for name in _assigned(source):
-                if name not in known:
-                    raise ValueError(f"parameters: unknown name {name!r}{did_you_mean(name, known)}")
+            check_known(_assigned(source), _assigned(before), "parameters: unknown name {}")
 
 
 def _assigned(source: str) -> list[str]:

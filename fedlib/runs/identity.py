@@ -18,7 +18,7 @@ import torch
 
 from ..core.experiment import Experiment
 from ..core.paths import has_minilm, minilm_file
-from ..core.validation import did_you_mean
+from ..core.validation import check_known
 from ..data.cache import files_digest, known_digest, published_digest, source_digest
 from ..data.datasets import is_available, load_dataset, source_key
 from ..data.tokenizer import has_words
@@ -53,9 +53,7 @@ def accepted(accept: Accept) -> frozenset[str]:
     """The kinds of difference that the caller, or ``$FEDLIB_ACCEPT``, takes responsibility for."""
     said = [accept] if isinstance(accept, str) else accept or ()
     words = [w.strip() for text in (*said, os.environ.get("FEDLIB_ACCEPT", "")) for w in str(text).split(",")]
-    for w in filter(None, words):
-        if w not in KINDS:
-            raise ValueError(f"accept = {w!r} is not possible{did_you_mean(w, KINDS)}")
+    check_known(filter(None, words), KINDS, "accept = {} is not possible")
     return frozenset(filter(None, words))
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from ..core.experiment import Experiment
 from ..core.paths import params_dir
-from ..core.validation import did_you_mean, shown
+from ..core.validation import check_known, shown
 from .params_files import (
     GRID_KEYS,
     field_names,
@@ -95,9 +95,7 @@ def load_spec(paper: str, table: str) -> dict:
     ``axes.method`` lists plain methods; else ``variants`` maps a name to a ``label``, the ``finetune`` modes it is
     limited to, and fields of the experiment, and ``axes.variant`` may choose among them.
     """
-    known = grids(paper)
-    if table not in known:
-        raise ValueError(f"table = {shown(table)} is unknown{did_you_mean(table, known)}")
+    check_known([table], grids(paper), "table = {} is unknown")
     spec = load_checked(paper_dir(paper) / f"{table}.yaml", SPEC_KEYS | set(profiles()))
     if "extends" in spec:
         below = {k: v for k, v in load_spec(paper, spec.pop("extends")).items() if k != "priority"}
@@ -127,10 +125,7 @@ def load_grid(paper: str, table: str, profile: str, overrides: Mapping[str, obje
     """
     base, methods = _paper(paper)
     spec, sizes, overrides = load_spec(paper, table), load_profile(profile, paper), _given(overrides)
-    allowed = field_names() | {"seeds", "columns", "variant"}
-    for key in overrides:
-        if key not in allowed:
-            raise ValueError(f"overrides: unknown key {shown(key)}{did_you_mean(key, allowed)}")
+    check_known(overrides, field_names() | {"seeds", "columns", "variant"}, "overrides: unknown key {}")
     kept = dict(spec.get(profile, {}))  # the table's own word at this profile: its cells, then any other key
     kept.pop("fallback", None)  # see load_fallback
     only = _limits(spec, kept.pop("only", {}), overrides)
@@ -160,13 +155,10 @@ def load_grid(paper: str, table: str, profile: str, overrides: Mapping[str, obje
 def _limits(spec: dict, only: Mapping[str, Mapping], overrides: Mapping) -> dict[str, dict]:
     """Of each column that a table's ``only`` names the variants and seeds it keeps; what ``overrides`` ask for wins."""
     asked = {"seeds": {"seed", "seeds"}, "variant": {"variant", "method"}}
+    check_known(only, spec["columns"], "only = {} is unknown")
     for column, limits in only.items():
-        for name, allowed in [(column, spec["columns"])] + [(v, spec["variants"]) for v in limits.get("variant", [])]:
-            if name not in allowed:
-                raise ValueError(f"only = {shown(name)} is unknown{did_you_mean(name, allowed)}")
-        for key in limits:
-            if key not in asked:
-                raise ValueError(f"only: {column}: unknown key {shown(key)}{did_you_mean(key, asked)}")
+        check_known(limits.get("variant", []), spec["variants"], "only = {} is unknown")
+        check_known(limits, asked, f"only: {column}: unknown key {{}}")
     return {c: {k: v for k, v in limits.items() if not asked[k] & set(overrides)} for c, limits in only.items()}
 
 
@@ -177,9 +169,8 @@ def _listed(value: object) -> list:
 def _columns(spec: dict, names: object, profile: str, overrides: Mapping) -> dict[str, tuple[dict, dict]]:
     """Per column its settings, and its stand-in's at ``profile`` (none where ``overrides`` name the data set)."""
     out = {}
+    check_known(_listed(names), spec["columns"], "overrides: columns = {}")
     for name in _listed(names):
-        if name not in spec["columns"]:
-            raise ValueError(f"overrides: columns = {name!r}{did_you_mean(name, spec['columns'])}")
         column = spec["columns"][name]
         stand_in = {} if "dataset" in overrides else column.get(profile, {})
         out[name] = {k: v for k, v in column.items() if k not in profiles()}, stand_in
@@ -193,15 +184,10 @@ def _variants(spec: dict, kept: list[str], overrides: dict) -> dict[str, dict]:
         wanted = _listed(overrides.pop("method"))
         if plain:
             return {m: known.get(m, {"method": m}) for m in wanted}
-        methods = {v["method"] for v in known.values()}
-        for m in wanted:
-            if m not in methods:
-                raise ValueError(f"overrides: method = {m!r} is not in this table{did_you_mean(m, methods)}")
+        check_known(wanted, {v["method"] for v in known.values()}, "overrides: method = {} is not in this table")
         return {name: v for name, v in known.items() if v["method"] in wanted}
     names = _listed(overrides.pop("variant", kept))
-    for name in names:
-        if name not in known:
-            raise ValueError(f"overrides: variant = {name!r} is unknown{did_you_mean(name, known)}")
+    check_known(names, known, "overrides: variant = {} is unknown")
     return {name: known[name] for name in names}
 
 
@@ -226,9 +212,5 @@ def _paper(paper: str) -> tuple[dict, dict]:
 
     base, methods = load_layered(paper, "base"), load_layered(paper, "methods")
     base.pop("extends", None)
-    for name in methods:
-        if name not in METHODS:
-            raise ValueError(
-                f"{params_dir() / paper / 'methods.yaml'}: unknown method {shown(name)}{did_you_mean(name, METHODS)}"
-            )
+    check_known(methods, METHODS, f"{params_dir() / paper / 'methods.yaml'}: unknown method {{}}")
     return base, methods

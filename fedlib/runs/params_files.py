@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ..core.experiment import Experiment
 from ..core.paths import params_dir
-from ..core.validation import did_you_mean, shown
+from ..core.validation import check_known, shown
 
 MAX_BYTES = 2**20  # of a params file
 SIZES = {"seeds", "num_train", "num_test", "num_clients", "clients_per_round", "rounds", "evaluate_every"}
@@ -101,14 +101,11 @@ def grids(paper: str) -> list[str]:
 
 def load_profile(profile: str, paper: str | None = None) -> dict:
     """The profile's sizes, then ``paper``'s own choices at it; ``ValueError`` names an unknown profile or key."""
-    known = profiles()
-    if profile not in known:
-        raise ValueError(f"profile = {shown(profile)} is unknown{did_you_mean(profile, known)}")
+    check_known([profile], profiles(), "profile = {} is unknown")
     layers = [load_checked(params_dir() / "profiles" / f"{profile}.yaml", SIZES)]
     for folder in _lineage(paper) if paper is not None else []:
         for path in sorted((folder / "profiles").glob("*.yaml")):
-            if path.stem not in known:
-                raise ValueError(f"{path}: no profile has this name{did_you_mean(path.stem, known)}")
+            check_known([path.stem], profiles(), f"{path}: no profile has this name")
             if path.stem == profile:
                 layers.append(load_checked(path, field_names() | GRID_KEYS))
     return merge(*layers)
@@ -125,16 +122,13 @@ def field_names() -> set[str]:
 def load_checked(path: Path, allowed: set[str]) -> dict:
     """The mapping in ``path``; ``ValueError`` names a key that is not among ``allowed``."""
     values = load_yaml(path)
-    for key in values:
-        if key not in allowed:
-            raise ValueError(f"{path}: unknown key {shown(key)}{did_you_mean(key, allowed)}")
+    check_known(values, allowed, f"{path}: unknown key {{}}")
     return values
 
 
 def paper_dir(paper: str) -> Path:
     """The paper's params; ``ValueError`` with the known papers if there is none of that name."""
-    if paper not in papers():
-        raise ValueError(f"paper = {shown(paper)} is unknown{did_you_mean(paper, papers())}")
+    check_known([paper], papers(), "paper = {} is unknown")
     return params_dir() / paper
 
 

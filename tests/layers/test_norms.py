@@ -9,7 +9,7 @@ from torch import nn
 from fedlib.layers import norms
 from fedlib.layers.context import Context, Scaler, share
 from fedlib.layers.conv import side_by_side
-from fedlib.layers.norms import BatchNorm2d, GroupNorm, LayerNorm, recomputed_statistics, set_policy_, statistics
+from fedlib.layers.norms import BatchNorm2d, LayerNorm, recomputed_statistics, set_policy_, statistics
 
 pytestmark = pytest.mark.usefixtures("repeatable_convolutions")
 CHANNELS = 6
@@ -246,15 +246,6 @@ def test_a_scaler_divides_at_its_places():
     context.scaled = ("conv", "shortcut")
     context.scale = torch.tensor([0.5, 0.25, 1.0])  # of three clients; two are alive
     torch.testing.assert_close(second(x), torch.stack((2 * x[0], 4 * x[1])))
-
-
-def test_group_norm_is_pytorchs_with_each_clients_weights():
-    norm, x = GroupNorm(3, CHANNELS, "a"), normal(2, 4, CHANNELS, 3, 3)
-    theirs = nn.GroupNorm(3, CHANNELS)
-    torch.testing.assert_close(norm(x), torch.stack([theirs(one) for one in x]))
-    norm._parameters.update(weight=normal(3, CHANNELS, seed=1), bias=normal(3, CHANNELS, seed=2))
-    want = [nn.functional.group_norm(x[k], 3, norm.weight[k], norm.bias[k]) for k in range(2)]
-    torch.testing.assert_close(norm(x), torch.stack(want), rtol=1e-5, atol=1e-5)
 
 
 def test_a_client_without_a_real_row_stays_finite_however_deep_the_net():

@@ -13,11 +13,10 @@ from fedlib.data.tasks import IGNORED
 from fedlib.engine.evaluation import exit_logits
 from fedlib.engine.executors import Execution
 from fedlib.models.bert import BertSpec
-from fedlib.models.exits import Classifiers
+from fedlib.models.exits import Classifiers, EveryToken
 from fedlib.models.foreign_specs import ForeignSpec
 from fedlib.models.ree import Ree
 from fedlib.models.registry import OWN
-from fedlib.models.token_heads import EveryToken
 
 ONE = Execution(workers=1)
 WORDS = "red blue green black white".split()

@@ -4,7 +4,7 @@ Client: receives backbone and generic exits g; trains them with the balanced sof
 log of the client's examples by class (so g does not learn who has what); then ``head_epochs`` of its own exits p on the
 cross-entropy of g(z) + p(z) with everything else frozen; sends backbone and g. Server: the mean, by examples. A client
 answers with g + p.
-Read next: ``models/paired_exits.py``, ``fedpac.py``.
+Read next: ``models/exits.py``, ``fedpac.py``.
 
 Deviations: public code updates p in the same mini-batches, on features without gradient: ``head_epochs=None``. A class
 that the client lacks has log 0, as in the official form: it is masked. Local distillation uses each stage's own
@@ -21,8 +21,8 @@ from ...core.slices import ParamInfo
 from ...core.validation import Count
 from ...layers.context import untracked
 from ...models.backbone import Spec
+from ...models.exits import PairedExits
 from ...models.map_exits import classifiers
-from ...models.paired_exits import PairedExits
 from ..base import Method
 from ..jobs import Stage
 from ..losses import Batch, JointExits
