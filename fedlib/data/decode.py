@@ -13,13 +13,11 @@ import numpy as np
 import torch
 
 from ..core.rng import numpy_generator
-from .answers import answer_key
 from .cache import Decoded
 from .equations import read_equations
 from .images import decode_images, image_column
-from .pairs import PAIR_LENGTH, tokenise_pairs
-from .spans import SPAN_LENGTH, read_spans
-from .text import LENGTH, tokenise
+from .questions import SPAN_LENGTH, answer_key, read_spans
+from .tokenizer import LENGTH, PAIR_LENGTH, tokenise
 
 Kind = Literal["images", "sentences", "pairs", "spans", "equations"]
 
@@ -28,7 +26,7 @@ Kind = Literal["images", "sentences", "pairs", "spans", "equations"]
 class Layout:
     """Which splits and columns of a set matter; ``where`` and ``files`` say where a row came from."""
 
-    where: str
+    where: str  # a folder, or a repository of the hub
     kind: Kind
     label: str
     reads: tuple[str, ...] = ()  # columns of text; none: the first column of images
@@ -38,6 +36,7 @@ class Layout:
     together: str | None = None  # the column whose equal values are held out together (a paragraph's questions)
     files: Mapping[str, Sequence[str]] = field(default_factory=dict)  # the parquet files of each split
     tokenizer: str | None = None  # of its text; None: MiniLM's
+    config: str | None = None  # which of a repository's sets
 
     def row(self, split: str, i: int) -> str:
         """File and row of the i-th example of a split."""
@@ -118,14 +117,13 @@ def read_inputs(tables: Mapping[str, object], layout: Layout, size: int | None) 
     fitted = layout.kind != "sentences" or source is not None
     for name, table in tables.items():
         columns = [read_column(table, c, name, layout) for c in layout.reads]
-        if layout.kind == "sentences":
-            inputs[name] = tokenise(columns[0], source, size or LENGTH if fitted else LENGTH)
-        elif layout.kind == "pairs":
-            inputs[name] = tokenise_pairs(*columns, size or PAIR_LENGTH, source)
-        else:
-            answers = read_column(table, layout.label, name, layout)
-            where = partial(layout.row, name)
+        if layout.kind == "equations":
+            answers, where = read_column(table, layout.label, name, layout), partial(layout.row, name)
             inputs[name], targets[name] = read_equations(columns, answers, size or PAIR_LENGTH, where, source)
+        elif layout.kind == "pairs":
+            inputs[name] = tokenise(list(zip(*columns, strict=True)), source, size or PAIR_LENGTH)
+        else:
+            inputs[name] = tokenise(columns[0], source, size or LENGTH if fitted else LENGTH)
     return inputs, fitted, targets, {}
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from .tasks import IGNORED
+from .metrics import IGNORED
 from .tokenizer import words_of
 
 

@@ -9,10 +9,10 @@ import torch
 
 from ..core.experiment import Experiment
 from ..core.rng import numpy_generator
-from .answers import AnswerKey, unpack
 from .client_tests import ByLabel, Everything, by_label, contiguous, like_train
 from .datasets import ImageData, is_text, load_dataset, source_key, target_of
 from .partition import BY_CHANCE, BY_OWNER, Divided, Drawn, partition_examples
+from .questions import AnswerKey, unpack
 from .tasks import IGNORED, Classification, NextToken, Regression, Span, task_of
 from .transforms import render
 

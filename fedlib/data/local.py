@@ -9,13 +9,13 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 
-from .answers import KEYED
 from .cache import Decoded, files_digest
 from .decode import Kind, Layout, decode
 from .images import SCALED
 from .leaf import is_leaf, read_leaf
+from .questions import KEYED
 from .quiet import quietly
-from .text import tokenizer_key
+from .tokenizer import tokenizer_key
 
 LAYOUTS: tuple[tuple[Kind, tuple[str, ...], str], ...] = (  # of text: what is read, and the label
     ("spans", ("question", "context"), "answers"),

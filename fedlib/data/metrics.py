@@ -9,6 +9,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+IGNORED = -100  # a label that is not there
+
 # --- (predictions (N,), labels (N,)) -> percent
 
 
@@ -20,21 +22,18 @@ def f1(predictions: torch.Tensor, labels: torch.Tensor) -> float:
     """F1 of class 1 (GLUE's pairs). Raises ``ValueError`` if there are classes other than 0 and 1."""
     if max(labels.max(), predictions.max()) > 1:
         raise ValueError("metric f1 is of two classes, 0 and 1; allowed for more: macro_f1")
-    return 100 * float(_f1s(predictions, labels)[-1]) if max(labels.max(), predictions.max()) else 0.0
+    return 100 * float(_f1(predictions, labels, "binary"))
 
 
 def macro_f1(predictions: torch.Tensor, labels: torch.Tensor) -> float:
     """Mean F1 of the classes that occur, as labels or as predictions."""
-    return 100 * float(_f1s(predictions, labels).mean())
+    return 100 * float(torch.from_numpy(_f1(predictions, labels, None)).mean())
 
 
-def _f1s(predictions: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """F1 (0..1) of every class that occurs, in order: 2 true positives / (predictions + labels)."""
-    n = 1 + int(max(labels.max(), predictions.max()))
-    predicted, true = (x.bincount(minlength=n) for x in (predictions, labels))
-    right = labels[predictions == labels].bincount(minlength=n)
-    occurs = predicted + true > 0
-    return 2 * right[occurs].double() / (predicted + true)[occurs]
+def _f1(predictions: torch.Tensor, labels: torch.Tensor, average: str | None):
+    from sklearn.metrics import f1_score
+
+    return f1_score(labels.cpu().numpy(), predictions.cpu().numpy(), average=average, zero_division=0)
 
 
 def matthews(predictions: torch.Tensor, labels: torch.Tensor) -> float:

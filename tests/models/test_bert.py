@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from fedlib import Execution, Experiment, build_federation, run, run_rounds
 from fedlib.core.paths import has_minilm, minilm_file
-from fedlib.data import datasets, text
+from fedlib.data import datasets, tokenizer
 from fedlib.data.cache import cache_file
 from fedlib.data.datasets import is_available, load_dataset
 from fedlib.engine.checks import check_experiment
@@ -105,7 +105,7 @@ def test_blocks_equal_transformers_with_padding():
 def test_minilm_equals_transformers_on_real_sentences():
     transformers = pytest.importorskip("transformers")
     model = transformers.BertModel.from_pretrained(minilm_file(""), attn_implementation="eager").eval()
-    ids = text.tokenise(["it's a charming and often affecting journey .", "unflinchingly bleak", "x " * 100])
+    ids = tokenizer.tokenise(["it's a charming and often affecting journey .", "unflinchingly bleak", "x " * 100])
     features_agree(build_backbone("minilm"), model, torch.from_numpy(ids), 2e-5)
     short = build_backbone("minilm.32")
     assert short.spec.length == 32 and torch.equal(short.stem.pos_embed, build_backbone("minilm").stem.pos_embed[:32])
@@ -251,8 +251,8 @@ def test_adapters_sit_where_they_should(mode):
 
 @needs_minilm
 def test_token_ids_are_wordpieces_in_one_length():
-    ids = text.tokenise(["Unflinchingly bleak.", "a " * 100])
-    assert ids.dtype == np.int32 and ids.shape == (2, 64) == (2, text.LENGTH)
+    ids = tokenizer.tokenise(["Unflinchingly bleak.", "a " * 100])
+    assert ids.dtype == np.int32 and ids.shape == (2, 64) == (2, tokenizer.LENGTH)
     # [CLS] un ##fl ##in ##ching ##ly bleak . [SEP]: the vocabulary's rows
     words = minilm_file("vocab.txt").read_text().splitlines()
     assert [words[i] for i in ids[0] if i] == "[CLS] un ##fl ##in ##ching ##ly bleak . [SEP]".split()
@@ -283,7 +283,7 @@ def test_a_local_parquet_of_sentences_is_a_text_set(tmp_path, monkeypatch):
 @needs_minilm
 def test_the_cache_knows_the_tokenizer(monkeypatch):
     keys = {cache_file(datasets._hub_key(datasets.HUB[n])) for n in ("sst2", "ag_news")}
-    monkeypatch.setattr(text, "LENGTH", 32)
+    monkeypatch.setattr(tokenizer, "LENGTH", 32)
     keys |= {cache_file(datasets._hub_key(datasets.HUB[n])) for n in ("sst2", "ag_news")}
     assert len(keys) == 4 and "tokenizer" not in datasets._hub_key(datasets.HUB["cifar10"])
 

@@ -1,19 +1,25 @@
 """Extractive questions in SQuAD's layout: rows [CLS] question [SEP] context [SEP], labels (first, last) token.
 
 A question without an answer (SQuAD 2.0) points to the row's first token, (0, 0). Of several answers the first is the
-label, and all of them are what predictions are compared with, as text (``answers.py``).
+label. Predictions are positions, people compare words: "the Panthers" and "Panthers" are one answer. So a set of
+questions comes with an :class:`AnswerKey` of all that people answered, and each label with its row in the key.
+Read next: ``metrics.py``.
 
 Deviations: a context that is longer than the network's input is cut, not read in overlapping windows. An answer that
 was cut off has the label (``IGNORED``, ``IGNORED``): it teaches nothing, and is hardly ever found.
 """
 
+import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
+import torch
 
-from .tasks import IGNORED
+from .metrics import IGNORED, answer_scores
 from .tokenizer import words_of
 
+KEYED = {"answers": "text"}  # says of cached questions that their key lies beside them
 SPAN_LENGTH = 384  # tokens where no network is named; 21 of XQuAD's 1,190 rows are longer
 
 
@@ -51,3 +57,42 @@ def _token_span(offsets: np.ndarray, start: int, end: int, context_end: int) -> 
     if not len(inside) or offsets.max() < min(end, context_end):  # the context was read up to its largest offset
         return IGNORED, IGNORED
     return inside[0], inside[-1]
+
+
+@dataclass(frozen=True)
+class AnswerKey:
+    """Contexts, answers and tokens' places of N questions."""
+
+    contexts: Sequence[str]  # each once
+    context_of: Sequence[int]  # (N,)
+    answers: Sequence[Sequence[str]]  # of each question all that people gave; none: it cannot be answered
+    offsets: torch.Tensor  # (N, T, 2) first character of each token in the context and the one after its last; or -1
+
+    def texts(self, spans: torch.Tensor, rows: torch.Tensor) -> list[str]:
+        """What spans (n, 2) of the questions ``rows`` (n,) say; nothing where an end lies outside the context."""
+        rows, ends = rows.cpu(), spans.cpu().clamp(max=self.offsets.shape[1] - 1)
+        start, stop = self.offsets[rows, ends[:, 0], 0].tolist(), self.offsets[rows, ends[:, 1], 1].tolist()
+        found = (self.contexts[self.context_of[i]] for i in rows.tolist())
+        return [c[a:b] if min(a, b) >= 0 else "" for c, a, b in zip(found, start, stop, strict=True)]
+
+    def scores(self, spans: torch.Tensor, rows: torch.Tensor, unanswerable: bool) -> dict[str, float]:
+        """``metrics.answer_scores`` of spans (n, 2)."""
+        return answer_scores(self.texts(spans, rows), [self.answers[i] for i in rows.tolist()], unanswerable)
+
+    def pack(self) -> dict[str, torch.Tensor]:
+        """The key as tensors, to be kept beside the questions."""
+        texts = {"contexts": self.contexts, "context_of": self.context_of, "answers": self.answers}
+        written = np.frombuffer(json.dumps(texts).encode(), np.uint8).copy()
+        return {"answer_texts": torch.from_numpy(written), "answer_offsets": self.offsets}
+
+
+def answer_key(contexts: Sequence[str], answers: Sequence[Mapping], offsets: np.ndarray) -> AnswerKey:
+    """The key of questions whose answers are ``{"text": [...], ...}``."""
+    number = {c: i for i, c in enumerate(dict.fromkeys(contexts))}
+    given = [list(a["text"]) for a in answers]
+    return AnswerKey(list(number), [number[c] for c in contexts], given, torch.from_numpy(offsets))
+
+
+def unpack(texts: torch.Tensor, offsets: torch.Tensor) -> AnswerKey:
+    """Inverse of :meth:`AnswerKey.pack`."""
+    return AnswerKey(**json.loads(texts.numpy().tobytes()), offsets=offsets)

@@ -1,38 +1,22 @@
-"""Text as token ids: sentences cut by a tokenizer (``tokenizer.py``) into int32 rows of one length.
+"""``docstrings``: real sentences from installed packages, for smoke runs and tests where no text set is at hand.
 
-SST-2 and AG News are read by ``decode.py`` like any other set, with token ids in the place of pixels. More than one
-text a row: ``pairs.py``, ``spans.py``, ``equations.py``. ``docstrings`` is for smoke runs and tests where none of them
-is at hand: real sentences from installed packages, so its examples differ from one installation to the next, and no
-result on it is worth reporting.
+Its examples differ from one installation to the next, and no result on it is worth reporting.
 """
 
 import ast
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from ..core.rng import numpy_generator
-from .tokenizer import words_of
+from .tokenizer import LENGTH, tokenise, tokenizer_key
 
-LENGTH = 64  # tokens, [CLS] and [SEP] included; longer sentences are cut (SST-2: 1 in 13,000, AG News: 1 in 15)
 LIBRARIES = ("numpy", "matplotlib", "pandas")  # the classes of ``docstrings``
 DOCSTRINGS = 300  # of each library; a sixth is the test set
 FILES = 6  # of each library, the largest
-
-
-def tokenise(sentences: Sequence[str], source: str | None = None, length: int = LENGTH) -> np.ndarray:
-    """Token ids int32 (N, length): the words of each sentence, the marks around them, padding."""
-    encoded = words_of(source).encoder(length).encode_batch(list(sentences))
-    return np.array([e.ids for e in encoded], np.int32).reshape(-1, length)
-
-
-def tokenizer_key(source: str | None = None) -> dict:
-    """What token ids depend on besides the sentences and a network's length, for the cache."""
-    return {"tokenizer": words_of(source).digest} | ({"length": LENGTH} if source is None else {})
 
 
 def docstrings_key(source: str | None = None) -> dict:
