@@ -1,6 +1,6 @@
 """Models of Hugging Face's transformers as backbones: their own layers run as units, for one client or a cohort.
 
-A ``ForeignShape`` names a family (``foreign_families.py``) and its sizes; :class:`Foreign` takes the model that
+A ``ForeignSpec`` names a family (``foreign_families.py``) and its sizes; :class:`Foreign` takes the model that
 transformers builds or loads apart into a stem, units and what follows the last. Their layers know of one model, so the
 members of a cohort run one after the other, each with its own rows of the stacked parameters. A layer that was cut is
 told its new sizes before it runs; the scores of a narrower head are divided by the root of its own width.
@@ -10,7 +10,7 @@ Padding is the zero vector, as in ``bert.py``. T5's state is its encoder's token
 input shifted by one; its exits read the decoder, as ``T5ForQuestionAnswering`` does. A class is read at the class
 token, or where there is none at the last token; exits of the last unit are linear, after the family's pooler or norm.
 
-Fine-tuned as trained (``ForeignShape.as_trained``): layers drop what the checkpoint's config says (BERT, RoBERTa and T5
+Fine-tuned as trained (``ForeignSpec.as_trained``): layers drop what the checkpoint's config says (BERT, RoBERTa and T5
 a tenth, DistilBERT's pooler a fifth, ViT and LLaMA nothing), each client from its own generator; images are normalised
 as in pre-training. Backbones named ``*.plain`` drop nothing and normalise by the data's own mean and SD.
 
@@ -29,10 +29,9 @@ from torch import nn
 from ..core.slices import Axis
 from ..layers.context import Context
 from ..layers.dropout import TokenDropout
-from .backbone import Backbone
+from .backbone import Backbone, TokenSpec
 from .bert import is_token
 from .foreign_layers import drop_here_, fit_, name_axes_, seen
-from .foreign_shapes import ForeignShape
 from .vit import head_axis
 
 Call = Callable[[torch.Tensor], torch.Tensor]
@@ -60,7 +59,7 @@ class Pooler(nn.Module):
 class Stem(nn.Module):
     """What embeds, and every norm or pooler after the last unit: all that belongs to no unit."""
 
-    def __init__(self, spec: ForeignShape, model: nn.Module):
+    def __init__(self, spec: TokenSpec, model: nn.Module):
         super().__init__()
         kind, said = spec.kind, model.config
         self.spec, self.places, self.context = spec, [], Context()
@@ -114,7 +113,7 @@ class Stem(nn.Module):
 class Foreign(Backbone):
     """A model of transformers taken apart; the exits live elsewhere."""
 
-    def __init__(self, spec: ForeignShape, model: nn.Module):
+    def __init__(self, spec: TokenSpec, model: nn.Module):
         super().__init__()
         self.spec, self.context = spec, Context()
         if spec.as_trained:

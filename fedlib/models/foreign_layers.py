@@ -7,13 +7,13 @@ import torch
 from torch import nn
 
 from ..layers.dropout import TokenDropout
+from .backbone import TokenSpec
 from .foreign_families import Family
-from .foreign_shapes import ForeignShape
 
 DROPPING = "fedlib"  # the name of :func:`attend` among transformers' ways to attend
 
 
-def fit_(module: nn.Module, spec: ForeignShape, whole_heads: bool = False) -> None:
+def fit_(module: nn.Module, spec: TokenSpec, whole_heads: bool = False) -> None:
     """Tell the layers of ``module`` the sizes of the tensors that are in place: those of norms and heads."""
     kind = spec.kind
     for m in module.modules():
@@ -59,7 +59,7 @@ def attend(module, query, key, value, attention_mask, scaling=None, position_bia
     return (module.drop(scores.softmax(-1)) @ value).transpose(1, 2), None
 
 
-def name_axes_(backbone: nn.Module, spec: ForeignShape) -> None:
+def name_axes_(backbone: nn.Module, spec: TokenSpec) -> None:
     """Give every layer with parameters the names of its axes; ``ValueError`` for one that the family does not know."""
     kind, whole = spec.kind, ("/qk", "/vo") if spec.grouped else ()
     for path, m in backbone.named_modules():

@@ -1,6 +1,6 @@
 """Transformers' models, built without weights or loaded from a checkpoint, which must be what its name says.
 
-Read next: ``foreign.py``, ``foreign_shapes.py``.
+Read next: ``foreign.py``, ``foreign_specs.py``.
 """
 
 import json
@@ -14,11 +14,11 @@ from torch import nn
 
 from ..core.hub import fail_fast, unreadable
 from ..core.rng import torch_generator
+from .backbone import TokenSpec
 from .foreign import Foreign, shifted_
-from .foreign_shapes import ForeignShape
 
 
-def build_model(spec: ForeignShape):
+def build_model(spec: TokenSpec):
     """The model that transformers builds of ``spec``, whose weights mean nothing."""
     import transformers
 
@@ -27,7 +27,7 @@ def build_model(spec: ForeignShape):
         return kind(kind.config_class(**spec.kind.config(spec)), **_without_pooler(spec))
 
 
-def load_foreign(spec: ForeignShape, seed: int = 0) -> Foreign:
+def load_foreign(spec: TokenSpec, seed: int = 0) -> Foreign:
     """``spec``'s published weights, from a folder, the local cache or the hub; what they lack is drawn from ``seed``.
 
     Lacking may be a pooler and nothing else. ``ConnectionError`` if there are none, ``ValueError`` for weights that
@@ -51,7 +51,7 @@ def load_foreign(spec: ForeignShape, seed: int = 0) -> Foreign:
     return foreign
 
 
-def _from(spec: ForeignShape, read: Callable):
+def _from(spec: TokenSpec, read: Callable):
     """What ``read`` finds at ``spec``'s source; why it does not."""
     try:
         with fail_fast(), torch.random.fork_rng(devices=[]):  # layers are drawn before they are filled
@@ -61,7 +61,7 @@ def _from(spec: ForeignShape, read: Callable):
         raise unreadable("the checkpoint", spec.source, error, otherwise) from error
 
 
-def fetch_foreign(spec: ForeignShape) -> None:
+def fetch_foreign(spec: TokenSpec) -> None:
     """Bring ``spec``'s weights onto this machine. Nothing is built: of seven billion parameters that takes minutes."""
     from huggingface_hub import snapshot_download
 
@@ -76,7 +76,7 @@ def fetch_foreign(spec: ForeignShape) -> None:
         load_foreign(spec)  # which says what is wrong, or knows another form of them
 
 
-def _without_pooler(spec: ForeignShape) -> dict:
+def _without_pooler(spec: TokenSpec) -> dict:
     takes = spec.kind.model in ("RobertaModel", "ViTModel")  # BERT's is a part of what was pre-trained
     return {"add_pooling_layer": False} if takes else {}
 

@@ -122,28 +122,22 @@ def _data(group: pd.DataFrame) -> str:
 
 
 @styled
-def plot_accuracy_costs(
-    frame: pd.DataFrame, ax=None, x: str = "macs", title: str = "What accuracy costs", looks: Looks | None = None
-):
-    """Accuracy against cost ``x``, one dot per exit; ``frame`` as from ``tables.exit_table``."""
-    return _costs(frame, ax, x, "accuracy", title, looks)
-
-
-@styled
 def plot_costs(
-    frame: pd.DataFrame, ax=None, x: str = "macs", y: str = "upload_mib", title: str = "What each exit costs"
-):
+    frame: pd.DataFrame, ax=None, x: str = "macs", y: str = "upload_mib", title: str = "What each exit costs",
+    looks: Looks | None = None,
+):  # fmt: skip
     """Cost ``y`` against cost ``x`` per exit; ``frame`` has method and the columns of ``costs.exit_costs``."""
-    return _costs(frame, ax, x, y, title, None)
-
-
-def _costs(frame, ax, x, y, title, looks):
     ax, frame = axes_of(ax), named(frame)
     (xlabel, xunit), (ylabel, yunit) = COSTS[x], COSTS.get(y, (_score(frame), 1))
     rows = frame.assign(**{x: frame[x] * xunit, y: frame[y] * yunit})
     lines(rows, x, y, ax, looks or looks_of(frame))
     finish(ax, xlabel, ylabel, title)
     return ax
+
+
+def plot_accuracy_costs(frame: pd.DataFrame, ax=None, x: str = "macs", title: str = "What accuracy costs", looks=None):
+    """Accuracy against cost ``x``, one dot per exit; ``frame`` as from ``tables.exit_table``."""
+    return plot_costs(frame, ax, x, "accuracy", title, looks)
 
 
 def _curves(curves: Mapping[str, Sequence[dict]], x: str, ax, colors=None, methods=None) -> pd.DataFrame:
@@ -207,33 +201,27 @@ def plot_learning_curves(runs: Mapping[str, Sequence[dict]], methods: Mapping[st
 
 
 @styled
-def gain_bars(frame: pd.DataFrame, x: str = "finetune", y: str = "gain", hue: str = "method",
-              col: str | None = None, ylabel: str = "ensemble − mean exit (points)",
-              title: str = "The ensemble against the mean exit"):  # fmt: skip
-    """Bars of ``y``: a group per ``x``, a bar per ``hue``, a panel per ``col``; mean, and SD where rows repeat.
+def gain_bars(frame: pd.DataFrame, title: str = "The ensemble against the mean exit"):
+    """Bars of ``gain``: a panel per data column, a group per fine-tuning mode, a bar per method.
 
-    Rows of several data sets are never averaged: without ``col`` they stand in a panel each. Returns the panels' Axes.
+    Bars are means, with SD where there are several seeds. Returns the panels' Axes.
     """
     import seaborn
 
-    frame = frame.dropna(subset=[y])
-    if col is None and "column" in frame and "column" not in (x, hue) and frame.column.nunique() > 1:
-        col = "column"
-    groups = [g for _, g in frame.groupby(col, sort=False)] if col else [frame]
-    methods = dict(zip(frame[hue], frame["method" if "method" in frame else hue], strict=True))
-    colors = {plain(label_of(name)): color_of(method) for name, method in methods.items()}
-    bars = frame[x].nunique() * len(colors)
-    titles = [_data(g) if col == "column" else plain(label_of(str(g[col].iloc[0]))) for g in groups] if col else [""]
-    axes = panels(titles, title, (1.4 + 0.5 * bars, 2.8))
+    frame = frame.dropna(subset=["gain"])
+    groups = [g for _, g in frame.groupby("column", sort=False)] or [frame]
+    colors = {plain(label_of(m)): color_of(m) for m in frame.method.unique()}
+    modes = list(dict.fromkeys(frame.finetune.map(label_of)))
+    titles = [_data(g) for g in groups] if len(groups) > 1 else [""]
+    axes = panels(titles, title, (1.4 + 0.5 * len(modes) * len(colors), 2.8))
     for ax, group in zip(axes, groups, strict=True):
-        rows = group.assign(**{c: group[c].map(lambda name: plain(label_of(name))) for c in {x, hue}})
-        keys = [x, hue] if x != hue else [x]
-        bar = "sd" if rows.duplicated(keys).any() else None
-        seaborn.barplot(rows, x=x, y=y, hue=hue, palette=colors, hue_order=list(colors), errorbar=bar, capsize=0.15,
-                        err_kws={"linewidth": 1.2}, order=list(dict.fromkeys(frame[x].map(label_of).map(plain))),
-                        legend="full", saturation=1, ax=ax)  # fmt: skip
+        rows = group.assign(finetune=group.finetune.map(label_of), method=group.method.map(label_of).map(plain))
+        bar = "sd" if rows.duplicated(["finetune", "method"]).any() else None
+        seaborn.barplot(rows, x="finetune", y="gain", hue="method", palette=colors, order=modes, hue_order=list(colors),
+                        errorbar=bar, capsize=0.15, err_kws={"linewidth": 1.2}, legend="full", saturation=1,
+                        ax=ax)  # fmt: skip
         ax.axhline(0, color="black", linewidth=0.8)
-        finish(ax, "", ylabel if ax.get_subplotspec().is_first_col() else "")
+        finish(ax, "", "ensemble − mean exit (points)" if ax.get_subplotspec().is_first_col() else "")
     share_legend(axes)
     return axes
 

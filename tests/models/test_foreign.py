@@ -250,7 +250,7 @@ def stand_in(folder, family, **changes):
 @pytest.mark.parametrize("family", [f for f in TINY if f not in ("bert", "distilbert")])
 def test_a_folder_says_what_it_holds(tmp_path, monkeypatch, family):
     """``ForeignSpec.of`` finds what ``save_pretrained`` wrote; loaded, it answers as the whole model does."""
-    monkeypatch.setattr("fedlib.models.foreign_shapes.words_of", lambda *a, **k: SimpleNamespace(padding=0))
+    monkeypatch.setattr("fedlib.models.foreign_specs.words_of", lambda *a, **k: SimpleNamespace(padding=0))
     spec = stand_in(tmp_path, family)
     (tmp_path / "tokenizer.json").write_text("{}")
     found = ForeignSpec.of(tmp_path)

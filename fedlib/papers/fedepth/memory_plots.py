@@ -12,10 +12,7 @@ LEFT_OUT = "#c9ced3"
 
 
 @styled
-def plot_plans(
-    memories: Sequence[float], budgets: Mapping[str, float], slack: float, title: str, unit: str = "MiB",
-    leaves_out: bool = True,
-):  # fmt: skip
+def plot_plans(memories: Sequence[float], budgets: Mapping[str, float], slack: float, title: str, unit: str = "MiB"):
     """A panel per budget: every block is a bar on top of the blocks before it in its stage, under the budget's line.
 
     A stage has a colour; blocks that fit no stage are grey. Returns the panels' Axes.

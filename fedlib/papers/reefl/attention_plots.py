@@ -2,7 +2,7 @@
 
 import io
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import numpy as np
 import torch
@@ -144,55 +144,23 @@ def browse(images: Sequence[np.ndarray], attention: Attention, titles: Sequence[
     from IPython.display import Image, display
 
     _, blocks, heads = attention.maps["x"].shape[:3]
+    of_heads = [("mean", None), *((str(h + 1), h) for h in range(heads))]
     choose = {
         "image": widgets.Dropdown(options=[(t, i) for i, t in enumerate(titles)], description="image"),
         "block": widgets.IntSlider(value=1, min=1, max=blocks, description="block"),
-        "head": widgets.Dropdown(
-            options=[("mean", None), *((str(h + 1), h) for h in range(heads))], description="head"
-        ),
+        "head": widgets.Dropdown(options=of_heads, description="head"),
     }
-    picture = MapPicture(images, attention)
-
-    def show(image: int, block: int, head: int | None) -> None:
-        display(Image(picture.png(image, block - 1, head)))
-
-    view = widgets.interactive_output(show, choose)
-    return widgets.VBox([widgets.HBox(list(choose.values())), view])
+    picture = lru_cache(maxsize=1024)(partial(map_picture, images, attention))
+    show = lambda image, block, head: display(Image(picture(image, block - 1, head)))  # noqa: E731
+    return widgets.VBox([widgets.HBox(list(choose.values())), widgets.interactive_output(show, choose)])
 
 
-class MapPicture:
-    """The four maps of one choice as a PNG: laid out once, then only pixels change; no choice is drawn twice."""
+def map_picture(images: Sequence[np.ndarray], attention: Attention, image: int, block: int, head: int | None) -> bytes:
+    """The four maps of one image, block (0-based) and head (None: mean over heads) as a PNG."""
+    from matplotlib.figure import Figure
 
-    def __init__(self, images: Sequence[np.ndarray], attention: Attention):
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-
-        self.images, self.attention = images, attention
-        self.figure = Figure(figsize=(2.2 * len(attention.maps), 2.4), layout="constrained")
-        FigureCanvasAgg(self.figure)
-        height, width = images[0].shape[:2]
-        look = {"extent": (0, width, height, 0), "interpolation": "bilinear"}
-        self.parts = []
-        for ax, name in zip(self.figure.subplots(1, len(attention.maps)), attention.maps, strict=True):
-            overlay(images[0], None, ax, MAPS[name])
-            heat = ax.imshow(np.zeros((1, 1)), cmap="inferno", alpha=0.6, **look)
-            dash = ax.text(width / 2, height / 2, "–", ha="center", va="center")
-            self.parts.append((name, ax.images[0], heat, dash))
-        self.figure.draw_without_rendering()
-        self.figure.set_layout_engine("none")  # the layout is settled
-        self.png = lru_cache(maxsize=1024)(self._draw)
-
-    def _draw(self, image: int, block: int, head: int | None = None) -> bytes:
-        """Image, block (0-based) and head (None: mean over heads)."""
-        for name, photo, heat, dash in self.parts:
-            weights = _mean(self.attention, name, image, block, head)
-            known = bool(np.isfinite(weights).all())
-            photo.set_data(self.images[image])
-            heat.set_visible(known)
-            dash.set_visible(not known)
-            if known:
-                heat.set_data(weights)
-                heat.autoscale()
-        out = io.BytesIO()
-        self.figure.savefig(out, format="png", dpi=90, pil_kwargs={"compress_level": 1})
-        return out.getvalue()
+    figure, out = Figure(figsize=(2.2 * len(attention.maps), 2.4), layout="constrained"), io.BytesIO()
+    for ax, name in zip(figure.subplots(1, len(attention.maps)), attention.maps, strict=True):
+        overlay(images[image], _mean(attention, name, image, block, head), ax, MAPS[name])
+    figure.savefig(out, format="png", dpi=90)
+    return out.getvalue()
