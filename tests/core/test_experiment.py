@@ -1,17 +1,20 @@
 """Experiments are values: validated in words, hashed stably."""
 
+import json
 import pathlib
 from dataclasses import fields
 
 import numpy as np
 import pytest
-from hypothesis import given
+import yaml
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedlib import Execution, Experiment
 from fedlib.core.storage import read_json
 from fedlib.core.validation import check_conditions
 from fedlib.engine.checks import without_defaults
+from tests.helpers.strategies import experiments
 from tests.helpers.tracked import OUTPUTS
 
 
@@ -78,9 +81,6 @@ def test_options_do_not_change():
 STORED = sorted((OUTPUTS / "runs").glob("*/experiment.json"))
 
 
-# --- experiments -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "values, message",
     [
@@ -131,3 +131,13 @@ def test_stored_runs_keep_their_names_and_stay_possible():
 
 def test_new_partitions_and_test_sets_rename_no_run():
     assert Experiment().identity() == {} and "test_split" not in Experiment(partition="dealt").identity()
+
+
+@settings(deadline=None, max_examples=200)
+@given(experiments)
+def test_an_experiment_survives_dict_json_and_yaml(values):
+    e = Experiment.from_dict(values)
+    assert Experiment.from_dict(e.to_dict()) == e == Experiment.from_dict(json.loads(json.dumps(e.to_dict())))
+    assert Experiment.from_dict(yaml.safe_load(yaml.safe_dump(e.to_dict()))).hash == e.hash
+    assert Experiment.from_dict(e.identity()) == e and e.replace() == e
+    assert "/" not in e.slug and len(e.slug.encode()) < 100 and e.slug.isascii() and e.slug.endswith(e.hash)

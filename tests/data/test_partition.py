@@ -189,3 +189,40 @@ def test_absurd_populations_are_refused():
         Drawn(rows, rows % 5, 10, 10**6, 1.0, 1)
     with pytest.raises(ValueError, match="num_clients = 1000000000 exceeds 10,000,000"):
         Drawn(rows, rows % 5, 10**9, 10, 1.0, 1)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(1, 12), st.integers(1, 6), st.integers(12, 90), st.floats(0.05, 100), st.integers(0, 2**32))
+def test_dirichlet_gives_every_client_its_share_and_no_example_twice(clients, classes, n, alpha, seed):
+    labels = np.random.default_rng(0).integers(0, classes, n)
+    parts = partition_examples("dirichlet", labels, clients, seed, alpha)
+    rows = np.concatenate(parts)
+    assert [len(p) for p in parts] == [n // clients] * clients and len(set(rows)) == len(rows) and rows.max() < n
+    again = partition_examples("dirichlet", labels, clients, seed, alpha)
+    assert all(np.array_equal(p, q) and np.array_equal(p, np.sort(p)) for p, q in zip(parts, again, strict=True))
+
+
+@settings(deadline=None, max_examples=8)
+@given(st.sampled_from(["iid", "class_dirichlet", "pathological"]), st.integers(2, 6), st.integers(0, 1000))
+def test_every_partition_holds_each_example_once_and_covers_all_clients(kind, clients, seed):
+    labels = np.arange(120) % 4
+    parts = partition_examples(kind, labels, clients, seed, 1.0, 2)
+    rows = np.concatenate(parts)
+    assert len(parts) == clients and min(map(len, parts)) > 0 and len(set(rows)) == len(rows)
+    covered = set(labels[rows]) if kind == "pathological" else set(range(4))  # a class that nobody drew stays out
+    assert set(rows) == set(np.where(np.isin(labels, list(covered)))[0])
+    assert all(
+        np.array_equal(p, q)
+        for p, q in zip(parts, partition_examples(kind, labels, clients, seed, 1.0, 2), strict=True)
+    )
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(st.integers(0, 6), min_size=1, max_size=60), st.data())
+def test_natural_clients_are_the_largest_owners_whole(owners, data):
+    owners = np.array(owners)
+    clients = data.draw(st.integers(1, len(np.unique(owners))))
+    parts = partition_examples("natural", np.zeros(len(owners), int), clients, 0, owners=owners)
+    assert all(len(set(owners[p])) == 1 and (owners == owners[p[0]]).sum() == len(p) for p in parts)
+    counts = sorted(np.unique(owners, return_counts=True)[1])
+    assert sorted(map(len, parts)) == counts[-clients:]

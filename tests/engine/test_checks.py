@@ -1,7 +1,11 @@
 """What cannot be run is refused before any compute, in one sentence."""
 
 import itertools
+import json
+import random
+import re
 
+import numpy as np
 import pytest
 
 from fedlib import Experiment, build_federation
@@ -154,3 +158,96 @@ def test_impossible_combinations_are_refused_before_compute(values, message):
     with pytest.raises(ValueError) as error:
         check_experiment(Experiment.from_dict(values))
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"dataset": "mnist"}, "backbone = 'bert_micro' cannot read dataset = 'mnist', which holds images; allowed:"),
+        ({"backbone": "deit_micro"}, "backbone = 'deit_micro' cannot read dataset = 'sst2', which holds sentences; allowed: minilm"),
+        ({"augment": "crop"}, "augment = 'crop' is for images; allowed with 'bert_micro': none"),
+        ({"pretrained": True}, "pretrained = True is not possible with backbone = 'bert_micro'; allowed: False"),
+        ({"method": "scalefl_vit"}, "scalefl_vit: backbone: a Bert is not what it cuts, which is a ViT"),
+        ({"backbone": "mini_lm"}, "backbone = 'mini_lm' is unknown; did you mean 'minilm'?"),
+        ({"method": "reefl", "backbone": "bert_micro.mean"}, "reefl: backbone: Ree needs a class token, the exits of 'bert_micro.mean' read the mean of all tokens; allowed: 'bert_micro', or"),
+        ({"num_exits": 4}, "num_exits = 4 does not divide 3 blocks; allowed: [1, 3]"),
+    ],
+)  # fmt: skip
+def test_what_text_cannot_do_is_said_before_any_compute(change, message):
+    e = Experiment(dataset="sst2", augment="none", backbone="bert_micro", pretrained=False, num_exits=3)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        check_experiment(e.replace(**change))
+
+
+VALID = dict(
+    method="depthfl", options={"distill": "best", "zeta": 0.3}, dataset="mnist", num_train=100, num_test=None,
+    partition="dirichlet", dirichlet_alpha=0.5, classes_per_client=2, augment="crop", crop_pad=2, crop_scale=0.1,
+    backbone="deit_micro", pretrained=True, finetune="frozen", finetune_options={}, num_exits=4,
+    exit_blocks=[2, 5, 8, 11], num_clients=20, clients_per_round=5, budgets="uniform", rounds=3, local_epochs=1,
+    batch_size=8, lr=0.1, min_lr=0.01, momentum=0.5, weight_decay=0.1, clip_value=1.0, nonfinite="drop",
+    evaluate_every=1, seed=1,
+)  # fmt: skip
+NUMBERS = {k for k, v in VALID.items() if type(v) in (int, float)} | {"num_test"}
+
+
+def wrong(key, rng):
+    """A value that ``key`` cannot have."""
+    deep = nested = []
+    for _ in range(rng.choice([1, 5, 2000])):
+        nested.append([])
+        nested = nested[0]
+    odd = [b"bytes", {"a": {"b": 1}}, {1: 2}, object(), {"set"}, 1j, deep, float("nan"), float("inf"), -float("inf"), 10**400,
+           -(10**400), 2**64, "\ud800\0", "數" * rng.randint(1, 2000), "", "1e-3", range(3), np.float64("nan"), {"k": float("nan")},
+           {"k": object()}, {"k": deep}, [[None]], [1, "2"], type, np.complex64(3), np.datetime64("2024"), np.array([3, 3])]  # fmt: skip
+    if key in NUMBERS:
+        odd += [True, -1, -0.5, "3", -(2**63)]
+    if type(VALID[key]) is float:
+        odd.remove(2**64)  # large, but a number
+    if type(VALID[key]) is bool:
+        odd += [0, 1, "true", None]
+    return rng.choice(odd)
+
+
+def mutated(rng):
+    """A valid configuration with one thing wrong, and the word that a message about it must hold."""
+    values = json.loads(json.dumps(VALID))
+    kind = rng.randrange(4)
+    if kind == 0:
+        key = rng.choice(
+            [rng.choice(list(VALID)) + rng.choice("sz_ é\n"), rng.choice(["", "\0", "数据", "__class__", "x" * 5000])]
+        )
+        values[key] = rng.choice([1, None, VALID])
+        return values, "unknown key"
+    if kind == 1:
+        values["options"][rng.choice(["zetta", "", "数", "lr"])] = 1
+        return values, "options of depthfl: unknown key"
+    if kind == 2:
+        key = rng.choice(["zeta", "temperature", "beta1", "kd_weight"])
+        values["options"][key] = rng.choice([float("nan"), "0.1", True, [1], {"a": 1}, 10**400, b"x", float("inf")])
+        return values, key
+    key = rng.choice(list(VALID))
+    values[key] = wrong(key, rng)
+    return values, key
+
+
+def test_ten_thousand_invalid_configurations_give_clear_errors():
+    """``ValueError`` with the key's name in a few lines, and no other exception from the depths."""
+    rng, escaped, tried = random.Random(0), [], 0
+    while tried < 10_000:
+        values, word = mutated(rng)
+        try:
+            check_experiment(Experiment.from_dict(values))
+        except ValueError as error:
+            text = str(error)
+            tried += 1
+            if word not in text or len(text) > 4000 or text.count("\n") > 2:
+                escaped.append((word, text[:300]))
+        except Exception as error:
+            tried += 1
+            escaped.append((word, repr(error)[:300]))
+        else:  # the few draws that are valid after all
+            assert word in ("dataset", "num_test", "exit_blocks", "options", "finetune_options", "clip_value"), (
+                word,
+                values[word],
+            )
+    assert not escaped, f"{len(escaped)}: {escaped[:5]}"

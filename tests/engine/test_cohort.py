@@ -3,20 +3,16 @@
 import copy
 import math
 import weakref
-from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
-from fedlib import Execution, Experiment, build_federation, run_rounds
-from fedlib.core.clients import Client
+from fedlib import Execution, build_federation, run_rounds
 from fedlib.core.rng import torch_generator
-from fedlib.core.slices import Slice
-from fedlib.engine.executors import automatic_cohort_size, plan_cohorts, plan_round
 from fedlib.engine.schedules import round_rate
-from fedlib.methods import METHODS, Member, Round, build_method
+from fedlib.methods import METHODS
 from tests.helpers.granted import granted
 
 
@@ -143,56 +139,6 @@ def test_depthfl_equals_its_box_written_as_a_plain_loop(tiny):
             theta[n] = mean - h[n] / alpha
     for name, p in train(e).server.params.items():
         torch.testing.assert_close(p, theta[name], rtol=0, atol=2e-5)
-
-
-def test_learning_rate_is_a_cosine_with_a_floor():
-    e = Experiment(rounds=1000, lr=0.05, min_lr=0.001)
-    assert round_rate(e, 910) == 0.001 and round_rate(e, 909) > 0.001
-    assert round_rate(e, 500) == pytest.approx(0.025)
-    f = Experiment(rounds=1000, lr=0.1, min_lr=0.01)
-    assert round_rate(f, 796) == 0.01 and round_rate(f, 795) > 0.01
-
-
-def test_sampling_is_a_function_of_seed_and_round_and_the_same_for_every_method(tiny):
-    ids = {}
-    for method in ("reefl", "depthfl", "scalefl_vit"):
-        f = build_federation(tiny.replace(method=method))
-        ids[method] = [[c.id for c in f.sample_clients(t)] for t in (1, 2, 3)]
-    assert ids["reefl"] == ids["depthfl"] == ids["scalefl"]
-    assert len({tuple(x) for x in ids["reefl"]}) > 1 and all(len(set(x)) == 6 for x in ids["reefl"])
-    exclusive = build_federation(tiny.replace(method="exclusivefl"))
-    assert {c.id % 4 for c in exclusive.sample_clients(1)} == {3}
-
-
-def test_cohorts_split_by_width_and_mix_depths(tiny):
-    f = build_federation(tiny.replace(method="scalefl_vit"))
-    clients = f.sample_clients(1)
-    r = Round(1, tuple(clients), f.setting)
-    cohorts = plan_round(f, f.server, r, workers=1, size=None)
-    assert all(len({m.client.budget for m in cohort}) == 1 for cohort in cohorts)
-    nested = replace(f, method=build_method("depthfl", {}))
-    assert [len(plan_round(nested, f.server, r, workers, None)) for workers in (1, 2)] == [1, 2]
-    planned = [m.client.id for cohort in plan_round(nested, f.server, r, 2, 2) for m in cohort]
-    assert sorted(planned) == sorted(c.id for c in clients)
-
-
-@pytest.mark.parametrize(
-    "workers, size, sizes", [(2, 4, [3, 3, 2, 2]), (2, 5, [5, 5]), (1, 4, [4, 3, 3]), (3, None, [4, 3, 3])]
-)
-def test_every_worker_gets_as_many_cohorts_as_the_others(workers, size, sizes):
-    """Ten clients on two workers, at most four a cohort: three cohorts would leave one worker idle for a third."""
-    jobs = [[Member(Client(i, 3, 100), Slice.prefix(12, range(4)))] for i in range(10)]
-    assert sorted(map(len, plan_cohorts(jobs, workers, size)), reverse=True) == sizes
-
-
-def test_automatic_cohorts_batch_small_models_and_leave_large_ones_alone(tiny):
-    """Widest activation of a client: 32 images x 17 tokens x 256 features x 4 bytes = 0.53 MiB."""
-    size = lambda **changes: automatic_cohort_size(build_federation(tiny.replace(**{"batch_size": 32} | changes)))  # noqa: E731
-    assert size(finetune="full", finetune_options={}) == 5  # 3 / 0.53
-    assert size(finetune="full", finetune_options={}, batch_size=8) == 22  # 3 / 0.1328
-    assert size(finetune="lora") == 30  # 16 / 0.53: frozen weights see one merged batch
-    big = dict(backbone="deit_small_patch16_224", pretrained=False, batch_size=16)
-    assert size(finetune="frozen", finetune_options={}, **big) == 1
 
 
 def test_frozen_parameters_have_no_gradients_state_or_copies(tiny):

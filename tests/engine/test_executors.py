@@ -6,6 +6,10 @@ import pytest
 import torch
 
 from fedlib import Execution, Experiment, build_federation
+from fedlib.core.clients import Client
+from fedlib.core.slices import Slice
+from fedlib.engine.executors import automatic_cohort_size, plan_cohorts, plan_round
+from fedlib.methods import Member, Round, build_method
 
 
 @pytest.mark.parametrize("device", ["cudaa", "gpu", "mps", "cuda:-1", "cuda:x", "", "cuda:99999999999"])
@@ -34,3 +38,34 @@ def test_absent_gpus_are_refused(monkeypatch):
 def test_an_executions_unknown_keyword_is_named():
     with pytest.raises(ValueError, match="execution: unknown key 'worker'; did you mean 'workers'?"):
         Execution(worker=3)
+
+
+def test_cohorts_split_by_width_and_mix_depths(tiny):
+    f = build_federation(tiny.replace(method="scalefl_vit"))
+    clients = f.sample_clients(1)
+    r = Round(1, tuple(clients), f.setting)
+    cohorts = plan_round(f, f.server, r, workers=1, size=None)
+    assert all(len({m.client.budget for m in cohort}) == 1 for cohort in cohorts)
+    nested = replace(f, method=build_method("depthfl", {}))
+    assert [len(plan_round(nested, f.server, r, workers, None)) for workers in (1, 2)] == [1, 2]
+    planned = [m.client.id for cohort in plan_round(nested, f.server, r, 2, 2) for m in cohort]
+    assert sorted(planned) == sorted(c.id for c in clients)
+
+
+@pytest.mark.parametrize(
+    "workers, size, sizes", [(2, 4, [3, 3, 2, 2]), (2, 5, [5, 5]), (1, 4, [4, 3, 3]), (3, None, [4, 3, 3])]
+)
+def test_every_worker_gets_as_many_cohorts_as_the_others(workers, size, sizes):
+    """Ten clients on two workers, at most four a cohort: three cohorts would leave one worker idle for a third."""
+    jobs = [[Member(Client(i, 3, 100), Slice.prefix(12, range(4)))] for i in range(10)]
+    assert sorted(map(len, plan_cohorts(jobs, workers, size)), reverse=True) == sizes
+
+
+def test_automatic_cohorts_batch_small_models_and_leave_large_ones_alone(tiny):
+    """Widest activation of a client: 32 images x 17 tokens x 256 features x 4 bytes = 0.53 MiB."""
+    size = lambda **changes: automatic_cohort_size(build_federation(tiny.replace(**{"batch_size": 32} | changes)))  # noqa: E731
+    assert size(finetune="full", finetune_options={}) == 5  # 3 / 0.53
+    assert size(finetune="full", finetune_options={}, batch_size=8) == 22  # 3 / 0.1328
+    assert size(finetune="lora") == 30  # 16 / 0.53: frozen weights see one merged batch
+    big = dict(backbone="deit_small_patch16_224", pretrained=False, batch_size=16)
+    assert size(finetune="frozen", finetune_options={}, **big) == 1

@@ -6,18 +6,12 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from fedlib import Execution, build_federation, run, run_rounds
-from fedlib.core.clients import Client
-from fedlib.core.slices import ParamInfo, Slice
 from fedlib.core.storage import read_tensors
 from fedlib.data import federated
-from fedlib.methods import build_method
 from fedlib.methods.sliced.depthfl import DepthFL
 from fedlib.methods.sliced.fedavg import FedAvg
-from fedlib.methods.sums import MaskedMean, Update
 from tests.helpers.plain_personal import experiment
 from tests.helpers.stored import ONE, short
 
@@ -123,47 +117,6 @@ def test_a_server_that_overflows_on_finite_updates_is_diverged():
 
 def test_the_policy_renames_no_stored_run():
     assert short("reefl").hash == short("reefl", nonfinite="record").hash != short("reefl", nonfinite="drop").hash
-
-
-INFO = {n: ParamInfo((None,), "backbone", u, (2,)) for u, n in enumerate(("low", "high"))}
-
-
-@settings(deadline=None, max_examples=50)
-@given(st.lists(st.tuples(st.integers(1, 9), st.booleans(), st.sampled_from([0.0, -3.0, 7.5, math.nan, math.inf])), min_size=1, max_size=6))  # fmt: skip
-def test_dropping_equals_never_having_taken_part(clients):
-    """Any pattern of deep and shallow, good and bad clients: sums equal those of the good clients alone."""
-    clients = sorted(clients, key=lambda c: not c[1])  # deep ones first, as in a cohort
-
-    def update_of(members):
-        slices = tuple(Slice.prefix(2 if d else 1, ()) for _, d, _ in members)
-        params = {"low": torch.tensor([[v, 1.0] for *_, v in members])}
-        rows = {"low": range(len(members))}
-        if held := sum(d for _, d, _ in members):
-            params["high"], rows["high"] = torch.tensor([[2.0, v] for _, d, v in members if d]), range(held)
-        return Update(tuple(Client(ids[id(m)], 0, m[0]) for m in members), slices, params, rows)
-
-    clients = [list(c) for c in clients]
-    ids = {id(c): i for i, c in enumerate(clients)}
-    good = [c for c in clients if math.isfinite(c[2])]
-    update = update_of(clients)
-    bad = update.nonfinite()
-    assert bad == {i: "low" for i, c in enumerate(clients) if not math.isfinite(c[2])}
-    kept = update.without(bad)
-    assert [c.id for c in kept.clients] == [ids[id(c)] for c in good]
-    if good:
-        means = []
-        for u in (kept, update_of(good)):
-            assert u.rows.keys() == u.params.keys()
-            means.append(MaskedMean(INFO))
-            means[-1].add(u, [c.num_examples for c in u.clients])
-        old = {n: torch.full((2,), 5.0) for n in INFO}
-        for name, value in means[0].result(old).items():
-            assert torch.equal(value, means[1].result(old)[name])
-    else:
-        assert not kept.params and build_method("reefl", {}).summarise(kept, None) == {}
-
-
-# --- clients with next to nothing --------------------------------------------------------------------------------
 
 
 def with_sizes(monkeypatch, sizes):

@@ -117,3 +117,11 @@ def test_milestones_are_increasing_rounds_or_shares(milestones):
 )
 def test_schedules_that_make_sense_pass(fields):
     check_schedule(experiment(**fields))
+
+
+def test_learning_rate_is_a_cosine_with_a_floor():
+    e = Experiment(rounds=1000, lr=0.05, min_lr=0.001)
+    assert round_rate(e, 910) == 0.001 and round_rate(e, 909) > 0.001
+    assert round_rate(e, 500) == pytest.approx(0.025)
+    f = Experiment(rounds=1000, lr=0.1, min_lr=0.01)
+    assert round_rate(f, 796) == 0.01 and round_rate(f, 795) > 0.01

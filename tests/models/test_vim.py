@@ -18,9 +18,6 @@ from fedlib.models.exits import Classifiers
 from fedlib.models.ree import Ree
 from fedlib.models.registry import build_backbone
 from fedlib.models.vim import VIMS, Mixer, VimSpec, load_vim, published_name
-from fedlib.report.tables import load_reported
-from fedlib.runs.costs import exit_costs, upload_parameters
-from fedlib.runs.params import load_grid
 
 TOY = VimSpec(img_size=12, patch_size=4, dim=8, depth=4, state_dim=3)  # 9 patches, class token at 4, T = 10
 
@@ -31,9 +28,6 @@ def generator(seed=0):
 
 def normal(*shape, seed=0, **kwargs):
     return torch.randn(*shape, generator=generator(seed), **kwargs)
-
-
-# --- the backbone ----------------------------------------------------------------------------------------------------
 
 
 def published(config, classes=5, seed=0):
@@ -196,9 +190,6 @@ def test_initialisation_is_mambas_and_a_function_of_the_seed():
     assert a.blocks[0].mixer.out_proj.weight.abs().max() <= (128 * 12) ** -0.5
 
 
-# --- exits -----------------------------------------------------------------------------------------------------------
-
-
 def released_exits(state, config, head, images, exit_blocks):
     """The release's loop on Vim: exits read the block's ``hidden`` at the class token; Ree's answer is written there."""
     blocks, middle, logits, history = config.depth, 4, [], []
@@ -276,9 +267,6 @@ def test_ree_hands_back_exactly_the_middle_token(monkeypatch, reads_update):
         torch.testing.assert_close(entering_next[..., 4, :], expected, rtol=0, atol=0)
 
 
-# --- training --------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def toy_experiment(monkeypatch, tiny):
     monkeypatch.setitem(weights.OWN, "vim_toy", VimSpec(img_size=16, patch_size=4, dim=16, depth=4, state_dim=4))
@@ -334,54 +322,6 @@ def test_what_vim_cannot_do_is_said_before_any_compute(change, message):
     e = Experiment(backbone="vim_micro", pretrained=False, finetune="full").replace(**change)
     with pytest.raises(ValueError, match=re.escape(message)):
         check_experiment(e)
-
-
-# --- costs and Table 9 -----------------------------------------------------------------------------------------------
-
-
-def test_costs_count_the_scan():
-    e = Experiment(method="depthfl", backbone="vim_tiny", finetune="frozen", augment="none")
-    rows = exit_costs(e, 100)
-    # A token and block: in_proj 768 * 192, out_proj 192 * 384, and per direction x_proj 44 * 384, dt_proj 12 * 384 and
-    # four products per channel and state, 4 * 16 * 384. 197 tokens; patches 196 * 768 * 192; heads 192 * 100.
-    token = 768 * 192 + 192 * 384 + 2 * (44 * 384 + 12 * 384 + 4 * 16 * 384)
-    assert [r["macs"] for r in rows] == [
-        196 * 768 * 192 + 197 * token * 6 * j + j * 192 * 100 for j in (1, 2, 3, 4)
-    ]  # 1.51e9 at the last exit; published for Vim-T: 1.5 G
-    assert [r["block"] for r in rows] == [6, 12, 18, 24] and rows[3]["parameters"] == 6_954_816 + 4 * 19_684
-    # Ree at d = 192: 25 positions and the meta token; two norms; qkv 192 -> 48 and 16 -> 192; MLP 259 wide; classifier.
-    ree = 26 * 192 + 2 * 384 + 193 * 48 + 17 * 192 + 193 * 259 + 260 * 192 + 384 + 193 * 100
-    assert upload_parameters(e.replace(method="reefl"), 100) == [ree] * 4
-
-
-def test_training_memory_counts_one_state_a_chunk():
-    """Full fine-tuning keeps no (tokens x channels x states) tensor: 24 blocks of it alone would be 7.1 GiB."""
-    e = Experiment(method="depthfl", backbone="vim_tiny", finetune="full", augment="none")
-    last = exit_costs(e, 100)[-1]["training_memory_mib"]
-    states = 2 * 24 * 13 * 32 * 16 * 384 * 4 / 2**20  # 13 chunks of 197 tokens, batch 32
-    assert states < last < 6 * 1024 < 2 * 24 * 197 * 32 * 16 * 384 * 4 / 2**20
-
-
-def test_table9_is_the_papers_setting_and_small_profiles_keep_vim():
-    cells = load_grid("reefl", "table9", "paper")
-    assert len(cells) == 2 * 2 * 5 * 3
-    by = {(c.finetune, c.method, c.column): c.experiment for c in cells if c.seed == 1}
-    e = by["full", "reefl", "cifar100_alpha1"]
-    assert (e.backbone, e.pretrained, e.lr, e.min_lr, e.num_exits) == ("vim_tiny", True, 0.01, 0.001, 4)
-    f = by["frozen", "depthfl", "femnist"]
-    assert (f.lr, f.min_lr, f.weight_decay, f.num_clients) == (0.01, 0.01, 0.001, 381)
-    for profile in ("smoke", "small"):
-        small = load_grid("reefl", "table9", profile)
-        assert {(c.experiment.backbone, c.experiment.pretrained) for c in small} == {("vim_micro", False)}
-    own = load_grid("reefl", "table9", "smoke", {"backbone": "vim_micro.stream", "finetune": "full"})
-    assert {c.experiment.backbone for c in own} == {"vim_micro.stream"} and {c.finetune for c in own} == {"full"}
-
-
-def test_table9_reported():
-    frame = load_reported("reefl", "table9").set_index(["finetune", "method", "column"])[["mean", "sd"]]
-    assert len(frame) == 20 and not frame.index.duplicated().any()
-    assert tuple(frame.loc[("frozen", "reefl", "speech_commands")]) == (11.95, 1.45)
-    assert tuple(frame.loc[("full", "depthfl", "cifar100_alpha0.1")]) == (56.93, 0.18)
 
 
 def test_configs_stand_in_for_each_other():

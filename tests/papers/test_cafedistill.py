@@ -5,7 +5,7 @@ import pandas as pd
 import pytest
 
 from fedlib.core.storage import write_json, write_lines
-from fedlib.engine.leaving import THRESHOLDS, first_confident
+from fedlib.engine.leaving import THRESHOLDS
 from fedlib.papers import cafedistill
 from fedlib.papers.cafedistill import by_main_label, coordination, students_by_round
 from fedlib.report.claims import Published, Stored, compared, judge_claim, load_all_claims
@@ -260,14 +260,6 @@ def test_claims_judge_what_clients_get(tmp_path):
     assert found.printed == "44 of 44"
     name = "leads_at_every_exit"
     assert judge_claim(name, CLAIMS[name], stored, Published("cafedistill")).verdict == "not testable"
-
-
-def test_the_first_exit_whose_confidence_exceeds_the_threshold():
-    import torch
-
-    confidence = torch.tensor([[0.8, 0.5, 0.9], [0.9, 0.6, 0.1]])
-    assert first_confident(confidence, 0.8, strict=True).tolist() == [1, 1, 0]
-    assert first_confident(confidence, 0.8).tolist() == [0, 1, 0]
 
 
 def test_coordination_is_that_of_the_run():

@@ -21,6 +21,9 @@ from fedlib.runs.params import load_grid, load_spec
 from fedlib.runs.params_files import grids, papers
 from fedlib.runs.prices import _shape_of, num_classes
 
+pytestmark = pytest.mark.usefixtures("repeatable_convolutions")
+
+
 CLAIMS = load_all_claims("scalefl")
 ON_RUNS = [name for name, claim in CLAIMS.items() if "table" in claim]
 ROWS = {"resnet110": 20, "msdnet24": 12, "efficientnetb4": 3, "bert": 16}
@@ -183,3 +186,25 @@ def test_accuracies_of_levels_are_read_from_stored_runs_only(tmp_path):
     assert ax.get_xlabel().startswith("MACs per example") and ax.lines[0].get_xdata().tolist() == [90, 345]
     ax.figure.canvas.draw()  # a level, a tick, in plain numbers
     assert [t.get_text() for t in ax.get_xticklabels()] == ["90", "340"] and not len(ax.xaxis.get_minorticklocs())
+
+
+def setting_for(method, classes=10, **fields):
+    e = Experiment(method=method, pretrained=False, finetune="full", num_exits=4, **fields)
+    return build_method(e.method, e.options), setting_of(e, build_model(e, build_method(method, e.options), classes, meta=True))  # fmt: skip
+
+
+def test_levels_by_latency_are_solved_offline(convnet):
+    """With parameters in the place of seconds they are those of ``cost="parameters"``; a real clock gives a time."""
+    from fedlib.papers.scalefl import levels_by_latency
+    from fedlib.runs.latency import seconds_of
+
+    e = Experiment(method="scalefl", backbone="resnet20", pretrained=False, finetune="full", num_exits=4)
+    found = levels_by_latency(e, 10, lambda shapes, part: shapes.setting.measure.parameters(part))
+    method, setting = setting_for("scalefl", backbone="resnet20")
+    assert found["widths"] == tuple(x.width for x in method.levels(setting))
+    again = build_method("scalefl", found)
+    assert again.exit_units(9, 4) == setting.exit_units and again.levels(setting) == method.levels(setting)
+    clocked = levels_by_latency(
+        convnet.replace(options={"eps": 1e9}), 10, lambda shapes, part: seconds_of(shapes, part, seconds=0.001)
+    )
+    assert clocked["depths"][-1] == clocked["widths"][-1] == 1.0

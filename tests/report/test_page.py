@@ -9,7 +9,6 @@ import pytest
 from fedlib import Experiment
 from fedlib.core.paths import params_dir
 from fedlib.report.claims import Stored, judge
-from fedlib.report.claims_page import added, tally_of
 from fedlib.report.page import (
     claims_page,
     facts,
@@ -20,9 +19,7 @@ from fedlib.report.page import (
     results_page,
     short_title,
     title_of,
-    write_results,
 )
-from fedlib.report.tables import markdown_table, methods_in_columns
 from fedlib.runs.params import Cell, load_grid
 from fedlib.runs.params_files import papers
 from fedlib.runs.store import find_run
@@ -146,39 +143,6 @@ def test_facts_add_up():
     assert facts(stored, [*cells, *cells]).startswith("3 runs;") and f"training: {seconds / 60:.0f} minutes" in facts(stored, cells)  # fmt: skip
 
 
-def test_markdown_tables():
-    import pandas as pd
-
-    assert (
-        markdown_table(pd.DataFrame({"a": [1, 2], "b": ["x", "y"]})) == "| a | b |\n| --- | --- |\n| 1 | x |\n| 2 | y |"
-    )
-
-
-def test_methods_stand_in_columns_as_papers_print_them():
-    import pandas as pd
-
-    rows = [
-        ("LoRA", "femnist", "omniglot", "DepthFL", "36.1 ± 5.3", 3, "82.4"),
-        ("LoRA", "femnist", "omniglot", "ReeFL", "32.8", 1, "84.7"),
-        ("LoRA", "cifar10", "cifar10", "ReeFL", "44.5 ± 0.4", 2, "–"),
-    ]
-    long = pd.DataFrame(rows, columns=["mode", "column", "data", "method", "obtained", "seeds", "reported"])
-    wide = methods_in_columns(long)
-    assert list(wide) == ["mode", "column", "data", "DepthFL", "ReeFL", "seeds"]
-    assert wide.to_numpy().tolist() == [
-        ["LoRA", "femnist", "omniglot", "36.1 ± 5.3 (82.4)", "32.8 (84.7)", "1–3"],
-        ["LoRA", "cifar10", "cifar10", "–", "44.5 ± 0.4", "2"],
-    ]
-    assert methods_in_columns(long.drop(columns="reported")).iloc[0, 3] == "36.1 ± 5.3"
-    for as_it_is in (
-        long[:2],
-        long.assign(method="ReeFL"),
-        long.assign(best=1.0),
-    ):  # a row a method, a name twice, more
-        assert methods_in_columns(as_it_is) is as_it_is
-    assert methods_in_columns(long, most=1) is long
-
-
 def test_a_grid_that_was_begun_says_what_is_missing():
     cells = [
         Cell("full", v, v, v, column, seed, Experiment(method="fedavg", dataset=d, seed=seed, lr=lr))
@@ -194,19 +158,3 @@ def test_a_grid_that_was_begun_says_what_is_missing():
         "Not run yet: SST-2, seed 2 of *FedAvg*; SST-2, seeds 1, 2 of *RaFFM*; "
         "CIFAR-10, Dirichlet 1, seed 2 of *FedAvg*, *RaFFM*."
     )
-
-
-def test_the_tally_over_all_papers_is_the_sum():
-    one, other = tally_of({"holds": 2, "contradicted": 1, "not testable": 3}), tally_of({"holds": 1, "tie": 2})
-    assert one == "Of 6 claims 2 hold, 1 is contradicted, 3 are not testable here."
-    assert added([one, other]) == "Of 9 claims 3 hold, 1 is contradicted, 2 are ties, 3 are not testable here."
-
-
-def test_a_page_without_comparisons_any_more_is_removed(tmp_path, monkeypatch):
-    monkeypatch.setenv("FEDLIB_OUTPUTS", str(tmp_path))
-    (tmp_path / "scalefl").mkdir()
-    (tmp_path / "scalefl/claims.md").write_text("of runs that were deleted")
-    write_results("small", ["scalefl"])
-    assert not (tmp_path / "scalefl/claims.md").exists()
-    index = (tmp_path / "README.md").read_text()
-    assert "Over all papers: of 12 claims 12 are not testable here." in index

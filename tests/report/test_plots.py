@@ -1,103 +1,19 @@
 """Figures: a method's look is one everywhere and can be told apart, words are safe, nothing is cut off or misplaced."""
 
 import itertools
-import re
-import warnings
-from types import SimpleNamespace
 
 import matplotlib
-import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 import pytest
-import torch
 from matplotlib.colors import to_rgb
 
 from fedlib.core.paths import params_dir
-from fedlib.core.words import fonts, plain
-from fedlib.methods import METHODS
-from fedlib.papers.reefl.attention_plots import overlay
-from fedlib.papers.reefl.teachers import plot_teachers
 from fedlib.report import plots
-from fedlib.report.data_plots import plot_clients_examples, plot_label_distribution
-from fedlib.report.style import color_of, looks_of, marker_of, model_of, named, styled, title_of
-from fedlib.report.tables import label_of
+from fedlib.report.style import color_of, marker_of, styled
+from tests.helpers.figures import frame, inside
 
-HOSTILE = ("$x$ and $y", "_hidden", "猫", "😀", r"\frac{", "a & <b>", "$\\alpha$")
-GROUPS = (  # methods that stand in one figure
-    "exclusivefl inclusivefl scalefl_vit depthfl reefl fedavg",
-    "fedavg heterofl splitmix depthfl fedepth",
-    "heterofl fedavg decoupled scalefl_vit splitmix feddf raffm",
-    "local fedavg fedprox scalefl depthfl fedper fedrep fedbabu fedamp pfedgraph fedrod ditto fedpac cafedistill",
-)
-
-
-@pytest.fixture(autouse=True)
-def strict():
-    """Any warning of matplotlib (a glyph or font that is missing, a layout that does not fit) fails."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        yield
-    plt.close("all")
-
-
-def frame(variants, columns=("cifar100_alpha1",), seeds=(1, 2), exits=4, dataset="cifar10", modes=("frozen", "lora")):
-    """As ``tables.collect`` gives: ``variants`` are (variant, method, label)."""
-    rows = [
-        {"finetune": mode, "variant": v, "method": m, "label": label, "column": c, "seed": s, "dataset": dataset,
-         "accuracy": 40.0 + s + i, "ensemble": 42.0 + 2 * s + i, "exits": [40.0 + s + i + e for e in range(exits)]}
-        for mode in modes for c in columns for i, (v, m, label) in enumerate(variants) for s in seeds
-    ]  # fmt: skip
-    return pd.DataFrame(rows)
-
-
-def inside(figure):
-    """Every legend, title and text that is drawn lies on the canvas."""
-    figure.draw_without_rendering()
-    canvas = figure.bbox
-    shown = [*figure.legends, *(ax.get_legend() for ax in figure.axes), *figure.texts]
-    shown += [t for ax in figure.axes for t in (ax.title, ax.xaxis.label, ax.yaxis.label, *ax.texts)]
-    for part in (p for p in shown if p is not None):
-        box = part.get_window_extent()
-        if not box.width:
-            continue
-        assert box.x0 >= -1 and box.y0 >= -1 and box.x1 <= canvas.x1 + 1 and box.y1 <= canvas.y1 + 1, part
-    return True
-
-
-# Machado et al. 2009, severity 1: how linear RGB looks without red, without green, and to most.
-SEEN = np.array([
-    [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]],
-    [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]],
-    np.eye(3),
-])  # fmt: skip
-
-
-def lab(rgb):
-    """Linear RGB -> CIE L*a*b*."""
-    xyz = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]]) @ np.clip(rgb, 0, 1)
-    f = np.where((t := xyz / [0.9505, 1, 1.089]) > 0.008856, np.cbrt(t), 7.787 * t + 16 / 116)
-    return np.array([116 * f[1] - 16, 500 * (f[0] - f[1]), 200 * (f[1] - f[2])])
-
-
-def distance(a, b):
-    """The smallest distance of two colours to any eye."""
-    linear = [np.where((c := np.array(to_rgb(x))) <= 0.04045, c / 12.92, ((c + 0.055) / 1.055) ** 2.4) for x in (a, b)]
-    return min(np.linalg.norm(lab(m @ linear[0]) - lab(m @ linear[1])) for m in SEEN)
-
-
-def test_methods_of_a_figure_can_be_told_apart_by_every_eye():
-    assert distance("#ff0000", "#ff0000") == 0 and distance("#000000", "#ffffff") > 90
-    for group in map(str.split, GROUPS):
-        assert len({marker_of(m) for m in group}) == len(group)
-        for a, b in itertools.combinations(group, 2):
-            assert distance(color_of(a), color_of(b)) > 17, (a, b)
-    twins = {"scalefl": "scalefl_vit", "fedavg_level1": "fedavg"}  # one method, in papers of their own
-    looks = {n: (m.color, m.marker) for n, m in METHODS.items() if m.__module__.startswith("fedlib.")}
-    assert len(looks) == 25 and all(looks[a] == looks[b] for a, b in twins.items())
-    assert len(set(looks.values())) == len(looks) - len(twins)
-    for a, b in itertools.combinations(set(looks) - set(twins), 2):
-        assert distance(color_of(a), color_of(b)) > 8, (a, b)
+pytestmark = pytest.mark.usefixtures("strict")
 
 
 def test_a_figure_leaves_the_backend_as_interactive_as_it_became():
@@ -114,23 +30,6 @@ def test_a_figure_leaves_the_backend_as_interactive_as_it_became():
         assert matplotlib.is_interactive() and matplotlib.rcParams["axes.grid"] == grid
     finally:
         matplotlib.interactive(before)
-
-
-def test_an_unknown_method_has_a_look_of_its_own_that_stays(monkeypatch):
-    assert color_of("mine") == color_of("mine") and color_of("mine") != color_of("yours")
-    monkeypatch.setitem(METHODS, "mine", type("Mine", (), {"color": "#123456", "marker": "H"}))
-    assert (color_of("mine"), marker_of("mine"), label_of("mine")) == ("#123456", "H", "mine")
-    monkeypatch.setitem(METHODS, "better", type("Better", (METHODS["reefl"],), {"label": "Better"}))
-    assert label_of("better") == "Better" and color_of("better") != color_of("reefl")  # a look is not inherited
-
-
-def test_variants_share_the_methods_colour_and_differ_in_dash():
-    six = [(f"depthfl_{i}", "depthfl", f"DepthFL, {i}") for i in range(5)] + [("depthfl", "depthfl", "depthfl")]
-    looks = looks_of(named(frame([*six, ("reefl", "reefl", "reefl")])))
-    dashes = [looks.dashes[n] for n in looks.dashes if n.startswith("DepthFL")]
-    assert len(set(dashes)) == 6 and looks.dashes["DepthFL"] == "" == looks.dashes["ReeFL"]
-    assert {looks.markers[n] for n in looks.markers if n.startswith("DepthFL")} == {marker_of("depthfl")}
-    assert looks.palette["DepthFL"] == to_rgb(color_of("depthfl"))
 
 
 def test_a_line_looks_the_same_in_every_panel_and_in_the_legend():
@@ -262,56 +161,6 @@ def test_names_at_the_right_edge_stay_inside():
     assert len(boxes) == 8 and not any(a.overlaps(b) for a, b in itertools.combinations(boxes, 2))
 
 
-def test_titles_are_a_readers_words():
-    assert title_of("cifar100_alpha1", "cifar10") == "CIFAR-10 standing in for CIFAR-100, Dirichlet 1"
-    assert title_of("cifar100_alpha0.1", "cifar100") == title_of("cifar100_alpha0.1") == "CIFAR-100, Dirichlet 0.1"
-    assert title_of("cifar100_beta10") == "CIFAR-100, 10 classes a client"
-    assert title_of("cifar10_alpha_u0.3", "cifar10") == "CIFAR-10, unbalanced Dirichlet 0.3"
-    assert title_of("speech_commands", "fsdd") == "Free Spoken Digits standing in for Speech Commands"
-    assert title_of("my_column", "/data/my_birds") == "my birds standing in for my column"
-    assert (model_of("bert_base.384"), model_of("my_net")) == ("BERT-base", "my_net")
-
-
-def test_words_are_drawn_literally():
-    assert plain("a$b$") == r"a\$b\$" and plain("_x").lstrip("\u200b") == "_x" and not plain("_x").startswith("_")
-    assert "DejaVu Sans" in fonts()
-    for other in ("\U000f0000\u4e00", "\ue000"):  # private use: no font has it
-        assert re.search(r"U\+[0-9A-F]{4,}", plain(other))
-    figure = plt.figure()
-    text = figure.text(0, 0.5, plain("$x$ costs $y"))
-    figure.draw_without_rendering()
-    assert text._preprocess_math(text.get_text()) == ("$x$ costs $y", False)
-
-
-def test_class_names_of_any_kind_are_drawn_and_listed(tmp_path, monkeypatch):
-    counts = np.arange(7 * 5).reshape(5, 7)
-    ax = plot_label_distribution(counts, HOSTILE)
-    assert len(ax.get_legend().get_texts()) == len(HOSTILE) and inside(ax.figure)
-    data = SimpleNamespace(client=lambda i: np.arange(i, 7), images=torch.zeros(7, 1, 4, 4), labels=torch.arange(7),
-                           classes=HOSTILE)  # fmt: skip
-    axes = plot_clients_examples(data, [0, 5], n=4)  # the second has two images
-    assert [ax.has_data() for ax in axes[1]] == [True, True, False, False] and inside(axes[0, 0].figure)
-    table = frame([(name, name, name) for name in HOSTILE])
-    assert len(plots.plot_modes(table)[0].figure.legends[0].get_texts()) == len(HOSTILE)
-    plots.plot_tradeoff(table.assign(mib=1.0), "mib", "MiB", "Costs", line="")
-    for name in HOSTILE:
-        overlay(np.zeros((4, 4, 3), np.uint8), None, one := plt.subplots()[1], f"{name}: exit 2, block 6")
-        one.figure.draw_without_rendering()
-    monkeypatch.setenv("FEDLIB_OUTPUTS", str(tmp_path))
-    assert plots.save_figure(ax, "x").stat().st_size > 1000  # it renders, too
-
-
-def test_label_counts_have_headroom_and_clients_are_spread():
-    counts = np.zeros((160, 8), int)
-    counts[np.arange(160), np.arange(160) // 20] = 20
-    ax = plot_label_distribution(counts, [f"alphabet {i}" for i in range(8)])
-    drawn = {tuple(np.round(p.get_facecolor(), 3)) for p in ax.patches if p.get_height() > 0}
-    assert len(drawn) == 8 and ax.get_ylim()[1] > 20  # the first 40 clients would show two alphabets
-    assert sum(p.get_height() for p in ax.patches) == 40 * 20
-    many = plot_label_distribution(counts.repeat(10, 1), [f"class {i}" for i in range(80)])
-    assert many.collections[0].get_array().sum() == counts[np.linspace(0, 159, 40).astype(int)].sum() * 10
-
-
 def test_bars_of_the_engine_are_of_one_thickness_and_their_names_are_read():
     from benchmarks.plots import plot_phases, plot_population, plot_times
 
@@ -348,12 +197,6 @@ def test_the_overview_is_a_picture_on_a_ground_of_its_own():
         if e.tag.endswith("text"):
             assert 0 < float(e.get("x")) < width and 0 < float(e.get("y")) < height
             assert float(e.get("font-size", 15)) * 800 / width >= 11  # pixels, on 800
-
-
-def test_the_callers_settings_stay_as_they_were():
-    before = dict(matplotlib.rcParams)
-    plot_teachers({"running": np.array([1, 2]), "batch": np.array([2, 1])})
-    assert dict(matplotlib.rcParams) == before
 
 
 def test_axes_are_named_by_the_metric_of_the_task():

@@ -5,7 +5,7 @@ import pandas as pd
 import pytest
 
 from fedlib.data.federated import load_federated
-from fedlib.report.tables import load_cells
+from fedlib.report.tables import best_runs, load_cells, markdown_table, mean_sd, methods_in_columns
 from fedlib.runs.params import load_grid
 
 pytestmark = pytest.mark.usefixtures("cache")
@@ -56,3 +56,58 @@ def test_real_stand_ins(shared_data, monkeypatch):
     assert np.bincount(speech.test_owners).tolist() == [100] * 6
     assert len(writers.classes) == 8 and sorted(writers.client_owners().tolist()) == list(range(160))
     assert ((writers.label_counts() > 0).sum(1) == 1).all() and set(writers.test_owners.tolist()) == set(range(160))
+
+
+def test_small_has_no_stand_in_for_sst2(monkeypatch, tmp_path):
+    """Digits, which stand in for CIFAR-10 at this profile, are not text."""
+    monkeypatch.setattr("fedlib.report.tables.is_available", lambda *_: False)
+    assert {c.experiment.dataset for c in load_cells("extensions", "text", "small", folder=tmp_path)} == {"sst2"}
+    assert {c.experiment.dataset for c in load_cells("reefl", "table1", "small", folder=tmp_path)} == {"mnist"}
+
+
+def frame_of(**accuracies):
+    rows = [
+        {"finetune": "lora", "column": "a", "variant": v, "label": v, "seed": s, "accuracy": a, "ensemble": a + 1}
+        for v, values in accuracies.items() for s, a in enumerate(values)
+    ]  # fmt: skip
+    return pd.DataFrame(rows)
+
+
+def test_best_runs_and_mean_sd():
+    frame = frame_of(reefl=[50.0, 60.0, 58.0])
+    assert best_runs(frame).ensemble.tolist() == [61.0]
+    row = mean_sd(frame).iloc[0]  # mean 56, SD sqrt((36 + 16 + 4) / 2) = 5.2915
+    assert (row["mean"], round(row.sd, 4), row.seeds) == (56.0, 5.2915, 3)
+
+
+def test_markdown_tables():
+    import pandas as pd
+
+    assert (
+        markdown_table(pd.DataFrame({"a": [1, 2], "b": ["x", "y"]})) == "| a | b |\n| --- | --- |\n| 1 | x |\n| 2 | y |"
+    )
+
+
+def test_methods_stand_in_columns_as_papers_print_them():
+    import pandas as pd
+
+    rows = [
+        ("LoRA", "femnist", "omniglot", "DepthFL", "36.1 ± 5.3", 3, "82.4"),
+        ("LoRA", "femnist", "omniglot", "ReeFL", "32.8", 1, "84.7"),
+        ("LoRA", "cifar10", "cifar10", "ReeFL", "44.5 ± 0.4", 2, "–"),
+    ]
+    long = pd.DataFrame(rows, columns=["mode", "column", "data", "method", "obtained", "seeds", "reported"])
+    wide = methods_in_columns(long)
+    assert list(wide) == ["mode", "column", "data", "DepthFL", "ReeFL", "seeds"]
+    assert wide.to_numpy().tolist() == [
+        ["LoRA", "femnist", "omniglot", "36.1 ± 5.3 (82.4)", "32.8 (84.7)", "1–3"],
+        ["LoRA", "cifar10", "cifar10", "–", "44.5 ± 0.4", "2"],
+    ]
+    assert methods_in_columns(long.drop(columns="reported")).iloc[0, 3] == "36.1 ± 5.3"
+    for as_it_is in (
+        long[:2],
+        long.assign(method="ReeFL"),
+        long.assign(best=1.0),
+    ):  # a row a method, a name twice, more
+        assert methods_in_columns(as_it_is) is as_it_is
+    assert methods_in_columns(long, most=1) is long

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import pandas as pd
 import pytest
+import torch
 
 from fedlib import Experiment
 from fedlib.engine.federation import budgets_of
@@ -12,6 +13,7 @@ from fedlib.methods import METHODS
 from fedlib.methods.sliced.fedavg import FedAvg
 from fedlib.report.tables import load_reported
 from fedlib.runs.costs import exit_costs, load_shapes, upload_mib, upload_parameters
+from fedlib.runs.latency import timed_macs_per_second
 from fedlib.runs.prices import training_macs
 
 MODES = ("full", "frozen", "lora", "pa", "sa", "ssf")
@@ -102,3 +104,39 @@ def test_a_method_can_measure_parts():
     setting = load_shapes(e, 10).setting
     everything = sum(math.prod(i.shape) for i in setting.infos.values())
     assert setting.measure.parameters(setting.full()) == everything
+
+
+def test_costs_by_hand():
+    e = Experiment(
+        method="depthfl", dataset="sst2", augment="none", backbone="minilm.32", finetune="frozen", num_exits=3
+    )
+    rows = exit_costs(e, 2)
+    # A block: 4 * 384^2 + 2 * 384 * 1536 per token, attention 2 * 32 * 384 per token; 32 tokens. Embeddings: no product.
+    block = 32 * (4 * 384**2 + 2 * 384 * 1536 + 2 * 32 * 384)
+    assert [r["macs"] for r in rows] == [2 * j * block + j * 2 * 384 for j in (1, 2, 3)]
+    assert [r["block"] for r in rows] == [2, 4, 6] and all(r["training_memory_mib"] > 0 for r in rows)
+    classifier = 2 * 384 + 385 * 2
+    assert upload_parameters(e, 2) == [j * classifier for j in (1, 2, 3)]
+    # LoRA, r = 32, on q and v: 2 * 2 * 32 * 384 parameters a block.
+    assert upload_parameters(e.replace(finetune="lora"), 2) == [j * classifier + 2 * j * 49_152 for j in (1, 2, 3)]
+
+
+def test_costs_count_the_scan():
+    e = Experiment(method="depthfl", backbone="vim_tiny", finetune="frozen", augment="none")
+    rows = exit_costs(e, 100)
+    # A token and block: in_proj 768 * 192, out_proj 192 * 384, and per direction x_proj 44 * 384, dt_proj 12 * 384 and
+    # four products per channel and state, 4 * 16 * 384. 197 tokens; patches 196 * 768 * 192; heads 192 * 100.
+    token = 768 * 192 + 192 * 384 + 2 * (44 * 384 + 12 * 384 + 4 * 16 * 384)
+    assert [r["macs"] for r in rows] == [
+        196 * 768 * 192 + 197 * token * 6 * j + j * 192 * 100 for j in (1, 2, 3, 4)
+    ]  # 1.51e9 at the last exit; published for Vim-T: 1.5 G
+    assert [r["block"] for r in rows] == [6, 12, 18, 24] and rows[3]["parameters"] == 6_954_816 + 4 * 19_684
+    # Ree at d = 192: 25 positions and the meta token; two norms; qkv 192 -> 48 and 16 -> 192; MLP 259 wide; classifier.
+    ree = 26 * 192 + 2 * 384 + 193 * 48 + 17 * 192 + 193 * 259 + 260 * 192 + 384 + 193 * 100
+    assert upload_parameters(e.replace(method="reefl"), 100) == [ree] * 4
+
+
+def test_a_timed_step_tells_the_machines_speed_and_changes_nothing():
+    threads, state = torch.get_num_threads(), torch.random.get_rng_state()
+    assert 1e6 < timed_macs_per_second(Experiment(finetune="frozen"), 10, seconds=0.05) < 1e15
+    assert torch.get_num_threads() == threads and torch.equal(torch.random.get_rng_state(), state)

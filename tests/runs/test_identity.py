@@ -70,9 +70,6 @@ class FedProx(Method):
 '''
 
 
-# --- the method --------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "old, new, told, words",
     [
@@ -178,9 +175,6 @@ def test_a_run_of_a_method_that_is_not_registered_here_can_be_looked_at(tmp_path
     train(e, tmp_path)
     del METHODS["fedprox"]
     assert find_run(e, tmp_path) is not None
-
-
-# --- the data ----------------------------------------------------------------------------------------------------
 
 
 def write_images(folder, seed, side=8):
@@ -299,9 +293,6 @@ def interrupt(e, rounds, folder, monkeypatch):
     return run_path(e, folder)
 
 
-# --- the weights -------------------------------------------------------------------------------------------------
-
-
 def test_changed_pre_trained_weights_are_refused(tmp_path, monkeypatch):
     from safetensors.torch import load_file, save_file
 
@@ -329,9 +320,6 @@ def test_weights_that_no_file_of_the_kit_holds_are_known_by_their_tensors(tmp_pa
     same = digest()
     assert digest(seed=9, method="depthfl", finetune="pa") == same == digest(finetune="full")
     assert identity._weights_digest(build_federation(tiny(pretrained=False))) != same
-
-
-# --- the record --------------------------------------------------------------------------------------------------
 
 
 def test_provenance_keeps_what_trained_the_run(tmp_path, monkeypatch):
@@ -410,9 +398,6 @@ def test_looking_up_a_table_takes_milliseconds_a_run(tmp_path):
     assert (time.process_time() - began) / len(grid) < 0.03
 
 
-# --- arguments ---------------------------------------------------------------------------------------------------
-
-
 def test_arguments_are_checked_in_words(tmp_path):
     e = tiny(rounds=1)
     with pytest.raises(ValueError, match="accept = 'dta' is not possible; did you mean 'data'"):
@@ -489,9 +474,6 @@ def test_a_name_belongs_to_one_class(monkeypatch):
             register(name)(type("FedAvg", (METHODS["fedavg"],), {"__module__": "elsewhere"}))
 
 
-# --- edits, replacements, spellings -------------------------------------------------------------------------------
-
-
 def test_a_value_that_cannot_be_compared_is_refused_before_any_compute(tmp_path, only_here):
     e = tiny("fedprox", finetune="frozen", rounds=1)
     METHODS["fedprox"] = defined("import threading\n" + FEDPROX.replace("SCALE = 1.0", "LOCK = threading.Lock()"
@@ -563,44 +545,6 @@ def test_a_backbone_of_the_kit_that_was_replaced_is_refused(tmp_path, monkeypatc
     monkeypatch.setitem(registry.OWN, "deit_micro", registry.ViTSpec(depth=11))
     with pytest.raises(OtherInputs, match="the backbone 'deit_micro'"):
         find_run(e, tmp_path)
-
-
-def test_files_of_the_old_size_and_time_are_other_files(tmp_path, monkeypatch):
-    """As ``cp -p`` and ``rsync -t`` leave them; also in one process, and where the digest was kept."""
-    import os
-
-    from fedlib.data import cache
-
-    monkeypatch.setenv("FEDLIB_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(cache, "SETTLED", -1.0)  # kept at once
-    file = tmp_path / "a"
-    file.write_bytes(b"one")
-    os.utime(file, (1, 1))
-    first = cache.files_digest([file], tmp_path)
-    assert len(list((tmp_path / "cache").iterdir())) == 1 and cache.files_digest([file], tmp_path) == first
-    time.sleep(0.02)  # a tick of the file system's clock
-    file.write_bytes(b"two")
-    os.utime(file, (1, 1))
-    second = cache.files_digest([file], tmp_path)
-    file.unlink()
-    file.write_bytes(b"one")
-    assert cache.files_digest([file], tmp_path) == first != second
-    cache._digests.clear()
-    assert cache.files_digest([file], tmp_path) == first  # from the disk
-
-
-def test_what_was_written_a_moment_ago_is_read_again(tmp_path, monkeypatch):
-    """Two writes in one tick of the clock leave the same times."""
-    from fedlib.data import cache
-
-    monkeypatch.setenv("FEDLIB_CACHE", str(tmp_path / "cache"))
-    cache.files_digest([Path(__file__)], Path(__file__).parent)
-    file = tmp_path / "a"
-    digests = []
-    for text in "ab":
-        file.write_text(text)
-        digests.append(cache.files_digest([file], tmp_path))
-    assert digests[0] != digests[1]
 
 
 def test_data_of_the_old_size_and_time_are_refused(images, tmp_path):

@@ -3,9 +3,12 @@
 import numpy as np
 import pytest
 
-from fedlib import Experiment
+from fedlib import Execution, Experiment
+from fedlib.runs import durations
 from fedlib.runs.costs import exit_costs
-from fedlib.runs.prices import _macs, _shape_of, examples_per_client, gpu_hours, training_macs
+from fedlib.runs.durations import Pace, expected_seconds
+from fedlib.runs.latency import product_macs_per_second
+from fedlib.runs.prices import _macs, _shape_of, examples_per_client, gpu_hours, num_parameters, training_macs
 
 
 def test_training_macs_by_hand():
@@ -40,3 +43,14 @@ def test_budgets_without_exits_of_their_own_are_priced():
     """FedAvg has one exit whatever ``num_exits`` says, and clients whose budgets it ignores."""
     e = Experiment(method="fedavg", backbone="vit_digits", pretrained=False, finetune="full", num_train=4000)
     assert training_macs(e.replace(num_exits=3)) == training_macs(e.replace(num_exits=1))
+
+
+def test_a_large_model_is_priced_by_its_macs_and_never_built(monkeypatch):
+    e = Experiment(num_train=1000, rounds=60, finetune="frozen")
+    monkeypatch.setattr(durations, "timed_macs_per_second", lambda *_: pytest.fail("built"))
+    monkeypatch.setattr(durations, "product_macs_per_second", lambda *_: training_macs(e) / 100)
+    with monkeypatch.context() as m:
+        m.setattr(durations, "num_parameters", lambda e: durations.LARGE + 1)
+        assert expected_seconds([e], Pace(), Execution(workers=2)) == pytest.approx(50)
+    assert 4e4 < num_parameters(e) < durations.LARGE  # ``vit_digits``
+    assert 1e7 < product_macs_per_second(seconds=0.05) < 1e15

@@ -10,20 +10,15 @@ import sys
 import threading
 
 import pytest
-import torch
 from filelock import FileLock
 
-from fedlib import Execution, Experiment, run, run_all
+from fedlib import run, run_all
 from fedlib.core.storage import read_json, write_json
 from fedlib.engine.rounds import Finished
 from fedlib.report import tables
-from fedlib.runs import durations
-from fedlib.runs.durations import Pace, about, describe, expected_seconds
-from fedlib.runs.latency import product_macs_per_second, timed_macs_per_second
 from fedlib.runs.params import load_grid
-from fedlib.runs.prices import num_parameters, training_macs
 from fedlib.runs.progress import Terminal, Watch, interrupted
-from fedlib.runs.store import run_path, stored_pace
+from fedlib.runs.store import run_path
 from tests.helpers.stored import ONE, short
 
 SMALL = dict(num_train=60, num_test=10, num_clients=6, clients_per_round=3, rounds=2, evaluate_every=0)
@@ -37,9 +32,6 @@ def date(e, folder, day):
     """Let ``e`` have been stored on ``day``."""
     file = run_path(e, folder) / "experiment.json"
     write_json(file, read_json(file) | {"stored": day})
-
-
-# --- stored runs, other processes --------------------------------------------------------------------------------
 
 
 def test_a_stored_run_is_announced_with_its_day(tmp_path, capsys):
@@ -84,64 +76,6 @@ def test_waiting_for_another_process_is_said(ask, tmp_path, capsys):
     assert (path / "summary.json").exists()
 
 
-# --- minutes -----------------------------------------------------------------------------------------------------
-
-
-def test_durations_are_said_as_coarsely_as_they_are_known():
-    said = {10: "under a minute", 60: "about 1 minute", 150: "about 2 minutes", 5000: "about 83 minutes",
-            7200: "about 2 hours", 40 * 3600: "about 40 hours", 1e7: "about 116 days"}  # fmt: skip
-    assert {s: about(s) for s in said} == said
-
-
-def test_rounds_take_as_long_as_those_of_the_most_similar_run():
-    pace, e = Pace(), Experiment(method="reefl", finetune="lora", num_train=1000, num_clients=10)
-    assert pace.seconds_a_round(e) is None
-    pace.add(e.replace(method="depthfl", finetune="frozen"), 10, 10)  # 1 s a round
-    assert pace.seconds_a_round(e) == 1
-    pace.add(e.replace(method="depthfl", seed=2), 20, 10)  # the same mode is more alike than the same method
-    assert pace.seconds_a_round(e) == 2
-    assert pace.seconds_a_round(e.replace(clients_per_round=5, num_train=3000)) == 2 * 0.5 * 3
-    pace.add(e, 3, 1)
-    pace.add(e, 5, 1)
-    assert pace.seconds_a_round(e) == 4
-    assert pace.seconds_a_round(e.replace(backbone="vim_micro", pretrained=False)) is None
-
-
-def test_a_grid_is_priced_in_minutes_of_this_machine(monkeypatch):
-    e = Experiment(num_train=1000, rounds=60)
-    assert describe([e], [], Pace()) == "1 runs, 0 to do"
-    pace = Pace()
-    pace.add(e, 30, 10)
-    assert (
-        describe([e, e.replace(seed=2)], [e.replace(seed=2)], pace)
-        == "2 runs, 1 to do: about 3 minutes on this machine"
-    )
-    # unknown backbone: MACs over a timed rate, on each of two workers; long ones also in hours of a GPU
-    other = e.replace(backbone="vit_digits", pretrained=False, finetune="frozen")
-    monkeypatch.setattr(durations, "timed_macs_per_second", lambda *_: training_macs(other) / 100)
-    assert expected_seconds([other], pace, Execution(workers=2)) == pytest.approx(50)
-    monkeypatch.setattr(durations, "timed_macs_per_second", lambda *_: training_macs(other) / 3e6)
-    text = describe([other], [other], pace, Execution(workers=1))
-    assert text.startswith("1 runs, 1 to do: about 35 days on this machine, or ") and "hours of a GPU" in text
-
-
-def test_a_timed_step_tells_the_machines_speed_and_changes_nothing():
-    threads, state = torch.get_num_threads(), torch.random.get_rng_state()
-    assert 1e6 < timed_macs_per_second(Experiment(finetune="frozen"), 10, seconds=0.05) < 1e15
-    assert torch.get_num_threads() == threads and torch.equal(torch.random.get_rng_state(), state)
-
-
-def test_a_large_model_is_priced_by_its_macs_and_never_built(monkeypatch):
-    e = Experiment(num_train=1000, rounds=60, finetune="frozen")
-    monkeypatch.setattr(durations, "timed_macs_per_second", lambda *_: pytest.fail("built"))
-    monkeypatch.setattr(durations, "product_macs_per_second", lambda *_: training_macs(e) / 100)
-    with monkeypatch.context() as m:
-        m.setattr(durations, "num_parameters", lambda e: durations.LARGE + 1)
-        assert expected_seconds([e], Pace(), Execution(workers=2)) == pytest.approx(50)
-    assert 4e4 < num_parameters(e) < durations.LARGE  # ``vit_digits``
-    assert 1e7 < product_macs_per_second(seconds=0.05) < 1e15
-
-
 @pytest.mark.parametrize("lacking", ["data", "weights"])
 def test_what_is_not_to_be_had_is_said_before_anything_is_timed(lacking, monkeypatch):
     def nowhere(*arguments, **kwargs):
@@ -154,17 +88,6 @@ def test_what_is_not_to_be_had_is_said_before_anything_is_timed(lacking, monkeyp
     cells = [c for c in load_grid("reefl", "table1", "paper") if c.seed == 1][:1]
     with pytest.raises(ConnectionError, match="nowhere"):
         tables.run_cells(cells)
-
-
-def test_only_runs_of_this_machine_tell_its_pace(tmp_path):
-    e = tiny()
-    found = run(e, ONE, tmp_path, progress=False)
-    assert stored_pace([found], ONE).seen == {e: (found.summary["seconds"], 2)}
-    found.record["provenance"]["device"] = "another"
-    assert stored_pace([found], ONE).seen == {}
-
-
-# --- a terminal --------------------------------------------------------------------------------------------------
 
 
 class Screen(io.StringIO):

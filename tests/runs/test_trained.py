@@ -1,7 +1,13 @@
 """Trained models answer again."""
 
+import numpy as np
 import pytest
 import torch
+
+from fedlib import build_federation
+from fedlib.report.early_leaving import adaptive_inference
+from fedlib.report.statistics import correct
+from fedlib.runs.trained import all_logits, class_accuracies, client_accuracies, load_trained
 
 pytestmark = pytest.mark.usefixtures("cache")
 
@@ -20,3 +26,44 @@ def test_a_clients_accuracy_is_that_on_its_owners_held_out_examples(fake):
     logits = torch.stack([wrong, torch.where(first, right, wrong), right, right])
     # budgets 0, 1, 2, 3, 0, 1 of clients 0..5
     assert client_accuracies(f, logits) == pytest.approx([0, 100 / 3, 100, 100, 0, 100 / 3])
+
+
+def logits_of(*confidences):
+    """Two classes: each entry (predicted class, confidence) as logits."""
+    rows = [[(np.log(p), np.log(1 - p)) if c == 0 else (np.log(1 - p), np.log(p)) for c, p in e] for e in confidences]
+    return torch.tensor(rows, dtype=torch.float32)
+
+
+def test_class_and_client_accuracies_by_hand(tiny):
+    # exit 0 right on 1 of 2 examples of class 0 and none of 1 of class 1; exit 1 right on all
+    logits = logits_of([(0, 0.9), (1, 0.9), (0, 0.9)], [(0, 0.9), (0, 0.9), (1, 0.9)])
+    labels = torch.tensor([0, 0, 1])
+    assert class_accuracies(logits, labels).tolist() == [[50.0, 0.0], [100.0, 100.0]]
+    assert correct(logits, labels).tolist() == [100.0, 50.0, 50.0]
+
+    f = build_federation(tiny)
+    by_class = torch.nn.functional.one_hot(f.data.test_labels, 10).float()
+    half = by_class * (f.data.test_labels < 5)[:, None].float()  # right on classes 0-4, else class 0
+    mine = client_accuracies(f, half.expand(4, -1, -1))
+    counts = f.data.label_counts()
+    assert np.allclose(mine, 100 * counts[:, :5].sum(1) / counts.sum(1))
+
+
+@pytest.mark.parametrize("method", ["reefl", "inclusivefl"])
+def test_trained_models_answer_as_recorded(tiny, method, tmp_path, monkeypatch):
+    monkeypatch.setenv("FEDLIB_OUTPUTS", str(tmp_path))
+    e = tiny.replace(method=method)
+    f, server = load_trained(e)
+    logits = all_logits(f, server)
+    exits = (logits.argmax(-1) == f.data.test_labels).double().mean(1) * 100
+    from fedlib.runs.store import find_run, run_path
+
+    assert exits.tolist() == pytest.approx(find_run(e).summary["exits"], abs=1e-3)
+    last = adaptive_inference(e, (0.0, 1.0))
+    assert [r.get("exit") for r in last] == [None, None, 1, 2, 3, 4]
+    assert last[0]["accuracy"] == pytest.approx(exits[0].item()) and last[0]["share"][0] == 1
+    assert last[1]["macs"] > last[0]["macs"]
+
+    (run_path(e) / "checkpoint.safetensors").unlink()  # a run stored without its weights is trained again, beside it
+    again = all_logits(*load_trained(e))
+    assert torch.allclose(again, logits, atol=1e-4) and (tmp_path / "retrained").is_dir()

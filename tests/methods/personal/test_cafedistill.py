@@ -1,10 +1,6 @@
 """CAFEDistill: students and teachers by hand, rounds against a plain loop, batch norm of teachers, kills, memory."""
 
-import copy
 import random
-import resource
-from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,8 +11,6 @@ from fedlib import Execution, build_federation, run, run_rounds
 from fedlib.core.memories import ClientFiles, Overlay
 from fedlib.core.storage import read_tensors
 from fedlib.engine.cohort import Cohort
-from fedlib.engine.executors import plan_round
-from fedlib.engine.teacher import Teacher
 from fedlib.methods import Round, build_method
 from fedlib.methods.losses import Batch
 from fedlib.methods.mixtures import cosines, mixtures
@@ -27,9 +21,6 @@ from tests.helpers.plain_personal import LAST, OWN, World, exits, experiment, fe
 from tests.helpers.stored import ONE, Forks, assert_nothing_left_over, assert_same, state
 
 OWN["tiny_resnet"] = ResNetSpec(blocks=(1, 1), widths=(4, 8), size=12)
-
-
-# --- Section 4.2 and 4.3 by hand ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -152,9 +143,6 @@ def test_cosines_of_changes_and_mixtures_by_hand():
     assert mixed["w"].tolist() == [[1.5, 4.0], [3.0, 1.0]] and mixed["w"].dtype is torch.float32
 
 
-# --- the loss and the round --------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("options", [{}, {"kd_scaling": "plain"}, {"distill_last": True}, {"temperature": 2.0, "kd_weight": 0.3}])  # fmt: skip
 def test_the_loss_by_hand(options):
     """Eq. 5: sum over the students of 1/m [CE + lambda KL(teacher || exit)]; Eq. 11 does not divide the KL by m."""
@@ -254,77 +242,6 @@ def test_a_client_answers_with_the_latest_backbone_and_its_own_exits():
     assert personal["leaving"]["0.3"]["sd"] == pytest.approx(np.std([x[2] for x in found]), abs=0.01)
 
 
-# --- batch norm of teachers --------------------------------------------------------------------------------------------
-
-
-def cohort_of(e):
-    f = build_federation(e)
-    r = Round(1, tuple(f.sample_clients(1)), f.setting)
-    r = replace(r, notes=f.method.prepare(f.server, r))
-    (members,) = plan_round(f, f.server, r, 1, None)
-    return f, Cohort(f, f.model, f.server, r, members, {})
-
-
-@pytest.mark.parametrize("policy", ["tracked", "batch", "static", "local"])
-def test_a_teacher_answers_as_a_served_model_and_moves_no_statistics(policy):
-    """``tracked``: by the running statistics received. Without any at the server: by those of the batch."""
-    e = experiment("cafedistill", backbone="tiny_resnet", batch_norm=policy, num_exits=2)
-    f, cohort = cohort_of(e)
-    if policy == "tracked":  # statistics that differ from every batch's
-        for n, i in f.setting.infos.items():
-            if i.kind == "statistic":
-                f.server.params[n] = torch.full_like(f.server.params[n], 0.7)
-        f, cohort = f, Cohort(f, f.model, f.server, cohort.round, plan_round(f, f.server, cohort.round, 1, None)[0], {})
-    x = torch.randn(3, 5, 3, 12, 12, generator=torch.Generator().manual_seed(0))
-    cohort.model.put_(cohort.params)
-    cohort.model.context.weights, cohort.model.context.training = torch.full((3, 5), 0.2), True
-    before = {n: p.clone() for n, p in cohort.params.items()}
-    answer = cohort.teachers["teacher"].answer(x)
-    assert cohort.model.context.training and cohort.model.context.policy == policy
-    plain = copy.deepcopy(cohort.model)
-    plain.put_({n: p for n, p in f.server.params.items()})
-    plain.context.weights, plain.context.training = None, False
-    plain.context.policy = "tracked" if policy == "tracked" else "batch"
-    with torch.no_grad():
-        expected = plain(x)[-1]
-    torch.testing.assert_close(answer[-1], expected, rtol=0, atol=1e-5)
-    assert answer[0].abs().max() == 0  # a teacher has its last exit alone
-    f.method.local_update(cohort)
-    statistics = [n for n, i in f.setting.infos.items() if i.kind == "statistic"]
-    assert bool(statistics) == (policy in ("tracked", "local"))
-    assert all(not torch.equal(cohort.params[n], before[n]) for n in statistics)  # the students' own do move
-
-
-@pytest.mark.parametrize(
-    "changes, once",
-    [({"batch_norm": "tracked"}, True), ({"batch_norm": "batch"}, False),
-     ({"batch_norm": "tracked", "augment": "crop_flip", "crop_pad": 1}, False)],
-)  # fmt: skip
-def test_a_teacher_looks_once_at_every_example_where_that_is_enough(changes, once, monkeypatch):
-    """3 epochs; clients of unequal size; at every step the answers are those on the step's own batch."""
-    e = experiment("cafedistill", backbone="tiny_resnet", num_exits=2, num_train=70, local_epochs=3, batch_size=8, **changes)  # fmt: skip
-    f, cohort = cohort_of(e)
-    assert len({c.num_examples for c in cohort.clients}) > 1
-    at, answer, looks, steps = Teacher.at, Teacher.answer, [], []
-
-    def watched_at(self, plan, step, x):
-        given = at(self, plan, step, x)
-        looked = len(looks)
-        weights = plan.weights[step, :, : plan.width[step]]
-        real = weights[..., None].sign()
-        torch.testing.assert_close(given * real, answer(self, x, weights) * real, rtol=0, atol=1e-5)
-        assert len(looks) == looked
-        steps.append(step)
-        return given
-
-    monkeypatch.setattr(Teacher, "at", watched_at)
-    monkeypatch.setattr(Teacher, "answer", lambda self, *args: (looks.append(1), answer(self, *args))[1])
-    f.method.local_update(cohort)
-    most = max(c.num_examples for c in cohort.clients)
-    assert len(steps) == 3 * -(-most // 8)
-    assert len(looks) == (-(-most // 8) if once else len(steps))
-
-
 @pytest.mark.parametrize("policy", ["tracked", "batch", "static", "local"])
 @pytest.mark.parametrize("method", ["fedpac", "cafedistill"])
 def test_every_policy_of_batch_norm_trains(method, policy):
@@ -351,8 +268,6 @@ def test_statistics_of_padded_batches_count_examples_alone():
     for k in together:
         torch.testing.assert_close(together[k], alone[k], rtol=0, atol=1e-3)
 
-
-# --- interrupted and large ---------------------------------------------------------------------------------------------
 
 STATEFUL = ["cafedistill", "ditto", "fedamp", "pfedgraph", "fedpac"]
 
@@ -392,33 +307,6 @@ def test_kill_9_leaves_personal_exits_mirrors_and_second_models_as_they_would_be
     assert_nothing_left_over(tmp_path / "parts")
 
 
-def test_a_thousand_mirrors_of_a_hundred_thousand_clients_lie_on_disk(tmp_path):
-    """The exits of 1,000 clients are 40 MB on disk; a round reads them one at a time."""
-    import tracemalloc
-
-    e = experiment(
-        "cafedistill", num_clients=100_000, clients_per_round=4, partition="drawn", examples_per_client=5, rounds=2,
-        test_split="central",
-    )  # fmt: skip
-    f = build_federation(e)
-    initial = {n: f.server.params[n] for n in LAST}
-    wide = {n: torch.zeros(160, *x.shape) for n, x in initial.items()}  # 11,200 numbers each
-    mirrors = ClientFiles(tmp_path)
-    for k in range(1000):
-        mirrors[100 * k] = {n: x + k for n, x in wide.items()}
-        if k % 50 == 49:
-            mirrors.write(1)
-    assert not mirrors.changed and sum(p.stat().st_size for p in tmp_path.iterdir()) > 40e6
-    tracemalloc.start()
-    found = cosines(Overlay(mirrors, {}), [0, 100, 7, 99_900], wide)
-    shares, rest = teacher_shares(found, e.num_clients, 0.6)
-    mixtures(Overlay(mirrors, {}), shares)
-    python = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert found.shape == (4, 1000) and python < 20e6  # tables of (4, 100,000) numbers are torch's, 3 MB each
-    torch.testing.assert_close(shares.sum(1) + rest, torch.ones(4).double())
-
-
 def test_memory_of_many_clients_with_personal_exits_does_not_grow(tmp_path):
     """A population of 100,000: what a run holds in memory follows from the sampled, not from all."""
     e = experiment(
@@ -435,23 +323,3 @@ def test_memory_of_many_clients_with_personal_exits_does_not_grow(tmp_path):
         assert not memories.changed and not mirrors.changed
         held = r.server.mirrors
         assert isinstance(held, Overlay) and len(held.changes) == 10 and held.base is mirrors
-
-
-def test_reading_a_clients_memory_again_and_again_keeps_nothing(tmp_path):
-    """4,000 reads of 20 tensors: safetensors' own get_tensor would keep 64 bytes of each, 5 MB."""
-    files = ClientFiles(tmp_path)
-    files[0] = {f"own/{i}": torch.randn(4) for i in range(20)}
-    files.write(1)
-
-    def resident():
-        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 2**20
-
-    def read(times):
-        for _ in range(times):
-            found = files[0]
-        return found
-
-    assert read(500)["own/3"].shape == (4,)
-    before = resident()
-    read(4000)
-    assert resident() - before < 1

@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
 
 from fedlib import Execution, Experiment, build_federation, run, run_rounds
 from fedlib.core.clients import Client
@@ -28,7 +30,6 @@ from fedlib.runs.prices import training_macs
 from tests.helpers.plain_convnets import PlainResNet, plain_name, state_of
 
 pytestmark = pytest.mark.usefixtures("repeatable_convolutions")
-
 ONE = Execution(workers=1)
 TOY = ResNetSpec(blocks=(1, 1, 1), widths=(4, 6, 8), size=32, form="fedepth")
 FAIR = {"fair": ((0,), (1,), (2,), (3,), (4, 5), (6, 7, 8)), "third": ((0, 1), (2, 3), (4, 5, 6, 7, 8)),
@@ -511,3 +512,58 @@ def test_several_maps_are_not_kept_but_made_anew(net):
     assert len(stages) > 1 and not any(s.cached for s in stages)
     *_, last = run_rounds(f, ONE)
     assert all(torch.isfinite(p).all() for p in last.server.params.values())
+
+
+PRERESNET20 = (20.02, 20.02, 20.02, 14.06, 10.07, 10.07, 7.22, 5.28, 5.28)  # MiB of a block, batch 32
+TOTAL = 116.04  # with stem and classifier
+
+
+def blocks(*stages):
+    """Stages as ranges, blocks counted from 1: (1, 2) is B1 and B2."""
+    return tuple(range(a - 1, b) for a, b in stages)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "stages"),
+    [
+        (1 / 8, blocks((4, 4), (5, 5), (6, 6), (7, 8), (9, 9))),  # B1-B3 fit nowhere
+        (1 / 6, blocks((1, 1), (2, 2), (3, 3), (4, 4), (5, 6), (7, 9))),
+        (1 / 3, blocks((1, 2), (3, 4), (5, 9))),
+        (1 / 2, blocks((1, 3), (4, 9))),
+        (1, blocks((1, 9))),
+    ],
+)
+def test_fedepths_five_plans(ratio, stages):
+    assert pack(PRERESNET20, ratio * TOTAL) == stages
+
+
+@pytest.mark.parametrize("slack", [0.0, 0.05])
+def test_the_papers_toy(slack):
+    toy = (3, 2, 1, 0.5, 0.5, 0.5)
+    assert pack(toy, 3, slack) == blocks((1, 1), (2, 3), (4, 6))
+    assert pack(toy, 5, slack) == blocks((1, 2), (3, 6))
+
+
+def test_without_slack_a_sixth_does_not_hold_the_first_blocks():
+    assert pack(PRERESNET20, TOTAL / 6, slack=0.0)[0] == range(3, 4)
+
+
+def test_a_block_that_fits_nowhere_parts_the_stages_beside_it():
+    assert pack((1, 1, 9, 1, 0, 1), 3, 0.0) == (range(0, 2), range(3, 6))
+    assert pack((0.1,) * 3, 0.3, 0.0) == (range(3),)  # 0.1 + 0.1 + 0.1 > 0.3 in floats
+    with pytest.raises(ValueError, match="no block fits a budget of 2; the smallest needs 5"):
+        pack((9, 5), 2)
+
+
+@given(st.lists(st.floats(0.01, 10), min_size=1, max_size=30), st.floats(0.1, 30))
+def test_stages_are_greedy_contiguous_and_fit(memories, budget):
+    if min(memories) > budget:
+        return
+    stages = pack(memories, budget, 0.0)
+    trained = [b for s in stages for b in s]
+    assert trained == [b for b, m in enumerate(memories) if m <= budget * (1 + 1e-9)]
+    for stage, after in zip(stages, (*stages[1:], None), strict=True):
+        held = sum(memories[b] for b in stage)
+        assert stage and held <= budget * (1 + 1e-6)
+        if after and after.start == stage.stop:  # no stage could have taken one block more
+            assert held + memories[after.start] > budget

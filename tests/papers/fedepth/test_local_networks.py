@@ -1,9 +1,11 @@
 """CKA and CCA of representations: what they do not see, and values by hand."""
 
+import numpy as np
 import pytest
 import torch
 
-from fedlib.papers.fedepth.local_networks import linear_cka, mean_cca
+from fedlib import Experiment, build_federation
+from fedlib.papers.fedepth.local_networks import linear_cka, local_features, mean_cca, similarities
 
 
 def normal(*shape, seed=0):
@@ -73,3 +75,21 @@ def test_maps_are_flattened_and_constants_are_like_nothing():
         linear_cka(maps, maps[1:])
     with pytest.raises(ValueError, match=r"variance = 0 must be in \(0, 1\]"):
         mean_cca(X, Y, 0)
+
+
+def test_local_networks_start_alike_and_grow_apart():
+    e = Experiment(method="fedavg", backbone="resnet8", pretrained=False, finetune="full", num_exits=1, clip_value=None,
+                   partition="dealt", classes_per_client=2, num_train=120, num_test=60, num_clients=6,
+                   clients_per_round=3, rounds=2, augment="none", batch_size=10, local_epochs=2, lr=0.1)  # fmt: skip
+    f = build_federation(e)
+    features = local_features(f, f.server, [4, 0], 50)
+    assert sorted(features) == [0, 4] and [x.shape for x in features[0]] == [(50, 16), (50, 32), (50, 64)]
+    tables = similarities(features)
+    for table in tables.values():
+        assert table.shape == (3, 3) and (table >= 0).all() and (table <= 1).all()
+        assert table == pytest.approx(table.T)  # mean over both orders of a pair
+    same = similarities({0: features[0], 1: features[0]})
+    assert np.allclose(same["CKA"].diagonal(), 1) and np.allclose(same["CCA"].diagonal(), 1)
+    assert (tables["CKA"].diagonal() < 0.999).any()
+    frozen = local_features(build_federation(e.replace(lr=1e-9, min_lr=0)), f.server, [4, 0], 50)
+    assert similarities(frozen)["CKA"].diagonal() == pytest.approx(1, abs=1e-3)

@@ -107,3 +107,25 @@ def test_decomposition_repeats_tables_1_and_3():
     for (finetune, variant, column), mean in here.items():
         printed = {**table1, **table3}.get((finetune, variant, column))
         assert (printed == mean) if printed is not None else variant in ("shared_classifier", "reefl_no_kd_unmodulated")
+
+
+def test_table9_is_the_papers_setting_and_small_profiles_keep_vim():
+    cells = load_grid("reefl", "table9", "paper")
+    assert len(cells) == 2 * 2 * 5 * 3
+    by = {(c.finetune, c.method, c.column): c.experiment for c in cells if c.seed == 1}
+    e = by["full", "reefl", "cifar100_alpha1"]
+    assert (e.backbone, e.pretrained, e.lr, e.min_lr, e.num_exits) == ("vim_tiny", True, 0.01, 0.001, 4)
+    f = by["frozen", "depthfl", "femnist"]
+    assert (f.lr, f.min_lr, f.weight_decay, f.num_clients) == (0.01, 0.01, 0.001, 381)
+    for profile in ("smoke", "small"):
+        small = load_grid("reefl", "table9", profile)
+        assert {(c.experiment.backbone, c.experiment.pretrained) for c in small} == {("vim_micro", False)}
+    own = load_grid("reefl", "table9", "smoke", {"backbone": "vim_micro.stream", "finetune": "full"})
+    assert {c.experiment.backbone for c in own} == {"vim_micro.stream"} and {c.finetune for c in own} == {"full"}
+
+
+def test_table9_reported():
+    frame = load_reported("reefl", "table9").set_index(["finetune", "method", "column"])[["mean", "sd"]]
+    assert len(frame) == 20 and not frame.index.duplicated().any()
+    assert tuple(frame.loc[("frozen", "reefl", "speech_commands")]) == (11.95, 1.45)
+    assert tuple(frame.loc[("full", "depthfl", "cifar100_alpha0.1")]) == (56.93, 0.18)

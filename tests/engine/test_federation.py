@@ -14,7 +14,6 @@ from fedlib.models.resnet import ResNetSpec
 from tests.helpers.plain_convnets import PlainResNet, plain_name, state_of
 
 pytestmark = pytest.mark.usefixtures("repeatable_convolutions")
-
 ONE = Execution(workers=1)
 TOY = ResNetSpec(blocks=(1, 1), widths=(4, 6), size=32)
 
@@ -129,3 +128,14 @@ def test_what_cannot_run_on_a_convnet_is_refused_in_words(convnet):
             build_federation(convnet.replace(method="scalefl_vit", num_exits=exits))
     with pytest.raises(ValueError, match="finetune = 'lora'"):
         build_federation(convnet.replace(finetune="lora"))
+
+
+def test_sampling_is_a_function_of_seed_and_round_and_the_same_for_every_method(tiny):
+    ids = {}
+    for method in ("reefl", "depthfl", "scalefl_vit"):
+        f = build_federation(tiny.replace(method=method))
+        ids[method] = [[c.id for c in f.sample_clients(t)] for t in (1, 2, 3)]
+    assert ids["reefl"] == ids["depthfl"] == ids["scalefl"]
+    assert len({tuple(x) for x in ids["reefl"]}) > 1 and all(len(set(x)) == 6 for x in ids["reefl"])
+    exclusive = build_federation(tiny.replace(method="exclusivefl"))
+    assert {c.id % 4 for c in exclusive.sample_clients(1)} == {3}

@@ -1,0 +1,113 @@
+"""Adapters: where they sit, what they train, and peft's own to the bit."""
+
+import pytest
+import torch
+
+from fedlib.models.adapters import _inject_peft_, apply_finetune_
+from fedlib.models.exit_model import ExitModel
+from fedlib.models.exits import Classifiers
+from fedlib.models.registry import backbone_spec, build_backbone
+from fedlib.models.vit import ViT, ViTSpec
+
+DEIT_S = ViTSpec(224, 16, 384, 12, 6, 1536)
+
+
+def generator(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+@pytest.mark.parametrize(
+    "mode, block, stem, classifier, trained",
+    [
+        ("full", 1_774_464, 371_328, 39_268, 371_328 + 12 * 1_774_464 + 4 * 39_268),
+        ("frozen", 0, 0, 39_268, 157_072),
+        ("lora", 49_152, 0, 39_268, 12 * 49_152 + 157_072),
+        ("pa", 49_984, 0, 39_268, 12 * 49_984 + 157_072),
+        ("sa", 49_984, 0, 39_268, 12 * 49_984 + 157_072),
+        ("ssf", 8_448, 768, 40_036, 768 + 12 * 8_448 + 4 * 40_036),
+    ],
+)
+def test_trained_parameters_of_each_mode_at_deit_small(mode, block, stem, classifier, trained):
+    with torch.device("meta"):
+        vit, head = ViT(DEIT_S), Classifiers(384, 100, (2, 5, 8, 11))
+        apply_finetune_(vit, head, mode, {}, 0)
+        model = ExitModel(vit, head, (2, 5, 8, 11))
+    infos, params = model.infos(), model.trainable()
+    by_unit = lambda unit, heads: sum(  # noqa: E731
+        p.numel() for n, p in params.items() if infos[n].unit == unit and (infos[n].exit is not None) == heads
+    )
+    assert by_unit(0, False) == block and by_unit(-1, False) == stem and by_unit(2, True) == classifier
+    assert sum(p.numel() for p in params.values()) == trained
+
+
+@pytest.mark.parametrize("mode", ["lora", "pa", "sa", "ssf", "ia3", "loha", "hra"])
+def test_adapters_keep_or_barely_move_the_pretrained_function(mode):
+    vit = build_backbone("deit_micro", pretrained=False, seed=3)
+    x = torch.randn(1, 2, 3, 32, 32, generator=generator())
+    with torch.no_grad():
+        before = vit.run(vit.stem(x), 0, 12)
+        apply_finetune_(
+            vit, Classifiers(64, 10, (11,)), mode, {"r": 4} if mode in ("lora", "loha", "pa", "sa") else {}, 0
+        )
+        after = vit.run(vit.stem(x), 0, 12)
+    moved = (after - before).abs().max() / before.abs().max()
+    assert moved < 1e-5 if mode in ("lora", "ia3", "loha", "hra") else 0 < moved < 1.0
+
+
+def test_lora_is_y_plus_two_b_a_x():
+    vit = build_backbone("deit_micro", pretrained=False)
+    apply_finetune_(vit, Classifiers(64, 10, (11,)), "lora", {}, 0)
+    layer = vit.blocks[0].attn.q
+    a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+    assert a.shape == (32, 64) and not b.any() and a.abs().max() <= 64**-0.5  # kaiming(a=sqrt 5) = U(+-1/sqrt(in))
+    torch.nn.init.normal_(b, generator=generator())
+    x = torch.randn(1, 2, 5, 64, generator=generator(1))
+    torch.testing.assert_close(layer(x), layer.base_layer(x) + 2 * x @ a.T @ b.T, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["deit_micro", "vim_micro", "transformer4"])
+@pytest.mark.parametrize("options", [{}, {"r": 3, "lora_alpha": 6.0}])
+def test_plain_lora_is_pefts_to_the_bit(name, options):
+    spec = backbone_spec(name)
+    one, two = (spec.build().init_(generator()) for _ in range(2))
+    head = Classifiers(spec.dim, 10, (spec.depth - 1,))
+    apply_finetune_(one, head, "lora", options, 7)
+    _inject_peft_(two, "lora", options, 7)
+    ours, pefts = dict(one.named_parameters()), dict(two.named_parameters())
+    assert ours.keys() == pefts.keys() and any("lora_A" in n for n in ours)
+    assert all(torch.equal(ours[n], pefts[n]) for n in ours)
+    assert {n for n, p in ours.items() if p.requires_grad} == {n for n in ours if "lora_" in n}
+    down = [m for n, m in one.named_modules() if n.endswith("lora_A.default")]
+    theirs = [m for n, m in two.named_modules() if n.endswith("lora_A.default")]
+    assert [m.axes for m in down] == [m.axes for m in theirs]
+
+
+def test_loras_dropout_drops_while_clients_train_from_their_own_generators():
+    """0.5 of what enters A, from the client's generator, and nothing in an answer."""
+    vit = build_backbone("deit_micro", pretrained=False)
+    apply_finetune_(vit, Classifiers(64, 10, (11,)), "lora", {"lora_dropout": 0.5}, 0)
+    layer = vit.blocks[0].attn.q
+    drop, up = layer.lora_dropout["default"], layer.lora_B["default"].weight
+    torch.nn.init.normal_(up, generator=generator())
+    x = torch.randn(1, 2, 5, 64, generator=generator(1))
+    plain = layer(x)
+    drop.context.training, drop.context.generators = True, [generator(3)]
+    kept = drop(torch.ones_like(x))[0]
+    assert set(kept.flatten().tolist()) == {0.0, 2.0} and 0.4 < kept.mean() / 2 < 0.6
+    drop.context.generators = [generator(3)]
+    a = layer.lora_A["default"].weight
+    torch.testing.assert_close(layer(x), layer.base_layer(x) + 2 * (x * kept) @ a.T @ up.T, rtol=1e-4, atol=1e-4)
+    drop.context.training = False
+    assert torch.equal(layer(x), plain)
+
+
+def test_adapters_are_a_function_of_the_seed_and_leave_the_global_generator_alone():
+    def lora(seed):
+        vit = build_backbone("deit_micro", pretrained=False)
+        apply_finetune_(vit, Classifiers(64, 10, (11,)), "lora", {}, seed)
+        return vit.blocks[5].attn.v.lora_A["default"].weight
+
+    torch.manual_seed(0)
+    state = torch.get_rng_state()
+    assert torch.equal(lora(1), lora(1)) and not torch.equal(lora(1), lora(2))
+    assert torch.equal(torch.get_rng_state(), state)
