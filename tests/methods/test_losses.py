@@ -2,30 +2,18 @@
 
 import math
 
-import pytest
 import torch
 
 from fedlib.data.tasks import IGNORED, NextToken, Regression
-from fedlib.methods import build_method
 from fedlib.methods.losses import (
     Batch,
     cross_entropies,
     kl_to_teacher,
     last_exit,
     mutual_kl,
-    ramp_up,
     running_best_exit,
 )  # fmt: skip
-
-LN2, LN3 = math.log(2), math.log(3)
-
-
-def two_exits(held=((1.0,), (1.0,))):
-    """One client, two examples (the second is padding), two classes; p = (1/2, 1/2) at exit 0, (3/4, 1/4) at exit 1."""
-    logits = torch.zeros(2, 1, 2, 2)
-    logits[1, 0, 0] = torch.tensor([LN3, 0.0])
-    logits[:, 0, 1] = 100.0 * torch.tensor([[1.0, -1.0], [-1.0, 1.0]])  # must not matter
-    return Batch(logits, torch.tensor([[0, 1]]), torch.tensor([[1.0, 0.0]]), torch.tensor(held), t=1, rounds=1000)
+from tests.helpers.two_exits import LN2, LN3, two_exits
 
 
 def test_cross_entropy_per_exit_ignores_padding_and_missing_exits():
@@ -113,28 +101,3 @@ def test_teachers_are_held():
     batch = two_exits(held=((1.0,), (0.0,)))
     assert running_best_exit(batch, torch.tensor([[5.0], [0.0]]), 0.2).item() == 0
     assert last_exit(batch).item() == 0 and last_exit(two_exits()).item() == 1
-
-
-@pytest.mark.parametrize(
-    "t, eta", [(1, 0.0070), (50, 0.031), (100, 0.108), (150, 0.2865), (200, 0.574), (300, 1), (999, 1)]
-)
-def test_ramp_up_over_300_rounds(t, eta):
-    # exp(-5 (1 - 150/300)^2) = exp(-1.25) = 0.28650
-    assert ramp_up(t, 300) == pytest.approx(eta, abs=6e-4 if eta < 0.2 else 5e-4)
-    assert ramp_up(150, 300) == pytest.approx(0.2865, abs=5e-5)
-
-
-def test_local_loss_is_eq5():
-    # t = 300 of 1000: eta = 1; ReeFL's teacher is exit 1 (lower loss): ln 2 + ln 4/3 + (3/4 ln 3 - ln 2)
-    batch = two_exits()
-    batch.t = 300
-    expected = LN2 + math.log(4 / 3) + 0.75 * LN3 - LN2
-    torch.testing.assert_close(build_method("reefl", {}).local_loss(batch), torch.tensor([expected]))
-    plain = build_method("reefl", {"distill": "none"}).local_loss(two_exits())
-    torch.testing.assert_close(plain, torch.tensor([LN2 + math.log(4 / 3)]))
-
-
-def test_scalefl_weighs_its_last_exit_by_a_constant():
-    batch = two_exits()
-    expected = LN2 + math.log(4 / 3) + 0.05 * kl_to_teacher(batch, torch.tensor([1]), 3.0)
-    torch.testing.assert_close(build_method("scalefl_vit", {}).local_loss(batch), expected)

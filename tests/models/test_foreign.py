@@ -1,6 +1,5 @@
 """Models of transformers as backbones: equal to themselves, sliced against explicit index lists, stacked against one by one."""
 
-import json
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -10,40 +9,22 @@ import torch
 from fedlib import Execution, Experiment, build_federation, run
 from fedlib.core.slices import Slice, take_all
 from fedlib.layers.dropout import TokenDropout
-from fedlib.models import foreign_loading as foreign_module
 from fedlib.models.adapters import apply_finetune_
 from fedlib.models.exit_model import ExitModel
 from fedlib.models.exits import Classifiers
 from fedlib.models.foreign import Foreign
 from fedlib.models.foreign_layers import attend, seen
-from fedlib.models.foreign_loading import build_model, check_whole, load_foreign
-from fedlib.models.foreign_specs import ForeignSpec
+from fedlib.models.foreign_loading import build_model
 from fedlib.models.map_exits import classifiers
 from fedlib.models.measure import Measure
 from fedlib.models.places import axes_of
-from fedlib.models.registry import OWN, backbone_spec, build_backbone, fetch_weights
+from fedlib.models.registry import OWN
 from fedlib.models.route import Route
 from fedlib.runs import store
 from fedlib.runs.identity import inputs_of
+from tests.helpers.foreign import TINY, generator, spread_
 
 transformers = pytest.importorskip("transformers")
-SMALL = dict(vocab_size=40, dim=24, heads=4, ffn_dim=20, length=9, positions=16)
-TINY = {
-    "bert": ForeignSpec("bert", depth=2, **SMALL),
-    "roberta": ForeignSpec("roberta", depth=2, padding=1, **SMALL),
-    "distilbert": ForeignSpec("distilbert", depth=2, **SMALL),
-    "t5": ForeignSpec("t5", depth=4, **SMALL | {"head_dim": 8}),
-    "vit": ForeignSpec("vit", dim=24, heads=4, ffn_dim=20, depth=2, img_size=16, patch_size=8),
-    "llama": ForeignSpec("llama", depth=2, **SMALL),
-    "mistral": ForeignSpec("mistral", depth=2, kv_heads=2, **SMALL),
-    "qwen2": ForeignSpec("qwen2", depth=2, kv_heads=2, **SMALL),
-    "qwen3": ForeignSpec("qwen3", depth=2, kv_heads=1, head_dim=8, **SMALL),
-    "gemma": ForeignSpec("gemma", depth=2, kv_heads=1, head_dim=8, **SMALL),
-}  # fmt: skip
-
-
-def generator(seed=0):
-    return torch.Generator().manual_seed(seed)
 
 
 def inputs(spec, members=1):
@@ -52,13 +33,6 @@ def inputs(spec, members=1):
     ids = torch.randint(5, 40, (members, 3, 9), generator=generator(2))
     ids[:, 0, 6:], ids[:, 1, 4:] = spec.padding, spec.padding
     return ids
-
-
-def spread_(module):
-    """Weights, biases and norms that are all different from their initial values."""
-    for p in module.parameters():
-        p.data = p.data + 0.2 * torch.randn(p.shape, generator=generator(p.numel()))
-    return module.requires_grad_(False)
 
 
 def built(spec, finetune="full"):
@@ -219,141 +193,6 @@ def test_whole_models_have_the_sizes_that_transformers_gives_them(name, paramete
     assert measure.parameters(Slice.prefix(measure.spec.depth, (0,))) == parameters
 
 
-def test_weights_come_from_a_folder(tmp_path):
-    spec = replace(TINY["bert"], source=str(tmp_path))
-    model = spread_(build_model(spec))
-    model.save_pretrained(tmp_path)
-    loaded = load_foreign(spec)
-    assert torch.equal(loaded.blocks[1].attention.self.query.weight, model.encoder.layer[1].attention.self.query.weight)
-    assert torch.equal(loaded.stem.pooler.dense.weight, model.pooler.dense.weight)
-
-
-@pytest.mark.parametrize("content", [b"", b"\x80\x04}."])
-def test_weights_that_are_a_pickle_are_refused_and_the_reason_is_true(tmp_path, content):
-    spec = replace(TINY["bert"], source=str(tmp_path))
-    build_model(spec).save_pretrained(tmp_path)
-    (tmp_path / "model.safetensors").unlink()
-    (tmp_path / "pytorch_model.bin").write_bytes(content)
-    with pytest.raises(ValueError, match="cannot be read: ") as error:
-        load_foreign(spec)
-    assert str(tmp_path) in str(error.value) and "safetensors" in str(error.value)
-    assert "downloaded" not in str(error.value) and "\n" not in str(error.value)
-
-
-def stand_in(folder, family, **changes):
-    """A checkpoint of a family's model in ``folder``, all of its weights told apart."""
-    spec = replace(TINY[family], **changes)
-    spread_(build_model(spec)).save_pretrained(folder)
-    return replace(spec, source=str(folder))
-
-
-@pytest.mark.parametrize("family", [f for f in TINY if f not in ("bert", "distilbert")])
-def test_a_folder_says_what_it_holds(tmp_path, monkeypatch, family):
-    """``ForeignSpec.of`` finds what ``save_pretrained`` wrote; loaded, it answers as the whole model does."""
-    monkeypatch.setattr("fedlib.models.foreign_specs.words_of", lambda *a, **k: SimpleNamespace(padding=0))
-    spec = stand_in(tmp_path, family)
-    (tmp_path / "tokenizer.json").write_text("{}")
-    found = ForeignSpec.of(tmp_path)
-    sizes = ("family", "source", "depth", "dim", "heads", "ffn_dim", "grouped", "padding", "input_shape")
-    length = 128 if family == "t5" else spec.usable  # T5 has no table of positions
-    expected = replace(spec, length=length, positions=512) if spec.reads == "tokens" else spec
-    assert [getattr(found, k) for k in sizes] == [getattr(expected, k) for k in sizes]
-    loaded, model = load_foreign(found), build_model(spec).from_pretrained(tmp_path).eval()
-    check_whole(loaded, model)
-    with torch.no_grad():
-        loaded.blocks[0].get_parameter(next(n for n, _ in loaded.blocks[0].named_parameters())).add_(0.5)
-    with pytest.raises(ValueError, match="answers otherwise unit by unit than as a whole"):
-        check_whole(loaded, build_model(spec).from_pretrained(tmp_path).eval())
-
-
-@pytest.mark.parametrize("changes, message", [
-    ({"heads": 2}, "num_attention_heads = 4, and heads = 2"), ({"ffn_dim": 24}, "intermediate_size = 20, and ffn_dim = 24"),
-    ({"padding": 0}, "pad_token_id = 1, and padding = 0"), ({"family": "bert"}, "model_type = 'roberta', and family = 'bert'"),
-    ({"depth": 1}, "num_hidden_layers = 2, and depth = 1"), ({"vocab_size": 60}, "vocab_size = 40, and vocab_size = 60"),
-])  # fmt: skip
-def test_a_shape_that_is_not_its_checkpoints_is_refused(tmp_path, changes, message):
-    """Each was loaded before, and computed other numbers."""
-    spec = stand_in(tmp_path, "roberta")
-    load_foreign(spec)
-    with pytest.raises(ValueError) as error:
-        load_foreign(replace(spec, **changes))
-    assert message in str(error.value) and str(tmp_path) in str(error.value)
-
-
-def test_what_a_config_lacks_and_other_kinds_are_refused(tmp_path):
-    stand_in(tmp_path, "roberta")
-    config = json.loads((tmp_path / "config.json").read_text())
-    for gone, message in (
-        ({"hidden_size"}, "config.json of a roberta lacks hidden_size"),
-        ({"model_type"}, "model_type"),
-    ):
-        (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k not in gone}))
-        with pytest.raises(ValueError, match=message):
-            ForeignSpec.of(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "gpt2"}))
-    with pytest.raises(ValueError, match="model_type = 'gpt2' is unknown; allowed: bert, roberta"):
-        ForeignSpec.of(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match="holds no tokenizer, and its 40 words are not BERT's"):
-        ForeignSpec.of(tmp_path)
-    with pytest.raises(ValueError, match="sliding_window = 8, which length = 9 exceeds"):
-        TINY["mistral"].check_config({
-            "model_type": "mistral", "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 40,
-            "num_key_value_heads": 2, "intermediate_size": 20, "max_position_embeddings": 16, "sliding_window": 8,
-        })  # fmt: skip
-
-
-def test_a_checkpoint_that_lacks_layers_is_refused(tmp_path):
-    from safetensors.torch import load_file, save_file
-
-    spec = stand_in(tmp_path, "bert")
-    kept = {k: v for k, v in load_file(tmp_path / "model.safetensors").items() if "layer.1.output.dense" not in k}
-    save_file(kept, tmp_path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(
-        ValueError, match="lacks encoder.layer.1.output.dense.bias, encoder.layer.1.output.dense.weight"
-    ):
-        load_foreign(spec)
-
-
-def test_backbones_are_found_by_their_folders_name(tmp_path, monkeypatch):
-    monkeypatch.setenv("FEDLIB_DATA", str(tmp_path))
-    folder = tmp_path / "backbones" / "little"
-    transformers.BertModel(transformers.BertConfig(
-        hidden_size=24, num_attention_heads=4, num_hidden_layers=2, intermediate_size=20)).save_pretrained(folder)  # fmt: skip
-    spec = backbone_spec("little")
-    assert (spec.dim, spec.length, spec.as_trained, spec.tokenizer) == (24, 128, True, None)
-    assert backbone_spec("little.384.plain") == replace(spec, length=384, as_trained=False)
-    assert build_backbone("little").spec == spec and build_backbone("little", pretrained=False).spec == spec
-    with pytest.raises(ValueError, match="allowed after little: .<tokens>, .plain"):
-        backbone_spec("little.fast")
-    with pytest.raises(ValueError, match="backbone = 'other' is unknown"):
-        backbone_spec("other")
-    folder.rename(folder.with_name("bert_base"))  # a published name: the copy must be what the name says
-    with pytest.raises(ValueError, match="hidden_size = 24, and dim = 768"):
-        build_backbone("bert_base")
-
-
-# --- what a checkpoint lacks, and what its config drops --------------------------------------------------------------
-
-
-@pytest.mark.parametrize("family", ["roberta", "distilbert", "bert"])
-def test_a_pooler_that_a_checkpoint_lacks_comes_from_the_seed(tmp_path, family):
-    """It came from the global generator: no two builds were equal, and no run could be resumed."""
-    spec = stand_in(tmp_path, family)
-    if family == "bert":
-        transformers.BertModel.from_pretrained(tmp_path, add_pooling_layer=False).save_pretrained(tmp_path)
-    torch.manual_seed(1)
-    before = torch.random.get_rng_state()
-    first = load_foreign(spec, 3).state_dict()
-    assert torch.equal(torch.random.get_rng_state(), before)
-    torch.manual_seed(2)
-    again, other = load_foreign(spec, 3), load_foreign(spec, 4).state_dict()
-    assert again.drawn == ("stem.pooler.dense.weight", "stem.pooler.dense.bias")
-    assert all(torch.equal(p, first[n]) for n, p in again.state_dict().items())
-    assert [n for n, p in other.items() if not torch.equal(p, first[n])] == ["stem.pooler.dense.weight"]
-    assert 0.01 < first["stem.pooler.dense.weight"].std() < 0.03 and not first["stem.pooler.dense.bias"].any()
-
-
 def experiment(folder, monkeypatch, tmp_path, name="little", **changes):
     monkeypatch.setenv("FEDLIB_OUTPUTS", str(tmp_path / "outputs"))
     spec = replace(TINY["distilbert"], vocab_size=30_522, positions=64, length=16)
@@ -500,36 +339,6 @@ def test_images_are_normalised_as_the_checkpoints_were(monkeypatch):
     own, data = build_federation(e).data, build_federation(e.replace(backbone="tiny_vit.plain")).data
     assert own.mean.tolist() == pytest.approx([0.5, 0.4, 0.3]) and own.std.tolist() == pytest.approx([0.2, 0.25, 0.5])
     assert data.mean.tolist() == pytest.approx([data.mean[0].item()] * 3) and data.mean[0] < 0.2
-
-
-def test_weights_are_fetched_without_building_a_model(tmp_path, monkeypatch):
-    """One file or shards; where one is missing, whoever loads them says so."""
-    spec = replace(TINY["bert"], source=str(tmp_path))
-    asked = []
-    monkeypatch.setattr(foreign_module, "load_foreign", lambda spec: asked.append(spec))
-    build_model(spec).save_pretrained(tmp_path)
-    foreign_module.fetch_foreign(spec)
-    (tmp_path / "model.safetensors").rename(tmp_path / "model-00001-of-00002.safetensors")
-    index = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert asked == []
-    foreign_module.fetch_foreign(spec)
-    assert asked == [spec]
-    monkeypatch.undo()
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(
-        ConnectionError, match="the checkpoint of .google/flan-t5-small. is not cached and could not be"
-    ):
-        fetch_weights("flan_t5_small")
-
-
-def test_offline_it_says_so_in_one_sentence(monkeypatch, tmp_path):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(
-        ConnectionError, match="the checkpoint of 'google/flan-t5-small' is not cached and could not be"
-    ):
-        build_backbone("flan_t5_small")
-    assert "\n" not in str(pytest.raises(ConnectionError, build_backbone, "flan_t5_small").value)
 
 
 @pytest.mark.parametrize(
