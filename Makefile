@@ -16,7 +16,7 @@ NOTEBOOKS := $(patsubst notebooks/%.ipynb,%,$(wildcard notebooks/*/*.ipynb))
 SHORT := $(foreach n,$(NOTEBOOKS),$(firstword $(subst _, ,$(n))))
 OBJECTS := $(sort $(SHORT) $(NOTEBOOKS))
 
-.PHONY: help setup demo test test-all test-oldest lint lab results report bench pretrain lock clean $(OBJECTS)
+.PHONY: help setup demo test quick test-all test-oldest lint lab results report bench pretrain lock clean $(OBJECTS)
 
 help:
 	@echo "make demo                         walkthrough: ReeFL and DepthFL on real digits, in a few minutes"
@@ -25,6 +25,7 @@ help:
 	@echo "make report                       executed notebooks and results as HTML, readable offline: outputs/report/"
 	@echo "make lab                          explore in JupyterLab"
 	@echo "make test, make bench             all tests; engine speed against Flower, pfl, BlazeFL and bare loops"
+	@echo "make quick                        unit tests of what git diff touches, or of a folder: FOLDER=methods"
 	@echo "make test-all                     and, for an hour, every method on every backbone with every tuner and task"
 	@echo "make test-oldest                  the tests on the oldest PyTorch that is supported"
 	@echo "make setup BACKEND=cpu            once, before anything else: PyTorch's CPU build, without CUDA libraries"
@@ -58,6 +59,10 @@ demo: setup
 # One thread in each of the two processes: two in each get in each other's way on two cores.
 test: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
+# Unit tests alone, in under a minute: of the files that differ from main, or of FOLDER=methods
+quick: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow and not system" $$($(BIN)/python -m tests.helpers.touched $(FOLDER))
 
 # And the tests marked slow, spread one by one: the cross product of tests/system/test_combinations.py
 test-all: test

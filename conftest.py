@@ -30,5 +30,8 @@ SLOW = "benchmarks cluster packaging jupyterlab kills fill processes notebooks r
 
 
 def pytest_collection_modifyitems(items):
+    for item in items:
+        if item.path.suffix == ".ipynb" or item.path.is_relative_to(ROOT / "tests/system"):
+            item.add_marker("system")
     order = {f"test_{name}": i for i, name in enumerate(SLOW)}
     items.sort(key=lambda item: order.get(item.path.stem, len(SLOW)))

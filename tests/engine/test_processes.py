@@ -25,6 +25,8 @@ from fedlib.methods.sliced.reefl import ReeFL
 from fedlib.runs.store import run_path
 from tests.helpers.stored import assert_same, assert_same_rounds, small, state
 
+pytestmark = pytest.mark.system
+
 TWO = Execution(workers=2, executor="processes")
 THREADS = Execution(workers=2, executor="threads")
 

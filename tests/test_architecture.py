@@ -221,3 +221,15 @@ def test_what_a_docstring_says_to_read_next_is_there():
             assert there, f"{path.relative_to(PACKAGE)}: {name}"
             found += 1
     assert found > 50
+
+
+def test_a_test_file_bears_the_name_of_the_module_that_it_tests():
+    """``tests/<folder>/test_<module>.py``, where a package is a module too; what tests the whole lies in ``tests/system``."""
+    root = PACKAGE.parent
+    for file in sorted((root / "tests").rglob("test_*.py")):
+        folder, name = file.parent.relative_to(root / "tests"), file.stem.removeprefix("test_")
+        if folder.parts and folder.parts[0] != "system":
+            homes = (PACKAGE / folder, root / folder)  # pretraining lies beside the package
+            assert any((home / f"{name}.py").exists() or (home / name).is_dir() for home in homes), file.relative_to(
+                root
+            )
