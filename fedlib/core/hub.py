@@ -28,9 +28,12 @@ def unreadable(what: str, source: str | Path, error: Exception, otherwise: str) 
     reason = (str(error).strip() or type(error).__name__).splitlines()[0].split("\x1b")[0].strip()[:300]
     if Path(source).exists():
         return ValueError(f"{what} in {source} cannot be read: {reason} ({type(error).__name__})")
-    return ConnectionError(
-        f"{what} of {str(source)!r} is not cached and could not be downloaded: {otherwise} ({type(error).__name__})"
-    )
+    return offline(f"{what} of {str(source)!r} is", error, otherwise)
+
+
+def offline(what: str, error: Exception, otherwise: str) -> ConnectionError:
+    """``what`` is neither here nor to be had; ``otherwise`` says what to do."""
+    return ConnectionError(f"{what} not cached and could not be downloaded: {otherwise} ({type(error).__name__})")
 
 
 def _answers(endpoint: str) -> bool:

@@ -1,4 +1,4 @@
-"""Where the time of a round goes: named phases that cost nothing unless somebody is measuring.
+"""Where time and memory go: a round's named phases, which cost nothing unless somebody measures; what autograd keeps.
 
 ``with profile() as seconds: run(...)`` fills ``seconds`` by phase. Workers add up: the sum may exceed the wall clock.
 Phases do not nest: an inner one is taken out of the outer one's time.
@@ -7,7 +7,7 @@ Phases do not nest: an inner one is taken out of the outer one's time.
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 
 import torch
@@ -79,3 +79,18 @@ def profile() -> Iterator[dict[str, float]]:
         yield seconds
     finally:
         _active = None
+
+
+@contextmanager
+def kept_by_autograd(parameters: Iterable[torch.Tensor]) -> Iterator[dict[int, torch.Tensor]]:
+    """Inside, the mapping fills with what autograd keeps beside ``parameters``: the first tensor of each storage."""
+    own = {p.untyped_storage()._cdata for p in parameters}
+    kept: dict[int, torch.Tensor] = {}  # the tensors stay, so that no storage gets a second one's address
+
+    def keep(x: torch.Tensor) -> torch.Tensor:
+        if (storage := x.untyped_storage()._cdata) not in own:
+            kept.setdefault(storage, x)
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        yield kept

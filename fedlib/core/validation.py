@@ -9,53 +9,29 @@ import difflib
 import functools
 import inspect
 import math
+import operator
 import os
 import reprlib
 import sys
 import types
 import typing
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Annotated
 
 Scalar = bool | int | float | str | None | tuple
 
 
 @dataclasses.dataclass(frozen=True)
-class Above:
-    """A number must be larger than ``limit``."""
+class Limit:
+    """A number must be ``above`` (or ``at least``, ...) a limit."""
 
+    words: str
+    allows: Callable[[float, float], bool]
     limit: float
-    words: typing.ClassVar[str] = "above"
-
-    def allows(self, x: float) -> bool:
-        return x > self.limit
 
 
-class AtLeast(Above):
-    """A number must be ``limit`` or larger."""
-
-    words = "at least"
-
-    def allows(self, x: float) -> bool:
-        return x >= self.limit
-
-
-class Below(Above):
-    """A number must be smaller than ``limit``."""
-
-    words = "below"
-
-    def allows(self, x: float) -> bool:
-        return x < self.limit
-
-
-class AtMost(Above):
-    """A number must be ``limit`` or smaller."""
-
-    words = "at most"
-
-    def allows(self, x: float) -> bool:
-        return x <= self.limit
+Above, AtLeast = functools.partial(Limit, "above", operator.gt), functools.partial(Limit, "at least", operator.ge)
+Below, AtMost = functools.partial(Limit, "below", operator.lt), functools.partial(Limit, "at most", operator.le)
 
 
 class When:
@@ -221,7 +197,7 @@ def _convert(value: object, hint: object, where: str) -> object:
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is Annotated:
         out = _convert(value, args[0], where)
-        _check_limits(out, [m for m in args[1:] if isinstance(m, Above)], where)
+        _check_limits(out, [m for m in args[1:] if isinstance(m, Limit)], where)
         return out
     if origin in (typing.Union, types.UnionType):
         if value is None and type(None) in args:
@@ -257,8 +233,8 @@ def _convert(value: object, hint: object, where: str) -> object:
     )
 
 
-def _check_limits(value: object, limits: list[Above], where: str) -> None:
-    if value is not None and not all(m.allows(value) for m in limits):
+def _check_limits(value: object, limits: list[Limit], where: str) -> None:
+    if value is not None and not all(m.allows(value, m.limit) for m in limits):
         allowed = " and ".join(f"{m.words} {m.limit:g}" for m in limits)
         raise ValueError(f"{where} = {shown(value)} must be {allowed}")
 

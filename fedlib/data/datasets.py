@@ -15,7 +15,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-from ..core.hub import fail_fast
+from ..core.hub import fail_fast, offline
 from ..core.rng import numpy_generator
 from .cache import Decoded, cached_for, digest_of, was_read
 from .decode import Kind, Layout, decode
@@ -246,8 +246,6 @@ def _read_hub(name: str, tokenizer: str | None, size: int | None) -> tuple[Decod
             with fail_fast():
                 splits = load(layout.where, *([layout.config] if layout.config else []))
         except Exception as error:  # datasets raises a different class for each way of being offline
-            raise ConnectionError(
-                f"dataset {name!r} ({layout.where}) is not cached and could not be downloaded: "
-                f"connect once, or pass the path of a local copy ({type(error).__name__})"
-            ) from error
+            otherwise = "connect once, or pass the path of a local copy"
+            raise offline(f"dataset {name!r} ({layout.where}) is", error, otherwise) from error
     return decode(splits, layout, size)

@@ -17,7 +17,7 @@ from functools import lru_cache
 import numpy as np
 import torch
 
-from ..core.hub import fail_fast
+from ..core.hub import fail_fast, offline
 from ..core.rng import numpy_generator
 
 MEAN, SD = -4.2677393, 4.5689974  # AudioSet, as AST uses them: features are (x - MEAN) / (2 SD)
@@ -116,8 +116,6 @@ def read_speech_commands() -> tuple[dict, list[str]]:
         with fail_fast():
             table = load_dataset("parquet", data_files={"train": HUB_PARQUET.format(split="train")}, split="train")
     except Exception as error:  # datasets raises a different class for each way of being offline
-        raise ConnectionError(
-            "dataset 'speech_commands' is not cached and could not be downloaded: connect once, or put a copy under "
-            f"$FEDLIB_DATA/speech_commands ({type(error).__name__})"
-        ) from error
+        otherwise = "connect once, or put a copy under $FEDLIB_DATA/speech_commands"
+        raise offline("dataset 'speech_commands' is", error, otherwise) from error
     return decode_speech(table, "label", "speaker_id", speakers=250)

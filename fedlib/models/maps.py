@@ -7,6 +7,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 
+from ..core.profiling import kept_by_autograd
 from ..layers.conv import INITIALISATIONS, sample_and_pad
 from .backbone import Backbone, Spec
 
@@ -69,15 +70,7 @@ def _kept_numbers(spec: MapSpec) -> tuple[int, int]:
 
 def _kept_sizes(backbone: nn.Module, examples: int) -> list[int]:
     """The size of every tensor that autograd keeps beside the parameters."""
-    parameters = {p.untyped_storage()._cdata for p in backbone.parameters()}
-    kept: dict[int, torch.Tensor] = {}  # by storage; the tensors stay, so that no storage gets a second one's address
-
-    def keep(x: torch.Tensor) -> torch.Tensor:
-        if (storage := x.untyped_storage()._cdata) not in parameters:
-            kept.setdefault(storage, x)
-        return x
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+    with kept_by_autograd(backbone.parameters()) as kept:
         z = backbone.stem(torch.zeros(1, examples, *backbone.spec.input_shape))
         for unit in range(backbone.spec.depth):
             _, z = backbone.advance(z, unit, 1)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from ..core.hub import fail_fast, unreadable
+from ..core.hub import fail_fast, offline, unreadable
 from ..core.paths import minilm_file
 from ..core.rng import torch_generator
 from ..core.validation import did_you_mean
@@ -165,10 +165,7 @@ def _download_vim_tiny() -> dict[str, torch.Tensor]:
         with fail_fast():
             file = hf_hub_download(*VIM_TINY_WEIGHTS)
     except Exception as error:  # huggingface_hub raises many classes
-        raise ConnectionError(
-            f"the weights of 'vim_tiny' are not cached and could not be downloaded: connect once, "
-            f"or use pretrained=False ({type(error).__name__})"
-        ) from error
+        raise offline("the weights of 'vim_tiny' are", error, "connect once, or use pretrained=False") from error
     try:
         with torch.serialization.safe_globals([Namespace]):  # training arguments lie beside the weights: plain values
             stored = torch.load(file, map_location="cpu", weights_only=True)
@@ -219,10 +216,8 @@ def _create_timm(name: str, pretrained: bool):
             raise ValueError(f"experiment: backbone = {name!r}: timm says: {error}") from error
         if not pretrained:
             raise
-        raise ConnectionError(
-            f"the weights of {name!r} are not cached and could not be downloaded: connect once, "
-            f"or use backbone='deit_micro' ({type(error).__name__})"
-        ) from error
+        otherwise = "connect once, or use backbone='deit_micro'"
+        raise offline(f"the weights of {name!r} are", error, otherwise) from error
 
 
 def timm_config(model) -> ViTSpec:

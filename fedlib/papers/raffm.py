@@ -120,17 +120,18 @@ def _trained(f: Federation, server: Server, r: Round, member: Member) -> dict[st
 
 def by_variant(cells: Sequence[Cell], of: Callable[[Experiment], Mapping[str, float]]) -> pd.DataFrame:
     """One row per data column and variant: its names, its backbone, and what ``of`` says of its experiment."""
-    first = {(c.column, c.variant): c for c in reversed(cells)}
-    seen = _once(of)
-    rows = [_names(c) | dict(seen(c.experiment)) for c in reversed(first.values())]
-    return pd.DataFrame(rows)
+    return pd.DataFrame([_names(c) | dict(found) for c, found in _each(cells, of)])
 
 
 def all_clients(cells: Sequence[Cell], of: Callable[[Experiment], pd.DataFrame]) -> pd.DataFrame:
     """The clients' rows (``of``) of every data column and variant, one below the other."""
-    first = {(c.column, c.variant): c for c in reversed(cells)}
-    seen = _once(of)
-    return pd.concat([seen(c.experiment).assign(**_names(c)) for c in reversed(first.values())], ignore_index=True)
+    return pd.concat([found.assign(**_names(c)) for c, found in _each(cells, of)], ignore_index=True)
+
+
+def _each(cells: Sequence[Cell], of: Callable) -> list[tuple[Cell, object]]:
+    """The first cell of every data column and variant, and what ``of`` says of its experiment."""
+    first, seen = {(c.column, c.variant): c for c in reversed(cells)}, _once(of)
+    return [(c, seen(c.experiment)) for c in reversed(first.values())]
 
 
 def runs_of(cells: Sequence[Cell], folder=None) -> Iterator[tuple[str, list[tuple[Cell, Run]]]]:
@@ -200,20 +201,10 @@ def plot_bars(frame: pd.DataFrame, x: str, y: str, ylabel: str, title: str, ax=N
     import seaborn
 
     ax, rows = axes_of(ax), named(frame)
-    palette = {s: color_of(m) for s, m in zip(rows.series, rows.method, strict=True)}
-    own = [s for s in dict.fromkeys(rows.series)]
-    for k, name in enumerate(n for n in own if palette[n] == color_of(PAPER)):  # variants of one method, paler
-        white = 0.25 * min(k, 3)
-        palette[name] = tuple((1 - white) * c + white for c in _rgb(palette[name]))
-    seaborn.barplot(rows, x=x, y=y, hue="series", hue_order=own, palette=palette, ax=ax, errorbar=None)
+    palette = looks_of(rows).palette
+    seaborn.barplot(rows, x=x, y=y, hue="series", hue_order=list(palette), palette=palette, ax=ax, errorbar=None)
     finish(ax, "", ylabel, title)
     return ax
-
-
-def _rgb(color) -> tuple[float, ...]:
-    from matplotlib.colors import to_rgb
-
-    return to_rgb(color)
 
 
 @styled

@@ -7,6 +7,7 @@ import torch
 
 from ..core.clients import Client
 from ..core.experiment import Experiment
+from ..core.profiling import kept_by_autograd
 from ..core.slices import Slice, take
 from ..engine.federation import build_model, setting_of
 from ..engine.forward import Forward
@@ -120,17 +121,11 @@ def exit_costs(e: Experiment, num_classes: int, batch_size: int = 32) -> list[di
     """
     shapes, out = load_shapes(e, num_classes), []
     for j, part in enumerate(shapes.slices, 1):
-        forward, kept = shapes.forward(part), {}
+        forward = shapes.forward(part)
         (held,) = forward.tensors
-
-        def keep(t: torch.Tensor, kept=kept) -> torch.Tensor:
-            kept[t.untyped_storage()._cdata] = t.untyped_storage()
-            return t
-
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        with kept_by_autograd(held.values()) as kept:
             forward(shapes.examples(batch_size))
-        weights = {p.untyped_storage()._cdata for p in held.values()}
-        activations = sum(s.nbytes() for i, s in kept.items() if i not in weights)
+        activations = sum(x.untyped_storage().nbytes() for x in kept.values())
         parameters = sum(p.numel() for p in held.values())
         gradients = sum(p.numel() for p in held.values() if p.requires_grad)
         out.append(

@@ -1,10 +1,9 @@
 """What a user sees while waiting: bars, and a line in papermill's terminal where the bars go into the notebook."""
 
-import contextlib
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TextIO
 
@@ -17,13 +16,12 @@ SWITCH = "TQDM_DISABLE"  # tqdm's own: not empty and not "0" means no bars
 SCREEN_SECONDS, LOG_SECONDS = 0.2, 30.0  # between lines on a screen, and where the terminal is a file
 
 
-@contextlib.contextmanager
-def nobody_need_listen() -> Iterator[None]:
-    """What is said here may be said to a closed stream or a broken pipe: that ends no run."""
+def told(tell: Callable, *args, **options) -> object:
+    """What ``tell`` returns; that it speaks to a closed stream or a broken pipe ends no run."""
     try:
-        yield
+        return tell(*args, **options)
     except OSError:
-        pass
+        return None
     except ValueError as error:
         if "closed file" not in str(error):
             raise
@@ -33,15 +31,13 @@ def bar(shown: bool, **options):
     """A tqdm bar, a silent one if nobody can see it."""
     from tqdm.auto import tqdm
 
-    with nobody_need_listen():
-        return tqdm(disable=not shown, **options)
-    return tqdm(disable=True)
+    found = told(tqdm, disable=not shown, **options)
+    return tqdm(disable=True) if found is None else found
 
 
 def say(text: str) -> None:
     """One line for the user, on the standard output."""
-    with nobody_need_listen():
-        print(text, flush=True)
+    told(print, text, flush=True)
 
 
 def interrupted(text: str) -> KeyboardInterrupt:
@@ -68,8 +64,7 @@ class Watch:
     def __exit__(self, *_) -> None:
         for shown in (self.rounds, self.runs, self.terminal):
             if shown is not None:
-                with nobody_need_listen():
-                    shown.close()
+                told(shown.close)
 
     def begin(self, e: Experiment, t: int) -> None:
         """``e`` goes on after round ``t``."""
@@ -83,27 +78,23 @@ class Watch:
         self.pace.add(self.e, r.seconds, 1)
         if r.metrics is not None:
             self.rounds.set_postfix(accuracy=f"{r.metrics['accuracy']:.1f}%", refresh=False)
-        with nobody_need_listen():
-            self.rounds.update()
+        told(self.rounds.update)
         self._tell()
 
     def end(self, e: Experiment) -> None:
         """``e`` is done, here or elsewhere."""
-        with nobody_need_listen():
-            if self.rounds is not None:
-                self.rounds.close()
+        if self.rounds is not None:
+            told(self.rounds.close)
         self.rounds, ended = None, e in self.left
         if ended:
             self.left.remove(e)
         self._tell(now=True)
-        with nobody_need_listen():
-            self.runs.update(ended)
+        told(self.runs.update, ended)
 
     def say(self, text: str) -> None:
         """One line for the user."""
         if self.shown:
-            with nobody_need_listen():
-                self.runs.write(text)
+            told(self.runs.write, text)
             if self.terminal is not None:
                 self.terminal.show(text, True, keep=True)
 
@@ -160,9 +151,7 @@ class Terminal:
         if screen:
             text = text[: (os.get_terminal_size(self.file.fileno()).columns or 80) - 1]
         self.unfinished, self.at = screen and not keep, clock
-        with nobody_need_listen():
-            self.file.write(start + text + ("" if self.unfinished else "\n"))
-            self.file.flush()
+        told(print, start + text, end="" if self.unfinished else "\n", file=self.file, flush=True)
 
     def close(self) -> None:
         if self.unfinished:
