@@ -50,11 +50,6 @@ def _ratio(e: Experiment, other: Experiment) -> float:
     return clients * (e.num_train / e.num_clients) / (other.num_train / other.num_clients)
 
 
-def expected_seconds(missing: Sequence[Experiment], pace: Pace, execution: Execution = Execution()) -> float:
-    """Of ``missing``, one after the other: see :func:`each_seconds`."""
-    return sum(each_seconds(missing, pace, execution))
-
-
 def each_seconds(missing: Sequence[Experiment], pace: Pace, execution: Execution = Execution()) -> list[float]:
     """What each of ``missing`` takes: from ``pace`` where it knows their like, else from timed steps and MACs.
 
@@ -88,7 +83,7 @@ def describe(
     text = f"{len(experiments)} runs, {len(missing)} to do"
     if not missing:
         return text
-    seconds = expected_seconds(missing, pace, execution)
+    seconds = sum(each_seconds(missing, pace, execution))
     text = f"{text}: {about(seconds)} on this machine"
     if seconds < 24 * 3600:
         return text

@@ -4,7 +4,7 @@ import pytest
 
 from fedlib import Execution, Experiment, run
 from fedlib.runs import durations
-from fedlib.runs.durations import Pace, about, describe, expected_seconds
+from fedlib.runs.durations import Pace, about, describe, each_seconds
 from fedlib.runs.prices import training_macs
 from fedlib.runs.store import stored_pace
 from tests.helpers.stored import ONE, short
@@ -48,7 +48,7 @@ def test_a_grid_is_priced_in_minutes_of_this_machine(monkeypatch):
     # unknown backbone: MACs over a timed rate, on each of two workers; long ones also in hours of a GPU
     other = e.replace(backbone="vit_digits", pretrained=False, finetune="frozen")
     monkeypatch.setattr(durations, "timed_macs_per_second", lambda *_: training_macs(other) / 100)
-    assert expected_seconds([other], pace, Execution(workers=2)) == pytest.approx(50)
+    assert each_seconds([other], pace, Execution(workers=2)) == [pytest.approx(50)]
     monkeypatch.setattr(durations, "timed_macs_per_second", lambda *_: training_macs(other) / 3e6)
     text = describe([other], [other], pace, Execution(workers=1))
     assert text.startswith("1 runs, 1 to do: about 35 days on this machine, or ") and "hours of a GPU" in text

@@ -83,19 +83,16 @@ def plot_parts(frame: pd.DataFrame, title: str, ax=None):
     """What training holds: a stacked bar per ``net``, a part per other column, in percent; its total beside it."""
     import seaborn
 
-    ax = axes_of(ax)
-    total = frame.drop(columns="net").sum(axis=1)
-    left = np.zeros(len(frame))
-    parts = [c for c in frame if c != "net"]
-    for part, color in zip(parts, seaborn.color_palette("colorblind", len(parts)), strict=True):
-        share = 100 * frame[part] / total
-        ax.barh(frame.net, share, left=left, color=color, label=part, edgecolor="white")
-        left = left + share
+    ax, parts = axes_of(ax), frame.set_index("net")
+    total, colors = parts.sum(axis=1), seaborn.color_palette("colorblind", parts.shape[1])
+    parts.mul(100 / total, axis=0).plot.barh(
+        ax=ax, stacked=True, color=colors, width=0.8, edgecolor="white", legend=False
+    )
     for y, mib in enumerate(total):
         ax.annotate(f"{mib:,.0f} MiB", (100, y), (6, 0), textcoords="offset points", va="center", fontsize=8)
     ax.set_xlim(0, 118)
     ax.invert_yaxis()
-    ax.figure.legend(*ax.get_legend_handles_labels(), loc="outside lower center", ncols=len(parts))
+    ax.figure.legend(*ax.get_legend_handles_labels(), loc="outside lower center", ncols=parts.shape[1])
     finish(ax, "share of the memory of training (%)", "", title)
     ax.grid(False, axis="y")
     return ax

@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from ...report.plots import ACCURACY
+from ...report.plots import ACCURACY, lines
 from ...report.style import data_title, finish, looks_of, named, panels, share_legend, styled
-from ...report.tables import collect, label_of, mean_sd, spread
+from ...report.tables import collect, label_of, spread
 from ...report.verdicts import Difference, judged
 from ...runs.params import Cell
 
@@ -120,14 +120,8 @@ def plot_factor(frame: pd.DataFrame, factor: str, one: str, other: str, title: s
 
 
 def _accuracies(rows: pd.DataFrame, levels: Sequence[str], ax) -> None:
-    rows = named(rows)
-    looks = looks_of(rows)
-    for series, group in rows.groupby("series", sort=False):
-        m = mean_sd(group, by=("level",)).set_index("level").reindex(levels)
-        ax.errorbar(range(len(levels)), m["mean"], m.sd.fillna(0), label=series, color=looks.palette[series],
-                    marker=looks.markers[series], markersize=6, capsize=2, elinewidth=1)  # fmt: skip
-    if len(rows):
-        ax.legend()
+    rows = named(rows).assign(at=rows.level.map(levels.index))
+    lines(rows, "at", "accuracy", ax, looks_of(rows), estimator="mean", sort=True, errorbar="sd", err_style="bars")
 
 
 def _gaps(by_seed: pd.DataFrame, levels: Sequence[str], ax) -> None:
