@@ -1,15 +1,12 @@
 """Fine-tuning modes: which parameters are trained and communicated, and the adapters inserted for it.
 
 ``full`` | ``frozen`` (the head only) | ``pa`` parallel adapter | ``sa`` serial adapter | ``ssf`` scale and shift |
-``lora`` and any other peft tuner by its name. Plain LoRA is built here, the same to the bit as peft's, which takes
-seconds to import; its further options and all other tuners are injected by peft. The head (classifiers or Ree) is
-always trained.
+``lora`` and any other tuner by peft's name, injected by peft. The head (classifiers or Ree) is always trained.
 
 Deviations: as released, the up-projections of PA and SA start at N(0, 0.02), not at zero; SSF also scales the
 classifiers' norm but nothing inside Ree. Frozen parameters never get gradients (the release computes and drops them).
 """
 
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace
@@ -169,30 +166,6 @@ class ScaleShift(nn.Module):
         return torch.addcmul(per_client(self.shift, y), y, per_client(self.scale, y))
 
 
-class LoRA(nn.Module):
-    """Hu et al. 2022: base(x) + alpha / r B A dropout(x). A starts at U(+-1/sqrt(inputs)), B at zero."""
-
-    def __init__(self, base_layer: Linear, r: int, lora_alpha: float, lora_dropout: float):
-        super().__init__()
-        (rows, columns), (out_axis, in_axis) = base_layer.weight.shape, base_layer.axes["weight"]
-        down, up = Linear(columns, r, bias=False, axes=(None, in_axis)), Linear(r, rows, False, axes=(out_axis, None))
-        self.base_layer, self.scaling = base_layer, {"default": lora_alpha / r}
-        self.lora_dropout = nn.ModuleDict({"default": TokenDropout(lora_dropout) if lora_dropout else nn.Identity()})
-        self.lora_A, self.lora_B = nn.ModuleDict({"default": down}), nn.ModuleDict({"default": up})  # peft's names
-        for weight in (down.weight, up.weight, down.weight):  # peft draws A, then B, and A again
-            nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
-        nn.init.zeros_(up.weight)
-
-    @property
-    def weight(self) -> torch.Tensor:
-        """The layer's own: foreign nets read its shape."""
-        return self.base_layer.weight
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        low_rank = self.lora_B["default"](self.lora_A["default"](self.lora_dropout["default"](x)))
-        return self.base_layer(x) + low_rank * self.scaling["default"]
-
-
 class PerClient(nn.Module):
     """A foreign peft layer whose parameters may be stacked per client: run under ``vmap``, or client by client.
 
@@ -243,12 +216,6 @@ def apply_finetune_(vit: ViT, head: nn.Module, mode: str, options: dict, seed: i
                     setattr(parent, name, ScaleShift(getattr(parent, name), generator))
         for classifier in [m for m in head.modules() if isinstance(m, Classifier)]:
             classifier.norm = ScaleShift(classifier.norm, generator)
-    elif _is_plain_lora(mode, options):
-        with _lent_generator(seed):
-            for path, layer in list(vit.named_modules()):
-                parent, _, name = path.rpartition(".")
-                if name in vit.spec.peft_targets:
-                    setattr(vit.get_submodule(parent), name, LoRA(layer, **LORA_DEFAULTS | options))
     elif mode not in OWN_MODES:
         _inject_peft_(vit, mode, options, seed)
     head.requires_grad_(True)
@@ -275,6 +242,7 @@ def _inject_peft_(vit: ViT, mode: str, options: dict, seed: int) -> None:
 
     settings = {"target_modules": list(vit.spec.peft_targets)} | PEFT_DEFAULTS.get(mode, {}) | options
     settings = {k: list(v) if isinstance(v, tuple) else v for k, v in settings.items()}
+    rate = settings.pop("lora_dropout", 0.0)  # peft's own would draw from the global generator
     with _lent_generator(seed):
         within = nn.ModuleDict({"vit": vit})  # peft finds a block's number only behind a dot
         inject_adapter_in_model(_peft_config_class(mode)(**settings), within)
@@ -288,6 +256,7 @@ def _inject_peft_(vit: ViT, mode: str, options: dict, seed: int) -> None:
                     (layer.lora_B["default"], (out_axis, None)),
                 ):
                     linear.__class__, linear.axes = Linear, {"weight": axes, "bias": axes[:1]}
+                layer.lora_dropout["default"] = TokenDropout(rate) if rate else nn.Identity()
             else:
                 parent, name = path.rsplit(".", 1)
                 setattr(block.get_submodule(parent), name, PerClient(layer))

@@ -1,9 +1,12 @@
 """Adapters: where they sit, what they train, and peft's own to the bit."""
 
+import math
+
 import pytest
 import torch
 
-from fedlib.models.adapters import _inject_peft_, apply_finetune_
+from fedlib.core.rng import numpy_generator
+from fedlib.models.adapters import apply_finetune_
 from fedlib.models.exit_model import ExitModel
 from fedlib.models.exits import Classifiers
 from fedlib.models.registry import backbone_spec, build_backbone
@@ -67,19 +70,25 @@ def test_lora_is_y_plus_two_b_a_x():
 
 @pytest.mark.parametrize("name", ["deit_micro", "vim_micro", "transformer4"])
 @pytest.mark.parametrize("options", [{}, {"r": 3, "lora_alpha": 6.0}])
-def test_plain_lora_is_pefts_to_the_bit(name, options):
+def test_lora_trains_low_rank_products_alone_on_the_axes_of_their_layers(name, options):
     spec = backbone_spec(name)
-    one, two = (spec.build().init_(generator()) for _ in range(2))
-    head = Classifiers(spec.dim, 10, (spec.depth - 1,))
-    apply_finetune_(one, head, "lora", options, 7)
-    _inject_peft_(two, "lora", options, 7)
-    ours, pefts = dict(one.named_parameters()), dict(two.named_parameters())
-    assert ours.keys() == pefts.keys() and any("lora_A" in n for n in ours)
-    assert all(torch.equal(ours[n], pefts[n]) for n in ours)
-    assert {n for n, p in ours.items() if p.requires_grad} == {n for n in ours if "lora_" in n}
-    down = [m for n, m in one.named_modules() if n.endswith("lora_A.default")]
-    theirs = [m for n, m in two.named_modules() if n.endswith("lora_A.default")]
-    assert [m.axes for m in down] == [m.axes for m in theirs]
+    backbone = spec.build().init_(generator())
+    apply_finetune_(backbone, Classifiers(spec.dim, 10, (spec.depth - 1,)), "lora", options, 7)
+    trained = {n for n, p in backbone.named_parameters() if p.requires_grad}
+    assert trained and trained == {n for n, _ in backbone.named_parameters() if "lora_" in n}
+    layers = [m for m in backbone.modules() if hasattr(m, "lora_A")]
+    assert len(layers) == spec.depth * len(spec.peft_targets)
+    for m in layers:
+        (out_axis, in_axis), down, up = m.base_layer.axes["weight"], m.lora_A["default"], m.lora_B["default"]
+        assert down.axes["weight"] == (None, in_axis) and up.axes["weight"] == (out_axis, None)
+        assert m.scaling["default"] == 2 and not up.weight.any()  # 64 / 32, or 6 / 3
+    down, up = layers[0].lora_A["default"].weight, layers[0].lora_B["default"].weight
+    with torch.random.fork_rng():  # the first layer's numbers, on which stored runs rest: A is drawn, then B, A again
+        torch.manual_seed(int(numpy_generator(7, "peft init").integers(2**62)))
+        again, other = torch.empty_like(down), torch.empty_like(up)
+        for weight in (again, other, again):
+            torch.nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
+    assert torch.equal(down, again)
 
 
 def test_loras_dropout_drops_while_clients_train_from_their_own_generators():

@@ -6,7 +6,7 @@ import pytest
 from fedlib import Execution, Experiment
 from fedlib.runs import durations
 from fedlib.runs.costs import exit_costs
-from fedlib.runs.durations import Pace, expected_seconds
+from fedlib.runs.durations import Pace, each_seconds
 from fedlib.runs.latency import product_macs_per_second
 from fedlib.runs.prices import _macs, _shape_of, examples_per_client, gpu_hours, num_parameters, training_macs
 
@@ -51,6 +51,6 @@ def test_a_large_model_is_priced_by_its_macs_and_never_built(monkeypatch):
     monkeypatch.setattr(durations, "product_macs_per_second", lambda *_: training_macs(e) / 100)
     with monkeypatch.context() as m:
         m.setattr(durations, "num_parameters", lambda e: durations.LARGE + 1)
-        assert expected_seconds([e], Pace(), Execution(workers=2)) == pytest.approx(50)
+        assert each_seconds([e], Pace(), Execution(workers=2)) == [pytest.approx(50)]
     assert 4e4 < num_parameters(e) < durations.LARGE  # ``vit_digits``
     assert 1e7 < product_macs_per_second(seconds=0.05) < 1e15
