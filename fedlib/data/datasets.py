@@ -23,6 +23,7 @@ from .docstrings import docstrings_key, read_docstrings
 from .local import local_set
 from .questions import KEYED
 from .quiet import quietly
+from .speech import read_speech_commands
 from .tokenizer import LENGTH, has_words, tokenizer_key
 
 Target = Literal["class", "number", "span", "tokens"]
@@ -184,8 +185,6 @@ def _find(name: str, tokenizer: str | None) -> tuple[dict, Callable[[int | None]
     if (local := _local_copy(name)) is not None:
         return local_set(local, FORMAT, tokenizer)
     if name == "speech_commands":
-        from .speech import read_speech_commands
-
         return SPEECH_KEY, lambda size: (read_speech_commands(), False)
     if name == "docstrings":  # of one's own tokenizer rows are of the network's length
         length = lambda size: LENGTH if tokenizer is None else size or LENGTH  # noqa: E731

@@ -15,6 +15,7 @@ from .images import SCALED
 from .leaf import is_leaf, read_leaf
 from .questions import KEYED
 from .quiet import quietly
+from .speech import decode_speech
 from .tokenizer import tokenizer_key
 
 LAYOUTS: tuple[tuple[Kind, tuple[str, ...], str], ...] = (  # of text: what is read, and the label
@@ -58,8 +59,6 @@ def local_set(
         splits = load_splits(path, parquet)
         layout = layout_of(path, splits, kind, reads, label, parquet, tokenizer)
         if kind == "images" and layout.owner is not None and "audio" in splits["train"].column_names:
-            from .speech import decode_speech
-
             return decode_speech(splits["train"], layout.label, layout.owner), False
         return decode(splits, layout, size)
 

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import pandas as pd
 
+from ..core.paths import outputs_dir
 from ..methods import METHODS
 from .data_plots import plot_clients_examples, plot_label_distribution
 from .style import (
@@ -44,8 +45,6 @@ ACCURACY = "test accuracy (%)"
 
 def save_figure(ax, name: str):
     """Write the figure of ``ax`` to ``outputs/<folder>/figures/<stem>.png``, ``name`` being ``<folder>/<stem>``."""
-    from ..core.paths import outputs_dir
-
     folder, _, stem = name.rpartition("/")
     path = outputs_dir() / folder / "figures" / f"{stem}.png"
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -15,6 +15,7 @@ from ..engine.executors import Execution
 from ..runs.params import load_spec
 from .clients import VALUES, as_exits, spread_out
 from .further import with_further
+from .plots import gain_bars, plot_modes, save_figure
 from .statistics import orderings
 from .tables import (
     collect,
@@ -93,8 +94,6 @@ class Table:
 
     def plot_exits(self):
         """Draw and save the accuracy of every exit, a panel per fine-tuning mode, on the first column that has runs."""
-        from .plots import plot_modes
-
         frame = as_exits(self.frame) if self.value in VALUES else self.frame
         done = frame.dropna(subset=["accuracy"])
         first = (done if len(done) else frame).column.iloc[0]
@@ -102,8 +101,6 @@ class Table:
 
     def plot_gains(self):
         """Draw and save :meth:`gains`: a panel per data column, a group of bars per fine-tuning mode."""
-        from .plots import gain_bars
-
         return self.save_figure(gain_bars(self.gains()), "gain")
 
     def save(self, frame: pd.DataFrame, suffix: str = "") -> pd.DataFrame:
@@ -113,8 +110,6 @@ class Table:
 
     def save_figure(self, axes, suffix: str):
         """Write the figure of ``axes`` as the table's part ``suffix``, and return them."""
-        from .plots import save_figure
-
         save_figure(axes[0] if hasattr(axes, "__len__") else axes, self._named(suffix))
         return axes
 

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from ..core.experiment import Experiment
 from ..core.paths import params_dir
 from ..core.validation import check_known, shown
+from ..engine.checks import check_experiment
+from ..methods import METHODS
 from .params_files import (
     GRID_KEYS,
     field_names,
@@ -56,8 +58,6 @@ class Cell:
 
 def make_experiment(*layers: Mapping[str, object]) -> Experiment:
     """One experiment from layers of keys, fully checked."""
-    from ..engine.checks import check_experiment
-
     e = Experiment.from_dict(merge(*layers))
     check_experiment(e)
     return e
@@ -208,8 +208,6 @@ def _given(overrides: Mapping[str, object] | None) -> dict[str, object]:
 
 def _paper(paper: str) -> tuple[dict, dict]:
     """What all methods of ``paper`` share, and what each of them changes."""
-    from ..methods import METHODS
-
     base, methods = load_layered(paper, "base"), load_layered(paper, "methods")
     base.pop("extends", None)
     check_known(methods, METHODS, f"{params_dir() / paper / 'methods.yaml'}: unknown method {{}}")

@@ -12,6 +12,7 @@ import numpy as np
 
 from ..core.clients import Client
 from ..core.experiment import Experiment
+from ..data.datasets import load_dataset
 from ..data.tokenizer import has_words
 from ..engine.federation import budgets_of
 from ..methods import build_method
@@ -35,8 +36,6 @@ def num_classes(e: Experiment) -> int:
     """Classes of ``e``'s data set, which is read only if it is not a known one."""
     if e.dataset in CLASSES and not e.label_groups:
         return CLASSES[e.dataset]
-    from ..data.datasets import load_dataset
-
     size = backbone_spec(e.backbone).input_shape[-1]
     return load_dataset(e.dataset, e.label_groups, size, _words(e)).num_classes
 
@@ -49,8 +48,6 @@ def examples_per_client(e: Experiment) -> float:
         return EXAMPLES_PER_CLIENT[e.dataset]
     if e.dataset in TRAINING_EXAMPLES:
         return TRAINING_EXAMPLES[e.dataset] / e.num_clients
-    from ..data.datasets import load_dataset
-
     size = backbone_spec(e.backbone).input_shape[-1]
     return len(load_dataset(e.dataset, size=size, tokenizer=_words(e)).train_labels) / e.num_clients
 

@@ -12,6 +12,7 @@ from dataclasses import fields
 
 from ..core.experiment import Experiment
 from ..core.validation import unmet
+from ..methods import build_method
 
 
 def following(published: Mapping[str, object], made: Mapping[str, object], said: Collection[str]) -> dict[str, object]:
@@ -48,8 +49,6 @@ def _rounds(full: Mapping, made: Mapping) -> dict[str, object]:
 
 def _epochs(full: Mapping, made: Mapping, said: Collection[str]) -> dict[str, int]:
     """The method's other epochs, as many for each local epoch as published."""
-    from ..methods import build_method
-
     factor, found = made["local_epochs"] / full["local_epochs"], {}
     if factor == 1:
         return found

@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
 
+import pandas as pd
 import torch
 
 from ...core.clients import Client
@@ -20,9 +20,6 @@ from ...engine.federation import Federation, build_federation
 from ...methods import Round, Stage
 from ...methods.sliced.fedepth import kept_mib
 from ...runs.prices import examples_per_client
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 MIB = 2**20
 WORK = "a measured work"
@@ -69,15 +66,13 @@ def one_client(e: Experiment, device: str = "cpu") -> Federation:
     return build_federation(e.replace(**one, partition="iid", local_epochs=1, augment="none"), device)
 
 
-def memory_of_stages(e: Experiment, device: str = "cpu") -> "pd.DataFrame":
+def memory_of_stages(e: Experiment, device: str = "cpu") -> pd.DataFrame:
     """A row for every stage of every budget of a FeDepth experiment: ``estimate_mib`` and ``measured_mib`` of it.
 
     At the batch size of ``e``, of a client of mean size. ``r`` is the share of the memory, ``budget_mib`` that share of
     the whole net's measured peak (rows of r = "all": one epoch of FedAvg), ``blocks`` are counted from 1, ``kept_mib``
     is what a stage keeps of what comes ahead of it, a part of its estimate.
     """
-    import pandas as pd
-
     f = one_client(e, device)
     (client,) = f.clients([0])
     units = range(f.setting.spec.depth)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from ...data.transforms import render
 from ...engine.evaluation import central, served_parts
 from ...engine.federation import Federation
 from ...methods import Server
@@ -96,8 +97,6 @@ def attention_maps(model: ExitModel, images: torch.Tensor) -> Attention:
 
 def run_attention(f: Federation, server: Server, rows: torch.Tensor) -> Attention:
     """The maps of the test images ``rows`` under the trained global model."""
-    from ...data.transforms import render
-
     central(f, server, served_parts(f, server)[-1]).place_()
     size = f.model.backbone.spec.img_size
     return attention_maps(f.model, render(f.data.test_images[rows], None, size, f.data.mean, f.data.std)[None])
