@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ..core.rng import numpy_generator, torch_generator
-from ..core.validation import did_you_mean
+from ..core.validation import check_known, did_you_mean
 from ..layers.dropout import TokenDropout
 from ..layers.linear import Linear, init_normal_, per_client
 from ..layers.norms import LayerNorm
@@ -48,10 +48,8 @@ def default_options(mode: str) -> dict[str, object]:
 def check_finetune(mode: str, options: dict, config: ViTSpec) -> None:
     """Raise ``ValueError`` for an unknown mode, an option it does not have, or a tuner that peft cannot inject."""
     adaptable = bool(config.peft_targets)
-    if _is_plain_lora(mode, options) and adaptable:
-        _check_lora(options, _width(config))
-        return
-    if mode not in config.own_modes:
+    plain = adaptable and mode == "lora" and options.keys() <= LORA_DEFAULTS.keys()
+    if not plain and mode not in config.own_modes:
         if mode not in OWN_MODES and mode not in finetune_modes():
             raise ValueError(f"experiment: finetune = {mode!r} is unknown{did_you_mean(mode, finetune_modes())}")
         tuners = [m for m in finetune_modes() if m not in OWN_MODES] if adaptable else []
@@ -59,22 +57,13 @@ def check_finetune(mode: str, options: dict, config: ViTSpec) -> None:
         if mode not in tuners:
             known = did_you_mean(mode, (*config.own_modes, *tuners))
             raise ValueError(f"experiment: finetune = {mode!r} is not defined on this backbone{known}")
-    allowed = set(ADAPTER_DEFAULTS) if mode in ("pa", "sa") else set()
-    if mode not in OWN_MODES:
+    allowed = set(LORA_DEFAULTS if plain else ADAPTER_DEFAULTS if mode in ("pa", "sa") else ())
+    if not plain and mode not in OWN_MODES:
         allowed = {f.name for f in fields(_peft_config_class(mode))}
+    check_known(options, allowed, f"experiment: finetune_options: unknown key {{}} for {mode}")
     for key, value in options.items():
-        if key not in allowed:
-            raise ValueError(
-                f"experiment: finetune_options: unknown key {key!r} for {mode}{did_you_mean(key, allowed)}"
-            )
-        if key == "r":
-            _check_rank(value, _width(config))
-        if key.endswith("dropout") and value:
-            raise ValueError(
-                f"experiment: finetune_options: {key} = {value!r}: peft's own dropout would draw from the global "
-                "generator; allowed: 0.0, or lora with no options but " + ", ".join(LORA_DEFAULTS)
-            )
-    if mode not in OWN_MODES:
+        _check_option(key, value, _width(config), plain)
+    if not plain and mode not in OWN_MODES:
         try:
             by_number = {"layers_to_transform", "target_modules", "layers_pattern"} & options.keys()
             with torch.device("meta"):  # as what a model takes and costs is told before it is built
@@ -86,29 +75,20 @@ def check_finetune(mode: str, options: dict, config: ViTSpec) -> None:
             raise ValueError(f"experiment: finetune = {mode!r} with {options}: peft says: {error}") from error
 
 
-def _is_plain_lora(mode: str, options: dict) -> bool:
-    return mode == "lora" and options.keys() <= LORA_DEFAULTS.keys()
-
-
-def _check_rank(r: object, width: int) -> None:
-    if type(r) is not int or r not in range(1, width + 1):
-        raise ValueError(
-            f"experiment: finetune_options: r = {r!r} is not possible; allowed: 1..{width}, the width of the layers it "
-            "adapts"
-        )
-
-
-def _check_lora(options: dict, width: int) -> None:
-    if "r" in options:
-        _check_rank(options["r"], width)
-    options = LORA_DEFAULTS | options
-    allowed = {
-        "lora_alpha": (options["lora_alpha"] > 0, "a number above 0"),
-        "lora_dropout": (0 <= options["lora_dropout"] < 1, "0 up to 1, without it"),
-    }
-    for key, (fits, words) in allowed.items():
-        if not fits:
-            raise ValueError(f"experiment: finetune_options: {key} = {options[key]!r}; allowed: {words}")
+def _check_option(key: str, value: object, width: int, plain: bool) -> None:
+    """Raise ``ValueError`` for a value that layers of ``width`` cannot have; ``plain``: LoRA without other options."""
+    number = type(value) in (int, float)
+    fits, words = True, ""
+    if key == "r":
+        fits, words = type(value) is int and 1 <= value <= width, f"1..{width}, the width of the layers it adapts"
+    elif key == "lora_alpha" and plain:
+        fits, words = number and value > 0, "a number above 0"
+    elif key.endswith("dropout") and plain:
+        fits, words = number and 0 <= value < 1, "0 up to 1, without it"
+    elif key.endswith("dropout"):  # peft's own would draw from the global generator
+        fits, words = not value, "0.0, or lora with no options but " + ", ".join(LORA_DEFAULTS)
+    if not fits:
+        raise ValueError(f"experiment: finetune_options: {key} = {value!r} is not possible; allowed: {words}")
 
 
 def _width(config: ViTSpec) -> int:

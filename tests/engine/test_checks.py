@@ -144,6 +144,12 @@ def test_a_spelled_out_default_is_the_same_experiment():
         ({"finetune": "lorra"}, "finetune = 'lorra' is unknown; did you mean 'lora'?"),
         ({"finetune_options": {"rank": 4}}, "unknown key 'rank' for lora"),
         ({"finetune": "pa", "finetune_options": {"r": 0}}, "r = 0 is not possible; allowed: 1..64"),
+        ({"finetune_options": {"lora_alpha": "64"}}, "lora_alpha = '64' is not possible; allowed: a number above 0"),
+        (
+            {"finetune_options": {"lora_dropout": 1.0}},
+            "lora_dropout = 1.0 is not possible; allowed: 0 up to 1, without",
+        ),
+        ({"finetune": "ia3", "finetune_options": {"r": 2}}, "finetune_options: unknown key 'r' for ia3"),
         ({"backbone": "deit_smal_patch16_224"}, "did you mean 'deit_small_patch16_224'?"),
         ({"backbone": "vit_base_patch16_siglip_224"}, "has no class token"),
         ({"backbone": "resnet34"}, "is not a VisionTransformer"),
