@@ -16,12 +16,9 @@ from .tokenizer import words_of
 
 
 def read_equations(
-    columns: Sequence[Sequence[str]],
-    equations: Sequence[str],
-    length: int,
-    where: Callable[[int], str],
+    columns: Sequence[Sequence[str]], equations: Sequence[str], length: int, where: Callable[[int], str],
     source: str | None = None,
-) -> tuple[np.ndarray, np.ndarray]:
+) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
     """(token ids int32 (N, length), next tokens int64 (N, length)); several columns of text are read one after another.
 
     Of a problem that is too long the beginning is left out, as the question stands at its end. ``ValueError`` names the

@@ -24,12 +24,9 @@ SPAN_LENGTH = 384  # tokens where no network is named; 21 of XQuAD's 1,190 rows 
 
 
 def read_spans(
-    columns: Sequence[Sequence[str]],
-    answers: Sequence[Mapping],
-    length: int,
-    where: Callable[[int], str],
+    columns: Sequence[Sequence[str]], answers: Sequence[Mapping], length: int, where: Callable[[int], str],
     source: str | None = None,
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:  # fmt: skip
     """(token ids int32 (N, length), spans int64 (N, 2), offsets (N, length, 2)) of (questions, contexts) and answers.
 
     An answer is ``{"text": [...], "answer_start": [...]}``; ``ValueError`` names the row (``where(i)``) of one that its

@@ -29,17 +29,9 @@ def level_costs(e: Experiment, classes: int | None = None) -> pd.DataFrame:
     measure, rows = shapes.setting.measure, []
     for level, part in enumerate(shapes.slices):
         widths = {len(i) / shapes.setting.axes[a].size for a, i in part.index.items()}
-        rows.append(
-            {
-                "level": level + 1,
-                "s_w": _share(shapes, level, widths),
-                "s_d": round(part.depth / shapes.setting.spec.depth, 3),
-                "units": part.depth,
-                "parameters": measure.parameters(part),
-                "macs": measure.macs(part),
-            }
-        )
-    frame = pd.DataFrame(rows)
+        s_w, s_d = _share(shapes, level, widths), round(part.depth / shapes.setting.spec.depth, 3)
+        rows.append([level + 1, s_w, s_d, part.depth, measure.parameters(part), measure.macs(part)])
+    frame = pd.DataFrame(rows, columns=["level", "s_w", "s_d", "units", "parameters", "macs"])
     return frame.assign(**{f"share_of_{k}": (frame[k] / frame[k].iloc[-1]).round(3) for k in ("parameters", "macs")})
 
 
@@ -66,17 +58,9 @@ def plane(e: Experiment, classes: int | None = None) -> pd.DataFrame:
         for unit in shapes.setting.exit_units:
             for width in (round(i * method.grid, 10) for i in range(1, int(1 / method.grid + 1e-9) + 1)):
                 ratio = cost(width, unit + 1, levels[:level]) / full
-                rows.append(
-                    {
-                        "level": level + 1,
-                        "s_w": width,
-                        "s_d": (unit + 1) / depth,
-                        "ratio": ratio,
-                        "fits": abs(ratio / target - 1) <= method.eps,
-                        "chosen": (own.width, own.depth) == (width, unit + 1),
-                    }
-                )
-    return pd.DataFrame(rows)
+                fits, chosen = abs(ratio / target - 1) <= method.eps, (own.width, own.depth) == (width, unit + 1)
+                rows.append([level + 1, width, (unit + 1) / depth, ratio, fits, chosen])
+    return pd.DataFrame(rows, columns=["level", "s_w", "s_d", "ratio", "fits", "chosen"])
 
 
 def levels_by_latency(
@@ -112,10 +96,7 @@ def level_accuracies(cells: Sequence[Cell], folder: Path | None = None) -> pd.Da
         own, costs = found.summary["personal"], level_costs(cell.experiment)
         for row in costs.itertuples():
             accuracy = own.get("by_budget", {}).get(str(row.level - 1), own)["last"]
-            where = {k: getattr(cell, k) for k in KEYS}
-            rows.append(
-                where | {"level": row.level, "accuracy": accuracy, "parameters": row.parameters, "macs": row.macs}
-            )
+            rows.append([*(getattr(cell, k) for k in KEYS), row.level, accuracy, row.parameters, row.macs])
     return pd.DataFrame(rows, columns=[*KEYS, "level", "accuracy", "parameters", "macs"])
 
 

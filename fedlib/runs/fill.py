@@ -147,14 +147,9 @@ def core_hours(jobs: Iterable[Job]) -> str:
 
 
 def fill(
-    jobs: Sequence[Job],
-    minutes: float | None = None,
-    workers: int | None = None,
-    folder: Folder = None,
-    stop: threading.Event | None = None,
-    tell: Callable[[str], None] = print,
-    checkpoint_seconds: float = 20.0,
-) -> Filled:
+    jobs: Sequence[Job], minutes: float | None = None, workers: int | None = None, folder: Folder = None,
+    stop: threading.Event | None = None, tell: Callable[[str], None] = print, checkpoint_seconds: float = 20.0,
+) -> Filled:  # fmt: skip
     """Run ``jobs`` in their order on ``workers`` cores (None: all), for so many ``minutes``, or until ``stop`` is set.
 
     Each run has a core; the last one has all that are free. What runs at the end is stopped and goes on from its

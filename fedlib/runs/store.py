@@ -78,15 +78,9 @@ def find_run(e: Experiment, folder: Folder = None, accept: Accept = ()) -> Run |
 
 
 def run(
-    e: Experiment,
-    execution: Execution = Execution(),
-    folder: Folder = None,
-    progress: bool = True,
-    checkpoint_seconds: float = 20.0,
-    wait: bool = True,
-    accept: Accept = (),
-    again: bool = False,
-) -> Run | None:
+    e: Experiment, execution: Execution = Execution(), folder: Folder = None, progress: bool = True,
+    checkpoint_seconds: float = 20.0, wait: bool = True, accept: Accept = (), again: bool = False,
+) -> Run | None:  # fmt: skip
     """Return the run of ``e``: from the store, resumed, or from the start.
 
     If another process is running it, wait for that one (or return None with ``wait=False``). A run whose loss or update
@@ -108,13 +102,9 @@ def run(
 
 
 def run_all(
-    experiments: Iterable[Experiment],
-    execution: Execution = Execution(),
-    folder: Folder = None,
-    progress: bool = True,
-    checkpoint_seconds: float = 20.0,
-    accept: Accept = (),
-) -> list[Run]:
+    experiments: Iterable[Experiment], execution: Execution = Execution(), folder: Folder = None,
+    progress: bool = True, checkpoint_seconds: float = 20.0, accept: Accept = (),
+) -> list[Run]:  # fmt: skip
     """Run what is missing and return all runs in order. Processes working on the same list share it by locks.
 
     With ``execution.executor = "ray"``, whole experiments are spread over the cluster, each on one core or on a share
@@ -209,14 +199,9 @@ def _check_execution(execution: Execution) -> None:
 
 
 def _continue(
-    f: Federation,
-    inputs: Inputs,
-    execution: Execution,
-    path: Path,
-    watch: Watch,
-    checkpoint_seconds: float,
+    f: Federation, inputs: Inputs, execution: Execution, path: Path, watch: Watch, checkpoint_seconds: float,
     accept: frozenset[str],
-) -> None:
+) -> None:  # fmt: skip
     """Run the rounds that are not in the checkpoint and write the summary."""
     store = Checkpoints(path, f.experiment)
     server = store.restore(f)
