@@ -12,7 +12,7 @@ from benchmarks.rivals.workload import Federation as SharedFile
 from benchmarks.rivals.workload import serve
 from fedlib import Execution, run_rounds
 from fedlib.engine.evaluation import evaluate
-from fedlib.engine.federation import Federation, build_federation, with_prefix_caches
+from fedlib.engine.federation import Federation, build_federation, with_caches
 
 
 def federation_of(shared: SharedFile) -> Federation:
@@ -32,7 +32,7 @@ def federation_of(shared: SharedFile) -> Federation:
     f.model.load_state_dict(initial, strict=w.method == "fedavg")
     server = replace(f.server, params={n: initial.get(n, p) for n, p in f.server.params.items()})
     data = replace(f.data, images=images, test_images=test_images, mean=mean, std=std)
-    return with_prefix_caches(replace(f, data=data, frozen=f.model.frozen(), server=server))
+    return with_caches(replace(f, data=data, frozen=f.model.frozen(), server=server))
 
 
 class Fedlib:

@@ -69,9 +69,9 @@ def tokens_of(vit: ViT, images: torch.Tensor) -> torch.Tensor:
     full = spec.img_size // spec.patch_size
     if side == full:
         return vit.stem(images)
-    prefix, grid = vit.stem.pos_embed.split((spec.prefix_tokens, full**2))
+    extra, grid = vit.stem.pos_embed.split((spec.extra_tokens, full**2))
     grid = F.adaptive_avg_pool2d(grid.T.unflatten(-1, (full, full)), side).flatten(1).T
-    return torch.func.functional_call(vit.stem, {"pos_embed": torch.cat((prefix, grid))}, (images,))
+    return torch.func.functional_call(vit.stem, {"pos_embed": torch.cat((extra, grid))}, (images,))
 
 
 @torch.no_grad()

@@ -32,7 +32,7 @@ from .executors import (
     share_out,
     train_cohort,
 )
-from .federation import Federation, build_train_prefix, counts_of
+from .federation import Federation, build_train_cache, counts_of
 
 
 def connect(execution: Execution):
@@ -102,7 +102,7 @@ def _kit(f: Federation) -> Federation:
     model = copy.deepcopy(f.model, {id(p): empty for p in f.model.parameters()})
     data = replace(f.data, test_images=f.data.test_images[:0], test_labels=f.data.test_labels[:0], answers=None)
     setting = replace(f.setting, label_counts=counts_of(data), frozen=f.frozen, lab=None)  # the lab is the server's
-    nothing = dict(server=Server(0, {}, {}), train_prefix=None, test_prefix=None)
+    nothing = dict(server=Server(0, {}, {}), train_cache=None, test_cache=None)
     return replace(f, model=model, data=data, setting=setting, **nothing)
 
 
@@ -112,7 +112,7 @@ def _kit(f: Federation) -> Federation:
 class _Worker:
     """A process of the cluster, with one CPU thread or a share of a GPU, that trains cohorts of one run."""
 
-    def prepare(self, f: Federation, prefix_units: int, device: str, versions: tuple[str, str]) -> None:
+    def prepare(self, f: Federation, cached_units: int, device: str, versions: tuple[str, str]) -> None:
         """Take what stays the same for the whole run."""
         import ray
 
@@ -128,7 +128,7 @@ class _Worker:
             tensors = {n: t for n, t in tensors.items() if isinstance(t, torch.Tensor)}
             f = replace(f, data=replace(f.data, **_move(tensors, device)), frozen=_move(f.frozen, device))
         f = replace(f, model=model)
-        self.federation = replace(f, train_prefix=build_train_prefix(f, prefix_units))
+        self.federation = replace(f, train_cache=build_train_cache(f, cached_units))
 
     def train(self, server: Server, members: list[Member], r: Round, memories: Memories) -> Trained:
         """Train one cohort of round ``r``."""
@@ -164,7 +164,7 @@ class RayExecutor:
         self.losses += (errors.OutOfMemoryError,)
         _share_tensors(ray)
         self.kit = ray.put(_kit(federation))
-        self.prefix_units = federation.train_prefix.units if federation.train_prefix is not None else 0
+        self.cached_units = federation.train_cache.units if federation.train_cache is not None else 0
         self.cohort_size = execution.cohort_size or automatic_cohort_size(federation)
         self.idle: deque = deque()
         self.starting: dict = {}  # what says that a worker is ready -> the worker
@@ -191,7 +191,7 @@ class RayExecutor:
     def _start_worker(self) -> None:
         """Ask the cluster for one more worker; it is ready when it has taken the kit."""
         worker = self.ray.remote(_Worker).options(max_restarts=0, **self.need).remote()
-        self.starting[worker.prepare.remote(self.kit, self.prefix_units, self.execution.device, _versions())] = worker
+        self.starting[worker.prepare.remote(self.kit, self.cached_units, self.execution.device, _versions())] = worker
 
     def _finished(self) -> Iterator[Finished]:
         """Wait until a worker is ready or a cohort is back or lost; a lost worker is replaced."""

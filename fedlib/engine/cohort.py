@@ -59,7 +59,7 @@ class Cohort:
         self.params = {n: p.clone() for n, p in self.start.items()}  # what they train
         self.forward = Forward(
             model, self.slices, self.stack.frozen(), self.params, data=self.data,
-            prefix=None if self.stack.is_cut else federation.train_prefix,
+            cache=None if self.stack.is_cut else federation.train_cache,
             bfloat16=self.experiment.precision == "bfloat16",
         )  # fmt: skip
         held = [[j in s.exits for s in self.slices] for j in range(len(model.exit_units))]
@@ -172,7 +172,7 @@ class Cohort:
         forward, route = self.forward, route_of(stage, self.forward.route, len(self.held))
         forward.tensors = (forward.tensors[0], self.params)  # a method may have others by now
         if stage.without:  # the cache ran them
-            forward.prefix = None
+            forward.cache = None
         with phase("forward"):
             forward.place_(training=True).fill(plan.examples)
             forward.place_(training=True, generators=self._generators)
@@ -191,7 +191,7 @@ class Cohort:
                 grads = list(torch.autograd.grad(losses.sum(), leaves, allow_unused=True))
             with phase("step"), torch.no_grad():
                 total += losses.detach()
-                if gradient is not None:  # not in place: in a batch of one, gradients share memory (prefix, positions)
+                if gradient is not None:  # not in place: in a batch of one, gradients share memory
                     grads = [
                         g if g is None else g + gradient(n, self.params[n]) for n, g in zip(names, grads, strict=True)
                     ]

@@ -21,7 +21,7 @@ def central(federation: Federation, server: Server, part: Slice) -> Forward:
     cut = part.index and any(is_cut(i, part) for i in infos.values())
     return Forward(
         federation.model, [part], frozen, take_all(server.params, infos, part), data=federation.data, test=True,
-        prefix=None if cut else federation.test_prefix,
+        cache=None if cut else federation.test_cache,
     )  # fmt: skip
 
 

@@ -48,8 +48,8 @@ class Federation:
     frozen: dict[str, torch.Tensor]
     budgets: np.ndarray  # per client; by default its deepest exit
     server: Server  # before round 1
-    train_prefix: FrozenCache | None = None  # by row of the data; None: augmented, nothing frozen, or too large
-    test_prefix: FrozenCache | None = None
+    train_cache: FrozenCache | None = None  # by row of the data; None: augmented, nothing frozen, or too large
+    test_cache: FrozenCache | None = None
 
     @property
     def task(self) -> Task:
@@ -179,22 +179,22 @@ def build_federation(e: Experiment, device: str = "cpu") -> Federation:
             "sample an example"
         )
     server = method.init_server(model.trainable(), setting)
-    return with_prefix_caches(Federation(e, method, setting, data, model, model.frozen(), budgets, server))
+    return with_caches(Federation(e, method, setting, data, model, model.frozen(), budgets, server))
 
 
-def with_prefix_caches(f: Federation) -> Federation:
+def with_caches(f: Federation) -> Federation:
     """``f`` with empty caches for the answers of its frozen first units, where they pay."""
-    units = f.model.prefix_units()
-    return replace(f, train_prefix=build_train_prefix(f, units), test_prefix=_prefix(f, units, f.data.test_images))
+    units = f.model.frozen_units()
+    return replace(f, train_cache=build_train_cache(f, units), test_cache=_cache(f, units, f.data.test_images))
 
 
-def build_train_prefix(f: Federation, units: int) -> FrozenCache | None:
+def build_train_cache(f: Federation, units: int) -> FrozenCache | None:
     """The cache of the training examples' first ``units`` units; None with augmentation, or where it does not pay."""
     drops = any(isinstance(m, TokenDropout) and m.p for m in f.model.backbone.modules())
-    return _prefix(f, units if f.experiment.augment == "none" and not drops else 0, f.data.images)
+    return _cache(f, units if f.experiment.augment == "none" and not drops else 0, f.data.images)
 
 
-def _prefix(f: Federation, units: int, images: torch.Tensor) -> FrozenCache | None:
+def _cache(f: Federation, units: int, images: torch.Tensor) -> FrozenCache | None:
     view = partial(f.data.view, images, f.model.backbone.spec.input_shape)
     skips = f.method.skips(f.setting) if units else ()
     return build_frozen_cache(f.model, units, len(images), view, images.device, skips)

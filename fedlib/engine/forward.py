@@ -18,7 +18,7 @@ from ..layers.context import Policy, answering
 from ..layers.dropout import Dropout
 from ..layers.norms import BatchNorm2d, recomputed_statistics
 from ..models.exit_model import ExitModel
-from ..models.route import Prefix, Route
+from ..models.route import Begun, Route
 from .frozen_cache import FrozenCache
 
 
@@ -26,16 +26,16 @@ class Forward:
     """The members ``parts``, deepest first, with their ``tensors``: stacked, or once where all share them.
 
     Inputs are rows of the images in ``data`` (``test``: of its test images), or what leading units made of them where
-    there is a ``prefix``. ``bfloat16``: products are computed so.
+    there is a ``cache``. ``bfloat16``: products are computed so.
     """
 
     def __init__(
         self, model: ExitModel, parts: Sequence[Slice], *tensors: Mapping[str, torch.Tensor],
-        data: FederatedData | None = None, test: bool = False, prefix: FrozenCache | None = None,
+        data: FederatedData | None = None, test: bool = False, cache: FrozenCache | None = None,
         bfloat16: bool = False,
     ):  # fmt: skip
         self.model, self.parts, self.tensors, self.data = model, tuple(parts), tensors, data
-        self.test, self.prefix, self.bfloat16 = test, prefix, bfloat16
+        self.test, self.cache, self.bfloat16 = test, cache, bfloat16
         self.route, scales = Route.of(parts, model.depth), [p.scale for p in parts]
         self.scale = scales[0] if len(set(scales)) == 1 else torch.tensor(scales, device=data.images.device)
 
@@ -49,13 +49,13 @@ class Forward:
 
     def fill(self, examples: np.ndarray) -> None:
         """See to it that the cache holds ``examples``; the tensors must be in place."""
-        if self.prefix is not None:
-            self.prefix.fill(self.model, examples)
+        if self.cache is not None:
+            self.cache.fill(self.model, examples)
 
-    def inputs(self, rows: torch.Tensor, views: torch.Tensor | None = None) -> torch.Tensor | Prefix:
+    def inputs(self, rows: torch.Tensor, views: torch.Tensor | None = None) -> torch.Tensor | Begun:
         """What the model reads of each member's ``rows`` (M, B), in their ``views`` (M, B, 5)."""
-        if self.prefix is not None:
-            return self.prefix(rows)
+        if self.cache is not None:
+            return self.cache(rows)
         return self._seen(self.data.test_images if self.test else self.data.images, rows, views)
 
     def _seen(self, images: torch.Tensor, rows: torch.Tensor, views: torch.Tensor | None = None) -> torch.Tensor:
@@ -64,7 +64,7 @@ class Forward:
         return x.view(*rows.shape, *x.shape[1:])
 
     def __call__(
-        self, x: torch.Tensor | Prefix, weights: torch.Tensor | None = None, route: Route | None = None,
+        self, x: torch.Tensor | Begun, weights: torch.Tensor | None = None, route: Route | None = None,
         watch: Callable | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """Outputs (E, M, B, *out) on ``x``, whose rows of ``weights`` (M, B) zero are padding."""
@@ -74,7 +74,7 @@ class Forward:
 
     @torch.no_grad()
     def answer(
-        self, x: torch.Tensor | Prefix, weights: torch.Tensor | None = None,
+        self, x: torch.Tensor | Begun, weights: torch.Tensor | None = None,
         kept: Sequence[Policy] = ("tracked", "local"), watch: Callable | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """Outputs as a served model's, by batch norm's statistics where the policy is among ``kept``.
@@ -90,12 +90,12 @@ class Forward:
 
     @torch.no_grad()
     def leading(
-        self, x: torch.Tensor | Prefix, units: int, weights: torch.Tensor | None = None, without: Collection[int] = ()
-    ) -> Prefix:
+        self, x: torch.Tensor | Begun, units: int, weights: torch.Tensor | None = None, without: Collection[int] = ()
+    ) -> Begun:
         """What the first ``units`` units, but those ``without``, make of ``x``."""
         self.model.context.weights = weights
         with self._precision():
-            return self.model.prefix(x, units, without, self.route.alive)
+            return self.model.begin(x, units, without, self.route.alive)
 
     def _precision(self) -> torch.autocast:
         device = self.data.images.device.type if self.data is not None else "cpu"

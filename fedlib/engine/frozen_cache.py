@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from ..models.exit_model import ExitModel
-from ..models.route import Prefix
+from ..models.route import Begun
 
 SHARE_OF_FREE_MEMORY = 0.25  # a larger cache is not made
 
@@ -32,7 +32,7 @@ class FrozenCache:
         skips: Collection[int] = (),
     ):  # fmt: skip
         self.units, self.render, self.device = units, render, device
-        self.goes_on = units < model.depth  # does anything run after the prefix?
+        self.goes_on = units < model.depth  # does anything run after them?
         state, features, self.read = _shapes(model, units, skips)
         self.z = _empty(n, *(state if self.goes_on else (0, 0)), device=device)  # pages never asked for stay untouched
         self.features = [_empty(n, *shape, device=device) for shape in features]
@@ -53,7 +53,7 @@ class FrozenCache:
         missing = missing[~self._ready[missing]]
         for a in range(0, len(missing), batch_size):
             part = torch.from_numpy(missing[a : a + batch_size]).to(self.device)
-            made = model.prefix(self.render(part)[None], self.units, keep=self.read)
+            made = model.begin(self.render(part)[None], self.units, keep=self.read)
             with self._lock:
                 for kept, unit in zip(self.features, self.read, strict=True):
                     kept[part] = made.features[unit][0]
@@ -62,10 +62,10 @@ class FrozenCache:
                     self.z[part, :length], self.z[part, length:] = made.z[0], 0
         self._ready[missing] = True
 
-    def __call__(self, rows: torch.Tensor) -> Prefix:
-        """The prefix of filled ``rows`` (K, B)."""
+    def __call__(self, rows: torch.Tensor) -> Begun:
+        """What the units made of filled ``rows`` (K, B)."""
         features = {unit: kept[rows] for kept, unit in zip(self.features, self.read, strict=True)}
-        return Prefix(self.units, self.z[rows], features)
+        return Begun(self.units, self.z[rows], features)
 
 
 def _shapes(
@@ -96,7 +96,7 @@ def build_frozen_cache(
     model: ExitModel, units: int, n: int, render: Callable[[torch.Tensor], torch.Tensor], device: torch.device,
     skips: Collection[int] = (),
 ) -> FrozenCache | None:  # fmt: skip
-    """A cache for ``n`` examples, or None where there is no frozen prefix or it would take too much memory."""
+    """A cache for ``n`` examples, or None where no unit is frozen or it would take too much memory."""
     if not units or FrozenCache.bytes_needed(model, units, n, skips) > SHARE_OF_FREE_MEMORY * free_memory(device):
         return None
     return FrozenCache(model, units, n, render, device, skips)

@@ -153,7 +153,7 @@ def clip_norms(
     for g, rows in zip(grads, at, strict=True):
         squares.index_add_(0, rows, torch.linalg.vector_norm(g.reshape(len(g), -1), dim=1).square())
     scale = (limit / (squares.sqrt() + 1e-6)).clamp(max=1.0)
-    # Not in place: in a batch of one, gradients share memory (prefix, positions).
+    # Not in place: in a batch of one, gradients share memory.
     return list(torch._foreach_mul(grads, [_column(scale[rows], g) for g, rows in zip(grads, at, strict=True)]))
 
 

@@ -8,7 +8,7 @@ import torch
 from ..core.clients import Client
 from ..core.slices import STEM, ParamInfo
 from ..methods.jobs import Stage
-from ..models.route import Prefix, Route
+from ..models.route import Begun, Route
 from .batches import Batches, in_order, places_of
 from .federation import Federation
 from .forward import Forward, by_example
@@ -49,15 +49,15 @@ def units_ahead(f: Federation, forward: Forward, clients: Sequence[Client], stag
     All before its own of a stage of FeDepth that says so, where they are not frozen anyway; all there are where exits
     alone are trained (FedRep, FedRoD, FedPAC), more than once on the same features. None with augmentation.
     """
-    e, model, infos, prefix = f.experiment, forward.model, f.setting.infos, forward.prefix
+    e, model, infos, cache = f.experiment, forward.model, f.setting.infos, forward.cache
     if e.augment != "none":
         return 0
     # FeDepth: ``cached`` says that memory suffices. What the frozen backbone's cache has is not kept a second time
     if stage.units is not None:
-        known = prefix.units if prefix is not None else 0
+        known = cache.units if cache is not None else 0
         return stage.units.start if stage.cached and runs_ahead(stage) and stage.units.start > known else 0
     epochs = e.local_epochs if stage.epochs is None else stage.epochs
-    if epochs == 1 or prefix is not None or any(infos[n].exit is None for n in names):
+    if epochs == 1 or cache is not None or any(infos[n].exit is None for n in names):
         return 0
     if model.backbone.reads_all or not by_example(model, e.batch_norm, training=True, features=True):
         return 0
@@ -98,14 +98,14 @@ class Ahead:
         self.places = torch.from_numpy(places).to(rows.device)
         self.members = torch.arange(len(clients), device=rows.device)[:, None]
 
-    def part(self, step: int, size: int) -> Prefix:
+    def part(self, step: int, size: int) -> Begun:
         """What was kept of every client's examples in order: part ``step`` of ``size``, filled up with zeros."""
         z = self.kept[None][:, step * size : (step + 1) * size]
-        return Prefix(self.units, torch.cat([z, z.new_zeros(len(z), size - z.shape[1], *z.shape[2:])], 1))
+        return Begun(self.units, torch.cat([z, z.new_zeros(len(z), size - z.shape[1], *z.shape[2:])], 1))
 
-    def __call__(self, step: int, width: int) -> Prefix:
+    def __call__(self, step: int, width: int) -> Begun:
         """What the members read in one step."""
         places = self.places[step, :, :width]
         features = {u: x[self.members[: len(x)], places[: len(x)]] for u, x in self.kept.items()}
         z = features.pop(None, None)
-        return Prefix(self.units, torch.zeros(*places.shape, 0, device=places.device) if z is None else z, features)
+        return Begun(self.units, torch.zeros(*places.shape, 0, device=places.device) if z is None else z, features)

@@ -29,7 +29,7 @@ class Spec(Protocol):
     shares_heads: bool = False  # do layers share tensors per head?
     not_cut: str = ""  # why no width can be cut
     class_token: int = 0  # its position in the sequence
-    prefix_tokens: int = 1  # that stand for no part of the input
+    extra_tokens: int = 1  # that stand for no part of the input
     hands_back: bool = True  # can another token stand in place of the one that exits read?
     averaged: bool = False  # do exits read the mean of all tokens?
     centred: bool = False  # is what exits read standardised by constants of the whole width?
@@ -83,10 +83,10 @@ class TokenSpec(Spec):
         return (self.dim,)
 
     def state(self, unit: int) -> tuple[int, int]:
-        return (self.streams * (self.num_patches + self.prefix_tokens), self.dim)
+        return (self.streams * (self.num_patches + self.extra_tokens), self.dim)
 
     def numbers(self, examples: int) -> tuple[int, int]:
-        tokens = examples * (self.num_patches + self.prefix_tokens)
+        tokens = examples * (self.num_patches + self.extra_tokens)
         return tokens * self.widest, tokens * self.depth * (8 * self.dim + 2 * self.widest)
 
 

@@ -7,7 +7,7 @@ has its own norm.
 Read next: ``vit.py`` (attention, MLP), ``exit_model.py``.
 
 Padding is the zero vector: the stem writes it, every block reads its mask off its input and writes it again. So the
-mask travels wherever tokens go (cohorts, prefix caches), and nothing outside this file knows of it. A real token is a
+mask travels wherever tokens go (cohorts, frozen caches), and nothing outside this file knows of it. A real token is a
 layer norm's output, or Ree's, and never exactly zero.
 
 Deviations: nothing is dropped in training (MiniLM's config says a tenth; ``foreign.py``'s nets drop what theirs

@@ -15,7 +15,7 @@ from ..layers.context import Policy
 from ..layers.norms import set_policy_, statistics
 from .backbone import Backbone
 from .places import infos_of, slots_of
-from .route import Prefix, Route, spread
+from .route import Begun, Route, spread
 
 
 class ExitModel(nn.Module):
@@ -41,13 +41,13 @@ class ExitModel(nn.Module):
         """Units up to the last exit."""
         return self.exit_units[-1] + 1
 
-    def forward(self, x: torch.Tensor | Prefix, route: Route | None = None, watch: Callable | None = None):
+    def forward(self, x: torch.Tensor | Begun, route: Route | None = None, watch: Callable | None = None):
         """Inputs (K, B, *input_shape), or leading units' output -> outputs (E, K, B, *out); zero for exits not held.
 
         By default all K members run every unit and every exit. ``watch(unit, z, feature, past, handed_back)`` is told
         of every unit: z before it, what the exits saw, the head's history before its step and what it handed back.
         """
-        cached = x if isinstance(x, Prefix) else Prefix(0, self.backbone.stem(x))
+        cached = x if isinstance(x, Begun) else Begun(0, self.backbone.stem(x))
         z, members = cached.z, cached.z.shape[0]
         everybody = dict.fromkeys(range(len(self.exit_units)), slice(0, members))
         route = route or Route([members] * self.depth, everybody)
@@ -82,7 +82,7 @@ class ExitModel(nn.Module):
         blank = torch.zeros_like(next(o for o in outputs if o is not None))
         return torch.stack([blank if o is None else o for o in outputs])
 
-    def prefix_units(self) -> int:
+    def frozen_units(self) -> int:
         """How many leading units give the same output all run long: nothing in or before them is trained or fed back.
 
         Ask before :meth:`put_` replaces the parameters.
@@ -95,16 +95,16 @@ class ExitModel(nn.Module):
         return int(max(0, min([self.backbone.spec.depth, fed_back, *trained])))
 
     @torch.no_grad()
-    def prefix(
-        self, x: torch.Tensor | Prefix, units: int, without: Container[int] = (), alive: Sequence[int] | None = None,
+    def begin(
+        self, x: torch.Tensor | Begun, units: int, without: Container[int] = (), alive: Sequence[int] | None = None,
         keep: Container[int] = (),
-    ) -> Prefix:  # fmt: skip
+    ) -> Begun:  # fmt: skip
         """The output of the first ``units`` units, but those ``without``, for inputs (K, B, *input_shape).
 
         Of an ``x`` that earlier units made, only later ones run. Unit l runs for the first ``alive[l]`` members;
         without it, for all. Features are those that the head reads, and those of the units to ``keep``.
         """
-        begun = x if isinstance(x, Prefix) else Prefix(0, x)
+        begun = x if isinstance(x, Begun) else Begun(0, x)
         alive = [len(begun.z)] * units if alive is None else alive
         run = [unit for unit in range(begun.units, units) if unit not in without and alive[unit]]
         z, features = begun.z[: alive[run[0]]] if run else begun.z, dict(begun.features)
@@ -113,7 +113,7 @@ class ExitModel(nn.Module):
             feature, z = self.backbone.advance(z, unit, alive[following])
             if self.head.reads(unit) or unit in keep:
                 features[unit] = feature
-        return Prefix(units, self.backbone.settled(z), features)
+        return Begun(units, self.backbone.settled(z), features)
 
     def infos(self) -> dict[str, ParamInfo]:
         """Axes, kind, unit, exit and full shape of every parameter."""

@@ -247,13 +247,13 @@ def timm_config(model) -> ViTSpec:
         "has no square patches",
     )
     rows, patches = model.pos_embed.shape[1], (size[0] // patch[0]) ** 2
-    prefix = model.num_prefix_tokens
-    need(rows in (patches, patches + prefix), "embeds positions in an unknown way")
+    extra = model.num_prefix_tokens
+    need(rows in (patches, patches + extra), "embeds positions in an unknown way")
     return ViTSpec(
         img_size=size[0], patch_size=patch[0], dim=model.embed_dim, depth=len(model.blocks),
         heads=block.attn.num_heads, ffn_dim=block.mlp.fc1.out_features, eps=block.norm1.eps,
-        qkv_bias=block.attn.qkv.bias is not None, prefix_tokens=prefix,
-        pos_embed_prefix=rows == patches + prefix, norm_pre=isinstance(model.norm_pre, nn.LayerNorm),
+        qkv_bias=block.attn.qkv.bias is not None, extra_tokens=extra,
+        extra_positions=rows == patches + extra, norm_pre=isinstance(model.norm_pre, nn.LayerNorm),
         layer_scale=not isinstance(block.ls1, nn.Identity),
     )  # fmt: skip
 
@@ -266,8 +266,8 @@ def load_timm(model) -> ViT:
     patch = source["patch_embed.proj.weight"]
     out["stem.patch_embed.weight"] = patch.reshape(len(patch), -1)
     out["stem.patch_embed.bias"] = source.get("patch_embed.proj.bias", torch.zeros(len(patch)))
-    prefix = [source[k][0] for k in ("cls_token", "dist_token", "reg_token") if k in source]
-    out["stem.prefix"], out["stem.pos_embed"] = torch.cat(prefix), source["pos_embed"][0]
+    extra = [source[k][0] for k in ("cls_token", "dist_token", "reg_token") if k in source]
+    out["stem.prefix"], out["stem.pos_embed"] = torch.cat(extra), source["pos_embed"][0]
     for key in ("norm_pre.weight", "norm_pre.bias"):
         if key in source:
             out[f"stem.{key}"] = source[key]

@@ -41,7 +41,7 @@ class Route:
 
 
 @dataclass(frozen=True)
-class Prefix:
+class Begun:
     """What leading ``units`` made of a batch: z after the last of them, and the features that the head reads."""
 
     units: int

@@ -32,8 +32,8 @@ class ViTSpec(TokenSpec):
     ffn_dim: int = 256
     eps: float = 1e-6
     qkv_bias: bool = True
-    prefix_tokens: int = 1  # class token first, then distillation or register tokens
-    pos_embed_prefix: bool = True  # False: prefix tokens get no positional embedding (DeiT-III, DINOv2 registers)
+    extra_tokens: int = 1  # class token first, then distillation or register tokens
+    extra_positions: bool = True  # False: extra tokens get no positional embedding (DeiT-III, DINOv2 registers)
     norm_pre: bool = False  # CLIP's norm before the first block
     layer_scale: bool = False
     channels: int = 3
@@ -131,14 +131,14 @@ class Block(nn.Module):
 
 
 class Stem(nn.Module):
-    """Tokenizer: patches, class token (and other prefix tokens), positional embedding."""
+    """Tokenizer: patches, class token (and other extra tokens), positional embedding."""
 
     def __init__(self, c: ViTSpec):
         super().__init__()
         self.spec = c
         self.patch_embed = Linear(c.channels * c.patch_size**2, c.dim, axes=("residual", None))
-        self.prefix = nn.Parameter(torch.zeros(c.prefix_tokens, c.dim))
-        rows = c.num_patches + (c.prefix_tokens if c.pos_embed_prefix else 0)
+        self.prefix = nn.Parameter(torch.zeros(c.extra_tokens, c.dim))  # as weights are stored
+        rows = c.num_patches + (c.extra_tokens if c.extra_positions else 0)
         self.pos_embed = nn.Parameter(torch.zeros(rows, c.dim))
         self.norm_pre = LayerNorm(c.dim, c.eps) if c.norm_pre else nn.Identity()
         self.scale = Scaler("conv", "norm")
@@ -147,11 +147,11 @@ class Stem(nn.Module):
     def forward(self, images: torch.Tensor) -> torch.Tensor:  # (K, B, C, H, W) -> (K, B, T, d)
         c, lead = self.spec, images.shape[:-3]
         x = self.patch_embed(patchify(images, c.patch_size))
-        prefix, pos = per_client(self.prefix, x, 2), per_client(self.pos_embed, x, 2)
-        if not c.pos_embed_prefix:
+        extra, pos = per_client(self.prefix, x, 2), per_client(self.pos_embed, x, 2)
+        if not c.extra_positions:
             x = x + pos
-        x = torch.cat((prefix.expand(*lead, -1, -1), x), -2)
-        return self.norm_pre(self.scale(x + pos if c.pos_embed_prefix else x))
+        x = torch.cat((extra.expand(*lead, -1, -1), x), -2)
+        return self.norm_pre(self.scale(x + pos if c.extra_positions else x))
 
 
 class ViT(TokenBackbone):

@@ -58,7 +58,7 @@ def test_threads_share_the_model_and_change_no_answer(changes, two_threads, part
     assert sorted(n for n, *_ in parts) == [1, 50, 50] and {t for *_, t in parts} == {1}
     assert torch.get_num_threads() == 2 and threading.get_ident() not in {i for _, i, _ in parts}
     torch.set_num_threads(1)
-    f = replace(f, test_prefix=build_federation(TINY.replace(**changes)).test_prefix)  # an empty one
+    f = replace(f, test_cache=build_federation(TINY.replace(**changes)).test_cache)  # an empty one
     alone = exit_logits(f, f.server, part)
     assert [n for n, *_ in parts[3:]] == [50, 50, 1]  # the same batches, whatever the threads
     assert alone.abs().max() > 0.01

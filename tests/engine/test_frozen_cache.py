@@ -1,4 +1,4 @@
-"""Work that is left out must not change a number: the cached prefix, and the tokens that nobody reads."""
+"""Work that is left out must not change a number: what is cached of frozen units, and the tokens that nobody reads."""
 
 import dataclasses
 
@@ -30,9 +30,9 @@ LAST_THIRD = {"r": 4, "layers_to_transform": (8, 9, 10, 11)}
 )
 def test_the_prefix_ends_where_training_or_feedback_begins_and_changes_no_number(blocks, changes):
     f = build_federation(TINY.replace(**changes))
-    assert (f.train_prefix.units if f.train_prefix else 0) == (f.test_prefix.units if f.test_prefix else 0) == blocks
+    assert (f.train_cache.units if f.train_cache else 0) == (f.test_cache.units if f.test_cache else 0) == blocks
     *_, cached = run_rounds(f, Execution(workers=1))
-    plain = dataclasses.replace(build_federation(TINY.replace(**changes)), train_prefix=None, test_prefix=None)
+    plain = dataclasses.replace(build_federation(TINY.replace(**changes)), train_cache=None, test_cache=None)
     *_, computed = run_rounds(plain, Execution(workers=1))
     for name, p in computed.server.params.items():
         torch.testing.assert_close(cached.server.params[name], p, rtol=0, atol=1e-5)
@@ -41,13 +41,13 @@ def test_the_prefix_ends_where_training_or_feedback_begins_and_changes_no_number
 
 def test_augmented_training_keeps_only_the_test_set():
     f = build_federation(TINY.replace(finetune="frozen", method="depthfl", augment="crop"))
-    assert f.train_prefix is None and f.test_prefix.units == 12
+    assert f.train_cache is None and f.test_cache.units == 12
 
 
 def test_every_example_is_computed_once(monkeypatch):
     f, seen = build_federation(TINY.replace(finetune="frozen", method="depthfl", rounds=4)), []
-    original = f.train_prefix.render
-    monkeypatch.setattr(f.train_prefix, "render", lambda rows: seen.extend(rows.tolist()) or original(rows))
+    original = f.train_cache.render
+    monkeypatch.setattr(f.train_cache, "render", lambda rows: seen.extend(rows.tolist()) or original(rows))
     for _ in run_rounds(f, Execution(workers=2, executor="threads")):
         pass
     sampled = {int(r) for t in (1, 2, 3, 4) for c in f.sample_clients(t) for r in f.data.client(c.id)}
@@ -56,7 +56,7 @@ def test_every_example_is_computed_once(monkeypatch):
 
 def test_evaluation_with_sub_models_of_unequal_depth_uses_the_prefix():
     f = build_federation(TINY.replace(finetune="frozen", method="inclusivefl"))
-    plain = dataclasses.replace(f, test_prefix=None)
+    plain = dataclasses.replace(f, test_cache=None)
     assert evaluate(f, f.server) == evaluate(plain, f.server)
 
 

@@ -75,7 +75,7 @@ def compare(method, finetune):
     f = build_federation(small(method, finetune=finetune, finetune_options={}, augment="none"))
     there = list(run_rounds(f, TWO))
     if method == "inclusivefl":
-        assert f.train_prefix._ready.any()  # what a worker has cached, all have
+        assert f.train_cache._ready.any()  # what a worker has cached, all have
     assert_same_rounds(list(run_rounds(f, THREADS)), there)
 
 

@@ -98,9 +98,9 @@ def test_features_of_a_frozen_backbone_are_there_before_a_client_trains(tiny):
     e = tiny.replace(method="fedpac", finetune="frozen", finetune_options={}, augment="none", budgets="maximum",
                      num_train=150, num_clients=5, clients_per_round=3)  # fmt: skip
     f, found = build_federation(e), []
-    assert f.train_prefix.units > 0
+    assert f.train_cache.units > 0
     r = Round(1, tuple(f.sample_clients(1)), f.setting)
-    for x in (f, replace(f, train_prefix=None)):
+    for x in (f, replace(f, train_cache=None)):
         members = [m for c in r.clients for m in x.method.members(c, x.server, r)]
         found.append(
             [z * weights[..., None] for z, _, weights in Cohort(x, x.model, x.server, r, members, {}).answers()]

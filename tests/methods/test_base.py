@@ -283,7 +283,7 @@ def test_scalefls_widest_clients_read_the_frozen_cache(tiny):
     f = build_federation(experiment(tiny, "scalefl_vit", finetune="frozen", augment="none", num_exits=4))
     r = Round(1, tuple(f.sample_clients(1)), f.setting)
     cohorts = [Cohort(f, f.model, f.server, r, members, {}) for members in plan_round(f, f.server, r, 1, None)]
-    assert {c.clients[0].budget: c.forward.prefix is not None for c in cohorts} == {
+    assert {c.clients[0].budget: c.forward.cache is not None for c in cohorts} == {
         0: False,
         1: False,
         2: False,

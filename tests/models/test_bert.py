@@ -164,7 +164,7 @@ def test_exits_read_the_class_token_in_units_of_one_word_sentences():
             expected += [out] if out is not None else []
             z = torch.cat(((c[block] + s[block] * m)[..., None, :], z[..., 1:, :]), -2) if m is not None else z
         torch.testing.assert_close(logits, torch.stack(expected))
-        torch.testing.assert_close(model(model.prefix(ids[None], 1)), logits)
+        torch.testing.assert_close(model(model.begin(ids[None], 1)), logits)
         bert.origins.zero_()
         assert (model(ids[None]) - logits).abs().max() > 1e-3
     stream = build_backbone("bert_micro.stream", pretrained=False)
@@ -267,7 +267,7 @@ def test_a_cohort_of_one_equals_a_cohort_of_all(tiny_text, method, finetune):
 def test_the_frozen_prefix_changes_nothing(tiny_text, method, monkeypatch):
     e = tiny_text.replace(method=method, finetune="frozen", rounds=1)
     f = build_federation(e)
-    assert f.train_prefix.units == f.test_prefix.units == {"depthfl": 3, "reefl": 1}[method]
+    assert f.train_cache.units == f.test_cache.units == {"depthfl": 3, "reefl": 1}[method]
     cached = list(run_rounds(f, Execution(workers=1)))[-1]
     monkeypatch.setattr("fedlib.engine.federation.build_frozen_cache", lambda *a: None)
     plain = list(run_rounds(build_federation(e), Execution(workers=1)))[-1]

@@ -319,8 +319,8 @@ def test_cohorts_with_dropout_train_as_each_alone(tmp_path, monkeypatch):
 def test_frozen_layers_drop_too_and_nothing_of_them_is_kept(tmp_path, monkeypatch):
     e = experiment(tmp_path / "little", monkeypatch, tmp_path, finetune="frozen", rounds=1)
     f = build_federation(e)
-    assert f.train_prefix is None and f.test_prefix is not None
-    assert build_federation(e.replace(backbone="little.plain")).train_prefix is not None
+    assert f.train_cache is None and f.test_cache is not None
+    assert build_federation(e.replace(backbone="little.plain")).train_cache is not None
 
 
 def test_images_are_normalised_as_the_checkpoints_were(monkeypatch):

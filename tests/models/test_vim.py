@@ -51,12 +51,12 @@ def published(config, classes=5, seed=0):
     return {k: 0.5 * normal(*s, seed=seed + i) for i, (k, s) in enumerate(shapes.items())}
 
 
-def published_mixer(state, prefix, x):
+def published_mixer(state, place, x):
     """(B, T, d) through the mixer of ``bimamba_type="v2"`` with ``if_divide_out``, channels before time."""
-    x, z = (state[f"{prefix}in_proj.weight"] @ x.mT).chunk(2, 1)  # (B, inner, T)
+    x, z = (state[f"{place}in_proj.weight"] @ x.mT).chunk(2, 1)  # (B, inner, T)
     out = 0
     for b, flip in (("", lambda t: t), ("_b", lambda t: t.flip(-1))):
-        w = {k: state[f"{prefix}{k}"] for k in (f"conv1d{b}.weight", f"conv1d{b}.bias", f"x_proj{b}.weight",
+        w = {k: state[f"{place}{k}"] for k in (f"conv1d{b}.weight", f"conv1d{b}.bias", f"x_proj{b}.weight",
              f"dt_proj{b}.weight", f"dt_proj{b}.bias", f"A{b}_log", f"D{b}")}  # fmt: skip
         taps = w[f"conv1d{b}.weight"].shape[-1]
         u = F.conv1d(flip(x), w[f"conv1d{b}.weight"], w[f"conv1d{b}.bias"], padding=taps - 1, groups=x.shape[1])
@@ -70,7 +70,7 @@ def published_mixer(state, prefix, x):
             ys.append((h * C[:, None, :, t]).sum(-1))
         y = torch.stack(ys, -1) + w[f"D{b}"][:, None] * u
         out = out + flip(y * F.silu(flip(z)))
-    return (out / 2).mT @ state[f"{prefix}out_proj.weight"].T
+    return (out / 2).mT @ state[f"{place}out_proj.weight"].T
 
 
 def published_forward(state, config, images):

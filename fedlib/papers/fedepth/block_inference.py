@@ -13,7 +13,7 @@ from ...engine.evaluation import BATCH
 from ...engine.federation import Federation
 from ...engine.forward import Forward
 from ...methods import Server
-from ...models.route import Prefix
+from ...models.route import Begun
 
 
 @torch.no_grad()
@@ -33,7 +33,7 @@ def block_logits(f: Federation, server: Server, folder: str | Path) -> torch.Ten
         with model.holding({n: x if n in here else x.to("meta") for n, x in held.items()}):
             for i, rows in enumerate(batches):
                 file = Path(folder) / f"{i}.safetensors"
-                x = Prefix(unit, load_file(file, str(f.device))["z"]) if unit else forward.inputs(rows[None])
+                x = Begun(unit, load_file(file, str(f.device))["z"]) if unit else forward.inputs(rows[None])
                 if unit < last:
                     save_file({"z": forward.leading(x, unit + 1).z.contiguous()}, file)
                 else:

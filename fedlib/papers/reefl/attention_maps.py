@@ -78,7 +78,7 @@ def attention_maps(model: ExitModel, images: torch.Tensor) -> Attention:
     left = []  # the class token as each unit left it
 
     def row(block: nn.Module, token: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
-        return attention_row(block, token, z)[0, ..., spec.prefix_tokens :].unflatten(-1, (side, side))
+        return attention_row(block, token, z)[0, ..., spec.extra_tokens :].unflatten(-1, (side, side))
 
     def watch(unit: int, z: torch.Tensor, token: torch.Tensor, past: list, handed_back: torch.Tensor | None) -> None:
         block, reads = backbone.blocks[unit], z[..., 0, :]

@@ -23,7 +23,7 @@ from fedlib.methods.sliced.fedepth import check_skips, check_stages, pack
 from fedlib.models import registry
 from fedlib.models.exit_model import ExitModel
 from fedlib.models.resnet import RESNETS, ResNetSpec
-from fedlib.models.route import Prefix
+from fedlib.models.route import Begun
 from fedlib.papers.fedepth.block_inference import block_logits
 from fedlib.runs.costs import load_shapes
 from fedlib.runs.prices import training_macs
@@ -434,13 +434,13 @@ def test_z_is_made_of_the_z_before_it(net, backbone, ratio, monkeypatch):
                     backbone=backbone)  # fmt: skip
     f = build_federation(e)
     client = f.sample_clients(1)[0]
-    seen, original = [], ExitModel.prefix
+    seen, original = [], ExitModel.begin
 
-    def prefix(model, x, units, *args, **kwargs):
-        seen.append((x.units if isinstance(x, Prefix) else 0, units))
+    def begin(model, x, units, *args, **kwargs):
+        seen.append((x.units if isinstance(x, Begun) else 0, units))
         return original(model, x, units, *args, **kwargs)
 
-    monkeypatch.setattr(ExitModel, "prefix", prefix)
+    monkeypatch.setattr(ExitModel, "begin", begin)
     *_, chained = run_rounds(f, ONE)
     stages = f.method.stages(client, f.setting)
     assert [s.cached for s in stages] == [False, True, True]
@@ -466,9 +466,9 @@ def test_of_a_frozen_backbone_the_head_learns_from_cached_features(tiny, changes
                      clients_per_round=4, batch_size=8, lr=0.05, finetune_options={}, options=options)  # fmt: skip
     e = e.replace(**changes)
     f = build_federation(e)
-    assert f.train_prefix.units == (12 if e.finetune == "frozen" else 6)
+    assert f.train_cache.units == (12 if e.finetune == "frozen" else 6)
     *_, cached = run_rounds(f, ONE)
-    *_, plain = run_rounds(dataclasses.replace(build_federation(e), train_prefix=None), ONE)
+    *_, plain = run_rounds(dataclasses.replace(build_federation(e), train_cache=None), ONE)
     assert not torch.equal(
         cached.server.params["head.exits.0.linear.weight"], f.server.params["head.exits.0.linear.weight"]
     )
@@ -490,16 +490,16 @@ def test_inference_unit_by_unit_gives_the_same_answers(net, backbone, tmp_path):
     e = net.replace(backbone=backbone, rounds=1, num_test=260, options={"scenario": "own", "ratios": [1.0]})
     f = build_federation(e)  # two batches, of 250 and 10 examples
     *_, last = run_rounds(f, ONE)
-    seen, original = [], ExitModel.prefix
+    seen, original = [], ExitModel.begin
 
-    def prefix(model, x, units, *args):
+    def begin(model, x, units, *args):
         seen.append((units, len(list(tmp_path.iterdir()))))
         others = [p.device.type for n, p in model.named_parameters() if f".blocks.{units}." in n]
         assert set(others) == {"meta"}  # the next block is not there
         return original(model, x, units, *args)
 
     with pytest.MonkeyPatch.context() as m:
-        m.setattr(ExitModel, "prefix", prefix)
+        m.setattr(ExitModel, "begin", begin)
         got = block_logits(f, last.server, tmp_path)
     assert [units for units, _ in seen] == [u for u in range(1, f.model.depth) for _ in range(2)]
     assert max(files for _, files in seen) == 2 and not list(tmp_path.iterdir())
