@@ -32,7 +32,7 @@ RIVALS = tuple(n for n in SYSTEMS if n not in (*OWN, CHANNELS_LAST))
 
 
 @dataclass(frozen=True)
-class Plan:
+class Bench:
     """How much is measured. A system takes ``repeats`` turns of ``rounds`` rounds, after one that is not counted."""
 
     workloads: tuple[str, ...] = tuple(WORKLOADS)
@@ -55,12 +55,12 @@ class Plan:
         return self.systems if workload == self.workloads[0] else self.contenders
 
 
-PLANS = {
-    "smoke": Plan(
+BENCHES = {
+    "smoke": Bench(
         ("W1",), (OURS, "bare loop"), rounds=2, repeats=1, at_hand_mib=64, memory_of=(), populations=(100,),
         population_rounds=2, profile_rounds=2,
     ),
-    "small": Plan(),
+    "small": Bench(),
 }  # fmt: skip
 
 # (workload, how many times faster at least, than whom): "rivals" is the fastest rival of the run.
@@ -77,40 +77,40 @@ FACTS = (
 )  # fmt: skip
 
 
-def load_plan(profile: str, overrides: Mapping[str, object] | None = None) -> Plan:
-    """The plan of a profile with some fields replaced; ``ValueError`` names what is unknown."""
-    if profile not in PLANS:
-        raise ValueError(f"profile = {profile!r} is unknown{did_you_mean(profile, PLANS)}")
-    plan = replace(PLANS[profile], **check_fields(Plan, overrides or {}, "overrides"))
+def load_bench(profile: str, overrides: Mapping[str, object] | None = None) -> Bench:
+    """The bench of a profile with some fields replaced; ``ValueError`` names what is unknown."""
+    if profile not in BENCHES:
+        raise ValueError(f"profile = {profile!r} is unknown{did_you_mean(profile, BENCHES)}")
+    bench = replace(BENCHES[profile], **check_fields(Bench, overrides or {}, "overrides"))
     for key, known in (
         ("workloads", WORKLOADS),
         ("systems", SYSTEMS),
         ("contenders", SYSTEMS),
         ("memory_of", WORKLOADS),
     ):
-        for name in getattr(plan, key):
+        for name in getattr(bench, key):
             if name not in known:
                 raise ValueError(f"overrides: {key} = {name!r} is unknown{did_you_mean(name, known)}")
-    for f in fields(Plan):
-        value = getattr(plan, f.name)
+    for f in fields(Bench):
+        value = getattr(bench, f.name)
         if isinstance(value, int) and value < 1:
             raise ValueError(f"overrides: {f.name} = {value} must be positive")
-    return plan
+    return bench
 
 
 def folder(profile: str) -> Path:
     return outputs_dir() / "benchmarks" / "engine_speed" / profile
 
 
-def measure_workload(name: str, plan: Plan, profile: str) -> dict:
-    """Time all systems of the plan on one workload, store the measurement and return it."""
+def measure_workload(name: str, bench: Bench, profile: str) -> dict:
+    """Time all systems of the bench on one workload, store the measurement and return it."""
     path = write_workload(WORKLOADS[name], folder(profile) / f"{_slug(name)}.safetensors")
-    systems, missing = select(plan.systems_of(name))
-    pages = [harness.fetch_pages(plan.at_hand_mib) for _ in range(2)]
+    systems, missing = select(bench.systems_of(name))
+    pages = [harness.fetch_pages(bench.at_hand_mib) for _ in range(2)]
     with running(systems, path) as started:
-        times = harness.time_interleaved(started, plan.rounds, plan.repeats, at_hand_mib=plan.at_hand_mib)
+        times = harness.time_interleaved(started, bench.rounds, bench.repeats, at_hand_mib=bench.at_hand_mib)
         facts = harness.facts(started)
-    if name in plan.memory_of:
+    if name in bench.memory_of:
         facts = facts.join(harness.peak_memory(systems, path)[["peak_mib", "processes", "measure"]])
     record = {
         "workload": name, "times": _records(times), "facts": _records(facts.reset_index()),
@@ -121,27 +121,27 @@ def measure_workload(name: str, plan: Plan, profile: str) -> dict:
     return record
 
 
-def measure_scale(plan: Plan, profile: str) -> dict:
+def measure_scale(bench: Bench, profile: str) -> dict:
     """Seconds a round and peak memory for each population, each in a process of its own; stored like a workload."""
-    rows = [measure_population(n, plan.population_rounds) for n in plan.populations]
+    rows = [measure_population(n, bench.population_rounds) for n in bench.populations]
     record = {"rows": rows, "provenance": provenance(Execution())}
     write_json(folder(profile) / "scale.json", record)
     return record
 
 
-def load(profile: str, plan: Plan, run_missing: bool = True) -> tuple[dict[str, dict], dict | None]:
+def load(profile: str, bench: Bench, run_missing: bool = True) -> tuple[dict[str, dict], dict | None]:
     """Measurements by workload, and that of the populations: the stored ones, and with ``run_missing`` new ones.
 
-    A stored workload in which a system of the plan could not run that now can is measured again.
+    A stored workload in which a system of the bench could not run that now can is measured again.
     """
     from tqdm.auto import tqdm
 
-    stored = {n: _read(folder(profile) / f"{_slug(n)}.json") for n in plan.workloads}
+    stored = {n: _read(folder(profile) / f"{_slug(n)}.json") for n in bench.workloads}
     scale = _read(folder(profile) / "scale.json")
     if run_missing:
-        for name in tqdm([n for n, r in stored.items() if r is None or _can_add(r, plan.systems_of(n))], leave=False):
-            stored[name] = measure_workload(name, plan, profile)
-        scale = scale or measure_scale(plan, profile)
+        for name in tqdm([n for n, r in stored.items() if r is None or _can_add(r, bench.systems_of(n))], leave=False):
+            stored[name] = measure_workload(name, bench, profile)
+        scale = scale or measure_scale(bench, profile)
     return {n: r for n, r in stored.items() if r is not None}, scale
 
 

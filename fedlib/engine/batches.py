@@ -1,4 +1,4 @@
-"""The batches of a local training, planned before its first step: a function of (seed, round, client)."""
+"""The batches of a local training, drawn before its first step: a function of (seed, round, client)."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -47,7 +47,7 @@ class Draws:
         return self._generators[client]
 
 
-def plan_batches(
+def draw_batches(
     e: Experiment, data: FederatedData, clients: Sequence[Client], draws: Draws, epochs: int | None = None
 ) -> Batches:
     """The batches of ``epochs`` (None: the experiment's) over each client's examples, in an order that is new in each.

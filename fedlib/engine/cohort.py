@@ -21,7 +21,7 @@ from ..methods.losses import Batch
 from ..methods.sums import Update
 from ..models.exit_model import ExitModel
 from ..models.route import Route
-from .batches import Batches, Draws, in_order, plan_batches
+from .batches import Batches, Draws, draw_batches, in_order
 from .federation import Federation
 from .forward import Forward
 from .optimisers import build_optimiser
@@ -164,8 +164,8 @@ class Cohort:
             return
         leaves = [self.params[n].requires_grad_(True) for n in names]
         with phase("data"):
-            plan = plan_batches(e, self.data, self.clients, self._draws, stage.epochs)
-            active = plan.active
+            batches = draw_batches(e, self.data, self.clients, self._draws, stage.epochs)
+            active = batches.active
             if models is not None:
                 active = active & np.array([m.name == models for m in self.members])
         rate = stage.lr if stage.lr is not None else round_rate(e, self.t)
@@ -174,17 +174,17 @@ class Cohort:
         if stage.without:  # the cache ran them
             forward.cache = None
         with phase("forward"):
-            forward.place_(training=True).fill(plan.examples)
+            forward.place_(training=True).fill(batches.examples)
             forward.place_(training=True, generators=self._generators)
         optimiser = build_optimiser(e, leaves, [self.rows[n] for n in names])
         ahead, before = None, self._ahead if stage.units is not None else None
         if units := units_ahead(self.federation, forward, self.clients, stage, names):
             with phase("forward"):
-                ahead = Ahead(self.federation, forward, self.clients, stage, units, plan, before)
+                ahead = Ahead(self.federation, forward, self.clients, stage, units, batches, before)
         self._ahead, before = ahead if stage.units is not None else None, None
         total, scratch = torch.zeros(len(self.members), device=device), {}
-        for step in range(len(plan.width)):
-            batch = self._run(plan, step, route, ahead, scratch)
+        for step in range(len(batches.width)):
+            batch = self._run(batches, step, route, ahead, scratch)
             with phase("forward"):
                 losses = loss(batch)
             with phase("backward"):
@@ -195,7 +195,7 @@ class Cohort:
                     grads = [
                         g if g is None else g + gradient(n, self.params[n]) for n, g in zip(names, grads, strict=True)
                     ]
-                optimiser.step_(grads, step_rates(e, rate, step, plan.steps), active[step])
+                optimiser.step_(grads, step_rates(e, rate, step, batches.steps), active[step])
             del batch, losses, grads  # kept any longer, they keep the next step out of the memory this one has freed
         forward.place_()
         for p in leaves:
@@ -218,12 +218,12 @@ class Cohort:
             forward.answer(forward.inputs(rows), weights, watch=watch)
             yield seen[unit].flatten(2), self.data.labels[rows], weights
 
-    def _run(self, plan: Batches, step: int, route: Route, ahead: Ahead | None, scratch: dict) -> Batch:
+    def _run(self, batches: Batches, step: int, route: Route, ahead: Ahead | None, scratch: dict) -> Batch:
         """Run the members on the inputs of one step."""
-        width, features = plan.width[step], {}
-        rows, weights = plan.rows[step, :, :width], plan.weights[step, :, :width]
+        width, features = batches.width[step], {}
+        rows, weights = batches.rows[step, :, :width], batches.weights[step, :, :width]
         with phase("data"):
-            views = None if plan.views is None else plan.views[step, :, :width]
+            views = None if batches.views is None else batches.views[step, :, :width]
             x = ahead(step, width) if ahead is not None else self.forward.inputs(rows, views)
         exit_of = {unit: j for j, unit in enumerate(self.model.exit_units)}
 
@@ -239,6 +239,6 @@ class Cohort:
             held = held * torch.eye(len(held), device=held.device)[route.exit, :, None]
         return Batch(
             outputs, self.data.labels[rows], weights, held, self.t, self.experiment.rounds, scratch, features,
-            self.stack.owners, lambda name: self.teachers[name].at(plan, step, x), self.stack.label_counts,
+            self.stack.owners, lambda name: self.teachers[name].at(batches, step, x), self.stack.label_counts,
             self.federation.task,
         )  # fmt: skip

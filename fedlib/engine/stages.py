@@ -69,8 +69,8 @@ def units_ahead(f: Federation, forward: Forward, clients: Sequence[Client], stag
 
 
 class Ahead:
-    """What the first ``units`` units, frozen, make of the examples in ``plan``: their output, or if there are no others
-    the features that the exits read. Nothing may be augmented.
+    """What the first ``units`` units, frozen, make of the examples in ``batches``: their output, or if there is no
+    other the features that the exits read. Nothing may be augmented.
 
     It is computed in batches of a client's examples in order, so that is what batch norm with batch statistics sees
     of them, whatever the stage's own batches are: z_{j-1} of FeDepth's Eq. 1. Where the stage ``before`` has kept its
@@ -79,7 +79,7 @@ class Ahead:
 
     @torch.no_grad()
     def __init__(
-        self, f: Federation, forward: Forward, clients: Sequence[Client], stage: Stage, units: int, plan: Batches,
+        self, f: Federation, forward: Forward, clients: Sequence[Client], stage: Stage, units: int, batches: Batches,
         before: "Ahead | None" = None,
     ):  # fmt: skip
         size, model, self.units = f.experiment.batch_size, forward.model, units
@@ -94,7 +94,7 @@ class Ahead:
                     self.kept[unit] = x.new_zeros(len(x), most, *shape, dtype=torch.float32)
                 to = self.kept[unit][:, step * size : (step + 1) * size]
                 to[:, :, : x.shape[2]] = x[:, : to.shape[1]]  # sentences end with the longest of their batch
-        places = places_of(f.data, clients, plan.examples)  # (S, M, B)
+        places = places_of(f.data, clients, batches.examples)  # (S, M, B)
         self.places = torch.from_numpy(places).to(rows.device)
         self.members = torch.arange(len(clients), device=rows.device)[:, None]
 

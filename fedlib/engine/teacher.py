@@ -34,18 +34,18 @@ class Teacher:
             federation.model, stack.slices, stack.frozen(), stack.tensors(params), data=federation.data
         )
         self._known: torch.Tensor | None = None  # (E, M, examples, C)
-        self._places: tuple[Batches, torch.Tensor] | None = None  # of the plan's examples, (S, M, B)
+        self._places: tuple[Batches, torch.Tensor] | None = None  # of the batches's examples, (S, M, B)
 
-    def at(self, plan: Batches, step: int, x) -> torch.Tensor:
-        """Outputs (E, M, B, *out) on the inputs ``x`` of one step of ``plan``."""
-        width = plan.width[step]
+    def at(self, batches: Batches, step: int, x) -> torch.Tensor:
+        """Outputs (E, M, B, *out) on the inputs ``x`` of one step of ``batches``."""
+        width = batches.width[step]
         if not self.by_example:
-            return self.answer(x, plan.weights[step, :, :width])
+            return self.answer(x, batches.weights[step, :, :width])
         if self._known is None:
             self._known = self._every_example()
-        if self._places is None or self._places[0] is not plan:
-            places = places_of(self.federation.data, self.clients, plan.examples)
-            self._places = plan, torch.from_numpy(places).to(self._known.device)
+        if self._places is None or self._places[0] is not batches:
+            places = places_of(self.federation.data, self.clients, batches.examples)
+            self._places = batches, torch.from_numpy(places).to(self._known.device)
         members = torch.arange(self._known.shape[1], device=self._known.device)[:, None]
         return self._known[:, members, self._places[1][step, :, :width]]
 

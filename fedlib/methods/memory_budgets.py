@@ -12,7 +12,7 @@ SCENARIOS = {
     "surplus": (1 / 6, 1 / 3, 1 / 2, 2.0),  # the richest could train two models
 }
 BATCH = 32  # examples of a step, in the paper's estimate
-SLACK = 0.05  # of a budget; it gives the released plans
+SLACK = 0.05  # of a budget; it gives the released stages
 
 
 @dataclass(frozen=True)
@@ -49,5 +49,5 @@ def memory_of(share: float, setting: Setting) -> tuple[list[float], float]:
 
 def prefixes_that_fit(share: float, setting: Setting) -> int:
     """How many exits a client with this share of the memory can hold, with all blocks up to the last of them."""
-    memories, budget = memory_of(share, setting)
-    return sum(sum(memories[: unit + 1]) <= usable(budget, SLACK) for unit in setting.exit_units)
+    needs, budget = memory_of(share, setting)
+    return sum(sum(needs[: unit + 1]) <= usable(budget, SLACK) for unit in setting.exit_units)

@@ -4,7 +4,7 @@ The update is what local training changed, delta = trained - received, over all 
 compression is QSGD-like stochastic quantisation (Alistarh et al. 2017, scaled by the largest entry) or top-k by
 magnitude, with error feedback (Seide et al. 2014; Stich et al. 2018) if wanted. Clipping (McMahan et al. 2018) comes
 last, so that no update is longer than C whatever the compression did; it only rescales, which costs no further bits.
-Cohorts of any size send the same up to float rounding, which may move an entry to the neighbouring level.
+Cohorts of any size send the same up to float rounding, which may move an entry to the neighbouring step.
 Read next: ``engine/privacy.py`` (the noise and its accountant), ``runs/costs.py`` (what an upload weighs).
 """
 
@@ -28,7 +28,7 @@ class UploadOptions:
     noise_multiplier: Annotated[float, AtLeast(0)] = 0.0
     dp_delta: Annotated[Positive, Below(1)] | None = None  # None: 1 / (10 * clients that may be sampled)
     compress: Literal["none", "quantise", "topk"] = "none"
-    # of a quantised entry, stochastically rounded (to the nearest level with error feedback)
+    # of a quantised entry, stochastically rounded (to the nearest step with error feedback)
     bits: Annotated[int, AtLeast(2), AtMost(32), When(compress="quantise")] = 8
     # of each tensor's entries, at least one
     topk_fraction: Annotated[Positive, AtMost(1), When(compress="topk")] = 0.1
@@ -79,14 +79,14 @@ def clip_factors(deltas: Tensors, rows: Mapping[str, Sequence[int]], clients: in
 def quantise(x: torch.Tensor, uniform: torch.Tensor | float, bits: int) -> torch.Tensor:
     """Q(x) = s/m * (floor(m x/s) + [u < frac(m x/s)]) per row, s = max |x|, m = 2^(bits-1) - 1; E Q(x) = x.
 
-    ``x`` and ``uniform`` in [0, 1) are (K, ...); u = 1/2 rounds to the nearest level instead. A row takes 2 m + 1
-    levels, so ``bits`` an entry, and its s.
+    ``x`` and ``uniform`` in [0, 1) are (K, ...); u = 1/2 rounds to the nearest step instead. A row takes 2 m + 1
+    steps, so ``bits`` an entry, and its s.
     """
-    levels = 2 ** (bits - 1) - 1
+    steps = 2 ** (bits - 1) - 1
     scale = x.double().flatten(1).abs().amax(1).view(-1, *(1,) * (x.dim() - 1))
-    y = x.double() / torch.where(scale > 0, scale, 1) * levels
+    y = x.double() / torch.where(scale > 0, scale, 1) * steps
     low = y.floor()
-    return (low + (uniform < y - low)) * (scale / levels)
+    return (low + (uniform < y - low)) * (scale / steps)
 
 
 def top_k(x: torch.Tensor, k: int) -> torch.Tensor:
@@ -102,7 +102,7 @@ def send(options: UploadOptions, cohort) -> Update:
     """The cohort's upload: received + clip(compress(delta + residual)), in float64 so that the sums see what was sent.
 
     The residual of error feedback is what compression left out, not what clipping cut, and stays with the client. With
-    it entries are rounded to the nearest level: the error of unbiased rounding can exceed the update and would grow.
+    it entries are rounded to the nearest step: the error of unbiased rounding can exceed the update and would grow.
     """
     update = cohort.update()
     if options.update_norm is None and options.compress == "none":

@@ -226,17 +226,17 @@ def gain_bars(frame: pd.DataFrame, title: str = "The ensemble against the mean e
 
 
 @styled
-def plot_tradeoff(frame: pd.DataFrame, x: str, label: str, title: str, ax=None, levels: str | None = None,
+def plot_tradeoff(frame: pd.DataFrame, x: str, label: str, title: str, ax=None, dashed: str | None = None,
                   line: str = "-"):  # fmt: skip
     """Accuracy against what it costs, column ``x`` on a log axis, per method; points are named by ``column``.
 
-    ``frame`` has method, column, accuracy, ``x``; rows without ``x`` whose ``column`` is ``levels`` are dashed lines.
+    ``frame`` has method, column, accuracy, ``x``; rows without ``x`` whose ``column`` is ``dashed`` are dashed lines.
     """
     ax, frame = axes_of(ax), named(frame[["method", "column", "accuracy", x]])
     points, looks = frame.dropna(subset=[x, "accuracy"]).sort_values(x), looks_of(frame)
     lines(points, x, "accuracy", ax, looks, markersize=7, **({} if line else {"linewidth": 0}))
-    for row in frame[frame[x].isna() & (frame.column == levels)].itertuples():
-        said = f"{row.series}, {plain(levels)}"
+    for row in frame[frame[x].isna() & (frame.column == dashed)].itertuples():
+        said = f"{row.series}, {plain(dashed)}"
         ax.axhline(row.accuracy, color=looks.palette[row.series], linestyle="--", label=said)
     log_axis(ax, points[x])
     ax.margins(x=0.12, y=0.12)  # room for the names

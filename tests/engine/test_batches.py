@@ -1,4 +1,4 @@
-"""The plan of a local training's batches: drawn again by hand, padded, continued by a second training."""
+"""The batches of a local training: drawn again by hand, padded, continued by a second training."""
 
 import numpy as np
 import pytest
@@ -8,7 +8,7 @@ from fedlib.core.clients import Client
 from fedlib.core.rng import torch_generator
 from fedlib.data.federated import load_federated
 from fedlib.data.transforms import sample_views
-from fedlib.engine.batches import Draws, in_order, plan_batches
+from fedlib.engine.batches import Draws, draw_batches, in_order
 
 
 @pytest.fixture
@@ -36,31 +36,32 @@ def drawn(e, data, client, t, epochs):
 def test_every_clients_batches_are_those_of_a_plain_loop(setup, augment):
     e, data, clients = setup
     e = e.replace(augment=augment)
-    plan = plan_batches(e, data, clients, Draws(e.seed, 3))
-    assert len({c.num_examples for c in clients}) == 3 and (plan.views is None) == (augment == "none")
+    batches = draw_batches(e, data, clients, Draws(e.seed, 3))
+    assert len({c.num_examples for c in clients}) == 3 and (batches.views is None) == (augment == "none")
     for k, client in enumerate(clients):
         wanted = list(drawn(e, data, client, 3, 2))
-        assert plan.steps[k] == len(wanted) == plan.active[:, k].sum() and plan.active[: len(wanted), k].all()
+        assert batches.steps[k] == len(wanted) == batches.active[:, k].sum() and batches.active[: len(wanted), k].all()
         for step, (rows, views) in enumerate(wanted):
             n = len(rows)
-            assert (plan.rows[step, k, :n].numpy() == rows).all()
-            assert torch.equal(plan.weights[step, k, :n], torch.full((n,), 1 / n))
+            assert (batches.rows[step, k, :n].numpy() == rows).all()
+            assert torch.equal(batches.weights[step, k, :n], torch.full((n,), 1 / n))
             assert (
-                not plan.weights[step, k, n:].any() and (plan.examples[step, k, n:] == data.client(client.id)[0]).all()
+                not batches.weights[step, k, n:].any()
+                and (batches.examples[step, k, n:] == data.client(client.id)[0]).all()
             )
-            if plan.views is not None:
-                assert torch.equal(plan.views[step, k, :n], views)
-                assert (plan.views[step, k, n:] == torch.tensor([0.0, 0, 1, 1, 0])).all()  # padding: the whole image
-        assert not plan.weights[len(wanted) :, k].any()
-    assert plan.width == [int((w > 0).sum(-1).max()) for w in plan.weights]
-    assert (plan.rows.numpy() == plan.examples).all()
+            if batches.views is not None:
+                assert torch.equal(batches.views[step, k, :n], views)
+                assert (batches.views[step, k, n:] == torch.tensor([0.0, 0, 1, 1, 0])).all()  # padding: the whole image
+        assert not batches.weights[len(wanted) :, k].any()
+    assert batches.width == [int((w > 0).sum(-1).max()) for w in batches.weights]
+    assert (batches.rows.numpy() == batches.examples).all()
 
 
 def test_a_client_draws_the_same_in_any_company(setup):
     e, data, clients = setup
-    together = plan_batches(e, data, clients, Draws(e.seed, 1))
+    together = draw_batches(e, data, clients, Draws(e.seed, 1))
     for k, client in enumerate(clients):
-        alone = plan_batches(e, data, [client], Draws(e.seed, 1))
+        alone = draw_batches(e, data, [client], Draws(e.seed, 1))
         s, _, b = alone.rows.shape
         assert torch.equal(together.rows[:s, k, :b], alone.rows[:, 0])
         assert torch.equal(together.weights[:s, k, :b], alone.weights[:, 0])
@@ -70,8 +71,8 @@ def test_a_second_local_training_goes_on_drawing_where_the_first_stopped(setup):
     e, data, clients = setup
     e = e.replace(augment="crop")
     draws = Draws(e.seed, 2)
-    first, second = (plan_batches(e, data, clients, draws, epochs) for epochs in (1, 2))
-    longer = plan_batches(e, data, clients, Draws(e.seed, 2), 3)
+    first, second = (draw_batches(e, data, clients, draws, epochs) for epochs in (1, 2))
+    longer = draw_batches(e, data, clients, Draws(e.seed, 2), 3)
     for k in range(len(clients)):
         a, b = first.steps[k], second.steps[k]
         assert (a, b, a + b) == (longer.steps[k] // 3, 2 * longer.steps[k] // 3, longer.steps[k])
@@ -83,21 +84,21 @@ def test_a_second_local_training_goes_on_drawing_where_the_first_stopped(setup):
 
 def test_rounds_draw_apart_and_a_round_draws_again(setup):
     e, data, clients = setup
-    plans = [plan_batches(e, data, clients, Draws(e.seed, t)) for t in (1, 2, 1)]
-    assert torch.equal(plans[0].rows, plans[2].rows) and not torch.equal(plans[0].rows, plans[1].rows)
+    drawn = [draw_batches(e, data, clients, Draws(e.seed, t)) for t in (1, 2, 1)]
+    assert torch.equal(drawn[0].rows, drawn[2].rows) and not torch.equal(drawn[0].rows, drawn[1].rows)
 
 
 def test_members_of_one_client_share_its_batches(setup):
     e, data, (a, b, _) = setup
-    pairs, singles = (plan_batches(e, data, clients, Draws(e.seed, 1)) for clients in ([a, b, a], [a, b]))
+    pairs, singles = (draw_batches(e, data, clients, Draws(e.seed, 1)) for clients in ([a, b, a], [a, b]))
     assert torch.equal(pairs.rows[:, :2], singles.rows) and torch.equal(pairs.rows[:, 2], singles.rows[:, 0])
     assert torch.equal(pairs.weights[:, 2], singles.weights[:, 0])
 
 
 def test_padding_is_no_wider_than_the_largest_client(setup):
     e, data, clients = setup
-    plan = plan_batches(e.replace(batch_size=1000), data, clients, Draws(e.seed, 1))
-    assert plan.rows.shape == (2, 3, max(c.num_examples for c in clients)) and plan.active.all()
+    batches = draw_batches(e.replace(batch_size=1000), data, clients, Draws(e.seed, 1))
+    assert batches.rows.shape == (2, 3, max(c.num_examples for c in clients)) and batches.active.all()
 
 
 def test_examples_in_order_come_once(setup):

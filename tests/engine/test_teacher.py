@@ -67,10 +67,10 @@ def test_a_teacher_looks_once_at_every_example_where_that_is_enough(changes, onc
     assert len({c.num_examples for c in cohort.clients}) > 1
     at, answer, looks, steps = Teacher.at, Teacher.answer, [], []
 
-    def watched_at(self, plan, step, x):
-        given = at(self, plan, step, x)
+    def watched_at(self, batches, step, x):
+        given = at(self, batches, step, x)
         looked = len(looks)
-        weights = plan.weights[step, :, : plan.width[step]]
+        weights = batches.weights[step, :, : batches.width[step]]
         real = weights[..., None].sign()
         torch.testing.assert_close(given * real, answer(self, x, weights) * real, rtol=0, atol=1e-5)
         assert len(looks) == looked

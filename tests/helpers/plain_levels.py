@@ -87,8 +87,8 @@ def local_training(f, client, width, depth, start, loss):
     return {n: p.detach().double().numpy() for n, p in net.named_parameters() if p.grad is not None}, index
 
 
-def whole(f, prefix=""):
-    params = {n: p for n, p in f.server.params.items() if n.startswith(prefix) and (prefix or "/" not in n)}
+def whole(f, start=""):
+    params = {n: p for n, p in f.server.params.items() if n.startswith(start) and (start or "/" not in n)}
     return {plain_name(n): p.double().numpy() for n, p in params.items()}
 
 

@@ -240,6 +240,6 @@ def test_a_block_can_be_switched_off(monkeypatch, wanted, calls):
     block, seen = swap_in_(Block(ViTSpec(dim=8, heads=2, ffn_dim=16))), []
     if wanted is not None:
         monkeypatch.setenv(VARIABLE, wanted)
-    monkeypatch.setattr(vit_block._Block, "apply", lambda plan, z, *t: seen.append(1) or z)
+    monkeypatch.setattr(vit_block._Block, "apply", lambda op, z, *t: seen.append(1) or z)
     block(torch.ones(1, 2, 3, 8, requires_grad=True))
     assert len(seen) == calls

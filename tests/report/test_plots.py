@@ -137,7 +137,7 @@ def test_every_exit_stands_beside_the_curve_of_leaving_early():
 def test_tradeoff_names_do_not_overlap_and_ticks_stand_at_points():
     rows = [("reefl", f"compression {i}", 40 + i % 2 * 0.1, 0.01 * (1 + i / 20)) for i in range(6)]
     table = pd.DataFrame([*rows, ("reefl", "clipped", 41, None)], columns=["method", "column", "accuracy", "mib"])
-    ax = plots.plot_tradeoff(table, "mib", "upload", "Uploads shrink", levels="clipped", line="")
+    ax = plots.plot_tradeoff(table, "mib", "upload", "Uploads shrink", dashed="clipped", line="")
     boxes = [t.get_window_extent() for t in ax.texts]
     assert len(boxes) == 6 and not any(a.overlaps(b) for a, b in itertools.combinations(boxes, 2)) and inside(ax.figure)
     assert ax.get_legend_handles_labels()[1][-1] == "ReeFL, clipped"

@@ -155,22 +155,22 @@ def test_the_table_of_facts_is_the_same_measured_now_or_read_again():
     pd.testing.assert_frame_equal(engine_speed.facts_table({"W1": now}), engine_speed.facts_table({"W1": read}))
 
 
-def test_plans_refuse_typos():
-    assert engine_speed.load_plan("smoke", {"rounds": 3}).rounds == 3
+def test_benches_refuse_typos():
+    assert engine_speed.load_bench("smoke", {"rounds": 3}).rounds == 3
     for overrides, message in (
         ({"systems": ["Flowers"]}, "did you mean 'Flower'"),
         ({"round": 3}, "did you mean 'rounds'"),
         ({"repeats": 0}, "repeats = 0 must be positive"),
     ):
         with pytest.raises(ValueError, match=message):
-            engine_speed.load_plan("small", overrides)
+            engine_speed.load_bench("small", overrides)
     with pytest.raises(ValueError, match="profile = 'smal' is unknown; did you mean 'small'"):
-        engine_speed.load_plan("smal")
+        engine_speed.load_bench("smal")
 
 
 def test_stored_measurements_are_not_repeated(monkeypatch, tmp_path):
     monkeypatch.setenv("FEDLIB_OUTPUTS", str(tmp_path))
-    plan, calls = engine_speed.load_plan("smoke"), []
+    bench, calls = engine_speed.load_bench("smoke"), []
     monkeypatch.setattr(engine_speed, "measure_population", lambda n, rounds: {"num_clients": n})
     monkeypatch.setattr(
         harness, "time_interleaved", lambda *a, **k: calls.append(a) or pd.DataFrame(record({"fedlib": [1.0]})["times"])
@@ -179,9 +179,9 @@ def test_stored_measurements_are_not_repeated(monkeypatch, tmp_path):
         harness, "facts", lambda started: pd.DataFrame({"system": ["fedlib"], "lines": [3]}).set_index("system")
     )
     monkeypatch.setattr(engine_speed, "running", lambda *a: contextlib.nullcontext([]))
-    assert engine_speed.load("smoke", plan, run_missing=False) == ({}, None) and not calls
-    first = engine_speed.load("smoke", plan)
-    assert engine_speed.load("smoke", plan) == first and len(calls) == 1
+    assert engine_speed.load("smoke", bench, run_missing=False) == ({}, None) and not calls
+    first = engine_speed.load("smoke", bench)
+    assert engine_speed.load("smoke", bench) == first and len(calls) == 1
     assert first[1]["rows"] == [{"num_clients": 100}] and first[0]["W1"]["facts"] == [{"system": "fedlib", "lines": 3}]
 
 

@@ -5,7 +5,7 @@ u_i = xi w_i + (1 - xi) sum_{j != i} softmax_j(sigma cos(w_i, w_j)) w_j. Client:
 loss + lambda/(2 alpha) |w - u_i|^2, sends and keeps w_i. A client answers with w_i; there is no global model.
 Read next: ``pfedgraph.py``, ``methods/mixtures.py``.
 
-Deviations: cosines are those of w - w_initial (``compare="weights"``: of w, which are so alike that the attention is
+Deviations: cosines are those of w - w_initial (``compare="weights"``: of w, which are so alike that the weights are
 nearly uniform; the paper does not say). Clients that never sent a model draw nobody. All parameters count, exits too.
 lambda/alpha is one option; CAFEDistill gives lambda = 1 and no alpha.
 """
@@ -48,7 +48,7 @@ class FedAMP(JointExits, Method):
         mine = torch.tensor([i if i in server.mirrors else INITIAL for i in ids])
         own = mine[:, None] == columns
         alike = cosines(models, mine.tolist(), origin).masked_fill((columns == INITIAL) & ~own, -torch.inf)
-        return mixtures(models, attention(alike, self.own_share, self.sigma, own))
+        return mixtures(models, weights_of(alike, self.own_share, self.sigma, own))
 
     def members(self, client: Client, server: Server, r: Round) -> list[Member]:
         part, anchor = r.setting.full(), row(r.notes, r.clients.index(client))
@@ -65,7 +65,7 @@ class FedAMP(JointExits, Method):
         return Serving((Member(client, r.setting.full(), keeps="all"),))
 
 
-def attention(
+def weights_of(
     similarities: torch.Tensor, own_share: float = 0.5, sharpness: float = 10.0, own: torch.Tensor | None = None
 ) -> torch.Tensor:
     """FedAMP's weights in its heuristic form: rows of the simplex, (k, n), of the cosines of k clients with n models.

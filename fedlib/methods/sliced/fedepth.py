@@ -74,7 +74,7 @@ class FeDepth(MemoryBudgets, Method):
     def check(self, setting: Setting, e) -> None:
         if self.peers == "fresh" and e.pretrained and e.finetune == "full" and max(self.shares) >= 2:
             raise ValueError("fedepth: peers = 'fresh' would start without the pre-trained weights; allowed: served")
-        self.check_plans(setting)
+        self.check_packing(setting)
         if setting.exit_units != self.exit_units(setting.spec.depth, setting.num_exits):
             raise ValueError(f"fedepth: exit_blocks = {list(setting.exit_units)} are not the method's; allowed: null")
 
@@ -91,18 +91,18 @@ class FeDepth(MemoryBudgets, Method):
         return models * staged_effort(stages, setting, e.local_epochs, e.augment == "none")
 
     def stages(self, client: Client, setting: Setting) -> list[Stage]:
-        plan = self.plan(self.shares[client.budget], setting)
-        left_out = range(plan[0].start) if self.partial == "absent" else ()
-        exits = [0 if self.heads == "skip" else setting.exit_units.index(units.stop - 1) for units in plan]
-        kept = self.kept(plan, client, setting) if self.buffered else [False] * len(plan)
-        each = zip(plan, exits, kept, strict=True)
+        blocks = self.blocks(self.shares[client.budget], setting)
+        left_out = range(blocks[0].start) if self.partial == "absent" else ()
+        exits = [0 if self.heads == "skip" else setting.exit_units.index(units.stop - 1) for units in blocks]
+        kept = self.kept(blocks, client, setting) if self.buffered else [False] * len(blocks)
+        each = zip(blocks, exits, kept, strict=True)
         return [Stage(units=units, exit=exit, without=left_out, cached=cached) for units, exit, cached in each]
 
-    def plan(self, share: float, setting: Setting) -> tuple[range, ...]:
+    def blocks(self, share: float, setting: Setting) -> tuple[range, ...]:
         """The stages of a client with this share of the memory, as ranges of blocks."""
         return pack(*memory_of(share, setting), self.slack)
 
-    def kept(self, plan: Sequence[range], client: Client, setting: Setting) -> list[bool]:
+    def kept(self, blocks: Sequence[range], client: Client, setting: Setting) -> list[bool]:
         """For each stage: has the client room for z_{j-1} of all its examples beside what the stage trains?
 
         In steps of its own size, of the share of the memory that these take for the whole net. While one z is made
@@ -111,7 +111,7 @@ class FeDepth(MemoryBudgets, Method):
         measure, batch = setting.measure, min(setting.batch_size, client.num_examples)
         room = usable(min(self.shares[client.budget], 1) * measure.total_mib(setting.batch_size), self.slack)
         out, before, one = [], 0.0, setting.spec.one_state
-        for units in plan:
+        for units in blocks:
             z = kept_mib(units.start, client.num_examples, setting)
             trained = sum(measure.activation_mib(unit, batch) for unit in units)
             out.append(units.start > 0 and one and z + max(trained, before) <= room)
@@ -122,16 +122,16 @@ class FeDepth(MemoryBudgets, Method):
         """M: how many whole models fit."""
         return max(1, int(share))
 
-    def check_plans(self, setting: Setting) -> None:
+    def check_packing(self, setting: Setting) -> None:
         """``ValueError`` for a share that cannot train the net."""
         for share in self.shares if setting.measure is not None else ():
             try:
                 check_stages(*memory_of(share, setting), self.slack, self.partial != "refused")
-                plan = self.plan(share, setting)
+                blocks = self.blocks(share, setting)
                 if self.heads == "skip":
-                    check_skips(setting.spec, [units.stop - 1 for units in plan])
+                    check_skips(setting.spec, [units.stop - 1 for units in blocks])
                 if self.partial == "absent":
-                    check_left_out(setting.spec, plan[0].start)
+                    check_left_out(setting.spec, blocks[0].start)
             except ValueError as error:
                 raise ValueError(f"fedepth: scenario = {self.scenario!r}, r = {share:.3g}: {error}") from None
 
@@ -140,7 +140,7 @@ class FeDepth(MemoryBudgets, Method):
 
     def skips(self, setting: Setting) -> set[int]:
         """The units that end a stage: their features skip to the head."""
-        return {units.stop - 1 for share in self.shares for units in self.plan(share, setting)}
+        return {units.stop - 1 for share in self.shares for units in self.blocks(share, setting)}
 
     def local_update(self, cohort) -> None:
         held_back = (lambda name, p: self.mu * (p - cohort.start[name])) if self.mu else None
@@ -176,27 +176,27 @@ class FeDepth(MemoryBudgets, Method):
         return Serving((Member(client, r.setting.full()),))
 
 
-def pack(memories: Sequence[float], budget: float, slack: float = SLACK) -> tuple[range, ...]:
+def pack(needs: Sequence[float], budget: float, slack: float = SLACK) -> tuple[range, ...]:
     """Stages as ranges of blocks: in order, a stage takes blocks as long as their sum fits the budget.
 
-    ``memories`` and ``budget`` are in one unit; 5 % ``slack`` gives the released plans. A block that alone exceeds the
+    ``needs`` and ``budget`` are in one unit; 5 % ``slack`` gives the released stages. A block that alone exceeds the
     budget is in no stage (partial training): it runs forward only. Raises ``ValueError`` if none fits.
     """
     limit = usable(budget, slack)
     stages, start, held = [], None, 0.0
-    for block, memory in enumerate(memories):
-        if start is not None and held + memory > limit:
+    for block, need in enumerate(needs):
+        if start is not None and held + need > limit:
             stages.append(range(start, block))
             start = None
-        if memory > limit:
+        if need > limit:
             continue
         if start is None:
             start, held = block, 0.0
-        held += memory
+        held += need
     if start is not None:
-        stages.append(range(start, len(memories)))
+        stages.append(range(start, len(needs)))
     if not stages:
-        raise ValueError(f"packing: no block fits a budget of {budget:g}; the smallest needs {min(memories):g}")
+        raise ValueError(f"packing: no block fits a budget of {budget:g}; the smallest needs {min(needs):g}")
     return tuple(stages)
 
 
@@ -205,18 +205,18 @@ def kept_mib(unit: int, examples: int, setting: Setting) -> float:
     return FLOAT * examples * math.prod(setting.spec.state(unit - 1)) / MIB if unit else 0.0
 
 
-def check_stages(memories: Sequence[float], budget: float, slack: float, leaves_out: bool) -> None:
+def check_stages(needs: Sequence[float], budget: float, slack: float, leaves_out: bool) -> None:
     """``ValueError`` if the stages do not cover the blocks, all but leading ones where the method ``leaves_out`` those.
 
     So the last block is always trained.
     """
-    large = [block for block, memory in enumerate(memories) if memory > usable(budget, slack)]
-    allowed = range(len(memories) - 1) if leaves_out else range(0)
+    large = [block for block, need in enumerate(needs) if need > usable(budget, slack)]
+    allowed = range(len(needs) - 1) if leaves_out else range(0)
     why = "only blocks before the first trained one may be left out" if leaves_out else "no block may be left out"
     for place, block in enumerate(large):
         if block != place or block not in allowed:
             raise ValueError(
-                f"block {block + 1} of {len(memories)} needs {memories[block]:.2f} MiB, the budget is {budget:.2f} MiB "
+                f"block {block + 1} of {len(needs)} needs {needs[block]:.2f} MiB, the budget is {budget:.2f} MiB "
                 f"with {slack:.0%} slack, and {why}"
             )
 

@@ -213,7 +213,7 @@ class Space:
             space = replace(space, kinds={kind: shares[:-1] or shares for kind, shares in space.kinds.items()})
         if fits(widths := space.narrowest()):
             return widths
-        raise ValueError("submodels: not even the narrowest sub-model meets the constraint")
+        raise ValueError("raffm: not even the narrowest sub-model meets the constraint")
 
     def index(self, widths: Widths, ranks: Mapping[str, torch.Tensor]) -> dict[str, Indices]:
         """What is kept of every axis that is cut: the best by ``ranks``, or the first where an axis has no rank."""

@@ -26,11 +26,11 @@ def memory_table(stored: Stored) -> tuple[bool, str]:
 
 
 def a_sixth_trains_everything(stored: Stored) -> tuple[bool, str]:
-    """The plan of the poorest fair client covers all blocks."""
+    """The stages of the poorest fair client cover all blocks."""
     shapes = _preresnet20(stored.paper)
-    plan = shapes.method.plan(1 / 6, shapes.setting)
-    blocks = [unit for stage in plan for unit in stage]
-    return blocks == list(range(9)) and len(plan) == 6, f"{len(blocks)} of 9 blocks in {len(plan)} stages"
+    stages = shapes.method.blocks(1 / 6, shapes.setting)
+    blocks = [unit for stage in stages for unit in stage]
+    return blocks == list(range(9)) and len(stages) == 6, f"{len(blocks)} of 9 blocks in {len(stages)} stages"
 
 
 def _preresnet20(paper: str) -> Shapes:

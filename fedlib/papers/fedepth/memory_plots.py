@@ -12,7 +12,7 @@ LEFT_OUT = "#c9ced3"
 
 
 @styled
-def plot_plans(memories: Sequence[float], budgets: Mapping[str, float], slack: float, title: str, unit: str = "MiB"):
+def plot_stages(needs: Sequence[float], budgets: Mapping[str, float], slack: float, title: str, unit: str = "MiB"):
     """A panel per budget: every block is a bar on top of the blocks before it in its stage, under the budget's line.
 
     A stage has a colour; blocks that fit no stage are grey. Returns the panels' Axes.
@@ -21,18 +21,18 @@ def plot_plans(memories: Sequence[float], budgets: Mapping[str, float], slack: f
 
     axes = panels([f"{name}: {budget:.3g} {unit}" for name, budget in budgets.items()], title, (2.6, 2.6), columns=5)
     for ax, budget in zip(axes, budgets.values(), strict=True):
-        stages = pack(memories, budget, slack)
+        stages = pack(needs, budget, slack)
         colors = seaborn.color_palette("colorblind", len(stages))
         trained = {block for stage in stages for block in stage}
-        for block in set(range(len(memories))) - trained:
-            ax.bar(block + 1, memories[block], color=LEFT_OUT, hatch="//", edgecolor="white", label="not trained")
+        for block in set(range(len(needs))) - trained:
+            ax.bar(block + 1, needs[block], color=LEFT_OUT, hatch="//", edgecolor="white", label="not trained")
         for k, (stage, color) in enumerate(zip(stages, colors, strict=True), 1):
             below = 0.0
             for block in stage:
-                ax.bar(block + 1, memories[block], bottom=below, color=color, edgecolor="white", label=f"stage {k}")
-                below += memories[block]
+                ax.bar(block + 1, needs[block], bottom=below, color=color, edgecolor="white", label=f"stage {k}")
+                below += needs[block]
         ax.axhline(budget, color="black", linestyle="--", linewidth=1, label="budget")
-        ax.set_xticks(range(1, len(memories) + 1))
+        ax.set_xticks(range(1, len(needs) + 1))
         finish(ax, "block", f"memory of training ({unit})" if ax is axes[0] else "")
         handles, labels = ax.get_legend_handles_labels()
         once = dict(zip(labels, handles, strict=True))

@@ -1,23 +1,23 @@
-"""FedAMP: attention by hand; two rounds against a plain loop."""
+"""FedAMP: weights by hand; two rounds against a plain loop."""
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
-from fedlib.methods.personal.fedamp import attention
+from fedlib.methods.personal.fedamp import weights_of
 from tests.helpers.plain_personal import World, close, flat, mean_ce, two_rounds
 
 
-def test_attention_by_hand():
+def test_weights_by_hand():
     cosines = torch.tensor([[1.0, 0.1, 0.2], [0.1, 1.0, 0.5], [0.2, 0.5, 1.0]])
-    weights = attention(cosines, own_share=0.4, sharpness=10.0)
+    weights = weights_of(cosines, own_share=0.4, sharpness=10.0)
     e = np.exp(1.0)
     np.testing.assert_allclose(weights[0], [0.4, 0.6 / (1 + e), 0.6 * e / (1 + e)])  # exp(1) and exp(2) of the rest
     np.testing.assert_allclose(weights.sum(1), 1.0)
     np.testing.assert_allclose(weights.diagonal(), 0.4)
-    np.testing.assert_allclose(attention(torch.full((4, 4), 0.3))[2], [1 / 6, 1 / 6, 0.5, 1 / 6])
-    assert attention(torch.ones(1, 1)).tolist() == [[1.0]]
+    np.testing.assert_allclose(weights_of(torch.full((4, 4), 0.3))[2], [1 / 6, 1 / 6, 0.5, 1 / 6])
+    assert weights_of(torch.ones(1, 1)).tolist() == [[1.0]]
 
 
 @pytest.mark.parametrize("compare", ["change", "weights"])

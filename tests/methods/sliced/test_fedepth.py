@@ -1,4 +1,4 @@
-"""FeDepth: plans of the paper and the release, one round against plain PyTorch, and what a stage leaves alone."""
+"""FeDepth: stages of the paper and the release, one round against plain PyTorch, and what a stage leaves alone."""
 
 import dataclasses
 from dataclasses import replace
@@ -47,20 +47,20 @@ def net(monkeypatch):
     )  # fmt: skip
 
 
-def plans(scenario, backbone="preresnet20", **options):
+def stages_of(scenario, backbone="preresnet20", **options):
     e = Experiment(method="fedepth", backbone=backbone, pretrained=False, finetune="full", num_exits=1,
                    options={"scenario": scenario, **options}, dataset="cifar10")  # fmt: skip
     shapes = load_shapes(e, 10)
-    return [tuple(map(tuple, shapes.method.plan(r, shapes.setting))) for r in shapes.method.shares]
+    return [tuple(map(tuple, shapes.method.blocks(r, shapes.setting))) for r in shapes.method.shares]
 
 
-def test_the_released_plans_of_preresnet20():
+def test_the_released_stages_of_preresnet20():
     poor = ((3,), (4,), (5,), (6, 7), (8,))  # of 1/8: the first three blocks fit no stage
-    assert plans("fair") == list(FAIR.values())
-    assert plans("lack") == [poor, FAIR["fair"], FAIR["half"], FAIR["whole"]]
-    assert plans("surplus") == [FAIR["fair"], FAIR["third"], FAIR["half"], FAIR["whole"]]
+    assert stages_of("fair") == list(FAIR.values())
+    assert stages_of("lack") == [poor, FAIR["fair"], FAIR["half"], FAIR["whole"]]
+    assert stages_of("surplus") == [FAIR["fair"], FAIR["third"], FAIR["half"], FAIR["whole"]]
     with pytest.raises(ValueError, match=r"r = 0.167: block 1 of 9 needs 20.02 MiB, the budget is 19.34 MiB with 0%"):
-        plans("fair", slack=0.0, partial="refused")  # why the release has a slack
+        stages_of("fair", slack=0.0, partial="refused")  # why the release has a slack
 
 
 def test_the_papers_toy_of_figure_3():
@@ -70,7 +70,7 @@ def test_the_papers_toy_of_figure_3():
 
 @pytest.mark.parametrize("backbone", ["deit_micro", "vit_digits"])
 def test_a_vits_stages_are_of_2_4_6_and_12_blocks(backbone):
-    sizes = [[len(stage) for stage in plan] for plan in plans("fair", backbone)]
+    sizes = [[len(stage) for stage in blocks] for blocks in stages_of("fair", backbone)]
     assert sizes == [[2] * 6, [4] * 3, [6] * 2, [12]]
 
 
@@ -96,7 +96,7 @@ class PlainStaged(PlainResNet):
         return [*first, *self.blocks[units.start : units.stop].parameters(), *outside]
 
 
-def plain_client(f, state, client, plan, t, mu=0.0):
+def plain_client(f, state, client, blocks, t, mu=0.0):
     """Local training of one client: all epochs of every stage, a new optimiser each, batches drawn on."""
     e, net = f.experiment, PlainStaged(TOY, 10, False)
     net.load_state_dict({plain_name(n): p.clone() for n, p in state.items()})
@@ -104,7 +104,7 @@ def plain_client(f, state, client, plan, t, mu=0.0):
     net = net.to(memory_format=torch.channels_last)  # as the engine's maps lie: there PyTorch's batch norm rounds more
     rate = max(e.min_lr, e.lr / 2 * (1 + np.cos(np.pi * t / e.rounds)))
     mine, generator = f.data.client(client.id), torch_generator(e.seed, "local", t, client.id)
-    for units in plan:
+    for units in blocks:
         optimiser = torch.optim.SGD(net.of_stage(units), rate, momentum=e.momentum, weight_decay=e.weight_decay)
         for _ in range(e.local_epochs):
             order = torch.randperm(len(mine), generator=generator).numpy()
@@ -125,11 +125,11 @@ def test_a_round_of_one_client_equals_plain_pytorch(net):
     options = {**net.options, "buffered": False}
     e = net.replace(num_clients=1, clients_per_round=1, local_epochs=2, rounds=2, lr=0.01, options=options)
     f = build_federation(e)
-    plan = f.method.plan(0.6, f.setting)
-    assert plan == (range(0, 1), range(1, 3))  # the first is bridged from 4 x 32 x 32 to 8 x 8 x 8
+    blocks = f.method.blocks(0.6, f.setting)
+    assert blocks == (range(0, 1), range(1, 3))  # the first is bridged from 4 x 32 x 32 to 8 x 8 x 8
     state = dict(f.server.params)
     for r in run_rounds(f, ONE):
-        trained = plain_client(f, state, f.sample_clients(r.t)[0], plan, r.t)
+        trained = plain_client(f, state, f.sample_clients(r.t)[0], blocks, r.t)
         state = r.server.params
         for name, p in state.items():
             want = trained[plain_name(name)].detach()
@@ -142,8 +142,8 @@ def test_a_round_of_several_clients_averages_by_examples(net):
     total, clients = {}, f.sample_clients(1)
     assert {c.budget for c in clients} == {0, 1}
     for client in clients:
-        plan = f.method.plan(f.method.shares[client.budget], f.setting)
-        for name, p in plain_client(f, f.server.params, client, plan, 1).items():
+        blocks = f.method.blocks(f.method.shares[client.budget], f.setting)
+        for name, p in plain_client(f, f.server.params, client, blocks, 1).items():
             total[name] = total.get(name, 0) + client.num_examples * p.detach().double()
     for name, p in last.server.params.items():
         want = (total[plain_name(name)] / sum(c.num_examples for c in clients)).float()
@@ -155,7 +155,7 @@ def test_with_fedprox_every_stage_is_held_back_to_the_global_model(net):
     f = build_federation(e.replace(options={**net.options, "buffered": False, "mu": 20.0}))
     *_, last = run_rounds(f, ONE)
     held, free = (
-        plain_client(f, f.server.params, f.sample_clients(1)[0], f.method.plan(0.6, f.setting), 1, mu)
+        plain_client(f, f.server.params, f.sample_clients(1)[0], f.method.blocks(0.6, f.setting), 1, mu)
         for mu in (20.0, 0.0)
     )
     for name, p in last.server.params.items():
@@ -200,7 +200,7 @@ def trained_cohort(f, t=1):
 def test_a_stage_trains_its_own_blocks_and_the_head_alone(net):
     """Momentum and decay move no frozen block; of a client that trains no first block, the stem neither."""
     f = build_federation(net.replace(options={"scenario": "own", "ratios": [0.35]}))
-    assert [u.start for u in f.method.plan(0.35, f.setting)][0] == 1
+    assert [u.start for u in f.method.blocks(0.35, f.setting)][0] == 1
     cohort = trained_cohort(f)
     moved = {n for n, p in cohort.params.items() if not torch.equal(p, cohort.start[n])}
     assert moved == {n for n in cohort.params if ".stem." not in n and ".blocks.0." not in n}
@@ -250,8 +250,8 @@ def test_transformers_cache_the_same_tokens_in_any_batch(tiny):
 
 def test_auxiliary_heads_are_held_by_those_whose_stage_ends_there(net):
     f = build_federation(net.replace(rounds=1, options=OPTIONS["auxiliary"]))
-    plan, r = f.method.plan(0.6, f.setting), Round(1, tuple(f.sample_clients(1)), f.setting)
-    ends = tuple(u.stop - 1 for u in plan)
+    blocks, r = f.method.blocks(0.6, f.setting), Round(1, tuple(f.sample_clients(1)), f.setting)
+    ends = tuple(u.stop - 1 for u in blocks)
     parts = {c.budget: f.method.slice_for(c, f.server, r) for c in r.clients}
     assert parts[0].exits == ends and parts[1].exits == (2,) and f.setting.exit_units == (0, 1, 2)
     *_, last = run_rounds(f, ONE)
@@ -270,7 +270,7 @@ def test_the_release_leaves_blocks_out_and_feeds_the_stem_to_the_first_trained_o
     monkeypatch.setitem(registry.OWN, "toy", spec)
     e = net.replace(options={"scenario": "own", "ratios": [0.3], "partial": "absent", "slack": 0.0}, rounds=1)
     f = build_federation(e)
-    first = f.method.plan(0.3, f.setting)[0].start
+    first = f.method.blocks(0.3, f.setting)[0].start
     assert first == 2
     seen, advance = [], f.model.backbone.advance
     monkeypatch.setattr(f.model.backbone, "advance", lambda z, unit, on: seen.append(unit) or advance(z, unit, on))
@@ -533,7 +533,7 @@ def blocks(*stages):
         (1, blocks((1, 9))),
     ],
 )
-def test_fedepths_five_plans(ratio, stages):
+def test_fedepths_five_packings(ratio, stages):
     assert pack(PRERESNET20, ratio * TOTAL) == stages
 
 

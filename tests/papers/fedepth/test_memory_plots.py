@@ -1,14 +1,14 @@
-"""Figures of memory and of plans."""
+"""Figures of memory and of stages."""
 
 import numpy as np
 import pandas as pd
 import pytest
 
-from fedlib.papers.fedepth.memory_plots import plot_memory, plot_parts, plot_plans, plot_similarities
+from fedlib.papers.fedepth.memory_plots import plot_memory, plot_parts, plot_similarities, plot_stages
 
 
 def test_figures(measured):
-    axes = plot_plans([3, 2, 1, 0.5, 0.5, 0.5], {"k": 3, "l": 5, "m": 2}, 0.0, "plans", "GB")
+    axes = plot_stages([3, 2, 1, 0.5, 0.5, 0.5], {"k": 3, "l": 5, "m": 2}, 0.0, "stages", "GB")
     tops = [[round(p.get_y() + p.get_height(), 2) for p in ax.patches] for ax in axes]
     assert tops == [[3, 2, 3, 0.5, 1, 1.5], [3, 5, 1, 1.5, 2, 2.5], [3, 2, 1, 1.5, 2, 0.5]]
     colors = [len({p.get_facecolor() for p in ax.patches}) for ax in axes]
