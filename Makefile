@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 ACCELERATED := ^(torch|torchvision|triton|nvidia-[a-z0-9-]+|cuda-[a-z0-9-]+)==
 EXECUTED := outputs/executed
 export OMP_WAIT_POLICY ?= PASSIVE
-# notebooks/benchmarks imports benchmarks/, notebooks/pretraining/: neither is installed
+# notebooks/benchmarks imports benchmarks/, notebooks/pretraining imports pretraining/: neither is installed
 export PYTHONPATH := $(CURDIR)
 
 # A notebook's target is its folder and its name, of which the first word is enough: reefl/table1, extensions/text.
