@@ -103,14 +103,9 @@ def orderings(
         low, high = Difference(difference).interval()
         interval = f"{low:.2f} to {high:.2f}" if len(difference) >= 2 else "–"
         sign = ("> " if claim > 0 else "< ") if printed else "against "
-        rows.append(
-            {
-                "mode": label_of(finetune), "column": column,
-                "claim": f"{labels[one]} {sign}{labels[other]}",
-                "reported": round(claim, 2), "obtained": round(difference.mean(), 2),
-                "interval": interval, "seeds": len(difference), "verdict": words.get(found, found),
-            }
-        )  # fmt: skip
+        where = [label_of(finetune), column, f"{labels[one]} {sign}{labels[other]}"]
+        means = [round(claim, 2), round(difference.mean(), 2)]
+        rows.append([*where, *means, interval, len(difference), words.get(found, found)])
     columns = ["mode", "column", "claim", "reported", "obtained", "interval", "seeds", "verdict"]
     table = pd.DataFrame(rows, columns=columns)
     return table.drop(columns="reported") if len(table) and table.reported.isna().all() else table

@@ -67,14 +67,10 @@ def answers(frame: pd.DataFrame, one: str, other: str) -> pd.DataFrame:
         d = group.difference.to_numpy()
         found = judged(Difference(d))
         interval = f"{found['low']:.2f} to {found['high']:.2f}" if len(d) > 1 else "–"
-        rows.append(
-            {
-                "factor": factor, "level": level, "data": data_title(data), "mode": label_of(mode),
-                **{label_of(m): spread(group[m].mean(), group[m].std()) for m in (one, other)},
-                "difference": spread(d.mean(), d.std(ddof=1) if len(d) > 1 else np.nan), "interval": interval,
-                "seeds": len(d), "ahead": found["verdict"],
-            }
-        )  # fmt: skip
+        accuracies = [spread(group[m].mean(), group[m].std()) for m in (one, other)]
+        difference = spread(d.mean(), d.std(ddof=1) if len(d) > 1 else np.nan)
+        where = [factor, level, data_title(data), label_of(mode)]
+        rows.append([*where, *accuracies, difference, interval, len(d), found["verdict"]])
     columns = [*COLUMNS[:4], label_of(one), label_of(other), *COLUMNS[4:]]
     return pd.DataFrame(rows, columns=columns)
 
