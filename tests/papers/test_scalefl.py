@@ -13,6 +13,7 @@ from fedlib.methods import METHODS, build_method
 from fedlib.methods.scaling import Levels
 from fedlib.models import registry
 from fedlib.models.bert import BertSpec
+from fedlib.models.resnet import ResNetSpec
 from fedlib.papers.scalefl import level_accuracies, level_costs, plane, plot_levels, plot_plane
 from fedlib.report.claims import Published, compared, load_all_claims
 from fedlib.report.tables import load_reported
@@ -193,7 +194,7 @@ def setting_for(method, classes=10, **fields):
     return build_method(e.method, e.options), setting_of(e, build_model(e, build_method(method, e.options), classes, meta=True))  # fmt: skip
 
 
-def test_levels_by_latency_are_solved_offline(convnet):
+def test_levels_by_latency_are_solved_offline(monkeypatch):
     """With parameters in the place of seconds they are those of ``cost="parameters"``; a real clock gives a time."""
     from fedlib.papers.scalefl import levels_by_latency
     from fedlib.runs.latency import seconds_of
@@ -204,7 +205,7 @@ def test_levels_by_latency_are_solved_offline(convnet):
     assert found["widths"] == tuple(x.width for x in method.levels(setting))
     again = build_method("scalefl", found)
     assert again.exit_units(9, 4) == setting.exit_units and again.levels(setting) == method.levels(setting)
-    clocked = levels_by_latency(
-        convnet.replace(options={"eps": 1e9}), 10, lambda shapes, part: seconds_of(shapes, part, seconds=0.001)
-    )
+    monkeypatch.setitem(registry.OWN, "toy", ResNetSpec(blocks=(1, 1, 1), widths=(4, 6, 8), size=32))
+    toy = e.replace(backbone="toy", num_exits=3, options={"eps": 1e9})
+    clocked = levels_by_latency(toy, 10, lambda shapes, part: seconds_of(shapes, part, seconds=0.001))
     assert clocked["depths"][-1] == clocked["widths"][-1] == 1.0
