@@ -22,16 +22,16 @@ def federation_of(shared: SharedFile) -> Federation:
     """
     w = shared.workload
     f = build_federation(experiment(w))
-    pad = (f.data.images.shape[-1] - w.img_size) // 2  # fedlib pads digits to 32 pixels
+    pad = (f.data.inputs.shape[-1] - w.img_size) // 2  # fedlib pads digits to 32 pixels
     crop = slice(pad, pad + w.img_size)
-    images, test_images = (x[..., crop, crop].contiguous() for x in (f.data.images, f.data.test_images))
+    images, test_images = (x[..., crop, crop].contiguous() for x in (f.data.inputs, f.data.test_inputs))
     mean, std = (x.flatten().expand(3) for x in (shared.mean, shared.std))
     initial = to_fedlib(shared.initial, w)
     if w.method == "reefl":
         initial = {n: p for n, p in initial.items() if n.startswith("backbone.")}
     f.model.load_state_dict(initial, strict=w.method == "fedavg")
     server = replace(f.server, params={n: initial.get(n, p) for n, p in f.server.params.items()})
-    data = replace(f.data, images=images, test_images=test_images, mean=mean, std=std)
+    data = replace(f.data, inputs=images, test_inputs=test_images, mean=mean, std=std)
     return with_caches(replace(f, data=data, frozen=f.model.frozen(), server=server))
 
 

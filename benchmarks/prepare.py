@@ -90,9 +90,9 @@ def write_workload(w: Workload, path: Path) -> Path:
     rows = torch.stack(
         [torch.stack([_order(federation, w, t, c) for c in clients]) for t, clients in enumerate(sampled, 1)]
     )
-    pad = (data.train_images.shape[-1] - w.img_size) // 2  # fedlib pads digits to 32 pixels
+    pad = (data.train_inputs.shape[-1] - w.img_size) // 2  # fedlib pads digits to 32 pixels
     crop = slice(pad, pad + w.img_size)
-    images, test_images = (x[..., crop, crop] for x in (data.train_images, data.test_images))
+    images, test_images = (x[..., crop, crop] for x in (data.train_inputs, data.test_inputs))
     pixels = images.float() / 255
     mean, std = (f((0, 2, 3), keepdim=True)[0] for f in (pixels.mean, pixels.std))
     tensors = {

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from fedlib.core.rng import torch_generator
-from fedlib.data.datasets import ImageData
+from fedlib.data.datasets import DataSet
 from fedlib.data.transforms import render, sample_views
 from fedlib.layers.linear import init_normal_
 from fedlib.models.exits import Classifier
@@ -76,13 +76,13 @@ def tokens_of(vit: ViT, images: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def evaluate_upstream(
-    model: nn.ModuleDict, data: ImageData, device: str, batch_size: int = 1000, half: bool = False
+    model: nn.ModuleDict, data: DataSet, device: str, batch_size: int = 1000, half: bool = False
 ) -> float:
     """Top-1 accuracy in percent on the test split, of images of ``half`` the side if asked."""
     mean, std = (s.to(device) for s in data.mean_std())
     correct = 0
     for a in range(0, len(data.test_labels), batch_size):
-        x = render(data.test_images[a : a + batch_size].to(device), None, model["vit"].spec.img_size, mean, std)
+        x = render(data.test_inputs[a : a + batch_size].to(device), None, model["vit"].spec.img_size, mean, std)
         logits = _logits(model, x, half)
         correct += (logits.argmax(1).cpu() == data.test_labels[a : a + batch_size]).sum().item()
     return 100 * correct / len(data.test_labels)
@@ -93,7 +93,7 @@ def _logits(model: nn.ModuleDict, x: torch.Tensor, half: bool) -> torch.Tensor:
 
 
 def train_upstream(
-    config: ViTSpec, data: ImageData, recipe: Recipe, folder: Path, device: str = "cpu", save_seconds: float = 120.0
+    config: ViTSpec, data: DataSet, recipe: Recipe, folder: Path, device: str = "cpu", save_seconds: float = 120.0
 ) -> Iterator[dict]:
     """Train epoch by epoch, yielding ``{epoch, loss, accuracy}``; ``folder`` holds the resumable state.
 
@@ -109,7 +109,7 @@ def train_upstream(
     history, done, total = _restore(folder, model, optimizer, recipe, device)
     yield from history
 
-    images, labels = data.train_images.to(device), data.train_labels.to(device)
+    images, labels = data.train_inputs.to(device), data.train_labels.to(device)
     mean, std = (s.to(device) for s in data.mean_std())
     steps, saved = math.ceil(len(labels) / recipe.batch_size), time.monotonic()
     for epoch in range(len(history), recipe.epochs):
@@ -169,7 +169,7 @@ def features(vit: ViT, images: torch.Tensor, stats: tuple[torch.Tensor, torch.Te
     return torch.cat(parts)
 
 
-def linear_probe(vit: ViT, data: ImageData, num_train: int = 10_000) -> float:
+def linear_probe(vit: ViT, data: DataSet, num_train: int = 10_000) -> float:
     """Test accuracy (percent) of logistic regression on frozen features of ``num_train`` examples."""
     from sklearn.linear_model import LogisticRegression
     from sklearn.pipeline import make_pipeline
@@ -178,8 +178,8 @@ def linear_probe(vit: ViT, data: ImageData, num_train: int = 10_000) -> float:
     order = torch.randperm(len(data.train_labels), generator=torch_generator(0, "probe"))[:num_train]
     stats = data.mean_std()
     probe = make_pipeline(StandardScaler(), LogisticRegression(max_iter=300))
-    probe.fit(features(vit, data.train_images[order], stats).numpy(), data.train_labels[order].numpy())
-    return 100 * probe.score(features(vit, data.test_images, stats).numpy(), data.test_labels.numpy())
+    probe.fit(features(vit, data.train_inputs[order], stats).numpy(), data.train_labels[order].numpy())
+    return 100 * probe.score(features(vit, data.test_inputs, stats).numpy(), data.test_labels.numpy())
 
 
 def _learning_rate(recipe: Recipe, step: int, steps: int) -> float:

@@ -10,7 +10,7 @@ import torch
 from fedlib import Experiment
 from fedlib.core.paths import has_minilm
 from fedlib.data import datasets
-from fedlib.data.datasets import ImageData, load_dataset
+from fedlib.data.datasets import DataSet, load_dataset
 from fedlib.data.federated import _on_device
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
@@ -62,7 +62,7 @@ def fake(monkeypatch):
 
     def experiment(classes=("a/1", "a/2", "b/1"), owners=True):
         n, m = 30, 12
-        data = ImageData(
+        data = DataSet(
             "fake", torch.zeros(n, 1, 8, 8, dtype=torch.uint8), torch.arange(n) % 3,
             torch.zeros(m, 1, 8, 8, dtype=torch.uint8), torch.arange(m) % 3, classes,
             torch.arange(n) // 10 if owners else None, torch.tensor([0, 1, 2, -1] * 3) if owners else None,

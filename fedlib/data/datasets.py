@@ -1,6 +1,6 @@
 """Data sets as integer tensors: what ships with a dependency, what `datasets` loads, and any local folder or file.
 
-The rest of the kit sees :class:`ImageData`, of sentences as of images. Decoding is done once per machine
+The rest of the kit sees :class:`DataSet`, of sentences as of images. Decoding is done once per machine
 (``cache.py``). Read next: ``decode.py`` (splits as arrays), ``local.py`` (what a folder means).
 """
 
@@ -30,17 +30,17 @@ Target = Literal["class", "number", "span", "tokens"]
 
 
 @dataclass(frozen=True)
-class ImageData:
-    """A training and a test set. Images are uint8 (N, C, H, W), labels int64 (N,), owners int64 (N,) or None.
+class DataSet:
+    """A training and a test set. Labels are int64 (N,), owners int64 (N,) or None.
 
-    Of a text set the images are its sentences' token ids, int32 (N, T), filled up where a sentence has ended. Where no
+    Inputs are images, uint8 (N, C, H, W), or token ids, int32 (N, T), filled up where a sentence has ended. Where no
     classes are to be told apart, ``classes`` is empty and ``target`` says what the labels are.
     """
 
     name: str
-    train_images: torch.Tensor
+    train_inputs: torch.Tensor
     train_labels: torch.Tensor
-    test_images: torch.Tensor
+    test_inputs: torch.Tensor
     test_labels: torch.Tensor
     classes: tuple[str, ...]
     owners: torch.Tensor | None = None  # natural client of each training example (writer, speaker)
@@ -67,11 +67,11 @@ class ImageData:
 
     def mean_std(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Per-channel mean and SD in [0, 1] units, each (3,): ``stats``, or of the training images; 0 and 1 of text."""
-        if is_text(self.train_images):
+        if is_text(self.train_inputs):
             return torch.zeros(3), torch.ones(3)
         if self.stats is not None:
             return tuple(s.expand(3).contiguous() for s in self.stats)
-        x = self.train_images[:: max(1, len(self.train_images) // 20_000)].float().div_(255)
+        x = self.train_inputs[:: max(1, len(self.train_inputs) // 20_000)].float().div_(255)
         mean, std = x.mean((0, 2, 3)), x.std((0, 2, 3))
         return mean.expand(3).contiguous(), std.expand(3).contiguous()
 
@@ -85,9 +85,9 @@ def target_of(labels: torch.Tensor) -> Target:
     return "span" if labels.shape[1] == 3 else "tokens"
 
 
-def is_text(images: torch.Tensor) -> bool:
+def is_text(inputs: torch.Tensor) -> bool:
     """Are these token ids (N, T), not images?"""
-    return images.dim() == 2
+    return inputs.dim() == 2
 
 
 def read_mnist() -> Decoded:
@@ -147,7 +147,7 @@ DATASETS = ("mnist", *HUB, "speech_commands", "docstrings")
 TEXTS = ("docstrings", *(name for name, source in HUB.items() if source.reads))
 
 
-def load_dataset(name: str, groups: bool = False, size: int | None = None, tokenizer: str | None = None) -> ImageData:
+def load_dataset(name: str, groups: bool = False, size: int | None = None, tokenizer: str | None = None) -> DataSet:
     """Load a set by name (``DATASETS``) or from a local path: parquet or image folders as in `datasets`, LEAF's json.
 
     ``groups`` keeps of the labels what the class names say before their slash (an alphabet, not a character). ``size``
@@ -167,7 +167,7 @@ def load_dataset(name: str, groups: bool = False, size: int | None = None, token
     return _grouped(data) if groups else data
 
 
-def _load(name: str, size: int | None, tokenizer: str | None) -> ImageData:
+def _load(name: str, size: int | None, tokenizer: str | None) -> DataSet:
     if (found := _find(name, tokenizer)) is None:
         raise ValueError(
             f"experiment: dataset = {name!r} is unknown: use one of {', '.join(DATASETS)}, or a local path"
@@ -175,7 +175,8 @@ def _load(name: str, size: int | None, tokenizer: str | None) -> ImageData:
     key, read = found
     tensors, classes = decoded = cached_for(size, key, read)
     digest = digest_of(key, size, decoded)
-    return ImageData(name=Path(name).name, classes=tuple(classes), digest=digest, **tensors)
+    fields = {k.replace("_images", "_inputs"): v for k, v in tensors.items()}  # files and digests say images of both
+    return DataSet(name=Path(name).name, classes=tuple(classes), digest=digest, **fields)
 
 
 def _find(name: str, tokenizer: str | None) -> tuple[dict, Callable[[int | None], tuple[Decoded, bool]]] | None:
@@ -199,7 +200,7 @@ def source_key(name: str, tokenizer: str | None = None) -> dict | None:
     return found and found[0]
 
 
-def _grouped(data: ImageData) -> ImageData:
+def _grouped(data: DataSet) -> DataSet:
     if not all("/" in c for c in data.classes):
         raise ValueError(
             f"experiment: label_groups = True, but the classes of {data.name!r} are not named group/class: "

@@ -10,7 +10,7 @@ import torch
 from ..core.experiment import Experiment
 from ..core.rng import numpy_generator
 from .client_tests import ByLabel, Everything, by_label, contiguous, like_train
-from .datasets import ImageData, is_text, load_dataset, source_key, target_of
+from .datasets import DataSet, is_text, load_dataset, source_key, target_of
 from .partition import BY_CHANCE, BY_OWNER, Divided, Drawn, partition_examples
 from .questions import AnswerKey, unpack
 from .tasks import IGNORED, Classification, NextToken, Regression, Span, task_of
@@ -21,9 +21,9 @@ from .transforms import render
 class FederatedData:
     """uint8 images (N, C, H, W) or token ids (N, T), and labels (N,), on the device, and who holds which rows."""
 
-    images: torch.Tensor
+    inputs: torch.Tensor
     labels: torch.Tensor
-    test_images: torch.Tensor
+    test_inputs: torch.Tensor
     test_labels: torch.Tensor
     classes: tuple[str, ...]
     mean: torch.Tensor
@@ -98,24 +98,24 @@ class FederatedData:
         return by_label(counts, labels) if self.test_split == "labels" else like_train(counts, labels, self.seed)
 
     def view(
-        self, images: torch.Tensor, shape: tuple[int, ...], rows: torch.Tensor, views: torch.Tensor | None = None
+        self, inputs: torch.Tensor, shape: tuple[int, ...], rows: torch.Tensor, views: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Rows of ``images`` as a network of input ``shape`` sees them: (n, *shape), images seen through ``views``.
+        """Rows of ``inputs`` as a network of input ``shape`` sees them: (n, *shape), images seen through ``views``.
 
         Token ids stay as they are; what is longer than the network's input is cut.
         """
-        if is_text(images):
-            return images[rows, : shape[0]]
-        return render(images[rows], views, shape[-1], self.mean, self.std, shape[0])
+        if is_text(inputs):
+            return inputs[rows, : shape[0]]
+        return render(inputs[rows], views, shape[-1], self.mean, self.std, shape[0])
 
 
 @lru_cache(maxsize=4)
 def _on_device(
     name: str, groups: bool, device: str, size: int | None, tokenizer: str | None, source: str
-) -> tuple[ImageData, tuple[torch.Tensor, ...]]:
+) -> tuple[DataSet, tuple[torch.Tensor, ...]]:
     """``source`` says which files are meant: changed ones are read again."""
     data = load_dataset(name, groups, size, tokenizer)
-    fields = (data.train_images, data.train_labels, data.test_images, data.test_labels, *data.mean_std())
+    fields = (data.train_inputs, data.train_labels, data.test_inputs, data.test_labels, *data.mean_std())
     return data, tuple(t.to(device) for t in fields)
 
 
@@ -127,7 +127,7 @@ def load_federated(
     ``size`` is the network's input, ``tokenizer`` what its words come from (see :func:`datasets.load_dataset`).
     """
     source = json.dumps(source_key(e.dataset, tokenizer))
-    data, (images, labels, test_images, test_labels, mean, std) = _on_device(
+    data, (inputs, labels, test_inputs, test_labels, mean, std) = _on_device(
         e.dataset, e.label_groups, device, size, tokenizer, source
     )
     check_labels(e, data)
@@ -136,20 +136,20 @@ def load_federated(
     owners, test_owners = (o.numpy() if o is not None else None for o in (data.owners, data.test_owners))
     train, held = hold_out(values, train, e.validation_fraction)
     if e.evaluate_on == "validation":
-        test, test_images, test_labels, test_owners = held, images, labels, owners
+        test, test_inputs, test_labels, test_owners = held, inputs, labels, owners
     left_out = np.setdiff1d(np.arange(len(values)), _subset(values, e.num_train, "train"))
     train, public = _grant(values, train, left_out, e.public_fraction)
     holdings = _hold(e, values[train], train, owners)
     if e.num_test is not None or e.evaluate_on == "validation":
         keep = torch.from_numpy(test).to(device)
-        test_images, test_labels = test_images[keep], test_labels[keep]
+        test_inputs, test_labels = test_inputs[keep], test_labels[keep]
     vocabulary = None
     if data.target == "tokens":
         vocabulary = data.vocabulary.to(device)
         labels, test_labels = (places_in(vocabulary, x) for x in (labels, test_labels))
     key = unpack(data.answer_texts, data.answer_offsets) if data.target == "span" else None
     return FederatedData(
-        images, labels, test_images, test_labels, data.classes, mean, std, holdings,
+        inputs, labels, test_inputs, test_labels, data.classes, mean, std, holdings,
         owners if e.partition in BY_OWNER else None, test_owners[test] if test_owners is not None else None,
         e.test_split, e.seed, data.digest, vocabulary, key, public,
     )  # fmt: skip
@@ -165,7 +165,7 @@ def places_in(vocabulary: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return place.where(labels != IGNORED, labels)
 
 
-def check_labels(e: Experiment, data: ImageData) -> None:
+def check_labels(e: Experiment, data: DataSet) -> None:
     """Raise ``ValueError`` if ``e`` divides by class what has none, or validates on nothing."""
     if data.target != "class":
         allowed = (*BY_CHANCE, *BY_OWNER)
@@ -242,7 +242,7 @@ def _hold(e: Experiment, values: np.ndarray, rows: np.ndarray, owners: np.ndarra
     return Divided(rows[np.concatenate(parts)], np.cumsum([0, *map(len, parts)]))
 
 
-def _strata(data: ImageData, labels: torch.Tensor) -> np.ndarray:
+def _strata(data: DataSet, labels: torch.Tensor) -> np.ndarray:
     """What subsets and partitions go by: classes, or one for all where labels are none."""
     return labels.numpy() if data.target == "class" else np.zeros(len(labels), np.int64)
 

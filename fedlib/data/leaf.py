@@ -24,7 +24,7 @@ def is_leaf(path: Path) -> bool:
 
 
 def read_leaf(path: Path) -> tuple[dict[str, torch.Tensor], list[str]]:
-    """The arrays of ``ImageData`` and the class names; ``ValueError`` names a file that is damaged or missing."""
+    """The arrays of ``DataSet`` and the class names; ``ValueError`` names a file that is damaged or missing."""
     splits = {}
     for split in ("train", "test"):
         files = sorted(p for p in (path / split).glob("*.json") if p.is_file())

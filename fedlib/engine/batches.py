@@ -76,7 +76,7 @@ def draw_batches(
             weights[step, i, :n] = 1 / n
             if views is not None:
                 views[step, i, :n] = seen
-    device, active = data.images.device, weights > 0
+    device, active = data.inputs.device, weights > 0
     return Batches(
         torch.from_numpy(rows).to(device), views.to(device) if views is not None else None,
         torch.from_numpy(weights).to(device), rows, active.sum(-1).max(-1).tolist(), active.any(-1),
@@ -91,7 +91,7 @@ def _client_batches(
     for _ in range(epochs):
         order, views = torch.randperm(n, generator=generator).numpy(), None
         if e.augment != "none":
-            views = sample_views(e.augment, n, data.images.shape[-1], generator, e.crop_pad, e.crop_scale)
+            views = sample_views(e.augment, n, data.inputs.shape[-1], generator, e.crop_pad, e.crop_scale)
         for start in range(0, n, b):
             yield order[start : start + b], views[start : start + b] if views is not None else None
 
@@ -104,7 +104,7 @@ def in_order(data: FederatedData, clients: Sequence[Client], size: int) -> Itera
             mine = data.client(client.id)
             part = mine[a : a + size]
             rows[i, : len(part)], rows[i, len(part) :], weights[i, : len(part)] = part, mine[0], 1
-        yield torch.from_numpy(rows).to(data.images.device), torch.from_numpy(weights).to(data.images.device)
+        yield torch.from_numpy(rows).to(data.inputs.device), torch.from_numpy(weights).to(data.inputs.device)
 
 
 def places_of(data: FederatedData, clients: Sequence[Client], examples: np.ndarray) -> np.ndarray:

@@ -93,9 +93,9 @@ def check_labels(e: Experiment, method: Method) -> None:
 
 def check_channels(e: Experiment, config, data: FederatedData) -> None:
     """Raise ``ValueError`` if the images have other channels than the backbone reads; grey ones are repeated."""
-    if is_text(data.images) or data.images.shape[1] in (1, config.input_shape[0]):
+    if is_text(data.inputs) or data.inputs.shape[1] in (1, config.input_shape[0]):
         return
-    reads, found = config.input_shape[0], data.images.shape[1]
+    reads, found = config.input_shape[0], data.inputs.shape[1]
     raise ValueError(
         f"experiment: backbone = {e.backbone!r} reads images of {reads} channel{'s'[: reads != 1]}, and those of "
         f"dataset = {e.dataset!r} have {found}; allowed: a backbone of {found} channels"

@@ -100,7 +100,7 @@ def _kit(f: Federation) -> Federation:
     """What a worker needs of ``f``: an empty model, no test set, no server state, no cache."""
     empty = torch.nn.Parameter(torch.empty(0), requires_grad=False)
     model = copy.deepcopy(f.model, {id(p): empty for p in f.model.parameters()})
-    data = replace(f.data, test_images=f.data.test_images[:0], test_labels=f.data.test_labels[:0], answers=None)
+    data = replace(f.data, test_inputs=f.data.test_inputs[:0], test_labels=f.data.test_labels[:0], answers=None)
     setting = replace(f.setting, label_counts=counts_of(data), frozen=f.frozen, lab=None)  # the lab is the server's
     nothing = dict(server=Server(0, {}, {}), train_cache=None, test_cache=None)
     return replace(f, model=model, data=data, setting=setting, **nothing)

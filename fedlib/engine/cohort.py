@@ -63,7 +63,7 @@ class Cohort:
             bfloat16=self.experiment.precision == "bfloat16",
         )  # fmt: skip
         held = [[j in s.exits for s in self.slices] for j in range(len(model.exit_units))]
-        self.held = torch.tensor(held, dtype=torch.float32, device=self.data.images.device)
+        self.held = torch.tensor(held, dtype=torch.float32, device=self.data.inputs.device)
         still = {name: [m for m in members if m.name == name] for name in (m.name for m in members if not m.trains)}
         self.teachers = {
             name: Teacher(federation, self.forward, self.clients, same, server.params, memories)
@@ -158,7 +158,7 @@ class Cohort:
         still, and so do those of another name than ``models``. A loss is (M,), one number for each member. A stage none
         of whose parameters is trainable is over at once.
         """
-        e, device = self.experiment, self.data.images.device
+        e, device = self.experiment, self.data.inputs.device
         names = [n for n in self.params if trains(stage, self.setting.infos[n], len(self.held))]
         if not names:  # exits in turn with a backbone that is frozen
             return

@@ -42,7 +42,7 @@ def exit_logits(federation: Federation, server: Server, part: Slice | tuple[Slic
         return forward(forward.inputs(torch.from_numpy(examples).to(device)[None]))[:, 0]
 
     if policy == "static":
-        forward.recompute_((rows[None], None) for rows in torch.arange(len(data.images), device=device).split(BATCH))
+        forward.recompute_((rows[None], None) for rows in torch.arange(len(data.inputs), device=device).split(BATCH))
     n = len(data.test_labels)
     parts = np.split(np.arange(n), range(BATCH, n, BATCH))
     threads = min(torch.get_num_threads(), len(parts)) if device.type == "cpu" else 1

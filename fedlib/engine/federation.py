@@ -59,7 +59,7 @@ class Federation:
 
     @property
     def device(self) -> torch.device:
-        return self.data.images.device
+        return self.data.inputs.device
 
     def candidates(self) -> np.ndarray:
         """Ids of the clients that may be sampled: the eligible with examples."""
@@ -156,7 +156,7 @@ def build_federation(e: Experiment, device: str = "cpu") -> Federation:
     if spec.pixels and spec.as_trained:  # images as the checkpoint saw them
         mean, std = torch.tensor(spec.pixels, device=data.mean.device)
         data = replace(data, mean=mean, std=std)
-    check_input(e, spec, is_text(data.images))
+    check_input(e, spec, is_text(data.inputs))
     check_channels(e, spec, data)
     check_task(e, data)
     check_population(e, data)
@@ -185,19 +185,19 @@ def build_federation(e: Experiment, device: str = "cpu") -> Federation:
 def with_caches(f: Federation) -> Federation:
     """``f`` with empty caches for the answers of its frozen first units, where they pay."""
     units = f.model.frozen_units()
-    return replace(f, train_cache=build_train_cache(f, units), test_cache=_cache(f, units, f.data.test_images))
+    return replace(f, train_cache=build_train_cache(f, units), test_cache=_cache(f, units, f.data.test_inputs))
 
 
 def build_train_cache(f: Federation, units: int) -> FrozenCache | None:
     """The cache of the training examples' first ``units`` units; None with augmentation, or where it does not pay."""
     drops = any(isinstance(m, TokenDropout) and m.p for m in f.model.backbone.modules())
-    return _cache(f, units if f.experiment.augment == "none" and not drops else 0, f.data.images)
+    return _cache(f, units if f.experiment.augment == "none" and not drops else 0, f.data.inputs)
 
 
-def _cache(f: Federation, units: int, images: torch.Tensor) -> FrozenCache | None:
-    view = partial(f.data.view, images, f.model.backbone.spec.input_shape)
+def _cache(f: Federation, units: int, inputs: torch.Tensor) -> FrozenCache | None:
+    view = partial(f.data.view, inputs, f.model.backbone.spec.input_shape)
     skips = f.method.skips(f.setting) if units else ()
-    return build_frozen_cache(f.model, units, len(images), view, images.device, skips)
+    return build_frozen_cache(f.model, units, len(inputs), view, inputs.device, skips)
 
 
 def budgets_of(e: Experiment, method: Method) -> np.ndarray:

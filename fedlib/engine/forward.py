@@ -25,7 +25,7 @@ from .frozen_cache import FrozenCache
 class Forward:
     """The members ``parts``, deepest first, with their ``tensors``: stacked, or once where all share them.
 
-    Inputs are rows of the images in ``data`` (``test``: of its test images), or what leading units made of them where
+    Inputs are rows of those in ``data`` (``test``: of its test set), or what leading units made of them where
     there is a ``cache``. ``bfloat16``: products are computed so.
     """
 
@@ -37,7 +37,7 @@ class Forward:
         self.model, self.parts, self.tensors, self.data = model, tuple(parts), tensors, data
         self.test, self.cache, self.bfloat16 = test, cache, bfloat16
         self.route, scales = Route.of(parts, model.depth), [p.scale for p in parts]
-        self.scale = scales[0] if len(set(scales)) == 1 else torch.tensor(scales, device=data.images.device)
+        self.scale = scales[0] if len(set(scales)) == 1 else torch.tensor(scales, device=data.inputs.device)
 
     def place_(self, training: bool = False, generators: Sequence[torch.Generator] | None = None) -> "Forward":
         """Put the tensors in place, for good, and tell the layers whether members train and how narrow each is."""
@@ -56,11 +56,11 @@ class Forward:
         """What the model reads of each member's ``rows`` (M, B), in their ``views`` (M, B, 5)."""
         if self.cache is not None:
             return self.cache(rows)
-        return self._seen(self.data.test_images if self.test else self.data.images, rows, views)
+        return self._seen(self.data.test_inputs if self.test else self.data.inputs, rows, views)
 
-    def _seen(self, images: torch.Tensor, rows: torch.Tensor, views: torch.Tensor | None = None) -> torch.Tensor:
+    def _seen(self, inputs: torch.Tensor, rows: torch.Tensor, views: torch.Tensor | None = None) -> torch.Tensor:
         views = views.reshape(-1, 5) if views is not None else None
-        x = self.data.view(images, self.model.backbone.spec.input_shape, rows.reshape(-1), views)
+        x = self.data.view(inputs, self.model.backbone.spec.input_shape, rows.reshape(-1), views)
         return x.view(*rows.shape, *x.shape[1:])
 
     def __call__(
@@ -98,14 +98,14 @@ class Forward:
             return self.model.begin(x, units, without, self.route.alive)
 
     def _precision(self) -> torch.autocast:
-        device = self.data.images.device.type if self.data is not None else "cpu"
+        device = self.data.inputs.device.type if self.data is not None else "cpu"
         return torch.autocast(device, torch.bfloat16, enabled=self.bfloat16)
 
     def recompute_(self, batches: Iterable[tuple[torch.Tensor, torch.Tensor | None]]) -> None:
-        """Give batch norm the statistics of ``batches``: rows (M, B) of the training images, and their weights."""
+        """Give batch norm the statistics of ``batches``: rows (M, B) of the training examples, and their weights."""
         with recomputed_statistics(self.model):
             for rows, weights in batches:
-                self(self._seen(self.data.images, rows), weights)
+                self(self._seen(self.data.inputs, rows), weights)
 
     def shares_backbone(self) -> bool:
         """Do all members, none of them cut, run one backbone, whose answers do not depend on who shares a batch?"""

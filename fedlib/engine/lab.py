@@ -23,7 +23,7 @@ class ServerLab:
     def __init__(self, data: FederatedData, model: ExitModel, setting: Setting, batch_size: int):
         self.data, self.model, self.setting, self.batch_size = data, model, setting, batch_size
         self.frozen = model.frozen()
-        self.rows = torch.from_numpy(data.public).to(data.images.device)
+        self.rows = torch.from_numpy(data.public).to(data.inputs.device)
 
     def answers(self, part: Slice, model: Tensors) -> torch.Tensor:
         """Outputs (N, C) of the last exit of ``model``, the tensors of ``part`` by local names, on all public rows."""

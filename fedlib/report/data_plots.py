@@ -70,7 +70,7 @@ def plot_clients_examples(data, clients: Sequence[int], n: int = 6):
             ax.axis("off")
         for ax, r in zip(row, rows, strict=False):
             ax.axis("on")
-            ax.imshow(data.images[r].permute(1, 2, 0).cpu().numpy().squeeze(), cmap="gray", vmin=0, vmax=255)
+            ax.imshow(data.inputs[r].permute(1, 2, 0).cpu().numpy().squeeze(), cmap="gray", vmin=0, vmax=255)
             ax.set_title(plain(data.classes[int(data.labels[r])]), fontsize=8)
             ax.grid(False)
             ax.spines[["top", "right"]].set_visible(True)

@@ -96,7 +96,7 @@ def experiment_mib(e: Experiment, cohort_size: int | None = None) -> float:
     data = load_federated(e, size=backbone_spec(e.backbone).input_shape[-1], tokenizer=tokenizer_of(e.backbone))
     clients = cohort_size or e.clients_per_round
     deepest = exit_costs(e, data.num_outputs, e.batch_size)[-1]
-    tensors = (data.images, data.labels, data.test_images, data.test_labels)
+    tensors = (data.inputs, data.labels, data.test_inputs, data.test_labels)
     examples = sum(t.nbytes for t in tensors) / MIB
     return CUDA_MIB + examples + clients * deepest["training_memory_mib"] + 4 * deepest["parameters"] / MIB
 

@@ -34,7 +34,7 @@ def test_data_that_cannot_be_kept_are_read_with_a_warning(tmp_path, monkeypatch)
     (tmp_path / "file").touch()
     monkeypatch.setenv("FEDLIB_CACHE", str(tmp_path / "file"))
     with pytest.warns(UserWarning, match="file/.* could not be kept .*: set FEDLIB_CACHE"):
-        assert len(load_dataset("mnist").train_images) == 4000
+        assert len(load_dataset("mnist").train_inputs) == 4000
 
 
 def test_files_of_the_old_size_and_time_are_other_files(tmp_path, monkeypatch):

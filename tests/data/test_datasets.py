@@ -13,10 +13,10 @@ pytestmark = pytest.mark.usefixtures("cache")
 
 def test_mnist_is_real_balanced_and_split_once():
     data = load_dataset("mnist")
-    assert data.train_images.shape == (4000, 1, 32, 32) and data.test_labels.bincount().tolist() == [100] * 10
-    assert data.train_images.dtype == torch.uint8 and data.train_images.max() > 250
-    assert not data.train_images[:, :, :2].any()  # padding
-    assert torch.equal(data.test_images, load_dataset("mnist").test_images)
+    assert data.train_inputs.shape == (4000, 1, 32, 32) and data.test_labels.bincount().tolist() == [100] * 10
+    assert data.train_inputs.dtype == torch.uint8 and data.train_inputs.max() > 250
+    assert not data.train_inputs[:, :, :2].any()  # padding
+    assert torch.equal(data.test_inputs, load_dataset("mnist").test_inputs)
 
 
 def write_parquet(folder, n=(12, 6), size=8, mode="RGB"):
@@ -37,10 +37,10 @@ def write_parquet(folder, n=(12, 6), size=8, mode="RGB"):
 def test_local_parquet_by_path_and_by_name(tmp_path, monkeypatch):
     last = write_parquet(tmp_path / "cifar10")
     data = load_dataset(str(tmp_path / "cifar10"))
-    assert data.classes == ("cat", "dog", "eel") and data.train_images.shape == (12, 3, 8, 8)
-    np.testing.assert_array_equal(data.test_images[-1].permute(1, 2, 0), np.asarray(last[-1]))
+    assert data.classes == ("cat", "dog", "eel") and data.train_inputs.shape == (12, 3, 8, 8)
+    np.testing.assert_array_equal(data.test_inputs[-1].permute(1, 2, 0), np.asarray(last[-1]))
     monkeypatch.setenv("FEDLIB_DATA", str(tmp_path))
-    assert torch.equal(load_dataset("cifar10").train_images, data.train_images)
+    assert torch.equal(load_dataset("cifar10").train_inputs, data.train_inputs)
     assert datasets.is_available("cifar10") and not datasets.is_available("cifar100")
 
 
@@ -53,8 +53,8 @@ def test_local_imagefolder(tmp_path):
             for i in range(3):
                 Image.new("L", (8, 8), 40 * c + i).save(tmp_path / "set" / split / label / f"{i}.png")
     data = load_dataset(str(tmp_path / "set"))
-    assert data.classes == ("ant", "bee") and data.train_images.shape == (6, 1, 8, 8)
-    assert sorted(data.train_images[:, 0, 0, 0].tolist()) == [0, 1, 2, 40, 41, 42]
+    assert data.classes == ("ant", "bee") and data.train_inputs.shape == (6, 1, 8, 8)
+    assert sorted(data.train_inputs[:, 0, 0, 0].tolist()) == [0, 1, 2, 40, 41, 42]
 
 
 def test_hub_sets_are_read_through_datasets(monkeypatch, tmp_path):
@@ -76,7 +76,7 @@ def test_hub_sets_are_read_through_datasets(monkeypatch, tmp_path):
     data = load_dataset("femnist")
     assert data.owners.bincount().tolist() == [18, 18, 18] and len(data.test_labels) == 6
     monkeypatch.setattr(hf, "load_dataset", lambda *a, **k: pytest.fail("decoded twice"))
-    assert torch.equal(load_dataset("femnist").train_images, data.train_images)  # cached
+    assert torch.equal(load_dataset("femnist").train_inputs, data.train_inputs)  # cached
 
 
 @pytest.mark.parametrize("name", ["cifar100", "femnist", "speech_commands"])
@@ -99,12 +99,12 @@ def test_unknown_dataset_names_the_known_ones():
 
 def test_real_cifar10_by_path(shared_data):
     data = load_dataset(str(shared_data / "cifar10"))
-    assert data.train_images.shape == (50000, 3, 32, 32) and data.train_labels.bincount().tolist() == [5000] * 10
+    assert data.train_inputs.shape == (50000, 3, 32, 32) and data.train_labels.bincount().tolist() == [5000] * 10
 
 
 def test_real_speech_and_writers(shared_data):
     speech = load_dataset(str(shared_data / "fsdd"))
-    assert speech.train_images.shape == (2400, 1, 128, 128) and len(speech.owners.unique()) == 6
+    assert speech.train_inputs.shape == (2400, 1, 128, 128) and len(speech.owners.unique()) == 6
     writers = load_dataset(str(shared_data / "omniglot"))
     assert writers.num_classes == 242 and len(writers.owners.unique()) == 160
 
@@ -148,7 +148,7 @@ def test_hub_sets_are_read_through_datasets_and_offline_is_one_sentence(name, pa
     data = load_dataset(name, size=32)
     assert asked == [(path, config) if config else (path,)] and is_available(name)
     target = {"stsb": "number", "squad": "span", "xquad_en": "span", "svamp": "tokens"}.get(name, "class")
-    assert data.target == target and data.test_images.shape == (
+    assert data.target == target and data.test_inputs.shape == (
         4 if name == "xquad_en" else n,
         64 if name == "cola" else 32,
     )
@@ -160,7 +160,7 @@ def test_real_sets(shared_data, monkeypatch):
     for name in ("cola", "mrpc", "stsb", "xquad_en", "svamp"):
         data = load_dataset(name)
         found[name] = data.target, len(data.train_labels), len(data.test_labels)
-        assert is_available(name) and (data.train_images[:, 0] == CLS).all()
+        assert is_available(name) and (data.train_inputs[:, 0] == CLS).all()
         if name == "stsb":
             assert data.train_labels.min() == 0 and data.train_labels.max() == 5
         if name == "xquad_en":

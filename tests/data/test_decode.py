@@ -30,13 +30,13 @@ def test_local_files_are_told_by_their_columns(tmp_path):
     )
     assert number.target == "number" and number.train_labels.tolist() == [2.5, 0.0] and number.classes == ()
     assert (
-        number.train_labels.dtype == torch.float32 and number.num_classes == 0 and number.train_images.shape == (2, 128)
+        number.train_labels.dtype == torch.float32 and number.num_classes == 0 and number.train_inputs.shape == (2, 128)
     )
     same = load_dataset(
         str(write(tmp_path / "same", train=pair | {"label": [0, 1]}, validation=pair | {"label": [1, 1]})), size=16
     )
     assert same.target == "class" and same.classes == ("0", "1") and same.test_labels.tolist() == [1, 1]
-    assert same.train_images.shape == (2, 16)
+    assert same.train_inputs.shape == (2, 16)
     answers = [{"text": ["b"], "answer_start": [2]}] * 2
     span = {"question": ["q", "r"], "context": ["a b", "c b"], "answers": answers}
     span = load_dataset(str(write(tmp_path / "span", train=span, validation=span)), size=16)
@@ -56,7 +56,7 @@ def test_glues_questions_and_matched_genres_are_read_from_a_folder(tmp_path):
     """QNLI's columns begin as a word problem's do; MNLI is tested on its matched genres, not on held-out training."""
     question = {"question": ["Who?", "How many?"], "sentence": ["Ann came.", "Three."], "label": [1, 0]}
     qnli = load_dataset(str(write(tmp_path / "qnli", train=question, validation=question)), size=16)
-    assert words(qnli.train_images[0]) == ["[CLS]", "who", "?", "[SEP]", "ann", "came", ".", "[SEP]"]
+    assert words(qnli.train_inputs[0]) == ["[CLS]", "who", "?", "[SEP]", "ann", "came", ".", "[SEP]"]
     assert qnli.test_labels.tolist() == [1, 0] and qnli.classes == ("0", "1")
     pair = {"premise": ["a"] * 20, "hypothesis": ["b"] * 20, "label": [0, 1, 2, 1] * 5}
     matched = {"premise": ["c", "d", "e"], "hypothesis": ["f"] * 3, "label": [2, 1, 0]}

@@ -47,7 +47,7 @@ def test_subset_is_balanced_and_the_same_for_every_seed():
     assert rows == set(b.holdings.indices.tolist()) and len(rows) == 500
     assert a.labels[a.holdings.indices].bincount().tolist() == [50] * 10
     assert a.label_counts().sum(1).tolist() == [100] * 5
-    assert a.images is b.images  # the examples are shared by all experiments
+    assert a.inputs is b.inputs  # the examples are shared by all experiments
 
 
 def test_clients_know_their_owner(fake):
@@ -128,9 +128,9 @@ def test_validation_examples_are_held_out_of_every_class_for_every_seed():
     assert test.num_examples.tolist() == validation.num_examples.tolist() == [300] * 5
     assert len(test.test_labels) == 1000 and validation.test_labels.bincount().tolist() == [50] * 10
     assert test.holdings.indices.tolist() == validation.holdings.indices.tolist()
-    assert validation.test_images.equal(other.test_images)
-    trained = {x.numpy().tobytes() for x in validation.images[validation.holdings.indices]}
-    tested = {x.numpy().tobytes() for x in validation.test_images}
+    assert validation.test_inputs.equal(other.test_inputs)
+    trained = {x.numpy().tobytes() for x in validation.inputs[validation.holdings.indices]}
+    tested = {x.numpy().tobytes() for x in validation.test_inputs}
     assert not trained & tested and len(tested) == 500
 
 

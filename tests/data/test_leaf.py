@@ -43,14 +43,14 @@ def test_a_leaf_folder_is_femnist_by_writer(tmp_path, monkeypatch):
     write(tmp_path / "femnist")
     data = load_dataset(str(tmp_path / "femnist"))
     assert data.num_classes == 62 and (data.classes[0], data.classes[10], data.classes[61]) == ("0", "A", "z")
-    assert data.train_images.shape == (12, 1, 28, 28) and data.train_images.dtype == torch.uint8
+    assert data.train_inputs.shape == (12, 1, 28, 28) and data.train_inputs.dtype == torch.uint8
     # writers sorted by name: f0040_12, f1234_07, f3795_00
     assert data.owners.tolist() == [0] * 3 + [1] * 4 + [2] * 5 and data.test_owners.tolist() == [0, 1, 2]
     first = json.loads((tmp_path / "femnist/train/all_data_0_niid_0_keep_0_train_9.json").read_text())
     mine = first["user_data"]["f0040_12"]
     assert data.train_labels[:3].tolist() == mine["y"]
     pixels = [int(255 * p) for p in mine["x"][1]]  # truncated, not rounded: 255 * 0.4980392 = 126.99999
-    assert data.train_images[1].flatten().tolist() == pixels and set(pixels) == {0, 126, 255}
+    assert data.train_inputs[1].flatten().tolist() == pixels and set(pixels) == {0, 126, 255}
     assert data.stats is None
 
     monkeypatch.setenv("FEDLIB_DATA", str(tmp_path))

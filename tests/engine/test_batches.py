@@ -27,7 +27,7 @@ def drawn(e, data, client, t, epochs):
         order = torch.randperm(n, generator=generator).numpy()
         views = torch.zeros(n, 5)
         if e.augment != "none":
-            views = sample_views(e.augment, n, data.images.shape[-1], generator, e.crop_pad, e.crop_scale)
+            views = sample_views(e.augment, n, data.inputs.shape[-1], generator, e.crop_pad, e.crop_scale)
         for a in range(0, n, e.batch_size):
             yield mine[order[a : a + e.batch_size]], views[a : a + e.batch_size]
 

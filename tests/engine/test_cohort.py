@@ -57,7 +57,7 @@ def batches_of(federation, client, t):
     order = torch.randperm(len(rows), generator=torch_generator(e.seed, "local", t, client.id)).numpy()
     for a in range(0, len(rows), e.batch_size):
         mine = rows[order[a : a + e.batch_size]]
-        x = data.images[mine].float() / 255
+        x = data.inputs[mine].float() / 255
         yield (x.expand(-1, 3, -1, -1) - data.mean.view(3, 1, 1)) / data.std.view(3, 1, 1), data.labels[mine]
 
 

@@ -99,7 +99,7 @@ def test_a_clients_statistics_are_those_of_all_its_test_examples(tiny, monkeypat
     for k, x in answers(f, server, memories).items():
         rows = torch.from_numpy(f.data.client_test(k))
         with torch.no_grad():
-            want = f.model(f.data.view(f.data.test_images, f.setting.spec.input_shape, rows)[None])
+            want = f.model(f.data.view(f.data.test_inputs, f.setting.spec.input_shape, rows)[None])
         torch.testing.assert_close(x, want[:, 0], rtol=1e-3, atol=1e-4)
 
 

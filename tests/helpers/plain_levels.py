@@ -82,7 +82,7 @@ def local_training(f, client, width, depth, start, loss):
     for a in range(0, len(mine), e.batch_size):
         rows = torch.from_numpy(mine[order[a : a + e.batch_size]])
         optimiser.zero_grad()
-        loss(net(f.data.view(f.data.images, TOY.input_shape, rows), width), f.data.labels[rows]).backward()
+        loss(net(f.data.view(f.data.inputs, TOY.input_shape, rows), width), f.data.labels[rows]).backward()
         optimiser.step()
     return {n: p.detach().double().numpy() for n, p in net.named_parameters() if p.grad is not None}, index
 

@@ -70,7 +70,7 @@ class World:
 
     def examples(self, k, rows=None):
         rows = torch.as_tensor(self.f.data.client(k) if rows is None else rows)
-        return self.f.data.view(self.f.data.images, (3, 12, 12), rows), self.f.data.labels[rows]
+        return self.f.data.view(self.f.data.inputs, (3, 12, 12), rows), self.f.data.labels[rows]
 
     def counts(self, k):
         return torch.bincount(self.examples(k)[1], minlength=10)
@@ -141,7 +141,7 @@ def moved(a, b):
 
 def images_of(w, k):
     rows = torch.as_tensor(w.f.data.client_test(k))
-    return w.f.data.view(w.f.data.test_images, (3, 12, 12), rows)
+    return w.f.data.view(w.f.data.test_inputs, (3, 12, 12), rows)
 
 
 def answered(w, k, logits):

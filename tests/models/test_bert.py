@@ -281,7 +281,7 @@ def test_words_that_a_client_does_not_read_stay(tiny_text):
     f = build_federation(e)
     after = list(run_rounds(f, Execution(workers=1)))[-1].server.params["backbone.stem.words.weight"]
     client = f.sample_clients(1)[0]
-    read = f.data.images[f.data.client(client.id), : f.model.backbone.spec.length].unique().long()
+    read = f.data.inputs[f.data.client(client.id), : f.model.backbone.spec.length].unique().long()
     changed = (after != f.server.params["backbone.stem.words.weight"]).any(1).nonzero().flatten()
     assert set(changed.tolist()) <= set(read.tolist()) - {0} and len(changed) > 0.9 * len(read)
 

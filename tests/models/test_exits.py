@@ -76,7 +76,7 @@ def test_spans_are_learned(base, tmp_path, backbone):
     assert done.metrics["others"]["exact_match"][0] > 70
     outputs = exit_logits(f, done.server, f.setting.full())  # (1, N, T, 2)
     assert outputs.shape == (1, 24, 24, 2)
-    padding = f.data.test_images[:, :24] == 0
+    padding = f.data.test_inputs[:, :24] == 0
     assert outputs[0][padding].eq(-math.inf).all() and outputs[0][~padding].isfinite().all()
 
 

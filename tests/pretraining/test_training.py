@@ -31,7 +31,7 @@ RECIPE = Recipe(epochs=2, batch_size=64, warmup_epochs=0.5, augment="crop")
 @pytest.fixture(scope="module")
 def few_digits():
     data = load_dataset("mnist")
-    return dataclasses.replace(data, train_images=data.train_images[::10], train_labels=data.train_labels[::10])
+    return dataclasses.replace(data, train_inputs=data.train_inputs[::10], train_labels=data.train_labels[::10])
 
 
 def test_an_interrupted_pretraining_equals_an_uninterrupted_one(few_digits, tmp_path):
@@ -74,7 +74,7 @@ def test_shipped_features_beat_random_ones_by_a_wide_margin(shared_data):
 
 def test_the_stronger_backbones_features_beat_those_of_the_smaller(shared_data):
     cifar = load_dataset(str(shared_data / "cifar100"))
-    few = dataclasses.replace(cifar, test_images=cifar.test_images[::10], test_labels=cifar.test_labels[::10])
+    few = dataclasses.replace(cifar, test_inputs=cifar.test_inputs[::10], test_labels=cifar.test_labels[::10])
     micro, mini = (linear_probe(build_backbone(name), few, 1500) for name in ("deit_micro", "deit_mini"))
     assert mini > micro + 2
 

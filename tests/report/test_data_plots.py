@@ -20,7 +20,7 @@ def test_class_names_of_any_kind_are_drawn_and_listed(tmp_path, monkeypatch):
     counts = np.arange(7 * 5).reshape(5, 7)
     ax = plot_label_distribution(counts, HOSTILE)
     assert len(ax.get_legend().get_texts()) == len(HOSTILE) and inside(ax.figure)
-    data = SimpleNamespace(client=lambda i: np.arange(i, 7), images=torch.zeros(7, 1, 4, 4), labels=torch.arange(7),
+    data = SimpleNamespace(client=lambda i: np.arange(i, 7), inputs=torch.zeros(7, 1, 4, 4), labels=torch.arange(7),
                            classes=HOSTILE)  # fmt: skip
     axes = plot_clients_examples(data, [0, 5], n=4)  # the second has two images
     assert [ax.has_data() for ax in axes[1]] == [True, True, False, False] and inside(axes[0, 0].figure)

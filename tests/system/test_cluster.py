@@ -100,7 +100,7 @@ def test_workers_give_the_numbers_of_threads_and_constants_travel_once(method, f
     def size(tensors):
         return sum(t.nbytes for t in tensors.values())
 
-    data = sum(t.nbytes for t in (f.data.images, f.data.labels, f.data.mean, f.data.std))
+    data = sum(t.nbytes for t in (f.data.inputs, f.data.labels, f.data.mean, f.data.std))
     again = here[0].memories.keys() & here[1].memories.keys()  # clients of both rounds: their memory goes out again
     memories = sum(size(here[0].memories[c]) for c in again)
     assert (memories > 0) == (method == "depthfl")

@@ -99,4 +99,4 @@ def run_attention(f: Federation, server: Server, rows: torch.Tensor) -> Attentio
     """The maps of the test images ``rows`` under the trained global model."""
     central(f, server, served_parts(f, server)[-1]).place_()
     size = f.model.backbone.spec.img_size
-    return attention_maps(f.model, render(f.data.test_images[rows], None, size, f.data.mean, f.data.std)[None])
+    return attention_maps(f.model, render(f.data.test_inputs[rows], None, size, f.data.mean, f.data.std)[None])

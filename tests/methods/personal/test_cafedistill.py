@@ -228,7 +228,7 @@ def test_a_client_answers_with_the_latest_backbone_and_its_own_exits():
     for k in w.clients:  # whoever never was sampled has the initial exits
         own = {n.removeprefix("model/"): x for n, x in memories.get(k, {}).items()}
         p, rows = {**done.server.params, **own}, torch.as_tensor(w.f.data.client_test(k))
-        out = exits(p, features(p, w.f.data.view(w.f.data.test_images, (3, 12, 12), rows)))
+        out = exits(p, features(p, w.f.data.view(w.f.data.test_inputs, (3, 12, 12), rows)))
         labels = w.f.data.test_labels[rows]
         found.append([100 * (o.argmax(-1) == labels).double().mean().item() for o in out])
         confident = out[0].softmax(-1).amax(-1) > 0.3

@@ -21,7 +21,7 @@ def test_a_round_of_feddf_distils_every_level_on_the_mean_logits(convnet):
     f = build_federation(e)
     (last,) = run_rounds(f, ONE)
     start, public = whole(f), torch.from_numpy(f.data.public)
-    x = f.data.view(f.data.images, TOY.input_shape, public)
+    x = f.data.view(f.data.inputs, TOY.input_shape, public)
     fused, logits = {}, []
     for client in f.sample_clients(1):  # one client a level, so its model is the level's mean
         level = client.budget

@@ -110,7 +110,7 @@ def plain_client(f, state, client, blocks, t, mu=0.0):
             order = torch.randperm(len(mine), generator=generator).numpy()
             for a in range(0, len(mine), e.batch_size):
                 rows = torch.from_numpy(mine[order[a : a + e.batch_size]])
-                x = f.data.view(f.data.images, TOY.input_shape, rows)
+                x = f.data.view(f.data.inputs, TOY.input_shape, rows)
                 optimiser.zero_grad()
                 logits = net.staged(x.contiguous(memory_format=torch.channels_last), units)
                 F.cross_entropy(logits, f.data.labels[rows]).backward()
@@ -312,7 +312,7 @@ def test_mutual_distillation_by_a_plain_loop(net):
     f, memories = build_federation(e), {}
     *_, last = run_rounds(f, ONE, memories=memories)
     rows = torch.from_numpy(f.data.client(0))
-    x, y = f.data.view(f.data.images, TOY.input_shape, rows), f.data.labels[rows]
+    x, y = f.data.view(f.data.inputs, TOY.input_shape, rows), f.data.labels[rows]
     nets = [PlainResNet(TOY, 10, False) for _ in range(2)]
     for plain, start in zip(nets, ("", "peer1/"), strict=True):
         own = {n.removeprefix(start): p for n, p in f.server.params.items() if n.startswith("peer1/") == bool(start)}

@@ -73,7 +73,7 @@ def plain_round(f):
         for a in range(0, len(mine), e.batch_size):
             rows = torch.from_numpy(mine[order[a : a + e.batch_size]])
             optimiser.zero_grad()
-            logits = net(f.data.view(f.data.images, TOY.input_shape, rows)) * mask
+            logits = net(f.data.view(f.data.inputs, TOY.input_shape, rows)) * mask
             F.cross_entropy(logits, f.data.labels[rows]).backward()
             optimiser.step()
         for name, value in net.named_parameters():

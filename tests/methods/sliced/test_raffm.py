@@ -240,7 +240,7 @@ def test_one_round_is_a_plain_loop_with_index_lists(small):
         batches = draw_batches(f.experiment, f.data, [client], Draws(f.experiment.seed, 1))
         for step in range(len(batches.width)):
             rows = batches.rows[step, 0][batches.weights[step, 0] > 0]
-            loss = F.cross_entropy(plain_bert(own, f.data.images[rows, :32].long(), 2, 3), f.data.labels[rows])
+            loss = F.cross_entropy(plain_bert(own, f.data.inputs[rows, :32].long(), 2, 3), f.data.labels[rows])
             grads = torch.autograd.grad(loss, list(own.values()))
             own = {n: (p - 0.05 * g).detach().requires_grad_() for (n, p), g in zip(own.items(), grads, strict=True)}
         for n, p in own.items():

@@ -111,7 +111,7 @@ def test_a_round_equals_narrow_nets_trained_by_a_plain_loop(net):
             for a in range(0, len(mine), e.batch_size):
                 rows = torch.from_numpy(mine[order[a : a + e.batch_size]])
                 optimiser.zero_grad()
-                x = f.data.view(f.data.images, TOY.input_shape, rows)
+                x = f.data.view(f.data.inputs, TOY.input_shape, rows)
                 F.cross_entropy(plain(x), f.data.labels[rows]).backward()
                 optimiser.step()
             for name, p in plain.state_dict().items():
@@ -128,7 +128,7 @@ def test_the_answer_is_the_mean_of_the_bases_logits(net):
     torch.testing.assert_close(exit_logits(f, f.server, parts), (each[0] + each[1]) / 2)
     plain = PlainResNet(NARROW, 10, False)
     plain.load_state_dict(narrow_state(f, f.server.params, 1))
-    x = f.data.view(f.data.test_images, TOY.input_shape, torch.arange(60))
+    x = f.data.view(f.data.test_inputs, TOY.input_shape, torch.arange(60))
     torch.testing.assert_close(each[1][0], plain(x), rtol=0, atol=1e-4)
     served = [len(f.method.serve(c, f.server, Round(0, (), f.setting)).members) for c in f.clients(range(4))]
     assert served == [1, 2, 1, 2]
@@ -213,7 +213,7 @@ def test_fedavg_at_a_width_is_a_narrow_net_for_everybody(net):
     plain = PlainResNet(NARROW, 10, False)
     part = f.method.model_for(0, last.server, Round(0, (), f.setting))
     plain.load_state_dict({plain_name(n): take(p, f.setting.infos[n], part) for n, p in last.server.params.items()})
-    x = f.data.view(f.data.test_images, TOY.input_shape, torch.arange(60))
+    x = f.data.view(f.data.test_inputs, TOY.input_shape, torch.arange(60))
     torch.testing.assert_close(exit_logits(f, last.server, part)[0], plain(x), rtol=0, atol=1e-4)
     with pytest.raises(ValueError, match="width = 1.5"):
         build_method("fedavg", {"width": 1.5})
