@@ -7,9 +7,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from fedlib.kernels import attention as kernel
-from fedlib.kernels import products
 from fedlib.kernels.attention import attend_short, attend_short_backward
-from fedlib.kernels.products import heads_multiplier
 from fedlib.layers.attention import attend
 from fedlib.layers.overrides import OVERRIDES
 
@@ -18,23 +16,10 @@ def generator(seed=0):
     return torch.Generator().manual_seed(seed)
 
 
-@pytest.fixture(params=["PyTorch", "OpenBLAS"])
-def multiplying(request, monkeypatch):
-    """Attention that is kept, by either library's products, in one thread."""
+@pytest.fixture(autouse=True)
+def attending(monkeypatch):
+    """Attention is the kernel's, whatever this machine would choose."""
     monkeypatch.setitem(OVERRIDES, "attend", kernel.attend)
-    if request.param == "PyTorch":
-        monkeypatch.setattr(products, "_by_head", [])
-    elif (library := products._load()) is None:
-        pytest.skip("OpenBLAS cannot run on this machine")
-    else:
-        multiply, by_head = products._multipliers(library)
-        monkeypatch.setattr(products, "_by_head", [by_head])
-        monkeypatch.setattr(products, "_by_client", [multiply])
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    assert (heads_multiplier() is products._multiply_heads) == (request.param == "PyTorch")
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize(

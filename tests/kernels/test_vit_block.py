@@ -7,7 +7,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from fedlib import Execution, Experiment
 from fedlib.engine.federation import build_federation
 from fedlib.engine.rounds import run_rounds
-from fedlib.kernels import products, swap_in_, vit_block
+from fedlib.kernels import swap_in_, vit_block
 from fedlib.kernels.switch import VARIABLE
 from fedlib.layers.linear import init_normal_
 from fedlib.models.adapters import apply_finetune_
@@ -41,24 +41,6 @@ def stack(block: Block, clients: int, names: str) -> None:
             if p is not None and any(n in f"{path}.{leaf}" for n in names.split()):
                 noise = torch.randn(clients, *p.shape, generator=generator(len(path)))
                 module._parameters[leaf] = (p.detach() + noise / 5).requires_grad_(p.requires_grad)
-
-
-@pytest.fixture(params=["PyTorch", "OpenBLAS"])
-def multiplying(request, monkeypatch):
-    """Products by either library, in one thread."""
-    if request.param == "PyTorch":
-        monkeypatch.setattr(products, "_by_head", [])
-        monkeypatch.setattr(products, "_by_client", [])
-    elif (library := products._load()) is None:
-        pytest.skip("OpenBLAS cannot run on this machine")
-    else:
-        multiply, by_head = products._multipliers(library)
-        monkeypatch.setattr(products, "_by_head", [by_head])
-        monkeypatch.setattr(products, "_by_client", [multiply])
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def results(block, z, weights, first=None):
