@@ -21,7 +21,7 @@ from .training import RECIPES, export_backbone, linear_probe, load_upstream, tra
 def pretrain(name: str, source: str, folder: Path, minutes: float | None = None, device: str = "cpu") -> Path | None:
     """Train ``name`` on the data set ``source`` and return the exported file; None if ``minutes`` ended before.
 
-    After each epoch the time is looked at, so a sitting ends up to one epoch later. Prints a line an epoch.
+    After each epoch the time is looked at, so it ends up to one epoch later. Prints a line an epoch.
     """
     if name not in RECIPES:
         raise ValueError(f"backbone = {name!r} has no recipe; allowed: {', '.join(RECIPES)}")
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("name", help=f"one of {', '.join(RECIPES)}")
     parser.add_argument("--source", default="tiny_imagenet", help="data set: a name, or the path of a local copy")
     parser.add_argument("--folder", type=Path, help="where the state is kept; default: outputs/pretraining/<name>")
-    parser.add_argument("--minutes", type=float, help="end this sitting after so many; default: when it is done")
+    parser.add_argument("--minutes", type=float, help="stop after so many; called again, it goes on")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--probe", nargs="*", default=["cifar10", "cifar100"], help="data sets of the linear probe")
     a = parser.parse_args(arguments)

@@ -11,7 +11,7 @@ from fedlib.methods import METHODS
 
 PACKAGE = Path(fedlib.__file__).parent
 BENCHMARKS = PACKAGE.parent / "benchmarks"
-FLOORS = [
+LAYERS = [
     ["core"],
     ["layers", "data"],
     ["models"],
@@ -24,7 +24,7 @@ FLOORS = [
     ["cli"],
     ["__main__"],
 ]
-FLOOR = {room: i for i, rooms in enumerate(FLOORS) for room in rooms}
+LAYER = {folder: i for i, folders in enumerate(LAYERS) for folder in folders}
 HEAVY = {
     "peft",
     "timm",
@@ -52,12 +52,12 @@ def files():
     return sorted(PACKAGE.rglob("*.py"))
 
 
-def room(path):
+def folder_of(path):
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
-def imported_rooms(path):
-    """The room of every import of fedlib in ``path``, wherever in the file it stands."""
+def imported_folders(path):
+    """The folder of every import of fedlib in ``path``, wherever in the file it stands."""
     package = ("fedlib", *path.relative_to(PACKAGE).parent.parts)
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom):
@@ -67,15 +67,17 @@ def imported_rooms(path):
                 yield from [module[1]] if len(module) > 1 else [a.name for a in node.names]
 
 
-def test_rooms_are_those_of_the_design():
-    assert {room(p) for p in files()} - {"__init__"} == set(FLOOR)
+def test_folders_are_those_of_the_design():
+    assert {folder_of(p) for p in files()} - {"__init__"} == set(LAYER)
 
 
-def test_imports_point_to_the_same_room_or_a_lower_floor():
+def test_imports_point_to_the_same_folder_or_a_lower_layer():
     for path in files():
-        for name in imported_rooms(path):
-            if room(path) != "__init__" and name != "__version__":
-                assert name == room(path) or FLOOR[name] < FLOOR[room(path)], f"{path.relative_to(PACKAGE)}: {name}"
+        for name in imported_folders(path):
+            if folder_of(path) != "__init__" and name != "__version__":
+                assert name == folder_of(path) or LAYER[name] < LAYER[folder_of(path)], (
+                    f"{path.relative_to(PACKAGE)}: {name}"
+                )
 
 
 def imported_files(path):
@@ -115,7 +117,7 @@ def test_one_file_runs_models():
         if name not in ("engine/forward.py", "models/exit_model.py"):
             assert ".put_(" not in text, name
             told = re.search(r"context\.(training|weights|scale|generators)\b[^=\n]*=[^=]", text)
-            assert room(path) in ("layers", "models", "kernels") or not told, f"{name}: {told and told[0]}"
+            assert folder_of(path) in ("layers", "models", "kernels") or not told, f"{name}: {told and told[0]}"
 
 
 def test_no_method_imports_another():
@@ -149,7 +151,7 @@ def test_only_methods_and_papers_name_a_paper():
     names = [n for n, m in METHODS.items() if m.__module__.startswith("fedlib.") and n not in words]
     found = {}
     for path in files():
-        if room(path) not in ("methods", "papers"):
+        if folder_of(path) not in ("methods", "papers"):
             here = " ".join(spelled(path)).lower()
             found |= {str(path.relative_to(PACKAGE)): n for n in names if n in here or n in path.stem}
     assert found == {
@@ -182,7 +184,7 @@ def test_heavy_packages_are_imported_where_they_are_needed():
         for node in tree.body:
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []  # fmt: skip
             for name in names:
-                allowed = name == "pandas" and room(path) in ("report", "papers")
+                allowed = name == "pandas" and folder_of(path) in ("report", "papers")
                 assert allowed or name.split(".")[0] not in HEAVY, f"{path.name} imports {name} at module level"
 
 

@@ -1,4 +1,4 @@
-"""The floor of sequential execution: one process trains one client after the other, with nothing but PyTorch."""
+"""The least that sequential execution takes: one process trains client after client, with nothing but PyTorch."""
 
 import time
 

@@ -14,7 +14,7 @@ from ..methods.jobs import Setting, Tensors
 from ..models.exit_model import ExitModel
 from .forward import Forward
 
-BATCH, HELD_OUT = 250, 10  # examples that are answered at once; every so manieth public example judges the training
+BATCH, HELD_OUT = 250, 10  # examples that are answered at once; one in ``HELD_OUT`` public examples judges the training
 
 
 class ServerLab:

@@ -51,7 +51,7 @@ class Levels:
     cost: Literal["parameters", "macs", "memory", "upload"] = "parameters"
     cut: Literal["both", "width", "depth"] = "both"  # the ablations cut one of the two alone
     grid: Share = 0.05  # of widths
-    depth_steps: Count = 9  # where an exit may stand: after every so manieth of the units; cut = depth: after each
+    depth_steps: Count = 9  # an exit may stand after each of so many parts; cut = depth: after each unit
     eps: Annotated[float, AtLeast(0)] = 0.08
     resources: tuple[Positive, ...] | None = None  # what each client has: levels and who has which by clustering
     scaler: bool = True

@@ -16,7 +16,7 @@ def plot_label_distribution(
 ):
     """Training examples per client and class, ``counts`` (clients, classes): stacked bars, of many classes a heat map.
 
-    Of more than ``most`` clients every so manieth is shown, from the first to the last.
+    Of more than ``most`` clients so many are shown, evenly spread from the first to the last.
     """
     ax = axes_of(ax, (8, 3.6))
     shown = np.unique(np.linspace(0, len(counts) - 1, min(most, len(counts))).astype(int))

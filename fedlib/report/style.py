@@ -151,18 +151,18 @@ def data_title(dataset: str) -> str:
 
 
 def styled(plot: Callable) -> Callable:
-    """Decorator: ``plot`` draws in the house style; the caller's own settings stay as they were."""
+    """Decorator: ``plot`` draws in one style; the caller's own settings stay as they were."""
 
     @functools.wraps(plot)
     def draw(*args, **settings):
         import matplotlib
 
-        house = {
+        style = {
             "font.family": list(fonts()), "figure.constrained_layout.use": True, "axes.grid": True, "grid.alpha": 0.3,
             "axes.axisbelow": True, "axes.spines.top": False, "axes.spines.right": False, "axes.titlesize": 11,
             "figure.titlesize": 12, "legend.frameon": False, "legend.fontsize": 8, "legend.handlelength": 4,
         }  # fmt: skip
-        with matplotlib.rc_context(house):
+        with matplotlib.rc_context(style):
             drawn, interactive = plot(*args, **settings), matplotlib.is_interactive()
         matplotlib.interactive(interactive)  # a notebook's first figure switches it on, without which none is shown
         return drawn

@@ -1,7 +1,7 @@
-"""A run's record: what it was trained with, on which machine, in which sittings. No later sitting overwrites it.
+"""A run's record: what it was trained with, on which machine, in one go or several. No later one overwrites it.
 
 ``experiment.json`` holds it beside the experiment, and every checkpoint holds it too, so that a damaged file can be
-rebuilt: ``inputs`` (``identity.py``) and ``provenance`` of the first sitting, ``resumed``, a provenance for each later
+rebuilt: ``inputs`` (``identity.py``) and ``provenance`` of the first go, ``resumed``, a provenance for each later
 one with the round it went on from and the inputs that were others there, and ``stored``, the day of its end.
 """
 
@@ -21,22 +21,22 @@ from .identity import Inputs, OtherInputs, differences
 Record = Mapping[str, object]
 
 
-def sitting(execution: Execution) -> dict[str, object]:
-    """The provenance of a sitting that begins now."""
+def provenance_now(execution: Execution) -> dict[str, object]:
+    """The provenance of a go that begins now."""
     return provenance(execution) | {"began": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")}
 
 
-def begun(inputs: Inputs, sitting: Mapping[str, object]) -> Record:
+def begun(inputs: Inputs, now: Mapping[str, object]) -> Record:
     """The record of a run before its first round."""
-    return {"inputs": inputs, "provenance": sitting, "resumed": []}
+    return {"inputs": inputs, "provenance": now, "resumed": []}
 
 
-def resumed(record: Record, t: int, inputs: Inputs, sitting: Mapping[str, object]) -> Record:
+def resumed(record: Record, t: int, inputs: Inputs, now: Mapping[str, object]) -> Record:
     """``record`` of a run that goes on after round ``t``, with the ``inputs`` that it did not know or had others of."""
     before = record.get("inputs", {})
     other = {k: v for k, v in inputs.items() if before.get(k) != v}
-    now = {**sitting, "after_round": t} | ({"inputs": other} if other else {})
-    return {**record, "resumed": [*record.get("resumed", []), now]}
+    later = {**now, "after_round": t} | ({"inputs": other} if other else {})
+    return {**record, "resumed": [*record.get("resumed", []), later]}
 
 
 def ended(record: Record) -> Record:
@@ -47,7 +47,7 @@ def ended(record: Record) -> Record:
 def check_inputs(
     e: Experiment, path: Path, record: Record, inputs: Inputs, accept: frozenset[str], rounds: int | None = None
 ) -> None:
-    """Raise ``OtherInputs`` if any sitting had other ``inputs`` of a kind that ``accept`` does not name."""
+    """Raise ``OtherInputs`` if any go had other ``inputs`` of a kind that ``accept`` does not name."""
     found: dict[str, list[str]] = {}
     for there in recorded(record):
         for kind, texts in differences(e, there, inputs).items():
@@ -58,7 +58,7 @@ def check_inputs(
 
 
 def recorded(record: Record) -> list[Inputs]:
-    """The inputs of every sitting: the first one's, and what later ones had others of."""
+    """The inputs of every go: the first one's, and what later ones had others of."""
     first = record.get("inputs", {})
     return [first, *({**first, **s["inputs"]} for s in record.get("resumed", []) if "inputs" in s)]
 

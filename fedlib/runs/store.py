@@ -27,7 +27,7 @@ from .durations import Pace
 from .identity import KINDS, Accept, Inputs, accepted, check_verified, inputs_of, known_inputs
 from .places import Folder, as_stored, check_files, check_place, folder_of, forget, run_path
 from .progress import Watch, interrupted, say
-from .record import begun, check_inputs, ended, recorded, resumed, sitting, this_machine
+from .record import begun, check_inputs, ended, provenance_now, recorded, resumed, this_machine
 
 
 @dataclass(frozen=True)
@@ -206,7 +206,7 @@ def _continue(
     store = Checkpoints(path, f.experiment)
     server = store.restore(f)
     if not store.final:
-        now = sitting(execution)
+        now = provenance_now(execution)
         check_inputs(f.experiment, path, store.record, inputs, accept, server.t)
         store.check_shapes(server, f)
         store.record = resumed(store.record, server.t, inputs, now) if server.t else begun(inputs, now)

@@ -1,4 +1,4 @@
-"""CAFEDistill's corner: printed numbers, params, claims, what tables and figures make of clients' numbers."""
+"""CAFEDistill: printed numbers, params, claims, what tables and figures make of clients' numbers."""
 
 import numpy as np
 import pandas as pd

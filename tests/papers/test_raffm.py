@@ -1,4 +1,4 @@
-"""RaFFM's corner: the published numbers, its claims, its grids, and what its clients hold."""
+"""RaFFM: the published numbers, its claims, its grids, and what its clients hold."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""ScaleFL's corner: published numbers, claims that name real grids, BERT's and HeteroFL's sizes, tables of levels."""
+"""ScaleFL: published numbers, claims that name real grids, BERT's and HeteroFL's sizes, tables of levels."""
 
 import warnings
 

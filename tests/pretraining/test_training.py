@@ -132,7 +132,7 @@ def test_a_state_of_before_half_sizes_goes_on(few_digits, tmp_path):
     assert [r["epoch"] for r in train_upstream(CONFIG, few_digits, RECIPE, tmp_path)] == [1, 2]
 
 
-def test_pre_training_from_a_terminal_in_two_sittings(few_digits, tmp_path, monkeypatch, capsys):
+def test_pre_training_from_a_terminal_in_two_goes(few_digits, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(pretrain.RECIPES, "deit_mini", RECIPE)
     monkeypatch.setitem(pretrain.OWN, "deit_mini", CONFIG)
     monkeypatch.setattr(pretrain, "load_dataset", lambda name: few_digits)

@@ -323,7 +323,7 @@ def test_weights_that_no_file_of_the_kit_holds_are_known_by_their_tensors(tmp_pa
 
 
 def test_provenance_keeps_what_trained_the_run(tmp_path, monkeypatch):
-    """A resume adds a sitting; a rebuild of damaged files adds nothing."""
+    """A resume adds a provenance; a rebuild of damaged files adds nothing."""
     e = tiny(rounds=3)
     path = interrupt(e, 1, tmp_path, monkeypatch)
     first = read_json(path / "experiment.json")["provenance"]
@@ -339,7 +339,7 @@ def test_provenance_keeps_what_trained_the_run(tmp_path, monkeypatch):
         assert read_json(path / "experiment.json") == content
 
 
-def test_a_sitting_without_a_checkpoint_leaves_no_trace(tmp_path, monkeypatch):
+def test_a_go_without_a_checkpoint_leaves_no_trace(tmp_path, monkeypatch):
     e = tiny(rounds=2)
 
     def dies(*_):

@@ -14,8 +14,8 @@ from fedlib.report.tables import label_of, load_reported, spread
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
-ROOMS = ("benchmarks", "docs", "fedlib", "notebooks", "outputs", "params", "tests")
-PAGES = [README, *sorted(p for room in ROOMS for p in (ROOT / room).rglob("README.md") if "runs" not in p.parts)]
+FOLDERS = ("benchmarks", "docs", "fedlib", "notebooks", "outputs", "params", "tests")
+PAGES = [README, *sorted(p for folder in FOLDERS for p in (ROOT / folder).rglob("README.md") if "runs" not in p.parts)]
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
 FENCE = re.compile(r"(<!-- not run: .+ -->\n)?^```(\w*)\n(.*?)^```$", re.S | re.M)
 
