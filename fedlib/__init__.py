@@ -9,11 +9,11 @@ from .core.threads import wait_passively
 wait_passively()
 
 __version__ = "0.1.0"
-__all__ = ["Experiment", "Execution", "build_federation", "forget", "run", "run_all", "run_rounds"]
+__all__ = ["Experiment", "Execution", "build_federation", "forget", "recipe", "run", "run_all", "run_rounds"]
 
 _LAZY = {
     "Execution": "engine.executors", "run_rounds": "engine.rounds", "build_federation": "engine.federation",
-    "forget": "runs.places", "run": "runs.store", "run_all": "runs.store",
+    "forget": "runs.places", "run": "runs.store", "run_all": "runs.store", "recipe": "runs.params",
 }  # fmt: skip
 
 

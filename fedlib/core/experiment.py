@@ -35,6 +35,9 @@ BY_ALPHA = ("dirichlet", "class_dirichlet", "drawn", "weighted_dirichlet", "capp
 class Experiment:
     """Every choice that can change a result. Invalid values raise ``ValueError`` before any compute.
 
+    What is not given has a bare default, which is no paper's: ``Experiment(method="depthfl")`` is DepthFL's algorithm
+    at these settings. A paper's own are those of :func:`fedlib.recipe`.
+
     Algorithm
       method              a name of ``fedlib.methods.METHODS``, or a registered method of one's own
       options             fields of the method's dataclass, by name; what is not given has the method's default

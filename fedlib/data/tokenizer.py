@@ -98,7 +98,9 @@ def _published(source: str, download: bool) -> Words:
     try:
         from transformers import AutoTokenizer
     except ImportError as error:
-        raise ImportError(f"the tokenizer of {source!r} needs transformers: pip install 'fedlib[foreign]'") from error
+        raise ImportError(
+            f"the tokenizer of {source!r} needs transformers: pip install 'fedlib-kit[foreign]'"
+        ) from error
     try:
         with fail_fast() if download else nullcontext():
             read = AutoTokenizer.from_pretrained(source, local_files_only=not download, trust_remote_code=False)

@@ -10,8 +10,8 @@ epochs, no file says (``shrink.py``).
 """
 
 import itertools
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from ..core.experiment import Experiment
 from ..core.paths import params_dir
@@ -37,6 +37,7 @@ SPEC_KEYS = {
     "also", "average",
 }  # fmt: skip
 VARIANT_KEYS = {"label", "finetune"}  # of a variant; all others are fields of Experiment
+Layers = Mapping[str, Mapping[str, object]]  # by name, in the order in which they are merged
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,37 @@ class Cell:
     column: str
     seed: int
     experiment: Experiment
+    layers: Layers = field(default_factory=dict, compare=False, repr=False)  # by name, later wins
+
+    def explained(self) -> dict[str, dict[str, object]]:
+        """Of each key that layers set (``lr``, ``options.zeta``) its values by layer; the last one won."""
+        found: dict[str, dict[str, object]] = {}
+        for layer, values in self.layers.items():
+            for key, value in values.items():
+                parts = {f"{key}.{k}": v for k, v in value.items()} if isinstance(value, Mapping) else {key: value}
+                for name, part in parts.items():
+                    found.setdefault(name, {})[layer] = part
+        return found
+
+
+def recipe(name: str, profile: str = "small", **choices: object) -> Experiment:
+    """The experiment of a paper's table: ``recipe("reefl/table1", method="depthfl", profile="small")``.
+
+    ``choices`` are :func:`load_grid`'s overrides. Of fine-tuning modes, columns and seeds that are not chosen the
+    table's first counts. ``ValueError`` names the rows among which ``method`` or ``variant`` must choose.
+    """
+    return recipe_cell(name, profile, choices).experiment
+
+
+def recipe_cell(name: str, profile: str, choices: Mapping[str, object]) -> Cell:
+    """The cell of :func:`recipe`, which also says which layer set what."""
+    paper, _, table = name.partition("/")
+    if not (cells := load_grid(paper, table, profile, choices)):
+        raise ValueError(f"{name} has no such cell at {profile!r}")
+    if len(rows := list(dict.fromkeys(c.variant for c in cells))) > 1:
+        axis = "method" if "method" in load_spec(paper, table)["axes"] else "variant"
+        raise ValueError(f"{name} has {len(rows)} such rows at {profile!r}: choose {axis} = {', '.join(rows)}")
+    return cells[0]
 
 
 def make_experiment(*layers: Mapping[str, object]) -> Experiment:
@@ -72,16 +104,19 @@ def load_experiment(
     seed = {"seed": sizes.get("seeds", [1])[0]}
     sizes = {k: v for k, v in sizes.items() if k not in GRID_KEYS}
     of_method, here = at_profile(methods.get(method, {}), profile)
-    return _shrunk([base, {"method": method}, of_method], [sizes, here], row | seed, [overrides or {}])
+    published = {"base": base, "method": {"method": method} | of_method}
+    sizes = {"profile": sizes, f"method at {profile}": here}
+    return make_experiment(*_shrunk(published, sizes, row | seed, {"overrides": overrides or {}}).values())
 
 
-def _shrunk(published: Sequence[Mapping], sizes: Sequence[Mapping], row: Mapping, last: Sequence[Mapping]):
-    """The experiment of all layers in this order, with what follows from its size (``shrink.py``).
+def _shrunk(published: Layers, sizes: Layers, row: Mapping, last: Layers) -> Layers:
+    """All layers in this order, with what follows from the experiment's size (``shrink.py``).
 
     ``published`` and ``row`` make up the published one; ``sizes`` and what comes ``last`` change it.
     """
-    more = following(merge(*published, row), merge(*published, *sizes, row, *last), said_by(*sizes, *last))
-    return make_experiment(*published, *sizes, row, more, *last)
+    full, shrunk, end = published.values(), sizes.values(), last.values()
+    more = following(merge(*full, row), merge(*full, *shrunk, row, *end), said_by(*shrunk, *end))
+    return {**published, **sizes, "row": row, "follows from its size": more, **last}
 
 
 def at_profile(layer: Mapping[str, object], profile: str) -> tuple[dict, dict]:
@@ -146,9 +181,12 @@ def load_grid(paper: str, table: str, profile: str, overrides: Mapping[str, obje
         row, row_here = at_profile({k: v for k, v in variant.items() if k not in VARIANT_KEYS}, profile)
         row |= {"finetune": finetune, "seed": seed}
         of_method, method_here = at_profile(methods.get(row["method"], {}), profile)
-        published = [base, of_method, spec.get("common", {}), of_column]
-        experiment = _shrunk(published, [sizes, method_here, stand_in, kept], row, [row_here, overrides])
-        cells.append(Cell(finetune, name, row["method"], variant.get("label", name), column, seed, experiment))
+        published = {"base": base, "method": of_method, "table": spec.get("common", {}), "column": of_column}
+        here = {"method": method_here, "column": stand_in, "table": kept}
+        shrunk = {"profile": sizes, **{f"{layer} at {profile}": values for layer, values in here.items()}}
+        layers = _shrunk(published, shrunk, row, {f"row at {profile}": row_here, "overrides": overrides})
+        place = finetune, name, row["method"], variant.get("label", name), column, seed
+        cells.append(Cell(*place, make_experiment(*layers.values()), layers))
     return cells
 
 

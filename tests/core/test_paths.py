@@ -5,20 +5,23 @@ from pathlib import Path
 import pytest
 
 from fedlib import run, run_all
+from fedlib.core import paths
 from fedlib.core.paths import outputs_dir, params_dir, root
 from fedlib.runs.store import find_run, run_path
 from tests.helpers.stored import ONE, small
 
 
-def test_params_outside_a_checkout_are_one_sentence(tmp_path, monkeypatch):
-    from fedlib.runs.params import load_grid
-
+def test_outside_a_checkout_the_recipes_are_those_that_the_package_brings(tmp_path, monkeypatch):
+    """Also beside a folder of another's that is called params; ``$FEDLIB_ROOT`` and a checkout win."""
     monkeypatch.delenv("FEDLIB_ROOT")
     monkeypatch.chdir(tmp_path)
-    for call in (params_dir, lambda: load_grid("reefl", "table1", "smoke")):
-        with pytest.raises(ValueError, match="no folder .*params: .* start inside a checkout, or set FEDLIB_ROOT") as e:
-            call()
-        assert "\n" not in str(e.value)
+    (tmp_path / "params").mkdir()
+    assert params_dir() == paths.PACKAGE.parent / "params"  # not installed: what lies beside the package
+    monkeypatch.setattr(paths, "PACKAGE", tmp_path / "site-packages/fedlib")
+    (installed := tmp_path / "site-packages/fedlib/params/profiles").mkdir(parents=True)
+    assert params_dir() == installed.parent
+    (tmp_path / "params/profiles").mkdir()
+    assert params_dir() == tmp_path / "params"
 
 
 @pytest.mark.parametrize("name", ["x" * 300, "/".join(["x" * 200] * 30)], ids=["a name", "a path"])

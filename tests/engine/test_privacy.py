@@ -28,7 +28,9 @@ DP = {"update_norm": 0.5, "noise_multiplier": 1.0, "weighting": "clients"}
 
 def accountant():
     """dp-accounting, or the test skips."""
-    return pytest.importorskip("dp_accounting", reason="dp-accounting is not installed: pip install 'fedlib[privacy]'")
+    return pytest.importorskip(
+        "dp_accounting", reason="dp-accounting is not installed: pip install 'fedlib-kit[privacy]'"
+    )
 
 
 def federation(info, budgets, sampled, noise, method="reefl", **options):
@@ -269,7 +271,7 @@ def test_noise_without_an_accountant_is_refused_before_any_compute(tmp_path, mon
     monkeypatch.setitem(sys.modules, "dp_accounting", None)
     privacy_module.epsilon.cache_clear()
     e = small(DP)
-    with pytest.raises(ImportError, match=r"pip install 'fedlib\[privacy\]'"):
+    with pytest.raises(ImportError, match=r"pip install 'fedlib-kit\[privacy\]'"):
         run(e, ONE, tmp_path)
     assert not list(tmp_path.iterdir())
 

@@ -1,12 +1,13 @@
 """Layered params: later wins, unknown keys are errors, tables resolve to the paper's experiments."""
 
+import itertools
 import shutil
 
 import pytest
 
 from fedlib.core.paths import params_dir
 from fedlib.report.tables import load_cells, load_reported
-from fedlib.runs.params import load_experiment, load_grid, load_spec
+from fedlib.runs.params import load_experiment, load_grid, load_spec, recipe, recipe_cell
 from fedlib.runs.params_files import grids, papers, profiles
 from fedlib.runs.store import run_path
 from tests.helpers.tracked import OUTPUTS
@@ -97,6 +98,57 @@ def test_bad_params_are_named(call, message):
     with pytest.raises(ValueError) as error:
         call()
     assert message in str(error.value)
+
+
+def test_a_recipe_is_the_papers_experiment():
+    """Table 1 of ReeFL: DepthFL has FedDyn's settings of Appendix A; the first mode, column and seed unless chosen."""
+    e = recipe("reefl/table1", "paper", method="depthfl")
+    assert e == load_grid("reefl", "table1", "paper", {"method": "depthfl"})[0].experiment
+    assert (e.lr, e.min_lr, e.weight_decay, e.rounds, e.finetune) == (0.1, 0.01, 0.001, 1000, "full")
+    chosen = {"finetune": "lora", "columns": "cifar10_alpha1", "seed": 3, "rounds": 20}
+    e = recipe("reefl/table1", method="depthfl", profile="small", **chosen)
+    assert (e.finetune, e.dataset, e.dirichlet_alpha, e.seed, e.rounds, e.lr) == ("lora", "cifar10", 1, 3, 20, 0.1)
+    assert recipe("reefl/table3", variant="depthfl_no_kd_fedavg").options["distill"] == "none"
+
+
+def test_the_demos_recipe_is_what_the_demo_runs():
+    for method, finetune in itertools.product(("reefl", "depthfl"), ("frozen", "lora")):
+        e = load_experiment("reefl", method, "demo", finetune=finetune)
+        assert recipe("reefl/table1", "demo", method=method, finetune=finetune) == e
+
+
+@pytest.mark.parametrize(
+    "name, choices, message",
+    [
+        ("reefl/table1", {}, "5 such rows at 'small': choose method = exclusivefl, inclusivefl, scalefl_vit, depthfl"),
+        ("reefl/table3", {"method": "depthfl"}, "4 such rows at 'small': choose variant = depthfl_no_kd_fedavg, depth"),
+        ("reefl", {}, "table = '' is unknown; allowed: decomposition, figure1"),
+        ("reefl/table1", {"metod": "reefl"}, "unknown key 'metod'; did you mean 'method'?"),
+    ],
+)
+def test_a_recipe_that_is_no_one_cell_says_what_to_choose(name, choices, message):
+    with pytest.raises(ValueError) as error:
+        recipe(name, **choices)
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_cell_knows_which_layer_set_what():
+    """By hand from the files: base.yaml, methods.yaml, columns.yaml with its section small, profiles/small.yaml."""
+    choices = {"method": "depthfl", "options": {"temperature": 2.0}, "rounds": 20}
+    found = recipe_cell("reefl/table1", "small", choices).explained()
+    assert found["lr"] == {"base": 0.05, "method": 0.1}
+    assert list(found["dataset"].items()) == [
+        ("column", "cifar100"),
+        ("profile", "cifar10"),
+        ("column at small", "cifar100"),
+    ]
+    assert found["rounds"] == {"base": 1000, "profile": 100, "overrides": 20}
+    assert found["options.temperature"] == {"overrides": 2.0} and "options" not in found
+    e = recipe("scalefl/resnet110", "small", method="scalefl").to_dict()
+    for key, layers in recipe_cell("scalefl/resnet110", "small", {"method": "scalefl"}).explained().items():
+        name, _, option = key.partition(".")
+        value = list(layers.values())[-1]
+        assert (e[name][option] if option else e[name]) == (list(value) if isinstance(value, tuple) else value), key
 
 
 def test_small_falls_back_to_digits_without_cifar(monkeypatch, tmp_path):

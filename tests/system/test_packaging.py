@@ -7,11 +7,15 @@ import shutil
 import subprocess
 import sys
 import tomllib
+import zipfile
 from pathlib import Path
 
 import pytest
 
+import fedlib
+
 ROOT = Path(__file__).parents[2]
+OWN = "fedlib-kit["  # an extra that asks for other extras
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
@@ -21,7 +25,7 @@ def test_environment_yml_has_pyprojects_pins():
     environment = yaml.safe_load((ROOT / "environment.yml").read_text())
     pip = next(d["pip"] for d in environment["dependencies"] if isinstance(d, dict))
     extras = [x for group in PROJECT["optional-dependencies"].values() for x in group]
-    wanted = PROJECT["dependencies"] + [x for x in extras if not x.startswith("fedlib[")]
+    wanted = PROJECT["dependencies"] + [x for x in extras if not x.startswith(OWN)]
     assert sorted(pip) == sorted([*wanted, "--editable ."])
     assert f"python{PROJECT['requires-python']}" in environment["dependencies"]
 
@@ -35,7 +39,7 @@ def test_lock_pins_every_requirement_with_hashes():
         for line in lines
         if "==" in line and not line.startswith((" ", "#"))
     }
-    extras = [x for group in PROJECT["optional-dependencies"].values() for x in group if not x.startswith("fedlib[")]
+    extras = [x for group in PROJECT["optional-dependencies"].values() for x in group if not x.startswith(OWN)]
     for requirement in map(Requirement, PROJECT["dependencies"] + extras):
         line = pins[requirement.name.lower()]
         assert requirement.specifier.contains(line.split("==")[1].split()[0].rstrip(";\\")), line
@@ -83,28 +87,77 @@ def test_every_import_is_declared():
                 assert OTHER_NAMES.get(name, name.replace("_", "-")) in declared, f"{path.name} imports {name}"
 
 
-def test_a_fresh_install_runs_one_round_offline(tmp_path):
-    """``pip install .`` into an empty environment; then, without a network, one round on the shipped weights and digits."""
+def test_no_text_tells_to_install_a_strangers_package():
+    """The distribution is fedlib-kit: ``fedlib`` on the index is somebody else's."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True).stdout.split("\0")
+    files = [ROOT / n for n in listed if n.endswith((".py", ".md", ".ipynb", ".toml", ".yml", ".cff", "Makefile"))]
+    assert PROJECT["name"] == "fedlib-kit" and len(files) > 300
+    for path in files:
+        found = re.search(r"pip install [^`\n]*?\bfedlib(?!-kit)\b|[\"']fedlib\\?\[", path.read_text())
+        assert not found, f"{path.relative_to(ROOT)}: {found[0]}"
+
+
+def test_one_version_is_said():
+    import yaml
+
+    assert PROJECT["dynamic"] == ["version"]  # pyproject.toml reads it off the package
+    assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == fedlib.__version__
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """The sdist, and the wheel that is made of what it holds."""
+    folder = tmp_path_factory.mktemp("built")
+    source, code = (
+        folder / "source",
+        "import sys; from setuptools import build_meta as b; getattr(b, sys.argv[1])(sys.argv[2])",
+    )
+    ignored = shutil.ignore_patterns(".venv*", ".git", "outputs", "*.egg-info", "build")
+    shutil.copytree(ROOT, source, ignore=ignored)
+    for made, where in {"build_sdist": source, "build_wheel": folder / f"fedlib_kit-{fedlib.__version__}"}.items():
+        done = subprocess.run([sys.executable, "-c", code, made, folder], cwd=where, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        if made == "build_sdist":
+            shutil.unpack_archive(*folder.glob("*.tar.gz"), folder, filter="data")
+    return folder
+
+
+def test_the_wheel_holds_every_module_and_every_recipe(built):
+    (wheel,) = built.glob("*.whl")
+    names = {n for n in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in n}
+    ours = {p.relative_to(ROOT).as_posix() for p in (ROOT / "fedlib").rglob("*.py")}
+    recipes = {p.relative_to(ROOT) for kind in ("yaml", "csv") for p in (ROOT / "params").rglob(f"*.{kind}")}
+    assert {n for n in names if n.endswith((".py", ".yaml", ".csv"))} == ours | {
+        f"fedlib/{p.as_posix()}" for p in recipes
+    }
+    assert "fedlib/models/pretrained/deit_micro.safetensors" in names and len(recipes) > 100
+
+
+def test_a_fresh_install_runs_a_recipe_offline(built, tmp_path):
+    """The wheel in an empty environment; then, without a network or a checkout, a recipe on the shipped weights."""
     uv = shutil.which("uv", path=os.path.dirname(sys.executable))
     if uv is None:
         pytest.skip("uv is not installed beside this Python")
-    source = tmp_path / "source"
-    shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns(".venv*", ".git", "outputs", "*.egg-info"))
+    (wheel,) = built.glob("*.whl")
     python = tmp_path / "env" / "bin" / "python"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "env"], check=True)
     lock = tmp_path / "constraints.txt"  # the tested versions, without hashes
     lines = (ROOT / "requirements.lock").read_text().splitlines()
     lock.write_text("\n".join(x.rstrip(" \\") for x in lines if "==" in x and not x.startswith((" ", "#"))))
-    install = subprocess.run([uv, "pip", "install", "--quiet", "--python", python, "--constraint", lock, source], capture_output=True, text=True)  # fmt: skip
+    install = subprocess.run([uv, "pip", "install", "--quiet", "--python", python, "--constraint", lock, wheel], capture_output=True, text=True)  # fmt: skip
     if install.returncode and (
         "connect" in install.stderr or "Failed to fetch" in install.stderr or "dns" in install.stderr.lower()
     ):
         pytest.skip("no package index can be reached")
     assert install.returncode == 0, install.stderr
+    check = [uv, "tool", "run", "twine", "check", "--strict", *(p for p in built.iterdir() if p.is_file())]
+    checked = subprocess.run(check, capture_output=True, text=True)
+    assert checked.stdout.count("PASSED") == 2, checked.stdout + checked.stderr
     code = """
 import fedlib, pathlib
 assert "site-packages" in fedlib.__file__, fedlib.__file__
-e = fedlib.Experiment(method="reefl", rounds=1, num_train=100, num_test=50, num_clients=5, clients_per_round=2)
+sizes = dict(rounds=1, num_train=100, num_test=50, num_clients=5, clients_per_round=2)
+e = fedlib.recipe("reefl/table1", "smoke", method="reefl", **sizes)
 print(fedlib.run(e, progress=False).summary["status"])
 """
     offline = {
