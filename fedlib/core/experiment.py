@@ -13,20 +13,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from .validation import (
-    AtLeast,
-    AtMost,
-    Below,
-    Count,
-    Positive,
-    Scalar,
-    When,
-    check_fields,
-    check_instance,
-    names_its_keywords,
-)
+from annotated_types import Ge, Le, Lt
 
-NotNegative = Annotated[int, AtLeast(0)]
+from .validation import Count, Positive, Scalar, When, check_fields, check_instance, names_its_keywords
+
+NotNegative = Annotated[int, Ge(0)]
 BY_ALPHA = ("dirichlet", "class_dirichlet", "drawn", "weighted_dirichlet", "capped_dirichlet", "grouped_dirichlet")
 
 
@@ -124,12 +115,12 @@ class Experiment:
     examples_per_client: Annotated[Count, When(partition="drawn")] = 100
     test_split: typing.Literal["central", "like_train", "contiguous", "labels"] = "central"
     test_mask: Annotated[bool, When(test_split=("like_train", "contiguous", "labels"))] = False
-    validation_fraction: Annotated[float, AtLeast(0), Below(1)] = 0.0
-    public_fraction: Annotated[float, AtLeast(0), Below(1)] = 0.0
+    validation_fraction: Annotated[float, Ge(0), Lt(1)] = 0.0
+    public_fraction: Annotated[float, Ge(0), Lt(1)] = 0.0
     evaluate_on: typing.Literal["test", "validation"] = "test"
     augment: typing.Literal["none", "crop", "crop_flip", "rrc", "rrc_flip"] = "crop"
     crop_pad: NotNegative = 2
-    crop_scale: Annotated[Positive, AtMost(1)] = 0.08
+    crop_scale: Annotated[Positive, Le(1)] = 0.08
     # model
     backbone: str = "deit_micro"
     pretrained: bool = True
@@ -149,9 +140,9 @@ class Experiment:
     local_epochs: Count = 1
     batch_size: Count = 32
     lr: Positive = 0.05
-    min_lr: Annotated[float, AtLeast(0)] = 0.001
-    momentum: Annotated[float, AtLeast(0), Below(1)] = 0.0
-    weight_decay: Annotated[float, AtLeast(0)] = 0.0
+    min_lr: Annotated[float, Ge(0)] = 0.001
+    momentum: Annotated[float, Ge(0), Lt(1)] = 0.0
+    weight_decay: Annotated[float, Ge(0)] = 0.0
     clip_value: Positive | None = 1.0
     clip_norm: Positive | None = None
     optimiser: typing.Literal["sgd", "adam", "adamw"] = "sgd"

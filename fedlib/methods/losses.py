@@ -10,10 +10,11 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 
 import torch
+from annotated_types import Ge, Le
 
 from ..core.clients import Client
 from ..core.slices import Slice
-from ..core.validation import AtLeast, AtMost, Positive, When
+from ..core.validation import Positive, When
 from ..data.tasks import Classification, Task
 from .jobs import Round, Server
 
@@ -137,11 +138,11 @@ class Distillation:
     """Knowledge distillation between the exits of a client's own model (ReeFL, Eqs. 5-6)."""
 
     distill: Literal["none", "best", "mutual", "last"] = "none"  # who teaches whom (L_kl, Eq. 5)
-    kd_weight: Annotated[float | None, AtLeast(0), TAUGHT] = None  # eta; None: ramped up over the first rounds
+    kd_weight: Annotated[float | None, Ge(0), TAUGHT] = None  # eta; None: ramped up over the first rounds
     # of the rounds until eta = 1; the papers' 300 of 1000
-    ramp_fraction: Annotated[float, AtLeast(0), AtMost(1), TAUGHT, When(kd_weight=None)] = 0.3
+    ramp_fraction: Annotated[float, Ge(0), Le(1), TAUGHT, When(kd_weight=None)] = 0.3
     temperature: Annotated[Positive, TAUGHT] = 1.0  # tau, Eq. 6
-    zeta: Annotated[Positive, AtMost(1), When(distill="best")] = 0.2  # running estimate of the loss
+    zeta: Annotated[Positive, Le(1), When(distill="best")] = 0.2  # running estimate of the loss
 
     @property
     def needs_classes(self) -> str:
@@ -169,7 +170,7 @@ class JointExits(Distillation):
     With one exit it is the method as published. ``distill="last"`` is local distillation: the last exit teaches.
     """
 
-    kd_weight: Annotated[float | None, AtLeast(0), TAUGHT] = 1.0
+    kd_weight: Annotated[float | None, Ge(0), TAUGHT] = 1.0
 
     def slice_for(self, client: Client, server: Server, r: Round) -> Slice:
         """The whole model: budgets are ignored."""

@@ -12,17 +12,18 @@ from typing import Annotated, Literal
 
 import numpy as np
 import torch
+from annotated_types import Ge, Le
 from torch import nn
 
 from ..core.clients import Client
 from ..core.slices import Axis, Slice
-from ..core.validation import AtLeast, AtMost, Count, Positive
+from ..core.validation import Count, Positive
 from ..models.backbone import Spec
 from ..models.map_exits import scaling_exits
 from .jobs import Member, Round, Server, Serving, Setting
 from .widths import check_cuttable
 
-Share = Annotated[Positive, AtMost(1)]
+Share = Annotated[Positive, Le(1)]
 WHOLE = 1.1  # what the whole with all exits may cost before it is said, in terms of the net with its last exit alone
 
 
@@ -52,7 +53,7 @@ class Levels:
     cut: Literal["both", "width", "depth"] = "both"  # the ablations cut one of the two alone
     grid: Share = 0.05  # of widths
     depth_steps: Count = 9  # an exit may stand after each of so many parts; cut = depth: after each unit
-    eps: Annotated[float, AtLeast(0)] = 0.08
+    eps: Annotated[float, Ge(0)] = 0.08
     resources: tuple[Positive, ...] | None = None  # what each client has: levels and who has which by clustering
     scaler: bool = True
 

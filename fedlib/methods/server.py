@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
 import torch
+from annotated_types import Ge, Lt
 
-from ..core.validation import AtLeast, Below, Positive, When
+from ..core.validation import Positive, When
 from .jobs import Arrived, Round, Server
 
 DYN, ADAM = When(aggregation="feddyn"), When(aggregation="fedadam")
@@ -73,8 +74,8 @@ class ServerStep:
     aggregation: Literal["mean", "feddyn", "fedadam"] = "mean"
     feddyn_alpha: Annotated[Positive, DYN] = 0.1
     server_lr: Annotated[Positive, ADAM] = 1e-3
-    beta1: Annotated[float, AtLeast(0), Below(1), ADAM] = 0.9
-    beta2: Annotated[float, AtLeast(0), Below(1), ADAM] = 0.999
+    beta1: Annotated[float, Ge(0), Lt(1), ADAM] = 0.9
+    beta2: Annotated[float, Ge(0), Lt(1), ADAM] = 0.999
     adam_tau: Annotated[Positive, ADAM] = 1e-6
 
     def check_options(self) -> None:

@@ -6,9 +6,10 @@ from typing import Annotated, Literal
 
 import numpy as np
 import pytest
+from annotated_types import Ge, Gt, Le, Lt
 
 import fedlib
-from fedlib.core.validation import Above, AtLeast, AtMost, Below, When, check_conditions, check_fields, check_instance
+from fedlib.core.validation import When, check_conditions, check_fields, check_instance
 from fedlib.methods.sliced.reefl import ReeFL
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -17,10 +18,10 @@ ROOT = pathlib.Path(__file__).parents[2]
 @dataclass(frozen=True)
 class Options:
     kind: Literal["plain", "fancy"] = "plain"
-    share: Annotated[float, Above(0), AtMost(1)] = 0.5
-    count: Annotated[int, AtLeast(1), Below(9)] | None = None
-    parts: tuple[Annotated[float, Above(0)], ...] = (1.0,)
-    extra: Annotated[float, AtLeast(0), When(kind="fancy")] = 0.0
+    share: Annotated[float, Gt(0), Le(1)] = 0.5
+    count: Annotated[int, Ge(1), Lt(9)] | None = None
+    parts: tuple[Annotated[float, Gt(0)], ...] = (1.0,)
+    extra: Annotated[float, Ge(0), When(kind="fancy")] = 0.0
 
     def __post_init__(self):
         check_instance(self, "options")
@@ -39,7 +40,7 @@ class Own(Options):
 @dataclass(frozen=True)
 class Wider(Options):
     kind: Literal["plain", "mine"] = "mine"
-    share: Annotated[float, AtMost(2)] = 1.5
+    share: Annotated[float, Le(2)] = 1.5
 
 
 @pytest.mark.parametrize(

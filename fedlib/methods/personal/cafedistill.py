@@ -29,10 +29,11 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 import torch
+from annotated_types import Ge
 
 from ...core.clients import Client
 from ...core.slices import NOTHING, ParamInfo, Slice
-from ...core.validation import AtLeast, Positive, When
+from ...core.validation import Positive, When
 from ..base import Method
 from ..jobs import Arrived, Member, Round, Server, Serving, Setting, Tensors
 from ..losses import Batch, cross_entropies
@@ -50,7 +51,7 @@ class CAFEDistill(Method):
     version: ClassVar[int] = 2  # 1 told equal clients apart by rounding
     needs_extras: ClassVar[bool] = True
 
-    kd_weight: Annotated[float, AtLeast(0)] = 1.0  # lambda, Eq. 5
+    kd_weight: Annotated[float, Ge(0)] = 1.0  # lambda, Eq. 5
     mu: Positive = 0.6  # Eq. 7: large is uniform, small is oneself
     temperature: Positive = 1.0
     kd_scaling: Literal["exits", "plain"] = "exits"

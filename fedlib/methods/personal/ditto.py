@@ -14,9 +14,10 @@ Deviations: both models see the same batches. CAFEDistill does not say its mu.
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
+from annotated_types import Ge
+
 from ...core.clients import Client
 from ...core.slices import NOTHING
-from ...core.validation import AtLeast
 from ..base import Method
 from ..jobs import Member, Round, Server, Serving
 from ..losses import JointExits
@@ -31,7 +32,7 @@ class Ditto(JointExits, Method):
     version: ClassVar[int] = 2  # 1 had no ``start``, and started at the global model
     remembers: ClassVar[bool] = True  # its clients' own models
 
-    mu: Annotated[float, AtLeast(0)] = 0.5  # the paper's lambda
+    mu: Annotated[float, Ge(0)] = 0.5  # the paper's lambda
     start: Literal["initial", "global"] = "initial"  # where v starts
 
     def members(self, client: Client, server: Server, r: Round) -> list[Member]:

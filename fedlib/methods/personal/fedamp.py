@@ -14,10 +14,11 @@ from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar, Literal
 
 import torch
+from annotated_types import Ge, Le
 
 from ...core.clients import Client
 from ...core.memories import Overlay
-from ...core.validation import AtLeast, AtMost, Positive
+from ...core.validation import Positive
 from ..base import Method
 from ..jobs import Arrived, Member, Round, Server, Serving, Tensors
 from ..losses import JointExits
@@ -34,9 +35,9 @@ class FedAMP(JointExits, Method):
 
     needs_models: ClassVar[bool] = True
 
-    own_share: Annotated[float, AtLeast(0), AtMost(1)] = 0.5  # xi_ii
+    own_share: Annotated[float, Ge(0), Le(1)] = 0.5  # xi_ii
     sigma: Positive = 10.0
-    attraction: Annotated[float, AtLeast(0)] = 1.0  # lambda / alpha
+    attraction: Annotated[float, Ge(0)] = 1.0  # lambda / alpha
     compare: Literal["change", "weights"] = "change"
 
     def prepare(self, server: Server, r: Round) -> Tensors:

@@ -21,10 +21,11 @@ from typing import Annotated, ClassVar
 import numpy as np
 import torch
 import torch.nn.functional as F
+from annotated_types import Ge
 
 from ...core.clients import Client
 from ...core.slices import ParamInfo
-from ...core.validation import AtLeast, Count, Positive
+from ...core.validation import Count, Positive
 from ...models.backbone import Spec
 from ..base import Method
 from ..jobs import Arrived, Member, Round, Server, Stage
@@ -42,7 +43,7 @@ class FedPAC(JointExits, Method):
     needs_extras: ClassVar[bool] = True
     needs_classes: ClassVar[str] = "its feature alignment"
 
-    prototype_weight: Annotated[float, AtLeast(0)] = 1.0  # lambda
+    prototype_weight: Annotated[float, Ge(0)] = 1.0  # lambda
     head_epochs: Count = 1
     head_lr: Positive | None = None  # None: the round's; else one for all rounds
 

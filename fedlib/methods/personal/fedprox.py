@@ -10,7 +10,8 @@ Deviations: the term is added to the gradient, mu (theta - w), and not to the lo
 from dataclasses import dataclass
 from typing import Annotated
 
-from ...core.validation import AtLeast
+from annotated_types import Ge
+
 from ..base import Method
 from ..losses import JointExits
 
@@ -21,7 +22,7 @@ class FedProx(JointExits, Method):
 
     label, color, marker = "FedProx", "#92375b", "p"
 
-    mu: Annotated[float, AtLeast(0)] = 0.05
+    mu: Annotated[float, Ge(0)] = 0.05
 
     def local_update(self, cohort) -> None:
         cohort.train(self.local_loss, gradient=lambda name, p: self.mu * (p - cohort.start[name]))

@@ -17,9 +17,10 @@ from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar
 
 import torch
+from annotated_types import Ge
 
 from ...core.clients import Client
-from ...core.validation import AtLeast, Positive
+from ...core.validation import Positive
 from ..base import Method
 from ..jobs import Arrived, Member, Round, Server
 from ..losses import Batch, JointExits
@@ -35,7 +36,7 @@ class PFedGraph(JointExits, Method):
     needs_models: ClassVar[bool] = True
 
     alpha: Positive = 0.8  # how near the graph's rows stay to p
-    attraction: Annotated[float, AtLeast(0)] = 0.01  # lambda
+    attraction: Annotated[float, Ge(0)] = 0.01  # lambda
     repel: bool = False
 
     def members(self, client: Client, server: Server, r: Round) -> list[Member]:

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import torch
+from annotated_types import Le
 
 from ...core.clients import Client
 from ...core.slices import Slice
-from ...core.validation import AtMost, Positive
+from ...core.validation import Positive
 from ..base import Method
 from ..jobs import Round, Server, Setting
 from ..losses import Batch
@@ -29,7 +30,7 @@ class FedAvg(ServerStep, Method):
     label, color, marker = "FedAvg", "#222222", "X"
 
     exits: Literal["last", "all"] = "last"
-    width: Annotated[Positive, AtMost(1)] = 1.0  # of every hidden axis, rounded up
+    width: Annotated[Positive, Le(1)] = 1.0  # of every hidden axis, rounded up
 
     def exit_units(self, depth: int, num_exits: int) -> tuple[int, ...]:
         return (depth - 1,) if self.exits == "last" else super().exit_units(depth, num_exits)

@@ -23,12 +23,13 @@ from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar, Literal
 
 import torch
+from annotated_types import Ge
 from torch import nn
 
 from ...core.clients import Client
 from ...core.rng import torch_generator
 from ...core.slices import NOTHING, STEM, Slice
-from ...core.validation import AtLeast, Positive
+from ...core.validation import Positive
 from ...models.backbone import Spec
 from ...models.exit_model import ExitModel
 from ...models.map_exits import PooledClassifiers, classifiers
@@ -48,13 +49,13 @@ class FeDepth(MemoryBudgets, Method):
     version: ClassVar[int] = 2  # what is kept ahead of a stage counts as memory
 
     scenario: Literal["fair", "lack", "surplus", "own"] = "fair"
-    slack: Annotated[float, AtLeast(0)] = SLACK
+    slack: Annotated[float, Ge(0)] = SLACK
     partial: Literal["forward", "absent", "refused"] = "forward"  # what blocks that fit no stage do
     heads: Literal["skip", "auxiliary"] = "skip"
     average: Literal["all", "trained"] = "all"  # trained: the mean over those who trained a block
     buffered: bool = True  # z_{j-1} of Eq. 1 is computed once a stage, where it fits and nothing is augmented
-    mu: Annotated[float, AtLeast(0)] = 0.0  # FedProx's: mu/2 |theta - w|^2 in every stage, on what it trains
-    kd_weight: Annotated[float, AtLeast(0)] = 1.0  # of mutual distillation
+    mu: Annotated[float, Ge(0)] = 0.0  # FedProx's: mu/2 |theta - w|^2 in every stage, on what it trains
+    kd_weight: Annotated[float, Ge(0)] = 1.0  # of mutual distillation
     temperature: Positive = 1.0
     peers: Literal["fresh", "served"] = "fresh"  # a client's further models start at random, or as what it is served
 

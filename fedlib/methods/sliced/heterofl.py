@@ -19,10 +19,11 @@ from typing import Annotated, Literal
 
 import numpy as np
 import torch
+from annotated_types import Ge, Le
 
 from ...core.clients import Client
 from ...core.slices import NOTHING, Slice
-from ...core.validation import AtLeast, AtMost, Positive
+from ...core.validation import Positive
 from ..base import Method
 from ..jobs import Member, Round, Server, Serving, Setting
 from ..losses import Batch, cross_entropies, zero_absent_at_client
@@ -35,11 +36,11 @@ class HeteroFL(Method):
 
     label, color, marker = "HeteroFL", "#ce83ad", "P"
 
-    rates: tuple[Annotated[Positive, AtMost(1)], ...] = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0)
+    rates: tuple[Annotated[Positive, Le(1)], ...] = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0)
     dynamic: bool = False
     scaler: bool = True
     masked: bool = True  # the cross-entropy, and what is sent of the classifier
-    averaged_from: Annotated[int, AtLeast(0)] = 0  # clients of smaller budgets train and send nothing (FeDepth, Fig. 2)
+    averaged_from: Annotated[int, Ge(0)] = 0  # clients of smaller budgets train and send nothing (FeDepth, Fig. 2)
     weighting: Literal["examples", "clients"] = "clients"
 
     def check_options(self) -> None:

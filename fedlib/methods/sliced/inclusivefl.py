@@ -15,10 +15,11 @@ from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar, Literal
 
 import torch
+from annotated_types import Ge, Le
 
 from ...core.clients import Client
 from ...core.slices import Slice
-from ...core.validation import AtLeast, AtMost, When
+from ...core.validation import When
 from ..base import Method
 from ..jobs import Arrived, Member, Round, Server, Setting
 from ..server import ServerStep
@@ -34,7 +35,7 @@ class InclusiveFL(ServerStep, Method):
 
     aggregation: Literal["mean", "feddyn", "fedadam"] = "fedadam"
     momentum_distill: bool = True
-    beta: Annotated[float, AtLeast(0), AtMost(1), When(momentum_distill=True)] = 0.2  # of the deeper stage's momentum
+    beta: Annotated[float, Ge(0), Le(1), When(momentum_distill=True)] = 0.2  # of the deeper stage's momentum
 
     def check(self, setting: Setting, e) -> None:
         if self.momentum_distill and self.aggregation == "feddyn":

@@ -29,10 +29,11 @@ from typing import Annotated, ClassVar, Literal
 
 import numpy as np
 import torch
+from annotated_types import Le
 
 from ...core.clients import Client
 from ...core.slices import Axis, Indices, ParamInfo, Slice
-from ...core.validation import AtMost, Positive, When
+from ...core.validation import Positive, When
 from ..base import Method
 from ..jobs import Arrived, Round, Server, Serving, Setting
 from ..server import ServerStep
@@ -41,7 +42,7 @@ from ..widths import CUTTABLE
 
 TRIES = 20
 ATTENTION = ("qk", "vo")
-Share = Annotated[Positive, AtMost(1)]
+Share = Annotated[Positive, Le(1)]
 CONSTRAINED = When(draw="constrained")
 
 

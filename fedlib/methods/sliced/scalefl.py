@@ -20,8 +20,9 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 import torch
+from annotated_types import Ge, Lt
 
-from ...core.validation import AtLeast, Below, Positive
+from ...core.validation import Positive
 from ...models.backbone import Spec
 from ...models.vit import ViTSpec
 from ..base import Method
@@ -37,9 +38,9 @@ class ScaleFL(Levels, Method):
 
     version: ClassVar[int] = 2  # distillation started one round early; width alone was priced without all exits
 
-    kd_weight: Annotated[float, AtLeast(0)] = 0.05  # gamma
+    kd_weight: Annotated[float, Ge(0)] = 0.05  # gamma
     temperature: Positive = 3.0  # tau
-    distill_from: Annotated[float, AtLeast(0), Below(1)] = 0.25  # of the rounds, without distillation
+    distill_from: Annotated[float, Ge(0), Lt(1)] = 0.25  # of the rounds, without distillation
     objective: Literal["release", "paper"] = "release"
     detach: bool = True
     kl_mean: Literal["batch", "all"] = "batch"  # all: over the classes too

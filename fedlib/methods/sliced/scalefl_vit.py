@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import torch
+from annotated_types import Ge, Le
 
 from ...core.clients import Client
 from ...core.slices import Slice
-from ...core.validation import AtLeast, AtMost, Positive
+from ...core.validation import Positive
 from ...models.backbone import Spec
 from ...models.vit import ViTSpec
 from ..base import Method
@@ -39,10 +40,10 @@ class ScaleFLViT(Distillation, ServerStep, Method):
     label, color, marker = "ScaleFL", "#37ad70", "^"
 
     distill: Literal["none", "best", "mutual", "last"] = "last"
-    kd_weight: Annotated[float | None, AtLeast(0), TAUGHT] = 0.05  # eta, constant
+    kd_weight: Annotated[float | None, Ge(0), TAUGHT] = 0.05  # eta, constant
     temperature: Annotated[Positive, TAUGHT] = 3.0  # tau
     weighting: Literal["examples", "clients"] = "clients"
-    widths: tuple[Annotated[Positive, AtMost(1)], ...] | None = None  # one per exit, increasing to 1
+    widths: tuple[Annotated[Positive, Le(1)], ...] | None = None  # one per exit, increasing to 1
 
     def exit_units(self, depth: int, num_exits: int) -> tuple[int, ...]:
         if depth == 12 and num_exits in BLOCKS:
