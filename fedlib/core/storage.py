@@ -11,6 +11,7 @@ import os
 import stat
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -82,7 +83,7 @@ def write_tensors(
     replace_file(path, save(flat, text | {"digest": digest_tensors(flat, text)}), previous)
 
 
-def read_tensors(path: Path, device: str = "cpu") -> tuple[dict[str, torch.Tensor], dict[str, object]]:
+def read_tensors(path: Path, device: str = "cpu") -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Inverse of :func:`write_tensors`; ``DamagedFile`` if its content is not what was written."""
     from safetensors import SafetensorError, safe_open
     from safetensors.torch import load

@@ -14,6 +14,7 @@ import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, replace
+from types import ModuleType
 
 import numpy as np
 import torch
@@ -35,7 +36,7 @@ from .executors import (
 from .federation import Federation, build_train_cache, counts_of
 
 
-def connect(execution: Execution):
+def connect(execution: Execution) -> ModuleType:
     """The ``ray`` module, connected: an existing connection of this process, else ``address``, else a local Ray.
 
     Without ``address``, ``$RAY_ADDRESS`` counts. A local Ray lives until the process ends or ``ray.shutdown()``.
@@ -59,7 +60,7 @@ def connect(execution: Execution):
     return ray
 
 
-def total(ray, kind: str) -> float:
+def total(ray: ModuleType, kind: str) -> float:
     """CPUs or GPUs of the cluster, busy or not. ``ValueError`` if a GPU is wanted and there is none."""
     amount = ray.cluster_resources().get(kind, 0)
     if kind == "GPU" and not amount:
@@ -85,7 +86,7 @@ def _from_buffer(parts: tuple[np.ndarray | None, torch.dtype, torch.Size]) -> to
     return torch.from_numpy(data).view(dtype).view(shape)
 
 
-def _share_tensors(ray) -> None:
+def _share_tensors(ray: ModuleType) -> None:
     """Let this process send tensors as buffers (torch's own way writes each of them to an archive first)."""
     warnings.filterwarnings("ignore", "The given NumPy array is not writable")
     ray.util.register_serializer(torch.Tensor, serializer=_to_buffer, deserializer=_from_buffer)

@@ -45,7 +45,8 @@ class Setting:
     seed: int = 1
     label_counts: Callable[[int], np.ndarray] | None = None  # a client's training examples by label, (classes,)
     batch_size: int = 32  # examples of a local step
-    measure: Measure | None = None  # what parts of the model cost: budgets are solved with it
+    # What parts of the model cost: budgets are solved with it. None before there are shapes, in a check of names alone
+    measure: Measure = None  # pyright: ignore[reportAssignmentType]
     frozen: Tensors = field(default_factory=dict)  # the tensors that nobody trains
     lab: Lab | None = None  # where the experiment grants the server public examples
     solved: dict = field(default_factory=dict, compare=False, repr=False)  # what methods work out of it, once: levels

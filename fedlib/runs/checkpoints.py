@@ -28,7 +28,8 @@ class Checkpoints:
         self.path, self.experiment = path, experiment
         self.newest, self.previous = path / "checkpoint.safetensors", path / "previous.safetensors"
         self.memories, self.mirrors = ClientFiles(path / "clients"), ClientFiles(path / "mirrors")
-        self.seconds, self.dropped, self.final = 0.0, 0, {}
+        self.seconds, self.dropped = 0.0, 0
+        self.final: dict = {}
         self.metrics: list[dict] = []
         self.record: Record = {}  # see record.py
         self.saved = 0  # the round of the newest checkpoint

@@ -1,5 +1,6 @@
 """Costs without training: parameters, upload, MACs and training memory per exit, from shapes alone (meta device)."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -42,7 +43,7 @@ class Shapes:
         client = Client(-1, budget, 0)
         return self.method.slice_for(client, Server(0, self.trainable, {}), Round(1, (client,), self.setting))
 
-    def held(self, part: Slice, names=None) -> dict[str, torch.Tensor]:
+    def held(self, part: Slice, names: Mapping[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
         """The parameters (of ``names``, default all) that ``part`` holds, cut to size."""
         params = self.everything if names is None else names
         infos = self.setting.infos

@@ -225,10 +225,12 @@ class _Process:
             [sys.executable, "-m", __name__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
             env=os.environ | {"OMP_NUM_THREADS": "1"}, start_new_session=True,
         )  # fmt: skip
+        assert self.process.stdin is not None and self.process.stdout is not None  # pipes, as asked for
+        self.input, self.output = self.process.stdin, self.process.stdout
         threading.Thread(target=self._listen, args=(answers,), daemon=True).start()
 
     def _listen(self, answers: queues.Queue) -> None:
-        for line in self.process.stdout:
+        for line in self.output:
             answers.put((self, json.loads(line)))
         answers.put((self, None))
 
@@ -236,12 +238,12 @@ class _Process:
         folder = str(folder or outputs_dir() / "runs")  # this process's, not that one's
         job = {"experiment": e.to_dict(), "workers": workers, "folder": folder, "seconds": seconds}
         with contextlib.suppress(BrokenPipeError):  # it died: heard of through its output
-            self.process.stdin.write(json.dumps(job) + "\n")
-            self.process.stdin.flush()
+            self.input.write(json.dumps(job) + "\n")
+            self.input.flush()
 
     def ask_to_stop(self) -> None:
         with contextlib.suppress(BrokenPipeError):
-            self.process.stdin.close()
+            self.input.close()
 
     def end(self) -> None:
         try:

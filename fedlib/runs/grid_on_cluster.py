@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 
 import torch
 
@@ -61,7 +62,7 @@ def _run_there(
 
 
 def spread(
-    function: Callable, experiments: Sequence[Experiment], execution: Execution, *args
+    function: Callable, experiments: Sequence[Experiment], execution: Execution, *args: object
 ) -> Iterator[tuple[Experiment, object]]:
     """Yield (experiment, ``function(experiment, execution, *args)``) as they end, at most ``workers`` at a time.
 
@@ -107,7 +108,7 @@ def gpu_share(need_mib: float, gpu_mib: float) -> float:
     return math.floor(1e4 / fits) / 1e4  # Ray counts in ten-thousandths
 
 
-def gpu_memory_mib(ray) -> list[float]:
+def gpu_memory_mib(ray: ModuleType) -> list[float]:
     """The memory of one GPU of every node that has any."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy as Strategy
 

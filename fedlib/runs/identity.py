@@ -13,6 +13,7 @@ import os
 from collections.abc import Collection, Iterable, Mapping
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -30,7 +31,7 @@ from .reached import UNVERIFIED, code_of, digest_of
 
 KINDS = ("options", "method", "backbone", "data", "weights")  # what can differ, in the words of ``accept``
 WEIGHTS_FILES = ("config.json", "*.safetensors", "*.bin", "*.index.json")  # of a model's folder
-Inputs = Mapping[str, object]
+Inputs = Mapping[str, Any]  # as JSON holds them
 Accept = str | Iterable[str]
 
 
@@ -175,7 +176,7 @@ def _data_digest(e: Experiment) -> str | None:
     """The digest of ``e``'s data set as it is now; None where it is not at hand, or cannot be read."""
     key = _key(e)
     if key is None or (known := known_digest(key)) is not None:
-        return key and known
+        return known if key else None
     try:
         size, tokenizer = backbone_spec(e.backbone).input_shape[-1], tokenizer_of(e.backbone)
         known = known_digest(key, size) or published_digest(key, size)

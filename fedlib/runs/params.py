@@ -12,6 +12,7 @@ epochs, no file says (``shrink.py``).
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from ..core.experiment import Experiment
 from ..core.paths import params_dir
@@ -37,7 +38,7 @@ SPEC_KEYS = {
     "also", "average",
 }  # fmt: skip
 VARIANT_KEYS = {"label", "finetune"}  # of a variant; all others are fields of Experiment
-Layers = Mapping[str, Mapping[str, object]]  # by name, in the order in which they are merged
+Layers = Mapping[str, Mapping[str, Any]]  # by name, in the order in which they are merged
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ def make_experiment(*layers: Mapping[str, object]) -> Experiment:
 
 
 def load_experiment(
-    paper: str, method: str, profile: str, overrides: Mapping[str, object] | None = None, **row
+    paper: str, method: str, profile: str, overrides: Mapping[str, object] | None = None, **row: object
 ) -> Experiment:
     """One experiment outside any table: base <- method <- profile <- row <- overrides (first seed of the profile)."""
     base, methods = _paper(paper)
@@ -119,7 +120,7 @@ def _shrunk(published: Layers, sizes: Layers, row: Mapping, last: Layers) -> Lay
     return {**published, **sizes, "row": row, "follows from its size": more, **last}
 
 
-def at_profile(layer: Mapping[str, object], profile: str) -> tuple[dict, dict]:
+def at_profile(layer: Mapping[str, Any], profile: str) -> tuple[dict, dict]:
     """What a layer says always, and what it says at ``profile`` alone: its key of that name, over the profile's own."""
     return {k: v for k, v in layer.items() if k not in profiles()}, dict(layer.get(profile, {}))
 
@@ -229,7 +230,7 @@ def _variants(spec: dict, kept: list[str], overrides: dict) -> dict[str, dict]:
     return {name: known[name] for name in names}
 
 
-def _given(overrides: Mapping[str, object] | None) -> dict[str, object]:
+def _given(overrides: Mapping[str, object] | None) -> dict[str, Any]:
     """``overrides`` as a dict; ``ValueError`` names a key of the grid that is no name, or no list of such."""
     if overrides is not None and not isinstance(overrides, Mapping):
         raise ValueError(f"overrides = {shown(overrides)}: expected a mapping of names to values")

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from functools import cache, lru_cache
 from pathlib import Path
+from typing import Any
 
 from ..core.experiment import Experiment
 from ..core.paths import params_dir
@@ -68,14 +69,14 @@ def _strict_loader() -> type:
     class Strict(yaml.SafeLoader):
         yaml_implicit_resolvers = {}
 
-        def compose_mapping_node(self, anchor):
+        def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
             node = super().compose_mapping_node(anchor)
             for key, count in Counter(k.value for k, _ in node.value if isinstance(k, yaml.ScalarNode)).items():
                 if count > 1:
                     raise yaml.MarkedYAMLError("a mapping", node.start_mark, f"key {key!r} is given twice")
             return node
 
-        def compose_node(self, parent, index):
+        def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
             if self.check_event(yaml.AliasEvent):
                 raise yaml.MarkedYAMLError(
                     "an alias", self.peek_event().start_mark, "aliases are not used: write it out"
@@ -84,8 +85,12 @@ def _strict_loader() -> type:
 
     for tag, pattern in SCALARS.items():
         Strict.add_implicit_resolver(f"tag:yaml.org,2002:{tag}", re.compile(f"(?:{pattern})$"), None)
-    decimal = lambda text: int(text, 0 if text[:2] in ("0o", "0x") else 10)  # noqa: E731
-    Strict.add_constructor("tag:yaml.org,2002:int", lambda loader, node: decimal(loader.construct_scalar(node)))
+
+    def integer(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
+        text = loader.construct_scalar(node)
+        return int(text, 0 if text[:2] in ("0o", "0x") else 10)
+
+    Strict.add_constructor("tag:yaml.org,2002:int", integer)
     return Strict
 
 
@@ -149,7 +154,7 @@ def load_layered(paper: str, name: str) -> dict:
     return merge(*(load_yaml(path) for path in paths if path.is_file()))
 
 
-def merge(*layers: Mapping[str, object]) -> dict:
+def merge(*layers: Mapping[str, Any]) -> dict:
     """Later layers win; mappings (``options``, ``finetune_options``) are merged key by key."""
     out: dict = {}
     for layer in layers:

@@ -5,7 +5,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from ..core.experiment import Experiment
 from ..engine.rounds import Finished
@@ -16,7 +16,7 @@ SWITCH = "TQDM_DISABLE"  # tqdm's own: not empty and not "0" means no bars
 SCREEN_SECONDS, LOG_SECONDS = 0.2, 30.0  # between lines on a screen, and where the terminal is a file
 
 
-def told(tell: Callable, *args, **options) -> object:
+def told(tell: Callable, *args: Any, **options: Any) -> Any:
     """What ``tell`` returns; that it speaks to a closed stream or a broken pipe ends no run."""
     try:
         return tell(*args, **options)
@@ -27,7 +27,7 @@ def told(tell: Callable, *args, **options) -> object:
             raise
 
 
-def bar(shown: bool, **options):
+def bar(shown: bool, **options: Any) -> Any:
     """A tqdm bar, a silent one if nobody can see it."""
     from tqdm.auto import tqdm
 
@@ -43,7 +43,7 @@ def say(text: str) -> None:
 def interrupted(text: str) -> KeyboardInterrupt:
     """A Ctrl-C of which a terminal and a notebook show one sentence; a plain one, so that a shell sees a signal."""
     error, others = KeyboardInterrupt(text), sys.excepthook
-    error._render_traceback_ = lambda: [text]  # IPython asks for it
+    vars(error)["_render_traceback_"] = lambda: [text]  # IPython asks for it
     sys.excepthook = lambda kind, e, trace: print(text, file=sys.stderr) if e is error else others(kind, e, trace)
     return error
 
@@ -56,12 +56,12 @@ class Watch:
         self.bars = shown and os.environ.get(SWITCH, "") in ("", "0")
         self.terminal = Terminal.of_this_kernel() if self.bars else None
         self.runs = bar(self.bars and self.total > 1, total=self.total, desc="runs")
-        self.rounds = None
+        self.rounds: Any = None  # the bar of the run that goes on
 
     def __enter__(self) -> "Watch":
         return self
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, *_: object) -> None:
         for shown in (self.rounds, self.runs, self.terminal):
             if shown is not None:
                 told(shown.close)
@@ -114,8 +114,8 @@ class Watch:
         left = {e: e.rounds for e in self.left}
         if self.rounds is not None:
             left[self.e] = self.e.rounds - self.t
-        seconds = [(self.pace.seconds_a_round(e), n) for e, n in left.items()]
-        return None if any(s is None for s, _ in seconds) else sum(s * n for s, n in seconds)
+        seconds = [s * n for e, n in left.items() if (s := self.pace.seconds_a_round(e)) is not None]
+        return sum(seconds) if len(seconds) == len(left) else None
 
 
 class Terminal:

@@ -18,6 +18,7 @@ import sys
 import types
 import warnings
 from collections.abc import Collection, Iterator, Mapping
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -55,8 +56,8 @@ def code_of(method: type) -> dict[str, int | str]:
 def tell(method: type, code: Mapping[str, int | str]) -> None:
     """Use ``code`` as :func:`code_of` of ``method``: a class that was sent to this process came without its source."""
     for cls in method.__mro__:
-        if isinstance(code.get(cls.__name__), str):
-            _told[cls] = code[cls.__name__]
+        if isinstance(told := code.get(cls.__name__), str):
+            _told[cls] = told
 
 
 def digest_of(value: object, method: Collection[type] = ()) -> str:
@@ -102,7 +103,7 @@ class _Walk:
         for name in sorted(values):
             yield from self.named(name, values[name])
 
-    def value(self, x: object) -> Iterator[str]:
+    def value(self, x: Any) -> Iterator[str]:
         kind = type(x)
         if kind in CONSTANTS:
             yield repr(x)
@@ -147,7 +148,7 @@ class _Walk:
         if _module_owner(x) != "own":
             return
         whole = used is None or WHOLE & set(used)
-        found = {k for k in vars(x) if not k.startswith("__")} if whole else set(used) & vars(x).keys()
+        found = {k for k in vars(x) if not k.startswith("__")} if whole else set(used or ()) & vars(x).keys()
         if (key := (id(x), frozenset(found))) not in self.seen:
             self.seen[key] = len(self.seen), x
             for name in sorted(found):
@@ -219,7 +220,7 @@ class _Walk:
         yield from self.value(state)
 
 
-def _imported(wanted: Import, space: Mapping[str, object]) -> object:
+def _imported(wanted: Import, space: Mapping[str, Any]) -> object:
     """The module that a function imports when it runs; of a library, if not loaded, its name; None: there is none."""
     name, level, parts = wanted
     try:

@@ -10,6 +10,7 @@ import os
 import platform
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -18,7 +19,7 @@ from ..engine.executors import Execution
 from ..kernels.products import choose_products, cpu
 from .identity import Inputs, OtherInputs, differences
 
-Record = Mapping[str, object]
+Record = Mapping[str, Any]  # as JSON holds it
 
 
 def provenance_now(execution: Execution) -> dict[str, object]:

@@ -9,6 +9,7 @@ Read next: ``params.py``.
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import fields
+from typing import Any
 
 from ..core.experiment import Experiment
 from ..core.validation import unmet
@@ -26,7 +27,7 @@ def following(published: Mapping[str, object], made: Mapping[str, object], said:
     return {k: v for k, v in found.items() if k not in said and v}
 
 
-def said_by(*layers: Mapping[str, object]) -> set[str]:
+def said_by(*layers: Mapping[str, Any]) -> set[str]:
     """The keys that ``layers`` name."""
     return {k for x in layers for k in (*x, *(f"options.{name}" for name in x.get("options", ())))} - {"options"}
 

@@ -8,9 +8,10 @@ existence means done. A run that was trained with another method, data or weight
 
 import time
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal, overload
 
 from ..core.experiment import Experiment
 from ..core.profiling import phase
@@ -27,7 +28,7 @@ from .durations import Pace
 from .identity import KINDS, Accept, Inputs, accepted, check_verified, inputs_of, known_inputs
 from .places import Folder, as_stored, check_files, check_place, folder_of, forget, run_path
 from .progress import Watch, interrupted, say
-from .record import begun, check_inputs, ended, provenance_now, recorded, resumed, this_machine
+from .record import Record, begun, check_inputs, ended, provenance_now, recorded, resumed, this_machine
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Run:
     path: Path
     summary: dict
     metrics: list[dict]
-    record: Mapping[str, object] = field(default_factory=dict)
+    record: Record = field(default_factory=dict)
 
     @property
     def accuracy(self) -> float:
@@ -77,6 +78,16 @@ def find_run(e: Experiment, folder: Folder = None, accept: Accept = ()) -> Run |
     return Run(e, path, summary, metrics, content)
 
 
+@overload
+def run(
+    e: Experiment, execution: Execution = ..., folder: Folder = ..., progress: bool = ...,
+    checkpoint_seconds: float = ..., wait: Literal[True] = ..., accept: Accept = ..., again: bool = ...,
+) -> Run: ...  # fmt: skip
+@overload
+def run(
+    e: Experiment, execution: Execution = ..., folder: Folder = ..., progress: bool = ...,
+    checkpoint_seconds: float = ..., wait: bool = ..., accept: Accept = ..., again: bool = ...,
+) -> Run | None: ...  # fmt: skip
 def run(
     e: Experiment, execution: Execution = Execution(), folder: Folder = None, progress: bool = True,
     checkpoint_seconds: float = 20.0, wait: bool = True, accept: Accept = (), again: bool = False,
@@ -132,7 +143,7 @@ def run_all(
                     else:
                         r = _run_missing(e, execution, folder, watch, checkpoint_seconds, wait, accept)
                     done |= {e: r} if r is not None else {}
-    done.update((e, find_run(e, folder, accept)) for e in missing if e not in done)
+    done |= {e: r for e in missing if e not in done and (r := find_run(e, folder, accept)) is not None}
     return [done[e] for e in experiments]
 
 
