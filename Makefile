@@ -78,6 +78,7 @@ test-oldest:
 lint: setup
 	$(BIN)/ruff check fedlib tests benchmarks pretraining
 	$(BIN)/ruff format --check fedlib tests benchmarks pretraining
+	$(BIN)/basedpyright --pythonpath $(BIN)/python
 
 lab: setup
 	$(BIN)/jupyter lab notebooks

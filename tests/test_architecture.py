@@ -178,6 +178,18 @@ def test_files_are_thin():
         assert lines <= most, f"{path.name}: {lines} lines of code"
 
 
+def test_every_argument_says_its_type():
+    for path in (p for p in files() if folder_of(p) in ("core", "methods", "engine", "runs")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef):
+                every = ast.walk(node.args)
+                bare = {a.arg for a in every if isinstance(a, ast.arg) and a.annotation is None} - {"self", "cls"}
+                inside = {
+                    a.arg for x in node.args.defaults for a in ast.walk(x) if isinstance(a, ast.arg)
+                }  # of a lambda
+                assert bare <= inside, f"{path.relative_to(PACKAGE)}: {node.name}: {bare}"
+
+
 def test_heavy_packages_are_imported_where_they_are_needed():
     for path in files():
         tree = ast.parse(path.read_text())

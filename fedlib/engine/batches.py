@@ -64,9 +64,9 @@ def draw_batches(
     first = {}  # of each client's members
     for i, client in enumerate(clients):
         if (same := first.setdefault(client.id, i)) != i:
-            for tensor in (rows, weights, views):
-                if tensor is not None:
-                    tensor[:, i] = tensor[:, same]
+            rows[:, i], weights[:, i] = rows[:, same], weights[:, same]
+            if views is not None:
+                views[:, i] = views[:, same]
             continue
         mine = data.client(client.id)
         for step, (chosen, seen) in enumerate(_client_batches(e, data, client, draws.of(client.id), epochs, b)):
@@ -74,12 +74,12 @@ def draw_batches(
             rows[step, i, :n] = mine[chosen]
             rows[step, i, n:] = mine[0]  # padding has weight zero
             weights[step, i, :n] = 1 / n
-            if views is not None:
+            if views is not None and seen is not None:
                 views[step, i, :n] = seen
     device, active = data.inputs.device, weights > 0
     return Batches(
         torch.from_numpy(rows).to(device), views.to(device) if views is not None else None,
-        torch.from_numpy(weights).to(device), rows, active.sum(-1).max(-1).tolist(), active.any(-1),
+        torch.from_numpy(weights).to(device), rows, active.sum(-1).max(-1).tolist(), np.asarray(active.any(-1)),
     )  # fmt: skip
 
 

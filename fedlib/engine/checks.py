@@ -16,6 +16,7 @@ from ..data.tokenizer import words_of
 from ..layers.norms import BatchNorm2d
 from ..methods import METHODS, OLD_OPTIONS, Method, Setting, build_method, present_options
 from ..models.adapters import check_finetune, default_options
+from ..models.backbone import Spec
 from ..models.exit_model import ExitModel
 from ..models.registry import backbone_spec, check_pretrained
 from .optimisers import check_optimiser
@@ -68,7 +69,7 @@ def check_experiment(e: Experiment) -> Method:
     return method
 
 
-def check_input(e: Experiment, config, text: bool) -> None:
+def check_input(e: Experiment, config: Spec, text: bool) -> None:
     """Raise ``ValueError`` if the backbone reads images and the data are sentences, or the reverse."""
     if text == (len(config.input_shape) == 1):
         return
@@ -91,7 +92,7 @@ def check_labels(e: Experiment, method: Method) -> None:
         raise ValueError(f"{e.method}: temperature = {temperature}: a regression has no classes to soften; allowed: 1")
 
 
-def check_channels(e: Experiment, config, data: FederatedData) -> None:
+def check_channels(e: Experiment, config: Spec, data: FederatedData) -> None:
     """Raise ``ValueError`` if the images have other channels than the backbone reads; grey ones are repeated."""
     if is_text(data.inputs) or data.inputs.shape[1] in (1, config.input_shape[0]):
         return
@@ -114,7 +115,7 @@ def check_norms(e: Experiment, model: ExitModel) -> None:
         )
 
 
-def check_words(e: Experiment, config) -> None:
+def check_words(e: Experiment, config: Spec) -> None:
     """Raise ``ValueError`` if the backbone and its tokenizer do not go together; ``ConnectionError`` if it has none."""
     source = config.tokenizer
     if source is None:

@@ -8,6 +8,7 @@ Read next: ``runs/grid_on_cluster.py``.
 """
 
 import copy
+import logging
 import math
 import os
 import warnings
@@ -52,7 +53,7 @@ def connect(execution: Execution) -> ModuleType:
             own = {"num_cpus": max(os.cpu_count() or 1, execution.workers or 1), "include_dashboard": False}
         for attempts_left in (2, 1, 0) if own else (0,):  # on a busy machine, Ray gives its own processes up after 30 s
             try:
-                ray.init(address, log_to_driver=False, logging_level="warning", **own)
+                ray.init(address, log_to_driver=False, logging_level=logging.WARNING, **own)
                 break
             except Exception as error:  # of many types, plain Exception among them
                 if not attempts_left:
@@ -156,7 +157,7 @@ class RayExecutor:
         kind = "CPU" if execution.device == "cpu" else "GPU"
         units = total(ray, kind)
         self.workers = execution.workers or max(1, int(units))
-        need = {"num_cpus": 1}
+        need: dict[str, float] = {"num_cpus": 1}
         if kind == "GPU":
             need["num_gpus"] = 1 / math.ceil(self.workers / units)
         self.need = need

@@ -54,7 +54,8 @@ class Cohort:
         self.extras: dict[int, Tensors] = {}
         self.losses: dict[int, float] = {}
         self.stack = Stack(federation, self.members, memories)
-        self.rows = self.stack.rows
+        self.rows: Mapping[str, Sequence[int]] = self.stack.rows
+        self.label_counts = self.stack.label_counts
         self.start = self.stack.tensors(server.params)  # what the clients start from, stacked
         self.params = {n: p.clone() for n, p in self.start.items()}  # what they train
         self.forward = Forward(
@@ -227,7 +228,7 @@ class Cohort:
             x = ahead(step, width) if ahead is not None else self.forward.inputs(rows, views)
         exit_of = {unit: j for j, unit in enumerate(self.model.exit_units)}
 
-        def watch(unit, z, feature, past, handed_back):
+        def watch(unit: int, z: torch.Tensor, feature: torch.Tensor, *_: object) -> None:
             if unit in exit_of:
                 features[exit_of[unit]] = feature
 

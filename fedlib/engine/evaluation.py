@@ -31,7 +31,7 @@ BATCH = 250  # examples; a number of its own, so that no answer follows from how
 def exit_logits(federation: Federation, server: Server, part: Slice | tuple[Slice, ...]) -> torch.Tensor:
     """Logits (E, N, C) of sub-model ``part`` on the test set; zeros for exits it does not hold. Of several the mean."""
     if isinstance(part, tuple):
-        return sum(exit_logits(federation, server, one) for one in part) / len(part)
+        return sum((exit_logits(federation, server, one) for one in part), torch.zeros(())) / len(part)
     data, device, policy = federation.data, federation.device, federation.experiment.batch_norm
     forward = central(federation, server, part)
     forward.place_(training=policy == "local")  # whose statistics are the clients': here those of the batch
@@ -93,12 +93,12 @@ def evaluate(federation: Federation, server: Server) -> Mapping[str, object]:
     for j, part in zip(answering, parts, strict=True):
         held = (part[0] if isinstance(part, tuple) else part).exits
         answers = max((k for k in held if k <= j), default=j)  # an exit that nobody trains: the one before it
-        found.append(measured((outputs if shared else exit_logits(federation, server, part))[answers]))
+        found.append(measured((exit_logits(federation, server, part) if outputs is None else outputs)[answers]))
     exits = [f[task.metric] for f in found]
     out = {"accuracy": round(sum(exits) / len(exits), 4), "exits": exits}
     if others := {name: [f[name] for f in found] for name in found[0] if name != task.metric}:
         out["others"] = others
-    if shared and len(exits) > 1:
+    if outputs is not None and len(exits) > 1:
         out["ensemble"] = measured(outputs[answering].mean(0))[task.metric]
     if right:
         out["right"] = packed(torch.stack(right))

@@ -144,9 +144,8 @@ def train_cohort(
         update, new_memories, extras = f.method.upload(cohort), cohort.new_memories, cohort.extras
         if nonfinite and f.experiment.nonfinite == "drop":
             update = update.without(nonfinite)
-            new_memories, losses, extras = (
-                {c: x for c, x in d.items() if c not in nonfinite} for d in (new_memories, losses, extras)
-            )
+            new_memories, extras = ({c: x for c, x in d.items() if c not in nonfinite} for d in (new_memories, extras))
+            losses = {c: x for c, x in losses.items() if c not in nonfinite}
         models = {}
         if f.method.needs_models:
             kinds = {n: p.dtype for n, p in cohort.params.items()}  # what was compressed comes in float64
@@ -243,7 +242,7 @@ def share_out(
             while todo and hand_out(todo[0]):
                 todo.popleft()
             for i, trained, error in finished():
-                if error is None:
+                if trained is not None:
                     done[i] = trained
                     continue
                 todo.appendleft(i)
@@ -295,7 +294,7 @@ class InProcess:
             self._local.model.register_forward_pre_hook(self._stop_if_closed)
         return self._local.model
 
-    def _stop_if_closed(self, *_) -> None:
+    def _stop_if_closed(self, *_: object) -> None:
         if self._closed.is_set():
             raise RuntimeError("the executor was closed while this cohort was training")
 

@@ -16,9 +16,11 @@ from ..data.tasks import Span, Task, task_of
 from ..kernels import swap_in_
 from ..layers.dropout import TokenDropout
 from ..methods import Method, Server, Setting
+from ..methods.jobs import unknown
 from ..models.adapters import apply_finetune_
 from ..models.exit_model import ExitModel
 from ..models.exits import EveryToken
+from ..models.foreign_specs import ForeignSpec
 from ..models.measure import Measure
 from ..models.places import axes_of
 from ..models.registry import backbone_spec, build_backbone, tokenizer_of
@@ -93,18 +95,18 @@ def build_model(
         backbone = backbone_spec(e.backbone).build() if meta else build_backbone(e.backbone, e.pretrained, e.seed)
         if e.exit_head is not None:
             backbone.spec = backbone_spec(e.backbone, e.exit_head)
-        exit_units = e.exit_blocks if exit_units is None else exit_units
-        if exit_units is None:
-            exit_units = method.place_exits(backbone.spec, e.num_exits, partial(_measured, e, method, num_classes))
+        units = e.exit_blocks if exit_units is None else tuple(exit_units)
+        if units is None:
+            units = method.place_exits(backbone.spec, e.num_exits, partial(_measured, e, method, num_classes))
         task = task_of(e.dataset)
-        head = method.build_head(backbone.spec, task.outputs(num_classes), exit_units)
+        head = method.build_head(backbone.spec, task.outputs(num_classes), units)
         if task.reads == "tokens":
             backbone.reads_all = True
             head = EveryToken(head, backbone.spec.input_shape[0], isinstance(task, Span))
         if not meta:
             head.init_(torch_generator(e.seed, "head init"))
         apply_finetune_(backbone, head, e.finetune, dict(e.finetune_options), e.seed)
-    model = swap_in_(ExitModel(backbone, head, exit_units, e.batch_norm).eval())
+    model = swap_in_(ExitModel(backbone, head, units, e.batch_norm).eval())
     method.configure(model)
     return model
 
@@ -118,7 +120,7 @@ def _measured(e: Experiment, method: Method, num_classes: int, exit_units: tuple
 def setting_of(e: Experiment, model: ExitModel, data: FederatedData | None = None) -> Setting:
     """What methods may know of ``e`` with ``model``, fresh or of shapes alone."""
     infos = model.infos()
-    counts = counts_of(data) if data is not None else None
+    counts = counts_of(data) if data is not None else unknown
     axes, measure = axes_of(model, infos), Measure(model)
     spec = model.backbone.spec
     return Setting(
@@ -153,7 +155,7 @@ def build_federation(e: Experiment, device: str = "cpu") -> Federation:
     spec = backbone_spec(e.backbone)
     check_words(e, spec)
     data = load_federated(e, device, spec.input_shape[-1], tokenizer_of(e.backbone))
-    if spec.pixels and spec.as_trained:  # images as the checkpoint saw them
+    if spec.pixels and isinstance(spec, ForeignSpec) and spec.as_trained:  # images as the checkpoint saw them
         mean, std = torch.tensor(spec.pixels, device=data.mean.device)
         data = replace(data, mean=mean, std=std)
     check_input(e, spec, is_text(data.inputs))

@@ -31,8 +31,8 @@ class Forward:
 
     def __init__(
         self, model: ExitModel, parts: Sequence[Slice], *tensors: Mapping[str, torch.Tensor],
-        data: FederatedData | None = None, test: bool = False, cache: FrozenCache | None = None,
-        bfloat16: bool = False,
+        data: FederatedData = None,  # pyright: ignore[reportArgumentType]: None where shapes alone are priced
+        test: bool = False, cache: FrozenCache | None = None, bfloat16: bool = False,
     ):  # fmt: skip
         self.model, self.parts, self.tensors, self.data = model, tuple(parts), tensors, data
         self.test, self.cache, self.bfloat16 = test, cache, bfloat16
@@ -116,8 +116,9 @@ class Forward:
         whole = exits and min(self.route.alive) == len(self.parts)
         return alike and whole and by_example(self.model, context.policy, context.training, features=True)
 
-    def as_one(self, x: torch.Tensor, weights: torch.Tensor | None = None) -> torch.Tensor:
+    def as_one(self, x: torch.Tensor | Begun, weights: torch.Tensor | None = None) -> torch.Tensor:
         """The examples (M, B, ...) of all through one backbone as one batch; each member's own exits answer."""
+        assert isinstance(x, torch.Tensor)  # without a cache
         self.model.context.weights, backbone = weights, self.model.backbone
         z, outputs = backbone.stem(x.flatten(0, 1).unsqueeze(0)), []
         for unit in range(self.model.depth):

@@ -28,8 +28,8 @@ class FrozenCache:
     """
 
     def __init__(
-        self, model: ExitModel, units: int, n: int, render: Callable[[torch.Tensor], torch.Tensor], device,
-        skips: Collection[int] = (),
+        self, model: ExitModel, units: int, n: int, render: Callable[[torch.Tensor], torch.Tensor],
+        device: torch.device, skips: Collection[int] = (),
     ):  # fmt: skip
         self.units, self.render, self.device = units, render, device
         self.goes_on = units < model.depth  # does anything run after them?

@@ -8,7 +8,7 @@ import math
 import numpy as np
 import torch
 
-from ..core.slices import Slice, scatter_add_, take, take_all
+from ..core.slices import ParamInfo, Slice, scatter_add_, take, take_all
 from ..data.federated import FederatedData
 from ..methods.jobs import Setting, Tensors
 from ..models.exit_model import ExitModel
@@ -84,7 +84,7 @@ class ServerLab:
         return torch.cat([forward(forward.inputs(x[None]))[max(part.exits), 0] for x in parts])
 
 
-def _written(whole: torch.Tensor, value: torch.Tensor, info, part: Slice) -> torch.Tensor:
+def _written(whole: torch.Tensor, value: torch.Tensor, info: ParamInfo, part: Slice) -> torch.Tensor:
     """``whole`` with ``value`` in the entries that ``part`` keeps."""
     held, new = torch.zeros_like(whole), torch.zeros_like(whole)
     scatter_add_(held, torch.ones((), dtype=whole.dtype, device=whole.device), info, part)

@@ -38,7 +38,7 @@ def bytes_to_train(e: Experiment, shapes: ExitModel, examples: int) -> int:
     return 4 * (frozen + server + client + (kept if inside else widest))
 
 
-def available(device: torch.device) -> int:
+def available(device: torch.device) -> float:
     """Bytes that may still be claimed on ``device``; on a CPU what the system or the container's limit leaves."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]

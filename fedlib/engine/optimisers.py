@@ -8,6 +8,7 @@ optimiser is made for one run of local training: its state starts at zero.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,6 +17,7 @@ from ..core.experiment import Experiment
 
 BETAS, EPS = (0.9, 0.999), 1e-8  # of Adam and AdamW (Kingma and Ba 2015)
 Rows = Sequence[int]
+Tensors = list[torch.Tensor] | tuple[torch.Tensor, ...]
 Rate = float | np.ndarray  # one for all, or each member's own (M,)
 
 
@@ -46,17 +48,19 @@ class LocalOptimiser:
         reached = [i for i, g in enumerate(grads) if g is not None]
         if not reached:
             return
-        grads = [grads[i] for i in reached]
+        held = [g for g in grads if g is not None]
         if self.clip_value is not None:
-            torch._foreach_clamp_min_(grads, -self.clip_value)
-            torch._foreach_clamp_max_(grads, self.clip_value)
+            torch._foreach_clamp_min_(held, -self.clip_value)
+            torch._foreach_clamp_max_(held, self.clip_value)
         if self.clip_norm is not None:
-            grads = clip_norms(grads, [self._at[i] for i in reached], len(active), self.clip_norm)
+            held = clip_norms(held, [self._at[i] for i in reached], len(active), self.clip_norm)
         state = [[tensors[i] for i in reached] for tensors in (self.leaves, *self.moments)]
         with _standing_still(state, [self.rows[i] for i in reached], active):
-            self._update_(*state, grads=grads, reached=reached, rate=rate, active=active)
+            self._update_(*state, grads=held, reached=reached, rate=rate, active=active)
 
-    def _update_(self, leaves, *moments, grads, reached, rate, active) -> None:
+    def _update_(
+        self, leaves: Tensors, *moments: Tensors, grads: Tensors, reached: Sequence[int], rate: Rate, active: np.ndarray
+    ) -> None:
         raise NotImplementedError
 
     def _of_rows(self, values: np.ndarray, reached: Sequence[int]) -> list[torch.Tensor]:
@@ -69,13 +73,16 @@ class LocalOptimiser:
 class SGD(LocalOptimiser):
     """v <- momentum v + g + decay p; p <- p - rate v."""
 
-    def __init__(self, leaves, rows, momentum: float = 0.0, **options):
+    def __init__(self, leaves: Tensors, rows: Sequence[Rows], momentum: float = 0.0, **options: Any):
         super().__init__(leaves, rows, **options)
         self.momentum = momentum
         if momentum:
             self._moment()
 
-    def _update_(self, leaves, velocity=None, *, grads, reached, rate, active):
+    def _update_(
+        self, leaves: Tensors, velocity: Tensors | None = None, *, grads: Tensors, reached: Sequence[int], rate: Rate,
+        active: np.ndarray,
+    ) -> None:  # fmt: skip
         if self.weight_decay:
             grads = torch._foreach_add(grads, leaves, alpha=self.weight_decay)
         if velocity is not None:
@@ -93,13 +100,16 @@ class Adam(LocalOptimiser):
 
     decoupled = False  # weight decay: a part of the gradient
 
-    def __init__(self, leaves, rows, **options):
+    def __init__(self, leaves: Tensors, rows: Sequence[Rows], **options: Any):
         super().__init__(leaves, rows, **options)
         self._moment()
         self._moment()
-        self.steps = 0  # (leaves, M) from the first step on
+        self.steps: int | np.ndarray = 0  # (leaves, M) from the first step on
 
-    def _update_(self, leaves, mean, square, *, grads, reached, rate, active):
+    def _update_(
+        self, leaves: Tensors, mean: Tensors, square: Tensors, *, grads: Tensors, reached: Sequence[int], rate: Rate,
+        active: np.ndarray,
+    ) -> None:  # fmt: skip
         if self.weight_decay and self.decoupled:
             kept = 1 - np.broadcast_to(rate, active.shape) * self.weight_decay
             torch._foreach_mul_(leaves, self._of_rows(kept, reached))
@@ -126,7 +136,7 @@ class AdamW(Adam):
 OPTIMISERS = {"sgd": SGD, "adam": Adam, "adamw": AdamW}
 
 
-def build_optimiser(e: Experiment, leaves: Sequence[torch.Tensor], rows: Sequence[Rows]) -> LocalOptimiser:
+def build_optimiser(e: Experiment, leaves: Tensors, rows: Sequence[Rows]) -> LocalOptimiser:
     """The experiment's optimiser, fresh, of ``leaves`` that the members ``rows`` hold."""
     options = {"momentum": e.momentum} if e.optimiser == "sgd" else {}
     kind = OPTIMISERS[e.optimiser]
@@ -142,9 +152,7 @@ def check_optimiser(e: Experiment) -> None:
         )
 
 
-def clip_norms(
-    grads: Sequence[torch.Tensor], at: Sequence[torch.Tensor], members: int, limit: float
-) -> list[torch.Tensor]:
+def clip_norms(grads: Tensors, at: Sequence[torch.Tensor], members: int, limit: float) -> list[torch.Tensor]:
     """Gradients whose norm over all of a member's leaves is at most ``limit``: longer ones are scaled down to it.
 
     ``at`` (rows,) are the members of each gradient's rows.

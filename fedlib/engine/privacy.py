@@ -14,7 +14,7 @@ Read next: ``methods/uploads.py`` (clipping).
 """
 
 import functools
-from collections import Counter
+from collections import defaultdict
 
 import torch
 
@@ -40,6 +40,7 @@ def privatise(f: Federation, server: Server, sums: Sums, t: int) -> Sums:
             if not torch.equal(mean.weight[name], mean.count[name]):
                 raise ValueError(f"{f.experiment.method}: noise_multiplier needs clients of weight 1 in the mean")
             out[group].total[name] += total - mean.weight[name] * method.start_of(name, server).double()
+    assert method.update_norm is not None  # noise without it is refused
     sd = method.noise_multiplier * method.update_norm
     for group, mean in out.items():
         for name, total in mean.total.items():
@@ -53,7 +54,7 @@ def privatise(f: Federation, server: Server, sums: Sums, t: int) -> Sums:
 def expected_sums(f: Federation, server: Server) -> Sums:
     """The sums if every client sent n/N times what it received: public weights and counts, no update yet."""
     ids = f.candidates()
-    holders: Counter[tuple[int, int]] = Counter()  # expected clients per (group, budget)
+    holders: dict[tuple[int, int], float] = defaultdict(float)  # expected clients per (group, budget)
     for c in clients_of(f.budgets, ids, f.data.num_examples):
         holders[f.method.group_of(c), c.budget] += f.sample_size / len(ids)
     out: Sums = {}
@@ -97,9 +98,9 @@ def epsilon(noise_multiplier: float, clients: int, sampled: int, rounds: int, de
         ) from error
     if not rounds:
         return 0.0
-    events = [GaussianDpEvent(noise_multiplier / 2)]
-    if hidden and sampled < clients:
-        events.append(SampledWithoutReplacementDpEvent(clients, sampled, events[0]))
+    noisy = GaussianDpEvent(noise_multiplier / 2)
+    amplified = hidden and sampled < clients
+    events = [noisy, SampledWithoutReplacementDpEvent(clients, sampled, noisy)] if amplified else [noisy]
     spent = []
     for event in events:
         accountant = RdpAccountant(neighboring_relation=NeighboringRelation.REPLACE_ONE)

@@ -19,7 +19,9 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from multiprocessing.connection import Connection, wait
+from typing import Any
 
+import numpy as np
 import torch
 
 from ..core import profiling
@@ -85,8 +87,10 @@ class ForkedProcesses:
 
     def _finished(self) -> Iterator[Finished]:
         """Wait until a cohort is back or its worker has died, who is then replaced."""
-        for worker in wait([w for w in self.processes if w.cohort is not None]):
-            i, worker.cohort = worker.cohort, None
+        busy = [(w, w.cohort) for w in self.processes if w.cohort is not None]
+        ready = wait([w.connection for w, _ in busy])
+        for worker, i in ((w, i) for w, i in busy if w.connection in ready):
+            worker.cohort = None
             try:
                 yield i, self._home(worker.receive()), None
             except EOFError:
@@ -134,9 +138,6 @@ class _Worker:
         there.close()
         self.cohort: int | None = None  # the place in the plan of what it trains
         self.informed = False  # has it this round's parameters?
-
-    def fileno(self) -> int:
-        return self.connection.fileno()
 
     def send(self, cohort: int, download: memoryview, task: tuple) -> None:
         """Let it train a cohort. A death in between shows when the answer is read."""
@@ -186,7 +187,7 @@ def _serve(f: Federation, connection: Connection, parent: int) -> None:
         return
     f.model.register_forward_pre_hook(lambda *_: _end_without(parent))
     connection.send_bytes(pickle.dumps(None))
-    server = None
+    server = f.server  # until the first round's comes
     while True:
         try:
             message = pickle.loads(connection.recv_bytes())  # of our own parent
@@ -245,17 +246,17 @@ def _end_without(parent: int) -> None:
 class _Pickler(pickle.Pickler):
     """Tensors as plain bytes: torch's own way writes each of them to an archive first."""
 
-    def reducer_override(self, obj):
+    def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, torch.Tensor):
             return _tensor, (obj.contiguous().reshape(-1).view(torch.uint8).numpy(), obj.dtype, tuple(obj.shape))
         return NotImplemented
 
 
-def _tensor(data, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+def _tensor(data: np.ndarray, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
     return torch.from_numpy(data).view(dtype).view(shape)
 
 
-def _pack(message) -> memoryview:
+def _pack(message: object) -> memoryview:
     buffer = io.BytesIO()
     _Pickler(buffer, protocol=5).dump(message)
     return buffer.getbuffer()

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -27,7 +28,7 @@ class Finished:
     server: Server
     memories: Memories  # of the clients whose memory changed
     losses: dict[int, float]  # mean training loss per sampled client whose update counts
-    metrics: Mapping[str, object] | None  # see evaluation.evaluate; None when not due
+    metrics: Mapping[str, Any] | None  # see evaluation.evaluate; None when not due
     seconds: float
     diverged: bool = False  # is a client's loss or update, the server's state, or a last answer infinite or NaN?
     dropped: tuple[int, ...] = ()  # clients whose update was left out for that reason
@@ -70,7 +71,7 @@ def run_rounds(
     e, method, setting = federation.experiment, federation.method, federation.setting
     server = server if server is not None else federation.server
     memories = memories if memories is not None else {}
-    mirrors = mirrors if mirrors is not None else dict(server.mirrors)
+    mirrors = mirrors if mirrors is not None else {c: dict(x) for c, x in server.mirrors.items()}
     executor = build_executor(federation, execution)
     try:
         for t in range(server.t + 1, e.rounds + 1):
@@ -92,7 +93,7 @@ def run_rounds(
             dropped = tuple(sorted(back.nonfinite)) if e.nonfinite == "drop" else ()
             # numbers that arrived finite can still overflow in a server's optimiser
             diverged = len(back.nonfinite) > len(dropped) or not all_finite(server.params.values())
-            if t == e.rounds:  # before that, how often one looks must end no run
+            if t == e.rounds and metrics is not None:  # before that, how often one looks must end no run
                 diverged = diverged or "nonfinite" in metrics.get("personal", {})
             seconds = time.perf_counter() - began
             yield Finished(t, server, back.memories, back.losses, metrics, seconds, diverged, dropped, changed)
@@ -100,7 +101,7 @@ def run_rounds(
         executor.close()
 
 
-def measure(f: Federation, server: Server, memories: Memories) -> Mapping[str, object]:
+def measure(f: Federation, server: Server, memories: Memories) -> Mapping[str, Any]:
     """What is recorded of a round: the central test set's numbers, and where clients have their own, theirs."""
     metrics = evaluate(f, server)
     if f.experiment.test_split == "central":

@@ -18,8 +18,10 @@ def _scheduled(e: Experiment, t: int) -> float:
         case "cosine":  # to zero after the last round, with a floor
             return max(e.min_lr, 0.5 * e.lr * (1 + math.cos(math.pi * t / e.rounds)))
         case "step":
+            assert e.decay is not None and e.milestones is not None  # see check_schedule
             return e.lr * e.decay ** sum(_in_rounds(m, e.rounds) < t for m in e.milestones)
         case "exponential":
+            assert e.decay is not None
             return e.lr * e.decay ** ((t - 1) // e.decay_every)
         case "constant":
             return e.lr
@@ -44,7 +46,7 @@ def _in_rounds(value: float, rounds: int) -> int:
 def check_schedule(e: Experiment) -> None:
     """Raise ``ValueError`` where an option of the schedule is missing, out of range, or without effect."""
     decays, kind = e.schedule in ("step", "exponential"), f"with schedule = {e.schedule!r}"
-    if (e.decay is not None) != decays or (decays and not 0 < e.decay <= 1):
+    if (e.decay is not None) != decays or (e.decay is not None and not 0 < e.decay <= 1):
         need = "a factor in (0, 1]" if decays else "null (step and exponential decay by a factor)"
         raise ValueError(f"experiment: decay = {e.decay} {kind}; allowed: {need}")
     if e.decay_every < 1 or (e.decay_every > 1 and e.schedule != "exponential"):

@@ -128,7 +128,7 @@ def _answer(
 
     ``real`` (K, B) is 0 on padding.
     """
-    serving, total = servings[0], 0
+    serving, total = servings[0], torch.zeros((), device=f.device)
     recomputed = f.experiment.batch_norm == "static" or serving.statistics == "recomputed"
     step, weights = (rows.shape[1], real) if _of_batches(f, serving) else (max(1, AT_ONCE // len(rows)), None)
     for place in range(len(serving.members)):

@@ -34,8 +34,8 @@ def route_of(stage: Stage, whole: Route, exits: int) -> Route:
         return whole
     alive = [0 if unit in stage.without else n for unit, n in enumerate(whole.alive)]
     exit = None if stage.exit is None else range(exits)[stage.exit]
-    exits = whole.exits if exit is None else {exit: whole.exits[exit]}
-    return Route(alive, exits, stage.units.start, stage.units.stop, exit)
+    answer = whole.exits if exit is None else {exit: whole.exits[exit]}
+    return Route(alive, answer, stage.units.start, stage.units.stop, exit)
 
 
 def runs_ahead(stage: Stage) -> bool:
@@ -106,6 +106,6 @@ class Ahead:
     def __call__(self, step: int, width: int) -> Begun:
         """What the members read in one step."""
         places = self.places[step, :, :width]
-        features = {u: x[self.members[: len(x)], places[: len(x)]] for u, x in self.kept.items()}
-        z = features.pop(None, None)
-        return Begun(self.units, torch.zeros(*places.shape, 0, device=places.device) if z is None else z, features)
+        seen = {u: x[self.members[: len(x)], places[: len(x)]] for u, x in self.kept.items()}
+        features = {u: x for u, x in seen.items() if u is not None}
+        return Begun(self.units, seen.get(None, torch.zeros(*places.shape, 0, device=places.device)), features)

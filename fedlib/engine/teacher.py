@@ -11,6 +11,7 @@ import torch
 
 from ..core.clients import Client
 from ..methods.jobs import Member
+from ..models.route import Begun
 from .batches import Batches, in_order, places_of
 from .federation import Federation
 from .forward import Forward, by_example
@@ -36,7 +37,7 @@ class Teacher:
         self._known: torch.Tensor | None = None  # (E, M, examples, C)
         self._places: tuple[Batches, torch.Tensor] | None = None  # of the batches's examples, (S, M, B)
 
-    def at(self, batches: Batches, step: int, x) -> torch.Tensor:
+    def at(self, batches: Batches, step: int, x: torch.Tensor | Begun) -> torch.Tensor:
         """Outputs (E, M, B, *out) on the inputs ``x`` of one step of ``batches``."""
         width = batches.width[step]
         if not self.by_example:
@@ -56,7 +57,7 @@ class Teacher:
         policy = e.batch_norm if e.batch_norm == "tracked" else "batch"
         return by_example(model, policy, training=False) and e.augment == "none" and not model.backbone.reads_all
 
-    def answer(self, x, weights: torch.Tensor | None = None) -> torch.Tensor:
+    def answer(self, x: torch.Tensor | Begun, weights: torch.Tensor | None = None) -> torch.Tensor:
         """Outputs (E, M, B, *out) on ``x``."""
         return self.forward.answer(x, weights, kept=("tracked",))
 

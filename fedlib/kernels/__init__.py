@@ -12,6 +12,8 @@ for, in a test.
 ``$FEDLIB_KERNELS`` names those that are on, separated by commas: all by default, none with ``0``.
 """
 
+from typing import TypeVar
+
 from torch import nn
 
 from ..layers.overrides import OVERRIDES
@@ -20,7 +22,10 @@ from . import attention, products, ree_step, vit_block
 OVERRIDES.update(attend=attention.attend, matmul=products.matmul)  # also in a process that is sent its model
 
 
-def swap_in_(model: nn.Module) -> nn.Module:
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def swap_in_(model: Model) -> Model:
     """Let kernels stand in for what ``model`` has of their kind; returns it."""
     for module in model.modules():
         for kernel in (vit_block, ree_step):

@@ -11,14 +11,16 @@ from typing import ClassVar, Literal
 
 import numpy as np
 import torch
-from torch import nn
 
 from ..core.clients import Client
+from ..core.experiment import Experiment
 from ..core.slices import NOTHING, ParamInfo, Slice
 from ..core.validation import check_conditions, check_instance
 from ..models.backbone import Spec
 from ..models.exit_model import ExitModel
+from ..models.exits import Head
 from ..models.map_exits import classifiers
+from .cohort import Cohort
 from .jobs import Arrived, Member, Round, Server, Serving, Setting, Tensors
 from .losses import Batch, cross_entropies
 from .sums import MaskedMean, Sums, Update
@@ -90,7 +92,7 @@ class Method(UploadOptions):
         """How many budgets clients may have: one per exit."""
         return num_exits
 
-    def build_head(self, spec: Spec, num_classes: int, exit_units: tuple[int, ...]) -> nn.Module:
+    def build_head(self, spec: Spec, num_classes: int, exit_units: tuple[int, ...]) -> Head:
         """The exits: one classifier each."""
         return classifiers(spec, num_classes, exit_units)
 
@@ -101,10 +103,10 @@ class Method(UploadOptions):
     def configure(self, model: ExitModel) -> None:
         """Set what layers must know for the whole run (``model.context``). Nothing."""
 
-    def check_backbone(self, spec: Spec, e) -> None:
+    def check_backbone(self, spec: Spec, e: Experiment) -> None:
         """Raise ``ValueError`` for a backbone that this method cannot run, before its exits are placed."""
 
-    def check(self, setting: Setting, e) -> None:
+    def check(self, setting: Setting, e: Experiment) -> None:
         """Raise ``ValueError`` for an experiment ``e`` that this method cannot run, before any compute."""
 
     @property
@@ -141,7 +143,7 @@ class Method(UploadOptions):
     def program(self, client: Client, setting: Setting) -> Hashable:
         """Clients of unequal programs train in separate cohorts. All are equal."""
 
-    def effort(self, client: Client, setting: Setting, e) -> float:
+    def effort(self, client: Client, setting: Setting, e: Experiment) -> float:
         """MACs of a client's local training, in those of training what ``slice_for`` says once: what prices count."""
         return 1.0
 
@@ -151,11 +153,11 @@ class Method(UploadOptions):
         """The sum of the exits' cross-entropies, (M,)."""
         return cross_entropies(batch).sum(0)
 
-    def local_update(self, cohort) -> None:
+    def local_update(self, cohort: Cohort) -> None:
         """Local training of a cohort: one optimiser run on ``local_loss``."""
         cohort.train(self.local_loss)
 
-    def upload(self, cohort) -> Update:
+    def upload(self, cohort: Cohort) -> Update:
         """What a trained cohort sends: as it is, or compressed and clipped as the options say."""
         if self.noise_multiplier and cohort.new_memories and not self.remembers:
             raise ValueError(f"{type(self).__name__}: clients keep memory, so its property remembers must be True")

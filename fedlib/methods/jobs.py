@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal, Protocol
+from typing import Literal, NoReturn, Protocol
 
 import numpy as np
 import torch
@@ -19,17 +19,24 @@ Tensors = Mapping[str, torch.Tensor]
 Where = Callable[[ParamInfo], bool]
 
 
+def unknown(*_: object) -> NoReturn:
+    """What stands for a function that a setting of names alone, or a batch, came without."""
+    raise ValueError("it is not known here: this setting has no data, or this batch no such members")
+
+
 class Lab(Protocol):
     """What the server may do itself with the public examples that an experiment grants (``public_fraction``)."""
 
     def answers(self, part: Slice, model: Tensors) -> torch.Tensor:
         """Outputs (N, C) of the last exit of ``model``, the tensors of ``part`` by local names, on all N examples."""
+        ...
 
     def distil(
         self, params: Tensors, part: Slice, target: torch.Tensor, passes: int, lr: float, patience: int,
         rng: np.random.Generator,
     ) -> dict[str, torch.Tensor]:  # fmt: skip
         """The server's tensors of ``part`` of ``params`` after it learned ``target`` (N, C) probabilities."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -43,7 +50,7 @@ class Setting:
     rounds: int
     axes: Mapping[str, Axis] = field(default_factory=dict)
     seed: int = 1
-    label_counts: Callable[[int], np.ndarray] | None = None  # a client's training examples by label, (classes,)
+    label_counts: Callable[[int], np.ndarray] = unknown  # a client's training examples by label, (classes,)
     batch_size: int = 32  # examples of a local step
     # What parts of the model cost: budgets are solved with it. None before there are shapes, in a check of names alone
     measure: Measure = None  # pyright: ignore[reportAssignmentType]

@@ -16,7 +16,7 @@ from ..core.clients import Client
 from ..core.slices import Slice
 from ..core.validation import Positive, When
 from ..data.tasks import Classification, Task
-from .jobs import Round, Server
+from .jobs import Round, Server, unknown
 
 
 @dataclass
@@ -36,8 +36,8 @@ class Batch:
     scratch: dict[str, torch.Tensor] = field(default_factory=dict)
     features: Mapping[int, torch.Tensor] = field(default_factory=dict)  # by exit, what it saw: (M, B, ...)
     client: torch.Tensor | None = None  # (M,): whose model each is; peers share a number
-    teacher: Callable[[str], torch.Tensor] | None = None  # outputs (E, M, B, C) of members that do not train, by name
-    label_counts: Callable[[], torch.Tensor] | None = None  # (M, C): the clients' training examples by label
+    teacher: Callable[[str], torch.Tensor] = unknown  # outputs (E, M, B, C) of members that do not train, by name
+    label_counts: Callable[[], torch.Tensor] = unknown  # (M, C): the clients' training examples by label
     task: Task = Classification()
 
 
@@ -146,7 +146,7 @@ class Distillation:
 
     @property
     def needs_classes(self) -> str:
-        return "distill = 'mutual'" if self.distill == "mutual" else super().needs_classes
+        return "distill = 'mutual'" if self.distill == "mutual" else ""
 
     def eta(self, batch: Batch) -> float:
         """The weight of distillation in this round."""

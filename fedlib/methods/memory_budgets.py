@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from ..core.validation import Positive, When
+from .base import Method
 from .jobs import Setting
 
 SCENARIOS = {
@@ -16,7 +17,7 @@ SLACK = 0.05  # of a budget; it gives the released stages
 
 
 @dataclass(frozen=True)
-class MemoryBudgets:
+class MemoryBudgets(Method):
     """What the clients' budgets are: exits they can hold, or shares of the memory of training the whole model."""
 
     scenario: Literal["exits", "fair", "lack", "surplus", "own"] = "exits"

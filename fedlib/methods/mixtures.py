@@ -20,13 +20,12 @@ def cosines(models: Models, of: Sequence[int], origin: Tensors | None = None) ->
 
     A model that did not change, and one of ``of`` that is not among ``models``, has cosine 0 with all.
     """
-    held = [direction(models[i], origin) if i in models else None for i in of]
-    known = [row for row, x in enumerate(held) if x is not None]
+    known = {row: direction(models[i], origin) for row, i in enumerate(of) if i in models}
     out = torch.zeros(len(of), len(models), dtype=torch.float64)
     if known:
-        together = torch.stack([held[row] for row in known])  # (known, numbers)
+        together = torch.stack(list(known.values()))  # (known, numbers)
         for column, j in enumerate(sorted(models)):
-            out[known, column] = (together @ direction(models[j], origin)).clamp(-1, 1).cpu()
+            out[list(known), column] = (together @ direction(models[j], origin)).clamp(-1, 1).cpu()
     return out
 
 

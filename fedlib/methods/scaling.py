@@ -13,13 +13,15 @@ from typing import Annotated, Literal
 import numpy as np
 import torch
 from annotated_types import Ge, Le
-from torch import nn
 
 from ..core.clients import Client
+from ..core.experiment import Experiment
 from ..core.slices import Axis, Slice
 from ..core.validation import Count, Positive
 from ..models.backbone import Spec
+from ..models.exits import Head
 from ..models.map_exits import scaling_exits
+from .base import Method
 from .jobs import Member, Round, Server, Serving, Setting
 from .widths import check_cuttable
 
@@ -39,7 +41,7 @@ Cost = Callable[[float, int, tuple[Level, ...]], float]  # width, depth, the sma
 
 
 @dataclass(frozen=True)
-class Levels:
+class Levels(Method):
     """Level j of L holds the units up to its exit, exits 1..j, and the leading share of every hidden width.
 
     None for ``widths`` and ``depths``: solved, so that level j costs ``ratios[j]`` of the whole. Given depths alone,
@@ -95,10 +97,10 @@ class Levels:
         steps = depth if self.cut == "depth" else min(self.depth_steps, depth)
         return tuple(sorted({round(depth * (k + 1) / steps) - 1 for k in range(steps)}))
 
-    def build_head(self, spec: Spec, num_classes: int, exit_units: tuple[int, ...]) -> nn.Module:
+    def build_head(self, spec: Spec, num_classes: int, exit_units: tuple[int, ...]) -> Head:
         return scaling_exits(spec, num_classes, exit_units)
 
-    def check(self, setting: Setting, e) -> None:
+    def check(self, setting: Setting, e: Experiment) -> None:
         name = type(self).__name__.lower()
         check_cuttable(name, setting, e)
         if self.widths is not None and len(self.widths) != setting.num_exits:
@@ -128,7 +130,7 @@ class Levels:
     def _given(self, setting: Setting) -> tuple[Level, ...]:
         whole = setting.exit_units[-1] + 1
         depths = [whole if self.cut == "width" else u + 1 for u in setting.exit_units]
-        return tuple(Level(w, d) for w, d in zip(self.widths, depths, strict=True))
+        return tuple(Level(w, d) for w, d in zip(self.widths or (), depths, strict=True))
 
     def part(self, level: int, setting: Setting) -> Slice:
         """What a client of ``level`` holds."""
@@ -146,7 +148,7 @@ class Levels:
         return ratios
 
     def _clustered(self, levels: int) -> tuple[tuple[float, ...], tuple[int, ...]]:
-        return cluster_levels(self.resources, levels)
+        return cluster_levels(self.resources or (), levels)
 
     # --- who trains what -----------------------------------------------------------------------------------------
 
@@ -158,7 +160,7 @@ class Levels:
         return Serving((Member(client, self.slice_for(client, server, r)),))
 
 
-def split(axes: Mapping[str, Axis], spec: Spec, level: Level, exits, scaler: bool = False) -> Slice:
+def split(axes: Mapping[str, Axis], spec: Spec, level: Level, exits: Sequence[int], scaler: bool = False) -> Slice:
     """The first ``level.depth`` units with ``exits``, and the first floor(s_w n) of every n on each hidden axis.
 
     A transformer's residual stream and FFN are cut as its heads are: the leading part of each of so many chunks.
@@ -288,7 +290,7 @@ def cluster_levels(resources: Sequence[float], levels: int, seed: int = 0) -> tu
         raise ValueError("levels: resources must be positive numbers, one for each client")
     if len(np.unique(have)) < levels:
         raise ValueError(f"levels: resources have {len(np.unique(have))} distinct values, too few for {levels} levels")
-    found = KMeans(levels, n_init=10, random_state=seed).fit(have[:, None])
+    found = KMeans(levels, random_state=seed).set_params(n_init=10).fit(have[:, None])
     rank = found.cluster_centers_[:, 0].argsort().argsort()[found.labels_]  # poorest first
     least = [have[rank == j].min() for j in range(levels)]
     return tuple(float(x / least[-1]) for x in least), tuple(rank.tolist())
@@ -305,7 +307,10 @@ def multiples(grid: float) -> list[float]:
     return [round(i * grid, 10) for i in range(1, int(1 / grid + 1e-9) + 1)]
 
 
-def _split(cost: Cost, ratio, full, widths, depths, below, units: int, eps: float, nearest: bool = False) -> Level:
+def _split(
+    cost: Cost, ratio: float, full: float, widths: Sequence[float], depths: Sequence[int], below: tuple[Level, ...],
+    units: int, eps: float, nearest: bool = False,
+) -> Level:  # fmt: skip
     """One level of a net of ``units``, given those ``below``: the most balanced, or the ``nearest`` in cost.
 
     Splits are priced from the most balanced on, as a price may be a measurement: a less balanced one is not asked for.

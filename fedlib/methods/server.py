@@ -10,6 +10,8 @@ import torch
 from annotated_types import Ge, Lt
 
 from ..core.validation import Positive, When
+from .base import Method
+from .cohort import Cohort, Loss
 from .jobs import Arrived, Round, Server
 
 DYN, ADAM = When(aggregation="feddyn"), When(aggregation="fedadam")
@@ -49,7 +51,7 @@ def trained(arrived: Arrived, r: Round) -> list[str]:
     return [name for name in arrived.sums[0].total if r.setting.infos[name].kind != "statistic"]
 
 
-def train_with_feddyn(cohort, loss, alpha: float) -> None:
+def train_with_feddyn(cohort: Cohort, loss: Loss, alpha: float) -> None:
     """Local training with FedDyn's term; then g <- g - alpha (theta - theta_global): zero at first, clients keep it."""
     start, g = cohort.start, cohort.recall("feddyn_gradient")
     cohort.train(loss, gradient=lambda name, p: feddyn_gradient(p, start[name], g[name], alpha))
@@ -68,7 +70,7 @@ def feddyn_step(server: Server, arrived: Arrived, r: Round, alpha: float) -> Ser
 
 
 @dataclass(frozen=True)
-class ServerStep:
+class ServerStep(Method):
     """What the server makes of the mean: it takes it as it is, or as the input of FedDyn or FedAdam."""
 
     aggregation: Literal["mean", "feddyn", "fedadam"] = "mean"
@@ -87,7 +89,7 @@ class ServerStep:
         """FedDyn's clients keep a gradient across rounds."""
         return self.aggregation == "feddyn" or super().remembers
 
-    def local_update(self, cohort) -> None:
+    def local_update(self, cohort: Cohort) -> None:
         """Local training, with FedDyn's term where that is the aggregation."""
         if self.aggregation == "feddyn":
             train_with_feddyn(cohort, self.local_loss, self.feddyn_alpha)

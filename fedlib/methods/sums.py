@@ -83,7 +83,7 @@ class MaskedMean:
 
     def __init__(self, infos: Mapping[str, ParamInfo]):
         self.infos = infos
-        self.clients = 0
+        self.clients: float = 0
         self._stores: tuple[dict[str, torch.Tensor], ...] = ({}, {}, {})  # total, weight, count
         self._cut: dict[str, tuple[str, Slice]] = {}  # of sums that stay cut: the local name, and what is held
         self._own: set[str] = set()  # sums that may be written to in place: nobody else has them
@@ -126,8 +126,8 @@ class MaskedMean:
 
     def add(self, update: Update, weights: Iterable[float]) -> None:
         """Add every model of ``update`` with its weight; a weight of zero leaves it out."""
-        weights = torch.tensor(list(weights), dtype=torch.float64)
-        self.clients += int((weights != 0).sum())
+        each = torch.tensor(list(weights), dtype=torch.float64)
+        self.clients += int((each != 0).sum())
         uploads = update.uploads or update.slices
         # numbers for index sets, compared once a model and not once a tensor
         cuts: dict[tuple, int] = {}
@@ -137,11 +137,11 @@ class MaskedMean:
             rows = update.rows[name]
             groups: dict[tuple[str, int], list[int]] = {}  # models that write to the same entries of a server tensor
             for k, i in enumerate(rows):
-                if weights[i]:
+                if each[i]:
                     groups.setdefault((uploads[i].source(name), cut[i]), []).append(k)
             for (target, _), places in groups.items():
                 if (key := tuple(rows[k] for k in places)) not in sizes:
-                    w = weights[list(key)].to(stack.device)
+                    w = each[list(key)].to(stack.device)
                     sizes[key] = w, w.sum(), torch.tensor(float(len(w)), dtype=torch.float64, device=stack.device)
                 w, weight, count = sizes[key]
                 value = torch.tensordot(w, (stack if len(places) == len(rows) else stack[places]).double(), 1)
@@ -164,7 +164,7 @@ class MaskedMean:
                 self._cut[target] = cut
             return
         self._expand(target)
-        if not cut:
+        if not cut or part is None:
             for store, x in zip(self._stores, new, strict=True):
                 store[target] = store[target] + x  # not in place: groups share weights and counts
             return
@@ -179,9 +179,9 @@ class MaskedMean:
         """Add the sums of other clients."""
         self.clients += other.clients
         for target in other._stores[0]:
-            theirs = (store[target] for store in other._stores)
+            total, weight, count = (store[target] for store in other._stores)
             name, part = other._cut.get(target, (target, None))
-            self._add(target, name, *theirs, part)
+            self._add(target, name, total, weight, count, part)
 
     def result(self, old: Tensors) -> dict[str, torch.Tensor]:
         """The mean of what arrived; entries nobody held are ``old``'s."""

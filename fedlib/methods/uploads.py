@@ -17,6 +17,7 @@ from annotated_types import Ge, Le, Lt
 
 from ..core.rng import torch_generator
 from ..core.validation import Positive, When
+from .cohort import Cohort
 from .sums import Tensors, Update
 
 
@@ -99,7 +100,7 @@ def top_k(x: torch.Tensor, k: int) -> torch.Tensor:
     return x * kept.view_as(x)
 
 
-def send(options: UploadOptions, cohort) -> Update:
+def send(options: UploadOptions, cohort: Cohort) -> Update:
     """The cohort's upload: received + clip(compress(delta + residual)), in float64 so that the sums see what was sent.
 
     The residual of error feedback is what compression left out, not what clipping cut, and stays with the client. With
@@ -128,7 +129,7 @@ def send(options: UploadOptions, cohort) -> Update:
     return replace(update, params={n: received[n].double() + d for n, d in sent.items()})
 
 
-def _sent_rows(stacked: Tensors, update: Update, cohort) -> dict[str, torch.Tensor]:
+def _sent_rows(stacked: Tensors, update: Update, cohort: Cohort) -> dict[str, torch.Tensor]:
     """Of tensors stacked like the cohort's parameters, those that the update sends, of the members that send them."""
     out = {}
     for name, rows in update.rows.items():
@@ -137,7 +138,7 @@ def _sent_rows(stacked: Tensors, update: Update, cohort) -> dict[str, torch.Tens
     return out
 
 
-def _uniform(deltas: Tensors, update: Update, cohort) -> dict[str, torch.Tensor]:
+def _uniform(deltas: Tensors, update: Update, cohort: Cohort) -> dict[str, torch.Tensor]:
     """Draws in [0, 1) like ``deltas``; each client's come from its own generator, so not from its cohort."""
     rows: dict[str, list[torch.Tensor]] = {n: [] for n in deltas}
     for i, client in enumerate(update.clients):

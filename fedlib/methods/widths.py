@@ -1,12 +1,13 @@
 """What can be cut in width: checked before any compute, in the words of the method that asks."""
 
+from ..core.experiment import Experiment
 from ..models.backbone import Spec
 from .jobs import Setting
 
 CUTTABLE = ("full", "frozen", "lora", "pa", "sa", "ssf")  # fine-tuning modes whose tensors name their axes
 
 
-def check_cuttable(method: str, setting: Setting, e, least: float = 1.0) -> None:
+def check_cuttable(method: str, setting: Setting, e: Experiment, least: float = 1.0) -> None:
     """Raise ``ValueError`` if ``e``'s backbone or fine-tuning mode has parameters whose axes are not named.
 
     And, once there are axes, if a share ``least`` of a residual stream is one feature, which a norm makes a constant.

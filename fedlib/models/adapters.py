@@ -20,6 +20,7 @@ from ..core.validation import check_known, did_you_mean
 from ..layers.dropout import TokenDropout
 from ..layers.linear import Linear, init_normal_, per_client
 from ..layers.norms import LayerNorm
+from .backbone import Backbone, Spec
 from .exits import Classifier
 from .vit import ViT, ViTSpec
 
@@ -45,7 +46,7 @@ def default_options(mode: str) -> dict[str, object]:
     return ADAPTER_DEFAULTS if mode in ("pa", "sa") else PEFT_DEFAULTS.get(mode, {})
 
 
-def check_finetune(mode: str, options: dict, config: ViTSpec) -> None:
+def check_finetune(mode: str, options: dict, config: Spec) -> None:
     """Raise ``ValueError`` for an unknown mode, an option it does not have, or a tuner that peft cannot inject."""
     adaptable = bool(config.peft_targets)
     plain = adaptable and mode == "lora" and options.keys() <= LORA_DEFAULTS.keys()
@@ -174,7 +175,7 @@ class PerClient(nn.Module):
         return torch.stack([call(p, x[i]) for i, p in enumerate(clients)])
 
 
-def apply_finetune_(vit: ViT, head: nn.Module, mode: str, options: dict, seed: int) -> None:
+def apply_finetune_(vit: Backbone, head: nn.Module, mode: str, options: dict, seed: int) -> None:
     """Insert the adapters of ``mode`` and set ``requires_grad`` on exactly what is trained and communicated."""
     vit.requires_grad_(mode == "full")
     generator = torch_generator(seed, "adapter init")

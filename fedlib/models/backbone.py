@@ -39,6 +39,8 @@ class Spec(Protocol):
     peft_targets: tuple[str, ...] = ()  # the layers that peft adapts; none: it cannot
     tuners: tuple[str, ...] | None = None  # of peft's, those that fit; None: all
     source: str | None = None  # where published weights are; None: nowhere, or the registry knows
+    vocab_size: int  # of what reads words: how many it knows,
+    padding: int | None  # and which of them stands for none
     tokenizer: str | None = None  # what its words come from; None: MiniLM's, or it reads none
     pixels: tuple[tuple[float, ...], tuple[float, ...]] | None = None  # mean and SD of its images in pre-training
 
@@ -103,6 +105,10 @@ class Backbone(nn.Module):
         super().__init__()
         self.of_block: list[list[tuple[dict, str, int]]] = []  # per unit (module's, leaf, dims unstacked)
         self.of_stem: list[tuple[dict, str, int]] = []  # of what belongs to no unit
+
+    def init_(self, generator: torch.Generator) -> "Backbone":
+        """Draw all weights."""
+        raise NotImplementedError
 
     def advance(self, z, unit: int, on: int) -> tuple[torch.Tensor, object]:
         """Run ``unit``: what the exits see (K, B, *feature), and z of the first ``on`` clients, which go on."""

@@ -14,6 +14,7 @@ from ..core.slices import STEM, ParamInfo
 from ..layers.context import Policy
 from ..layers.norms import set_policy_, statistics
 from .backbone import Backbone
+from .exits import Head
 from .places import infos_of, slots_of
 from .route import Begun, Route, spread
 
@@ -24,7 +25,7 @@ class ExitModel(nn.Module):
     In a cohort the members are sorted deepest first, so unit l runs for the first of them only.
     """
 
-    def __init__(self, backbone: Backbone, head: nn.Module, exit_units: Sequence[int], batch_norm: Policy = "batch"):
+    def __init__(self, backbone: Backbone, head: Head, exit_units: Sequence[int], batch_norm: Policy = "batch"):
         super().__init__()
         self.backbone, self.head, self.exit_units = backbone, head, tuple(exit_units)
         self.context = set_policy_(self, batch_norm)

@@ -19,7 +19,7 @@ from ..core.slices import STEM
 from ..layers.attention import attend
 from ..layers.linear import Linear, init_normal_, per_client
 from ..layers.norms import LayerNorm
-from .exits import Classifier
+from .exits import Classifier, Head
 from .vit import MLP
 
 
@@ -63,7 +63,7 @@ class BottleneckAttention(nn.Module):
         return self.out(attend(self.heads, q, k, v, scale=self.width**-0.5))
 
 
-class Ree(nn.Module):
+class Ree(Head):
     """The shared early-exit module with its classifier. Positions: one row per block plus the meta token."""
 
     per_exit = False
@@ -73,8 +73,7 @@ class Ree(nn.Module):
         width: int = 16, heads: int = 8, mlp_ratio: float = 1.35,
         modulate: bool = True, history: str = "modulated", only_at_exits: bool = False,
     ):  # fmt: skip
-        super().__init__()
-        self.exit_units = tuple(exit_units)
+        super().__init__(exit_units)
         self.modulate, self.history, self.only_at_exits = modulate, history, only_at_exits
         self.first_hand_back = math.inf if not modulate else self.exit_units[0] if only_at_exits else 0
         self.meta_token = nn.Parameter(torch.zeros(1, dim))

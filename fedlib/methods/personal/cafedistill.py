@@ -35,6 +35,7 @@ from ...core.clients import Client
 from ...core.slices import NOTHING, ParamInfo, Slice
 from ...core.validation import Positive, When
 from ..base import Method
+from ..cohort import Cohort
 from ..jobs import Arrived, Member, Round, Server, Serving, Setting, Tensors
 from ..losses import Batch, cross_entropies
 from ..mixtures import cosines, mixtures, part_of, project_to_simplex, row, under
@@ -75,8 +76,9 @@ class CAFEDistill(Method):
         seen = sorted(server.mirrors)
         shares, others = teacher_shares(cosines(server.mirrors, ids, origin), r.setting.num_clients, self.mu)
         mixed = mixtures(server.mirrors, shares)
+        none = torch.zeros((), dtype=torch.int64)
         rest = mixtures({0: initial}, others[:, None])
-        teacher = {n: mixed.get(n, 0) + rest.get(n, 0) for n in initial}
+        teacher = {n: mixed.get(n, none) + rest.get(n, none) for n in initial}
         chosen = torch.ones(len(ids), r.setting.num_exits)
         if self.progressive:
             among = ids if self.choose_among == "sampled" else range(r.setting.num_clients)
@@ -93,7 +95,7 @@ class CAFEDistill(Method):
         return [Member(client, part, payload=start | {"students": {"exits": r.notes["students"][i]}}),
                 Member(client, above, "teacher", NOTHING, payload=start, trains=False)]  # fmt: skip
 
-    def local_update(self, cohort) -> None:
+    def local_update(self, cohort: Cohort) -> None:
         chosen = cohort.payload("students")["exits"].T  # (m, M)
         cohort.train(lambda batch: self.local_loss(batch, chosen))
         for name, p in cohort.params.items():  # what is no student does not even decay

@@ -19,6 +19,7 @@ from annotated_types import Ge
 from ...core.clients import Client
 from ...core.slices import NOTHING
 from ..base import Method
+from ..cohort import Cohort
 from ..jobs import Member, Round, Server, Serving
 from ..losses import JointExits
 
@@ -40,7 +41,7 @@ class Ditto(JointExits, Method):
         own = Member(client, part, name="own", keeps="all", upload=NOTHING, fresh=self.start == "initial")
         return [Member(client, part), own]
 
-    def local_update(self, cohort) -> None:
+    def local_update(self, cohort: Cohort) -> None:
         received, own = cohort.received, cohort.rows_named("own")
         cohort.train(self.local_loss, gradient=lambda name, p: own(name) * self.mu * (p - received[name]))
 

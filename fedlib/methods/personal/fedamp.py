@@ -20,6 +20,7 @@ from ...core.clients import Client
 from ...core.memories import Overlay
 from ...core.validation import Positive
 from ..base import Method
+from ..cohort import Cohort
 from ..jobs import Arrived, Member, Round, Server, Serving, Tensors
 from ..losses import JointExits
 from ..mixtures import cosines, mixtures, row
@@ -55,7 +56,7 @@ class FedAMP(JointExits, Method):
         part, anchor = r.setting.full(), row(r.notes, r.clients.index(client))
         return [Member(client, part, keeps="all", upload=part, payload={"anchor": anchor})]
 
-    def local_update(self, cohort) -> None:
+    def local_update(self, cohort: Cohort) -> None:
         u = cohort.payload("anchor")
         cohort.train(self.local_loss, gradient=lambda name, p: self.attraction * (p - u[name]))
 

@@ -12,8 +12,10 @@ client's last local model, once). The exits follow from the seed and are not sen
 from dataclasses import dataclass
 
 from ...core.clients import Client
+from ...core.experiment import Experiment
 from ...core.validation import Count
 from ..base import Method
+from ..cohort import Cohort
 from ..jobs import Member, Round, Server, Serving, Setting, Stage
 from ..losses import JointExits
 
@@ -26,7 +28,7 @@ class FedBABU(JointExits, Method):
 
     tune_epochs: Count = 5  # E_ft
 
-    def check(self, setting: Setting, e) -> None:
+    def check(self, setting: Setting, e: Experiment) -> None:
         if e.finetune == "frozen":
             raise ValueError("fedbabu: finetune = 'frozen' leaves nothing to train: its exits are; allowed: others")
 
@@ -34,7 +36,7 @@ class FedBABU(JointExits, Method):
         part = r.setting.full()
         return [Member(client, part, upload=part.only(exits=()))]
 
-    def local_update(self, cohort) -> None:
+    def local_update(self, cohort: Cohort) -> None:
         cohort.train(self.local_loss, Stage(lambda i: i.exit is None))
 
     def serve(self, client: Client, server: Server, r: Round) -> Serving:

@@ -27,7 +27,9 @@ from ...core.clients import Client
 from ...core.slices import ParamInfo
 from ...core.validation import Count, Positive
 from ...models.backbone import Spec
+from ...models.maps import MapSpec
 from ..base import Method
+from ..cohort import Cohort
 from ..jobs import Arrived, Member, Round, Server, Stage
 from ..losses import Batch, JointExits
 from ..mixtures import mixtures, part_of, row
@@ -54,8 +56,8 @@ class FedPAC(JointExits, Method):
         payload = {"start": server.mirrors.get(client.id, {}), "global": part_of(server.memory, "prototypes")}
         return [Member(client, r.setting.full(), payload=payload)]
 
-    def local_update(self, cohort) -> None:
-        spec, counts = cohort.setting.spec, cohort.stack.label_counts().float()  # (M, C)
+    def local_update(self, cohort: Cohort) -> None:
+        spec, counts = cohort.setting.spec, cohort.label_counts().float()  # (M, C)
         own, variance = class_statistics(cohort, counts)
         known = cohort.payload("global")
         target = torch.where(known["known"][..., None], known["mean"], own) if known else own  # (M, C, d)
@@ -93,10 +95,10 @@ def vectors(spec: Spec, feature: torch.Tensor) -> torch.Tensor:
     """What an exit's linear layer reads: a token (M, B, d), or a map (M, B, C, H, W) averaged or flat."""
     if feature.dim() == 3:
         return feature
-    return feature.flatten(2) if spec.final_exit == "flatten" else feature.mean((3, 4))
+    return feature.flatten(2) if isinstance(spec, MapSpec) and spec.final_exit == "flatten" else feature.mean((3, 4))
 
 
-def class_statistics(cohort, counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def class_statistics(cohort: Cohort, counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Mean feature of each class (M, C, d), zero where there is none, and V (M,), of the members' own examples."""
     spec, unit, totals, squares = cohort.setting.spec, cohort.setting.exit_units[-1], 0.0, 0.0
     for flat, labels, weights in cohort.answers():

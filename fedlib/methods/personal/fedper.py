@@ -16,6 +16,7 @@ from ...core.clients import Client
 from ...core.slices import ParamInfo
 from ...core.validation import Count, When
 from ..base import Method
+from ..cohort import Cohort
 from ..jobs import Round, Server, Serving, Stage
 from ..losses import JointExits, cross_entropies
 
@@ -32,7 +33,7 @@ class FedPer(JointExits, Method):
     def personal(self, info: ParamInfo) -> bool:
         return info.exit is not None
 
-    def local_update(self, cohort) -> None:
+    def local_update(self, cohort: Cohort) -> None:
         if self.shallow == "joint":
             super().local_update(cohort)
             return

@@ -13,6 +13,7 @@ from typing import Annotated
 from annotated_types import Ge
 
 from ..base import Method
+from ..cohort import Cohort
 from ..losses import JointExits
 
 
@@ -24,5 +25,5 @@ class FedProx(JointExits, Method):
 
     mu: Annotated[float, Ge(0)] = 0.05
 
-    def local_update(self, cohort) -> None:
+    def local_update(self, cohort: Cohort) -> None:
         cohort.train(self.local_loss, gradient=lambda name, p: self.mu * (p - cohort.start[name]))

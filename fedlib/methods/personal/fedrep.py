@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from ...core.slices import ParamInfo
 from ...core.validation import Count
 from ..base import Method
+from ..cohort import Cohort
 from ..jobs import Stage
 from ..losses import JointExits
 
@@ -28,6 +29,6 @@ class FedRep(JointExits, Method):
     def personal(self, info: ParamInfo) -> bool:
         return info.exit is not None
 
-    def local_update(self, cohort) -> None:
+    def local_update(self, cohort: Cohort) -> None:
         cohort.train(self.local_loss, Stage(lambda i: i.exit is not None, self.head_epochs))
         cohort.train(self.local_loss, Stage(lambda i: i.exit is None))

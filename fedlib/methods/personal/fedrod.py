@@ -15,15 +15,15 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
-from torch import nn
 
 from ...core.slices import ParamInfo
 from ...core.validation import Count
 from ...layers.context import untracked
 from ...models.backbone import Spec
-from ...models.exits import PairedExits
+from ...models.exits import Head, PairedExits
 from ...models.map_exits import classifiers
 from ..base import Method
+from ..cohort import Cohort
 from ..jobs import Stage
 from ..losses import Batch, JointExits
 
@@ -38,19 +38,21 @@ class FedRoD(JointExits, Method):
 
     head_epochs: Count | None = 5  # E_p; None: in the same mini-batches
 
-    def build_head(self, spec: Spec, num_classes: int, exit_units: tuple[int, ...]) -> nn.Module:
+    def build_head(self, spec: Spec, num_classes: int, exit_units: tuple[int, ...]) -> Head:
         return PairedExits(*(classifiers(spec, num_classes, exit_units) for _ in range(2)))
 
     def personal(self, info: ParamInfo) -> bool:
         return info.of == "personal"
 
-    def local_update(self, cohort) -> None:
+    def local_update(self, cohort: Cohort) -> None:
         head, units = cohort.model.head, cohort.setting.exit_units
+        assert isinstance(head, PairedExits)  # as built above
 
-        def logits(part: nn.Module, batch: Batch, detach: bool = False) -> torch.Tensor:
+        def logits(part: Head, batch: Batch, detach: bool = False) -> torch.Tensor:
             seen = [batch.features[j].detach() if detach else batch.features[j] for j in range(len(units))]
             with untracked(cohort.model.context):
-                return torch.stack([part.step(unit, z, [])[0] for unit, z in zip(units, seen, strict=True)]).float()
+                outputs = [part.step(unit, z, [])[0] for unit, z in zip(units, seen, strict=True)]
+            return torch.stack([out for out in outputs if out is not None]).float()
 
         def generic(batch: Batch) -> torch.Tensor:
             return self.balanced(batch, logits(head.generic, batch))

@@ -22,6 +22,7 @@ from annotated_types import Ge
 from ...core.clients import Client
 from ...core.validation import Positive
 from ..base import Method
+from ..cohort import Cohort
 from ..jobs import Arrived, Member, Round, Server
 from ..losses import Batch, JointExits
 from ..mixtures import cosines, mixtures, part_of, project_to_simplex, row, under
@@ -44,7 +45,7 @@ class PFedGraph(JointExits, Method):
         payload = {"start": part_of(mine, "model"), "direction": part_of(mine, "direction")} if mine else {}
         return [Member(client, r.setting.full(), payload=payload)]
 
-    def local_update(self, cohort) -> None:
+    def local_update(self, cohort: Cohort) -> None:
         c, sign = cohort.payload("direction"), 1 if self.repel else -1
 
         def loss(batch: Batch) -> torch.Tensor:
@@ -52,7 +53,7 @@ class PFedGraph(JointExits, Method):
                 return self.local_loss(batch)
             theta = cohort.trained
             inner = sum((c[n] * p).flatten(1).sum(1) for n, p in theta.items())
-            norm = sum(p.square().flatten(1).sum(1) for p in theta.values()).sqrt()
+            norm = sum((p.square().flatten(1).sum(1) for p in theta.values()), torch.zeros(())).sqrt()
             return self.local_loss(batch) + sign * self.attraction * inner / norm
 
         cohort.train(loss)
@@ -70,5 +71,5 @@ class PFedGraph(JointExits, Method):
 
 def unit(model: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The model over its norm."""
-    norm = sum(x.double().square().sum() for x in model.values()).sqrt()
+    norm = sum((x.double().square().sum() for x in model.values()), torch.zeros(())).sqrt()
     return {n: x / norm for n, x in model.items()}

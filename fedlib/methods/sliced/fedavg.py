@@ -14,6 +14,7 @@ import torch
 from annotated_types import Le
 
 from ...core.clients import Client
+from ...core.experiment import Experiment
 from ...core.slices import Slice
 from ...core.validation import Positive
 from ..base import Method
@@ -35,7 +36,7 @@ class FedAvg(ServerStep, Method):
     def exit_units(self, depth: int, num_exits: int) -> tuple[int, ...]:
         return (depth - 1,) if self.exits == "last" else super().exit_units(depth, num_exits)
 
-    def check(self, setting: Setting, e) -> None:
+    def check(self, setting: Setting, e: Experiment) -> None:
         if self.width < 1:
             check_cuttable("fedavg", setting, e, self.width)
 

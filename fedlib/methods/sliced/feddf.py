@@ -16,6 +16,7 @@ from typing import ClassVar, Literal
 
 import torch
 
+from ...core.experiment import Experiment
 from ...core.slices import Slice
 from ...core.validation import Count, Positive
 from ..base import Method
@@ -38,7 +39,7 @@ class FedDF(Levels, Method):
     patience: Count = 50  # steps without a lower loss on the held-out public examples
     weighting: Literal["examples", "clients"] = "clients"
 
-    def check(self, setting: Setting, e) -> None:
+    def check(self, setting: Setting, e: Experiment) -> None:
         super().check(setting, e)
         if not e.public_fraction:
             raise ValueError("feddf: public_fraction = 0 grants the server no examples to distil on; allowed: above 0")
@@ -52,6 +53,7 @@ class FedDF(Levels, Method):
     def aggregate(self, server: Server, arrived: Arrived, r: Round) -> Server:
         fused = super().aggregate(server, arrived, r)  # (1)
         lab, levels = r.setting.lab, {c.id: c.budget for c in r.clients}
+        assert lab is not None  # without one ``check`` has refused
         logits = [lab.answers(self.part(levels[k], r.setting), model) for k, model in arrived.models.items()]
         target = torch.stack(logits).mean(0).softmax(-1)  # (N, C)
         new = dict(fused.params)

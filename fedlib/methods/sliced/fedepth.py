@@ -24,17 +24,20 @@ from typing import Annotated, ClassVar, Literal
 
 import torch
 from annotated_types import Ge
-from torch import nn
 
 from ...core.clients import Client
+from ...core.experiment import Experiment
 from ...core.rng import torch_generator
 from ...core.slices import NOTHING, STEM, Slice
 from ...core.validation import Positive
 from ...models.backbone import Spec
 from ...models.exit_model import ExitModel
+from ...models.exits import Head
 from ...models.map_exits import PooledClassifiers, classifiers
+from ...models.maps import MapSpec
 from ...models.measure import FLOAT, MIB
 from ..base import Method
+from ..cohort import Cohort
 from ..jobs import Member, Round, Server, Serving, Setting, Stage
 from ..losses import Batch, cross_entropies, peer_kl
 from ..memory_budgets import SLACK, MemoryBudgets, memory_of, usable
@@ -67,12 +70,12 @@ class FeDepth(MemoryBudgets, Method):
         """The head; with auxiliary ones an exit after every block: clients hold those that end their stages."""
         return (depth - 1,) if self.heads == "skip" else tuple(range(depth))
 
-    def build_head(self, spec: Spec, num_classes: int, exit_units: tuple[int, ...]) -> nn.Module:
-        if self.heads == "skip" or len(spec.feature(0)) == 1:
+    def build_head(self, spec: Spec, num_classes: int, exit_units: tuple[int, ...]) -> Head:
+        if self.heads == "skip" or not isinstance(spec, MapSpec):
             return classifiers(spec, num_classes, exit_units)
         return PooledClassifiers(spec, num_classes, exit_units, early=spec.exit_head or "norm", final="norm")
 
-    def check(self, setting: Setting, e) -> None:
+    def check(self, setting: Setting, e: Experiment) -> None:
         if self.peers == "fresh" and e.pretrained and e.finetune == "full" and max(self.shares) >= 2:
             raise ValueError("fedepth: peers = 'fresh' would start without the pre-trained weights; allowed: served")
         self.check_packing(setting)
@@ -86,7 +89,7 @@ class FeDepth(MemoryBudgets, Method):
         heads = [self.build_head(setting.spec, classes, setting.exit_units) for _ in range(count)]
         return super().init_server(params | fresh_peers(params, setting, heads), setting)
 
-    def effort(self, client: Client, setting: Setting, e) -> float:
+    def effort(self, client: Client, setting: Setting, e: Experiment) -> float:
         """M models, each stage for all local epochs, and the units before it forward."""
         stages, models = self.stages(client, setting), self.models(self.shares[client.budget])
         return models * staged_effort(stages, setting, e.local_epochs, e.augment == "none")
@@ -143,7 +146,7 @@ class FeDepth(MemoryBudgets, Method):
         """The units that end a stage: their features skip to the head."""
         return {units.stop - 1 for share in self.shares for units in self.blocks(share, setting)}
 
-    def local_update(self, cohort) -> None:
+    def local_update(self, cohort: Cohort) -> None:
         held_back = (lambda name, p: self.mu * (p - cohort.start[name])) if self.mu else None
         for stage in self.stages(cohort.clients[0], cohort.setting):
             cohort.train(self.local_loss, stage, held_back)
@@ -154,11 +157,11 @@ class FeDepth(MemoryBudgets, Method):
 
     def slice_for(self, client: Client, server: Server, r: Round) -> Slice:
         """The whole net, with the heads that end the client's stages."""
-        return r.setting.full().only(exits={stage.exit for stage in self.stages(client, r.setting)})
+        return r.setting.full().only(exits={s.exit for s in self.stages(client, r.setting) if s.exit is not None})
 
     def members(self, client: Client, server: Server, r: Round) -> list[Member]:
         part, stages = self.slice_for(client, server, r), self.stages(client, r.setting)
-        trained = {unit for stage in stages for unit in stage.units}
+        trained = {unit for stage in stages for unit in stage.units or ()}
         stem = {STEM} if 0 in trained or self.partial == "absent" else set()
         main = Member(client, part, upload=part.only(units=trained | stem) if self.average == "trained" else None)
         names = r.setting.infos if self.peers == "fresh" else ()
@@ -254,20 +257,18 @@ def staged_effort(stages: Sequence[Stage], setting: Setting, epochs: int, unaugm
     stem, *units = setting.measure.unit_macs()
     total, known = 0.0, 0  # units whose output is kept
     for stage in stages:
-        cached = stage.cached and unaugmented
+        cached, own = stage.cached and unaugmented, range(0) if stage.units is None else stage.units
         known = known if cached else 0
-        ahead = [u for u in range(known, stage.units.start) if u not in stage.without]
+        ahead = [u for u in range(known, own.start) if u not in stage.without]
         passes = 1 / (stage.epochs or epochs) if cached else 1
         frozen = sum(units[u] for u in ahead) + (stem if ahead and not known else 0)
-        trained = sum(units[u] for u in stage.units) + (0 if ahead else stem)
+        trained = sum(units[u] for u in own) + (0 if ahead else stem)
         total += 3 * trained + passes * frozen
-        known = stage.units.start if cached and ahead else 0
+        known = own.start if cached and ahead else 0
     return total / (3 * (stem + sum(units)))
 
 
-def fresh_peers(
-    params: Mapping[str, torch.Tensor], setting: Setting, heads: list[nn.Module]
-) -> dict[str, torch.Tensor]:
+def fresh_peers(params: Mapping[str, torch.Tensor], setting: Setting, heads: list[Head]) -> dict[str, torch.Tensor]:
     """What peers 1, 2, ... start from, a random model for each of ``heads``, as ``peer<i>/<name>`` beside ``params``.
 
     What a random model does not have, such as adapters, is that of ``params``.

@@ -22,8 +22,10 @@ import torch
 from annotated_types import Ge, Le
 
 from ...core.clients import Client
+from ...core.experiment import Experiment
 from ...core.slices import NOTHING, Slice
 from ...core.validation import Positive
+from ...models.exit_model import ExitModel
 from ..base import Method
 from ..jobs import Member, Round, Server, Serving, Setting
 from ..losses import Batch, cross_entropies, zero_absent_at_client
@@ -66,10 +68,10 @@ class HeteroFL(Method):
     def num_budgets(self, num_exits: int) -> int:
         return len(self.rates)
 
-    def configure(self, model) -> None:
+    def configure(self, model: ExitModel) -> None:
         model.context.scaled = ("norm",)
 
-    def check(self, setting: Setting, e) -> None:
+    def check(self, setting: Setting, e: Experiment) -> None:
         check_cuttable("heterofl", setting, e, min(self.rates))
         if len(setting.exit_units) > 1:
             raise ValueError(

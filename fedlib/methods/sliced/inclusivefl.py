@@ -18,6 +18,7 @@ import torch
 from annotated_types import Ge, Le
 
 from ...core.clients import Client
+from ...core.experiment import Experiment
 from ...core.slices import Slice
 from ...core.validation import When
 from ..base import Method
@@ -37,7 +38,7 @@ class InclusiveFL(ServerStep, Method):
     momentum_distill: bool = True
     beta: Annotated[float, Ge(0), Le(1), When(momentum_distill=True)] = 0.2  # of the deeper stage's momentum
 
-    def check(self, setting: Setting, e) -> None:
+    def check(self, setting: Setting, e: Experiment) -> None:
         if self.momentum_distill and self.aggregation == "feddyn":
             raise ValueError(
                 "inclusivefl: aggregation = 'feddyn' needs momentum_distill = False; allowed: mean, fedadam"
@@ -72,7 +73,7 @@ class InclusiveFL(ServerStep, Method):
         if not self.momentum_distill:
             return super().aggregate(server, arrived, r)
         memory = {k: v for k, v in server.memory.items() if not k.startswith("momentum/")}
-        proposals: dict[str, list[tuple[int, torch.Tensor]]] = {}
+        proposals: dict[str, list[tuple[float, torch.Tensor]]] = {}
         for e, mean in sorted(arrived.sums.items()):
             part = self._sends(e, r.setting)
             start = {n: self.start_of(n, server) for n in mean.total}
@@ -91,7 +92,7 @@ class InclusiveFL(ServerStep, Method):
                 proposals.setdefault(name, []).append((mean.clients, stepped))
         new = dict(server.params)
         for name, found in proposals.items():  # (4); personal entries have one proposal
-            new[name] = sum(n * p for n, p in found) / sum(n for n, _ in found)
+            new[name] = sum((n * p for n, p in found), torch.zeros(())) / sum(n for n, _ in found)
         return replace(server, t=r.t, params=new, memory=memory)
 
     def _sends(self, budget: int, setting: Setting) -> Slice:

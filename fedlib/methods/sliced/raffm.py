@@ -32,10 +32,12 @@ import torch
 from annotated_types import Le
 
 from ...core.clients import Client
+from ...core.experiment import Experiment
 from ...core.slices import Axis, Indices, ParamInfo, Slice
 from ...core.validation import Positive, When
+from ...models.exit_model import ExitModel
 from ..base import Method
-from ..jobs import Arrived, Round, Server, Serving, Setting
+from ..jobs import Arrived, Round, Server, Serving, Setting, Tensors
 from ..server import ServerStep
 from ..sums import MaskedMean
 from ..widths import CUTTABLE
@@ -66,14 +68,13 @@ class RaFFM(ServerStep, Method):
 
     def check_options(self) -> None:
         super().check_options()
-        idle = set(self.rank) & ({"heads"} if self.cut == "features" else {"qk", "vo"})
-        if idle:
+        if idle := set(self.rank) & ({"heads"} if self.cut == "features" else {"qk", "vo"}):
             raise ValueError(f"options of raffm: rank = {sorted(idle)} has no effect with cut = {self.cut!r}")
         for key in ("attention", "ffn", "residual", "shares"):
             if not getattr(self, key):
                 raise ValueError(f"options of raffm: {key} = [] leaves nothing to choose; allowed: shares in (0, 1]")
 
-    def check(self, setting: Setting, e) -> None:
+    def check(self, setting: Setting, e: Experiment) -> None:
         check_widths(space := self.space(setting), self.rank, setting, e)
         if setting.measure is None or self.draw == "released":
             return
@@ -90,7 +91,7 @@ class RaFFM(ServerStep, Method):
     def num_budgets(self, num_exits: int) -> int:
         return len(self.shares)
 
-    def configure(self, model) -> None:
+    def configure(self, model: ExitModel) -> None:
         model.context.whole_heads = self.cut == "heads"
 
     def prepare(self, server: Server, r: Round) -> dict[str, torch.Tensor]:
@@ -116,10 +117,10 @@ class RaFFM(ServerStep, Method):
         kinds = {"attention": self.attention, "ffn": self.ffn, "residual": self.residual}
         return Space(setting.axes, kinds, self.cut == "heads")
 
-    def part(self, widths, setting: Setting, ranks) -> Slice:
+    def part(self, widths: "Widths", setting: Setting, ranks: Tensors) -> Slice:
         return replace(setting.full(), index=self.space(setting).index(widths, ranks))
 
-    def cost(self, widths, setting: Setting) -> float:
+    def cost(self, widths: "Widths", setting: Setting) -> float:
         return setting.measure.cost(self.constraint, self.part(widths, setting, {}))
 
     def aggregate(self, server: Server, arrived: Arrived, r: Round) -> Server:
@@ -132,7 +133,7 @@ class RaFFM(ServerStep, Method):
         return super().serve(client, server, replace(r, notes=self.prepare(server, r)))
 
 
-def shrunk(mean: MaskedMean, old) -> dict[str, torch.Tensor]:
+def shrunk(mean: MaskedMean, old: Tensors) -> dict[str, torch.Tensor]:
     """The release's fusion: sum_i w_i theta_i / sum of *all* weights, so zero where nobody holds an entry."""
     everybody = max(float(weight.max()) for weight in mean.weight.values())  # the classifier's bias is everybody's
     return {n: (total / everybody).to(old[n].dtype) for n, total in mean.total.items()}
@@ -154,10 +155,9 @@ def salience(
     wanted = {n for n in axes if place_of(n)[1] in groups or ("heads" in groups and place_of(n)[1] in ATTENTION)}
     norms: dict[str, list[torch.Tensor]] = {name: [] for name in wanted}
     for name, tensor in tensors.items():
-        info = infos[name]
-        if info.kind != "backbone" or tensor.dim() < 2:
+        if infos[name].kind != "backbone" or tensor.dim() < 2:
             continue
-        for dim, axis in enumerate(info.axes):
+        for dim, axis in enumerate(infos[name].axes):
             if axis in wanted:
                 others = tuple(d for d in range(tensor.dim()) if d != dim)
                 norms[axis].append(torch.linalg.vector_norm(tensor.double(), 1, others))
@@ -199,7 +199,7 @@ class Space:
 
     def draw(self, rng: np.random.Generator) -> Widths:
         """Every width drawn on its own."""
-        return {place: self.kinds[place[1]][rng.integers(len(self.kinds[place[1]]))] for place in self.places}
+        return {place: self.kinds[place[1]][int(rng.integers(len(self.kinds[place[1]])))] for place in self.places}
 
     def draw_until(self, fits: Callable[[Widths], bool], rng: np.random.Generator, tries: int) -> Widths:
         """The first draw that ``fits``. After ``tries`` in vain the widest of every kind is dropped.
@@ -239,7 +239,7 @@ def _best(axis: Axis, ranks: Mapping[str, torch.Tensor], keep: Callable[[int], i
     return axis.ranked(ranks[axis.name], keep) if axis.name in ranks else axis.leading(keep)
 
 
-def check_widths(space: Space, rank: Sequence[str], setting, e) -> None:
+def check_widths(space: Space, rank: Sequence[str], setting: Setting, e: Experiment) -> None:
     """Raise ``ValueError`` for a backbone, a fine-tuning mode or widths that cannot be cut as asked.
 
     ``setting`` may be of shapes alone, before there are axes.

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import torch
-from torch import nn
 
+from ...core.experiment import Experiment
 from ...core.validation import Count, Positive, When
 from ...models.backbone import Spec
-from ...models.exits import SharedClassifier
+from ...models.exits import Head, SharedClassifier
 from ...models.ree import Ree
 from ..base import Method
 from ..jobs import Setting
@@ -42,15 +42,16 @@ class ReeFL(Distillation, ServerStep, Method):
     ree_heads: Annotated[Count, REE] = 8
     ree_mlp_ratio: Annotated[Positive, REE] = 1.35
 
-    def build_head(self, spec: Spec, num_classes: int, exit_units: tuple[int, ...]) -> nn.Module:
+    def build_head(self, spec: Spec, num_classes: int, exit_units: tuple[int, ...]) -> Head:
+        (dim,) = spec.feature(0)
         if not self.use_ree:
-            return SharedClassifier(spec.dim, num_classes, exit_units)
+            return SharedClassifier(dim, num_classes, exit_units)
         return Ree(
-            spec.dim, spec.depth, num_classes, exit_units, self.ree_width, self.ree_heads, self.ree_mlp_ratio,
+            dim, spec.depth, num_classes, exit_units, self.ree_width, self.ree_heads, self.ree_mlp_ratio,
             self.modulate, self.history, self.only_at_exits,
         )  # fmt: skip
 
-    def check_backbone(self, spec: Spec, e) -> None:
+    def check_backbone(self, spec: Spec, e: Experiment) -> None:
         if len(spec.feature(0)) != 1:
             kind = type(spec).__name__.removesuffix("Spec")
             raise ValueError(
@@ -67,7 +68,7 @@ class ReeFL(Distillation, ServerStep, Method):
                 f"allowed: {e.backbone.removesuffix('.mean')!r}, or another ViT, Vim or BERT"
             )
 
-    def check(self, setting: Setting, e) -> None:
+    def check(self, setting: Setting, e: Experiment) -> None:
         if self.ree_width % self.ree_heads:
             raise ValueError(f"reefl: ree_heads = {self.ree_heads} does not divide ree_width = {self.ree_width}")
 

@@ -22,6 +22,7 @@ from typing import Annotated, ClassVar, Literal
 import torch
 from annotated_types import Ge, Lt
 
+from ...core.experiment import Experiment
 from ...core.validation import Positive
 from ...models.backbone import Spec
 from ...models.vit import ViTSpec
@@ -46,7 +47,7 @@ class ScaleFL(Levels, Method):
     kl_mean: Literal["batch", "all"] = "batch"  # all: over the classes too
     weighting: Literal["examples", "clients"] = "clients"
 
-    def check_backbone(self, spec: Spec, e) -> None:
+    def check_backbone(self, spec: Spec, e: Experiment) -> None:
         if isinstance(spec, ViTSpec):
             warnings.warn(
                 "scalefl: on a ViT ReeFL compares with 'scalefl_vit', its own form of this method", stacklevel=2

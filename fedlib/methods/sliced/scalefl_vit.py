@@ -12,12 +12,13 @@ and late start of distillation are not used here, as in ReeFL's comparison.
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Literal, cast
 
 import torch
 from annotated_types import Ge, Le
 
 from ...core.clients import Client
+from ...core.experiment import Experiment
 from ...core.slices import Slice
 from ...core.validation import Positive
 from ...models.backbone import Spec
@@ -50,23 +51,23 @@ class ScaleFLViT(Distillation, ServerStep, Method):
             return BLOCKS[num_exits]
         return super().exit_units(depth, num_exits)
 
-    def check_backbone(self, spec: Spec, e) -> None:
+    def check_backbone(self, spec: Spec, e: Experiment) -> None:
         if not isinstance(spec, ViTSpec):
             kind, instead = type(spec).__name__.removesuffix("Spec"), "" if uncut(spec) else "; use 'scalefl'"
             raise ValueError(f"scalefl_vit: backbone: a {kind} is not what it cuts, which is a ViT{instead}")
 
-    def check(self, setting: Setting, e) -> None:
+    def check(self, setting: Setting, e: Experiment) -> None:
         if e.finetune not in CUTTABLE:
             raise ValueError(
                 f"scalefl_vit: finetune = {e.finetune!r} cannot be cut in width; allowed: {', '.join(CUTTABLE)}"
             )
-        widths = self._widths(setting)
+        widths, spec = self._widths(setting), cast(ViTSpec, setting.spec)  # ``check_backbone`` has seen to it
         if len(widths) != setting.num_exits:
             raise ValueError(f"scalefl_vit: widths = {list(widths)} must be {setting.num_exits} numbers in (0, 1]")
         for width in widths:
-            for axis, kept in width_index(setting.spec, width).items():
+            for axis, kept in width_index(spec, width).items():
                 if not kept:
-                    least = math.ceil(1000 / min(setting.spec.dim, setting.spec.ffn_dim)) / 1000
+                    least = math.ceil(1000 / min(spec.dim, spec.ffn_dim)) / 1000
                     raise ValueError(f"scalefl_vit: widths: {width} leaves axis {axis!r} empty; allowed: {least}..1")
 
     def local_loss(self, batch: Batch) -> torch.Tensor:
@@ -84,7 +85,7 @@ class ScaleFLViT(Distillation, ServerStep, Method):
         return self._of_budget(exit, r.setting)
 
     def _of_budget(self, budget: int, setting: Setting) -> Slice:
-        index = width_index(setting.spec, self._widths(setting)[budget])
+        index = width_index(cast(ViTSpec, setting.spec), self._widths(setting)[budget])
         return Slice.prefix(setting.exit_units[budget] + 1, range(budget + 1), index=index)
 
     def _widths(self, setting: Setting) -> tuple[float, ...]:

@@ -22,9 +22,11 @@ from typing import Annotated, ClassVar, Literal
 import torch
 
 from ...core.clients import Client
+from ...core.experiment import Experiment
 from ...core.rng import numpy_generator, torch_generator
 from ...core.slices import Slice
 from ...core.validation import Count, Positive, When
+from ...models.exit_model import ExitModel
 from ...models.maps import MapSpec
 from ..base import Method
 from ..jobs import Arrived, Member, Round, Server, Serving, Setting
@@ -57,10 +59,10 @@ class SplitMix(MemoryBudgets, Method):
     def exit_units(self, depth: int, num_exits: int) -> tuple[int, ...]:
         return (depth - 1,)
 
-    def configure(self, model) -> None:
+    def configure(self, model: ExitModel) -> None:
         model.context.scaled = ("conv", "shortcut")
 
-    def check(self, setting: Setting, e) -> None:
+    def check(self, setting: Setting, e: Experiment) -> None:
         check_cuttable("splitmix", setting, e, 1 / self.bases)
         convolutions = isinstance(setting.spec, MapSpec)
         if convolutions and e.pretrained and not (self.init == "own" and self.rescale_init):
@@ -85,8 +87,8 @@ class SplitMix(MemoryBudgets, Method):
                 bound = math.prod(info.shape[1:]) ** -0.5
                 drawn = torch.empty(info.shape).uniform_(-bound, bound, generator=generator)
                 out[name] = drawn.to(params[name].device)
-            if len(info.shape) > 1 and info.axes[1] in kept and not self.rescale_init:
-                out[name] = out[name] * (info.shape[1] / len(kept[info.axes[1]])) ** 0.5
+            if len(info.shape) > 1 and (cut := kept.get(info.axes[1] or "")) is not None and not self.rescale_init:
+                out[name] = out[name] * (info.shape[1] / len(cut)) ** 0.5
         return out
 
     def prepare(self, server: Server, r: Round) -> dict[str, torch.Tensor]:
@@ -127,7 +129,7 @@ class SplitMix(MemoryBudgets, Method):
         """How many bases a client has memory for."""
         return min(self.bases, max(1, int(self.shares[client.budget] * self.bases + 1e-9)))
 
-    def effort(self, client: Client, setting: Setting, e) -> float:
+    def effort(self, client: Client, setting: Setting, e: Experiment) -> float:
         return self.count(client)
 
     def base(self, b: int, setting: Setting) -> Slice:

@@ -1,0 +1,80 @@
+"""What a method sees of the models that it trains: a round's clients that train together, as one batched program.
+
+Tensors are by name and stacked: (rows, ...), a row for each member that holds the parameter, ``rows`` saying which.
+A member is a client's model; most methods have one a client. ``engine/cohort.py`` is it.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Protocol
+
+import torch
+
+from ..core.clients import Client
+from ..core.experiment import Experiment
+from ..models.exit_model import ExitModel
+from .jobs import Setting, Stage
+from .losses import Batch
+from .sums import Update
+
+Stacked = dict[str, torch.Tensor]
+Loss = Callable[[Batch], torch.Tensor]  # (M,), one number for each member
+Gradient = Callable[[str, torch.Tensor], torch.Tensor]  # by a parameter's name and its value, stacked
+
+
+class Cohort(Protocol):
+    """From download to upload; ``Method.local_update`` trains it, ``Method.upload`` sends it."""
+
+    experiment: Experiment
+    setting: Setting
+    t: int  # the round
+    model: ExitModel  # the skeleton: its head and its context, for losses that run exits themselves
+    clients: tuple[Client, ...]  # of each member; peers share one
+    rows: Mapping[str, Sequence[int]]
+    start: Stacked  # what the members received, or kept
+    params: Stacked  # what they train, from ``start`` on
+    new_memories: dict[int, Stacked]  # what is to stay with each client
+
+    @property
+    def received(self) -> Stacked:
+        """What the server holds, whatever members kept."""
+        ...
+
+    @property
+    def trained(self) -> Stacked:
+        """``params`` without batch norm's statistics."""
+        ...
+
+    def train(
+        self, loss: Loss, stage: Stage = ..., gradient: Gradient | None = None, models: str | None = None
+    ) -> None:
+        """One optimiser run on ``params``, in place; ``gradient`` is added to the loss's, ``models`` alone move."""
+
+    def answers(self, exit: int = -1) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """(features (M, B, d), labels, weights) at ``exit`` over the clients' own examples, in order."""
+        ...
+
+    def label_counts(self) -> torch.Tensor:
+        """Training examples by label of each member's client, (M, classes)."""
+        ...
+
+    def payload(self, key: str) -> Stacked:
+        """What members brought under ``key`` (``Member.payload``)."""
+        ...
+
+    def rows_named(self, member: str) -> Callable[[str], torch.Tensor]:
+        """By parameter, 1 on the rows of the members of that name: masks a gradient."""
+        ...
+
+    def recall(self, key: str) -> Stacked:
+        """What clients remember under ``key``; zeros where there is nothing."""
+        ...
+
+    def remember(self, key: str, tensors: Stacked, rows: Mapping[str, Sequence[int]] | None = None) -> None:
+        """Keep ``tensors`` with the clients, across rounds."""
+
+    def send(self, key: str, tensors: Stacked) -> None:
+        """Send ``tensors`` beside the model (``Arrived.extras``)."""
+
+    def update(self) -> Update:
+        """What is sent of ``params``."""
+        ...
