@@ -199,11 +199,6 @@ UNFINISHED: set[str] = {
     "cafedistill",
     "fedepth/figure2",
     "fedepth/horizon",
-    "fedepth/table2",
-    "fedepth/unbalanced",
-    "fedepth/vit",
-    "raffm/table1",
-    "extensions/convnets",
     "scalefl",
 }
 
