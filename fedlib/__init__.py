@@ -3,8 +3,18 @@
 An :class:`Experiment` is a value; :func:`run` turns it into a stored result. ``notebooks/walkthrough`` shows the rest.
 """
 
+from typing import TYPE_CHECKING
+
 from .core.experiment import Experiment
 from .core.threads import wait_passively
+
+if TYPE_CHECKING:  # what ``__getattr__`` finds
+    from .engine.executors import Execution
+    from .engine.federation import build_federation
+    from .engine.rounds import run_rounds
+    from .runs.params import recipe
+    from .runs.places import forget
+    from .runs.store import run, run_all
 
 wait_passively()
 
