@@ -1,8 +1,9 @@
 """Residual networks for small images, whose units are residual blocks, run one at a time for a client or a cohort.
 
 ``resnet20`` to ``resnet110`` (He et al., CVPR 2016, section 4.2): three stages of 16, 32 and 64 channels, with option
-B's projections (1x1 convolution and norm) where the width changes. ``resnet18``: four stages of 64 to 512 behind a 3x3
-stem, no max-pool. ``preresnet20``: pre-activation blocks (He et al., ECCV 2016) as FeDepth's release has them.
+B's projections (1x1 convolution and norm) where the width changes. ``resnet18_cifar``: four stages of 64 to 512 behind
+a 3x3 stem, no max-pool (``resnet18`` is timm's, for larger images). ``preresnet20``: pre-activation blocks (He et al.,
+ECCV 2016) as FeDepth's release has them.
 Read next: ``map_exits.py``.
 
 Deviations of ``form="fedepth"``: as released, a block's identity shortcut starts after its first norm and ReLU, and a
@@ -61,8 +62,8 @@ class ResNetSpec(MapSpec):
 
 RESNETS = {f"resnet{6 * n + 2}": ResNetSpec(blocks=(n, n, n)) for n in (1, 2, 3, 5, 9, 18)} | {
     "resnet18_slim": ResNetSpec(blocks=(2, 2, 2, 2), widths=(16, 32, 64, 128)),  # a quarter of the width, for CPUs
-    "resnet18": ResNetSpec(blocks=(2, 2, 2, 2), widths=(64, 128, 256, 512)),
-    "resnet18.64": ResNetSpec(blocks=(2, 2, 2, 2), widths=(64, 128, 256, 512), size=64),  # Tiny ImageNet's pixels
+    "resnet18_cifar": ResNetSpec(blocks=(2, 2, 2, 2), widths=(64, 128, 256, 512)),
+    "resnet18_cifar.64": ResNetSpec(blocks=(2, 2, 2, 2), widths=(64, 128, 256, 512), size=64),  # Tiny ImageNet's pixels
     "preresnet20": ResNetSpec(form="fedepth"),
 }
 

@@ -36,7 +36,7 @@ def separable(a, b, pixels=1):
 
 def test_depthfls_resnet18_by_hand():
     e = Experiment(
-        method="depthfl", dataset="cifar100", backbone="resnet18", pretrained=False, finetune="full", augment="none",
+        method="depthfl", dataset="cifar100", backbone="resnet18_cifar", pretrained=False, finetune="full", augment="none",
         num_exits=4, exit_head="towers",
     )  # fmt: skip
     model = build_model(e, check_experiment(e), 100, meta=True)
@@ -64,7 +64,7 @@ def test_depthfls_resnet18_by_hand():
 
 
 def test_a_tower_follows_the_maps_that_shrink():
-    assert [RESNETS["resnet18"].narrowing(u) for u in (0, 1, 3, 5, 7)] == [
+    assert [RESNETS["resnet18_cifar"].narrowing(u) for u in (0, 1, 3, 5, 7)] == [
         (128, 256, 512), (128, 256, 512), (256, 512), (512,), (),
     ]  # fmt: skip
     assert registry.OWN["convnet3"].narrowing(0) == (128, 128)

@@ -48,7 +48,7 @@ def test_scalefls_levels_of_resnet110(width, blocks, parameters, macs):
 
 @pytest.mark.parametrize(("size", "classes", "macs"), [(32, 100, 555_468_800), (64, 200, 2_221_772_800)])
 def test_cafedistills_resnet18(size, classes, macs):
-    assert measured(replace(RESNETS["resnet18"], size=size), classes)[1] == macs
+    assert measured(replace(RESNETS["resnet18_cifar"], size=size), classes)[1] == macs
 
 
 def test_cafedistills_convnet():

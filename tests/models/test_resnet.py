@@ -131,7 +131,7 @@ def test_a_unit_runs_for_the_clients_still_alive():
 # --- shapes and axes -------------------------------------------------------------------------------------------------
 
 NETS = [
-    *((spec, {"final": "linear"}) for n, spec in RESNETS.items() if n in ("resnet20", "resnet18")),
+    *((spec, {"final": "linear"}) for n, spec in RESNETS.items() if n in ("resnet20", "resnet18_cifar")),
     (RESNETS["preresnet20"], {"final": "norm_relu"}),
     (ResNetSpec(blocks=(2, 1), widths=(16, 32), form="pre"), {"final": "norm_relu"}),
     (CONVNETS["convnet3"], {"final": "flatten"}),
@@ -151,10 +151,10 @@ def test_units_make_the_maps_that_the_spec_promises(spec, kinds):
 
 def test_the_published_depths():
     assert {name: spec.depth for name, spec in RESNETS.items()} == {
-        "resnet8": 3, "resnet14": 6, "resnet20": 9, "resnet32": 15, "resnet56": 27, "resnet110": 54, "resnet18": 8,
-        "resnet18.64": 8, "resnet18_slim": 8, "preresnet20": 9,
+        "resnet8": 3, "resnet14": 6, "resnet20": 9, "resnet32": 15, "resnet56": 27, "resnet110": 54, "resnet18_cifar": 8,
+        "resnet18_cifar.64": 8, "resnet18_slim": 8, "preresnet20": 9,
     }  # fmt: skip
-    assert [RESNETS["resnet18"].feature(u) for u in (1, 3, 5, 7)] == [
+    assert [RESNETS["resnet18_cifar"].feature(u) for u in (1, 3, 5, 7)] == [
         (64, 32, 32), (128, 16, 16), (256, 8, 8), (512, 4, 4),
     ]  # fmt: skip
     assert [CONVNETS["convnet3"].feature(u) for u in range(3)] == [(128, 15, 15), (128, 6, 6), (128, 2, 2)]

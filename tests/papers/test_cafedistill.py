@@ -50,7 +50,7 @@ def test_the_grid_at_paper_size_is_table_6():
     cells = {(c.variant, c.column): c.experiment for c in load_grid("cafedistill", "table1", "paper") if c.seed == 1}
     e = cells["cafedistill", "cifar100_alpha0.1"]
     assert (e.rounds, e.local_epochs, e.batch_size, e.lr, e.decay, e.momentum, e.weight_decay) == (300, 5, 64, 0.1, 0.99, 0.9, 1e-4)  # fmt: skip
-    assert (e.num_clients, e.clients_per_round, e.num_exits, e.backbone, e.schedule) == (100, 10, 4, "resnet18", "exponential")  # fmt: skip
+    assert (e.num_clients, e.clients_per_round, e.num_exits, e.backbone, e.schedule) == (100, 10, 4, "resnet18_cifar", "exponential")  # fmt: skip
     e = cells["fedrep", "ag_news_alpha0.3"]
     assert (e.rounds, e.local_epochs, e.backbone, e.clip_value, e.test_split) == (100, 1, "transformer4", None, "like_train")  # fmt: skip
     assert cells["local", "cifar10_alpha0.3"].num_exits == 3
