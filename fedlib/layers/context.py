@@ -40,6 +40,22 @@ class Context:
             self._real = (self.weights, None if bool(real.all()) else real.to(self.weights.dtype))
         return self._real[1]
 
+    @property
+    def tracks(self) -> bool:
+        """Does a batch move batch norm's running statistics?"""
+        return self.policy in ("tracked", "local") and self.training and self.gathered is None
+
+    @contextmanager
+    def alone(self, real: torch.Tensor | None) -> Iterator["Context"]:
+        """Inside, layers see one member's batch, whose examples are ``real`` (B,), and gather for it alone."""
+        before = self.weights, self._real, self.gathered
+        self.weights = None if real is None else real.unsqueeze(0)
+        self._real, self.gathered = (self.weights, self.weights), None if self.gathered is None else {}
+        try:
+            yield self
+        finally:
+            self.weights, self._real, self.gathered = before
+
 
 def share(model: nn.Module, policy: Policy = "batch") -> Context:
     """One context for all layers of ``model`` that have one. ``ValueError`` for an unknown policy."""

@@ -100,6 +100,7 @@ class BatchNorm2d(nn.Module):
         self.register_buffer("running_mean", None)
         self.register_buffer("running_var", None)
         self.axes = dict.fromkeys(("weight", "bias", "running_mean", "running_var"), (axis,))
+        self.first: tuple[torch.Tensor, torch.Tensor] | None = None  # statistics before the first batch; None: 0, 1
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         context = self.context
@@ -107,14 +108,13 @@ class BatchNorm2d(nn.Module):
             if self.running_mean is None:
                 raise ValueError(f"batch_norm = {context.policy!r}: evaluation needs statistics, and none are there")
             return self._native(x, self._rows(self.running_mean, x), self._rows(self.running_var, x), training=False)
-        tracks = context.policy in ("tracked", "local") and context.training and context.gathered is None
         values = x.shape[1] * x.shape[3] * x.shape[4]
         if context.real is None and context.gathered is None and values > 1:
-            if not tracks:
+            if not context.tracks:
                 return self._native(x, None, None, training=True)
             mean, var = (self._rows(p, x).clone() for p in (self.running_mean, self.running_var))
             y = self._native(x, mean, var, training=True)  # writes into the clones
-            self._keep(x, mean, var)
+            self._keep(mean, var)
             return y
         x = x if x.dtype is torch.float64 else x.float()
         count, mean, var = _moments(x, context.real)
@@ -122,10 +122,10 @@ class BatchNorm2d(nn.Module):
             unbiased = var * (count / (count - 1).clamp(min=1))
             if context.gathered is not None:
                 context.gathered.setdefault(self, []).append((count, mean.detach(), unbiased))
-            elif tracks:
+            elif context.tracks:
                 old = (self._rows(self.running_mean, x), self._rows(self.running_var, x))
                 rate = self.momentum * (count > 0)
-                self._keep(x, *(o * (1 - rate) + n * rate for o, n in zip(old, (mean, unbiased), strict=True)))
+                self._keep(*(o * (1 - rate) + n * rate for o, n in zip(old, (mean, unbiased), strict=True)))
         # a client without a real row gets the bias: of variance 0, some ten layers would overflow
         scale = self._rows(self.weight, x) * torch.rsqrt(var + self.eps) * (count > 0)
         shift = self._rows(self.bias, x) - mean * scale
@@ -145,14 +145,17 @@ class BatchNorm2d(nn.Module):
         y = F.batch_norm(maps, mean, var, weight, bias, training, self.momentum, self.eps)
         return apart(y.contiguous(memory_format=torch.channels_last), len(x))
 
-    def _keep(self, x: torch.Tensor, *new: torch.Tensor) -> None:
+    def _keep(self, mean: torch.Tensor, var: torch.Tensor) -> None:
+        self.replace_("running_mean", mean)
+        self.replace_("running_var", var)
+
+    def replace_(self, leaf: str, fresh: torch.Tensor) -> None:
         """New statistics (K, C) in the place of the old ones, in their shape where K is one."""
-        for leaf, fresh in zip(("running_mean", "running_var"), new, strict=True):
-            old = self._buffers[leaf]
-            if old.dim() == 1:
-                self._buffers[leaf] = fresh.squeeze(0) if len(x) == 1 else fresh
-            else:
-                self._buffers[leaf] = fresh if len(old) == len(x) else torch.cat((fresh, old[len(x) :]))
+        old = self._buffers[leaf]
+        if old.dim() == 1:
+            self._buffers[leaf] = fresh.squeeze(0) if len(fresh) == 1 else fresh
+        else:
+            self._buffers[leaf] = fresh if len(old) == len(fresh) else torch.cat((fresh, old[len(fresh) :]))
 
 
 def is_slow_channels_last(x: torch.Tensor) -> bool:
@@ -185,14 +188,15 @@ def _moments(x: torch.Tensor, real: torch.Tensor | None) -> tuple[torch.Tensor, 
 def set_policy_(model: nn.Module, policy: Policy) -> Context:
     """Make ``policy`` that of every ``BatchNorm2d`` in ``model``; the context that all its layers now share.
 
-    ``tracked`` and ``local`` layers get statistics (0, 1), the others lose theirs.
+    ``tracked`` and ``local`` layers get statistics (0, 1), or those that they begin with; the others lose theirs.
     """
     context = share(model, policy)
     for layer in model.modules():
         if isinstance(layer, BatchNorm2d):
+            like = layer.weight.detach()
+            first = layer.first or (torch.zeros_like(like), torch.ones_like(like))
             tracks = policy in ("tracked", "local")
-            layer.running_mean = torch.zeros_like(layer.weight.detach()) if tracks else None
-            layer.running_var = torch.ones_like(layer.weight.detach()) if tracks else None
+            layer.running_mean, layer.running_var = (x.to(like, copy=True) if tracks else None for x in first)
     return context
 
 

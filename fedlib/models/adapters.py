@@ -19,6 +19,7 @@ from ..core.rng import numpy_generator, torch_generator
 from ..core.validation import check_known, did_you_mean
 from ..layers.dropout import TokenDropout
 from ..layers.linear import Linear, init_normal_, per_client
+from ..layers.members import PerClient
 from ..layers.norms import LayerNorm
 from .backbone import Backbone, Spec
 from .exits import Classifier
@@ -145,34 +146,6 @@ class ScaleShift(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.base_layer(x)
         return torch.addcmul(per_client(self.shift, y), y, per_client(self.scale, y))
-
-
-class PerClient(nn.Module):
-    """A foreign peft layer whose parameters may be stacked per client: run under ``vmap``, or client by client.
-
-    The latter for layers that ``vmap`` cannot batch (LoHa's autograd function, OFT's in-place rotation).
-    """
-
-    def __init__(self, layer: nn.Module):
-        super().__init__()
-        self.base_layer, self.vmap = layer, True
-        self.dims = {n: p.dim() for n, p in layer.named_parameters()}
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        params = dict(self.base_layer.named_parameters())
-        stacked = {n: 0 if p.dim() > self.dims[n] else None for n, p in params.items()}
-        if not any(d == 0 for d in stacked.values()):
-            return self.base_layer(x.flatten(0, 1)).unflatten(0, x.shape[:2])  # peft's layers expect (B, T, d)
-        call = lambda p, x: torch.func.functional_call(self.base_layer, p, (x,))  # noqa: E731
-        if self.vmap:
-            try:
-                return torch.func.vmap(call, in_dims=(stacked, 0))(params, x)
-            except RuntimeError as error:
-                if not any(word in str(error) for word in ("functorch", "vmap")):
-                    raise
-                self.vmap = False
-        clients = ({n: p if stacked[n] is None else p[i] for n, p in params.items()} for i in range(len(x)))
-        return torch.stack([call(p, x[i]) for i, p in enumerate(clients)])
 
 
 def apply_finetune_(vit: Backbone, head: nn.Module, mode: str, options: dict, seed: int) -> None:
