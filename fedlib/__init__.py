@@ -19,11 +19,12 @@ if TYPE_CHECKING:  # what ``__getattr__`` finds
 wait_passively()
 
 __version__ = "0.1.0"
-__all__ = ["Experiment", "Execution", "build_federation", "forget", "recipe", "run", "run_all", "run_rounds"]
+__all__ = ["Experiment", "Execution", "build_federation", "forget", "recipe", "run", "run_all", "run_rounds", "wrap"]
 
 _LAZY = {
     "Execution": "engine.executors", "run_rounds": "engine.rounds", "build_federation": "engine.federation",
     "forget": "runs.places", "run": "runs.store", "run_all": "runs.store", "recipe": "runs.params",
+    "wrap": "models.registry",
 }  # fmt: skip
 
 

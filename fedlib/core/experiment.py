@@ -58,7 +58,7 @@ class Experiment:
       crop_pad            largest shift in pixels of the backbone's input, augment = crop*
       crop_scale          smallest area of a random resized crop, as a share of the image, augment = rrc*
     Model
-      backbone            a name of ``models.registry.OWN``, or any timm ViT with a class token
+      backbone            a name of ``models.registry.OWN``, what ``fedlib.wrap`` returned, or a net of timm's
       pretrained          start from published weights, or from random ones
       finetune            full, frozen, lora, pa, sa, ssf, or a peft tuner's name
       finetune_options    of that mode: r of pa and sa, the fields of peft's config

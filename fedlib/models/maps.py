@@ -71,7 +71,8 @@ def _kept_numbers(spec: MapSpec) -> tuple[int, int]:
 def _kept_sizes(backbone: nn.Module, examples: int) -> list[int]:
     """The size of every tensor that autograd keeps beside the parameters."""
     with kept_by_autograd(backbone.parameters()) as kept:
-        z = backbone.stem(torch.zeros(1, examples, *backbone.spec.input_shape))
+        device = next(backbone.parameters()).device
+        z = backbone.stem(torch.zeros(1, examples, *backbone.spec.input_shape, device=device))
         for unit in range(backbone.spec.depth):
             _, z = backbone.advance(z, unit, 1)
     return [x.numel() for x in kept.values()]

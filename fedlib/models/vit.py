@@ -1,6 +1,6 @@
 """Vision transformers (Eq. 1) whose blocks can be run one at a time, for one client or a cohort.
 
-Any timm ``VisionTransformer`` with a class token becomes a :class:`ViT` through ``weights.load_timm``: q, k and v are
+Any timm ``VisionTransformer`` with a class token becomes a :class:`ViT` through ``timm_nets.load_timm``: q, k and v are
 apart, the final norm is gone (each exit has its own), and every parameter dimension names its axis.
 Read next: ``exits.py`` (what happens after a block), ``ree.py``.
 """

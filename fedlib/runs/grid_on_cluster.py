@@ -19,7 +19,7 @@ from ..engine.executors import Execution, become_worker
 from ..methods import METHODS
 from ..models.registry import backbone_spec, tokenizer_of
 from .costs import MIB, exit_costs
-from .identity import Accept
+from .identity import Accept, own_backbones, take_backbones
 from .progress import Watch
 from .reached import code_of, tell
 from .store import run
@@ -35,19 +35,21 @@ def run_on_cluster(
         return
     methods = {e.method: type(check_experiment(e)) for e in missing}
     methods = {name: (cls, code_of(cls)) for name, cls in methods.items()}
+    backbones = own_backbones({e.backbone for e in missing})
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=folder, prefix=".shared-") as probe:
         for wait in (False, True):
-            there = (Path(probe.name).resolve(), methods, seconds, wait, accept)
+            there = (Path(probe.name).resolve(), methods, backbones, seconds, wait, accept)
             for e, found in spread(_run_there, watch.left, execution, *there):
                 if found:
                     watch.end(e)
 
 
 def _run_there(
-    e: Experiment, execution: Execution, probe: Path, methods: dict, seconds: float, wait: bool, accept: Accept
-) -> bool:
-    """Run ``e`` in a process of the cluster, which learns the methods registered elsewhere. Is it done?"""
+    e: Experiment, execution: Execution, probe: Path, methods: dict, backbones: dict, seconds: float, wait: bool,
+    accept: Accept,
+) -> bool:  # fmt: skip
+    """Run ``e`` in a process of the cluster, which learns methods and backbones registered elsewhere. Is it done?"""
     if not probe.exists():
         raise RuntimeError(
             f"node {platform.node()} does not see {probe.parent}: let FEDLIB_OUTPUTS be a folder that all nodes share, "
@@ -57,6 +59,7 @@ def _run_there(
     for name, (cls, code) in methods.items():
         METHODS[name] = cls
         tell(cls, code)
+    take_backbones(backbones)
     alone = replace(execution, executor="threads", address=None, workers=1)
     return run(e, alone, probe.parent, False, seconds, wait, accept) is not None
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fedlib.models.registry import load_timm
+from fedlib.models.timm_nets import load_timm
 
 
 def generator(seed=0):

@@ -170,7 +170,7 @@ def test_a_folder_that_nodes_do_not_see_is_refused_in_words(on_two, tmp_path, mo
     with pytest.raises(
         RuntimeError, match="does not see .*elsewhere: let FEDLIB_OUTPUTS be a folder that all nodes share"
     ):
-        grid_on_cluster._run_there(e, on_two, tmp_path / "elsewhere" / "probe", {}, 1.0, True, ())
+        grid_on_cluster._run_there(e, on_two, tmp_path / "elsewhere" / "probe", {}, {}, 1.0, True, ())
     assert find_run(e, tmp_path) is None and not run_path(e, tmp_path).exists()
 
 

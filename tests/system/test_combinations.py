@@ -17,6 +17,8 @@ from typing import NamedTuple
 import numpy as np
 import pandas as pd
 import pytest
+import torch
+from torch import nn
 
 from fedlib import Execution, Experiment, build_federation, run_rounds
 from fedlib.core.paths import has_minilm
@@ -32,10 +34,31 @@ from fedlib.models.resnet import ResNetSpec
 from fedlib.models.small import ConvNetSpec
 from fedlib.models.vim import VimSpec
 from fedlib.models.vit import ViTSpec
+from fedlib.models.wrapped import WrappedSpec
 
 TOKENS = dict(dim=24, heads=2, ffn_dim=32)
 WORDS = TOKENS | dict(length=12, depth=4)
 FOREIGN = WORDS | dict(positions=16, padding=0)
+
+
+class Tokens(nn.Module):
+    """Two layers on four patches and a class token."""
+
+    def __init__(self):
+        super().__init__()
+        self.patches, self.token = nn.Conv2d(3, 8, 8, 8), nn.Parameter(torch.zeros(1, 1, 8))
+        self.layers = nn.Sequential(*(nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True) for _ in range(2)))
+
+    def forward(self, x):
+        x = self.patches(x).flatten(2).mT
+        return self.layers(torch.cat([self.token.expand(x.shape[0], -1, -1), x], 1))
+
+
+def convnet():
+    """Two pieces with batch norm."""
+    return nn.Sequential(nn.Conv2d(3, 4, 4, 4), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 8, 2, 2), nn.BatchNorm2d(8))
+
+
 BACKBONES = {  # one of each kind, of random weights; four units and fewer
     "vit": ViTSpec(img_size=16, depth=4, **TOKENS),
     "vim": VimSpec(img_size=16, dim=16, depth=4, state_dim=4),
@@ -47,6 +70,8 @@ BACKBONES = {  # one of each kind, of random weights; four units and fewer
         expansions=(1, 2, 2), head_width=0, dropout=0.2, drop_connect=0.1, exit_reduction=1,
     ),
     "convnet": ConvNetSpec(size=16, widths=(4, 8)),
+    "wrapped": WrappedSpec.of(convnet(), ["2", "4"], (3, 16, 16), make=convnet),
+    "wrapped_tokens": WrappedSpec.of(Tokens(), ["layers.0", "layers.1"], (3, 16, 16), "tokens", Tokens),
     "foreign_vit": ForeignSpec("vit", img_size=16, patch_size=8, depth=4, **TOKENS),
     "bert": BertSpec(**WORDS),
     "bert.stream": BertSpec(**WORDS, centred=False),

@@ -43,7 +43,12 @@ class InclusiveFL(ServerStep, Method):
             raise ValueError(
                 "inclusivefl: aggregation = 'feddyn' needs momentum_distill = False; allowed: mean, fedadam"
             )
-        if self.momentum_distill and len(setting.spec.feature(0)) != 1:
+        blocks: dict[int, set[str]] = {}
+        for name, info in setting.infos.items():
+            if name.startswith("backbone.blocks."):
+                blocks.setdefault(info.unit, set()).add(sub_key(name))
+        unlike = len(setting.spec.feature(0)) != 1 or (blocks and not set.intersection(*blocks.values()))
+        if self.momentum_distill and unlike:
             raise ValueError(
                 "inclusivefl: momentum_distill = True adds up what blocks of equal shape learnt, and those of backbone "
                 f"= {e.backbone!r} differ; allowed: False, or a ViT, Vim or BERT"

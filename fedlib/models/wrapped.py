@@ -1,0 +1,263 @@
+"""Any ``nn.Module`` with cut points as a backbone, whose units are the pieces between the cuts.
+
+``fedlib.wrap`` and timm's nets by name end here. torch.fx follows an image through ``forward`` (of a timm net
+``forward_features``) as far as it leads to the cuts: every module without a cut inside is called as it is, whatever its
+code. The first unit begins at the image; what follows the last cut is left away, for exits stand there. A cohort runs
+under ``vmap`` where a trial shows that it can, else one member after the other (``layers/members.py``).
+
+Batch norm follows the run's ``batch_norm`` and begins with the net's own statistics. Dropout and stochastic depth are
+off: they would draw from the global generator. Which widths its layers share is not known, so none can be cut.
+Read next: ``maps.py``, ``registry.py``.
+"""
+
+import copy
+import inspect
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
+
+import torch
+from torch import fx, nn
+
+from ..layers.conv import sample_and_pad
+from ..layers.members import MemberNorm, PerClient
+from ..layers.tokens import put_token
+from .maps import MapBackbone, MapSpec
+
+Feature = Literal["map", "tokens"] | Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class WrappedSpec(MapSpec):
+    """A net and where it is cut; the shapes follow from a run without values (:meth:`of`).
+
+    Exits read a map, by default the state: a (C, H, W) as it is, tokens (T, d) as (d, T, 1), a vector as (d, 1, 1);
+    ``feature`` may be a function (B, *state) -> (B, *any of these). ``feature="tokens"``: they read the first of the
+    tokens (T, d), which ReeFL may hand back.
+    """
+
+    net: nn.Module  # of the shape, perhaps without values
+    make: Callable[[], nn.Module] | None = None  # draws another; None: it begins with its weights
+    cuts: tuple[str, ...]
+    read: Feature = "map"
+    states: tuple[tuple[int, ...], ...] = ()  # of one example after every unit
+    features: tuple[tuple[int, ...], ...] = ()  # the same of what exits read
+    not_cut: ClassVar[str] = "which widths the layers of a wrapped net share is not known"
+
+    @classmethod
+    def of(cls, net: nn.Module, cuts: Sequence[str], input_shape: Sequence[int], read: Feature = "map", make=None):
+        """The spec of ``net``; ``ValueError`` says in a sentence where it cannot be cut, or does not run."""
+        if len(input_shape) != 3 or input_shape[1] != input_shape[2]:
+            raise ValueError(f"wrap: input_shape = {tuple(input_shape)}; allowed: (channels, pixels, as many pixels)")
+        if isinstance(cuts, str) or not cuts:
+            raise ValueError(f"wrap: cuts = {cuts!r}; allowed: a list of names of modules")
+        channels, size, _ = input_shape
+        plain = cls(size=size, channels=channels, net=net, make=make, cuts=tuple(cuts), read=read)
+        with torch.device("meta"), torch.no_grad():
+            backbone, z, states, features = plain.build(), torch.empty(1, 2, *input_shape), [], []
+            for cut, unit in zip(cuts, backbone.blocks, strict=True):
+                try:
+                    z = unit(z)
+                    features.append(tuple(plain.seen(z).shape[2:]))
+                except Exception as error:  # whatever the net's code raises
+                    why = _line(error)
+                    raise ValueError(f"wrap: up to cut {cut!r} it does not run on shapes alone: {why}") from error
+                states.append(tuple(z.shape[2:]))
+        if read == "tokens" and len(set(features)) > 1:
+            raise ValueError(f"wrap: feature = 'tokens' needs tokens of one width, not of {features}")
+        return replace(plain, states=tuple(states), features=tuple(features))
+
+    def __deepcopy__(self, memo) -> "WrappedSpec":
+        return self  # a value; workers copy models
+
+    @property
+    def depth(self) -> int:
+        return len(self.cuts)
+
+    @property
+    def own_modes(self) -> tuple[str, ...]:
+        """A frozen batch norm would go on by the batch's statistics, so nothing before it could be kept."""
+        normalises = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in self.net.modules())
+        return ("full",) if normalises else ("full", "frozen")
+
+    @property
+    def dim(self) -> int:
+        """Features of the token that exits read."""
+        return self.features[-1][0]
+
+    @property
+    def hands_back(self) -> bool:
+        return self.read == "tokens"
+
+    def stream(self, unit: int) -> str:
+        return f"cut{unit}"
+
+    def state(self, unit: int) -> tuple[int, ...]:
+        return self.states[unit] if unit >= 0 else self.input_shape
+
+    def feature(self, unit: int) -> tuple[int, ...]:
+        return self.features[unit]
+
+    def seen(self, z: torch.Tensor) -> torch.Tensor:
+        """What exits read of states (K, B, *state): (K, B, C, H, W), or a token (K, B, d)."""
+        if self.read == "tokens":
+            if z.dim() != 4:
+                raise ValueError(f"feature = 'tokens' needs a state of tokens (T, d), not {tuple(z.shape[2:])}")
+            return z[..., 0, :]
+        z = z if self.read == "map" else self.read(z.flatten(0, 1)).unflatten(0, z.shape[:2])
+        if not 3 <= z.dim() <= 5:
+            raise ValueError(f"exits read maps (C, H, W), tokens (T, d) or vectors (d,), not {tuple(z.shape[2:])}")
+        return z if z.dim() == 5 else (z.mT if z.dim() == 4 else z.unsqueeze(-1)).unsqueeze(-1)
+
+    def build(self) -> "Wrapped":
+        """A backbone with the net's own weights."""
+        return Wrapped(self, copy.deepcopy(self.net))
+
+    def drawn(self, seed: int) -> "Wrapped":
+        """A backbone with other weights, a function of ``seed``: those of another net that is made."""
+        with torch.random.fork_rng(devices=[]):
+            torch.random.manual_seed(seed)
+            return Wrapped(self, self.make())
+
+
+class Wrapped(MapBackbone):
+    """A net in pieces."""
+
+    def __init__(self, spec: WrappedSpec, net: nn.Module):
+        super().__init__()
+        self.spec = spec
+        for m in list(net.eval().modules()):
+            for name, child in m.named_children():
+                if isinstance(child, nn.modules.batchnorm._BatchNorm):
+                    setattr(m, name, MemberNorm(child))
+        self.stem, self.blocks = nn.Identity(), nn.ModuleList(map(PerClient, pieces_of(net, spec.cuts)))
+        if torch.empty(0).is_meta:  # in a context that asks for shapes
+            self.to("meta")
+
+    def advance(self, z: torch.Tensor, unit: int, on: int) -> tuple[torch.Tensor, torch.Tensor]:
+        z = self.blocks[unit](z)
+        return self.spec.seen(z), z if on == len(z) else z[:on]
+
+    def replace(self, z: torch.Tensor, unit: int, feature: torch.Tensor) -> torch.Tensor:
+        return put_token(z, feature, 0) if self.spec.hands_back else super().replace(z, unit, feature)
+
+    def bridge(self, feature: torch.Tensor, unit: int) -> torch.Tensor:
+        last = self.spec.feature(self.spec.depth - 1)
+        return feature if self.spec.hands_back else sample_and_pad(feature, last)
+
+    def try_vmap_(self) -> "Wrapped":
+        """See which pieces answer under ``vmap``, forward and backward, as one by one; say so where they do not.
+
+        ``ValueError`` if they draw from the global generator to answer.
+        """
+        before = torch.random.get_rng_state()
+        z = torch.randn(2, 1, *self.spec.input_shape, generator=torch.Generator().manual_seed(0))
+        for piece in self.blocks:
+            z = piece.try_vmap_(z)
+        if not torch.equal(before, torch.random.get_rng_state()):
+            raise ValueError("wrap: the net draws from PyTorch's global generator to answer (dropout as a function?)")
+        slow = [repr(cut) for cut, piece in zip(self.spec.cuts, self.blocks, strict=True) if not piece.vmap]
+        if slow:
+            where = ", ".join(slow)
+            warnings.warn(f"up to cut {where} clients run one after the other: vmap cannot batch them", stacklevel=2)
+        return self
+
+
+class Held(nn.Module):
+    """A parameter that the net reads between its modules."""
+
+    def __init__(self, value: nn.Parameter):
+        super().__init__()
+        self.value = value
+
+    def forward(self) -> nn.Parameter:
+        return self.value
+
+
+class _Calls(fx.Tracer):
+    """Follows a net's own code around the cuts, and keeps what every module on the way gave."""
+
+    def __init__(self, net: nn.Module, cuts: Sequence[str]):
+        super().__init__()
+        self.cuts, self.calls = cuts, {}
+        self.traced_func_name = "forward_features" if hasattr(net, "forward_features") else "forward"
+
+    def defaults(self, net: nn.Module) -> dict[str, object]:
+        """What the traced function takes beside the image, where it says nothing of it."""
+        said = inspect.signature(getattr(net, self.traced_func_name)).parameters.values()
+        return {p.name: p.default for p in said if p.default is not p.empty}
+
+    def is_leaf_module(self, m: nn.Module, path: str) -> bool:
+        return not any(cut.startswith(f"{path}.") for cut in self.cuts)
+
+    def call_module(self, m: nn.Module, forward: Callable, args: tuple, kwargs: dict):
+        out = super().call_module(m, forward, args, kwargs)
+        self.calls.setdefault(self.path_of_module(m), []).append(out)
+        return out
+
+
+def pieces_of(net: nn.Module, cuts: Sequence[str]) -> list[fx.GraphModule]:
+    """The units of ``net``, modules of one tensor that share its layers; each ends at a cut, "" is the net's output.
+
+    ``ValueError`` names the cut where nothing was called, or where more than one tensor goes on.
+    """
+    tracer = _Calls(net, cuts)
+    try:
+        graph = tracer.trace(net, tracer.defaults(net))
+    except Exception as error:  # whatever the net's code raises when it meets a placeholder
+        name = type(net).__name__
+        raise ValueError(f"wrap: the code of {name} around its cuts cannot be followed: {_line(error)}") from error
+    nodes = list(graph.nodes)
+    tracer.calls[""] = [nodes[-1].args[0]]
+    for node in nodes:
+        if node.op == "get_attr":
+            _hold_(net, node)
+    ends = [nodes[0]]
+    for cut in cuts:
+        calls = tracer.calls.get(cut, [])
+        node = getattr(calls[0], "node", calls[0]) if len(calls) == 1 else None
+        if not isinstance(node, fx.Node):
+            known = ", ".join(path for path, _ in net.named_children() if len(tracer.calls.get(path, ())) == 1)
+            raise ValueError(f"wrap: cut {cut!r} is no module that runs once and gives one tensor; such are {known}")
+        if nodes.index(node) <= nodes.index(ends[-1]):
+            raise ValueError(f"wrap: cut {cut!r} does not run after the one before it; name them in this order")
+        ends.append(node)
+    pieces = [_piece(net, nodes, begin, end, cut) for begin, end, cut in zip(ends[:-1], ends[1:], cuts, strict=True)]
+    owners = [name for piece in pieces for name in {id(p) for p in piece.parameters()}]
+    if len(owners) != len(set(owners)):
+        raise ValueError("wrap: two units share a parameter, which clients of unequal depth cannot")
+    return pieces
+
+
+def _hold_(net: nn.Module, node: fx.Node) -> None:
+    """Where ``node`` reads a parameter, put it in a module of its own, so that clients can have their own of it."""
+    path, _, leaf = node.target.rpartition(".")
+    owner = net.get_submodule(path)
+    if isinstance(value := getattr(owner, leaf), nn.Parameter):
+        delattr(owner, leaf)
+        owner.add_module(leaf, Held(value))
+        node.op = "call_module"
+
+
+def _piece(net: nn.Module, nodes: list[fx.Node], begin: fx.Node, end: fx.Node, cut: str) -> fx.GraphModule:
+    """What runs after ``begin`` up to ``end``, the cut ``cut``."""
+    graph = fx.Graph()
+    copies = {begin: graph.placeholder("z")}
+
+    def copied(node: fx.Node) -> fx.Node:
+        if node not in copies:
+            raise ValueError(
+                f"wrap: before cut {cut!r} the net reads {node.name!r} of before an earlier cut, beside the one tensor "
+                "that may go on"
+            )
+        return copies[node]
+
+    for node in nodes[nodes.index(begin) + 1 : nodes.index(end) + 1]:
+        copies[node] = graph.node_copy(node, copied)
+    graph.output(copies[end])
+    return fx.GraphModule(net, graph)
+
+
+def _line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
