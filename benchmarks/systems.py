@@ -54,17 +54,17 @@ QUIET = {"FLWR_TELEMETRY_ENABLED": "0", "RAY_USAGE_STATS_ENABLED": "0"}
 SYSTEMS = {
     s.name: s
     for s in (
-        System("fedlib", "../ours.py", package="fedlib", threads=2),
+        System("fedlib", "../ours.py", package="fedlib-kit", threads=2),
         System(
             "fedlib, one client at a time",
             "../ours.py",
-            package="fedlib",
+            package="fedlib-kit",
             env={"BENCH_COHORT": "1", "BENCH_WORKERS": "1"},
         ),
         System(
             "fedlib, one at a time on 2 threads",
             "../ours.py",
-            package="fedlib",
+            package="fedlib-kit",
             threads=2,
             env={"BENCH_COHORT": "1", "BENCH_EXECUTOR": "threads"},
         ),

@@ -38,7 +38,7 @@ def test_both_names_and_one_function(w, files):
     shared.initial = tensors
     plain, f = shared.model(), federation_of(shared)
     own = exit_logits(f, f.server, served_parts(f, f.server)[0])[-1]
-    answers = torch.cat([plain(x) for x in shared.test_inputs.split(250)])  # batch norm reads as many at once
+    answers = torch.cat([plain(x) for x in shared.test_images.split(250)])  # batch norm reads as many at once
     rounding = 2e-3 if w is RESNET else 1e-5  # twenty norms one after the other enlarge it
     torch.testing.assert_close(own, answers, atol=rounding, rtol=1e-5)
 
