@@ -84,7 +84,7 @@ def start_papermill(folder, grid, name):
 def test_kill_9_of_kernel_and_papermill_then_two_papermills_on_one_table(forks, tmp_path):
     """The other 4 of 20 kills, 2 of the kernel and 2 of papermill; two papermills at once then finish the table."""
     grid = [
-        small(m, finetune="frozen", finetune_options={}, rounds=20, evaluate_every=10) for m in ("depthfl", "reefl")
+        small(m, finetune="frozen", finetune_options={}, rounds=80, evaluate_every=40) for m in ("depthfl", "reefl")
     ]
     rng, lost = random.Random(1), 0
     for i in range(4):
