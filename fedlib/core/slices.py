@@ -44,6 +44,10 @@ class Axis:
             raise ValueError(f"axis {self.name}: {list(self.segments)} cannot be cut into {of} equal parts")
         return self._of_segments(lambda start, n: range(start + i * (n // of), start + (i + 1) * (n // of)))
 
+    def rolling(self, start: int, keep: Callable[[int], int]) -> Indices:
+        """``keep(size)`` of every segment from its entry ``start`` on, past its end from its first: FedRolex."""
+        return _rolling(self.segments, tuple(self._kept(keep, size) for size in self.segments), start)
+
     def ranked(self, scores: torch.Tensor, keep: Callable[[int], int]) -> Indices:
         """The ``keep(size)`` highest of every segment, best first (of equal ones the first): RaFFM.
 
@@ -85,6 +89,14 @@ def _leading(segments: tuple[int, ...], kept: tuple[int, ...]) -> Indices:
     """The first ``kept[i]`` entries of every segment i."""
     starts = accumulate(segments[:-1], initial=0)
     return contiguous(tuple(s + i for s, n in zip(starts, kept, strict=True) for i in range(n)))
+
+
+@lru_cache(maxsize=4096)
+def _rolling(segments: tuple[int, ...], kept: tuple[int, ...], start: int) -> Indices:
+    """``kept[i]`` entries of every segment i from its entry ``start`` on, around its end."""
+    firsts = accumulate(segments[:-1], initial=0)
+    windows = zip(firsts, segments, kept, strict=True)
+    return contiguous(tuple(first + (start + i) % size for first, size, n in windows for i in range(n)))
 
 
 def contiguous(indices: tuple[int, ...]) -> Indices:

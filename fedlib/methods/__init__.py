@@ -25,6 +25,7 @@ from .sliced.fedavg import FedAvg
 from .sliced.fedavg_level1 import FedAvgLevel1
 from .sliced.feddf import FedDF
 from .sliced.fedepth import FeDepth
+from .sliced.fedrolex import FedRolex
 from .sliced.heterofl import HeteroFL
 from .sliced.inclusivefl import InclusiveFL
 from .sliced.raffm import RaFFM
@@ -41,6 +42,7 @@ METHODS: dict[str, type[Method]] = {
     "inclusivefl": InclusiveFL,
     "decoupled": Decoupled,
     "heterofl": HeteroFL,
+    "fedrolex": FedRolex,
     "scalefl": ScaleFL,
     "scalefl_vit": ScaleFLViT,
     "feddf": FedDF,

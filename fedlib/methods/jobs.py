@@ -66,10 +66,16 @@ class Setting:
         """The whole model."""
         return Slice.prefix(self.exit_units[-1] + 1, range(self.num_exits))
 
-    def cut(self, keep: Callable[[int], int], budget: int | None = None, scale: float = 1.0) -> Slice:
-        """The sub-model of a rate: every axis that may be cut by ``Axis.leading``, the exits up to ``budget``."""
+    def cut(
+        self, keep: Callable[[int], int], budget: int | None = None, scale: float = 1.0, start: int | None = None
+    ) -> Slice:
+        """The sub-model of a rate: every axis that may be cut by ``Axis.leading``, the exits up to ``budget``.
+
+        With a ``start`` by ``Axis.rolling``.
+        """
         budget = self.num_exits - 1 if budget is None else budget
-        index = {name: axis.leading(keep) for name, axis in self.axes.items() if axis.permutable}
+        cut = [axis for axis in self.axes.values() if axis.permutable]
+        index = {x.name: x.leading(keep) if start is None else x.rolling(start, keep) for x in cut}
         return Slice.prefix(self.exit_units[budget] + 1, range(budget + 1), index=index, scale=scale)
 
 

@@ -1,13 +1,41 @@
-"""What can be cut in width: checked before any compute, in the words of the method that asks."""
+"""What can be cut in width, checked before any compute in the words of the method that asks; a rate for each budget.
 
+A method whose clients hold a rate of every width names :class:`Rates` before ``Method``.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated
+
+import numpy as np
+from annotated_types import Le
+
+from ..core.clients import Client
 from ..core.experiment import Experiment
+from ..core.slices import Slice
+from ..core.validation import Positive
 from ..models.backbone import Spec
+from .base import Method
 from .jobs import Setting
 
 CUTTABLE = ("full", "frozen", "lora", "pa", "sa", "ssf")  # fine-tuning modes whose tensors name their axes
 
 
-def check_cuttable(method: str, setting: Setting, e: Experiment, least: float = 1.0) -> None:
+def rounded_up(rate: float, size: int) -> int:
+    """ceil(rate size), whatever the product's last digit is."""
+    return math.ceil(rate * size - 1e-9)
+
+
+def rounded_down(rate: float, size: int) -> int:
+    """floor(rate size), at least one."""
+    return max(1, math.floor(rate * size + 1e-9))
+
+
+def check_cuttable(
+    method: str, setting: Setting, e: Experiment, least: float = 1.0,
+    rounded: Callable[[float, int], int] = rounded_up,
+) -> None:  # fmt: skip
     """Raise ``ValueError`` if ``e``'s backbone or fine-tuning mode has parameters whose axes are not named.
 
     And, once there are axes, if a share ``least`` of a residual stream is one feature, which a norm makes a constant.
@@ -17,10 +45,10 @@ def check_cuttable(method: str, setting: Setting, e: Experiment, least: float = 
     if reason := uncut(setting.spec):
         raise ValueError(f"{method}: backbone = {e.backbone!r} cannot be cut in width: {reason}")
     features = setting.axes["residual"].size if "residual" in setting.axes else 0
-    if 0 < least * features <= 1 < features:
+    if features > 1 and rounded(least, features) <= 1:
         raise ValueError(
             f"{method}: {least:.3g} of the {features} features of backbone = {e.backbone!r} is one, which a norm makes "
-            f"a constant; allowed: above {1 / features:.3g}"
+            f"a constant; allowed: {2 / features:.3g} or more"
         )
 
 
@@ -31,3 +59,39 @@ def uncut(spec: Spec) -> str:
     if spec.rotary:
         return "its queries and keys are rotated in pairs by position"
     return spec.not_cut
+
+
+def of_own_classes(client: Client, part: Slice, setting: Setting) -> Slice:
+    """What a client sends of ``part``: of the classifier the rows of the classes that it has an example of."""
+    return part.only(classes=tuple(np.flatnonzero(setting.label_counts(client.id)).tolist()))
+
+
+@dataclass(frozen=True)
+class Rates(Method):
+    """A client holds a rate of every hidden width and the whole depth, with one exit; budgets are the rates."""
+
+    rates: tuple[Annotated[Positive, Le(1)], ...] = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0)
+
+    def check_options(self) -> None:
+        super().check_options()
+        if not self.rates or list(self.rates) != sorted(set(self.rates)):
+            name = type(self).__name__.lower()
+            raise ValueError(f"options of {name}: rates = {list(self.rates)} must increase within (0, 1]")
+
+    def kept(self, rate: float, size: int) -> int:
+        """How many of ``size`` entries a rate keeps."""
+        return rounded_up(rate, size)
+
+    def exit_units(self, depth: int, num_exits: int) -> tuple[int, ...]:
+        return (depth - 1,)
+
+    def num_budgets(self, num_exits: int) -> int:
+        return len(self.rates)
+
+    def check(self, setting: Setting, e: Experiment) -> None:
+        name = type(self).__name__.lower()
+        check_cuttable(name, setting, e, min(self.rates), self.kept)
+        if len(setting.exit_units) > 1:
+            raise ValueError(
+                f"{name}: exit_blocks = {list(setting.exit_units)}: its network has one exit; allowed: one block"
+            )

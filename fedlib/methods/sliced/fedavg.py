@@ -6,8 +6,8 @@ The plain reference without heterogeneity: budgets are ignored. By default there
 Read next: ``exclusivefl.py``.
 """
 
-import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Literal
 
 import torch
@@ -21,7 +21,7 @@ from ..base import Method
 from ..jobs import Round, Server, Setting
 from ..losses import Batch
 from ..server import ServerStep
-from ..widths import check_cuttable
+from ..widths import check_cuttable, rounded_up
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class FedAvg(ServerStep, Method):
     def slice_for(self, client: Client, server: Server, r: Round) -> Slice:
         if self.width == 1:
             return r.setting.full()
-        return r.setting.cut(lambda n: math.ceil(self.width * n - 1e-9))
+        return r.setting.cut(partial(rounded_up, self.width))
 
     def local_loss(self, batch: Batch) -> torch.Tensor:
         """1/m sum of the exits' cross-entropies, (M,)."""

@@ -12,33 +12,29 @@ takes it, and with ``dynamic`` the whole model's. The paper's "local" metric is 
 ``test_mask``, which any method may have.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Annotated, Literal
 
-import numpy as np
 import torch
-from annotated_types import Ge, Le
+from annotated_types import Ge
 
 from ...core.clients import Client
-from ...core.experiment import Experiment
 from ...core.slices import NOTHING, Slice
-from ...core.validation import Positive
 from ...models.exit_model import ExitModel
 from ..base import Method
-from ..jobs import Member, Round, Server, Serving, Setting
+from ..jobs import Member, Round, Server, Serving
 from ..losses import Batch, cross_entropies, zero_absent_at_client
-from ..widths import check_cuttable
+from ..widths import Rates, of_own_classes
 
 
 @dataclass(frozen=True)
-class HeteroFL(Method):
+class HeteroFL(Rates, Method):
     """Five rates, kept by each client; ``weighting="examples"`` is the mean by examples."""
 
     label, color, marker = "HeteroFL", "#ce83ad", "P"
 
-    rates: tuple[Annotated[Positive, Le(1)], ...] = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0)
     dynamic: bool = False
     scaler: bool = True
     masked: bool = True  # the cross-entropy, and what is sent of the classifier
@@ -47,8 +43,6 @@ class HeteroFL(Method):
 
     def check_options(self) -> None:
         super().check_options()
-        if not self.rates or list(self.rates) != sorted(set(self.rates)):
-            raise ValueError(f"options of heterofl: rates = {list(self.rates)} must increase within (0, 1]")
         if self.averaged_from >= len(self.rates):
             raise ValueError(
                 f"options of heterofl: averaged_from = {self.averaged_from}; there are {len(self.rates)} rates"
@@ -62,35 +56,19 @@ class HeteroFL(Method):
     def needs_classes(self) -> str:
         return "masked = True" if self.masked else ""
 
-    def exit_units(self, depth: int, num_exits: int) -> tuple[int, ...]:
-        return (depth - 1,)
-
-    def num_budgets(self, num_exits: int) -> int:
-        return len(self.rates)
-
     def configure(self, model: ExitModel) -> None:
         model.context.scaled = ("norm",)
-
-    def check(self, setting: Setting, e: Experiment) -> None:
-        check_cuttable("heterofl", setting, e, min(self.rates))
-        if len(setting.exit_units) > 1:
-            raise ValueError(
-                f"heterofl: exit_blocks = {list(setting.exit_units)}: its network has one exit; allowed: one block"
-            )
 
     def slice_for(self, client: Client, server: Server, r: Round) -> Slice:
         budget = r.generator("rate", client.id).integers(len(self.rates)) if self.dynamic else client.budget
         rate = self.rates[budget]
-        return r.setting.cut(lambda n: math.ceil(rate * n - 1e-9), scale=rate if self.scaler else 1.0)
+        return r.setting.cut(partial(self.kept, rate), scale=rate if self.scaler else 1.0)
 
     def members(self, client: Client, server: Server, r: Round) -> Sequence[Member]:
-        part, counts = self.slice_for(client, server, r), r.setting.label_counts
+        part = self.slice_for(client, server, r)
         if client.budget < self.averaged_from:
             return [Member(client, part, upload=NOTHING)]
-        if not self.masked or counts is None:
-            return [Member(client, part)]
-        present = tuple(np.flatnonzero(counts(client.id)).tolist())
-        return [Member(client, part, upload=part.only(classes=present))]
+        return [Member(client, part, upload=of_own_classes(client, part, r.setting) if self.masked else None)]
 
     def local_loss(self, batch: Batch) -> torch.Tensor:
         return cross_entropies(zero_absent_at_client(batch) if self.masked else batch).sum(0)
