@@ -1,40 +1,151 @@
-"""The command line: ``fedlib fill reefl/table1 --minutes 150`` (or ``python -m fedlib``); each command is a function.
+"""The command line, ``fedlib run reefl/table1`` (or ``python -m fedlib``): what notebooks call, by a shell.
 
 What a command does is the library's; here stand its arguments and what it prints.
 """
 
 import argparse
+import os
 import signal
+import sys
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; the exit status: 0 if all went well, 1 if a run failed, 2 if the arguments are wrong."""
-    parser = argparse.ArgumentParser("fedlib", description="Federated learning on clients of unequal strength.")
-    commands = parser.add_subparsers(title="commands", required=True)
-    _add_fill(commands)
-    given = parser.parse_args(arguments)
+    """Run one command; the exit status: 0 if all went well, 1 if a run failed, 2 if something is refused."""
+    given = parser().parse_args(arguments)
     try:
         return given.command(given)
-    except ValueError as error:
-        parser.exit(2, f"fedlib: {error}\n")
+    except BrokenPipeError:  # ``| head`` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except (ValueError, ImportError, OSError) as error:
+        print(f"fedlib: {error}", file=sys.stderr)
+        return 2
 
 
-def _add_fill(commands) -> None:
-    p = commands.add_parser(
-        "fill",
-        help="run what the tables lack, until a deadline",
-        description="Run what the tables of params/ lack, most telling first. Stop it at any time, or kill it: runs go "
-        "on from their checkpoints the next time. Several of these commands share the work.",
+def parser() -> argparse.ArgumentParser:
+    """All commands and their arguments; ``command`` of what it parses runs it."""
+    top = argparse.ArgumentParser("fedlib", description="Federated learning on clients of unequal strength.")
+    add = top.add_subparsers(title="commands", required=True).add_parser
+
+    p = _command(add, "run", _run, "run what a table lacks, and show it")
+    p.add_argument("table", metavar="PAPER/TABLE")
+    _add_choices(p)
+    p.add_argument("--workers", type=int, help="cohorts trained side by side (default: one a core)")
+    p.add_argument("--device", default="cpu", help="cpu (default), cuda or cuda:<number>")
+
+    p = _command(add, "explain", _explain, "say of one row of a table which layer set which value")
+    p.add_argument("table", metavar="PAPER/TABLE")
+    p.add_argument("row", nargs="?", help="a method, or a variant, of the table")
+    _add_choices(p)
+
+    p = _command(add, "runs", _runs, "list the stored runs")
+    p.add_argument("words", nargs="*", metavar="WORD", help="only those whose names have every WORD")
+
+    p = _command(add, "show", _show, "show a stored run: what was asked, what came out, what trained it")
+    p.add_argument("name", metavar="RUN", help="its name, or a part of it that no other has")
+
+    p = _command(add, "fill", _fill, "run what the tables lack, until a deadline")
+    p.description = (
+        "Run what the tables of params/ lack, most telling first. Stop it at any time, or kill it: runs go on from "
+        "their checkpoints the next time. Several of these commands share the work."
     )
-    p.add_argument("grids", nargs="*", metavar="PAPER[/TABLE]", help="which tables (default: all)")
+    p.add_argument("tables", nargs="*", metavar="PAPER[/TABLE]", help="which tables (default: all)")
+    p.add_argument("--columns", nargs="+", default=[], metavar="COLUMN", help="which of their columns (default: all)")
     p.add_argument("--minutes", type=float, help="stop after so long (default: when nothing is missing)")
-    p.add_argument("--profile", default="small", help="how big: smoke, demo, small (default) or paper")
+    _add_profile(p)
     p.add_argument("--workers", type=int, help="cores to use, one a run (default: all)")
     p.add_argument("--dry-run", action="store_true", help="say what is missing and what it takes; run nothing")
-    p.set_defaults(command=_fill)
+    return top
+
+
+def _command(add, name: str, command, text: str) -> argparse.ArgumentParser:
+    p = add(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
+    p.set_defaults(command=command)
+    return p
+
+
+def _add_profile(p: argparse.ArgumentParser) -> None:
+    p.add_argument("--profile", default="small", help="how big: smoke, demo, small (default) or paper")
+
+
+def _add_choices(p: argparse.ArgumentParser) -> None:
+    _add_profile(p)
+    p.add_argument(
+        "--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", dest="overrides",
+        help="as a notebook's overrides, in YAML: rounds=20 options.zeta=0.5 'seeds=[1, 2]'",
+    )  # fmt: skip
+
+
+def overrides_of(texts: Sequence[str]) -> dict[str, object]:
+    """``["rounds=20", "options.zeta=0.5"]`` as ``load_grid``'s overrides; ``ValueError`` names a text without ``=``."""
+    from .runs.params_files import merge, parse_yaml
+
+    layers = []
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not (name and equals):
+            raise ValueError(f"--set {text}: expected KEY=VALUE, e.g. rounds=20")
+        key, _, inner = name.partition(".")
+        layers.append({key: {inner: parse_yaml(value, text)} if inner else parse_yaml(value, text)})
+    return merge(*layers)
+
+
+def _run(given: argparse.Namespace) -> int:
+    from .core.paths import keep_outputs_of
+    from .engine.executors import Execution
+    from .report.table import Table
+
+    keep_outputs_of(given.profile)
+    paper, _, name = given.table.partition("/")
+    table = Table(paper, name, given.profile, overrides_of(given.overrides))
+    table.run(Execution(given.device, given.workers))
+    print(table.obtained().to_string(index=False))
+    return 0
+
+
+def _explain(given: argparse.Namespace) -> int:
+    from .runs.params import load_spec, recipe_cell
+
+    choices = overrides_of(given.overrides)
+    if given.row is not None:
+        spec = load_spec(*given.table.partition("/")[::2])
+        plain = "method" in spec["axes"] or given.row not in spec["variants"]
+        choices |= {"method" if plain else "variant": given.row}
+    for key, layers in recipe_cell(given.table, given.profile, choices).explained().items():
+        (*before, (layer, value)) = layers.items()
+        over = f" (over {', '.join(f'{v!r}: {name}' for name, v in reversed(before))})" if before else ""
+        print(f"{key} = {value!r}: {layer}{over}")
+    print("What is not named here has Experiment's default.")
+    return 0
+
+
+def _runs(given: argparse.Namespace) -> int:
+    from .report.frames import runs_frame
+
+    frame = runs_frame(words=given.words)
+    shown = frame.reindex(columns=["run", "day", "status", "t", "accuracy", "seconds"])
+    print(shown.to_string(index=False) if len(shown) else "no stored run" + " has such a name" * bool(given.words))
+    return 0
+
+
+def _show(given: argparse.Namespace) -> int:
+    import yaml
+
+    from .report.frames import without_bulk
+    from .runs.store import stored_runs
+
+    found = list(stored_runs(words=[given.name]))
+    found = [r for r in found if r.path.name == given.name] or found
+    if len(found) != 1:
+        names = ", ".join(r.path.name for r in found[:5])
+        raise ValueError(f"{given.name}: {f'{len(found)} runs have it: {names}' if found else 'no stored run has it'}")
+    parts: Mapping = {"run": str(found[0].path), "experiment": found[0].experiment.identity()}
+    parts |= {"summary": without_bulk(found[0].summary), **found[0].record}
+    print(yaml.safe_dump(parts, sort_keys=False, default_flow_style=None, width=120), end="")
+    return 0
 
 
 def _fill(given: argparse.Namespace) -> int:
@@ -46,7 +157,7 @@ def _fill(given: argparse.Namespace) -> int:
     if given.workers is not None and given.workers < 1:
         raise ValueError(f"--workers {given.workers}: expected a number of cores, at least 1")
     keep_outputs_of(given.profile)
-    missing = queue(named(given.grids), given.profile)
+    missing = queue(named(given.tables), given.profile, columns=given.columns)
     for sentence in missing.skipped:
         print(f"skipped: {sentence}")
     print(f"{len(missing.jobs)} runs are missing, about {core_hours(missing.jobs)}", flush=True)

@@ -18,13 +18,14 @@ import sys
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..core.experiment import Experiment
 from ..core.paths import outputs_dir
 from ..core.storage import DamagedFile, read_lines
+from ..core.validation import check_known
 from ..data.datasets import is_available
 from ..engine.executors import Execution, become_worker
 from ..models.registry import tokenizer_of
@@ -82,8 +83,15 @@ def named(names: Iterable[str] = ()) -> list[tuple[str, str]]:
     return list(dict.fromkeys(out))
 
 
-def queue(wanted: Iterable[tuple[str, str]], profile: str = "small", folder: Folder = None) -> Queue:
-    """The missing runs of the tables ``wanted`` whose data are at hand. Nothing is run, nothing is written."""
+def queue(
+    wanted: Sequence[tuple[str, str]], profile: str = "small", folder: Folder = None, columns: Collection[str] = ()
+) -> Queue:
+    """The missing runs of the tables ``wanted`` whose data are at hand, in ``columns`` (none named: all of them).
+
+    Nothing is run, nothing is written. ``ValueError`` names a column that no table has.
+    """
+    known = {c: None for paper, table in wanted for c in load_spec(paper, table)["columns"]}
+    check_known(columns, known, "columns = {} is in none of these tables")
     found: list[Run] = []
     missing: list[tuple[int, str, Cell]] = []
     skipped: list[str] = []
@@ -94,7 +102,7 @@ def queue(wanted: Iterable[tuple[str, str]], profile: str = "small", folder: Fol
         except ValueError as error:
             skipped.append(f"{grid}: {error}")
             continue
-        for cell in cells:
+        for cell in (c for c in cells if not columns or c.column in columns):
             try:
                 stored = find_run(cell.experiment, folder)
             except OtherInputs as error:

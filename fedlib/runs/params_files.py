@@ -29,20 +29,29 @@ def load_yaml(path: Path) -> dict:
 
     Scalars are YAML 1.2's: ``010`` is ten, ``1e-3`` a number, ``1:30``, ``on`` and dates are text.
     """
-    from yaml import YAMLError
-
     try:
         if path.stat().st_size > MAX_BYTES:
-            raise ValueError(f"{path.stat().st_size} bytes exceed the {MAX_BYTES} of a params file")
-        value = copy.deepcopy(_parsed(path.read_text(encoding="utf-8")))
+            raise ValueError(f"{path}: {path.stat().st_size} bytes exceed the {MAX_BYTES} of a params file")
+        text = path.read_text(encoding="utf-8")
     except FileNotFoundError as error:
         raise ValueError(f"no such params file: {path}") from error
-    except (YAMLError, ValueError, OverflowError, RecursionError) as error:
+    except UnicodeDecodeError as error:
         raise ValueError(f"{path}: not plain YAML: {error}") from error
+    value = parse_yaml(text, path)
     value = {} if value is None else value
     if not isinstance(value, dict):
         raise ValueError(f"{path}: expected a mapping of names to values, got {type(value).__name__}")
     return value
+
+
+def parse_yaml(text: str, where: object) -> Any:
+    """What ``text`` says; ``ValueError`` begins with ``where``."""
+    from yaml import YAMLError
+
+    try:
+        return copy.deepcopy(_parsed(text))
+    except (YAMLError, ValueError, OverflowError, RecursionError) as error:
+        raise ValueError(f"{where}: not plain YAML: {error}") from error
 
 
 @lru_cache(maxsize=256)

@@ -8,7 +8,7 @@ existence means done. A run that was trained with another method, data or weight
 
 import time
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, overload
@@ -67,15 +67,34 @@ def find_run(e: Experiment, folder: Folder = None, accept: Accept = ()) -> Run |
     check_files(path)
     if not (path / "summary.json").exists():
         return None
-    content = read_json(path / "experiment.json")
-    if Experiment.from_dict(content.pop("experiment"), str(path / "experiment.json")) != e:
+    there = _read(path)
+    if there.experiment != e:
         raise ValueError(f"{path} holds another experiment of the same name; move it away")
-    summary, metrics = read_json(path / "summary.json"), read_lines(path / "metrics.jsonl")
-    found, due = [m["t"] for m in metrics], [t for t in range(1, summary["t"] + 1) if is_due(e, t)]
+    found, due = [m["t"] for m in there.metrics], [t for t in range(1, there.summary["t"] + 1) if is_due(e, t)]
     if found != due:
         raise DamagedFile(path / "metrics.jsonl", f"it holds rounds {found} instead of {due}")
-    check_inputs(e, path, content, known_inputs(e, recorded(content)), accept)
-    return Run(e, path, summary, metrics, content)
+    check_inputs(e, path, there.record, known_inputs(e, recorded(there.record)), accept)
+    return there
+
+
+def stored_runs(folder: Folder = None, words: Iterable[str] = ()) -> Iterator[Run]:
+    """Finished runs in ``folder`` by name, as they were stored: nothing is compared with what is at hand.
+
+    Of ``words`` the name must have every one. One that cannot be read is told of in a warning and left out.
+    """
+    for path in sorted(p.parent for p in folder_of(folder).glob("*/summary.json")):
+        if all(word in path.name for word in words):
+            try:
+                yield _read(path)
+            except ValueError as error:
+                warnings.warn(f"{path.name} is left out: {error}", stacklevel=2)
+
+
+def _read(path: Path) -> Run:
+    """The finished run in ``path``."""
+    content, summary = read_json(path / "experiment.json"), read_json(path / "summary.json")
+    e = Experiment.from_dict(content.pop("experiment"), str(path / "experiment.json"))
+    return Run(e, path, summary, read_lines(path / "metrics.jsonl"), content)
 
 
 @overload

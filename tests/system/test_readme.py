@@ -1,16 +1,22 @@
 """The promises of README and of the pages it leads to: code runs, links lead somewhere, what is named exists."""
 
 import functools
+import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pandas as pd
 import pytest
+import yaml
 
+from fedlib.cli import overrides_of, parser
 from fedlib.report.tables import label_of, load_reported, spread
+from fedlib.runs.fill import named
+from fedlib.runs.params import load_grid
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
@@ -95,6 +101,47 @@ def test_every_make_target_exists(page):
 
 def test_a_target_that_does_not_exist_is_noticed():
     assert make_knows("demo") and not make_knows("demos")
+
+
+def commands(page, program):
+    """What a page tells to type to ``program``, in a line of its prose or of a block."""
+    spans = re.findall(r"`([^`\n]+)`", prose(page)) + [
+        line for text, _ in code(page, "sh") for line in text.splitlines()
+    ]
+    return [shlex.split(span, comments=True)[1:] for span in spans if span.startswith(f"{program} ")]
+
+
+@pages
+def test_every_command_of_fedlib_is_understood_and_its_tables_and_overrides_are_there(page):
+    for words in commands(page, "fedlib"):
+        given = parser().parse_args(words)
+        if "overrides" in given:
+            row = {"method": given.row} if getattr(given, "row", None) else {}
+            assert load_grid(*given.table.split("/"), given.profile, overrides_of(given.overrides) | row)
+        assert "tables" not in given or named(given.tables)
+    if page == README:
+        assert {words[0] for words in commands(page, "fedlib")} == {"run", "explain", "runs", "show", "fill"}
+
+
+@pages
+def test_every_command_of_papermill_names_parameters_of_its_notebook_and_overrides_of_its_grid(page):
+    for notebook, _, *options in commands(page, "papermill"):
+        source = next("".join(c["source"]) for c in json.loads((ROOT / notebook).read_text())["cells"] if "parameters" in c["metadata"].get("tags", ()))  # fmt: skip
+        known = set(re.findall(r"^(\w+) = ", source, re.M))
+        given = {
+            name: value for flag, name, value in zip(options, options[1:], options[2:], strict=False) if flag == "-p"
+        }
+        given |= yaml.safe_load(options[options.index("-y") + 1]) if "-y" in options else {}
+        assert given and given.keys() <= known, (notebook, given.keys() - known)
+        if "overrides" in given:
+            paper, table = notebook.split("/")[1], Path(notebook).stem.split("_")[0]
+            assert load_grid(paper, table, given.get("profile", "small"), given["overrides"])
+    assert page != README or commands(page, "papermill")
+
+
+def test_every_file_that_a_command_of_another_program_names_is_there():
+    for words in commands(README, "conda"):
+        assert (ROOT / words[words.index("-f") + 1]).is_file()
 
 
 @pages

@@ -1,0 +1,88 @@
+"""The command line: what it prints, what it refuses, and that it is as the library's functions say."""
+
+import shutil
+
+import pandas as pd
+import pytest
+import yaml
+
+import fedlib
+from fedlib import cli
+from fedlib.core.paths import keep_outputs_of, outputs_dir
+from fedlib.runs.params import recipe
+from fedlib.runs.store import run
+from tests.helpers.stored import ONE, small
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("FEDLIB_OUTPUTS", str(tmp_path))
+    yield tmp_path
+    keep_outputs_of("small")
+
+
+def said(capsys, *words, status=0):
+    assert cli.main(words) == status
+    out, err = capsys.readouterr()
+    return err if status else out
+
+
+def test_run_runs_a_table_with_what_is_set_and_shows_it(capsys):
+    words = ("reefl/table1", "--profile", "smoke", "--set", "rounds=1", "method=reefl", "--set", "finetune=frozen", "options.zeta=0.5")  # fmt: skip
+    out = said(capsys, "run", *words, "--set", "columns=cifar100_alpha1", "--workers", "1")
+    assert "ReeFL" in out and "obtained" in out and "reported" in out
+    choices = {"rounds": 1, "method": "reefl", "finetune": "frozen", "options": {"zeta": 0.5}}
+    e = recipe("reefl/table1", "smoke", columns="cifar100_alpha1", **choices)
+    assert [p.parent.name for p in outputs_dir().glob("runs/*/summary.json")] == [e.slug]
+    out = said(capsys, "runs", "reefl")
+    assert e.slug in out and "finished" in out and "no stored run" in said(capsys, "runs", "depthfl")
+    shown = yaml.safe_load(said(capsys, "show", e.hash))
+    assert shown["experiment"] == e.identity() and shown["summary"]["t"] == 1 and "provenance" in shown
+    assert said(capsys, "show", "xyz", status=2) == "fedlib: xyz: no stored run has it\n"
+
+
+def test_a_name_that_several_runs_have_is_refused(capsys, folder):
+    first, second = (run(small("reefl", seed=s, rounds=1), ONE, progress=False) for s in (1, 2))
+    assert f"2 runs have it: {first.path.name}, {second.path.name}" in said(capsys, "show", "reefl", status=2)
+    assert first.path.name in said(capsys, "show", first.path.name)
+
+
+def test_explain_says_which_layer_set_what(capsys):
+    lines = said(capsys, "explain", "reefl/table1", "depthfl").splitlines()
+    assert "lr = 0.1: method (over 0.05: base)" in lines and "method = 'depthfl': row" in lines
+    lines = said(capsys, "explain", "reefl/table3", "depthfl_no_kd_fedavg", "--set", "rounds=20").splitlines()
+    assert "rounds = 20: overrides (over 100: profile, 1000: base)" in lines
+
+
+@pytest.mark.parametrize(
+    "words, sentence",
+    [
+        (("explain", "reefl/tabel1", "reefl"), "did you mean 'table1'"),
+        (("explain", "reefl/table3"), "choose variant = "),
+        (("explain", "reefl/table1", "refl"), "did you mean 'reefl'"),
+        (("run", "reefl/table1", "--set", "roundz=20"), "unknown key 'roundz'; did you mean 'rounds'?"),
+        (("run", "reefl/table1", "--set", "rounds"), "--set rounds: expected KEY=VALUE"),
+        (("run", "reefl/table1", "--set", "rounds=[1"), "rounds=[1: not plain YAML"),
+        (("run", "reefl/table1", "--workers", "0"), "workers = 0"),
+        (("fill", "reefl/table1", "--columns", "cifar10"), "did you mean 'cifar10_alpha1'"),
+    ],
+)
+def test_what_is_refused_is_refused_in_one_sentence(capsys, words, sentence):
+    err = said(capsys, *words, status=2)
+    assert sentence in err and err.startswith("fedlib: ")
+
+
+def test_all_stored_runs_are_one_frame(folder):
+    """Every field, every metric, a row a run or a row a round; one that cannot be read is left out with a warning."""
+    kept = run(small("reefl", rounds=2, test_split="like_train"), ONE, progress=False)
+    frame = fedlib.runs_frame()
+    row = frame.iloc[0]
+    assert (row["run"], row["method"], row["rounds"], row["test_split"]) == (kept.path.name, "reefl", 2, "like_train")
+    assert row["options.zeta"] == 0.2 and row["accuracy"] == kept.accuracy and row["personal.sd"] == kept.summary["personal"]["sd"]  # fmt: skip
+    assert row["workers"] == 1 and row["day"] == kept.day and not any("by_client" in c for c in frame.columns)
+    assert list(fedlib.runs_frame(rounds=True)["t"]) == [1, 2]
+    shutil.copytree(kept.path, kept.path.parent / "damaged-reefl")
+    (kept.path.parent / "damaged-reefl/summary.json").write_text("{")
+    with pytest.warns(UserWarning, match="damaged-reefl is left out"):
+        pd.testing.assert_frame_equal(fedlib.runs_frame(), frame)
+    assert len(fedlib.runs_frame(words=["depthfl"])) == 0
