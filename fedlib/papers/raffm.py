@@ -20,7 +20,7 @@ from ..engine.cohort import Cohort
 from ..engine.evaluation import exit_logits
 from ..engine.federation import Federation, budgets_of
 from ..methods import Member, Round, Server
-from ..report.style import axes_of, color_of, finish, looks_of, named, styled
+from ..report.style import axes_of, color_of, finish, looks_of, name_points, named, styled
 from ..runs.costs import Shapes, load_shapes
 from ..runs.latency import step_seconds
 from ..runs.params import Cell
@@ -142,6 +142,22 @@ def runs_of(cells: Sequence[Cell], folder=None) -> Iterator[tuple[str, list[tupl
             yield column, found
 
 
+def dose_of(frame: pd.DataFrame, shares: pd.DataFrame, whole: str = "fl") -> pd.DataFrame:
+    """What a cut costs: a row per variant but ``whole``, in order of what clients hold of it (``share``).
+
+    ``lost``: points of accuracy below ``whole``, paired by seed, mean and ``sd`` over ``seeds``. ``frame`` is a
+    table's, ``shares`` has the mean ``parameters`` of a client by variant.
+    """
+    parameters = shares.set_index("variant").parameters
+    wide = frame.pivot(index="seed", columns="variant", values="accuracy")
+    lost = (-wide.sub(wide[whole], axis=0)).drop(columns=whole).agg(["mean", "std", "count"]).T
+    lost.columns = ["lost", "sd", "seeds"]
+    names = frame.drop_duplicates("variant").set_index("variant")[["method", "label"]]
+    return (names.join(lost, how="inner").assign(share=parameters / parameters[whole]).dropna(subset="lost")
+            .sort_values("share", ascending=False).round({"lost": 2, "sd": 2, "share": 3})
+            .reset_index()[["variant", "method", "label", "share", "lost", "sd", "seeds"]])  # fmt: skip
+
+
 def traffic_curves(cells: Sequence[Cell], of: Callable[[Experiment], pd.DataFrame], folder=None) -> pd.DataFrame:
     """A row per stored run and evaluated round: ``accuracy`` and ``gib``, what all clients sent and received so far."""
     rows, seen = [], _once(lambda e: of(e).upload_mib.mean())
@@ -192,6 +208,23 @@ def plot_boxes(
     if lines:
         ax.legend()
     finish(ax, "", ylabel, title)
+    return ax
+
+
+@styled
+def plot_dose(dose: pd.DataFrame, title: str, ax=None):
+    """Points lost against what clients hold, of ``dose_of``'s rows; bars are standard deviations over seeds."""
+    ax = axes_of(ax, (5.6, 3.8))
+    ax.axhline(0, color=color_of("fedavg"), linestyle="--", linewidth=1, label="full-size FL")
+    ax.errorbar(
+        dose.share, dose.lost, dose.sd.fillna(0), fmt="o", color=color_of(PAPER), capsize=3, label="± SD over seeds"
+    )
+    ax.invert_xaxis()
+    ax.margins(x=0.15, y=0.15)
+    ax.legend()
+    finish(ax, "share of the whole that clients hold", "points below full-size FL", title)
+    said = dose.label.map(lambda label: label.removeprefix("RaFFM, ").removesuffix(" cut"))
+    name_points(ax, list(zip(dose.share, dose.lost, said, strict=True)))
     return ax
 
 

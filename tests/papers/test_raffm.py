@@ -11,7 +11,9 @@ from fedlib.papers.raffm import (
     acceleration,
     by_variant,
     client_resources,
+    dose_of,
     local_scores,
+    plot_dose,
     runs_of,
     traffic_curves,
     traffic_to,
@@ -172,3 +174,22 @@ def test_exact_match_f1_and_the_average_stand_beside_the_headline():
     assert tuple(table.loc[("squad_exact_match", "fl"), ["obtained", "reported"]]) == ("40.00", "73.68")
     for name, key in ("table1", "average"), ("table2", "also"), ("table3", "also"):
         assert key in load_spec("raffm", name)
+
+
+def test_what_a_cut_costs_is_paired_by_seed():
+    rows = [("fl", "fedavg", 1, 80.0), ("fl", "fedavg", 2, 90.0), ("ffn", "raffm", 1, 78.0), ("ffn", "raffm", 2, 87.0)]
+    frame = pd.DataFrame([*rows, ("all", "raffm", 1, 60.0)], columns=["variant", "method", "seed", "accuracy"])
+    frame["label"] = frame.variant
+    shares = pd.DataFrame({"variant": ["fl", "all", "ffn"], "parameters": [10.0, 5.0, 9.0]})
+    lost = dose_of(frame, shares)
+    assert list(lost.variant) == ["ffn", "all"] and list(lost.share) == [0.9, 0.5]
+    assert list(lost.lost) == [2.5, 20.0] and list(lost.seeds) == [2, 1]
+    assert lost.sd[0] == 0.71 and np.isnan(lost.sd[1])  # of 2 and 3
+    ax = plot_dose(lost, "a title")
+    assert ax.get_title() == "a title" and {t.get_text() for t in ax.texts} == {"ffn", "all"}
+
+
+def test_the_study_of_cuts_leaves_a_group_whole_and_cuts_the_others():
+    cells = load_grid("raffm", "dose", "smoke", {"seeds": [1], "variant": ["fl", "ffn", "attention", "all"]})
+    held = by_variant(cells, lambda e: {"n": client_resources(e, macs=False).parameters.mean()}).set_index("variant").n
+    assert held.fl > held.ffn > held["all"] and held.fl > held.attention > held["all"]
