@@ -16,25 +16,16 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, replace
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import torch
 
 from ..kernels.products import choose_products
 from ..methods import Member, Round, Server
-from .executors import (
-    TRIES,
-    Cohorts,
-    Execution,
-    Finished,
-    Memories,
-    Trained,
-    automatic_cohort_size,
-    become_worker,
-    share_out,
-    train_cohort,
-)
+from .executors import Execution, Memories, Trained
 from .federation import Federation, build_train_cache, counts_of
+from .workers import TRIES, Finished, Workers, become_worker, train_task
 
 
 def connect(execution: Execution) -> ModuleType:
@@ -137,26 +128,23 @@ class _Worker:
         f = self.federation
         if f.device.type != "cpu":
             server = replace(server, params=_move(server.params, f.device))
-        trained = train_cohort(f, f.model, server, replace(r, setting=f.setting), members, memories)
-        for mean in trained.sums.values():
-            mean.infos = {}  # the driver has them
-        return trained
+        return train_task(f, server, members, r, memories)
 
 
-class RayExecutor:
+class RayExecutor(Workers):
     """Trains cohorts on the workers of a Ray cluster; a cohort whose worker dies is trained again by another.
 
-    The plan depends on the number of workers asked for, never on how many are alive, and partial sums are merged in
-    the plan's order: a run that lost workers ends with the numbers of one that did not. Raises ``RuntimeError`` if no
-    worker can be had for ``patience_seconds``, or if one cohort loses ``TRIES`` workers.
+    The plan depends on the number of workers asked for, never on how many are alive. Raises ``RuntimeError`` if no
+    worker can be had for ``patience_seconds`` too.
     """
 
+    kind = "Ray worker"
+
     def __init__(self, federation: Federation, execution: Execution):
-        self.federation, self.execution = federation, execution
         self.ray = ray = connect(execution)
         kind = "CPU" if execution.device == "cpu" else "GPU"
         units = total(ray, kind)
-        self.workers = execution.workers or max(1, int(units))
+        super().__init__(federation, execution, execution.workers or max(1, int(units)))
         need: dict[str, float] = {"num_cpus": 1}
         if kind == "GPU":
             need["num_gpus"] = 1 / math.ceil(self.workers / units)
@@ -167,35 +155,28 @@ class RayExecutor:
         _share_tensors(ray)
         self.kit = ray.put(_kit(federation))
         self.cached_units = federation.train_cache.units if federation.train_cache is not None else 0
-        self.cohort_size = execution.cohort_size or automatic_cohort_size(federation)
-        self.idle: deque = deque()
+        self.free: deque = deque()
         self.starting: dict = {}  # what says that a worker is ready -> the worker
         self.running: dict = {}  # what a cohort brings back -> (its place in the plan, the worker)
         self.failed_starts = 0
         for _ in range(self.workers):
             self._start_worker()
 
-    def train(self, server: Server, cohorts: Cohorts, r: Round, memories: Memories) -> Iterator[Trained]:
-        download = self.ray.put(Server(server.t, server.params, {}))  # the server's memory is the server's
-        r = replace(r, setting=None)  # which the workers have
+    def download(self, server: Server) -> object:
+        return self.ray.put(server)
 
-        def hand_out(i: int) -> bool:
-            worker = self.idle.popleft() if self.idle else None
-            if worker is not None:
-                ids = dict.fromkeys(m.client.id for m in cohorts[i])
-                mine = {c: memories[c] for c in ids if c in memories}
-                self.running[worker.train.remote(download, list(cohorts[i]), r, mine)] = i, worker
-            return worker is not None
+    def idle(self) -> Any | None:
+        return self.free.popleft() if self.free else None
 
-        for trained in share_out(cohorts, r.t, "Ray worker", hand_out, self._finished):
-            yield self._home(trained)
+    def give(self, worker: Any, i: int, download: object, task: tuple) -> None:
+        self.running[worker.train.remote(download, *task)] = i, worker
 
     def _start_worker(self) -> None:
         """Ask the cluster for one more worker; it is ready when it has taken the kit."""
         worker = self.ray.remote(_Worker).options(max_restarts=0, **self.need).remote()
         self.starting[worker.prepare.remote(self.kit, self.cached_units, self.execution.device, _versions())] = worker
 
-    def _finished(self) -> Iterator[Finished]:
+    def finished(self) -> Iterator[Finished]:
         """Wait until a worker is ready or a cohort is back or lost; a lost worker is replaced."""
         ray, patience = self.ray, self.execution.patience_seconds
         ready, _ = ray.wait([*self.running, *self.starting], timeout=None if self.running else patience)
@@ -207,13 +188,13 @@ class RayExecutor:
         for ref in ready:
             i, worker = self.running.pop(ref) if ref in self.running else (None, self.starting.pop(ref))
             trained, error = None, None
-            self.idle.append(worker)
+            self.free.append(worker)
             try:
                 trained = ray.get(ref)
                 self.failed_starts = 0
             except self.losses as e:
                 error = e
-                ray.kill(self.idle.pop())
+                ray.kill(self.free.pop())
                 if i is None:
                     self.failed_starts += 1
                     if self.failed_starts == TRIES:
@@ -222,11 +203,10 @@ class RayExecutor:
             if i is not None:
                 yield i, trained, error
 
-    def _home(self, trained: Trained) -> Trained:
+    def home(self, trained: Trained) -> Trained:
         """Out of the object store, to where the server is."""
-        device, infos = self.federation.device, self.federation.setting.infos
+        trained, device = super().home(trained), self.federation.device
         for mean in trained.sums.values():
-            mean.infos = infos
             for store in (mean.total, mean.weight, mean.count):
                 store.update(_move(store, device))
         moved = {
@@ -235,7 +215,7 @@ class RayExecutor:
         return replace(trained, **moved)
 
     def close(self) -> None:
-        workers = [*self.idle, *self.starting.values(), *(worker for _, worker in self.running.values())]
+        workers = [*self.free, *self.starting.values(), *(worker for _, worker in self.running.values())]
         for worker in workers:
             self.ray.kill(worker)
         self.ray.util.deregister_serializer(torch.Tensor)

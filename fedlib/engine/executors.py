@@ -1,16 +1,13 @@
 """Executors train a round's clients as cohorts, here or elsewhere. How is not part of an experiment.
 
 ``Execution`` says how to run; ``rounds.build_executor`` turns it into an executor with ``train`` and ``close``. Every
-executor calls ``train_cohort`` and gives the same numbers up to float rounding. Read next: ``engine/processes.py``.
+executor calls ``train_cohort`` and gives the same numbers up to float rounding. Read next: ``engine/workers.py``.
 """
 
 import copy
-import ctypes
 import math
-import platform
 import re
 import threading
-from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -29,8 +26,6 @@ from .checks import check_device
 from .cohort import Cohort
 from .federation import Federation
 from .frozen_cache import free_memory
-
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 
 Memories = Mapping[int, dict[str, torch.Tensor]]  # client memories by client id
 Cohorts = Sequence[Sequence[Member]]
@@ -109,21 +104,6 @@ class Executor(Protocol):
     def train(self, server: Server, cohorts: Cohorts, r: Round, memories: Memories) -> Iterator[Trained]: ...
 
     def close(self) -> None: ...
-
-
-def become_worker() -> None:
-    """Set this process up to train cohorts: one intra-op thread, and what a step frees is kept for the next one."""
-    torch.set_num_threads(1)
-    keep_freed_memory()
-
-
-def keep_freed_memory() -> None:
-    """Let this process keep what it frees: glibc gives large blocks back to the kernel at once, and zeroed pages are
-    slow to come by."""
-    if platform.libc_ver()[0] == "glibc":
-        libc = ctypes.CDLL(None)
-        libc.mallopt(M_MMAP_THRESHOLD, 2**25)
-        libc.mallopt(M_TRIM_THRESHOLD, 2**30)
 
 
 def train_cohort(
@@ -218,42 +198,6 @@ def plan_cohorts(
     # the longest first, so that no worker starts it when the others are done
     out.sort(key=lambda cohort: -sum(depth(job) * job[0].client.num_examples for job in cohort))
     return [[m for job in cohort for m in job] for cohort in out]
-
-
-TRIES = 4  # of one cohort before a lost worker is taken for a sign
-Finished = tuple[
-    int, Trained | None, Exception | None
-]  # a place in the plan, what was brought back, or how it was lost
-
-
-def share_out(
-    cohorts: Sequence[Sequence[Member]], t: int, workers: str, hand_out: Callable[[int], bool],
-    finished: Callable[[], Iterator[Finished]],
-) -> Iterator[Trained]:  # fmt: skip
-    """What ``cohorts`` bring back, in their order, from workers that may be lost: then a cohort is trained again.
-
-    ``hand_out(i)`` gives cohort i to a worker, if one is free; ``finished()`` waits for workers. Raises
-    ``RuntimeError`` if one cohort loses ``TRIES`` of the ``workers``.
-    """
-    todo, lost = deque(range(len(cohorts))), [0] * len(cohorts)
-    done: dict[int, Trained] = {}
-    for turn in range(len(cohorts)):
-        while turn not in done:
-            while todo and hand_out(todo[0]):
-                todo.popleft()
-            for i, trained, error in finished():
-                if trained is not None:
-                    done[i] = trained
-                    continue
-                todo.appendleft(i)
-                lost[i] += 1
-                if lost[i] == TRIES:
-                    ids = list(dict.fromkeys(m.client.id for m in cohorts[i]))
-                    raise RuntimeError(
-                        f"the cohort of clients {ids} lost its {workers} {TRIES} times in round {t} (the last time: "
-                        f"{error}); if memory is short, set Execution(cohort_size=...)"
-                    ) from error
-        yield done.pop(turn)
 
 
 @dataclass

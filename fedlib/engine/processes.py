@@ -17,7 +17,6 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -26,38 +25,26 @@ import torch
 
 from ..core import profiling
 from ..methods import Member, Round, Server
-from .executors import (
-    Cohorts,
-    Execution,
-    Finished,
-    Memories,
-    Trained,
-    automatic_cohort_size,
-    become_worker,
-    share_out,
-    train_cohort,
-)
+from .executors import Execution, Memories, Trained
 from .federation import Federation
+from .workers import Finished, Workers, become_worker, train_task
 
 
 class Unforkable(RuntimeError):
     """A fork of this process could not train."""
 
 
-class ForkedProcesses:
-    """Trains cohorts in forks of this process. Raises :class:`Unforkable` where they could not.
+class ForkedProcesses(Workers):
+    """Trains cohorts in forks of this process. Raises :class:`Unforkable` where they could not."""
 
-    Partial sums are merged in the plan's order, so a run that lost workers ends with the numbers of one that did not.
-    Raises ``RuntimeError`` if one cohort loses ``TRIES`` workers, and whatever a worker's training raised.
-    """
+    kind = "worker process"
 
     def __init__(self, federation: Federation, execution: Execution):
         if not sys.platform.startswith("linux") or federation.device.type != "cpu":
             raise Unforkable("worker processes are forked, which needs Linux and device = 'cpu'")
         if multiprocessing.current_process().daemon:
             raise Unforkable("a daemonic process, such as a worker of a multiprocessing pool, may not fork workers")
-        self.federation, self.workers = federation, execution.side_by_side()
-        self.cohort_size = execution.cohort_size or automatic_cohort_size(federation)
+        super().__init__(federation, execution, execution.side_by_side())
         self.processes: list[_Worker] = []
         try:
             for _ in range(self.workers):
@@ -69,30 +56,27 @@ class ForkedProcesses:
             self.close()
             raise
 
-    def train(self, server: Server, cohorts: Cohorts, r: Round, memories: Memories) -> Iterator[Trained]:
-        download = _pack(Server(server.t, server.params, {}))  # the server's memory is the server's
-        r = replace(r, setting=None)  # which the workers have
+    def download(self, server: Server) -> memoryview:
         for worker in self.processes:
             worker.informed = False
+        return _pack(server)
 
-        def hand_out(i: int) -> bool:
-            worker = next((w for w in self.processes if w.cohort is None), None)
-            if worker is not None:
-                ids = dict.fromkeys(m.client.id for m in cohorts[i])
-                mine = {c: memories[c] for c in ids if c in memories}
-                worker.send(i, download, (cohorts[i], r, mine, profiling.is_measuring()))
-            return worker is not None
+    def idle(self) -> "_Worker | None":
+        return next((w for w in self.processes if w.cohort is None), None)
 
-        yield from share_out(cohorts, r.t, "worker process", hand_out, self._finished)
+    def give(self, worker: "_Worker", i: int, download: memoryview, task: tuple) -> None:
+        worker.send(i, download, (*task, profiling.is_measuring()))
 
-    def _finished(self) -> Iterator[Finished]:
+    def finished(self) -> Iterator[Finished]:
         """Wait until a cohort is back or its worker has died, who is then replaced."""
         busy = [(w, w.cohort) for w in self.processes if w.cohort is not None]
         ready = wait([w.connection for w, _ in busy])
         for worker, i in ((w, i) for w, i in busy if w.connection in ready):
             worker.cohort = None
             try:
-                yield i, self._home(worker.receive()), None
+                trained, seconds = worker.receive()
+                profiling.add(seconds)
+                yield i, trained, None
             except EOFError:
                 worker.close()
                 self.processes.remove(worker)
@@ -108,14 +92,6 @@ class ForkedProcesses:
         except EOFError:
             code = worker.process.exitcode
             raise RuntimeError(f"a worker process died before it was ready (exit code {code})") from None
-
-    def _home(self, answer: tuple[Trained, dict[str, float]]) -> Trained:
-        """What a worker brought back, as if it had been trained here."""
-        trained, seconds = answer
-        profiling.add(seconds)
-        for mean in trained.sums.values():
-            mean.infos = self.federation.setting.infos
-        return trained
 
     def close(self) -> None:
         for worker in self.processes:
@@ -210,9 +186,7 @@ def _train(
     f: Federation, server: Server, members: list[Member], r: Round, memories: Memories, measure: bool
 ) -> tuple[Trained, dict[str, float]]:
     with profiling.profile() if measure else nullcontext({}) as seconds:
-        trained = train_cohort(f, f.model, server, replace(r, setting=f.setting), members, memories)
-    for mean in trained.sums.values():
-        mean.infos = {}  # the parent has them
+        trained = train_task(f, server, members, r, memories)
     return trained, dict(seconds)
 
 

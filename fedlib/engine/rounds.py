@@ -14,10 +14,11 @@ from ..kernels.products import choose_products
 from ..methods import Arrived, Round, Server
 from ..methods.sums import Sums, all_finite, merge_sums
 from .evaluation import evaluate
-from .executors import Execution, Executor, InProcess, Memories, Trained, keep_freed_memory, plan_round
+from .executors import Execution, Executor, InProcess, Memories, Trained, plan_round
 from .federation import Federation
 from .privacy import privatise
 from .serving import evaluate_clients
+from .workers import keep_freed_memory
 
 
 @dataclass(frozen=True)

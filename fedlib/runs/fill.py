@@ -27,7 +27,8 @@ from ..core.paths import outputs_dir
 from ..core.storage import DamagedFile, read_lines
 from ..core.validation import check_known
 from ..data.datasets import is_available
-from ..engine.executors import Execution, become_worker
+from ..engine.executors import Execution
+from ..engine.workers import become_worker
 from ..models.registry import tokenizer_of
 from .durations import Pace, about, each_seconds
 from .identity import OtherInputs

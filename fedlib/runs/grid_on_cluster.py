@@ -14,23 +14,24 @@ import torch
 from ..core.experiment import Experiment
 from ..data.federated import load_federated
 from ..engine.checks import check_experiment
-from ..engine.cluster import TRIES, connect, total
-from ..engine.executors import Execution, become_worker
+from ..engine.cluster import connect, total
+from ..engine.executors import Execution
+from ..engine.workers import TRIES, become_worker
 from ..methods import METHODS
 from ..models.registry import backbone_spec, tokenizer_of
 from .costs import MIB, exit_costs
 from .identity import Accept, own_backbones, take_backbones
 from .progress import Watch
 from .reached import code_of, tell
-from .store import run
 
 CUDA_MIB = 700  # what a process takes on a GPU before its first tensor
 
 
 def run_on_cluster(
-    missing: Sequence[Experiment], execution: Execution, folder: Path, watch: Watch, seconds: float, accept: Accept
-) -> None:
-    """Run ``missing`` on a Ray cluster: first what no other process holds, then wait for the rest."""
+    run: Callable, missing: Sequence[Experiment], execution: Execution, folder: Path, watch: Watch, seconds: float,
+    accept: Accept,
+) -> None:  # fmt: skip
+    """``run`` what is ``missing`` on a Ray cluster: first what no other process holds, then wait for the rest."""
     if not missing:
         return
     methods = {e.method: type(check_experiment(e)) for e in missing}
@@ -39,15 +40,15 @@ def run_on_cluster(
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=folder, prefix=".shared-") as probe:
         for wait in (False, True):
-            there = (Path(probe.name).resolve(), methods, backbones, seconds, wait, accept)
+            there = (run, Path(probe.name).resolve(), methods, backbones, seconds, wait, accept)
             for e, found in spread(_run_there, watch.left, execution, *there):
                 if found:
                     watch.end(e)
 
 
 def _run_there(
-    e: Experiment, execution: Execution, probe: Path, methods: dict, backbones: dict, seconds: float, wait: bool,
-    accept: Accept,
+    e: Experiment, execution: Execution, run: Callable, probe: Path, methods: dict, backbones: dict, seconds: float,
+    wait: bool, accept: Accept,
 ) -> bool:  # fmt: skip
     """Run ``e`` in a process of the cluster, which learns methods and backbones registered elsewhere. Is it done?"""
     if not probe.exists():

@@ -153,7 +153,7 @@ def run_all(
         if execution.executor == "ray":
             from .grid_on_cluster import run_on_cluster
 
-            run_on_cluster(missing, execution, folder_of(folder), watch, checkpoint_seconds, accept)
+            run_on_cluster(run, missing, execution, folder_of(folder), watch, checkpoint_seconds, accept)
         else:
             for wait in (False, True):  # first what no other process holds
                 for e in list(watch.left):

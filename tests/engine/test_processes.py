@@ -19,8 +19,8 @@ import torch
 from fedlib import Execution, build_federation, run, run_rounds
 from fedlib.core.profiling import profile
 from fedlib.core.storage import read_tensors
-from fedlib.engine.executors import become_worker
 from fedlib.engine.processes import Unforkable
+from fedlib.engine.workers import become_worker
 from fedlib.methods.sliced.reefl import ReeFL
 from fedlib.runs.store import run_path
 from tests.helpers.stored import assert_same, assert_same_rounds, small, state

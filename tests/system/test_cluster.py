@@ -24,7 +24,7 @@ from fedlib.engine.executors import plan_round  # noqa: E402
 from fedlib.methods import METHODS, Round  # noqa: E402
 from fedlib.runs.costs import exit_costs  # noqa: E402
 from fedlib.runs.grid_on_cluster import experiment_mib, gpu_share  # noqa: E402
-from fedlib.runs.store import find_run, run_path  # noqa: E402
+from fedlib.runs.store import find_run, run, run_path  # noqa: E402
 from tests.helpers.stored import assert_same_rounds  # noqa: E402
 
 SMALL = dict(pretrained=False, num_train=80, num_test=20, num_clients=5, clients_per_round=4, rounds=2, batch_size=16)
@@ -108,7 +108,7 @@ def test_workers_give_the_numbers_of_threads_and_constants_travel_once(method, f
 
 
 def test_a_mistake_arrives_as_itself_and_a_deadly_cohort_is_named(slow, on_two, tmp_path, monkeypatch):
-    monkeypatch.setattr("fedlib.engine.executors.TRIES", 1)
+    monkeypatch.setattr("fedlib.engine.workers.TRIES", 1)
     options = {"folder": str(tmp_path), "what": "raise"}
     f = build_federation(Experiment(method="slow", options=options, finetune="frozen", **SMALL))
     with pytest.raises(ArithmeticError, match="a mistake in a notebook"):
@@ -170,7 +170,7 @@ def test_a_folder_that_nodes_do_not_see_is_refused_in_words(on_two, tmp_path, mo
     with pytest.raises(
         RuntimeError, match="does not see .*elsewhere: let FEDLIB_OUTPUTS be a folder that all nodes share"
     ):
-        grid_on_cluster._run_there(e, on_two, tmp_path / "elsewhere" / "probe", {}, {}, 1.0, True, ())
+        grid_on_cluster._run_there(e, on_two, run, tmp_path / "elsewhere" / "probe", {}, {}, 1.0, True, ())
     assert find_run(e, tmp_path) is None and not run_path(e, tmp_path).exists()
 
 

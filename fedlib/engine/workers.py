@@ -1,0 +1,109 @@
+"""What forked processes and Ray workers have in common: what a round gives them, and cohorts that are lost with them.
+
+A worker has what never changes; a round gives it the trained parameters, and its cohorts one by one. It keeps nothing
+of a client or a round, so any worker can train any cohort, again if need be. Partial sums are merged in the plan's
+order: a run that lost workers ends with the numbers of one that did not.
+Read next: ``processes.py``, ``cluster.py``.
+"""
+
+import ctypes
+import platform
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+
+from ..methods import Member, Round, Server
+from .executors import Cohorts, Execution, Memories, Trained, automatic_cohort_size, train_cohort
+from .federation import Federation
+
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of malloc.h
+TRIES = 4  # of one cohort before a lost worker is taken for a sign
+Finished = tuple[int, Trained | None, Exception | None]  # a place in the plan, what came back, or how it was lost
+
+
+def become_worker() -> None:
+    """Set this process up to train cohorts: one intra-op thread, and what a step frees is kept for the next one."""
+    torch.set_num_threads(1)
+    keep_freed_memory()
+
+
+def keep_freed_memory() -> None:
+    """Let this process keep what it frees: glibc gives large blocks back to the kernel at once, and zeroed pages are
+    slow to come by."""
+    if platform.libc_ver()[0] == "glibc":
+        libc = ctypes.CDLL(None)
+        libc.mallopt(M_MMAP_THRESHOLD, 2**25)
+        libc.mallopt(M_TRIM_THRESHOLD, 2**30)
+
+
+def train_task(f: Federation, server: Server, members: Sequence[Member], r: Round, memories: Memories) -> Trained:
+    """Inside a worker: train one cohort. What both sides have does not travel."""
+    trained = train_cohort(f, f.model, server, replace(r, setting=f.setting), members, memories)
+    for mean in trained.sums.values():
+        mean.infos = {}
+    return trained
+
+
+class Workers(ABC):
+    """An executor whose cohorts train on workers that may be lost; what these are is its subclass's matter.
+
+    Raises ``RuntimeError`` if one cohort loses ``TRIES`` workers, and whatever a worker's training raised.
+    """
+
+    kind: ClassVar[str]  # in an error's words
+
+    def __init__(self, federation: Federation, execution: Execution, workers: int):
+        self.federation, self.execution, self.workers = federation, execution, workers
+        self.cohort_size = execution.cohort_size or automatic_cohort_size(federation)
+
+    def train(self, server: Server, cohorts: Cohorts, r: Round, memories: Memories) -> Iterator[Trained]:
+        download = self.download(Server(server.t, server.params, {}))  # the server's memory is the server's
+        r = replace(r, setting=None)  # which the workers have
+        todo, lost = deque(range(len(cohorts))), [0] * len(cohorts)
+        done: dict[int, Trained] = {}
+        for turn in range(len(cohorts)):
+            while turn not in done:
+                while todo and (worker := self.idle()) is not None:
+                    i = todo.popleft()
+                    ids = dict.fromkeys(m.client.id for m in cohorts[i])
+                    mine = {c: memories[c] for c in ids if c in memories}
+                    self.give(worker, i, download, (list(cohorts[i]), r, mine))
+                for i, trained, error in self.finished():
+                    if trained is not None:
+                        done[i] = trained
+                        continue
+                    todo.appendleft(i)
+                    lost[i] += 1
+                    if lost[i] == TRIES:
+                        ids = list(dict.fromkeys(m.client.id for m in cohorts[i]))
+                        raise RuntimeError(
+                            f"the cohort of clients {ids} lost its {self.kind} {TRIES} times in round {r.t} (the last "
+                            f"time: {error}); if memory is short, set Execution(cohort_size=...)"
+                        ) from error
+            yield self.home(done.pop(turn))
+
+    def home(self, trained: Trained) -> Trained:
+        """What a worker brought back, as if it had been trained here."""
+        for mean in trained.sums.values():
+            mean.infos = self.federation.setting.infos
+        return trained
+
+    @abstractmethod
+    def download(self, server: Server) -> Any:
+        """A round's server, as workers take it."""
+
+    @abstractmethod
+    def idle(self) -> Any | None:
+        """A worker that trains nothing; None if all are busy."""
+
+    @abstractmethod
+    def give(self, worker: Any, i: int, download: Any, task: tuple[list[Member], Round, Memories]) -> None:
+        """Let ``worker`` train cohort i: the arguments of :func:`train_task` behind the server."""
+
+    @abstractmethod
+    def finished(self) -> Iterator[Finished]:
+        """Wait until something ends; a worker that was lost is replaced."""
