@@ -16,13 +16,13 @@ NOTEBOOKS := $(patsubst notebooks/%.ipynb,%,$(wildcard notebooks/*/*.ipynb))
 SHORT := $(foreach n,$(NOTEBOOKS),$(firstword $(subst _, ,$(n))))
 OBJECTS := $(sort $(SHORT) $(NOTEBOOKS))
 
-.PHONY: help setup demo test quick test-all test-oldest lint lab results report bench pretrain lock clean $(OBJECTS)
+.PHONY: help setup demo test quick test-all test-oldest lint lab results site report bench pretrain lock clean $(OBJECTS)
 
 help:
 	@echo "make demo                         walkthrough: ReeFL and DepthFL on real digits, in a few minutes"
 	@echo "make reefl/table1 PROFILE=small   any notebook, by folder and first word (smoke | small | paper): notebooks/README.md"
 	@echo "make results                      outputs/README.md: every stored table, and a verdict on every claim of the papers"
-	@echo "make report                       executed notebooks and results as HTML, readable offline: outputs/report/"
+	@echo "make site                         guide, results and API as HTML, readable offline: outputs/site/index.html"
 	@echo "make lab                          explore in JupyterLab"
 	@echo "make test, make bench             all tests; engine speed against Flower, pfl, BlazeFL and bare loops"
 	@echo "make quick                        unit tests of what git diff touches, or of a folder: FOLDER=methods"
@@ -76,8 +76,8 @@ test-oldest:
 	$(MAKE) test VENV=.venv-oldest
 
 lint: setup
-	$(BIN)/ruff check fedlib tests benchmarks pretraining
-	$(BIN)/ruff format --check fedlib tests benchmarks pretraining
+	$(BIN)/ruff check fedlib tests benchmarks pretraining docs
+	$(BIN)/ruff format --check fedlib tests benchmarks pretraining docs
 	$(BIN)/basedpyright --pythonpath $(BIN)/python
 
 lab: setup
@@ -86,8 +86,13 @@ lab: setup
 results: setup
 	$(BIN)/python -m fedlib.report.page
 
-report: setup
-	$(BIN)/python -m fedlib.report.site
+# A page is a file of this repository, so it is the source folder; a warning (a link that leads nowhere) is an error.
+site: setup
+	rm -rf docs/api
+	$(BIN)/python -m sphinx -q -W --keep-going -c docs -d outputs/scratch/doctrees . outputs/site
+	@echo "outputs/site/index.html"
+
+report: site
 
 # Of two notebooks that share a first word the whole name is asked for: papermill refuses two inputs.
 $(OBJECTS): setup
@@ -113,4 +118,4 @@ lock: setup
 	echo uv==0.13.8 | $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-header - --output-file requirements-uv.lock
 
 clean:
-	rm -rf $(VENV) $(EXECUTED) outputs/report outputs/scratch
+	rm -rf $(VENV) $(EXECUTED) outputs/site outputs/scratch docs/api

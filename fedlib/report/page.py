@@ -3,7 +3,7 @@
 ``python -m fedlib.report.page`` writes ``outputs/<paper>/README.md`` and ``claims.md`` for every paper (and extension),
 and ``outputs/README.md``, the index. Nothing in them is written by hand but the first paragraph of a paper, its
 ``findings_<profile>.md``; tests keep them equal to what the stored runs say, and its numbers to those of the page.
-Read next: ``report/claims.py``, ``report/site.py``.
+Read next: ``report/claims.py``.
 """
 
 import argparse
@@ -223,8 +223,8 @@ def figures_of(stored: Stored, name: str) -> list[Path]:
 
 
 def thumbnails(paths: Sequence[Path]) -> str:
-    """Images that link to their files."""
-    one = '<a href="figures/{0}.png"><img src="figures/{0}.png" width="{1}" alt="{0}"></a>'
+    """Images at a width that a page has room for; what shows them leads to their files."""
+    one = '<img src="figures/{0}.png" width="{1}" alt="{0}">'
     return "\n".join(one.format(p.stem, THUMBNAIL) for p in paths)
 
 

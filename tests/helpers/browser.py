@@ -1,9 +1,10 @@
-"""Headless Chromium for tests, and the checker of a folder of pages: ``python -m tests.helpers.browser outputs/report``."""
+"""Headless Chromium for tests, and the checker of a folder of pages: ``python -m tests.helpers.browser outputs/site``."""
 
 import json
 import shutil
 import sys
 import tempfile
+from collections.abc import Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -59,10 +60,10 @@ def open_page(driver, page: Path) -> None:
     WebDriverWait(driver, 60).until(lambda d: d.execute_script(whole, page.as_uri()))
 
 
-def check_pages(driver, folder: Path) -> tuple[dict[str, int], list[str]]:
-    """Open every page of ``folder``: counts of pages, images, links, requests; and what is broken, in words."""
+def check_pages(driver, folder: Path, names: Sequence[str] = ()) -> tuple[dict[str, int], list[str]]:
+    """Open every page of ``folder``, or these: counts of pages, images, links, requests; and what is broken, in words."""
     folder, counts, broken, ids = folder.resolve(), dict.fromkeys(("pages", "images", "links", "requests"), 0), [], {}
-    pages, wanted = sorted(folder.rglob("*.html")), []
+    pages, wanted = [folder / n for n in names] or sorted(folder.rglob("*.html")), []
     for page in pages:
         open_page(driver, page)
         images = driver.execute_script("return [...document.images].map(i => [i.src.slice(0, 200), i.naturalWidth])")
@@ -77,8 +78,8 @@ def check_pages(driver, folder: Path) -> tuple[dict[str, int], list[str]]:
     for page, link in wanted:
         target, fragment = Path(unquote(link.path)), unquote(link.fragment)
         if not target.exists() or folder not in (target, *target.parents):
-            broken.append(f"{page.name}: link to {target}, which is not in the report")
-        elif fragment and fragment not in ids.get(target, ()):
+            broken.append(f"{page.name}: link to {target}, which is not of the site")
+        elif fragment and target in ids and fragment not in ids[target]:
             broken.append(f"{page.name}: link to {target.name}#{fragment}, which has no such place")
     return counts, broken
 
