@@ -12,6 +12,7 @@ from .personal.fedamp import FedAMP
 from .personal.fedbabu import FedBABU
 from .personal.fedpac import FedPAC
 from .personal.fedper import FedPer
+from .personal.fedproto import FedProto
 from .personal.fedprox import FedProx
 from .personal.fedrep import FedRep
 from .personal.fedrod import FedRoD
@@ -62,6 +63,7 @@ METHODS: dict[str, type[Method]] = {
     "fedrod": FedRoD,
     "ditto": Ditto,
     "fedpac": FedPAC,
+    "fedproto": FedProto,
     "cafedistill": CAFEDistill,
 }
 

@@ -39,6 +39,7 @@ class Method(UploadOptions):
     marker: ClassVar[str]
     needs_models: ClassVar[bool] = False  # does ``aggregate`` ask for whole models?
     needs_extras: ClassVar[bool] = False  # or for what single clients send beside them?
+    sends_model: ClassVar[bool] = True  # does any parameter leave a client?
     one_slice: ClassVar[bool] = True  # does a client send one model, of the same slice in every round?
 
     weighting: Literal["examples", "clients"] = "examples"  # of the mean
@@ -55,6 +56,8 @@ class Method(UploadOptions):
         self.check_uploads(name, self.weighting)
         if self.noise_multiplier and (self.needs_models or self.needs_extras):
             raise ValueError(f"options of {name}: noise_multiplier protects sums; {name} looks at single clients")
+        if not self.sends_model and (self.update_norm is not None or self.compress != "none"):
+            raise ValueError(f"options of {name}: no model is sent, so update_norm and compress would have no effect")
         self.check_slices("noise_multiplier", self.noise_multiplier)
         self.check_slices("error_feedback", self.error_feedback)
 
@@ -146,6 +149,10 @@ class Method(UploadOptions):
     def effort(self, client: Client, setting: Setting, e: Experiment) -> float:
         """MACs of a client's local training, in those of training what ``slice_for`` says once: what prices count."""
         return 1.0
+
+    def beside(self, setting: Setting) -> tuple[int, int]:
+        """Numbers that a client receives beside its model, and sends. None."""
+        return 0, 0
 
     # --- the client ----------------------------------------------------------------------------------------------
 

@@ -51,7 +51,19 @@ class Shapes:
 
     def upload_mib(self, part: Slice) -> float:
         """What a client that holds ``part`` sends back, compressed as the method's options say."""
-        return self.method.upload_bits(p.numel() for p in self.held(part, self.trainable).values()) / 8 / MIB
+        _, beside = self.method.beside(self.setting)
+        return (self.method.upload_bits(self.travels(part)) / 8 + 4 * beside) / MIB
+
+    def download_mib(self, part: Slice) -> float:
+        """What such a client receives."""
+        beside, _ = self.method.beside(self.setting)
+        return 4 * (sum(self.travels(part)) + beside) / MIB
+
+    def travels(self, part: Slice) -> list[int]:
+        """The sizes of the tensors of ``part`` that are shared: trained, and not personal."""
+        held, infos = self.held(part, self.trainable), self.setting.infos
+        shared = [p.numel() for n, p in held.items() if not self.method.personal(infos[n])]
+        return shared if self.method.sends_model else []
 
     def forward(self, part: Slice) -> Forward:
         """What runs ``part``, blocks whole as on a device that may go on, its trained parameters wanting gradients."""
@@ -135,6 +147,7 @@ def exit_costs(e: Experiment, num_classes: int, batch_size: int = 32) -> list[di
                 "block": part.depth,
                 "parameters": parameters,
                 "upload_mib": shapes.upload_mib(part),
+                "download_mib": shapes.download_mib(part),
                 "macs": shapes.setting.measure.macs(part),
                 "training_memory_mib": (4 * (parameters + gradients) + activations) / MIB,
             }

@@ -18,7 +18,7 @@ from tests.helpers.plain_personal import (
 from tests.helpers.traffic import round_traffic
 
 PERSONAL = ["local", "fedprox", "fedper", "fedrep", "fedbabu", "fedamp", "pfedgraph", "fedrod", "ditto", "fedpac",
-            "cafedistill"]  # fmt: skip
+            "fedproto", "cafedistill"]  # fmt: skip
 
 
 @pytest.mark.parametrize("method", ["fedper", "fedrep", "fedbabu", "fedrod", "fedpac"])
@@ -44,6 +44,7 @@ TRAFFIC = {  # numbers per round and client, once everybody has been sampled: do
     "fedrod": (BACKBONE + EXITS, BACKBONE + EXITS), "ditto": (BACKBONE + EXITS, BACKBONE + EXITS),
     # prototypes and whether they are known; prototypes, h, V and class counts
     "fedpac": (BACKBONE + EXITS + 10 * 6 + 10, BACKBONE + EXITS + 2 * 10 * 6 + 1 + 10),
+    "fedproto": (10 * 6 + 10, 10 * 6 + 10),  # prototypes and whether they are known; prototypes and class counts
     "cafedistill": (BACKBONE + LAST_EXIT + 2, BACKBONE + LAST_EXIT),  # S_i: a number an exit
 }  # fmt: skip
 
@@ -112,19 +113,19 @@ def with_sampled(f, ids):
     return Fixed(**{k: getattr(f, k) for k in f.__dataclass_fields__})
 
 
-@pytest.mark.parametrize("method", ["fedamp", "pfedgraph", "fedpac", "cafedistill"])
+@pytest.mark.parametrize("method", ["fedamp", "pfedgraph", "fedpac", "fedproto", "cafedistill"])
 def test_noise_is_refused_where_the_server_looks_at_single_clients(method):
     options = {"update_norm": 1.0, "noise_multiplier": 1.0, "weighting": "clients"}
     with pytest.raises(ValueError, match=f"options of {method}: noise_multiplier protects sums"):
         build_method(method, options)
 
 
-@pytest.mark.parametrize("method", ["fedper", "fedrep", "fedrod", "ditto", "cafedistill"])
+@pytest.mark.parametrize("method", ["fedper", "fedrep", "fedrod", "ditto", "fedproto", "cafedistill"])
 def test_who_keeps_something_at_its_clients_says_so(method):
     assert build_method(method, {}).remembers and not build_method("fedprox", {}).remembers
 
 
-@pytest.mark.parametrize("method", ["fedrod", "fedpac"])
+@pytest.mark.parametrize("method", ["fedrod", "fedpac", "fedproto"])
 def test_labels_must_be_classes(method):
     with pytest.raises(ValueError, match="is for classes, and the labels of dataset = 'stsb' are none"):
         build_federation(experiment(method, dataset="stsb", backbone="bert_micro", num_exits=3))

@@ -192,7 +192,7 @@ def train(e):
     return last.server.params | {n: x for n, x in of_clients.items() if not n[1].startswith("residual")}
 
 
-@pytest.mark.parametrize("method", [m for m in METHODS if m != "local"])
+@pytest.mark.parametrize("method", [m for m, cls in METHODS.items() if cls.sends_model])
 def test_every_method_compresses(tiny, method):
     """Two rounds: with all bits or entries as without compression, with few another, finite result."""
     mode = "frozen" if METHODS[method].__module__.startswith("fedlib.methods.sliced") else "lora"
@@ -220,10 +220,11 @@ def test_every_method_compresses(tiny, method):
         assert max((p - plain[n]).abs().max() for n, p in params.items()) > 5e-5
 
 
+@pytest.mark.parametrize("method", [m for m, cls in METHODS.items() if not cls.sends_model])
 @pytest.mark.parametrize("options", [{"update_norm": 1.0}, {"compress": "topk"}])
-def test_a_method_that_sends_nothing_has_nothing_to_compress(options):
-    with pytest.raises(ValueError, match="options of local: nothing is sent"):
-        build_method("local", options)
+def test_a_method_that_sends_no_model_has_nothing_to_compress(method, options):
+    with pytest.raises(ValueError, match=f"options of {method}: no model is sent"):
+        build_method(method, options)
 
 
 def test_a_second_model_that_stays_leaves_the_sent_ones_residual_alone(tiny):

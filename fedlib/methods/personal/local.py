@@ -8,6 +8,7 @@ Deviations: none known.
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from ...core.clients import Client
 from ...core.slices import NOTHING
@@ -22,10 +23,7 @@ class Local(JointExits, Method):
 
     label, color, marker = "Local", "#acbac0", "v"
 
-    def check_options(self) -> None:
-        super().check_options()
-        if self.update_norm is not None or self.compress != "none":
-            raise ValueError("options of local: nothing is sent, so update_norm and compress would have no effect")
+    sends_model: ClassVar[bool] = False
 
     def members(self, client: Client, server: Server, r: Round) -> list[Member]:
         return [Member(client, r.setting.full(), keeps="all", upload=NOTHING)]
