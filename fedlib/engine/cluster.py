@@ -206,9 +206,8 @@ class RayExecutor(Workers):
     def home(self, trained: Trained) -> Trained:
         """Out of the object store, to where the server is."""
         trained, device = super().home(trained), self.federation.device
-        for mean in trained.sums.values():
-            for store in (mean.total, mean.weight, mean.count):
-                store.update(_move(store, device))
+        for store in (trained.mean.total, trained.mean.weight, trained.mean.count):
+            store.update(_move(store, device))
         moved = {
             k: {c: _move(m, device) for c, m in getattr(trained, k).items()} for k in ("memories", "extras", "models")
         }

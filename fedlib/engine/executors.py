@@ -20,7 +20,7 @@ from ..core.profiling import phase
 from ..core.threads import repeatable, warn_if_spinning
 from ..core.validation import Count, Positive, check_instance, names_its_keywords
 from ..methods import Member, Round, Server
-from ..methods.sums import Sums
+from ..methods.sums import MaskedMean
 from ..models.exit_model import ExitModel
 from .checks import check_device
 from .cohort import Cohort
@@ -35,7 +35,7 @@ Cohorts = Sequence[Sequence[Member]]
 class Trained:
     """What comes back from a cohort: weighted partial sums (not one model per client), memories, losses."""
 
-    sums: Sums
+    mean: MaskedMean
     memories: dict[int, dict[str, torch.Tensor]]  # of the clients whose memory changed
     losses: dict[int, float]  # mean training loss per client
     nonfinite: tuple[int, ...] = ()  # clients whose loss or update holds a NaN or infinity (Experiment.nonfinite)

@@ -3,8 +3,7 @@
 DP-FedAvg (McMahan et al., ICLR 2018) with samples of fixed size: n of the N clients that may take part are drawn
 without replacement, each sends an update of norm <= C, and the server adds N(0, (z C)^2) to every entry of the sum. It
 divides by the number of holders to be expected, not by those who came, and noises entries nobody came with: who was
-sampled must not show. What ``aggregate`` makes of these sums (FedAdam, momentum ...) is post-processing. Groups
-(``Method.group_of``) need no larger noise: a client is in one group, so C bounds all that it sends.
+sampled must not show. What ``aggregate`` makes of these sums (FedAdam, momentum ...) is post-processing.
 
 The guarantee: (epsilon, delta) for replacing all data of one client, towards those who see every global model. Public:
 the budgets, which clients hold any examples, n, and all options. Not covered: what is stored to study a run (training
@@ -22,53 +21,53 @@ from ..core.clients import Client, clients_of
 from ..core.rng import torch_generator
 from ..core.slices import take_all
 from ..methods import Round, Server
-from ..methods.sums import MaskedMean, Sums, Update
+from ..methods.sums import MaskedMean, Update
 from .federation import Federation
 
 
-def privatise(f: Federation, server: Server, sums: Sums, t: int) -> Sums:
+def privatise(f: Federation, server: Server, mean: MaskedMean, t: int) -> MaskedMean:
     """W theta + sum_i delta_i + N(0, (z C)^2) per entry, W the expected number of holders: what ``aggregate`` may see.
 
     Without noise the sums as they are. ``ValueError`` if a method weighted its clients.
     """
     method = f.method
     if not method.noise_multiplier:
-        return sums
-    out = expected_sums(f, server)
-    for group, mean in sums.items():
-        for name, total in mean.total.items():
-            if not torch.equal(mean.weight[name], mean.count[name]):
-                raise ValueError(f"{f.experiment.method}: noise_multiplier needs clients of weight 1 in the mean")
-            out[group].total[name] += total - mean.weight[name] * method.start_of(name, server).double()
+        return mean
+    out, received = expected_sums(f, server)
+    for name, total in mean.total.items():
+        if not torch.equal(mean.weight[name], mean.count[name]):
+            raise ValueError(f"{f.experiment.method}: noise_multiplier needs clients of weight 1 in the mean")
+        out.total[name] += total - mean.weight[name] * received[name].double()
     assert method.update_norm is not None  # noise without it is refused
     sd = method.noise_multiplier * method.update_norm
-    for group, mean in out.items():
-        for name, total in mean.total.items():
-            stream = name.replace("backbone.", "vit.", 1)  # what the part was called when stored runs drew their noise
-            generator = torch_generator(f.experiment.seed, f"dp noise/{group}/{stream}", t)
-            noise = torch.randn(total.shape, generator=generator, dtype=torch.float64)
-            total += sd * noise.to(total.device)
+    for name, total in out.total.items():
+        stream = name.replace("backbone.", "vit.", 1)  # what the part was called when stored runs drew their noise
+        stream = stream if stream[0].isdigit() else f"0/{stream}"
+        generator = torch_generator(f.experiment.seed, f"dp noise/{stream}", t)
+        noise = torch.randn(total.shape, generator=generator, dtype=torch.float64)
+        total += sd * noise.to(total.device)
     return out
 
 
-def expected_sums(f: Federation, server: Server) -> Sums:
-    """The sums if every client sent n/N times what it received: public weights and counts, no update yet."""
-    ids = f.candidates()
-    holders: dict[tuple[int, int], float] = defaultdict(float)  # expected clients per (group, budget)
+def expected_sums(f: Federation, server: Server) -> tuple[MaskedMean, dict[str, torch.Tensor]]:
+    """The sums if every client sent n/N times what it received: public weights and counts, no update yet.
+
+    And what the holders of each tensor that is sent received.
+    """
+    ids, infos = f.candidates(), f.setting.infos
+    holders: dict[int, float] = defaultdict(float)  # expected clients per budget
     for c in clients_of(f.budgets, ids, f.data.num_examples):
-        holders[f.method.group_of(c), c.budget] += f.sample_size / len(ids)
-    out: Sums = {}
-    for (group, budget), expected in sorted(holders.items()):
+        holders[c.budget] += f.sample_size / len(ids)
+    mean, received = MaskedMean(infos), {}
+    for budget, expected in sorted(holders.items()):
         client = Client(-1, budget, 0)
         member = f.method.members(client, server, Round(server.t, (client,), f.setting))[0]
-        params = {n: p[None] for n, p in take_all(server.params, f.setting.infos, member.part).items()}
-        mean = out.setdefault(group, MaskedMean(f.setting.infos))
-        rows, upload = dict.fromkeys(params, range(1)), member.upload or member.part
-        mean.add(Update((client,), (member.part,), params, rows, (upload,)), [expected])
-    for group, mean in out.items():
-        mean.count = {n: w.clone() for n, w in mean.weight.items()}
-        mean.clients = sum(expected for (g, _), expected in holders.items() if g == group)
-    return out
+        part, upload = member.part, member.upload or member.part
+        params = {n: p[None] for n, p in take_all(server.params, infos, part).items()}
+        received |= {upload.source(n): server.params[part.source(n)] for n in params}
+        mean.add(Update((client,), (part,), params, dict.fromkeys(params, range(1)), (upload,)), [expected])
+    mean.count = {n: w.clone() for n, w in mean.weight.items()}
+    return mean, received
 
 
 def privacy_spent(f: Federation, t: int) -> dict[str, float]:

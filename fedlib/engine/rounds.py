@@ -12,7 +12,7 @@ from ..core.memories import Overlay
 from ..core.profiling import phase
 from ..kernels.products import choose_products
 from ..methods import Arrived, Round, Server
-from ..methods.sums import Sums, all_finite, merge_sums
+from ..methods.sums import MaskedMean, all_finite, merge_sums
 from .evaluation import evaluate
 from .executors import Execution, Executor, InProcess, Memories, Trained, plan_round
 from .federation import Federation
@@ -83,15 +83,17 @@ def run_rounds(
             cohorts = plan_round(federation, server, r, executor.workers, executor.cohort_size)
             back = Returned(t, len(cohorts), executor.train(server, cohorts, r, memories))
             with phase("aggregation"):
-                back.arrived.sums = privatise(federation, server, back.arrived.sums, t)
-                # without sums every client was dropped: nothing arrived
-                server = method.aggregate(server, back.arrived, r) if back.arrived.sums else replace(server, t=t)
+                dropped = tuple(sorted(back.nonfinite)) if e.nonfinite == "drop" else ()
+                back.arrived.mean = privatise(federation, server, back.arrived.mean, t)
+                if {c.id for c in r.clients} <= set(dropped) and not method.noise_multiplier:  # nothing arrived
+                    server = replace(server, t=t)
+                else:
+                    server = method.aggregate(server, back.arrived, r)
             memories.update(back.memories)
             changed = server.mirrors.changes if isinstance(server.mirrors, Overlay) else {}
             mirrors.update(changed)
             with phase("evaluation"):
                 metrics = measure(federation, server, memories) if is_due(e, t) else None
-            dropped = tuple(sorted(back.nonfinite)) if e.nonfinite == "drop" else ()
             # numbers that arrived finite can still overflow in a server's optimiser
             diverged = len(back.nonfinite) > len(dropped) or not all_finite(server.params.values())
             if t == e.rounds and metrics is not None:  # before that, how often one looks must end no run
@@ -121,16 +123,16 @@ class Returned:
         self.losses: dict[int, float] = {}
         self.nonfinite: list[int] = []
         self.came = 0
-        self.arrived = Arrived({})
-        self.arrived.sums = merge_sums(self._record(one) for one in trained)
+        self.arrived = Arrived(MaskedMean({}))
+        self.arrived.mean = merge_sums(self._record(one) for one in trained)
         if self.came != planned:
             raise RuntimeError(f"round {t}: {planned} cohorts were planned and {self.came} came back")
 
-    def _record(self, trained: Trained) -> Sums:
+    def _record(self, trained: Trained) -> MaskedMean:
         self.came += 1
         self.memories.update(trained.memories)
         self.losses.update(trained.losses)
         self.nonfinite.extend(trained.nonfinite)
         self.arrived.extras.update(trained.extras)
         self.arrived.models.update(trained.models)
-        return trained.sums
+        return trained.mean

@@ -43,8 +43,7 @@ def keep_freed_memory() -> None:
 def train_task(f: Federation, server: Server, members: Sequence[Member], r: Round, memories: Memories) -> Trained:
     """Inside a worker: train one cohort. What both sides have does not travel."""
     trained = train_cohort(f, f.model, server, replace(r, setting=f.setting), members, memories)
-    for mean in trained.sums.values():
-        mean.infos = {}
+    trained.mean.infos = {}
     return trained
 
 
@@ -88,8 +87,7 @@ class Workers(ABC):
 
     def home(self, trained: Trained) -> Trained:
         """What a worker brought back, as if it had been trained here."""
-        for mean in trained.sums.values():
-            mean.infos = self.federation.setting.infos
+        trained.mean.infos = self.federation.setting.infos
         return trained
 
     @abstractmethod

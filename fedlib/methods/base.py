@@ -23,7 +23,7 @@ from ..models.map_exits import classifiers
 from .cohort import Cohort
 from .jobs import Arrived, Member, Round, Server, Serving, Setting, Tensors
 from .losses import Batch, cross_entropies
-from .sums import MaskedMean, Sums, Update
+from .sums import MaskedMean, Update
 from .uploads import UploadOptions, send
 
 
@@ -181,27 +181,15 @@ class Method(UploadOptions):
         """Each model's weight in the mean."""
         return [float(c.num_examples if self.weighting == "examples" else 1) for c in update.clients]
 
-    def group_of(self, client: Client) -> int:
-        """Clients of one group are averaged together; ``aggregate`` sees a mean per group."""
-        return 0
-
-    def summarise(self, update: Update, setting: Setting) -> Sums:
-        """A cohort's uploads as weighted sums by group; runs where the cohort was trained, so no model travels."""
-        sends = [s is not NOTHING for s in update.uploads or update.slices]
-        groups = [self.group_of(c) for c in update.clients]
-        sums = {group: MaskedMean(setting.infos) for group in groups}
-        for group, mean in sums.items():
-            weights = zip(self.weights_of(update), groups, sends, strict=True)
-            mean.add(update, [w if g == group and sent else 0.0 for w, g, sent in weights])
-        return sums
-
-    def start_of(self, name: str, server: Server) -> torch.Tensor:
-        """What the holders of the server's tensor ``name`` received of it."""
-        return server.params[name]
+    def summarise(self, update: Update, setting: Setting) -> MaskedMean:
+        """A cohort's uploads as weighted sums; runs where the cohort was trained, so no model travels."""
+        mean, parts = MaskedMean(setting.infos), update.uploads or update.slices
+        mean.add(update, [w if s is not NOTHING else 0.0 for w, s in zip(self.weights_of(update), parts, strict=True)])
+        return mean
 
     def aggregate(self, server: Server, arrived: Arrived, r: Round) -> Server:
         """The mean over the holders of each entry."""
-        return replace(server, t=r.t, params={**server.params, **arrived.sums[0].result(server.params)})
+        return replace(server, t=r.t, params={**server.params, **arrived.mean.result(server.params)})
 
     # --- answers -------------------------------------------------------------------------------------------------
 

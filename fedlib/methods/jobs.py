@@ -160,6 +160,6 @@ class Serving:
 class Arrived:
     """What a round brought back."""
 
-    sums: dict[int, MaskedMean]  # by group (``Method.group_of``)
+    mean: MaskedMean  # of the uploads, entry by entry
     extras: dict[int, Tensors] = field(default_factory=dict)  # small tensors sent beside a model, by client
     models: dict[int, Tensors] = field(default_factory=dict)  # by client; only if ``Method.needs_models``

@@ -48,7 +48,7 @@ def fedadam(
 
 def trained(arrived: Arrived, r: Round) -> list[str]:
     """The names that arrived, without statistics: those are averaged, and never stepped."""
-    return [name for name in arrived.sums[0].total if r.setting.infos[name].kind != "statistic"]
+    return [name for name in arrived.mean.total if r.setting.infos[name].kind != "statistic"]
 
 
 def train_with_feddyn(cohort: Cohort, loss: Loss, alpha: float) -> None:
@@ -60,10 +60,10 @@ def train_with_feddyn(cohort: Cohort, loss: Loss, alpha: float) -> None:
 
 def feddyn_step(server: Server, arrived: Arrived, r: Round, alpha: float) -> Server:
     """FedDyn's server on the mean of all that arrived; h of each entry is kept in the server's memory."""
-    new, memory = {**server.params, **arrived.sums[0].result(server.params)}, dict(server.memory)
+    new, memory = {**server.params, **arrived.mean.result(server.params)}, dict(server.memory)
     for name in trained(arrived, r):
         theta, key = server.params[name], f"h/{name}"
-        share = (arrived.sums[0].count[name] / r.setting.num_clients).to(theta.dtype)
+        share = (arrived.mean.count[name] / r.setting.num_clients).to(theta.dtype)
         h = memory.get(key, torch.zeros_like(theta))
         new[name], memory[key] = feddyn_server(theta, new[name], h, share, alpha)
     return replace(server, t=r.t, params=new, memory=memory)
@@ -104,7 +104,7 @@ class ServerStep(Method):
             return server
         new, memory = dict(server.params), dict(server.memory)
         for name in trained(arrived, r):
-            theta, held = old.params[name], arrived.sums[0].count[name] > 0
+            theta, held = old.params[name], arrived.mean.count[name] > 0
             new[name], moments = self.adam_step(name, theta, theta - new[name], memory, held)
             memory |= moments
         return replace(server, params=new, memory=memory)

@@ -3,7 +3,7 @@
 Sums run in float64 and are rounded once. Entries that no client held keep their value and their server state.
 """
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -83,7 +83,6 @@ class MaskedMean:
 
     def __init__(self, infos: Mapping[str, ParamInfo]):
         self.infos = infos
-        self.clients: float = 0
         self._stores: tuple[dict[str, torch.Tensor], ...] = ({}, {}, {})  # total, weight, count
         self._cut: dict[str, tuple[str, Slice]] = {}  # of sums that stay cut: the local name, and what is held
         self._own: set[str] = set()  # sums that may be written to in place: nobody else has them
@@ -127,7 +126,6 @@ class MaskedMean:
     def add(self, update: Update, weights: Iterable[float]) -> None:
         """Add every model of ``update`` with its weight; a weight of zero leaves it out."""
         each = torch.tensor(list(weights), dtype=torch.float64)
-        self.clients += int((each != 0).sum())
         uploads = update.uploads or update.slices
         # numbers for index sets, compared once a model and not once a tensor
         cuts: dict[tuple, int] = {}
@@ -177,7 +175,6 @@ class MaskedMean:
 
     def merge(self, other: "MaskedMean") -> None:
         """Add the sums of other clients."""
-        self.clients += other.clients
         for target in other._stores[0]:
             total, weight, count = (store[target] for store in other._stores)
             name, part = other._cut.get(target, (target, None))
@@ -196,16 +193,9 @@ class MaskedMean:
         return out
 
 
-Sums = dict[int, MaskedMean]  # what the server sees of a round: one mean per group of clients (Method.group_of)
-
-
-def merge_sums(parts: Iterable[Sums]) -> Sums:
+def merge_sums(parts: Iterator[MaskedMean]) -> MaskedMean:
     """Merge the cohorts' sums as they arrive; one at a time is held."""
-    out: Sums = {}
+    total = next(parts, MaskedMean({}))
     for part in parts:
-        for group, mean in part.items():
-            if group in out:
-                out[group].merge(mean)
-            else:
-                out[group] = mean
-    return out
+        total.merge(part)
+    return total

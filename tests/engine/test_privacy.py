@@ -18,11 +18,12 @@ from fedlib.engine import privacy as privacy_module
 from fedlib.engine.executors import plan_round, train_cohort
 from fedlib.engine.privacy import epsilon, privacy_spent, privatise
 from fedlib.methods import METHODS, Arrived, Method, Round, Server, Setting, build_method
-from fedlib.methods.sums import Update, merge_sums
+from fedlib.methods.sums import MaskedMean, Update, merge_sums
 from fedlib.models.vit import ViTSpec
 from fedlib.runs import store as runs_module
 
 ONE = Execution(workers=1)
+NOBODY = MaskedMean({})
 DP = {"update_norm": 0.5, "noise_multiplier": 1.0, "weighting": "clients"}
 
 
@@ -61,12 +62,12 @@ def test_the_mean_divides_by_the_holders_to_be_expected():
     info = two_blocks(2, 1)
     f = federation(info, [0, 1, 0, 1, 0, 1, 0, 0], sampled=4, noise=1e-12)
     server = Server(0, {"low": torch.tensor([1.0, -1.0]), "high": torch.tensor([2.0])}, {})
-    sums = privatise(f, server, uploads(f, server, [[0.5, 0.0], [-0.25, 1.0]], [[-1.0]]), 1)
-    new = f.method.aggregate(server, Arrived(sums), Round(1, (), f.setting)).params
+    mean = privatise(f, server, uploads(f, server, [[0.5, 0.0], [-0.25, 1.0]], [[-1.0]]), 1)
+    new = f.method.aggregate(server, Arrived(mean), Round(1, (), f.setting)).params
     # all 4 of 4 sampled hold low: (1, -1) + (0.25, 1) / 4; 3 of the 8 clients hold high: 4 * 3/8 = 1.5: 2 - 1 / 1.5
     torch.testing.assert_close(new["low"], torch.tensor([1.0625, -0.75]))
     torch.testing.assert_close(new["high"], torch.tensor([2 - 2 / 3]))
-    assert sums[0].weight["low"].item() == 4 and sums[0].weight["high"].item() == 1.5 and sums[0].clients == 4
+    assert mean.weight["low"].item() == mean.count["low"].item() == 4 and mean.weight["high"].item() == 1.5
 
 
 def test_what_came_shows_only_through_the_noised_total():
@@ -74,10 +75,9 @@ def test_what_came_shows_only_through_the_noised_total():
     info = two_blocks(2, 1)
     f = federation(info, [0, 1] * 4, sampled=2, noise=1.0)
     server = Server(0, {"low": torch.tensor([1.0, -1.0]), "high": torch.tensor([2.0])}, {})
-    some, none = (privatise(f, server, s, 3)[0] for s in (uploads(f, server, [[0.5, 0.0], [0.0, 1.0]], [[-1.0]]), {}))
+    some, none = (privatise(f, server, s, 3) for s in (uploads(f, server, [[0.5, 0.0], [0.0, 1.0]], [[-1.0]]), NOBODY))
     for a, b in ((some.weight, none.weight), (some.count, none.count)):
         assert a.keys() == b.keys() == info.keys() and all(torch.equal(a[n], b[n]) for n in a)
-    assert some.clients == none.clients
     torch.testing.assert_close(some.total["low"] - none.total["low"], torch.tensor([0.5, 1.0], dtype=torch.float64))
     torch.testing.assert_close(some.total["high"] - none.total["high"], torch.tensor([-1.0], dtype=torch.float64))
     assert (none.total["high"] - none.weight["high"] * 2.0).abs() > 1e-3  # noise although nobody came with it
@@ -87,8 +87,8 @@ def test_the_noise_has_the_stated_deviation_and_its_own_stream():
     size = 40_000
     f = federation(two_blocks(size, size), [0, 1, 0, 1], sampled=2, noise=1.5)
     server = Server(0, {n: torch.zeros(size) for n in ("low", "high")}, {})
-    first, again, later = (privatise(f, server, {}, t)[0] for t in (7, 7, 8))
-    new = f.method.aggregate(server, Arrived({0: first}), Round(7, (), f.setting)).params
+    first, again, later = (privatise(f, server, NOBODY, t) for t in (7, 7, 8))
+    new = f.method.aggregate(server, Arrived(first), Round(7, (), f.setting)).params
     # z C = 3 on the sums; expected holders 2 and 1: SD 1.5 and 3 on the means. SD of an SD over 40,000: 0.35 %
     assert new["low"].std().item() == pytest.approx(1.5, rel=0.02) and abs(new["low"].mean()) < 4 * 1.5 / 200
     assert new["high"].std().item() == pytest.approx(3.0, rel=0.02)
@@ -108,17 +108,19 @@ def test_width_slices_are_expected_per_entry():
             return cut if client.budget == 0 else Slice.prefix(1, (0,))
 
     f.method = Cut(noise_multiplier=1e-12, update_norm=1.0, weighting="clients")
-    weight = privatise(f, Server(0, {"low": torch.ones(8)}, {}), {}, 1)[0].weight["low"]
+    weight = privatise(f, Server(0, {"low": torch.ones(8)}, {}), NOBODY, 1).weight["low"]
     assert weight.tolist() == [2, 2] + [0.5] * 6  # 2 * 4/4 and 2 * 1/4
 
 
-def test_inclusivefl_expects_clients_per_group():
+def test_inclusivefl_expects_clients_per_exit():
     info = {f"backbone.blocks.{b}.w": ParamInfo((None,), "backbone", b, (1,)) for b in range(2)}
     f = federation(info, [0, 0, 0, 1], sampled=2, noise=1e-12, method="inclusivefl", aggregation="mean")
     server = f.method.init_server({n: torch.zeros(1) for n in info}, f.setting)
-    sums = privatise(f, server, {}, 1)
-    assert {g: m.clients for g, m in sums.items()} == {0: 1.5, 1: 0.5}
-    assert set(sums[0].total) == {"exit0/backbone.blocks.0.w"} and set(sums[1].total) == set(info)
+    mean = privatise(f, server, NOBODY, 1)
+    assert {n: c.item() for n, c in mean.count.items()} == {
+        "0/exit0/backbone.blocks.0.w": 1.5, **{f"1/{n}": 0.5 for n in info},
+    }  # fmt: skip
+    assert mean.total.keys() == mean.count.keys()
 
 
 @pytest.mark.parametrize("method", ["reefl", "inclusivefl", "scalefl_vit"])
@@ -139,9 +141,9 @@ def test_replacing_a_client_moves_the_sums_by_at_most_two_clips(tiny, method):
             f = replace(f, data=replace(f.data, labels=labels))
         r = Round(1, tuple(clients), f.setting)
         cohorts = plan_round(f, f.server, r, 1, None)
-        parts = [train_cohort(f, f.model, f.server, r, cohort, {}).sums for cohort in cohorts]
-        out = privatise(f, f.server, merge_sums(parts), 1)
-        totals.append(torch.cat([v.flatten() for _, m in sorted(out.items()) for _, v in sorted(m.total.items())]))
+        parts = [train_cohort(f, f.model, f.server, r, cohort, {}).mean for cohort in cohorts]
+        out = privatise(f, f.server, merge_sums(iter(parts)), 1)
+        totals.append(torch.cat([v.flatten() for _, v in sorted(out.total.items())]))
     moved = (totals[0] - totals[1]).norm().item()
     assert 0.05 < moved <= 2 * 0.05 * (1 + 1e-6)  # more than one clip: replacement is the right neighbour
 

@@ -26,5 +26,5 @@ def setting(info, num_clients=4):
 
 def one_round(method, server, updates, s):
     """What executor and round loop do with the cohorts' updates."""
-    sums = merge_sums(method.summarise(update, s) for update in updates)
-    return method.aggregate(server, Arrived(sums), Round(server.t + 1, (), s))
+    mean = merge_sums(method.summarise(update, s) for update in updates)
+    return method.aggregate(server, Arrived(mean), Round(server.t + 1, (), s))

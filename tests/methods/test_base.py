@@ -74,7 +74,7 @@ def test_exits_that_are_not_nested_train_and_count_their_holders_alone(tiny, met
         f.method.local_update(single)
         alone.append(single.params[name][0])
     torch.testing.assert_close(cohort.params[name], torch.stack(alone), rtol=0, atol=1e-5)
-    mean = f.method.summarise(f.method.upload(cohort), f.setting)[0]
+    mean = f.method.summarise(f.method.upload(cohort), f.setting)
     assert mean.count[name].item() == 4 and mean.count["head.exits.2.linear.weight"].item() == 6
 
 

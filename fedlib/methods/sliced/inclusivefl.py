@@ -56,67 +56,69 @@ class InclusiveFL(ServerStep, Method):
 
     def slice_for(self, client: Client, server: Server, r: Round) -> Slice:
         """The prefix up to the client's exit; its last block is the exit's own, once the exit has had a client."""
-        part = self._sends(client.budget, r.setting)
-        return replace(part, aliases={n: a for n, a in part.aliases.items() if a in server.params})
+        last, setting = r.setting.exit_units[client.budget], r.setting
+        own = {n: a for n, a in self._own_block(client.budget, setting).items() if a in server.params}
+        return Slice.prefix(last + 1, (client.budget,), aliases=own)
 
     def members(self, client: Client, server: Server, r: Round) -> list[Member]:
         part = self.slice_for(client, server, r)
-        return [Member(client, part, upload=self._sends(client.budget, r.setting))]
+        if not self.momentum_distill:
+            return [Member(client, part)]
+        return [Member(client, part, upload=replace(part, aliases=self._sent(client.budget, r.setting)))]
 
     def model_for(self, exit: int, server: Server, r: Round) -> Slice:
         """Sub-model e is assembled from the shared parameters and its own."""
         return self.slice_for(Client(-1, exit, 0), server, r)
 
-    def group_of(self, client: Client) -> int:
-        return client.budget if self.momentum_distill else 0
-
-    def start_of(self, name: str, server: Server) -> torch.Tensor:
-        """An exit's own block starts as the shared one."""
-        return server.params[name if name in server.params else name.split("/", 1)[1]]
-
     def aggregate(self, server: Server, arrived: Arrived, r: Round) -> Server:
         if not self.momentum_distill:
             return super().aggregate(server, arrived, r)
+        exits = {e: self._sent(e, r.setting) for e in range(r.setting.num_exits)}
+        own = {e: self._own_block(e, r.setting) for e in exits}  # starts as the shared one
+        start = {sent: server.params.get(own[e].get(n, n), server.params[n])
+                 for e, names in exits.items() for n, sent in names.items() if sent in arrived.mean.total}  # fmt: skip
+        mean = arrived.mean.result(start)
         memory = {k: v for k, v in server.memory.items() if not k.startswith("momentum/")}
         proposals: dict[str, list[tuple[float, torch.Tensor]]] = {}
-        for e, mean in sorted(arrived.sums.items()):
-            part = self._sends(e, r.setting)
-            start = {n: self.start_of(n, server) for n in mean.total}
-            delta = {n: start[n] - v for n, v in mean.result(start).items()}  # (1)
-            for name, alias in part.aliases.items():  # (2)
-                if alias in delta:
-                    deeper = server.memory.get(f"momentum/{e + 1}/{sub_key(name)}", torch.zeros_like(start[alias]))
-                    delta[alias] = self.beta * deeper + (1 - self.beta) * delta[alias]
-            memory |= self._stage_momentum(e, delta, part, r.setting)
-            for name, d in delta.items():  # (3)
-                stepped = start[name] - d
+        for e, names in exits.items():
+            delta = {n: start[sent] - mean[sent] for n, sent in names.items() if sent in mean}  # (1)
+            for n in own[e].keys() & delta.keys():  # (2)
+                deeper = server.memory.get(f"momentum/{e + 1}/{sub_key(n)}", torch.zeros_like(delta[n]))
+                delta[n] = self.beta * deeper + (1 - self.beta) * delta[n]
+            memory |= self._stage_momentum(e, delta, r.setting)
+            for n, d in delta.items():  # (3)
+                sent = names[n]
+                stepped = start[sent] - d
                 if self.aggregation == "fedadam":
                     held = torch.ones_like(d, dtype=torch.bool)
-                    stepped, moments = self.adam_step(f"{e}/{name}", start[name], d, memory, held)
+                    stepped, moments = self.adam_step(sent, start[sent], d, memory, held)
                     memory |= moments
-                proposals.setdefault(name, []).append((mean.clients, stepped))
+                proposals.setdefault(own[e].get(n, n), []).append((float(arrived.mean.count[sent]), stepped))
         new = dict(server.params)
         for name, found in proposals.items():  # (4); personal entries have one proposal
             new[name] = sum((n * p for n, p in found), torch.zeros(())) / sum(n for n, _ in found)
         return replace(server, t=r.t, params=new, memory=memory)
 
-    def _sends(self, budget: int, setting: Setting) -> Slice:
-        """What a client of this budget sends: its sub-model's last block to its exit's own."""
-        aliases = {}
-        if self.momentum_distill and budget < setting.num_exits - 1:
-            last = setting.exit_units[budget]
-            aliases = {n: f"exit{budget}/{n}" for n, i in setting.infos.items() if i.unit == last and i.exit is None}
-        return Slice.prefix(setting.exit_units[budget] + 1, (budget,), aliases=aliases)
+    def _own_block(self, e: int, setting: Setting) -> dict[str, str]:
+        """What the last block of exit e's sub-model is called on the server; the deepest has none of its own."""
+        if not self.momentum_distill or e == setting.num_exits - 1:
+            return {}
+        last = setting.exit_units[e]
+        return {n: f"exit{e}/{n}" for n, i in setting.infos.items() if i.unit == last and i.exit is None}
+
+    def _sent(self, e: int, setting: Setting) -> dict[str, str]:
+        """What the clients of exit e send is averaged among them alone: by what name."""
+        part, own = Slice.prefix(setting.exit_units[e] + 1, (e,)), self._own_block(e, setting)
+        return {n: f"{e}/{own.get(n, n)}" for n, i in setting.infos.items() if part.holds(i)}
 
     @staticmethod
-    def _stage_momentum(e: int, delta: dict[str, torch.Tensor], part: Slice, setting: Setting) -> dict:
+    def _stage_momentum(e: int, delta: dict[str, torch.Tensor], setting: Setting) -> dict:
         """M_e: the mean of Delta_e over the blocks after exit e-1, by position inside a block."""
         first = setting.exit_units[e - 1] + 1 if e else 0
         found: dict[str, list[torch.Tensor]] = {}
         for name, info in setting.infos.items():
-            source = part.source(name)
-            if info.unit >= first and info.exit is None and source in delta:
-                found.setdefault(sub_key(name), []).append(delta[source])
+            if info.unit >= first and info.exit is None and name in delta:
+                found.setdefault(sub_key(name), []).append(delta[name])
         return {f"momentum/{e}/{k}": torch.stack(v).mean(0) for k, v in found.items()}
 
 

@@ -126,7 +126,7 @@ class RaFFM(ServerStep, Method):
     def aggregate(self, server: Server, arrived: Arrived, r: Round) -> Server:
         if self.fusion == "mean":
             return super().aggregate(server, arrived, r)  # Eq. 7
-        return replace(server, t=r.t, params={**server.params, **shrunk(arrived.sums[0], server.params)})
+        return replace(server, t=r.t, params={**server.params, **shrunk(arrived.mean, server.params)})
 
     def serve(self, client: Client, server: Server, r: Round) -> Serving:
         """A sub-model of the trained model, not trained again."""

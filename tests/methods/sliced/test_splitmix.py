@@ -69,7 +69,7 @@ def test_the_first_bases_go_round_over_all_clients_and_rounds(net):
         chosen = bases_of(f, r)
         firsts += [chosen[c.id][0] for c in r.clients]
         assert all(len(x) == 1 for x in chosen.values())
-        server = f.method.aggregate(server, Arrived({0: MaskedMean(f.setting.infos)}), r)
+        server = f.method.aggregate(server, Arrived(MaskedMean(f.setting.infos)), r)
     assert [sorted(firsts[i : i + 2]) for i in range(0, 12, 2)] == [[0, 1]] * 6  # every base once before any twice
     assert int(server.memory["served"]) == 12
 
@@ -255,7 +255,7 @@ def test_heterofl_leaves_small_sub_networks_out_of_the_mean(net):
     cohorts = [m for c in r.clients if c.budget == 1 for m in all_whole.method.members(c, f.server, r)]
     cohort = Cohort(all_whole, all_whole.model, f.server, r, cohorts, {})
     all_whole.method.local_update(cohort)
-    mean = all_whole.method.summarise(all_whole.method.upload(cohort), f.setting)[0].result(f.server.params)
+    mean = all_whole.method.summarise(all_whole.method.upload(cohort), f.setting).result(f.server.params)
     for name, p in last.server.params.items():
         torch.testing.assert_close(p, mean[name], rtol=0, atol=2e-5)
     with pytest.raises(ValueError, match="averaged_from = 2; there are 2 rates"):
