@@ -134,7 +134,7 @@ def _runs(given: argparse.Namespace) -> int:
 def _show(given: argparse.Namespace) -> int:
     import yaml
 
-    from .report.frames import without_bulk
+    from .runs.record import without_bulk
     from .runs.store import stored_runs
 
     found = list(stored_runs(words=[given.name]))

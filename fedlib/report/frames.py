@@ -4,9 +4,10 @@ from collections.abc import Iterable
 
 import pandas as pd
 
-from ..runs.store import Folder, Run, stored_runs
+from ..runs.places import Folder
+from ..runs.record import Run, without_bulk
+from ..runs.store import stored_runs
 
-BULKY = ("right", "digest", "by_client", "others")  # of a summary: an entry a client, or a text of thousands of digits
 PLACE = ("device", "workers", "torch", "fedlib")  # of a run's provenance
 
 
@@ -25,9 +26,3 @@ def _row(run: Run, metrics: dict) -> dict[str, object]:
     asked = run.experiment.to_dict() | {"options": run.record.get("inputs", {}).get("options", run.experiment.options)}
     where = {k: v for k, v in run.record.get("provenance", {}).items() if k in PLACE}
     return {"run": run.path.name, **asked, **without_bulk(metrics), "day": run.day, **where}
-
-
-def without_bulk(metrics: dict) -> dict[str, object]:
-    """A summary, or a round's metrics, as a page holds it: what has an entry a client or an example is left out."""
-    inner = {k: without_bulk(v) if isinstance(v, dict) else v for k, v in metrics.items()}
-    return {k: v for k, v in inner.items() if k not in BULKY}

@@ -9,6 +9,7 @@ import datetime
 import os
 import platform
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,37 @@ from ..kernels.products import choose_products, cpu
 from .identity import Inputs, OtherInputs, differences
 
 Record = Mapping[str, Any]  # as JSON holds it
+BULKY = ("right", "digest", "by_client", "others")  # of a summary: an entry a client, or thousands of digits
+
+
+@dataclass(frozen=True)
+class Run:
+    """A stored result. ``summary`` has status, accuracy, exits, seconds; ``metrics`` a record per evaluated round.
+
+    ``record`` says what trained it, where and when (``record.py``).
+    """
+
+    experiment: Experiment
+    path: Path
+    summary: dict
+    metrics: list[dict]
+    record: Record = field(default_factory=dict)
+
+    @property
+    def accuracy(self) -> float:
+        """Mean over exits after the last round, percent."""
+        return self.summary["accuracy"]
+
+    @property
+    def day(self) -> str:
+        """When it ended, ``2026-11-22``; empty where the run does not say."""
+        return self.record.get("stored", "")
+
+
+def without_bulk(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """A summary, or a round's metrics, as a page holds it: what has an entry a client or an example is left out."""
+    inner = {k: without_bulk(v) if isinstance(v, Mapping) else v for k, v in metrics.items()}
+    return {k: v for k, v in inner.items() if k not in BULKY}
 
 
 def provenance_now(execution: Execution) -> dict[str, object]:

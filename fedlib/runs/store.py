@@ -9,7 +9,7 @@ existence means done. A run that was trained with another method, data or weight
 import time
 import warnings
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal, overload
 
@@ -23,36 +23,13 @@ from ..engine.federation import Federation, build_federation
 from ..engine.privacy import privacy_spent
 from ..engine.rounds import Finished, is_due, measure, run_rounds
 from ..methods import Server
+from .callbacks import Callback, OnRound, Together
 from .checkpoints import Checkpoints
 from .durations import Pace
 from .identity import KINDS, Accept, Inputs, accepted, check_verified, inputs_of, known_inputs
 from .places import Folder, as_stored, check_files, check_place, folder_of, forget, run_path
 from .progress import Watch, interrupted, say
-from .record import Record, begun, check_inputs, ended, provenance_now, recorded, resumed, this_machine
-
-
-@dataclass(frozen=True)
-class Run:
-    """A stored result. ``summary`` has status, accuracy, exits, seconds; ``metrics`` a record per evaluated round.
-
-    ``record`` says what trained it, where and when (``record.py``).
-    """
-
-    experiment: Experiment
-    path: Path
-    summary: dict
-    metrics: list[dict]
-    record: Record = field(default_factory=dict)
-
-    @property
-    def accuracy(self) -> float:
-        """Mean over exits after the last round, percent."""
-        return self.summary["accuracy"]
-
-    @property
-    def day(self) -> str:
-        """When it ended, ``2026-11-22``; empty where the run does not say."""
-        return self.record.get("stored", "")
+from .record import Run, begun, check_inputs, ended, provenance_now, recorded, resumed, this_machine
 
 
 def find_run(e: Experiment, folder: Folder = None, accept: Accept = ()) -> Run | None:
@@ -101,15 +78,18 @@ def _read(path: Path) -> Run:
 def run(
     e: Experiment, execution: Execution = ..., folder: Folder = ..., progress: bool = ...,
     checkpoint_seconds: float = ..., wait: Literal[True] = ..., accept: Accept = ..., again: bool = ...,
+    on_round: OnRound = ..., callbacks: Iterable[Callback] = ...,
 ) -> Run: ...  # fmt: skip
 @overload
 def run(
     e: Experiment, execution: Execution = ..., folder: Folder = ..., progress: bool = ...,
     checkpoint_seconds: float = ..., wait: bool = ..., accept: Accept = ..., again: bool = ...,
+    on_round: OnRound = ..., callbacks: Iterable[Callback] = ...,
 ) -> Run | None: ...  # fmt: skip
 def run(
     e: Experiment, execution: Execution = Execution(), folder: Folder = None, progress: bool = True,
     checkpoint_seconds: float = 20.0, wait: bool = True, accept: Accept = (), again: bool = False,
+    on_round: OnRound = None, callbacks: Iterable[Callback] = (),
 ) -> Run | None:  # fmt: skip
     """Return the run of ``e``: from the store, resumed, or from the start.
 
@@ -117,8 +97,14 @@ def run(
     becomes infinite or NaN ends with status ``diverged``: a result like any other (see ``Experiment.nonfinite``).
     ``accept`` as in :func:`find_run`; resuming under other inputs than those of the first rounds needs it too.
     ``again`` forgets what is stored, finished or not, and runs ``e`` from the start.
+
+    ``on_round`` is called with every round that is trained (``engine.rounds.Finished``), ``callbacks`` are told of them
+    too (``callbacks.py``). If one of these returns True the run stops there: it is stored as unfinished, and what is
+    returned has status ``stopped``.
     """
     _check_execution(execution)
+    callback = Together(callbacks, on_round)
+    callback.check(e)
     e = as_stored(e, folder)
     if again:
         check_experiment(e)
@@ -128,25 +114,30 @@ def run(
             say(f"stored run{' of ' * bool(stored.day)}{stored.day}: {e.slug}")
         return stored
     with Watch([e], progress) as watch:
-        return _run_missing(e, execution, folder, watch, checkpoint_seconds, wait, accept)
+        return _run_missing(e, execution, folder, watch, checkpoint_seconds, wait, accept, callback)
 
 
 def run_all(
     experiments: Iterable[Experiment], execution: Execution = Execution(), folder: Folder = None,
-    progress: bool = True, checkpoint_seconds: float = 20.0, accept: Accept = (),
+    progress: bool = True, checkpoint_seconds: float = 20.0, accept: Accept = (), callbacks: Iterable[Callback] = (),
 ) -> list[Run]:  # fmt: skip
     """Run what is missing and return all runs in order. Processes working on the same list share it by locks.
 
     With ``execution.executor = "ray"``, whole experiments are spread over the cluster, each on one core or on a share
-    of a GPU; its nodes must see ``folder`` under the same path. ``accept`` as in :func:`find_run`.
+    of a GPU; its nodes must see ``folder`` under the same path. ``accept`` as in :func:`find_run`, ``callbacks`` as in
+    :func:`run`; they are of this process, so ``ValueError`` with Ray.
     """
     _check_execution(execution)
+    if (callbacks := list(callbacks)) and execution.executor == "ray":
+        raise ValueError("callbacks see rounds of this process, and executor = 'ray' runs a grid elsewhere: use run(e)")
     if isinstance(experiments, Experiment):
         raise ValueError("run_all takes several experiments, e.g. run_all([e1, e2]); for one, use run(e)")
-    experiments = [as_stored(e, folder) for e in experiments]
+    experiments, callback = [as_stored(e, folder) for e in experiments], Together(callbacks)
     stored = {e: _find_good(e, folder, accept) for e in dict.fromkeys(experiments)}
     done = {e: r for e, r in stored.items() if r is not None}
     missing, found = [e for e in stored if e not in done], list(done.values())
+    for e in missing:
+        callback.check(e)
     if progress and found:
         say(f"{sum(e in done for e in experiments)} of {len(experiments)} runs stored{_days(found)}")
     with Watch(missing, progress and bool(missing), stored_pace(found, execution)) as watch:
@@ -160,7 +151,7 @@ def run_all(
                     if (r := _find_good(e, folder, accept)) is not None:  # another process was faster
                         watch.end(e)
                     else:
-                        r = _run_missing(e, execution, folder, watch, checkpoint_seconds, wait, accept)
+                        r = _run_missing(e, execution, folder, watch, checkpoint_seconds, wait, accept, callback)
                     done |= {e: r} if r is not None else {}
     done |= {e: r for e in missing if e not in done and (r := find_run(e, folder, accept)) is not None}
     return [done[e] for e in experiments]
@@ -192,8 +183,9 @@ def _find_good(e: Experiment, folder: Folder, accept: Accept) -> Run | None:
 
 
 def _run_missing(
-    e: Experiment, execution: Execution, folder: Folder, watch: Watch, seconds: float, wait: bool, accept: Accept
-) -> Run | None:
+    e: Experiment, execution: Execution, folder: Folder, watch: Watch, seconds: float, wait: bool, accept: Accept,
+    callback: Callback,
+) -> Run | None:  # fmt: skip
     """Run ``e`` under its lock; None if another process holds it and we do not ``wait``."""
     from filelock import FileLock, Timeout
 
@@ -217,8 +209,11 @@ def _run_missing(
         raise OSError(error.errno, f"{text}; set FEDLIB_OUTPUTS to another folder", str(path / ".lock")) from error
     with held:
         if (stored := _find_good(e, folder, accept)) is None:
-            _continue(federation, inputs, execution, path, watch, seconds, accepted(accept))
-            stored = find_run(e, folder, KINDS)  # a global that the rounds changed makes it no other run
+            try:
+                stored = _continue(federation, inputs, execution, path, watch, seconds, accepted(accept), callback)
+                stored = stored or find_run(e, folder, KINDS)  # a global that the rounds changed makes it no other run
+            finally:
+                callback.end(stored)
     watch.end(e)
     return stored
 
@@ -230,9 +225,9 @@ def _check_execution(execution: Execution) -> None:
 
 def _continue(
     f: Federation, inputs: Inputs, execution: Execution, path: Path, watch: Watch, checkpoint_seconds: float,
-    accept: frozenset[str],
-) -> None:  # fmt: skip
-    """Run the rounds that are not in the checkpoint and write the summary."""
+    accept: frozenset[str], callback: Callback,
+) -> Run | None:  # fmt: skip
+    """Run the rounds that are not in the checkpoint and write the summary; a run only if a callback stopped it."""
     store = Checkpoints(path, f.experiment)
     server = store.restore(f)
     if not store.final:
@@ -243,7 +238,8 @@ def _continue(
     store.write_record()
     watch.begin(f.experiment, server.t)
     try:
-        _finish(f, store, _rounds(f, execution, server, store, watch, checkpoint_seconds), path)
+        last = _rounds(f, execution, server, store, watch, checkpoint_seconds, callback)
+        return _finish(f, store, last, path)
     except KeyboardInterrupt as error:
         store.save_unsaved()
         text = f"interrupted: {f.experiment.slug} is stored up to round {store.saved} of {f.experiment.rounds}; "
@@ -251,14 +247,17 @@ def _continue(
 
 
 def _rounds(
-    f: Federation, execution: Execution, server: Server, store: Checkpoints, watch: Watch, checkpoint_seconds: float
-) -> Finished | None:
+    f: Federation, execution: Execution, server: Server, store: Checkpoints, watch: Watch, checkpoint_seconds: float,
+    callback: Callback,
+) -> Finished | None:  # fmt: skip
     """Run the rounds after ``server.t``, with a checkpoint now and then; the last one, None if none was left."""
     saved = time.monotonic()
+    if callback.begin(f.experiment, server.t, list(store.metrics)) and server.t and not store.final:
+        return Finished(server.t, replace(server, mirrors=store.mirrors), {}, {}, None, 0.0)
     for r in run_rounds(f, execution, server, store.memories, store.mirrors):
         store.note(r)
         watch.round(r)
-        if r.diverged or r.t == f.experiment.rounds:
+        if callback.round(r) or r.diverged or r.t == f.experiment.rounds:
             return r
         if time.monotonic() - saved >= checkpoint_seconds:
             with phase("files"):
@@ -267,15 +266,21 @@ def _rounds(
     return None
 
 
-def _finish(f: Federation, store: Checkpoints, last: Finished | None, path: Path) -> None:
-    """Write the last checkpoint, then the record and the summary."""
+def _finish(f: Federation, store: Checkpoints, last: Finished | None, path: Path) -> Run | None:
+    """Write the last checkpoint, then the record and the summary; of a run that was stopped the checkpoint alone."""
+    numbers = {"num_examples": int(f.data.num_examples.sum()), "num_test": len(f.data.test_labels)}
     if last is not None:
         metrics = last.metrics if last.metrics is not None else measure(f, last.server, store.memories)
-        status = "diverged" if last.diverged else "finished"
+        stopped = last.t < f.experiment.rounds and not last.diverged
+        status = "diverged" if last.diverged else "stopped" if stopped else "finished"
+        final = {"t": last.t, "status": status, **metrics, **store.drops()}
+        if stopped:
+            store.save_unsaved()
+            summary = final | {"seconds": round(store.seconds, 2)} | numbers
+            return Run(f.experiment, path, summary, store.metrics, store.record)
         store.record = ended(store.record)
         with phase("files"):
-            store.save(last.server, {"t": last.t, "status": status, **metrics, **store.drops()})
+            store.save(last.server, final)
             store.write_record()
-    numbers = {"num_examples": int(f.data.num_examples.sum()), "num_test": len(f.data.test_labels)}
-    summary = dict(store.final, seconds=round(store.seconds, 2), **numbers)
-    write_json(path / "summary.json", summary)
+    write_json(path / "summary.json", dict(store.final, seconds=round(store.seconds, 2), **numbers))
+    return None
