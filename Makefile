@@ -97,7 +97,7 @@ report: site
 # Of two notebooks that share a first word the whole name is asked for: papermill refuses two inputs.
 $(OBJECTS): setup
 	@mkdir -p $(EXECUTED)
-	$(BIN)/papermill $(wildcard notebooks/$@_*.ipynb notebooks/$@.ipynb) $(EXECUTED)/$(subst /,-,$@)-$(PROFILE).ipynb -p profile $(PROFILE)
+	$(BIN)/papermill $(wildcard notebooks/$@_*.ipynb notebooks/$@.ipynb) $(EXECUTED)/$(subst /,-,$@)-$(PROFILE).ipynb -p profile $(PROFILE) $(if $(shell grep -l run_missing $(wildcard notebooks/$@_*.ipynb notebooks/$@.ipynb)),-p run_missing True)
 
 .DEFAULT:
 	@echo "make: no target '$@'$(if $(filter %/$@,$(OBJECTS)),; did you mean: make $(filter %/$@,$(OBJECTS)))" >&2
@@ -107,7 +107,7 @@ $(OBJECTS): setup
 bench: setup
 	@mkdir -p $(EXECUTED)
 	$(BIN)/python -m benchmarks.setup_rivals
-	$(BIN)/papermill notebooks/benchmarks/engine_speed.ipynb $(EXECUTED)/benchmarks-engine-small.ipynb -p profile small
+	$(BIN)/papermill notebooks/benchmarks/engine_speed.ipynb $(EXECUTED)/benchmarks-engine-small.ipynb -p profile small -p run_missing True
 
 pretrain: setup
 	@mkdir -p $(EXECUTED)

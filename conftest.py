@@ -22,6 +22,7 @@ if "PYTEST_XDIST_WORKER" not in os.environ:  # the workers of one test run share
         from tests.helpers.warm_kernels import install
 
         install(folder)
+os.environ["FEDLIB_PROFILE"] = "smoke"  # of notebooks that are not told another
 os.environ.setdefault("TQDM_DISABLE", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 

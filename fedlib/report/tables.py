@@ -26,7 +26,7 @@ MODES = {"full": "Full", "frozen": "Frozen", "lora": "LoRA", "pa": "PA", "sa": "
 def load_cells(
     paper: str, table: str, profile: str, overrides: Mapping[str, object] | None = None, folder: Path | None = None
 ) -> list[Cell]:
-    """The table's grid; where runs are missing and their data are not at hand, the ``fallback`` stands in.
+    """The table's grid; where no run on a data set is stored and it is not at hand, the ``fallback`` stands in.
 
     It stands in for the whole data set, in all columns; what else a column sets (how many clients) stays.
     """
@@ -35,8 +35,8 @@ def load_cells(
         return cells
     sets = {(c.experiment.dataset, tokenizer_of(c.experiment.backbone)) for c in cells}
     unavailable = {name for name, tokenizer in sets if not is_available(name, tokenizer)}
-    missing = (c.experiment for c in cells if find_run(c.experiment, folder) is None)
-    lacking = {e.dataset for e in missing if e.dataset in unavailable}
+    unknown = (c for c in cells if c.experiment.dataset in unavailable)
+    lacking = unavailable - {c.experiment.dataset for c in unknown if find_run(c.experiment, folder) is not None}
     fallback = {k: v for k, v in fallback.items() if k not in (overrides or {})}
     return [stand_in(c, fallback) if c.experiment.dataset in lacking else c for c in cells]
 
@@ -51,15 +51,20 @@ def run_cells(
 ) -> pd.DataFrame:
     """Say what the grid costs, run what is missing (if ``run_missing``), and return :func:`collect`'s frame.
 
+    Where nothing is trained, say how much is stored.
+
     Weights and data of all missing runs are fetched first: ``ConnectionError`` with one sentence before any compute.
     """
     experiments = [c.experiment for c in cells]
     found = {e: r for e in experiments if (r := find_run(e, folder)) is not None}
     missing = [e for e in experiments if e not in found]
-    if run_missing:
+    if not missing:
+        say(f"{len(experiments)} stored runs found, nothing to train; FEDLIB_OUTPUTS=<another folder> trains anew")
+    elif not run_missing:
+        say(f"{len(found)} of {len(experiments)} runs are stored; run_missing = True trains the others")
+    else:
         fetch(missing)
-    say(describe(experiments, missing, stored_pace(found.values(), execution), execution))
-    if run_missing and missing:
+        say(describe(experiments, missing, stored_pace(found.values(), execution), execution))
         run_all(experiments, execution, folder)
     return collect(cells, folder)
 

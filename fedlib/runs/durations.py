@@ -80,11 +80,8 @@ def describe(
 
     More than a day's are also priced in hours of a data-centre GPU.
     """
-    text = f"{len(experiments)} runs, {len(missing)} to do"
-    if not missing:
-        return text
     seconds = sum(each_seconds(missing, pace, execution))
-    text = f"{text}: {about(seconds)} on this machine"
+    text = f"{len(experiments)} runs, {len(missing)} to do: {about(seconds)} on this machine"
     if seconds < 24 * 3600:
         return text
     return f"{text}, or {gpu_hours(missing):,.0f} hours of a GPU at {TERA_MACS_PER_SECOND:g} TMACs per second"

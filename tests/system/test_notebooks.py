@@ -22,6 +22,10 @@ ROOT = Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").rglob("*.ipynb"))
 ids = [str(p.relative_to(ROOT / "notebooks")) for p in NOTEBOOKS]
 
+NOT_STORED = {"walkthrough/00_start_here.ipynb": "demo", "walkthrough/02_one_round_by_hand.ipynb": "demo",
+              "walkthrough/03_write_a_method.ipynb": "demo", "cluster/ray.ipynb": "smoke",
+              "pretraining/deit_micro.ipynb": "smoke"}  # fmt: skip
+
 
 def cells(path, kind="code"):
     return [c for c in json.loads(path.read_text())["cells"] if c["cell_type"] == kind]
@@ -31,7 +35,11 @@ def cells(path, kind="code"):
 def test_committed_clean_and_parameterised(path):
     code = cells(path)
     assert all(not c["outputs"] and c["execution_count"] is None for c in code)
-    assert "parameters" in code[0]["metadata"].get("tags", []) and "smoke" in "".join(code[0]["source"])
+    source = "".join(code[0]["source"])
+    assert "parameters" in code[0]["metadata"].get("tags", []) and re.search(r"# .*smoke", source)
+    default = re.search('^profile = "(.+)"', source)[1]
+    assert default == NOT_STORED.get(path.relative_to(ROOT / "notebooks").as_posix(), "small")
+    assert default != "small" or "run_missing = True" not in source  # a reader who runs all waits for no training
     assert sum("parameters" in c["metadata"].get("tags", []) for c in code) == 1
     assert "".join(cells(path, "markdown")[0]["source"]).startswith("# ")
 
@@ -113,9 +121,9 @@ def test_every_notebook_asks_for_its_parameters_before_it_does_anything(path):
 def test_names_that_papermill_sets_are_those_of_the_parameters_cell(injected, refused):
     # IPython's list of executed cells begins with an empty one
     executed = ["", "profile = 'smoke'  # smoke | small\noverrides = {}", f"# Parameters\n{injected}\n", "import x"]
-    check_sources(executed[:2])  # nothing injected: JupyterLab, nbval
+    assert check_sources(executed[:2]) == []  # nothing injected: JupyterLab, nbval
     if refused is None:
-        check_sources(executed)
+        assert check_sources(executed) == ["profile", "overrides"]
     else:
         with pytest.raises(ValueError, match="parameters") as error:
             check_sources(executed)
@@ -124,7 +132,8 @@ def test_names_that_papermill_sets_are_those_of_the_parameters_cell(injected, re
 
 def test_trials_are_stored_where_git_does_not_look(tmp_path, monkeypatch):
     """Smoke and demo; what is worth keeping is not. A folder that was asked for is taken by all."""
-    monkeypatch.delenv("FEDLIB_OUTPUTS")
+    for name in ("FEDLIB_OUTPUTS", "FEDLIB_PROFILE"):
+        monkeypatch.delenv(name)
     monkeypatch.setenv("FEDLIB_ROOT", str(tmp_path))
     monkeypatch.setattr(paths, "_trial", False)
     monkeypatch.setattr("IPython.get_ipython", lambda: SimpleNamespace(user_ns=names))
@@ -141,6 +150,22 @@ def test_trials_are_stored_where_git_does_not_look(tmp_path, monkeypatch):
         assert ignored == 0 or not (ROOT / ".git").exists(), name
     monkeypatch.setenv("FEDLIB_OUTPUTS", str(tmp_path / "mine"))
     assert outputs_dir() == tmp_path / "mine"
+
+
+def test_a_notebook_shows_what_is_stored_unless_somebody_asks_for_more(monkeypatch):
+    """JupyterLab: the cell's profile, nothing trained. Tests: $FEDLIB_PROFILE. papermill: what its command says."""
+    monkeypatch.setattr(paths, "_trial", False)
+    monkeypatch.setattr("IPython.get_ipython", lambda: SimpleNamespace(user_ns=names))
+    cell = 'profile = "small"\nrun_missing = False'
+    for asked, injected, profile, trains in ((None, None, "small", False), ("smoke", None, "smoke", True),
+                                             ("smoke", "small", "small", False), (None, "demo", "demo", True)):  # fmt: skip
+        monkeypatch.delenv("FEDLIB_PROFILE", raising=False)
+        if asked:
+            monkeypatch.setenv("FEDLIB_PROFILE", asked)
+        given = ["", cell, *([f'# Parameters\nprofile = "{injected}"\n'] if injected else []), "check_parameters()"]
+        names = {"profile": injected or "small", "run_missing": False, "In": given}
+        check_parameters()
+        assert (names["profile"], names["run_missing"]) == (profile, trains)
 
 
 def test_tests_read_only_what_git_tracks(tmp_path, monkeypatch):
@@ -184,7 +209,7 @@ def make(*arguments):
 def test_make_runs_the_notebook_of_one_paper():
     done = make("reefl/table1", "PROFILE=smoke")
     assert done.returncode == 0
-    assert "notebooks/reefl/table1_four_exits.ipynb outputs/executed/reefl-table1-smoke.ipynb -p profile smoke" in done.stdout  # fmt: skip
+    assert "notebooks/reefl/table1_four_exits.ipynb outputs/executed/reefl-table1-smoke.ipynb -p profile smoke -p run_missing True" in done.stdout  # fmt: skip
     whole = make("reefl/table10_aggregation_distillation_twelve_exits")
     assert "notebooks/reefl/table10_aggregation_distillation_twelve_exits.ipynb" in whole.stdout
     old = subprocess.run(["make", "table1"], cwd=ROOT, capture_output=True, text=True)
