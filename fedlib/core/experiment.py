@@ -74,7 +74,8 @@ class Experiment:
       num_clients         all clients
       clients_per_round   clients sampled in every round
       budgets             uniform: client i has budget i mod B, by default exits 0..budget; maximum: the largest;
-                          contiguous: the first N // B clients have the first, …, and those left over the largest
+                          contiguous: the first N // B clients have the first, …, and those left over the largest;
+                          a list: of so many classes of devices, client i being of class i mod their number
       rounds              rounds of communication
       local_epochs        passes over a client's own examples in a round
       batch_size          examples of a local step
@@ -135,7 +136,7 @@ class Experiment:
     # federation
     num_clients: Count = 100
     clients_per_round: Count = 10
-    budgets: typing.Literal["uniform", "maximum", "contiguous"] = "uniform"
+    budgets: typing.Literal["uniform", "maximum", "contiguous"] | tuple[NotNegative, ...] = "uniform"
     rounds: Count = 100
     local_epochs: Count = 1
     batch_size: Count = 32

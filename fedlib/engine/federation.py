@@ -205,12 +205,19 @@ def _cache(f: Federation, units: int, inputs: torch.Tensor) -> FrozenCache | Non
 def budgets_of(e: Experiment, method: Method) -> np.ndarray:
     """Each client's budget, by default the deepest exit it can hold: ``uniform`` i mod B, ``maximum`` B - 1 for all.
 
-    ``contiguous``: the first N // B clients have the first, and so on; clients left over have the last.
+    ``contiguous``: the first N // B clients have the first, and so on; clients left over have the last. A tuple names
+    each device class's, client i being of class i mod their number. ``ValueError`` for a budget that there is not.
     Where the method itself knows what clients have, as it says.
     """
     budgets = method.num_budgets(e.num_exits)
     if (given := method.client_budgets(e.num_clients, e.num_exits)) is not None:
         return given
+    if isinstance(e.budgets, tuple):
+        if not e.budgets or max(e.budgets) >= budgets:
+            raise ValueError(
+                f"experiment: budgets = {list(e.budgets)}: {e.method} has {budgets}; allowed: 0..{budgets - 1}"
+            )
+        return np.resize(e.budgets, e.num_clients)
     if e.budgets == "maximum":
         return np.full(e.num_clients, budgets - 1)
     if e.budgets == "contiguous":

@@ -154,6 +154,24 @@ class Method(UploadOptions):
         """Numbers that a client receives beside its model, and sends. None."""
         return 0, 0
 
+    def training_mib(self, client: Client, setting: Setting, batch: int) -> float:
+        """Peak memory of a client's local training with Adam, MiB (``Measure.training_mib``): of what it holds."""
+        r = Round(1, (client,), setting)
+        return setting.measure.training_mib(self.slice_for(client, Server(0, {}, {}), r), batch)
+
+    # --- under a cap (``runs/fitting.py``) -----------------------------------------------------------------------
+
+    def at_caps(self, caps: Sequence[float], of: str, slack: float) -> dict[str, object] | None:
+        """The fields of an experiment whose budgets meet ``caps`` by themselves; None: ``sizes`` are tried."""
+
+    def sizes(self, depth: int) -> Sequence[float]:
+        """What a cap chooses from, smallest first: how many of ``depth`` units a client holds. None: nothing."""
+        return range(1, depth + 1)
+
+    def of_sizes(self, sizes: Sequence[float]) -> dict[str, object]:
+        """The fields of an experiment whose budgets have these ``sizes``, which increase."""
+        return {"num_exits": len(sizes), "exit_blocks": tuple(int(n) - 1 for n in sizes)}
+
     # --- the client ----------------------------------------------------------------------------------------------
 
     def local_loss(self, batch: Batch) -> torch.Tensor:

@@ -1,5 +1,6 @@
 """Memory budgets as shares of what training the whole model takes: FeDepth's comparison."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -35,6 +36,14 @@ class MemoryBudgets(Method):
 
     def num_budgets(self, num_exits: int) -> int:
         return len(self.shares) or super().num_budgets(num_exits)
+
+    def sizes(self, depth: int) -> Sequence[float]:
+        """Where budgets are shares of the memory, thirty-seconds of it."""
+        return [(k + 1) / 32 for k in range(32)] if self.shares else super().sizes(depth)
+
+    def of_sizes(self, sizes: Sequence[float]) -> dict[str, object]:
+        own: dict[str, object] = {"options": {"scenario": "own", "ratios": tuple(sizes)}}
+        return own if self.shares else super().of_sizes(sizes)
 
 
 def usable(budget: float, slack: float) -> float:

@@ -117,6 +117,10 @@ class Levels(Method):
         """The levels that the clients' resources say."""
         return None if self.resources is None else np.array(self._clustered(num_exits)[1])
 
+    def at_caps(self, caps: Sequence[float], of: str, slack: float) -> dict[str, object]:
+        """Its levels are solved for caps."""
+        return {"num_exits": len(caps), "options": {"ratios": tuple(caps), "cost": of, "eps": slack, "grid": 0.025}}
+
     # --- levels --------------------------------------------------------------------------------------------------
 
     def levels(self, setting: Setting) -> tuple[Level, ...]:

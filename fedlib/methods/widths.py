@@ -4,7 +4,7 @@ A method whose clients hold a rate of every width names :class:`Rates` before ``
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -87,6 +87,13 @@ class Rates(Method):
 
     def num_budgets(self, num_exits: int) -> int:
         return len(self.rates)
+
+    def sizes(self, depth: int) -> Sequence[float]:
+        """Thirty-seconds of every width."""
+        return [(k + 1) / 32 for k in range(32)]
+
+    def of_sizes(self, sizes: Sequence[float]) -> dict[str, object]:
+        return {"num_exits": 1, "options": {"rates": tuple(sizes)}}
 
     def check(self, setting: Setting, e: Experiment) -> None:
         name = type(self).__name__.lower()

@@ -94,6 +94,11 @@ class FeDepth(MemoryBudgets, Method):
         stages, models = self.stages(client, setting), self.models(self.shares[client.budget])
         return models * staged_effort(stages, setting, e.local_epochs, e.augment == "none")
 
+    def training_mib(self, client: Client, setting: Setting, batch: int) -> float:
+        """The dearest stage's, times the models; what runs ahead of it keeps nothing."""
+        parts = [setting.full().only(stage.units, [stage.exit or 0]) for stage in self.stages(client, setting)]
+        return self.models(self.shares[client.budget]) * max(setting.measure.training_mib(p, batch) for p in parts)
+
     def stages(self, client: Client, setting: Setting) -> list[Stage]:
         blocks = self.blocks(self.shares[client.budget], setting)
         left_out = range(blocks[0].start) if self.partial == "absent" else ()

@@ -91,6 +91,10 @@ class RaFFM(ServerStep, Method):
     def num_budgets(self, num_exits: int) -> int:
         return len(self.shares)
 
+    def sizes(self, depth: int) -> tuple[float, ...]:
+        """A random sub-model has none."""
+        return ()
+
     def configure(self, model: ExitModel) -> None:
         model.context.whole_heads = self.cut == "heads"
 

@@ -16,6 +16,7 @@ transformer starts as it does everywhere.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar, Literal
 
@@ -131,6 +132,13 @@ class SplitMix(MemoryBudgets, Method):
 
     def effort(self, client: Client, setting: Setting, e: Experiment) -> float:
         return self.count(client)
+
+    def training_mib(self, client: Client, setting: Setting, batch: int) -> float:
+        """Its bases train side by side."""
+        return self.count(client) * super().training_mib(client, setting, batch)
+
+    def sizes(self, depth: int) -> Sequence[float]:
+        return [(b + 1) / self.bases for b in range(self.bases)]
 
     def base(self, b: int, setting: Setting) -> Slice:
         """Chunk b of every hidden axis, and its own copies of what none cuts (base 0: what the wide net has)."""
