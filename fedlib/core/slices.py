@@ -15,6 +15,8 @@ import torch
 
 STEM = -1  # the unit of everything every client holds: tokenizer, Ree
 
+RANK = ".rank"  # ends the name of the axis between a layer's two low-rank factors
+
 Indices = range | tuple[int, ...]
 
 

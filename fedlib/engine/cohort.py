@@ -59,7 +59,7 @@ class Cohort:
         self.start = self.stack.tensors(server.params)  # what the clients start from, stacked
         self.params = {n: p.clone() for n, p in self.start.items()}  # what they train
         self.forward = Forward(
-            model, self.slices, self.stack.frozen(), self.params, data=self.data,
+            model, self.slices, self.stack.frozen(server.changed), self.params, data=self.data,
             cache=None if self.stack.is_cut else federation.train_cache,
             bfloat16=self.experiment.precision == "bfloat16",
         )  # fmt: skip

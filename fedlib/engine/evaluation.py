@@ -17,7 +17,7 @@ from .privacy import privacy_spent
 def central(federation: Federation, server: Server, part: Slice) -> Forward:
     """The sub-model ``part`` of the global state on the central test set (views where possible)."""
     infos = federation.setting.infos
-    frozen = {n: take(p, infos[n], part) for n, p in federation.frozen.items()}
+    frozen = {n: take(p, infos[n], part) for n, p in (federation.frozen | server.changed).items()}
     cut = part.index and any(is_cut(i, part) for i in infos.values())
     return Forward(
         federation.model, [part], frozen, take_all(server.params, infos, part), data=federation.data, test=True,

@@ -133,7 +133,7 @@ def _answer(
     step, weights = (rows.shape[1], real) if _of_batches(f, serving) else (max(1, AT_ONCE // len(rows)), None)
     for place in range(len(serving.members)):
         stack, params = _parameters(f, server, memories, r, [s.members[place] for s in servings], serving)
-        forward = Forward(f.model, stack.slices, stack.frozen(), params, data=f.data, test=True)
+        forward = Forward(f.model, stack.slices, stack.frozen(server.changed), params, data=f.data, test=True)
         forward.place_(training=serving.statistics == "batch")
         if recomputed:
             forward.recompute_(in_order(f.data, [m.client for m in stack.members], f.experiment.batch_size))

@@ -53,9 +53,9 @@ class Stack:
             out[name] = first.expand(len(rows), *first.shape) if alike else torch.stack(tensors)
         return out
 
-    def frozen(self) -> Tensors:
-        """The frozen parameters: once where all members keep the same entries, else stacked."""
-        params, first = self.federation.frozen, self.slices[0]
+    def frozen(self, changed: Tensors) -> Tensors:
+        """The frozen parameters, some ``changed``: once where all members keep the same entries, else stacked."""
+        params, first = {**self.federation.frozen, **changed}, self.slices[0]
         if len(set(self._cut)) == 1:
             return {n: take(p, self.infos[n], first) for n, p in params.items()}
         return {

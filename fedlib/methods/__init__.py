@@ -27,7 +27,10 @@ from .sliced.fedavg_level1 import FedAvgLevel1
 from .sliced.feddf import FedDF
 from .sliced.fedepth import FeDepth
 from .sliced.fedrolex import FedRolex
+from .sliced.flexlora import FlexLoRA
+from .sliced.flora import FLoRA
 from .sliced.heterofl import HeteroFL
+from .sliced.hetlora import HetLoRA
 from .sliced.inclusivefl import InclusiveFL
 from .sliced.raffm import RaFFM
 from .sliced.reefl import ReeFL
@@ -52,6 +55,9 @@ METHODS: dict[str, type[Method]] = {
     "fedepth": FeDepth,
     "splitmix": SplitMix,
     "raffm": RaFFM,
+    "hetlora": HetLoRA,
+    "flexlora": FlexLoRA,
+    "flora": FLoRA,
     # what a client does not share
     "local": Local,
     "fedprox": FedProx,

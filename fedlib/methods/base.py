@@ -5,7 +5,7 @@ training, and the mean over the clients that hold an entry. A method overrides w
 Read next: ``jobs.py`` (the values hooks see), ``losses.py``, ``server.py``, ``sliced/reefl.py``.
 """
 
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
@@ -150,9 +150,15 @@ class Method(UploadOptions):
         """MACs of a client's local training, in those of training what ``slice_for`` says once: what prices count."""
         return 1.0
 
-    def beside(self, setting: Setting) -> tuple[int, int]:
-        """Numbers that a client receives beside its model, and sends. None."""
-        return 0, 0
+    def travels(
+        self, shared: Mapping[str, int], setting: Setting, e: Experiment
+    ) -> tuple[Collection[int], Collection[int]]:
+        """Sizes of the tensors that a client receives, and sends: what costs count.
+
+        ``shared``: sizes by name of what of its model is trained and not personal.
+        """
+        sizes = shared.values() if self.sends_model else ()
+        return sizes, sizes
 
     def training_mib(self, client: Client, setting: Setting, batch: int) -> float:
         """Peak memory of a client's local training with Adam, MiB (``Measure.training_mib``): of what it holds."""

@@ -91,6 +91,11 @@ class Server:
     memory: dict[str, torch.Tensor]
     mirrors: Mapping[int, Tensors] = field(default_factory=dict)
 
+    @property
+    def changed(self) -> dict[str, torch.Tensor]:
+        """The tensors that nobody trains and the server has changed since (FLoRA): ``frozen/<name>`` of its memory."""
+        return {n.removeprefix("frozen/"): x for n, x in self.memory.items() if n.startswith("frozen/")}
+
     def with_mirrors(self, changes: Mapping[int, Tensors]) -> "Server":
         """This server with the mirrors of some clients replaced."""
         return replace(self, mirrors=Overlay(self.mirrors, changes))

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from ..core.rng import numpy_generator, torch_generator
+from ..core.slices import RANK
 from ..core.validation import check_known, did_you_mean
 from ..layers.dropout import TokenDropout
 from ..layers.linear import Linear, init_normal_, per_client
@@ -205,9 +206,10 @@ def _inject_peft_(vit: ViT, mode: str, options: dict, seed: int) -> None:
         for path, layer in layers:
             if type(layer) is LoraLinear and not layer.lora_variant:
                 out_axis, in_axis = layer.base_layer.axes["weight"]
+                rank = f"/{path}{RANK}"
                 for linear, axes in (
-                    (layer.lora_A["default"], (None, in_axis)),
-                    (layer.lora_B["default"], (out_axis, None)),
+                    (layer.lora_A["default"], (rank, in_axis)),
+                    (layer.lora_B["default"], (out_axis, rank)),
                 ):
                     linear.__class__, linear.axes = Linear, {"weight": axes, "bias": axes[:1]}
                 layer.lora_dropout["default"] = TokenDropout(rate) if rate else nn.Identity()

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from ..core.slices import STEM, Axis, ParamInfo
+from ..core.slices import RANK, STEM, Axis, ParamInfo
 from ..layers.norms import statistics
 
 
@@ -56,5 +56,5 @@ def axes_of(model: nn.Module, infos: Mapping[str, ParamInfo]) -> dict[str, Axis]
         for axis, size in zip(info.axes, info.shape, strict=True):
             if axis is not None and sizes.setdefault(axis, size) != size:
                 raise ValueError(f"axis {axis!r} has {sizes[axis]} entries, but {size} in {name}")
-    fixed = {"classes": Axis("classes", (sizes["classes"],), permutable=False)} if "classes" in sizes else {}
+    fixed = {x: Axis(x, (n,), permutable=False) for x, n in sizes.items() if x == "classes" or x.endswith(RANK)}
     return {axis: model.backbone.axis(axis, size) for axis, size in sizes.items()} | fixed

@@ -1,6 +1,6 @@
 """Costs without training: parameters, upload, MACs and training memory per exit, from shapes alone (meta device)."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -22,6 +22,7 @@ MIB = 2**20
 class Shapes:
     """An experiment's model, on the meta device unless it is to be timed, with its method and setting."""
 
+    experiment: Experiment
     method: Method
     setting: Setting
     model: ExitModel
@@ -51,19 +52,19 @@ class Shapes:
 
     def upload_mib(self, part: Slice) -> float:
         """What a client that holds ``part`` sends back, compressed as the method's options say."""
-        _, beside = self.method.beside(self.setting)
-        return (self.method.upload_bits(self.travels(part)) / 8 + 4 * beside) / MIB
+        _, sizes = self.travels(part)
+        return self.method.upload_bits(sizes) / 8 / MIB
 
     def download_mib(self, part: Slice) -> float:
         """What such a client receives."""
-        beside, _ = self.method.beside(self.setting)
-        return 4 * (sum(self.travels(part)) + beside) / MIB
+        sizes, _ = self.travels(part)
+        return 4 * sum(sizes) / MIB
 
-    def travels(self, part: Slice) -> list[int]:
-        """The sizes of the tensors of ``part`` that are shared: trained, and not personal."""
+    def travels(self, part: Slice) -> tuple[Collection[int], Collection[int]]:
+        """Sizes of the tensors that such a client receives, and sends."""
         held, infos = self.held(part, self.trainable), self.setting.infos
-        shared = [p.numel() for n, p in held.items() if not self.method.personal(infos[n])]
-        return shared if self.method.sends_model else []
+        shared = {n: p.numel() for n, p in held.items() if not self.method.personal(infos[n])}
+        return self.method.travels(shared, self.setting, self.experiment)
 
     def forward(self, part: Slice) -> Forward:
         """What runs ``part``, blocks whole as on a device that may go on, its trained parameters wanting gradients."""
@@ -89,7 +90,7 @@ def load_shapes(
     if exit_units is None:  # a method need not be able to train the exits that it is only charged for
         method.check(setting, e)
     everything = {n: p.detach() for n, p in model.named_parameters()}
-    return Shapes(method, setting, model, everything, model.trainable())
+    return Shapes(e, method, setting, model, everything, model.trainable())
 
 
 def upload_parameters(e: Experiment, num_classes: int) -> list[int]:

@@ -13,6 +13,7 @@ from fedlib import Execution, build_federation, run_rounds
 from fedlib.core.rng import torch_generator
 from fedlib.engine.schedules import round_rate
 from fedlib.methods import METHODS
+from fedlib.methods.ranks import Ranks
 from tests.helpers.granted import granted
 
 
@@ -26,12 +27,15 @@ def train(e, **execution):
 def test_a_cohort_of_one_equals_a_cohort_of_all(tiny, method, finetune):
     if (method, finetune) == ("fedbabu", "frozen"):
         pytest.skip("its exits are never trained")
+    if issubclass(METHODS[method], Ranks) and finetune != "lora":
+        pytest.skip("it has no ranks")
     e = tiny.replace(method=method, finetune=finetune, weight_decay=1e-3, local_epochs=2, **granted(method),
                      options={"server_lr": 2e-4} if method == "feddf" else {},
                      finetune_options=tiny.finetune_options if finetune == "lora" else {})  # fmt: skip
     one, many = train(e, workers=1, cohort_size=1), train(e, workers=1)
     threaded = train(e, workers=2, cohort_size=2)
-    atol = 1e-4 if method == "feddf" else 1e-5  # its server's Adam makes more of rounding, where gradients are small
+    # FedDF's server's Adam makes more of rounding, where gradients are small; FLoRA merges it into the backbone
+    atol = 1e-4 if method in ("feddf", "flora") else 1e-5
     for name, p in one.server.params.items():
         torch.testing.assert_close(many.server.params[name], p, rtol=0, atol=atol)
         torch.testing.assert_close(threaded.server.params[name], p, rtol=0, atol=atol)

@@ -80,7 +80,8 @@ def test_lora_trains_low_rank_products_alone_on_the_axes_of_their_layers(name, o
     assert len(layers) == spec.depth * len(spec.peft_targets)
     for m in layers:
         (out_axis, in_axis), down, up = m.base_layer.axes["weight"], m.lora_A["default"], m.lora_B["default"]
-        assert down.axes["weight"] == (None, in_axis) and up.axes["weight"] == (out_axis, None)
+        rank = down.axes["weight"][0]
+        assert down.axes["weight"] == (rank, in_axis) and up.axes["weight"] == (out_axis, rank)
         assert m.scaling["default"] == 2 and not up.weight.any()  # 64 / 32, or 6 / 3
     down, up = layers[0].lora_A["default"].weight, layers[0].lora_B["default"].weight
     with torch.random.fork_rng():  # the first layer's numbers, on which stored runs rest: A is drawn, then B, A again

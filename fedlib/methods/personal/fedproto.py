@@ -15,6 +15,7 @@ model trains, over all its epochs (``collected="training"``). Its answers are of
 done. Centrally evaluated is the initial model: there is no other.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar, Literal
 
@@ -80,11 +81,10 @@ class FedProto(Rates, Method):
         """A forward pass for the prototypes is a third of an epoch."""
         return 1 + 1 / (3 * e.local_epochs) if self.collected == "afterwards" else 1.0
 
-    def beside(self, setting: Setting) -> tuple[int, int]:
-        """Prototypes and whether each is known; prototypes and how many examples of each."""
-        classes, *feature = setting.infos[f"{LAST}.weight"].shape
-        numbers = classes * torch.Size(feature).numel() + classes
-        return numbers, numbers
+    def travels(self, shared: Mapping[str, int], setting: Setting, e: Experiment) -> tuple[list[int], list[int]]:
+        """Prototypes and whether each is known; prototypes and how many examples there are of each."""
+        sizes = [shared[f"{LAST}.weight"], shared[f"{LAST}.bias"]]  # as those of the last layer
+        return sizes, sizes
 
     def local_update(self, cohort: Cohort) -> None:
         known, counts = cohort.payload("global"), cohort.label_counts().float()  # (M, C)

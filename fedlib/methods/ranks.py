@@ -1,0 +1,107 @@
+"""LoRA of unequal rank: budgets are shares of the adapters' rank, and what is summed of their factors.
+
+A client of rank r holds the leading r rows of every A and columns of every B. LoRA's scaling is one constant for all,
+alpha / r of the largest rank, so that holding fewer ranks is cutting the product B A and nothing else.
+A method whose clients differ in rank names :class:`Ranks` before ``Method``.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Annotated, ClassVar
+
+import torch
+from annotated_types import Le
+
+from ..core.clients import Client
+from ..core.experiment import Experiment
+from ..core.slices import RANK, ParamInfo, Slice
+from ..core.validation import Positive
+from .base import Method
+from .jobs import Arrived, Round, Server, Setting
+from .sums import MaskedMean, Update
+from .widths import rounded_up
+
+
+@dataclass(frozen=True)
+class Ranks(Method):
+    """A client holds the whole net, with its last exit, and a share of the rank of every adapter."""
+
+    one_slice: ClassVar[bool] = False  # an entry of a factor means something else in every round
+
+    rank_shares: tuple[Annotated[Positive, Le(1)], ...] = (1 / 8, 1 / 4, 1 / 2, 1.0)  # one a budget, rounded up
+
+    def check_options(self) -> None:
+        super().check_options()
+        if not self.rank_shares or list(self.rank_shares) != sorted(set(self.rank_shares)):
+            name = type(self).__name__.lower()
+            raise ValueError(f"options of {name}: rank_shares = {list(self.rank_shares)} must increase within (0, 1]")
+
+    def exit_units(self, depth: int, num_exits: int) -> tuple[int, ...]:
+        return (depth - 1,)
+
+    def num_budgets(self, num_exits: int) -> int:
+        return len(self.rank_shares)
+
+    def check(self, setting: Setting, e: Experiment) -> None:
+        name = type(self).__name__.lower()
+        if e.finetune != "lora":
+            raise ValueError(f"{name}: finetune = {e.finetune!r} has no rank; allowed: lora")
+        adapters = {n for n, i in setting.infos.items() if i.kind == "adapter"}
+        if adapters != {n for pair in factors(setting).values() for n in pair}:
+            raise ValueError(
+                f"{name}: backbone = {e.backbone!r} with {dict(e.finetune_options)} has adapters that are no pairs of "
+                "factors; allowed: plain LoRA of linear layers"
+            )
+
+    def slice_for(self, client: Client, server: Server, r: Round) -> Slice:
+        return of_rank(r.setting, partial(rounded_up, self.rank_shares[client.budget]))
+
+
+def factors(setting: Setting) -> dict[str, tuple[str, str]]:
+    """The names of A (r, in) and B (out, r) of every adapter, by the axis between them."""
+    found: dict[str, dict[int, str]] = {}
+    for name, info in setting.infos.items():
+        for dim, axis in enumerate(info.axes):
+            if axis is not None and axis.endswith(RANK) and len(info.axes) == 2:
+                found.setdefault(axis, {})[dim] = name
+    return {axis: (pair[0], pair[1]) for axis, pair in found.items()}
+
+
+def of_rank(setting: Setting, keep: Callable[[int], int]) -> Slice:
+    """The whole net with the leading ``keep(r)`` of every adapter's r ranks."""
+    return replace(setting.full(), index={axis: setting.axes[axis].leading(keep) for axis in factors(setting)})
+
+
+def without_factors(update: Update, setting: Setting) -> Update:
+    """What else a cohort sends: heads, statistics."""
+    inner = {n for pair in factors(setting).values() for n in pair}
+    return replace(update, params={n: p for n, p in update.params.items() if n not in inner})
+
+
+def add_products(mean: MaskedMean, update: Update, weights: list[float], setting: Setting) -> MaskedMean:
+    """``mean`` with the products B A (out, in) of every adapter, under its axis' name."""
+    params, rows, infos = {}, {}, dict(mean.infos)
+    for axis, (a, b) in factors(setting).items():
+        if a in update.params:
+            params[axis], rows[axis] = update.params[b].double() @ update.params[a].double(), update.rows[a]
+            infos[axis] = ParamInfo((None, None), "adapter", setting.infos[a].unit, tuple(params[axis].shape[1:]))
+    mean.infos = infos
+    mean.add(replace(update, params=params, rows=rows), weights)
+    return mean
+
+
+def rest_and_products(
+    server: Server, arrived: Arrived, r: Round
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """The server's parameters with the mean of what is no factor, and the mean products (out, in) by axis, float64."""
+    axes = factors(r.setting)
+    mean = arrived.mean.result({**server.params, **dict.fromkeys(axes, torch.zeros((), dtype=torch.float64))})
+    products = {axis: mean.pop(axis) for axis in axes}
+    return {**server.params, **mean}, products
+
+
+def factor_shapes(setting: Setting) -> Mapping[str, tuple[int, int]]:
+    """(out, in) of every adapter, by its axis."""
+    pairs = factors(setting).items()
+    return {axis: (setting.infos[b].shape[0], setting.infos[a].shape[1]) for axis, (a, b) in pairs}
