@@ -13,6 +13,7 @@ if TYPE_CHECKING:  # what ``__getattr__`` finds
     from .engine.federation import build_federation
     from .engine.rounds import run_rounds
     from .report.frames import runs_frame
+    from .runs.extend import extend
     from .runs.params import recipe
     from .runs.places import forget
     from .runs.store import run, run_all
@@ -20,13 +21,13 @@ if TYPE_CHECKING:  # what ``__getattr__`` finds
 wait_passively()
 
 __version__ = "0.1.0"
-__all__ = ["Experiment", "Execution", "build_federation", "forget", "recipe", "run", "run_all", "run_rounds",
+__all__ = ["Experiment", "Execution", "build_federation", "extend", "forget", "recipe", "run", "run_all", "run_rounds",
            "runs_frame", "wrap"]  # fmt: skip
 
 _LAZY = {
     "Execution": "engine.executors", "run_rounds": "engine.rounds", "build_federation": "engine.federation",
-    "forget": "runs.places", "run": "runs.store", "run_all": "runs.store", "recipe": "runs.params",
-    "wrap": "models.registry", "runs_frame": "report.frames",
+    "extend": "runs.extend", "forget": "runs.places", "run": "runs.store", "run_all": "runs.store",
+    "recipe": "runs.params", "wrap": "models.registry", "runs_frame": "report.frames",
 }  # fmt: skip
 
 

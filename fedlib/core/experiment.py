@@ -95,7 +95,8 @@ class Experiment:
       precision           of local training's matrix products (autocast)
       nonfinite           a NaN or infinite update ends the run as diverged (record), is left out and counted (drop), or
                           is an error with client and tensor (fail)
-      evaluate_every      rounds between two evaluations; 0: only after the last
+      evaluate_every      rounds between two evaluations; 0: only after the last. Looking changes no result: it is part
+                          neither of the name nor of equality, and a stored run keeps the curve that it has
       seed                of all randomness
     """
 
@@ -155,7 +156,7 @@ class Experiment:
     local_schedule: typing.Literal["constant", "linear"] = "constant"
     precision: typing.Literal["float32", "bfloat16"] = "float32"
     nonfinite: typing.Literal["record", "drop", "fail"] = "record"
-    evaluate_every: NotNegative = 0
+    evaluate_every: NotNegative = field(default=0, compare=False)
     seed: NotNegative = 1
 
     def __post_init__(self):
@@ -175,6 +176,9 @@ class Experiment:
 
     def identity(self) -> dict[str, object]:
         """The fields that differ from the defaults (so a later field with a neutral default renames no stored run)."""
+        return {k: v for k, v in self._chosen().items() if k != "evaluate_every"}
+
+    def _chosen(self) -> dict[str, object]:
         defaults = _defaults(type(self))
         return {k: v for k, v in self.to_dict().items() if v != defaults[k]}
 
@@ -190,14 +194,23 @@ class Experiment:
     @property
     def hash(self) -> str:
         """Eight hex digits of the SHA-256 of :meth:`identity`."""
-        return hashlib.sha256(json.dumps(self.identity(), sort_keys=True).encode()).hexdigest()[:8]
+        return _hash(self.identity())
 
     @property
     def slug(self) -> str:
         """The run directory's name: readable, unique by the hash, safe on any file system."""
+        return f"{self.title}-{self.hash}"
+
+    @property
+    def former_slug(self) -> str:
+        """The name of runs that were stored while ``evaluate_every`` was a part of it."""
+        return f"{self.title}-{_hash(self._chosen())}"
+
+    @property
+    def title(self) -> str:
+        """The readable part of the name."""
         words = (self.method, self.dataset.rstrip("/").split("/")[-1], self.finetune, f"s{self.seed}")
-        text = "-".join("".join(c if c.isascii() and c.isalnum() or c in "_." else "_" for c in w) for w in words)
-        return f"{text[:80]}-{self.hash}"
+        return "-".join("".join(c if c.isascii() and c.isalnum() or c in "_." else "_" for c in w) for w in words)[:80]
 
     def replace(self, **changes: object) -> "Experiment":
         """A copy with some fields changed (and validated again)."""
@@ -206,7 +219,12 @@ class Experiment:
 
     def __hash__(self):
         """Equal experiments have it equal: 1 is 1.0 here, which :attr:`hash` tells apart (``store.as_stored``)."""
-        return hash(tuple((k, tuple(v.items()) if isinstance(v, Mapping) else v) for k, v in vars(self).items()))
+        values = ((k, v) for k, v in vars(self).items() if k != "evaluate_every")
+        return hash(tuple((k, tuple(v.items()) if isinstance(v, Mapping) else v) for k, v in values))
+
+
+def _hash(values: Mapping[str, object]) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:8]
 
 
 @functools.cache

@@ -117,6 +117,14 @@ class Method(UploadOptions):
         """What in it works on labels that are classes and on no others, in an error's words; empty: nothing does."""
         return ""
 
+    @property
+    def paced_by(self) -> str:
+        """The option by which round t depends on how many rounds there are, in an error's words; empty: nothing does.
+
+        A finished run of such a method cannot be extended.
+        """
+        return ""
+
     def init_server(self, params: dict[str, torch.Tensor], setting: Setting) -> Server:
         """The state before round 1."""
         return Server(0, params, {})

@@ -148,6 +148,10 @@ class Distillation:
     def needs_classes(self) -> str:
         return "distill = 'mutual'" if self.distill == "mutual" else ""
 
+    @property
+    def paced_by(self) -> str:
+        return "ramp_fraction" if self.distill != "none" and self.kd_weight is None else ""
+
     def eta(self, batch: Batch) -> float:
         """The weight of distillation in this round."""
         return ramp_up(batch.t, self.ramp_fraction * batch.rounds) if self.kd_weight is None else self.kd_weight

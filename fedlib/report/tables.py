@@ -15,6 +15,7 @@ from ..models.registry import fetch_weights, tokenizer_of
 from ..runs.costs import exit_costs
 from ..runs.durations import describe
 from ..runs.params import Cell, load_fallback, load_grid, load_spec
+from ..runs.places import run_path
 from ..runs.prices import num_classes, training_macs
 from ..runs.progress import say
 from ..runs.store import find_run, run_all, stored_pace
@@ -87,7 +88,10 @@ def collect(cells: Sequence[Cell], folder: Path | None = None) -> pd.DataFrame:
     for cell in cells:
         found = find_run(cell.experiment, folder)
         row = {k: v for k, v in vars(cell).items() if k != "experiment"}
-        row |= {"dataset": cell.experiment.dataset, "run": cell.experiment.slug}
+        row |= {
+            "dataset": cell.experiment.dataset,
+            "run": (found.path if found else run_path(cell.experiment, folder)).name,
+        }
         rows.append(row | (values_of(found.summary) if found else {"status": "missing"}))
     return pd.DataFrame(rows).reindex(
         columns=["finetune", "variant", "method", "label", "column", "seed", "dataset", "status", "accuracy",

@@ -128,7 +128,8 @@ class Checkpoints:
 
     def _read(self, file: Path, f: Federation) -> Server:
         tensors, m = read_tensors(file, str(f.device))
-        if Experiment.from_dict(m["experiment"], str(file)) != f.experiment:
+        self.experiment = Experiment.from_dict(m["experiment"], str(file))  # looked at as it was begun
+        if self.experiment != f.experiment:
             raise ValueError(f"{self.path} holds another experiment of the same name; move it away")
         parts = {p: {k[len(p) :]: v for k, v in tensors.items() if k.startswith(p)} for p in ("params/", "memory/")}
         for files, rounds, replaced in (

@@ -46,7 +46,7 @@ class OtherInputs(ValueError):
         then = "take it as it is" if rounds is None else "go on from there all the same"
         words = ",".join(differing)
         super().__init__(
-            f"{e.slug} {stored} in {path.parent}, but differs from what is at hand: {what}. To run it anew: "
+            f"{path.name} {stored} in {path.parent}, but differs from what is at hand: {what}. To run it anew: "
             "run(e, again=True), forget(e), or another folder (folder=..., FEDLIB_OUTPUTS); "
             f"to {then}, accept={words!r} (FEDLIB_ACCEPT={words})"
         )

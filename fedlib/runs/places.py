@@ -2,12 +2,15 @@
 
 import contextlib
 import errno
+import glob
 import os
 import shutil
+from functools import lru_cache
 from pathlib import Path
 
 from ..core.experiment import Experiment
 from ..core.paths import outputs_dir
+from ..core.storage import read_json
 from ..core.validation import shown
 from ..engine.checks import spellings, without_defaults
 
@@ -18,15 +21,43 @@ Folder = str | os.PathLike | None
 
 def run_path(e: Experiment, folder: Folder = None) -> Path:
     """Where ``e`` is stored: in ``folder``, by default ``outputs/runs``."""
-    return folder_of(folder) / as_stored(e, folder).slug
+    return _place(e, folder)[1]
 
 
 def as_stored(e: Experiment, folder: Folder = None) -> Experiment:
     """``e`` as it is named in ``folder``: neither options that say what is done anyway nor 1.0 for 1 rename it."""
+    return _place(e, folder)[0]
+
+
+def _place(e: Experiment, folder: Folder) -> tuple[Experiment, Path]:
+    """``e`` as it is spelt in ``folder``, and its own folder there, be that to be made.
+
+    A run that was stored while ``evaluate_every`` was a part of its name is found whatever ``e`` says of that.
+    """
     if not isinstance(e, Experiment):
         raise ValueError(f"{shown(e)} is not an Experiment, e.g. Experiment(rounds=20)")
-    folder = folder_of(folder)
-    return next((x for x in spellings(e) if (folder / x.slug).exists()), None) or without_defaults(e)
+    folder, spelt = folder_of(folder), list(spellings(e))
+    for x in spelt:
+        for name in (x.slug, x.former_slug):
+            if (folder / name).exists():
+                return x, folder / name
+    for path in sorted(folder.glob(f"{glob.escape(e.title)}-????????")):
+        if (file := path / "experiment.json").is_file():
+            x = _formerly(file, file.stat().st_mtime_ns)
+            if x is not None and x in spelt:
+                return x, path
+    plain = without_defaults(e)
+    return plain, folder / plain.slug
+
+
+@lru_cache(maxsize=4096)
+def _formerly(file: Path, changed: int) -> Experiment | None:
+    """What is stored beside ``file`` under a name that says how often it was looked at; else, or if damaged, None."""
+    try:
+        x = Experiment.from_dict(read_json(file)["experiment"])
+    except (KeyError, ValueError):
+        return None
+    return x if x.former_slug == file.parent.name else None
 
 
 def forget(e: Experiment, folder: Folder = None) -> bool:

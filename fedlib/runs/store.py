@@ -47,7 +47,8 @@ def find_run(e: Experiment, folder: Folder = None, accept: Accept = ()) -> Run |
     there = _read(path)
     if there.experiment != e:
         raise ValueError(f"{path} holds another experiment of the same name; move it away")
-    found, due = [m["t"] for m in there.metrics], [t for t in range(1, there.summary["t"] + 1) if is_due(e, t)]
+    found, asked = [m["t"] for m in there.metrics], there.experiment
+    due = [t for t in range(1, there.summary["t"] + 1) if is_due(asked, t)]
     if found != due:
         raise DamagedFile(path / "metrics.jsonl", f"it holds rounds {found} instead of {due}")
     check_inputs(e, path, there.record, known_inputs(e, recorded(there.record)), accept)
@@ -111,7 +112,7 @@ def run(
         forget(e, folder)
     if (stored := _find_good(e, folder, accept)) is not None:
         if progress:
-            say(f"stored run{' of ' * bool(stored.day)}{stored.day}: {e.slug}")
+            say(f"stored run{' of ' * bool(stored.day)}{stored.day}: {stored.path.name}")
         return stored
     with Watch([e], progress) as watch:
         return _run_missing(e, execution, folder, watch, checkpoint_seconds, wait, accept, callback)
@@ -230,6 +231,7 @@ def _continue(
     """Run the rounds that are not in the checkpoint and write the summary; a run only if a callback stopped it."""
     store = Checkpoints(path, f.experiment)
     server = store.restore(f)
+    f = replace(f, experiment=store.experiment)
     if not store.final:
         now = provenance_now(execution)
         check_inputs(f.experiment, path, store.record, inputs, accept, server.t)

@@ -5,7 +5,9 @@ import shutil
 
 import pytest
 
+from fedlib import Experiment
 from fedlib.core.paths import params_dir
+from fedlib.core.storage import read_json
 from fedlib.report.tables import load_cells, load_reported
 from fedlib.runs.params import load_experiment, load_grid, load_spec, recipe, recipe_cell
 from fedlib.runs.params_files import grids, papers, profiles
@@ -215,6 +217,17 @@ def test_every_small_grid_finds_its_stored_runs(paper):
     lacking = {table for table, runs in wanted.items() if not runs <= stored}
     named = {table for table in wanted if f"{paper}/{table}" in UNFINISHED}
     assert bool(lacking) if paper in UNFINISHED else lacking == named, sorted(lacking ^ named)
+
+
+def test_every_stored_run_is_found_under_its_name_however_often_it_is_looked_at():
+    """Those too that were stored while ``evaluate_every`` was a part of the name."""
+    paths, former = [p.parent for p in (OUTPUTS / "runs").glob("*/experiment.json")], 0
+    assert len(paths) > 700
+    for path in paths:
+        e = Experiment.from_dict(read_json(path / "experiment.json")["experiment"])
+        assert run_path(e, path.parent) == run_path(e.replace(evaluate_every=7), path.parent) == path
+        former += e.slug != path.name
+    assert former > 700
 
 
 def test_the_grid_is_text_at_every_profile():

@@ -131,3 +131,33 @@ def test_a_run_says_which_test_examples_every_exit_got_right(tmp_path):
     assert right.shape == (len(found.summary["exits"]) + 1, 40)
     assert (100 * right.mean(1)).tolist() == pytest.approx([*found.summary["exits"], found.summary["ensemble"]])
     assert all("right" not in m for m in found.metrics)
+
+
+def rounds_of(e, folder):
+    return [m["t"] for m in find_run(e, folder).metrics]
+
+
+def test_how_often_one_looks_is_no_part_of_a_run(tmp_path):
+    """The stored run answers with the curve that it has, and an interrupted one goes on as it was begun."""
+    twice, often = short("reefl", evaluate_every=2), short("reefl", evaluate_every=1)
+    assert twice == often and twice.slug == often.slug and hash(twice) == hash(often)
+    assert "evaluate_every" not in twice.identity()
+    run(twice, ONE, tmp_path / "a", progress=False, on_round=lambda r: r.t == 3)
+    again = run(often, ONE, tmp_path / "a", progress=False)
+    assert [m["t"] for m in again.metrics] == rounds_of(twice, tmp_path / "a") == [2, 4]
+    run(often, ONE, tmp_path / "b", progress=False)
+    a, b = (state(e, tmp_path / x) for e, x in ((twice, "a"), (often, "b")))
+    assert a[3] == b[3] and a[2] == [m for m in b[2] if m["t"] in (2, 4)]
+
+
+def test_a_run_whose_name_says_how_often_one_looked_is_found_and_goes_on(tmp_path):
+    """As all runs were named before: whatever is asked now, finished or not; one of another experiment is not taken."""
+    e, other = short("reefl", evaluate_every=2), short("reefl", evaluate_every=1)
+    run(e, ONE, tmp_path, progress=False, on_round=lambda r: r.t == 3)
+    (tmp_path / e.slug).rename(former := tmp_path / e.former_slug)
+    assert run_path(other, tmp_path) == run_path(e, tmp_path) == former
+    found = run(other, ONE, tmp_path, progress=False)
+    assert found.path == former and rounds_of(other, tmp_path) == [2, 4] and len(list(tmp_path.iterdir())) == 1
+    assert find_run(other.replace(lr=0.01), tmp_path) is None
+    (former / "experiment.json").write_text("{")
+    assert run_path(e, tmp_path) == former and find_run(other.replace(seed=9), tmp_path) is None

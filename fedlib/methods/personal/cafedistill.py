@@ -63,6 +63,10 @@ class CAFEDistill(Method):
     similarity: Annotated[Literal["clipped", "cosine"], STEPWISE] = "clipped"
     drop_one_more: Annotated[bool, STEPWISE] = False
 
+    @property
+    def paced_by(self) -> str:
+        return "progressive" if self.progressive else ""
+
     def personal(self, info: ParamInfo) -> bool:
         return info.exit is not None
 

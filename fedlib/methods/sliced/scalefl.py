@@ -47,6 +47,10 @@ class ScaleFL(Levels, Method):
     kl_mean: Literal["batch", "all"] = "batch"  # all: over the classes too
     weighting: Literal["examples", "clients"] = "clients"
 
+    @property
+    def paced_by(self) -> str:
+        return "distill_from" if self.kd_weight and self.distill_from else ""
+
     def check_backbone(self, spec: Spec, e: Experiment) -> None:
         if isinstance(spec, ViTSpec):
             warnings.warn(

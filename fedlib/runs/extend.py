@@ -1,0 +1,68 @@
+"""A finished run goes on: its last state is round t of a longer run, where nothing before depends on the end."""
+
+import shutil
+from typing import Any
+
+from ..core.experiment import Experiment
+from ..core.storage import read_tensors, write_tensors
+from ..engine.checks import check_experiment
+from ..engine.rounds import is_due
+from ..engine.schedules import round_rate
+from .identity import Accept
+from .places import Folder, as_stored, check_place, run_path
+from .record import Run
+from .store import find_run, run
+
+
+def extend(e: Experiment, rounds: int, folder: Folder = None, accept: Accept = (), **how: Any) -> Run:
+    """The run of ``e`` over more ``rounds``, which goes on from the stored run of ``e``: the same numbers as anew.
+
+    ``how`` are further arguments of :func:`run` but ``wait``. The shorter run stays as it is; rounds of the longer one
+    that are stored already are kept. ``ValueError`` says why where it cannot be: a schedule or a method that is paced
+    by the number of rounds, a run that is missing, diverged, or came without its weights.
+    """
+    longer = as_stored(e.replace(rounds=rounds), folder)
+    path, there = run_path(longer, folder), run_path(e, folder)
+    if not (path / "experiment.json").exists():
+        t = _check(e, longer, folder, accept)
+        tensors, metadata = read_tensors(there / "checkpoint.safetensors")
+        metrics = [m for m in metadata["metrics"] if is_due(longer, m["t"])]
+        metadata |= {"experiment": longer.to_dict(), "t": t, "final": {}, "metrics": metrics}
+        check_place(path)
+        path.mkdir(parents=True, exist_ok=True)
+        for name in ("clients", "mirrors"):
+            if (there / name).is_dir():
+                shutil.copytree(there / name, path / name, dirs_exist_ok=True)
+        write_tensors(path / "checkpoint.safetensors", tensors, metadata)  # last: without it the rest counts nothing
+    done = run(longer, folder=folder, accept=accept, **how)
+    assert done is not None  # without wait=False
+    return done
+
+
+def _check(e: Experiment, longer: Experiment, folder: Folder, accept: Accept) -> int:
+    """The rounds that ``longer`` shares with ``e``; ``ValueError`` if there are none to go on from."""
+    said, method = f"{e.slug} cannot go on to rounds = {longer.rounds}: ", check_experiment(longer)
+    if longer.rounds <= e.rounds:
+        raise ValueError(f"{said}it has {e.rounds} already")
+    if paced := method.paced_by or _reads_rounds(type(method)):
+        raise ValueError(f"{said}by {paced}, {e.method} does in round t what depends on the number of rounds")
+    other = next((t for t in range(1, e.rounds + 1) if round_rate(e, t) != round_rate(longer, t)), None)
+    if other is not None:
+        rates = f"{round_rate(e, other):.4g} in round {other} there, {round_rate(longer, other):.4g} in the longer run"
+        raise ValueError(f"{said}schedule = {e.schedule!r} is paced by the number of rounds: the rate is {rates}")
+    stored = find_run(e, folder, accept)
+    if stored is None or stored.summary["status"] != "finished":
+        raise ValueError(f"{said}its run is {stored.summary['status'] if stored else 'not stored'}; run it first")
+    if not (stored.path / "checkpoint.safetensors").exists():
+        raise ValueError(f"{said}{stored.path} came without its weights, which stay on the machine that trained them")
+    return e.rounds
+
+
+def _reads_rounds(method: type) -> str:
+    """The function of a user's own method that reads how many rounds there are; empty: there is none."""
+    own = (c for c in method.__mro__ if not c.__module__.startswith("fedlib."))
+    return next((n for c in own for n, f in vars(c).items() if "rounds" in _names(f)), "")
+
+
+def _names(value: Any) -> tuple[str, ...]:
+    return getattr(getattr(value, "__code__", None), "co_names", ())
