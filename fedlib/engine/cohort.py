@@ -8,13 +8,14 @@ Read next: ``stacks.py`` (what is stacked), ``stages.py``, ``batches.py``, ``opt
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 
 from ..core.profiling import phase
 from ..core.rng import torch_generator
-from ..core.slices import NOTHING
+from ..core.slices import NOTHING, Slice, take, within
 from ..layers.norms import statistics
 from ..methods.jobs import Member, Round, Server, Stage
 from ..methods.losses import Batch
@@ -151,13 +152,14 @@ class Cohort:
 
     def train(
         self, loss: Loss, stage: Stage = Stage(), gradient: Callable[[str, torch.Tensor], torch.Tensor] | None = None,
-        models: str | None = None,
+        models: str | None = None, part_at: Callable[[int], Slice] | None = None,
     ) -> None:  # fmt: skip
         """One optimiser run from ``params``, in place. A second run of a round goes on drawing where the first stopped.
 
         ``gradient(name, p)`` is added before clipping, where the loss reaches p. Members that ran out of batches stand
         still, and so do those of another name than ``models``. A loss is (M,), one number for each member. A stage none
-        of whose parameters is trainable is over at once.
+        of whose parameters is trainable is over at once. ``part_at(step)`` is the part of what members hold that runs
+        in a step; ``Batch.whole`` gives the outputs of all of it.
         """
         e, device = self.experiment, self.data.inputs.device
         names = [n for n in self.params if trains(stage, self.setting.infos[n], len(self.held))]
@@ -172,20 +174,21 @@ class Cohort:
         rate = stage.lr if stage.lr is not None else round_rate(e, self.t)
         forward, route = self.forward, route_of(stage, self.forward.route, len(self.held))
         forward.tensors = (forward.tensors[0], self.params)  # a method may have others by now
-        if stage.without:  # the cache ran them
+        if stage.without or part_at is not None:  # the cache ran what this stage does not
             forward.cache = None
         with phase("forward"):
             forward.place_(training=True).fill(batches.examples)
             forward.place_(training=True, generators=self._generators)
         optimiser = build_optimiser(e, leaves, [self.rows[n] for n in names])
         ahead, before = None, self._ahead if stage.units is not None else None
-        if units := units_ahead(self.federation, forward, self.clients, stage, names):
+        units = units_ahead(self.federation, forward, self.clients, stage, names) if part_at is None else 0
+        if units:
             with phase("forward"):
                 ahead = Ahead(self.federation, forward, self.clients, stage, units, batches, before)
         self._ahead, before = ahead if stage.units is not None else None, None
         total, scratch = torch.zeros(len(self.members), device=device), {}
         for step in range(len(batches.width)):
-            batch = self._run(batches, step, route, ahead, scratch)
+            batch = self._run(batches, step, route, ahead, scratch, part_at)
             with phase("forward"):
                 losses = loss(batch)
             with phase("backward"):
@@ -219,8 +222,11 @@ class Cohort:
             forward.answer(forward.inputs(rows), weights, watch=watch)
             yield seen[unit].flatten(2), self.data.labels[rows], weights
 
-    def _run(self, batches: Batches, step: int, route: Route, ahead: Ahead | None, scratch: dict) -> Batch:
-        """Run the members on the inputs of one step."""
+    def _run(
+        self, batches: Batches, step: int, route: Route, ahead: Ahead | None, scratch: dict,
+        part_at: Callable[[int], Slice] | None,
+    ) -> Batch:  # fmt: skip
+        """Run the members, or their part of this step, on its inputs."""
         width, features = batches.width[step], {}
         rows, weights = batches.rows[step, :, :width], batches.weights[step, :, :width]
         with phase("data"):
@@ -233,13 +239,29 @@ class Cohort:
                 features[exit_of[unit]] = feature
 
         with phase("forward"):
-            outputs = self.forward(x, weights, route, watch)
-        self.params.update({n: s for n, s in statistics(self.model).items() if n in self.params})  # as it left them
+            if part_at is not None:
+                outputs = self._narrowed(part_at(step))(x, weights, route, watch)
+            else:
+                outputs = self.forward(x, weights, route, watch)
+                left = statistics(self.model).items()  # as it left them
+                self.params.update({n: s for n, s in left if n in self.params})
         held = self.held
         if route.exit is not None:  # nobody else answers
             held = held * torch.eye(len(held), device=held.device)[route.exit, :, None]
         return Batch(
             outputs, self.data.labels[rows], weights, held, self.t, self.experiment.rounds, scratch, features,
             self.stack.owners, lambda name: self.teachers[name].at(batches, step, x), self.stack.label_counts,
-            self.federation.task,
+            self.federation.task, lambda: self.forward.place_(True, self._generators)(x, weights, route),
         )  # fmt: skip
+
+    def _narrowed(self, part: Slice) -> Forward:
+        """The members' ``part``, in place: views of their tensors, where its indices follow one another."""
+        inner = within(part, self.slices[0])
+
+        def narrow(name: str, p: torch.Tensor) -> torch.Tensor:
+            info = self.setting.infos[name]
+            stacked = (None,) * (p.dim() - len(info.shape))
+            return take(p, replace(info, axes=(*stacked, *info.axes), shape=tuple(p.shape)), inner)
+
+        tensors = [{n: narrow(n, p) for n, p in some.items()} for some in self.forward.tensors]
+        return Forward(self.model, self.slices, *tensors, data=self.data).place_(True, self._generators)

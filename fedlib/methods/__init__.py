@@ -27,6 +27,7 @@ from .sliced.fedavg_level1 import FedAvgLevel1
 from .sliced.feddf import FedDF
 from .sliced.fedepth import FeDepth
 from .sliced.fedrolex import FedRolex
+from .sliced.fjord import FjORD
 from .sliced.flexlora import FlexLoRA
 from .sliced.flora import FLoRA
 from .sliced.heterofl import HeteroFL
@@ -47,6 +48,7 @@ METHODS: dict[str, type[Method]] = {
     "decoupled": Decoupled,
     "heterofl": HeteroFL,
     "fedrolex": FedRolex,
+    "fjord": FjORD,
     "scalefl": ScaleFL,
     "scalefl_vit": ScaleFLViT,
     "feddf": FedDF,

@@ -11,6 +11,7 @@ import torch
 
 from ..core.clients import Client
 from ..core.experiment import Experiment
+from ..core.slices import Slice
 from ..models.exit_model import ExitModel
 from .jobs import Setting, Stage
 from .losses import Batch
@@ -45,9 +46,13 @@ class Cohort(Protocol):
         ...
 
     def train(
-        self, loss: Loss, stage: Stage = ..., gradient: Gradient | None = None, models: str | None = None
-    ) -> None:
-        """One optimiser run on ``params``, in place; ``gradient`` is added to the loss's, ``models`` alone move."""
+        self, loss: Loss, stage: Stage = ..., gradient: Gradient | None = None, models: str | None = None,
+        part_at: Callable[[int], Slice] | None = None,
+    ) -> None:  # fmt: skip
+        """One optimiser run on ``params``, in place; ``gradient`` is added to the loss's, ``models`` alone move.
+
+        ``part_at(step)`` is what runs in a step, of what members hold.
+        """
 
     def answers(self, exit: int = -1) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
         """(features (M, B, d), labels, weights) at ``exit`` over the clients' own examples, in order."""
