@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from ..core.validation import Scalar, check_fields, did_you_mean
 from .base import Method
 from .jobs import Arrived, Member, Round, Server, Serving, Setting, Stage
-from .losses import Distillation
 from .personal.cafedistill import CAFEDistill
 from .personal.ditto import Ditto
 from .personal.fedamp import FedAMP
@@ -79,7 +78,7 @@ RENAMED = {"scalefl_original": "scalefl"}
 OLD_OPTIONS = {"update_norm": "clip_norm"}  # what stored runs call them
 
 __all__ = [
-    "METHODS", "Arrived", "Distillation", "Member", "Method", "Round", "Server", "ServerStep", "Serving", "Setting",
+    "METHODS", "Arrived", "Member", "Method", "Round", "Server", "ServerStep", "Serving", "Setting",
     "Stage", "build_method", "register",
 ]  # fmt: skip
 

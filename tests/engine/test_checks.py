@@ -77,7 +77,12 @@ def test_a_backbone_of_one_channel_does_not_read_colours(tmp_path, monkeypatch):
         ("fedavg", {"zeta": 0.3}, "options of fedavg: unknown key 'zeta'"),
         ("reefl", {"distill": "none", "temperature": 2}, "temperature = 2.0 has no effect with distill = 'none'"),
         ("reefl", {"kd_weight": 0.5, "ramp_fraction": 0.1}, "ramp_fraction = 0.1 has no effect with kd_weight = 0.5"),
-        ("depthfl", {"zeta": 0.3}, "zeta = 0.3 has no effect with distill = 'mutual'; it needs distill = 'best'"),
+        (
+            "reefl",
+            {"distill": "none", "zeta": 0.3},
+            "zeta = 0.3 has no effect with distill = 'none'; it needs distill = 'best'",
+        ),
+        ("reefl", {"distill": "mutual"}, "distill = 'mutual' is not possible; allowed: best, none"),
         ("reefl", {"beta1": 0.5}, "beta1 = 0.5 has no effect with aggregation = 'mean'"),
         ("inclusivefl", {"momentum_distill": False, "beta": 0.5}, "beta = 0.5 has no effect with momentum_distill"),
         ("reefl", {"use_ree": False, "ree_width": 32}, "ree_width = 32 has no effect with use_ree = False"),
@@ -185,7 +190,7 @@ def test_what_text_cannot_do_is_said_before_any_compute(change, message):
 
 
 VALID = dict(
-    method="depthfl", options={"distill": "best", "zeta": 0.3}, dataset="mnist", num_train=100, num_test=None,
+    method="depthfl", options={"temperature": 0.3}, dataset="mnist", num_train=100, num_test=None,
     partition="dirichlet", dirichlet_alpha=0.5, classes_per_client=2, augment="crop", crop_pad=2, crop_scale=0.1,
     backbone="deit_micro", pretrained=True, finetune="frozen", finetune_options={}, num_exits=4,
     exit_blocks=[2, 5, 8, 11], num_clients=20, clients_per_round=5, budgets="uniform", rounds=3, local_epochs=1,

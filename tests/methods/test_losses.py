@@ -5,14 +5,7 @@ import math
 import torch
 
 from fedlib.data.tasks import IGNORED, NextToken, Regression
-from fedlib.methods.losses import (
-    Batch,
-    cross_entropies,
-    kl_to_teacher,
-    last_exit,
-    mutual_kl,
-    running_best_exit,
-)  # fmt: skip
+from fedlib.methods.losses import Batch, cross_entropies, kl_to_teacher, last_exit
 from tests.helpers.two_exits import LN2, LN3, two_exits
 
 
@@ -67,37 +60,6 @@ def test_teacher_gets_no_gradient_from_distillation():
     torch.testing.assert_close(batch.outputs.grad[0, 0, 0], torch.tensor([-0.25, 0.25]))
 
 
-def test_mutual_kl_averages_over_the_others():
-    # two exits: (KL(p_1||p_0) + KL(p_0||p_1)) / (2 - 1) = (3/4 ln 3 - ln 2) + (ln 2 - 1/2 ln 3) = 1/4 ln 3
-    torch.testing.assert_close(mutual_kl(two_exits()), torch.tensor([LN3 / 4]))
-    assert mutual_kl(two_exits(held=((1.0,), (0.0,)))) == 0
-
-
-def test_mutual_kl_equals_the_double_loop():
-    g = torch.Generator().manual_seed(0)
-    logits, held = torch.randn(4, 3, 5, 7, generator=g), torch.tensor([[1, 1, 1], [1, 1, 0], [1, 0, 0], [1, 0, 0.0]])
-    batch = Batch(logits, torch.zeros(3, 5, dtype=torch.long), torch.full((3, 5), 0.2), held)
-    for k, n in enumerate((4, 2, 1)):
-        logp = logits[:n, k].log_softmax(-1)
-        pairs = [(logp[j].exp() * (logp[j] - logp[i])).sum(-1).mean() for i in range(n) for j in range(n) if i != j]
-        expected = sum(pairs) / (n - 1) if pairs else torch.tensor(0.0)
-        torch.testing.assert_close(mutual_kl(batch)[k], expected)
-
-
-def test_running_best_exit_keeps_an_estimate_from_zero():
-    # zeta = 0.2, two exits. CE (1, 2): L = (0.2, 0.4) -> 0. CE (4, 1): L = (0.96, 0.52) -> 1. The batch alone also says 1.
-    # CE (0.5, 1.5): L = (0.868, 0.716) -> 1 although the batch alone says 0.
-    batch, batch_only = two_exits(), two_exits()
-    chosen, alone = [], []
-    for ce in ([1.0, 2.0], [4.0, 1.0], [0.5, 1.5]):
-        values = torch.tensor(ce).unsqueeze(1)
-        chosen.append(running_best_exit(batch, values, 0.2).item())
-        alone.append(running_best_exit(batch_only, values, 1.0).item())
-    assert chosen == [0, 1, 1] and alone == [0, 1, 0]
-    torch.testing.assert_close(batch.scratch["running_loss"], torch.tensor([[0.868], [0.716]]))
-
-
 def test_teachers_are_held():
     batch = two_exits(held=((1.0,), (0.0,)))
-    assert running_best_exit(batch, torch.tensor([[5.0], [0.0]]), 0.2).item() == 0
     assert last_exit(batch).item() == 0 and last_exit(two_exits()).item() == 1

@@ -2,7 +2,7 @@
 
 Client (budget r): blocks and classifiers up to exit r; sum of cross-entropies + eta/(r-1) * mutual KL + FedDyn's term.
 Server: FedDyn on the unweighted mean over holders.
-Read next: ``losses.mutual_kl``, ``server.train_with_feddyn`` (the client's term), ``server.feddyn_step``.
+Read next: ``server.train_with_feddyn`` (the client's term), ``server.feddyn_step``.
 
 Deviations: as in ReeFL's release, every exit has the same LN + Linear classifier (the original grows them:
 ``exit_head="towers"`` on a ResNet), and FedDyn's server divides by all clients, not by those whose budget includes the
@@ -11,29 +11,44 @@ stages), the whole net where it has all; one that cannot even hold the first tak
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
 import torch
+from annotated_types import Ge, Le
 
 from ...core.clients import Client
 from ...core.slices import Slice
-from ..base import Method
+from ...core.validation import Positive, When
 from ..jobs import Round, Server, Setting
-from ..losses import Batch, Distillation, cross_entropies, mutual_kl
+from ..losses import Batch, cross_entropies, ramp_up
 from ..memory_budgets import MemoryBudgets, prefixes_that_fit
 from ..server import ServerStep
 
+TAUGHT = When(distill="mutual")
+
 
 @dataclass(frozen=True)
-class DepthFL(MemoryBudgets, Distillation, ServerStep, Method):
+class DepthFL(MemoryBudgets, ServerStep):
     """Table 3: ``aggregation="mean", weighting="examples"`` is the FedAvg variant; ``distill="none"`` is without KD."""
 
     label, color, marker = "DepthFL", "#0072b2", "s"
 
-    distill: Literal["none", "best", "mutual", "last"] = "mutual"
+    distill: Literal["mutual", "none"] = "mutual"
+    kd_weight: Annotated[float | None, Ge(0), TAUGHT] = None  # eta; None: ramped up over the first rounds
+    # of the rounds until eta = 1; 300 of 1000 in ReeFL's release
+    ramp_fraction: Annotated[float, Ge(0), Le(1), TAUGHT, When(kd_weight=None)] = 0.3
+    temperature: Annotated[Positive, TAUGHT] = 1.0  # tau
     aggregation: Literal["mean", "feddyn", "fedadam"] = "feddyn"
     weighting: Literal["examples", "clients"] = "clients"
+
+    @property
+    def needs_classes(self) -> str:
+        return "distill = 'mutual'" if self.distill == "mutual" else ""
+
+    @property
+    def paced_by(self) -> str:
+        return "ramp_fraction" if self.distill != "none" and self.kd_weight is None else ""
 
     def eligible(self, budgets: np.ndarray, setting: Setting) -> np.ndarray:
         if not self.shares or setting.measure is None:
@@ -49,6 +64,21 @@ class DepthFL(MemoryBudgets, Distillation, ServerStep, Method):
 
     def local_loss(self, batch: Batch) -> torch.Tensor:
         """sum_e CE_e + eta/(n-1) * sum_i sum_{j != i} KL(p_j || p_i) over the n exits held, (M,)."""
-        if self.distill != "mutual":  # Table 3: none
-            return super().local_loss(batch)
-        return cross_entropies(batch).sum(0) + self.eta(batch) * mutual_kl(batch, self.temperature)
+        ce = cross_entropies(batch).sum(0)
+        if self.distill == "none":  # Table 3
+            return ce
+        eta = ramp_up(batch.t, self.ramp_fraction * batch.rounds) if self.kd_weight is None else self.kd_weight
+        return ce + eta * mutual_kl(batch, self.temperature)
+
+
+def mutual_kl(batch: Batch, temperature: float = 1.0) -> torch.Tensor:
+    """Deep mutual learning, (K,): 1/(n-1) * sum_i sum_{j != i} KL(p_j || p_i), p_j detached, n exits held."""
+    logp = (batch.outputs / temperature).log_softmax(-1)
+    held = batch.held[..., None, None]  # (E, K, 1, 1)
+    p = logp.detach().exp() * held
+    negative_entropy = (p * logp.detach()).sum(-1)  # (E, K, B)
+    others = p.sum(0) - p  # sum of p_j over j != i
+    kl = (negative_entropy.sum(0) - negative_entropy) - (others * logp).sum(-1)
+    n = batch.held.sum(0)
+    total = ((kl * batch.weights).sum(-1) * batch.held).sum(0) * temperature**2
+    return total / (n - 1).clamp(min=1)

@@ -9,14 +9,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..base import Method
 from ..jobs import Setting
-from ..losses import Distillation
 from ..server import ServerStep
 
 
 @dataclass(frozen=True)
-class ExclusiveFL(Distillation, ServerStep, Method):
+class ExclusiveFL(ServerStep):
     """FedAvg over the clients of the largest budget, loss = sum of all exits' cross-entropies."""
 
     label, color, marker = "ExclusiveFL", "#868a8e", "v"

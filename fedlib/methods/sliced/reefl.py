@@ -2,38 +2,44 @@
 
 Client (budget r): blocks up to exit r and the whole of Ree; minimise Eq. 5 with the exit of lowest running loss as
 teacher of the others (Eq. 6). Server: the mean over the clients that hold a parameter, weighted by examples.
-Read next: ``models/ree.py`` for Eqs. 2-4, ``methods/losses.py`` for Eqs. 5-6.
+Read next: ``models/ree.py`` for Eqs. 2-4, ``methods/losses.py`` for Eq. 6.
 
 Deviations: the running loss restarts with every local training, from zero, as released; the paper says per client.
 Ree's positions are averaged over all clients although shallow ones never move the deep rows, as released. The ramp of
 eta is a fraction of the rounds (0.3), so that shorter experiments see it too; 300 of 1000 rounds in the paper.
 """
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
 import torch
+from annotated_types import Ge, Le
 
 from ...core.experiment import Experiment
 from ...core.validation import Count, Positive, When
 from ...models.backbone import Spec
 from ...models.exits import Head, SharedClassifier
 from ...models.ree import Ree
-from ..base import Method
-from ..jobs import Setting
-from ..losses import Batch, Distillation, cross_entropies, kl_to_teacher, running_best_exit
+from ..jobs import Arrived, Round, Server, Setting
+from ..losses import Batch, cross_entropies, kl_to_teacher, ramp_up
 from ..server import ServerStep
 
-REE = When(use_ree=True)
+REE, TAUGHT = When(use_ree=True), When(distill="best")
 
 
 @dataclass(frozen=True)
-class ReeFL(Distillation, ServerStep, Method):
+class ReeFL(ServerStep):
     """Ree's shape and the paper's ablations are fields."""
 
     label, color, marker = "ReeFL", "#d55e00", "o"
 
-    distill: Literal["none", "best", "mutual", "last"] = "best"  # Table 3: none
+    distill: Literal["best", "none"] = "best"  # who teaches (L_kl, Eq. 5); Table 3: none
+    kd_weight: Annotated[float | None, Ge(0), TAUGHT] = None  # eta; None: ramped up over the first rounds
+    # of the rounds until eta = 1; the paper's 300 of 1000
+    ramp_fraction: Annotated[float, Ge(0), Le(1), TAUGHT, When(kd_weight=None)] = 0.3
+    temperature: Annotated[Positive, TAUGHT] = 1.0  # tau, Eq. 6
+    zeta: Annotated[Positive, Le(1), TAUGHT] = 0.2  # running estimate of the loss
     modulate: Annotated[bool, REE] = True  # Eq. 4; Table 4: False
     history: Annotated[Literal["modulated", "raw"], REE] = "modulated"  # raw: Eq. 2 as printed
     only_at_exits: Annotated[bool, REE] = False  # Table 5: True
@@ -41,6 +47,10 @@ class ReeFL(Distillation, ServerStep, Method):
     ree_width: Annotated[Count, REE] = 16  # bottleneck of Ree's attention
     ree_heads: Annotated[Count, REE] = 8
     ree_mlp_ratio: Annotated[Positive, REE] = 1.35
+
+    @property
+    def paced_by(self) -> str:
+        return "ramp_fraction" if self.distill != "none" and self.kd_weight is None else ""
 
     def build_head(self, spec: Spec, num_classes: int, exit_units: tuple[int, ...]) -> Head:
         (dim,) = spec.feature(0)
@@ -74,8 +84,25 @@ class ReeFL(Distillation, ServerStep, Method):
 
     def local_loss(self, batch: Batch) -> torch.Tensor:
         """Eq. 5, (M,): sum_e CE_e + eta * L_kl, Eq. 6 with the exit of lowest running loss as teacher."""
-        if self.distill != "best":  # Table 3: none
-            return super().local_loss(batch)
         ce = cross_entropies(batch)  # (E, M)
-        teacher = running_best_exit(batch, ce, self.zeta)
-        return ce.sum(0) + self.eta(batch) * kl_to_teacher(batch, teacher, self.temperature)
+        if self.distill == "none":
+            return ce.sum(0)
+        eta = ramp_up(batch.t, self.ramp_fraction * batch.rounds) if self.kd_weight is None else self.kd_weight
+        return ce.sum(0) + eta * kl_to_teacher(batch, running_best_exit(batch, ce, self.zeta), self.temperature)
+
+    def aggregate(self, server: Server, arrived: Arrived, r: Round) -> Server:
+        """The mean over the clients that hold an entry, weighted by examples; or a step of FedDyn or FedAdam on it."""
+        if self.aggregation != "mean":
+            return super().aggregate(server, arrived, r)
+        return replace(server, t=r.t, params=server.params | arrived.mean.result(server.params))
+
+
+def running_best_exit(batch: Batch, ce: torch.Tensor, zeta: float) -> torch.Tensor:
+    """The teacher (K,): argmin over held exits of the running loss, L <- (1 - zeta) L + zeta CE, from L = 0.
+
+    The current batch counts. The running loss lives in ``scratch``: it restarts with every local training. zeta = 1
+    selects by the mini-batch's own loss.
+    """
+    past = batch.scratch.get("running_loss", torch.zeros_like(ce))
+    batch.scratch["running_loss"] = (1 - zeta) * past + zeta * ce.detach()
+    return batch.scratch["running_loss"].masked_fill(batch.held == 0, math.inf).argmin(0)

@@ -27,7 +27,7 @@ from ...core.validation import Positive
 from ...models.backbone import Spec
 from ...models.vit import ViTSpec
 from ..base import Method
-from ..losses import Batch, cross_entropies, kl_to_last
+from ..losses import Batch, cross_entropies, last_exit
 from ..scaling import Levels
 
 
@@ -73,3 +73,11 @@ def exit_shares(held: torch.Tensor) -> torch.Tensor:
     """i / (j (j+1) / 2) for the i-th of a member's j exits, (E, M); they sum to one. Zero where it is not held."""
     place = held.cumsum(0) * held
     return place / place.sum(0)
+
+
+def kl_to_last(batch: Batch, temperature: float, detach: bool = True) -> torch.Tensor:
+    """tau^2 KL(p_last || p_e) of each held exit e, (E, M), averaged over the batch; the last's own is zero."""
+    teacher = batch.outputs[last_exit(batch), torch.arange(batch.outputs.shape[1], device=batch.outputs.device)]
+    teacher = teacher.detach() if detach else teacher
+    kl = batch.task.kl(teacher.expand_as(batch.outputs), batch.outputs, batch.labels, temperature)  # (E, M, B)
+    return (kl * batch.weights).sum(-1) * batch.held * temperature**2

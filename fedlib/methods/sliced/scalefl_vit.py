@@ -20,28 +20,28 @@ from annotated_types import Ge, Le
 from ...core.clients import Client
 from ...core.experiment import Experiment
 from ...core.slices import Slice
-from ...core.validation import Positive
+from ...core.validation import Positive, When
 from ...models.backbone import Spec
 from ...models.vit import ViTSpec
-from ..base import Method
 from ..jobs import Round, Server, Setting
-from ..losses import TAUGHT, Batch, Distillation, cross_entropies, kl_to_teacher, last_exit
+from ..losses import Batch, cross_entropies, kl_to_teacher, last_exit
 from ..server import ServerStep
 from ..widths import CUTTABLE, uncut
 
+TAUGHT = When(distill="last")
 BLOCKS = {4: (3, 5, 8, 11), 12: tuple(range(12))}
 WIDTHS = {4: (0.4, 0.55, 0.75, 1.0),
           12: (0.25, 0.3, 0.35, 0.4, 0.48, 0.55, 0.61, 0.69, 0.75, 0.84, 0.92, 1.0)}  # fmt: skip
 
 
 @dataclass(frozen=True)
-class ScaleFLViT(Distillation, ServerStep, Method):
+class ScaleFLViT(ServerStep):
     """Widths and exit placement default to the paper's for 4 and 12 exits."""
 
     label, color, marker = "ScaleFL", "#37ad70", "^"
 
-    distill: Literal["none", "best", "mutual", "last"] = "last"
-    kd_weight: Annotated[float | None, Ge(0), TAUGHT] = 0.05  # eta, constant
+    distill: Literal["last", "none"] = "last"
+    kd_weight: Annotated[float, Ge(0), TAUGHT] = 0.05  # eta, constant
     temperature: Annotated[Positive, TAUGHT] = 3.0  # tau
     weighting: Literal["examples", "clients"] = "clients"
     widths: tuple[Annotated[Positive, Le(1)], ...] | None = None  # one per exit, increasing to 1
@@ -72,10 +72,10 @@ class ScaleFLViT(Distillation, ServerStep, Method):
 
     def local_loss(self, batch: Batch) -> torch.Tensor:
         """sum_e CE_e + eta * tau^2 sum_e KL(p_last || p_e), (M,)."""
-        if self.distill != "last":
-            return super().local_loss(batch)
-        kl = kl_to_teacher(batch, last_exit(batch), self.temperature)
-        return cross_entropies(batch).sum(0) + self.eta(batch) * kl
+        ce = cross_entropies(batch).sum(0)
+        if self.distill == "none":
+            return ce
+        return ce + self.kd_weight * kl_to_teacher(batch, last_exit(batch), self.temperature)
 
     def slice_for(self, client: Client, server: Server, r: Round) -> Slice:
         return self._of_budget(client.budget, r.setting)

@@ -31,7 +31,7 @@ from ...models.exit_model import ExitModel
 from ...models.maps import MapSpec
 from ..base import Method
 from ..jobs import Arrived, Member, Round, Server, Serving, Setting
-from ..losses import Batch, cross_entropies, zero_absent_in_batch
+from ..losses import Batch, cross_entropies
 from ..memory_budgets import MemoryBudgets
 from ..widths import check_cuttable
 
@@ -149,3 +149,10 @@ class SplitMix(MemoryBudgets, Method):
 
     def _order(self, cycle: int, seed: int) -> list[int]:
         return numpy_generator(seed, "bases", cycle).permutation(self.bases).tolist()
+
+
+def zero_absent_in_batch(batch: Batch) -> Batch:
+    """``batch`` with zero for the outputs of classes without an example in the member's batch."""
+    present = batch.outputs.new_zeros(batch.labels.shape[0], batch.outputs.shape[-1])  # (M, C)
+    present.scatter_reduce_(1, batch.labels, (batch.weights > 0).to(present.dtype), "amax")
+    return replace(batch, outputs=batch.outputs * present[:, None])

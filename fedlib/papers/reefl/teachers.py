@@ -11,7 +11,8 @@ from ...core.clients import clients_of
 from ...engine.cohort import Cohort
 from ...engine.federation import Federation
 from ...methods import Round, Server, Stage
-from ...methods.losses import Batch, cross_entropies, running_best_exit
+from ...methods.losses import Batch, cross_entropies
+from ...methods.sliced.reefl import running_best_exit
 from ...report.style import axes_of, color_of, finish, plain, styled
 
 

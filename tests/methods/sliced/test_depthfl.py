@@ -1,10 +1,13 @@
-"""DepthFL's server."""
+"""DepthFL's server, and its mutual learning by hand."""
 
 import pytest
 import torch
 
 from fedlib.methods import Server, build_method
+from fedlib.methods.losses import Batch
+from fedlib.methods.sliced.depthfl import mutual_kl
 from tests.helpers.server_rounds import infos, one_round, setting, two_clients
+from tests.helpers.two_exits import LN3, two_exits
 
 
 def test_depthfl_aggregates_with_feddyn_over_all_clients():
@@ -16,3 +19,20 @@ def test_depthfl_aggregates_with_feddyn_over_all_clients():
     # high: mean 3, n/N = 1/4 (all four clients, not those with the budget): 3 + 0.25 * 4 = 4
     assert new.params["low"].item() == pytest.approx(-2) and new.params["high"].item() == pytest.approx(4)
     assert new.memory["h/low"].item() == pytest.approx(-0.1 * 0.5 * -2)
+
+
+def test_mutual_kl_averages_over_the_others():
+    # two exits: (KL(p_1||p_0) + KL(p_0||p_1)) / (2 - 1) = (3/4 ln 3 - ln 2) + (ln 2 - 1/2 ln 3) = 1/4 ln 3
+    torch.testing.assert_close(mutual_kl(two_exits()), torch.tensor([LN3 / 4]))
+    assert mutual_kl(two_exits(held=((1.0,), (0.0,)))) == 0
+
+
+def test_mutual_kl_equals_the_double_loop():
+    g = torch.Generator().manual_seed(0)
+    logits, held = torch.randn(4, 3, 5, 7, generator=g), torch.tensor([[1, 1, 1], [1, 1, 0], [1, 0, 0], [1, 0, 0.0]])
+    batch = Batch(logits, torch.zeros(3, 5, dtype=torch.long), torch.full((3, 5), 0.2), held)
+    for k, n in enumerate((4, 2, 1)):
+        logp = logits[:n, k].log_softmax(-1)
+        pairs = [(logp[j].exp() * (logp[j] - logp[i])).sum(-1).mean() for i in range(n) for j in range(n) if i != j]
+        expected = sum(pairs) / (n - 1) if pairs else torch.tensor(0.0)
+        torch.testing.assert_close(mutual_kl(batch)[k], expected)

@@ -12,7 +12,8 @@ from fedlib import Execution, Experiment, build_federation, run_rounds
 from fedlib.core.rng import torch_generator
 from fedlib.engine.serving import client_outputs
 from fedlib.methods import Round, build_method
-from fedlib.methods.losses import Batch, cross_entropies, zero_absent_at_client, zero_absent_in_batch
+from fedlib.methods.losses import Batch, cross_entropies, zero_absent_at_client
+from fedlib.methods.sliced.splitmix import zero_absent_in_batch
 from fedlib.models import registry
 from fedlib.models.resnet import ResNetSpec
 from tests.helpers.plain_convnets import PlainResNet, plain_name

@@ -1,4 +1,4 @@
-"""ReeFL's loss, by hand."""
+"""ReeFL's loss and its teacher, by hand."""
 
 import math
 
@@ -7,6 +7,7 @@ import torch
 
 from fedlib.methods import build_method
 from fedlib.methods.losses import ramp_up
+from fedlib.methods.sliced.reefl import running_best_exit
 from tests.helpers.two_exits import LN2, LN3, two_exits
 
 
@@ -27,3 +28,21 @@ def test_local_loss_is_eq5():
     torch.testing.assert_close(build_method("reefl", {}).local_loss(batch), torch.tensor([expected]))
     plain = build_method("reefl", {"distill": "none"}).local_loss(two_exits())
     torch.testing.assert_close(plain, torch.tensor([LN2 + math.log(4 / 3)]))
+
+
+def test_running_best_exit_keeps_an_estimate_from_zero():
+    # zeta = 0.2, two exits. CE (1, 2): L = (0.2, 0.4) -> 0. CE (4, 1): L = (0.96, 0.52) -> 1. The batch alone also says 1.
+    # CE (0.5, 1.5): L = (0.868, 0.716) -> 1 although the batch alone says 0.
+    batch, batch_only = two_exits(), two_exits()
+    chosen, alone = [], []
+    for ce in ([1.0, 2.0], [4.0, 1.0], [0.5, 1.5]):
+        values = torch.tensor(ce).unsqueeze(1)
+        chosen.append(running_best_exit(batch, values, 0.2).item())
+        alone.append(running_best_exit(batch_only, values, 1.0).item())
+    assert chosen == [0, 1, 1] and alone == [0, 1, 0]
+    torch.testing.assert_close(batch.scratch["running_loss"], torch.tensor([[0.868], [0.716]]))
+
+
+def test_the_best_exit_is_held():
+    batch = two_exits(held=((1.0,), (0.0,)))
+    assert running_best_exit(batch, torch.tensor([[5.0], [0.0]]), 0.2).item() == 0
