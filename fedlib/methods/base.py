@@ -159,9 +159,9 @@ class Method(UploadOptions):
         return 1.0
 
     def travels(
-        self, shared: Mapping[str, int], setting: Setting, e: Experiment
+        self, shared: Mapping[str, int], client: Client, setting: Setting, e: Experiment
     ) -> tuple[Collection[int], Collection[int]]:
-        """Sizes of the tensors that a client receives, and sends: what costs count.
+        """Sizes of the tensors that ``client`` receives, and sends: what costs count.
 
         ``shared``: sizes by name of what of its model is trained and not personal.
         """

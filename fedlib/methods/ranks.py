@@ -5,7 +5,7 @@ alpha / r of the largest rank, so that holding fewer ranks is cutting the produc
 A method whose clients differ in rank names :class:`Ranks` before ``Method``.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, ClassVar
@@ -42,6 +42,13 @@ class Ranks(Method):
 
     def num_budgets(self, num_exits: int) -> int:
         return len(self.rank_shares)
+
+    def sizes(self, depth: int) -> Sequence[float]:
+        """Thirty-seconds of the rank."""
+        return [(k + 1) / 32 for k in range(32)]
+
+    def of_sizes(self, sizes: Sequence[float]) -> dict[str, object]:
+        return {"num_exits": 1, "options": {"rank_shares": tuple(sizes)}}
 
     def check(self, setting: Setting, e: Experiment) -> None:
         name = type(self).__name__.lower()

@@ -50,21 +50,21 @@ class Shapes:
         infos = self.setting.infos
         return {n: take(p, infos[n], part) for n, p in params.items() if part.holds(infos[n])}
 
-    def upload_mib(self, part: Slice) -> float:
-        """What a client that holds ``part`` sends back, compressed as the method's options say."""
-        _, sizes = self.travels(part)
+    def upload_mib(self, part: Slice, budget: int = 0) -> float:
+        """What a client of ``budget`` that holds ``part`` sends back, compressed as the method's options say."""
+        _, sizes = self.travels(part, budget)
         return self.method.upload_bits(sizes) / 8 / MIB
 
-    def download_mib(self, part: Slice) -> float:
+    def download_mib(self, part: Slice, budget: int = 0) -> float:
         """What such a client receives."""
-        sizes, _ = self.travels(part)
+        sizes, _ = self.travels(part, budget)
         return 4 * sum(sizes) / MIB
 
-    def travels(self, part: Slice) -> tuple[Collection[int], Collection[int]]:
+    def travels(self, part: Slice, budget: int = 0) -> tuple[Collection[int], Collection[int]]:
         """Sizes of the tensors that such a client receives, and sends."""
         held, infos = self.held(part, self.trainable), self.setting.infos
         shared = {n: p.numel() for n, p in held.items() if not self.method.personal(infos[n])}
-        return self.method.travels(shared, self.setting, self.experiment)
+        return self.method.travels(shared, Client(-1, budget, 0), self.setting, self.experiment)
 
     def forward(self, part: Slice) -> Forward:
         """What runs ``part``, blocks whole as on a device that may go on, its trained parameters wanting gradients."""

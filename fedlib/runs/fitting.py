@@ -19,7 +19,7 @@ from .costs import load_shapes
 from .prices import examples_per_client, num_classes
 
 SLACK = 0.05  # of a cap: exits are not free, and the whole model has one
-Cost = Literal["macs", "memory"]
+Cost = Literal["macs", "memory", "upload"]
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,8 @@ class Fitted:
 def fit(e: Experiment, caps: Sequence[float], of: Cost) -> Fitted:
     """``e`` with the largest sub-model for each class of devices whose cap on ``of`` is a share in ``caps``.
 
-    ``macs``: of a client's local training; ``memory``: its peak. Client i is of class i mod the number of caps.
+    ``macs``: of a client's local training; ``memory``: its peak; ``upload``: what it sends in a round. Client i is
+    of class i mod the number of caps.
     Raises ``ValueError`` for caps that decrease or leave (0, 1], for a method that offers no sizes, and for one whose
     smallest sub-model is over a cap, naming the class.
     """
@@ -44,12 +45,14 @@ def fit(e: Experiment, caps: Sequence[float], of: Cost) -> Fitted:
 
 
 def price(e: Experiment, of: Cost) -> list[float]:
-    """What local training takes with each budget: MACs of an example, forward, or its peak in MiB."""
+    """What local training takes with each budget: MACs of an example, forward, its peak or upload in MiB."""
     shapes = load_shapes(e, num_classes(e))
     setting = replace(shapes.setting, num_clients=e.num_clients, rounds=e.rounds, batch_size=e.batch_size)
     clients = [Client(-1, b, round(examples_per_client(e))) for b in range(shapes.budgets)]
     if of == "memory":
         return [shapes.method.training_mib(c, setting, e.batch_size) for c in clients]
+    if of == "upload":
+        return [shapes.upload_mib(part, b) for b, part in enumerate(shapes.slices)]
     macs = [setting.measure.macs(shapes.slice_for(c.budget)) for c in clients]
     return [m * shapes.method.effort(c, setting, e) for m, c in zip(macs, clients, strict=True)]
 

@@ -81,6 +81,25 @@ def test_levels_are_solved_for_the_caps():
     assert (np.array(found.prices) <= np.array([0.25, 1.0]) * (1 + SLACK)).all()
 
 
+def test_ranks_bases_and_rates_under_a_cap_on_upload():
+    """LoRA of rank 32 on q and v of twelve blocks of 64 features: 24 pairs of 2 * 64 numbers a rank, and a head of 778."""
+    found = fit(E.replace(method="hetlora"), (0.25, 0.5, 1.0), "upload")
+    ranks, whole = [-(-size * 32 // 1) for size in found.sizes], 778 + 24 * 128 * 32
+    assert ranks == [8, 16, 32] and found.experiment.options["rank_shares"] == found.sizes
+    assert found.prices == pytest.approx([(778 + 24 * 128 * r) / whole for r in ranks])
+    assert (778 + 24 * 128 * 9) / whole > 0.25 * (1 + SLACK)
+    with pytest.raises(ValueError, match="flexlora has nothing for class 1 under a cap of 0.125 on macs: the smallest"):
+        fit(E.replace(method="flexlora"), (0.125, 1.0), "macs")
+    mixed = fit(E.replace(method="splitmix", finetune="full", options={"bases": 4}), (0.25, 1.0), "upload")
+    assert mixed.sizes == (0.75, 1.0)  # three bases of a quarter of the width hold less than a quarter of the net
+    one, all_four = price(
+        mixed.experiment.replace(options={"bases": 4, "ratios": (0.25, 1.0)}, budgets=(0, 1)), "upload"
+    )
+    assert all_four == pytest.approx(4 * one)
+    narrow = fit(E.replace(method="fedrolex", finetune="full"), (0.25, 1.0), "upload")
+    assert narrow.prices[0] <= 0.25 * (1 + SLACK) and narrow.prices[1] == pytest.approx(1)
+
+
 def test_who_offers_nothing_and_what_is_no_cap_is_refused():
     with pytest.raises(ValueError, match="raffm has nothing for class 1 under a cap of 0.25 on macs: it offers no"):
         fit(E.replace(method="raffm"), (0.25, 1.0), "macs")

@@ -81,7 +81,9 @@ class FedProto(Rates, Method):
         """A forward pass for the prototypes is a third of an epoch."""
         return 1 + 1 / (3 * e.local_epochs) if self.collected == "afterwards" else 1.0
 
-    def travels(self, shared: Mapping[str, int], setting: Setting, e: Experiment) -> tuple[list[int], list[int]]:
+    def travels(
+        self, shared: Mapping[str, int], client: Client, setting: Setting, e: Experiment
+    ) -> tuple[list[int], list[int]]:
         """Prototypes and whether each is known; prototypes and how many examples there are of each."""
         sizes = [shared[f"{LAST}.weight"], shared[f"{LAST}.bias"]]  # as those of the last layer
         return sizes, sizes

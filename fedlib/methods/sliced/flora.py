@@ -57,7 +57,9 @@ class FLoRA(Ranks, Method):
     def serve(self, client: Client, server: Server, r: Round) -> Serving:
         return Serving((Member(client, self.slice_for(client, server, r)),))
 
-    def travels(self, shared: Mapping[str, int], setting: Setting, e: Experiment) -> tuple[list[int], list[int]]:
+    def travels(
+        self, shared: Mapping[str, int], client: Client, setting: Setting, e: Experiment
+    ) -> tuple[list[int], list[int]]:
         """The heads, and of every adapter the ranks of a round's clients; everybody's own adapters."""
         inner = {n for pair in factors(setting).values() for n in pair}
         heads, share = [n for name, n in shared.items() if name not in inner], sum(self.rank_shares)

@@ -16,7 +16,7 @@ transformer starts as it does everywhere.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar, Literal
 
@@ -136,6 +136,13 @@ class SplitMix(MemoryBudgets, Method):
     def training_mib(self, client: Client, setting: Setting, batch: int) -> float:
         """Its bases train side by side."""
         return self.count(client) * super().training_mib(client, setting, batch)
+
+    def travels(
+        self, shared: Mapping[str, int], client: Client, setting: Setting, e: Experiment
+    ) -> tuple[list[int], list[int]]:
+        """Of one base, for each that the client trains."""
+        sizes = [*shared.values()] * self.count(client)
+        return sizes, sizes
 
     def sizes(self, depth: int) -> Sequence[float]:
         return [(b + 1) / self.bases for b in range(self.bases)]
