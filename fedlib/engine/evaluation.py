@@ -70,15 +70,15 @@ def evaluate(federation: Federation, server: Server) -> Mapping[str, object]:
     ``others`` has each exit's further metrics, if the task has any (SQuAD's exact match, CoLA's accuracy). ``right``
     says which test examples every exit, then the ensemble, got right (:func:`unpacked`), where the metric counts them.
 
-    Exits are those that answer (``Method.answering``). All numbers are the task's metric, in percent. With noise also
-    the ``epsilon`` at ``delta`` that the rounds have cost.
+    Exits are those of ``Federation.answering``. All numbers are the task's metric, in percent. With noise also the
+    ``epsilon`` at ``delta`` that the rounds have cost.
 
     An exit that its sub-model does not hold is answered by the deepest that it holds before it. The mean is
     unweighted; the ensemble answers by the exits' mean outputs (ReeFL's release, facts 6.6).
     """
     labels, task = federation.data.test_labels, federation.task
-    answering = list(federation.method.answering(federation.setting.num_exits))
-    parts = [served_parts(federation, server)[j] for j in answering]
+    answering, every = federation.answering, served_parts(federation, server)
+    parts = [every[j] for j in answering]
     shared = all(p == parts[0] for p in parts)
     outputs = exit_logits(federation, server, parts[0]) if shared else None
 

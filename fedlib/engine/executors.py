@@ -179,7 +179,13 @@ def plan_cohorts(
     jobs: Sequence[Sequence[Member]], workers: int, size: int | None,
     program: Callable[[Client], Hashable] = lambda client: None,
 ) -> list[list[Member]]:  # fmt: skip
-    """Split the clients' ``jobs`` into cohorts of one shape and program, balanced in depth, at least one a worker."""
+    """Split the clients' ``jobs`` into cohorts of one shape and program, balanced in depth, at least one a worker.
+
+    A round lasts as long as its slowest worker, and a cohort as many steps as its largest client, each of the units
+    that its deepest member has. So jobs are sorted by depth and examples, and each group is dealt out like cards: all
+    its cohorts get deep and shallow clients, and as many. The plan depends on nothing but the jobs and the number of
+    workers asked for, so that a run repeats its sums.
+    """
 
     def depth(job: Sequence[Member]) -> int:
         return max(m.part.depth for m in job)

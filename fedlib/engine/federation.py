@@ -63,6 +63,12 @@ class Federation:
     def device(self) -> torch.device:
         return self.data.inputs.device
 
+    @property
+    def answering(self) -> list[int]:
+        """The exits that are evaluated."""
+        exits = list(range(self.setting.num_exits))
+        return exits[-1:] if self.method.last_answers else exits
+
     def candidates(self) -> np.ndarray:
         """Ids of the clients that may be sampled: the eligible with examples."""
         eligible = self.method.eligible(self.budgets, self.setting)

@@ -36,7 +36,7 @@ def evaluate_clients(f: Federation, server: Server, memories: Mapping) -> dict[s
     """
     scores: dict[int, list[float]] = {}
     broken: list[int] = []
-    early, exits = [], list(f.method.answering(f.setting.num_exits))
+    early, exits = [], f.answering
     for ids, outputs, labels, counts in client_outputs(f, server, memories):
         fine = outputs.isfinite() | (outputs == -torch.inf) if isinstance(f.task, Span) else outputs.isfinite()
         finite = fine.transpose(0, 1).flatten(1).all(1).tolist()  # padding repeats examples; no span starts in it

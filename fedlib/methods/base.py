@@ -38,6 +38,7 @@ class Method(UploadOptions):
     color: ClassVar[str]  # and draw it; without them, in a colour and marker that follow from its name
     marker: ClassVar[str]
     needs_models: ClassVar[bool] = False  # does ``aggregate`` ask for whole models?
+    last_answers: ClassVar[bool] = False  # do exits before the last only help to train, and are never asked?
     needs_extras: ClassVar[bool] = False  # or for what single clients send beside them?
     sends_model: ClassVar[bool] = True  # does any parameter leave a client?
     one_slice: ClassVar[bool] = True  # does a client send one model, of the same slice in every round?
@@ -224,10 +225,6 @@ class Method(UploadOptions):
         return replace(server, t=r.t, params={**server.params, **arrived.mean.result(server.params)})
 
     # --- answers -------------------------------------------------------------------------------------------------
-
-    def answering(self, num_exits: int) -> Sequence[int]:
-        """The exits that are evaluated: all."""
-        return range(num_exits)
 
     def model_for(self, exit: int, server: Server, r: Round) -> Slice | tuple[Slice, ...]:
         """The sub-model whose exit ``exit`` is evaluated on the central test set: the global model.

@@ -50,6 +50,7 @@ class FeDepth(MemoryBudgets, Method):
     label, color, marker = "FeDepth", "#6b006f", "o"
 
     version: ClassVar[int] = 2  # what is kept ahead of a stage counts as memory
+    last_answers: ClassVar[bool] = True  # the whole net's own head, not the auxiliary ones
 
     scenario: Literal["fair", "lack", "surplus", "own"] = "fair"
     slack: Annotated[float, Ge(0)] = SLACK
@@ -176,10 +177,6 @@ class FeDepth(MemoryBudgets, Method):
     def remembers(self) -> bool:
         """Peers stay with their clients."""
         return max(self.shares) >= 2 or super().remembers
-
-    def answering(self, num_exits: int) -> range:
-        """The whole net's own head."""
-        return range(num_exits - 1, num_exits)
 
     def serve(self, client: Client, server: Server, r: Round) -> Serving:
         return Serving((Member(client, r.setting.full()),))
