@@ -13,6 +13,7 @@ if TYPE_CHECKING:  # what ``__getattr__`` finds
     from .engine.federation import build_federation
     from .engine.rounds import run_rounds
     from .report.frames import runs_frame
+    from .runs.export import save_model
     from .runs.extend import extend
     from .runs.params import recipe
     from .runs.places import forget
@@ -22,12 +23,12 @@ wait_passively()
 
 __version__ = "0.1.0"
 __all__ = ["Experiment", "Execution", "build_federation", "extend", "forget", "recipe", "run", "run_all", "run_rounds",
-           "runs_frame", "wrap"]  # fmt: skip
+           "runs_frame", "save_model", "wrap"]  # fmt: skip
 
 _LAZY = {
     "Execution": "engine.executors", "run_rounds": "engine.rounds", "build_federation": "engine.federation",
-    "extend": "runs.extend", "forget": "runs.places", "run": "runs.store", "run_all": "runs.store",
-    "recipe": "runs.params", "wrap": "models.registry", "runs_frame": "report.frames",
+    "extend": "runs.extend", "save_model": "runs.export", "forget": "runs.places", "recipe": "runs.params",
+    "run": "runs.store", "run_all": "runs.store", "wrap": "models.registry", "runs_frame": "report.frames",
 }  # fmt: skip
 
 
