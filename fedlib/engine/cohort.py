@@ -33,6 +33,7 @@ from .teacher import Teacher
 
 Tensors = dict[str, torch.Tensor]
 Loss = Callable[[Batch], torch.Tensor]
+View = Callable[[str, torch.Tensor], torch.Tensor]
 
 
 class Cohort:
@@ -152,14 +153,14 @@ class Cohort:
 
     def train(
         self, loss: Loss, stage: Stage = Stage(), gradient: Callable[[str, torch.Tensor], torch.Tensor] | None = None,
-        models: str | None = None, part_at: Callable[[int], Slice] | None = None,
+        models: str | None = None, view: Callable[[int], View] | None = None,
     ) -> None:  # fmt: skip
         """One optimiser run from ``params``, in place. A second run of a round goes on drawing where the first stopped.
 
         ``gradient(name, p)`` is added before clipping, where the loss reaches p. Members that ran out of batches stand
         still, and so do those of another name than ``models``. A loss is (M,), one number for each member. A stage none
-        of whose parameters is trainable is over at once. ``part_at(step)`` is the part of what members hold that runs
-        in a step; ``Batch.whole`` gives the outputs of all of it.
+        of whose parameters is trainable is over at once. ``view(step)`` makes the tensors that run in a step, by
+        name, of those that are held, with gradients to them; ``Batch.whole`` gives the outputs of these.
         """
         e, device = self.experiment, self.data.inputs.device
         names = [n for n in self.params if trains(stage, self.setting.infos[n], len(self.held))]
@@ -174,21 +175,21 @@ class Cohort:
         rate = stage.lr if stage.lr is not None else round_rate(e, self.t)
         forward, route = self.forward, route_of(stage, self.forward.route, len(self.held))
         forward.tensors = (forward.tensors[0], self.params)  # a method may have others by now
-        if stage.without or part_at is not None:  # the cache ran what this stage does not
+        if stage.without or view is not None:  # the cache ran what this stage does not
             forward.cache = None
         with phase("forward"):
             forward.place_(training=True).fill(batches.examples)
             forward.place_(training=True, generators=self._generators)
         optimiser = build_optimiser(e, leaves, [self.rows[n] for n in names])
         ahead, before = None, self._ahead if stage.units is not None else None
-        units = units_ahead(self.federation, forward, self.clients, stage, names) if part_at is None else 0
+        units = units_ahead(self.federation, forward, self.clients, stage, names) if view is None else 0
         if units:
             with phase("forward"):
                 ahead = Ahead(self.federation, forward, self.clients, stage, units, batches, before)
         self._ahead, before = ahead if stage.units is not None else None, None
         total, scratch = torch.zeros(len(self.members), device=device), {}
         for step in range(len(batches.width)):
-            batch = self._run(batches, step, route, ahead, scratch, part_at)
+            batch = self._run(batches, step, route, ahead, scratch, view)
             with phase("forward"):
                 losses = loss(batch)
             with phase("backward"):
@@ -209,6 +210,17 @@ class Cohort:
             means = (total / steps).cpu().tolist()  # one sync a local training: recorded, a check for divergence
         self.losses = {c.id: x for c, x in reversed(list(zip(self.clients, means, strict=True)))}  # of the first member
 
+    def narrow(self, part: Slice) -> View:
+        """The view of a ``part`` of what the members hold, who keep the same entries; frozen tensors are cut too."""
+        inner = within(part, self.slices[0])
+
+        def cut(name: str, p: torch.Tensor) -> torch.Tensor:
+            info = self.setting.infos[name]
+            stacked = (None,) * (p.dim() - len(info.shape))
+            return take(p, replace(info, axes=(*stacked, *info.axes), shape=tuple(p.shape)), inner)
+
+        return cut
+
     def answers(self, exit: int = -1) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
         """(features, labels, weights) at ``exit`` over every client's own examples in order, without gradients.
 
@@ -224,9 +236,9 @@ class Cohort:
 
     def _run(
         self, batches: Batches, step: int, route: Route, ahead: Ahead | None, scratch: dict,
-        part_at: Callable[[int], Slice] | None,
+        view: Callable[[int], View] | None,
     ) -> Batch:  # fmt: skip
-        """Run the members, or their part of this step, on its inputs."""
+        """Run the members, or this step's view of them, on its inputs."""
         width, features = batches.width[step], {}
         rows, weights = batches.rows[step, :, :width], batches.weights[step, :, :width]
         with phase("data"):
@@ -239,8 +251,11 @@ class Cohort:
                 features[exit_of[unit]] = feature
 
         with phase("forward"):
-            if part_at is not None:
-                outputs = self._narrowed(part_at(step))(x, weights, route, watch)
+            if view is not None:
+                of_step = view(step)
+                made = [{n: of_step(n, p) for n, p in some.items()} for some in self.forward.tensors]
+                seen = Forward(self.model, self.slices, *made, data=self.data).place_(True, self._generators)
+                outputs = seen(x, weights, route, watch)
             else:
                 outputs = self.forward(x, weights, route, watch)
                 left = statistics(self.model).items()  # as it left them
@@ -253,15 +268,3 @@ class Cohort:
             self.stack.owners, lambda name: self.teachers[name].at(batches, step, x), self.stack.label_counts,
             self.federation.task, lambda: self.forward.place_(True, self._generators)(x, weights, route),
         )  # fmt: skip
-
-    def _narrowed(self, part: Slice) -> Forward:
-        """The members' ``part``, in place: views of their tensors, where its indices follow one another."""
-        inner = within(part, self.slices[0])
-
-        def narrow(name: str, p: torch.Tensor) -> torch.Tensor:
-            info = self.setting.infos[name]
-            stacked = (None,) * (p.dim() - len(info.shape))
-            return take(p, replace(info, axes=(*stacked, *info.axes), shape=tuple(p.shape)), inner)
-
-        tensors = [{n: narrow(n, p) for n, p in some.items()} for some in self.forward.tensors]
-        return Forward(self.model, self.slices, *tensors, data=self.data).place_(True, self._generators)

@@ -26,6 +26,7 @@ from .sliced.fedavg_level1 import FedAvgLevel1
 from .sliced.feddf import FedDF
 from .sliced.fedepth import FeDepth
 from .sliced.fedrolex import FedRolex
+from .sliced.fiarse import FIARSE
 from .sliced.fjord import FjORD
 from .sliced.flexlora import FlexLoRA
 from .sliced.flora import FLoRA
@@ -48,6 +49,7 @@ METHODS: dict[str, type[Method]] = {
     "heterofl": HeteroFL,
     "fedrolex": FedRolex,
     "fjord": FjORD,
+    "fiarse": FIARSE,
     "scalefl": ScaleFL,
     "scalefl_vit": ScaleFLViT,
     "feddf": FedDF,

@@ -19,6 +19,7 @@ from .sums import Update
 
 Stacked = dict[str, torch.Tensor]
 Loss = Callable[[Batch], torch.Tensor]  # (M,), one number for each member
+View = Callable[[str, torch.Tensor], torch.Tensor]  # by a tensor's name and its value, stacked or shared by all
 Gradient = Callable[[str, torch.Tensor], torch.Tensor]  # by a parameter's name and its value, stacked
 
 
@@ -47,12 +48,16 @@ class Cohort(Protocol):
 
     def train(
         self, loss: Loss, stage: Stage = ..., gradient: Gradient | None = None, models: str | None = None,
-        part_at: Callable[[int], Slice] | None = None,
+        view: Callable[[int], View] | None = None,
     ) -> None:  # fmt: skip
         """One optimiser run on ``params``, in place; ``gradient`` is added to the loss's, ``models`` alone move.
 
-        ``part_at(step)`` is what runs in a step, of what members hold.
+        ``view(step)`` makes the tensors that run in a step of those that members hold.
         """
+
+    def narrow(self, part: Slice) -> View:
+        """The view of a ``part`` of what members hold."""
+        ...
 
     def answers(self, exit: int = -1) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
         """(features (M, B, d), labels, weights) at ``exit`` over the clients' own examples, in order."""

@@ -39,7 +39,7 @@ class Batch:
     teacher: Callable[[str], torch.Tensor] = unknown  # outputs (E, M, B, C) of members that do not train, by name
     label_counts: Callable[[], torch.Tensor] = unknown  # (M, C): the clients' training examples by label
     task: Task = Classification()
-    whole: Callable[[], torch.Tensor] = unknown  # outputs of all that members hold, where a part of it ran
+    whole: Callable[[], torch.Tensor] = unknown  # outputs of all that members hold, where a view of it ran
 
 
 def cross_entropies(batch: Batch) -> torch.Tensor:

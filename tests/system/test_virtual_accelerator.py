@@ -32,7 +32,8 @@ TODAY = {  # how often each time at most; to fall to once each
     "fedrep": (3, 1, 31, 423), "fedbabu": (2, 1, 4, 100), "fedamp": (2, 19, 4, 99),
     "pfedgraph": (6, 16, 31, 424), "fedrod": (12, 1, 4, 99), "ditto": (2, 1, 4, 99),
     "fedpac": (30, 7, 31, 424), "fedproto": (8, 1, 11, 33), "cafedistill": (2, 31, 31, 423),
-    "fjord": (12, 1, 31, 424), "hetlora": (4, 4, 11, 34), "flexlora": (2, 1, 11, 34), "flora": (2, 1, 11, 34),
+    "fjord": (12, 1, 31, 424), "fiarse": (12, 1, 31, 424),
+    "hetlora": (4, 4, 11, 34), "flexlora": (2, 1, 11, 34), "flora": (2, 1, 11, 34),
 }  # fmt: skip
 
 

@@ -72,10 +72,10 @@ class FjORD(Rates, Method):
 
     def local_update(self, cohort: Cohort) -> None:
         budget = cohort.clients[0].budget
-        parts = [self.part(j, cohort.setting) for j in range(budget + 1)]
+        views = [cohort.narrow(self.part(j, cohort.setting)) for j in range(budget + 1)]
         rng = numpy_generator(cohort.experiment.seed, "width", cohort.t, budget)
         loss = self.taught if self.distill else self.local_loss
-        cohort.train(loss, part_at=lambda step: parts[rng.integers(len(parts))])
+        cohort.train(loss, view=lambda step: views[rng.integers(len(views))])
 
     def taught(self, batch: Batch) -> torch.Tensor:
         """(1 - a) CE(p) + a tau^2 KL(p_max || p) + CE(p_max), (M,), of one exit."""
