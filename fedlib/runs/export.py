@@ -1,7 +1,7 @@
 """What clients of a budget hold at the end of a run, as a model that runs without the kit.
 
 The sub-model is traced by ``torch.export`` for batches of any size: weights cut to size, adapters inside, units and
-exits that the budget does not hold gone. Nothing is pickled. Read next: ``trained.py``.
+exits that the budget does not hold gone. Files hold graphs and tensors, no objects. Read next: ``trained.py``.
 """
 
 import json
