@@ -9,6 +9,7 @@ from .core.experiment import Experiment
 from .core.threads import wait_passively
 
 if TYPE_CHECKING:  # what ``__getattr__`` finds
+    from .data.datasets import register_data
     from .engine.executors import Execution
     from .engine.federation import build_federation
     from .engine.rounds import run_rounds
@@ -22,13 +23,16 @@ if TYPE_CHECKING:  # what ``__getattr__`` finds
 wait_passively()
 
 __version__ = "0.1.0"
-__all__ = ["Experiment", "Execution", "build_federation", "extend", "forget", "recipe", "run", "run_all", "run_rounds",
+__all__ = ["Experiment", "Execution", "build_federation", "extend", "forget", "register_data",
+           "recipe", "run", "run_all", "run_rounds",
            "runs_frame", "save_model", "wrap"]  # fmt: skip
 
 _LAZY = {
     "Execution": "engine.executors", "run_rounds": "engine.rounds", "build_federation": "engine.federation",
     "extend": "runs.extend", "save_model": "runs.export", "forget": "runs.places", "recipe": "runs.params",
-    "run": "runs.store", "run_all": "runs.store", "wrap": "models.registry", "runs_frame": "report.frames",
+    "run": "runs.store", "run_all": "runs.store",
+    "wrap": "models.registry",
+    "register_data": "data.datasets", "runs_frame": "report.frames",
 }  # fmt: skip
 
 

@@ -46,7 +46,8 @@ class Experiment:
       classes_per_client  of partition = pathological and dealt
       examples_per_client of partition = drawn
       test_split          what of the test set a client answers. central: all of it; like_train: rows in proportion to
-                          its training labels; contiguous: an even piece in order; labels: all rows of its labels
+                          its training labels; contiguous: an even piece in order; labels: all rows of its labels;
+                          owner: those of its owner (writer, speaker), partition = natural*
       test_mask           outputs of classes that a client has no training example of are zero when it answers
                           (HeteroFL's "local" metric)
       validation_fraction of every class's training examples, held out before they are divided
@@ -115,8 +116,8 @@ class Experiment:
     dirichlet_alpha: Annotated[Positive, When(partition=BY_ALPHA)] = 1.0
     classes_per_client: Annotated[Count, When(partition=("pathological", "dealt"))] = 2
     examples_per_client: Annotated[Count, When(partition="drawn")] = 100
-    test_split: typing.Literal["central", "like_train", "contiguous", "labels"] = "central"
-    test_mask: Annotated[bool, When(test_split=("like_train", "contiguous", "labels"))] = False
+    test_split: typing.Literal["central", "like_train", "contiguous", "labels", "owner"] = "central"
+    test_mask: Annotated[bool, When(test_split=("like_train", "contiguous", "labels", "owner"))] = False
     validation_fraction: Annotated[float, Ge(0), Lt(1)] = 0.0
     public_fraction: Annotated[float, Ge(0), Lt(1)] = 0.0
     evaluate_on: typing.Literal["test", "validation"] = "test"

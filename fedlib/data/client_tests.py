@@ -2,7 +2,8 @@
 
 ``central``: all rows for everybody. ``like_train``: disjoint, the proportions of a client's training labels
 (CAFEDistill; ScaleFL divides both sets at once). ``contiguous``: the test set cut evenly in its order (FeDepth).
-``labels``: all rows of the labels that a client trains on, so clients overlap.
+``labels``: all rows of the labels that a client trains on, so clients overlap. ``owner``: those of its owner (a
+writer, a speaker), all of them for each client that is made of the same one.
 
 A class that nobody trains on is in nobody's test set under ``like_train`` and ``labels``; the central test set has it.
 Under ``like_train`` and ``contiguous`` a client may get no row at all (one with a single example often does): it has no
@@ -49,6 +50,17 @@ def divided(owners: np.ndarray, num_owners: int) -> Divided:
 def contiguous(num_rows: int, num_clients: int) -> Divided:
     """The rows in order, as many for each client up to one."""
     return Divided(np.arange(num_rows), np.arange(num_clients + 1) * num_rows // num_clients)
+
+
+@dataclass(frozen=True)
+class ByOwner:
+    """The test rows of each client's owner, who may be several clients' (-1: nobody)."""
+
+    owners: np.ndarray  # (clients,)
+    test_owners: np.ndarray  # (rows,)
+
+    def client(self, i: int) -> np.ndarray:
+        return np.flatnonzero((self.test_owners == self.owners[i]) & (self.test_owners >= 0))
 
 
 def by_label(counts: np.ndarray, test_labels: np.ndarray) -> ByLabel:

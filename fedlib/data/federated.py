@@ -9,7 +9,7 @@ import torch
 
 from ..core.experiment import Experiment
 from ..core.rng import numpy_generator
-from .client_tests import ByLabel, Everything, by_label, contiguous, like_train
+from .client_tests import ByLabel, ByOwner, Everything, by_label, contiguous, like_train
 from .datasets import DataSet, is_text, load_dataset, source_key, target_of
 from .partition import BY_CHANCE, BY_OWNER, Divided, Drawn, partition_examples
 from .questions import AnswerKey, unpack
@@ -86,10 +86,13 @@ class FederatedData:
         return self._tests.client(i)
 
     @cached_property
-    def _tests(self) -> Divided | ByLabel | Everything:
+    def _tests(self) -> Divided | ByLabel | ByOwner | Everything:
         rows, clients = len(self.test_labels), self.num_clients
         if self.test_split == "central":
             return Everything(rows)
+        if self.test_split == "owner" and (owners := self.client_owners()) is not None:
+            assert self.test_owners is not None  # as load_federated asks
+            return ByOwner(owners, self.test_owners)
         if self.test_split == "contiguous":
             return contiguous(rows, clients)
         counts, labels = self.label_counts(), self.test_labels.cpu().numpy()
@@ -131,6 +134,12 @@ def load_federated(
         e.dataset, e.label_groups, device, size, tokenizer, source
     )
     check_labels(e, data)
+    if e.test_split == "owner" and (data.test_owners is None or e.partition not in BY_OWNER):
+        known = "says no owners of its test examples" if data.test_owners is None else f"partition = {e.partition!r}"
+        raise ValueError(
+            f"experiment: test_split = 'owner', but {e.dataset if data.test_owners is None else 'with'} {known}; "
+            f"allowed: data whose examples have owners, with partition = {' or '.join(BY_OWNER)}"
+        )
     values, test_values = _strata(data, data.train_labels), _strata(data, data.test_labels)
     train, test = _subset(values, e.num_train, "train"), _subset(test_values, e.num_test, "test")
     owners, test_owners = (o.numpy() if o is not None else None for o in (data.owners, data.test_owners))

@@ -100,8 +100,13 @@ def text_layout(parquet: Mapping[str, Sequence[str]]) -> tuple[Kind, tuple[str, 
         if metadata.num_rows == 0:
             raise ValueError(f"{file} holds no example")
         names = metadata.schema.to_arrow_schema().names if split == "train" or not names else names
-    found = [t for t in LAYOUTS if set(t[1]) <= set(names)]
-    return next((t for t in found if t[2] in names), found[0] if found else ("images", (), None))
+    return layout_among(names)
+
+
+def layout_among(columns: Sequence[str]) -> tuple[Kind, tuple[str, ...], str | None]:
+    """Kind, columns that are read and label of a set with these ``columns``."""
+    found = [t for t in LAYOUTS if set(t[1]) <= set(columns)]
+    return next((t for t in found if t[2] in columns), found[0] if found else ("images", (), None))
 
 
 def load_splits(path: Path, parquet: Mapping[str, Sequence[str]]):

@@ -1,0 +1,124 @@
+"""Data of one's own: objects under a name, folders of ``save_to_disk``, ids of the hub; known by their content."""
+
+import datasets as hf
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from fedlib import register_data, run
+from fedlib.data import datasets as datasets_module
+from fedlib.data.datasets import load_dataset, source_key
+from fedlib.data.federated import load_federated
+from fedlib.runs.identity import OtherInputs
+from tests.helpers.stored import ONE, small
+
+RNG = np.random.default_rng(0)
+X, Y = RNG.integers(0, 256, (60, 32, 32), dtype=np.uint8), np.arange(60) % 3
+PLAIN = dict(dataset="mine", num_train=None, num_test=None, rounds=1)
+
+
+@pytest.fixture(autouse=True)
+def apart(cache, monkeypatch):
+    monkeypatch.setattr("fedlib.data.datasets.OWN_DATA", {})
+
+
+def table(rows=slice(None), **more):
+    images = [Image.fromarray(x) for x in X[rows]]
+    features = {"image": hf.Image(), "label": hf.ClassLabel(names=["a", "b", "c"])} | {k: hf.Value("int64") for k in more}  # fmt: skip
+    return hf.Dataset.from_dict({"image": images, "label": Y[rows]} | more, features=hf.Features(features))
+
+
+class TorchvisionSet:
+    """What torchvision's sets are without a transform."""
+
+    classes = ["a", "b", "c"]
+
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, i):
+        return Image.fromarray(X[i]), int(Y[i])
+
+
+FORMS = {
+    "a pair of arrays": ((X[:40], Y[:40]), (X[40:], Y[40:])),
+    "tensors": ((torch.from_numpy(X[:40, None]), torch.from_numpy(Y[:40])), (torch.from_numpy(X[40:, :, :, None]), torch.from_numpy(Y[40:]))),
+    "a Dataset": (table(slice(40)), table(slice(40, 60))),
+    "a DatasetDict": (hf.DatasetDict(train=table(slice(40)), test=table(slice(40, 60))), None),
+    "torchvision's": (TorchvisionSet(), (X[40:], Y[40:])),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_what_is_registered_is_a_data_set(form):
+    train, test = FORMS[form]
+    data = load_dataset(register_data("mine", train, test, None if "data" in form.lower() else ["a", "b", "c"]))
+    assert torch.equal(data.train_inputs, torch.from_numpy(X[:40, None])) and data.classes == ("a", "b", "c")
+    assert torch.equal(data.test_inputs, torch.from_numpy(X[40:, None]))
+    assert data.train_labels.tolist() == Y[:40].tolist() and data.test_labels.tolist() == Y[40:].tolist()
+
+
+def test_a_run_of_it_is_known_by_its_content(tmp_path):
+    """The same arrays again are the same run; others under the same name are refused."""
+    e = small("fedavg", **PLAIN)
+    register_data("mine", (X, Y))
+    done = run(e, ONE, tmp_path, progress=False)
+    assert done.summary["num_examples"] == 54  # a tenth is held out
+    register_data("mine", (X.copy(), Y.copy()))
+    assert run(e, ONE, tmp_path, progress=False, on_round=lambda r: 1 / 0).accuracy == done.accuracy
+    register_data("mine", (255 - X, Y))
+    with pytest.raises(OtherInputs, match="the data of 'mine'"):
+        run(e, ONE, tmp_path)
+
+
+def test_a_folder_of_save_to_disk_is_a_data_set(tmp_path):
+    hf.DatasetDict(train=table(slice(40)), test=table(slice(40, 60))).save_to_disk(tmp_path / "both")
+    table().save_to_disk(tmp_path / "one")
+    both, one = load_dataset(str(tmp_path / "both")), load_dataset(str(tmp_path / "one"))
+    assert torch.equal(both.test_inputs, torch.from_numpy(X[40:, None])) and both.classes == ("a", "b", "c")
+    assert len(one.train_labels) == 54 and len(one.test_labels) == 6
+    next((tmp_path / "one").glob("*.arrow")).write_bytes(b"no arrow")
+    with pytest.raises(ValueError, match="is no whole folder of save_to_disk"):
+        load_dataset(str(tmp_path / "one"))
+
+
+def test_an_id_of_the_hub_is_the_set_of_that_name():
+    assert source_key("uoft-cs/cifar10") == source_key("cifar10") != source_key("uoft-cs/cifar100")
+    with pytest.raises(ValueError, match="'nyu-mll/glue' is unknown"):  # which of its sets?
+        load_dataset("nyu-mll/glue")
+
+
+@pytest.mark.parametrize(
+    "name, train, sentence",
+    [
+        ("cifar10", (X, Y), "name = 'cifar10' is the kit's"),
+        ("a/b", (X, Y), "is the kit's, or no word"),
+        ("mine", (X.astype(float), Y), "inputs are float64 .* allowed: uint8 images"),
+        ("mine", (X, Y[:5]), r"labels int64 \(5,\) of inputs"),
+        ("mine", (X, Y - 1), "labels -1 to 1; allowed: 0 to 2"),
+        ("mine", "folder", "'str' is no data set"),
+        ("mine", 3, "'int' is no data set"),
+        ("mine", hf.DatasetDict(test=table()), "no split named 'train'; found test"),
+    ],
+)
+def test_what_is_no_data_set_is_refused(name, train, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        register_data(name, train, classes=["a", "b", "c"])
+    assert "mine" not in datasets_module.OWN_DATA
+
+
+def test_a_client_is_tested_on_its_owner_s_examples():
+    """Owners 0, 1 and 2 of twenty examples each; a tenth of each is held out, two rows."""
+    register_data("mine", table(writer_id=np.arange(60) // 20))
+    e = small("fedavg", **PLAIN, partition="natural_split", num_clients=6, test_split="owner")
+    data = load_federated(e)
+    owners, tests = data.client_owners(), [data.client_test(i) for i in range(6)]
+    assert [len(t) for t in tests] == [2] * 6
+    assert all((data.test_owners[t] == o).all() for t, o in zip(tests, owners, strict=True))
+    for changes, sentence in (
+        ({"partition": "iid"}, "but with partition = 'iid'; allowed: data whose examples have owners"),
+        ({"dataset": "mnist"}, "but mnist says no owners of its test examples"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            load_federated(e.replace(**changes))
