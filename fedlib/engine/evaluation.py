@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from ..core.slices import Slice, is_cut, take, take_all
+from ..core.transfers import home
 from ..methods import Round, Server
 from .federation import Federation
 from .forward import Forward
@@ -81,27 +82,24 @@ def evaluate(federation: Federation, server: Server) -> Mapping[str, object]:
     parts = [every[j] for j in answering]
     shared = all(p == parts[0] for p in parts)
     outputs = exit_logits(federation, server, parts[0]) if shared else None
-
-    right = []  # per exit, and of the ensemble
-
-    def measured(of_exit: torch.Tensor) -> dict[str, float]:
-        if task.metric == "accuracy":
-            right.append(task.predict(of_exit) == labels)
-        return {name: round(value, 4) for name, value in task.measure(of_exit, labels).items()}
-
-    found = []
+    answers = []  # per exit, and of the ensemble
     for j, part in zip(answering, parts, strict=True):
         held = (part[0] if isinstance(part, tuple) else part).exits
-        answers = max((k for k in held if k <= j), default=j)  # an exit that nobody trains: the one before it
-        found.append(measured((exit_logits(federation, server, part) if outputs is None else outputs)[answers]))
+        exit = max((k for k in held if k <= j), default=j)  # an exit that nobody trains: the one before it
+        answers.append(task.predict((exit_logits(federation, server, part) if outputs is None else outputs)[exit]))
+    if outputs is not None and len(answering) > 1:
+        answers.append(task.predict(outputs[answering].mean(0)))
+    *answers, labels = home([*answers, labels])
+    measured = [{name: round(x, 4) for name, x in task.score(given, labels).items()} for given in answers]
+    found = measured[: len(answering)]
     exits = [f[task.metric] for f in found]
     out = {"accuracy": round(sum(exits) / len(exits), 4), "exits": exits}
     if others := {name: [f[name] for f in found] for name in found[0] if name != task.metric}:
         out["others"] = others
-    if outputs is not None and len(exits) > 1:
-        out["ensemble"] = measured(outputs[answering].mean(0))[task.metric]
-    if right:
-        out["right"] = packed(torch.stack(right))
+    if len(measured) > len(found):
+        out["ensemble"] = measured[-1][task.metric]
+    if task.metric == "accuracy":
+        out["right"] = packed(torch.stack([given == labels for given in answers]))
     return out | privacy_spent(federation, server.t)
 
 

@@ -23,16 +23,18 @@ def first_confident(confidence: torch.Tensor, threshold: float, strict: bool = F
     return enough.int().argmax(0)  # the first maximum
 
 
-def leave_at(task: Task, outputs: torch.Tensor, labels: torch.Tensor) -> dict[float, tuple[float, list[float]]]:
+def leave_at(
+    task: Task, answers: torch.Tensor, confidence: torch.Tensor, labels: torch.Tensor
+) -> dict[float, tuple[float, list[float]]]:
     """By threshold, exceeded strictly: the task's metric in percent, and the share of examples leaving at each exit.
 
-    Outputs (E, N, *out), labels (N, *label). The exits after the one where an example leaves are not computed.
+    Answers (E, N, *label) and their confidence (E, N), labels (N, *label). The exits after the one where an example
+    leaves are not computed.
     """
-    answers, confidence = task.predict(outputs), task.confidence(outputs)
     every, found = torch.arange(len(labels), device=labels.device), {}
     for threshold in THRESHOLDS:
         exits = first_confident(confidence, threshold, strict=True)
-        share = torch.bincount(exits, minlength=len(outputs)) / len(labels)
+        share = torch.bincount(exits, minlength=len(answers)) / len(labels)
         found[threshold] = task.score(answers[exits, every], labels)[task.metric], share.tolist()
     return found
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 import torch
 
+from ..core.transfers import home
 from ..data.tasks import Classification, Span
 from ..methods import Member, Round, Server, Serving
 from .batches import in_order
@@ -36,16 +37,24 @@ def evaluate_clients(f: Federation, server: Server, memories: Mapping) -> dict[s
     """
     scores: dict[int, list[float]] = {}
     broken: list[int] = []
-    early, exits = [], f.answering
+    early, exits, task = [], f.answering, f.task
+    leaves = len(exits) > 1 and isinstance(task, Classification)
+    groups, answered = [], []  # of clients that answer together: who; and what, on the device
     for ids, outputs, labels, counts in client_outputs(f, server, memories):
-        fine = outputs.isfinite() | (outputs == -torch.inf) if isinstance(f.task, Span) else outputs.isfinite()
-        finite = fine.transpose(0, 1).flatten(1).all(1).tolist()  # padding repeats examples; no span starts in it
-        broken += [client for client, whole in zip(ids, finite, strict=True) if not whole]
-        for k, client in enumerate(ids):
-            given, own = outputs[exits, k, : counts[k]], labels[k, : counts[k]]  # (E, n, *out), (n, *label)
-            scores[client] = [f.task.score(p, own)[f.task.metric] for p in f.task.predict(given)]
-            if len(exits) > 1 and isinstance(f.task, Classification):
-                early.append(leave_at(f.task, given, own))
+        fine = outputs.isfinite() | (outputs == -torch.inf) if isinstance(task, Span) else outputs.isfinite()
+        finite = fine.transpose(0, 1).flatten(1).all(1)  # (K,); padding repeats examples; no span starts in it
+        given = outputs[exits]  # (E, K, B, *out)
+        answered += [finite, labels, task.predict(given), task.confidence(given) if leaves else finite]
+        groups.append((ids, counts))
+    came = iter(home(answered))
+    for ids, counts in groups:
+        finite, labels, given, sure = (next(came) for _ in range(4))
+        broken += [client for client, whole in zip(ids, finite.tolist(), strict=True) if not whole]
+        for k, (client, n) in enumerate(zip(ids, counts, strict=True)):
+            own, answers = labels[k, :n], given[:, k, :n]  # (n, *label), (E, n, *label)
+            scores[client] = [task.score(p, own)[task.metric] for p in answers]
+            if leaves:
+                early.append(leave_at(task, answers, sure[:, k, :n], own))
     if broken and f.experiment.nonfinite == "fail":
         raise FloatingPointError(
             f"round {server.t}: client {min(broken)}: its answers are not finite (nonfinite = 'fail')"
