@@ -23,7 +23,7 @@ NOTEBOOKS = sorted((ROOT / "notebooks").rglob("*.ipynb"))
 ids = [str(p.relative_to(ROOT / "notebooks")) for p in NOTEBOOKS]
 
 NOT_STORED = {"walkthrough/00_start_here.ipynb": "demo", "walkthrough/02_one_round_by_hand.ipynb": "demo",
-              "walkthrough/03_write_a_method.ipynb": "demo", "cluster/ray.ipynb": "smoke",
+              "walkthrough/03_write_a_method.ipynb": "demo", "walkthrough/05_bring_your_own.ipynb": "demo", "cluster/ray.ipynb": "smoke",
               "pretraining/deit_micro.ipynb": "smoke"}  # fmt: skip
 
 

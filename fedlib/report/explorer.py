@@ -1,0 +1,45 @@
+"""Stored runs to look through: choose what stands on the axes, in colour and side by side (ipywidgets)."""
+
+from typing import Any
+
+import pandas as pd
+
+from .frames import runs_frame
+
+MOST = 12  # values of a colour, or panels
+
+
+def explore(frame: pd.DataFrame | None = None) -> Any:
+    """A widget over ``frame`` (None: ``runs_frame()`` of all stored runs), a point per run; returns the widget.
+
+    Offered are columns in which runs differ; for colour and panels, those of at most ``MOST`` values. ``ValueError``
+    where there are fewer than two runs.
+    """
+    from ipywidgets import interactive
+
+    frame = runs_frame() if frame is None else frame
+    frame = frame.loc[:, [not frame[c].map(lambda v: isinstance(v, (list, dict))).any() for c in frame]]
+    axes = [c for c in frame if frame[c].nunique() > 1]
+    if len(frame) < 2 or not axes:
+        raise ValueError(f"explore: {len(frame)} runs; allowed: two or more that differ")
+    numbers = [c for c in axes if pd.api.types.is_numeric_dtype(frame[c])]
+    groups = [None, *(c for c in axes if frame[c].nunique() <= MOST)]
+    first = "accuracy" if "accuracy" in numbers else numbers[0]
+    draw = lambda x, y, colour, panel: plot_runs(frame, x, y, colour, panel)  # noqa: E731
+    box = interactive(draw, x=axes, y=numbers, colour=groups, panel=groups)
+    chosen = {"x": "method", "y": first, "colour": "finetune", "panel": "dataset"}
+    for widget in box.children:
+        if chosen.get(getattr(widget, "description", "")) in getattr(widget, "options", ()):
+            widget.value = chosen[widget.description]
+    return box
+
+
+def plot_runs(frame: pd.DataFrame, x: str, y: str, colour: str | None = None, panel: str | None = None) -> Any:
+    """A point per run with ``y`` over ``x``, a colour and a panel per value of two other columns; seaborn's grid."""
+    import seaborn
+
+    shown = frame.dropna(subset=[x, y])
+    colours = shown[colour].astype(str) if colour is not None else None
+    wrap = {"col": panel, "col_wrap": 3} if panel is not None else {}
+    grid = seaborn.relplot(shown, x=x, y=y, hue=colours, height=3, aspect=1.4, **wrap)
+    return grid.tick_params(axis="x", rotation=0 if pd.api.types.is_numeric_dtype(shown[x]) else 60)
