@@ -5,7 +5,7 @@ alpha / r of the largest rank, so that holding fewer ranks is cutting the produc
 A method whose clients differ in rank names :class:`Ranks` before ``Method``.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, ClassVar
@@ -17,40 +17,22 @@ from ..core.clients import Client
 from ..core.experiment import Experiment
 from ..core.slices import RANK, ParamInfo, Slice
 from ..core.validation import Positive
-from .base import Method
 from .jobs import Arrived, Round, Server, Setting
 from .sums import MaskedMean, Update
-from .widths import rounded_up
+from .widths import Shares, rounded_up
 
 
 @dataclass(frozen=True)
-class Ranks(Method):
-    """A client holds the whole net, with its last exit, and a share of the rank of every adapter."""
+class Ranks(Shares):
+    """A client holds the whole net and a share of the rank of every adapter."""
 
+    share_option: ClassVar[str] = "rank_shares"
     one_slice: ClassVar[bool] = False  # an entry of a factor means something else in every round
 
     rank_shares: tuple[Annotated[Positive, Le(1)], ...] = (1 / 8, 1 / 4, 1 / 2, 1.0)  # one a budget, rounded up
 
-    def check_options(self) -> None:
-        super().check_options()
-        if not self.rank_shares or list(self.rank_shares) != sorted(set(self.rank_shares)):
-            name = type(self).__name__.lower()
-            raise ValueError(f"options of {name}: rank_shares = {list(self.rank_shares)} must increase within (0, 1]")
-
-    def exit_units(self, depth: int, num_exits: int) -> tuple[int, ...]:
-        return (depth - 1,)
-
-    def num_budgets(self, num_exits: int) -> int:
-        return len(self.rank_shares)
-
-    def sizes(self, depth: int) -> Sequence[float]:
-        """Thirty-seconds of the rank."""
-        return [(k + 1) / 32 for k in range(32)]
-
-    def of_sizes(self, sizes: Sequence[float]) -> dict[str, object]:
-        return {"num_exits": 1, "options": {"rank_shares": tuple(sizes)}}
-
     def check(self, setting: Setting, e: Experiment) -> None:
+        super().check(setting, e)
         name = type(self).__name__.lower()
         if e.finetune != "lora":
             raise ValueError(f"{name}: finetune = {e.finetune!r} has no rank; allowed: lora")

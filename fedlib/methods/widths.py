@@ -6,7 +6,7 @@ A method whose clients hold a rate of every width names :class:`Rates` before ``
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import numpy as np
 from annotated_types import Le
@@ -67,38 +67,52 @@ def of_own_classes(client: Client, part: Slice, setting: Setting) -> Slice:
 
 
 @dataclass(frozen=True)
-class Rates(Method):
-    """A client holds a rate of every hidden width and the whole depth, with one exit; budgets are the rates."""
+class Shares(Method):
+    """The whole depth, one exit; a budget is a share of something, of which the option ``share_option`` lists them."""
 
-    rates: tuple[Annotated[Positive, Le(1)], ...] = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0)
+    share_option: ClassVar[str]
+
+    @property
+    def budget_shares(self) -> tuple[float, ...]:
+        return getattr(self, self.share_option)
 
     def check_options(self) -> None:
         super().check_options()
-        if not self.rates or list(self.rates) != sorted(set(self.rates)):
-            name = type(self).__name__.lower()
-            raise ValueError(f"options of {name}: rates = {list(self.rates)} must increase within (0, 1]")
-
-    def kept(self, rate: float, size: int) -> int:
-        """How many of ``size`` entries a rate keeps."""
-        return rounded_up(rate, size)
+        if not self.budget_shares or list(self.budget_shares) != sorted(set(self.budget_shares)):
+            name, given = f"options of {type(self).__name__.lower()}", list(self.budget_shares)
+            raise ValueError(f"{name}: {self.share_option} = {given} must increase within (0, 1]")
 
     def exit_units(self, depth: int, num_exits: int) -> tuple[int, ...]:
         return (depth - 1,)
 
     def num_budgets(self, num_exits: int) -> int:
-        return len(self.rates)
+        return len(self.budget_shares)
 
     def sizes(self, depth: int) -> Sequence[float]:
-        """Thirty-seconds of every width."""
+        """Thirty-seconds."""
         return [(k + 1) / 32 for k in range(32)]
 
     def of_sizes(self, sizes: Sequence[float]) -> dict[str, object]:
-        return {"num_exits": 1, "options": {"rates": tuple(sizes)}}
+        return {"num_exits": 1, "options": {self.share_option: tuple(sizes)}}
 
     def check(self, setting: Setting, e: Experiment) -> None:
-        name = type(self).__name__.lower()
-        check_cuttable(name, setting, e, min(self.rates), self.kept)
         if len(setting.exit_units) > 1:
-            raise ValueError(
-                f"{name}: exit_blocks = {list(setting.exit_units)}: its network has one exit; allowed: one block"
-            )
+            name, given = type(self).__name__.lower(), list(setting.exit_units)
+            raise ValueError(f"{name}: exit_blocks = {given}: its network has one exit; allowed: one block")
+
+
+@dataclass(frozen=True)
+class Rates(Shares):
+    """A client holds a rate of every hidden width; budgets are the rates."""
+
+    share_option: ClassVar[str] = "rates"
+
+    rates: tuple[Annotated[Positive, Le(1)], ...] = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0)
+
+    def kept(self, rate: float, size: int) -> int:
+        """How many of ``size`` entries a rate keeps."""
+        return rounded_up(rate, size)
+
+    def check(self, setting: Setting, e: Experiment) -> None:
+        super().check(setting, e)
+        check_cuttable(type(self).__name__.lower(), setting, e, min(self.rates), self.kept)

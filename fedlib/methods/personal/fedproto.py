@@ -56,6 +56,7 @@ class FedProto(Rates, Method):
     answer: Literal["known", "own", "classifier"] = "known"
 
     def check(self, setting: Setting, e: Experiment) -> None:
+        super(Rates, self).check(setting, e)  # the features' own width is not cut
         if min(self.rates) < 1:
             check_cuttable("fedproto", setting, e)
             if any(axis.tied for axis in setting.axes.values()):

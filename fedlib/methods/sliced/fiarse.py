@@ -27,40 +27,24 @@ from ..base import Method
 from ..cohort import Cohort
 from ..jobs import Arrived, Member, Round, Server, Serving, Setting, Tensors
 from ..sums import MaskedMean, Update
+from ..widths import Shares
 
 HELD = "held/"  # before a tensor's name: where it was held
 
 
 @dataclass(frozen=True)
-class FIARSE(Method):
+class FIARSE(Shares, Method):
     """The paper's four shares: those of the weights in widths 1/8, 1/4, 1/2 and 1."""
 
     label, color, marker = "FIARSE", "#2c2a05", "d"
 
+    share_option: ClassVar[str] = "shares"
     one_slice: ClassVar[bool] = False
 
     shares: tuple[Annotated[Positive, Le(1)], ...] = (1 / 64, 1 / 16, 1 / 4, 1.0)  # of the entries
     gradient: Literal["biased", "masked"] = "biased"
     mean_over: Literal["holders", "moved"] = "holders"
     weighting: Literal["examples", "clients"] = "clients"
-
-    def check_options(self) -> None:
-        super().check_options()
-        if not self.shares or list(self.shares) != sorted(set(self.shares)):
-            raise ValueError(f"options of fiarse: shares = {list(self.shares)} must increase within (0, 1]")
-
-    def exit_units(self, depth: int, num_exits: int) -> tuple[int, ...]:
-        return (depth - 1,)
-
-    def num_budgets(self, num_exits: int) -> int:
-        return len(self.shares)
-
-    def sizes(self, depth: int) -> Sequence[float]:
-        """Thirty-seconds of the entries."""
-        return [(k + 1) / 32 for k in range(32)]
-
-    def of_sizes(self, sizes: Sequence[float]) -> dict[str, object]:
-        return {"num_exits": 1, "options": {"shares": tuple(sizes)}}
 
     def init_server(self, params: dict[str, torch.Tensor], setting: Setting) -> Server:
         return Server(0, params, {"theta": thresholds(params, self.shares, setting)})

@@ -159,5 +159,7 @@ def test_what_cannot_be_is_refused():
         build_federation(experiment("fedproto", backbone="vim_micro", **narrow))
     with pytest.raises(ValueError, match=r"fedproto: rates = \[0.5, 1.0\]: backbone = 'msdnet.*' concatenates its"):
         build_federation(experiment("fedproto", backbone="msdnet24", **narrow))
+    with pytest.raises(ValueError, match=r"fedproto: exit_blocks = \[0, 1\]: its network has one exit; allowed: one"):
+        build_federation(experiment("fedproto", exit_blocks=(0, 1)))
     with pytest.raises(ValueError, match="'nearest'"):
         build_method("fedproto", {"answer": "nearest"})
