@@ -30,10 +30,10 @@ def evaluate_clients(f: Federation, server: Server, memories: Mapping) -> dict[s
     Exits that a client's model does not hold do not count for it. ``last`` is the mean of each client's deepest exit;
     where clients hold different exits or widths, ``by_budget`` has both numbers for each budget's clients.
     A client that was never sampled answers with what it would be served. Clients without test examples do not count.
-    ``by_client`` lists their numbers and ids where there are at most ``LISTED``. Of several exits ``leaving`` says, by
-    threshold, what clients get who leave at the first exit whose confidence exceeds it (``leaving.py``). ``nonfinite``
-    counts clients who answered with a NaN or infinity, where there are any. Raises ``FloatingPointError`` for them if
-    the experiment says ``nonfinite = "fail"``.
+    ``by_client`` lists their numbers and ids where there are at most ``LISTED``, ``last_by_client`` of several exits
+    their deepest's. Of several exits ``leaving`` says, by threshold, what clients get who leave at the first exit whose
+    confidence exceeds it (``leaving.py``). ``nonfinite`` counts clients who answered with a NaN or infinity, where
+    there are any. Raises ``FloatingPointError`` for them if the experiment says ``nonfinite = "fail"``.
     """
     scores: dict[int, list[float]] = {}
     broken: list[int] = []
@@ -83,6 +83,8 @@ def evaluate_clients(f: Federation, server: Server, memories: Mapping) -> dict[s
         }
     if len(table) <= LISTED:
         out["by_client"] = {str(c.id): round(float(x), 4) for c, x in zip(clients, means, strict=True)}
+        if len(exits) > 1:
+            out["last_by_client"] = {str(c.id): round(float(x), 4) for c, x in zip(clients, last, strict=True)}
     if broken:
         out["nonfinite"] = len(broken)
     if early and holds.all():

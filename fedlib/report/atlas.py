@@ -1,0 +1,186 @@
+"""Which system gives clients of unequal devices most: scores over tasks, with what seeds and clients leave open.
+
+A client's score is that of the best sub-model that its class of devices affords, on its own test examples. Within a
+task 0 is the smallest level trained by everybody and 1 the whole model trained by everybody, which the caps forbid.
+Over tasks and seeds: interquartile mean, intervals by a bootstrap stratified by task, probability of improvement
+(Agarwal et al., NeurIPS 2021). Seeds are drawn anew within each task, and clients within each seed, the same for all
+methods, whose clients see the same data. Read next: ``runs/fitting.py``, ``params/atlas``.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import product
+
+import numpy as np
+import pandas as pd
+from scipy.stats import trim_mean
+
+from ..core.rng import numpy_generator
+from ..runs.params import Cell
+from ..runs.store import find_run
+from .flags import flags_of
+
+LOW, HIGH = "smallest", "whole"  # rows of every task: the smallest level for all, and the whole model for all
+WORST = 0.1  # of the clients
+RESAMPLES, CONFIDENCE = 2_000, 0.95
+
+
+@dataclass(frozen=True)
+class Entries:
+    """``clients``: by task and method the scores in percent, (seeds, clients); ``flags`` of a method's runs by task."""
+
+    clients: Mapping[str, Mapping[str, np.ndarray]]
+    flags: Mapping[tuple[str, str], tuple[str, ...]]
+
+    @property
+    def methods(self) -> list[str]:
+        """Of any task, but for the two that scores are measured by."""
+        found = dict.fromkeys(m for task in self.clients.values() for m in task)
+        return [m for m in found if m not in (LOW, HIGH)]
+
+    def of(self, method: str) -> dict[str, np.ndarray]:
+        """By task, where it has runs: the normalised score of each seed."""
+        return {task: normalised(by, method) for task, by in self.clients.items() if method in by}
+
+
+def normalised(task: Mapping[str, np.ndarray], method: str, of: Callable = np.mean) -> np.ndarray:
+    """A method's score by seed, (seeds,): 0 is the smallest level's mean, 1 the whole model's.
+
+    ``of`` makes one number of the clients'. ``ValueError`` if the task lacks one of the two, or the whole model is not
+    above the smallest level: then it says nothing of what lies between.
+    """
+    if lacking := {LOW, HIGH} - set(task):
+        raise ValueError(f"atlas: scores are measured by {LOW!r} and {HIGH!r}; no runs of {sorted(lacking)}")
+    low, high = (np.mean([of(seed) for seed in task[name]]) for name in (LOW, HIGH))
+    if high <= low:
+        raise ValueError(f"atlas: the whole model ({high:.2f}) is not above the smallest level ({low:.2f})")
+    return (np.array([of(seed) for seed in task[method]]) - low) / (high - low)
+
+
+def worst(scores: np.ndarray) -> float:
+    """Mean of the worst tenth of the clients, at least one."""
+    return float(np.sort(scores)[: max(1, round(WORST * len(scores)))].mean())
+
+
+def interquartile_mean(by_task: Mapping[str, np.ndarray]) -> float:
+    """Mean of the middle half of all tasks' seeds."""
+    return float(trim_mean(np.concatenate(list(by_task.values())), 0.25))
+
+
+def improvement(one: Mapping[str, np.ndarray], other: Mapping[str, np.ndarray]) -> float:
+    """How often a run of ``one`` is above a run of ``other`` on a task that both have, ties half; mean over tasks."""
+    shared = [task for task in one if task in other]
+    above = [[(a > b) + 0.5 * (a == b) for a, b in product(one[t], other[t])] for t in shared]
+    return float(np.mean([np.mean(pairs) for pairs in above])) if shared else float("nan")
+
+
+def resampled(entries: Entries, rng: np.random.Generator) -> Entries:
+    """Seeds drawn anew within each task, and within each seed its clients; the same draws for all methods."""
+    out = {}
+    for task, by in entries.clients.items():
+        seeds, clients = next(iter(by.values())).shape
+        rows = rng.integers(seeds, size=seeds)
+        columns = rng.integers(clients, size=(seeds, clients))
+        out[task] = {m: scores[rows[:, None], columns] for m, scores in by.items()}
+    return Entries(out, entries.flags)
+
+
+def ranking(entries: Entries, resamples: int = RESAMPLES, seed: int = 0) -> pd.DataFrame:
+    """A row a method, best first: ``score`` (interquartile mean) with ``low`` and ``high``, ``rank`` with its interval.
+
+    ``tasks`` says of how many it is: one that a net cannot carry is absent there. ``flags`` of its runs, by task.
+    A resample in which the whole model is not above the smallest level is drawn again.
+    """
+    methods, rng = entries.methods, numpy_generator(seed, "atlas")
+    drawn: list[list[float]] = []
+    while len(drawn) < resamples:
+        try:
+            drawn.append([interquartile_mean(again.of(m)) for again in [resampled(entries, rng)] for m in methods])
+        except ValueError:
+            continue
+    scores = np.array(drawn).reshape(resamples, len(methods))
+    ends = np.quantile(scores, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2], axis=0)
+    ranks = (-scores).argsort(1).argsort(1) + 1
+    best, last = np.quantile(ranks, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2], axis=0, method="nearest")
+    frame = pd.DataFrame({
+        "method": methods, "score": [interquartile_mean(entries.of(m)) for m in methods], "low": ends[0],
+        "high": ends[1], "best rank": best, "worst rank": last, "tasks": [len(entries.of(m)) for m in methods],
+        "flags": ["; ".join(f"{t}: {', '.join(f)}" for (t, n), f in entries.flags.items() if n == m and f)
+                  for m in methods],
+    })  # fmt: skip
+    return frame.sort_values("score", ascending=False, ignore_index=True)
+
+
+def wins(entries: Entries) -> pd.DataFrame:
+    """Probability of improvement of the row's method over the column's, tasks that both have; NaN where none."""
+    of = {m: entries.of(m) for m in entries.methods}
+    return pd.DataFrame([[improvement(of[a], of[b]) for b in of] for a in of], index=list(of), columns=list(of))
+
+
+def front(cost: Sequence[float], score: Sequence[float]) -> np.ndarray:
+    """Which points no other beats in one of the two without being worse in the other, (n,)."""
+    points = np.column_stack([cost, -np.asarray(score, float)])
+    beaten = [((points <= p).all(1) & (points < p).any(1)).any() for p in points]
+    return ~np.array(beaten, dtype=bool)
+
+
+def load_entries(cells: Mapping[str, Sequence[Cell]], folder=None) -> Entries:
+    """What is stored of each task's cells; of a method the seeds that all of its task's methods have.
+
+    A task without the two rows that scores are measured by is left out.
+    """
+    clients: dict[str, dict[str, np.ndarray]] = {}
+    flags: dict[tuple[str, str], tuple[str, ...]] = {}
+    for task, grid in cells.items():
+        runs = {(c.variant, c.seed): run for c in grid if (run := find_run(c.experiment, folder)) is not None}
+        by = {v: {s for u, s in runs if u == v} for v in dict.fromkeys(v for v, _ in runs)}
+        if not {LOW, HIGH} <= set(by):
+            continue
+        seeds = sorted(set.intersection(*(by[v] for v in (LOW, HIGH))))
+        whole = {v: [s for s in seeds if s in found] for v, found in by.items()}
+        shared = [s for s in seeds if all(s in own for own in whole.values())] or seeds[:1]
+        for variant, own in whole.items():
+            if set(shared) <= set(own):
+                clients.setdefault(task, {})[variant] = np.array([_scores(runs[variant, s].summary) for s in shared])
+                flags[task, variant] = tuple(sorted({f for s in shared for f in flags_of(runs[variant, s], "local")}))
+    return Entries(clients, flags)
+
+
+def _scores(summary: Mapping) -> list[float]:
+    """Each client's, by the deepest exit that it holds."""
+    personal = summary["personal"]
+    found = personal.get("last_by_client", personal["by_client"])
+    return [found[client] for client in sorted(found, key=int)]
+
+
+def judge(predictions: Mapping[str, Mapping], entries: Entries, caps: str, resamples: int = RESAMPLES) -> pd.DataFrame:
+    """A row a prediction that speaks of ``caps``: is the pair's first above its second, on the tasks that it names?
+
+    ``difference``: of the two interquartile means, with the bootstrap's interval. With fewer than five seeds a verdict
+    is indicative.
+    """
+    rows, rng = [], numpy_generator(0, "atlas predictions")
+    for name, told in predictions.items():
+        if caps not in told.get("caps", [caps]):
+            continue
+        tasks = {
+            t: by for t, by in entries.clients.items() if t in told.get("tasks", [t]) and set(told["pair"]) <= set(by)
+        }
+        row = {"prediction": name, "says": told["says"], "source": told["source"]}
+        if not tasks:
+            rows.append(row | {"verdict": "not testable"})
+            continue
+        of = Entries(tasks, {})
+        drawn = []
+        for again in (of, *(resampled(of, rng) for _ in range(resamples))):
+            with suppress(ValueError):  # a draw in which the whole model is not above the smallest level
+                one, other = (interquartile_mean(again.of(m)) for m in told["pair"])
+                drawn.append(one - other)
+        low, high = np.quantile(drawn, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
+        verdict = "holds" if low > 0 else "contradicted" if high < 0 else "undecided"
+        seeds = min(len(scores) for by in tasks.values() for scores in by.values())
+        indicative = ", indicative" if seeds < 5 and verdict != "undecided" else ""
+        rows.append(row | {"difference": drawn[0], "low": low, "high": high, "verdict": verdict + indicative})
+    columns = ["prediction", "says", "source", "difference", "low", "high", "verdict"]
+    return pd.DataFrame(rows, columns=columns)

@@ -1,0 +1,90 @@
+"""The atlas's arithmetic on numbers worked out by hand."""
+
+import numpy as np
+import pytest
+
+from fedlib.report.atlas import (
+    Entries,
+    front,
+    improvement,
+    interquartile_mean,
+    judge,
+    normalised,
+    ranking,
+    resampled,
+    wins,
+    worst,
+)
+
+TASK = {
+    "smallest": np.array([[10.0, 30.0], [20.0, 20.0]]),  # mean 20
+    "whole": np.array([[60.0, 60.0], [50.0, 70.0]]),  # mean 60
+    "a": np.array([[40.0, 40.0], [50.0, 50.0]]),
+    "b": np.array([[40.0, 40.0], [30.0, 30.0]]),
+}
+
+
+def test_scores_lie_between_the_smallest_level_and_the_whole_model():
+    assert normalised(TASK, "a").tolist() == [0.5, 0.75] and normalised(TASK, "b").tolist() == [0.5, 0.25]
+    assert normalised(TASK, "smallest").mean() == 0 and normalised(TASK, "whole").mean() == 1
+    low, high = (10 + 20) / 2, (60 + 50) / 2  # of the worst client
+    assert normalised(TASK, "a", worst).tolist() == [(40 - low) / (high - low), (50 - low) / (high - low)]
+    with pytest.raises(ValueError, match=r"no runs of \['whole'\]"):
+        normalised({k: v for k, v in TASK.items() if k != "whole"}, "a")
+    with pytest.raises(ValueError, match=r"the whole model \(20.00\) is not above the smallest level \(20.00\)"):
+        normalised({**TASK, "whole": TASK["smallest"]}, "a")
+
+
+def test_the_worst_tenth():
+    assert worst(np.arange(20.0)) == 0.5 and worst(np.array([3.0, 1.0])) == 1
+
+
+def test_middle_half_and_probability_of_improvement():
+    assert interquartile_mean({"x": np.array([0.0, 1.0]), "y": np.array([2.0, 100.0])}) == 1.5
+    a, b = {"x": np.array([0.5, 0.75])}, {"x": np.array([0.5, 0.25])}
+    assert improvement(a, b) == (0.5 + 1 + 1 + 1) / 4 and improvement(b, a) == 0.125
+    assert improvement({**a, "y": np.array([1.0])}, {**b, "y": np.array([2.0])}) == (0.875 + 0) / 2
+    assert np.isnan(improvement(a, {"y": np.array([1.0])}))
+
+
+def test_draws_are_the_same_for_all_methods():
+    entries = Entries({"x": {**TASK, "twin": TASK["a"] + 1}}, {})
+    again = resampled(entries, np.random.default_rng(0)).clients["x"]
+    assert (again["twin"] - again["a"] == 1).all() and again["a"].shape == (2, 2)
+
+
+def test_ranking_wins_and_flags():
+    entries = Entries({"x": TASK, "y": {k: v for k, v in TASK.items() if k != "b"}}, {("x", "b"): ("rising",)})
+    table = ranking(entries, resamples=200).set_index("method")
+    assert list(table.index) == ["a", "b"] and table.tasks.to_dict() == {"a": 2, "b": 1}
+    assert table.score.a == 0.625 and table.score.b == 0.375 and table["flags"]["b"] == "x: rising"
+    assert (table.low <= table.score).all() and (table.score <= table.high).all()
+    matrix = wins(entries)
+    assert matrix.loc["a", "b"] == 0.875 and matrix.loc["b", "a"] == 0.125 and matrix.loc["a", "a"] == 0.5
+
+
+def test_the_front():
+    assert front([1, 2, 2, 3], [5, 6, 4, 6]).tolist() == [True, True, False, False]
+
+
+def test_predictions_are_judged_on_the_tasks_they_name():
+    one = {"smallest": np.full((5, 8), 20.0), "whole": np.full((5, 8), 60.0)}
+    entries = Entries({"x": {**one, "a": np.full((5, 8), 50.0), "b": np.full((5, 8), 40.0)}}, {})
+    told = {"says": "", "source": ""}
+    predictions = {
+        "right": {**told, "pair": ["a", "b"]},
+        "wrong": {**told, "pair": ["b", "a"]},
+        "equal": {**told, "pair": ["a", "a"]},
+        "against the smallest": {**told, "pair": ["a", "smallest"]},
+        "elsewhere": {**told, "pair": ["a", "b"], "tasks": ["y"]},
+        "absent": {**told, "pair": ["a", "c"]},
+        "other caps": {**told, "pair": ["a", "b"], "caps": ["memory"]},
+    }
+    found = judge(predictions, entries, "macs", resamples=50).set_index("prediction")
+    assert found.verdict.to_dict() == {
+        "right": "holds", "wrong": "contradicted", "equal": "undecided", "against the smallest": "holds",
+        "elsewhere": "not testable", "absent": "not testable",
+    }  # fmt: skip
+    assert found.difference["right"] == pytest.approx(0.25) and found.difference["against the smallest"] == 0.75
+    few = Entries({"x": {m: s[:3] for m, s in entries.clients["x"].items()}}, {})
+    assert judge(predictions, few, "macs", resamples=50).verdict[0] == "holds, indicative"
