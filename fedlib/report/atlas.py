@@ -7,6 +7,7 @@ Over tasks and seeds: interquartile mean, intervals by a bootstrap stratified by
 methods, whose clients see the same data. Read next: ``runs/fitting.py``, ``params/atlas``.
 """
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from .flags import flags_of
 LOW, HIGH = "smallest", "whole"  # rows of every task: the smallest level for all, and the whole model for all
 WORST = 0.1  # of the clients
 RESAMPLES, CONFIDENCE = 2_000, 0.95
+RANKING = ["method", "score", "low", "high", "best rank", "worst rank", "tasks", "flags"]
 
 
 @dataclass(frozen=True)
@@ -90,16 +92,17 @@ def ranking(entries: Entries, resamples: int = RESAMPLES, seed: int = 0) -> pd.D
     """A row a method, best first: ``score`` (interquartile mean) with ``low`` and ``high``, ``rank`` with its interval.
 
     ``tasks`` says of how many it is: one that a net cannot carry is absent there. ``flags`` of its runs, by task.
-    A resample in which the whole model is not above the smallest level is drawn again.
+    Resamples in which the whole model is not above the smallest level say nothing and do not count.
     """
     methods, rng = entries.methods, numpy_generator(seed, "atlas")
-    drawn: list[list[float]] = []
-    while len(drawn) < resamples:
-        try:
-            drawn.append([interquartile_mean(again.of(m)) for again in [resampled(entries, rng)] for m in methods])
-        except ValueError:
-            continue
-    scores = np.array(drawn).reshape(resamples, len(methods))
+    drawn = []
+    for _ in range(resamples):
+        again = resampled(entries, rng)
+        with suppress(ValueError):
+            drawn.append([interquartile_mean(again.of(m)) for m in methods])
+    if not drawn or not methods:
+        return pd.DataFrame(columns=RANKING)
+    scores = np.array(drawn)
     ends = np.quantile(scores, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2], axis=0)
     ranks = (-scores).argsort(1).argsort(1) + 1
     best, last = np.quantile(ranks, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2], axis=0, method="nearest")
@@ -128,7 +131,8 @@ def front(cost: Sequence[float], score: Sequence[float]) -> np.ndarray:
 def load_entries(cells: Mapping[str, Sequence[Cell]], folder=None) -> Entries:
     """What is stored of each task's cells; of a method the seeds that all of its task's methods have.
 
-    A task without the two rows that scores are measured by is left out.
+    A task without the two rows that scores are measured by is left out, and one whose whole model is not above its
+    smallest level, with a warning.
     """
     clients: dict[str, dict[str, np.ndarray]] = {}
     flags: dict[tuple[str, str], tuple[str, ...]] = {}
@@ -140,6 +144,10 @@ def load_entries(cells: Mapping[str, Sequence[Cell]], folder=None) -> Entries:
         seeds = sorted(set.intersection(*(by[v] for v in (LOW, HIGH))))
         whole = {v: [s for s in seeds if s in found] for v, found in by.items()}
         shared = [s for s in seeds if all(s in own for own in whole.values())] or seeds[:1]
+        level = {v: np.mean([_scores(runs[v, s].summary) for s in shared]) for v in (LOW, HIGH)}
+        if level[HIGH] <= level[LOW]:
+            warnings.warn(f"atlas: {task} is left out: its whole model is not above its smallest level", stacklevel=2)
+            continue
         for variant, own in whole.items():
             if set(shared) <= set(own):
                 clients.setdefault(task, {})[variant] = np.array([_scores(runs[variant, s].summary) for s in shared])

@@ -15,6 +15,7 @@ from fedlib.report.atlas import (
     wins,
     worst,
 )
+from fedlib.report.atlas_plots import plot_ranking, plot_wins
 
 TASK = {
     "smallest": np.array([[10.0, 30.0], [20.0, 20.0]]),  # mean 20
@@ -88,3 +89,17 @@ def test_predictions_are_judged_on_the_tasks_they_name():
     assert found.difference["right"] == pytest.approx(0.25) and found.difference["against the smallest"] == 0.75
     few = Entries({"x": {m: s[:3] for m, s in entries.clients["x"].items()}}, {})
     assert judge(predictions, few, "macs", resamples=50).verdict[0] == "holds, indicative"
+
+
+def test_where_the_whole_model_is_never_above_nothing_is_ranked():
+    flat = Entries({"x": {**TASK, "whole": TASK["smallest"]}}, {})
+    assert ranking(flat, resamples=5).empty and ranking(Entries({}, {}), resamples=5).empty
+    assert wins(Entries({}, {})).empty
+
+
+def test_figures_of_the_map():
+    entries = Entries({"x": TASK}, {})
+    table = ranking(entries, resamples=20).assign(label=["A", "B"])
+    ax = plot_ranking(table, "a title")
+    assert [t.get_text() for t in ax.get_yticklabels()] == ["A", "B"] and ax.get_title() == "a title"
+    assert len(plot_wins(wins(entries), "wins").texts) == 4 and not plot_wins(wins(Entries({}, {})), "none").texts

@@ -197,6 +197,7 @@ def test_a_papers_profile_wins_over_the_general_one(project):
 
 # papers, or single tables, of which some seeds or columns are not stored so far
 UNFINISHED: set[str] = {
+    "atlas",
     "reefl/horizon",
     "cafedistill",
     "fedepth/compute",

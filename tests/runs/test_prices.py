@@ -20,6 +20,15 @@ def test_training_macs_by_hand():
     assert gpu_hours([e, e], 2.0) == pytest.approx(2 * training_macs(e) / 2e12 / 3600)
 
 
+@pytest.mark.parametrize(
+    "method, passes", [("fedper", 3), ("ditto", 6), ("fedrep", 3 + 5 / 2), ("fedpac", 3 + 3 / 2), ("fedrod", 3 + 5 / 2)]
+)
+def test_two_models_and_heads_trained_alone_are_paid_for(method, passes):
+    e = Experiment(method=method, dataset="cifar100", rounds=7, clients_per_round=4, num_clients=50, local_epochs=2)
+    macs = exit_costs(_shape_of(e), 100)[-1]["macs"]  # everybody trains the whole net, forward and backward 3 passes
+    assert training_macs(e) == pytest.approx(passes * 7 * 4 * 2 * 1000 * macs)
+
+
 def test_exclusivefl_pays_for_its_few_clients_only():
     e = Experiment(method="exclusivefl", dataset="cifar100", num_exits=12, rounds=10)
     full = exit_costs(_shape_of(e), 100)[-1]["macs"]

@@ -17,10 +17,11 @@ from typing import Annotated, ClassVar, Literal
 from annotated_types import Ge
 
 from ...core.clients import Client
+from ...core.experiment import Experiment
 from ...core.slices import NOTHING
 from ..base import Method
 from ..cohort import Cohort
-from ..jobs import Member, Round, Server, Serving
+from ..jobs import Member, Round, Server, Serving, Setting
 from ..losses import JointExits
 
 
@@ -40,6 +41,10 @@ class Ditto(JointExits, Method):
         part = r.setting.full()
         own = Member(client, part, name="own", keeps="all", upload=NOTHING, fresh=self.start == "initial")
         return [Member(client, part), own]
+
+    def effort(self, client: Client, setting: Setting, e: Experiment) -> float:
+        """Both models are trained."""
+        return 2.0
 
     def local_update(self, cohort: Cohort) -> None:
         received, own = cohort.received, cohort.rows_named("own")

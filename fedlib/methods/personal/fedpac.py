@@ -24,13 +24,14 @@ import torch.nn.functional as F
 from annotated_types import Ge
 
 from ...core.clients import Client
+from ...core.experiment import Experiment
 from ...core.slices import ParamInfo
 from ...core.validation import Count, Positive
 from ...models.backbone import Spec
 from ...models.maps import MapSpec
 from ..base import Method
 from ..cohort import Cohort
-from ..jobs import Arrived, Member, Round, Server, Stage
+from ..jobs import Arrived, Member, Round, Server, Setting, Stage
 from ..losses import Batch, JointExits
 from ..mixtures import mixtures, part_of, row
 
@@ -55,6 +56,10 @@ class FedPAC(JointExits, Method):
     def members(self, client: Client, server: Server, r: Round) -> list[Member]:
         payload = {"start": server.mirrors.get(client.id, {}), "global": part_of(server.memory, "prototypes")}
         return [Member(client, r.setting.full(), payload=payload)]
+
+    def effort(self, client: Client, setting: Setting, e: Experiment) -> float:
+        """The head's epochs, and statistics before and after, run the backbone forward, a third of training it."""
+        return 1 + (self.head_epochs + 2) / (3 * e.local_epochs)
 
     def local_update(self, cohort: Cohort) -> None:
         spec, counts = cohort.setting.spec, cohort.label_counts().float()  # (M, C)

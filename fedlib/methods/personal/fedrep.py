@@ -10,11 +10,13 @@ Deviations: while the exits train, tracked statistics of batch norm move with th
 
 from dataclasses import dataclass
 
+from ...core.clients import Client
+from ...core.experiment import Experiment
 from ...core.slices import ParamInfo
 from ...core.validation import Count
 from ..base import Method
 from ..cohort import Cohort
-from ..jobs import Stage
+from ..jobs import Setting, Stage
 from ..losses import JointExits
 
 
@@ -28,6 +30,10 @@ class FedRep(JointExits, Method):
 
     def personal(self, info: ParamInfo) -> bool:
         return info.exit is not None
+
+    def effort(self, client: Client, setting: Setting, e: Experiment) -> float:
+        """The head's epochs run the backbone forward, a third of training it."""
+        return 1 + self.head_epochs / (3 * e.local_epochs)
 
     def local_update(self, cohort: Cohort) -> None:
         cohort.train(self.local_loss, Stage(lambda i: i.exit is not None, self.head_epochs))

@@ -16,6 +16,8 @@ from typing import ClassVar
 
 import torch
 
+from ...core.clients import Client
+from ...core.experiment import Experiment
 from ...core.slices import ParamInfo
 from ...core.validation import Count
 from ...layers.context import untracked
@@ -24,7 +26,7 @@ from ...models.exits import Head, PairedExits
 from ...models.map_exits import classifiers
 from ..base import Method
 from ..cohort import Cohort
-from ..jobs import Stage
+from ..jobs import Setting, Stage
 from ..losses import Batch, JointExits
 
 
@@ -43,6 +45,10 @@ class FedRoD(JointExits, Method):
 
     def personal(self, info: ParamInfo) -> bool:
         return info.of == "personal"
+
+    def effort(self, client: Client, setting: Setting, e: Experiment) -> float:
+        """A head's own epochs run the backbone forward, a third of training it."""
+        return 1 + (self.head_epochs or 0) / (3 * e.local_epochs)
 
     def local_update(self, cohort: Cohort) -> None:
         head, units = cohort.model.head, cohort.setting.exit_units
