@@ -32,9 +32,13 @@ TODAY = {  # how often each time at most; to fall to once each
     "fedrep": (3, 1, 31, 423), "fedbabu": (2, 1, 4, 100), "fedamp": (2, 19, 4, 99),
     "pfedgraph": (6, 16, 31, 424), "fedrod": (12, 1, 4, 99), "ditto": (2, 1, 4, 99),
     "fedpac": (30, 7, 31, 424), "fedproto": (8, 1, 11, 33), "cafedistill": (2, 31, 31, 423),
-    "fjord": (12, 1, 31, 424), "fiarse": (12, 1, 31, 424),
-    "hetlora": (4, 4, 11, 34), "flexlora": (2, 1, 11, 34), "flora": (2, 1, 11, 34),
+    "fjord": (2, 1, 1, 3), "fiarse": (2, 1, 1, 3), "hetlora": (4, 4, 1, 3), "flexlora": (2, 1, 1, 3),
+    "flora": (2, 1, 1, 3),
 }  # fmt: skip
+AT = {  # where a method runs that came later, so that the others stay where their numbers were counted
+    **dict.fromkeys(("fjord", "fiarse"), ("vit", "full")),
+    **dict.fromkeys(("hetlora", "flexlora", "flora"), ("vit", "lora")),
+}
 
 
 def went(combination: Combination, folder) -> Fetched:
@@ -73,7 +77,7 @@ def trial(method: str, backbone: str, tuner: str) -> Combination:
 def test_every_method_and_kind_of_backbone_runs_there_within_its_budget(tmp_path):
     had, ran, failed = Counter(), set(), []
     for method in METHODS:
-        places = itertools.product(BACKBONES, ALL)
+        places = itertools.product(BACKBONES, ALL) if method not in AT else [AT[method]]
         for backbone, tuner in sorted(places, key=lambda place: (had[place[0]], had[place[1]])):
             if not goes_with(backbone, tuner):
                 continue
@@ -81,7 +85,7 @@ def test_every_method_and_kind_of_backbone_runs_there_within_its_budget(tmp_path
                 fetched = went(trial(method, backbone, tuner), tmp_path / method)
             except ValueError:
                 continue
-            had.update((backbone, tuner))
+            had.update((backbone, tuner) if method not in AT else ())
             ran.add(method)
             failed += [f"{method} on {backbone}, {tuner}: {text}" for text in too_often(method, fetched)]
             break
