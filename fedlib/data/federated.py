@@ -55,6 +55,11 @@ class FederatedData:
         """What a head must tell apart: classes, or the tokens that answers are made of."""
         return len(self.classes) if self.vocabulary is None else len(self.vocabulary)
 
+    @cached_property
+    def host_labels(self) -> np.ndarray:
+        """``labels`` in host memory."""
+        return self.labels.cpu().numpy()
+
     @property
     def num_clients(self) -> int:
         return len(self.num_examples)
@@ -79,7 +84,7 @@ class FederatedData:
         """Training examples (clients, classes); no columns where labels are no classes."""
         if not self.classes:
             return np.zeros((self.num_clients, 0), np.int64)
-        return self.holdings.label_counts(self.labels.cpu().numpy(), len(self.classes))
+        return self.holdings.label_counts(self.host_labels, len(self.classes))
 
     def client_test(self, i: int) -> np.ndarray:
         """Rows of the test set that client i is tested on, sorted; perhaps none."""

@@ -24,6 +24,7 @@ class Batches:
     rows: torch.Tensor  # (S, K, B) int64
     views: torch.Tensor | None  # (S, K, B, 5); None: not augmented
     weights: torch.Tensor  # (S, K, B)
+    host_weights: torch.Tensor  # weights, in host memory: on a CPU the same
     examples: np.ndarray  # rows, in host memory
     width: list[int]  # examples in the fullest batch of each step
     active: np.ndarray  # (S, K) bool
@@ -76,10 +77,10 @@ def draw_batches(
             weights[step, i, :n] = 1 / n
             if views is not None and seen is not None:
                 views[step, i, :n] = seen
-    device, active = data.inputs.device, weights > 0
+    device, active, host = data.inputs.device, weights > 0, torch.from_numpy(weights)
     return Batches(
         torch.from_numpy(rows).to(device), views.to(device) if views is not None else None,
-        torch.from_numpy(weights).to(device), rows, active.sum(-1).max(-1).tolist(), np.asarray(active.any(-1)),
+        host.to(device), host, rows, active.sum(-1).max(-1).tolist(), np.asarray(active.any(-1)),
     )  # fmt: skip
 
 
@@ -97,14 +98,14 @@ def _client_batches(
 
 
 def in_order(data: FederatedData, clients: Sequence[Client], size: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """(rows, weights), each (K, B): every client's own examples once, in order; weight 1, and 0 on padding."""
+    """(rows, weights), each (K, B), in host memory: every client's own examples once, in order; weight 0 on padding."""
     for a in range(0, max(c.num_examples for c in clients), size):
         rows, weights = np.zeros((len(clients), size), np.int64), np.zeros((len(clients), size), np.float32)
         for i, client in enumerate(clients):
             mine = data.client(client.id)
             part = mine[a : a + size]
             rows[i, : len(part)], rows[i, len(part) :], weights[i, : len(part)] = part, mine[0], 1
-        yield torch.from_numpy(rows).to(data.inputs.device), torch.from_numpy(weights).to(data.inputs.device)
+        yield torch.from_numpy(rows), torch.from_numpy(weights)
 
 
 def places_of(data: FederatedData, clients: Sequence[Client], examples: np.ndarray) -> np.ndarray:

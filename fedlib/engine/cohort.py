@@ -19,7 +19,7 @@ from ..core.slices import NOTHING, Slice, take, within
 from ..layers.norms import statistics
 from ..methods.jobs import Member, Round, Server, Stage
 from ..methods.losses import Batch
-from ..methods.sums import Update
+from ..methods.sums import Update, finite_sums
 from ..models.exit_model import ExitModel
 from ..models.route import Route
 from .batches import Batches, Draws, draw_batches, in_order
@@ -54,7 +54,7 @@ class Cohort:
         self.memories = memories
         self.new_memories: dict[int, Tensors] = {}
         self.extras: dict[int, Tensors] = {}
-        self.losses: dict[int, float] = {}
+        self._losses: torch.Tensor | None = None  # (M,), the last local training's means
         self.stack = Stack(federation, self.members, memories)
         self.rows: Mapping[str, Sequence[int]] = self.stack.rows
         self.label_counts = self.stack.label_counts
@@ -206,9 +206,17 @@ class Cohort:
         for p in leaves:
             p.requires_grad_(False)
         steps = torch.as_tensor(active.sum(0).clip(1), device=device)
+        self._losses = total / steps
+
+    def losses(self, update: Update) -> tuple[dict[int, float], bool]:
+        """Each client's mean loss, of its first member, and are all numbers of ``update`` finite? One transfer."""
+        told = [] if self._losses is None else [self._losses]
+        if update.params:
+            told.append((~finite_sums(update.params.values())).to(torch.float32).view(1))
         with phase("backward"):  # on a GPU what is still queued
-            means = (total / steps).cpu().tolist()  # one sync a local training: recorded, a check for divergence
-        self.losses = {c.id: x for c, x in reversed(list(zip(self.clients, means, strict=True)))}  # of the first member
+            numbers = torch.cat(told).cpu().tolist() if told else []
+        means = zip(self.clients, numbers, strict=False) if self._losses is not None else ()
+        return {c.id: x for c, x in reversed(list(means))}, not update.params or numbers[-1] == 0
 
     def narrow(self, part: Slice) -> View:
         """The view of a ``part`` of what the members hold, who keep the same entries; frozen tensors are cut too."""
@@ -228,11 +236,12 @@ class Cohort:
         """
         unit, forward = self.model.exit_units[exit], self.forward.place_()
         for rows, weights in in_order(self.data, self.clients, self.experiment.batch_size):
-            forward.fill(rows.cpu().numpy())
+            forward.fill(rows.numpy())
             seen: dict[int, torch.Tensor] = {}
             watch = lambda at, z, feature, *_, seen=seen: seen.update({at: feature})  # noqa: E731
             forward.answer(forward.inputs(rows), weights, watch=watch)
-            yield seen[unit].flatten(2), self.data.labels[rows], weights
+            device = self.data.inputs.device
+            yield seen[unit].flatten(2), self.data.labels[rows.to(device)], weights.to(device)
 
     def _run(
         self, batches: Batches, step: int, route: Route, ahead: Ahead | None, scratch: dict,
@@ -241,6 +250,7 @@ class Cohort:
         """Run the members, or this step's view of them, on its inputs."""
         width, features = batches.width[step], {}
         rows, weights = batches.rows[step, :, :width], batches.weights[step, :, :width]
+        padding = batches.host_weights[step, :, :width]
         with phase("data"):
             views = None if batches.views is None else batches.views[step, :, :width]
             x = ahead(step, width) if ahead is not None else self.forward.inputs(rows, views)
@@ -255,9 +265,9 @@ class Cohort:
                 of_step = view(step)
                 made = [{n: of_step(n, p) for n, p in some.items()} for some in self.forward.tensors]
                 seen = Forward(self.model, self.slices, *made, data=self.data).place_(True, self._generators)
-                outputs = seen(x, weights, route, watch)
+                outputs = seen(x, padding, route, watch)
             else:
-                outputs = self.forward(x, weights, route, watch)
+                outputs = self.forward(x, padding, route, watch)
                 left = statistics(self.model).items()  # as it left them
                 self.params.update({n: s for n, s in left if n in self.params})
         held = self.held
@@ -266,5 +276,5 @@ class Cohort:
         return Batch(
             outputs, self.data.labels[rows], weights, held, self.t, self.experiment.rounds, scratch, features,
             self.stack.owners, lambda name: self.teachers[name].at(batches, step, x), self.stack.label_counts,
-            self.federation.task, lambda: self.forward.place_(True, self._generators)(x, weights, route),
+            self.federation.task, lambda: self.forward.place_(True, self._generators)(x, padding, route),
         )  # fmt: skip

@@ -115,8 +115,9 @@ def train_cohort(
         cohort = Cohort(f, model, server, r, members, mine)
     f.method.local_update(cohort)
     cohort.keep()
-    losses = cohort.losses
-    nonfinite = {c: "loss" for c, x in losses.items() if not math.isfinite(x)} | cohort.update().nonfinite()
+    plain = cohort.update()
+    losses, finite = cohort.losses(plain)
+    nonfinite = {c: "loss" for c, x in losses.items() if not math.isfinite(x)} | ({} if finite else plain.nonfinite())
     if nonfinite and f.experiment.nonfinite == "fail":
         client, name = min(nonfinite.items())
         raise FloatingPointError(f"round {r.t}: client {client}: {name} is not finite (nonfinite = 'fail')")

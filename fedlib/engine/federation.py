@@ -151,7 +151,7 @@ def counts_of(data: FederatedData) -> Callable[[int], np.ndarray]:
 
 def _label_counts(data: FederatedData, client: int) -> np.ndarray:
     """A client's training examples by label, (classes,)."""
-    return np.bincount(data.labels[data.client(client)].cpu().numpy(), minlength=len(data.classes))
+    return np.bincount(data.host_labels[data.client(client)], minlength=len(data.classes))
 
 
 def build_federation(e: Experiment, device: str = "cpu") -> Federation:

@@ -55,19 +55,19 @@ class Forward:
     def inputs(self, rows: torch.Tensor, views: torch.Tensor | None = None) -> torch.Tensor | Begun:
         """What the model reads of each member's ``rows`` (M, B), in their ``views`` (M, B, 5)."""
         if self.cache is not None:
-            return self.cache(rows)
+            return self.cache(rows.to(self.data.inputs.device))
         return self._seen(self.data.test_inputs if self.test else self.data.inputs, rows, views)
 
     def _seen(self, inputs: torch.Tensor, rows: torch.Tensor, views: torch.Tensor | None = None) -> torch.Tensor:
         views = views.reshape(-1, 5) if views is not None else None
-        x = self.data.view(inputs, self.model.backbone.spec.input_shape, rows.reshape(-1), views)
+        x = self.data.view(inputs, self.model.backbone.spec.input_shape, rows.reshape(-1).to(inputs.device), views)
         return x.view(*rows.shape, *x.shape[1:])
 
     def __call__(
         self, x: torch.Tensor | Begun, weights: torch.Tensor | None = None, route: Route | None = None,
         watch: Callable | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        """Outputs (E, M, B, *out) on ``x``, whose rows of ``weights`` (M, B) zero are padding."""
+        """Outputs (E, M, B, *out) on ``x``, whose rows of ``weights`` (M, B) zero, in host memory, are padding."""
         self.model.context.weights = weights
         with self._precision():
             return self.model(x, route or self.route, watch).float()

@@ -116,13 +116,13 @@ def client_outputs(
             some = group[a : a + size]
             rows = [tests[c] for c, _ in some]
             counts, width = list(map(len, rows)), len(rows[0])
-            padded = torch.from_numpy(np.stack([np.resize(x, width) for x in rows])).to(f.device)  # (K, width)
-            real = (torch.arange(width) < torch.tensor(counts)[:, None]).to(f.device, torch.float32)
+            padded = torch.from_numpy(np.stack([np.resize(x, width) for x in rows]))  # (K, width)
+            real = (torch.arange(width) < torch.tensor(counts)[:, None]).float()
             outputs = _answer(f, server, memories, r, [s for _, s in some], padded, real)
             if f.experiment.test_mask:
                 present = np.stack([f.setting.label_counts(c) > 0 for c, _ in some])  # (K, classes)
                 outputs = outputs * torch.from_numpy(present).to(outputs)[:, None]
-            yield [c for c, _ in some], outputs, f.data.test_labels[padded], counts
+            yield [c for c, _ in some], outputs, f.data.test_labels[padded.to(f.device)], counts
 
 
 def _of_batches(f: Federation, serving: Serving) -> bool:
@@ -137,7 +137,7 @@ def _answer(
 ) -> torch.Tensor:  # fmt: skip
     """Outputs (E, K, B, *out) of K clients served alike on test ``rows`` (K, B), averaged over each one's members.
 
-    ``real`` (K, B) is 0 on padding.
+    ``real`` (K, B) is 0 on padding. Both are in host memory.
     """
     serving, total = servings[0], torch.zeros((), device=f.device)
     recomputed = f.experiment.batch_norm == "static" or serving.statistics == "recomputed"

@@ -97,9 +97,11 @@ class Stack:
         return out
 
     @cached_property
-    def owners(self) -> torch.Tensor:
-        """Whose model each member is, (M,): peers of one client have the same number."""
+    def owners(self) -> torch.Tensor | None:
+        """Whose model each member is, (M,): peers of one client have the same number. None if there are no peers."""
         order = {c: k for k, c in enumerate(dict.fromkeys(m.client.id for m in self.members))}
+        if len(order) == len(self.members):
+            return None
         return torch.tensor([order[m.client.id] for m in self.members], device=self.federation.device)
 
     def label_counts(self) -> torch.Tensor:

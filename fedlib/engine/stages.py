@@ -95,8 +95,8 @@ class Ahead:
                 to = self.kept[unit][:, step * size : (step + 1) * size]
                 to[:, :, : x.shape[2]] = x[:, : to.shape[1]]  # sentences end with the longest of their batch
         places = places_of(f.data, clients, batches.examples)  # (S, M, B)
-        self.places = torch.from_numpy(places).to(rows.device)
-        self.members = torch.arange(len(clients), device=rows.device)[:, None]
+        self.places = torch.from_numpy(places).to(f.device)
+        self.members = torch.arange(len(clients), device=f.device)[:, None]
 
     def part(self, step: int, size: int) -> Begun:
         """What was kept of every client's examples in order: part ``step`` of ``size``, filled up with zeros."""

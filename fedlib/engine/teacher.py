@@ -41,7 +41,7 @@ class Teacher:
         """Outputs (E, M, B, *out) on the inputs ``x`` of one step of ``batches``."""
         width = batches.width[step]
         if not self.by_example:
-            return self.answer(x, batches.weights[step, :, :width])
+            return self.answer(x, batches.host_weights[step, :, :width])
         if self._known is None:
             self._known = self._every_example()
         if self._places is None or self._places[0] is not batches:

@@ -21,7 +21,7 @@ class Context:
 
     policy: Policy = "batch"  # of batch norm, see ``norms.BatchNorm2d``
     training: bool = True
-    weights: torch.Tensor | None = None  # (K, B) or of more clients; 0 marks padding. None: every row is an example
+    weights: torch.Tensor | None = None  # (K, B) or of more clients, in host memory; 0: padding. None: all are examples
     scale: float | torch.Tensor = 1.0  # ``Slice.scale``: one, or (K,)
     scaled: tuple[str, ...] = ("conv",)  # the places of scalers that are on
     whole_heads: bool = False  # narrower attention has fewer heads of full width, not all heads, narrower
@@ -30,14 +30,13 @@ class Context:
     gathered: dict[nn.Module, Any] | None = None  # while ``norms.recomputed_statistics`` runs: what each norm saw
     _real: tuple[Any, torch.Tensor | None] = field(default=(None, None), repr=False)
 
-    @property
-    def real(self) -> torch.Tensor | None:
+    def real(self, device: torch.device) -> torch.Tensor | None:
         """(K, B), 1.0 on examples and 0.0 on padding; None if nothing is padding. Looked at once a batch."""
         if self.weights is None:
             return None
         if self._real[0] is not self.weights:
             real = self.weights != 0
-            self._real = (self.weights, None if bool(real.all()) else real.to(self.weights.dtype))
+            self._real = (self.weights, None if bool(real.all()) else real.to(device, self.weights.dtype))
         return self._real[1]
 
     @property

@@ -33,7 +33,8 @@ class PerClient(nn.Module):
         stacked = {n: t.dim() > self.dims.get(n, 1) for n, t in tensors.items()}  # a statistic is (C,)
         if not any(stacked.values()) and (len(x) == 1 or not self.normalises):
             return self.base_layer(x.flatten(0, 1)).unflatten(0, x.shape[:2])
-        real = self.context.real[: len(x)] if self.normalises and self.context.real is not None else None
+        real = self.context.real(x.device) if self.normalises else None
+        real = None if real is None else real[: len(x)]
         tensors = {n: t[: len(x)] if stacked[n] else t for n, t in tensors.items()}
         y, after, gathered = self._run(tensors, stacked, real, x)
         if self.context.gathered is not None:

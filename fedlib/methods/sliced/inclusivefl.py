@@ -79,7 +79,7 @@ class InclusiveFL(ServerStep, Method):
                  for e, names in exits.items() for n, sent in names.items() if sent in arrived.mean.total}  # fmt: skip
         mean = arrived.mean.result(start)
         memory = {k: v for k, v in server.memory.items() if not k.startswith("momentum/")}
-        proposals: dict[str, list[tuple[float, torch.Tensor]]] = {}
+        proposals: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         for e, names in exits.items():
             delta = {n: start[sent] - mean[sent] for n, sent in names.items() if sent in mean}  # (1)
             for n in own[e].keys() & delta.keys():  # (2)
@@ -93,7 +93,7 @@ class InclusiveFL(ServerStep, Method):
                     held = torch.ones_like(d, dtype=torch.bool)
                     stepped, moments = self.adam_step(sent, start[sent], d, memory, held)
                     memory |= moments
-                proposals.setdefault(own[e].get(n, n), []).append((float(arrived.mean.count[sent]), stepped))
+                proposals.setdefault(own[e].get(n, n), []).append((arrived.mean.count[sent], stepped))
         new = dict(server.params)
         for name, found in proposals.items():  # (4); personal entries have one proposal
             new[name] = sum((n * p for n, p in found), torch.zeros(())) / sum(n for n, _ in found)

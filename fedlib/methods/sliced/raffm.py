@@ -34,6 +34,7 @@ from annotated_types import Le
 from ...core.clients import Client
 from ...core.experiment import Experiment
 from ...core.slices import Axis, Indices, ParamInfo, Slice
+from ...core.transfers import home
 from ...core.validation import Positive, When
 from ...models.exit_model import ExitModel
 from ..base import Method
@@ -99,8 +100,9 @@ class RaFFM(ServerStep, Method):
         model.context.whole_heads = self.cut == "heads"
 
     def prepare(self, server: Server, r: Round) -> dict[str, torch.Tensor]:
-        """The salience of the global model, by axis."""
-        return salience({**r.setting.frozen, **server.params}, r.setting.infos, r.setting.axes, self.rank)
+        """The salience of the global model, by axis, in host memory."""
+        found = salience({**r.setting.frozen, **server.params}, r.setting.infos, r.setting.axes, self.rank)
+        return dict(zip(found, home(list(found.values())), strict=True))
 
     def slice_for(self, client: Client, server: Server, r: Round) -> Slice:
         place = r.clients.index(client) if self.draw == "released" and client in r.clients else None
@@ -118,8 +120,7 @@ class RaFFM(ServerStep, Method):
         return self.part(widths, r.setting, r.notes)
 
     def space(self, setting: Setting) -> "Space":
-        kinds = {"attention": self.attention, "ffn": self.ffn, "residual": self.residual}
-        return Space(setting.axes, kinds, self.cut == "heads")
+        return Space(setting.axes, {k: getattr(self, k) for k in ("attention", "ffn", "residual")}, self.cut == "heads")
 
     def part(self, widths: "Widths", setting: Setting, ranks: Tensors) -> Slice:
         return replace(setting.full(), index=self.space(setting).index(widths, ranks))

@@ -94,7 +94,8 @@ class SplitMix(MemoryBudgets, Method):
 
     def prepare(self, server: Server, r: Round) -> dict[str, torch.Tensor]:
         """The first base of each sampled client: the round robin goes on where the last round's ended."""
-        places = [int(server.memory["served"]) + i for i in range(len(r.clients))]
+        served = int(server.memory["served"])
+        places = [served + i for i in range(len(r.clients))]
         orders = {p // self.bases: self._order(p // self.bases, r.setting.seed) for p in places}
         return {"first": torch.tensor([orders[p // self.bases][p % self.bases] for p in places])}
 
