@@ -16,13 +16,14 @@ NOTEBOOKS := $(patsubst notebooks/%.ipynb,%,$(wildcard notebooks/*/*.ipynb))
 SHORT := $(foreach n,$(NOTEBOOKS),$(firstword $(subst _, ,$(n))))
 OBJECTS := $(sort $(SHORT) $(NOTEBOOKS))
 
-.PHONY: help setup demo test quick test-all test-oldest lint lab results site report bench pretrain lock clean $(OBJECTS)
+.PHONY: help setup demo test quick test-all test-oldest lint lab results notebooks site report bench pretrain lock clean $(OBJECTS)
 
 help:
 	@echo "make demo                         walkthrough: ReeFL and DepthFL on real digits, in a few minutes"
 	@echo "make reefl/table1 PROFILE=small   any notebook, by folder and first word (smoke | small | paper): notebooks/README.md"
 	@echo "make results                      outputs/README.md: every stored table, and a verdict on every claim of the papers"
-	@echo "make site                         guide, results and API as HTML, readable offline: outputs/site/index.html"
+	@echo "make notebooks                    every notebook as it looks when it has run, of stored runs: outputs/<paper>/notebooks/"
+	@echo "make site                         guide, results and API as HTML, readable offline: outputs/site/html/"
 	@echo "make lab                          explore in JupyterLab"
 	@echo "make test, make bench             all tests; engine speed against Flower, pfl, BlazeFL and bare loops"
 	@echo "make quick                        unit tests of what git diff touches, or of a folder: FOLDER=methods"
@@ -86,11 +87,14 @@ lab: setup
 results: setup
 	$(BIN)/python -m fedlib.report.page
 
+notebooks: setup
+	$(BIN)/python docs/notebooks.py
+
 # A page is a file of this repository, so it is the source folder; a warning (a link that leads nowhere) is an error.
 site: setup
 	rm -rf docs/api
-	$(BIN)/python -m sphinx -q -W --keep-going -c docs -d outputs/scratch/doctrees . outputs/site
-	@echo "outputs/site/index.html"
+	$(BIN)/python -m sphinx -q -W --keep-going -c docs -d outputs/site/doctrees . outputs/site/html
+	@echo "outputs/site/html/index.html"
 
 report: site
 

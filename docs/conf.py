@@ -1,4 +1,4 @@
-"""The site's settings: ``make site`` builds it of pages that stand in this repository, into ``outputs/site/``.
+"""The site's settings: ``make site`` builds it of pages that stand in this repository, into ``outputs/site/html/``.
 
 The source folder is the repository itself, so a page is the one that GitHub shows, and a link leads where it leads
 there. Read next: ``docs/guards.py``, what of a page may reach a browser.

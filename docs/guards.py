@@ -55,7 +55,7 @@ def lead_to_pages(app, doctree) -> None:
                 link["reftarget"] = executed
             else:
                 link.replace_self(link.children)
-        elif (app.srcdir / posixpath.dirname(link["refdoc"]) / target).is_dir():
+        elif (app.srcdir / posixpath.dirname(link["refdoc"]) / target).exists():
             link.replace_self(link.children)
 
 

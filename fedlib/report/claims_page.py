@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 import pandas as pd
 
 from .claims import Judged, Stored
+from .style import spelled
 from .tables import markdown_table
 from .verdicts import COLUMNS
 
@@ -64,7 +65,7 @@ def compared(v: Judged) -> bool:
 def claims_page(stored: Stored, verdicts: Sequence[Judged]) -> str:
     """Every comparison behind the claims, with its interval in points; empty where there is none."""
     parts = [comparisons(v) for v in verdicts if compared(v)]
-    title = f"# Claims of `{stored.paper}` at profile `{stored.profile}`, comparison by comparison"
+    title = f"# Claims of {spelled(stored.paper)} at profile `{stored.profile}`, comparison by comparison"
     lead = "Written by `make results`; do not edit. Differences in points. [Back to the results](README.md)."
     return "\n\n".join([title, lead, RULE, *parts]) + "\n" if parts else ""
 

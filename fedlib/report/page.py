@@ -23,7 +23,7 @@ from .claims import Judged, Stored, judge
 from .claims_page import added, claims_page, claims_section
 from .clients import VALUES
 from .further import with_further
-from .style import spelled
+from .style import data_title, spelled
 from .style import title_of as column_title
 from .tables import markdown_table, methods_in_columns, obtained, reported_beside
 
@@ -65,11 +65,11 @@ def results_page(stored: Stored, verdicts: Sequence[Judged]) -> str:
         sections.append(section(stored, table, done, shown))
         runs |= done
     text = [
-        f"# Results of `{stored.paper}` at profile `{stored.profile}`",
+        f"# Results of {spelled(stored.paper)} at profile `{stored.profile}`",
         findings(stored),
         "Written by `make results` from the stored runs in [`runs`](../runs); do not edit. Obtained: mean ± SD over "
         "seeds of the last round's accuracy in percent, mean over exits. Reported, or in brackets: the paper's, on its "
-        "backbone and data, so compare orderings, not values.",
+        "backbone and data, so compare orderings, not values. Bold: the best of its comparison.",
         facts(stored, list(runs.values())),
         claims_section(verdicts) if verdicts else "",
         *sections,
@@ -110,10 +110,37 @@ def section(stored: Stored, table: str, done: dict[str, Cell], shown: dict[str, 
         parts.append(OF_CLIENTS if value in VALUES else "")
         more = with_further(frame, stored.spec(table))
         rows = obtained(more, reported_beside(stored.paper, table), value, thresholds)
-        parts.append(markdown_table(methods_in_columns(rows)))
+        parts.append(markdown_table(printed(methods_in_columns(rows))))
+        parts.append(as_csv(stored, table))
     shown.update({h: table for h in done if h not in shown})
     parts.append(thumbnails(figures_of(stored, table)))
     return "\n\n".join(p for p in parts if p)
+
+
+def printed(table: pd.DataFrame) -> pd.DataFrame:
+    """``tables.methods_in_columns`` in a reader's words; the best number of every comparison is bold."""
+
+    def bold(numbers: pd.Series) -> pd.Series:
+        """The cells of one comparison: the highest is marked, without what is in brackets; one alone is not."""
+        values = numbers.str.extract(r"^(-?\d+(?:\.\d+)?)")[0].astype(float)
+        best = (values == values.max()) & (values.notna().sum() > 1)
+        return numbers.where(~best, numbers.str.replace(r"^([^(]+?)(?= \(|$)", r"**\1**", regex=True))
+
+    if "method" in table:
+        name = next(c for c in table if c == "obtained" or c.startswith("best run's"))
+        shown = table.assign(**{name: table.groupby(["mode", "column"], sort=False)[name].transform(bold)})
+    else:
+        methods = [c for c in table if c not in ("mode", "column", "data", "seeds")]
+        shown = table.assign(**{m: "" for m in methods})
+        shown[methods] = table[methods].apply(bold, axis=1)
+    words = [", ".join([column_title(first), *rest]) for first, *rest in table["column"].str.split(", ")]
+    return shown.assign(column=words, data=table.data.map(data_title))
+
+
+def as_csv(stored: Stored, table: str) -> str:
+    """A link to the numbers of a table as a file, if its notebook stored them."""
+    name = f"tables/{table}_{stored.profile}.csv"
+    return f"[As CSV]({name})" if (stored.folder / name).is_file() else ""
 
 
 def facts(stored: Stored, cells: Sequence[Cell], wanted: set[str] = frozenset()) -> str:
@@ -131,7 +158,7 @@ def facts(stored: Stored, cells: Sequence[Cell], wanted: set[str] = frozenset())
     of = f" of {total}" if total > len(experiments) else ""
     words = [
         f"{len(experiments)}{of} run{'s' * (total > 1)}",
-        f"data: {', '.join(sorted({e.dataset for e in experiments.values()}))}",
+        f"data: {', '.join(sorted({data_title(e.dataset) for e in experiments.values()}))}",
         f"backbone: {', '.join(sorted({e.backbone for e in experiments.values()}))}",
         f"seeds: {', '.join(map(str, sorted({e.seed for e in experiments.values()})))}",
         f"hardware: {' and '.join(machines)}" if machines else "",

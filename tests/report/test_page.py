@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 
+import pandas as pd
 import pytest
 
 from fedlib import Experiment
@@ -16,6 +17,7 @@ from fedlib.report.page import (
     index_page,
     main,
     missing,
+    printed,
     results_page,
     short_title,
     title_of,
@@ -125,12 +127,33 @@ def test_the_pages_follow_the_store(tmp_path, monkeypatch, capsys):
     assert "## [Figure 7: " in page and 'src="figures/figure7_small_4exits.png"' in page
 
 
+def test_tables_say_names_and_mark_the_best_of_every_comparison():
+    """In columns: of a row. In rows: of a data column. One number alone is not marked, nor is a dash."""
+    place = ["mode", "column", "data"]
+    wide = pd.DataFrame(
+        [
+            ["LoRA", "femnist", "omniglot", "36.1 ± 5.3 (82.4)", "32.8", "3"],
+            ["LoRA", "lr_0.1, exit 2", "x", "–", "-4.5", "2"],
+        ],
+        columns=[*place, "DepthFL", "ReeFL", "seeds"],
+    )
+    assert printed(wide).to_numpy().tolist() == [
+        ["LoRA", "FEMNIST", "Omniglot", "**36.1 ± 5.3** (82.4)", "32.8", "3"],
+        ["LoRA", "lr 0.1, exit 2", "x", "–", "-4.5", "2"],
+    ]
+    rows = [["LoRA", "cifar10_alpha1", "cifar10", m, x] for m, x in (("a", "9.5 ± 1.0"), ("b", "10.5"), ("c", "10.5"))]
+    for name in ("obtained", "best run's ensemble"):
+        long = printed(pd.DataFrame(rows, columns=[*place, "method", name]))
+        assert long[name].tolist() == ["9.5 ± 1.0", "**10.5**", "**10.5**"]
+        assert set(long["column"]) == {"CIFAR-10, Dirichlet 1"}
+
+
 def test_accuracies_of_a_validation_split_are_called_so(tmp_path):
     from tests.report.test_claims import store
 
     store(tmp_path, {("frozen", m): [[40.5]] for m in ("reefl", "depthfl")}, "why_rates")
     page = results_page(Stored("reefl", "small", tmp_path), [])
-    assert page.count("Accuracy on held-out training examples") == 1 and "| Frozen | lr_0.1 | cifar10 | 40.50 | 40.50 | 1 |" in page  # fmt: skip
+    assert page.count("Accuracy on held-out training examples") == 1 and "| Frozen | lr 0.1 | CIFAR-10 | **40.50** | **40.50** | 1 |" in page  # fmt: skip
     store(tmp_path, {("frozen", m): [[40.0], [41.0]] for m in ("reefl", "depthfl")}, "why", columns=["rounds_400"])
     assert results_page(Stored("reefl", "small", tmp_path), []).count("held-out training examples") == 1
 

@@ -146,7 +146,7 @@ def test_every_file_that_a_command_of_another_program_names_is_there():
 
 @pages
 def test_every_notebook_that_a_command_names_exists(page):
-    for name in re.findall(r"\bnotebooks/[\w/]+\.ipynb", page.read_text()):
+    for name in re.findall(r"(?<!/)\bnotebooks/[\w/]+\.ipynb", page.read_text()):
         assert (ROOT / name).exists(), name
 
 

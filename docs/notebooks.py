@@ -1,0 +1,143 @@
+"""The notebooks as they look when they have run: ``make notebooks`` writes ``outputs/<folder>/notebooks/``.
+
+A notebook whose default profile is ``small`` is executed as it stands: it looks at stored runs and trains nothing. What
+is kept are its outputs, figures as small as they can be, no times and no paths, and a digest of its source and of the
+runs that it asks for: one that still fits is not executed again. Read next: ``docs/conf.py``, the site that shows them.
+"""
+
+import base64
+import hashlib
+import io
+import json
+import os
+import posixpath
+import re
+import sys
+from functools import cache
+from pathlib import Path
+
+import nbformat
+from PIL import Image
+
+ROOT = Path(__file__).resolve().parents[1]
+KEPT = ("image/png", "text/html", "text/markdown", "text/plain")
+COLOURS = 128  # of a figure
+DIGEST = "fedlib_digest"
+
+
+def sources() -> list[Path]:
+    """The notebooks that show something without training."""
+    return [
+        p for p in sorted((ROOT / "notebooks").glob("*/*.ipynb")) if '"profile = \\"small\\"' in p.read_text("utf-8")
+    ]
+
+
+def executed(source: Path, outputs: Path = ROOT / "outputs") -> Path:
+    """Where a notebook's executed form lies."""
+    return outputs / source.parent.name / "notebooks" / source.name
+
+
+def cells(source: Path) -> list[dict]:
+    """A notebook's cells as they are stored."""
+    return json.loads(source.read_text("utf-8"))["cells"]
+
+
+def digest(source: Path, outputs: Path = ROOT / "outputs") -> str:
+    """Of a notebook's source, and of every run that a grid named in it asks for: its name and what it ended with."""
+    from fedlib.runs.params_files import papers
+
+    said = ["".join(cell["source"]) for cell in cells(source)]
+    words = set(re.findall(r'"(\w+)"', "\n".join(said))) | {source.parent.name}
+    asked = sorted({run for paper in papers() if paper in words for run in runs_of(paper, frozenset(words), outputs)})
+    return hashlib.sha256(json.dumps([said, asked]).encode()).hexdigest()[:16]
+
+
+@cache
+def runs_of(paper: str, words: frozenset[str], outputs: Path) -> list[tuple[str, str]]:
+    """The runs of the paper's grids that ``words`` name, and the bytes of their summaries."""
+    from fedlib.runs.params import grids
+
+    return [run for grid in grids(paper) if grid in words for run in runs_of_grid(paper, grid, outputs)]
+
+
+@cache
+def runs_of_grid(paper: str, grid: str, outputs: Path) -> list[tuple[str, str]]:
+    from fedlib.runs.params import load_grid
+    from fedlib.runs.store import run_path
+
+    paths = [run_path(c.experiment, outputs / "runs") / "summary.json" for c in load_grid(paper, grid, "small")]
+    lacks = f"{paper}/{grid}"  # what a run that is not stored would be called is no matter
+    return [(p.parent.name, p.read_text("utf-8")) if p.exists() else (lacks, str(i)) for i, p in enumerate(paths)]
+
+
+def execute(source: Path, target: Path) -> None:
+    """Run the notebook as it stands, with the outputs of this repository, and keep what is worth keeping."""
+    from nbclient import NotebookClient
+
+    notebook, stamp = nbformat.read(source, as_version=4), digest(source)
+    NotebookClient(notebook, timeout=None, resources={"metadata": {"path": str(source.parent)}}).execute()
+    target.parent.mkdir(parents=True, exist_ok=True)
+    nbformat.write(kept(notebook, source, stamp), target)
+
+
+def kept(notebook, source: Path, stamp: str):
+    """The notebook without what differs from machine to machine, its links as they lead from its new place."""
+    language = {"name": "python", "pygments_lexer": "ipython3"}
+    notebook.metadata = {"kernelspec": notebook.metadata.kernelspec, "language_info": language, DIGEST: stamp}
+    for cell in notebook.cells:
+        cell.metadata = {k: v for k, v in cell.metadata.items() if k == "tags"}
+        if cell.cell_type == "markdown":
+            cell.source = relinked(cell.source, source)
+        else:
+            cell.outputs = [o for o in map(shown, cell.outputs) if o is not None]
+    return notebook
+
+
+def shown(output):
+    """An output in the one form that a page shows; None: a warning, a widget, a bar of progress."""
+    if output.output_type == "stream":
+        return output if output.name == "stdout" else None
+    output.data = {form: said for form, said in output.data.items() if form in KEPT}
+    output.metadata = {}
+    if picture := output.data.get("image/png"):
+        output.data = {"image/png": squeezed(picture)}
+    elif page := output.data.get("text/html"):
+        output.data = {"text/html": re.sub(r"<style\b.*?</style>\s*", "", page, flags=re.S)}
+    return output if output.data else None
+
+
+def squeezed(picture: str) -> str:
+    """A PNG in base64, of few colours."""
+    image, file = Image.open(io.BytesIO(base64.b64decode(picture))).convert("RGB"), io.BytesIO()
+    image.quantize(COLOURS, dither=Image.Dither.NONE).save(file, "PNG", optimize=True)
+    return base64.b64encode(file.getvalue()).decode()
+
+
+def relinked(text: str, source: Path) -> str:
+    """Markdown whose relative links lead from the executed notebook to where they led, if it can to an executed one."""
+    here, there = f"notebooks/{source.parent.name}", f"outputs/{source.parent.name}/notebooks"
+    of = {p.relative_to(ROOT).as_posix(): executed(p).relative_to(ROOT).as_posix() for p in sources()}
+
+    def link(m: re.Match) -> str:
+        target = posixpath.normpath(posixpath.join(here, m[1]))
+        return f"]({posixpath.relpath(of.get(target, target), there)}"
+
+    return re.sub(r"\]\((?!\w+:)([^()#\s]+)", link, text)
+
+
+def main(words: list[str]) -> None:
+    """Execute the notebooks whose names hold one of ``words`` (none: all), if what they rest on is new."""
+    os.environ |= {"FEDLIB_ROOT": str(ROOT), "TQDM_DISABLE": "1"}
+    os.environ.pop("FEDLIB_PROFILE", None)
+    for source in sources():
+        name, target = f"{source.parent.name}/{source.stem}", executed(source)
+        if words and not any(word in name for word in words):
+            continue
+        if target.exists() and nbformat.read(target, as_version=4).metadata.get(DIGEST) == digest(source):
+            continue
+        print(name, flush=True)
+        execute(source, target)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
