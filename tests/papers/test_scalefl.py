@@ -132,6 +132,7 @@ HEAVY = {"resnet110": 1.15, "msdnet24": 1.97}  # the slides' own nets: their exi
 def test_no_grids_exits_distort_its_levels(paper, profile):
     """No level is narrower than the one below it, and the whole with all exits costs 1.1 times the net at most."""
     cells = (c for table in grids(paper) for c in load_grid(paper, table, profile) if c.seed == 1)
+    cells = (c for c in cells if c.variant != "scalefl_convolutions")  # cross.yaml asks what such exits do
     mine = [c for c in cells if issubclass(METHODS[c.method], Levels) and c.experiment.budgets == "uniform"]
     for e in {_shape_of(c.experiment).replace(exit_head=c.experiment.exit_head): c.experiment for c in mine}.values():
         with warnings.catch_warnings(record=True) as said:
