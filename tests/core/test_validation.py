@@ -89,12 +89,12 @@ def test_a_method_made_by_hand_refuses_too():
     class Mine(ReeFL):
         """A user's own, with the plainest of types."""
 
-        distill: str = "last"
+        distill: str = "none"
         temperature: float = 2.0
 
     for make, message in (
         (lambda: ReeFL(distill="x"), "options of reefl: distill = 'x' is not possible"),
-        (lambda: Mine(distill="lats"), "options of mine: distill = 'lats' is not possible; did you mean 'last'?"),
+        (lambda: Mine(distill="bets"), "options of mine: distill = 'bets' is not possible; did you mean 'best'?"),
         (lambda: Mine(temperature=0), "temperature = 0.0 must be above 0"),
         (lambda: ReeFL(weighting=3), "weighting = 3 is not possible"),
     ):

@@ -256,7 +256,8 @@ def test_ten_thousand_invalid_configurations_give_clear_errors():
             tried += 1
             escaped.append((word, repr(error)[:300]))
         else:  # the few draws that are valid after all
-            assert word in ("dataset", "num_test", "exit_blocks", "options", "finetune_options", "clip_value"), (
+            allowed = ("dataset", "num_test", "exit_blocks", "options", "finetune_options", "clip_value", "budgets")
+            assert word in allowed, (
                 word,
                 values[word],
             )

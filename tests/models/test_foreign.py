@@ -93,7 +93,7 @@ def cut_index(axes, rotary):
     """Every axis cut to a random part; of heads the same number of features each."""
     index = {}
     for name, axis in axes.items():
-        if name == "classes" or (rotary and name.endswith(("/qk", "/vo"))):
+        if name == "classes" or name.endswith(".rank") or (rotary and name.endswith(("/qk", "/vo"))):
             continue
         scores = torch.randn(axis.size, generator=generator(len(name)))
         index[name] = axis.ranked(scores, lambda n: max(1, 2 * n // 3))

@@ -250,7 +250,10 @@ def test_every_committed_run_is_intact():
     folder = OUTPUTS / "runs"
     for path in sorted(folder.iterdir()):
         e = Experiment.from_dict(read_json(path / "experiment.json")["experiment"])
-        assert e.slug == path.name and find_run(e, folder).summary["status"] in ("finished", "diverged")
+        assert path.name in (e.slug, e.former_slug) and find_run(e, folder).summary["status"] in (
+            "finished",
+            "diverged",
+        )
 
 
 def test_a_disk_that_locks_no_files_is_named(tmp_path, monkeypatch):
