@@ -121,13 +121,6 @@ def wins(entries: Entries) -> pd.DataFrame:
     return pd.DataFrame([[improvement(of[a], of[b]) for b in of] for a in of], index=list(of), columns=list(of))
 
 
-def front(cost: Sequence[float], score: Sequence[float]) -> np.ndarray:
-    """Which points no other beats in one of the two without being worse in the other, (n,)."""
-    points = np.column_stack([cost, -np.asarray(score, float)])
-    beaten = [((points <= p).all(1) & (points < p).any(1)).any() for p in points]
-    return ~np.array(beaten, dtype=bool)
-
-
 def load_entries(cells: Mapping[str, Sequence[Cell]], folder=None) -> Entries:
     """What is stored of each task's cells; of a method the seeds that all of its task's methods have.
 

@@ -5,7 +5,6 @@ import pytest
 
 from fedlib.report.atlas import (
     Entries,
-    front,
     improvement,
     interquartile_mean,
     judge,
@@ -62,10 +61,6 @@ def test_ranking_wins_and_flags():
     assert (table.low <= table.score).all() and (table.score <= table.high).all()
     matrix = wins(entries)
     assert matrix.loc["a", "b"] == 0.875 and matrix.loc["b", "a"] == 0.125 and matrix.loc["a", "a"] == 0.5
-
-
-def test_the_front():
-    assert front([1, 2, 2, 3], [5, 6, 4, 6]).tolist() == [True, True, False, False]
 
 
 def test_predictions_are_judged_on_the_tasks_they_name():
