@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 import torch
 
 from ..methods import Member, Round, Server
+from ..methods.mixtures import under
 from .executors import Cohorts, Execution, Memories, Trained, automatic_cohort_size, train_cohort
 from .federation import Federation
 
@@ -60,7 +61,8 @@ class Workers(ABC):
         self.cohort_size = execution.cohort_size or automatic_cohort_size(federation)
 
     def train(self, server: Server, cohorts: Cohorts, r: Round, memories: Memories) -> Iterator[Trained]:
-        download = self.download(Server(server.t, server.params, {}))  # the server's memory is the server's
+        # the server's memory is the server's, but for what it changed of the frozen tensors
+        download = self.download(Server(server.t, server.params, under("frozen", server.changed)))
         r = replace(r, setting=None)  # which the workers have
         todo, lost = deque(range(len(cohorts))), [0] * len(cohorts)
         done: dict[int, Trained] = {}

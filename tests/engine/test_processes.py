@@ -65,7 +65,8 @@ def train_as(change):
 
 
 @pytest.mark.parametrize(
-    "method, finetune", [("reefl", "lora"), ("depthfl", "full"), ("inclusivefl", "frozen"), ("scalefl_vit", "full")]
+    "method, finetune",
+    [("reefl", "lora"), ("depthfl", "full"), ("inclusivefl", "frozen"), ("scalefl_vit", "full"), ("flora", "lora")],
 )
 def test_processes_give_the_numbers_of_threads(method, finetune, alone):
     alone(compare, method, finetune)
