@@ -66,7 +66,7 @@ def expected_sums(f: Federation, server: Server) -> tuple[MaskedMean, dict[str, 
         params = {n: p[None] for n, p in take_all(server.params, infos, part).items()}
         received |= {upload.source(n): server.params[part.source(n)] for n in params}
         mean.add(Update((client,), (part,), params, dict.fromkeys(params, range(1)), (upload,)), [expected])
-    mean.count = {n: w.clone() for n, w in mean.weight.items()}
+    mean.count.update({n: w.clone() for n, w in mean.weight.items()})
     return mean, received
 
 

@@ -7,22 +7,23 @@ Read next: ``jobs.py`` (the values hooks see), ``losses.py``, ``server.py``, ``s
 
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import numpy as np
 import torch
+from annotated_types import Ge
 
 from ..core.clients import Client
 from ..core.experiment import Experiment
 from ..core.slices import NOTHING, ParamInfo, Slice
-from ..core.validation import check_conditions, check_instance
+from ..core.validation import Positive, When, check_conditions, check_instance
 from ..models.backbone import Spec
 from ..models.exit_model import ExitModel
 from ..models.exits import Head
 from ..models.map_exits import classifiers
 from .cohort import Cohort
 from .jobs import Arrived, Member, Round, Server, Serving, Setting, Tensors
-from .losses import Batch, cross_entropies
+from .losses import Batch, cross_entropies, kl_to_teacher, last_exit
 from .sums import MaskedMean, Update
 from .uploads import UploadOptions, send
 
@@ -236,3 +237,26 @@ class Method(UploadOptions):
     def serve(self, client: Client, server: Server, r: Round) -> Serving:
         """What a client answers with on its own test set: its members that train, as they are."""
         return Serving(tuple(m for m in self.members(client, server, r) if m.trains))
+
+
+@dataclass(frozen=True)
+class JointExits(Method):
+    """Every client trains the whole model, whose m exits count equally: a single-exit method's multi-exit form.
+
+    With one exit it is the method as published. ``distill="last"`` is local distillation: the last exit teaches.
+    """
+
+    distill: Literal["none", "last"] = "none"
+    kd_weight: Annotated[float, Ge(0), When(distill="last")] = 1.0
+    temperature: Annotated[Positive, When(distill="last")] = 1.0
+
+    def slice_for(self, client: Client, server: Server, r: Round) -> Slice:
+        """The whole model: budgets are ignored."""
+        return r.setting.full()
+
+    def local_loss(self, batch: Batch) -> torch.Tensor:
+        """1/m sum_j [CE_j + eta KL(p_m || p_j)], (M,)."""
+        loss = cross_entropies(batch).sum(0)
+        if self.distill == "last":
+            loss = loss + self.kd_weight * kl_to_teacher(batch, last_exit(batch), self.temperature)
+        return loss / batch.held.sum(0)

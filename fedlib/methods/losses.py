@@ -1,22 +1,16 @@
 """Local losses between exits, one equation each. All take a :class:`Batch` and return one value per client (K,).
 
-What one method alone needs is in its file. Methods compared in a multi-exit form of their own name
-:class:`JointExits` before ``Method``.
+What one method alone needs is in its file.
 """
 
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Literal
 
 import torch
-from annotated_types import Ge
 
-from ..core.clients import Client
-from ..core.slices import Slice
-from ..core.validation import Positive, When
 from ..data.tasks import Classification, Task
-from .jobs import Round, Server, unknown
+from .jobs import unknown
 
 
 @dataclass
@@ -90,26 +84,3 @@ def last_exit(batch: Batch) -> torch.Tensor:
 def ramp_up(t: int, length: float) -> float:
     """eta(t) = exp(-5 (1 - min(t, length) / length)^2): the weight of distillation at round t (1-based)."""
     return math.exp(-5 * (1 - min(t, length) / length) ** 2) if length > 0 else 1.0
-
-
-@dataclass(frozen=True)
-class JointExits:
-    """Every client trains the whole model, whose m exits count equally: a single-exit method's multi-exit form.
-
-    With one exit it is the method as published. ``distill="last"`` is local distillation: the last exit teaches.
-    """
-
-    distill: Literal["none", "last"] = "none"
-    kd_weight: Annotated[float, Ge(0), When(distill="last")] = 1.0
-    temperature: Annotated[Positive, When(distill="last")] = 1.0
-
-    def slice_for(self, client: Client, server: Server, r: Round) -> Slice:
-        """The whole model: budgets are ignored."""
-        return r.setting.full()
-
-    def local_loss(self, batch: Batch) -> torch.Tensor:
-        """1/m sum_j [CE_j + eta KL(p_m || p_j)], (M,)."""
-        loss = cross_entropies(batch).sum(0)
-        if self.distill == "last":
-            loss = loss + self.kd_weight * kl_to_teacher(batch, last_exit(batch), self.temperature)
-        return loss / batch.held.sum(0)

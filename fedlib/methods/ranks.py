@@ -2,7 +2,7 @@
 
 A client of rank r holds the leading r rows of every A and columns of every B. LoRA's scaling is one constant for all,
 alpha / r of the largest rank, so that holding fewer ranks is cutting the product B A and nothing else.
-A method whose clients differ in rank names :class:`Ranks` before ``Method``.
+A method whose clients differ in rank derives from :class:`Ranks`.
 """
 
 from collections.abc import Callable, Mapping

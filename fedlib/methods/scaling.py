@@ -1,6 +1,6 @@
 """Levels of sub-models as options: one level for each exit, cut in width and depth, given or solved (ScaleFL).
 
-A method that has levels names :class:`Levels` before ``Method``. Read next: ``sliced/scalefl.py``.
+A method that has levels derives from :class:`Levels`. Read next: ``sliced/scalefl.py``.
 """
 
 import warnings
@@ -58,6 +58,7 @@ class Levels(Method):
     eps: Annotated[float, Ge(0)] = 0.08
     resources: tuple[Positive, ...] | None = None  # what each client has: levels and who has which by clustering
     scaler: bool = True
+    weighting: Literal["examples", "clients"] = "clients"
 
     def check_options(self) -> None:
         super().check_options()
@@ -108,14 +109,14 @@ class Levels(Method):
         if self.resources is not None and len(self.resources) != setting.num_clients:
             raise ValueError(f"{name}: {len(self.resources)} resources; allowed: {setting.num_clients}, one a client")
         if setting.measure is not None:
-            parts = [self.part(j, setting) for j in range(setting.num_exits)]
+            whole, own = [self.part(j, setting) for j in range(setting.num_exits)][-1], self.levels(setting)
             matters = e.budgets == "uniform"  # else everybody holds the whole
-            for text in distortions(self.levels(setting), parts[-1], setting) if matters else ():
+            for text in distortions(own, whole, setting) if matters else ():
                 warnings.warn(f"{name}: {text}", stacklevel=2)
 
     def client_budgets(self, num_clients: int, num_exits: int) -> np.ndarray | None:
         """The levels that the clients' resources say."""
-        return None if self.resources is None else np.array(self._clustered(num_exits)[1])
+        return None if self.resources is None else np.array(cluster_levels(self.resources, num_exits)[1])
 
     def at_caps(self, caps: Sequence[float], of: str, slack: float) -> dict[str, object]:
         """Its levels are solved for caps."""
@@ -126,15 +127,10 @@ class Levels(Method):
     def levels(self, setting: Setting) -> tuple[Level, ...]:
         """Width and depth of each level, smallest first; solved once for a setting, at the depths of its exits."""
         if self not in setting.solved:
-            setting.solved[self] = (
-                solve(self, setting, setting.num_exits) if self.widths is None else self._given(setting)
-            )
+            depths = [u + 1 if self.cut != "width" else setting.exit_units[-1] + 1 for u in setting.exit_units]
+            given = tuple(Level(w, d) for w, d in zip(self.widths or (), depths, strict=False))
+            setting.solved[self] = given or solve(self, setting, setting.num_exits)
         return setting.solved[self]
-
-    def _given(self, setting: Setting) -> tuple[Level, ...]:
-        whole = setting.exit_units[-1] + 1
-        depths = [whole if self.cut == "width" else u + 1 for u in setting.exit_units]
-        return tuple(Level(w, d) for w, d in zip(self.widths or (), depths, strict=True))
 
     def part(self, level: int, setting: Setting) -> Slice:
         """What a client of ``level`` holds."""
@@ -145,14 +141,11 @@ class Levels(Method):
     def ratios_of(self, levels: int) -> tuple[float, ...]:
         """The cost of each level as a share of the whole."""
         if self.resources is not None:
-            return self._clustered(levels)[0]
+            return cluster_levels(self.resources, levels)[0]
         ratios = self.ratios or tuple(2.0 ** (j + 1 - levels) for j in range(levels))
         if len(ratios) != levels:
             raise ValueError(f"levels: {len(ratios)} ratios for num_exits = {levels}; allowed: as many")
         return ratios
-
-    def _clustered(self, levels: int) -> tuple[tuple[float, ...], tuple[int, ...]]:
-        return cluster_levels(self.resources or (), levels)
 
     # --- who trains what -----------------------------------------------------------------------------------------
 
@@ -179,16 +172,23 @@ def split(axes: Mapping[str, Axis], spec: Spec, level: Level, exits: Sequence[in
     return Slice.prefix(level.depth, exits, index=index, scale=level.width if scaler else 1.0)
 
 
-def apart(part: Slice, level: int, setting: Setting) -> Slice:
-    """``part`` with its last exit alone, under names of its own on the server."""
-    alone = replace(part, exits=part.exits[-1:])
-    return replace(alone, aliases={n: f"level{level}/{n}" for n, i in setting.infos.items() if alone.holds(i)})
+@dataclass(frozen=True)
+class ModelsApart(Levels):
+    """Every level has a model of its own, with its last exit alone: what is shared by none stands beside the model."""
 
+    def part(self, level: int, setting: Setting) -> Slice:
+        part = super().part(level, setting)
+        alone = replace(part, exits=part.exits[-1:])
+        return replace(alone, aliases={n: f"level{level}/{n}" for n, i in setting.infos.items() if alone.holds(i)})
 
-def with_copies(params: dict[str, torch.Tensor], parts: list[Slice]) -> dict[str, torch.Tensor]:
-    """``params`` and each part's own copy of what it holds, whole: entries beyond its cut are never touched."""
-    copies = {alias: params[n].clone() for part in parts for n, alias in part.aliases.items() if n in params}
-    return params | copies
+    def init_server(self, params: dict[str, torch.Tensor], setting: Setting) -> Server:
+        """Each level's own copy is of whole tensors: entries beyond its cut are never touched."""
+        aliases = [self.part(j, setting).aliases for j in range(setting.num_exits)]
+        copies = {alias: params[n].clone() for own in aliases for n, alias in own.items() if n in params}
+        return Server(0, params | copies, {})
+
+    def model_for(self, exit: int, server: Server, r: Round) -> Slice:
+        return self.part(exit, r.setting)
 
 
 def distortions(levels: tuple[Level, ...], largest: Slice, setting: Setting) -> list[str]:
@@ -229,23 +229,22 @@ def solve(options: Levels, setting: Setting, num_levels: int) -> tuple[Level, ..
     """The levels among the exits of ``setting``; the same again where these are the solved ones."""
     cost, full = priced(partial(setting.measure.cost, options.cost), setting, options.cut == "width")
     depths, ratios = [u + 1 for u in setting.exit_units], options.ratios_of(num_levels)
-    if options.cut == "width":
-        return solve_widths(cost, ratios, depths[-1], full, options.grid, options.eps)
-    widths = [1.0] if options.cut == "depth" else None
-    return solve_levels(cost, ratios, depths, full, options.grid, options.eps, widths)
+    return solve_levels(cost, ratios, depths, full, options.grid, options.eps, options.cut)
 
 
 def solve_levels(
     cost: Cost, ratios: Sequence[float], depths: Sequence[int], full: float, grid: float = 0.05, eps: float = 0.08,
-    widths: Sequence[float] | None = None,
+    cut: Literal["both", "width", "depth"] = "both",
 ) -> tuple[Level, ...]:  # fmt: skip
     """Per level the most balanced split: min |width - depth share| with |cost / (ratio full) - 1| <= eps.
 
     Smallest ratio first; each level is deeper than the one before, so that it has an exit of its own. Widths are
-    multiples of ``grid``, or the given ``widths``; ``depths`` are where an exit may stand, the last being the whole. A
-    ratio of 1 is the whole model. Of equally balanced splits the one of the nearest cost wins, then the deeper. Grid
-    and depths are a part of the definition: finer ones move the optimum.
+    multiples of ``grid``; ``depths`` are where an exit may stand, the last being the whole. A ratio of 1 is the whole
+    model. Of equally balanced splits the one of the nearest cost wins, then the deeper. Grid and depths are a part of
+    the definition: finer ones move the optimum. Where ``cut`` is depth alone, every width is 1; where it is width
+    alone, every level has the whole depth, and the nearest cost wins.
 
+    Splits are priced from the most balanced on, as a price may be a measurement: a less balanced one is not asked for.
     Raises ``ValueError`` for ratios that do not increase within 0..1, and, naming the nearest split, where none fits.
     """
     check_ratios(ratios)
@@ -253,32 +252,35 @@ def solve_levels(
         raise ValueError(f"levels: depths = {list(depths)} must increase from 1 or more")
     if not 0 < grid <= 1 or eps < 0:
         raise ValueError(f"levels: grid = {grid} must be in (0, 1] and eps = {eps} not negative")
-    widths = widths or multiples(grid)
+    widths = [1.0] if cut == "depth" else [round(i * grid, 10) for i in range(1, int(1 / grid + 1e-9) + 1)]
+
+    def imbalance(s: Level) -> float:
+        return 0.0 if cut == "width" else round(abs(s.width - s.depth / depths[-1]), 9)
+
     levels: tuple[Level, ...] = ()
     for left, ratio in zip(range(len(ratios))[::-1], ratios, strict=True):
         if ratio == 1:
             return (*levels, Level(1.0, depths[-1]))
         deeper = [d for d in depths[: len(depths) - left] if not levels or d > levels[-1].depth]
+        deeper = depths[-1:] if cut == "width" else deeper
         if not deeper:
             raise ValueError(f"levels: depths = {list(depths)} leave none for ratio {ratio:g} after {_shown(levels)}")
-        levels += (_split(cost, ratio, full, widths, deeper, levels, depths[-1], eps),)
+        errors: dict[Level, float] = {}
+        splits = sorted((Level(w, d) for w in widths for d in deeper), key=imbalance)
+        for _, equals in groupby(splits, key=imbalance):
+            tried = {s: abs(cost(s.width, s.depth, levels) / (ratio * full) - 1) for s in equals}
+            best = min(tried, key=lambda s, off=tried: (off[s], -s.depth))
+            errors |= tried
+            if tried[best] <= eps:
+                levels += (best,)
+                break
+        else:
+            near = min(errors, key=lambda s, off=errors: (off[s], s.width))
+            raise ValueError(
+                f"levels: no width and depth costs within {eps:.0%} of {ratio:g} of the whole; the nearest is "
+                f"{_shown([near])}, {errors[near]:.1%} off"
+            )
     return levels
-
-
-def solve_widths(
-    cost: Cost, ratios: Sequence[float], depth: int, full: float, grid: float = 0.05, eps: float = 0.08
-) -> tuple[Level, ...]:
-    """Per level the width of the whole depth that costs nearest to ``ratio``, within ``eps`` (width alone is cut).
-
-    Raises ``ValueError`` as :func:`solve_levels` does.
-    """
-    check_ratios(ratios)
-    return tuple(
-        Level(1.0, depth)
-        if ratio == 1
-        else _split(cost, ratio, full, multiples(grid), [depth], (), 1, eps, nearest=True)
-        for ratio in ratios
-    )
 
 
 def cluster_levels(resources: Sequence[float], levels: int, seed: int = 0) -> tuple[tuple[float, ...], tuple[int, ...]]:
@@ -304,38 +306,6 @@ def check_ratios(ratios: Sequence[float]) -> None:
     """Raise ``ValueError`` for ratios that do not increase within 0..1."""
     if list(ratios) != sorted(set(ratios)) or not ratios or ratios[0] <= 0 or ratios[-1] > 1:
         raise ValueError(f"levels: ratios = {list(ratios)} must increase within (0, 1]")
-
-
-def multiples(grid: float) -> list[float]:
-    """The widths ``grid``, 2 ``grid``, … up to 1."""
-    return [round(i * grid, 10) for i in range(1, int(1 / grid + 1e-9) + 1)]
-
-
-def _split(
-    cost: Cost, ratio: float, full: float, widths: Sequence[float], depths: Sequence[int], below: tuple[Level, ...],
-    units: int, eps: float, nearest: bool = False,
-) -> Level:  # fmt: skip
-    """One level of a net of ``units``, given those ``below``: the most balanced, or the ``nearest`` in cost.
-
-    Splits are priced from the most balanced on, as a price may be a measurement: a less balanced one is not asked for.
-    """
-
-    def imbalance(s: Level) -> float:
-        return 0.0 if nearest else round(abs(s.width - s.depth / units), 9)
-
-    errors: dict[Level, float] = {}
-    splits = sorted((Level(w, d) for w in widths for d in depths), key=imbalance)
-    for _, equals in groupby(splits, key=imbalance):
-        tried = {s: abs(cost(s.width, s.depth, below) / (ratio * full) - 1) for s in equals}
-        best = min(tried, key=lambda s: (tried[s], -s.depth))
-        if tried[best] <= eps:
-            return best
-        errors |= tried
-    near = min(errors, key=lambda s: (errors[s], s.width))
-    raise ValueError(
-        f"levels: no width and depth costs within {eps:.0%} of {ratio:g} of the whole; the nearest is "
-        f"{_shown([near])}, {errors[near]:.1%} off"
-    )
 
 
 def _shown(levels: Sequence[Level]) -> str:

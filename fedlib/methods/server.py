@@ -11,7 +11,7 @@ from annotated_types import Ge, Lt
 
 from ..core.validation import Positive, When
 from .base import Method
-from .cohort import Cohort, Loss
+from .cohort import Cohort
 from .jobs import Arrived, Round, Server
 
 DYN, ADAM = When(aggregation="feddyn"), When(aggregation="fedadam")
@@ -46,29 +46,6 @@ def fedadam(
     return theta - lr * m / (v.sqrt() + tau), m, v
 
 
-def trained(arrived: Arrived, r: Round) -> list[str]:
-    """The names that arrived, without statistics: those are averaged, and never stepped."""
-    return [name for name in arrived.mean.total if r.setting.infos[name].kind != "statistic"]
-
-
-def train_with_feddyn(cohort: Cohort, loss: Loss, alpha: float) -> None:
-    """Local training with FedDyn's term; then g <- g - alpha (theta - theta_global): zero at first, clients keep it."""
-    start, g = cohort.start, cohort.recall("feddyn_gradient")
-    cohort.train(loss, gradient=lambda name, p: feddyn_gradient(p, start[name], g[name], alpha))
-    cohort.remember("feddyn_gradient", {n: g[n] - alpha * (p - start[n]) for n, p in cohort.trained.items()})
-
-
-def feddyn_step(server: Server, arrived: Arrived, r: Round, alpha: float) -> Server:
-    """FedDyn's server on the mean of all that arrived; h of each entry is kept in the server's memory."""
-    new, memory = {**server.params, **arrived.mean.result(server.params)}, dict(server.memory)
-    for name in trained(arrived, r):
-        theta, key = server.params[name], f"h/{name}"
-        share = (arrived.mean.count[name] / r.setting.num_clients).to(theta.dtype)
-        h = memory.get(key, torch.zeros_like(theta))
-        new[name], memory[key] = feddyn_server(theta, new[name], h, share, alpha)
-    return replace(server, t=r.t, params=new, memory=memory)
-
-
 @dataclass(frozen=True)
 class ServerStep(Method):
     """What the server makes of the mean: it takes it as it is, or as the input of FedDyn or FedAdam."""
@@ -90,24 +67,33 @@ class ServerStep(Method):
         return self.aggregation == "feddyn" or super().remembers
 
     def local_update(self, cohort: Cohort) -> None:
-        """Local training, with FedDyn's term where that is the aggregation."""
-        if self.aggregation == "feddyn":
-            train_with_feddyn(cohort, self.local_loss, self.feddyn_alpha)
-        else:
+        """Local training; with FedDyn its term, then g <- g - alpha (theta - theta_global): zero at first, kept."""
+        if self.aggregation != "feddyn":
             super().local_update(cohort)
+            return
+        alpha, start, g = self.feddyn_alpha, cohort.start, cohort.recall("feddyn_gradient")
+        cohort.train(self.local_loss, gradient=lambda name, p: feddyn_gradient(p, start[name], g[name], alpha))
+        cohort.remember("feddyn_gradient", {n: g[n] - alpha * (p - start[n]) for n, p in cohort.trained.items()})
 
     def aggregate(self, server: Server, arrived: Arrived, r: Round) -> Server:
-        if self.aggregation == "feddyn":
-            return feddyn_step(server, arrived, r, self.feddyn_alpha)
-        server, old = super().aggregate(server, arrived, r), server
+        """The mean over the holders of each entry, or what FedDyn or FedAdam makes of it."""
+        averaged, memory = super().aggregate(server, arrived, r), dict(server.memory)
         if self.aggregation == "mean":
-            return server
-        new, memory = dict(server.params), dict(server.memory)
-        for name in trained(arrived, r):
-            theta, held = old.params[name], arrived.mean.count[name] > 0
-            new[name], moments = self.adam_step(name, theta, theta - new[name], memory, held)
-            memory |= moments
-        return replace(server, params=new, memory=memory)
+            return averaged
+        new = dict(averaged.params)
+        for name, holders in arrived.mean.count.items():
+            if r.setting.infos[name].kind == "statistic":  # averaged, and never stepped
+                continue
+            theta = server.params[name]
+            if self.aggregation == "feddyn":
+                h, share = memory.get(f"h/{name}", torch.zeros_like(theta)), holders / r.setting.num_clients
+                new[name], memory[f"h/{name}"] = feddyn_server(
+                    theta, new[name], h, share.to(theta.dtype), self.feddyn_alpha
+                )
+            else:
+                new[name], moments = self.adam_step(name, theta, theta - new[name], memory, holders > 0)
+                memory |= moments
+        return replace(averaged, params=new, memory=memory)
 
     def adam_step(self, key: str, theta: torch.Tensor, delta: torch.Tensor, memory: dict, held: torch.Tensor):
         """One FedAdam step whose moments live under ``m/key`` and ``v/key``; entries not ``held`` stay."""

@@ -76,19 +76,16 @@ class MaskedMean:
     theta = sum_i w_i theta_i / sum_i w_i, the early-exit FedAvg (w_i = number of examples) and, with width slices,
     the coordinate-wise mean (w_i = 1). ``weight`` and ``count`` (holders) are scalars until a cut tensor arrives.
 
-    A sum of one cut alone stays cut, which is all that has to travel, until another is added or somebody looks.
-
-    So the two lines that this is, ``total[entries] += w theta`` and ``weight[entries] += w``, are written with three
-    savings: models that write to the same entries are added by one product, whatever their number; their weights are
-    scalars as long as nobody has cut a tensor; and a narrow client's upload is padded to the whole model only where it
-    meets another. Of a hundred narrow clients in as many processes, a hundred whole models would travel otherwise.
+    Those are two lines, ``total[entries] += w theta`` and ``weight[entries] += w``, with three savings: models that
+    write to the same entries are added by one product, whatever their number; their weights are scalars as long as
+    nobody has cut a tensor; and what a narrow client alone has sent stays cut, which is all that has to travel, until
+    another's is added or somebody looks. Else a whole model would travel for each of a hundred narrow clients.
     """
 
     def __init__(self, infos: Mapping[str, ParamInfo]):
         self.infos = infos
         self._stores: tuple[dict[str, torch.Tensor], ...] = ({}, {}, {})  # total, weight, count
         self._cut: dict[str, tuple[str, Slice]] = {}  # of sums that stay cut: the local name, and what is held
-        self._own: set[str] = set()  # sums that may be written to in place: nobody else has them
 
     @property
     def total(self) -> dict[str, torch.Tensor]:
@@ -105,26 +102,23 @@ class MaskedMean:
         """How many hold an entry."""
         return self._whole(2)
 
-    @count.setter
-    def count(self, value: dict[str, torch.Tensor]) -> None:
-        self._stores = (*self._stores[:2], value)
-
     def _whole(self, which: int) -> dict[str, torch.Tensor]:
         for target in list(self._cut):
             self._expand(target)
         return self._stores[which]
 
     def _expand(self, target: str) -> None:
-        """Let the sum of one cut be one of whole tensors."""
-        if target not in self._cut:
-            return
-        name, part = self._cut.pop(target)
-        info = self.infos[name]
-        for store in self._stores:
-            whole = torch.zeros(info.shape, dtype=torch.float64, device=store[target].device)
-            scatter_add_(whole, store[target], info, part)
-            store[target] = whole  # zeros where the cut holds nothing: nobody held those entries so far
-        self._own.add(target)
+        """Let the sum of one cut be one of whole tensors: zero where the cut holds nothing, as nobody held that."""
+        if target in self._cut:
+            name, part = self._cut.pop(target)
+            for store in self._stores:
+                store[target] = self._spread(store[target].new_zeros(()), store[target], name, part)
+
+    def _spread(self, onto: torch.Tensor, x: torch.Tensor, name: str, part: Slice) -> torch.Tensor:
+        """``onto``, whole or a scalar, as a whole tensor of ``name`` with ``x`` in the entries that ``part`` keeps."""
+        whole = onto.expand(self.infos[name].shape).clone()  # a copy: groups share weights and counts
+        scatter_add_(whole, x, self.infos[name], part)
+        return whole
 
     def add(self, update: Update, weights: Iterable[float]) -> None:
         """Add every model of ``update`` with its weight; a weight of zero leaves it out."""
@@ -157,24 +151,16 @@ class MaskedMean:
         self, target: str, name: str, value: torch.Tensor, weight: torch.Tensor, count: torch.Tensor, part: Slice | None
     ) -> None:
         """Add a sum under the server's name ``target``; ``part``: it is cut as that says."""
-        new, cut = (value, weight, count), (name, part) if part and is_cut(self.infos[name], part) else None
+        new, cut = (value, weight, count), part if part and is_cut(self.infos[name], part) else None
         if target not in self._stores[0]:
             for store, x in zip(self._stores, new, strict=True):
                 store[target] = x
             if cut:
-                self._cut[target] = cut
+                self._cut[target] = name, cut
             return
         self._expand(target)
-        if not cut or part is None:
-            for store, x in zip(self._stores, new, strict=True):
-                store[target] = store[target] + x  # not in place: groups share weights and counts
-            return
-        info = self.infos[name]
         for store, x in zip(self._stores, new, strict=True):
-            if target not in self._own:
-                store[target] = torch.zeros(info.shape, dtype=torch.float64, device=value.device) + store[target]
-            scatter_add_(store[target], x, info, part)
-        self._own.add(target)
+            store[target] = self._spread(store[target], x, name, cut) if cut else store[target] + x
 
     def merge(self, other: "MaskedMean") -> None:
         """Add the sums of other clients."""

@@ -1,6 +1,6 @@
 """What can be cut in width, checked before any compute in the words of the method that asks; a rate for each budget.
 
-A method whose clients hold a rate of every width names :class:`Rates` before ``Method``.
+A method whose clients hold a rate of every width derives from :class:`Rates`.
 """
 
 import math

@@ -11,7 +11,7 @@ from fedlib import Experiment, build_federation
 from fedlib.engine.checks import check_experiment
 from fedlib.engine.federation import _measured, budgets_of, build_model, setting_of
 from fedlib.methods import build_method
-from fedlib.methods.scaling import Level, cluster_levels, solve, solve_levels, solve_widths
+from fedlib.methods.scaling import Level, cluster_levels, solve, solve_levels
 from fedlib.models import registry
 from fedlib.runs.costs import load_shapes
 
@@ -125,13 +125,13 @@ def setting_checked(backbone, **fields):
 
 
 def test_widths_of_the_whole_depth_are_the_nearest_in_cost():
-    assert solve_widths(lambda w, d, below: 100 * w * w, (0.25, 0.5, 1), 9, 100.0) == (
+    assert solve_levels(lambda w, d, below: 100 * w * w, (0.25, 0.5, 1), [3, 6, 9], 100.0, cut="width") == (
         Level(0.5, 9), Level(0.7, 9), Level(1.0, 9),
     )  # fmt: skip
     with pytest.raises(
         ValueError, match="within 1% of 0.5 of the whole; the nearest is width 0.7 of 9 units, 2.0% off"
     ):
-        solve_widths(lambda w, d, below: 100 * w * w, (0.5, 1), 9, 100.0, eps=0.01)
+        solve_levels(lambda w, d, below: 100 * w * w, (0.5, 1), [9], 100.0, eps=0.01, cut="width")
 
 
 def test_levels_from_what_clients_have():

@@ -19,14 +19,13 @@ from annotated_types import Ge
 from ...core.clients import Client
 from ...core.experiment import Experiment
 from ...core.slices import NOTHING
-from ..base import Method
+from ..base import JointExits
 from ..cohort import Cohort
 from ..jobs import Member, Round, Server, Serving, Setting
-from ..losses import JointExits
 
 
 @dataclass(frozen=True)
-class Ditto(JointExits, Method):
+class Ditto(JointExits):
     """Two models a client."""
 
     label, color, marker = "Ditto", "#77ddaa", ">"

@@ -19,17 +19,16 @@ from annotated_types import Ge, Le
 from ...core.clients import Client
 from ...core.memories import Overlay
 from ...core.validation import Positive
-from ..base import Method
+from ..base import JointExits
 from ..cohort import Cohort
 from ..jobs import Arrived, Member, Round, Server, Serving, Tensors
-from ..losses import JointExits
 from ..mixtures import cosines, mixtures, row
 
 INITIAL = -1  # the id under which the initial model stands among the clients'
 
 
 @dataclass(frozen=True)
-class FedAMP(JointExits, Method):
+class FedAMP(JointExits):
     """Attentive message passing."""
 
     label, color, marker = "FedAMP", "#8e0d74", "h"

@@ -14,14 +14,13 @@ from dataclasses import dataclass
 from ...core.clients import Client
 from ...core.experiment import Experiment
 from ...core.validation import Count
-from ..base import Method
+from ..base import JointExits
 from ..cohort import Cohort
 from ..jobs import Member, Round, Server, Serving, Setting, Stage
-from ..losses import JointExits
 
 
 @dataclass(frozen=True)
-class FedBABU(JointExits, Method):
+class FedBABU(JointExits):
     """Body aggregation, body update; the whole is tuned for an answer."""
 
     label, color, marker = "FedBABU", "#f8a459", "P"

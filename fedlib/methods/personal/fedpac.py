@@ -30,15 +30,15 @@ from ...core.transfers import home
 from ...core.validation import Count, Positive
 from ...models.backbone import Spec
 from ...models.maps import MapSpec
-from ..base import Method
+from ..base import JointExits
 from ..cohort import Cohort
 from ..jobs import Arrived, Member, Round, Server, Setting, Stage
-from ..losses import Batch, JointExits
+from ..losses import Batch
 from ..mixtures import mixtures, part_of, row
 
 
 @dataclass(frozen=True)
-class FedPAC(JointExits, Method):
+class FedPAC(JointExits):
     """Feature alignment and classifier collaboration."""
 
     label, color, marker = "FedPAC", "#322995", "8"

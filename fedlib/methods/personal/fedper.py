@@ -15,14 +15,14 @@ from typing import Annotated, Literal
 from ...core.clients import Client
 from ...core.slices import ParamInfo
 from ...core.validation import Count, When
-from ..base import Method
+from ..base import JointExits
 from ..cohort import Cohort
 from ..jobs import Round, Server, Serving, Stage
-from ..losses import JointExits, cross_entropies
+from ..losses import cross_entropies
 
 
 @dataclass(frozen=True)
-class FedPer(JointExits, Method):
+class FedPer(JointExits):
     """Personal exits; Table 3's local distillation is ``distill="last"``."""
 
     label, color, marker = "FedPer", "#6baad4", "H"

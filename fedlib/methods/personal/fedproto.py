@@ -27,7 +27,6 @@ from ...core.clients import Client
 from ...core.experiment import Experiment
 from ...core.slices import NOTHING, Slice
 from ...core.validation import Positive
-from ..base import Method
 from ..cohort import Cohort
 from ..jobs import Arrived, Member, Round, Server, Serving, Setting, Tensors
 from ..losses import Batch
@@ -39,7 +38,7 @@ NEVER = -1e30  # what a class without a prototype is answered with
 
 
 @dataclass(frozen=True)
-class FedProto(Rates, Method):
+class FedProto(Rates):
     """By default everybody trains the whole net; rates below one are of narrower ones."""
 
     label, color, marker = "FedProto", "#3207ea", "*"

@@ -12,13 +12,12 @@ from typing import Annotated
 
 from annotated_types import Ge
 
-from ..base import Method
+from ..base import JointExits
 from ..cohort import Cohort
-from ..losses import JointExits
 
 
 @dataclass(frozen=True)
-class FedProx(JointExits, Method):
+class FedProx(JointExits):
     """A proximal term on all that is trained."""
 
     label, color, marker = "FedProx", "#92375b", "p"

@@ -14,14 +14,13 @@ from ...core.clients import Client
 from ...core.experiment import Experiment
 from ...core.slices import ParamInfo
 from ...core.validation import Count
-from ..base import Method
+from ..base import JointExits
 from ..cohort import Cohort
 from ..jobs import Setting, Stage
-from ..losses import JointExits
 
 
 @dataclass(frozen=True)
-class FedRep(JointExits, Method):
+class FedRep(JointExits):
     """Personal exits, trained in turn with the backbone."""
 
     label, color, marker = "FedRep", "#1150dc", "D"

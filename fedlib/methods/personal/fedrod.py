@@ -24,14 +24,14 @@ from ...layers.context import untracked
 from ...models.backbone import Spec
 from ...models.exits import Head, PairedExits
 from ...models.map_exits import classifiers
-from ..base import Method
+from ..base import JointExits
 from ..cohort import Cohort
 from ..jobs import Setting, Stage
-from ..losses import Batch, JointExits
+from ..losses import Batch
 
 
 @dataclass(frozen=True)
-class FedRoD(JointExits, Method):
+class FedRoD(JointExits):
     """Robust decoupling: two predictors on one representation."""
 
     label, color, marker = "FedRoD", "#005300", "<"

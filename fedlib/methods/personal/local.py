@@ -12,13 +12,12 @@ from typing import ClassVar
 
 from ...core.clients import Client
 from ...core.slices import NOTHING
-from ..base import Method
+from ..base import JointExits
 from ..jobs import Member, Round, Server
-from ..losses import JointExits
 
 
 @dataclass(frozen=True)
-class Local(JointExits, Method):
+class Local(JointExits):
     """Each client its own model."""
 
     label, color, marker = "Local", "#acbac0", "v"

@@ -21,15 +21,15 @@ from annotated_types import Ge
 
 from ...core.clients import Client
 from ...core.validation import Positive
-from ..base import Method
+from ..base import JointExits
 from ..cohort import Cohort
 from ..jobs import Arrived, Member, Round, Server
-from ..losses import Batch, JointExits
+from ..losses import Batch
 from ..mixtures import cosines, mixtures, part_of, project_to_simplex, row, under
 
 
 @dataclass(frozen=True)
-class PFedGraph(JointExits, Method):
+class PFedGraph(JointExits):
     """A collaboration graph between the sampled clients."""
 
     label, color, marker = "pFedGraph", "#ddcc11", "d"

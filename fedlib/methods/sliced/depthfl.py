@@ -2,7 +2,7 @@
 
 Client (budget r): blocks and classifiers up to exit r; sum of cross-entropies + eta/(r-1) * mutual KL + FedDyn's term.
 Server: FedDyn on the unweighted mean over holders.
-Read next: ``server.train_with_feddyn`` (the client's term), ``server.feddyn_step``.
+Read next: ``server.py`` (FedDyn's term at the client, its step at the server).
 
 Deviations: as in ReeFL's release, every exit has the same LN + Linear classifier (the original grows them:
 ``exit_head="towers"`` on a ResNet), and FedDyn's server divides by all clients, not by those whose budget includes the

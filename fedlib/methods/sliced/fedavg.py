@@ -17,7 +17,6 @@ from ...core.clients import Client
 from ...core.experiment import Experiment
 from ...core.slices import Slice
 from ...core.validation import Positive
-from ..base import Method
 from ..jobs import Round, Server, Setting
 from ..losses import Batch
 from ..server import ServerStep
@@ -25,7 +24,7 @@ from ..widths import check_cuttable, rounded_up
 
 
 @dataclass(frozen=True)
-class FedAvg(ServerStep, Method):
+class FedAvg(ServerStep):
     """Full model, last exit, mean weighted by examples."""
 
     label, color, marker = "FedAvg", "#222222", "X"

@@ -8,22 +8,18 @@ Deviations: none known; the slides say no more than the first line.
 """
 
 from dataclasses import dataclass
-from typing import Literal
 
 from ...core.clients import Client
 from ...core.slices import Slice
-from ..base import Method
 from ..jobs import Round, Server
 from ..scaling import Levels
 
 
 @dataclass(frozen=True)
-class FedAvgLevel1(Levels, Method):
+class FedAvgLevel1(Levels):
     """The levels are ScaleFL's; budgets are ignored."""
 
     label, color, marker = "FedAvg, level 1", "#222222", "X"
-
-    weighting: Literal["examples", "clients"] = "clients"
 
     def slice_for(self, client: Client, server: Server, r: Round) -> Slice:
         return self.part(0, r.setting)

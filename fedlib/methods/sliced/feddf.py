@@ -12,20 +12,18 @@ as the paper's prototypes do.
 """
 
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 
 from ...core.experiment import Experiment
-from ...core.slices import Slice
 from ...core.validation import Count, Positive
-from ..base import Method
 from ..jobs import Arrived, Round, Server, Setting
-from ..scaling import Levels, apart, with_copies
+from ..scaling import ModelsApart
 
 
 @dataclass(frozen=True)
-class FedDF(Levels, Method):
+class FedDF(ModelsApart):
     """The levels are ScaleFL's."""
 
     label, color, marker = "FedDF", "#7f8e27", ">"
@@ -37,18 +35,11 @@ class FedDF(Levels, Method):
     passes: Count = 1  # over the public examples, for each level and round
     server_lr: Positive = 1e-3
     patience: Count = 50  # steps without a lower loss on the held-out public examples
-    weighting: Literal["examples", "clients"] = "clients"
 
     def check(self, setting: Setting, e: Experiment) -> None:
         super().check(setting, e)
         if not e.public_fraction:
             raise ValueError("feddf: public_fraction = 0 grants the server no examples to distil on; allowed: above 0")
-
-    def part(self, level: int, setting: Setting) -> Slice:
-        return apart(super().part(level, setting), level, setting)
-
-    def init_server(self, params: dict[str, torch.Tensor], setting: Setting) -> Server:
-        return Server(0, with_copies(params, [self.part(j, setting) for j in range(setting.num_exits)]), {})
 
     def aggregate(self, server: Server, arrived: Arrived, r: Round) -> Server:
         fused = super().aggregate(server, arrived, r)  # (1)
@@ -62,6 +53,3 @@ class FedDF(Levels, Method):
             rng = r.generator("distillation", level)
             new |= lab.distil(new, part, target, self.passes, self.server_lr, self.patience, rng)
         return replace(fused, params=new)
-
-    def model_for(self, exit: int, server: Server, r: Round) -> Slice:
-        return self.part(exit, r.setting)

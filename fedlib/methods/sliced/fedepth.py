@@ -18,7 +18,7 @@ forward, as in the paper; ``partial="absent"`` is the release, where the stem fe
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar, Literal
 
@@ -36,7 +36,6 @@ from ...models.exits import Head
 from ...models.map_exits import PooledClassifiers, classifiers
 from ...models.maps import MapSpec
 from ...models.measure import FLOAT, MIB
-from ..base import Method
 from ..cohort import Cohort
 from ..jobs import Member, Round, Server, Serving, Setting, Stage
 from ..losses import Batch, cross_entropies, peer_kl
@@ -44,7 +43,7 @@ from ..memory_budgets import SLACK, MemoryBudgets, memory_of, usable
 
 
 @dataclass(frozen=True)
-class FeDepth(MemoryBudgets, Method):
+class FeDepth(MemoryBudgets):
     """Table 2; ``heads="auxiliary"`` is m-FeDepth."""
 
     label, color, marker = "FeDepth", "#6b006f", "o"
@@ -79,61 +78,6 @@ class FeDepth(MemoryBudgets, Method):
     def check(self, setting: Setting, e: Experiment) -> None:
         if self.peers == "fresh" and e.pretrained and e.finetune == "full" and max(self.shares) >= 2:
             raise ValueError("fedepth: peers = 'fresh' would start without the pre-trained weights; allowed: served")
-        self.check_packing(setting)
-        if setting.exit_units != self.exit_units(setting.spec.depth, setting.num_exits):
-            raise ValueError(f"fedepth: exit_blocks = {list(setting.exit_units)} are not the method's; allowed: null")
-
-    def init_server(self, params: dict[str, torch.Tensor], setting: Setting) -> Server:
-        """What peers start from the first time stands beside the model."""
-        count = self.models(max(self.shares)) - 1 if self.peers == "fresh" else 0
-        classes = setting.axes["classes"].size
-        heads = [self.build_head(setting.spec, classes, setting.exit_units) for _ in range(count)]
-        return super().init_server(params | fresh_peers(params, setting, heads), setting)
-
-    def effort(self, client: Client, setting: Setting, e: Experiment) -> float:
-        """M models, each stage for all local epochs, and the units before it forward."""
-        stages, models = self.stages(client, setting), self.models(self.shares[client.budget])
-        return models * staged_effort(stages, setting, e.local_epochs, e.augment == "none")
-
-    def training_mib(self, client: Client, setting: Setting, batch: int) -> float:
-        """The dearest stage's, times the models; what runs ahead of it keeps nothing."""
-        parts = [setting.full().only(stage.units, [stage.exit or 0]) for stage in self.stages(client, setting)]
-        return self.models(self.shares[client.budget]) * max(setting.measure.training_mib(p, batch) for p in parts)
-
-    def stages(self, client: Client, setting: Setting) -> list[Stage]:
-        blocks = self.blocks(self.shares[client.budget], setting)
-        left_out = range(blocks[0].start) if self.partial == "absent" else ()
-        exits = [0 if self.heads == "skip" else setting.exit_units.index(units.stop - 1) for units in blocks]
-        kept = self.kept(blocks, client, setting) if self.buffered else [False] * len(blocks)
-        each = zip(blocks, exits, kept, strict=True)
-        return [Stage(units=units, exit=exit, without=left_out, cached=cached) for units, exit, cached in each]
-
-    def blocks(self, share: float, setting: Setting) -> tuple[range, ...]:
-        """The stages of a client with this share of the memory, as ranges of blocks."""
-        return pack(*memory_of(share, setting), self.slack)
-
-    def kept(self, blocks: Sequence[range], client: Client, setting: Setting) -> list[bool]:
-        """For each stage: has the client room for z_{j-1} of all its examples beside what the stage trains?
-
-        In steps of its own size, of the share of the memory that these take for the whole net. While one z is made
-        of another, both are held.
-        """
-        measure, batch = setting.measure, min(setting.batch_size, client.num_examples)
-        room = usable(min(self.shares[client.budget], 1) * measure.total_mib(setting.batch_size), self.slack)
-        out, before, one = [], 0.0, setting.spec.one_state
-        for units in blocks:
-            z = kept_mib(units.start, client.num_examples, setting)
-            trained = sum(measure.activation_mib(unit, batch) for unit in units)
-            out.append(units.start > 0 and one and z + max(trained, before) <= room)
-            before = z if out[-1] else 0.0
-        return out
-
-    def models(self, share: float) -> int:
-        """M: how many whole models fit."""
-        return max(1, int(share))
-
-    def check_packing(self, setting: Setting) -> None:
-        """``ValueError`` for a share that cannot train the net."""
         for share in self.shares if setting.measure is not None else ():
             try:
                 check_stages(*memory_of(share, setting), self.slack, self.partial != "refused")
@@ -144,6 +88,73 @@ class FeDepth(MemoryBudgets, Method):
                     check_left_out(setting.spec, blocks[0].start)
             except ValueError as error:
                 raise ValueError(f"fedepth: scenario = {self.scenario!r}, r = {share:.3g}: {error}") from None
+        if setting.exit_units != self.exit_units(setting.spec.depth, setting.num_exits):
+            raise ValueError(f"fedepth: exit_blocks = {list(setting.exit_units)} are not the method's; allowed: null")
+
+    def init_server(self, params: dict[str, torch.Tensor], setting: Setting) -> Server:
+        """What peers start from the first time, random models, stands beside the model as ``peer<i>/<name>``.
+
+        What a random model does not have, such as adapters, is the model's.
+        """
+        beside, count = {}, self.models(max(self.shares)) - 1 if self.peers == "fresh" else 0
+        for i in range(1, count + 1):
+            head = self.build_head(setting.spec, setting.axes["classes"].size, setting.exit_units)
+            generator = torch_generator(setting.seed, "peer", client=i)
+            model = ExitModel(setting.spec.build().init_(generator), head.init_(generator), setting.exit_units)
+            own = model.trainable()
+            beside |= {f"peer{i}/{n}": own[n].to(p.device) if n in own else p.clone() for n, p in params.items()}
+        return super().init_server(params | beside, setting)
+
+    def effort(self, client: Client, setting: Setting, e: Experiment) -> float:
+        """M models, each stage for all local epochs; exits left out.
+
+        A trained unit costs three forward passes, a frozen one ahead of it one, in every epoch or, cached, once: of the
+        units that the stage before has not kept the output of.
+        """
+        stem, *units = setting.measure.unit_macs()
+        total, known = 0.0, 0  # units whose output is kept
+        for stage in self.stages(client, setting):
+            own, cached = stage.units or range(0), stage.cached and e.augment == "none"
+            known = known if cached else 0
+            ahead = [u for u in range(known, own.start) if u not in stage.without]
+            frozen = sum(units[u] for u in ahead) + (stem if ahead and not known else 0)
+            trained = sum(units[u] for u in own) + (0 if ahead else stem)
+            total += 3 * trained + frozen / (e.local_epochs if cached else 1)
+            known = own.start if cached and ahead else 0
+        return self.models(self.shares[client.budget]) * total / (3 * (stem + sum(units)))
+
+    def training_mib(self, client: Client, setting: Setting, batch: int) -> float:
+        """The dearest stage's, times the models; what runs ahead of it keeps nothing."""
+        parts = [setting.full().only(stage.units, [stage.exit or 0]) for stage in self.stages(client, setting)]
+        return self.models(self.shares[client.budget]) * max(setting.measure.training_mib(p, batch) for p in parts)
+
+    def blocks(self, share: float, setting: Setting) -> tuple[range, ...]:
+        """The stages of a client with this share of the memory, as ranges of blocks."""
+        return pack(*memory_of(share, setting), self.slack)
+
+    def stages(self, client: Client, setting: Setting) -> list[Stage]:
+        """The client's stages; ``cached``: z_{j-1} of all its examples fits beside what the stage trains.
+
+        In steps of its own size, of the share of the memory that these take for the whole net. While one z is made
+        of another, both are held.
+        """
+        measure, share, examples = setting.measure, self.shares[client.budget], client.num_examples
+        room = usable(min(share, 1) * measure.total_mib(setting.batch_size), self.slack)
+        blocks, stages, before = self.blocks(share, setting), [], 0.0
+        left_out = range(blocks[0].start) if self.partial == "absent" else ()
+        for units in blocks:
+            z = kept_mib(units.start, examples, setting)
+            trained = sum(measure.activation_mib(unit, min(setting.batch_size, examples)) for unit in units)
+            fits = setting.spec.one_state and z + max(trained, before) <= room
+            cached = self.buffered and units.start > 0 and fits
+            before = z if cached else 0.0
+            exit = 0 if self.heads == "skip" else setting.exit_units.index(units.stop - 1)
+            stages.append(Stage(units=units, exit=exit, without=left_out, cached=cached))
+        return stages
+
+    def models(self, share: float) -> int:
+        """M: how many whole models fit."""
+        return max(1, int(share))
 
     def program(self, client: Client, setting: Setting) -> tuple[Stage, ...]:
         return tuple(self.stages(client, setting))
@@ -170,8 +181,11 @@ class FeDepth(MemoryBudgets, Method):
         trained = {unit for stage in stages for unit in stage.units or ()}
         stem = {STEM} if 0 in trained or self.partial == "absent" else set()
         main = Member(client, part, upload=part.only(units=trained | stem) if self.average == "trained" else None)
-        names = r.setting.infos if self.peers == "fresh" else ()
-        return [main, *peer_members(client, part, self.models(self.shares[client.budget]) - 1, names)]
+        members = [main]
+        for i in range(1, self.models(self.shares[client.budget])):
+            start = replace(part, aliases={n: f"peer{i}/{n}" for n in r.setting.infos if self.peers == "fresh"})
+            members.append(Member(client, start, f"peer{i}", upload=NOTHING, keeps="all"))
+        return members
 
     @property
     def remembers(self) -> bool:
@@ -248,44 +262,3 @@ def check_left_out(spec: Spec, first: int) -> None:
     if first and spec.state(-1) != spec.state(first - 1):
         stem, wanted = (" x ".join(map(str, spec.state(u))) for u in (-1, first - 1))
         raise ValueError(f"block {first + 1} reads {wanted} and cannot read the stem's {stem}")
-
-
-def staged_effort(stages: Sequence[Stage], setting: Setting, epochs: int, unaugmented: bool) -> float:
-    """MACs of training ``stages`` one after the other, in those of training the whole net at once; exits left out.
-
-    A trained unit costs three forward passes, a frozen one ahead of it one, in every epoch or, cached, once: of the
-    units that the stage before has not kept the output of.
-    """
-    stem, *units = setting.measure.unit_macs()
-    total, known = 0.0, 0  # units whose output is kept
-    for stage in stages:
-        cached, own = stage.cached and unaugmented, range(0) if stage.units is None else stage.units
-        known = known if cached else 0
-        ahead = [u for u in range(known, own.start) if u not in stage.without]
-        passes = 1 / (stage.epochs or epochs) if cached else 1
-        frozen = sum(units[u] for u in ahead) + (stem if ahead and not known else 0)
-        trained = sum(units[u] for u in own) + (0 if ahead else stem)
-        total += 3 * trained + passes * frozen
-        known = own.start if cached and ahead else 0
-    return total / (3 * (stem + sum(units)))
-
-
-def fresh_peers(params: Mapping[str, torch.Tensor], setting: Setting, heads: list[Head]) -> dict[str, torch.Tensor]:
-    """What peers 1, 2, ... start from, a random model for each of ``heads``, as ``peer<i>/<name>`` beside ``params``.
-
-    What a random model does not have, such as adapters, is that of ``params``.
-    """
-    out = {}
-    for i, head in enumerate(heads, 1):
-        generator = torch_generator(setting.seed, "peer", client=i)
-        model = ExitModel(setting.spec.build().init_(generator), head.init_(generator), setting.exit_units)
-        own = model.trainable()
-        out |= {f"peer{i}/{n}": own[n].to(p.device) if n in own else p.clone() for n, p in params.items()}
-    return out
-
-
-def peer_members(client: Client, part: Slice, count: int, names: Iterable[str] = ()) -> list[Member]:
-    """Members ``peer1`` to ``peer<count>``; the tensors ``names`` are at first those of :func:`fresh_peers`."""
-    names = list(names)
-    own = [replace(part, aliases={n: f"peer{i}/{n}" for n in names}) for i in range(1, count + 1)]
-    return [Member(client, p, f"peer{i}", upload=NOTHING, keeps="all") for i, p in enumerate(own, 1)]

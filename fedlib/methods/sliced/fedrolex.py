@@ -23,14 +23,13 @@ import torch
 from ...core.clients import Client
 from ...core.slices import Slice
 from ...models.exit_model import ExitModel
-from ..base import Method
 from ..jobs import Member, Round, Server, Serving
 from ..losses import Batch, cross_entropies, zero_absent_at_client
 from ..widths import Rates, of_own_classes, rounded_down, rounded_up
 
 
 @dataclass(frozen=True)
-class FedRolex(Rates, Method):
+class FedRolex(Rates):
     """Five rates, kept by each client."""
 
     label, color, marker = "FedRolex", "#e6695e", "p"

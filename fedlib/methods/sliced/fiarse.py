@@ -23,7 +23,6 @@ from ...core.clients import Client
 from ...core.experiment import Experiment
 from ...core.slices import Slice
 from ...core.validation import Positive
-from ..base import Method
 from ..cohort import Cohort
 from ..jobs import Arrived, Member, Round, Server, Serving, Setting, Tensors
 from ..sums import MaskedMean, Update
@@ -33,7 +32,7 @@ HELD = "held/"  # before a tensor's name: where it was held
 
 
 @dataclass(frozen=True)
-class FIARSE(Shares, Method):
+class FIARSE(Shares):
     """The paper's four shares: those of the weights in widths 1/8, 1/4, 1/2 and 1."""
 
     label, color, marker = "FIARSE", "#2c2a05", "d"

@@ -24,7 +24,6 @@ from ...core.experiment import Experiment
 from ...core.rng import numpy_generator
 from ...core.slices import Slice
 from ...core.validation import Positive, When
-from ..base import Method
 from ..cohort import Cohort
 from ..jobs import Round, Server, Setting
 from ..losses import Batch, cross_entropies
@@ -34,7 +33,7 @@ TAUGHT = When(distill=True)
 
 
 @dataclass(frozen=True)
-class FjORD(Rates, Method):
+class FjORD(Rates):
     """The paper's five widths."""
 
     label, color, marker = "FjORD", "#160b37", "^"

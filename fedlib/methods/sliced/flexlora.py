@@ -15,14 +15,13 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..base import Method
 from ..jobs import Arrived, Round, Server, Setting
 from ..ranks import Ranks, add_products, factors, rest_and_products, without_factors
 from ..sums import MaskedMean, Update
 
 
 @dataclass(frozen=True)
-class FlexLoRA(Ranks, Method):
+class FlexLoRA(Ranks):
     """Truncation by singular values."""
 
     label, color, marker = "FlexLoRA", "#347eea", "h"

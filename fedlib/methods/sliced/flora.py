@@ -17,7 +17,6 @@ import torch
 
 from ...core.clients import Client
 from ...core.experiment import Experiment
-from ..base import Method
 from ..jobs import Arrived, Member, Round, Server, Serving, Setting
 from ..mixtures import under
 from ..ranks import Ranks, add_products, factor_shapes, factors, rest_and_products, without_factors
@@ -25,7 +24,7 @@ from ..sums import MaskedMean, Update
 
 
 @dataclass(frozen=True)
-class FLoRA(Ranks, Method):
+class FLoRA(Ranks):
     """Stacked adapters."""
 
     label, color, marker = "FLoRA", "#9ad58b", "o"

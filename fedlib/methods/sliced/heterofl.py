@@ -23,14 +23,13 @@ from annotated_types import Ge
 from ...core.clients import Client
 from ...core.slices import NOTHING, Slice
 from ...models.exit_model import ExitModel
-from ..base import Method
 from ..jobs import Member, Round, Server, Serving
 from ..losses import Batch, cross_entropies, zero_absent_at_client
 from ..widths import Rates, of_own_classes
 
 
 @dataclass(frozen=True)
-class HeteroFL(Rates, Method):
+class HeteroFL(Rates):
     """Five rates, kept by each client; ``weighting="examples"`` is the mean by examples."""
 
     label, color, marker = "HeteroFL", "#ce83ad", "P"

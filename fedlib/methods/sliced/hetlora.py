@@ -22,7 +22,6 @@ from annotated_types import Ge, Le
 from ...core.clients import Client
 from ...core.slices import Slice
 from ...core.validation import Positive
-from ..base import Method
 from ..cohort import Cohort, Stacked
 from ..jobs import Arrived, Round, Server, Setting
 from ..losses import Batch
@@ -34,7 +33,7 @@ LEAST = 1e-12  # of a weight: as long as no B has moved, all clients count alike
 
 
 @dataclass(frozen=True)
-class HetLoRA(Ranks, Method):
+class HetLoRA(Ranks):
     """Ranks that prune themselves."""
 
     label, color, marker = "HetLoRA", "#ca0dad", "s"

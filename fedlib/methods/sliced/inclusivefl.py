@@ -21,13 +21,12 @@ from ...core.clients import Client
 from ...core.experiment import Experiment
 from ...core.slices import Slice
 from ...core.validation import When
-from ..base import Method
 from ..jobs import Arrived, Member, Round, Server, Setting
 from ..server import ServerStep
 
 
 @dataclass(frozen=True)
-class InclusiveFL(ServerStep, Method):
+class InclusiveFL(ServerStep):
     """Table 1 uses momentum distillation with FedAdam; Table 3's rows are ``momentum_distill`` x ``aggregation``."""
 
     label, color, marker = "InclusiveFL", "#e69f00", "D"

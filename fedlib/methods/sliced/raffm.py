@@ -37,7 +37,6 @@ from ...core.slices import Axis, Indices, ParamInfo, Slice
 from ...core.transfers import home
 from ...core.validation import Positive, When
 from ...models.exit_model import ExitModel
-from ..base import Method
 from ..jobs import Arrived, Round, Server, Serving, Setting, Tensors
 from ..server import ServerStep
 from ..sums import MaskedMean
@@ -50,7 +49,7 @@ CONSTRAINED = When(draw="constrained")
 
 
 @dataclass(frozen=True)
-class RaFFM(ServerStep, Method):
+class RaFFM(ServerStep):
     """Widths are shares of the whole; the defaults are the space of the release's GLUE script."""
 
     label, color, marker = "RaFFM", "#b60072", "d"

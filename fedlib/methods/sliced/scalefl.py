@@ -26,13 +26,12 @@ from ...core.experiment import Experiment
 from ...core.validation import Positive
 from ...models.backbone import Spec
 from ...models.vit import ViTSpec
-from ..base import Method
 from ..losses import Batch, cross_entropies, last_exit
 from ..scaling import Levels
 
 
 @dataclass(frozen=True)
-class ScaleFL(Levels, Method):
+class ScaleFL(Levels):
     """Four exits are four levels of 1/8, 1/4, 1/2 and all parameters; ``kd_weight=0`` is without self-distillation."""
 
     label, color, marker = "ScaleFL", "#37ad70", "^"
@@ -45,7 +44,6 @@ class ScaleFL(Levels, Method):
     objective: Literal["release", "paper"] = "release"
     detach: bool = True
     kl_mean: Literal["batch", "all"] = "batch"  # all: over the classes too
-    weighting: Literal["examples", "clients"] = "clients"
 
     @property
     def paced_by(self) -> str:

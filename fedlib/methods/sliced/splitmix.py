@@ -29,7 +29,6 @@ from ...core.slices import Slice
 from ...core.validation import Count, Positive, When
 from ...models.exit_model import ExitModel
 from ...models.maps import MapSpec
-from ..base import Method
 from ..jobs import Arrived, Member, Round, Server, Serving, Setting
 from ..losses import Batch, cross_entropies
 from ..memory_budgets import MemoryBudgets
@@ -37,7 +36,7 @@ from ..widths import check_cuttable
 
 
 @dataclass(frozen=True)
-class SplitMix(MemoryBudgets, Method):
+class SplitMix(MemoryBudgets):
     """``bases`` of width 1 / bases; the paper's ratios."""
 
     label, color, marker = "SplitMix", "#39b4ef", "h"
