@@ -152,7 +152,6 @@ def test_only_methods_and_papers_name_a_paper():
     assert found == {
         "core/experiment.py": "reefl",  # the default method
         "runs/fitting.py": "fedavg",  # the whole model, of which caps are shares
-        "models/efficientnet.py": "scalefl",  # efficientnet_b4_scalefl: the net of its tables
         "models/resnet.py": "fedepth",  # form: the block of its release
     }
 

@@ -6,10 +6,14 @@ them), ``build()``, and what it can do, where that differs from what :class:`Spe
 Read next: ``vit.py``, ``resnet.py`` (two backbones), ``exit_model.py`` (who runs them).
 """
 
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import contextmanager
-from typing import Literal, Protocol
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal, Protocol
 
 import torch
+import yaml
 from torch import nn
 
 from ..core.slices import Axis
@@ -56,6 +60,24 @@ class Spec(Protocol):
     def build(self) -> "Backbone": ...
 
 
+@cache
+def table(name: str) -> dict[str, Any]:
+    """What ``<name>.yaml`` beside this file says, lists as tuples; its keys with a dot are there to be referred to."""
+
+    def fixed(x: Any) -> Any:
+        if isinstance(x, dict):
+            return {k: fixed(v) for k, v in x.items()}
+        return tuple(map(fixed, x)) if isinstance(x, list) else x
+
+    text = Path(__file__).with_name(f"{name}.yaml").read_text(encoding="utf-8")
+    return fixed(yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader)))  # libyaml's is 20 times as fast
+
+
+def shapes(spec: type) -> dict[str, Any]:
+    """The kit's named shapes of this kind (``shapes.yaml``)."""
+    return {name: spec(**said) for name, said in table("shapes")[spec.__name__].items()}
+
+
 class TokenSpec(Spec):
     """Shape of blocks on tokens of ``dim`` features, by default the patches of a square image and a class token."""
 
@@ -93,16 +115,18 @@ class TokenSpec(Spec):
 
 
 class Backbone(nn.Module):
-    """Units that run one at a time for K clients, whose stacked parameters may differ (``layers/linear.py``)."""
+    """A stem, (K, B, *input_shape) -> z, and units, run one at a time for K clients; the exits live elsewhere.
 
-    spec: Spec
-    stem: nn.Module  # (K, B, *input_shape) -> z
+    Stacked parameters (``layers/linear.py``) may differ between clients.
+    """
+
     whole_blocks = False  # compute all of a client's last unit, as plain implementations do
     drawn: tuple[str, ...] = ()  # parameters that a checkpoint lacked, drawn from the experiment's seed
     reads_all = False  # exits see every token, not one: features are (K, B, T, d)
 
-    def __init__(self):
+    def __init__(self, spec: Spec, stem: nn.Module, blocks: Iterable[nn.Module]):
         super().__init__()
+        self.spec, self.stem, self.blocks = spec, stem, nn.ModuleList(blocks)
         self.of_block: list[list[tuple[dict, str, int]]] = []  # per unit (module's, leaf, dims unstacked)
         self.of_stem: list[tuple[dict, str, int]] = []  # of what belongs to no unit
 
@@ -141,10 +165,8 @@ class TokenBackbone(Backbone):
     ``run(z, a, b)`` applies blocks a..b-1; ``run_to_token(z, block)`` gives the class token alone.
     """
 
-    blocks: nn.ModuleList
-
-    def __init__(self):
-        super().__init__()
+    def __init__(self, spec: TokenSpec, stem: nn.Module, blocks: Iterable[nn.Module]):
+        super().__init__(spec, stem, blocks)
         self.register_buffer("origins", None, persistent=False)  # where exits read the class token after each block,
         self.register_buffer("scales", None, persistent=False)  # and in what units; None: as it is
 
@@ -200,3 +222,18 @@ class TokenBackbone(Backbone):
         finally:
             for own, leaf, p in stacked:
                 own[leaf] = p
+
+
+def fill_(
+    backbone: Backbone, state: Mapping[str, torch.Tensor], names: Mapping[str, str], converted: Callable, of: str
+) -> None:
+    """Load a checkpoint's ``state``. ``names`` says what each own tensor is called there.
+
+    ``converted(own name, tensor)`` brings it into this kit's layout. ``ValueError`` names what does not fit.
+    """
+    tensors = {own: converted(own, state[published].float()) for own, published in names.items()}
+    for own, p in backbone.state_dict().items():
+        if tensors[own].shape != p.shape:
+            found = tuple(state[names[own]].shape)
+            raise ValueError(f"{of} checkpoint: {names[own]} {found} does not become {tuple(p.shape)}")
+    backbone.load_state_dict(tensors)

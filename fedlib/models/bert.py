@@ -36,7 +36,7 @@ from ..core.slices import Axis
 from ..layers.context import Scaler
 from ..layers.linear import init_normal_, per_client
 from ..layers.norms import LayerNorm
-from .backbone import TokenBackbone, TokenSpec
+from .backbone import TokenBackbone, TokenSpec, fill_, shapes
 from .vit import MLP, Attention, head_axis
 
 
@@ -78,22 +78,10 @@ class BertSpec(TokenSpec):
 
 
 WORDS = 256  # one-word sentences, from which exits take their units
-MINILM = BertSpec(length=64, dim=384, depth=6, heads=12, ffn_dim=1536)
-BERTS = {
-    "minilm": MINILM,
-    "minilm.32": replace(MINILM, length=32),
-    "minilm.128": replace(MINILM, length=128),
-    "bert_micro": BertSpec(),
-}
-BERTS |= {
-    f"{name}.{reads}": replace(config, centred=False, averaged=reads == "mean")
-    for name, config in BERTS.items()
-    for reads in ("stream", "mean")
-}
-BERTS |= {  # CAFEDistill's, trained from random weights, and one for CPUs
-    "transformer4": BertSpec(length=64, dim=192, depth=4, heads=2, ffn_dim=768, centred=False, init_sd=None),
-    "transformer4_slim": BertSpec(depth=4, heads=2, centred=False, init_sd=None),
-}
+BERTS = shapes(BertSpec)
+CENTRED = {name: config for name, config in BERTS.items() if config.centred}
+BERTS |= {f"{name}.stream": replace(config, centred=False) for name, config in CENTRED.items()}
+BERTS |= {f"{name}.mean": replace(config, centred=False, averaged=True) for name, config in CENTRED.items()}
 
 
 def is_token(z: torch.Tensor) -> torch.Tensor:
@@ -157,13 +145,10 @@ class BertStem(nn.Module):
 
 
 class Bert(TokenBackbone):
-    """A stem and blocks; the exits live elsewhere."""
+    """A stem and blocks."""
 
     def __init__(self, config: BertSpec):
-        super().__init__()
-        self.spec = config
-        self.stem = BertStem(config)
-        self.blocks = nn.ModuleList(BertBlock(config) for _ in range(config.depth))
+        super().__init__(config, BertStem(config), (BertBlock(config) for _ in range(config.depth)))
         if config.centred:
             self.register_buffer("origins", torch.zeros(config.depth, config.dim), persistent=False)
             self.register_buffer("scales", torch.ones(config.depth, 1), persistent=False)
@@ -172,9 +157,7 @@ class Bert(TokenBackbone):
         """On a CPU, without what is padding in every sentence of the batch (a GPU would wait for the answer)."""
         if z.device.type == "cpu":
             z = z[..., : 1 + int(is_token(z).flatten(0, 1).any(0).nonzero().max()), :]
-        for block in self.blocks[a:b]:
-            z = block(z)
-        return z
+        return super().run(z, a, b)
 
     def advance(self, z: torch.Tensor, unit: int, on: int) -> tuple[torch.Tensor, torch.Tensor]:
         if not self.spec.averaged or self.reads_all:
@@ -233,13 +216,11 @@ def load_bert(state: Mapping[str, torch.Tensor], config: BertSpec) -> Bert:
     absent = sorted({*names.values(), TYPES} - set(state))
     if absent:
         raise ValueError(f"not a BERT checkpoint of {config.depth} blocks: missing {', '.join(absent)}")
-    out = {name: state[published].float() for name, published in names.items()}
-    out["stem.pos_embed"] = out["stem.pos_embed"][: config.length] + state[TYPES][0].float()
-    for name, own in bert.state_dict().items():
-        if out[name].shape != own.shape:
-            found = tuple(state[names[name]].shape)
-            raise ValueError(f"BERT checkpoint: {names[name]} {found} does not become {tuple(own.shape)}")
-    bert.load_state_dict(out)
+
+    def converted(name: str, value: torch.Tensor) -> torch.Tensor:
+        return value[: config.length] + state[TYPES][0].float() if name == "stem.pos_embed" else value
+
+    fill_(bert, state, names, converted, "BERT")
     return bert.centre_()
 
 

@@ -23,6 +23,7 @@ from ..layers.conv import Conv2d, average_pool
 from ..layers.dropout import Dropout
 from ..layers.linear import Linear
 from ..layers.norms import BatchNorm2d
+from .backbone import shapes
 from .maps import MapBackbone, MapSpec
 
 SQUEEZE = 0.25  # channels inside a squeeze-and-excitation, as a share of the block's input
@@ -77,24 +78,12 @@ class EfficientNetSpec(MapSpec):
         }
         return options.get(kind) or super().exit_options(kind, unit)
 
-    def build(self) -> "EfficientNet":
-        """A backbone of this shape, without weights."""
-        return EfficientNet(self)
+    def build(self) -> MapBackbone:
+        """A stem and inverted residual blocks, without weights."""
+        return MapBackbone(self, Stem(self), (Inverted(self, unit) for unit in range(self.depth)))
 
 
-EFFICIENTNETS = {
-    "efficientnet_b4": EfficientNetSpec(),
-    "efficientnet_b4_scalefl": EfficientNetSpec(
-        stem=32, repeats=(2, 4, 4, 6, 6, 4, 4, 2), widths=(24, 32, 56, 112, 160, 272, 272, 448),
-        kernels=(3, 3, 5, 3, 5, 5, 5, 3), strides=(1, 2, 2, 2, 1, 2, 2, 1), expansions=(1, 6, 6, 6, 6, 6, 6, 6),
-        head_width=0, dropout=0.4, drop_connect=0.2,
-    ),
-    "efficientnet_slim": EfficientNetSpec(
-        size=32, stem=16, stem_stride=1, repeats=(1, 2, 2, 3, 3), widths=(12, 18, 24, 48, 96),
-        kernels=(3, 3, 5, 3, 3), strides=(1, 2, 2, 1, 2), expansions=(1, 6, 6, 6, 6),
-        head_width=0, dropout=0.2, drop_connect=0.1, exit_reduction=1,
-    ),
-}  # fmt: skip
+EFFICIENTNETS = shapes(EfficientNetSpec)
 
 
 class Excitation(nn.Module):
@@ -134,11 +123,6 @@ class Inverted(nn.Module):
         self.adds = stride == 1 and not first
         self.drop = Dropout(spec.drop_connect * unit / spec.depth, whole=True)
 
-    @property
-    def width(self) -> int:
-        """Channels of its output, perhaps cut."""
-        return self.project.weight.shape[-4]
-
     def forward(self, z: torch.Tensor) -> torch.Tensor:  # (K, B, C, H, W) -> (K, B, C', H', W')
         y = z if self.widen is None else F.silu(self.widen_bn(self.widen_scale(self.widen(z))))
         y = self.excite(F.silu(self.bn(self.scale(self.depthwise(y)))))
@@ -146,7 +130,7 @@ class Inverted(nn.Module):
         return self.drop(y) + z if self.adds else y
 
 
-class EfficientStem(nn.Module):
+class Stem(nn.Module):
     """A 3x3 convolution with norm and SiLU."""
 
     def __init__(self, spec: EfficientNetSpec):
@@ -156,16 +140,6 @@ class EfficientStem(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # (K, B, 3, H, W) -> (K, B, C, H', W')
         return F.silu(self.bn(self.scale(self.conv(x))))
-
-
-class EfficientNet(MapBackbone):
-    """A stem and inverted residual blocks."""
-
-    def __init__(self, spec: EfficientNetSpec):
-        super().__init__()
-        self.spec = spec
-        self.stem = EfficientStem(spec)
-        self.blocks = nn.ModuleList(Inverted(spec, unit) for unit in range(spec.depth))
 
 
 def timm_name(name: str, spec: EfficientNetSpec) -> str:
@@ -184,8 +158,8 @@ def timm_name(name: str, spec: EfficientNetSpec) -> str:
 
 
 @torch.no_grad()
-def load_efficientnet(model) -> EfficientNet:
-    """An :class:`EfficientNet` with the weights of timm's ``efficientnet_b4``, statistics of its norms left behind."""
+def load_efficientnet(model) -> MapBackbone:
+    """The net with the weights of timm's ``efficientnet_b4``, statistics of its norms left behind."""
     backbone, state = EFFICIENTNETS["efficientnet_b4"].build(), model.state_dict()
     for name, p in backbone.named_parameters():
         p.copy_(state[timm_name(name, backbone.spec)].reshape(p.shape))

@@ -1,10 +1,10 @@
 """Models of Hugging Face's transformers as backbones: their own layers run as units, for one client or a cohort.
 
-A ``ForeignSpec`` names a family (``foreign_families.py``) and its sizes; :class:`Foreign` takes the model that
+A ``ForeignSpec`` names a family (``families.yaml``) and its sizes; :class:`Foreign` takes the model that
 transformers builds or loads apart into a stem, units and what follows the last. Their layers know of one model, so the
 members of a cohort run one after the other, each with its own rows of the stacked parameters. A layer that was cut is
 told its new sizes before it runs; the scores of a narrower head are divided by the root of its own width.
-Read next: ``foreign_layers.py`` (what their layers are told), ``foreign_loading.py``, ``backbone.py``.
+Read next: ``foreign_specs.py``, ``foreign_loading.py``, ``backbone.py``.
 
 Padding is the zero vector, as in ``bert.py``. T5's state is its encoder's tokens, then its decoder's, which reads the
 input shifted by one; its exits read the decoder, as ``T5ForQuestionAnswering`` does. A class is read at the class
@@ -31,9 +31,9 @@ from ..layers.context import Context
 from ..layers.dropout import TokenDropout
 from .backbone import Backbone, TokenSpec
 from .bert import is_token
-from .foreign_layers import drop_here_, fit_, name_axes_, seen
 from .vit import head_axis
 
+DROPPING = "fedlib"  # the name of :func:`attend` among transformers' ways to attend
 Call = Callable[[torch.Tensor], torch.Tensor]
 Places = list[tuple[dict, str, int]]  # a module's tensors, the leaf, its dimensions in one model
 
@@ -63,7 +63,7 @@ class Stem(nn.Module):
         super().__init__()
         kind, said = spec.kind, model.config
         self.spec, self.places, self.context = spec, [], Context()
-        self.embed = model.get_submodule(kind.stem["embed"])
+        self.embed = model.get_submodule(kind.embed)
         self.final = nn.ModuleDict({name: model.get_submodule(path) for name, path in kind.final.items()})
         outer = getattr(getattr(model, "encoder", None), "dropout", None)  # T5 drops before its units and after them
         self.outer = TokenDropout(outer.p if spec.as_trained and outer is not None else 0.0)
@@ -111,17 +111,14 @@ class Stem(nn.Module):
 
 
 class Foreign(Backbone):
-    """A model of transformers taken apart; the exits live elsewhere."""
+    """A model of transformers taken apart."""
 
     def __init__(self, spec: TokenSpec, model: nn.Module):
-        super().__init__()
-        self.spec, self.context = spec, Context()
         if spec.as_trained:
             drop_here_(model, spec.kind)
-        self.stem = Stem(spec, model)
-        self.of_stem = self.stem.places
         lists = [model.get_submodule(path) for path in spec.kind.blocks]
-        self.blocks = nn.ModuleList(layer for layers in lists for layer in layers)
+        super().__init__(spec, Stem(spec, model), (layer for layers in lists for layer in layers))
+        self.context, self.of_stem = Context(), self.stem.places
         self.split = len(lists[0])  # where T5's decoder begins
         self.rotary = model.rotary_emb if spec.rotary else None
         name_axes_(self, spec)
@@ -220,3 +217,75 @@ class Foreign(Backbone):
 
 def _tensor(out) -> torch.Tensor:
     return out[0] if isinstance(out, tuple) else out
+
+
+# --- what their layers are told before they run: their sizes, the names of their axes, what to drop
+
+
+def fit_(module: nn.Module, spec: TokenSpec, whole_heads: bool = False) -> None:
+    """Tell the layers of ``module`` the sizes of the tensors that are in place: those of norms and heads."""
+    kind = spec.kind
+    for m in module.modules():
+        if isinstance(m, nn.LayerNorm):
+            m.normalized_shape = tuple(m.weight.shape)
+        elif hasattr(m, kind.head_width) and hasattr(m, kind.query):
+            full = spec.head_dim or spec.dim // spec.heads
+            width = full if whole_heads else getattr(m, kind.query).weight.shape[0] // spec.heads
+            setattr(m, kind.head_width, width)
+            if kind.scaled:
+                m.scaling = width**-0.5
+
+
+def drop_here_(model: nn.Module, kind) -> None:
+    """Let every layer of ``model`` that drops do so as the kit's do, by its own rate; attention, too."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import sdpa_mask
+
+    AttentionInterface.register(DROPPING, attend)
+    AttentionMaskInterface.register(DROPPING, sdpa_mask)
+    for m in list(model.modules()):
+        for name, child in list(m.named_children()):
+            if isinstance(child, nn.Dropout):
+                setattr(m, name, TokenDropout(child.p))
+        if hasattr(m, kind.query):
+            rate = next(r for name in ("attention_dropout", "dropout") if (r := getattr(m, name, None)) is not None)
+            m.drop = rate if isinstance(rate, nn.Module) else TokenDropout(rate)
+            m.config._attn_implementation = DROPPING
+
+
+def attend(module, query, key, value, attention_mask, scaling=None, position_bias=None, **unused):
+    """Attention (B, heads, T, d) whose probabilities ``module.drop`` drops; transformers' own while nothing is."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    context = module.drop.context
+    if not module.drop.p or not context.training or context.generators is None:
+        told = {"scaling": scaling, "position_bias": position_bias}
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **told)
+    groups = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
+    scores = query @ key.transpose(-1, -2) * scaling
+    scores = sum((x for x in (position_bias, attention_mask) if x is not None), scores)
+    return (module.drop(scores.softmax(-1)) @ value).transpose(1, 2), None
+
+
+def name_axes_(backbone: nn.Module, spec: TokenSpec) -> None:
+    """Give every layer with parameters the names of its axes; ``ValueError`` for one that the family does not know."""
+    kind, whole = spec.kind, ("/qk", "/vo") if spec.grouped else ()
+    for path, m in backbone.named_modules():
+        leaves = [leaf for leaf, p in m._parameters.items() if p is not None]
+        if not leaves or hasattr(m, "axes"):
+            continue
+        known = [key for key in kind.axes if path == key or path.endswith(f".{key}")]
+        if not known:
+            raise ValueError(f"foreign: {kind.model} has a layer {path!r} whose axes are not known")
+        axes = tuple(None if axis in whole else axis for axis in kind.axes[max(known, key=len)])
+        m.axes = {leaf: axes[: m._parameters[leaf].dim()] for leaf in leaves}
+
+
+def seen(real: torch.Tensor, causal: bool, dtype: torch.dtype) -> torch.Tensor:
+    """What is added to attention's scores: (B, 1, 1, T), or (B, 1, T, T) if a token sees only those before it."""
+    allowed = real[:, None, None]
+    if causal:
+        t = real.shape[1]
+        allowed = allowed & torch.ones(t, t, dtype=torch.bool, device=real.device).tril()
+    return torch.zeros(allowed.shape, dtype=dtype, device=real.device).masked_fill(~allowed, torch.finfo(dtype).min)

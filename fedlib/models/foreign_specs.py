@@ -1,19 +1,70 @@
 """Shapes of transformers' models, by hand or read off a checkpoint's folder, and those that the papers use, by name.
 
-Read next: ``foreign_families.py`` (where their parts are), ``foreign.py`` (what runs them).
+``families.yaml`` says where their parts are. Read next: ``foreign.py`` (what runs them).
 """
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import ClassVar, Self
 
 from ..data.tokenizer import words_of
-from .backbone import TokenSpec
+from .backbone import TokenSpec, shapes, table
 from .foreign import Foreign
-from .foreign_families import FAMILIES, Family
 from .foreign_loading import build_model
+
+
+@dataclass(frozen=True)
+class Family:
+    """A family of transformers' models that can be run unit by unit. Paths are inside its model class."""
+
+    model: str  # class in transformers
+    sizes: Mapping[str, str]  # field of ``ForeignSpec`` -> key of config.json
+    embed: str  # path of what embeds
+    blocks: tuple[str, ...]  # paths of the lists of layers, in the order in which they run
+    axes: Mapping[str, tuple[str | None, ...]]  # by the end of a layer's path
+    head_width: str  # the attention's attribute
+    query: str  # the attention's layer of queries
+    final: Mapping[str, str] = field(default_factory=dict)  # norms after the last layer, by list of layers
+    constants: Mapping[str, object] = field(default_factory=dict)  # further keys of a model without weights
+    pooler: str | None = None  # activation of a dense layer on the class token, after the last layer
+    pooler_path: str | None = None  # where a checkpoint has that layer
+    pooler_drops: str | None = None  # the key that says how much of its output is dropped
+    targets: tuple[str, ...] = ()  # what LoRA adapts
+    causal: bool = False  # does a token see only those before it?
+    rotary: bool = False
+    scaled: bool = True  # are scores divided by the root of the head's width?
+    shares_heads: bool = False  # do layers share tensors per head (T5's positions)?
+    neutral: float = 1.0  # weight of a norm that scales nothing
+
+    def config(self, spec) -> dict:
+        """``spec`` as keywords of the family's class of configurations."""
+        whole = {"head_dim": spec.dim // spec.heads, "kv_heads": spec.heads}
+        out = {key: whole.get(name) if (v := getattr(spec, name)) is None else v for name, key in self.sizes.items()}
+        if self.two:
+            out |= {"num_layers": spec.depth // 2, "num_decoder_layers": spec.depth - spec.depth // 2}
+        return out | dict(self.constants)
+
+    @property
+    def two(self) -> bool:
+        """Has it an encoder and a decoder?"""
+        return len(self.blocks) == 2
+
+    def sizes_in(self, config: Mapping[str, object]) -> dict[str, object]:
+        """The fields of ``ForeignSpec`` that a ``config.json`` says; ``ValueError`` names keys that it lacks."""
+        may = {"head_dim", "kv_heads", *(["padding"] if self.causal else [])}  # of which their family or tokenizer says
+        lacking = [key for name, key in self.sizes.items() if name not in may and config.get(key) is None]
+        if lacking:
+            raise ValueError(f"config.json of a {config.get('model_type')} lacks {', '.join(lacking)}")
+        found = {name: config.get(key) for name, key in self.sizes.items()}
+        if self.two:
+            found["depth"] = found["depth"] + (config.get("num_decoder_layers") or found["depth"])
+        return found
+
+
+FAMILIES = {name: Family(**said) for name, said in table("families").items() if name[0] != "."}
 
 
 @dataclass(frozen=True)
@@ -44,6 +95,9 @@ class ForeignSpec(TokenSpec):
     tuners: ClassVar[tuple[str, ...]] = ("lora",)
     hands_back: ClassVar[bool] = False  # exits cannot put another token in place of the one that they read
     ends_normalised: ClassVar[bool] = True  # by the family's own pooler or norm
+    kind = property(lambda self: FAMILIES[self.family])
+    causal, rotary = property(attrgetter("kind.causal")), property(attrgetter("kind.rotary"))
+    shares_heads, peft_targets = property(attrgetter("kind.shares_heads")), property(attrgetter("kind.targets"))
 
     def __post_init__(self):
         if self.family not in FAMILIES:
@@ -115,10 +169,6 @@ class ForeignSpec(TokenSpec):
         return self.positions - (self.padding + 1 if self.family == "roberta" else 0)
 
     @property
-    def kind(self) -> Family:
-        return FAMILIES[self.family]
-
-    @property
     def reads(self) -> str:
         return "images" if self.family == "vit" else "tokens"
 
@@ -131,22 +181,6 @@ class ForeignSpec(TokenSpec):
     def grouped(self) -> bool:
         """Do heads share keys and values? Then attention is never cut."""
         return self.kv_heads is not None and self.kv_heads < self.heads
-
-    @property
-    def causal(self) -> bool:
-        return self.kind.causal
-
-    @property
-    def rotary(self) -> bool:
-        return self.kind.rotary
-
-    @property
-    def shares_heads(self) -> bool:
-        return self.kind.shares_heads
-
-    @property
-    def peft_targets(self) -> tuple[str, ...]:
-        return self.kind.targets
 
     @property
     def num_patches(self) -> int:
@@ -174,24 +208,6 @@ def _json(file: Path) -> dict:
     return found
 
 
-BERT = ForeignSpec("bert", "google-bert/bert-base-uncased")
-FOREIGN: dict[str, ForeignSpec] = {
-    "bert_base": BERT,
-    "bert_large": replace(
-        BERT, source="google-bert/bert-large-uncased-whole-word-masking", dim=1024, depth=24, heads=16, ffn_dim=4096
-    ),
-    "roberta_base": ForeignSpec("roberta", "FacebookAI/roberta-base", vocab_size=50_265, positions=514, padding=1),
-    "distilbert": ForeignSpec("distilbert", "distilbert/distilbert-base-uncased", depth=6),
-    "flan_t5_small": ForeignSpec(
-        "t5", "google/flan-t5-small", vocab_size=32_128, dim=512, depth=16, heads=6, ffn_dim=1024, head_dim=64
-    ),
-    "flan_t5_base": ForeignSpec("t5", "google/flan-t5-base", vocab_size=32_128, depth=24, ffn_dim=2048, head_dim=64),
-    "vit_b16": ForeignSpec("vit", "google/vit-base-patch16-224-in21k", pixels=((0.5,) * 3, (0.5,) * 3)),
-    "llama2_7b": ForeignSpec(
-        "llama", "meta-llama/Llama-2-7b-hf", positions=4096, vocab_size=32_000, dim=4096, depth=32, heads=32,
-        ffn_dim=11_008, padding=2,  # it has no pad token: the end of a sentence fills rows
-    ),
-    "llama_tiny": ForeignSpec("llama", length=96, dim=64, depth=4, heads=4, ffn_dim=172),
-}  # fmt: skip
+FOREIGN: dict[str, ForeignSpec] = shapes(ForeignSpec)
 FOREIGN |= {f"{name}.plain": replace(s, as_trained=False) for name, s in FOREIGN.items() if s.source}
 FOREIGN |= {f"{name}.384": replace(s, length=384) for name, s in FOREIGN.items() if s.source and s.reads == "tokens"}

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ..core.profiling import kept_by_autograd
-from ..layers.conv import INITIALISATIONS, sample_and_pad
+from ..layers.conv import INITIALISATIONS, Conv2d, sample_and_pad
 from .backbone import Backbone, Spec
 
 
@@ -79,9 +79,7 @@ def _kept_sizes(backbone: nn.Module, examples: int) -> list[int]:
 
 
 class MapBackbone(Backbone):
-    """A ``stem`` and ``blocks``, of which the last has a ``width``: its channels, perhaps cut."""
-
-    blocks: nn.ModuleList
+    """A stem and blocks on maps."""
 
     def init_(self, generator: torch.Generator) -> "MapBackbone":
         """As the spec says, in place."""
@@ -95,4 +93,7 @@ class MapBackbone(Backbone):
 
     def bridge(self, feature: torch.Tensor, unit: int) -> torch.Tensor:
         """The map after ``unit`` in the shape of the last unit's: sub-sampled, zero channels around it (FeDepth)."""
-        return sample_and_pad(feature, (self.blocks[-1].width, *self.spec.feature(self.spec.depth - 1)[1:]))
+        last = self.spec.depth - 1
+        convs = (m for m in self.blocks[last].modules() if isinstance(m, Conv2d))
+        width = next(m.weight.shape[-4] for m in convs if m.axes["weight"][0] == self.spec.stream(last))  # perhaps cut
+        return sample_and_pad(feature, (width, *self.spec.feature(last)[1:]))

@@ -23,6 +23,7 @@ from ..core.slices import Axis
 from ..layers.context import Scaler
 from ..layers.conv import Conv2d, sample_and_pad
 from ..layers.norms import BatchNorm2d
+from .backbone import shapes
 from .maps import MapBackbone, MapSpec
 
 
@@ -95,10 +96,7 @@ class MSDNetSpec(MapSpec):
         return MSDNet(self)
 
 
-MSDNETS = {
-    "msdnet24": MSDNetSpec(),
-    "msdnet12_slim": MSDNetSpec(layers=12, base=10, growth=5, exit_width=64),  # for CPUs
-}
+MSDNETS = shapes(MSDNetSpec)
 
 
 class Scales:
@@ -192,7 +190,7 @@ class Layer(nn.Module):
         return Scales(grown)
 
 
-class MSDStem(nn.Module):
+class Stem(nn.Module):
     """A 3x3 convolution at the finest scale, and one of stride 2 from each scale to the next."""
 
     def __init__(self, spec: MSDNetSpec):
@@ -216,10 +214,7 @@ class MSDNet(MapBackbone):
     """A stem and layers."""
 
     def __init__(self, spec: MSDNetSpec):
-        super().__init__()
-        self.spec = spec
-        self.stem = MSDStem(spec)
-        self.blocks = nn.ModuleList(Layer(spec, unit) for unit in range(spec.depth))
+        super().__init__(spec, Stem(spec), (Layer(spec, unit) for unit in range(spec.depth)))
 
     def advance(self, z: Scales, unit: int, on: int) -> tuple[torch.Tensor, Scales]:
         """Run ``unit``: the coarsest map after it, of all clients, and all scales of the first ``on``."""

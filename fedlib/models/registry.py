@@ -20,7 +20,7 @@ from torch import nn
 from ..core.hub import fail_fast, offline, unreadable
 from ..core.paths import minilm_file
 from ..core.rng import torch_generator
-from .backbone import Backbone, Spec
+from .backbone import Backbone, Spec, shapes
 from .bert import BERTS, load_bert
 from .efficientnet import EFFICIENTNETS, load_efficientnet
 from .foreign_loading import fetch_foreign, load_foreign
@@ -34,13 +34,7 @@ from .vim import VIMS, load_vim
 from .vit import ViT, ViTSpec
 from .wrapped import Feature, Wrapped, WrappedSpec
 
-VITS = {
-    "deit_micro": ViTSpec(),  # 12 blocks, width 64, 4 heads, 32x32 pixels, patch 8
-    "deit_micro.w32": ViTSpec(dim=32, heads=2, ffn_dim=128),  # half and twice as wide; no weights
-    "deit_micro.w128": ViTSpec(dim=128, heads=8, ffn_dim=512),
-    "deit_mini": ViTSpec(patch_size=4, dim=96, heads=3, ffn_dim=384),
-    "vit_digits": ViTSpec(img_size=28, patch_size=7, channels=1),  # the same for grey 28x28 digits; no weights
-}
+VITS = shapes(ViTSpec)
 OWN: dict[str, Spec] = VITS | VIMS | BERTS | RESNETS | CONVNETS | MSDNETS | EFFICIENTNETS | FOREIGN
 SHIPPED = dict(OWN)  # the kit's, whatever is put into ``OWN`` later
 WEIGHTS = {  # files of the kit's own weights

@@ -21,6 +21,7 @@ from torch import nn
 from ..layers.context import Scaler
 from ..layers.conv import Conv2d
 from ..layers.norms import BatchNorm2d
+from .backbone import shapes
 from .maps import MapBackbone, MapSpec
 
 
@@ -55,17 +56,13 @@ class ResNetSpec(MapSpec):
         """The last exit's kind: pre-activation nets end in a norm and ReLU."""
         return "linear" if self.form == "post" else "norm_relu"
 
-    def build(self) -> "ResNet":
-        """A backbone of this shape, without weights."""
-        return ResNet(self)
+    def build(self) -> MapBackbone:
+        """A stem and residual blocks, without weights."""
+        block = PostBlock if self.form == "post" else PreBlock
+        return MapBackbone(self, Stem(self), (block(self, unit) for unit in range(self.depth)))
 
 
-RESNETS = {f"resnet{6 * n + 2}": ResNetSpec(blocks=(n, n, n)) for n in (1, 2, 3, 5, 9, 18)} | {
-    "resnet18_slim": ResNetSpec(blocks=(2, 2, 2, 2), widths=(16, 32, 64, 128)),  # a quarter of the width, for CPUs
-    "resnet18_cifar": ResNetSpec(blocks=(2, 2, 2, 2), widths=(64, 128, 256, 512)),
-    "resnet18_cifar.64": ResNetSpec(blocks=(2, 2, 2, 2), widths=(64, 128, 256, 512), size=64),  # Tiny ImageNet's pixels
-    "preresnet20": ResNetSpec(form="fedepth"),
-}
+RESNETS = shapes(ResNetSpec)
 
 
 class Block(nn.Module):
@@ -78,11 +75,6 @@ class Block(nn.Module):
         self.conv1 = Conv2d(channels, width, 3, stride, 1, axes=("/mid", before))
         self.conv2 = Conv2d(width, width, 3, 1, 1, axes=(after, "/mid"))
         self.projection = Conv2d(channels, width, 1, stride, axes=(after, before)) if before != after else None
-
-    @property
-    def width(self) -> int:
-        """Channels of its output, perhaps cut."""
-        return self.conv2.weight.shape[-4]
 
 
 class PostBlock(Block):
@@ -140,14 +132,3 @@ class Stem(nn.Module):
         z = self.scale(self.conv(x))
         z = self.bn(z) if self.bn is not None else z
         return F.relu(z) if self.form == "post" else z
-
-
-class ResNet(MapBackbone):
-    """A stem and residual blocks."""
-
-    def __init__(self, spec: ResNetSpec):
-        super().__init__()
-        self.spec = spec
-        self.stem = Stem(spec)
-        block = PostBlock if spec.form == "post" else PreBlock
-        self.blocks = nn.ModuleList(block(spec, unit) for unit in range(spec.depth))

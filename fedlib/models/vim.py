@@ -23,7 +23,7 @@ from torch import nn
 
 from ..layers.linear import Linear, per_client
 from ..layers.selective_scan import causal_conv, selective_scan
-from .backbone import TokenBackbone, TokenSpec
+from .backbone import TokenBackbone, TokenSpec, fill_, shapes
 from .vit import patchify
 
 
@@ -68,7 +68,7 @@ class VimSpec(TokenSpec):
         return Vim(self)
 
 
-VIMS = {"vim_tiny": VimSpec(224, 16, 192, 24), "vim_micro": VimSpec()}
+VIMS = shapes(VimSpec)
 VIMS |= {f"{name}.stream": replace(config, reads_update=False) for name, config in VIMS.items()}
 
 
@@ -95,12 +95,8 @@ class Direction(nn.Module):
         self.dt_proj = Linear(c.dt_rank, c.inner_dim, axes=("/inner", None))
         self.A_log = nn.Parameter(torch.zeros(c.inner_dim, c.state_dim))
         self.D = nn.Parameter(torch.ones(c.inner_dim))
-        self.axes = {
-            "conv_weight": (None, "/inner"),
-            "conv_bias": ("/inner",),
-            "A_log": ("/inner", None),
-            "D": ("/inner",),
-        }
+        self.axes = {"conv_weight": (None, "/inner"), "A_log": ("/inner", None)}
+        self.axes |= dict.fromkeys(("conv_bias", "D"), ("/inner",))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # (K, B, T, inner)
         x = causal_conv(x, self.conv_weight, self.conv_bias)
@@ -164,13 +160,10 @@ class Stream(NamedTuple):
 
 
 class Vim(TokenBackbone):
-    """A stem and blocks; the exits live elsewhere."""
+    """A stem and blocks."""
 
     def __init__(self, config: VimSpec):
-        super().__init__()
-        self.spec = config
-        self.stem = VimStem(config)
-        self.blocks = nn.ModuleList(VimBlock(config) for _ in range(config.depth))
+        super().__init__(config, VimStem(config), (VimBlock(config) for _ in range(config.depth)))
 
     def run_to_token(self, z: torch.Tensor, block: int) -> torch.Tensor:
         """The class token (K, B, d) after ``block``; the scans read the whole sequence, so nothing is saved."""
@@ -245,12 +238,7 @@ def load_vim(state: Mapping[str, torch.Tensor], reads_update: bool = True) -> Vi
     if missing or unknown:
         parts = (f"{what} {', '.join(sorted(k))}" for what, k in (("missing", missing), ("unknown", unknown)) if k)
         raise ValueError(f"not a Vision Mamba checkpoint of {depth} blocks: {'; '.join(parts)}")
-    out = {n: _converted(n, state[published]).float() for n, published in names.items()}
-    for name, own in vim.state_dict().items():
-        if out[name].shape != own.shape:
-            found = tuple(state[names[name]].shape)
-            raise ValueError(f"Vision Mamba checkpoint: {names[name]} {found} does not become {tuple(own.shape)}")
-    vim.load_state_dict(out)
+    fill_(vim, state, names, _converted, "Vision Mamba")
     return vim
 
 

@@ -155,13 +155,10 @@ class Stem(nn.Module):
 
 
 class ViT(TokenBackbone):
-    """A stem and blocks; the exits live elsewhere."""
+    """A stem and blocks."""
 
     def __init__(self, config: ViTSpec):
-        super().__init__()
-        self.spec = config
-        self.stem = Stem(config)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.depth))
+        super().__init__(config, Stem(config), (Block(config) for _ in range(config.depth)))
 
     def axis(self, name: str, size: int) -> Axis:
         return head_axis(name, size, self.spec.heads)
@@ -180,8 +177,8 @@ def head_axis(name: str, size: int, heads: int) -> Axis:
 
     ``ValueError`` if they do not divide among the heads.
     """
-    if name.endswith(("/qk", "/vo")) and size % heads:
+    if not name.endswith(("/qk", "/vo")):
+        return Axis(name, (size,))
+    if size % heads:
         raise ValueError(f"axis {name}: {size} features do not divide among {heads} heads")
-    if name.endswith(("/qk", "/vo")):
-        return Axis(name, (size // heads,) * heads)
-    return Axis(name, (size,))
+    return Axis(name, (size // heads,) * heads)

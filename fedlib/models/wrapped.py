@@ -125,13 +125,11 @@ class Wrapped(MapBackbone):
     """A net in pieces."""
 
     def __init__(self, spec: WrappedSpec, net: nn.Module):
-        super().__init__()
-        self.spec = spec
         for m in list(net.eval().modules()):
             for name, child in m.named_children():
                 if isinstance(child, nn.modules.batchnorm._BatchNorm):
                     setattr(m, name, MemberNorm(child))
-        self.stem, self.blocks = nn.Identity(), nn.ModuleList(map(PerClient, pieces_of(net, spec.cuts)))
+        super().__init__(spec, nn.Identity(), map(PerClient, pieces_of(net, spec.cuts)))
         if torch.empty(0).is_meta:  # in a context that asks for shapes
             self.to("meta")
 

@@ -12,8 +12,7 @@ from fedlib.layers.dropout import TokenDropout
 from fedlib.models.adapters import apply_finetune_
 from fedlib.models.exit_model import ExitModel
 from fedlib.models.exits import Classifiers
-from fedlib.models.foreign import Foreign
-from fedlib.models.foreign_layers import attend, seen
+from fedlib.models.foreign import Foreign, attend, seen
 from fedlib.models.foreign_loading import build_model
 from fedlib.models.map_exits import classifiers
 from fedlib.models.measure import Measure

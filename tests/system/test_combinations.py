@@ -26,8 +26,7 @@ from fedlib.methods import METHODS
 from fedlib.models.adapters import _peft_config_class, check_finetune, finetune_modes
 from fedlib.models.bert import BertSpec
 from fedlib.models.efficientnet import EfficientNetSpec
-from fedlib.models.foreign_families import FAMILIES
-from fedlib.models.foreign_specs import ForeignSpec
+from fedlib.models.foreign_specs import FAMILIES, ForeignSpec
 from fedlib.models.msdnet import MSDNetSpec
 from fedlib.models.registry import OWN
 from fedlib.models.resnet import ResNetSpec

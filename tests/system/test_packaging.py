@@ -125,7 +125,7 @@ def built(tmp_path_factory):
 def test_the_wheel_holds_every_module_and_every_recipe(built):
     (wheel,) = built.glob("*.whl")
     names = {n for n in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in n}
-    ours = {p.relative_to(ROOT).as_posix() for p in (ROOT / "fedlib").rglob("*.py")}
+    ours = {p.relative_to(ROOT).as_posix() for kind in ("py", "yaml") for p in (ROOT / "fedlib").rglob(f"*.{kind}")}
     recipes = {p.relative_to(ROOT) for kind in ("yaml", "csv") for p in (ROOT / "params").rglob(f"*.{kind}")}
     assert {n for n in names if n.endswith((".py", ".yaml", ".csv"))} == ours | {
         f"fedlib/{p.as_posix()}" for p in recipes
