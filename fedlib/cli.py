@@ -36,9 +36,12 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--workers", type=int, help="cohorts trained side by side (default: one a core)")
     p.add_argument("--device", default="cpu", help="cpu (default), cuda or cuda:<number>")
 
-    p = _command(add, "explain", _explain, "say of one row of a table which layer set which value")
+    p = _command(add, "explain", _explain, "say of one row of a table which layer set which value, or what it takes")
     p.add_argument("table", metavar="PAPER/TABLE")
     p.add_argument("row", nargs="?", help="a method, or a variant, of the table")
+    p.add_argument(
+        "--cost", action="store_true", help="what every row takes: runs, hours on GPUs, memory, disk, downloads"
+    )
     _add_choices(p)
 
     p = _command(add, "runs", _runs, "list the stored runs")
@@ -107,13 +110,19 @@ def _run(given: argparse.Namespace) -> int:
 
 
 def _explain(given: argparse.Namespace) -> int:
-    from .runs.params import load_spec, recipe_cell
+    from .runs.params import load_grid, load_spec, recipe_cell
 
     choices = overrides_of(given.overrides)
+    paper, _, table = given.table.partition("/")
     if given.row is not None:
-        spec = load_spec(*given.table.partition("/")[::2])
+        spec = load_spec(paper, table)
         plain = "method" in spec["axes"] or given.row not in spec["variants"]
         choices |= {"method" if plain else "variant": given.row}
+    if given.cost:
+        from .report.forecast import told
+
+        print(told(load_grid(paper, table, given.profile, choices)))
+        return 0
     for key, layers in recipe_cell(given.table, given.profile, choices).explained().items():
         (*before, (layer, value)) = layers.items()
         over = f" (over {', '.join(f'{v!r}: {name}' for name, v in reversed(before))})" if before else ""

@@ -17,7 +17,10 @@ def check_memory(e: Experiment, shapes: ExitModel, examples: int, device: str) -
 
     ``shapes`` is the model on the meta device, ``examples`` the number that the largest client holds.
     """
-    needed, free = bytes_to_train(e, shapes, examples), available(torch.device(device))
+    infos = shapes.infos()
+    inside = any(infos[n].kind in ("backbone", "adapter") and infos[n].unit >= 0 for n in shapes.trainable())
+    widest, kept = shapes.backbone.spec.numbers(min(e.batch_size, examples))
+    needed, free = bytes_to_train(e, shapes, 4 * (kept if inside else widest)), available(torch.device(device))
     if needed > free:
         raise ValueError(
             f"experiment: backbone = {e.backbone!r}, finetune = {e.finetune!r}: the model and the training of one "
@@ -26,16 +29,16 @@ def check_memory(e: Experiment, shapes: ExitModel, examples: int, device: str) -
         )
 
 
-def bytes_to_train(e: Experiment, shapes: ExitModel, examples: int) -> int:
-    """The least that a round takes: the model, one client's training, the server's sum and its new state."""
-    trained = sum(p.numel() for p in shapes.trainable().values())
-    frozen = sum(p.numel() for p in shapes.frozen().values())
-    client = trained * (3 + (e.momentum > 0))  # what it received, its parameters and their gradients
-    server = trained * 4  # the model, a sum in float64 and the new state
-    infos = shapes.infos()
-    inside = any(infos[n].kind in ("backbone", "adapter") and infos[n].unit >= 0 for n in shapes.trainable())
-    widest, kept = shapes.backbone.spec.numbers(min(e.batch_size, examples))
-    return 4 * (frozen + server + client + (kept if inside else widest))
+def bytes_to_train(e: Experiment, shapes: ExitModel, kept: float, cut: bool = False) -> float:
+    """What a round takes at its peak: while one client trains, or while the server takes up what came back.
+
+    In copies of what is trained: the model, the server's old and new state, what the client received, its parameters,
+    their gradients and a step's temporaries are 7, and the optimiser's state and ``kept`` bytes of activations come on
+    top; what arrived in float64 makes 8, or 10 where widths are ``cut`` and every entry has a weight of its own.
+    """
+    trained, frozen = (4 * sum(p.numel() for p in part.values()) for part in (shapes.trainable(), shapes.frozen()))
+    state = (e.momentum > 0) if e.optimiser == "sgd" else 4  # two moments, and as much to compute a step with
+    return frozen + max((10 if cut else 8) * trained, (7 + state) * trained + kept)
 
 
 def available(device: torch.device) -> float:

@@ -72,6 +72,14 @@ class Shapes:
         own = {n: p.detach().requires_grad_(n in self.trainable) for n, p in self.held(part).items()}
         return Forward(self.model, [part], own).place_(training=True)
 
+    def kept(self, part: Slice, batch: int) -> tuple[Mapping[str, torch.Tensor], int]:
+        """``part``'s tensors, and bytes of what autograd keeps beside them of ``batch`` examples."""
+        forward = self.forward(part)
+        (held,) = forward.tensors
+        with kept_by_autograd(held.values()) as kept:
+            forward(self.examples(batch))
+        return held, sum(x.untyped_storage().nbytes() for x in kept.values())
+
     def examples(self, count: int) -> torch.Tensor:
         """So many, all ones, for one client."""
         shape, device = self.setting.spec.input_shape, next(iter(self.everything.values())).device
@@ -135,11 +143,7 @@ def exit_costs(e: Experiment, num_classes: int, batch_size: int = 32) -> list[di
     """
     shapes, out = load_shapes(e, num_classes), []
     for j, part in enumerate(shapes.slices, 1):
-        forward = shapes.forward(part)
-        (held,) = forward.tensors
-        with kept_by_autograd(held.values()) as kept:
-            forward(shapes.examples(batch_size))
-        activations = sum(x.untyped_storage().nbytes() for x in kept.values())
+        held, activations = shapes.kept(part, batch_size)
         parameters = sum(p.numel() for p in held.values())
         gradients = sum(p.numel() for p in held.values() if p.requires_grad)
         out.append(

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from ..core.experiment import Experiment
 from ..engine.executors import Execution
 from .latency import product_macs_per_second, timed_macs_per_second
-from .prices import TERA_MACS_PER_SECOND, gpu_hours, num_classes, num_parameters, training_macs
+from .prices import gpu_hours, num_classes, num_parameters, training_macs
 
 LARGE = 300_000_000  # parameters
 ALIKE = ("finetune", "method", "dataset", "augment", "num_exits", "precision", "evaluate_every")  # by importance
@@ -78,10 +78,10 @@ def describe(
 ) -> str:
     """One line: how many runs, how many of them are missing, and about how long these take on this machine.
 
-    More than a day's are also priced in hours of a data-centre GPU.
+    More than a day's are also priced in hours of an A100.
     """
     seconds = sum(each_seconds(missing, pace, execution))
     text = f"{len(experiments)} runs, {len(missing)} to do: {about(seconds)} on this machine"
     if seconds < 24 * 3600:
         return text
-    return f"{text}, or {gpu_hours(missing):,.0f} hours of a GPU at {TERA_MACS_PER_SECOND:g} TMACs per second"
+    return f"{text}, or {gpu_hours(missing):,.0f} hours of a GPU (an A100; fedlib explain PAPER/TABLE --cost says more)"

@@ -5,7 +5,7 @@ Read next: ``models/measure.py``, which counts the MACs; ``durations.py`` (how l
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
@@ -29,7 +29,31 @@ EXAMPLES_PER_CLIENT = {"femnist": 204, "speech_commands": 100}
 CLASSES = {"mnist": 10, "cifar10": 10, "cifar100": 100, "tiny_imagenet": 200, "femnist": 62, "speech_commands": 35,
            "sst2": 2, "ag_news": 4, "cola": 2, "mrpc": 2, "stsb": 0, "rte": 2, "qqp": 2, "qnli": 2,
            "mnli": 3, "squad": 0, "squad_v2": 0, "xquad_en": 0, "flowers102": 102, "docstrings": 3}  # fmt: skip
-TERA_MACS_PER_SECOND = 10.0  # assumed of a data-centre GPU: half of 20 TFLOP/s sustained in float32
+DOWNLOAD_MB = {"cifar10": 144, "cifar100": 142, "tiny_imagenet": 154, "femnist": 210, "speech_commands": 2_400,
+               "sst2": 3.3, "ag_news": 20, "cola": 0.4, "mrpc": 1.1, "stsb": 0.8, "rte": 1.3, "qqp": 74, "qnli": 19,
+               "mnli": 57, "squad": 16, "squad_v2": 18, "xquad_en": 1, "svamp": 0.2, "flowers102": 346}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Card:
+    """A GPU: dense products in 10^12 operations a second, float32 without TensorFloat-32, and its memory."""
+
+    float32: float
+    bfloat16: float
+    gib: int
+
+    def macs_per_second(self, precision: str) -> float:
+        """What training is taken to sustain, one MAC being two operations."""
+        return UTILISATION * getattr(self, precision) * 1e12 / 2
+
+
+CARDS = {  # NVIDIA's data sheets; of the RTX 4090 the white paper on its architecture (Ada), appendix A
+    "A100": Card(19.5, 312, 80),
+    "H100": Card(66.9, 989, 80),
+    "RTX 4090": Card(82.6, 165, 24),
+    "L4": Card(30.3, 121, 24),
+}
+UTILISATION = 0.4  # of the peak, assumed of nets that fill a card; small nets and small batches reach less
 
 
 def num_classes(e: Experiment) -> int:
@@ -103,6 +127,6 @@ def _macs(e: Experiment, classes: int) -> np.ndarray:
     return np.interp(every, measured, [shapes.setting.measure.macs(slices[j]) for j in measured])
 
 
-def gpu_hours(experiments: Sequence[Experiment], tera_macs_per_second: float = TERA_MACS_PER_SECOND) -> float:
-    """Hours of training at a sustained throughput in 10^12 MACs per second."""
-    return sum(training_macs(e) for e in experiments) / (tera_macs_per_second * 1e12) / 3600
+def gpu_hours(experiments: Sequence[Experiment], card: str = "A100") -> float:
+    """Hours of training on one ``card`` of ``CARDS``."""
+    return sum(training_macs(e) / CARDS[card].macs_per_second(e.precision) for e in experiments) / 3600
