@@ -45,6 +45,7 @@ HEAVY = {
     "ipywidgets",
     "dp_accounting",
     "ray",
+    "flwr",
 }
 
 

@@ -13,7 +13,7 @@ import math
 import os
 import warnings
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import fields, replace
 from types import ModuleType
 from typing import Any
@@ -25,7 +25,7 @@ from ..kernels.products import choose_products
 from ..methods import Member, Round, Server
 from .executors import Execution, Memories, Trained
 from .federation import Federation, build_train_cache, counts_of
-from .workers import TRIES, Finished, Workers, become_worker, train_task
+from .workers import TRIES, Finished, Workers, become_worker, move, moved, train_task, versions
 
 
 def connect(execution: Execution) -> ModuleType:
@@ -84,11 +84,6 @@ def _share_tensors(ray: ModuleType) -> None:
     ray.util.register_serializer(torch.Tensor, serializer=_to_buffer, deserializer=_from_buffer)
 
 
-def _move(tensors: Mapping[str, torch.Tensor], device: torch.device | str) -> dict[str, torch.Tensor]:
-    """Copies on ``device`` (copies even there: what came through the object store must not keep it full)."""
-    return {n: t.to(device, copy=True) for n, t in tensors.items()}
-
-
 def _kit(f: Federation) -> Federation:
     """What a worker needs of ``f``: an empty model, no test set, no server state, no cache."""
     empty = torch.nn.Parameter(torch.empty(0), requires_grad=False)
@@ -105,12 +100,12 @@ def _kit(f: Federation) -> Federation:
 class _Worker:
     """A process of the cluster, with one CPU thread or a share of a GPU, that trains cohorts of one run."""
 
-    def prepare(self, f: Federation, cached_units: int, device: str, versions: tuple[str, str]) -> None:
+    def prepare(self, f: Federation, cached_units: int, device: str, theirs: tuple[str, str]) -> None:
         """Take what stays the same for the whole run."""
         import ray
 
-        if versions != _versions():
-            raise RuntimeError(f"fedlib and torch are {_versions()} on a worker, {versions} where the run was started")
+        if theirs != versions():
+            raise RuntimeError(f"fedlib and torch are {versions()} on a worker, {theirs} where the run was started")
         become_worker()
         if device == "cpu":
             choose_products()
@@ -119,7 +114,7 @@ class _Worker:
         if device != "cpu":
             tensors = {x.name: getattr(f.data, x.name) for x in fields(f.data)}
             tensors = {n: t for n, t in tensors.items() if isinstance(t, torch.Tensor)}
-            f = replace(f, data=replace(f.data, **_move(tensors, device)), frozen=_move(f.frozen, device))
+            f = replace(f, data=replace(f.data, **move(tensors, device)), frozen=move(f.frozen, device))
         f = replace(f, model=model)
         self.federation = replace(f, train_cache=build_train_cache(f, cached_units))
 
@@ -127,7 +122,7 @@ class _Worker:
         """Train one cohort of round ``r``."""
         f = self.federation
         if f.device.type != "cpu":
-            server = replace(server, params=_move(server.params, f.device))
+            server = replace(server, params=move(server.params, f.device))
         return train_task(f, server, members, r, memories)
 
 
@@ -174,7 +169,7 @@ class RayExecutor(Workers):
     def _start_worker(self) -> None:
         """Ask the cluster for one more worker; it is ready when it has taken the kit."""
         worker = self.ray.remote(_Worker).options(max_restarts=0, **self.need).remote()
-        self.starting[worker.prepare.remote(self.kit, self.cached_units, self.execution.device, _versions())] = worker
+        self.starting[worker.prepare.remote(self.kit, self.cached_units, self.execution.device, versions())] = worker
 
     def finished(self) -> Iterator[Finished]:
         """Wait until a worker is ready or a cohort is back or lost; a lost worker is replaced."""
@@ -205,22 +200,10 @@ class RayExecutor(Workers):
 
     def home(self, trained: Trained) -> Trained:
         """Out of the object store, to where the server is."""
-        trained, device = super().home(trained), self.federation.device
-        for store in (trained.mean.total, trained.mean.weight, trained.mean.count):
-            store.update(_move(store, device))
-        moved = {
-            k: {c: _move(m, device) for c, m in getattr(trained, k).items()} for k in ("memories", "extras", "models")
-        }
-        return replace(trained, **moved)
+        return moved(super().home(trained), self.federation.device)
 
     def close(self) -> None:
         workers = [*self.free, *self.starting.values(), *(worker for _, worker in self.running.values())]
         for worker in workers:
             self.ray.kill(worker)
         self.ray.util.deregister_serializer(torch.Tensor)
-
-
-def _versions() -> tuple[str, str]:
-    from .. import __version__
-
-    return __version__, torch.__version__.split("+")[0]

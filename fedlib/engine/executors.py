@@ -43,18 +43,27 @@ class Trained:
     models: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)  # where the method needs whole models
 
 
+ADDRESSES = {  # what an executor's may be, in words and as a pattern
+    "ray": ("auto, local, host:port, ray://host:port", r"auto|local|(ray://)?[^\s:/]+:\d+"),
+    "flower": ("host:port", r"[^\s:/]+:\d+"),
+}
+
+
 @names_its_keywords("execution")
 @dataclass(frozen=True)
 class Execution:
     """How to run, which must not change the numbers beyond float rounding.
 
       device           cpu, cuda (the current GPU) or cuda:<number>
-      workers          train so many cohorts side by side; None: one a core or GPU; with ray, all of the cluster
+      workers          train so many cohorts side by side; None: one a core or GPU; with ray or flower, all there are
       cohort_size      most clients of a cohort; None: see ``automatic_cohort_size``
       executor         auto: forked processes (``processes.py``) where a fork is safe and there is more than one worker,
-                       as they do not wait for each other's interpreter lock; elsewhere threads. ray: ``cluster.py``
+                       as they do not wait for each other's interpreter lock; elsewhere threads. ray: ``cluster.py``;
+                       flower: ``flower.py``
       address          ray: "auto", "host:port", "ray://host:port"; None: $RAY_ADDRESS, else a local Ray
-      patience_seconds ray: how long to go without any worker before giving up
+                       flower: "host:port" of a SuperLink, by TLS unless on this machine; None: one of its own here
+      patience_seconds ray, flower: how long to go without any worker before giving up; flower: or without a cohort's
+                       answer before another SuperNode gets it
 
     Raises ``ValueError`` for what is impossible, such as a GPU that this machine has not.
     """
@@ -62,7 +71,7 @@ class Execution:
     device: str = "cpu"
     workers: Count | None = None
     cohort_size: Count | None = None
-    executor: Literal["auto", "processes", "threads", "ray"] = "auto"
+    executor: Literal["auto", "processes", "threads", "ray", "flower"] = "auto"
     address: str | None = None
     patience_seconds: Positive = 120.0
 
@@ -74,10 +83,11 @@ class Execution:
             raise ValueError(f"execution: device = {self.device!r} with executor = 'ray'; allowed: cpu, cuda")
         if self.executor != "ray":
             check_device(self.device)
-        if self.address is not None and self.executor != "ray":
-            raise ValueError(f"execution: address = {self.address!r} needs executor = 'ray', not {self.executor!r}")
-        if self.address is not None and not re.fullmatch(r"auto|local|(ray://)?[^\s:/]+:\d+", self.address):
-            raise ValueError(f"execution: address = {self.address!r}; allowed: auto, local, host:port, ray://host:port")
+        if self.address is not None and self.executor not in ADDRESSES:
+            text = f"execution: address = {self.address!r} needs executor = 'ray' or 'flower', not {self.executor!r}"
+            raise ValueError(text)
+        if self.address is not None and not re.fullmatch(ADDRESSES[self.executor][1], self.address):
+            raise ValueError(f"execution: address = {self.address!r}; allowed: {ADDRESSES[self.executor][0]}")
 
     @property
     def home(self) -> str:

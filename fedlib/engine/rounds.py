@@ -50,6 +50,10 @@ def build_executor(federation: Federation, execution: Execution) -> Executor:
         from .cluster import RayExecutor
 
         return RayExecutor(federation, execution)
+    if execution.executor == "flower":
+        from .flower import FlowerExecutor
+
+        return FlowerExecutor(federation, execution)
     if execution.executor == "processes" or (execution.executor == "auto" and execution.side_by_side() > 1):
         from .processes import ForkedProcesses, Unforkable
 

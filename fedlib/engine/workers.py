@@ -1,16 +1,16 @@
-"""What forked processes and Ray workers have in common: what a round gives them, and cohorts that are lost with them.
+"""What all workers have in common: what a round gives them, and cohorts that are lost with them.
 
 A worker has what never changes; a round gives it the trained parameters, and its cohorts one by one. It keeps nothing
 of a client or a round, so any worker can train any cohort, again if need be. Partial sums are merged in the plan's
 order: a run that lost workers ends with the numbers of one that did not.
-Read next: ``processes.py``, ``cluster.py``.
+Read next: ``processes.py``, ``cluster.py``, ``flower.py``.
 """
 
 import ctypes
 import platform
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -46,6 +46,25 @@ def train_task(f: Federation, server: Server, members: Sequence[Member], r: Roun
     trained = train_cohort(f, f.model, server, replace(r, setting=f.setting), members, memories)
     trained.mean.infos = {}
     return trained
+
+
+def versions() -> tuple[str, str]:
+    """Of fedlib and torch: what this process and its workers must have in common."""
+    from .. import __version__
+
+    return __version__, torch.__version__.split("+")[0]
+
+
+def move(tensors: Mapping[str, torch.Tensor], device: torch.device | str) -> dict[str, torch.Tensor]:
+    """Copies on ``device`` (copies even there: what came through an object store must not keep it full)."""
+    return {n: t.to(device, copy=True) for n, t in tensors.items()}
+
+
+def moved(trained: Trained, device: torch.device) -> Trained:
+    """``trained`` where the server is."""
+    trained.mean.move_(device)
+    kinds = {k: {c: move(m, device) for c, m in getattr(trained, k).items()} for k in ("memories", "extras", "models")}
+    return replace(trained, **kinds)
 
 
 class Workers(ABC):

@@ -102,6 +102,22 @@ class MaskedMean:
         """How many hold an entry."""
         return self._whole(2)
 
+    @property
+    def parts(self) -> tuple:
+        """What has to travel: sums, which may be cut, and how they are."""
+        return self._stores, self._cut
+
+    @classmethod
+    def of(cls, infos: Mapping[str, ParamInfo], stores: tuple[dict[str, torch.Tensor], ...], cut: dict) -> "MaskedMean":
+        """Inverse of :attr:`parts`."""
+        new = cls(infos)
+        new._stores, new._cut = stores, cut
+        return new
+
+    def move_(self, device: torch.device) -> None:
+        """Copy the sums to ``device``."""
+        self._stores = tuple({n: x.to(device, copy=True) for n, x in store.items()} for store in self._stores)
+
     def _whole(self, which: int) -> dict[str, torch.Tensor]:
         for target in list(self._cut):
             self._expand(target)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from ..core.experiment import Experiment
-from ..engine.executors import Execution
+from ..engine.executors import ADDRESSES, Execution
 from .latency import product_macs_per_second, timed_macs_per_second
 from .prices import gpu_hours, num_classes, num_parameters, training_macs
 
@@ -56,7 +56,7 @@ def each_seconds(missing: Sequence[Experiment], pace: Pace, execution: Execution
     Workers are taken to work side by side without loss.
     """
     rates: dict[tuple, float] = {}
-    workers = (execution.workers or 1) if execution.executor == "ray" else execution.side_by_side()
+    workers = (execution.workers or 1) if execution.executor in ADDRESSES else execution.side_by_side()
     out = []
     for e in missing:
         seconds = pace.seconds_a_round(e)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ..core.experiment import Experiment
-from ..engine.executors import Execution
+from ..engine.executors import ADDRESSES, Execution
 from ..kernels.products import choose_products, cpu
 from .identity import Inputs, OtherInputs, differences
 
@@ -129,7 +129,7 @@ def provenance(execution: Execution) -> dict[str, object]:
     """Versions and hardware that produce a run (not part of the experiment)."""
     from .. import __version__
 
-    on_cluster = execution.executor == "ray"
+    on_cluster = execution.executor in ADDRESSES
     on_gpu = execution.home.startswith("cuda")
     return {
         "fedlib": __version__,
@@ -151,5 +151,5 @@ def this_machine(of: Execution | Mapping[str, object]) -> tuple:
 
 def _one_thread_each(execution: Execution) -> bool:
     """Do cohorts train on CPU threads that multiply alone? Not a single worker in a process of several threads."""
-    apart = execution.executor in ("processes", "ray") or execution.side_by_side() > 1
+    apart = execution.executor in ("processes", *ADDRESSES) or execution.side_by_side() > 1
     return execution.device == "cpu" and (apart or torch.get_num_threads() == 1)
