@@ -32,6 +32,12 @@ def rounded_down(rate: float, size: int) -> int:
     return max(1, math.floor(rate * size + 1e-9))
 
 
+def check_axes(method: str, e: Experiment) -> None:
+    """Raise ``ValueError`` if ``e``'s fine-tuning mode has parameters whose axes are not named."""
+    if e.finetune not in CUTTABLE:
+        raise ValueError(f"{method}: finetune = {e.finetune!r} cannot be cut in width; allowed: {', '.join(CUTTABLE)}")
+
+
 def check_cuttable(
     method: str, setting: Setting, e: Experiment, least: float = 1.0,
     rounded: Callable[[float, int], int] = rounded_up,
@@ -40,8 +46,7 @@ def check_cuttable(
 
     And, once there are axes, if a share ``least`` of a residual stream is one feature, which a norm makes a constant.
     """
-    if e.finetune not in CUTTABLE:
-        raise ValueError(f"{method}: finetune = {e.finetune!r} cannot be cut in width; allowed: {', '.join(CUTTABLE)}")
+    check_axes(method, e)
     if reason := uncut(setting.spec):
         raise ValueError(f"{method}: backbone = {e.backbone!r} cannot be cut in width: {reason}")
     features = setting.axes["residual"].size if "residual" in setting.axes else 0

@@ -40,12 +40,14 @@ from ...models.exit_model import ExitModel
 from ..jobs import Arrived, Round, Server, Serving, Setting, Tensors
 from ..server import ServerStep
 from ..sums import MaskedMean
-from ..widths import CUTTABLE
+from ..widths import check_axes
 
 TRIES = 20
 ATTENTION = ("qk", "vo")
+KINDS = {"qk": "attention", "vo": "attention", "ffn": "ffn", "residual": "residual"}  # of widths, by group of axes
 Share = Annotated[Positive, Le(1)]
 CONSTRAINED = When(draw="constrained")
+Widths = Mapping[tuple[str, str], float]  # by (layer, kind): the share of its entries that is kept
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,8 @@ class RaFFM(ServerStep):
         check_widths(space := self.space(setting), self.rank, setting, e)
         if setting.measure is None or self.draw == "released":
             return
-        least = self.cost(space.narrowest(), setting) / setting.measure.cost(self.constraint, setting.full())
+        narrowest, whole = self.part(space.narrowest(), setting, {}), setting.full()
+        least = setting.measure.cost(self.constraint, narrowest) / setting.measure.cost(self.constraint, whole)
         if least > min(self.shares):
             raise ValueError(
                 f"raffm: shares = {list(self.shares)}: no sub-model has {min(self.shares):g} of the {self.constraint} "
@@ -98,10 +101,14 @@ class RaFFM(ServerStep):
     def configure(self, model: ExitModel) -> None:
         model.context.whole_heads = self.cut == "heads"
 
-    def prepare(self, server: Server, r: Round) -> dict[str, torch.Tensor]:
-        """The salience of the global model, by axis, in host memory."""
-        found = salience({**r.setting.frozen, **server.params}, r.setting.infos, r.setting.axes, self.rank)
-        return dict(zip(found, home(list(found.values())), strict=True))
+    def prepare(self, server: Server, r: Round) -> Tensors:
+        """The salience of the global model, by axis, in host memory; worked out once for a model, whoever asks."""
+        model, ranks = r.setting.solved.get(self, (None, {}))
+        if model is not server.params:
+            found = salience({**r.setting.frozen, **server.params}, r.setting.infos, r.setting.axes, self.rank)
+            ranks = dict(zip(found, home(list(found.values())), strict=True))
+            r.setting.solved[self] = server.params, ranks
+        return ranks
 
     def slice_for(self, client: Client, server: Server, r: Round) -> Slice:
         place = r.clients.index(client) if self.draw == "released" and client in r.clients else None
@@ -113,19 +120,20 @@ class RaFFM(ServerStep):
 
     def sub_model(self, share: float, r: Round, client: int = 0) -> Slice:
         """A random sub-model that costs at most ``share`` of the whole: of a client, or to deploy after training."""
-        limit = share * r.setting.measure.cost(self.constraint, r.setting.full())
-        fits = lambda w: self.draw == "released" or self.cost(w, r.setting) <= limit  # noqa: E731
-        widths = self.space(r.setting).draw_until(fits, r.generator("sub-model", client), TRIES)
+        cost, space = partial(r.setting.measure.cost, self.constraint), self.space(r.setting)
+        limit = share * cost(r.setting.full())
+
+        def fits(widths: Widths) -> bool:
+            return self.draw == "released" or cost(self.part(widths, r.setting, {})) <= limit
+
+        widths = space.draw_until(fits, r.generator("sub-model", client), TRIES)
         return self.part(widths, r.setting, r.notes)
 
     def space(self, setting: Setting) -> "Space":
         return Space(setting.axes, {k: getattr(self, k) for k in ("attention", "ffn", "residual")}, self.cut == "heads")
 
-    def part(self, widths: "Widths", setting: Setting, ranks: Tensors) -> Slice:
+    def part(self, widths: Widths, setting: Setting, ranks: Tensors) -> Slice:
         return replace(setting.full(), index=self.space(setting).index(widths, ranks))
-
-    def cost(self, widths: "Widths", setting: Setting) -> float:
-        return setting.measure.cost(self.constraint, self.part(widths, setting, {}))
 
     def aggregate(self, server: Server, arrived: Arrived, r: Round) -> Server:
         if self.fusion == "mean":
@@ -175,16 +183,6 @@ def salience(
     return kept | ({name: torch.stack(x).mean(0) for name, x in heads.items()} if "heads" in groups else {})
 
 
-def kind_of(axis: str) -> tuple[str, str] | None:
-    """(layer, kind of width) of an axis; queries, keys and values of a layer share one. None: it is never cut."""
-    layer, group = place_of(axis)
-    kind = "attention" if group in ATTENTION else group
-    return (layer, kind) if kind in ("attention", "ffn", "residual") else None
-
-
-Widths = Mapping[tuple[str, str], float]  # by (layer, kind): the share of its entries that is kept
-
-
 @dataclass(frozen=True)
 class Space:
     """All sub-models of a net: for every layer a width of its ``kinds``, one for the whole net's residual stream."""
@@ -193,53 +191,47 @@ class Space:
     kinds: Mapping[str, Sequence[float]]  # attention, ffn, residual -> widths to draw from
     whole_heads: bool = False  # narrower attention has fewer heads, not narrower ones
 
-    @property
-    def places(self) -> list[tuple[str, str]]:
-        """(layer, kind) of every width."""
-        return list(dict.fromkeys(place for name in self.axes if (place := kind_of(name))))
-
     def narrowest(self) -> Widths:
-        return {place: min(self.kinds[place[1]]) for place in self.places}
-
-    def draw(self, rng: np.random.Generator) -> Widths:
-        """Every width drawn on its own."""
-        return {place: self.kinds[place[1]][int(rng.integers(len(self.kinds[place[1]])))] for place in self.places}
+        found = (place_of(name) for name in self.axes)
+        places = dict.fromkeys((layer, KINDS[group]) for layer, group in found if group in KINDS)
+        return {place: min(self.kinds[place[1]]) for place in places}
 
     def draw_until(self, fits: Callable[[Widths], bool], rng: np.random.Generator, tries: int) -> Widths:
-        """The first draw that ``fits``. After ``tries`` in vain the widest of every kind is dropped.
+        """Widths drawn on their own until they ``fit``. After ``tries`` in vain the widest of every kind is dropped.
 
         ``ValueError`` if not even the narrowest fits.
         """
-        space = replace(self, kinds={kind: sorted(shares) for kind, shares in self.kinds.items()})
-        while any(len(shares) > 1 for shares in space.kinds.values()):
+        narrowest, kinds = self.narrowest(), {kind: sorted(shares) for kind, shares in self.kinds.items()}
+        while any(len(shares) > 1 for shares in kinds.values()):
             for _ in range(tries):
-                if fits(widths := space.draw(rng)):
+                widths = {place: kinds[place[1]][int(rng.integers(len(kinds[place[1]])))] for place in narrowest}
+                if fits(widths):
                     return widths
-            space = replace(space, kinds={kind: shares[:-1] or shares for kind, shares in space.kinds.items()})
-        if fits(widths := space.narrowest()):
-            return widths
+            kinds = {kind: shares[:-1] or shares for kind, shares in kinds.items()}
+        if fits(narrowest):
+            return narrowest
         raise ValueError("raffm: not even the narrowest sub-model meets the constraint")
 
-    def index(self, widths: Widths, ranks: Mapping[str, torch.Tensor]) -> dict[str, Indices]:
-        """What is kept of every axis that is cut: the best by ``ranks``, or the first where an axis has no rank."""
+    def index(self, widths: Widths, ranks: Tensors) -> dict[str, Indices]:
+        """What is kept of every axis that is cut."""
         index = {}
         for name, axis in self.axes.items():
-            place = kind_of(name)
-            if place is None or (width := widths[place]) == 1:
+            layer, group = place_of(name)
+            if (width := widths.get((layer, KINDS.get(group, "")), 1)) == 1:
                 continue
-            keep = partial(_kept, width)
-            if self.whole_heads and place[1] == "attention":
-                index[name] = axis.whole(_best(Axis(f"{place[0]}/heads", (len(axis.segments),)), ranks, keep))
+            if self.whole_heads and group in ATTENTION:
+                index[name] = axis.whole(best(Axis(f"{layer}/heads", (len(axis.segments),)), ranks, width))
             else:
-                index[name] = _best(axis, ranks, keep)
+                index[name] = best(axis, ranks, width)
         return index
 
 
-def _kept(share: float, size: int) -> int:
-    return max(1, round(share * size))
+def best(axis: Axis, ranks: Tensors, share: float) -> Indices:
+    """That share of every segment, at least one: the best by ``ranks``, or the first where the axis has no rank."""
 
+    def keep(size: int) -> int:
+        return max(1, round(share * size))
 
-def _best(axis: Axis, ranks: Mapping[str, torch.Tensor], keep: Callable[[int], int]) -> Indices:
     return axis.ranked(ranks[axis.name], keep) if axis.name in ranks else axis.leading(keep)
 
 
@@ -248,34 +240,30 @@ def check_widths(space: Space, rank: Sequence[str], setting: Setting, e: Experim
 
     ``setting`` may be of shapes alone, before there are axes.
     """
-    spec = setting.spec
+    spec, attention = setting.spec, min(space.kinds["attention"]) < 1
+
+    def refuse(reason: str) -> None:
+        raise ValueError(f"{e.method}: {reason}")
+
     if not spec.heads:
         kind = type(spec).__name__.removesuffix("Spec")
-        raise ValueError(
-            f"{e.method}: backbone: a {kind} has no attention heads to cut; allowed: a ViT, BERT or foreign"
-        )
-    if e.finetune not in CUTTABLE:
-        raise ValueError(
-            f"{e.method}: finetune = {e.finetune!r} cannot be cut in width; allowed: {', '.join(CUTTABLE)}"
-        )
+        refuse(f"backbone: a {kind} has no attention heads to cut; allowed: a ViT, BERT or foreign")
+    check_axes(e.method, e)
     if spec.centred and min(space.kinds["residual"]) < 1:
-        raise ValueError(
-            f"{e.method}: backbone = {e.backbone!r} standardises what exits read by whole features, which a narrower "
-            f"residual stream has not; allowed: residual = [1.0], or backbone = '{e.backbone}.stream'"
+        refuse(
+            f"backbone = {e.backbone!r} standardises what exits read by whole features, which a narrower residual "
+            f"stream has not; allowed: residual = [1.0], or backbone = '{e.backbone}.stream'"
         )
-    if space.whole_heads and spec.shares_heads and min(space.kinds["attention"]) < 1:
-        raise ValueError(
-            f"{e.method}: cut = 'heads': the layers of {e.backbone!r} share positions per head; allowed: features"
+    if space.whole_heads and spec.shares_heads and attention:
+        refuse(f"cut = 'heads': the layers of {e.backbone!r} share positions per head; allowed: features")
+    if spec.grouped and (attention or {"qk", "vo", "heads"} & set(rank)):
+        refuse(
+            f"heads of {e.backbone!r} share keys and values and are never cut; allowed: attention = [1.0] and rank of "
+            "ffn and residual"
         )
-    narrow = min(space.kinds["attention"]) < 1 and not space.whole_heads
-    if spec.grouped and (min(space.kinds["attention"]) < 1 or {"qk", "vo", "heads"} & set(rank)):
-        raise ValueError(
-            f"{e.method}: heads of {e.backbone!r} share keys and values and are never cut; allowed: attention = [1.0] "
-            "and rank of ffn and residual"
-        )
-    if spec.rotary and ("qk" in rank or narrow):
+    if spec.rotary and ("qk" in rank or (attention and not space.whole_heads)):
         key, allowed = ("rank = ['qk']", "vo, ffn, heads, residual") if "qk" in rank else ("attention", "[1.0]")
-        raise ValueError(
-            f"{e.method}: {key}: queries and keys of {e.backbone!r} are rotated in pairs by position, so their order "
-            f"means something; allowed: {allowed}" + ("" if "qk" in rank else ", or cut = 'heads'")
+        refuse(
+            f"{key}: queries and keys of {e.backbone!r} are rotated in pairs by position, so their order means "
+            f"something; allowed: {allowed}" + ("" if "qk" in rank else ", or cut = 'heads'")
         )

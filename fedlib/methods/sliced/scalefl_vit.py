@@ -26,7 +26,7 @@ from ...models.vit import ViTSpec
 from ..jobs import Round, Server, Setting
 from ..losses import Batch, cross_entropies, kl_to_teacher, last_exit
 from ..server import ServerStep
-from ..widths import CUTTABLE, uncut
+from ..widths import check_axes, uncut
 
 TAUGHT = When(distill="last")
 BLOCKS = {4: (3, 5, 8, 11), 12: tuple(range(12))}
@@ -57,10 +57,7 @@ class ScaleFLViT(ServerStep):
             raise ValueError(f"scalefl_vit: backbone: a {kind} is not what it cuts, which is a ViT{instead}")
 
     def check(self, setting: Setting, e: Experiment) -> None:
-        if e.finetune not in CUTTABLE:
-            raise ValueError(
-                f"scalefl_vit: finetune = {e.finetune!r} cannot be cut in width; allowed: {', '.join(CUTTABLE)}"
-            )
+        check_axes("scalefl_vit", e)
         widths, spec = self._widths(setting), cast(ViTSpec, setting.spec)  # ``check_backbone`` has seen to it
         if len(widths) != setting.num_exits:
             raise ValueError(f"scalefl_vit: widths = {list(widths)} must be {setting.num_exits} numbers in (0, 1]")

@@ -13,6 +13,7 @@ from fedlib.engine.batches import Draws, draw_batches
 from fedlib.engine.evaluation import exit_logits
 from fedlib.engine.executors import Execution
 from fedlib.methods import Round, build_method
+from fedlib.methods.sliced import raffm
 from fedlib.methods.sliced.raffm import Space, salience, shrunk
 from fedlib.methods.sums import MaskedMean, Update
 from fedlib.models.bert import BertSpec
@@ -119,7 +120,7 @@ def test_widths_are_drawn_layer_by_layer_and_shared_where_they_must():
     space = Space(axes, {"attention": (0.25, 0.5), "ffn": (0.5, 0.75), "residual": (0.5,)})
     import numpy as np
 
-    seen = [space.draw(np.random.Generator(np.random.Philox(i))) for i in range(50)]
+    seen = [space.draw_until(lambda widths: True, np.random.Generator(np.random.Philox(i)), 1) for i in range(50)]
     assert {(w["0", "attention"], w["1", "attention"]) for w in seen} == {(a, b) for a in (0.25, 0.5) for b in (0.25, 0.5)}  # fmt: skip
     index = space.index(space.narrowest(), {"0/ffn": torch.arange(64.0)})
     assert index["0/qk"] == index["0/vo"] == (0, 1, 8, 9)  # the first of every head
@@ -144,6 +145,16 @@ def test_draws_in_vain_drop_the_widest():
     assert tried == [1.0] * 5 + [0.5] * 5 + [0.1]
     with pytest.raises(ValueError, match="not even the narrowest"):
         space.draw_until(lambda widths: False, np.random.default_rng(0), 5)
+
+
+def test_a_model_is_ranked_once_however_many_ask(small, monkeypatch):
+    """The initial model for the round's clients, the trained one for all who answer, twice each, after it."""
+    models, original = [], raffm.salience
+    monkeypatch.setattr(raffm, "salience", lambda *args: models.append(args[0]) or original(*args))
+    f = build_federation(images(small).replace(test_split="like_train", evaluate_every=1))
+    (finished,) = run_rounds(f, ONE)
+    assert len(models) == 2 and finished.metrics["personal"]["clients"] == 4
+    assert torch.equal(models[1]["backbone.stem.pos_embed"], finished.server.params["backbone.stem.pos_embed"])
 
 
 def test_the_released_draw_knows_no_client(small):
