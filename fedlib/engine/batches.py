@@ -1,8 +1,9 @@
 """The batches of a local training, drawn before its first step: a function of (seed, round, client)."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 
 import numpy as np
 import torch
@@ -35,21 +36,17 @@ class Batches:
         return self.active.sum(0)
 
 
-class Draws:
-    """The clients' generators of round t. They live as long as this: a second local training goes on drawing."""
-
-    def __init__(self, seed: int, t: int):
-        self.seed, self.t = seed, t
-        self._generators: dict[int, torch.Generator] = {}
-
-    def of(self, client: int) -> torch.Generator:
-        if client not in self._generators:
-            self._generators[client] = torch_generator(self.seed, "local", self.t, client)
-        return self._generators[client]
+def draws_of(seed: int, t: int) -> Callable[[int], torch.Generator]:
+    """The clients' generators of round t: a second local training goes on drawing where the first one stopped."""
+    return cache(partial(torch_generator, seed, "local", t))
 
 
 def draw_batches(
-    e: Experiment, data: FederatedData, clients: Sequence[Client], draws: Draws, epochs: int | None = None
+    e: Experiment,
+    data: FederatedData,
+    clients: Sequence[Client],
+    draws: Callable[[int], torch.Generator],
+    epochs: int | None = None,
 ) -> Batches:
     """The batches of ``epochs`` (None: the experiment's) over each client's examples, in an order that is new in each.
 
@@ -70,7 +67,7 @@ def draw_batches(
                 views[:, i] = views[:, same]
             continue
         mine = data.client(client.id)
-        for step, (chosen, seen) in enumerate(_client_batches(e, data, client, draws.of(client.id), epochs, b)):
+        for step, (chosen, seen) in enumerate(_client_batches(e, data, client, draws(client.id), epochs, b)):
             n = len(chosen)
             rows[step, i, :n] = mine[chosen]
             rows[step, i, n:] = mine[0]  # padding has weight zero

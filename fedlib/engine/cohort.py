@@ -10,7 +10,6 @@ Read next: ``stacks.py`` (what is stacked), ``stages.py``, ``batches.py``, ``opt
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-import numpy as np
 import torch
 
 from ..core.profiling import phase
@@ -22,7 +21,7 @@ from ..methods.losses import Batch
 from ..methods.sums import Update, finite_sums
 from ..models.exit_model import ExitModel
 from ..models.route import Route
-from .batches import Batches, Draws, draw_batches, in_order
+from .batches import Batches, draw_batches, draws_of, in_order
 from .federation import Federation
 from .forward import Forward
 from .optimisers import build_optimiser
@@ -73,7 +72,7 @@ class Cohort:
             for name, same in still.items()
         }
         self._ahead: Ahead | None = None  # what the last stage kept
-        self._draws = Draws(self.experiment.seed, r.t)
+        self._draws = draws_of(self.experiment.seed, r.t)
         self._generators = [
             torch_generator(self.experiment.seed, f"dropout of {m.name}", r.t, m.client.id) for m in self.members
         ]
@@ -130,12 +129,12 @@ class Cohort:
 
     def update(self) -> Update:
         """What the cohort uploads: every member's part, or what its ``upload`` says, without what is personal."""
-        if all(m.upload is None and m.keeps == "personal" for m in self.members) and not self.stack.any_personal:
+        if all(m.upload is None and m.keeps == "personal" for m in self.members) and not self.stack.personal_names:
             return Update(self.clients, self.slices, self.params, self.rows)
         uploads = tuple(NOTHING if m.upload is None and m.keeps == "all" else m.upload or m.part for m in self.members)
         params, rows, infos = {}, {}, self.setting.infos
         for name, held in self.rows.items():
-            if self.stack.is_personal(name):
+            if name in self.stack.personal_names:
                 continue
             sent = [row for row, i in enumerate(held) if uploads[i].holds(infos[name])]
             if sent:
@@ -153,14 +152,14 @@ class Cohort:
 
     def train(
         self, loss: Loss, stage: Stage = Stage(), gradient: Callable[[str, torch.Tensor], torch.Tensor] | None = None,
-        models: str | None = None, view: Callable[[int], View] | None = None,
+        view: Callable[[int], View] | None = None,
     ) -> None:  # fmt: skip
         """One optimiser run from ``params``, in place. A second run of a round goes on drawing where the first stopped.
 
         ``gradient(name, p)`` is added before clipping, where the loss reaches p. Members that ran out of batches stand
-        still, and so do those of another name than ``models``. A loss is (M,), one number for each member. A stage none
-        of whose parameters is trainable is over at once. ``view(step)`` makes the tensors that run in a step, by
-        name, of those that are held, with gradients to them; ``Batch.whole`` gives the outputs of these.
+        still. A loss is (M,), one number for each member. A stage none of whose parameters is trainable is over at
+        once. ``view(step)`` makes the tensors that run in a step, by name, of those that are held, with gradients to
+        them; ``Batch.whole`` gives the outputs of these.
         """
         e, device = self.experiment, self.data.inputs.device
         names = [n for n in self.params if trains(stage, self.setting.infos[n], len(self.held))]
@@ -169,9 +168,6 @@ class Cohort:
         leaves = [self.params[n].requires_grad_(True) for n in names]
         with phase("data"):
             batches = draw_batches(e, self.data, self.clients, self._draws, stage.epochs)
-            active = batches.active
-            if models is not None:
-                active = active & np.array([m.name == models for m in self.members])
         rate = stage.lr if stage.lr is not None else round_rate(e, self.t)
         forward, route = self.forward, route_of(stage, self.forward.route, len(self.held))
         forward.tensors = (forward.tensors[0], self.params)  # a method may have others by now
@@ -200,12 +196,12 @@ class Cohort:
                     grads = [
                         g if g is None else g + gradient(n, self.params[n]) for n, g in zip(names, grads, strict=True)
                     ]
-                optimiser.step_(grads, step_rates(e, rate, step, batches.steps), active[step])
+                optimiser.step_(grads, step_rates(e, rate, step, batches.steps), batches.active[step])
             del batch, losses, grads  # kept any longer, they keep the next step out of the memory this one has freed
         forward.place_()
         for p in leaves:
             p.requires_grad_(False)
-        steps = torch.as_tensor(active.sum(0).clip(1), device=device)
+        steps = torch.as_tensor(batches.steps.clip(1), device=device)
         self._losses = total / steps
 
     def losses(self, update: Update) -> tuple[dict[int, float], bool]:

@@ -7,7 +7,6 @@ those skip to an exit (FeDepth), after others; with a frozen backbone and no fee
 
 import math
 import mmap
-import os
 import threading
 from collections.abc import Callable, Collection
 
@@ -16,6 +15,7 @@ import torch
 
 from ..models.exit_model import ExitModel
 from ..models.route import Begun
+from .memory import free_memory
 
 SHARE_OF_FREE_MEMORY = 0.25  # a larger cache is not made
 
@@ -83,13 +83,6 @@ def _empty(*shape: int, device: torch.device | str, dtype: torch.dtype = torch.f
     if torch.device(device).type != "cpu" or not n:
         return torch.empty(shape, dtype=dtype, device=device)
     return torch.frombuffer(mmap.mmap(-1, n * dtype.itemsize), dtype=dtype).view(shape)
-
-
-def free_memory(device: torch.device) -> int:
-    """Bytes that are free on ``device``."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def build_frozen_cache(

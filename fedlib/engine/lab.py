@@ -50,21 +50,18 @@ class ServerLab:
         batches = [
             b for _ in range(passes) for b in np.array_split(rng.permutation(learn), -(-len(learn) // self.batch_size))
         ]
-        for step, chosen in enumerate(batches):
-            if step % every == 0:
+        for step, chosen in enumerate([*batches, None]):
+            if chosen is None or step % every == 0:
                 loss = self._loss(part, start, judge, target).item()
                 if loss < best:
                     best, kept, since = loss, {n: p.detach().clone() for n, p in trained.items()}, 0
                 elif (since := since + every) >= patience:
                     break
-            loss = self._loss(part, start, torch.from_numpy(chosen), target, training=True)
-            grads = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
-            for p, g in zip(trained.values(), grads, strict=True):
-                p.grad = g
-            optimiser.step()
-        else:
-            if self._loss(part, start, judge, target).item() < best:
-                kept = {n: p.detach().clone() for n, p in trained.items()}
+            if chosen is not None:
+                optimiser.zero_grad()
+                loss = self._loss(part, start, torch.from_numpy(chosen), target, training=True)
+                loss.backward(inputs=list(trained.values()))
+                optimiser.step()
         return {part.source(n): _written(params[part.source(n)], p, infos[n], part) for n, p in kept.items()}
 
     def _loss(self, part: Slice, tensors: Tensors, rows: torch.Tensor, target: torch.Tensor, training: bool = False):

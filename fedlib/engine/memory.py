@@ -20,7 +20,7 @@ def check_memory(e: Experiment, shapes: ExitModel, examples: int, device: str) -
     infos = shapes.infos()
     inside = any(infos[n].kind in ("backbone", "adapter") and infos[n].unit >= 0 for n in shapes.trainable())
     widest, kept = shapes.backbone.spec.numbers(min(e.batch_size, examples))
-    needed, free = bytes_to_train(e, shapes, 4 * (kept if inside else widest)), available(torch.device(device))
+    needed, free = bytes_to_train(e, shapes, 4 * (kept if inside else widest)), free_memory(torch.device(device))
     if needed > free:
         raise ValueError(
             f"experiment: backbone = {e.backbone!r}, finetune = {e.finetune!r}: the model and the training of one "
@@ -41,7 +41,7 @@ def bytes_to_train(e: Experiment, shapes: ExitModel, kept: float, cut: bool = Fa
     return frozen + max((10 if cut else 8) * trained, (7 + state) * trained + kept)
 
 
-def available(device: torch.device) -> float:
+def free_memory(device: torch.device) -> float:
     """Bytes that may still be claimed on ``device``; on a CPU what the system or the container's limit leaves."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]

@@ -12,7 +12,7 @@ from ..core.memories import Overlay
 from ..core.profiling import phase
 from ..kernels.products import choose_products
 from ..methods import Arrived, Round, Server
-from ..methods.sums import MaskedMean, all_finite, merge_sums
+from ..methods.sums import MaskedMean, all_finite
 from .evaluation import evaluate
 from .executors import Execution, Executor, InProcess, Memories, Trained, plan_round
 from .federation import Federation
@@ -85,14 +85,14 @@ def run_rounds(
             r = Round(t, tuple(federation.sample_clients(t)), setting)
             r = replace(r, notes=method.prepare(server, r))
             cohorts = plan_round(federation, server, r, executor.workers, executor.cohort_size)
-            back = Returned(t, len(cohorts), executor.train(server, cohorts, r, memories))
+            back = returned(t, len(cohorts), executor.train(server, cohorts, r, memories))
             with phase("aggregation"):
                 dropped = tuple(sorted(back.nonfinite)) if e.nonfinite == "drop" else ()
-                back.arrived.mean = privatise(federation, server, back.arrived.mean, t)
+                mean = privatise(federation, server, back.mean, t)
                 if {c.id for c in r.clients} <= set(dropped) and not method.noise_multiplier:  # nothing arrived
                     server = replace(server, t=t)
                 else:
-                    server = method.aggregate(server, back.arrived, r)
+                    server = method.aggregate(server, Arrived(mean, back.extras, back.models), r)
             memories.update(back.memories)
             changed = server.mirrors.changes if isinstance(server.mirrors, Overlay) else {}
             mirrors.update(changed)
@@ -116,27 +116,20 @@ def measure(f: Federation, server: Server, memories: Memories) -> Mapping[str, A
     return {**metrics, "personal": evaluate_clients(f, server, memories)}
 
 
-class Returned:
+def returned(t: int, planned: int, trained: Iterable[Trained]) -> Trained:
     """What the ``planned`` cohorts of round ``t`` bring back, merged as it arrives; one cohort's is held at a time.
 
     Raises ``RuntimeError`` if more or fewer come back.
     """
-
-    def __init__(self, t: int, planned: int, trained: Iterable[Trained]):
-        self.memories: dict[int, dict[str, torch.Tensor]] = {}
-        self.losses: dict[int, float] = {}
-        self.nonfinite: list[int] = []
-        self.came = 0
-        self.arrived = Arrived(MaskedMean({}))
-        self.arrived.mean = merge_sums(self._record(one) for one in trained)
-        if self.came != planned:
-            raise RuntimeError(f"round {t}: {planned} cohorts were planned and {self.came} came back")
-
-    def _record(self, trained: Trained) -> MaskedMean:
-        self.came += 1
-        self.memories.update(trained.memories)
-        self.losses.update(trained.losses)
-        self.nonfinite.extend(trained.nonfinite)
-        self.arrived.extras.update(trained.extras)
-        self.arrived.models.update(trained.models)
-        return trained.mean
+    total, came = Trained(MaskedMean({}), {}, {}), 0
+    for one in trained:
+        came += 1
+        total.mean.merge(one.mean)
+        total.memories.update(one.memories)
+        total.losses.update(one.losses)
+        total.extras.update(one.extras)
+        total.models.update(one.models)
+        total = replace(total, nonfinite=total.nonfinite + one.nonfinite)
+    if came != planned:
+        raise RuntimeError(f"round {t}: {planned} cohorts were planned and {came} came back")
+    return total

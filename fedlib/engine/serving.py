@@ -107,10 +107,11 @@ def client_outputs(
         serving = f.method.serve(client, server, r)
         key = tuple((m.name, m.part.shape_key(), m.part.exits, m.part.units) for m in serving.members)
         tuned = serving.tune is not None and client.num_examples > 0
-        alike.setdefault((key, tuned, serving.statistics), []).append((client.id, serving))
+        alike.setdefault((key, tuned), []).append((client.id, serving))
+    of_batches = not by_example(f.model, f.experiment.batch_norm, training=False)  # batch norm's statistics
     for group in alike.values():
         group.sort(key=lambda pair: -len(tests[pair[0]]))  # clients of about equal sizes waste no rows on padding
-        fit = AT_ONCE // len(tests[group[0][0]]) if _of_batches(f, group[0][1]) else CLIENTS
+        fit = AT_ONCE // len(tests[group[0][0]]) if of_batches else CLIENTS
         size = max(1, min(CLIENTS, fit))
         for a in range(0, len(group), size):
             some = group[a : a + size]
@@ -118,39 +119,35 @@ def client_outputs(
             counts, width = list(map(len, rows)), len(rows[0])
             padded = torch.from_numpy(np.stack([np.resize(x, width) for x in rows]))  # (K, width)
             real = (torch.arange(width) < torch.tensor(counts)[:, None]).float()
-            outputs = _answer(f, server, memories, r, [s for _, s in some], padded, real)
+            outputs = _answer(f, server, memories, r, [s for _, s in some], padded, real if of_batches else None)
             if f.experiment.test_mask:
                 present = np.stack([f.setting.label_counts(c) > 0 for c, _ in some])  # (K, classes)
                 outputs = outputs * torch.from_numpy(present).to(outputs)[:, None]
             yield [c for c, _ in some], outputs, f.data.test_labels[padded.to(f.device)], counts
 
 
-def _of_batches(f: Federation, serving: Serving) -> bool:
-    """Are batch norm's statistics those of the examples that are answered?"""
-    return not by_example(f.model, f.experiment.batch_norm, serving.statistics == "batch")
-
-
 @torch.no_grad()
 def _answer(
     f: Federation, server: Server, memories: Mapping, r: Round, servings: list[Serving], rows: torch.Tensor,
-    real: torch.Tensor,
+    real: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
     """Outputs (E, K, B, *out) of K clients served alike on test ``rows`` (K, B), averaged over each one's members.
 
-    ``real`` (K, B) is 0 on padding. Both are in host memory.
+    ``real`` (K, B) is 0 on padding, where batch norm's statistics are those of the examples that are answered, all at
+    once. Both are in host memory.
     """
     serving, total = servings[0], torch.zeros((), device=f.device)
-    recomputed = f.experiment.batch_norm == "static" or serving.statistics == "recomputed"
-    step, weights = (rows.shape[1], real) if _of_batches(f, serving) else (max(1, AT_ONCE // len(rows)), None)
+    recomputed = f.experiment.batch_norm == "static"
+    step = max(1, AT_ONCE // len(rows)) if real is None else rows.shape[1]
     for place in range(len(serving.members)):
         stack, params = _parameters(f, server, memories, r, [s.members[place] for s in servings], serving)
         forward = Forward(f.model, stack.slices, stack.frozen(server.changed), params, data=f.data, test=True)
-        forward.place_(training=serving.statistics == "batch")
+        forward.place_()
         if recomputed:
             forward.recompute_(in_order(f.data, [m.client for m in stack.members], f.experiment.batch_size))
         shared = not recomputed and not stack.is_cut and forward.shares_backbone()
         run = forward.as_one if shared else forward
-        total = total + torch.cat([run(forward.inputs(part), weights) for part in rows.split(step, 1)], 2)
+        total = total + torch.cat([run(forward.inputs(part), real) for part in rows.split(step, 1)], 2)
     return total / len(serving.members)
 
 

@@ -63,13 +63,6 @@ class Stack:
             for n, p in params.items()
         }
 
-    def is_personal(self, name: str) -> bool:
-        return name in self._personal
-
-    @property
-    def any_personal(self) -> bool:
-        return bool(self._personal)
-
     def personal(self) -> Iterator[tuple[int, str, int]]:
         """(member, parameter, its row in the parameter's stack) of all that stays with the clients."""
         for name, rows in self.rows.items():
@@ -110,13 +103,14 @@ class Stack:
         return torch.stack(counts).to(self.federation.device)
 
     @cached_property
-    def _personal(self) -> frozenset[str]:
+    def personal_names(self) -> frozenset[str]:
+        """The parameters that stay with the clients, of every member."""
         method, local = self.federation.method, self.federation.experiment.batch_norm == "local"
         infos = {n: self.infos[n] for n in self.rows}
         return frozenset(n for n, i in infos.items() if method.personal(i) or (local and i.kind == "statistic"))
 
     def _stays(self, i: int, name: str) -> bool:
-        return self.members[i].keeps == "all" or name in self._personal
+        return self.members[i].keeps == "all" or name in self.personal_names
 
     def _memory(self, i: int) -> Tensors:
         return self.memories.get(self.members[i].client.id, {})

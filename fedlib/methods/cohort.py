@@ -47,10 +47,10 @@ class Cohort(Protocol):
         ...
 
     def train(
-        self, loss: Loss, stage: Stage = ..., gradient: Gradient | None = None, models: str | None = None,
+        self, loss: Loss, stage: Stage = ..., gradient: Gradient | None = None,
         view: Callable[[int], View] | None = None,
     ) -> None:  # fmt: skip
-        """One optimiser run on ``params``, in place; ``gradient`` is added to the loss's, ``models`` alone move.
+        """One optimiser run on ``params``, in place; ``gradient`` is added to the loss's.
 
         ``view(step)`` makes the tensors that run in a step of those that members hold.
         """

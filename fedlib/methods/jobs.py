@@ -66,17 +66,11 @@ class Setting:
         """The whole model."""
         return Slice.prefix(self.exit_units[-1] + 1, range(self.num_exits))
 
-    def cut(
-        self, keep: Callable[[int], int], budget: int | None = None, scale: float = 1.0, start: int | None = None
-    ) -> Slice:
-        """The sub-model of a rate: every axis that may be cut by ``Axis.leading``, the exits up to ``budget``.
-
-        With a ``start`` by ``Axis.rolling``.
-        """
-        budget = self.num_exits - 1 if budget is None else budget
+    def cut(self, keep: Callable[[int], int], scale: float = 1.0, start: int | None = None) -> Slice:
+        """The sub-model of a rate: every axis that may be cut, by ``leading``, or from ``start`` on by ``rolling``."""
         cut = [axis for axis in self.axes.values() if axis.permutable]
         index = {x.name: x.leading(keep) if start is None else x.rolling(start, keep) for x in cut}
-        return Slice.prefix(self.exit_units[budget] + 1, range(budget + 1), index=index, scale=scale)
+        return replace(self.full(), index=index, scale=scale)
 
 
 @dataclass(frozen=True)
@@ -154,11 +148,10 @@ class Stage:
 
 @dataclass(frozen=True)
 class Serving:
-    """How a client answers: outputs of ``members`` averaged, perhaps after a throw-away stage or fresh statistics."""
+    """How a client answers: outputs of ``members`` averaged, perhaps after a throw-away stage."""
 
     members: tuple[Member, ...]
     tune: Stage | None = None  # FedBABU
-    statistics: Literal["stored", "batch", "recomputed"] = "stored"
 
 
 @dataclass
@@ -166,5 +159,5 @@ class Arrived:
     """What a round brought back."""
 
     mean: MaskedMean  # of the uploads, entry by entry
-    extras: dict[int, Tensors] = field(default_factory=dict)  # small tensors sent beside a model, by client
-    models: dict[int, Tensors] = field(default_factory=dict)  # by client; only if ``Method.needs_models``
+    extras: Mapping[int, Tensors] = field(default_factory=dict)  # small tensors sent beside a model, by client
+    models: Mapping[int, Tensors] = field(default_factory=dict)  # by client; only if ``Method.needs_models``

@@ -66,6 +66,18 @@ def project_to_simplex(points: torch.Tensor) -> torch.Tensor:
     return (y - theta.gather(-1, support - 1)).clamp(min=0)
 
 
+def class_means(means: torch.Tensor, weights: torch.Tensor, old: Tensors) -> dict[str, torch.Tensor]:
+    """``mean`` (C, d) feature of every class, and which are ``known`` (C,), of n clients' ``means`` (n, C, d).
+
+    ``weights`` (n, C), whole numbers. A class that none of them has keeps what it has in ``old``, the last such.
+    """
+    total = weights.sum(0)
+    mean, known = (weights[..., None] * means).sum(0) / total.clamp(min=1)[:, None], total > 0
+    if old:
+        mean, known = torch.where(known[:, None], mean, old["mean"]), known | old["known"]
+    return {"mean": mean, "known": known}
+
+
 def part_of(tensors: Tensors, key: str) -> dict[str, torch.Tensor]:
     """The tensors under ``key/``, without it."""
     return {n.removeprefix(f"{key}/"): x for n, x in tensors.items() if n.startswith(f"{key}/")}

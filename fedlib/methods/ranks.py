@@ -68,16 +68,20 @@ def without_factors(update: Update, setting: Setting) -> Update:
     return replace(update, params={n: p for n, p in update.params.items() if n not in inner})
 
 
-def add_products(mean: MaskedMean, update: Update, weights: list[float], setting: Setting) -> MaskedMean:
-    """``mean`` with the products B A (out, in) of every adapter, under its axis' name."""
-    params, rows, infos = {}, {}, dict(mean.infos)
-    for axis, (a, b) in factors(setting).items():
-        if a in update.params:
-            params[axis], rows[axis] = update.params[b].double() @ update.params[a].double(), update.rows[a]
-            infos[axis] = ParamInfo((None, None), "adapter", setting.infos[a].unit, tuple(params[axis].shape[1:]))
-    mean.infos = infos
-    mean.add(replace(update, params=params, rows=rows), weights)
-    return mean
+@dataclass(frozen=True)
+class Products(Ranks):
+    """What is summed of the factors is the product B A (out, in) of every adapter, under its axis' name."""
+
+    def summarise(self, update: Update, setting: Setting) -> MaskedMean:
+        mean = super().summarise(without_factors(update, setting), setting)
+        params, rows, infos = {}, {}, dict(mean.infos)
+        for axis, (a, b) in factors(setting).items():
+            if a in update.params:
+                params[axis], rows[axis] = update.params[b].double() @ update.params[a].double(), update.rows[a]
+                infos[axis] = ParamInfo((None, None), "adapter", setting.infos[a].unit, tuple(params[axis].shape[1:]))
+        mean.infos = infos
+        mean.add(replace(update, params=params, rows=rows), self.weights_of(update))
+        return mean
 
 
 def rest_and_products(

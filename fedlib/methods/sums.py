@@ -3,7 +3,7 @@
 Sums run in float64 and are rounded once. Entries that no client held keep their value and their server state.
 """
 
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -180,6 +180,7 @@ class MaskedMean:
 
     def merge(self, other: "MaskedMean") -> None:
         """Add the sums of other clients."""
+        self.infos = self.infos or other.infos
         for target in other._stores[0]:
             total, weight, count = (store[target] for store in other._stores)
             name, part = other._cut.get(target, (target, None))
@@ -196,11 +197,3 @@ class MaskedMean:
             mean = total / weight.clamp(min=torch.finfo(torch.float64).tiny)
             out[name] = torch.where(weight > 0, mean.to(old[name].dtype), old[name])
         return out
-
-
-def merge_sums(parts: Iterator[MaskedMean]) -> MaskedMean:
-    """Merge the cohorts' sums as they arrive; one at a time is held."""
-    total = next(parts, MaskedMean({}))
-    for part in parts:
-        total.merge(part)
-    return total

@@ -102,7 +102,7 @@ def _part(f: Federation, server: Server, budget: int) -> Slice:
         why = "is a client's own"
     elif more or serving.tune is not None:
         why = "is more than one model's"
-    elif not by_example(f.model, e.batch_norm, serving.statistics == "batch"):
+    elif not by_example(f.model, e.batch_norm, training=False):
         why = f"depends on who is asked beside (batch_norm = {e.batch_norm!r})"
     if why:
         raise ValueError(f"{e.slug} cannot be exported: what {e.method} answers {why}")

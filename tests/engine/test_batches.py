@@ -8,7 +8,7 @@ from fedlib.core.clients import Client
 from fedlib.core.rng import torch_generator
 from fedlib.data.federated import load_federated
 from fedlib.data.transforms import sample_views
-from fedlib.engine.batches import Draws, draw_batches, in_order
+from fedlib.engine.batches import draw_batches, draws_of, in_order
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def drawn(e, data, client, t, epochs):
 def test_every_clients_batches_are_those_of_a_plain_loop(setup, augment):
     e, data, clients = setup
     e = e.replace(augment=augment)
-    batches = draw_batches(e, data, clients, Draws(e.seed, 3))
+    batches = draw_batches(e, data, clients, draws_of(e.seed, 3))
     assert len({c.num_examples for c in clients}) == 3 and (batches.views is None) == (augment == "none")
     for k, client in enumerate(clients):
         wanted = list(drawn(e, data, client, 3, 2))
@@ -59,9 +59,9 @@ def test_every_clients_batches_are_those_of_a_plain_loop(setup, augment):
 
 def test_a_client_draws_the_same_in_any_company(setup):
     e, data, clients = setup
-    together = draw_batches(e, data, clients, Draws(e.seed, 1))
+    together = draw_batches(e, data, clients, draws_of(e.seed, 1))
     for k, client in enumerate(clients):
-        alone = draw_batches(e, data, [client], Draws(e.seed, 1))
+        alone = draw_batches(e, data, [client], draws_of(e.seed, 1))
         s, _, b = alone.rows.shape
         assert torch.equal(together.rows[:s, k, :b], alone.rows[:, 0])
         assert torch.equal(together.weights[:s, k, :b], alone.weights[:, 0])
@@ -70,9 +70,9 @@ def test_a_client_draws_the_same_in_any_company(setup):
 def test_a_second_local_training_goes_on_drawing_where_the_first_stopped(setup):
     e, data, clients = setup
     e = e.replace(augment="crop")
-    draws = Draws(e.seed, 2)
+    draws = draws_of(e.seed, 2)
     first, second = (draw_batches(e, data, clients, draws, epochs) for epochs in (1, 2))
-    longer = draw_batches(e, data, clients, Draws(e.seed, 2), 3)
+    longer = draw_batches(e, data, clients, draws_of(e.seed, 2), 3)
     for k in range(len(clients)):
         a, b = first.steps[k], second.steps[k]
         assert (a, b, a + b) == (longer.steps[k] // 3, 2 * longer.steps[k] // 3, longer.steps[k])
@@ -84,20 +84,20 @@ def test_a_second_local_training_goes_on_drawing_where_the_first_stopped(setup):
 
 def test_rounds_draw_apart_and_a_round_draws_again(setup):
     e, data, clients = setup
-    drawn = [draw_batches(e, data, clients, Draws(e.seed, t)) for t in (1, 2, 1)]
+    drawn = [draw_batches(e, data, clients, draws_of(e.seed, t)) for t in (1, 2, 1)]
     assert torch.equal(drawn[0].rows, drawn[2].rows) and not torch.equal(drawn[0].rows, drawn[1].rows)
 
 
 def test_members_of_one_client_share_its_batches(setup):
     e, data, (a, b, _) = setup
-    pairs, singles = (draw_batches(e, data, clients, Draws(e.seed, 1)) for clients in ([a, b, a], [a, b]))
+    pairs, singles = (draw_batches(e, data, clients, draws_of(e.seed, 1)) for clients in ([a, b, a], [a, b]))
     assert torch.equal(pairs.rows[:, :2], singles.rows) and torch.equal(pairs.rows[:, 2], singles.rows[:, 0])
     assert torch.equal(pairs.weights[:, 2], singles.weights[:, 0])
 
 
 def test_padding_is_no_wider_than_the_largest_client(setup):
     e, data, clients = setup
-    batches = draw_batches(e.replace(batch_size=1000), data, clients, Draws(e.seed, 1))
+    batches = draw_batches(e.replace(batch_size=1000), data, clients, draws_of(e.seed, 1))
     assert batches.rows.shape == (2, 3, max(c.num_examples for c in clients)) and batches.active.all()
 
 

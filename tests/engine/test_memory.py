@@ -12,7 +12,7 @@ from fedlib.engine.checks import check_experiment
 
 def test_what_does_not_fit_is_refused_with_needed_and_free(monkeypatch):
     e = Experiment(method="fedavg", num_exits=1, finetune="full", num_train=200, num_test=50)
-    monkeypatch.setattr(memory, "available", lambda device: 2**20)
+    monkeypatch.setattr(memory, "free_memory", lambda device: 2**20)
     with pytest.raises(ValueError, match=r"need about 0\.0 GiB and 0\.0 GiB are free on cpu"):
         build_federation(e)
     monkeypatch.undo()
@@ -41,12 +41,12 @@ def test_free_memory_counts_the_containers_limit(tmp_path, monkeypatch):
     monkeypatch.setattr(memory, "MEMINFO", tmp_path / "meminfo")
     monkeypatch.setattr(memory, "CGROUP", tmp_path)
     (tmp_path / "meminfo").write_text("MemTotal:  900 kB\nMemFree:  100 kB\nMemAvailable:  500 kB\n")
-    assert memory.available(cpu) == 500 * 1024
+    assert memory.free_memory(cpu) == 500 * 1024
     (tmp_path / "memory.max").write_text("300000\n")
     (tmp_path / "memory.current").write_text("200000\n")
     (tmp_path / "memory.stat").write_text("anon 1\ninactive_file 50000\n")
-    assert memory.available(cpu) == 150_000
+    assert memory.free_memory(cpu) == 150_000
     (tmp_path / "memory.max").write_text("max\n")
-    assert memory.available(cpu) == 500 * 1024
+    assert memory.free_memory(cpu) == 500 * 1024
     (tmp_path / "meminfo").unlink()
-    assert memory.available(cpu) > 2**28  # of the machine
+    assert memory.free_memory(cpu) > 2**28  # of the machine

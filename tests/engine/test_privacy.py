@@ -18,9 +18,10 @@ from fedlib.engine import privacy as privacy_module
 from fedlib.engine.executors import plan_round, train_cohort
 from fedlib.engine.privacy import epsilon, privacy_spent, privatise
 from fedlib.methods import METHODS, Arrived, Method, Round, Server, Setting, build_method
-from fedlib.methods.sums import MaskedMean, Update, merge_sums
+from fedlib.methods.sums import MaskedMean, Update
 from fedlib.models.vit import ViTSpec
 from fedlib.runs import store as runs_module
+from tests.helpers.server_rounds import merged
 
 ONE = Execution(workers=1)
 NOBODY = MaskedMean({})
@@ -142,7 +143,7 @@ def test_replacing_a_client_moves_the_sums_by_at_most_two_clips(tiny, method):
         r = Round(1, tuple(clients), f.setting)
         cohorts = plan_round(f, f.server, r, 1, None)
         parts = [train_cohort(f, f.model, f.server, r, cohort, {}).mean for cohort in cohorts]
-        out = privatise(f, f.server, merge_sums(iter(parts)), 1)
+        out = privatise(f, f.server, merged(parts), 1)
         totals.append(torch.cat([v.flatten() for _, v in sorted(out.total.items())]))
     moved = (totals[0] - totals[1]).norm().item()
     assert 0.05 < moved <= 2 * 0.05 * (1 + 1e-6)  # more than one clip: replacement is the right neighbour

@@ -3,7 +3,7 @@
 from fedlib.core.clients import Client
 from fedlib.core.slices import STEM, ParamInfo, Slice
 from fedlib.methods import Arrived, Round, Setting
-from fedlib.methods.sums import Update, merge_sums
+from fedlib.methods.sums import MaskedMean, Update
 from fedlib.models.vit import ViTSpec
 
 
@@ -24,7 +24,15 @@ def setting(info, num_clients=4):
     return Setting(ViTSpec(), (0, 1), info, num_clients, rounds=10)
 
 
+def merged(parts):
+    """The cohorts' sums, merged as they arrive."""
+    total = MaskedMean({})
+    for part in parts:
+        total.merge(part)
+    return total
+
+
 def one_round(method, server, updates, s):
     """What executor and round loop do with the cohorts' updates."""
-    mean = merge_sums(method.summarise(update, s) for update in updates)
+    mean = merged(method.summarise(update, s) for update in updates)
     return method.aggregate(server, Arrived(mean), Round(server.t + 1, (), s))

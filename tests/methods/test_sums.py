@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from fedlib.core.clients import Client
 from fedlib.core.slices import ParamInfo, Slice
 from fedlib.methods import Server, build_method
-from fedlib.methods.sums import MaskedMean, Update, all_finite, merge_sums
-from tests.helpers.server_rounds import infos, one_round, setting, two_clients
+from fedlib.methods.sums import MaskedMean, Update, all_finite
+from tests.helpers.server_rounds import infos, merged, one_round, setting, two_clients
 
 
 def test_early_exit_fedavg_weights_holders_by_examples():
@@ -40,7 +40,7 @@ def test_width_masked_mean_counts_holders_per_entry(order):
     for part, updates in zip(parts, order, strict=True):
         for update in updates:
             part.add({"wide": wide, "cut": cut}[update], [1.0])
-    mean = merge_sums(iter(parts))
+    mean = merged(parts)
     # entries 0 and 1: ((2, -2) + (-4, 4)) / 2 = (-1, 1), unweighted; entry 2: 6
     torch.testing.assert_close(mean.result({"low": torch.zeros(3)})["low"], torch.tensor([-1.0, 1.0, 6.0]))
     assert mean.count["low"].tolist() == [2, 2, 1]
@@ -87,9 +87,9 @@ def test_mean_does_not_depend_on_order_or_grouping(clients, random):
             )  # fmt: skip
             parts.append(MaskedMean(info))
             parts[-1].add(update, [n for n, _ in group])
-        merged = merge_sums(iter(parts))
-        assert merged.count["stem"].item() == len(clients)
-        return merged.result({"stem": torch.zeros(1)})["stem"].item()
+        sums = merged(parts)
+        assert sums.count["stem"].item() == len(clients)
+        return sums.result({"stem": torch.zeros(1)})["stem"].item()
 
     shuffled = random.sample(clients, len(clients))
     cut = random.randint(0, len(clients))
@@ -123,7 +123,7 @@ def mean_of(clients, groups):
             value = drawn((len(kept), 2), seed).float()
             update = Update((Client(i, 0, n),), (keep({"a": kept}),), {"w": value[None]}, {"w": range(1)})
             parts[-1].add(update, [n])
-    return merge_sums(iter(parts))
+    return merged(parts)
 
 
 @settings(deadline=None, max_examples=60)

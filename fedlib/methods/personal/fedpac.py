@@ -34,7 +34,7 @@ from ..base import JointExits
 from ..cohort import Cohort
 from ..jobs import Arrived, Member, Round, Server, Setting, Stage
 from ..losses import Batch
-from ..mixtures import mixtures, part_of, row
+from ..mixtures import class_means, mixtures, part_of, row, under
 
 
 @dataclass(frozen=True)
@@ -89,12 +89,8 @@ class FedPAC(JointExits):
         v, h = home((v, h))
         shares = torch.stack([mixing_weights(v, h, i) for i in range(len(ids))])
         exits = mixtures({i: part_of(arrived.extras[i], "exits") for i in ids}, shares)
-        total, old = counts.sum(0), part_of(server.memory, "prototypes")  # (C,)
-        mean = (counts[..., None] * means).sum(0) / total.clamp(min=1)[:, None]
-        if old:
-            mean = torch.where(total[:, None] > 0, mean, old["mean"])
-        known = (total > 0) | (old["known"] if old else False)
-        memory = {**server.memory, "prototypes/mean": mean, "prototypes/known": known}
+        prototypes = class_means(means, counts, part_of(server.memory, "prototypes"))
+        memory = {**server.memory, **under("prototypes", prototypes)}
         return replace(server, memory=memory).with_mirrors({i: row(exits, k) for k, i in enumerate(ids)})
 
 

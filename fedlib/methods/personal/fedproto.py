@@ -30,7 +30,7 @@ from ...core.validation import Positive
 from ..cohort import Cohort
 from ..jobs import Arrived, Member, Round, Server, Serving, Setting, Tensors
 from ..losses import Batch
-from ..mixtures import part_of, under
+from ..mixtures import class_means, part_of, under
 from ..widths import Rates, check_cuttable
 
 LAST = "head.exits.0.linear"  # reads the features
@@ -129,11 +129,8 @@ class FedProto(Rates):
         told = [part_of(arrived.extras[i], "prototypes") for i in sorted(arrived.extras)]
         means, counts = (torch.stack([x[k] for x in told]) for k in ("mean", "counts"))  # (n, C, d), (n, C)
         weights = counts if self.weighting == "examples" else (counts > 0).float()
-        total, old = weights.sum(0), part_of(server.memory, "prototypes")  # (C,)
-        mean, known = (weights[..., None] * means).sum(0) / total.clamp(min=1)[:, None], total > 0
-        if old:
-            mean, known = torch.where(known[:, None], mean, old["mean"]), known | old["known"]
-        return replace(server, t=r.t, memory=under("prototypes", {"mean": mean, "known": known}))
+        prototypes = class_means(means, weights, part_of(server.memory, "prototypes"))
+        return replace(server, t=r.t, memory=under("prototypes", prototypes))
 
     def serve(self, client: Client, server: Server, r: Round) -> Serving:
         """By a last layer whose outputs are -|f - C^j|^2 / d, but for |f|^2 / d, which all classes share."""

@@ -15,20 +15,15 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..jobs import Arrived, Round, Server, Setting
-from ..ranks import Ranks, add_products, factors, rest_and_products, without_factors
-from ..sums import MaskedMean, Update
+from ..jobs import Arrived, Round, Server
+from ..ranks import Products, factors, rest_and_products
 
 
 @dataclass(frozen=True)
-class FlexLoRA(Ranks):
+class FlexLoRA(Products):
     """Truncation by singular values."""
 
     label, color, marker = "FlexLoRA", "#347eea", "h"
-
-    def summarise(self, update: Update, setting: Setting) -> MaskedMean:
-        rest = super().summarise(without_factors(update, setting), setting)
-        return add_products(rest, update, self.weights_of(update), setting)
 
     def aggregate(self, server: Server, arrived: Arrived, r: Round) -> Server:
         new, products = rest_and_products(server, arrived, r)

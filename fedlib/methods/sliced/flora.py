@@ -19,12 +19,11 @@ from ...core.clients import Client
 from ...core.experiment import Experiment
 from ..jobs import Arrived, Member, Round, Server, Serving, Setting
 from ..mixtures import under
-from ..ranks import Ranks, add_products, factor_shapes, factors, rest_and_products, without_factors
-from ..sums import MaskedMean, Update
+from ..ranks import Products, factor_shapes, factors, rest_and_products
 
 
 @dataclass(frozen=True)
-class FLoRA(Ranks):
+class FLoRA(Products):
     """Stacked adapters."""
 
     label, color, marker = "FLoRA", "#9ad58b", "o"
@@ -37,10 +36,6 @@ class FLoRA(Ranks):
             drawn = rng.uniform(-(width**-0.5), width**-0.5, (len(part.index[axis]), width))
             start[a] = torch.from_numpy(drawn).float()
         return [Member(client, part, payload={"start": start})]
-
-    def summarise(self, update: Update, setting: Setting) -> MaskedMean:
-        rest = super().summarise(without_factors(update, setting), setting)
-        return add_products(rest, update, self.weights_of(update), setting)
 
     def aggregate(self, server: Server, arrived: Arrived, r: Round) -> Server:
         new, products = rest_and_products(server, arrived, r)

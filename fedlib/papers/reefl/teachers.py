@@ -23,7 +23,7 @@ class _Watched(Cohort):
         self.scratches = {zeta: {} for zeta in zetas}
         self.counts = {zeta: torch.zeros(self.held.shape, dtype=torch.int64) for zeta in zetas}  # (E, K)
 
-    def train(self, local_loss, stage=Stage(), gradient=None, models=None) -> None:
+    def train(self, local_loss, stage=Stage(), gradient=None) -> None:
         def watched(batch: Batch) -> torch.Tensor:
             loss, ce = local_loss(batch), cross_entropies(batch).detach()
             active = (batch.weights.sum(-1) > 0).cpu()
@@ -32,7 +32,7 @@ class _Watched(Cohort):
                 self.counts[zeta][teacher, torch.arange(len(teacher))] += active
             return loss
 
-        super().train(watched, stage, gradient, models)
+        super().train(watched, stage, gradient)
 
 
 def count_teachers(
