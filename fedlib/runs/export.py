@@ -23,6 +23,7 @@ from ..engine.executors import Execution
 from ..engine.federation import Federation
 from ..engine.forward import Forward, by_example
 from ..methods import Round, Server
+from .export_nets import NETS, net_of, save_net
 from .record import Run
 from .trained import load_trained
 
@@ -65,29 +66,39 @@ def save_model(run: Run, budget: int, path: Path | str | None = None, format: st
       torch         ``model.py``, PyTorch and nothing else, with ``model.safetensors``: ``from model import load``
       torch_export  ``model.pt2``: ``torch.export.load(path).module()``
       onnx          ``model.onnx``; needs onnx and onnxscript
+      timm          of a ViT, by its last exit: ``timm.create_model(f"local-dir:{path}", pretrained=True)``
+      hf            of a BERT, by its last exit: ``BertForSequenceClassification.from_pretrained(path)``
 
     By default in ``outputs/models``. The model reads inputs (B, *shape) as the net sees them and answers with the
-    outputs (exits, B, *out) of every exit that the budget holds; ``model.json`` says by what mean and SD images are
-    normalised, which exits these are, and what the classes are called. ``ValueError`` where what a client answers is
-    not one model's, or depends on who is asked beside; ``ImportError`` names a missing package.
+    outputs (exits, B, *out) of every exit that the budget holds, timm's and transformers' with (B, *out);
+    ``model.json`` says by what mean and SD images are normalised, which exits these are, and what the classes are
+    called. ``ValueError`` where what a client answers is not one model's, or depends on who is asked beside, or is no
+    such net's; ``ImportError`` names a missing package.
     """
-    check_known([format], FORMATS, "format = {} is not possible")
+    check_known([format], [*FORMATS, *NETS], "format = {} is not possible")
     missing = [p for p in PACKAGES.get(format, ()) if find_spec(p) is None]
     if missing:
         raise ImportError(f"format = {format!r} needs packages: pip install {' '.join(missing)}")
     f, server = load_trained(run.experiment, Execution(workers=1), run.path.parent)
     part = _part(f, server, budget)
     traced, x = _Answers(central(f, server, part), f, part), _examples(f)
-    with torch.no_grad():
-        program = torch.export.export(traced, (x,), dynamic_shapes=({0: torch.export.Dim.AUTO},), strict=False)
-    path = Path(path) if path is not None else outputs_dir() / "models" / f"{run.path.name}-budget{budget}"
-    path.mkdir(parents=True, exist_ok=True)
     shape = list(x.shape[1:])
     about = {"run": run.path.name, "budget": budget, "input_shape": shape, "exits": list(part.exits)}
     about |= {"mean": f.data.mean.tolist(), "std": f.data.std.tolist()} if x.is_floating_point() else {}
     about |= {"classes": list(f.data.classes), "experiment": run.experiment.to_dict()}
+    with torch.no_grad():
+        if format in NETS:
+            unit = f.setting.exit_units[part.exits[-1]]
+            net = net_of(format, traced.model, part.exits[-1], unit, x, traced(x)[-1], about)
+        else:
+            program = torch.export.export(traced, (x,), dynamic_shapes=({0: torch.export.Dim.AUTO},), strict=False)
+    path = Path(path) if path is not None else outputs_dir() / "models" / f"{run.path.name}-budget{budget}"
+    path.mkdir(parents=True, exist_ok=True)
+    if format in NETS:
+        save_net(format, net, path, about)
+    else:
+        FORMATS[format](program, path, about)
     (path / "model.json").write_text(json.dumps(about, indent=1) + "\n")
-    FORMATS[format](program, path, about)
     return path
 
 
@@ -159,4 +170,4 @@ def _as_onnx(program: torch.export.ExportedProgram, path: Path, about: dict) -> 
 
 Format = Callable[[torch.export.ExportedProgram, Path, dict], None]
 FORMATS: dict[str, Format] = {"torch": _as_source, "torch_export": _as_program, "onnx": _as_onnx}
-PACKAGES = {"onnx": ("onnx", "onnxscript")}
+PACKAGES = {"onnx": ("onnx", "onnxscript"), "hf": ("transformers",)}

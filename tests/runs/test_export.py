@@ -24,6 +24,13 @@ if kind == "torch":
     sys.path.insert(0, folder)
     from model import load
     model = load()
+elif kind == "timm":
+    import timm
+    model = timm.create_model("local-dir:" + folder, pretrained=True).eval()
+elif kind == "hf":
+    from transformers import BertForSequenceClassification
+    net = BertForSequenceClassification.from_pretrained(folder).eval()
+    model = lambda x: net(x.long(), (x != 0).long()).logits
 elif kind == "torch_export":
     model = torch.export.load(folder + "/model.pt2").module()
 else:
@@ -74,6 +81,27 @@ def test_the_exported_model_answers_as_in_the_evaluation(method, budget, kind, c
     assert Experiment.from_dict(about["experiment"]) == done.experiment
 
 
+TEXT = dict(dataset="docstrings", backbone="bert_micro", partition="iid", augment="none", num_exits=3)
+
+
+@pytest.mark.parametrize(
+    "method, budget, kind, changes",
+    [
+        ("depthfl", 2, "timm", {}),  # LoRA inside
+        ("fedavg", 3, "timm", {}),
+        ("depthfl", 1, "hf", TEXT | {"finetune": "full", "finetune_options": {}}),
+    ],
+)
+def test_a_library_s_net_answers_as_the_last_exit(method, budget, kind, changes, tmp_path):
+    if kind == "hf":
+        pytest.importorskip("transformers")
+    done = run(short(method, rounds=1, **changes), ONE, tmp_path / "runs", progress=False)
+    folder = save_model(done, budget, tmp_path / "model", kind)
+    found, expected = answered(done, budget, folder, kind)
+    torch.testing.assert_close(found["all"], expected[-1], atol=1e-3, rtol=1e-3)
+    assert len(json.loads((folder / "model.json").read_text())["exits"]) == len(expected)
+
+
 def test_a_smaller_budget_s_model_is_smaller(tmp_path):
     done = run(short("depthfl", rounds=1), ONE, tmp_path / "runs", progress=False)
     sizes = [(save_model(done, b, tmp_path / str(b)) / "model.safetensors").stat().st_size for b in (0, 3)]
@@ -93,6 +121,22 @@ def test_what_is_no_model_of_a_budget_is_refused(method, changes, sentence, tmp_
     done = run(short(method, rounds=1, **changes), ONE, tmp_path / "runs", progress=False)
     with pytest.raises(ValueError, match=sentence):
         save_model(done, 9 if "budget" in sentence else 0, tmp_path / "model")
+    assert not (tmp_path / "model").exists()
+
+
+@pytest.mark.parametrize(
+    "method, changes, kind, sentence",
+    [
+        ("reefl", {}, "timm", "its weights are not such a net's"),
+        ("heterofl", CONVNET | {"batch_norm": "static"}, "timm", "its backbone is no ViT of the kit's"),
+        ("scalefl_vit", {}, "timm", "its weights are not such a net's"),
+        ("fedavg", {}, "hf", "its backbone is no BERT of the kit's"),
+    ],
+)
+def test_what_is_no_library_s_net_is_refused(method, changes, kind, sentence, tmp_path):
+    done = run(short(method, rounds=1, **changes), ONE, tmp_path / "runs", progress=False)
+    with pytest.raises(ValueError, match=f"format = '{kind}' is not possible for .*{sentence}.*; allowed: torch, "):
+        save_model(done, 0, tmp_path / "model", kind)
     assert not (tmp_path / "model").exists()
 
 
