@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from .metrics import IGNORED, answer_scores
-from .tokenizer import words_of
+from .tokenizer import encodings
 
 KEYED = {"answers": "text"}  # says of cached questions that their key lies beside them
 SPAN_LENGTH = 384  # tokens where no network is named; 21 of XQuAD's 1,190 rows are longer
@@ -33,10 +33,12 @@ def read_spans(
     context does not hold. Offsets are the context's characters of each token, -1 of a token that is not of the context.
     """
     questions, contexts = columns
-    encoded = words_of(source).encoder(length).encode_batch(list(zip(questions, contexts, strict=True)))
-    spans = np.zeros((len(encoded), 2), np.int64)
-    offsets = np.full((len(encoded), length, 2), -1, np.int32)
+    rows = list(zip(questions, contexts, strict=True))
+    ids, spans = np.empty((len(rows), length), np.int32), np.zeros((len(rows), 2), np.int64)
+    offsets = np.full((len(rows), length, 2), -1, np.int32)
+    encoded = encodings(rows, source, length)
     for i, (e, context, answer) in enumerate(zip(encoded, contexts, answers, strict=True)):
+        ids[i] = e.ids
         inside = np.array([s == 1 for s in e.sequence_ids])
         offsets[i, inside] = np.array(e.offsets)[inside]
         if not answer["text"]:
@@ -45,7 +47,7 @@ def read_spans(
         if not text or start < 0 or context[start : start + len(text)] != text:
             raise ValueError(f"{where(i)}: the context does not hold the answer {text[:80]!r} at character {start}")
         spans[i] = _token_span(offsets[i], start, start + len(text), len(context.rstrip()))
-    return np.array([e.ids for e in encoded], np.int32).reshape(-1, length), spans, offsets
+    return ids, spans, offsets
 
 
 def _token_span(offsets: np.ndarray, start: int, end: int, context_end: int) -> tuple[int, int]:

@@ -14,7 +14,7 @@ stands: the end of an answer is then predicted, and never read.
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -27,6 +27,8 @@ from ..core.paths import minilm_file
 
 LENGTH = 64  # tokens, [CLS] and [SEP] included; longer sentences are cut (SST-2: 1 in 13,000, AG News: 1 in 15)
 PAIR_LENGTH = 128  # of two texts, where no network is named: MRPC's and STS-B's longest have 103 and 125
+
+AT_ONCE = 1024  # rows
 
 
 @dataclass(frozen=True)
@@ -121,8 +123,17 @@ def _published(source: str, download: bool) -> Words:
 
 def tokenise(rows: Sequence[str | tuple[str, str]], source: str | None = None, length: int = LENGTH) -> np.ndarray:
     """Token ids int32 (N, length) of texts or of pairs: their words, the marks around them, padding."""
-    encoded = words_of(source).encoder(length).encode_batch(list(rows))
-    return np.array([e.ids for e in encoded], np.int32).reshape(-1, length)
+    ids = np.empty((len(rows), length), np.int32)
+    for i, e in enumerate(encodings(rows, source, length)):
+        ids[i] = e.ids
+    return ids
+
+
+def encodings(rows: Sequence[str | tuple[str, str]], source: str | None, length: int) -> Iterator:
+    """What `tokenizers` makes of each row. It is a hundred times larger than the ids, so ``AT_ONCE`` are held."""
+    encoder = words_of(source).encoder(length)
+    for a in range(0, len(rows), AT_ONCE):
+        yield from encoder.encode_batch(list(rows[a : a + AT_ONCE]))
 
 
 def tokenizer_key(source: str | None = None) -> dict:

