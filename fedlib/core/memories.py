@@ -1,6 +1,7 @@
 """Client memories across rounds: named tensors per client, on disk unless they changed since the last checkpoint."""
 
 import re
+from collections import ChainMap
 from collections.abc import Iterator, Mapping, MutableMapping
 from pathlib import Path
 
@@ -65,21 +66,13 @@ class ClientFiles(MutableMapping[int, dict[str, torch.Tensor]]):
             read_tensors(self._file(client, t))
 
 
-class Overlay(Mapping[int, Mapping[str, torch.Tensor]]):
+class Overlay(ChainMap[int, Mapping[str, torch.Tensor]]):
     """A mapping with some entries replaced; ``changes`` alone are in memory, the rest stays where it is."""
 
     def __init__(self, base: Mapping[int, Mapping[str, torch.Tensor]], changes: Mapping[int, Mapping]):
-        self.base = base.base if isinstance(base, Overlay) else base
-        self.changes = {**(base.changes if isinstance(base, Overlay) else {}), **changes}
+        before, below = base.maps if isinstance(base, Overlay) else ({}, base)  # never a chain of more than two
+        super().__init__({**before, **changes}, below)
 
-    def __getitem__(self, client: int) -> Mapping[str, torch.Tensor]:
-        return self.changes[client] if client in self.changes else self.base[client]
-
-    def __contains__(self, client: object) -> bool:
-        return client in self.changes or client in self.base
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(dict.fromkeys((*self.base, *self.changes)))
-
-    def __len__(self) -> int:
-        return len(dict.fromkeys((*self.base, *self.changes)))
+    @property
+    def changes(self) -> Mapping[int, Mapping[str, torch.Tensor]]:
+        return self.maps[0]

@@ -1,7 +1,7 @@
 """Data sets as integer tensors: what ships with a dependency, what `datasets` loads, and any local folder or file.
 
 The rest of the kit sees :class:`DataSet`, of sentences as of images. Decoding is done once per machine
-(``cache.py``). Read next: ``decode.py`` (splits as arrays), ``local.py`` (what a folder means).
+(``cache.py``), public sets are listed in ``hub.yaml``. Read next: ``decode.py`` (splits as arrays), ``local.py``.
 """
 
 import os
@@ -18,9 +18,10 @@ import torch
 
 from ..core.hub import fail_fast, offline
 from ..core.rng import numpy_generator
+from ..core.tables import table
 from ..core.validation import shown
 from .cache import Decoded, cached_for, digest_of, was_read
-from .decode import Kind, Layout, decode
+from .decode import Layout, decode
 from .docstrings import docstrings_key, read_docstrings
 from .local import local_set
 from .own import Own, own_set, saved_set
@@ -109,40 +110,7 @@ def read_mnist() -> Decoded:
     return parts | {"test_images": images[test], "test_labels": labels[test]}, [str(c) for c in range(10)]
 
 
-def _hub(path: str, label: str, *reads: str, kind: Kind | None = None, test: str | None = "test", **more) -> Layout:
-    """A public set and which of its columns matter; by default it is of images, of sentences, or of pairs of them."""
-    return Layout(path, kind or ("images", "sentences", "pairs")[len(reads)], label, reads, test=test, **more)
-
-
-def _glue(name: str, *reads: str, test: str = "validation") -> Layout:
-    return _hub("nyu-mll/glue", "label", *reads, test=test, config=name)
-
-
-def _questions(path: str, **more) -> Layout:
-    return _hub(path, "answers", "question", "context", kind="spans", **{"test": "validation"} | more)
-
-
-HUB = {
-    "cifar10": _hub("uoft-cs/cifar10", "label"),
-    "cifar100": _hub("uoft-cs/cifar100", "fine_label"),
-    "flowers102": _hub("nelorth/oxford-flowers", "label"),
-    "tiny_imagenet": _hub("zh-plus/tiny-imagenet", "label", test="valid"),
-    "femnist": _hub("flwrlabs/femnist", "character", test=None, owner="writer_id"),
-    "sst2": _hub("stanfordnlp/sst2", "label", "sentence", test="validation"),
-    "ag_news": _hub("fancyzhx/ag_news", "label", "text"),
-    "cola": _glue("cola", "sentence"),
-    "mrpc": _glue("mrpc", "sentence1", "sentence2"),
-    "stsb": _glue("stsb", "sentence1", "sentence2"),
-    "rte": _glue("rte", "sentence1", "sentence2"),
-    "qqp": _glue("qqp", "question1", "question2"),
-    "qnli": _glue("qnli", "question", "sentence"),
-    "mnli": _glue("mnli", "premise", "hypothesis", test="validation_matched"),
-    "squad": _questions("rajpurkar/squad"),
-    "squad_v2": _questions("rajpurkar/squad_v2"),
-    # its one split is a test set: a tenth of the paragraphs is held out of it
-    "xquad_en": _questions("google/xquad", train="validation", test=None, together="context", config="xquad.en"),
-    "svamp": _hub("ChilleD/SVAMP", "Equation", "Body", "Question", kind="equations"),
-}
+HUB = {name: Layout(**said) for name, said in table(Path(__file__).with_name("hub.yaml")).items()}
 IDS = [source.where for source in HUB.values()]
 BY_ID = {source.where: name for name, source in HUB.items() if IDS.count(source.where) == 1}
 MNIST_STATS = torch.tensor([[0.1307], [0.3081]])  # the release normalises FEMNIST with MNIST's (facts 6.5)

@@ -12,11 +12,10 @@ Outputs are (..., *out), labels (..., *label); a leading dimension of outputs th
 Read next: ``metrics.py``.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Protocol, runtime_checkable
 
 import torch
 
@@ -27,25 +26,19 @@ from .questions import AnswerKey
 CORRELATIONS = ("matthews", "pearson")  # metrics in percent too, but down to -100
 
 
-class Task(ABC):
-    """What outputs mean. ``reads``: whether exits see the class token alone or every token."""
+@runtime_checkable
+class Task(Protocol):
+    """What outputs mean."""
 
-    reads: ClassVar[Literal["class", "tokens"]]
+    reads: Literal["class", "tokens"]  # do exits see the class token alone or every token?
+    metric: str  # the headline, which tables read as ``accuracy``: in percent, larger is better, as all metrics are
 
-    @property
-    @abstractmethod
-    def metric(self) -> str:
-        """The headline: what tables read as ``accuracy``. In percent, larger is better, as all metrics are."""
-
-    @abstractmethod
     def outputs(self, num_classes: int) -> int:
         """Outputs of a head, per token where it reads tokens. ``num_classes``: of the data; a vocabulary's size."""
 
-    @abstractmethod
     def losses(self, outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Each example's loss: (E, K, B, *out), (K, B, *label) -> (E, K, B)."""
 
-    @abstractmethod
     def kl(
         self, teacher: torch.Tensor, student: torch.Tensor, labels: torch.Tensor | None = None, temperature: float = 1.0
     ) -> torch.Tensor:
@@ -55,11 +48,9 @@ class Task(ABC):
         positions count; None: all.
         """
 
-    @abstractmethod
     def confidence(self, outputs: torch.Tensor) -> torch.Tensor:
         """Probability of the prediction, for early leaving: (..., *out) -> (...)."""
 
-    @abstractmethod
     def predict(self, outputs: torch.Tensor) -> torch.Tensor:
         """The answer: (..., *out) -> (..., *label). Small where outputs are large: keep these, batch by batch."""
 
@@ -69,7 +60,6 @@ class Task(ABC):
             raise ValueError(f"{type(self).__name__}: {self.metric} of no examples is undefined")
         return self._score(predictions, labels)
 
-    @abstractmethod
     def _score(self, predictions: torch.Tensor, labels: torch.Tensor) -> dict[str, float]: ...
 
     def measure(self, outputs: torch.Tensor, labels: torch.Tensor) -> dict[str, float]:

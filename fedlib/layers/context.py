@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -45,15 +45,19 @@ class Context:
         return self.policy in ("tracked", "local") and self.training and self.gathered is None
 
     @contextmanager
-    def alone(self, real: torch.Tensor | None) -> Iterator["Context"]:
-        """Inside, layers see one member's batch, whose examples are ``real`` (B,), and gather for it alone."""
-        before = self.weights, self._real, self.gathered
-        self.weights = None if real is None else real.unsqueeze(0)
-        self._real, self.gathered = (self.weights, self.weights), None if self.gathered is None else {}
+    def told(self, **fields: Any) -> Iterator["Context"]:
+        """Inside, these fields are as given; afterwards as they were."""
+        before = {name: getattr(self, name) for name in fields}
+        vars(self).update(fields)
         try:
             yield self
         finally:
-            self.weights, self._real, self.gathered = before
+            vars(self).update(before)
+
+    def alone(self, real: torch.Tensor | None) -> AbstractContextManager["Context"]:
+        """Inside, layers see one member's batch, whose examples are ``real`` (B,), and gather for it alone."""
+        weights = None if real is None else real.unsqueeze(0)
+        return self.told(weights=weights, _real=(weights, weights), gathered=None if self.gathered is None else {})
 
 
 def share(model: nn.Module, policy: Policy = "batch") -> Context:
@@ -67,28 +71,17 @@ def share(model: nn.Module, policy: Policy = "batch") -> Context:
     return context
 
 
-@contextmanager
-def answering(context: Context, kept: Sequence[Policy] = ("tracked", "local")) -> Iterator[None]:
+def answering(context: Context, kept: Sequence[Policy] = ("tracked", "local")) -> AbstractContextManager[Context]:
     """Inside, layers answer instead of training; batch norm has statistics where the policy is among ``kept``.
 
     Elsewhere it takes those of the batch, as ``static`` ones are not there before evaluation.
     """
-    before = context.policy, context.training
-    context.policy, context.training = context.policy if context.policy in kept else "batch", False
-    try:
-        yield
-    finally:
-        context.policy, context.training = before
+    return context.told(policy=context.policy if context.policy in kept else "batch", training=False)
 
 
-@contextmanager
-def untracked(context: Context) -> Iterator[None]:
+def untracked(context: Context) -> AbstractContextManager[Context]:
     """Inside, batch norm's running statistics stand still: for a second look at a batch in training."""
-    before, context.policy = context.policy, "batch"
-    try:
-        yield
-    finally:
-        context.policy = before
+    return context.told(policy="batch")
 
 
 class Scaler(nn.Module):

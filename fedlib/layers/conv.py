@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .linear import Linear, alive_rows
+from .linear import Linear, own_rows, zero_
 
 LOOP_FROM = 1024  # channels of all clients; see ``is_grouped``
 
@@ -69,25 +69,19 @@ class Conv2d(nn.Conv2d):
         super().__init__(in_channels, out_channels, kernel, stride, padding, groups=groups, bias=bias)
         self.axes = {"weight": (*axes, None, None), "bias": (axes[0],)}
 
-    def reset_parameters(self) -> None:
-        """Zero, not random: ``init_kaiming_`` or a checkpoint fills them, and no global generator is touched."""
-        for p in (self.weight, self.bias):
-            if p is not None:
-                nn.init.zeros_(p)
+    reset_parameters = zero_
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # (K, B, C, H, W) -> (K, B, O, H', W')
-        (clients, examples, channels), weight, bias = x.shape[:3], self.weight, self.bias
-        weight = alive_rows(weight, x) if weight.dim() == 5 else weight
-        bias = alive_rows(bias, x) if bias is not None and bias.dim() == 2 else bias
-        if clients == 1:  # a cohort of one is ordinary sequential training
-            weight = weight.squeeze(0) if weight.dim() == 5 else weight
-            bias = bias.squeeze(0) if bias is not None and bias.dim() == 2 else bias
+        weight, bias, (clients, examples, channels) = (
+            own_rows(self.weight, x, 4),
+            own_rows(self.bias, x, 1),
+            x.shape[:3],
+        )
         groups = channels // weight.shape[-3]
         if weight.dim() == 4:
-            apart_bias = bias if bias is not None and bias.dim() == 2 else None
-            y = self._convolve(one_batch(x), weight, None if apart_bias is not None else bias, groups)
-            y = y.unflatten(0, (clients, examples))
-            return y if apart_bias is None else y + apart_bias[:, None, :, None, None]
+            shared = bias is None or bias.dim() == 1
+            y = self._convolve(one_batch(x), weight, bias if shared else None, groups).unflatten(0, (clients, examples))
+            return y if shared else y + bias[:, None, :, None, None]
         bias = bias.expand(clients, -1) if bias is not None else None
         if is_grouped(clients, channels, x.device):
             flat = bias.flatten() if bias is not None else None

@@ -26,6 +26,23 @@ def alive_rows(p: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return p if p.shape[0] == x.shape[0] else p[: x.shape[0]]
 
 
+def own_rows(p: torch.Tensor | None, x: torch.Tensor, base_dims: int) -> torch.Tensor | None:
+    """A stacked ``p``'s rows for the clients of ``x``; a shared one, and that of a single client, of ``base_dims``.
+
+    So a cohort of one is ordinary sequential training.
+    """
+    if p is None or p.dim() == base_dims:
+        return p
+    p = alive_rows(p, x)
+    return p.squeeze(0) if len(p) == 1 else p  # unlike p[0], its gradient is not written into zeros first
+
+
+def zero_(layer: nn.Module) -> None:
+    """``reset_parameters`` that draws nothing: an initialisation from a generator or a checkpoint fills them."""
+    for p in layer.parameters(recurse=False):
+        nn.init.zeros_(p)
+
+
 def is_cast(x: torch.Tensor) -> bool:
     """Does autocast choose the precision of operations on ``x``?"""
     return x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
@@ -38,20 +55,12 @@ class Linear(nn.Linear):
         super().__init__(in_features, out_features, bias)
         self.axes = {"weight": tuple(axes), "bias": (axes[0],)}
 
-    def reset_parameters(self) -> None:
-        """Zero, not random: ``init_normal_`` or a checkpoint fills them, and no global generator is touched."""
-        for p in (self.weight, self.bias):
-            if p is not None:
-                nn.init.zeros_(p)
+    reset_parameters = zero_
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weight, bias = self.weight, self.bias
         if weight.dim() == 3:
-            weight = alive_rows(weight, x)
-            bias = alive_rows(bias, x) if bias is not None and bias.dim() == 2 else bias
-            if weight.shape[0] == 1:  # a cohort of one is ordinary sequential training
-                weight = weight.squeeze(0)  # unlike weight[0], its gradient is not written into zeros first
-                bias = bias.squeeze(0) if bias is not None and bias.dim() == 2 else bias
+            weight, bias = own_rows(weight, x, 2), own_rows(bias, x, 1)
         if weight.dim() == 2:
             if bias is None or bias.dim() == 1:
                 return F.linear(x, weight, bias)

@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from .context import Context, Policy, share
 from .conv import apart, side_by_side
-from .linear import alive_rows, is_cast, per_client
+from .linear import alive_rows, is_cast, own_rows, per_client
 
 
 class LayerNorm(nn.LayerNorm):
@@ -22,9 +22,7 @@ class LayerNorm(nn.LayerNorm):
         self.axes = {"weight": (axis,), "bias": (axis,)}
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        weight, bias = (alive_rows(p, x) if p.dim() == 2 else p for p in (self.weight, self.bias))
-        if x.shape[0] == 1:
-            weight, bias = (p.squeeze(0) if p.dim() == 2 else p for p in (weight, bias))
+        weight, bias = own_rows(self.weight, x, 1), own_rows(self.bias, x, 1)
         if weight.dim() == bias.dim() == 1:
             return F.layer_norm(x, x.shape[-1:], weight, bias, self.eps)
         if weight.dim() == bias.dim() and not is_cast(x):
@@ -218,9 +216,7 @@ def recomputed_statistics(model: nn.Module, mean_over: Literal["examples", "batc
     layers = [m for m in model.modules() if isinstance(m, BatchNorm2d)]
     if mean_over not in ("examples", "batches"):
         raise ValueError(f"mean_over = {mean_over!r} is unknown; allowed: examples, batches")
-    context = layers[0].context
-    before, context.training, context.gathered = context.training, True, {}
-    try:
+    with layers[0].context.told(training=True, gathered={}) as context:
         with torch.no_grad():
             yield
         for layer, seen in context.gathered.items():
@@ -234,5 +230,3 @@ def recomputed_statistics(model: nn.Module, mean_over: Literal["examples", "batc
             for leaf, new in (("running_mean", whole), ("running_var", kept)):
                 new = new.to(layer.weight.dtype)
                 setattr(layer, leaf, new.squeeze(0) if len(new) == 1 and layer.weight.dim() == 1 else new)
-    finally:
-        context.training, context.gathered = before, None

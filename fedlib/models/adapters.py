@@ -7,8 +7,6 @@ Deviations: as released, the up-projections of PA and SA start at N(0, 0.02), no
 classifiers' norm but nothing inside Ree. Frozen parameters never get gradients (the release computes and drops them).
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import cache
 
@@ -35,12 +33,17 @@ WITHOUT_INJECTION = {"prompt_tuning", "p_tuning", "prefix_tuning", "multitask_pr
 
 
 @cache
-def finetune_modes() -> tuple[str, ...]:
-    """All accepted values of ``Experiment.finetune``."""
+def peft_configs() -> dict[str, type]:
+    """The class of options of each of peft's tuners, by its name."""
     from peft import PEFT_TYPE_TO_CONFIG_MAPPING
 
-    names = {str(getattr(k, "value", k)).lower() for k in PEFT_TYPE_TO_CONFIG_MAPPING}
-    return (*OWN_MODES, *sorted(names - WITHOUT_INJECTION))
+    return {str(getattr(k, "value", k)).lower(): c for k, c in PEFT_TYPE_TO_CONFIG_MAPPING.items()}
+
+
+@cache
+def finetune_modes() -> tuple[str, ...]:
+    """All accepted values of ``Experiment.finetune``."""
+    return (*OWN_MODES, *sorted(peft_configs().keys() - WITHOUT_INJECTION))
 
 
 def default_options(mode: str) -> dict[str, object]:
@@ -60,13 +63,12 @@ def check_finetune(mode: str, options: dict, config: Spec) -> None:
         if mode not in tuners:
             known = did_you_mean(mode, (*config.own_modes, *tuners))
             raise ValueError(f"experiment: finetune = {mode!r} is not defined on this backbone{known}")
-    allowed = set(LORA_DEFAULTS if plain else ADAPTER_DEFAULTS if mode in ("pa", "sa") else ())
-    if not plain and mode not in OWN_MODES:
-        allowed = {f.name for f in fields(_peft_config_class(mode))}
+    of_peft = not plain and mode not in OWN_MODES
+    allowed = {f.name for f in fields(peft_configs()[mode])} if of_peft else default_options(mode)
     check_known(options, allowed, f"experiment: finetune_options: unknown key {{}} for {mode}")
     for key, value in options.items():
         _check_option(key, value, _width(config), plain)
-    if not plain and mode not in OWN_MODES:
+    if of_peft:
         try:
             by_number = {"layers_to_transform", "target_modules", "layers_pattern"} & options.keys()
             with torch.device("meta"):  # as what a model takes and costs is told before it is built
@@ -176,20 +178,6 @@ def apply_finetune_(vit: Backbone, head: nn.Module, mode: str, options: dict, se
     head.requires_grad_(True)
 
 
-def _peft_config_class(mode: str) -> type:
-    from peft import PEFT_TYPE_TO_CONFIG_MAPPING
-
-    return next(c for k, c in PEFT_TYPE_TO_CONFIG_MAPPING.items() if str(getattr(k, "value", k)).lower() == mode)
-
-
-@contextmanager
-def _lent_generator(seed: int) -> Iterator[None]:
-    """peft draws from the global generator: lend it one of ours."""
-    with torch.random.fork_rng(devices=[]):
-        torch.random.manual_seed(int(numpy_generator(seed, "peft init").integers(2**62)))
-        yield
-
-
 def _inject_peft_(vit: ViT, mode: str, options: dict, seed: int) -> None:
     """Let peft insert its tuner on the backbone's layers for it, q and v on a ViT (or ``target_modules``)."""
     from peft import inject_adapter_in_model
@@ -198,9 +186,10 @@ def _inject_peft_(vit: ViT, mode: str, options: dict, seed: int) -> None:
     settings = {"target_modules": list(vit.spec.peft_targets)} | PEFT_DEFAULTS.get(mode, {}) | options
     settings = {k: list(v) if isinstance(v, tuple) else v for k, v in settings.items()}
     rate = settings.pop("lora_dropout", 0.0)  # peft's own would draw from the global generator
-    with _lent_generator(seed):
+    with torch.random.fork_rng(devices=[]):  # peft draws from the global generator: lend it one of ours
+        torch.random.manual_seed(int(numpy_generator(seed, "peft init").integers(2**62)))
         within = nn.ModuleDict({"vit": vit})  # peft finds a block's number only behind a dot
-        inject_adapter_in_model(_peft_config_class(mode)(**settings), within)
+        inject_adapter_in_model(peft_configs()[mode](**settings), within)
     for block in vit.blocks:
         layers = [(n, m) for n, m in block.named_modules() if hasattr(m, "base_layer")]
         for path, layer in layers:

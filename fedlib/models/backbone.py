@@ -8,15 +8,14 @@ Read next: ``vit.py``, ``resnet.py`` (two backbones), ``exit_model.py`` (who run
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import torch
-import yaml
 from torch import nn
 
 from ..core.slices import Axis
+from ..core.tables import table
 from ..layers.tokens import put_token, take_token
 
 
@@ -60,22 +59,9 @@ class Spec(Protocol):
     def build(self) -> "Backbone": ...
 
 
-@cache
-def table(name: str) -> dict[str, Any]:
-    """What ``<name>.yaml`` beside this file says, lists as tuples; its keys with a dot are there to be referred to."""
-
-    def fixed(x: Any) -> Any:
-        if isinstance(x, dict):
-            return {k: fixed(v) for k, v in x.items()}
-        return tuple(map(fixed, x)) if isinstance(x, list) else x
-
-    text = Path(__file__).with_name(f"{name}.yaml").read_text(encoding="utf-8")
-    return fixed(yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader)))  # libyaml's is 20 times as fast
-
-
 def shapes(spec: type) -> dict[str, Any]:
     """The kit's named shapes of this kind (``shapes.yaml``)."""
-    return {name: spec(**said) for name, said in table("shapes")[spec.__name__].items()}
+    return {name: spec(**said) for name, said in table(Path(__file__).with_name("shapes.yaml"))[spec.__name__].items()}
 
 
 class TokenSpec(Spec):

@@ -10,8 +10,9 @@ from operator import attrgetter
 from pathlib import Path
 from typing import ClassVar, Self
 
+from ..core.tables import table
 from ..data.tokenizer import words_of
-from .backbone import TokenSpec, shapes, table
+from .backbone import TokenSpec, shapes
 from .foreign import Foreign
 from .foreign_loading import build_model
 
@@ -64,7 +65,7 @@ class Family:
         return found
 
 
-FAMILIES = {name: Family(**said) for name, said in table("families").items() if name[0] != "."}
+FAMILIES = {name: Family(**said) for name, said in table(Path(__file__).with_name("families.yaml")).items()}
 
 
 @dataclass(frozen=True)

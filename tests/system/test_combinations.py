@@ -23,7 +23,7 @@ from torch import nn
 from fedlib import Execution, Experiment, build_federation, run_rounds
 from fedlib.core.paths import has_minilm
 from fedlib.methods import METHODS
-from fedlib.models.adapters import _peft_config_class, check_finetune, finetune_modes
+from fedlib.models.adapters import check_finetune, finetune_modes, peft_configs
 from fedlib.models.bert import BertSpec
 from fedlib.models.efficientnet import EfficientNetSpec
 from fedlib.models.foreign_specs import FAMILIES, ForeignSpec
@@ -177,7 +177,7 @@ def options_of(tuner: str) -> dict:
     """Fine-tuning options small enough for 24 features."""
     if tuner in SIZES or tuner in ("full", "frozen", "ssf"):
         return SIZES.get(tuner, {})
-    has_rank = tuner in ("pa", "sa") or "r" in {f.name for f in fields(_peft_config_class(tuner))}
+    has_rank = tuner in ("pa", "sa") or "r" in {f.name for f in fields(peft_configs()[tuner])}
     return {"r": 4} if has_rank else {}
 
 
