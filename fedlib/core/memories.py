@@ -16,8 +16,8 @@ class ClientFiles(MutableMapping[int, dict[str, torch.Tensor]]):
     A file that a checkpoint named stays as long as that checkpoint is one of the last two.
     """
 
-    def __init__(self, folder: Path, device: str = "cpu"):
-        self.folder, self.device = folder, device
+    def __init__(self, folder: Path):
+        self.folder = folder
         self.rounds: dict[int, int] = {}  # client -> the round that the checkpoint names
         self.replaced: list[tuple[int, int]] = []  # (client, round) that only the checkpoint before it names
         self.changed: dict[int, dict[str, torch.Tensor]] = {}
@@ -28,7 +28,7 @@ class ClientFiles(MutableMapping[int, dict[str, torch.Tensor]]):
     def __getitem__(self, client: int) -> dict[str, torch.Tensor]:
         if client in self.changed:
             return self.changed[client]
-        return read_tensors(self._file(client, self.rounds[client]), self.device)[0]
+        return read_tensors(self._file(client, self.rounds[client]))[0]
 
     def __setitem__(self, client: int, memory: dict[str, torch.Tensor]) -> None:
         self.changed[client] = memory

@@ -8,7 +8,7 @@ some indices per axis. Nothing is ever permuted: a ranked slice is the same as p
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
@@ -35,7 +35,7 @@ class Axis:
 
     def leading(self, keep: Callable[[int], int]) -> Indices:
         """The first ``keep(size)`` of every segment: ScaleFL, HeteroFL. ``ValueError`` if a segment would be empty."""
-        return _leading(self.segments, tuple(self._kept(keep, size) for size in self.segments))
+        return self.rolling(0, keep)
 
     def chunk(self, i: int, of: int, even: bool = True) -> Indices:
         """Part ``i`` of ``of`` equal ones of every segment: SplitMix's base. ``ValueError`` if they cannot be equal.
@@ -44,7 +44,8 @@ class Axis:
         """
         if any(size % of if even else size < of for size in self.segments):
             raise ValueError(f"axis {self.name}: {list(self.segments)} cannot be cut into {of} equal parts")
-        return self._of_segments(lambda start, n: range(start + i * (n // of), start + (i + 1) * (n // of)))
+        parts = (range(start + i * (n // of), start + (i + 1) * (n // of)) for start, n in self._placed)
+        return contiguous(tuple(chain.from_iterable(parts)))
 
     def rolling(self, start: int, keep: Callable[[int], int]) -> Indices:
         """``keep(size)`` of every segment from its entry ``start`` on, past its end from its first: FedRolex."""
@@ -59,21 +60,18 @@ class Axis:
             raise ValueError(f"axis {self.name} cannot be ranked: the order of its entries means something")
         if self.tied:
             raise ValueError(f"axis {self.name} cannot be ranked alone: it is a concatenation of others")
-        order = [start + s.argsort(descending=True, stable=True) for start, s in self._cut(scores)]
-        return self._of_segments(
-            lambda start, size: order[self._starts.index(start)][: self._kept(keep, size)].tolist()
-        )
+        parts = zip(self._placed, scores.split(list(self.segments)), strict=True)
+        order = [(start + s.argsort(descending=True, stable=True))[: self._kept(keep, n)] for (start, n), s in parts]
+        return contiguous(tuple(torch.cat(order).tolist()))
 
     def whole(self, segments: Sequence[int]) -> Indices:
         """All entries of ``segments`` (their numbers), in this order: RaFFM's whole heads."""
-        return contiguous(tuple(self._starts[s] + i for s in segments for i in range(self.segments[s])))
+        return contiguous(tuple(start + i for start, n in (self._placed[s] for s in segments) for i in range(n)))
 
     @cached_property
-    def _starts(self) -> tuple[int, ...]:
-        return tuple(accumulate(self.segments[:-1], initial=0))
-
-    def _cut(self, scores: torch.Tensor) -> Iterable[tuple[int, torch.Tensor]]:
-        return zip(self._starts, scores.split(list(self.segments)), strict=True)
+    def _placed(self) -> list[tuple[int, int]]:
+        """The first entry and the size of every segment."""
+        return list(zip(accumulate(self.segments[:-1], initial=0), self.segments, strict=True))
 
     def _kept(self, keep: Callable[[int], int], size: int) -> int:
         n = int(keep(size))
@@ -81,19 +79,8 @@ class Axis:
             raise ValueError(f"axis {self.name}: {n} of {size} entries cannot be kept; allowed: 1 to {size}")
         return n
 
-    def _of_segments(self, part: Callable[[int, int], Sequence[int]]) -> Indices:
-        parts = [part(start, size) for start, size in zip(self._starts, self.segments, strict=True)]
-        return contiguous(tuple(i for p in parts for i in p))
-
 
 @lru_cache(maxsize=4096)  # a random sub-model is drawn many times before one meets its constraint
-def _leading(segments: tuple[int, ...], kept: tuple[int, ...]) -> Indices:
-    """The first ``kept[i]`` entries of every segment i."""
-    starts = accumulate(segments[:-1], initial=0)
-    return contiguous(tuple(s + i for s, n in zip(starts, kept, strict=True) for i in range(n)))
-
-
-@lru_cache(maxsize=4096)
 def _rolling(segments: tuple[int, ...], kept: tuple[int, ...], start: int) -> Indices:
     """``kept[i]`` entries of every segment i from its entry ``start`` on, around its end."""
     firsts = accumulate(segments[:-1], initial=0)

@@ -8,7 +8,7 @@ import yaml
 
 
 @cache
-def table(file: Path) -> dict[str, Any]:
+def read_table(file: Path) -> dict[str, Any]:
     """What ``file`` says, its lists as tuples; entries whose names begin with a dot are there to be referred to."""
 
     def fixed(x: Any) -> Any:

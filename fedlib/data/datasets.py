@@ -1,7 +1,7 @@
 """Data sets as integer tensors: what ships with a dependency, what `datasets` loads, and any local folder or file.
 
 The rest of the kit sees :class:`DataSet`, of sentences as of images. Decoding is done once per machine
-(``cache.py``), public sets are listed in ``hub.yaml``. Read next: ``decode.py`` (splits as arrays), ``local.py``.
+(``cache.py``), public sets are listed in ``sets.yaml``. Read next: ``decode.py`` (splits as arrays), ``local.py``.
 """
 
 import os
@@ -18,10 +18,9 @@ import torch
 
 from ..core.hub import fail_fast, offline
 from ..core.rng import numpy_generator
-from ..core.tables import table
 from ..core.validation import shown
 from .cache import Decoded, cached_for, digest_of, was_read
-from .decode import Layout, decode
+from .decode import SETS, Layout, decode
 from .docstrings import docstrings_key, read_docstrings
 from .local import local_set
 from .own import Own, own_set, saved_set
@@ -110,7 +109,7 @@ def read_mnist() -> Decoded:
     return parts | {"test_images": images[test], "test_labels": labels[test]}, [str(c) for c in range(10)]
 
 
-HUB = {name: Layout(**said) for name, said in table(Path(__file__).with_name("hub.yaml")).items()}
+HUB = {name: Layout(**said) for name, said in SETS["public"].items()}
 IDS = [source.where for source in HUB.values()]
 BY_ID = {source.where: name for name, source in HUB.items() if IDS.count(source.where) == 1}
 MNIST_STATS = torch.tensor([[0.1307], [0.3081]])  # the release normalises FEMNIST with MNIST's (facts 6.5)

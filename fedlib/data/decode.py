@@ -7,12 +7,14 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
 import torch
 
 from ..core.rng import numpy_generator
+from ..core.tables import read_table
 from .cache import Decoded
 from .equations import read_equations
 from .images import decode_images, image_column
@@ -20,6 +22,7 @@ from .questions import SPAN_LENGTH, answer_key, read_spans
 from .tokenizer import LENGTH, PAIR_LENGTH, tokenise
 
 Kind = Literal["images", "sentences", "pairs", "spans", "equations"]
+SETS = read_table(Path(__file__).with_name("sets.yaml"))
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """A data set on this machine: a folder of parquet files, of images or of LEAF's json, or one parquet file.
 
 Parquet files are named after their split (``train.parquet``, ``test-00000-of-00001.parquet``); a single file is all
-training data. What they mean is told by their columns (``LAYOUTS``).
+training data. What they mean is told by their columns (``sets.yaml``).
 """
 
 import re
@@ -10,7 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from .cache import Decoded, files_digest
-from .decode import Kind, Layout, decode
+from .decode import SETS, Kind, Layout, decode
 from .images import SCALED
 from .leaf import is_leaf, read_leaf
 from .questions import KEYED
@@ -18,17 +18,6 @@ from .quiet import quietly
 from .speech import decode_speech
 from .tokenizer import tokenizer_key
 
-LAYOUTS: tuple[tuple[Kind, tuple[str, ...], str], ...] = (  # of text: what is read, and the label
-    ("spans", ("question", "context"), "answers"),
-    ("equations", ("Body", "Question"), "Equation"),
-    ("equations", ("question",), "equation"),
-    ("pairs", ("sentence1", "sentence2"), "label"),
-    ("pairs", ("question1", "question2"), "label"),
-    ("pairs", ("question", "sentence"), "label"),
-    ("pairs", ("premise", "hypothesis"), "label"),
-    ("sentences", ("sentence",), "label"),
-    ("sentences", ("text",), "label"),
-)
 IMAGE_LABELS, OWNERS = ("label", "fine_label", "character"), ("writer_id", "speaker_id", "client_id")
 TESTED_FIRST = ("test", "valid", "validation")
 VALIDATED_FIRST = ("validation", "validation_matched", "valid", "test")  # GLUE's test sentences have no labels
@@ -105,7 +94,7 @@ def text_layout(parquet: Mapping[str, Sequence[str]]) -> tuple[Kind, tuple[str, 
 
 def layout_among(columns: Sequence[str]) -> tuple[Kind, tuple[str, ...], str | None]:
     """Kind, columns that are read and label of a set with these ``columns``."""
-    found = [t for t in LAYOUTS if set(t[1]) <= set(columns)]
+    found = [(s["kind"], s["reads"], s["label"]) for s in SETS["columns"] if set(s["reads"]) <= set(columns)]
     return next((t for t in found if t[2] in columns), found[0] if found else ("images", (), None))
 
 

@@ -14,7 +14,6 @@ Read next: ``metrics.py``.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import ClassVar, Literal, Protocol, runtime_checkable
 
 import torch
@@ -247,25 +246,17 @@ def _mean_where(mask: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     return values.masked_fill(~mask, 0.0).sum(-1) / mask.sum(-1).clamp(min=1)
 
 
-TASKS: Mapping[str, Task] = MappingProxyType(
-    {
-        "cola": Classification(("matthews", "accuracy")),
-        "mrpc": Classification(("accuracy", "f1")),  # as RaFFM prints it: multiples of 1/408
-        "qqp": Classification(("accuracy", "f1")),
-        **dict.fromkeys(("cifar10", "cifar100", "flowers102"), Classification(("accuracy", "macro_f1"))),
-        "stsb": Regression(),
-        "squad": Span(),
-        "squad_v2": Span(unanswerable=True),
-        "xquad": Span(),
-        "xquad_en": Span(),
-        "svamp": NextToken(),
-    }
-)  # by data set
-OF_LABELS: Mapping[str, Task] = MappingProxyType(
-    {"class": Classification(), "number": Regression(), "span": Span(), "tokens": NextToken()}
-)
+TASKS: Mapping[str, Task] = {  # by data set
+    "cola": Classification(("matthews", "accuracy")),
+    **dict.fromkeys(("mrpc", "qqp"), Classification(("accuracy", "f1"))),  # as RaFFM prints it: multiples of 1/408
+    **dict.fromkeys(("cifar10", "cifar100", "flowers102"), Classification(("accuracy", "macro_f1"))),
+    "stsb": Regression(),
+    **dict.fromkeys(("squad", "xquad", "xquad_en"), Span()),
+    "squad_v2": Span(unanswerable=True),
+    "svamp": NextToken(),
+}
 
 
-def task_of(dataset: str, labels: Literal["class", "number", "span", "tokens"] = "class") -> Task:
-    """The task of a data set: what ``TASKS`` says, else what its kind of ``labels`` allows."""
-    return TASKS.get(dataset, OF_LABELS[labels])
+def task_of(dataset: str) -> Task:
+    """The task of a data set: what ``TASKS`` says, else to tell classes apart."""
+    return TASKS.get(dataset, Classification())

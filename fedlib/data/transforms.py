@@ -13,8 +13,6 @@ import math
 import torch
 import torch.nn.functional as F
 
-AUGMENTATIONS = ("none", "crop", "crop_flip", "rrc", "rrc_flip")
-
 
 def sample_views(
     augment: str, n: int, size: int, generator: torch.Generator, pad: int = 4, min_scale: float = 0.08

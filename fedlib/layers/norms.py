@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -17,9 +16,9 @@ from .linear import alive_rows, is_cast, own_rows, per_client
 class LayerNorm(nn.LayerNorm):
     """Layer normalisation over the last dimension, whatever its size (sub-models may be narrower)."""
 
-    def __init__(self, dim: int, eps: float = 1e-5, axis: str = "residual"):
+    def __init__(self, dim: int, eps: float = 1e-5):
         super().__init__(dim, eps=eps)
-        self.axes = {"weight": (axis,), "bias": (axis,)}
+        self.axes = {"weight": ("residual",), "bias": ("residual",)}
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weight, bias = own_rows(self.weight, x, 1), own_rows(self.bias, x, 1)
@@ -206,27 +205,22 @@ def statistics(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 @contextmanager
-def recomputed_statistics(model: nn.Module, mean_over: Literal["examples", "batches"] = "examples") -> Iterator[None]:
+def recomputed_statistics(model: nn.Module) -> Iterator[None]:
     """Inside, run training data through ``model``; afterwards its ``BatchNorm2d`` hold the statistics of that data.
 
-    Each layer sees what the layers before it make with batch statistics, all in one pass. ``mean_over="examples"``:
-    mean and variance of all values that passed, whatever the batches. ``"batches"``: the plain mean of the batches'
-    means and unbiased variances, HeteroFL's static batch norm (``nn.BatchNorm2d`` with ``momentum=None``).
+    Each layer sees what the layers before it make with batch statistics, all in one pass. They are mean and variance of
+    all values that passed, whatever the batches.
     """
     layers = [m for m in model.modules() if isinstance(m, BatchNorm2d)]
-    if mean_over not in ("examples", "batches"):
-        raise ValueError(f"mean_over = {mean_over!r} is unknown; allowed: examples, batches")
     with layers[0].context.told(training=True, gathered={}) as context:
         with torch.no_grad():
             yield
         for layer, seen in context.gathered.items():
             count, mean, var = (torch.stack(part).double() for part in zip(*seen, strict=True))  # (batches, K, C)
-            weight = count if mean_over == "examples" else (count > 0).double()
-            weight = weight / weight.sum(0).clamp(min=1)
-            whole, kept = (weight * mean).sum(0), (weight * var).sum(0)
-            if mean_over == "examples":
-                total, inside = count.sum(0), var * (count - 1) / count.clamp(min=1)
-                kept = (weight * (inside + (mean - whole).square())).sum(0) * total / (total - 1).clamp(min=1)
-            for leaf, new in (("running_mean", whole), ("running_var", kept)):
+            total, inside = count.sum(0), var * (count - 1) / count.clamp(min=1)
+            weight = count / total.clamp(min=1)
+            whole = (weight * mean).sum(0)
+            around = (weight * (inside + (mean - whole).square())).sum(0) * total / (total - 1).clamp(min=1)
+            for leaf, new in (("running_mean", whole), ("running_var", around)):
                 new = new.to(layer.weight.dtype)
                 setattr(layer, leaf, new.squeeze(0) if len(new) == 1 and layer.weight.dim() == 1 else new)

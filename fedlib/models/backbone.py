@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ..core.slices import Axis
-from ..core.tables import table
+from ..core.tables import read_table
 from ..layers.tokens import put_token, take_token
 
 
@@ -61,7 +61,9 @@ class Spec(Protocol):
 
 def shapes(spec: type) -> dict[str, Any]:
     """The kit's named shapes of this kind (``shapes.yaml``)."""
-    return {name: spec(**said) for name, said in table(Path(__file__).with_name("shapes.yaml"))[spec.__name__].items()}
+    return {
+        name: spec(**said) for name, said in read_table(Path(__file__).with_name("shapes.yaml"))[spec.__name__].items()
+    }
 
 
 class TokenSpec(Spec):

@@ -10,7 +10,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import ClassVar, Self
 
-from ..core.tables import table
+from ..core.tables import read_table
 from ..data.tokenizer import words_of
 from .backbone import TokenSpec, shapes
 from .foreign import Foreign
@@ -65,7 +65,7 @@ class Family:
         return found
 
 
-FAMILIES = {name: Family(**said) for name, said in table(Path(__file__).with_name("families.yaml")).items()}
+FAMILIES = {name: Family(**said) for name, said in read_table(Path(__file__).with_name("families.yaml")).items()}
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,9 @@
 import pytest
 import torch
 
-from fedlib.data.transforms import AUGMENTATIONS, render, sample_views
+from fedlib import Experiment
+from fedlib.core.validation import field_hints
+from fedlib.data.transforms import render, sample_views
 
 ZERO, ONE = torch.zeros(3), torch.ones(3)
 
@@ -31,7 +33,7 @@ def test_crop_equals_interpolation_of_the_cropped_pixels():
     torch.testing.assert_close(ours[..., 1:-1, 1:-1], crop[..., 1:-1, 1:-1], rtol=0, atol=1e-5)  # borders differ
 
 
-@pytest.mark.parametrize("augment", AUGMENTATIONS)
+@pytest.mark.parametrize("augment", field_hints(Experiment)["augment"].__args__)
 def test_views_are_within_bounds_and_reproducible(augment):
     views = sample_views(augment, 2000, 32, torch.Generator().manual_seed(7), pad=4, min_scale=0.08)
     assert torch.equal(views, sample_views(augment, 2000, 32, torch.Generator().manual_seed(7), pad=4, min_scale=0.08))
