@@ -19,16 +19,6 @@ from .partition import Divided
 
 
 @dataclass(frozen=True)
-class Everything:
-    """All ``rows`` test rows for every client."""
-
-    rows: int
-
-    def client(self, i: int) -> np.ndarray:
-        return np.arange(self.rows)
-
-
-@dataclass(frozen=True)
 class ByLabel:
     """The test rows of every label that a client holds; ``held`` (clients, classes), rows sorted by class."""
 

@@ -9,7 +9,7 @@ import torch
 
 from ..core.experiment import Experiment
 from ..core.rng import numpy_generator
-from .client_tests import ByLabel, ByOwner, Everything, by_label, contiguous, like_train
+from .client_tests import ByLabel, ByOwner, by_label, contiguous, like_train
 from .datasets import DataSet, is_text, load_dataset, source_key, target_of
 from .partition import BY_CHANCE, BY_OWNER, Divided, Drawn, partition_examples
 from .questions import AnswerKey, unpack
@@ -88,13 +88,11 @@ class FederatedData:
 
     def client_test(self, i: int) -> np.ndarray:
         """Rows of the test set that client i is tested on, sorted; perhaps none."""
-        return self._tests.client(i)
+        return np.arange(len(self.test_labels)) if self.test_split == "central" else self._tests.client(i)
 
     @cached_property
-    def _tests(self) -> Divided | ByLabel | ByOwner | Everything:
+    def _tests(self) -> Divided | ByLabel | ByOwner:
         rows, clients = len(self.test_labels), self.num_clients
-        if self.test_split == "central":
-            return Everything(rows)
         if self.test_split == "owner" and (owners := self.client_owners()) is not None:
             assert self.test_owners is not None  # as load_federated asks
             return ByOwner(owners, self.test_owners)

@@ -21,10 +21,6 @@ from .label_partitions import capped_dirichlet, dealt_classes, grouped_dirichlet
 from .quiet import quietly
 
 MOST_CLIENTS = 10_000_000  # of a drawn population: what is kept per client is a few bytes
-BY_DIRICHLET = {
-    "weighted_dirichlet": weighted_dirichlet, "capped_dirichlet": capped_dirichlet,
-    "grouped_dirichlet": grouped_dirichlet,
-}  # fmt: skip
 BY_OWNER, BY_CHANCE = ("natural", "natural_split"), ("iid",)  # the partitions that look at no label
 
 
@@ -110,15 +106,13 @@ def partition_examples(
         if owners is None:
             raise ValueError(f"experiment: partition = {kind!r} but the dataset names no owner (writer, speaker)")
         return (natural_partition if kind == "natural" else natural_split)(owners, num_clients, seed)
-    if kind == "dirichlet":
-        return dirichlet_partition(labels, num_clients, dirichlet_alpha, seed)
+    if kind in BY_DIRICHLET:
+        return BY_DIRICHLET[kind](labels, num_clients, dirichlet_alpha, seed)
     classes = len(np.unique(labels))
     if kind in ("pathological", "dealt") and classes_per_client > classes:
         raise ValueError(f"experiment: classes_per_client = {classes_per_client} exceeds the {classes} classes")
     if kind == "dealt":
         return dealt_classes(labels, num_clients, classes_per_client, seed)
-    if kind in BY_DIRICHLET:
-        return BY_DIRICHLET[kind](labels, num_clients, dirichlet_alpha, seed)
     return _flwr_partition(kind, labels, num_clients, seed, dirichlet_alpha, classes_per_client)
 
 
@@ -190,6 +184,12 @@ def dirichlet_partition(labels: np.ndarray, num_clients: int, alpha: float, seed
                     break  # renormalise over what is left
         out.append(np.sort(np.array(mine, dtype=np.int64)))
     return out
+
+
+BY_DIRICHLET = {
+    "dirichlet": dirichlet_partition, "weighted_dirichlet": weighted_dirichlet, "capped_dirichlet": capped_dirichlet,
+    "grouped_dirichlet": grouped_dirichlet,
+}  # fmt: skip
 
 
 def _flwr_partition(kind, labels, num_clients, seed, alpha, classes_per_client) -> list[np.ndarray]:

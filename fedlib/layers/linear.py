@@ -6,6 +6,8 @@ it (frozen, or a single model) and ``(K, out, in)`` when each of K clients has i
 from the tensors themselves, so one skeleton serves every width and every cohort size.
 """
 
+from collections.abc import Iterable
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -105,17 +107,22 @@ class _StackedLinear(torch.autograd.Function):
         )
 
 
-def init_normal_(module: nn.Module, generator: torch.Generator, std: float | None = 0.02) -> None:
+@torch.no_grad()
+def init_normal_(
+    module: nn.Module, generator: torch.Generator, std: float | None = 0.02, tables: Iterable[torch.Tensor] = ()
+) -> None:
     """ViT's initialisation, in place: every Linear weight N(0, std) with zero bias, every LayerNorm (1, 0).
 
     Without ``std`` a weight's is 1/sqrt(inputs), which keeps a signal's size (LeCun et al., Efficient BackProp, 1998).
+    ``tables`` are drawn last, N(0, 0.02).
     """
     for m in module.modules():
         if isinstance(m, nn.Linear):
-            with torch.no_grad():
-                m.weight.normal_(0, m.in_features**-0.5 if std is None else std, generator=generator)
-                if m.bias is not None:
-                    m.bias.zero_()
+            m.weight.normal_(0, m.in_features**-0.5 if std is None else std, generator=generator)
+            if m.bias is not None:
+                m.bias.zero_()
         elif isinstance(m, nn.LayerNorm):
             nn.init.ones_(m.weight)
             nn.init.zeros_(m.bias)
+    for p in tables:
+        p.normal_(0, 0.02, generator=generator)

@@ -61,9 +61,8 @@ class Spec(Protocol):
 
 def shapes(spec: type) -> dict[str, Any]:
     """The kit's named shapes of this kind (``shapes.yaml``)."""
-    return {
-        name: spec(**said) for name, said in read_table(Path(__file__).with_name("shapes.yaml"))[spec.__name__].items()
-    }
+    named = read_table(Path(__file__).with_name("shapes.yaml"))[spec.__name__]
+    return {name: spec(**said) for name, said in named.items()}
 
 
 class TokenSpec(Spec):

@@ -189,10 +189,7 @@ class Bert(TokenBackbone):
 
     def init_(self, generator: torch.Generator) -> "Bert":
         """Initialise in place as BERT does: N(0, 0.02) everywhere; matrices as ``init_sd`` says."""
-        init_normal_(self, generator, self.spec.init_sd)
-        with torch.no_grad():
-            self.stem.words.weight.normal_(0, 0.02, generator=generator)
-            self.stem.pos_embed.normal_(0, 0.02, generator=generator)
+        init_normal_(self, generator, self.spec.init_sd, (self.stem.words.weight, self.stem.pos_embed))
         return self.centre_()
 
 

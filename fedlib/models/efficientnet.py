@@ -24,7 +24,7 @@ from ..layers.dropout import Dropout
 from ..layers.linear import Linear
 from ..layers.norms import BatchNorm2d
 from .backbone import shapes
-from .maps import MapBackbone, MapSpec
+from .maps import ConvNorm, MapBackbone, MapSpec
 
 SQUEEZE = 0.25  # channels inside a squeeze-and-excitation, as a share of the block's input
 
@@ -80,7 +80,8 @@ class EfficientNetSpec(MapSpec):
 
     def build(self) -> MapBackbone:
         """A stem and inverted residual blocks, without weights."""
-        return MapBackbone(self, Stem(self), (Inverted(self, unit) for unit in range(self.depth)))
+        stem = ConvNorm(self.channels, self.stem, 3, self.stem_stride, (self.stream(-1), None), F.silu)
+        return MapBackbone(self, stem, (Inverted(self, unit) for unit in range(self.depth)))
 
 
 EFFICIENTNETS = shapes(EfficientNetSpec)
@@ -128,18 +129,6 @@ class Inverted(nn.Module):
         y = self.excite(F.silu(self.bn(self.scale(self.depthwise(y)))))
         y = self.project_bn(self.project_scale(self.project(y)))
         return self.drop(y) + z if self.adds else y
-
-
-class Stem(nn.Module):
-    """A 3x3 convolution with norm and SiLU."""
-
-    def __init__(self, spec: EfficientNetSpec):
-        super().__init__()
-        self.conv = Conv2d(spec.channels, spec.stem, 3, spec.stem_stride, 1, axes=(spec.stream(-1), None))
-        self.scale, self.bn = Scaler("conv", "norm"), BatchNorm2d(spec.stem, spec.stream(-1))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:  # (K, B, 3, H, W) -> (K, B, C, H', W')
-        return F.silu(self.bn(self.scale(self.conv(x))))
 
 
 def timm_name(name: str, spec: EfficientNetSpec) -> str:

@@ -1,14 +1,18 @@
 """Backbones whose state is one map (K, B, C, H, W), which is also what their exits see."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from ..core.profiling import kept_by_autograd
+from ..layers.context import Scaler
 from ..layers.conv import INITIALISATIONS, Conv2d, sample_and_pad
+from ..layers.norms import BatchNorm2d
 from .backbone import Backbone, Spec
 
 
@@ -76,6 +80,21 @@ def _kept_sizes(backbone: nn.Module, examples: int) -> list[int]:
         for unit in range(backbone.spec.depth):
             _, z = backbone.advance(z, unit, 1)
     return [x.numel() for x in kept.values()]
+
+
+class ConvNorm(nn.Module):
+    """Convolution, norm and what ``activates``; ``axes`` of its output and input channels."""
+
+    def __init__(
+        self, channels: int, width: int, kernel: int, stride: int, axes: tuple[str, str | None],
+        activates: Callable[[torch.Tensor], torch.Tensor] = F.relu,
+    ):  # fmt: skip
+        super().__init__()
+        self.conv = Conv2d(channels, width, kernel, stride, kernel // 2, axes=axes)
+        self.scale, self.bn, self.activates = Scaler("conv", "norm"), BatchNorm2d(width, axes[0]), activates
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # (K, B, C, H, W) -> (K, B, C', H', W')
+        return self.activates(self.bn(self.scale(self.conv(x))))
 
 
 class MapBackbone(Backbone):

@@ -125,15 +125,12 @@ class Measure:
 
     @cached_property
     def _whole_outputs(self) -> Counter[nn.Module]:
-        return self._outputs(Slice.prefix(self.model.depth, range(len(self.model.exit_units))))
-
-    def _outputs(self, part: Slice) -> Counter[nn.Module]:
-        """Numbers that each layer puts out for one example through ``part``, whose tensors are in place."""
+        """Numbers that each layer of the whole model puts out for one example."""
         outputs: Counter[nn.Module] = Counter()
         hook = lambda m, args, out: outputs.update({m: out.numel() if isinstance(out, torch.Tensor) else 0})  # noqa: E731
         hooks = [m.register_forward_hook(hook) for m in self.model.modules()]
         try:
-            self._run(part)
+            self._run(Slice.prefix(self.model.depth, range(len(self.model.exit_units))))
         finally:
             for h in hooks:
                 h.remove()

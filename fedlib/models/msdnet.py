@@ -16,15 +16,12 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from ..core.slices import Axis
-from ..layers.context import Scaler
-from ..layers.conv import Conv2d, sample_and_pad
-from ..layers.norms import BatchNorm2d
+from ..layers.conv import sample_and_pad
 from .backbone import shapes
-from .maps import MapBackbone, MapSpec
+from .maps import ConvNorm, MapBackbone, MapSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,18 +115,6 @@ class Scales:
     def numel(self) -> int:
         """Numbers in all scales."""
         return sum(m.numel() for m in self.maps)
-
-
-class ConvNorm(nn.Module):
-    """Convolution, norm, ReLU."""
-
-    def __init__(self, channels: int, width: int, kernel: int, stride: int, axes: tuple[str, str | None]):
-        super().__init__()
-        self.conv = Conv2d(channels, width, kernel, stride, kernel // 2, axes=axes)
-        self.scale, self.bn = Scaler("conv", "norm"), BatchNorm2d(width, axes[0])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.relu(self.bn(self.scale(self.conv(x))))
 
 
 class Bottleneck(nn.Sequential):

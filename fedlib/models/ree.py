@@ -86,10 +86,7 @@ class Ree(Head):
         self.axes = {"meta_token": (None, "residual"), "positions": (None, "residual")}
 
     def init_(self, generator: torch.Generator) -> "Ree":
-        init_normal_(self, generator)
-        with torch.no_grad():
-            self.meta_token.normal_(0, 0.02, generator=generator)
-            self.positions.normal_(0, 0.02, generator=generator)
+        init_normal_(self, generator, tables=(self.meta_token, self.positions))
         return self
 
     def reads(self, block: int) -> bool:

@@ -22,7 +22,7 @@ from ..layers.context import Scaler
 from ..layers.conv import Conv2d
 from ..layers.norms import BatchNorm2d
 from .backbone import shapes
-from .maps import MapBackbone, MapSpec
+from .maps import ConvNorm, MapBackbone, MapSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,8 +58,11 @@ class ResNetSpec(MapSpec):
 
     def build(self) -> MapBackbone:
         """A stem and residual blocks, without weights."""
-        block = PostBlock if self.form == "post" else PreBlock
-        return MapBackbone(self, Stem(self), (block(self, unit) for unit in range(self.depth)))
+        block, activates = (PostBlock, F.relu) if self.form == "post" else (PreBlock, nn.Identity())
+        stem = ConvNorm(self.channels, self.feature(-1)[0], 3, 1, (self.stream(-1), None), activates)
+        if self.form == "pre":
+            stem.scale, stem.bn = Scaler("conv"), nn.Identity()
+        return MapBackbone(self, stem, (block(self, unit) for unit in range(self.depth)))
 
 
 RESNETS = shapes(ResNetSpec)
@@ -115,20 +118,3 @@ class PreBlock(Block):
         else:
             shortcut = self.shortcut_scale(a) if self.late else z  # a comes out of a norm, z out of scaled layers
         return self.scale(self.conv2(y)) + shortcut
-
-
-class Stem(nn.Module):
-    """A 3x3 convolution with a norm and ReLU (``post``), with a norm (``fedepth``), or alone (``pre``)."""
-
-    def __init__(self, spec: ResNetSpec):
-        super().__init__()
-        axis, (width, *_) = spec.stream(-1), spec.feature(-1)
-        self.form = spec.form
-        self.conv = Conv2d(spec.channels, width, 3, 1, 1, axes=(axis, None))
-        self.scale = Scaler("conv") if spec.form == "pre" else Scaler("conv", "norm")
-        self.bn = BatchNorm2d(width, axis) if spec.form != "pre" else None
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:  # (K, B, 3, H, W) -> (K, B, C, H, W)
-        z = self.scale(self.conv(x))
-        z = self.bn(z) if self.bn is not None else z
-        return F.relu(z) if self.form == "post" else z

@@ -165,10 +165,7 @@ class ViT(TokenBackbone):
 
     def init_(self, generator: torch.Generator) -> "ViT":
         """Initialise in place as ViT does: N(0, 0.02) everywhere."""
-        init_normal_(self, generator)
-        with torch.no_grad():
-            self.stem.prefix.normal_(0, 0.02, generator=generator)
-            self.stem.pos_embed.normal_(0, 0.02, generator=generator)
+        init_normal_(self, generator, tables=(self.stem.prefix, self.stem.pos_embed))
         return self
 
 
