@@ -80,7 +80,7 @@ class Experiment:
       rounds              rounds of communication
       local_epochs        passes over a client's own examples in a round
       batch_size          examples of a local step
-      lr, min_lr          rate of local training; min_lr is the floor of schedule = cosine
+      lr, min_lr          rate of local training; min_lr is the least of schedule = cosine
       schedule            the rate of round t = 1..rounds. cosine: max(min_lr, lr/2 (1 + cos(pi t / rounds))), so the
                           last round's, and that of rounds = 1, is min_lr; step: lr times decay after every milestone;
                           exponential: lr times decay after every decay_every rounds; constant: lr

@@ -22,7 +22,7 @@ def read_equations(
     """(token ids int32 (N, length), next tokens int64 (N, length)); several columns of text are read one after another.
 
     Of a problem that is too long the beginning is left out, as the question stands at its end. ``ValueError`` names the
-    row (``where(i)``) of an equation that leaves no room for a question.
+    row (``where(i)``) of an equation that leaves nothing of a question.
     """
     words = words_of(source)
     tokenizer, marks = words.encoder(), len(words.begin) + len(words.between) + 1
@@ -31,10 +31,10 @@ def read_equations(
     ids = np.full((len(problems), length), words.padding, np.int32)
     prompts, lengths = (np.zeros(len(problems), np.int64) for _ in range(2))
     for i, (problem, equation) in enumerate(zip(encode(problems), encode(equations), strict=True)):
-        room = length - marks - len(equation)
-        if room < 1 or not equation:
+        left = length - marks - len(equation)
+        if left < 1 or not equation:
             raise ValueError(f"{where(i)}: an equation of {len(equation)} tokens does not fit into {length}")
-        row = [*words.begin, *problem[-room:], *words.between, *equation, words.end]
+        row = [*words.begin, *problem[-left:], *words.between, *equation, words.end]
         ids[i, : len(row)] = row
         prompts[i], lengths[i] = len(row) - len(equation) - 1, len(row)
     return ids, next_token_labels(*map(torch.from_numpy, (ids, prompts, lengths))).numpy()

@@ -16,6 +16,8 @@ from .questions import AnswerKey, unpack
 from .tasks import IGNORED, Classification, NextToken, Regression, Span, task_of
 from .transforms import render
 
+Rows = np.ndarray  # of a training set: their numbers, or what each is of
+
 
 @dataclass(frozen=True)
 class FederatedData:
@@ -144,12 +146,12 @@ def load_federated(
             f"allowed: data whose examples have owners, with partition = {' or '.join(BY_OWNER)}"
         )
     values, test_values = _strata(data, data.train_labels), _strata(data, data.test_labels)
-    train, test = _subset(values, e.num_train, "train"), _subset(test_values, e.num_test, "test")
+    chosen, test = _subset(values, e.num_train, "train"), _subset(test_values, e.num_test, "test")
     owners, test_owners = (o.numpy() if o is not None else None for o in (data.owners, data.test_owners))
-    train, held = hold_out(values, train, e.validation_fraction)
+    train, held = hold_out(values, chosen, e.validation_fraction)
     if e.evaluate_on == "validation":
         test, test_inputs, test_labels, test_owners = held, inputs, labels, owners
-    left_out = np.setdiff1d(np.arange(len(values)), _subset(values, e.num_train, "train"))
+    left_out = np.setdiff1d(np.arange(len(values)), chosen)
     train, public = _grant(values, train, left_out, e.public_fraction)
     holdings = _hold(e, values[train], train, owners)
     if e.num_test is not None or e.evaluate_on == "validation":
@@ -205,9 +207,7 @@ def check_task(e: Experiment, data: FederatedData) -> None:
         )
 
 
-def hold_out(
-    values: np.ndarray, rows: np.ndarray, fraction: float, purpose: str = "validation"
-) -> tuple[np.ndarray, np.ndarray]:
+def hold_out(values: Rows, rows: Rows, fraction: float, purpose: str = "validation") -> tuple[Rows, Rows]:
     """(training rows, held-out rows): ``fraction`` of every class, rounded, the same for every seed.
 
     ``ValueError`` if that is none, though some were asked for, or all.
@@ -228,9 +228,7 @@ def hold_out(
     return rows[~held], rows[held]
 
 
-def _grant(
-    values: np.ndarray, rows: np.ndarray, left_out: np.ndarray, fraction: float
-) -> tuple[np.ndarray, np.ndarray]:
+def _grant(values: Rows, rows: Rows, left_out: Rows, fraction: float) -> tuple[Rows, Rows]:
     """(training rows, public rows): as many of every class as :func:`hold_out` takes of ``rows``.
 
     They are of those ``left_out``, which nobody uses, and the training rows stay whole; else, of these.

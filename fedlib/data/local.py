@@ -40,7 +40,7 @@ def local_set(
     if path.is_dir():
         check_pieces(meant)
     digest = files_digest(meant, path if path.is_dir() else path.parent)
-    kind, reads, label = _known_layout(digest, tuple((split, *found) for split, found in parquet.items()))
+    kind, reads, label = text_layout(digest, tuple((split, *found) for split, found in parquet.items()))
 
     def read(size: int | None) -> tuple[Decoded, bool]:
         if is_leaf(path):
@@ -70,18 +70,16 @@ def check_pieces(files: Sequence[Path]) -> None:
 
 
 @lru_cache(maxsize=64)
-def _known_layout(digest: str, parquet: tuple[tuple[str, ...], ...]) -> tuple[Kind, tuple[str, ...], str | None]:
-    """:func:`text_layout` of files of this ``digest``, whose headers are read once."""
-    return text_layout({split: files for split, *files in parquet})
+def text_layout(digest: str, parquet: tuple[tuple[str, ...], ...]) -> tuple[Kind, tuple[str, ...], str | None]:
+    """Kind, columns that are read and label of parquet files, each split's behind its name; images where none is known.
 
-
-def text_layout(parquet: Mapping[str, Sequence[str]]) -> tuple[Kind, tuple[str, ...], str | None]:
-    """Kind, columns that are read and label of a set of parquet files; images where no columns of text are known."""
+    ``digest`` is the files', so that their headers are read once.
+    """
     from pyarrow import ArrowException
     from pyarrow.parquet import read_metadata
 
     names: list[str] = []
-    for split, file in ((s, f) for s, files in parquet.items() for f in files):
+    for split, file in ((s, f) for s, *files in parquet for f in files):
         try:
             metadata = read_metadata(file)
         except (ArrowException, OSError) as error:
