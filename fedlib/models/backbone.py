@@ -6,7 +6,7 @@ them), ``build()``, and what it can do, where that differs from what :class:`Spe
 Read next: ``vit.py``, ``resnet.py`` (two backbones), ``exit_model.py`` (who runs them).
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -211,13 +211,21 @@ class TokenBackbone(Backbone):
                 own[leaf] = p
 
 
-def fill_(
-    backbone: Backbone, state: Mapping[str, torch.Tensor], names: Mapping[str, str], converted: Callable, of: str
-) -> None:
-    """Load a checkpoint's ``state``. ``names`` says what each own tensor is called there.
+def load_published_(
+    backbone: Backbone, state: Mapping[str, torch.Tensor], name_of: Callable[[str], str], converted: Callable, of: str,
+    besides: Collection[str] = (), unused: Collection[str] | None = None,
+) -> None:  # fmt: skip
+    """Load the checkpoint ``state`` ``of`` a published net, where a tensor is called ``name_of`` its own name.
 
-    ``converted(own name, tensor)`` brings it into this kit's layout. ``ValueError`` names what does not fit.
+    ``converted(own name, tensor)`` brings it into this kit's layout. ``ValueError`` names keys that are missing (some
+    ``besides`` tensors' are needed), not known (nor ``unused``; None: there may be any), or of another shape.
     """
+    names = {own: name_of(own) for own in backbone.state_dict()}
+    needed = {*names.values(), *besides}
+    odd = {"missing": needed - set(state), "unknown": set() if unused is None else set(state) - needed - {*unused}}
+    if any(odd.values()):
+        says = "; ".join(f"{what} {', '.join(sorted(keys))[:200]}" for what, keys in odd.items() if keys)
+        raise ValueError(f"not a {of} checkpoint of {backbone.spec.depth} blocks: {says}")
     tensors = {own: converted(own, state[published].float()) for own, published in names.items()}
     for own, p in backbone.state_dict().items():
         if tensors[own].shape != p.shape:

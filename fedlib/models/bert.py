@@ -36,7 +36,7 @@ from ..core.slices import Axis
 from ..layers.context import Scaler
 from ..layers.linear import init_normal_, per_client
 from ..layers.norms import LayerNorm
-from .backbone import TokenBackbone, TokenSpec, fill_, shapes
+from .backbone import TokenBackbone, TokenSpec, load_published_, shapes
 from .vit import MLP, Attention, head_axis
 
 
@@ -202,22 +202,17 @@ PUBLISHED = {
 }  # fmt: skip
 
 
-@torch.no_grad()
 def load_bert(state: Mapping[str, torch.Tensor], config: BertSpec) -> Bert:
     """A :class:`Bert` of shape ``config`` from the state dict of Hugging Face's ``BertModel``; its pooler is not used.
 
     ``ValueError`` names keys that are missing, or of another shape.
     """
-    bert = Bert(config)
-    names = {name: published_name(name) for name in bert.state_dict()}
-    absent = sorted({*names.values(), TYPES} - set(state))
-    if absent:
-        raise ValueError(f"not a BERT checkpoint of {config.depth} blocks: missing {', '.join(absent)}")
 
     def converted(name: str, value: torch.Tensor) -> torch.Tensor:
         return value[: config.length] + state[TYPES][0].float() if name == "stem.pos_embed" else value
 
-    fill_(bert, state, names, converted, "BERT")
+    bert = Bert(config)
+    load_published_(bert, state, published_name, converted, "BERT", besides=[TYPES])
     return bert.centre_()
 
 

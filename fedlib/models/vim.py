@@ -12,7 +12,6 @@ token itself, as on a ViT and as Eqs. 2-4 read.
 """
 
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple
@@ -23,7 +22,7 @@ from torch import nn
 
 from ..layers.linear import Linear, per_client
 from ..layers.selective_scan import causal_conv, selective_scan
-from .backbone import TokenBackbone, TokenSpec, fill_, shapes
+from .backbone import TokenBackbone, TokenSpec, load_published_, shapes
 from .vit import patchify
 
 
@@ -216,29 +215,10 @@ class Vim(TokenBackbone):
 UNUSED = {"norm_f.weight", "head.weight", "head.bias"}  # every exit has its own norm and classifier
 
 
-@torch.no_grad()
-def load_vim(state: Mapping[str, torch.Tensor], reads_update: bool = True) -> Vim:
-    """A :class:`Vim` from a published state dict, its shape read from the tensors.
-
-    ``ValueError`` names keys that are missing, not known, or of another shape than the rest says.
-    """
-    shaping = ("pos_embed", "patch_embed.proj.weight", "layers.0.mixer.A_log", "layers.0.mixer.conv1d.weight")
-    absent = [k for k in shaping if k not in state]
-    if absent:
-        raise ValueError(f"not a Vision Mamba checkpoint: without {', '.join(absent)}")
-    positions, patch, states, conv = (state[k].shape for k in shaping)
-    dim, patch_size, side = patch[0], patch[-1], math.isqrt(positions[1] - 1)
-    depth = 1 + max(int(k.split(".")[1]) for k in state if re.match(r"layers\.\d+\.", k))
-    config = VimSpec(
-        side * patch_size, patch_size, dim, depth, states[1], states[0] // dim, conv[-1], reads_update=reads_update
-    )
+def load_vim(state: Mapping[str, torch.Tensor], config: VimSpec) -> Vim:
+    """A :class:`Vim` of shape ``config`` from a published state dict; ``ValueError`` says what does not fit."""
     vim = Vim(config)
-    names = {name: published_name(name) for name in vim.state_dict()}
-    missing, unknown = set(names.values()) - set(state), set(state) - set(names.values()) - UNUSED
-    if missing or unknown:
-        parts = (f"{what} {', '.join(sorted(k))}" for what, k in (("missing", missing), ("unknown", unknown)) if k)
-        raise ValueError(f"not a Vision Mamba checkpoint of {depth} blocks: {'; '.join(parts)}")
-    fill_(vim, state, names, _converted, "Vision Mamba")
+    load_published_(vim, state, published_name, _converted, "Vision Mamba", unused=UNUSED)
     return vim
 
 
