@@ -16,7 +16,6 @@ from typing import Literal
 import numpy as np
 import torch
 
-from ..core.hub import fail_fast, offline
 from ..core.rng import numpy_generator
 from ..core.validation import shown
 from .cache import Decoded, cached_for, digest_of, was_read
@@ -25,7 +24,7 @@ from .docstrings import docstrings_key, read_docstrings
 from .local import local_set
 from .own import Own, own_set, saved_set
 from .questions import KEYED
-from .quiet import quietly
+from .quiet import public_set
 from .speech import read_speech_commands
 from .tokenizer import LENGTH, has_words, tokenizer_key
 
@@ -229,14 +228,7 @@ def _hub_key(layout: Layout, tokenizer: str | None = None) -> dict:
 
 
 def _read_hub(name: str, tokenizer: str | None, size: int | None) -> tuple[Decoded, bool]:
-    layout = replace(HUB[name], tokenizer=tokenizer)
-    with quietly():
-        from datasets import load_dataset as load
-
-        try:
-            with fail_fast():
-                splits = load(layout.where, *([layout.config] if layout.config else []))
-        except Exception as error:  # datasets raises a different class for each way of being offline
-            otherwise = "connect once, or pass the path of a local copy"
-            raise offline(f"dataset {name!r} ({layout.where}) is", error, otherwise) from error
+    layout, otherwise = replace(HUB[name], tokenizer=tokenizer), "connect once, or pass the path of a local copy"
+    config = [layout.config] if layout.config else []
+    splits = public_set(f"{name!r} ({layout.where})", otherwise, layout.where, *config)
     return decode(splits, layout, size)

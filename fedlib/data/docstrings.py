@@ -20,11 +20,8 @@ FILES = 6  # of each library, the largest
 
 
 def docstrings_key(source: str | None = None) -> dict:
-    return {
-        "docstrings": [f"{x} {version(x)}" for x in LIBRARIES],
-        "per_library": DOCSTRINGS,
-        "files": FILES,
-    } | tokenizer_key(source)
+    key = {"docstrings": [f"{x} {version(x)}" for x in LIBRARIES], "per_library": DOCSTRINGS, "files": FILES}
+    return key | tokenizer_key(source)
 
 
 def read_docstrings(source: str | None = None, length: int = LENGTH) -> tuple[dict[str, torch.Tensor], list[str]]:

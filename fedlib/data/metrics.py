@@ -52,25 +52,23 @@ def matthews(predictions: torch.Tensor, labels: torch.Tensor) -> float:
 
 
 def pearson(predictions: torch.Tensor, labels: torch.Tensor) -> float:
-    from scipy.stats import pearsonr
-
-    return _correlation(pearsonr, predictions, labels)
+    return _correlation("pearsonr", predictions, labels)
 
 
 def spearman(predictions: torch.Tensor, labels: torch.Tensor) -> float:
-    from scipy.stats import spearmanr
-
-    return _correlation(spearmanr, predictions, labels)
+    return _correlation("spearmanr", predictions, labels)
 
 
-def _correlation(of, predictions: torch.Tensor, labels: torch.Tensor) -> float:
-    """Zero where it is undefined: constant or diverged predictions, constant labels, a single example."""
+def _correlation(of: str, predictions: torch.Tensor, labels: torch.Tensor) -> float:
+    """SciPy's; zero where it is undefined: constant or diverged predictions, constant labels, a single example."""
+    from scipy import stats
+
     p, y = predictions.double().cpu().numpy(), labels.double().cpu().numpy()
     if not np.isfinite(p).all() or (p == p[0]).all() or (y == y[0]).all():
         return 0.0
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of nearly constant input
-        value = float(of(p, y).statistic)
+        value = float(getattr(stats, of)(p, y).statistic)
     return 100 * value if np.isfinite(value) else 0.0
 
 

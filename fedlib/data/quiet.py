@@ -4,6 +4,9 @@ import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
+
+from ..core.hub import fail_fast, offline
 
 
 @contextmanager
@@ -30,3 +33,15 @@ def quietly() -> Iterator[None]:
                 remarks.enable_progress_bar()
             root.setLevel(level)
             root.handlers[:] = handlers
+
+
+def public_set(what: str, otherwise: str, *asked: Any, **more: Any):
+    """What ``datasets.load_dataset`` has when it is asked so; ``ConnectionError`` says what to do ``otherwise``."""
+    with quietly():
+        from datasets import load_dataset
+
+        try:
+            with fail_fast():
+                return load_dataset(*asked, **more)
+        except Exception as error:  # datasets raises a different class for each way of being offline
+            raise offline(f"dataset {what} is", error, otherwise) from error

@@ -17,15 +17,15 @@ from functools import lru_cache
 import numpy as np
 import torch
 
-from ..core.hub import fail_fast, offline
 from ..core.rng import numpy_generator
+from .quiet import public_set
 
 MEAN, SD = -4.2677393, 4.5689974  # AudioSet, as AST uses them: features are (x - MEAN) / (2 SD)
 # Stored range of the normalised features: silence is ln 1.2e-7 = -15.9, or -1.28. By Parseval a frame at full scale has
 # at most 256 x 1.97^2 (pre-emphasis) x 149.6 (sum of the squared Hann weights) = 148,600 in all bins: 11.9, or 1.77.
 LOW, HIGH = -1.3, 1.8
 STATS = torch.tensor([[-LOW / (HIGH - LOW)], [1 / (HIGH - LOW)]])  # (byte / 255 - mean) / SD is the feature again
-HUB_PARQUET = "hf://datasets/google/speech_commands@~parquet/v0.02/{split}/*.parquet"
+HUB_PARQUET = "hf://datasets/google/speech_commands@~parquet/v0.02/train/*.parquet"
 
 
 @lru_cache(maxsize=8)
@@ -110,12 +110,6 @@ def decode_speech(table, label: str, speaker: str, speakers: int | None = None) 
 
 def read_speech_commands() -> tuple[dict, list[str]]:
     """SpeechCommands v2, 35 classes, the 250 speakers with most clips of the training list."""
-    from datasets import load_dataset
-
-    try:
-        with fail_fast():
-            table = load_dataset("parquet", data_files={"train": HUB_PARQUET.format(split="train")}, split="train")
-    except Exception as error:  # datasets raises a different class for each way of being offline
-        otherwise = "connect once, or put a copy under $FEDLIB_DATA/speech_commands"
-        raise offline("dataset 'speech_commands' is", error, otherwise) from error
+    otherwise, files = "connect once, or put a copy under $FEDLIB_DATA/speech_commands", {"train": HUB_PARQUET}
+    table = public_set("'speech_commands'", otherwise, "parquet", data_files=files, split="train")
     return decode_speech(table, "label", "speaker_id", speakers=250)
