@@ -59,7 +59,12 @@ def build_backbone(name: str, pretrained: bool = True, seed: int = 0) -> Backbon
     if not pretrained:
         return spec.build().init_(generator)
     if name in WEIGHTS:
-        return load_weights_(ViT(VITS[name]), _own_weights(name))
+        if (file := weights_file(name)) is None:
+            raise ConnectionError(
+                f"the weights of {name!r} are not at hand: put {name}.safetensors into $FEDLIB_DATA/backbones, make it "
+                f"(python -m pretraining {name}), or use backbone='deit_micro'"
+            )
+        return load_weights_(ViT(VITS[name]), file)
     if isinstance(spec, ForeignSpec):
         return load_foreign(spec, seed)
     if name == "efficientnet_b4":
@@ -148,16 +153,6 @@ def folder_of_weights(name: str) -> Path | None:
     """The folder that a model of transformers' or timm's is loaded from; None: from the hub, or another model."""
     source = OWN[name].source if name in OWN else folder_of(name)
     return Path(source) if source and Path(source).is_dir() else None
-
-
-def _own_weights(name: str) -> Path:
-    file = weights_file(name)
-    if file is None:
-        raise ConnectionError(
-            f"the weights of {name!r} are not at hand: put {name}.safetensors into $FEDLIB_DATA/backbones, make it "
-            f"(python -m pretraining {name}), or use backbone='deit_micro'"
-        )
-    return file
 
 
 def load_weights_(vit: ViT, file: Path) -> ViT:
