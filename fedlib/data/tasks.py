@@ -27,13 +27,14 @@ CORRELATIONS = ("matthews", "pearson")  # metrics in percent too, but down to -1
 
 @runtime_checkable
 class Task(Protocol):
-    """What outputs mean."""
+    """What outputs mean. Unless a task says otherwise they tell classes apart, or the tokens of a vocabulary."""
 
     reads: Literal["class", "tokens"]  # do exits see the class token alone or every token?
     metric: str  # the headline, which tables read as ``accuracy``: in percent, larger is better, as all metrics are
 
     def outputs(self, num_classes: int) -> int:
         """Outputs of a head, per token where it reads tokens. ``num_classes``: of the data; a vocabulary's size."""
+        return num_classes
 
     def losses(self, outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Each example's loss: (E, K, B, *out), (K, B, *label) -> (E, K, B)."""
@@ -48,10 +49,12 @@ class Task(Protocol):
         """
 
     def confidence(self, outputs: torch.Tensor) -> torch.Tensor:
-        """Probability of the prediction, for early leaving: (..., *out) -> (...)."""
+        """Probability of the prediction, for early leaving: (..., *out) -> (...); tokens leave one by one, (..., T)."""
+        return outputs.softmax(-1).amax(-1)
 
     def predict(self, outputs: torch.Tensor) -> torch.Tensor:
         """The answer: (..., *out) -> (..., *label). Small where outputs are large: keep these, batch by batch."""
+        return outputs.argmax(-1)
 
     def score(self, predictions: torch.Tensor, labels: torch.Tensor) -> dict[str, float]:
         """Metrics of N predictions by name, the headline first. Raises ``ValueError`` if there is none."""
@@ -77,9 +80,6 @@ class Classification(Task):
     def metric(self) -> str:
         return self.metrics[0]
 
-    def outputs(self, num_classes: int) -> int:
-        return num_classes
-
     def losses(self, outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Cross-entropy."""
         labels = labels.expand(outputs.shape[:-1]).unsqueeze(-1)
@@ -87,12 +87,6 @@ class Classification(Task):
 
     def kl(self, teacher, student, labels=None, temperature=1.0):
         return _kl(teacher, student, temperature)
-
-    def confidence(self, outputs: torch.Tensor) -> torch.Tensor:
-        return outputs.softmax(-1).amax(-1)
-
-    def predict(self, outputs: torch.Tensor) -> torch.Tensor:
-        return outputs.argmax(-1)
 
     def _score(self, predictions, labels):
         return {name: getattr(metrics, name)(predictions, labels) for name in self.metrics}
@@ -193,9 +187,6 @@ class NextToken(Task):
     metric: ClassVar = "exact_match"
     reads: ClassVar = "tokens"
 
-    def outputs(self, num_classes: int) -> int:
-        return num_classes
-
     def losses(self, outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Cross-entropy, mean over the example's own tokens; zero where it has none."""
         labels = labels[..., : outputs.shape[-2]]
@@ -205,13 +196,6 @@ class NextToken(Task):
         """Mean over the tokens that ``labels`` do not ignore."""
         kl = _kl(teacher, student, temperature)  # (..., T)
         return kl.mean(-1) if labels is None else _mean_where(labels[..., : kl.shape[-1]] != IGNORED, kl)
-
-    def confidence(self, outputs: torch.Tensor) -> torch.Tensor:
-        """Of each token, (..., T): tokens leave one by one."""
-        return outputs.softmax(-1).amax(-1)
-
-    def predict(self, outputs: torch.Tensor) -> torch.Tensor:
-        return outputs.argmax(-1)
 
     def _score(self, predictions, labels):
         """``exact_match`` of answers and ``accuracy`` of their tokens. What was cut off counts as missed."""

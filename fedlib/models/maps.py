@@ -35,11 +35,6 @@ class MapSpec(Spec):
 
     def stream(self, unit: int) -> str:
         """The axis of the channels after ``unit``."""
-        raise NotImplementedError
-
-    def feature(self, unit: int) -> tuple[int, int, int]:
-        """The map (C, H, W) after ``unit``."""
-        raise NotImplementedError
 
     def exit_options(self, kind: str, unit: int) -> dict[str, object]:
         """What an exit of ``kind`` (``map_exits.KINDS``) after ``unit`` has of its own on this backbone."""
