@@ -44,14 +44,9 @@ class Family:
         """``spec`` as keywords of the family's class of configurations."""
         whole = {"head_dim": spec.dim // spec.heads, "kv_heads": spec.heads}
         out = {key: whole.get(name) if (v := getattr(spec, name)) is None else v for name, key in self.sizes.items()}
-        if self.two:
+        if len(self.blocks) == 2:  # an encoder and a decoder
             out |= {"num_layers": spec.depth // 2, "num_decoder_layers": spec.depth - spec.depth // 2}
         return out | dict(self.constants)
-
-    @property
-    def two(self) -> bool:
-        """Has it an encoder and a decoder?"""
-        return len(self.blocks) == 2
 
     def sizes_in(self, config: Mapping[str, object]) -> dict[str, object]:
         """The fields of ``ForeignSpec`` that a ``config.json`` says; ``ValueError`` names keys that it lacks."""
@@ -60,7 +55,7 @@ class Family:
         if lacking:
             raise ValueError(f"config.json of a {config.get('model_type')} lacks {', '.join(lacking)}")
         found = {name: config.get(key) for name, key in self.sizes.items()}
-        if self.two:
+        if len(self.blocks) == 2:
             found["depth"] = found["depth"] + (config.get("num_decoder_layers") or found["depth"])
         return found
 
