@@ -77,21 +77,18 @@ class Shares(Method):
 
     share_option: ClassVar[str]
 
-    @property
-    def budget_shares(self) -> tuple[float, ...]:
-        return getattr(self, self.share_option)
-
     def check_options(self) -> None:
         super().check_options()
-        if not self.budget_shares or list(self.budget_shares) != sorted(set(self.budget_shares)):
-            name, given = f"options of {type(self).__name__.lower()}", list(self.budget_shares)
+        given = list(getattr(self, self.share_option))
+        if not given or given != sorted(set(given)):
+            name = f"options of {type(self).__name__.lower()}"
             raise ValueError(f"{name}: {self.share_option} = {given} must increase within (0, 1]")
 
     def exit_units(self, depth: int, num_exits: int) -> tuple[int, ...]:
         return (depth - 1,)
 
     def num_budgets(self, num_exits: int) -> int:
-        return len(self.budget_shares)
+        return len(getattr(self, self.share_option))
 
     def sizes(self, depth: int) -> Sequence[float]:
         """Thirty-seconds."""

@@ -18,6 +18,7 @@ transformer starts as it does everywhere.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Annotated, ClassVar, Literal
 
 import torch
@@ -93,10 +94,10 @@ class SplitMix(MemoryBudgets):
 
     def prepare(self, server: Server, r: Round) -> dict[str, torch.Tensor]:
         """The first base of each sampled client: the round robin goes on where the last round's ended."""
-        served = int(server.memory["served"])
-        places = [served + i for i in range(len(r.clients))]
-        orders = {p // self.bases: self._order(p // self.bases, r.setting.seed) for p in places}
-        return {"first": torch.tensor([orders[p // self.bases][p % self.bases] for p in places])}
+        seed, served = r.setting.seed, int(server.memory["served"])
+        order = cache(lambda cycle: numpy_generator(seed, "bases", cycle).permutation(self.bases).tolist())
+        places = [divmod(served + i, self.bases) for i in range(len(r.clients))]
+        return {"first": torch.tensor([order(cycle)[place] for cycle, place in places])}
 
     def slice_for(self, client: Client, server: Server, r: Round) -> Slice:
         return self.base(0, r.setting)
@@ -116,15 +117,12 @@ class SplitMix(MemoryBudgets):
 
     def model_for(self, exit: int, server: Server, r: Round) -> tuple[Slice, ...]:
         """All bases, mixed."""
-        return self.mixture(self.bases, r.setting)
+        return tuple(self.base(b, r.setting) for b in range(self.bases))
 
     def serve(self, client: Client, server: Server, r: Round) -> Serving:
-        parts = self.mixture(self.count(client), r.setting)
-        return Serving(tuple(Member(client, part, f"base{b}") for b, part in enumerate(parts)))
-
-    def mixture(self, count: int, setting: Setting) -> tuple[Slice, ...]:
-        """The net of width ``count / bases``: its bases, as they are trained."""
-        return tuple(self.base(b, setting) for b in range(count))
+        """The net of width r: its bases, as they are trained, mixed."""
+        bases = range(self.count(client))
+        return Serving(tuple(Member(client, self.base(b, r.setting), f"base{b}") for b in bases))
 
     def count(self, client: Client) -> int:
         """How many bases a client has memory for."""
@@ -153,9 +151,6 @@ class SplitMix(MemoryBudgets):
         uncut = [n for n, i in setting.infos.items() if not set(i.axes) & set(index)] if b else []
         aliases = {n: f"base{b}/{n}" for n in uncut}
         return replace(setting.full(), index=index, aliases=aliases, scale=1 / self.bases if self.scaler else 1.0)
-
-    def _order(self, cycle: int, seed: int) -> list[int]:
-        return numpy_generator(seed, "bases", cycle).permutation(self.bases).tolist()
 
 
 def zero_absent_in_batch(batch: Batch) -> Batch:
