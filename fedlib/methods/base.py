@@ -7,7 +7,7 @@ Read next: ``jobs.py`` (the values hooks see), ``losses.py``, ``server.py``, ``s
 
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, NoReturn
 
 import numpy as np
 import torch
@@ -54,23 +54,34 @@ class Method(UploadOptions):
 
     def check_options(self) -> None:
         """Raise ``ValueError`` for options that do not go together; each alone is checked by its annotation."""
-        name = type(self).__name__.lower()
-        self.check_uploads(name, self.weighting)
+        if self.noise_multiplier and self.update_norm is None:
+            self.refuse(f"noise_multiplier = {self.noise_multiplier} needs an update_norm: noise is scaled to it")
+        if self.noise_multiplier and self.weighting != "clients":
+            self.refuse(
+                f"noise_multiplier needs weighting = 'clients', not {self.weighting!r}: numbers of examples are private"
+            )
+        if self.dp_delta is not None and not self.noise_multiplier:
+            self.refuse(f"dp_delta = {self.dp_delta} has no effect without a noise_multiplier")
+        if self.error_feedback and self.compress == "none":
+            self.refuse("error_feedback needs compress = 'quantise' or 'topk': nothing is left out")
         if self.noise_multiplier and (self.needs_models or self.needs_extras):
-            raise ValueError(f"options of {name}: noise_multiplier protects sums; {name} looks at single clients")
+            self.refuse(f"noise_multiplier protects sums; {type(self).__name__.lower()} looks at single clients")
         if not self.sends_model and (self.update_norm is not None or self.compress != "none"):
-            raise ValueError(f"options of {name}: no model is sent, so update_norm and compress would have no effect")
+            self.refuse("no model is sent, so update_norm and compress would have no effect")
         self.check_slices("noise_multiplier", self.noise_multiplier)
         self.check_slices("error_feedback", self.error_feedback)
 
     def check_slices(self, key: str, asked: object) -> None:
         """Raise ``ValueError`` for an option that a client can only follow if it sends one and the same slice."""
         if asked and not self.one_slice:
-            name = type(self).__name__.lower()
-            raise ValueError(
-                f"options of {name}: {key} = {getattr(self, key)} needs clients that send one model, of the same slice "
-                f"in every round; {name}'s do not"
+            self.refuse(
+                f"{key} = {getattr(self, key)} needs clients that send one model, of the same slice in every round; "
+                f"{type(self).__name__.lower()}'s do not"
             )
+
+    def refuse(self, reason: str) -> NoReturn:
+        """Raise ``ValueError``: options do not go together for this ``reason``."""
+        raise ValueError(f"options of {type(self).__name__.lower()}: {reason}")
 
     # --- what is built -------------------------------------------------------------------------------------------
 

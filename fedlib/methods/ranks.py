@@ -5,7 +5,7 @@ alpha / r of the largest rank, so that holding fewer ranks is cutting the produc
 A method whose clients differ in rank derives from :class:`Ranks`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, ClassVar
@@ -92,9 +92,3 @@ def rest_and_products(
     mean = arrived.mean.result({**server.params, **dict.fromkeys(axes, torch.zeros((), dtype=torch.float64))})
     products = {axis: mean.pop(axis) for axis in axes}
     return {**server.params, **mean}, products
-
-
-def factor_shapes(setting: Setting) -> Mapping[str, tuple[int, int]]:
-    """(out, in) of every adapter, by its axis."""
-    pairs = factors(setting).items()
-    return {axis: (setting.infos[b].shape[0], setting.infos[a].shape[1]) for axis, (a, b) in pairs}

@@ -62,15 +62,14 @@ class Levels(Method):
 
     def check_options(self) -> None:
         super().check_options()
-        name = f"options of {type(self).__name__.lower()}"
         for key in ("widths", "depths", "ratios"):
             values = getattr(self, key)
             if values is not None and (not values or values[-1] != 1):
-                raise ValueError(f"{name}: {key} = {list(values)} must end with 1, the whole model")
+                self.refuse(f"{key} = {list(values)} must end with 1, the whole model")
         if self.ratios is not None:
             check_ratios(self.ratios)
         if self.ratios is not None and self.resources is not None:
-            raise ValueError(f"{name}: ratios = {list(self.ratios)} has no effect with resources: they are clustered")
+            self.refuse(f"ratios = {list(self.ratios)} has no effect with resources: they are clustered")
 
     # --- what is built -------------------------------------------------------------------------------------------
 

@@ -36,21 +36,6 @@ class UploadOptions:
     topk_fraction: Annotated[Positive, Le(1), When(compress="topk")] = 0.1
     error_feedback: bool = False  # what compression left out is added to the client's next update
 
-    def check_uploads(self, name: str, weighting: str) -> None:
-        """Raise ``ValueError`` for combinations without meaning, in the words of ``name``."""
-
-        def refuse(reason: str) -> None:
-            raise ValueError(f"options of {name}: {reason}")
-
-        if self.noise_multiplier and self.update_norm is None:
-            refuse(f"noise_multiplier = {self.noise_multiplier} needs an update_norm: noise is scaled to it")
-        if self.noise_multiplier and weighting != "clients":
-            refuse(f"noise_multiplier needs weighting = 'clients', not {weighting!r}: numbers of examples are private")
-        if self.dp_delta is not None and not self.noise_multiplier:
-            refuse(f"dp_delta = {self.dp_delta} has no effect without a noise_multiplier")
-        if self.error_feedback and self.compress == "none":
-            refuse("error_feedback needs compress = 'quantise' or 'topk': nothing is left out")
-
     def upload_bits(self, sizes: Iterable[int]) -> int:
         """Bits of one upload of tensors with ``sizes`` entries.
 

@@ -81,8 +81,7 @@ class Shares(Method):
         super().check_options()
         given = list(getattr(self, self.share_option))
         if not given or given != sorted(set(given)):
-            name = f"options of {type(self).__name__.lower()}"
-            raise ValueError(f"{name}: {self.share_option} = {given} must increase within (0, 1]")
+            self.refuse(f"{self.share_option} = {given} must increase within (0, 1]")
 
     def exit_units(self, depth: int, num_exits: int) -> tuple[int, ...]:
         return (depth - 1,)

@@ -19,7 +19,7 @@ from ...core.clients import Client
 from ...core.experiment import Experiment
 from ..jobs import Arrived, Member, Round, Server, Serving, Setting
 from ..mixtures import under
-from ..ranks import Products, factor_shapes, factors, rest_and_products
+from ..ranks import Products, factors, rest_and_products
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,8 @@ class FLoRA(Products):
         inner = {n for pair in factors(setting).values() for n in pair}
         heads, share = [n for name, n in shared.items() if name not in inner], sum(self.rank_shares)
         ranks = e.clients_per_round * share / len(self.rank_shares)  # in those of the largest rank
-        stacks = [
-            min(round(ranks * setting.axes[axis].size) * (out + into), out * into)
-            for axis, (out, into) in factor_shapes(setting).items()
-        ]
+        stacks = []
+        for axis, (a, b) in factors(setting).items():
+            out, into = setting.infos[b].shape[0], setting.infos[a].shape[1]
+            stacks.append(min(round(ranks * setting.axes[axis].size) * (out + into), out * into))
         return [*heads, *stacks], [*shared.values()]

@@ -43,9 +43,7 @@ class HeteroFL(Rates):
     def check_options(self) -> None:
         super().check_options()
         if self.averaged_from >= len(self.rates):
-            raise ValueError(
-                f"options of heterofl: averaged_from = {self.averaged_from}; there are {len(self.rates)} rates"
-            )
+            self.refuse(f"averaged_from = {self.averaged_from}; there are {len(self.rates)} rates")
 
     @property
     def one_slice(self) -> bool:

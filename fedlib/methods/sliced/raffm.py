@@ -71,10 +71,10 @@ class RaFFM(ServerStep):
     def check_options(self) -> None:
         super().check_options()
         if idle := set(self.rank) & ({"heads"} if self.cut == "features" else {"qk", "vo"}):
-            raise ValueError(f"options of raffm: rank = {sorted(idle)} has no effect with cut = {self.cut!r}")
+            self.refuse(f"rank = {sorted(idle)} has no effect with cut = {self.cut!r}")
         for key in ("attention", "ffn", "residual", "shares"):
             if not getattr(self, key):
-                raise ValueError(f"options of raffm: {key} = [] leaves nothing to choose; allowed: shares in (0, 1]")
+                self.refuse(f"{key} = [] leaves nothing to choose; allowed: shares in (0, 1]")
 
     def check(self, setting: Setting, e: Experiment) -> None:
         check_widths(space := self.space(setting), self.rank, setting, e)
