@@ -16,9 +16,9 @@ from ..engine.federation import Federation, build_federation
 from ..engine.rounds import run_rounds
 from ..methods import Round, Server
 from ..report.clients import leaving_curve, macs_of
-from ..report.plots import ACCURACY, COSTS
+from ..report.plots import ACCURACY, COSTS, plot_learning_curves, plot_series
 from ..report.sources import Measured, Stored, differences
-from ..report.style import axes_of, color_of, finish, panels, styled
+from ..report.style import axes_of, finish, panels, share_legend, spelled, styled
 from ..report.tables import label_of
 from ..report.verdicts import Difference
 from ..runs.costs import load_shapes
@@ -84,45 +84,52 @@ def by_main_label(f: Federation, ids: tuple[int, ...]) -> list[int]:
 # --- figures ---------------------------------------------------------------------------------------------------------
 
 
-@styled
-def plot_sweep(frame: pd.DataFrame, x: str, xlabel: str, ax=None, title: str = "", method: str = PAPER):
-    """Accuracy of clients against an option ``x`` of one method: mean over runs, and SD where there are several."""
-    import seaborn
+def plot_exit_rounds(runs: Mapping[str, Sequence[Mapping]], subject: str):
+    """Figure 8: what clients get at every exit by round; ``runs`` maps a label to a run's metrics, a panel each."""
+    last = {label: told[-1]["personal"]["exits"] for label, told in runs.items()}
+    said = " and ".join(f"{x[-1] - x[0]:.1f}" for x in last.values())
+    title = f"The last exit ends {said} points above the first\n{subject}" if said else "No run is stored yet"
+    axes = panels([spelled(n) for n in runs] or [""], title, (4.2, 3.2), 2)
+    for ax, (label, told) in zip(axes, runs.items(), strict=False):
+        curves = {
+            f"exit {j + 1}": [{"t": m["t"], "accuracy": m["personal"]["exits"][j]} for m in told]
+            for j in range(len(last[label]))
+        }
+        plot_learning_curves(curves, dict.fromkeys(curves, PAPER), ax, ax.get_title())
+    share_legend(axes)
+    return axes
 
-    ax = axes_of(ax)
-    bars = {"errorbar": "sd", "err_style": "bars"} if frame.duplicated([x]).any() else {"errorbar": None}
-    seaborn.lineplot(frame, x=x, y="clients", marker="o", color=color_of(method), ax=ax, **bars)
-    finish(ax, xlabel, ACCURACY, title)
-    return ax
+
+def best_at(frame: pd.DataFrame, option: str) -> str:
+    """At which value of an ``option`` clients get most, and where least, as a sentence."""
+    means = frame.groupby(option).clients.mean().dropna()
+    if len(means) < 2:
+        return f"Only {option} = {means.index[0]:g} is stored yet" if len(means) else "No run is stored yet"
+    ends = [f"{means[x]:.1f} % at {option} = {x:g}" for x in (means.idxmax(), means.idxmin())]
+    return f"Most {ends[0]}, least {ends[1]}"
 
 
-@styled
-def plot_thresholds(records: Sequence[Mapping], ax=None, title: str = "", method: str = PAPER):
+def plot_thresholds(records: Sequence[Mapping], subject: str):
     """Accuracy against mean MACs, a point per threshold of confidence; ``records`` from ``clients.leaving_curve``."""
-    import seaborn
-
-    ax, unit = axes_of(ax), COSTS["macs"][1]
-    frame = pd.DataFrame(records).assign(macs=lambda rows: rows.macs * unit).drop_duplicates(["macs", "accuracy"])
-    seaborn.lineplot(frame, x="macs", y="accuracy", marker="o", sort=False, color=color_of(method), ax=ax)
-    for row in frame.itertuples():
-        ax.annotate(f"{row.threshold:g}", (row.macs, row.accuracy), (4, -10), textcoords="offset points", fontsize=8)
-    finish(ax, f"mean {COSTS['macs'][0]}", ACCURACY, title)
-    return ax
+    frame = pd.DataFrame(records).assign(method=PAPER, series=label_of(PAPER)).sort_values("threshold")
+    frame = frame.assign(macs=frame.macs / 1e6).drop_duplicates(["macs", "accuracy"])
+    best, some = frame.iloc[-1], frame[frame.threshold == 0.6].iloc[0]
+    title = (
+        f"Threshold 0.6 costs {best.accuracy - some.accuracy:.1f} points and saves "
+        f"{100 * (1 - some.macs / best.macs):.0f} % of the MACs\n{subject}"
+    )
+    return plot_series(frame, "macs", "accuracy", f"mean {COSTS['macs'][0]}", ACCURACY, title, names="threshold")
 
 
 @styled
-def plot_spent(frame: pd.DataFrame, ax=None, title: str = ""):
-    """Mean MACs per example by round, a line per threshold; ``frame`` has t, macs and threshold."""
-    import seaborn
-
-    ax, unit = axes_of(ax), COSTS["macs"][1]
-    rows = frame.assign(macs=frame.macs * unit, threshold=frame.threshold.astype(str))
-    seaborn.lineplot(rows, x="t", y="macs", hue="threshold", style="threshold", markers=True, palette="viridis", ax=ax)
-    ax.set_xticks(sorted(set(frame.t)))
-    finish(ax, "round", f"mean {COSTS['macs'][0]}", title)
-    if (legend := ax.get_legend()) is not None:
-        legend.set_title("threshold")
-    return ax
+def plot_spent(frame: pd.DataFrame, whole: float, subject: str):
+    """MACs per example by round as a share of the ``whole`` model's, a line a threshold; columns t, macs, threshold."""
+    rows = frame.assign(share=100 * frame.macs / whole, series=frame.threshold.map("threshold {}".format), method=PAPER)
+    first, last = (rows[rows.t == t].set_index("threshold").share for t in (rows.t.min(), rows.t.max()))
+    t = first.index[0]
+    title = f"At threshold {t} an answer takes {first[t]:.0f} % of the MACs after {rows.t.min()} rounds, "
+    title += f"{last[t]:.0f} % after {rows.t.max()}\n{subject}"
+    return plot_series(rows, "t", "share", "round", "mean MACs (% of the whole model's)", title)
 
 
 @styled

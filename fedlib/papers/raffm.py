@@ -20,7 +20,8 @@ from ..engine.cohort import Cohort
 from ..engine.evaluation import exit_logits
 from ..engine.federation import Federation, budgets_of
 from ..methods import Member, Round, Server
-from ..report.style import axes_of, color_of, finish, looks_of, name_points, named, styled
+from ..report.plots import BARS, plot_series
+from ..report.style import axes_of, color_of, finish, looks_of, name_points, named, share_legend, styled
 from ..runs.costs import Shapes, load_shapes
 from ..runs.latency import step_seconds
 from ..runs.params import Cell
@@ -33,6 +34,7 @@ SOME = 20  # clients, of whom a mean is known well enough
 MIB_OF_GIB = 1024
 NAMES = ("column", "variant", "method", "label")  # of a cell
 NOT_COSTS = ("seed", "dataset", "num_train", "num_test", "dirichlet_alpha", "rounds", "lr", "min_lr", "evaluate_every")
+SYSTEMS = ("#0072b2", "#d55e00")
 PALE = 0.6  # opacity of boxes, so that the points on them show
 
 
@@ -212,7 +214,7 @@ def plot_boxes(
 
 
 @styled
-def plot_dose(dose: pd.DataFrame, title: str, ax=None):
+def plot_dose(dose: pd.DataFrame, subject: str, ax=None):
     """Points lost against what clients hold, of ``dose_of``'s rows; bars are standard deviations over seeds."""
     ax = axes_of(ax, (5.6, 3.8))
     ax.axhline(0, color=color_of("fedavg"), linestyle="--", linewidth=1, label="full-size FL")
@@ -222,60 +224,66 @@ def plot_dose(dose: pd.DataFrame, title: str, ax=None):
     ax.invert_xaxis()
     ax.margins(x=0.15, y=0.15)
     ax.legend()
-    finish(ax, "share of the whole that clients hold", "points below full-size FL", title)
-    said = dose.label.map(lambda label: label.removeprefix("RaFFM, ").removesuffix(" cut"))
-    name_points(ax, list(zip(dose.share, dose.lost, said, strict=True)))
+    names = list(dose.label.map(lambda label: label.removeprefix("RaFFM, ").removesuffix(" cut")))
+    ends = [f"{names[i]} {dose.lost.iloc[i]:.1f} points at {100 * dose.share.iloc[i]:.0f} %" for i in (-1, 0) if names]
+    said = "; ".join(ends) or "no cut is stored yet"
+    finish(ax, "share of the whole that clients hold", "points below full-size FL", f"Lost: {said}\n{subject}")
+    name_points(ax, list(zip(dose.share, dose.lost, names, strict=True)))
     return ax
 
 
 @styled
-def plot_bars(frame: pd.DataFrame, x: str, y: str, ylabel: str, title: str, ax=None):
-    """A bar of ``y`` per ``x`` and method, in the methods' colours; ``frame`` has ``method`` and ``label``."""
+def plot_bars(frame: pd.DataFrame, x: str, y: str, ylabel: str, subject: str, ax=None):
+    """A bar of ``y`` per ``x`` and method, SD over seeds; the title says RaFFM's share of full-size FL's."""
     import seaborn
 
     ax, rows = axes_of(ax), named(frame)
-    palette = looks_of(rows).palette
-    seaborn.barplot(rows, x=x, y=y, hue="series", hue_order=list(palette), palette=palette, ax=ax, errorbar=None)
-    finish(ax, "", ylabel, title)
+    palette, means = looks_of(rows).palette, frame.groupby([x, "method"])[y].mean().unstack()
+    share = 100 * means[PAPER] / means.drop(columns=PAPER).max(axis=1)
+    low, high = share.min(), share.max()
+    title = f"RaFFM: {f'{low:.0f}–' if low < high else ''}{high:.0f} % of full-size FL's {ylabel}\n{subject}"
+    seaborn.barplot(rows, x=x, y=y, hue="series", hue_order=list(palette), palette=palette, saturation=1, ax=ax,
+                    errorbar="sd" if "seed" in rows else None, capsize=0.15, err_kws={"linewidth": 1.2})  # fmt: skip
+    finish(ax, BARS[2:] if "seed" in rows else "", ylabel, title)
+    share_legend([ax])
     return ax
 
 
 @styled
-def plot_client_map(values: Sequence[float], label: str, title: str, ax=None, low: float = 0.0, high: float = 1.0):
-    """One square a client, ten or so in a row: how much of something each has."""
+def plot_held(systems: Mapping[str, Sequence[float]], subject: str, ax=None):
+    """A histogram per system: how many clients hold which share of the whole model."""
     import seaborn
 
-    ax, values = axes_of(ax, (4.4, 3.6)), np.asarray(values, float)
-    side = int(np.ceil(np.sqrt(len(values))))
-    grid = np.full(side * int(np.ceil(len(values) / side)), np.nan)
-    grid[: len(values)] = values
-    seaborn.heatmap(
-        grid.reshape(-1, side), ax=ax, vmin=low, vmax=high, cmap="viridis", square=True, linewidths=0.5,
-        cbar_kws={"label": label}, xticklabels=False, yticklabels=False,
-    )  # fmt: skip
-    finish(ax, "", "", title)
-    ax.grid(False)
+    ax = axes_of(ax)
+    rows = pd.DataFrame([(name, x) for name, shares in systems.items() for x in shares], columns=["system", "share"])
+    seaborn.histplot(rows, x="share", hue="system", binwidth=0.05, binrange=(0, 1), palette=SYSTEMS, ax=ax)
+    said = ", ".join(f"{name} {100 * part.share.median():.0f} %" for name, part in rows.groupby("system", sort=False))
+    title = f"Held by the median client: {said}\n{subject}"
+    finish(ax, "share of the whole model that a client holds", "clients", title)
     return ax
 
 
 @styled
-def plot_size_and_score(frame: pd.DataFrame, score: str, title: str, ax=None, bins: int = 8):
-    """How many clients have which model size (share of the whole) and which ``score``; columns ``share``, ``score``."""
+def plot_size_and_score(frame: pd.DataFrame, score: str, subject: str, ax=None):
+    """A dot per client: its model's size (``share`` of the whole) and ``score``, by ``system``."""
     import seaborn
-    from matplotlib.ticker import MaxNLocator
 
-    ax, bar = axes_of(ax), {"label": "clients", "ticks": MaxNLocator(integer=True)}
-    seaborn.histplot(frame, x="share", y="score", bins=bins, cmap="viridis", cbar=True, cbar_kws=bar, ax=ax)
-    finish(ax, "model size (share of the whole)", score, title)
+    ax, whole = axes_of(ax), frame.share > 0.99
+    seaborn.scatterplot(frame, x="share", y="score", hue="system", style="system", palette=SYSTEMS, s=50, ax=ax)
+    least = frame.loc[frame.share.idxmin()]
+    title = f"The smallest model ({100 * least.share:.0f} % of the whole) answers {least.score:.1f}"
+    title += f", whole models {frame[whole].score.mean():.1f}" if whole.any() else ""
+    finish(ax, "model size (share of the whole)", score, f"{title}\n{subject}")
     return ax
 
 
-@styled
-def plot_traffic(frame: pd.DataFrame, ylabel: str, title: str, ax=None):
+def plot_traffic(frame: pd.DataFrame, ylabel: str, subject: str):
     """Score against what was sent so far (columns ``gib``, ``accuracy``, ``label``, ``method``), a line a variant."""
-    import seaborn
-
-    ax, rows = axes_of(ax), named(frame)
-    seaborn.lineplot(rows, x="gib", y="accuracy", ax=ax, errorbar=None, **looks_of(rows).settings())
-    finish(ax, "traffic so far, all clients, down and up (GiB)", ylabel, title)
-    return ax
+    ends = frame.sort_values("gib").groupby(["variant", "seed"]).tail(1).groupby("variant")[["gib", "accuracy"]].mean()
+    title = "Not both are stored yet"
+    if {"fl", PAPER} <= set(ends.index):
+        sent, points = 100 * ends.gib[PAPER] / ends.gib["fl"], ends.accuracy[PAPER] - ends.accuracy["fl"]
+        title = f"RaFFM sends {sent:.0f} % of full-size FL's traffic and ends {abs(points):.1f} points "
+        title += "above" if points > 0 else "below"
+    sent = "traffic so far, all clients, down and up (GiB)"
+    return plot_series(frame, "gib", "accuracy", sent, ylabel, f"{title}\n{subject}", hero=PAPER)

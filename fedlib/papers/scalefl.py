@@ -12,14 +12,16 @@ import pandas as pd
 from ..core.experiment import Experiment
 from ..core.slices import Slice
 from ..methods.scaling import priced, solve_levels
-from ..report.plots import COSTS, lines
-from ..report.style import axes_of, finish, log_axis, looks_of, named, styled
+from ..report.plots import COSTS, plot_series
+from ..report.said import leads
+from ..report.style import axes_of, finish, named, styled
 from ..runs.costs import Shapes, load_shapes
 from ..runs.latency import seconds_of
 from ..runs.params import Cell
 from ..runs.prices import num_classes
 from ..runs.store import find_run
 
+PAPER = "scalefl"
 KEYS = ("variant", "method", "label", "column", "seed")  # of a run
 
 
@@ -101,34 +103,31 @@ def level_accuracies(cells: Sequence[Cell], folder: Path | None = None) -> pd.Da
 
 
 @styled
-def plot_plane(
-    frame: pd.DataFrame, ax=None, title: str = "Of the splits that cost what a level may, the most balanced"
-):
+def plot_plane(frame: pd.DataFrame, ax=None, title: str = ""):
     """The splits of :func:`plane`: the feasible ones of each level as dots of its colour, the chosen ones ringed."""
     import seaborn
 
-    ax = axes_of(ax, (6, 4.5))
+    ax, chosen = axes_of(ax, (6, 4.5)), frame[frame.chosen]
     ax.plot([0, 1], [0, 1], color="0.8", linewidth=1, zorder=0)
     seaborn.scatterplot(frame[frame.fits], x="s_w", y="s_d", hue="level", palette="viridis", s=45, ax=ax)
-    chosen = frame[frame.chosen]
     ax.scatter(chosen.s_w, chosen.s_d, s=170, facecolors="none", edgecolors="#d55e00", linewidths=2, label="chosen")
     ax.set(xlim=(0, 1.05), ylim=(0, 1.05))
     ax.legend(loc="upper left")
-    finish(ax, "width $s_w$", "depth $s_d$", title)
+    fits = frame[frame.fits].groupby("level").size()
+    said = f"Of {fits.min()}–{fits.max()} splits that cost what a level may, the most balanced is chosen"
+    finish(ax, "width $s_w$", "depth $s_d$", title or said)
     ax.get_legend().set_title("fits level")
     return ax
 
 
-@styled
-def plot_levels(frame: pd.DataFrame, x: str = "parameters", ax=None, title: str = "What clients of each level get"):
-    """Local accuracy of every level against what it costs (``x``: parameters or macs), a line for each method.
+def plot_levels(frame: pd.DataFrame, x: str, subject: str):
+    """Local accuracy of every level, which is written beside it, against what it costs (``x``: parameters or macs).
 
     ``frame`` is :func:`level_accuracies`' of one column; a point is the mean over its runs, a bar their SD.
     """
-    ax, (xlabel, unit) = axes_of(ax), COSTS[x]
-    frame = named(frame.assign(**{x: frame[x] * unit}))
-    bars = {"errorbar": "sd", "err_style": "bars"} if frame.duplicated(["series", x]).any() else {}
-    lines(frame, x, "accuracy", ax, looks_of(frame), estimator="mean", **bars)
-    log_axis(ax, frame[x])
-    finish(ax, f"{xlabel} of the level", "local accuracy (%)", title)
-    return ax
+    xlabel, unit = COSTS[x]
+    rows, where = named(frame.assign(**{x: frame[x] * unit})), "method variant label seed series accuracy".split()
+    ends = [(level, rows[rows.level == level][where]) for level in (rows.level.min(), rows.level.max())]
+    title = "; ".join(f"level {level}: {leads(part, PAPER)}" for level, part in ends).replace("level", "Level", 1)
+    return plot_series(rows, x, "accuracy", f"{xlabel} of the level", "local accuracy (%)", f"{title}\n{subject}",
+                       hero=PAPER, names="level", log=True)  # fmt: skip

@@ -19,7 +19,7 @@ def plot_ranking(table: pd.DataFrame, title: str, ax=None):
     ax.set_ylim(len(table) - 0.5, -0.5)
     for x in (0, 1):
         ax.axvline(x, color="black", linestyle="--", linewidth=1)
-    finish(ax, "0: smallest level for all, 1: whole model for all; bars: 95 %", "", title)
+    finish(ax, "score: 0 smallest level for all, 1 whole model for all; bars: 95 % bootstrap interval", "", title)
     return ax
 
 
@@ -28,11 +28,12 @@ def plot_wins(wins: pd.DataFrame, title: str, ax=None):
     """``atlas.wins``: how often the row's method is above the column's, in percent."""
     import seaborn
 
-    ax = axes_of(ax, (1.6 + 0.42 * len(wins), 1.2 + 0.36 * len(wins)))
+    order = wins.mean(axis=1).sort_values(ascending=False).index  # who wins most stands on top
+    wins, ax = wins.loc[order, order], axes_of(ax, (2.4 + 0.42 * len(wins), 1.8 + 0.36 * len(wins)))
     if wins.empty:
         return ax
-    seaborn.heatmap(100 * wins, ax=ax, vmin=0, vmax=100, cmap="RdBu", annot=True, fmt=".0f", annot_kws={"size": 7},
-                    cbar=False, square=False)  # fmt: skip
+    seaborn.heatmap(100 * wins, ax=ax, vmin=0, vmax=100, cmap="RdBu", annot=True, fmt=".0f", annot_kws={"size": 8},
+                    cbar_kws={"label": "runs won by the row's method (%)"})  # fmt: skip
     finish(ax, "", "", title)
     ax.grid(False)
     return ax

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import pandas as pd
 
 from .claims import Judged, Stored
-from .style import spelled
+from .style import axes_of, finish, share_legend, spelled, styled
 from .tables import markdown_table
 from .verdicts import COLUMNS
 
@@ -29,6 +29,8 @@ GRADES = (  # verdict, one, many
     ("undecided", "is undecided", "are undecided"),
     ("not testable", "is not testable here", "are not testable here"),
 )
+
+COLORS = dict(zip((v for v, _, _ in GRADES), ("#56b4e9", "#e69f00", "#009e73", "#d0d4d8", "#eff1f3"), strict=True))
 
 
 def claims_section(verdicts: Sequence[Judged]) -> str:
@@ -81,11 +83,27 @@ def comparisons(v: Judged) -> str:
     return f"## {v.name}\n\n{v.says} ({v.where}): **{v.verdict}**, {v.numbers}.\n\n{rows}"
 
 
+def counts_of(tally: str) -> dict[str, int]:
+    """How many claims got which grade, of :func:`tally_of`'s words."""
+    found = {v: re.search(rf"(\d+) (?:{one}|{many})\b", tally) for v, one, many in GRADES}
+    return {v: int(m[1]) if m else 0 for v, m in found.items()}
+
+
 def added(tallies: Sequence[str]) -> str:
     """The tally over all papers, of those of each."""
-    counts = {v: 0 for v, _, _ in GRADES}
-    for tally in tallies:
-        for v, one, many in GRADES:
-            found = re.search(rf"(\d+) (?:{one}|{many})\b", tally)
-            counts[v] += int(found[1]) if found else 0
-    return tally_of(counts)
+    return tally_of(pd.DataFrame(map(counts_of, tallies)).sum().to_dict())
+
+
+@styled
+def plot_tallies(tallies: Mapping[str, str], subject: str):
+    """A bar per paper of its claims by grade, from the words of its page."""
+    counts = pd.DataFrame({spelled(paper): counts_of(tally) for paper, tally in tallies.items()}).T
+    counts = counts.loc[:, counts.sum() > 0]
+    ax, colors = axes_of(None, (7, 1.6 + 0.36 * len(counts))), [COLORS[v] for v in counts]
+    counts[::-1].plot.barh(ax=ax, stacked=True, color=colors, width=0.75, edgecolor="white")
+    for bars in ax.containers:
+        ax.bar_label(bars, [f"{n:.0f}" if n else "" for n in bars.datavalues], label_type="center", fontsize=9)
+    finish(ax, "claims", "", f"{added(list(tallies.values()))}\n{subject}")
+    ax.grid(False, axis="y")
+    share_legend([ax])
+    return ax

@@ -20,9 +20,10 @@ from ..runs.params import Cell, grids
 from ..runs.params_files import papers
 from ..runs.store import run_path
 from .claims import Judged, Stored, judge
-from .claims_page import added, claims_page, claims_section
+from .claims_page import added, claims_page, claims_section, plot_tallies
 from .clients import VALUES
 from .further import with_further
+from .plots import save_figure
 from .style import data_title, spelled
 from .style import title_of as column_title
 from .tables import markdown_table, methods_in_columns, obtained, reported_beside
@@ -50,7 +51,21 @@ def write_results(profile: str = "small", only: Sequence[str] = ()) -> list[Path
                 (stored.folder / name).unlink(missing_ok=True)
     path = outputs_dir() / "README.md"
     path.write_text(index_page(outputs_dir()), encoding="utf-8")
+    if tallies := tallies_of(outputs_dir()):
+        axes = plot_tallies(tallies, f"profile {profile}: small runs, mostly of three seeds")
+        written.append(save_figure(axes, f"claims_{profile}"))
     return [*written, path]
+
+
+def tallies_of(outputs: Path) -> dict[str, str]:
+    """Of every paper whose page has one its sentence on how many claims hold."""
+    found = {p: re.search(r"^Of \d+ claims .*?\.", _stored_part(outputs, p), re.M) for p in papers()}
+    return {paper: tally[0] for paper, tally in found.items() if tally}
+
+
+def _stored_part(outputs: Path, paper: str) -> str:
+    page = outputs / paper / "README.md"
+    return page.read_text(encoding="utf-8").split("\n## Not run")[0] if page.is_file() else ""
 
 
 def results_page(stored: Stored, verdicts: Sequence[Judged]) -> str:
@@ -188,16 +203,13 @@ def missing(cells: Sequence[Cell], done: Mapping[str, Cell]) -> str:
 
 def index_page(outputs: Path) -> str:
     """The index: a line per paper with its claims' tally, and what benchmarks and other notebooks stored."""
-    lines, tallies = [], []
+    lines, tallies = [], tallies_of(outputs)
     for paper in papers():
-        if (page := outputs / paper / "README.md").is_file():
-            stored = page.read_text(encoding="utf-8").split("\n## Not run")[0]
-            tally = re.search(r"^Of \d+ claims .*?\.", stored, re.M)
+        if stored := _stored_part(outputs, paper):
             titles = "; ".join(
                 short_title(paper, t) for t in grid_names(paper) if f"## {title_of(paper, t)}\n" in stored
             )
-            tallies += [tally[0]] if tally else []
-            said = f"{titles or 'no run yet'}.{f' {tally[0]}' if tally else ''}"
+            said = f"{titles or 'no run yet'}. {tallies.get(paper, '')}".strip()
             lines.append(f"- [**{paper}**]({paper}/README.md): {said}")
     for folder in NO_PAPERS:
         paths = sorted([*outputs.glob(f"{folder}/tables/*.md"), *outputs.glob(f"{folder}/figures/*.png")])
@@ -208,7 +220,7 @@ def index_page(outputs: Path) -> str:
     lead = (
         "Written by `make results`; do not edit. What every notebook stored, by paper; the runs are in [`runs`](runs)."
     )
-    over_all = f"Over all papers: {added(tallies).replace('Of', 'of', 1)}" if tallies else ""
+    over_all = f"Over all papers: {added(list(tallies.values())).replace('Of', 'of', 1)}" if tallies else ""
     return "\n\n".join(t for t in ("# Results", lead, over_all, "\n".join(lines)) if t) + "\n"
 
 

@@ -37,6 +37,8 @@ DATA = {
 BACKBONES = {
     "bert_base": "BERT-base", "bert_large": "BERT-large", "roberta_base": "RoBERTa", "distilbert": "DistilBERT",
     "flan_t5_small": "FLAN-T5 small", "flan_t5_base": "FLAN-T5 base", "vit_b16": "ViT-B/16", "llama2_7b": "LLaMA-2",
+    "minilm": "MiniLM", "deit_micro": "DeiT-micro", "deit_mini": "DeiT-mini", "preresnet20": "PreResNet-20",
+    "resnet20": "ResNet-20", "resnet18": "ResNet-18", "convnet3_slim": "a slim ConvNet", "vit_micro": "ViT-micro",
 }  # fmt: skip
 
 
@@ -159,8 +161,9 @@ def styled(plot: Callable) -> Callable:
 
         style = {
             "font.family": list(fonts()), "figure.constrained_layout.use": True, "axes.grid": True, "grid.alpha": 0.3,
-            "axes.axisbelow": True, "axes.spines.top": False, "axes.spines.right": False, "axes.titlesize": 11,
-            "figure.titlesize": 12, "legend.frameon": False, "legend.fontsize": 8, "legend.handlelength": 4,
+            "axes.axisbelow": True, "axes.spines.top": False, "axes.spines.right": False, "axes.titlesize": 10.5,
+            "axes.labelsize": 9.5, "figure.titlesize": 11, "legend.frameon": False, "legend.fontsize": 8,
+            "legend.handlelength": 4,
         }  # fmt: skip
         with matplotlib.rc_context(style):
             drawn, interactive = plot(*args, **settings), matplotlib.is_interactive()
@@ -195,17 +198,18 @@ def panels(titles: Sequence[str], title: str, size: tuple[float, float] = (4.0, 
 
 def wrapped(title: str, width: float) -> str:
     """``title`` in lines that fit ``width`` inches."""
-    return "\n".join(line for part in title.split("\n") for line in textwrap.wrap(part, int(10.5 * width)) or [""])
+    fit = textwrap.TextWrapper(int(11 * width), break_on_hyphens=False)
+    return "\n".join(line for part in title.split("\n") for line in fit.wrap(part) or [""])
 
 
-def share_legend(axes) -> None:
-    """Take the legends of ``axes`` away, and put what they said below all panels."""
+def share_legend(axes, least: int = 1) -> None:
+    """Take the legends of ``axes`` away, and put what they said, if it is ``least`` names, below all panels."""
     figure, found = axes[0].figure, {}
     for ax in axes:
         if (legend := ax.get_legend()) is not None:
             found |= {t.get_text(): h for t, h in zip(legend.get_texts(), legend.legend_handles, strict=True)}
             legend.remove()
-    if found:
+    if len(found) >= least:
         each = 0.085 * max(map(len, found)) + 0.7  # inches
         columns = int(np.clip(figure.get_figwidth() // each, 1, len(found)))
         rows = -(-len(found) // columns)
@@ -213,17 +217,11 @@ def share_legend(axes) -> None:
         figure.legend(found.values(), found, loc="outside lower center", ncols=-(-len(found) // rows))
 
 
-def clear_of_legend(ax, most: int = 4) -> None:
-    """Put the legend of a figure's only panel below it, where it says more than so many names."""
-    if (legend := ax.get_legend()) is not None and len(legend.get_texts()) > most:
-        share_legend([ax])
-
-
 def finish(ax, xlabel: str, ylabel: str, title: str | None = None) -> None:
-    """Name the axes; leave headroom, and room for a legend's heading nowhere."""
+    """Name the axes, the title in lines that fit; a legend has no heading."""
     ax.set(xlabel=xlabel, ylabel=ylabel)
     if title is not None:
-        ax.set_title(title)
+        ax.set_title(wrapped(title, ax.figure.get_figwidth() / ax.get_subplotspec().get_gridspec().ncols))
     ax.grid(alpha=0.3)
     if (legend := ax.get_legend()) is not None:
         legend.set_title(None)
@@ -232,12 +230,13 @@ def finish(ax, xlabel: str, ylabel: str, title: str | None = None) -> None:
 
 def name_points(ax, points: Sequence[tuple[float, float, str]]) -> None:
     """Write the name of every (x, y, name) beside it, where it meets nothing else if it can."""
+    from matplotlib.text import Text
     from matplotlib.transforms import Bbox
 
     figure = ax.figure
     figure.draw_without_rendering()  # the layout is settled, so that pixels mean something
-    where = ax.transData.transform([(x, y) for x, y, _ in points]) if points else []
-    taken = [Bbox.from_bounds(px - 6, py - 6, 12, 12) for px, py in where]
+    pixels = ax.transData.transform([(x, y) for x, y, _ in points]) if points else []
+    taken = [Bbox.from_bounds(px - 6, py - 6, 12, 12) for px, py in pixels]
     taken += [ax.get_legend().get_window_extent()] if ax.get_legend() else []
     for line in (line for line in ax.lines if line.get_linestyle() != "None" and line.get_linewidth()):
         path = line.get_path().transformed(line.get_transform()).interpolated(40)
@@ -250,10 +249,13 @@ def name_points(ax, points: Sequence[tuple[float, float, str]]) -> None:
     for x, y, name in points:
         tried = []
         for dx, dy, side in near + far:
-            text = ax.annotate(name, (x, y), (dx, dy), textcoords="offset points", ha=side, fontsize=7)
+            arrow = {"arrowstyle": "-", "color": "0.6", "linewidth": 0.6} if abs(dy) >= 20 else None
+            where = {"textcoords": "offset points", "ha": side, "fontsize": 8, "arrowprops": arrow}
+            text = ax.annotate(name, (x, y), (dx, dy), **where)
             text.set_in_layout(False)
-            box = text.get_window_extent()
-            inside = figure.bbox.containsx(box.x0) and figure.bbox.containsx(box.x1)
+            text.update_positions(figure.canvas.get_renderer())
+            box = Text.get_window_extent(text)  # without the arrow
+            inside = all(figure.bbox.contains(*corner) for corner in (box.p0, box.p1))
             tried.append((sum(box.overlaps(t) for t in taken) + 10 * (not inside), len(tried), text, box))
             if tried[-1][0] == 0:
                 break

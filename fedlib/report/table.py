@@ -15,7 +15,8 @@ from ..engine.executors import Execution
 from ..runs.params import load_spec
 from .clients import VALUES, as_exits, spread_out
 from .further import with_further
-from .plots import gain_bars, plot_modes, save_figure
+from .plots import gain_bars, plot_learning_curves, plot_modes, save_figure, score_of
+from .said import leads, told
 from .statistics import orderings
 from .tables import (
     collect,
@@ -97,7 +98,20 @@ class Table:
         frame = as_exits(self.frame) if self.value in VALUES else self.frame
         done = frame.dropna(subset=["accuracy"])
         first = (done if len(done) else frame).column.iloc[0]
-        return self.save_figure(plot_modes(frame[frame.column == first]), "exits")
+        return self.save_figure(plot_modes(frame[frame.column == first], hero=self.paper), "exits")
+
+    def plot_curves(self, column: str, suffix: str = "curves", variants: Collection[str] | None = None):
+        """Draw and save what the table prints by round in ``column``, of ``variants`` (None: all); who leads is said.
+
+        None where no run is stored.
+        """
+        rows = self.frame[(self.frame.column == column) & self.frame.variant.isin(variants or self.variants)]
+        value = "clients" if self.value in VALUES else self.value
+        if rows[value].notna().any():
+            methods, title = {c.label: c.method for c in self.cells}, told(leads(rows, self.paper, value), rows)
+            curves, score = self.curves(column, variants), score_of(rows.dataset.unique())
+            axes = plot_learning_curves(curves, methods, title=title, score=score, hero=self.paper)
+            return self.save_figure(axes, suffix)
 
     def plot_gains(self):
         """Draw and save :meth:`gains`: a panel per data column, a group of bars per fine-tuning mode."""
@@ -110,7 +124,7 @@ class Table:
 
     def save_figure(self, axes, suffix: str):
         """Write the figure of ``axes`` as the table's part ``suffix``, and return them."""
-        save_figure(axes[0] if hasattr(axes, "__len__") else axes, self._named(suffix))
+        save_figure(axes, self._named(suffix))
         return axes
 
     def _named(self, suffix: str) -> str:

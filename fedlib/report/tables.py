@@ -90,13 +90,14 @@ def collect(cells: Sequence[Cell], folder: Path | None = None) -> pd.DataFrame:
         row = {k: v for k, v in vars(cell).items() if k != "experiment"}
         row |= {
             "dataset": cell.experiment.dataset,
+            "backbone": cell.experiment.backbone,
             "run": (found.path if found else run_path(cell.experiment, folder)).name,
         }
         rows.append(row | (values_of(found.summary) if found else {"status": "missing"}))
     return pd.DataFrame(rows).reindex(
-        columns=["finetune", "variant", "method", "label", "column", "seed", "dataset", "status", "accuracy",
-                 "last", "local", "ensemble", "exits", "clients", "clients_sd", "client_exits", "client_exits_sd",
-                 "leaving", "others", "seconds", "t", "run"]
+        columns=["finetune", "variant", "method", "label", "column", "seed", "dataset", "backbone", "status",
+                 "accuracy", "last", "local", "ensemble", "exits", "clients", "clients_sd", "client_exits",
+                 "client_exits_sd", "leaving", "others", "seconds", "t", "run"]
     )  # fmt: skip
 
 
@@ -229,7 +230,7 @@ def exit_table(cells: Sequence[Cell], frame: pd.DataFrame) -> pd.DataFrame:
     for key, group in frame.dropna(subset=["accuracy"]).groupby(["finetune", "column", "variant"], sort=False):
         cell, accuracies = first[key], pd.DataFrame(group.exits.tolist()).mean()
         where = {k: getattr(cell, k) for k in ("finetune", "column", "variant", "method", "label")}
-        where["dataset"] = cell.experiment.dataset
+        where |= {"dataset": cell.experiment.dataset, "backbone": cell.experiment.backbone, "seeds": len(group)}
         costs = exit_costs(cell.experiment, num_classes(cell.experiment))
         rows += [where | {"accuracy": a} | cost for a, cost in zip(accuracies, costs, strict=True)]
     return pd.DataFrame(rows)

@@ -98,5 +98,5 @@ def test_words_are_drawn_literally():
 
 def test_the_callers_settings_stay_as_they_were():
     before = dict(matplotlib.rcParams)
-    plot_teachers({"running": np.array([1, 2]), "batch": np.array([2, 1])})
+    plot_teachers({"running": np.array([1, 2]), "batch": np.array([2, 1])}, "3 seeds")
     assert dict(matplotlib.rcParams) == before

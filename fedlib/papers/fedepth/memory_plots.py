@@ -12,14 +12,21 @@ LEFT_OUT = "#c9ced3"
 
 
 @styled
-def plot_stages(needs: Sequence[float], budgets: Mapping[str, float], slack: float, title: str, unit: str = "MiB"):
+def plot_stages(needs: Sequence[float], budgets: Mapping[str, float], slack: float, net: str, unit: str = "MiB"):
     """A panel per budget: every block is a bar on top of the blocks before it in its stage, under the budget's line.
 
-    A stage has a colour; blocks that fit no stage are grey. Returns the panels' Axes.
+    A stage has a colour; blocks that fit no stage are grey. The title says how many stages the least and the largest
+    budget make of ``net``. Returns the panels' Axes.
     """
     import seaborn
 
-    axes = panels([f"{name}: {budget:.3g} {unit}" for name, budget in budgets.items()], title, (2.6, 2.6), columns=5)
+    least, most = (pack(needs, budget, slack) for budget in (min(budgets.values()), max(budgets.values())))
+    left_out = len(needs) - sum(map(len, least))
+    said = f"{net}: {min(budgets.values()):.3g} {unit} make {len(least)} stages"
+    said += f" and leave {left_out} blocks untrained" if left_out else ""
+    said += f", {max(budgets.values()):.3g} {unit} make {len(most)} stage{'s' * (len(most) > 1)}"
+    names = [f"{name}: {budget:.3g} {unit}" for name, budget in budgets.items()]
+    axes = panels(names, said, (2.8, 2.4), columns=3)
     for ax, budget in zip(axes, budgets.values(), strict=True):
         stages = pack(needs, budget, slack)
         colors = seaborn.color_palette("colorblind", len(stages))
@@ -42,39 +49,45 @@ def plot_stages(needs: Sequence[float], budgets: Mapping[str, float], slack: flo
 
 
 @styled
-def plot_memory(frame: pd.DataFrame, title: str = "A stage holds a part of what the whole net holds", ax=None):
+def plot_memory(frame: pd.DataFrame, subject: str, ax=None):
     """Bars of a stage's estimated and measured memory, lines at r times the whole net's measured peak.
 
     ``frame`` as from ``training_memory.memory_of_stages``.
     """
     import seaborn
 
-    ax = axes_of(ax)
-    rows = frame.assign(at=[f"{r.blocks}\nr = {r.r}" if r.r != "all" else "all\nblocks" for r in frame.itertuples()])
+    ax = axes_of(ax, (7.6, 0.42 * len(frame) + 1.8))
+    rows = frame.assign(at=[f"{r.blocks}, r = {r.r}" if r.r != "all" else "all blocks" for r in frame.itertuples()])
+    whole, share = frame[frame.r == "all"].measured_mib.max(), frame.r.iloc[0]
+    most = frame[frame.r == share].measured_mib.max()
+    title = f"r = {share}: no stage holds more than {100 * most / whole:.0f} % of the whole net's {whole:.0f} MiB"
     names = {"estimate_mib": "estimate", "measured_mib": "measured peak"}
     rows = rows.rename(columns=names).melt("at", list(names.values()), "what", "mib")
-    seaborn.barplot(rows, x="at", y="mib", hue="what", palette=["#868a8e", "#6b006f"], saturation=1, ax=ax)
-    ax.hlines(frame.budget_mib, np.arange(len(frame)) - 0.45, np.arange(len(frame)) + 0.45, "black", "--", linewidth=1,
-              label="r x the whole net's peak")  # fmt: skip
-    ax.legend(frameon=False)
-    ax.figure.set_figwidth(max(6.0, 0.55 * len(frame)))
-    ax.tick_params(axis="x", labelsize=6)
-    finish(ax, "blocks of a stage, of a client with the share r", "memory of local training (MiB)", title)
+    seaborn.barplot(rows, y="at", x="mib", hue="what", palette=["#868a8e", "#6b006f"], saturation=1, ax=ax)
+    ax.vlines(frame.budget_mib, np.arange(len(frame)) - 0.45, np.arange(len(frame)) + 0.45, "black", "--", linewidth=1,
+              label="r × the whole net's peak")  # fmt: skip
+    ax.legend()
+    finish(ax, "memory of local training (MiB)", "blocks of a stage", f"{title}\n{subject}")
+    share_legend([ax])
     return ax
 
 
 @styled
-def plot_similarities(tables: Mapping[str, np.ndarray], title: str):
-    """A panel per measure: layer by layer of two local networks, brighter where they are more alike."""
-    axes = panels(list(tables), title, (3.4, 3.2), columns=2)
+def plot_similarities(tables: Mapping[str, np.ndarray], subject: str):
+    """A panel per measure: layer by layer of two local networks, brighter where they are more alike.
+
+    The scale of each goes from its lowest to its highest value, and the title says the ends of the diagonals.
+    """
+    ends = [f"{name} {table[0, 0]:.2f} at the first, {table[-1, -1]:.2f} at the last" for name, table in tables.items()]
+    axes = panels(list(tables), f"The same unit of two networks: {'; '.join(ends)}\n{subject}", (4.0, 3.4), columns=2)
     for ax, table in zip(axes, tables.values(), strict=True):
-        drawn = ax.imshow(table, origin="lower", vmin=0, vmax=1, cmap="magma")
+        drawn = ax.imshow(table, origin="lower", cmap="viridis")
         layers = range(0, len(table), max(1, len(table) // 7))
         ax.set_xticks(layers, [i + 1 for i in layers])
         ax.set_yticks(layers, [i + 1 for i in layers])
         finish(ax, "unit of one network", "unit of the other" if ax is axes[0] else "")
         ax.grid(False)
-        ax.figure.colorbar(drawn, ax=ax, shrink=0.8)
+        ax.figure.colorbar(drawn, ax=ax, shrink=0.8, label=f"{ax.get_title()} (0 to 1)")
     return axes
 
 

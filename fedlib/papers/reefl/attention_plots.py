@@ -34,35 +34,40 @@ def _mean(attention: Attention, name: str, i: int, block: int, head: int | None 
     return (heads.mean(0) if head is None else heads[head]).cpu().numpy()
 
 
-def plot_blocks(image: np.ndarray, attention: Attention, i: int = 0, names: Sequence[str] = ("x", "read")):
-    """Figure 1b: image ``i`` and its maps ``names`` (rows) in every block (columns), mean over heads.
+def plot_blocks(image: np.ndarray, attention: Attention, i: int = 0, subject: str = "", wide: int = 6):
+    """Figure 1b: image ``i``, and of every block its map before Ree, the modulated one, and the difference.
 
-    A last row shows the second map less the first, on one scale for all blocks. Returns the Axes; the first column is
-    the image's.
+    Means over heads, differences on one scale; so many blocks stand side by side (``wide``). The title says how much of
+    the attention modulation moves (total variation). Returns the Axes; the first column is the image's.
     """
     import matplotlib.pyplot as plt
 
-    blocks = attention.maps["x"].shape[1]
-    size = (1.1 * (blocks + 1) + 0.6, 1.25 * (len(names) + 1) + 0.5)
-    _, axes = plt.subplots(len(names) + 1, blocks + 1, figsize=size, squeeze=False, layout="constrained")
-    maps = {name: [_mean(attention, name, i, block) for block in range(blocks)] for name in names}
-    overlay(image, None, axes[0, 0], "image")
-    labels = [*(MAPS[name].replace(", ", "\n") for name in names), "difference\n(red: more)"]
-    for ax, label in zip(axes[:, 0], labels, strict=True):
+    blocks, names = attention.maps["x"].shape[1], ("x", "read")
+    wide = min(wide, blocks)
+    maps = {name: np.array([_mean(attention, name, i, block) for block in range(blocks)]) for name in names}
+    moved, rows = maps["read"] - maps["x"], -(-blocks // wide)
+    _, axes = plt.subplots(3 * rows, wide + 1, figsize=(8.4, 3.75 * rows + 0.6), squeeze=False, layout="constrained")
+    for ax in axes.flat:
         ax.set(xticks=[], yticks=[])
         ax.set_frame_on(False)
-        ax.set_ylabel(label, fontsize=7)
-    for line, (row, name) in enumerate(zip(axes, names, strict=False)):
-        for block, ax in enumerate(row[1:]):
-            overlay(image, maps[name][block], ax, "" if line else f"block {block + 1}")
-    moved = np.array(maps[names[1]]) - np.array(maps[names[0]])
-    for ax, change in zip(axes[-1, 1:], moved, strict=True):
-        overlay(image, None, ax)
-        ax.images[0].set_alpha(0.35)
-        drawn = ax.imshow(change, extent=ax.images[0].get_extent(), cmap="RdBu_r", alpha=0.75, interpolation="bilinear")
+    overlay(image, None, axes[0, 0], "image")
+    labels = [*(MAPS[name].replace(", ", "\n") for name in names), "difference\n(red: more)"]
+    for ax, label in zip(axes[:, 0], labels * rows, strict=True):
+        ax.set_ylabel(label, fontsize=8)
+    for block in range(blocks):
+        of_map, read, change = axes[3 * (block // wide) : 3 * (block // wide) + 3, 1 + block % wide]
+        overlay(image, maps["x"][block], of_map, f"block {block + 1}")
+        overlay(image, maps["read"][block], read)
+        overlay(image, None, change)
+        change.images[0].set_alpha(0.35)
+        where = change.images[0].get_extent()
+        drawn = change.imshow(moved[block], extent=where, cmap="RdBu_r", alpha=0.75, interpolation="bilinear")
         drawn.set_clim(*(np.nanmax(np.abs(moved)) or 1.0) * np.array([-1, 1]))
-    bar = axes[0, 0].figure.colorbar(drawn, ax=axes[-1, 1:].tolist(), aspect=8, pad=0.01)
-    bar.ax.tick_params(labelsize=6)
+    bar = axes[0, 0].figure.colorbar(drawn, ax=axes[:, -1].tolist(), aspect=40, label="difference of the attention")
+    bar.ax.tick_params(labelsize=8)
+    share = 50 * np.abs(moved).sum((-1, -2))
+    most = f"at most {np.nanmax(share):.0f} % (block {np.nanargmax(share) + 1})" if np.isfinite(share).any() else "–"
+    axes[0, 0].figure.suptitle(plain(f"Modulation moves {most} of the class token's attention\n{subject}"))
     return axes
 
 

@@ -12,7 +12,8 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from ...report.plots import ACCURACY, lines
+from ...report.plots import ACCURACY, WIDE, lines
+from ...report.said import told
 from ...report.style import data_title, finish, looks_of, named, panels, share_legend, styled
 from ...report.tables import collect, label_of, spread
 from ...report.verdicts import Difference, judged
@@ -91,33 +92,37 @@ def best_levels(frame: pd.DataFrame) -> dict[str, str]:
 
 
 @styled
-def plot_factor(frame: pd.DataFrame, factor: str, one: str, other: str, title: str):
+def plot_factor(frame: pd.DataFrame, factor: str, one: str, other: str):
     """Upper row: accuracy of both methods at every level of ``factor``; lower row: ``one`` minus ``other``.
 
-    A column per data set; mean over seeds, bars ± SD. Returns the panels' Axes, upper ones first.
+    A column per data set; mean over seeds, bars ± SD. The title says the difference at the first and the last level.
+    Returns the panels' Axes, upper ones first.
     """
     rows = frame[(frame.factor == factor) & frame.accuracy.notna()]
-    split = _one_split(rows)
-    levels = list(dict.fromkeys(frame[frame.factor == factor].level))
-    sets = list(dict.fromkeys(rows.dataset)) or [""]
-    axes = panels([*map(data_title, sets), *[""] * len(sets)], title, (4.4, 2.5), columns=len(sets), sharey=False)
+    split, levels = _one_split(rows), list(dict.fromkeys(frame[frame.factor == factor].level))
+    sets, gaps = list(dict.fromkeys(rows.dataset)) or [""], differences(rows, one, other)
+    means = gaps[gaps.dataset == sets[0]].groupby("level").difference.mean()
+    ends = [x for x in levels if x in means.index]
+    said = ", ".join(f"{means[x]:+.1f} at {x}".replace("-", "−", 1) for x in dict.fromkeys(ends[:1] + ends[-1:]))
+    title = (
+        f"{FACTORS[factor].capitalize()}: {label_of(one)} minus {label_of(other)} is {said or 'not stored'}"
+    )
+    wide = min(6.4, WIDE / len(sets))
+    titles = [*map(data_title, sets), *[""] * len(sets)]
+    axes = panels(titles, told(title, rows.drop(columns="column")), (wide, 2.4), columns=len(sets), sharey=False)
     for data, upper, lower in zip(sets, axes[: len(sets)], axes[len(sets) :], strict=True):
-        _accuracies(rows[rows.dataset == data], levels, upper)
-        _gaps(differences(rows[rows.dataset == data], one, other), levels, lower)
+        own = named(rows[rows.dataset == data]).assign(at=lambda part: part.level.map(levels.index))
+        bars = lines(own, "at", "accuracy", upper, looks_of(own))
+        _gaps(gaps[gaps.dataset == data], levels, lower)
         first = data == sets[0]
         finish(upper, "", ACCURACY_OF[split] if first else "")
-        finish(lower, FACTORS[factor], f"{label_of(one)} – {label_of(other)} (points)" if first else "")
+        finish(lower, FACTORS[factor] + bars, f"{label_of(one)} – {label_of(other)} (points)" if first else "")
         for ax in (upper, lower):
             ax.set_xlim(-0.4, len(levels) - 0.6)
             turned = 20 if max(map(len, levels)) > 8 else 0
             ax.set_xticks(range(len(levels)), levels if ax is lower else [""] * len(levels), rotation=turned)
     share_legend(axes)
     return axes
-
-
-def _accuracies(rows: pd.DataFrame, levels: Sequence[str], ax) -> None:
-    rows = named(rows).assign(at=rows.level.map(levels.index))
-    lines(rows, "at", "accuracy", ax, looks_of(rows), estimator="mean", sort=True, errorbar="sd", err_style="bars")
 
 
 def _gaps(by_seed: pd.DataFrame, levels: Sequence[str], ax) -> None:

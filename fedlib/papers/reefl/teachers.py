@@ -58,14 +58,17 @@ def count_teachers(
 
 
 @styled
-def plot_teachers(counts: Mapping[str, np.ndarray], ax=None, title: str = "Which exit teaches"):
-    """Bars of how often each exit is the teacher; ``counts`` maps an estimate's name to (E,)."""
+def plot_teachers(counts: Mapping[str, np.ndarray], subject: str, ax=None):
+    """Bars of how often each exit is the teacher, in percent; ``counts`` maps an estimate's name to (E,)."""
     import seaborn
 
-    ax = axes_of(ax)
-    rows = [(plain(n), e + 1, c) for n, count in counts.items() for e, c in enumerate(count)]
+    ax, shares = axes_of(ax), {name: 100 * np.asarray(count) / max(np.sum(count), 1) for name, count in counts.items()}
+    rows = [(plain(n), e + 1, share) for n, of in shares.items() for e, share in enumerate(of)]
     rows = pd.DataFrame(rows, columns=["estimate", "exit", "batches"])
+    most = int(np.argmax(next(iter(shares.values()))))
+    said = ", ".join(f"{of[most]:.0f} % by {name}" for name, of in shares.items())
+    title = f"Exit {most + 1} teaches most: {said}\n{subject}"
     colors = [color_of("reefl"), color_of("exclusivefl"), color_of("depthfl")][: len(counts)]
     seaborn.barplot(rows, x="exit", y="batches", hue="estimate", palette=colors, saturation=1, ax=ax)
-    finish(ax, "exit", "mini-batches with this teacher", title)
+    finish(ax, "exit", "mini-batches with this teacher (%)", title)
     return ax

@@ -14,11 +14,11 @@ def test_figures(measured):
     colors = [len({p.get_facecolor() for p in ax.patches}) for ax in axes]
     assert colors == [3, 2, 4]  # stages; of 2 GB the first layer is left out, in grey
     assert max(max(t) for t, ax in zip(tops[:2], axes, strict=False)) <= 5
-    drawn = plot_memory(measured)
+    drawn = plot_memory(measured, "a net")
     (lines,) = drawn.collections
-    assert [segment[0][1] for segment in lines.get_segments()] == pytest.approx(measured.budget_mib.tolist())
+    assert [segment[0][0] for segment in lines.get_segments()] == pytest.approx(measured.budget_mib.tolist())
     bars = drawn.patches
-    assert {round(p.get_height(), 3) for p in bars} >= set(measured.measured_mib.round(3))
+    assert {round(p.get_width(), 3) for p in bars} >= set(measured.measured_mib.round(3))
     drawn = plot_similarities({"CKA": np.eye(3), "CCA": np.ones((3, 3))}, "alike")
     assert [ax.images[0].get_array().sum() for ax in drawn] == [3, 9]
     parts = pd.DataFrame({"net": ["a", "b"], "parameters": [1.0, 2.0], "activations": [3.0, 2.0]})

@@ -66,7 +66,7 @@ def test_differences_are_paired_by_seed_and_judged_as_claims_are():
 def test_nothing_stored_gives_no_rows():
     empty = frame_of(*OTHER)
     assert answers(empty, "reefl", "depthfl").empty and differences(empty, "reefl", "depthfl").empty
-    axes = plot_factor(empty[empty.variant == "reefl"], "rounds", "reefl", "depthfl", "Nothing yet")
+    axes = plot_factor(empty[empty.variant == "reefl"], "rounds", "reefl", "depthfl")
     assert len(axes) == 2
 
 
@@ -79,19 +79,20 @@ def test_a_level_is_chosen_by_its_mean_on_validation_examples_only():
 
 def test_validation_and_test_accuracies_never_stand_side_by_side():
     both = pd.concat([frame_of(*SHORT), frame_of(*LONG, split="validation")])
-    for call in (lambda: answers(both, "reefl", "depthfl"), lambda: plot_factor(both, "rounds", "reefl", "depthfl", "x")):  # fmt: skip
+    for call in (lambda: answers(both, "reefl", "depthfl"), lambda: plot_factor(both, "rounds", "reefl", "depthfl")):  # fmt: skip
         with pytest.raises(ValueError, match="do not stand side by side"):
             call()
 
 
 def test_a_figure_has_a_column_per_data_set_and_its_numbers():
     rows = [*SHORT, *LONG, ("cifar100_rounds_100", "depthfl", 1, 20.0), ("cifar100_rounds_100", "reefl", 1, 19.0)]
-    axes = plot_factor(frame_of(*rows), "rounds", "reefl", "depthfl", "Horizon")
+    axes = plot_factor(frame_of(*rows), "rounds", "reefl", "depthfl")
+    assert axes[0].figure.get_suptitle().startswith("Rounds: ReeFL minus DepthFL is −1.0 at 100, +2.0 at 1000")
     assert [ax.get_title() for ax in axes] == ["CIFAR-10", "CIFAR-100", "", ""]
     drawn = {tuple(line.get_ydata()) for line in axes[2].lines}
     assert (-1.0, 2.0) in drawn  # the means; and every seed
     assert (-0.5, -1.0, -1.5, 3.0, 1.0) in drawn
-    assert axes[2].get_xlabel() == FACTORS["rounds"] and "ReeFL – DepthFL" in axes[2].get_ylabel()
+    assert axes[2].get_xlabel().startswith(FACTORS["rounds"]) and "ReeFL – DepthFL" in axes[2].get_ylabel()
     assert axes[0].get_ylabel() == "test accuracy (%)"
     assert [t.get_text() for t in axes[3].get_xticklabels()] == ["100", "1000"]
 
