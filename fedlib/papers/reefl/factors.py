@@ -104,9 +104,7 @@ def plot_factor(frame: pd.DataFrame, factor: str, one: str, other: str):
     means = gaps[gaps.dataset == sets[0]].groupby("level").difference.mean()
     ends = [x for x in levels if x in means.index]
     said = ", ".join(f"{means[x]:+.1f} at {x}".replace("-", "−", 1) for x in dict.fromkeys(ends[:1] + ends[-1:]))
-    title = (
-        f"{FACTORS[factor].capitalize()}: {label_of(one)} minus {label_of(other)} is {said or 'not stored'}"
-    )
+    title = f"{FACTORS[factor].capitalize()}: {label_of(one)} minus {label_of(other)} is {said or 'not stored'}"
     wide = min(6.4, WIDE / len(sets))
     titles = [*map(data_title, sets), *[""] * len(sets)]
     axes = panels(titles, told(title, rows.drop(columns="column")), (wide, 2.4), columns=len(sets), sharey=False)
