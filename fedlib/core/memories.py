@@ -4,6 +4,7 @@ import re
 from collections import ChainMap
 from collections.abc import Iterator, Mapping, MutableMapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -17,7 +18,7 @@ class ClientFiles(MutableMapping[int, dict[str, torch.Tensor]]):
     """
 
     def __init__(self, folder: Path):
-        self.folder = folder
+        self.folder, self.device = folder, "cpu"  # where what is read goes: a run's checkpoints set its device
         self.rounds: dict[int, int] = {}  # client -> the round that the checkpoint names
         self.replaced: list[tuple[int, int]] = []  # (client, round) that only the checkpoint before it names
         self.changed: dict[int, dict[str, torch.Tensor]] = {}
@@ -28,7 +29,7 @@ class ClientFiles(MutableMapping[int, dict[str, torch.Tensor]]):
     def __getitem__(self, client: int) -> dict[str, torch.Tensor]:
         if client in self.changed:
             return self.changed[client]
-        return read_tensors(self._file(client, self.rounds[client]))[0]
+        return read_tensors(self._file(client, self.rounds[client]), self.device)[0]
 
     def __setitem__(self, client: int, memory: dict[str, torch.Tensor]) -> None:
         self.changed[client] = memory
@@ -71,8 +72,8 @@ class Overlay(ChainMap[int, Mapping[str, torch.Tensor]]):
 
     def __init__(self, base: Mapping[int, Mapping[str, torch.Tensor]], changes: Mapping[int, Mapping]):
         before, below = base.maps if isinstance(base, Overlay) else ({}, base)  # never a chain of more than two
-        super().__init__({**before, **changes}, below)
+        super().__init__({**before, **changes}, below)  # pyright: ignore (below is only read)
 
     @property
-    def changes(self) -> Mapping[int, Mapping[str, torch.Tensor]]:
-        return self.maps[0]
+    def changes(self) -> dict[int, Any]:
+        return dict(self.maps[0])

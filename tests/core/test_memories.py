@@ -57,3 +57,13 @@ def test_reading_a_clients_memory_again_and_again_keeps_nothing(tmp_path):
     before = resident()
     read(4000)
     assert resident() - before < 1
+
+
+def test_what_is_read_back_lies_on_the_device_of_the_run(tmp_path):
+    """``meta`` stands for an accelerator: what a checkpoint has written is read onto it."""
+    files = ClientFiles(tmp_path)
+    files.device = "meta"
+    files[3] = {"w": torch.ones(2)}
+    assert files[3]["w"].device.type == "cpu"  # as it was given
+    files.write(1)
+    assert files[3]["w"].device.type == "meta"
