@@ -16,7 +16,7 @@ NOTEBOOKS := $(patsubst notebooks/%.ipynb,%,$(wildcard notebooks/*/*.ipynb))
 SHORT := $(foreach n,$(NOTEBOOKS),$(firstword $(subst _, ,$(n))))
 OBJECTS := $(sort $(SHORT) $(NOTEBOOKS))
 
-.PHONY: help setup demo test quick test-all test-oldest lint lab results notebooks site report bench pretrain lock clean $(OBJECTS)
+.PHONY: help setup demo test quick test-all test-oldest lint lab results notebooks site report bench pretrain lock clean atlas $(OBJECTS)
 
 help:
 	@echo "make demo                         walkthrough: ReeFL and DepthFL on real digits, in a few minutes"
@@ -24,6 +24,7 @@ help:
 	@echo "make results                      outputs/README.md: every stored table, and a verdict on every claim of the papers"
 	@echo "make notebooks                    every notebook as it looks when it has run, of stored runs: outputs/<paper>/notebooks/"
 	@echo "make site                         guide, results and API as HTML, readable offline: outputs/site/html/"
+	@echo "make atlas METHOD=mine.py         your own method on every task of the atlas, and on its map"
 	@echo "make lab                          explore in JupyterLab"
 	@echo "make test, make bench             all tests; engine speed against Flower, pfl, BlazeFL and bare loops"
 	@echo "make quick                        unit tests of what git diff touches, or of a folder: FOLDER=methods"
@@ -102,6 +103,12 @@ report: site
 $(OBJECTS): setup
 	@mkdir -p $(EXECUTED)
 	$(BIN)/papermill $(wildcard notebooks/$@_*.ipynb notebooks/$@.ipynb) $(EXECUTED)/$(subst /,-,$@)-$(PROFILE).ipynb -p profile $(PROFILE) $(if $(shell grep -l run_missing $(wildcard notebooks/$@_*.ipynb notebooks/$@.ipynb)),-p run_missing True)
+
+# A method of your own under the atlas's caps: one seed on every task
+atlas: setup
+	@mkdir -p $(EXECUTED)
+	$(if $(METHOD),,$(error make atlas METHOD=mine.py: name a file that registers a method, as notebooks/walkthrough/03_write_a_method.ipynb does))
+	$(BIN)/papermill notebooks/atlas/map.ipynb $(EXECUTED)/atlas-map-$(PROFILE).ipynb -p profile $(PROFILE) -p method_file $(METHOD)
 
 .DEFAULT:
 	@echo "make: no target '$@'$(if $(filter %/$@,$(OBJECTS)),; did you mean: make $(filter %/$@,$(OBJECTS)))" >&2

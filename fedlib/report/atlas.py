@@ -7,23 +7,28 @@ Over tasks and seeds: interquartile mean, intervals by a bootstrap stratified by
 methods, whose clients see the same data. Read next: ``runs/fitting.py``, ``params/atlas``.
 """
 
+import runpy
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
 from scipy.stats import trim_mean
 
 from ..core.rng import numpy_generator
-from ..runs.params import Cell
+from ..methods import METHODS
+from ..runs.params import Cell, load_spec
+from ..runs.params_files import grids
 from ..runs.store import find_run
 from .flags import flags_of
 
 LOW, HIGH = "smallest", "whole"  # rows of every task: the smallest level for all, and the whole model for all
 WORST = 0.1  # of the clients
+UNTRAINED = 5.0  # points by which a capped method's whole net may be above the one trained whole by everybody
 RESAMPLES, CONFIDENCE = 2_000, 0.95
 RANKING = ["method", "score", "low", "high", "best rank", "worst rank", "tasks", "flags"]
 
@@ -34,6 +39,7 @@ class Entries:
 
     clients: Mapping[str, Mapping[str, np.ndarray]]
     flags: Mapping[tuple[str, str], tuple[str, ...]]
+    one: Callable = np.mean  # makes one number of the clients'
 
     @property
     def methods(self) -> list[str]:
@@ -43,7 +49,7 @@ class Entries:
 
     def of(self, method: str) -> dict[str, np.ndarray]:
         """By task, where it has runs: the normalised score of each seed."""
-        return {task: normalised(by, method) for task, by in self.clients.items() if method in by}
+        return {task: normalised(by, method, self.one) for task, by in self.clients.items() if method in by}
 
 
 def normalised(task: Mapping[str, np.ndarray], method: str, of: Callable = np.mean) -> np.ndarray:
@@ -85,7 +91,7 @@ def resampled(entries: Entries, rng: np.random.Generator) -> Entries:
         rows = rng.integers(seeds, size=seeds)
         columns = rng.integers(clients, size=(seeds, clients))
         out[task] = {m: scores[rows[:, None], columns] for m, scores in by.items()}
-    return Entries(out, entries.flags)
+    return replace(entries, clients=out)
 
 
 def ranking(entries: Entries, resamples: int = RESAMPLES, seed: int = 0) -> pd.DataFrame:
@@ -121,11 +127,27 @@ def wins(entries: Entries) -> pd.DataFrame:
     return pd.DataFrame([[improvement(of[a], of[b]) for b in of] for a in of], index=list(of), columns=list(of))
 
 
+def tasks_of(caps: str) -> dict[str, str]:
+    """The tables of ``params/atlas`` in which ``caps`` binds, ``<task>_<caps>``, by task."""
+    return {t.removesuffix(f"_{caps}"): t for t in grids("atlas") if load_spec("atlas", t)["caps"]["of"] == caps}
+
+
+def own_methods(path: Path) -> list[str]:
+    """The names of the methods that the file ``path`` registers; ``ValueError`` if it registers none."""
+    known = set(METHODS)
+    runpy.run_path(str(path), run_name=path.stem)
+    own = [name for name in METHODS if name not in known or METHODS[name].__module__ == path.stem]
+    if not own:
+        raise ValueError(f"atlas: {path} registers no method; a class under @fedlib.methods.register is one")
+    return own
+
+
 def load_entries(cells: Mapping[str, Sequence[Cell]], folder=None) -> Entries:
     """What is stored of each task's cells; of a method the seeds that all of its task's methods have.
 
-    A task without the two rows that scores are measured by is left out, and one whose whole model is not above its
-    smallest level, with a warning.
+    A task without the two rows that scores are measured by is left out. So is, with a warning, one whose whole model is
+    not above its smallest level, or on all test examples far below the whole net of a method under caps: it did not
+    train, and what lies between the two says nothing.
     """
     clients: dict[str, dict[str, np.ndarray]] = {}
     flags: dict[tuple[str, str], tuple[str, ...]] = {}
@@ -137,18 +159,24 @@ def load_entries(cells: Mapping[str, Sequence[Cell]], folder=None) -> Entries:
         seeds = sorted(set.intersection(*(by[v] for v in (LOW, HIGH))))
         whole = {v: [s for s in seeds if s in found] for v, found in by.items()}
         shared = [s for s in seeds if all(s in own for own in whole.values())] or seeds[:1]
-        level = {v: np.mean([_scores(runs[v, s].summary) for s in shared]) for v in (LOW, HIGH)}
+        level = {v: np.mean([scores_of(runs[v, s].summary) for s in shared]) for v in (LOW, HIGH)}
         if level[HIGH] <= level[LOW]:
             warnings.warn(f"atlas: {task} is left out: its whole model is not above its smallest level", stacklevel=2)
             continue
+        nets = {v: np.mean([runs[v, s].summary["exits"][-1] for s in shared if (v, s) in runs]) for v in by}
+        best = max(nets, key=lambda v: nets[v])
+        if nets[best] > nets[HIGH] + UNTRAINED:
+            said = f"{nets[HIGH]:.2f} on all test examples, where {best}'s has {nets[best]:.2f}"
+            warnings.warn(f"atlas: {task} is left out: its whole model did not train ({said})", stacklevel=2)
+            continue
         for variant, own in whole.items():
             if set(shared) <= set(own):
-                clients.setdefault(task, {})[variant] = np.array([_scores(runs[variant, s].summary) for s in shared])
+                clients.setdefault(task, {})[variant] = np.array([scores_of(runs[variant, s].summary) for s in shared])
                 flags[task, variant] = tuple(sorted({f for s in shared for f in flags_of(runs[variant, s], "local")}))
     return Entries(clients, flags)
 
 
-def _scores(summary: Mapping) -> list[float]:
+def scores_of(summary: Mapping) -> list[float]:
     """Each client's, by the deepest exit that it holds."""
     personal = summary["personal"]
     found = personal.get("last_by_client", personal["by_client"])
@@ -172,7 +200,7 @@ def judge(predictions: Mapping[str, Mapping], entries: Entries, caps: str, resam
         if not tasks:
             rows.append(row | {"verdict": "not testable"})
             continue
-        of = Entries(tasks, {})
+        of = replace(entries, clients=tasks)
         drawn = []
         for again in (of, *(resampled(of, rng) for _ in range(resamples))):
             with suppress(ValueError):  # a draw in which the whole model is not above the smallest level

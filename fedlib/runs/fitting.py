@@ -7,15 +7,17 @@ cap. Read next: ``methods/base.py``, ``runs/prices.py``.
 """
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
 from ..core.clients import Client
 from ..core.experiment import Experiment
-from ..methods import build_method
-from .costs import load_shapes
+from ..methods import METHODS, build_method
+from ..models.registry import backbone_spec
+from .costs import Shapes, load_shapes
+from .params import Cell
 from .prices import examples_per_client, num_classes
 
 SLACK = 0.05  # of a cap: exits are not free, and the whole model has one
@@ -41,12 +43,37 @@ def fit(e: Experiment, caps: Sequence[float], of: Cost) -> Fitted:
     """
     if not caps or list(caps) != sorted(caps) or not 0 < caps[0] <= caps[-1] <= 1:
         raise ValueError(f"fit: caps = {list(caps)} must not decrease, within (0, 1]")
-    return _Search(e, tuple(caps), of).fitted()
+    build_method(e.method, dict(e.options)).check_backbone(backbone_spec(e.backbone, e.exit_head), e)
+    found = _Search(e, tuple(caps), of).fitted()
+    setting = load_shapes(found.experiment, num_classes(e)).setting
+    if setting.exit_units == (setting.spec.depth - 1,):  # no exit before the last, which has one kind of head
+        found = replace(found, experiment=found.experiment.replace(exit_head=None))
+    return found
 
 
-def price(e: Experiment, of: Cost) -> list[float]:
+def fitted_cells(cells: Sequence[Cell], caps: Mapping, method: str, options: Mapping | None = None) -> list[Cell]:
+    """``method`` in a task's ``cells``, for each of their columns and seeds, with what it can give under ``caps``.
+
+    ``caps``: a params file's, ``of`` what is capped and ``shares`` of the whole's by class of devices.
+    """
+    its, fitted = {"method": method, "options": dict(options or {})}, {}
+    for column, c in {c.column: c for c in cells}.items():
+        fitted[column] = fit(_plain(c.experiment).replace(**its), caps["shares"], caps["of"]).experiment
+    label = getattr(METHODS[method], "label", method)
+    return [
+        Cell(c.finetune, method, method, label, c.column, c.seed, fitted[c.column].replace(seed=c.seed))
+        for c in {(c.column, c.seed): c for c in cells}.values()
+    ]
+
+
+def _plain(e: Experiment) -> Experiment:
+    """The whole model for all."""
+    return e.replace(method="fedavg", options={}, num_exits=1, exit_blocks=None, budgets="uniform", exit_head=None)
+
+
+def price(e: Experiment, of: Cost, shapes: Shapes | None = None) -> list[float]:
     """What local training takes with each budget: MACs of an example, forward, its peak or upload in MiB."""
-    shapes = load_shapes(e, num_classes(e))
+    shapes = shapes or load_shapes(e, num_classes(e))
     setting = replace(shapes.setting, num_clients=e.num_clients, rounds=e.rounds, batch_size=e.batch_size)
     clients = [Client(-1, b, round(examples_per_client(e))) for b in range(shapes.budgets)]
     if of == "memory":
@@ -66,7 +93,7 @@ class _Search:
 
     @cached_property
     def plain(self) -> Experiment:
-        return self.e.replace(method="fedavg", options={}, num_exits=1, exit_blocks=None, budgets="uniform")
+        return _plain(self.e)
 
     @cached_property
     def whole(self) -> float:

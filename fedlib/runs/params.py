@@ -35,7 +35,7 @@ from .shrink import following, said_by
 # of a table's file, besides profiles' names
 SPEC_KEYS = {
     "extends", "common", "axes", "variants", "columns", "claims", "value", "thresholds", "reported", "priority",
-    "also", "average",
+    "also", "average", "caps",
 }  # fmt: skip
 VARIANT_KEYS = {"label", "finetune"}  # of a variant; all others are fields of Experiment
 Layers = Mapping[str, Mapping[str, Any]]  # by name, in the order in which they are merged

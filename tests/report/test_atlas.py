@@ -1,5 +1,7 @@
 """The atlas's arithmetic on numbers worked out by hand."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
@@ -8,6 +10,7 @@ from fedlib.report.atlas import (
     improvement,
     interquartile_mean,
     judge,
+    load_entries,
     normalised,
     ranking,
     resampled,
@@ -98,3 +101,24 @@ def test_figures_of_the_map():
     ax = plot_ranking(table, "a title")
     assert [t.get_text() for t in ax.get_yticklabels()] == ["A", "B"] and ax.get_title() == "a title"
     assert len(plot_wins(wins(entries), "wins").texts) == 4 and not plot_wins(wins(Entries({}, {})), "none").texts
+
+
+@pytest.mark.parametrize(("deep", "counts"), [(64.0, True), (66.0, False)])
+def test_a_task_counts_only_where_its_whole_model_trained(monkeypatch, deep, counts):
+    """60 for the whole model on all test examples: a whole net of a capped method may be 5 points above it, not 6."""
+    found = {"smallest": (20, 20), "whole": (60, 60), "depthfl": (40, deep)}
+    cells = [SimpleNamespace(variant=v, seed=1, experiment=v) for v in found]
+    runs = {
+        v: SimpleNamespace(summary={"personal": {"by_client": {"0": score, "1": score}}, "exits": [1.0, net]})
+        for v, (score, net) in found.items()
+    }
+    monkeypatch.setattr("fedlib.report.atlas.find_run", lambda e, folder: runs[e])
+    monkeypatch.setattr("fedlib.report.atlas.flags_of", lambda run, value: ())
+    if counts:
+        entries = load_entries({"task": cells})
+        assert entries.clients["task"]["depthfl"].tolist() == [[40, 40]] and entries.of("depthfl")["task"] == 0.5
+    else:
+        with pytest.warns(
+            UserWarning, match="task is left out: its whole model did not train .*60.00.*depthfl's has 66"
+        ):
+            assert not load_entries({"task": cells}).clients

@@ -1,0 +1,82 @@
+"""The atlas as one table: costs of a round counted by hand, and a user's own method among the others."""
+
+import numpy as np
+import pytest
+
+from fedlib import run
+from fedlib.methods import METHODS
+from fedlib.report.atlas import own_methods, tasks_of
+from fedlib.report.atlas_frame import costs, devices, entries_frame
+from fedlib.runs.costs import load_shapes
+from fedlib.runs.fitting import fitted_cells
+from fedlib.runs.params import load_grid, load_spec
+
+CAPS = {"of": "macs", "shares": [0.125, 0.25, 0.5, 1.0]}
+MINE = '''
+from dataclasses import dataclass
+
+from fedlib.methods import Method, register
+
+
+@register("mine")
+@dataclass(frozen=True)
+class Mine(Method):
+    """Early exits, each trained by its own loss."""
+'''
+
+
+@pytest.fixture(scope="module")
+def cells():
+    return load_grid("atlas", "cifar10_macs", "smoke", {"seeds": [1], "num_train": 80, "num_test": 40, "rounds": 1})
+
+
+def test_every_task_is_a_table_of_its_caps():
+    for caps in ("macs", "memory"):
+        for task, table in tasks_of(caps).items():
+            assert table == f"{task}_{caps}"
+            shares = load_spec("atlas", table)["caps"]["shares"]
+            assert shares == sorted(shares) and shares[-1] == 1 and len(shares) == len(devices())
+
+
+def test_costs_of_a_round_by_hand(cells):
+    depth = next(c.experiment for c in cells if c.variant == "depthfl")
+    found, boards, shapes = costs(depth), devices(), load_shapes(depth, 10)
+    measure, of_client = shapes.setting.measure, 80 / depth.num_clients
+    for k, board in enumerate(boards.index):
+        part = shapes.slice_for(k)
+        assert found.macs[board] == pytest.approx(3 * measure.macs(part) * of_client * depth.local_epochs)
+        travel = (found.up[board] + found.down[board]) * 8 * 2**20 / (boards.megabits[board] * 1e6)
+        training = found.macs[board] / (boards.tera_macs[board] * 1e12 * boards.utilisation[board])
+        assert found.seconds[board] == pytest.approx(training + travel)
+        assert found.up[board] == pytest.approx(shapes.upload_mib(part, k))
+    assert found.peak.is_monotonic_increasing and found.macs.is_monotonic_increasing
+
+
+def test_a_row_a_run_and_a_method_of_ones_own(cells, tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(MINE)
+    try:
+        assert own_methods(path) == own_methods(path) == ["mine"]  # the file may be read again
+        mine = fitted_cells(cells, CAPS, "mine")
+        assert [c.variant for c in mine] == ["mine"] and mine[0].experiment.budgets == (0, 1, 2, 3)
+        whole = next(c for c in cells if c.variant == "whole")
+        for cell in (*mine, whole):
+            run(cell.experiment, folder=tmp_path / "runs", progress=False)
+        frame = entries_frame({"macs": {"cifar10": [*cells, *mine]}}, tmp_path / "runs")
+    finally:
+        METHODS.pop("mine", None)
+    assert list(frame.method) == ["whole", "mine"] and frame["rounds to target"].isna().all()  # no smallest level ran
+    assert np.allclose(frame.score, frame[[f"class {k}" for k in range(1, 5)]].mean(axis=1))  # classes of equal size
+    assert (frame.worst <= frame.score).all()
+    nothing = tmp_path / "nothing.py"
+    nothing.write_text("x = 1\n")
+    with pytest.raises(ValueError, match="registers no method"):
+        own_methods(nothing)
+
+
+def test_rows_of_the_atlas_are_what_fits():
+    """One; the others are given by the same function."""
+    by = {c.variant: c for c in load_grid("atlas", "speakers_macs", "small", {"seeds": [1]})}
+    (here,) = fitted_cells([by["whole"]], load_spec("atlas", "speakers_macs")["caps"], "depthfl")
+    for key in ("num_exits", "exit_blocks", "budgets", "options"):
+        assert getattr(here.experiment, key) == getattr(by["depthfl"].experiment, key)
