@@ -86,6 +86,7 @@ class MaskedMean:
         self.infos = infos
         self._stores: tuple[dict[str, torch.Tensor], ...] = ({}, {}, {})  # total, weight, count
         self._cut: dict[str, tuple[str, Slice]] = {}  # of sums that stay cut: the local name, and what is held
+        self._own: set[str] = set()  # whole tensors that nobody else has
 
     @property
     def total(self) -> dict[str, torch.Tensor]:
@@ -126,15 +127,18 @@ class MaskedMean:
     def _expand(self, target: str) -> None:
         """Let the sum of one cut be one of whole tensors: zero where the cut holds nothing, as nobody held that."""
         if target in self._cut:
-            name, part = self._cut.pop(target)
+            (name, part), sums = self._cut.pop(target), [store[target] for store in self._stores]
             for store in self._stores:
-                store[target] = self._spread(store[target].new_zeros(()), store[target], name, part)
+                store[target] = store[target].new_zeros(())
+            self._spread_(target, sums, name, part)
 
-    def _spread(self, onto: torch.Tensor, x: torch.Tensor, name: str, part: Slice) -> torch.Tensor:
-        """``onto``, whole or a scalar, as a whole tensor of ``name`` with ``x`` in the entries that ``part`` keeps."""
-        whole = onto.expand(self.infos[name].shape).clone()  # a copy: groups share weights and counts
-        scatter_add_(whole, x, self.infos[name], part)
-        return whole
+    def _spread_(self, target: str, sums: Sequence[torch.Tensor], name: str, part: Slice) -> None:
+        """Add ``sums`` in the entries that ``part`` keeps of ``name``."""
+        for store, x in zip(self._stores, sums, strict=True):
+            if target not in self._own:  # a copy: groups share weights and counts
+                store[target] = store[target].expand(self.infos[name].shape).clone()
+            scatter_add_(store[target], x, self.infos[name], part)
+        self._own.add(target)
 
     def add(self, update: Update, weights: Iterable[float]) -> None:
         """Add every model of ``update`` with its weight; a weight of zero leaves it out."""
@@ -175,8 +179,11 @@ class MaskedMean:
                 self._cut[target] = name, cut
             return
         self._expand(target)
+        if cut:
+            self._spread_(target, new, name, cut)
+            return
         for store, x in zip(self._stores, new, strict=True):
-            store[target] = self._spread(store[target], x, name, cut) if cut else store[target] + x
+            store[target] = store[target] + x
 
     def merge(self, other: "MaskedMean") -> None:
         """Add the sums of other clients."""
