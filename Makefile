@@ -21,6 +21,7 @@ OBJECTS := $(sort $(SHORT) $(NOTEBOOKS))
 help:
 	@echo "make demo                         walkthrough: ReeFL and DepthFL on real digits, in a few minutes"
 	@echo "make reefl/table1 PROFILE=small   any notebook, by folder and first word (smoke | small | paper): notebooks/README.md"
+	@echo "make reefl/table1 PROFILE=paper DEVICE=cuda   on a GPU: docs/gpu.md"
 	@echo "make results                      outputs/README.md: every stored table, and a verdict on every claim of the papers"
 	@echo "make notebooks                    every notebook as it looks when it has run, of stored runs: outputs/<paper>/notebooks/"
 	@echo "make site                         guide, results and API as HTML, readable offline: outputs/site/html/"
@@ -102,7 +103,7 @@ report: site
 # Of two notebooks that share a first word the whole name is asked for: papermill refuses two inputs.
 $(OBJECTS): setup
 	@mkdir -p $(EXECUTED)
-	$(BIN)/papermill $(wildcard notebooks/$@_*.ipynb notebooks/$@.ipynb) $(EXECUTED)/$(subst /,-,$@)-$(PROFILE).ipynb -p profile $(PROFILE) $(if $(shell grep -l run_missing $(wildcard notebooks/$@_*.ipynb notebooks/$@.ipynb)),-p run_missing True)
+	$(BIN)/papermill $(wildcard notebooks/$@_*.ipynb notebooks/$@.ipynb) $(EXECUTED)/$(subst /,-,$@)-$(PROFILE).ipynb -p profile $(PROFILE) $(if $(shell grep -l run_missing $(wildcard notebooks/$@_*.ipynb notebooks/$@.ipynb)),-p run_missing True) $(if $(DEVICE),-p device $(DEVICE))
 
 # A method of your own under the atlas's caps: one seed on every task
 atlas: setup

@@ -81,8 +81,12 @@ def was_read(key: dict) -> bool:
 
 
 def known_digest(key: dict, size: int | None = None) -> str | None:
-    """The digest of what ``key`` describes, from the header of its file: nothing is decoded. None if it is not kept."""
-    return stored_digest(cache_file(key)) or stored_digest(cache_file(key | {"size": size}))
+    """The digest of what ``key`` describes, from the header of its file: nothing is decoded. None if it is not kept.
+
+    Without a ``size`` only of what does not depend on one.
+    """
+    fitted = None if size is None else stored_digest(cache_file(key | {"size": size}))
+    return stored_digest(cache_file(key)) or fitted
 
 
 def published_digest(key: dict, size: int | None = None) -> str | None:

@@ -260,7 +260,8 @@ class Cohort:
             if view is not None:
                 of_step = view(step)
                 made = [{n: of_step(n, p) for n, p in some.items()} for some in self.forward.tensors]
-                seen = Forward(self.model, self.slices, *made, data=self.data).place_(True, self._generators)
+                seen = Forward(self.model, self.slices, *made, data=self.data, bfloat16=self.forward.bfloat16)
+                seen.place_(True, self._generators)
                 outputs = seen(x, padding, route, watch)
             else:
                 outputs = self.forward(x, padding, route, watch)

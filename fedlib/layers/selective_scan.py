@@ -25,11 +25,12 @@ def selective_scan(
 ) -> torch.Tensor:
     """y (K, B, T, d) of inputs ``u`` and raw steps ``delta`` (before softplus) of that shape, B and C (K, B, T, N).
 
-    ``A`` is (d, N), negative, and ``D`` is (d,); each may be stacked per client.
+    ``A`` is (d, N), negative, and ``D`` is (d,); each may be stacked per client. Here states are float32 always.
     """
     kernel = fused_kernels()[0] if u.is_cuda else None
     if kernel is not None:
         return fused_scan(kernel, u, delta, A, B, C, D)
+    u, delta, B, C = (x.float() if x.dtype is torch.bfloat16 else x for x in (u, delta, B, C))  # autocast made them
     delta, a = F.softplus(delta), per_client(A, u, 2).mT.contiguous()  # (N, d) or (K, 1, N, d)
     keep = torch.is_grad_enabled() and any(x.requires_grad for x in (u, delta, a, B, C))
     return torch.addcmul(scan_op(u, delta, a, B, C, keep)[0], u, per_client(D, u))

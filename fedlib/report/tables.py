@@ -11,7 +11,7 @@ from ..core.paths import outputs_dir, params_dir
 from ..data.datasets import is_available, load_dataset
 from ..engine.executors import Execution
 from ..methods import METHODS
-from ..models.registry import fetch_weights, tokenizer_of
+from ..models.registry import backbone_spec, fetch_weights, tokenizer_of
 from ..runs.costs import exit_costs
 from ..runs.durations import describe
 from ..runs.params import Cell, load_fallback, load_grid, load_spec
@@ -74,9 +74,9 @@ def fetch(experiments: Sequence[Experiment]) -> None:
     """Bring every backbone and data set of ``experiments`` onto this machine, or say in one sentence what is not."""
     for name in dict.fromkeys(e.backbone for e in experiments if e.pretrained):
         fetch_weights(name)
-    for name, tokenizer in dict.fromkeys((e.dataset, tokenizer_of(e.backbone)) for e in experiments):
-        if not is_available(name, tokenizer):
-            load_dataset(name, tokenizer=tokenizer)
+    for name, backbone in dict.fromkeys((e.dataset, e.backbone) for e in experiments):
+        if not is_available(name, tokenizer := tokenizer_of(backbone)):  # of the first backbone's size, which it needs
+            load_dataset(name, size=backbone_spec(backbone).input_shape[-1], tokenizer=tokenizer)
 
 
 def collect(cells: Sequence[Cell], folder: Path | None = None) -> pd.DataFrame:

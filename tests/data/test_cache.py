@@ -8,7 +8,9 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
+from fedlib.data import cache
 from fedlib.data.datasets import load_dataset
 
 pytestmark = pytest.mark.usefixtures("cache")
@@ -73,3 +75,12 @@ def test_what_was_written_a_moment_ago_is_read_again(tmp_path, monkeypatch):
         file.write_text(text)
         digests.append(cache.files_digest([file], tmp_path))
     assert digests[0] != digests[1]
+
+
+def test_a_set_that_depends_on_a_size_has_no_digest_without_one(tmp_path, monkeypatch):
+    """Of text that was fetched for no network in particular it was taken for that of every network."""
+    monkeypatch.setenv("FEDLIB_CACHE", str(tmp_path))
+    for size in (None, 8):
+        cache.cached_for(size, {"a": 1}, lambda size: (({"x": torch.ones(size or 3)}, []), True))
+    assert cache.known_digest({"a": 1}) is None
+    assert cache.known_digest({"a": 1}, 8) is not None

@@ -213,6 +213,12 @@ def test_make_runs_the_notebook_of_one_paper():
     done = make("reefl/table1", "PROFILE=smoke")
     assert done.returncode == 0
     assert "notebooks/reefl/table1_four_exits.ipynb outputs/executed/reefl-table1-smoke.ipynb -p profile smoke -p run_missing True" in done.stdout  # fmt: skip
+    assert "-p device" not in done.stdout
+    assert (
+        make("reefl/table1", "PROFILE=paper", "DEVICE=cuda")
+        .stdout.rstrip()
+        .endswith("-p run_missing True -p device cuda")
+    )
     whole = make("reefl/table10_aggregation_distillation_twelve_exits")
     assert "notebooks/reefl/table10_aggregation_distillation_twelve_exits.ipynb" in whole.stdout
     old = subprocess.run(["make", "table1"], cwd=ROOT, capture_output=True, text=True)
