@@ -65,7 +65,6 @@ class Link:
             from flwr.common.serde import run_from_proto
             from flwr.proto.runtime_pb2 import AcquireTaskRequest, PullTaskInputRequest
             from flwr.supercore.heartbeat import HeartbeatSender, make_task_heartbeat_fn_http
-            from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
             from flwr.supercore.runtime import RuntimeHttpClient
             from flwr.superlink.grid import HttpGrid
         except ImportError as error:
@@ -78,9 +77,7 @@ class Link:
             address = address or self._start(nodes)
             self.insecure = address.rpartition(":")[0] in ("127.0.0.1", "localhost", "[::1]")
             run_id = self._start_run(address, patience)
-            told = {"server_address": address, "insecure": self.insecure, "root_certificates": None}
-            like = [RuntimeVersionHttpInterceptor(component_name="SuperExec")]
-            asker = RuntimeHttpClient.from_server_address(**told, interceptors=like)  # pyright: ignore
+            asker = self._client(RuntimeHttpClient, address, "SuperExec")
             task = asker.AcquireTask(AcquireTaskRequest(supported_task_types=["flwr-serverapp"]))
             asker.close()
             if not task.token or task.task.run_id != run_id:
@@ -97,12 +94,20 @@ class Link:
             self.close()
             raise
 
+    def _client(self, kind: Any, address: str, who: str) -> Any:
+        from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
+
+        like = [RuntimeVersionHttpInterceptor(component_name=who)]
+        return kind.from_server_address(
+            server_address=address, insecure=self.insecure, root_certificates=None, interceptors=like
+        )
+
     def _start(self, nodes: int) -> str:
         """A SuperLink and its SuperNodes on this machine, which end with this process."""
         folder, programs = self.folder.name, Path(sys.executable).parent
         environment = {"FLWR_HOME": folder, "FLWR_TELEMETRY_ENABLED": "0", "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2"}
         environment = {**os.environ, **environment, "PATH": f"{programs}{os.pathsep}{os.environ.get('PATH', '')}"}
-        ports = _free_ports(nodes + 1)
+        ports = [_free_port() for _ in range(nodes + 1)]
         link = f"127.0.0.1:{ports[0]}"
         commands = [["flower-superlink", "--isolation", "process", "--host", "127.0.0.1", "--port", str(ports[0])]]
         commands += [["flower-supernode", "--superlink", link, "--port", str(p)] for p in ports[1:]]
@@ -120,13 +125,10 @@ class Link:
         from flwr.proto.control_pb2 import StartRunRequest
         from flwr.supercore.control import ControlHttpClient
         from flwr.supercore.fab import Fab
-        from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
 
         data, _ = build_fab_from_files({"pyproject.toml": APP, "node.py": NODE})
         fab = Fab(hashlib.sha256(data).hexdigest(), data, {})
-        told = {"server_address": address, "insecure": self.insecure, "root_certificates": None}
-        like = [RuntimeVersionHttpInterceptor(component_name="flwr CLI")]
-        self.control = ControlHttpClient.from_server_address(**told, interceptors=like)  # pyright: ignore
+        self.control = self._client(ControlHttpClient, address, "flwr CLI")
         end = time.monotonic() + patience
         while True:
             try:
@@ -166,14 +168,10 @@ def _end_with_parent() -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
-def _free_ports(n: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(n)]
-    for s in sockets:
+def _free_port() -> int:
+    with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
-    ports = [s.getsockname()[1] for s in sockets]
-    for s in sockets:
-        s.close()
-    return ports
+        return s.getsockname()[1]
 
 
 def _content(data: bytes) -> Any:

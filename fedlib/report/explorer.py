@@ -41,5 +41,6 @@ def plot_runs(frame: pd.DataFrame, x: str, y: str, colour: str | None = None, pa
     shown = frame.dropna(subset=[x, y])
     colours = shown[colour].astype(str) if colour is not None else None
     wrap = {"col": panel, "col_wrap": 3} if panel is not None else {}
+    wrap |= {"palette": "tab20"} if colour is not None else {}
     grid = seaborn.relplot(shown, x=x, y=y, hue=colours, height=3, aspect=1.4, **wrap)
-    return grid.tick_params(axis="x", rotation=0 if pd.api.types.is_numeric_dtype(shown[x]) else 60)
+    return grid.tick_params(axis="x", rotation=0 if pd.api.types.is_numeric_dtype(shown[x]) else 90, labelsize=8)

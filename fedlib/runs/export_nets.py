@@ -6,12 +6,14 @@ Adapters are added to the weights. A BERT ends with one more layer, whose only w
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from torch import nn
 
 from ..models.bert import TYPES, BertSpec, published_name
+from ..models.exit_model import ExitModel
 from ..models.vit import ViTSpec
 
 NEARLY_LINEAR = 1e-3  # how much of a number transformers' tanh sees
@@ -50,7 +52,8 @@ def as_hf(state: State, spec: BertSpec, depth: int, about: dict) -> nn.Module:
     from transformers import BertConfig, BertForSequenceClassification
 
     config = BertConfig(
-        vocab_size=spec.vocab_size, hidden_size=spec.dim, num_hidden_layers=depth + 1, num_labels=len(about["classes"]),
+        vocab_size=spec.vocab_size, hidden_size=spec.dim, num_hidden_layers=depth + 1,
+        num_labels=len(about["classes"]),  # pyright: ignore[reportCallIssue]
         num_attention_heads=spec.heads, intermediate_size=spec.ffn_dim, max_position_embeddings=spec.length,
         type_vocab_size=1, layer_norm_eps=spec.eps, pad_token_id=spec.padding,
     )  # fmt: skip
@@ -72,7 +75,7 @@ def as_hf(state: State, spec: BertSpec, depth: int, about: dict) -> nn.Module:
     return net
 
 
-def plain_state(model: nn.Module, exit: int, unit: int) -> State:
+def plain_state(model: ExitModel, exit: int, unit: int) -> State:
     """A sub-model's weights by the kit's names, adapters added to them; its last exit's begin with ``exit.``."""
     state = {n.removeprefix("backbone."): x.detach().float() for n, x in model.state_dict().items()}
     for base in [n for n in state if n.endswith(".base_layer.weight")]:
@@ -92,14 +95,14 @@ NETS = {"timm": (ViTSpec, as_timm), "hf": (BertSpec, as_hf)}
 
 
 def net_of(
-    format: str, model: nn.Module, exit: int, unit: int, x: torch.Tensor, logits: torch.Tensor, about: dict
+    format: str, model: ExitModel, exit: int, unit: int, x: torch.Tensor, logits: torch.Tensor, about: dict
 ) -> nn.Module:
     """The net of ``format`` that answers ``x`` with ``logits``; ``ValueError`` where none does.
 
     timm's last norm adds 1e-6 to a variance where the kit's adds 1e-5: hence the tolerance of a thousandth.
     """
     kind, made = NETS[format]
-    spec, why = model.backbone.spec, ""
+    spec: Any = model.backbone.spec
     if not isinstance(spec, kind):
         why = f"its backbone is no {'ViT' if format == 'timm' else 'BERT'} of the kit's"
     else:

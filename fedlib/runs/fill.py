@@ -142,11 +142,9 @@ def _core_pace(found: Sequence[Run]) -> Pace:
 
 def _share_left(e: Experiment, folder: Folder) -> float:
     """What of ``e`` is to be done after its last evaluated round (an interrupted run may be further)."""
-    try:
-        lines = read_lines(run_path(e, folder) / "metrics.jsonl")
-    except (DamagedFile, FileNotFoundError):
-        return 1.0
-    return 1 - lines[-1]["t"] / e.rounds if lines else 1.0
+    with contextlib.suppress(DamagedFile, IndexError):
+        return 1 - read_lines(run_path(e, folder) / "metrics.jsonl")[-1]["t"] / e.rounds
+    return 1.0
 
 
 def core_hours(jobs: Iterable[Job]) -> str:
@@ -195,8 +193,8 @@ def fill(
                 continue
             if answer is None:
                 answer = {"failed": f"its process died {LIVES} times, often a sign that memory is short"}
-            _note(filled, job, answer)
-            tell(f"{len(filled.done)} of {len(jobs)} done, about {core_hours(filled.left)} left: {_words(job, answer)}")
+            words = _note(filled, job, answer)
+            tell(f"{len(filled.done)} of {len(jobs)} done, about {core_hours(filled.left)} left: {words}")
     finally:
         for process in crew:
             process.ask_to_stop()
@@ -205,19 +203,15 @@ def fill(
     return filled
 
 
-def _note(filled: Filled, job: Job, answer: dict) -> None:
+def _note(filled: Filled, job: Job, answer: dict) -> str:
+    """Let ``filled`` have what became of ``job``; a sentence on it."""
     if "failed" in answer:
         filled.failed.append((job, answer["failed"]))
-    elif "accuracy" in answer:
-        filled.done.append(job)
-        filled.left.remove(job)
-
-
-def _words(job: Job, answer: dict) -> str:
-    if "failed" in answer:
         return f"{job} failed"
     if "accuracy" not in answer:
         return f"{job} is being run by another process"
+    filled.done.append(job)
+    filled.left.remove(job)
     return f"{job}: {answer['accuracy']:.1f} %, {about(answer['seconds'])}"
 
 

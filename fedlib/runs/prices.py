@@ -7,8 +7,10 @@ Read next: ``models/measure.py``, which counts the MACs; ``durations.py`` (how l
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
 
 import numpy as np
+import yaml
 
 from ..core.clients import Client
 from ..core.experiment import Experiment
@@ -19,19 +21,11 @@ from ..methods import build_method
 from ..models.registry import backbone_spec, tokenizer_of
 from .costs import Shapes, load_shapes
 
-# Training examples and classes, so that a grid can be priced without its data. FEMNIST: nine tenths of 226 a writer;
-# SpeechCommands: the most active speakers, about 100 clips each.
-TRAINING_EXAMPLES = {"mnist": 4_000, "cifar10": 50_000, "cifar100": 50_000, "tiny_imagenet": 100_000,
-                     "sst2": 67_349, "ag_news": 120_000, "cola": 8_551, "mrpc": 3_668, "stsb": 5_749,
-                     "rte": 2_490, "qqp": 363_846, "qnli": 104_743, "mnli": 392_702, "squad": 87_599,
-                     "squad_v2": 130_319, "flowers102": 7_169, "docstrings": 750}  # fmt: skip
-EXAMPLES_PER_CLIENT = {"femnist": 204, "speech_commands": 100}
-CLASSES = {"mnist": 10, "cifar10": 10, "cifar100": 100, "tiny_imagenet": 200, "femnist": 62, "speech_commands": 35,
-           "sst2": 2, "ag_news": 4, "cola": 2, "mrpc": 2, "stsb": 0, "rte": 2, "qqp": 2, "qnli": 2,
-           "mnli": 3, "squad": 0, "squad_v2": 0, "xquad_en": 0, "flowers102": 102, "docstrings": 3}  # fmt: skip
-DOWNLOAD_MB = {"cifar10": 144, "cifar100": 142, "tiny_imagenet": 154, "femnist": 210, "speech_commands": 2_400,
-               "sst2": 3.3, "ag_news": 20, "cola": 0.4, "mrpc": 1.1, "stsb": 0.8, "rte": 1.3, "qqp": 74, "qnli": 19,
-               "mnli": 57, "squad": 16, "squad_v2": 18, "xquad_en": 1, "svamp": 0.2, "flowers102": 346}  # fmt: skip
+TABLES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
+TRAINING_EXAMPLES, EXAMPLES_PER_CLIENT, CLASSES, DOWNLOAD_MB = (
+    {name: said[what] for name, said in TABLES["data"].items() if what in said}
+    for what in ("examples", "a_client", "classes", "mb")
+)
 
 
 @dataclass(frozen=True)
@@ -47,12 +41,7 @@ class Card:
         return UTILISATION * getattr(self, precision) * 1e12 / 2
 
 
-CARDS = {  # NVIDIA's data sheets; of the RTX 4090 the white paper on its architecture (Ada), appendix A
-    "A100": Card(19.5, 312, 80),
-    "H100": Card(66.9, 989, 80),
-    "RTX 4090": Card(82.6, 165, 24),
-    "L4": Card(30.3, 121, 24),
-}
+CARDS = {name: Card(**said) for name, said in TABLES["cards"].items()}
 UTILISATION = 0.4  # of the peak, assumed of nets that fill a card; small nets and small batches reach less
 
 
