@@ -14,7 +14,7 @@ import fedlib  # noqa: E402
 
 project, author, release = "fedlib", "The fedlib maintainers", fedlib.__version__
 copyright = f"{author}, Apache-2.0"
-extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.autosummary", "sphinx.ext.viewcode", "guards"]
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.autosummary", "sphinx.ext.viewcode", "guards", "play"]
 root_doc = "docs/index"
 include_patterns = [
     "docs/**",

@@ -132,6 +132,7 @@ def test_pages_fit_a_screen_and_a_phone(site, width):
                                {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 700})  # fmt: skip
         for name in (
             "docs/index",
+            "docs/play",
             "README",
             "outputs/reefl/README",
             "outputs/reefl/claims",

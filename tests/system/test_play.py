@@ -1,0 +1,54 @@
+"""Figures that a reader can play with: of stored runs, drawn without a network, and a click leads to a claim's rows."""
+
+import importlib.util
+import json
+import re
+from pathlib import Path
+
+import pandas as pd
+import vl_convert
+
+from fedlib.report.claims_page import counts_of
+from tests.helpers.tracked import OUTPUTS
+
+ROOT = Path(__file__).parents[2]
+spec = importlib.util.spec_from_file_location("play", ROOT / "docs/play.py")
+play = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(play)
+
+
+def drawn(chart):
+    return json.loads(chart.to_json()), vl_convert.vegalite_to_svg(chart.to_json())
+
+
+def test_every_claim_of_the_pages_is_a_tile_that_leads_to_its_rows():
+    claims = play.claims(OUTPUTS)
+    tally = counts_of(re.search(r"of \d+ claims .*?\.", (OUTPUTS / "README.md").read_text())[0])
+    found = claims.verdict.value_counts()
+    assert {verdict: int(found.get(verdict, 0)) for verdict in tally} == tally
+    for link in claims.link:
+        page, _, place = link.removeprefix("../outputs/").partition("#")
+        text = (OUTPUTS / page.replace(".html", ".md")).read_text()
+        assert not place or f"\n## {place}\n" in text, link
+    _, svg = drawn(play.claims_chart(claims))
+    assert svg.count("<a ") == len(claims)
+
+
+def test_costs_and_curves_are_of_the_chosen_data():
+    where = {"rounds": 100, "key": "reefl", "method": "ReeFL"}
+    rows = pd.DataFrame([{**where, "setting": f"{d}, DeiT-micro, LoRA", "accuracy": a, "runs": 3, "macs": 2.0, "training_memory_mib": 5.0,
+                          "upload_mib": 0.5, "t": t} for d, a, t in (("CIFAR-10", 40.0, 50), ("CIFAR-10", 44.0, 100), ("SST-2", 70.0, 100))])  # fmt: skip
+    for chart, dots in ((play.costs_chart(rows), 2), (play.curves_chart(rows), 2)):
+        said, svg = drawn(chart)
+        assert svg.count('aria-roledescription="point"') + svg.count('aria-roledescription="circle"') == dots
+        lists = [p["bind"]["options"] for p in said["params"] if "options" in p.get("bind", {})]
+        assert lists[0] == ["CIFAR-10, DeiT-micro, LoRA", "SST-2, DeiT-micro, LoRA"] and "http" not in json.dumps(
+            said["encoding"]
+        )
+
+
+def test_without_runs_there_are_figures_without_dots(tmp_path, monkeypatch):
+    monkeypatch.setenv("FEDLIB_OUTPUTS", str(tmp_path))
+    play.write(tmp_path / "play")
+    names = {"vega.js", *(f"{n}.{kind}" for n in ("costs", "curves", "claims") for kind in ("js", "png"))}
+    assert {p.name for p in (tmp_path / "play").iterdir()} == names
