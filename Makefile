@@ -107,8 +107,8 @@ $(OBJECTS): setup
 
 # A method of your own under the atlas's caps: one seed on every task
 atlas: setup
+	@test -n "$(METHOD)" || { echo "make atlas METHOD=mine.py: name a file that registers a method, as notebooks/walkthrough/03_write_a_method.ipynb does" >&2; exit 2; }
 	@mkdir -p $(EXECUTED)
-	$(if $(METHOD),,$(error make atlas METHOD=mine.py: name a file that registers a method, as notebooks/walkthrough/03_write_a_method.ipynb does))
 	$(BIN)/papermill notebooks/atlas/map.ipynb $(EXECUTED)/atlas-map-$(PROFILE).ipynb -p profile $(PROFILE) -p method_file $(METHOD)
 
 .DEFAULT:

@@ -112,13 +112,14 @@ def best_at(frame: pd.DataFrame, option: str) -> str:
 def plot_thresholds(records: Sequence[Mapping], subject: str):
     """Accuracy against mean MACs, a point per threshold of confidence; ``records`` from ``clients.leaving_curve``."""
     frame = pd.DataFrame(records).assign(method=PAPER, series=label_of(PAPER)).sort_values("threshold")
-    frame = frame.assign(macs=frame.macs / 1e6).drop_duplicates(["macs", "accuracy"])
+    frame = frame.assign(macs=frame.macs / 1e6)
     best, some = frame.iloc[-1], frame[frame.threshold == 0.6].iloc[0]
     title = (
         f"Threshold 0.6 costs {best.accuracy - some.accuracy:.1f} points and saves "
         f"{100 * (1 - some.macs / best.macs):.0f} % of the MACs\n{subject}"
     )
-    return plot_series(frame, "macs", "accuracy", f"mean {COSTS['macs'][0]}", ACCURACY, title, names="threshold")
+    points = frame.drop_duplicates(["macs", "accuracy"])
+    return plot_series(points, "macs", "accuracy", f"mean {COSTS['macs'][0]}", ACCURACY, title, names="threshold")
 
 
 @styled

@@ -270,7 +270,7 @@ def plot_size_and_score(frame: pd.DataFrame, score: str, subject: str, ax=None):
 
     ax, whole = axes_of(ax), frame.share > 0.99
     seaborn.scatterplot(frame, x="share", y="score", hue="system", style="system", palette=SYSTEMS, s=50, ax=ax)
-    least = frame.loc[frame.share.idxmin()]
+    least = frame.iloc[frame.share.argmin()]  # by place: runs share the numbers of clients
     title = f"The smallest model ({100 * least.share:.0f} % of the whole) answers {least.score:.1f}"
     title += f", whole models {frame[whole].score.mean():.1f}" if whole.any() else ""
     finish(ax, "model size (share of the whole)", score, f"{title}\n{subject}")

@@ -76,7 +76,7 @@ def test_a_row_a_run_and_a_method_of_ones_own(cells, tmp_path):
 
 def test_rows_of_the_atlas_are_what_fits():
     """One; the others are given by the same function."""
-    by = {c.variant: c for c in load_grid("atlas", "speakers_macs", "small", {"seeds": [1]})}
-    (here,) = fitted_cells([by["whole"]], load_spec("atlas", "speakers_macs")["caps"], "depthfl")
+    by = {c.variant: c for c in load_grid("atlas", "cifar10_macs", "small", {"seeds": [1]})}
+    (here,) = fitted_cells([by["whole"]], load_spec("atlas", "cifar10_macs")["caps"], "depthfl")
     for key in ("num_exits", "exit_blocks", "budgets", "options"):
         assert getattr(here.experiment, key) == getattr(by["depthfl"].experiment, key)
