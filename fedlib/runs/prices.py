@@ -22,9 +22,9 @@ from ..models.registry import backbone_spec, tokenizer_of
 from .costs import Shapes, load_shapes
 
 TABLES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
-TRAINING_EXAMPLES, EXAMPLES_PER_CLIENT, CLASSES, DOWNLOAD_MB = (
+TRAINING_EXAMPLES, EXAMPLES_PER_CLIENT, CLASSES, GROUPS, DOWNLOAD_MB = (
     {name: said[what] for name, said in TABLES["data"].items() if what in said}
-    for what in ("examples", "a_client", "classes", "mb")
+    for what in ("examples", "a_client", "classes", "groups", "mb")
 )
 
 
@@ -47,8 +47,9 @@ UTILISATION = 0.4  # of the peak, assumed of nets that fill a card; small nets a
 
 def num_classes(e: Experiment) -> int:
     """Classes of ``e``'s data set, which is read only if it is not a known one."""
-    if e.dataset in CLASSES and not e.label_groups:
-        return CLASSES[e.dataset]
+    known = GROUPS if e.label_groups else CLASSES
+    if e.dataset in known:
+        return known[e.dataset]
     size = backbone_spec(e.backbone).input_shape[-1]
     return load_dataset(e.dataset, e.label_groups, size, _words(e)).num_classes
 

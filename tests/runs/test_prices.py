@@ -8,7 +8,7 @@ from fedlib.runs import durations
 from fedlib.runs.costs import exit_costs
 from fedlib.runs.durations import Pace, each_seconds
 from fedlib.runs.latency import product_macs_per_second
-from fedlib.runs.prices import _macs, _shape_of, examples_per_client, num_parameters, training_macs
+from fedlib.runs.prices import _macs, _shape_of, examples_per_client, num_classes, num_parameters, training_macs
 
 
 def test_training_macs_by_hand():
@@ -62,3 +62,12 @@ def test_a_large_model_is_priced_by_its_macs_and_never_built(monkeypatch):
         assert each_seconds([e], Pace(), Execution(workers=2)) == [pytest.approx(50)]
     assert 4e4 < num_parameters(e) < durations.LARGE  # ``vit_digits``
     assert 1e7 < product_macs_per_second(seconds=0.05) < 1e15
+
+
+@pytest.mark.parametrize(
+    ("data", "classes"), [({"dataset": "fsdd"}, 10), ({"dataset": "omniglot", "label_groups": True}, 8)]
+)
+def test_stored_runs_are_priced_where_their_data_are_absent(data, classes, monkeypatch, tmp_path):
+    monkeypatch.setenv("FEDLIB_DATA", str(tmp_path))
+    e = Experiment(**data, partition="natural", num_clients=10, clients_per_round=2)
+    assert num_classes(e) == classes and examples_per_client(e) > 0 and training_macs(e) > 0
