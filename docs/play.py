@@ -31,7 +31,7 @@ NOT_COSTS = ("seed", "num_train", "num_test", "dirichlet_alpha", "rounds", "lr",
 CLAIM = re.compile(rf"^\| (.+?) \| (.+?) \| (\[?\*\*(?:{'|'.join(COLORS)})\*\*.*?) \|", re.M)  # a row of a paper's page
 BATCH = 32  # of training memory
 COMPARED = 5  # methods that a setting must have, to be drawn against costs
-SIZE = {"width": 560, "height": 340}
+SIZE = {"width": 520, "height": 340}
 
 
 @cache
@@ -96,7 +96,7 @@ def costs_chart(rows: pd.DataFrame) -> alt.Chart:
         .encode(
             alt.X("x:Q", title="the chosen cost", scale=alt.Scale(type="log")),
             alt.Y("accuracy:Q", title="accuracy (%)", scale=alt.Scale(zero=False)),
-            alt.Color("method:N", scale=colours(rows), legend=alt.Legend(columns=2, symbolLimit=60)),
+            alt.Color("method:N", scale=colours(rows), legend=alt.Legend(orient="bottom", columns=4, symbolLimit=60)),
             opacity=alt.condition(named, alt.value(0.9), alt.value(0.05)),
             tooltip=["method", "rounds", "runs", "accuracy", *COSTS],
         )
@@ -117,7 +117,7 @@ def curves_chart(frame: pd.DataFrame) -> alt.Chart:
         .encode(
             alt.X("t:Q", title="round"),
             alt.Y("mean:Q", title="accuracy (%)", scale=alt.Scale(zero=False)),
-            alt.Color("method:N", scale=colours(rows), legend=alt.Legend(columns=2, symbolLimit=60)),
+            alt.Color("method:N", scale=colours(rows), legend=alt.Legend(orient="bottom", columns=4, symbolLimit=60)),
             detail="line:N",
             opacity=alt.condition(named, alt.value(0.9), alt.value(0.04)),
             tooltip=["method", "rounds", "t", "mean", "size"],
@@ -146,7 +146,7 @@ def claims_chart(frame: pd.DataFrame) -> alt.Chart:
     """A tile per claim, coloured by its verdict; a click leads to its comparisons."""
     scale = alt.Scale(domain=list(COLORS), range=list(COLORS.values()))
     return (
-        alt.Chart(frame, title="Claims by verdict: click a tile for its rows", width=640, height=alt.Step(34))
+        alt.Chart(frame, title="Claims by verdict: click a tile for its rows", width=520, height=alt.Step(34))
         .mark_rect(stroke="white", strokeWidth=2, cursor="pointer")
         .encode(
             alt.X("place:O", axis=None), alt.Y("paper:N", title=""),
@@ -159,7 +159,8 @@ def claims_chart(frame: pd.DataFrame) -> alt.Chart:
 def write(folder: Path) -> None:
     """The libraries, and of every figure its data as a script and a PNG."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "vega.js").write_text(vl_convert.javascript_bundle(), encoding="utf-8")
+    bundle = vl_convert.javascript_bundle()  # in a function of its own: its names are those of the site's scripts
+    (folder / "vega.js").write_text(f"(function () {{\n{bundle}\n}})();\n", encoding="utf-8")
     charts = {
         "costs": costs_chart(with_costs(runs())),
         "curves": curves_chart(runs(rounds=True)),

@@ -6,9 +6,11 @@ import re
 from pathlib import Path
 
 import pandas as pd
+import pytest
 import vl_convert
 
 from fedlib.report.claims_page import counts_of
+from tests.helpers.browser import chromium, unavailable
 from tests.helpers.tracked import OUTPUTS
 
 ROOT = Path(__file__).parents[2]
@@ -52,3 +54,15 @@ def test_without_runs_there_are_figures_without_dots(tmp_path, monkeypatch):
     play.write(tmp_path / "play")
     names = {"vega.js", *(f"{n}.{kind}" for n in ("costs", "curves", "claims") for kind in ("js", "png"))}
     assert {p.name for p in (tmp_path / "play").iterdir()} == names
+
+
+@pytest.mark.skipif(bool(unavailable()), reason=unavailable())
+def test_figures_are_drawn_beside_the_site_s_own_scripts(tmp_path, monkeypatch):
+    """Sphinx's scripts have a global `_`, and so have Vega's: each must keep its own."""
+    monkeypatch.setenv("FEDLIB_OUTPUTS", str(tmp_path))
+    play.write(tmp_path / "play")
+    scripts = "".join(f'<script src="play/{name}.js"></script>' for name in ("vega", "costs"))
+    (tmp_path / "page.html").write_text(f'<script>const _ = 1;</script><div id="costs"></div>{scripts}')
+    with chromium() as driver:
+        driver.get((tmp_path / "page.html").as_uri())
+        assert driver.execute_script("return [typeof vegaEmbed, _]") == ["function", 1]
