@@ -96,8 +96,9 @@ class Experiment:
       precision           of local training's matrix products (autocast)
       nonfinite           a NaN or infinite update ends the run as diverged (record), is left out and counted (drop), or
                           is an error with client and tensor (fail)
-      evaluate_every      rounds between two evaluations; 0: only after the last. Looking changes no result: it is part
-                          neither of the name nor of equality, and a stored run keeps the curve that it has
+      evaluate_every      rounds between two evaluations; 0: only after the last; None: a twentieth of all, but at least
+                          5. Looking changes no result: it is part neither of the name nor of equality, and a stored
+                          run keeps the curve that it has
       seed                of all randomness
     """
 
@@ -157,7 +158,7 @@ class Experiment:
     local_schedule: typing.Literal["constant", "linear"] = "constant"
     precision: typing.Literal["float32", "bfloat16"] = "float32"
     nonfinite: typing.Literal["record", "drop", "fail"] = "record"
-    evaluate_every: NotNegative = field(default=0, compare=False)
+    evaluate_every: NotNegative | None = field(default=None, compare=False)
     seed: NotNegative = 1
 
     def __post_init__(self):
@@ -177,11 +178,8 @@ class Experiment:
 
     def identity(self) -> dict[str, object]:
         """The fields that differ from the defaults (so a later field with a neutral default renames no stored run)."""
-        return {k: v for k, v in self._chosen().items() if k != "evaluate_every"}
-
-    def _chosen(self) -> dict[str, object]:
         defaults = _defaults(type(self))
-        return {k: v for k, v in self.to_dict().items() if v != defaults[k]}
+        return {k: v for k, v in self.to_dict().items() if v != defaults[k] and k != "evaluate_every"}
 
     def to_dict(self) -> dict[str, object]:
         """All fields as JSON types."""
@@ -204,8 +202,17 @@ class Experiment:
 
     @property
     def former_slug(self) -> str:
-        """The name of runs that were stored while ``evaluate_every`` was a part of it."""
-        return f"{self.title}-{_hash(self._chosen())}"
+        """The name of runs that were stored while ``evaluate_every``, unless 0, was a part of it."""
+        looked = {"evaluate_every": self.evaluate_every} if self.evaluate_every else {}
+        return f"{self.title}-{_hash(self.identity() | looked)}"
+
+    @property
+    def looks_every(self) -> int:
+        """Rounds between two evaluations, 0: there is one, after the last.
+
+        By default a curve has twenty points, but no two of neighbouring rounds: a look may cost as much as a round.
+        """
+        return max(5, self.rounds // 20) if self.evaluate_every is None else self.evaluate_every
 
     @property
     def title(self) -> str:

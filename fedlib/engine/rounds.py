@@ -38,7 +38,7 @@ class Finished:
 
 def is_due(e: Experiment, t: int) -> bool:
     """Is round ``t`` evaluated?"""
-    return t == e.rounds or (e.evaluate_every > 0 and t % e.evaluate_every == 0)
+    return t == e.rounds or (e.looks_every > 0 and t % e.looks_every == 0)
 
 
 def build_executor(federation: Federation, execution: Execution) -> Executor:

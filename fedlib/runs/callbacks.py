@@ -82,7 +82,7 @@ class EarlyStopping(Callback):
                 f"EarlyStopping: evaluate_on = {e.evaluate_on!r} would choose by test examples; allowed: validation, "
                 "with a validation_fraction"
             )
-        if not e.evaluate_every:
+        if not e.looks_every:
             raise ValueError("EarlyStopping: evaluate_every = 0 evaluates after the last round alone; allowed: 1, 2, …")
 
     def begin(self, e: Experiment, t: int, metrics: Sequence[dict]) -> bool | None:

@@ -24,10 +24,11 @@ def extend(e: Experiment, rounds: int, folder: Folder = None, accept: Accept = (
     longer = as_stored(e.replace(rounds=rounds), folder)
     path, there = run_path(longer, folder), run_path(e, folder)
     if not (path / "experiment.json").exists():
-        t = _check(e, longer, folder, accept)
+        stored = _check(e, longer, folder, accept)
+        longer = longer.replace(evaluate_every=stored.experiment.looks_every)  # its curve goes on
         tensors, metadata = read_tensors(there / "checkpoint.safetensors")
         metrics = [m for m in metadata["metrics"] if is_due(longer, m["t"])]
-        metadata |= {"experiment": longer.to_dict(), "t": t, "final": {}, "metrics": metrics}
+        metadata |= {"experiment": longer.to_dict(), "t": e.rounds, "final": {}, "metrics": metrics}
         check_place(path)
         path.mkdir(parents=True, exist_ok=True)
         for name in ("clients", "mirrors"):
@@ -39,8 +40,8 @@ def extend(e: Experiment, rounds: int, folder: Folder = None, accept: Accept = (
     return done
 
 
-def _check(e: Experiment, longer: Experiment, folder: Folder, accept: Accept) -> int:
-    """The rounds that ``longer`` shares with ``e``; ``ValueError`` if there are none to go on from."""
+def _check(e: Experiment, longer: Experiment, folder: Folder, accept: Accept) -> Run:
+    """The stored run of ``e``; ``ValueError`` if ``longer`` cannot go on from it."""
     said, method = f"{e.slug} cannot go on to rounds = {longer.rounds}: ", check_experiment(longer)
     if longer.rounds <= e.rounds:
         raise ValueError(f"{said}it has {e.rounds} already")
@@ -55,7 +56,7 @@ def _check(e: Experiment, longer: Experiment, folder: Folder, accept: Accept) ->
         raise ValueError(f"{said}its run is {stored.summary['status'] if stored else 'not stored'}; run it first")
     if not (stored.path / "checkpoint.safetensors").exists():
         raise ValueError(f"{said}{stored.path} came without its weights, which stay on the machine that trained them")
-    return e.rounds
+    return stored
 
 
 def _reads_rounds(method: type) -> str:

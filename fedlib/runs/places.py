@@ -46,7 +46,7 @@ def _place(e: Experiment, folder: Folder) -> tuple[Experiment, Path]:
             x = _formerly(file, file.stat().st_mtime_ns)
             if x is not None and x in spelt:
                 return x, path
-    plain = without_defaults(e)
+    plain = without_defaults(e).replace(evaluate_every=e.looks_every)
     return plain, folder / plain.slug
 
 

@@ -141,3 +141,11 @@ def test_an_experiment_survives_dict_json_and_yaml(values):
     assert Experiment.from_dict(yaml.safe_load(yaml.safe_dump(e.to_dict()))).hash == e.hash
     assert Experiment.from_dict(e.identity()) == e and e.replace() == e
     assert "/" not in e.slug and len(e.slug.encode()) < 100 and e.slug.isascii() and e.slug.endswith(e.hash)
+
+
+def test_a_curve_is_there_by_default():
+    """A look every twentieth of the rounds, but not more often than every fifth round; 0 asks for none."""
+    assert [Experiment(rounds=r).looks_every for r in (1, 20, 100, 250, 1000)] == [5, 5, 5, 12, 50]
+    assert [Experiment(evaluate_every=n).looks_every for n in (0, 7)] == [0, 7]
+    e = Experiment()
+    assert e.former_slug == Experiment(evaluate_every=0).former_slug == e.slug  # what had no curve had no other name

@@ -38,6 +38,13 @@ def test_a_finished_run_goes_on_to_the_numbers_of_a_long_one(method, changes, tm
     assert extend(e, 5, tmp_path / "parts", execution=ONE, progress=False, on_round=lambda r: 1 / 0).accuracy == found.accuracy  # fmt: skip
 
 
+def test_the_curve_of_the_stored_run_goes_on_whatever_is_asked(tmp_path):
+    e = small("fedavg", **PLAIN)
+    run(e, ONE, tmp_path, progress=False)
+    found = extend(e.replace(evaluate_every=None), 5, tmp_path, execution=ONE, progress=False)
+    assert [m["t"] for m in found.metrics] == [2, 4, 5] and find_run(e.replace(rounds=5), tmp_path) is not None
+
+
 @pytest.mark.parametrize(
     "method, changes, rounds, why",
     [

@@ -150,6 +150,13 @@ def test_how_often_one_looks_is_no_part_of_a_run(tmp_path):
     assert a[3] == b[3] and a[2] == [m for m in b[2] if m["t"] in (2, 4)]
 
 
+def test_a_run_has_a_curve_unless_none_is_asked_for(tmp_path):
+    """And what is stored says how often was looked, whatever the default will be."""
+    e = short("reefl", rounds=6, evaluate_every=None)
+    assert [m["t"] for m in run(e, ONE, tmp_path, progress=False).metrics] == rounds_of(e, tmp_path) == [5, 6]
+    assert find_run(e, tmp_path).experiment.evaluate_every == 5
+
+
 def test_a_run_whose_name_says_how_often_one_looked_is_found_and_goes_on(tmp_path):
     """As all runs were named before: whatever is asked now, finished or not; one of another experiment is not taken."""
     e, other = short("reefl", evaluate_every=2), short("reefl", evaluate_every=1)
