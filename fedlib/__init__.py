@@ -19,19 +19,20 @@ if TYPE_CHECKING:  # what ``__getattr__`` finds
     from .runs.params import recipe
     from .runs.places import forget
     from .runs.store import run, run_all
+    from .runs.sweep import sweep
 
 wait_passively()
 
 __version__ = "0.1.0"
 __all__ = ["Experiment", "Execution", "build_federation", "extend", "forget", "register_data",
            "recipe", "run", "run_all", "run_rounds",
-           "runs_frame", "save_model", "wrap"]  # fmt: skip
+           "runs_frame", "save_model", "sweep", "wrap"]  # fmt: skip
 
 _LAZY = {
     "Execution": "engine.executors", "run_rounds": "engine.rounds", "build_federation": "engine.federation",
     "extend": "runs.extend", "save_model": "runs.export", "forget": "runs.places", "recipe": "runs.params",
     "run": "runs.store", "run_all": "runs.store",
-    "wrap": "models.registry",
+    "sweep": "runs.sweep", "wrap": "models.registry",
     "register_data": "data.datasets", "runs_frame": "report.frames",
 }  # fmt: skip
 

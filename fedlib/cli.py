@@ -33,8 +33,20 @@ def parser() -> argparse.ArgumentParser:
     p = _command(add, "run", _run, "run what a table lacks, and show it")
     p.add_argument("table", metavar="PAPER/TABLE")
     _add_choices(p)
-    p.add_argument("--workers", type=int, help="cohorts trained side by side (default: one a core)")
-    p.add_argument("--device", default="cpu", help="cpu (default), cuda or cuda:<number>")
+    _add_machine(p)
+
+    p = _command(add, "sweep", _sweep, "try values for rows of a table on validation examples, as many for each")
+    p.add_argument("table", metavar="PAPER/TABLE")
+    p.add_argument(
+        "--over", nargs="+", action="extend", required=True, metavar="KEY=VALUES",
+        help="a list, or a range, by magnitude after log: 'lr=[0.01, 0.1]' options.zeta=0.1..0.9 lr=log:0.01..1",
+    )  # fmt: skip
+    p.add_argument(
+        "--sampler", default="grid", help="grid (default), all combinations of lists, or Optuna's random, tpe"
+    )
+    p.add_argument("--trials", type=int, default=0, help="of random and tpe: how many a row")
+    _add_choices(p)
+    _add_machine(p)
 
     p = _command(add, "explain", _explain, "say of one row of a table which layer set which value, or what it takes")
     p.add_argument("table", metavar="PAPER/TABLE")
@@ -82,6 +94,11 @@ def _add_choices(p: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
+def _add_machine(p: argparse.ArgumentParser) -> None:
+    p.add_argument("--workers", type=int, help="cohorts trained side by side (default: one a core)")
+    p.add_argument("--device", default="cpu", help="cpu (default), cuda or cuda:<number>")
+
+
 def overrides_of(texts: Sequence[str]) -> dict[str, object]:
     """``["rounds=20", "options.zeta=0.5"]`` as ``load_grid``'s overrides; ``ValueError`` names a text without ``=``."""
     from .runs.params_files import merge, parse_yaml
@@ -107,6 +124,51 @@ def _run(given: argparse.Namespace) -> int:
     table.run(Execution(given.device, given.workers))
     print(table.obtained().to_string(index=False))
     return 0
+
+
+def _sweep(given: argparse.Namespace) -> int:
+    from .core.paths import keep_outputs_of
+    from .engine.executors import Execution
+    from .report.frames import trials_frame
+    from .report.tables import load_cells
+    from .runs.sweep import best, sweep
+
+    keep_outputs_of(given.profile)
+    paper, _, name = given.table.partition("/")
+    rows: dict = {}  # of modes, columns and seeds the first
+    for cell in load_cells(paper, name, given.profile, overrides_of(given.overrides)):
+        rows.setdefault(cell.variant, cell.experiment)
+    how = {"execution": Execution(given.device, given.workers)}
+    trials = sweep(rows, over_of(given.over), given.sampler, given.trials, **how)
+    print(trials_frame(trials).to_string(index=False))
+    for row, trial in best(trials).items():
+        print(f"best of {row}: --set {' '.join(f'{k}={v}' for k, v in trial.choice.items())}")
+    return 0
+
+
+def over_of(texts: Sequence[str]) -> dict[str, object]:
+    """``["lr=[0.01, 0.1]", "options.zeta=0.1..0.9"]`` as ``sweep`` takes it; ``ValueError`` names the text."""
+    from .runs.params_files import parse_yaml
+
+    found = {}
+    for text in texts:
+        key, _, values = text.partition("=")
+        low, dots, high = values.removeprefix("log:").partition("..")
+        found[key] = _range(text, low, high) if dots else parse_yaml(values, text)
+    return found
+
+
+def _range(text: str, *ends: str) -> object:
+    try:
+        from optuna.distributions import FloatDistribution, IntDistribution
+    except ImportError as error:
+        raise ImportError(f"--over {text}: a range needs Optuna; install fedlib with its extra 'sweep'") from error
+    whole = all(end.isdigit() for end in ends)
+    try:
+        kind, numbers = (IntDistribution, map(int, ends)) if whole else (FloatDistribution, map(float, ends))
+        return kind(*numbers, log="=log:" in text)
+    except ValueError as error:
+        raise ValueError(f"--over {text}: expected a range of numbers, e.g. lr=log:0.01..1 ({error})") from error
 
 
 def _explain(given: argparse.Namespace) -> int:

@@ -46,6 +46,7 @@ HEAVY = {
     "dp_accounting",
     "ray",
     "flwr",
+    "optuna",
 }
 
 

@@ -7,6 +7,7 @@ import pandas as pd
 from ..runs.places import Folder
 from ..runs.record import Run, without_bulk
 from ..runs.store import stored_runs
+from ..runs.sweep import Trial
 
 PLACE = ("device", "workers", "torch", "fedlib")  # of a run's provenance
 
@@ -26,3 +27,12 @@ def _row(run: Run, metrics: dict) -> dict[str, object]:
     asked = run.experiment.to_dict() | {"options": run.record.get("inputs", {}).get("options", run.experiment.options)}
     where = {k: v for k, v in run.record.get("provenance", {}).items() if k in PLACE}
     return {"run": run.path.name, **asked, **without_bulk(metrics), "day": run.day, **where}
+
+
+def trials_frame(trials: Iterable[Trial]) -> pd.DataFrame:
+    """A row per trial of a sweep: its values, and the accuracy on validation examples in percent."""
+    rows = []
+    for row, choice, run in ((t.row, t.choice, t.run) for t in trials):
+        came_out = {"validation": run.accuracy, "status": run.summary["status"], "run": run.path.name}
+        rows.append({"row": row, **choice, **came_out})
+    return pd.DataFrame(rows)

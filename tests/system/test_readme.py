@@ -120,7 +120,7 @@ def test_every_command_of_fedlib_is_understood_and_its_tables_and_overrides_are_
             assert load_grid(*given.table.split("/"), given.profile, overrides_of(given.overrides) | row)
         assert "tables" not in given or named(given.tables)
     if page == README:
-        assert {words[0] for words in commands(page, "fedlib")} == {"run", "explain", "runs", "show", "fill"}
+        assert {words[0] for words in commands(page, "fedlib")} == {"run", "sweep", "explain", "runs", "show", "fill"}
 
 
 @pages
