@@ -12,7 +12,6 @@ from functools import cache
 import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
-from torch.utils.flop_counter import register_flop_formula
 
 from .linear import per_client
 
@@ -198,8 +197,7 @@ def _backward(ctx, grad, _):
 scan_op.register_autograd(_backward, setup_context=_setup)
 
 
-@register_flop_formula(torch.ops.fedlib.selective_scan)
-def _flops(u_shape, delta_shape, a_shape, *args, **kwargs) -> int:
+def scan_flops(u_shape, delta_shape, a_shape, *args, **kwargs) -> int:
     """Four products per token, channel and state: delta A, exp(.) h, (delta u) B, C h; exponentials are not counted."""
     k, batch, tokens, d = u_shape
     return 2 * 4 * k * batch * tokens * d * a_shape[-2]

@@ -1,12 +1,16 @@
 """Fine-tuning modes: which parameters are trained and communicated, and the adapters inserted for it.
 
 ``full`` | ``frozen`` (the head only) | ``pa`` parallel adapter | ``sa`` serial adapter | ``ssf`` scale and shift |
-``lora`` and any other tuner by peft's name, injected by peft. The head (classifiers or Ree) is always trained.
+``lora`` and any other tuner by peft's name. LoRA without further options is built here, the same to the bit as peft's,
+which takes seconds to import and injects all others. The head (classifiers or Ree) is always trained.
 
 Deviations: as released, the up-projections of PA and SA start at N(0, 0.02), not at zero; SSF also scales the
 classifiers' norm but nothing inside Ree. Frozen parameters never get gradients (the release computes and drops them).
 """
 
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import cache
 
@@ -54,7 +58,7 @@ def default_options(mode: str) -> dict[str, object]:
 def check_finetune(mode: str, options: dict, config: Spec) -> None:
     """Raise ``ValueError`` for an unknown mode, an option it does not have, or a tuner that peft cannot inject."""
     adaptable = bool(config.peft_targets)
-    plain = adaptable and mode == "lora" and options.keys() <= LORA_DEFAULTS.keys()
+    plain = adaptable and _is_plain_lora(mode, options)
     if not plain and mode not in config.own_modes:
         if mode not in OWN_MODES and mode not in finetune_modes():
             raise ValueError(f"experiment: finetune = {mode!r} is unknown{did_you_mean(mode, finetune_modes())}")
@@ -151,6 +155,30 @@ class ScaleShift(nn.Module):
         return torch.addcmul(per_client(self.shift, y), y, per_client(self.scale, y))
 
 
+class LoRA(nn.Module):
+    """Hu et al. 2022: base(x) + alpha / r B A dropout(x), with peft's names and first numbers."""
+
+    def __init__(self, base_layer: Linear, rank: str, r: int, lora_alpha: float, lora_dropout: float):
+        super().__init__()
+        (rows, columns), (out_axis, in_axis) = base_layer.weight.shape, base_layer.axes["weight"]
+        down, up = Linear(columns, r, False, (rank, in_axis)), Linear(r, rows, False, (out_axis, rank))
+        drop = TokenDropout(lora_dropout) if lora_dropout else nn.Identity()
+        self.base_layer, self.scaling = base_layer, {"default": lora_alpha / r}
+        self.lora_dropout, self.lora_A, self.lora_B = (nn.ModuleDict({"default": m}) for m in (drop, down, up))
+        for weight in (down.weight, up.weight, down.weight):  # peft draws A, then B, and A again
+            nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
+        nn.init.zeros_(up.weight)
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The layer's own: foreign nets read its shape."""
+        return self.base_layer.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        low_rank = self.lora_B["default"](self.lora_A["default"](self.lora_dropout["default"](x)))
+        return self.base_layer(x) + low_rank * self.scaling["default"]
+
+
 def apply_finetune_(vit: Backbone, head: nn.Module, mode: str, options: dict, seed: int) -> None:
     """Insert the adapters of ``mode`` and set ``requires_grad`` on exactly what is trained and communicated."""
     vit.requires_grad_(mode == "full")
@@ -173,9 +201,29 @@ def apply_finetune_(vit: Backbone, head: nn.Module, mode: str, options: dict, se
                     setattr(parent, name, ScaleShift(getattr(parent, name), generator))
         for classifier in [m for m in head.modules() if isinstance(m, Classifier)]:
             classifier.norm = ScaleShift(classifier.norm, generator)
+    elif _is_plain_lora(mode, options):
+        with _lent_generator(seed):
+            for block in vit.blocks:
+                for path, layer in list(block.named_modules()):
+                    if path.endswith(tuple(f".{target}" for target in vit.spec.peft_targets)):
+                        parent, name = path.rsplit(".", 1)
+                        adapted = LoRA(layer, f"/{path}{RANK}", **LORA_DEFAULTS | options)
+                        setattr(block.get_submodule(parent), name, adapted)
     elif mode not in OWN_MODES:
         _inject_peft_(vit, mode, options, seed)
     head.requires_grad_(True)
+
+
+def _is_plain_lora(mode: str, options: dict) -> bool:
+    return mode == "lora" and options.keys() <= LORA_DEFAULTS.keys()
+
+
+@contextmanager
+def _lent_generator(seed: int) -> Iterator[None]:
+    """peft draws from the global generator: inside, that is one of ours."""
+    with torch.random.fork_rng(devices=[]):
+        torch.random.manual_seed(int(numpy_generator(seed, "peft init").integers(2**62)))
+        yield
 
 
 def _inject_peft_(vit: ViT, mode: str, options: dict, seed: int) -> None:
@@ -186,8 +234,7 @@ def _inject_peft_(vit: ViT, mode: str, options: dict, seed: int) -> None:
     settings = {"target_modules": list(vit.spec.peft_targets)} | PEFT_DEFAULTS.get(mode, {}) | options
     settings = {k: list(v) if isinstance(v, tuple) else v for k, v in settings.items()}
     rate = settings.pop("lora_dropout", 0.0)  # peft's own would draw from the global generator
-    with torch.random.fork_rng(devices=[]):  # peft draws from the global generator: lend it one of ours
-        torch.random.manual_seed(int(numpy_generator(seed, "peft init").integers(2**62)))
+    with _lent_generator(seed):
         within = nn.ModuleDict({"vit": vit})  # peft finds a block's number only behind a dot
         inject_adapter_in_model(peft_configs()[mode](**settings), within)
     for block in vit.blocks:

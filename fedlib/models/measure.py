@@ -15,12 +15,20 @@ from torch import nn
 
 from ..core.slices import ParamInfo, Slice, take_all
 from ..layers.norms import set_policy_
+from ..layers.selective_scan import scan_flops
 from .bert import Embedding
 from .exit_model import ExitModel
 from .route import Route
 
 MIB = 2**20
 FLOAT = 4  # bytes
+
+
+def _counter():
+    """PyTorch's own, which sees every matrix product and convolution, and the scan of Mamba; two operations a MAC."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    return FlopCounterMode(display=False, custom_mapping={torch.ops.fedlib.selective_scan: scan_flops})
 
 
 class Measure:
@@ -53,14 +61,9 @@ class Measure:
         return self._numbers(part, self._full if of == "parameters" else self._trained)
 
     def macs(self, part: Slice) -> int:
-        """MACs of one example through the units and exits of ``part``; norms, activations and pooling cost none.
-
-        PyTorch's own counter sees every matrix product and convolution, and counts two operations a MAC.
-        """
-        from torch.utils.flop_counter import FlopCounterMode
-
+        """MACs of one example through the units and exits of ``part``; norms, activations and pooling cost none."""
         held = take_all(self._full, self.infos, replace(part, aliases={}))
-        with self.model.holding(held), FlopCounterMode(display=False) as counter:
+        with self.model.holding(held), _counter() as counter:
             self._run(part)
         return counter.get_total_flops() // 2
 
@@ -108,12 +111,10 @@ class Measure:
 
     def unit_macs(self) -> tuple[int, ...]:
         """MACs of one example in the stem, then in each unit; exits are not counted."""
-        from torch.utils.flop_counter import FlopCounterMode
-
         out, z = [], self._example()
         with torch.no_grad():
             for unit in range(-1, self.spec.depth):
-                with FlopCounterMode(display=False) as counter:
+                with _counter() as counter:
                     z = self.model.backbone.stem(z) if unit < 0 else self.model.backbone.advance(z, unit, 1)[1]
                 out.append(counter.get_total_flops() // 2)
         return tuple(out)

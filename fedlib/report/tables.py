@@ -18,7 +18,7 @@ from ..runs.params import Cell, load_fallback, load_grid, load_spec
 from ..runs.places import run_path
 from ..runs.prices import num_classes, training_macs
 from ..runs.progress import say
-from ..runs.store import find_run, run_all, stored_pace
+from ..runs.store import Run, find_run, run_all, stored_pace
 from .clients import SD, VALUES, numbers_of, spread_out
 
 MODES = {"full": "Full", "frozen": "Frozen", "lora": "LoRA", "pa": "PA", "sa": "SA", "ssf": "SSF"}
@@ -66,8 +66,8 @@ def run_cells(
     else:
         fetch(missing)
         say(describe(experiments, missing, stored_pace(found.values(), execution), execution))
-        run_all(experiments, execution, folder)
-    return collect(cells, folder)
+        found = dict(zip(experiments, run_all(experiments, execution, folder), strict=True))
+    return collect(cells, folder, found)
 
 
 def fetch(experiments: Sequence[Experiment]) -> None:
@@ -79,14 +79,17 @@ def fetch(experiments: Sequence[Experiment]) -> None:
             load_dataset(name, size=backbone_spec(backbone).input_shape[-1], tokenizer=tokenizer)
 
 
-def collect(cells: Sequence[Cell], folder: Path | None = None) -> pd.DataFrame:
+def collect(
+    cells: Sequence[Cell], folder: Path | None = None, known: Mapping[Experiment, Run] | None = None
+) -> pd.DataFrame:
     """One row per cell: where it stands, and its stored accuracy (percent), exits, seconds; NaN where missing.
 
     ``last`` is the last exit's accuracy, ``local`` that of each client's deepest exit on its own test set, their mean.
+    ``known`` are all that are stored, where one has looked already.
     """
     rows = []
     for cell in cells:
-        found = find_run(cell.experiment, folder)
+        found = find_run(cell.experiment, folder) if known is None else known.get(cell.experiment)
         row = {k: v for k, v in vars(cell).items() if k != "experiment"}
         row |= {
             "dataset": cell.experiment.dataset,

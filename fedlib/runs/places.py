@@ -21,23 +21,24 @@ Folder = str | os.PathLike | None
 
 def run_path(e: Experiment, folder: Folder = None) -> Path:
     """Where ``e`` is stored: in ``folder``, by default ``outputs/runs``."""
-    return _place(e, folder)[1]
+    return place(e, folder)[1]
 
 
 def as_stored(e: Experiment, folder: Folder = None) -> Experiment:
     """``e`` as it is named in ``folder``: neither options that say what is done anyway nor 1.0 for 1 rename it."""
-    return _place(e, folder)[0]
+    return place(e, folder)[0]
 
 
-def _place(e: Experiment, folder: Folder) -> tuple[Experiment, Path]:
-    """``e`` as it is spelt in ``folder``, and its own folder there, be that to be made.
+def place(e: Experiment, folder: Folder) -> tuple[Experiment, Path]:
+    """Both: ``e`` as it is spelt in ``folder``, and its own folder there, be that to be made.
 
     A run that was stored while ``evaluate_every`` was a part of its name is found whatever ``e`` says of that.
     """
     if not isinstance(e, Experiment):
         raise ValueError(f"{shown(e)} is not an Experiment, e.g. Experiment(rounds=20)")
-    folder, spelt = folder_of(folder), list(spellings(e))
-    for x in spelt:
+    folder, spelt = folder_of(folder), []
+    for x in spellings(e):  # mostly the first is there
+        spelt.append(x)
         for name in (x.slug, x.former_slug):
             if (folder / name).exists():
                 return x, folder / name

@@ -27,7 +27,7 @@ from .callbacks import Callback, OnRound, Together
 from .checkpoints import Checkpoints
 from .durations import Pace
 from .identity import KINDS, Accept, Inputs, accepted, check_verified, inputs_of, known_inputs
-from .places import Folder, as_stored, check_files, check_place, folder_of, forget, run_path
+from .places import Folder, as_stored, check_files, check_place, folder_of, forget, place, run_path
 from .progress import Watch, interrupted, say
 from .record import Run, begun, check_inputs, ended, provenance_now, recorded, resumed, this_machine
 
@@ -39,8 +39,7 @@ def find_run(e: Experiment, folder: Folder = None, accept: Accept = ()) -> Run |
     kinds of difference to overlook, e.g. ``"data"`` or ``["options", "method"]``: options, method (its code), backbone
     (one of your own), data, weights.
     """
-    e, accept = as_stored(e, folder), accepted(accept)
-    path = run_path(e, folder)
+    (e, path), accept = place(e, folder), accepted(accept)
     check_files(path)
     if not (path / "summary.json").exists():
         return None

@@ -92,6 +92,22 @@ def test_lora_trains_low_rank_products_alone_on_the_axes_of_their_layers(name, o
     assert torch.equal(down, again)
 
 
+@pytest.mark.parametrize("name", ["deit_micro", "vim_micro", "transformer4"])
+def test_lora_without_further_options_is_pefts_to_the_bit(name):
+    """``bias="none"`` is what peft does anyway, and lets it do it: one layer after the other, its names and numbers."""
+    own, pefts = (backbone_spec(name).build().init_(generator()) for _ in range(2))
+    for backbone, options in ((own, {"r": 3}), (pefts, {"r": 3, "bias": "none"})):
+        apply_finetune_(backbone, Classifiers(backbone.spec.dim, 10, (1,)), "lora", options, 7)
+    told = [[(n, p.requires_grad) for n, p in b.named_parameters()] for b in (own, pefts)]
+    assert told[0] == told[1]
+    assert all(torch.equal(a, b) for a, b in zip(own.parameters(), pefts.parameters(), strict=True))
+    for p in (*own.parameters(), *pefts.parameters()):
+        p.data.normal_(0, 0.1, generator=generator(sum(p.shape)))
+    layers = [[m for m in b.modules() if hasattr(m, "lora_A")] for b in (own, pefts)]
+    x = torch.randn(1, 2, 5, layers[0][0].lora_A["default"].in_features, generator=generator(1))
+    assert torch.equal(layers[0][0](x), layers[1][0](x))
+
+
 def test_loras_dropout_drops_while_clients_train_from_their_own_generators():
     """0.5 of what enters A, from the client's generator, and nothing in an answer."""
     vit = build_backbone("deit_micro", pretrained=False)

@@ -82,10 +82,16 @@ def test_small_profile_stays_affordable():
     assert len(runs) <= 480
 
 
-def test_looking_at_a_grid_imports_neither_peft_nor_timm():
-    """Their import takes seconds in every notebook."""
-    code = "import sys; from fedlib.runs.params import load_grid; cells = load_grid('reefl', 'table1', 'small')\n"
-    code += "assert {'frozen', 'lora'} == {c.finetune for c in cells} and not {'peft', 'timm'} & set(sys.modules)"
+def test_a_stored_table_and_the_start_of_lora_import_neither_peft_nor_timm_nor_scipys_statistics():
+    """Their import takes seconds, in every notebook and at every start."""
+    code = "import sys; from fedlib import Experiment, build_federation; from fedlib.report.table import Table\n"
+    code += (
+        "table = Table('reefl', 'table1', 'small'); table.run(run_missing=False); table.obtained(); table.verdicts()\n"
+    )
+    code += (
+        "assert {'frozen', 'lora'} == {c.finetune for c in table.cells}; build_federation(Experiment(num_train=100))\n"
+    )
+    code += "assert not {'peft', 'timm', 'transformers', 'scipy.stats'} & set(sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
