@@ -58,6 +58,8 @@ def sweep(
     }
     how = execution, folder, progress
     if sampler != "grid":
+        if not isinstance(over, Mapping):
+            raise ValueError(f"sweep: over = {shown(over)}; allowed with {sampler!r}: lists and ranges by field")
         for e, (key, values) in product(rows.values(), over.items()):
             for value in values if isinstance(values, (list, tuple)) else (values.low, values.high):
                 changed(e, {key: value})

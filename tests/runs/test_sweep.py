@@ -60,6 +60,7 @@ def test_the_best_of_a_row_is_the_first_of_the_highest_and_never_one_that_diverg
         ({"evaluate_on": ["test"]}, {}, "sweep: 'evaluate_on' cannot be chosen, nor can evaluate_on, validation_fraction"),
         ({"lr": [0.1]}, {"sampler": "tpee", "trials": 2}, "sampler = 'tpee' is unknown; did you mean 'tpe'?"),
         ({"lr": [0.1]}, {"sampler": "tpe"}, "trials = 0, sampler = 'tpe'; allowed: 0 with grid"),
+        ([{"lr": 0.1}], {"sampler": "tpe", "trials": 2}, "allowed with 'tpe': lists and ranges by field"),
         ({"lr": [0.1]}, {"trials": 3}, "trials = 3, sampler = 'grid'; allowed: 0 with grid"),
     ],
 )  # fmt: skip
