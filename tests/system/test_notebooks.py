@@ -204,9 +204,10 @@ def test_a_first_word_is_enough_to_name_a_notebook():
 
 
 def make(*arguments):
-    # -o: neither look at nor build the environment
+    # -o: neither look at nor build the environment; a make that runs the tests would have this one name its folders
     command = ["make", "-n", "-o", "setup", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    alone = {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL")}
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=alone)
 
 
 def test_make_runs_the_notebook_of_one_paper():

@@ -141,7 +141,7 @@ def test_pages_fit_a_screen_and_a_phone(site, width):
             open_page(driver, site / f"{name}.html")
             assert driver.execute_script("return document.documentElement.scrollWidth") <= width, name
             wide = driver.execute_script("""return [...document.querySelectorAll('.bd-article *')].filter(e => {
-                const scrolls = e.closest('table, pre, .cell_output, .highlight');
+                const scrolls = e.closest('table, pre, .cell_output, .highlight, .play');
                 return !scrolls && e.getBoundingClientRect().right > document.documentElement.clientWidth + 1;
             }).map(e => e.tagName + ' ' + e.textContent.slice(0, 60))""")
             assert wide == [], name
