@@ -21,7 +21,7 @@ from scipy.stats import trim_mean
 
 from ..core.rng import numpy_generator
 from ..methods import METHODS
-from ..runs.params import Cell, load_spec
+from ..runs.params import Cell
 from ..runs.params_files import grids
 from ..runs.store import find_run
 from .flags import flags_of
@@ -128,8 +128,8 @@ def wins(entries: Entries) -> pd.DataFrame:
 
 
 def tasks_of(caps: str) -> dict[str, str]:
-    """The tables of ``params/atlas`` in which ``caps`` binds, ``<task>_<caps>``, by task."""
-    return {t.removesuffix(f"_{caps}"): t for t in grids("atlas") if load_spec("atlas", t)["caps"]["of"] == caps}
+    """The tables of ``params/atlas`` in which ``caps`` (macs, memory; macs_tuned) binds, ``<task>_<caps>``, by task."""
+    return {t.removesuffix(f"_{caps}"): t for t in grids("atlas") if t.endswith(f"_{caps}")}
 
 
 def own_methods(path: Path) -> list[str]:
@@ -140,6 +140,18 @@ def own_methods(path: Path) -> list[str]:
     if not own:
         raise ValueError(f"atlas: {path} registers no method; a class under @fedlib.methods.register is one")
     return own
+
+
+def best_rates(frame: pd.DataFrame) -> pd.DataFrame:
+    """Of a table of rates (``Table.frame``, a column a rate) a row a method: its held-out scores in percent, the best.
+
+    ``best``: the column of the highest score, the smaller rate where two are equal; None where one is missing.
+    ``minutes``: what its search took.
+    """
+    rows = frame.groupby(["label", "column"], sort=False)[["local", "seconds"]].mean().unstack()
+    scores = rows["local"][list(dict.fromkeys(frame.column))]
+    best = scores.fillna(-1).idxmax(axis=1).where(scores.notna().all(axis=1))
+    return scores.assign(best=best, minutes=rows["seconds"].sum(axis=1) / 60).round(2).reset_index()
 
 
 def load_entries(cells: Mapping[str, Sequence[Cell]], folder=None) -> Entries:

@@ -3,10 +3,12 @@
 from types import SimpleNamespace
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from fedlib.report.atlas import (
     Entries,
+    best_rates,
     improvement,
     interquartile_mean,
     judge,
@@ -14,10 +16,14 @@ from fedlib.report.atlas import (
     normalised,
     ranking,
     resampled,
+    scores_of,
+    tasks_of,
     wins,
     worst,
 )
 from fedlib.report.atlas_plots import plot_ranking, plot_wins
+from fedlib.runs.params import load_grid
+from fedlib.runs.store import find_run
 
 TASK = {
     "smallest": np.array([[10.0, 30.0], [20.0, 20.0]]),  # mean 20
@@ -36,6 +42,30 @@ def test_scores_lie_between_the_smallest_level_and_the_whole_model():
         normalised({k: v for k, v in TASK.items() if k != "whole"}, "a")
     with pytest.raises(ValueError, match=r"the whole model \(20.00\) is not above the smallest level \(20.00\)"):
         normalised({**TASK, "whole": TASK["smallest"]}, "a")
+
+
+def test_the_best_of_all_rates_that_a_row_was_given():
+    rows = [("a", "lr_1", 20.0, 60), ("a", "lr_2", 30.0, 60), ("b", "lr_1", 40.0, 30), ("b", "lr_2", 40.0, 30),
+            ("c", "lr_1", 50.0, 6), ("c", "lr_2", None, 0)]  # fmt: skip
+    found = best_rates(pd.DataFrame(rows, columns=["label", "column", "local", "seconds"])).set_index("label")
+    assert found.best.tolist()[:2] == ["lr_2", "lr_1"] and pd.isna(found.best["c"])  # of equal ones the smaller rate
+    assert found.minutes.tolist() == [2, 1, 0.1] and found["lr_2"].tolist()[:2] == [30, 40]
+
+
+def rates_of(task):
+    rates, tuned = (load_grid("atlas", f"{task}_{name}", "small") for name in ("rates", "macs_tuned"))
+    scores = {(c.variant, c.experiment.lr): find_run(c.experiment) for c in rates}
+    return scores, {c.variant: c.experiment.lr for c in tuned}
+
+
+@pytest.mark.parametrize("task", tasks_of("macs_tuned"))
+def test_each_tuned_row_has_the_rate_that_its_stored_runs_found_best(task):
+    """All six were tried of each, and the best has the highest score on held-out examples."""
+    scores, tuned = rates_of(task)
+    for variant, lr in tuned.items():
+        tried = {r: run for (v, r), run in scores.items() if v == variant}
+        assert len(tried) == 6 and None not in tried.values(), variant
+        assert lr == max(sorted(tried), key=lambda r: round(np.mean(scores_of(tried[r].summary)), 2)), variant
 
 
 def test_the_worst_tenth():

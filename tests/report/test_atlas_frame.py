@@ -34,6 +34,7 @@ def test_every_task_is_a_table_of_its_caps():
     for caps in ("macs", "memory"):
         for task, table in tasks_of(caps).items():
             assert table == f"{task}_{caps}"
+            assert load_spec("atlas", table)["caps"]["of"] == caps
             shares = load_spec("atlas", table)["caps"]["shares"]
             assert shares == sorted(shares) and shares[-1] == 1 and len(shares) == len(devices())
 
