@@ -44,10 +44,12 @@ def cells(source: Path) -> list[dict]:
 
 def digest(source: Path, outputs: Path = ROOT / "outputs") -> str:
     """Of a notebook's source, and of every run that a grid named in it asks for: its name and what it ended with."""
-    from fedlib.runs.params_files import papers
+    from fedlib.runs.params_files import grids, papers
 
     said = ["".join(cell["source"]) for cell in cells(source)]
     words = set(re.findall(r'"(\w+)"', "\n".join(said))) | {source.parent.name}
+    if any("tasks_of(" in cell for cell in said):  # of atlas.py: all of a folder's grids
+        words |= set(grids(source.parent.name))
     asked = sorted({run for paper in papers() if paper in words for run in runs_of(paper, frozenset(words), outputs)})
     return hashlib.sha256(json.dumps([said, asked]).encode()).hexdigest()[:16]
 

@@ -1,4 +1,4 @@
-"""Figures that a reader can play with, of stored runs: what accuracy costs, curves by round, claims by verdict.
+"""Figures that a reader can play with, of stored runs: what accuracy costs, curves by round, claims, the atlas.
 
 Written by the site's build, as Vega-Lite with its libraries beside: nothing is fetched. Each has a PNG of how it looks
 at first. Read next: ``docs/play.md``, the page; ``report/frames.py``, the data.
@@ -27,6 +27,9 @@ from fedlib.runs.store import stored_runs
 GROUP = ["setting", "method", "rounds"]  # runs that differ in nothing else but seeds, options and clients
 COSTS = {"macs": "MACs per example (millions)", "training_memory_mib": "training memory, batch 32 (MiB)",
          "upload_mib": "upload per round (MiB)"}  # fmt: skip
+CAPPED = {"macs": "compute was capped", "macs_tuned": "compute was capped, rates tuned", "memory": "memory was capped"}
+LIMITS = {"macs": "training of a round (10⁹ MACs)", "peak MiB": "peak of training (MiB)",
+          "upload MiB": "upload of a round (MiB)", "seconds a round": "seconds a round on the slowest board"}  # fmt: skip
 NOT_COSTS = ("seed", "num_train", "num_test", "dirichlet_alpha", "rounds", "lr", "min_lr", "evaluate_every")
 CLAIM = re.compile(rf"^\| (.+?) \| (.+?) \| (\[?\*\*(?:{'|'.join(COLORS)})\*\*.*?) \|", re.M)  # a row of a paper's page
 BATCH = 32  # of training memory
@@ -156,6 +159,43 @@ def claims_chart(frame: pd.DataFrame) -> alt.Chart:
     )  # fmt: skip
 
 
+def atlas(outputs: Path) -> pd.DataFrame:
+    """A row per task, what was capped there and method of the atlas: mean score over seeds, what its devices take."""
+    path = outputs / "atlas" / "tables" / "atlas_small.parquet"
+    columns = ["where", "label", "method", "score", "seeds", *LIMITS]
+    if not path.is_file():
+        return pd.DataFrame(columns=columns)
+    frame = pd.read_parquet(path).assign(seeds=1)
+    frame = frame.assign(where=frame.task.map(label_of) + ", " + frame.caps.map(CAPPED), macs=frame.macs / 1e9)
+    rows = frame.groupby(["where", "label", "method"], sort=False)
+    how = {"score": "mean", "seeds": "sum", **dict.fromkeys(LIMITS, "mean")}
+    rows = rows.agg(how).round(3).reset_index()
+    return rows.assign(label=rows.label.map(label_of))[columns]
+
+
+def atlas_chart(rows: pd.DataFrame) -> alt.Chart:
+    """The methods of a task that fit under four caps, best first; a slider a cap, at first the costliest."""
+    task = chooser("task", list(rows["where"].value_counts().index), "task ")
+    sliders, under = [], alt.datum.where == task
+    for k, (column, said) in enumerate(LIMITS.items()):
+        top = float(rows[column].max()) if len(rows) else 1.0
+        bound = alt.binding_range(min=0, max=round(1.01 * top, 3), step=round(top / 100, 4), name=f"{said} ")
+        sliders.append(alt.param(name=f"cap{k}", value=round(1.01 * top, 3), bind=bound))
+        under = under & (alt.datum[column] <= sliders[-1])
+    return (
+        alt.Chart(rows, title="Who fits under your caps, and what clients get", width=520, height=alt.Step(22))
+        .transform_filter(under)
+        .mark_bar()
+        .encode(
+            alt.X("score:Q", title="mean over clients of their accuracy (%)"),
+            alt.Y("label:N", title="", sort="-x"),
+            alt.Color("label:N", scale=colours(rows.rename(columns={"label": "method", "method": "key"})), legend=None),
+            tooltip=["label", "score", "seeds", *LIMITS],
+        )
+        .add_params(task, *sliders)
+    )  # fmt: skip
+
+
 def write(folder: Path) -> None:
     """The libraries, and of every figure its data as a script and a PNG."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -165,6 +205,7 @@ def write(folder: Path) -> None:
         "costs": costs_chart(with_costs(runs())),
         "curves": curves_chart(runs(rounds=True)),
         "claims": claims_chart(claims(outputs_dir())),
+        "atlas": atlas_chart(atlas(outputs_dir())),
     }
     for name, chart in charts.items():
         spec = chart.to_json(indent=None)

@@ -49,10 +49,30 @@ def test_costs_and_curves_are_of_the_chosen_data():
         )
 
 
+def test_who_is_over_a_cap_is_left_out_of_the_atlas():
+    costs = {
+        "peak MiB": 5.0,
+        "upload MiB": 0.1,
+        "seconds a round": 0.2,
+        "seeds": 1,
+        "where": "CIFAR-10, compute was capped",
+    }
+    rows = pd.DataFrame([{**costs, "label": "DepthFL", "method": "depthfl", "score": 40.0, "macs": 2.0},
+                         {**costs, "label": "HeteroFL", "method": "heterofl", "score": 30.0, "macs": 1.0}])  # fmt: skip
+    said, svg = drawn(play.atlas_chart(rows))
+    assert svg.count('aria-roledescription="bar"') == 2
+    next(p for p in said["params"] if p["name"] == "cap0")["value"] = 1.5
+    assert vl_convert.vegalite_to_svg(json.dumps(said)).count('aria-roledescription="bar"') == 1
+    stored = play.atlas(OUTPUTS)
+    assert len(stored) == len(stored[["where", "label", "method"]].drop_duplicates()) > 10 and stored.notna().all(
+        axis=None
+    )
+
+
 def test_without_runs_there_are_figures_without_dots(tmp_path, monkeypatch):
     monkeypatch.setenv("FEDLIB_OUTPUTS", str(tmp_path))
     play.write(tmp_path / "play")
-    names = {"vega.js", *(f"{n}.{kind}" for n in ("costs", "curves", "claims") for kind in ("js", "png"))}
+    names = {"vega.js", *(f"{n}.{kind}" for n in ("costs", "curves", "claims", "atlas") for kind in ("js", "png"))}
     assert {p.name for p in (tmp_path / "play").iterdir()} == names
 
 
