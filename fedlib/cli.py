@@ -96,7 +96,7 @@ def _add_choices(p: argparse.ArgumentParser) -> None:
 
 def _add_machine(p: argparse.ArgumentParser) -> None:
     p.add_argument("--workers", type=int, help="cohorts trained side by side (default: one a core)")
-    p.add_argument("--device", default="cpu", help="cpu (default), cuda or cuda:<number>")
+    p.add_argument("--device", default="cpu", help="cpu (default), cuda (all GPUs) or cuda:<number>")
 
 
 def overrides_of(texts: Sequence[str]) -> dict[str, object]:

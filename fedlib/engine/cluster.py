@@ -24,8 +24,8 @@ import torch
 from ..kernels.products import choose_products
 from ..methods import Member, Round, Server
 from .executors import Execution, Memories, Trained
-from .federation import Federation, build_train_cache, counts_of
-from .workers import TRIES, Finished, Workers, become_worker, move, moved, train_task, versions
+from .federation import Federation, build_train_cache
+from .workers import TRIES, Finished, Workers, become_worker, kit, move, moved, train_task, versions
 
 
 def connect(execution: Execution) -> ModuleType:
@@ -84,16 +84,6 @@ def _share_tensors(ray: ModuleType) -> None:
     ray.util.register_serializer(torch.Tensor, serializer=_to_buffer, deserializer=_from_buffer)
 
 
-def _kit(f: Federation) -> Federation:
-    """What a worker needs of ``f``: an empty model, no test set, no server state, no cache."""
-    empty = torch.nn.Parameter(torch.empty(0), requires_grad=False)
-    model = copy.deepcopy(f.model, {id(p): empty for p in f.model.parameters()})
-    data = replace(f.data, test_inputs=f.data.test_inputs[:0], test_labels=f.data.test_labels[:0], answers=None)
-    setting = replace(f.setting, label_counts=counts_of(data), frozen=f.frozen, lab=None)  # the lab is the server's
-    nothing = dict(server=Server(0, {}, {}), train_cache=None, test_cache=None)
-    return replace(f, model=model, data=data, setting=setting, **nothing)
-
-
 # --- cohorts on workers ----------------------------------------------------------------------------------------------
 
 
@@ -114,7 +104,8 @@ class _Worker:
         if device != "cpu":
             tensors = {x.name: getattr(f.data, x.name) for x in fields(f.data)}
             tensors = {n: t for n, t in tensors.items() if isinstance(t, torch.Tensor)}
-            f = replace(f, data=replace(f.data, **move(tensors, device)), frozen=move(f.frozen, device))
+            start = replace(f.server, params=move(f.server.params, device))
+            f = replace(f, data=replace(f.data, **move(tensors, device)), frozen=move(f.frozen, device), server=start)
         f = replace(f, model=model)
         self.federation = replace(f, train_cache=build_train_cache(f, cached_units))
 
@@ -122,7 +113,7 @@ class _Worker:
         """Train one cohort of round ``r``."""
         f = self.federation
         if f.device.type != "cpu":
-            server = replace(server, params=move(server.params, f.device))
+            server = Server(server.t, move(server.params, f.device), move(server.memory, f.device))
         return train_task(f, server, members, r, memories)
 
 
@@ -148,8 +139,8 @@ class RayExecutor(Workers):
         self.losses = (errors.RayActorError, errors.ObjectLostError, errors.NodeDiedError, errors.WorkerCrashedError)
         self.losses += (errors.OutOfMemoryError,)
         _share_tensors(ray)
-        self.kit = ray.put(_kit(federation))
-        self.cached_units = federation.train_cache.units if federation.train_cache is not None else 0
+        whole, self.cached_units = kit(federation)
+        self.kit = ray.put(whole)
         self.free: deque = deque()
         self.starting: dict = {}  # what says that a worker is ready -> the worker
         self.running: dict = {}  # what a cohort brings back -> (its place in the plan, the worker)

@@ -54,12 +54,12 @@ ADDRESSES = {  # what an executor's may be, in words and as a pattern
 class Execution:
     """How to run, which must not change the numbers beyond float rounding.
 
-      device           cpu, cuda (the current GPU) or cuda:<number>
+      device           cpu, cuda (all GPUs of this machine) or cuda:<number> (one)
       workers          train so many cohorts side by side; None: one a core or GPU; with ray or flower, all there are
       cohort_size      most clients of a cohort; None: see ``automatic_cohort_size``
-      executor         auto: forked processes (``processes.py``) where a fork is safe and there is more than one worker,
-                       as they do not wait for each other's interpreter lock; elsewhere threads. ray: ``cluster.py``;
-                       flower: ``flower.py``
+      executor         auto: processes (``processes.py``) on several GPUs, and on a CPU where a fork is safe and there
+                       is more than one worker, as they do not wait for each other's interpreter lock; elsewhere
+                       threads, on the current GPU. ray: ``cluster.py``; flower: ``flower.py``
       address          ray: "auto", "host:port", "ray://host:port"; None: $RAY_ADDRESS, else a local Ray
                        flower: "host:port" of a SuperLink, by TLS unless on this machine; None: one of its own here
       patience_seconds ray, flower: how long to go without any worker before giving up; flower: or without a cohort's
@@ -77,10 +77,10 @@ class Execution:
 
     def __post_init__(self):
         check_instance(self, "execution")
-        if self.executor == "processes" and self.device != "cpu":
-            raise ValueError(f"execution: device = {self.device!r} with executor = 'processes'; allowed: cpu")
-        if self.executor == "ray" and self.device not in ("cpu", "cuda"):
-            raise ValueError(f"execution: device = {self.device!r} with executor = 'ray'; allowed: cpu, cuda")
+        if self.executor in ("ray", "processes") and self.device not in ("cpu", "cuda"):
+            raise ValueError(
+                f"execution: device = {self.device!r} with executor = {self.executor!r}; allowed: cpu, cuda"
+            )
         if self.executor != "ray":
             check_device(self.device)
         if self.address is not None and self.executor not in ADDRESSES:
@@ -99,7 +99,13 @@ class Execution:
         """Workers of this machine."""
         if self.workers is not None:
             return self.workers
-        return torch.get_num_threads() if self.device == "cpu" else 1
+        return torch.get_num_threads() if self.device == "cpu" else len(self.devices())
+
+    def devices(self) -> list[str]:
+        """What workers of this machine compute on, in turn."""
+        if self.device != "cuda" or self.executor not in ("auto", "processes"):
+            return [self.device]
+        return [f"cuda:{i}" for i in range(torch.cuda.device_count())]
 
 
 class Executor(Protocol):

@@ -1,11 +1,13 @@
-"""An executor of forked processes: a round's cohorts train side by side without sharing Python's interpreter lock.
+"""Executors of processes on this machine: a round's cohorts train side by side without Python's interpreter lock.
 
-A worker is a fork of the process that runs the rounds: data, frozen parameters, model and methods are in its memory at
-once and are never copied, sent or read again. A round sends it the trained parameters and its cohorts; it sends back
-weighted partial sums. A worker that dies is forked anew and its cohort trained again, with the same numbers.
+On a CPU a worker is a fork of the process that runs the rounds: data, frozen parameters, model and methods are in its
+memory at once and are never copied, sent or read again. A round sends it the trained parameters and its cohorts; it
+sends back weighted partial sums. A worker that dies is replaced and its cohort trained again, with the same numbers.
+That needs Linux, and a PyTorch that lets a fork compute gradients (not after this process has used a GPU): a worker
+tries that first. Elsewhere the threads of ``engine/executors.py`` do the same.
 
-Only on Linux, on a CPU, and where PyTorch lets a fork compute gradients (not after this process has used a GPU): a
-worker tries that first. Elsewhere the threads of ``engine/executors.py`` do the same.
+On several GPUs a worker is a process of its own on one of them. What a fork has it reads from memory that all share,
+and so does it the trained parameters of every round. Classes and functions of a notebook or a script travel as code.
 """
 
 import io
@@ -15,40 +17,54 @@ import pickle
 import signal
 import sys
 import warnings
-from collections.abc import Iterator
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from multiprocessing.connection import Connection, wait
+from types import ModuleType
 from typing import Any
 
+import cloudpickle
 import numpy as np
 import torch
 
 from ..core import profiling
+from ..kernels.products import choose_products
 from ..methods import Member, Round, Server
 from .executors import Execution, Memories, Trained
-from .federation import Federation
-from .workers import Finished, Workers, become_worker, train_task
+from .federation import Federation, build_train_cache
+from .workers import Finished, Workers, become_worker, kit, train_task
 
 
 class Unforkable(RuntimeError):
     """A fork of this process could not train."""
 
 
-class ForkedProcesses(Workers):
-    """Trains cohorts in forks of this process. Raises :class:`Unforkable` where they could not."""
+class Processes(Workers):
+    """Trains cohorts in forks of this process, or one on each of several GPUs.
+
+    Raises :class:`Unforkable` where a process may have no workers, or forks could not train.
+    """
 
     kind = "worker process"
 
     def __init__(self, federation: Federation, execution: Execution):
-        if not sys.platform.startswith("linux") or federation.device.type != "cpu":
-            raise Unforkable("worker processes are forked, which needs Linux and device = 'cpu'")
+        self.devices = execution.devices()
+        self.forks = len(self.devices) == 1
+        if self.forks and (not sys.platform.startswith("linux") or federation.device.type != "cpu"):
+            raise Unforkable("worker processes are forked, which needs Linux and device = 'cpu', or several GPUs")
         if multiprocessing.current_process().daemon:
             raise Unforkable("a daemonic process, such as a worker of a multiprocessing pool, may not fork workers")
         super().__init__(federation, execution, execution.side_by_side())
+        if not self.forks:
+            self.params = _shared(sum(map(_room, federation.server.params.values())))
+            packed = _pack(kit(federation), travels=True)
+            self.kit = _shared(len(packed)).copy_(torch.frombuffer(packed, dtype=torch.uint8))
         self.processes: list[_Worker] = []
         try:
-            for _ in range(self.workers):
-                self._start_worker()
+            self.processes += [self._start_worker(place) for place in range(self.workers)]
+            for worker in self.processes:
+                worker.wait_until_ready()
         except OSError as error:
             self.close()
             raise Unforkable(f"no process could be forked: {error}") from error
@@ -59,13 +75,17 @@ class ForkedProcesses(Workers):
     def download(self, server: Server) -> memoryview:
         for worker in self.processes:
             worker.informed = False
-        return _pack(server)
+        if not self.forks:
+            for name, seen in _views(self.params, server.params).items():
+                seen.copy_(server.params[name])
+            server = replace(server, params={})
+        return _pack(server, travels=not self.forks)
 
     def idle(self) -> "_Worker | None":
         return next((w for w in self.processes if w.cohort is None), None)
 
     def give(self, worker: "_Worker", i: int, download: memoryview, task: tuple) -> None:
-        worker.send(i, download, (*task, profiling.is_measuring()))
+        worker.send(i, download, _pack((*task, profiling.is_measuring()), travels=not self.forks))
 
     def finished(self) -> Iterator[Finished]:
         """Wait until a cohort is back or its worker has died, who is then replaced."""
@@ -82,16 +102,16 @@ class ForkedProcesses(Workers):
                 self.processes.remove(worker)
                 code = worker.process.exitcode
                 yield i, None, EOFError(f"exit code {code}; -9: killed, often for want of memory")
-                self._start_worker()
+                self.processes.append(self._start_worker(worker.place))
+                self.processes[-1].wait_until_ready()
 
-    def _start_worker(self) -> None:
-        worker = _Worker(self.federation)
-        self.processes.append(worker)
-        try:
-            worker.receive()
-        except EOFError:
-            code = worker.process.exitcode
-            raise RuntimeError(f"a worker process died before it was ready (exit code {code})") from None
+    def _start_worker(self, place: int) -> "_Worker":
+        """The worker at ``place``; of several devices it takes them in turn."""
+        if self.forks:
+            return _Worker(place, "fork", _serve_as_fork, self.federation)
+        with _main_left_alone():
+            device = self.devices[place % len(self.devices)]
+            return _Worker(place, "spawn", _serve_on, device, self.kit, self.params)
 
     def close(self) -> None:
         for worker in self.processes:
@@ -102,12 +122,13 @@ class ForkedProcesses(Workers):
 
 
 class _Worker:
-    """One forked process, seen from the process that forked it."""
+    """One process, seen from the process that started it."""
 
-    def __init__(self, federation: Federation):
-        context = multiprocessing.get_context("fork")
+    def __init__(self, place: int, method: str, target: Callable, *arguments: object):
+        context: Any = multiprocessing.get_context(method)
+        self.place = place
         self.connection, there = context.Pipe()
-        self.process = context.Process(target=_serve, args=(federation, there, os.getpid()), daemon=True)
+        self.process = context.Process(target=target, args=(there, os.getpid(), *arguments), daemon=True)
         with warnings.catch_warnings():  # Python warns where other threads run; a worker needs none of their locks
             warnings.simplefilter("ignore", DeprecationWarning)
             self.process.start()
@@ -115,13 +136,21 @@ class _Worker:
         self.cohort: int | None = None  # the place in the plan of what it trains
         self.informed = False  # has it this round's parameters?
 
-    def send(self, cohort: int, download: memoryview, task: tuple) -> None:
+    def wait_until_ready(self) -> None:
+        """Raises what kept it from that."""
+        try:
+            self.receive()
+        except EOFError:
+            code = self.process.exitcode
+            raise RuntimeError(f"a worker process died before it was ready (exit code {code})") from None
+
+    def send(self, cohort: int, download: memoryview, task: memoryview) -> None:
         """Let it train a cohort. A death in between shows when the answer is read."""
         self.cohort = cohort
         try:
             if not self.informed:
                 self.connection.send_bytes(download)
-            self.connection.send_bytes(_pack(task))
+            self.connection.send_bytes(task)
         except (BrokenPipeError, ConnectionResetError):
             pass
         self.informed = True
@@ -129,7 +158,7 @@ class _Worker:
     def receive(self):
         """Its answer; raises what it raised, or ``EOFError`` if it died."""
         try:
-            answer = pickle.loads(self.connection.recv_bytes())  # of our own fork
+            answer = pickle.loads(self.connection.recv_bytes())  # of a process of ours
         except (EOFError, ConnectionResetError):
             self.process.join()
             raise EOFError from None
@@ -146,14 +175,12 @@ class _Worker:
 # --- inside a worker -------------------------------------------------------------------------------------------------
 
 
-def _serve(f: Federation, connection: Connection, parent: int) -> None:
-    """Train cohorts until the connection ends: a message with the round's parameters, then one for each cohort."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is the parent's to handle: it kills its workers
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+def _serve_as_fork(connection: Connection, parent: int, f: Federation) -> None:
+    """Train cohorts of ``f``, which is in this process's memory."""
+    _become_worker_of(parent)
     sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # a notebook's own go through sockets of the parent
     _close_inherited_files(connection.fileno())
     profiling.forget()
-    become_worker()
     try:
         x = torch.ones(1, requires_grad=True)
         torch.autograd.grad(x * x, x)
@@ -161,8 +188,39 @@ def _serve(f: Federation, connection: Connection, parent: int) -> None:
         why = f"a fork of this process cannot compute gradients: {error}; use executor = 'threads'"
         connection.send_bytes(pickle.dumps(Unforkable(why)))
         return
+    _serve(connection, parent, f, lambda server: server)
+
+
+def _serve_on(connection: Connection, parent: int, device: str, packed: torch.Tensor, params: torch.Tensor) -> None:
+    """Train cohorts of what :func:`workers.kit` ``packed`` on ``device``; ``params`` holds every round's parameters."""
+    _become_worker_of(parent)
+    try:
+        if device == "cpu":
+            choose_products()
+        else:
+            torch.cuda.set_device(device)
+        f, units = pickle.loads(packed.numpy())
+        f = replace(f, train_cache=build_train_cache(f, units))
+    except Exception as error:
+        connection.send_bytes(_pack(_portable(error), travels=True))
+        return
+    seen = _views(params, f.server.params)
+    here = lambda server: replace(server, params={n: p.to(device) for n, p in seen.items()})  # noqa: E731
+    _serve(connection, parent, f, here, travels=True)
+
+
+def _become_worker_of(parent: int) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is the parent's to handle: it kills its workers
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    become_worker()
+
+
+def _serve(
+    connection: Connection, parent: int, f: Federation, here: Callable[[Server], Server], travels: bool = False
+) -> None:
+    """Train cohorts until the connection ends: a message with the round's server, then one for each cohort."""
     f.model.register_forward_pre_hook(lambda *_: _end_without(parent))
-    connection.send_bytes(pickle.dumps(None))
+    connection.send_bytes(_pack(None))
     server = f.server  # until the first round's comes
     while True:
         try:
@@ -170,12 +228,12 @@ def _serve(f: Federation, connection: Connection, parent: int) -> None:
         except (EOFError, OSError):
             return
         if isinstance(message, Server):
-            server = message
+            server = here(message)
             continue
         try:
-            answer = _pack(_train(f, server, *message))
+            answer = _pack(_train(f, server, *message), travels)
         except Exception as error:
-            answer = _pack(_portable(error))
+            answer = _pack(_portable(error), travels)
         try:
             connection.send_bytes(answer)
         except OSError:
@@ -218,19 +276,61 @@ def _end_without(parent: int) -> None:
 
 
 class _Pickler(pickle.Pickler):
-    """Tensors as plain bytes: torch's own way writes each of them to an archive first."""
-
     def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, torch.Tensor):
-            return _tensor, (obj.contiguous().reshape(-1).view(torch.uint8).numpy(), obj.dtype, tuple(obj.shape))
+        return _reduced(obj)
+
+
+class _Travelling(cloudpickle.Pickler):
+    def reducer_override(self, obj: Any) -> Any:
+        return super().reducer_override(obj) if (reduced := _reduced(obj)) is NotImplemented else reduced
+
+
+def _reduced(obj: Any) -> Any:
+    """Tensors as plain bytes: torch's own way writes each of them to an archive first."""
+    if type(obj) is not torch.Tensor or obj.is_meta:
         return NotImplemented
+    data = obj.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return _tensor, (data, obj.dtype, tuple(obj.shape), obj.device.type)
 
 
-def _tensor(data: np.ndarray, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    return torch.from_numpy(data).view(dtype).view(shape)
+def _tensor(data: np.ndarray, dtype: torch.dtype, shape: tuple[int, ...], kind: str) -> torch.Tensor:
+    """What lay on a GPU is put on this process's."""
+    return torch.from_numpy(data).view(dtype).view(shape).to(kind)
 
 
-def _pack(message: object) -> memoryview:
+def _pack(message: object, travels: bool = False) -> memoryview:
+    """``travels``: to or from a process that is no fork, so code of ``__main__`` goes with it."""
     buffer = io.BytesIO()
-    _Pickler(buffer, protocol=5).dump(message)
+    (_Travelling if travels else _Pickler)(buffer, protocol=5).dump(message)
     return buffer.getbuffer()
+
+
+# --- memory that processes share -------------------------------------------------------------------------------------
+
+
+def _shared(size: int) -> torch.Tensor:
+    """``size`` bytes; what another process gets of them is no copy."""
+    return torch.empty(size, dtype=torch.uint8).share_memory_()
+
+
+def _room(p: torch.Tensor) -> int:
+    return -(-p.nbytes // 64) * 64  # so that each begins where any type may
+
+
+def _views(block: torch.Tensor, like: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors in ``block``, one behind the other, of the names, shapes and types of ``like``."""
+    out, at = {}, 0
+    for name, p in like.items():
+        out[name] = block[at : at + p.nbytes].view(p.dtype).view(p.shape)
+        at += _room(p)
+    return out
+
+
+@contextmanager
+def _main_left_alone() -> Iterator[None]:
+    """Inside, a process that starts does not run the script that started this one: not every script is guarded."""
+    main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main

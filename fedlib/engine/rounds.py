@@ -55,10 +55,10 @@ def build_executor(federation: Federation, execution: Execution) -> Executor:
 
         return FlowerExecutor(federation, execution)
     if execution.executor == "processes" or (execution.executor == "auto" and execution.side_by_side() > 1):
-        from .processes import ForkedProcesses, Unforkable
+        from .processes import Processes, Unforkable
 
         try:
-            return ForkedProcesses(federation, execution)
+            return Processes(federation, execution)
         except Unforkable:
             if execution.executor == "processes":
                 raise

@@ -6,6 +6,7 @@ order: a run that lost workers ends with the numbers of one that did not.
 Read next: ``processes.py``, ``cluster.py``, ``flower.py``.
 """
 
+import copy
 import ctypes
 import platform
 from abc import ABC, abstractmethod
@@ -19,7 +20,7 @@ import torch
 from ..methods import Member, Round, Server
 from ..methods.mixtures import under
 from .executors import Cohorts, Execution, Memories, Trained, automatic_cohort_size, train_cohort
-from .federation import Federation
+from .federation import Federation, counts_of
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 TRIES = 4  # of one cohort before a lost worker is taken for a sign
@@ -39,6 +40,17 @@ def keep_freed_memory() -> None:
         libc = ctypes.CDLL(None)
         libc.mallopt(M_MMAP_THRESHOLD, 2**25)
         libc.mallopt(M_TRIM_THRESHOLD, 2**30)
+
+
+def kit(f: Federation) -> tuple[Federation, int]:
+    """What a worker that is no fork needs of ``f``, and the units it caches: an empty model, no test set, no cache."""
+    empty = torch.nn.Parameter(torch.empty(0), requires_grad=False)
+    model = copy.deepcopy(f.model, {id(p): empty for p in f.model.parameters()})
+    data = replace(f.data, test_inputs=f.data.test_inputs[:0], test_labels=f.data.test_labels[:0], answers=None)
+    setting = replace(f.setting, label_counts=counts_of(data), frozen=f.frozen, lab=None)  # the lab is the server's
+    start = Server(0, f.server.params, {})  # what a member that is fresh starts from
+    units = f.train_cache.units if f.train_cache is not None else 0
+    return replace(f, model=model, data=data, setting=setting, server=start, train_cache=None, test_cache=None), units
 
 
 def train_task(f: Federation, server: Server, members: Sequence[Member], r: Round, memories: Memories) -> Trained:

@@ -35,6 +35,17 @@ def test_absent_gpus_are_refused(monkeypatch):
         replace(Execution("cuda:1"), device="cuda:2")
 
 
+def test_cuda_means_a_worker_for_each_gpu_and_a_number_means_one(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    assert Execution("cuda").devices() == ["cuda:0", "cuda:1", "cuda:2"] and Execution("cuda").side_by_side() == 3
+    assert Execution("cuda", workers=2).side_by_side() == 2
+    assert Execution("cuda:1").devices() == ["cuda:1"] and Execution("cuda:1").side_by_side() == 1
+    assert Execution("cuda", executor="threads").side_by_side() == 1
+    with pytest.raises(ValueError, match="device = 'cuda:1' with executor = 'processes'; allowed: cpu, cuda"):
+        Execution("cuda:1", executor="processes")
+
+
 def test_an_executions_unknown_keyword_is_named():
     with pytest.raises(ValueError, match="execution: unknown key 'worker'; did you mean 'workers'?"):
         Execution(worker=3)

@@ -9,6 +9,8 @@ import pickle
 import platform
 import resource
 import signal
+import subprocess
+import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
 
@@ -296,3 +298,59 @@ def finish(folder):
     assert run(e, TWO, folder, progress=False, wait=False).summary["status"] == "finished"
     run(e, THREADS, folder / "whole", progress=False)
     assert_same(state(e, folder / "whole"), state(e, folder))
+
+
+# --- several GPUs, of which the CPU plays two -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method, finetune", [("inclusivefl", "frozen"), ("flora", "lora"), ("ditto", "full")])
+def test_processes_on_two_devices_give_the_numbers_of_threads(method, finetune, alone):
+    alone(compare_devices, method, finetune)
+
+
+def compare_devices(method, finetune):
+    Execution.devices = lambda self: ["cpu", "cpu"]
+    f = build_federation(small(method, finetune=finetune, finetune_options={}, augment="none"))
+    there = list(run_rounds(f, TWO))
+    assert_same_rounds(list(run_rounds(f, THREADS)), there)
+    assert not multiprocessing.active_children()
+
+
+SCRIPT = """
+import multiprocessing, os, signal
+from pathlib import Path
+import pytest
+from fedlib import Execution, build_federation, run_rounds
+from fedlib.methods import METHODS, register
+from tests.helpers.stored import assert_same_rounds, small
+
+Execution.devices = lambda self: ["cpu", "cpu"]
+DRIVER, two, here = os.getpid(), Execution(workers=2), Execution(workers=2, executor="threads")
+
+@register("mortal")
+class Mortal(METHODS["reefl"]):
+    def local_update(self, cohort):
+        mark = Path("mark")
+        if os.getpid() != DRIVER and cohort.t == 2 and not mark.exists():
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        if cohort.t == 3:
+            raise ArithmeticError("as planned")
+        super().local_update(cohort)
+
+f = build_federation(small("mortal"))
+there, threads = run_rounds(f, two), run_rounds(f, here)
+assert_same_rounds([next(threads), next(threads)], [next(there), next(there)])
+assert Path("mark").exists()
+with pytest.raises(ArithmeticError, match="as planned") as caught:
+    next(there)
+assert "in a worker process" in caught.value.__notes__[0]
+assert not multiprocessing.active_children()
+print("done")
+"""
+
+
+def test_workers_on_devices_know_a_scripts_methods_and_are_replaced_and_its_mistakes_arrive(tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT)  # without a guard around what it does
+    done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.stdout == "done\n", done.stderr

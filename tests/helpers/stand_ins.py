@@ -2,7 +2,8 @@
 
 ``prepare(folder)`` writes them; ``rehearse(folder, notebooks, overrides)`` runs the cells of notebooks on them, through
 the loading code that the real ones take, offline. Shapes of the checkpoints are small, and so is what their names stand
-for in this process. ``python -m tests.helpers.stand_ins FOLDER [NOTEBOOK ...]`` does both.
+for in this process. ``python -m tests.helpers.stand_ins FOLDER [NOTEBOOK ...] [FIELD=JSON ...]`` does both, of no
+notebook all; ``--prepare`` in place of notebooks writes the stand-ins alone.
 """
 
 import io
@@ -22,7 +23,8 @@ NAMES = sorted(
     for paper in ("cafedistill", "fedepth", "raffm", "reefl", "scalefl")
     for p in (ROOT / "notebooks" / paper).glob("*.ipynb")
 )
-ONE_BATCH = {"rounds": 2, "local_epochs": 1, "clients_per_round": 4, "seeds": [1]}  # a client has a batch at most
+ONE_BATCH = {"rounds": 2, "local_epochs": 1, "clients_per_round": 4, "seed": 1}  # a client has a batch at most
+OF_ITS_OWN = {"fedepth/unbalanced_partitions": {"num_clients": 5}}  # whose partition gives each 50 examples
 WORDS = "a film that is not bad and the plot was good but who can say why it had to end so soon number0 number1 + - ( )".split()
 PAIRS = {
     "mrpc": ("sentence1", "sentence2"), "stsb": ("sentence1", "sentence2"), "rte": ("sentence1", "sentence2"),
@@ -58,6 +60,7 @@ def prepare(folder: Path) -> None:
     questions(folder / "hub/rajpurkar/squad_v2/squad_v2", 3, train=300, validation=40)
     problems(folder / "hub/ChilleD/SVAMP/data", train=60, test=20)
     speech(folder / "data/speech_commands", speakers=250)
+    image_folders(folder / "data/imagenet", classes=10, train=40, val=5)
     checkpoints(folder)
 
 
@@ -91,6 +94,19 @@ def images(folder: Path, column: str, labels: dict[str, int], size, owners: int 
         columns |= {k: [i % c for i in range(n)] for k, c in labels.items()}
         columns |= {"writer_id": [f"f{i % owners:04d}" for i in range(n)]} if owners else {}
         write(folder, columns, features, split)
+
+
+def image_folders(folder: Path, classes: int, **splits: int) -> None:
+    """ImageNet as it is unpacked: a folder for each split, in it one for each class; images of several sizes."""
+    from PIL import Image
+
+    for split, n in splits.items():
+        for c in range(classes):
+            place = folder / split / f"n{c:08d}"
+            place.mkdir(parents=True)
+            for i in range(n):
+                pixels = rng.integers(0, 256, (40 + 3 * i, 50, 3), dtype=np.uint8)
+                Image.fromarray(pixels).save(place / f"n{c:08d}_{i}.JPEG")
 
 
 def text(words: int) -> str:
@@ -277,7 +293,8 @@ def rehearse(folder: Path, names: list[str], overrides: dict, columns: int, mode
     os.chdir(folder / "hub")  # where `datasets` finds a repository by its name before it asks the hub
     failed = {}
     for name in names:
-        began, given = time.process_time(), {"profile": "paper", "run_missing": True, "overrides": overrides}
+        given = {"profile": "paper", "run_missing": True, "overrides": overrides | OF_ITS_OWN.get(name, {})}
+        began = time.process_time()
         space = {"display": lambda *_: None, "__name__": "__main__"}
         cells = json.loads((ROOT / f"notebooks/{name}.ipynb").read_text())["cells"]
         try:
@@ -296,16 +313,14 @@ def rehearse(folder: Path, names: list[str], overrides: dict, columns: int, mode
 
 
 if __name__ == "__main__":
-    folder = Path(sys.argv[1]).absolute()
-    asked = [x for x in sys.argv[2:] if "=" not in x]
+    folder, asked = Path(sys.argv[1]).absolute(), [x for x in sys.argv[2:] if "=" not in x]
     extra = {k: json.loads(v) for k, v in (x.split("=", 1) for x in sys.argv[2:] if "=" in x)}
+    if not (folder / "hf").is_dir():  # written last
+        prepare(folder)
+    if asked == ["--prepare"]:
+        sys.exit()
     if os.environ.get("HF_HOME") != str(folder / "hf"):
-        if not (folder / "hub").is_dir():
-            prepare(folder)
-        os.execve(
-            sys.executable,
-            [sys.executable, "-m", "tests.helpers.stand_ins", str(folder), *sys.argv[2:]],
-            environment(folder),
-        )
+        again = [sys.executable, "-m", "tests.helpers.stand_ins", str(folder), *sys.argv[2:]]
+        os.execve(sys.executable, again, environment(folder))
     columns = extra.pop("first", 1)
     sys.exit(bool(rehearse(folder, asked or NAMES, {**ONE_BATCH, **extra}, columns)))

@@ -86,7 +86,9 @@ def notes(folder, t):
     return [(int(p.name.split("-")[0]), int(p.name.split("-")[2])) for p in Path(folder).glob(f"*-{t}-*-*")]
 
 
-@pytest.mark.parametrize("method, finetune", [("reefl", "frozen"), ("depthfl", "lora"), ("inclusivefl", "frozen")])
+@pytest.mark.parametrize(
+    "method, finetune", [("reefl", "frozen"), ("depthfl", "lora"), ("inclusivefl", "frozen"), ("ditto", "full")]
+)
 def test_workers_give_the_numbers_of_threads_and_constants_travel_once(method, finetune, on_two, monkeypatch):
     f = build_federation(Experiment(method=method, finetune=finetune, **SMALL))
     here = list(run_rounds(f, TWO))
@@ -103,8 +105,8 @@ def test_workers_give_the_numbers_of_threads_and_constants_travel_once(method, f
     data = sum(t.nbytes for t in (f.data.inputs, f.data.labels, f.data.mean, f.data.std))
     again = here[0].memories.keys() & here[1].memories.keys()  # clients of both rounds: their memory goes out again
     memories = sum(size(here[0].memories[c]) for c in again)
-    assert (memories > 0) == (method == "depthfl")
-    assert sum(sent) == data + size(f.frozen) + size(f.server.params) + size(here[0].server.params) + memories
+    assert (memories > 0) == (method in ("depthfl", "ditto"))
+    assert sum(sent) == data + size(f.frozen) + 2 * size(f.server.params) + size(here[0].server.params) + memories
 
 
 def test_a_mistake_arrives_as_itself_and_a_deadly_cohort_is_named(slow, on_two, tmp_path, monkeypatch):
