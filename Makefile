@@ -4,7 +4,7 @@ PROFILE ?= small
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-# `make setup BACKEND=cpu`: PyTorch's CPU build, and none of these packages of the lock
+# `make setup BACKEND=cpu` (auto: where no driver is): PyTorch's CPU build, and none of these packages of the lock
 ACCELERATED := ^(torch|torchvision|triton|nvidia-[a-z0-9-]+|cuda-[a-z0-9-]+)==
 EXECUTED := outputs/executed
 export OMP_WAIT_POLICY ?= PASSIVE
@@ -31,26 +31,36 @@ help:
 	@echo "make quick                        unit tests of what git diff touches, or of a folder: FOLDER=methods"
 	@echo "make test-all                     and, for an hour, every method on every backbone with every tuner and task"
 	@echo "make test-oldest                  the tests on the oldest PyTorch that is supported"
-	@echo "make setup BACKEND=cpu            once, before anything else: PyTorch's CPU build, without CUDA libraries"
+	@echo "make setup BACKEND=cpu            once, before anything else: PyTorch's CPU build, without CUDA libraries (auto: if no driver is here)"
 
 # Bytecode is compiled once here: where Python may not write it later, each process would compile what it imports anew.
 INSTALL := $(BIN)/uv pip install --quiet --python $(BIN)/python --compile-bytecode
+# What the lock pins of an extra of pyproject.toml, by its hashes; where PyTorch's CPU build is, nothing of CUDA
+LOCKED = { test ! -e $(VENV)/.cpu || grep -oE '$(ACCELERATED)' requirements.lock | tr -d =; } | \
+	    $(INSTALL) --require-hashes --excludes - -c requirements.lock -r pyproject.toml --extra
+DRIVER = { command -v nvidia-smi || test -e /proc/driver/nvidia/version; } > /dev/null
 
 $(STAMP): requirements.lock pyproject.toml
-	$(if $(filter-out cpu,$(BACKEND)),$(error BACKEND = '$(BACKEND)' is not possible; allowed: cpu, or none for what PyPI has))
+	$(if $(filter-out cpu auto,$(BACKEND)),$(error BACKEND = '$(BACKEND)' is not possible; allowed: cpu, auto, or none for what PyPI has))
 	$(PYTHON) -c "import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 11) <= v <= (3, 14) else f'Python 3.11-3.14 is needed, this is {v[0]}.{v[1]}; try: make PYTHON=python3.12')"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --require-hashes -r requirements-uv.lock
-ifeq ($(BACKEND),cpu)
+	rm -f $(VENV)/.cpu
+ifneq ($(BACKEND),)
 	@# PyTorch's own index holds the CPU builds; the lock knows PyPI's hashes alone, so these two come without.
-	$(INSTALL) --no-deps --torch-backend cpu $(shell grep -oE '^torch(vision)?==[0-9.]+' requirements.lock) 2> $(VENV)/backend.log || \
-	    { echo "make: the CPU build of torch could not be fetched from https://download.pytorch.org/whl/cpu (see $(VENV)/backend.log); make setup without BACKEND=cpu takes PyPI's" >&2; exit 1; }
-	grep -oE '$(ACCELERATED)' requirements.lock | tr -d = | $(INSTALL) --require-hashes --excludes - -r requirements.lock
-else
-	$(INSTALL) --require-hashes -r requirements.lock
+	$(if $(filter auto,$(BACKEND)),$(DRIVER) ||) { UV_HTTP_RETRIES=1 $(INSTALL) --no-deps --torch-backend cpu $(shell grep -oE '^torch(vision)?==[0-9.]+' requirements.lock) \
+	    2> $(VENV)/backend.log && touch $(VENV)/.cpu; } || \
+	    { echo "make: https://download.pytorch.org/whl/cpu gave no CPU build of torch (see $(VENV)/backend.log); $(if $(filter auto,$(BACKEND)),PyPI's is taken,make setup without BACKEND=cpu takes PyPI's)" >&2; $(if $(filter auto,$(BACKEND)),true,false); }
 endif
+	$(LOCKED) notebooks
 	$(INSTALL) --no-deps --no-build-isolation --editable .
+	@test -e $(VENV)/.cpu || $(DRIVER) || echo "make: no NVIDIA driver is here, and 4 GB of $(VENV) are for one; make clean, then make setup BACKEND=cpu, does without"
 	touch $(STAMP)
+
+# A further extra that a target needs: its stamp is a prerequisite
+$(VENV)/.has-%: $(STAMP)
+	$(LOCKED) $*
+	touch $@
 
 setup: $(STAMP)
 
@@ -60,11 +70,11 @@ demo: setup
 	@echo "The executed notebook: $(EXECUTED)/walkthrough-00-demo.ipynb   the figures: outputs/scratch/walkthrough/figures/   open both with: make lab"
 
 # One thread in each of the two processes: two in each get in each other's way on two cores.
-test: setup
+test: $(VENV)/.has-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 # Unit tests alone, in under a minute: of the files that differ from main, or of FOLDER=methods
-quick: setup
+quick: $(VENV)/.has-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow and not system" $$($(BIN)/python -m tests.helpers.touched $(FOLDER))
 
 # And the tests marked slow, spread one by one: the cross product of tests/system/test_combinations.py
@@ -74,31 +84,36 @@ test-all: test
 # The oldest PyTorch that is supported, in an environment of its own, with what else the lock holds
 OLDEST := torch==2.11.0 torchvision==0.26.0
 test-oldest:
-	$(MAKE) setup VENV=.venv-oldest
+	$(MAKE) .venv-oldest/.has-dev VENV=.venv-oldest
 	.venv-oldest/bin/uv pip install --quiet --python .venv-oldest/bin/python --compile-bytecode $(OLDEST)
 	$(MAKE) test VENV=.venv-oldest
 
-lint: setup
+lint: $(VENV)/.has-dev
 	$(BIN)/ruff check fedlib tests benchmarks pretraining docs
 	$(BIN)/ruff format --check fedlib tests benchmarks pretraining docs
 	$(BIN)/basedpyright --pythonpath $(BIN)/python
 
-lab: setup
+lab: $(VENV)/.has-text
 	$(BIN)/jupyter lab notebooks
 
-results: setup
+results: $(VENV)/.has-text
 	$(BIN)/python -m fedlib.report.page
 
-notebooks: setup
+notebooks: $(VENV)/.has-dev
 	$(BIN)/python docs/notebooks.py
 
 # A page is a file of this repository, so it is the source folder; a warning (a link that leads nowhere) is an error.
-site: setup
+site: $(VENV)/.has-dev
 	rm -rf docs/api
 	$(BIN)/python -m sphinx -q -W --keep-going -c docs -d outputs/site/doctrees . outputs/site/html
 	@echo "outputs/site/html/index.html"
 
 report: site
+
+$(filter cluster/%,$(OBJECTS)): $(VENV)/.has-cluster $(VENV)/.has-flower
+$(filter benchmarks/%,$(OBJECTS)): $(VENV)/.has-bench
+$(filter extensions/%,$(OBJECTS)): $(VENV)/.has-privacy
+$(filter atlas/% cafedistill/% extensions/% raffm/% scalefl/%,$(OBJECTS)) atlas: $(VENV)/.has-text
 
 # Of two notebooks that share a first word the whole name is asked for: papermill refuses two inputs.
 $(OBJECTS): setup
@@ -116,16 +131,16 @@ atlas: setup
 	@echo "A notebook's target is <folder>/<name>: $(sort $(SHORT))" >&2
 	@exit 2
 
-bench: setup
+bench: $(VENV)/.has-bench
 	@mkdir -p $(EXECUTED)
 	$(BIN)/python -m benchmarks.setup_rivals
 	$(BIN)/papermill notebooks/benchmarks/engine_speed.ipynb $(EXECUTED)/benchmarks-engine-small.ipynb -p profile small -p run_missing True
 
-pretrain: setup
+pretrain: $(VENV)/.has-dev
 	@mkdir -p $(EXECUTED)
 	$(BIN)/papermill notebooks/pretraining/deit_micro.ipynb $(EXECUTED)/pretraining-deit-small.ipynb -p profile small
 
-lock: setup
+lock: $(VENV)/.has-dev
 	$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-header --extra dev pyproject.toml --output-file requirements.lock
 	echo uv==0.13.8 | $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-header - --output-file requirements-uv.lock
 

@@ -57,17 +57,49 @@ def test_the_cpu_set_up_takes_torch_from_its_index_and_nothing_of_cuda():
     locked = re.findall(r"^([\w.-]+)(?:\[.+?\])?==([\w.]+)", (ROOT / "requirements.lock").read_text(), re.M)
     torch = [f"{name}=={version}" for name, version in locked if name in ("torch", "torchvision")]
     assert len(torch) == 2 and f"--torch-backend cpu {' '.join(torch)} " in done.stdout, done.stdout + done.stderr
-    assert "--require-hashes --excludes - -r requirements.lock" in done.stdout
+    assert "--require-hashes --excludes - -c requirements.lock -r pyproject.toml --extra notebooks" in done.stdout
     (pattern,) = re.findall(r"grep -oE '(.+)' requirements.lock", done.stdout)
     out = {name for name, version in locked if re.match(pattern, f"{name}=={version}")}
     assert out == {name for name, _ in locked if re.match("torch$|torchvision$|triton|nvidia|cuda", name)}
     plain = make("-W", "requirements.lock", "setup").stdout
-    assert "--torch-backend" not in plain and "--excludes" not in plain and "--compile-bytecode" in plain
+    assert "--torch-backend" not in plain and "--require-hashes" in plain and "--compile-bytecode" in plain
+
+
+@pytest.mark.parametrize("reached", [True, False])
+@pytest.mark.parametrize("backend", ["cpu", "auto"])
+def test_without_the_cpu_builds_index_auto_takes_pypis_in_one_sentence(tmp_path, backend, reached):
+    """The recipe with stand-ins for its programs: what is typed, and whether CUDA's packages are left out."""
+    for name, body in {
+        "python": f'[ "$2" = venv ] && mkdir -p {tmp_path}/v/bin && cp $0 {tmp_path}/v/bin/python; exit 0',
+        "uv": f'case "$*" in *torch-backend*) exit {int(not reached)};; *excludes*) cat > {tmp_path}/out;; esac',
+    }.items():  # fmt: skip
+        (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "v/bin").mkdir(parents=True)
+    shutil.copy(tmp_path / "uv", tmp_path / "v/bin/uv")
+    words = ["make", f"PYTHON={tmp_path}/python", f"VENV={tmp_path}/v", f"BACKEND={backend}", "DRIVER=false", "setup"]
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("MAKE", "MFLAGS"))}
+    done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True)
+    said = [line for line in done.stderr.splitlines() if "gave no CPU build" in line]
+    assert (done.returncode == 0) == (reached or backend == "auto") and len(said) == (not reached), done.stderr
+    if done.returncode == 0:
+        assert ("torch\n" in (tmp_path / "out").read_text()) == reached
+        assert ("no NVIDIA driver is here" in done.stdout) == (not reached) and (tmp_path / "v/.installed").exists()
 
 
 def test_another_backend_is_refused_in_words():
     done = make("-W", "requirements.lock", "setup", "BACKEND=gpu")
-    assert done.returncode and "BACKEND = 'gpu' is not possible; allowed: cpu" in done.stderr
+    assert done.returncode and "BACKEND = 'gpu' is not possible; allowed: cpu, auto" in done.stderr
+
+
+def test_a_target_installs_the_extras_that_it_needs_and_no_others():
+    """By the lock's hashes: the demo and the paper whose code is here need none but the notebooks' own."""
+    wanted = {"demo": [], "reefl/table1": [], "raffm/table1": ["text"], "cluster/flower": ["cluster", "flower"],
+              "extensions/privacy": ["text", "privacy"], "benchmarks/engine": ["bench"], "test": ["dev"]}  # fmt: skip
+    for target, extras in wanted.items():
+        done = make("-W", "requirements.lock", target, f"VENV={ROOT}/nowhere").stdout
+        assert sorted(re.findall(r"--extra (\w+)", done)) == sorted(["notebooks", *extras]), done
+        assert done.count("--require-hashes --excludes - -c requirements.lock") == 1 + len(extras)
 
 
 CUDA_KERNELS = {"mamba_ssm", "causal_conv1d"}  # used where somebody built them; they do not install without CUDA
