@@ -13,7 +13,8 @@ import pandas as pd
 import pytest
 import yaml
 
-from fedlib.cli import overrides_of, parser
+from fedlib.cli import main, overrides_of, parser
+from fedlib.core.paths import keep_outputs_of
 from fedlib.report.tables import load_reported
 from fedlib.runs.fill import named
 from fedlib.runs.params import load_grid
@@ -121,6 +122,44 @@ def test_every_command_of_fedlib_is_understood_and_its_tables_and_overrides_are_
         assert "tables" not in given or named(given.tables)
     if page == README:
         assert {words[0] for words in commands(page, "fedlib")} == {"run", "sweep", "explain", "runs", "show", "fill"}
+
+
+FEWER = ["--profile", "smoke", "--workers", "1", "--set", "rounds=1", "columns=cifar100_alpha1", "finetune=frozen"]
+SHORTER = {  # what is added to a command, by its program: the last of two values counts
+    "run": [*FEWER, "method=reefl"], "sweep": FEWER,
+    "fill": ["reefl/table1", "--profile", "smoke", "--workers", "1", "--minutes", "0.02"],
+}  # fmt: skip
+
+
+def test_every_command_of_fedlib_on_the_first_page_runs(tmp_path, monkeypatch, capsys):
+    """As printed, at profile smoke: on a CPU where it says cuda, on the run that it stored where it says RUN."""
+    monkeypatch.setenv("FEDLIB_OUTPUTS", str(tmp_path))
+    for words in sorted(commands(README, "fedlib"), key=lambda words: words[0] != "run"):
+        stored = [p.name for p in (tmp_path / "runs").glob("*")]
+        words = [{"cuda": "cpu", "RUN": stored[0] if stored else ""}.get(w, w) for w in words]
+        assert main([*words, *SHORTER.get(words[0], [])]) == 0, (words, capsys.readouterr().err)
+        out = capsys.readouterr().out
+        if words[0] == "sweep":
+            assert "best of reefl: --set lr=0." in out
+    assert len(list((tmp_path / "runs").iterdir())) > 5  # of run, sweep and fill
+    keep_outputs_of("small")
+
+
+def test_every_command_of_papermill_on_the_first_page_runs(tmp_path):
+    for notebook, _, *options in commands(README, "papermill"):
+        words = [
+            sys.executable,
+            "-m",
+            "papermill",
+            notebook,
+            tmp_path / "out.ipynb",
+            *options,
+            "-p",
+            "profile",
+            "smoke",
+        ]
+        done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-3000:]
 
 
 @pages
