@@ -6,8 +6,8 @@ code. The first unit begins at the image; what follows the last cut is left away
 under ``vmap`` where a trial shows that it can, else one member after the other (``layers/members.py``).
 
 Batch norm follows the run's ``batch_norm`` and begins with the net's own statistics. Dropout and stochastic depth are
-off: they would draw from the global generator. Which widths its layers share is not known, so none can be cut.
-Read next: ``maps.py``, ``registry.py``.
+off: they would draw from the global generator. Widths can be cut where it is known which layers share them
+(``traced.py``). Read next: ``maps.py``, ``registry.py``.
 """
 
 import copy
@@ -15,7 +15,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from torch import fx, nn
@@ -24,6 +24,7 @@ from ..layers.conv import sample_and_pad
 from ..layers.members import MemberNorm, PerClient
 from ..layers.tokens import put_token
 from .maps import MapBackbone, MapSpec
+from .traced import Widths
 
 Feature = Literal["map", "tokens"] | Callable[[torch.Tensor], torch.Tensor]
 
@@ -43,7 +44,8 @@ class WrappedSpec(MapSpec):
     read: Feature = "map"
     states: tuple[tuple[int, ...], ...] = ()  # of one example after every unit
     features: tuple[tuple[int, ...], ...] = ()  # the same of what exits read
-    not_cut: ClassVar[str] = "which widths the layers of a wrapped net share is not known"
+    not_cut: str = ""
+    streams: tuple[str, ...] = ()  # the axis of the channels after every unit; empty: no width can be cut
 
     @classmethod
     def of(cls, net: nn.Module, cuts: Sequence[str], input_shape: Sequence[int], read: Feature = "map", make=None):
@@ -66,7 +68,18 @@ class WrappedSpec(MapSpec):
                 states.append(tuple(z.shape[2:]))
         if read == "tokens" and len(set(features)) > 1:
             raise ValueError(f"wrap: feature = 'tokens' needs tokens of one width, not of {features}")
-        return replace(plain, states=tuple(states), features=tuple(features))
+        spec = replace(plain, states=tuple(states), features=tuple(features))
+        try:
+            return replace(spec, streams=spec.streams_of(Widths([piece.base_layer for piece in backbone.blocks])))
+        except Exception as error:  # whatever the net's code raises when it meets a placeholder
+            return replace(spec, not_cut=_line(error))
+
+    def streams_of(self, widths: Widths) -> tuple[str, ...]:
+        """The axes after every unit; ``ValueError`` if exits read something else than these."""
+        sizes = [widths.sizes.get(axis) for axis in widths.streams]
+        if self.read != "map" or sizes != [feature[0] for feature in self.features]:
+            raise ValueError("its exits do not read maps whose channels are those of one layer")
+        return tuple(map(str, widths.streams))
 
     def __deepcopy__(self, memo) -> "WrappedSpec":
         return self  # a value; workers copy models
@@ -91,7 +104,7 @@ class WrappedSpec(MapSpec):
         return self.read == "tokens"
 
     def stream(self, unit: int) -> str:
-        return f"cut{unit}"
+        return self.streams[unit] if self.streams else f"cut{unit}"
 
     def state(self, unit: int) -> tuple[int, ...]:
         return self.states[unit] if unit >= 0 else self.input_shape
@@ -129,7 +142,10 @@ class Wrapped(MapBackbone):
             for name, child in m.named_children():
                 if isinstance(child, nn.modules.batchnorm._BatchNorm):
                     setattr(m, name, MemberNorm(child))
-        super().__init__(spec, nn.Identity(), map(PerClient, pieces_of(net, spec.cuts)))
+        pieces = pieces_of(net, spec.cuts)
+        if spec.streams:
+            Widths(pieces).name_()
+        super().__init__(spec, nn.Identity(), map(PerClient, pieces))
         if torch.empty(0).is_meta:  # in a context that asks for shapes
             self.to("meta")
 

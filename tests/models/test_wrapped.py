@@ -12,6 +12,7 @@ from torch import nn
 import fedlib
 from fedlib import Execution, Experiment, build_federation, run, run_rounds
 from fedlib.core.rng import torch_generator
+from fedlib.core.slices import take_all
 from fedlib.methods import METHODS, Method
 from fedlib.models import registry
 from fedlib.models.measure import Measure
@@ -147,6 +148,82 @@ def test_the_cohort_size_changes_nothing(wrapped, method, policy):
     for name, p in runs[0].server.params.items():
         torch.testing.assert_close(runs[1].server.params[name], p, rtol=1e-4, atol=2e-5)
     assert runs[0].metrics["personal"]["accuracy"] == pytest.approx(runs[1].metrics["personal"]["accuracy"], abs=1.0)
+
+
+class Residual(nn.Module):
+    """Two stages with a shortcut each, and a last unit of features."""
+
+    def __init__(self, width=8):
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, width, 3, 4, 1), nn.BatchNorm2d(width), nn.ReLU())
+        self.inner = nn.Sequential(nn.Conv2d(width, 2 * width, 3, padding=1), nn.BatchNorm2d(2 * width), nn.ReLU())
+        self.outer = nn.Conv2d(2 * width, width, 1)
+        self.wider = nn.Conv2d(width, 2 * width, 3, 2, 1, bias=False)
+        self.pool, self.last = nn.AdaptiveAvgPool2d(1), nn.Linear(2 * width, 2 * width)
+
+    def forward(self, x):
+        x = self.stem(x)
+        x = F.relu(self.outer(self.inner(x)) + x)
+        x = self.pool(self.wider(x) * 2).flatten(1)
+        return self.last(x)
+
+
+RESIDUAL = ["stem", "wider", "last"]
+
+
+def test_widths_that_layers_share_are_found_and_cut_as_in_a_narrower_net(wrapped):
+    """Half of every width; what goes past a shortcut is one axis, which the exits after it share."""
+    torch.manual_seed(0)
+    name = fedlib.wrap(Residual(8), RESIDUAL, (3, 32, 32), name="residual")
+    f = build_federation(wrapped.replace(method="heterofl", backbone=name, options={"rates": (0.5, 1.0)}))
+    infos = {own_name(n): i for n, i in f.setting.infos.items()}
+    a, b, c, d = (infos[f"{n}.weight"].axes[0] for n in ("stem.0", "inner.0", "wider", "last"))
+    assert len({a, b, c, d}) == 4 and infos["outer.weight"].axes == (a, b, None, None)
+    assert infos["stem.0.weight"].axes == (a, None, None, None) and infos["stem.1.bias"].axes == (a,)
+    assert infos["last.weight"].axes == (d, c) and registry.OWN[name].streams == (a, c, d)
+    part = f.setting.cut(lambda size: size // 2)
+    narrow, mine = Residual(4), {}
+    for n, p in take_all(f.server.params, f.setting.infos, part).items():
+        mine[own_name(n)] = p
+    narrow.load_state_dict({n: mine[n] if n in mine else x for n, x in narrow.state_dict().items()})
+    x = torch.randn(5, 3, 32, 32)
+    with f.model.holding({n: p[None] for n, p in take_all(f.server.params, f.setting.infos, part).items()}):
+        got = f.model(x[None])[-1, 0]
+    torch.testing.assert_close(got, narrow(x) @ mine["head.weight"].T + mine["head.bias"], rtol=1e-5, atol=1e-5)
+    assert Measure(f.model).parameters(part) == sum(p.numel() for p in mine.values())
+
+
+@pytest.mark.parametrize("method", ["heterofl", "fedrolex", "fjord", "splitmix"])
+def test_methods_that_cut_widths_train_a_net_whose_widths_are_known(wrapped, method):
+    name = fedlib.wrap(Residual, RESIDUAL, (3, 32, 32), name="residual")
+    options = {"bases": 2} if method == "splitmix" else {"rates": (0.5, 1.0)}
+    e = wrapped.replace(method=method, backbone=name, pretrained=False, rounds=1, options=options)
+    runs = [list(run_rounds(build_federation(e), Execution(workers=1, cohort_size=k)))[-1] for k in (1, 3)]
+    for key, p in runs[0].server.params.items():
+        torch.testing.assert_close(runs[1].server.params[key], p, rtol=1e-4, atol=2e-5)
+
+
+class Tangled(Residual):
+    def forward(self, x):
+        return self.wider(torch.cat([x := self.stem(x), x], 1)[:, ::2])
+
+
+@pytest.mark.parametrize(
+    "net, cuts, why",
+    [
+        (Tangled(), ["stem", ""], "which widths its layers share is not known: cat cannot be followed"),
+        (made(), ["enter", "middle.0"], "is not known: gain.value cannot be followed"),
+        (nn.Sequential(nn.Conv2d(3, 4, 4, 4), nn.Conv2d(4, 4, 1, groups=2)), ["0", "1"], "Conv2d '1' cannot be followed"),
+        (nn.Sequential(nn.Conv2d(3, 4, 4, 4), nn.Flatten(1)), ["0", "1"], "maps whose channels are those of one layer"),
+        (nn.Sequential(nn.Conv2d(3, 4, 4, 4), nn.Flatten(1), nn.Linear(256, 9)), ["0", "2"], "Linear '2' cannot be followed"),
+        (nn.Sequential(nn.Conv2d(3, 8, 4, 4), nn.Linear(8, 9)), ["0", "1"], "Linear '1' cannot be followed"),  # of rows
+    ],
+)  # fmt: skip
+def test_where_widths_are_not_known_none_is_cut_and_the_reason_is_said(wrapped, net, cuts, why):
+    name = fedlib.wrap(net, cuts, (3, 32, 32), name="other")
+    assert why in registry.OWN[name].not_cut and not registry.OWN[name].streams
+    with pytest.raises(ValueError, match="heterofl: backbone = 'other' cannot be cut in width: "):
+        build_federation(wrapped.replace(method="heterofl", backbone=name))
 
 
 class Stubborn(nn.Module):
