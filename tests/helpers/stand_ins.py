@@ -60,7 +60,7 @@ def prepare(folder: Path) -> None:
     questions(folder / "hub/rajpurkar/squad_v2/squad_v2", 3, train=300, validation=40)
     problems(folder / "hub/ChilleD/SVAMP/data", train=60, test=20)
     speech(folder / "data/speech_commands", speakers=250)
-    image_folders(folder / "data/imagenet", classes=10, train=40, val=5)
+    image_folders(folder / "data/imagenet", classes=10, train=100, val=5)
     checkpoints(folder)
 
 
@@ -105,7 +105,7 @@ def image_folders(folder: Path, classes: int, **splits: int) -> None:
             place = folder / split / f"n{c:08d}"
             place.mkdir(parents=True)
             for i in range(n):
-                pixels = rng.integers(0, 256, (40 + 3 * i, 50, 3), dtype=np.uint8)
+                pixels = rng.integers(0, 256, (40 + i % 20, 50, 3), dtype=np.uint8)
                 Image.fromarray(pixels).save(place / f"n{c:08d}_{i}.JPEG")
 
 
