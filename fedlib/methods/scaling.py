@@ -26,6 +26,7 @@ from .jobs import Member, Round, Server, Serving, Setting
 from .widths import check_cuttable
 
 Share = Annotated[Positive, Le(1)]
+SOLVED: dict[tuple, tuple["Level", ...]] = {}  # by what was asked of which shapes, in this process
 WHOLE = 1.1  # what the whole with all exits may cost before it is said, in terms of the net with its last exit alone
 
 
@@ -225,10 +226,16 @@ def priced(price: Callable[[Slice], float], setting: Setting, every: bool = Fals
 
 
 def solve(options: Levels, setting: Setting, num_levels: int) -> tuple[Level, ...]:
-    """The levels among the exits of ``setting``; the same again where these are the solved ones."""
-    cost, full = priced(partial(setting.measure.cost, options.cost), setting, options.cut == "width")
-    depths, ratios = [u + 1 for u in setting.exit_units], options.ratios_of(num_levels)
-    return solve_levels(cost, ratios, depths, full, options.grid, options.eps, options.cut)
+    """The levels among the exits of ``setting``; the same again where these are the solved ones.
+
+    A process solves them once for all experiments whose models have these shapes: it takes seconds.
+    """
+    asked = (options, num_levels, setting.exit_units, setting.measure.shapes)
+    if asked not in SOLVED:
+        cost, full = priced(partial(setting.measure.cost, options.cost), setting, options.cut == "width")
+        depths, ratios = [u + 1 for u in setting.exit_units], options.ratios_of(num_levels)
+        SOLVED[asked] = solve_levels(cost, ratios, depths, full, options.grid, options.eps, options.cut)
+    return SOLVED[asked]
 
 
 def solve_levels(

@@ -6,6 +6,7 @@ Everything runs on PyTorch's ``meta`` device, where tensors have shapes and no v
 import copy
 import math
 from collections import Counter
+from collections.abc import Hashable
 from dataclasses import replace
 from functools import cached_property
 from typing import Literal
@@ -43,6 +44,14 @@ class Measure:
         self.spec, self.infos = model.backbone.spec, self.model.infos()
         self._trained = {n for n, p in self.model.named_parameters() if p.requires_grad}
         self._full = {n: p.detach() for n, p in self.model.named_parameters()}
+
+    @cached_property
+    def shapes(self) -> Hashable:
+        """What its answers depend on: two models alike in it cost the same."""
+        model = self.model
+        policy = model.context.policy, model.context.whole_heads
+        held = tuple((n, tuple(p.shape), n in self._trained) for n, p in self._full.items())
+        return self.spec, type(model.head), model.exit_units, policy, held
 
     def parameters(self, part: Slice) -> int:
         """How many numbers ``part`` holds, statistics of batch norm not counted."""

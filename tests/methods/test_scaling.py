@@ -13,6 +13,7 @@ from fedlib.engine.federation import _measured, budgets_of, build_model, setting
 from fedlib.methods import build_method
 from fedlib.methods.scaling import Level, cluster_levels, solve, solve_levels
 from fedlib.models import registry
+from fedlib.models.measure import Measure
 from fedlib.runs.costs import load_shapes
 
 pytestmark = pytest.mark.usefixtures("repeatable_convolutions")
@@ -34,6 +35,29 @@ def test_resnet110s_levels_solved_on_the_model_itself():
     alone = replace(setting.full(), exits=(3,))
     assert (setting.measure.parameters(alone), setting.measure.macs(alone)) == (1_730_714, 253_149_824)
     assert parts[1].scale == 0.7 and parts[1].exits == (0, 1)
+
+
+def test_levels_are_solved_once_for_all_models_of_the_same_shapes(monkeypatch):
+    """Another batch or seed changes nothing; other exits, classes or tuned tensors do."""
+    monkeypatch.setattr("fedlib.methods.scaling.SOLVED", {})
+    asked, price = [], Measure.macs
+    monkeypatch.setattr(Measure, "macs", lambda self, part: asked.append(part) or price(self, part))
+    first = setting_for("scalefl", backbone="resnet20")[1]
+    method = build_method("scalefl", {})
+    levels, count = method.levels(first), len(asked)
+    again = setting_for("scalefl", backbone="resnet20", seed=2, batch_size=5)[1]
+    assert method.levels(again) == levels and len(asked) == count and again.measure.shapes == first.measure.shapes
+    first = setting_for("scalefl", backbone="resnet20")[1].measure.shapes
+    for same, fields in (True, dict(batch_size=7)), (False, dict(classes=100)), (False, dict(exit_head="linear")):
+        assert (setting_for("scalefl", backbone="resnet20", **fields)[1].measure.shapes == first) == same, fields
+
+
+def test_shapes_of_every_kind_of_backbone_can_be_looked_up():
+    kinds = {"deit_micro": "lora", "bert_micro": "full", "vim_micro": "frozen", "msdnet12_slim": "full", "convnet3": "full",
+             "efficientnet_slim": "full", "llama_tiny": "lora", "preresnet20": "full"}  # fmt: skip
+    for backbone, finetune in kinds.items():
+        e = Experiment(method="fedavg", backbone=backbone, pretrained=False, finetune=finetune, num_exits=1)
+        hash(setting_of(e, build_model(e, build_method("fedavg", {}), 10, meta=True)).measure.shapes)
 
 
 @pytest.mark.parametrize("cost", ["macs", "memory", "upload"])
