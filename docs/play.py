@@ -29,7 +29,7 @@ COSTS = {"macs": "MACs per example (millions)", "training_memory_mib": "training
          "upload_mib": "upload per round (MiB)"}  # fmt: skip
 CAPPED = {"macs": "compute was capped", "macs_tuned": "compute, rates tuned", "memory": "memory was capped"}
 LIMITS = {"macs": "training of a round (10⁹ MACs)", "peak MiB": "peak of training (MiB)",
-          "upload MiB": "upload of a round (MiB)", "seconds a round": "seconds a round on the slowest board"}  # fmt: skip
+          "upload MiB": "upload of a round (MiB)", "seconds a round": "seconds a round, slowest board"}  # fmt: skip
 NOT_COSTS = ("seed", "num_train", "num_test", "dirichlet_alpha", "rounds", "lr", "min_lr", "evaluate_every")
 CLAIM = re.compile(rf"^\| (.+?) \| (.+?) \| (\[?\*\*(?:{'|'.join(COLORS)})\*\*.*?) \|", re.M)  # a row of a paper's page
 BATCH = 32  # of training memory

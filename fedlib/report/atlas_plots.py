@@ -2,7 +2,7 @@
 
 import pandas as pd
 
-from .style import axes_of, color_of, finish, styled
+from .style import axes_of, color_of, finish, styled, wrapped
 
 
 @styled
@@ -19,7 +19,8 @@ def plot_ranking(table: pd.DataFrame, title: str, ax=None):
     ax.set_ylim(len(table) - 0.5, -0.5)
     for x in (0, 1):
         ax.axvline(x, color="black", linestyle="--", linewidth=1)
-    finish(ax, "score: 0 smallest level for all, 1 whole model for all; bars: 95 % bootstrap interval", "", title)
+    finish(ax, "0: smallest level for all, 1: whole model for all; bars: 95 % bootstrap", "")
+    ax.figure.suptitle(wrapped(title, ax.figure.get_figwidth()))  # over the names too, which are wide
     return ax
 
 

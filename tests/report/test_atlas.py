@@ -129,7 +129,7 @@ def test_figures_of_the_map():
     entries = Entries({"x": TASK}, {})
     table = ranking(entries, resamples=20).assign(label=["A", "B"])
     ax = plot_ranking(table, "a title")
-    assert [t.get_text() for t in ax.get_yticklabels()] == ["A", "B"] and ax.get_title() == "a title"
+    assert [t.get_text() for t in ax.get_yticklabels()] == ["A", "B"] and ax.figure.get_suptitle() == "a title"
     assert len(plot_wins(wins(entries), "wins").texts) == 4 and not plot_wins(wins(Entries({}, {})), "none").texts
 
 
