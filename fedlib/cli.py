@@ -159,14 +159,13 @@ def over_of(texts: Sequence[str]) -> dict[str, object]:
 
 
 def _range(text: str, *ends: str) -> object:
+    from .runs.sweep import optuna_for
+
+    of, log = optuna_for(f"--over {text}: a range").distributions, "=log:" in text
     try:
-        from optuna.distributions import FloatDistribution, IntDistribution
-    except ImportError as error:
-        raise ImportError(f"--over {text}: a range needs Optuna; install fedlib with its extra 'sweep'") from error
-    whole = all(end.isdigit() for end in ends)
-    try:
-        kind, numbers = (IntDistribution, map(int, ends)) if whole else (FloatDistribution, map(float, ends))
-        return kind(*numbers, log="=log:" in text)
+        if all(end.isdigit() for end in ends):
+            return of.IntDistribution(*map(int, ends), log=log)
+        return of.FloatDistribution(*map(float, ends), log=log)
     except ValueError as error:
         raise ValueError(f"--over {text}: expected a range of numbers, e.g. lr=log:0.01..1 ({error})") from error
 

@@ -95,10 +95,7 @@ def _combinations(over: Mapping[str, Any]) -> Iterator[dict[str, object]]:
 def _drawn(
     row: str, e: Experiment, over: Any, sampler: str, trials: int, seed: int, how: tuple[Execution, Folder, bool]
 ) -> Iterator[Trial]:
-    try:
-        import optuna
-    except ImportError as error:
-        raise ImportError(f"sampler = {sampler!r} needs Optuna; install fedlib with its extra 'sweep'") from error
+    optuna = optuna_for(f"sampler = {sampler!r}")
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     study = optuna.create_study(sampler=getattr(optuna.samplers, SAMPLERS[sampler])(seed=seed), direction="maximize")
     lists = {
@@ -109,3 +106,12 @@ def _drawn(
         trial = Trial(row, asked.params, run(changed(e, asked.params), *how))
         study.tell(asked, trial.score)
         yield trial
+
+
+def optuna_for(what: str) -> Any:
+    """Optuna; ``ImportError`` says how to have it."""
+    try:
+        import optuna
+    except ImportError as error:
+        raise ImportError(f"{what} needs Optuna; install fedlib with its extra 'sweep'") from error
+    return optuna
