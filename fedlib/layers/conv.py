@@ -97,8 +97,10 @@ class Conv2d(nn.Conv2d):
         stride = self.stride
         if self.kernel_size == (1, 1) and stride != (1, 1) and self.padding == (0, 0):
             # oneDNN's strided 1x1 convolution of fewer than 16 channels, channels last, has wrong weight gradients or
-            # crashes (uxlfoundation/oneDNN#6035); the same pixels at stride 1 do not
-            x, stride = side_by_side(x[:, :, :: stride[0], :: stride[1]].unsqueeze(0)), 1
+            # crashes (uxlfoundation/oneDNN#6035); the same pixels at stride 1 do not. Cut channels last, so that the
+            # gradient lies so too: added to one of another layout, it costs as much as the convolution
+            pixels = x.permute(0, 2, 3, 1)[:, :: stride[0], :: stride[1]].permute(0, 3, 1, 2)
+            x, stride = pixels.contiguous(memory_format=torch.channels_last), 1
         return F.conv2d(x, weight, bias, stride, self.padding, groups=groups)
 
 
@@ -109,7 +111,7 @@ def max_pool(x: torch.Tensor, size: int) -> torch.Tensor:
 
 def average_pool(x: torch.Tensor) -> torch.Tensor:
     """Global average pooling: maps (K, B, C, H, W) -> (K, B, C)."""
-    return x.mean((-2, -1))
+    return x.permute(1, 3, 4, 0, 2).mean((1, 2)).transpose(0, 1)  # so that the gradient, too, lies as a map
 
 
 def sample_and_pad(x: torch.Tensor, shape: tuple[int, int, int]) -> torch.Tensor:

@@ -155,3 +155,14 @@ def test_the_uniform_initialisation_is_pytorchs_default():
             assert p.std().item() == pytest.approx(q.std().item(), rel=0.1)
             assert p.abs().max().item() == pytest.approx(q.abs().max().item(), rel=0.02)
     assert ours[1].weight.eq(1).all() and not ours[1].bias.any()
+
+
+def test_gradients_of_strided_1x1_convolutions_and_of_the_pool_lie_as_maps_do():
+    """Added to gradients of another layout, they cost a ResNet's step a tenth of its time."""
+    shortcut = Conv2d(16, 32, 1, stride=2)
+    for clients in (1, 2):
+        shortcut.weight = torch.nn.Parameter(torch.ones(clients, 32, 16, 1, 1))
+        z = conv.apart(torch.randn(4, 16 * clients, 8, 8).to(memory_format=torch.channels_last), clients)
+        for layer in (shortcut, average_pool):
+            (grad,) = torch.autograd.grad(layer(z.requires_grad_()).sum(), z)
+            assert side_by_side(grad).data_ptr() == grad.data_ptr()  # a view
