@@ -22,7 +22,7 @@ from .cache import Decoded, cached_for, digest_of, was_read
 from .decode import SETS, Layout, decode
 from .docstrings import docstrings_key, read_docstrings
 from .local import local_set
-from .own import Own, own_set, saved_set
+from .own import Own, divided, own_set, saved_set
 from .questions import KEYED
 from .quiet import public_set
 from .speech import read_speech_commands
@@ -119,16 +119,20 @@ OWN_DATA: dict[str, Own] = {}  # of one's own, by the name that it was given
 TEXTS = ("docstrings", *(name for name, source in HUB.items() if source.reads))
 
 
-def register_data(name: str, train: object, test: object = None, classes: Sequence[str] | None = None) -> str:
+def register_data(
+    name: str, train: object, test: object = None, classes: Sequence[str] | None = None, partitioner: object = None
+) -> str:
     """Let experiments of this process say ``dataset = name`` and mean ``train`` and ``test``; returns ``name``.
 
     Each may be a ``datasets.Dataset`` (columns as in a parquet file: fedlib/README.md), a set of torchvision's without
     a transform, or arrays (inputs, labels): uint8 images (N, H, W), (N, C, H, W) or (N, H, W, C), or token ids (N, T),
     and labels (N,), named by ``classes``. ``train`` may be a ``DatasetDict``. Without ``test`` a tenth is held out.
-    ``ValueError`` for anything else, and for a name that is the kit's or a path's.
+    A ``partitioner`` of flwr-datasets divides ``train``, a ``Dataset``: its parts are the owners, so with
+    ``partition = "natural"`` the clients. ``ValueError`` for anything else, and for a name of the kit's or a path's.
     """
     if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z]\w{0,60}", name) or name in DATASETS:
         raise ValueError(f"register_data: name = {shown(name)} is the kit's, or no word; allowed: letters, digits, _")
+    train = divided(name, train, partitioner) if partitioner is not None else train
     OWN_DATA[name] = own_set(name, train, test, classes)
     return name
 

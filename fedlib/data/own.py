@@ -16,8 +16,9 @@ from ..core.validation import shown
 from .cache import Decoded, files_digest
 from .decode import Layout, Part, decode, divide
 from .images import SCALED
-from .local import check_pieces, layout_among, layout_of
+from .local import OWNERS, check_pieces, layout_among, layout_of
 from .questions import KEYED
+from .quiet import quietly
 from .tokenizer import tokenizer_key
 
 Read = Callable[[int | None], tuple[Decoded, bool]]  # as ``decode.decode``, for a network of some input size
@@ -35,6 +36,23 @@ def own_set(name: str, train: object, test: object, classes: Sequence[str] | Non
     decoded = divide(parts, Layout(name, "images", "label", test=None if test is None else "test"))
     key = {"registered": digest_tensors(decoded[0], {"classes": " ".join(decoded[1])})}
     return lambda format, tokenizer: (key | {"format": format}, lambda size: (decoded, False))
+
+
+def divided(name: str, train: Any, partitioner: Any) -> Any:
+    """What of ``train`` is in a part of ``partitioner``, with the part's number in the column of owners."""
+    if not hasattr(train, "add_column"):
+        raise ValueError(f"{name}: a partitioner divides a datasets.Dataset, and this is a {type(train).__name__}")
+    owners = np.full(len(train), -1)
+    with quietly():
+        try:
+            partitioner.dataset = train.add_column("its row", list(range(len(train))))
+            for part in range(partitioner.num_partitions):
+                owners[partitioner.load_partition(part)["its row"]] = part
+        except Exception as error:  # of flwr-datasets, or of a partitioner of one's own
+            raise ValueError(f"{name}: the partitioner cannot divide it: {str(error).splitlines()[0][:200]}") from error
+    named = train.remove_columns([c for c in OWNERS if c in train.column_names])
+    held = np.flatnonzero(owners >= 0)
+    return named.select(held).add_column(OWNERS[-1], owners[held].tolist())
 
 
 def saved_set(path: Path, format: int, tokenizer: str | None) -> tuple[dict, Read] | None:

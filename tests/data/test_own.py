@@ -122,3 +122,39 @@ def test_a_client_is_tested_on_its_owner_s_examples():
     ):
         with pytest.raises(ValueError, match=sentence):
             load_federated(e.replace(**changes))
+
+
+def test_a_partitioner_of_flwr_datasets_says_who_the_clients_are(tmp_path):
+    """Each client holds the rows of its part, be they drawn or sorted; the same division again is the same run."""
+    from flwr_datasets.partitioner import DirichletPartitioner, ShardPartitioner
+
+    of = {"dirichlet": lambda: DirichletPartitioner(4, "label", 0.5, min_partition_size=2, seed=3),
+          "shards": lambda: ShardPartitioner(4, "label", num_shards_per_partition=2, shard_size=5)}  # fmt: skip
+    e = small("fedavg", **PLAIN, partition="natural", num_clients=4, clients_per_round=2)
+    images = {x.tobytes(): i for i, x in enumerate(X[:40])}
+    for name, make in of.items():
+        alone = make()
+        alone.dataset = table(slice(40), writer_id=np.zeros(40, int)).add_column("row", list(range(40)))
+        wanted = {tuple(sorted(alone.load_partition(i)["row"])) for i in range(4)}
+        register_data("mine", table(slice(40), writer_id=np.zeros(40, int)), table(slice(40, 60)), partitioner=make())
+        data = load_federated(e)
+        rows = [data.inputs[data.client(c)].numpy() for c in range(4)]
+        assert {tuple(sorted(images[x.tobytes()] for x in held)) for held in rows} == wanted, name
+        first = run(e, ONE, tmp_path / name, progress=False)
+        register_data("mine", table(slice(40)), table(slice(40, 60)), partitioner=make())
+        assert run(e, ONE, tmp_path / name, progress=False).path == first.path
+    register_data("mine", table(slice(40)), table(slice(40, 60)), partitioner=of["dirichlet"]())
+    with pytest.raises(OtherInputs, match="data"):
+        run(e, ONE, tmp_path / "shards", progress=False)
+
+
+@pytest.mark.parametrize(
+    "train, partitioner, sentence",
+    [
+        ((X, Y), object(), "mine: a partitioner divides a datasets.Dataset, and this is a tuple"),
+        (table(), object(), "mine: the partitioner cannot divide it: 'object' object has no attribute 'dataset'"),
+    ],
+)
+def test_what_a_partitioner_cannot_divide_is_refused(train, partitioner, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        register_data("mine", train, partitioner=partitioner)
