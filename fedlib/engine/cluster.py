@@ -18,14 +18,13 @@ from dataclasses import fields, replace
 from types import ModuleType
 from typing import Any
 
-import numpy as np
 import torch
 
 from ..kernels.products import choose_products
 from ..methods import Member, Round, Server
 from .executors import Execution, Memories, Trained
 from .federation import Federation, build_train_cache
-from .workers import TRIES, Finished, Workers, become_worker, kit, move, moved, train_task, versions
+from .workers import TRIES, Finished, Workers, as_bytes, become_worker, kit, move, moved, of_bytes, train_task, versions
 
 
 def connect(execution: Execution) -> ModuleType:
@@ -63,25 +62,10 @@ def total(ray: ModuleType, kind: str) -> float:
 # --- tensors between processes ---------------------------------------------------------------------------------------
 
 
-def _to_buffer(t: torch.Tensor) -> tuple[np.ndarray | None, torch.dtype, torch.Size]:
-    """A tensor as bytes that Ray moves without copying them into a message; none where it is a shape alone."""
-    if t.is_meta:
-        return None, t.dtype, t.shape
-    return t.detach().cpu().reshape(-1).view(torch.uint8).numpy(), t.dtype, t.shape
-
-
-def _from_buffer(parts: tuple[np.ndarray | None, torch.dtype, torch.Size]) -> torch.Tensor:
-    """A CPU tensor over the object store's memory: shared by the processes of a node, never written to."""
-    data, dtype, shape = parts
-    if data is None:
-        return torch.empty(shape, dtype=dtype, device="meta")
-    return torch.from_numpy(data).view(dtype).view(shape)
-
-
 def _share_tensors(ray: ModuleType) -> None:
     """Let this process send tensors as buffers (torch's own way writes each of them to an archive first)."""
     warnings.filterwarnings("ignore", "The given NumPy array is not writable")
-    ray.util.register_serializer(torch.Tensor, serializer=_to_buffer, deserializer=_from_buffer)
+    ray.util.register_serializer(torch.Tensor, serializer=as_bytes, deserializer=lambda parts: of_bytes(*parts))
 
 
 # --- cohorts on workers ----------------------------------------------------------------------------------------------

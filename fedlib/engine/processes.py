@@ -17,23 +17,23 @@ import pickle
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from types import ModuleType
 from typing import Any
 
 import cloudpickle
-import numpy as np
 import torch
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from ..core import profiling
 from ..kernels.products import choose_products
 from ..methods import Member, Round, Server
 from .executors import Execution, Memories, Trained
 from .federation import Federation, build_train_cache
-from .workers import Finished, Workers, become_worker, kit, train_task
+from .workers import Finished, Workers, as_bytes, become_worker, kit, of_bytes, train_task
 
 
 class Unforkable(RuntimeError):
@@ -57,9 +57,8 @@ class Processes(Workers):
             raise Unforkable("a daemonic process, such as a worker of a multiprocessing pool, may not fork workers")
         super().__init__(federation, execution, execution.side_by_side())
         if not self.forks:
-            self.params = _shared(sum(map(_room, federation.server.params.values())))
-            packed = _pack(kit(federation), travels=True)
-            self.kit = _shared(len(packed)).copy_(torch.frombuffer(packed, dtype=torch.uint8))
+            self.params = parameters_to_vector(federation.server.params.values()).cpu().share_memory_()
+            self.kit = torch.frombuffer(_pack(kit(federation), travels=True), dtype=torch.uint8).share_memory_()
         self.processes: list[_Worker] = []
         try:
             self.processes += [self._start_worker(place) for place in range(self.workers)]
@@ -76,8 +75,7 @@ class Processes(Workers):
         for worker in self.processes:
             worker.informed = False
         if not self.forks:
-            for name, seen in _views(self.params, server.params).items():
-                seen.copy_(server.params[name])
+            self.params.copy_(parameters_to_vector(server.params[n] for n in self.federation.server.params))
             server = replace(server, params={})
         return _pack(server, travels=not self.forks)
 
@@ -108,10 +106,13 @@ class Processes(Workers):
     def _start_worker(self, place: int) -> "_Worker":
         """The worker at ``place``; of several devices it takes them in turn."""
         if self.forks:
-            return _Worker(place, "fork", _serve_as_fork, self.federation)
-        with _main_left_alone():
-            device = self.devices[place % len(self.devices)]
-            return _Worker(place, "spawn", _serve_on, device, self.kit, self.params)
+            return _Worker(place, "fork", False, _in_a_fork, self.federation)
+        device = self.devices[place % len(self.devices)]
+        main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")  # a script may be unguarded
+        try:
+            return _Worker(place, "spawn", True, _on_a_device, device, self.kit, self.params)
+        finally:
+            sys.modules["__main__"] = main
 
     def close(self) -> None:
         for worker in self.processes:
@@ -124,11 +125,11 @@ class Processes(Workers):
 class _Worker:
     """One process, seen from the process that started it."""
 
-    def __init__(self, place: int, method: str, target: Callable, *arguments: object):
+    def __init__(self, place: int, method: str, *arguments: object):
         context: Any = multiprocessing.get_context(method)
         self.place = place
         self.connection, there = context.Pipe()
-        self.process = context.Process(target=target, args=(there, os.getpid(), *arguments), daemon=True)
+        self.process = context.Process(target=_serve, args=(there, os.getpid(), *arguments), daemon=True)
         with warnings.catch_warnings():  # Python warns where other threads run; a worker needs none of their locks
             warnings.simplefilter("ignore", DeprecationWarning)
             self.process.start()
@@ -175,50 +176,19 @@ class _Worker:
 # --- inside a worker -------------------------------------------------------------------------------------------------
 
 
-def _serve_as_fork(connection: Connection, parent: int, f: Federation) -> None:
-    """Train cohorts of ``f``, which is in this process's memory."""
-    _become_worker_of(parent)
-    sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # a notebook's own go through sockets of the parent
-    _close_inherited_files(connection.fileno())
-    profiling.forget()
-    try:
-        x = torch.ones(1, requires_grad=True)
-        torch.autograd.grad(x * x, x)
-    except RuntimeError as error:
-        why = f"a fork of this process cannot compute gradients: {error}; use executor = 'threads'"
-        connection.send_bytes(pickle.dumps(Unforkable(why)))
-        return
-    _serve(connection, parent, f, lambda server: server)
+def _serve(connection: Connection, parent: int, travels: bool, begin: Callable, *arguments: Any) -> None:
+    """Train cohorts until the connection ends: a message with the round's server, then one for each cohort.
 
-
-def _serve_on(connection: Connection, parent: int, device: str, packed: torch.Tensor, params: torch.Tensor) -> None:
-    """Train cohorts of what :func:`workers.kit` ``packed`` on ``device``; ``params`` holds every round's parameters."""
-    _become_worker_of(parent)
-    try:
-        if device == "cpu":
-            choose_products()
-        else:
-            torch.cuda.set_device(device)
-        f, units = pickle.loads(packed.numpy())
-        f = replace(f, train_cache=build_train_cache(f, units))
-    except Exception as error:
-        connection.send_bytes(_pack(_portable(error), travels=True))
-        return
-    seen = _views(params, f.server.params)
-    here = lambda server: replace(server, params={n: p.to(device) for n, p in seen.items()})  # noqa: E731
-    _serve(connection, parent, f, here, travels=True)
-
-
-def _become_worker_of(parent: int) -> None:
+    ``begin`` makes the federation, and of a message the server.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is the parent's to handle: it kills its workers
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     become_worker()
-
-
-def _serve(
-    connection: Connection, parent: int, f: Federation, here: Callable[[Server], Server], travels: bool = False
-) -> None:
-    """Train cohorts until the connection ends: a message with the round's server, then one for each cohort."""
+    try:
+        f, here = begin(connection, *arguments)
+    except Exception as error:
+        connection.send_bytes(_pack(_portable(error), travels))
+        return
     f.model.register_forward_pre_hook(lambda *_: _end_without(parent))
     connection.send_bytes(_pack(None))
     server = f.server  # until the first round's comes
@@ -238,6 +208,35 @@ def _serve(
             connection.send_bytes(answer)
         except OSError:
             return
+
+
+def _in_a_fork(connection: Connection, f: Federation) -> tuple[Federation, Callable[[Server], Server]]:
+    """``f`` is in this process's memory."""
+    sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # a notebook's own go through sockets of the parent
+    _close_inherited_files(connection.fileno())
+    profiling.forget()
+    try:
+        x = torch.ones(1, requires_grad=True)
+        torch.autograd.grad(x * x, x)
+    except RuntimeError as error:
+        why = f"a fork of this process cannot compute gradients: {error}; use executor = 'threads'"
+        raise Unforkable(why) from error
+    return f, lambda server: server
+
+
+def _on_a_device(
+    _: Connection, device: str, packed: torch.Tensor, params: torch.Tensor
+) -> tuple[Federation, Callable[[Server], Server]]:
+    """``packed`` is what :func:`workers.kit` has; ``params``, one behind the other, are every round's."""
+    if device == "cpu":
+        choose_products()
+    else:
+        torch.cuda.set_device(device)
+    f, units = pickle.loads(packed.numpy())
+    seen = {n: torch.empty_like(p, device="cpu") for n, p in f.server.params.items()}
+    vector_to_parameters(params, seen.values())
+    here = lambda server: replace(server, params={n: p.to(device) for n, p in seen.items()})  # noqa: E731
+    return replace(f, train_cache=build_train_cache(f, units)), here
 
 
 def _train(
@@ -287,15 +286,12 @@ class _Travelling(cloudpickle.Pickler):
 
 def _reduced(obj: Any) -> Any:
     """Tensors as plain bytes: torch's own way writes each of them to an archive first."""
-    if type(obj) is not torch.Tensor or obj.is_meta:
-        return NotImplemented
-    data = obj.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return _tensor, (data, obj.dtype, tuple(obj.shape), obj.device.type)
+    return (_tensor, (as_bytes(obj), obj.device.type)) if type(obj) is torch.Tensor else NotImplemented
 
 
-def _tensor(data: np.ndarray, dtype: torch.dtype, shape: tuple[int, ...], kind: str) -> torch.Tensor:
+def _tensor(parts: tuple, kind: str) -> torch.Tensor:
     """What lay on a GPU is put on this process's."""
-    return torch.from_numpy(data).view(dtype).view(shape).to(kind)
+    return of_bytes(*parts).to(kind)
 
 
 def _pack(message: object, travels: bool = False) -> memoryview:
@@ -303,34 +299,3 @@ def _pack(message: object, travels: bool = False) -> memoryview:
     buffer = io.BytesIO()
     (_Travelling if travels else _Pickler)(buffer, protocol=5).dump(message)
     return buffer.getbuffer()
-
-
-# --- memory that processes share -------------------------------------------------------------------------------------
-
-
-def _shared(size: int) -> torch.Tensor:
-    """``size`` bytes; what another process gets of them is no copy."""
-    return torch.empty(size, dtype=torch.uint8).share_memory_()
-
-
-def _room(p: torch.Tensor) -> int:
-    return -(-p.nbytes // 64) * 64  # so that each begins where any type may
-
-
-def _views(block: torch.Tensor, like: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Tensors in ``block``, one behind the other, of the names, shapes and types of ``like``."""
-    out, at = {}, 0
-    for name, p in like.items():
-        out[name] = block[at : at + p.nbytes].view(p.dtype).view(p.shape)
-        at += _room(p)
-    return out
-
-
-@contextmanager
-def _main_left_alone() -> Iterator[None]:
-    """Inside, a process that starts does not run the script that started this one: not every script is guarded."""
-    main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
-    try:
-        yield
-    finally:
-        sys.modules["__main__"] = main

@@ -80,7 +80,7 @@ def run_rounds(
     executor = build_executor(federation, execution)
     try:
         for t in range(server.t + 1, e.rounds + 1):
-            began = time.perf_counter()
+            began, before = time.perf_counter(), server.params
             server = replace(server, mirrors=mirrors)
             r = Round(t, tuple(federation.sample_clients(t)), setting)
             r = replace(r, notes=method.prepare(server, r))
@@ -99,7 +99,8 @@ def run_rounds(
             with phase("evaluation"):
                 metrics = measure(federation, server, memories) if is_due(e, t) else None
             # numbers that arrived finite can still overflow in a server's optimiser
-            diverged = len(back.nonfinite) > len(dropped) or not all_finite(server.params.values())
+            overflowed = server.params is not before and not all_finite(server.params.values())
+            diverged = overflowed or len(back.nonfinite) > len(dropped)
             if t == e.rounds and metrics is not None:  # before that, how often one looks must end no run
                 diverged = diverged or "nonfinite" in metrics.get("personal", {})
             seconds = time.perf_counter() - began

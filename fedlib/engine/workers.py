@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 
 from ..methods import Member, Round, Server
@@ -40,6 +41,20 @@ def keep_freed_memory() -> None:
         libc = ctypes.CDLL(None)
         libc.mallopt(M_MMAP_THRESHOLD, 2**25)
         libc.mallopt(M_TRIM_THRESHOLD, 2**30)
+
+
+def as_bytes(t: torch.Tensor) -> tuple[np.ndarray | None, torch.dtype, torch.Size]:
+    """A tensor as it travels to another process; none where it is a shape alone."""
+    if t.is_meta:
+        return None, t.dtype, t.shape
+    return t.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy(), t.dtype, t.shape
+
+
+def of_bytes(data: np.ndarray | None, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
+    """A CPU tensor over the memory of ``data``, which may be shared: it is never written to."""
+    if data is None:
+        return torch.empty(shape, dtype=dtype, device="meta")
+    return torch.from_numpy(data).view(dtype).view(shape)
 
 
 def kit(f: Federation) -> tuple[Federation, int]:

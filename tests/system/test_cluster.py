@@ -92,9 +92,9 @@ def notes(folder, t):
 def test_workers_give_the_numbers_of_threads_and_constants_travel_once(method, finetune, on_two, monkeypatch):
     f = build_federation(Experiment(method=method, finetune=finetune, **SMALL))
     here = list(run_rounds(f, TWO))
-    sent, original = [], cluster_module._to_buffer
+    sent, original = [], cluster_module.as_bytes
     monkeypatch.setattr(
-        cluster_module, "_to_buffer", lambda t: (sent.append(0 if t.is_meta else t.nbytes), original(t))[1]
+        cluster_module, "as_bytes", lambda t: (sent.append(0 if t.is_meta else t.nbytes), original(t))[1]
     )
     there = list(run_rounds(f, on_two))
     assert_same_rounds(here, there)

@@ -26,9 +26,9 @@ ONCE = (1, 1, 1, 1)
 TODAY = {  # more often than once each, a check that the server's numbers are finite among them; to fall
     "feddf": (1, 5, 1, 1),  # the server stops learning by a loss
     "splitmix": (1, 2, 1, 1),  # who is served next, after a resumption
-    "raffm": (1, 2, 1, 7),  # ranks, for every client that is served once more
+    "raffm": (1, 2, 1, 2),  # ranks, of the model that clients are served once more
     "hetlora": (3, 4, 1, 1),
-    "fedamp": (1, 2, 1, 1), "pfedgraph": (1, 2, 1, 1), "fedpac": (1, 2, 1, 1), "cafedistill": (1, 3, 1, 1),  # likeness
+    "fedpac": (1, 2, 1, 1), "cafedistill": (1, 2, 1, 1),  # likeness
 }  # fmt: skip
 AT = {  # where a method runs that came later, so that the others stay where their numbers were counted
     **dict.fromkeys(("fjord", "fiarse"), ("vit", "full")),

@@ -78,7 +78,8 @@ class CAFEDistill(Method):
         initial, ids = last_exit(server.params, r.setting), [c.id for c in r.clients]
         origin = initial if self.compare == "change" else None
         seen = sorted(server.mirrors)
-        shares, others = teacher_shares(cosines(server.mirrors, ids, origin), r.setting.num_clients, self.mu)
+        cosine = cosines(server.mirrors, ids, origin)  # (|C|, seen)
+        shares, others = teacher_shares(cosine, r.setting.num_clients, self.mu)
         mixed = mixtures(server.mirrors, shares)
         none = torch.zeros((), dtype=torch.int64)
         rest = mixtures({0: initial}, others[:, None])
@@ -87,7 +88,11 @@ class CAFEDistill(Method):
         if self.progressive:
             among = ids if self.choose_among == "sampled" else range(r.setting.num_clients)
             known = {i: server.mirrors[i] for i in among if i in server.mirrors}
-            places, alike = [k for k, i in enumerate(among) if i in known], cosines(known, list(known), origin)
+            places = [k for k, i in enumerate(among) if i in known]
+            if among is ids:  # who have been compared
+                alike = cosine[places][:, [seen.index(i) for i in sorted(known)]]
+            else:
+                alike = cosines(known, list(known), origin)
             rule = r.t, r.rounds, r.setting.num_exits, self.similarity, self.drop_one_more
             chosen = students(alike, *rule, places, len(among))[[among.index(i) for i in ids]]
         return {"students": chosen, "shares": shares, "seen": torch.tensor(seen), **under("teacher", teacher)}
