@@ -9,11 +9,8 @@ from fedlib.core.experiment import Experiment
 from fedlib.engine.executors import Execution
 from fedlib.engine.federation import build_federation
 from fedlib.engine.rounds import run_rounds
-from fedlib.runs.prices import training_macs
+from fedlib.runs.prices import CARDS, training_macs
 
-PEAK_TFLOPS = {  # dense (bfloat16, float32), NVIDIA's data sheets
-    "H200": (989, 67), "H100": (989, 67), "A100": (312, 19.5), "L40S": (362, 91.6), "L4": (121, 30.3),
-}  # fmt: skip
 COMMON = {
     "method": "reefl", "finetune": "lora", "partition": "drawn", "examples_per_client": 100, "num_clients": 1000,
     "augment": "crop_flip", "rounds": 200, "evaluate_every": 0, "pretrained": False,
@@ -57,5 +54,5 @@ def _shares(tflops: float, device: str) -> dict[str, float]:
     import torch
 
     name = torch.cuda.get_device_name(device) if device.startswith("cuda") else ""
-    known = next((peaks for card, peaks in PEAK_TFLOPS.items() if card in name.replace("-", " ").split()), None)
-    return {} if known is None else {"of bfloat16 peak": tflops / known[0], "of float32 peak": tflops / known[1]}
+    card = next((card for known, card in CARDS.items() if f" {known} " in f" {name.replace('-', ' ')} "), None)
+    return {} if card is None else {f"of {p} peak": tflops / getattr(card, p) for p in ("bfloat16", "float32")}
