@@ -7,7 +7,6 @@ for, in a test.
     products    float32 products go straight to a BLAS, without PyTorch's dispatcher (``products.py``)
     attention   that of short sequences is kept for the backward (``attention.py``)
     vit_block   a block of a ViT is one step of autograd (``vit_block.py``)
-    ree_step    so is a step of Ree (``ree_step.py``)
 
 ``$FEDLIB_KERNELS`` names those that are on, separated by commas: all by default, none with ``0``.
 """
@@ -17,7 +16,9 @@ from typing import TypeVar
 from torch import nn
 
 from ..layers.overrides import OVERRIDES
-from . import attention, products, ree_step, vit_block
+from ..models.vit import Block
+from . import attention, products
+from .vit_block import WrittenBlock
 
 OVERRIDES.update(attend=attention.attend, matmul=products.matmul)  # also in a process that is sent its model
 
@@ -28,7 +29,6 @@ Model = TypeVar("Model", bound=nn.Module)
 def swap_in_(model: Model) -> Model:
     """Let kernels stand in for what ``model`` has of their kind; returns it."""
     for module in model.modules():
-        for kernel in (vit_block, ree_step):
-            if type(module) is kernel.ORIGINAL:
-                module.__class__ = kernel.REPLACEMENT
+        if type(module) is Block:
+            module.__class__ = WrittenBlock
     return model

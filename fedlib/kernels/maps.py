@@ -1,6 +1,6 @@
 """What written-out backwards share: linear maps with LoRA, and when they may stand for modules.
 
-Read next: ``vit_block.py``, ``ree_step.py``.
+Read next: ``vit_block.py``.
 """
 
 from collections.abc import Iterable, Sequence

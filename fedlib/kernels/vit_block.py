@@ -43,9 +43,6 @@ class WrittenBlock(Block):
         return super().forward(z, first) if out is None else out
 
 
-ORIGINAL, REPLACEMENT = Block, WrittenBlock
-
-
 def is_plain(block: Block) -> bool:
     """Is there nothing between its layers, such as an adapter, LayerScale or a scaler that is on?"""
     plain = type(block.attn) is Attention and type(block.mlp) is MLP and block.attn.scale.is_off
