@@ -13,11 +13,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from annotated_types import Ge, Le, Lt
+from .kinds import Count, Natural, NotNegative, Part, Positive, Scalar, Share, When
+from .validation import check_fields, check_instance, names_its_keywords
 
-from .validation import Count, Positive, Scalar, When, check_fields, check_instance, names_its_keywords
-
-NotNegative = Annotated[int, Ge(0)]
 BY_ALPHA = ("dirichlet", "class_dirichlet", "drawn", "weighted_dirichlet", "capped_dirichlet", "grouped_dirichlet")
 
 
@@ -119,12 +117,12 @@ class Experiment:
     examples_per_client: Annotated[Count, When(partition="drawn")] = 100
     test_split: typing.Literal["central", "like_train", "contiguous", "labels", "owner"] = "central"
     test_mask: Annotated[bool, When(test_split=("like_train", "contiguous", "labels", "owner"))] = False
-    validation_fraction: Annotated[float, Ge(0), Lt(1)] = 0.0
-    public_fraction: Annotated[float, Ge(0), Lt(1)] = 0.0
+    validation_fraction: Part = 0.0
+    public_fraction: Part = 0.0
     evaluate_on: typing.Literal["test", "validation"] = "test"
     augment: typing.Literal["none", "crop", "crop_flip", "rrc", "rrc_flip"] = "crop"
-    crop_pad: NotNegative = 2
-    crop_scale: Annotated[Positive, Le(1)] = 0.08
+    crop_pad: Natural = 2
+    crop_scale: Share = 0.08
     # model
     backbone: str = "deit_micro"
     pretrained: bool = True
@@ -135,18 +133,18 @@ class Experiment:
         None
     )
     num_exits: Count = 4
-    exit_blocks: tuple[NotNegative, ...] | None = None
+    exit_blocks: tuple[Natural, ...] | None = None
     # federation
     num_clients: Count = 100
     clients_per_round: Count = 10
-    budgets: typing.Literal["uniform", "maximum", "contiguous"] | tuple[NotNegative, ...] = "uniform"
+    budgets: typing.Literal["uniform", "maximum", "contiguous"] | tuple[Natural, ...] = "uniform"
     rounds: Count = 100
     local_epochs: Count = 1
     batch_size: Count = 32
     lr: Positive = 0.05
-    min_lr: Annotated[float, Ge(0)] = 0.001
-    momentum: Annotated[float, Ge(0), Lt(1)] = 0.0
-    weight_decay: Annotated[float, Ge(0)] = 0.0
+    min_lr: NotNegative = 0.001
+    momentum: Part = 0.0
+    weight_decay: NotNegative = 0.0
     clip_value: Positive | None = 1.0
     clip_norm: Positive | None = None
     optimiser: typing.Literal["sgd", "adam", "adamw"] = "sgd"
@@ -158,8 +156,8 @@ class Experiment:
     local_schedule: typing.Literal["constant", "linear"] = "constant"
     precision: typing.Literal["float32", "bfloat16"] = "float32"
     nonfinite: typing.Literal["record", "drop", "fail"] = "record"
-    evaluate_every: NotNegative | None = field(default=None, compare=False)
-    seed: NotNegative = 1
+    evaluate_every: Natural | None = field(default=None, compare=False)
+    seed: Natural = 1
 
     def __post_init__(self):
         check_instance(self, "experiment")

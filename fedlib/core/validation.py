@@ -20,7 +20,8 @@ from typing import Annotated, Any, TypeVar
 
 from annotated_types import Ge, Gt, Le, Lt
 
-Scalar = bool | int | float | str | None | tuple
+from .kinds import Scalar, When
+
 Class = TypeVar("Class", bound=type)
 LIMITS = {
     Gt: ("above", operator.gt),
@@ -28,20 +29,6 @@ LIMITS = {
     Lt: ("below", operator.lt),
     Le: ("at most", operator.le),
 }
-
-
-class When:
-    """A field counts only if its dataclass's other fields are as given (one value, or a tuple of allowed ones).
-
-    ``When(distill=("best", "mutual"))``: elsewhere a value other than the default is refused, as it would do nothing.
-    """
-
-    def __init__(self, **switches: object):
-        self.switches = {k: v if isinstance(v, tuple) else (v,) for k, v in switches.items()}
-
-
-Count = Annotated[int, Ge(1)]
-Positive = Annotated[float, Gt(0)]
 
 
 class _Short(reprlib.Repr):

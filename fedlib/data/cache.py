@@ -14,15 +14,8 @@ from pathlib import Path
 
 import torch
 
-from ..core.storage import (
-    DamagedFile,
-    digest_tensors,
-    read_json,
-    read_tensors,
-    stored_digest,
-    write_json,
-    write_tensors,
-)
+from ..core import storage
+from ..core.storage import DamagedFile
 
 ANY_SIZE = {"size": "any"}  # says that data were read that depend on the network's input
 Decoded = tuple[dict[str, torch.Tensor], list[str]]  # tensors by name, class names
@@ -48,13 +41,13 @@ def cached(key: dict, read: Callable[[], Decoded]) -> Decoded:
     file = cache_file(key)
     if file.exists():
         try:
-            tensors, metadata = read_tensors(file)
+            tensors, metadata = storage.read_tensors(file)
             return tensors, metadata["classes"]
         except DamagedFile as error:
             warnings.warn(f"{file} is damaged ({error.reason}): decoding the data again", stacklevel=2)
     tensors, classes = read()
     try:
-        write_tensors(file, tensors, {"classes": classes})
+        storage.write_tensors(file, tensors, {"classes": classes})
     except OSError as error:
         warnings.warn(f"{file} could not be kept ({error.strerror}): set FEDLIB_CACHE", stacklevel=2)
     return tensors, classes
@@ -85,8 +78,8 @@ def known_digest(key: dict, size: int | None = None) -> str | None:
 
     Without a ``size`` only of what does not depend on one.
     """
-    fitted = None if size is None else stored_digest(cache_file(key | {"size": size}))
-    return stored_digest(cache_file(key)) or fitted
+    fitted = None if size is None else storage.stored_digest(cache_file(key | {"size": size}))
+    return storage.stored_digest(cache_file(key)) or fitted
 
 
 def published_digest(key: dict, size: int | None = None) -> str | None:
@@ -103,7 +96,7 @@ def source_digest(key: dict) -> str:
 def digest_of(key: dict, size: int | None, decoded: Decoded) -> str:
     """The digest of what ``key`` describes: as kept, or computed where it could not be."""
     tensors, classes = decoded
-    return known_digest(key, size) or digest_tensors(tensors, {"classes": json.dumps(classes)})
+    return known_digest(key, size) or storage.digest_tensors(tensors, {"classes": json.dumps(classes)})
 
 
 def files_digest(files: Sequence[Path], root: Path) -> str:
@@ -120,7 +113,7 @@ def files_digest(files: Sequence[Path], root: Path) -> str:
     file = cache_dir() / f"{key}.json"
     if file.exists():
         with contextlib.suppress(DamagedFile):
-            return _digests.setdefault(key, read_json(file)["files"])
+            return _digests.setdefault(key, storage.read_json(file)["files"])
     digest = hashlib.sha256()
     for p in files:
         with open(p, "rb") as f:
@@ -130,5 +123,5 @@ def files_digest(files: Sequence[Path], root: Path) -> str:
     if time.time() - max((s.st_ctime for s in status), default=0) > SETTLED:
         _digests[key] = found
         with contextlib.suppress(OSError):  # a full or read-only disk: read again the next time
-            write_json(file, {"files": found})
+            storage.write_json(file, {"files": found})
     return found

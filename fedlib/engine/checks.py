@@ -127,15 +127,6 @@ def check_words(e: Experiment, config: Spec) -> None:
         raise ValueError(f"{of} pads with {words.padding}, and padding = {config.padding} is what the model masks")
 
 
-def check_population(e: Experiment, data: FederatedData) -> None:
-    """Raise ``ValueError`` if ``partition = 'drawn'`` asks for clients that hold more examples than there are."""
-    most = e.num_train or len(data.labels)
-    if e.partition == "drawn" and e.examples_per_client > most:
-        raise ValueError(
-            f"experiment: examples_per_client = {e.examples_per_client} exceeds the {most} training examples"
-        )
-
-
 def check_device(device: str) -> None:
     """Raise ``ValueError`` if this machine cannot train on ``device``. MPS cannot: updates are summed in float64."""
     if device == "cpu":

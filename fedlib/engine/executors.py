@@ -16,9 +16,10 @@ from typing import Literal, Protocol
 import torch
 
 from ..core.clients import Client
+from ..core.kinds import Count, Positive
 from ..core.profiling import phase
 from ..core.threads import repeatable, warn_if_spinning
-from ..core.validation import Count, Positive, check_instance, names_its_keywords
+from ..core.validation import check_instance, names_its_keywords
 from ..methods import Member, Round, Server
 from ..methods.sums import MaskedMean
 from ..models.exit_model import ExitModel

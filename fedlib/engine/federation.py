@@ -1,6 +1,6 @@
 """Everything an experiment needs before its first round: data on the device, the model, the method, the budgets."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -24,15 +24,7 @@ from ..models.foreign_specs import ForeignSpec
 from ..models.measure import Measure
 from ..models.places import axes_of
 from ..models.registry import backbone_spec, build_backbone, tokenizer_of
-from .checks import (
-    check_channels,
-    check_device,
-    check_experiment,
-    check_input,
-    check_norms,
-    check_population,
-    check_words,
-)
+from . import checks
 from .frozen_cache import FrozenCache, build_frozen_cache
 from .lab import ServerLab
 from .memory import check_memory
@@ -125,51 +117,33 @@ def _measured(e: Experiment, method: Method, num_classes: int, exit_units: tuple
 
 def setting_of(e: Experiment, model: ExitModel, data: FederatedData | None = None) -> Setting:
     """What methods may know of ``e`` with ``model``, fresh or of shapes alone."""
-    infos = model.infos()
-    counts = counts_of(data) if data is not None else unknown
-    axes, measure = axes_of(model, infos), Measure(model)
-    spec = model.backbone.spec
+    infos, counts = model.infos(), partial(label_counts, data) if data is not None else unknown
     return Setting(
-        spec,
-        model.exit_units,
-        infos,
-        e.num_clients,
-        e.rounds,
-        axes,
-        e.seed,
-        counts,
-        e.batch_size,
-        measure,
-        model.frozen(),
-    )
+        model.backbone.spec, model.exit_units, infos, e.num_clients, e.rounds, axes_of(model, infos), e.seed, counts,
+        e.batch_size, Measure(model), model.frozen(),
+    )  # fmt: skip
 
 
-def counts_of(data: FederatedData) -> Callable[[int], np.ndarray]:
-    """What tells a client's training examples by label."""
-    return partial(_label_counts, data)
-
-
-def _label_counts(data: FederatedData, client: int) -> np.ndarray:
+def label_counts(data: FederatedData, client: int) -> np.ndarray:
     """A client's training examples by label, (classes,)."""
     return np.bincount(data.host_labels[data.client(client)], minlength=len(data.classes))
 
 
 def build_federation(e: Experiment, device: str = "cpu") -> Federation:
     """Check ``e`` against its data and model, then build them. Raises before any compute."""
-    check_device(device)
-    method = check_experiment(e)
+    checks.check_device(device)
+    method = checks.check_experiment(e)
     spec = backbone_spec(e.backbone)
-    check_words(e, spec)
+    checks.check_words(e, spec)
     data = load_federated(e, device, spec.input_shape[-1], tokenizer_of(e.backbone))
     if spec.pixels and isinstance(spec, ForeignSpec) and spec.as_trained:  # images as the checkpoint saw them
         mean, std = torch.tensor(spec.pixels, device=data.mean.device)
         data = replace(data, mean=mean, std=std)
-    check_input(e, spec, is_text(data.inputs))
-    check_channels(e, spec, data)
+    checks.check_input(e, spec, is_text(data.inputs))
+    checks.check_channels(e, spec, data)
     check_task(e, data)
-    check_population(e, data)
     shapes = build_model(e, method, data.num_outputs, meta=True)
-    check_norms(e, shapes)
+    checks.check_norms(e, shapes)
     check_memory(e, shapes, int(data.num_examples.max()), device)
     setting = setting_of(e, shapes, data)
     method.check(setting, e)

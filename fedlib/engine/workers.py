@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -21,7 +22,7 @@ import torch
 from ..methods import Member, Round, Server
 from ..methods.mixtures import under
 from .executors import Cohorts, Execution, Memories, Trained, automatic_cohort_size, train_cohort
-from .federation import Federation, counts_of
+from .federation import Federation, label_counts
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 TRIES = 4  # of one cohort before a lost worker is taken for a sign
@@ -62,7 +63,8 @@ def kit(f: Federation) -> tuple[Federation, int]:
     empty = torch.nn.Parameter(torch.empty(0), requires_grad=False)
     model = copy.deepcopy(f.model, {id(p): empty for p in f.model.parameters()})
     data = replace(f.data, test_inputs=f.data.test_inputs[:0], test_labels=f.data.test_labels[:0], answers=None)
-    setting = replace(f.setting, label_counts=counts_of(data), frozen=f.frozen, lab=None)  # the lab is the server's
+    counts = partial(label_counts, data)
+    setting = replace(f.setting, label_counts=counts, frozen=f.frozen, lab=None)  # the lab is the server's
     start = Server(0, f.server.params, {})  # what a member that is fresh starts from
     units = f.train_cache.units if f.train_cache is not None else 0
     return replace(f, model=model, data=data, setting=setting, server=start, train_cache=None, test_cache=None), units

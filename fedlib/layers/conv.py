@@ -72,11 +72,8 @@ class Conv2d(nn.Conv2d):
     reset_parameters = zero_
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # (K, B, C, H, W) -> (K, B, O, H', W')
-        weight, bias, (clients, examples, channels) = (
-            own_rows(self.weight, x, 4),
-            own_rows(self.bias, x, 1),
-            x.shape[:3],
-        )
+        weight, bias = own_rows(self.weight, x, 4), own_rows(self.bias, x, 1)
+        clients, examples, channels = x.shape[:3]
         groups = channels // weight.shape[-3]
         if weight.dim() == 4:
             shared = bias is None or bias.dim() == 1

@@ -1,7 +1,8 @@
 """What a method is: a frozen dataclass of hyper-parameters with hooks, so the round loop never asks which method runs.
 
 Every default below is FedAvg with early exits: prefix sub-models, the sum of the exits' cross-entropies, one local
-training, and the mean over the clients that hold an entry. A method overrides what its paper changes.
+training, and the mean over the clients that hold an entry. A method overrides what its paper changes; the words that
+all methods use (``Client``, ``Slice``, ``Batch``, …) are imported from here.
 Read next: ``jobs.py`` (the values hooks see), ``losses.py``, ``server.py``, ``sliced/reefl.py``.
 """
 
@@ -11,12 +12,12 @@ from typing import Annotated, ClassVar, Literal, NoReturn
 
 import numpy as np
 import torch
-from annotated_types import Ge
 
 from ..core.clients import Client
 from ..core.experiment import Experiment
+from ..core.kinds import NotNegative, Positive, When
 from ..core.slices import NOTHING, ParamInfo, Slice
-from ..core.validation import Positive, When, check_conditions, check_instance
+from ..core.validation import check_conditions, check_instance
 from ..models.backbone import Spec
 from ..models.exit_model import ExitModel
 from ..models.exits import Head
@@ -258,7 +259,7 @@ class JointExits(Method):
     """
 
     distill: Literal["none", "last"] = "none"
-    kd_weight: Annotated[float, Ge(0), When(distill="last")] = 1.0
+    kd_weight: Annotated[NotNegative, When(distill="last")] = 1.0
     temperature: Annotated[Positive, When(distill="last")] = 1.0
 
     def slice_for(self, client: Client, server: Server, r: Round) -> Slice:

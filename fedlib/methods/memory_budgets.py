@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from ..core.validation import Positive, When
+from ..core.kinds import Positive, When
 from .base import Method
 from .jobs import Setting
 

@@ -8,15 +8,14 @@ A method whose clients differ in rank derives from :class:`Ranks`.
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Annotated, ClassVar
+from typing import ClassVar
 
 import torch
-from annotated_types import Le
 
 from ..core.clients import Client
 from ..core.experiment import Experiment
+from ..core.kinds import Share
 from ..core.slices import RANK, ParamInfo, Slice
-from ..core.validation import Positive
 from .jobs import Arrived, Round, Server, Setting
 from .sums import MaskedMean, Update
 from .widths import Shares, rounded_up
@@ -29,7 +28,7 @@ class Ranks(Shares):
     share_option: ClassVar[str] = "rank_shares"
     one_slice: ClassVar[bool] = False  # an entry of a factor means something else in every round
 
-    rank_shares: tuple[Annotated[Positive, Le(1)], ...] = (1 / 8, 1 / 4, 1 / 2, 1.0)  # one a budget, rounded up
+    rank_shares: tuple[Share, ...] = (1 / 8, 1 / 4, 1 / 2, 1.0)  # one a budget, rounded up
 
     def check(self, setting: Setting, e: Experiment) -> None:
         super().check(setting, e)

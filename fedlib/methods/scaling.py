@@ -8,16 +8,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby, pairwise
-from typing import Annotated, Literal
+from typing import Literal
 
 import numpy as np
 import torch
-from annotated_types import Ge, Le
 
 from ..core.clients import Client
 from ..core.experiment import Experiment
+from ..core.kinds import Count, NotNegative, Positive, Share
 from ..core.slices import Axis, Slice
-from ..core.validation import Count, Positive
 from ..models.backbone import Spec
 from ..models.exits import Head
 from ..models.map_exits import scaling_exits
@@ -25,7 +24,6 @@ from .base import Method
 from .jobs import Member, Round, Server, Serving, Setting
 from .widths import check_cuttable
 
-Share = Annotated[Positive, Le(1)]
 SOLVED: dict[tuple, tuple["Level", ...]] = {}  # by what was asked of which shapes, in this process
 WHOLE = 1.1  # what the whole with all exits may cost before it is said, in terms of the net with its last exit alone
 
@@ -56,7 +54,7 @@ class Levels(Method):
     cut: Literal["both", "width", "depth"] = "both"  # the ablations cut one of the two alone
     grid: Share = 0.05  # of widths
     depth_steps: Count = 9  # an exit may stand after each of so many parts; cut = depth: after each unit
-    eps: Annotated[float, Ge(0)] = 0.08
+    eps: NotNegative = 0.08
     resources: tuple[Positive, ...] | None = None  # what each client has: levels and who has which by clustering
     scaler: bool = True
     weighting: Literal["examples", "clients"] = "clients"

@@ -7,9 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
 import torch
-from annotated_types import Ge, Lt
 
-from ..core.validation import Positive, When
+from ..core.kinds import Part, Positive, When
 from .base import Method
 from .cohort import Cohort
 from .jobs import Arrived, Round, Server
@@ -53,8 +52,8 @@ class ServerStep(Method):
     aggregation: Literal["mean", "feddyn", "fedadam"] = "mean"
     feddyn_alpha: Annotated[Positive, DYN] = 0.1
     server_lr: Annotated[Positive, ADAM] = 1e-3
-    beta1: Annotated[float, Ge(0), Lt(1), ADAM] = 0.9
-    beta2: Annotated[float, Ge(0), Lt(1), ADAM] = 0.999
+    beta1: Annotated[Part, ADAM] = 0.9
+    beta2: Annotated[Part, ADAM] = 0.999
     adam_tau: Annotated[Positive, ADAM] = 1e-6
 
     def check_options(self) -> None:

@@ -15,8 +15,8 @@ from typing import Annotated, Literal
 import torch
 from annotated_types import Ge, Le, Lt
 
+from ..core.kinds import NotNegative, Positive, Share, When
 from ..core.rng import torch_generator
-from ..core.validation import Positive, When
 from .cohort import Cohort
 from .sums import Tensors, Update
 
@@ -27,13 +27,13 @@ class UploadOptions:
 
     update_norm: Positive | None = None  # C: largest L2 norm of a client's whole update
     # z: the server adds noise of SD z C to every entry of the summed updates
-    noise_multiplier: Annotated[float, Ge(0)] = 0.0
+    noise_multiplier: NotNegative = 0.0
     dp_delta: Annotated[Positive, Lt(1)] | None = None  # None: 1 / (10 * clients that may be sampled)
     compress: Literal["none", "quantise", "topk"] = "none"
     # of a quantised entry, stochastically rounded (to the nearest step with error feedback)
     bits: Annotated[int, Ge(2), Le(32), When(compress="quantise")] = 8
     # of each tensor's entries, at least one
-    topk_fraction: Annotated[Positive, Le(1), When(compress="topk")] = 0.1
+    topk_fraction: Annotated[Share, When(compress="topk")] = 0.1
     error_feedback: bool = False  # what compression left out is added to the client's next update
 
     def upload_bits(self, sizes: Iterable[int]) -> int:

@@ -1,23 +1,21 @@
 """What can be cut in width, checked before any compute in the words of the method that asks; a rate for each budget.
 
-A method whose clients hold a rate of every width derives from :class:`Rates`.
+A method whose clients hold a rate of every width derives from :class:`Rates`; HeteroFL, and what takes other windows of
+the net, from :class:`ScaledRates`.
 """
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
 
 import numpy as np
-from annotated_types import Le
+import torch
 
-from ..core.clients import Client
-from ..core.experiment import Experiment
-from ..core.slices import Slice
-from ..core.validation import Positive
-from ..models.backbone import Spec
-from .base import Method
-from .jobs import Setting
+from ..core.kinds import Share
+from .base import Batch, Client, ExitModel, Experiment, Method, Spec, cross_entropies
+from .jobs import Member, Round, Server, Serving, Setting
+from .losses import zero_absent_at_client
 
 CUTTABLE = ("full", "frozen", "lora", "pa", "sa", "ssf")  # fine-tuning modes whose tensors name their axes
 
@@ -66,11 +64,6 @@ def uncut(spec: Spec) -> str:
     return spec.not_cut
 
 
-def of_own_classes(client: Client, part: Slice, setting: Setting) -> Slice:
-    """What a client sends of ``part``: of the classifier the rows of the classes that it has an example of."""
-    return part.only(classes=tuple(np.flatnonzero(setting.label_counts(client.id)).tolist()))
-
-
 @dataclass(frozen=True)
 class Shares(Method):
     """The whole depth, one exit; a budget is a share of something, of which the option ``share_option`` lists them."""
@@ -108,7 +101,7 @@ class Rates(Shares):
 
     share_option: ClassVar[str] = "rates"
 
-    rates: tuple[Annotated[Positive, Le(1)], ...] = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0)
+    rates: tuple[Share, ...] = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0)
 
     def kept(self, rate: float, size: int) -> int:
         """How many of ``size`` entries a rate keeps."""
@@ -117,3 +110,39 @@ class Rates(Shares):
     def check(self, setting: Setting, e: Experiment) -> None:
         super().check(setting, e)
         check_cuttable(type(self).__name__.lower(), setting, e, min(self.rates), self.kept)
+
+
+@dataclass(frozen=True)
+class ScaledRates(Rates):
+    """Outputs that enter a norm are divided by the rate while a client trains, who knows of its own classes alone."""
+
+    dynamic: bool = False
+    scaler: bool = True
+    masked: bool = True  # the cross-entropy, and what is sent of the classifier
+    weighting: Literal["examples", "clients"] = "clients"
+
+    @property
+    def needs_classes(self) -> str:
+        return "masked = True" if self.masked else ""
+
+    def configure(self, model: ExitModel) -> None:
+        model.context.scaled = ("norm",)
+
+    def rate_of(self, client: Client, r: Round) -> float:
+        """The client's own, or with ``dynamic`` one drawn for the round."""
+        budget = r.generator("rate", client.id).integers(len(self.rates)) if self.dynamic else client.budget
+        return self.rates[budget]
+
+    def members(self, client: Client, server: Server, r: Round) -> Sequence[Member]:
+        """Of the classifier a client sends the rows of the classes that it has an example of."""
+        part = self.slice_for(client, server, r)
+        own = tuple(np.flatnonzero(r.setting.label_counts(client.id)).tolist()) if self.masked else ()
+        return [Member(client, part, upload=part.only(classes=own) if self.masked else None)]
+
+    def local_loss(self, batch: Batch) -> torch.Tensor:
+        return cross_entropies(zero_absent_at_client(batch) if self.masked else batch).sum(0)
+
+    def serve(self, client: Client, server: Server, r: Round) -> Serving:
+        """Not scaled: the division is for training only."""
+        part = r.setting.full() if self.dynamic else replace(self.slice_for(client, server, r), scale=1.0)
+        return Serving((Member(client, part),))

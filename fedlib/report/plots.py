@@ -7,25 +7,10 @@ import pandas as pd
 
 from ..core.paths import outputs_dir
 from ..methods import METHODS
+from . import style
 from .data_plots import plot_clients_examples, plot_label_distribution
 from .said import leads, told
-from .style import (
-    Looks,
-    axes_of,
-    color_of,
-    finish,
-    log_axis,
-    looks_of,
-    name_points,
-    named,
-    panels,
-    plain,
-    score_of,
-    share_legend,
-    spelled,
-    styled,
-    title_of,
-)
+from .style import Looks, axes_of, finish, looks_of, named, panels, plain, score_of, share_legend, styled, title_of
 from .tables import label_of
 
 __all__ = [
@@ -87,7 +72,7 @@ def plot_series(frame: pd.DataFrame, x: str, y: str, xlabel: str, ylabel: str, t
     ax = axes_of(ax)
     bars = lines(frame, x, y, ax, looks)
     if log:
-        log_axis(ax, frame[x])
+        style.log_axis(ax, frame[x])
     finish(ax, xlabel + bars, ylabel, title)
     if own:
         share_legend([ax], least=2)
@@ -95,7 +80,7 @@ def plot_series(frame: pd.DataFrame, x: str, y: str, xlabel: str, ylabel: str, t
         ax.margins(0.1, 0.12)
         said = frame.groupby(["series", x])[names].agg(lambda n: "–".join(f"{v:g}" for v in sorted({n.min(), n.max()})))
         means = frame.groupby(["series", x])[y].mean()
-        name_points(ax, [(at[1], mean, plain(said[at])) for at, mean in means.items()])
+        style.name_points(ax, [(at[1], mean, plain(said[at])) for at, mean in means.items()])
     return ax
 
 
@@ -146,7 +131,7 @@ def _exit_dots(frame: pd.DataFrame, rows: pd.DataFrame, ax, title: str, hero: st
     ax, means = axes_of(ax, (6.8, 1.5 + 0.25 * len(order))), rows.groupby(["series", "exit"]).exits.mean()
     for y, name in enumerate(order.index):
         method, exits = frame[frame.series == name].method.iloc[0], means[name]
-        color = color_of(method) if hero in ("", method) else "#5c6166"
+        color = style.color_of(method) if hero in ("", method) else "#5c6166"
         ax.plot([exits.min(), exits.max()], [y, y], color=OTHERS, linewidth=1, zorder=1)
         shades = seaborn.light_palette(color, len(exits) + 1)[1:]
         ax.scatter(exits, [y] * len(exits), c=shades, s=42, edgecolors=color, linewidths=0.8, zorder=2)
@@ -221,7 +206,7 @@ def curves_frame(curves: Mapping[str, Sequence[dict]], x: str, methods: Mapping[
     rows = []
     for name, records in curves.items():
         method = methods.get(name, name.split(", ")[0])
-        where = {"series": plain(spelled(name)), "method": methods.get(method, method), "name": name}
+        where = {"series": plain(style.spelled(name)), "method": methods.get(method, method), "name": name}
         rows += [where | {x: r[x], "accuracy": r["accuracy"]} for r in records]
     return pd.DataFrame(rows, columns=["series", "method", "name", x, "accuracy"])
 
@@ -251,7 +236,7 @@ def saved_by_leaving(curves: Mapping[str, Sequence[dict]], lost: float = 0.5) ->
     for name, records in curves.items():
         *_, end = policy = [r for r in records if "exit" not in r]
         near = min(r["macs"] for r in policy if r["accuracy"] >= end["accuracy"] - lost)
-        said.append(f"{plain(spelled(name))} at {100 * near / end['macs']:.0f} % of its MACs")
+        said.append(f"{plain(style.spelled(name))} at {100 * near / end['macs']:.0f} % of its MACs")
     return f"Within half a point of the last exit: {', '.join(said)}"
 
 
@@ -282,7 +267,7 @@ def gain_bars(frame: pd.DataFrame, title: str = ""):
 
     frame = frame.dropna(subset=["gain"])
     groups = [g for _, g in frame.groupby("column", sort=False)] or [frame]
-    colors = {plain(label_of(m)): color_of(m) for m in frame.method.unique()}
+    colors = {plain(label_of(m)): style.color_of(m) for m in frame.method.unique()}
     modes = list(dict.fromkeys(frame.finetune.map(label_of)))
     titles = [_data(g) for g in groups] if len(groups) > 1 else [""]
     gains = frame.groupby("method", sort=False).gain.mean()
@@ -316,7 +301,7 @@ def plot_tradeoff(frame: pd.DataFrame, x: str, label: str, title: str, ax=None, 
     for row in frame[frame[x].isna() & (frame.column == dashed)].itertuples():
         said = f"{row.series}, {plain(dashed)}"
         ax.axhline(row.accuracy, color=looks.palette[row.series], linestyle="--", label=said)
-    log_axis(ax, points[x])
+    style.log_axis(ax, points[x])
     ax.margins(x=0.12, y=0.12)  # room for the names
     finish(ax, label, ACCURACY, title)
     if points.column.nunique() == len(points) and points.method.nunique() > MOST:  # the names say all
@@ -324,5 +309,5 @@ def plot_tradeoff(frame: pd.DataFrame, x: str, label: str, title: str, ax=None, 
     elif ax.get_legend_handles_labels()[0]:
         ax.legend()
         share_legend([ax])
-    name_points(ax, [(x, y, plain(name)) for x, y, name in points[[x, "accuracy", "column"]].values])
+    style.name_points(ax, [(x, y, plain(name)) for x, y, name in points[[x, "accuracy", "column"]].values])
     return ax

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 import pandas as pd
 
-from .style import DATA, data_title, model_of, named, title_of
+from .style import NAMES, data_title, model_of, named, title_of
 from .tables import label_of
 
 LEVEL = 0.05  # points: what rounds to 0.0 is level
@@ -32,7 +32,7 @@ def about(frame: pd.DataFrame) -> str:
 
 def _data(column: str, ran: str | None) -> str:
     """The data in words; a column that is called by something else (rounds, a budget) leaves the data set's name."""
-    known = re.sub(r"_(alpha|alpha_u|beta)[\d.]+$", "", column) in DATA or not isinstance(ran, str)
+    known = re.sub(r"_(alpha|alpha_u|beta)[\d.]+$", "", column) in NAMES["data"] or not isinstance(ran, str)
     return title_of(column, ran) if known else data_title(ran)
 
 

@@ -12,11 +12,12 @@ import textwrap
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import PurePath
+from pathlib import Path, PurePath
 
 import numpy as np
 import pandas as pd
 
+from ..core.tables import read_table
 from ..core.words import fonts, plain
 from ..data.tasks import task_of
 from ..methods import METHODS
@@ -26,32 +27,13 @@ MARKERS = "osD^vP*Xhd<>p8"
 DASHES = ("", (5, 2), (1.5, 1.5), (7, 2, 1.5, 2), (12, 3), (7, 2, 1.5, 2, 1.5, 2))  # of a method's variants, in order
 TINTS = (0, 0.3, 0.15, 0.4, 0.2, 0.45)  # how much white goes with each dash
 
-DATA = {
-    "cifar10": "CIFAR-10", "cifar100": "CIFAR-100", "tiny_imagenet": "Tiny ImageNet", "femnist": "FEMNIST",
-    "speech_commands": "Speech Commands", "mnist": "MNIST digits", "omniglot": "Omniglot",
-    "fsdd": "Free Spoken Digits", "sst2": "SST-2", "ag_news": "AG News", "docstrings": "docstrings",
-    "cola": "CoLA", "mrpc": "MRPC", "stsb": "STS-B", "rte": "RTE", "qqp": "QQP", "qnli": "QNLI", "mnli": "MNLI",
-    "squad": "SQuAD", "squad_v2": "SQuAD v2", "xquad_en": "XQuAD", "svamp": "SVAMP", "flowers102": "Flowers-102",
-    "cifar10_full": "CIFAR-10, many examples", "cifar100_full": "CIFAR-100, many examples",
-}  # fmt: skip
-BACKBONES = {
-    "bert_base": "BERT-base", "bert_large": "BERT-large", "roberta_base": "RoBERTa", "distilbert": "DistilBERT",
-    "flan_t5_small": "FLAN-T5 small", "flan_t5_base": "FLAN-T5 base", "vit_b16": "ViT-B/16", "llama2_7b": "LLaMA-2",
-    "minilm": "MiniLM", "deit_micro": "DeiT-micro", "deit_mini": "DeiT-mini", "preresnet20": "PreResNet-20",
-    "resnet20": "ResNet-20", "resnet18": "ResNet-18", "convnet3_slim": "a slim ConvNet", "vit_micro": "ViT-micro",
-}  # fmt: skip
-
-
-SCORES = {  # the metrics of ``data/tasks.py`` as an axis says them
-    "accuracy": "accuracy (%)", "f1": "F1 (%)", "macro_f1": "macro F1 (%)", "exact_match": "exact match (%)",
-    "matthews": "Matthews correlation (× 100)", "pearson": "Pearson correlation (× 100)",
-}  # fmt: skip
+NAMES = read_table(Path(__file__).with_name("names.yaml"))
 
 
 def score_of(datasets: Iterable[str]) -> str:
     """What scores on the test sets of ``datasets`` are called on an axis: their tasks' metric, if it is one."""
     metrics = {task_of(name).metric for name in datasets} or {"accuracy"}
-    return f"test {SCORES.get(metrics.pop(), 'score (%)')}" if len(metrics) == 1 else "test score (%)"
+    return f"test {NAMES['scores'].get(metrics.pop(), 'score (%)')}" if len(metrics) == 1 else "test score (%)"
 
 
 @dataclass(frozen=True)
@@ -132,7 +114,7 @@ def spelled(name: str) -> str:
 
 def model_of(backbone: str) -> str:
     """A backbone in a reader's words, however long its rows are: ``bert_base.384`` is ``BERT-base``."""
-    return BACKBONES.get(backbone.split(".")[0], backbone)
+    return NAMES["backbones"].get(backbone.split(".")[0], backbone)
 
 
 def title_of(column: str, stand_in: str | None = None) -> str:
@@ -149,7 +131,7 @@ def title_of(column: str, stand_in: str | None = None) -> str:
 
 def data_title(dataset: str) -> str:
     """A data set's proper name; of a path its last part."""
-    return plain(DATA.get(dataset) or PurePath(dataset).name.replace("_", " ").strip() or dataset)
+    return plain(NAMES["data"].get(dataset) or PurePath(dataset).name.replace("_", " ").strip() or dataset)
 
 
 def styled(plot: Callable) -> Callable:

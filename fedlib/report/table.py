@@ -13,22 +13,12 @@ import pandas as pd
 from ..data.tasks import CORRELATIONS, task_of
 from ..engine.executors import Execution
 from ..runs.params import load_spec
+from . import tables
 from .clients import VALUES, as_exits, spread_out
 from .further import with_further
 from .plots import gain_bars, plot_learning_curves, plot_modes, save_figure, score_of
 from .said import leads, told
 from .statistics import orderings
-from .tables import (
-    collect,
-    compute_table,
-    load_cells,
-    load_claims,
-    mean_curves,
-    obtained,
-    reported_beside,
-    run_cells,
-    save_table,
-)
 
 
 class Table:
@@ -44,14 +34,14 @@ class Table:
         self.paper, self.name, self.profile, self.folder = paper, name, profile, folder
         spec = self.spec = load_spec(paper, name)
         self.value, self.thresholds = spec.get("value", "accuracy"), spec.get("thresholds")  # what the table prints
-        self.reported = reported_beside(paper, name)
-        self.cells = load_cells(paper, name, profile, overrides, folder)
-        self.frame = collect(self.cells, folder)
+        self.reported = tables.reported_beside(paper, name)
+        self.cells = tables.load_cells(paper, name, profile, overrides, folder)
+        self.frame = tables.collect(self.cells, folder)
         self.complete = False
 
     def run(self, execution: Execution = Execution(), run_missing: bool = True) -> pd.DataFrame:
         """Print what the grid costs, run what is missing (if ``run_missing``); runs and seconds by data and status."""
-        self.frame = run_cells(self.cells, execution, run_missing, self.folder)
+        self.frame = tables.run_cells(self.cells, execution, run_missing, self.folder)
         self.complete = run_missing
         return self.frame.groupby(["dataset", "status"]).agg(runs=("run", "size"), seconds=("seconds", "sum"))
 
@@ -60,18 +50,18 @@ class Table:
 
         Where the table prints what clients get: mean ± SD over clients, mean over seeds.
         """
-        return obtained(with_further(self.frame, self.spec), self.reported, self.value, self.thresholds)
+        return tables.obtained(with_further(self.frame, self.spec), self.reported, self.value, self.thresholds)
 
     def obtained_at_cost(self) -> pd.DataFrame:
         """:meth:`obtained`, and what a round of each row costs in MACs."""
-        return self.obtained().merge(compute_table(self.cells), "left", on=["mode", "column", "method"])
+        return self.obtained().merge(tables.compute_table(self.cells), "left", on=["mode", "column", "method"])
 
     def verdicts(self) -> pd.DataFrame:
         """Do the table's comparisons (``claims``, or the paper's method against all others) come out as printed?"""
         frame, value = self.frame, self.value
         if value in VALUES:
             frame, value = spread_out(frame, value, self.thresholds), "clients"
-        return orderings(frame, self.reported, load_claims(self.paper, self.name), value)
+        return orderings(frame, self.reported, tables.load_claims(self.paper, self.name), value)
 
     @property
     def variants(self) -> list[str]:
@@ -86,7 +76,7 @@ class Table:
         """
         chosen = [c for c in self.cells if variants is None or c.variant in variants]
         chosen = [c for c in chosen if finetune is None or c.finetune in finetune]
-        return mean_curves(chosen, column, "clients" if self.value in VALUES else self.value, self.folder)
+        return tables.mean_curves(chosen, column, "clients" if self.value in VALUES else self.value, self.folder)
 
     def gains(self) -> pd.DataFrame:
         """Where the table prints another value than the accuracy: how much more it is, one row per run."""
@@ -119,7 +109,7 @@ class Table:
 
     def save(self, frame: pd.DataFrame, suffix: str = "") -> pd.DataFrame:
         """Write ``frame`` as the table's own, or as its part ``suffix`` (``verdicts``), and return it."""
-        save_table(frame, self._named(suffix))
+        tables.save_table(frame, self._named(suffix))
         return frame
 
     def save_figure(self, axes, suffix: str):

@@ -8,6 +8,7 @@ import pandas as pd
 
 from ..core.experiment import Experiment
 from ..core.paths import outputs_dir, params_dir
+from ..core.tables import read_table
 from ..data.datasets import is_available, load_dataset
 from ..engine.executors import Execution
 from ..methods import METHODS
@@ -21,7 +22,7 @@ from ..runs.progress import say
 from ..runs.store import Run, find_run, run_all, stored_pace
 from .clients import SD, VALUES, numbers_of, spread_out
 
-MODES = {"full": "Full", "frozen": "Frozen", "lora": "LoRA", "pa": "PA", "sa": "SA", "ssf": "SSF"}
+MODES = read_table(Path(__file__).with_name("names.yaml"))["modes"]
 
 
 def load_cells(
@@ -91,11 +92,8 @@ def collect(
     for cell in cells:
         found = find_run(cell.experiment, folder) if known is None else known.get(cell.experiment)
         row = {k: v for k, v in vars(cell).items() if k != "experiment"}
-        row |= {
-            "dataset": cell.experiment.dataset,
-            "backbone": cell.experiment.backbone,
-            "run": (found.path if found else run_path(cell.experiment, folder)).name,
-        }
+        row |= {"dataset": cell.experiment.dataset, "backbone": cell.experiment.backbone}
+        row["run"] = (found.path if found else run_path(cell.experiment, folder)).name
         rows.append(row | (values_of(found.summary) if found else {"status": "missing"}))
     return pd.DataFrame(rows).reindex(
         columns=["finetune", "variant", "method", "label", "column", "seed", "dataset", "backbone", "status",
@@ -179,17 +177,12 @@ def beside_reported(frame: pd.DataFrame, reported: pd.DataFrame, value: str = "a
         reported[["finetune", "column", "variant", "mean", "sd"]], on=["finetune", "column", "variant"], how="left",
         suffixes=("", "_reported"),
     )  # fmt: skip
-    return pd.DataFrame(
-        {
-            "mode": both.finetune.map(label_of),
-            "column": both.column,
-            "data": both.dataset,
-            "method": both.label.map(label_of),
-            "obtained": [spread(m, s) for m, s in zip(both["mean"], both.sd, strict=True)],
-            "seeds": both.seeds,
-            "reported": [spread(m, s) for m, s in zip(both.mean_reported, both.sd_reported, strict=True)],
-        }
-    )
+    here, printed = (zip(both[m], both[s], strict=True) for m, s in (("mean", "sd"), ("mean_reported", "sd_reported")))
+    return pd.DataFrame({
+        "mode": both.finetune.map(label_of), "column": both.column, "data": both.dataset,
+        "method": both.label.map(label_of), "obtained": [spread(*x) for x in here], "seeds": both.seeds,
+        "reported": [spread(*x) for x in printed],
+    })  # fmt: skip
 
 
 def obtained(

@@ -146,15 +146,8 @@ def exit_costs(e: Experiment, num_classes: int, batch_size: int = 32) -> list[di
         held, activations = shapes.kept(part, batch_size)
         parameters = sum(p.numel() for p in held.values())
         gradients = sum(p.numel() for p in held.values() if p.requires_grad)
-        out.append(
-            {
-                "exit": j,
-                "block": part.depth,
-                "parameters": parameters,
-                "upload_mib": shapes.upload_mib(part),
-                "download_mib": shapes.download_mib(part),
-                "macs": shapes.setting.measure.macs(part),
-                "training_memory_mib": (4 * (parameters + gradients) + activations) / MIB,
-            }
-        )
+        memory = (4 * (parameters + gradients) + activations) / MIB
+        out.append({"exit": j, "block": part.depth, "parameters": parameters, "upload_mib": shapes.upload_mib(part),
+                    "download_mib": shapes.download_mib(part), "macs": shapes.setting.measure.macs(part),
+                    "training_memory_mib": memory})  # fmt: skip
     return out

@@ -27,37 +27,7 @@ from .export_nets import NETS, net_of, save_net
 from .record import Run
 from .trained import load_trained
 
-SOURCE = '''"""A model exported from {run}: clients of budget {budget}; model.json says what goes in and comes out."""
-
-import operator as _operator
-from math import inf, nan
-from pathlib import Path
-
-import torch
-from safetensors.torch import load_file
-from torch import device
-
-
-class Model(torch.nn.Module):
-    """x (B, {shape}) -> outputs (exits, B, ...), deepest exit last."""
-
-    def __init__(self, weights):
-        super().__init__()
-        for name, tensor in weights.items():
-            module, (*path, leaf) = self, name.split(".")
-            for part in path:
-                if part not in module._modules:
-                    module.add_module(part, torch.nn.Module())
-                module = module._modules[part]
-            module.register_buffer(leaf, tensor)
-
-{code}
-
-
-def load():
-    """The model with its weights."""
-    return Model(load_file(Path(__file__).with_name("model.safetensors")))
-'''
+SOURCE = Path(__file__).with_name("export_model.txt").read_text()  # of what runs without the kit
 
 
 def save_model(run: Run, budget: int, path: Path | str | None = None, format: str = "torch") -> Path:

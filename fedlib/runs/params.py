@@ -19,17 +19,7 @@ from ..core.paths import params_dir
 from ..core.validation import check_known, shown
 from ..engine.checks import check_experiment
 from ..methods import METHODS
-from .params_files import (
-    GRID_KEYS,
-    field_names,
-    grids,
-    load_checked,
-    load_layered,
-    load_profile,
-    merge,
-    paper_dir,
-    profiles,
-)
+from .params_files import GRID_KEYS, field_names, grids, load_checked, load_layered, load_profile, merge, profiles
 from .shrink import following, said_by
 
 # of a table's file, besides profiles' names
@@ -132,7 +122,7 @@ def load_spec(paper: str, table: str) -> dict:
     limited to, and fields of the experiment, and ``axes.variant`` may choose among them.
     """
     check_known([table], grids(paper), "table = {} is unknown")
-    spec = load_checked(paper_dir(paper) / f"{table}.yaml", SPEC_KEYS | set(profiles()))
+    spec = load_checked(params_dir() / paper / f"{table}.yaml", SPEC_KEYS | set(profiles()))
     if "extends" in spec:
         below = {k: v for k, v in load_spec(paper, spec.pop("extends")).items() if k != "priority"}
         spec = merge(below, spec)

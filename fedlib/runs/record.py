@@ -22,13 +22,8 @@ from ..kernels.products import choose_products, cpu
 from .identity import Inputs, OtherInputs, differences
 
 Record = Mapping[str, Any]  # as JSON holds it
-BULKY = (
-    "right",
-    "digest",
-    "by_client",
-    "last_by_client",
-    "others",
-)  # of a summary: an entry a client, or thousands of digits
+# of a summary: an entry a client, or thousands of digits
+BULKY = ("right", "digest", "by_client", "last_by_client", "others")
 
 
 @dataclass(frozen=True)

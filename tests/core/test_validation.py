@@ -9,7 +9,8 @@ import pytest
 from annotated_types import Ge, Gt, Le, Lt
 
 import fedlib
-from fedlib.core.validation import When, check_conditions, check_fields, check_instance
+from fedlib.core.kinds import When
+from fedlib.core.validation import check_conditions, check_fields, check_instance
 from fedlib.methods.sliced.reefl import ReeFL
 
 ROOT = pathlib.Path(__file__).parents[2]

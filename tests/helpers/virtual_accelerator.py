@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 import fedlib
-from fedlib.engine import checks, executors, federation, rounds
+from fedlib.engine import checks, executors, rounds
 from fedlib.runs.checkpoints import Checkpoints
 
 PACKAGE = str(Path(fedlib.__file__).parent)
@@ -137,9 +137,7 @@ def accelerator() -> Iterator[Fetched]:
 
 
 def _patched(fetched: Fetched, casting) -> Iterator[None]:
-    patches = [
-        mock.patch.object(module, "check_device", lambda device: None) for module in (checks, executors, federation)
-    ]
+    patches = [mock.patch.object(module, "check_device", lambda device: None) for module in (checks, executors)]
     patches.append(mock.patch.object(torch, "autocast", casting))
     for part, (owner, name) in PARTS.items():
         patches.append(mock.patch.object(owner, name, _timed(getattr(owner, name), fetched, part)))

@@ -29,15 +29,10 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 import torch
-from annotated_types import Ge
 
-from ...core.clients import Client
-from ...core.slices import NOTHING, ParamInfo, Slice
-from ...core.validation import Positive, When
-from ..base import Method
-from ..cohort import Cohort
+from ...core.kinds import NotNegative, Positive, When
+from ..base import NOTHING, Batch, Client, Cohort, Method, ParamInfo, Slice, cross_entropies
 from ..jobs import Arrived, Member, Round, Server, Serving, Setting, Tensors
-from ..losses import Batch, cross_entropies
 from ..mixtures import cosines, mixtures, part_of, project_to_simplex, row, under
 
 STEPWISE = When(progressive=True)
@@ -52,7 +47,7 @@ class CAFEDistill(Method):
     version: ClassVar[int] = 2  # 1 told equal clients apart by rounding
     needs_extras: ClassVar[bool] = True
 
-    kd_weight: Annotated[float, Ge(0)] = 1.0  # lambda, Eq. 5
+    kd_weight: NotNegative = 1.0  # lambda, Eq. 5
     mu: Positive = 0.6  # Eq. 7: large is uniform, small is oneself
     temperature: Positive = 1.0
     kd_scaling: Literal["exits", "plain"] = "exits"

@@ -12,16 +12,10 @@ Deviations: both models see the same batches. CAFEDistill does not say its mu.
 """
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import ClassVar, Literal
 
-from annotated_types import Ge
-
-from ...core.clients import Client
-from ...core.experiment import Experiment
-from ...core.slices import NOTHING
-from ..base import JointExits
-from ..cohort import Cohort
-from ..jobs import Member, Round, Server, Serving, Setting
+from ...core.kinds import NotNegative
+from ..base import NOTHING, Client, Cohort, Experiment, JointExits, Member, Round, Server, Serving, Setting
 
 
 @dataclass(frozen=True)
@@ -33,7 +27,7 @@ class Ditto(JointExits):
     version: ClassVar[int] = 2  # 1 had no ``start``, and started at the global model
     remembers: ClassVar[bool] = True  # its clients' own models
 
-    mu: Annotated[float, Ge(0)] = 0.5  # the paper's lambda
+    mu: NotNegative = 0.5  # the paper's lambda
     start: Literal["initial", "global"] = "initial"  # where v starts
 
     def members(self, client: Client, server: Server, r: Round) -> list[Member]:

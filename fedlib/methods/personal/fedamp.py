@@ -11,17 +11,13 @@ lambda/alpha is one option; CAFEDistill gives lambda = 1 and no alpha.
 """
 
 from dataclasses import dataclass, replace
-from typing import Annotated, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
-from annotated_types import Ge, Le
 
-from ...core.clients import Client
+from ...core.kinds import Fraction, NotNegative, Positive
 from ...core.memories import Overlay
-from ...core.validation import Positive
-from ..base import JointExits
-from ..cohort import Cohort
-from ..jobs import Arrived, Member, Round, Server, Serving, Tensors
+from ..base import Arrived, Client, Cohort, JointExits, Member, Round, Server, Serving, Tensors
 from ..mixtures import cosines, mixtures, row
 
 INITIAL = -1  # the id under which the initial model stands among the clients'
@@ -35,9 +31,9 @@ class FedAMP(JointExits):
 
     needs_models: ClassVar[bool] = True
 
-    own_share: Annotated[float, Ge(0), Le(1)] = 0.5  # xi_ii
+    own_share: Fraction = 0.5  # xi_ii
     sigma: Positive = 10.0
-    attraction: Annotated[float, Ge(0)] = 1.0  # lambda / alpha
+    attraction: NotNegative = 1.0  # lambda / alpha
     compare: Literal["change", "weights"] = "change"
 
     def prepare(self, server: Server, r: Round) -> Tensors:

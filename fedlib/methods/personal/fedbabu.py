@@ -11,11 +11,8 @@ client's last local model, once). The exits follow from the seed and are not sen
 
 from dataclasses import dataclass
 
-from ...core.clients import Client
-from ...core.experiment import Experiment
-from ...core.validation import Count
-from ..base import JointExits
-from ..cohort import Cohort
+from ...core.kinds import Count
+from ..base import Client, Cohort, Experiment, JointExits
 from ..jobs import Member, Round, Server, Serving, Setting, Stage
 
 

@@ -16,24 +16,17 @@ backbone's that never decays; here they follow the round's. Client i's mixed exi
 """
 
 from dataclasses import dataclass, replace
-from typing import Annotated, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from annotated_types import Ge
 
-from ...core.clients import Client
-from ...core.experiment import Experiment
-from ...core.slices import ParamInfo
+from ...core.kinds import Count, NotNegative, Positive
 from ...core.transfers import home
-from ...core.validation import Count, Positive
-from ...models.backbone import Spec
 from ...models.maps import MapSpec
-from ..base import JointExits
-from ..cohort import Cohort
+from ..base import Batch, Client, Cohort, Experiment, JointExits, ParamInfo, Spec
 from ..jobs import Arrived, Member, Round, Server, Setting, Stage
-from ..losses import Batch
 from ..mixtures import class_means, mixtures, part_of, row, under
 
 
@@ -47,7 +40,7 @@ class FedPAC(JointExits):
     needs_extras: ClassVar[bool] = True
     needs_classes: ClassVar[str] = "its feature alignment"
 
-    prototype_weight: Annotated[float, Ge(0)] = 1.0  # lambda
+    prototype_weight: NotNegative = 1.0  # lambda
     head_epochs: Count = 1
     head_lr: Positive | None = None  # None: the round's; else one for all rounds
 

@@ -12,13 +12,9 @@ Deviations: CAFEDistill does not say how long shallow exits train afterwards; fi
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from ...core.clients import Client
-from ...core.slices import ParamInfo
-from ...core.validation import Count, When
-from ..base import JointExits
-from ..cohort import Cohort
+from ...core.kinds import Count, When
+from ..base import Client, Cohort, JointExits, ParamInfo, cross_entropies
 from ..jobs import Round, Server, Serving, Stage
-from ..losses import cross_entropies
 
 
 @dataclass(frozen=True)

@@ -17,19 +17,14 @@ done. Centrally evaluated is the initial model: there is no other.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Annotated, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
-from annotated_types import Ge, Le
 
-from ...core.clients import Client
-from ...core.experiment import Experiment
-from ...core.slices import NOTHING, Slice
-from ...core.validation import Positive
-from ..cohort import Cohort
+from ...core.kinds import NotNegative, Share
+from ..base import NOTHING, Batch, Client, Cohort, Experiment, Slice
 from ..jobs import Arrived, Member, Round, Server, Serving, Setting, Tensors
-from ..losses import Batch
 from ..mixtures import class_means, part_of, under
 from ..widths import Rates, check_cuttable
 
@@ -48,8 +43,8 @@ class FedProto(Rates):
     remembers: ClassVar[bool] = True
     sends_model: ClassVar[bool] = False
 
-    rates: tuple[Annotated[Positive, Le(1)], ...] = (1.0,)
-    prototype_weight: Annotated[float, Ge(0)] = 1.0  # lambda
+    rates: tuple[Share, ...] = (1.0,)
+    prototype_weight: NotNegative = 1.0  # lambda
     distance: Literal["prototype", "example"] = "prototype"
     collected: Literal["afterwards", "training"] = "afterwards"
     answer: Literal["known", "own", "classifier"] = "known"

@@ -8,12 +8,9 @@ Deviations: the term is added to the gradient, mu (theta - w), and not to the lo
 """
 
 from dataclasses import dataclass
-from typing import Annotated
 
-from annotated_types import Ge
-
-from ..base import JointExits
-from ..cohort import Cohort
+from ...core.kinds import NotNegative
+from ..base import Cohort, JointExits
 
 
 @dataclass(frozen=True)
@@ -22,7 +19,7 @@ class FedProx(JointExits):
 
     label, color, marker = "FedProx", "#92375b", "p"
 
-    mu: Annotated[float, Ge(0)] = 0.05
+    mu: NotNegative = 0.05
 
     def local_update(self, cohort: Cohort) -> None:
         cohort.train(self.local_loss, gradient=lambda name, p: self.mu * (p - cohort.start[name]))

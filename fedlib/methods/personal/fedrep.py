@@ -10,12 +10,8 @@ Deviations: while the exits train, tracked statistics of batch norm move with th
 
 from dataclasses import dataclass
 
-from ...core.clients import Client
-from ...core.experiment import Experiment
-from ...core.slices import ParamInfo
-from ...core.validation import Count
-from ..base import JointExits
-from ..cohort import Cohort
+from ...core.kinds import Count
+from ..base import Client, Cohort, Experiment, JointExits, ParamInfo
 from ..jobs import Setting, Stage
 
 

@@ -16,18 +16,11 @@ from typing import ClassVar
 
 import torch
 
-from ...core.clients import Client
-from ...core.experiment import Experiment
-from ...core.slices import ParamInfo
-from ...core.validation import Count
+from ...core.kinds import Count
 from ...layers.context import untracked
-from ...models.backbone import Spec
-from ...models.exits import Head, PairedExits
-from ...models.map_exits import classifiers
-from ..base import JointExits
-from ..cohort import Cohort
+from ...models.exits import PairedExits
+from ..base import Batch, Client, Cohort, Experiment, Head, JointExits, ParamInfo, Spec, classifiers
 from ..jobs import Setting, Stage
-from ..losses import Batch
 
 
 @dataclass(frozen=True)

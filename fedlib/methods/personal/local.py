@@ -10,10 +10,7 @@ Deviations: none known.
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ...core.clients import Client
-from ...core.slices import NOTHING
-from ..base import JointExits
-from ..jobs import Member, Round, Server
+from ..base import NOTHING, Client, JointExits, Member, Round, Server
 
 
 @dataclass(frozen=True)

@@ -14,17 +14,12 @@ training; neither is done here.
 """
 
 from dataclasses import dataclass, replace
-from typing import Annotated, ClassVar
+from typing import ClassVar
 
 import torch
-from annotated_types import Ge
 
-from ...core.clients import Client
-from ...core.validation import Positive
-from ..base import JointExits
-from ..cohort import Cohort
-from ..jobs import Arrived, Member, Round, Server
-from ..losses import Batch
+from ...core.kinds import NotNegative, Positive
+from ..base import Arrived, Batch, Client, Cohort, JointExits, Member, Round, Server
 from ..mixtures import cosines, mixtures, part_of, project_to_simplex, row, under
 
 
@@ -37,7 +32,7 @@ class PFedGraph(JointExits):
     needs_models: ClassVar[bool] = True
 
     alpha: Positive = 0.8  # how near the graph's rows stay to p
-    attraction: Annotated[float, Ge(0)] = 0.01  # lambda
+    attraction: NotNegative = 0.01  # lambda
     repel: bool = False
 
     def members(self, client: Client, server: Server, r: Round) -> list[Member]:

@@ -15,13 +15,10 @@ from typing import Annotated, Literal
 
 import numpy as np
 import torch
-from annotated_types import Ge, Le
 
-from ...core.clients import Client
-from ...core.slices import Slice
-from ...core.validation import Positive, When
-from ..jobs import Round, Server, Setting
-from ..losses import Batch, cross_entropies, ramp_up
+from ...core.kinds import Fraction, NotNegative, Positive, When
+from ..base import Batch, Client, Round, Server, Setting, Slice, cross_entropies
+from ..losses import ramp_up
 from ..memory_budgets import MemoryBudgets, prefixes_that_fit
 from ..server import ServerStep
 
@@ -35,9 +32,9 @@ class DepthFL(MemoryBudgets, ServerStep):
     label, color, marker = "DepthFL", "#0072b2", "s"
 
     distill: Literal["mutual", "none"] = "mutual"
-    kd_weight: Annotated[float | None, Ge(0), TAUGHT] = None  # eta; None: ramped up over the first rounds
+    kd_weight: Annotated[NotNegative | None, TAUGHT] = None  # eta; None: ramped up over the first rounds
     # of the rounds until eta = 1; 300 of 1000 in ReeFL's release
-    ramp_fraction: Annotated[float, Ge(0), Le(1), TAUGHT, When(kd_weight=None)] = 0.3
+    ramp_fraction: Annotated[Fraction, TAUGHT, When(kd_weight=None)] = 0.3
     temperature: Annotated[Positive, TAUGHT] = 1.0  # tau
     aggregation: Literal["mean", "feddyn", "fedadam"] = "feddyn"
     weighting: Literal["examples", "clients"] = "clients"

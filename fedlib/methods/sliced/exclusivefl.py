@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..jobs import Setting
+from ..base import Setting
 from ..server import ServerStep
 
 

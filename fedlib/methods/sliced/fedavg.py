@@ -8,17 +8,12 @@ Read next: ``exclusivefl.py``.
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Literal
+from typing import Literal
 
 import torch
-from annotated_types import Le
 
-from ...core.clients import Client
-from ...core.experiment import Experiment
-from ...core.slices import Slice
-from ...core.validation import Positive
-from ..jobs import Round, Server, Setting
-from ..losses import Batch
+from ...core.kinds import Share
+from ..base import Batch, Client, Experiment, Round, Server, Setting, Slice
 from ..server import ServerStep
 from ..widths import check_cuttable, rounded_up
 
@@ -30,7 +25,7 @@ class FedAvg(ServerStep):
     label, color, marker = "FedAvg", "#222222", "X"
 
     exits: Literal["last", "all"] = "last"
-    width: Annotated[Positive, Le(1)] = 1.0  # of every hidden axis, rounded up
+    width: Share = 1.0  # of every hidden axis, rounded up
 
     def exit_units(self, depth: int, num_exits: int) -> tuple[int, ...]:
         return (depth - 1,) if self.exits == "last" else super().exit_units(depth, num_exits)

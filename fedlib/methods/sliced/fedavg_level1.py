@@ -9,9 +9,7 @@ Deviations: none known; the slides say no more than the first line.
 
 from dataclasses import dataclass
 
-from ...core.clients import Client
-from ...core.slices import Slice
-from ..jobs import Round, Server
+from ..base import Client, Round, Server, Slice
 from ..scaling import Levels
 
 

@@ -16,9 +16,8 @@ from typing import ClassVar
 
 import torch
 
-from ...core.experiment import Experiment
-from ...core.validation import Count, Positive
-from ..jobs import Arrived, Round, Server, Setting
+from ...core.kinds import Count, Positive
+from ..base import Arrived, Experiment, Round, Server, Setting
 from ..scaling import ModelsApart
 
 

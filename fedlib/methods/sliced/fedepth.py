@@ -20,23 +20,17 @@ forward, as in the paper; ``partial="absent"`` is the release, where the stem fe
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
-from annotated_types import Ge
 
-from ...core.clients import Client
-from ...core.experiment import Experiment
+from ...core.kinds import NotNegative, Positive
 from ...core.rng import torch_generator
-from ...core.slices import NOTHING, STEM, Slice
-from ...core.validation import Positive
-from ...models.backbone import Spec
-from ...models.exit_model import ExitModel
-from ...models.exits import Head
-from ...models.map_exits import PooledClassifiers, classifiers
+from ...core.slices import STEM
+from ...models.map_exits import PooledClassifiers
 from ...models.maps import MapSpec
 from ...models.measure import FLOAT, MIB
-from ..cohort import Cohort
+from ..base import NOTHING, Client, Cohort, ExitModel, Experiment, Head, Slice, Spec, classifiers
 from ..jobs import Member, Round, Server, Serving, Setting, Stage
 from ..losses import Batch, cross_entropies, peer_kl
 from ..memory_budgets import SLACK, MemoryBudgets, memory_of, usable
@@ -52,13 +46,13 @@ class FeDepth(MemoryBudgets):
     last_answers: ClassVar[bool] = True  # the whole net's own head, not the auxiliary ones
 
     scenario: Literal["fair", "lack", "surplus", "own"] = "fair"
-    slack: Annotated[float, Ge(0)] = SLACK
+    slack: NotNegative = SLACK
     partial: Literal["forward", "absent", "refused"] = "forward"  # what blocks that fit no stage do
     heads: Literal["skip", "auxiliary"] = "skip"
     average: Literal["all", "trained"] = "all"  # trained: the mean over those who trained a block
     buffered: bool = True  # z_{j-1} of Eq. 1 is computed once a stage, where it fits and nothing is augmented
-    mu: Annotated[float, Ge(0)] = 0.0  # FedProx's: mu/2 |theta - w|^2 in every stage, on what it trains
-    kd_weight: Annotated[float, Ge(0)] = 1.0  # of mutual distillation
+    mu: NotNegative = 0.0  # FedProx's: mu/2 |theta - w|^2 in every stage, on what it trains
+    kd_weight: NotNegative = 1.0  # of mutual distillation
     temperature: Positive = 1.0
     peers: Literal["fresh", "served"] = "fresh"  # a client's further models start at random, or as what it is served
 

@@ -14,17 +14,12 @@ not options. LoRA's B starts at zero: until clients of share 1 have moved it, ot
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
-from annotated_types import Le
 
-from ...core.clients import Client
-from ...core.experiment import Experiment
-from ...core.slices import Slice
-from ...core.validation import Positive
-from ..cohort import Cohort
-from ..jobs import Arrived, Member, Round, Server, Serving, Setting, Tensors
+from ...core.kinds import Share
+from ..base import Arrived, Client, Cohort, Experiment, Member, Round, Server, Serving, Setting, Slice, Tensors
 from ..sums import MaskedMean, Update
 from ..widths import Shares
 
@@ -40,7 +35,7 @@ class FIARSE(Shares):
     share_option: ClassVar[str] = "shares"
     one_slice: ClassVar[bool] = False
 
-    shares: tuple[Annotated[Positive, Le(1)], ...] = (1 / 64, 1 / 16, 1 / 4, 1.0)  # of the entries
+    shares: tuple[Share, ...] = (1 / 64, 1 / 16, 1 / 4, 1.0)  # of the entries
     gradient: Literal["biased", "masked"] = "biased"
     mean_over: Literal["holders", "moved"] = "holders"
     weighting: Literal["examples", "clients"] = "clients"

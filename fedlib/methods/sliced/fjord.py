@@ -17,16 +17,10 @@ from functools import partial
 from typing import Annotated
 
 import torch
-from annotated_types import Ge, Le
 
-from ...core.clients import Client
-from ...core.experiment import Experiment
+from ...core.kinds import Fraction, Positive, Share, When
 from ...core.rng import numpy_generator
-from ...core.slices import Slice
-from ...core.validation import Positive, When
-from ..cohort import Cohort
-from ..jobs import Round, Server, Setting
-from ..losses import Batch, cross_entropies
+from ..base import Batch, Client, Cohort, Experiment, Round, Server, Setting, Slice, cross_entropies
 from ..widths import Rates
 
 TAUGHT = When(distill=True)
@@ -38,9 +32,9 @@ class FjORD(Rates):
 
     label, color, marker = "FjORD", "#160b37", "^"
 
-    rates: tuple[Annotated[Positive, Le(1)], ...] = (0.2, 0.4, 0.6, 0.8, 1.0)
+    rates: tuple[Share, ...] = (0.2, 0.4, 0.6, 0.8, 1.0)
     distill: bool = True
-    kd_weight: Annotated[float, Ge(0), Le(1), TAUGHT] = 1.0  # a
+    kd_weight: Annotated[Fraction, TAUGHT] = 1.0  # a
     temperature: Annotated[Positive, TAUGHT] = 1.0  # tau
 
     def check(self, setting: Setting, e: Experiment) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..jobs import Arrived, Round, Server
+from ..base import Arrived, Round, Server
 from ..ranks import Products, factors, rest_and_products
 
 

@@ -15,9 +15,7 @@ from typing import Any
 
 import torch
 
-from ...core.clients import Client
-from ...core.experiment import Experiment
-from ..jobs import Arrived, Member, Round, Server, Serving, Setting
+from ..base import Arrived, Client, Experiment, Member, Round, Server, Serving, Setting
 from ..mixtures import under
 from ..ranks import Products, factors, rest_and_products
 

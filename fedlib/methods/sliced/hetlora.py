@@ -14,17 +14,13 @@ together. A client's rank stays with the server, which cuts what it is served. L
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Annotated, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
-from annotated_types import Ge, Le
 
-from ...core.clients import Client
-from ...core.slices import Slice
-from ...core.validation import Positive
-from ..cohort import Cohort, Stacked
-from ..jobs import Arrived, Round, Server, Setting
-from ..losses import Batch
+from ...core.kinds import NotNegative, Share
+from ..base import Arrived, Batch, Client, Cohort, Round, Server, Setting, Slice
+from ..cohort import Stacked
 from ..ranks import Ranks, factors, of_rank, without_factors
 from ..sums import MaskedMean, Update
 from ..widths import rounded_up
@@ -41,8 +37,8 @@ class HetLoRA(Ranks):
     needs_extras: ClassVar[bool] = True
     remembers: ClassVar[bool] = True  # a client's rank
 
-    gamma: Annotated[Positive, Le(1)] = 0.99  # 1: no pruning
-    prune_weight: Annotated[float, Ge(0)] = 1e-3  # lambda
+    gamma: Share = 0.99  # 1: no pruning
+    prune_weight: NotNegative = 1e-3  # lambda
     weights_by: Literal["matrix", "model"] = "matrix"
 
     def slice_for(self, client: Client, server: Server, r: Round) -> Slice:

@@ -15,13 +15,9 @@ from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar, Literal
 
 import torch
-from annotated_types import Ge, Le
 
-from ...core.clients import Client
-from ...core.experiment import Experiment
-from ...core.slices import Slice
-from ...core.validation import When
-from ..jobs import Arrived, Member, Round, Server, Setting
+from ...core.kinds import Fraction, When
+from ..base import Arrived, Client, Experiment, Member, Round, Server, Setting, Slice
 from ..server import ServerStep
 
 
@@ -35,7 +31,7 @@ class InclusiveFL(ServerStep):
 
     aggregation: Literal["mean", "feddyn", "fedadam"] = "fedadam"
     momentum_distill: bool = True
-    beta: Annotated[float, Ge(0), Le(1), When(momentum_distill=True)] = 0.2  # of the deeper stage's momentum
+    beta: Annotated[Fraction, When(momentum_distill=True)] = 0.2  # of the deeper stage's momentum
 
     def check(self, setting: Setting, e: Experiment) -> None:
         if self.momentum_distill and self.aggregation == "feddyn":

@@ -29,15 +29,11 @@ from typing import Annotated, ClassVar, Literal
 
 import numpy as np
 import torch
-from annotated_types import Le
 
-from ...core.clients import Client
-from ...core.experiment import Experiment
-from ...core.slices import Axis, Indices, ParamInfo, Slice
+from ...core.kinds import Share, When
+from ...core.slices import Axis, Indices
 from ...core.transfers import home
-from ...core.validation import Positive, When
-from ...models.exit_model import ExitModel
-from ..jobs import Arrived, Round, Server, Serving, Setting, Tensors
+from ..base import Arrived, Client, ExitModel, Experiment, ParamInfo, Round, Server, Serving, Setting, Slice, Tensors
 from ..server import ServerStep
 from ..sums import MaskedMean
 from ..widths import check_axes
@@ -45,7 +41,6 @@ from ..widths import check_axes
 TRIES = 20
 ATTENTION = ("qk", "vo")
 KINDS = {"qk": "attention", "vo": "attention", "ffn": "ffn", "residual": "residual"}  # of widths, by group of axes
-Share = Annotated[Positive, Le(1)]
 CONSTRAINED = When(draw="constrained")
 Widths = Mapping[tuple[str, str], float]  # by (layer, kind): the share of its entries that is kept
 

@@ -14,15 +14,12 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
 import torch
-from annotated_types import Ge, Le
 
-from ...core.experiment import Experiment
-from ...core.validation import Count, Positive, When
-from ...models.backbone import Spec
-from ...models.exits import Head, SharedClassifier
+from ...core.kinds import Count, Fraction, NotNegative, Positive, Share, When
+from ...models.exits import SharedClassifier
 from ...models.ree import Ree
-from ..jobs import Arrived, Round, Server, Setting
-from ..losses import Batch, cross_entropies, kl_to_teacher, ramp_up
+from ..base import Arrived, Batch, Experiment, Head, Round, Server, Setting, Spec, cross_entropies, kl_to_teacher
+from ..losses import ramp_up
 from ..server import ServerStep
 
 REE, TAUGHT = When(use_ree=True), When(distill="best")
@@ -35,11 +32,11 @@ class ReeFL(ServerStep):
     label, color, marker = "ReeFL", "#d55e00", "o"
 
     distill: Literal["best", "none"] = "best"  # who teaches (L_kl, Eq. 5); Table 3: none
-    kd_weight: Annotated[float | None, Ge(0), TAUGHT] = None  # eta; None: ramped up over the first rounds
+    kd_weight: Annotated[NotNegative | None, TAUGHT] = None  # eta; None: ramped up over the first rounds
     # of the rounds until eta = 1; the paper's 300 of 1000
-    ramp_fraction: Annotated[float, Ge(0), Le(1), TAUGHT, When(kd_weight=None)] = 0.3
+    ramp_fraction: Annotated[Fraction, TAUGHT, When(kd_weight=None)] = 0.3
     temperature: Annotated[Positive, TAUGHT] = 1.0  # tau, Eq. 6
-    zeta: Annotated[Positive, Le(1), TAUGHT] = 0.2  # running estimate of the loss
+    zeta: Annotated[Share, TAUGHT] = 0.2  # running estimate of the loss
     modulate: Annotated[bool, REE] = True  # Eq. 4; Table 4: False
     history: Annotated[Literal["modulated", "raw"], REE] = "modulated"  # raw: Eq. 2 as printed
     only_at_exits: Annotated[bool, REE] = False  # Table 5: True

@@ -17,16 +17,13 @@ experiment's ``batch_norm``, the release's "batch".
 
 import warnings
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
-from annotated_types import Ge, Lt
 
-from ...core.experiment import Experiment
-from ...core.validation import Positive
-from ...models.backbone import Spec
+from ...core.kinds import NotNegative, Part, Positive
 from ...models.vit import ViTSpec
-from ..losses import Batch, cross_entropies, last_exit
+from ..base import Batch, Experiment, Spec, cross_entropies, last_exit
 from ..scaling import Levels
 
 
@@ -38,9 +35,9 @@ class ScaleFL(Levels):
 
     version: ClassVar[int] = 2  # distillation started one round early; width alone was priced without all exits
 
-    kd_weight: Annotated[float, Ge(0)] = 0.05  # gamma
+    kd_weight: NotNegative = 0.05  # gamma
     temperature: Positive = 3.0  # tau
-    distill_from: Annotated[float, Ge(0), Lt(1)] = 0.25  # of the rounds, without distillation
+    distill_from: Part = 0.25  # of the rounds, without distillation
     objective: Literal["release", "paper"] = "release"
     detach: bool = True
     kl_mean: Literal["batch", "all"] = "batch"  # all: over the classes too

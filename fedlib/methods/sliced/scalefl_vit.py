@@ -15,16 +15,11 @@ from dataclasses import dataclass
 from typing import Annotated, Literal, cast
 
 import torch
-from annotated_types import Ge, Le
 
-from ...core.clients import Client
-from ...core.experiment import Experiment
-from ...core.slices import Slice
-from ...core.validation import Positive, When
-from ...models.backbone import Spec
+from ...core.kinds import NotNegative, Positive, Share, When
 from ...models.vit import ViTSpec
+from ..base import Batch, Client, Experiment, Slice, Spec, cross_entropies, kl_to_teacher, last_exit
 from ..jobs import Round, Server, Setting
-from ..losses import Batch, cross_entropies, kl_to_teacher, last_exit
 from ..server import ServerStep
 from ..widths import check_axes, uncut
 
@@ -41,10 +36,10 @@ class ScaleFLViT(ServerStep):
     label, color, marker = "ScaleFL", "#37ad70", "^"
 
     distill: Literal["last", "none"] = "last"
-    kd_weight: Annotated[float, Ge(0), TAUGHT] = 0.05  # eta, constant
+    kd_weight: Annotated[NotNegative, TAUGHT] = 0.05  # eta, constant
     temperature: Annotated[Positive, TAUGHT] = 3.0  # tau
     weighting: Literal["examples", "clients"] = "clients"
-    widths: tuple[Annotated[Positive, Le(1)], ...] | None = None  # one per exit, increasing to 1
+    widths: tuple[Share, ...] | None = None  # one per exit, increasing to 1
 
     def exit_units(self, depth: int, num_exits: int) -> tuple[int, ...]:
         if depth == 12 and num_exits in BLOCKS:

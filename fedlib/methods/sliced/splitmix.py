@@ -23,15 +23,11 @@ from typing import Annotated, ClassVar, Literal
 
 import torch
 
-from ...core.clients import Client
-from ...core.experiment import Experiment
+from ...core.kinds import Count, Positive, When
 from ...core.rng import numpy_generator, torch_generator
-from ...core.slices import Slice
-from ...core.validation import Count, Positive, When
-from ...models.exit_model import ExitModel
 from ...models.maps import MapSpec
+from ..base import Batch, Client, ExitModel, Experiment, Slice, cross_entropies
 from ..jobs import Arrived, Member, Round, Server, Serving, Setting
-from ..losses import Batch, cross_entropies
 from ..memory_budgets import MemoryBudgets
 from ..widths import check_cuttable
 
