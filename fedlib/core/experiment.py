@@ -162,17 +162,18 @@ class Experiment:
     def __post_init__(self):
         check_instance(self, "experiment")
         if self.clients_per_round > self.num_clients:
-            raise ValueError(
-                f"experiment: clients_per_round = {self.clients_per_round} exceeds num_clients = {self.num_clients}"
-            )
+            raise self.refused("clients_per_round", f"exceeds num_clients = {self.num_clients}")
         if self.min_lr > self.lr:
-            raise ValueError(f"experiment: min_lr = {self.min_lr} exceeds lr = {self.lr}")
-        if self.exit_blocks is not None:
-            blocks = self.exit_blocks
+            raise self.refused("min_lr", f"exceeds lr = {self.lr}")
+        if (blocks := self.exit_blocks) is not None:
             if len(blocks) != self.num_exits or list(blocks) != sorted(set(blocks)):
-                raise ValueError(
-                    f"experiment: exit_blocks = {list(blocks)} must be {self.num_exits} increasing block indices >= 0"
-                )
+                raise self.refused("exit_blocks", f"must be {self.num_exits} increasing block indices >= 0")
+
+    def refused(self, key: str, why: str, allowed: object = "") -> ValueError:
+        """The error of a field whose value cannot be: ``experiment: key = value why; allowed: …``."""
+        value = getattr(self, key)
+        value, joint = list(value) if isinstance(value, tuple) else value, "" if why[0] in ":," else " "
+        return ValueError(f"experiment: {key} = {value!r}{joint}{why}" + (f"; allowed: {allowed}" if allowed else ""))
 
     def identity(self) -> dict[str, object]:
         """The fields that differ from the defaults (so a later field with a neutral default renames no stored run)."""

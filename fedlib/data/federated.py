@@ -140,11 +140,10 @@ def load_federated(
     )
     check_labels(e, data)
     if e.test_split == "owner" and (data.test_owners is None or e.partition not in BY_OWNER):
-        known = "says no owners of its test examples" if data.test_owners is None else f"partition = {e.partition!r}"
-        raise ValueError(
-            f"experiment: test_split = 'owner', but {e.dataset if data.test_owners is None else 'with'} {known}; "
-            f"allowed: data whose examples have owners, with partition = {' or '.join(BY_OWNER)}"
-        )
+        but = f"{e.dataset} says no owners of its test examples"
+        but = but if data.test_owners is None else f"with partition = {e.partition!r}"
+        allowed = f"data whose examples have owners, with partition = {' or '.join(BY_OWNER)}"
+        raise e.refused("test_split", f", but {but}", allowed)
     values, test_values = _strata(data, data.train_labels), _strata(data, data.test_labels)
     chosen, test = _subset(values, e.num_train, "train"), _subset(test_values, e.num_test, "test")
     owners, test_owners = (o.numpy() if o is not None else None for o in (data.owners, data.test_owners))
@@ -184,14 +183,12 @@ def check_labels(e: Experiment, data: DataSet) -> None:
     if data.target != "class":
         allowed = (*BY_CHANCE, *BY_OWNER)
         if e.partition not in allowed:
-            raise ValueError(
-                f"experiment: partition = {e.partition!r} divides by class, but the labels of {e.dataset!r} are no "
-                f"classes; allowed: {', '.join(allowed)}"
-            )
+            why = f"divides by class, but the labels of {e.dataset!r} are no classes"
+            raise e.refused("partition", why, ", ".join(allowed))
         if e.test_split == "labels":
-            raise ValueError(f"experiment: test_split = 'labels', but the labels of {e.dataset!r} are no classes")
+            raise e.refused("test_split", f", but the labels of {e.dataset!r} are no classes")
     if e.evaluate_on == "validation" and e.validation_fraction == 0:
-        raise ValueError("experiment: evaluate_on = 'validation' needs a validation_fraction above 0")
+        raise e.refused("evaluate_on", "needs a validation_fraction above 0")
 
 
 ASKS = {Classification: "class", Regression: "number", Span: "span", NextToken: "tokens"}  # labels of each task
@@ -201,10 +198,8 @@ def check_task(e: Experiment, data: FederatedData) -> None:
     """Raise ``ValueError`` if the labels are not what the task of ``e``'s data set (``tasks.TASKS``) asks for."""
     task, found = task_of(e.dataset), target_of(data.labels)
     if found != ASKS[type(task)]:
-        raise ValueError(
-            f"experiment: dataset = {e.dataset!r} is taken for a {type(task).__name__}, but each of its labels is a "
-            f"{found}; a copy under $FEDLIB_DATA has the task of the set that it is named after"
-        )
+        why = f"is taken for a {type(task).__name__}, but each of its labels is a {found}"
+        raise e.refused("dataset", f"{why}; a copy under $FEDLIB_DATA has the task of the set that it is named after")
 
 
 def hold_out(values: Rows, rows: Rows, fraction: float, purpose: str = "validation") -> tuple[Rows, Rows]:

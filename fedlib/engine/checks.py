@@ -38,33 +38,27 @@ def check_experiment(e: Experiment) -> Method:
         check_input(e, config, e.dataset in TEXTS)
     reads_text = len(config.input_shape) == 1
     if reads_text and e.augment != "none":
-        raise ValueError(f"experiment: augment = {e.augment!r} is for images; allowed with {e.backbone!r}: none")
+        raise e.refused("augment", f"is for images; allowed with {e.backbone!r}: none")
     if task_of(e.dataset).reads == "tokens" and len(config.state(0)) != 2:
-        raise ValueError(
-            f"experiment: dataset = {e.dataset!r} asks for an answer at every token, and backbone = {e.backbone!r} has "
-            "none; allowed: minilm, bert_micro or another transformer of text"
-        )
+        why, allowed = "asks for an answer at every token", "minilm, bert_micro or another transformer of text"
+        raise e.refused("dataset", f"{why}, and backbone = {e.backbone!r} has none", allowed)
     if isinstance(task_of(e.dataset), NextToken) and not config.causal:
-        raise ValueError(
-            f"experiment: dataset = {e.dataset!r} asks for the next token, and backbone = {e.backbone!r} sees what "
-            "follows; allowed: a causal one, such as llama_tiny"
-        )
+        why = f"asks for the next token, and backbone = {e.backbone!r} sees what follows"
+        raise e.refused("dataset", why, "a causal one, such as llama_tiny")
     check_labels(e, method)
     if e.test_mask and not isinstance(task_of(e.dataset), Classification):
-        raise ValueError(f"experiment: test_mask = True is for classes, which the labels of {e.dataset!r} are not")
+        raise e.refused("test_mask", f"is for classes, which the labels of {e.dataset!r} are not")
     check_finetune(e.finetune, dict(e.finetune_options), config)
     method.check_backbone(config, e)
     blocks = e.exit_blocks if e.exit_blocks is not None else method.exit_units(config.depth, e.num_exits)
     if blocks[-1] >= config.depth:
         raise ValueError(f"experiment: exit_blocks = {list(blocks)}: {e.backbone} has blocks 0..{config.depth - 1}")
     if e.exit_head is not None and tuple(blocks) == (config.depth - 1,):
-        raise ValueError(f"experiment: exit_head = {e.exit_head!r} has no effect: no exit comes before the last unit")
+        raise e.refused("exit_head", "has no effect: no exit comes before the last unit")
     size = config.input_shape[-1]
     if e.augment.startswith("crop") and e.crop_pad >= size:
-        raise ValueError(
-            f"experiment: crop_pad = {e.crop_pad} leaves nothing of the {size} x {size} pixels that "
-            f"{e.backbone} reads; allowed: 0..{size - 1}"
-        )
+        why = f"leaves nothing of the {size} x {size} pixels that {e.backbone} reads"
+        raise e.refused("crop_pad", why, f"0..{size - 1}")
     method.check(Setting(config, tuple(blocks), {}, e.num_clients, e.rounds), e)
     return method
 
@@ -74,10 +68,8 @@ def check_input(e: Experiment, config: Spec, text: bool) -> None:
     if text == (len(config.input_shape) == 1):
         return
     kind, allowed = ("sentences", "minilm, bert_micro") if text else ("images", "deit_micro, a timm ViT, vim_tiny")
-    raise ValueError(
-        f"experiment: backbone = {e.backbone!r} cannot read dataset = {e.dataset!r}, which holds {kind}; "
-        f"allowed: {allowed}, or data of the other kind"
-    )
+    why = f"cannot read dataset = {e.dataset!r}, which holds {kind}"
+    raise e.refused("backbone", why, f"{allowed}, or data of the other kind")
 
 
 def check_labels(e: Experiment, method: Method) -> None:
@@ -97,10 +89,8 @@ def check_channels(e: Experiment, config: Spec, data: FederatedData) -> None:
     if is_text(data.inputs) or data.inputs.shape[1] in (1, config.input_shape[0]):
         return
     reads, found = config.input_shape[0], data.inputs.shape[1]
-    raise ValueError(
-        f"experiment: backbone = {e.backbone!r} reads images of {reads} channel{'s'[: reads != 1]}, and those of "
-        f"dataset = {e.dataset!r} have {found}; allowed: a backbone of {found} channels"
-    )
+    why = f"reads images of {reads} channel{'s'[: reads != 1]}, and those of dataset = {e.dataset!r} have {found}"
+    raise e.refused("backbone", why, f"a backbone of {found} channels")
 
 
 def check_norms(e: Experiment, model: ExitModel) -> None:
@@ -109,10 +99,8 @@ def check_norms(e: Experiment, model: ExitModel) -> None:
     ``tracked`` asks for none where nothing is to be tracked: grids say it of nets with batch norm and without.
     """
     if e.batch_norm in ("static", "local") and not any(isinstance(m, BatchNorm2d) for m in model.modules()):
-        raise ValueError(
-            f"experiment: batch_norm = {e.batch_norm!r}: backbone = {e.backbone!r} and its exits have no batch norm; "
-            "allowed: batch, tracked"
-        )
+        why = f": backbone = {e.backbone!r} and its exits have no batch norm"
+        raise e.refused("batch_norm", why, "batch, tracked")
 
 
 def check_words(e: Experiment, config: Spec) -> None:

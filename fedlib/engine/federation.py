@@ -156,10 +156,8 @@ def build_federation(e: Experiment, device: str = "cpu") -> Federation:
     if not len(eligible):
         raise ValueError(f"experiment: no client is eligible for {e.method} with budgets = {e.budgets!r}")
     if not data.num_examples[eligible].any():
-        raise ValueError(
-            f"experiment: partition = {e.partition!r} leaves none of the {len(eligible)} clients that {e.method} can "
-            "sample an example"
-        )
+        why = f"leaves none of the {len(eligible)} clients that {e.method} can sample an example"
+        raise e.refused("partition", why)
     server = method.init_server(model.trainable(), setting)
     return with_caches(Federation(e, method, setting, data, model, model.frozen(), budgets, server))
 
@@ -194,9 +192,7 @@ def budgets_of(e: Experiment, method: Method) -> np.ndarray:
         return given
     if isinstance(e.budgets, tuple):
         if not e.budgets or max(e.budgets) >= budgets:
-            raise ValueError(
-                f"experiment: budgets = {list(e.budgets)}: {e.method} has {budgets}; allowed: 0..{budgets - 1}"
-            )
+            raise e.refused("budgets", f": {e.method} has {budgets}", f"0..{budgets - 1}")
         return np.resize(e.budgets, e.num_clients)
     if e.budgets == "maximum":
         return np.full(e.num_clients, budgets - 1)

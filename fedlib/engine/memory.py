@@ -22,11 +22,9 @@ def check_memory(e: Experiment, shapes: ExitModel, examples: int, device: str) -
     widest, kept = shapes.backbone.spec.numbers(min(e.batch_size, examples))
     needed, free = bytes_to_train(e, shapes, 4 * (kept if inside else widest)), free_memory(torch.device(device))
     if needed > free:
-        raise ValueError(
-            f"experiment: backbone = {e.backbone!r}, finetune = {e.finetune!r}: the model and the training of one "
-            f"client need about {needed / GIB:.1f} GiB and {free / GIB:.1f} GiB are free on {device}; choose a smaller "
-            "model, fewer trained parameters (finetune, finetune_options, options) or a smaller batch_size"
-        )
+        why = f", finetune = {e.finetune!r}: the model and the training of one client need about {needed / GIB:.1f} GiB"
+        less = "a smaller model, fewer trained parameters (finetune, finetune_options, options) or a smaller batch_size"
+        raise e.refused("backbone", f"{why} and {free / GIB:.1f} GiB are free on {device}; choose {less}")
 
 
 def bytes_to_train(e: Experiment, shapes: ExitModel, kept: float, cut: bool = False) -> float:

@@ -146,10 +146,7 @@ def build_optimiser(e: Experiment, leaves: Tensors, rows: Sequence[Rows]) -> Loc
 def check_optimiser(e: Experiment) -> None:
     """Raise ``ValueError`` where an option has no effect or makes no sense."""
     if e.optimiser != "sgd" and e.momentum:
-        raise ValueError(
-            f"experiment: momentum = {e.momentum} is of optimiser = 'sgd'; {e.optimiser!r} has moments of its own; "
-            "allowed: 0"
-        )
+        raise e.refused("momentum", f"is of optimiser = 'sgd'; {e.optimiser!r} has moments of its own", "0")
 
 
 def clip_norms(grads: Tensors, at: Sequence[torch.Tensor], members: int, limit: float) -> list[torch.Tensor]:

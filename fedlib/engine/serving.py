@@ -66,30 +66,28 @@ def evaluate_clients(f: Federation, server: Server, memories: Mapping) -> dict[s
     means, last = np.nanmean(table, 1), np.array([row[own][-1] for row, own in zip(table, holds, strict=True)])
     held = [column[~np.isnan(column)] for column in table.T]  # of an exit that nobody holds: nothing
     out = {
-        "accuracy": round(float(means.mean()), 4), "sd": round(float(means.std()), 4), "clients": len(table),
-        "exits": [round(float(x.mean()), 4) if len(x) else None for x in held],
-        "exits_sd": [round(float(x.std()), 4) if len(x) else None for x in held],
-        "last": round(float(last.mean()), 4),
+        "accuracy": _told(means.mean()), "sd": _told(means.std()), "clients": len(table),
+        "exits": [_told(x.mean()) if len(x) else None for x in held],
+        "exits_sd": [_told(x.std()) if len(x) else None for x in held], "last": _told(last.mean()),
     }  # fmt: skip
     if len({(p.exits, p.shape_key()) for p in parts}) > 1:
         budgets = np.array([c.budget for c in clients])
-        out["by_budget"] = {
-            str(b): {
-                "accuracy": round(float(means[budgets == b].mean()), 4),
-                "last": round(float(last[budgets == b].mean()), 4),
-                "clients": int((budgets == b).sum()),
-            }
-            for b in sorted(set(budgets.tolist()))
-        }
+        own = {b: budgets == b for b in sorted(set(budgets.tolist()))}
+        out["by_budget"] = {str(b): {"accuracy": _told(means[of].mean()), "last": _told(last[of].mean()),
+                                     "clients": int(of.sum())} for b, of in own.items()}  # fmt: skip
     if len(table) <= LISTED:
-        out["by_client"] = {str(c.id): round(float(x), 4) for c, x in zip(clients, means, strict=True)}
+        out["by_client"] = {str(c.id): _told(x) for c, x in zip(clients, means, strict=True)}
         if len(exits) > 1:
-            out["last_by_client"] = {str(c.id): round(float(x), 4) for c, x in zip(clients, last, strict=True)}
+            out["last_by_client"] = {str(c.id): _told(x) for c, x in zip(clients, last, strict=True)}
     if broken:
         out["nonfinite"] = len(broken)
     if early and holds.all():
         out["leaving"] = mean_over_clients(early)
     return out
+
+
+def _told(x: float) -> float:
+    return round(float(x), 4)
 
 
 def client_outputs(

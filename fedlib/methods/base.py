@@ -58,9 +58,8 @@ class Method(UploadOptions):
         if self.noise_multiplier and self.update_norm is None:
             self.refuse(f"noise_multiplier = {self.noise_multiplier} needs an update_norm: noise is scaled to it")
         if self.noise_multiplier and self.weighting != "clients":
-            self.refuse(
-                f"noise_multiplier needs weighting = 'clients', not {self.weighting!r}: numbers of examples are private"
-            )
+            why = "numbers of examples are private"
+            self.refuse(f"noise_multiplier needs weighting = 'clients', not {self.weighting!r}: {why}")
         if self.dp_delta is not None and not self.noise_multiplier:
             self.refuse(f"dp_delta = {self.dp_delta} has no effect without a noise_multiplier")
         if self.error_feedback and self.compress == "none":
@@ -75,10 +74,8 @@ class Method(UploadOptions):
     def check_slices(self, key: str, asked: object) -> None:
         """Raise ``ValueError`` for an option that a client can only follow if it sends one and the same slice."""
         if asked and not self.one_slice:
-            self.refuse(
-                f"{key} = {getattr(self, key)} needs clients that send one model, of the same slice in every round; "
-                f"{type(self).__name__.lower()}'s do not"
-            )
+            need = "needs clients that send one model, of the same slice in every round"
+            self.refuse(f"{key} = {getattr(self, key)} {need}; {type(self).__name__.lower()}'s do not")
 
     def refuse(self, reason: str) -> NoReturn:
         """Raise ``ValueError``: options do not go together for this ``reason``."""

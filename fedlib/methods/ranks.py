@@ -32,15 +32,12 @@ class Ranks(Shares):
 
     def check(self, setting: Setting, e: Experiment) -> None:
         super().check(setting, e)
-        name = type(self).__name__.lower()
         if e.finetune != "lora":
-            raise ValueError(f"{name}: finetune = {e.finetune!r} has no rank; allowed: lora")
+            raise ValueError(f"{e.method}: finetune = {e.finetune!r} has no rank; allowed: lora")
         adapters = {n for n, i in setting.infos.items() if i.kind == "adapter"}
         if adapters != {n for pair in factors(setting).values() for n in pair}:
-            raise ValueError(
-                f"{name}: backbone = {e.backbone!r} with {dict(e.finetune_options)} has adapters that are no pairs of "
-                "factors; allowed: plain LoRA of linear layers"
-            )
+            of = f"{e.method}: backbone = {e.backbone!r} with {dict(e.finetune_options)}"
+            raise ValueError(f"{of} has adapters that are no pairs of factors; allowed: plain LoRA of linear layers")
 
     def slice_for(self, client: Client, server: Server, r: Round) -> Slice:
         return of_rank(r.setting, partial(rounded_up, self.rank_shares[client.budget]))

@@ -100,17 +100,18 @@ class Levels(Method):
         return scaling_exits(spec, num_classes, exit_units)
 
     def check(self, setting: Setting, e: Experiment) -> None:
-        name = type(self).__name__.lower()
-        check_cuttable(name, setting, e)
+        check_cuttable(setting, e)
         if self.widths is not None and len(self.widths) != setting.num_exits:
-            raise ValueError(f"{name}: widths = {list(self.widths)} must be {setting.num_exits} numbers in (0, 1]")
+            raise ValueError(f"{e.method}: widths = {list(self.widths)} must be {setting.num_exits} numbers in (0, 1]")
         if self.resources is not None and len(self.resources) != setting.num_clients:
-            raise ValueError(f"{name}: {len(self.resources)} resources; allowed: {setting.num_clients}, one a client")
+            raise ValueError(
+                f"{e.method}: {len(self.resources)} resources; allowed: {setting.num_clients}, one a client"
+            )
         if setting.measure is not None:
             whole, own = [self.part(j, setting) for j in range(setting.num_exits)][-1], self.levels(setting)
             matters = e.budgets == "uniform"  # else everybody holds the whole
             for text in distortions(own, whole, setting) if matters else ():
-                warnings.warn(f"{name}: {text}", stacklevel=2)
+                warnings.warn(f"{e.method}: {text}", stacklevel=2)
 
     def client_budgets(self, num_clients: int, num_exits: int) -> np.ndarray | None:
         """The levels that the clients' resources say."""

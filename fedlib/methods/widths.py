@@ -30,29 +30,28 @@ def rounded_down(rate: float, size: int) -> int:
     return max(1, math.floor(rate * size + 1e-9))
 
 
-def check_axes(method: str, e: Experiment) -> None:
+def check_axes(e: Experiment) -> None:
     """Raise ``ValueError`` if ``e``'s fine-tuning mode has parameters whose axes are not named."""
     if e.finetune not in CUTTABLE:
-        raise ValueError(f"{method}: finetune = {e.finetune!r} cannot be cut in width; allowed: {', '.join(CUTTABLE)}")
+        raise ValueError(
+            f"{e.method}: finetune = {e.finetune!r} cannot be cut in width; allowed: {', '.join(CUTTABLE)}"
+        )
 
 
 def check_cuttable(
-    method: str, setting: Setting, e: Experiment, least: float = 1.0,
-    rounded: Callable[[float, int], int] = rounded_up,
-) -> None:  # fmt: skip
+    setting: Setting, e: Experiment, least: float = 1.0, rounded: Callable[[float, int], int] = rounded_up
+) -> None:
     """Raise ``ValueError`` if ``e``'s backbone or fine-tuning mode has parameters whose axes are not named.
 
     And, once there are axes, if a share ``least`` of a residual stream is one feature, which a norm makes a constant.
     """
-    check_axes(method, e)
+    check_axes(e)
     if reason := uncut(setting.spec):
-        raise ValueError(f"{method}: backbone = {e.backbone!r} cannot be cut in width: {reason}")
+        raise ValueError(f"{e.method}: backbone = {e.backbone!r} cannot be cut in width: {reason}")
     features = setting.axes["residual"].size if "residual" in setting.axes else 0
     if features > 1 and rounded(least, features) <= 1:
-        raise ValueError(
-            f"{method}: {least:.3g} of the {features} features of backbone = {e.backbone!r} is one, which a norm makes "
-            f"a constant; allowed: {2 / features:.3g} or more"
-        )
+        of = f"{e.method}: {least:.3g} of the {features} features of backbone = {e.backbone!r} is one"
+        raise ValueError(f"{of}, which a norm makes a constant; allowed: {2 / features:.3g} or more")
 
 
 def uncut(spec: Spec) -> str:
@@ -91,8 +90,8 @@ class Shares(Method):
 
     def check(self, setting: Setting, e: Experiment) -> None:
         if len(setting.exit_units) > 1:
-            name, given = type(self).__name__.lower(), list(setting.exit_units)
-            raise ValueError(f"{name}: exit_blocks = {given}: its network has one exit; allowed: one block")
+            given = list(setting.exit_units)
+            raise ValueError(f"{e.method}: exit_blocks = {given}: its network has one exit; allowed: one block")
 
 
 @dataclass(frozen=True)
@@ -109,7 +108,7 @@ class Rates(Shares):
 
     def check(self, setting: Setting, e: Experiment) -> None:
         super().check(setting, e)
-        check_cuttable(type(self).__name__.lower(), setting, e, min(self.rates), self.kept)
+        check_cuttable(setting, e, min(self.rates), self.kept)
 
 
 @dataclass(frozen=True)

@@ -22,11 +22,10 @@ from ..runs.store import run_path
 from .claims import Judged, Stored, judge
 from .claims_page import added, claims_page, claims_section, plot_tallies
 from .clients import VALUES
-from .further import with_further
 from .plots import save_figure
 from .style import data_title, spelled
 from .style import title_of as column_title
-from .tables import markdown_table, methods_in_columns, obtained, reported_beside
+from .tables import markdown_table, methods_in_columns, obtained, reported_beside, with_further
 
 THUMBNAIL = 420  # pixels
 ORDER = ("table", "decomposition", "figure", "")  # then by number, then by name
@@ -79,9 +78,10 @@ def results_page(stored: Stored, verdicts: Sequence[Judged]) -> str:
             continue
         sections.append(section(stored, table, done, shown))
         runs |= done
+    by_hand = stored.folder / f"findings_{stored.profile}.md"
     text = [
         f"# Results of {spelled(stored.paper)} at profile `{stored.profile}`",
-        findings(stored),
+        by_hand.read_text(encoding="utf-8").strip() if by_hand.is_file() else "",  # what the runs say, in plain words
         "Written by `make results` from the stored runs in [`runs`](../runs); do not edit. Obtained: mean ± SD over "
         "seeds of the last round's accuracy in percent, mean over exits. Reported, or in brackets: the paper's, on its "
         "backbone and data, so compare orderings, not values. Bold: the best of its comparison.",
@@ -92,12 +92,6 @@ def results_page(stored: Stored, verdicts: Sequence[Judged]) -> str:
         f"## Not run at this profile\n\n{', '.join(title_of(stored.paper, t) for t in absent)}." if absent else "",
     ]
     return "\n\n".join(t for t in text if t) + "\n"
-
-
-def findings(stored: Stored) -> str:
-    """What the runs of this profile say, in plain words: a paragraph written by hand, if there is one."""
-    path = stored.folder / f"findings_{stored.profile}.md"
-    return path.read_text(encoding="utf-8").strip() if path.is_file() else ""
 
 
 def grid_names(paper: str) -> list[str]:
@@ -126,9 +120,10 @@ def section(stored: Stored, table: str, done: dict[str, Cell], shown: dict[str, 
         more = with_further(frame, stored.spec(table))
         rows = obtained(more, reported_beside(stored.paper, table), value, thresholds)
         parts.append(markdown_table(printed(methods_in_columns(rows))))
-        parts.append(as_csv(stored, table))
+        csv = f"tables/{table}_{stored.profile}.csv"  # if its notebook stored it
+        parts.append(f"[As CSV]({csv})" if (stored.folder / csv).is_file() else "")
     shown.update({h: table for h in done if h not in shown})
-    parts.append(thumbnails(figures_of(stored, table)))
+    parts.append(thumbnails(sorted((stored.folder / "figures").glob(f"{table}_{stored.profile}*.png"))))
     return "\n\n".join(p for p in parts if p)
 
 
@@ -150,12 +145,6 @@ def printed(table: pd.DataFrame) -> pd.DataFrame:
         shown[methods] = table[methods].apply(bold, axis=1)
     words = [", ".join([column_title(first), *rest]) for first, *rest in table["column"].str.split(", ")]
     return shown.assign(column=words, data=table.data.map(data_title))
-
-
-def as_csv(stored: Stored, table: str) -> str:
-    """A link to the numbers of a table as a file, if its notebook stored them."""
-    name = f"tables/{table}_{stored.profile}.csv"
-    return f"[As CSV]({name})" if (stored.folder / name).is_file() else ""
 
 
 def facts(stored: Stored, cells: Sequence[Cell], wanted: set[str] = frozenset()) -> str:
@@ -254,11 +243,6 @@ def short_title(paper: str, name: str) -> str:
 def spoken(name: str) -> str:
     """``Table 3`` of ``table3``, ``Figure 1b`` of ``figure1b``."""
     return re.sub(r"(\d+\w?)$", r" \1", name).capitalize()
-
-
-def figures_of(stored: Stored, name: str) -> list[Path]:
-    """The stored figures of a table at this profile."""
-    return sorted((stored.folder / "figures").glob(f"{name}_{stored.profile}*.png"))
 
 
 def thumbnails(paths: Sequence[Path]) -> str:

@@ -15,7 +15,6 @@ from ..engine.executors import Execution
 from ..runs.params import load_spec
 from . import tables
 from .clients import VALUES, as_exits, spread_out
-from .further import with_further
 from .plots import gain_bars, plot_learning_curves, plot_modes, save_figure, score_of
 from .said import leads, told
 from .statistics import orderings
@@ -50,7 +49,7 @@ class Table:
 
         Where the table prints what clients get: mean ± SD over clients, mean over seeds.
         """
-        return tables.obtained(with_further(self.frame, self.spec), self.reported, self.value, self.thresholds)
+        return tables.obtained(tables.with_further(self.frame, self.spec), self.reported, self.value, self.thresholds)
 
     def obtained_at_cost(self) -> pd.DataFrame:
         """:meth:`obtained`, and what a round of each row costs in MACs."""

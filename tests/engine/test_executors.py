@@ -80,6 +80,8 @@ def test_automatic_cohorts_batch_small_models_and_leave_large_ones_alone(tiny):
     assert size(finetune="lora") == 30  # 16 / 0.53: frozen weights see one merged batch
     big = dict(backbone="deit_small_patch16_224", pretrained=False, batch_size=16)
     assert size(finetune="frozen", finetune_options={}, **big) == 1
-    maps = dict(method="depthfl", num_exits=3, backbone="convnet3_slim", pretrained=False, finetune="full", finetune_options={})
+    maps = dict(
+        method="depthfl", num_exits=3, backbone="convnet3_slim", pretrained=False, finetune="full", finetune_options={}
+    )
     # 32 channels of 30 x 30 pixels, 4 bytes, of 10 images: 1.10 MiB, of 32: 3.5
     assert size(batch_size=10, **maps) == 4 and size(batch_size=32, **maps) == 1

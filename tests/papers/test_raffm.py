@@ -19,9 +19,8 @@ from fedlib.papers.raffm import (
     traffic_to,
 )
 from fedlib.report.claims import Published, compared, load_all_claims
-from fedlib.report.further import with_further
 from fedlib.report.table import Table
-from fedlib.report.tables import load_reported, obtained, reported_beside
+from fedlib.report.tables import load_reported, obtained, reported_beside, with_further
 from fedlib.runs.params import load_grid, load_spec
 from fedlib.runs.store import run
 from fedlib.runs.trained import load_trained

@@ -52,12 +52,10 @@ class FedProto(Rates):
     def check(self, setting: Setting, e: Experiment) -> None:
         super(Rates, self).check(setting, e)  # the features' own width is not cut
         if min(self.rates) < 1:
-            check_cuttable("fedproto", setting, e)
+            check_cuttable(setting, e)
             if any(axis.tied for axis in setting.axes.values()):
-                raise ValueError(
-                    f"fedproto: rates = {list(self.rates)}: backbone = {e.backbone!r} concatenates its features, which "
-                    "must stay whole; allowed: [1.0]"
-                )
+                why = f"backbone = {e.backbone!r} concatenates its features, which must stay whole"
+                raise ValueError(f"fedproto: rates = {list(self.rates)}: {why}; allowed: [1.0]")
         if e.test_mask and self.answer != "classifier":
             raise ValueError("fedproto: test_mask = True is of a classifier; allowed: False, or answer = 'own'")
 

@@ -32,7 +32,7 @@ class FedAvg(ServerStep):
 
     def check(self, setting: Setting, e: Experiment) -> None:
         if self.width < 1:
-            check_cuttable("fedavg", setting, e, self.width)
+            check_cuttable(setting, e, self.width)
 
     def slice_for(self, client: Client, server: Server, r: Round) -> Slice:
         if self.width == 1:

@@ -243,7 +243,7 @@ def check_widths(space: Space, rank: Sequence[str], setting: Setting, e: Experim
     if not spec.heads:
         kind = type(spec).__name__.removesuffix("Spec")
         refuse(f"backbone: a {kind} has no attention heads to cut; allowed: a ViT, BERT or foreign")
-    check_axes(e.method, e)
+    check_axes(e)
     if spec.centred and min(space.kinds["residual"]) < 1:
         refuse(
             f"backbone = {e.backbone!r} standardises what exits read by whole features, which a narrower residual "

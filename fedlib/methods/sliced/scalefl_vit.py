@@ -52,7 +52,7 @@ class ScaleFLViT(ServerStep):
             raise ValueError(f"scalefl_vit: backbone: a {kind} is not what it cuts, which is a ViT{instead}")
 
     def check(self, setting: Setting, e: Experiment) -> None:
-        check_axes("scalefl_vit", e)
+        check_axes(e)
         widths, spec = self._widths(setting), cast(ViTSpec, setting.spec)  # ``check_backbone`` has seen to it
         if len(widths) != setting.num_exits:
             raise ValueError(f"scalefl_vit: widths = {list(widths)} must be {setting.num_exits} numbers in (0, 1]")

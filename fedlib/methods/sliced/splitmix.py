@@ -60,7 +60,7 @@ class SplitMix(MemoryBudgets):
         model.context.scaled = ("conv", "shortcut")
 
     def check(self, setting: Setting, e: Experiment) -> None:
-        check_cuttable("splitmix", setting, e, 1 / self.bases)
+        check_cuttable(setting, e, 1 / self.bases)
         convolutions = isinstance(setting.spec, MapSpec)
         if convolutions and e.pretrained and not (self.init == "own" and self.rescale_init):
             raise ValueError("splitmix: init would change the pre-trained weights; allowed: own and rescaled")
