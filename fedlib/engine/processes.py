@@ -61,7 +61,8 @@ class Processes(Workers):
             self.kit = torch.frombuffer(_pack(kit(federation), travels=True), dtype=torch.uint8).share_memory_()
         self.processes: list[_Worker] = []
         try:
-            self.processes += [self._start_worker(place) for place in range(self.workers)]
+            for place in range(self.workers):
+                self.processes.append(self._start_worker(place))
             for worker in self.processes:
                 worker.wait_until_ready()
         except OSError as error:

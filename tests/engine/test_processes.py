@@ -223,6 +223,19 @@ def may_not_fork():
         m.setattr(os, "fork", lambda: (_ for _ in ()).throw(BlockingIOError(11, "Resource temporarily unavailable")))
         with pytest.raises(Unforkable, match="no process could be forked: .*temporarily unavailable"):
             list(run_rounds(f, TWO))
+    with pytest.MonkeyPatch.context() as m:
+        fork, forked = os.fork, []
+
+        def fork_once():
+            forked.append(os.getpid())
+            if len(forked) == 2:
+                raise BlockingIOError(11, "Resource temporarily unavailable")
+            return fork()
+
+        m.setattr(os, "fork", fork_once)
+        with pytest.raises(Unforkable, match="no process could be forked"):
+            list(run_rounds(f, TWO))
+        assert not multiprocessing.active_children()
 
 
 def test_gradients_of_this_process_do_not_forbid_forks(alone):
