@@ -107,9 +107,11 @@ def client_outputs(
         tuned = serving.tune is not None and client.num_examples > 0
         alike.setdefault((key, tuned), []).append((client.id, serving))
     of_batches = not by_example(f.model, f.experiment.batch_norm, training=False)  # batch norm's statistics
+    maps = f.device.type == "cpu" and len(f.model.backbone.spec.feature(0)) == 3
     for group in alike.values():
         group.sort(key=lambda pair: -len(tests[pair[0]]))  # clients of about equal sizes waste no rows on padding
-        fit = AT_ONCE // len(tests[group[0][0]]) if of_batches else CLIENTS
+        own = maps and any(m.keeps == "all" for m in group[0][1].members)  # convolutions of few examples each are slow
+        fit = AT_ONCE // len(tests[group[0][0]]) if of_batches or own else CLIENTS
         size = max(1, min(CLIENTS, fit))
         for a in range(0, len(group), size):
             some = group[a : a + size]
