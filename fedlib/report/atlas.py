@@ -25,6 +25,7 @@ from ..runs.params import Cell
 from ..runs.params_files import grids
 from ..runs.store import find_run
 from .flags import flags_of
+from .tables import label_of
 
 LOW, HIGH = "smallest", "whole"  # rows of every task: the smallest level for all, and the whole model for all
 WORST = 0.1  # of the clients
@@ -151,22 +152,23 @@ def best_rates(frame: pd.DataFrame) -> pd.DataFrame:
     rows = frame.groupby(["label", "column"], sort=False)[["local", "seconds"]].mean().unstack()
     scores = rows["local"][list(dict.fromkeys(frame.column))]
     best = scores.fillna(-1).idxmax(axis=1).where(scores.notna().all(axis=1))
-    return scores.assign(best=best, minutes=rows["seconds"].sum(axis=1) / 60).round(2).reset_index()
+    found = scores.assign(best=best, minutes=rows["seconds"].sum(axis=1) / 60).round(2).reset_index()
+    return found.assign(label=found.label.map(label_of))
 
 
 def load_entries(cells: Mapping[str, Sequence[Cell]], folder=None) -> Entries:
     """What is stored of each task's cells; of a method the seeds that all of its task's methods have.
 
-    A task without the two rows that scores are measured by is left out. So is, with a warning, one whose whole model is
-    not above its smallest level, or on all test examples far below the whole net of a method under caps: it did not
-    train, and what lies between the two says nothing.
+    A task without the two rows that scores are measured by, or with these alone, is left out. So is, with a warning, a
+    task whose whole model is not above its smallest level, or on all test examples far below the whole net of a method
+    under caps: it did not train, and what lies between the two says nothing.
     """
     clients: dict[str, dict[str, np.ndarray]] = {}
     flags: dict[tuple[str, str], tuple[str, ...]] = {}
     for task, grid in cells.items():
         runs = {(c.variant, c.seed): run for c in grid if (run := find_run(c.experiment, folder)) is not None}
         by = {v: {s for u, s in runs if u == v} for v in dict.fromkeys(v for v, _ in runs)}
-        if not {LOW, HIGH} <= set(by):
+        if not {LOW, HIGH} < set(by):
             continue
         seeds = sorted(set.intersection(*(by[v] for v in (LOW, HIGH))))
         whole = {v: [s for s in seeds if s in found] for v, found in by.items()}

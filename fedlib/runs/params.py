@@ -118,6 +118,8 @@ def at_profile(layer: Mapping[str, Any], profile: str) -> tuple[dict, dict]:
 def load_spec(paper: str, table: str) -> dict:
     """``params/<paper>/<table>.yaml`` over the table it ``extends``; ``columns`` default to the paper's own.
 
+    A row that names no method adds to the row of its name in the table below.
+
     ``axes.method`` lists plain methods; else ``variants`` maps a name to a ``label``, the ``finetune`` modes it is
     limited to, and fields of the experiment, and ``axes.variant`` may choose among them.
     """
@@ -125,7 +127,9 @@ def load_spec(paper: str, table: str) -> dict:
     spec = load_checked(params_dir() / paper / f"{table}.yaml", SPEC_KEYS | set(profiles()))
     if "extends" in spec:
         below = {k: v for k, v in load_spec(paper, spec.pop("extends")).items() if k != "priority"}
-        spec = merge(below, spec)
+        rows = below.get("variants", {})
+        more = {n: v if "method" in v else {**rows.get(n, {}), **v} for n, v in spec.get("variants", {}).items()}
+        spec = merge(below, spec, {"variants": more} if more else {})
     if "columns" not in spec:
         spec["columns"] = load_layered(paper, "columns")
     axes, given = spec["axes"], spec.get("variants", {})

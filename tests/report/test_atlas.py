@@ -16,14 +16,15 @@ from fedlib.report.atlas import (
     normalised,
     ranking,
     resampled,
-    scores_of,
     tasks_of,
     wins,
     worst,
 )
 from fedlib.report.atlas_plots import plot_ranking, plot_wins
+from fedlib.report.clients import numbers_of
 from fedlib.runs.params import load_grid
 from fedlib.runs.store import find_run
+from tests.helpers.tracked import OUTPUTS
 
 TASK = {
     "smallest": np.array([[10.0, 30.0], [20.0, 20.0]]),  # mean 20
@@ -54,7 +55,7 @@ def test_the_best_of_all_rates_that_a_row_was_given():
 
 def rates_of(task):
     rates, tuned = (load_grid("atlas", f"{task}_{name}", "small") for name in ("rates", "macs_tuned"))
-    scores = {(c.variant, c.experiment.lr): find_run(c.experiment) for c in rates}
+    scores = {(c.variant, c.experiment.lr): find_run(c.experiment, OUTPUTS / "runs") for c in rates}
     return scores, {c.variant: c.experiment.lr for c in tuned}
 
 
@@ -65,7 +66,7 @@ def test_each_tuned_row_has_the_rate_that_its_stored_runs_found_best(task):
     for variant, lr in tuned.items():
         tried = {r: run for (v, r), run in scores.items() if v == variant}
         assert len(tried) == 6 and None not in tried.values(), variant
-        assert lr == max(sorted(tried), key=lambda r: round(np.mean(scores_of(tried[r].summary)), 2)), variant
+        assert lr == max(sorted(tried), key=lambda r: round(numbers_of(tried[r].summary)["local"], 2)), variant
 
 
 def test_the_worst_tenth():

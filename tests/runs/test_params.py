@@ -68,6 +68,18 @@ def test_what_a_row_says_stands_unless_its_own_section_says_otherwise(paper, pro
     assert compared
 
 
+def test_a_row_that_names_no_method_adds_to_the_row_below():
+    below, tuned = (
+        load_spec("atlas", "speakers_macs")["variants"],
+        load_spec("atlas", "speakers_macs_tuned")["variants"],
+    )
+    assert tuned["decoupled"] == {**below["decoupled"], "small": {"lr": 0.2}}
+    rates = {c.variant: c.experiment.lr for c in load_grid("atlas", "speakers_macs_tuned", "small", {"seeds": [1]})}
+    assert rates["decoupled"] == 0.2 and rates["whole"] == 0.4
+    whole = load_spec("reefl", "why_tuned")["variants"]  # these rows name theirs, and stand for themselves
+    assert whole == {"depthfl": {"method": "depthfl", "lr": 0.05}, "reefl": {"method": "reefl", "lr": 0.1}}
+
+
 @pytest.mark.parametrize("only, message", [
     ({"cifar9": {"seeds": [1]}}, "only = 'cifar9' is unknown"),
     ({"cifar10_alpha0.3": {"seed": [1]}}, "only: cifar10_alpha0.3: unknown key 'seed'; did you mean 'seeds'?"),
