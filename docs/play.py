@@ -15,6 +15,7 @@ import vl_convert
 
 from fedlib.core.experiment import Experiment
 from fedlib.core.paths import outputs_dir
+from fedlib.methods import METHODS
 from fedlib.report.claims_page import COLORS
 from fedlib.report.frames import runs_frame
 from fedlib.report.style import color_of, data_title, model_of
@@ -60,7 +61,11 @@ def runs(rounds: bool = False) -> pd.DataFrame:
 
 
 def with_costs(frame: pd.DataFrame) -> pd.DataFrame:
-    """A row per method of a setting: mean accuracy, how many runs, what the first one's largest model costs."""
+    """A row per method of a setting: mean accuracy, how many runs, what the first one's largest model costs.
+
+    Methods of a reader's own are left out: what they cost only their own file knows.
+    """
+    frame = frame[frame.key.isin(METHODS)]
     compared = frame.groupby("setting").method.transform("nunique") >= COMPARED
     rows = frame[compared].groupby([*GROUP, "key"], sort=False)
     rows = rows.agg(accuracy=("accuracy", "mean"), runs=("run", "size"), run=("run", "first")).reset_index()

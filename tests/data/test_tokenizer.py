@@ -289,11 +289,12 @@ def test_every_task_runs_on_every_family_in_its_own_words(sets, tiny, family, da
 
 def test_workers_of_a_cluster_get_no_answers(sets, tiny):
     pytest.importorskip("ray")
-    from fedlib.engine.cluster import _kit
+    from fedlib.engine.workers import kit
 
     f = build_federation(experiment("squad", tiny("roberta")))
     assert f.data.answers is not None and f.task.key is f.data.answers
-    assert _kit(f).data.answers is None and _kit(f).task.key is None
+    there, _ = kit(f)
+    assert there.data.answers is None and there.task.key is None
 
 
 def test_a_tokenizer_is_a_part_of_what_identifies_the_data(sets, sources):

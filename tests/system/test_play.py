@@ -49,6 +49,11 @@ def test_costs_and_curves_are_of_the_chosen_data():
         )
 
 
+def test_methods_of_a_reader_s_own_have_no_known_costs():
+    own = [{"setting": "digits", "method": m, "key": m, "rounds": 2, "accuracy": 10.0, "run": m} for m in "abcdef"]
+    assert play.with_costs(pd.DataFrame(own)).empty
+
+
 def test_who_is_over_a_cap_is_left_out_of_the_atlas():
     costs = {
         "peak MiB": 5.0,
