@@ -233,7 +233,7 @@ def _on_a_device(
         choose_products()
     else:
         torch.cuda.set_device(device)
-    f, units = pickle.loads(packed.numpy())
+    f, units = pickle.loads(packed.numpy())  # of our own parent
     seen = {n: torch.empty_like(p, device="cpu") for n, p in f.server.params.items()}
     vector_to_parameters(params, seen.values())
     here = lambda server: replace(server, params={n: p.to(device) for n, p in seen.items()})  # noqa: E731
