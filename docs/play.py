@@ -28,7 +28,8 @@ from fedlib.runs.store import stored_runs
 GROUP = ["setting", "method", "rounds"]  # runs that differ in nothing else but seeds, options and clients
 COSTS = {"macs": "MACs per example (millions)", "training_memory_mib": "training memory, batch 32 (MiB)",
          "upload_mib": "upload per round (MiB)"}  # fmt: skip
-CAPPED = {"macs": "compute was capped", "macs_tuned": "compute, rates tuned", "memory": "memory was capped"}
+CAPPED = {"macs": "compute capped, papers' rates", "macs_tuned": "compute capped, rates searched",
+          "memory": "memory capped, papers' rates"}  # fmt: skip
 LIMITS = {"macs": "training of a round (10⁹ MACs)", "peak MiB": "peak of training (MiB)",
           "upload MiB": "upload of a round (MiB)", "seconds a round": "seconds a round, slowest board"}  # fmt: skip
 NOT_COSTS = ("seed", "num_train", "num_test", "dirichlet_alpha", "rounds", "lr", "min_lr", "evaluate_every")
