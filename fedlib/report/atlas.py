@@ -25,6 +25,7 @@ from ..runs.params import Cell
 from ..runs.params_files import grids
 from ..runs.store import find_run
 from .flags import flags_of
+from .style import title_of
 from .tables import label_of
 
 LOW, HIGH = "smallest", "whole"  # rows of every task: the smallest level for all, and the whole model for all
@@ -120,6 +121,16 @@ def ranking(entries: Entries, resamples: int = RESAMPLES, seed: int = 0) -> pd.D
                   for m in methods],
     })  # fmt: skip
     return frame.sort_values("score", ascending=False, ignore_index=True)
+
+
+def headline(order: pd.DataFrame, entries: Entries, binds: str, rates: str) -> str:
+    """A ranking's title: who leads and with what score, where what binds, on which tasks, of how many seeds."""
+    if order.empty:
+        return f"No task can be scored yet where {binds} binds"
+    seeds = sorted({len(scores) for by in entries.clients.values() for scores in by.values()})
+    said = f"{seeds[0]}{f'–{seeds[-1]}' * (len(seeds) > 1)} seed{'s' * (seeds[-1] > 1)}"
+    first, tasks = order.iloc[0], ", ".join(map(title_of, entries.clients))
+    return f"{first.label} leads where {binds} binds, with {first.score:.2f}\n{tasks}, {said}, {rates}"
 
 
 def wins(entries: Entries) -> pd.DataFrame:

@@ -9,6 +9,7 @@ import pytest
 from fedlib.report.atlas import (
     Entries,
     best_rates,
+    headline,
     improvement,
     interquartile_mean,
     judge,
@@ -67,6 +68,15 @@ def test_each_tuned_row_has_the_rate_that_its_stored_runs_found_best(task):
         tried = {r: run for (v, r), run in scores.items() if v == variant}
         assert len(tried) == 6 and None not in tried.values(), variant
         assert lr == max(sorted(tried), key=lambda r: round(numbers_of(tried[r].summary)["local"], 2)), variant
+
+
+def test_a_ranking_s_title_says_who_leads_on_what():
+    entries = Entries({"cifar10": TASK}, {})
+    order = ranking(entries, 20).rename(columns={"method": "variant"}).assign(label=lambda t: t.variant.str.upper())
+    assert headline(order, entries, "compute", "rates searched") == (
+        "A leads where compute binds, with 0.62\nCIFAR-10, 2 seeds, rates searched"
+    )
+    assert headline(order[:0], entries, "memory", "") == "No task can be scored yet where memory binds"
 
 
 def test_the_worst_tenth():
