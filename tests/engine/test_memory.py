@@ -29,8 +29,10 @@ def test_needed_bytes_are_what_the_tensors_take():
     shapes = build_model(e, check_experiment(e), 10, meta=True)
     size = sum(p.numel() for p in shapes.parameters())
     needed = lambda **changes: memory.bytes_to_train(e.replace(**changes), shapes, 10**9)  # noqa: E731
-    assert needed() == 4 * 7 * size + 10**9
-    assert needed(momentum=0.5) - needed() == 4 * size and needed(optimiser="adamw") - needed() == 4 * 4 * size
+    assert needed() == 4 * 6 * size + 10**9
+    assert needed(momentum=0.5) - needed() == 4 * size and needed(optimiser="adamw") - needed() == 4 * 3 * size
+    assert needed(clip_norm=1.0, weight_decay=0.1) - needed() == 4 * 2 * size
+    assert needed(optimiser="adamw", weight_decay=0.1) == needed(optimiser="adamw")
     assert (
         memory.bytes_to_train(e, shapes, 0) == 4 * 8 * size and memory.bytes_to_train(e, shapes, 0, True) == 40 * size
     )

@@ -45,17 +45,17 @@ def text(backbone):
     )
 
 
-@pytest.mark.parametrize("backbone, gigabytes", [("bert_base", 5.7), ("roberta_base", 6.7), ("distilbert", 3.7)])
+@pytest.mark.parametrize("backbone, gigabytes", [("bert_base", 4.91), ("distilbert", 3.32)])
 def test_large_models_are_told_as_they_were_measured(backbone, gigabytes):
-    """Peaks of a whole process with random weights, in 10^9 bytes; the process itself takes 0.65 GiB of them."""
-    assert (client_bytes(text(backbone)) + 0.65 * GIB) / 1e9 == pytest.approx(gigabytes, rel=0.1)
+    """Peaks of a whole process with random weights, in 10^9 bytes; 0.63 of them are the process itself."""
+    assert client_bytes(text(backbone)) / 1e9 + 0.63 == pytest.approx(gigabytes, rel=0.1)
 
 
 @pytest.mark.slow
 def test_a_large_model_takes_what_was_told():
     e = text("distilbert").replace(dataset="docstrings", num_train=8, num_test=8)
     build_federation(e)
-    assert client_bytes(e) == pytest.approx(measured(e), rel=0.25)
+    assert client_bytes(e) == pytest.approx(measured(e), rel=0.1)
 
 
 def test_disk_is_two_checkpoints_and_what_clients_keep():
