@@ -45,17 +45,18 @@ class ServerLab:
         optimiser = torch.optim.Adam(trained.values(), lr)
         judge = torch.arange(0, len(self.rows), HELD_OUT)
         learn = np.setdiff1d(np.arange(len(self.rows)), judge.numpy())
-        best, kept, since = math.inf, {n: p.detach().clone() for n, p in trained.items()}, 0
-        every = max(1, patience // 2)
+        best, kept = torch.full((), math.inf, device=self.rows.device), {n: p.detach() for n, p in trained.items()}
+        since, every = 0, max(1, patience // 2)
         batches = [
             b for _ in range(passes) for b in np.array_split(rng.permutation(learn), -(-len(learn) // self.batch_size))
         ]
         for step, chosen in enumerate([*batches, None]):
             if chosen is None or step % every == 0:
-                loss = self._loss(part, start, judge, target).item()
-                if loss < best:
-                    best, kept, since = loss, {n: p.detach().clone() for n, p in trained.items()}, 0
-                elif (since := since + every) >= patience:
+                loss = self._loss(part, start, judge, target)
+                better = loss < best
+                best = torch.where(better, loss, best)
+                kept = {n: torch.where(better, p.detach(), kept[n]) for n, p in trained.items()}
+                if 0 < step < len(batches) and (since := 0 if better else since + every) >= patience:
                     break
             if chosen is not None:
                 optimiser.zero_grad()

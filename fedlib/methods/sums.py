@@ -140,9 +140,14 @@ class MaskedMean:
             scatter_add_(store[target], x, self.infos[name], part)
         self._own.add(target)
 
-    def add(self, update: Update, weights: Iterable[float]) -> None:
-        """Add every model of ``update`` with its weight; a weight of zero leaves it out."""
-        each = torch.tensor(list(weights), dtype=torch.float64)
+    def add(self, update: Update, weights: Iterable[float] | torch.Tensor) -> None:
+        """Add every model of ``update`` with its weight; one of zero leaves it out.
+
+        A float64 tensor of weights may lie on a device; it is not searched for zeros.
+        """
+        told = isinstance(weights, torch.Tensor)
+        each = weights if told else torch.tensor(list(weights), dtype=torch.float64)
+        counts = [True] * len(each) if told else each.bool().tolist()
         uploads = update.uploads or update.slices
         # numbers for index sets, compared once a model and not once a tensor
         cuts: dict[tuple, int] = {}
@@ -152,7 +157,7 @@ class MaskedMean:
             rows = update.rows[name]
             groups: dict[tuple[str, int], list[int]] = {}  # models that write to the same entries of a server tensor
             for k, i in enumerate(rows):
-                if each[i]:
+                if counts[i]:
                     groups.setdefault((uploads[i].source(name), cut[i]), []).append(k)
             for (target, _), places in groups.items():
                 if (key := tuple(rows[k] for k in places)) not in sizes:

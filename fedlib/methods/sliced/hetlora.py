@@ -19,7 +19,8 @@ from typing import ClassVar, Literal
 import torch
 
 from ...core.kinds import NotNegative, Share
-from ..base import Arrived, Batch, Client, Cohort, Round, Server, Setting, Slice
+from ...core.transfers import home
+from ..base import Arrived, Batch, Client, Cohort, Round, Server, Setting, Slice, Tensors
 from ..cohort import Stacked
 from ..ranks import Ranks, factors, of_rank, without_factors
 from ..sums import MaskedMean, Update
@@ -41,9 +42,14 @@ class HetLoRA(Ranks):
     prune_weight: NotNegative = 1e-3  # lambda
     weights_by: Literal["matrix", "model"] = "matrix"
 
+    def prepare(self, server: Server, r: Round) -> Tensors:
+        """The ranks of those who have had one, by client, in host memory."""
+        known = {str(c.id): server.mirrors[c.id]["rank"] for c in r.clients if c.id in server.mirrors}
+        return dict(zip(known, home(list(known.values())), strict=True))
+
     def slice_for(self, client: Client, server: Server, r: Round) -> Slice:
         whole = partial(rounded_up, self.rank_shares[client.budget])
-        left = server.mirrors.get(client.id, {}).get("rank")
+        left = r.notes.get(str(client.id))
         if left is None:
             return of_rank(r.setting, whole)
         most = max(1, int(left))
@@ -57,11 +63,11 @@ class HetLoRA(Ranks):
 
         cohort.train(loss if self.gamma < 1 else self.local_loss)
         pruned = tails(cohort.params, setting, self.gamma) < before  # (M,)
-        ranks, fewer = torch.zeros(len(cohort.clients), dtype=torch.int64), pruned.cpu()
+        ranks = torch.zeros_like(pruned, dtype=torch.int64)
         for a, b, kept, rank in tail_of(cohort.params, setting, self.gamma):
             a[:, kept:] *= ~pruned[:, None, None]
             b[..., kept:] *= ~pruned[:, None, None]
-            ranks = ranks.maximum(torch.where(fewer, kept, rank))
+            ranks = ranks.maximum(torch.where(pruned, kept, rank))
         cohort.send("rank", {"rank": ranks})
 
     def summarise(self, update: Update, setting: Setting) -> MaskedMean:
@@ -70,8 +76,8 @@ class HetLoRA(Ranks):
         norms = torch.stack([learnt(update.params[a], update.params[b]) for a, b in held])  # (adapters, K)
         if self.weights_by == "model":
             norms = norms.square().sum(0).sqrt().expand_as(norms)
-        for pair, weights in zip(held, norms.tolist(), strict=True):
-            mean.add(replace(update, params={n: update.params[n] for n in pair}), [w + LEAST for w in weights])
+        for pair, weights in zip(held, norms + LEAST, strict=True):
+            mean.add(replace(update, params={n: update.params[n] for n in pair}), weights)
         return mean
 
     def aggregate(self, server: Server, arrived: Arrived, r: Round) -> Server:

@@ -27,7 +27,7 @@ from ...core.kinds import Count, Positive, When
 from ...core.rng import numpy_generator, torch_generator
 from ...models.maps import MapSpec
 from ..base import Batch, Client, ExitModel, Experiment, Slice, cross_entropies
-from ..jobs import Arrived, Member, Round, Server, Serving, Setting
+from ..jobs import Member, Round, Server, Serving, Setting
 from ..memory_budgets import MemoryBudgets
 from ..widths import check_cuttable
 
@@ -74,7 +74,7 @@ class SplitMix(MemoryBudgets):
         params = self.start(params, setting) if isinstance(setting.spec, MapSpec) else params
         copies = [(alias, n) for b in range(self.bases) for n, alias in self.base(b, setting).aliases.items()]
         own = {alias: params[n].clone() for alias, n in copies if n in params}
-        return Server(0, params | own, {"served": torch.zeros((), dtype=torch.int64)})
+        return Server(0, params | own, {})
 
     def start(self, params: dict[str, torch.Tensor], setting: Setting) -> dict[str, torch.Tensor]:
         """``params`` of a convnet, with weights as ``init`` and ``rescale_init`` say."""
@@ -90,7 +90,7 @@ class SplitMix(MemoryBudgets):
 
     def prepare(self, server: Server, r: Round) -> dict[str, torch.Tensor]:
         """The first base of each sampled client: the round robin goes on where the last round's ended."""
-        seed, served = r.setting.seed, int(server.memory["served"])
+        seed, served = r.setting.seed, (r.t - 1) * len(r.clients)  # of every round the same number
         order = cache(lambda cycle: numpy_generator(seed, "bases", cycle).permutation(self.bases).tolist())
         places = [divmod(served + i, self.bases) for i in range(len(r.clients))]
         return {"first": torch.tensor([order(cycle)[place] for cycle, place in places])}
@@ -106,10 +106,6 @@ class SplitMix(MemoryBudgets):
 
     def local_loss(self, batch: Batch) -> torch.Tensor:
         return cross_entropies(zero_absent_in_batch(batch) if self.masked else batch).sum(0)
-
-    def aggregate(self, server: Server, arrived: Arrived, r: Round) -> Server:
-        served = server.memory["served"] + len(r.clients)
-        return replace(super().aggregate(server, arrived, r), memory={**server.memory, "served": served})
 
     def model_for(self, exit: int, server: Server, r: Round) -> tuple[Slice, ...]:
         """All bases, mixed."""
