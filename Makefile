@@ -142,7 +142,7 @@ pretrain: $(VENV)/.has-dev
 
 lock: $(VENV)/.has-dev
 	$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-header --extra dev pyproject.toml --output-file requirements.lock
-	echo uv==0.13.8 | $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-header - --output-file requirements-uv.lock
+	printf 'uv\nsetuptools-scm\n' | $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-header -c requirements.lock - --output-file requirements-uv.lock
 
 clean:
 	rm -rf $(VENV) $(EXECUTED) outputs/site outputs/scratch docs/api

@@ -23,7 +23,6 @@ if TYPE_CHECKING:  # what ``__getattr__`` finds
 
 wait_passively()
 
-__version__ = "0.1.0"
 __all__ = ["Experiment", "Execution", "build_federation", "extend", "forget", "register_data",
            "recipe", "run", "run_all", "run_rounds",
            "runs_frame", "save_model", "sweep", "wrap"]  # fmt: skip
@@ -39,6 +38,13 @@ _LAZY = {
 
 def __getattr__(name: str):
     """Import the engine only when it is used: ``import fedlib`` stays fast."""
+    if name == "__version__":  # of the git tag that was installed
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            return version("fedlib-kit")
+        except PackageNotFoundError:
+            return "not installed"
     if name not in _LAZY:
         raise AttributeError(f"module 'fedlib' has no attribute {name!r}")
     from importlib import import_module

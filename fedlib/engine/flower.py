@@ -19,7 +19,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -51,6 +51,7 @@ serverapp = "node:server"
 clientapp = "node:client"
 """
 NODE = b"from fedlib.engine.flower import client_app\n\nclient = client_app()\n"
+Running = tuple[int, int, float, list[Member]]  # a cohort's place, its node, since when, its members
 Served = list[tuple[int, str, torch.Tensor]]  # a member's place, a parameter's local name, the entries it holds
 
 
@@ -70,10 +71,9 @@ class Link:
         except ImportError as error:
             raise ImportError("executor = 'flower' needs Flower; install fedlib with its extra 'flower'") from error
         self.processes: list[subprocess.Popen] = []
-        self.folder = TemporaryDirectory(prefix="fedlib-flower-")
-        self.grid: Any = None
-        self.heartbeat: Any = None
-        try:
+        with ExitStack() as opened:
+            self.folder = opened.enter_context(TemporaryDirectory(prefix="fedlib-flower-"))
+            opened.callback(self._end)
             address = address or self._start(nodes)
             self.insecure = address.rpartition(":")[0] in ("127.0.0.1", "localhost", "[::1]")
             run_id = self._start_run(address, patience)
@@ -81,18 +81,17 @@ class Link:
             task = asker.AcquireTask(AcquireTaskRequest(supported_task_types=["flwr-serverapp"]))
             asker.close()
             if not task.token or task.task.run_id != run_id:
-                raise ConnectionError(
-                    f"the SuperLink at {address} runs ServerApps itself; start it with --isolation process"
-                )
-            self.grid = HttpGrid(address, self.insecure, token=task.token)
-            client: Any = self.grid._runtime_client
+                raise ConnectionError(f"the SuperLink at {address} runs ServerApps; start it with --isolation process")
+            self.grid: Any = HttpGrid(address, self.insecure, token=task.token)
+            opened.callback(self.grid.close)
+            opened.callback(self._stop_run, run_id)
+            client = self.grid._runtime_client
             self.task = client.PullTaskInput(PullTaskInputRequest())
             self.grid.set_run(run_from_proto(self.task.run))
-            self.heartbeat = HeartbeatSender(make_task_heartbeat_fn_http(client))
-            self.heartbeat.start()
-        except BaseException:
-            self.close()
-            raise
+            heartbeat = HeartbeatSender(make_task_heartbeat_fn_http(client))
+            heartbeat.start()
+            opened.callback(heartbeat.stop)
+            self.close = opened.pop_all().close
 
     def _client(self, kind: Any, address: str, who: str) -> Any:
         from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
@@ -104,7 +103,7 @@ class Link:
 
     def _start(self, nodes: int) -> str:
         """A SuperLink and its SuperNodes on this machine, which end with this process."""
-        folder, programs = self.folder.name, Path(sys.executable).parent
+        folder, programs = self.folder, Path(sys.executable).parent
         environment = {"FLWR_HOME": folder, "FLWR_TELEMETRY_ENABLED": "0", "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2"}
         environment = {**os.environ, **environment, "PATH": f"{programs}{os.pathsep}{os.environ.get('PATH', '')}"}
         ports = [_free_port() for _ in range(nodes + 1)]
@@ -147,20 +146,17 @@ class Link:
         TaskIdentity.node_id = self.task.context.node_id
         return next(iter(self.grid.push_messages([Message(_content(data), node, "train", ttl=ttl)])))
 
-    def close(self) -> None:
+    def _stop_run(self, run_id: int) -> None:
         from flwr.proto.control_pb2 import StopRunRequest
 
-        if self.heartbeat is not None:
-            self.heartbeat.stop()
-        if self.grid is not None:
-            with suppress(Exception):  # the SuperLink may be gone
-                self.control.StopRun(StopRunRequest(run_id=self.task.run.run_id))
-            self.grid.close()
+        with suppress(Exception):  # the SuperLink may be gone
+            self.control.StopRun(StopRunRequest(run_id=run_id))
+
+    def _end(self) -> None:
         for process in self.processes:
             process.terminate()
         for process in self.processes:
             process.wait()
-        self.folder.cleanup()
 
 
 def _end_with_parent() -> None:
@@ -222,9 +218,7 @@ class FlowerExecutor(Workers):
         self.patience, self.seen = execution.patience_seconds, time.monotonic()
         self.link = Link(execution.address, execution.side_by_side(), self.patience)
         self.free: deque[int] = deque()
-        self.running: dict[
-            str, tuple[int, int, float, list[Member]]
-        ] = {}  # message -> cohort, node, since when, members
+        self.running: dict[str, Running] = {}  # by message
         try:
             while len(self.free) < (execution.workers or 1):
                 self._look()

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import tomllib
 import zipfile
 from pathlib import Path
@@ -129,28 +130,55 @@ def test_no_text_tells_to_install_a_strangers_package():
         assert not found, f"{path.relative_to(ROOT)}: {found[0]}"
 
 
+VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools_scm"]["fallback_version"]
+BACKEND = "import sys; from setuptools import build_meta as b; getattr(b, sys.argv[1])(sys.argv[2])"
+
+
+def build(hook, where, to):
+    done = subprocess.run([sys.executable, "-c", BACKEND, hook, to], cwd=where, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_one_version_is_said():
     import yaml
 
-    assert PROJECT["dynamic"] == ["version"]  # pyproject.toml reads it off the package
-    assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == fedlib.__version__
+    assert PROJECT["dynamic"] == ["version"] and re.fullmatch(r"\d+\.\d+\.\d+", fedlib.__version__)
+    assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == VERSION
+
+
+def test_the_version_is_the_last_tags_and_a_clone_without_tags_builds(tmp_path):
+    """A shallow clone says a version too. Of what git knows the source distribution holds the package and its recipes."""
+
+    def git(*words, where):
+        who = ["-c", "user.name=a", "-c", "user.email=a@b.c"]
+        subprocess.run(["git", *who, *words], cwd=where, check=True, capture_output=True)
+
+    source = tmp_path / "source"
+    for name in ("fedlib/__init__.py", "params/a/base.yaml", "tests/test_a.py", "outputs/a.md"):
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        (source / name).touch()
+    for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    for words in (["init", "-q"], ["add", "-A"], ["commit", "-qm", "1"], ["tag", "v9.8.7"], ["commit", "-qm", "2", "--allow-empty"]):  # fmt: skip
+        git(*words, where=source)
+    git("clone", "-q", "--depth", "1", f"file://{source}", "shallow", where=tmp_path)
+    for where, version in ((source, "9.8.7"), (tmp_path / "shallow", VERSION)):
+        build("build_sdist", where, tmp_path)
+        with tarfile.open(tmp_path / f"fedlib_kit-{version}.tar.gz") as sdist:
+            names = {name.partition("/")[2].partition("/")[0] for name in sdist.getnames()}
+        assert {"fedlib", "params"} <= names and not names & {"tests", "outputs"}
 
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
     """The sdist, and the wheel that is made of what it holds."""
     folder = tmp_path_factory.mktemp("built")
-    source, code = (
-        folder / "source",
-        "import sys; from setuptools import build_meta as b; getattr(b, sys.argv[1])(sys.argv[2])",
-    )
+    source = folder / "source"
     ignored = shutil.ignore_patterns(".venv*", ".git", "outputs", "*.egg-info", "build")
     shutil.copytree(ROOT, source, ignore=ignored)
-    for made, where in {"build_sdist": source, "build_wheel": folder / f"fedlib_kit-{fedlib.__version__}"}.items():
-        done = subprocess.run([sys.executable, "-c", code, made, folder], cwd=where, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        if made == "build_sdist":
-            shutil.unpack_archive(*folder.glob("*.tar.gz"), folder, filter="data")
+    build("build_sdist", source, folder)
+    shutil.unpack_archive(*folder.glob("*.tar.gz"), folder, filter="data")
+    build("build_wheel", folder / f"fedlib_kit-{VERSION}", folder)
     return folder
 
 
