@@ -6,6 +6,7 @@ Read next: ``systems.py`` (the systems as processes), ``prepare.py`` (the worklo
 
 import ast
 import mmap
+import re
 import subprocess
 import threading
 import time
@@ -67,7 +68,7 @@ def facts(started: Sequence[Running]) -> pd.DataFrame:
     rows, first = [], started[0].trained()
     for r in started:
         tensors = r.trained()
-        same = tensors.keys() == first.keys()
+        same = bool(first) and tensors.keys() == first.keys()
         rows.append(
             {
                 "system": r.system.name, **r.versions, "startup_seconds": r.startup_seconds,
@@ -82,15 +83,16 @@ def facts(started: Sequence[Running]) -> pd.DataFrame:
 def peak_memory(systems: Sequence[System], workload: Path, rounds: int = 3) -> pd.DataFrame:
     """Peak over a run of its own of the memory of each system's whole process tree, sampled 20 times a second.
 
-    PSS (shared pages counted once, divided among their users) where the kernel tells it, else RSS; in MiB.
+    PSS (shared pages counted once, divided among their users) where the kernel tells it, else RSS; in MiB. The true
+    peak is no more than ``unseen_mib`` above it: what the kernel's own peaks of the processes exceed the samples by.
     """
     rows = []
     for system in systems:
         with running([system], workload, prepare=False) as (r,), MemorySampler(r.processes) as sampler:
             r.prepare()
             r.rounds(rounds)
-        rows.append((system.name, sampler.measure, sampler.peak / 2**20, sampler.processes, sampler.samples))
-    columns = ["system", "measure", "peak_mib", "processes", "samples"]
+        rows.append((system.name, sampler.measure, sampler.peak / 2**20, sampler.unseen / 2**20, sampler.processes))
+    columns = ["system", "measure", "peak_mib", "unseen_mib", "processes"]
     return pd.DataFrame(rows, columns=columns).set_index("system")
 
 
@@ -113,7 +115,9 @@ class MemorySampler(threading.Thread):
     def __init__(self, roots: Sequence[subprocess.Popen]):
         super().__init__(daemon=True)
         self.roots, self.seen, self.done = roots, {}, threading.Event()
-        self.peak, self.processes, self.samples, self.measure = 0, 0, 0, "PSS"
+        self.peak, self.processes, self.measure = 0, 0, "PSS"
+        self.resident: dict[int, int] = {}  # the most that a sample saw of a process
+        self.highest: dict[int, int] = {}  # the most that the kernel saw of it
 
     def run(self) -> None:
         while not self.done.is_set():
@@ -134,8 +138,14 @@ class MemorySampler(threading.Thread):
                 continue
             self.measure = "PSS" if hasattr(info, "pss") else "RSS"
             sizes.append(info.pss if hasattr(info, "pss") else info.rss)
+            self.resident[pid] = max(info.rss, self.resident.get(pid, 0))
+            self.highest[pid] = max(_highest(pid), self.resident[pid])
         self.peak, self.processes = max(self.peak, sum(sizes)), max(self.processes, len(sizes))
-        self.samples += 1
+
+    @property
+    def unseen(self) -> int:
+        """Bytes by which the true peak can exceed ``peak``."""
+        return sum(self.highest.values()) - sum(self.resident.values())
 
     def __enter__(self):
         self.start()
@@ -144,6 +154,15 @@ class MemorySampler(threading.Thread):
     def __exit__(self, *_):
         self.done.set()
         self.join()
+
+
+def _highest(pid: int) -> int:
+    """The most resident memory that process ``pid`` ever had, in bytes; 0 where the kernel does not tell it."""
+    try:
+        found = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+    except OSError:
+        return 0
+    return 1024 * int(found[1]) if found else 0
 
 
 def count_lines(path: Path) -> int:

@@ -1,6 +1,6 @@
 """The same tensors under two names: the benchmark's plain model and fedlib's ExitModel with one classifier.
 
-fedlib keeps q, k and v apart, and peft names LoRA's parts.
+fedlib keeps q, k and v apart, and peft names LoRA's parts; convnets differ by prefixes.
 """
 
 import torch
@@ -15,7 +15,10 @@ STEM = ("patch_embed.weight", "patch_embed.bias", "prefix", "pos_embed")
 def to_fedlib(plain: Tensors, w: Workload) -> Tensors:
     """Plain names to fedlib's."""
     if w.architecture != "vit":
-        return {(HEAD if n.startswith("linear.") else "backbone.") + n: p for n, p in plain.items()}
+        out = {(HEAD if n.startswith("linear.") else "backbone.") + n: p for n, p in plain.items()}
+        if w.architecture == "convnet3_slim":  # fedlib's exit is a matrix for each place of the map
+            out[HEAD + "linear.weight"] = plain["linear.weight"].unflatten(1, (-1, 2, 2))
+        return out
     out = {}
     for name, value in plain.items():
         place, _, leaf = name.rpartition(".")
@@ -43,7 +46,8 @@ def to_fedlib(plain: Tensors, w: Workload) -> Tensors:
 def to_plain(tensors: Tensors, w: Workload) -> Tensors:
     """Inverse of :func:`to_fedlib`, of any complete subset (all, or only what is trained)."""
     if w.architecture != "vit":
-        return {n.removeprefix("backbone.").removeprefix(HEAD): p for n, p in tensors.items()}
+        out = {n.removeprefix("backbone.").removeprefix(HEAD): p for n, p in tensors.items()}
+        return {n: p.flatten(1) if n == "linear.weight" else p for n, p in out.items()}
     out = {}
     for name, value in tensors.items():
         short = name.removeprefix("backbone.").removeprefix("stem.").removeprefix(HEAD)

@@ -4,15 +4,16 @@ import os
 from dataclasses import replace
 from itertools import islice
 
+from fedlib import Execution, run_rounds  # isort: skip  # before torch, whose threads sleep then while they wait
 import torch
 
 from benchmarks.names import to_fedlib, to_plain
-from benchmarks.prepare import experiment
+from benchmarks.prepare import SHARED, experiment
 from benchmarks.rivals.workload import Federation as SharedFile
 from benchmarks.rivals.workload import serve
-from fedlib import Execution, run_rounds
 from fedlib.engine.evaluation import evaluate
 from fedlib.engine.federation import Federation, build_federation, with_caches
+from fedlib.engine.serving import evaluate_clients
 
 
 def federation_of(shared: SharedFile) -> Federation:
@@ -29,21 +30,22 @@ def federation_of(shared: SharedFile) -> Federation:
     initial = to_fedlib(shared.initial, w)
     if w.method == "reefl":
         initial = {n: p for n, p in initial.items() if n.startswith("backbone.")}
-    f.model.load_state_dict(initial, strict=w.method == "fedavg")
+    f.model.load_state_dict(initial, strict=w.method != "reefl")
     server = replace(f.server, params={n: initial.get(n, p) for n, p in f.server.params.items()})
     data = replace(f.data, inputs=images, test_inputs=test_images, mean=mean, std=std)
     return with_caches(replace(f, data=data, frozen=f.model.frozen(), server=server))
 
 
 class Fedlib:
-    methods = ("fedavg", "reefl")
+    methods = (*SHARED, "fedper", "ditto")
 
     def __init__(self, shared: SharedFile):
         self.workload, self.federation = shared.workload, federation_of(shared)
         size, workers = (os.environ.get(name) for name in ("BENCH_COHORT", "BENCH_WORKERS"))
         executor = os.environ.get("BENCH_EXECUTOR", "auto")
         execution = Execution(workers=workers and int(workers), cohort_size=size and int(size), executor=executor)
-        self.server, self.loop = self.federation.server, run_rounds(self.federation, execution)
+        self.server, self.memories = self.federation.server, {}
+        self.loop = run_rounds(self.federation, execution, memories=self.memories)
 
     def rounds(self, first: int, n: int) -> list[float]:
         done = list(islice(self.loop, n))
@@ -52,10 +54,12 @@ class Fedlib:
 
     def trained(self) -> dict[str, torch.Tensor]:
         params = self.server.params
-        return to_plain(params, self.workload) if self.workload.method == "fedavg" else params
+        return to_plain(params, self.workload) if self.workload.method != "reefl" else params
 
     def accuracy(self) -> float:
-        return evaluate(self.federation, self.server)["accuracy"]
+        if self.workload.method in SHARED:
+            return evaluate(self.federation, self.server)["accuracy"]
+        return evaluate_clients(self.federation, self.server, self.memories)["accuracy"]
 
 
 if __name__ == "__main__":

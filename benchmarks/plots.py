@@ -1,54 +1,62 @@
-"""Figures of the engine benchmark: every system's seconds a round, what a population costs, where a run's time goes."""
+"""Figures of the engine benchmark: every system's ratio to fedlib, what a population costs, where a run's time goes."""
 
 from collections.abc import Mapping, Sequence
 
 import pandas as pd
 
-from benchmarks.engine_speed import OURS, OWN
+from benchmarks.engine_speed import OWN
 from fedlib.report.style import axes_of, color_of, finish, panels, plain, styled
 
-WORKLOADS = {"W1": "FedAvg", "W2": "LoRA", "W2'": "LoRA, last third", "W3": "ReeFL", "W4": "ResNet-20"}
+WORKLOADS = {
+    "W1": "FedAvg, ViT",
+    "W2": "LoRA",
+    "W2'": "LoRA, last third",
+    "W3": "ReeFL",
+    "W4": "FedAvg, ResNet-8",
+    "W5": "convnet",
+}
 BAR = 0.27  # inches
 
 
 @styled
-def plot_times(times: pd.DataFrame):
-    """How many times longer than fedlib every system takes, ``times`` as from ``times_table``: a panel per workload.
+def plot_ratios(times: pd.DataFrame, ax=None):
+    """How many times longer than fedlib every other system takes, ``times`` as from ``times_table``: a row a workload.
 
-    Bars are medians over turns, with their range; panels are as high as they have bars, so that every name is read.
+    Points are medians over turns, lines their range; left of the dashed line fedlib is slower.
     """
     import seaborn
 
-    names = list(times.index.unique("workload"))
-    bars = [len(times.loc[name]) for name in names]
-    rows = [max(bars[i : i + 2]) for i in range(0, len(bars), 2)]
-    rivals = times.drop(index=[OURS, *OWN], level="system", errors="ignore").ratio
-    said = f"Other systems take {rivals.min():.1f} to {rivals.max():.1f} times fedlib's time" if len(rivals) else ""
-    axes = panels([_title(n) for n in names], f"{said}\nmedian and range over turns, CPU", (4.2, 3.0), 2, False)
-    axes[0].get_subplotspec().get_gridspec().set_height_ratios([0.9 + BAR * n for n in rows])
-    axes[0].figure.set_figheight(0.5 + sum(0.9 + BAR * n for n in rows))
-    for ax, name in zip(axes, names, strict=True):
-        group = times.loc[name].reset_index()
-        colors = {s: _color(s) for s in group.system}
-        seaborn.barplot(group, x="ratio", y="system", hue="system", palette=colors, saturation=1, legend=False, ax=ax)
-        error = [group.ratio - group.ratio_min, group.ratio_max - group.ratio]
-        ax.errorbar(group.ratio, range(len(group)), xerr=error, fmt="none", ecolor="black", elinewidth=1, capsize=2)
-        ax.axvline(1, color="black", linestyle="--", linewidth=1)
-        ax.set_yticks(range(len(group)), [plain(s) for s in group.system], fontsize=8)
-        ax.set_ylim(rows[names.index(name) // 2] - 0.5, -0.5)  # bars of one thickness
-        ax.set_xlim(0, 1.05 * max(group.ratio_max.max(), 2))
-        finish(ax, "times fedlib's seconds a round", "")
-        ax.grid(False, axis="y")
-    return axes
+    frame = times.drop(index=list(OWN), level="system", errors="ignore").reset_index()
+    names, systems = list(frame.workload.unique()), list(frame.system.unique())
+    of = frame.groupby("workload").system
+    frame["place"] = frame.workload.map(names.index).astype(float) + 0.09 * (
+        of.cumcount() - (of.transform("size") - 1) / 2
+    )
+    bright = iter(seaborn.color_palette("colorblind"))
+    colors = {s: "#9a9a9a" if s.startswith(("bare", "two")) else next(bright) for s in systems}
+    ax = axes_of(ax, (7.0, 1.8 + BAR * len(names)))
+    ax.hlines(frame.place, frame.ratio_min, frame.ratio_max, color="#c8c8c8", linewidth=1, zorder=1)
+    seaborn.scatterplot(frame, x="ratio", y="place", hue="system", style="system", palette=colors, s=38, ax=ax)
+    ax.axvline(1, color=color_of("reefl"), linestyle="--", linewidth=1)
+    ax.set_xscale("log")
+    low, high = 0.9 * min([1, *frame.ratio_min]), 1.1 * max([2, *frame.ratio_max])
+    ax.set_xlim(low, high)
+    shown = [x for x in (0.5, 1, 1.5, 2, 3, 4, 6, 8, 12) if low < x < high]
+    ax.set_xticks(shown, [f"{x:g}×" for x in shown])
+    ax.set_xticks([], minor=True)
+    ax.set_yticks(range(len(names)), [plain(_title(n)) for n in names], fontsize=8)
+    ax.set_ylim(len(names) - 0.4, -0.6)
+    ax.grid(False, axis="y")
+    said = f"Other systems take {frame.ratio.min():.1f} to {frame.ratio.max():.1f} times fedlib's time"
+    finish(ax, "seconds a round, times fedlib's (median and range over turns, CPU)", "", said)
+    ax.get_legend().remove()
+    ax.figure.legend(*ax.get_legend_handles_labels(), loc="outside lower center", ncols=4)
+    return ax
 
 
 def _title(name: str) -> str:
     kind, *rest = name.split(", ")
-    return f"{', '.join([WORKLOADS.get(kind, kind), *rest])} ({kind})"
-
-
-def _color(system: str) -> str:
-    return color_of("reefl") if system == OURS else "#f0b48a" if system in OWN else color_of("exclusivefl")
+    return f"{kind}: {', '.join([WORKLOADS.get(kind, kind), *rest])}"
 
 
 @styled

@@ -21,9 +21,10 @@ from fedlib.models.registry import build_backbone
 from .names import to_plain
 from .rivals.workload import ViT, Workload
 
-BACKBONES = {"vit": "vit_digits", "resnet20": "resnet20"}  # fedlib's names of what rivals build
+BACKBONES = {"vit": "vit_digits"}  # fedlib's names of what rivals build, where they differ
 LAST_THIRD, ALL = (8, 9, 10, 11), tuple(range(12))
-RESNET = {"architecture": "resnet20", "dataset": "cifar10", "img_size": 32, "lr": 0.02}  # without momentum and decay
+CIFAR = {"dataset": "cifar10", "img_size": 32, "num_clients": 50, "examples": 320, "batch_size": 64}
+RESNET, CONVNET = ({"architecture": a, **CIFAR} for a in ("resnet8", "convnet3_slim"))
 WORKLOADS = {
     w.name: w
     for w in (
@@ -35,9 +36,16 @@ WORKLOADS = {
         Workload("W3, LoRA", "reefl", lora_blocks=ALL),
         Workload("W3, full", "reefl"),
         Workload("W4", **RESNET),
-        Workload("W4, batch 8", batch_size=8, **RESNET),
+        Workload("W4, batch 10", **RESNET | {"batch_size": 10}),
+        Workload("W5, FedPer", "fedper", **CONVNET),
+        Workload("W5, FedPer, batch 10", "fedper", **CONVNET | {"batch_size": 10}),
+        Workload("W5, FedPer, tested", "fedper", tested=True, **CONVNET),
+        Workload("W5, Ditto, tested", "ditto", tested=True, **CONVNET),
     )
 }
+
+
+SHARED = ("fedavg", "reefl")  # methods whose clients answer with the global model
 
 
 def experiment(w: Workload) -> Experiment:
@@ -46,10 +54,13 @@ def experiment(w: Workload) -> Experiment:
     lora = {"r": w.lora_rank, "lora_alpha": w.lora_alpha, "layers_to_transform": list(w.lora_blocks)}
     return Experiment(
         method=w.method, dataset=w.dataset, num_train=w.num_clients * w.examples, partition="iid", augment="none",
-        backbone=BACKBONES[w.architecture], pretrained=False, num_exits=4 if reefl else 1,
+        options={"mu": w.mu} if w.method == "ditto" else {},
+        test_split="central" if w.method in SHARED else "contiguous",
+        backbone=BACKBONES.get(w.architecture, w.architecture), pretrained=False, num_exits=4 if reefl else 1,
         finetune="lora" if w.lora_blocks else "full", finetune_options=lora if w.lora_blocks else {},
         num_clients=w.num_clients, clients_per_round=w.per_round, budgets="uniform" if reefl else "maximum",
-        rounds=w.rounds, evaluate_every=0, batch_size=w.batch_size, lr=w.lr, min_lr=w.lr, clip_value=None, seed=w.seed,
+        rounds=w.rounds, evaluate_every=int(w.tested), batch_size=w.batch_size, lr=w.lr, min_lr=w.lr,
+        clip_value=None, seed=w.seed,
     )  # fmt: skip
 
 
@@ -84,19 +95,20 @@ def write_workload(w: Workload, path: Path) -> Path:
     from safetensors.torch import save_file
 
     e, data = experiment(w), load_dataset(w.dataset)
-    plain = e.replace(method="fedavg", finetune="full", finetune_options={}, num_exits=1, budgets="maximum")
+    plain = e.replace(method="fedavg", options={}, finetune="full", finetune_options={}, num_exits=1, budgets="maximum")
     federation = build_federation(plain)  # clients and batches are functions of the seed, whatever is trained
     sampled = [[c.id for c in federation.sample_clients(t)] for t in range(1, w.rounds + 1)]
     rows = torch.stack(
         [torch.stack([_order(federation, w, t, c) for c in clients]) for t, clients in enumerate(sampled, 1)]
     )
+    used, rows = rows.unique(return_inverse=True)
     pad = (data.train_inputs.shape[-1] - w.img_size) // 2  # fedlib pads digits to 32 pixels
     crop = slice(pad, pad + w.img_size)
     images, test_images = (x[..., crop, crop] for x in (data.train_inputs, data.test_inputs))
     pixels = images.float() / 255
     mean, std = (f((0, 2, 3), keepdim=True)[0] for f in (pixels.mean, pixels.std))
     tensors = {
-        "images": images, "labels": data.train_labels.int(), "test_images": test_images,
+        "images": images[used], "labels": data.train_labels[used].int(), "test_images": test_images,
         "test_labels": data.test_labels.int(), "mean_std": torch.stack((mean, std)),
         "sampled": torch.tensor(sampled, dtype=torch.int32), "rows": rows.to(torch.int32),
         **{f"initial/{k}": v for k, v in initial_weights(w, federation.server.params).items()},

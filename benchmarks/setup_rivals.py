@@ -1,7 +1,8 @@
-"""An environment of its own for every rival: ``python -m benchmarks.setup_rivals [flower] [pfl] [blazefl]``.
+"""An environment of its own for every rival: ``python -m benchmarks.setup_rivals [flower] [pfl] …``.
 
-Without names, all.
-They cannot share one (BlazeFL needs Python 3.12, pfl ends there, flwr pins packages that others pin differently).
+Without names, all. ``checkouts``: PFLlib and FL-bench, which are no packages, share one; what ``$PFLLIB`` or
+``$FLBENCH`` does not name is cloned at a pinned commit, if git reaches it.
+The others cannot share one (BlazeFL needs Python 3.12, pfl ends there, flwr pins packages that others pin differently).
 ``rivals/requirements-<name>.txt`` pins every package with its hash; all have the same torch. Idempotent. A rival for
 which no interpreter is found is skipped with a sentence and is then missing, visibly, in the benchmark's table.
 """
@@ -14,9 +15,14 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from .systems import RIVALS, VENVS
+from .systems import CHECKOUTS, RIVALS, VENVS, checkout
 
-PYTHONS = {"flower": ((3, 11), (3, 13)), "pfl": ((3, 11), (3, 12)), "blazefl": ((3, 12), (3, 13))}  # first and last
+PYTHONS = {
+    "flower": ((3, 11), (3, 13)),
+    "pfl": ((3, 11), (3, 12)),
+    "blazefl": ((3, 12), (3, 13)),
+    "checkouts": ((3, 11), (3, 13)),
+}  # first and last
 
 
 def find_uv() -> str | None:
@@ -77,6 +83,24 @@ def install(name: str, uv: str) -> str:
     return f"{name}: installed with {python}"
 
 
+def clone(name: str) -> str:
+    """Fetch one commit of a rival of ``CHECKOUTS`` where none of its code is; returns a sentence about it."""
+    folder, (url, commit) = checkout(name), CHECKOUTS[name]
+    if folder.exists():
+        return f"{name}: {folder} is there"
+    partial = folder.with_suffix(".part")
+    shutil.rmtree(partial, ignore_errors=True)
+    git = ["git", "-C", partial, "-c", "advice.detachedHead=false"]
+    try:
+        subprocess.run(["git", "init", "--quiet", partial], check=True)
+        subprocess.run([*git, "fetch", "--quiet", "--depth", "1", url, commit], check=True)
+        subprocess.run([*git, "checkout", "--quiet", commit], check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return f"{name}: skipped, because git could not fetch {commit[:8]} of {url}; set ${name} to a checkout"
+    partial.rename(folder)
+    return f"{name}: cloned to {folder}"
+
+
 def main(names: list[str]) -> None:
     if unknown := [n for n in names if n not in PYTHONS]:
         sys.exit(f"rivals: {unknown[0]!r} is unknown; allowed: {', '.join(PYTHONS)}")
@@ -84,6 +108,8 @@ def main(names: list[str]) -> None:
         sys.exit("rivals: uv was found neither beside this Python nor on PATH; it is in requirements-uv.lock")
     for name in names or PYTHONS:
         print(install(name, uv), flush=True)
+        for code in CHECKOUTS if name == "checkouts" else ():
+            print(clone(code), flush=True)
 
 
 if __name__ == "__main__":

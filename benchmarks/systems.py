@@ -25,6 +25,18 @@ RIVALS = HERE / "rivals"
 VENVS = root() / ".venv-bench"  # made by setup_rivals.py
 
 
+# Rivals that are no packages: an environment's name, by which a user's checkout is named, and what is cloned without
+CHECKOUTS = {
+    "PFLLIB": ("https://github.com/TsingZ0/PFLlib", "d832e76f6a23b833038949ec1e4fdefe63a4d350"),
+    "FLBENCH": ("https://github.com/KarhouTam/FL-bench", "06e658bca5af6ce732e25bb7c0f8be321e14a85e"),
+}
+
+
+def checkout(name: str) -> Path:
+    """The folder of a rival's code: what the environment variable ``name`` says, else what setup_rivals.py cloned."""
+    return Path(os.environ.get(name) or VENVS / name.lower())
+
+
 @dataclass(frozen=True)
 class System:
     """How a system is started. ``venv`` names its environment; None is the interpreter of the caller (fedlib's own)."""
@@ -35,6 +47,7 @@ class System:
     package: str = "torch"  # whose version is reported
     processes: int = 1  # started side by side by the harness; the first one's answers count
     threads: int = 1  # intra-op, each process
+    checkout: str = ""  # of CHECKOUTS: the code of a rival that is no package
     env: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -45,6 +58,8 @@ class System:
         """Why it cannot run here, in one sentence; None if it can."""
         if not (RIVALS / self.script).exists():
             return f"rivals/{self.script} does not exist"
+        if self.checkout and not checkout(self.checkout).exists():
+            return f"no checkout of {self.checkout}: run python -m benchmarks.setup_rivals checkouts"
         if not self.python.exists():
             return f"no environment .venv-bench/{self.venv}: run python -m benchmarks.setup_rivals {self.venv}"
         return None
@@ -76,6 +91,8 @@ SYSTEMS = {
         System("pfl", "pfl_simulation.py", "pfl", "pfl", processes=2),
         System("BlazeFL", "blazefl_simulation.py", "blazefl", "blazefl"),
         System("BlazeFL, threads", "blazefl_threads.py", "blazefl", "blazefl"),
+        System("PFLlib", "pfllib.py", "checkouts", threads=2, checkout="PFLLIB"),
+        System("FL-bench", "flbench.py", "checkouts", checkout="FLBENCH", env=QUIET),
     )
 }
 
@@ -95,6 +112,8 @@ class Running:
             inherited["PYTHONPATH"] = os.pathsep.join(filter(None, (str(HERE.parent), os.environ.get("PYTHONPATH"))))
         threads = str(self.system.threads)
         own = {"OMP_NUM_THREADS": threads, "BENCH_THREADS": threads, "BENCH_PACKAGE": self.system.package}
+        if name := self.system.checkout:
+            own |= {name: str(checkout(name)), "BENCH_VERSION": f"{self.system.name} {CHECKOUTS[name][1][:8]}"}
         return subprocess.Popen(
             [self.system.python, RIVALS / self.system.script, workload], text=True, env=inherited | own | dict(env),
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log,

@@ -10,7 +10,7 @@ import os
 import sys
 import traceback
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from itertools import pairwise
@@ -28,10 +28,11 @@ EVALUATED = 250  # test examples at once, as fedlib has it: batch norm reads the
 
 @dataclass(frozen=True)
 class Workload:
-    """One row of the benchmark: FedAvg of a ViT on digits or a ResNet-20 on CIFAR-10, one local epoch of plain SGD."""
+    """One row of the benchmark: a ViT on digits or a convnet on CIFAR-10, one local epoch of plain SGD."""
 
     name: str = "W1"
-    method: str = "fedavg"  # rivals train nothing else; fedlib's own systems also know reefl
+    method: str = "fedavg"  # what every system knows; else one of its ``methods``: reefl, fedper, ditto
+    tested: bool = False  # a round ends with a test of all clients, each on its own part of the test set
     lora_blocks: tuple[int, ...] = ()  # blocks with LoRA on q and v; then the backbone is frozen. Empty: full training
     lora_rank: int = 8
     lora_alpha: int = 16  # scale alpha / rank = 2, as fedlib's default
@@ -47,7 +48,8 @@ class Workload:
     depth: int = 12
     heads: int = 4
     ffn_dim: int = 256
-    architecture: str = "vit"  # or resnet20, which reads 32 x 32 colour images and no size below
+    mu: float = 0.5  # of Ditto, whose own models start at the initial one
+    architecture: str = "vit"  # or one of NETS, which read 32 x 32 colour images and no size below
     dataset: str = "mnist"
     pretrained: bool = True  # start from fedlib's deit_micro; False: N(0, 0.02)
     seed: int = 1
@@ -146,20 +148,46 @@ class ResidualBlock(nn.Module):
         return F.relu(y + (z if self.projection is None else self.projection_bn(self.projection(z))))
 
 
-class ResNet20(nn.Module):
-    """CIFAR's residual network of three stages of three blocks, 16, 32 and 64 channels wide."""
+class Net(nn.Module):
+    """A convnet for 32 x 32 colour images: ``stem``, ``blocks`` and ``linear``, set by a subclass."""
 
     loss, trained = ViT.loss, ViT.trained
+
+    def forward(self, images: Tensor) -> Tensor:  # (B, 3, H, W) -> (B, 10)
+        return self.linear(self.features(self.blocks(self.stem(images))))
+
+
+class ResNet8(Net):
+    """CIFAR's residual network of three stages of one block, 16, 32 and 64 channels wide."""
 
     def __init__(self):
         super().__init__()
         self.stem = nn.Sequential(OrderedDict(conv=conv(3, 16), bn=norm(16), relu=nn.ReLU()))
-        widths = [16, 16, 16, 16, 32, 32, 32, 64, 64, 64]
-        self.blocks = nn.Sequential(*(ResidualBlock(a, b) for a, b in pairwise(widths)))
+        self.blocks = nn.Sequential(*(ResidualBlock(a, b) for a, b in pairwise([16, 16, 32, 64])))
         self.linear = nn.Linear(64, 10)
 
-    def forward(self, images: Tensor) -> Tensor:  # (B, 3, H, W) -> (B, 10)
-        return self.linear(self.blocks(self.stem(images)).mean((-2, -1)))
+    def features(self, z: Tensor) -> Tensor:
+        return z.mean((-2, -1))
+
+
+class ConvNet(Net):
+    """Three 3x3 convolutions without padding, each with ReLU and a 2x2 max-pool; the last map goes flat to the head."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Identity()
+        units = [
+            OrderedDict(conv=nn.Conv2d(a, b, 3), relu=nn.ReLU(), pool=nn.MaxPool2d(2))
+            for a, b in pairwise([3, 32, 64, 64])
+        ]
+        self.blocks = nn.Sequential(*map(nn.Sequential, units))
+        self.linear = nn.Linear(64 * 2 * 2, 10)
+
+    def features(self, z: Tensor) -> Tensor:
+        return z.flatten(1)
+
+
+NETS = {"resnet8": ResNet8, "convnet3_slim": ConvNet}
 
 
 class Federation:
@@ -171,7 +199,7 @@ class Federation:
             tensors = {k: f.get_tensor(k) for k in f.keys()}
             meta = json.loads(f.metadata()["workload"])
         self.workload = Workload(**{**meta, "lora_blocks": tuple(meta["lora_blocks"])})
-        channels = 3 if self.workload.architecture == "resnet20" else -1  # grey is the same in all of them
+        channels = 3 if self.workload.architecture in NETS else -1  # grey is the same in all of them
         self.mean, self.std = mean, std = tensors["mean_std"]  # of the training pixels in [0, 1], by channel
         self.images, self.test_images = (
             ((tensors[k].float() / 255 - mean) / std).expand(-1, channels, -1, -1).contiguous(memory_format=LAYOUT)
@@ -182,9 +210,9 @@ class Federation:
         self.rows = tensors["rows"].long()  # (rounds, sampled clients, examples): rows of images in training order
         self.initial = {k.removeprefix("initial/"): v for k, v in tensors.items() if k.startswith("initial/")}
 
-    def model(self) -> ViT | ResNet20:
+    def model(self) -> ViT | Net:
         """The global model before the first round."""
-        model = ViT(self.workload) if self.workload.architecture == "vit" else ResNet20()
+        model = ViT(self.workload) if self.workload.architecture == "vit" else NETS[self.workload.architecture]()
         model.load_state_dict(self.initial)
         return model.to(memory_format=LAYOUT)
 
@@ -197,12 +225,34 @@ class Federation:
         for rows in self.client_rows(t, client).split(self.workload.batch_size):
             yield self.images[rows], self.labels[rows]
 
-    def train(self, model: nn.Module, t: int, client: int) -> int:
-        """One local epoch of plain SGD in place, as any user writes it; returns the number of examples."""
-        optimizer = torch.optim.SGD((p for p in model.parameters() if p.requires_grad), self.workload.lr)
+    def rows_of(self, client: int) -> Tensor:
+        """All rows of ``client``, sorted; ``ValueError`` if no stored round samples it."""
+        t = next((t for t, clients in enumerate(self.sampled) if client in clients), None)
+        if t is None:
+            raise ValueError(f"client {client} is in none of the {len(self.sampled)} rounds that are stored")
+        return self.client_rows(t, client).sort().values
+
+    def test(self, client: int) -> tuple[Tensor, Tensor]:
+        """The client's own part of the test set, in whose order clients follow each other."""
+        n, clients = len(self.test_labels), self.workload.num_clients
+        own = slice(client * n // clients, (client + 1) * n // clients)
+        return self.test_images[own], self.test_labels[own]
+
+    def train(self, model: nn.Module, t: int, client: int, drawn_to: Sequence[Tensor] | None = None) -> int:
+        """One local epoch of plain SGD in place, as any user writes it; returns the number of examples.
+
+        ``drawn_to``: parameters to which Ditto's own model is drawn.
+        """
+        params = [p for p in model.parameters() if p.requires_grad]
+        optimizer = torch.optim.SGD(params, self.workload.lr)
         for images, labels in self.batches(t, client):
             optimizer.zero_grad()
             model.loss(images, labels).backward()
+            if drawn_to is not None:
+                with torch.no_grad():
+                    torch._foreach_add_(
+                        [p.grad for p in params], torch._foreach_sub(params, drawn_to), alpha=self.workload.mu
+                    )
             optimizer.step()
         return self.workload.examples
 
@@ -218,7 +268,8 @@ class Federation:
 class System(Protocol):
     """What ``serve`` needs. Constructed: ready for the first round. Between two calls it must be idle.
 
-    Optional: ``methods``, the workloads' methods it knows besides ``fedavg``; ``accuracy()`` for a model of its own.
+    Optional: ``methods``, the workloads' methods that it knows, if not ``fedavg`` alone; ``accuracy()``, percent, for
+    a model of its own, and for clients that answer with models of their own.
     """
 
     def __init__(self, federation: Federation): ...
@@ -257,7 +308,8 @@ def _answers(system_class: type, lines: Iterator[str]) -> Iterator[dict]:
         command, _, argument = line.strip().partition(" ")
         if command == "prepare":
             system, package = system_class(federation), os.environ.get("BENCH_PACKAGE", "torch")
-            yield {"version": f"{package} {version(package)}", "python": sys.version.split()[0]}
+            told = os.environ.get("BENCH_VERSION") or f"{package} {version(package)}"
+            yield {"version": told, "python": sys.version.split()[0]}
         elif command == "rounds":
             last = done + int(argument)
             if last > federation.workload.rounds:

@@ -160,19 +160,23 @@ def test_names_at_the_right_edge_stay_inside():
     assert len(boxes) == 8 and not any(a.overlaps(b) for a, b in itertools.combinations(boxes, 2))
 
 
-def test_bars_of_the_engine_are_of_one_thickness_and_their_names_are_read():
-    from benchmarks.plots import plot_phases, plot_population, plot_times
+def test_ratios_of_the_engine_are_a_row_a_workload():
+    from benchmarks.plots import plot_phases, plot_population, plot_ratios
 
-    systems = {"W1": ["fedlib", "bare loop, 2 threads", "Flower", "pfl", "BlazeFL"], "W3, LoRA": ["fedlib", "Flower"]}
+    systems = {"W1": ["fedlib", "bare loop, 2 threads", "Flower", "pfl"], "W5, FedPer": ["fedlib", "Flower", "PFLlib"]}
     index = pd.MultiIndex.from_tuples([(w, s) for w, of in systems.items() for s in of], names=["workload", "system"])
-    times = pd.DataFrame({"ratio": 2.0, "ratio_min": 1.5, "ratio_max": 2.5}, index=index)
-    axes = plot_times(times)
-    assert [ax.get_title() for ax in axes] == ["FedAvg (W1)", "ReeFL, LoRA (W3)"] and inside(axes[0].figure)
-    thickness = {round(bar.get_window_extent().height) for ax in axes for bar in ax.patches}
-    assert len(thickness) == 1 and thickness.pop() > 10
-    assert [t.get_text() for t in axes[1].get_yticklabels()] == systems["W3, LoRA"]
-    spans = [segment[:, 0].tolist() for segment in axes[1].collections[0].get_segments()]
-    assert spans == [[1.5, 2.5]] * 2  # the range over turns
+    ax = plot_ratios(pd.DataFrame({"ratio": 2.0, "ratio_min": 1.5, "ratio_max": 2.5}, index=index))
+    assert [t.get_text() for t in ax.get_yticklabels()] == ["W1: FedAvg, ViT", "W5: convnet, FedPer"] and inside(
+        ax.figure
+    )
+    assert [t.get_text() for t in ax.figure.legends[0].texts] == [
+        "bare loop, 2 threads",
+        "Flower",
+        "pfl",
+        "PFLlib",
+    ]  # not us
+    spans = [segment[:, 0].tolist() for segment in ax.collections[0].get_segments()]
+    assert spans == [[1.5, 2.5]] * 5  # the range over turns
 
     rows = [{"num_clients": 10**n, "seconds": 0.3, "peak_mib": 800 + n} for n in (2, 3, 5)]
     axes = plot_population(rows)

@@ -19,17 +19,24 @@ from fedlib.engine.evaluation import exit_logits, served_parts
 
 SMALL = Workload("small", batch_size=16, num_clients=6, examples=40, per_round=3, rounds=4)
 LORA = dataclasses.replace(SMALL, name="small LoRA", lora_blocks=(1, 11))
-RESNET = dataclasses.replace(SMALL, name="small ResNet", architecture="resnet20", img_size=32, lr=1e-3)
+RESNET = dataclasses.replace(SMALL, name="small ResNet", architecture="resnet8", img_size=32, lr=1e-3)
 REEFL = dataclasses.replace(LORA, name="small ReeFL", method="reefl")
+FEDPER, DITTO = (
+    dataclasses.replace(
+        RESNET, name=f"small {m}", method=m, tested=True, architecture="convnet3_slim", rounds=12, lr=0.05
+    )
+    for m in ("fedper", "ditto")
+)
+ALL = (SMALL, LORA, RESNET, REEFL, FEDPER, DITTO)
 
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("workloads")
-    return {w.name: prepare.write_workload(w, folder / f"{w.name}.safetensors") for w in (SMALL, LORA, RESNET, REEFL)}
+    return {w.name: prepare.write_workload(w, folder / f"{w.name}.safetensors") for w in ALL}
 
 
-@pytest.mark.parametrize("w", [SMALL, LORA, RESNET], ids=lambda w: w.name)
+@pytest.mark.parametrize("w", [SMALL, LORA, RESNET, FEDPER], ids=lambda w: w.name)
 def test_both_names_and_one_function(w, files):
     shared = Federation(files[w.name])
     tensors = {k: torch.randn(v.shape, generator=torch.Generator().manual_seed(i)) / 10 for i, (k, v) in enumerate(shared.initial.items())}  # fmt: skip
@@ -49,7 +56,10 @@ def test_both_names_and_one_function(w, files):
         (SMALL, ("bare loop", "two processes", "fedlib")),
         (LORA, ("bare loop", "fedlib, one client at a time")),
         (RESNET, ("bare loop", "two processes, channels last", "fedlib")),
+        (FEDPER, ("two processes", "fedlib")),
+        (DITTO, ("two processes, channels last", "fedlib, one client at a time")),
     ],
+    ids=lambda x: x.name if isinstance(x, Workload) else "",
 )
 def test_batches_are_those_that_fedlib_draws(w, names, files):
     """All end two rounds with the same parameters and accuracy: same clients, same batches, same mean."""
@@ -59,6 +69,47 @@ def test_batches_are_those_that_fedlib_draws(w, names, files):
     assert set(times.system) == set(names) and (times.seconds > 0).all()
     assert (facts["max_difference"] < 2e-5).all() and facts["accuracy"].round(3).nunique() == 1, facts
     assert (facts["rounds"] == 2).all() and (facts["lines"] > 20).all()
+
+
+@pytest.mark.parametrize("name", ["PFLlib", "FL-bench"])
+@pytest.mark.parametrize("w", [FEDPER, DITTO], ids=lambda w: w.name)
+def test_a_checkout_trains_and_tests_the_clients(name, w, files):
+    """By its own drawing of batches, and by its own scale of pixels: only that it learns can be asked."""
+    if why := SYSTEMS[name].missing():
+        pytest.skip(why)
+    with running([SYSTEMS["two processes"], SYSTEMS[name]], files[w.name]) as started:
+        times = harness.time_interleaved(started, rounds=5, repeats=2, warm_up=1)
+        facts = harness.facts(started)
+    assert (times.seconds > 0).all() and facts.max_difference.isna()[name]
+    assert (facts.accuracy > 20).all(), facts
+
+
+def test_a_loop_of_its_own_stands_still_between_rounds(monkeypatch):
+    monkeypatch.syspath_prepend(systems.RIVALS)
+    from stepwise import Stepwise
+
+    system, did = Stepwise(), []
+
+    def loop():
+        for t in range(3):
+            system.gate()
+            did.append(t)
+        raise ValueError("no round 4")
+
+    system.start(loop)
+    assert did == [] and len(system.rounds(0, 2)) == 2 and did == [0, 1]
+    with pytest.raises(RuntimeError, match="the framework's loop ended") as caught:
+        system.rounds(2, 1)
+    assert str(caught.value.__cause__) == "no round 4" and did == [0, 1, 2]
+
+
+def test_a_checkout_is_named_or_cloned(monkeypatch, tmp_path):
+    monkeypatch.setenv("PFLLIB", str(tmp_path / "none"))
+    assert "no checkout of PFLLIB: run python -m benchmarks.setup_rivals checkouts" in SYSTEMS["PFLlib"].missing()
+    monkeypatch.setitem(systems.CHECKOUTS, "PFLLIB", (str(tmp_path / "nowhere"), "0" * 40))
+    assert "skipped, because git could not fetch 00000000 of" in setup_rivals.clone("PFLLIB")
+    (tmp_path / "none").mkdir()
+    assert setup_rivals.clone("PFLLIB") == f"PFLLIB: {tmp_path / 'none'} is there"
 
 
 def test_only_fedlib_trains_reefl(files):
@@ -104,6 +155,20 @@ def test_memory_of_the_whole_process_tree_is_seen():
     assert 150e6 < sampler.peak < 250e6 and sampler.processes == 2
 
 
+def test_a_peak_between_two_samples_is_bounded():
+    """100 MB are held for less than a sample's interval: no sample sees them, the kernel's own peak does."""
+    code = "input(); x = b'1' * 100_000_000; del x; print(flush=True); input()"
+    process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    sampler = harness.MemorySampler([process])
+    sampler.sample()
+    process.stdin.write(b"\n")
+    process.stdin.flush()
+    process.stdout.readline()
+    sampler.sample()
+    process.communicate(b"\n")
+    assert sampler.peak < 60e6 and 90e6 < sampler.unseen < 130e6
+
+
 def test_lines_of_user_code(tmp_path):
     file = tmp_path / "user.py"
     file.write_text(
@@ -117,7 +182,7 @@ def test_what_is_missing_is_said():
         systems.select(["Flowers"])
     absent = dataclasses.replace(SYSTEMS["pfl"], venv="nowhere")
     assert absent.missing() == "no environment .venv-bench/nowhere: run python -m benchmarks.setup_rivals nowhere"
-    with pytest.raises(SystemExit, match="'fedjax' is unknown; allowed: flower, pfl, blazefl"):
+    with pytest.raises(SystemExit, match="'fedjax' is unknown; allowed: flower, pfl, blazefl, checkouts"):
         setup_rivals.main(["fedjax"])
 
 
