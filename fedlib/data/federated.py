@@ -1,6 +1,10 @@
-"""Federated data: one set of examples on the training device, and per client an index array into it."""
+"""Federated data: one set of examples on the training device, and per client an index array into it.
+
+What examples are made of stays in host memory where it would fill a GPU; batches of it are copied ahead of their use.
+"""
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
@@ -9,6 +13,7 @@ import torch
 
 from ..core.experiment import Experiment
 from ..core.rng import numpy_generator
+from ..core.transfers import sent
 from .client_tests import ByLabel, ByOwner, by_label, contiguous, like_train
 from .datasets import DataSet, is_text, load_dataset, source_key, target_of
 from .partition import BY_CHANCE, BY_OWNER, Divided, Drawn, partition_examples
@@ -21,7 +26,10 @@ Rows = np.ndarray  # of a training set: their numbers, or what each is of
 
 @dataclass(frozen=True)
 class FederatedData:
-    """uint8 images (N, C, H, W) or token ids (N, T), and labels (N,), on the device, and who holds which rows."""
+    """uint8 images (N, C, H, W) or token ids (N, T), and labels (N,), and who holds which rows.
+
+    All tensors are on ``device``; ``inputs`` and ``test_inputs`` perhaps in host memory.
+    """
 
     inputs: torch.Tensor
     labels: torch.Tensor
@@ -51,6 +59,10 @@ class FederatedData:
                     f"public examples must be nobody's: client {i} holds {both.sum()} of these {len(self.public)}, "
                     f"row {rows[both].min()} for one"
                 )
+
+    @property
+    def device(self) -> torch.device:
+        return self.mean.device
 
     @property
     def num_outputs(self) -> int:
@@ -110,11 +122,22 @@ class FederatedData:
     ) -> torch.Tensor:
         """Rows of ``inputs`` as a network of input ``shape`` sees them: (n, *shape), images seen through ``views``.
 
-        Token ids stay as they are; what is longer than the network's input is cut.
+        Token ids stay as they are; what is longer than the network's input is cut. ``rows`` are best where inputs are.
         """
+        rows = rows.to(inputs.device)
         if is_text(inputs):
-            return inputs[rows, : shape[0]]
-        return render(inputs[rows], views, shape[-1], self.mean, self.std, shape[0])
+            return sent(inputs[rows, : shape[0]], self.device)
+        return render(sent(inputs[rows], self.device), views, shape[-1], self.mean, self.std, shape[0])
+
+
+SHARE_OF_GPU = 0.5  # of its free memory; inputs that take more stay in host memory
+
+
+def place_of_inputs(inputs: Sequence[torch.Tensor], device: str) -> str:
+    """Where ``inputs`` lie if ``device`` trains."""
+    if not device.startswith("cuda"):
+        return device
+    return device if sum(x.nbytes for x in inputs) <= SHARE_OF_GPU * torch.cuda.mem_get_info(device)[0] else "cpu"
 
 
 @lru_cache(maxsize=4)
@@ -123,8 +146,10 @@ def _on_device(
 ) -> tuple[DataSet, tuple[torch.Tensor, ...]]:
     """``source`` says which files are meant: changed ones are read again."""
     data = load_dataset(name, groups, size, tokenizer)
-    fields = (data.train_inputs, data.train_labels, data.test_inputs, data.test_labels, *data.mean_std())
-    return data, tuple(t.to(device) for t in fields)
+    inputs = data.train_inputs, data.test_inputs
+    place = place_of_inputs(inputs, device)
+    others = (data.train_labels, data.test_labels, *data.mean_std())
+    return data, (*(x.to(place) for x in inputs), *(x.to(device) for x in others))
 
 
 def load_federated(
@@ -135,7 +160,7 @@ def load_federated(
     ``size`` is the network's input, ``tokenizer`` what its words come from (see :func:`datasets.load_dataset`).
     """
     source = json.dumps(source_key(e.dataset, tokenizer))
-    data, (inputs, labels, test_inputs, test_labels, mean, std) = _on_device(
+    data, (inputs, test_inputs, labels, test_labels, mean, std) = _on_device(
         e.dataset, e.label_groups, device, size, tokenizer, source
     )
     check_labels(e, data)
@@ -154,7 +179,7 @@ def load_federated(
     train, public = _grant(values, train, left_out, e.public_fraction)
     holdings = _hold(e, values[train], train, owners)
     if e.num_test is not None or e.evaluate_on == "validation":
-        keep = torch.from_numpy(test).to(device)
+        keep = torch.from_numpy(test)
         test_inputs, test_labels = test_inputs[keep], test_labels[keep]
     vocabulary = None
     if data.target == "tokens":

@@ -22,7 +22,7 @@ class Batches:
     A step is computed on its first ``width`` examples; members without a batch are not ``active``.
     """
 
-    rows: torch.Tensor  # (S, K, B) int64
+    rows: torch.Tensor  # (S, K, B) int64, where the data's inputs are
     views: torch.Tensor | None  # (S, K, B, 5); None: not augmented
     weights: torch.Tensor  # (S, K, B)
     host_weights: torch.Tensor  # weights, in host memory: on a CPU the same
@@ -74,9 +74,9 @@ def draw_batches(
             weights[step, i, :n] = 1 / n
             if views is not None and seen is not None:
                 views[step, i, :n] = seen
-    device, active, host = data.inputs.device, weights > 0, torch.from_numpy(weights)
+    device, active, host = data.device, weights > 0, torch.from_numpy(weights)
     return Batches(
-        torch.from_numpy(rows).to(device), views.to(device) if views is not None else None,
+        torch.from_numpy(rows).to(data.inputs.device), views.to(device) if views is not None else None,
         host.to(device), host, rows, active.sum(-1).max(-1).tolist(), np.asarray(active.any(-1)),
     )  # fmt: skip
 

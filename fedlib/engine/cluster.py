@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from ..data.federated import place_of_inputs
 from ..kernels.products import choose_products
 from ..methods import Member, Round, Server
 from .executors import Execution, Memories, Trained
@@ -88,8 +89,11 @@ class _Worker:
         if device != "cpu":
             tensors = {x.name: getattr(f.data, x.name) for x in fields(f.data)}
             tensors = {n: t for n, t in tensors.items() if isinstance(t, torch.Tensor)}
+            inputs = {n: tensors.pop(n) for n in ("inputs", "test_inputs")}
+            place = place_of_inputs(list(inputs.values()), device)
+            data = replace(f.data, **move(tensors, device), **move(inputs, place))
             start = replace(f.server, params=move(f.server.params, device))
-            f = replace(f, data=replace(f.data, **move(tensors, device)), frozen=move(f.frozen, device), server=start)
+            f = replace(f, data=data, frozen=move(f.frozen, device), server=start)
         f = replace(f, model=model)
         self.federation = replace(f, train_cache=build_train_cache(f, cached_units))
 

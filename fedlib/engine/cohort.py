@@ -65,7 +65,7 @@ class Cohort:
             bfloat16=self.experiment.precision == "bfloat16",
         )  # fmt: skip
         held = [[j in s.exits for s in self.slices] for j in range(len(model.exit_units))]
-        self.held = torch.tensor(held, dtype=torch.float32, device=self.data.inputs.device)
+        self.held = torch.tensor(held, dtype=torch.float32, device=self.data.device)
         still = {name: [m for m in members if m.name == name] for name in (m.name for m in members if not m.trains)}
         self.teachers = {
             name: Teacher(federation, self.forward, self.clients, same, server.params, memories)
@@ -161,7 +161,7 @@ class Cohort:
         once. ``view(step)`` makes the tensors that run in a step, by name, of those that are held, with gradients to
         them; ``Batch.whole`` gives the outputs of these.
         """
-        e, device = self.experiment, self.data.inputs.device
+        e, device = self.experiment, self.data.device
         names = [n for n in self.params if trains(stage, self.setting.infos[n], len(self.held))]
         if not names:  # exits in turn with a backbone that is frozen
             return
@@ -236,7 +236,7 @@ class Cohort:
             seen: dict[int, torch.Tensor] = {}
             watch = lambda at, z, feature, *_, seen=seen: seen.update({at: feature})  # noqa: E731
             forward.answer(forward.inputs(rows), weights, watch=watch)
-            device = self.data.inputs.device
+            device = self.data.device
             yield seen[unit].flatten(2), self.data.labels[rows.to(device)], weights.to(device)
 
     def _run(

@@ -40,10 +40,10 @@ def exit_logits(federation: Federation, server: Server, part: Slice | tuple[Slic
     @torch.inference_mode()
     def logits(examples: np.ndarray) -> torch.Tensor:
         forward.fill(examples)
-        return forward(forward.inputs(torch.from_numpy(examples).to(device)[None]))[:, 0]
+        return forward(forward.inputs(torch.from_numpy(examples)[None]))[:, 0]
 
     if policy == "static":
-        forward.recompute_((rows[None], None) for rows in torch.arange(len(data.inputs), device=device).split(BATCH))
+        forward.recompute_((rows[None], None) for rows in torch.arange(len(data.inputs)).split(BATCH))
     n = len(data.test_labels)
     parts = np.split(np.arange(n), range(BATCH, n, BATCH))
     threads = min(torch.get_num_threads(), len(parts)) if device.type == "cpu" else 1

@@ -53,7 +53,7 @@ class Federation:
 
     @property
     def device(self) -> torch.device:
-        return self.data.inputs.device
+        return self.data.device
 
     @property
     def answering(self) -> list[int]:
@@ -177,7 +177,7 @@ def build_train_cache(f: Federation, units: int) -> FrozenCache | None:
 def _cache(f: Federation, units: int, inputs: torch.Tensor) -> FrozenCache | None:
     view = partial(f.data.view, inputs, f.model.backbone.spec.input_shape)
     skips = f.method.skips(f.setting) if units else ()
-    return build_frozen_cache(f.model, units, len(inputs), view, inputs.device, skips)
+    return build_frozen_cache(f.model, units, len(inputs), view, f.device, skips)
 
 
 def budgets_of(e: Experiment, method: Method) -> np.ndarray:

@@ -37,7 +37,7 @@ class Forward:
         self.model, self.parts, self.tensors, self.data = model, tuple(parts), tensors, data
         self.test, self.cache, self.bfloat16 = test, cache, bfloat16
         self.route, scales = Route.of(parts, model.depth), [p.scale for p in parts]
-        self.scale = scales[0] if len(set(scales)) == 1 else torch.tensor(scales, device=data.inputs.device)
+        self.scale = scales[0] if len(set(scales)) == 1 else torch.tensor(scales, device=data.device)
 
     def place_(self, training: bool = False, generators: Sequence[torch.Generator] | None = None) -> "Forward":
         """Put the tensors in place, for good, and tell the layers whether members train and how narrow each is."""
@@ -55,12 +55,12 @@ class Forward:
     def inputs(self, rows: torch.Tensor, views: torch.Tensor | None = None) -> torch.Tensor | Begun:
         """What the model reads of each member's ``rows`` (M, B), in their ``views`` (M, B, 5)."""
         if self.cache is not None:
-            return self.cache(rows.to(self.data.inputs.device))
+            return self.cache(rows.to(self.data.device))
         return self._seen(self.data.test_inputs if self.test else self.data.inputs, rows, views)
 
     def _seen(self, inputs: torch.Tensor, rows: torch.Tensor, views: torch.Tensor | None = None) -> torch.Tensor:
         views = views.reshape(-1, 5) if views is not None else None
-        x = self.data.view(inputs, self.model.backbone.spec.input_shape, rows.reshape(-1).to(inputs.device), views)
+        x = self.data.view(inputs, self.model.backbone.spec.input_shape, rows.reshape(-1), views)
         return x.view(*rows.shape, *x.shape[1:])
 
     def __call__(
@@ -98,7 +98,7 @@ class Forward:
             return self.model.begin(x, units, without, self.route.alive)
 
     def _precision(self) -> torch.autocast:
-        device = self.data.inputs.device.type if self.data is not None else "cpu"
+        device = self.data.device.type if self.data is not None else "cpu"
         return torch.autocast(device, torch.bfloat16, enabled=self.bfloat16)
 
     def recompute_(self, batches: Iterable[tuple[torch.Tensor, torch.Tensor | None]]) -> None:

@@ -52,8 +52,9 @@ class FrozenCache:
         missing = np.unique(rows)
         missing = missing[~self._ready[missing]]
         for a in range(0, len(missing), batch_size):
-            part = torch.from_numpy(missing[a : a + batch_size]).to(self.device)
+            part = torch.from_numpy(missing[a : a + batch_size])
             made = model.begin(self.render(part)[None], self.units, keep=self.read)
+            part = part.to(self.device)
             with self._lock:
                 for kept, unit in zip(self.features, self.read, strict=True):
                     kept[part] = made.features[unit][0]

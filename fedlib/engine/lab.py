@@ -45,7 +45,7 @@ class ServerLab:
         optimiser = torch.optim.Adam(trained.values(), lr)
         judge = torch.arange(0, len(self.rows), HELD_OUT)
         learn = np.setdiff1d(np.arange(len(self.rows)), judge.numpy())
-        best, kept = torch.full((), math.inf, device=self.rows.device), {n: p.detach() for n, p in trained.items()}
+        best, kept = torch.full((), math.inf, device=self.data.device), {n: p.detach() for n, p in trained.items()}
         since, every = 0, max(1, patience // 2)
         batches = [
             b for _ in range(passes) for b in np.array_split(rng.permutation(learn), -(-len(learn) // self.batch_size))

@@ -1,15 +1,15 @@
 """Does an experiment fit? Told from shapes alone, before anything is built."""
 
-import os
 from pathlib import Path
 
+import psutil
 import torch
 
 from ..core.experiment import Experiment
 from ..models.exit_model import ExitModel
 
 GIB = 2**30
-MEMINFO, CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
+CGROUP = Path("/sys/fs/cgroup")
 
 
 def check_memory(e: Experiment, shapes: ExitModel, examples: int, device: str) -> None:
@@ -45,16 +45,7 @@ def free_memory(device: torch.device) -> float:
     """Bytes that may still be claimed on ``device``; on a CPU what the system or the container's limit leaves."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    return min(_of_system(), _of_container())
-
-
-def _of_system() -> int:
-    """Free memory and what the page cache would give back; all of it where the system does not say."""
-    if MEMINFO.exists():
-        fields = dict(line.split(":", 1) for line in MEMINFO.read_text().splitlines() if ":" in line)
-        if "MemAvailable" in fields:
-            return int(fields["MemAvailable"].split()[0]) * 1024
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min(psutil.virtual_memory().available, _of_container())
 
 
 def _of_container() -> int | float:

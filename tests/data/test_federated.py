@@ -2,9 +2,10 @@
 
 import numpy as np
 import pytest
+import torch
 
 from fedlib import Experiment, build_federation
-from fedlib.data.federated import hold_out, load_federated
+from fedlib.data.federated import hold_out, load_federated, place_of_inputs
 from tests.helpers.sentences import write
 
 pytestmark = pytest.mark.usefixtures("kept_cache")
@@ -145,3 +146,10 @@ def test_validation_examples_are_held_out_of_every_class_for_every_seed():
 def test_impossible_validation_is_refused(values, message):
     with pytest.raises(ValueError, match=message):
         load_federated(Experiment(**values))
+
+
+def test_inputs_that_would_fill_half_of_a_gpu_stay_in_host_memory(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (100, 200))
+    small, large = torch.zeros(20, dtype=torch.uint8), torch.zeros(31, dtype=torch.uint8)
+    assert place_of_inputs([small, small], "cuda:0") == "cuda:0" and place_of_inputs([small, large], "cuda:0") == "cpu"
+    assert place_of_inputs([large] * 9, "cpu") == "cpu"

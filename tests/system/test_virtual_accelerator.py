@@ -13,6 +13,7 @@ import torch
 
 from fedlib import Execution, build_federation, run_rounds
 from fedlib.core.paths import has_minilm
+from fedlib.data import federated
 from fedlib.methods import METHODS, base
 from fedlib.methods.losses import cross_entropies
 from fedlib.runs.checkpoints import Checkpoints
@@ -100,6 +101,25 @@ def test_every_method_runs_there_on_every_backbone_with_every_tuner(method, tmp_
         except ValueError:
             pass
     assert ran and not failed, "\n".join(failed)
+
+
+@pytest.mark.parametrize(
+    "method, backbone, tuner",
+    [
+        ("feddf", "convnet", "full"),
+        ("cafedistill", "bert", "lora"),
+        ("depthfl", "vit", "frozen"),
+        ("fedpac", "vit", "full"),
+    ],
+)
+def test_inputs_that_stay_in_host_memory_are_sent_batch_by_batch(method, backbone, tuner, monkeypatch, tmp_path):
+    monkeypatch.setattr(federated, "place_of_inputs", lambda inputs, device: "cpu")
+    federated._on_device.cache_clear()
+    places, sent = [], federated.sent
+    monkeypatch.setattr(federated, "sent", lambda x, device: places.append(x.device.type) or sent(x, device))
+    fetched = went(trial(method, backbone, tuner), tmp_path)
+    federated._on_device.cache_clear()
+    assert len(places) > 2 and {*places} == {"cpu"} and not too_often(method, fetched)
 
 
 def test_a_tensor_of_the_cpu_in_a_loss_is_refused(monkeypatch, tmp_path):

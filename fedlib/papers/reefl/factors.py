@@ -117,7 +117,7 @@ def plot_factor(frame: pd.DataFrame, factor: str, one: str, other: str):
         finish(lower, FACTORS[factor] + bars, f"{label_of(one)} – {label_of(other)} (points)" if first else "")
         for ax in (upper, lower):
             ax.set_xlim(-0.4, len(levels) - 0.6)
-            turned = 20 if max(map(len, levels)) > 8 else 0
+            turned = 20 if max(map(len, levels), default=0) > 8 else 0
             ax.set_xticks(range(len(levels)), levels if ax is lower else [""] * len(levels), rotation=turned)
     share_legend(axes)
     return axes

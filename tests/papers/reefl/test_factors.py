@@ -68,6 +68,8 @@ def test_nothing_stored_gives_no_rows():
     assert answers(empty, "reefl", "depthfl").empty and differences(empty, "reefl", "depthfl").empty
     axes = plot_factor(empty[empty.variant == "reefl"], "rounds", "reefl", "depthfl")
     assert len(axes) == 2
+    axes = plot_factor(empty, "backbone", "reefl", "depthfl")  # of which profile paper has no level
+    assert "not stored" in axes[0].figure.get_suptitle()
 
 
 def test_a_level_is_chosen_by_its_mean_on_validation_examples_only():
