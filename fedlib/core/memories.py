@@ -29,7 +29,8 @@ class ClientFiles(MutableMapping[int, dict[str, torch.Tensor]]):
     def __getitem__(self, client: int) -> dict[str, torch.Tensor]:
         if client in self.changed:
             return self.changed[client]
-        return read_tensors(self._file(client, self.rounds[client]), self.device)[0]
+        read = read_tensors(self._file(client, self.rounds[client]))[0]  # a count is asked for on the host
+        return {n: x if x.dtype is torch.int64 and not x.dim() else x.to(self.device) for n, x in read.items()}
 
     def __setitem__(self, client: int, memory: dict[str, torch.Tensor]) -> None:
         self.changed[client] = memory

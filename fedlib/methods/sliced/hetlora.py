@@ -20,7 +20,7 @@ import torch
 
 from ...core.kinds import NotNegative, Share
 from ...core.transfers import home
-from ..base import Arrived, Batch, Client, Cohort, Round, Server, Setting, Slice, Tensors
+from ..base import Arrived, Batch, Client, Cohort, Round, Server, Setting, Slice
 from ..cohort import Stacked
 from ..ranks import Ranks, factors, of_rank, without_factors
 from ..sums import MaskedMean, Update
@@ -42,14 +42,9 @@ class HetLoRA(Ranks):
     prune_weight: NotNegative = 1e-3  # lambda
     weights_by: Literal["matrix", "model"] = "matrix"
 
-    def prepare(self, server: Server, r: Round) -> Tensors:
-        """The ranks of those who have had one, by client, in host memory."""
-        known = {str(c.id): server.mirrors[c.id]["rank"] for c in r.clients if c.id in server.mirrors}
-        return dict(zip(known, home(list(known.values())), strict=True))
-
     def slice_for(self, client: Client, server: Server, r: Round) -> Slice:
         whole = partial(rounded_up, self.rank_shares[client.budget])
-        left = r.notes.get(str(client.id))
+        left = server.mirrors.get(client.id, {}).get("rank")  # in host memory
         if left is None:
             return of_rank(r.setting, whole)
         most = max(1, int(left))
@@ -87,8 +82,9 @@ class HetLoRA(Ranks):
             for pair in factors(r.setting).values()
             for n in pair
         }
-        ranks = {k: {"rank": sent["rank/rank"]} for k, sent in arrived.extras.items()}
-        return replace(server, params={**server.params, **padded}).with_mirrors(ranks)
+        ranks = home([sent["rank/rank"] for sent in arrived.extras.values()])
+        mirrors = {k: {"rank": rank} for k, rank in zip(arrived.extras, ranks, strict=True)}
+        return replace(server, params={**server.params, **padded}).with_mirrors(mirrors)
 
 
 def tail_of(params: Stacked, setting: Setting, gamma: float) -> Iterator[tuple[torch.Tensor, torch.Tensor, int, int]]:

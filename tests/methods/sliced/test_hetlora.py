@@ -1,5 +1,7 @@
 """HetLoRA: weights and pruning by hand, rounds against a plain loop, what a rank costs."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -121,3 +123,11 @@ def test_what_cannot_be_is_refused(method):
         build_federation(experiment(method, finetune_options={"r": 4, "lora_alpha": 8, "use_dora": True}))
     with pytest.raises(ValueError, match=f"{method}'s do not"):
         build_method(method, {"compress": "topk", "error_feedback": True})
+
+
+def test_a_client_answers_with_the_ranks_that_it_has_left():
+    f = build_federation(experiment("hetlora"))
+    left = replace(f.server, mirrors={2: {"rank": torch.tensor(1)}})
+    (client,) = f.clients([2])
+    served = [f.method.serve(client, s, Round(1, (), f.setting)).members[0].part for s in (f.server, left)]
+    assert [{len(kept) for kept in part.index.values()} for part in served] == [{RANKS[2]}, {1}]
