@@ -39,12 +39,9 @@ _LAZY = {
 def __getattr__(name: str):
     """Import the engine only when it is used: ``import fedlib`` stays fast."""
     if name == "__version__":  # of the git tag that was installed
-        from importlib.metadata import PackageNotFoundError, version
+        from importlib.metadata import distributions
 
-        try:
-            return version("fedlib-kit")
-        except PackageNotFoundError:
-            return "not installed"
+        return next((d.version for d in distributions(name="fedlib-kit")), "not installed")
     if name not in _LAZY:
         raise AttributeError(f"module 'fedlib' has no attribute {name!r}")
     from importlib import import_module

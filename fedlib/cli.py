@@ -10,6 +10,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -41,9 +42,7 @@ def parser() -> argparse.ArgumentParser:
         "--over", nargs="+", action="extend", required=True, metavar="KEY=VALUES",
         help="a list, or a range, by magnitude after log: 'lr=[0.01, 0.1]' options.zeta=0.1..0.9 lr=log:0.01..1",
     )  # fmt: skip
-    p.add_argument(
-        "--sampler", default="grid", help="grid (default), all combinations of lists, or Optuna's random, tpe"
-    )
+    p.add_argument("--sampler", default="grid", help="grid (default), all combinations, or Optuna's random, tpe")
     p.add_argument("--trials", type=int, default=0, help="of random and tpe: how many a row")
     _add_choices(p)
     _add_machine(p)
@@ -51,9 +50,7 @@ def parser() -> argparse.ArgumentParser:
     p = _command(add, "explain", _explain, "say of one row of a table which layer set which value, or what it takes")
     p.add_argument("table", metavar="PAPER/TABLE")
     p.add_argument("row", nargs="?", help="a method, or a variant, of the table")
-    p.add_argument(
-        "--cost", action="store_true", help="what every row takes: runs, hours on GPUs, memory, disk, downloads"
-    )
+    p.add_argument("--cost", action="store_true", help="what every row takes: runs, GPU hours, memory, disk, downloads")
     _add_choices(p)
 
     p = _command(add, "runs", _runs, "list the stored runs")
@@ -193,12 +190,21 @@ def _explain(given: argparse.Namespace) -> int:
 
 
 def _runs(given: argparse.Namespace) -> int:
+    import pandas as pd
+
     from .report.frames import runs_frame
 
-    frame = runs_frame(words=given.words)
+    frame = pd.concat([runs_frame(folder, given.words) for folder in _run_folders()])
     shown = frame.reindex(columns=["run", "day", "status", "t", "accuracy", "seconds"])
     print(shown.to_string(index=False) if len(shown) else "no stored run" + " has such a name" * bool(given.words))
     return 0
+
+
+def _run_folders() -> list[Path]:
+    """Where ``fedlib run`` stores, those of trials last."""
+    from .core.paths import outputs_dir
+
+    return [outputs_dir() / "runs", outputs_dir() / "scratch" / "runs"]
 
 
 def _show(given: argparse.Namespace) -> int:
@@ -207,7 +213,7 @@ def _show(given: argparse.Namespace) -> int:
     from .runs.record import without_bulk
     from .runs.store import stored_runs
 
-    found = list(stored_runs(words=[given.name]))
+    found = [r for folder in _run_folders() for r in stored_runs(folder, [given.name])]
     found = [r for r in found if r.path.name == given.name] or found
     if len(found) != 1:
         names = ", ".join(r.path.name for r in found[:5])

@@ -41,6 +41,16 @@ def test_run_runs_a_table_with_what_is_set_and_shows_it(capsys):
     assert said(capsys, "show", "xyz", status=2) == "fedlib: xyz: no stored run has it\n"
 
 
+def test_what_a_trial_profile_stored_is_listed_and_shown_too(capsys, tmp_path, monkeypatch):
+    monkeypatch.delenv("FEDLIB_OUTPUTS")
+    monkeypatch.setenv("FEDLIB_ROOT", str(tmp_path))
+    keep_outputs_of("smoke")
+    done = run(small("reefl", rounds=1), ONE, progress=False)
+    keep_outputs_of("small")
+    assert "scratch" in done.path.parts and done.path.name in said(capsys, "runs")
+    assert done.path.name in said(capsys, "show", "reefl")
+
+
 def test_a_name_that_several_runs_have_is_refused(capsys, folder):
     first, second = (run(small("reefl", seed=s, rounds=1), ONE, progress=False) for s in (1, 2))
     assert f"2 runs have it: {first.path.name}, {second.path.name}" in said(capsys, "show", "reefl", status=2)

@@ -72,6 +72,12 @@ def check_known(names: Iterable[object], allowed: Collection[str], says: str) ->
             raise ValueError(says.replace("{}", shown(name)) + did_you_mean(name, allowed))
 
 
+def check_kind(value: object, kind: Any, where: str) -> None:
+    """Raise ``ValueError`` for an argument, called ``where``, that is no ``kind``."""
+    if not isinstance(value, kind):
+        raise ValueError(f"{where} = {shown(value)}: expected {kind.__name__}, got {type(value).__name__}")
+
+
 def check_fields(cls: type, values: Mapping[str, object], where: str) -> dict[str, Any]:
     """Return ``values`` converted to the types of dataclass ``cls``'s fields and checked against their limits.
 

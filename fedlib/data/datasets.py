@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from ..core.rng import numpy_generator
-from ..core.validation import shown
+from ..core.validation import did_you_mean, shown
 from .cache import Decoded, cached_for, digest_of, was_read
 from .decode import SETS, Layout, decode
 from .docstrings import docstrings_key, read_docstrings
@@ -159,10 +159,8 @@ def load_dataset(name: str, groups: bool = False, size: int | None = None, token
 
 def _load(name: str, size: int | None, tokenizer: str | None) -> DataSet:
     if (found := _find(name, tokenizer)) is None:
-        raise ValueError(
-            f"experiment: dataset = {name!r} is unknown: use one of {', '.join(DATASETS)}, a local path, or a name "
-            "that fedlib.register_data gave to data of your own in this process"
-        )
+        more = "a path (one word as ./word), or a name that fedlib.register_data gave in this process"
+        raise ValueError(f"experiment: dataset = {name!r} is unknown{did_you_mean(name, DATASETS)}, {more}")
     key, read = found
     tensors, classes = decoded = cached_for(size, key, read)
     digest = digest_of(key, size, decoded)

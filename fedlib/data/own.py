@@ -32,7 +32,7 @@ def own_set(name: str, train: object, test: object, classes: Sequence[str] | Non
     splits = _splits(train, test)
     if splits is not None:
         return partial(_of_splits, name, splits, {"registered": [t._fingerprint for t in splits.values()]})
-    parts = [_part(name, x, classes) for x in (train, test) if x is not None]
+    parts = [_part(name, x, classes) for x in ([train] if test is None else [train, test])]
     decoded = divide(parts, Layout(name, "images", "label", test=None if test is None else "test"))
     key = {"registered": digest_tensors(decoded[0], {"classes": " ".join(decoded[1])})}
     return lambda format, tokenizer: (key | {"format": format}, lambda size: (decoded, False))
@@ -102,10 +102,14 @@ def _part(name: str, given: Any, classes: Sequence[str] | None) -> Part:
     if not isinstance(given, (tuple, list)) or len(given) != 2:
         raise ValueError(f"{name}: {shown(type(given).__name__)} is no data set; allowed: {TAKEN}")
     inputs, labels = (x.numpy() if isinstance(x, torch.Tensor) else np.asarray(x) for x in given)
-    if len(inputs) != len(labels) or labels.ndim != 1 or labels.dtype.kind not in "iu" or not len(labels):
-        raise ValueError(
-            f"{name}: labels {labels.dtype} {labels.shape} of inputs {inputs.shape}; allowed: integers (N,)"
-        )
+    if (
+        not inputs.ndim
+        or labels.ndim != 1
+        or len(inputs) != len(labels)
+        or labels.dtype.kind not in "iu"
+        or not len(labels)
+    ):
+        raise ValueError(f"{name}: labels {labels.dtype} {labels.shape}, inputs {inputs.shape}; allowed: integers (N,)")
     names = list(map(str, classes)) if classes is not None else [str(c) for c in range(labels.max() + 1)]
     if labels.min() < 0 or labels.max() >= len(names):
         raise ValueError(f"{name}: labels {labels.min()} to {labels.max()}; allowed: 0 to {len(names) - 1}")

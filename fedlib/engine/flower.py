@@ -96,10 +96,8 @@ class Link:
     def _client(self, kind: Any, address: str, who: str) -> Any:
         from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
 
-        like = [RuntimeVersionHttpInterceptor(component_name=who)]
-        return kind.from_server_address(
-            server_address=address, insecure=self.insecure, root_certificates=None, interceptors=like
-        )
+        how = {"root_certificates": None, "interceptors": [RuntimeVersionHttpInterceptor(component_name=who)]}
+        return kind.from_server_address(server_address=address, insecure=self.insecure, **how)
 
     def _start(self, nodes: int) -> str:
         """A SuperLink and its SuperNodes on this machine, which end with this process."""
@@ -165,8 +163,7 @@ def _end_with_parent() -> None:
 
 
 def _free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
+    with socket.create_server(("127.0.0.1", 0)) as s:
         return s.getsockname()[1]
 
 
@@ -311,11 +308,13 @@ def checked(trained: Trained, f: Federation, members: Sequence[Member]) -> Train
         for x in (total, *(store[target] for store in stores[1:])):
             need(x.dtype == torch.float64 and x.shape in ((), shape), f"the sum of {target}")
     need(trained.nonfinite or all_finite(x for store in stores for x in store.values()), "a number that is not finite")
-    clients = {m.client.id for m in members}
-    by_client = trained.memories, trained.losses, trained.extras, trained.models
-    need(all(d.keys() <= clients for d in by_client) and set(trained.nonfinite) <= clients, "a client")
+    clients, tensors_of = {m.client.id for m in members}, (trained.memories, trained.extras, trained.models)
+    need(
+        all(d.keys() <= clients for d in (trained.losses, *tensors_of)) and set(trained.nonfinite) <= clients,
+        "a client",
+    )
     need(all(isinstance(x, float) for x in trained.losses.values()), "a loss")
-    for tensors in (t for d in (trained.memories, trained.extras, trained.models) for t in d.values()):
+    for tensors in (t for d in tensors_of for t in d.values()):
         need(all(isinstance(n, str) and isinstance(x, torch.Tensor) for n, x in tensors.items()), "a client's tensors")
     return replace(trained, mean=MaskedMean.of(infos, stores, cut))
 

@@ -20,6 +20,7 @@ from torch import nn
 from ..core.hub import fail_fast, offline, unreadable
 from ..core.paths import minilm_file
 from ..core.rng import torch_generator
+from ..core.validation import check_kind
 from .backbone import Backbone, Spec, shapes
 from .bert import BERTS, load_bert
 from .efficientnet import EFFICIENTNETS, load_efficientnet
@@ -89,14 +90,15 @@ def wrap(
     read (``WrappedSpec``). A net begins with the weights that it has (``pretrained=True``); a function that makes one
     is called anew for every seed (``pretrained=False``). ``ValueError`` says in a sentence what cannot be cut.
     """
-    make = None if isinstance(net, nn.Module) else net
+    make = net if callable(net) and not isinstance(net, nn.Module) else None
     if make is not None:
         with torch.random.fork_rng(devices=[]):
             torch.random.manual_seed(0)
             net = make()
+    check_kind(net, nn.Module, "wrap: net")
     name = name or type(net).__name__.lower()
-    if name in SHIPPED:
-        raise ValueError(f"wrap: name = {name!r} is a backbone of the kit's; choose another")
+    if not isinstance(name, str) or name in SHIPPED:
+        raise ValueError(f"wrap: name = {name!r} is a backbone of the kit's, or no word; choose another")
     OWN[name] = WrappedSpec.of(copy.deepcopy(net), cuts, input_shape, feature, make)
     if any(isinstance(m, nn.modules.dropout._DropoutNd) and m.p for m in net.modules()):
         warnings.warn(f"the dropout of {name!r} is off: it would draw from the global generator", stacklevel=2)

@@ -19,6 +19,7 @@ from .vit import ViT, ViTSpec
 from .wrapped import WrappedSpec
 
 SHORT = {f"deit_{size}": f"deit_{size}_patch16_224" for size in ("tiny", "small", "base")}
+SHORT["mobilenetv3"] = "mobilenetv3_large_100"
 SHORT |= {f"swin_{size}": f"swin_{size}_patch4_window7_224" for size in ("tiny", "small", "base")}
 
 
@@ -53,8 +54,9 @@ def create_timm(name: str, pretrained: bool, folder: Path | None = None, others:
     base, _, tag = name.partition(".")
     base = SHORT.get(base, base)
     if folder is None and not timm.is_model(base):
-        known = did_you_mean(base, [*others, *SHORT, *timm.list_models()])[:2000]
-        raise ValueError(f"experiment: backbone = {name!r} is unknown{known}")
+        near = did_you_mean(base, [*others, *SHORT, *timm.list_models()]).partition(" allowed:")[0]
+        allowed = "the kit's (fedlib/models/shapes.yaml), timm's, or a name of fedlib.wrap in this process"
+        raise ValueError(f"experiment: backbone = {name!r} is unknown{near} allowed: {allowed}")
     try:
         with fail_fast() if pretrained else nullcontext():
             return timm.create_model(f"local-dir:{folder}" if folder else f"{base}.{tag}".rstrip("."), pretrained)
@@ -111,16 +113,12 @@ def load_timm(model) -> ViT:
     out["stem.patch_embed.bias"] = source.get("patch_embed.proj.bias", torch.zeros(len(patch)))
     extra = [source[k][0] for k in ("cls_token", "dist_token", "reg_token") if k in source]
     out["stem.prefix"], out["stem.pos_embed"] = torch.cat(extra), source["pos_embed"][0]
-    for key in ("norm_pre.weight", "norm_pre.bias"):
-        if key in source:
-            out[f"stem.{key}"] = source[key]
     for key, value in source.items():
-        if not key.startswith("blocks."):
-            continue
-        if ".attn.qkv." in key:
-            for part, rows in zip("qkv", value.chunk(3), strict=True):
-                out[key.replace("qkv", part)] = rows
-        else:
+        if key.startswith("norm_pre."):
+            out[f"stem.{key}"] = value
+        elif ".attn.qkv." in key:
+            out |= {key.replace("qkv", part): rows for part, rows in zip("qkv", value.chunk(3), strict=True)}
+        elif key.startswith("blocks."):
             out[key] = value
     vit = ViT(spec)
     vit.load_state_dict(out)

@@ -20,6 +20,7 @@ from typing import Literal
 import torch
 from torch import fx, nn
 
+from ..core.validation import check_known
 from ..layers.conv import sample_and_pad
 from ..layers.members import MemberNorm, PerClient
 from ..layers.tokens import put_token
@@ -50,10 +51,13 @@ class WrappedSpec(MapSpec):
     @classmethod
     def of(cls, net: nn.Module, cuts: Sequence[str], input_shape: Sequence[int], read: Feature = "map", make=None):
         """The spec of ``net``; ``ValueError`` says in a sentence where it cannot be cut, or does not run."""
-        if len(input_shape) != 3 or input_shape[1] != input_shape[2]:
-            raise ValueError(f"wrap: input_shape = {tuple(input_shape)}; allowed: (channels, pixels, as many pixels)")
-        if isinstance(cuts, str) or not cuts:
+        sizes = input_shape if isinstance(input_shape, (tuple, list)) else ()
+        if [type(n) for n in sizes] != 3 * [int] or sizes[1] != sizes[2]:
+            raise ValueError(f"wrap: input_shape = {input_shape!r}; allowed: (channels, pixels, as many pixels)")
+        if not isinstance(cuts, (tuple, list)) or not cuts or not all(isinstance(c, str) for c in cuts):
             raise ValueError(f"wrap: cuts = {cuts!r}; allowed: a list of names of modules")
+        if isinstance(read, str):
+            check_known([read], ("map", "tokens"), "wrap: feature = {} is unknown")
         channels, size, _ = input_shape
         plain = cls(size=size, channels=channels, net=net, make=make, cuts=tuple(cuts), read=read)
         with torch.device("meta"), torch.no_grad():

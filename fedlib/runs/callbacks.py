@@ -14,7 +14,7 @@ from typing import Any
 
 from ..core.experiment import Experiment
 from ..core.paths import outputs_dir
-from ..core.validation import check_known
+from ..core.validation import check_kind, check_known
 from ..engine.rounds import Finished
 from .record import Run, without_bulk
 
@@ -44,10 +44,12 @@ class Together(Callback):
     """Several callbacks as one, and ``on_round``, a function of the finished round; each is told, whoever stops."""
 
     def __init__(self, callbacks: Iterable[Callback] = (), on_round: OnRound = None):
+        check_kind(callbacks, Iterable, "callbacks")
         self.each, self.on_round, self.begun = list(callbacks), on_round, []
 
     def check(self, e: Experiment) -> None:
         for c in self.each:
+            check_kind(c, Callback, "callbacks: one of them")
             c.check(e)
 
     def begin(self, e: Experiment, t: int, metrics: Sequence[dict]) -> bool:
@@ -79,8 +81,7 @@ class EarlyStopping(Callback):
     def check(self, e: Experiment) -> None:
         if e.evaluate_on != "validation":
             raise ValueError(
-                f"EarlyStopping: evaluate_on = {e.evaluate_on!r} would choose by test examples; allowed: validation, "
-                "with a validation_fraction"
+                f"EarlyStopping: evaluate_on = {e.evaluate_on!r} would choose by test examples; use validation"
             )
         if not e.looks_every:
             raise ValueError("EarlyStopping: evaluate_every = 0 evaluates after the last round alone; allowed: 1, 2, …")
@@ -107,10 +108,8 @@ def scalars(r: Finished) -> dict[str, float]:
 
 
 def _numbers(name: str, value: Any):
-    inner = (
-        value.items() if isinstance(value, dict) else enumerate(value, 1) if isinstance(value, (list, tuple)) else ()
-    )
-    for k, v in inner:
+    of = value.items() if isinstance(value, dict) else enumerate(value, 1) if isinstance(value, (list, tuple)) else ()
+    for k, v in of:
         yield from _numbers(f"{name}/{k}" if name else str(k), v)
     if isinstance(value, (int, float)) and math.isfinite(value):
         yield name, float(value)

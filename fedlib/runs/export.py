@@ -18,7 +18,7 @@ from torch.fx.graph import CodeGen
 
 from ..core.paths import outputs_dir
 from ..core.slices import Slice
-from ..core.validation import check_known
+from ..core.validation import check_kind, check_known
 from ..engine.evaluation import BATCH, central
 from ..engine.executors import Execution
 from ..engine.federation import Federation
@@ -48,13 +48,15 @@ def save_model(run: Run, budget: int, path: Path | str | None = None, format: st
     called. ``ValueError`` where what a client answers is not one model's, or depends on who is asked beside, or is no
     such net's; ``ImportError`` names a missing package.
     """
+    check_kind(run, Run, "save_model: run")
     check_known([format], [*FORMATS, *NETS], "format = {} is not possible")
     missing = [p for p in PACKAGES.get(format, ()) if find_spec(p) is None]
     if missing:
         raise ImportError(f"format = {format!r} needs packages: pip install {' '.join(missing)}")
     f, server = load_trained(run.experiment, Execution(workers=1), run.path.parent)
     part = _part(f, server, budget)
-    traced, x = _Answers(central(f, server, part), f, part), _examples(f)
+    rows, seen = torch.arange(2, device=f.device), f.model.backbone.spec.input_shape
+    traced, x = _Answers(central(f, server, part), f, part), f.data.view(f.data.test_inputs, seen, rows)
     shape = list(x.shape[1:])
     about = {"run": run.path.name, "budget": budget, "input_shape": shape, "exits": list(part.exits)}
     about |= {"mean": f.data.mean.tolist(), "std": f.data.std.tolist()} if x.is_floating_point() else {}
@@ -79,7 +81,7 @@ def _part(f: Federation, server: Server, budget: int) -> Slice:
     """The sub-model that a client of ``budget`` answers with."""
     client = next((c for c in f.clients(range(f.data.num_clients)) if c.budget == budget), None)
     if client is None:
-        raise ValueError(f"budget = {budget} is no client's; allowed: {', '.join(map(str, sorted(set(f.budgets))))}")
+        raise ValueError(f"budget = {budget!r} is no client's; allowed: {', '.join(map(str, sorted(set(f.budgets))))}")
     e, serving = f.experiment, f.method.serve(client, server, Round(server.t, (), f.setting))
     (member, *more), why = serving.members, ""
     if any(f.method.personal(info) for info in f.setting.infos.values()) or member.keeps == "all":
@@ -91,12 +93,6 @@ def _part(f: Federation, server: Server, budget: int) -> Slice:
     if why:
         raise ValueError(f"{e.slug} cannot be exported: what {e.method} answers {why}")
     return member.part
-
-
-def _examples(f: Federation) -> torch.Tensor:
-    """Two inputs as the net sees them."""
-    rows = torch.arange(2, device=f.device)
-    return f.data.view(f.data.test_inputs, f.model.backbone.spec.input_shape, rows)
 
 
 class _Answers(nn.Module):

@@ -21,8 +21,9 @@ def extend(e: Experiment, rounds: int, folder: Folder = None, accept: Accept = (
     that are stored already are kept. ``ValueError`` says why where it cannot be: a schedule or a method that is paced
     by the number of rounds, a run that is missing, diverged, or came without its weights.
     """
+    there = run_path(e, folder)
     longer = as_stored(e.replace(rounds=rounds), folder)
-    path, there = run_path(longer, folder), run_path(e, folder)
+    path = run_path(longer, folder)
     if not (path / "experiment.json").exists():
         stored = _check(e, longer, folder, accept)
         longer = longer.replace(evaluate_every=stored.experiment.looks_every)  # its curve goes on

@@ -105,9 +105,7 @@ def check_place(path: Path) -> None:
     """Raise, before any compute, if ``path`` could not be written, or leads elsewhere."""
     for own in (path, path / "clients", path / "mirrors"):
         if own.is_symlink():
-            raise ValueError(
-                f"{own} is a symbolic link; a run has folders of its own: put what it points to in its place"
-            )
+            raise ValueError(f"{own} is a symbolic link; put what it points to in its place")
     nearest = next(p for p in (path, *path.parents) if p.exists())
     if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
         raise PermissionError(

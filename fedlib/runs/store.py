@@ -16,7 +16,7 @@ from typing import Literal, overload
 from ..core.experiment import Experiment
 from ..core.profiling import phase
 from ..core.storage import DamagedFile, read_json, read_lines, write_json
-from ..core.validation import shown
+from ..core.validation import check_kind
 from ..engine.checks import check_experiment
 from ..engine.executors import Execution
 from ..engine.federation import Federation, build_federation
@@ -59,6 +59,7 @@ def stored_runs(folder: Folder = None, words: Iterable[str] = ()) -> Iterator[Ru
 
     Of ``words`` the name must have every one. One that cannot be read is told of in a warning and left out.
     """
+    words = [words] if isinstance(words, str) else list(words)
     for path in sorted(p.parent for p in folder_of(folder).glob("*/summary.json")):
         if all(word in path.name for word in words):
             try:
@@ -102,7 +103,7 @@ def run(
     too (``callbacks.py``). If one of these returns True the run stops there: it is stored as unfinished, and what is
     returned has status ``stopped``.
     """
-    _check_execution(execution)
+    check_kind(execution, Execution, "execution")
     callback = Together(callbacks, on_round)
     callback.check(e)
     e = as_stored(e, folder)
@@ -127,7 +128,7 @@ def run_all(
     of a GPU; its nodes must see ``folder`` under the same path. ``accept`` as in :func:`find_run`, ``callbacks`` as in
     :func:`run`; they are of this process, so ``ValueError`` with Ray.
     """
-    _check_execution(execution)
+    check_kind(execution, Execution, "execution")
     if (callbacks := list(callbacks)) and execution.executor == "ray":
         raise ValueError("callbacks see rounds of this process, and executor = 'ray' runs a grid elsewhere: use run(e)")
     if isinstance(experiments, Experiment):
@@ -216,11 +217,6 @@ def _run_missing(
                 callback.end(stored)
     watch.end(e)
     return stored
-
-
-def _check_execution(execution: Execution) -> None:
-    if not isinstance(execution, Execution):
-        raise ValueError(f"execution = {shown(execution)}: expected an Execution, e.g. Execution('cpu', workers=2)")
 
 
 def _continue(

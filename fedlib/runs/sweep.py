@@ -11,7 +11,7 @@ from itertools import product
 from typing import Any
 
 from ..core.experiment import Experiment
-from ..core.validation import check_known, shown
+from ..core.validation import check_kind, check_known, shown
 from ..engine.executors import Execution
 from .params import make_experiment
 from .places import Folder
@@ -48,14 +48,13 @@ def sweep(
     ``seed``, from lists and from ``optuna.distributions``. Where an experiment says no ``validation_fraction``, a fifth
     of the training examples is held out. ``ValueError`` before any compute names what cannot be tried.
     """
+    check_kind(rows, Mapping, "sweep: rows")
     check_known([sampler], ("grid", *SAMPLERS), "sweep: sampler = {} is unknown")
     if (sampler == "grid") != (trials == 0) or trials < 0:
         allowed = "0 with grid, which tries all combinations; 1, 2, … with random and tpe"
         raise ValueError(f"sweep: trials = {trials}, sampler = {sampler!r}; allowed: {allowed}")
-    rows = {
-        row: e.replace(evaluate_on="validation", validation_fraction=e.validation_fraction or 0.2)
-        for row, e in rows.items()
-    }
+    share = {row: e.validation_fraction or 0.2 for row, e in rows.items()}
+    rows = {row: e.replace(evaluate_on="validation", validation_fraction=share[row]) for row, e in rows.items()}
     how = execution, folder, progress
     if sampler != "grid":
         if not isinstance(over, Mapping):

@@ -93,7 +93,7 @@ def test_offline_gives_one_clear_sentence(name, monkeypatch):
 
 
 def test_unknown_dataset_names_the_known_ones():
-    with pytest.raises(ValueError, match="'mnits' is unknown: use one of mnist, cifar10"):
+    with pytest.raises(ValueError, match="'mnits' is unknown; did you mean 'mnist'. allowed: ag_news, cifar10"):
         load_dataset("mnits")
 
 

@@ -95,10 +95,12 @@ def test_an_id_of_the_hub_is_the_set_of_that_name():
         ("cifar10", (X, Y), "name = 'cifar10' is the kit's"),
         ("a/b", (X, Y), "is the kit's, or no word"),
         ("mine", (X.astype(float), Y), "inputs are float64 .* allowed: uint8 images"),
-        ("mine", (X, Y[:5]), r"labels int64 \(5,\) of inputs"),
+        ("mine", (X, Y[:5]), r"labels int64 \(5,\), inputs"),
         ("mine", (X, Y - 1), "labels -1 to 1; allowed: 0 to 2"),
         ("mine", "folder", "'str' is no data set"),
         ("mine", 3, "'int' is no data set"),
+        ("mine", None, "'NoneType' is no data set"),
+        ("mine", [1, 2], r"labels int64 \(\), inputs"),
         ("mine", hf.DatasetDict(test=table()), "no split named 'train'; found test"),
     ],
 )

@@ -441,6 +441,12 @@ class Ties(Net):
         (Net(), CUTS, (1, 32, 32), "map", "up to cut 'enter' it does not run on shapes alone: .*channel"),
         (Net(), CUTS, (3, 32, 16), "map", "input_shape = .3, 32, 16.; allowed: .channels, pixels, as many pixels"),
         (Net(), "enter", (3, 32, 32), "map", "cuts = 'enter'; allowed: a list of names"),
+        (Net(), CUTS, 32, "map", "input_shape = 32; allowed: .channels, pixels, as many pixels"),
+        (Net(), CUTS, (3, 32.0, 32.0), "map", "input_shape = .3, 32.0, 32.0.; allowed: .channels"),
+        (Net(), [0, 1], (3, 32, 32), "map", "cuts = .0, 1.; allowed: a list of names"),
+        (Net(), CUTS, (3, 32, 32), "token", "feature = 'token' is unknown; did you mean 'tokens'. allowed: map, tokens"),
+        (3, CUTS, (3, 32, 32), "map", "wrap: net = 3: expected Module, got int"),
+        (lambda: 3, CUTS, (3, 32, 32), "map", "wrap: net = 3: expected Module, got int"),
         (Net(), CUTS, (3, 32, 32), "tokens", "feature = 'tokens' needs a state of tokens"),
         (Narrows(), ["layers.0", "last"], (3, 32, 32), "tokens", "needs tokens of one width, not of .*16,.*8,"),
         (nn.Sequential(nn.BatchNorm2d(3, affine=False)), ["0"], (3, 32, 32), "map", "otherwise than a plain batch norm"),
@@ -462,6 +468,8 @@ def test_a_net_that_draws_to_answer_is_refused_before_any_compute(wrapped):
 def test_names_widths_and_other_modes_are_refused(wrapped):
     with pytest.raises(ValueError, match="wrap: name = 'resnet20' is a backbone of the kit's"):
         fedlib.wrap(Net(), CUTS, (3, 32, 32), name="resnet20")
+    with pytest.raises(ValueError, match="wrap: name = 3 is a backbone of the kit's, or no word"):
+        fedlib.wrap(Net(), CUTS, (3, 32, 32), name=3)
     with pytest.raises(ValueError, match="heterofl: backbone = 'net' cannot be cut in width: which widths"):
         build_federation(wrapped.replace(method="heterofl", num_exits=2))
     with pytest.raises(ValueError, match="finetune = 'lora' is not defined on this backbone"):

@@ -403,7 +403,7 @@ def test_arguments_are_checked_in_words(tmp_path):
     with pytest.raises(ValueError, match="accept = 'dta' is not possible; did you mean 'data'"):
         find_run(e, tmp_path, accept="options,dta")
     for bad in (lambda: run(e, "cpu"), lambda: run_all([e], "cpu")):
-        with pytest.raises(ValueError, match="execution = 'cpu': expected an Execution, e.g. Execution"):
+        with pytest.raises(ValueError, match="execution = 'cpu': expected Execution, got str"):
             bad()
     for bad in (3, "", b"runs", ["runs"]):
         for ask in (lambda bad=bad: run(e, ONE, bad), lambda bad=bad: run_all([e], ONE, bad), lambda bad=bad: find_run(e, bad)):  # fmt: skip

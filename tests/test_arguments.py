@@ -1,0 +1,36 @@
+"""What a user calls with an argument of another kind is refused in one sentence, before any compute."""
+
+import pytest
+
+import fedlib
+from fedlib.runs.callbacks import Callback, EarlyStopping
+from tests.helpers.stored import ONE, run_path, small
+
+E = small("depthfl", rounds=1)
+
+
+@pytest.mark.parametrize(
+    "call, sentence",
+    [
+        (lambda: fedlib.run(E, callbacks=Callback()), "callbacks = .*: expected Iterable, got Callback"),
+        (lambda: fedlib.run(E, callbacks=[Callback]), "callbacks: one of them = .*: expected Callback, got type"),
+        (lambda: fedlib.run(E, callbacks=[print]), "callbacks: one of them = .*: expected Callback, got builtin"),
+        (lambda: fedlib.run(E, callbacks=[EarlyStopping()]), "EarlyStopping: evaluate_on = 'test' would choose"),
+        (lambda: fedlib.extend("reefl", rounds=9), "'reefl' is not an Experiment"),
+        (lambda: fedlib.save_model(E, 0), "save_model: run = Experiment.*: expected Run, got Experiment"),
+        (lambda: fedlib.sweep([E], {"lr": [0.1]}), "sweep: rows = .*: expected Mapping, got list"),
+        (lambda: fedlib.build_federation(E.replace(backbone="resnet5O")), "'resnet5O' is unknown; did you mean 'resnet56'. allowed: the kit's"),
+    ],
+)  # fmt: skip
+def test_an_argument_of_another_kind_is_refused_in_one_sentence(call, sentence, tmp_path, monkeypatch):
+    monkeypatch.setenv("FEDLIB_OUTPUTS", str(tmp_path))
+    with pytest.raises(ValueError, match=sentence) as refused:
+        call()
+    assert "\n" not in str(refused.value) and len(str(refused.value)) < 400
+    assert not run_path(E).exists()
+
+
+def test_one_word_is_a_word_and_not_its_letters(tmp_path):
+    done = fedlib.run(E, ONE, tmp_path, progress=False)
+    assert list(fedlib.runs_frame(tmp_path, "depthfl")["run"]) == [done.path.name]
+    assert fedlib.runs_frame(tmp_path, "lfd").empty
