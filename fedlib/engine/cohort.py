@@ -237,7 +237,7 @@ class Cohort:
             watch = lambda at, z, feature, *_, seen=seen: seen.update({at: feature})  # noqa: E731
             forward.answer(forward.inputs(rows), weights, watch=watch)
             device = self.data.device
-            yield seen[unit].flatten(2), self.data.labels[rows.to(device)], weights.to(device)
+            yield seen[unit].flatten(2).float(), self.data.labels[rows.to(device)], weights.to(device)
 
     def _run(
         self, batches: Batches, step: int, route: Route, ahead: Ahead | None, scratch: dict,
