@@ -149,8 +149,7 @@ def build_federation(e: Experiment, device: str = "cpu") -> Federation:
     method.check(setting, e)
     model = build_model(e, method, data.num_outputs, exit_units=shapes.exit_units).to(device)
     setting = replace(setting, frozen=model.frozen())
-    if len(data.public):
-        setting = replace(setting, lab=ServerLab(data, model, setting, e.batch_size))
+    setting = replace(setting, lab=ServerLab(data, model, setting, e.batch_size))
     budgets = budgets_of(e, method)
     eligible = method.eligible(budgets, setting)
     if not len(eligible):

@@ -1,4 +1,4 @@
-"""What the server may do itself: answer and train on the public examples, without labels, that an experiment grants.
+"""What the server may do itself: run a model, and train it on the public examples that an experiment grants.
 
 Methods get it as ``Setting.lab`` (``methods/jobs.Lab``). Public rows are nobody's: ``FederatedData`` refuses others.
 """
@@ -12,13 +12,14 @@ from ..core.slices import ParamInfo, Slice, scatter_add_, take, take_all
 from ..data.federated import FederatedData
 from ..methods.jobs import Setting, Tensors
 from ..models.exit_model import ExitModel
+from ..models.route import Begun
 from .forward import Forward
 
 BATCH, HELD_OUT = 250, 10  # examples that are answered at once; one in ``HELD_OUT`` public examples judges the training
 
 
 class ServerLab:
-    """Public rows of ``data`` and the federation's model, of which any part can be put in place."""
+    """Public rows of ``data``, if there are any, and the federation's model, of which any part can be put in place."""
 
     def __init__(self, data: FederatedData, model: ExitModel, setting: Setting, batch_size: int):
         self.data, self.model, self.setting, self.batch_size = data, model, setting, batch_size
@@ -29,6 +30,16 @@ class ServerLab:
         """Outputs (N, C) of the last exit of ``model``, the tensors of ``part`` by local names, on all public rows."""
         with torch.no_grad():
             return self._outputs(part, model, self.rows)
+
+    def run_state(self, part: Slice, model: Tensors, state: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Outputs (exits, N, C) of ``part`` and what each exit reads, (N, d): ``state`` stands for what its stem gives.
+
+        In training, and differentiable.
+        """
+        forward, read = self._forward(part, model, training=True), {}
+        watch = lambda unit, before, feature, seen, back: read.update({unit: feature[0].flatten(1)})  # noqa: E731
+        outputs = forward(Begun(0, state[None]), watch=watch)[list(part.exits), 0]
+        return outputs, [read[self.setting.exit_units[j]] for j in part.exits]
 
     def distil(
         self, params: Tensors, part: Slice, target: torch.Tensor, passes: int, lr: float, patience: int,
@@ -74,12 +85,15 @@ class ServerLab:
 
     def _outputs(self, part: Slice, tensors: Tensors, rows: torch.Tensor, training: bool = False) -> torch.Tensor:
         """Outputs (n, C) of the last exit of ``part`` on ``rows``; in training of all at once."""
-        infos, own = self.setting.infos, self.model.context.policy in ("batch", "tracked")
-        frozen = {n: take(p, infos[n], part) for n, p in self.frozen.items()}
-        forward = Forward(self.model, [part], frozen, tensors, data=self.data)
-        forward.place_(training=training or not own)  # where no statistics travel, those of the batch are taken
+        forward = self._forward(part, tensors, training)
         parts = [rows] if training else rows.split(BATCH)
         return torch.cat([forward(forward.inputs(x[None]))[max(part.exits), 0] for x in parts])
+
+    def _forward(self, part: Slice, tensors: Tensors, training: bool) -> Forward:
+        """``part`` of the model in place; where no statistics travel, those of the batch are taken."""
+        infos, own = self.setting.infos, self.model.context.policy in ("batch", "tracked")
+        frozen = {n: take(p, infos[n], part) for n, p in self.frozen.items()}
+        return Forward(self.model, [part], frozen, tensors, data=self.data).place_(training=training or not own)
 
 
 def _written(whole: torch.Tensor, value: torch.Tensor, info: ParamInfo, part: Slice) -> torch.Tensor:

@@ -13,7 +13,7 @@ NAMES = {  # of files, each of which holds the method of its name
     "sliced": (
         "fedavg", "fedavg_level1", "exclusivefl", "inclusivefl", "decoupled", "heterofl", "fedrolex", "fjord", "fiarse",
         "scalefl", "scalefl_vit", "feddf", "depthfl", "reefl", "fedepth", "splitmix", "raffm", "hetlora", "flexlora",
-        "flora",
+        "flora", "darkdistill",
     ),
     "personal": (
         "local", "fedprox", "fedper", "fedrep", "fedbabu", "fedamp", "pfedgraph", "fedrod", "ditto", "fedpac",

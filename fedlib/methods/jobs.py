@@ -25,10 +25,17 @@ def unknown(*_: object) -> NoReturn:
 
 
 class Lab(Protocol):
-    """What the server may do itself with the public examples that an experiment grants (``public_fraction``)."""
+    """What the server may do itself; two of it need the public examples of an experiment (``public_fraction``)."""
 
     def answers(self, part: Slice, model: Tensors) -> torch.Tensor:
         """Outputs (N, C) of the last exit of ``model``, the tensors of ``part`` by local names, on all N examples."""
+        ...
+
+    def run_state(self, part: Slice, model: Tensors, state: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Outputs (exits, N, C) of ``part`` and what each exit reads, (N, d): ``state`` stands for what its stem gives.
+
+        In training, and differentiable.
+        """
         ...
 
     def distil(
@@ -55,7 +62,8 @@ class Setting:
     # What parts of the model cost: budgets are solved with it. None before there are shapes, in a check of names alone
     measure: Measure = None  # pyright: ignore[reportAssignmentType]
     frozen: Tensors = field(default_factory=dict)  # the tensors that nobody trains
-    lab: Lab | None = None  # where the experiment grants the server public examples
+    # What runs models at the server. None in a setting of shapes alone, and where clients train
+    lab: Lab = None  # pyright: ignore[reportAssignmentType]
     solved: dict = field(default_factory=dict, compare=False, repr=False)  # what methods work out of it, once: levels
 
     @property
