@@ -5,6 +5,7 @@ Read next: ``sliced/darkdistill.py``.
 """
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -13,6 +14,8 @@ from torch import nn
 
 from .jobs import Tensors
 from .mixtures import part_of
+
+Net = TypeVar("Net", bound=nn.Module)
 
 
 class Generator(nn.Module):
@@ -53,7 +56,7 @@ def fresh(net: nn.Module, generator: torch.Generator) -> dict[str, torch.Tensor]
     return out
 
 
-def loaded(net: nn.Module, memory: Tensors, key: str) -> nn.Module:
+def loaded(net: Net, memory: Tensors, key: str) -> Net:
     """``net`` with copies of the numbers under ``key``, in training."""
     net.load_state_dict({n: x.clone() for n, x in part_of(memory, key).items()}, assign=True)
     return net.train()

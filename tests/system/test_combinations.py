@@ -92,7 +92,7 @@ SIZES = {  # options of tuners whose defaults are for wider nets; r = 4 of all o
 
 OPTIONS = {  # of methods whose defaults are for more exits or larger nets
     "scalefl_vit": {"widths": (0.5, 1.0)}, "raffm": {"shares": (0.8, 1.0)}, "splitmix": {"bases": 2},
-    "fedepth": {"scenario": "own", "ratios": (0.5, 1.0)},
+    "fedepth": {"scenario": "own", "ratios": (0.5, 1.0)}, "darkdistill": {"hidden": 8, "made": 8},
     **dict.fromkeys(("scalefl", "decoupled", "feddf", "fedavg_level1"), {"eps": 0.9}),
 }  # fmt: skip
 SEED, LEAST = 0, 2  # of the sample's draw; how often every value runs

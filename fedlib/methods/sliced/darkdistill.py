@@ -31,7 +31,6 @@ from ...core.rng import torch_generator
 from ...core.transfers import home
 from ..base import Arrived, Batch, Client, Cohort, Experiment, Member, Method, Round, Server, Setting, Slice
 from ..generators import Generator, angles, fresh, leave, leaving_numbers, loaded, relative_distances, step, weigher
-from ..jobs import Tensors
 from ..mixtures import under
 
 WEIGHER_LR = 1e-3
@@ -42,7 +41,7 @@ Asked = tuple[torch.Tensor, torch.Tensor]  # labels (n,) and difficulties (n,) o
 class DarkDistill(Method):
     """The defaults are the release's; without ``passes`` it is FedAvg with early exits."""
 
-    label, color, marker = "DarkDistill", "#4d7cfe", "X"
+    label, color, marker = "DarkDistill", "#3c2342", "P"
 
     needs_extras: ClassVar[bool] = True
     needs_classes: ClassVar[str] = "its generators' examples"
@@ -59,10 +58,10 @@ class DarkDistill(Method):
     leaving: Positive = 1.5
 
     def check(self, setting: Setting, e: Experiment) -> None:
-        if setting.spec.reads != "images" or not setting.spec.one_state:
+        if setting.spec.reads != "images" or len(setting.spec.feature(0)) != 1:
             raise ValueError(
-                f"darkdistill: generators make what the stem of one stream of an image gives, and backbone = "
-                f"{e.backbone!r} has none; allowed: convnets and vision transformers"
+                "darkdistill: generators make the tokens that a vision transformer's stem gives, and backbone = "
+                f"{e.backbone!r} has none; allowed: a ViT or Vim"
             )
 
     def init_server(self, params: dict[str, torch.Tensor], setting: Setting) -> Server:
@@ -87,13 +86,12 @@ class DarkDistill(Method):
             return self.local_loss(batch)
 
         cohort.train(loss)
-        seen = [torch.cat(x, 1) for x in zip(*steps, strict=True)]  # (M, N), of all epochs, with padding
-        place, epochs = (seen[2] > 0).cumsum(1), cohort.experiment.local_epochs
-        last = (seen[2] > 0) & (place * epochs > place[:, -1:] * (epochs - 1))  # each client's own last epoch
+        labels, difficulty, weights = (torch.cat(x, 1) for x in zip(*steps, strict=True))  # (M, N), with padding
+        place, epochs = (weights > 0).cumsum(1), cohort.experiment.local_epochs
+        last = (weights > 0) & (place * epochs > place[:, -1:] * (epochs - 1))  # each client's own last epoch
         most = max(c.num_examples for c in cohort.clients)
         first = last.long().argsort(dim=1, descending=True, stable=True)[:, :most]
-        label, difficulty, real = (x.gather(1, first) for x in (*seen[:2], last))
-        cohort.send("examples", {"label": label, "difficulty": difficulty, "real": real})
+        cohort.send("examples", {"label": labels.gather(1, first), "difficulty": difficulty.gather(1, first)})
 
     def travels(
         self, shared: Mapping[str, int], client: Client, setting: Setting, e: Experiment
@@ -121,14 +119,14 @@ class DarkDistill(Method):
 
     def told(self, arrived: Arrived, r: Round) -> dict[int, Asked]:
         """Labels and difficulties of the examples of each depth's clients, in host memory."""
-        budgets = {c.id: c.budget for c in r.clients}
-        ids, keys = sorted(arrived.extras), ("label", "difficulty", "real")
-        sent = home([arrived.extras[i][f"examples/{key}"] for i in ids for key in keys])
-        found: dict[int, list[Asked]] = {}
-        for k, i in enumerate(ids):
-            label, difficulty, real = sent[3 * k : 3 * k + 3]
-            found.setdefault(budgets[i], []).append((label[real], difficulty[real]))
-        return {e: (torch.cat([x for x, _ in each]), torch.cat([x for _, x in each])) for e, each in found.items()}
+        ids = sorted(arrived.extras)
+        sent = home([arrived.extras[i][f"examples/{key}"] for i in ids for key in ("label", "difficulty")])
+        clients, found = {c.id: c for c in r.clients}, {}
+        for i, label, difficulty in zip(ids, sent[::2], sent[1::2], strict=True):
+            own = found.setdefault(clients[i].budget, ([], []))
+            own[0].append(label[: clients[i].num_examples])
+            own[1].append(difficulty[: clients[i].num_examples])
+        return {e: (torch.cat(labels), torch.cat(difficulties)) for e, (labels, difficulties) in found.items()}
 
     def sent(self, e: int, setting: Setting) -> dict[str, str]:
         """What clients of depth e send is averaged among them alone: by what name."""
@@ -143,8 +141,8 @@ class Distillation:
     """Steps (2) and (3) of a round: ``models`` S_e of the depths present, ``shares`` their examples."""
 
     def __init__(
-        self, method: DarkDistill, server: Server, models: dict[int, dict[str, torch.Tensor]], shares: Tensors,
-        told: Mapping[int, Asked], r: Round,
+        self, method: DarkDistill, server: Server, models: dict[int, dict[str, torch.Tensor]],
+        shares: Mapping[int, torch.Tensor], told: Mapping[int, Asked], r: Round,
     ):  # fmt: skip
         self.method, self.server, self.shares, self.told, self.r = method, server, shares, told, r
         self.device = next(iter(server.params.values())).device

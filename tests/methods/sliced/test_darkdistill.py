@@ -151,9 +151,12 @@ def test_a_round_at_the_server_equals_a_plain_loop(digits, monkeypatch):
     rows, asked = r.generator("examples"), {}
     for d in (0, 1):
         told = [arrived.extras[c.id] for c in sorted(r.clients, key=lambda c: c.id) if c.budget == d]
-        real = [x["examples/real"] for x in told]
-        label = torch.cat([x["examples/label"][k] for x, k in zip(told, real, strict=True)])
-        hard = torch.cat([x["examples/difficulty"][k] for x, k in zip(told, real, strict=True)])
+        count = [c.num_examples for c in sorted(r.clients, key=lambda c: c.id) if c.budget == d]
+        label = torch.cat([x["examples/label"][:n] for x, n in zip(told, count, strict=True)])
+        hard = torch.cat([x["examples/difficulty"][:n] for x, n in zip(told, count, strict=True)])
+        for x, c in zip(told, [c for c in sorted(r.clients, key=lambda c: c.id) if c.budget == d], strict=True):
+            own = f.data.labels[f.data.client(c.id)].sort().values
+            torch.testing.assert_close(x["examples/label"][: c.num_examples].sort().values, own)
         assert len(label) == examples[d]
         i = torch.from_numpy(rows.integers(len(label), size=6))
         asked[d] = label[i], hard[i]
@@ -230,5 +233,7 @@ def test_labels_and_difficulties_are_paid_for_and_text_is_refused(digits):
     method, f = build_method("darkdistill", {}), build_federation(digits)
     down, up = method.travels({"a": 5, "b": 7}, Client(0, 1, 30), f.setting, digits)
     assert list(down) == [5, 7] and list(up) == [5, 7, 60]
-    with pytest.raises(ValueError, match="darkdistill: generators make what the stem of one stream of an image gives"):
+    with pytest.raises(
+        ValueError, match="darkdistill: generators make the tokens that a vision transformer's stem gives"
+    ):
         build_federation(digits.replace(backbone="bert_micro", dataset="docstrings", pretrained=False, num_exits=3))
