@@ -27,6 +27,7 @@ ONCE = (1, 1, 1, 1)
 TODAY = {  # more often than once each, a check that the server's numbers are finite among them; to fall
     "hetlora": (1, 2, 1, 1),  # which ranks are left
     "raffm": (1, 2, 1, 2),  # ranks, of the model that clients are served once more
+    "darkdistill": (1, 2, 1, 1),  # what clients tell of their examples: some are drawn there
     "fedpac": (1, 2, 1, 1), "cafedistill": (1, 2, 1, 1),  # likeness
 }  # fmt: skip
 AT = {  # where a method runs that came later, so that the others stay where their numbers were counted
