@@ -135,9 +135,8 @@ SHARE_OF_GPU = 0.5  # of its free memory; inputs that take more stay in host mem
 
 def place_of_inputs(inputs: Sequence[torch.Tensor], device: str) -> str:
     """Where ``inputs`` lie if ``device`` trains."""
-    if not device.startswith("cuda"):
-        return device
-    return device if sum(x.nbytes for x in inputs) <= SHARE_OF_GPU * torch.cuda.mem_get_info(device)[0] else "cpu"
+    size = sum(x.nbytes for x in inputs)
+    return "cpu" if "cuda" in device and size > SHARE_OF_GPU * torch.cuda.mem_get_info(device)[0] else device
 
 
 @lru_cache(maxsize=4)

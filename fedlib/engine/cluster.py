@@ -14,7 +14,7 @@ import os
 import warnings
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import fields, replace
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -87,8 +87,7 @@ class _Worker:
         _share_tensors(ray)
         model = copy.deepcopy(f.model).to(device)  # its own, unlike the tensors that it shares
         if device != "cpu":
-            tensors = {x.name: getattr(f.data, x.name) for x in fields(f.data)}
-            tensors = {n: t for n, t in tensors.items() if isinstance(t, torch.Tensor)}
+            tensors = {n: t for n, t in vars(f.data).items() if isinstance(t, torch.Tensor)}
             inputs = {n: tensors.pop(n) for n in ("inputs", "test_inputs")}
             place = place_of_inputs(list(inputs.values()), device)
             data = replace(f.data, **move(tensors, device), **move(inputs, place))
