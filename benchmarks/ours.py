@@ -40,6 +40,7 @@ class Fedlib:
     methods = (*SHARED, "fedper", "ditto")
 
     def __init__(self, shared: SharedFile):
+        del shared.images, shared.test_images  # fedlib has its own
         self.workload, self.federation = shared.workload, federation_of(shared)
         size, workers = (os.environ.get(name) for name in ("BENCH_COHORT", "BENCH_WORKERS"))
         executor = os.environ.get("BENCH_EXECUTOR", "auto")
