@@ -45,6 +45,8 @@ class Together(Callback):
 
     def __init__(self, callbacks: Iterable[Callback] = (), on_round: OnRound = None):
         check_kind(callbacks, Iterable, "callbacks")
+        if on_round is not None:
+            check_kind(on_round, Callable, "on_round")
         self.each, self.on_round, self.begun = list(callbacks), on_round, []
 
     def check(self, e: Experiment) -> None:
@@ -74,6 +76,7 @@ class EarlyStopping(Callback):
     """
 
     def __init__(self, patience: int = 5, metric: str = "accuracy", least: float = 0.0):
+        check_kind(patience, int, "EarlyStopping: patience")
         if patience < 1:
             raise ValueError(f"EarlyStopping: patience = {patience} must be at least 1")
         self.patience, self.metric, self.least = patience, metric, least

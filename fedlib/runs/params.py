@@ -16,7 +16,7 @@ from typing import Any
 
 from ..core.experiment import Experiment
 from ..core.paths import params_dir
-from ..core.validation import check_known, shown
+from ..core.validation import check_kind, check_known, shown
 from ..engine.checks import check_experiment
 from ..methods import METHODS
 from .params_files import GRID_KEYS, field_names, grids, load_checked, load_layered, load_profile, merge, profiles
@@ -70,6 +70,7 @@ def recipe(name: str, profile: str = "small", **choices: object) -> Experiment:
 
 def recipe_cell(name: str, profile: str, choices: Mapping[str, object]) -> Cell:
     """The cell of :func:`recipe`, which also says which layer set what."""
+    check_kind(name, str, "recipe")
     paper, _, table = name.partition("/")
     if not (cells := load_grid(paper, table, profile, choices)):
         raise ValueError(f"{name} has no such cell at {profile!r}")
