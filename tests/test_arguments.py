@@ -14,7 +14,7 @@ E = small("depthfl", rounds=1)
     [
         (lambda: fedlib.run(E, callbacks=Callback()), "callbacks = .*: expected Iterable, got Callback"),
         (lambda: fedlib.run(E, callbacks=[Callback]), "callbacks: one of them = .*: expected Callback, got type"),
-        (lambda: fedlib.run(E, callbacks=[print]), "callbacks: one of them = .*: expected Callback, got builtin"),
+        (lambda: fedlib.run(E, callbacks=[len]), "callbacks: one of them = .*: expected Callback, got builtin"),
         (lambda: fedlib.run(E, callbacks=[EarlyStopping()]), "EarlyStopping: evaluate_on = 'test' would choose"),
         (lambda: fedlib.run(E, on_round=3), "on_round = 3: expected Callable, got int"),
         (lambda: EarlyStopping(patience="a"), "EarlyStopping: patience = 'a': expected int, got str"),
