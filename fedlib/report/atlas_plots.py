@@ -9,13 +9,15 @@ from .style import axes_of, color_of, finish, styled, wrapped
 def plot_ranking(table: pd.DataFrame, title: str, ax=None):
     """``atlas.ranking``'s rows, best on top: interquartile mean of the scores with its interval; columns label, method.
 
+    Beside the name of one that lacks a task stands how many it has: its score is of other tasks than its neighbours'.
     Dashed: 0, the smallest level for all, and 1, the whole model for all.
     """
     ax = axes_of(ax, (6.8, 1.3 + 0.27 * len(table)))
     for y, row in enumerate(table.itertuples()):
         ax.plot([row.low, row.high], [y, y], color=color_of(row.method), linewidth=2, alpha=0.6)
         ax.plot(row.score, y, "o", color=color_of(row.method))
-    ax.set_yticks(range(len(table)), table.label)
+    most, rows = table.tasks.max(), zip(table.label, table.tasks, strict=True)
+    ax.set_yticks(range(len(table)), [f"{label} ({n} of {most} tasks)" if n < most else label for label, n in rows])
     ax.set_ylim(len(table) - 0.5, -0.5)
     for x in (0, 1):
         ax.axvline(x, color="black", linestyle="--", linewidth=1)

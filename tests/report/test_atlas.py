@@ -141,6 +141,8 @@ def test_figures_of_the_map():
     table = ranking(entries, resamples=20).assign(label=["A", "B"])
     ax = plot_ranking(table, "a title")
     assert [t.get_text() for t in ax.get_yticklabels()] == ["A", "B"] and ax.figure.get_suptitle() == "a title"
+    ax = plot_ranking(table.assign(tasks=[2, 1]), "one lacks a task")
+    assert [t.get_text() for t in ax.get_yticklabels()] == ["A", "B (1 of 2 tasks)"]
     assert len(plot_wins(wins(entries), "wins").texts) == 4 and not plot_wins(wins(Entries({}, {})), "none").texts
 
 
