@@ -1,13 +1,13 @@
 """Accuracy of every exit on the central test set, in percent; all exits of one model in one pass."""
 
 import base64
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping
 
 import numpy as np
 import torch
 
 from ..core.slices import Slice, is_cut, take, take_all
+from ..core.threads import side_by_side
 from ..core.transfers import home
 from ..methods import Round, Server
 from .federation import Federation
@@ -47,16 +47,7 @@ def exit_logits(federation: Federation, server: Server, part: Slice | tuple[Slic
     n = len(data.test_labels)
     parts = np.split(np.arange(n), range(BATCH, n, BATCH))
     threads = min(torch.get_num_threads(), len(parts)) if device.type == "cpu" else 1
-    return torch.cat(_side_by_side(logits, parts, threads), 1)
-
-
-def _side_by_side(work: Callable, parts: Sequence, threads: int) -> list:
-    """``work`` of every part, in order. PyTorch's threads take a part each: together on one part they wait more."""
-    if threads == 1:
-        return [work(part) for part in parts]
-    own = torch.get_num_threads() // threads
-    with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(own,)) as pool:
-        return [done.result() for done in [pool.submit(work, part) for part in parts]]
+    return torch.cat(list(side_by_side(logits, parts, threads)), 1)
 
 
 def served_parts(federation: Federation, server: Server) -> list[Slice | tuple[Slice, ...]]:

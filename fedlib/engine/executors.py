@@ -4,7 +4,6 @@
 executor calls ``train_cohort`` and gives the same numbers up to float rounding. Read next: ``engine/workers.py``.
 """
 
-import copy
 import math
 import re
 import threading
@@ -262,7 +261,7 @@ class InProcess:
 
     def _model(self) -> ExitModel:
         if not hasattr(self._local, "model"):
-            self._local.model = copy.deepcopy(self.federation.model)
+            self._local.model = self.federation.model.twin()
             self._local.model.register_forward_pre_hook(self._stop_if_closed)
         return self._local.model
 

@@ -5,20 +5,23 @@ its statistics from who answers, these are of a client's whole test set, in one 
 Read next: ``evaluation.py`` (the central test set), ``data/client_tests.py`` (who is tested on what).
 """
 
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
 
+from ..core.threads import side_by_side
 from ..core.transfers import home
 from ..data.tasks import Classification, Span
 from ..methods import Member, Round, Server, Serving
+from ..models.exit_model import ExitModel
 from .batches import in_order
 from .cohort import Cohort
 from .federation import Federation
 from .forward import Forward, by_example
 from .leaving import leave_at, mean_over_clients
-from .stacks import Stack
+from .stacks import Stack, Tensors
 
 AT_ONCE, CLIENTS = 250, 50  # examples, and clients, that run together; no answer depends on them
 LISTED = 1000  # a run keeps the accuracy of every client of at most so many
@@ -108,28 +111,36 @@ def client_outputs(
         alike.setdefault((key, tuned), []).append((client.id, serving))
     of_batches = not by_example(f.model, f.experiment.batch_norm, training=False)  # batch norm's statistics
     maps = f.device.type == "cpu" and len(f.model.backbone.spec.feature(0)) == 3
+    plan: list[list[tuple[int, Serving]]] = []  # who answers together
     for group in alike.values():
         group.sort(key=lambda pair: -len(tests[pair[0]]))  # clients of about equal sizes waste no rows on padding
         own = maps and any(m.keeps == "all" for m in group[0][1].members)  # convolutions of few examples each are slow
         fit = AT_ONCE // len(tests[group[0][0]]) if of_batches or own else CLIENTS
         size = max(1, min(CLIENTS, fit))
-        for a in range(0, len(group), size):
-            some = group[a : a + size]
-            rows = [tests[c] for c, _ in some]
-            counts, width = list(map(len, rows)), len(rows[0])
-            padded = torch.from_numpy(np.stack([np.resize(x, width) for x in rows]))  # (K, width)
-            real = (torch.arange(width) < torch.tensor(counts)[:, None]).float()
-            outputs = _answer(f, server, memories, r, [s for _, s in some], padded, real if of_batches else None)
-            if f.experiment.test_mask:
-                present = np.stack([f.setting.label_counts(c) > 0 for c, _ in some])  # (K, classes)
-                outputs = outputs * torch.from_numpy(present).to(outputs)[:, None]
-            yield [c for c, _ in some], outputs, f.data.test_labels[padded.to(f.device)], counts
+        plan += [group[a : a + size] for a in range(0, len(group), size)]
+    threads = min(torch.get_num_threads(), len(plan)) if f.device.type == "cpu" else 1
+    models = threading.local()  # what is put in place for some clients must not be others'
+
+    def together(some: list[tuple[int, Serving]]) -> tuple[list[int], torch.Tensor, torch.Tensor, list[int]]:
+        if not hasattr(models, "own"):
+            models.own = f.model if threads == 1 else f.model.twin()
+        rows = [tests[c] for c, _ in some]
+        counts, width = list(map(len, rows)), len(rows[0])
+        padded = torch.from_numpy(np.stack([np.resize(x, width) for x in rows]))  # (K, width)
+        real = (torch.arange(width) < torch.tensor(counts)[:, None]).float() if of_batches else None
+        outputs = _answer(f, models.own, server, memories, r, [s for _, s in some], padded, real)
+        if f.experiment.test_mask:
+            present = np.stack([f.setting.label_counts(c) > 0 for c, _ in some])  # (K, classes)
+            outputs = outputs * torch.from_numpy(present).to(outputs)[:, None]
+        return [c for c, _ in some], outputs, f.data.test_labels[padded.to(f.device)], counts
+
+    yield from side_by_side(together, plan, threads)
 
 
 @torch.no_grad()
 def _answer(
-    f: Federation, server: Server, memories: Mapping, r: Round, servings: list[Serving], rows: torch.Tensor,
-    real: torch.Tensor | None,
+    f: Federation, model: ExitModel, server: Server, memories: Mapping, r: Round, servings: list[Serving],
+    rows: torch.Tensor, real: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
     """Outputs (E, K, B, *out) of K clients served alike on test ``rows`` (K, B), averaged over each one's members.
 
@@ -140,8 +151,8 @@ def _answer(
     recomputed = f.experiment.batch_norm == "static"
     step = max(1, AT_ONCE // len(rows)) if real is None else rows.shape[1]
     for place in range(len(serving.members)):
-        stack, params = _parameters(f, server, memories, r, [s.members[place] for s in servings], serving)
-        forward = Forward(f.model, stack.slices, stack.frozen(server.changed), params, data=f.data, test=True)
+        stack, params = _parameters(f, model, server, memories, r, [s.members[place] for s in servings], serving)
+        forward = Forward(model, stack.slices, stack.frozen(server.changed), params, data=f.data, test=True)
         forward.place_()
         if recomputed:
             forward.recompute_(in_order(f.data, [m.client for m in stack.members], f.experiment.batch_size))
@@ -151,12 +162,15 @@ def _answer(
     return total / len(serving.members)
 
 
-def _parameters(f: Federation, server: Server, memories: Mapping, r: Round, members: list[Member], serving: Serving):
+def _parameters(
+    f: Federation, model: ExitModel, server: Server, memories: Mapping, r: Round, members: list[Member],
+    serving: Serving,
+) -> tuple[Stack, Tensors]:  # fmt: skip
     if serving.tune is None or not members[0].client.num_examples:
         stack = Stack(f, members, memories)
         return stack, stack.tensors(server.params, merge=True)
     with torch.enable_grad():
-        cohort = Cohort(f, f.model, server, r, members, memories)  # thrown away: nothing is kept of it
+        cohort = Cohort(f, model, server, r, members, memories)  # thrown away: nothing is kept of it
         cohort.train(f.method.local_loss, serving.tune)
     order = [cohort.members.index(m) for m in members]
     whole = list(range(len(members)))

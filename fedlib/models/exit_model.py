@@ -4,6 +4,7 @@ The head decides what an exit is: ``Classifiers`` (one per exit) or ``Ree`` (sha
 Both answer ``step(unit, feature, past)`` after every unit. Read next: ``backbone.py``, ``exits.py``, ``places.py``.
 """
 
+import copy
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -128,6 +129,10 @@ class ExitModel(nn.Module):
     def frozen(self) -> dict[str, torch.Tensor]:
         """The tensors that are the same for all clients and rounds, detached."""
         return {n: p.detach() for n, p in self.named_parameters() if not p.requires_grad}
+
+    def twin(self) -> "ExitModel":
+        """Modules of its own over the same tensors, for another thread: what is put into one is not in the other."""
+        return copy.deepcopy(self, {id(t): t for t in (*self.parameters(), *self.buffers())})
 
     def put_(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Make ``tensors`` (of any leading client dimension and width) this model's parameters. Copies nothing."""

@@ -31,3 +31,18 @@ def test_spinning_threads_are_told_where_one_worker_uses_several(monkeypatch, re
     assert not recwarn.list
     with pytest.warns(UserWarning, match="torch was imported before fedlib, so its 4 threads spin"):
         threads.warn_if_spinning(4)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_parts_come_in_order_few_ahead_and_none_is_left_out(count):
+    begun = []
+
+    def work(part):
+        begun.append(part)
+        return part if part >= 0 else next(iter([]))
+
+    came = threads.side_by_side(work, range(10), count)
+    assert next(came) == 0 and len(begun) <= 2 * count  # the rest wait until somebody takes what is done
+    assert list(came) == list(range(1, 10))
+    with pytest.raises((RuntimeError, StopIteration)):  # is no end
+        list(threads.side_by_side(work, [1, -1, 3], count))

@@ -124,6 +124,43 @@ def test_a_mask_needs_classes_and_clients_own_test_sets(tiny):
         ))  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    "method, changes",
+    [
+        ("fedper", NETS["maps"] | {"batch_norm": "batch"}),
+        ("fedper", NETS["maps"] | {"batch_norm": "static"}),  # statistics found anew for each group of clients
+        ("ditto", NETS["flat maps"]),
+        ("fedrod", {}),  # a head is tuned before the answer
+        ("reefl", {"budgets": "uniform"}),
+        ("depthfl", {"finetune": "loha", "budgets": "uniform"}),
+    ],
+)
+def test_threads_answer_for_some_clients_each_and_change_no_answer(tiny, monkeypatch, method, changes):
+    """Each has modules of its own over the same tensors, and one core of those that PyTorch's threads have."""
+    monkeypatch.setattr(serving, "CLIENTS", 2)
+    run, seen = trained(tiny, method, **changes), []
+    original, before = serving._answer, torch.get_num_threads()
+
+    def record(f, model, *rest):
+        seen.append((model, torch.get_num_threads()))
+        return original(f, model, *rest)
+
+    monkeypatch.setattr(serving, "_answer", record)
+    found = {}
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            found[threads] = answers(*run)
+    finally:
+        torch.set_num_threads(before)
+    half = len(seen) // 2
+    assert half >= 3 and {id(m) for m, _ in seen[:half]} == {id(run[0].model)}
+    models = {id(m): m for m, _ in seen[half:]}
+    assert len(models) == 2 and id(run[0].model) not in models and {t for _, t in seen[half:]} == {1}
+    for k, x in found[1].items():
+        torch.testing.assert_close(found[2][k], x, rtol=1e-3, atol=1e-4)
+
+
 def test_a_hundred_clients_cost_little_more_than_the_central_test_set(tiny):
     """CPU seconds of the same 1,000 images, the best of three; 1.1 times was measured."""
     f, server, memories = trained(

@@ -166,3 +166,16 @@ def test_a_backbone_without_tokens_is_refused(base, monkeypatch):
     monkeypatch.setattr(type(OWN["odd"]), "state", lambda self, unit: (3, 4, 4))
     with pytest.raises(ValueError, match="asks for an answer at every token, and backbone = 'odd' has none"):
         build_federation(base.replace(dataset="squad", backbone="odd"))
+
+
+def test_a_twin_has_the_same_tensors_and_what_is_put_into_one_is_not_in_the_other():
+    f = build_federation(Experiment(pretrained=False, num_train=100, num_test=20, augment="none"))
+    model = f.model
+    twin = model.twin()
+    assert all(p is dict(twin.named_parameters())[n] for n, p in model.named_parameters())
+    name, tensor = next(iter(f.server.params.items()))
+    before = dict(model.named_parameters())[name]
+    twin.put_({name: tensor + 1})
+    assert dict(model.named_parameters())[name] is before and twin.context is not model.context
+    slots, leaf = twin._slots[name]
+    assert torch.equal(slots[leaf], tensor + 1)
