@@ -23,7 +23,7 @@ from .forward import Forward, by_example
 from .leaving import leave_at, mean_over_clients
 from .stacks import Stack, Tensors
 
-AT_ONCE, CLIENTS = 250, 50  # examples, and clients, that run together; no answer depends on them
+AT_ONCE, CLIENTS = 250, 25  # examples, and clients, that run together; no answer depends on them
 LISTED = 1000  # a run keeps the accuracy of every client of at most so many
 
 
