@@ -270,11 +270,14 @@ class Fork:
 
 
 def _in_a_fork(jobs: Connection, out: Connection, run_one: Callable[[Experiment, Watch], object]) -> None:
+    from tqdm import tqdm
+
     for connection in Fork.inputs:
         connection.close()
     os.setsid()  # a Ctrl-C is the parent's to handle
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     profiling.forget()
+    tqdm.set_lock(threading.RLock())  # the parent's is shared, and a killed fork would keep it
     lock = threading.Lock()
 
     def send(message: object) -> None:

@@ -30,7 +30,7 @@ from .durations import Pace
 from .identity import KINDS, Accept, Inputs, accepted, check_verified, inputs_of, known_inputs
 from .places import Folder, as_stored, check_files, check_place, folder_of, forget, place, run_path
 from .progress import Watch, interrupted, say
-from .record import Run, begun, check_inputs, ended, provenance_now, recorded, resumed, this_machine
+from .record import Run, begun, check_inputs, ended, provenance, provenance_now, recorded, resumed
 
 
 def find_run(e: Experiment, folder: Folder = None, accept: Accept = ()) -> Run | None:
@@ -169,11 +169,13 @@ def run_all(
 
 
 def stored_pace(found: Iterable[Run], execution: Execution) -> Pace:
-    """Seconds a round of those stored runs that were trained on this machine, as ``execution`` says."""
-    pace, here = Pace(), this_machine(execution)
+    """Seconds a round of stored runs that this machine trained, as if on as many workers as ``execution`` has."""
+    pace, here = Pace(), provenance(execution)
     for r in found:
-        if this_machine(r.record.get("provenance", {})) == here:
-            pace.add(r.experiment, r.summary["seconds"], r.summary["t"])
+        there = r.record.get("provenance", {})
+        same = all(there.get(k) == here[k] for k in ("device", "cores"))
+        if same and here["workers"] and (workers := there.get("workers")):
+            pace.add(r.experiment, r.summary["seconds"] * workers / here["workers"], r.summary["t"])
     return pace
 
 

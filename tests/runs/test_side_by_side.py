@@ -185,8 +185,8 @@ def test_a_run_that_kills_every_process_is_named(two_cores, own, tmp_path):
     here = os.getpid()
 
     def kill(cohort):
-        assert os.getpid() != here
-        os.kill(os.getpid(), signal.SIGKILL)
+        if os.getpid() != here:
+            os.kill(os.getpid(), signal.SIGKILL)
 
     own.does = staticmethod(kill)
     with pytest.raises(RuntimeError, match="^own-.* its process died 2 times, often a sign that memory is short"):
