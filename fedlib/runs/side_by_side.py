@@ -200,7 +200,9 @@ def best_split(lengths: Sequence[float], workers: Sequence[int], cores: int) -> 
     return lasts.index(min(lasts))
 
 
-def run_forks(run_one: Callable[[Experiment, Watch], object], chosen: Sequence[Experiment], cores: int, watch: Watch):
+def run_forks(
+    run_one: Callable[[Experiment, Watch], object], chosen: Sequence[Experiment], cores: int, watch: Watch
+) -> None:
     """``run_one(e, watch)`` of each of ``chosen`` in ``cores`` forks of this process; what it raises is raised here.
 
     Where a fork cannot train, and of what another process holds, nothing is run: ``watch.left`` still has it.
@@ -219,7 +221,8 @@ def run_forks(run_one: Callable[[Experiment, Watch], object], chosen: Sequence[E
     except Unforkable:
         pass
     except KeyboardInterrupt as error:
-        text = f"interrupted: {len(watch.going)} runs are stored up to their last rounds; "
+        done, going = watch.total - len(watch.left), len(watch.going)
+        text = f"interrupted: {done} of {watch.total} runs are done, {going} are stored up to their last rounds; "
         raise interrupted(f"{text}run the same again, and they go on from there") from error
     finally:
         watch.abreast = 1

@@ -264,7 +264,8 @@ def test_ctrl_c_and_kill_9_end_all_and_free_the_runs(sent, tmp_path):
     assert process.returncode == -sent
     if sent == signal.SIGINT:
         assert said.splitlines()[-1] == (
-            "interrupted: 2 runs are stored up to their last rounds; run the same again, and they go on from there"
+            "interrupted: 0 of 2 runs are done, 2 are stored up to their last rounds; "
+            "run the same again, and they go on from there"
         )
     for e in grid:
         path = run_path(e, tmp_path)
