@@ -10,6 +10,7 @@ On several GPUs a worker is a process of its own on one of them. What a fork has
 and so does it the trained parameters of every round. Classes and functions of a notebook or a script travel as code.
 """
 
+import copyreg
 import io
 import multiprocessing
 import os
@@ -21,7 +22,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from multiprocessing.connection import Connection, wait
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import cloudpickle
@@ -58,7 +59,7 @@ class Processes(Workers):
         super().__init__(federation, execution, execution.side_by_side())
         if not self.forks:
             self.params = parameters_to_vector(federation.server.params.values()).cpu().share_memory_()
-            self.kit = torch.frombuffer(_pack(kit(federation), travels=True), dtype=torch.uint8).share_memory_()
+            self.kit = torch.frombuffer(pack(kit(federation), travels=True), dtype=torch.uint8).share_memory_()
         self.processes: list[_Worker] = []
         try:
             for place in range(self.workers):
@@ -78,13 +79,13 @@ class Processes(Workers):
         if not self.forks:
             self.params.copy_(parameters_to_vector(server.params[n] for n in self.federation.server.params))
             server = replace(server, params={})
-        return _pack(server, travels=not self.forks)
+        return pack(server, travels=not self.forks)
 
     def idle(self) -> "_Worker | None":
         return next((w for w in self.processes if w.cohort is None), None)
 
     def give(self, worker: "_Worker", i: int, download: memoryview, task: tuple) -> None:
-        worker.send(i, download, _pack((*task, profiling.is_measuring()), travels=not self.forks))
+        worker.send(i, download, pack((*task, profiling.is_measuring()), travels=not self.forks))
 
     def finished(self) -> Iterator[Finished]:
         """Wait until a cohort is back or its worker has died, who is then replaced."""
@@ -188,10 +189,10 @@ def _serve(connection: Connection, parent: int, travels: bool, begin: Callable, 
     try:
         f, here = begin(connection, *arguments)
     except Exception as error:
-        connection.send_bytes(_pack(_portable(error), travels))
+        connection.send_bytes(pack(portable(error), travels))
         return
     f.model.register_forward_pre_hook(lambda *_: _end_without(parent))
-    connection.send_bytes(_pack(None))
+    connection.send_bytes(pack(None))
     server = f.server  # until the first round's comes
     while True:
         try:
@@ -202,9 +203,9 @@ def _serve(connection: Connection, parent: int, travels: bool, begin: Callable, 
             server = here(message)
             continue
         try:
-            answer = _pack(_train(f, server, *message), travels)
+            answer = pack(_train(f, server, *message), travels)
         except Exception as error:
-            answer = _pack(_portable(error), travels)
+            answer = pack(portable(error), travels)
         try:
             connection.send_bytes(answer)
         except OSError:
@@ -216,12 +217,7 @@ def _in_a_fork(connection: Connection, f: Federation) -> tuple[Federation, Calla
     sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # a notebook's own go through sockets of the parent
     _close_inherited_files(connection.fileno())
     profiling.forget()
-    try:
-        x = torch.ones(1, requires_grad=True)
-        torch.autograd.grad(x * x, x)
-    except RuntimeError as error:
-        why = f"a fork of this process cannot compute gradients: {error}; use executor = 'threads'"
-        raise Unforkable(why) from error
+    check_fork()
     return f, lambda server: server
 
 
@@ -248,13 +244,23 @@ def _train(
     return trained, dict(seconds)
 
 
-def _portable(error: Exception) -> Exception:
+def check_fork() -> None:
+    """Raise :class:`Unforkable` if this fork cannot train."""
+    try:
+        x = torch.ones(1, requires_grad=True)
+        torch.autograd.grad(x * x, x)
+    except RuntimeError as error:
+        why = f"a fork of this process cannot compute gradients: {error}; use executor = 'threads'"
+        raise Unforkable(why) from error
+
+
+def portable(error: Exception) -> Exception:
     """``error`` with its traceback as a note, or something that says the same if it cannot be sent."""
     import traceback
 
     error.add_note("in a worker process:\n" + "".join(traceback.format_exception(error)))
     try:
-        pickle.loads(pickle.dumps(error))
+        pickle.loads(pack(error))
         return error
     except Exception:
         return RuntimeError(f"{type(error).__name__}: {error}")
@@ -286,7 +292,10 @@ class _Travelling(cloudpickle.Pickler):
 
 
 def _reduced(obj: Any) -> Any:
-    """Tensors as plain bytes: torch's own way writes each of them to an archive first."""
+    """Tensors as plain bytes: torch's own way writes each of them to an archive first. Errors without their
+    ``__init__``, which may ask for more than the sentence that it made."""
+    if isinstance(obj, Exception) and isinstance(type(obj).__init__, FunctionType) and not isinstance(obj, OSError):
+        return copyreg.__newobj__, (type(obj), *obj.args), vars(obj)  # type: ignore[attr-defined]
     return (_tensor, (as_bytes(obj), obj.device.type)) if type(obj) is torch.Tensor else NotImplemented
 
 
@@ -295,7 +304,7 @@ def _tensor(parts: tuple, kind: str) -> torch.Tensor:
     return of_bytes(*parts).to(kind)
 
 
-def _pack(message: object, travels: bool = False) -> memoryview:
+def pack(message: object, travels: bool = False) -> memoryview:
     """``travels``: to or from a process that is no fork, so code of ``__main__`` goes with it."""
     buffer = io.BytesIO()
     (_Travelling if travels else _Pickler)(buffer, protocol=5).dump(message)

@@ -6,18 +6,16 @@ data once. A run is stored by ``store.py``: killed at any moment it goes on from
 processes share the queue. Read next: ``runs/params.py``, ``runs/store.py``.
 """
 
-import _thread
 import contextlib
 import json
 import math
 import os
 import queue as queues
-import signal
 import subprocess
 import sys
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,18 +26,16 @@ from ..core.storage import DamagedFile, read_lines
 from ..core.validation import check_known
 from ..data.datasets import is_available
 from ..engine.executors import Execution
-from ..engine.workers import become_worker
 from ..models.registry import tokenizer_of
 from .durations import Pace, about, each_seconds
 from .identity import OtherInputs
 from .params import Cell, load_grid, load_spec
 from .params_files import grids, papers
 from .record import provenance
+from .side_by_side import DIED, GRACE_SECONDS, hand_out, serve
 from .store import Folder, Run, find_run, run, run_path
 
 LAST = 9  # the priority of a table that names none
-LIVES = 2  # processes that may die of one run before it is given up
-GRACE_SECONDS = 60.0  # for a run that is asked to stop
 
 
 @dataclass(frozen=True)
@@ -164,42 +160,20 @@ def fill(
     once more; one that another process holds is left to it.
     """
     began, workers, stop = time.monotonic(), workers or _cores(), stop or threading.Event()
-    todo, lost, answers = deque(jobs), Counter(), queues.Queue()
-    crew, busy, filled = [], {}, Filled([], [], list(jobs))
+    filled = Filled([], [], list(jobs))
 
     def seconds_left() -> float:
+        if stop.is_set():
+            return 0.0
         return 1.0 if minutes is None else 60 * minutes - (time.monotonic() - began)
 
-    try:
-        while (todo or busy) and not stop.is_set() and seconds_left() > 0:
-            while todo and len(busy) < workers:
-                share = max(1, workers // (len(busy) + len(todo)))
-                idle = next((p for p in crew if p not in busy), None)
-                if idle is None:
-                    crew.append(idle := _Process(answers))
-                busy[idle] = todo.popleft()
-                idle.send(busy[idle].cell.experiment, share, folder, checkpoint_seconds)
-            try:
-                process, answer = answers.get(timeout=max(0.01, min(1.0, seconds_left())))
-            except queues.Empty:
-                continue
-            if answer is None:
-                crew.remove(process)
-            if (job := busy.pop(process, None)) is None:
-                continue
-            lost[job] += answer is None
-            if answer is None and lost[job] < LIVES:
-                todo.append(job)
-                continue
-            if answer is None:
-                answer = {"failed": f"its process died {LIVES} times, often a sign that memory is short"}
-            words = _note(filled, job, answer)
+    def send(process: _Process, job: Job, cores: int) -> None:
+        process.send(job.cell.experiment, cores, folder, checkpoint_seconds)
+
+    with contextlib.closing(hand_out(jobs, workers, _Process, send, seconds_left)) as answers:
+        for job, answer in answers:
+            words = _note(filled, job, answer if answer is not None else {"failed": DIED})
             tell(f"{len(filled.done)} of {len(jobs)} done, about {core_hours(filled.left)} left: {words}")
-    finally:
-        for process in crew:
-            process.ask_to_stop()
-        for process in crew:
-            process.end()
     return filled
 
 
@@ -264,31 +238,12 @@ def _serve() -> None:
         os.nice(19)
     with contextlib.suppress(OSError):  # Linux weighs a session's processes as one group, whose niceness is another
         Path("/proc/self/autogroup").write_text("19")
-    become_worker()
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job would ignore it
-    jobs, working, ended = queues.SimpleQueue(), threading.Event(), threading.Event()
 
-    def listen() -> None:
-        for line in lines:
-            jobs.put(json.loads(line))
-        ended.set()
-        if working.is_set():
-            _thread.interrupt_main()
-        jobs.put(None)
+    def send(answer: object) -> None:
+        out.write(json.dumps(answer) + "\n")
+        out.flush()
 
-    threading.Thread(target=listen, daemon=True).start()
-    try:
-        while (job := jobs.get()) is not None:
-            working.set()
-            if ended.is_set():  # before this one began
-                break
-            answer = _answer(**job)
-            working.clear()
-            out.write(json.dumps(answer) + "\n")
-            out.flush()
-    except KeyboardInterrupt:
-        pass
-    os._exit(0)  # the listening thread may hold the input
+    serve((json.loads(line) for line in lines), lambda job: _answer(**job), send)
 
 
 def _answer(experiment: dict, workers: int, folder: str, seconds: float) -> dict:

@@ -49,44 +49,50 @@ def interrupted(text: str) -> KeyboardInterrupt:
 
 
 class Watch:
-    """The progress of ``experiments``, one after the other: runs, rounds and about how many minutes are left."""
+    """The progress of ``experiments``, ``abreast`` at once: runs, rounds and about how many minutes are left."""
 
     def __init__(self, experiments: Sequence[Experiment], shown: bool = True, pace: Pace | None = None):
         self.left, self.total, self.shown, self.pace = list(experiments), len(experiments), shown, pace or Pace()
         self.bars = shown and os.environ.get(SWITCH, "") in ("", "0")
         self.terminal = Terminal.of_this_kernel() if self.bars else None
         self.runs = bar(self.bars and self.total > 1, total=self.total, desc="runs")
-        self.rounds: Any = None  # the bar of the run that goes on
+        self.going: dict[Experiment, tuple[int, Any]] = {}  # of the runs that go on: the last round, the bar of rounds
+        self.abreast = 1
 
     def __enter__(self) -> "Watch":
         return self
 
     def __exit__(self, *_: object) -> None:
-        for shown in (self.rounds, self.runs, self.terminal):
+        self.close_rounds()
+        for shown in (self.runs, self.terminal):
             if shown is not None:
                 told(shown.close)
 
+    def close_rounds(self) -> None:
+        """No run goes on."""
+        while self.going:
+            told(self.going.popitem()[1][1].close)
+
     def begin(self, e: Experiment, t: int) -> None:
         """``e`` goes on after round ``t``."""
-        self.e, self.t = e, t
-        self.rounds = bar(self.bars, total=e.rounds, initial=t, desc=e.slug, leave=False, mininterval=0.5)
+        self._close(e)
+        self.going[e] = t, bar(self.bars, total=e.rounds, initial=t, desc=e.slug, leave=False, mininterval=0.5)
         self._tell()
 
-    def round(self, r: Finished) -> None:
-        """Round ``r`` of the run that began has ended."""
-        self.t = r.t
-        self.pace.add(self.e, r.seconds, 1)
+    def round(self, e: Experiment, r: Finished) -> None:
+        """Round ``r`` of ``e`` has ended."""
+        _, rounds = self.going[e]
+        self.going[e] = r.t, rounds
+        self.pace.add(e, r.seconds, 1)
         if r.metrics is not None:
-            self.rounds.set_postfix(accuracy=f"{r.metrics['accuracy']:.1f}%", refresh=False)
-        told(self.rounds.update)
+            rounds.set_postfix(accuracy=f"{r.metrics['accuracy']:.1f}%", refresh=False)
+        told(rounds.update)
         self._tell()
 
     def end(self, e: Experiment) -> None:
         """``e`` is done, here or elsewhere."""
-        if self.rounds is not None:
-            told(self.rounds.close)
-        self.rounds, ended = None, e in self.left
-        if ended:
+        self._close(e)
+        if ended := e in self.left:
             self.left.remove(e)
         self._tell(now=True)
         told(self.runs.update, ended)
@@ -98,24 +104,28 @@ class Watch:
             if self.terminal is not None:
                 self.terminal.show(text, True, keep=True)
 
+    def _close(self, e: Experiment) -> None:
+        if e in self.going:
+            told(self.going.pop(e)[1].close)
+
     def _tell(self, now: bool = False) -> None:
         words = [f"{self.total - len(self.left)} of {self.total} runs done"] if self.total > 1 else []
         seconds = self.seconds_left() if self.left else None
         self.runs.set_postfix_str(f"{about(seconds)} left" if seconds else "", refresh=False)
         if seconds:
             words.append(f"{about(seconds)} left")
-        if self.rounds is not None:
-            words.append(f"round {self.t} of {self.e.rounds} of {self.e.slug}")
+        if self.going:
+            words.append(" and ".join(f"round {t} of {e.rounds} of {e.slug}" for e, (t, _) in self.going.items()))
         if self.terminal is not None:
             self.terminal.show(", ".join(words), now)
 
     def seconds_left(self) -> float | None:
         """Estimated from rounds of like runs; None before there are any."""
-        left = {e: e.rounds for e in self.left}
-        if self.rounds is not None:
-            left[self.e] = self.e.rounds - self.t
+        left = {e: e.rounds for e in self.left} | {e: e.rounds - t for e, (t, _) in self.going.items()}
         seconds = [s * n for e, n in left.items() if (s := self.pace.seconds_a_round(e)) is not None]
-        return sum(seconds) if len(seconds) == len(left) else None
+        if len(seconds) < len(left):
+            return None
+        return max(sum(seconds) / self.abreast, *seconds, 0.0)
 
 
 class Terminal:

@@ -138,12 +138,6 @@ def provenance(execution: Execution) -> dict[str, object]:
     }
 
 
-def this_machine(of: Execution | Mapping[str, object]) -> tuple:
-    """What decides how fast rounds are, of an execution on this machine or of a run's provenance."""
-    known = provenance(of) if isinstance(of, Execution) else of
-    return tuple(known.get(k) for k in ("device", "cores", "workers"))
-
-
 def _one_thread_each(execution: Execution) -> bool:
     """Do cohorts train on CPU threads that multiply alone? Not a single worker in a process of several threads."""
     apart = execution.executor in ("processes", *ADDRESSES) or execution.side_by_side() > 1

@@ -23,13 +23,14 @@ from ..engine.federation import Federation, build_federation
 from ..engine.privacy import privacy_spent
 from ..engine.rounds import Finished, is_due, measure, run_rounds
 from ..methods import Server
+from . import side_by_side
 from .callbacks import Callback, OnRound, Together
 from .checkpoints import Checkpoints
 from .durations import Pace
 from .identity import KINDS, Accept, Inputs, accepted, check_verified, inputs_of, known_inputs
 from .places import Folder, as_stored, check_files, check_place, folder_of, forget, place, run_path
 from .progress import Watch, interrupted, say
-from .record import Run, begun, check_inputs, ended, provenance_now, recorded, resumed, this_machine
+from .record import Run, begun, check_inputs, ended, provenance, provenance_now, recorded, resumed
 
 
 def find_run(e: Experiment, folder: Folder = None, accept: Accept = ()) -> Run | None:
@@ -124,6 +125,8 @@ def run_all(
 ) -> list[Run]:  # fmt: skip
     """Run what is missing and return all runs in order. Processes working on the same list share it by locks.
 
+    On a CPU several runs, a core each, go on side by side in forks of this process where that ends sooner
+    (``side_by_side.choose``); ``execution.workers``, another executor and callbacks keep to one after the other.
     With ``execution.executor = "ray"``, whole experiments are spread over the cluster, each on one core or on a share
     of a GPU; its nodes must see ``folder`` under the same path. ``accept`` as in :func:`find_run`, ``callbacks`` as in
     :func:`run`; they are of this process, so ``ValueError`` with Ray.
@@ -141,29 +144,38 @@ def run_all(
         callback.check(e)
     if progress and found:
         say(f"{sum(e in done for e in experiments)} of {len(experiments)} runs stored{_days(found)}")
-    with Watch(missing, progress and bool(missing), stored_pace(found, execution)) as watch:
+    chosen = [] if callbacks else side_by_side.choose(missing, execution)
+    alone = replace(execution, workers=1) if chosen else execution
+
+    def one(e: Experiment, watch: Watch, how: Execution = alone, wait: bool = False) -> Run | None:
+        if (r := _find_good(e, folder, accept)) is not None:  # another process was faster
+            watch.end(e)
+            return r
+        return _run_missing(e, how, folder, watch, checkpoint_seconds, wait, accept, callback)
+
+    with Watch(missing, progress and bool(missing), stored_pace(found, alone)) as watch:
         if execution.executor == "ray":
             from .grid_on_cluster import run_on_cluster
 
             run_on_cluster(run, missing, execution, folder_of(folder), watch, checkpoint_seconds, accept)
         else:
+            if chosen:
+                side_by_side.run_forks(one, chosen, execution.side_by_side(), watch)
             for wait in (False, True):  # first what no other process holds
                 for e in list(watch.left):
-                    if (r := _find_good(e, folder, accept)) is not None:  # another process was faster
-                        watch.end(e)
-                    else:
-                        r = _run_missing(e, execution, folder, watch, checkpoint_seconds, wait, accept, callback)
-                    done |= {e: r} if r is not None else {}
+                    done |= {e: r} if (r := one(e, watch, execution, wait)) is not None else {}
     done |= {e: r for e in missing if e not in done and (r := find_run(e, folder, accept)) is not None}
     return [done[e] for e in experiments]
 
 
 def stored_pace(found: Iterable[Run], execution: Execution) -> Pace:
-    """Seconds a round of those stored runs that were trained on this machine, as ``execution`` says."""
-    pace, here = Pace(), this_machine(execution)
+    """Seconds a round of stored runs that this machine trained, as if on as many workers as ``execution`` has."""
+    pace, here = Pace(), provenance(execution)
     for r in found:
-        if this_machine(r.record.get("provenance", {})) == here:
-            pace.add(r.experiment, r.summary["seconds"], r.summary["t"])
+        there = r.record.get("provenance", {})
+        same = all(there.get(k) == here[k] for k in ("device", "cores"))
+        if same and here["workers"] and (workers := there.get("workers")):
+            pace.add(r.experiment, r.summary["seconds"] * workers / here["workers"], r.summary["t"])
     return pace
 
 
@@ -253,7 +265,7 @@ def _rounds(
         return Finished(server.t, replace(server, mirrors=store.mirrors), {}, {}, None, 0.0)
     for r in run_rounds(f, execution, server, store.memories, store.mirrors):
         store.note(r)
-        watch.round(r)
+        watch.round(f.experiment, r)
         if callback.round(r) or r.diverged or r.t == f.experiment.rounds:
             return r
         if time.monotonic() - saved >= checkpoint_seconds:

@@ -154,9 +154,10 @@ def test_a_mistake_arrives_as_itself_and_ends_all_workers(alone):
     alone(make_a_mistake)
 
 
-class Unsendable(Exception):
+class Demanding(Exception):
     def __init__(self, a, b):
         super().__init__(a)
+        self.b = b
 
 
 def make_a_mistake():
@@ -171,11 +172,18 @@ def make_a_mistake():
     assert "in a worker process" in caught.value.__notes__[0] and "mistake" in caught.value.__notes__[0]
     assert not multiprocessing.active_children()
 
-    def unsendable(cohort):
-        raise Unsendable("as planned", "b")
+    def raising(b):
+        def mistake(cohort):
+            raise Demanding("as planned", b)
 
-    train_as(unsendable)
-    with pytest.raises(RuntimeError, match="Unsendable: as planned"):
+        return mistake
+
+    train_as(raising("b"))  # of its class, though that asks for more than the sentence
+    with pytest.raises(Demanding, match="^as planned") as caught:
+        list(run_rounds(f, TWO))
+    assert caught.value.b == "b"
+    train_as(raising(lambda: 0))
+    with pytest.raises(RuntimeError, match="Demanding: as planned"):
         list(run_rounds(f, TWO))
 
 

@@ -57,5 +57,6 @@ def test_only_runs_of_this_machine_tell_its_pace(tmp_path):
     e = tiny()
     found = run(e, ONE, tmp_path, progress=False)
     assert stored_pace([found], ONE).seen == {e: (found.summary["seconds"], 2)}
+    assert stored_pace([found], Execution(workers=2)).seen == {e: (found.summary["seconds"] / 2, 2)}
     found.record["provenance"]["device"] = "another"
     assert stored_pace([found], ONE).seen == {}

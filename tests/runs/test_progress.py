@@ -102,7 +102,7 @@ def test_a_watch_tells_runs_rounds_and_time_left(monkeypatch):
         monkeypatch.setattr("fedlib.runs.progress.LOG_SECONDS", 0)
         watch.begin(a, 98)
         for t in (99, 100):
-            watch.round(Finished(t, None, {}, {}, None, 3.0))
+            watch.round(a, Finished(t, None, {}, {}, None, 3.0))
         watch.end(a)
         watch.begin(b, 0)
         lines = watch.terminal.file.getvalue().splitlines()
@@ -175,7 +175,7 @@ def test_a_finished_bar_says_nothing_of_time_left(monkeypatch):
     with Watch([a, b]) as watch:
         for e, said in ((a, "under a minute left"), (b, "")):
             watch.begin(e, 0)
-            watch.round(Finished(1, None, {}, {}, None, 3.0))
+            watch.round(e, Finished(1, None, {}, {}, None, 3.0))
             watch.end(e)
             assert watch.runs.postfix == said
         assert watch.runs.n == 2
@@ -186,7 +186,8 @@ def test_tqdms_own_switch_is_heard(value, shown, monkeypatch):
     monkeypatch.setenv("TQDM_DISABLE", value)
     with Watch([tiny(seed=s) for s in (1, 2)]) as watch:
         watch.begin(tiny(), 0)
-        assert (watch.runs.disable, watch.rounds.disable) == (not shown, not shown)
+        ((_, rounds),) = watch.going.values()
+        assert (watch.runs.disable, rounds.disable) == (not shown, not shown)
 
 
 SCRIPT = """
