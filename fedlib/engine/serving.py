@@ -103,22 +103,9 @@ def client_outputs(
     ids = range(f.data.num_clients) if ids is None else ids
     tests = {c: rows for c in ids if len(rows := f.data.client_test(c))}
     r = Round(server.t, (), f.setting)
-    alike: dict[object, list[tuple[int, Serving]]] = {}
-    for client in f.clients(tests):
-        serving = f.method.serve(client, server, r)
-        key = tuple((m.name, m.part.shape_key(), m.part.exits, m.part.units) for m in serving.members)
-        tuned = serving.tune is not None and client.num_examples > 0
-        alike.setdefault((key, tuned), []).append((client.id, serving))
     of_batches = not by_example(f.model, f.experiment.batch_norm, training=False)  # batch norm's statistics
-    maps = f.device.type == "cpu" and len(f.model.backbone.spec.feature(0)) == 3
-    plan: list[list[tuple[int, Serving]]] = []  # who answers together
-    for group in alike.values():
-        group.sort(key=lambda pair: -len(tests[pair[0]]))  # clients of about equal sizes waste no rows on padding
-        own = maps and any(m.keeps == "all" for m in group[0][1].members)  # convolutions of few examples each are slow
-        fit = AT_ONCE // len(tests[group[0][0]]) if of_batches or own else CLIENTS
-        size = max(1, min(CLIENTS, fit))
-        plan += [group[a : a + size] for a in range(0, len(group), size)]
-    threads = min(torch.get_num_threads(), len(plan)) if f.device.type == "cpu" else 1
+    groups = _groups(f, server, r, tests, of_batches)
+    threads = min(torch.get_num_threads(), len(groups)) if f.device.type == "cpu" else 1
     models = threading.local()  # what is put in place for some clients must not be others'
 
     def together(some: list[tuple[int, Serving]]) -> tuple[list[int], torch.Tensor, torch.Tensor, list[int]]:
@@ -134,7 +121,28 @@ def client_outputs(
             outputs = outputs * torch.from_numpy(present).to(outputs)[:, None]
         return [c for c, _ in some], outputs, f.data.test_labels[padded.to(f.device)], counts
 
-    yield from side_by_side(together, plan, threads)
+    yield from side_by_side(together, groups, threads)
+
+
+def _groups(
+    f: Federation, server: Server, r: Round, tests: Mapping[int, np.ndarray], of_batches: bool
+) -> list[list[tuple[int, Serving]]]:
+    """Who of ``tests`` (test examples by client) answers together: clients served models of one shape."""
+    alike: dict[object, list[tuple[int, Serving]]] = {}
+    for client in f.clients(tests):
+        serving = f.method.serve(client, server, r)
+        key = tuple((m.name, m.part.shape_key(), m.part.exits, m.part.units) for m in serving.members)
+        tuned = serving.tune is not None and client.num_examples > 0
+        alike.setdefault((key, tuned), []).append((client.id, serving))
+    maps = f.device.type == "cpu" and len(f.model.backbone.spec.feature(0)) == 3
+    groups = []
+    for some in alike.values():
+        some.sort(key=lambda pair: -len(tests[pair[0]]))  # clients of about equal sizes waste no rows on padding
+        own = maps and any(m.keeps == "all" for m in some[0][1].members)  # convolutions of few examples each are slow
+        fit = AT_ONCE // len(tests[some[0][0]]) if of_batches or own else CLIENTS
+        size = max(1, min(CLIENTS, fit))
+        groups += [some[a : a + size] for a in range(0, len(some), size)]
+    return groups
 
 
 @torch.no_grad()
