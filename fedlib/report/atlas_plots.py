@@ -21,7 +21,7 @@ def plot_ranking(table: pd.DataFrame, title: str, ax=None):
     ax.set_ylim(len(table) - 0.5, -0.5)
     for x in (0, 1):
         ax.axvline(x, color="black", linestyle="--", linewidth=1)
-    finish(ax, "0: smallest level for all, 1: whole model for all; bars: 95 % bootstrap", "")
+    finish(ax, "0: smallest level for all, 1: whole model for all\nbars: 95 % bootstrap", "")
     ax.figure.suptitle(wrapped(title, ax.figure.get_figwidth()))  # over the names too, which are wide
     return ax
 
