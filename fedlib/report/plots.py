@@ -309,5 +309,6 @@ def plot_tradeoff(frame: pd.DataFrame, x: str, label: str, title: str, ax=None, 
     elif ax.get_legend_handles_labels()[0]:
         ax.legend()
         share_legend([ax])
-    style.name_points(ax, [(x, y, plain(name)) for x, y, name in points[[x, "accuracy", "column"]].values])
+    colors = [looks.palette[name] for name in points.series]  # whose point it is, where points crowd
+    style.name_points(ax, [(x, y, plain(name)) for x, y, name in points[[x, "accuracy", "column"]].values], colors)
     return ax

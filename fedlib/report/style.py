@@ -210,8 +210,8 @@ def finish(ax, xlabel: str, ylabel: str, title: str | None = None) -> None:
         legend.set_frame_on(False)
 
 
-def name_points(ax, points: Sequence[tuple[float, float, str]]) -> None:
-    """Write the name of every (x, y, name) beside it, where it meets nothing else if it can."""
+def name_points(ax, points: Sequence[tuple[float, float, str]], colors: Sequence | None = None) -> None:
+    """Write the name of every (x, y, name) beside it, where it meets nothing else if it can, in ``colors`` or black."""
     from matplotlib.text import Text
     from matplotlib.transforms import Bbox
 
@@ -228,11 +228,11 @@ def name_points(ax, points: Sequence[tuple[float, float, str]]) -> None:
             (-10, -20, "right")]  # fmt: skip
     far = [(dx, sign * dy, side) for dy in (24, 36, 48) for sign in (1, -1)
            for dx, side in ((0, "center"), (14, "left"), (-14, "right"))]  # fmt: skip
-    for x, y, name in points:
+    for (x, y, name), color in zip(points, colors or ["black"] * len(points), strict=True):
         tried = []
         for dx, dy, side in near + far:
             arrow = {"arrowstyle": "-", "color": "0.6", "linewidth": 0.6} if abs(dy) >= 20 else None
-            where = {"textcoords": "offset points", "ha": side, "fontsize": 8, "arrowprops": arrow}
+            where = {"textcoords": "offset points", "ha": side, "fontsize": 8, "color": color, "arrowprops": arrow}
             text = ax.annotate(name, (x, y), (dx, dy), **where)
             text.set_in_layout(False)
             text.update_positions(figure.canvas.get_renderer())
