@@ -16,6 +16,7 @@ import vl_convert
 from fedlib.core.experiment import Experiment
 from fedlib.core.paths import outputs_dir
 from fedlib.methods import METHODS
+from fedlib.report.atlas import BINDS
 from fedlib.report.claims_page import COLORS
 from fedlib.report.frames import runs_frame
 from fedlib.report.style import color_of, data_title, model_of
@@ -28,8 +29,8 @@ from fedlib.runs.store import stored_runs
 GROUP = ["setting", "method", "rounds"]  # runs that differ in nothing else but seeds, options and clients
 COSTS = {"macs": "MACs per example (millions)", "training_memory_mib": "training memory, batch 32 (MiB)",
          "upload_mib": "upload per round (MiB)"}  # fmt: skip
-CAPPED = {"macs": "compute capped, papers' rates", "macs_tuned": "compute capped, rates searched",
-          "memory": "memory capped, papers' rates"}  # fmt: skip
+CAPPED = {caps + of: f"{binds} capped, {rates}" for caps, binds in BINDS.items()
+          for of, rates in (("", "papers' rates"), ("_tuned", "rates searched"))}  # fmt: skip
 LIMITS = {"macs": "training of a round (10⁹ MACs)", "peak MiB": "peak of training (MiB)",
           "upload MiB": "upload of a round (MiB)", "seconds a round": "seconds a round, slowest board"}  # fmt: skip
 NOT_COSTS = ("seed", "num_train", "num_test", "dirichlet_alpha", "rounds", "lr", "min_lr", "evaluate_every")

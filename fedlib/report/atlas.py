@@ -28,6 +28,7 @@ from .flags import flags_of
 from .style import title_of
 from .tables import label_of
 
+BINDS = {"macs": "compute", "memory": "memory", "upload": "traffic"}  # what tables cap, in words
 LOW, HIGH = "smallest", "whole"  # rows of every task: the smallest level for all, and the whole model for all
 WORST = 0.1  # of the clients
 UNTRAINED = 5.0  # points by which a capped method's whole net may be above the one trained whole by everybody
@@ -140,7 +141,7 @@ def wins(entries: Entries) -> pd.DataFrame:
 
 
 def tasks_of(caps: str) -> dict[str, str]:
-    """The tables of ``params/atlas`` in which ``caps`` (macs, memory; macs_tuned) binds, ``<task>_<caps>``, by task."""
+    """The tables of ``params/atlas`` in which ``caps`` (of ``BINDS``; macs_tuned) binds, ``<task>_<caps>``, by task."""
     return {t.removesuffix(f"_{caps}"): t for t in grids("atlas") if t.endswith(f"_{caps}")}
 
 

@@ -1,8 +1,19 @@
-"""Figures of the atlas: the ranking as a dot plot, and who wins against whom."""
+"""Figures of the atlas: the ranking as a dot plot, who wins against whom, what quality costs."""
+
+from collections.abc import Sequence
 
 import pandas as pd
 
+from ..runs.params import Cell
+from .plots import plot_tradeoff
 from .style import axes_of, color_of, finish, styled, wrapped
+from .tables import label_of
+
+COSTS = {
+    "macs": ("macs", 1e9, "training of a client's round (10⁹ MACs)"),
+    "memory": ("peak MiB", 1, "peak of a client's training (MiB)"),
+    "upload": ("upload MiB", 1, "upload of a client's round (MiB)"),
+}  # of what is capped: the column of ``entries_frame``, its unit
 
 
 @styled
@@ -40,3 +51,16 @@ def plot_wins(wins: pd.DataFrame, title: str, ax=None):
     finish(ax, "", "", title)
     ax.grid(False)
     return ax
+
+
+@styled
+def plot_cost(frame: pd.DataFrame, cells: Sequence[Cell], title: str, ax=None):
+    """Scores of ``entries_frame``'s rows under one kind of caps, against what is capped: a point a method."""
+    column, unit, label = COSTS[str(frame.caps.iloc[0]).removesuffix("_tuned")]
+    points = frame.groupby(["method", "label"], sort=False)[["score", column]].mean().reset_index()
+    methods = {c.variant: c.method for c in cells}
+    points = pd.DataFrame({
+        "accuracy": points.score, "cost": points[column] / unit, "column": points.label.map(label_of),
+        "method": points.method.map(methods),
+    })  # fmt: skip
+    return plot_tradeoff(points, "cost", label, title, ax=ax, line="")

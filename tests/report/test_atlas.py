@@ -7,6 +7,7 @@ import pandas as pd
 import pytest
 
 from fedlib.report.atlas import (
+    BINDS,
     Entries,
     best_rates,
     headline,
@@ -21,7 +22,7 @@ from fedlib.report.atlas import (
     wins,
     worst,
 )
-from fedlib.report.atlas_plots import plot_ranking, plot_wins
+from fedlib.report.atlas_plots import plot_cost, plot_ranking, plot_wins
 from fedlib.report.clients import numbers_of
 from fedlib.runs.params import load_grid
 from fedlib.runs.store import find_run
@@ -54,16 +55,16 @@ def test_the_best_of_all_rates_that_a_row_was_given():
     assert found.minutes.tolist() == [2, 1, 0.1] and found["lr_2"].tolist()[:2] == [30, 40]
 
 
-def rates_of(task):
-    rates, tuned = (load_grid("atlas", f"{task}_{name}", "small") for name in ("rates", "macs_tuned"))
+def rates_of(task, caps):
+    rates, tuned = (load_grid("atlas", f"{task}_{name}", "small") for name in ("rates", f"{caps}_tuned"))
     scores = {(c.variant, c.experiment.lr): find_run(c.experiment, OUTPUTS / "runs") for c in rates}
     return scores, {c.variant: c.experiment.lr for c in tuned}
 
 
-@pytest.mark.parametrize("task", tasks_of("macs_tuned"))
-def test_each_tuned_row_has_the_rate_that_its_stored_runs_found_best(task):
+@pytest.mark.parametrize(("caps", "task"), [(caps, task) for caps in BINDS for task in tasks_of(f"{caps}_tuned")])
+def test_each_tuned_row_has_the_rate_that_its_stored_runs_found_best(caps, task):
     """All six were tried of each, and the best has the highest score on held-out examples."""
-    scores, tuned = rates_of(task)
+    scores, tuned = rates_of(task, caps)
     for variant, lr in tuned.items():
         tried = {r: run for (v, r), run in scores.items() if v == variant}
         assert len(tried) == 6 and None not in tried.values(), variant
@@ -144,6 +145,19 @@ def test_figures_of_the_map():
     ax = plot_ranking(table.assign(tasks=[2, 1]), "one lacks a task")
     assert [t.get_text() for t in ax.get_yticklabels()] == ["A", "B (1 of 2 tasks)"]
     assert len(plot_wins(wins(entries), "wins").texts) == 4 and not plot_wins(wins(Entries({}, {})), "none").texts
+
+
+def test_quality_stands_against_what_is_capped():
+    rows = [("whole", 60.0, 3e9, 8.0), ("whole", 62.0, 3e9, 8.0), ("smallest", 20.0, 1e9, 2.0), ("a", 40.0, 2e9, 4.0)]
+    frame = pd.DataFrame(rows, columns=["method", "score", "macs", "upload MiB"]).assign(label=lambda t: t.method)
+    cells = [
+        SimpleNamespace(variant=m, method=of)
+        for m, of in (("whole", "fedavg"), ("smallest", "fedavg"), ("a", "hetlora"))
+    ]
+    for caps, unit, x in (("macs", "10⁹ MACs", {1, 2, 3}), ("upload_tuned", "MiB", {2, 4, 8})):
+        ax = plot_cost(frame.assign(caps=caps), cells, "a title")
+        points = {(float(x), float(y)) for line in ax.get_lines() for x, y in zip(*line.get_data(), strict=True)}
+        assert {x for x, _ in points} == x and {y for _, y in points} == {20, 40, 61} and unit in ax.get_xlabel()
 
 
 @pytest.mark.parametrize(("deep", "counts"), [(64.0, True), (66.0, False)])

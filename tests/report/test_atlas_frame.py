@@ -5,7 +5,7 @@ import pytest
 
 from fedlib import run
 from fedlib.methods import METHODS
-from fedlib.report.atlas import own_methods, tasks_of
+from fedlib.report.atlas import BINDS, own_methods, tasks_of
 from fedlib.report.atlas_frame import costs, devices, entries_frame
 from fedlib.runs.costs import load_shapes
 from fedlib.runs.fitting import fitted_cells
@@ -31,7 +31,7 @@ def cells():
 
 
 def test_every_task_is_a_table_of_its_caps():
-    for caps in ("macs", "memory"):
+    for caps in BINDS:
         for task, table in tasks_of(caps).items():
             assert table == f"{task}_{caps}"
             assert load_spec("atlas", table)["caps"]["of"] == caps
@@ -75,9 +75,10 @@ def test_a_row_a_run_and_a_method_of_ones_own(cells, tmp_path):
         own_methods(nothing)
 
 
-def test_rows_of_the_atlas_are_what_fits():
-    """One; the others are given by the same function."""
-    by = {c.variant: c for c in load_grid("atlas", "cifar10_macs", "small", {"seeds": [1]})}
-    (here,) = fitted_cells([by["whole"]], load_spec("atlas", "cifar10_macs")["caps"], "depthfl")
+@pytest.mark.parametrize(("caps", "method"), [("macs", "depthfl"), ("upload", "depthfl"), ("upload", "hetlora")])
+def test_rows_of_the_atlas_are_what_fits(caps, method):
+    """Some; the others are given by the same function."""
+    by = {c.variant: c for c in load_grid("atlas", f"cifar10_{caps}", "small", {"seeds": [1]})}
+    (here,) = fitted_cells([by["whole"]], load_spec("atlas", f"cifar10_{caps}")["caps"], method)
     for key in ("num_exits", "exit_blocks", "budgets", "options"):
-        assert getattr(here.experiment, key) == getattr(by["depthfl"].experiment, key)
+        assert getattr(here.experiment, key) == getattr(by[method].experiment, key)

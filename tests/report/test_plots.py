@@ -155,7 +155,7 @@ def test_names_at_the_right_edge_stay_inside():
     ax = plots.plot_tradeoff(
         pd.DataFrame(rows, columns=["method", "column", "accuracy", "macs"]), "macs", "MACs", "", line=""
     )
-    named = {t.get_text(): to_rgb(t.get_color()) for t in ax.texts}  # as their points, so that a crowd can be told apart
+    named = {t.get_text(): to_rgb(t.get_color()) for t in ax.texts}  # as their points: a crowd can be told apart
     assert named["sixth"] == to_rgb(color_of("fedavg")) and named["fair"] == to_rgb(color_of("fedepth"))
     boxes = [boxed(t) for t in ax.texts]
     assert all(ax.figure.bbox.x0 <= b.x0 and b.x1 <= ax.figure.bbox.x1 for b in boxes)
