@@ -150,8 +150,8 @@ def test_units_make_the_maps_that_the_spec_promises(spec, kinds):
 
 def test_the_published_depths():
     assert {name: spec.depth for name, spec in RESNETS.items()} == {
-        "resnet8": 3, "resnet14": 6, "resnet20": 9, "resnet32": 15, "resnet56": 27, "resnet110": 54, "resnet18_cifar": 8,
-        "resnet18_cifar.64": 8, "resnet18_slim": 8, "preresnet20": 9,
+        "resnet8": 3, "resnet14": 6, "resnet20": 9, "resnet20.16": 9, "resnet32": 15, "resnet56": 27, "resnet110": 54,
+        "resnet18_cifar": 8, "resnet18_cifar.64": 8, "resnet18_slim": 8, "preresnet20": 9,
     }  # fmt: skip
     assert [RESNETS["resnet18_cifar"].feature(u) for u in (1, 3, 5, 7)] == [
         (64, 32, 32), (128, 16, 16), (256, 8, 8), (512, 4, 4),
