@@ -119,7 +119,8 @@ def section(stored: Stored, table: str, done: dict[str, Cell], shown: dict[str, 
         parts.append(OF_CLIENTS if value in VALUES else "")
         more = with_further(frame, stored.spec(table))
         rows = obtained(more, reported_beside(stored.paper, table), value, thresholds)
-        parts.append(markdown_table(printed(methods_in_columns(rows))))
+        search = HELD_OUT in parts and rows.column.nunique() > 1
+        parts.append(markdown_table(tried(rows) if search else printed(methods_in_columns(rows))))
         csv = f"tables/{table}_{stored.profile}.csv"  # if its notebook stored it
         parts.append(f"[As CSV]({csv})" if (stored.folder / csv).is_file() else "")
     shown.update({h: table for h in done if h not in shown})
@@ -127,15 +128,23 @@ def section(stored: Stored, table: str, done: dict[str, Cell], shown: dict[str, 
     return "\n\n".join(p for p in parts if p)
 
 
+def bold(numbers: pd.Series) -> pd.Series:
+    """The cells of one comparison: the highest is marked, without what is in brackets; one alone is not."""
+    values = numbers.str.extract(r"^(-?\d+(?:\.\d+)?)")[0].astype(float)
+    best = (values == values.max()) & (values.notna().sum() > 1)
+    return numbers.where(~best, numbers.str.replace(r"^([^(]+?)(?= \(|$)", r"**\1**", regex=True))
+
+
+def tried(table: pd.DataFrame) -> pd.DataFrame:
+    """``tables.obtained`` of a search: a row a method, a column a value that was tried, the best of every row bold."""
+    names = table.column.map(column_title)
+    wide = table.assign(column=names).groupby(["mode", "method", "column"], sort=False).obtained.first()
+    wide = wide.unstack()[list(dict.fromkeys(names))].apply(bold, axis=1)
+    return wide.fillna("–").reindex(list(dict.fromkeys(zip(table["mode"], table.method, strict=True)))).reset_index()
+
+
 def printed(table: pd.DataFrame) -> pd.DataFrame:
     """``tables.methods_in_columns`` in a reader's words; the best number of every comparison is bold."""
-
-    def bold(numbers: pd.Series) -> pd.Series:
-        """The cells of one comparison: the highest is marked, without what is in brackets; one alone is not."""
-        values = numbers.str.extract(r"^(-?\d+(?:\.\d+)?)")[0].astype(float)
-        best = (values == values.max()) & (values.notna().sum() > 1)
-        return numbers.where(~best, numbers.str.replace(r"^([^(]+?)(?= \(|$)", r"**\1**", regex=True))
-
     if "method" in table:
         name = next(c for c in table if c == "obtained" or c.startswith("best run's"))
         shown = table.assign(**{name: table.groupby(["mode", "column"], sort=False)[name].transform(bold)})

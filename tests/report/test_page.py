@@ -21,6 +21,7 @@ from fedlib.report.page import (
     results_page,
     short_title,
     title_of,
+    tried,
 )
 from fedlib.runs.params import Cell, load_grid
 from fedlib.runs.params_files import papers
@@ -125,6 +126,14 @@ def test_the_pages_follow_the_store(tmp_path, monkeypatch, capsys):
     assert len(done) >= 80 and f"{len(done)} of 210 runs" in table1
     assert "seeds: 1, 2;" in table1 and "AMD EPYC, 2 cores" in table1 and "<img" not in table1
     assert "## [Figure 7: " in page and 'src="figures/figure7_small_4exits.png"' in page
+
+
+def test_a_search_is_a_row_a_method_and_a_column_a_tried_value():
+    rows = [("LoRA", "a", "lr_0.2", "9.50"), ("LoRA", "a", "lr_0.1", "12.00"), ("LoRA", "b", "lr_0.1", "–"),
+            ("LoRA", "b", "lr_0.2", "7.00")]  # fmt: skip
+    table = tried(pd.DataFrame(rows, columns=["mode", "method", "column", "obtained"]))
+    assert table.to_numpy().tolist() == [["LoRA", "a", "9.50", "**12.00**"], ["LoRA", "b", "7.00", "–"]]
+    assert list(table) == ["mode", "method", "lr 0.2", "lr 0.1"]
 
 
 def test_tables_say_names_and_mark_the_best_of_every_comparison():
