@@ -120,11 +120,11 @@ $(OBJECTS): setup
 	@mkdir -p $(EXECUTED)
 	$(BIN)/papermill $(wildcard notebooks/$@_*.ipynb notebooks/$@.ipynb) $(EXECUTED)/$(subst /,-,$@)-$(PROFILE).ipynb -p profile $(PROFILE) $(if $(shell grep -l run_missing $(wildcard notebooks/$@_*.ipynb notebooks/$@.ipynb)),-p run_missing True) $(if $(DEVICE),-p device $(DEVICE))
 
-# A method of your own under the atlas's caps: one seed on every task
+# A method of your own under the atlas's caps (CAPS: macs | memory | upload): its rates, and one seed on every task
 atlas: setup
 	@test -n "$(METHOD)" || { echo "make atlas METHOD=mine.py: name a file that registers a method, as notebooks/walkthrough/03_write_a_method.ipynb does" >&2; exit 2; }
 	@mkdir -p $(EXECUTED)
-	$(BIN)/papermill notebooks/atlas/map.ipynb $(EXECUTED)/atlas-map-$(PROFILE).ipynb -p profile $(PROFILE) -p method_file $(METHOD)
+	$(BIN)/papermill notebooks/atlas/map.ipynb $(EXECUTED)/atlas-map-$(PROFILE).ipynb -p profile $(PROFILE) -p method_file $(METHOD) $(if $(CAPS),-p caps $(CAPS)) $(if $(DEVICE),-p device $(DEVICE))
 
 .DEFAULT:
 	@echo "make: no target '$@'$(if $(filter %/$@,$(OBJECTS)),; did you mean: make $(filter %/$@,$(OBJECTS)))" >&2

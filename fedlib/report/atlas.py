@@ -26,7 +26,7 @@ from ..runs.params_files import grids
 from ..runs.store import find_run
 from .flags import flags_of
 from .style import title_of
-from .tables import label_of
+from .tables import collect, label_of
 
 BINDS = {"macs": "compute", "memory": "memory", "upload": "traffic"}  # what tables cap, in words
 LOW, HIGH = "smallest", "whole"  # rows of every task: the smallest level for all, and the whole model for all
@@ -166,6 +166,13 @@ def best_rates(frame: pd.DataFrame) -> pd.DataFrame:
     best = scores.fillna(-1).idxmax(axis=1).where(scores.notna().all(axis=1))
     found = scores.assign(best=best, minutes=rows["seconds"].sum(axis=1) / 60).round(2).reset_index()
     return found.assign(label=found.label.map(label_of))
+
+
+def at_best_rate(cells: Sequence[Cell], tried: Sequence[Cell], folder: Path | None = None) -> list[Cell]:
+    """One method's ``cells`` at the rate that the stored runs of ``tried``, a column a rate, found best."""
+    column = best_rates(collect(tried, folder)).best[0]
+    lr = next(c.experiment.lr for c in tried if c.column == column)
+    return [replace(c, experiment=c.experiment.replace(lr=lr)) for c in cells]
 
 
 def load_entries(cells: Mapping[str, Sequence[Cell]], folder=None) -> Entries:

@@ -5,11 +5,12 @@ import pytest
 
 from fedlib import run
 from fedlib.methods import METHODS
-from fedlib.report.atlas import BINDS, own_methods, tasks_of
+from fedlib.report.atlas import BINDS, at_best_rate, own_methods, tasks_of
 from fedlib.report.atlas_frame import costs, devices, entries_frame
 from fedlib.runs.costs import load_shapes
 from fedlib.runs.fitting import fitted_cells
 from fedlib.runs.params import load_grid, load_spec
+from fedlib.runs.store import find_run
 
 CAPS = {"of": "macs", "shares": [0.125, 0.25, 0.5, 1.0]}
 MINE = '''
@@ -64,8 +65,17 @@ def test_a_row_a_run_and_a_method_of_ones_own(cells, tmp_path):
         for cell in (*mine, whole):
             run(cell.experiment, folder=tmp_path / "runs", progress=False)
         frame = entries_frame({"macs": {"cifar10": [*cells, *mine]}}, tmp_path / "runs")
+        small = {"num_train": 80, "num_test": 40, "rounds": 1}
+        tried = fitted_cells(load_grid("atlas", "cifar10_rates", "smoke", small), CAPS, "mine")
+        for cell in tried:
+            run(cell.experiment, folder=tmp_path / "runs", progress=False)
+        (best,) = at_best_rate(mine, tried, tmp_path / "runs")
     finally:
         METHODS.pop("mine", None)
+    scores = {c.experiment.lr: find_run(c.experiment, tmp_path / "runs").summary["personal"] for c in tried}
+    assert set(scores) == {0.05, 0.1} and {c.experiment.evaluate_on for c in tried} == {"validation"}
+    highest = max(sorted(scores), key=lambda lr: round(np.mean(list(scores[lr]["by_client"].values())), 2))
+    assert best.experiment == mine[0].experiment.replace(lr=highest)
     assert list(frame.method) == ["whole", "mine"] and frame["rounds to target"].isna().all()  # no smallest level ran
     assert np.allclose(frame.score, frame[[f"class {k}" for k in range(1, 5)]].mean(axis=1))  # classes of equal size
     assert (frame.worst <= frame.score).all()
