@@ -36,6 +36,7 @@ from .side_by_side import DIED, GRACE_SECONDS, hand_out, serve
 from .store import Folder, Run, find_run, run, run_path
 
 LAST = 9  # the priority of a table that names none
+TRUSTED = 300.0  # core-seconds of work after which what runs took here says as much as what was told of them
 
 
 @dataclass(frozen=True)
@@ -143,9 +144,9 @@ def _share_left(e: Experiment, folder: Folder) -> float:
     return 1.0
 
 
-def core_hours(jobs: Iterable[Job]) -> str:
-    """What ``jobs`` still take, as one says it."""
-    seconds = sum(j.seconds for j in jobs)
+def core_hours(jobs: Iterable[Job], slower: float = 1.0) -> str:
+    """What ``jobs`` still take, as one says it, where each takes ``slower`` times its seconds."""
+    seconds = slower * sum(j.seconds for j in jobs)
     return f"{seconds / 3600:.1f} core-hours" if seconds >= 3600 else f"{math.ceil(seconds / 60)} core-minutes"
 
 
@@ -173,8 +174,14 @@ def fill(
     with contextlib.closing(hand_out(jobs, workers, _Process, send, seconds_left)) as answers:
         for job, answer in answers:
             words = _note(filled, job, answer if answer is not None else {"failed": DIED})
-            tell(f"{len(filled.done)} of {len(jobs)} done, about {core_hours(filled.left)} left: {words}")
+            left = core_hours(filled.left, _slower(workers * (time.monotonic() - began), filled.done))
+            tell(f"{len(filled.done)} of {len(jobs)} done, about {left} left: {words}")
     return filled
+
+
+def _slower(spent: float, done: Iterable[Job]) -> float:
+    """Core-seconds ``spent`` on ``done`` jobs, to what was told of them; near 1 until they are many."""
+    return (TRUSTED + spent) / (TRUSTED + sum(j.seconds for j in done))
 
 
 def _note(filled: Filled, job: Job, answer: dict) -> str:

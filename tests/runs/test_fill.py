@@ -17,7 +17,7 @@ from fedlib import cli
 from fedlib.core.paths import keep_outputs_of, params_dir
 from fedlib.core.storage import read_json, write_json, write_lines
 from fedlib.runs import fill as fill_module
-from fedlib.runs.fill import Job, core_hours, fill, named, queue
+from fedlib.runs.fill import TRUSTED, Job, _slower, core_hours, fill, named, queue
 from fedlib.runs.params import Cell
 from fedlib.runs.store import find_run, run_path
 from tests.helpers.stored import assert_nothing_left_over, assert_same, small, state
@@ -87,6 +87,12 @@ def test_what_is_left_is_priced_by_stored_runs(tables):
     write_lines(run_path(left.cell.experiment) / "metrics.jsonl", [{"t": 1}])
     (left,) = queue(wanted, "smoke").jobs
     assert left.seconds == pytest.approx(60) and core_hours([left]) == "1 core-minutes"
+
+
+def test_what_is_left_is_told_at_the_pace_of_what_was_done():
+    told = [Job("p/t", None, TRUSTED)] * 3  # of which each took half
+    assert _slower(0, []) == 1 and _slower(1.5 * TRUSTED, told) == pytest.approx(2.5 / 4)
+    assert core_hours([Job("p/t", None, 60)] * 10, 0.5) == "5 core-minutes"
 
 
 def test_names_are_checked_before_anything(tables):
