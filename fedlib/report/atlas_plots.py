@@ -1,4 +1,4 @@
-"""Figures of the atlas: the ranking as a dot plot, who wins against whom, what quality costs."""
+"""Figures of the atlas: the ranking as a dot plot, who wins against whom, what to choose where, what quality costs."""
 
 from collections.abc import Sequence
 
@@ -48,6 +48,25 @@ def plot_wins(wins: pd.DataFrame, title: str, ax=None):
         return ax
     seaborn.heatmap(100 * wins, ax=ax, vmin=0, vmax=100, cmap="RdBu", annot=True, fmt=".0f", annot_kws={"size": 8},
                     cbar_kws={"label": "runs won by the row's method (%)"})  # fmt: skip
+    finish(ax, "", "", title)
+    ax.grid(False)
+    return ax
+
+
+@styled
+def plot_choice(table: pd.DataFrame, title: str, ax=None):
+    """What clients get, in percent: a row a method, a column a place; coloured from a column's worst to its best.
+
+    On top the methods that are highest above the other rows' mean in the places that they have.
+    """
+    import seaborn
+
+    shade = (table - table.min()) / (table.max() - table.min())
+    order = shade.sub(shade.mean()).mean(axis=1).sort_values(ascending=False).index
+    ax = axes_of(ax, (2.6 + 0.75 * len(table.columns), 1.9 + 0.3 * len(table)))
+    seaborn.heatmap(shade.loc[order], ax=ax, cmap="YlGnBu", annot=table.loc[order], fmt=".1f", annot_kws={"size": 8},
+                    cbar=False, linewidths=0.5)  # fmt: skip
+    ax.set_xticklabels([name.replace(": ", ":\n") for name in table.columns], rotation=0)
     finish(ax, "", "", title)
     ax.grid(False)
     return ax

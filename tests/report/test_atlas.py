@@ -22,7 +22,7 @@ from fedlib.report.atlas import (
     wins,
     worst,
 )
-from fedlib.report.atlas_plots import plot_cost, plot_ranking, plot_wins
+from fedlib.report.atlas_plots import plot_choice, plot_cost, plot_ranking, plot_wins
 from fedlib.report.clients import numbers_of
 from fedlib.runs.params import load_grid
 from fedlib.runs.store import find_run
@@ -145,6 +145,14 @@ def test_figures_of_the_map():
     ax = plot_ranking(table.assign(tasks=[2, 1]), "one lacks a task")
     assert [t.get_text() for t in ax.get_yticklabels()] == ["A", "B (1 of 2 tasks)"]
     assert len(plot_wins(wins(entries), "wins").texts) == 4 and not plot_wins(wins(Entries({}, {})), "none").texts
+
+
+def test_a_table_to_choose_by():
+    table = pd.DataFrame({"compute: X": [60.0, 20.0, 40.0], "memory: X": [30.0, 10.0, None]}, index=["A", "B", "C"])
+    ax = plot_choice(table, "A gives most")
+    assert [t.get_text() for t in ax.get_yticklabels()] == ["A", "C", "B"]  # C is in the middle of its one place
+    assert [t.get_text() for t in ax.texts] == ["60.0", "30.0", "40.0", "20.0", "10.0"]  # nothing where it is absent
+    assert [t.get_text() for t in ax.get_xticklabels()] == ["compute:\nX", "memory:\nX"]
 
 
 def test_quality_stands_against_what_is_capped():
