@@ -9,6 +9,7 @@ from .plots import plot_tradeoff
 from .style import axes_of, color_of, finish, styled, wrapped
 from .tables import label_of
 
+FLOOR = -2.0  # of the scores that a ranking draws where they are
 COSTS = {
     "macs": ("macs", 1e9, "training of a client's round (10⁹ MACs)"),
     "memory": ("peak MiB", 1, "peak of a client's training (MiB)"),
@@ -21,12 +22,17 @@ def plot_ranking(table: pd.DataFrame, title: str, ax=None):
     """``atlas.ranking``'s rows, best on top: interquartile mean of the scores with its interval; columns label, method.
 
     Beside the name of one that lacks a task stands how many it has: its score is of other tasks than its neighbours'.
-    Dashed: 0, the smallest level for all, and 1, the whole model for all.
+    Dashed: 0, the smallest level for all, and 1, the whole model for all. A score below ``FLOOR`` is told at the edge.
     """
     ax = axes_of(ax, (6.8, 1.3 + 0.27 * len(table)))
     for y, row in enumerate(table.itertuples()):
-        ax.plot([row.low, row.high], [y, y], color=color_of(row.method), linewidth=2, alpha=0.6)
-        ax.plot(row.score, y, "o", color=color_of(row.method))
+        color = color_of(row.method)
+        if row.score < FLOOR:  # it would press the others together
+            ax.plot(FLOOR, y, "<", color=color)
+            ax.annotate(f"{row.score:.1f}", (FLOOR, y), (6, 0), textcoords="offset points", va="center", color=color)
+            continue
+        ax.plot([max(row.low, FLOOR), row.high], [y, y], color=color, linewidth=2, alpha=0.6)
+        ax.plot(row.score, y, "o", color=color)
     most, rows = table.tasks.max(), zip(table.label, table.tasks, strict=True)
     ax.set_yticks(range(len(table)), [f"{label} ({n} of {most} tasks)" if n < most else label for label, n in rows])
     ax.set_ylim(len(table) - 0.5, -0.5)

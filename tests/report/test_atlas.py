@@ -144,6 +144,8 @@ def test_figures_of_the_map():
     assert [t.get_text() for t in ax.get_yticklabels()] == ["A", "B"] and ax.figure.get_suptitle() == "a title"
     ax = plot_ranking(table.assign(tasks=[2, 1]), "one lacks a task")
     assert [t.get_text() for t in ax.get_yticklabels()] == ["A", "B (1 of 2 tasks)"]
+    ax = plot_ranking(table.assign(score=[0.5, -7.3], low=[0.4, -14.0]), "one far below")
+    assert [t.get_text() for t in ax.texts] == ["-7.3"] and ax.get_xlim()[0] > -3
     assert len(plot_wins(wins(entries), "wins").texts) == 4 and not plot_wins(wins(Entries({}, {})), "none").texts
 
 
