@@ -169,8 +169,14 @@ def best_rates(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def at_best_rate(cells: Sequence[Cell], tried: Sequence[Cell], folder: Path | None = None) -> list[Cell]:
-    """One method's ``cells`` at the rate that the stored runs of ``tried``, a column a rate, found best."""
-    column = best_rates(collect(tried, folder)).best[0]
+    """One method's ``cells`` at the rate that the stored runs of ``tried``, a column a rate, found best.
+
+    A rate whose run has no score, as one that diverged at once, is none of them; ``ValueError`` where no run has.
+    """
+    scored = collect(tried, folder).dropna(subset=["local"])
+    if scored.empty:
+        raise ValueError(f"atlas: no rate of {tried[0].variant!r} has a score; looked at {[c.column for c in tried]}")
+    column = best_rates(scored).best[0]
     lr = next(c.experiment.lr for c in tried if c.column == column)
     return [replace(c, experiment=c.experiment.replace(lr=lr)) for c in cells]
 

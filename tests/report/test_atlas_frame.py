@@ -1,5 +1,7 @@
 """The atlas as one table: costs of a round counted by hand, and a user's own method among the others."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -70,6 +72,10 @@ def test_a_row_a_run_and_a_method_of_ones_own(cells, tmp_path):
         for cell in tried:
             run(cell.experiment, folder=tmp_path / "runs", progress=False)
         (best,) = at_best_rate(mine, tried, tmp_path / "runs")
+        third = replace(tried[0], column="lr_1.6", experiment=tried[0].experiment.replace(lr=1.6))  # it has no score
+        assert at_best_rate(mine, [*tried, third], tmp_path / "runs") == [best]
+        with pytest.raises(ValueError, match="no rate of 'mine' has a score"):
+            at_best_rate(mine, [third], tmp_path / "runs")
     finally:
         METHODS.pop("mine", None)
     scores = {c.experiment.lr: find_run(c.experiment, tmp_path / "runs").summary["personal"] for c in tried}
