@@ -11,7 +11,7 @@ import runpy
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
 
@@ -33,15 +33,31 @@ LOW, HIGH = "smallest", "whole"  # rows of every task: the smallest level for al
 WORST = 0.1  # of the clients
 UNTRAINED = 5.0  # points by which a capped method's whole net may be above the one trained whole by everybody
 RESAMPLES, CONFIDENCE = 2_000, 0.95
-RANKING = ["method", "score", "low", "high", "best rank", "worst rank", "tasks", "flags"]
+RANKING = [
+    "variant",
+    "label",
+    "method",
+    "score",
+    "low",
+    "high",
+    "worst tenth",
+    "best rank",
+    "worst rank",
+    "tasks",
+    "flags",
+]
 
 
 @dataclass(frozen=True)
 class Entries:
-    """``clients``: by task and method the scores in percent, (seeds, clients); ``flags`` of a method's runs by task."""
+    """``clients``: by task and row the scores in percent, (seeds, clients); ``flags`` of a row's runs by task.
+
+    ``names``: of a row its label and its method.
+    """
 
     clients: Mapping[str, Mapping[str, np.ndarray]]
     flags: Mapping[tuple[str, str], tuple[str, ...]]
+    names: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     one: Callable = np.mean  # makes one number of the clients'
 
     @property
@@ -100,8 +116,9 @@ def resampled(entries: Entries, rng: np.random.Generator) -> Entries:
 def ranking(entries: Entries, resamples: int = RESAMPLES, seed: int = 0) -> pd.DataFrame:
     """A row a method, best first: ``score`` (interquartile mean) with ``low`` and ``high``, ``rank`` with its interval.
 
-    ``tasks`` says of how many it is: one that a net cannot carry is absent there. ``flags`` of its runs, by task.
-    Resamples in which the whole model is not above the smallest level say nothing and do not count.
+    ``worst tenth``: the score of each task's worst tenth of clients. ``tasks`` says of how many it is: one that a net
+    cannot carry is absent there. ``flags`` of its runs, by task. Resamples in which the whole model is not above the
+    smallest level say nothing and do not count.
     """
     methods, rng = entries.methods, numpy_generator(seed, "atlas")
     drawn = []
@@ -115,13 +132,24 @@ def ranking(entries: Entries, resamples: int = RESAMPLES, seed: int = 0) -> pd.D
     ends = np.quantile(scores, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2], axis=0)
     ranks = (-scores).argsort(1).argsort(1) + 1
     best, last = np.quantile(ranks, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2], axis=0, method="nearest")
+    names = [entries.names.get(m, (label_of(m), m)) for m in methods]
     frame = pd.DataFrame({
-        "method": methods, "score": [interquartile_mean(entries.of(m)) for m in methods], "low": ends[0],
-        "high": ends[1], "best rank": best, "worst rank": last, "tasks": [len(entries.of(m)) for m in methods],
+        "variant": methods, "label": [label for label, _ in names], "method": [method for _, method in names],
+        "score": [interquartile_mean(entries.of(m)) for m in methods], "low": ends[0], "high": ends[1],
+        "worst tenth": _worst_tenth(entries, methods),
+        "best rank": best, "worst rank": last, "tasks": [len(entries.of(m)) for m in methods],
         "flags": ["; ".join(f"{t}: {', '.join(f)}" for (t, n), f in entries.flags.items() if n == m and f)
                   for m in methods],
     })  # fmt: skip
     return frame.sort_values("score", ascending=False, ignore_index=True)
+
+
+def _worst_tenth(entries: Entries, methods: Sequence[str]) -> list[float]:
+    """Their scores by ``worst``; NaN where the whole model's worst are not above the smallest level's."""
+    least = replace(entries, one=worst)
+    with suppress(ValueError):
+        return [interquartile_mean(least.of(m)) for m in methods]
+    return [float("nan")] * len(methods)
 
 
 def headline(order: pd.DataFrame, entries: Entries, binds: str, rates: str) -> str:
@@ -212,7 +240,7 @@ def load_entries(cells: Mapping[str, Sequence[Cell]], folder=None) -> Entries:
             if set(shared) <= set(own):
                 clients.setdefault(task, {})[variant] = np.array([scores_of(runs[variant, s].summary) for s in shared])
                 flags[task, variant] = tuple(sorted({f for s in shared for f in flags_of(runs[variant, s], "local")}))
-    return Entries(clients, flags)
+    return Entries(clients, flags, {c.variant: (label_of(c.label), c.method) for grid in cells.values() for c in grid})
 
 
 def scores_of(summary: Mapping) -> list[float]:

@@ -72,8 +72,9 @@ def test_each_tuned_row_has_the_rate_that_its_stored_runs_found_best(caps, task)
 
 
 def test_a_ranking_s_title_says_who_leads_on_what():
-    entries = Entries({"cifar10": TASK}, {})
-    order = ranking(entries, 20).rename(columns={"method": "variant"}).assign(label=lambda t: t.variant.str.upper())
+    entries = Entries({"cifar10": TASK}, {}, {"a": ("A", "fedavg")})
+    order = ranking(entries, 20)
+    assert order[["variant", "label", "method"]].values.tolist() == [["a", "A", "fedavg"], ["b", "b", "b"]]
     assert headline(order, entries, "compute", "rates searched") == (
         "A leads where compute binds, with 0.62\nCIFAR-10, 2 seeds, rates searched"
     )
@@ -100,10 +101,15 @@ def test_draws_are_the_same_for_all_methods():
 
 def test_ranking_wins_and_flags():
     entries = Entries({"x": TASK, "y": {k: v for k, v in TASK.items() if k != "b"}}, {("x", "b"): ("rising",)})
-    table = ranking(entries, resamples=200).set_index("method")
+    table = ranking(entries, resamples=200).set_index("variant")
     assert list(table.index) == ["a", "b"] and table.tasks.to_dict() == {"a": 2, "b": 1}
     assert table.score.a == 0.625 and table.score.b == 0.375 and table["flags"]["b"] == "x: rising"
     assert (table.low <= table.score).all() and (table.score <= table.high).all()
+    fair, unfair = np.full((2, 20), 40.0), np.r_[[20.0] * 2, [60.0] * 18][None].repeat(2, 0)
+    both = {"x": {"smallest": fair - 20, "whole": fair + 20, "fair": fair, "unfair": unfair}}
+    assert ranking(Entries(both, {}), 5).set_index("variant")["worst tenth"].to_dict() == {"fair": 0.5, "unfair": 0.0}
+    one_fails = {"x": {**both["x"], "whole": unfair}}  # its mean is above the smallest level's, its worst tenth is not
+    assert ranking(Entries(one_fails, {}), 5)["worst tenth"].isna().all()
     matrix = wins(entries)
     assert matrix.loc["a", "b"] == 0.875 and matrix.loc["b", "a"] == 0.125 and matrix.loc["a", "a"] == 0.5
 
@@ -174,7 +180,7 @@ def test_quality_stands_against_what_is_capped():
 def test_a_task_counts_only_where_its_whole_model_trained(monkeypatch, deep, counts):
     """60 for the whole model on all test examples: a whole net of a capped method may be 5 points above it, not 6."""
     found = {"smallest": (20, 20), "whole": (60, 60), "depthfl": (40, deep)}
-    cells = [SimpleNamespace(variant=v, seed=1, experiment=v) for v in found]
+    cells = [SimpleNamespace(variant=v, label=v, method=v, seed=1, experiment=v) for v in found]
     runs = {
         v: SimpleNamespace(summary={"personal": {"by_client": {"0": score, "1": score}}, "exits": [1.0, net]})
         for v, (score, net) in found.items()
@@ -184,6 +190,7 @@ def test_a_task_counts_only_where_its_whole_model_trained(monkeypatch, deep, cou
     if counts:
         entries = load_entries({"task": cells})
         assert entries.clients["task"]["depthfl"].tolist() == [[40, 40]] and entries.of("depthfl")["task"] == 0.5
+        assert entries.names["depthfl"] == ("DepthFL", "depthfl")
     else:
         with pytest.warns(
             UserWarning, match="task is left out: its whole model did not train .*60.00.*depthfl's has 66"
