@@ -63,7 +63,7 @@ def entries_frame(tables: Mapping[str, Mapping[str, Sequence[Cell]]], folder: Pa
             runs = {(c.variant, c.seed): (c, run) for c in cells if (run := find_run(c.experiment, folder)) is not None}
             for (variant, seed), (cell, run) in runs.items():
                 e, scores = cell.experiment, np.array(scores_of(run.summary))
-                took = costs(e.replace(seed=1))
+                took = costs(e.replace(seed=1, lr=1.0))  # neither changes it: a search of rates is priced once
                 needed = _rounds_to(run, *(runs.get((end, seed)) for end in ("smallest", "whole")))
                 rows.append({
                     "task": task, "caps": caps, "method": variant, "label": cell.label, "seed": seed,
