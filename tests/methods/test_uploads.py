@@ -199,7 +199,7 @@ def test_every_method_compresses(tiny, method):
     sliced = METHODS[method].__module__.startswith("fedlib.methods.sliced")
     mode = "frozen" if sliced and not issubclass(METHODS[method], Ranks) else "lora"
     e = tiny.replace(
-        method=method, finetune=mode, finetune_options={}, num_train=200, num_clients=8, clients_per_round=4,
+        method=method, finetune=mode, finetune_options={}, num_train=96, num_test=20, num_clients=8, clients_per_round=4,
         **granted(method),
     )  # fmt: skip
     plain, fed_back = train(e), build_method(method, {}).one_slice
