@@ -31,7 +31,7 @@ def test_a_cohort_of_one_equals_a_cohort_of_all(tiny, method, finetune):
         pytest.skip("it has no ranks")
     e = tiny.replace(method=method, finetune=finetune, weight_decay=1e-3, local_epochs=2, **granted(method),
                      num_train=160, num_clients=10, clients_per_round=5, batch_size=16,  # of one and of two batches
-                     options={"server_lr": 5e-5} if method == "feddf" else {},
+                     options={"feddf": {"server_lr": 5e-5}, "darkdistill": {"passes": 1, "hidden": 64}}.get(method, {}),
                      finetune_options=tiny.finetune_options if finetune == "lora" else {})  # fmt: skip
     one, many = train(e, workers=1, cohort_size=1), train(e, workers=1)
     threaded = train(e, workers=2, cohort_size=2)
