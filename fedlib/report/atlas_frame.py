@@ -19,8 +19,9 @@ from ..runs.params import Cell
 from ..runs.params_files import load_yaml
 from ..runs.prices import examples_per_client, num_classes
 from ..runs.store import find_run
-from .atlas import scores_of, worst
+from .atlas import BINDS, HIGH, scores_of, worst
 from .flags import flags_of
+from .style import title_of
 
 BACKWARD = 2  # times the MACs of a forward pass
 TARGET = 0.5  # of the way from the smallest level for all to the whole model for all
@@ -35,18 +36,44 @@ def devices() -> pd.DataFrame:
 def costs(e: Experiment) -> pd.DataFrame:
     """A row a class of devices: macs of a round with backward, peak MiB of training, MiB up and down, seconds.
 
-    ``e.budgets`` has a budget for each class; where it names none, all hold the whole. Seconds are of a client's round
-    on its device: training at the device's sustained rate, then what travels at its link's.
+    Before them what it holds: ``blocks`` that run, ``exits``, and the ``width`` of its narrowest axis (channels, heads,
+    ranks) as a share of the whole. ``e.budgets`` has a budget for each class; where it names none, all hold the whole.
+    Seconds are of a client's round on its device: training at the device's sustained rate, then what travels at its
+    link's.
     """
     found, shapes = devices(), load_shapes(e, num_classes(e))
     budgets = e.budgets if isinstance(e.budgets, tuple) else (shapes.budgets - 1,) * len(found)
     forward, peak, up = (price(e, of, shapes) for of in ("macs", "memory", "upload"))
     down = [shapes.download_mib(part, b) for b, part in enumerate(shapes.slices)]
-    table = pd.DataFrame({"macs": forward, "peak": peak, "up": up, "down": down}).iloc[list(budgets)]
+    axes, slices = shapes.setting.axes, shapes.slices
+    table = pd.DataFrame({
+        "blocks": [part.depth for part in slices], "exits": [len(part.exits) for part in slices],
+        "width": [min((len(i) / axes[a].size for a, i in part.index.items()), default=1.0) for part in slices],
+        "macs": forward, "peak": peak, "up": up, "down": down,
+    }).iloc[list(budgets)]  # fmt: skip
     table = table.set_axis(found.index[: len(table)])
     table["macs"] *= (1 + BACKWARD) * e.local_epochs * examples_per_client(e)
     training = table.macs / (found.tera_macs * found.utilisation * 1e12)
     return table.assign(seconds=training + (table.up + table.down) * 2**23 / 1e6 / found.megabits)
+
+
+def shares_of(e: Experiment, whole: Experiment) -> pd.DataFrame:
+    """A row a class of devices: what it holds, and its macs, memory (peak) and upload as shares of ``whole``'s."""
+    own, kinds = costs(e), {"macs": "macs", "peak": "memory", "up": "upload"}
+    takes = own[[*kinds]] / costs(whole)[[*kinds]].iloc[-1].astype(float)
+    return own[["blocks", "exits", "width"]].join(takes.rename(columns=kinds))
+
+
+def holdings(grids: Mapping[str, Mapping[str, Sequence[Cell]]], row: str) -> pd.DataFrame:
+    """Of each of ``grids`` (by what is capped, by task) with ``row``, its ``shares_of`` the whole, poorest first."""
+    found = []
+    for caps, by_task in grids.items():
+        for task, cells in by_task.items():
+            of = {c.variant: c.experiment.replace(seed=1, lr=1.0) for c in cells}
+            if row in of:
+                told = shares_of(of[row], of[HIGH]).map(lambda x: f"{x:.2f}" if isinstance(x, float) else str(x))
+                found.append({"what binds": BINDS[caps], "task": title_of(task), **told.agg(", ".join)})
+    return pd.DataFrame(found)
 
 
 def entries_frame(tables: Mapping[str, Mapping[str, Sequence[Cell]]], folder: Path | None = None) -> pd.DataFrame:

@@ -7,10 +7,10 @@ import pytest
 
 from fedlib import run
 from fedlib.methods import METHODS
-from fedlib.report.atlas import BINDS, at_best_rate, own_methods, tasks_of
-from fedlib.report.atlas_frame import costs, devices, entries_frame
+from fedlib.report.atlas import BINDS, HIGH, at_best_rate, own_methods, tasks_of
+from fedlib.report.atlas_frame import costs, devices, entries_frame, holdings, shares_of
 from fedlib.runs.costs import load_shapes
-from fedlib.runs.fitting import fitted_cells
+from fedlib.runs.fitting import SLACK, fitted_cells
 from fedlib.runs.params import load_grid, load_spec
 from fedlib.runs.store import find_run
 
@@ -54,6 +54,34 @@ def test_costs_of_a_round_by_hand(cells):
         assert found.seconds[board] == pytest.approx(training + travel)
         assert found.up[board] == pytest.approx(shapes.upload_mib(part, k))
     assert found.peak.is_monotonic_increasing and found.macs.is_monotonic_increasing
+
+
+def test_what_classes_hold_by_hand():
+    """Blocks of a ViT cost alike; ranks cut nothing but what travels."""
+    of = {"variant": ["whole", "depthfl", "heterofl", "hetlora"], "seeds": [1]}
+    grids = {"upload": {"cifar10": load_grid("atlas", "cifar10_upload", "small", of)}, "memory": {}}
+    whole, *rows = grids["upload"]["cifar10"]
+    held = {c.variant: shares_of(c.experiment, whole.experiment).set_index("blocks") for c in rows}
+    prefix = held["depthfl"]
+    assert list(prefix.index) == [1, 2, 6, 12] and list(prefix.exits) == [1, 2, 3, 4] and (prefix.width == 1).all()
+    assert np.allclose(np.diff(prefix.macs) / np.diff(prefix.index), (1 - prefix.macs.iloc[0]) / 11, rtol=0.02)
+    wide, ranks = held["heterofl"], held["hetlora"]
+    assert list(wide.width) == [0.125, 0.25, 0.5, 1] == pytest.approx(list(wide.upload), rel=0.01)
+    assert list(ranks.width) == [3 / 32, 8 / 32, 16 / 32, 1] and ranks.macs.min() > 0.85
+    (told,) = holdings(grids, "depthfl").to_dict("records")
+    assert (told["what binds"], told["task"], told["blocks"]) == ("traffic", "CIFAR-10", "1, 2, 6, 12")
+    assert told["upload"] == "0.09, 0.18, 0.52, 1.02" and holdings(grids, "fedepth").empty
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("table", [t for caps in BINDS for t in tasks_of(caps).values()])
+def test_no_row_of_the_atlas_is_over_its_caps(table):
+    caps = load_spec("atlas", table)["caps"]
+    rows = {c.variant: c.experiment for c in load_grid("atlas", table, "small", {"seeds": [1]})}
+    for row, e in rows.items():
+        if row not in (HIGH, "local_whole"):  # the caps forbid the one, and of what is sent the other sends nothing
+            takes = shares_of(e, rows[HIGH])[caps["of"]]
+            assert (takes <= np.array(caps["shares"]) * (1 + SLACK)).all(), (row, list(takes))
 
 
 def test_a_row_a_run_and_a_method_of_ones_own(cells, tmp_path):
