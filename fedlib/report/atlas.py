@@ -34,18 +34,8 @@ WORST = 0.1  # of the clients
 UNTRAINED = 5.0  # points by which a capped method's whole net may be above the one trained whole by everybody
 RESAMPLES, CONFIDENCE = 2_000, 0.95
 RANKING = [
-    "variant",
-    "label",
-    "method",
-    "score",
-    "low",
-    "high",
-    "worst tenth",
-    "best rank",
-    "worst rank",
-    "tasks",
-    "flags",
-]
+    "variant", "label", "method", "score", "low", "high", "worst tenth", "best rank", "worst rank", "tasks", "flags",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
