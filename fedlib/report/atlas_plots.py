@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import pandas as pd
 
 from ..runs.params import Cell
+from .atlas import HIGH
 from .plots import plot_tradeoff
 from .style import axes_of, color_of, finish, styled, wrapped
 from .tables import label_of
@@ -80,10 +81,15 @@ def plot_choice(table: pd.DataFrame, title: str, ax=None):
 
 @styled
 def plot_cost(frame: pd.DataFrame, cells: Sequence[Cell], title: str, ax=None):
-    """Scores of ``entries_frame``'s rows under one kind of caps, against what is capped: a point a method."""
+    """Scores of ``entries_frame``'s rows under one kind of caps, against what is capped: a point a method.
+
+    Over ``title``, what is shown, stands who gives clients most of those that keep to the caps.
+    """
     column, unit, label = COSTS[str(frame.caps.iloc[0]).removesuffix("_tuned")]
     points = frame.groupby(["method", "label"], sort=False)[["score", column]].mean().reset_index()
     methods = {c.variant: c.method for c in cells}
+    best = points[points.method != HIGH].sort_values("score").iloc[-1]
+    title = f"{label_of(best.label)} gives clients most under the caps, {best.score:.1f} %\n{title}"
     points = pd.DataFrame({
         "accuracy": points.score, "cost": points[column] / unit, "column": points.label.map(label_of),
         "method": points.method.map(methods),

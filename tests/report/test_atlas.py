@@ -174,6 +174,9 @@ def test_quality_stands_against_what_is_capped():
         ax = plot_cost(frame.assign(caps=caps), cells, "a title")
         points = {(float(x), float(y)) for line in ax.get_lines() for x, y in zip(*line.get_data(), strict=True)}
         assert {x for x, _ in points} == x and {y for _, y in points} == {20, 40, 61} and unit in ax.get_xlabel()
+        assert (
+            ax.get_title() == "a gives clients most under the caps, 40.0 %\na title"
+        )  # the whole model does not keep to the caps
 
 
 @pytest.mark.parametrize(("deep", "counts"), [(64.0, True), (66.0, False)])
