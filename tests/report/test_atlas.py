@@ -16,6 +16,7 @@ from fedlib.report.atlas import (
     judge,
     load_entries,
     normalised,
+    own_parameters,
     ranking,
     resampled,
     tasks_of,
@@ -71,12 +72,32 @@ def test_each_tuned_row_has_the_rate_that_its_stored_runs_found_best(caps, task)
         assert lr == max(sorted(tried), key=lambda r: round(numbers_of(tried[r].summary)["local"], 2)), variant
 
 
+def test_what_another_value_gains_over_a_method_s_default():
+    rows = [("a", "A", 20.0), ("a", "A, weight 5", 26.5), ("b", "B", 30.0), ("b", "B, off", 29.0), ("a", "A, off", None)]
+    found = own_parameters(pd.DataFrame(rows, columns=["method", "label", "local"])).set_index("label")
+    assert found.gain["A, weight 5"] == 6.5 and found.gain["B, off"] == -1 and found.gain[["A", "B"]].tolist() == [0, 0]
+    assert found.index.tolist() == ["A", "A, weight 5", "B", "B, off", "A, off"] and pd.isna(found.gain["A, off"])
+
+
+@pytest.mark.parametrize("task", tasks_of("own"))
+def test_rows_of_own_parameters_stand_at_the_rate_of_their_default(task):
+    """The first row of a method is a stored run of the search of rates, and the best of its row there."""
+    rates, best = rates_of(task, "macs")
+    best = {**rates_of(task, "memory")[1], **rates_of(task, "upload")[1], **best}
+    own, default = load_grid("atlas", f"{task}_own", "small"), {}
+    for cell in own:
+        first = default.setdefault(cell.method, cell)
+        assert cell.experiment.lr == best[first.variant], cell.variant
+        assert cell.experiment.replace(options={}) == first.experiment.replace(options={}), cell.variant  # nothing else
+        assert cell is not first or rates[cell.variant, cell.experiment.lr] is not None
+
+
 def test_a_ranking_s_title_says_who_leads_on_what():
     entries = Entries({"cifar10": TASK}, {}, {"a": ("A", "fedavg")})
     order = ranking(entries, 20)
     assert order[["variant", "label", "method"]].values.tolist() == [["a", "A", "fedavg"], ["b", "b", "b"]]
     assert headline(order, entries, "compute", "rates searched") == (
-        "A leads where compute binds, with 0.62\nCIFAR-10, 2 seeds, rates searched"
+        "A leads where compute binds: score 0.62\nCIFAR-10\n2 seeds, rates searched"
     )
     assert headline(order[:0], entries, "memory", "") == "No task can be scored yet where memory binds"
 
