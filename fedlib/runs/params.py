@@ -119,26 +119,39 @@ def at_profile(layer: Mapping[str, Any], profile: str) -> tuple[dict, dict]:
 def load_spec(paper: str, table: str) -> dict:
     """``params/<paper>/<table>.yaml`` over the table it ``extends``; ``columns`` default to the paper's own.
 
-    A row that names no method adds to the row of its name in the table below.
+    A row that names no method adds to the row of its name in the table below, or to the row that it is ``like``.
 
     ``axes.method`` lists plain methods; else ``variants`` maps a name to a ``label``, the ``finetune`` modes it is
     limited to, and fields of the experiment, and ``axes.variant`` may choose among them.
     """
-    check_known([table], grids(paper), "table = {} is unknown")
-    spec = load_checked(params_dir() / paper / f"{table}.yaml", SPEC_KEYS | set(profiles()))
-    if "extends" in spec:
-        below = {k: v for k, v in load_spec(paper, spec.pop("extends")).items() if k != "priority"}
-        rows = below.get("variants", {})
-        more = {n: v if "method" in v else {**rows.get(n, {}), **v} for n, v in spec.get("variants", {}).items()}
-        spec = merge(below, spec, {"variants": more} if more else {})
-    if "columns" not in spec:
-        spec["columns"] = load_layered(paper, "columns")
+    spec = _merged_spec(paper, table)
     axes, given = spec["axes"], spec.get("variants", {})
+    plain = {name: row for name, row in given.items() if "like" not in row}
+    check_known([row["like"] for row in given.values() if "like" in row], plain, f"{paper}/{table}: like = {{}}")
+    given = {n: row if n in plain else merge(plain[row["like"]], _without(row, "like")) for n, row in given.items()}
     if "method" in axes:
         spec["variants"] = {m: given.get(m, {"method": m}) for m in axes["method"]}
     else:
         spec["variants"] = {name: given[name] for name in axes.get("variant", given)}
     return spec
+
+
+def _merged_spec(paper: str, table: str) -> dict:
+    """The table's file over those that it extends, its rows as they are written."""
+    check_known([table], grids(paper), "table = {} is unknown")
+    spec = load_checked(params_dir() / paper / f"{table}.yaml", SPEC_KEYS | set(profiles()))
+    if "extends" in spec:
+        below = _without(_merged_spec(paper, spec.pop("extends")), "priority")
+        rows = below.get("variants", {})
+        more = {n: v if "method" in v else merge(rows.get(n, {}), v) for n, v in spec.get("variants", {}).items()}
+        spec = merge(below, spec, {"variants": more} if more else {})
+    if "columns" not in spec:
+        spec["columns"] = load_layered(paper, "columns")
+    return spec
+
+
+def _without(layer: Mapping[str, Any], key: str) -> dict:
+    return {k: v for k, v in layer.items() if k != key}
 
 
 def load_fallback(paper: str, table: str, profile: str) -> dict:
