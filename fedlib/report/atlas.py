@@ -33,6 +33,7 @@ LOW, HIGH = "smallest", "whole"  # rows of every task: the smallest level for al
 WORST = 0.1  # of the clients
 UNTRAINED = 5.0  # points by which a capped method's whole net may be above the one trained whole by everybody
 RESAMPLES, CONFIDENCE = 2_000, 0.95
+NOISE = 3.0  # points of held-out accuracy: another value of a method's own parameter must gain more to be taken
 RANKING = [
     "variant", "label", "method", "score", "low", "high", "worst tenth", "best rank", "worst rank", "tasks", "flags",
 ]  # fmt: skip
@@ -189,11 +190,13 @@ def best_rates(frame: pd.DataFrame) -> pd.DataFrame:
 def own_parameters(frame: pd.DataFrame) -> pd.DataFrame:
     """Of a table of methods' own parameters (``Table.frame``) a row a value: its held-out score in percent.
 
-    ``gain``: points above the method's first row, its default.
+    ``gain``: points above the method's first row, its default. ``taken``: of a method the value that gains most, if that
+    is over ``NOISE``; the task's tuned tables have it.
     """
-    scores = frame.groupby(["method", "label"], sort=False).local.mean().reset_index()
-    gain = scores.local - scores.groupby("method", sort=False).local.transform("first")
-    return scores.assign(label=scores.label.map(label_of), gain=gain)[["label", "local", "gain"]].round(2)
+    scores = frame.groupby(["method", "variant", "label"], sort=False).local.mean().reset_index()
+    gain = scores.local - scores.groupby("method").local.transform("first")
+    taken = (gain > NOISE) & (gain == gain.groupby(scores.method).transform("max"))
+    return scores.assign(label=scores.label.map(label_of), gain=gain, taken=taken).round(2)
 
 
 def at_best_rate(cells: Sequence[Cell], tried: Sequence[Cell], folder: Path | None = None) -> list[Cell]:

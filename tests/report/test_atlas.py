@@ -25,6 +25,7 @@ from fedlib.report.atlas import (
 )
 from fedlib.report.atlas_plots import plot_choice, plot_cost, plot_ranking, plot_wins
 from fedlib.report.clients import numbers_of
+from fedlib.report.table import Table
 from fedlib.runs.params import load_grid
 from fedlib.runs.store import find_run
 from tests.helpers.tracked import OUTPUTS
@@ -73,23 +74,42 @@ def test_each_tuned_row_has_the_rate_that_its_stored_runs_found_best(caps, task)
 
 
 def test_what_another_value_gains_over_a_method_s_default():
-    rows = [("a", "A", 20.0), ("a", "A, weight 5", 26.5), ("b", "B", 30.0), ("b", "B, off", 29.0), ("a", "A, off", None)]
-    found = own_parameters(pd.DataFrame(rows, columns=["method", "label", "local"])).set_index("label")
-    assert found.gain["A, weight 5"] == 6.5 and found.gain["B, off"] == -1 and found.gain[["A", "B"]].tolist() == [0, 0]
-    assert found.index.tolist() == ["A", "A, weight 5", "B", "B, off", "A, off"] and pd.isna(found.gain["A, off"])
+    rows = [("a", "A", 20.0), ("a", "A, weight 5", 26.5), ("b", "B", 30.0), ("a", "A, 1", 24.0), ("b", "B, 1", 33.0), ("a", "A, off", None)]
+    frame = pd.DataFrame(rows, columns=["method", "label", "local"]).assign(variant=lambda t: t.label)
+    found = own_parameters(frame).set_index("label")
+    assert found.gain[["A", "A, weight 5", "A, 1", "B", "B, 1"]].tolist() == [0, 6.5, 4, 0, 3] and pd.isna(found.gain["A, off"])
+    assert found.index[found.taken].tolist() == ["A, weight 5"]  # the best of its method; three points are noise
 
 
 @pytest.mark.parametrize("task", tasks_of("own"))
-def test_rows_of_own_parameters_stand_at_the_rate_of_their_default(task):
-    """The first row of a method is a stored run of the search of rates, and the best of its row there."""
+def test_rows_of_own_parameters_differ_from_a_run_of_the_rates_by_one_thing(task):
+    """The first row of a method is the best of its row there; the others have its rate, and other options."""
     rates, best = rates_of(task, "macs")
-    best = {**rates_of(task, "memory")[1], **rates_of(task, "upload")[1], **best}
+    for caps in BINDS:
+        best = {**(rates_of(task, caps)[1] if task in tasks_of(f"{caps}_tuned") else {}), **best}
     own, default = load_grid("atlas", f"{task}_own", "small"), {}
     for cell in own:
         first = default.setdefault(cell.method, cell)
         assert cell.experiment.lr == best[first.variant], cell.variant
-        assert cell.experiment.replace(options={}) == first.experiment.replace(options={}), cell.variant  # nothing else
+        assert cell.experiment.replace(options={}) == first.experiment.replace(options={}), cell.variant
         assert cell is not first or rates[cell.variant, cell.experiment.lr] is not None
+
+
+@pytest.mark.parametrize(("caps", "task"), [(caps, task) for caps in BINDS for task in tasks_of(f"{caps}_tuned")])
+def test_each_tuned_row_has_what_its_method_gained_by(caps, task):
+    """Of a method's own parameter the tuned row has the value that was taken, on top of the row that is not tuned."""
+    if task not in tasks_of("own"):
+        return
+    table = Table("atlas", f"{task}_own", "small", {}, OUTPUTS / "runs")
+    found, of = own_parameters(table.frame), {c.variant: dict(c.experiment.options) for c in table.cells}
+    taken = dict(found[found.taken].groupby("method").variant.first())
+    first = dict(found.groupby("method").variant.first())
+    plain = {c.variant: c for c in load_grid("atlas", f"{task}_{caps}", "small")}
+    for cell in load_grid("atlas", f"{task}_{caps}_tuned", "small"):
+        own = {}
+        if cell.method in taken and cell.variant == first[cell.method]:
+            own = dict(of[taken[cell.method]].items() - of[cell.variant].items())
+        assert dict(cell.experiment.options) == {**plain[cell.variant].experiment.options, **own}, cell.variant
 
 
 def test_a_ranking_s_title_says_who_leads_on_what():
