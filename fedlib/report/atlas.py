@@ -190,8 +190,8 @@ def best_rates(frame: pd.DataFrame) -> pd.DataFrame:
 def own_parameters(frame: pd.DataFrame) -> pd.DataFrame:
     """Of a table of methods' own parameters (``Table.frame``) a row a value: its held-out score in percent.
 
-    ``gain``: points above the method's first row, its default. ``taken``: of a method the value that gains most, if that
-    is over ``NOISE``; the task's tuned tables have it.
+    ``gain``: points above the method's first row, its default. ``taken``: of a method the value that gains most, if
+    that is over ``NOISE``; the task's tuned tables have it.
     """
     scores = frame.groupby(["method", "variant", "label"], sort=False).local.mean().reset_index()
     gain = scores.local - scores.groupby("method").local.transform("first")

@@ -74,10 +74,19 @@ def test_each_tuned_row_has_the_rate_that_its_stored_runs_found_best(caps, task)
 
 
 def test_what_another_value_gains_over_a_method_s_default():
-    rows = [("a", "A", 20.0), ("a", "A, weight 5", 26.5), ("b", "B", 30.0), ("a", "A, 1", 24.0), ("b", "B, 1", 33.0), ("a", "A, off", None)]
+    rows = [
+        ("a", "A", 20.0),
+        ("a", "A, weight 5", 26.5),
+        ("b", "B", 30.0),
+        ("a", "A, 1", 24.0),
+        ("b", "B, 1", 33.0),
+        ("a", "A, off", None),
+    ]
     frame = pd.DataFrame(rows, columns=["method", "label", "local"]).assign(variant=lambda t: t.label)
     found = own_parameters(frame).set_index("label")
-    assert found.gain[["A", "A, weight 5", "A, 1", "B", "B, 1"]].tolist() == [0, 6.5, 4, 0, 3] and pd.isna(found.gain["A, off"])
+    assert found.gain[["A", "A, weight 5", "A, 1", "B", "B, 1"]].tolist() == [0, 6.5, 4, 0, 3] and pd.isna(
+        found.gain["A, off"]
+    )
     assert found.index[found.taken].tolist() == ["A, weight 5"]  # the best of its method; three points are noise
 
 

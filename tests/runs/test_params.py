@@ -80,6 +80,22 @@ def test_a_row_that_names_no_method_adds_to_the_row_below():
     assert whole == {"depthfl": {"method": "depthfl", "lr": 0.05}, "reefl": {"method": "reefl", "lr": 0.1}}
 
 
+def test_a_row_may_be_like_another_of_its_table(project):
+    """It follows the row wherever a table above changes that; options are merged key by key."""
+    rows = "variants:\n  heterofl: {small: {lr: 0.1}}\n  off: {like: heterofl, label: Off, options: {scaler: false}}\n"
+    (project / "atlas/mine.yaml").write_text(f"extends: cifar10_macs\n{rows}")
+    (project / "atlas/more.yaml").write_text("extends: mine\nvariants: {heterofl: {small: {lr: 0.3}}}\n")
+    of = {"variant": ["heterofl", "off"], "seeds": [1]}
+    for table, lr in {"mine": 0.1, "more": 0.3}.items():
+        row, off = load_grid("atlas", table, "small", of)
+        assert row.experiment.lr == lr and off.label == "Off"
+        assert off.experiment == row.experiment.replace(options={**row.experiment.options, "scaler": False})
+    for like in ("heterfl", "off"):  # none of this name; none that is like another itself
+        (project / "atlas/mine.yaml").write_text(f"extends: cifar10_macs\n{rows}  on: {{like: {like}}}\n")
+        with pytest.raises(ValueError, match=f"atlas/mine: like = '{like}'"):
+            load_grid("atlas", "mine", "small", of)
+
+
 @pytest.mark.parametrize("only, message", [
     ({"cifar9": {"seeds": [1]}}, "only = 'cifar9' is unknown"),
     ({"cifar10_alpha0.3": {"seed": [1]}}, "only: cifar10_alpha0.3: unknown key 'seed'; did you mean 'seeds'?"),
