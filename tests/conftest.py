@@ -87,6 +87,7 @@ def docstrings():
 @pytest.fixture
 def strict():
     """Any warning of matplotlib (a glyph or font that is missing, a layout that does not fit) fails."""
+    plt.close("all")  # what other tests left open counts towards its warning of too many
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         yield

@@ -120,7 +120,7 @@ def section(stored: Stored, table: str, done: dict[str, Cell], shown: dict[str, 
         more = with_further(frame, stored.spec(table))
         rows = obtained(more, reported_beside(stored.paper, table), value, thresholds)
         search = HELD_OUT in parts and rows.column.nunique() > 1
-        parts.append(markdown_table(tried(rows) if search else printed(methods_in_columns(rows))))
+        parts.append(markdown_table(tried(rows) if search else printed(methods_in_columns(rows), title)))
         csv = f"tables/{table}_{stored.profile}.csv"  # if its notebook stored it
         parts.append(f"[As CSV]({csv})" if (stored.folder / csv).is_file() else "")
     shown.update({h: table for h in done if h not in shown})
@@ -143,8 +143,12 @@ def tried(table: pd.DataFrame) -> pd.DataFrame:
     return wide.fillna("–").reindex(list(dict.fromkeys(zip(table["mode"], table.method, strict=True)))).reset_index()
 
 
-def printed(table: pd.DataFrame) -> pd.DataFrame:
-    """``tables.methods_in_columns`` in a reader's words; the best number of every comparison is bold."""
+def printed(table: pd.DataFrame, title: str = "") -> pd.DataFrame:
+    """``tables.methods_in_columns`` in a reader's words; the best number of every comparison is bold.
+
+    Rows that are all of one data set do not repeat it where its column bears its name, or a word of the section's
+    ``title``: the section's facts say which it is.
+    """
     if "method" in table:
         name = next(c for c in table if c == "obtained" or c.startswith("best run's"))
         shown = table.assign(**{name: table.groupby(["mode", "column"], sort=False)[name].transform(bold)})
@@ -153,7 +157,10 @@ def printed(table: pd.DataFrame) -> pd.DataFrame:
         shown = table.assign(**{m: "" for m in methods})
         shown[methods] = table[methods].apply(bold, axis=1)
     words = [", ".join([column_title(first), *rest]) for first, *rest in table["column"].str.split(", ")]
-    return shown.assign(column=words, data=table.data.map(data_title))
+    shown = shown.assign(column=words, data=table.data.map(data_title))
+    one = "method" in table and shown.data.nunique() == 1
+    said = one and all(c == d or c.casefold() in title.casefold() for c, d in zip(words, shown.data, strict=True))
+    return shown.drop(columns=["column", "data"]) if said else shown
 
 
 def facts(stored: Stored, cells: Sequence[Cell], wanted: set[str] = frozenset()) -> str:

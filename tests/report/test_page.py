@@ -157,6 +157,19 @@ def test_tables_say_names_and_mark_the_best_of_every_comparison():
         assert set(long["column"]) == {"CIFAR-10, Dirichlet 1"}
 
 
+def test_a_table_of_one_data_set_does_not_repeat_it_in_every_row():
+    """Nor a column that bears its name, or a word of the title; a column of another name, or two data sets, stay."""
+
+    def columns_of(column, data, title="## Speakers where memory binds"):
+        rows = [["LoRA", c, d, m, x] for c, d, m, x in zip(column, data, "ab", ("9.5", "10.5"), strict=True)]
+        return list(printed(pd.DataFrame(rows, columns=["mode", "column", "data", "method", "obtained"]), title))
+
+    short = ["mode", "method", "obtained"]
+    assert columns_of(["svamp"] * 2, ["svamp"] * 2) == columns_of(["speakers"] * 2, ["fsdd"] * 2) == short
+    for column, data in ((["cifar100"] * 2, ["cifar10"] * 2), (["svamp", "cifar10"], ["svamp", "cifar10"])):
+        assert columns_of(column, data) == ["mode", "column", "data", "method", "obtained"]
+
+
 def test_accuracies_of_a_validation_split_are_called_so(tmp_path):
     from tests.report.test_claims import store
 
