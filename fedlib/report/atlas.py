@@ -194,7 +194,7 @@ def own_parameters(frame: pd.DataFrame) -> pd.DataFrame:
     that is over ``NOISE``; the task's tuned tables have it.
     """
     scores = frame.groupby(["method", "variant", "label"], sort=False).local.mean().reset_index()
-    gain = scores.local - scores.groupby("method").local.transform("first")
+    gain = scores.local - scores.groupby("method").local.transform(lambda values: values.iloc[0])  # NaN: not run yet
     taken = (gain > NOISE) & (gain == gain.groupby(scores.method).transform("max"))
     return scores.assign(label=scores.label.map(label_of), gain=gain, taken=taken).round(2)
 
