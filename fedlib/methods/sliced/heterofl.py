@@ -8,8 +8,9 @@ Read next: ``widths.py`` (what is the same of FedRolex), ``core/slices.py`` (``A
 
 Deviations: the paper's static batch norm is the experiment's ``batch_norm="static"``, a mean over examples (as
 released: over batches). A client's own answer, on its own test set, is its own sub-model's, as ScaleFL's comparison
-takes it, and with ``dynamic`` the whole model's. The paper's "local" metric is that with the experiment's
-``test_mask``, which any method may have.
+takes it, and with ``dynamic`` the whole model's. It is served without the scaler that it trains with, as the release
+tests the whole model: a cut transformer answers worse so than with it, or trained without. The paper's "local" metric
+is that with the experiment's ``test_mask``, which any method may have.
 """
 
 from collections.abc import Sequence
