@@ -58,7 +58,7 @@ def side_by_side(work: Callable[[Part], Done], parts: Iterable[Part], threads: i
     """
     import torch
 
-    if threads == 1:
+    if threads < 2:
         for part in parts:  # not by ``map``, which would take a StopIteration of ``work`` for its end
             yield work(part)
         return

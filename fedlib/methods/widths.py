@@ -6,7 +6,7 @@ the net, from :class:`ScaledRates`.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import numpy as np
@@ -113,7 +113,9 @@ class Rates(Shares):
 
 @dataclass(frozen=True)
 class ScaledRates(Rates):
-    """Outputs that enter a norm are divided by the rate while a client trains, who knows of its own classes alone."""
+    """Outputs that enter a norm are divided by a client's rate; while it trains it knows of its own classes alone."""
+
+    version: ClassVar[int] = 2  # a client's own answer was not divided
 
     dynamic: bool = False
     scaler: bool = True
@@ -142,6 +144,6 @@ class ScaledRates(Rates):
         return cross_entropies(zero_absent_at_client(batch) if self.masked else batch).sum(0)
 
     def serve(self, client: Client, server: Server, r: Round) -> Serving:
-        """Not scaled: the division is for training only."""
-        part = r.setting.full() if self.dynamic else replace(self.slice_for(client, server, r), scale=1.0)
+        """What it trains, divided alike: in a transformer another scale is another function."""
+        part = r.setting.full() if self.dynamic else self.slice_for(client, server, r)
         return Serving((Member(client, part),))

@@ -2,9 +2,9 @@
 
 Round t, client (rate b): of every n channels (features of each attention head) the floor(b n) that start at entry
 t - 1 mod n, around the end; the whole depth, one exit. So every entry is trained, and after n rounds each as often.
-Else it is HeteroFL: outputs that enter a norm are divided by b while it trains, the cross-entropy sees zero for classes
-that the client has no example of, of the classifier it sends its classes' rows, and the server takes the plain mean
-over the holders of each entry. Budgets are the rates; ``dynamic`` draws every client's rate anew in every round.
+Else it is HeteroFL: outputs that enter a norm are divided by b, the cross-entropy sees zero for classes that the client
+has no example of, of the classifier it sends its classes' rows, and the server takes the plain mean over the holders of
+each entry. Budgets are the rates; ``dynamic`` draws every client's rate anew in every round.
 Read next: ``widths.py`` (what is the same of HeteroFL), ``core/slices.py`` (``Axis.rolling``).
 
 Deviations: ``windows="release"`` are its windows: they roll downwards and are ceil(b n) long. The release rolls queries

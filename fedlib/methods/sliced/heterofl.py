@@ -1,16 +1,16 @@
 """HeteroFL (Diao, Ding and Tarokh, ICLR 2021): sub-models cut in width, the leading part of every hidden axis.
 
 Client (rate r): the first ceil(r n) of every n channels (features of each attention head), the whole depth, one exit;
-outputs that enter a norm are divided by r while it trains; the cross-entropy sees zero for classes that the client has
+outputs that enter a norm are divided by r; while it trains, the cross-entropy sees zero for classes that the client has
 no example of. Server: plain mean over the holders of each entry; of the classifier a client sends its classes' rows.
 Budgets are the rates, smallest first. ``dynamic`` draws every client's rate anew in every round.
 Read next: ``widths.py`` (what is the same of FedRolex), ``core/slices.py`` (``Axis.leading``).
 
 Deviations: the paper's static batch norm is the experiment's ``batch_norm="static"``, a mean over examples (as
 released: over batches). A client's own answer, on its own test set, is its own sub-model's, as ScaleFL's comparison
-takes it, and with ``dynamic`` the whole model's. It is served without the scaler that it trains with, as the release
-tests the whole model: a cut transformer answers worse so than with it, or trained without. The paper's "local" metric
-is that with the experiment's ``test_mask``, which any method may have.
+takes it, and with ``dynamic`` the whole model's. The release divides in training alone, and tests the whole model. A
+sub-model answers divided as it trains: behind a layer norm another scale is another function. The paper's "local"
+metric is that with the experiment's ``test_mask``, which any method may have.
 """
 
 from collections.abc import Sequence

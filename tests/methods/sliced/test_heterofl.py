@@ -10,7 +10,9 @@ import torch.nn.functional as F
 
 from fedlib import Execution, Experiment, build_federation, run_rounds
 from fedlib.core.rng import torch_generator
+from fedlib.engine.forward import Forward
 from fedlib.engine.serving import client_outputs
+from fedlib.engine.stacks import Stack
 from fedlib.methods import Round, build_method
 from fedlib.methods.losses import Batch, cross_entropies, zero_absent_at_client
 from fedlib.methods.sliced.splitmix import zero_absent_in_batch
@@ -140,7 +142,7 @@ def test_dynamic_rates_are_drawn_anew_for_every_client_and_round(convnet):
     assert f.method.serve(f.clients([7])[0], f.server, Round(1, (), f.setting)).members[0].part == f.setting.full()
 
 
-def test_a_clients_own_answer_is_its_sub_models_unscaled_and_masked_where_asked(convnet):
+def test_a_clients_own_answer_is_its_sub_models_and_masked_where_asked(convnet):
     f = build_federation(convnet.replace(test_mask=True))
     (last,) = run_rounds(f, ONE)
     for ids, outputs, *_ in client_outputs(f, last.server, {}):
@@ -148,7 +150,25 @@ def test_a_clients_own_answer_is_its_sub_models_unscaled_and_masked_where_asked(
             absent = f.setting.label_counts(client) == 0
             assert absent.any() and outputs[:, k][..., absent].eq(0).all() and outputs[:, k][..., ~absent].ne(0).any()
     served = f.method.serve(f.clients([0])[0], f.server, Round(1, (), f.setting)).members[0].part
-    assert served.scale == 1.0 and served.index["stage2"] == range(2)
+    assert served.scale == 0.25 and served.index["stage2"] == range(2)
+
+
+@pytest.mark.parametrize("method", ["heterofl", "fedrolex"])
+def test_a_client_answers_with_the_function_that_it_trains(tiny, method):
+    """In a transformer the division changes the function: what a client answers is divided as what it trains."""
+    full = dict(num_exits=1, finetune="full", finetune_options={}, test_split="like_train")
+    f = build_federation(tiny.replace(method=method, options={"rates": [0.5, 1.0]}, **full))
+    r, rates = Round(f.server.t, (), f.setting), set()
+    for (client,), outputs, *_ in (x for c in range(8) for x in client_outputs(f, f.server, {}, [c])):
+        members = f.method.members(f.clients([client])[0], f.server, r)
+        stack = Stack(f, members, {})
+        forward = Forward(f.model, stack.slices, stack.tensors(f.server.params, merge=True), data=f.data, test=True)
+        rows = torch.from_numpy(f.data.client_test(client))[None]
+        with torch.no_grad():
+            trained = forward.place_()(forward.inputs(rows))
+        torch.testing.assert_close(outputs, trained, rtol=1e-5, atol=1e-6)
+        rates.add(stack.slices[0].scale)
+    assert rates == {0.5, 1.0}
 
 
 def test_the_two_masked_cross_entropies_by_hand():
