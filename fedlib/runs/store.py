@@ -239,9 +239,9 @@ def _continue(
     store = Checkpoints(path, f.experiment)
     server = store.restore(f)
     f = replace(f, experiment=store.experiment)
+    check_inputs(f.experiment, path, store.record, inputs, accept, server.t)
     if not store.final:
         now = provenance_now(execution)
-        check_inputs(f.experiment, path, store.record, inputs, accept, server.t)
         store.check_shapes(server, f)
         store.record = resumed(store.record, server.t, inputs, now) if server.t else begun(inputs, now)
     store.write_record()

@@ -276,6 +276,21 @@ def test_a_changed_partition_of_rounds_cannot_hide_behind_a_damaged_record(image
         train(e, tmp_path)
 
 
+def test_a_checkpoint_of_the_last_round_is_compared_before_it_becomes_a_result(tmp_path, monkeypatch):
+    """The files of a finished run may be gone, as a version control takes them, and its checkpoint may stay."""
+    e = tiny(rounds=1)
+    whole = train(e, tmp_path)
+    for name in ("summary.json", "experiment.json", "metrics.jsonl"):
+        (whole.path / name).unlink()
+    with monkeypatch.context() as m:
+        m.setattr(ReeFL, "version", 2, raising=False)
+        with pytest.raises(OtherInputs, match="is stored up to round 1 .* version of ReeFL: 1 there, 2 here"):
+            train(e, tmp_path)
+        assert not (whole.path / "summary.json").exists()
+    again = train(e, tmp_path)
+    assert (again.summary, again.metrics) == (whole.summary, whole.metrics)
+
+
 def interrupt(e, rounds, folder, monkeypatch):
     """Stop ``e`` after so many rounds, each of them a checkpoint."""
     original = runs_module.run_rounds
