@@ -6,9 +6,13 @@ can be lost that a checkpoint counts.
 """
 
 import contextlib
+import json
 import os
 import warnings
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from ..core.experiment import Experiment
 from ..core.memories import ClientFiles
@@ -16,9 +20,20 @@ from ..core.storage import DamagedFile, read_json, read_tensors, write_json, wri
 from ..engine.federation import Federation
 from ..engine.rounds import Finished
 from ..methods import Server
-from .record import Record
+from .record import Record, Run
 
-RECORD = "experiment.json"
+RECORD, NEWEST = "experiment.json", "checkpoint.safetensors"
+
+
+def last_state(r: Run, device: str = "cpu") -> tuple[dict[str, torch.Tensor], dict[str, Any]] | None:
+    """Tensors and metadata that ``r`` ended with; None if it came without them.
+
+    Nor are they ``r``'s if their curve is another's, of a run that lay here before its files were replaced.
+    """
+    if not (file := r.path / NEWEST).exists():
+        return None
+    tensors, metadata = read_tensors(file, device)
+    return (tensors, metadata) if json.dumps(metadata["metrics"]) == json.dumps(r.metrics) else None  # equal, if NaN too
 
 
 class Checkpoints:
@@ -26,7 +41,7 @@ class Checkpoints:
 
     def __init__(self, path: Path, experiment: Experiment):
         self.path, self.experiment = path, experiment
-        self.newest, self.previous = path / "checkpoint.safetensors", path / "previous.safetensors"
+        self.newest, self.previous = path / NEWEST, path / "previous.safetensors"
         self.memories, self.mirrors = ClientFiles(path / "clients"), ClientFiles(path / "mirrors")
         self.seconds, self.dropped = 0.0, 0
         self.final: dict = {}

@@ -3,11 +3,14 @@
 import shutil
 from typing import Any
 
+import torch
+
 from ..core.experiment import Experiment
-from ..core.storage import read_tensors, write_tensors
+from ..core.storage import write_tensors
 from ..engine.checks import check_experiment
 from ..engine.rounds import is_due
 from ..engine.schedules import round_rate
+from .checkpoints import NEWEST, last_state
 from .identity import Accept
 from .places import Folder, as_stored, check_place, run_path
 from .record import Run
@@ -25,9 +28,8 @@ def extend(e: Experiment, rounds: int, folder: Folder = None, accept: Accept = (
     longer = as_stored(e.replace(rounds=rounds), folder)
     path = run_path(longer, folder)
     if not (path / "experiment.json").exists():
-        stored = _check(e, longer, folder, accept)
+        stored, (tensors, metadata) = _check(e, longer, folder, accept)
         longer = longer.replace(evaluate_every=stored.experiment.looks_every)  # its curve goes on
-        tensors, metadata = read_tensors(there / "checkpoint.safetensors")
         metrics = [m for m in metadata["metrics"] if is_due(longer, m["t"])]
         metadata |= {"experiment": longer.to_dict(), "t": e.rounds, "final": {}, "metrics": metrics}
         check_place(path)
@@ -35,14 +37,16 @@ def extend(e: Experiment, rounds: int, folder: Folder = None, accept: Accept = (
         for name in ("clients", "mirrors"):
             if (there / name).is_dir():
                 shutil.copytree(there / name, path / name, dirs_exist_ok=True)
-        write_tensors(path / "checkpoint.safetensors", tensors, metadata)  # last: without it the rest counts nothing
+        write_tensors(path / NEWEST, tensors, metadata)  # last: without it the rest counts nothing
     done = run(longer, folder=folder, accept=accept, **how)
     assert done is not None  # without wait=False
     return done
 
 
-def _check(e: Experiment, longer: Experiment, folder: Folder, accept: Accept) -> Run:
-    """The stored run of ``e``; ``ValueError`` if ``longer`` cannot go on from it."""
+def _check(
+    e: Experiment, longer: Experiment, folder: Folder, accept: Accept
+) -> tuple[Run, tuple[dict[str, torch.Tensor], dict[str, Any]]]:
+    """The stored run of ``e``, and its last state; ``ValueError`` if ``longer`` cannot go on from it."""
     said, method = f"{e.slug} cannot go on to rounds = {longer.rounds}: ", check_experiment(longer)
     if longer.rounds <= e.rounds:
         raise ValueError(f"{said}it has {e.rounds} already")
@@ -55,9 +59,9 @@ def _check(e: Experiment, longer: Experiment, folder: Folder, accept: Accept) ->
     stored = find_run(e, folder, accept)
     if stored is None or stored.summary["status"] != "finished":
         raise ValueError(f"{said}its run is {stored.summary['status'] if stored else 'not stored'}; run it first")
-    if not (stored.path / "checkpoint.safetensors").exists():
+    if (state := last_state(stored)) is None:
         raise ValueError(f"{said}{stored.path} came without its weights, which stay on the machine that trained them")
-    return stored
+    return stored, state
 
 
 def _reads_rounds(method: type) -> str:

@@ -12,13 +12,13 @@ import torch
 
 from ..core.experiment import Experiment
 from ..core.paths import outputs_dir
-from ..core.storage import read_tensors
 from ..engine.evaluation import exit_logits, served_parts
 from ..engine.executors import Execution
 from ..engine.federation import Federation, build_federation
 from ..methods import Server
+from .checkpoints import last_state
 from .identity import Accept
-from .store import Folder, find_run, run, run_path
+from .store import Folder, run
 
 
 def load_trained(
@@ -28,19 +28,17 @@ def load_trained(
 
     ``ValueError`` for a diverged run, whose weights answer nothing.
     """
-    if find_run(e, folder, accept) is not None and not _weights(e, folder).exists():
-        folder = outputs_dir() / "retrained"
     done = run(e, execution, folder, accept=accept)
     if done.summary["status"] != "finished":
         raise ValueError(f"{e.slug} {done.summary['status']} in round {done.summary['t']}; choose another experiment")
     f = build_federation(e, execution.device)
-    tensors, metadata = read_tensors(_weights(e, folder), str(f.device))
+    state = last_state(done, str(f.device))
+    if state is None:
+        state = last_state(run(e, execution, outputs_dir() / "retrained", accept=accept), str(f.device))
+    assert state is not None
+    tensors, metadata = state
     params = {k.removeprefix("params/"): v for k, v in tensors.items() if k.startswith("params/")}
     return f, Server(metadata["t"], params, {})
-
-
-def _weights(e: Experiment, folder: Folder) -> Path:
-    return run_path(e, folder) / "checkpoint.safetensors"
 
 
 def all_logits(f: Federation, server: Server) -> torch.Tensor:

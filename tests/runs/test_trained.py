@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from fedlib import build_federation
+from fedlib import Execution, build_federation, extend, run
+from fedlib.core.storage import read_lines, write_lines
 from fedlib.report.early_leaving import adaptive_inference
 from fedlib.report.statistics import correct
 from fedlib.runs.trained import all_logits, class_accuracies, client_accuracies, load_trained
@@ -64,6 +65,26 @@ def test_trained_models_answer_as_recorded(tiny, method, tmp_path, monkeypatch):
     assert last[0]["accuracy"] == pytest.approx(exits[0].item()) and last[0]["share"][0] == 1
     assert last[1]["macs"] > last[0]["macs"]
 
-    (run_path(e) / "checkpoint.safetensors").unlink()  # a run stored without its weights is trained again, beside it
+    # a run stored without its weights is trained again, beside it
+    kept = (run_path(e) / "checkpoint.safetensors").rename(tmp_path / "kept")
     again = all_logits(*load_trained(e))
     assert torch.allclose(again, logits, atol=1e-4) and (tmp_path / "retrained").is_dir()
+
+    kept.rename(run_path(e) / "checkpoint.safetensors")
+    assert torch.equal(all_logits(*load_trained(e)), logits)
+
+
+@pytest.mark.parametrize("where", ["trained", "extend"])
+def test_weights_beside_the_files_of_another_go_are_not_taken(where, tiny, tmp_path, monkeypatch):
+    """A run trained here, whose text files were replaced by those that another machine stored: git does this."""
+    monkeypatch.setenv("FEDLIB_OUTPUTS", str(tmp_path))
+    e = tiny.replace(method="fedavg", rounds=1, schedule="constant")
+    there = run(e, Execution(workers=1), progress=False)
+    line, *_ = read_lines(there.path / "metrics.jsonl")
+    write_lines(there.path / "metrics.jsonl", [line | {"seconds": line["seconds"] + 1}])
+    if where == "extend":
+        with pytest.raises(ValueError, match="came without its weights"):
+            extend(e, 2)
+    else:
+        load_trained(e)
+        assert len(list((tmp_path / "retrained").glob("fedavg*"))) == 1
