@@ -33,7 +33,7 @@ def last_state(r: Run, device: str = "cpu") -> tuple[dict[str, torch.Tensor], di
     if not (file := r.path / NEWEST).exists():
         return None
     tensors, metadata = read_tensors(file, device)
-    return (tensors, metadata) if json.dumps(metadata["metrics"]) == json.dumps(r.metrics) else None  # equal, if NaN too
+    return (tensors, metadata) if json.dumps(metadata["metrics"]) == json.dumps(r.metrics) else None  # NaN too
 
 
 class Checkpoints:

@@ -5,8 +5,6 @@ beside the store, which gives the same numbers.
 Read next: ``report/early_leaving.py``, ``reefl/attention_maps.py``.
 """
 
-from pathlib import Path
-
 import numpy as np
 import torch
 
