@@ -14,9 +14,7 @@ from fedlib.core.rng import torch_generator
 from fedlib.engine.schedules import round_rate
 from fedlib.methods import METHODS
 from fedlib.methods.ranks import Ranks
-from fedlib.models.registry import OWN
-from fedlib.models.vit import ViTSpec
-from tests.helpers.granted import granted
+from tests.helpers.granted import few_blocks, granted
 
 
 def train(e, **execution):
@@ -31,10 +29,8 @@ def test_a_cohort_of_one_equals_a_cohort_of_all(tiny, monkeypatch, method, finet
         pytest.skip("its exits are never trained")
     if issubclass(METHODS[method], Ranks) and finetune != "lora":
         pytest.skip("it has no ranks")
-    depth = 12 if method == "fedepth" else 4  # a sixth of the memory is enough for a block of twelve
-    monkeypatch.setitem(OWN, "few_blocks", ViTSpec(depth=depth))
     e = tiny.replace(method=method, finetune=finetune, weight_decay=1e-3, local_epochs=2, **granted(method),
-                     backbone="few_blocks",
+                     backbone=few_blocks(monkeypatch, method),
                      num_train=160, num_clients=10, clients_per_round=5, batch_size=16,  # of one and of two batches
                      options={"feddf": {"server_lr": 5e-5}, "darkdistill": {"passes": 1, "hidden": 64}}.get(method, {}),
                      finetune_options=tiny.finetune_options if finetune == "lora" else {})  # fmt: skip

@@ -1,8 +1,18 @@
-"""What a method asks of an experiment beyond the defaults."""
+"""What a method asks of an experiment beyond the defaults, and of a net."""
+
+from fedlib.models.registry import OWN
+from fedlib.models.vit import ViTSpec
 
 GRANTED = {"feddf": {"public_fraction": 0.1}}
+FEW = {"fedepth": 12, "flexlora": 12}  # a sixth of memory for one block; the factors of fewer make more of rounding
 
 
 def granted(method):
     """Fields without which ``method`` refuses to run."""
     return GRANTED.get(method, {})
+
+
+def few_blocks(monkeypatch, method):
+    """The name of a ViT of as few blocks as ``method`` and four exits can have: most tests need no more."""
+    monkeypatch.setitem(OWN, "few_blocks", ViTSpec(depth=FEW.get(method, 4)))
+    return "few_blocks"

@@ -20,7 +20,7 @@ from fedlib.methods.uploads import clip_factors, kept_entries, quantise, top_k
 from fedlib.runs import store as runs_module
 from fedlib.runs.costs import exit_costs, upload_mib
 from fedlib.runs.places import run_path
-from tests.helpers.granted import granted
+from tests.helpers.granted import few_blocks, granted
 
 ONE = Execution(workers=1)
 
@@ -194,13 +194,13 @@ def train(e):
 
 
 @pytest.mark.parametrize("method", [m for m, cls in METHODS.items() if cls.sends_model])
-def test_every_method_compresses(tiny, method):
+def test_every_method_compresses(tiny, monkeypatch, method):
     """Two rounds: with all bits or entries as without compression, with few another, finite result."""
     sliced = METHODS[method].__module__.startswith("fedlib.methods.sliced")
     mode = "frozen" if sliced and not issubclass(METHODS[method], Ranks) else "lora"
     e = tiny.replace(
         method=method, finetune=mode, finetune_options={}, num_train=96, num_test=20, num_clients=8, clients_per_round=4,
-        **granted(method),
+        backbone=few_blocks(monkeypatch, method), **granted(method),
     )  # fmt: skip
     plain, fed_back = train(e), build_method(method, {}).one_slice
     atol = 2e-4 if method == "flexlora" else 1e-5  # the server's factors amplify rounding
