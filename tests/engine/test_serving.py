@@ -1,6 +1,7 @@
 """Clients that share a backbone run it as one batch: the same answers, in about the time of the central test set."""
 
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,6 +10,9 @@ from fedlib import Execution, build_federation, run_rounds
 from fedlib.engine import serving
 from fedlib.engine.evaluation import central, exit_logits
 from fedlib.engine.forward import Forward
+from fedlib.methods import METHODS, Round
+from fedlib.methods.ranks import Ranks
+from tests.helpers.granted import few_blocks, granted
 
 ONE = Execution(workers=1)
 
@@ -26,6 +30,20 @@ def answers(f, server, memories):
     for ids, outputs, _, counts in serving.client_outputs(f, server, memories):
         found |= {k: outputs[:, i, : counts[i]] for i, k in enumerate(ids)}
     return found
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_no_client_answers_at_another_scale_than_it_trains_at(tiny, monkeypatch, method):
+    """In a transformer outputs divided by another number are another function."""
+    mode = {} if issubclass(METHODS[method], Ranks) else dict(finetune="full", finetune_options={})
+    net = dict(backbone=few_blocks(monkeypatch, method), test_split="like_train")
+    f = build_federation(tiny.replace(method=method, **mode, **net, **granted(method)))
+    clients = f.clients(range(f.data.num_clients))
+    r = Round(1, tuple(clients), f.setting)
+    r = replace(r, notes=f.method.prepare(f.server, r))
+    for client in clients:
+        trained = {m.part.scale for m in f.method.members(client, f.server, r) if m.trains}
+        assert {m.part.scale for m in f.method.serve(client, f.server, r).members} <= trained
 
 
 NETS = {
