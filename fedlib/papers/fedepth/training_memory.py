@@ -5,6 +5,7 @@ engine's own training: parameters, gradients, momentum, activations and whatever
 Read next: ``models/measure.py`` (the estimate), ``methods/sliced/fedepth.py``.
 """
 
+import gc
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -33,6 +34,7 @@ def peak_mib(work: Callable[[], object], device: torch.device | str = "cpu") -> 
 def peaks_mib(works: Sequence[Callable[[], object]], device: torch.device | str = "cpu") -> list[float]:
     """The most memory held during each of ``works``, one after the other, beyond what was held before the first."""
     device, peaks = torch.device(device), []
+    gc.collect()  # what an earlier work left behind and is let go only now would count as released by these
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         before = torch.cuda.memory_allocated(device)

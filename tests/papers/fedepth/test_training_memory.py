@@ -1,5 +1,7 @@
 """Memory and seconds of a staged training, measured."""
 
+import gc
+
 import pytest
 import torch
 
@@ -19,6 +21,18 @@ def test_a_peak_by_hand():
     assert peaks_mib(works) == pytest.approx([1.0, 3.0, 1.0], abs=0.1)
 
 
+def test_what_earlier_work_left_behind_is_not_counted_as_released():
+    def leaves():
+        ring = [torch.zeros(2**18)]
+        ring.append(ring)  # only a collection lets it go
+
+    def work():
+        gc.collect()
+        return torch.zeros(2**19)
+
+    assert [peak_mib(w) for w in (leaves, work)] == pytest.approx([1.0, 2.0], abs=0.1)
+
+
 def test_a_staged_client_holds_less_than_the_whole_net(measured):
     """Of 64 examples in steps of 16: a third of the whole net's peak in every stage, where the share is a sixth."""
     poor, whole = measured[measured.r == "0.167"], measured[measured.r == "all"].iloc[0]
@@ -26,7 +40,8 @@ def test_a_staged_client_holds_less_than_the_whole_net(measured):
     assert (poor.measured_mib < 0.35 * whole.measured_mib).all() and (poor.measured_mib > 4).all()
     assert (poor.kept_mib == 0).all()  # z of 64 examples is 4 MiB; a sixth of the estimate at batch 16 is 9.7
     assert poor.budget_mib.tolist() == pytest.approx([whole.measured_mib / 6] * 6)
-    assert measured[measured.r == "1"].measured_mib.item() == pytest.approx(whole.measured_mib, rel=0.02)
+    # equal in a fresh process; in one that has measured before, PyTorch takes some addresses for what was there then
+    assert measured[measured.r == "1"].measured_mib.item() == pytest.approx(whole.measured_mib, rel=0.05)
 
 
 def test_what_is_kept_is_measured_with_the_stage(small_net):
