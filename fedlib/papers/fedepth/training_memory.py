@@ -7,9 +7,10 @@ Read next: ``models/measure.py`` (the estimate), ``methods/sliced/fedepth.py``.
 
 import gc
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pandas as pd
 import torch
@@ -34,8 +35,8 @@ def peak_mib(work: Callable[[], object], device: torch.device | str = "cpu") -> 
 def peaks_mib(works: Sequence[Callable[[], object]], device: torch.device | str = "cpu") -> list[float]:
     """The most memory held during each of ``works``, one after the other, beyond what was held before the first."""
     device, peaks = torch.device(device), []
-    gc.collect()  # what an earlier work left behind and is let go only now would count as released by these
     if device.type == "cuda":
+        gc.collect()  # what an earlier work left behind and is let go only now would count as released
         torch.cuda.synchronize(device)
         before = torch.cuda.memory_allocated(device)
         for work in works:
@@ -44,6 +45,7 @@ def peaks_mib(works: Sequence[Callable[[], object]], device: torch.device | str 
             torch.cuda.synchronize(device)
             peaks.append((torch.cuda.max_memory_allocated(device) - before) / MIB)
         return peaks
+    from torch._C._profiler import _EventType
     from torch.profiler import ProfilerActivity, profile, record_function
 
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
@@ -51,14 +53,27 @@ def peaks_mib(works: Sequence[Callable[[], object]], device: torch.device | str 
             with record_function(WORK):  # a mark: around the work, all releases would count from its beginning on
                 pass
             work()
-    held = 0
-    for event in sorted(profiler.events(), key=lambda e: e.time_range.start):
+    tree = profiler.profiler.kineto_results.experimental_event_tree()
+    held: dict[int, int] = {}  # bytes by address: what was there before the works is not theirs to release
+    total = 0
+    for event in sorted(flattened(tree), key=lambda e: e.start_time_ns):
         if event.name == WORK:
-            peaks.append(held / MIB)
-        held += event.self_cpu_memory_usage  # of an operator, or of a release outside of any
-        if peaks:
-            peaks[-1] = max(peaks[-1], held / MIB)
+            peaks.append(total / MIB)
+        if event.tag == _EventType.Allocation:
+            size, address = event.extra_fields.alloc_size, event.extra_fields.ptr
+            if size > 0:
+                held[address] = size
+            total += size if size > 0 else -held.pop(address, 0)
+            if peaks:
+                peaks[-1] = max(peaks[-1], total / MIB)
     return peaks
+
+
+def flattened(events: Sequence[Any]) -> Iterator[Any]:
+    """All of a profiler's ``events``, each before those that happened in it."""
+    for event in events:
+        yield event
+        yield from flattened(event.children)
 
 
 def one_client(e: Experiment, device: str = "cpu") -> Federation:
