@@ -150,7 +150,8 @@ def headline(order: pd.DataFrame, entries: Entries, binds: str, rates: str) -> s
     seeds = sorted({len(scores) for by in entries.clients.values() for scores in by.values()})
     said = f"{seeds[0]}{f'–{seeds[-1]}' * (len(seeds) > 1)} seed{'s' * (seeds[-1] > 1)}"
     first, tasks = order.iloc[0], ", ".join(map(title_of, entries.clients))
-    return f"{first.label} leads where {binds} binds: score {first.score:.2f}\n{tasks}\n{said}, {rates}"
+    after = "\n" if len(entries.clients) > 1 else ", "  # one word is no line
+    return f"{first.label} leads where {binds} binds: score {first.score:.2f}\n{tasks}{after}{said}, {rates}"
 
 
 def wins(entries: Entries) -> pd.DataFrame:

@@ -125,9 +125,11 @@ def test_a_ranking_s_title_says_who_leads_on_what():
     entries = Entries({"cifar10": TASK}, {}, {"a": ("A", "fedavg")})
     order = ranking(entries, 20)
     assert order[["variant", "label", "method"]].values.tolist() == [["a", "A", "fedavg"], ["b", "b", "b"]]
-    assert headline(order, entries, "compute", "rates searched") == (
-        "A leads where compute binds: score 0.62\nCIFAR-10\n2 seeds, rates searched"
-    )
+    title = "A leads where compute binds: score 0.62\nCIFAR-10, 2 seeds, rates searched"
+    assert headline(order, entries, "compute", "rates searched") == title
+    two = Entries({"cifar10": TASK, "ag_news": TASK}, {}, entries.methods)
+    several = title.replace("CIFAR-10, ", "CIFAR-10, AG News\n")
+    assert headline(order, two, "compute", "rates searched") == several
     assert headline(order[:0], entries, "memory", "") == "No task can be scored yet where memory binds"
 
 
