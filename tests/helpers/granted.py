@@ -4,7 +4,10 @@ from fedlib.models.registry import OWN
 from fedlib.models.vit import ViTSpec
 
 GRANTED = {"feddf": {"public_fraction": 0.1}}
-FEW = {"fedepth": 12, "flexlora": 12}  # a sixth of memory for one block; the factors of fewer make more of rounding
+FEW = {
+    "fedepth": 12,  # a block must fit into a sixth of the net's memory
+    "flexlora": 12,  # its factors amplify rounding, those of fewer blocks more
+}
 
 
 def granted(method):
