@@ -3,7 +3,7 @@
 Levels (once): per level the most balanced split (s_w, s_d) that costs its share of the whole model; exits after the
 N s_d-th unit. Client (level j): units up to exit j, exits 1..j, the leading s_w of every hidden width; outputs of cut
 layers divided by s_w; sum over exits i of i / (j (j+1) / 2) [CE_i + gamma tau^2 KL(exit j || exit i)], the second
-term once a quarter of the rounds is behind. Server: plain mean over the holders of each entry. Evaluated are all exits
+term once more than a quarter of the rounds is behind. Server: plain mean over the holders of each entry. Evaluated are all exits
 of the whole model, and with ``test_split`` each client's own level on its own test set.
 ``scalefl_vit`` (``scalefl_vit.py``) is the form of ReeFL's comparison, on a ViT.
 Read next: ``scaling.py`` (levels), ``decoupled.py``.
@@ -33,7 +33,7 @@ class ScaleFL(Levels):
 
     label, color, marker = "ScaleFL", "#37ad70", "^"
 
-    version: ClassVar[int] = 2  # distillation started one round early; width alone was priced without all exits
+    version: ClassVar[int] = 3  # distillation started one round early; width alone was priced without all exits
 
     kd_weight: NotNegative = 0.05  # gamma
     temperature: Positive = 3.0  # tau
@@ -53,7 +53,8 @@ class ScaleFL(Levels):
             )
 
     def local_loss(self, batch: Batch) -> torch.Tensor:
-        gamma = self.kd_weight if batch.t - 1 >= self.distill_from * batch.rounds else 0.0  # rounds count from 0
+        plain = self.distill_from * batch.rounds  # the release's rounds count from 0, and its inequality is strict
+        gamma = self.kd_weight if batch.t - 1 > plain or not plain else 0.0
         ce, kl = cross_entropies(batch), 0.0
         if gamma:
             kl = kl_to_last(batch, self.temperature, self.detach)
