@@ -13,6 +13,7 @@ from ..core.experiment import Experiment
 from ..core.rng import torch_generator
 from ..data.federated import FederatedData
 from ..data.transforms import sample_views
+from ..models.registry import backbone_spec
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,8 @@ def _client_batches(
     for _ in range(epochs):
         order, views = torch.randperm(n, generator=generator).numpy(), None
         if e.augment != "none":
-            views = sample_views(e.augment, n, data.inputs.shape[-1], generator, e.crop_pad, e.crop_scale)
+            side = backbone_spec(e.backbone).input_shape[-1]  # a shift is in pixels of what the net reads
+            views = sample_views(e.augment, n, side, generator, e.crop_pad, e.crop_scale)
         for start in range(0, n, b):
             yield order[start : start + b], views[start : start + b] if views is not None else None
 

@@ -1,5 +1,7 @@
 """The batches of a local training: drawn again by hand, padded, continued by a second training."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -27,7 +29,7 @@ def drawn(e, data, client, t, epochs):
         order = torch.randperm(n, generator=generator).numpy()
         views = torch.zeros(n, 5)
         if e.augment != "none":
-            views = sample_views(e.augment, n, data.inputs.shape[-1], generator, e.crop_pad, e.crop_scale)
+            views = sample_views(e.augment, n, 32, generator, e.crop_pad, e.crop_scale)  # deit_micro reads 32 x 32
         for a in range(0, n, e.batch_size):
             yield mine[order[a : a + e.batch_size]], views[a : a + e.batch_size]
 
@@ -55,6 +57,16 @@ def test_every_clients_batches_are_those_of_a_plain_loop(setup, augment):
         assert not batches.weights[len(wanted) :, k].any()
     assert batches.width == [int((w > 0).sum(-1).max()) for w in batches.weights]
     assert (batches.rows.numpy() == batches.examples).all()
+
+
+@pytest.mark.parametrize("shape", [(8, 8), (32, 32), (64, 64), (28, 40)], ids=str)
+def test_a_crop_shifts_by_pixels_of_the_net_whatever_the_pictures_size(setup, shape):
+    """Of a net that reads 32 x 32 up to 4 pixels are an eighth: of small pictures, of its size, large, oblong."""
+    e, data, clients = setup
+    pictures = torch.zeros(len(data.inputs), 1, *shape, dtype=torch.uint8)
+    e = e.replace(augment="crop", crop_pad=4, local_epochs=20)
+    views = draw_batches(e, replace(data, inputs=pictures), clients, draws_of(1, 1)).views.flatten(0, 2)
+    assert (32 * views[:, :2]).unique().tolist() == list(range(-4, 5))
 
 
 def test_a_client_draws_the_same_in_any_company(setup):
