@@ -33,7 +33,9 @@ class Experiment:
     Data
       dataset             a name of ``data.datasets.DATASETS``, or the path of a local set (which then names the run)
       label_groups        label by what a class name says before its slash (Omniglot's alphabets)
-      num_train, num_test use so many examples, classes in proportion; None: all
+      num_train, num_test use so many examples; None: all
+      subset              which of them. proportional: classes as in the whole set; balanced: equally many of each class,
+                          as far as they go
       partition           who gets which training examples. dirichlet: clients of equal size, each with class
                           proportions of its own; class_dirichlet: every class divided in Dirichlet proportions;
                           pathological: few classes a client; natural: an owner (writer, speaker) is a client;
@@ -108,6 +110,7 @@ class Experiment:
     label_groups: bool = False
     num_train: Count | None = None
     num_test: Count | None = None
+    subset: typing.Literal["proportional", "balanced"] = "proportional"
     partition: typing.Literal[
         "dirichlet", "class_dirichlet", "pathological", "natural", "natural_split", "iid", "drawn",
         "weighted_dirichlet", "capped_dirichlet", "grouped_dirichlet", "dealt",
@@ -165,6 +168,8 @@ class Experiment:
             raise self.refused("clients_per_round", f"exceeds num_clients = {self.num_clients}")
         if self.min_lr > self.lr:
             raise self.refused("min_lr", f"exceeds lr = {self.lr}")
+        if self.subset != "proportional" and self.num_train is self.num_test is None:
+            raise self.refused("subset", "has no effect without num_train or num_test")
         if (blocks := self.exit_blocks) is not None:
             if len(blocks) != self.num_exits or list(blocks) != sorted(set(blocks)):
                 raise self.refused("exit_blocks", f"must be {self.num_exits} increasing block indices >= 0")

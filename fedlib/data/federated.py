@@ -169,7 +169,9 @@ def load_federated(
         allowed = f"data whose examples have owners, with partition = {' or '.join(BY_OWNER)}"
         raise e.refused("test_split", f", but {but}", allowed)
     values, test_values = _strata(data, data.train_labels), _strata(data, data.test_labels)
-    chosen, test = _subset(values, e.num_train, "train"), _subset(test_values, e.num_test, "test")
+    balanced = e.subset == "balanced"
+    chosen = _subset(values, e.num_train, "train", balanced)
+    test = _subset(test_values, e.num_test, "test", balanced)
     owners, test_owners = (o.numpy() if o is not None else None for o in (data.owners, data.test_owners))
     train, held = hold_out(values, chosen, e.validation_fraction)
     if e.evaluate_on == "validation":
@@ -276,16 +278,20 @@ def _strata(data: DataSet, labels: torch.Tensor) -> np.ndarray:
     return labels.numpy() if data.target == "class" else np.zeros(len(labels), np.int64)
 
 
-def _subset(values: np.ndarray, n: int | None, split: str) -> np.ndarray:
-    """The rows of the first ``n`` of a fixed class-balanced shuffle (the same for every seed), or all rows."""
+def _subset(values: np.ndarray, n: int | None, split: str, balanced: bool = False) -> np.ndarray:
+    """``n`` rows that hold classes in proportion, or ``balanced`` as far as they go; the same for every seed. None: all.
+
+    Of a fixed shuffle the k-th row of a class of N has the place (k - 1/2) / N, balanced k, and the first n are taken:
+    as many of each class as its share of n, up to one. Where classes are equally large both are the same rows.
+    """
     if n is None:
         return np.arange(len(values))
     if n > len(values):
         raise ValueError(f"experiment: num_{split} = {n} exceeds the {len(values)} {split} examples")
     rng = numpy_generator(0, f"{split} subset")
     order = rng.permutation(len(values))
-    rank = np.empty(len(values), np.int64)  # position of each example within its class
+    place = np.empty(len(values))  # of each example, by its position within its class
     for c in np.unique(values):
         rows = order[values[order] == c]
-        rank[rows] = np.arange(len(rows))
-    return np.sort(order[np.argsort(rank[order], kind="stable")][:n])
+        place[rows] = np.arange(len(rows)) if balanced else (np.arange(len(rows)) + 0.5) / len(rows)
+    return np.sort(order[np.argsort(place[order], kind="stable")][:n])

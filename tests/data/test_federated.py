@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from fedlib import Experiment, build_federation
+from fedlib import Experiment, build_federation, register_data
+from fedlib.data.federated import _subset as subset_of
 from fedlib.data.federated import hold_out, load_federated, place_of_inputs
 from tests.helpers.sentences import write
 
@@ -49,6 +50,37 @@ def test_subset_is_balanced_and_the_same_for_every_seed():
     assert a.labels[a.holdings.indices].bincount().tolist() == [50] * 10
     assert a.label_counts().sum(1).tolist() == [100] * 5
     assert a.inputs is b.inputs  # the examples are shared by all experiments
+
+
+# of 1,000 examples; by hand: what a tenth (or a half) of every class is, a class of 3 having less than half an example
+@pytest.mark.parametrize(
+    "sizes, n, proportional, balanced",
+    [
+        ([900, 100], 100, [90, 10], [50, 50]),
+        ([700, 300], 500, [350, 150], [250, 250]),
+        ([900, 97, 3], 100, [90, 10, 0], [49, 48, 3]),
+        ([500, 500], 200, [100, 100], [100, 100]),
+    ],
+)
+def test_a_subset_has_classes_in_proportion_or_balanced_by_name(sizes, n, proportional, balanced):
+    labels = np.repeat(np.arange(len(sizes)), sizes)
+    images = np.zeros((1000, 8, 8), np.uint8)
+    register_data("uneven", (images, labels), (images, labels), classes=[*map(str, range(len(sizes)))])
+    e = Experiment(dataset="uneven", num_train=n, num_test=n, num_clients=5, clients_per_round=2, partition="iid")
+    for subset, wanted in {"proportional": proportional, "balanced": balanced}.items():
+        data = load_federated(e.replace(subset=subset))
+        found = [x.bincount(minlength=len(sizes)).tolist() for x in (data.labels[data.holdings.indices], data.test_labels)]
+        assert np.abs(np.array(found) - wanted).max() <= 1, (subset, found)
+        held = load_federated(e.replace(subset=subset, validation_fraction=0.1, evaluate_on="validation"))
+        assert np.abs(held.test_labels.bincount(minlength=len(sizes)).numpy() - np.array(wanted) / 10).max() <= 0.6
+    with pytest.raises(ValueError, match="subset = 'balanced' has no effect without num_train or num_test"):
+        Experiment(dataset="uneven", subset="balanced")
+
+
+def test_where_classes_are_equally_large_both_subsets_are_the_same_rows():
+    labels = np.random.default_rng(0).permutation(np.repeat(np.arange(10), 50))
+    for n in (7, 33, 100, 499):
+        assert np.array_equal(subset_of(labels, n, "train"), subset_of(labels, n, "train", balanced=True))
 
 
 def test_clients_know_their_owner(fake):
