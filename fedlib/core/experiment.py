@@ -34,8 +34,8 @@ class Experiment:
       dataset             a name of ``data.datasets.DATASETS``, or the path of a local set (which then names the run)
       label_groups        label by what a class name says before its slash (Omniglot's alphabets)
       num_train, num_test use so many examples; None: all
-      subset              which of them. proportional: classes as in the whole set; balanced: equally many of each class,
-                          as far as they go
+      subset              which of them. proportional: classes as in the whole set; balanced: equally many of each, as
+                          far as they go
       partition           who gets which training examples. dirichlet: clients of equal size, each with class
                           proportions of its own; class_dirichlet: every class divided in Dirichlet proportions;
                           pathological: few classes a client; natural: an owner (writer, speaker) is a client;

@@ -47,7 +47,7 @@ class DataSet:
     classes: tuple[str, ...]
     owners: torch.Tensor | None = None  # natural client of each training example (writer, speaker)
     test_owners: torch.Tensor | None = None  # the same of each test example
-    stats: torch.Tensor | None = None  # (2, channels): mean and SD to normalise with instead of the data's own
+    stats: torch.Tensor | None = None  # (2, channels): mean and SD that are fixed, whatever part of the set is used
     digest: str = ""  # of all arrays and class names as decoded
     answer_texts: torch.Tensor | None = None  # of questions: their key, packed (``questions.py``)
     answer_offsets: torch.Tensor | None = None
@@ -67,15 +67,20 @@ class DataSet:
         """What a label is."""
         return target_of(self.train_labels)
 
-    def mean_std(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Per-channel mean and SD in [0, 1] units, each (3,): ``stats``, or of the training images; 0 and 1 of text."""
+    def mean_std(self, rows: np.ndarray | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Per-channel mean and SD in [0, 1] units, each (3,): ``stats``, or of training ``rows``; 0 and 1 of text.
+
+        None: of all. Of a channel that is the same everywhere the SD is said to be 1.
+        """
         if is_text(self.train_inputs):
             return torch.zeros(3), torch.ones(3)
-        if self.stats is not None:
-            return tuple(s.expand(3).contiguous() for s in self.stats)
-        x = self.train_inputs[:: max(1, len(self.train_inputs) // 20_000)].float().div_(255)
-        mean, std = x.mean((0, 2, 3)), x.std((0, 2, 3))
-        return mean.expand(3).contiguous(), std.expand(3).contiguous()
+        stats = self.stats
+        if stats is None:
+            rows = np.arange(len(self.train_inputs)) if rows is None else rows
+            x = self.train_inputs[rows[:: max(1, len(rows) // 20_000)]].float().div_(255)
+            mean, std, flat = x.mean((0, 2, 3)), x.std((0, 2, 3)), x.amax((0, 2, 3)) == x.amin((0, 2, 3))
+            stats = mean, std.masked_fill(flat, 1)
+        return tuple(s.expand(3).contiguous() for s in stats)
 
 
 def target_of(labels: torch.Tensor) -> Target:
@@ -152,8 +157,8 @@ def load_dataset(name: str, groups: bool = False, size: int | None = None, token
     tokenizer is a package: ``ImportError`` without it.
     """
     data = _load(name, size, tokenizer)
-    if name == "femnist":
-        data = replace(data, stats=MNIST_STATS)
+    fixed = MNIST_STATS if name == "femnist" else SETS["normalised"].get(data.digest)
+    data = data if fixed is None else replace(data, stats=torch.as_tensor(fixed))
     return _grouped(data) if groups else data
 
 

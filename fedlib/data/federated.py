@@ -18,7 +18,7 @@ from .client_tests import ByLabel, ByOwner, by_label, contiguous, like_train
 from .datasets import DataSet, is_text, load_dataset, source_key, target_of
 from .partition import BY_CHANCE, BY_OWNER, Divided, Drawn, partition_examples
 from .questions import AnswerKey, unpack
-from .tasks import IGNORED, Classification, NextToken, Regression, Span, task_of
+from .tasks import CORRELATIONS, IGNORED, Classification, NextToken, Regression, Span, task_of
 from .transforms import render
 
 Rows = np.ndarray  # of a training set: their numbers, or what each is of
@@ -147,7 +147,7 @@ def _on_device(
     data = load_dataset(name, groups, size, tokenizer)
     inputs = data.train_inputs, data.test_inputs
     place = place_of_inputs(inputs, device)
-    others = (data.train_labels, data.test_labels, *data.mean_std())
+    others = data.train_labels, data.test_labels
     return data, (*(x.to(place) for x in inputs), *(x.to(device) for x in others))
 
 
@@ -159,7 +159,7 @@ def load_federated(
     ``size`` is the network's input, ``tokenizer`` what its words come from (see :func:`datasets.load_dataset`).
     """
     source = json.dumps(source_key(e.dataset, tokenizer))
-    data, (inputs, test_inputs, labels, test_labels, mean, std) = _on_device(
+    data, (inputs, test_inputs, labels, test_labels) = _on_device(
         e.dataset, e.label_groups, device, size, tokenizer, source
     )
     check_labels(e, data)
@@ -179,6 +179,7 @@ def load_federated(
     left_out = np.setdiff1d(np.arange(len(values)), chosen)
     train, public = _grant(values, train, left_out, e.public_fraction)
     holdings = _hold(e, values[train], train, owners)
+    mean, std = (x.to(device) for x in data.mean_std(holdings.held()))
     if e.num_test is not None or e.evaluate_on == "validation":
         keep = torch.from_numpy(test)
         test_inputs, test_labels = test_inputs[keep], test_labels[keep]
@@ -226,6 +227,13 @@ def check_task(e: Experiment, data: FederatedData) -> None:
     if found != ASKS[type(task)]:
         why = f"is taken for a {type(task).__name__}, but each of its labels is a {found}"
         raise e.refused("dataset", f"{why}; a copy under $FEDLIB_DATA has the task of the set that it is named after")
+    if task.metric in CORRELATIONS:
+        labels, why = data.test_labels.cpu(), f"are alike, and {task.metric} of them is undefined"
+        if len(labels.unique()) < 2:
+            raise e.refused("dataset", f": all {len(labels)} labels that are tested on {why}")
+        own = range(data.num_clients) if e.test_split != "central" and e.partition != "drawn" else ()
+        if own and all(len(labels[data.client_test(i)].unique()) < 2 for i in own):
+            raise e.refused("test_split", f": every client's own test labels {why}")
 
 
 def hold_out(values: Rows, rows: Rows, fraction: float, purpose: str = "validation") -> tuple[Rows, Rows]:
@@ -279,7 +287,7 @@ def _strata(data: DataSet, labels: torch.Tensor) -> np.ndarray:
 
 
 def _subset(values: np.ndarray, n: int | None, split: str, balanced: bool = False) -> np.ndarray:
-    """``n`` rows that hold classes in proportion, or ``balanced`` as far as they go; the same for every seed. None: all.
+    """``n`` rows with classes in proportion, or ``balanced`` as far as they go, the same for every seed; None: all.
 
     Of a fixed shuffle the k-th row of a class of N has the place (k - 1/2) / N, balanced k, and the first n are taken:
     as many of each class as its share of n, up to one. Where classes are equally large both are the same rows.

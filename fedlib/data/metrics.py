@@ -1,5 +1,10 @@
-"""Metrics in percent, larger is better: of classes, numbers, and answers as text. Where undefined they are zero."""
+"""Metrics in percent, larger is better: of classes, numbers, and answers as text.
 
+NaN where the labels leave nothing to measure: a correlation with labels that are all alike, F1 without a label or a
+prediction of its class. Predictions that are all alike say nothing of labels that differ: their correlation is zero.
+"""
+
+import math
 import re
 import string
 import warnings
@@ -22,7 +27,7 @@ def f1(predictions: torch.Tensor, labels: torch.Tensor) -> float:
     """F1 of class 1 (GLUE's pairs). Raises ``ValueError`` if there are classes other than 0 and 1."""
     if max(labels.max(), predictions.max()) > 1:
         raise ValueError("metric f1 is of two classes, 0 and 1; allowed for more: macro_f1")
-    return 100 * float(_f1s(predictions, labels)[-1]) if max(labels.max(), predictions.max()) else 0.0
+    return 100 * float(_f1s(predictions, labels)[-1]) if max(labels.max(), predictions.max()) else math.nan
 
 
 def macro_f1(predictions: torch.Tensor, labels: torch.Tensor) -> float:
@@ -43,9 +48,11 @@ def _f1s(predictions: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def matthews(predictions: torch.Tensor, labels: torch.Tensor) -> float:
-    """Matthews correlation; zero where predictions or labels are constant."""
+    """Matthews correlation; zero where predictions are constant."""
     from sklearn.metrics import matthews_corrcoef
 
+    if (labels == labels[0]).all():
+        return math.nan
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of a single class
         return 100 * float(matthews_corrcoef(labels.cpu().numpy(), predictions.cpu().numpy()))
@@ -60,11 +67,13 @@ def spearman(predictions: torch.Tensor, labels: torch.Tensor) -> float:
 
 
 def _correlation(of: str, predictions: torch.Tensor, labels: torch.Tensor) -> float:
-    """SciPy's; zero where it is undefined: constant or diverged predictions, constant labels, a single example."""
+    """SciPy's; zero of constant or diverged predictions. Of a single example labels are constant."""
     from scipy import stats
 
     p, y = predictions.double().cpu().numpy(), labels.double().cpu().numpy()
-    if not np.isfinite(p).all() or (p == p[0]).all() or (y == y[0]).all():
+    if (y == y[0]).all():
+        return math.nan
+    if not np.isfinite(p).all() or (p == p[0]).all():
         return 0.0
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of nearly constant input

@@ -35,6 +35,10 @@ class Divided:
     def num_examples(self) -> np.ndarray:
         return np.diff(self.offsets)
 
+    def held(self) -> np.ndarray:
+        """The rows that somebody holds, sorted."""
+        return np.sort(self.indices)
+
     def client(self, i: int) -> np.ndarray:
         return self.indices[self.offsets[i] : self.offsets[i + 1]]
 
@@ -75,6 +79,10 @@ class Drawn:
     @property
     def num_examples(self) -> np.ndarray:
         return np.full(self.num_clients, self.size)
+
+    def held(self) -> np.ndarray:
+        """The rows that somebody may hold, sorted."""
+        return np.sort(self.rows)
 
     def _counts(self, i: int) -> tuple[np.ndarray, np.random.Generator]:
         rng = numpy_generator(self.seed, "drawn client", client=i)

@@ -56,8 +56,15 @@ class Task(Protocol):
         """The answer: (..., *out) -> (..., *label). Small where outputs are large: keep these, batch by batch."""
         return outputs.argmax(-1)
 
+    def finite(self, outputs: torch.Tensor) -> torch.Tensor:
+        """Which outputs are numbers that a loss can be computed of: they and their squares are finite; same shape."""
+        return outputs.square().isfinite()
+
     def score(self, predictions: torch.Tensor, labels: torch.Tensor) -> dict[str, float]:
-        """Metrics of N predictions by name, the headline first. Raises ``ValueError`` if there is none."""
+        """Metrics of N predictions by name, the headline first; NaN where undefined (``metrics.py``).
+
+        Raises ``ValueError`` if there is no prediction.
+        """
         if not len(labels):
             raise ValueError(f"{type(self).__name__}: {self.metric} of no examples is undefined")
         return self._score(predictions, labels)
@@ -138,6 +145,9 @@ class Span(Task):
 
     def outputs(self, num_classes: int) -> int:
         return 2
+
+    def finite(self, outputs: torch.Tensor) -> torch.Tensor:
+        return super().finite(outputs) | (outputs == -torch.inf)  # no span starts in padding
 
     def losses(self, outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Mean of the cross-entropies of first and last token. What lies beyond the input counts as ignored."""

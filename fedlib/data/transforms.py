@@ -19,8 +19,8 @@ def sample_views(
 ) -> torch.Tensor:
     """Draw ``n`` views ``(n, 5)``: top, left, height, width (fractions of the image; may reach outside) and flip.
 
-    ``crop`` shifts by up to ``pad`` of ``size`` pixels a side (zero padding); ``rrc`` is the random resized crop of area
-    U(min_scale, 1) and aspect ratio log-U(3/4, 4/3); ``_flip`` adds a horizontal flip with probability 1/2.
+    ``crop`` shifts by up to ``pad`` of ``size`` pixels a side (zero padding); ``rrc`` is the random resized crop of
+    area U(min_scale, 1) and aspect ratio log-U(3/4, 4/3); ``_flip`` adds a horizontal flip with probability 1/2.
     """
     u = torch.rand(n, 5, generator=generator)
     top, left, height, width = torch.zeros(n), torch.zeros(n), torch.ones(n), torch.ones(n)

@@ -10,7 +10,7 @@ import torch
 
 from ..core.clients import Client
 from ..core.experiment import Experiment
-from ..core.rng import torch_generator
+from ..core.rng import numpy_generator, torch_generator
 from ..data.federated import FederatedData
 from ..data.transforms import sample_views
 from ..models.registry import backbone_spec
@@ -96,22 +96,35 @@ def _client_batches(
             yield order[start : start + b], views[start : start + b] if views is not None else None
 
 
-def in_order(data: FederatedData, clients: Sequence[Client], size: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """(rows, weights), each (K, B), in host memory: every client's own examples once, in order; weight 0 on padding."""
+def mixed(data: FederatedData) -> torch.Tensor:
+    """The training rows that clients hold, in an order drawn from the seed: for batch norm's statistics."""
+    return torch.from_numpy(numpy_generator(data.seed, "in order").permutation(data.holdings.held()))
+
+
+def own_rows(data: FederatedData, client: int, by_example: bool) -> np.ndarray:
+    """A client's rows; where what becomes of one depends on those beside it, in an order drawn from the seed."""
+    mine = data.client(client)
+    return mine if by_example else numpy_generator(data.seed, "in order", client=client).permutation(mine)
+
+
+def in_order(
+    data: FederatedData, clients: Sequence[Client], size: int, by_example: bool
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """(rows, weights), each (K, B), in host memory: each client's ``own_rows`` once, in order; weight 0 on padding."""
+    own = [own_rows(data, c.id, by_example) for c in clients]
     for a in range(0, max(c.num_examples for c in clients), size):
         rows, weights = np.zeros((len(clients), size), np.int64), np.zeros((len(clients), size), np.float32)
-        for i, client in enumerate(clients):
-            mine = data.client(client.id)
+        for i, mine in enumerate(own):
             part = mine[a : a + size]
             rows[i, : len(part)], rows[i, len(part) :], weights[i, : len(part)] = part, mine[0], 1
         yield torch.from_numpy(rows), torch.from_numpy(weights)
 
 
-def places_of(data: FederatedData, clients: Sequence[Client], examples: np.ndarray) -> np.ndarray:
-    """Where among its client's examples each of ``examples`` (S, K, B), rows of the data, stands."""
+def places_of(data: FederatedData, clients: Sequence[Client], examples: np.ndarray, by_example: bool) -> np.ndarray:
+    """Where among its client's ``own_rows`` each of ``examples`` (S, K, B), rows of the data, stands."""
     places = np.zeros_like(examples)
     for i, client in enumerate(clients):
-        mine = data.client(client.id)
+        mine = own_rows(data, client.id, by_example)
         order = np.argsort(mine, kind="stable")
         places[:, i] = order[np.searchsorted(mine, examples[:, i], sorter=order)]
     return places

@@ -23,7 +23,7 @@ from ..models.exit_model import ExitModel
 from ..models.route import Route
 from .batches import Batches, draw_batches, draws_of, in_order
 from .federation import Federation
-from .forward import Forward
+from .forward import Forward, by_example
 from .optimisers import build_optimiser
 from .schedules import round_rate, step_rates
 from .stacks import Stack
@@ -230,8 +230,9 @@ class Cohort:
 
         Features (M, B, d) are flattened; weights (M, B) are 1 on examples and 0 on padding.
         """
-        unit, forward = self.model.exit_units[exit], self.forward.place_()
-        for rows, weights in in_order(self.data, self.clients, self.experiment.batch_size):
+        unit, forward, e = self.model.exit_units[exit], self.forward.place_(), self.experiment
+        policy = e.batch_norm if e.batch_norm in ("tracked", "local") else "batch"  # as ``Forward.answer`` has it
+        for rows, weights in in_order(self.data, self.clients, e.batch_size, by_example(self.model, policy, False)):
             forward.fill(rows.numpy())
             seen: dict[int, torch.Tensor] = {}
             watch = lambda at, z, feature, *_, seen=seen: seen.update({at: feature})  # noqa: E731

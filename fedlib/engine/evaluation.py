@@ -1,6 +1,7 @@
 """Accuracy of every exit on the central test set, in percent; all exits of one model in one pass."""
 
 import base64
+import math
 from collections.abc import Mapping
 
 import numpy as np
@@ -10,8 +11,9 @@ from ..core.slices import Slice, is_cut, take, take_all
 from ..core.threads import side_by_side
 from ..core.transfers import home
 from ..methods import Round, Server
+from .batches import mixed
 from .federation import Federation
-from .forward import Forward
+from .forward import Forward, by_example
 from .privacy import privacy_spent
 
 
@@ -27,24 +29,31 @@ def central(federation: Federation, server: Server, part: Slice) -> Forward:
 
 
 BATCH = 250  # examples; a number of its own, so that no answer follows from how many threads there are
+AT_ONCE = 2**27  # numbers in the widest activation of a net whose batch norm sees all examples
 
 
 def exit_logits(federation: Federation, server: Server, part: Slice | tuple[Slice, ...]) -> torch.Tensor:
-    """Logits (E, N, C) of sub-model ``part`` on the test set; zeros for exits it does not hold. Of several the mean."""
+    """Logits (E, N, C) of sub-model ``part`` on the test set; zeros for exits it does not hold. Of several the mean.
+
+    Where batch norm has no statistics of its own (``batch``), or they are the clients' (``local``), it takes those of
+    the whole test set, whatever its order. The releases take those of batches, in the order of the file.
+    """
     if isinstance(part, tuple):
         return sum((exit_logits(federation, server, one) for one in part), torch.zeros(())) / len(part)
-    data, device, policy = federation.data, federation.device, federation.experiment.batch_norm
-    forward = central(federation, server, part)
-    forward.place_(training=policy == "local")  # whose statistics are the clients': here those of the batch
+    data, device, e = federation.data, federation.device, federation.experiment
+    forward, n = central(federation, server, part), len(data.test_labels)
+    forward.place_()
+    if e.batch_norm in ("batch", "local") and not by_example(federation.model, "batch", training=False):
+        at_once = max(1, AT_ONCE // federation.model.backbone.spec.numbers(1)[0])
+        return forward.together([rows[None] for rows in torch.arange(n).split(at_once)])[:, 0]
 
     @torch.inference_mode()
     def logits(examples: np.ndarray) -> torch.Tensor:
         forward.fill(examples)
         return forward(forward.inputs(torch.from_numpy(examples)[None]))[:, 0]
 
-    if policy == "static":
-        forward.recompute_((rows[None], None) for rows in torch.arange(len(data.inputs)).split(BATCH))
-    n = len(data.test_labels)
+    if e.batch_norm == "static":
+        forward.recompute_((rows[None], None) for rows in mixed(data).split(BATCH))
     parts = np.split(np.arange(n), range(BATCH, n, BATCH))
     threads = min(torch.get_num_threads(), len(parts)) if device.type == "cpu" else 1
     return torch.cat(list(side_by_side(logits, parts, threads)), 1)
@@ -62,8 +71,10 @@ def evaluate(federation: Federation, server: Server) -> Mapping[str, object]:
     ``others`` has each exit's further metrics, if the task has any (SQuAD's exact match, CoLA's accuracy). ``right``
     says which test examples every exit, then the ensemble, got right (:func:`unpacked`), where the metric counts them.
 
-    Exits are those of ``Federation.answering``. All numbers are the task's metric, in percent. With noise also the
-    ``epsilon`` at ``delta`` that the rounds have cost.
+    Exits are those of ``Federation.answering``. All numbers are the task's metric, in percent; None where it is
+    undefined. ``nonfinite`` counts the exits that answered with a NaN or infinity, where there are any; if the
+    experiment says ``nonfinite = "fail"``, ``FloatingPointError`` is raised for them. With noise also the ``epsilon``
+    at ``delta`` that the rounds have cost.
 
     An exit that its sub-model does not hold is answered by the deepest that it holds before it. The mean is
     unweighted; the ensemble answers by the exits' mean outputs (ReeFL's release, facts 6.6).
@@ -73,15 +84,20 @@ def evaluate(federation: Federation, server: Server) -> Mapping[str, object]:
     parts = [every[j] for j in answering]
     shared = all(p == parts[0] for p in parts)
     outputs = exit_logits(federation, server, parts[0]) if shared else None
-    answers = []  # per exit, and of the ensemble
+    answers, finite = [], []  # per exit, and of the ensemble
     for j, part in zip(answering, parts, strict=True):
         held = (part[0] if isinstance(part, tuple) else part).exits
         exit = max((k for k in held if k <= j), default=j)  # an exit that nobody trains: the one before it
-        answers.append(task.predict((exit_logits(federation, server, part) if outputs is None else outputs)[exit]))
+        given = (exit_logits(federation, server, part) if outputs is None else outputs)[exit]
+        answers.append(task.predict(given))
+        finite.append(task.finite(given).all())
     if outputs is not None and len(answering) > 1:
         answers.append(task.predict(outputs[answering].mean(0)))
-    *answers, labels = home([*answers, labels])
-    measured = [{name: round(x, 4) for name, x in task.score(given, labels).items()} for given in answers]
+    *answers, labels, finite = home([*answers, labels, torch.stack(finite)])
+    broken = int((~finite).sum())
+    if broken and federation.experiment.nonfinite == "fail":
+        raise FloatingPointError(f"round {server.t}: answers are not finite (nonfinite = 'fail')")
+    measured = [{name: told(x) for name, x in task.score(given, labels).items()} for given in answers]
     found = measured[: len(answering)]
     exits = [f[task.metric] for f in found]
     out = {"accuracy": round(sum(exits) / len(exits), 4), "exits": exits}
@@ -89,9 +105,16 @@ def evaluate(federation: Federation, server: Server) -> Mapping[str, object]:
         out["others"] = others
     if len(measured) > len(found):
         out["ensemble"] = measured[-1][task.metric]
+    if broken:
+        out["nonfinite"] = broken
     if task.metric == "accuracy":
         out["right"] = packed(torch.stack([given == labels for given in answers]))
     return out | privacy_spent(federation, server.t)
+
+
+def told(x: float) -> float | None:
+    """A number as it is stored; None where it is undefined."""
+    return None if math.isnan(x) else round(float(x), 4)
 
 
 def packed(right: torch.Tensor) -> str:

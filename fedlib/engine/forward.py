@@ -16,7 +16,7 @@ from ..core.slices import Slice
 from ..data.federated import FederatedData
 from ..layers.context import Policy, answering
 from ..layers.dropout import Dropout
-from ..layers.norms import BatchNorm2d, recomputed_statistics
+from ..layers.norms import BatchNorm2d, recomputed_statistics, settled_statistics
 from ..models.exit_model import ExitModel
 from ..models.route import Begun, Route
 from .frozen_cache import FrozenCache
@@ -96,6 +96,22 @@ class Forward:
         self.model.context.weights = weights
         with self._precision():
             return self.model.begin(x, units, without, self.route.alive)
+
+    @torch.no_grad()
+    def together(self, batches: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Outputs (E, 1, N, *out) of one member on ``batches``, rows (1, B) each; batch norm sees all of them at once.
+
+        Of several batches a unit runs for all before the next one does.
+        """
+        seen, depth = [self.inputs(rows) for rows in batches], self.model.depth
+        if len(seen) == 1:
+            with answering(self.model.context, ()):
+                return self(seen[0])
+        backbone, by_unit = self.model.backbone, self.model.head.first_hand_back == math.inf
+        with settled_statistics(self.model) as settle:
+            for unit in range(1, depth + 1) if by_unit and backbone.spec.one_state and not backbone.reads_all else ():
+                seen = settle(lambda x, unit=unit: self.leading(x, unit), seen)
+            return torch.cat(settle(self, seen), 2)
 
     def _precision(self) -> torch.autocast:
         device = self.data.device.type if self.data is not None else "cpu"

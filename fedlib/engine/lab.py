@@ -8,12 +8,13 @@ import math
 import numpy as np
 import torch
 
+from ..core.rng import numpy_generator
 from ..core.slices import ParamInfo, Slice, scatter_add_, take, take_all
 from ..data.federated import FederatedData
 from ..methods.jobs import Setting, Tensors
 from ..models.exit_model import ExitModel
 from ..models.route import Begun
-from .forward import Forward
+from .forward import Forward, by_example
 
 BATCH, HELD_OUT = 250, 10  # examples that are answered at once; one in ``HELD_OUT`` public examples judges the training
 
@@ -24,7 +25,10 @@ class ServerLab:
     def __init__(self, data: FederatedData, model: ExitModel, setting: Setting, batch_size: int):
         self.data, self.model, self.setting, self.batch_size = data, model, setting, batch_size
         self.frozen = model.frozen()
-        self.rows = torch.from_numpy(data.public).to(data.inputs.device)
+        rows = data.public
+        if not by_example(model, "batch", training=False):  # they are answered in batches
+            rows = numpy_generator(data.seed, "in order").permutation(rows)
+        self.rows = torch.from_numpy(rows).to(data.inputs.device)
 
     def answers(self, part: Slice, model: Tensors) -> torch.Tensor:
         """Outputs (N, C) of the last exit of ``model``, the tensors of ``part`` by local names, on all public rows."""

@@ -102,7 +102,7 @@ def run_rounds(
             overflowed = server.params is not before and not all_finite(server.params.values())
             diverged = overflowed or len(back.nonfinite) > len(dropped)
             if t == e.rounds and metrics is not None:  # before that, how often one looks must end no run
-                diverged = diverged or "nonfinite" in metrics.get("personal", {})
+                diverged = diverged or "nonfinite" in {**metrics, **metrics.get("personal", {})}
             seconds = time.perf_counter() - began
             yield Finished(t, server, back.memories, back.losses, metrics, seconds, diverged, dropped, changed)
     finally:

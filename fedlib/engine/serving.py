@@ -5,6 +5,7 @@ its statistics from who answers, these are of a client's whole test set, in one 
 Read next: ``evaluation.py`` (the central test set), ``data/client_tests.py`` (who is tested on what).
 """
 
+import math
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -13,11 +14,12 @@ import torch
 
 from ..core.threads import side_by_side
 from ..core.transfers import home
-from ..data.tasks import Classification, Span
+from ..data.tasks import Classification
 from ..methods import Member, Round, Server, Serving
 from ..models.exit_model import ExitModel
 from .batches import in_order
 from .cohort import Cohort
+from .evaluation import told
 from .federation import Federation
 from .forward import Forward, by_example
 from .leaving import leave_at, mean_over_clients
@@ -35,17 +37,18 @@ def evaluate_clients(f: Federation, server: Server, memories: Mapping) -> dict[s
     A client that was never sampled answers with what it would be served. Clients without test examples do not count.
     ``by_client`` lists their numbers and ids where there are at most ``LISTED``, ``last_by_client`` of several exits
     their deepest's. Of several exits ``leaving`` says, by threshold, what clients get who leave at the first exit whose
-    confidence exceeds it (``leaving.py``). ``nonfinite`` counts clients who answered with a NaN or infinity, where
-    there are any. Raises ``FloatingPointError`` for them if the experiment says ``nonfinite = "fail"``.
+    confidence exceeds it (``leaving.py``). A client of whose own test set the metric is undefined (a correlation with
+    labels that are all alike) does not count; ``undefined`` says how many. ``nonfinite`` counts clients who answered
+    with a NaN or infinity, where there are any. Raises ``FloatingPointError`` for them if the experiment says
+    ``nonfinite = "fail"``.
     """
     scores: dict[int, list[float]] = {}
-    broken: list[int] = []
+    broken, undefined = list[int](), 0
     early, exits, task = [], f.answering, f.task
     leaves = len(exits) > 1 and isinstance(task, Classification)
     groups, answered = [], []  # of clients that answer together: who; and what, on the device
     for ids, outputs, labels, counts in client_outputs(f, server, memories):
-        fine = outputs.isfinite() | (outputs == -torch.inf) if isinstance(task, Span) else outputs.isfinite()
-        finite = fine.transpose(0, 1).flatten(1).all(1)  # (K,); padding repeats examples; no span starts in it
+        finite = task.finite(outputs).transpose(0, 1).flatten(1).all(1)  # (K,); padding repeats examples
         given = outputs[exits]  # (E, K, B, *out)
         answered += [finite, labels, task.predict(given), task.confidence(given) if leaves else finite]
         groups.append((ids, counts))
@@ -55,13 +58,19 @@ def evaluate_clients(f: Federation, server: Server, memories: Mapping) -> dict[s
         broken += [client for client, whole in zip(ids, finite.tolist(), strict=True) if not whole]
         for k, (client, n) in enumerate(zip(ids, counts, strict=True)):
             own, answers = labels[k, :n], given[:, k, :n]  # (n, *label), (E, n, *label)
-            scores[client] = [task.score(p, own)[task.metric] for p in answers]
+            found = [task.score(p, own)[task.metric] for p in answers]
+            if math.isnan(found[0]):  # whatever is answered: its labels leave nothing to measure
+                undefined += 1
+                continue
+            scores[client] = found
             if leaves:
                 early.append(leave_at(task, answers, sure[:, k, :n], own))
     if broken and f.experiment.nonfinite == "fail":
         raise FloatingPointError(
             f"round {server.t}: client {min(broken)}: its answers are not finite (nonfinite = 'fail')"
         )
+    if not scores:
+        raise ValueError(f"{f.experiment.slug}: {task.metric} is defined of no client's own test set")
     clients, r = f.clients(sorted(scores)), Round(server.t, (), f.setting)
     parts = [f.method.serve(c, server, r).members[0].part for c in clients]
     holds = np.array([[j in p.exits for j in exits] for p in parts])
@@ -69,28 +78,26 @@ def evaluate_clients(f: Federation, server: Server, memories: Mapping) -> dict[s
     means, last = np.nanmean(table, 1), np.array([row[own][-1] for row, own in zip(table, holds, strict=True)])
     held = [column[~np.isnan(column)] for column in table.T]  # of an exit that nobody holds: nothing
     out = {
-        "accuracy": _told(means.mean()), "sd": _told(means.std()), "clients": len(table),
-        "exits": [_told(x.mean()) if len(x) else None for x in held],
-        "exits_sd": [_told(x.std()) if len(x) else None for x in held], "last": _told(last.mean()),
+        "accuracy": told(means.mean()), "sd": told(means.std()), "clients": len(table),
+        "exits": [told(x.mean()) if len(x) else None for x in held],
+        "exits_sd": [told(x.std()) if len(x) else None for x in held], "last": told(last.mean()),
     }  # fmt: skip
     if len({(p.exits, p.shape_key()) for p in parts}) > 1:
         budgets = np.array([c.budget for c in clients])
         own = {b: budgets == b for b in sorted(set(budgets.tolist()))}
-        out["by_budget"] = {str(b): {"accuracy": _told(means[of].mean()), "last": _told(last[of].mean()),
+        out["by_budget"] = {str(b): {"accuracy": told(means[of].mean()), "last": told(last[of].mean()),
                                      "clients": int(of.sum())} for b, of in own.items()}  # fmt: skip
     if len(table) <= LISTED:
-        out["by_client"] = {str(c.id): _told(x) for c, x in zip(clients, means, strict=True)}
+        out["by_client"] = {str(c.id): told(x) for c, x in zip(clients, means, strict=True)}
         if len(exits) > 1:
-            out["last_by_client"] = {str(c.id): _told(x) for c, x in zip(clients, last, strict=True)}
+            out["last_by_client"] = {str(c.id): told(x) for c, x in zip(clients, last, strict=True)}
     if broken:
         out["nonfinite"] = len(broken)
+    if undefined:
+        out["undefined"] = undefined
     if early and holds.all():
         out["leaving"] = mean_over_clients(early)
     return out
-
-
-def _told(x: float) -> float:
-    return round(float(x), 4)
 
 
 def client_outputs(
@@ -163,7 +170,7 @@ def _answer(
         forward = Forward(model, stack.slices, stack.frozen(server.changed), params, data=f.data, test=True)
         forward.place_()
         if recomputed:
-            forward.recompute_(in_order(f.data, [m.client for m in stack.members], f.experiment.batch_size))
+            forward.recompute_(in_order(f.data, [m.client for m in stack.members], f.experiment.batch_size, False))
         shared = not recomputed and not stack.is_cut and forward.shares_backbone()
         run = forward.as_one if shared else forward
         total = total + torch.cat([run(forward.inputs(part), real) for part in rows.split(step, 1)], 2)

@@ -72,9 +72,9 @@ class Ahead:
     """What the first ``units`` units, frozen, make of the examples in ``batches``: their output, or if there is no
     other the features that the exits read. Nothing may be augmented.
 
-    It is computed in batches of a client's examples in order, so that is what batch norm with batch statistics sees
-    of them, whatever the stage's own batches are: z_{j-1} of FeDepth's Eq. 1. Where the stage ``before`` has kept its
-    own, only the units that it trained run.
+    It is computed in batches of a client's examples (``batches.own_rows``), so that is what batch norm with batch
+    statistics sees of them, whatever the stage's own batches are: z_{j-1} of FeDepth's Eq. 1. Where the stage
+    ``before`` has kept its own, only the units that it trained run.
     """
 
     @torch.no_grad()
@@ -83,9 +83,10 @@ class Ahead:
         before: "Ahead | None" = None,
     ):  # fmt: skip
         size, model, self.units = f.experiment.batch_size, forward.model, units
+        alone = by_example(model, "batch", training=False)
         spec, most = model.backbone.spec, max(c.num_examples for c in clients)
         self.kept: dict[int | None, torch.Tensor] = {}  # (M, examples, ...): features by unit; None: what goes on
-        for step, (rows, weights) in enumerate(in_order(f.data, clients, size)):
+        for step, (rows, weights) in enumerate(in_order(f.data, clients, size, alone)):
             x = forward.inputs(rows) if before is None else before.part(step, size)
             made = forward.leading(x, units, weights, stage.without)
             for unit, x in (made.features if units == model.depth else {None: made.z}).items():
@@ -94,7 +95,7 @@ class Ahead:
                     self.kept[unit] = x.new_zeros(len(x), most, *shape, dtype=torch.float32)
                 to = self.kept[unit][:, step * size : (step + 1) * size]
                 to[:, :, : x.shape[2]] = x[:, : to.shape[1]]  # sentences end with the longest of their batch
-        places = places_of(f.data, clients, batches.examples)  # (S, M, B)
+        places = places_of(f.data, clients, batches.examples, alone)  # (S, M, B)
         self.places = torch.from_numpy(places).to(f.device)
         self.members = torch.arange(len(clients), device=f.device)[:, None]
 

@@ -45,7 +45,7 @@ class Teacher:
         if self._known is None:
             self._known = self._every_example()
         if self._places is None or self._places[0] is not batches:
-            places = places_of(self.federation.data, self.clients, batches.examples)
+            places = places_of(self.federation.data, self.clients, batches.examples, True)
             self._places = batches, torch.from_numpy(places).to(self._known.device)
         members = torch.arange(self._known.shape[1], device=self._known.device)[:, None]
         return self._known[:, members, self._places[1][step, :, :width]]
@@ -63,5 +63,5 @@ class Teacher:
 
     def _every_example(self) -> torch.Tensor:
         """Outputs (E, M, examples, C) on every client's own examples in order."""
-        batches = in_order(self.federation.data, self.clients, self.federation.experiment.batch_size)
+        batches = in_order(self.federation.data, self.clients, self.federation.experiment.batch_size, True)
         return torch.cat([self.answer(self.students.inputs(rows), weights) for rows, weights in batches], 2)

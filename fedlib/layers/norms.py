@@ -1,7 +1,7 @@
 """Cohort-shaped normalisation; see ``linear.py`` for what a stacked parameter is."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 
 import torch
 import torch.nn.functional as F
@@ -78,7 +78,8 @@ class BatchNorm2d(nn.Module):
 
     The run's policy (``Context.policy``) says which statistics:
 
-    - ``batch``: those of the current batch, in training and in evaluation. The layer has no statistics.
+    - ``batch``: those of the current batch in training, in evaluation those of all examples that are asked for (the
+      central test set, a client's own): :func:`settled_statistics`. The layer has no statistics.
     - ``tracked``: in training the batch's; in evaluation ``running_mean`` and ``running_var`` (C,) or (K, C), which
       every training batch moves as ``nn.BatchNorm2d`` does (momentum 0.1, unbiased variance) and the server averages.
     - ``local``: the same, but a client's statistics stay with it.
@@ -102,6 +103,11 @@ class BatchNorm2d(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         context = self.context
         if context.policy != "batch" and not context.training:
+            if self.running_mean is None and context.gathered is not None:  # in ``settled_statistics``
+                var, mean = torch.var_mean(x.float(), (1, 3, 4), correction=0)
+                count = torch.full_like(mean[:, :1], x[:, :, 0].numel() / len(x))
+                context.gathered.setdefault(self, []).append((count, mean, var))
+                raise Unsettled
             if self.running_mean is None:
                 raise ValueError(f"batch_norm = {context.policy!r}: evaluation needs statistics, and none are there")
             return self._native(x, self._rows(self.running_mean, x), self._rows(self.running_var, x), training=False)
@@ -119,7 +125,7 @@ class BatchNorm2d(nn.Module):
         with torch.no_grad():
             unbiased = var * (count / (count - 1).clamp(min=1))
             if context.gathered is not None:
-                context.gathered.setdefault(self, []).append((count, mean.detach(), unbiased))
+                context.gathered.setdefault(self, []).append((count, mean.detach(), var.detach()))
             elif context.tracks:
                 old = (self._rows(self.running_mean, x), self._rows(self.running_var, x))
                 rate = self.momentum * (count > 0)
@@ -216,11 +222,55 @@ def recomputed_statistics(model: nn.Module) -> Iterator[None]:
         with torch.no_grad():
             yield
         for layer, seen in context.gathered.items():
-            count, mean, var = (torch.stack(part).double() for part in zip(*seen, strict=True))  # (batches, K, C)
-            total, inside = count.sum(0), var * (count - 1) / count.clamp(min=1)
-            weight = count / total.clamp(min=1)
-            whole = (weight * mean).sum(0)
-            around = (weight * (inside + (mean - whole).square())).sum(0) * total / (total - 1).clamp(min=1)
-            for leaf, new in (("running_mean", whole), ("running_var", around)):
-                new = new.to(layer.weight.dtype)
-                setattr(layer, leaf, new.squeeze(0) if len(new) == 1 and layer.weight.dim() == 1 else new)
+            mean, var = _together(seen, unbiased=True)
+            layer.running_mean, layer.running_var = (
+                x.squeeze(0) if len(x) == 1 and layer.weight.dim() == 1 else x for x in (mean, var)
+            )
+
+
+class Unsettled(Exception):
+    """A layer has gathered what it must see all of before anything after it can run."""
+
+
+@contextmanager
+def settled_statistics(model: nn.Module) -> Iterator[Callable[[Callable, Sequence], list]]:
+    """Inside, batch norm answers by the statistics of all examples together, whatever the batches they come in.
+
+    What is given is ``settle(run, batches)``, what ``run`` makes of each batch: every layer that it uses sees all of
+    them with the layers before it settled, and ends ``run`` until then, so a layer costs a pass up to it. Without batch
+    norm it is one pass. Afterwards statistics are what they were.
+    """
+    layers = [m for m in model.modules() if isinstance(m, BatchNorm2d)]
+    before = [(layer.running_mean, layer.running_var) for layer in layers]
+    for layer in layers:
+        layer.running_mean = layer.running_var = None
+
+    def settle(run: Callable, batches: Sequence) -> list:
+        while True:
+            context.gathered, made = {}, []
+            for batch in batches:
+                with suppress(Unsettled):
+                    made.append(run(batch))
+            if len(made) == len(batches):
+                return made
+            for layer, seen in context.gathered.items():
+                layer.running_mean, layer.running_var = (x.squeeze(0) for x in _together(seen, unbiased=False))
+
+    context = layers[0].context if layers else Context()
+    try:
+        with context.told(policy="static", training=False, gathered={}):
+            yield settle
+    finally:
+        for layer, (mean, var) in zip(layers, before, strict=True):
+            layer.running_mean, layer.running_var = mean, var
+
+
+def _together(seen: Sequence[tuple[torch.Tensor, ...]], unbiased: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean and variance (K, C) of all batches: of each its count (K, 1), mean and biased variance (K, C)."""
+    count, mean, var = (torch.stack(part).double() for part in zip(*seen, strict=True))  # (batches, K, C)
+    total = count.sum(0)
+    weight = count / total.clamp(min=1)
+    whole = (weight * mean).sum(0)
+    around = (weight * (var + (mean - whole).square())).sum(0)
+    around = around * total / (total - 1).clamp(min=1) if unbiased else around
+    return whole.to(seen[0][1].dtype), around.to(seen[0][1].dtype)

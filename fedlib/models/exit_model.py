@@ -13,7 +13,7 @@ from torch import nn
 
 from ..core.slices import STEM, ParamInfo
 from ..layers.context import Policy
-from ..layers.norms import set_policy_, statistics
+from ..layers.norms import BatchNorm2d, set_policy_, statistics
 from .backbone import Backbone
 from .exits import Head
 from .places import infos_of, slots_of
@@ -90,6 +90,8 @@ class ExitModel(nn.Module):
         Ask before :meth:`put_` replaces the parameters.
         """
         if self.backbone.reads_all:  # all tokens of all units would have to be kept
+            return 0
+        if any(isinstance(m, BatchNorm2d) for m in self.backbone.modules()):  # an output is not of one example alone
             return 0
         infos = self.infos()
         trained = [infos[n].unit for n in self.trainable() if n.startswith("backbone.")]

@@ -19,6 +19,7 @@ from torch.fx.graph import CodeGen
 from ..core.paths import outputs_dir
 from ..core.slices import Slice
 from ..core.validation import check_kind, check_known
+from ..engine.batches import mixed
 from ..engine.evaluation import BATCH, central
 from ..engine.executors import Execution
 from ..engine.federation import Federation
@@ -102,8 +103,7 @@ class _Answers(nn.Module):
         super().__init__()
         forward.place_()
         if f.experiment.batch_norm == "static":
-            rows = torch.arange(len(f.data.inputs), device=f.device)
-            forward.recompute_((some[None], None) for some in rows.split(BATCH))
+            forward.recompute_((some[None], None) for some in mixed(f.data).split(BATCH))
         self.model, self.route, self.exits = forward.model, forward.route, part.exits
         for name, (own, leaf) in self.model._slots.items():
             if (info := f.setting.infos.get(name)) is None:

@@ -27,10 +27,11 @@ from ..engine.federation import Federation
 from ..methods import METHODS, Method, build_method
 from ..models.backbone import Spec
 from ..models.foreign_specs import ForeignSpec
+from ..models.maps import MapSpec
 from ..models.registry import OWN, SHIPPED, backbone_spec, folder_of_weights, tokenizer_of, weights_file
 from .reached import UNVERIFIED, code_of, digest_of
 
-KINDS = ("options", "method", "backbone", "data", "weights")  # what can differ, in the words of ``accept``
+KINDS = ("options", "method", "kit", "backbone", "data", "weights")  # what can differ, in the words of ``accept``
 WEIGHTS_FILES = ("config.json", "*.safetensors", "*.bin", "*.index.json")  # of a model's folder
 Inputs = Mapping[str, Any]  # as JSON holds them
 Accept = str | Iterable[str]
@@ -64,11 +65,29 @@ def inputs_of(f: Federation) -> dict[str, object]:
     """Everything that ``f`` trains with, for the record."""
     e = f.experiment
     found = {"options": _options(f.method), "method": code_of(type(f.method)), "backbone": _own_backbone(e.backbone)}
+    found["kit"] = kit_rules(e)
     found |= {"data": f.data.digest, "source": _source(e)}
     if e.pretrained:
         found["weights"] = _weights_file_digest(e) or _weights_digest(f)
         found["weights_files"] = _weights_folder_digest(e)
     return {k: v for k, v in found.items() if v}
+
+
+def kit_rules(e: Experiment) -> dict[str, int]:
+    """The version of what the kit itself does, of that which it once did otherwise and which concerns ``e``.
+
+    1, which is not said: a subset was balanced; crops counted the picture's pixels; batch norm saw test batches.
+    """
+    try:
+        maps = isinstance(backbone_spec(e.backbone), MapSpec)
+    except ValueError:  # of one's own, not registered here
+        maps = False
+    concerns = {
+        "subset": e.subset == "proportional" and not (e.num_train is e.num_test is None),
+        "crop": e.augment.startswith("crop"),
+        "batch norm of the test set": maps and e.batch_norm in ("batch", "local"),
+    }
+    return {rule: 2 for rule, it_does in concerns.items() if it_does}
 
 
 def check_verified(e: Experiment, inputs: Inputs, accept: frozenset[str]) -> None:
@@ -96,6 +115,8 @@ def known_inputs(e: Experiment, recorded: Collection[Inputs]) -> dict[str, objec
             found["options"] = _options(build_method(e.method, e.options))
         except ValueError:  # an option that the method no longer has
             pass
+    if kinds:
+        found["kit"] = kit_rules(e)
     if e.backbone in OWN or "backbone" not in kinds:
         found["backbone"] = _own_backbone(e.backbone)
     if "data" in kinds:
@@ -116,6 +137,9 @@ def differences(e: Experiment, there: Inputs, here: Inputs) -> dict[str, list[st
             found["options"].append(f"method option {k}: {old[k]!r} there, {new[k]!r} here")
     if "method" in there and "method" in here:
         found["method"] = _other_code(there["method"], here["method"])
+    rules = here.get("kit", {}) if there else {}
+    for rule in sorted(k for k, version in rules.items() if there.get("kit", {}).get(k, 1) != version):
+        found["kit"].append(f"how the kit has {rule}: version {there.get('kit', {}).get(rule, 1)} there, {rules[rule]} here")
     if there and "backbone" in here and _differ(there.get("backbone", ""), here["backbone"]):
         found["backbone"].append(f"the backbone {e.backbone!r}, its shape or its code")
     if there.get("data") and here.get("data") and there["data"] != here["data"]:

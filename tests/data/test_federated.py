@@ -69,7 +69,9 @@ def test_a_subset_has_classes_in_proportion_or_balanced_by_name(sizes, n, propor
     e = Experiment(dataset="uneven", num_train=n, num_test=n, num_clients=5, clients_per_round=2, partition="iid")
     for subset, wanted in {"proportional": proportional, "balanced": balanced}.items():
         data = load_federated(e.replace(subset=subset))
-        found = [x.bincount(minlength=len(sizes)).tolist() for x in (data.labels[data.holdings.indices], data.test_labels)]
+        found = [
+            x.bincount(minlength=len(sizes)).tolist() for x in (data.labels[data.holdings.indices], data.test_labels)
+        ]
         assert np.abs(np.array(found) - wanted).max() <= 1, (subset, found)
         held = load_federated(e.replace(subset=subset, validation_fraction=0.1, evaluate_on="validation"))
         assert np.abs(held.test_labels.bincount(minlength=len(sizes)).numpy() - np.array(wanted) / 10).max() <= 0.6

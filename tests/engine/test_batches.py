@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 import torch
 
+from fedlib import Experiment, register_data
 from fedlib.core.clients import Client
 from fedlib.core.rng import torch_generator
 from fedlib.data.federated import load_federated
 from fedlib.data.transforms import sample_views
-from fedlib.engine.batches import draw_batches, draws_of, in_order
+from fedlib.engine.batches import draw_batches, draws_of, in_order, mixed, own_rows, places_of
 
 
 @pytest.fixture
@@ -113,10 +114,30 @@ def test_padding_is_no_wider_than_the_largest_client(setup):
     assert batches.rows.shape == (2, 3, max(c.num_examples for c in clients)) and batches.active.all()
 
 
-def test_examples_in_order_come_once(setup):
+@pytest.mark.parametrize("by_example", [True, False])
+def test_examples_in_order_come_once(setup, by_example):
     e, data, clients = setup
-    batches = zip(*((r.T, w.T) for r, w in in_order(data, clients, e.batch_size)), strict=True)
+    batches = zip(*((r.T, w.T) for r, w in in_order(data, clients, e.batch_size, by_example)), strict=True)
     rows, weights = map(torch.cat, batches)
     for k, client in enumerate(clients):
-        assert (rows[weights[:, k] == 1, k].numpy() == data.client(client.id)).all()
-        assert (rows[weights[:, k] == 0, k] == data.client(client.id)[0]).all()
+        own, mine = own_rows(data, client.id, by_example), data.client(client.id)
+        assert (rows[weights[:, k] == 1, k].numpy() == own).all() and (np.sort(own) == mine).all()
+        assert (rows[weights[:, k] == 0, k] == own[0]).all() and (own == mine).all() == by_example
+    asked = np.stack([data.client(c.id)[[-1, 0, 3]] for c in clients], 1)[None].transpose(0, 2, 1)  # (1, K, 3)
+    places = places_of(data, clients, asked, by_example)
+    for k, client in enumerate(clients):
+        assert (own_rows(data, client.id, by_example)[places[0, k]] == asked[0, k]).all()
+
+
+def test_where_norms_see_neighbours_batches_are_mixed_however_the_set_is_sorted():
+    """What a net makes ahead of a stage, and statistics that are recomputed, rest on batches of all classes."""
+    y = np.arange(400) // 100
+    register_data("sorted", (np.zeros((400, 8, 8), np.uint8), y), (np.zeros((4, 8, 8), np.uint8), np.arange(4)))
+    e = Experiment(dataset="sorted", num_clients=2, clients_per_round=2, partition="iid", augment="none")
+    data = load_federated(e)
+    clients = [Client(i, 0, 200) for i in range(2)]
+    for rows, _ in in_order(data, clients, 50, False):
+        assert all(len(data.labels[mine].unique()) == 4 for mine in rows)
+    assert all(len(data.labels[rows].unique()) == 4 for rows in mixed(data).split(50))
+    assert sorted(mixed(data).tolist()) == list(range(400))
+    assert not torch.equal(mixed(data), mixed(load_federated(e.replace(seed=2))))

@@ -5,6 +5,18 @@ import torch.nn.functional as F
 from torch import nn
 
 
+class SampledConv(nn.Conv2d):
+    """A strided convolution of single pixels, which oneDNN crashes on (``fedlib.layers.conv``): the same, sampled first."""
+
+    def __init__(self, before, width, stride):
+        super().__init__(before, width, 1, bias=False)
+        self.every = stride
+
+    def forward(self, x):
+        x = x[:, :, :: self.every, :: self.every]
+        return super().forward(x.contiguous(memory_format=torch.channels_last))
+
+
 class PlainBlock(nn.Module):
     def __init__(self, before, width, stride, form, tracks):
         super().__init__()
@@ -14,7 +26,7 @@ class PlainBlock(nn.Module):
         self.bn1 = nn.BatchNorm2d(width if form == "post" else before, track_running_stats=tracks)
         self.bn2 = nn.BatchNorm2d(width, track_running_stats=tracks)
         if stride != 1:
-            self.projection = nn.Conv2d(before, width, 1, stride, bias=False)
+            self.projection = SampledConv(before, width, stride)
             if form == "post":
                 self.projection_bn = nn.BatchNorm2d(width, track_running_stats=tracks)
 

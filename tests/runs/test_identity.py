@@ -16,7 +16,7 @@ from fedlib.methods.sliced.reefl import ReeFL
 from fedlib.models import registry
 from fedlib.runs import identity, reached
 from fedlib.runs import store as runs_module
-from fedlib.runs.identity import OtherInputs
+from fedlib.runs.identity import OtherInputs, differences, kit_rules, known_inputs
 from fedlib.runs.store import find_run, run_path
 from tests.helpers.stored import ONE, assert_same, short, small, state
 
@@ -94,6 +94,27 @@ def test_an_edited_method_of_ones_own_is_refused(old, new, told, words, tmp_path
             ask()
         assert ask(accept=words).summary == first.summary
     assert find_run(e, tmp_path / "elsewhere") is None
+
+
+RULES = {  # what the kit once did otherwise, and an experiment that it concerns; beside it one that it does not
+    "subset": (dict(num_train=60), dict(num_train=60, subset="balanced")),
+    "crop": (dict(augment="crop"), dict(augment="none")),
+    "batch norm of the test set": (dict(backbone="resnet8"), dict(backbone="resnet8", batch_norm="tracked")),
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_run_of_the_time_when_the_kit_did_otherwise_is_refused_if_that_concerns_it(rule, tmp_path):
+    """Its record says no version of the rule; of a run that it does not concern nothing is asked."""
+    for concerned, changes in zip((True, False), RULES[rule], strict=True):
+        e = tiny("fedavg", finetune="full", num_train=None, num_test=None, augment="none").replace(**changes)
+        assert (rule in kit_rules(e)) == concerned
+        now = {"options": {}, "kit": kit_rules(e)}
+        then = {"options": {}, "kit": {k: v for k, v in now["kit"].items() if k != rule}}
+        told = differences(e, then, known_inputs(e, [then]))
+        assert told.get("kit", []) == [f"how the kit has {rule}: version 1 there, 2 here"] * concerned
+        assert not differences(e, now, known_inputs(e, [now])).get("kit")
+        assert not differences(e, {}, known_inputs(e, [{}])).get("kit")  # a run that says nothing
 
 
 def test_comments_layout_and_docstrings_of_a_method_do_not_count(tmp_path, only_here):

@@ -3,8 +3,8 @@
 Levels (once): per level the most balanced split (s_w, s_d) that costs its share of the whole model; exits after the
 N s_d-th unit. Client (level j): units up to exit j, exits 1..j, the leading s_w of every hidden width; outputs of cut
 layers divided by s_w; sum over exits i of i / (j (j+1) / 2) [CE_i + gamma tau^2 KL(exit j || exit i)], the second
-term once more than a quarter of the rounds is behind. Server: plain mean over the holders of each entry. Evaluated are all exits
-of the whole model, and with ``test_split`` each client's own level on its own test set.
+term once more than a quarter of the rounds is behind. Server: plain mean over the holders of each entry. Evaluated are
+all exits of the whole model, and with ``test_split`` each client's own level on its own test set.
 ``scalefl_vit`` (``scalefl_vit.py``) is the form of ReeFL's comparison, on a ViT.
 Read next: ``scaling.py`` (levels), ``decoupled.py``.
 

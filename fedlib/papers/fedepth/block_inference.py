@@ -1,9 +1,10 @@
 """Memory-efficient inference (FeDepth): one unit in memory at a time, all examples through it, what it makes on disk.
 
 For every batch z_j is stored, z_{j-1} is discarded, and z_j is loaded again as the next unit's input, until the answer.
-Batches are those of ``engine/evaluation.py``, so batch norm sees what it sees there.
+Batch norm sees all examples, as in ``engine/evaluation.py``: a unit runs once more for each of its norms.
 """
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -12,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from ...engine.evaluation import BATCH
 from ...engine.federation import Federation
 from ...engine.forward import Forward
+from ...layers.norms import settled_statistics
 from ...methods import Server
 from ...models.route import Begun
 
@@ -28,15 +30,20 @@ def block_logits(f: Federation, server: Server, folder: str | Path) -> torch.Ten
     held = {n: x for n, x in {**f.frozen, **server.params}.items() if n in f.setting.infos}
     batches = torch.arange(len(data.test_labels), device=f.device).split(BATCH)
     forward, outputs = Forward(model, [part], held, data=data, test=True).place_(), []
-    for unit in range(model.depth):
-        here = {n for n in held if (at := f.setting.infos[n].unit) == unit or (at < 0 and unit in (0, last))}
-        with model.holding({n: x if n in here else x.to("meta") for n, x in held.items()}):
-            for i, rows in enumerate(batches):
-                file = Path(folder) / f"{i}.safetensors"
-                x = Begun(unit, load_file(file, str(f.device))["z"]) if unit else forward.inputs(rows[None])
-                if unit < last:
-                    save_file({"z": forward.leading(x, unit + 1).z.contiguous()}, file)
-                else:
-                    outputs.append(forward(x)[-1, 0])
-                    file.unlink(missing_ok=True)
+    files = [Path(folder) / f"{i}.safetensors" for i in range(len(batches))]
+    one_pass = nullcontext(lambda run, batches: list(map(run, batches)))
+    with one_pass if f.experiment.batch_norm == "tracked" else settled_statistics(model) as settle:
+        for unit in range(model.depth):
+            here = {n for n in held if (at := f.setting.infos[n].unit) == unit or (at < 0 and unit in (0, last))}
+
+            def run(i: int, unit: int = unit) -> torch.Tensor | None:
+                x = Begun(unit, load_file(files[i], str(f.device))["z"]) if unit else forward.inputs(batches[i][None])
+                if unit == last:
+                    return forward(x)[-1, 0]
+                save_file({"z": forward.leading(x, unit + 1).z.contiguous()}, files[i])
+
+            with model.holding({n: x if n in here else x.to("meta") for n, x in held.items()}):
+                outputs = settle(run, range(len(batches)))
+    for file in files:
+        file.unlink(missing_ok=True)
     return torch.cat(outputs)
