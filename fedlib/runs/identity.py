@@ -139,7 +139,9 @@ def differences(e: Experiment, there: Inputs, here: Inputs) -> dict[str, list[st
         found["method"] = _other_code(there["method"], here["method"])
     rules = here.get("kit", {}) if there else {}
     for rule in sorted(k for k, version in rules.items() if there.get("kit", {}).get(k, 1) != version):
-        found["kit"].append(f"how the kit has {rule}: version {there.get('kit', {}).get(rule, 1)} there, {rules[rule]} here")
+        found["kit"].append(
+            f"how the kit has {rule}: version {there.get('kit', {}).get(rule, 1)} there, {rules[rule]} here"
+        )
     if there and "backbone" in here and _differ(there.get("backbone", ""), here["backbone"]):
         found["backbone"].append(f"the backbone {e.backbone!r}, its shape or its code")
     if there.get("data") and here.get("data") and there["data"] != here["data"]:
