@@ -24,7 +24,7 @@ from ..report.verdicts import Difference
 from ..runs.costs import load_shapes
 from ..runs.params import load_grid
 from ..runs.prices import num_classes
-from ..runs.store import Run, find_run
+from ..runs.store import Run, shown_run
 
 PAPER = "cafedistill"
 Rows = list[tuple[dict, Difference]]
@@ -268,7 +268,7 @@ def _by_column(claim: dict, stored: Stored) -> dict[str, dict[str, dict[int, Run
     out: dict[str, dict[str, dict[int, Run]]] = {c: {} for c in claim["columns"]}
     for cell in stored.read(claim["table"])[0]:
         if cell.variant in wanted and cell.column in out:
-            run = find_run(cell.experiment, stored.outputs / "runs")
+            run = shown_run(cell.experiment, stored.outputs / "runs")
             if run is not None and run.metrics and run.metrics[-1].get("personal", {}).get("leaving"):
                 out[cell.column].setdefault(cell.variant, {})[cell.seed] = run
     return out

@@ -26,7 +26,7 @@ from ..runs.costs import Shapes, load_shapes
 from ..runs.latency import step_seconds
 from ..runs.params import Cell
 from ..runs.prices import num_classes
-from ..runs.store import Run, find_run
+from ..runs.store import Run, shown_run
 
 BATCH = 32  # of training memory and of timed steps
 PAPER = "raffm"
@@ -139,7 +139,7 @@ def _each(cells: Sequence[Cell], of: Callable) -> list[tuple[Cell, object]]:
 def runs_of(cells: Sequence[Cell], folder=None) -> Iterator[tuple[str, list[tuple[Cell, Run]]]]:
     """(data column, its cells with their stored runs); columns without any are left out."""
     for column in dict.fromkeys(c.column for c in cells):
-        found = [(c, run) for c in cells if c.column == column and (run := find_run(c.experiment, folder)) is not None]
+        found = [(c, run) for c in cells if c.column == column and (run := shown_run(c.experiment, folder)) is not None]
         if found:
             yield column, found
 

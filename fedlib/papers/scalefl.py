@@ -19,7 +19,7 @@ from ..runs.costs import Shapes, load_shapes
 from ..runs.latency import seconds_of
 from ..runs.params import Cell
 from ..runs.prices import num_classes
-from ..runs.store import find_run
+from ..runs.store import shown_run
 
 PAPER = "scalefl"
 KEYS = ("variant", "method", "label", "column", "seed")  # of a run
@@ -93,7 +93,7 @@ def level_accuracies(cells: Sequence[Cell], folder: Path | None = None) -> pd.Da
     """
     rows = []
     for cell in cells:
-        if (found := find_run(cell.experiment, folder)) is None or "personal" not in found.summary:
+        if (found := shown_run(cell.experiment, folder)) is None or "personal" not in found.summary:
             continue
         own, costs = found.summary["personal"], level_costs(cell.experiment)
         for row in costs.itertuples():

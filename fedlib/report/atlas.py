@@ -23,7 +23,7 @@ from ..core.rng import numpy_generator
 from ..methods import METHODS
 from ..runs.params import Cell
 from ..runs.params_files import grids
-from ..runs.store import find_run
+from ..runs.store import shown_run
 from .flags import flags_of
 from .style import title_of
 from .tables import collect, label_of
@@ -223,7 +223,7 @@ def load_entries(cells: Mapping[str, Sequence[Cell]], folder=None) -> Entries:
     clients: dict[str, dict[str, np.ndarray]] = {}
     flags: dict[tuple[str, str], tuple[str, ...]] = {}
     for task, grid in cells.items():
-        runs = {(c.variant, c.seed): run for c in grid if (run := find_run(c.experiment, folder)) is not None}
+        runs = {(c.variant, c.seed): run for c in grid if (run := shown_run(c.experiment, folder)) is not None}
         by = {v: {s for u, s in runs if u == v} for v in dict.fromkeys(v for v, _ in runs)}
         if not {LOW, HIGH} < set(by):
             continue

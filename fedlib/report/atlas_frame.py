@@ -18,7 +18,7 @@ from ..runs.fitting import price
 from ..runs.params import Cell
 from ..runs.params_files import load_yaml
 from ..runs.prices import examples_per_client, num_classes
-from ..runs.store import find_run
+from ..runs.store import shown_run
 from .atlas import BINDS, HIGH, scores_of, worst
 from .flags import flags_of
 from .style import title_of
@@ -87,7 +87,9 @@ def entries_frame(tables: Mapping[str, Mapping[str, Sequence[Cell]]], folder: Pa
     rows = []
     for caps, by_task in tables.items():
         for task, cells in by_task.items():
-            runs = {(c.variant, c.seed): (c, run) for c in cells if (run := find_run(c.experiment, folder)) is not None}
+            runs = {
+                (c.variant, c.seed): (c, run) for c in cells if (run := shown_run(c.experiment, folder)) is not None
+            }
             for (variant, seed), (cell, run) in runs.items():
                 e, scores = cell.experiment, np.array(scores_of(run.summary))
                 took = costs(e.replace(seed=1, lr=1.0))  # neither changes it: a search of rates is priced once

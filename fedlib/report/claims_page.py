@@ -19,8 +19,8 @@ RULE = (
     'within ±0.5 it is a tie. A claim about "most" or "often" needs more than half of its comparisons, any other all. '
     "Their number is corrected for (partial conjunction, Benjamini and Heller 2008): where nothing differs, at most "
     "5 % of the claims get a verdict. With fewer than five seeds a verdict is indicative. Flagged comparisons (did not "
-    "train, still rising, over budget) are told and not counted. `in print`: how many of the paper's own comparisons "
-    "of printed means agree. `others`: independent results, compared by order alone."
+    "train, still rising, over budget, of an older rule of the kit) are told and not counted. `in print`: how many of "
+    "the paper's own comparisons of printed means agree. `others`: independent results, compared by order alone."
 )
 GRADES = (  # verdict, one, many
     ("holds", "holds", "hold"),

@@ -18,7 +18,7 @@ from ..models.registry import WEIGHTS, folder_of_weights, tokenizer_of
 from ..runs.costs import load_shapes
 from ..runs.params import Cell
 from ..runs.prices import CARDS, DOWNLOAD_MB, UTILISATION, examples_per_client, num_classes, training_macs
-from ..runs.store import find_run
+from ..runs.store import shown_run
 
 
 def forecast(cells: Sequence[Cell]) -> pd.DataFrame:
@@ -33,7 +33,7 @@ def forecast(cells: Sequence[Cell]) -> pd.DataFrame:
 
 
 def _row(experiments: Sequence[Experiment]) -> dict[str, float]:
-    missing = [e for e in experiments if find_run(e) is None]
+    missing = [e for e in experiments if shown_run(e) is None]
     macs, kinds = [(e.precision, training_macs(e)) for e in missing], [_kind(e) for e in experiments]
     out = {"runs": len(experiments), "missing": len(missing)}
     out |= {
@@ -102,7 +102,7 @@ def _backbone_numbers(e: Experiment) -> int:
 
 def told(cells: Sequence[Cell]) -> str:
     """:func:`forecast` as text, with its sums, its assumptions and what is downloaded."""
-    frame, missing = forecast(cells), [c.experiment for c in cells if find_run(c.experiment) is None]
+    frame, missing = forecast(cells), [c.experiment for c in cells if shown_run(c.experiment) is None]
     loads = downloads(missing)
     needed = ", ".join(f"{name} {mb:,.1f} MB" if mb else f"{name} (size unknown)" for name, mb in loads.items())
     hours = ", ".join(f"{frame[f'{card} h'].sum():,.0f} on one {card}" for card in CARDS)

@@ -11,7 +11,7 @@ import pandas as pd
 from ..core.paths import outputs_dir, params_dir
 from ..runs.params import Cell, load_fallback, load_grid, load_spec
 from ..runs.params_files import load_yaml
-from ..runs.store import Run, find_run
+from ..runs.store import Run, shown_run
 from .clients import spread_out
 from .flags import bound_on_variance, flags_of, right_of
 from .tables import collect, label_of, load_reported, stand_in
@@ -48,9 +48,9 @@ class Measured:
 
 
 def differences(by_seed: list[Measured]) -> list[Difference]:
-    """Of the numbers of all seeds one :class:`Difference` each; with the flags that most seeds carry."""
+    """Of the numbers of all seeds one :class:`Difference` each; with flags of most seeds, or of an older rule."""
     flags = [f for m in by_seed for f in m.flags]
-    kept = tuple(f for f in dict.fromkeys(flags) if 2 * flags.count(f) > len(by_seed))
+    kept = tuple(f for f in dict.fromkeys(flags) if f == "older rule" or 2 * flags.count(f) > len(by_seed))
     points, variances = np.array([m.points for m in by_seed]).T, np.mean([m.variances for m in by_seed], 0)
     if all(m.right is not None for m in by_seed):
         mean = np.mean([m.right for m in by_seed], 0)  # (1 or exits, N): examples are the same for every seed
@@ -124,7 +124,7 @@ class Stored(Source):
         here, found = (place["finetune"], place["column"], variant), {}
         for (*where, seed), (cell, row) in self.rows[table].items():
             if tuple(where) == here:
-                run = find_run(cell.experiment, self.outputs / "runs")
+                run = shown_run(cell.experiment, self.outputs / "runs")
                 found[seed] = Measured.of(run, value, np.atleast_1d(getattr(row, value)))
         return found
 

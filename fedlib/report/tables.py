@@ -19,7 +19,7 @@ from ..runs.params import Cell, load_fallback, load_grid, load_spec
 from ..runs.places import run_path
 from ..runs.prices import num_classes, training_macs
 from ..runs.progress import say
-from ..runs.store import Run, find_run, run_all, stored_pace
+from ..runs.store import Run, run_all, shown_run, stored_pace
 from .clients import SD, VALUES, numbers_of, spread_out
 
 MODES = read_table(Path(__file__).with_name("names.yaml"))["modes"]
@@ -38,7 +38,7 @@ def load_cells(
     sets = {(c.experiment.dataset, tokenizer_of(c.experiment.backbone)) for c in cells}
     unavailable = {name for name, tokenizer in sets if not is_available(name, tokenizer)}
     unknown = (c for c in cells if c.experiment.dataset in unavailable)
-    lacking = unavailable - {c.experiment.dataset for c in unknown if find_run(c.experiment, folder) is not None}
+    lacking = unavailable - {c.experiment.dataset for c in unknown if shown_run(c.experiment, folder) is not None}
     fallback = {k: v for k, v in fallback.items() if k not in (overrides or {})}
     return [stand_in(c, fallback) if c.experiment.dataset in lacking else c for c in cells]
 
@@ -58,7 +58,7 @@ def run_cells(
     Weights and data of all missing runs are fetched first: ``ConnectionError`` with one sentence before any compute.
     """
     experiments = [c.experiment for c in cells]
-    found = {e: r for e in experiments if (r := find_run(e, folder)) is not None}
+    found = {e: r for e in experiments if (r := shown_run(e, folder)) is not None}
     missing = [e for e in experiments if e not in found]
     if not missing:
         say(f"{len(experiments)} stored runs found, nothing to train; FEDLIB_OUTPUTS=<another folder> trains anew")
@@ -67,7 +67,7 @@ def run_cells(
     else:
         fetch(missing)
         say(describe(experiments, missing, stored_pace(found.values(), execution), execution))
-        found = dict(zip(experiments, run_all(experiments, execution, folder), strict=True))
+        found = dict(zip(experiments, run_all(experiments, execution, folder, accept="kit"), strict=True))
     return collect(cells, folder, found)
 
 
@@ -90,7 +90,7 @@ def collect(
     """
     rows = []
     for cell in cells:
-        found = find_run(cell.experiment, folder) if known is None else known.get(cell.experiment)
+        found = shown_run(cell.experiment, folder) if known is None else known.get(cell.experiment)
         row = {k: v for k, v in vars(cell).items() if k != "experiment"}
         row |= {"dataset": cell.experiment.dataset, "backbone": cell.experiment.backbone}
         row["run"] = (found.path if found else run_path(cell.experiment, folder)).name
@@ -118,7 +118,7 @@ def mean_curves(
     modes = {c.finetune for c in cells}
     curves: dict[str, dict[int, list[float]]] = {}
     for cell in cells:
-        if cell.column == column and (found := find_run(cell.experiment, folder)) is not None:
+        if cell.column == column and (found := shown_run(cell.experiment, folder)) is not None:
             for m in found.metrics:
                 if (x := values_of(m).get(value)) is not None:
                     label = f"{cell.label}, {cell.finetune}" if len(modes) > 1 else cell.label

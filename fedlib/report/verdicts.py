@@ -28,7 +28,7 @@ MARGIN = 0.5  # points: less is no loss
 ENOUGH = 5  # seeds of a verdict that is more than indicative
 TESTED = ("holds", "tie", "undecided", "contradicted")
 COLUMNS = ["table", "mode", "column", "data", "comparison", "mean", "low", "high", "seeds", "flags", "verdict"]
-REASONS = {"rising": "still rising", "over budget": "over budget"}  # other flags: did not train
+REASONS = {"rising": "still rising", "over budget": "over budget", "older rule": "of an older rule"}  # other: untrained
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,7 @@ from .reached import UNVERIFIED, code_of, digest_of
 
 KINDS = ("options", "method", "kit", "backbone", "data", "weights")  # what can differ, in the words of ``accept``
 WEIGHTS_FILES = ("config.json", "*.safetensors", "*.bin", "*.index.json")  # of a model's folder
+CENTRAL = "batch norm of the test set"
 Inputs = Mapping[str, Any]  # as JSON holds them
 Accept = str | Iterable[str]
 _told: dict[str, str] = {}  # digests of backbones that were sent to this process without their source
@@ -85,9 +86,15 @@ def kit_rules(e: Experiment) -> dict[str, int]:
     concerns = {
         "subset": e.subset == "proportional" and not (e.num_train is e.num_test is None),
         "crop": e.augment.startswith("crop"),
-        "batch norm of the test set": maps and e.batch_norm in ("batch", "local"),
+        CENTRAL: maps and e.batch_norm in ("batch", "local"),
     }
     return {rule: 2 for rule, it_does in concerns.items() if it_does}
+
+
+def other_rules(there: Inputs, here: Inputs) -> list[str]:
+    """Rules of the kit that are not as they were ``there``; none where nothing is said at all."""
+    rules = here.get("kit", {}) if there else {}
+    return [rule for rule, version in rules.items() if there.get("kit", {}).get(rule, 1) != version]
 
 
 def check_verified(e: Experiment, inputs: Inputs, accept: frozenset[str]) -> None:
@@ -137,11 +144,7 @@ def differences(e: Experiment, there: Inputs, here: Inputs) -> dict[str, list[st
             found["options"].append(f"method option {k}: {old[k]!r} there, {new[k]!r} here")
     if "method" in there and "method" in here:
         found["method"] = _other_code(there["method"], here["method"])
-    rules = here.get("kit", {}) if there else {}
-    for rule in sorted(k for k, version in rules.items() if there.get("kit", {}).get(k, 1) != version):
-        found["kit"].append(
-            f"how the kit has {rule}: version {there.get('kit', {}).get(rule, 1)} there, {rules[rule]} here"
-        )
+    found["kit"] = [f"how the kit has {rule}" for rule in other_rules(there, here)]
     if there and "backbone" in here and _differ(there.get("backbone", ""), here["backbone"]):
         found["backbone"].append(f"the backbone {e.backbone!r}, its shape or its code")
     if there.get("data") and here.get("data") and there["data"] != here["data"]:

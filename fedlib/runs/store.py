@@ -37,8 +37,8 @@ def find_run(e: Experiment, folder: Folder = None, accept: Accept = ()) -> Run |
     """The stored run of ``e``, or None if it is missing or unfinished; ``DamagedFile`` names a file not to believe.
 
     ``OtherInputs`` if it was trained with another method, data or weights than those at hand. ``accept`` names the
-    kinds of difference to overlook, e.g. ``"data"`` or ``["options", "method"]``: options, method (its code), backbone
-    (one of your own), data, weights.
+    kinds of difference to overlook, e.g. ``"data"`` or ``["options", "method"]``: options, method (its code), kit (a
+    rule of its own), backbone (one of your own), data, weights.
     """
     (e, path), accept = place(e, folder), accepted(accept)
     check_files(path)
@@ -67,6 +67,11 @@ def stored_runs(folder: Folder = None, words: Iterable[str] = ()) -> Iterator[Ru
                 yield _read(path)
             except ValueError as error:
                 warnings.warn(f"{path.name} is left out: {error}", stacklevel=2)
+
+
+def shown_run(e: Experiment, folder: Folder = None) -> Run | None:
+    """As :func:`find_run`, for a table: a run of an older rule of the kit is shown, with a flag (``flags.py``)."""
+    return find_run(e, folder, "kit")
 
 
 def _read(path: Path) -> Run:

@@ -240,7 +240,7 @@ def test_a_task_counts_only_where_its_whole_model_trained(monkeypatch, deep, cou
         v: SimpleNamespace(summary={"personal": {"by_client": {"0": score, "1": score}}, "exits": [1.0, net]})
         for v, (score, net) in found.items()
     }
-    monkeypatch.setattr("fedlib.report.atlas.find_run", lambda e, folder: runs[e])
+    monkeypatch.setattr("fedlib.report.atlas.shown_run", lambda e, folder: runs[e])
     monkeypatch.setattr("fedlib.report.atlas.flags_of", lambda run, value: ())
     if counts:
         entries = load_entries({"task": cells})

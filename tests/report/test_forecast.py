@@ -77,7 +77,7 @@ def test_a_row_counts_its_runs_and_what_is_stored(tmp_path, monkeypatch):
     row = forecast(cells(WHOLE, WHOLE.replace(seed=2))).iloc[0]
     assert (row.runs, row.missing, row["row"]) == (2, 2, "fedavg")
     assert row["GiB a client"] == round(client_bytes(WHOLE) / GIB, 2)
-    monkeypatch.setattr(forecast_module, "find_run", lambda e: e.seed == 1 or None)
+    monkeypatch.setattr(forecast_module, "shown_run", lambda e: e.seed == 1 or None)
     assert forecast(cells(WHOLE, WHOLE.replace(seed=2))).iloc[0].missing == 1
 
 
