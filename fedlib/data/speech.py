@@ -12,6 +12,7 @@ name, and the per-speaker split is seeded.
 import io
 import math
 import wave
+from collections.abc import Callable
 from functools import lru_cache
 
 import numpy as np
@@ -71,10 +72,13 @@ def read_wav(data: bytes) -> tuple[torch.Tensor, int]:
         return torch.from_numpy(samples), f.getframerate()
 
 
-def decode_speech(table, label: str, speaker: str, speakers: int | None = None) -> tuple[dict, list[str]]:
+def decode_speech(
+    table, label: str, speaker: str, speakers: int | None = None, where: Callable[[int], str] = "row {}".format
+) -> tuple[dict, list[str]]:
     """Turn a `datasets` table of wave bytes into arrays: of a speaker's n clips of a class int(0.8 n) train.
 
     The others test. Background noise (``_silence_``, nobody's) is left out; ``speakers`` keeps those with most clips.
+    ``ValueError`` names the row (``where(i)``) of a clip that cannot be read.
     """
     from datasets import Audio
 
@@ -92,7 +96,10 @@ def decode_speech(table, label: str, speaker: str, speakers: int | None = None) 
     images = []
     for i in rows:
         clip = table[int(i)][column]
-        images.append(to_image(filter_banks(*read_wav(clip["bytes"] if isinstance(clip, dict) else clip))))
+        try:
+            images.append(to_image(filter_banks(*read_wav(clip["bytes"] if isinstance(clip, dict) else clip))))
+        except (wave.Error, EOFError, TypeError, ValueError) as error:
+            raise ValueError(f"{where(int(i))} holds no wave data that can be read ({error})") from error
     images, test = np.stack(images), np.zeros(len(rows), bool)
     for o in np.unique(owners):
         for c in np.unique(labels[owners == o]):
