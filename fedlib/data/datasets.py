@@ -141,12 +141,12 @@ def register_data(
 
 
 def load_dataset(name: str, groups: bool = False, size: int | None = None, tokenizer: str | None = None) -> DataSet:
-    """Load a set by name (``DATASETS``) or from a local path: parquet or image folders as in `datasets`, LEAF's json.
+    """Load a set by name (``DATASETS``) or from a local path: parquet, folders of images (``local.py``), LEAF's json.
 
     ``groups`` keeps of the labels what the class names say before their slash (an alphabet, not a character). ``size``
     is the network's input in pixels a side or in tokens: images that are large or of several sizes, and rows of more
     than one text, are brought to it (``images.py``, ``tokenizer.py``); other sets do not depend on it. ``tokenizer`` is
-    what reads text (``tokenizer.py``). A folder ``$FEDLIB_DATA/<name>`` is used before any download, so an experiment
+    what reads text (``tokenizer.py``). A folder ``$FEDLIB_DATA/<name>`` is used before anything else, so an experiment
     can name its data and not a machine's path. The name ``femnist`` means the release's normalisation, wherever the
     images come from; the path of a copy means the images' own mean and SD (the paper's Appendix A).
 

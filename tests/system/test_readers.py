@@ -2,6 +2,7 @@
 
 import io
 import warnings
+import wave
 from pathlib import Path
 
 import datasets as hf
@@ -544,3 +545,39 @@ def test_a_short_backbone_says_what_it_does_not_read(tmp_path):
     ids[:5, :40] = 7
     name = register_data("ids", (ids, np.arange(40) % 2))
     assert "ids: 5 of 40 texts are longer than 32 tokens" in said(lambda: load_dataset(name, size=32))[1][0]
+
+
+# --- sound ---------------------------------------------------------------------------------------------------------
+
+
+def wav():
+    out = io.BytesIO()
+    with wave.open(out, "wb") as f:
+        f.setnchannels(1), f.setsampwidth(2), f.setframerate(8000)
+        f.writeframes(bytes(4000))
+    return out.getvalue()
+
+
+@pytest.mark.parametrize(
+    "changed, sentence",
+    [
+        ({"audio": b"no sound"}, "row 3 holds no wave data that can be read"),
+        ({"audio": None}, "row 3 holds no wave data that can be read"),
+        ({"label": -1}, "row 3: label = -1 is no class"),
+        ({"label": None}, "row 3: label = None is no value"),
+        ({"speaker_id": None}, "row 3: speaker_id = None is no speaker"),
+    ],
+)
+def test_a_clip_that_cannot_be_read_is_named(changed, sentence, tmp_path):
+    rows = [
+        {"audio": wav(), "label": i % 2, "speaker_id": "ab"[i % 2]} | (changed if i == 3 else {}) for i in range(20)
+    ]
+    path = to_parquet(tmp_path / "set", {"train": hf.Dataset.from_list(rows)})
+    with pytest.raises(ValueError, match=f"train.parquet, {sentence}"):
+        load_dataset(path)
+
+
+def test_a_second_split_of_sound_is_named(tmp_path):
+    rows = hf.Dataset.from_list([{"audio": wav(), "label": i % 2, "speaker_id": "ab"[i % 2]} for i in range(20)])
+    _, heard = said(lambda: load_dataset(to_parquet(tmp_path / "set", {"train": rows, "test": rows})))
+    assert len(heard) == 1 and heard[0].endswith("tested on examples held out of it; not used: split 'test'")
