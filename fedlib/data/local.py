@@ -185,10 +185,9 @@ def load_splits(path: Path, parquet: Mapping[str, Sequence[str]]):
 
         try:
             if parquet:
-                load = lambda split: load_dataset("parquet", data_files={split: list(parquet[split])}, split=split)  # noqa: E731
-                splits = {s: load(s) for s in parquet}  # one by one: their columns may differ
-            else:
-                splits = load_dataset("imagefolder", data_dir=str(path))
+                load = lambda files: load_dataset("parquet", data_files=list(files), split="train")  # noqa: E731
+                return {s: load(files) for s, files in parquet.items()}  # one by one: their columns may differ
+            return load_dataset("imagefolder", data_dir=str(path))
         except Exception as error:  # datasets raises many classes
             file = next((f for files in parquet.values() for f in files if not _readable(f)), None)
             if file is not None:
@@ -196,7 +195,6 @@ def load_splits(path: Path, parquet: Mapping[str, Sequence[str]]):
             raise ValueError(
                 f"experiment: dataset {str(path)!r} is unknown as parquet or image folder: {_line(error)}"
             ) from error
-    return splits
 
 
 def train_of(path: Path, splits: Iterable[str]) -> str:
@@ -219,14 +217,13 @@ def layout_of(
     said = SETS["public"].get(path.name, {})
     if not reads:
         label = next((c for c in (said.get("label"), *LABELS) if c in columns), "label")
-    owners = [c for c in OWNERS if c in columns]
-    if len(owners) > 1 and said.get("owner") not in owners:
+    owners = [c for c in OWNERS if c in columns and said.get("owner", c) == c]
+    if len(owners) > 1:
         raise ValueError(f"{path}: columns {' and '.join(owners)} all say whose an example is; allowed: one of them")
-    owner = said["owner"] if said.get("owner") in owners else next(iter(owners), None)
     tests = tuple(dict.fromkeys(s for t in (said.get("test"), *TESTS) for s in splits if s.lower() == t))
-    train = train_of(path, splits)
     return Layout(
-        str(path), kind, label, reads, train, owner=owner, files=files, tokenizer=tokenizer, tests=tests
+        str(path), kind, label, reads, train_of(path, splits), owner=owners[0] if owners else None, files=files,
+        tokenizer=tokenizer, tests=tests,
     )  # fmt: skip
 
 
