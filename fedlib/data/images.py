@@ -1,17 +1,19 @@
-"""Pictures of a `datasets` table as one uint8 array.
+"""Pictures of a `datasets` table, or of a list of Pillow's, as one uint8 array.
 
 A set whose images all have one size of at most ``LARGEST`` pixels a side is kept as it is. Of any other set every image
 is brought to the network's input while it is read, with anti-aliasing: ``transforms.render`` would shrink it to that
 before anything else, so nothing is lost but memory (one photograph of 2500 x 2500 pixels takes 18 MiB).
 
 Grey images of 16 bits or of floats are scaled to 8 bits, all of a set alike: white is what the fewest bits that hold
-the set's brightest pixel can say, of floats 1 or 255. A set whose pixels leave these ranges is refused.
+the set's brightest pixel can say, of floats 1 or 255. A set whose pixels leave these ranges is refused. Pictures with a
+palette have its colours, and what is transparent is laid on white.
 """
 
 import io
 import os
 import warnings
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 
 import numpy as np
 
@@ -19,7 +21,7 @@ LARGEST = 128  # pixels a side
 DEEP = ("I;16", "I;16L", "I;16B", "I;16N", "I", "F")  # Pillow's modes of more than 8 bits a pixel
 SCALED = {"deep": "scaled"}  # in the key of what is kept: deep images were clipped before
 
-Cell = Mapping[str, object]  # {"bytes": ..., "path": ...}, as `datasets` keeps an image
+Cell = Mapping[str, object]  # {"bytes": ..., "path": ...}, as `datasets` keeps an image; or an image of Pillow's
 
 
 def image_column(table) -> str | None:
@@ -29,12 +31,13 @@ def image_column(table) -> str | None:
     return next((name for name, feature in table.features.items() if isinstance(feature, Image)), None)
 
 
-def decode_images(tables: Mapping[str, object], column: str, size: int | None, layout) -> tuple[dict, bool]:
+def decode_images(tables: Mapping[str, object], column: str | None, size: int | None, layout) -> tuple[dict, bool]:
     """Arrays (N, C, H, W) of every table by name, and whether their images were resized to ``size`` x ``size``.
 
-    Images are grey only if all are. ``ValueError`` names file and row of an image that cannot be read.
+    Without a ``column`` tables are lists of Pillow's images, of one size that they keep. Images are grey only if all
+    are. ``ValueError`` names file and row of an image that cannot be read.
     """
-    shapes, modes, brightest = set(), set(), {}
+    shapes, modes, brightest, clear = set(), set(), {}, 0
     for name, table in tables.items():
         for row, cell in cells(table, column):
             with opened(cell, layout, name, row) as image:
@@ -43,12 +46,17 @@ def decode_images(tables: Mapping[str, object], column: str, size: int | None, l
                 if image.mode in DEEP:
                     kind = "F" if image.mode == "F" else "I"
                     brightest[kind] = max(brightest.get(kind, 0.0), highest_pixel(image, cell, layout, name, row))
+                clear += is_transparent(image, cell, layout, name, row)
+    if clear:
+        warnings.warn(f"{layout.where}: {clear} transparent images are laid on white", stacklevel=2)
     whites = {kind: white_of(kind, high, layout) for kind, high in brightest.items()}
     if any(white != 255 for white in whites.values()):
         says = " and ".join(f"{white:g}" for white in whites.values())
         warnings.warn(f"{layout.where}: images are scaled to 8 bits, {says} being white", stacklevel=2)
     mode, (width, height) = ("RGB" if "RGB" in modes else "L"), max(shapes, key=max)
-    resized = len(shapes) > 1 or max(width, height) > LARGEST
+    if column is None and len(shapes) > 1:
+        raise ValueError(f"{layout.where}: images of several sizes; as a datasets.Dataset they are brought to one")
+    resized = column is not None and (len(shapes) > 1 or max(width, height) > LARGEST)
     if resized:
         size = size or LARGEST
         warnings.warn(
@@ -67,10 +75,13 @@ def decode_images(tables: Mapping[str, object], column: str, size: int | None, l
     return arrays, resized
 
 
-def cells(table, column: str) -> Iterator[tuple[int, Cell | None]]:
-    """Rows of the table's images, still encoded."""
+def cells(table, column: str | None) -> Iterator[tuple[int, Cell | None]]:
+    """Rows of the table's images, still encoded; of a list its items."""
     from datasets import Image
 
+    if column is None:
+        yield from enumerate(table)
+        return
     encoded = table.select_columns([column]).cast_column(column, Image(decode=False))
     yield from ((i, row[column]) for i, row in enumerate(encoded))
 
@@ -81,10 +92,20 @@ def opened(cell: Cell | None, layout, split: str, row: int):
 
     if cell is None:
         raise ValueError(f"{layout.row(split, row)} holds no image")
+    if isinstance(cell, Image.Image):
+        return nullcontext(cell)
     if cell["bytes"] is None:
         check_own_file(cell["path"], layout, split, row)
     try:
         return Image.open(io.BytesIO(cell["bytes"]) if cell["bytes"] is not None else cell["path"])
+    except Exception as error:  # Pillow raises many classes
+        raise _damaged(cell, layout, split, row) from error
+
+
+def is_transparent(image, cell: Cell, layout, split: str, row: int) -> bool:
+    """Is a pixel of the image less than opaque?"""
+    try:
+        return image.has_transparency_data and image.convert("RGBA").getextrema()[3][0] < 255
     except Exception as error:  # Pillow raises many classes
         raise _damaged(cell, layout, split, row) from error
 
@@ -136,10 +157,12 @@ def decoded(
     from PIL import Image
 
     try:
-        image = Feature().decode_example(cell)  # turned as its camera says
+        image = cell if isinstance(cell, Image.Image) else Feature().decode_example(cell)  # turned as its camera says
         if image.mode in DEEP:
             share = np.asarray(image, np.float64) / whites["F" if image.mode == "F" else "I"]
             image = Image.fromarray((255 * share).round().astype(np.uint8))
+        elif image.has_transparency_data:
+            image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA"))
         image = image.convert(mode)
     except Exception as error:  # Pillow raises many classes
         raise _damaged(cell, layout, split, row) from error
@@ -147,5 +170,6 @@ def decoded(
 
 
 def _damaged(cell: Cell, layout, split: str, row: int) -> ValueError:
-    where = cell["path"] if cell["bytes"] is None else layout.row(split, row)
+    path = cell["path"] if isinstance(cell, Mapping) and cell["bytes"] is None else None
+    where = path or layout.row(split, row)
     return ValueError(f"{where} holds an image that is damaged or of an unknown format")

@@ -101,9 +101,33 @@ def dealt_classes(labels: np.ndarray, num_clients: int, classes_per_client: int,
             f"experiment: classes_per_client = {classes_per_client}: {num_clients} clients hold at most "
             f"{num_clients * classes_per_client} of the {len(classes)} classes; partition = 'dealt' needs all"
         )
-    hands = deal(classes.tolist(), num_clients, classes_per_client, rng)
+    return share_classes(labels, deal(classes.tolist(), num_clients, classes_per_client, rng), rng)
+
+
+def cover_classes(labels: np.ndarray, parts: Sequence[np.ndarray], each: int, seed: int) -> list[np.ndarray]:
+    """``parts`` of at most ``each`` classes a client, with the classes that they leave to nobody.
+
+    Such a class goes to a client that can hold one more, else to one of those that hold the class that most do, in its
+    place; then the holders of every class share it evenly.
+    """
+    rng, hands = numpy_generator(seed, "partition"), [np.unique(labels[p]).tolist() for p in parts]
+    for c in sorted(set(np.unique(labels).tolist()) - {c for hand in hands for c in hand}):
+        held = [c for hand in hands for c in hand]
+        most = max(sorted(set(held)), key=held.count)
+        free = [hand for hand in hands if len(hand) < each] or [hand for hand in hands if most in hand]
+        hand = free[rng.integers(len(free))]
+        if len(hand) == each:
+            hand.remove(most)
+        hand.append(c)
+    return share_classes(labels, hands, rng)
+
+
+def share_classes(
+    labels: np.ndarray, hands: Sequence[Sequence[int]], rng: np.random.Generator
+) -> list[np.ndarray]:  # fmt: skip
+    """Every class's rows, shuffled and divided evenly among the clients whose ``hands`` have it."""
     parts: list[list[np.ndarray]] = [[] for _ in hands]
-    for c in classes.tolist():
+    for c in np.unique(labels).tolist():
         holders = [i for i, hand in enumerate(hands) if c in hand]
         rows = rng.permutation(np.where(labels == c)[0])
         for i, share in zip(holders, np.array_split(rows, len(holders)), strict=True):

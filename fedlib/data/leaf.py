@@ -14,8 +14,14 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from .decode import TESTS, say_unread, visible_files
+
 CLASSES = [*string.digits, *string.ascii_uppercase, *string.ascii_lowercase]
 SIDE = 28
+
+
+class Words(ValueError):
+    """A set of LEAF's that holds no pixels."""
 
 
 def is_leaf(path: Path) -> bool:
@@ -24,10 +30,14 @@ def is_leaf(path: Path) -> bool:
 
 
 def read_leaf(path: Path) -> tuple[dict[str, torch.Tensor], list[str]]:
-    """The arrays of ``DataSet`` and the class names; ``ValueError`` names a file that is damaged or missing."""
+    """The arrays of ``DataSet`` and the class names; ``ValueError`` names a damaged or missing file, or of words."""
+    test = next((t for t in TESTS if any((path / t).glob("*.json"))), "test")
+    read = {p for folder in ("train", test) for p in (path / folder).glob("*.json")}
+    others = [str(p.relative_to(path)) for p in visible_files(path) if p not in read]
+    say_unread(f"{path}: trained on train/*.json, tested on {test}/*.json", others)
     splits = {}
-    for split in ("train", "test"):
-        files = sorted(p for p in (path / split).glob("*.json") if p.is_file())
+    for split, folder in (("train", "train"), ("test", test)):
+        files = sorted(p for p in (path / folder).glob("*.json") if p.is_file())
         if not files:
             raise ValueError(f"{path}: no {split}/*.json; LEAF's preprocess.sh writes both splits with '-t sample'")
         splits[split] = _read_split(files)
@@ -51,6 +61,8 @@ def _read_split(files: Iterable[Path]) -> dict[str, tuple[np.ndarray, np.ndarray
                 if user in users:
                     raise ValueError(f"writer {user[:40]!r} is in two files")
                 users[user] = arrays
+        except Words as error:
+            raise ValueError(f"{file}: {error}") from error
         except (ValueError, TypeError, OverflowError, RecursionError) as error:  # also not JSON, not UTF-8, ragged
             raise ValueError(f"{file} is damaged or no LEAF file ({error})") from error
     return dict(sorted(users.items()))
@@ -72,6 +84,12 @@ def _arrays(user: str, count: int, data: dict) -> tuple[np.ndarray, np.ndarray]:
     who = f"writer {user[:40]!r}"
     if not isinstance(data, dict) or not {"x", "y"} <= data.keys():
         raise ValueError(f"{who}: expected x and y")
+    first = data["x"][0] if isinstance(data["x"], list) and data["x"] else None
+    if isinstance(first, str) or isinstance(first, list) and first and isinstance(first[0], str | list):
+        raise Words(
+            f"{who} has words (Shakespeare, Sent140, Reddit) or names of pictures (CelebA), which are not read; "
+            "allowed: FEMNIST's pixels, or train.parquet with columns text or image, label and client_id"
+        )
     x, y = np.asarray(data["x"], np.float64), np.asarray(data["y"])
     if x.shape != (count, SIDE * SIDE) or y.shape != (count,) or count == 0:
         raise ValueError(f"{who}: shapes {x.shape} and {y.shape} are not {count} x {SIDE * SIDE} pixels and labels")

@@ -1,26 +1,40 @@
 """A data set on this machine: a folder of parquet files, of images or of LEAF's json, or one parquet file.
 
 Parquet files are named after their split (``train.parquet``, ``test-00000-of-00001.parquet``); a single file is all
-training data. What they mean is told by their columns (``sets.yaml``).
+training data. What they mean is told by their columns (``sets.yaml``). Of pictures, folders at the top that are
+called as splits are (``decode.TRAIN``, ``decode.TESTS``) and hold folders are the splits; without them all pictures are
+training data. A picture's own folder is its class, whatever it is called.
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache, partial
 from pathlib import Path
 
 from .cache import Decoded, files_digest
-from .decode import SETS, Kind, Layout, decode
-from .images import SCALED
+from .decode import (
+    LABELS,
+    OWNERS,
+    SETS,
+    TESTS,
+    TEXTS,
+    TRAIN,
+    Kind,
+    Layout,
+    decode,
+    read_labels,
+    settled,
+    visible_files,
+)
+from .images import SCALED, cells, image_column
 from .leaf import is_leaf, read_leaf
 from .questions import KEYED
 from .quiet import quietly
 from .speech import decode_speech
 from .tokenizer import tokenizer_key
 
-IMAGE_LABELS, OWNERS = ("label", "fine_label", "character"), ("writer_id", "speaker_id", "client_id")
-TESTED_FIRST = ("test", "valid", "validation")
-VALIDATED_FIRST = ("validation", "validation_matched", "valid", "test")  # GLUE's test sentences have no labels
+DESCRIBED = ("metadata.csv", "metadata.jsonl")  # where `datasets` finds the columns of pictures
 
 
 def local_set(
@@ -30,26 +44,39 @@ def local_set(
 
     ``ValueError`` names the file that is damaged and what a set lacks.
     """
-    files = [p for p in sorted(path.rglob("*")) if p.is_file()] if path.is_dir() else [path]
-    files = [p for p in files if not any(part.startswith(".") for part in p.relative_to(path).parts)]
+    files = visible_files(path)
+    found = [p for p in files if p.suffix == ".parquet"]
     parquet: dict[str, list[str]] = {}
-    for p in files:
-        if p.suffix == ".parquet":
-            parquet.setdefault(p.stem.split("-")[0] if len(files) > 1 else "train", []).append(str(p))
-    meant = [p for p in files if p.suffix == ".parquet"] or files
+    for p in found:
+        parquet.setdefault(p.stem.split("-")[0] if len(found) > 1 else "train", []).append(str(p))
+    for split, pieces in parquet.items():
+        if len(folders := sorted({str(Path(f).parent) for f in pieces})) > 1:
+            raise ValueError(f"{path}: split {split!r} lies in {' and '.join(folders[:3])}; allowed: one set a folder")
+    meant = found or files
     if path.is_dir():
         check_pieces(meant)
-    digest = files_digest(meant, path if path.is_dir() else path.parent)
-    kind, reads, label = text_layout(digest, tuple((split, *found) for split, found in parquet.items()))
+    root = path if path.is_dir() else path.parent
+    digest = files_digest(meant, root)
+    columns = columns_of(digest, tuple((split, *found) for split, found in parquet.items()))
+    kind, reads, _ = layout_among(columns)
+    layout = layout_of(path, list(parquet), columns, parquet, tokenizer) if parquet else None
 
     def read(size: int | None) -> tuple[Decoded, bool]:
-        if is_leaf(path):
+        if layout is None and is_leaf(path):
             return read_leaf(path), False
-        splits = load_splits(path, parquet)
-        layout = layout_of(path, splits, kind, reads, label, parquet, tokenizer)
-        if kind == "images" and layout.owner is not None and "audio" in splits["train"].column_names:
-            return decode_speech(splits["train"], layout.label, layout.owner), False
-        return decode(splits, layout, size)
+        described = any(p.name in DESCRIBED for p in files)
+        pictures = {} if parquet or described else picture_splits(path, files)
+        splits = table_of(path, pictures) if pictures else load_splits(path, parquet)
+        train = splits[layout.train if layout else train_of(path, splits)]
+        named = [c for c in train.column_names if c not in TEXTS]  # beside pictures
+        whole = layout or layout_of(path, list(splits), named, {}, tokenizer)
+        whole = replace(whole, unread=unread_files(path, files, train, pictures))
+        if kind == "images" and whole.owner is not None and "audio" in train.column_names:
+            whole = settled(splits, replace(whole, tests=()))
+            read_labels(train, whole.train, whole)  # refuses what is no class
+            where = partial(whole.row, whole.train)
+            return decode_speech(train, whole.label, whole.owner, where=where), False
+        return decode(splits, whole, size)
 
     key = {"files": digest, "format": format} | (KEYED if kind == "spans" else SCALED if kind == "images" else {})
     key |= {"matched": True} if "validation_matched" in parquet else {}  # once read without it
@@ -70,8 +97,8 @@ def check_pieces(files: Sequence[Path]) -> None:
 
 
 @lru_cache(maxsize=64)
-def text_layout(digest: str, parquet: tuple[tuple[str, ...], ...]) -> tuple[Kind, tuple[str, ...], str | None]:
-    """Kind, columns that are read and label of parquet files, each split's behind its name; images where none is known.
+def columns_of(digest: str, parquet: tuple[tuple[str, ...], ...]) -> list[str]:
+    """The columns of the training split of parquet files, each split's behind its name; none where there are no files.
 
     ``digest`` is the files', so that their headers are read once.
     """
@@ -86,8 +113,8 @@ def text_layout(digest: str, parquet: tuple[tuple[str, ...], ...]) -> tuple[Kind
             raise ValueError(f"{file} is damaged or no parquet file: {_line(error)}") from error
         if metadata.num_rows == 0:
             raise ValueError(f"{file} holds no example")
-        names = metadata.schema.to_arrow_schema().names if split == "train" or not names else names
-    return layout_among(names)
+        names = metadata.schema.to_arrow_schema().names if split.lower() in TRAIN or not names else names
+    return names
 
 
 def layout_among(columns: Sequence[str]) -> tuple[Kind, tuple[str, ...], str | None]:
@@ -96,17 +123,71 @@ def layout_among(columns: Sequence[str]) -> tuple[Kind, tuple[str, ...], str | N
     return next((t for t in found if t[2] in columns), found[0] if found else ("images", (), None))
 
 
+def picture_splits(path: Path, files: Sequence[Path]) -> dict[str, list[Path]]:
+    """The pictures of each split within a folder of them; ``ValueError`` where a picture's class is not clear."""
+    pictures = sorted(pictures_among(path, files), key=Path.as_posix)
+    if not pictures:
+        raise ValueError(
+            f"experiment: dataset {str(path)!r} is unknown as parquet or image folder: it holds no picture"
+        )
+    tops = {p.parts[0] for p in pictures if len(p.parts) > 2}  # hold folders
+    names = [top for top in sorted(tops) if top.lower() in (*TRAIN, *TESTS)]
+    splits = {n: [p for p in pictures if p.parts[0] == n] for n in names} or {"train": pictures}
+    used = [p for found in splits.values() for p in found]
+    if all(p.parent.as_posix().lower() in (".", *TRAIN, *TESTS) for p in used):
+        raise ValueError(f"{path}: {used[0]} lies in no class's folder; allowed: <class>/ or <split>/<class>/")
+    if other := next((p for p in used if len(p.parts) != len(used[0].parts)), None):
+        raise ValueError(f"{path}: {used[0]} and {other} lie at unequal depths, so their classes are not clear")
+    for found in splits.values():
+        of: dict[str, Path] = {}
+        for p in found:
+            if (first := of.setdefault(p.parent.name, p.parent)) != p.parent:
+                raise ValueError(f"{path}: {first} and {p.parent} are two folders of one split for one class")
+    return splits
+
+
+def pictures_among(path: Path, files: Sequence[Path]) -> list[Path]:
+    """The pictures of ``files``, within ``path``."""
+    from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder
+
+    return [p.relative_to(path) for p in files if p.suffix.lower() in ImageFolder.EXTENSIONS and p != path]
+
+
+def unread_files(
+    path: Path, files: Sequence[Path], train, pictures: Mapping[str, Sequence[Path]]
+) -> tuple[str, ...]:  # fmt: skip
+    """Files within ``path`` that are not read: neither parquet nor ``pictures`` of a split, nor named by a cell."""
+    read = {p for found in pictures.values() for p in found}
+    column = image_column(train)
+    cell = next(cells(train, column))[1] if column and not pictures else None
+    read |= set(pictures_among(path, files)) if cell and cell["bytes"] is None else set()
+    others = (f.relative_to(path) for f in files if f != path)
+    return tuple(str(p) for p in others if p not in read and p.suffix != ".parquet" and p.name not in DESCRIBED)
+
+
+def table_of(path: Path, pictures: Mapping[str, Sequence[Path]]) -> dict:
+    """The splits of a folder of pictures as `datasets` keeps them: a picture's own folder is its class."""
+    from datasets import ClassLabel, Dataset, Features, Image
+
+    names = sorted({p.parent.name for found in pictures.values() for p in found})
+    number, features = {n: i for i, n in enumerate(names)}, Features(image=Image(), label=ClassLabel(names=names))
+    rows = {
+        s: {"image": [str(path / p) for p in found], "label": [number[p.parent.name] for p in found]}
+        for s, found in pictures.items()
+    }
+    return {s: Dataset.from_dict(r, features=features) for s, r in rows.items()}
+
+
 def load_splits(path: Path, parquet: Mapping[str, Sequence[str]]):
-    """What `datasets` makes of the files; ``ValueError`` if there is no split to train on."""
+    """What `datasets` makes of the files."""
     with quietly():
         from datasets import load_dataset
 
         try:
             if parquet:
-                load = lambda split: load_dataset("parquet", data_files={split: list(parquet[split])}, split=split)  # noqa: E731
-                splits = {s: load(s) for s in parquet}  # one by one: their columns may differ
-            else:
-                splits = load_dataset("imagefolder", data_dir=str(path))
+                load = lambda files: load_dataset("parquet", data_files=list(files), split="train")  # noqa: E731
+                return {s: load(files) for s, files in parquet.items()}  # one by one: their columns may differ
+            return load_dataset("imagefolder", data_dir=str(path))
         except Exception as error:  # datasets raises many classes
             file = next((f for files in parquet.values() for f in files if not _readable(f)), None)
             if file is not None:
@@ -114,21 +195,36 @@ def load_splits(path: Path, parquet: Mapping[str, Sequence[str]]):
             raise ValueError(
                 f"experiment: dataset {str(path)!r} is unknown as parquet or image folder: {_line(error)}"
             ) from error
-    if "train" not in splits:
+
+
+def train_of(path: Path, splits: Iterable[str]) -> str:
+    """The name of the split to train on; ``ValueError`` if there is none."""
+    train = next((s for t in TRAIN for s in splits if s.lower() == t), None)
+    if train is None:
         raise ValueError(f"{path}: no split named 'train'; found {', '.join(splits)}")
-    return splits
+    return train
 
 
 def layout_of(
-    path: Path, splits, kind: Kind, reads: tuple[str, ...], label: str | None, files, tokenizer: str | None = None
+    path: Path, splits: Sequence[str], columns: Sequence[str], files: Mapping[str, Sequence[str]], tokenizer: str | None
 ) -> Layout:
-    """The layout of a local set; an image set's label and owner are found by name."""
-    columns = splits["train"].column_names
+    """The layout of a set of one's own by the names of its splits and columns.
+
+    A copy that is named as a public set is has that set's label, owner and test split. ``ValueError`` where two columns
+    say whose an example is.
+    """
+    kind, reads, label = layout_among(columns)
+    said = SETS["public"].get(path.name, {})
     if not reads:
-        label = next((c for c in IMAGE_LABELS if c in columns), "label")
-    owner = next((c for c in OWNERS if c in columns), None)
-    test = next((s for s in (VALIDATED_FIRST if reads else TESTED_FIRST) if s in splits), None)
-    return Layout(str(path), kind, label, reads, test=test, owner=owner, files=files, tokenizer=tokenizer)
+        label = next((c for c in (said.get("label"), *LABELS) if c in columns), "label")
+    owners = [c for c in OWNERS if c in columns and said.get("owner", c) == c]
+    if len(owners) > 1:
+        raise ValueError(f"{path}: columns {' and '.join(owners)} all say whose an example is; allowed: one of them")
+    tests = tuple(dict.fromkeys(s for t in (said.get("test"), *TESTS) for s in splits if s.lower() == t))
+    return Layout(
+        str(path), kind, label, reads, train_of(path, splits), owner=owners[0] if owners else None, files=files,
+        tokenizer=tokenizer, tests=tests,
+    )  # fmt: skip
 
 
 def _readable(file: str) -> bool:

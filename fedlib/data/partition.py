@@ -3,12 +3,16 @@
 ``dirichlet`` is LDA (Hsu et al. 2019: balanced sizes, one class-proportion vector per client) as in ReeFL's release
 and CAFEDistill; flwr-datasets' inner Dirichlet visits clients in random order and therefore is another algorithm.
 ``iid``, ``class_dirichlet`` and ``pathological`` are flwr-datasets' own. FeDepth's, ScaleFL's: ``label_partitions.py``.
+What of the training set a partition leaves to nobody is said.
 
-Deviations: the released LDA re-uses a partition cached on disk whatever the seed; here the seed counts.
+Deviations: flwr-datasets' ``pathological`` leaves a class that no client draws to nobody; here it takes, at one client,
+the place of the class that most hold, where clients hold enough. The released LDA re-uses a partition cached on disk
+whatever the seed; here the seed counts.
 """
 
 import hashlib
 import heapq
+import warnings
 from dataclasses import dataclass
 from importlib.metadata import version
 
@@ -17,7 +21,7 @@ import torch
 
 from ..core.rng import numpy_generator
 from .cache import cached
-from .label_partitions import capped_dirichlet, dealt_classes, grouped_dirichlet, weighted_dirichlet
+from .label_partitions import capped_dirichlet, cover_classes, dealt_classes, grouped_dirichlet, weighted_dirichlet
 from .quiet import quietly
 
 MOST_CLIENTS = 10_000_000  # of a drawn population: what is kept per client is a few bytes
@@ -106,10 +110,27 @@ def partition_examples(
 ) -> list[np.ndarray]:  # fmt: skip
     """Return one sorted index array per client; together they hold each example at most once.
 
-    Raises ``ValueError`` if there are more clients than examples, or no natural owners where they are asked for.
+    Warns of examples that are nobody's, and of classes. Raises ``ValueError`` if there are more clients than examples,
+    or no natural owners where they are asked for.
     """
     if num_clients > len(labels):
         raise ValueError(f"experiment: num_clients = {num_clients} exceeds the {len(labels)} training examples")
+    parts = _divided(kind, labels, num_clients, seed, dirichlet_alpha, classes_per_client, owners)
+    if left := len(labels) - sum(map(len, parts)):
+        lost = sorted(set(np.unique(labels).tolist()) - set(labels[np.concatenate(parts)].tolist()))
+        classes = f", all of class{'es'[: 2 * (len(lost) > 1)]} {', '.join(map(str, lost))} among them" if lost else ""
+        warnings.warn(
+            f"experiment: partition = {kind!r} with num_clients = {num_clients}: {left} of {len(labels)} training "
+            f"examples are nobody's{classes}",
+            stacklevel=2,
+        )
+    return parts
+
+
+def _divided(
+    kind: str, labels: np.ndarray, num_clients: int, seed: int, dirichlet_alpha: float, classes_per_client: int,
+    owners: np.ndarray | None,
+) -> list[np.ndarray]:  # fmt: skip
     if kind in BY_OWNER:
         if owners is None:
             raise ValueError(f"experiment: partition = {kind!r} but the dataset names no owner (writer, speaker)")
@@ -121,7 +142,10 @@ def partition_examples(
         raise ValueError(f"experiment: classes_per_client = {classes_per_client} exceeds the {classes} classes")
     if kind == "dealt":
         return dealt_classes(labels, num_clients, classes_per_client, seed)
-    return _flwr_partition(kind, labels, num_clients, seed, dirichlet_alpha, classes_per_client)
+    parts = _flwr_partition(kind, labels, num_clients, seed, dirichlet_alpha, classes_per_client)
+    if kind == "pathological" and sum(map(len, parts)) < len(labels) and classes <= num_clients * classes_per_client:
+        return cover_classes(labels, parts, classes_per_client, seed)
+    return parts
 
 
 def natural_partition(owners: np.ndarray, num_clients: int, seed: int) -> list[np.ndarray]:

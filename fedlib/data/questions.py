@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from ..core.validation import shown
 from .metrics import IGNORED, answer_scores
 from .tokenizer import encodings
 
@@ -25,7 +26,7 @@ SPAN_LENGTH = 384  # tokens where no network is named; 21 of XQuAD's 1,190 rows 
 
 def read_spans(
     columns: Sequence[Sequence[str]], answers: Sequence[Mapping], length: int, where: Callable[[int], str],
-    source: str | None = None,
+    source: str | None = None, cut: list | None = None,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:  # fmt: skip
     """(token ids int32 (N, length), spans int64 (N, 2), offsets (N, length, 2)) of (questions, contexts) and answers.
 
@@ -36,11 +37,14 @@ def read_spans(
     rows = list(zip(questions, contexts, strict=True))
     ids, spans = np.empty((len(rows), length), np.int32), np.zeros((len(rows), 2), np.int64)
     offsets = np.full((len(rows), length, 2), -1, np.int32)
-    encoded = encodings(rows, source, length)
+    encoded = encodings(rows, source, length, cut)
     for i, (e, context, answer) in enumerate(zip(encoded, contexts, answers, strict=True)):
         ids[i] = e.ids
         inside = np.array([s == 1 for s in e.sequence_ids])
         offsets[i, inside] = np.array(e.offsets)[inside]
+        if not _is_answer(answer):
+            allowed = "{'text': [...], 'answer_start': [...]}, as many of each"
+            raise ValueError(f"{where(i)}: {shown(answer)} is no answer; allowed: {allowed}")
         if not answer["text"]:
             continue
         text, start = answer["text"][0], answer["answer_start"][0]
@@ -48,6 +52,14 @@ def read_spans(
             raise ValueError(f"{where(i)}: the context does not hold the answer {text[:80]!r} at character {start}")
         spans[i] = _token_span(offsets[i], start, start + len(text), len(context.rstrip()))
     return ids, spans, offsets
+
+
+def _is_answer(answer: object) -> bool:
+    if not isinstance(answer, Mapping) or not {"text", "answer_start"} <= answer.keys():
+        return False
+    texts, starts = answer["text"], answer["answer_start"]
+    lists = isinstance(texts, list) and isinstance(starts, list) and len(texts) == len(starts)
+    return lists and all(isinstance(t, str) for t in texts) and all(isinstance(s, int) for s in starts)
 
 
 def _token_span(offsets: np.ndarray, start: int, end: int, context_end: int) -> tuple[int, int]:

@@ -12,12 +12,14 @@ name, and the per-speaker split is seeded.
 import io
 import math
 import wave
+from collections.abc import Callable
 from functools import lru_cache
 
 import numpy as np
 import torch
 
 from ..core.rng import numpy_generator
+from ..core.validation import shown
 from .quiet import public_set
 
 MEAN, SD = -4.2677393, 4.5689974  # AudioSet, as AST uses them: features are (x - MEAN) / (2 SD)
@@ -71,10 +73,13 @@ def read_wav(data: bytes) -> tuple[torch.Tensor, int]:
         return torch.from_numpy(samples), f.getframerate()
 
 
-def decode_speech(table, label: str, speaker: str, speakers: int | None = None) -> tuple[dict, list[str]]:
+def decode_speech(
+    table, label: str, speaker: str, speakers: int | None = None, where: Callable[[int], str] = "row {}".format
+) -> tuple[dict, list[str]]:
     """Turn a `datasets` table of wave bytes into arrays: of a speaker's n clips of a class int(0.8 n) train.
 
     The others test. Background noise (``_silence_``, nobody's) is left out; ``speakers`` keeps those with most clips.
+    ``ValueError`` names the row (``where(i)``) of a clip that cannot be read.
     """
     from datasets import Audio
 
@@ -84,7 +89,11 @@ def decode_speech(table, label: str, speaker: str, speakers: int | None = None) 
     feature, values = table.features[label], np.asarray(table[label])
     words = np.array([feature.names[v] for v in values] if hasattr(feature, "names") else [str(v) for v in values])
     said = np.where(words != "_silence_")[0]
-    owner_names = np.asarray(table[speaker])[said].astype(str)  # of noise it may be None
+    given = list(table[speaker])  # of noise it may be None
+    for i in said.tolist():
+        if not isinstance(given[i], str | int | float) or given[i] != given[i]:
+            raise ValueError(f"{where(i)}: {speaker} = {shown(given[i])} is no speaker")
+    owner_names = np.asarray([given[i] for i in said]).astype(str)
     ids, owners, clips = np.unique(owner_names, return_inverse=True, return_counts=True)
     kept = np.isin(owners, np.argsort(-clips, kind="stable")[: speakers or len(ids)])
     rows, owners = said[kept], np.unique(owners[kept], return_inverse=True)[1]
@@ -92,7 +101,10 @@ def decode_speech(table, label: str, speaker: str, speakers: int | None = None) 
     images = []
     for i in rows:
         clip = table[int(i)][column]
-        images.append(to_image(filter_banks(*read_wav(clip["bytes"] if isinstance(clip, dict) else clip))))
+        try:
+            images.append(to_image(filter_banks(*read_wav(clip["bytes"] if isinstance(clip, dict) else clip))))
+        except (wave.Error, EOFError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{where(int(i))} holds no wave data that can be read ({error})") from error
     images, test = np.stack(images), np.zeros(len(rows), bool)
     for o in np.unique(owners):
         for c in np.unique(labels[owners == o]):

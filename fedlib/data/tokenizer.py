@@ -14,6 +14,7 @@ stands: the end of an answer is then predicted, and never read.
 """
 
 import hashlib
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -29,6 +30,8 @@ LENGTH = 64  # tokens, [CLS] and [SEP] included; longer sentences are cut (SST-2
 PAIR_LENGTH = 128  # of two texts, where no network is named: MRPC's and STS-B's longest have 103 and 125
 
 AT_ONCE = 1024  # rows
+LONGER = "a backbone of more tokens (as minilm.128 or bert_base.384 say) reads more"
+OWN_WORDS = "a backbone with a tokenizer of its own (as roberta_base.256) reads as many as its name says"
 
 
 @dataclass(frozen=True)
@@ -121,19 +124,36 @@ def _published(source: str, download: bool) -> Words:
     return Words(json, pad, () if begin is None else (begin,), tuple(between), end)
 
 
-def tokenise(rows: Sequence[str | tuple[str, str]], source: str | None = None, length: int = LENGTH) -> np.ndarray:
+def tokenise(
+    rows: Sequence[str | tuple[str, str]], source: str | None = None, length: int = LENGTH, cut: list | None = None
+) -> np.ndarray:
     """Token ids int32 (N, length) of texts or of pairs: their words, the marks around them, padding."""
     ids = np.empty((len(rows), length), np.int32)
-    for i, e in enumerate(encodings(rows, source, length)):
+    for i, e in enumerate(encodings(rows, source, length, cut)):
         ids[i] = e.ids
     return ids
 
 
-def encodings(rows: Sequence[str | tuple[str, str]], source: str | None, length: int) -> Iterator:
-    """What `tokenizers` makes of each row. It is a hundred times larger than the ids, so ``AT_ONCE`` are held."""
+def encodings(
+    rows: Sequence[str | tuple[str, str]], source: str | None, length: int, cut: list | None = None
+) -> Iterator:  # fmt: skip
+    """What `tokenizers` makes of each row; whether it was too long is added to ``cut``.
+
+    It is a hundred times larger than the ids, so ``AT_ONCE`` are held.
+    """
     encoder = words_of(source).encoder(length)
     for a in range(0, len(rows), AT_ONCE):
-        yield from encoder.encode_batch(list(rows[a : a + AT_ONCE]))
+        for e in encoder.encode_batch(list(rows[a : a + AT_ONCE])):
+            if cut is not None:
+                cut.append(bool(e.overflowing))
+            yield e
+
+
+def say_cut(where: str, cut: Sequence[bool], length: int, more: str) -> None:
+    """Warn of texts that are ``cut`` to ``length`` tokens; ``more`` says what reads more of them."""
+    if n := sum(cut):
+        told = f"{where}: {n} of {len(cut)} texts are longer than {length} tokens and are cut"
+        warnings.warn(f"{told}; {more}", stacklevel=2)
 
 
 def tokenizer_key(source: str | None = None) -> dict:

@@ -85,7 +85,17 @@ def check_labels(e: Experiment, method: Method) -> None:
 
 
 def check_channels(e: Experiment, config: Spec, data: FederatedData) -> None:
-    """Raise ``ValueError`` if the images have other channels than the backbone reads; grey ones are repeated."""
+    """Raise ``ValueError`` if images have other channels than the backbone reads, or token ids are not of its words.
+
+    Grey images are repeated.
+    """
+    words = getattr(config, "vocab_size", None)
+    if is_text(data.inputs) and words is not None:
+        read = [x[:, : config.input_shape[0]] for x in (data.inputs, data.test_inputs)]
+        low, high = min(int(x.min()) for x in read), max(int(x.max()) for x in read)
+        if low < 0 or high >= words:
+            why = f"has token ids from {low} to {high}, and backbone = {e.backbone!r} knows {words} words"
+            raise e.refused("dataset", why, f"ids from 0 to {words - 1}")
     if is_text(data.inputs) or data.inputs.shape[1] in (1, config.input_shape[0]):
         return
     reads, found = config.input_shape[0], data.inputs.shape[1]

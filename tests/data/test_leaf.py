@@ -118,3 +118,32 @@ def test_a_writer_twice_and_a_missing_split_are_errors(tmp_path):
         file.unlink()
     with pytest.raises(ValueError, match="no test/.*json; LEAF's preprocess.sh"):
         load_dataset(str(folder))
+
+
+@pytest.mark.parametrize(
+    "x",
+    [["the quick brown fox", "o"], [["4", "Mon", "q", "user", "sad"]] * 2, ["000001.jpg"] * 2, [[["<BOS>", "a"]]] * 2],
+)
+def test_sets_of_words_are_not_called_damaged(x, tmp_path):
+    """Shakespeare, Sent140, CelebA and Reddit as LEAF writes them."""
+    write(tmp_path / "set")
+    file = next((tmp_path / "set/train").iterdir())
+    file.write_text(json.dumps({"users": ["a"], "num_samples": [2], "user_data": {"a": {"x": x, "y": ["n", "o"]}}}))
+    with pytest.raises(
+        ValueError, match="json: writer 'a' has words .* not read; allowed: FEMNIST's pixels, or train.par"
+    ) as e:
+        load_dataset(str(tmp_path / "set"))
+    assert "damaged" not in str(e.value)
+
+
+@pytest.mark.parametrize("test", ["val", "validation", "dev", "eval"])
+def test_a_split_of_another_name_tests_and_other_files_are_named(test, tmp_path):
+    write(tmp_path / "set")
+    expected = load_dataset(str(tmp_path / "set")).test_labels
+    (tmp_path / "set/test").rename(tmp_path / "set" / test)
+    (tmp_path / "set/all_data").mkdir()
+    (tmp_path / "set/all_data/all.json").write_text("{}")
+    (tmp_path / "set/README.md").write_text("words")
+    with pytest.warns(UserWarning, match=f"tested on {test}/.*json; not used: all_data/all.json$"):
+        data = load_dataset(str(tmp_path / "set"))
+    assert data.test_labels.equal(expected)

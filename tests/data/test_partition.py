@@ -1,4 +1,7 @@
-"""Partitions: by hand, for any labels and owners, and what is refused."""
+"""Partitions: by hand, for any labels and owners, what is refused, and what is said to be nobody's."""
+
+import re
+import warnings
 
 import numpy as np
 import pytest
@@ -7,7 +10,15 @@ from hypothesis import strategies as st
 
 from fedlib import Experiment
 from fedlib.data.federated import load_federated
-from fedlib.data.partition import Divided, Drawn, dirichlet_partition, natural_split, partition_examples
+from fedlib.data.label_partitions import cover_classes
+from fedlib.data.partition import (
+    Divided,
+    Drawn,
+    _flwr_partition,
+    dirichlet_partition,
+    natural_split,
+    partition_examples,
+)
 
 labels_strategy = st.integers(2, 6).flatmap(lambda c: st.lists(st.integers(0, c - 1), min_size=20, max_size=120))
 
@@ -226,3 +237,77 @@ def test_natural_clients_are_the_largest_owners_whole(owners, data):
     assert all(len(set(owners[p])) == 1 and (owners == owners[p[0]]).sum() == len(p) for p in parts)
     counts = sorted(np.unique(owners, return_counts=True)[1])
     assert sorted(map(len, parts)) == counts[-clients:]
+
+
+def told(*args, **more):
+    """A partition, and what is said of it."""
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        parts = partition_examples(*args, **more)
+    return parts, [str(w.message) for w in heard]
+
+
+def test_no_class_is_left_to_nobody_where_clients_hold_enough():
+    """Of seeds 1 to 12 flwr-datasets' draw covers all classes in some; those stay as it divides them."""
+    labels, covered = np.repeat(np.arange(10), 30), 0
+    for seed in range(1, 13):
+        drawn = _flwr_partition("pathological", labels, 10, seed, 1.0, 2)
+        parts, heard = told("pathological", labels, 10, seed, classes_per_client=2)
+        rows = np.concatenate(parts)
+        assert sorted(rows.tolist()) == list(range(300)) and not heard
+        assert all(len(np.unique(labels[p])) <= 2 and len(p) for p in parts)
+        if sum(map(len, drawn)) == 300:
+            assert all(np.array_equal(a, b) for a, b in zip(parts, drawn, strict=True))
+            covered += 1
+        else:  # only clients that gave a class away hold another
+            hands = [[set(labels[p]) for p in x] for x in (parts, drawn)]
+            missing = 10 - len(set().union(*hands[1]))
+            assert sum(a != b for a, b in zip(*hands, strict=True)) <= missing
+            again = partition_examples("pathological", labels, 10, seed, classes_per_client=2)
+            assert all(np.array_equal(a, b) for a, b in zip(parts, again, strict=True))
+    assert 0 < covered < 12
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(2, 8), st.integers(1, 8), st.integers(1, 4), st.integers(0, 5), st.data())
+def test_classes_that_nobody_drew_find_a_place(classes, clients, each, seed, data):
+    each = min(each, classes)
+    if clients * each < classes:
+        return
+    labels = np.arange(classes * clients) % classes
+    hands = [
+        data.draw(st.lists(st.integers(0, classes - 1), min_size=each, max_size=each, unique=True))
+        for _ in range(clients)
+    ]
+    drawn = [np.sort([np.flatnonzero(labels == c)[i] for c in hand]) for i, hand in enumerate(hands)]
+    parts = cover_classes(labels, drawn, each, seed)
+    assert sorted(np.concatenate(parts).tolist()) == list(range(len(labels)))
+    assert all(0 < len(np.unique(labels[p])) <= each for p in parts)
+
+
+@pytest.mark.parametrize(
+    "kind, clients, more, sentence",
+    [
+        ("pathological", 4, {"classes_per_client": 2}, r"of 300 training examples are nobody's, all of class(es)? \d"),
+        ("natural", 3, {"owners": np.arange(300) % 5}, r"120 of 300 training examples are nobody's$"),
+        (
+            "natural",
+            1,
+            {"owners": np.arange(300) // 30},
+            "270 of 300 .* nobody's, all of classes 1, 2, 3, 4, 5, 6, 7, 8, 9",
+        ),
+        ("dirichlet", 7, {}, "6 of 300 training examples are nobody's"),
+        ("weighted_dirichlet", 7, {}, "6 of 300 training examples are nobody's"),
+    ],
+)
+def test_what_a_partition_leaves_to_nobody_is_said(kind, clients, more, sentence):
+    _, heard = told(kind, np.repeat(np.arange(10), 30), clients, 1, **more)
+    assert len(heard) == 1 and re.search(sentence, heard[0]), heard
+
+
+@pytest.mark.parametrize(
+    "kind", ["iid", "class_dirichlet", "pathological", "dealt", "natural", "natural_split", "dirichlet"]
+)
+def test_nothing_is_said_where_all_is_somebodys(kind):
+    _, heard = told(kind, np.repeat(np.arange(10), 30), 10, 1, classes_per_client=2, owners=np.arange(300) % 10)
+    assert heard == []

@@ -51,6 +51,37 @@ def test_a_backbone_of_one_channel_does_not_read_colours(tmp_path, monkeypatch):
     build_federation(e.replace(backbone="deit_micro"))
 
 
+@pytest.mark.parametrize("split", [0, 1])
+@pytest.mark.parametrize(
+    "most, at, fits", [(30_521, 0, True), (30_522, 0, False), (10**9, 31, False), (10**9, 32, True)]
+)
+def test_token_ids_beyond_the_vocabulary_are_refused(split, most, at, fits, monkeypatch):
+    """``bert_micro`` reads 32 tokens of 30,522 words; what it does not read is not asked for."""
+    from fedlib import register_data
+
+    monkeypatch.setattr("fedlib.data.datasets.OWN_DATA", {})
+    given = [(np.ones((40, 40), np.int64), np.arange(40) % 2) for _ in range(2)]
+    given[split][0][3, at] = most
+    e = Experiment(
+        dataset=register_data("ids", *given), backbone="bert_micro", pretrained=False, finetune="full", augment="none",
+        num_exits=3, num_clients=4, clients_per_round=2,
+    )  # fmt: skip
+    if fits:
+        build_federation(e)
+    else:
+        sentence = f"dataset = 'ids' has token ids from 1 to {most}, and backbone = 'bert_micro' knows 30522 words"
+        with pytest.raises(ValueError, match=sentence):
+            build_federation(e)
+
+
+@pytest.mark.parametrize("ids", [np.full((4, 8), -100), np.full((4, 8), 2**31), np.full((4, 8), 2**64 - 1, np.uint64)])
+def test_numbers_that_are_no_token_ids_are_refused(ids):
+    from fedlib import register_data
+
+    with pytest.raises(ValueError, match="ids: token ids from .* to .*; allowed: uint8 images .* from 0 to"):
+        register_data("ids", (ids, np.arange(4) % 2))
+
+
 @pytest.mark.parametrize(
     "method, options, message",
     [
