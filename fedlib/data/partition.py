@@ -110,14 +110,15 @@ def partition_examples(
 ) -> list[np.ndarray]:  # fmt: skip
     """Return one sorted index array per client; together they hold each example at most once.
 
-    Warns of examples that are nobody's, and of classes. Raises ``ValueError`` if there are more clients than examples,
+    Warns of classes that are nobody's, and of examples, one a client and more. Raises ``ValueError`` if there are more clients than examples,
     or no natural owners where they are asked for.
     """
     if num_clients > len(labels):
         raise ValueError(f"experiment: num_clients = {num_clients} exceeds the {len(labels)} training examples")
     parts = _divided(kind, labels, num_clients, seed, dirichlet_alpha, classes_per_client, owners)
-    if left := len(labels) - sum(map(len, parts)):
-        lost = sorted(set(np.unique(labels).tolist()) - set(labels[np.concatenate(parts)].tolist()))
+    left = len(labels) - sum(map(len, parts))
+    lost = sorted(set(np.unique(labels).tolist()) - set(labels[np.concatenate(parts)].tolist())) if left else []
+    if left >= num_clients or lost:  # what equal sizes leave is less
         classes = f", all of class{'es'[: 2 * (len(lost) > 1)]} {', '.join(map(str, lost))} among them" if lost else ""
         warnings.warn(
             f"experiment: partition = {kind!r} with num_clients = {num_clients}: {left} of {len(labels)} training "

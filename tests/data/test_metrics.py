@@ -36,12 +36,16 @@ def test_macro_f1_by_hand_and_f1_is_of_two_classes():
 @pytest.mark.parametrize("n", [1, 6])
 @pytest.mark.parametrize("predicted", [0, 1])
 @pytest.mark.parametrize("true", [0, 1])
-def test_constant_classes_have_finite_metrics(n, predicted, true):
+def test_of_labels_that_are_all_alike_what_is_undefined_is_no_number(n, predicted, true):
+    """A correlation always; F1 where the class that it is of is nowhere."""
     got = Classification(("matthews", "f1", "macro_f1", "accuracy")).measure(
         logits_of([predicted] * n), torch.full((n,), true)
     )
     right = 100.0 * (predicted == true)
-    assert got == {"matthews": 0, "f1": right * true, "macro_f1": right, "accuracy": right}
+    assert math.isnan(got.pop("matthews"))
+    if not (predicted or true):
+        assert math.isnan(got.pop("f1"))
+    assert got == {"macro_f1": right, "accuracy": right} | ({"f1": right * true} if predicted or true else {})
 
 
 def test_matthews_of_constant_predictions_is_zero():
@@ -58,8 +62,8 @@ def test_correlations_by_hand():
 @pytest.mark.parametrize(
     "predictions", [[2.0, 2.0, 2.0], [math.nan, 1.0, 2.0], [math.inf, 1.0, 2.0]], ids=["constant", "nan", "infinite"]
 )
-def test_an_undefined_correlation_is_zero(predictions):
+def test_predictions_that_say_nothing_of_different_labels_correlate_by_zero(predictions):
     got = Regression().measure(torch.tensor(predictions)[:, None], torch.tensor([1.0, 2.0, 3.0]))
     assert got == {"pearson": 0.0, "spearman": 0.0}
-    assert Regression().measure(torch.tensor([[1.0]]), torch.tensor([1.0])) == {"pearson": 0.0, "spearman": 0.0}
-    assert Regression().measure(torch.tensor([[1.0], [2.0]]), torch.tensor([1.0, 1.0]))["pearson"] == 0.0
+    for given, labels in (([[1.0]], [1.0]), ([[1.0], [2.0]], [1.0, 1.0])):  # labels that are all alike
+        assert all(map(math.isnan, Regression().measure(torch.tensor(given), torch.tensor(labels)).values()))
