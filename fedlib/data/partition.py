@@ -110,8 +110,8 @@ def partition_examples(
 ) -> list[np.ndarray]:  # fmt: skip
     """Return one sorted index array per client; together they hold each example at most once.
 
-    Warns of classes that are nobody's, and of examples, one a client and more. Raises ``ValueError`` if there are more clients than examples,
-    or no natural owners where they are asked for.
+    Warns of classes that are nobody's, and of examples, one a client and more. Raises ``ValueError`` if there are more
+    clients than examples, or no natural owners where they are asked for.
     """
     if num_clients > len(labels):
         raise ValueError(f"experiment: num_clients = {num_clients} exceeds the {len(labels)} training examples")
