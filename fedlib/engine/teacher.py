@@ -31,8 +31,8 @@ class Teacher:
         by_client: Mapping[int, Member] = {m.client.id: m for m in members}
         self.federation, self.students, self.clients = federation, students, clients
         stack = Stack(federation, [by_client[c.id] for c in clients], memories)
-        self.forward = Forward(
-            federation.model, stack.slices, stack.frozen({}), stack.tensors(params), data=federation.data
+        self.forward = Forward(  # in the students' model: the federation's is every thread's
+            students.model, stack.slices, stack.frozen({}), stack.tensors(params), data=federation.data
         )
         self._known: torch.Tensor | None = None  # (E, M, examples, C)
         self._places: tuple[Batches, torch.Tensor] | None = None  # of the batches's examples, (S, M, B)

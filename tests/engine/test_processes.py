@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 
 import psutil
 import pytest
@@ -23,14 +24,18 @@ from fedlib.core.profiling import profile
 from fedlib.core.storage import read_tensors
 from fedlib.engine.processes import Unforkable
 from fedlib.engine.workers import become_worker
+from fedlib.methods import METHODS
+from fedlib.methods.ranks import Ranks
 from fedlib.methods.sliced.reefl import ReeFL
 from fedlib.runs.store import run_path
-from tests.helpers.stored import assert_same, assert_same_rounds, small, state
+from tests.helpers.granted import few_blocks, granted
+from tests.helpers.stored import assert_same, assert_same_rounds, short, small, state
 
 pytestmark = pytest.mark.system
 
 TWO = Execution(workers=2, executor="processes")
 THREADS = Execution(workers=2, executor="threads")
+ALONE = Execution(workers=1, cohort_size=1)
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +85,30 @@ def compare(method, finetune):
     if method == "inclusivefl":
         assert f.train_cache._ready.any()  # what a worker has cached, all have
     assert_same_rounds(list(run_rounds(f, THREADS)), there)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_threads_processes_and_one_at_a_time_give_the_same_bytes(method, alone):
+    """Two cohorts at once, of every method: nothing that one puts into a model is in another's."""
+    alone(compare_bytes, method)
+
+
+@pytest.mark.parametrize("policy", ["batch", "tracked", "local"])
+@pytest.mark.parametrize("method", ["cafedistill", "fedrod", "splitmix"])
+def test_threads_processes_and_one_at_a_time_give_the_same_bytes_of_convnets(method, policy, alone):
+    net = dict(backbone="resnet8", num_exits=1 if method == "splitmix" else 3, batch_norm=policy)
+    alone(compare_bytes, method, net)
+
+
+def compare_bytes(method, net=None):
+    with pytest.MonkeyPatch.context() as m:
+        mode = "lora" if issubclass(METHODS[method], Ranks) else "full"
+        values = dict(num_train=96, num_test=20, num_clients=6, clients_per_round=6, rounds=2, finetune_options={})
+        net = net or {"backbone": few_blocks(m, method), **granted(method)}
+        f = build_federation(short(method, finetune=mode, augment="none", test_split="like_train", **values | net))
+        alone = list(run_rounds(f, ALONE))
+        for executor in ("threads", "processes"):
+            assert_same_rounds(list(run_rounds(f, replace(ALONE, workers=2, executor=executor))), alone)
 
 
 def test_phases_of_workers_are_measured(alone):

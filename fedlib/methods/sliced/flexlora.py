@@ -39,4 +39,5 @@ def truncated(product: torch.Tensor, old: torch.Tensor) -> tuple[torch.Tensor, t
     u, s, vt = u[:, :rank], torch.where(fine, s[:rank], torch.nan), vt[:rank]  # a run that diverges says so by itself
     sign = vt.gather(1, vt.abs().argmax(1, keepdim=True)).sign()  # of a row's largest entry, (r, 1)
     some = ~(s <= 1e-9 * s[0])[:, None]
-    return torch.where(some, sign * vt, old).to(old.dtype), torch.where(some.T, u * s * sign.T, 0).to(old.dtype)
+    a, b = torch.where(some, sign * vt, old), torch.where(some.T, u * s * sign.T, 0)
+    return a.to(old.dtype).contiguous(), b.to(old.dtype).contiguous()  # as they are stored and sent: sums round alike
