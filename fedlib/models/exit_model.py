@@ -13,7 +13,7 @@ from torch import nn
 
 from ..core.slices import STEM, ParamInfo
 from ..layers.context import Policy
-from ..layers.norms import set_policy_, statistics
+from ..layers.norms import BatchNorm2d, set_policy_, statistics
 from .backbone import Backbone
 from .exits import Head
 from .places import infos_of, slots_of
@@ -87,12 +87,14 @@ class ExitModel(nn.Module):
     def frozen_units(self) -> int:
         """How many leading units give the same output all run long: nothing in or before them is trained or fed back.
 
-        Ask before :meth:`put_` replaces the parameters.
+        Nor does a batch norm in them go by who shares a batch. Ask before :meth:`put_` replaces the parameters.
         """
         if self.backbone.reads_all:  # all tokens of all units would have to be kept
             return 0
         infos = self.infos()
         trained = [infos[n].unit for n in self.trainable() if n.startswith("backbone.")]
+        blocks = enumerate(self.backbone.blocks)
+        trained += [unit for unit, block in blocks if any(isinstance(m, BatchNorm2d) for m in block.modules())]
         fed_back = self.backbone.kept_units(self.head.first_hand_back)
         return int(max(0, min([self.backbone.spec.depth, fed_back, *trained])))
 

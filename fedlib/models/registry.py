@@ -33,7 +33,7 @@ from .small import CONVNETS
 from .timm_nets import create_timm, load_timm, timm_spec
 from .vim import VIMS, load_vim
 from .vit import ViT, ViTSpec
-from .wrapped import Feature, Wrapped, WrappedSpec
+from .wrapped import Feature, Wrapped, WrappedSpec, in_eval
 
 VITS = shapes(ViTSpec)
 OWN: dict[str, Spec] = VITS | VIMS | BERTS | RESNETS | CONVNETS | MSDNETS | EFFICIENTNETS | FOREIGN
@@ -102,6 +102,10 @@ def wrap(
     OWN[name] = WrappedSpec.of(copy.deepcopy(net), cuts, input_shape, feature, make)
     if any(isinstance(m, nn.modules.dropout._DropoutNd) and m.p for m in net.modules()):
         warnings.warn(f"the dropout of {name!r} is off: it would draw from the global generator", stacklevel=2)
+    still = in_eval(net)
+    if fixed := [repr(path) for path, m in net.named_modules() if m in still and hasattr(m, "running_mean")]:
+        why = "is in eval mode while others train, and stays so: its statistics stand still"
+        warnings.warn(f"{', '.join(fixed)} of {name!r} {why}", stacklevel=2)
     return name
 
 
