@@ -62,6 +62,17 @@ class Volume(nn.Module):
         return self.layer(x.reshape(len(x), 8, *self.shape)).view(x.shape)
 
 
+class Picks(nn.Module):
+    """A parameter that cannot be trained."""
+
+    def __init__(self):
+        super().__init__()
+        self.gain, self.order = nn.Parameter(torch.ones(8, 1, 1)), nn.Parameter(torch.arange(8).flip(0), False)
+
+    def forward(self, x):
+        return x[:, self.order] * self.gain
+
+
 class Doubles(nn.Module):
     """Something else in training than in evaluation."""
 
@@ -153,6 +164,7 @@ NETS = {
     "frozen bias": lambda: only("bias"),
     "frozen weight of a convolution": lambda: only("weight", "enter"),
     "all frozen but the head": lambda: frozen("", net=Net(nn.GroupNorm(2, 8))),
+    "integers": lambda: Net(Picks()),
     "batch norm in eval": lambda: still("middle.0"),
     "unit in eval": lambda: still("middle"),
     "frozen batch norm in eval": lambda: frozen("middle.0", net=still("middle.0")),
@@ -301,6 +313,7 @@ REFUSED = {
     ),
     "batch norm of all batches": (lambda: Net(nn.BatchNorm2d(8, momentum=None)), "wrap: 'middle.0': .*otherwise than a"),
     "batch norm without weights": (lambda: Net(nn.BatchNorm2d(8, affine=False)), "wrap: 'middle.0': .*otherwise than a"),
+    "old weight norm": (lambda: Net(nn.utils.weight_norm(nn.Conv2d(8, 8, 1))), "Net cannot be copied: Only Tensors created"),
     "tied in a unit": (lambda: tied("middle.0", "middle.2"), "'middle.0.weight' and 'middle.2.weight' are one parameter"),
     "tied across units": (
         lambda: tied("middle.0", "enter", "bias"), "'enter.bias' and 'middle.0.bias' are one parameter that two layers or"
@@ -370,6 +383,18 @@ def test_what_is_frozen_stays_whatever_the_method_and_the_cohort(method, policy)
     assert not f.frozen.keys() & runs[0].keys()
     for name, p in runs[0].items():
         torch.testing.assert_close(runs[1][name], p, rtol=1e-4, atol=2e-5)
+
+
+def test_a_net_of_timm_s_keeps_what_timm_froze():
+    """Its frozen batch norms go by statistics that stand still, so that the first unit is computed once."""
+    timm = pytest.importorskip("timm")
+    net = timm.create_model("resnet18", num_classes=10)
+    timm.utils.freeze(net, ["conv1", "bn1", "layer1"])
+    f = build_federation(experiment(net, [f"layer{i}" for i in range(1, 5)]))
+    before = {n: p.clone() for n, p in f.frozen.items()}
+    list(run_rounds(f, Execution(workers=1)))
+    assert {own_name(n) for n in f.frozen} == {n for n, p in net.named_parameters() if not p.requires_grad}
+    assert f.model.frozen_units() == 1 and all(torch.equal(before[n], p) for n, p in f.frozen.items())
 
 
 def test_a_run_that_trained_all_of_a_frozen_net_is_not_taken_for_one_that_did_not():
