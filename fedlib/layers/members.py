@@ -52,10 +52,12 @@ class PerClient(nn.Module):
 
         def answer(vmap: bool) -> torch.Tensor:
             self.vmap = vmap
-            copies = {n: torch.stack((p, p)).detach().requires_grad_() for n, p in self.base_layer.named_parameters()}
+            parameters = self.base_layer.named_parameters()
+            copies = {n: torch.stack((p, p)).detach().requires_grad_(p.requires_grad) for n, p in parameters}
             y, *_ = self._run(copies, dict.fromkeys(copies, True), None, x)
             if y.requires_grad:
-                torch.autograd.grad(y.square().mean(), list(copies.values()), allow_unused=True)
+                learn = [p for p in copies.values() if p.requires_grad]
+                torch.autograd.grad(y.square().mean(), learn, allow_unused=True)
             return y.detach()
 
         alone = answer(False)
@@ -87,7 +89,8 @@ class PerClient(nn.Module):
     def _one(self, tensors: dict, real: torch.Tensor | None, x: torch.Tensor) -> tuple:
         """One member's output, batch norm's statistics after it, and what batch norm gathered."""
         with self.context.alone(real) as context:
-            y = torch.func.functional_call(self.base_layer, tensors, (x,))  # puts changed statistics into ``tensors``
+            call = torch.func.functional_call  # puts changed statistics into ``tensors``
+            y = call(self.base_layer, tensors, (x,), tie_weights=False)  # what is tied is one module under two names
             return y, {n: t for n, t in tensors.items() if n not in self.dims}, context.gathered or {}
 
 

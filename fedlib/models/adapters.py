@@ -180,8 +180,12 @@ class LoRA(nn.Module):
 
 
 def apply_finetune_(vit: Backbone, head: nn.Module, mode: str, options: dict, seed: int) -> None:
-    """Insert the adapters of ``mode`` and set ``requires_grad`` on exactly what is trained and communicated."""
-    vit.requires_grad_(mode == "full")
+    """Insert the adapters of ``mode`` and set ``requires_grad`` on exactly what is trained and communicated.
+
+    What the owner of a net froze stays frozen in ``full``.
+    """
+    if mode != "full":
+        vit.requires_grad_(False)
     generator = torch_generator(seed, "adapter init")
     if mode in ("pa", "sa"):
         wrap = ParallelAdapter if mode == "pa" else SerialAdapter

@@ -87,14 +87,14 @@ class ExitModel(nn.Module):
     def frozen_units(self) -> int:
         """How many leading units give the same output all run long: nothing in or before them is trained or fed back.
 
-        Ask before :meth:`put_` replaces the parameters.
+        Nor does a batch norm in them go by who shares a batch. Ask before :meth:`put_` replaces the parameters.
         """
         if self.backbone.reads_all:  # all tokens of all units would have to be kept
             return 0
-        if any(isinstance(m, BatchNorm2d) for m in self.backbone.modules()):  # an output is not of one example alone
-            return 0
         infos = self.infos()
         trained = [infos[n].unit for n in self.trainable() if n.startswith("backbone.")]
+        pieces = enumerate([self.backbone.stem, *self.backbone.blocks], -1)
+        trained += [unit for unit, piece in pieces if any(isinstance(m, BatchNorm2d) for m in piece.modules())]
         fed_back = self.backbone.kept_units(self.head.first_hand_back)
         return int(max(0, min([self.backbone.spec.depth, fed_back, *trained])))
 

@@ -79,7 +79,8 @@ class Stem(nn.Module):
         if self.spec.reads == "images":
             return self.each_member(self.places, x, lambda x: (fit_(self, self.spec), self.embed(x))[1])
         ids, two = x.long(), self.spec.streams == 2
-        if ids.device.type == "cpu" and not two:  # without what is padding in every row of the batch
+        exporting = torch.compiler.is_exporting()  # a graph is of one length
+        if ids.device.type == "cpu" and not two and not exporting:  # without what is padding in every row of the batch
             real = (ids != self.spec.padding).flatten(0, 1).any(0).nonzero()
             ids = ids[..., : 1 + int(real.max()) if len(real) else 1]
 

@@ -68,7 +68,9 @@ def _kept_numbers(spec: MapSpec) -> tuple[int, int]:
 
 
 def _kept_sizes(backbone: nn.Module, examples: int) -> list[int]:
-    """The size of every tensor that autograd keeps beside the parameters."""
+    """The size of every tensor that autograd keeps beside the parameters, where all of them are trained."""
+    for p in backbone.parameters():
+        p.requires_grad_(p.is_floating_point())
     with kept_by_autograd(backbone.parameters()) as kept:
         device = next(backbone.parameters()).device
         z = backbone.stem(torch.zeros(1, examples, *backbone.spec.input_shape, device=device))

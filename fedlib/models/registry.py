@@ -33,7 +33,7 @@ from .small import CONVNETS
 from .timm_nets import create_timm, load_timm, timm_spec
 from .vim import VIMS, load_vim
 from .vit import ViT, ViTSpec
-from .wrapped import Feature, Wrapped, WrappedSpec
+from .wrapped import Feature, Wrapped, WrappedSpec, in_eval
 
 VITS = shapes(ViTSpec)
 OWN: dict[str, Spec] = VITS | VIMS | BERTS | RESNETS | CONVNETS | MSDNETS | EFFICIENTNETS | FOREIGN
@@ -88,7 +88,8 @@ def wrap(
     Its units are the pieces between ``cuts``, names of its modules in the order in which they run (the last may be "",
     the net's own output); what follows the last cut is left away. ``input_shape``: one image's. ``feature``: what exits
     read (``WrappedSpec``). A net begins with the weights that it has (``pretrained=True``); a function that makes one
-    is called anew for every seed (``pretrained=False``). ``ValueError`` says in a sentence what cannot be cut.
+    is called anew for every seed (``pretrained=False``). What is frozen, or in eval mode while other modules train,
+    stays so. ``ValueError`` says in a sentence what cannot be cut, or cannot be trained as it is.
     """
     make = net if callable(net) and not isinstance(net, nn.Module) else None
     if make is not None:
@@ -99,9 +100,17 @@ def wrap(
     name = name or type(net).__name__.lower()
     if not isinstance(name, str) or name in SHIPPED:
         raise ValueError(f"wrap: name = {name!r} is a backbone of the kit's, or no word; choose another")
-    OWN[name] = WrappedSpec.of(copy.deepcopy(net), cuts, input_shape, feature, make)
+    try:
+        mine = copy.deepcopy(net)
+    except Exception as error:  # whatever a module's code raises; torch's on tensors that were computed
+        raise ValueError(f"wrap: {type(net).__name__} cannot be copied: {str(error).partition('.')[0]}") from error
+    OWN[name] = WrappedSpec.of(mine, cuts, input_shape, feature, make)
     if any(isinstance(m, nn.modules.dropout._DropoutNd) and m.p for m in net.modules()):
         warnings.warn(f"the dropout of {name!r} is off: it would draw from the global generator", stacklevel=2)
+    still = in_eval(net)
+    if fixed := [repr(path) for path, m in net.named_modules() if m in still and hasattr(m, "running_mean")]:
+        why = "is in eval mode while others train, and stays so: its statistics stand still"
+        warnings.warn(f"{', '.join(fixed)} of {name!r} {why}", stacklevel=2)
     return name
 
 

@@ -5,15 +5,18 @@
 code. The first unit begins at the image; what follows the last cut is left away, for exits stand there. A cohort runs
 under ``vmap`` where a trial shows that it can, else one member after the other (``layers/members.py``).
 
-Batch norm follows the run's ``batch_norm`` and begins with the net's own statistics. Dropout and stochastic depth are
-off: they would draw from the global generator. Widths can be cut where it is known which layers share them
-(``traced.py``). Read next: ``maps.py``, ``registry.py``.
+Batch norm follows the run's ``batch_norm`` and begins with the net's own statistics. What the owner froze is neither
+trained nor sent. Modules are in training while clients train, but those that the owner put in eval mode while others
+train, and those that would draw from the global generator: dropout and stochastic depth are off. Refused are layers
+that share a parameter, and buffers that the net's code moves: nobody would average them. Widths can be cut where it is
+known which layers share them (``traced.py``). Read next: ``maps.py``, ``registry.py``.
 """
 
 import copy
 import inspect
+import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -62,14 +65,22 @@ class WrappedSpec(MapSpec):
         plain = cls(size=size, channels=channels, net=net, make=make, cuts=tuple(cuts), read=read)
         with torch.device("meta"), torch.no_grad():
             backbone, z, states, features = plain.build(), torch.empty(1, 2, *input_shape), [], []
-            for cut, unit in zip(cuts, backbone.blocks, strict=True):
+            before = {name: (b, b._version) for name, b in backbone.named_buffers()}
+            for unit, cut in enumerate(cuts):
                 try:
-                    z = unit(z)
-                    features.append(tuple(plain.seen(z).shape[2:]))
+                    feature, z = backbone.advance(z, unit, 1)
                 except Exception as error:  # whatever the net's code raises
                     why = _line(error)
                     raise ValueError(f"wrap: up to cut {cut!r} it does not run on shapes alone: {why}") from error
+                features.append(tuple(feature.shape[2:]))
                 states.append(tuple(z.shape[2:]))
+        for name, b in backbone.named_buffers():
+            if name in before and (b is not before[name][0] or b._version != before[name][1]):
+                path, _, leaf = name.rpartition(".base_layer.")[2].rpartition(".")
+                raise ValueError(
+                    f"wrap: {path!r} moves its buffer {leaf!r} in training, which nobody would average; allowed: "
+                    "batch norm, a layer that moves none, or this one in eval mode while others train"
+                )
         if read == "tokens" and len(set(features)) > 1:
             raise ValueError(f"wrap: feature = 'tokens' needs tokens of one width, not of {features}")
         spec = replace(plain, states=tuple(states), features=tuple(features))
@@ -93,9 +104,15 @@ class WrappedSpec(MapSpec):
         return len(self.cuts)
 
     @property
+    def is_held(self) -> bool:
+        """Did its owner freeze a parameter, or put a module in eval mode while others train?"""
+        return bool(in_eval(self.net)) or not all(p.requires_grad for p in self.net.parameters())
+
+    @property
     def own_modes(self) -> tuple[str, ...]:
         """A frozen batch norm would go on by the batch's statistics, so nothing before it could be kept."""
-        normalises = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in self.net.modules())
+        trained = {*self.net.modules()} - in_eval(self.net)
+        normalises = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in trained)
         return ("full",) if normalises else ("full", "frozen")
 
     @property
@@ -142,20 +159,33 @@ class Wrapped(MapBackbone):
     """A net in pieces."""
 
     def __init__(self, spec: WrappedSpec, net: nn.Module):
-        for m in list(net.eval().modules()):
+        still = in_eval(net)
+        for path, m in list(net.named_modules()):
             for name, child in m.named_children():
-                if isinstance(child, nn.modules.batchnorm._BatchNorm):
-                    setattr(m, name, MemberNorm(child))
-        pieces = pieces_of(net, spec.cuts)
+                if isinstance(child, nn.modules.batchnorm._BatchNorm) and child not in still:
+                    try:
+                        setattr(m, name, MemberNorm(child))
+                    except ValueError as error:
+                        raise ValueError(f"wrap: {f'{path}.{name}'.lstrip('.')!r}: {error}") from error
+        trained = {m for m in net.modules() if m not in still and not isinstance(m, nn.modules.dropout._DropoutNd)}
+        pieces = pieces_of(net, spec.cuts, trained)
         if spec.streams:
             Widths(pieces).name_()
         super().__init__(spec, nn.Identity(), map(PerClient, pieces))
+        self.trained = [[m for m in piece.modules() if m in trained] for piece in pieces]
+        self.alike: set[int] = set()  # units that answer in training as in evaluation
         if torch.empty(0).is_meta:  # in a context that asks for shapes
             self.to("meta")
 
     def advance(self, z: torch.Tensor, unit: int, on: int) -> tuple[torch.Tensor, torch.Tensor]:
+        # what answers alike is never in eval mode, where timm's LeViT, for one, goes by what it kept of other weights
+        _train_(self.trained[unit], unit in self.alike or self.blocks[unit].context.training)
         z = self.blocks[unit](z)
         return self.spec.seen(z), z if on == len(z) else z[:on]
+
+    def kept_units(self, first_hand_back: float) -> float:
+        other = (unit for unit in range(self.spec.depth) if unit not in self.alike)
+        return min(next(other, math.inf), super().kept_units(first_hand_back))
 
     def replace(self, z: torch.Tensor, unit: int, feature: torch.Tensor) -> torch.Tensor:
         return put_token(z, feature, 0) if self.spec.hands_back else super().replace(z, unit, feature)
@@ -169,17 +199,50 @@ class Wrapped(MapBackbone):
 
         ``ValueError`` if they draw from the global generator to answer.
         """
-        before = torch.random.get_rng_state()
-        z = torch.randn(2, 1, *self.spec.input_shape, generator=torch.Generator().manual_seed(0))
-        for piece in self.blocks:
+        z, off = torch.randn(2, 1, *self.spec.input_shape, generator=torch.Generator().manual_seed(0)), []
+        for unit, (piece, trained) in enumerate(zip(self.blocks, self.trained, strict=True)):
+            if _tried(piece, z, trained)[1]:
+                drawing = [m for m in trained if _tried(piece, z, [m])[1]]
+                off += [type(m).__name__ for m in drawing]
+                trained[:] = [m for m in trained if m not in drawing]
+            (still, _), (y, draws) = (_tried(piece, z, modules) for modules in ((), trained))
+            if draws:
+                raise ValueError(
+                    "wrap: the net draws from PyTorch's global generator to answer (dropout as a function?)"
+                )
+            self.alike |= {unit} if torch.allclose(still, y, 1e-4, 1e-5) else set()
             z = piece.try_vmap_(z)
-        if not torch.equal(before, torch.random.get_rng_state()):
-            raise ValueError("wrap: the net draws from PyTorch's global generator to answer (dropout as a function?)")
+        if off:
+            what = ", ".join(dict.fromkeys(off))
+            warnings.warn(f"what {what} of the net would draw from the global generator is off", stacklevel=2)
         slow = [repr(cut) for cut, piece in zip(self.spec.cuts, self.blocks, strict=True) if not piece.vmap]
         if slow:
             where = ", ".join(slow)
             warnings.warn(f"up to cut {where} clients run one after the other: vmap cannot batch them", stacklevel=2)
         return self
+
+
+def in_eval(net: nn.Module) -> set[nn.Module]:
+    """The modules of ``net`` that its owner put in eval mode while others train; of a net all in eval mode none."""
+    still = {m for m in net.modules() if not m.training and not isinstance(m, nn.modules.dropout._DropoutNd)}
+    still = {m for m in still if getattr(m, "running_mean", m) is not None}  # else it goes by batches in eval mode too
+    return still if any(m.training for m in net.modules()) else set()
+
+
+def _train_(modules: Iterable[nn.Module], training: bool) -> None:
+    for m in modules:
+        if m.training != training:
+            m.training = training
+
+
+@torch.no_grad()
+def _tried(piece: PerClient, z: torch.Tensor, trained: Iterable[nn.Module]) -> tuple[torch.Tensor, bool]:
+    """What ``piece`` answers with these of its modules in training, and does it draw from the global generator?"""
+    _train_(piece.modules(), False)
+    _train_(trained, True)
+    with torch.random.fork_rng(devices=[]):
+        before = torch.random.get_rng_state()
+        return piece(z), not torch.equal(before, torch.random.get_rng_state())
 
 
 class Held(nn.Module):
@@ -214,45 +277,84 @@ class _Calls(fx.Tracer):
         self.calls.setdefault(self.path_of_module(m), []).append(out)
         return out
 
+    def result(self, cut: str) -> fx.Node | None:
+        """The one tensor that module ``cut`` gave, if it ran once."""
+        calls = self.calls.get(cut, [])
+        node = getattr(calls[0], "node", calls[0]) if len(calls) == 1 else None
+        return node if isinstance(node, fx.Node) else None
 
-def pieces_of(net: nn.Module, cuts: Sequence[str]) -> list[fx.GraphModule]:
+    def follow(self, net: nn.Module) -> list[fx.Node]:
+        """The nodes of ``net`` in the mode that it is in."""
+        try:
+            nodes = list(self.trace(net, self.defaults(net)).nodes)
+        except Exception as error:  # whatever the net's code raises when it meets a placeholder
+            name = type(net).__name__
+            raise ValueError(f"wrap: the code of {name} around its cuts cannot be followed: {_line(error)}") from error
+        self.calls[""] = [nodes[-1].args[0]]
+        return nodes
+
+
+def pieces_of(net: nn.Module, cuts: Sequence[str], trained: Collection[nn.Module]) -> list[fx.GraphModule]:
     """The units of ``net``, modules of one tensor that share its layers; each ends at a cut, "" is the net's output.
 
-    ``ValueError`` names the cut where nothing was called, or where more than one tensor goes on.
+    ``ValueError`` names the cut where nothing was called, or where more than one tensor goes on, what layers share, and
+    where the code around the cuts is another while ``trained`` modules are in training.
     """
-    tracer = _Calls(net, cuts)
-    try:
-        graph = tracer.trace(net, tracer.defaults(net))
-    except Exception as error:  # whatever the net's code raises when it meets a placeholder
-        name = type(net).__name__
-        raise ValueError(f"wrap: the code of {name} around its cuts cannot be followed: {_line(error)}") from error
-    nodes = list(graph.nodes)
-    tracer.calls[""] = [nodes[-1].args[0]]
-    for node in nodes:
-        if node.op == "get_attr":
-            _hold_(net, node)
+    net.eval()
+    _train_(trained, True)
+    training = _Calls(net, cuts)
+    training.follow(net)
+    tracer = _Calls(net.eval(), cuts)
+    nodes = tracer.follow(net)
     ends = [nodes[0]]
     for cut in cuts:
-        calls = tracer.calls.get(cut, [])
-        node = getattr(calls[0], "node", calls[0]) if len(calls) == 1 else None
-        if not isinstance(node, fx.Node):
+        node = tracer.result(cut)
+        if node is None:
             known = ", ".join(path for path, _ in net.named_children() if len(tracer.calls.get(path, ())) == 1)
             raise ValueError(f"wrap: cut {cut!r} is no module that runs once and gives one tensor; such are {known}")
         if nodes.index(node) <= nodes.index(ends[-1]):
             raise ValueError(f"wrap: cut {cut!r} does not run after the one before it; name them in this order")
         ends.append(node)
+    if _leading_to(training.result(cuts[-1])) != _leading_to(ends[-1]):
+        raise ValueError(
+            f"wrap: the code of {type(net).__name__} around its cuts is another in training (self.training, dropout as "
+            "a function?); allowed: such code in a module without a cut inside"
+        )
+    for node in nodes:
+        if node.op == "get_attr":
+            _hold_(net, node, tracer)
     pieces = [_piece(net, nodes, begin, end, cut) for begin, end, cut in zip(ends[:-1], ends[1:], cuts, strict=True)]
-    owners = [name for piece in pieces for name in {id(p) for p in piece.parameters()}]
-    if len(owners) != len(set(owners)):
-        raise ValueError("wrap: two units share a parameter, which clients of unequal depth cannot")
+    places: dict[nn.Parameter, tuple] = {}
+    for unit, piece in enumerate(pieces):
+        for path, m in piece.named_modules():
+            for leaf, p in m.named_parameters(path, recurse=False):
+                first, *place = places.setdefault(p, (leaf, unit, m))
+                if place != [unit, m]:
+                    raise ValueError(
+                        f"wrap: {first!r} and {leaf!r} are one parameter that two layers or units share; allowed: one "
+                        "module, called twice before the same cut"
+                    )
     return pieces
 
 
-def _hold_(net: nn.Module, node: fx.Node) -> None:
+def _leading_to(node: fx.Node | None) -> list[str]:
+    """The code that ``node`` follows from."""
+    needed, code = {node}, []
+    for n in reversed(node.graph.nodes if node else ()):
+        if n in needed:
+            needed.update(n.all_input_nodes)
+            code.append(str((n.name, n.op, n.target, n.args, n.kwargs)))
+    return code
+
+
+def _hold_(net: nn.Module, node: fx.Node, tracer: _Calls) -> None:
     """Where ``node`` reads a parameter, put it in a module of its own, so that clients can have their own of it."""
     path, _, leaf = node.target.rpartition(".")
     owner = net.get_submodule(path)
     if isinstance(value := getattr(owner, leaf), nn.Parameter):
+        above = [".".join(path.split(".")[:n]) for n in range(1, path.count(".") + 2)]
+        if path and any(p in tracer.calls and tracer.is_leaf_module(net, p) for p in above):
+            raise ValueError(f"wrap: module {path!r} and the code around the cuts share its parameter {leaf!r}")
         delattr(owner, leaf)
         owner.add_module(leaf, Held(value))
         node.op = "call_module"

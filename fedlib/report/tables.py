@@ -9,6 +9,7 @@ import pandas as pd
 from ..core.experiment import Experiment
 from ..core.paths import outputs_dir, params_dir
 from ..core.tables import read_table
+from ..core.validation import check_kind
 from ..data.datasets import is_available, load_dataset
 from ..engine.executors import Execution
 from ..methods import METHODS
@@ -57,6 +58,7 @@ def run_cells(
 
     Weights and data of all missing runs are fetched first: ``ConnectionError`` with one sentence before any compute.
     """
+    check_kind(run_missing, bool, "run_missing")
     experiments = [c.experiment for c in cells]
     found = {e: r for e in experiments if (r := shown_run(e, folder)) is not None}
     missing = [e for e in experiments if e not in found]

@@ -19,6 +19,7 @@ from torch.fx.graph import CodeGen
 from ..core.paths import outputs_dir
 from ..core.slices import Slice
 from ..core.validation import check_kind, check_known
+from ..data.tokenizer import words_of
 from ..engine.batches import mixed
 from ..engine.evaluation import BATCH, central
 from ..engine.executors import Execution
@@ -27,11 +28,12 @@ from ..engine.forward import Forward, by_example
 from ..methods import Round, Server
 from ..models.bert import TYPES, BertSpec, published_name
 from ..models.exit_model import ExitModel
+from ..models.registry import tokenizer_of
 from ..models.vit import ViTSpec
 from .record import Run
 from .trained import load_trained
 
-SOURCE = Path(__file__).with_name("export_model.txt").read_text()  # of what runs without the kit
+SOURCE, PREPARE = Path(__file__).with_name("export_model.txt").read_text().split("# images\n")  # run without the kit
 
 
 def save_model(run: Run, budget: int, path: Path | str | None = None, format: str = "torch") -> Path:
@@ -45,9 +47,11 @@ def save_model(run: Run, budget: int, path: Path | str | None = None, format: st
 
     By default in ``outputs/models``. The model reads inputs (B, *shape) as the net sees them and answers with the
     outputs (exits, B, *out) of every exit that the budget holds, timm's and transformers' with (B, *out);
-    ``model.json`` says by what mean and SD images are normalised, which exits these are, and what the classes are
-    called. ``ValueError`` where what a client answers is not one model's, or depends on who is asked beside, or is no
-    such net's; ``ImportError`` names a missing package.
+    ``model.json`` says how images are resized and by what mean and SD they are normalised, which exits these are, and
+    what the classes are called. ``prepare`` of ``model.py``, or timm's own transform, makes inputs of images, and
+    ``tokenizer.json`` of texts (``tokenizers.Tokenizer.from_file``; of hf transformers' ``AutoTokenizer``).
+    ``ValueError`` where what a client answers is not one model's, or depends on who is asked beside, or is no such
+    net's; ``ImportError`` names a missing package.
     """
     check_kind(run, Run, "save_model: run")
     check_known([format], [*FORMATS, *NETS], "format = {} is not possible")
@@ -60,16 +64,24 @@ def save_model(run: Run, budget: int, path: Path | str | None = None, format: st
     traced, x = _Answers(central(f, server, part), f, part), f.data.view(f.data.test_inputs, seen, rows)
     shape = list(x.shape[1:])
     about = {"run": run.path.name, "budget": budget, "input_shape": shape, "exits": list(part.exits)}
-    about |= {"mean": f.data.mean.tolist(), "std": f.data.std.tolist()} if x.is_floating_point() else {}
+    if x.is_floating_point():
+        said = {k: getattr(f.data, k)[: shape[0]].tolist() for k in ("mean", "std")}  # of each channel
+        about |= {"resize": "bilinear, both sides; with antialias where one is larger"} | said
     about |= {"classes": list(f.data.classes), "experiment": run.experiment.to_dict()}
     with torch.no_grad():
         if format in NETS:
             unit = f.setting.exit_units[part.exits[-1]]
             net = net_of(format, traced.model, part.exits[-1], unit, x, traced(x)[-1], about)
         else:
-            program = torch.export.export(traced, (x,), dynamic_shapes=({0: torch.export.Dim.AUTO},), strict=False)
+            try:
+                program = torch.export.export(traced, (x,), dynamic_shapes=({0: torch.export.Dim.AUTO},), strict=False)
+            except Exception as error:  # whatever a net's code raises where values are not known
+                why = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+                raise ValueError(f"{run.experiment.slug} cannot be exported: torch.export says: {why}") from error
     path = Path(path) if path is not None else outputs_dir() / "models" / f"{run.path.name}-budget{budget}"
     path.mkdir(parents=True, exist_ok=True)
+    if not x.is_floating_point():
+        words_of(tokenizer_of(run.experiment.backbone)).encoder(shape[0]).save(str(path / "tokenizer.json"))
     if format in NETS:
         save_net(format, net, path, about)
     else:
@@ -124,7 +136,8 @@ def _as_source(program: torch.export.ExportedProgram, path: Path, about: dict) -
     source = re.sub(r"return \((\w+),\)", r"return \1", module.graph.python_code("self").src)
     code = "\n".join(f"    {line}".rstrip() for line in source.strip().splitlines())
     shape = ", ".join(map(str, about["input_shape"]))
-    (path / "model.py").write_text(SOURCE.format(code=code, shape=shape, **{k: about[k] for k in ("run", "budget")}))
+    text = SOURCE.format(code=code, shape=shape, **{k: about[k] for k in ("run", "budget")})
+    (path / "model.py").write_text(text + (PREPARE.format(**about) if "mean" in about else ""))
     weights = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     save_file({n: t.detach().clone().contiguous() for n, t in weights.items()}, path / "model.safetensors")
 
@@ -253,9 +266,17 @@ def save_net(format: str, net: nn.Module, path: Path, about: dict) -> None:
     if format == "hf":
         net.config.id2label = dict(enumerate(map(str, about["classes"])))  # pyright: ignore
         net.save_pretrained(path)  # pyright: ignore
+        from transformers import PreTrainedTokenizerFast
+
+        marks = {f"{x}_token": f"[{x.upper()}]" for x in ("pad", "cls", "sep", "unk", "mask")}
+        names = ["input_ids", "attention_mask"]  # a second text is of no other type
+        file, length = str(path / "tokenizer.json"), about["input_shape"][0]
+        words = PreTrainedTokenizerFast(tokenizer_file=file, model_max_length=length, model_input_names=names, **marks)
+        words.save_pretrained(path)
         return
     said, size = about.pop("timm"), about["input_shape"]
     inputs = {"input_size": size, "mean": about["mean"], "std": about["std"], "num_classes": len(about["classes"])}
+    inputs |= {"interpolation": "bilinear", "crop_pct": 1.0, "crop_mode": "squash"}  # the whole picture, both its sides
     said |= {"num_classes": inputs["num_classes"], "label_names": list(map(str, about["classes"]))}
     said["pretrained_cfg"] = {**inputs, "first_conv": "patch_embed.proj", "classifier": "head"}
     (path / "config.json").write_text(json.dumps(said, indent=1) + "\n")

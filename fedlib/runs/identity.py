@@ -29,6 +29,7 @@ from ..models.backbone import Spec
 from ..models.foreign_specs import ForeignSpec
 from ..models.maps import MapSpec
 from ..models.registry import OWN, SHIPPED, backbone_spec, folder_of_weights, tokenizer_of, weights_file
+from ..models.wrapped import WrappedSpec
 from .reached import UNVERIFIED, code_of, digest_of
 
 KINDS = ("options", "method", "kit", "backbone", "data", "weights")  # what can differ, in the words of ``accept``
@@ -194,7 +195,8 @@ def take_backbones(sent: Mapping[str, tuple[Spec, str]]) -> None:
 def _own_backbone(name: str) -> str:
     """The digest of a backbone of one's own: its shape, code and weights; "" of the kit's and timm's.
 
-    A name that was the kit's and is timm's now says so: what is stored under it without this word is the former.
+    A name that was the kit's and is timm's now says so: what is stored under it without this word is the former. So
+    does a net that its owner froze in part: a run that is stored without this word trained all of it.
     """
     spec = OWN.get(name)
     if spec is None and name == "resnet18":
@@ -203,7 +205,8 @@ def _own_backbone(name: str) -> str:
         return ""
     if name in _told:
         return _told[name]
-    return digest_of(dataclasses.replace(spec, source=None) if isinstance(spec, ForeignSpec) else spec)
+    digest = digest_of(dataclasses.replace(spec, source=None) if isinstance(spec, ForeignSpec) else spec)
+    return f"{digest}, as frozen" if isinstance(spec, WrappedSpec) and spec.is_held else digest
 
 
 def _key(e: Experiment) -> dict | None:

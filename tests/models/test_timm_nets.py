@@ -39,7 +39,7 @@ def small(backbone, **changes):
 def test_units_end_in_timms_own_features(name, units):
     """On the same weights; batch norm by the batch, as in training."""
     spec, model = backbone_spec(name), timm.create_model(name, pretrained=False)
-    backbone, x = Wrapped(spec, copy.deepcopy(model)), torch.randn(2, *spec.input_shape)
+    backbone, x = Wrapped(spec, copy.deepcopy(model)).try_vmap_(), torch.randn(2, *spec.input_shape)
     for m in model.modules():
         m.training = isinstance(m, nn.modules.batchnorm._BatchNorm)
     with torch.no_grad():

@@ -437,7 +437,7 @@ class Ties(Net):
         (Net(), ["middle.0", "enter"], (3, 32, 32), "map", "cut 'enter' does not run after the one before it"),
         (Skips(), ["enter", "middle.0", "middle.1"], (3, 32, 32), "map", "before cut 'middle.1' the net reads 'add'|'enter'"),
         (Branches(), CUTS, (3, 32, 32), "map", "the code of Branches around its cuts cannot be followed: .*control flow"),
-        (Ties(), CUTS, (3, 32, 32), "map", "two units share a parameter"),
+        (Ties(), CUTS, (3, 32, 32), "map", "are one parameter that two layers or units share"),
         (Net(), CUTS, (1, 32, 32), "map", "up to cut 'enter' it does not run on shapes alone: .*channel"),
         (Net(), CUTS, (3, 32, 16), "map", "input_shape = .3, 32, 16.; allowed: .channels, pixels, as many pixels"),
         (Net(), "enter", (3, 32, 32), "map", "cuts = 'enter'; allowed: a list of names"),

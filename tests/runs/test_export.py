@@ -1,17 +1,25 @@
 """A budget's sub-model runs without the kit, and answers as it did in the evaluation."""
 
+import importlib.util
 import json
 import subprocess
 import sys
+from importlib.util import find_spec
 
+import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
+from datasets import Dataset
+from PIL import Image
 
 import fedlib
 from fedlib import Experiment, run, save_model
 from fedlib.core.storage import write_tensors
 from fedlib.engine.evaluation import exit_logits
 from fedlib.methods import Round
+from fedlib.models import registry
+from fedlib.models.vit import ViTSpec
 from fedlib.runs.trained import load_trained
 from tests.helpers.stored import ONE, short
 
@@ -81,6 +89,9 @@ def test_the_exported_model_answers_as_in_the_evaluation(method, budget, kind, c
     assert Experiment.from_dict(about["experiment"]) == done.experiment
 
 
+FULL = dict(
+    backbone="bert_micro", finetune="full", partition="iid", augment="none", num_exits=3, lr=0.05, momentum=0.9
+)  # fmt: skip
 TEXT = dict(dataset="docstrings", backbone="bert_micro", partition="iid", augment="none", num_exits=3)
 
 
@@ -100,6 +111,105 @@ def test_a_library_s_net_answers_as_the_last_exit(method, budget, kind, changes,
     found, expected = answered(done, budget, folder, kind)
     torch.testing.assert_close(found["all"], expected[-1], atol=1e-3, rtol=1e-3)
     assert len(json.loads((folder / "model.json").read_text())["exits"]) == len(expected)
+
+
+def loaded(folder, kind):
+    """The model of ``folder`` and what makes its inputs of pictures (N, C, H, W), as each library's own pages say."""
+    about = json.loads((folder / "model.json").read_text())
+    if kind == "timm":
+        timm = pytest.importorskip("timm")
+        net = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
+        see = timm.data.create_transform(**timm.data.resolve_data_config({}, model=net))
+        mode = "L" if about["input_shape"][0] == 1 else "RGB"
+        image = lambda x: Image.fromarray(x[0] if len(x) == 1 else x.transpose(1, 2, 0)).convert(mode)  # noqa: E731
+        return net, lambda pictures: torch.stack([see(image(x)) for x in pictures])
+    if kind == "torch":
+        spec = importlib.util.spec_from_file_location("model", folder / "model.py")
+        spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
+        assert hasattr(module, "prepare") == ("mean" in about)
+        return module.load(), lambda pictures: module.prepare(torch.from_numpy(pictures))
+    if kind == "onnx":
+        from onnx.reference import ReferenceEvaluator
+
+        session = ReferenceEvaluator(folder / "model.onnx")
+        answer = lambda x: torch.tensor(session.run(None, {session.input_names[0]: x.numpy()})[0])  # noqa: E731
+    else:
+        answer = torch.export.load(folder / "model.pt2").module()
+
+    def by_hand(pictures):
+        channels, *size = about["input_shape"]
+        x = torch.from_numpy(pictures).float() / 255
+        smaller = max(x.shape[2:]) > max(size)
+        x = F.interpolate(x, size, mode="bilinear", antialias=smaller).expand(-1, channels, -1, -1)
+        mean, std = (torch.tensor(about[k]).view(-1, 1, 1) for k in ("mean", "std"))
+        assert len(mean) == len(std) == channels and about["resize"].startswith("bilinear")
+        return (x - mean) / std
+
+    return answer, by_hand
+
+
+@pytest.mark.parametrize(
+    "channels, sees, shape",
+    [(1, 3, (16, 16)), (1, 1, (16, 16)), (1, 3, (20, 20)), (3, 3, (24, 24)), (3, 3, (12, 12)), (1, 1, (10, 18))],
+)
+def test_every_format_is_as_accurate_by_its_own_library_s_lines_on_pictures(
+    channels, sees, shape, tmp_path, monkeypatch
+):
+    """What tells the classes lies at the border, which no crop may cut."""
+    monkeypatch.setitem(
+        registry.OWN, "vit_tiny_one",
+        ViTSpec(img_size=16, patch_size=4, channels=sees, dim=24, depth=2, heads=2, ffn_dim=48),
+    )  # fmt: skip
+    rng = np.random.default_rng(0)
+    labels = np.arange(400) % 4
+    pictures = rng.integers(0, 120, (400, channels, *shape), dtype=np.uint8)
+    for picture, label in zip(pictures, labels, strict=True):
+        side = picture.swapaxes(1, 2) if label % 2 else picture
+        side[:, : 1 if label < 2 else None][:, -1:] += np.uint8(130)
+    fedlib.register_data("borders", (pictures[:300], labels[:300]), (pictures[300:], labels[300:]))
+    e = Experiment(
+        method="fedavg", dataset="borders", backbone="vit_tiny_one", pretrained=False, finetune="full", augment="none",
+        partition="iid", num_clients=3, clients_per_round=3, rounds=12, num_exits=1, lr=0.1, momentum=0.9, batch_size=16,
+    )  # fmt: skip
+    done = run(e, ONE, tmp_path / "runs", progress=False)
+    assert done.accuracy > 40  # it has learned something
+    kinds = [k for k in ("torch", "torch_export", "onnx", "timm") if k != "onnx" or find_spec("onnxscript")]
+    for kind in kinds:
+        model, prepare = loaded(save_model(done, 0, tmp_path / kind, kind), kind)
+        with torch.no_grad():
+            out = model(prepare(pictures[300:]))
+        right = (out.reshape(-1, *out.shape[-2:])[-1].argmax(1).numpy() == labels[300:]).mean()
+        assert abs(100 * right - done.accuracy) < (1.01 if kind == "timm" else 1e-3), kind
+
+
+def test_every_format_is_as_accurate_by_its_own_library_s_lines_on_text(tmp_path):
+    """Short and long texts; hf's by a pipeline, too."""
+    transformers, tokenizers = pytest.importorskip("transformers"), pytest.importorskip("tokenizers")
+    rng, words = np.random.default_rng(0), (["good", "fine", "nice"], ["bad", "poor", "awful"])
+    labels = np.arange(240) % 2
+    texts = [" ".join(["The", *rng.choice(words[k], rng.integers(1, 40)), "film!"]) for k in labels]
+    texts = [t if rng.random() < 0.8 else " ".join(t.split()[::-1]) + " bad" for t in texts]
+    sets = (Dataset.from_dict({"sentence": texts[a:b], "label": labels[a:b]}) for a, b in ((0, 160), (160, 240)))
+    fedlib.register_data("films", *sets)
+    e = Experiment(
+        method="fedavg", dataset="films", pretrained=False, num_clients=4, clients_per_round=4, rounds=2, **FULL,
+    )  # fmt: skip
+    done = run(e, ONE, tmp_path / "runs", progress=False)
+    for kind in ("torch", "torch_export", "hf"):
+        folder = save_model(done, 2, tmp_path / kind, kind)
+        if kind == "hf":
+            reads = transformers.AutoTokenizer.from_pretrained(folder)
+            net = transformers.AutoModelForSequenceClassification.from_pretrained(folder).eval()
+            with torch.no_grad():
+                out = net(**reads(texts[160:], padding=True, truncation=True, return_tensors="pt")).logits
+            told = transformers.pipeline("text-classification", str(folder))(texts[160:], truncation=True)
+            assert [t["label"] for t in told] == [net.config.id2label[i] for i in out.argmax(1).tolist()]
+        else:
+            reads = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+            model, _ = loaded(folder, kind)
+            out = model(torch.tensor([r.ids for r in reads.encode_batch(texts[160:])], dtype=torch.int32))[-1]
+        right = (out.argmax(1).numpy() == labels[160:]).mean()
+        assert 100 * right == pytest.approx(done.summary["exits"][-1], abs=1e-3), kind
 
 
 def test_a_smaller_budget_s_model_is_smaller(tmp_path):
@@ -137,6 +247,17 @@ def test_what_is_no_library_s_net_is_refused(method, changes, kind, sentence, tm
     done = run(short(method, rounds=1, **changes), ONE, tmp_path / "runs", progress=False)
     with pytest.raises(ValueError, match=f"format = '{kind}' is not possible for .*{sentence}.*; allowed: torch, "):
         save_model(done, 0, tmp_path / "model", kind)
+    assert not (tmp_path / "model").exists()
+
+
+def test_what_torch_cannot_trace_is_refused_in_a_sentence(tmp_path, monkeypatch):
+    def raises(*_, **__):
+        raise RuntimeError("it goes by values\n\na trace")
+
+    done = run(short("fedavg", rounds=1), ONE, tmp_path / "runs", progress=False)
+    monkeypatch.setattr("torch.export.export", raises)
+    with pytest.raises(ValueError, match="cannot be exported: torch.export says: it goes by values$"):
+        save_model(done, 0, tmp_path / "model")
     assert not (tmp_path / "model").exists()
 
 

@@ -15,6 +15,7 @@ from fedlib import Experiment
 from fedlib.core import paths
 from fedlib.core.paths import outputs_dir
 from fedlib.report.notebook import check_parameters, check_sources
+from fedlib.report.tables import run_cells
 from fedlib.runs.store import run_path
 from tests.helpers.tracked import lay_out
 
@@ -91,6 +92,7 @@ def test_papermill_with_an_override_from_any_folder(tmp_path):
     [
         (["-y", "{overrides: {roundz: 3}}"], "unknown key 'roundz'; did you mean 'rounds'?"),
         (["-p", "profil", "small"], "parameters: unknown name 'profil'; did you mean 'profile'?"),
+        (["-p", "run_missing", "never"], "parameters: run_missing = 'never'; allowed: True, False"),
     ],
 )
 def test_a_typo_stops_the_notebook_before_any_compute(tmp_path, arguments, message):
@@ -124,13 +126,53 @@ def test_every_notebook_asks_for_its_parameters_before_it_does_anything(path):
 def test_names_that_papermill_sets_are_those_of_the_parameters_cell(injected, refused):
     # IPython's list of executed cells begins with an empty one
     executed = ["", "profile = 'smoke'  # smoke | small\noverrides = {}", f"# Parameters\n{injected}\n", "import x"]
-    assert check_sources(executed[:2]) == []  # nothing injected: JupyterLab, nbval
+    assert check_sources(executed[:2]) == {}  # nothing injected: JupyterLab, nbval
     if refused is None:
-        assert check_sources(executed) == ["profile", "overrides"]
+        assert check_sources(executed) == {"profile": "small", "overrides": {"rounds": 3}}
     else:
         with pytest.raises(ValueError, match="parameters") as error:
             check_sources(executed)
         assert refused in str(error.value)
+
+
+OTHER = {str: 3, bool: "flase", int: "many", float: "many", dict: "{lr: 0.1}"}
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=ids)
+def test_every_parameter_of_every_notebook_is_of_the_type_of_its_default(path):
+    """What papermill's -p makes of a word for a bool and -r of a number is meant so; anything else stops."""
+    cell = "".join(cells(path)[0]["source"])
+    defaults = {s.targets[0].id: ast.literal_eval(s.value) for s in ast.parse(cell).body}
+
+    def given(name, value):
+        return check_sources(["", cell, f"# Parameters\n{name} = {value!r}\n", "import x"])[name]
+
+    for name, value in defaults.items():
+        assert given(name, value) == value and type(given(name, value)) is type(value)
+        if type(value) is bool:
+            assert [given(name, word) for word in ("false", "no", "False", "off", 0)] == [False] * 5
+            assert [given(name, word) for word in ("true", "Yes", "True", "on", 1)] == [True] * 5
+        if type(value) is int:
+            assert given(name, "7") == 7
+        if value is not None:
+            for wrong in (OTHER[type(value)], None, 1.5 if type(value) is not float else [1.5], []):
+                with pytest.raises(ValueError, match=f"^parameters: {name} = .*; allowed: "):
+                    given(name, wrong)
+
+
+def test_a_word_for_a_bool_in_the_parameters_cell_itself_trains_nothing(monkeypatch):
+    monkeypatch.delenv("FEDLIB_PROFILE", raising=False)
+    monkeypatch.setattr(paths, "_trial", False)
+    monkeypatch.setattr("IPython.get_ipython", lambda: SimpleNamespace(user_ns=names))
+    names = {"profile": "small", "run_missing": "false"}
+    check_parameters()
+    assert names["run_missing"] is False
+    for wrong in ({"run_missing": "never"}, {"overrides": "{lr: 0.1}"}, {"device": 0}):
+        names = {"profile": "small"} | wrong
+        with pytest.raises(ValueError, match=f"parameters: {next(iter(wrong))} = .*; allowed: "):
+            check_parameters()
+    with pytest.raises(ValueError, match="run_missing = 'false': expected bool"):
+        run_cells([], run_missing="false")
 
 
 def test_trials_are_stored_where_git_does_not_look(tmp_path, monkeypatch):
