@@ -7,6 +7,7 @@ import torch
 
 from fedlib import Execution, Experiment, build_federation, run_rounds
 from fedlib.core.slices import NOTHING, take
+from fedlib.engine.serving import client_outputs
 from fedlib.methods import METHODS, Round
 from fedlib.methods.ranks import Ranks
 from fedlib.models.registry import OWN
@@ -33,6 +34,7 @@ EXEMPT = {
     "fedproto",  # has no central model but the initial one
 }
 RATES = {"rates": (0.25, 0.5, 1.0)}
+OF_BUDGETS = ("fedavg_level1", "inclusivefl", "decoupled", "feddf", "scalefl_vit", "depthfl", "reefl", "darkdistill")
 CASES = [
     *((m, POOR[m], "uniform") for m in POOR),
     *((m, {**POOR[m], "dynamic": True}, "uniform") for m in ("heterofl", "fedrolex")),
@@ -43,16 +45,33 @@ CASES = [
 ]
 
 
+def federation(monkeypatch, method, options, budgets="uniform", **changes):
+    """Six clients on a ViT of four blocks."""
+    monkeypatch.setitem(OWN, "four_blocks", ViTSpec(img_size=16, depth=4, dim=24, heads=2, ffn_dim=32))
+    lora = issubclass(METHODS[method], Ranks)
+    return build_federation(Experiment(
+        method=method, options=options, budgets=budgets, backbone="four_blocks", pretrained=False, lr=0.1,
+        finetune="lora" if lora else "full", finetune_options={"r": 8} if lora else {}, num_train=120, num_test=30,
+        num_clients=6, clients_per_round=6, rounds=2, partition="iid", **granted(method), **changes,
+    ))  # fmt: skip
+
+
+@pytest.mark.parametrize("method", OF_BUDGETS)
+def test_an_exit_answers_centrally_as_the_clients_do_whose_last_it_is(method, monkeypatch):
+    f = federation(monkeypatch, method, SMALL.get(method, {}), test_split="like_train")
+    *_, last = run_rounds(f, Execution(workers=1))
+    central = all_logits(f, last.server)
+    for ids, outputs, _, counts in client_outputs(f, last.server, {}):
+        for k, (client, n) in enumerate(zip(ids, counts, strict=True)):
+            exit = 0 if method == "fedavg_level1" else f.budgets[client]
+            want = outputs[exit, k, :n]
+            torch.testing.assert_close(central[exit, f.data.client_test(client)], want, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("method, options, budgets", CASES)
 def test_no_answer_reads_what_nobody_trains(method, options, budgets, monkeypatch):
     """Entries that no client's model has, in any round, may be zero: nothing that is evaluated reads them."""
-    monkeypatch.setitem(OWN, "four_blocks", ViTSpec(img_size=16, depth=4, dim=24, heads=2, ffn_dim=32))
-    lora = issubclass(METHODS[method], Ranks)
-    f = build_federation(Experiment(
-        method=method, options=options, budgets=budgets, backbone="four_blocks", pretrained=False, lr=0.1,
-        finetune="lora" if lora else "full", finetune_options={"r": 8} if lora else {}, num_train=120, num_test=30,
-        num_clients=6, clients_per_round=6, rounds=2, partition="iid", **granted(method),
-    ))  # fmt: skip
+    f = federation(monkeypatch, method, options, budgets)
     *_, last = run_rounds(f, Execution(workers=1))
     seen = {n: torch.zeros(p.shape) for n, p in last.server.params.items()}
     for t in range(1, ROUNDS + 1):
