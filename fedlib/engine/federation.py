@@ -157,6 +157,8 @@ def build_federation(e: Experiment, device: str = "cpu") -> Federation:
     if not data.num_examples[eligible].any():
         why = f"leaves none of the {len(eligible)} clients that {e.method} can sample an example"
         raise e.refused("partition", why)
+    trained = np.unique(budgets[eligible[data.num_examples[eligible] > 0]])
+    setting = replace(setting, budgets=tuple(trained.tolist()))
     server = method.init_server(model.trainable(), setting)
     return with_caches(Federation(e, method, setting, data, model, model.frozen(), budgets, server))
 

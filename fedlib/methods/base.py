@@ -237,11 +237,15 @@ class Method(UploadOptions):
     # --- answers -------------------------------------------------------------------------------------------------
 
     def model_for(self, exit: int, server: Server, r: Round) -> Slice | tuple[Slice, ...]:
-        """The sub-model whose exit ``exit`` is evaluated on the central test set: the global model.
+        """The sub-model whose exit ``exit`` is evaluated on the central test set: what the largest budget holds.
 
-        Of several sub-models the mean of their outputs is.
+        By default the global model, where anybody holds it: what nobody trains answers nothing. Of several sub-models
+        the mean of their outputs does.
         """
-        return r.setting.full()
+        if not self.sends_model:  # the initial model, which nobody trains
+            return r.setting.full()
+        top = r.setting.at_hand(self.num_budgets(r.setting.num_exits) - 1)
+        return self.slice_for(Client(-1, top, 0), server, r)
 
     def serve(self, client: Client, server: Server, r: Round) -> Serving:
         """What a client answers with on its own test set: its members that train, as they are."""

@@ -64,11 +64,16 @@ class Setting:
     frozen: Tensors = field(default_factory=dict)  # the tensors that nobody trains
     # What runs models at the server. None in a setting of shapes alone, and where clients train
     lab: Lab = None  # pyright: ignore[reportAssignmentType]
+    budgets: tuple[int, ...] = ()  # those of clients that may be sampled; of names or shapes alone not known
     solved: dict = field(default_factory=dict, compare=False, repr=False)  # what methods work out of it, once: levels
 
     @property
     def num_exits(self) -> int:
         return len(self.exit_units)
+
+    def at_hand(self, budget: int) -> int:
+        """The largest budget up to ``budget`` that a client has, or the smallest; ``budget`` where none is known."""
+        return max((b for b in self.budgets if b <= budget), default=min(self.budgets, default=budget))
 
     def full(self) -> Slice:
         """The whole model."""

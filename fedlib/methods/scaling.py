@@ -187,7 +187,7 @@ class ModelsApart(Levels):
         return Server(0, params | copies, {})
 
     def model_for(self, exit: int, server: Server, r: Round) -> Slice:
-        return self.part(exit, r.setting)
+        return self.part(r.setting.at_hand(exit), r.setting)
 
 
 def distortions(levels: tuple[Level, ...], largest: Slice, setting: Setting) -> list[str]:

@@ -7,12 +7,14 @@ the net, from :class:`ScaledRates`.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from functools import partial
+from typing import Annotated, ClassVar, Literal
 
 import numpy as np
 import torch
 
-from ..core.kinds import Share
+from ..core.kinds import Share, When
+from ..core.slices import Slice
 from .base import Batch, Client, ExitModel, Experiment, Method, Spec, cross_entropies
 from .jobs import Member, Round, Server, Serving, Setting
 from .losses import zero_absent_at_client
@@ -121,6 +123,7 @@ class ScaledRates(Rates):
     scaler: bool = True
     masked: bool = True  # the cross-entropy, and what is sent of the classifier
     weighting: Literal["examples", "clients"] = "clients"
+    answers: Annotated[Literal["own", "whole"], When(dynamic=False)] = "own"  # what a client answers with
 
     @property
     def needs_classes(self) -> str:
@@ -134,6 +137,19 @@ class ScaledRates(Rates):
         budget = r.generator("rate", client.id).integers(len(self.rates)) if self.dynamic else client.budget
         return self.rates[budget]
 
+    def part(self, rate: float, r: Round) -> Slice:
+        """The sub-model of ``rate``: the leading entries."""
+        return r.setting.cut(partial(self.kept, rate), scale=rate if self.scaler else 1.0)
+
+    def slice_for(self, client: Client, server: Server, r: Round) -> Slice:
+        return self.part(self.rate_of(client, r), r)
+
+    def model_for(self, exit: int, server: Server, r: Round) -> Slice:
+        """The whole net, or what clients of the largest rate train, divided alike, where that is less."""
+        top = len(self.rates) - 1
+        rate = self.rates[top if self.dynamic else r.setting.at_hand(top)]
+        return r.setting.full() if rate == 1 else self.part(rate, r)
+
     def members(self, client: Client, server: Server, r: Round) -> Sequence[Member]:
         """Of the classifier a client sends the rows of the classes that it has an example of."""
         part = self.slice_for(client, server, r)
@@ -144,6 +160,7 @@ class ScaledRates(Rates):
         return cross_entropies(zero_absent_at_client(batch) if self.masked else batch).sum(0)
 
     def serve(self, client: Client, server: Server, r: Round) -> Serving:
-        """What it trains, divided alike: in a transformer another scale is another function."""
-        part = r.setting.full() if self.dynamic else self.slice_for(client, server, r)
+        """What it trains, divided alike: in a transformer another scale is another function. Or the central model."""
+        whole = self.dynamic or self.answers == "whole"
+        part = self.model_for(0, server, r) if whole else self.slice_for(client, server, r)
         return Serving((Member(client, part),))

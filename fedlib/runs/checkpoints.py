@@ -1,4 +1,4 @@
-"""The resumable state of a run: the last two checkpoints, and the client memories that either names.
+"""The state of a run, and the one way to read it back: two checkpoints, and the client memories that either names.
 
 ``checkpoint.safetensors`` holds the server, the metrics so far, the run's record, and the round of each client's memory
 file; the one before it stays as ``previous.safetensors``. ``metrics.jsonl`` is written from the checkpoint, so no line
@@ -9,10 +9,9 @@ import contextlib
 import json
 import os
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from ..core.experiment import Experiment
 from ..core.memories import ClientFiles
@@ -20,20 +19,10 @@ from ..core.storage import DamagedFile, read_json, read_tensors, write_json, wri
 from ..engine.federation import Federation
 from ..engine.rounds import Finished
 from ..methods import Server
+from ..methods.mixtures import part_of, under
 from .record import Record, Run
 
 RECORD, NEWEST = "experiment.json", "checkpoint.safetensors"
-
-
-def last_state(r: Run, device: str = "cpu") -> tuple[dict[str, torch.Tensor], dict[str, Any]] | None:
-    """Tensors and metadata that ``r`` ended with; None if it came without them.
-
-    Nor are they ``r``'s if their curve is another's, of a run that lay here before its files were replaced.
-    """
-    if not (file := r.path / NEWEST).exists():
-        return None
-    tensors, metadata = read_tensors(file, device)
-    return (tensors, metadata) if json.dumps(metadata["metrics"]) == json.dumps(r.metrics) else None  # NaN too
 
 
 class Checkpoints:
@@ -75,19 +64,22 @@ class Checkpoints:
         self.unsaved, self.final = None, final or {}
         self.memories.write(server.t)
         self.mirrors.write(server.t)
-        tensors = {f"params/{k}": v for k, v in server.params.items()}
-        tensors |= {f"memory/{k}": v for k, v in server.memory.items()}
+        write_tensors(self.newest, *self.contents(server), self.previous)
+        self.saved = server.t
+        write_lines(self.path / "metrics.jsonl", self.metrics)
+        self.memories.drop_unnamed()
+        self.mirrors.drop_unnamed()
+
+    def contents(self, server: Server) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Tensors and metadata of a checkpoint: what :meth:`read` reads."""
+        tensors = under("params", server.params) | under("memory", server.memory)
         metadata = {
             "experiment": self.experiment.to_dict(), "t": server.t, "metrics": self.metrics, "seconds": self.seconds,
             "dropped": self.dropped, "final": self.final, "memories": self.memories.rounds,
             "replaced": self.memories.replaced, "mirrors": self.mirrors.rounds,
             "mirrors_replaced": self.mirrors.replaced, "record": self.record,
         }  # fmt: skip
-        write_tensors(self.newest, tensors, metadata, self.previous)
-        self.saved = server.t
-        write_lines(self.path / "metrics.jsonl", self.metrics)
-        self.memories.drop_unnamed()
-        self.mirrors.drop_unnamed()
+        return tensors, metadata
 
     def save_unsaved(self) -> None:
         """Save the state after the last noted round, whatever was begun since then; nothing if it is saved."""
@@ -103,19 +95,21 @@ class Checkpoints:
         """
         for part in self.path.rglob(".*.part"):  # of a killed process: the run's lock is ours
             part.unlink(missing_ok=True)
-        self.memories.device = self.mirrors.device = str(f.device)
-        server = f.server
+        device, server = str(f.device), f.server
+        self.memories.device = self.mirrors.device = device
         if self.newest.exists():
             try:
-                server = self._read(self.newest, f)
+                server = self.read(self.newest, device)
             except DamagedFile as error:
                 if not self.previous.exists():
                     raise
-                server = self._read(self.previous, f)
+                server = self.read(self.previous, device)
                 warnings.warn(f"{error.path} is damaged ({error.reason}): going on from round {server.t}", stacklevel=2)
                 os.replace(self.previous, self.newest)  # before the damaged one could become the previous one
         elif self.previous.exists():  # killed between the two renames of a checkpoint
-            server = self._read(self.previous, f)
+            server = self.read(self.previous, device)
+        if self.experiment != f.experiment:
+            raise ValueError(f"{self.path} holds another experiment of the same name; move it away")
         write_lines(self.path / "metrics.jsonl", self.metrics)
         self.memories.drop_unnamed()
         self.mirrors.drop_unnamed()
@@ -123,7 +117,7 @@ class Checkpoints:
             with contextlib.suppress(DamagedFile):
                 self.record = {k: v for k, v in read_json(self.path / RECORD).items() if k != "experiment"}
         if self.final:  # killed between the last checkpoint and the summary
-            server = Server(f.experiment.rounds, server.params, server.memory)
+            server = replace(server, t=f.experiment.rounds)
         return server
 
     def check_shapes(self, server: Server, f: Federation) -> None:
@@ -141,19 +135,33 @@ class Checkpoints:
         """``experiment.json``: the experiment and, beside it, what trained it."""
         write_json(self.path / RECORD, {"experiment": self.experiment.to_dict(), **self.record})
 
-    def _read(self, file: Path, f: Federation) -> Server:
-        tensors, m = read_tensors(file, str(f.device))
+    def read(self, file: Path, device: str) -> Server:
+        """The server that ``file`` holds, mirrors and all; its clients' memories and the rest become this object's.
+
+        ``DamagedFile`` if any file that it names cannot be read.
+        """
+        tensors, m = read_tensors(file, device)
         self.experiment = Experiment.from_dict(m["experiment"], str(file))  # looked at as it was begun
-        if self.experiment != f.experiment:
-            raise ValueError(f"{self.path} holds another experiment of the same name; move it away")
-        parts = {p: {k[len(p) :]: v for k, v in tensors.items() if k.startswith(p)} for p in ("params/", "memory/")}
+        params, memory = part_of(tensors, "params"), part_of(tensors, "memory")
         for files, rounds, replaced in (
             (self.memories, m["memories"], m["replaced"]),
             (self.mirrors, m.get("mirrors", {}), m.get("mirrors_replaced", [])),
         ):
-            files.rounds = {int(c): t for c, t in rounds.items()}
+            files.device, files.rounds = device, {int(c): t for c, t in rounds.items()}
             files.replaced = [(c, t) for c, t in replaced]
             files.check()
         self.metrics, self.seconds, self.dropped, self.final = m["metrics"], m["seconds"], m["dropped"], m["final"]
         self.record, self.saved = m.get("record", {}), m["t"]
-        return Server(m["t"], parts["params/"], parts["memory/"])
+        return Server(m["t"], params, memory, self.mirrors)
+
+
+def last_state(r: Run, device: str = "cpu") -> tuple[Server, Checkpoints] | None:
+    """The server that ``r`` ended with, and what holds its clients' ``memories`` and the rest; None if it has neither.
+
+    Nor are they ``r``'s if their curve is another's, of a run that lay here before its files were replaced.
+    """
+    store = Checkpoints(r.path, r.experiment)
+    if not store.newest.exists():
+        return None
+    server = store.read(store.newest, device)
+    return (server, store) if json.dumps(store.metrics) == json.dumps(r.metrics) else None  # NaN too

@@ -92,12 +92,13 @@ def save_model(run: Run, budget: int, path: Path | str | None = None, format: st
 
 def _part(f: Federation, server: Server, budget: int) -> Slice:
     """The sub-model that a client of ``budget`` answers with."""
-    client = next((c for c in f.clients(range(f.data.num_clients)) if c.budget == budget), None)
-    if client is None:
+    clients = [c for c in f.clients(range(f.data.num_clients)) if c.budget == budget]
+    if not clients:
         raise ValueError(f"budget = {budget!r} is no client's; allowed: {', '.join(map(str, sorted(set(f.budgets))))}")
-    e, serving = f.experiment, f.method.serve(client, server, Round(server.t, (), f.setting))
+    e, (serving, *others) = f.experiment, [f.method.serve(c, server, Round(server.t, (), f.setting)) for c in clients]
     (member, *more), why = serving.members, ""
-    if any(f.method.personal(info) for info in f.setting.infos.values()) or member.keeps == "all":
+    own = member.keeps == "all" or "start" in member.payload or any(s.members[0].part != member.part for s in others)
+    if own or any(f.method.personal(info) for info in f.setting.infos.values()):
         why = "is a client's own"
     elif more or serving.tune is not None:
         why = "is more than one model's"

@@ -3,14 +3,13 @@
 import shutil
 from typing import Any
 
-import torch
-
 from ..core.experiment import Experiment
 from ..core.storage import write_tensors
 from ..engine.checks import check_experiment
 from ..engine.rounds import is_due
 from ..engine.schedules import round_rate
-from .checkpoints import NEWEST, last_state
+from ..methods import Server
+from .checkpoints import NEWEST, Checkpoints, last_state
 from .identity import Accept
 from .places import Folder, as_stored, check_place, run_path
 from .record import Run
@@ -28,25 +27,23 @@ def extend(e: Experiment, rounds: int, folder: Folder = None, accept: Accept = (
     longer = as_stored(e.replace(rounds=rounds), folder)
     path = run_path(longer, folder)
     if not (path / "experiment.json").exists():
-        stored, (tensors, metadata) = _check(e, longer, folder, accept)
-        longer = longer.replace(evaluate_every=stored.experiment.looks_every)  # its curve goes on
-        metrics = [m for m in metadata["metrics"] if is_due(longer, m["t"])]
-        metadata |= {"experiment": longer.to_dict(), "t": e.rounds, "final": {}, "metrics": metrics}
+        server, state = _check(e, longer, folder, accept)
+        longer = longer.replace(evaluate_every=state.experiment.looks_every)  # its curve goes on
+        state.experiment, state.final = longer, {}
+        state.metrics = [m for m in state.metrics if is_due(longer, m["t"])]
         check_place(path)
         path.mkdir(parents=True, exist_ok=True)
         for name in ("clients", "mirrors"):
             if (there / name).is_dir():
                 shutil.copytree(there / name, path / name, dirs_exist_ok=True)
-        write_tensors(path / NEWEST, tensors, metadata)  # last: without it the rest counts nothing
+        write_tensors(path / NEWEST, *state.contents(server))  # last: without it the rest counts nothing
     done = run(longer, folder=folder, accept=accept, **how)
     assert done is not None  # without wait=False
     return done
 
 
-def _check(
-    e: Experiment, longer: Experiment, folder: Folder, accept: Accept
-) -> tuple[Run, tuple[dict[str, torch.Tensor], dict[str, Any]]]:
-    """The stored run of ``e``, and its last state; ``ValueError`` if ``longer`` cannot go on from it."""
+def _check(e: Experiment, longer: Experiment, folder: Folder, accept: Accept) -> tuple[Server, Checkpoints]:
+    """The last state of the stored run of ``e``; ``ValueError`` if ``longer`` cannot go on from it."""
     said, method = f"{e.slug} cannot go on to rounds = {longer.rounds}: ", check_experiment(longer)
     if longer.rounds <= e.rounds:
         raise ValueError(f"{said}it has {e.rounds} already")
@@ -61,7 +58,7 @@ def _check(
         raise ValueError(f"{said}its run is {stored.summary['status'] if stored else 'not stored'}; run it first")
     if (state := last_state(stored)) is None:
         raise ValueError(f"{said}{stored.path} came without its weights, which stay on the machine that trained them")
-    return stored, state
+    return state
 
 
 def _reads_rounds(method: type) -> str:

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from ..core.experiment import Experiment
+from ..core.memories import ClientFiles
 from ..core.paths import outputs_dir
 from ..engine.evaluation import exit_logits, served_parts
 from ..engine.executors import Execution
@@ -19,12 +20,12 @@ from .identity import Accept
 from .store import Folder, run
 
 
-def load_trained(
+def load_state(
     e: Experiment, execution: Execution = Execution(), folder: Folder = None, accept: Accept = ()
-) -> tuple[Federation, Server]:
-    """``e``'s federation and its server after the last round; runs ``e`` if it is missing or came without weights.
+) -> tuple[Federation, Server, ClientFiles]:
+    """``e``'s federation, and what it had after the last round: the server, and each client's memory.
 
-    ``ValueError`` for a diverged run, whose weights answer nothing.
+    Runs ``e`` if it is missing or came without weights. ``ValueError`` for a diverged run: its weights answer nothing.
     """
     done = run(e, execution, folder, accept=accept)
     if done.summary["status"] != "finished":
@@ -34,17 +35,28 @@ def load_trained(
     if state is None:
         state = last_state(run(e, execution, outputs_dir() / "retrained", accept=accept), str(f.device))
     assert state is not None
-    tensors, metadata = state
-    params = {k.removeprefix("params/"): v for k, v in tensors.items() if k.startswith("params/")}
-    return f, Server(metadata["t"], params, {})
+    server, store = state
+    return f, server, store.memories
+
+
+def load_trained(
+    e: Experiment, execution: Execution = Execution(), folder: Folder = None, accept: Accept = ()
+) -> tuple[Federation, Server]:
+    """:func:`load_state` without the clients' memories, which a server's own answers do not need."""
+    return load_state(e, execution, folder, accept)[:2]
 
 
 def all_logits(f: Federation, server: Server) -> torch.Tensor:
-    """Logits (E, N, C) of every exit on the test set, each from the sub-model the method evaluates it with."""
+    """Logits (E, N, C) of every exit on the test set, each from the sub-model the method evaluates it with.
+
+    An exit that its sub-model does not hold answers as the deepest that it holds before it, as in the evaluation.
+    """
     parts = served_parts(f, server)
-    if all(p == parts[0] for p in parts):
-        return exit_logits(f, server, parts[0])
-    return torch.stack([exit_logits(f, server, p)[j] for j, p in enumerate(parts)])
+    shared = exit_logits(f, server, parts[0]) if all(p == parts[0] for p in parts) else None
+    held = [(p[0] if isinstance(p, tuple) else p).exits for p in parts]
+    exits = [max((k for k in own if k <= j), default=j) for j, own in enumerate(held)]
+    logits = [exit_logits(f, server, p) if shared is None else shared for p in parts]
+    return torch.stack([x[j] for x, j in zip(logits, exits, strict=True)])
 
 
 def class_accuracies(logits: torch.Tensor, labels: torch.Tensor) -> np.ndarray:

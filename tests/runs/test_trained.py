@@ -4,13 +4,81 @@ import numpy as np
 import pytest
 import torch
 
-from fedlib import Execution, build_federation, extend, run
+from fedlib import Execution, Experiment, build_federation, extend, run, save_model
 from fedlib.core.storage import read_lines, write_lines
+from fedlib.engine.rounds import measure
+from fedlib.engine.serving import client_outputs
+from fedlib.methods import METHODS
+from fedlib.methods.ranks import Ranks
+from fedlib.models.registry import OWN
+from fedlib.models.vit import ViTSpec
 from fedlib.report.early_leaving import adaptive_inference
 from fedlib.report.statistics import correct
-from fedlib.runs.trained import all_logits, class_accuracies, client_accuracies, load_trained
+from fedlib.runs.export import FORMATS
+from fedlib.runs.trained import all_logits, class_accuracies, client_accuracies, load_state, load_trained
+from tests.helpers.granted import granted
+from tests.helpers.stored import ONE
 
 pytestmark = pytest.mark.usefixtures("cache")
+
+OPTIONS = {  # of methods whose defaults are for larger nets
+    "scalefl_vit": {"widths": (0.25, 0.5, 0.75, 1.0)}, "splitmix": {"bases": 2}, "fedrolex": {"rates": (0.25, 0.5, 1.0)},
+    "fedepth": {"scenario": "own", "ratios": (0.5, 1.0)}, "darkdistill": {"hidden": 8, "made": 8, "passes": 1},
+    **dict.fromkeys(("scalefl", "decoupled", "feddf", "fedavg_level1"), {"eps": 0.9}),
+}  # fmt: skip
+
+NO_MODEL = {"fedbabu", "splitmix", "fiarse", "raffm", "local", "ditto", "fedper", "fedrep", "fedrod", "fedpac",
+            "fedamp", "pfedgraph", "fedproto", "cafedistill"}  # of a budget: clients answer by several, or their own  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def small_net():
+    """A ViT of four blocks, and one cache for all runs on it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(OWN, "four_blocks", ViTSpec(img_size=16, depth=4, dim=24, heads=2, ffn_dim=32))
+        yield "four_blocks"
+
+
+def trained(method, net, folder, **changes):
+    """A run of ``method`` on few digits, of whose six clients one takes no part in a round; and its last round."""
+    lora = issubclass(METHODS[method], Ranks)
+    e = Experiment(**dict(
+        method=method, options=OPTIONS.get(method, {}), backbone=net, pretrained=False, num_train=150, num_test=40,
+        finetune="lora" if lora else "full", finetune_options={"r": 8} if lora else {}, num_clients=6,
+        clients_per_round=5, rounds=2, lr=0.2, batch_size=16, test_split="like_train", **granted(method),
+    ) | changes)  # fmt: skip
+    rounds = []
+    return run(e, ONE, folder, progress=False, on_round=rounds.append), rounds[-1]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_what_is_loaded_and_exported_answers_as_what_was_stored(method, small_net, kept_cache, tmp_path, monkeypatch):
+    done, last = trained(method, small_net, tmp_path)
+    f, server, memories = load_state(done.experiment, ONE, tmp_path)
+    assert measure(f, server, memories) == {k: done.summary[k] for k in last.metrics}
+    found, expected = all_logits(*load_trained(done.experiment, ONE, tmp_path)), all_logits(f, last.server)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)  # strides of an SVD are not stored
+    scores = [100 * float((x.argmax(-1) == f.data.test_labels).double().mean()) for x in found[f.answering]]
+    assert scores == pytest.approx(done.summary["exits"], abs=1e-3)
+    for ids, outputs, _, counts in client_outputs(f, server, memories):
+        for k, (client, n) in enumerate(zip(ids, counts, strict=True)):
+            try:
+                model, exits = exported(done, f.budgets[client], tmp_path, monkeypatch)
+            except ValueError as error:
+                assert f"cannot be exported: what {method} answers is" in str(error) and method in NO_MODEL
+                continue
+            rows = torch.from_numpy(f.data.client_test(client))
+            answers = model(f.data.view(f.data.test_inputs, f.model.backbone.spec.input_shape, rows))
+            torch.testing.assert_close(answers, outputs[list(exits), k, :n], rtol=0, atol=1e-5)
+
+
+def exported(done, budget, folder, monkeypatch):
+    """What :func:`save_model` would write a graph of, and its exits."""
+    kept = []
+    monkeypatch.setattr(torch.export, "export", lambda model, *_, **__: model)
+    monkeypatch.setitem(FORMATS, "torch", lambda model, path, about: kept.extend([model, about["exits"]]))
+    save_model(done, int(budget), folder / "model")
+    return kept
 
 
 def test_a_clients_accuracy_is_that_on_its_owners_held_out_examples(fake):

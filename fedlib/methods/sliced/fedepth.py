@@ -163,6 +163,10 @@ class FeDepth(MemoryBudgets):
         """Peers stay with their clients."""
         return max(self.shares) >= 2 or super().remembers
 
+    def model_for(self, exit: int, server: Server, r: Round) -> Slice:
+        """The whole net: blocks that no client has memory to train run forward while the others learn."""
+        return r.setting.full()
+
     def serve(self, client: Client, server: Server, r: Round) -> Serving:
         return Serving((Member(client, r.setting.full()),))
 

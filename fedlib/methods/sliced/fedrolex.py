@@ -9,15 +9,17 @@ Read next: ``widths.py`` (what is the same of HeteroFL), ``core/slices.py`` (``A
 
 Deviations: ``windows="release"`` are its windows: they roll downwards and are ceil(b n) long. The release rolls queries
 and keys as one list, so that heads mix, and weights norms and biases by the order of the clients; neither is done. A
-client's own answer is that of the sub-model that it would train last, with ``dynamic`` the whole model's. The release
-answers with batch norm's statistics of the test batch: the experiment's ``batch_norm="batch"``.
+client's own answer is that of the sub-model that it would train last, with ``dynamic`` or ``answers="whole"`` the whole
+model's. Where no client holds the whole, the last window of the largest rate answers in its place, and not, as in the
+paper, a net that is larger than any client's. The release answers with batch norm's statistics of the test batch: the
+experiment's ``batch_norm="batch"``.
 """
 
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar, Literal
 
-from ..base import Client, Round, Server, Slice
+from ..base import Round, Slice
 from ..widths import ScaledRates, rounded_down, rounded_up
 
 
@@ -34,6 +36,7 @@ class FedRolex(ScaledRates):
     def kept(self, rate: float, size: int) -> int:
         return rounded_down(rate, size) if self.windows == "paper" else rounded_up(rate, size)
 
-    def slice_for(self, client: Client, server: Server, r: Round) -> Slice:
-        rate, start = self.rate_of(client, r), r.t - 1 if self.windows == "paper" else 1 - r.t
+    def part(self, rate: float, r: Round) -> Slice:
+        """The window of ``rate`` in this round."""
+        start = r.t - 1 if self.windows == "paper" else 1 - r.t
         return r.setting.cut(partial(self.kept, rate), scale=rate if self.scaler else 1.0, start=start)

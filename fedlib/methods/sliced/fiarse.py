@@ -23,7 +23,7 @@ from ..base import Arrived, Client, Cohort, Experiment, Member, Round, Server, S
 from ..sums import MaskedMean, Update
 from ..widths import Shares
 
-HELD = "held/"  # before a tensor's name: where it was held
+HELD, LARGEST = "held/", "largest/"  # before a tensor's name: where it was held; x M of the largest share
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,14 @@ class FIARSE(Shares):
     weighting: Literal["examples", "clients"] = "clients"
 
     def init_server(self, params: dict[str, torch.Tensor], setting: Setting) -> Server:
-        return Server(0, params, {"theta": thresholds(params, self.shares, setting)})
+        return self.known(Server(0, params, {}), params, setting)
+
+    def known(self, server: Server, params: Tensors, setting: Setting) -> Server:
+        """``server`` with ``params``, their thresholds and, where no client holds all, what the largest share does."""
+        theta, top = thresholds(params, self.shares, setting), setting.at_hand(len(self.shares) - 1)
+        named = [n for n in params if is_masked(n, setting)] if self.shares[top] < 1 else []
+        answers = {LARGEST + n: masked(params[n], theta[top]) for n in named}
+        return replace(server, params={**params, **answers}, memory={"theta": theta})
 
     def slice_for(self, client: Client, server: Server, r: Round) -> Slice:
         return r.setting.full()
@@ -79,11 +86,16 @@ class FIARSE(Shares):
         return mean
 
     def aggregate(self, server: Server, arrived: Arrived, r: Round) -> Server:
-        total, new = arrived.mean.total, dict(server.params)
-        for name, old in server.params.items():
+        total, new = arrived.mean.total, {n: p for n, p in server.params.items() if n in r.setting.infos}
+        for name, old in new.items():
             held = total.get(HELD + name, arrived.mean.weight[name])
             new[name] = torch.where(held > 0, (total[name] / held).to(old.dtype), old)
-        return replace(server, t=r.t, params=new, memory={"theta": thresholds(new, self.shares, r.setting)})
+        return self.known(replace(server, t=r.t), new, r.setting)
+
+    def model_for(self, exit: int, server: Server, r: Round) -> Slice:
+        """The whole net, or where no client holds all of it x M of the largest share."""
+        largest = {n: LARGEST + n for n in r.setting.infos if LARGEST + n in server.params}
+        return replace(r.setting.full(), aliases=largest)
 
     def serve(self, client: Client, server: Server, r: Round) -> Serving:
         theta = server.memory["theta"][client.budget]

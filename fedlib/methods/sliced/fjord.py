@@ -9,12 +9,13 @@ Read next: ``heterofl.py``.
 Deviations: clients of one rate draw the same width in a step, so that they train as one program; each client's
 distribution is the paper's. ``distill=False`` is the default of the public code. As there, an optimiser's decay and
 momentum also move what a step did not draw. The public code keeps batch norm's running statistics for each width; here
-they are the batch's, or the experiment's ``batch_norm="static"``.
+they are the batch's, or the experiment's ``batch_norm="static"``. Centrally the largest width that clients
+hold answers.
 """
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import torch
 
@@ -31,6 +32,8 @@ class FjORD(Rates):
     """The paper's five widths."""
 
     label, color, marker = "FjORD", "#160b37", "^"
+
+    version: ClassVar[int] = 2  # where no rate is 1, the whole net answered, of which a part was never trained
 
     rates: tuple[Share, ...] = (0.2, 0.4, 0.6, 0.8, 1.0)
     distill: bool = True

@@ -8,17 +8,17 @@ Read next: ``widths.py`` (what is the same of FedRolex), ``core/slices.py`` (``A
 
 Deviations: the paper's static batch norm is the experiment's ``batch_norm="static"``, a mean over examples (as
 released: over batches). A client's own answer, on its own test set, is its own sub-model's, as ScaleFL's comparison
-takes it, and with ``dynamic`` the whole model's. The release divides in training alone, and tests the whole model. A
-sub-model answers divided as it trains: behind a layer norm another scale is another function. The paper's "local"
-metric is that with the experiment's ``test_mask``, which any method may have.
+takes it; with ``answers="whole"``, and with ``dynamic``, the whole model's, as the release tests it. That with the
+experiment's ``test_mask`` is the paper's "Local". Where no client holds the whole, what those of the largest rate hold
+answers in its place. A sub-model answers divided as it trains (the release divides in training alone): behind a layer
+norm another scale is another function.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from ...core.kinds import Natural
-from ..base import NOTHING, Client, Member, Round, Server, Slice
+from ..base import NOTHING, Client, Member, Round, Server
 from ..widths import ScaledRates
 
 
@@ -38,10 +38,6 @@ class HeteroFL(ScaledRates):
     @property
     def one_slice(self) -> bool:
         return not self.dynamic
-
-    def slice_for(self, client: Client, server: Server, r: Round) -> Slice:
-        rate = self.rate_of(client, r)
-        return r.setting.cut(partial(self.kept, rate), scale=rate if self.scaler else 1.0)
 
     def members(self, client: Client, server: Server, r: Round) -> Sequence[Member]:
         if client.budget < self.averaged_from:

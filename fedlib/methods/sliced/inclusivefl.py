@@ -63,7 +63,7 @@ class InclusiveFL(ServerStep):
 
     def model_for(self, exit: int, server: Server, r: Round) -> Slice:
         """Sub-model e is assembled from the shared parameters and its own."""
-        return self.slice_for(Client(-1, exit, 0), server, r)
+        return self.slice_for(Client(-1, r.setting.at_hand(exit), 0), server, r)
 
     def aggregate(self, server: Server, arrived: Arrived, r: Round) -> Server:
         if not self.momentum_distill:

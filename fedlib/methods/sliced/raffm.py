@@ -135,6 +135,10 @@ class RaFFM(ServerStep):
             return super().aggregate(server, arrived, r)  # Eq. 7
         return replace(server, t=r.t, params={**server.params, **shrunk(arrived.mean, server.params)})
 
+    def model_for(self, exit: int, server: Server, r: Round) -> Slice:
+        """The whole net: every entry is in some sub-model that may be drawn, though no client may hold all of them."""
+        return r.setting.full()
+
     def serve(self, client: Client, server: Server, r: Round) -> Serving:
         """A sub-model of the trained model, not trained again."""
         return super().serve(client, server, replace(r, notes=self.prepare(server, r)))

@@ -73,8 +73,8 @@ class ScaleFLViT(ServerStep):
         return self._of_budget(client.budget, r.setting)
 
     def model_for(self, exit: int, server: Server, r: Round) -> Slice:
-        """Exit e is evaluated at the depth and width of budget e."""
-        return self._of_budget(exit, r.setting)
+        """Exit e is evaluated at the depth and width of budget e, or of the largest that a client has."""
+        return self._of_budget(min(exit, r.setting.at_hand(r.setting.num_exits - 1)), r.setting)
 
     def _of_budget(self, budget: int, setting: Setting) -> Slice:
         index = width_index(cast(ViTSpec, setting.spec), self._widths(setting)[budget])

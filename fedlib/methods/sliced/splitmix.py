@@ -11,8 +11,8 @@ Read next: ``heterofl.py``, ``core/slices.py`` (``Axis.chunk``).
 
 Deviations: where B does not divide a number of channels, the remainder is in no base. Bases are not sorted by
 validation accuracy before they are mixed. Bases answer as they are trained, divided by their width; the release does so
-in training only, which behind a norm is the same. Without norms, and in a transformer, it would be another net. A
-transformer starts as it does everywhere.
+in training only, which behind a norm is the same but for the norm's eps. Without norms, and in a transformer, it would
+be another net. A transformer starts as it does everywhere.
 """
 
 import math

@@ -98,9 +98,24 @@ def plain_relations(s, t):
     return 5 * apart / n**2 + 10 * turned / n**3
 
 
-def test_a_round_at_the_server_equals_a_plain_loop(digits, monkeypatch):
+def plain_groups(logits, made=6):
+    """Which examples leave at each exit of ``logits`` (exits, n, C), the most confident of those left first."""
+    powers = [1.5 ** (j + 1) for j in range(len(logits))]
+    left, groups = list(range(made)), []
+    for j, power in enumerate(powers):
+        sure = logits[j].detach().softmax(1).amax(1).tolist()
+        left.sort(key=lambda i, sure=sure: -sure[i])
+        number = math.floor(made * power / sum(powers)) if j < len(powers) - 1 else len(left)
+        groups.append(left[:number])
+        left = left[number:]
+    return groups
+
+
+@pytest.mark.parametrize("exits", [2, 3])
+def test_a_round_at_the_server_equals_a_plain_loop(digits, monkeypatch, exits):
     """From the models that arrive on: generators, teaching and the fuse, written again on the whole model."""
-    e = digits.replace(rounds=1, num_exits=2, options={"hidden": 8, "made": 6, "passes": 1, "steps": 2})
+    depths = range(exits)
+    e = digits.replace(rounds=1, num_exits=exits, options={"hidden": 8, "made": 6, "passes": 1, "steps": 2})
     f, seen = build_federation(e), {}
     original = dd.DarkDistill.aggregate
     monkeypatch.setattr(
@@ -110,15 +125,15 @@ def test_a_round_at_the_server_equals_a_plain_loop(digits, monkeypatch):
     )
     (found,) = run_rounds(f, ONE)
     server, arrived, r = seen["server"], seen["arrived"], seen["r"]
-    names = {d: [n for n in server.params if f"{d}/{n}" in arrived.mean.total] for d in (0, 1)}
-    assert len(names[0]) < len(names[1]) == len(server.params)
-    examples = {d: sum(c.num_examples for c in r.clients if c.budget == d) for d in (0, 1)}
+    names = {d: [n for n in server.params if f"{d}/{n}" in arrived.mean.total] for d in depths}
+    assert len(names[0]) < len(names[1]) and len(names[exits - 1]) == len(server.params)
+    examples = {d: sum(c.num_examples for c in r.clients if c.budget == d) for d in depths}
     mean = lambda d, n: (arrived.mean.total[f"{d}/{n}"] / examples[d]).float()  # noqa: E731
-    models = {d: {n: mean(d, n).requires_grad_() for n in names[d]} for d in (0, 1)}
+    models = {d: {n: mean(d, n).requires_grad_() for n in names[d]} for d in depths}
     units = f.setting.exit_units
 
     def run(tensors, x):
-        """Logits and class tokens at both exits."""
+        """Logits and class tokens at all exits."""
         read = {}
         watch = lambda unit, z, feature, past, back: read.update({unit: feature[0]})  # noqa: E731
         whole = {**f.frozen, **server.params, **tensors}
@@ -127,7 +142,7 @@ def test_a_round_at_the_server_equals_a_plain_loop(digits, monkeypatch):
 
     state = f.setting.spec.state(-1)
     nets = {k: {n.split("/")[-1]: v.clone() for n, v in server.memory.items() if n.startswith(k)}
-            for k in ("generator/0", "generator/1", "weigher")}  # fmt: skip
+            for k in (*(f"generator/{d}" for d in depths), "weigher")}  # fmt: skip
     for net in nets.values():
         for p in net.values():
             p.requires_grad_(p.is_floating_point())
@@ -149,7 +164,7 @@ def test_a_round_at_the_server_equals_a_plain_loop(digits, monkeypatch):
         return out.view(6, *state), z[:, :10]
 
     rows, asked = r.generator("examples"), {}
-    for d in (0, 1):
+    for d in depths:
         told = [arrived.extras[c.id] for c in sorted(r.clients, key=lambda c: c.id) if c.budget == d]
         count = [c.num_examples for c in sorted(r.clients, key=lambda c: c.id) if c.budget == d]
         label = torch.cat([x["examples/label"][:n] for x, n in zip(told, count, strict=True)])
@@ -160,16 +175,14 @@ def test_a_round_at_the_server_equals_a_plain_loop(digits, monkeypatch):
         assert len(label) == examples[d]
         i = torch.from_numpy(rows.integers(len(label), size=6))
         asked[d] = label[i], hard[i]
-    for d in (0, 1):
+    for d in depths:
         net, (y, hard) = nets[f"generator/{d}"], asked[d]
         x, eps = make(net, y, hard, True)
         logits, _ = run({n: p.detach() for n, p in models[d].items()}, x)
-        if d == 0:
-            ce = F.cross_entropy(logits[0], y)
-        else:
-            first = logits[0].detach().softmax(1).amax(1).sort(descending=True).indices[: math.floor(6 * 1.5 / 3.75)]
-            at = torch.ones(6, dtype=torch.long).index_fill(0, first, 0)
-            ce = torch.stack([F.cross_entropy(logits[at[i], i], y[i]) for i in range(6)]).mean()
+        judged = [
+            F.cross_entropy(logits[j, i], y[i]) for j, rows in enumerate(plain_groups(logits[: d + 1])) for i in rows
+        ]
+        ce = torch.stack(judged).mean()
         global_first = run({}, x)[0][0]
         measured = torch.stack([F.cross_entropy(global_first[i], y[i]) for i in range(6)])
         pairs = [((eps[i] - eps[j]) ** 2).mean() * (x[i] - x[j]).abs().mean() for i in range(6) for j in range(6)]
@@ -182,33 +195,39 @@ def test_a_round_at_the_server_equals_a_plain_loop(digits, monkeypatch):
     weigher = [nets["weigher"][n] for n in ("0.weight", "0.bias", "2.weight", "2.bias")]
     judge = torch.optim.Adam(weigher, 1e-3)
     for _ in range(2):
-        y, hard = asked[0]
+        loss = torch.zeros(())
+        for d in depths[:-1]:
+            hard = asked[d][1]
+            with torch.no_grad():
+                x, _ = make(nets[f"generator/{d}"], *asked[d], False)
+                logits, tokens = run(models[d], x)
+            last = plain_groups(logits[: d + 1])[-1]
+            teacher = tokens[d][last]  # at the last exit of the shallower model, of what leaves there
+            logits, tokens = run(models[d + 1], x)
+            groups, score = [hard[rows] for rows in plain_groups(logits[: d + 2])], torch.zeros(d + 2)
+            for i in last:
+                each = []
+                for group in groups:
+                    z = torch.stack((hard[i], group.mean(), group.var() if len(group) > 1 else torch.tensor(0.0)))
+                    hidden = (weigher[0] @ z + weigher[1]).relu()
+                    each.append(torch.tanh(weigher[2] @ hidden + weigher[3])[0])
+                score = score + torch.stack(each) / sum(each)
+            share = (-score).softmax(0)
+            weight = examples[d] / sum(examples[i] for i in depths[:-1])
+            loss = loss + weight * sum(share[j] * plain_relations(tokens[j][last], teacher) for j in range(d + 2)) / (
+                d + 2
+            )
+        taught = [p for model in models.values() for p in model.values()]
+        grads = torch.autograd.grad(loss, [*taught, *weigher], allow_unused=True)
         with torch.no_grad():
-            x, _ = make(nets["generator/0"], y, hard, False)
-            teacher = run(models[0], x)[1][0]
-        logits, tokens = run(models[1], x)
-        first = logits[0].detach().softmax(1).amax(1).sort(descending=True).indices[:2]
-        rest = [i for i in range(6) if i not in first.tolist()]
-        score = torch.zeros(2)
-        for i in range(6):
-            each = []
-            for group in (hard[first], hard[rest]):
-                z = torch.stack((hard[i], group.mean(), group.var()))
-                hidden = (weigher[0] @ z + weigher[1]).relu()
-                each.append(torch.tanh(weigher[2] @ hidden + weigher[3])[0])
-            score = score + torch.stack(each) / sum(each)
-        share = (-score).softmax(0)
-        loss = sum(share[j] * plain_relations(tokens[j], teacher) for j in range(2)) / 2
-        grads = torch.autograd.grad(loss, [*models[1].values(), *weigher], allow_unused=True)
-        with torch.no_grad():
-            for p, g in zip(models[1].values(), grads, strict=False):
+            for p, g in zip(taught, grads, strict=False):
                 if g is not None:
                     p -= 0.05 * (g + 1e-3 * p)
         for p, g in zip(weigher, grads[-4:], strict=True):
             p.grad = g
         judge.step()
     for n, p in found.server.params.items():
-        held = [d for d in (0, 1) if n in models[d]]
+        held = [d for d in depths if n in models[d]]
         wanted = sum(examples[d] * models[d][n].detach() for d in held) / sum(examples[d] for d in held)
         torch.testing.assert_close(p, wanted, rtol=1e-4, atol=2e-5)
     for key, net in nets.items():

@@ -3,9 +3,11 @@
 import pytest
 import torch
 
+from fedlib import Execution, build_federation, run_rounds
 from fedlib.methods import Server, build_method
 from fedlib.methods.losses import Batch
 from fedlib.methods.sliced.depthfl import mutual_kl
+from tests.helpers.plain_depthfl import plain_depthfl
 from tests.helpers.server_rounds import infos, one_round, setting, two_clients
 from tests.helpers.two_exits import LN3, two_exits
 
@@ -36,3 +38,17 @@ def test_mutual_kl_equals_the_double_loop():
         pairs = [(logp[j].exp() * (logp[j] - logp[i])).sum(-1).mean() for i in range(n) for j in range(n) if i != j]
         expected = sum(pairs) / (n - 1) if pairs else torch.tensor(0.0)
         torch.testing.assert_close(mutual_kl(batch)[k], expected)
+
+
+def test_rounds_equal_a_plain_loop_in_which_what_clients_remember_matters(tiny):
+    """What the memory is worth in round 2 is a thousand times the tolerance; its sign is Acar et al.'s."""
+    e = tiny.replace(
+        method="depthfl", options={"feddyn_alpha": 0.5, "kd_weight": 0.5}, finetune="frozen", finetune_options={},
+        augment="none", schedule="constant", clip_value=None, lr=0.1, num_clients=4, clients_per_round=4, num_train=120,
+        batch_size=8, local_epochs=2,
+    )  # fmt: skip
+    *_, last = run_rounds(f := build_federation(e), Execution(workers=1))
+    want, forgetful = plain_depthfl(f, 2), plain_depthfl(f, 2, remembers=False)
+    assert max(float((p - forgetful[n]).abs().max()) for n, p in want.items()) > 2e-2
+    for name, p in last.server.params.items():
+        torch.testing.assert_close(p, want[name], rtol=0, atol=2e-5)

@@ -17,6 +17,7 @@ from fedlib.methods.sliced.fiarse import kept_of, masked, thresholds
 from fedlib.methods.sums import Update
 from fedlib.runs.costs import exit_costs
 from fedlib.runs.fitting import fit
+from fedlib.runs.trained import all_logits
 from tests.helpers.plain_personal import ONE, close, experiment, features, images_of
 
 SHARES = [0.2, 0.5, 1.0]
@@ -88,6 +89,19 @@ def test_rounds_equal_a_plain_loop(options):
     own = {n: p * (p.abs() >= theta_of(last.server.params, SHARES[0])) for n, p in last.server.params.items()}
     w = type("World", (), {"f": f})
     close({"out": outputs[0][0, 0]}, {"out": answer(own, images_of(w, 0))})
+
+
+@pytest.mark.parametrize("shares, budgets", [([0.2, 0.5], "uniform"), ([0.2, 0.5, 1.0], (0, 1))])
+def test_the_central_model_holds_what_the_largest_share_does(shares, budgets):
+    """Entries below its threshold are nobody's: the central answer is the richest clients' own, on the same examples."""
+    f = build_federation(narrow(options={"shares": shares}, budgets=budgets, lr=0.05))
+    *_, last = run_rounds(f, ONE)
+    central, seen = all_logits(f, last.server), 0
+    for ids, outputs, _, counts in client_outputs(f, last.server, {}, [c for c in range(3) if f.budgets[c] == 1]):
+        for k, (client, n) in enumerate(zip(ids, counts, strict=True)):
+            torch.testing.assert_close(outputs[:, k, :n], central[:, f.data.client_test(client)], rtol=1e-4, atol=1e-5)
+            seen += n
+    assert seen
 
 
 def test_a_mask_and_its_gradient_by_hand():

@@ -18,6 +18,7 @@ from fedlib.methods.losses import Batch, cross_entropies, zero_absent_at_client
 from fedlib.methods.sliced.splitmix import zero_absent_in_batch
 from fedlib.models import registry
 from fedlib.models.resnet import ResNetSpec
+from fedlib.runs.trained import all_logits
 from tests.helpers.plain_convnets import PlainResNet, plain_name
 
 pytestmark = pytest.mark.usefixtures("repeatable_convolutions")
@@ -151,6 +152,29 @@ def test_a_clients_own_answer_is_its_sub_models_and_masked_where_asked(convnet):
             assert absent.any() and outputs[:, k][..., absent].eq(0).all() and outputs[:, k][..., ~absent].ne(0).any()
     served = f.method.serve(f.clients([0])[0], f.server, Round(1, (), f.setting)).members[0].part
     assert served.scale == 0.25 and served.index["stage2"] == range(2)
+
+
+@pytest.mark.parametrize("method", ["heterofl", "fedrolex"])
+@pytest.mark.parametrize("rates", [RATES, [0.25, 0.5]], ids=["whole", "nobody_holds_the_whole"])
+def test_local_as_published_is_the_central_model_masked_by_the_clients_classes(convnet, method, rates):
+    e = convnet.replace(
+        method=method, options={"answers": "whole", "rates": rates}, test_mask=True, batch_norm="tracked"
+    )
+    f = build_federation(e)
+    (last,) = run_rounds(f, ONE)
+    central, seen = all_logits(f, last.server), 0
+    for ids, outputs, _, counts in client_outputs(f, last.server, {}):
+        for k, (client, n) in enumerate(zip(ids, counts, strict=True)):
+            has = torch.from_numpy(f.setting.label_counts(client) > 0)
+            want = central[:, f.data.client_test(client)] * has
+            torch.testing.assert_close(outputs[:, k, :n], want, rtol=1e-4, atol=1e-5)
+            seen += n
+    assert seen and len({f.method.serve(c, last.server, Round(1, (), f.setting)).members[0].part for c in f.clients(range(3))}) == 1  # fmt: skip
+
+
+def test_whose_answers_needs_rates_that_stay():
+    with pytest.raises(ValueError, match="answers"):
+        build_method("heterofl", {"answers": "whole", "dynamic": True})
 
 
 @pytest.mark.parametrize("method", ["heterofl", "fedrolex"])

@@ -66,6 +66,19 @@ def test_inclusivefl_momentum_distillation_by_hand():
     assert second.params["backbone.blocks.0.w"].item() == pytest.approx(-1 / 3)
 
 
+def test_a_stage_s_momentum_is_of_the_blocks_after_the_exit_before():
+    """Exit 1's client moves blocks 0..3 by 1, 2, 4 and 8: its stage is blocks 2 and 3, M_1 = -(4 + 8) / 2."""
+    info = block_infos()
+    s = Setting(ViTSpec(depth=4), (1, 3), info, 10, rounds=10)
+    method = build_method("inclusivefl", {"aggregation": "mean"})
+    server = method.init_server({n: torch.zeros(1) for n in info}, s)
+    (member,) = members_of(method, clients := (Client(9, 1, 5),), server, s)
+    params = {n: torch.tensor([[2.0**i.unit]]) for n, i in info.items() if member.part.holds(i)}
+    update = Update(clients, (member.part,), params, dict.fromkeys(params, [0]), (member.upload,))
+    new = one_round(method, server, [update], s)
+    assert new.memory["momentum/1/w"].item() == pytest.approx(-6) and "momentum/0/w" not in new.memory
+
+
 def test_inclusivefl_fedadam_steps_each_exit_apart():
     info = block_infos()
     s = Setting(ViTSpec(depth=4), (1, 3), info, 10, rounds=10)
