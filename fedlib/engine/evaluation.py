@@ -65,6 +65,12 @@ def served_parts(federation: Federation, server: Server) -> list[Slice | tuple[S
     return [federation.method.model_for(j, server, r) for j in range(federation.setting.num_exits)]
 
 
+def exit_for(j: int, part: Slice | tuple[Slice, ...]) -> int:
+    """Which exit of ``part`` answers for exit j: the deepest that it holds up to j, else its first."""
+    held = (part[0] if isinstance(part, tuple) else part).exits
+    return max((k for k in held if k <= j), default=min(held))
+
+
 def evaluate(federation: Federation, server: Server) -> Mapping[str, object]:
     """``accuracy`` (mean over exits), ``exits`` (each exit's), and ``ensemble`` where one model has all exits.
 
@@ -76,8 +82,7 @@ def evaluate(federation: Federation, server: Server) -> Mapping[str, object]:
     experiment says ``nonfinite = "fail"``, ``FloatingPointError`` is raised for them. With noise also the ``epsilon``
     at ``delta`` that the rounds have cost.
 
-    An exit that its sub-model does not hold is answered by the deepest that it holds before it. The mean is
-    unweighted; the ensemble answers by the exits' mean outputs (ReeFL's release, facts 6.6).
+    An exit that its sub-model does not hold is answered by another (:func:`exit_for`). The mean is unweighted; the ensemble answers by the exits' mean outputs (ReeFL's release, facts 6.6).
     """
     labels, task = federation.data.test_labels, federation.task
     answering, every = federation.answering, served_parts(federation, server)
@@ -86,9 +91,7 @@ def evaluate(federation: Federation, server: Server) -> Mapping[str, object]:
     outputs = exit_logits(federation, server, parts[0]) if shared else None
     answers, finite = [], []  # per exit, and of the ensemble
     for j, part in zip(answering, parts, strict=True):
-        held = (part[0] if isinstance(part, tuple) else part).exits
-        exit = max((k for k in held if k <= j), default=j)  # an exit that nobody trains: the one before it
-        given = (exit_logits(federation, server, part) if outputs is None else outputs)[exit]
+        given = (exit_logits(federation, server, part) if outputs is None else outputs)[exit_for(j, part)]
         answers.append(task.predict(given))
         finite.append(task.finite(given).all())
     if outputs is not None and len(answering) > 1:

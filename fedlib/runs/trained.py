@@ -11,7 +11,7 @@ import torch
 from ..core.experiment import Experiment
 from ..core.memories import ClientFiles
 from ..core.paths import outputs_dir
-from ..engine.evaluation import exit_logits, served_parts
+from ..engine.evaluation import exit_for, exit_logits, served_parts
 from ..engine.executors import Execution
 from ..engine.federation import Federation, build_federation
 from ..methods import Server
@@ -49,14 +49,12 @@ def load_trained(
 def all_logits(f: Federation, server: Server) -> torch.Tensor:
     """Logits (E, N, C) of every exit on the test set, each from the sub-model the method evaluates it with.
 
-    An exit that its sub-model does not hold answers as the deepest that it holds before it, as in the evaluation.
+    An exit that its sub-model does not hold is answered by another, as in the evaluation.
     """
     parts = served_parts(f, server)
     shared = exit_logits(f, server, parts[0]) if all(p == parts[0] for p in parts) else None
-    held = [(p[0] if isinstance(p, tuple) else p).exits for p in parts]
-    exits = [max((k for k in own if k <= j), default=j) for j, own in enumerate(held)]
-    logits = [exit_logits(f, server, p) if shared is None else shared for p in parts]
-    return torch.stack([x[j] for x, j in zip(logits, exits, strict=True)])
+    logits = (exit_logits(f, server, p) if shared is None else shared for p in parts)
+    return torch.stack([x[exit_for(j, p)] for j, (x, p) in enumerate(zip(logits, parts, strict=True))])
 
 
 def class_accuracies(logits: torch.Tensor, labels: torch.Tensor) -> np.ndarray:
