@@ -82,7 +82,8 @@ def evaluate(federation: Federation, server: Server) -> Mapping[str, object]:
     experiment says ``nonfinite = "fail"``, ``FloatingPointError`` is raised for them. With noise also the ``epsilon``
     at ``delta`` that the rounds have cost.
 
-    An exit that its sub-model does not hold is answered by another (:func:`exit_for`). The mean is unweighted; the ensemble answers by the exits' mean outputs (ReeFL's release, facts 6.6).
+    An exit that its sub-model does not hold is answered by another (:func:`exit_for`). The mean is unweighted; the
+    ensemble answers by the exits' mean outputs (ReeFL's release, facts 6.6).
     """
     labels, task = federation.data.test_labels, federation.task
     answering, every = federation.answering, served_parts(federation, server)
