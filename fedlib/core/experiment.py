@@ -63,8 +63,9 @@ class Experiment:
       pretrained          start from published weights, or from random ones
       finetune            full, frozen, lora, pa, sa, ssf, or a peft tuner's name
       finetune_options    of that mode: r of pa and sa, the fields of peft's config
-      batch_norm          of convnets. batch: the batch's statistics always; tracked: running ones, averaged by the
-                          server; static: recomputed for every evaluation; local: running ones that stay with a client
+      batch_norm          of convnets. batch: the batch's statistics, when answering those of all that is asked (the
+                          whole test set; a client's own); tracked: running ones, averaged by the server; static:
+                          recomputed for every evaluation; local: running ones that stay with a client
       exit_head           of convnets, how exits before the last read a map; None: pooled, or as the method has them.
                           linear: pooled; norm, norm_relu: these first; convolutions: three first (ScaleFL);
                           flatten: all of it; strided: two convolutions of stride 2 first (MSDNet); towers: gated, then
