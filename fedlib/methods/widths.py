@@ -117,7 +117,7 @@ class Rates(Shares):
 class ScaledRates(Rates):
     """Outputs that enter a norm are divided by a client's rate; while it trains it knows of its own classes alone."""
 
-    version: ClassVar[int] = 2  # a client's own answer was not divided
+    version: ClassVar[int] = 3  # a client's own answer was not divided; a width that nobody trained answered centrally
 
     dynamic: bool = False
     scaler: bool = True

@@ -21,7 +21,8 @@ from ..core.experiment import Experiment
 from ..core.paths import has_minilm, minilm_file
 from ..core.validation import check_known
 from ..data.cache import files_digest, known_digest, published_digest, source_digest
-from ..data.datasets import is_available, load_dataset, source_key
+from ..data.datasets import DATASETS, is_available, load_dataset, source_key
+from ..data.decode import SETS
 from ..data.tokenizer import has_words
 from ..engine.federation import Federation
 from ..methods import METHODS, Method, build_method
@@ -78,7 +79,9 @@ def inputs_of(f: Federation) -> dict[str, object]:
 def kit_rules(e: Experiment) -> dict[str, int]:
     """The version of what the kit itself does, of that which it once did otherwise and which concerns ``e``.
 
-    1, which is not said: a subset was balanced; crops counted the picture's pixels; batch norm saw test batches.
+    1, which is not said: a subset was balanced; crops counted the picture's pixels; batch norm saw test batches, and
+    static statistics those of all pictures in their order; readers chose otherwise between splits, columns and names,
+    and mean and SD were of all pictures; levels that no client has answered centrally.
     """
     try:
         maps = isinstance(backbone_spec(e.backbone), MapSpec)
@@ -88,6 +91,9 @@ def kit_rules(e: Experiment) -> dict[str, int]:
         "subset": e.subset == "proportional" and not (e.num_train is e.num_test is None),
         "crop": e.augment.startswith("crop"),
         CENTRAL: maps and e.batch_norm in ("batch", "local"),
+        "static statistics": maps and e.batch_norm == "static",
+        "the central model": isinstance(e.budgets, tuple) and max(e.budgets, default=0) + 1 < e.num_exits,
+        "data of one's own": e.dataset not in (*DATASETS, *SETS["alike"]),
     }
     return {rule: 2 for rule, it_does in concerns.items() if it_does}
 

@@ -100,6 +100,9 @@ RULES = {  # what the kit once did otherwise, and an experiment that it concerns
     "subset": (dict(num_train=60), dict(num_train=60, subset="balanced")),
     "crop": (dict(augment="crop"), dict(augment="none")),
     "batch norm of the test set": (dict(backbone="resnet8"), dict(backbone="resnet8", batch_norm="tracked")),
+    "static statistics": (dict(backbone="resnet8", batch_norm="static"), dict(backbone="resnet8")),
+    "the central model": (dict(budgets=(0, 1)), dict(budgets=(0, 1, 2, 3))),
+    "data of one's own": (dict(dataset="./mine"), dict(dataset="cifar10")),
 }
 
 

@@ -32,6 +32,7 @@ class FIARSE(Shares):
 
     label, color, marker = "FIARSE", "#2c2a05", "d"
 
+    version: ClassVar[int] = 2  # entries that no client trains answered centrally
     share_option: ClassVar[str] = "shares"
     one_slice: ClassVar[bool] = False
 
