@@ -10,7 +10,7 @@ Each looks at the value that is compared (a client's own accuracy where that is 
     rising     gained 2 points and a twentieth of its end in the last quarter of its rounds
     diverged   its loss or an update was infinite or NaN
     over budget  a level of its method costs a tenth more than the share that it is solved for
-    older rule   what the kit itself does with such an experiment (``identity.kit_rules``) was otherwise
+    older rule   a class of the kit, or what it does with such an experiment (``identity.kit_rules``), was otherwise
 """
 
 from functools import lru_cache, partial
@@ -25,6 +25,7 @@ from ..methods import METHODS
 from ..runs.costs import load_shapes
 from ..runs.identity import CENTRAL, kit_rules, other_rules
 from ..runs.prices import CLASSES, num_classes
+from ..runs.reached import code_of
 from ..runs.store import Run
 from .tables import values_of
 
@@ -57,7 +58,8 @@ def flags_of(run: Run, value: str = "accuracy") -> tuple[str, ...]:
     found = [(m["t"], np.atleast_1d(x)) for m in run.metrics if (x := values_of(m).get(value)) is not None]
     flags = ["diverged"] if run.summary["status"] == "diverged" else []
     flags += ["over budget"] if over_budget(run.experiment.replace(seed=1)) else []
-    older = other_rules(run.record.get("inputs", {}), {"kit": kit_rules(run.experiment)})
+    here = {"kit": kit_rules(run.experiment), "method": code_of(METHODS[run.experiment.method])}
+    older = other_rules(run.record.get("inputs", {}), here)
     central = value in ("accuracy", "exits", "last", "ensemble")  # a client's own test set is as it was
     flags += ["older rule"] if any(central or rule != CENTRAL for rule in older) else []
     if len(found) < 2:

@@ -35,7 +35,7 @@ from .reached import UNVERIFIED, code_of, digest_of
 
 KINDS = ("options", "method", "kit", "backbone", "data", "weights")  # what can differ, in the words of ``accept``
 WEIGHTS_FILES = ("config.json", "*.safetensors", "*.bin", "*.index.json")  # of a model's folder
-CENTRAL = "batch norm of the test set"
+CENTRAL = "how batch norm sees the test set"
 Inputs = Mapping[str, Any]  # as JSON holds them
 Accept = str | Iterable[str]
 _told: dict[str, str] = {}  # digests of backbones that were sent to this process without their source
@@ -88,20 +88,28 @@ def kit_rules(e: Experiment) -> dict[str, int]:
     except ValueError:  # of one's own, not registered here
         maps = False
     concerns = {
-        "subset": e.subset == "proportional" and not (e.num_train is e.num_test is None),
-        "crop": e.augment.startswith("crop"),
+        "how a subset is chosen": e.subset == "proportional" and not (e.num_train is e.num_test is None),
+        "how crops are counted": e.augment.startswith("crop"),
         CENTRAL: maps and e.batch_norm in ("batch", "local"),
-        "static statistics": maps and e.batch_norm == "static",
-        "the central model": isinstance(e.budgets, tuple) and max(e.budgets, default=0) + 1 < e.num_exits,
-        "data of one's own": e.dataset not in (*DATASETS, *SETS["alike"]),
+        "how static statistics are made": maps and e.batch_norm == "static",
+        "which model answers centrally": isinstance(e.budgets, tuple) and max(e.budgets, default=0) + 1 < e.num_exits,
+        "how data of one's own are read": e.dataset not in (*DATASETS, *SETS["alike"]),
     }
     return {rule: 2 for rule, it_does in concerns.items() if it_does}
 
 
 def other_rules(there: Inputs, here: Inputs) -> list[str]:
-    """Rules of the kit that are not as they were ``there``; none where nothing is said at all."""
+    """What of the kit is another version than ``there``: its rules, its classes. A version that is not said is 1.
+
+    Nothing where nothing is said at all.
+    """
     rules = here.get("kit", {}) if there else {}
-    return [rule for rule, version in rules.items() if there.get("kit", {}).get(rule, 1) != version]
+    found = [rule for rule, version in rules.items() if there.get("kit", {}).get(rule, 1) != version]
+    for name, version in here.get("method", {}).items() if "method" in there else ():
+        was = there["method"].get(name, 1)
+        if not isinstance(was, str) and not isinstance(version, str) and was != version:
+            found.append(f"version of {name}: {was} there, {version} here")
+    return found
 
 
 def check_verified(e: Experiment, inputs: Inputs, accept: frozenset[str]) -> None:
@@ -151,7 +159,7 @@ def differences(e: Experiment, there: Inputs, here: Inputs) -> dict[str, list[st
             found["options"].append(f"method option {k}: {old[k]!r} there, {new[k]!r} here")
     if "method" in there and "method" in here:
         found["method"] = _other_code(there["method"], here["method"])
-    found["kit"] = [f"how the kit has {rule}" for rule in other_rules(there, here)]
+    found["kit"] = other_rules(there, here)
     if there and "backbone" in here and _differ(there.get("backbone", ""), here["backbone"]):
         found["backbone"].append(f"the backbone {e.backbone!r}, its shape or its code")
     if there.get("data") and here.get("data") and there["data"] != here["data"]:
@@ -167,7 +175,7 @@ def _differ(there: str, here: str) -> bool:
 
 
 def _other_code(there: Mapping[str, int | str], here: Mapping[str, int | str]) -> list[str]:
-    """A version that is not said is 1; a class of one's own must be on both sides."""
+    """A class of one's own must be on both sides. Versions of the kit's are :func:`other_rules`' matter."""
     texts = []
     for name in sorted(there.keys() | here.keys()):
         a, b = there.get(name), here.get(name)
@@ -176,8 +184,6 @@ def _other_code(there: Mapping[str, int | str], here: Mapping[str, int | str]) -
             texts += [f"source of class {name}, or what it reads{why}"] if _differ(a, b) else []
         elif isinstance(a, str) or isinstance(b, str):
             texts.append(f"class {name}: {'your own' if isinstance(a, str) else 'none of your own'} there, not here")
-        elif (a or 1) != (b or 1) and name in here:
-            texts.append(f"version of {name}: {a or 1} there, {b} here")
     return texts
 
 

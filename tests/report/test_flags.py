@@ -1,10 +1,15 @@
 """Flags that take a row out of the count."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
+from fedlib.methods import METHODS
 from fedlib.report.flags import bound_on_variance, flags_of
 from fedlib.runs.costs import load_shapes
+from fedlib.runs.identity import CENTRAL, kit_rules
+from fedlib.runs.reached import code_of
 from fedlib.runs.store import Run
 
 
@@ -35,6 +40,27 @@ def test_flags_look_at_what_is_compared(tiny):
     own = [{"t": t, "accuracy": 10.0, "exits": [10.0], "personal": {"accuracy": a, "sd": 1.0, "exits": [a], "exits_sd": [1.0]}} for t, a in ((1, 50.0), (2, 50.5))]  # fmt: skip
     r = Run(r.experiment, None, r.summary, own)
     assert flags_of(r, "accuracy") == ("constant",) and flags_of(r, "clients") == ()
+
+
+def test_a_run_of_an_older_rule_says_so_where_that_rule_counts(tiny):
+    """Batch norm's view of the central test set concerns no client's own; a class's version and a crop all numbers."""
+    e = tiny.replace(method="scalefl_vit", backbone="resnet8", finetune="full", finetune_options={}, augment="crop")
+    now = kit_rules(e)
+    assert len(now) == 3  # a subset, crops, batch norm
+
+    def flags(value, method=None, **rules):
+        inputs = {"kit": {k: v for k, v in now.items() if k != rules.get("without")}, "method": method or {}}
+        record = {"inputs": inputs} if rules.get("says", True) else {}
+        return flags_of(Run(e, None, {"accuracy": 50.0, "exits": [50.0], "status": "finished"}, [], record), value)
+
+    assert flags("accuracy") == flags("accuracy", says=False) == ()  # a run that says nothing is not asked
+    for value in ("accuracy", "last", "clients"):
+        assert flags(value, without="how crops are counted") == ("older rule",)
+        assert flags(value, without=CENTRAL) == (("older rule",) if value != "clients" else ())
+    scalefl = e.replace(method="scalefl", backbone="deit_micro", augment="none")
+    run = Run(scalefl, None, {"accuracy": 50.0, "exits": [50.0], "status": "finished"}, [], {})
+    old = {"kit": kit_rules(scalefl), "method": code_of(METHODS["scalefl"]) | {"ScaleFL": 2}}
+    assert flags_of(replace(run, record={"inputs": old}), "clients") == ("older rule",)
 
 
 def test_a_level_over_its_share_is_over_budget(tiny, monkeypatch):
