@@ -66,7 +66,7 @@ def local_set(
             return read_leaf(path), False
         described = any(p.name in DESCRIBED for p in files)
         pictures = {} if parquet or described else picture_splits(path, files)
-        splits = table_of(path, pictures) if pictures else load_splits(path, parquet)
+        splits = table_of(path, pictures) if pictures else load_splits(path, parquet, digest)
         train = splits[layout.train if layout else train_of(path, splits)]
         named = [c for c in train.column_names if c not in TEXTS]  # beside pictures
         whole = layout or layout_of(path, list(splits), named, {}, tokenizer)
@@ -178,16 +178,18 @@ def table_of(path: Path, pictures: Mapping[str, Sequence[Path]]) -> dict:
     return {s: Dataset.from_dict(r, features=features) for s, r in rows.items()}
 
 
-def load_splits(path: Path, parquet: Mapping[str, Sequence[str]]):
-    """What `datasets` makes of the files."""
+def load_splits(path: Path, parquet: Mapping[str, Sequence[str]], digest: str):
+    """What `datasets` makes of the files, whose bytes have this ``digest``: by itself it knows them by path and time."""
     with quietly():
-        from datasets import load_dataset
+        from datasets import config, load_dataset
+
+        kept = str(Path(config.HF_DATASETS_CACHE) / digest)
 
         try:
             if parquet:
-                load = lambda files: load_dataset("parquet", data_files=list(files), split="train")  # noqa: E731
+                load = lambda files: load_dataset("parquet", data_files=list(files), split="train", cache_dir=kept)  # noqa: E731
                 return {s: load(files) for s, files in parquet.items()}  # one by one: their columns may differ
-            return load_dataset("imagefolder", data_dir=str(path))
+            return load_dataset("imagefolder", data_dir=str(path), cache_dir=kept)
         except Exception as error:  # datasets raises many classes
             file = next((f for files in parquet.values() for f in files if not _readable(f)), None)
             if file is not None:

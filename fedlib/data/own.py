@@ -3,6 +3,8 @@
 What is registered is known by its content: a stored run of other data under the same name is refused, not mistaken.
 """
 
+import hashlib
+import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -38,7 +40,7 @@ def own_set(name: str, train: object, test: object, classes: Sequence[str] | Non
             raise ValueError(
                 f"{name}: classes name labels of arrays, and a datasets.Dataset names its own; allowed: None"
             )
-        return partial(_of_splits, name, splits, {"registered": [t._fingerprint for t in splits.values()]}, ())
+        return partial(_of_splits, name, splits, {"registered": [content_of(t) for t in splits.values()]}, ())
     layout = Layout(name, "images", "label", test=None if test is None else "test")
     given = {"train": train} | ({} if test is None else {"test": test})
     pairs = {split: _pair(name, x) for split, x in given.items()}
@@ -49,9 +51,25 @@ def own_set(name: str, train: object, test: object, classes: Sequence[str] | Non
     for inputs, labels, named in pairs.values():  # a test set without names has those of the training set
         of = classes or named or (parts[0].classes if parts else None)
         parts.append(_part(name, inputs, labels, of))
-    decoded = divide(parts, layout)
+    tensors, names = divide(parts, layout)
+    decoded = {k: x.clone() for k, x in tensors.items()}, names  # whatever becomes of the arrays
     key = {"registered": digest_tensors(decoded[0], {"classes": " ".join(decoded[1])})}
     return lambda format, tokenizer: (key | {"format": format}, lambda size: (decoded, False))
+
+
+def content_of(table: Any) -> str:
+    """The digest of what a ``Dataset`` holds, and files that its cells name; its fingerprint says how it came."""
+    from datasets.table import embed_table_storage
+    from pyarrow.ipc import new_stream
+
+    digest = hashlib.sha256(repr(table.features).encode())
+    for part in table.with_format("arrow").iter(batch_size=1000):
+        sink = io.BytesIO()
+        whole = embed_table_storage(part).replace_schema_metadata(None)
+        with new_stream(sink, whole.schema) as stream:
+            stream.write_table(whole)
+        digest.update(sink.getbuffer())
+    return digest.hexdigest()[:16]
 
 
 def divided(name: str, train: Any, partitioner: Any) -> Any:

@@ -93,6 +93,25 @@ def test_small_images_of_one_size_are_kept_as_they_are_for_every_network(tmp_pat
     assert len(list(cache_dir().glob("*.safetensors"))) == 1
 
 
+@pytest.mark.parametrize("named", ["parquet", "metadata.csv"])
+def test_files_replaced_at_equal_size_and_time_are_read_anew(named, tmp_path, cache):
+    """`datasets` keeps what it read by path and time; the bytes say what a set is."""
+    found, path = [], tmp_path / "set"
+    for shade in (10, 200):
+        if named == "parquet":
+            parquet(path, [png(8, 8, shade)] * 20, [0, 1] * 10)
+        else:
+            path.mkdir(exist_ok=True)
+            (path / "a.png").write_bytes(png(8, 8, 10))
+            (path / "b.png").write_bytes(png(8, 8, 200))
+            rows = [f"{'a' if shade == 10 else 'b'}.png,{i % 2}" for i in range(20)]
+            (path / "metadata.csv").write_text("\n".join(["file_name,label", *rows]))
+        for file in path.iterdir():
+            os.utime(file, (1, 1))
+        found.append(load_dataset(str(path)).train_inputs.unique().tolist())
+    assert found == [[0, 10, 245], [0, 55, 200]]  # red, green, blue
+
+
 def test_one_coloured_image_keeps_its_colour(tmp_path):
     path = folder(tmp_path / "set", [(8, 8)] * 3, mode="L")
     (path / "train/b/009.png").write_bytes(png(8, 8, 200))

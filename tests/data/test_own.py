@@ -10,6 +10,7 @@ from fedlib import register_data, run
 from fedlib.data import datasets as datasets_module
 from fedlib.data.datasets import load_dataset, source_key
 from fedlib.data.federated import load_federated
+from fedlib.data.own import content_of
 from fedlib.runs.identity import OtherInputs
 from tests.helpers.stored import ONE, small
 
@@ -70,6 +71,30 @@ def test_a_run_of_it_is_known_by_its_content(tmp_path):
     register_data("mine", (255 - X, Y))
     with pytest.raises(OtherInputs, match="the data of 'mine'"):
         run(e, ONE, tmp_path)
+
+
+def test_a_dataset_is_known_by_what_it_holds_and_not_by_how_it_came(tmp_path):
+    """A map whose function read something else has the same fingerprint; a picture's file may be another."""
+    dark, light = table().map(lambda row: {"label": 0}), table().map(lambda row: {"label": 1})
+    light._fingerprint = dark._fingerprint
+    seen = [load_dataset(register_data("mine", t)).train_labels.unique().tolist() for t in (dark, light)]
+    assert seen == [[0], [1]] and content_of(dark) == content_of(table().map(lambda row: {"label": row["label"] * 0}))
+    file = tmp_path / "one.png"
+    cells = hf.Dataset.from_dict({"image": [str(file)] * 20, "label": [0, 1] * 10}).cast_column("image", hf.Image())
+    found = []
+    for shade in (10, 200):
+        Image.fromarray(np.full((8, 8), shade, np.uint8)).save(file)
+        found.append(load_dataset(register_data("mine", cells)).train_inputs.unique().tolist())
+    assert found == [[10], [200]]
+
+
+@pytest.mark.parametrize("kind", ["arrays", "tensors"])
+def test_what_becomes_of_arrays_after_they_were_registered_changes_nothing(kind):
+    x, y = (X.copy(), Y.copy()) if kind == "arrays" else (torch.from_numpy(X.copy()), torch.from_numpy(Y.copy()))
+    register_data("mine", (x, y), (x, y))
+    x[:], y[:] = 7, 0
+    data = load_dataset("mine")
+    assert torch.equal(data.train_inputs[:, 0], torch.from_numpy(X)) and data.test_labels.tolist() == Y.tolist()
 
 
 def test_a_folder_of_save_to_disk_is_a_data_set(tmp_path):
