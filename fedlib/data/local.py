@@ -179,7 +179,7 @@ def table_of(path: Path, pictures: Mapping[str, Sequence[Path]]) -> dict:
 
 
 def load_splits(path: Path, parquet: Mapping[str, Sequence[str]], digest: str):
-    """What `datasets` makes of the files, whose bytes have this ``digest``: by itself it knows them by path and time."""
+    """What `datasets` makes of files of this ``digest`` of their bytes; by itself it knows them by path and time."""
     with quietly():
         from datasets import config, load_dataset
 

@@ -3,16 +3,47 @@
 Read next: ``models/wrapped.py``, ``models/adapters.py`` (whose modules these are).
 """
 
-from contextlib import nullcontext
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_map
 
 from .context import Context
 from .norms import BatchNorm2d, statistics
+
+_lock, _inside, _switches = threading.Lock(), 0, ExitStack()
+
+
+@contextmanager
+def unfused(device: str) -> Iterator[None]:
+    """Inside, no fused attention or encoder layer runs, which has no derivative under ``vmap``.
+
+    These are switches of the process: the last thread to leave puts back what the first one found. Where attention
+    falls back by itself (not on a CPU), only encoder layers are asked.
+    """
+    global _inside
+    with _lock:
+        if not _inside:
+            mha, sdp = torch.backends.mha, torch.backends.cuda  # its switches are those of a CPU, too
+            switches = [(mha.get_fastpath_enabled, mha.set_fastpath_enabled)]
+            if device == "cpu":
+                switches.append((sdp.flash_sdp_enabled, sdp.enable_flash_sdp))
+                switches.append((sdp.mem_efficient_sdp_enabled, sdp.enable_mem_efficient_sdp))
+            for ask, switch in switches:
+                _switches.callback(switch, ask())
+                switch(False)
+        _inside += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _inside -= 1
+            if not _inside:
+                _switches.close()
 
 
 class PerClient(nn.Module):
@@ -71,10 +102,9 @@ class PerClient(nn.Module):
     def _run(self, tensors: dict, stacked: dict[str, bool], real: torch.Tensor | None, x: torch.Tensor) -> tuple:
         """What :meth:`_one` gives of every member, stacked."""
         if self.vmap and len(x) > 1:
-            torch.backends.mha.set_fastpath_enabled(False)  # a fused encoder layer that would have no derivative here
             try:
                 dims = {n: 0 if own else None for n, own in stacked.items()}
-                with sdpa_kernel(SDPBackend.MATH) if x.device.type == "cpu" else nullcontext():  # others fall back
+                with unfused(x.device.type):
                     return torch.func.vmap(self._one, (dims, None if real is None else 0, 0))(tensors, real, x)
             except RuntimeError as error:
                 if not any(word in str(error) for word in ("functorch", "vmap")):
