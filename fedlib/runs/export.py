@@ -6,7 +6,9 @@ exits that the budget does not hold gone. Files hold graphs and tensors, no obje
 
 import json
 import re
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -45,11 +47,13 @@ def save_model(run: Run, budget: int, path: Path | str | None = None, format: st
       timm          of a ViT, by its last exit: ``timm.create_model(f"local-dir:{path}", pretrained=True)``
       hf            of a BERT, by its last exit: ``BertForSequenceClassification.from_pretrained(path)``
 
-    By default in ``outputs/models``. The model reads inputs (B, *shape) as the net sees them and answers with the
-    outputs (exits, B, *out) of every exit that the budget holds, timm's and transformers' with (B, *out);
-    ``model.json`` says how images are resized and by what mean and SD they are normalised, which exits these are, and
-    what the classes are called. ``prepare`` of ``model.py``, or timm's own transform, makes inputs of images, and
-    ``tokenizer.json`` of texts (``tokenizers.Tokenizer.from_file``; of hf transformers' ``AutoTokenizer``).
+    By default in ``outputs/models``, a folder a format. It appears whole or not at all, and takes an earlier export's
+    place; ``ValueError`` before any compute where ``path`` holds what no export wrote. The model reads inputs
+    (B, *shape) as the net sees them and answers with the outputs (exits, B, *out) of every exit that the budget holds,
+    timm's and transformers' with (B, *out); ``model.json`` says how images are resized and by what mean and SD they
+    are normalised, which exits these are, and what the classes are called. ``prepare`` of ``model.py``, or timm's own
+    transform, makes inputs of images, and ``tokenizer.json`` of texts (``tokenizers.Tokenizer.from_file``; of hf
+    transformers' ``AutoTokenizer``).
     ``ValueError`` where what a client answers is not one model's, or depends on who is asked beside, or is no such
     net's; ``ImportError`` names a missing package.
     """
@@ -58,6 +62,8 @@ def save_model(run: Run, budget: int, path: Path | str | None = None, format: st
     missing = [p for p in PACKAGES.get(format, ()) if find_spec(p) is None]
     if missing:
         raise ImportError(f"format = {format!r} needs packages: pip install {' '.join(missing)}")
+    name = f"{run.path.name}-budget{budget}-{format}"
+    path = outputs_dir() / "models" / name if path is None else check_folder(path)
     f, server = load_trained(run.experiment, Execution(workers=1), run.path.parent)
     part = _part(f, server, budget)
     rows, seen = torch.arange(2, device=f.device), f.model.backbone.spec.input_shape
@@ -78,16 +84,49 @@ def save_model(run: Run, budget: int, path: Path | str | None = None, format: st
             except Exception as error:  # whatever a net's code raises where values are not known
                 why = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
                 raise ValueError(f"{run.experiment.slug} cannot be exported: torch.export says: {why}") from error
-    path = Path(path) if path is not None else outputs_dir() / "models" / f"{run.path.name}-budget{budget}"
-    path.mkdir(parents=True, exist_ok=True)
-    if not x.is_floating_point():
-        words_of(tokenizer_of(run.experiment.backbone)).encoder(shape[0]).save(str(path / "tokenizer.json"))
-    if format in NETS:
-        save_net(format, net, path, about)
-    else:
-        FORMATS[format](program, path, about)
-    (path / "model.json").write_text(json.dumps(about, indent=1) + "\n")
+    with replaced(path) as new:
+        if not x.is_floating_point():
+            words_of(tokenizer_of(run.experiment.backbone)).encoder(shape[0]).save(str(new / "tokenizer.json"))
+        if format in NETS:
+            save_net(format, net, new, about)
+        else:
+            FORMATS[format](program, new, about)
+        about["files"] = sorted(p.name for p in new.iterdir())
+        (new / "model.json").write_text(json.dumps(about, indent=1) + "\n")
     return path
+
+
+def check_folder(path: Path | str) -> Path:
+    """``path`` as a folder that may be written; ``ValueError`` where something else than an export's files lies."""
+    where = Path(path).expanduser().absolute()
+    there = {p.name for p in where.iterdir()} if where.is_dir() else set()
+    try:
+        ours = {"model.json", *json.loads((where / "model.json").read_text())["files"]} if there else set()
+    except (OSError, ValueError, KeyError, TypeError):
+        ours = set()
+    if not str(path).strip() or where.is_symlink() or (where.exists() and not where.is_dir()) or not there <= ours:
+        what = f" holds {', '.join(sorted(there - ours)[:3])}" if there - ours else ""
+        raise ValueError(
+            f"save_model: path = {str(path)!r}{what}; allowed: a new or empty folder, or an earlier export's"
+        )
+    return where
+
+
+@contextmanager
+def replaced(path: Path) -> Iterator[Path]:
+    """A new folder beside ``path``, which takes its place when all is written; until then the old one is there."""
+    new, old = path.with_name(f".{path.name}.new"), path.with_name(f".{path.name}.old")
+    shutil.rmtree(new, ignore_errors=True)
+    new.mkdir(parents=True)
+    try:
+        yield new
+        if path.exists():
+            shutil.rmtree(old, ignore_errors=True)
+            path.rename(old)
+        new.rename(path)
+        shutil.rmtree(old, ignore_errors=True)
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
 
 
 def _part(f: Federation, server: Server, budget: int) -> Slice:

@@ -20,6 +20,7 @@ from fedlib.engine.evaluation import exit_logits
 from fedlib.methods import Round
 from fedlib.models import registry
 from fedlib.models.vit import ViTSpec
+from fedlib.runs.export import FORMATS
 from fedlib.runs.trained import load_trained
 from tests.helpers.stored import ONE, short
 
@@ -210,6 +211,42 @@ def test_every_format_is_as_accurate_by_its_own_library_s_lines_on_text(tmp_path
             out = model(torch.tensor([r.ids for r in reads.encode_batch(texts[160:])], dtype=torch.int32))[-1]
         right = (out.argmax(1).numpy() == labels[160:]).mean()
         assert 100 * right == pytest.approx(done.summary["exits"][-1], abs=1e-3), kind
+
+
+def test_an_export_takes_the_place_of_an_export_alone_and_is_whole_or_not_there(tmp_path, monkeypatch):
+    done, mine, linked = run(short("fedavg", rounds=1), ONE, tmp_path / "runs"), tmp_path / "mine", tmp_path / "linked"
+    mine.mkdir()
+    (mine / "thesis.tex").write_text("years")
+    linked.symlink_to(mine)
+    for path, what in (
+        (mine, "mine' holds thesis.tex"),
+        (linked, "linked' holds thesis.tex"),
+        ("", "'' holds"),
+        (mine / "thesis.tex", "tex'"),
+    ):
+        with pytest.raises(ValueError, match=f"save_model: path = .*{what}; allowed: a new or empty folder, or an"):
+            save_model(done, 0, path)
+    assert [p.name for p in mine.iterdir()] == ["thesis.tex"]
+    monkeypatch.setenv("HOME", str(tmp_path))
+    folder = save_model(done, 0, "~/model")
+    assert folder == tmp_path / "model" and save_model(done, 1, folder, "torch_export") == folder
+    assert {p.name for p in folder.iterdir()} == {"model.json", "model.pt2"}  # nothing of the first
+    before = (folder / "model.json").read_text()
+    monkeypatch.setitem(FORMATS, "torch", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        save_model(done, 0, folder)
+    assert (folder / "model.json").read_text() == before
+    assert {p.name for p in tmp_path.iterdir()} == {"runs", "mine", "linked", "model"}  # nothing half written
+    (folder / "notes.txt").write_text("mine")
+    with pytest.raises(ValueError, match="holds notes.txt"):
+        save_model(done, 0, folder)
+
+
+def test_formats_have_folders_of_their_own(tmp_path, monkeypatch):
+    monkeypatch.setenv("FEDLIB_OUTPUTS", str(tmp_path))
+    done = run(short("fedavg", rounds=1), ONE, tmp_path / "runs")
+    kept = {save_model(done, 0, format=kind) for kind in ("torch", "torch_export")}
+    assert len(kept) == 2 and all((p / "model.json").is_file() for p in kept)
 
 
 def test_a_smaller_budget_s_model_is_smaller(tmp_path):
