@@ -5,6 +5,7 @@ By default they spin, which takes the cores from whoever works: small local step
 
 import os
 import sys
+import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -63,10 +64,26 @@ def side_by_side(work: Callable[[Part], Done], parts: Iterable[Part], threads: i
             yield work(part)
         return
     own, running = max(1, torch.get_num_threads() // threads), deque()
-    with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(own,)) as pool:
+    pool = ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(own,))
+    try:
         for part in parts:
             running.append(pool.submit(work, part))
             if len(running) > threads:
                 yield running.popleft().result()
         while running:
             yield running.popleft().result()
+    finally:
+        close(pool)
+
+
+def close(pool: ThreadPoolExecutor) -> None:
+    """Shut ``pool`` down and, on Linux, where processes are forked, wait until the system has ended its threads.
+
+    Python says that a thread has ended before its native part has freed MKL's buffers. A process that is forked in
+    between copies the lock of these, held by nobody there, and spins in its first product of matrices.
+    """
+    pool.shutdown(cancel_futures=True)
+    for thread in pool._threads:
+        until = time.monotonic() + 10
+        while os.path.exists(f"/proc/self/task/{thread.native_id}") and time.monotonic() < until:
+            time.sleep(1e-4)

@@ -17,7 +17,7 @@ import torch
 from ..core.clients import Client
 from ..core.kinds import Count, Positive
 from ..core.profiling import phase
-from ..core.threads import repeatable, warn_if_spinning
+from ..core.threads import close, repeatable, warn_if_spinning
 from ..core.validation import check_instance, names_its_keywords
 from ..methods import Member, Round, Server
 from ..methods.sums import MaskedMean
@@ -272,4 +272,4 @@ class InProcess:
     def close(self) -> None:
         self._closed.set()
         if self._pool is not None:
-            self._pool.shutdown(cancel_futures=True)
+            close(self._pool)

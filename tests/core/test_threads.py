@@ -1,7 +1,9 @@
 """Threads that wait sleep."""
 
+import os
 import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -14,8 +16,6 @@ from fedlib.core import threads
      (True, "PASSIVE", "PASSIVE False")],
 )  # fmt: skip
 def test_waiting_threads_sleep_where_fedlib_comes_first(torch_first, policy, expected):
-    import os
-
     env = {k: v for k, v in os.environ.items() if k != "OMP_WAIT_POLICY"} | (
         {"OMP_WAIT_POLICY": policy} if policy else {}
     )
@@ -46,3 +46,17 @@ def test_parts_come_in_order_few_ahead_and_none_is_left_out(count):
     assert list(came) == list(range(1, 10))
     with pytest.raises((RuntimeError, StopIteration)):  # is no end
         list(threads.side_by_side(work, [1, -1, 3], count))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere no process is forked")
+def test_no_thread_is_left_when_a_process_may_be_forked():
+    """A fork copies the locks of a thread that is ending: it may hold MKL's, and then the child spins for ever."""
+    import torch
+
+    def work(part):
+        torch.randn(64, 64) @ torch.randn(64, 64)
+        return threading.get_native_id()
+
+    for _ in range(300):
+        used = set(threads.side_by_side(work, range(4), 2))
+        assert not used & set(map(int, os.listdir("/proc/self/task")))
