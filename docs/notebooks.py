@@ -64,12 +64,14 @@ def runs_of(paper: str, words: frozenset[str], outputs: Path) -> list[tuple[str,
 
 @cache
 def runs_of_grid(paper: str, grid: str, outputs: Path) -> list[tuple[str, str]]:
+    from fedlib.report.flags import older_rules
     from fedlib.runs.params import load_grid
-    from fedlib.runs.store import run_path
+    from fedlib.runs.store import shown_run
 
-    paths = [run_path(c.experiment, outputs / "runs") / "summary.json" for c in load_grid(paper, grid, "small")]
+    runs = [shown_run(c.experiment, outputs / "runs") for c in load_grid(paper, grid, "small")]
     lacks = f"{paper}/{grid}"  # what a run that is not stored would be called is no matter
-    return [(p.parent.name, p.read_text("utf-8")) if p.exists() else (lacks, str(i)) for i, p in enumerate(paths)]
+    said = [r and (r.path / "summary.json").read_text("utf-8") + ", ".join(older_rules(r)) for r in runs]
+    return [(r.path.name, s) if r and s else (lacks, str(i)) for i, (r, s) in enumerate(zip(runs, said, strict=True))]
 
 
 def execute(source: Path, target: Path) -> None:

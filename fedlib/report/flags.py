@@ -58,10 +58,7 @@ def flags_of(run: Run, value: str = "accuracy") -> tuple[str, ...]:
     found = [(m["t"], np.atleast_1d(x)) for m in run.metrics if (x := values_of(m).get(value)) is not None]
     flags = ["diverged"] if run.summary["status"] == "diverged" else []
     flags += ["over budget"] if over_budget(run.experiment.replace(seed=1)) else []
-    here = {"kit": kit_rules(run.experiment), "method": code_of(METHODS[run.experiment.method])}
-    older = other_rules(run.record.get("inputs", {}), here)
-    central = value in ("accuracy", "exits", "last", "ensemble")  # a client's own test set is as it was
-    flags += ["older rule"] if any(central or rule != CENTRAL for rule in older) else []
+    flags += ["older rule"] if older_rules(run, value) else []
     if len(found) < 2:
         return tuple(flags)
     ends, means = found[-1][1], [float(x.mean()) for _, x in found]
@@ -73,6 +70,13 @@ def flags_of(run: Run, value: str = "accuracy") -> tuple[str, ...]:
     if before and means[-1] - before[-1] > max(2.0, means[-1] / 20):
         flags.append("rising")
     return tuple(flags)
+
+
+def older_rules(run: Run, value: str = "accuracy") -> list[str]:
+    """What of the kit is another version than ``run`` was made by, as far as ``value`` is concerned."""
+    here = {"kit": kit_rules(run.experiment), "method": code_of(METHODS[run.experiment.method])}
+    central = value in ("accuracy", "exits", "last", "ensemble")  # a client's own test set is as it was
+    return [rule for rule in other_rules(run.record.get("inputs", {}), here) if central or rule != CENTRAL]
 
 
 def _chance(e: Experiment) -> float:
