@@ -64,13 +64,16 @@ def runs_of(paper: str, words: frozenset[str], outputs: Path) -> list[tuple[str,
 
 @cache
 def runs_of_grid(paper: str, grid: str, outputs: Path) -> list[tuple[str, str]]:
-    from fedlib.report.flags import older_rules
+    from fedlib.runs.identity import older_rules
     from fedlib.runs.params import load_grid
     from fedlib.runs.store import shown_run
 
     runs = [shown_run(c.experiment, outputs / "runs") for c in load_grid(paper, grid, "small")]
     lacks = f"{paper}/{grid}"  # what a run that is not stored would be called is no matter
-    said = [r and (r.path / "summary.json").read_text("utf-8") + ", ".join(older_rules(r)) for r in runs]
+    said = [
+        r and (r.path / "summary.json").read_text("utf-8") + ", ".join(older_rules(r.experiment, r.record))
+        for r in runs
+    ]
     return [(r.path.name, s) if r and s else (lacks, str(i)) for i, (r, s) in enumerate(zip(runs, said, strict=True))]
 
 

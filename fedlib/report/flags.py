@@ -23,9 +23,8 @@ from ..data.tasks import CORRELATIONS, task_of
 from ..engine.evaluation import unpacked
 from ..methods import METHODS
 from ..runs.costs import load_shapes
-from ..runs.identity import CENTRAL, kit_rules, other_rules
+from ..runs.identity import concern, older_rules
 from ..runs.prices import CLASSES, num_classes
-from ..runs.reached import code_of
 from ..runs.store import Run
 from .tables import values_of
 
@@ -58,7 +57,7 @@ def flags_of(run: Run, value: str = "accuracy") -> tuple[str, ...]:
     found = [(m["t"], np.atleast_1d(x)) for m in run.metrics if (x := values_of(m).get(value)) is not None]
     flags = ["diverged"] if run.summary["status"] == "diverged" else []
     flags += ["over budget"] if over_budget(run.experiment.replace(seed=1)) else []
-    flags += ["older rule"] if older_rules(run, value) else []
+    flags += ["older rule"] if concern(older_rules(run.experiment, run.record), value) else []
     if len(found) < 2:
         return tuple(flags)
     ends, means = found[-1][1], [float(x.mean()) for _, x in found]
@@ -70,13 +69,6 @@ def flags_of(run: Run, value: str = "accuracy") -> tuple[str, ...]:
     if before and means[-1] - before[-1] > max(2.0, means[-1] / 20):
         flags.append("rising")
     return tuple(flags)
-
-
-def older_rules(run: Run, value: str = "accuracy") -> list[str]:
-    """What of the kit is another version than ``run`` was made by, as far as ``value`` is concerned."""
-    here = {"kit": kit_rules(run.experiment), "method": code_of(METHODS[run.experiment.method])}
-    central = value in ("accuracy", "exits", "last", "ensemble")  # a client's own test set is as it was
-    return [rule for rule in other_rules(run.record.get("inputs", {}), here) if central or rule != CENTRAL]
 
 
 def _chance(e: Experiment) -> float:

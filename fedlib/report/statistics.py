@@ -12,8 +12,11 @@ import pandas as pd
 import torch
 
 from ..core.rng import numpy_generator
+from ..runs.identity import concern
 from .tables import label_of
 from .verdicts import Difference, judged
+
+OLDER = "of an older rule"  # of the kit: no verdict
 
 
 def bootstrap_interval(
@@ -60,13 +63,16 @@ def budget_accuracies(frame: pd.DataFrame) -> pd.DataFrame:
 
 def _differences(
     frame: pd.DataFrame, pairs: Sequence[tuple[str, str]], value: str
-) -> Iterator[tuple[str, str, str, str, np.ndarray]]:
-    """(mode, column, one, other, differences over common seeds) of every pair that has runs."""
+) -> Iterator[tuple[str, str, str, str, np.ndarray, bool]]:
+    """(mode, column, one, other, differences over common seeds, is one of an older rule?) of every pair with runs."""
     for (finetune, column), group in frame.dropna(subset=[value]).groupby(["finetune", "column"], sort=False):
         wide = group.pivot_table(index="seed", columns="variant", values=value)
+        rules = group.older if "older" in group else [()] * len(group)
+        stale = {v for v, old in zip(group.variant, rules, strict=True) if concern(old, value)}
         for one, other in pairs:
             if {one, other} <= set(wide.columns):
-                yield finetune, column, one, other, (wide[one] - wide[other]).dropna().to_numpy()
+                difference = (wide[one] - wide[other]).dropna().to_numpy()
+                yield finetune, column, one, other, difference, bool(stale & {one, other})
 
 
 def paired_differences(frame: pd.DataFrame, pairs: Sequence[tuple[str, str]], value: str = "accuracy") -> pd.DataFrame:
@@ -76,8 +82,8 @@ def paired_differences(frame: pd.DataFrame, pairs: Sequence[tuple[str, str]], va
     """
     rows, labels = [], dict(zip(frame.variant, frame.label, strict=True))
     words = {"holds": "better", "contradicted": "worse"}
-    for finetune, column, one, other, difference in _differences(frame, pairs, value):
-        found = judged(Difference(difference))
+    for finetune, column, one, other, difference, older in _differences(frame, pairs, value):
+        found = judged(Difference(difference)) | ({"verdict": OLDER} if older else {})
         names = f"{label_of(labels[one])} – {label_of(labels[other])}"
         where = {"mode": label_of(finetune), "column": column, "difference": names}
         rows.append(where | found | {"verdict": words.get(found["verdict"], found["verdict"])})
@@ -90,16 +96,17 @@ def orderings(
     """Do pairs of variants stand to each other as the paper reports? Paired by seed.
 
     Judged as claims are (``verdicts.py``): ``holds``, ``contradicted``, ``tie``, ``undecided``, ``not testable`` (fewer
-    than two common seeds). Where the paper prints no numbers of a pair on a data column, the two are compared alone:
-    ``first is higher``, or ``second is higher``.
+    than two common seeds); of runs that an older rule of the kit made (``flags.py``) nothing is said. Where the paper
+    prints no numbers of a pair on a data column, the two are compared alone: ``first is higher``, or ``second is
+    higher``.
     """
     rows, labels = [], dict(zip(frame.variant, frame.label.map(label_of), strict=True))
     paper = reported.set_index(["finetune", "column", "variant"])["mean"]
-    for finetune, column, one, other, difference in _differences(frame, pairs, value):
+    for finetune, column, one, other, difference, older in _differences(frame, pairs, value):
         printed = all((finetune, column, variant) in paper.index for variant in (one, other))
         claim = paper[finetune, column, one] - paper[finetune, column, other] if printed else np.nan
         words = {} if printed else {"holds": "first is higher", "contradicted": "second is higher"}
-        found = judged(Difference(-difference if printed and claim <= 0 else difference))["verdict"]
+        found = OLDER if older else judged(Difference(-difference if printed and claim <= 0 else difference))["verdict"]
         low, high = Difference(difference).interval()
         interval = f"{low:.2f} to {high:.2f}" if len(difference) >= 2 else "–"
         sign = ("> " if claim > 0 else "< ") if printed else "against "

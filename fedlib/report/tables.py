@@ -16,6 +16,7 @@ from ..methods import METHODS
 from ..models.registry import backbone_spec, fetch_weights, tokenizer_of
 from ..runs.costs import exit_costs
 from ..runs.durations import describe
+from ..runs.identity import older_rules
 from ..runs.params import Cell, load_fallback, load_grid, load_spec
 from ..runs.places import run_path
 from ..runs.prices import num_classes, training_macs
@@ -88,7 +89,7 @@ def collect(
     """One row per cell: where it stands, and its stored accuracy (percent), exits, seconds; NaN where missing.
 
     ``last`` is the last exit's accuracy, ``local`` that of each client's deepest exit on its own test set, their mean.
-    ``known`` are all that are stored, where one has looked already.
+    ``older`` says what rules of the kit were others. ``known`` are all that are stored, where one has looked.
     """
     rows = []
     for cell in cells:
@@ -96,11 +97,12 @@ def collect(
         row = {k: v for k, v in vars(cell).items() if k != "experiment"}
         row |= {"dataset": cell.experiment.dataset, "backbone": cell.experiment.backbone}
         row["run"] = (found.path if found else run_path(cell.experiment, folder)).name
+        row["older"] = older_rules(cell.experiment, found.record) if found else []
         rows.append(row | (values_of(found.summary) if found else {"status": "missing"}))
     return pd.DataFrame(rows).reindex(
         columns=["finetune", "variant", "method", "label", "column", "seed", "dataset", "backbone", "status",
                  "accuracy", "last", "local", "ensemble", "exits", "clients", "clients_sd", "client_exits",
-                 "client_exits_sd", "leaving", "others", "seconds", "t", "run"]
+                 "client_exits_sd", "leaving", "others", "seconds", "t", "run", "older"]
     )  # fmt: skip
 
 

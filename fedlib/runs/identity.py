@@ -112,6 +112,17 @@ def other_rules(there: Inputs, here: Inputs) -> list[str]:
     return found
 
 
+def older_rules(e: Experiment, record: Mapping[str, Any]) -> list[str]:
+    """What of the kit is another version than the one that made the run of ``record``."""
+    return other_rules(record.get("inputs", {}), {"kit": kit_rules(e), "method": code_of(METHODS[e.method])})
+
+
+def concern(rules: Iterable[str], value: str) -> bool:
+    """Does one of ``rules`` concern ``value``, a column of ``tables.collect``? A client's own test set is as it was."""
+    central = value in ("accuracy", "exits", "last", "ensemble")
+    return any(central or rule != CENTRAL for rule in rules)
+
+
 def check_verified(e: Experiment, inputs: Inputs, accept: frozenset[str]) -> None:
     """Raise ``ValueError`` if a run could never be compared with what is at hand, and ``accept`` does not say so."""
     said = {"method": inputs["method"].values(), "backbone": [inputs.get("backbone")]}

@@ -71,6 +71,17 @@ def test_orderings_follow_the_interval_and_the_reported_sign():
     assert turned[["claim", "obtained", "verdict"]].values.tolist() == [["DepthFL > ReeFL", -1.0, "contradicted"]]
 
 
+def test_of_runs_of_an_older_rule_no_verdict_is_told_where_the_rule_concerns_the_value():
+    frame = frame_of(reefl=[50.0, 60.0, 70.0], depthfl=[49.0, 59.1, 68.9], fedavg=[40.0, 50.0, 60.0])
+    frame["older"] = [["how batch norm sees the test set"] * (v == "depthfl" and s == 1) for v, s in zip(frame.variant, frame.seed, strict=True)]  # fmt: skip
+    frame["clients"] = frame.accuracy
+    nothing = pd.DataFrame(columns=["finetune", "column", "variant", "mean"])
+    pairs = [("reefl", "depthfl"), ("reefl", "fedavg")]
+    assert orderings(frame, nothing, pairs).verdict.tolist() == ["of an older rule", "first is higher"]
+    assert paired_differences(frame, pairs).verdict.tolist() == ["of an older rule", "better"]
+    assert paired_differences(frame, pairs, "clients").verdict.tolist() == ["better", "better"]
+
+
 def test_orderings_without_printed_numbers_compare_alone():
     frame = frame_of(reefl=[50.0, 60.0, 70.0], depthfl=[49.0, 59.1, 68.9])
     nothing = pd.DataFrame(columns=["finetune", "column", "variant", "mean"])
