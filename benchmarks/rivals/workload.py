@@ -23,7 +23,6 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 LAYOUT = torch.channels_last if os.environ.get("BENCH_CHANNELS_LAST") else torch.contiguous_format
-EVALUATED = 250  # test examples at once, as fedlib has it: batch norm reads them together
 
 
 @dataclass(frozen=True)
@@ -261,7 +260,7 @@ class Federation:
         """Accuracy on the central test set in percent."""
         model = self.model()
         model.load_state_dict(trained, strict=False)
-        answers = torch.cat([model(x).argmax(-1) for x in self.test_images.split(EVALUATED)])
+        answers = model(self.test_images).argmax(-1)  # as fedlib has it: batch norm reads all of them
         return 100 * (answers == self.test_labels).float().mean().item()
 
 

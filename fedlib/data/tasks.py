@@ -57,8 +57,8 @@ class Task(Protocol):
         return outputs.argmax(-1)
 
     def finite(self, outputs: torch.Tensor) -> torch.Tensor:
-        """Which outputs are numbers that a loss can be computed of: they and their squares are finite; same shape."""
-        return outputs.square().isfinite()
+        """Which outputs can be answered by: they are numbers, and a loss of the largest is one; same shape."""
+        return outputs.isfinite() & outputs.amax(-1, keepdim=True).square().isfinite()
 
     def score(self, predictions: torch.Tensor, labels: torch.Tensor) -> dict[str, float]:
         """Metrics of N predictions by name, the headline first; NaN where undefined (``metrics.py``).

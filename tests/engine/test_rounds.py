@@ -104,9 +104,12 @@ def test_fail_names_round_client_and_tensor_and_keeps_what_was_stored(execution,
 def test_an_infinite_loss_counts_like_an_infinite_update():
     e = short("fedavg", finetune="full", lr=1e30, clip_value=None, rounds=3)
     with pytest.raises(FloatingPointError, match=r"round \d: client \d: [\w.]+ is not finite"):
+        list(run_rounds(build_federation(e.replace(nonfinite="fail", evaluate_every=0)), ONE))
+    with pytest.raises(FloatingPointError, match="round 1: answers are not finite"):  # where one looks before
         list(run_rounds(build_federation(e.replace(nonfinite="fail")), ONE))
     last = list(run_rounds(build_federation(e.replace(nonfinite="drop")), ONE))[-1]
-    assert not last.diverged and all(p.isfinite().all() for p in last.server.params.values())
+    assert all(p.isfinite().all() for p in last.server.params.values()) and last.metrics["nonfinite"] == 1
+    assert last.diverged  # what is left is finite, and too large to answer by
 
 
 def test_a_server_that_overflows_on_finite_updates_is_diverged():

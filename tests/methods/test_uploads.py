@@ -202,6 +202,8 @@ def test_every_method_compresses(tiny, monkeypatch, method):
         method=method, finetune=mode, finetune_options={}, num_train=96, num_test=20, num_clients=8, clients_per_round=4,
         backbone=few_blocks(monkeypatch, method), **granted(method),
     )  # fmt: skip
+    if method == "flexlora":  # of products that are hardly more than rounding, the factors are rounding's
+        e = e.replace(lr=0.2)
     plain, fed_back = train(e), build_method(method, {}).one_slice
     atol = 2e-4 if method == "flexlora" else 1e-5  # the server's factors amplify rounding
     if not fed_back:

@@ -27,7 +27,7 @@ from fedlib.report.atlas_plots import plot_choice, plot_cost, plot_ranking, plot
 from fedlib.report.clients import numbers_of
 from fedlib.report.table import Table
 from fedlib.runs.params import load_grid
-from fedlib.runs.store import find_run
+from fedlib.runs.store import shown_run
 from tests.helpers.tracked import OUTPUTS
 
 TASK = {
@@ -59,7 +59,7 @@ def test_the_best_of_all_rates_that_a_row_was_given():
 
 def rates_of(task, caps):
     rates, tuned = (load_grid("atlas", f"{task}_{name}", "small") for name in ("rates", f"{caps}_tuned"))
-    scores = {(c.variant, c.experiment.lr): find_run(c.experiment, OUTPUTS / "runs") for c in rates}
+    scores = {(c.variant, c.experiment.lr): shown_run(c.experiment, OUTPUTS / "runs") for c in rates}
     return scores, {c.variant: c.experiment.lr for c in tuned}
 
 

@@ -25,7 +25,7 @@ from fedlib.report.page import (
 )
 from fedlib.runs.params import Cell, load_grid
 from fedlib.runs.params_files import papers
-from fedlib.runs.store import find_run
+from fedlib.runs.store import shown_run
 from tests.helpers.tracked import OUTPUTS
 
 
@@ -122,7 +122,7 @@ def test_the_pages_follow_the_store(tmp_path, monkeypatch, capsys):
     stored = Stored("reefl", "small")
     page = results_page(stored, judge(stored))
     table1 = page.split("## [Table 1: ")[1].split("\n## ")[0]
-    done = [c for c in load_grid("reefl", "table1", "small") if find_run(c.experiment)]
+    done = [c for c in load_grid("reefl", "table1", "small") if shown_run(c.experiment)]
     assert len(done) >= 80 and f"{len(done)} of 210 runs" in table1
     assert "seeds: 1, 2;" in table1 and "AMD EPYC, 2 cores" in table1 and "<img" not in table1
     assert "## [Figure 7: " in page and 'src="figures/figure7_small_4exits.png"' in page

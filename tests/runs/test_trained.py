@@ -28,7 +28,7 @@ OPTIONS = {  # of methods whose defaults are for larger nets
 }  # fmt: skip
 
 NO_MODEL = {"fedbabu", "splitmix", "fiarse", "raffm", "local", "ditto", "fedper", "fedrep", "fedrod", "fedpac",
-            "fedamp", "pfedgraph", "fedproto", "cafedistill"}  # of a budget: clients answer by several, or their own  # fmt: skip
+            "fedamp", "pfedgraph", "fedproto", "cafedistill", "hetlora"}  # of a budget: clients answer by several, or their own  # fmt: skip
 
 
 @pytest.fixture(scope="module")

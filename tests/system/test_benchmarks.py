@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -45,7 +46,7 @@ def test_both_names_and_one_function(w, files):
     shared.initial = tensors
     plain, f = shared.model(), federation_of(shared)
     own = exit_logits(f, f.server, served_parts(f, f.server)[0])[-1]
-    answers = torch.cat([plain(x) for x in shared.test_images.split(250)])  # batch norm reads as many at once
+    answers = plain(shared.test_images)  # batch norm reads all of them at once
     rounding = 2e-3 if w is RESNET else 1e-5  # twenty norms one after the other enlarge it
     torch.testing.assert_close(own, answers, atol=rounding, rtol=1e-5)
 
@@ -67,7 +68,8 @@ def test_batches_are_those_that_fedlib_draws(w, names, files):
         times = harness.time_interleaved(started, rounds=1, repeats=1, warm_up=1)
         facts = harness.facts(started)
     assert set(times.system) == set(names) and (times.seconds > 0).all()
-    assert (facts["max_difference"] < 2e-5).all() and facts["accuracy"].round(3).nunique() == 1, facts
+    apart = 0.1 if w is RESNET else 0  # one of 1,000 test examples: norms of all of them at once round otherwise
+    assert (facts["max_difference"] < 2e-5).all() and np.ptp(facts["accuracy"]) <= apart + 1e-3, facts
     assert (facts["rounds"] == 2).all() and (facts["lines"] > 20).all()
 
 

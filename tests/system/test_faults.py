@@ -22,7 +22,7 @@ from fedlib.methods.sliced.fedavg import FedAvg
 from fedlib.runs import checkpoints as checkpoints_module
 from fedlib.runs import store as runs_module
 from fedlib.runs.checkpoints import Checkpoints
-from fedlib.runs.store import find_run, run_path
+from fedlib.runs.store import find_run, run_path, shown_run
 from tests.helpers.stored import ONE, assert_nothing_left_over, assert_same, small, state
 from tests.helpers.tracked import OUTPUTS
 
@@ -250,7 +250,7 @@ def test_every_committed_run_is_intact():
     folder = OUTPUTS / "runs"
     for path in sorted(folder.iterdir()):
         e = Experiment.from_dict(read_json(path / "experiment.json")["experiment"])
-        assert path.name in (e.slug, e.former_slug) and find_run(e, folder).summary["status"] in (
+        assert path.name in (e.slug, e.former_slug) and shown_run(e, folder).summary["status"] in (
             "finished",
             "diverged",
         )

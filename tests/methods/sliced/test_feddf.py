@@ -20,7 +20,7 @@ def test_a_round_of_feddf_distils_every_level_on_the_mean_logits(convnet):
     e = convnet.replace(method="feddf", options={"widths": WIDTHS, "patience": 1000}, public_fraction=0.3)
     f = build_federation(e)
     (last,) = run_rounds(f, ONE)
-    start, public = whole(f), torch.from_numpy(f.data.public)
+    start, public = whole(f), f.setting.lab.rows
     x = f.data.view(f.data.inputs, TOY.input_shape, public)
     fused, logits = {}, []
     for client in f.sample_clients(1):  # one client a level, so its model is the level's mean
