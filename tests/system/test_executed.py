@@ -3,10 +3,12 @@
 import importlib.util
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
 
+from fedlib.core.storage import read_json, write_json
 from fedlib.runs.params import load_grid
 from fedlib.runs.store import run_path
 from tests.helpers.tracked import OUTPUTS
@@ -45,14 +47,20 @@ def test_a_digest_tells_another_run_and_another_source(tmp_path):
     write = lambda *lines: source.write_text(json.dumps({"cells": [{"source": list(lines)}]}))  # noqa: E731
     write('table = Table("reefl", "table4", profile)')
     first = notebooks.digest(source, tmp_path)
-    path = run_path(load_grid("reefl", "table4", "small")[0].experiment, tmp_path / "runs")
-    path.mkdir(parents=True)
-    (path / "summary.json").write_text("{}")
-    notebooks.runs_of_grid.cache_clear()
-    notebooks.runs_of.cache_clear()
-    second = notebooks.digest(source, tmp_path)
+    every = (run_path(c.experiment, tmp_path / "runs") for c in load_grid("reefl", "table4", "small"))
+    path = next(p for p in every if (OUTPUTS / "runs" / p.name).exists())
+    shutil.copytree(OUTPUTS / "runs" / path.name, path)
+
+    def looked_at_anew():
+        notebooks.runs_of_grid.cache_clear()
+        notebooks.runs_of.cache_clear()
+        return notebooks.digest(source, tmp_path)
+
+    second, record = looked_at_anew(), read_json(path / "experiment.json")
+    write_json(path / "experiment.json", record | {"inputs": record["inputs"] | {"kit": {}, "options": {}}})
+    third = looked_at_anew()
     write('table = Table("reefl", "table4", profile)  # again')
-    assert len({first, second, notebooks.digest(source, tmp_path)}) == 3
+    assert len({first, second, third, looked_at_anew()}) == 4
 
 
 def test_links_lead_from_the_new_place():
