@@ -47,9 +47,8 @@ def test_a_digest_tells_another_run_and_another_source(tmp_path):
     write = lambda *lines: source.write_text(json.dumps({"cells": [{"source": list(lines)}]}))  # noqa: E731
     write('table = Table("reefl", "table4", profile)')
     first = notebooks.digest(source, tmp_path)
-    every = (run_path(c.experiment, tmp_path / "runs") for c in load_grid("reefl", "table4", "small"))
-    path = next(p for p in every if (OUTPUTS / "runs" / p.name).exists())
-    shutil.copytree(OUTPUTS / "runs" / path.name, path)
+    stored = run_path(load_grid("reefl", "table4", "small")[0].experiment, OUTPUTS / "runs")
+    path = shutil.copytree(stored, tmp_path / "runs" / stored.name)
 
     def looked_at_anew():
         notebooks.runs_of_grid.cache_clear()
