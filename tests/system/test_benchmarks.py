@@ -6,7 +6,6 @@ import subprocess
 import sys
 import time
 
-import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -68,8 +67,7 @@ def test_batches_are_those_that_fedlib_draws(w, names, files):
         times = harness.time_interleaved(started, rounds=1, repeats=1, warm_up=1)
         facts = harness.facts(started)
     assert set(times.system) == set(names) and (times.seconds > 0).all()
-    apart = 0.1 if w is RESNET else 0  # one of 1,000 test examples: norms of all of them at once round otherwise
-    assert (facts["max_difference"] < 2e-5).all() and np.ptp(facts["accuracy"]) <= apart + 1e-3, facts
+    assert (facts["max_difference"] < 2e-5).all() and facts["accuracy"].round(3).nunique() == 1, facts
     assert (facts["rounds"] == 2).all() and (facts["lines"] > 20).all()
 
 
