@@ -94,7 +94,8 @@ class Experiment:
       weight_decay        of all optimisers
       clip_value          largest gradient entry; None: not clipped
       clip_norm           largest norm of a client's whole gradient, after clip_value; None: not clipped
-      precision           of local training's matrix products (autocast)
+      precision           of local training's products of float32 numbers: float32 is IEEE's, tf32 a GPU's shorter one,
+                          bfloat16 autocast's; all else is float32
       nonfinite           a NaN or infinite update ends the run as diverged (record), is left out and counted (drop), or
                           is an error with client and tensor (fail)
       evaluate_every      rounds between two evaluations; 0: only after the last; None: a twentieth of all, but at least
@@ -158,7 +159,7 @@ class Experiment:
     decay_every: int = 1
     warmup_rounds: float = 0.0
     local_schedule: typing.Literal["constant", "linear"] = "constant"
-    precision: typing.Literal["float32", "bfloat16"] = "float32"
+    precision: typing.Literal["float32", "tf32", "bfloat16"] = "float32"
     nonfinite: typing.Literal["record", "drop", "fail"] = "record"
     evaluate_every: Natural | None = field(default=None, compare=False)
     seed: Natural = 1

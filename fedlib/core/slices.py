@@ -194,8 +194,14 @@ def take(tensor: torch.Tensor, info: ParamInfo, part: Slice) -> torch.Tensor:
         if isinstance(kept, range) and kept.step == 1:
             tensor = tensor.narrow(dim, kept.start, len(kept))
         else:
-            tensor = tensor.index_select(dim, torch.as_tensor(kept, dtype=torch.long, device=tensor.device))
+            tensor = tensor.index_select(dim, _index(tuple(kept), tensor.device))
     return tensor
+
+
+@lru_cache(maxsize=4096)
+def _index(kept: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """``kept`` on the device: a copy from the host that a step need not repeat."""
+    return torch.tensor(kept, dtype=torch.long, device=device)
 
 
 def take_all(params: Mapping[str, torch.Tensor], infos: Mapping[str, ParamInfo], part: Slice) -> dict:

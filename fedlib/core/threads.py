@@ -1,15 +1,18 @@
-"""How PyTorch's OpenMP threads wait for their next piece of work: read from the environment once, as they are loaded.
+"""Threads: how PyTorch's wait for their next piece of work, pools of one's own, and switches that all of them share.
 
-By default they spin, which takes the cores from whoever works: small local steps then run several times slower.
+How OpenMP threads wait is read from the environment once, as they are loaded. By default they spin, which takes the
+cores from whoever works: small local steps then run several times slower.
 """
 
 import os
 import sys
+import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 Part = TypeVar("Part")
@@ -87,3 +90,31 @@ def close(pool: ThreadPoolExecutor) -> None:
         until = time.monotonic() + 10
         while os.path.exists(f"/proc/self/task/{thread.native_id}") and time.monotonic() < until:
             time.sleep(1e-4)
+
+
+class Switches:
+    """Switches of the whole process that are as asked while any thread is inside; the last to leave puts them back."""
+
+    def __init__(self):
+        self._lock, self._inside, self._before, self._asked = threading.Lock(), 0, [], None
+
+    @contextmanager
+    def held(self, settings: Sequence[tuple[Callable[[], Any], Callable[[Any], None], Any]]) -> Iterator[None]:
+        """Inside, each switch, (ask, set, value), has its value. ``RuntimeError`` if a thread asks for other values."""
+        values = [value for *_, value in settings]
+        with self._lock:
+            if not self._inside:
+                self._before = [(switch, ask()) for ask, switch, _ in settings]
+                for _, switch, value in settings:
+                    switch(value)
+                self._asked = values
+            elif values != self._asked:
+                raise RuntimeError(f"another thread of this process runs with {self._asked}, this one with {values}")
+            self._inside += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._inside -= 1
+                for switch, value in self._before if not self._inside else ():
+                    switch(value)

@@ -11,9 +11,9 @@ from functools import cached_property, lru_cache
 import numpy as np
 import torch
 
+from ..core.devices import free_memory, sent
 from ..core.experiment import Experiment
 from ..core.rng import numpy_generator
-from ..core.transfers import sent
 from .client_tests import ByLabel, ByOwner, by_label, contiguous, like_train
 from .datasets import DataSet, is_text, load_dataset, source_key, target_of
 from .partition import BY_CHANCE, BY_OWNER, Divided, Drawn, partition_examples
@@ -136,7 +136,7 @@ SHARE_OF_GPU = 0.5  # of its free memory; inputs that take more stay in host mem
 def place_of_inputs(inputs: Sequence[torch.Tensor], device: str) -> str:
     """Where ``inputs`` lie if ``device`` trains."""
     size = sum(x.nbytes for x in inputs)
-    return "cpu" if "cuda" in device and size > SHARE_OF_GPU * torch.cuda.mem_get_info(device)[0] else device
+    return "cpu" if "cuda" in device and size > SHARE_OF_GPU * free_memory(torch.device(device)) else device
 
 
 @lru_cache(maxsize=4)

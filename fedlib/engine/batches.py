@@ -36,6 +36,10 @@ class Batches:
         """Steps of each member (K,)."""
         return self.active.sum(0)
 
+    def padding(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The weights (K, width) of a step, in host memory and on the device."""
+        return self.host_weights[step, :, : self.width[step]], self.weights[step, :, : self.width[step]]
+
 
 def draws_of(seed: int, t: int) -> Callable[[int], torch.Generator]:
     """The clients' generators of round t: a second local training goes on drawing where the first one stopped."""

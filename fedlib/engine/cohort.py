@@ -9,9 +9,11 @@ Read next: ``stacks.py`` (what is stacked), ``stages.py``, ``batches.py``, ``opt
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 
 import torch
 
+from ..core.devices import sent
 from ..core.profiling import phase
 from ..core.rng import torch_generator
 from ..core.slices import NOTHING, Slice, take, within
@@ -56,7 +58,6 @@ class Cohort:
         self._losses: torch.Tensor | None = None  # (M,), the last local training's means
         self.stack = Stack(federation, self.members, memories)
         self.rows: Mapping[str, Sequence[int]] = self.stack.rows
-        self.label_counts = self.stack.label_counts
         self.start = self.stack.tensors(server.params)  # what the clients start from, stacked
         self.params = {n: p.clone() for n, p in self.start.items()}  # what they train
         self.forward = Forward(
@@ -76,6 +77,10 @@ class Cohort:
         self._generators = [
             torch_generator(self.experiment.seed, f"dropout of {m.name}", r.t, m.client.id) for m in self.members
         ]
+
+    def label_counts(self) -> torch.Tensor:
+        """Training examples by label of each member's client, (M, classes)."""
+        return self.stack.label_counts
 
     # --- what members received, remember and send ----------------------------------------------------------------
 
@@ -113,10 +118,13 @@ class Cohort:
     def rows_named(self, member: str) -> Callable[[str], torch.Tensor]:
         """1 on the rows of the members called ``member``, by parameter, to mask a gradient with."""
 
+        @cache
+        def of(rows: Sequence[int]) -> torch.Tensor:
+            return torch.tensor([float(self.members[i].name == member) for i in rows], device=self.data.device)
+
         def mask(name: str) -> torch.Tensor:
             p = self.params[name]
-            own = [float(self.members[i].name == member) for i in self.rows[name]]
-            return p.new_tensor(own).view(-1, *(1,) * (p.dim() - 1))
+            return of(self.rows[name]).to(p.dtype).view(-1, *(1,) * (p.dim() - 1))
 
         return mask
 
@@ -176,7 +184,7 @@ class Cohort:
         with phase("forward"):
             forward.place_(training=True).fill(batches.examples)
             forward.place_(training=True, generators=self._generators)
-        optimiser = build_optimiser(e, leaves, [self.rows[n] for n in names])
+        optimiser = build_optimiser(e, leaves, [self.rows[n] for n in names], batches.active)
         ahead, before = None, self._ahead if stage.units is not None else None
         units = units_ahead(self.federation, forward, self.clients, stage, names) if view is None else 0
         if units:
@@ -184,6 +192,7 @@ class Cohort:
                 ahead = Ahead(self.federation, forward, self.clients, stage, units, batches, before)
         self._ahead, before = ahead if stage.units is not None else None, None
         total, scratch = torch.zeros(len(self.members), device=device), {}
+        rates = step_rates(e, rate, batches.steps, device)
         for step in range(len(batches.width)):
             batch = self._run(batches, step, route, ahead, scratch, view)
             with phase("forward"):
@@ -196,7 +205,7 @@ class Cohort:
                     grads = [
                         g if g is None else g + gradient(n, self.params[n]) for n, g in zip(names, grads, strict=True)
                     ]
-                optimiser.step_(grads, step_rates(e, rate, step, batches.steps), batches.active[step])
+                optimiser.step_(grads, rates[step], batches.active[step])
             del batch, losses, grads  # kept any longer, they keep the next step out of the memory this one has freed
         forward.place_()
         for p in leaves:
@@ -247,7 +256,7 @@ class Cohort:
         """Run the members, or this step's view of them, on its inputs."""
         width, features = batches.width[step], {}
         rows, weights = batches.rows[step, :, :width], batches.weights[step, :, :width]
-        padding = batches.host_weights[step, :, :width]
+        padding = batches.padding(step)
         with phase("data"):
             views = None if batches.views is None else batches.views[step, :, :width]
             x = ahead(step, width) if ahead is not None else self.forward.inputs(rows, views)
@@ -272,7 +281,8 @@ class Cohort:
         if route.exit is not None:  # nobody else answers
             held = held * torch.eye(len(held), device=held.device)[route.exit, :, None]
         return Batch(
-            outputs, self.data.labels[rows], weights, held, self.t, self.experiment.rounds, scratch, features,
-            self.stack.owners, lambda name: self.teachers[name].at(batches, step, x), self.stack.label_counts,
-            self.federation.task, lambda: self.forward.place_(True, self._generators)(x, padding, route),
+            outputs, self.data.labels[sent(rows, self.data.device)], weights, held, self.t, self.experiment.rounds,
+            scratch, features, self.stack.owners, lambda name: self.teachers[name].at(batches, step, x),
+            self.label_counts, self.federation.task,
+            lambda: self.forward.place_(True, self._generators)(x, padding, route),
         )  # fmt: skip

@@ -7,10 +7,11 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
+from ..core.devices import home
 from ..core.slices import Slice, is_cut, take, take_all
 from ..core.threads import side_by_side
-from ..core.transfers import home
 from ..methods import Round, Server
+from .arithmetic import arithmetic
 from .batches import mixed
 from .federation import Federation
 from .forward import Forward, by_example
@@ -40,9 +41,13 @@ def exit_logits(federation: Federation, server: Server, part: Slice | tuple[Slic
     """
     if isinstance(part, tuple):
         return sum((exit_logits(federation, server, one) for one in part), torch.zeros(())) / len(part)
+    with arithmetic("float32", federation.device):
+        return _logits(federation, central(federation, server, part).place_())
+
+
+def _logits(federation: Federation, forward: Forward) -> torch.Tensor:
     data, device, e = federation.data, federation.device, federation.experiment
-    forward, n = central(federation, server, part), len(data.test_labels)
-    forward.place_()
+    n = len(data.test_labels)
     if e.batch_norm in ("batch", "local") and not by_example(federation.model, "batch", training=False):
         at_once = max(1, AT_ONCE // federation.model.backbone.spec.numbers(1)[0])
         return forward.together([rows[None] for rows in torch.arange(n).split(at_once)])[:, 0]

@@ -15,6 +15,7 @@ from typing import Literal, Protocol
 import torch
 
 from ..core.clients import Client
+from ..core.devices import memory_to_plan_with
 from ..core.kinds import Count, Positive
 from ..core.profiling import phase
 from ..core.threads import close, repeatable, warn_if_spinning
@@ -22,10 +23,10 @@ from ..core.validation import check_instance, names_its_keywords
 from ..methods import Member, Round, Server
 from ..methods.sums import MaskedMean
 from ..models.exit_model import ExitModel
+from .arithmetic import arithmetic
 from .checks import check_device
 from .cohort import Cohort
 from .federation import Federation
-from .frozen_cache import free_memory
 
 Memories = Mapping[int, dict[str, torch.Tensor]]  # client memories by client id
 Cohorts = Sequence[Sequence[Member]]
@@ -127,10 +128,11 @@ def train_cohort(
 ) -> Trained:
     """Train ``members`` of round ``r`` as one cohort with the skeleton ``model``: download, local training, upload."""
     mine = {m.client.id: memories[m.client.id] for m in members if m.client.id in memories}
-    with phase("download"):
-        cohort = Cohort(f, model, server, r, members, mine)
-    f.method.local_update(cohort)
-    cohort.keep()
+    with arithmetic(f.experiment.precision, f.device):
+        with phase("download"):
+            cohort = Cohort(f, model, server, r, members, mine)
+        f.method.local_update(cohort)
+        cohort.keep()
     plain = cohort.update()
     losses, finite = cohort.losses(plain)
     nonfinite = {c: "loss" for c, x in losses.items() if not math.isfinite(x)} | ({} if finite else plain.nonfinite())
@@ -175,7 +177,7 @@ def automatic_cohort_size(f: Federation) -> int:
         limit = CACHE_BYTES[kind]
     else:
         state = 4 * 4 * sum(p.numel() for p in f.server.params.values())  # start, parameters, gradients, client memory
-        limit, per_client = SHARE_OF_GPU_MEMORY * free_memory(f.device), 4 * kept + state
+        limit, per_client = SHARE_OF_GPU_MEMORY * memory_to_plan_with(f.device), 4 * kept + state
     return max(1, int(limit / per_client))
 
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from ..core.slices import Slice
 from ..data.federated import FederatedData
-from ..layers.context import Policy, answering
+from ..layers.context import Padding, Policy, answering
 from ..layers.dropout import Dropout
 from ..layers.norms import BatchNorm2d, recomputed_statistics, settled_statistics
 from ..models.exit_model import ExitModel
@@ -36,15 +36,17 @@ class Forward:
     ):  # fmt: skip
         self.model, self.parts, self.tensors, self.data = model, tuple(parts), tensors, data
         self.test, self.cache, self.bfloat16 = test, cache, bfloat16
-        self.route, scales = Route.of(parts, model.depth), [p.scale for p in parts]
-        self.scale = scales[0] if len(set(scales)) == 1 else torch.tensor(scales, device=data.device)
+        device = data.device if data is not None else torch.device("cpu")
+        self.route, scales = Route.of(parts, model.depth, device), [p.scale for p in parts]
+        self.scale = scales[0] if len(set(scales)) == 1 else torch.tensor(scales, device=device)
 
     def place_(self, training: bool = False, generators: Sequence[torch.Generator] | None = None) -> "Forward":
         """Put the tensors in place, for good, and tell the layers whether members train and how narrow each is."""
         context = self.model.context
         for tensors in self.tensors:
             self.model.put_(tensors)
-        context.training, context.generators, context.scale, context.weights = training, generators, self.scale, None
+        context.training, context.generators, context.scale = training, generators, self.scale
+        context.pad(None)
         return self
 
     def fill(self, examples: np.ndarray) -> None:
@@ -64,17 +66,20 @@ class Forward:
         return x.view(*rows.shape, *x.shape[1:])
 
     def __call__(
-        self, x: torch.Tensor | Begun, weights: torch.Tensor | None = None, route: Route | None = None,
+        self, x: torch.Tensor | Begun, weights: Padding = None, route: Route | None = None,
         watch: Callable | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        """Outputs (E, M, B, *out) on ``x``, whose rows of ``weights`` (M, B) zero, in host memory, are padding."""
-        self.model.context.weights = weights
+        """Outputs (E, M, B, *out) on ``x``, whose rows of ``weights`` (M, B) zero, in host memory, are padding.
+
+        ``weights`` may come with the same on the device, so that nothing is copied there.
+        """
+        self.model.context.pad(weights)
         with self._precision():
             return self.model(x, route or self.route, watch).float()
 
     @torch.no_grad()
     def answer(
-        self, x: torch.Tensor | Begun, weights: torch.Tensor | None = None,
+        self, x: torch.Tensor | Begun, weights: Padding = None,
         kept: Sequence[Policy] = ("tracked", "local"), watch: Callable | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """Outputs as a served model's, by batch norm's statistics where the policy is among ``kept``.
@@ -82,10 +87,10 @@ class Forward:
         Whatever is in place, in the middle of its training too, is put back.
         """
         context = self.model.context
-        scale, seen, context.scale = context.scale, context.weights, self.scale
+        scale, seen, context.scale = context.scale, (context.weights, context.there), self.scale
         with self.model.holding(*self.tensors), answering(context, kept):
             out = self(x, weights, watch=watch)
-        context.scale, context.weights = scale, seen
+        context.scale, (context.weights, context.there) = scale, seen
         return out
 
     @torch.no_grad()
@@ -93,7 +98,7 @@ class Forward:
         self, x: torch.Tensor | Begun, units: int, weights: torch.Tensor | None = None, without: Collection[int] = ()
     ) -> Begun:
         """What the first ``units`` units, but those ``without``, make of ``x``."""
-        self.model.context.weights = weights
+        self.model.context.pad(weights)
         with self._precision():
             return self.model.begin(x, units, without, self.route.alive)
 
@@ -135,7 +140,8 @@ class Forward:
     def as_one(self, x: torch.Tensor | Begun, weights: torch.Tensor | None = None) -> torch.Tensor:
         """The examples (M, B, ...) of all through one backbone as one batch; each member's own exits answer."""
         assert isinstance(x, torch.Tensor)  # without a cache
-        self.model.context.weights, backbone = weights, self.model.backbone
+        self.model.context.pad(weights)
+        backbone = self.model.backbone
         z, outputs = backbone.stem(x.flatten(0, 1).unsqueeze(0)), []
         for unit in range(self.model.depth):
             feature, z = backbone.advance(z, unit, 1)

@@ -13,9 +13,9 @@ from collections.abc import Callable, Collection
 import numpy as np
 import torch
 
+from ..core.devices import free_memory
 from ..models.exit_model import ExitModel
 from ..models.route import Begun
-from .memory import free_memory
 
 SHARE_OF_FREE_MEMORY = 0.25  # a larger cache is not made
 

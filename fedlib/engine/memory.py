@@ -1,15 +1,12 @@
 """Does an experiment fit? Told from shapes alone, before anything is built."""
 
-from pathlib import Path
-
-import psutil
 import torch
 
+from ..core.devices import free_memory
 from ..core.experiment import Experiment
 from ..models.exit_model import ExitModel
 
 GIB = 2**30
-CGROUP = Path("/sys/fs/cgroup")
 
 
 def check_memory(e: Experiment, shapes: ExitModel, examples: int, device: str) -> None:
@@ -39,21 +36,3 @@ def bytes_to_train(e: Experiment, shapes: ExitModel, kept: float, cut: bool = Fa
     state = (e.momentum > 0) if e.optimiser == "sgd" else 3  # two moments, and the root of the second
     state += (e.clip_norm is not None) + (e.weight_decay > 0 and e.optimiser != "adamw")  # gradients are copied
     return frozen + max((10 if cut else 8) * trained, (6 + state) * trained + kept)
-
-
-def free_memory(device: torch.device) -> float:
-    """Bytes that may still be claimed on ``device``; on a CPU what the system or the container's limit leaves."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    return min(psutil.virtual_memory().available, _of_container())
-
-
-def _of_container() -> int | float:
-    """What a control group's limit (version 2) leaves, its file cache not counted; infinite without a limit."""
-    try:
-        limit = (CGROUP / "memory.max").read_text().strip()
-        used = int((CGROUP / "memory.current").read_text())
-        files = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines()).get("inactive_file", 0)
-    except (OSError, ValueError):
-        return float("inf")
-    return float("inf") if limit == "max" else int(limit) - used + int(files)

@@ -6,7 +6,7 @@ a batch stand still, their moments and step counts too; a leaf without a gradien
 optimiser is made for one run of local training: its state starts at zero.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,7 +18,7 @@ from ..core.experiment import Experiment
 BETAS, EPS = (0.9, 0.999), 1e-8  # of Adam and AdamW (Kingma and Ba 2015)
 Rows = Sequence[int]
 Tensors = list[torch.Tensor] | tuple[torch.Tensor, ...]
-Rate = float | np.ndarray  # one for all, or each member's own (M,)
+Rate = float | np.ndarray | torch.Tensor  # one for all, or each member's own (M,)
 
 
 class LocalOptimiser:
@@ -34,6 +34,7 @@ class LocalOptimiser:
         device = self.leaves[0].device if self.leaves else None
         at = {r: torch.tensor(r, device=device) for r in set(self.rows)}
         self._at = [at[r] for r in self.rows]
+        self._idle: dict[bytes, dict[tuple[int, ...], torch.Tensor]] = {}  # of those who do not move: places in rows
 
     def _moment(self) -> None:
         self.moments.append([torch.zeros_like(p) for p in self.leaves])
@@ -54,8 +55,12 @@ class LocalOptimiser:
             torch._foreach_clamp_max_(held, self.clip_value)
         if self.clip_norm is not None:
             held = clip_norms(held, [self._at[i] for i in reached], len(active), self.clip_norm)
+        if np.ndim(rate) == 0:
+            rate = float(rate)
+        else:
+            rate = torch.as_tensor(rate, dtype=torch.float64, device=held[0].device)
         state = [[tensors[i] for i in reached] for tensors in (self.leaves, *self.moments)]
-        with _standing_still(state, [self.rows[i] for i in reached], active):
+        with _standing_still(state, [self.rows[i] for i in reached], self._still(active)):
             self._update_(*state, grads=held, reached=reached, rate=rate, active=active)
 
     def _update_(
@@ -63,11 +68,25 @@ class LocalOptimiser:
     ) -> None:
         raise NotImplementedError
 
-    def _of_rows(self, values: np.ndarray, reached: Sequence[int]) -> list[torch.Tensor]:
-        """Each reached leaf's numbers (rows, 1, ...) of those of the members, (M,) or (leaves, M)."""
+    def _still(self, active: np.ndarray) -> dict[tuple[int, ...], torch.Tensor]:
+        """Which rows of a leaf that the members ``rows`` hold do not move, by ``rows``, where there are any."""
+        if active.all():
+            return {}
+        if (key := active.tobytes()) not in self._idle:
+            found = {r: np.flatnonzero(~active[list(r)]) for r in set(self.rows)}
+            device = self.leaves[0].device
+            self._idle[key] = {r: torch.as_tensor(at, device=device) for r, at in found.items() if len(at)}
+        return self._idle[key]
+
+    def _factors(self, values: float | np.ndarray | torch.Tensor, reached: Sequence[int]) -> float | list[torch.Tensor]:
+        """One number for all, or each reached leaf's (rows, 1, ...) of those of the members, (M,) or (leaves, M)."""
+        if isinstance(values, float):
+            return values
         p = self.leaves[0]
-        table = torch.as_tensor(values, dtype=p.dtype, device=p.device).expand(len(self.leaves), -1)
-        return [_column(table[i, self._at[i]], self.leaves[i]) for i in reached]
+        table = torch.as_tensor(values).to(p.device, p.dtype).expand(len(self.leaves), -1)
+        whole = table.shape[1]
+        rows = [table[i] if len(self.rows[i]) == whole else table[i, self._at[i]] for i in reached]
+        return [_column(x, self.leaves[i]) for x, i in zip(rows, reached, strict=True)]
 
 
 class SGD(LocalOptimiser):
@@ -89,10 +108,10 @@ class SGD(LocalOptimiser):
             torch._foreach_mul_(velocity, self.momentum)
             torch._foreach_add_(velocity, grads)
             grads = velocity
-        if isinstance(rate, np.ndarray):
-            torch._foreach_addcmul_(leaves, grads, self._of_rows(-rate, reached))
-        else:
+        if isinstance(rate, float):
             torch._foreach_add_(leaves, grads, alpha=-rate)
+        else:
+            torch._foreach_addcmul_(leaves, grads, self._factors(-rate, reached))
 
 
 class Adam(LocalOptimiser):
@@ -104,26 +123,31 @@ class Adam(LocalOptimiser):
         super().__init__(leaves, rows, **options)
         self._moment()
         self._moment()
-        self.steps: int | np.ndarray = 0  # (leaves, M) from the first step on
+        self.steps = np.zeros((1, 1), np.int64)  # (leaves, M) from the first step on
 
     def _update_(
         self, leaves: Tensors, mean: Tensors, square: Tensors, *, grads: Tensors, reached: Sequence[int], rate: Rate,
         active: np.ndarray,
     ) -> None:  # fmt: skip
         if self.weight_decay and self.decoupled:
-            kept = 1 - np.broadcast_to(rate, active.shape) * self.weight_decay
-            torch._foreach_mul_(leaves, self._of_rows(kept, reached))
+            torch._foreach_mul_(leaves, self._factors(1 - rate * self.weight_decay, reached))
         elif self.weight_decay:
             grads = torch._foreach_add(grads, leaves, alpha=self.weight_decay)
         torch._foreach_lerp_(mean, grads, 1 - BETAS[0])
         torch._foreach_mul_(square, BETAS[1])
         torch._foreach_addcmul_(square, grads, grads, 1 - BETAS[1])
         self.steps = self.steps + np.isin(np.arange(len(self.leaves)), reached)[:, None] * active
-        steps = np.maximum(self.steps, 1)  # of members that have not begun: not used
+        made = self.steps[reached][:, active]  # those that stand still are put back, whatever they get
+        alike = made.size > 0 and bool((made == made.flat[0]).all())
+        steps = made.flat[:1] if alike else np.maximum(self.steps, 1)
         bias, root = 1 - BETAS[0] ** steps, np.sqrt(1 - BETAS[1] ** steps)
+        if alike:
+            bias, root = float(bias[0]), float(root[0])
+        elif not isinstance(rate, float):
+            bias, root = (torch.as_tensor(x, device=rate.device) for x in (bias, root))
         below = torch._foreach_sqrt(square)
-        torch._foreach_add_(below, self._of_rows(EPS * root, reached))
-        torch._foreach_div_(below, self._of_rows(-rate * root / bias, reached))
+        torch._foreach_add_(below, self._factors(EPS * root, reached))
+        torch._foreach_div_(below, self._factors(-rate * root / bias, reached))
         torch._foreach_addcdiv_(leaves, mean, below)
 
 
@@ -136,11 +160,19 @@ class AdamW(Adam):
 OPTIMISERS = {"sgd": SGD, "adam": Adam, "adamw": AdamW}
 
 
-def build_optimiser(e: Experiment, leaves: Tensors, rows: Sequence[Rows]) -> LocalOptimiser:
-    """The experiment's optimiser, fresh, of ``leaves`` that the members ``rows`` hold."""
+def build_optimiser(
+    e: Experiment, leaves: Tensors, rows: Sequence[Rows], active: np.ndarray | None = None
+) -> LocalOptimiser:
+    """The experiment's optimiser, fresh, of ``leaves`` that the members ``rows`` hold.
+
+    Where all steps' ``active`` members (S, M) are known ahead, no step copies anything from the host.
+    """
     options = {"momentum": e.momentum} if e.optimiser == "sgd" else {}
-    kind = OPTIMISERS[e.optimiser]
-    return kind(leaves, rows, weight_decay=e.weight_decay, clip_value=e.clip_value, clip_norm=e.clip_norm, **options)
+    clips = {"clip_value": e.clip_value, "clip_norm": e.clip_norm}
+    made = OPTIMISERS[e.optimiser](leaves, rows, weight_decay=e.weight_decay, **clips, **options)
+    for moving in np.unique(active, axis=0) if active is not None else ():
+        made._still(moving)
+    return made
 
 
 def check_optimiser(e: Experiment) -> None:
@@ -154,12 +186,17 @@ def clip_norms(grads: Tensors, at: Sequence[torch.Tensor], members: int, limit: 
 
     ``at`` (rows,) are the members of each gradient's rows.
     """
-    squares = grads[0].new_zeros(members)
-    for g, rows in zip(grads, at, strict=True):
-        squares.index_add_(0, rows, torch.linalg.vector_norm(g.reshape(len(g), -1), dim=1).square())
+    norms = [torch.linalg.vector_norm(g.reshape(len(g), -1), dim=1) for g in grads]
+    if grads[0].device.type != "cpu" and all(len(rows) == members for rows in at):  # few, large kernels
+        squares = torch.stack(norms).square().sum(0)
+    else:
+        squares = grads[0].new_zeros(members)
+        for norm, rows in zip(norms, at, strict=True):
+            squares.index_add_(0, rows, norm.square())
     scale = (limit / (squares.sqrt() + 1e-6)).clamp(max=1.0)
     # Not in place: in a batch of one, gradients share memory.
-    return list(torch._foreach_mul(grads, [_column(scale[rows], g) for g, rows in zip(grads, at, strict=True)]))
+    own = [scale if len(rows) == members else scale[rows] for rows in at]
+    return list(torch._foreach_mul(grads, [_column(x, g) for g, x in zip(grads, own, strict=True)]))
 
 
 def _column(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -169,13 +206,11 @@ def _column(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def _standing_still(
-    state: Sequence[Sequence[torch.Tensor]], rows: Sequence[tuple[int, ...]], active: np.ndarray
+    state: Sequence[Sequence[torch.Tensor]],
+    rows: Sequence[tuple[int, ...]],
+    idle: Mapping[tuple[int, ...], torch.Tensor],
 ) -> Iterator[None]:
-    """Put what belongs to inactive members back as it was, whatever happens to it inside."""
-    idle = {}
-    if not active.all():
-        found = {r: np.flatnonzero(~active[list(r)]) for r in set(rows)}
-        idle = {r: torch.as_tensor(at, device=state[0][0].device) for r, at in found.items() if len(at)}
+    """Put ``idle`` rows back as they were, whatever happens to them inside."""
     moving = ((t, idle[r]) for tensors in state for t, r in zip(tensors, rows, strict=True) if r in idle)
     kept = [(t, at, t.index_select(0, at)) for t, at in moving]
     yield

@@ -13,6 +13,7 @@ from ..core.profiling import phase
 from ..kernels.products import choose_products
 from ..methods import Arrived, Round, Server
 from ..methods.sums import MaskedMean, all_finite
+from .arithmetic import arithmetic, check_precision
 from .evaluation import evaluate
 from .executors import Execution, Executor, InProcess, Memories, Trained, plan_round
 from .federation import Federation
@@ -43,6 +44,7 @@ def is_due(e: Experiment, t: int) -> bool:
 
 def build_executor(federation: Federation, execution: Execution) -> Executor:
     """The executor that ``execution`` asks for; ``Unforkable`` if that is ``processes`` and they cannot be had."""
+    check_precision(federation.experiment, execution.device)
     if execution.device == "cpu":  # before any worker is forked; and the driver evaluates
         choose_products()
         keep_freed_memory()
@@ -83,10 +85,11 @@ def run_rounds(
             began, before = time.perf_counter(), server.params
             server = replace(server, mirrors=mirrors)
             r = Round(t, tuple(federation.sample_clients(t)), setting)
-            r = replace(r, notes=method.prepare(server, r))
+            with arithmetic("float32", federation.device):
+                r = replace(r, notes=method.prepare(server, r))
             cohorts = plan_round(federation, server, r, executor.workers, executor.cohort_size)
             back = returned(t, len(cohorts), executor.train(server, cohorts, r, memories))
-            with phase("aggregation"):
+            with phase("aggregation"), arithmetic("float32", federation.device):
                 dropped = tuple(sorted(back.nonfinite)) if e.nonfinite == "drop" else ()
                 mean = privatise(federation, server, back.mean, t)
                 if {c.id for c in r.clients} <= set(dropped) and not method.noise_multiplier:  # nothing arrived

@@ -1,8 +1,10 @@
 """The learning rate of round t = 1..rounds, and of every step of a local training."""
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
+import torch
 
 from ..core.experiment import Experiment
 
@@ -27,15 +29,18 @@ def _scheduled(e: Experiment, t: int) -> float:
             return e.lr
 
 
-def step_rates(e: Experiment, rate: float, step: int, steps: np.ndarray) -> float | np.ndarray:
-    """The rate of step 0, 1, ... of a local training, from the round's ``rate``.
+def step_rates(
+    e: Experiment, rate: float, steps: np.ndarray, device: torch.device | str = "cpu"
+) -> Sequence[float] | torch.Tensor:
+    """The rates of steps 0, 1, ... of a local training, from the round's ``rate``.
 
-    linear: rate (1 - step / steps) for each member, (M,), as members have unequal numbers of ``steps`` (M,); the last
-    step's rate is not yet zero. constant: ``rate``.
+    linear: rate (1 - step / steps) for each member, (S, M) in float64 on ``device``, as members have unequal numbers of
+    ``steps`` (M,); the last step's rate is not yet zero. constant: ``rate``, S times.
     """
     if e.local_schedule == "constant":
-        return rate
-    return rate * np.clip(1 - step / np.maximum(steps, 1), 0.0, None)
+        return [rate] * int(steps.max())
+    left = np.clip(1 - np.arange(steps.max())[:, None] / np.maximum(steps, 1), 0.0, None)
+    return torch.from_numpy(rate * left).to(device)
 
 
 def _in_rounds(value: float, rounds: int) -> int:

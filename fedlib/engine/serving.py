@@ -12,11 +12,12 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 import torch
 
+from ..core.devices import home
 from ..core.threads import side_by_side
-from ..core.transfers import home
 from ..data.tasks import Classification
 from ..methods import Member, Round, Server, Serving
 from ..models.exit_model import ExitModel
+from .arithmetic import arithmetic
 from .batches import in_order
 from .cohort import Cohort
 from .evaluation import told
@@ -166,14 +167,16 @@ def _answer(
     recomputed = f.experiment.batch_norm == "static"
     step = max(1, AT_ONCE // len(rows)) if real is None else rows.shape[1]
     for place in range(len(serving.members)):
-        stack, params = _parameters(f, model, server, memories, r, [s.members[place] for s in servings], serving)
-        forward = Forward(model, stack.slices, stack.frozen(server.changed), params, data=f.data, test=True)
-        forward.place_()
-        if recomputed:
-            forward.recompute_(in_order(f.data, [m.client for m in stack.members], f.experiment.batch_size, False))
-        shared = not recomputed and not stack.is_cut and forward.shares_backbone()
-        run = forward.as_one if shared else forward
-        total = total + torch.cat([run(forward.inputs(part), real) for part in rows.split(step, 1)], 2)
+        with arithmetic(f.experiment.precision, f.device):  # perhaps it trains
+            stack, params = _parameters(f, model, server, memories, r, [s.members[place] for s in servings], serving)
+        with arithmetic("float32", f.device):
+            forward = Forward(model, stack.slices, stack.frozen(server.changed), params, data=f.data, test=True)
+            forward.place_()
+            if recomputed:
+                forward.recompute_(in_order(f.data, [m.client for m in stack.members], f.experiment.batch_size, False))
+            shared = not recomputed and not stack.is_cut and forward.shares_backbone()
+            run = forward.as_one if shared else forward
+            total = total + torch.cat([run(forward.inputs(part), real) for part in rows.split(step, 1)], 2)
     return total / len(serving.members)
 
 

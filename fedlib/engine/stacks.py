@@ -97,6 +97,7 @@ class Stack:
             return None
         return torch.tensor([order[m.client.id] for m in self.members], device=self.federation.device)
 
+    @cached_property
     def label_counts(self) -> torch.Tensor:
         """Training examples by label of each member's client, (M, classes)."""
         counts = [torch.as_tensor(self.federation.setting.label_counts(m.client.id)) for m in self.members]

@@ -6,13 +6,14 @@ from collections.abc import Sequence
 import torch
 
 from ..core.clients import Client
+from ..core.devices import free_memory
 from ..core.slices import STEM, ParamInfo
 from ..methods.jobs import Stage
 from ..models.route import Begun, Route
 from .batches import Batches, in_order, places_of
 from .federation import Federation
 from .forward import Forward, by_example
-from .frozen_cache import SHARE_OF_FREE_MEMORY, free_memory
+from .frozen_cache import SHARE_OF_FREE_MEMORY
 
 
 def trains(stage: Stage, info: ParamInfo, exits: int) -> bool:

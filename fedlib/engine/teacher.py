@@ -10,6 +10,7 @@ from functools import cached_property
 import torch
 
 from ..core.clients import Client
+from ..layers.context import Padding
 from ..methods.jobs import Member
 from ..models.route import Begun
 from .batches import Batches, in_order, places_of
@@ -41,7 +42,7 @@ class Teacher:
         """Outputs (E, M, B, *out) on the inputs ``x`` of one step of ``batches``."""
         width = batches.width[step]
         if not self.by_example:
-            return self.answer(x, batches.host_weights[step, :, :width])
+            return self.answer(x, batches.padding(step))
         if self._known is None:
             self._known = self._every_example()
         if self._places is None or self._places[0] is not batches:
@@ -57,7 +58,7 @@ class Teacher:
         policy = e.batch_norm if e.batch_norm == "tracked" else "batch"
         return by_example(model, policy, training=False) and e.augment == "none" and not model.backbone.reads_all
 
-    def answer(self, x: torch.Tensor | Begun, weights: torch.Tensor | None = None) -> torch.Tensor:
+    def answer(self, x: torch.Tensor | Begun, weights: Padding = None) -> torch.Tensor:
         """Outputs (E, M, B, *out) on ``x``."""
         return self.forward.answer(x, weights, kept=("tracked",))
 

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 Policy = Literal["batch", "tracked", "static", "local"]
+Padding = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None  # ``Context.weights``, or with ``Context.there``
 
 
 @dataclass
@@ -21,6 +22,7 @@ class Context:
     policy: Policy = "batch"  # of batch norm, see ``norms.BatchNorm2d``
     training: bool = True
     weights: torch.Tensor | None = None  # (K, B) or of more clients, in host memory; 0: padding. None: all are examples
+    there: torch.Tensor | None = None  # the same on the device, where it is there already
     scale: float | torch.Tensor = 1.0  # ``Slice.scale``: one, or (K,)
     scaled: tuple[str, ...] = ("conv",)  # the places of scalers that are on
     whole_heads: bool = False  # narrower attention has fewer heads of full width, not all heads, narrower
@@ -35,8 +37,13 @@ class Context:
             return None
         if self._real[0] is not self.weights:
             real = self.weights != 0
-            self._real = (self.weights, None if bool(real.all()) else real.to(device, self.weights.dtype))
+            there = real if self.there is None else self.there != 0
+            self._real = (self.weights, None if bool(real.all()) else there.to(device, self.weights.dtype))
         return self._real[1]
+
+    def pad(self, weights: "Padding") -> None:
+        """Tell layers which rows of the batch that comes are padding."""
+        self.weights, self.there = weights if isinstance(weights, tuple) else (weights, None)
 
     @property
     def tracks(self) -> bool:

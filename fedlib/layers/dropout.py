@@ -4,6 +4,7 @@ beside it changes nothing."""
 import torch
 from torch import nn
 
+from ..core.devices import sent
 from .context import Context
 
 
@@ -37,7 +38,7 @@ class Dropout(nn.Module):
             n = self._examples(member, x.shape[1])
             drawn = torch.rand(n, *shape, generator=self.context.generators[member])
             factor[k, :n] = (drawn >= self.p) / (1 - self.p)
-        return x * factor.to(x)
+        return x * sent(factor, x.device).to(x.dtype)
 
     def _examples(self, member: int, rows: int) -> int:
         """How many of a member's rows are examples: these come first."""
@@ -57,7 +58,7 @@ class TokenDropout(Dropout):
             int(torch.randint(2**31, (), generator=self.context.generators[m])) if self._examples(m, x.shape[1]) else 0
             for m in members
         ]
-        at = torch.tensor(drawn, dtype=torch.int32, device=x.device).view(-1, *(1,) * (x.dim() - 1))
+        at = sent(torch.tensor(drawn, dtype=torch.int32), x.device).view(-1, *(1,) * (x.dim() - 1))
         for dim in range(1, x.dim()):
             places = torch.arange(x.shape[dim], dtype=torch.int32, device=x.device)
             at = mixed_(at + places.view(-1, *(1,) * (x.dim() - 1 - dim)))

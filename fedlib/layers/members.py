@@ -3,47 +3,31 @@
 Read next: ``models/wrapped.py``, ``models/adapters.py`` (whose modules these are).
 """
 
-import threading
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils._pytree import tree_map
 
+from ..core.threads import Switches
 from .context import Context
 from .norms import BatchNorm2d, statistics
 
-_lock, _inside, _switches = threading.Lock(), 0, ExitStack()
+FUSION = Switches()
 
 
-@contextmanager
-def unfused(device: str) -> Iterator[None]:
+def unfused(device: str) -> AbstractContextManager[None]:
     """Inside, no fused attention or encoder layer runs, which has no derivative under ``vmap``.
 
-    These are switches of the process: the last thread to leave puts back what the first one found. Where attention
-    falls back by itself (not on a CPU), only encoder layers are asked.
+    Where attention falls back by itself (not on a CPU), only encoder layers are asked.
     """
-    global _inside
-    with _lock:
-        if not _inside:
-            mha, sdp = torch.backends.mha, torch.backends.cuda  # its switches are those of a CPU, too
-            switches = [(mha.get_fastpath_enabled, mha.set_fastpath_enabled)]
-            if device == "cpu":
-                switches.append((sdp.flash_sdp_enabled, sdp.enable_flash_sdp))
-                switches.append((sdp.mem_efficient_sdp_enabled, sdp.enable_mem_efficient_sdp))
-            for ask, switch in switches:
-                _switches.callback(switch, ask())
-                switch(False)
-        _inside += 1
-    try:
-        yield
-    finally:
-        with _lock:
-            _inside -= 1
-            if not _inside:
-                _switches.close()
+    mha, sdp = torch.backends.mha, torch.backends.cuda  # its switches are those of a CPU, too
+    switches = [(mha.get_fastpath_enabled, mha.set_fastpath_enabled, False)]
+    if device == "cpu":
+        switches.append((sdp.flash_sdp_enabled, sdp.enable_flash_sdp, False))
+        switches.append((sdp.mem_efficient_sdp_enabled, sdp.enable_mem_efficient_sdp, False))
+    return FUSION.held(switches)
 
 
 class PerClient(nn.Module):

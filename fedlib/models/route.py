@@ -28,8 +28,11 @@ class Route:
     exit: int | None = None
 
     @classmethod
-    def of(cls, parts: Sequence[Slice], depth: int) -> "Route":
-        """That of the members ``parts`` of ``depth`` units; ``ValueError`` unless the first ones run each unit."""
+    def of(cls, parts: Sequence[Slice], depth: int, device: torch.device | str = "cpu") -> "Route":
+        """That of the members ``parts`` of ``depth`` units on ``device``.
+
+        ``ValueError`` unless the first ones run each unit.
+        """
         alive = []
         for unit in range(depth):
             runs = [unit in s.units for s in parts]
@@ -37,7 +40,7 @@ class Route:
                 raise ValueError(f"unit {unit}: members of a cohort may leave units out only where all of them do")
             alive.append(sum(runs))
         held = sorted({j for s in parts for j in s.exits})
-        return cls(alive, {j: rows_of([i for i, s in enumerate(parts) if j in s.exits]) for j in held})
+        return cls(alive, {j: rows_of([i for i, s in enumerate(parts) if j in s.exits], device) for j in held})
 
 
 @dataclass(frozen=True)
@@ -56,10 +59,10 @@ def spread(out: torch.Tensor, rows: Rows, members: int) -> torch.Tensor:
     return out.new_zeros(members, *out.shape[1:]).index_copy(0, rows, out)
 
 
-def rows_of(members: Sequence[int]) -> Rows:
+def rows_of(members: Sequence[int], device: torch.device | str = "cpu") -> Rows:
     """``members`` (increasing) as a slice where they follow one another."""
     if not members:
         return slice(0, 0)
     if members[-1] - members[0] + 1 == len(members):
         return slice(members[0], members[-1] + 1)
-    return torch.tensor(members)
+    return torch.tensor(members, device=device)

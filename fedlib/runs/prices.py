@@ -33,6 +33,7 @@ class Card:
     """A GPU: dense products in 10^12 operations a second, float32 without TensorFloat-32, and its memory."""
 
     float32: float
+    tf32: float
     bfloat16: float
     gib: int
 

@@ -24,10 +24,11 @@ from typing import Any, ClassVar, NoReturn, Protocol, TypeVar
 import torch
 
 from ..core import profiling
+from ..core.devices import free_memory
 from ..core.experiment import Experiment
 from ..engine.executors import Execution
 from ..engine.federation import build_federation
-from ..engine.memory import bytes_to_train, free_memory
+from ..engine.memory import bytes_to_train
 from ..engine.processes import Unforkable, check_fork, pack, portable
 from ..engine.rounds import Finished
 from ..engine.workers import become_worker

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from fedlib import Experiment, build_federation, register_data
+from fedlib.data import federated
 from fedlib.data.federated import _subset as subset_of
 from fedlib.data.federated import hold_out, load_federated, place_of_inputs
 from tests.helpers.sentences import write
@@ -183,7 +184,7 @@ def test_impossible_validation_is_refused(values, message):
 
 
 def test_inputs_that_would_fill_half_of_a_gpu_stay_in_host_memory(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (100, 200))
+    monkeypatch.setattr(federated, "free_memory", lambda device: 100)
     small, large = torch.zeros(20, dtype=torch.uint8), torch.zeros(31, dtype=torch.uint8)
     assert place_of_inputs([small, small], "cuda:0") == "cuda:0" and place_of_inputs([small, large], "cuda:0") == "cpu"
     assert place_of_inputs([large] * 9, "cpu") == "cpu"

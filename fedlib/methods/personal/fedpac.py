@@ -22,8 +22,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from ...core.devices import home
 from ...core.kinds import Count, NotNegative, Positive
-from ...core.transfers import home
 from ...models.maps import MapSpec
 from ..base import Batch, Client, Cohort, Experiment, JointExits, ParamInfo, Spec
 from ..jobs import Arrived, Member, Round, Server, Setting, Stage

@@ -26,9 +26,9 @@ from typing import ClassVar
 import torch
 import torch.nn.functional as F
 
+from ...core.devices import home
 from ...core.kinds import Count, Natural, NotNegative, Positive
 from ...core.rng import torch_generator
-from ...core.transfers import home
 from ..base import Arrived, Batch, Client, Cohort, Experiment, Member, Method, Round, Server, Setting, Slice
 from ..generators import Generator, angles, fresh, leave, leaving_numbers, loaded, relative_distances, step, weigher
 from ..mixtures import under

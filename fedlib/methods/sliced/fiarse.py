@@ -140,4 +140,5 @@ def masked(x: torch.Tensor, theta: torch.Tensor, biased: bool = False) -> torch.
 
 def of_rows(theta: torch.Tensor, rows: Sequence[int], p: torch.Tensor) -> torch.Tensor:
     """``theta`` (M,) of the members ``rows``, as ``p`` (rows, ...) broadcasts with it."""
-    return theta[list(rows)].view(-1, *(1,) * (p.dim() - 1))
+    own = theta if len(rows) == len(theta) else torch.stack([theta[i] for i in rows])  # no index is sent to a device
+    return own.view(-1, *(1,) * (p.dim() - 1))

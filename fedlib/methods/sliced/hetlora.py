@@ -18,8 +18,8 @@ from typing import ClassVar, Literal
 
 import torch
 
+from ...core.devices import home
 from ...core.kinds import NotNegative, Share
-from ...core.transfers import home
 from ..base import Arrived, Batch, Client, Cohort, Round, Server, Setting, Slice
 from ..cohort import Stacked
 from ..ranks import Ranks, factors, of_rank, without_factors
