@@ -1,9 +1,21 @@
-"""The engine on one GPU: the clients of a round as one program against one client at a time, and the FLOP/s achieved.
+"""The engine on one GPU: a round's clients as one program against one at a time and against bare loops; convolutions.
 
-ReeFL with LoRA and four budgets on digits enlarged to the network's input; both executions train the same clients.
+``python -m benchmarks.gpu speed --device cuda`` prints images a second, launches a step and the ratio to a bare loop of
+the same net, eager and compiled, in one call; then what one and four processes do on the card together.
+``python -m benchmarks.gpu convolutions`` prints how long each way to run a cohort's convolutions takes, by shape.
 """
 
+import argparse
+import json
+import multiprocessing
 import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import nn
 
 from fedlib.core.experiment import Experiment
 from fedlib.engine.executors import Execution
@@ -51,8 +63,159 @@ def compare(e: Experiment, device: str, rounds: int = 3, repeats: int = 5) -> di
 
 def _shares(tflops: float, device: str) -> dict[str, float]:
     """Shares of the card's peaks; empty for a CPU or an unknown card."""
-    import torch
-
     name = torch.cuda.get_device_name(device) if device.startswith("cuda") else ""
     card = next((card for known, card in CARDS.items() if f" {known} " in f" {name.replace('-', ' ')} "), None)
     return {} if card is None else {f"of {p} peak": tflops / getattr(card, p) for p in ("bfloat16", "float32")}
+
+
+# --- beside bare loops -----------------------------------------------------------------------------------------------
+
+SPEED = {"partition": "drawn", "examples_per_client": 320, "num_clients": 100, "clients_per_round": 10, "rounds": 10**4,
+         "method": "fedavg", "finetune": "full", "num_exits": 1, "augment": "none", "pretrained": False,
+         "momentum": 0.9, "clip_value": None, "evaluate_every": 0}  # fmt: skip
+BATCHES = {"deit_micro": 32, "convnet3_slim": 64, "resnet8": 64}  # by net
+
+
+def speed(e: Experiment, device: str, seconds: float = 8.0, bare: Callable[[], nn.Module] | None = None) -> dict:
+    """Images a second of training, launches a step, and the same of bare loops of one net, eager and compiled.
+
+    All in turns on the same machine, for so many ``seconds`` together. ``ratio``: fedlib's over the eager loop's.
+    """
+    f, wait = build_federation(e, device), torch.cuda.synchronize if "cuda" in device else lambda: None
+    loop, trained = run_rounds(f, Execution(device, workers=1)), e.clients_per_round * e.examples_per_client
+    next(loop)
+    steps = -(-e.examples_per_client // e.batch_size)  # of a cohort, if all train together
+    out = {"launches a step": _launches(lambda: next(loop)) / steps}
+    loops = {"bare": bare_loop(bare(), f, e)} if bare is not None else {}
+    if bare is not None and "cuda" in device:  # compiling takes half a minute of a CPU's time, too
+        loops["bare, compiled"] = bare_loop(torch.compile(bare().to(device)), f, e)
+    rates: dict[str, list[float]] = {name: [] for name in ("fedlib", *loops)}
+    turns = {"fedlib": lambda: next(loop) and trained, **loops}
+    for turn in turns.values():
+        turn()
+    ends = time.perf_counter() + seconds
+    while time.perf_counter() < ends or not rates["fedlib"]:
+        for name, turn in turns.items():
+            wait()
+            began = time.perf_counter()
+            images = turn()
+            wait()
+            rates[name].append(images / (time.perf_counter() - began))
+    loop.close()
+    out |= {f"images/s, {name}": statistics.median(of) for name, of in rates.items()}
+    tflops = 2 * training_macs(e) / e.rounds / trained * out["images/s, fedlib"] / 1e12
+    ratio = {"ratio": out["images/s, fedlib"] / out["images/s, bare"]} if loops else {}
+    return {**out, **ratio, "TFLOP/s": tflops, **_shares(tflops, device)}
+
+
+def bare_loop(net: nn.Module, f, e: Experiment) -> Callable[[], int]:
+    """What trains ``net`` on as many images as a client has, by plain PyTorch; it returns how many these are."""
+    net = net.to(f.device).train()
+    optimiser = torch.optim.SGD(net.parameters(), e.lr, momentum=e.momentum)
+    rows = torch.from_numpy(f.data.client(0)).to(f.data.inputs.device)
+
+    def train() -> int:
+        for own in rows.split(e.batch_size):
+            x = f.data.view(f.data.inputs, f.model.backbone.spec.input_shape, own)
+            loss = F.cross_entropy(net(x), f.data.labels[own])
+            optimiser.zero_grad()
+            loss.backward()
+            optimiser.step()
+        return len(rows)
+
+    return train
+
+
+def _launches(work: Callable[[], object]) -> int:
+    """How many kernels ``work`` launches; on a CPU how many operations it asks for."""
+    kinds = [torch.profiler.ProfilerActivity.CPU]
+    kinds += [torch.profiler.ProfilerActivity.CUDA] if torch.cuda.is_available() else []
+    with torch.profiler.profile(activities=kinds) as seen:
+        work()
+    names = [event.name for event in seen.events()]
+    return sum("LaunchKernel" in n for n in names) or sum(n.startswith("aten::") for n in names)
+
+
+def plain(name: str) -> nn.Module:
+    """The net ``name`` as its author would write it, for ten classes."""
+    from .rivals.workload import NETS
+
+    if name == "deit_micro":
+        from timm.models.vision_transformer import VisionTransformer
+
+        return VisionTransformer(img_size=32, patch_size=8, embed_dim=64, depth=12, num_heads=4, num_classes=10)
+    return NETS[name]()
+
+
+def together(e: Experiment, device: str, processes: int, seconds: float = 5.0) -> float:
+    """Images a second of so many ``processes`` that train on one device at once."""
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(processes) as pool:
+        return sum(pool.starmap(_images, [(e, device, seconds)] * processes))
+
+
+def _images(e: Experiment, device: str, seconds: float) -> float:
+    loop, n = run_rounds(build_federation(e, device), Execution(device, workers=1)), 0
+    next(loop)
+    began = time.perf_counter()
+    while time.perf_counter() < began + seconds:
+        n += len(next(loop).losses) * e.examples_per_client
+    return n / (time.perf_counter() - began)
+
+
+# --- convolutions ----------------------------------------------------------------------------------------------------
+
+SHAPES = (  # channels in, out, kernel, pixels: of CAFEDistill's convnet, ResNet-20, ResNet-18
+    (3, 64, 5, 32), (64, 64, 5, 16), (16, 16, 3, 32), (32, 32, 3, 16), (64, 64, 3, 8), (64, 64, 3, 32),
+    (256, 256, 3, 8),
+)  # fmt: skip
+
+
+def convolutions(device: str, clients=(1, 5, 10, 20), batch: int = 64) -> list[dict]:
+    """Milliseconds, forward and backward, of each path of ``layers/conv.py``, by clients and shape."""
+    from fedlib.layers.conv import Conv2d, _seconds
+
+    rows, there = [], torch.device(device)
+    for channels, outs, kernel, side in SHAPES:
+        for k in clients:
+            layer = Conv2d(channels, outs, kernel, padding=kernel // 2)
+            x = torch.randn(k, batch, channels, side, side, device=there)
+            weight = torch.randn(k, outs, channels, kernel, kernel, device=there)
+            run = lambda path, layer=layer, x=x, weight=weight: layer._try(path, x, weight, None, 1)  # noqa: E731
+            taken = {path: 1000 * _seconds(run, path, there) for path in ("grouped", "loop", "columns")}
+            rows.append({"clients": k, "channels": channels, "out": outs, "kernel": kernel, "pixels": side, **taken})
+    return rows
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
+    parser.add_argument("what", choices=("speed", "convolutions"))
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--seconds", type=float, default=60.0, help="in all, of speed")
+    parser.add_argument("--json", type=Path, help="write it there too, after each row")
+    parser.add_argument("--dataset", default="mnist")
+    asked = parser.parse_args(arguments)
+    rows: list[dict] = []
+
+    def tell(found: list[dict]) -> None:
+        rows.extend(found)
+        for row in found:
+            print(json.dumps({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()}), flush=True)
+        if asked.json:
+            asked.json.write_text(json.dumps(rows, indent=1))
+
+    if asked.what == "convolutions":
+        tell(convolutions(asked.device))
+        return
+    for name, batch in BATCHES.items():
+        e = Experiment(backbone=name, dataset=asked.dataset, batch_size=batch, **SPEED)
+        found = speed(e, asked.device, asked.seconds / 6, lambda name=name: plain(name))
+        tell([{"net": name, "device": asked.device, **found}])
+    e = Experiment(backbone="deit_micro", dataset=asked.dataset, batch_size=32, **SPEED)
+    for n in (1, 4):
+        images = together(e, asked.device, n, asked.seconds / 10)
+        tell([{"net": "deit_micro", "device": asked.device, "processes": n, "images/s, all": images}])
+
+
+if __name__ == "__main__":
+    main()

@@ -4,13 +4,17 @@ In memory a map lies as (B, H, W, K, C): channels last, the clients' channels si
 one grouped convolution and batch norm one call, both on views, and a cohort of one is plain channels last.
 """
 
+import time
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from .linear import Linear, own_rows, zero_
 
-LOOP_FROM = 1024  # channels of all clients; see ``is_grouped``
+LOOP_FROM = 1024  # channels of all clients; see ``path_of``
+CHOSEN: dict[str, str] = {}  # on a GPU: which path was fastest, by shape; a run stores it and goes on with it
 
 
 def side_by_side(x: torch.Tensor) -> torch.Tensor:
@@ -32,8 +36,11 @@ def one_batch(x: torch.Tensor) -> torch.Tensor:
     return x.contiguous(memory_format=torch.channels_last)
 
 
-def is_grouped(clients: int, channels: int, device: torch.device) -> bool:
-    """Do stacked convolutions run as one grouped convolution, or as a loop over the clients?
+def path_of(x: torch.Tensor, weight: torch.Tensor, run: Callable[[str], None], stride: int) -> str:
+    """How a stacked convolution runs: ``grouped`` as one, in a ``loop`` over clients, or by products of ``columns``.
+
+    ``run`` convolves x (K, B, C, H, W) with ``weight`` (K, O, C / groups, h, w) on a path, and learns. On a GPU each
+    shape is tried once: cuDNN's grouped weight gradients were a hundred times slower than need be (pytorch#34977).
 
     CPU seconds of the loop over those of the grouped one: 3x3, forward and backward, one thread of an Intel Xeon, maps
     of 32x32 pixels at 16 channels down to 8x8 from 64 (128: 16x16), batch 8 | 32:
@@ -49,10 +56,31 @@ def is_grouped(clients: int, channels: int, device: torch.device) -> bool:
     512      1.04 | 0.93             0.56 | 0.62
     ======== =========== =========== =========== ===========
 
-    So the loop is faster where a thousand channels and more lie side by side. A cohort of one is neither. On other
-    devices nothing was measured, and fewer, larger kernels are launched.
+    So the loop is faster where a thousand channels and more lie side by side. A cohort of one is neither.
     """
-    return device.type != "cpu" or clients * channels < LOOP_FROM
+    if x.device.type != "cuda":
+        return "loop" if x.device.type == "cpu" and x.shape[0] * x.shape[2] >= LOOP_FROM else "grouped"
+    kind = "autocast" if torch.is_autocast_enabled("cuda") else str(x.dtype).removeprefix("torch.")
+    shape = "x".join(map(str, weight.shape[3:]))
+    inner = "" if weight.shape[2] == x.shape[2] else f" of {weight.shape[2]}"
+    channels = f"{x.shape[2]} to {weight.shape[1]} channels{inner}"
+    key = f"{len(x)} clients, {channels}, {shape} / {stride}, {x.shape[-1]} px, {kind}"
+    if key not in CHOSEN:
+        paths = ("grouped", "loop") if inner else ("grouped", "loop", "columns")
+        CHOSEN[key] = min(paths, key=lambda path: _seconds(run, path, x.device))
+    return CHOSEN[key]
+
+
+def _seconds(run: Callable[[str], None], path: str, device: torch.device) -> float:
+    """The least of three, after one that warms up."""
+    taken, wait = [], torch.cuda.synchronize if device.type == "cuda" else lambda device: None  # once a shape
+    for _ in range(4):
+        wait(device)
+        began = time.perf_counter()
+        run(path)
+        wait(device)
+        taken.append(time.perf_counter() - began)
+    return min(taken[1:])
 
 
 class Conv2d(nn.Conv2d):
@@ -80,15 +108,36 @@ class Conv2d(nn.Conv2d):
             y = self._convolve(one_batch(x), weight, bias if shared else None, groups).unflatten(0, (clients, examples))
             return y if shared else y + bias[:, None, :, None, None]
         bias = bias.expand(clients, -1) if bias is not None else None
-        if is_grouped(clients, channels, x.device):
+        trial = lambda path: self._try(path, x, weight, bias, groups)  # noqa: E731
+        return self._stacked(path_of(x, weight, trial, self.stride[0]), x, weight, bias, groups)
+
+    def _stacked(
+        self, path: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, groups: int
+    ) -> torch.Tensor:
+        """Maps (K, B, O, H', W') of x (K, B, C, H, W), each client by its own weight (K, O, C / groups, h, w)."""
+        clients = len(x)
+        if path == "grouped":
             flat = bias.flatten() if bias is not None else None
             return apart(self._convolve(side_by_side(x), weight.flatten(0, 1), flat, clients * groups), clients)
+        if path == "columns":
+            size, (up, left), side = weight.shape[3:], self.padding, self.stride[0]
+            columns = F.unfold(x.flatten(0, 1), size, padding=(up, left), stride=side).unflatten(0, x.shape[:2])
+            y = torch.einsum("koc,kbcl->kbol", weight.flatten(2), columns)
+            y = y.unflatten(3, ((x.shape[3] + 2 * up - size[0]) // side + 1, -1))
+            return y if bias is None else y + bias[:, None, :, None, None]
         biases = bias.unbind() if bias is not None else [None] * clients
         each = [
             self._convolve(one_batch(one.unsqueeze(0)), w, b, groups).permute(0, 2, 3, 1)
             for one, w, b in zip(x.unbind(), weight.unbind(), biases, strict=True)
         ]
         return torch.stack(each, 3).permute(3, 0, 4, 1, 2)
+
+    @torch.inference_mode(False)
+    @torch.enable_grad()
+    def _try(self, path: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, groups: int) -> None:
+        """Forward and backward on copies."""
+        x, weight = (t.detach().clone().requires_grad_() for t in (x, weight))
+        torch.autograd.grad(self._stacked(path, x, weight, bias, groups).sum(), (x, weight))
 
     def _convolve(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, groups: int) -> torch.Tensor:
         stride = self.stride

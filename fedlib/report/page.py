@@ -170,8 +170,10 @@ def facts(stored: Stored, cells: Sequence[Cell], wanted: set[str] = frozenset())
         return "0 runs are stored."
     paths = [run_path(e, stored.outputs / "runs") for e in experiments.values()]
     summaries = [read_json(p / "summary.json") for p in paths]
-    origin = [read_json(p / "experiment.json").get("provenance", {}) for p in paths]
+    records = [read_json(p / "experiment.json") for p in paths]
+    origin = [go for r in records for go in (r.get("provenance", {}), *r.get("resumed", []))]
     machines = sorted({f"{p.get('device', 'unknown')}, {p.get('cores', '?')} cores" for p in origin})
+    shorter = sorted({e.precision for e in experiments.values()} - {"float32"})
     minutes = sum(s["seconds"] for s in summaries) / 60
     diverged = sum(s["status"] == "diverged" for s in summaries)
     total = max(len(experiments), len(wanted))
@@ -182,6 +184,7 @@ def facts(stored: Stored, cells: Sequence[Cell], wanted: set[str] = frozenset())
         f"backbone: {', '.join(sorted({e.backbone for e in experiments.values()}))}",
         f"seeds: {', '.join(map(str, sorted({e.seed for e in experiments.values()})))}",
         f"hardware: {' and '.join(machines)}" if machines else "",
+        f"products in {' and '.join(shorter)}" if shorter else "",
         f"training: {minutes:,.0f} minutes" if minutes >= 1 else f"training: {60 * minutes:.0f} seconds",
         f"{diverged} diverged" if diverged else "",
     ]

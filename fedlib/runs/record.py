@@ -8,8 +8,11 @@ one with the round it went on from and the inputs that were others there, and ``
 import datetime
 import os
 import platform
+import re
+import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -19,6 +22,7 @@ import torch
 from ..core.experiment import Experiment
 from ..engine.executors import ADDRESSES, Execution
 from ..kernels.products import choose_products, cpu
+from ..layers.conv import CHOSEN
 from .identity import Inputs, OtherInputs, differences
 
 Record = Mapping[str, Any]  # as JSON holds it
@@ -130,12 +134,42 @@ def provenance(execution: Execution) -> dict[str, object]:
         "fedlib": __version__,
         "torch": torch.__version__.split("+")[0],
         "python": platform.python_version(),
-        **({"device": torch.cuda.get_device_name()} if on_gpu else cpu()),
+        **(gpu() if on_gpu else cpu()),
+        **({"commit": commit()} if commit() else {}),
         "cores": os.cpu_count(),
         "products": choose_products() if _one_thread_each(execution) else "PyTorch",
         "executor": execution.executor,
         "workers": execution.workers if on_cluster else execution.side_by_side(),  # None: all of a cluster
     }
+
+
+def gpu() -> dict[str, object]:
+    """This process's GPU: ``device``, what it computes with, the ``host``'s CPU, and how convolutions run, by shape.
+
+    What is measured of them after this was asked is there too.
+    """
+    driver = Path("/proc/driver/nvidia/version")
+    found = re.search(r"\d+\.\d+[.\d]*", driver.read_text()) if driver.exists() else None
+    return {
+        "device": torch.cuda.get_device_name(),
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),
+        "driver": found.group() if found else None,
+        "host": cpu()["device"],
+        "convolutions": CHOSEN,
+    }
+
+
+@cache
+def commit() -> str:
+    """The commit of the code that runs, ``-dirty`` where it was edited; of an archive $FEDLIB_COMMIT, perhaps none."""
+    asked = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        tracked = subprocess.run([*asked[:3], "ls-files", "--error-unmatch", __file__], capture_output=True)
+        said = subprocess.run(asked, capture_output=True, text=True) if tracked.returncode == 0 else None
+    except OSError:  # git is not installed
+        said = None
+    return os.environ.get("FEDLIB_COMMIT") or (said.stdout.strip() if said else "")
 
 
 def _one_thread_each(execution: Execution) -> bool:

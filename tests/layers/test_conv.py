@@ -47,7 +47,7 @@ def reference(layer, x, weight, bias):
     return [y, *torch.autograd.grad((y * normal(*y.shape, seed=9)).sum(), leaves)]
 
 
-@pytest.mark.parametrize("way", ["grouped", "loop"])
+@pytest.mark.parametrize("way", ["grouped", "loop", "columns"])
 @pytest.mark.parametrize("stacked", ["all", "weight", "bias", "none"])
 @pytest.mark.parametrize("clients", [1, 3])
 @pytest.mark.parametrize(
@@ -57,13 +57,50 @@ def reference(layer, x, weight, bias):
 def test_a_cohorts_convolution_is_each_clients(
     way, stacked, clients, kernel, stride, padding, groups, bias, monkeypatch
 ):
-    monkeypatch.setattr(conv, "LOOP_FROM", 10**9 if way == "grouped" else 0)
+    if way == "columns" and groups > 1:
+        pytest.skip("products of columns are of one group")
+    monkeypatch.setattr(conv, "path_of", lambda *_: way)
     layer = Conv2d(4, 8, kernel, stride, padding, groups, bias)
     x = normal(clients, 2, 4, 7, 6)
     weight = normal(*(clients,) * (stacked in ("all", "weight")), *layer.weight.shape, seed=1)
     b = normal(*(clients,) * (stacked in ("all", "bias")), 8, seed=2) if bias else None
     for got, want in zip(run(layer, x, weight, b), reference(layer, x, weight, b), strict=True):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=2e-5)
+
+
+def test_a_gpu_takes_the_path_that_was_fastest_once_a_shape_and_a_cpu_goes_by_a_rule(monkeypatch):
+    class There(torch.Tensor):
+        """A tensor that says that it lies on a GPU."""
+
+        device = torch.device("cuda:0")
+
+    tried = []
+    monkeypatch.setattr(conv, "CHOSEN", {})
+    monkeypatch.setattr(
+        conv, "_seconds", lambda run, path, device: tried.append(path) or {"columns": 1, "loop": 2}.get(path, 3)
+    )
+    x, weight = torch.zeros(3, 2, 4, 7, 6), torch.zeros(3, 8, 4, 3, 3)
+    there = x.as_subclass(There)
+    for _ in range(2):
+        assert conv.path_of(there, weight, lambda path: None, 1) == "columns"
+    assert tried == ["grouped", "loop", "columns"]
+    assert conv.path_of(there, torch.zeros(3, 8, 2, 3, 3), lambda path: None, 1) == "loop"  # of two groups
+    assert conv.CHOSEN == {
+        "3 clients, 4 to 8 channels, 3x3 / 1, 6 px, float32": "columns",
+        "3 clients, 4 to 8 channels of 2, 3x3 / 1, 6 px, float32": "loop",
+    }
+    assert conv.path_of(x, weight, lambda path: None, 1) == "grouped"
+    assert conv.path_of(torch.zeros(8, 1, 128, 2, 2), torch.zeros(8, 8, 128, 3, 3), lambda path: None, 1) == "loop"
+
+
+@pytest.mark.parametrize("path", ["grouped", "loop", "columns"])
+def test_a_trial_leaves_nothing_behind_even_where_no_gradient_is_asked_for(path):
+    layer = Conv2d(4, 8, 3, padding=1)
+    with torch.inference_mode():
+        x, weight = torch.randn(3, 2, 4, 6, 6), torch.randn(3, 8, 4, 3, 3)
+        before = x.clone()
+        layer._try(path, x, weight, None, 1)
+    assert torch.equal(x, before) and layer.weight.grad is None
 
 
 @pytest.mark.parametrize("channels", [4, 9, 15, 16])

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import json
 import subprocess
 import sys
 import time
@@ -15,6 +16,7 @@ from benchmarks.names import to_fedlib, to_plain
 from benchmarks.ours import federation_of
 from benchmarks.rivals.workload import Federation, Workload
 from benchmarks.systems import SYSTEMS, running
+from fedlib import Experiment
 from fedlib.engine.evaluation import exit_logits, served_parts
 
 SMALL = Workload("small", batch_size=16, num_clients=6, examples=40, per_round=3, rounds=4)
@@ -255,6 +257,21 @@ def test_both_executions_of_the_gpu_comparison_run():
     out = gpu.compare(e, "cpu", rounds=1, repeats=1)
     assert out["ratio"] == out["one at a time"] / out["together"] and out["TFLOP/s"] > 0
     assert "of float32 peak" not in out  # of a card only
+
+
+def test_speed_beside_a_bare_loop_and_ways_of_convolutions_are_measured(tmp_path, monkeypatch, capsys):
+    few = {"examples_per_client": 4, "num_clients": 2, "clients_per_round": 2}
+    for name in ("convnet3_slim", "deit_micro"):
+        e = Experiment(backbone=name, batch_size=4, **gpu.SPEED | few)
+        found = gpu.speed(e, "cpu", 0.1, lambda name=name: gpu.plain(name))
+        assert found["ratio"] == found["images/s, fedlib"] / found["images/s, bare"] > 0
+        assert found["launches a step"] > 50 and found["TFLOP/s"] > 0
+    assert gpu._images(e, "cpu", 0.1) > 0
+    monkeypatch.setattr(gpu, "SHAPES", ((2, 4, 3, 8),))
+    gpu.main(["convolutions", "--device", "cpu", "--json", str(tmp_path / "c.json")])
+    rows = json.loads((tmp_path / "c.json").read_text())
+    assert [row["clients"] for row in rows] == [1, 5, 10, 20] and min(rows[0][p] for p in ("grouped", "columns")) > 0
+    assert len(capsys.readouterr().out.splitlines()) == 4
 
 
 def test_memory_of_a_population_is_not_the_peak_of_the_process_that_measures_it():

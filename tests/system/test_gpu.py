@@ -44,9 +44,9 @@ def device(request):
 
 
 def tiny(method, **changes):
-    """Two rounds of three clients, of two or three steps each."""
+    """Two rounds of three of four clients, of one to three steps each."""
     values = dict(
-        num_train=120, num_test=24, num_clients=3, clients_per_round=3, rounds=2, batch_size=16, augment="none",
+        num_train=64, num_test=20, num_clients=4, clients_per_round=3, rounds=2, batch_size=8, augment="none",
         finetune="lora" if issubclass(METHODS[method], Ranks) else "full", finetune_options={},
         test_split="like_train", **granted(method),
     )  # fmt: skip
@@ -86,7 +86,7 @@ def rounds(e, device, **how):
 
 def apart(a, b, start):
     """How far two runs are apart, over how far training moved the first: of all parameters together."""
-    names = [n for n, p in a.params.items() if p.is_floating_point() and n in b.params]
+    names = [n for n, p in a.params.items() if p.is_floating_point() and n in start]
     home = [[x[n].cpu().double() for n in names] for x in (a.params, b.params, start)]
     gone = sum((p - q).square().sum() for p, q in zip(home[0], home[1], strict=True)).sqrt()
     moved = sum((p - q).square().sum() for p, q in zip(home[0], home[2], strict=True)).sqrt()
@@ -107,8 +107,9 @@ def test_a_method_gives_the_cpus_numbers_together_alone_and_again(method, device
     e = tiny(method, backbone=few_blocks(monkeypatch, method))
     home, start = rounds(e, "cpu", cohort_size=1)
     together, _ = rounds(e, device)
-    again, _ = rounds(e, device)
-    alone = home if device == "cpu" else rounds(e, device, cohort_size=1)[0]
+    again, alone = together, home  # on a CPU: ``engine/test_processes.py``
+    if device != "cpu":
+        (again, _), (alone, _) = rounds(e, device), rounds(e, device, cohort_size=1)
     last = [done[-1].server for done in (home, together, again, alone)]
     found = {"cpu": apart(last[0], last[1], start), "alone": apart(last[1], last[3], start),
              "again": apart(last[1], last[2], start), "bytes": same(together, again)}  # fmt: skip
@@ -116,7 +117,6 @@ def test_a_method_gives_the_cpus_numbers_together_alone_and_again(method, device
         with open(REPORT, "a") as file:
             file.write(json.dumps({"method": method, "device": device, **found}) + "\n")
     assert max(found["cpu"], found["alone"], found["again"]) <= APART[device.partition(":")[0]], found
-    assert found["bytes"] or device != "cpu"
     for a, b in zip(home, together, strict=True):
         assert b.losses == pytest.approx(a.losses, rel=1e-2, abs=1e-3)
 
@@ -134,23 +134,30 @@ def test_so_do_convolutions_under_every_kind_of_batch_norm(method, policy, devic
     assert apart(home[-1].server, there[-1].server, start) <= 5 * APART[device.partition(":")[0]]
 
 
-@TEXT
-@pytest.mark.parametrize("method", ["raffm", "scalefl", "fedavg"])
-def test_so_do_sentences_whose_dropout_is_drawn_on_the_host(method, device):
-    """What is dropped is a function of seed, round and client, on every device."""
-    optimiser = {"optimiser": "adamw", "clip_norm": 1.0, "weight_decay": 0.01, "lr": 1e-3, "momentum": 0.0}
-    e = tiny(method, dataset="docstrings", backbone="minilm.32", rounds=1, num_exits=1 if method == "fedavg" else 2,
-             **optimiser)  # fmt: skip
-    try:
-        home, start = rounds(e, "cpu", cohort_size=1)
-    except ValueError as refused:
-        pytest.skip(str(refused))
+@pytest.mark.parametrize("what", ["an adapter's, of a ViT", pytest.param("all, of sentences", marks=TEXT)])
+def test_what_is_dropped_is_a_function_of_seed_round_and_client(what, device, monkeypatch):
+    optimiser = {"clip_norm": 1.0, "weight_decay": 0.01, "lr": 0.01}
+    net = {"backbone": few_blocks(monkeypatch, "reefl"), "finetune_options": {"r": 4, "lora_dropout": 0.2}}
+    if what == "all, of sentences":
+        net = {"backbone": "minilm.32", "dataset": "docstrings", "num_exits": 3, "finetune_options": {"r": 4}}
+    e = tiny("reefl", finetune="lora", rounds=1, **optimiser, **net)
+    home, start = rounds(e, "cpu", cohort_size=1)
     there, _ = rounds(e, device)
     assert there[-1].losses == pytest.approx(home[-1].losses, rel=2e-2)
+    assert apart(home[-1].server, there[-1].server, start) <= APART[device.partition(":")[0]]
+
+
+@pytest.mark.parametrize("optimiser", ["adam", "adamw"])
+def test_moments_and_clipped_norms_are_those_of_the_cpu(optimiser, device, monkeypatch):
+    how = {"optimiser": optimiser, "clip_norm": 1.0, "weight_decay": 0.01, "lr": 1e-3, "local_schedule": "linear"}
+    e = tiny("depthfl", backbone=few_blocks(monkeypatch, "depthfl"), **how)
+    home, start = rounds(e, "cpu", cohort_size=1)
+    there, _ = rounds(e, device)
+    assert there[-1].losses == pytest.approx(home[-1].losses, rel=1e-2)
     assert apart(home[-1].server, there[-1].server, start) <= 0.1  # Adam divides small gradients by themselves
 
 
-@pytest.mark.parametrize("method", ["reefl", "feddyn" if "feddyn" in METHODS else "depthfl", "cafedistill", "fedper"])
+@pytest.mark.parametrize("method", ["reefl", "depthfl", "cafedistill", "fedper"])
 def test_a_resumed_run_goes_on_to_the_same_numbers(method, device, monkeypatch, tmp_path):
     e = tiny(method, backbone=few_blocks(monkeypatch, method), rounds=3, evaluate_every=1)
     whole, start = rounds(e, device)
@@ -206,7 +213,8 @@ def test_members_may_hold_unequal_exits_with_gaps(device, monkeypatch):
         return replace(whole, exits=whole.exits[1:] if client.id == 1 else whole.exits)
 
     monkeypatch.setattr(DepthFL, "slice_for", slice_for)
-    e = tiny("depthfl", backbone=few_blocks(monkeypatch, "depthfl"), num_exits=2, budgets="maximum")
+    e = tiny("depthfl", backbone=few_blocks(monkeypatch, "depthfl"), num_exits=2, budgets="maximum",
+             num_clients=3)  # fmt: skip
     home, start = rounds(e, "cpu", cohort_size=1)
     there, _ = rounds(e, device, cohort_size=3)
     assert apart(home[-1].server, there[-1].server, start) <= APART[device.partition(":")[0]]
