@@ -108,10 +108,10 @@ class SGD(LocalOptimiser):
             torch._foreach_mul_(velocity, self.momentum)
             torch._foreach_add_(velocity, grads)
             grads = velocity
-        if isinstance(rate, float):
-            torch._foreach_add_(leaves, grads, alpha=-rate)
+        if isinstance(own := self._factors(-rate, reached), float):
+            torch._foreach_add_(leaves, grads, alpha=own)
         else:
-            torch._foreach_addcmul_(leaves, grads, self._factors(-rate, reached))
+            torch._foreach_addcmul_(leaves, grads, own)
 
 
 class Adam(LocalOptimiser):
@@ -143,7 +143,7 @@ class Adam(LocalOptimiser):
         bias, root = 1 - BETAS[0] ** steps, np.sqrt(1 - BETAS[1] ** steps)
         if alike:
             bias, root = float(bias[0]), float(root[0])
-        elif not isinstance(rate, float):
+        elif isinstance(rate, torch.Tensor):
             bias, root = (torch.as_tensor(x, device=rate.device) for x in (bias, root))
         below = torch._foreach_sqrt(square)
         torch._foreach_add_(below, self._factors(EPS * root, reached))

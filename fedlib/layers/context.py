@@ -60,6 +60,13 @@ class Context:
         finally:
             vars(self).update(before)
 
+    def only(self, rows: slice) -> AbstractContextManager["Context"]:
+        """Inside, layers see the members ``rows`` of the cohort, the first of them as if there were none before."""
+        told = {n: x for n in ("weights", "there", "generators") if (x := getattr(self, n)) is not None}
+        if isinstance(self.scale, torch.Tensor):
+            told["scale"] = self.scale
+        return self.told(_real=(None, None), **{n: x[rows] for n, x in told.items()})
+
     def alone(self, real: torch.Tensor | None) -> AbstractContextManager["Context"]:
         """Inside, layers see one member's batch, whose examples are ``real`` (B,), and gather for it alone."""
         weights = None if real is None else real.unsqueeze(0)

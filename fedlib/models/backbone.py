@@ -16,6 +16,7 @@ from torch import nn
 
 from ..core.slices import Axis
 from ..core.tables import read_table
+from ..layers.context import Context
 from ..layers.tokens import put_token, take_token
 
 
@@ -154,6 +155,7 @@ class TokenBackbone(Backbone):
 
     def __init__(self, spec: TokenSpec, stem: nn.Module, blocks: Iterable[nn.Module]):
         super().__init__(spec, stem, blocks)
+        self.context = Context()
         self.register_buffer("origins", None, persistent=False)  # where exits read the class token after each block,
         self.register_buffer("scales", None, persistent=False)  # and in what units; None: as it is
 
@@ -200,12 +202,13 @@ class TokenBackbone(Backbone):
 
     @contextmanager
     def _clients_of(self, unit: int, rows: slice):
-        """Inside, the stacked parameters of ``unit`` are those of some of the clients."""
+        """Inside, the stacked parameters of ``unit``, and what layers are told, are those of some of the clients."""
         stacked = [(own, leaf, p) for own, leaf, dims in self.of_block[unit] if (p := own[leaf]).dim() > dims]
         for own, leaf, p in stacked:
             own[leaf] = p[rows]
         try:
-            yield
+            with self.context.only(rows):
+                yield
         finally:
             for own, leaf, p in stacked:
                 own[leaf] = p

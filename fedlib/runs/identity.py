@@ -81,12 +81,15 @@ def kit_rules(e: Experiment) -> dict[str, int]:
 
     1, which is not said: a subset was balanced; crops counted the picture's pixels; batch norm saw test batches, and
     static statistics those of all pictures in their order; readers chose otherwise between splits, columns and names,
-    and mean and SD were of all pictures; levels that no client has answered centrally.
+    and mean and SD were of all pictures; levels that no client has answered centrally; whose last unit ran before
+    others' dropped what these drew.
     """
     try:
-        maps = isinstance(backbone_spec(e.backbone), MapSpec)
+        spec = backbone_spec(e.backbone)
     except ValueError:  # of one's own, not registered here
-        maps = False
+        spec = None
+    maps = isinstance(spec, MapSpec)
+    drops = isinstance(spec, ForeignSpec) and spec.as_trained and not spec.causal
     concerns = {
         "how a subset is chosen": e.subset == "proportional" and not (e.num_train is e.num_test is None),
         "how crops are counted": e.augment.startswith("crop"),
@@ -94,6 +97,7 @@ def kit_rules(e: Experiment) -> dict[str, int]:
         "how static statistics are made": maps and e.batch_norm == "static",
         "which model answers centrally": isinstance(e.budgets, tuple) and max(e.budgets, default=0) + 1 < e.num_exits,
         "how data of one's own are read": e.dataset not in (*DATASETS, *SETS["alike"]),
+        "who draws what is dropped": drops or bool(e.finetune_options.get("lora_dropout")),
     }
     return {rule: 2 for rule, it_does in concerns.items() if it_does}
 
