@@ -44,7 +44,7 @@ def is_due(e: Experiment, t: int) -> bool:
 def build_executor(federation: Federation, execution: Execution) -> Executor:
     """The executor that ``execution`` asks for; ``Unforkable`` if that is ``processes`` and they cannot be had."""
     if execution.device == "cpu":  # before any worker is forked; and the driver evaluates
-        choose_products()
+        choose_products(execution.products)
         keep_freed_memory()
     if execution.executor == "ray":
         from .cluster import RayExecutor

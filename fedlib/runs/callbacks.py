@@ -75,7 +75,7 @@ class Together(Callback):
 
 
 def _apart(r: Finished) -> Finished:
-    """Copy what ``r`` holds, down to the numbers, but no tensor and no mirror: that would cost as much as a checkpoint."""
+    """Copy what ``r`` holds, down to the numbers, but neither tensors nor mirrors."""
     server = replace(r.server, params=dict(r.server.params), memory=dict(r.server.memory))
     memories = {c: dict(x) for c, x in r.memories.items()}
     return replace(r, server=server, memories=memories, losses=dict(r.losses), metrics=deepcopy(r.metrics))

@@ -252,6 +252,8 @@ def _continue(
     server = store.restore(f)
     f = replace(f, experiment=store.experiment)
     check_inputs(f.experiment, path, store.record, inputs, accept, server.t)
+    by = store.record.get("provenance", {}).get("products") if server.t else None
+    execution = replace(execution, products=by or execution.products)
     if not store.final:
         now = provenance_now(execution)
         store.check_shapes(server, f)

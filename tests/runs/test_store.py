@@ -25,13 +25,32 @@ def test_a_stored_run_is_returned_without_any_work(tmp_path, monkeypatch):
 
 def test_provenance_says_who_multiplied(monkeypatch):
     """OpenBLAS only where every worker has one thread: not in the one worker of a process with two, nor on a GPU."""
-    monkeypatch.setattr(record, "choose_products", lambda: "OpenBLAS")
+    monkeypatch.setattr(record, "choose_products", lambda stored: stored or "OpenBLAS")
     for threads, execution, products in [
         (1, Execution(workers=1), "OpenBLAS"), (2, Execution(workers=1), "PyTorch"), (2, Execution(workers=2), "OpenBLAS"),
         (2, Execution(workers=1, executor="processes"), "OpenBLAS"), (1, Execution("cuda", executor="ray"), "PyTorch"),
     ]:  # fmt: skip
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
         assert record.provenance(execution)["products"] == products
+
+
+def test_a_run_goes_on_with_who_multiplied_its_first_rounds(tmp_path, monkeypatch):
+    """Whatever a trial says by then: another machine's cache, or another load of this one."""
+    from fedlib.engine import rounds
+
+    asked, trial = [], "OpenBLAS 1"
+    for module in (record, rounds):
+        monkeypatch.setattr(module, "choose_products", lambda stored: asked.append(stored) or stored or trial)
+    monkeypatch.setattr(record, "_one_thread_each", lambda _: True)
+    e = small("reefl", rounds=3)
+    run(e, ONE, tmp_path, progress=False, on_round=lambda r: True)
+    assert asked == ["", ""]
+    trial = "PyTorch"
+    done = run(e, ONE, tmp_path, progress=False)
+    assert asked[2:] == ["OpenBLAS 1"] * 2 and done.record["resumed"][0]["products"] == "OpenBLAS 1"
+    asked.clear()
+    assert run(e.replace(seed=9), ONE, tmp_path, progress=False).record["provenance"]["products"] == "PyTorch"
+    assert asked == ["", ""]
 
 
 def test_provenance_names_hardware_and_versions(tmp_path):
@@ -183,6 +202,10 @@ def test_a_run_is_a_card_in_a_notebook(tmp_path):
     assert 'points="80,30 160,0"' in record.Run(e, done.path, done.summary, risen)._repr_html_()
     strange = record.Run(e.replace(dataset="<b>"), tmp_path / "<b>", done.summary, [], {})._repr_html_()
     assert "<b>" not in strange and "polyline" not in strange
+    said = done.summary | {"status": "<b>", "personal": own | {"clients": "<b>"}}
+    there = {"stored": "<b>", "provenance": {"device": "<b>", "torch": "<b>"}}
+    edited = record.Run(e, done.path, said, risen, there)._repr_html_()
+    assert "<b>" not in edited and "&lt;b&gt; after 4 of 4" in edited and "<polyline" in edited
 
 
 def test_files_of_two_runs_are_no_run(tmp_path):
