@@ -22,7 +22,7 @@ from ..engine.checks import check_experiment
 from ..engine.executors import Execution
 from ..engine.federation import Federation, build_federation
 from ..engine.privacy import privacy_spent
-from ..engine.rounds import Finished, is_due, measure, run_rounds
+from ..engine.rounds import Finished, measure, run_rounds
 from ..methods import Server
 from . import side_by_side
 from .callbacks import Callback, OnRound, Together
@@ -78,7 +78,8 @@ def _read(path: Path) -> Run:
     metrics, ended_after = read_lines(path / lines), summary.get("t")
     if type(ended_after) is not int or not 1 <= ended_after <= e.rounds:
         raise DamagedFile(path / "summary.json", f"it ends after round {shown(ended_after)} of {e.rounds}")
-    found, due = [m.get("t") for m in metrics], [t for t in range(1, ended_after + 1) if is_due(e, t)]
+    found, every = [m.get("t") for m in metrics], e.looks_every or e.rounds
+    due = sorted({*range(every, ended_after + 1, every), *([ended_after] if ended_after == e.rounds else [])})
     if found != due:
         raise DamagedFile(path / lines, f"it holds rounds {shown(found)} instead of {shown(due)}")
     last = metrics[-1] if found[-1:] == [ended_after] else {}
