@@ -76,7 +76,7 @@ def _read(path: Path) -> Run:
     content, summary, lines = read_json(path / "experiment.json"), read_json(path / "summary.json"), "metrics.jsonl"
     e = Experiment.from_dict(content.pop("experiment"), str(path / "experiment.json"))
     metrics, ended_after = read_lines(path / lines), summary.get("t")
-    if type(ended_after) is not int or not 1 <= ended_after <= e.rounds:
+    if type(ended_after) is not int or not 0 <= ended_after <= e.rounds:
         raise DamagedFile(path / "summary.json", f"it ends after round {shown(ended_after)} of {e.rounds}")
     found, every = [m.get("t") for m in metrics], e.looks_every or e.rounds
     due = sorted({*range(every, ended_after + 1, every), *([ended_after] if ended_after == e.rounds else [])})
