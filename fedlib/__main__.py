@@ -1,4 +1,7 @@
-"""``python -m fedlib``: the command line (``cli.py``)."""
+"""``python -m fedlib``: the command line (``cli.py``).
+
+Python then looks for its own modules in the working folder first: ``fedlib``, or ``python -P -m fedlib``, does not.
+"""
 
 import sys
 

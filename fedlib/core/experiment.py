@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from .kinds import Count, Natural, NotNegative, Part, Positive, Scalar, Share, When
+from .kinds import Count, Natural, NotNegative, Part, Positive, Rounds, Scalar, Share, When
 from .validation import check_fields, check_instance, names_its_keywords
 
 BY_ALPHA = ("dirichlet", "class_dirichlet", "drawn", "weighted_dirichlet", "capped_dirichlet", "grouped_dirichlet")
@@ -78,7 +78,7 @@ class Experiment:
       budgets             uniform: client i has budget i mod B, by default exits 0..budget; maximum: the largest;
                           contiguous: the first N // B clients have the first, …, and those left over the largest;
                           a list: of so many classes of devices, client i being of class i mod their number
-      rounds              rounds of communication
+      rounds              rounds of communication, at most a million
       local_epochs        passes over a client's own examples in a round
       batch_size          examples of a local step
       lr, min_lr          rate of local training; min_lr is the least of schedule = cosine
@@ -143,7 +143,7 @@ class Experiment:
     num_clients: Count = 100
     clients_per_round: Count = 10
     budgets: typing.Literal["uniform", "maximum", "contiguous"] | tuple[Natural, ...] = "uniform"
-    rounds: Count = 100
+    rounds: Rounds = 100
     local_epochs: Count = 1
     batch_size: Count = 32
     lr: Positive = 0.05

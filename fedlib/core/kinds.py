@@ -6,6 +6,7 @@ from annotated_types import Ge, Gt, Le, Lt
 
 Scalar = bool | int | float | str | None | tuple
 Count = Annotated[int, Ge(1)]
+Rounds = Annotated[int, Ge(1), Le(10**6)]  # a stored run that says more keeps no look-up busy
 Natural = Annotated[int, Ge(0)]
 Positive = Annotated[float, Gt(0)]
 NotNegative = Annotated[float, Ge(0)]

@@ -75,7 +75,7 @@ def _share_tensors(ray: ModuleType) -> None:
 class _Worker:
     """A process of the cluster, with one CPU thread or a share of a GPU, that trains cohorts of one run."""
 
-    def prepare(self, f: Federation, cached_units: int, device: str, theirs: tuple[str, str]) -> None:
+    def prepare(self, f: Federation, cached_units: int, device: str, theirs: tuple[str, str], products: str) -> None:
         """Take what stays the same for the whole run."""
         import ray
 
@@ -83,7 +83,7 @@ class _Worker:
             raise RuntimeError(f"fedlib and torch are {versions()} on a worker, {theirs} where the run was started")
         become_worker()
         if device == "cpu":
-            choose_products()
+            choose_products(products)
         _share_tensors(ray)
         model = copy.deepcopy(f.model).to(device)  # its own, unlike the tensors that it shares
         if device != "cpu":
@@ -147,7 +147,8 @@ class RayExecutor(Workers):
     def _start_worker(self) -> None:
         """Ask the cluster for one more worker; it is ready when it has taken the kit."""
         worker = self.ray.remote(_Worker).options(max_restarts=0, **self.need).remote()
-        self.starting[worker.prepare.remote(self.kit, self.cached_units, self.execution.device, versions())] = worker
+        how = self.execution.device, versions(), self.execution.products
+        self.starting[worker.prepare.remote(self.kit, self.cached_units, *how)] = worker
 
     def finished(self) -> Iterator[Finished]:
         """Wait until a worker is ready or a cohort is back or lost; a lost worker is replaced."""

@@ -65,6 +65,7 @@ class Execution:
                        flower: "host:port" of a SuperLink, by TLS unless on this machine; None: one of its own here
       patience_seconds ray, flower: how long to go without any worker before giving up; flower: or without a cohort's
                        answer before another SuperNode gets it
+      products         who multiplies on a CPU, as provenance names it: of a run that goes on, who did; "": by a trial
 
     Raises ``ValueError`` for what is impossible, such as a GPU that this machine has not.
     """
@@ -75,6 +76,7 @@ class Execution:
     executor: Literal["auto", "processes", "threads", "ray", "flower"] = "auto"
     address: str | None = None
     patience_seconds: Positive = 120.0
+    products: str = ""
 
     def __post_init__(self):
         check_instance(self, "execution")

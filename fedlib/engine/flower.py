@@ -211,7 +211,7 @@ class FlowerExecutor(Workers):
         if not (cls := type(federation.method)).__module__.startswith("fedlib."):
             raise ValueError(f"executor = 'flower' sends no code, and {cls.__name__} is of {cls.__module__}; use 'ray'")
         if execution.device == "cpu":
-            choose_products()
+            choose_products(execution.products)
         self.patience, self.seen = execution.patience_seconds, time.monotonic()
         self.link = Link(execution.address, execution.side_by_side(), self.patience)
         self.free: deque[int] = deque()

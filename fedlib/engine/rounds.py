@@ -46,7 +46,7 @@ def build_executor(federation: Federation, execution: Execution) -> Executor:
     """The executor that ``execution`` asks for; ``Unforkable`` if that is ``processes`` and they cannot be had."""
     check_precision(federation.experiment, execution.device)
     if execution.device == "cpu":  # before any worker is forked; and the driver evaluates
-        choose_products()
+        choose_products(execution.products)
         keep_freed_memory()
     if execution.executor == "ray":
         from .cluster import RayExecutor

@@ -37,24 +37,29 @@ _by_head: list[Callable] = []  # what multiplies the heads of an attention
 _lock = threading.Lock()
 
 
-def choose_products() -> str:
-    """Let OpenBLAS multiply in this process if that is faster here. Returns who multiplies, for provenance."""
+def choose_products(stored: str = "") -> str:
+    """Let OpenBLAS multiply in this process if that is faster here. Returns who multiplies, for provenance.
+
+    ``stored`` is what this returned for the first rounds of a run that goes on: it goes on with the same, if it can.
+    """
     with _lock:
-        return _choose()
+        name, *chosen = _choose(stored)
+        _by_client[:], _by_head[:] = chosen
+        return name
 
 
 @cache
-def _choose() -> str:
-    library = _load() if is_on("products") and torch.backends.mkl.is_available() else None
+def _choose(stored: str) -> tuple[str, list[Callable], list[Callable]]:
+    may = is_on("products") and torch.backends.mkl.is_available() and stored != "PyTorch"
+    library = _load() if may else None
     if library is None:
-        return "PyTorch"
+        return "PyTorch", [], []
     library.scipy_openblas_get_config.restype = ctypes.c_char_p
     name = " ".join(library.scipy_openblas_get_config().decode().split()[:2])
     multipliers = _multipliers(library)
-    if not _is_faster_here(name, *multipliers):
-        return "PyTorch"
-    _by_client[:], _by_head[:] = ([m] for m in multipliers)
-    return name
+    if stored != name and not _is_faster_here(name, *multipliers):
+        return "PyTorch", [], []
+    return name, [multipliers[0]], [multipliers[1]]
 
 
 def _is_faster_here(name: str, multiply: Callable, by_head: Callable) -> bool:

@@ -37,6 +37,7 @@ def load_foreign(spec: TokenSpec, seed: int = 0) -> Foreign:
 
     read = getattr(transformers, spec.kind.model).from_pretrained
     asked = _without_pooler(spec) | {"use_safetensors": True, "output_loading_info": True}
+    weights_in(Path(spec.source))
     spec.check_config(_from(spec, transformers.PretrainedConfig.get_config_dict)[0])
     model, found = _from(spec, partial(read, **asked))
     with torch.random.fork_rng(devices=[]):  # a pooler is drawn again below
@@ -69,11 +70,33 @@ def fetch_foreign(spec: TokenSpec) -> None:
     if not folder.is_dir():
         with suppress(Exception), fail_fast():  # huggingface_hub raises many classes
             folder = Path(snapshot_download(spec.source, allow_patterns=["*.json", "model*.safetensors"]))
-    files, index = {"model.safetensors"}, folder / "model.safetensors.index.json"
-    if index.is_file():
-        files = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    if not all((folder / name).is_file() for name in files):
+    if not all((folder / name).is_file() for name in weights_in(folder)):
         load_foreign(spec)  # which says what is wrong, or knows another form of them
+
+
+def read_object(file: Path) -> dict:
+    """A small JSON object; {} where there is no such file; ``ValueError`` if it is damaged."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{file} cannot be read: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{file} holds no JSON object")
+    return found
+
+
+def weights_in(folder: Path) -> set[str]:
+    """The files that hold a checkpoint's weights; ``ValueError`` for an index that names one outside ``folder``.
+
+    A link leads outside too, unless it is the hub's cache, which links to its own blobs.
+    """
+    root, index = folder.resolve(), read_object(folder / "model.safetensors.index.json")
+    homes = [root, root.parents[1] / "blobs"] if root.parent.name == "snapshots" else [root]
+    files = set(map(str, index.get("weight_map", {"": "model.safetensors"}).values()))
+    for name in files if index else ():
+        if Path(name).name != name or (folder / name).resolve().parent not in homes:
+            raise ValueError(f"{folder}: model.safetensors.index.json names {name!r}, which is not in this folder")
+    return files
 
 
 def _without_pooler(spec: TokenSpec) -> dict:

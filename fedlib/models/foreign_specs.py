@@ -3,7 +3,6 @@
 ``families.yaml`` says where their parts are. Read next: ``foreign.py`` (what runs them).
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
@@ -14,7 +13,7 @@ from ..core.tables import read_table
 from ..data.tokenizer import words_of
 from .backbone import TokenSpec, shapes
 from .foreign import Foreign
-from .foreign_loading import build_model
+from .foreign_loading import build_model, read_object
 
 
 @dataclass(frozen=True)
@@ -121,13 +120,13 @@ class ForeignSpec(TokenSpec):
         ``ValueError`` for a kind of model that is not known here, for keys that are missing, and where nothing says
         what words mean.
         """
-        config = _json(folder / "config.json")
+        config = read_object(folder / "config.json")
         family = str(config.get("model_type"))
         if family not in FAMILIES:
             raise ValueError(f"{folder}: model_type = {family!r} is unknown; allowed: {', '.join(FAMILIES)}")
         found: dict = {"family": family, "source": str(folder)} | FAMILIES[family].sizes_in(config)
         if family == "vit":
-            seen = _json(folder / "preprocessor_config.json")
+            seen = read_object(folder / "preprocessor_config.json")
             mean, sd = (tuple(seen.get(key, (0.5,) * 3)) for key in ("image_mean", "image_std"))
             return cls(**found, pixels=(mean, sd) if seen.get("do_normalize", True) else ((0.0,) * 3, (1.0,) * 3))
         own = any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "vocab.txt"))
@@ -191,17 +190,6 @@ class ForeignSpec(TokenSpec):
     def streams(self) -> int:
         """Sequences in the state: T5 has two."""
         return len(self.kind.blocks)
-
-
-def _json(file: Path) -> dict:
-    """A small JSON object; {} where there is no such file; ``ValueError`` if it is damaged."""
-    try:
-        found = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{file} cannot be read: {error}") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{file} holds no JSON object")
-    return found
 
 
 FOREIGN: dict[str, ForeignSpec] = shapes(ForeignSpec)

@@ -1,6 +1,6 @@
 """timm's nets by name: a plain ViT becomes the kit's own, any other is cut where timm says that its features are.
 
-A folder ``$FEDLIB_DATA/backbones/<name>`` as timm's ``save_for_hf`` writes it comes before the hub.
+A folder ``$FEDLIB_DATA/backbones/<name>`` as timm's ``save_for_hf`` writes it, as safetensors, comes before the hub.
 Read next: ``vit.py``, ``wrapped.py``.
 """
 
@@ -57,6 +57,8 @@ def create_timm(name: str, pretrained: bool, folder: Path | None = None, others:
         near = did_you_mean(base, [*others, *SHORT, *timm.list_models()]).partition(" allowed:")[0]
         allowed = "the kit's (fedlib/models/shapes.yaml), timm's, or a name of fedlib.wrap in this process"
         raise ValueError(f"experiment: backbone = {name!r} is unknown{near} allowed: {allowed}")
+    if pretrained and folder and not (folder / "model.safetensors").is_file():  # timm reads more kinds
+        raise ValueError(f"the weights in {folder}: model.safetensors is missing, and no other file is read")
     try:
         with fail_fast() if pretrained else nullcontext():
             return timm.create_model(f"local-dir:{folder}" if folder else f"{base}.{tag}".rstrip("."), pretrained)

@@ -1,5 +1,6 @@
 """Tables for notebooks: stored runs as data frames, obtained beside reported, and verdicts on the paper's claims."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -290,7 +291,8 @@ def save_table(frame: pd.DataFrame, name: str) -> Path:
 
 
 def markdown_table(frame: pd.DataFrame) -> str:
-    """``frame`` without its index as a Markdown table (– where there is no value)."""
+    """``frame`` without its index as a Markdown table (– where there is no value); no value begins a cell or a tag."""
     rows = frame.astype(object).where(frame.notna(), "–").map(str).values.tolist()
     cells = [list(map(str, frame.columns)), ["---"] * len(frame.columns), *rows]
-    return "\n".join(f"| {' | '.join(row)} |" for row in cells)
+    plain = lambda text: re.sub(r"<(?=[\w/!?])", "&lt;", " ".join(text.splitlines()).replace("|", r"\|"))  # noqa: E731
+    return "\n".join(f"| {' | '.join(map(plain, row))} |" for row in cells)

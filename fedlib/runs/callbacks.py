@@ -9,6 +9,8 @@ Read next: ``engine/rounds.py`` (``Finished``), ``runs/store.py``.
 import math
 import os
 from collections.abc import Callable, Iterable, Sequence
+from copy import deepcopy
+from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
@@ -22,8 +24,10 @@ OnRound = Callable[[Finished], bool | None] | None
 
 
 class Callback:
-    """What a run tells. Every hook may be left out; none of them may change what it is given.
+    """What a run tells. Every hook may be left out. Only ``True`` stops a run, not another value that counts as true.
 
+    Numbers and mappings are copies: changing them changes nothing that is stored. Tensors and mirrors are the run's
+    own, to be read and not written in place: copies of them would cost as much as a checkpoint every round.
     A callback is told of one run after the other. Of a run that is read from the store nothing is told.
     """
 
@@ -57,16 +61,24 @@ class Together(Callback):
     def begin(self, e: Experiment, t: int, metrics: Sequence[dict]) -> bool:
         self.begun, stops = [], []
         for c in self.each:
-            stops.append(c.begin(e, t, metrics))
+            stops.append(c.begin(e, t, deepcopy(metrics)) is True)
             self.begun.append(c)
         return any(stops)
 
     def round(self, r: Finished) -> bool:
-        return any([*(c.round(r) for c in self.begun), self.on_round is not None and self.on_round(r)])
+        told = [c.round for c in self.begun] + ([self.on_round] if self.on_round is not None else [])
+        return any([tell(_apart(r)) is True for tell in told])
 
     def end(self, run: Run | None) -> None:
         while self.begun:
             self.begun.pop().end(run)
+
+
+def _apart(r: Finished) -> Finished:
+    """Copy what ``r`` holds, down to the numbers, but neither tensors nor mirrors."""
+    server = replace(r.server, params=dict(r.server.params), memory=dict(r.server.memory))
+    memories = {c: dict(x) for c, x in r.memories.items()}
+    return replace(r, server=server, memories=memories, losses=dict(r.losses), metrics=deepcopy(r.metrics))
 
 
 class EarlyStopping(Callback):

@@ -205,8 +205,9 @@ class _Process:
     """One process that runs what it is sent, seen from the one that started it. It ends when its input does."""
 
     def __init__(self, answers: queues.Queue):
+        own = [] if os.path.isfile("fedlib/__init__.py") else ["-P"]  # a queue.py that lies here is not Python's
         self.process = subprocess.Popen(
-            [sys.executable, "-m", __name__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            [sys.executable, *own, "-m", __name__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
             env=os.environ | {"OMP_NUM_THREADS": "1"}, start_new_session=True,
         )  # fmt: skip
         assert self.process.stdin is not None and self.process.stdout is not None  # pipes, as asked for

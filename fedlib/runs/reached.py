@@ -2,8 +2,10 @@
 
 Whatever lies neither in Python's library, nor in an installed package, nor in the kit is followed: functions (their
 source, defaults, closures, the globals and modules that they name, what they import), every layer of a decorator,
-classes, containers and instances by value, weights by their bytes. Of libraries and the kit the name counts. What has
-no value that could be read (a lock, an open file) leaves the run ``unverified``: it equals no other.
+classes, containers and instances by value, weights by their bytes. Of Python's library, the kit and what the kit needs
+the name counts, of other installed packages the version too. What has no value that could be read (a lock, an open
+file) or cannot be followed (an import by a computed name, somebody's operator in ``torch.ops``) leaves the run
+``unverified``: it equals no other.
 Read next: ``sources.py`` (what a function's code says).
 """
 
@@ -14,19 +16,21 @@ import functools
 import hashlib
 import importlib
 import importlib.util
+import re
 import sys
 import types
 import warnings
 from collections.abc import Collection, Iterator, Mapping
+from importlib import metadata
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 
-from .sources import Import, names_in, owner, text_of
+from .sources import TORCHS, Import, names_in, owner, text_of
 
-UNVERIFIED = "unverified"
+UNVERIFIED, KIT = "unverified", "fedlib-kit"
 CONSTANTS = (type(None), bool, int, float, complex, str, bytes, type(...), type(NotImplemented))
 CACHED = type(functools.lru_cache(lambda: None))
 PARTS = {  # what is made of other code, and where it keeps that
@@ -37,6 +41,7 @@ BUILT_IN = (
     types.BuiltinFunctionType, types.WrapperDescriptorType, types.MethodDescriptorType, types.ClassMethodDescriptorType,
     types.MethodWrapperType, types.MemberDescriptorType, types.GetSetDescriptorType,
 )  # fmt: skip
+COMPUTED = {"import_module", "__import__", "exec_module", "run_path", "run_module"}  # who names these imports anything
 WHOLE = {"getattr", "vars", "__dict__", "globals", "eval", "exec"}  # who names these may reach all of a module
 _told: WeakKeyDictionary[type, str] = WeakKeyDictionary()  # digests of classes whose source another process has
 
@@ -61,7 +66,7 @@ def tell(method: type, code: Mapping[str, int | str]) -> None:
 
 
 def digest_of(value: object, method: Collection[type] = ()) -> str:
-    """Sixteen hex digits for all that ``value`` reaches, or ``unverified: why``.
+    """Sixteen hex digits for all that ``value`` reaches, with packages and their versions; or ``unverified: why``.
 
     Plain defaults of fields of ``method``'s classes do not count: a run stores their values. Warns of files that were
     edited after their import: what runs, and counts, is the older code.
@@ -78,7 +83,7 @@ def digest_of(value: object, method: Collection[type] = ()) -> str:
             "restart Python (a notebook's kernel), or reload it",
             stacklevel=2,
         )
-    return digest
+    return ", ".join([digest, *sorted(walk.packages)])
 
 
 class _Unreadable(Exception):
@@ -88,8 +93,9 @@ class _Unreadable(Exception):
 class _Walk:
     """One walk from a class or a value to all that it reaches."""
 
-    def __init__(self, method: Collection[type]):
-        self.method, self.edited = set(method), set()
+    def __init__(self, method: Collection[type], of: "_Walk | None" = None):
+        self.method = set(method)
+        self.edited, self.packages = (of.edited, of.packages) if of is not None else (set(), set())
         self.seen: dict[object, tuple[int, object]] = {}  # kept alive: an id is not given twice
         self.way: list[str] = []  # names that lead to what is being read
 
@@ -103,8 +109,15 @@ class _Walk:
         for name in sorted(values):
             yield from self.named(name, values[name])
 
+    def met(self, whose: str, name: str | None) -> None:
+        """Note the package that a library's module ``name`` is of; a function may bear the name of what it wraps."""
+        if whose == "library" and name:
+            self.packages |= _packages(name.partition(".")[0])
+
     def value(self, x: Any) -> Iterator[str]:
         kind = type(x)
+        if x is importlib.import_module or x is __import__:
+            raise _Unreadable("a function that imports what its argument says")
         if kind in CONSTANTS:
             yield repr(x)
             return
@@ -121,7 +134,11 @@ class _Walk:
             yield from self.class_(x)
         elif isinstance(x, types.FunctionType):
             yield from self.function(x)
+        elif isinstance(x, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+            yield _checked(str(x))
         elif isinstance(x, BUILT_IN):
+            if (module := sys.modules.get(getattr(x, "__module__", None) or "")) is not None:
+                self.met(_module_owner(module), module.__name__)
             yield f"{getattr(x, '__module__', None)}.{x.__qualname__}"
             if not isinstance(of := getattr(x, "__self__", None), (types.ModuleType, type(None))):
                 yield from self.value(of)
@@ -134,7 +151,7 @@ class _Walk:
             for item in x:
                 yield from self.value(item)
         elif kind in (set, frozenset):
-            yield from sorted("\n".join(_Walk(self.method).value(item)) for item in x)
+            yield from sorted("\n".join(_Walk(self.method, self).value(item)) for item in x)
         elif kind in (dict, types.MappingProxyType):
             for key, item in x.items():
                 yield from self.value(key)
@@ -144,8 +161,9 @@ class _Walk:
 
     def module(self, x: types.ModuleType, used: Collection[str] | None) -> Iterator[str]:
         """The name of a library's module; of one's own what is ``used`` of it, or None: all."""
-        yield x.__name__
-        if _module_owner(x) != "own":
+        yield _checked(x.__name__.removeprefix("torch.ops.")) if x.__name__.startswith("torch.ops") else x.__name__
+        if (whose := _module_owner(x)) != "own":
+            self.met(whose, x.__name__)
             return
         whole = used is None or WHOLE & set(used)
         found = {k for k in vars(x) if not k.startswith("__")} if whole else set(used or ()) & vars(x).keys()
@@ -157,6 +175,7 @@ class _Walk:
     def function(self, f: types.FunctionType) -> Iterator[str]:
         code = f.__code__
         if _made(f) or owner(code.co_filename) != "own":
+            self.met(owner(code.co_filename), f.__globals__.get("__name__"))
             yield f"{f.__module__}.{f.__qualname__}"
         else:
             text, edited = text_of(code)
@@ -171,18 +190,25 @@ class _Walk:
         yield from self.each(vars(f))
 
     def globals(self, f: types.FunctionType) -> Iterator[str]:
-        read, used, imports = names_in(f.__code__)
+        read, used, imports, operators = names_in(f.__code__)
+        if computed := sorted(COMPUTED & used):
+            raise _Unreadable(f"a function that imports what is not written in it, by {computed[0]}")
+        if any(name == "torch" or f.__globals__.get(name) is torch for name in operators):
+            raise _Unreadable("a function that uses an operator of torch.ops whose code is not known")
         for name in sorted(read & f.__globals__.keys()):
             if not name.startswith("__"):
                 yield from self.named(name, f.__globals__[name], used)
         for wanted in imports:
-            module = _imported(wanted, f.__globals__)
+            if isinstance(module := _imported(wanted, f.__globals__), str):
+                self.met("library", module)
             yield from self.named(wanted[0], module, used)
 
     def class_(self, c: type) -> Iterator[str]:
-        yield f"{c.__module__}.{c.__qualname__}" if _class_owner(c) != "own" else c.__qualname__
-        if _class_owner(c) != "own":
-            yield from self.value(vars(c).get("version") if _class_owner(c) == "kit" else None)
+        whose = _class_owner(c)
+        yield f"{c.__module__}.{c.__qualname__}" if whose != "own" else c.__qualname__
+        if whose != "own":
+            self.met(whose, c.__module__)
+            yield from self.value(vars(c).get("version") if whose == "kit" else None)
             return
         for base in (*c.__bases__, type(c)):
             yield from self.value(base)
@@ -218,6 +244,31 @@ class _Walk:
             kind = f"{type(x).__module__}.{type(x).__qualname__}"
             raise _Unreadable(f"a {kind}, which has no value to compare") from error
         yield from self.value(state)
+
+
+@functools.cache
+def _packages(root: str) -> frozenset[str]:
+    """``{name==version}`` of the package that module ``root`` is of; nothing of Python's and of what the kit needs.
+
+    Nothing either where the kit itself is not installed, so that nobody knows what it needs.
+    """
+    same = lambda name: re.sub(r"[-_.]+", "-", name).lower()  # noqa: E731
+    needs = {same(re.split(r"[^\w.-]", need)[0]) for d in metadata.distributions(name=KIT) for need in d.requires or ()}
+    if not needs or root in sys.stdlib_module_names or same(root) in needs:
+        return frozenset()
+    owners = set(metadata.packages_distributions().get(root, ()))
+    if any(same(name) in needs for name in owners):
+        return frozenset()
+    found = {f"{name}=={metadata.version(name)}" for name in owners}
+    if not found or any(p.endswith("==None") for p in found):
+        raise _Unreadable(f"of {root}, which is installed and says no version")
+    return frozenset(found)
+
+
+def _checked(operator: str) -> str:
+    if operator.partition(".")[0] not in TORCHS:
+        raise _Unreadable(f"an operator of torch.ops, {operator}, whose code is not known")
+    return f"torch.ops.{operator}"
 
 
 def _imported(wanted: Import, space: Mapping[str, Any]) -> object:

@@ -57,12 +57,14 @@ class Run:
         """A card for a notebook: numbers, the curve by round, what was asked and what trained it."""
         s, p = self.summary, self.record.get("provenance", {})
         rows = {"status": f"{s['status']} after {s['t']} of {self.experiment.rounds} rounds, {s['seconds']:.0f} s"}
-        rows["accuracy"] = f"{s['accuracy']:.2f} %; exits {', '.join(f'{x:.2f}' for x in s['exits'])}{self._curve()}"
+        rows["accuracy"] = f"{s['accuracy']:.2f} %; exits {', '.join(f'{x:.2f}' for x in s['exits'])}"
         if (own := s.get("personal")) is not None:
             rows["of clients"] = f"{own['accuracy']:.2f} ± {own['sd']:.2f} % over {own['clients']}"
-        rows |= {k: escape(str(v)) for k, v in self.experiment.identity().items()} | {"seed": self.experiment.seed}
-        rows["trained"] = escape(f"{self.day} on {p.get('device')}, torch {p.get('torch')}, {p.get('workers')} workers")
-        body = "".join(f"<tr><th>{k}</th><td>{v}</td></tr>" for k, v in rows.items())
+        rows |= self.experiment.identity() | {"seed": self.experiment.seed}
+        rows["trained"] = f"{self.day} on {p.get('device')}, torch {p.get('torch')}, {p.get('workers')} workers"
+        drawn = {"accuracy": self._curve()}
+        cells = ((escape(k), escape(str(v)) + drawn.get(k, "")) for k, v in rows.items())
+        body = "".join(f"<tr><th>{k}</th><td>{v}</td></tr>" for k, v in cells)
         return f"<table><caption>{escape(self.path.name)}</caption>{body}</table>"
 
     def _curve(self) -> str:
@@ -137,7 +139,7 @@ def provenance(execution: Execution) -> dict[str, object]:
         **(gpu() if on_gpu else cpu()),
         **({"commit": commit()} if commit() else {}),
         "cores": os.cpu_count(),
-        "products": choose_products() if _one_thread_each(execution) else "PyTorch",
+        "products": choose_products(execution.products) if _one_thread_each(execution) else "PyTorch",
         "executor": execution.executor,
         "workers": execution.workers if on_cluster else execution.side_by_side(),  # None: all of a cluster
     }

@@ -21,6 +21,7 @@ KIT = os.path.realpath(Path(__file__).parents[1])
 LIBRARIES = tuple(os.path.realpath(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib"))
 INSTALLED = {"site-packages", "dist-packages"}
 WITHOUT_MEANING = ("kind", "ctx", "type_comment")  # fields of syntax trees
+TORCHS = ("aten", "prim", "prims")  # in ``torch.ops``, PyTorch's own
 Import = tuple[str, int, tuple[str, ...]]  # module, dots before it, what of it
 _read: dict[types.CodeType, str] = {}  # of code that runs: its file may be edited later
 
@@ -110,14 +111,19 @@ def _inside(code: types.CodeType) -> Iterator[types.CodeType]:
 
 
 @functools.lru_cache(maxsize=4096)
-def names_in(code: types.CodeType) -> tuple[set[str], set[str], list[Import]]:
-    """Globals that ``code`` and the functions inside it read, all names that they use, what they import."""
-    read, used, imports = set(), set(), []
+def names_in(code: types.CodeType) -> tuple[set[str], set[str], list[Import], set[str]]:
+    """Globals that ``code`` and the functions inside it read, all names that they use, what they import.
+
+    The last are names of whose ``ops`` or ``library`` they take something: where that is torch's, another's operators.
+    """
+    read, used, imports, operators = set(), set(), [], set()
     for part in _inside(code):
         used |= set(part.co_names)
-        done = list(dis.get_instructions(part))
+        done = [i for i in dis.get_instructions(part) if i.opname != "EXTENDED_ARG"]
         read |= {i.argval for i in done if i.opname in ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")}
         for level, names, here in zip(done, done[1:], done[2:], strict=False):
             if here.opname == "IMPORT_NAME":
                 imports.append((here.argval, level.argval, tuple(names.argval or ())))
-    return read, used, sorted(imports)
+            if names.argval in ("ops", "library") and here.argval not in TORCHS:
+                operators.add(level.argval)
+    return read, used, sorted(imports), operators

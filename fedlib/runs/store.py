@@ -6,6 +6,7 @@ existence means done. A run that was trained with another method, data or weight
 (``identity.py``).
 """
 
+import json
 import time
 import warnings
 from collections.abc import Iterable, Iterator
@@ -16,12 +17,12 @@ from typing import Literal, overload
 from ..core.experiment import Experiment
 from ..core.profiling import phase
 from ..core.storage import DamagedFile, read_json, read_lines, write_json
-from ..core.validation import check_kind
+from ..core.validation import check_kind, shown
 from ..engine.checks import check_experiment
 from ..engine.executors import Execution
 from ..engine.federation import Federation, build_federation
 from ..engine.privacy import privacy_spent
-from ..engine.rounds import Finished, is_due, measure, run_rounds
+from ..engine.rounds import Finished, measure, run_rounds
 from ..methods import Server
 from . import side_by_side
 from .callbacks import Callback, OnRound, Together
@@ -47,10 +48,6 @@ def find_run(e: Experiment, folder: Folder = None, accept: Accept = ()) -> Run |
     there = _read(path)
     if there.experiment != e:
         raise ValueError(f"{path} holds another experiment of the same name; move it away")
-    found, asked = [m["t"] for m in there.metrics], there.experiment
-    due = [t for t in range(1, there.summary["t"] + 1) if is_due(asked, t)]
-    if found != due:
-        raise DamagedFile(path / "metrics.jsonl", f"it holds rounds {found} instead of {due}")
     check_inputs(e, path, there.record, known_inputs(e, recorded(there.record)), accept)
     return there
 
@@ -75,10 +72,21 @@ def shown_run(e: Experiment, folder: Folder = None) -> Run | None:
 
 
 def _read(path: Path) -> Run:
-    """The finished run in ``path``."""
-    content, summary = read_json(path / "experiment.json"), read_json(path / "summary.json")
+    """The finished run in ``path``; ``DamagedFile`` if its files are not those of one run."""
+    content, summary, lines = read_json(path / "experiment.json"), read_json(path / "summary.json"), "metrics.jsonl"
     e = Experiment.from_dict(content.pop("experiment"), str(path / "experiment.json"))
-    return Run(e, path, summary, read_lines(path / "metrics.jsonl"), content)
+    metrics, ended_after = read_lines(path / lines), summary.get("t")
+    if type(ended_after) is not int or not 0 <= ended_after <= e.rounds:
+        raise DamagedFile(path / "summary.json", f"it ends after round {shown(ended_after)} of {e.rounds}")
+    found, every = [m.get("t") for m in metrics], e.looks_every or e.rounds
+    due = sorted({*range(every, ended_after + 1, every), *([ended_after] if ended_after == e.rounds else [])})
+    if found != due:
+        raise DamagedFile(path / lines, f"it holds rounds {shown(found)} instead of {shown(due)}")
+    last = metrics[-1] if found[-1:] == [ended_after] else {}
+    said = [{k: json.dumps(m[k], sort_keys=True) for k in last.keys() & summary.keys()} for m in (last, summary)]
+    if other := [k for k in sorted(said[0]) if said[0][k] != said[1][k]]:
+        raise DamagedFile(path / lines, f"its last {', '.join(other)} are not those of summary.json, of another run")
+    return Run(e, path, summary, metrics, content)
 
 
 @overload
@@ -245,6 +253,8 @@ def _continue(
     server = store.restore(f)
     f = replace(f, experiment=store.experiment)
     check_inputs(f.experiment, path, store.record, inputs, accept, server.t)
+    by = store.record.get("provenance", {}).get("products") if server.t else None
+    execution = replace(execution, products=by or execution.products)
     if not store.final:
         now = provenance_now(execution)
         store.check_shapes(server, f)
@@ -266,7 +276,7 @@ def _rounds(
 ) -> Finished | None:  # fmt: skip
     """Run the rounds after ``server.t``, with a checkpoint now and then; the last one, None if none was left."""
     saved = time.monotonic()
-    if callback.begin(f.experiment, server.t, list(store.metrics)) and server.t and not store.final:
+    if callback.begin(f.experiment, server.t, store.metrics) and server.t and not store.final:
         return Finished(server.t, replace(server, mirrors=store.mirrors), {}, {}, None, 0.0)
     for r in run_rounds(f, execution, server, store.memories, store.mirrors):
         store.note(r)

@@ -227,3 +227,15 @@ def test_loading_leaves_the_environment_as_it_was(monkeypatch):
     before = dict(os.environ)
     products._load()
     assert dict(os.environ) == before
+
+
+def test_who_multiplied_before_goes_on_whatever_a_trial_says(openblas, monkeypatch):
+    monkeypatch.setattr(products, "_is_faster_here", lambda *_: True)
+    products._choose.cache_clear()
+    name = products.choose_products()
+    assert name.startswith("OpenBLAS") and products.choose_products("PyTorch") == "PyTorch" and not products._by_client
+    monkeypatch.setattr(products, "_is_faster_here", lambda *_: False)
+    products._choose.cache_clear()
+    assert products.choose_products(name) == name and products._by_client and products._by_head
+    assert products.choose_products("OpenBLAS 0.0") == products.choose_products() == "PyTorch"
+    products._choose.cache_clear()

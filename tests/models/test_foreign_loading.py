@@ -47,6 +47,35 @@ def test_weights_that_are_a_pickle_are_refused_and_the_reason_is_true(tmp_path, 
     assert "downloaded" not in str(error.value) and "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("where", ["../elsewhere/x.safetensors", "absolute", "link", "inner/x.safetensors"])
+def test_an_index_that_names_weights_outside_its_folder_is_refused(where, tmp_path):
+    """But the hub's cache, whose snapshots are links to its blobs, is read."""
+    folder, elsewhere = tmp_path / "cache" / "snapshots" / "mine", tmp_path / "elsewhere"
+    spec = replace(TINY["bert"], source=str(folder))
+    model = spread_(build_model(spec))
+    model.save_pretrained(folder, max_shard_size="10KB")
+    shards = sorted(folder.glob("model-*.safetensors"))
+    assert len(shards) > 1
+    blobs = tmp_path / "cache" / "blobs"
+    blobs.mkdir(parents=True)
+    shards[0].rename(blobs / "a")
+    shards[0].symlink_to("../../blobs/a")
+    assert torch.equal(load_foreign(spec).stem.pooler.dense.weight, model.pooler.dense.weight)
+    for other in (elsewhere, folder / "inner"):
+        other.mkdir()
+        (other / "x.safetensors").write_bytes(shards[1].read_bytes())
+    if where == "link":
+        shards[1].unlink()
+        shards[1].symlink_to(elsewhere / "x.safetensors")
+    name = {"absolute": str(elsewhere / "x.safetensors"), "link": shards[1].name}.get(where, where)
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    index["weight_map"] = {k: name if v == shards[1].name else v for k, v in index["weight_map"].items()}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    for read in (load_foreign, foreign_module.fetch_foreign):
+        with pytest.raises(ValueError, match="index.json names '.*x?.safetensors', which is not in this folder"):
+            read(spec)
+
+
 def stand_in(folder, family, **changes):
     """A checkpoint of a family's model in ``folder``, all of its weights told apart."""
     spec = replace(TINY[family], **changes)

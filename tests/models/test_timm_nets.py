@@ -1,12 +1,16 @@
 """timm's nets by name against timm itself, and names that were the kit's."""
 
 import copy
+import pickle
+import re
+from pathlib import Path
 
 import pytest
 import timm
 import torch
 from torch import nn
 
+import fedlib
 from fedlib import Execution, Experiment, build_federation, run, run_rounds
 from fedlib.engine.checks import check_experiment
 from fedlib.engine.federation import build_model
@@ -109,6 +113,34 @@ def test_weights_come_from_a_folder_or_a_sentence_says_that_there_are_none(tmp_p
     own = {n: p for n, p in model.named_parameters() if not n.startswith("fc.")}
     found = {n.split(".base_layer.")[1]: p for n, p in backbone.named_parameters()}
     assert found.keys() == own.keys() and all(torch.equal(found[n], own[n]) for n in own)
+
+
+class Evil:
+    def __reduce__(self):
+        return open, ("executed", "w")
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pth", "other.safetensors"])
+def test_of_a_local_folder_safetensors_alone_are_read(name, tmp_path, monkeypatch):
+    from timm.models import save_for_hf
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FEDLIB_DATA", str(tmp_path))
+    folder = tmp_path / "backbones" / "mine"
+    save_for_hf(timm.create_model("test_resnet", pretrained=False), folder, safe_serialization=True)
+    (folder / "model.safetensors").unlink()
+    (folder / name).write_bytes(pickle.dumps({"x": Evil()}))
+    with pytest.raises(ValueError, match="model.safetensors is missing, and no other file is read"):
+        build_backbone("mine")
+    assert not Path("executed").exists()
+
+
+def test_no_timm_is_allowed_that_unpickles():
+    """timm 1.0.27 is the first whose loading from a folder asks for weights alone."""
+    root = Path(fedlib.__file__).parents[1]
+    for file in ("pyproject.toml", "environment.yml"):
+        least = re.search(r"timm>=(\d+)\.(\d+)\.(\d+)", (root / file).read_text())
+        assert least is not None and tuple(map(int, least.groups())) >= (1, 0, 27), file
 
 
 def test_a_stored_run_on_the_kits_resnet18_is_not_taken_for_timms(tmp_path):

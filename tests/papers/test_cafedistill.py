@@ -4,7 +4,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from fedlib.core.storage import write_json, write_lines
+from fedlib.core.storage import read_json, write_json, write_lines
 from fedlib.engine.leaving import THRESHOLDS
 from fedlib.papers import cafedistill
 from fedlib.papers.cafedistill import by_main_label, coordination, students_by_round
@@ -104,7 +104,9 @@ def told(cells, folder, accuracies):
                 "leaving": leaving,
             }
             lines.append({"t": t, "accuracy": 1.0, "exits": [1.0] * 3, "personal": personal})
-        write_lines(run_path(cell.experiment, folder) / "metrics.jsonl", lines)
+        path = run_path(cell.experiment, folder)
+        write_lines(path / "metrics.jsonl", lines)
+        write_json(path / "summary.json", read_json(path / "summary.json") | lines[-1])
 
 
 def test_claims_on_curves_are_judged_by_hand(tmp_path):

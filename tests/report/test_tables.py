@@ -86,6 +86,9 @@ def test_markdown_tables():
     assert (
         markdown_table(pd.DataFrame({"a": [1, 2], "b": ["x", "y"]})) == "| a | b |\n| --- | --- |\n| 1 | x |\n| 2 | y |"
     )
+    strange = pd.DataFrame({"a": ["x | y", "<img src=x>", "one\ntwo", "p < q"]})
+    rows = markdown_table(strange).splitlines()[2:]
+    assert rows == [r"| x \| y |", "| &lt;img src=x> |", "| one two |", "| p < q |"]
 
 
 def test_methods_stand_in_columns_as_papers_print_them():

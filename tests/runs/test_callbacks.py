@@ -56,6 +56,32 @@ def test_what_a_callback_stops_is_unfinished_and_goes_on_to_the_same_numbers(sto
     assert_nothing_left_over(tmp_path)
 
 
+class Vandal(Callback):
+    """Changes all that it may and returns what counts as true."""
+
+    def begin(self, e, t, metrics):
+        for m in metrics:
+            m["accuracy"], m["exits"][0] = 100.0, 100.0
+        return "told"
+
+    def round(self, r):
+        assert not r.metrics or r.metrics["accuracy"] <= 100
+        if r.metrics:
+            r.metrics["accuracy"], r.metrics["exits"][0], r.metrics["personal"]["accuracy"] = 999.0, 999.0, 999.0
+        for mapping in (r.losses, r.server.params, r.server.memory, r.memories):
+            mapping.clear()
+        return 1
+
+
+def test_what_a_callback_changes_or_returns_changes_nothing_but_true(tmp_path):
+    e = FIVE.replace(method="depthfl", test_split="like_train")
+    run(e, ONE, tmp_path / "alone", progress=False)
+    watched = tmp_path / "watched"
+    run(e, ONE, watched, progress=False, callbacks=[Noted(2)])
+    run(e, ONE, watched, progress=False, on_round=lambda r: Vandal().round(r), callbacks=[Vandal(), Vandal()])
+    assert_same(state(e, tmp_path / "alone"), state(e, watched))
+
+
 def test_a_callback_that_fails_ends_the_run_and_the_others_hear_of_it(tmp_path):
     noted = Noted()
     with pytest.raises(ZeroDivisionError):

@@ -306,3 +306,18 @@ def test_a_format_is_refused_before_any_compute(tmp_path, monkeypatch):
     with pytest.raises(ImportError, match="needs packages: pip install onnx onnxscript"):
         save_model(done, 0, tmp_path, "onnx")
     assert not list(tmp_path.iterdir())
+
+
+def test_the_name_of_a_run_is_no_code_of_its_export(tmp_path, monkeypatch):
+    """A folder may be called anything; what it is called stands in ``model.py``, which is run."""
+    import ast
+
+    from fedlib.runs import export
+
+    name = 'a"""\nraise SystemExit("run")\n"""\'b\\{code}'
+    monkeypatch.setattr(export, "save_file", lambda *_: None)
+    program = torch.export.export(torch.nn.Linear(2, 2), (torch.ones(1, 2),))
+    export._as_source(program, tmp_path, {"run": name, "budget": 1, "input_shape": [2]})
+    tree = ast.parse((tmp_path / "model.py").read_text())
+    assert ast.get_docstring(tree, clean=False) == f"A model exported from {name}: clients of budget 1; see model.json."
+    assert not any(isinstance(node, ast.Raise) for node in ast.walk(tree))

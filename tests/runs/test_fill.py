@@ -8,11 +8,13 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import yaml
 from filelock import FileLock
 
+import fedlib
 from fedlib import cli
 from fedlib.core.paths import keep_outputs_of, params_dir
 from fedlib.core.storage import read_json, write_json, write_lines
@@ -229,3 +231,20 @@ def test_the_end_of_a_slot_stops_the_command_cleanly(tables, tmp_path):
     running.send_signal(signal.SIGTERM)
     said, _ = running.communicate(timeout=60)
     assert running.returncode == 0 and "0 runs done; left: 1 runs" in said
+
+
+@pytest.mark.parametrize("started", ["in Python", "by the command"])
+def test_files_of_the_working_folder_are_not_imported_in_place_of_pythons(started, tmp_path, tables):
+    """Someone's own ``queue.py`` lies where the command is called: in the processes that it starts, Python's counts."""
+    tables(a={"smoke": {"seeds": [1]}})
+    (tmp_path / "mine").mkdir()
+    for name in ("json", "queue", "random", "logging", "numpy"):
+        (tmp_path / "mine" / f"{name}.py").write_text("raise SystemExit('the wrong one')")
+    command = [sys.executable, "-P", "-m", "fedlib", "fill", "reefl/a", "--profile", "smoke", "--workers", "1"]
+    root = str(Path(fedlib.__file__).parents[1])
+    environment = os.environ | {"PYTHONPATH": root}
+    if started == "in Python":  # the script lies elsewhere
+        (tmp_path / "script.py").write_text(f"import sys; from fedlib.cli import main; sys.exit(main({command[4:]}))")
+        command = [sys.executable, tmp_path / "script.py"]
+    done = subprocess.run(command, cwd=tmp_path / "mine", env=environment, capture_output=True, text=True)
+    assert "1 runs done" in done.stdout and "the wrong one" not in done.stderr, done.stderr

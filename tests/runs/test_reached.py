@@ -6,8 +6,10 @@ import warnings
 from contextlib import contextmanager
 
 import pytest
+import torch
 
 from fedlib.methods import METHODS
+from fedlib.runs import reached
 from fedlib.runs.reached import UNVERIFIED, code_of, digest_of
 
 METHOD = '''
@@ -280,6 +282,79 @@ def test_an_edit_is_noticed(what, file, old, new, tmp_path, before):
     assert FILES[file].count(old) == 1
     after = read(tmp_path, FILES | {file: FILES[file].replace(old, new)})
     assert after != before and not any(str(v).startswith(UNVERIFIED) for v in after.values())
+
+
+def with_package(folder, version, text="def helped(x):\n    return x\n"):
+    """FILES whose method calls an installed package's function; ``version`` None: it says none."""
+    site = folder / "site-packages"
+    site.mkdir(parents=True)
+    (site / "aided.py").write_text(text)
+    if version is not None:
+        info = site / "Aided_Kit-1.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: Aided-Kit\nVersion: {version}\n")
+        (info / "top_level.txt").write_text("aided\n")
+    return site
+
+
+@pytest.mark.parametrize(
+    "how", ["import aided", "from aided import helped", "from aided import Aid", "import aided.inner"]
+)
+def test_the_version_of_an_installed_package_counts(how, tmp_path, before, monkeypatch):
+    """Whether a module, a function, a class or what is imported when it runs; not of what the kit itself needs."""
+    call = {"from aided import helped": "helped(1)", "from aided import Aid": "Aid()"}.get(how, "aided.helped(1)")
+    old = "        x = SCALE * sum"
+    inside = how.endswith("inner")
+    text = METHOD.replace(old, f"        {how if inside else 'pass'}\n        {call}\n{old}")
+    files = FILES | {"mine.py": text if inside else text.replace("SCALE = 1.0", f"{how}\nSCALE = 1.0", 1)}
+    found = []
+    for version in ("1.0", "1.0", "2.0", None):
+        folder = tmp_path / str(len(found))
+        site = with_package(folder, version, "class Aid:\n    pass\n\n\ndef helped(x):\n    return x\n")
+        monkeypatch.syspath_prepend(site)
+        reached._packages.cache_clear()
+        found.append(read(folder / "own", files)["Mine"])
+        sys.modules.pop("aided", None)
+        monkeypatch.undo()
+    first, again, other, unknown = found
+    assert first == again and first.endswith(", Aided-Kit==1.0") and other == first.replace("==1.0", "==2.0")
+    assert unknown.startswith(UNVERIFIED) and "of aided, which is installed and says no version" in unknown
+    assert "==" not in before["Mine"]  # torch and numpy are reached too
+
+
+UNFOLLOWED = [
+    ("a computed import", "importlib.import_module(name)"),
+    ("a computed import by another name", "loaded(name)"),
+    ("a computed import by a built-in function", "__import__(name)"),
+    ("a file that is run", "runpy.run_path(name)"),
+    ("an operator", "torch.ops.mine.op(1)"),
+    ("an operator of a module by another name", "pytorch.ops.mine.op(1)"),
+    ("operators in a variable", "[o for o in [torch.ops]]"),
+    ("an operator that is registered", "torch.library.custom_op('mine::op')"),
+    ("operators by another name", "ops.mine.op(1)"),
+]  # fmt: skip
+LOADS = "import importlib, runpy\nimport torch as pytorch\nfrom importlib import import_module as loaded\nfrom torch import ops\n"
+
+
+@pytest.mark.parametrize("what, call", UNFOLLOWED, ids=[u[0] for u in UNFOLLOWED])
+def test_what_cannot_be_followed_is_unverified(what, call, tmp_path):
+    text = METHOD.replace("    x = SCALE * sum", f"    name = 'a'\n        {call}\n        x = SCALE * sum")
+    code = read(tmp_path, FILES | {"mine.py": text.replace("\nSCALE = 1.0", f"\n{LOADS}SCALE = 1.0", 1)})["Mine"]
+    assert code.startswith(f"{UNVERIFIED}: ") and "local_loss in Mine is " in code
+
+
+def test_pytorchs_own_operators_are_verified(tmp_path, before):
+    text = METHOD.replace("x = SCALE * sum", "self.ops.mine(torch.ops.aten.relu(SCALE))\n        x = SCALE * sum")
+    code = read(tmp_path, FILES | {"mine.py": text})["Mine"]
+    assert len(code) == 16 and code != before["Mine"]
+    assert (
+        digest_of(torch.ops.aten.relu.default)
+        == digest_of(torch.ops.aten.relu.default)
+        != digest_of(torch.ops.aten.relu)
+    )
+    torch.library.define("fedlib_test::op", "(Tensor x) -> Tensor")
+    for value in (torch.ops.fedlib_test, torch.ops.fedlib_test.op, torch.ops.fedlib_test.op.default):
+        assert digest_of(value).startswith(UNVERIFIED)
 
 
 NO_EDITS = [

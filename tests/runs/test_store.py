@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from fedlib import Execution, Experiment, run, run_all
-from fedlib.core.storage import read_json, read_tensors, write_json, write_tensors
+from fedlib.core.storage import DamagedFile, read_json, read_lines, read_tensors, write_json, write_lines, write_tensors
 from fedlib.runs import record
 from fedlib.runs import store as runs_module
 from fedlib.runs.store import find_run, run_path
-from tests.helpers.stored import ONE, assert_same, short, state
+from tests.helpers.stored import ONE, assert_same, short, small, state
 
 
 def test_a_stored_run_is_returned_without_any_work(tmp_path, monkeypatch):
@@ -25,13 +25,32 @@ def test_a_stored_run_is_returned_without_any_work(tmp_path, monkeypatch):
 
 def test_provenance_says_who_multiplied(monkeypatch):
     """OpenBLAS only where every worker has one thread: not in the one worker of a process with two, nor on a GPU."""
-    monkeypatch.setattr(record, "choose_products", lambda: "OpenBLAS")
+    monkeypatch.setattr(record, "choose_products", lambda stored: stored or "OpenBLAS")
     for threads, execution, products in [
         (1, Execution(workers=1), "OpenBLAS"), (2, Execution(workers=1), "PyTorch"), (2, Execution(workers=2), "OpenBLAS"),
         (2, Execution(workers=1, executor="processes"), "OpenBLAS"), (1, Execution("cuda", executor="ray"), "PyTorch"),
     ]:  # fmt: skip
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
         assert record.provenance(execution)["products"] == products
+
+
+def test_a_run_goes_on_with_who_multiplied_its_first_rounds(tmp_path, monkeypatch):
+    """Whatever a trial says by then: another machine's cache, or another load of this one."""
+    from fedlib.engine import rounds
+
+    asked, trial = [], "OpenBLAS 1"
+    for module in (record, rounds):
+        monkeypatch.setattr(module, "choose_products", lambda stored: asked.append(stored) or stored or trial)
+    monkeypatch.setattr(record, "_one_thread_each", lambda _: True)
+    e = small("reefl", rounds=3)
+    run(e, ONE, tmp_path, progress=False, on_round=lambda r: True)
+    assert asked == ["", ""]
+    trial = "PyTorch"
+    done = run(e, ONE, tmp_path, progress=False)
+    assert asked[2:] == ["OpenBLAS 1"] * 2 and done.record["resumed"][0]["products"] == "OpenBLAS 1"
+    asked.clear()
+    assert run(e.replace(seed=9), ONE, tmp_path, progress=False).record["provenance"]["products"] == "PyTorch"
+    assert asked == ["", ""]
 
 
 def test_provenance_names_hardware_and_versions(tmp_path):
@@ -183,3 +202,36 @@ def test_a_run_is_a_card_in_a_notebook(tmp_path):
     assert 'points="80,30 160,0"' in record.Run(e, done.path, done.summary, risen)._repr_html_()
     strange = record.Run(e.replace(dataset="<b>"), tmp_path / "<b>", done.summary, [], {})._repr_html_()
     assert "<b>" not in strange and "polyline" not in strange
+    said = done.summary | {"status": "<b>", "personal": own | {"clients": "<b>"}}
+    there = {"stored": "<b>", "provenance": {"device": "<b>", "torch": "<b>"}}
+    edited = record.Run(e, done.path, said, risen, there)._repr_html_()
+    assert "<b>" not in edited and "&lt;b&gt; after 4 of 4" in edited and "<polyline" in edited
+
+
+def test_files_of_two_runs_are_no_run(tmp_path):
+    """Each file is intact and the rounds are those that are due: the numbers of the last round tell."""
+    e = small("reefl", rounds=2, test_split="like_train")
+    one = run(e, ONE, tmp_path / "one", progress=False).path
+    for key in ("accuracy", "exits", "personal"):
+        lines = read_lines(one / "metrics.jsonl")
+        lines[-1][key] = {**lines[-1][key], "sd": 0.5} if key == "personal" else 12.5
+        write_lines(one / "metrics.jsonl", lines)
+        for file in one.glob("*.safetensors"):
+            file.rename(file.with_suffix(".kept"))
+        with pytest.raises(DamagedFile, match=f"its last {key} are not those of summary.json"):
+            find_run(e, tmp_path / "one")
+        with pytest.warns(UserWarning, match=f"is left out: .*its last {key}"):
+            assert not list(runs_module.stored_runs(tmp_path / "one"))
+        for file in one.glob("*.kept"):
+            file.rename(file.with_suffix(".safetensors"))
+        with pytest.warns(UserWarning, match="rebuilding it from the checkpoint"):
+            assert run(e, ONE, tmp_path / "one", progress=False).metrics == read_lines(one / "metrics.jsonl")
+
+
+@pytest.mark.parametrize("t", [10**9, -1, 3, True, "2", None])
+def test_a_round_that_the_experiment_does_not_have_is_damage_at_once(t, tmp_path):
+    e = small("reefl", rounds=2)
+    path = run(e, ONE, tmp_path, progress=False).path
+    write_json(path / "summary.json", read_json(path / "summary.json") | {"t": t})
+    with pytest.raises(DamagedFile, match=r"summary.json is damaged \(it ends after round .* of 2\)"):
+        find_run(e, tmp_path)
