@@ -40,6 +40,7 @@ class PerClient(nn.Module):
     def __init__(self, layer: nn.Module):
         super().__init__()
         self.base_layer, self.vmap, self.context = layer, True, Context()
+        self.writes = False  # into its input, which others may read, too?
         self.dims = {n: p.dim() for n, p in layer.named_parameters()}
         self.normalises = any(isinstance(m, BatchNorm2d) for m in layer.modules())  # by what shares a member's batch
 
@@ -47,7 +48,7 @@ class PerClient(nn.Module):
         tensors = dict(self.base_layer.named_parameters()) | statistics(self.base_layer)
         stacked = {n: t.dim() > self.dims.get(n, 1) for n, t in tensors.items()}  # a statistic is (C,)
         if not any(stacked.values()) and (len(x) == 1 or not self.normalises):
-            return self.base_layer(x.flatten(0, 1)).unflatten(0, x.shape[:2])
+            return self.base_layer((x.clone() if self.writes else x).flatten(0, 1)).unflatten(0, x.shape[:2])
         real = self.context.real(x.device) if self.normalises else None
         real = None if real is None else real[: len(x)]
         tensors = {n: t[: len(x)] if stacked[n] else t for n, t in tensors.items()}
@@ -104,6 +105,7 @@ class PerClient(nn.Module):
         """One member's output, batch norm's statistics after it, and what batch norm gathered."""
         with self.context.alone(real) as context:
             call = torch.func.functional_call  # puts changed statistics into ``tensors``
+            x = x.clone() if self.writes else x
             y = call(self.base_layer, tensors, (x,), tie_weights=False)  # what is tied is one module under two names
             return y, {n: t for n, t in tensors.items() if n not in self.dims}, context.gathered or {}
 

@@ -132,7 +132,8 @@ class Method(UploadOptions):
     def paced_by(self) -> str:
         """The option by which round t depends on how many rounds there are, in an error's words; empty: nothing does.
 
-        A finished run of such a method cannot be extended.
+        A finished run of such a method cannot be extended. A class of one's own that names ``rounds``, where no number
+        of round t depends on it, says ``paced_by = ""``.
         """
         return ""
 

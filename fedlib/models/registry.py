@@ -24,6 +24,7 @@ from ..core.validation import check_kind
 from .backbone import Backbone, Spec, shapes
 from .bert import BERTS, load_bert
 from .efficientnet import EFFICIENTNETS, load_efficientnet
+from .faithful import check_faithful, check_plain, own_generators
 from .foreign_loading import fetch_foreign, load_foreign
 from .foreign_specs import FOREIGN, ForeignSpec
 from .maps import MapSpec
@@ -89,7 +90,8 @@ def wrap(
     the net's own output); what follows the last cut is left away. ``input_shape``: one image's. ``feature``: what exits
     read (``WrappedSpec``). A net begins with the weights that it has (``pretrained=True``); a function that makes one
     is called anew for every seed (``pretrained=False``). What is frozen, or in eval mode while other modules train,
-    stays so. ``ValueError`` says in a sentence what cannot be cut, or cannot be trained as it is.
+    stays so. ``ValueError`` says in a sentence what cannot be cut, or cannot be trained as it is: its pieces are
+    compared with it (``faithful.py``).
     """
     make = net if callable(net) and not isinstance(net, nn.Module) else None
     if make is not None:
@@ -100,11 +102,15 @@ def wrap(
     name = name or type(net).__name__.lower()
     if not isinstance(name, str) or name in SHIPPED:
         raise ValueError(f"wrap: name = {name!r} is a backbone of the kit's, or no word; choose another")
+    check_plain(net)
     try:
         mine = copy.deepcopy(net)
     except Exception as error:  # whatever a module's code raises; torch's on tensors that were computed
         raise ValueError(f"wrap: {type(net).__name__} cannot be copied: {str(error).partition('.')[0]}") from error
-    OWN[name] = WrappedSpec.of(mine, cuts, input_shape, feature, make)
+    with own_generators():
+        spec = WrappedSpec.of(mine, cuts, input_shape, feature, make)
+        check_faithful(mine, spec)
+    OWN[name] = spec
     if any(isinstance(m, nn.modules.dropout._DropoutNd) and m.p for m in net.modules()):
         warnings.warn(f"the dropout of {name!r} is off: it would draw from the global generator", stacklevel=2)
     still = in_eval(net)

@@ -9,7 +9,8 @@ Batch norm follows the run's ``batch_norm`` and begins with the net's own statis
 trained nor sent. Modules are in training while clients train, but those that the owner put in eval mode while others
 train, and those that would draw from the global generator: dropout and stochastic depth are off. Refused are layers
 that share a parameter, and buffers that the net's code moves: nobody would average them. Widths can be cut where it is
-known which layers share them (``traced.py``). Read next: ``maps.py``, ``registry.py``.
+known which layers share them (``traced.py``). What a user wraps is compared with its pieces (``faithful.py``).
+Read next: ``maps.py``, ``registry.py``.
 """
 
 import copy
@@ -70,7 +71,7 @@ class WrappedSpec(MapSpec):
                 try:
                     feature, z = backbone.advance(z, unit, 1)
                 except Exception as error:  # whatever the net's code raises
-                    why = _line(error)
+                    why = line_of(error)
                     raise ValueError(f"wrap: up to cut {cut!r} it does not run on shapes alone: {why}") from error
                 features.append(tuple(feature.shape[2:]))
                 states.append(tuple(z.shape[2:]))
@@ -87,7 +88,7 @@ class WrappedSpec(MapSpec):
         try:
             return replace(spec, streams=spec.streams_of(Widths([piece.base_layer for piece in backbone.blocks])))
         except Exception as error:  # whatever the net's code raises when it meets a placeholder
-            return replace(spec, not_cut=_line(error))
+            return replace(spec, not_cut=line_of(error))
 
     def streams_of(self, widths: Widths) -> tuple[str, ...]:
         """The axes after every unit; ``ValueError`` if exits read something else than these."""
@@ -179,7 +180,7 @@ class Wrapped(MapBackbone):
 
     def advance(self, z: torch.Tensor, unit: int, on: int) -> tuple[torch.Tensor, torch.Tensor]:
         # what answers alike is never in eval mode, where timm's LeViT, for one, goes by what it kept of other weights
-        _train_(self.trained[unit], unit in self.alike or self.blocks[unit].context.training)
+        train_(self.trained[unit], unit in self.alike or self.blocks[unit].context.training)
         z = self.blocks[unit](z)
         return self.spec.seen(z), z if on == len(z) else z[:on]
 
@@ -205,7 +206,7 @@ class Wrapped(MapBackbone):
                 drawing = [m for m in trained if _tried(piece, z, [m])[1]]
                 off += [type(m).__name__ for m in drawing]
                 trained[:] = [m for m in trained if m not in drawing]
-            (still, _), (y, draws) = (_tried(piece, z, modules) for modules in ((), trained))
+            (still, _, piece.writes), (y, draws, _) = (_tried(piece, z, modules) for modules in ((), trained))
             if draws:
                 raise ValueError(
                     "wrap: the net draws from PyTorch's global generator to answer (dropout as a function?)"
@@ -229,20 +230,25 @@ def in_eval(net: nn.Module) -> set[nn.Module]:
     return still if any(m.training for m in net.modules()) else set()
 
 
-def _train_(modules: Iterable[nn.Module], training: bool) -> None:
+def train_(modules: Iterable[nn.Module], training: bool) -> None:
     for m in modules:
         if m.training != training:
             m.training = training
 
 
 @torch.no_grad()
-def _tried(piece: PerClient, z: torch.Tensor, trained: Iterable[nn.Module]) -> tuple[torch.Tensor, bool]:
-    """What ``piece`` answers with these of its modules in training, and does it draw from the global generator?"""
-    _train_(piece.modules(), False)
-    _train_(trained, True)
+def _tried(piece: PerClient, z: torch.Tensor, trained: Iterable[nn.Module]) -> tuple[torch.Tensor, bool, bool]:
+    """What ``piece`` answers with these of its modules in training.
+
+    Does it draw from the global generator, and does it write into what it reads?
+    """
+    train_(piece.modules(), False)
+    train_(trained, True)
+    z = z.clone()
     with torch.random.fork_rng(devices=[]):
         before = torch.random.get_rng_state()
-        return piece(z), not torch.equal(before, torch.random.get_rng_state())
+        y = piece(z)
+        return y, not torch.equal(before, torch.random.get_rng_state()), z._version > 0
 
 
 class Held(nn.Module):
@@ -289,7 +295,9 @@ class _Calls(fx.Tracer):
             nodes = list(self.trace(net, self.defaults(net)).nodes)
         except Exception as error:  # whatever the net's code raises when it meets a placeholder
             name = type(net).__name__
-            raise ValueError(f"wrap: the code of {name} around its cuts cannot be followed: {_line(error)}") from error
+            raise ValueError(
+                f"wrap: the code of {name} around its cuts cannot be followed: {line_of(error)}"
+            ) from error
         self.calls[""] = [nodes[-1].args[0]]
         return nodes
 
@@ -301,7 +309,7 @@ def pieces_of(net: nn.Module, cuts: Sequence[str], trained: Collection[nn.Module
     where the code around the cuts is another while ``trained`` modules are in training.
     """
     net.eval()
-    _train_(trained, True)
+    train_(trained, True)
     training = _Calls(net, cuts)
     training.follow(net)
     tracer = _Calls(net.eval(), cuts)
@@ -379,5 +387,5 @@ def _piece(net: nn.Module, nodes: list[fx.Node], begin: fx.Node, end: fx.Node, c
     return fx.GraphModule(net, graph)
 
 
-def _line(error: Exception) -> str:
+def line_of(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0][:200]

@@ -1,6 +1,8 @@
 """A finished run goes on: its last state is round t of a longer run, where nothing before depends on the end."""
 
+import re
 import shutil
+import types
 from typing import Any
 
 from ..core.experiment import Experiment
@@ -8,12 +10,17 @@ from ..core.storage import write_tensors
 from ..engine.checks import check_experiment
 from ..engine.rounds import is_due
 from ..engine.schedules import round_rate
-from ..methods import Server
+from ..methods import Method, Server
 from .checkpoints import NEWEST, Checkpoints, last_state
 from .identity import Accept
 from .places import Folder, as_stored, check_place, run_path
+from .reached import WHOLE, way_to
 from .record import Run
+from .sources import names_in, owner
 from .store import find_run, run
+
+READ = ("rounds", "looks_every", "round_rate", "build_method", "attrgetter", "asdict", "astuple", "to_dict")
+TELLS = re.compile(rf"'([\w.]+\.)?({'|'.join([*READ, *WHOLE])})'")  # a name, or a string, of a function's code
 
 
 def extend(e: Experiment, rounds: int, folder: Folder = None, accept: Accept = (), **how: Any) -> Run:
@@ -21,7 +28,9 @@ def extend(e: Experiment, rounds: int, folder: Folder = None, accept: Accept = (
 
     ``how`` are further arguments of :func:`run` but ``wait``. The shorter run stays as it is; rounds of the longer one
     that are stored already are kept. ``ValueError`` says why where it cannot be: a schedule or a method that is paced
-    by the number of rounds, a run that is missing, diverged, or came without its weights.
+    by the number of rounds, a run that is missing, diverged, or came without its weights. A method of your own counts
+    as paced if anything of your code that it reaches names ``rounds``, or what may read it under another name
+    (``getattr``, ``vars``), unless its class says ``paced_by`` itself (``Method.paced_by``).
     """
     there = run_path(e, folder)
     longer = as_stored(e.replace(rounds=rounds), folder)
@@ -48,7 +57,8 @@ def _check(e: Experiment, longer: Experiment, folder: Folder, accept: Accept) ->
     if longer.rounds <= e.rounds:
         raise ValueError(f"{said}it has {e.rounds} already")
     if paced := method.paced_by or _reads_rounds(type(method)):
-        raise ValueError(f"{said}by {paced}, {e.method} does in round t what depends on the number of rounds")
+        own = "" if method.paced_by else "; if no number does, say paced_by = '' in its class, and accept='method' here"
+        raise ValueError(f"{said}by {paced}, {e.method} does in round t what depends on the number of rounds{own}")
     other = next((t for t in range(1, e.rounds + 1) if round_rate(e, t) != round_rate(longer, t)), None)
     if other is not None:
         rates = f"{round_rate(e, other):.4g} in round {other} there, {round_rate(longer, other):.4g} in the longer run"
@@ -62,10 +72,14 @@ def _check(e: Experiment, longer: Experiment, folder: Folder, accept: Accept) ->
 
 
 def _reads_rounds(method: type) -> str:
-    """The function of a user's own method that reads how many rounds there are; empty: there is none."""
-    own = (c for c in method.__mro__ if not c.__module__.startswith("fedlib."))
-    return next((n for c in own for n, f in vars(c).items() if "rounds" in _names(f)), "")
+    """Names that lead to what may tell a user's own method how many rounds there are; empty: nothing does."""
+    if method.__module__.startswith("fedlib.") or "paced_by" in vars(method):
+        return ""
 
+    def tells(line: str, x: Any) -> bool:
+        if isinstance(x, types.FunctionType) and owner(x.__code__.co_filename) == "kit":
+            return "rounds" in names_in(x.__code__)[1]
+        paced = isinstance(x, type) and getattr(x, "paced_by", Method.paced_by) is not Method.paced_by
+        return (paced and x not in method.__mro__) or bool(TELLS.search(line))
 
-def _names(value: Any) -> tuple[str, ...]:
-    return getattr(getattr(value, "__code__", None), "co_names", ())
+    return way_to(method, tells)
