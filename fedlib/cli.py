@@ -226,12 +226,12 @@ def _show(given: argparse.Namespace) -> int:
 
 def _fill(given: argparse.Namespace) -> int:
     from .core.paths import keep_outputs_of
+    from .engine.executors import Execution
     from .runs.fill import core_hours, fill, named, queue
 
     if given.minutes is not None and not given.minutes > 0:
         raise ValueError(f"--minutes {given.minutes:g}: expected a number above 0")
-    if given.workers is not None and given.workers < 1:
-        raise ValueError(f"--workers {given.workers}: expected a number of cores, at least 1")
+    Execution(workers=given.workers)  # refuses what are too few or too many
     keep_outputs_of(given.profile)
     missing = queue(named(given.tables), given.profile, columns=given.columns)
     for sentence in missing.skipped:

@@ -74,6 +74,14 @@ def test_explain_says_which_layer_set_what(capsys):
         (("run", "reefl/table1", "--set", "rounds"), "--set rounds: expected KEY=VALUE"),
         (("run", "reefl/table1", "--set", "rounds=[1"), "rounds=[1: not plain YAML"),
         (("run", "reefl/table1", "--workers", "0"), "workers = 0"),
+        *(
+            (("fill", "--workers", n), f"workers = {n} must be at least 1 and at most 1024")
+            for n in ("0", "-1", "999999999")
+        ),
+        *(
+            (("fill", "--workers", n), f"workers = {n} must be at least 1 and at most 1024")
+            for n in ("0", "-1", "999999999")
+        ),
         (("fill", "reefl/table1", "--columns", "cifar10"), "did you mean 'cifar10_alpha1'"),
     ],
 )

@@ -50,7 +50,7 @@ class Family:
         return out | dict(self.constants)
 
     def sizes_in(self, config: Mapping[str, object]) -> dict[str, object]:
-        """The fields of ``ForeignSpec`` that a ``config.json`` says; ``ValueError`` names keys that it lacks, or no size."""
+        """The fields of ``ForeignSpec`` that a ``config.json`` says; ``ValueError`` names a key that is no size."""
         may = {"head_dim", "kv_heads", *(["padding"] if self.causal else [])}  # of which their family or tokenizer says
         lacking = [key for name, key in self.sizes.items() if name not in may and config.get(key) is None]
         if lacking:

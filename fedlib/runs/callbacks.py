@@ -10,11 +10,12 @@ import math
 import os
 from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
-from typing import Any
+from typing import Any, Literal
 
 from ..core.experiment import Experiment
+from ..core.kinds import Count
 from ..core.paths import outputs_dir
-from ..core.validation import check_kind, check_known
+from ..core.validation import check_kind, check_known, convert
 from ..engine.rounds import Finished
 from .record import Run, without_bulk
 
@@ -76,10 +77,9 @@ class EarlyStopping(Callback):
     """
 
     def __init__(self, patience: int = 5, metric: str = "accuracy", least: float = 0.0):
-        check_kind(patience, int, "EarlyStopping: patience")
-        if patience < 1:
-            raise ValueError(f"EarlyStopping: patience = {patience} must be at least 1")
-        self.patience, self.metric, self.least = patience, metric, least
+        self.patience: int = convert(patience, Count, "EarlyStopping: patience")
+        self.metric: str = convert(metric, Literal["accuracy", "ensemble"], "EarlyStopping: metric")
+        self.least: float = convert(least, float, "EarlyStopping: least")
 
     def check(self, e: Experiment) -> None:
         if e.evaluate_on != "validation":
@@ -98,7 +98,7 @@ class EarlyStopping(Callback):
 
     def _look(self, metrics: Any) -> bool:
         check_known([self.metric], metrics, "EarlyStopping: metric = {} is not measured")
-        better = metrics[self.metric] > self.best + self.least
+        better = metrics[self.metric] is not None and metrics[self.metric] > self.best + self.least
         self.best, self.since = (metrics[self.metric], 0) if better else (self.best, self.since + 1)
         return self.since >= self.patience
 
