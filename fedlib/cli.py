@@ -4,6 +4,7 @@ What a command does is the library's; here stand its arguments and what it print
 """
 
 import argparse
+import io
 import os
 import signal
 import sys
@@ -15,6 +16,9 @@ from pathlib import Path
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; the exit status: 0 if all went well, 1 if a run failed, 2 if something is refused."""
+    for stream in (sys.stdout, sys.stderr):  # a terminal of ASCII shows what it can of "±"
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     given = parser().parse_args(arguments)
     try:
         return given.command(given)

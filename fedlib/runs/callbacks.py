@@ -8,9 +8,11 @@ Read next: ``engine/rounds.py`` (``Finished``), ``runs/store.py``.
 
 import math
 import os
+import socket
 from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 from ..core.experiment import Experiment
 from ..core.kinds import Count
@@ -157,6 +159,16 @@ class MLflow(Tracker):
 
     def __init__(self, experiment: str = "fedlib", uri: str | None = None):
         self.experiment, self.uri = experiment, uri
+
+    def check(self, e: Experiment) -> None:
+        super().check(e)
+        asked = urlsplit(self.uri or self.there.get_tracking_uri())
+        if asked.scheme in ("http", "https"):  # MLflow itself would try for minutes
+            try:
+                port = asked.port or {"http": 80, "https": 443}[asked.scheme]
+                socket.create_connection((asked.hostname or "", port), timeout=5).close()
+            except (OSError, ValueError) as error:
+                raise ValueError(f"MLflow: nobody answers at uri = {asked.geturl()!r}: {error}") from error
 
     def begin(self, e: Experiment, t: int, metrics: Sequence[dict]) -> None:
         if self.uri is not None:
