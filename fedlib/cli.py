@@ -4,6 +4,7 @@ What a command does is the library's; here stand its arguments and what it print
 """
 
 import argparse
+import io
 import os
 import signal
 import sys
@@ -15,6 +16,9 @@ from pathlib import Path
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; the exit status: 0 if all went well, 1 if a run failed, 2 if something is refused."""
+    for stream in (sys.stdout, sys.stderr):  # a terminal of ASCII shows what it can of "±"
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     given = parser().parse_args(arguments)
     try:
         return given.command(given)
@@ -226,12 +230,12 @@ def _show(given: argparse.Namespace) -> int:
 
 def _fill(given: argparse.Namespace) -> int:
     from .core.paths import keep_outputs_of
+    from .engine.executors import Execution
     from .runs.fill import core_hours, fill, named, queue
 
     if given.minutes is not None and not given.minutes > 0:
         raise ValueError(f"--minutes {given.minutes:g}: expected a number above 0")
-    if given.workers is not None and given.workers < 1:
-        raise ValueError(f"--workers {given.workers}: expected a number of cores, at least 1")
+    Execution(workers=given.workers)  # refuses what are too few or too many
     keep_outputs_of(given.profile)
     missing = queue(named(given.tables), given.profile, columns=given.columns)
     for sentence in missing.skipped:

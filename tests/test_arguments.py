@@ -1,9 +1,13 @@
 """What a user calls with an argument of another kind is refused in one sentence, before any compute."""
 
+import math
+from pathlib import Path
+
 import pytest
 
 import fedlib
 from fedlib.runs.callbacks import Callback, EarlyStopping
+from fedlib.runs.record import Run
 from tests.helpers.stored import ONE, run_path, small
 
 E = small("depthfl", rounds=1)
@@ -18,6 +22,17 @@ E = small("depthfl", rounds=1)
         (lambda: fedlib.run(E, callbacks=[EarlyStopping()]), "EarlyStopping: evaluate_on = 'test' would choose"),
         (lambda: fedlib.run(E, on_round=3), "on_round = 3: expected Callable, got int"),
         (lambda: EarlyStopping(patience="a"), "EarlyStopping: patience = 'a': expected int, got str"),
+        *((lambda p=p: EarlyStopping(patience=p), f"EarlyStopping: patience = {p!r}") for p in (0, -1, True, 1.5, math.nan, None)),
+        (lambda: EarlyStopping(metric="acc"), "EarlyStopping: metric = 'acc' is not possible; .*allowed: accuracy, ensemble"),
+        (lambda: EarlyStopping(metric=["accuracy"]), "EarlyStopping: metric = ..accuracy.. is not possible"),
+        *((lambda x=x: EarlyStopping(least=x), f"EarlyStopping: least = {x!r}") for x in ("a", True, math.nan, None)),
+        *((lambda o=o: fedlib.sweep({"a": E}, o), "sweep: over = .* allowed with 'grid'") for o in ({}, [], None, "lr", [3], {3: [1]})),
+        *((lambda o=o: fedlib.sweep({"a": E}, o, "random", 1), "sweep: .*; allowed") for o in ({}, [], {"lr": 3}, {"lr": None})),
+        *((lambda n=n: fedlib.sweep({"a": E}, {"lr": [0.1]}, "random", n), f"sweep: trials = {n!r}") for n in ("3", True, 1.5, -1)),
+        *((lambda s=s: fedlib.sweep({"a": E}, {"lr": [0.1]}, "tpe", 1, s), f"sweep: seed = {s!r}") for s in ("x", True, -1, 2**32)),
+        (lambda: fedlib.sweep({"a": "reefl"}, {"lr": [0.1]}), "sweep: row 'a' = 'reefl': expected Experiment, got str"),
+        (lambda: fedlib.save_model(Run(E, Path(), {}, []), True), "save_model: budget = True: expected int, got bool"),
+        (lambda: fedlib.Execution(workers=10**9), "workers = 1000000000 must be at least 1 and at most 1024"),
         (lambda: fedlib.recipe(3), "recipe = 3: expected str, got int"),
         (lambda: fedlib.extend("reefl", rounds=9), "'reefl' is not an Experiment"),
         (lambda: fedlib.save_model(E, 0), "save_model: run = Experiment.*: expected Run, got Experiment"),

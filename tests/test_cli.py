@@ -1,6 +1,9 @@
 """The command line: what it prints, what it refuses, and that it is as the library's functions say."""
 
+import os
 import shutil
+import subprocess
+import sys
 
 import pandas as pd
 import pytest
@@ -74,6 +77,14 @@ def test_explain_says_which_layer_set_what(capsys):
         (("run", "reefl/table1", "--set", "rounds"), "--set rounds: expected KEY=VALUE"),
         (("run", "reefl/table1", "--set", "rounds=[1"), "rounds=[1: not plain YAML"),
         (("run", "reefl/table1", "--workers", "0"), "workers = 0"),
+        *(
+            (("fill", "--workers", n), f"workers = {n} must be at least 1 and at most 1024")
+            for n in ("0", "-1", "999999999")
+        ),
+        *(
+            (("fill", "--workers", n), f"workers = {n} must be at least 1 and at most 1024")
+            for n in ("0", "-1", "999999999")
+        ),
         (("fill", "reefl/table1", "--columns", "cifar10"), "did you mean 'cifar10_alpha1'"),
     ],
 )
@@ -96,3 +107,13 @@ def test_all_stored_runs_are_one_frame(folder):
     with pytest.warns(UserWarning, match="damaged-reefl is left out"):
         pd.testing.assert_frame_equal(fedlib.runs_frame(), frame)
     assert len(fedlib.runs_frame(words=["depthfl"])) == 0
+
+
+def test_a_terminal_of_ascii_ends_no_command(tmp_path):
+    """A "±" is shown as what it can be; the command has done its work and says so."""
+    code = "from fedlib import cli; cli._runs = lambda given: print('50.0', chr(177), '1.2') or 0; raise SystemExit(cli.main(['runs']))"
+    ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONIOENCODING": "ascii", "FEDLIB_OUTPUTS": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, **ascii_only}, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "50.0 \\xb1 1.2\n"), done.stderr

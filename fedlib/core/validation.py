@@ -87,7 +87,7 @@ def check_fields(cls: type, values: Mapping[str, object], where: str) -> dict[st
         raise ValueError(f"{where} = {shown(values)}: expected a mapping of names to values")
     hints = field_hints(cls)
     check_names(cls, values, where)
-    return {key: _convert(value, hints[key], f"{where}: {key}") for key, value in values.items()}
+    return {key: convert(value, hints[key], f"{where}: {key}") for key, value in values.items()}
 
 
 def check_names(cls: type, names: Iterable[object], where: str) -> None:
@@ -181,11 +181,13 @@ def _without_conditions(hint: Any) -> Any:
     return bare
 
 
-def _convert(value: object, hint: Any, where: str) -> Any:
-    """Accept the spellings of ``hint`` in YAML and numpy: an int for a float, a list or array for a tuple, no more."""
+def convert(value: object, hint: Any, where: str) -> Any:
+    """``value``, called ``where``, as the type and limits of ``hint`` ask for; ``ValueError`` if it is none such.
+
+    Accept the spellings of ``hint`` in YAML and numpy: an int for a float, a list or array for a tuple, no more."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is Annotated:
-        out = _convert(value, args[0], where)
+        out = convert(value, args[0], where)
         _check_limits(out, [(*LIMITS[type(m)], *dataclasses.astuple(m)) for m in args[1:] if type(m) in LIMITS], where)
         return out
     if origin in (typing.Union, types.UnionType):
@@ -194,7 +196,7 @@ def _convert(value: object, hint: Any, where: str) -> Any:
         options = [a for a in args if a is not type(None)]
         for option in options:
             try:
-                return _convert(value, option, where)
+                return convert(value, option, where)
             except ValueError:
                 if option is options[-1]:
                     raise
@@ -205,7 +207,7 @@ def _convert(value: object, hint: Any, where: str) -> Any:
         raise ValueError(f"{where} = {shown(value)} is not possible{did_you_mean(value, args)}")
     if origin is tuple:
         if isinstance(value, (list, tuple)):
-            return tuple(_convert(v, args[0], where) for v in value)
+            return tuple(convert(v, args[0], where) for v in value)
         raise ValueError(f"{where} = {shown(value)}: expected a list")
     if origin in (Mapping, dict) or hint in (Mapping, dict):
         if isinstance(value, Mapping) and all(isinstance(k, str) for k in value):

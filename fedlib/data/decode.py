@@ -175,7 +175,10 @@ def check_columns(table, split: str, layout: Layout) -> None:
         if column not in table.column_names:
             raise ValueError(f"{layout.where}: split {split!r} has no column named {column!r}; found {found}")
     if layout.kind == "images" and image_column(table) is None:
-        raise ValueError(f"{layout.where}: no image column among {found}")
+        raise ValueError(
+            f"{layout.where}: no image column among {found}; allowed: pictures as datasets.Image writes them, as of "
+            "cast_column('image', datasets.Image()).to_parquet(...)"
+        )
     if len(table) == 0:
         raise ValueError(f"{layout.where}: split {split!r} holds no example")
 

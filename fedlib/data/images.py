@@ -90,7 +90,7 @@ def opened(cell: Cell | None, layout, split: str, row: int):
     """The image with its header read and its pixels not yet."""
     from PIL import Image
 
-    if cell is None:
+    if cell is None or isinstance(cell, Mapping) and cell["bytes"] is cell["path"]:  # both None
         raise ValueError(f"{layout.row(split, row)} holds no image")
     if isinstance(cell, Image.Image):
         return nullcontext(cell)
@@ -99,7 +99,7 @@ def opened(cell: Cell | None, layout, split: str, row: int):
     try:
         return Image.open(io.BytesIO(cell["bytes"]) if cell["bytes"] is not None else cell["path"])
     except Exception as error:  # Pillow raises many classes
-        raise _damaged(cell, layout, split, row) from error
+        raise _damaged(cell, layout, split, row, error) from error
 
 
 def is_transparent(image, cell: Cell, layout, split: str, row: int) -> bool:
@@ -107,7 +107,7 @@ def is_transparent(image, cell: Cell, layout, split: str, row: int) -> bool:
     try:
         return image.has_transparency_data and image.convert("RGBA").getextrema()[3][0] < 255
     except Exception as error:  # Pillow raises many classes
-        raise _damaged(cell, layout, split, row) from error
+        raise _damaged(cell, layout, split, row, error) from error
 
 
 def check_own_file(path: str, layout, split: str, row: int) -> None:
@@ -124,7 +124,7 @@ def highest_pixel(image, cell: Cell, layout, split: str, row: int) -> float:
     try:
         pixels = np.asarray(image)
     except Exception as error:  # Pillow raises many classes
-        raise _damaged(cell, layout, split, row) from error
+        raise _damaged(cell, layout, split, row, error) from error
     low, high = float(pixels.min()), float(pixels.max())
     if not (low >= 0 and high <= (255 if image.mode == "F" else 65_535)):  # NaN too
         raise ValueError(
@@ -165,11 +165,14 @@ def decoded(
             image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA"))
         image = image.convert(mode)
     except Exception as error:  # Pillow raises many classes
-        raise _damaged(cell, layout, split, row) from error
+        raise _damaged(cell, layout, split, row, error) from error
     return np.asarray(image if image.size == size else image.resize(size, Image.Resampling.BILINEAR))
 
 
-def _damaged(cell: Cell, layout, split: str, row: int) -> ValueError:
+def _damaged(cell: Cell, layout, split: str, row: int, error: Exception) -> ValueError:
+    from PIL import Image
+
     path = cell["path"] if isinstance(cell, Mapping) and cell["bytes"] is None else None
     where = path or layout.row(split, row)
-    return ValueError(f"{where} holds an image that is damaged or of an unknown format")
+    large = f"too large: {error}" if isinstance(error, Image.DecompressionBombError) else ""
+    return ValueError(f"{where} holds an image that is {large or 'damaged or of an unknown format'}")

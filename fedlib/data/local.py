@@ -45,6 +45,8 @@ def local_set(
     ``ValueError`` names the file that is damaged and what a set lacks.
     """
     files = visible_files(path)
+    if odd := next((p for p in files if re.search("[\ud800-\udfff]", str(p))), None):
+        raise ValueError(f"{str(odd)!r}: a file's name is no UTF-8 text; allowed: another name")
     found = [p for p in files if p.suffix == ".parquet"]
     parquet: dict[str, list[str]] = {}
     for p in found:
@@ -194,6 +196,11 @@ def load_splits(path: Path, parquet: Mapping[str, Sequence[str]], digest: str):
             file = next((f for files in parquet.values() for f in files if not _readable(f)), None)
             if file is not None:
                 raise ValueError(f"{file} is damaged: its rows cannot be read") from error
+            for first, file in ((files[0], f) for files in parquet.values() for f in files):
+                of, other = _columns(first), _columns(file)
+                if of != other or len({c.split(" (")[0] for c in of}) < len(of):
+                    both = f"{first} has the columns {', '.join(of)}" + f", {file} {', '.join(other)}" * (of != other)
+                    raise ValueError(f"{both}; allowed: the same in all files of a split, each once") from error
             raise ValueError(
                 f"experiment: dataset {str(path)!r} is unknown as parquet or image folder: {_line(error)}"
             ) from error
@@ -240,6 +247,13 @@ def _readable(file: str) -> bool:
     except (ArrowException, OSError):
         return False
     return True
+
+
+def _columns(file: str) -> list[str]:
+    """Names and types of a parquet file's columns."""
+    from pyarrow.parquet import read_schema
+
+    return sorted(f"{f.name} ({f.type})" for f in read_schema(file))
 
 
 def _line(error: Exception) -> str:

@@ -5,6 +5,7 @@ What is registered is known by its content: a stored run of other data under the
 
 import hashlib
 import io
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -33,6 +34,8 @@ TAKEN = "a datasets.Dataset or DatasetDict, a torchvision set without a transfor
 def own_set(name: str, train: object, test: object, classes: Sequence[str] | None) -> Own:
     """What :func:`fedlib.register_data` keeps: called with format and tokenizer, it is as ``local.local_set``."""
     splits = _splits(name, train, test)
+    if classes is not None and (isinstance(classes, str) or not isinstance(classes, Sequence)):
+        raise ValueError(f"{name}: classes = {shown(classes)}; allowed: a list of names")
     if splits is not None:
         path = Path(name)
         layout_of(path, list(splits), splits[train_of(path, splits)].column_names, {}, None)  # refuses what names tell
@@ -81,12 +84,21 @@ def divided(name: str, train: Any, partitioner: Any) -> Any:
     with quietly():
         try:
             partitioner.dataset = train.add_column("its row", list(range(len(train))))
-            for part in range(partitioner.num_partitions):
-                owners[partitioner.load_partition(part)["its row"]] = part
+            parts = [np.ravel(partitioner.load_partition(i)["its row"]) for i in range(partitioner.num_partitions)]
         except Exception as error:  # of flwr-datasets, or of a partitioner of one's own
             raise ValueError(f"{name}: the partitioner cannot divide it: {str(error).splitlines()[0][:200]}") from error
+    for part, rows in enumerate(parts):
+        if rows.size and (rows.dtype.kind not in "iu" or not 0 <= rows.min() <= rows.max() < len(owners)):
+            raise ValueError(f"{name}: part {part} has rows {shown(rows.tolist())}; allowed: 0 to {len(owners) - 1}")
+        for row in rows.tolist():
+            if owners[row] >= 0:
+                raise ValueError(f"{name}: row {row} is in parts {owners[row]} and {part}; allowed: in one, once")
+            owners[row] = part
     named = train.remove_columns([c for c in OWNERS if c in train.column_names])
     held = np.flatnonzero(owners >= 0)
+    if len(held) < len(owners):
+        told = f"{name}: {len(owners) - len(held)} of {len(owners)} rows are in no part and not used"
+        warnings.warn(told, stacklevel=3)
     return named.select(held).add_column(OWNERS[-1], owners[held].tolist())
 
 
@@ -147,7 +159,10 @@ def _pair(name: str, given: Any) -> tuple[Any, Any, Sequence[str] | None]:
         return images, np.asarray([label for _, label, *_ in pairs]), classes
     if not isinstance(given, (tuple, list)) or len(given) != 2:
         raise ValueError(f"{name}: {shown(type(given).__name__)} is no data set; allowed: {TAKEN}")
-    inputs, labels = (x.numpy() if isinstance(x, torch.Tensor) else np.asarray(x) for x in given)
+    try:
+        inputs, labels = (x.numpy(force=True) if isinstance(x, torch.Tensor) else np.asarray(x) for x in given)
+    except ValueError as error:  # rows of unequal length
+        raise ValueError(f"{name}: {error}; allowed: {TAKEN}") from error
     return inputs, labels, None
 
 

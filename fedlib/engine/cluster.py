@@ -42,6 +42,7 @@ def connect(execution: Execution) -> ModuleType:
         address, own = execution.address or os.environ.get("RAY_ADDRESS") or "local", {}
         if address == "local":
             own = {"num_cpus": max(os.cpu_count() or 1, execution.workers or 1), "include_dashboard": False}
+            os.environ.setdefault("RAY_AUTH_MODE", "token")  # it listens on all addresses, and runs what comes
         for attempts_left in (2, 1, 0) if own else (0,):  # on a busy machine, Ray gives its own processes up after 30 s
             try:
                 ray.init(address, log_to_driver=False, logging_level=logging.WARNING, **own)

@@ -10,9 +10,10 @@ import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Annotated, Literal, Protocol
 
 import torch
+from annotated_types import Ge, Le
 
 from ..core.clients import Client
 from ..core.devices import memory_to_plan_with
@@ -50,13 +51,17 @@ ADDRESSES = {  # what an executor's may be, in words and as a pattern
 }
 
 
+Side = Annotated[int, Ge(1), Le(1024)]  # how many may train side by side
+
+
 @names_its_keywords("execution")
 @dataclass(frozen=True)
 class Execution:
     """How to run, which must not change the numbers beyond float rounding.
 
       device           cpu, cuda (all GPUs of this machine) or cuda:<number> (one)
-      workers          train so many cohorts side by side; None: one a core or GPU; with ray or flower, all there are
+      workers          train so many cohorts side by side (at most 1024); None: one a core or GPU; with ray or flower,
+                       all there are
       cohort_size      most clients of a cohort; None: see ``automatic_cohort_size``
       executor         auto: processes (``processes.py``) on several GPUs, and on a CPU where a fork is safe and there
                        is more than one worker, as they do not wait for each other's interpreter lock; elsewhere
@@ -71,7 +76,7 @@ class Execution:
     """
 
     device: str = "cpu"
-    workers: Count | None = None
+    workers: Side | None = None
     cohort_size: Count | None = None
     executor: Literal["auto", "processes", "threads", "ray", "flower"] = "auto"
     address: str | None = None

@@ -4,7 +4,7 @@ This process is the ServerApp of a Flower run. A SuperNode gets the experiment, 
 trained parameters the entries that these hold; it builds model and data by itself, and sends weighted sums. Nothing
 that travels is unpickled (``core/messages.py``), so no code does: methods, backbones and data sets of a notebook are
 refused. Every SuperNode needs the same fedlib and torch, and the data; ``--node-config 'device="cuda"'`` lets it train
-on a GPU. What comes back is checked for its form, not for honesty. Flower starts a process for every cohort.
+on a GPU. What comes back is checked for its form and weight, not for honesty. Flower starts a process for every cohort.
 Read next: ``cluster.py``, the same on Ray.
 """
 
@@ -34,7 +34,7 @@ from ..core.slices import ParamInfo, Slice, scatter_add_, take
 from ..kernels.products import choose_products
 from ..methods import Member, Method, Round, Server
 from ..methods.mixtures import under
-from ..methods.sums import MaskedMean, all_finite
+from ..methods.sums import MaskedMean, Update, all_finite
 from .executors import Execution, Trained
 from .federation import Federation, build_federation
 from .workers import Finished, Workers, become_worker, move, moved, train_task, versions
@@ -298,6 +298,8 @@ def checked(trained: Trained, f: Federation, members: Sequence[Member]) -> Train
     others = type(f.method).summarise is not Method.summarise  # FLoRA's products
     need(others or stores[0].keys() <= f.server.params.keys(), "one of its names")
     need(cut.keys() <= stores[0].keys(), "one of its slices")
+    update = Update(tuple(m.client for m in members), tuple(m.part for m in members), {}, {})
+    most = sum(f.method.weights_of(update)) * (1 + 1e-9), len(members)  # of weights and of counts
     for target, total in stores[0].items():
         shape = f.server.params[target].shape if target in f.server.params else total.shape
         if target in cut:
@@ -308,6 +310,8 @@ def checked(trained: Trained, f: Federation, members: Sequence[Member]) -> Train
         for x in (total, *(store[target] for store in stores[1:])):
             need(x.dtype == torch.float64 and x.shape in ((), shape), f"the sum of {target}")
     need(trained.nonfinite or all_finite(x for store in stores for x in store.values()), "a number that is not finite")
+    sums = ((x, n) for store, n in zip(stores[1:], most, strict=True) for x in store.values())
+    need(others or all(0 <= x.min() and x.max() <= n for x, n in sums), "a weight")
     clients, tensors_of = {m.client.id for m in members}, (trained.memories, trained.extras, trained.models)
     need(
         all(d.keys() <= clients for d in (trained.losses, *tensors_of)) and set(trained.nonfinite) <= clients,

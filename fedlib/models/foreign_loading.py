@@ -45,6 +45,9 @@ def load_foreign(spec: TokenSpec, seed: int = 0) -> Foreign:
     lacking = {n for n in found["missing_keys"] if not n.startswith(f"{spec.kind.pooler_path}.")}
     if lacking:
         raise ValueError(f"foreign: the checkpoint {spec.source!r} lacks {', '.join(sorted(lacking))[:200]}")
+    if left := sorted(n for n in found["unexpected_keys"] if any(f"{b}." in n for b in spec.kind.blocks)):
+        more = f"has more layers than the {spec.depth} that its config.json says"
+        raise ValueError(f"foreign: the checkpoint {spec.source!r} {more}: {', '.join(left)[:200]}")
     if spec.kind.pooler and len(found["missing_keys"]) + (spec.kind.pooler_path is None):
         foreign.drawn = tuple(f"stem.pooler.{n}" for n, _ in foreign.stem.pooler.named_parameters())
         foreign.init_(torch_generator(seed, "backbone init"), foreign.drawn)
@@ -78,7 +81,7 @@ def read_object(file: Path) -> dict:
     """A small JSON object; {} where there is no such file; ``ValueError`` if it is damaged."""
     try:
         found = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{file} cannot be read: {error}") from error
     if not isinstance(found, dict):
         raise ValueError(f"{file} holds no JSON object")

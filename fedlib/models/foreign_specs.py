@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import ClassVar, Self
 
 from ..core.tables import read_table
+from ..core.validation import shown
 from ..data.tokenizer import words_of
 from .backbone import TokenSpec, shapes
 from .foreign import Foreign
@@ -48,12 +49,18 @@ class Family:
         return out | dict(self.constants)
 
     def sizes_in(self, config: Mapping[str, object]) -> dict[str, object]:
-        """The fields of ``ForeignSpec`` that a ``config.json`` says; ``ValueError`` names keys that it lacks."""
+        """The fields of ``ForeignSpec`` that a ``config.json`` says; ``ValueError`` names a key that is no size."""
         may = {"head_dim", "kv_heads", *(["padding"] if self.causal else [])}  # of which their family or tokenizer says
         lacking = [key for name, key in self.sizes.items() if name not in may and config.get(key) is None]
         if lacking:
             raise ValueError(f"config.json of a {config.get('model_type')} lacks {', '.join(lacking)}")
-        found = {name: config.get(key) for name, key in self.sizes.items()}
+        for key in (*self.sizes.values(), "num_decoder_layers"):
+            size, layers, pads = config.get(key), key in (self.sizes["depth"], "num_decoder_layers"), "pad" in key
+            least, most = int(not pads), 1000 if layers else 2**31 - 1
+            if size is not None and (type(size) is not int or not least <= size <= most) and not (pads and self.causal):
+                says = f"config.json of a {config.get('model_type')} says {key} = {shown(size)}"
+                raise ValueError(f"{says}; allowed: a whole number from {least} to {most}")
+        found: dict = {name: config.get(key) for name, key in self.sizes.items()}
         if len(self.blocks) == 2:
             found["depth"] = found["depth"] + (config.get("num_decoder_layers") or found["depth"])
         return found
@@ -127,7 +134,7 @@ class ForeignSpec(TokenSpec):
         found: dict = {"family": family, "source": str(folder)} | FAMILIES[family].sizes_in(config)
         if family == "vit":
             seen = read_object(folder / "preprocessor_config.json")
-            mean, sd = (tuple(seen.get(key, (0.5,) * 3)) for key in ("image_mean", "image_std"))
+            mean, sd = (_three(folder, key, seen.get(key, (0.5,) * 3)) for key in ("image_mean", "image_std"))
             return cls(**found, pixels=(mean, sd) if seen.get("do_normalize", True) else ((0.0,) * 3, (1.0,) * 3))
         own = any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "vocab.txt"))
         if not own and found["vocab_size"] != cls.vocab_size:
@@ -190,6 +197,15 @@ class ForeignSpec(TokenSpec):
     def streams(self) -> int:
         """Sequences in the state: T5 has two."""
         return len(self.kind.blocks)
+
+
+def _three(folder: Path, key: str, found: object) -> tuple[float, ...]:
+    """Mean or SD of three channels; ``ValueError`` for what can be neither."""
+    if isinstance(found, (list, tuple)) and len(found) == 3 and all(type(x) in (int, float) for x in found):
+        if all(x > 0 if key == "image_std" else x == x for x in found):
+            return tuple(found)
+    said = f"{folder}/preprocessor_config.json says {key} = {shown(found)}"
+    raise ValueError(f"{said}; allowed: three numbers, of image_std above 0")
 
 
 FOREIGN: dict[str, ForeignSpec] = shapes(ForeignSpec)

@@ -8,15 +8,18 @@ Read next: ``engine/rounds.py`` (``Finished``), ``runs/store.py``.
 
 import math
 import os
+import socket
 from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from importlib import import_module
-from typing import Any
+from typing import Any, Literal
+from urllib.parse import urlsplit
 
 from ..core.experiment import Experiment
+from ..core.kinds import Count
 from ..core.paths import outputs_dir
-from ..core.validation import check_kind, check_known
+from ..core.validation import check_kind, check_known, convert
 from ..engine.rounds import Finished
 from .record import Run, without_bulk
 
@@ -88,10 +91,9 @@ class EarlyStopping(Callback):
     """
 
     def __init__(self, patience: int = 5, metric: str = "accuracy", least: float = 0.0):
-        check_kind(patience, int, "EarlyStopping: patience")
-        if patience < 1:
-            raise ValueError(f"EarlyStopping: patience = {patience} must be at least 1")
-        self.patience, self.metric, self.least = patience, metric, least
+        self.patience: int = convert(patience, Count, "EarlyStopping: patience")
+        self.metric: str = convert(metric, Literal["accuracy", "ensemble"], "EarlyStopping: metric")
+        self.least: float = convert(least, float, "EarlyStopping: least")
 
     def check(self, e: Experiment) -> None:
         if e.evaluate_on != "validation":
@@ -110,7 +112,7 @@ class EarlyStopping(Callback):
 
     def _look(self, metrics: Any) -> bool:
         check_known([self.metric], metrics, "EarlyStopping: metric = {} is not measured")
-        better = metrics[self.metric] > self.best + self.least
+        better = metrics[self.metric] is not None and metrics[self.metric] > self.best + self.least
         self.best, self.since = (metrics[self.metric], 0) if better else (self.best, self.since + 1)
         return self.since >= self.patience
 
@@ -169,6 +171,16 @@ class MLflow(Tracker):
 
     def __init__(self, experiment: str = "fedlib", uri: str | None = None):
         self.experiment, self.uri = experiment, uri
+
+    def check(self, e: Experiment) -> None:
+        super().check(e)
+        asked = urlsplit(self.uri or self.there.get_tracking_uri())
+        if asked.scheme in ("http", "https"):  # MLflow itself would try for minutes
+            try:
+                port = asked.port or {"http": 80, "https": 443}[asked.scheme]
+                socket.create_connection((asked.hostname or "", port), timeout=5).close()
+            except (OSError, ValueError) as error:
+                raise ValueError(f"MLflow: nobody answers at uri = {asked.geturl()!r}: {error}") from error
 
     def begin(self, e: Experiment, t: int, metrics: Sequence[dict]) -> None:
         if self.uri is not None:

@@ -18,9 +18,10 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.fx.graph import CodeGen
 
+from ..core.kinds import Natural
 from ..core.paths import outputs_dir
 from ..core.slices import Slice
-from ..core.validation import check_kind, check_known
+from ..core.validation import check_kind, check_known, convert
 from ..data.tokenizer import words_of
 from ..engine.batches import mixed
 from ..engine.evaluation import BATCH, central
@@ -58,6 +59,7 @@ def save_model(run: Run, budget: int, path: Path | str | None = None, format: st
     net's; ``ImportError`` names a missing package.
     """
     check_kind(run, Run, "save_model: run")
+    budget = convert(budget, Natural, "save_model: budget")
     check_known([format], [*FORMATS, *NETS], "format = {} is not possible")
     missing = [p for p in PACKAGES.get(format, ()) if find_spec(p) is None]
     if missing:

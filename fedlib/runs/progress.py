@@ -1,9 +1,12 @@
 """What a user sees while waiting: bars, and a line in papermill's terminal where the bars go into the notebook."""
 
 import os
+import signal
 import sys
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -46,6 +49,18 @@ def interrupted(text: str) -> KeyboardInterrupt:
     vars(error)["_render_traceback_"] = lambda: [text]  # IPython asks for it
     sys.excepthook = lambda kind, e, trace: print(text, file=sys.stderr) if e is error else others(kind, e, trace)
     return error
+
+
+@contextmanager
+def unheard() -> Iterator[None]:
+    """A further Ctrl-C does nothing meanwhile."""
+    main = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN) if main else None
+    try:
+        yield
+    finally:
+        if before is not None:
+            signal.signal(signal.SIGINT, before)
 
 
 class Watch:

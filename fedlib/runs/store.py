@@ -30,7 +30,7 @@ from .checkpoints import Checkpoints
 from .durations import Pace
 from .identity import KINDS, Accept, Inputs, accepted, check_verified, inputs_of, known_inputs
 from .places import Folder, as_stored, check_files, check_place, folder_of, forget, place, run_path
-from .progress import Watch, interrupted, say
+from .progress import Watch, interrupted, say, unheard
 from .record import Run, begun, check_inputs, ended, provenance, provenance_now, recorded, resumed
 
 
@@ -265,7 +265,8 @@ def _continue(
         last = _rounds(f, execution, server, store, watch, checkpoint_seconds, callback)
         return _finish(f, store, last, path)
     except KeyboardInterrupt as error:
-        store.save_unsaved()
+        with unheard():
+            store.save_unsaved()
         text = f"interrupted: {f.experiment.slug} is stored up to round {store.saved} of {f.experiment.rounds}; "
         raise interrupted(f"{text}run the same again, and it goes on from there") from error
 

@@ -8,10 +8,13 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Any
+from typing import Annotated, Any
+
+from annotated_types import Ge, Lt
 
 from ..core.experiment import Experiment
-from ..core.validation import check_kind, check_known, shown
+from ..core.kinds import Natural
+from ..core.validation import check_kind, check_known, convert, shown
 from ..engine.executors import Execution
 from .params import make_experiment
 from .places import Folder
@@ -49,21 +52,36 @@ def sweep(
     of the training examples is held out. ``ValueError`` before any compute names what cannot be tried.
     """
     check_kind(rows, Mapping, "sweep: rows")
+    for row, e in rows.items():
+        check_kind(e, Experiment, f"sweep: row {shown(row)}")
+    trials = convert(trials, Natural, "sweep: trials")
+    seed = convert(seed, Annotated[int, Ge(0), Lt(2**32)], "sweep: seed")
     check_known([sampler], ("grid", *SAMPLERS), "sweep: sampler = {} is unknown")
-    if (sampler == "grid") != (trials == 0) or trials < 0:
+    if (sampler == "grid") != (trials == 0):
         allowed = "0 with grid, which tries all combinations; 1, 2, … with random and tpe"
         raise ValueError(f"sweep: trials = {trials}, sampler = {sampler!r}; allowed: {allowed}")
     share = {row: e.validation_fraction or 0.2 for row, e in rows.items()}
     rows = {row: e.replace(evaluate_on="validation", validation_fraction=share[row]) for row, e in rows.items()}
     how = execution, folder, progress
+    listed = sampler == "grid" and isinstance(over, list | tuple)
+    for x in over if listed and over else [over]:
+        if not isinstance(x, Mapping) or not x or not all(isinstance(k, str) for k in x):
+            allowed = "lists by field, or a list of choices" if sampler == "grid" else "lists and ranges by field"
+            raise ValueError(f"sweep: over = {shown(over)}; allowed with {sampler!r}: {allowed}")
+        for key, values in x.items():
+            if not (
+                listed or isinstance(values, list | tuple) and values or sampler != "grid" and hasattr(values, "low")
+            ):
+                raise ValueError(f"sweep: {key} = {shown(values)}; allowed: a list, or with random and tpe a range")
     if sampler != "grid":
-        if not isinstance(over, Mapping):
-            raise ValueError(f"sweep: over = {shown(over)}; allowed with {sampler!r}: lists and ranges by field")
+        assert isinstance(over, Mapping)
         for e, (key, values) in product(rows.values(), over.items()):
             for value in values if isinstance(values, (list, tuple)) else (values.low, values.high):
                 changed(e, {key: value})
         return [trial for row, e in rows.items() for trial in _drawn(row, e, over, sampler, trials, seed, how)]
-    choices = list(_combinations(over) if isinstance(over, Mapping) else over)
+    choices = (
+        [dict(zip(over, x, strict=True)) for x in product(*over.values())] if isinstance(over, Mapping) else list(over)
+    )
     asked = [(row, choice, changed(e, choice)) for row, e in rows.items() for choice in choices]
     done = run_all([e for *_, e in asked], *how)
     return [Trial(row, choice, r) for (row, choice, _), r in zip(asked, done, strict=True)]
@@ -82,13 +100,6 @@ def best(trials: Iterable[Trial]) -> dict[str, Trial]:
     for trial in trials:
         rows.setdefault(trial.row, []).append(trial)
     return {row: max(of_row, key=lambda trial: trial.score) for row, of_row in rows.items()}
-
-
-def _combinations(over: Mapping[str, Any]) -> Iterator[dict[str, object]]:
-    for key, values in over.items():
-        if not isinstance(values, (list, tuple)) or not values:
-            raise ValueError(f"sweep: {key} = {shown(values)}; allowed: a list, or with random and tpe a range")
-    return (dict(zip(over, values, strict=True)) for values in product(*over.values()))
 
 
 def _drawn(

@@ -288,6 +288,56 @@ def test_missing_columns_and_examples_are_named(tmp_path):
 
 
 @needs_minilm
+def test_cells_without_a_picture_and_columns_that_are_none_are_said(tmp_path):
+    """A cell of neither bytes nor path, bytes without datasets' type of a picture, a picture of too many pixels."""
+    parquet(tmp_path / "none", [{"bytes": png(4, 4), "path": None}, None], [0, 1])
+    table = pq.read_table(tmp_path / "none" / "train.parquet")
+    hollow = pa.array(
+        [{"bytes": png(4, 4), "path": None}, {"bytes": None, "path": None}], table.schema.field("img").type
+    )
+    pq.write_table(table.set_column(0, table.schema.field("img"), hollow), tmp_path / "none" / "train.parquet")
+    with pytest.raises(ValueError, match="train.parquet, row 1 holds no image"):
+        load_dataset(str(tmp_path / "none"))
+    pq.write_table(pa.table({"image": [png(4, 4)] * 20, "label": [0, 1] * 10}), tmp_path / "bytes.parquet")
+    with pytest.raises(
+        ValueError, match="no image column among image, label; allowed: pictures as datasets.Image writes"
+    ):
+        load_dataset(str(tmp_path / "bytes.parquet"))
+    parquet(tmp_path / "large", [png(20_000, 20_000, mode="L")], [0])
+    with pytest.raises(
+        ValueError, match="row 0 holds an image that is too large: Image size .400000000 pixels. exceeds"
+    ):
+        load_dataset(str(tmp_path / "large"))
+
+
+@pytest.mark.parametrize("other, sentence", [
+    ({"text": ["c"], "other": [1]}, r"train-00000\S+ has the columns label .int64., text .string., \S+train-00001\S+ other .int64., text .string.; allowed"),
+    ({"text": ["c"], "label": ["d"]}, "label .int64., text .string., .* label .string., text .string.; allowed: the same in all"),
+    ({"text": ["c"], "label": [0], "more": [1]}, "label .int64., more .int64., text"),
+])  # fmt: skip
+def test_pieces_of_a_split_with_other_columns_are_named(other, sentence, tmp_path):
+    pq.write_table(pa.table({"text": ["a", "b"], "label": [0, 1]}), tmp_path / "train-00000-of-00002.parquet")
+    pq.write_table(pa.table(other), tmp_path / "train-00001-of-00002.parquet")
+    with pytest.raises(ValueError, match=sentence):
+        load_dataset(str(tmp_path))
+
+
+def test_a_column_that_is_there_twice_is_named(tmp_path):
+    columns = [pa.array(["a", "b"]), pa.array([0, 1]), pa.array([1, 0])]
+    pq.write_table(pa.table(columns, names=["text", "label", "label"]), tmp_path / "train.parquet")
+    with pytest.raises(
+        ValueError, match="has the columns label .int64., label .int64., text .string.; allowed: .*, each once"
+    ):
+        load_dataset(str(tmp_path))
+
+
+def test_a_file_whose_name_is_no_text_is_named(tmp_path):
+    folder(tmp_path, [(8, 8)] * 4)
+    os.rename(tmp_path / "train" / "a", os.fsencode(tmp_path / "train") + b"/\xff")
+    with pytest.raises(ValueError, match="udcff.*: a file's name is no UTF-8 text; allowed: another name"):
+        load_dataset(str(tmp_path))
+
+
 def test_a_missing_sentence_is_named(tmp_path):
     (tmp_path / "set").mkdir()
     pd.DataFrame({"sentence": ["fine", None], "label": [1, 0]}).to_parquet(tmp_path / "set/train.parquet")

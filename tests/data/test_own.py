@@ -1,5 +1,7 @@
 """Data of one's own: objects under a name, folders of ``save_to_disk``, ids of the hub; known by their content."""
 
+import re
+
 import datasets as hf
 import numpy as np
 import pytest
@@ -185,3 +187,40 @@ def test_a_partitioner_of_flwr_datasets_says_who_the_clients_are(tmp_path):
 def test_what_a_partitioner_cannot_divide_is_refused(train, partitioner, sentence):
     with pytest.raises(ValueError, match=sentence):
         register_data("mine", train, partitioner=partitioner)
+
+
+class Parts:
+    """A partitioner of one's own: the rows of each part."""
+
+    def __init__(self, *rows):
+        self.rows, self.num_partitions = rows, len(rows)
+
+    def load_partition(self, i):
+        return {"its row": self.rows[i]}
+
+
+@pytest.mark.parametrize("parts, sentence", [
+    ((range(6), range(5, 9)), "mine: row 5 is in parts 0 and 1; allowed: in one, once"),
+    (([0, 1, 1],), "mine: row 1 is in parts 0 and 0; allowed: in one, once"),
+    (([0], [-1]), "mine: part 1 has rows [-1]; allowed: 0 to 59"), (([0, 60],), "mine: part 0 has rows [0, 60]; allowed: 0 to 59"),
+    (([0.0, 1.5],), "mine: part 0 has rows [0.0, 1.5]; allowed: 0 to 59"), (([True],), "mine: part 0 has rows [True]; allowed"),
+    ((None,), "mine: part 0 has rows [None]; allowed"),
+])  # fmt: skip
+def test_a_row_belongs_to_one_part_at_most(parts, sentence):
+    """Before, who came last had what two parts held, and -1 was the last row."""
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        register_data("mine", table(), partitioner=Parts(*parts))
+
+
+def test_rows_of_no_part_are_said():
+    with pytest.warns(UserWarning, match="mine: 20 of 60 rows are in no part and not used"):
+        register_data("mine", table(), partitioner=Parts(range(20), range(40, 60)))
+
+
+@pytest.mark.parametrize("train, classes, sentence", [
+    (([[1, 2], [3]], [0, 1]), None, "mine: setting an array element with a sequence"),
+    ((X, Y), 3, "mine: classes = 3; allowed: a list of names"), ((X, Y), "abc", "mine: classes = 'abc'; allowed: a list"),
+])  # fmt: skip
+def test_what_is_no_pair_of_arrays_is_refused_by_name(train, classes, sentence):
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        register_data("mine", train, classes=classes)

@@ -135,6 +135,10 @@ def spoil(what):
     return {
         "the shape": lambda t: first(t, to=lambda x: torch.zeros(3, dtype=torch.float64)),
         "the sum": lambda t: first(t, to=lambda x: x.float()),
+        "a weight": lambda t: replace(
+            t, mean=((t.mean[0][0], {n: 1.01 * x for n, x in t.mean[0][1].items()}, t.mean[0][2]), t.mean[1])
+        ),
+        "a weight ": lambda t: replace(t, mean=((*t.mean[0][:2], {n: -x for n, x in t.mean[0][2].items()}), t.mean[1])),
         "not finite": lambda t: first(t, to=lambda x: x * float("nan")),
         "a client": lambda t: replace(t, losses={99: 1.0}),
         "a loss": lambda t: replace(t, losses=dict.fromkeys(t.losses, "1")),
@@ -152,6 +156,8 @@ def spoil(what):
     [
         "the shape",
         "the sum",
+        "a weight",
+        "a weight ",
         "not finite",
         "a client",
         "a loss",

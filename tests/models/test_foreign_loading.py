@@ -1,6 +1,7 @@
 """Checkpoints of transformers in a folder or of the hub: what they hold is read off, and what they are not is refused."""
 
 import json
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -218,3 +219,50 @@ def test_offline_it_says_so_in_one_sentence(monkeypatch, tmp_path):
     ):
         build_backbone("flan_t5_small")
     assert "\n" not in str(pytest.raises(ConnectionError, build_backbone, "flan_t5_small").value)
+
+
+@pytest.mark.parametrize("family, key, value, allowed", [
+    ("bert", "num_hidden_layers", "2", "1 to 1000"), ("bert", "num_hidden_layers", 2.0, "1 to 1000"),
+    ("vit", "num_hidden_layers", 0, "1 to 1000"), ("vit", "num_hidden_layers", -1, "1 to 1000"),
+    ("bert", "num_hidden_layers", 10**6, "1 to 1000"), ("t5", "num_decoder_layers", True, "1 to 1000"),
+    ("bert", "num_attention_heads", 0, "1 to"), ("bert", "num_attention_heads", [4], "1 to"),
+    ("vit", "hidden_size", "24", "1 to"), ("bert", "vocab_size", 10**12, "1 to 2147483647"),
+    ("bert", "max_position_embeddings", "16", "1 to"), ("bert", "pad_token_id", -1, "0 to"), ("vit", "image_size", [16, 16], "1 to"),
+])  # fmt: skip
+def test_a_size_that_is_no_whole_number_is_refused_by_its_key(tmp_path, family, key, value, allowed):
+    stand_in(tmp_path, family)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    config = json.loads((tmp_path / "config.json").read_text()) | {key: value}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    sentence = f"config.json of a {family} says {key} = {value!r}; allowed: a whole number from {allowed}"
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        ForeignSpec.of(tmp_path)
+
+
+@pytest.mark.parametrize("family", ["bert", "vit", "t5", "qwen2"])
+def test_a_file_with_more_layers_than_its_config_says_is_not_cut_silently(tmp_path, family):
+    spec = stand_in(tmp_path, family)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config |= {key: 1 for key in ("num_hidden_layers", "num_layers", "num_decoder_layers") if key in config}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"layer_types": None} if family == "qwen2" else config))
+    with pytest.raises(ValueError, match=f"has more layers than the {spec.depth // 2} that its config.json says"):
+        load_foreign(replace(spec, depth=spec.depth // 2))
+
+
+def test_a_config_that_is_nested_without_end_is_damaged(tmp_path):
+    (tmp_path / "config.json").write_text('{"a":' + "[" * 100_000)
+    with pytest.raises(ValueError, match="config.json cannot be read: maximum recursion depth"):
+        ForeignSpec.of(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "said", [{"image_mean": 0.5}, {"image_mean": [0.5]}, {"image_std": [0, 0, 0]}, {"image_mean": ["a"] * 3}]
+)
+def test_what_is_no_mean_or_sd_of_three_channels_is_refused(tmp_path, said):
+    stand_in(tmp_path, "vit")
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(said))
+    ((key, value),) = said.items()
+    with pytest.raises(
+        ValueError, match=re.escape(f"preprocessor_config.json says {key} = {value}; allowed: three numbers")
+    ):
+        ForeignSpec.of(tmp_path)

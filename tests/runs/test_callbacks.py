@@ -175,3 +175,13 @@ def test_a_tracker_whose_package_is_missing_is_refused_before_any_compute(tmp_pa
     with pytest.raises(ImportError, match="WandB needs a package: pip install wandb"):
         run(FIVE, ONE, tmp_path, callbacks=[WandB()])
     assert not list(tmp_path.iterdir())
+
+
+def test_an_address_where_nobody_answers_is_refused_at_once(tmp_path, monkeypatch):
+    """MLflow itself would try for minutes, before the first round."""
+    there = types.SimpleNamespace(get_tracking_uri=lambda: "http://127.0.0.1:1/of/the/environment")
+    monkeypatch.setitem(sys.modules, "mlflow", there)
+    for uri in ("http://127.0.0.1:1", "http://127.0.0.1:port", None):
+        with pytest.raises(ValueError, match="MLflow: nobody answers at uri = 'http://127.0.0.1:"):
+            run(FIVE, ONE, tmp_path, callbacks=[MLflow(uri=uri)])
+    assert not list(tmp_path.iterdir())

@@ -239,6 +239,30 @@ run(e, Execution(workers=1), {str(tmp_path)!r})
     assert (done.returncode, done.stderr, done.stdout) == (-signal.SIGINT, said, "")
 
 
+def test_a_second_ctrl_c_does_not_keep_the_round_from_being_stored(tmp_path):
+    """It comes while the last whole round is being stored, which goes on; the lock is free afterwards."""
+    e = tiny(rounds=4)
+    text = f"""
+import signal
+from fedlib.runs.checkpoints import Checkpoints
+original, save = ReeFL.local_update, Checkpoints.save
+def local_update(self, cohort):
+    if cohort.t == 3:
+        os.kill(os.getpid(), signal.SIGINT)
+    original(self, cohort)
+def twice(self, *args):
+    os.kill(os.getpid(), signal.SIGINT)
+    save(self, *args)
+ReeFL.local_update, Checkpoints.save = local_update, twice
+run(e, Execution(workers=1), {str(tmp_path)!r})
+"""
+    done = subprocess.run(script(text, e), capture_output=True, text=True)
+    assert (
+        done.stderr.startswith(f"interrupted: {e.slug} is stored up to round 2 of 4")
+        and done.returncode == -signal.SIGINT
+    )
+
+
 def test_ctrl_c_in_a_notebook_shows_one_sentence():
     from IPython.core.interactiveshell import InteractiveShell
 

@@ -5,10 +5,12 @@ The tests run in order on one cluster; the last one kills a node.
 
 import os
 import signal
+import sys
 import threading
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,7 +21,7 @@ ray = pytest.importorskip("ray", reason="the extra 'cluster' is not installed")
 from fedlib import Execution, Experiment, build_federation, run_all, run_rounds  # noqa: E402
 from fedlib.core.storage import read_tensors  # noqa: E402
 from fedlib.engine import cluster as cluster_module  # noqa: E402
-from fedlib.engine.cluster import RayExecutor  # noqa: E402
+from fedlib.engine.cluster import RayExecutor, connect  # noqa: E402
 from fedlib.engine.executors import plan_round  # noqa: E402
 from fedlib.methods import METHODS, Round  # noqa: E402
 from fedlib.runs.costs import exit_costs  # noqa: E402
@@ -219,3 +221,16 @@ def test_how_many_experiments_share_a_gpu():
     e = Experiment(finetune="frozen", **SMALL)
     one, three = experiment_mib(e, 1), experiment_mib(e, 3)
     assert three - one == pytest.approx(2 * exit_costs(e, 10, e.batch_size)[-1]["training_memory_mib"])
+
+
+def test_a_local_ray_lets_nobody_in_without_its_token(monkeypatch):
+    """It listens on all addresses of the machine, whatever it is told, and has no dashboard."""
+    asked = {}
+    local = SimpleNamespace(
+        is_initialized=lambda: False, init=lambda address, **how: asked.update(how, address=address)
+    )
+    monkeypatch.setitem(sys.modules, "ray", local)
+    for name in ("RAY_AUTH_MODE", "RAY_ADDRESS"):
+        monkeypatch.delenv(name, raising=False)
+    connect(Execution(executor="ray"))
+    assert (asked["address"], asked["include_dashboard"], os.environ["RAY_AUTH_MODE"]) == ("local", False, "token")
