@@ -10,4 +10,3 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 MIB = 2**20
 KEPT = ("experiment.json", "metrics.jsonl", "summary.json")  # of a finished run; the summary is written last
-DIGEST = "FEDLIB.sha256"  # of a member of a tar, in its own header

@@ -30,6 +30,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--seconds", type=float, default=560, help="after which the command has ended, whatever happens")
     p.add_argument("--out", type=Path, required=True, help="the folder for what comes back: at most 8 files of 16 MiB")
     p.add_argument("--plan", type=Path, default=Path(".away/plan.json"), metavar="FILE", help="of the packed folder")
+    p.add_argument("--skip", nargs="+", default=[], choices=["tests", "convolutions", "speed"], help="in a later turn")
 
     p = add("home", help="take finished runs of a runs.tar into the store")
     p.add_argument("files", nargs="+", type=Path, metavar="FILE")

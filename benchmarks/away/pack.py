@@ -119,7 +119,6 @@ def _missing(planned: Iterable) -> list[dict]:
     from fedlib.runs.store import find_run
 
     out, stored = [], 0
-    warnings.filterwarnings("ignore", category=UserWarning)  # what a method says of its levels, a sentence a run
     for cell, e in planned:
         try:
             if find_run(e) is not None:
@@ -128,7 +127,9 @@ def _missing(planned: Iterable) -> list[dict]:
         except ValueError as error:
             print(f"left out: {error}")
             continue
-        out.append({"name": e.slug, "cell": cell, "macs": training_macs(e), "experiment": e.to_dict()})
+        with warnings.catch_warnings():  # what a method says of its levels, a sentence a run
+            warnings.simplefilter("ignore")
+            out.append({"name": e.slug, "cell": cell, "macs": training_macs(e), "experiment": e.to_dict()})
     if stored:
         print(f"{stored} runs are stored already")
     if not out:
