@@ -36,6 +36,7 @@ MEASURE = ["-m", "benchmarks.gpu"]
 CHILD = ["-m", "benchmarks.away.child"]
 FIRST_GUESS = {"cuda": 1e12, "cpu": 5e9}  # training MACs a second, until one is measured
 LARGEST, CHECKPOINT, LOG = 16 * MIB, 14 * MIB, MIB
+BROKEN_OFF = 3  # the exit status
 
 
 @dataclass
@@ -145,6 +146,7 @@ class Turn:
         self.runs.mkdir(parents=True)
         self.rate = FIRST_GUESS[device.split(":")[0]] * (_cores() if device == "cpu" else 1)
         self.rate_of = "a first guess"
+        self.status = BROKEN_OFF
 
     def _environment(self) -> dict[str, str]:
         """Packages that this machine lacks come first, data and weights from the folder, nothing from a network."""
@@ -158,7 +160,7 @@ class Turn:
             "FEDLIB_TEST_DEVICE": self.device, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "MPLBACKEND": "agg",
         }  # fmt: skip
 
-    def start(self, name: str, command: Sequence[str]) -> Part:
+    def start(self, name: str, command: Sequence[object]) -> Part:
         part = Part(name, list(map(str, command)), self.logs / f"{name}.log", self.env)
         self.parts.append(part)
         return part
@@ -237,6 +239,13 @@ class Turn:
             plan, minutes = self.folder / "plan.json", max(0.01, self.clock.left / 60)
             self.start("beside", [*CHILD, "fill", plan, minutes, _cores() - 2])
 
+    def macs(self, r: Mapping[str, Any]) -> float:
+        """What a run still takes after its last evaluated round."""
+        done = 0.0
+        with contextlib.suppress(IndexError, KeyError, TypeError, ValueError):  # none yet, or damaged
+            done = json.loads(_lines(self.runs / r["name"] / "metrics.jsonl")[-1])["t"] / r["experiment"]["rounds"]
+        return r["macs"] * (1 - done)
+
     def train(self) -> str | None:
         """The plan's runs, the first that fits each time; the name of the one that the end interrupted.
 
@@ -244,13 +253,14 @@ class Turn:
         """
         todo = list(enumerate(self.plan["runs"]))
         while todo and self.clock.left > 0.04 * self.clock.seconds:
-            i, r = place = next((p for p in todo if p[1]["macs"] / self.rate <= self.clock.left), todo[0])
+            i, r = place = next((p for p in todo if self.macs(p[1]) / self.rate <= self.clock.left), todo[0])
             todo.remove(place)
-            said = {"predicted": round(r["macs"] / self.rate, 1), "from": self.rate_of}
+            macs = self.macs(r)
+            said = {"predicted": round(macs / self.rate, 1), "from": self.rate_of}
             part = self.start(r["name"], [*CHILD, "train", self.folder / "plan.json", i, self.device])
             well = self.end(part, self.clock.last, **said)
             if well:
-                self.rate, self.rate_of = r["macs"] / part.seconds, r["name"]
+                self.rate, self.rate_of = macs / part.seconds, r["name"]
                 self.pack_runs()
             elif part.interrupted:
                 return r["name"]
@@ -261,7 +271,7 @@ class Turn:
 def run(
     device: str, seconds: float, out: Path, plan: Path = Path(".away/plan.json"), skip: Collection[str] = ()
 ) -> int:
-    """Work through a turn; 0 if at least one run was finished, else 1. It ends before ``seconds`` are over, always."""
+    """Work through a turn, which ends before ``seconds`` are over; 0 if a run was finished, else 1, 3 if broken off."""
     if not seconds >= 5:
         raise ValueError(f"--seconds {seconds:g}: expected at least 5")
     if device.split(":")[0] not in FIRST_GUESS:
@@ -275,7 +285,8 @@ def run(
         signal.signal(number, lambda *_: setattr(turn.clock, "cut", True))
     signal.setitimer(signal.ITIMER_REAL, seconds - max(0.5, 0.005 * seconds) - turn.clock.elapsed)
     try:
-        return _worked(turn)
+        turn.status = _worked(turn)
+        return turn.status
     finally:
         for part in list(turn.parts):  # none, unless something unforeseen was raised
             part.kill()
@@ -295,9 +306,12 @@ def _worked(turn: Turn) -> int:
             lay_out(unpacked(earlier), turn.runs)
         except ValueError as error:
             turn.note("checkpoint", f"not used: {error}")
-    turn.measure()
-    turn.beside()
-    unfinished = turn.train()
+    unfinished = None
+    for stage in (turn.measure, turn.beside, turn.train):
+        try:
+            unfinished = stage()
+        except Exception as error:  # whatever it is, what was reached is packed
+            turn.note(stage.__name__, f"failed: {error}")
     for part in list(turn.parts):  # the spare cores' runs, for which nobody waits
         turn.end(part, 0, grace=turn.clock.reserve / 6)
     turn.pack_runs()
@@ -316,8 +330,9 @@ def _break_off(turn: Turn) -> None:
     """The hard end: whatever hangs, nothing goes on after it. What was packed before stands."""
     for part in list(turn.parts):
         part.kill()
-    print(f"{turn.clock.elapsed:6.1f} s  broken off", flush=True)
-    os._exit(3)
+    if turn.status == BROKEN_OFF:  # else it is the decoded data whose deletion takes too long
+        print(f"{turn.clock.elapsed:6.1f} s  broken off", flush=True)
+    os._exit(turn.status)
 
 
 def machine(turn: Turn) -> dict[str, Any]:

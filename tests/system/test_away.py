@@ -101,6 +101,12 @@ def test_a_rehearsal_on_a_machine_that_lacks_what_is_packed(packed, bare, tmp_pa
 CHILD = """
 import json, os, pathlib, signal, subprocess, sys, time
 what, *rest = sys.argv[1:]
+KEPT = "experiment.json", "metrics.jsonl", "summary.json"
+if what == "fill":
+    path = pathlib.Path(os.environ["FEDLIB_OUTPUTS"], "runs", "of_spare_cores")
+    path.mkdir()
+    [(path / name).write_text("{}") for name in KEPT]
+    time.sleep(60)
 if what == "train":
     r = json.loads(pathlib.Path(rest[0]).read_text())["runs"][int(rest[1])]
     path = pathlib.Path(os.environ["FEDLIB_OUTPUTS"], "runs", r["name"])
@@ -108,7 +114,7 @@ if what == "train":
     if r["does"] == "fails":
         sys.exit("no")
     if r["does"] == "ends":
-        [(path / name).write_text("{}") for name in ("experiment.json", "metrics.jsonl", "summary.json")]
+        [(path / name).write_text("{}") for name in KEPT]
     if r["does"] == "waits":
         (path / "checkpoint.safetensors").write_text("round 3")
         time.sleep(60)
@@ -126,9 +132,9 @@ TURN = """
 import json, sys, time
 from pathlib import Path
 from benchmarks.away import run
-vars(run).update(json.loads(sys.argv[1]))
+vars(run).update(json.loads(sys.argv[1]), _cores=lambda: 4)
 if sys.argv[2]:
-    setattr(run.Turn, sys.argv[2], lambda turn: time.sleep(60))
+    setattr(getattr(run, (at := sys.argv[2].split("."))[0]), at[1], lambda *_, **more: time.sleep(60))
 sys.exit(run.run("cpu", float(sys.argv[3]), *map(Path, sys.argv[4:])))
 """
 
@@ -143,7 +149,7 @@ def turn(folder, plan, seconds, hanging="", **code):
 def planned(folder, **does):
     """A plan of runs that do so, each of so many MACs."""
     runs = [{"name": name, "does": what, "macs": macs} for name, (what, macs) in does.items()]
-    (folder / "plan.json").write_text(json.dumps({"commit": "0", "packages": {}, "runs": runs}))
+    (folder / "plan.json").write_text(json.dumps({"commit": "0", "packages": {}, "runs": runs, "beside": [{}]}))
     return folder / "plan.json"
 
 
@@ -157,8 +163,9 @@ def test_a_red_suite_stops_nothing_and_runs_that_fit_go_first(tmp_path):
     assert list(report)[:3] == ["tests", "convolutions", "speed"]
     assert report["speed"]["ended"] == "failed with 2" and report["a"]["ended"] == "failed with 1"
     assert [p for p in report if len(p) == 1] == ["a", "b", "d", "c"]  # c does not fit: it has what is left
+    assert report["beside"]["ended"].startswith("stopped")
     assert report["c"]["ended"].startswith("stopped at its limit") and report["d"]["from"] == "b"
-    assert {n.split("/")[0] for n in unpacked(tmp_path / "out/runs.tar")} == {"b", "d"}
+    assert {n.split("/")[0] for n in unpacked(tmp_path / "out/runs.tar")} == {"b", "d", "of_spare_cores"}
     assert unpacked(tmp_path / "out/checkpoint.tar") == {"c/checkpoint.safetensors": b"round 3"}
 
 
@@ -186,10 +193,11 @@ def is_zombie(pid):
     return False
 
 
-def test_where_packing_hangs_the_alarm_ends_it(tmp_path):
+@pytest.mark.parametrize("hanging, expected", [("Turn.pack_runs", 3), ("shutil.rmtree", 1)])
+def test_where_packing_or_deleting_hangs_the_alarm_ends_it(hanging, expected, tmp_path):
     """Of 5 seconds 4.5 are over."""
-    status, seconds = turn(tmp_path, planned(tmp_path), 5, "pack_runs", SUITE="", MEASURE="", CHILD="")
-    assert status == 3 and seconds < 5.5
+    status, seconds = turn(tmp_path, planned(tmp_path), 5, hanging, SUITE="", MEASURE="", CHILD="")
+    assert status == expected and seconds < 5.5
 
 
 # --- tars, sizes ------------------------------------------------------------------------------------------------------
