@@ -142,7 +142,8 @@ sys.exit(run.run("cpu", float(sys.argv[3]), *map(Path, sys.argv[4:])))
 def turn(folder, plan, seconds, hanging="", **code):
     """The exit status of a turn whose processes run ``code`` instead, and its wall seconds."""
     code, began = json.dumps({name: ["-c", text] for name, text in code.items()}), time.monotonic()
-    done = subprocess.run([sys.executable, "-c", TURN, code, hanging, str(seconds), folder / "out", plan], cwd=ROOT)
+    command = [sys.executable, "-c", TURN, code, hanging, str(seconds), folder / "out", plan]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | {"TMPDIR": str(folder)})  # what is left behind goes too
     return done.returncode, time.monotonic() - began
 
 
