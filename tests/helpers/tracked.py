@@ -4,6 +4,7 @@
 """
 
 import os
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -12,9 +13,11 @@ VARIABLE = "FEDLIB_TESTS_TRACKED"
 
 def lay_out(root: Path, folder: Path) -> None:
     """Link the project ``root`` into ``folder`` and name it to all that inherit the environment."""
-    listed = subprocess.run(["git", "ls-files", "-z", "outputs"], cwd=root, capture_output=True, text=True)
-    names = [n for n in listed.stdout.split("\0") if n and (root / n).is_file()]
-    if listed.returncode:  # an unpacked archive
+    listed, git = None, shutil.which("git")
+    if git is not None:
+        listed = subprocess.run([git, "ls-files", "-z", "outputs"], cwd=root, capture_output=True, text=True)
+    names = [n for n in (listed.stdout if listed else "").split("\0") if n and (root / n).is_file()]
+    if listed is None or listed.returncode:  # an unpacked archive
         names = [p.relative_to(root).as_posix() for p in (root / "outputs").rglob("*") if p.is_file()]
     folder.mkdir(parents=True)
     for path in root.iterdir():
