@@ -108,10 +108,11 @@ class SGD(LocalOptimiser):
             torch._foreach_mul_(velocity, self.momentum)
             torch._foreach_add_(velocity, grads)
             grads = velocity
-        if isinstance(own := self._factors(-rate, reached), float):
-            torch._foreach_add_(leaves, grads, alpha=own)
-        else:
+        own = self._factors(-rate, reached)
+        if isinstance(own, list):
             torch._foreach_addcmul_(leaves, grads, own)
+        else:
+            torch._foreach_add_(leaves, grads, alpha=own)
 
 
 class Adam(LocalOptimiser):

@@ -23,6 +23,7 @@ from ..engine.executors import Execution
 from ..engine.federation import Federation, build_federation
 from ..engine.privacy import privacy_spent
 from ..engine.rounds import Finished, measure, run_rounds
+from ..layers.conv import CHOSEN
 from ..methods import Server
 from . import side_by_side
 from .callbacks import Callback, OnRound, Together
@@ -253,8 +254,10 @@ def _continue(
     server = store.restore(f)
     f = replace(f, experiment=store.experiment)
     check_inputs(f.experiment, path, store.record, inputs, accept, server.t)
-    by = store.record.get("provenance", {}).get("products") if server.t else None
-    execution = replace(execution, products=by or execution.products)
+    first, *later = (store.record.get("provenance", {}), *store.record.get("resumed", [])) if server.t else ({},)
+    execution = replace(execution, products=first.get("products") or execution.products)
+    for go in (first, *later):  # convolutions go on as they were chosen
+        CHOSEN.update(go.get("convolutions", {}))
     if not store.final:
         now = provenance_now(execution)
         store.check_shapes(server, f)

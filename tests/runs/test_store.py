@@ -53,6 +53,38 @@ def test_a_run_goes_on_with_who_multiplied_its_first_rounds(tmp_path, monkeypatc
     assert asked == ["", ""]
 
 
+def test_provenance_names_the_card_and_a_run_goes_on_with_its_convolutions(tmp_path, monkeypatch):
+    """How convolutions run is measured as shapes come: a record says what was found up to its last checkpoint."""
+    monkeypatch.setattr(record, "CHOSEN", chosen := {})
+    monkeypatch.setattr(runs_module, "CHOSEN", chosen)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91200)
+    said = record.gpu()
+    assert said["device"] == "NVIDIA H100 80GB HBM3" and said["cudnn"] == 91200 and said["host"]
+    monkeypatch.setattr(record, "cpu", lambda: {"device": "a CPU", "convolutions": chosen})
+    e = small("reefl", rounds=3)
+
+    def measured(r):
+        chosen["3 clients, 4 to 8 channels"] = "loop"
+        return True
+
+    run(e, ONE, tmp_path, progress=False, on_round=measured)
+    chosen.clear()
+    done = run(e, ONE, tmp_path, progress=False)
+    assert chosen == {"3 clients, 4 to 8 channels": "loop"} == done.record["provenance"]["convolutions"]
+
+
+def test_provenance_says_which_commit(monkeypatch):
+    record.commit.cache_clear()
+    monkeypatch.setenv("FEDLIB_COMMIT", "handed in")
+    assert record.commit() == "handed in"
+    record.commit.cache_clear()
+    monkeypatch.delenv("FEDLIB_COMMIT")
+    monkeypatch.setenv("PATH", "")
+    assert record.commit() == ""  # git is not there
+    record.commit.cache_clear()
+
+
 def test_provenance_names_hardware_and_versions(tmp_path):
     e = short("reefl", rounds=1)
     path = run(e, ONE, tmp_path, progress=False).path
@@ -70,7 +102,7 @@ def test_provenance_names_hardware_and_versions(tmp_path):
         "workers",
         "began",
     }
-    assert set(stored["provenance"]) == facts
+    assert set(stored["provenance"]) - {"commit"} == facts  # an archive has no commit, unless it is told
     assert Experiment.from_dict(stored["experiment"]) == e
 
 
