@@ -89,8 +89,8 @@ test-oldest:
 	$(MAKE) test VENV=.venv-oldest
 
 lint: $(VENV)/.has-dev
-	$(BIN)/ruff check fedlib tests benchmarks pretraining docs
-	$(BIN)/ruff format --check fedlib tests benchmarks pretraining docs
+	$(BIN)/ruff check fedlib fedlib_lab tests benchmarks pretraining docs
+	$(BIN)/ruff format --check fedlib fedlib_lab tests benchmarks pretraining docs
 	$(BIN)/basedpyright --pythonpath $(BIN)/python
 
 lab: $(VENV)/.has-text

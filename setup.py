@@ -3,6 +3,6 @@
 from setuptools import find_packages, setup
 
 setup(
-    packages=[*find_packages(include=["fedlib*"]), "fedlib.params"],
+    packages=[*find_packages(include=["fedlib", "fedlib.*", "fedlib_lab", "fedlib_lab.*"]), "fedlib.params"],
     package_dir={"fedlib.params": "params"},
 )

@@ -9,7 +9,9 @@ from .core.experiment import Experiment
 from .core.threads import wait_passively
 
 if TYPE_CHECKING:  # what ``__getattr__`` finds
-    from .data.datasets import register_data
+    from fedlib_lab.readers import register_data
+    from fedlib_lab.zoo import wrap
+
     from .engine.executors import Execution
     from .engine.federation import build_federation
     from .engine.rounds import run_rounds
@@ -22,17 +24,22 @@ if TYPE_CHECKING:  # what ``__getattr__`` finds
     from .runs.sweep import sweep
 
 wait_passively()
+try:
+    import fedlib_lab  # noqa: F401  which fills the doors of ``core/doors.py``: the one place that names it
+except ModuleNotFoundError as error:  # the core alone
+    if error.name != "fedlib_lab":
+        raise
 
 __all__ = ["Experiment", "Execution", "build_federation", "extend", "forget", "register_data",
            "recipe", "run", "run_all", "run_rounds",
            "runs_frame", "save_model", "sweep", "wrap"]  # fmt: skip
 
 _LAZY = {
-    "Execution": "engine.executors", "run_rounds": "engine.rounds", "build_federation": "engine.federation",
-    "extend": "runs.extend", "save_model": "runs.export", "forget": "runs.places", "recipe": "runs.params",
-    "run": "runs.store", "run_all": "runs.store",
-    "sweep": "runs.sweep", "wrap": "models.registry",
-    "register_data": "data.datasets", "runs_frame": "report.frames",
+    "Execution": "fedlib.engine.executors", "run_rounds": "fedlib.engine.rounds",
+    "build_federation": "fedlib.engine.federation", "extend": "fedlib.runs.extend",
+    "save_model": "fedlib.runs.export", "forget": "fedlib.runs.places", "recipe": "fedlib.runs.params",
+    "run": "fedlib.runs.store", "run_all": "fedlib.runs.store", "sweep": "fedlib.runs.sweep",
+    "wrap": "fedlib_lab.zoo", "register_data": "fedlib_lab.readers", "runs_frame": "fedlib.report.frames",
 }  # fmt: skip
 
 
@@ -46,7 +53,7 @@ def __getattr__(name: str):
         raise AttributeError(f"module 'fedlib' has no attribute {name!r}")
     from importlib import import_module
 
-    return getattr(import_module(f".{_LAZY[name]}", __name__), name)
+    return getattr(import_module(_LAZY[name]), name)
 
 
 def __dir__() -> list[str]:

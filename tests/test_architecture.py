@@ -1,4 +1,7 @@
-"""The architecture: a file imports only from lower layers, stays thin, and heavy imports wait until they are needed."""
+"""The architecture: a core that knows nothing of the lab, files that import from lower layers alone, budgets of lines.
+
+Heavy imports wait until they are needed.
+"""
 
 import ast
 import re
@@ -10,6 +13,7 @@ import fedlib
 from fedlib.methods import METHODS
 
 PACKAGE = Path(fedlib.__file__).parent
+LAB = PACKAGE.parent / "fedlib_lab"
 BENCHMARKS = PACKAGE.parent / "benchmarks"
 LAYERS = [
     ["core"],
@@ -25,6 +29,38 @@ LAYERS = [
     ["__main__"],
 ]
 LAYER = {folder: i for i, folders in enumerate(LAYERS) for folder in folders}
+# What is the lab's and still lies in the core's folders: whole folders, then files
+LABS_FOLDERS = {"kernels", "runs", "report", "papers", "cli", "__main__"}
+LABS_FILES = {
+    "core": "messages",
+    "layers": "members selective_scan",
+    "data": "decode docstrings equations images leaf local own speech",
+    "models": "efficientnet faithful foreign foreign_loading foreign_specs msdnet timm_nets traced vim wrapped",
+    "methods": "generators ranks fedproto darkdistill fedrolex fiarse fjord flexlora flora hetlora",
+    "engine": "cluster flower processes workers",
+}
+# Lines of code as they stand. They may only be lowered: what comes in is paid for by what goes
+LINES = {
+    "fedlib_lab": 254,
+    "the face and the command line": 244,
+    "core": 915,
+    "core, the lab's": 51,
+    "data": 1164,
+    "data, the lab's": 935,
+    "engine": 1939,
+    "engine, the lab's": 718,
+    "kernels": 486,
+    "layers": 564,
+    "layers, the lab's": 226,
+    "methods": 2355,
+    "methods, the lab's": 676,
+    "models": 1446,
+    "models, the lab's": 1446,
+    "papers": 1195,
+    "report": 2238,
+    "runs": 3063,
+    "all": 19915,
+}
 HEAVY = {
     "peft",
     "timm",
@@ -169,10 +205,40 @@ def code_lines(path):
     return sum(i not in told and line.strip() != "" and not line.lstrip().startswith("#") for i, line in lines)
 
 
+def is_labs(path):
+    folder = folder_of(path)
+    return folder in LABS_FOLDERS or path.stem in LABS_FILES.get(folder, "").split()
+
+
+def test_the_core_imports_nothing_of_the_lab_but_by_its_doors():
+    """Only the face of the package, ``fedlib/__init__.py``, asks for the lab by name."""
+    for path in (p for p in files() if not is_labs(p)):
+        found = [str(p.relative_to(PACKAGE)) for p in imported_files(path) if is_labs(p)]
+        assert path == PACKAGE / "__init__.py" or not found, f"{path.relative_to(PACKAGE)}: {found}"
+        assert path == PACKAGE / "__init__.py" or "fedlib_lab" not in " ".join(spelled(path)), path.name
+    named = {file: words.split() for file, words in LABS_FILES.items()}
+    for folder, stems in named.items():
+        there = {p.stem for p in (PACKAGE / folder).rglob("*.py")}
+        assert set(stems) <= there, f"{folder}: {set(stems) - there} moved; take them from the list"
+
+
+def test_lines_of_code_only_fall():
+    found = {"fedlib_lab": sum(map(code_lines, LAB.rglob("*.py")))}
+    for path in files():
+        folder = folder_of(path) if path.parent != PACKAGE else "the face and the command line"
+        name = f"{folder}, the lab's" if is_labs(path) and folder in LABS_FILES else folder
+        found[name] = found.get(name, 0) + code_lines(path)
+    found["all"] = sum(found.values())
+    for name, lines in found.items():
+        assert lines <= LINES.get(name, 0), f"{name}: {lines} lines of code, at most {LINES.get(name)}"
+        assert lines > LINES[name] - 40, f"{name}: {lines} lines of code; lower its {LINES[name]}"
+    assert found.keys() == LINES.keys()
+
+
 def test_files_are_thin():
     for path in files():
-        most, lines = 188 if path.parent.parent.name == "methods" else 300, code_lines(path)
-        assert lines <= most, f"{path.name}: {lines} lines of code"
+        lines = code_lines(path)
+        assert lines <= 300 or folder_of(path) == "methods", f"{path.name}: {lines} lines of code"
 
 
 def test_every_argument_says_its_type():

@@ -190,7 +190,8 @@ def _packages() -> Files:
 def _data_files(name: str) -> Files:
     """The files of a data set: its copy in ``$FEDLIB_DATA``, or what was decoded of the hub's if that is smaller."""
     from fedlib.data.cache import cache_file
-    from fedlib.data.datasets import HUB, TEXTS, _hub_key, _local_copy
+    from fedlib.data.datasets import TEXTS
+    from fedlib_lab.readers import HUB, _hub_key, _local_copy
 
     if name == "mnist":  # a package of PACKAGES brings it
         return {}

@@ -4,7 +4,9 @@ How OpenMP threads wait is read from the environment once, as they are loaded. B
 cores from whoever works: small local steps then run several times slower.
 """
 
+import ctypes
 import os
+import platform
 import sys
 import threading
 import time
@@ -18,6 +20,7 @@ from typing import Any, TypeVar
 Part = TypeVar("Part")
 Done = TypeVar("Done")
 
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 _too_late = False
 
 
@@ -90,6 +93,15 @@ def close(pool: ThreadPoolExecutor) -> None:
         until = time.monotonic() + 10
         while os.path.exists(f"/proc/self/task/{thread.native_id}") and time.monotonic() < until:
             time.sleep(1e-4)
+
+
+def keep_freed_memory() -> None:
+    """Let this process keep what it frees: glibc gives large blocks back to the kernel at once, and zeroed pages are
+    slow to come by."""
+    if platform.libc_ver()[0] == "glibc":
+        libc = ctypes.CDLL(None)
+        libc.mallopt(M_MMAP_THRESHOLD, 2**25)
+        libc.mallopt(M_TRIM_THRESHOLD, 2**30)
 
 
 class Switches:

@@ -22,6 +22,7 @@ Decoded = tuple[dict[str, torch.Tensor], list[str]]  # tensors by name, class na
 READER = 2  # raised where a reader makes something else of the same files: keys, which name runs, stay as they are
 SETTLED = 2.0  # seconds after which a file that is written again has another time
 _digests: dict[str, str] = {}  # of files' bytes, by what the system says of the files
+FORMAT = 3  # of the decoded arrays
 
 
 def cache_dir() -> Path:

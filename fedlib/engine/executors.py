@@ -10,17 +10,18 @@ import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Annotated, Literal, Protocol
+from typing import Annotated, Protocol
 
 import torch
 from annotated_types import Ge, Le
 
+from ..core import doors
 from ..core.clients import Client
 from ..core.devices import memory_to_plan_with
 from ..core.kinds import Count, Positive
 from ..core.profiling import phase
 from ..core.threads import close, repeatable, warn_if_spinning
-from ..core.validation import check_instance, names_its_keywords
+from ..core.validation import check_instance, check_known, names_its_keywords
 from ..methods import Member, Round, Server
 from ..methods.sums import MaskedMean
 from ..models.exit_model import ExitModel
@@ -78,13 +79,14 @@ class Execution:
     device: str = "cpu"
     workers: Side | None = None
     cohort_size: Count | None = None
-    executor: Literal["auto", "processes", "threads", "ray", "flower"] = "auto"
+    executor: str = "auto"
     address: str | None = None
     patience_seconds: Positive = 120.0
     products: str = ""
 
     def __post_init__(self):
         check_instance(self, "execution")
+        check_known([self.executor], ("auto", "threads", *doors.EXECUTORS), "execution: executor = {} is not possible")
         if self.executor in ("ray", "processes") and self.device not in ("cpu", "cuda"):
             raise ValueError(
                 f"execution: device = {self.device!r} with executor = {self.executor!r}; allowed: cpu, cuda"
@@ -114,6 +116,10 @@ class Execution:
         if self.device != "cuda" or self.executor not in ("auto", "processes"):
             return [self.device]
         return [f"cuda:{i}" for i in range(torch.cuda.device_count())]
+
+
+class Unforkable(RuntimeError):
+    """A fork of this process could not train."""
 
 
 class Executor(Protocol):

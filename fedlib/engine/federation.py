@@ -13,14 +13,13 @@ from ..core.rng import numpy_generator, torch_generator
 from ..data.datasets import is_text
 from ..data.federated import FederatedData, check_task, load_federated
 from ..data.tasks import Span, Task, task_of
-from ..kernels import swap_in_
 from ..layers.dropout import TokenDropout
+from ..layers.overrides import override
 from ..methods import Method, Server, Setting
 from ..methods.jobs import unknown
 from ..models.adapters import apply_finetune_
 from ..models.exit_model import ExitModel
 from ..models.exits import EveryToken
-from ..models.foreign_specs import ForeignSpec
 from ..models.measure import Measure
 from ..models.places import axes_of
 from ..models.registry import backbone_spec, build_backbone, tokenizer_of
@@ -104,7 +103,9 @@ def build_model(
         if not meta:
             head.init_(torch_generator(e.seed, "head init"))
         apply_finetune_(backbone, head, e.finetune, dict(e.finetune_options), e.seed)
-    model = swap_in_(ExitModel(backbone, head, units, e.batch_norm).eval())
+    model = ExitModel(backbone, head, units, e.batch_norm).eval()
+    if (swap_in_ := override("swap_in")) is not None:
+        model = swap_in_(model)
     method.configure(model)
     return model
 
@@ -136,7 +137,7 @@ def build_federation(e: Experiment, device: str = "cpu") -> Federation:
     spec = backbone_spec(e.backbone)
     checks.check_words(e, spec)
     data = load_federated(e, device, spec.input_shape[-1], tokenizer_of(e.backbone))
-    if spec.pixels and isinstance(spec, ForeignSpec) and spec.as_trained:  # images as the checkpoint saw them
+    if spec.pixels and spec.as_trained:  # images as the checkpoint saw them
         mean, std = torch.tensor(spec.pixels, device=data.mean.device)
         data = replace(data, mean=mean, std=std)
     checks.check_input(e, spec, is_text(data.inputs))

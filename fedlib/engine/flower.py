@@ -208,7 +208,7 @@ class FlowerExecutor(Workers):
     kind = "SuperNode"
 
     def __init__(self, federation: Federation, execution: Execution):
-        if not (cls := type(federation.method)).__module__.startswith("fedlib."):
+        if not (cls := type(federation.method)).__module__.startswith(("fedlib.", "fedlib_lab.")):
             raise ValueError(f"executor = 'flower' sends no code, and {cls.__name__} is of {cls.__module__}; use 'ray'")
         if execution.device == "cpu":
             choose_products(execution.products)

@@ -32,13 +32,9 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from ..core import profiling
 from ..kernels.products import choose_products
 from ..methods import Member, Round, Server
-from .executors import Execution, Memories, Trained
+from .executors import Execution, Memories, Trained, Unforkable
 from .federation import Federation, build_train_cache
 from .workers import Finished, Workers, as_bytes, become_worker, kit, of_bytes, train_task
-
-
-class Unforkable(RuntimeError):
-    """A fork of this process could not train."""
 
 
 class Processes(Workers):

@@ -7,19 +7,20 @@ from typing import Any
 
 import torch
 
+from ..core import doors
 from ..core.experiment import Experiment
 from ..core.memories import Overlay
 from ..core.profiling import phase
-from ..kernels.products import choose_products
+from ..core.threads import keep_freed_memory
+from ..layers.overrides import override
 from ..methods import Arrived, Round, Server
 from ..methods.sums import MaskedMean, all_finite
 from .arithmetic import arithmetic, check_precision
 from .evaluation import evaluate
-from .executors import Execution, Executor, InProcess, Memories, Trained, plan_round
+from .executors import Execution, Executor, InProcess, Memories, Trained, Unforkable, plan_round
 from .federation import Federation
 from .privacy import privatise
 from .serving import evaluate_clients
-from .workers import keep_freed_memory
 
 
 @dataclass(frozen=True)
@@ -46,23 +47,16 @@ def build_executor(federation: Federation, execution: Execution) -> Executor:
     """The executor that ``execution`` asks for; ``Unforkable`` if that is ``processes`` and they cannot be had."""
     check_precision(federation.experiment, execution.device)
     if execution.device == "cpu":  # before any worker is forked; and the driver evaluates
-        choose_products(execution.products)
         keep_freed_memory()
-    if execution.executor == "ray":
-        from .cluster import RayExecutor
-
-        return RayExecutor(federation, execution)
-    if execution.executor == "flower":
-        from .flower import FlowerExecutor
-
-        return FlowerExecutor(federation, execution)
-    if execution.executor == "processes" or (execution.executor == "auto" and execution.side_by_side() > 1):
-        from .processes import Processes, Unforkable
-
+        if (begin := override("begin")) is not None:
+            begin(execution.products)
+    several = execution.executor == "auto" and execution.side_by_side() > 1
+    name = "processes" if several and "processes" in doors.EXECUTORS else execution.executor
+    if name in doors.EXECUTORS:
         try:
-            return Processes(federation, execution)
+            return doors.load(doors.EXECUTORS[name])(federation, execution)
         except Unforkable:
-            if execution.executor == "processes":
+            if execution.executor != "auto":
                 raise
     return InProcess(federation, execution)
 

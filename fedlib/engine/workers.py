@@ -7,8 +7,6 @@ Read next: ``processes.py``, ``cluster.py``, ``flower.py``.
 """
 
 import copy
-import ctypes
-import platform
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,12 +17,12 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
+from ..core.threads import keep_freed_memory
 from ..methods import Member, Round, Server
 from ..methods.mixtures import under
 from .executors import Cohorts, Execution, Memories, Trained, automatic_cohort_size, train_cohort
 from .federation import Federation, label_counts
 
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 TRIES = 4  # of one cohort before a lost worker is taken for a sign
 Finished = tuple[int, Trained | None, Exception | None]  # a place in the plan, what came back, or how it was lost
 
@@ -33,15 +31,6 @@ def become_worker() -> None:
     """Set this process up to train cohorts: one intra-op thread, and what a step frees is kept for the next one."""
     torch.set_num_threads(1)
     keep_freed_memory()
-
-
-def keep_freed_memory() -> None:
-    """Let this process keep what it frees: glibc gives large blocks back to the kernel at once, and zeroed pages are
-    slow to come by."""
-    if platform.libc_ver()[0] == "glibc":
-        libc = ctypes.CDLL(None)
-        libc.mallopt(M_MMAP_THRESHOLD, 2**25)
-        libc.mallopt(M_TRIM_THRESHOLD, 2**30)
 
 
 def as_bytes(t: torch.Tensor) -> tuple[np.ndarray | None, torch.dtype, torch.Size]:

@@ -1,7 +1,7 @@
 """Kernels: what stands in for layers' and models' own code on a CPU, swapped in from outside, by name.
 
 Neither a layer nor a model knows them: ``swap_in_`` gives a built model's blocks a class whose forward tries a kernel
-first; ``layers.overrides`` holds its functions as soon as this is imported. Each runs equal to the modules it stands
+first; ``layers.overrides`` holds all functions as soon as this is imported. Each runs equal to the modules it stands
 for, in a test.
 
     products    float32 products go straight to a BLAS, without PyTorch's dispatcher (``products.py``)
@@ -20,9 +20,6 @@ from ..models.vit import Block
 from . import attention, products
 from .vit_block import WrittenBlock
 
-OVERRIDES.update(attend=attention.attend, matmul=products.matmul)  # also in a process that is sent its model
-
-
 Model = TypeVar("Model", bound=nn.Module)
 
 
@@ -32,3 +29,8 @@ def swap_in_(model: Model) -> Model:
         if type(module) is Block:
             module.__class__ = WrittenBlock
     return model
+
+
+OVERRIDES.update(  # also in a process that is sent its model
+    attend=attention.attend, matmul=products.matmul, swap_in=swap_in_, begin=products.choose_products
+)

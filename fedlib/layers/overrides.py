@@ -1,9 +1,24 @@
-"""Where a kernel may stand in for a layer's own code: ``kernels`` puts its functions here, by name.
+"""Where something may stand in for a layer's own code, by name. What the door ``doors.LAYERS`` names puts it here.
 
 attend(heads, q, k, v, mask, scale)   ``attention.attend``, or None: not on these inputs
 matmul(x, y, to)                      ``linear.matmul``
+swap_in(model)                        the model that was built, with modules of another class
+begin(products)                       before a run's first round on a CPU; ``Execution.products``
+
+``FLOPS`` has what operations of PyTorch's kind count that PyTorch does not know, by operation.
 """
 
 from collections.abc import Callable
+from typing import Any
+
+from ..core import doors
 
 OVERRIDES: dict[str, Callable] = {}
+FLOPS: dict[Any, Callable] = {}
+
+
+def override(name: str) -> Callable | None:
+    """What stands in for ``name``, of all that the door names; None: nothing."""
+    for place in doors.LAYERS:
+        doors.load(place)
+    return OVERRIDES.get(name)

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from .linear import per_client
+from .overrides import FLOPS
 
 CHUNK = 16  # time steps between two stored states
 SLAB = 2**16  # numbers in the states of the examples that a CPU takes through time together, so that they stay in cache
@@ -201,3 +202,6 @@ def scan_flops(u_shape, delta_shape, a_shape, *args, **kwargs) -> int:
     """Four products per token, channel and state: delta A, exp(.) h, (delta u) B, C h; exponentials are not counted."""
     k, batch, tokens, d = u_shape
     return 2 * 4 * k * batch * tokens * d * a_shape[-2]
+
+
+FLOPS[torch.ops.fedlib.selective_scan] = scan_flops

@@ -1,8 +1,9 @@
-"""Methods by name. Adding one: write its file, add its name here."""
+"""Methods by name: those of the five papers here, others by the door ``doors.METHODS`` or by :func:`register`."""
 
 from collections.abc import Mapping
 from importlib import import_module
 
+from ..core import doors
 from ..core.kinds import Scalar
 from ..core.validation import check_fields, did_you_mean
 from .base import Method
@@ -11,24 +12,24 @@ from .server import ServerStep
 
 NAMES = {  # of files, each of which holds the method of its name
     "sliced": (
-        "fedavg", "fedavg_level1", "exclusivefl", "inclusivefl", "decoupled", "heterofl", "fedrolex", "fjord", "fiarse",
-        "scalefl", "scalefl_vit", "feddf", "depthfl", "reefl", "fedepth", "splitmix", "raffm", "hetlora", "flexlora",
-        "flora", "darkdistill",
+        "fedavg", "fedavg_level1", "exclusivefl", "inclusivefl", "decoupled", "heterofl", "scalefl", "scalefl_vit",
+        "feddf", "depthfl", "reefl", "fedepth", "splitmix", "raffm",
     ),
     "personal": (
         "local", "fedprox", "fedper", "fedrep", "fedbabu", "fedamp", "pfedgraph", "fedrod", "ditto", "fedpac",
-        "fedproto", "cafedistill",
+        "cafedistill",
     ),
 }  # fmt: skip
 
 
-def _method_in(file: str) -> type[Method]:
-    """The one class in ``file`` that has a label."""
-    own = vars(import_module(f".{file}", __name__)).values()
+def _method_in(module: str) -> type[Method]:
+    """The one class in ``module`` that has a label."""
+    own = vars(import_module(module)).values()
     return next(c for c in own if isinstance(c, type) and "label" in vars(c))
 
 
-METHODS = {name: _method_in(f"{folder}.{name}") for folder, names in NAMES.items() for name in names}
+METHODS = {name: _method_in(f"{__name__}.{folder}.{name}") for folder, names in NAMES.items() for name in names}
+METHODS |= {name: _method_in(module) for name, module in doors.METHODS.items()}
 RENAMED = {"scalefl_original": "scalefl"}
 OLD_OPTIONS = {"update_norm": "clip_norm"}  # what stored runs call them
 
@@ -42,7 +43,8 @@ def build_method(name: str, options: Mapping[str, Scalar]) -> Method:
     """Return method ``name`` with its options; ``ValueError`` names what is unknown or of a wrong type."""
     if name not in METHODS:
         now = f"; it is now called {RENAMED[name]!r}" if name in RENAMED else did_you_mean(name, METHODS)
-        raise ValueError(f"experiment: method = {name!r} is unknown{now}")
+        more = "" if doors.METHODS else "; more methods come with fedlib-kit[lab]"
+        raise ValueError(f"experiment: method = {name!r} is unknown{now}{more}")
     return METHODS[name](**check_fields(METHODS[name], present_options(name, options), f"options of {name}"))
 
 

@@ -1,109 +1,105 @@
 """Fine-tuning modes: which parameters are trained and communicated, and the adapters inserted for it.
 
 ``full`` | ``frozen`` (the head only) | ``pa`` parallel adapter | ``sa`` serial adapter | ``ssf`` scale and shift |
-``lora`` and any other tuner by peft's name. LoRA without further options is built here, the same to the bit as peft's,
-which takes seconds to import and injects all others. The head (classifiers or Ree) is always trained.
+``lora``, the same to the bit as peft's | what comes in by the door ``doors.TUNERS``: peft's others, by their names.
+The head (classifiers or Ree) is always trained.
 
 Deviations: as released, the up-projections of PA and SA start at N(0, 0.02), not at zero; SSF also scales the
 classifiers' norm but nothing inside Ree. Frozen parameters never get gradients (the release computes and drops them).
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import fields, replace
 from functools import cache
+from types import ModuleType
 
 import torch
 from torch import nn
 
+from ..core import doors
 from ..core.rng import numpy_generator, torch_generator
 from ..core.slices import RANK
 from ..core.validation import check_known, did_you_mean
 from ..layers.dropout import TokenDropout
 from ..layers.linear import Linear, init_normal_, per_client
-from ..layers.members import PerClient
 from ..layers.norms import LayerNorm
 from .backbone import Backbone, Spec
 from .exits import Classifier
-from .vit import ViT, ViTSpec
 
 OWN_MODES = ("full", "frozen", "pa", "sa", "ssf")
 ADAPTER_DEFAULTS = {"r": 32}  # of pa and sa
 LORA_DEFAULTS = {"r": 32, "lora_alpha": 64, "lora_dropout": 0.0}
-PEFT_DEFAULTS = {"lora": LORA_DEFAULTS, "ia3": {"feedforward_modules": []}}
-WITHOUT_INJECTION = {"prompt_tuning", "p_tuning", "prefix_tuning", "multitask_prompt_tuning", "adaption_prompt",
-                     "cpt", "xlora", "poly", "trainable_tokens", "cartridge", "adalora"}  # fmt: skip
 
 
-@cache
-def peft_configs() -> dict[str, type]:
-    """The class of options of each of peft's tuners, by its name."""
-    from peft import PEFT_TYPE_TO_CONFIG_MAPPING
-
-    return {str(getattr(k, "value", k)).lower(): c for k, c in PEFT_TYPE_TO_CONFIG_MAPPING.items()}
+def tuners() -> list[ModuleType]:
+    """What else trains a backbone: modules with ``modes()``, ``DEFAULTS``, ``check`` and ``inject_``."""
+    return [doors.load(place) for place in doors.TUNERS]
 
 
 @cache
 def finetune_modes() -> tuple[str, ...]:
     """All accepted values of ``Experiment.finetune``."""
-    return (*OWN_MODES, *sorted(peft_configs().keys() - WITHOUT_INJECTION))
+    return (*OWN_MODES, *sorted({"lora", *(mode for t in tuners() for mode in t.modes())}))
 
 
 def default_options(mode: str) -> dict[str, object]:
     """The options of a fine-tuning mode that this kit sets where an experiment does not."""
-    return ADAPTER_DEFAULTS if mode in ("pa", "sa") else PEFT_DEFAULTS.get(mode, {})
+    own = {"pa": ADAPTER_DEFAULTS, "sa": ADAPTER_DEFAULTS, "lora": LORA_DEFAULTS}
+    return own[mode] if mode in own else next((t.DEFAULTS[mode] for t in tuners() if mode in t.DEFAULTS), {})
 
 
 def check_finetune(mode: str, options: dict, config: Spec) -> None:
-    """Raise ``ValueError`` for an unknown mode, an option it does not have, or a tuner that peft cannot inject."""
+    """Raise ``ValueError`` for an unknown mode, an option it does not have, or a tuner that does not fit."""
     adaptable = bool(config.peft_targets)
     plain = adaptable and _is_plain_lora(mode, options)
     if not plain and mode not in config.own_modes:
         if mode not in OWN_MODES and mode not in finetune_modes():
             raise ValueError(f"experiment: finetune = {mode!r} is unknown{did_you_mean(mode, finetune_modes())}")
-        tuners = [m for m in finetune_modes() if m not in OWN_MODES] if adaptable else []
-        tuners = [m for m in tuners if config.tuners is None or m in config.tuners]
-        if mode not in tuners:
-            known = did_you_mean(mode, (*config.own_modes, *tuners))
+        fit = [m for m in finetune_modes() if m not in OWN_MODES] if adaptable else []
+        fit = [m for m in fit if config.tuners is None or m in config.tuners]
+        if mode not in fit:
+            known = did_you_mean(mode, (*config.own_modes, *fit))
             raise ValueError(f"experiment: finetune = {mode!r} is not defined on this backbone{known}")
-    of_peft = not plain and mode not in OWN_MODES
-    allowed = {f.name for f in fields(peft_configs()[mode])} if of_peft else default_options(mode)
-    check_known(options, allowed, f"experiment: finetune_options: unknown key {{}} for {mode}")
+    if not plain and mode not in OWN_MODES:
+        _tuner_of(mode).check(mode, options, config)
+        return
+    check_options(mode, options, default_options(mode))
     for key, value in options.items():
-        _check_option(key, value, _width(config), plain)
-    if of_peft:
-        try:
-            by_number = {"layers_to_transform", "target_modules", "layers_pattern"} & options.keys()
-            with torch.device("meta"):  # as what a model takes and costs is told before it is built
-                rehearsal = (config if by_number else replace(config, depth=2)).build()
-                _inject_peft_(rehearsal, mode, options, seed=0)
-            if len(list(rehearsal.parameters())) < len(list(rehearsal.named_parameters(remove_duplicate=False))):
-                raise ValueError("it shares tensors between blocks, which sub-models of unequal depth cannot")
-        except Exception as error:  # peft raises many classes
-            raise ValueError(f"experiment: finetune = {mode!r} with {options}: peft says: {error}") from error
+        number = type(value) in (int, float)
+        if key == "r":
+            check_rank(value, config)
+        elif key == "lora_alpha" and not (number and value > 0):
+            raise impossible(key, value, "a number above 0")
+        elif key.endswith("dropout") and not (number and 0 <= value < 1):
+            raise impossible(key, value, "0 up to 1, without it")
 
 
-def _check_option(key: str, value: object, width: int, plain: bool) -> None:
-    """Raise ``ValueError`` for a value that layers of ``width`` cannot have; ``plain``: LoRA without other options."""
-    number = type(value) in (int, float)
-    fits, words = True, ""
-    if key == "r":
-        fits, words = type(value) is int and 1 <= value <= width, f"1..{width}, the width of the layers it adapts"
-    elif key == "lora_alpha" and plain:
-        fits, words = number and value > 0, "a number above 0"
-    elif key.endswith("dropout") and plain:
-        fits, words = number and 0 <= value < 1, "0 up to 1, without it"
-    elif key.endswith("dropout"):  # peft's own would draw from the global generator
-        fits, words = not value, "0.0, or lora with no options but " + ", ".join(LORA_DEFAULTS)
-    if not fits:
-        raise ValueError(f"experiment: finetune_options: {key} = {value!r} is not possible; allowed: {words}")
+def _tuner_of(mode: str) -> ModuleType:
+    """Who knows ``mode``; ``ValueError`` where nobody does: LoRA with options that are peft's."""
+    for tuner in tuners():
+        if mode in tuner.modes():
+            return tuner
+    allowed = f"lora with no options but {', '.join(LORA_DEFAULTS)}; more come with fedlib-kit[lab]"
+    raise ValueError(f"experiment: finetune = {mode!r} with these options is not known; allowed: {allowed}")
 
 
-def _width(config: ViTSpec) -> int:
-    """Features of the narrowest unit: channels of maps, else of tokens."""
+def check_options(mode: str, options: Mapping, allowed: Collection[str]) -> None:
+    """Raise ``ValueError`` for an option that ``mode`` does not have."""
+    check_known(options, allowed, f"experiment: finetune_options: unknown key {{}} for {mode}")
+
+
+def check_rank(r: object, config: Spec) -> None:
+    """Raise ``ValueError`` for a rank that the narrowest unit, channels of maps, else of tokens, cannot have."""
     shapes = [config.feature(unit) for unit in range(config.depth)]
-    return min(s[0] if len(s) == 3 else s[-1] for s in shapes)
+    width = min(s[0] if len(s) == 3 else s[-1] for s in shapes)
+    if type(r) is not int or not 1 <= r <= width:
+        raise impossible("r", r, f"1..{width}, the width of the layers it adapts")
+
+
+def impossible(key: str, value: object, allowed: str) -> ValueError:
+    """The error of an option of a fine-tuning mode."""
+    return ValueError(f"experiment: finetune_options: {key} = {value!r} is not possible; allowed: {allowed}")
 
 
 class Bottleneck(nn.Module):
@@ -206,7 +202,7 @@ def apply_finetune_(vit: Backbone, head: nn.Module, mode: str, options: dict, se
         for classifier in [m for m in head.modules() if isinstance(m, Classifier)]:
             classifier.norm = ScaleShift(classifier.norm, generator)
     elif _is_plain_lora(mode, options):
-        with _lent_generator(seed):
+        with lent_generator(seed):
             for block in vit.blocks:
                 for path, layer in list(block.named_modules()):
                     if path.endswith(tuple(f".{target}" for target in vit.spec.peft_targets)):
@@ -214,7 +210,7 @@ def apply_finetune_(vit: Backbone, head: nn.Module, mode: str, options: dict, se
                         adapted = LoRA(layer, f"/{path}{RANK}", **LORA_DEFAULTS | options)
                         setattr(block.get_submodule(parent), name, adapted)
     elif mode not in OWN_MODES:
-        _inject_peft_(vit, mode, options, seed)
+        _tuner_of(mode).inject_(vit, mode, options, seed)
     head.requires_grad_(True)
 
 
@@ -223,36 +219,8 @@ def _is_plain_lora(mode: str, options: dict) -> bool:
 
 
 @contextmanager
-def _lent_generator(seed: int) -> Iterator[None]:
+def lent_generator(seed: int) -> Iterator[None]:
     """peft draws from the global generator: inside, that is one of ours."""
     with torch.random.fork_rng(devices=[]):
         torch.random.manual_seed(int(numpy_generator(seed, "peft init").integers(2**62)))
         yield
-
-
-def _inject_peft_(vit: ViT, mode: str, options: dict, seed: int) -> None:
-    """Let peft insert its tuner on the backbone's layers for it, q and v on a ViT (or ``target_modules``)."""
-    from peft import inject_adapter_in_model
-    from peft.tuners.lora import Linear as LoraLinear
-
-    settings = {"target_modules": list(vit.spec.peft_targets)} | PEFT_DEFAULTS.get(mode, {}) | options
-    settings = {k: list(v) if isinstance(v, tuple) else v for k, v in settings.items()}
-    rate = settings.pop("lora_dropout", 0.0)  # peft's own would draw from the global generator
-    with _lent_generator(seed):
-        within = nn.ModuleDict({"vit": vit})  # peft finds a block's number only behind a dot
-        inject_adapter_in_model(peft_configs()[mode](**settings), within)
-    for block in vit.blocks:
-        layers = [(n, m) for n, m in block.named_modules() if hasattr(m, "base_layer")]
-        for path, layer in layers:
-            if type(layer) is LoraLinear and not layer.lora_variant:
-                out_axis, in_axis = layer.base_layer.axes["weight"]
-                rank = f"/{path}{RANK}"
-                for linear, axes in (
-                    (layer.lora_A["default"], (rank, in_axis)),
-                    (layer.lora_B["default"], (out_axis, rank)),
-                ):
-                    linear.__class__, linear.axes = Linear, {"weight": axes, "bias": axes[:1]}
-                layer.lora_dropout["default"] = TokenDropout(rate) if rate else nn.Identity()
-            else:
-                parent, name = path.rsplit(".", 1)
-                setattr(block.get_submodule(parent), name, PerClient(layer))

@@ -6,6 +6,7 @@ them), ``build()``, and what it can do, where that differs from what :class:`Spe
 Read next: ``vit.py``, ``resnet.py`` (two backbones), ``exit_model.py`` (who runs them).
 """
 
+import os
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -47,6 +48,7 @@ class Spec(Protocol):
     padding: int | None  # and which of them stands for none
     tokenizer: str | None = None  # what its words come from; None: MiniLM's, or it reads none
     pixels: tuple[tuple[float, ...], tuple[float, ...]] | None = None  # mean and SD of its images in pre-training
+    as_trained: bool = False  # are images normalised so, and is dropped what was dropped then?
 
     def feature(self, unit: int) -> tuple[int, ...]:
         """What an exit after ``unit`` sees of one example: (d,) or (C, H, W)."""
@@ -235,3 +237,40 @@ def load_published_(
             found = tuple(state[names[own]].shape)
             raise ValueError(f"{of} checkpoint: {names[own]} {found} does not become {tuple(p.shape)}")
     backbone.load_state_dict(tensors)
+
+
+class Family:
+    """Backbones of one kind; what a module of ``doors.BACKBONES`` lists as ``FAMILIES`` (``registry.py`` asks all)."""
+
+    specs: Mapping[str, Spec] = {}  # by name
+
+    def find(self, name: str, known: Spec | None, folder: Path | None) -> Spec | None:
+        """The shape of ``name``; ``known`` is what is registered of it, ``folder`` a checkpoint's. None: not mine.
+
+        ``ValueError`` for a name that nobody can have meant.
+        """
+
+    def load(self, name: str, spec: Spec, seed: int) -> Backbone | None:
+        """``name`` with its published weights; None: not mine. What they lack is drawn from ``seed``."""
+
+    def draw(self, spec: Spec, generator: torch.Generator) -> Backbone | None:
+        """A backbone with fresh weights; None: as most do."""
+
+    def check(self, name: str, spec: Spec, pretrained: bool) -> bool:
+        """Are there weights of ``name``? ``ValueError`` says more of why it cannot begin so."""
+        return bool(spec.source)
+
+    def fetch(self, name: str, spec: Spec) -> bool:
+        """Bring the weights of ``name`` onto this machine, if that needs less than :meth:`load`; was it mine?"""
+        return False
+
+
+OWN: dict[str, Spec] = {}  # all that there is, by name; the registry fills it, and a user's nets are put here
+SHIPPED: dict[str, Spec] = {}  # the kit's and the lab's, whatever is put into ``OWN`` later
+
+
+def folder_of(name: str) -> Path | None:
+    """The checkpoint folder of a backbone: ``$FEDLIB_DATA/backbones/<its name up to the first dot>``, or None."""
+    folder = Path(os.environ.get("FEDLIB_DATA", "")) / "backbones" / name.split(".")[0]
+    there = "FEDLIB_DATA" in os.environ and name[:1] not in ("", ".", "/") and ".." not in Path(name).parts
+    return folder if there and (folder / "config.json").is_file() else None

@@ -16,7 +16,7 @@ from torch import nn
 
 from ..core.slices import ParamInfo, Slice, take_all
 from ..layers.norms import set_policy_
-from ..layers.selective_scan import scan_flops
+from ..layers.overrides import FLOPS
 from .bert import Embedding
 from .exit_model import ExitModel
 from .route import Route
@@ -29,7 +29,7 @@ def _counter():
     """PyTorch's own, which sees every matrix product and convolution, and the scan of Mamba; two operations a MAC."""
     from torch.utils.flop_counter import FlopCounterMode
 
-    return FlopCounterMode(display=False, custom_mapping={torch.ops.fedlib.selective_scan: scan_flops})
+    return FlopCounterMode(display=False, custom_mapping=FLOPS)
 
 
 class Measure:

@@ -73,7 +73,7 @@ def _check(e: Experiment, longer: Experiment, folder: Folder, accept: Accept) ->
 
 def _reads_rounds(method: type) -> str:
     """Names that lead to what may tell a user's own method how many rounds there are; empty: nothing does."""
-    if method.__module__.startswith("fedlib.") or "paced_by" in vars(method):
+    if method.__module__.startswith(("fedlib.", "fedlib_lab.")) or "paced_by" in vars(method):
         return ""
 
     def tells(line: str, x: Any) -> bool:

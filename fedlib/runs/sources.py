@@ -17,7 +17,7 @@ import types
 from collections.abc import Iterator
 from pathlib import Path
 
-KIT = os.path.realpath(Path(__file__).parents[1])
+KIT = tuple(os.path.realpath(Path(__file__).parents[2] / package) for package in ("fedlib", "fedlib_lab"))
 LIBRARIES = tuple(os.path.realpath(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib"))
 INSTALLED = {"site-packages", "dist-packages"}
 WITHOUT_MEANING = ("kind", "ctx", "type_comment")  # fields of syntax trees
@@ -32,7 +32,7 @@ def owner(file: str | None) -> str:
     if file is None or file.startswith("<"):
         return "library" if file and file.startswith("<frozen") else "own"
     path = os.path.realpath(file)
-    if Path(path).is_relative_to(KIT):
+    if any(Path(path).is_relative_to(package) for package in KIT):
         return "kit"
     installed = INSTALLED & {*Path(file).parts, *Path(path).parts}
     return "library" if installed or any(Path(path).is_relative_to(x) for x in LIBRARIES) else "own"

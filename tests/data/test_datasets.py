@@ -5,8 +5,9 @@ import pytest
 import torch
 
 from fedlib.data import datasets
-from fedlib.data.datasets import HUB, TEXTS, is_available, load_dataset
+from fedlib.data.datasets import TEXTS, is_available, load_dataset
 from fedlib.data.tasks import IGNORED
+from fedlib_lab.readers import HUB
 
 pytestmark = pytest.mark.usefixtures("cache")
 

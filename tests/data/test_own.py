@@ -9,11 +9,11 @@ import torch
 from PIL import Image
 
 from fedlib import register_data, run
-from fedlib.data import datasets as datasets_module
 from fedlib.data.datasets import load_dataset, source_key
 from fedlib.data.federated import load_federated
 from fedlib.data.own import content_of
 from fedlib.runs.identity import OtherInputs
+from fedlib_lab import readers
 from tests.helpers.stored import ONE, small
 
 RNG = np.random.default_rng(0)
@@ -23,7 +23,7 @@ PLAIN = dict(dataset="mine", num_train=None, num_test=None, rounds=1)
 
 @pytest.fixture(autouse=True)
 def apart(cache, monkeypatch):
-    monkeypatch.setattr("fedlib.data.datasets.OWN_DATA", {})
+    monkeypatch.setattr("fedlib_lab.readers.OWN_DATA", {})
 
 
 def table(rows=slice(None), **more):
@@ -134,7 +134,7 @@ def test_an_id_of_the_hub_is_the_set_of_that_name():
 def test_what_is_no_data_set_is_refused(name, train, sentence):
     with pytest.raises(ValueError, match=sentence):
         register_data(name, train, classes=["a", "b", "c"])
-    assert "mine" not in datasets_module.OWN_DATA
+    assert "mine" not in readers.OWN_DATA
 
 
 def test_a_client_is_tested_on_its_owner_s_examples():

@@ -11,9 +11,9 @@ import torch
 
 from fedlib import Experiment, build_federation, run
 from fedlib.core.paths import has_minilm, minilm_file
-from fedlib.data import datasets, tokenizer
+from fedlib.data import tokenizer
 from fedlib.data.cache import cache_file
-from fedlib.data.datasets import is_available, load_dataset
+from fedlib.data.datasets import DataSet, is_available, load_dataset
 from fedlib.data.equations import read_equations
 from fedlib.data.questions import answer_key, read_spans
 from fedlib.data.tasks import IGNORED
@@ -22,6 +22,7 @@ from fedlib.models.foreign_loading import build_model
 from fedlib.models.foreign_specs import FOREIGN, ForeignSpec
 from fedlib.models.registry import OWN, build_backbone, tokenizer_of
 from fedlib.report.tables import load_cells
+from fedlib_lab import readers
 from tests.helpers.sentences import words
 
 transformers = pytest.importorskip("transformers")
@@ -406,10 +407,10 @@ def test_a_local_parquet_of_sentences_is_a_text_set(tmp_path, monkeypatch):
 
 @needs_minilm
 def test_the_cache_knows_the_tokenizer(monkeypatch):
-    keys = {cache_file(datasets._hub_key(datasets.HUB[n])) for n in ("sst2", "ag_news")}
+    keys = {cache_file(readers._hub_key(readers.HUB[n])) for n in ("sst2", "ag_news")}
     monkeypatch.setattr(tokenizer, "LENGTH", 32)
-    keys |= {cache_file(datasets._hub_key(datasets.HUB[n])) for n in ("sst2", "ag_news")}
-    assert len(keys) == 4 and "tokenizer" not in datasets._hub_key(datasets.HUB["cifar10"])
+    keys |= {cache_file(readers._hub_key(readers.HUB[n])) for n in ("sst2", "ag_news")}
+    assert len(keys) == 4 and "tokenizer" not in readers._hub_key(readers.HUB["cifar10"])
 
 
 def test_real_sst2(shared_data, monkeypatch):
@@ -437,7 +438,7 @@ def test_a_local_set_of_the_other_kind_is_refused_when_it_is_read(tmp_path, monk
     """What a path holds is known only then; still before the model is built."""
     monkeypatch.setattr("fedlib.engine.federation.build_model", lambda *a: pytest.fail("too late"))
     images, labels = torch.zeros(200, 1, 4, 4, dtype=torch.uint8), torch.arange(200) % 2
-    data = datasets.DataSet("mine", images, labels, images, labels, ("a", "b"))
+    data = DataSet("mine", images, labels, images, labels, ("a", "b"))
     monkeypatch.setattr("fedlib.data.federated.load_dataset", lambda name, groups, size, tokenizer: data)
     e = Experiment(dataset="./mine", augment="none", backbone="bert_micro", pretrained=False, num_exits=3)
     with pytest.raises(ValueError, match="backbone = 'bert_micro' cannot read dataset = './mine', which holds images"):

@@ -282,7 +282,8 @@ def rehearse(folder: Path, names: list[str], overrides: dict, columns: int, mode
     """
     import matplotlib.pyplot as plt
 
-    from fedlib.models.registry import OWN, VIMS
+    from fedlib.models.registry import OWN
+    from fedlib.models.vim import VIMS
     from fedlib.runs import costs, params
 
     load = params.load_spec

@@ -610,7 +610,7 @@ def test_data_of_the_old_size_and_time_are_refused(images, tmp_path):
 
 def test_a_look_up_decodes_nothing(images, tmp_path, monkeypatch):
     """Also where nothing is kept: the files' bytes say that they are the same."""
-    import fedlib.data.datasets as datasets_module
+    from fedlib_lab import readers
 
     e, put = images
     put(0)
@@ -622,7 +622,7 @@ def test_a_look_up_decodes_nothing(images, tmp_path, monkeypatch):
 
     monkeypatch.setenv("FEDLIB_CACHE", str(tmp_path / "empty"))
     monkeypatch.setattr(identity, "load_dataset", refuse)
-    monkeypatch.setattr(datasets_module, "decode", refuse)
+    monkeypatch.setattr(readers, "decode", refuse)
     assert find_run(e, tmp_path) is not None
     put(71)
     with pytest.raises(AssertionError, match="decoded"):

@@ -7,6 +7,7 @@ import torch
 
 from fedlib import Execution, Experiment, run, run_all
 from fedlib.core.storage import DamagedFile, read_json, read_lines, read_tensors, write_json, write_lines, write_tensors
+from fedlib.layers.overrides import OVERRIDES
 from fedlib.runs import record
 from fedlib.runs import store as runs_module
 from fedlib.runs.store import find_run, run_path
@@ -36,11 +37,10 @@ def test_provenance_says_who_multiplied(monkeypatch):
 
 def test_a_run_goes_on_with_who_multiplied_its_first_rounds(tmp_path, monkeypatch):
     """Whatever a trial says by then: another machine's cache, or another load of this one."""
-    from fedlib.engine import rounds
-
     asked, trial = [], "OpenBLAS 1"
-    for module in (record, rounds):
-        monkeypatch.setattr(module, "choose_products", lambda stored: asked.append(stored) or stored or trial)
+    choose = lambda stored: asked.append(stored) or stored or trial  # noqa: E731
+    monkeypatch.setattr(record, "choose_products", choose)
+    monkeypatch.setitem(OVERRIDES, "begin", choose)
     monkeypatch.setattr(record, "_one_thread_each", lambda _: True)
     e = small("reefl", rounds=3)
     run(e, ONE, tmp_path, progress=False, on_round=lambda r: True)

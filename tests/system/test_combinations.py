@@ -23,7 +23,7 @@ from torch import nn
 from fedlib import Execution, Experiment, build_federation, run_rounds
 from fedlib.core.paths import has_minilm
 from fedlib.methods import METHODS
-from fedlib.models.adapters import check_finetune, finetune_modes, peft_configs
+from fedlib.models.adapters import check_finetune, finetune_modes
 from fedlib.models.bert import BertSpec
 from fedlib.models.efficientnet import EfficientNetSpec
 from fedlib.models.foreign_specs import FAMILIES, ForeignSpec
@@ -34,6 +34,7 @@ from fedlib.models.small import ConvNetSpec
 from fedlib.models.vim import VimSpec
 from fedlib.models.vit import ViTSpec
 from fedlib.models.wrapped import WrappedSpec
+from fedlib_lab.tuners import peft_configs
 
 TOKENS = dict(dim=24, heads=2, ffn_dim=32)
 WORDS = TOKENS | dict(length=12, depth=4)

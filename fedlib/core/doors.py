@@ -1,0 +1,22 @@
+"""Five doors: what comes in here is known by name and lies elsewhere, and is loaded when it is first asked for.
+
+The lab (``fedlib_lab``) fills these tables before anybody reads them, and so may you: all that no number of the five
+papers is computed by enters so. Of a place ``package.module:name`` the name may be left out.
+"""
+
+from importlib import import_module
+from typing import Any
+
+METHODS: dict[str, str] = {}  # by name, the module whose one class with a label it is (``methods/__init__.py``)
+BACKBONES: list[str] = []  # modules with FAMILIES (``models/registry.py``)
+TUNERS: list[str] = []  # modules with what else trains a backbone (``models/adapters.py``)
+READERS: list[str] = []  # functions that find a data set (``data/datasets.py``)
+EXECUTORS: dict[str, str] = {}  # by name, what makes one of a federation and an execution (``engine/rounds.py``)
+LAYERS: list[str] = []  # modules with what stands in for layers (``layers/overrides.py``)
+
+
+def load(place: str) -> Any:
+    """What lies at ``place``; ``ImportError`` as Python says it."""
+    module, _, name = place.partition(":")
+    found = import_module(module)
+    return getattr(found, name) if name else found
