@@ -84,7 +84,10 @@ def _read(path: Path) -> Run:
     if found != due:
         raise DamagedFile(path / lines, f"it holds rounds {shown(found)} instead of {shown(due)}")
     last = metrics[-1] if found[-1:] == [ended_after] else {}
-    said = [{k: json.dumps(m[k], sort_keys=True) for k in last.keys() & summary.keys()} for m in (last, summary)]
+    said = [
+        {k: json.dumps(m[k], sort_keys=True) for k in last.keys() & summary.keys() - {"seconds"}}
+        for m in (last, summary)
+    ]
     if other := [k for k in sorted(said[0]) if said[0][k] != said[1][k]]:
         raise DamagedFile(path / lines, f"its last {', '.join(other)} are not those of summary.json, of another run")
     return Run(e, path, summary, metrics, content)
