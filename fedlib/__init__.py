@@ -53,7 +53,12 @@ def __getattr__(name: str):
         raise AttributeError(f"module 'fedlib' has no attribute {name!r}")
     from importlib import import_module
 
-    return getattr(import_module(_LAZY[name]), name)
+    try:
+        return getattr(import_module(_LAZY[name]), name)
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "fedlib_lab":
+            raise
+        raise ImportError(f"fedlib.{name} is of the lab: pip install 'fedlib-kit[lab]'") from error
 
 
 def __dir__() -> list[str]:

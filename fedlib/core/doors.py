@@ -15,6 +15,11 @@ EXECUTORS: dict[str, str] = {}  # by name, what makes one of a federation and an
 LAYERS: list[str] = []  # modules with what stands in for layers (``layers/overrides.py``)
 
 
+def more() -> str:
+    """What an error says where nothing came in: there is more to be had."""
+    return "" if METHODS else "; more comes with fedlib-kit[lab]"
+
+
 def load(place: str) -> Any:
     """What lies at ``place``; ``ImportError`` as Python says it."""
     module, _, name = place.partition(":")

@@ -55,7 +55,8 @@ def check_finetune(mode: str, options: dict, config: Spec) -> None:
     plain = adaptable and _is_plain_lora(mode, options)
     if not plain and mode not in config.own_modes:
         if mode not in OWN_MODES and mode not in finetune_modes():
-            raise ValueError(f"experiment: finetune = {mode!r} is unknown{did_you_mean(mode, finetune_modes())}")
+            known = did_you_mean(mode, finetune_modes())
+            raise ValueError(f"experiment: finetune = {mode!r} is unknown{known}{doors.more()}")
         fit = [m for m in finetune_modes() if m not in OWN_MODES] if adaptable else []
         fit = [m for m in fit if config.tuners is None or m in config.tuners]
         if mode not in fit:
@@ -80,7 +81,7 @@ def _tuner_of(mode: str) -> ModuleType:
     for tuner in tuners():
         if mode in tuner.modes():
             return tuner
-    allowed = f"lora with no options but {', '.join(LORA_DEFAULTS)}; more come with fedlib-kit[lab]"
+    allowed = f"lora with no options but {', '.join(LORA_DEFAULTS)}{doors.more()}"
     raise ValueError(f"experiment: finetune = {mode!r} with these options is not known; allowed: {allowed}")
 
 

@@ -127,8 +127,7 @@ def backbone_spec(name: str, exit_head: str | None = None) -> Spec:
     ``ValueError`` for an ``exit_head`` (``map_exits.KINDS``) where exits read no maps.
     """
     if (spec := spec_of(name)) is None:
-        known = did_you_mean(name, OWN)
-        raise ValueError(f"experiment: backbone = {name!r} is unknown{known}; more come with fedlib-kit[lab]")
+        raise ValueError(f"experiment: backbone = {name!r} is unknown{did_you_mean(name, OWN)}{doors.more()}")
     if exit_head is None:
         return spec
     if not isinstance(spec, MapSpec) or len(spec.feature(0)) != 3:
