@@ -134,12 +134,9 @@ def load_dataset(name: str, groups: bool = False, size: int | None = None, token
 
 def _load(name: str, size: int | None, tokenizer: str | None) -> DataSet:
     if (found := _find(name, tokenizer)) is None:
-        more = (
-            "a path (one word as ./word), or a name that fedlib.register_data gave in this process" if READERS else ""
-        )
-        raise ValueError(
-            f"experiment: dataset = {name!r} is unknown{did_you_mean(name, DATASETS)}{', ' * bool(READERS)}{more}{doors.more()}"
-        )
+        words = ", a path (one word as ./word), or a name that fedlib.register_data gave in this process"
+        known = did_you_mean(name, DATASETS) + (words if READERS else doors.more())
+        raise ValueError(f"experiment: dataset = {name!r} is unknown{known}")
     key, read = found
     tensors, classes = decoded = cached_for(size, key, read)
     digest = digest_of(key, size, decoded)
