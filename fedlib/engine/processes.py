@@ -36,6 +36,8 @@ from .executors import Execution, Memories, Trained, Unforkable
 from .federation import Federation, build_train_cache
 from .workers import Finished, Workers, as_bytes, become_worker, kit, of_bytes, train_task
 
+SLOW = 60  # seconds until it is said that a process has not begun: a fork may have copied somebody's lock
+
 
 class Processes(Workers):
     """Trains cohorts in forks of this process, or one on each of several GPUs.
@@ -136,7 +138,10 @@ class _Worker:
         self.informed = False  # has it this round's parameters?
 
     def wait_until_ready(self) -> None:
-        """Raises what kept it from that."""
+        """Raises what kept it from that, and says so where it is slow."""
+        if not self.connection.poll(SLOW):
+            how = f"kill -9 {self.process.pid} ends it, FEDLIB_KERNELS=0 or executor = 'threads' may do without"
+            warnings.warn(f"worker process {self.process.pid} has not begun for {SLOW} s; {how}", stacklevel=2)
         try:
             self.receive()
         except EOFError:

@@ -111,6 +111,19 @@ def compare_bytes(method, net=None):
             assert_same_rounds(list(run_rounds(f, replace(ALONE, workers=2, executor=executor))), alone)
 
 
+def test_a_worker_that_does_not_begin_is_said(alone):
+    alone(begin_slowly)
+
+
+def begin_slowly():
+    from fedlib.engine import processes
+
+    original = processes._in_a_fork
+    processes.SLOW, processes._in_a_fork = 0.3, lambda *args: time.sleep(1) or original(*args)
+    with pytest.warns(UserWarning, match=r"worker process \d+ has not begun for 0.3 s; kill -9 \d+ ends it"):
+        next(run_rounds(build_federation(small("reefl")), TWO))
+
+
 def test_phases_of_workers_are_measured(alone):
     alone(measure)
 
