@@ -113,7 +113,7 @@ TEXTS = tuple(name for reader in READERS for name in reader.TEXTS)
 
 
 def load_dataset(name: str, groups: bool = False, size: int | None = None, tokenizer: str | None = None) -> DataSet:
-    """Load a set by name (``DATASETS``) or from a local path: parquet, folders of images (``local.py``), LEAF's json.
+    """Load a set by name (``DATASETS``) or from a local path: parquet, folders of images (``local.py``).
 
     ``groups`` keeps of the labels what the class names say before their slash (an alphabet, not a character). ``size``
     is the network's input in pixels a side or in tokens: images that are large or of several sizes, and rows of more

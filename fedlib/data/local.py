@@ -1,4 +1,4 @@
-"""A data set on this machine: a folder of parquet files, of images or of LEAF's json, or one parquet file.
+"""A data set on this machine: a folder of parquet files or of images, or one parquet file.
 
 Parquet files are named after their split (``train.parquet``, ``test-00000-of-00001.parquet``); a single file is all
 training data. What they mean is told by their columns (``sets.yaml``). Of pictures, folders at the top that are
@@ -28,7 +28,6 @@ from .decode import (
     visible_files,
 )
 from .images import SCALED, cells, image_column
-from .leaf import is_leaf, read_leaf
 from .questions import KEYED
 from .quiet import quietly
 from .speech import decode_speech
@@ -64,8 +63,9 @@ def local_set(
     layout = layout_of(path, list(parquet), columns, parquet, tokenizer) if parquet else None
 
     def read(size: int | None) -> tuple[Decoded, bool]:
-        if layout is None and is_leaf(path):
-            return read_leaf(path), False
+        if layout is None and any((path / "train").glob("*.json")):
+            how = "ten lines turn them into parquet, under 'LEAF' in fedlib/README.md"
+            raise ValueError(f"{path} holds json files, as LEAF writes them, which are not read; {how}")
         described = any(p.name in DESCRIBED for p in files)
         pictures = {} if parquet or described else picture_splits(path, files)
         splits = table_of(path, pictures) if pictures else load_splits(path, parquet, digest)

@@ -4,7 +4,7 @@ What never changes (data, frozen parameters, method, setting) is put into the ob
 once; a round sends the trained parameters once, and the sampled clients' memories with their cohort. Workers keep no
 state of a client or a round, so any of them can train any cohort, again if need be. Every node needs the same fedlib
 and torch, nothing else. Methods travel as objects: one registered in a notebook works.
-Read next: ``runs/grid_on_cluster.py``.
+Read next: ``workers.py``.
 """
 
 import copy

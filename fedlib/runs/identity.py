@@ -26,7 +26,6 @@ from ..data.decode import SETS
 from ..data.tokenizer import has_words
 from ..engine.federation import Federation
 from ..methods import METHODS, Method, build_method
-from ..models.backbone import Spec
 from ..models.foreign_specs import ForeignSpec
 from ..models.maps import MapSpec
 from ..models.registry import OWN, SHIPPED, backbone_spec, folder_of_weights, tokenizer_of, weights_file
@@ -38,7 +37,6 @@ WEIGHTS_FILES = ("config.json", "*.safetensors", "*.bin", "*.index.json")  # of 
 CENTRAL = "how batch norm sees the test set"
 Inputs = Mapping[str, Any]  # as JSON holds them
 Accept = str | Iterable[str]
-_told: dict[str, str] = {}  # digests of backbones that were sent to this process without their source
 
 
 class OtherInputs(ValueError):
@@ -208,17 +206,6 @@ def _options(method: Method) -> dict[str, object]:
     return json.loads(json.dumps(values, default=lambda value: type(value).__name__))
 
 
-def own_backbones(names: Iterable[str]) -> dict[str, tuple[Spec, str]]:
-    """Backbones of one's own among ``names``, with their digests, to be sent to another process."""
-    return {name: (OWN[name], digest) for name in names if name in OWN and (digest := _own_backbone(name))}
-
-
-def take_backbones(sent: Mapping[str, tuple[Spec, str]]) -> None:
-    """Register here what :func:`own_backbones` gave elsewhere."""
-    for name, (spec, digest) in sent.items():
-        OWN[name], _told[name] = spec, digest
-
-
 def _own_backbone(name: str) -> str:
     """The digest of a backbone of one's own: its shape, code and weights; "" of the kit's and timm's.
 
@@ -230,8 +217,6 @@ def _own_backbone(name: str) -> str:
         return "timm's"
     if spec is None or spec == SHIPPED.get(name):
         return ""
-    if name in _told:
-        return _told[name]
     digest = digest_of(dataclasses.replace(spec, source=None) if isinstance(spec, ForeignSpec) else spec)
     return f"{digest}, as frozen" if isinstance(spec, WrappedSpec) and spec.is_held else digest
 

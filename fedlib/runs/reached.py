@@ -23,7 +23,6 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from importlib import metadata
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -43,7 +42,6 @@ BUILT_IN = (
 )  # fmt: skip
 COMPUTED = {"import_module", "__import__", "exec_module", "run_path", "run_module"}  # who names these imports anything
 WHOLE = {"getattr", "vars", "__dict__", "globals", "eval", "exec"}  # who names these may reach all of a module
-_told: WeakKeyDictionary[type, str] = WeakKeyDictionary()  # digests of classes whose source another process has
 
 
 def code_of(method: type) -> dict[str, int | str]:
@@ -52,17 +50,10 @@ def code_of(method: type) -> dict[str, int | str]:
     for cls in method.__mro__:
         whose = _class_owner(cls)
         if whose == "own":
-            out[cls.__name__] = _told.get(cls) or digest_of(cls, method.__mro__)
+            out[cls.__name__] = digest_of(cls, method.__mro__)
         elif whose == "kit" and "version" in vars(cls):
             out[cls.__name__] = cls.version
     return out
-
-
-def tell(method: type, code: Mapping[str, int | str]) -> None:
-    """Use ``code`` as :func:`code_of` of ``method``: a class that was sent to this process came without its source."""
-    for cls in method.__mro__:
-        if isinstance(told := code.get(cls.__name__), str):
-            _told[cls] = told
 
 
 def digest_of(value: object, method: Collection[type] = ()) -> str:

@@ -149,8 +149,7 @@ def run_all(
     :func:`run`; they are of this process, so ``ValueError`` with Ray.
     """
     check_kind(execution, Execution, "execution")
-    if (callbacks := list(callbacks)) and execution.executor == "ray":
-        raise ValueError("callbacks see rounds of this process, and executor = 'ray' runs a grid elsewhere: use run(e)")
+    callbacks = list(callbacks)
     if isinstance(experiments, Experiment):
         raise ValueError("run_all takes several experiments, e.g. run_all([e1, e2]); for one, use run(e)")
     experiments, callback = [as_stored(e, folder) for e in experiments], Together(callbacks)
@@ -171,16 +170,11 @@ def run_all(
         return _run_missing(e, how, folder, watch, checkpoint_seconds, wait, accept, callback)
 
     with Watch(missing, progress and bool(missing), stored_pace(found, alone)) as watch:
-        if execution.executor == "ray":
-            from .grid_on_cluster import run_on_cluster
-
-            run_on_cluster(run, missing, execution, folder_of(folder), watch, checkpoint_seconds, accept)
-        else:
-            if chosen:
-                side_by_side.run_forks(one, chosen, execution.side_by_side(), watch)
-            for wait in (False, True):  # first what no other process holds
-                for e in list(watch.left):
-                    done |= {e: r} if (r := one(e, watch, execution, wait)) is not None else {}
+        if chosen:
+            side_by_side.run_forks(one, chosen, execution.side_by_side(), watch)
+        for wait in (False, True):  # first what no other process holds
+            for e in list(watch.left):
+                done |= {e: r} if (r := one(e, watch, execution, wait)) is not None else {}
     done |= {e: r for e in missing if e not in done and (r := find_run(e, folder, accept)) is not None}
     return [done[e] for e in experiments]
 

@@ -13,20 +13,15 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled", "RAY_memory_monitor_refresh_ms": "0"}
 ray = pytest.importorskip("ray", reason="the extra 'cluster' is not installed")
 
-from fedlib import Execution, Experiment, build_federation, run_all, run_rounds  # noqa: E402
-from fedlib.core.storage import read_tensors  # noqa: E402
+from fedlib import Execution, Experiment, build_federation, run_rounds  # noqa: E402
 from fedlib.engine import cluster as cluster_module  # noqa: E402
 from fedlib.engine.cluster import RayExecutor, connect  # noqa: E402
 from fedlib.engine.executors import plan_round  # noqa: E402
 from fedlib.methods import METHODS, Round  # noqa: E402
-from fedlib.runs.costs import exit_costs  # noqa: E402
-from fedlib.runs.grid_on_cluster import experiment_mib, gpu_share  # noqa: E402
-from fedlib.runs.store import find_run, run, run_path  # noqa: E402
 from tests.helpers.stored import assert_same_rounds  # noqa: E402
 
 SMALL = dict(pretrained=False, num_train=80, num_test=20, num_clients=5, clients_per_round=4, rounds=2, batch_size=16)
@@ -136,48 +131,6 @@ def test_waiting_for_a_worker_is_bounded(on_two, monkeypatch):
     executor.close()
 
 
-def test_run_all_spreads_experiments_and_survives_a_killed_process(slow, on_two, tmp_path):
-    """The killed run goes on from its checkpoint; both end as if nothing had happened."""
-    (tmp_path / "notes").mkdir()
-    options = {"folder": str(tmp_path / "notes")}
-    grid = [
-        Experiment(method="slow", options=options, finetune="frozen", seed=s, **SMALL | {"rounds": 3}) for s in (1, 2)
-    ]
-    there, killed = tmp_path / "there", []
-
-    def kill():
-        while not killed and threading.main_thread().is_alive():
-            killed.extend(pid for seed, pid in notes(options["folder"], 2) if seed == 1)
-            time.sleep(0.02)
-        os.kill(killed[0], signal.SIGKILL)
-
-    watcher = threading.Thread(target=kill)
-    watcher.start()
-    stored = run_all(grid, on_two, there, progress=False, checkpoint_seconds=0)
-    watcher.join()
-    trainings = notes(options["folder"], 1) + notes(options["folder"], 2)
-    assert len({pid for _, pid in trainings}) == 3  # one for each experiment, and another after the kill
-    assert [seed for seed, _ in notes(options["folder"], 1)].count(1) == 1  # round 1 was not trained again
-    torch.set_num_threads(1)
-    here = run_all(grid, Execution(workers=1), tmp_path / "here", progress=False)
-    for a, b in zip(here, stored, strict=True):
-        assert a.summary | {"seconds": 0} == b.summary | {"seconds": 0}
-        x, y = (read_tensors(r.path / "checkpoint.safetensors")[0] for r in (a, b))
-        assert all(torch.equal(x[k], y[k]) for k in x)
-    assert run_all(grid, Execution(executor="ray"), there) == stored  # nothing to do: no cluster is asked for
-
-
-def test_a_folder_that_nodes_do_not_see_is_refused_in_words(on_two, tmp_path, monkeypatch):
-    from fedlib.runs import grid_on_cluster
-
-    e = Experiment(finetune="frozen", **SMALL)
-    with pytest.raises(
-        RuntimeError, match="does not see .*elsewhere: let FEDLIB_OUTPUTS be a folder that all nodes share"
-    ):
-        grid_on_cluster._run_there(e, on_two, run, tmp_path / "elsewhere" / "probe", {}, {}, 1.0, True, ())
-    assert find_run(e, tmp_path) is None and not run_path(e, tmp_path).exists()
-
-
 def test_a_node_killed_in_mid_round_changes_nothing(slow, on_two, cluster, tmp_path):
     f = build_federation(Experiment(method="slow", options={"folder": str(tmp_path)}, finetune="frozen", **SMALL))
     here = list(run_rounds(f, replace(TWO, cohort_size=1)))
@@ -213,14 +166,6 @@ def test_a_node_killed_in_mid_round_changes_nothing(slow, on_two, cluster, tmp_p
 def test_bad_executions_are_refused_in_words(bad, message):
     with pytest.raises(ValueError, match=message):
         Execution(**bad)
-
-
-def test_how_many_experiments_share_a_gpu():
-    """0.9 x 40 GiB holds three of 10 GiB; Ray counts in ten-thousandths, so a third is 0.3333. None is refused."""
-    assert [gpu_share(need, 40.0) for need in (10.0, 36.0, 50.0)] == [0.3333, 1.0, 1.0]
-    e = Experiment(finetune="frozen", **SMALL)
-    one, three = experiment_mib(e, 1), experiment_mib(e, 3)
-    assert three - one == pytest.approx(2 * exit_costs(e, 10, e.batch_size)[-1]["training_memory_mib"])
 
 
 def test_a_local_ray_lets_nobody_in_without_its_token(monkeypatch):
