@@ -140,14 +140,6 @@ def test_a_method_without_a_source_has_its_compiled_code(only_here):
     assert made(FEDPROX) == made(FEDPROX) != made(FEDPROX.replace("self.mu * pull", "2 * self.mu * pull"))
 
 
-def test_a_method_sent_elsewhere_keeps_the_digest_of_its_source(tmp_path):
-    here, there = defined(FEDPROX, tmp_path), defined(FEDPROX.replace("1.0", "2.0"), tmp_path)
-    code = reached.code_of(here)
-    assert reached.code_of(there) != code
-    reached.tell(there, code)
-    assert reached.code_of(there) == code
-
-
 def test_a_method_of_a_notebook_cell_is_recognised():
     """Its class has no file; its functions have their cell."""
     from IPython.core.interactiveshell import InteractiveShell
