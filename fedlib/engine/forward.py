@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from ..core.devices import sent
 from ..core.slices import Slice
 from ..data.federated import FederatedData
 from ..layers.context import Padding, Policy, answering
@@ -57,7 +58,7 @@ class Forward:
     def inputs(self, rows: torch.Tensor, views: torch.Tensor | None = None) -> torch.Tensor | Begun:
         """What the model reads of each member's ``rows`` (M, B), in their ``views`` (M, B, 5)."""
         if self.cache is not None:
-            return self.cache(rows.to(self.data.device))
+            return self.cache(sent(rows, self.data.device))
         return self._seen(self.data.test_inputs if self.test else self.data.inputs, rows, views)
 
     def _seen(self, inputs: torch.Tensor, rows: torch.Tensor, views: torch.Tensor | None = None) -> torch.Tensor:

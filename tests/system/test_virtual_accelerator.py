@@ -61,7 +61,8 @@ def went(combination: Combination, folder) -> Fetched:
 
 def too_often(method: str, fetched: Fetched) -> list[str]:
     """What is fetched more often than ``method`` may."""
-    budget = zip((*PARTS, STEP), (*TODAY.get(method, ONCE), 0), strict=True)
+    new_width = int(method == "fjord")  # drawn in each step: its indices are sent once
+    budget = zip((*PARTS, STEP), (*TODAY.get(method, ONCE), new_width), strict=True)
     return [
         f"{part}: {fetched.most(part)} times, {most} allowed: {fetched.lines(part)}"
         for part, most in budget
