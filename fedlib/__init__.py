@@ -3,6 +3,7 @@
 An :class:`Experiment` is a value; :func:`run` turns it into a stored result. ``notebooks/walkthrough`` shows the rest.
 """
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .core.experiment import Experiment
@@ -29,6 +30,9 @@ try:
 except ModuleNotFoundError as error:  # the core alone
     if error.name != "fedlib_lab":
         raise
+    if Path(__file__).parents[1].joinpath("fedlib_lab").is_dir():  # a checkout that was installed before there was one
+        text = "fedlib_lab lies beside fedlib and is not installed: make setup, or pip install --editable ."
+        raise ImportError(text) from error
 
 __all__ = ["Experiment", "Execution", "build_federation", "extend", "forget", "register_data",
            "recipe", "run", "run_all", "run_rounds",

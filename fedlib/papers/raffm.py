@@ -271,19 +271,21 @@ def plot_size_and_score(frame: pd.DataFrame, score: str, subject: str, ax=None):
     ax, whole = axes_of(ax), frame.share > 0.99
     seaborn.scatterplot(frame, x="share", y="score", hue="system", style="system", palette=SYSTEMS, s=50, ax=ax)
     least = frame.iloc[frame.share.argmin()]  # by place: runs share the numbers of clients
-    title = f"The smallest model ({100 * least.share:.0f} % of the whole) answers {least.score:.1f}"
-    title += f", whole models {frame[whole].score.mean():.1f}" if whole.any() else ""
-    finish(ax, "model size (share of the whole)", score, f"{title}\n{subject}")
+    more = f", whole models {frame[whole].score.mean():.1f}" if whole.any() else ""
+    title = f"The smallest model ({100 * least.share:.0f} % of the whole) answers {least.score:.1f}{more}\n{subject}"
+    finish(ax, "model size (share of the whole)", score, title)
     return ax
 
 
 def plot_traffic(frame: pd.DataFrame, ylabel: str, subject: str):
     """Score against what was sent so far (columns ``gib``, ``accuracy``, ``label``, ``method``), a line a variant."""
-    ends = frame.sort_values("gib").groupby(["variant", "seed"]).tail(1).groupby("variant")[["gib", "accuracy"]].mean()
+    last = frame.sort_values("gib").groupby(["variant", "seed"])[["gib", "accuracy"]].last()
     title = "Not both are stored yet"
-    if {"fl", PAPER} <= set(ends.index):
-        sent, points = 100 * ends.gib[PAPER] / ends.gib["fl"], ends.accuracy[PAPER] - ends.accuracy["fl"]
-        title = f"RaFFM sends {sent:.0f} % of full-size FL's traffic and ends {abs(points):.1f} points "
-        title += "above" if points > 0 else "below"
+    if {"fl", PAPER} <= set(last.index.levels[0]):
+        sent, by = 100 * last.gib[PAPER].mean() / last.gib["fl"].mean(), last.accuracy[PAPER] - last.accuracy["fl"]
+        title = f"RaFFM sends {sent:.0f} % of full-size FL's traffic and ends {abs(by.mean()):.1f} points "
+        title += ("above" if by.mean() > 0 else "below") + ", no more than seeds differ" * int(
+            by.std() >= abs(by.mean())
+        )
     sent = "traffic so far, all clients, down and up (GiB)"
     return plot_series(frame, "gib", "accuracy", sent, ylabel, f"{title}\n{subject}", hero=PAPER)

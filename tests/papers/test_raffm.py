@@ -14,6 +14,7 @@ from fedlib.papers.raffm import (
     dose_of,
     local_scores,
     plot_dose,
+    plot_traffic,
     runs_of,
     traffic_curves,
     traffic_to,
@@ -194,3 +195,16 @@ def test_the_study_of_cuts_leaves_a_group_whole_and_cuts_the_others():
     cells = load_grid("raffm", "dose", "smoke", {"seeds": [1], "variant": ["fl", "ffn", "attention", "all"]})
     held = by_variant(cells, lambda e: {"n": client_resources(e, macs=False).parameters.mean()}).set_index("variant").n
     assert held.fl > held.ffn > held["all"] and held.fl > held.attention > held["all"]
+
+
+def test_a_difference_that_seeds_make_is_no_finding_of_a_title():
+    """By seed -6, +4 and +8 points: 2 on average, with an SD of 7.2; then 1, 2 and 3."""
+
+    def title(*points):
+        rows = [("fl", s, 2.0, 50.0) for s in range(3)] + [("raffm", s, 1.0, 50.0 + p) for s, p in enumerate(points)]
+        frame = pd.DataFrame(rows, columns=["variant", "seed", "gib", "accuracy"])
+        frame = frame.assign(method=frame.variant, label=frame.variant)
+        return plot_traffic(frame, "accuracy (%)", "digits").get_title(loc="center").replace("\n", " ")
+
+    assert "50 % of full-size FL's traffic and ends 2.0 points above, no more than seeds differ" in title(-6, 4, 8)
+    assert "seeds differ" not in title(1, 2, 3) and "2.0 points above" in title(1, 2, 3)
