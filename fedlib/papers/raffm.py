@@ -282,10 +282,8 @@ def plot_traffic(frame: pd.DataFrame, ylabel: str, subject: str):
     last = frame.sort_values("gib").groupby(["variant", "seed"])[["gib", "accuracy"]].last()
     title = "Not both are stored yet"
     if {"fl", PAPER} <= set(last.index.levels[0]):
-        sent, by = 100 * last.gib[PAPER].mean() / last.gib["fl"].mean(), last.accuracy[PAPER] - last.accuracy["fl"]
-        title = f"RaFFM sends {sent:.0f} % of full-size FL's traffic and ends {abs(by.mean()):.1f} points "
-        title += ("above" if by.mean() > 0 else "below") + ", no more than seeds differ" * int(
-            by.std() >= abs(by.mean())
-        )
+        sent, d = 100 * last.gib[PAPER].mean() / last.gib["fl"].mean(), last.accuracy[PAPER] - last.accuracy["fl"]
+        title = f"RaFFM sends {sent:.0f} % of full-size FL's traffic and ends {abs(d.mean()):.1f} points "
+        title += ("above" if d.mean() > 0 else "below") + ", no more than seeds differ" * int(d.std() >= abs(d.mean()))
     sent = "traffic so far, all clients, down and up (GiB)"
     return plot_series(frame, "gib", "accuracy", sent, ylabel, f"{title}\n{subject}", hero=PAPER)
