@@ -17,7 +17,6 @@ from fedlib.methods import METHODS, Method
 from fedlib.models import registry
 from fedlib.models.measure import Measure
 from fedlib.models.wrapped import WrappedSpec
-from fedlib.runs import identity
 from fedlib.runs.identity import OtherInputs
 from fedlib.runs.store import find_run
 from tests.helpers.stored import assert_same, assert_same_rounds, state
@@ -341,17 +340,6 @@ def test_a_run_says_the_net_its_code_and_its_weights(wrapped, tmp_path):
         fedlib.wrap(net, cuts, (3, 32, 32))
         with pytest.raises(OtherInputs, match="the backbone 'net', its shape or its code"):
             find_run(e, tmp_path)
-
-
-def test_a_backbone_that_is_sent_to_another_process_is_the_same_run_there(wrapped, monkeypatch):
-    cloudpickle = pytest.importorskip("cloudpickle")
-    monkeypatch.setattr(identity, "_told", {})
-    digest = identity.inputs_of(build_federation(wrapped))["backbone"]
-    sent = cloudpickle.dumps(identity.own_backbones(["net", "deit_micro", "resnet50"]))
-    del registry.OWN["net"]
-    identity.take_backbones(pickle.loads(sent))
-    assert registry.OWN["net"].net is not None and identity.own_backbones(["net"])["net"][1] == digest
-    assert identity.inputs_of(build_federation(wrapped))["backbone"] == digest
 
 
 def test_a_run_goes_on_from_its_checkpoint(wrapped, tmp_path, monkeypatch):

@@ -5,7 +5,7 @@ import types
 
 import pytest
 
-from fedlib import Execution, run, run_all
+from fedlib import run, run_all
 from fedlib.runs.callbacks import Callback, EarlyStopping, MLflow, TensorBoard, Trackio, WandB
 from fedlib.runs.store import find_run
 from tests.helpers.stored import ONE, assert_nothing_left_over, assert_same, small, state
@@ -127,8 +127,6 @@ def test_a_grid_tells_of_one_run_after_the_other(tmp_path):
     grid = [small("reefl", rounds=1, seed=s) for s in (1, 2)]
     run_all(grid, ONE, tmp_path, progress=False, callbacks=[noted := Noted()])
     assert noted.said == [("begin", 0, []), (1, True), "finished"] * 2
-    with pytest.raises(ValueError, match="executor = 'ray' runs a grid elsewhere"):
-        run_all(grid, Execution(executor="ray"), tmp_path, callbacks=[noted])
 
 
 def test_tensorboard_s_event_files_hold_every_number_by_round(tmp_path):

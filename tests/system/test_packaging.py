@@ -111,12 +111,14 @@ def test_every_import_is_declared():
     """What fedlib imports is required by name, not because something else happens to bring it."""
     lines = PROJECT["dependencies"] + [x for group in PROJECT["optional-dependencies"].values() for x in group]
     declared = {re.match(r"[\w.-]+", x)[0].lower() for x in lines}
-    for path in (ROOT / "fedlib").rglob("*.py"):
+    for path in (p for package in ("fedlib", "fedlib_lab") for p in (ROOT / package).rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
             if isinstance(node, ast.ImportFrom) and not node.level:
                 names = [node.module]
-            for name in {n.split(".")[0] for n in names} - sys.stdlib_module_names - CUDA_KERNELS - {"fedlib"}:
+            for name in (
+                {n.split(".")[0] for n in names} - sys.stdlib_module_names - CUDA_KERNELS - {"fedlib", "fedlib_lab"}
+            ):
                 assert OTHER_NAMES.get(name, name.replace("_", "-")) in declared, f"{path.name} imports {name}"
 
 
@@ -185,7 +187,8 @@ def built(tmp_path_factory):
 def test_the_wheel_holds_every_module_and_every_recipe(built):
     (wheel,) = built.glob("*.whl")
     names = {n for n in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in n}
-    ours = {p.relative_to(ROOT).as_posix() for kind in ("py", "yaml") for p in (ROOT / "fedlib").rglob(f"*.{kind}")}
+    both = [p for package in ("fedlib", "fedlib_lab") for p in (ROOT / package).rglob("*")]
+    ours = {p.relative_to(ROOT).as_posix() for p in both if p.suffix in (".py", ".yaml")}
     recipes = {p.relative_to(ROOT) for kind in ("yaml", "csv") for p in (ROOT / "params").rglob(f"*.{kind}")}
     assert {n for n in names if n.endswith((".py", ".yaml", ".csv"))} == ours | {
         f"fedlib/{p.as_posix()}" for p in recipes
