@@ -9,8 +9,8 @@ from typing import Any
 
 METHODS: dict[str, str] = {}  # by name, the module whose one class with a label it is (``methods/__init__.py``)
 BACKBONES: list[str] = []  # modules with FAMILIES (``models/registry.py``)
-TUNERS: list[str] = []  # modules with what else trains a backbone (``models/adapters.py``)
-READERS: list[str] = []  # functions that find a data set (``data/datasets.py``)
+TUNERS: list[str] = []  # of the same door: modules with what else trains a backbone (``models/adapters.py``)
+READERS: list[str] = []  # modules that find a data set (``data/datasets.py``)
 EXECUTORS: dict[str, str] = {}  # by name, what makes one of a federation and an execution (``engine/rounds.py``)
 LAYERS: list[str] = []  # modules with what stands in for layers (``layers/overrides.py``)
 

@@ -12,7 +12,7 @@ import torch
 from ..core.experiment import Experiment
 from ..core.threads import Switches
 
-PRODUCTS = Switches()
+PRODUCTS = {"cpu": Switches(), "cuda": Switches()}  # one kind of device does not wait for the other
 _CUDA = (
     (torch.backends.cudnn, "allow_tf32"),  # the former switches first: beside only the present ones they are errors
     (torch.backends.cuda.matmul, "allow_tf32"),
@@ -33,8 +33,8 @@ def arithmetic(precision: str, device: torch.device) -> AbstractContextManager[N
     """
     tf32 = precision == "tf32"
     values = {"allow_tf32": tf32, "fp32_precision": "tf32" if tf32 else "ieee", "deterministic": True}
-    switches = _CUDA if device.type == "cuda" else _CPU
-    return PRODUCTS.held([(partial(_ask, *at), partial(_set, *at), values.get(at[1], False)) for at in switches])
+    kind, switches = ("cuda", _CUDA) if device.type == "cuda" else ("cpu", _CPU)
+    return PRODUCTS[kind].held([(partial(_ask, *at), partial(_set, *at), values.get(at[1], False)) for at in switches])
 
 
 def _ask(owner: Any, name: str) -> Any:

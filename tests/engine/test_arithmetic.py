@@ -54,7 +54,7 @@ def test_float32_is_ieees_whatever_the_program_asked_for_and_its_switches_are_pu
 
 def test_threads_of_one_run_share_them_and_another_precision_is_refused():
     found = switches()
-    with arithmetic("float32", GPU), arithmetic("float32", GPU):
+    with arithmetic("float32", GPU), arithmetic("float32", CPU), arithmetic("float32", GPU):
         refused = []
 
         def other():
@@ -74,14 +74,16 @@ def test_threads_of_one_run_share_them_and_another_precision_is_refused():
 def test_training_aggregation_and_evaluation_run_inside(monkeypatch):
     """A switch that a user has set is not what any product of a run goes by."""
     seen, ask = [], torch.bmm
-    monkeypatch.setattr(torch, "bmm", lambda *args: seen.append(PRODUCTS._inside) or ask(*args))
+    monkeypatch.setattr(torch, "bmm", lambda *args: seen.append(PRODUCTS["cpu"]._inside) or ask(*args))
     linear = torch.nn.functional.linear
-    monkeypatch.setattr("torch.nn.functional.linear", lambda *args: seen.append(PRODUCTS._inside) or linear(*args))
+    monkeypatch.setattr(
+        "torch.nn.functional.linear", lambda *args: seen.append(PRODUCTS["cpu"]._inside) or linear(*args)
+    )
     small = dict(num_train=40, num_test=20, num_clients=2, clients_per_round=2, rounds=1, pretrained=False)
     e = Experiment(method="reefl", test_split="like_train", **small)
     for _ in run_rounds(build_federation(e), Execution(workers=1)):
         pass
-    assert len(seen) > 50 and min(seen) > 0 and PRODUCTS._inside == 0
+    assert len(seen) > 50 and min(seen) > 0 and PRODUCTS["cpu"]._inside == 0
 
 
 def test_tf32_is_a_gpus():
