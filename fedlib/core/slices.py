@@ -194,12 +194,12 @@ def take(tensor: torch.Tensor, info: ParamInfo, part: Slice) -> torch.Tensor:
         if isinstance(kept, range) and kept.step == 1:
             tensor = tensor.narrow(dim, kept.start, len(kept))
         else:
-            tensor = tensor.index_select(dim, _index(tuple(kept), tensor.device))
+            tensor = tensor.index_select(dim, index_of(tuple(kept), tensor.device))
     return tensor
 
 
 @lru_cache(maxsize=4096)
-def _index(kept: tuple[int, ...], device: torch.device) -> torch.Tensor:
+def index_of(kept: tuple[int, ...], device: torch.device) -> torch.Tensor:
     """``kept`` on the device: a copy from the host that a step need not repeat."""
     return torch.tensor(kept, dtype=torch.long, device=device)
 

@@ -38,7 +38,7 @@ class Forward:
         self.model, self.parts, self.tensors, self.data = model, tuple(parts), tensors, data
         self.test, self.cache, self.bfloat16 = test, cache, bfloat16
         device = data.device if data is not None else torch.device("cpu")
-        self.route, scales = Route.of(parts, model.depth, device), [p.scale for p in parts]
+        self.route, scales = Route.of(parts, model.depth), [p.scale for p in parts]
         self.scale = scales[0] if len(set(scales)) == 1 else torch.tensor(scales, device=device)
 
     def place_(self, training: bool = False, generators: Sequence[torch.Generator] | None = None) -> "Forward":

@@ -4,12 +4,14 @@
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from torch import nn
+
+from ..core.slices import index_of
 
 Policy = Literal["batch", "tracked", "static", "local"]
 Padding = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None  # ``Context.weights``, or with ``Context.there``
@@ -60,12 +62,17 @@ class Context:
         finally:
             vars(self).update(before)
 
-    def only(self, rows: slice) -> AbstractContextManager["Context"]:
+    def only(self, rows: slice | tuple[int, ...]) -> AbstractContextManager[Any]:
         """Inside, layers see the members ``rows`` of the cohort, the first of them as if there were none before."""
+        if isinstance(rows, slice) and not rows.start:
+            return nullcontext()
         told = {n: x for n in ("weights", "there", "generators") if (x := getattr(self, n)) is not None}
         if isinstance(self.scale, torch.Tensor):
             told["scale"] = self.scale
-        return self.told(_real=(None, None), **{n: x[rows] for n, x in told.items()})
+        if isinstance(rows, slice):
+            return self.told(_real=(None, None), **{n: x[rows] for n, x in told.items()})
+        at = {n: [x[i] for i in rows] if n == "generators" else x[index_of(rows, x.device)] for n, x in told.items()}
+        return self.told(_real=(None, None), **at)
 
     def alone(self, real: torch.Tensor | None) -> AbstractContextManager["Context"]:
         """Inside, layers see one member's batch, whose examples are ``real`` (B,), and gather for it alone."""

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from ..core.slices import STEM, ParamInfo
+from ..core.slices import STEM, ParamInfo, index_of
 from ..layers.context import Policy
 from ..layers.norms import BatchNorm2d, set_policy_, statistics
 from .backbone import Backbone
@@ -74,11 +74,20 @@ class ExitModel(nn.Module):
                 feature = feature if at == unit else self.backbone.bridge(feature, unit)
             exit = self.exit_units.index(at) if at in self.exit_units else None
             rows, seen = route.exits.get(exit, slice(0, 0)), list(past)
-            out, handed_back = self.head.step(at, feature[rows] if self.head.per_exit else feature, past)
+            at_rows = rows if isinstance(rows, slice) else index_of(rows, feature.device)
+            if self.head.per_exit:
+                with self.context.only(rows):
+                    out, handed_back = self.head.step(at, feature[at_rows], past)
+            else:
+                out, handed_back = self.head.step(at, feature, past)
             if watch is not None:
                 watch(unit, before, feature, seen, handed_back)
-            if out is not None and (isinstance(rows, torch.Tensor) or rows.stop > rows.start):
-                outputs[exit] = spread(out if self.head.per_exit else out[rows], rows, members)
+            if out is not None and (isinstance(rows, tuple) or rows.stop > rows.start):
+                outputs[exit] = spread(
+                    out if self.head.per_exit else out[rows if isinstance(rows, slice) else index_of(rows, out.device)],
+                    rows,
+                    members,
+                )
             if handed_back is not None and on:
                 z = self.backbone.replace(z, unit, handed_back if len(handed_back) == on else handed_back[:on])
         blank = torch.zeros_like(next(o for o in outputs if o is not None))

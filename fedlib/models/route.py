@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 import torch
 import torch.nn.functional as F
 
-from ..core.slices import Slice
+from ..core.slices import Slice, index_of
 
-Rows = slice | torch.Tensor  # of a cohort: a run of members, or their indices
+Rows = slice | tuple[int, ...]  # of a cohort: a run of members, or their numbers
 
 
 @dataclass(frozen=True)
@@ -28,11 +28,8 @@ class Route:
     exit: int | None = None
 
     @classmethod
-    def of(cls, parts: Sequence[Slice], depth: int, device: torch.device | str = "cpu") -> "Route":
-        """That of the members ``parts`` of ``depth`` units on ``device``.
-
-        ``ValueError`` unless the first ones run each unit.
-        """
+    def of(cls, parts: Sequence[Slice], depth: int) -> "Route":
+        """That of the members ``parts`` of ``depth`` units; ``ValueError`` unless the first ones run each unit."""
         alive = []
         for unit in range(depth):
             runs = [unit in s.units for s in parts]
@@ -40,7 +37,7 @@ class Route:
                 raise ValueError(f"unit {unit}: members of a cohort may leave units out only where all of them do")
             alive.append(sum(runs))
         held = sorted({j for s in parts for j in s.exits})
-        return cls(alive, {j: rows_of([i for i, s in enumerate(parts) if j in s.exits], device) for j in held})
+        return cls(alive, {j: rows_of([i for i, s in enumerate(parts) if j in s.exits]) for j in held})
 
 
 @dataclass(frozen=True)
@@ -56,13 +53,13 @@ def spread(out: torch.Tensor, rows: Rows, members: int) -> torch.Tensor:
     """``out`` of the members ``rows`` among zeros for all others."""
     if isinstance(rows, slice):
         return F.pad(out, (0, 0) * (out.dim() - 1) + (rows.start, members - rows.stop))
-    return out.new_zeros(members, *out.shape[1:]).index_copy(0, rows, out)
+    return out.new_zeros(members, *out.shape[1:]).index_copy(0, index_of(rows, out.device), out)
 
 
-def rows_of(members: Sequence[int], device: torch.device | str = "cpu") -> Rows:
+def rows_of(members: Sequence[int]) -> Rows:
     """``members`` (increasing) as a slice where they follow one another."""
     if not members:
         return slice(0, 0)
     if members[-1] - members[0] + 1 == len(members):
         return slice(members[0], members[-1] + 1)
-    return torch.tensor(members, device=device)
+    return tuple(members)
