@@ -97,7 +97,7 @@ lab: $(VENV)/.has-text
 	$(BIN)/jupyter lab notebooks
 
 results: $(VENV)/.has-text
-	$(BIN)/python -m fedlib.report.page
+	$(BIN)/python -m fedlib_lab.report.page
 
 notebooks: $(VENV)/.has-dev
 	$(BIN)/python docs/notebooks.py

@@ -12,19 +12,18 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
+from benchmarks import harness
+from benchmarks.prepare import WORKLOADS, write_workload
+from benchmarks.scale import measure_population
+from benchmarks.systems import SYSTEMS, running, select
 from fedlib.core.experiment import Experiment
 from fedlib.core.paths import outputs_dir
 from fedlib.core.profiling import PHASES, profile
 from fedlib.core.storage import read_json, write_json
 from fedlib.core.validation import check_fields, did_you_mean
 from fedlib.engine.executors import Execution
-from fedlib.runs.record import provenance
-from fedlib.runs.store import run
-
-from . import harness
-from .prepare import WORKLOADS, write_workload
-from .scale import measure_population
-from .systems import SYSTEMS, running, select
+from fedlib_lab.runs.record import provenance
+from fedlib_lab.runs.store import run
 
 OURS, LOOP = "fedlib", "fedlib, one client at a time"
 OWN = (OURS, LOOP, "fedlib, one at a time on 2 threads")

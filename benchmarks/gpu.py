@@ -21,7 +21,7 @@ from fedlib.core.experiment import Experiment
 from fedlib.engine.executors import Execution
 from fedlib.engine.federation import build_federation
 from fedlib.engine.rounds import run_rounds
-from fedlib.runs.prices import CARDS, training_macs
+from fedlib_lab.runs.prices import CARDS, training_macs
 
 COMMON = {
     "method": "reefl", "finetune": "lora", "partition": "drawn", "examples_per_client": 100, "num_clients": 1000,
@@ -138,7 +138,7 @@ def _launches(work: Callable[[], object]) -> int:
 
 def plain(name: str) -> nn.Module:
     """The net ``name`` as its author would write it, for ten classes."""
-    from .rivals.workload import NETS
+    from benchmarks.rivals.workload import NETS
 
     if name == "deit_micro":
         from timm.models.vision_transformer import VisionTransformer

@@ -17,7 +17,7 @@ from pathlib import Path
 import pandas as pd
 import torch
 
-from .systems import RIVALS, Running, System, running, tree
+from benchmarks.systems import RIVALS, Running, System, running, tree
 
 MEMORY_HZ = 20
 

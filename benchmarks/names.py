@@ -5,7 +5,7 @@ fedlib keeps q, k and v apart, and peft names LoRA's parts; convnets differ by p
 
 import torch
 
-from .rivals.workload import Workload
+from benchmarks.rivals.workload import Workload
 
 Tensors = dict[str, torch.Tensor]
 HEAD = "head.exits.0."

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import pandas as pd
 
 from benchmarks.engine_speed import OWN
-from fedlib.report.style import axes_of, color_of, finish, panels, plain, styled
+from fedlib_lab.report.style import axes_of, color_of, finish, panels, plain, styled
 
 WORKLOADS = {
     "W1": "FedAvg, ViT",

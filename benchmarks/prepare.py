@@ -11,15 +11,14 @@ from pathlib import Path
 import torch
 from torch.nn.functional import interpolate
 
+from benchmarks.names import to_plain
+from benchmarks.rivals.workload import ViT, Workload
 from fedlib.core.experiment import Experiment
 from fedlib.core.rng import torch_generator
 from fedlib.data.datasets import load_dataset
 from fedlib.engine.federation import build_federation
 from fedlib.layers.linear import init_normal_
 from fedlib.models.registry import build_backbone
-
-from .names import to_plain
-from .rivals.workload import ViT, Workload
 
 BACKBONES = {"vit": "vit_digits"}  # fedlib's names of what rivals build, where they differ
 LAST_THIRD, ALL = (8, 9, 10, 11), tuple(range(12))

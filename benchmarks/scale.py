@@ -24,7 +24,7 @@ def measure_population(num_clients: int, rounds: int) -> dict:
 
 def _run(num_clients: int, rounds: int, sampled: bool) -> dict:
     """What ``main`` prints in a process of its own, and its peak memory if that is sampled (which slows it)."""
-    from .harness import MemorySampler
+    from benchmarks.harness import MemorySampler
 
     command = [sys.executable, "-m", __name__, str(num_clients), str(rounds)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from .systems import CHECKOUTS, RIVALS, VENVS, checkout
+from benchmarks.systems import CHECKOUTS, RIVALS, VENVS, checkout
 
 PYTHONS = {
     "flower": ((3, 11), (3, 13)),

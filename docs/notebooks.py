@@ -44,7 +44,7 @@ def cells(source: Path) -> list[dict]:
 
 def digest(source: Path, outputs: Path = ROOT / "outputs") -> str:
     """Of a notebook's source, and of every run that a grid named in it asks for: its name and what it ended with."""
-    from fedlib.runs.params_files import grids, papers
+    from fedlib_lab.runs.params_files import grids, papers
 
     said = ["".join(cell["source"]) for cell in cells(source)]
     words = set(re.findall(r'"(\w+)"', "\n".join(said))) | {source.parent.name}
@@ -57,16 +57,16 @@ def digest(source: Path, outputs: Path = ROOT / "outputs") -> str:
 @cache
 def runs_of(paper: str, words: frozenset[str], outputs: Path) -> list[tuple[str, str]]:
     """The runs of the paper's grids that ``words`` name, and the bytes of their summaries."""
-    from fedlib.runs.params import grids
+    from fedlib_lab.runs.params import grids
 
     return [run for grid in grids(paper) if grid in words for run in runs_of_grid(paper, grid, outputs)]
 
 
 @cache
 def runs_of_grid(paper: str, grid: str, outputs: Path) -> list[tuple[str, str]]:
-    from fedlib.runs.identity import older_rules
-    from fedlib.runs.params import load_grid
-    from fedlib.runs.store import shown_run
+    from fedlib_lab.runs.identity import older_rules
+    from fedlib_lab.runs.params import load_grid
+    from fedlib_lab.runs.store import shown_run
 
     runs = [shown_run(c.experiment, outputs / "runs") for c in load_grid(paper, grid, "small")]
     lacks = f"{paper}/{grid}"  # what a run that is not stored would be called is no matter

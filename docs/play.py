@@ -16,15 +16,15 @@ import vl_convert
 from fedlib.core.experiment import Experiment
 from fedlib.core.paths import outputs_dir
 from fedlib.methods import METHODS
-from fedlib.report.atlas import BINDS
-from fedlib.report.claims_page import COLORS
-from fedlib.report.frames import runs_frame
-from fedlib.report.style import color_of, data_title, model_of
-from fedlib.report.tables import label_of
-from fedlib.runs.costs import load_shapes
-from fedlib.runs.params_files import papers
-from fedlib.runs.prices import num_classes
-from fedlib.runs.store import stored_runs
+from fedlib_lab.atlas.scores import BINDS
+from fedlib_lab.report.claims_page import COLORS
+from fedlib_lab.report.frames import runs_frame
+from fedlib_lab.report.style import color_of, data_title, model_of
+from fedlib_lab.report.tables import label_of
+from fedlib_lab.runs.costs import load_shapes
+from fedlib_lab.runs.params_files import papers
+from fedlib_lab.runs.prices import num_classes
+from fedlib_lab.runs.store import stored_runs
 
 GROUP = ["setting", "method", "rounds"]  # runs that differ in nothing else but seeds, options and clients
 COSTS = {"macs": "MACs per example (millions)", "training_memory_mib": "training memory, batch 32 (MiB)",

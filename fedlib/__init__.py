@@ -10,19 +10,20 @@ from .core.experiment import Experiment
 from .core.threads import wait_passively
 
 if TYPE_CHECKING:  # what ``__getattr__`` finds
-    from fedlib_lab.readers import register_data
-    from fedlib_lab.zoo import wrap
+    from fedlib_lab.zoo.families.families import wrap
+
+    from fedlib_lab.formats.readers import register_data
+    from fedlib_lab.report.frames import runs_frame
+    from fedlib_lab.runs.export import save_model
+    from fedlib_lab.runs.extend import extend
+    from fedlib_lab.runs.params import recipe
+    from fedlib_lab.runs.run_paths import forget
+    from fedlib_lab.runs.store import run, run_all
+    from fedlib_lab.runs.sweep import sweep
 
     from .engine.executors import Execution
     from .engine.federation import build_federation
     from .engine.rounds import run_rounds
-    from .report.frames import runs_frame
-    from .runs.export import save_model
-    from .runs.extend import extend
-    from .runs.params import recipe
-    from .runs.places import forget
-    from .runs.store import run, run_all
-    from .runs.sweep import sweep
 
 wait_passively()
 try:
@@ -40,10 +41,11 @@ __all__ = ["Experiment", "Execution", "build_federation", "extend", "forget", "r
 
 _LAZY = {
     "Execution": "fedlib.engine.executors", "run_rounds": "fedlib.engine.rounds",
-    "build_federation": "fedlib.engine.federation", "extend": "fedlib.runs.extend",
-    "save_model": "fedlib.runs.export", "forget": "fedlib.runs.places", "recipe": "fedlib.runs.params",
-    "run": "fedlib.runs.store", "run_all": "fedlib.runs.store", "sweep": "fedlib.runs.sweep",
-    "wrap": "fedlib_lab.zoo", "register_data": "fedlib_lab.readers", "runs_frame": "fedlib.report.frames",
+    "build_federation": "fedlib.engine.federation", "extend": "fedlib_lab.runs.extend",
+    "save_model": "fedlib_lab.runs.export", "forget": "fedlib_lab.runs.run_paths", "recipe": "fedlib_lab.runs.params",
+    "run": "fedlib_lab.runs.store", "run_all": "fedlib_lab.runs.store", "sweep": "fedlib_lab.runs.sweep",
+    "wrap": "fedlib_lab.zoo.families", "register_data": "fedlib_lab.formats.readers",
+    "runs_frame": "fedlib_lab.report.frames",
 }  # fmt: skip
 
 

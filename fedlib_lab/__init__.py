@@ -5,16 +5,24 @@ It imports the core, never the reverse; whatever is here came in through a door 
 
 from fedlib.core import doors
 
-RIVALS = ("fedrolex", "fjord", "fiarse", "hetlora", "flexlora", "flora", "darkdistill")  # of the atlas alone
+RIVALS = (
+    "fedrolex",
+    "fjord",
+    "fiarse",
+    "hetlora",
+    "flexlora",
+    "flora",
+    "darkdistill",
+    "fedproto",
+)
 
-doors.METHODS |= {name: f"fedlib.methods.sliced.{name}" for name in RIVALS}
-doors.METHODS["fedproto"] = "fedlib.methods.personal.fedproto"
-doors.BACKBONES.append("fedlib_lab.zoo")
-doors.TUNERS.append("fedlib_lab.tuners")
-doors.READERS.append("fedlib_lab.readers")
+doors.METHODS |= {name: f"fedlib_lab.rivals.{name}" for name in RIVALS}
+doors.BACKBONES.append("fedlib_lab.zoo.families")
+doors.TUNERS.append("fedlib_lab.zoo.tuners")
+doors.READERS.append("fedlib_lab.formats.readers")
 doors.EXECUTORS |= {
-    "processes": "fedlib.engine.processes:Processes",
-    "ray": "fedlib.engine.cluster:RayExecutor",
-    "flower": "fedlib.engine.flower:FlowerExecutor",
+    "processes": "fedlib_lab.executors.processes:Processes",
+    "ray": "fedlib_lab.executors.cluster:RayExecutor",
+    "flower": "fedlib_lab.executors.flower:FlowerExecutor",
 }
-doors.LAYERS.append("fedlib.kernels")
+doors.LAYERS.append("fedlib_lab.kernels")

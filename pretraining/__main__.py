@@ -12,8 +12,8 @@ from pathlib import Path
 
 from fedlib.core.paths import outputs_dir
 from fedlib.data.datasets import load_dataset
-from fedlib.kernels.products import choose_products
 from fedlib.models.registry import OWN, build_backbone, load_weights_
+from fedlib_lab.kernels.products import choose_products
 
 from .training import RECIPES, export_backbone, linear_probe, load_upstream, train_upstream
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 import fedlib
-from fedlib.runs.callbacks import Callback, EarlyStopping
-from fedlib.runs.record import Run
+from fedlib_lab.runs.callbacks import Callback, EarlyStopping
+from fedlib_lab.runs.record import Run
 from tests.helpers.stored import ONE, run_path, small
 
 E = small("depthfl", rounds=1)

@@ -10,10 +10,10 @@ import pytest
 import yaml
 
 import fedlib
-from fedlib import cli
 from fedlib.core.paths import keep_outputs_of, outputs_dir
-from fedlib.runs.params import recipe
-from fedlib.runs.store import run
+from fedlib_lab import cli
+from fedlib_lab.runs.params import recipe
+from fedlib_lab.runs.store import run
 from tests.helpers.stored import ONE, small
 
 

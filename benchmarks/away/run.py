@@ -26,8 +26,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from . import KEPT, MIB, ROOT
-from .tars import lay_out, of_folder, unpacked, write_tar
+from benchmarks.away import KEPT, MIB, ROOT
+from benchmarks.away.tars import lay_out, of_folder, unpacked, write_tar
 
 OF, FACTS, SPEED = 560, 5, 190  # seconds of ``OF`` after which the tests begin at the latest, and the runs
 MEASURED = {"tests": 85, "convolutions": 110, "speed": SPEED}  # in this order, each until so many seconds of ``OF``

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from .kinds import Count, Natural, NotNegative, Part, Positive, Rounds, Scalar, Share, When
+from .annotations import Count, Natural, NotNegative, Part, Positive, Rounds, Scalar, Share, When
 from .validation import check_fields, check_instance, names_its_keywords
 
 BY_ALPHA = ("dirichlet", "class_dirichlet", "drawn", "weighted_dirichlet", "capped_dirichlet", "grouped_dirichlet")

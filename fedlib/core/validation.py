@@ -20,7 +20,7 @@ from typing import Annotated, Any, TypeVar
 
 from annotated_types import Ge, Gt, Le, Lt
 
-from .kinds import Scalar, When
+from .annotations import Scalar, When
 
 Class = TypeVar("Class", bound=type)
 LIMITS = {

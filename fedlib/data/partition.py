@@ -22,7 +22,7 @@ import torch
 from ..core.rng import numpy_generator
 from .cache import cached
 from .label_partitions import capped_dirichlet, cover_classes, dealt_classes, grouped_dirichlet, weighted_dirichlet
-from .quiet import quietly
+from .silence import quietly
 
 MOST_CLIENTS = 10_000_000  # of a drawn population: what is kept per client is a few bytes
 BY_OWNER, BY_CHANCE = ("natural", "natural_split"), ("iid",)  # the partitions that look at no label

@@ -18,9 +18,9 @@ from ..core.profiling import phase
 from ..core.rng import torch_generator
 from ..core.slices import NOTHING, Slice, take, within
 from ..layers.norms import statistics
-from ..methods.jobs import Member, Round, Server, Stage
 from ..methods.losses import Batch
 from ..methods.sums import Update, finite_sums
+from ..methods.values import Member, Round, Server, Stage
 from ..models.exit_model import ExitModel
 from ..models.route import Route
 from .batches import Batches, draw_batches, draws_of, in_order

@@ -1,7 +1,7 @@
 """Executors train a round's clients as cohorts, here or elsewhere. How is not part of an experiment.
 
 ``Execution`` says how to run; ``rounds.build_executor`` turns it into an executor with ``train`` and ``close``. Every
-executor calls ``train_cohort`` and gives the same numbers up to float rounding. Read next: ``engine/workers.py``.
+executor calls ``train_cohort`` and gives the same numbers up to float rounding. Read next: ``executors/workers.py``.
 """
 
 import math
@@ -16,9 +16,9 @@ import torch
 from annotated_types import Ge, Le
 
 from ..core import doors
+from ..core.annotations import Count, Positive
 from ..core.clients import Client
 from ..core.devices import memory_to_plan_with
-from ..core.kinds import Count, Positive
 from ..core.profiling import phase
 from ..core.threads import close, repeatable, warn_if_spinning
 from ..core.validation import check_instance, check_known, names_its_keywords

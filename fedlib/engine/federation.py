@@ -16,12 +16,12 @@ from ..data.tasks import Span, Task, task_of
 from ..layers.dropout import TokenDropout
 from ..layers.overrides import override
 from ..methods import Method, Server, Setting
-from ..methods.jobs import unknown
+from ..methods.values import unknown
 from ..models.adapters import apply_finetune_
 from ..models.exit_model import ExitModel
 from ..models.exits import EveryToken
 from ..models.measure import Measure
-from ..models.places import axes_of
+from ..models.parameter_info import axes_of
 from ..models.registry import backbone_spec, build_backbone, tokenizer_of
 from . import checks
 from .frozen_cache import FrozenCache, build_frozen_cache

@@ -1,6 +1,6 @@
 """What the server may do itself: run a model, and train it on the public examples that an experiment grants.
 
-Methods get it as ``Setting.lab`` (``methods/jobs.Lab``). Public rows are nobody's: ``FederatedData`` refuses others.
+Methods get it as ``Setting.lab`` (``methods/values.Lab``). Public rows are nobody's: ``FederatedData`` refuses others.
 """
 
 import math
@@ -11,7 +11,7 @@ import torch
 from ..core.rng import numpy_generator
 from ..core.slices import ParamInfo, Slice, scatter_add_, take, take_all
 from ..data.federated import FederatedData
-from ..methods.jobs import Setting, Tensors
+from ..methods.values import Setting, Tensors
 from ..models.exit_model import ExitModel
 from ..models.route import Begun
 from .forward import Forward, by_example

@@ -6,7 +6,7 @@ from functools import cached_property
 import torch
 
 from ..core.slices import is_cut, take
-from ..methods.jobs import Member
+from ..methods.values import Member
 from .federation import Federation
 
 Tensors = dict[str, torch.Tensor]

@@ -8,7 +8,7 @@ import torch
 from ..core.clients import Client
 from ..core.devices import free_memory
 from ..core.slices import STEM, ParamInfo
-from ..methods.jobs import Stage
+from ..methods.values import Stage
 from ..models.route import Begun, Route
 from .batches import Batches, in_order, places_of
 from .federation import Federation

@@ -11,7 +11,7 @@ import torch
 
 from ..core.clients import Client
 from ..layers.context import Padding
-from ..methods.jobs import Member
+from ..methods.values import Member
 from ..models.route import Begun
 from .batches import Batches, in_order, places_of
 from .federation import Federation

@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from importlib import import_module
 
 from ..core import doors
-from ..core.kinds import Scalar
+from ..core.annotations import Scalar
 from ..core.validation import check_fields, did_you_mean
 from .base import Method
-from .jobs import Arrived, Member, Round, Server, Serving, Setting, Stage
 from .server import ServerStep
+from .values import Arrived, Member, Round, Server, Serving, Setting, Stage
 
 NAMES = {  # of files, each of which holds the method of its name
     "sliced": (

@@ -3,7 +3,7 @@
 Every default below is FedAvg with early exits: prefix sub-models, the sum of the exits' cross-entropies, one local
 training, and the mean over the clients that hold an entry. A method overrides what its paper changes; the words that
 all methods use (``Client``, ``Slice``, ``Batch``, …) are imported from here.
-Read next: ``jobs.py`` (the values hooks see), ``losses.py``, ``server.py``, ``sliced/reefl.py``.
+Read next: ``values.py`` (the values hooks see), ``losses.py``, ``server.py``, ``sliced/reefl.py``.
 """
 
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
@@ -13,9 +13,9 @@ from typing import Annotated, ClassVar, Literal, NoReturn
 import numpy as np
 import torch
 
+from ..core.annotations import NotNegative, Positive, When
 from ..core.clients import Client
 from ..core.experiment import Experiment
-from ..core.kinds import NotNegative, Positive, When
 from ..core.slices import NOTHING, ParamInfo, Slice
 from ..core.validation import check_conditions, check_instance
 from ..models.backbone import Spec
@@ -23,10 +23,10 @@ from ..models.exit_model import ExitModel
 from ..models.exits import Head
 from ..models.map_exits import classifiers
 from .cohort import Cohort
-from .jobs import Arrived, Member, Round, Server, Serving, Setting, Tensors
 from .losses import Batch, cross_entropies, kl_to_teacher, last_exit
 from .sums import MaskedMean, Update
 from .uploads import UploadOptions, send
+from .values import Arrived, Member, Round, Server, Serving, Setting, Tensors
 
 
 @dataclass(frozen=True)
@@ -185,7 +185,7 @@ class Method(UploadOptions):
         r = Round(1, (client,), setting)
         return setting.measure.training_mib(self.slice_for(client, Server(0, {}, {}), r), batch)
 
-    # --- under a cap (``runs/fitting.py``) -----------------------------------------------------------------------
+    # --- under a cap (``atlas/fitting.py``) -----------------------------------------------------------------------
 
     def at_caps(self, caps: Sequence[float], of: str, slack: float) -> dict[str, object] | None:
         """The fields of an experiment whose budgets meet ``caps`` by themselves; None: ``sizes`` are tried."""

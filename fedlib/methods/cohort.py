@@ -13,9 +13,9 @@ from ..core.clients import Client
 from ..core.experiment import Experiment
 from ..core.slices import Slice
 from ..models.exit_model import ExitModel
-from .jobs import Setting, Stage
 from .losses import Batch
 from .sums import Update
+from .values import Setting, Stage
 
 Stacked = dict[str, torch.Tensor]
 Loss = Callable[[Batch], torch.Tensor]  # (M,), one number for each member

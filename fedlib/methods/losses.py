@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from ..data.tasks import Classification, Task
-from .jobs import unknown
+from .values import unknown
 
 
 @dataclass

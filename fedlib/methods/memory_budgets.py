@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from ..core.kinds import Positive, When
+from ..core.annotations import Positive, When
 from .base import Method
-from .jobs import Setting
+from .values import Setting
 
 SCENARIOS = {
     "fair": (1 / 6, 1 / 3, 1 / 2, 1.0),

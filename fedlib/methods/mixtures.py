@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from .jobs import Tensors
+from .values import Tensors
 
 Models = Mapping[int, Tensors]
 

@@ -13,15 +13,15 @@ from typing import Literal
 import numpy as np
 import torch
 
+from ..core.annotations import Count, NotNegative, Positive, Share
 from ..core.clients import Client
 from ..core.experiment import Experiment
-from ..core.kinds import Count, NotNegative, Positive, Share
 from ..core.slices import Axis, Slice
 from ..models.backbone import Spec
 from ..models.exits import Head
 from ..models.map_exits import scaling_exits
 from .base import Method
-from .jobs import Member, Round, Server, Serving, Setting
+from .values import Member, Round, Server, Serving, Setting
 from .widths import check_cuttable
 
 SOLVED: dict[tuple, tuple["Level", ...]] = {}  # by what was asked of which shapes, in this process

@@ -8,10 +8,10 @@ from typing import Annotated, Literal
 
 import torch
 
-from ..core.kinds import Part, Positive, When
+from ..core.annotations import Part, Positive, When
 from .base import Method
 from .cohort import Cohort
-from .jobs import Arrived, Round, Server
+from .values import Arrived, Round, Server
 
 DYN, ADAM = When(aggregation="feddyn"), When(aggregation="fedadam")
 

@@ -15,7 +15,7 @@ from typing import Annotated, Literal
 import torch
 from annotated_types import Ge, Le, Lt
 
-from ..core.kinds import NotNegative, Positive, Share, When
+from ..core.annotations import NotNegative, Positive, Share, When
 from ..core.rng import torch_generator
 from .cohort import Cohort
 from .sums import Tensors, Update

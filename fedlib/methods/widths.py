@@ -13,11 +13,11 @@ from typing import Annotated, ClassVar, Literal
 import numpy as np
 import torch
 
-from ..core.kinds import Share, When
+from ..core.annotations import Share, When
 from ..core.slices import Slice
 from .base import Batch, Client, ExitModel, Experiment, Method, Spec, cross_entropies
-from .jobs import Member, Round, Server, Serving, Setting
 from .losses import zero_absent_at_client
+from .values import Member, Round, Server, Serving, Setting
 
 CUTTABLE = ("full", "frozen", "lora", "pa", "sa", "ssf")  # fine-tuning modes whose tensors name their axes
 

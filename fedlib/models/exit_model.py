@@ -1,7 +1,7 @@
 """A backbone with exits, run for one client or a whole cohort in one pass.
 
 The head decides what an exit is: ``Classifiers`` (one per exit) or ``Ree`` (shared, and handing a class token back).
-Both answer ``step(unit, feature, past)`` after every unit. Read next: ``backbone.py``, ``exits.py``, ``places.py``.
+Both answer ``step(unit, feature, past)`` after every unit. Read next: ``backbone.py``, ``exits.py``, ``parameter_info.py``.
 """
 
 import copy
@@ -16,7 +16,7 @@ from ..layers.context import Policy
 from ..layers.norms import BatchNorm2d, set_policy_, statistics
 from .backbone import Backbone
 from .exits import Head
-from .places import infos_of, slots_of
+from .parameter_info import infos_of, slots_of
 from .route import Begun, Route, spread
 
 

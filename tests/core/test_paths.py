@@ -7,7 +7,7 @@ import pytest
 from fedlib import run, run_all
 from fedlib.core import paths
 from fedlib.core.paths import outputs_dir, params_dir, root
-from fedlib.runs.store import find_run, run_path
+from fedlib_lab.runs.store import find_run, run_path
 from tests.helpers.stored import ONE, small
 
 

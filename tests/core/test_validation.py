@@ -9,7 +9,7 @@ import pytest
 from annotated_types import Ge, Gt, Le, Lt
 
 import fedlib
-from fedlib.core.kinds import When
+from fedlib.core.annotations import When
 from fedlib.core.validation import check_conditions, check_fields, check_instance
 from fedlib.methods.sliced.reefl import ReeFL
 

@@ -7,7 +7,7 @@ import torch
 from fedlib.data import datasets
 from fedlib.data.datasets import TEXTS, is_available, load_dataset
 from fedlib.data.tasks import IGNORED
-from fedlib_lab.readers import HUB
+from fedlib_lab.formats.readers import HUB
 
 pytestmark = pytest.mark.usefixtures("cache")
 

@@ -8,21 +8,21 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from fedlib_lab.zoo.families.foreign_loading import build_model
+from fedlib_lab.zoo.families.foreign_specs import FOREIGN, ForeignSpec
 
 from fedlib import Experiment, build_federation, run
 from fedlib.core.paths import has_minilm, minilm_file
 from fedlib.data import tokenizer
 from fedlib.data.cache import cache_file
 from fedlib.data.datasets import DataSet, is_available, load_dataset
-from fedlib.data.equations import read_equations
 from fedlib.data.questions import answer_key, read_spans
 from fedlib.data.tasks import IGNORED
 from fedlib.data.tokenizer import has_words, tokenise, tokenizer_key, words_of
-from fedlib.models.foreign_loading import build_model
-from fedlib.models.foreign_specs import FOREIGN, ForeignSpec
 from fedlib.models.registry import OWN, build_backbone, tokenizer_of
-from fedlib.report.tables import load_cells
-from fedlib_lab import readers
+from fedlib_lab.formats import readers
+from fedlib_lab.formats.equations import read_equations
+from fedlib_lab.report.tables import load_cells
 from tests.helpers.sentences import words
 
 transformers = pytest.importorskip("transformers")
@@ -290,7 +290,7 @@ def test_every_task_runs_on_every_family_in_its_own_words(sets, tiny, family, da
 
 def test_workers_of_a_cluster_get_no_answers(sets, tiny):
     pytest.importorskip("ray")
-    from fedlib.engine.workers import kit
+    from fedlib_lab.executors.workers import kit
 
     f = build_federation(experiment("squad", tiny("roberta")))
     assert f.data.answers is not None and f.task.key is f.data.answers
@@ -308,12 +308,12 @@ def test_a_tokenizer_is_a_part_of_what_identifies_the_data(sets, sources):
 
 def test_what_was_read_with_a_tokenizer_is_kept(sets, sources, monkeypatch):
     first = load_dataset("mrpc", size=48, tokenizer=sources["roberta"])
-    monkeypatch.setattr("fedlib.data.local.decode", lambda *a: pytest.fail("read twice"))
+    monkeypatch.setattr("fedlib_lab.formats.local.decode", lambda *a: pytest.fail("read twice"))
     assert torch.equal(load_dataset("mrpc", size=48, tokenizer=sources["roberta"]).train_inputs, first.train_inputs)
 
 
 def test_a_stored_run_on_other_words_is_refused(sets, sources, tiny):
-    from fedlib.runs.identity import OtherInputs
+    from fedlib_lab.runs.identity import OtherInputs
 
     e = experiment("cola", tiny("roberta"))
     run(e)
@@ -353,7 +353,7 @@ def test_weights_and_words_come_from_one_folder(sets, sources, tiny, tmp_path):
 
 
 def test_costs_are_known_where_the_tokenizer_is_not(sets, monkeypatch):
-    from fedlib.runs.prices import num_classes
+    from fedlib_lab.runs.prices import num_classes
 
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     e = experiment("svamp", "llama2_7b", method="fedavg", options={})

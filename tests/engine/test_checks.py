@@ -59,7 +59,7 @@ def test_token_ids_beyond_the_vocabulary_are_refused(split, most, at, fits, monk
     """``bert_micro`` reads 32 tokens of 30,522 words; what it does not read is not asked for."""
     from fedlib import register_data
 
-    monkeypatch.setattr("fedlib_lab.readers.OWN_DATA", {})
+    monkeypatch.setattr("fedlib_lab.formats.readers.OWN_DATA", {})
     given = [(np.ones((40, 40), np.int64), np.arange(40) % 2) for _ in range(2)]
     given[split][0][3, at] = most
     e = Experiment(

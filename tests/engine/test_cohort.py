@@ -13,7 +13,7 @@ from fedlib import Execution, build_federation, run_rounds
 from fedlib.core.rng import torch_generator
 from fedlib.engine.schedules import round_rate
 from fedlib.methods import METHODS
-from fedlib.methods.ranks import Ranks
+from fedlib_lab.rivals.ranks import Ranks
 from tests.helpers.granted import few_blocks, granted
 
 

@@ -20,7 +20,7 @@ from fedlib.engine.privacy import epsilon, privacy_spent, privatise
 from fedlib.methods import METHODS, Arrived, Method, Round, Server, Setting, build_method
 from fedlib.methods.sums import MaskedMean, Update
 from fedlib.models.vit import ViTSpec
-from fedlib.runs import store as runs_module
+from fedlib_lab.runs import store as runs_module
 from tests.helpers.server_rounds import merged
 
 ONE = Execution(workers=1)

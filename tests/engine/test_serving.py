@@ -11,7 +11,7 @@ from fedlib.engine import serving
 from fedlib.engine.evaluation import central, exit_logits
 from fedlib.engine.forward import Forward
 from fedlib.methods import METHODS, Round
-from fedlib.methods.ranks import Ranks
+from fedlib_lab.rivals.ranks import Ranks
 from tests.helpers.granted import few_blocks, granted
 
 ONE = Execution(workers=1)

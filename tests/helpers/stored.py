@@ -8,7 +8,7 @@ import torch
 
 from fedlib import Execution, Experiment
 from fedlib.core.storage import read_tensors
-from fedlib.runs.store import find_run, run_path
+from fedlib_lab.runs.store import find_run, run_path
 
 ONE = Execution(workers=1)
 FINETUNE = {"depthfl": "lora", "inclusivefl": "lora", "reefl": "frozen"}

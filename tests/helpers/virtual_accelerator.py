@@ -22,7 +22,7 @@ import fedlib
 from fedlib.engine import checks, executors, rounds
 from fedlib.engine.cohort import Cohort
 from fedlib.engine.optimisers import LocalOptimiser
-from fedlib.runs.checkpoints import Checkpoints
+from fedlib_lab.runs.checkpoints import Checkpoints
 
 PACKAGE = str(Path(fedlib.__file__).parent)
 aten, Tag = torch.ops.aten, torch.Tag

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fedlib.kernels import products
+from fedlib_lab.kernels import products
 
 
 @pytest.fixture(params=["PyTorch", "OpenBLAS"])

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from fedlib.kernels import attention as kernel
-from fedlib.kernels.attention import attend_short, attend_short_backward
 from fedlib.layers.attention import attend
 from fedlib.layers.overrides import OVERRIDES
+from fedlib_lab.kernels import attention as kernel
+from fedlib_lab.kernels.attention import attend_short, attend_short_backward
 
 
 def generator(seed=0):

@@ -1,4 +1,4 @@
-"""float32 matrix products that go straight to OpenBLAS (``fedlib/kernels/products.py``)."""
+"""float32 matrix products that go straight to OpenBLAS (``fedlib_lab/kernels/products.py``)."""
 
 import json
 import os
@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from fedlib.kernels import products, switch
-from fedlib.kernels.products import matmul
-from fedlib.kernels.switch import VARIABLE
+from fedlib_lab.kernels import products, switch
+from fedlib_lab.kernels.products import matmul
+from fedlib_lab.kernels.switch import VARIABLE
 
 FORM = {
     "rows": lambda x: x.contiguous(),
@@ -139,7 +139,7 @@ TRAIN = """
 import json
 from fedlib.engine.federation import build_federation
 from fedlib.engine.rounds import run_rounds
-from fedlib.kernels import products
+from fedlib_lab.kernels import products
 from tests.helpers.stored import ONE, short
 products._is_faster_here = lambda *_: True
 numbers = {}

@@ -7,12 +7,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from fedlib import Execution, Experiment
 from fedlib.engine.federation import build_federation
 from fedlib.engine.rounds import run_rounds
-from fedlib.kernels import swap_in_, vit_block
-from fedlib.kernels.switch import VARIABLE
 from fedlib.layers.linear import init_normal_
 from fedlib.models.adapters import apply_finetune_
 from fedlib.models.exits import Classifiers
 from fedlib.models.vit import Block, ViT, ViTSpec
+from fedlib_lab.kernels import swap_in_, vit_block
+from fedlib_lab.kernels.switch import VARIABLE
 
 SMALL = ViTSpec(img_size=8, patch_size=4, dim=12, depth=1, heads=2, ffn_dim=20)
 

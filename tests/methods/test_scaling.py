@@ -14,7 +14,7 @@ from fedlib.methods import build_method
 from fedlib.methods.scaling import Level, cluster_levels, solve, solve_levels
 from fedlib.models import registry
 from fedlib.models.measure import Measure
-from fedlib.runs.costs import load_shapes
+from fedlib_lab.runs.costs import load_shapes
 
 pytestmark = pytest.mark.usefixtures("repeatable_convolutions")
 

@@ -14,12 +14,12 @@ from fedlib.core.slices import Slice
 from fedlib.core.storage import read_tensors
 from fedlib.engine.cohort import Cohort
 from fedlib.methods import METHODS, Round, build_method
-from fedlib.methods.ranks import Ranks
 from fedlib.methods.sums import Update
 from fedlib.methods.uploads import clip_factors, kept_entries, quantise, top_k
-from fedlib.runs import store as runs_module
-from fedlib.runs.costs import exit_costs, upload_mib
-from fedlib.runs.places import run_path
+from fedlib_lab.rivals.ranks import Ranks
+from fedlib_lab.runs import store as runs_module
+from fedlib_lab.runs.costs import exit_costs, upload_mib
+from fedlib_lab.runs.run_paths import run_path
 from tests.helpers.granted import few_blocks, granted
 
 ONE = Execution(workers=1)

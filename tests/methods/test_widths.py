@@ -9,10 +9,10 @@ from fedlib import Execution, Experiment, build_federation, run_rounds
 from fedlib.core.slices import NOTHING, take
 from fedlib.engine.serving import client_outputs
 from fedlib.methods import METHODS, Round
-from fedlib.methods.ranks import Ranks
 from fedlib.models.registry import OWN
 from fedlib.models.vit import ViTSpec
-from fedlib.runs.trained import all_logits
+from fedlib_lab.rivals.ranks import Ranks
+from fedlib_lab.runs.trained import all_logits
 from tests.helpers.granted import granted
 
 pytestmark = pytest.mark.usefixtures("kept_cache")

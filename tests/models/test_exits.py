@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from datasets import Dataset
+from fedlib_lab.zoo.families.foreign_specs import ForeignSpec
 
 from fedlib import Experiment, build_federation, run_rounds
 from fedlib.data.federated import places_in
@@ -14,7 +15,6 @@ from fedlib.engine.evaluation import exit_logits
 from fedlib.engine.executors import Execution
 from fedlib.models.bert import BertSpec
 from fedlib.models.exits import Classifiers, EveryToken
-from fedlib.models.foreign_specs import ForeignSpec
 from fedlib.models.ree import Ree
 from fedlib.models.registry import OWN
 

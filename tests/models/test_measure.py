@@ -14,7 +14,7 @@ from fedlib.models.measure import MIB, Measure
 from fedlib.models.resnet import RESNETS, ResNetSpec
 from fedlib.models.small import CONVNETS
 from fedlib.models.vit import ViTSpec
-from fedlib.runs.costs import exit_costs
+from fedlib_lab.runs.costs import exit_costs
 
 pytestmark = pytest.mark.usefixtures("repeatable_convolutions")
 

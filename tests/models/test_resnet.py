@@ -11,7 +11,7 @@ from fedlib.layers.norms import recomputed_statistics, set_policy_
 from fedlib.models.exit_model import ExitModel
 from fedlib.models.map_exits import PooledClassifiers
 from fedlib.models.measure import Measure
-from fedlib.models.places import axes_of
+from fedlib.models.parameter_info import axes_of
 from fedlib.models.resnet import RESNETS, ResNetSpec
 from fedlib.models.small import CONVNETS
 from tests.helpers.plain_convnets import PlainResNet, plain_name, state_of

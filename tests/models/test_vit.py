@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-
-from fedlib.models.timm_nets import load_timm
+from fedlib_lab.zoo.families.timm_nets import load_timm
 
 
 def generator(seed=0):

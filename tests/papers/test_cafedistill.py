@@ -6,13 +6,13 @@ import pytest
 
 from fedlib.core.storage import read_json, write_json, write_lines
 from fedlib.engine.leaving import THRESHOLDS
-from fedlib.papers import cafedistill
-from fedlib.papers.cafedistill import by_main_label, coordination, students_by_round
-from fedlib.report.claims import Published, Stored, compared, judge_claim, load_all_claims
-from fedlib.report.clients import inference_costs, leaving_curve, macs_of, numbers_of, spread_out
-from fedlib.report.tables import collect, load_reported, mean_sd, obtained, reported_beside
-from fedlib.runs.params import load_grid, load_spec
-from fedlib.runs.store import run_path
+from fedlib_lab.papers import cafedistill
+from fedlib_lab.papers.cafedistill import by_main_label, coordination, students_by_round
+from fedlib_lab.report.claims import Published, Stored, compared, judge_claim, load_all_claims
+from fedlib_lab.report.clients import inference_costs, leaving_curve, macs_of, numbers_of, spread_out
+from fedlib_lab.report.tables import collect, load_reported, mean_sd, obtained, reported_beside
+from fedlib_lab.runs.params import load_grid, load_spec
+from fedlib_lab.runs.store import run_path
 
 CLAIMS = load_all_claims("cafedistill")
 ON_RUNS = [name for name, claim in CLAIMS.items() if "table" in claim]

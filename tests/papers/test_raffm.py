@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 
 from fedlib.engine.executors import Execution
-from fedlib.papers.raffm import (
+from fedlib_lab.papers.raffm import (
     acceleration,
     by_variant,
     client_resources,
@@ -19,12 +19,12 @@ from fedlib.papers.raffm import (
     traffic_curves,
     traffic_to,
 )
-from fedlib.report.claims import Published, compared, load_all_claims
-from fedlib.report.table import Table
-from fedlib.report.tables import load_reported, obtained, reported_beside, with_further
-from fedlib.runs.params import load_grid, load_spec
-from fedlib.runs.store import run
-from fedlib.runs.trained import load_trained
+from fedlib_lab.report.claims import Published, compared, load_all_claims
+from fedlib_lab.report.table import Table
+from fedlib_lab.report.tables import load_reported, obtained, reported_beside, with_further
+from fedlib_lab.runs.params import load_grid, load_spec
+from fedlib_lab.runs.store import run
+from fedlib_lab.runs.trained import load_trained
 
 CLAIMS = load_all_claims("raffm")
 ROWS = {"table1": 8 * 11, "table2": 12 * 8, "table3": 2 * 9, "table4": 14 * 3, "table5": 2 * 3}

@@ -7,9 +7,9 @@ import pytest
 
 from fedlib.core.paths import params_dir
 from fedlib.methods import METHODS
-from fedlib.report.tables import load_claims, load_reported
-from fedlib.runs.params import load_grid, load_spec
-from fedlib.runs.params_files import grids, load_yaml
+from fedlib_lab.report.tables import load_claims, load_reported
+from fedlib_lab.runs.params import load_grid, load_spec
+from fedlib_lab.runs.params_files import grids, load_yaml
 
 TABLES = grids("reefl")
 
@@ -84,7 +84,7 @@ def test_small_profile_stays_affordable():
 
 def test_a_stored_table_and_the_start_of_lora_import_neither_peft_nor_timm_nor_scipys_statistics():
     """Their import takes seconds, in every notebook and at every start."""
-    code = "import sys; from fedlib import Experiment, build_federation; from fedlib.report.table import Table\n"
+    code = "import sys; from fedlib import Experiment, build_federation; from fedlib_lab.report.table import Table\n"
     code += (
         "table = Table('reefl', 'table1', 'small'); table.run(run_missing=False); table.obtained(); table.verdicts()\n"
     )

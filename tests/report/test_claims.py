@@ -8,8 +8,8 @@ import pytest
 
 from fedlib.core.paths import params_dir
 from fedlib.core.storage import write_json
-from fedlib.papers import reefl
-from fedlib.report.claims import (
+from fedlib_lab.papers import reefl
+from fedlib_lab.report.claims import (
     COLUMNS,
     Published,
     Stored,
@@ -20,8 +20,8 @@ from fedlib.report.claims import (
     load_all_claims,
     load_others,
 )
-from fedlib.runs.params import load_grid, load_spec
-from fedlib.runs.store import run_path
+from fedlib_lab.runs.params import load_grid, load_spec
+from fedlib_lab.runs.store import run_path
 from tests.helpers.tracked import OUTPUTS
 
 CLAIMS = load_all_claims("reefl")
@@ -162,7 +162,7 @@ def test_what_others_found_stands_beside_a_verdict(tmp_path):
 def test_every_result_of_others_names_a_claim_and_where_it_stands(tmp_path, monkeypatch):
     import shutil
 
-    from fedlib.runs.params_files import papers
+    from fedlib_lab.runs.params_files import papers
 
     every = [o for paper in papers() for o in load_others(paper).values()]
     assert len(every) >= 8 and all(o["source"].startswith("http") and o["who"] and o["found"] for o in every)

@@ -1,7 +1,7 @@
 """The page of claims."""
 
-from fedlib.report.claims_page import added, tally_of
-from fedlib.report.page import write_results
+from fedlib_lab.report.claims_page import added, tally_of
+from fedlib_lab.report.page import write_results
 
 
 def test_the_tally_over_all_papers_is_the_sum():

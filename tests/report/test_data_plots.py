@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from fedlib.papers.reefl.attention_plots import overlay
-from fedlib.report import plots
-from fedlib.report.data_plots import plot_clients_examples, plot_label_distribution
+from fedlib_lab.papers.reefl.attention_plots import overlay
+from fedlib_lab.report import plots
+from fedlib_lab.report.data_plots import plot_clients_examples, plot_label_distribution
 from tests.helpers.figures import frame, inside
 
 pytestmark = pytest.mark.usefixtures("strict")

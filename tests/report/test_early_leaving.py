@@ -6,7 +6,7 @@ import torch
 
 from fedlib import build_federation
 from fedlib.engine.evaluation import served_parts
-from fedlib.report.early_leaving import adaptive_curve, leave_early, served_macs, single_exits
+from fedlib_lab.report.early_leaving import adaptive_curve, leave_early, served_macs, single_exits
 
 
 def logits_of(*confidences):

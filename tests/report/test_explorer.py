@@ -4,7 +4,7 @@ import matplotlib.pyplot as plt
 import pandas as pd
 import pytest
 
-from fedlib.report.explorer import explore, plot_runs
+from fedlib_lab.report.explorer import explore, plot_runs
 
 FRAME = pd.DataFrame(
     {"run": ["a", "b", "c"], "method": ["x", "y", "y"], "lr": [0.1, 0.1, 0.2], "accuracy": [50.0, 60.0, 70.0],

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from fedlib.methods import METHODS
-from fedlib.report.flags import bound_on_variance, flags_of
-from fedlib.runs.costs import load_shapes
-from fedlib.runs.identity import CENTRAL, kit_rules
-from fedlib.runs.reached import code_of
-from fedlib.runs.store import Run
+from fedlib_lab.report.flags import bound_on_variance, flags_of
+from fedlib_lab.runs.code_digest import code_of
+from fedlib_lab.runs.costs import load_shapes
+from fedlib_lab.runs.identity import CENTRAL, kit_rules
+from fedlib_lab.runs.store import Run
 
 
 def run_of(e, exits, evaluations, status="finished", **summary):
@@ -66,15 +66,15 @@ def test_a_run_of_an_older_rule_says_so_where_that_rule_counts(tiny):
 def test_a_level_over_its_share_is_over_budget(tiny, monkeypatch):
     """Level 1 for all costs an eighth for everybody; asked to cost a twelfth, it is over budget."""
     from fedlib.methods import METHODS
-    from fedlib.report.flags import over_budget
-    from fedlib.runs.params import load_grid
+    from fedlib_lab.report.flags import over_budget
+    from fedlib_lab.runs.params import load_grid
 
     (e,) = (c.experiment for c in load_grid("scalefl", "resnet110", "smoke", {"method": "fedavg_level1"}))
     assert not over_budget(tiny) and not over_budget(e)
     original, shapes = METHODS[e.method].ratios_of, load_shapes(e, 10)
     over_budget.cache_clear()
     monkeypatch.setattr(METHODS[e.method], "ratios_of", lambda self, n: tuple(0.66 * x for x in original(self, n)))
-    monkeypatch.setattr("fedlib.report.flags.load_shapes", lambda *_: shapes)
+    monkeypatch.setattr("fedlib_lab.report.flags.load_shapes", lambda *_: shapes)
     assert over_budget(e)
     over_budget.cache_clear()
 

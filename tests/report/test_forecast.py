@@ -2,12 +2,13 @@
 
 import pytest
 
-from fedlib import Execution, Experiment, build_federation, cli, run_rounds
-from fedlib.papers.fedepth.training_memory import peak_mib
-from fedlib.report import forecast as forecast_module
-from fedlib.report.forecast import client_bytes, disk_bytes, downloads, forecast
-from fedlib.runs.params import Cell
-from fedlib.runs.prices import CARDS, gpu_hours, training_macs
+from fedlib import Execution, Experiment, build_federation, run_rounds
+from fedlib_lab import cli
+from fedlib_lab.papers.fedepth.training_memory import peak_mib
+from fedlib_lab.report import forecast as forecast_module
+from fedlib_lab.report.forecast import client_bytes, disk_bytes, downloads, forecast
+from fedlib_lab.runs.params import Cell
+from fedlib_lab.runs.prices import CARDS, gpu_hours, training_macs
 
 GIB = 2**30
 WHOLE = Experiment(

@@ -7,11 +7,11 @@ import pandas as pd
 from matplotlib.colors import to_rgb
 
 from fedlib import Execution
-from fedlib.report.horizon import order_kept, plot_horizons
-from fedlib.report.plots import plot_learning_curves
-from fedlib.report.style import color_of, marker_of
-from fedlib.report.table import Table
-from fedlib.report.tables import mean_curves
+from fedlib_lab.report.horizon import order_kept, plot_horizons
+from fedlib_lab.report.plots import plot_learning_curves
+from fedlib_lab.report.style import color_of, marker_of
+from fedlib_lab.report.table import Table
+from fedlib_lab.report.tables import mean_curves
 from tests.helpers.figures import legible
 
 

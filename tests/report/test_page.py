@@ -9,8 +9,8 @@ import pytest
 
 from fedlib import Experiment
 from fedlib.core.paths import params_dir
-from fedlib.report.claims import Stored, judge
-from fedlib.report.page import (
+from fedlib_lab.report.claims import Stored, judge
+from fedlib_lab.report.page import (
     claims_page,
     facts,
     grid_names,
@@ -23,9 +23,9 @@ from fedlib.report.page import (
     title_of,
     tried,
 )
-from fedlib.runs.params import Cell, load_grid
-from fedlib.runs.params_files import papers
-from fedlib.runs.store import shown_run
+from fedlib_lab.runs.params import Cell, load_grid
+from fedlib_lab.runs.params_files import papers
+from fedlib_lab.runs.store import shown_run
 from tests.helpers.tracked import OUTPUTS
 
 

@@ -9,8 +9,8 @@ import pytest
 from matplotlib.colors import to_rgb
 
 from fedlib.core.paths import params_dir
-from fedlib.report import plots
-from fedlib.report.style import color_of, marker_of, styled
+from fedlib_lab.report import plots
+from fedlib_lab.report.style import color_of, marker_of, styled
 from tests.helpers.figures import boxed, frame, inside
 
 pytestmark = pytest.mark.usefixtures("strict")

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from fedlib.report.flags import right_of
-from fedlib.report.sources import Measured, differences
-from fedlib.runs.store import Run
+from fedlib_lab.report.flags import right_of
+from fedlib_lab.report.sources import Measured, differences
+from fedlib_lab.runs.store import Run
 
 
 def run_of(e, exits, evaluations, status="finished", **summary):

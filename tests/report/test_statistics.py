@@ -4,8 +4,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from fedlib.report.statistics import bootstrap_interval, orderings, paired_differences
-from fedlib.report.tables import mean_sd
+from fedlib_lab.report.statistics import bootstrap_interval, orderings, paired_differences
+from fedlib_lab.report.tables import mean_sd
 
 
 def test_bootstrap_interval_of_three_seeds_is_their_range():
@@ -93,7 +93,7 @@ def test_orderings_without_printed_numbers_compare_alone():
 
 
 def test_accuracies_per_budget_by_hand():
-    from fedlib.report.statistics import budget_accuracies
+    from fedlib_lab.report.statistics import budget_accuracies
 
     row = {"finetune": "lora", "column": "a", "variant": "reefl", "label": "ReeFL"}
     exits = [[10.0, 20.0, 60.0], [20.0, 40.0, 60.0]]

@@ -5,8 +5,8 @@ import pandas as pd
 import pytest
 
 from fedlib.data.federated import load_federated
-from fedlib.report.tables import best_runs, load_cells, markdown_table, mean_sd, methods_in_columns
-from fedlib.runs.params import load_grid
+from fedlib_lab.report.tables import best_runs, load_cells, markdown_table, mean_sd, methods_in_columns
+from fedlib_lab.runs.params import load_grid
 
 pytestmark = pytest.mark.usefixtures("cache")
 
@@ -37,7 +37,7 @@ def test_only_the_lacking_data_set_is_replaced(monkeypatch, tmp_path):
 
 
 def test_tables_name_the_data_that_were_used():
-    from fedlib.report.tables import beside_reported
+    from fedlib_lab.report.tables import beside_reported
 
     row = {"finetune": "lora", "column": "femnist", "dataset": "omniglot", "variant": "reefl", "label": "reefl"}
     frame = pd.DataFrame([row | {"accuracy": a, "seed": s} for s, a in enumerate((30.0, 32.0))])
@@ -60,7 +60,7 @@ def test_real_stand_ins(shared_data, monkeypatch):
 
 def test_small_has_no_stand_in_for_sst2(monkeypatch, tmp_path):
     """Digits, which stand in for CIFAR-10 at this profile, are not text."""
-    monkeypatch.setattr("fedlib.report.tables.is_available", lambda *_: False)
+    monkeypatch.setattr("fedlib_lab.report.tables.is_available", lambda *_: False)
     assert {c.experiment.dataset for c in load_cells("extensions", "text", "small", folder=tmp_path)} == {"sst2"}
     assert {c.experiment.dataset for c in load_cells("reefl", "table1", "small", folder=tmp_path)} == {"mnist"}
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from scipy.stats import norm, t
 
-from fedlib.report.verdicts import Difference, grade, judged
+from fedlib_lab.report.verdicts import Difference, grade, judged
 
 ALL, MOST = {"table": "table4"}, {"table": "table4", "need": "most"}
 

@@ -6,8 +6,8 @@ import types
 import pytest
 
 from fedlib import run, run_all
-from fedlib.runs.callbacks import Callback, EarlyStopping, MLflow, TensorBoard, Trackio, WandB
-from fedlib.runs.store import find_run
+from fedlib_lab.runs.callbacks import Callback, EarlyStopping, MLflow, TensorBoard, Trackio, WandB
+from fedlib_lab.runs.store import find_run
 from tests.helpers.stored import ONE, assert_nothing_left_over, assert_same, small, state
 
 FIVE = small("reefl", rounds=5, evaluate_every=2)

@@ -11,10 +11,10 @@ from fedlib import Experiment
 from fedlib.engine.federation import budgets_of
 from fedlib.methods import METHODS
 from fedlib.methods.sliced.fedavg import FedAvg
-from fedlib.report.tables import load_reported
-from fedlib.runs.costs import exit_costs, load_shapes, upload_mib, upload_parameters
-from fedlib.runs.latency import timed_macs_per_second
-from fedlib.runs.prices import training_macs
+from fedlib_lab.report.tables import load_reported
+from fedlib_lab.runs.costs import exit_costs, load_shapes, upload_mib, upload_parameters
+from fedlib_lab.runs.latency import timed_macs_per_second
+from fedlib_lab.runs.prices import training_macs
 
 MODES = ("full", "frozen", "lora", "pa", "sa", "ssf")
 HONEST = {  # 4 / 12 exits; what the released code really sends (facts 2.6)

@@ -3,10 +3,10 @@
 import pytest
 
 from fedlib import Execution, Experiment, run
-from fedlib.runs import durations
-from fedlib.runs.durations import Pace, about, describe, each_seconds
-from fedlib.runs.prices import training_macs
-from fedlib.runs.store import stored_pace
+from fedlib_lab.runs import durations
+from fedlib_lab.runs.durations import Pace, about, describe, each_seconds
+from fedlib_lab.runs.prices import training_macs
+from fedlib_lab.runs.store import stored_pace
 from tests.helpers.stored import ONE, short
 
 SMALL = dict(num_train=60, num_test=10, num_clients=6, clients_per_round=3, rounds=2, evaluate_every=0)

@@ -20,8 +20,9 @@ from fedlib.engine.evaluation import exit_logits
 from fedlib.methods import Round
 from fedlib.models import registry
 from fedlib.models.vit import ViTSpec
-from fedlib.runs.export import FORMATS
-from fedlib.runs.trained import load_trained
+from fedlib_lab.runs.export import FORMATS
+from fedlib_lab.runs.record import Run
+from fedlib_lab.runs.trained import load_trained
 from tests.helpers.stored import ONE, short
 
 ALONE = """
@@ -299,10 +300,10 @@ def test_what_torch_cannot_trace_is_refused_in_a_sentence(tmp_path, monkeypatch)
 
 
 def test_a_format_is_refused_before_any_compute(tmp_path, monkeypatch):
-    done = fedlib.runs.store.Run(short("fedavg"), tmp_path / "runs" / "none", {}, [])
+    done = Run(short("fedavg"), tmp_path / "runs" / "none", {}, [])
     with pytest.raises(ValueError, match="format = 'onyx' is not possible; did you mean 'onnx'"):
         save_model(done, 0, tmp_path, "onyx")
-    monkeypatch.setattr("fedlib.runs.export.find_spec", lambda name: None)
+    monkeypatch.setattr("fedlib_lab.runs.export.find_spec", lambda name: None)
     with pytest.raises(ImportError, match="needs packages: pip install onnx onnxscript"):
         save_model(done, 0, tmp_path, "onnx")
     assert not list(tmp_path.iterdir())
@@ -312,7 +313,7 @@ def test_the_name_of_a_run_is_no_code_of_its_export(tmp_path, monkeypatch):
     """A folder may be called anything; what it is called stands in ``model.py``, which is run."""
     import ast
 
-    from fedlib.runs import export
+    from fedlib_lab.runs import export
 
     name = 'a"""\nraise SystemExit("run")\n"""\'b\\{code}'
     monkeypatch.setattr(export, "save_file", lambda *_: None)

@@ -13,7 +13,7 @@ import fedlib
 from fedlib import extend, run
 from fedlib.engine.schedules import round_rate
 from fedlib.methods import METHODS, build_method
-from fedlib.runs.store import find_run, run_path
+from fedlib_lab.runs.store import find_run, run_path
 from tests.helpers.stored import ONE, assert_nothing_left_over, assert_same, small, state
 
 PLAIN = dict(schedule="constant", rounds=3, evaluate_every=2)
@@ -199,5 +199,5 @@ def test_whoever_reads_the_number_of_rounds_says_so():
         tree = ast.parse(path.read_text())
         reads = any(isinstance(n, ast.Attribute) and n.attr == "rounds" for n in ast.walk(tree))
         says = any(isinstance(n, ast.FunctionDef) and n.name == "paced_by" for n in ast.walk(tree))
-        assert not reads or says or path.name == "jobs.py", path.name
+        assert not reads or says or path.name == "values.py", path.name
     assert build_method("depthfl", {"distill": "none"}).paced_by == "" and len(METHODS) > 20

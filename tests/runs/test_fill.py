@@ -15,13 +15,13 @@ import yaml
 from filelock import FileLock
 
 import fedlib
-from fedlib import cli
 from fedlib.core.paths import keep_outputs_of, params_dir
 from fedlib.core.storage import read_json, write_json, write_lines
-from fedlib.runs import fill as fill_module
-from fedlib.runs.fill import TRUSTED, Job, _slower, core_hours, fill, named, queue
-from fedlib.runs.params import Cell
-from fedlib.runs.store import find_run, run_path
+from fedlib_lab import cli
+from fedlib_lab.runs import fill as fill_module
+from fedlib_lab.runs.fill import TRUSTED, Job, _slower, core_hours, fill, named, queue
+from fedlib_lab.runs.params import Cell
+from fedlib_lab.runs.store import find_run, run_path
 from tests.helpers.stored import assert_nothing_left_over, assert_same, small, state
 
 
@@ -134,8 +134,8 @@ def test_a_deadline_and_a_stop_leave_runs_that_go_on_to_the_same_numbers(tmp_pat
 KILLED = """
 import sys, json
 from fedlib import Experiment
-from fedlib.runs.fill import Job, fill
-from fedlib.runs.params import Cell
+from fedlib_lab.runs.fill import Job, fill
+from fedlib_lab.runs.params import Cell
 e = Experiment.from_dict(json.loads(sys.argv[1]))
 fill([Job("a/b", Cell(e.finetune, "v", e.method, "v", "c", e.seed, e), 1.0)], workers=1, folder=sys.argv[2], checkpoint_seconds=0)
 """
@@ -244,7 +244,9 @@ def test_files_of_the_working_folder_are_not_imported_in_place_of_pythons(starte
     root = str(Path(fedlib.__file__).parents[1])
     environment = os.environ | {"PYTHONPATH": root}
     if started == "in Python":  # the script lies elsewhere
-        (tmp_path / "script.py").write_text(f"import sys; from fedlib.cli import main; sys.exit(main({command[4:]}))")
+        (tmp_path / "script.py").write_text(
+            f"import sys; from fedlib_lab.cli import main; sys.exit(main({command[4:]}))"
+        )
         command = [sys.executable, tmp_path / "script.py"]
     done = subprocess.run(command, cwd=tmp_path / "mine", env=environment, capture_output=True, text=True)
     assert "1 runs done" in done.stdout and "the wrong one" not in done.stderr, done.stderr

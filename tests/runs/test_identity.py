@@ -14,10 +14,11 @@ from fedlib.core.storage import read_json, read_tensors, write_json, write_tenso
 from fedlib.methods import METHODS, register
 from fedlib.methods.sliced.reefl import ReeFL
 from fedlib.models import registry
-from fedlib.runs import identity, reached
-from fedlib.runs import store as runs_module
-from fedlib.runs.identity import OtherInputs, differences, kit_rules, known_inputs
-from fedlib.runs.store import find_run, run_path
+from fedlib_lab.runs import code_digest as reached
+from fedlib_lab.runs import identity
+from fedlib_lab.runs import store as runs_module
+from fedlib_lab.runs.identity import OtherInputs, differences, kit_rules, known_inputs
+from fedlib_lab.runs.store import find_run, run_path
 from tests.helpers.stored import ONE, assert_same, short, small, state
 
 SMALL = dict(num_train=60, num_test=10, num_clients=6, clients_per_round=3)
@@ -602,7 +603,7 @@ def test_data_of_the_old_size_and_time_are_refused(images, tmp_path):
 
 def test_a_look_up_decodes_nothing(images, tmp_path, monkeypatch):
     """Also where nothing is kept: the files' bytes say that they are the same."""
-    from fedlib_lab import readers
+    from fedlib_lab.formats import readers
 
     e, put = images
     put(0)
@@ -638,8 +639,8 @@ def test_a_piece_without_its_partner_is_refused(images, tmp_path):
 
 def test_a_rewritten_folder_of_weights_is_refused(tmp_path, monkeypatch):
     pytest.importorskip("transformers")
-    from fedlib.models.foreign_loading import build_model
-    from fedlib.models.foreign_specs import ForeignSpec
+    from fedlib_lab.zoo.families.foreign_loading import build_model
+    from fedlib_lab.zoo.families.foreign_specs import ForeignSpec
 
     folder = tmp_path / "model"
     spec = ForeignSpec("vit", str(folder), dim=16, depth=4, heads=2, ffn_dim=32, img_size=32, patch_size=8)

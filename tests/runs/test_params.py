@@ -8,10 +8,10 @@ import pytest
 from fedlib import Experiment
 from fedlib.core.paths import params_dir
 from fedlib.core.storage import read_json
-from fedlib.report.tables import load_cells, load_reported
-from fedlib.runs.params import load_experiment, load_grid, load_spec, recipe, recipe_cell
-from fedlib.runs.params_files import grids, papers, profiles
-from fedlib.runs.store import run_path
+from fedlib_lab.report.tables import load_cells, load_reported
+from fedlib_lab.runs.params import load_experiment, load_grid, load_spec, recipe, recipe_cell
+from fedlib_lab.runs.params_files import grids, papers, profiles
+from fedlib_lab.runs.store import run_path
 from tests.helpers.tracked import OUTPUTS
 
 
@@ -102,7 +102,7 @@ def test_a_row_may_be_like_another_of_its_table(project):
     ({"cifar10_alpha0.3": {"variant": ["fedperr"]}}, "only = 'fedperr' is unknown; did you mean 'fedper'?"),
 ])  # fmt: skip
 def test_what_a_profile_keeps_is_checked(only, message):
-    from fedlib.runs.params import _limits
+    from fedlib_lab.runs.params import _limits
 
     with pytest.raises(ValueError, match=message.replace("?", r"\?")):
         _limits(load_spec("cafedistill", "table1"), only, {})

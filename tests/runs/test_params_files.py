@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from fedlib import Experiment
 from fedlib.core.paths import params_dir
-from fedlib.runs.params import load_grid
-from fedlib.runs.params_files import SIZES, load_profile, load_yaml, merge
+from fedlib_lab.runs.params import load_grid
+from fedlib_lab.runs.params_files import SIZES, load_profile, load_yaml, merge
 from tests.helpers.strategies import experiments, scalar
 
 

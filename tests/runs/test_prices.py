@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 
 from fedlib import Execution, Experiment
-from fedlib.runs import durations
-from fedlib.runs.costs import exit_costs
-from fedlib.runs.durations import Pace, each_seconds
-from fedlib.runs.latency import product_macs_per_second
-from fedlib.runs.prices import _macs, _shape_of, examples_per_client, num_classes, num_parameters, training_macs
+from fedlib_lab.runs import durations
+from fedlib_lab.runs.costs import exit_costs
+from fedlib_lab.runs.durations import Pace, each_seconds
+from fedlib_lab.runs.latency import product_macs_per_second
+from fedlib_lab.runs.prices import _macs, _shape_of, examples_per_client, num_classes, num_parameters, training_macs
 
 
 def test_training_macs_by_hand():

@@ -15,10 +15,10 @@ from filelock import FileLock
 from fedlib import run, run_all
 from fedlib.core.storage import read_json, write_json
 from fedlib.engine.rounds import Finished
-from fedlib.report import tables
-from fedlib.runs.params import load_grid
-from fedlib.runs.progress import Terminal, Watch, interrupted
-from fedlib.runs.store import run_path
+from fedlib_lab.report import tables
+from fedlib_lab.runs.params import load_grid
+from fedlib_lab.runs.progress import Terminal, Watch, interrupted
+from fedlib_lab.runs.store import run_path
 from tests.helpers.stored import ONE, short
 
 SMALL = dict(num_train=60, num_test=10, num_clients=6, clients_per_round=3, rounds=2, evaluate_every=0)
@@ -99,7 +99,7 @@ def test_a_watch_tells_runs_rounds_and_time_left(monkeypatch):
     a, b = (tiny(seed=s, rounds=100) for s in (1, 2))
     with Watch([a, b], shown=False) as watch:
         watch.terminal = Terminal(Screen())
-        monkeypatch.setattr("fedlib.runs.progress.LOG_SECONDS", 0)
+        monkeypatch.setattr("fedlib_lab.runs.progress.LOG_SECONDS", 0)
         watch.begin(a, 98)
         for t in (99, 100):
             watch.round(a, Finished(t, None, {}, {}, None, 3.0))
@@ -244,7 +244,7 @@ def test_a_second_ctrl_c_does_not_keep_the_round_from_being_stored(tmp_path):
     e = tiny(rounds=4)
     text = f"""
 import signal
-from fedlib.runs.checkpoints import Checkpoints
+from fedlib_lab.runs.checkpoints import Checkpoints
 original, save = ReeFL.local_update, Checkpoints.save
 def local_update(self, cohort):
     if cohort.t == 3:

@@ -20,11 +20,11 @@ from fedlib.core.profiling import profile
 from fedlib.core.storage import DamagedFile, read_tensors
 from fedlib.engine.rounds import Finished
 from fedlib.methods import METHODS, Method, register
-from fedlib.runs import side_by_side
-from fedlib.runs.callbacks import Callback
-from fedlib.runs.progress import Terminal, Watch
-from fedlib.runs.side_by_side import best_split, choose
-from fedlib.runs.store import find_run, run_path
+from fedlib_lab.runs import side_by_side
+from fedlib_lab.runs.callbacks import Callback
+from fedlib_lab.runs.progress import Terminal, Watch
+from fedlib_lab.runs.side_by_side import best_split, choose
+from fedlib_lab.runs.store import find_run, run_path
 from tests.helpers.stored import ONE, assert_nothing_left_over, assert_same, small, state
 from tests.runs.test_progress import Screen
 
@@ -157,8 +157,8 @@ def test_an_error_is_raised_here_and_the_others_go_on_later(two_cores, own, tmp_
 
 
 def runner(folder):
-    from fedlib.runs.callbacks import Together
-    from fedlib.runs.store import _run_missing
+    from fedlib_lab.runs.callbacks import Together
+    from fedlib_lab.runs.store import _run_missing
 
     return lambda e, watch: _run_missing(e, ONE, folder, watch, 20.0, False, (), Together())
 
@@ -218,7 +218,7 @@ def test_both_runs_are_told_of(monkeypatch):
     a, b, c = (small("reefl", seed=s, rounds=100) for s in (1, 2, 3))
     with Watch([a, b, c], shown=False) as watch:
         watch.terminal, watch.abreast = Terminal(Screen()), 2
-        monkeypatch.setattr("fedlib.runs.progress.LOG_SECONDS", 0)
+        monkeypatch.setattr("fedlib_lab.runs.progress.LOG_SECONDS", 0)
         watch.begin(a, 98)
         watch.begin(b, 40)
         watch.round(b, Finished(41, None, {}, {}, None, 6.0))

@@ -8,9 +8,9 @@ import torch
 from fedlib import Execution, Experiment, run, run_all
 from fedlib.core.storage import DamagedFile, read_json, read_lines, read_tensors, write_json, write_lines, write_tensors
 from fedlib.layers.overrides import OVERRIDES
-from fedlib.runs import record
-from fedlib.runs import store as runs_module
-from fedlib.runs.store import find_run, run_path
+from fedlib_lab.runs import record
+from fedlib_lab.runs import store as runs_module
+from fedlib_lab.runs.store import find_run, run_path
 from tests.helpers.stored import ONE, assert_same, short, small, state
 
 

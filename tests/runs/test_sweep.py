@@ -4,11 +4,12 @@ import sys
 
 import pytest
 
-from fedlib import cli, run, sweep
+from fedlib import run, sweep
 from fedlib.core.paths import keep_outputs_of
-from fedlib.report.frames import trials_frame
-from fedlib.runs.store import find_run
-from fedlib.runs.sweep import Trial, best, changed
+from fedlib_lab import cli
+from fedlib_lab.report.frames import trials_frame
+from fedlib_lab.runs.store import find_run
+from fedlib_lab.runs.sweep import Trial, best, changed
 from tests.helpers.stored import ONE, small
 
 ROWS = {m: small(m, rounds=2, num_train=100) for m in ("reefl", "depthfl")}

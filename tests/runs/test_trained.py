@@ -9,13 +9,13 @@ from fedlib.core.storage import read_lines, write_lines
 from fedlib.engine.rounds import measure
 from fedlib.engine.serving import client_outputs
 from fedlib.methods import METHODS
-from fedlib.methods.ranks import Ranks
 from fedlib.models.registry import OWN
 from fedlib.models.vit import ViTSpec
-from fedlib.report.early_leaving import adaptive_inference
-from fedlib.report.statistics import correct
-from fedlib.runs.export import FORMATS
-from fedlib.runs.trained import all_logits, class_accuracies, client_accuracies, load_state, load_trained
+from fedlib_lab.report.early_leaving import adaptive_inference
+from fedlib_lab.report.statistics import correct
+from fedlib_lab.rivals.ranks import Ranks
+from fedlib_lab.runs.export import FORMATS
+from fedlib_lab.runs.trained import all_logits, class_accuracies, client_accuracies, load_state, load_trained
 from tests.helpers.granted import granted
 from tests.helpers.stored import ONE
 
@@ -83,7 +83,7 @@ def exported(done, budget, folder, monkeypatch):
 
 def test_a_clients_accuracy_is_that_on_its_owners_held_out_examples(fake):
     from fedlib import build_federation
-    from fedlib.runs.trained import client_accuracies
+    from fedlib_lab.runs.trained import client_accuracies
 
     f = build_federation(fake().replace(method="depthfl", finetune="frozen"))
     # test owners 0, 1, 2, -1 three times over, labels 0, 1, 2, 0, 1, 2, ...: owner 0 has labels 0, 1, 2, so do 1 and 2
@@ -125,7 +125,7 @@ def test_trained_models_answer_as_recorded(tiny, method, tmp_path, monkeypatch):
     f, server = load_trained(e)
     logits = all_logits(f, server)
     exits = (logits.argmax(-1) == f.data.test_labels).double().mean(1) * 100
-    from fedlib.runs.store import find_run, run_path
+    from fedlib_lab.runs.store import find_run, run_path
 
     assert exits.tolist() == pytest.approx(find_run(e).summary["exits"], abs=1e-3)
     last = adaptive_inference(e, (0.0, 1.0))

@@ -20,7 +20,7 @@ from benchmarks.away.home import home
 from benchmarks.away.pack import PACKAGES, STAND_INS, _check_sizes, pack
 from benchmarks.away.tars import unpacked, write_tar
 from fedlib import Experiment
-from fedlib.runs.store import find_run
+from fedlib_lab.runs.store import find_run
 
 ROOT = Path(__file__).parents[2]
 MACHINE = "torch torchvision timm peft pandas pyarrow scikit-learn scipy matplotlib safetensors pyyaml pytest".split()

@@ -18,10 +18,10 @@ os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled", "RAY
 ray = pytest.importorskip("ray", reason="the extra 'cluster' is not installed")
 
 from fedlib import Execution, Experiment, build_federation, run_rounds  # noqa: E402
-from fedlib.engine import cluster as cluster_module  # noqa: E402
-from fedlib.engine.cluster import RayExecutor, connect  # noqa: E402
 from fedlib.engine.executors import plan_round  # noqa: E402
 from fedlib.methods import METHODS, Round  # noqa: E402
+from fedlib_lab.executors import cluster as cluster_module  # noqa: E402
+from fedlib_lab.executors.cluster import RayExecutor, connect  # noqa: E402
 from tests.helpers.stored import assert_same_rounds  # noqa: E402
 
 SMALL = dict(pretrained=False, num_train=80, num_test=20, num_clients=5, clients_per_round=4, rounds=2, batch_size=16)
@@ -107,7 +107,7 @@ def test_workers_give_the_numbers_of_threads_and_constants_travel_once(method, f
 
 
 def test_a_mistake_arrives_as_itself_and_a_deadly_cohort_is_named(slow, on_two, tmp_path, monkeypatch):
-    monkeypatch.setattr("fedlib.engine.workers.TRIES", 1)
+    monkeypatch.setattr("fedlib_lab.executors.workers.TRIES", 1)
     options = {"folder": str(tmp_path), "what": "raise"}
     f = build_federation(Experiment(method="slow", options=options, finetune="frozen", **SMALL))
     with pytest.raises(ArithmeticError, match="a mistake in a notebook"):

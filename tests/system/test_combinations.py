@@ -18,6 +18,12 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from fedlib_lab.zoo.families.efficientnet import EfficientNetSpec
+from fedlib_lab.zoo.families.foreign_specs import FAMILIES, ForeignSpec
+from fedlib_lab.zoo.families.msdnet import MSDNetSpec
+from fedlib_lab.zoo.families.tuners import peft_configs
+from fedlib_lab.zoo.families.vim import VimSpec
+from fedlib_lab.zoo.families.wrapped import WrappedSpec
 from torch import nn
 
 from fedlib import Execution, Experiment, build_federation, run_rounds
@@ -25,16 +31,10 @@ from fedlib.core.paths import has_minilm
 from fedlib.methods import METHODS
 from fedlib.models.adapters import check_finetune, finetune_modes
 from fedlib.models.bert import BertSpec
-from fedlib.models.efficientnet import EfficientNetSpec
-from fedlib.models.foreign_specs import FAMILIES, ForeignSpec
-from fedlib.models.msdnet import MSDNetSpec
 from fedlib.models.registry import OWN
 from fedlib.models.resnet import ResNetSpec
 from fedlib.models.small import ConvNetSpec
-from fedlib.models.vim import VimSpec
 from fedlib.models.vit import ViTSpec
-from fedlib.models.wrapped import WrappedSpec
-from fedlib_lab.tuners import peft_configs
 
 TOKENS = dict(dim=24, heads=2, ffn_dim=32)
 WORDS = TOKENS | dict(length=12, depth=4)

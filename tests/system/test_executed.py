@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from fedlib.core.storage import read_json, write_json
-from fedlib.runs.params import load_grid
-from fedlib.runs.store import run_path
+from fedlib_lab.runs.params import load_grid
+from fedlib_lab.runs.store import run_path
 from tests.helpers.tracked import OUTPUTS
 
 ROOT = Path(__file__).parents[2]

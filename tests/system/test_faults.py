@@ -19,10 +19,10 @@ from fedlib.engine import rounds as rounds_module
 from fedlib.engine.executors import InProcess
 from fedlib.methods.sliced.depthfl import DepthFL
 from fedlib.methods.sliced.fedavg import FedAvg
-from fedlib.runs import checkpoints as checkpoints_module
-from fedlib.runs import store as runs_module
-from fedlib.runs.checkpoints import Checkpoints
-from fedlib.runs.store import find_run, run_path, shown_run
+from fedlib_lab.runs import checkpoints as checkpoints_module
+from fedlib_lab.runs import store as runs_module
+from fedlib_lab.runs.checkpoints import Checkpoints
+from fedlib_lab.runs.store import find_run, run_path, shown_run
 from tests.helpers.stored import ONE, assert_nothing_left_over, assert_same, small, state
 from tests.helpers.tracked import OUTPUTS
 

@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("flwr", reason="the extra 'flower' is not installed")
 
 from fedlib import Execution, build_federation, run_rounds  # noqa: E402
-from fedlib.engine.flower import FlowerExecutor, Link  # noqa: E402
+from fedlib_lab.executors.flower import FlowerExecutor, Link  # noqa: E402
 from tests.helpers.stored import assert_same_rounds, small  # noqa: E402
 
 TWO = Execution(workers=2, executor="threads")

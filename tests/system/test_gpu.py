@@ -22,9 +22,9 @@ from fedlib.data import federated
 from fedlib.engine.cohort import Cohort
 from fedlib.engine.optimisers import LocalOptimiser
 from fedlib.methods import METHODS
-from fedlib.methods.ranks import Ranks
 from fedlib.methods.sliced.depthfl import DepthFL
-from fedlib.runs.checkpoints import Checkpoints
+from fedlib_lab.rivals.ranks import Ranks
+from fedlib_lab.runs.checkpoints import Checkpoints
 from tests.helpers.granted import few_blocks, granted
 from tests.helpers.stored import assert_same_rounds, short
 

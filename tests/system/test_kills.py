@@ -14,8 +14,8 @@ import pytest
 
 from fedlib import Execution, run
 from fedlib.core.storage import read_tensors
-from fedlib.runs import store as runs_module
-from fedlib.runs.store import find_run, run_path
+from fedlib_lab.runs import store as runs_module
+from fedlib_lab.runs.store import find_run, run_path
 from tests.helpers.stored import FINETUNE, ONE, Forks, assert_nothing_left_over, assert_same, small, state
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from fedlib import run
-from fedlib.runs.store import run_path
+from fedlib_lab.runs.store import run_path
 from tests.helpers.stored import ONE, short, small
 
 
@@ -24,7 +24,7 @@ from tests.helpers.stored import ONE, short, small
     ids=lambda x: x[:20] if " " in x else "",
 )  # fmt: skip
 def test_yaml_that_is_more_than_a_mapping_of_values_is_refused(text, message, tmp_path):
-    from fedlib.runs.params_files import load_yaml
+    from fedlib_lab.runs.params_files import load_yaml
 
     file = tmp_path / "evil.yaml"
     file.write_text(text)
@@ -51,7 +51,7 @@ def test_no_name_leads_out_of_the_runs_folder(name, at_hand, tmp_path, monkeypat
 
 
 def test_tables_papers_and_profiles_come_from_the_params_folder_only():
-    from fedlib.runs.params import load_grid
+    from fedlib_lab.runs.params import load_grid
 
     for arguments in (
         ("reefl", "../../outside", "smoke"),

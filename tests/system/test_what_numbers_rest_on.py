@@ -13,7 +13,7 @@ from fedlib.engine.evaluation import evaluate, exit_logits, served_parts
 from fedlib.engine.federation import with_caches
 from fedlib.engine.lab import ServerLab
 from fedlib.methods import METHODS
-from fedlib.methods.ranks import Ranks
+from fedlib_lab.rivals.ranks import Ranks
 from tests.helpers.granted import few_blocks, granted
 
 ONE = Execution(workers=1)

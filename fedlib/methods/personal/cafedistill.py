@@ -30,10 +30,10 @@ from typing import Annotated, ClassVar, Literal
 
 import torch
 
-from ...core.kinds import NotNegative, Positive, When
+from ...core.annotations import NotNegative, Positive, When
 from ..base import NOTHING, Batch, Client, Cohort, Method, ParamInfo, Slice, cross_entropies
-from ..jobs import Arrived, Member, Round, Server, Serving, Setting, Tensors
 from ..mixtures import cosines, mixtures, part_of, project_to_simplex, row, under
+from ..values import Arrived, Member, Round, Server, Serving, Setting, Tensors
 
 STEPWISE = When(progressive=True)
 

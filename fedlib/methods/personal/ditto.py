@@ -14,7 +14,7 @@ Deviations: both models see the same batches. CAFEDistill does not say its mu.
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from ...core.kinds import NotNegative
+from ...core.annotations import NotNegative
 from ..base import NOTHING, Client, Cohort, Experiment, JointExits, Member, Round, Server, Serving, Setting
 
 

@@ -15,7 +15,7 @@ from typing import ClassVar, Literal
 
 import torch
 
-from ...core.kinds import Fraction, NotNegative, Positive
+from ...core.annotations import Fraction, NotNegative, Positive
 from ...core.memories import Overlay
 from ..base import Arrived, Client, Cohort, JointExits, Member, Round, Server, Serving, Tensors
 from ..mixtures import cosines, mixtures, row

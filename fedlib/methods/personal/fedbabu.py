@@ -11,9 +11,9 @@ client's last local model, once). The exits follow from the seed and are not sen
 
 from dataclasses import dataclass
 
-from ...core.kinds import Count
+from ...core.annotations import Count
 from ..base import Client, Cohort, Experiment, JointExits
-from ..jobs import Member, Round, Server, Serving, Setting, Stage
+from ..values import Member, Round, Server, Serving, Setting, Stage
 
 
 @dataclass(frozen=True)

@@ -22,12 +22,12 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from ...core.annotations import Count, NotNegative, Positive
 from ...core.devices import home
-from ...core.kinds import Count, NotNegative, Positive
 from ...models.maps import MapSpec
 from ..base import Batch, Client, Cohort, Experiment, JointExits, ParamInfo, Spec
-from ..jobs import Arrived, Member, Round, Server, Setting, Stage
 from ..mixtures import class_means, mixtures, part_of, row, under
+from ..values import Arrived, Member, Round, Server, Setting, Stage
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ Deviations: CAFEDistill does not say how long shallow exits train afterwards; fi
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from ...core.kinds import Count, When
+from ...core.annotations import Count, When
 from ..base import Client, Cohort, JointExits, ParamInfo, cross_entropies
-from ..jobs import Round, Server, Serving, Stage
+from ..values import Round, Server, Serving, Stage
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ Deviations: the term is added to the gradient, mu (theta - w), and not to the lo
 
 from dataclasses import dataclass
 
-from ...core.kinds import NotNegative
+from ...core.annotations import NotNegative
 from ..base import Cohort, JointExits
 
 

@@ -10,9 +10,9 @@ Deviations: while the exits train, tracked statistics of batch norm move with th
 
 from dataclasses import dataclass
 
-from ...core.kinds import Count
+from ...core.annotations import Count
 from ..base import Client, Cohort, Experiment, JointExits, ParamInfo
-from ..jobs import Setting, Stage
+from ..values import Setting, Stage
 
 
 @dataclass(frozen=True)

@@ -16,11 +16,11 @@ from typing import ClassVar
 
 import torch
 
-from ...core.kinds import Count
+from ...core.annotations import Count
 from ...layers.context import untracked
 from ...models.exits import PairedExits
 from ..base import Batch, Client, Cohort, Experiment, Head, JointExits, ParamInfo, Spec, classifiers
-from ..jobs import Setting, Stage
+from ..values import Setting, Stage
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from typing import ClassVar
 
 import torch
 
-from ...core.kinds import NotNegative, Positive
+from ...core.annotations import NotNegative, Positive
 from ..base import Arrived, Batch, Client, Cohort, JointExits, Member, Round, Server
 from ..mixtures import cosines, mixtures, part_of, project_to_simplex, row, under
 

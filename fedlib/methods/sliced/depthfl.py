@@ -16,7 +16,7 @@ from typing import Annotated, Literal
 import numpy as np
 import torch
 
-from ...core.kinds import Fraction, NotNegative, Positive, When
+from ...core.annotations import Fraction, NotNegative, Positive, When
 from ..base import Batch, Client, Round, Server, Setting, Slice, cross_entropies
 from ..losses import ramp_up
 from ..memory_budgets import MemoryBudgets, prefixes_that_fit

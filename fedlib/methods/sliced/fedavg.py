@@ -12,7 +12,7 @@ from typing import Literal
 
 import torch
 
-from ...core.kinds import Share
+from ...core.annotations import Share
 from ..base import Batch, Client, Experiment, Round, Server, Setting, Slice
 from ..server import ServerStep
 from ..widths import check_cuttable, rounded_up

@@ -16,7 +16,7 @@ from typing import ClassVar
 
 import torch
 
-from ...core.kinds import Count, Positive
+from ...core.annotations import Count, Positive
 from ..base import Arrived, Experiment, Round, Server, Setting
 from ..scaling import ModelsApart
 

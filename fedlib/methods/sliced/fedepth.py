@@ -24,16 +24,16 @@ from typing import ClassVar, Literal
 
 import torch
 
-from ...core.kinds import NotNegative, Positive
+from ...core.annotations import NotNegative, Positive
 from ...core.rng import torch_generator
 from ...core.slices import STEM
 from ...models.map_exits import PooledClassifiers
 from ...models.maps import MapSpec
 from ...models.measure import FLOAT, MIB
 from ..base import NOTHING, Client, Cohort, ExitModel, Experiment, Head, Slice, Spec, classifiers
-from ..jobs import Member, Round, Server, Serving, Setting, Stage
 from ..losses import Batch, cross_entropies, peer_kl
 from ..memory_budgets import SLACK, MemoryBudgets, memory_of, usable
+from ..values import Member, Round, Server, Serving, Setting, Stage
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ norm another scale is another function.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ...core.kinds import Natural
+from ...core.annotations import Natural
 from ..base import NOTHING, Client, Member, Round, Server
 from ..widths import ScaledRates
 

@@ -16,7 +16,7 @@ from typing import Annotated, ClassVar, Literal
 
 import torch
 
-from ...core.kinds import Fraction, When
+from ...core.annotations import Fraction, When
 from ..base import Arrived, Client, Experiment, Member, Round, Server, Setting, Slice
 from ..server import ServerStep
 

@@ -30,8 +30,8 @@ from typing import Annotated, ClassVar, Literal
 import numpy as np
 import torch
 
+from ...core.annotations import Share, When
 from ...core.devices import home
-from ...core.kinds import Share, When
 from ...core.slices import Axis, Indices
 from ..base import Arrived, Client, ExitModel, Experiment, ParamInfo, Round, Server, Serving, Setting, Slice, Tensors
 from ..server import ServerStep

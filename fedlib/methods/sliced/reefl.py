@@ -15,7 +15,7 @@ from typing import Annotated, Literal
 
 import torch
 
-from ...core.kinds import Count, Fraction, NotNegative, Positive, Share, When
+from ...core.annotations import Count, Fraction, NotNegative, Positive, Share, When
 from ...models.exits import SharedClassifier
 from ...models.ree import Ree
 from ..base import Arrived, Batch, Experiment, Head, Round, Server, Setting, Spec, cross_entropies, kl_to_teacher

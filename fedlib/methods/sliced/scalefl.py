@@ -21,7 +21,7 @@ from typing import ClassVar, Literal
 
 import torch
 
-from ...core.kinds import NotNegative, Part, Positive
+from ...core.annotations import NotNegative, Part, Positive
 from ...models.vit import ViTSpec
 from ..base import Batch, Experiment, Spec, cross_entropies, last_exit
 from ..scaling import Levels

@@ -16,11 +16,11 @@ from typing import Annotated, Literal, cast
 
 import torch
 
-from ...core.kinds import NotNegative, Positive, Share, When
+from ...core.annotations import NotNegative, Positive, Share, When
 from ...models.vit import ViTSpec
 from ..base import Batch, Client, Experiment, Slice, Spec, cross_entropies, kl_to_teacher, last_exit
-from ..jobs import Round, Server, Setting
 from ..server import ServerStep
+from ..values import Round, Server, Setting
 from ..widths import check_axes, uncut
 
 TAUGHT = When(distill="last")

@@ -23,12 +23,12 @@ from typing import Annotated, ClassVar, Literal
 
 import torch
 
-from ...core.kinds import Count, Positive, When
+from ...core.annotations import Count, Positive, When
 from ...core.rng import numpy_generator, torch_generator
 from ...models.maps import MapSpec
 from ..base import Batch, Client, ExitModel, Experiment, Slice, cross_entropies
-from ..jobs import Member, Round, Server, Serving, Setting
 from ..memory_budgets import MemoryBudgets
+from ..values import Member, Round, Server, Serving, Setting
 from ..widths import check_cuttable
 
 

@@ -16,7 +16,7 @@ from fedlib.methods.losses import Batch
 from fedlib.methods.mixtures import cosines, mixtures
 from fedlib.methods.personal.cafedistill import most_alike, student_counts, students, teacher_shares
 from fedlib.models.resnet import ResNetSpec
-from fedlib.runs.store import run_path
+from fedlib_lab.runs.store import run_path
 from tests.helpers.plain_personal import LAST, OWN, World, exits, experiment, features, flat, is_exit, kl
 from tests.helpers.stored import ONE, Forks, assert_nothing_left_over, assert_same, state
 

@@ -18,7 +18,7 @@ from fedlib.methods.losses import Batch, cross_entropies, zero_absent_at_client
 from fedlib.methods.sliced.splitmix import zero_absent_in_batch
 from fedlib.models import registry
 from fedlib.models.resnet import ResNetSpec
-from fedlib.runs.trained import all_logits
+from fedlib_lab.runs.trained import all_logits
 from tests.helpers.plain_convnets import PlainResNet, plain_name
 
 pytestmark = pytest.mark.usefixtures("repeatable_convolutions")

@@ -11,7 +11,7 @@ from fedlib.methods import Round, build_method
 from fedlib.methods.losses import kl_to_teacher
 from fedlib.methods.sliced.scalefl_vit import width_index
 from fedlib.models.vit import ViTSpec
-from fedlib.runs.trained import all_logits
+from fedlib_lab.runs.trained import all_logits
 from tests.helpers.two_exits import LN2, two_exits
 
 DEIT_S = ViTSpec(224, 16, 384, 12, 6, 1536)

@@ -3,7 +3,7 @@
 import pytest
 
 from fedlib import Experiment
-from fedlib.papers.fedepth.training_memory import memory_of_stages
+from fedlib_lab.papers.fedepth.training_memory import memory_of_stages
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from fedlib import Experiment, build_federation
-from fedlib.papers.fedepth.local_networks import linear_cka, local_features, mean_cca, similarities
+from fedlib_lab.papers.fedepth.local_networks import linear_cka, local_features, mean_cca, similarities
 
 
 def normal(*shape, seed=0):

@@ -4,7 +4,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from fedlib.papers.fedepth.memory_plots import plot_memory, plot_parts, plot_similarities, plot_stages
+from fedlib_lab.papers.fedepth.memory_plots import plot_memory, plot_parts, plot_similarities, plot_stages
 
 
 def test_figures(measured):

@@ -10,8 +10,8 @@ import torch
 from fedlib.core.experiment import Experiment
 from fedlib.engine.federation import build_model
 from fedlib.methods import build_method
-from fedlib.papers.reefl.attention_maps import MAPS, Attention, attention_maps, attention_row, pick_by_exit
-from fedlib.papers.reefl.attention_plots import browse, map_picture, plot_blocks, plot_slide
+from fedlib_lab.papers.reefl.attention_maps import MAPS, Attention, attention_maps, attention_row, pick_by_exit
+from fedlib_lab.papers.reefl.attention_plots import browse, map_picture, plot_blocks, plot_slide
 
 
 def model_of(finetune="lora", method="reefl", **options):

@@ -5,7 +5,7 @@ import pandas as pd
 import pytest
 
 from fedlib import Execution
-from fedlib.papers.reefl.factors import (
+from fedlib_lab.papers.reefl.factors import (
     FACTORS,
     answers,
     best_levels,
@@ -14,9 +14,9 @@ from fedlib.papers.reefl.factors import (
     factor_of,
     plot_factor,
 )
-from fedlib.report.tables import mean_curves
-from fedlib.runs.params import load_grid
-from fedlib.runs.store import run_all
+from fedlib_lab.report.tables import mean_curves
+from fedlib_lab.runs.params import load_grid
+from fedlib_lab.runs.store import run_all
 from tests.helpers.tracked import OUTPUTS
 
 

@@ -1,7 +1,7 @@
 """Which exit teaches: counted once a batch."""
 
 from fedlib import build_federation
-from fedlib.papers.reefl.teachers import count_teachers
+from fedlib_lab.papers.reefl.teachers import count_teachers
 
 
 def test_teachers_are_counted_once_a_batch(tiny):

@@ -1,0 +1,1 @@
+"""Which method under which cap: fitted levels, scores over tasks, maps."""

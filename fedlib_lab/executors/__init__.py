@@ -1,0 +1,1 @@
+"""Ways to train a round elsewhere than in this process: forks, Ray, Flower."""

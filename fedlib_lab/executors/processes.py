@@ -1,0 +1,313 @@
+"""Executors of processes on this machine: a round's cohorts train side by side without Python's interpreter lock.
+
+On a CPU a worker is a fork of the process that runs the rounds: data, frozen parameters, model and methods are in its
+memory at once and are never copied, sent or read again. A round sends it the trained parameters and its cohorts; it
+sends back weighted partial sums. A worker that dies is replaced and its cohort trained again, with the same numbers.
+That needs Linux, and a PyTorch that lets a fork compute gradients (not after this process has used a GPU): a worker
+tries that first. Elsewhere the threads of ``engine/executors.py`` do the same.
+
+On several GPUs a worker is a process of its own on one of them. What a fork has it reads from memory that all share,
+and so does it the trained parameters of every round. Classes and functions of a notebook or a script travel as code.
+"""
+
+import copyreg
+import io
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import replace
+from multiprocessing.connection import Connection, wait
+from types import FunctionType, ModuleType
+from typing import Any
+
+import cloudpickle
+import torch
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+
+from fedlib.core import profiling
+from fedlib.engine.executors import Execution, Memories, Trained, Unforkable
+from fedlib.engine.federation import Federation, build_train_cache
+from fedlib.methods import Member, Round, Server
+
+from ..kernels.products import choose_products
+from .workers import Finished, Workers, as_bytes, become_worker, kit, of_bytes, train_task
+
+SLOW = 60  # seconds until it is said that a process has not begun: a fork may have copied somebody's lock
+
+
+class Processes(Workers):
+    """Trains cohorts in forks of this process, or one on each of several GPUs.
+
+    Raises :class:`Unforkable` where a process may have no workers, or forks could not train.
+    """
+
+    kind = "worker process"
+
+    def __init__(self, federation: Federation, execution: Execution):
+        self.devices = execution.devices()
+        self.forks = len(self.devices) == 1
+        if self.forks and (not sys.platform.startswith("linux") or federation.device.type != "cpu"):
+            raise Unforkable("worker processes are forked, which needs Linux and device = 'cpu', or several GPUs")
+        if multiprocessing.current_process().daemon:
+            raise Unforkable("a daemonic process, such as a worker of a multiprocessing pool, may not fork workers")
+        super().__init__(federation, execution, execution.side_by_side())
+        if not self.forks:
+            self.params = parameters_to_vector(federation.server.params.values()).cpu().share_memory_()
+            self.kit = torch.frombuffer(pack(kit(federation), travels=True), dtype=torch.uint8).share_memory_()
+        self.processes: list[_Worker] = []
+        try:
+            for place in range(self.workers):
+                self.processes.append(self._start_worker(place))
+            for worker in self.processes:
+                worker.wait_until_ready()
+        except OSError as error:
+            self.close()
+            raise Unforkable(f"no process could be forked: {error}") from error
+        except BaseException:
+            self.close()
+            raise
+
+    def download(self, server: Server) -> memoryview:
+        for worker in self.processes:
+            worker.informed = False
+        if not self.forks:
+            self.params.copy_(parameters_to_vector(server.params[n] for n in self.federation.server.params))
+            server = replace(server, params={})
+        return pack(server, travels=not self.forks)
+
+    def idle(self) -> "_Worker | None":
+        return next((w for w in self.processes if w.cohort is None), None)
+
+    def give(self, worker: "_Worker", i: int, download: memoryview, task: tuple) -> None:
+        worker.send(i, download, pack((*task, profiling.is_measuring()), travels=not self.forks))
+
+    def finished(self) -> Iterator[Finished]:
+        """Wait until a cohort is back or its worker has died, who is then replaced."""
+        busy = [(w, w.cohort) for w in self.processes if w.cohort is not None]
+        ready = wait([w.connection for w, _ in busy])
+        for worker, i in ((w, i) for w, i in busy if w.connection in ready):
+            worker.cohort = None
+            try:
+                trained, seconds = worker.receive()
+                profiling.add(seconds)
+                yield i, trained, None
+            except EOFError:
+                worker.close()
+                self.processes.remove(worker)
+                code = worker.process.exitcode
+                yield i, None, EOFError(f"exit code {code}; -9: killed, often for want of memory")
+                self.processes.append(self._start_worker(worker.place))
+                self.processes[-1].wait_until_ready()
+
+    def _start_worker(self, place: int) -> "_Worker":
+        """The worker at ``place``; of several devices it takes them in turn."""
+        if self.forks:
+            return _Worker(place, "fork", False, _in_a_fork, self.federation)
+        device = self.devices[place % len(self.devices)]
+        main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")  # a script may be unguarded
+        try:
+            return _Worker(place, "spawn", True, _on_a_device, device, self.kit, self.params)
+        finally:
+            sys.modules["__main__"] = main
+
+    def close(self) -> None:
+        for worker in self.processes:
+            worker.process.kill()  # all of them, before anything can interrupt the waiting
+        for worker in self.processes:
+            worker.close()
+        self.processes = []
+
+
+class _Worker:
+    """One process, seen from the process that started it."""
+
+    def __init__(self, place: int, method: str, *arguments: object):
+        context: Any = multiprocessing.get_context(method)
+        self.place = place
+        self.connection, there = context.Pipe()
+        self.process = context.Process(target=_serve, args=(there, os.getpid(), *arguments), daemon=True)
+        with warnings.catch_warnings():  # Python warns where other threads run; a worker needs none of their locks
+            warnings.simplefilter("ignore", DeprecationWarning)
+            self.process.start()
+        there.close()
+        self.cohort: int | None = None  # the place in the plan of what it trains
+        self.informed = False  # has it this round's parameters?
+
+    def wait_until_ready(self) -> None:
+        """Raises what kept it from that, and says so where it is slow."""
+        if not self.connection.poll(SLOW):
+            how = f"kill -9 {self.process.pid} ends it, FEDLIB_KERNELS=0 or executor = 'threads' may do without"
+            warnings.warn(f"worker process {self.process.pid} has not begun for {SLOW} s; {how}", stacklevel=2)
+        try:
+            self.receive()
+        except EOFError:
+            code = self.process.exitcode
+            raise RuntimeError(f"a worker process died before it was ready (exit code {code})") from None
+
+    def send(self, cohort: int, download: memoryview, task: memoryview) -> None:
+        """Let it train a cohort. A death in between shows when the answer is read."""
+        self.cohort = cohort
+        try:
+            if not self.informed:
+                self.connection.send_bytes(download)
+            self.connection.send_bytes(task)
+        except (BrokenPipeError, ConnectionResetError):
+            pass
+        self.informed = True
+
+    def receive(self):
+        """Its answer; raises what it raised, or ``EOFError`` if it died."""
+        try:
+            answer = pickle.loads(self.connection.recv_bytes())  # of a process of ours
+        except (EOFError, ConnectionResetError):
+            self.process.join()
+            raise EOFError from None
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self.connection.close()
+
+
+# --- inside a worker -------------------------------------------------------------------------------------------------
+
+
+def _serve(connection: Connection, parent: int, travels: bool, begin: Callable, *arguments: Any) -> None:
+    """Train cohorts until the connection ends: a message with the round's server, then one for each cohort.
+
+    ``begin`` makes the federation, and of a message the server.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is the parent's to handle: it kills its workers
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    become_worker()
+    try:
+        f, here = begin(connection, *arguments)
+    except Exception as error:
+        connection.send_bytes(pack(portable(error), travels))
+        return
+    f.model.register_forward_pre_hook(lambda *_: _end_without(parent))
+    connection.send_bytes(pack(None))
+    server = f.server  # until the first round's comes
+    while True:
+        try:
+            message = pickle.loads(connection.recv_bytes())  # of our own parent
+        except (EOFError, OSError):
+            return
+        if isinstance(message, Server):
+            server = here(message)
+            continue
+        try:
+            answer = pack(_train(f, server, *message), travels)
+        except Exception as error:
+            answer = pack(portable(error), travels)
+        try:
+            connection.send_bytes(answer)
+        except OSError:
+            return
+
+
+def _in_a_fork(connection: Connection, f: Federation) -> tuple[Federation, Callable[[Server], Server]]:
+    """``f`` is in this process's memory."""
+    sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # a notebook's own go through sockets of the parent
+    _close_inherited_files(connection.fileno())
+    profiling.forget()
+    check_fork()
+    return f, lambda server: server
+
+
+def _on_a_device(
+    _: Connection, device: str, packed: torch.Tensor, params: torch.Tensor
+) -> tuple[Federation, Callable[[Server], Server]]:
+    """``packed`` is what :func:`workers.kit` has; ``params``, one behind the other, are every round's."""
+    if device == "cpu":
+        choose_products()
+    else:
+        torch.cuda.set_device(device)
+    f, units = pickle.loads(packed.numpy())  # of our own parent
+    seen = {n: torch.empty_like(p, device="cpu") for n, p in f.server.params.items()}
+    vector_to_parameters(params, seen.values())
+    here = lambda server: replace(server, params={n: p.to(device) for n, p in seen.items()})  # noqa: E731
+    return replace(f, train_cache=build_train_cache(f, units)), here
+
+
+def _train(
+    f: Federation, server: Server, members: list[Member], r: Round, memories: Memories, measure: bool
+) -> tuple[Trained, dict[str, float]]:
+    with profiling.profile() if measure else nullcontext({}) as seconds:
+        trained = train_task(f, server, members, r, memories)
+    return trained, dict(seconds)
+
+
+def check_fork() -> None:
+    """Raise :class:`Unforkable` if this fork cannot train."""
+    try:
+        x = torch.ones(1, requires_grad=True)
+        torch.autograd.grad(x * x, x)
+    except RuntimeError as error:
+        why = f"a fork of this process cannot compute gradients: {error}; use executor = 'threads'"
+        raise Unforkable(why) from error
+
+
+def portable(error: Exception) -> Exception:
+    """``error`` with its traceback as a note, or something that says the same if it cannot be sent."""
+    import traceback
+
+    error.add_note("in a worker process:\n" + "".join(traceback.format_exception(error)))
+    try:
+        pickle.loads(pack(error))
+        return error
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+
+
+def _close_inherited_files(keep: int) -> None:
+    """Let go of the parent's files: its lock on the run, and the other workers' pipes, must end with the parent."""
+    os.closerange(3, keep)
+    os.closerange(keep + 1, os.sysconf("SC_OPEN_MAX"))
+
+
+def _end_without(parent: int) -> None:
+    """Leave in mid-training if the parent is gone."""
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+# --- messages --------------------------------------------------------------------------------------------------------
+
+
+class _Pickler(pickle.Pickler):
+    def reducer_override(self, obj: Any) -> Any:
+        return _reduced(obj)
+
+
+class _Travelling(cloudpickle.Pickler):
+    def reducer_override(self, obj: Any) -> Any:
+        return super().reducer_override(obj) if (reduced := _reduced(obj)) is NotImplemented else reduced
+
+
+def _reduced(obj: Any) -> Any:
+    """Tensors as plain bytes: torch's own way writes each of them to an archive first. Errors without their
+    ``__init__``, which may ask for more than the sentence that it made."""
+    if isinstance(obj, Exception) and isinstance(type(obj).__init__, FunctionType) and not isinstance(obj, OSError):
+        return copyreg.__newobj__, (type(obj), *obj.args), vars(obj)  # type: ignore[attr-defined]
+    return (_tensor, (as_bytes(obj), obj.device.type)) if type(obj) is torch.Tensor else NotImplemented
+
+
+def _tensor(parts: tuple, kind: str) -> torch.Tensor:
+    """What lay on a GPU is put on this process's."""
+    return of_bytes(*parts).to(kind)
+
+
+def pack(message: object, travels: bool = False) -> memoryview:
+    """``travels``: to or from a process that is no fork, so code of ``__main__`` goes with it."""
+    buffer = io.BytesIO()
+    (_Travelling if travels else _Pickler)(buffer, protocol=5).dump(message)
+    return buffer.getbuffer()

@@ -1,0 +1,307 @@
+"""The splits that `datasets` loads, as arrays: inputs, labels, owners, and a test set where none comes with them.
+
+What a cell cannot mean (no label, NaN, -1 as a class, a list) is refused with its file and row, counted from 0. What
+lies in a set of one's own and is not read is said once, when it is decoded.
+"""
+
+import math
+import re
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+
+from fedlib.core.rng import numpy_generator
+from fedlib.core.tables import read_table
+from fedlib.core.validation import shown
+from fedlib.data.cache import Decoded
+from fedlib.data.metrics import IGNORED
+from fedlib.data.questions import SPAN_LENGTH, answer_key, read_spans
+from fedlib.data.tokenizer import LENGTH, LONGER, OWN_WORDS, PAIR_LENGTH, say_cut, tokenise
+
+from .equations import read_equations
+from .images import decode_images, image_column
+
+Kind = Literal["images", "sentences", "pairs", "spans", "equations"]
+SETS = read_table(Path(__file__).with_name("sets.yaml"))
+# What splits and columns are called, in any case; the first that is there, and has labels, is taken.
+TRAIN = ("train", "training")
+TESTS = ("test", "testing", "eval", "evaluation", "validation", "validation_matched", "valid", "val", "dev")
+LABELS = ("label", "fine_label", "character", "coarse_label")
+OWNERS = ("writer_id", "speaker_id", "client_id")
+TEXTS = frozenset(column for said in SETS["columns"] for column in said["reads"])
+
+ABOUT = re.compile(
+    "readme|licen[cs]e|citation|dataset_infos?|dataset_dict", re.IGNORECASE
+)  # files about a set, not of it
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which splits and columns of a set matter; ``where`` and ``files`` say where a row came from."""
+
+    where: str  # a folder, or a repository of the hub
+    kind: Kind
+    label: str
+    reads: tuple[str, ...] = ()  # columns of text; none: the first column of images
+    train: str = "train"
+    test: str | None = None  # None: a tenth of each owner's examples is held out
+    owner: str | None = None
+    together: str | None = None  # the column whose equal values are held out together (a paragraph's questions)
+    files: Mapping[str, Sequence[str]] = field(default_factory=dict)  # the parquet files of each split
+    tokenizer: str | None = None  # of its text; None: MiniLM's
+    config: str | None = None  # which of a repository's sets
+    tests: tuple[str, ...] | None = None  # of a set of one's own: splits that may test, of which ``test`` will be one
+    unread: tuple[str, ...] = ()  # files beside those that are read
+
+    def row(self, split: str, i: int) -> str:
+        """File and row of the i-th example of a split."""
+        from pyarrow.parquet import read_metadata
+
+        for file in self.files.get(split, ()):
+            rows = read_metadata(file).num_rows
+            if i < rows:
+                return f"{file}, row {i}"
+            i -= rows
+        return f"{self.where}, split {split!r}, row {i}"
+
+
+@dataclass(frozen=True)
+class Part:
+    """One split as arrays."""
+
+    inputs: np.ndarray
+    labels: np.ndarray
+    owners: np.ndarray | None
+    classes: list[str]
+
+    def take(self, kept: np.ndarray) -> "Part":
+        owners = self.owners[kept] if self.owners is not None else None
+        return Part(self.inputs[kept], self.labels[kept], owners, self.classes)
+
+
+def decode(splits, layout: Layout, size: int | None = None) -> tuple[Decoded, bool]:
+    """Tensors and class names of ``splits``, and whether they depend on ``size`` (the network's pixels or tokens)."""
+    layout = settled(splits, layout)
+    names = [n for n in (layout.train, layout.test) if n is not None]
+    tables = {n: splits[n] for n in names}
+    for name, table in tables.items():
+        check_columns(table, name, layout)
+    inputs, fitted, targets, key = read_inputs(tables, layout, size)
+    parts = []
+    for name, table in tables.items():
+        labels, classes = (targets[name], []) if name in targets else read_labels(table, name, layout)
+        owners = read_column(table, layout.owner, name, layout) if layout.owner in table.column_names else None
+        parts.append(Part(inputs[name], labels, np.asarray(owners) if owners is not None else None, classes))
+    if len({p.owners.dtype.kind == "U" for p in parts if p.owners is not None}) > 1:  # numbers are not found as words
+        raise ValueError(
+            f"{layout.where}: {layout.owner} is text in one of the splits {names} and numbers in the other"
+        )
+    together = read_column(tables[layout.train], layout.together, layout.train, layout) if layout.together else None
+    tensors, classes = divide(parts, layout, together)
+    return (tensors | key, classes), fitted
+
+
+def settled(splits, layout: Layout) -> Layout:
+    """``layout`` with the split that tests a set of one's own: the first with labels. Says once what is not read."""
+    if layout.tests is None:
+        return layout
+    test = next((s for s in layout.tests if has_labels(splits[s], layout.label)), next(iter(layout.tests), None))
+    tested = "examples held out of it" if test is None else f"split {test!r}"
+    told = f"{layout.where}: trained on split {layout.train!r} by {layout.label!r}, tested on {tested}"
+    say_unread(told, [*unread_parts(splits, layout.train, test, layout), *layout.unread])
+    return replace(layout, test=test)
+
+
+def say_unread(told: str, unread: Sequence[str]) -> None:
+    """Warn of what lies in a set and is not used, but for files about it."""
+    if unread := [u for u in unread if not ABOUT.fullmatch(Path(u).stem)]:
+        more = f" and {len(unread) - 6} more" if len(unread) > 6 else ""
+        warnings.warn(f"{told}; not used: {', '.join(unread[:6])}{more}", stacklevel=2)
+
+
+def has_labels(table, label: str) -> bool:
+    """Has any example a label? The public tests of GLUE say -1 or nothing."""
+    there = label in table.column_names
+    return there and any(v not in (None, -1, -100) and v == v for v in table.select_columns([label])[:][label])
+
+
+def unread_parts(splits, train: str, test: str | None, layout: Layout) -> list[str]:
+    """The splits, and the columns that could be read in place of others, that are not; columns of no public set."""
+    from datasets import Image
+
+    features = splits[train].features
+    images = [c for c, f in features.items() if isinstance(f, Image)]
+    read = {*(layout.reads or images[:1]), layout.label, layout.owner}
+    rivals = [c for c in features if c in {*LABELS, *images, *TEXTS} - read]
+    parts = [f"split {s!r}" for s in splits if s not in (train, test)]
+    return parts + [f"column {c!r}" for c in rivals if Path(layout.where).name not in SETS["public"]]
+
+
+def visible_files(path: Path) -> list[Path]:
+    """The files of a folder, or the file; none whose name, or whose folder's within ``path``, begins with a dot."""
+    files = [p for p in sorted(path.rglob("*")) if p.is_file()] if path.is_dir() else [path]
+    return [p for p in files if not any(part.startswith(".") for part in p.relative_to(path).parts)]
+
+
+def divide(parts: Sequence[Part], layout: Layout, together: Sequence | None = None) -> Decoded:
+    """The arrays of a training and a test split, which is held out of the first where there is none."""
+    if layout.test is None:
+        train, test = hold_out(parts[0], together)
+        check_held_out(len(test.labels), len(parts[0].labels), layout)
+    else:
+        train, test = parts[0], _renumbered(*parts, [layout.train, layout.test], layout.where)
+    return _tensors(train, test), train.classes
+
+
+def check_held_out(held: int, examples: int, layout: Layout) -> None:
+    """Raise ``ValueError`` if rounding leaves less than half of a tenth to test on."""
+    if 20 * held < examples:
+        of = "the" if layout.owner is None else "each owner's"
+        raise ValueError(
+            f"{layout.where}: a tenth of {of} examples, rounded down, would leave {held} of {examples} to test on; "
+            f"allowed: a split named 'test', or ten examples and more{'' if layout.owner is None else ' of an owner'}"
+        )
+
+
+def check_columns(table, split: str, layout: Layout) -> None:
+    """Raise ``ValueError`` if a column is missing or no example is there."""
+    found = ", ".join(table.column_names)
+    for column in (*layout.reads, layout.label):
+        if column not in table.column_names:
+            raise ValueError(f"{layout.where}: split {split!r} has no column named {column!r}; found {found}")
+    if layout.kind == "images" and image_column(table) is None:
+        raise ValueError(
+            f"{layout.where}: no image column among {found}; allowed: pictures as datasets.Image writes them, as of "
+            "cast_column('image', datasets.Image()).to_parquet(...)"
+        )
+    if len(table) == 0:
+        raise ValueError(f"{layout.where}: split {split!r} holds no example")
+
+
+def read_inputs(tables: Mapping[str, object], layout: Layout, size: int | None) -> tuple[dict, bool, dict, dict]:
+    """Inputs by split, whether they depend on ``size``, labels that are read with text by split, questions' key."""
+    if layout.kind == "images":
+        return *decode_images(tables, image_column(next(iter(tables.values()))), size, layout), {}, {}
+    if layout.kind == "spans":
+        return read_questions(tables, layout, size or SPAN_LENGTH)
+    inputs, targets, source, cut = {}, {}, layout.tokenizer, []
+    fitted = layout.kind != "sentences" or source is not None
+    length = (size or (LENGTH if layout.kind == "sentences" else PAIR_LENGTH)) if fitted else LENGTH
+    for name, table in tables.items():
+        columns = [read_column(table, c, name, layout, (str,)) for c in layout.reads]
+        if layout.kind == "equations":
+            answers, where = read_column(table, layout.label, name, layout, (str,)), partial(layout.row, name)
+            inputs[name], targets[name] = read_equations(columns, answers, length, where, source, cut)
+        elif layout.kind == "pairs":
+            inputs[name] = tokenise(list(zip(*columns, strict=True)), source, length, cut)
+        else:
+            inputs[name] = tokenise(columns[0], source, length, cut)
+    say_cut(layout.where, cut, length, LONGER if fitted else OWN_WORDS)
+    return inputs, fitted, targets, {}
+
+
+def read_questions(tables: Mapping[str, object], layout: Layout, length: int) -> tuple[dict, bool, dict, dict]:
+    """As :func:`read_inputs`; a label is (first token, last token, row of the answer key), the key of all splits."""
+    inputs, targets, contexts, answers, offsets, cut = {}, {}, [], [], [], []
+    for name, table in tables.items():
+        columns = [read_column(table, c, name, layout, (str,)) for c in layout.reads]
+        given = read_column(table, layout.label, name, layout, (object,))
+        where = partial(layout.row, name)
+        inputs[name], spans, places = read_spans(columns, given, length, where, layout.tokenizer, cut)
+        targets[name] = np.column_stack((spans, len(answers) + np.arange(len(spans))))
+        contexts, answers, offsets = contexts + columns[1], answers + given, [*offsets, places]
+    lost = sum(int((t[:, 0] == IGNORED).sum()) for t in targets.values())
+    say_cut(layout.where, cut, length, f"{lost} answers are in what is cut off, and {LONGER}")
+    return inputs, True, targets, answer_key(contexts, answers, np.concatenate(offsets)).pack()
+
+
+PLAIN = (str, int, float)  # bool is an int
+
+
+def read_column(
+    table, column: str, split: str, layout: Layout, kinds: tuple[type, ...] = PLAIN
+) -> list:  # fmt: skip
+    """The values of a column; ``ValueError`` names the row of one that is null, NaN, infinite or of no allowed kind."""
+    values = table.select_columns([column])[:][column]
+    for i, v in enumerate(values):
+        if v is None or v != v or v in (math.inf, -math.inf):
+            raise ValueError(f"{layout.row(split, i)}: {column} = {v} is no value")
+        if not isinstance(v, kinds):
+            allowed = "text" if kinds == (str,) else "one number or word"
+            raise ValueError(
+                f"{layout.row(split, i)}: {column} = {shown(v)} is a {type(v).__name__}; allowed: {allowed}"
+            )
+    return values
+
+
+def read_labels(table, split: str, layout: Layout) -> tuple[np.ndarray, list[str]]:
+    """Class numbers int64 (N,) and names, or for a column of floats beside text numbers float32 (N,) and no names."""
+    values = read_column(table, layout.label, split, layout)
+    feature = table.features[layout.label]
+    names = getattr(feature, "names", None)
+    if names is None and layout.reads and str(feature.dtype).startswith("float"):
+        return np.asarray(values, np.float32), []
+    most = math.inf if names is None else len(names)
+    bad = next((i for i, v in enumerate(values) if not isinstance(v, str) and not 0 <= v < most), None)
+    if bad is not None:
+        which = "no class; allowed: 0 and above, or names" if names is None else f"none of the {most} classes"
+        raise ValueError(f"{layout.row(split, bad)}: {layout.label} = {values[bad]} is {which}")
+    if names is not None:
+        return np.asarray(values, np.int64), list(names)
+    names, labels = np.unique(np.asarray(values), return_inverse=True)
+    return labels.astype(np.int64), [str(n) for n in names]
+
+
+def _renumbered(train: Part, test: Part, names: Sequence[str], where: str) -> Part:
+    """``test`` with the class numbers of ``train``: it may lack classes, and may not have more, nor two of one name."""
+    if test.classes == train.classes:
+        return test
+    for part, name in zip((train, test), names, strict=True):
+        if twice := next((c for c in part.classes if part.classes.count(c) > 1), None):
+            why = "and the other split has another list; allowed: one name a class"
+            raise ValueError(f"{where}: two classes of split {name!r} are called {twice!r}, {why}")
+    if bool(train.classes) != bool(test.classes):
+        raise ValueError(
+            f"{where}: labels are classes in one of the splits {names[0]!r} and {names[1]!r}, numbers in the other"
+        )
+    if unknown := sorted(set(test.classes) - set(train.classes)):
+        raise ValueError(
+            f"{where}: split {names[1]!r} has labels that {names[0]!r} has not: {', '.join(unknown)[:200]}"
+        )
+    number = np.array([train.classes.index(n) for n in test.classes])
+    return Part(test.inputs, number[test.labels], test.owners, train.classes)
+
+
+def hold_out(part: Part, together: Sequence | None = None) -> tuple[Part, Part]:
+    """(train, test): a tenth of each owner's examples tests, or of all where none is named.
+
+    Examples of equal values ``together`` stay on one side: then it is a tenth of the values.
+    """
+    if together is not None:
+        values, of = np.unique(together, return_inverse=True)
+        held = numpy_generator(0, "held-out split").permutation(len(values))[of] < len(values) // 10
+        return part.take(~held), part.take(held)
+    n = len(part.labels)
+    groups = np.unique(part.owners, return_inverse=True)[1] if part.owners is not None else np.zeros(n, np.int64)
+    held = np.zeros(n, bool)
+    for g in np.unique(groups):
+        rows = np.where(groups == g)[0]
+        held[numpy_generator(0, "held-out split", client=int(g)).permutation(rows)[: len(rows) // 10]] = True
+    return part.take(~held), part.take(held)
+
+
+def _tensors(train: Part, test: Part) -> dict[str, torch.Tensor]:
+    out = {"train_images": train.inputs, "train_labels": train.labels}
+    out |= {"test_images": test.inputs, "test_labels": test.labels}
+    if train.owners is not None:
+        ids = {name: i for i, name in enumerate(np.unique(train.owners))}  # sorted by name
+        out["owners"] = np.array([ids[o] for o in train.owners], np.int64)
+        if test.owners is not None:  # -1: nobody's training example is of this owner
+            out["test_owners"] = np.array([ids.get(o, -1) for o in test.owners], np.int64)
+    return {k: torch.from_numpy(np.ascontiguousarray(v)) for k, v in out.items()}

@@ -1,0 +1,53 @@
+"""Word problems with the equation that solves them (SVAMP): next-token prediction after a prompt.
+
+Rows are begin question between equation end padding: [CLS] question [SEP] equation [SEP] zeros of BERT's words; of
+LLaMA's <s>, a new line and </s>. The label of position t is the token at t + 1 where that belongs
+to the equation or ends it, and ``tasks.IGNORED`` elsewhere. The equation is written as the set writes it: ``- number0
+number1`` with numbers in the order of the text, or ``( 8.0 - 3.0 )``.
+"""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from fedlib.data.metrics import IGNORED
+from fedlib.data.tokenizer import words_of
+
+
+def read_equations(
+    columns: Sequence[Sequence[str]], equations: Sequence[str], length: int, where: Callable[[int], str],
+    source: str | None = None, cut: list | None = None,
+) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
+    """(token ids int32 (N, length), next tokens int64 (N, length)); several columns of text are read one after another.
+
+    Of a problem that is too long the beginning is left out, as the question stands at its end. ``ValueError`` names the
+    row (``where(i)``) of an equation that leaves nothing of a question.
+    """
+    words = words_of(source)
+    tokenizer, marks = words.encoder(), len(words.begin) + len(words.between) + 1
+    problems = [" ".join(texts) for texts in zip(*columns, strict=True)]
+    encode = lambda texts: [e.ids for e in tokenizer.encode_batch(list(texts), add_special_tokens=False)]  # noqa: E731
+    ids = np.full((len(problems), length), words.padding, np.int32)
+    prompts, lengths = (np.zeros(len(problems), np.int64) for _ in range(2))
+    for i, (problem, equation) in enumerate(zip(encode(problems), encode(equations), strict=True)):
+        left = length - marks - len(equation)
+        if left < 1 or not equation:
+            raise ValueError(f"{where(i)}: an equation of {len(equation)} tokens does not fit into {length}")
+        if cut is not None:
+            cut.append(len(problem) > left)
+        row = [*words.begin, *problem[-left:], *words.between, *equation, words.end]
+        ids[i, : len(row)] = row
+        prompts[i], lengths[i] = len(row) - len(equation) - 1, len(row)
+    return ids, next_token_labels(*map(torch.from_numpy, (ids, prompts, lengths))).numpy()
+
+
+def next_token_labels(ids: torch.Tensor, prompts: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """Labels (N, T) of token ids (N, T): at each position of the answer the token that follows.
+
+    ``prompts`` (N,) tokens are a prompt, of which the last predicts the answer's first; what follows ``lengths`` (N,)
+    is padding.
+    """
+    at = torch.arange(ids.shape[1], device=ids.device)
+    asked = (at >= prompts[:, None] - 1) & (at < lengths[:, None] - 1)
+    return ids.roll(-1, 1).long().masked_fill(~asked, IGNORED)

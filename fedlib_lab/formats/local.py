@@ -1,0 +1,262 @@
+"""A data set on this machine: a folder of parquet files or of images, or one parquet file.
+
+Parquet files are named after their split (``train.parquet``, ``test-00000-of-00001.parquet``); a single file is all
+training data. What they mean is told by their columns (``sets.yaml``). Of pictures, folders at the top that are
+called as splits are (``decode.TRAIN``, ``decode.TESTS``) and hold folders are the splits; without them all pictures are
+training data. A picture's own folder is its class, whatever it is called.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache, partial
+from pathlib import Path
+
+from fedlib.data.cache import Decoded, files_digest
+from fedlib.data.questions import KEYED
+from fedlib.data.silence import quietly
+from fedlib.data.tokenizer import tokenizer_key
+
+from .decode import (
+    LABELS,
+    OWNERS,
+    SETS,
+    TESTS,
+    TEXTS,
+    TRAIN,
+    Kind,
+    Layout,
+    decode,
+    read_labels,
+    settled,
+    visible_files,
+)
+from .images import SCALED, cells, image_column
+from .speech import decode_speech
+
+DESCRIBED = ("metadata.csv", "metadata.jsonl")  # where `datasets` finds the columns of pictures
+
+
+def local_set(
+    path: Path, format: int, tokenizer: str | None = None
+) -> tuple[dict, Callable[[int | None], tuple[Decoded, bool]]]:
+    """The cache key of a local set, and what reads it for a network of some input size (see ``decode.decode``).
+
+    ``ValueError`` names the file that is damaged and what a set lacks.
+    """
+    files = visible_files(path)
+    if odd := next((p for p in files if re.search("[\ud800-\udfff]", str(p))), None):
+        raise ValueError(f"{str(odd)!r}: a file's name is no UTF-8 text; allowed: another name")
+    found = [p for p in files if p.suffix == ".parquet"]
+    parquet: dict[str, list[str]] = {}
+    for p in found:
+        parquet.setdefault(p.stem.split("-")[0] if len(found) > 1 else "train", []).append(str(p))
+    for split, pieces in parquet.items():
+        if len(folders := sorted({str(Path(f).parent) for f in pieces})) > 1:
+            raise ValueError(f"{path}: split {split!r} lies in {' and '.join(folders[:3])}; allowed: one set a folder")
+    meant = found or files
+    if path.is_dir():
+        check_pieces(meant)
+    root = path if path.is_dir() else path.parent
+    digest = files_digest(meant, root)
+    columns = columns_of(digest, tuple((split, *found) for split, found in parquet.items()))
+    kind, reads, _ = layout_among(columns)
+    layout = layout_of(path, list(parquet), columns, parquet, tokenizer) if parquet else None
+
+    def read(size: int | None) -> tuple[Decoded, bool]:
+        if layout is None and any((path / "train").glob("*.json")):
+            how = "ten lines turn them into parquet, under 'LEAF' in fedlib/README.md"
+            raise ValueError(f"{path} holds json files, as LEAF writes them, which are not read; {how}")
+        described = any(p.name in DESCRIBED for p in files)
+        pictures = {} if parquet or described else picture_splits(path, files)
+        splits = table_of(path, pictures) if pictures else load_splits(path, parquet, digest)
+        train = splits[layout.train if layout else train_of(path, splits)]
+        named = [c for c in train.column_names if c not in TEXTS]  # beside pictures
+        whole = layout or layout_of(path, list(splits), named, {}, tokenizer)
+        whole = replace(whole, unread=unread_files(path, files, train, pictures))
+        if kind == "images" and whole.owner is not None and "audio" in train.column_names:
+            whole = settled(splits, replace(whole, tests=()))
+            read_labels(train, whole.train, whole)  # refuses what is no class
+            where = partial(whole.row, whole.train)
+            return decode_speech(train, whole.label, whole.owner, where=where), False
+        return decode(splits, whole, size)
+
+    key = {"files": digest, "format": format} | (KEYED if kind == "spans" else SCALED if kind == "images" else {})
+    key |= {"matched": True} if "validation_matched" in parquet else {}  # once read without it
+    return key | (tokenizer_key(tokenizer) if reads else {}), read
+
+
+def check_pieces(files: Sequence[Path]) -> None:
+    """Raise ``ValueError`` if of a split in several files (``train-00000-of-00002``) one is missing."""
+    pieces: dict[tuple[str, str], dict[int, Path]] = {}
+    for p in files:
+        if found := re.fullmatch(r"(.*)-(\d+)-of-(\d+)(-.*)?", p.stem):
+            pieces.setdefault((found[1], found[3]), {})[int(found[2])] = p
+    for (split, of), there in pieces.items():
+        missing = next((i for i in range(int(of)) if i not in there), None)
+        if missing is not None:
+            other = f"{split}-{missing:0{len(of)}}-of-{of}"
+            raise ValueError(f"{min(there.values())} is one of {int(of)} pieces, and {other} is not there")
+
+
+@lru_cache(maxsize=64)
+def columns_of(digest: str, parquet: tuple[tuple[str, ...], ...]) -> list[str]:
+    """The columns of the training split of parquet files, each split's behind its name; none where there are no files.
+
+    ``digest`` is the files', so that their headers are read once.
+    """
+    from pyarrow import ArrowException
+    from pyarrow.parquet import read_metadata
+
+    names: list[str] = []
+    for split, file in ((s, f) for s, *files in parquet for f in files):
+        try:
+            metadata = read_metadata(file)
+        except (ArrowException, OSError) as error:
+            raise ValueError(f"{file} is damaged or no parquet file: {_line(error)}") from error
+        if metadata.num_rows == 0:
+            raise ValueError(f"{file} holds no example")
+        names = metadata.schema.to_arrow_schema().names if split.lower() in TRAIN or not names else names
+    return names
+
+
+def layout_among(columns: Sequence[str]) -> tuple[Kind, tuple[str, ...], str | None]:
+    """Kind, columns that are read and label of a set with these ``columns``."""
+    found = [(s["kind"], s["reads"], s["label"]) for s in SETS["columns"] if set(s["reads"]) <= set(columns)]
+    return next((t for t in found if t[2] in columns), found[0] if found else ("images", (), None))
+
+
+def picture_splits(path: Path, files: Sequence[Path]) -> dict[str, list[Path]]:
+    """The pictures of each split within a folder of them; ``ValueError`` where a picture's class is not clear."""
+    pictures = sorted(pictures_among(path, files), key=Path.as_posix)
+    if not pictures:
+        raise ValueError(
+            f"experiment: dataset {str(path)!r} is unknown as parquet or image folder: it holds no picture"
+        )
+    tops = {p.parts[0] for p in pictures if len(p.parts) > 2}  # hold folders
+    names = [top for top in sorted(tops) if top.lower() in (*TRAIN, *TESTS)]
+    splits = {n: [p for p in pictures if p.parts[0] == n] for n in names} or {"train": pictures}
+    used = [p for found in splits.values() for p in found]
+    if all(p.parent.as_posix().lower() in (".", *TRAIN, *TESTS) for p in used):
+        raise ValueError(f"{path}: {used[0]} lies in no class's folder; allowed: <class>/ or <split>/<class>/")
+    if other := next((p for p in used if len(p.parts) != len(used[0].parts)), None):
+        raise ValueError(f"{path}: {used[0]} and {other} lie at unequal depths, so their classes are not clear")
+    for found in splits.values():
+        of: dict[str, Path] = {}
+        for p in found:
+            if (first := of.setdefault(p.parent.name, p.parent)) != p.parent:
+                raise ValueError(f"{path}: {first} and {p.parent} are two folders of one split for one class")
+    return splits
+
+
+def pictures_among(path: Path, files: Sequence[Path]) -> list[Path]:
+    """The pictures of ``files``, within ``path``."""
+    from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder
+
+    return [p.relative_to(path) for p in files if p.suffix.lower() in ImageFolder.EXTENSIONS and p != path]
+
+
+def unread_files(
+    path: Path, files: Sequence[Path], train, pictures: Mapping[str, Sequence[Path]]
+) -> tuple[str, ...]:  # fmt: skip
+    """Files within ``path`` that are not read: neither parquet nor ``pictures`` of a split, nor named by a cell."""
+    read = {p for found in pictures.values() for p in found}
+    column = image_column(train)
+    cell = next(cells(train, column))[1] if column and not pictures else None
+    read |= set(pictures_among(path, files)) if cell and cell["bytes"] is None else set()
+    others = (f.relative_to(path) for f in files if f != path)
+    return tuple(str(p) for p in others if p not in read and p.suffix != ".parquet" and p.name not in DESCRIBED)
+
+
+def table_of(path: Path, pictures: Mapping[str, Sequence[Path]]) -> dict:
+    """The splits of a folder of pictures as `datasets` keeps them: a picture's own folder is its class."""
+    from datasets import ClassLabel, Dataset, Features, Image
+
+    names = sorted({p.parent.name for found in pictures.values() for p in found})
+    number, features = {n: i for i, n in enumerate(names)}, Features(image=Image(), label=ClassLabel(names=names))
+    rows = {
+        s: {"image": [str(path / p) for p in found], "label": [number[p.parent.name] for p in found]}
+        for s, found in pictures.items()
+    }
+    return {s: Dataset.from_dict(r, features=features) for s, r in rows.items()}
+
+
+def load_splits(path: Path, parquet: Mapping[str, Sequence[str]], digest: str):
+    """What `datasets` makes of files of this ``digest`` of their bytes; by itself it knows them by path and time."""
+    with quietly():
+        from datasets import config, load_dataset
+
+        kept = str(Path(config.HF_DATASETS_CACHE) / digest)
+
+        try:
+            if parquet:
+                load = lambda files: load_dataset("parquet", data_files=list(files), split="train", cache_dir=kept)  # noqa: E731
+                return {s: load(files) for s, files in parquet.items()}  # one by one: their columns may differ
+            return load_dataset("imagefolder", data_dir=str(path), cache_dir=kept)
+        except Exception as error:  # datasets raises many classes
+            file = next((f for files in parquet.values() for f in files if not _readable(f)), None)
+            if file is not None:
+                raise ValueError(f"{file} is damaged: its rows cannot be read") from error
+            for first, file in ((files[0], f) for files in parquet.values() for f in files):
+                of, other = _columns(first), _columns(file)
+                if of != other or len({c.split(" (")[0] for c in of}) < len(of):
+                    both = f"{first} has the columns {', '.join(of)}" + f", {file} {', '.join(other)}" * (of != other)
+                    raise ValueError(f"{both}; allowed: the same in all files of a split, each once") from error
+            raise ValueError(
+                f"experiment: dataset {str(path)!r} is unknown as parquet or image folder: {_line(error)}"
+            ) from error
+
+
+def train_of(path: Path, splits: Iterable[str]) -> str:
+    """The name of the split to train on; ``ValueError`` if there is none."""
+    train = next((s for t in TRAIN for s in splits if s.lower() == t), None)
+    if train is None:
+        raise ValueError(f"{path}: no split named 'train'; found {', '.join(splits)}")
+    return train
+
+
+def layout_of(
+    path: Path, splits: Sequence[str], columns: Sequence[str], files: Mapping[str, Sequence[str]], tokenizer: str | None
+) -> Layout:
+    """The layout of a set of one's own by the names of its splits and columns.
+
+    A copy that is named as a public set is has that set's label, owner and test split. ``ValueError`` where two columns
+    say whose an example is.
+    """
+    kind, reads, label = layout_among(columns)
+    said = SETS["public"].get(path.name, {})
+    if not reads:
+        label = next((c for c in (said.get("label"), *LABELS) if c in columns), "label")
+    owners = [c for c in OWNERS if c in columns and said.get("owner", c) == c]
+    if len(owners) > 1:
+        raise ValueError(f"{path}: columns {' and '.join(owners)} all say whose an example is; allowed: one of them")
+    tests = tuple(dict.fromkeys(s for t in (said.get("test"), *TESTS) for s in splits if s.lower() == t))
+    return Layout(
+        str(path), kind, label, reads, train_of(path, splits), owner=owners[0] if owners else None, files=files,
+        tokenizer=tokenizer, tests=tests,
+    )  # fmt: skip
+
+
+def _readable(file: str) -> bool:
+    """Can every row of a parquet file be read?"""
+    from pyarrow import ArrowException
+    from pyarrow.parquet import ParquetFile
+
+    try:
+        for _ in ParquetFile(file).iter_batches():
+            pass
+    except (ArrowException, OSError):
+        return False
+    return True
+
+
+def _columns(file: str) -> list[str]:
+    """Names and types of a parquet file's columns."""
+    from pyarrow.parquet import read_schema
+
+    return sorted(f"{f.name} ({f.type})" for f in read_schema(file))
+
+
+def _line(error: Exception) -> str:
+    """The first line of a library's message."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]

@@ -1,0 +1,204 @@
+"""Data of one's own: objects under a name that experiments store, and folders that ``save_to_disk`` wrote.
+
+What is registered is known by its content: a stored run of other data under the same name is refused, not mistaken.
+"""
+
+import hashlib
+import io
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from fedlib.core.storage import digest_tensors
+from fedlib.core.validation import shown
+from fedlib.data.cache import Decoded, files_digest
+from fedlib.data.questions import KEYED
+from fedlib.data.silence import quietly
+from fedlib.data.tokenizer import tokenizer_key
+
+from .decode import OWNERS, Layout, Part, decode, divide, visible_files
+from .images import SCALED, decode_images
+from .local import check_pieces, layout_of, train_of
+
+Read = Callable[[int | None], tuple[Decoded, bool]]  # as ``decode.decode``, for a network of some input size
+Splits = Mapping[str, Any]  # of ``datasets.Dataset``
+Own = Callable[[int, str | None], tuple[dict, Read]]
+TAKEN = "a datasets.Dataset or DatasetDict, a torchvision set without a transform, or a pair of arrays"
+
+
+def own_set(name: str, train: object, test: object, classes: Sequence[str] | None) -> Own:
+    """What :func:`fedlib.register_data` keeps: called with format and tokenizer, it is as ``local.local_set``."""
+    splits = _splits(name, train, test)
+    if classes is not None and (isinstance(classes, str) or not isinstance(classes, Sequence)):
+        raise ValueError(f"{name}: classes = {shown(classes)}; allowed: a list of names")
+    if splits is not None:
+        path = Path(name)
+        layout_of(path, list(splits), splits[train_of(path, splits)].column_names, {}, None)  # refuses what names tell
+        if classes is not None:
+            raise ValueError(
+                f"{name}: classes name labels of arrays, and a datasets.Dataset names its own; allowed: None"
+            )
+        return partial(_of_splits, name, splits, {"registered": [content_of(t) for t in splits.values()]}, ())
+    layout = Layout(name, "images", "label", test=None if test is None else "test")
+    given = {"train": train} | ({} if test is None else {"test": test})
+    pairs = {split: _pair(name, x) for split, x in given.items()}
+    if pictures := {s: inputs for s, (inputs, *_) in pairs.items() if isinstance(inputs, list)}:
+        decoded, _ = decode_images(pictures, None, None, layout)
+        pairs |= {s: (decoded[s], *pairs[s][1:]) for s in pictures}
+    parts: list[Part] = []
+    for inputs, labels, named in pairs.values():  # a test set without names has those of the training set
+        of = classes or named or (parts[0].classes if parts else None)
+        parts.append(_part(name, inputs, labels, of))
+    tensors, names = divide(parts, layout)
+    decoded = {k: x.clone() for k, x in tensors.items()}, names  # whatever becomes of the arrays
+    key = {"registered": digest_tensors(decoded[0], {"classes": " ".join(decoded[1])})}
+    return lambda format, tokenizer: (key | {"format": format}, lambda size: (decoded, False))
+
+
+def content_of(table: Any) -> str:
+    """The digest of what a ``Dataset`` holds, and files that its cells name; its fingerprint says how it came."""
+    from datasets.table import embed_table_storage
+    from pyarrow.ipc import new_stream
+
+    digest = hashlib.sha256(repr(table.features).encode())
+    for part in table.with_format("arrow").iter(batch_size=1000):
+        sink = io.BytesIO()
+        whole = embed_table_storage(part).replace_schema_metadata(None)
+        with new_stream(sink, whole.schema) as stream:
+            stream.write_table(whole)
+        digest.update(sink.getbuffer())
+    return digest.hexdigest()[:16]
+
+
+def divided(name: str, train: Any, partitioner: Any) -> Any:
+    """What of ``train`` is in a part of ``partitioner``, with the part's number in the column of owners."""
+    if not hasattr(train, "add_column"):
+        raise ValueError(f"{name}: a partitioner divides a datasets.Dataset, and this is a {type(train).__name__}")
+    owners = np.full(len(train), -1)
+    train = train.with_format(None)
+    with quietly():
+        try:
+            partitioner.dataset = train.add_column("its row", list(range(len(train))))
+            parts = [np.ravel(partitioner.load_partition(i)["its row"]) for i in range(partitioner.num_partitions)]
+        except Exception as error:  # of flwr-datasets, or of a partitioner of one's own
+            raise ValueError(f"{name}: the partitioner cannot divide it: {str(error).splitlines()[0][:200]}") from error
+    for part, rows in enumerate(parts):
+        if rows.size and (rows.dtype.kind not in "iu" or not 0 <= rows.min() <= rows.max() < len(owners)):
+            raise ValueError(f"{name}: part {part} has rows {shown(rows.tolist())}; allowed: 0 to {len(owners) - 1}")
+        for row in rows.tolist():
+            if owners[row] >= 0:
+                raise ValueError(f"{name}: row {row} is in parts {owners[row]} and {part}; allowed: in one, once")
+            owners[row] = part
+    named = train.remove_columns([c for c in OWNERS if c in train.column_names])
+    held = np.flatnonzero(owners >= 0)
+    if len(held) < len(owners):
+        told = f"{name}: {len(owners) - len(held)} of {len(owners)} rows are in no part and not used"
+        warnings.warn(told, stacklevel=3)
+    return named.select(held).add_column(OWNERS[-1], owners[held].tolist())
+
+
+def saved_set(path: Path, format: int, tokenizer: str | None) -> tuple[dict, Read] | None:
+    """As ``local.local_set``, of a folder that ``save_to_disk`` wrote; None of another."""
+    if not any((path / name).is_file() for name in ("dataset_dict.json", "state.json")):
+        return None
+    from datasets import load_from_disk
+
+    files = sorted(path.rglob("*.arrow"))
+    check_pieces(files)
+    try:
+        splits = _splits(str(path), load_from_disk(str(path)), None)
+    except Exception as error:  # datasets raises many classes
+        raise ValueError(f"{path} is no whole folder of save_to_disk: {str(error).splitlines()[0][:200]}") from error
+    unread = (p for p in visible_files(path) if p.suffix not in (".arrow", ".json"))
+    others = tuple(str(p.relative_to(path)) for p in unread)
+    return _of_splits(str(path), splits or {}, {"files": files_digest(files, path)}, others, format, tokenizer)
+
+
+def _splits(name: str, train: Any, test: Any) -> dict | None:
+    """The splits by name of what `datasets` made, as they would be unformatted; None of something else."""
+    splits = dict(train) if isinstance(train, Mapping) else {"train": train}
+    splits |= {} if test is None else {"test": test}
+    made = {s: type(x).__module__.startswith("datasets.") for s, x in splits.items()}
+    if not any(made.values()):
+        return None
+    from datasets import Dataset
+
+    wrong = next((x for x in splits.values() if not isinstance(x, Dataset)), None)
+    if wrong is not None or isinstance(train, Mapping) and test is not None:
+        found = "a DatasetDict and a test beside it" if wrong is None else f"a {type(wrong).__name__} among its splits"
+        raise ValueError(f"{name}: {found}; allowed: {TAKEN}, of one kind for train and test")
+    return splits
+
+
+def _of_splits(
+    where: str, splits: Splits, key: dict, unread: tuple[str, ...], format: int, tokenizer: str | None
+) -> tuple[dict, Read]:  # fmt: skip
+    path = Path(where)
+    layout = layout_of(path, list(splits), splits[train_of(path, splits)].column_names, {}, tokenizer)
+    layout, plain = replace(layout, unread=unread), {s: t.with_format(None) for s, t in splits.items()}
+    key = key | {"format": format} | (KEYED if layout.kind == "spans" else SCALED if layout.kind == "images" else {})
+    return key | (tokenizer_key(tokenizer) if layout.reads else {}), lambda size: decode(plain, layout, size)
+
+
+def _pair(name: str, given: Any) -> tuple[Any, Any, Sequence[str] | None]:
+    """(inputs, labels, class names if any) of arrays or a set of torchvision's; inputs may be a list of Pillow's."""
+    classes = None
+    if not isinstance(given, (tuple, list, str)) and hasattr(given, "__getitem__") and hasattr(given, "__len__"):
+        pairs = [given[i] for i in range(len(given))]  # images, and labels as numbers
+        classes, images = getattr(given, "classes", None), [image for image, *_ in pairs]
+        if not all(hasattr(i, "getpixel") for i in images):  # some are no images of Pillow's
+            images = [np.asarray(i) for i in images]
+            if len({i.shape for i in images}) > 1:
+                raise ValueError(f"{name}: images of several sizes; as a datasets.Dataset they are brought to one")
+            images = np.stack(images)
+        return images, np.asarray([label for _, label, *_ in pairs]), classes
+    if not isinstance(given, (tuple, list)) or len(given) != 2:
+        raise ValueError(f"{name}: {shown(type(given).__name__)} is no data set; allowed: {TAKEN}")
+    try:
+        inputs, labels = (x.numpy(force=True) if isinstance(x, torch.Tensor) else np.asarray(x) for x in given)
+    except ValueError as error:  # rows of unequal length
+        raise ValueError(f"{name}: {error}; allowed: {TAKEN}") from error
+    return inputs, labels, None
+
+
+def _part(name: str, inputs: np.ndarray, labels: np.ndarray, classes: Sequence[str] | None) -> Part:
+    """One split of arrays."""
+    if (
+        not inputs.ndim
+        or labels.ndim != 1
+        or len(inputs) != len(labels)
+        or labels.dtype.kind not in "iu"
+        or not len(labels)
+    ):
+        raise ValueError(f"{name}: labels {labels.dtype} {labels.shape}, inputs {inputs.shape}; allowed: integers (N,)")
+    low, high = int(labels.min()), int(labels.max())  # of the arrays' own type one more may be 0
+    if classes is None and high >= len(labels):
+        raise ValueError(
+            f"{name}: label {high} would make more classes than the {len(labels)} examples; allowed: classes numbered "
+            "from 0, or named by classes"
+        )
+    names = [str(c) for c in (range(high + 1) if classes is None else classes)]
+    if low < 0 or high >= len(names):
+        raise ValueError(f"{name}: labels {low} to {high}; allowed: 0 to {len(names) - 1}")
+    return Part(_inputs(name, inputs), labels.astype(np.int64), None, names)
+
+
+def _inputs(name: str, x: np.ndarray) -> np.ndarray:
+    """Images as uint8 (N, C, H, W), or token ids as int32 (N, T)."""
+    if x.dtype == np.uint8 and x.ndim == 3:
+        return x[:, None]
+    if x.dtype == np.uint8 and x.ndim == 4 and (x.shape[1] in (1, 3) or x.shape[3] in (1, 3)):
+        return x if x.shape[1] in (1, 3) else x.transpose(0, 3, 1, 2)
+    allowed = "uint8 images (N, H, W), (N, C, H, W) or (N, H, W, C), or integers (N, T) from 0 to 2**31 - 1, token ids"
+    if x.ndim == 2 and x.size and x.dtype.kind in "iu":
+        low, high = int(x.min()), int(x.max())
+        if 0 <= low and high < 2**31:
+            return x.astype(np.int32)
+        raise ValueError(f"{name}: token ids from {low} to {high}; allowed: {allowed}")
+    raise ValueError(f"{name}: inputs are {x.dtype} {x.shape}; allowed: {allowed}")

@@ -1,0 +1,98 @@
+"""Readers of data: public sets by name, folders and files, and what a user registers, found in this order.
+
+A set of one's own by :func:`register_data`; a folder ``$FEDLIB_DATA/<name>``, or a path; a public one of ``sets.yaml``.
+Read next: ``decode.py`` (splits as arrays), ``local.py``.
+"""
+
+import os
+import re
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from fedlib.core.validation import shown
+from fedlib.data.cache import FORMAT, Decoded
+from fedlib.data.questions import KEYED
+from fedlib.data.silence import public_set
+from fedlib.data.tokenizer import LENGTH, has_words, tokenizer_key
+
+from .decode import SETS, Layout, decode
+from .docstrings import docstrings_key, read_docstrings
+from .local import local_set
+from .own import Own, divided, own_set, saved_set
+from .speech import read_speech_commands
+
+HUB = {name: Layout(**said) for name, said in SETS["public"].items()}
+IDS = [source.where for source in HUB.values()]
+BY_ID = {source.where: name for name, source in HUB.items() if IDS.count(source.where) == 1}
+SPEECH_KEY = {"hub": "speech_commands v0.02", "format": FORMAT}
+NAMES = (*HUB, "speech_commands", "docstrings")
+TEXTS = ("docstrings", *(name for name, source in HUB.items() if source.reads))
+OWN_DATA: dict[str, Own] = {}  # of one's own, by the name that it was given
+
+
+def register_data(
+    name: str, train: object, test: object = None, classes: Sequence[str] | None = None, partitioner: object = None
+) -> str:
+    """Let experiments of this process say ``dataset = name`` and mean ``train`` and ``test``; returns ``name``.
+
+    Each may be a ``datasets.Dataset`` (columns as in a parquet file: fedlib/README.md), a set of torchvision's without
+    a transform, or arrays (inputs, labels): uint8 images (N, H, W), (N, C, H, W) or (N, H, W, C), or token ids (N, T),
+    and labels (N,), named by ``classes``. ``train`` may be a ``DatasetDict``. Without ``test`` a tenth is held out.
+    A ``partitioner`` of flwr-datasets divides ``train``, a ``Dataset``: its parts are the owners, so with
+    ``partition = "natural"`` the clients. ``ValueError`` for anything else, and for a name of the kit's or a path's.
+    """
+    if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z]\w{0,60}", name) or name in ("mnist", *NAMES):
+        raise ValueError(f"register_data: name = {shown(name)} is the kit's, or no word; allowed: letters, digits, _")
+    train = divided(name, train, partitioner) if partitioner is not None else train
+    OWN_DATA[name] = own_set(name, train, test, classes)
+    if (folder := _local_copy(name)) is not None:
+        warnings.warn(f"{name!r} is what is registered here; not used: {folder}", stacklevel=2)
+    return name
+
+
+def find(name: str, tokenizer: str | None) -> tuple[dict, Callable[[int | None], tuple[Decoded, bool]]] | None:
+    """The cache key of ``name`` and what reads it for a network of some input size (see ``decode.decode``), or None."""
+    if name in OWN_DATA:
+        return OWN_DATA[name](FORMAT, tokenizer)
+    if (local := _local_copy(name)) is not None:
+        return saved_set(local, FORMAT, tokenizer) or local_set(local, FORMAT, tokenizer)
+    name = BY_ID.get(name, name)
+    if name == "speech_commands":
+        return SPEECH_KEY, lambda size: (read_speech_commands(), False)
+    if name == "docstrings":  # of one's own tokenizer rows are of the network's length
+        length = lambda size: LENGTH if tokenizer is None else size or LENGTH  # noqa: E731
+        read = lambda size: (read_docstrings(tokenizer, length(size)), tokenizer is not None)  # noqa: E731
+        return docstrings_key(tokenizer), read
+    return (_hub_key(HUB[name], tokenizer), partial(_read_hub, name, tokenizer)) if name in HUB else None
+
+
+def at_hand(name: str, tokenizer: str | None) -> bool | None:
+    """Can ``name`` be read without a download? None: not known here."""
+    if BY_ID.get(name, name) in TEXTS and not has_words(tokenizer):  # text is nothing without a tokenizer
+        return False
+    return True if name in ("docstrings", *OWN_DATA) or _local_copy(name) is not None else None
+
+
+def _local_copy(name: str) -> Path | None:
+    for n in (name, BY_ID.get(name, name)):  # under an id of the hub, or the name of the set that it is
+        inside = Path(n).parts and ".." not in Path(n).parts  # $FEDLIB_DATA itself, or above it, is no set
+        if inside and "FEDLIB_DATA" in os.environ and os.path.exists(Path(os.environ["FEDLIB_DATA"]) / n):
+            return Path(os.environ["FEDLIB_DATA"]) / n
+    path = Path(n).expanduser()
+    return path if os.sep in n and os.path.exists(path) else None  # False too for names too long for a path
+
+
+def _hub_key(layout: Layout, tokenizer: str | None = None) -> dict:
+    key = {"hub": layout.where, "label": layout.label, "format": FORMAT}
+    key |= ({"config": layout.config} if layout.config else {}) | (KEYED if layout.kind == "spans" else {})
+    return key | (tokenizer_key(tokenizer) if layout.reads else {})
+
+
+def _read_hub(name: str, tokenizer: str | None, size: int | None) -> tuple[Decoded, bool]:
+    layout, otherwise = replace(HUB[name], tokenizer=tokenizer), "connect once, or pass the path of a local copy"
+    config = [layout.config] if layout.config else []
+    splits = public_set(f"{name!r} ({layout.where})", otherwise, layout.where, *config)
+    return decode(splits, layout, size)

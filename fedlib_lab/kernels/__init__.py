@@ -1,0 +1,37 @@
+"""Kernels: what stands in for layers' and models' own code on a CPU, swapped in from outside, by name.
+
+Neither a layer nor a model knows them: ``swap_in_`` gives a built model's blocks a class whose forward tries a kernel
+first; ``layers.overrides`` holds all functions as soon as this is imported. Each runs equal to the modules it stands
+for, in a test.
+
+    products    float32 products go straight to a BLAS, without PyTorch's dispatcher (``products.py``)
+    attention   that of short sequences is kept for the backward (``attention.py``)
+    vit_block   a block of a ViT is one step of autograd (``vit_block.py``)
+
+``$FEDLIB_KERNELS`` names those that are on, separated by commas: all by default, none with ``0``.
+"""
+
+from typing import TypeVar
+
+from torch import nn
+
+from fedlib.layers.overrides import OVERRIDES
+from fedlib.models.vit import Block
+
+from . import attention, products
+from .vit_block import WrittenBlock
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def swap_in_(model: Model) -> Model:
+    """Let kernels stand in for what ``model`` has of their kind; returns it."""
+    for module in model.modules():
+        if type(module) is Block:
+            module.__class__ = WrittenBlock
+    return model
+
+
+OVERRIDES.update(  # also in a process that is sent its model
+    attend=attention.attend, matmul=products.matmul, swap_in=swap_in_, begin=products.choose_products
+)

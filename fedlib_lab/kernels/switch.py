@@ -1,0 +1,23 @@
+"""Which kernels are on: ``$FEDLIB_KERNELS``."""
+
+import os
+from functools import cache
+
+from fedlib.core.validation import check_known
+
+VARIABLE = "FEDLIB_KERNELS"
+NAMES = ("products", "attention", "vit_block")
+
+
+def is_on(name: str) -> bool:
+    """May the kernel ``name`` stand in? ``ValueError`` if the variable names one that there is not."""
+    return name in _named(os.environ.get(VARIABLE))
+
+
+@cache
+def _named(value: str | None) -> frozenset[str]:
+    if value is None:
+        return frozenset(NAMES)
+    names = [] if value.strip() in ("", "0") else [word.strip() for word in value.split(",")]
+    check_known(names, NAMES, f"{VARIABLE} = {value!r}: no kernel is called {{}}")
+    return frozenset(names)

@@ -1,0 +1,94 @@
+"""What clients' own networks make of the same examples, layer by layer, and how alike that is (FeDepth, Figure 5).
+
+CKA (Kornblith et al. 2019) and CCA compare features X (N, p) and Y (N, q), centred, in float64; each example's features
+are flattened. CKA does not change under rotation and isotropic scaling of either side, CCA under any invertible map.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+
+from fedlib.engine.cohort import Cohort
+from fedlib.engine.federation import Federation
+from fedlib.engine.forward import Forward
+from fedlib.methods import Round, Server
+from fedlib.models.route import Route
+
+
+def local_features(f: Federation, server: Server, ids: Sequence[int], examples: int) -> dict[int, list[torch.Tensor]]:
+    """Per client of ``ids`` what its network makes of the first ``examples`` test examples after each unit.
+
+    The networks are trained from ``server`` in one more round. Maps are averaged over pixels: (examples, channels).
+    """
+    r = Round(server.t + 1, tuple(f.clients(sorted(ids))), f.setting)
+    out = {}
+    for client in r.clients:
+        cohort = Cohort(f, f.model, server, r, f.method.members(client, server, r)[:1], {})
+        f.method.local_update(cohort)
+        out[client.id] = _features(f, cohort, examples)
+    return out
+
+
+@torch.no_grad()
+def _features(f: Federation, cohort: Cohort, examples: int) -> list[torch.Tensor]:
+    forward, seen = Forward(f.model, cohort.slices, *cohort.forward.tensors, data=f.data, test=True).place_(), {}
+    route = Route([1] * f.model.depth, {len(f.model.exit_units) - 1: slice(0, 1)})
+    x = forward.inputs(torch.arange(examples, device=f.device)[None])
+    forward(x, route=route, watch=lambda unit, z, feature, *_: seen.update({unit: feature[0]}))
+    return [seen[u].flatten(2).mean(-1) if seen[u].dim() > 2 else seen[u] for u in sorted(seen)]
+
+
+def linear_cka(x: torch.Tensor, y: torch.Tensor) -> float:
+    """||Y'X||^2 / (||X'X|| ||Y'Y||) in Frobenius norms, 0..1; zero where a side is constant."""
+    x, y = _centred(x, y)
+    if len(x) < max(x.shape[1], y.shape[1]):  # the same through Gram matrices (N, N)
+        k, m = x @ x.T, y @ y.T
+        cross, own = (k * m).sum(), k.norm() * m.norm()
+    else:
+        cross, own = (y.T @ x).square().sum(), (x.T @ x).norm() * (y.T @ y).norm()
+    return (cross / own).item() if own > 0 else 0.0
+
+
+def mean_cca(x: torch.Tensor, y: torch.Tensor, variance: float = 1.0) -> float:
+    """Mean canonical correlation, 0..1, over as many directions as the smaller side has; zero if a side is constant.
+
+    ``variance`` < 1 keeps of each side only the leading principal components that hold this share of its variance
+    (0.99 is SVCCA, Raghu et al. 2017): small directions are noise, and where features are as many as examples every
+    correlation is one. Raises ``ValueError`` outside 0..1.
+    """
+    if not 0 < variance <= 1:
+        raise ValueError(f"mean_cca: variance = {variance} must be in (0, 1]")
+    x, y = (_basis(z, variance) for z in _centred(x, y))
+    if not min(x.shape[1], y.shape[1]):
+        return 0.0
+    return torch.linalg.svdvals(x.T @ y).clamp(max=1.0).mean().item()
+
+
+def _basis(x: torch.Tensor, variance: float) -> torch.Tensor:
+    """Orthonormal (N, rank): the leading components of the columns' span that hold ``variance`` of its variance."""
+    u, s, _ = torch.linalg.svd(x, full_matrices=False)
+    rank = int((s > s[0] * max(x.shape) * torch.finfo(s.dtype).eps).sum())
+    held = s.square().cumsum(0)[:rank] / s.square().sum()
+    return u[:, : min(rank, int((held < variance - 1e-12).sum()) + 1)]
+
+
+def _centred(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    if len(x) != len(y) or len(x) < 2:
+        raise ValueError(f"representations of {len(x)} and {len(y)} examples cannot be compared: equal, 2 or more")
+    x, y = (z.reshape(len(z), -1).double() for z in (x, y))
+    return x - x.mean(0), y - y.mean(0)
+
+
+MEASURES = {"CKA": linear_cka, "CCA": lambda x, y: mean_cca(x, y, 0.99)}
+
+
+def similarities(features: Mapping[int, Sequence[torch.Tensor]]) -> dict[str, np.ndarray]:
+    """Per measure the mean over pairs of clients of how alike layer i of one and layer j of the other are, (L, L)."""
+    ids = list(features)
+    pairs = [(a, b) for a in ids for b in ids if a != b]
+    out = {}
+    for name, measure in MEASURES.items():
+        tables = [[[measure(x, y) for y in features[b]] for x in features[a]] for a, b in pairs]
+        out[name] = np.mean(tables, 0)
+    return out

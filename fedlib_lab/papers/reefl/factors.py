@@ -1,0 +1,140 @@
+"""Studies of one factor at a time: a grid's columns are called ``<factor>_<level>``, two methods are compared at each.
+
+A data set's name before the factor (``cifar100_rounds_400``) only tells columns apart: the run says which data it saw.
+Accuracies of a validation split and of the test set never stand in one table or figure (``ValueError``).
+Read next: ``verdicts.judged``, the rule behind every verdict; ``params/reefl/why.yaml``, a grid of this kind.
+"""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from ...report.plots import ACCURACY, WIDE, lines
+from ...report.style import data_title, finish, looks_of, named, panels, share_legend, styled
+from ...report.tables import collect, label_of, spread
+from ...report.titles import told
+from ...report.verdicts import Difference, judged
+from ...runs.params import Cell
+
+FACTORS = {  # as an axis says them
+    "rounds": "rounds",
+    "epochs": "local epochs a round",
+    "backbone": "pre-training of the backbone",
+    "width": "width of a backbone without pre-training",
+    "lr": "learning rate",
+    "tuned": "rounds, each method at its own best learning rate",
+}
+COLUMNS = ["factor", "level", "data", "mode", "difference", "interval", "seeds", "ahead"]
+ACCURACY_OF = {"test": ACCURACY, "validation": "held-out accuracy (%)"}
+
+
+def factor_of(column: str) -> tuple[str, str]:
+    """(factor, level) of a column; ``ValueError`` where its name says neither."""
+    found = re.fullmatch(rf"(?:\w+?_)?({'|'.join(FACTORS)})_(.+)", column)
+    if found is None:
+        raise ValueError(f"column {column!r} names no factor and level; factors: {', '.join(FACTORS)}")
+    return found[1], found[2]
+
+
+def factor_frame(cells: Sequence[Cell], folder: Path | None = None) -> pd.DataFrame:
+    """``tables.collect`` with ``factor``, ``level`` and what accuracies are of (``split``: test or validation)."""
+    named_by = [factor_of(c.column) for c in cells]
+    return collect(cells, folder).assign(
+        factor=[f for f, _ in named_by], level=[x for _, x in named_by], split=[c.experiment.evaluate_on for c in cells]
+    )
+
+
+def differences(frame: pd.DataFrame, one: str, other: str) -> pd.DataFrame:
+    """One row per stored run of ``one`` whose seed ``other`` has too: the ``difference`` of accuracies in points."""
+    keys = ["factor", "level", "column", "dataset", "finetune", "split", "seed"]
+    done = frame.dropna(subset=["accuracy"])
+    wide = done.pivot_table(index=keys, columns="variant", values="accuracy", sort=False)
+    wide = wide.reindex(columns=[one, other]).dropna().reset_index()
+    return wide.assign(difference=wide[one] - wide[other])
+
+
+def answers(frame: pd.DataFrame, one: str, other: str) -> pd.DataFrame:
+    """One row per factor, level and data set: both accuracies, their difference ± SD over seeds, is ``one`` ahead?
+
+    ``ahead`` is the claims' verdict on "``one`` is more accurate" (``verdicts.py``); the interval is over seeds alone.
+    """
+    _one_split(frame)
+    rows, keys = [], ["factor", "column", "finetune", "dataset", "level"]
+    by = differences(frame, one, other)
+    for (factor, _, mode, data, level), group in by.groupby(keys, sort=False):
+        d = group.difference.to_numpy()
+        found = judged(Difference(d))
+        interval = f"{found['low']:.2f} to {found['high']:.2f}" if len(d) > 1 else "–"
+        accuracies = [spread(group[m].mean(), group[m].std()) for m in (one, other)]
+        difference = spread(d.mean(), d.std(ddof=1) if len(d) > 1 else np.nan)
+        where = [factor, level, data_title(data), label_of(mode)]
+        rows.append([*where, *accuracies, difference, interval, len(d), found["verdict"]])
+    columns = [*COLUMNS[:4], label_of(one), label_of(other), *COLUMNS[4:]]
+    return pd.DataFrame(rows, columns=columns)
+
+
+def best_levels(frame: pd.DataFrame) -> dict[str, str]:
+    """Per variant the level with the highest mean accuracy over seeds; {} where a level of it is not stored.
+
+    Meant for a validation split: ``ValueError`` if a run of ``frame`` was evaluated on the test set.
+    """
+    if (frame.split != "validation").any():
+        raise ValueError("a level is chosen on validation examples, never on the test set")
+    best = {}
+    for variant, group in frame.groupby("variant", sort=False):
+        means = group.groupby("level", sort=False).accuracy.mean()
+        if means.notna().all():
+            best[variant] = str(means.idxmax())
+    return best
+
+
+@styled
+def plot_factor(frame: pd.DataFrame, factor: str, one: str, other: str):
+    """Upper row: accuracy of both methods at every level of ``factor``; lower row: ``one`` minus ``other``.
+
+    A column per data set; mean over seeds, bars ± SD. The title says the difference at the first and the last level.
+    Returns the panels' Axes, upper ones first.
+    """
+    rows = frame[(frame.factor == factor) & frame.accuracy.notna()]
+    split, levels = _one_split(rows), list(dict.fromkeys(frame[frame.factor == factor].level))
+    sets, gaps = list(dict.fromkeys(rows.dataset)) or [""], differences(rows, one, other)
+    means = gaps[gaps.dataset == sets[0]].groupby("level").difference.mean()
+    ends = [x for x in levels if x in means.index]
+    said = ", ".join(f"{means[x]:+.1f} at {x}".replace("-", "−", 1) for x in dict.fromkeys(ends[:1] + ends[-1:]))
+    title = f"{FACTORS[factor].capitalize()}: {label_of(one)} minus {label_of(other)} is {said or 'not stored'}"
+    wide = min(6.4, WIDE / len(sets))
+    titles = [*map(data_title, sets), *[""] * len(sets)]
+    axes = panels(titles, told(title, rows.drop(columns="column")), (wide, 2.4), columns=len(sets), sharey=False)
+    for data, upper, lower in zip(sets, axes[: len(sets)], axes[len(sets) :], strict=True):
+        own = named(rows[rows.dataset == data]).assign(at=lambda part: part.level.map(levels.index))
+        bars = lines(own, "at", "accuracy", upper, looks_of(own))
+        _gaps(gaps[gaps.dataset == data], levels, lower)
+        first = data == sets[0]
+        finish(upper, "", ACCURACY_OF[split] if first else "")
+        finish(lower, FACTORS[factor] + bars, f"{label_of(one)} – {label_of(other)} (points)" if first else "")
+        for ax in (upper, lower):
+            ax.set_xlim(-0.4, len(levels) - 0.6)
+            turned = 20 if max(map(len, levels), default=0) > 8 else 0
+            ax.set_xticks(range(len(levels)), levels if ax is lower else [""] * len(levels), rotation=turned)
+    share_legend(axes)
+    return axes
+
+
+def _gaps(by_seed: pd.DataFrame, levels: Sequence[str], ax) -> None:
+    """Every seed's difference as a dot, their mean as a line."""
+    ax.axhline(0, color="black", linewidth=0.8)
+    mean = by_seed.groupby("level").difference.mean().reindex(levels)
+    ax.plot(range(len(levels)), mean, color="#444444", linewidth=1.2)
+    at = by_seed.level.map({x: i for i, x in enumerate(levels)})
+    ax.plot(at, by_seed.difference, "o", color="#444444", alpha=0.55, markersize=5)
+
+
+def _one_split(frame: pd.DataFrame) -> str:
+    """What the accuracies are of; ``ValueError`` if of both."""
+    splits = sorted(set(frame.split)) or ["test"]
+    if len(splits) > 1:
+        raise ValueError("accuracies of the validation split and of the test set do not stand side by side")
+    return splits[0]

@@ -1,0 +1,91 @@
+"""How far a run is to be trusted: what its test examples leave open, and flags.
+
+What a flagged run says of a method is shown, and not counted in a verdict.
+
+Each looks at the value that is compared (a client's own accuracy where that is what a table prints), round by round:
+
+    constant   at chance (1.25 / classes at most; 0 for a correlation) and the same, exit by exit, in its last two
+               evaluations: it answers one class
+    collapsed  ends 5 points and a quarter of its best below its best
+    rising     gained 2 points and a twentieth of its end in the last quarter of its rounds
+    diverged   its loss or an update was infinite or NaN
+    over budget  a level of its method costs a tenth more than the share that it is solved for
+    older rule   a class of the kit, or what it does with such an experiment (``identity.kit_rules``), was otherwise
+"""
+
+from functools import lru_cache, partial
+
+import numpy as np
+
+from fedlib.core.experiment import Experiment
+from fedlib.core.slices import Slice
+from fedlib.data.tasks import CORRELATIONS, task_of
+from fedlib.engine.evaluation import unpacked
+from fedlib.methods import METHODS
+
+from ..runs.costs import load_shapes
+from ..runs.identity import concern, older_rules
+from ..runs.prices import CLASSES, num_classes
+from ..runs.store import Run
+from .tables import values_of
+
+
+def bound_on_variance(run: Run, points: np.ndarray) -> np.ndarray:
+    """Of each of ``points`` (percent), in points²: at most what so many independent test examples leave.
+
+    p (1 - p) / N of a mean of numbers between 0 and 1, (1 - r²) / N of a correlation. 0 where N is not known.
+    """
+    n = run.summary.get("num_test") or run.experiment.num_test
+    if n is None:
+        return np.zeros_like(points)
+    share = np.clip(points / 100, -1, 1)
+    correlation = task_of(run.experiment.dataset).metric in CORRELATIONS
+    return 100**2 * (1 - share**2 if correlation else np.abs(share) * (1 - np.abs(share))) / n
+
+
+def right_of(run: Run, value: str) -> np.ndarray | None:
+    """Which test examples ``value`` counts as right, percent (1 or exits, N); None where the run does not say."""
+    if "right" not in run.summary or value not in ("accuracy", "exits", "last", "ensemble"):
+        return None
+    rows, exits = 100 * unpacked(run.summary["right"], run.summary["num_test"]), len(run.summary["exits"])
+    if value == "accuracy":
+        return rows[:exits].mean(0, keepdims=True)
+    return rows[:exits] if value == "exits" else rows[exits - 1 : exits] if value == "last" else rows[exits:]
+
+
+def flags_of(run: Run, value: str = "accuracy") -> tuple[str, ...]:
+    """The flags of ``run`` as far as ``value`` (a column of ``tables.collect``) is concerned."""
+    found = [(m["t"], np.atleast_1d(x)) for m in run.metrics if (x := values_of(m).get(value)) is not None]
+    flags = ["diverged"] if run.summary["status"] == "diverged" else []
+    flags += ["over budget"] if over_budget(run.experiment.replace(seed=1)) else []
+    flags += ["older rule"] if concern(older_rules(run.experiment, run.record), value) else []
+    if len(found) < 2:
+        return tuple(flags)
+    ends, means = found[-1][1], [float(x.mean()) for _, x in found]
+    before = [m for (t, _), m in zip(found, means, strict=True) if t <= 0.75 * found[-1][0]]
+    if np.array_equal(ends, found[-2][1]) and means[-1] <= _chance(run.experiment):
+        flags.append("constant")
+    if max(means) - means[-1] > max(5.0, max(means) / 4):
+        flags.append("collapsed")
+    if before and means[-1] - before[-1] > max(2.0, means[-1] / 20):
+        flags.append("rising")
+    return tuple(flags)
+
+
+def _chance(e: Experiment) -> float:
+    """Percent that an answer of one class gets, with a quarter more for unequal classes; 0 where it is not known."""
+    classes = CLASSES.get(e.dataset)
+    return 1.25 * 100 / classes if classes and task_of(e.dataset).metric not in CORRELATIONS else 0.0
+
+
+@lru_cache(maxsize=1024)
+def over_budget(e: Experiment) -> bool:
+    """Does a level of ``e``'s method cost over 1.1 times the share of the whole model that the method is to give it?"""
+    if not hasattr(METHODS[e.method], "ratios_of"):
+        return False
+    shapes = load_shapes(e, num_classes(e))
+    method, setting = shapes.method, shapes.setting
+    cost = partial(setting.measure.cost, method.cost)
+    whole = cost(Slice.prefix(setting.exit_units[-1] + 1, [setting.num_exits - 1]))  # what shares are shares of
+    shares = method.ratios_of(shapes.budgets)[:-1]
+    return any(cost(shapes.slice_for(b)) > 1.1 * share * whole for b, share in enumerate(shares))

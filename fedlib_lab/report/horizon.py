@@ -1,0 +1,91 @@
+"""A longer trial of a table: do its methods keep their order where training goes on?
+
+A grid called ``horizon`` extends a table and changes its rounds; at ``smoke`` and ``paper`` both are the same runs.
+Read next: ``report/table.py``, ``params/fedepth/horizon.yaml``.
+"""
+
+import re
+from itertools import combinations
+
+import pandas as pd
+
+from .plots import curves_frame, plot_series
+from .style import looks_of, panels, score_of, share_legend, styled, title_of
+from .table import Table
+from .tables import label_of
+from .titles import leads, told
+
+LENGTHS = ["shorter", "longer"]
+COLUMNS = ["column", "difference", *LENGTHS, "order"]
+
+
+def order_kept(shorter: Table, longer: Table) -> pd.DataFrame:
+    """One row per data column and pair of variants: their difference in points after each of the two trainings.
+
+    Means over the seeds that both tables have of both variants; a pair without such a seed has no row. ``order`` says
+    whether the difference keeps its sign.
+    """
+    keys = ["finetune", "column", "variant", "seed"]
+    before = shorter.frame[[*keys, longer.value]].rename(columns={longer.value: "shorter"})
+    both = longer.frame.rename(columns={longer.value: "longer"}).merge(before, on=keys).dropna(subset=LENGTHS)
+    rows = []
+    for (_, column), group in both.groupby(["finetune", "column"], sort=False):
+        labels = dict(zip(group.variant, group.label.map(label_of), strict=True))
+        wide = group.pivot(index="seed", columns="variant", values=LENGTHS)
+        for one, other in combinations(labels, 2):
+            short, long = ((wide[n][one] - wide[n][other]).mean() for n in LENGTHS)
+            if pd.notna(short):
+                order = "kept" if short * long > 0 else "changed"
+                rows.append([column, f"{labels[one]} – {labels[other]}", round(short, 2), round(long, 2), order])
+    return pd.DataFrame(rows, columns=COLUMNS)
+
+
+@styled
+def plot_horizons(shorter: Table, longer: Table):
+    """A panel per data column: what the longer table's variants and modes reach by round, and pale the shorter one's.
+
+    The title says who leads after each; where no longer run is stored, the shorter ones are shown, and it says so.
+    Returns the panels' Axes.
+    """
+    done = longer.frame.dropna(subset=[longer.value])
+    rows = done if len(done) else _of(longer, shorter.frame)
+    shown = rows.drop_duplicates("column")[["column", "dataset"]].values
+    wide, methods = 4.2 if len(shown) > 1 else 6.4, {c.label: c.method for c in longer.cells}
+    said = [f"{title_of(*names)}\n{_first(rows, longer, names[0])}" for names in shown] if len(shown) > 1 else [""]
+    title = told(_came_out(shorter, longer, done), rows)
+    axes = panels(said, title, (wide, 3.1), columns=2, sharey=False)
+    for ax, (column, data) in zip(axes, shown, strict=True):
+        of = (column, set(rows[rows.column == column].variant), set(rows.finetune))
+        long, short = (curves_frame(table.curves(*of), "t", methods) for table in (longer, shorter))
+        looks = looks_of(pd.concat([long, short]))
+        front, behind = (long, short) if len(long) else (short, long)
+        plot_series(front, "t", "accuracy", "round", score_of([data]), ax.get_title(), ax, looks=looks)
+        for name, part in behind.groupby("series", sort=False):
+            ax.plot(part.t, part.accuracy, color=looks.palette[name], alpha=0.4, linewidth=4, zorder=0)
+    share_legend(axes)
+    return axes
+
+
+def _came_out(shorter: Table, longer: Table, done: pd.DataFrame) -> str:
+    """Who leads in the first data column after the longer training, and who did among the same after the shorter."""
+    rounds = [max((c.experiment.rounds for c in table.cells), default=0) for table in (shorter, longer)]
+    if done.empty:
+        before = _first(_of(longer, shorter.frame), longer)
+        return f"{rounds[1]:,} rounds are not stored yet; after {rounds[0]:,} {before}"
+    keys, column = ["finetune", "column", "variant"], done.column.iloc[0]
+    same = shorter.frame.merge(done[keys].drop_duplicates(), on=keys)
+    after, before = (_first(rows, longer, column) for rows in (done, same))
+    if before.split()[0] == after.split()[0]:
+        before = re.sub(r"^.*?(?=leads|trails|is level)", "it ", before)
+    where = f"{title_of(*done[['column', 'dataset']].values[0])}: after" if done.column.nunique() > 1 else "After"
+    return f"{where} {rounds[1]:,} rounds {after}; after {rounds[0]:,} (pale) {before}"
+
+
+def _of(longer: Table, frame: pd.DataFrame) -> pd.DataFrame:
+    """The stored rows that the longer table has too; all, where none is."""
+    rows = frame[frame.variant.isin(longer.variants) & frame.column.isin(longer.frame.column)]
+    return rows.dropna(subset=[longer.value]) if rows[longer.value].notna().any() else rows
+
+
+def _first(frame: pd.DataFrame, longer: Table, column: str = "") -> str:
+    return leads(frame[frame.column == (column or frame.column.iloc[0])], longer.paper, longer.value)

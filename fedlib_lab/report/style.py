@@ -1,0 +1,260 @@
+"""How figures look: one colour and marker per method everywhere, variants by dash and tint, words safe to draw.
+
+The palette keeps methods that share a figure apart also for readers who confuse red and green (measured by
+``tests/report/test_plots.py``); where two methods are near in colour, their markers differ.
+
+Read next: ``report/plots.py``.
+"""
+
+import functools
+import re
+import textwrap
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+
+import numpy as np
+import pandas as pd
+
+from fedlib.core.figure_text import fonts, plain
+from fedlib.core.tables import read_table
+from fedlib.data.tasks import task_of
+from fedlib.methods import METHODS
+
+from .tables import label_of
+
+MARKERS = "osD^vP*Xhd<>p8"
+DASHES = ("", (5, 2), (1.5, 1.5), (7, 2, 1.5, 2), (12, 3), (7, 2, 1.5, 2, 1.5, 2))  # of a method's variants, in order
+TINTS = (0, 0.3, 0.15, 0.4, 0.2, 0.45)  # how much white goes with each dash
+
+NAMES = read_table(Path(__file__).with_name("names.yaml"))
+
+
+def score_of(datasets: Iterable[str]) -> str:
+    """What scores on the test sets of ``datasets`` are called on an axis: their tasks' metric, if it is one."""
+    metrics = {task_of(name).metric for name in datasets} or {"accuracy"}
+    return f"test {NAMES['scores'].get(metrics.pop(), 'score (%)')}" if len(metrics) == 1 else "test score (%)"
+
+
+@dataclass(frozen=True)
+class Looks:
+    """Colour, marker and dash of every line by its name, as seaborn takes them."""
+
+    palette: Mapping[str, tuple]
+    markers: Mapping[str, str]
+    dashes: Mapping[str, tuple]
+
+    def settings(self) -> dict:
+        """Keywords of a seaborn plot of lines whose column ``series`` names them."""
+        order = {"hue_order": list(self.palette), "style_order": list(self.palette)}
+        return {"hue": "series", "style": "series", **vars(self), **order}
+
+
+def color_of(method: str) -> str:
+    """The method's colour: what its class says, or one that follows from its name."""
+    return _look(method)[0]
+
+
+def marker_of(method: str) -> str:
+    """The method's marker, found as its colour is."""
+    return _look(method)[1]
+
+
+def _look(method: str) -> tuple[str, str]:
+    code, own = zlib.crc32(method.encode()), vars(METHODS.get(method, object))  # not what it inherits
+    return own.get("color") or _spare_color(code), own.get("marker") or MARKERS[code // 24 % len(MARKERS)]
+
+
+def _spare_color(code: int) -> str:
+    """One of 24 hues for a method that says none."""
+    import seaborn
+    from matplotlib.colors import to_hex
+
+    return to_hex(seaborn.husl_palette(24, l=0.5)[code % 24])
+
+
+def looks_of(frame: pd.DataFrame) -> Looks:
+    """The look of every name in column ``series``: its ``method``'s, and a dash and a tint per variant of the method.
+
+    A method's own line, named as the method is, stays solid.
+    """
+    from matplotlib.colors import to_rgb
+
+    names = frame[["series", "method"]].drop_duplicates("series")
+    own = names.series == names.method.map(lambda m: plain(label_of(m)))
+    names = pd.concat([names[own], names[~own]])
+    looks = {}
+    for method, group in names.groupby("method", sort=False):
+        for k, name in enumerate(group.series):
+            white = TINTS[k % len(TINTS)]
+            color = tuple((1 - white) * c + white for c in to_rgb(color_of(method)))
+            looks[name] = (color, marker_of(method), DASHES[k % len(DASHES)])
+    shown = [n for n in frame.series.unique()]  # in the order of the table
+    return Looks(*({name: looks[name][i] for name in shown} for i in range(3)))
+
+
+def named(frame: pd.DataFrame) -> pd.DataFrame:
+    """``frame`` with a column ``series``: what a reader calls each row's line.
+
+    That is its label, else its variant, else its method; where two variants of a panel share it, the variant follows.
+    """
+    by = next(c for c in ("label", "variant", "method") if c in frame)
+    series = frame[by].map(spelled)
+    if "variant" in frame:
+        panel = [frame[c] for c in ("finetune", "column") if c in frame]
+        if frame.variant.groupby([*panel, series]).nunique().gt(1).any():
+            series = series + " (" + frame.variant + ")"
+    return frame.assign(series=series.map(plain))
+
+
+def spelled(name: str) -> str:
+    """A line's name as figures spell it, part by part: ``depthfl, lora`` is ``DepthFL, LoRA``."""
+    return ", ".join(map(label_of, name.split(", ")))
+
+
+def model_of(backbone: str) -> str:
+    """A backbone in a reader's words, however long its rows are: ``bert_base.384`` is ``BERT-base``."""
+    return NAMES["backbones"].get(backbone.split(".")[0], backbone)
+
+
+def title_of(column: str, stand_in: str | None = None) -> str:
+    """A data column in a reader's words; ``stand_in`` is the data set that was really run.
+
+    ``title_of("cifar100_alpha1", "cifar10")`` is ``CIFAR-10 standing in for CIFAR-100, Dirichlet 1``.
+    """
+    found = re.fullmatch(r"(\w+?)_(alpha|alpha_u|beta)([\d.]+)", column)
+    how = {"alpha": "Dirichlet {}", "alpha_u": "unbalanced Dirichlet {}", "beta": "{} classes a client"}
+    data, rest = (found[1], f", {how[found[2]].format(found[3])}") if found else (column, "")
+    title = data_title(data) + rest
+    return title if stand_in in (None, data) else f"{data_title(stand_in)} standing in for {title}"
+
+
+def data_title(dataset: str) -> str:
+    """A data set's proper name; of a path its last part."""
+    return plain(NAMES["data"].get(dataset) or PurePath(dataset).name.replace("_", " ").strip() or dataset)
+
+
+def styled(plot: Callable) -> Callable:
+    """Decorator: ``plot`` draws in one style; the caller's own settings stay as they were."""
+
+    @functools.wraps(plot)
+    def draw(*args, **settings):
+        import matplotlib
+
+        style = {
+            "font.family": list(fonts()), "figure.constrained_layout.use": True, "axes.grid": True, "grid.alpha": 0.3,
+            "axes.axisbelow": True, "axes.spines.top": False, "axes.spines.right": False, "axes.titlesize": 10.5,
+            "axes.labelsize": 9.5, "figure.titlesize": 11, "legend.frameon": False, "legend.fontsize": 8,
+            "legend.handlelength": 4,
+        }  # fmt: skip
+        with matplotlib.rc_context(style):
+            drawn, interactive = plot(*args, **settings), matplotlib.is_interactive()
+        matplotlib.interactive(interactive)  # a notebook's first figure switches it on, without which none is shown
+        return drawn
+
+    return draw
+
+
+def axes_of(ax, size=(6.4, 3.8)):
+    import matplotlib.pyplot as plt
+
+    return ax if ax is not None else plt.subplots(figsize=size, layout="constrained")[1]
+
+
+def panels(titles: Sequence[str], title: str, size: tuple[float, float] = (4.0, 3.0), columns: int = 3,
+           sharey: bool = True):  # fmt: skip
+    """Axes of a figure called ``title`` with one titled panel each, wrapped so that none is a strip."""
+    import matplotlib.pyplot as plt
+
+    rows = -(-len(titles) // columns)
+    wide = -(-len(titles) // rows)
+    full = (max(size[0] * wide, 4.8), size[1] * rows + 0.4)
+    figure, axes = plt.subplots(rows, wide, figsize=full, sharey=sharey, squeeze=False, layout="constrained")
+    figure.suptitle(wrapped(title, full[0]))
+    for ax, name in zip(axes.flat, titles, strict=False):
+        ax.set_title(wrapped(name, full[0] / wide))
+    for ax in axes.flat[len(titles) :]:
+        ax.remove()
+    return list(axes.flat[: len(titles)])
+
+
+def wrapped(title: str, width: float) -> str:
+    """``title`` in lines that fit ``width`` inches."""
+    fit = textwrap.TextWrapper(int(11 * width), break_on_hyphens=False)
+    return "\n".join(line for part in title.split("\n") for line in fit.wrap(part) or [""])
+
+
+def share_legend(axes, least: int = 1) -> None:
+    """Take the legends of ``axes`` away, and put what they said, if it is ``least`` names, below all panels."""
+    figure, found = axes[0].figure, {}
+    for ax in axes:
+        if (legend := ax.get_legend()) is not None:
+            found |= {t.get_text(): h for t, h in zip(legend.get_texts(), legend.legend_handles, strict=True)}
+            legend.remove()
+    if len(found) >= least:
+        each = 0.085 * max(map(len, found)) + 0.7  # inches
+        columns = int(np.clip(figure.get_figwidth() // each, 1, len(found)))
+        rows = -(-len(found) // columns)
+        figure.set_figheight(figure.get_figheight() + 0.17 * rows)
+        figure.legend(found.values(), found, loc="outside lower center", ncols=-(-len(found) // rows))
+
+
+def finish(ax, xlabel: str, ylabel: str, title: str | None = None) -> None:
+    """Name the axes, the title in lines that fit; a legend has no heading."""
+    ax.set(xlabel=xlabel, ylabel=ylabel)
+    if title is not None:
+        ax.set_title(wrapped(title, ax.figure.get_figwidth() / ax.get_subplotspec().get_gridspec().ncols))
+    ax.grid(alpha=0.3)
+    if (legend := ax.get_legend()) is not None:
+        legend.set_title(None)
+        legend.set_frame_on(False)
+
+
+def name_points(ax, points: Sequence[tuple[float, float, str]], colors: Sequence | None = None) -> None:
+    """Write the name of every (x, y, name) beside it, where it meets nothing else if it can, in ``colors`` or black."""
+    from matplotlib.text import Text
+    from matplotlib.transforms import Bbox
+
+    figure = ax.figure
+    figure.draw_without_rendering()  # the layout is settled, so that pixels mean something
+    pixels = ax.transData.transform([(x, y) for x, y, _ in points]) if points else []
+    taken = [Bbox.from_bounds(px - 6, py - 6, 12, 12) for px, py in pixels]
+    taken += [ax.get_legend().get_window_extent()] if ax.get_legend() else []
+    for line in (line for line in ax.lines if line.get_linestyle() != "None" and line.get_linewidth()):
+        path = line.get_path().transformed(line.get_transform()).interpolated(40)
+        taken += [Bbox.from_bounds(px, py, 1, 1) for px, py in path.vertices]
+    near = [(6, 4, "left"), (6, -11, "left"), (-6, 4, "right"), (-6, -11, "right"), (0, 9, "center"),
+            (0, -16, "center"), (10, 12, "left"), (10, -20, "left"), (-10, 12, "right"),
+            (-10, -20, "right")]  # fmt: skip
+    far = [(dx, sign * dy, side) for dy in (24, 36, 48) for sign in (1, -1)
+           for dx, side in ((0, "center"), (14, "left"), (-14, "right"))]  # fmt: skip
+    for (x, y, name), color in zip(points, colors or ["black"] * len(points), strict=True):
+        tried = []
+        for dx, dy, side in near + far:
+            arrow = {"arrowstyle": "-", "color": "0.6", "linewidth": 0.6} if abs(dy) >= 20 else None
+            where = {"textcoords": "offset points", "ha": side, "fontsize": 8, "color": color, "arrowprops": arrow}
+            text = ax.annotate(name, (x, y), (dx, dy), **where)
+            text.set_in_layout(False)
+            text.update_positions(figure.canvas.get_renderer())
+            box = Text.get_window_extent(text)  # without the arrow
+            inside = all(figure.bbox.contains(*corner) for corner in (box.p0, box.p1))
+            tried.append((sum(box.overlaps(t) for t in taken) + 10 * (not inside), len(tried), text, box))
+            if tried[-1][0] == 0:
+                break
+        best = min(tried, key=lambda t: t[:2])
+        for _, _, text, _ in tried:
+            if text is not best[2]:
+                text.remove()
+        taken.append(best[3])
+
+
+def log_axis(ax, values: pd.Series) -> None:
+    """A log x axis in plain numbers: a tick at each of ``values`` if they are few, else at 1 and 3 of every decade."""
+    from matplotlib.ticker import FixedLocator, LogLocator, NullLocator
+
+    few = np.unique(values.round(12))
+    ax.set_xscale("log")
+    ax.xaxis.set_major_locator(FixedLocator(few) if 0 < len(few) <= 5 else LogLocator(subs=(1, 3)))
+    ax.xaxis.set_minor_locator(NullLocator())
+    ax.xaxis.set_major_formatter(lambda value, _: f"{float(f'{value:.2g}'):,g}")

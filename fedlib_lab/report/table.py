@@ -1,0 +1,134 @@
+"""One table of a paper, from its grid to its verdicts: what a table's notebook shows, cell by cell.
+
+``Table(...)`` checks the grid, ``run`` says what it costs and runs what is missing, ``obtained`` stands beside the
+printed numbers, ``verdicts`` judge the table's comparisons, ``check`` asserts what holds at every profile.
+Read next: ``runs/params.py``, ``report/tables.py``, ``report/statistics.py``.
+"""
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+import pandas as pd
+
+from fedlib.data.tasks import CORRELATIONS, task_of
+from fedlib.engine.executors import Execution
+
+from ..runs.params import load_spec
+from . import tables
+from .clients import VALUES, as_exits, spread_out
+from .plots import gain_bars, plot_learning_curves, plot_modes, save_figure, score_of
+from .statistics import orderings
+from .titles import leads, told
+
+
+class Table:
+    """``params/<paper>/<name>.yaml`` at a profile: its cells, their stored runs, and what these say.
+
+    ``overrides`` as for ``load_grid``. ``frame`` has a row per cell, as from ``tables.collect``. What is saved is
+    called ``outputs/<paper>/{tables,figures}/<name>_<profile>…``.
+    """
+
+    def __init__(
+        self, paper: str, name: str, profile: str, overrides: Mapping | None = None, folder: Path | None = None
+    ):
+        self.paper, self.name, self.profile, self.folder = paper, name, profile, folder
+        spec = self.spec = load_spec(paper, name)
+        self.value, self.thresholds = spec.get("value", "accuracy"), spec.get("thresholds")  # what the table prints
+        self.reported = tables.reported_beside(paper, name)
+        self.cells = tables.load_cells(paper, name, profile, overrides, folder)
+        self.frame = tables.collect(self.cells, folder)
+        self.complete = False
+
+    def run(self, execution: Execution = Execution(), run_missing: bool = True) -> pd.DataFrame:
+        """Print what the grid costs, run what is missing (if ``run_missing``); runs and seconds by data and status."""
+        self.frame = tables.run_cells(self.cells, execution, run_missing, self.folder)
+        self.complete = run_missing
+        return self.frame.groupby(["dataset", "status"]).agg(runs=("run", "size"), seconds=("seconds", "sum"))
+
+    def obtained(self) -> pd.DataFrame:
+        """Mean ± SD over seeds of the last round in percent, beside what the paper prints.
+
+        Where the table prints what clients get: mean ± SD over clients, mean over seeds.
+        """
+        return tables.obtained(tables.with_further(self.frame, self.spec), self.reported, self.value, self.thresholds)
+
+    def obtained_at_cost(self) -> pd.DataFrame:
+        """:meth:`obtained`, and what a round of each row costs in MACs."""
+        return self.obtained().merge(tables.compute_table(self.cells), "left", on=["mode", "column", "method"])
+
+    def verdicts(self) -> pd.DataFrame:
+        """Do the table's comparisons (``claims``, or the paper's method against all others) come out as printed?"""
+        frame, value = self.frame, self.value
+        if value in VALUES:
+            frame, value = spread_out(frame, value, self.thresholds), "clients"
+        return orderings(frame, self.reported, tables.load_claims(self.paper, self.name), value)
+
+    @property
+    def variants(self) -> list[str]:
+        return list(dict.fromkeys(c.variant for c in self.cells))
+
+    def curves(
+        self, column: str, variants: Collection[str] | None = None, finetune: Collection[str] | None = None
+    ) -> dict[str, list[dict]]:
+        """What the table prints, by round in ``column``: ``tables.mean_curves`` of ``variants`` in modes (None: all).
+
+        Of tables that print every exit, or where examples leave, the mean exit.
+        """
+        chosen = [c for c in self.cells if variants is None or c.variant in variants]
+        chosen = [c for c in chosen if finetune is None or c.finetune in finetune]
+        return tables.mean_curves(chosen, column, "clients" if self.value in VALUES else self.value, self.folder)
+
+    def gains(self) -> pd.DataFrame:
+        """Where the table prints another value than the accuracy: how much more it is, one row per run."""
+        rows = self.frame.dropna(subset=["accuracy"])
+        return rows.assign(gain=rows[self.value] - rows.accuracy)
+
+    def plot_exits(self):
+        """Draw and save the accuracy of every exit, a panel per fine-tuning mode, on the first column that has runs."""
+        frame = as_exits(self.frame) if self.value in VALUES else self.frame
+        done = frame.dropna(subset=["accuracy"])
+        first = (done if len(done) else frame).column.iloc[0]
+        return self.save_figure(plot_modes(frame[frame.column == first], hero=self.paper), "exits")
+
+    def plot_curves(self, column: str, suffix: str = "curves", variants: Collection[str] | None = None):
+        """Draw and save what the table prints by round in ``column``, of ``variants`` (None: all); who leads is said.
+
+        None where no run is stored.
+        """
+        rows = self.frame[(self.frame.column == column) & self.frame.variant.isin(variants or self.variants)]
+        value = "clients" if self.value in VALUES else self.value
+        if rows[value].notna().any():
+            methods, title = {c.label: c.method for c in self.cells}, told(leads(rows, self.paper, value), rows)
+            curves, score = self.curves(column, variants), score_of(rows.dataset.unique())
+            axes = plot_learning_curves(curves, methods, title=title, score=score, hero=self.paper)
+            return self.save_figure(axes, suffix)
+
+    def plot_gains(self):
+        """Draw and save :meth:`gains`: a panel per data column, a group of bars per fine-tuning mode."""
+        return self.save_figure(gain_bars(self.gains()), "gain")
+
+    def save(self, frame: pd.DataFrame, suffix: str = "") -> pd.DataFrame:
+        """Write ``frame`` as the table's own, or as its part ``suffix`` (``verdicts``), and return it."""
+        tables.save_table(frame, self._named(suffix))
+        return frame
+
+    def save_figure(self, axes, suffix: str):
+        """Write the figure of ``axes`` as the table's part ``suffix``, and return them."""
+        save_figure(axes, self._named(suffix))
+        return axes
+
+    def _named(self, suffix: str) -> str:
+        return f"{self.paper}/{self.name}_{self.profile}{'_' if suffix else ''}{suffix}"
+
+    def check(self) -> str:
+        """Assert structure and exact arithmetic; one line on what was looked at."""
+        done = self.frame.dropna(subset=["accuracy"])
+        assert not self.frame.duplicated(["finetune", "variant", "column", "seed"]).any(), "a cell stands twice"
+        allowed = {"finished", "diverged"} | (set() if self.complete else {"missing"})
+        assert set(self.frame.status) <= allowed, f"runs are {', '.join(sorted(set(self.frame.status) - allowed))}"
+        for row in done.itertuples():
+            assert abs(row.accuracy - sum(row.exits) / len(row.exits)) < 1e-3, f"{row.run}: not the mean of its exits"
+            least = -100 if task_of(row.dataset).metric in CORRELATIONS else 0
+            percent = [row.accuracy] if pd.isna(row.ensemble) else [row.accuracy, row.ensemble]  # of one model
+            assert all(least <= x <= 100 for x in percent), f"{row.run}: {percent} are no percentages"
+        return f"{len(done)} of {len(self.frame)} runs: every accuracy is the mean of its exits"

@@ -1,0 +1,299 @@
+"""Tables for notebooks: stored runs as data frames, obtained beside reported, and verdicts on the paper's claims."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pandas as pd
+
+from fedlib.core.experiment import Experiment
+from fedlib.core.paths import outputs_dir, params_dir
+from fedlib.core.tables import read_table
+from fedlib.core.validation import check_kind
+from fedlib.data.datasets import is_available, load_dataset
+from fedlib.engine.executors import Execution
+from fedlib.methods import METHODS
+from fedlib.models.registry import backbone_spec, fetch_weights, tokenizer_of
+
+from ..runs.costs import exit_costs
+from ..runs.durations import describe
+from ..runs.identity import older_rules
+from ..runs.params import Cell, load_fallback, load_grid, load_spec
+from ..runs.prices import num_classes, training_macs
+from ..runs.progress import say
+from ..runs.run_paths import run_path
+from ..runs.store import Run, run_all, shown_run, stored_pace
+from .clients import SD, VALUES, numbers_of, spread_out
+
+MODES = read_table(Path(__file__).with_name("names.yaml"))["modes"]
+
+
+def load_cells(
+    paper: str, table: str, profile: str, overrides: Mapping[str, object] | None = None, folder: Path | None = None
+) -> list[Cell]:
+    """The table's grid; where no run on a data set is stored and it is not at hand, the ``fallback`` stands in.
+
+    It stands in for the whole data set, in all columns; what else a column sets (how many clients) stays.
+    """
+    cells, fallback = load_grid(paper, table, profile, overrides), load_fallback(paper, table, profile)
+    if not fallback or "dataset" in (overrides or {}):
+        return cells
+    sets = {(c.experiment.dataset, tokenizer_of(c.experiment.backbone)) for c in cells}
+    unavailable = {name for name, tokenizer in sets if not is_available(name, tokenizer)}
+    unknown = (c for c in cells if c.experiment.dataset in unavailable)
+    lacking = unavailable - {c.experiment.dataset for c in unknown if shown_run(c.experiment, folder) is not None}
+    fallback = {k: v for k, v in fallback.items() if k not in (overrides or {})}
+    return [stand_in(c, fallback) if c.experiment.dataset in lacking else c for c in cells]
+
+
+def stand_in(cell: Cell, fallback: Mapping[str, object]) -> Cell:
+    """``cell`` on the data that ``fallback`` names."""
+    return replace(cell, experiment=cell.experiment.replace(**fallback))
+
+
+def run_cells(
+    cells: Sequence[Cell], execution: Execution = Execution(), run_missing: bool = True, folder: Path | None = None
+) -> pd.DataFrame:
+    """Say what the grid costs, run what is missing (if ``run_missing``), and return :func:`collect`'s frame.
+
+    Where nothing is trained, say how much is stored.
+
+    Weights and data of all missing runs are fetched first: ``ConnectionError`` with one sentence before any compute.
+    """
+    check_kind(run_missing, bool, "run_missing")
+    experiments = [c.experiment for c in cells]
+    found = {e: r for e in experiments if (r := shown_run(e, folder)) is not None}
+    missing = [e for e in experiments if e not in found]
+    if not missing:
+        say(f"{len(experiments)} stored runs found, nothing to train; FEDLIB_OUTPUTS=<another folder> trains anew")
+    elif not run_missing:
+        say(f"{len(found)} of {len(experiments)} runs are stored; run_missing = True trains the others")
+    else:
+        fetch(missing)
+        say(describe(experiments, missing, stored_pace(found.values(), execution), execution))
+        found = dict(zip(experiments, run_all(experiments, execution, folder, accept="kit"), strict=True))
+    return collect(cells, folder, found)
+
+
+def fetch(experiments: Sequence[Experiment]) -> None:
+    """Bring every backbone and data set of ``experiments`` onto this machine, or say in one sentence what is not."""
+    for name in dict.fromkeys(e.backbone for e in experiments if e.pretrained):
+        fetch_weights(name)
+    for name, backbone in dict.fromkeys((e.dataset, e.backbone) for e in experiments):
+        if not is_available(name, tokenizer := tokenizer_of(backbone)):  # of the first backbone's size, which it needs
+            load_dataset(name, size=backbone_spec(backbone).input_shape[-1], tokenizer=tokenizer)
+
+
+def collect(
+    cells: Sequence[Cell], folder: Path | None = None, known: Mapping[Experiment, Run] | None = None
+) -> pd.DataFrame:
+    """One row per cell: where it stands, and its stored accuracy (percent), exits, seconds; NaN where missing.
+
+    ``last`` is the last exit's accuracy, ``local`` that of each client's deepest exit on its own test set, their mean.
+    ``older`` says what rules of the kit were others. ``known`` are all that are stored, where one has looked.
+    """
+    rows = []
+    for cell in cells:
+        found = shown_run(cell.experiment, folder) if known is None else known.get(cell.experiment)
+        row = {k: v for k, v in vars(cell).items() if k != "experiment"}
+        row |= {"dataset": cell.experiment.dataset, "backbone": cell.experiment.backbone}
+        row["run"] = (found.path if found else run_path(cell.experiment, folder)).name
+        row["older"] = older_rules(cell.experiment, found.record) if found else []
+        rows.append(row | (values_of(found.summary) if found else {"status": "missing"}))
+    return pd.DataFrame(rows).reindex(
+        columns=["finetune", "variant", "method", "label", "column", "seed", "dataset", "backbone", "status",
+                 "accuracy", "last", "local", "ensemble", "exits", "clients", "clients_sd", "client_exits",
+                 "client_exits_sd", "leaving", "others", "seconds", "t", "run", "older"]
+    )  # fmt: skip
+
+
+def values_of(record: Mapping[str, object]) -> dict[str, object]:
+    """A run's summary, or one round's metrics, with the further numbers that tables ask for (:func:`collect`)."""
+    last = {"last": record["exits"][-1]} if "exits" in record else {}
+    return {**record, **last, **numbers_of(record)}
+
+
+def mean_curves(
+    cells: Sequence[Cell], column: str, value: str = "accuracy", folder: Path | None = None
+) -> dict[str, list[dict]]:
+    """Per label the ``value`` by round in ``column``, mean over stored seeds, for ``plots.plot_learning_curves``.
+
+    Of cells in several fine-tuning modes, per label and mode.
+    """
+    modes = {c.finetune for c in cells}
+    curves: dict[str, dict[int, list[float]]] = {}
+    for cell in cells:
+        if cell.column == column and (found := shown_run(cell.experiment, folder)) is not None:
+            for m in found.metrics:
+                if (x := values_of(m).get(value)) is not None:
+                    label = f"{cell.label}, {cell.finetune}" if len(modes) > 1 else cell.label
+                    curves.setdefault(label, {}).setdefault(m["t"], []).append(x)
+    return {v: [{"t": t, "accuracy": sum(a) / len(a)} for t, a in sorted(by.items())] for v, by in curves.items()}
+
+
+def mean_sd(
+    frame: pd.DataFrame, value: str = "accuracy", by: Sequence[str] = ("finetune", "column", "variant")
+) -> pd.DataFrame:
+    """Mean, SD (n - 1) and number of seeds of the last round, per group; never the best round.
+
+    Of what clients get, the SD is the one over clients, mean over seeds.
+    """
+    groups = frame.dropna(subset=[value]).groupby(list(by), sort=False)
+    out = groups[value].agg(mean="mean", sd="std", seeds="count").reset_index()
+    return out.assign(sd=groups[SD[value]].mean().to_numpy()) if value in SD else out
+
+
+def best_runs(frame: pd.DataFrame) -> pd.DataFrame:
+    """Of every cell the seed with the highest mean accuracy over exits (Tables 6 and 7 take the best of three runs)."""
+    done = frame.dropna(subset=["accuracy"])
+    return done.loc[done.groupby(["finetune", "column", "variant"], sort=False).accuracy.idxmax()]
+
+
+def load_reported(paper: str, *tables: str) -> pd.DataFrame:
+    """The published numbers: finetune, variant, method, column, mean, sd (NaN where none is printed).
+
+    Of several tables, later ones add the rows that earlier ones do not print.
+    """
+    folder = params_dir() / paper / "reported"
+    frames = [pd.read_csv(folder / f"{table}.csv", float_precision="round_trip") for table in tables]
+    frames = [f if "variant" in f else f.assign(variant=f.method) for f in frames]
+    return pd.concat(frames, ignore_index=True).drop_duplicates(["finetune", "variant", "column"])
+
+
+def reported_beside(paper: str, table: str) -> pd.DataFrame:
+    """What the paper prints in ``table`` (or in those that its ``reported`` names); no rows where it prints nothing."""
+    names = load_spec(paper, table).get("reported", [table])
+    if not all((params_dir() / paper / "reported" / f"{name}.csv").is_file() for name in names):
+        return pd.DataFrame(columns=["finetune", "column", "variant", "mean", "sd"], dtype=object)
+    return load_reported(paper, *names)
+
+
+def load_claims(paper: str, table: str) -> list[tuple[str, str]]:
+    """The table's ``claims``, pairs of variants to compare; by default the paper's own method with every other."""
+    spec = load_spec(paper, table)
+    of_all = [(paper, v) for v in spec["variants"] if v != paper] if paper in spec["variants"] else []
+    return [tuple(pair) for pair in spec.get("claims", of_all)]
+
+
+def beside_reported(frame: pd.DataFrame, reported: pd.DataFrame, value: str = "accuracy") -> pd.DataFrame:
+    """``mean ± SD`` obtained, on which ``data``, beside reported, one row per (finetune, column, variant)."""
+    both = mean_sd(frame, value, ("finetune", "column", "dataset", "variant", "label"))
+    both = both.merge(
+        reported[["finetune", "column", "variant", "mean", "sd"]], on=["finetune", "column", "variant"], how="left",
+        suffixes=("", "_reported"),
+    )  # fmt: skip
+    here, printed = (zip(both[m], both[s], strict=True) for m, s in (("mean", "sd"), ("mean_reported", "sd_reported")))
+    return pd.DataFrame({
+        "mode": both.finetune.map(label_of), "column": both.column, "data": both.dataset,
+        "method": both.label.map(label_of), "obtained": [spread(*x) for x in here], "seeds": both.seeds,
+        "reported": [spread(*x) for x in printed],
+    })  # fmt: skip
+
+
+def obtained(
+    frame: pd.DataFrame, reported: pd.DataFrame, value: str = "accuracy", thresholds: Mapping[str, float] | None = None
+) -> pd.DataFrame:
+    """:func:`beside_reported`; of ensembles the best run's, as printed, and the mean over seeds.
+
+    What clients get is spread out first (``clients.spread_out``). No reported column where the paper prints nothing.
+    """
+    if value in VALUES:
+        frame, value = spread_out(frame, value, thresholds), "clients"
+    table = beside_reported(frame, reported, value)
+    if value == "ensemble":  # Tables 6 and 7 of ReeFL take the best of three runs, which is optimistic
+        mean, seeds = table.obtained, table.seeds
+        table = beside_reported(best_runs(frame), reported, value).rename(columns={"obtained": f"best run's {value}"})
+        table["mean over seeds"], table["mean exit"] = mean, beside_reported(frame, reported).obtained
+        table["seeds"] = seeds
+    return table.drop(columns="reported") if (table.reported == "–").all() else table
+
+
+def with_further(frame: pd.DataFrame, spec: Mapping[str, object]) -> pd.DataFrame:
+    """``frame`` as from ``tables.collect``, and below it a row per run and metric of ``also``, per seed of ``average``.
+
+    A run that measured no such metric has no such row, nor a seed that lacks one of the grid's columns.
+    """
+    parts = [frame]
+    for name, metric in spec.get("also", {}).items():
+        scores = frame.others.map(lambda others, metric=metric: (others or {}).get(metric), na_action="ignore")
+        own = frame[scores.notna()]
+        means = scores.dropna().map(lambda exits: sum(exits) / len(exits))
+        parts.append(own.assign(column=own.column + f"_{name}", accuracy=means))
+    columns = [c for c in dict.fromkeys(frame.column) if c in spec.get("average", ())]
+    done = frame[frame.column.isin(columns)].dropna(subset=["accuracy"])
+    for _, group in done.groupby(["finetune", "variant", "seed"], sort=False):
+        if len(columns) > 1 and set(group.column) == set(columns):
+            data = ", ".join(dict.fromkeys(group.dataset))
+            parts.append(group[:1].assign(column="average", dataset=data, accuracy=group.accuracy.mean()))
+    return pd.concat([p for p in parts if len(p)] or [frame], ignore_index=True)
+
+
+def methods_in_columns(table: pd.DataFrame, most: int = 6) -> pd.DataFrame:
+    """:func:`obtained`'s ``table`` as papers print it: a column a method, in brackets what is reported.
+
+    ``seeds`` is how many each number is of, from the fewest to the most. A table of more than ``most`` methods, of one
+    row a method, with columns of its own or with two rows of one name stays as it is.
+    """
+    place, methods = ["mode", "column", "data"], table.method.unique()
+    own = not set(table) <= {*place, "method", "obtained", "seeds", "reported"}
+    if own or not len(methods) <= min(most, len(table) - 1) or table.duplicated([*place, "method"]).any():
+        return table
+    reported = table.get("reported", pd.Series("–", table.index))
+    numbers = table.obtained.where(reported == "–", table.obtained + " (" + reported + ")")
+    wide = table.assign(numbers=numbers).groupby([*place, "method"], sort=False).numbers.first().unstack(sort=False)
+    seeds = table.groupby(place, sort=False).seeds.agg(lambda n: "–".join(map(str, sorted({n.min(), n.max()}))))
+    return wide[methods].fillna("–").assign(seeds=seeds).reset_index()
+
+
+def exit_table(cells: Sequence[Cell], frame: pd.DataFrame) -> pd.DataFrame:
+    """Per mode, column, variant and exit: mean ``accuracy`` over seeds beside the columns of ``costs.exit_costs``."""
+    rows, first = [], {(c.finetune, c.column, c.variant): c for c in reversed(cells)}
+    for key, group in frame.dropna(subset=["accuracy"]).groupby(["finetune", "column", "variant"], sort=False):
+        cell, accuracies = first[key], pd.DataFrame(group.exits.tolist()).mean()
+        where = {k: getattr(cell, k) for k in ("finetune", "column", "variant", "method", "label")}
+        where |= {"dataset": cell.experiment.dataset, "backbone": cell.experiment.backbone, "seeds": len(group)}
+        costs = exit_costs(cell.experiment, num_classes(cell.experiment))
+        rows += [where | {"accuracy": a} | cost for a, cost in zip(accuracies, costs, strict=True)]
+    return pd.DataFrame(rows)
+
+
+def compute_table(cells: Sequence[Cell]) -> pd.DataFrame:
+    """Per mode, column and variant: what all clients of a round train, in 10^12 MACs; further epochs are counted."""
+    first = {(c.finetune, c.column, c.variant): c for c in reversed(cells)}
+    rows = [
+        {"mode": label_of(c.finetune), "column": c.column, "method": label_of(c.label),
+         "TMACs a round": round(training_macs(c.experiment) / c.experiment.rounds / 1e12, 3)}
+        for c in reversed(first.values())
+    ]  # fmt: skip
+    return pd.DataFrame(rows)
+
+
+def label_of(name: str) -> str:
+    """How tables and figures spell a method, a mode, or a variant's label."""
+    return vars(METHODS.get(name, object)).get("label") or MODES.get(name, name)
+
+
+def spread(mean: float, sd: float) -> str:
+    """``67.29 ± 0.06``; a dash for a missing mean."""
+    if pd.isna(mean):
+        return "–"
+    return f"{mean:.2f}" if pd.isna(sd) else f"{mean:.2f} ± {sd:.2f}"
+
+
+def save_table(frame: pd.DataFrame, name: str) -> Path:
+    """Write ``frame`` as ``outputs/<folder>/tables/<stem>.csv`` and ``.md``, ``name`` being ``<folder>/<stem>``."""
+    folder, _, stem = name.rpartition("/")
+    path = outputs_dir() / folder / "tables" / f"{stem}.md"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    frame.to_csv(path.parent / f"{stem}.csv", index=False)
+    path.write_text(markdown_table(frame) + "\n", encoding="utf-8")
+    return path
+
+
+def markdown_table(frame: pd.DataFrame) -> str:
+    """``frame`` without its index as a Markdown table (– where there is no value); no value begins a cell or a tag."""
+    rows = frame.astype(object).where(frame.notna(), "–").map(str).values.tolist()
+    cells = [list(map(str, frame.columns)), ["---"] * len(frame.columns), *rows]
+    plain = lambda text: re.sub(r"<(?=[\w/!?])", "&lt;", " ".join(text.splitlines()).replace("|", r"\|"))  # noqa: E731
+    return "\n".join(f"| {' | '.join(map(plain, row))} |" for row in cells)

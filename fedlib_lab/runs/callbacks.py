@@ -1,0 +1,221 @@
+"""Looking at a run while it goes on: ``run(e, callbacks=[TensorBoard(), EarlyStopping(patience=5)])``.
+
+Callbacks are no part of an experiment: what they see is stored under the same name with and without them. One that
+stops a run leaves it unfinished: its state is stored, its numbers are returned with status ``stopped``, and without
+the callback it goes on from there. Trackers are adapters; each needs its own package.
+Read next: ``engine/rounds.py`` (``Finished``), ``runs/store.py``.
+"""
+
+import math
+import os
+import socket
+from collections.abc import Callable, Iterable, Sequence
+from copy import deepcopy
+from dataclasses import replace
+from importlib import import_module
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+from fedlib.core.annotations import Count
+from fedlib.core.experiment import Experiment
+from fedlib.core.paths import outputs_dir
+from fedlib.core.validation import check_kind, check_known, convert
+from fedlib.engine.rounds import Finished
+
+from .record import Run, without_bulk
+
+OnRound = Callable[[Finished], bool | None] | None
+
+
+class Callback:
+    """What a run tells. Every hook may be left out. Only ``True`` stops a run, not another value that counts as true.
+
+    Numbers and mappings are copies: changing them changes nothing that is stored. Tensors and mirrors are the run's
+    own, to be read and not written in place: copies of them would cost as much as a checkpoint every round.
+    A callback is told of one run after the other. Of a run that is read from the store nothing is told.
+    """
+
+    def check(self, e: Experiment) -> None:
+        """Refuse ``e`` before any compute (``ValueError``), or that a package is missing (``ImportError``)."""
+
+    def begin(self, e: Experiment, t: int, metrics: Sequence[dict]) -> bool | None:
+        """The run goes on after round ``t`` (0: it begins); ``metrics`` of the rounds before. True: stop at once."""
+
+    def round(self, r: Finished) -> bool | None:
+        """Round ``r`` has ended. True: stop here."""
+
+    def end(self, run: Run | None) -> None:
+        """The run that began has ended or was stopped; None: it was interrupted, or failed."""
+
+
+class Together(Callback):
+    """Several callbacks as one, and ``on_round``, a function of the finished round; each is told, whoever stops."""
+
+    def __init__(self, callbacks: Iterable[Callback] = (), on_round: OnRound = None):
+        check_kind(callbacks, Iterable, "callbacks")
+        if on_round is not None:
+            check_kind(on_round, Callable, "on_round")
+        self.each, self.on_round, self.begun = list(callbacks), on_round, []
+
+    def check(self, e: Experiment) -> None:
+        for c in self.each:
+            check_kind(c, Callback, "callbacks: one of them")
+            c.check(e)
+
+    def begin(self, e: Experiment, t: int, metrics: Sequence[dict]) -> bool:
+        self.begun, stops = [], []
+        for c in self.each:
+            stops.append(c.begin(e, t, deepcopy(metrics)) is True)
+            self.begun.append(c)
+        return any(stops)
+
+    def round(self, r: Finished) -> bool:
+        told = [c.round for c in self.begun] + ([self.on_round] if self.on_round is not None else [])
+        return any([tell(_apart(r)) is True for tell in told])
+
+    def end(self, run: Run | None) -> None:
+        while self.begun:
+            self.begun.pop().end(run)
+
+
+def _apart(r: Finished) -> Finished:
+    """Copy what ``r`` holds, down to the numbers, but neither tensors nor mirrors."""
+    server = replace(r.server, params=dict(r.server.params), memory=dict(r.server.memory))
+    memories = {c: dict(x) for c, x in r.memories.items()}
+    return replace(r, server=server, memories=memories, losses=dict(r.losses), metrics=deepcopy(r.metrics))
+
+
+class EarlyStopping(Callback):
+    """Stop after ``patience`` evaluations in a row without a ``metric`` above the best before them by over ``least``.
+
+    It looks at validation examples, never at the test set: ``check`` refuses ``evaluate_on = "test"``.
+    """
+
+    def __init__(self, patience: int = 5, metric: str = "accuracy", least: float = 0.0):
+        self.patience: int = convert(patience, Count, "EarlyStopping: patience")
+        self.metric: str = convert(metric, Literal["accuracy", "ensemble"], "EarlyStopping: metric")
+        self.least: float = convert(least, float, "EarlyStopping: least")
+
+    def check(self, e: Experiment) -> None:
+        if e.evaluate_on != "validation":
+            raise ValueError(
+                f"EarlyStopping: evaluate_on = {e.evaluate_on!r} would choose by test examples; use validation"
+            )
+        if not e.looks_every:
+            raise ValueError("EarlyStopping: evaluate_every = 0 evaluates after the last round alone; allowed: 1, 2, …")
+
+    def begin(self, e: Experiment, t: int, metrics: Sequence[dict]) -> bool | None:
+        self.best, self.since = -math.inf, 0
+        return any([self._look(m) for m in metrics])
+
+    def round(self, r: Finished) -> bool | None:
+        return r.metrics is not None and self._look(r.metrics)
+
+    def _look(self, metrics: Any) -> bool:
+        check_known([self.metric], metrics, "EarlyStopping: metric = {} is not measured")
+        better = metrics[self.metric] is not None and metrics[self.metric] > self.best + self.least
+        self.best, self.since = (metrics[self.metric], 0) if better else (self.best, self.since + 1)
+        return self.since >= self.patience
+
+
+def scalars(r: Finished) -> dict[str, float]:
+    """Round ``r`` in numbers: ``accuracy``, ``exits/1``, ``personal/sd`` (percent), ``train_loss``, ``seconds``."""
+    losses = [x for x in r.losses.values() if math.isfinite(x)]
+    found = {"train_loss": sum(losses) / len(losses)} if losses else {}
+    return found | {"seconds": r.seconds} | dict(_numbers("", without_bulk(r.metrics or {})))
+
+
+def _numbers(name: str, value: Any):
+    of = value.items() if isinstance(value, dict) else enumerate(value, 1) if isinstance(value, (list, tuple)) else ()
+    for k, v in of:
+        yield from _numbers(f"{name}/{k}" if name else str(k), v)
+    if isinstance(value, (int, float)) and math.isfinite(value):
+        yield name, float(value)
+
+
+class Tracker(Callback):
+    """A callback that hands on :func:`scalars`, with the help of ``module`` of ``package``."""
+
+    module = package = ""
+
+    def check(self, e: Experiment) -> None:
+        try:
+            self.there = import_module(self.module)
+        except ImportError as error:
+            raise ImportError(f"{type(self).__name__} needs a package: pip install {self.package}") from error
+
+
+class TensorBoard(Tracker):
+    """Event files in ``folder`` (None: ``outputs/tensorboard``), a folder a run."""
+
+    module, package = "torch.utils.tensorboard", "tensorboard"
+
+    def __init__(self, folder: str | os.PathLike | None = None):
+        self.folder = folder
+
+    def begin(self, e: Experiment, t: int, metrics: Sequence[dict]) -> None:
+        folder = os.path.join(self.folder or outputs_dir() / "tensorboard", e.slug)
+        self.writer = self.there.SummaryWriter(folder, purge_step=t + 1)
+
+    def round(self, r: Finished) -> None:
+        for name, value in scalars(r).items():
+            self.writer.add_scalar(name, value, r.t)
+
+    def end(self, run: Run | None) -> None:
+        self.writer.close()
+
+
+class MLflow(Tracker):
+    """A run of MLflow's in ``experiment``, at ``uri`` (None: MLflow's own setting); fields are its parameters."""
+
+    module = package = "mlflow"
+
+    def __init__(self, experiment: str = "fedlib", uri: str | None = None):
+        self.experiment, self.uri = experiment, uri
+
+    def check(self, e: Experiment) -> None:
+        super().check(e)
+        asked = urlsplit(self.uri or self.there.get_tracking_uri())
+        if asked.scheme in ("http", "https"):  # MLflow itself would try for minutes
+            try:
+                port = asked.port or {"http": 80, "https": 443}[asked.scheme]
+                socket.create_connection((asked.hostname or "", port), timeout=5).close()
+            except (OSError, ValueError) as error:
+                raise ValueError(f"MLflow: nobody answers at uri = {asked.geturl()!r}: {error}") from error
+
+    def begin(self, e: Experiment, t: int, metrics: Sequence[dict]) -> None:
+        if self.uri is not None:
+            self.there.set_tracking_uri(self.uri)
+        self.there.set_experiment(self.experiment)
+        self.there.start_run(run_name=e.slug)
+        self.there.log_params(e.to_dict())
+
+    def round(self, r: Finished) -> None:
+        self.there.log_metrics(scalars(r), step=r.t)
+
+    def end(self, run: Run | None) -> None:
+        self.there.end_run("FINISHED" if run is not None else "KILLED")
+
+
+class WandB(Tracker):
+    """A run of Weights & Biases in ``project``; ``options`` are those of ``wandb.init``."""
+
+    module = package = "wandb"
+
+    def __init__(self, project: str = "fedlib", **options: object):
+        self.project, self.options = project, options
+
+    def begin(self, e: Experiment, t: int, metrics: Sequence[dict]) -> None:
+        self.run = self.there.init(project=self.project, name=e.slug, config=e.to_dict(), **self.options)
+
+    def round(self, r: Finished) -> None:
+        self.run.log(scalars(r), step=r.t)
+
+    def end(self, run: Run | None) -> None:
+        self.run.finish()
+
+
+class Trackio(WandB):
+    """A run of Trackio, whose calls are those of W&B."""
+
+    module = package = "trackio"

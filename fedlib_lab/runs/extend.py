@@ -1,0 +1,86 @@
+"""A finished run goes on: its last state is round t of a longer run, where nothing before depends on the end."""
+
+import re
+import shutil
+import types
+from typing import Any
+
+from fedlib.core.experiment import Experiment
+from fedlib.core.storage import write_tensors
+from fedlib.engine.checks import check_experiment
+from fedlib.engine.rounds import is_due
+from fedlib.engine.schedules import round_rate
+from fedlib.methods import Method, Server
+
+from .checkpoints import NEWEST, Checkpoints, last_state
+from .code_digest import WHOLE, way_to
+from .identity import Accept
+from .record import Run
+from .run_paths import Folder, as_stored, check_place, run_path
+from .sources import names_in, owner
+from .store import find_run, run
+
+READ = ("rounds", "looks_every", "round_rate", "build_method", "attrgetter", "asdict", "astuple", "to_dict")
+TELLS = re.compile(rf"'([\w.]+\.)?({'|'.join([*READ, *WHOLE])})'")  # a name, or a string, of a function's code
+
+
+def extend(e: Experiment, rounds: int, folder: Folder = None, accept: Accept = (), **how: Any) -> Run:
+    """The run of ``e`` over more ``rounds``, which goes on from the stored run of ``e``: the same numbers as anew.
+
+    ``how`` are further arguments of :func:`run` but ``wait``. The shorter run stays as it is; rounds of the longer one
+    that are stored already are kept. ``ValueError`` says why where it cannot be: a schedule or a method that is paced
+    by the number of rounds, a run that is missing, diverged, or came without its weights. A method of your own counts
+    as paced if anything of your code that it reaches names ``rounds``, or what may read it under another name
+    (``getattr``, ``vars``), unless its class says ``paced_by`` itself (``Method.paced_by``).
+    """
+    there = run_path(e, folder)
+    longer = as_stored(e.replace(rounds=rounds), folder)
+    path = run_path(longer, folder)
+    if not (path / "experiment.json").exists():
+        server, state = _check(e, longer, folder, accept)
+        longer = longer.replace(evaluate_every=state.experiment.looks_every)  # its curve goes on
+        state.experiment, state.final = longer, {}
+        state.metrics = [m for m in state.metrics if is_due(longer, m["t"])]
+        check_place(path)
+        path.mkdir(parents=True, exist_ok=True)
+        for name in ("clients", "mirrors"):
+            if (there / name).is_dir():
+                shutil.copytree(there / name, path / name, dirs_exist_ok=True)
+        write_tensors(path / NEWEST, *state.contents(server))  # last: without it the rest counts nothing
+    done = run(longer, folder=folder, accept=accept, **how)
+    assert done is not None  # without wait=False
+    return done
+
+
+def _check(e: Experiment, longer: Experiment, folder: Folder, accept: Accept) -> tuple[Server, Checkpoints]:
+    """The last state of the stored run of ``e``; ``ValueError`` if ``longer`` cannot go on from it."""
+    said, method = f"{e.slug} cannot go on to rounds = {longer.rounds}: ", check_experiment(longer)
+    if longer.rounds <= e.rounds:
+        raise ValueError(f"{said}it has {e.rounds} already")
+    if paced := method.paced_by or _reads_rounds(type(method)):
+        own = "" if method.paced_by else "; if no number does, say paced_by = '' in its class, and accept='method' here"
+        raise ValueError(f"{said}by {paced}, {e.method} does in round t what depends on the number of rounds{own}")
+    other = next((t for t in range(1, e.rounds + 1) if round_rate(e, t) != round_rate(longer, t)), None)
+    if other is not None:
+        rates = f"{round_rate(e, other):.4g} in round {other} there, {round_rate(longer, other):.4g} in the longer run"
+        raise ValueError(f"{said}schedule = {e.schedule!r} is paced by the number of rounds: the rate is {rates}")
+    stored = find_run(e, folder, accept)
+    if stored is None or stored.summary["status"] != "finished":
+        raise ValueError(f"{said}its run is {stored.summary['status'] if stored else 'not stored'}; run it first")
+    if (state := last_state(stored)) is None:
+        raise ValueError(f"{said}{stored.path} came without its weights, which stay on the machine that trained them")
+    return state
+
+
+def _reads_rounds(method: type) -> str:
+    """Names that lead to what may tell a user's own method how many rounds there are; empty: nothing does."""
+    if method.__module__.startswith(("fedlib.", "fedlib_lab.")) or "paced_by" in vars(method):
+        return ""
+
+    def tells(line: str, x: Any) -> bool:
+        if isinstance(x, types.FunctionType) and owner(x.__code__.co_filename) == "kit":
+            return "rounds" in names_in(x.__code__)[1]
+        paced = isinstance(x, type) and getattr(x, "paced_by", Method.paced_by) is not Method.paced_by
+        return (paced and x not in method.__mro__) or bool(TELLS.search(line))
+
+    return way_to(method, tells)

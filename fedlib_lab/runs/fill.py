@@ -1,0 +1,268 @@
+"""The queue of missing runs: what the grids of ``params/`` lack, most telling first, run until a deadline.
+
+:func:`queue` lists them: tables in order of their ``priority``, and of equal ones the first seed of all before the
+second. :func:`fill` runs them, several at once with a core each, in processes of lowest priority that load code and
+data once. A run is stored by ``store.py``: killed at any moment it goes on from its checkpoint, and its lock lets other
+processes share the queue. Read next: ``runs/params.py``, ``runs/store.py``.
+"""
+
+import contextlib
+import json
+import math
+import os
+import queue as queues
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from fedlib.core.experiment import Experiment
+from fedlib.core.paths import outputs_dir
+from fedlib.core.storage import DamagedFile, read_lines
+from fedlib.core.validation import check_known
+from fedlib.data.datasets import is_available
+from fedlib.engine.executors import Execution
+from fedlib.models.registry import tokenizer_of
+
+from .durations import Pace, about, each_seconds
+from .identity import OtherInputs
+from .params import Cell, load_grid, load_spec
+from .params_files import grids, papers
+from .record import provenance
+from .side_by_side import DIED, GRACE_SECONDS, hand_out, serve
+from .store import Folder, Run, find_run, run, run_path
+
+LAST = 9  # the priority of a table that names none
+TRUSTED = 300.0  # core-seconds of work after which what runs took here says as much as what was told of them
+
+
+@dataclass(frozen=True)
+class Job:
+    """A missing run: the table that asks for it first, its place there, and the seconds that it still takes a core."""
+
+    grid: str
+    cell: Cell
+    seconds: float
+
+    def __str__(self) -> str:
+        c = self.cell
+        return f"{self.grid}, {c.column}, {c.label}, {c.finetune}, seed {c.seed}"
+
+
+@dataclass(frozen=True)
+class Queue:
+    """``jobs`` in the order in which they are run, ``skipped`` a sentence on each grid that cannot be run here."""
+
+    jobs: list[Job]
+    skipped: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Filled:
+    """What became of a queue: runs done, ``failed`` with their sentences, ``left`` for the next time."""
+
+    done: list[Job]
+    failed: list[tuple[Job, str]]
+    left: list[Job]
+
+
+def named(names: Iterable[str] = ()) -> list[tuple[str, str]]:
+    """(paper, table) of ``PAPER`` or ``PAPER/TABLE``; of nothing, all of ``params/``. ``ValueError`` names a typo."""
+    out = []
+    for name in list(names) or papers():
+        paper, _, table = name.partition("/")
+        tables = [table] if table else grids(paper)
+        for t in tables:
+            load_spec(paper, t)
+        out += [(paper, t) for t in tables]
+    return list(dict.fromkeys(out))
+
+
+def queue(
+    wanted: Sequence[tuple[str, str]], profile: str = "small", folder: Folder = None, columns: Collection[str] = ()
+) -> Queue:
+    """The missing runs of the tables ``wanted`` whose data are at hand, in ``columns`` (none named: all of them).
+
+    Nothing is run, nothing is written. ``ValueError`` names a column that no table has.
+    """
+    known = {c: None for paper, table in wanted for c in load_spec(paper, table)["columns"]}
+    check_known(columns, known, "columns = {} is in none of these tables")
+    found: list[Run] = []
+    missing: list[tuple[int, str, Cell]] = []
+    skipped: list[str] = []
+    for paper, table in wanted:
+        grid, absent, refused = f"{paper}/{table}", Counter(), []
+        try:
+            cells, priority = load_grid(paper, table, profile), load_spec(paper, table).get("priority", LAST)
+        except ValueError as error:
+            skipped.append(f"{grid}: {error}")
+            continue
+        for cell in (c for c in cells if not columns or c.column in columns):
+            try:
+                stored = find_run(cell.experiment, folder)
+            except OtherInputs as error:
+                refused.append(str(error))
+                continue
+            except DamagedFile:  # rebuilt from its checkpoint, or said why not, by who runs it
+                stored = None
+            if stored is not None:
+                found.append(stored)
+            elif is_available(cell.experiment.dataset, tokenizer_of(cell.experiment.backbone)):
+                missing.append((priority, grid, cell))
+            else:
+                absent[cell.experiment.dataset] += 1
+        for name, count in absent.items():
+            skipped.append(f"{grid}: {count} runs wait for {name!r}, which is not at hand (see FEDLIB_DATA)")
+        if refused:
+            skipped.append(f"{grid}: {len(refused)} stored runs are not believed; {refused[0]}")
+    missing.sort(key=lambda job: (job[0], job[2].seed))
+    first: dict[Experiment, tuple[str, Cell]] = {}
+    for _, grid, cell in missing:
+        first.setdefault(cell.experiment, (grid, cell))
+    seconds = each_seconds(list(first), _core_pace(found), Execution(workers=1))
+    left = [s * _share_left(e, folder) for e, s in zip(first, seconds, strict=True)]
+    return Queue([Job(*place, s) for place, s in zip(first.values(), left, strict=True)], skipped)
+
+
+def _core_pace(found: Sequence[Run]) -> Pace:
+    """Core-seconds a round of stored runs: of those that this processor trained, where there are any."""
+    device = provenance(Execution(workers=1))["device"]
+    records = [(r, r.record.get("provenance", {})) for r in {r.experiment: r for r in found}.values()]
+    pace, here = Pace(), [(r, p) for r, p in records if p.get("device") == device]
+    for r, p in here or records:
+        pace.add(r.experiment, r.summary["seconds"] * (p.get("workers") or 1), r.summary["t"])
+    return pace
+
+
+def _share_left(e: Experiment, folder: Folder) -> float:
+    """What of ``e`` is to be done after its last evaluated round (an interrupted run may be further)."""
+    with contextlib.suppress(DamagedFile, IndexError):
+        return 1 - read_lines(run_path(e, folder) / "metrics.jsonl")[-1]["t"] / e.rounds
+    return 1.0
+
+
+def core_hours(jobs: Iterable[Job], slower: float = 1.0) -> str:
+    """What ``jobs`` still take, as one says it, where each takes ``slower`` times its seconds."""
+    seconds = slower * sum(j.seconds for j in jobs)
+    return f"{seconds / 3600:.1f} core-hours" if seconds >= 3600 else f"{math.ceil(seconds / 60)} core-minutes"
+
+
+def fill(
+    jobs: Sequence[Job], minutes: float | None = None, workers: int | None = None, folder: Folder = None,
+    stop: threading.Event | None = None, tell: Callable[[str], None] = print, checkpoint_seconds: float = 20.0,
+) -> Filled:  # fmt: skip
+    """Run ``jobs`` in their order on ``workers`` cores (None: all), for so many ``minutes``, or until ``stop`` is set.
+
+    Each run has a core; the last one has all that are free. What runs at the end is stopped and goes on from its
+    checkpoint the next time. A run that fails is told of and does not stop the others; one whose process dies is tried
+    once more; one that another process holds is left to it.
+    """
+    began, workers, stop = time.monotonic(), workers or _cores(), stop or threading.Event()
+    filled = Filled([], [], list(jobs))
+
+    def seconds_left() -> float:
+        if stop.is_set():
+            return 0.0
+        return 1.0 if minutes is None else 60 * minutes - (time.monotonic() - began)
+
+    def send(process: _Process, job: Job, cores: int) -> None:
+        process.send(job.cell.experiment, cores, folder, checkpoint_seconds)
+
+    with contextlib.closing(hand_out(jobs, workers, _Process, send, seconds_left)) as answers:
+        for job, answer in answers:
+            words = _note(filled, job, answer if answer is not None else {"failed": DIED})
+            left = core_hours(filled.left, _slower(workers * (time.monotonic() - began), filled.done))
+            tell(f"{len(filled.done)} of {len(jobs)} done, about {left} left: {words}")
+    return filled
+
+
+def _slower(spent: float, done: Iterable[Job]) -> float:
+    """Core-seconds ``spent`` on ``done`` jobs, to what was told of them; near 1 until they are many."""
+    return (TRUSTED + spent) / (TRUSTED + sum(j.seconds for j in done))
+
+
+def _note(filled: Filled, job: Job, answer: dict) -> str:
+    """Let ``filled`` have what became of ``job``; a sentence on it."""
+    if "failed" in answer:
+        filled.failed.append((job, answer["failed"]))
+        return f"{job} failed"
+    if "accuracy" not in answer:
+        return f"{job} is being run by another process"
+    filled.done.append(job)
+    filled.left.remove(job)
+    return f"{job}: {answer['accuracy']:.1f} %, {about(answer['seconds'])}"
+
+
+def _cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+class _Process:
+    """One process that runs what it is sent, seen from the one that started it. It ends when its input does."""
+
+    def __init__(self, answers: queues.Queue):
+        own = [] if os.path.isfile("fedlib/__init__.py") else ["-P"]  # a queue.py that lies here is not Python's
+        self.process = subprocess.Popen(
+            [sys.executable, *own, "-m", __name__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            env=os.environ | {"OMP_NUM_THREADS": "1"}, start_new_session=True,
+        )  # fmt: skip
+        assert self.process.stdin is not None and self.process.stdout is not None  # pipes, as asked for
+        self.input, self.output = self.process.stdin, self.process.stdout
+        threading.Thread(target=self._listen, args=(answers,), daemon=True).start()
+
+    def _listen(self, answers: queues.Queue) -> None:
+        for line in self.output:
+            answers.put((self, json.loads(line)))
+        answers.put((self, None))
+
+    def send(self, e: Experiment, workers: int, folder: Folder, seconds: float) -> None:
+        folder = str(folder or outputs_dir() / "runs")  # this process's, not that one's
+        job = {"experiment": e.to_dict(), "workers": workers, "folder": folder, "seconds": seconds}
+        with contextlib.suppress(BrokenPipeError):  # it died: heard of through its output
+            self.input.write(json.dumps(job) + "\n")
+            self.input.flush()
+
+    def ask_to_stop(self) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            self.input.close()
+
+    def end(self) -> None:
+        try:
+            self.process.wait(GRACE_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+def _serve() -> None:
+    """Run what comes in, a line each, until the input ends: then stop at once, also in the middle of a run."""
+    out, lines = os.fdopen(os.dup(1), "w"), os.fdopen(os.dup(0))  # forked workers close sys.stdin: nobody may hold it
+    os.dup2(2, 1)  # what others print is no answer
+    if hasattr(os, "nice"):
+        os.nice(19)
+    with contextlib.suppress(OSError):  # Linux weighs a session's processes as one group, whose niceness is another
+        Path("/proc/self/autogroup").write_text("19")
+
+    def send(answer: object) -> None:
+        out.write(json.dumps(answer) + "\n")
+        out.flush()
+
+    serve((json.loads(line) for line in lines), lambda job: _answer(**job), send)
+
+
+def _answer(experiment: dict, workers: int, folder: str, seconds: float) -> dict:
+    """What became of one run: its accuracy and seconds, nothing if another process has it, or why it failed."""
+    try:
+        done = run(Experiment.from_dict(experiment), Execution(workers=workers), folder, False, seconds, wait=False)
+    except Exception as error:  # whatever it is, the others are run
+        return {"failed": str(error) or type(error).__name__}
+    return {k: done.summary[k] for k in ("accuracy", "seconds")} if done is not None else {}
+
+
+if __name__ == "__main__":
+    _serve()

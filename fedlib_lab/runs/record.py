@@ -1,0 +1,181 @@
+"""A run's record: what it was trained with, on which machine, in one go or several. No later one overwrites it.
+
+``experiment.json`` holds it beside the experiment, and every checkpoint holds it too, so that a damaged file can be
+rebuilt: ``inputs`` (``identity.py``) and ``provenance`` of the first go, ``resumed``, a provenance for each later
+one with the round it went on from and the inputs that were others there, and ``stored``, the day of its end.
+"""
+
+import datetime
+import os
+import platform
+import re
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fedlib.core.experiment import Experiment
+from fedlib.engine.executors import ADDRESSES, Execution
+from fedlib.layers.conv import CHOSEN
+
+from ..kernels.products import choose_products, cpu
+from .identity import Inputs, OtherInputs, differences
+
+Record = Mapping[str, Any]  # as JSON holds it
+# of a summary: an entry a client, or thousands of digits
+BULKY = ("right", "digest", "by_client", "last_by_client", "others")
+
+
+@dataclass(frozen=True)
+class Run:
+    """A stored result. ``summary`` has status, accuracy, exits, seconds; ``metrics`` a record per evaluated round.
+
+    ``record`` says what trained it, where and when (``record.py``).
+    """
+
+    experiment: Experiment
+    path: Path
+    summary: dict
+    metrics: list[dict]
+    record: Record = field(default_factory=dict)
+
+    @property
+    def accuracy(self) -> float:
+        """Mean over exits after the last round, percent."""
+        return self.summary["accuracy"]
+
+    @property
+    def day(self) -> str:
+        """When it ended, ``2026-11-22``; empty where the run does not say."""
+        return self.record.get("stored", "")
+
+    def _repr_html_(self) -> str:
+        """A card for a notebook: numbers, the curve by round, what was asked and what trained it."""
+        s, p = self.summary, self.record.get("provenance", {})
+        rows = {"status": f"{s['status']} after {s['t']} of {self.experiment.rounds} rounds, {s['seconds']:.0f} s"}
+        rows["accuracy"] = f"{s['accuracy']:.2f} %; exits {', '.join(f'{x:.2f}' for x in s['exits'])}"
+        if (own := s.get("personal")) is not None:
+            rows["of clients"] = f"{own['accuracy']:.2f} ± {own['sd']:.2f} % over {own['clients']}"
+        rows |= self.experiment.identity() | {"seed": self.experiment.seed}
+        rows["trained"] = f"{self.day} on {p.get('device')}, torch {p.get('torch')}, {p.get('workers')} workers"
+        drawn = {"accuracy": self._curve()}
+        cells = ((escape(k), escape(str(v)) + drawn.get(k, "")) for k, v in rows.items())
+        body = "".join(f"<tr><th>{k}</th><td>{v}</td></tr>" for k, v in cells)
+        return f"<table><caption>{escape(self.path.name)}</caption>{body}</table>"
+
+    def _curve(self) -> str:
+        """The accuracy by round, lowest to highest, as a line of 160 by 30 pixels; nothing of fewer than two rounds."""
+        at = [(m["t"], m["accuracy"]) for m in self.metrics]
+        low, high = (min((a for _, a in at), default=0.0), max((a for _, a in at), default=0.0))
+        if len(at) < 2 or not high > low:
+            return ""
+        points = " ".join(f"{160 * t / at[-1][0]:.0f},{30 - 30 * (a - low) / (high - low):.0f}" for t, a in at)
+        line = f'<polyline points="{points}" fill="none" stroke="currentColor"/>'
+        return f'<br><svg width="160" height="30">{line}</svg> {low:.1f} to {high:.1f} %'
+
+
+def without_bulk(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """A summary, or a round's metrics, as a page holds it: what has an entry a client or an example is left out."""
+    inner = {k: without_bulk(v) if isinstance(v, Mapping) else v for k, v in metrics.items()}
+    return {k: v for k, v in inner.items() if k not in BULKY}
+
+
+def provenance_now(execution: Execution) -> dict[str, object]:
+    """The provenance of a go that begins now."""
+    return provenance(execution) | {"began": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")}
+
+
+def begun(inputs: Inputs, now: Mapping[str, object]) -> Record:
+    """The record of a run before its first round."""
+    return {"inputs": inputs, "provenance": now, "resumed": []}
+
+
+def resumed(record: Record, t: int, inputs: Inputs, now: Mapping[str, object]) -> Record:
+    """``record`` of a run that goes on after round ``t``, with the ``inputs`` that it did not know or had others of."""
+    before = record.get("inputs", {})
+    other = {k: v for k, v in inputs.items() if before.get(k) != v}
+    later = {**now, "after_round": t} | ({"inputs": other} if other else {})
+    return {**record, "resumed": [*record.get("resumed", []), later]}
+
+
+def ended(record: Record) -> Record:
+    """The record of a run that ends today."""
+    return {**record, "stored": datetime.date.today().isoformat()}
+
+
+def check_inputs(
+    e: Experiment, path: Path, record: Record, inputs: Inputs, accept: frozenset[str], rounds: int | None = None
+) -> None:
+    """Raise ``OtherInputs`` if any go had other ``inputs`` of a kind that ``accept`` does not name."""
+    found: dict[str, list[str]] = {}
+    for there in recorded(record):
+        for kind, texts in differences(e, there, inputs).items():
+            if kind not in accept:
+                found.setdefault(kind, []).extend(t for t in texts if t not in found.get(kind, []))
+    if found:
+        raise OtherInputs(e, path, found, rounds)
+
+
+def recorded(record: Record) -> list[Inputs]:
+    """The inputs of every go: the first one's, and what later ones had others of."""
+    first = record.get("inputs", {})
+    return [first, *({**first, **s["inputs"]} for s in record.get("resumed", []) if "inputs" in s)]
+
+
+def provenance(execution: Execution) -> dict[str, object]:
+    """Versions and hardware that produce a run (not part of the experiment)."""
+    from fedlib import __version__
+
+    on_cluster = execution.executor in ADDRESSES
+    on_gpu = execution.home.startswith("cuda")
+    return {
+        "fedlib": __version__,
+        "torch": torch.__version__.split("+")[0],
+        "python": platform.python_version(),
+        **(gpu() if on_gpu else cpu()),
+        **({"commit": commit()} if commit() else {}),
+        "cores": os.cpu_count(),
+        "products": choose_products(execution.products) if _one_thread_each(execution) else "PyTorch",
+        "executor": execution.executor,
+        "workers": execution.workers if on_cluster else execution.side_by_side(),  # None: all of a cluster
+    }
+
+
+def gpu() -> dict[str, object]:
+    """This process's GPU: ``device``, what it computes with, the ``host``'s CPU, and how convolutions run, by shape.
+
+    What is measured of them after this was asked is there too.
+    """
+    driver = Path("/proc/driver/nvidia/version")
+    found = re.search(r"\d+\.\d+[.\d]*", driver.read_text()) if driver.exists() else None
+    return {
+        "device": torch.cuda.get_device_name(),
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),
+        "driver": found.group() if found else None,
+        "host": cpu()["device"],
+        "convolutions": CHOSEN,
+    }
+
+
+@cache
+def commit() -> str:
+    """The commit of the code that runs, ``-dirty`` where it was edited; of an archive $FEDLIB_COMMIT, perhaps none."""
+    asked = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        tracked = subprocess.run([*asked[:3], "ls-files", "--error-unmatch", __file__], capture_output=True)
+        said = subprocess.run(asked, capture_output=True, text=True) if tracked.returncode == 0 else None
+    except OSError:  # git is not installed
+        said = None
+    return os.environ.get("FEDLIB_COMMIT") or (said.stdout.strip() if said else "")
+
+
+def _one_thread_each(execution: Execution) -> bool:
+    """Do cohorts train on CPU threads that multiply alone? Not a single worker in a process of several threads."""
+    apart = execution.executor in ("processes", *ADDRESSES) or execution.side_by_side() > 1
+    return execution.device == "cpu" and (apart or torch.get_num_threads() == 1)

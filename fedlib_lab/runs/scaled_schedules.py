@@ -1,0 +1,61 @@
+"""What follows from a profile's ``rounds`` and ``local_epochs``, so that a smaller run is the published one, shrunk.
+
+Their ratios to the published numbers are the profile's two factors. With the rounds go an exponential schedule, whose
+last rate stays the published one, milestones and a warm-up; with the local epochs a method's other epochs (its options
+called ``*_epochs``), rounded, and at least one. What a profile, a row or an override says itself stands.
+Read next: ``params.py``.
+"""
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import fields
+from typing import Any
+
+from fedlib.core.experiment import Experiment
+from fedlib.core.validation import unmet
+from fedlib.methods import build_method
+
+
+def following(published: Mapping[str, object], made: Mapping[str, object], said: Collection[str]) -> dict[str, object]:
+    """The keys of an experiment that follow from what ``made`` changes of ``published``; those ``said`` do not.
+
+    ``said`` has fields of the experiment, and ``options.<name>``.
+    """
+    default = Experiment().to_dict()
+    full, made = {**default, **published}, {**default, **made}
+    found = {**_rounds(full, made), "options": _epochs(full, made, said)}
+    return {k: v for k, v in found.items() if k not in said and v}
+
+
+def said_by(*layers: Mapping[str, Any]) -> set[str]:
+    """The keys that ``layers`` name."""
+    return {k for x in layers for k in (*x, *(f"options.{name}" for name in x.get("options", ())))} - {"options"}
+
+
+def _rounds(full: Mapping, made: Mapping) -> dict[str, object]:
+    """What goes with the number of rounds: the last rate stays, and what counts rounds is a share of them."""
+    found: dict[str, object] = {}
+    if made["rounds"] == full["rounds"]:
+        return found
+    if made["schedule"] == full["schedule"] == "exponential":
+        before, now = ((x["rounds"] - 1) // made["decay_every"] for x in (full, made))
+        if now:
+            found["decay"] = round(full["decay"] ** (before / now), 6)
+    if full["milestones"]:
+        found["milestones"] = [m / full["rounds"] if m >= 1 else m for m in full["milestones"]]
+    if full["warmup_rounds"] >= 1:
+        found["warmup_rounds"] = full["warmup_rounds"] / full["rounds"]
+    return found
+
+
+def _epochs(full: Mapping, made: Mapping, said: Collection[str]) -> dict[str, int]:
+    """The method's other epochs, as many for each local epoch as published."""
+    factor, found = made["local_epochs"] / full["local_epochs"], {}
+    if factor == 1:
+        return found
+    method = build_method(made["method"], made["options"])
+    for name in (f.name for f in fields(method) if f.name.endswith("_epochs")):
+        value = getattr(method, name)
+        if value is not None and not unmet(method, name) and f"options.{name}" not in said:
+            found[name] = max(1, math.floor(value * factor + 0.5))
+    return {name: epochs for name, epochs in found.items() if epochs != getattr(method, name)}

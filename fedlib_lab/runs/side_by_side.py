@@ -1,0 +1,339 @@
+"""Several runs at once, a core each, in processes: what the queue of ``fill.py`` and ``run_all`` have in common.
+
+A run on one core wastes nothing: building and evaluating it keep one core busy, and rounds wait for no slowest worker.
+:func:`choose` says which runs of a list are so done sooner; :func:`run_forks` runs them in forks of this process, so
+what a notebook registered is there. A run is stored by ``store.py``, under its lock. Read next: ``fill.py``.
+"""
+
+import _thread
+import contextlib
+import io
+import multiprocessing
+import os
+import queue as queues
+import signal
+import sys
+import threading
+import warnings
+from collections import Counter, deque
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from typing import Any, ClassVar, NoReturn, Protocol, TypeVar
+
+import torch
+
+from fedlib.core import profiling
+from fedlib.core.devices import free_memory
+from fedlib.core.experiment import Experiment
+from fedlib.engine.executors import Execution
+from fedlib.engine.federation import build_federation
+from fedlib.engine.memory import bytes_to_train
+from fedlib.engine.rounds import Finished
+from fedlib.methods import Server
+from fedlib.models.registry import backbone_spec
+
+from ..executors.processes import Unforkable, check_fork, pack, portable
+from ..executors.workers import become_worker
+from .prices import examples_per_client
+from .progress import Watch, interrupted, told
+
+LIVES = 2  # processes that may die of one run before it is given up
+DIED = f"its process died {LIVES} times, often a sign that memory is short"
+GRACE_SECONDS = 60.0  # for a run that is asked to stop
+ALONE = 1.1  # core-seconds of a run that has all cores, to those of one that has one
+SHARE_OF_MEMORY = 0.5  # of what is free; clients that train as one cohort come on top
+J = TypeVar("J")
+
+
+@dataclass(frozen=True)
+class News:
+    """What a process says of a run that goes on: what :class:`Watch` is told, printed or warned of, with arguments."""
+
+    name: str
+    arguments: tuple
+
+    def tell(self, watch: Watch) -> None:
+        """Pass it on in the process that the user watches."""
+        if self.name == "warning":
+            warnings.warn_explicit(*self.arguments)
+        else:
+            is_stream = self.name in ("stdout", "stderr")
+            told(getattr(sys, self.name).write if is_stream else getattr(watch, self.name), *self.arguments)
+
+
+class Runner(Protocol):
+    """A process that runs what it is sent. It puts (itself, answer) into a queue, and (itself, None) when it ends."""
+
+    def ask_to_stop(self) -> None: ...
+
+    def end(self) -> None: ...
+
+
+R = TypeVar("R", bound=Runner)
+
+
+def hand_out(
+    jobs: Sequence[J], workers: int, start: Callable[[queues.Queue], R], send: Callable[[R, J, int], None],
+    seconds_left: Callable[[], float] = lambda: 1.0, hear: Callable[[News], None] = lambda news: None,
+) -> Generator[tuple[J, Any], None, None]:  # fmt: skip
+    """Give ``jobs`` in their order to ``workers`` processes; yield (job, answer), ``hear`` of what goes on.
+
+    ``send(process, job, cores)``: one core each, and the last job all that are free. A job whose process died is given
+    to another; of one that lost ``LIVES`` the answer is None. All processes are ended when no ``seconds_left``, at an
+    error, or when the generator is closed.
+    """
+    todo, lost, answers = deque(jobs), Counter(), queues.Queue()
+    crew: list[R] = []
+    busy: dict[R, J] = {}
+    try:
+        while (todo or busy) and seconds_left() > 0:
+            while todo and len(busy) < workers:
+                cores = max(1, workers // (len(busy) + len(todo)))
+                idle = next((p for p in crew if p not in busy), None)
+                if idle is None:
+                    crew.append(idle := start(answers))
+                busy[idle] = todo.popleft()
+                send(idle, busy[idle], cores)
+            try:
+                process, answer = answers.get(timeout=max(0.01, min(1.0, seconds_left())))
+            except queues.Empty:
+                continue
+            if isinstance(answer, News):
+                hear(answer)
+                continue
+            if answer is None:
+                crew.remove(process)
+            if (job := busy.pop(process, None)) is None:
+                continue
+            lost[job] += answer is None
+            if answer is None and lost[job] < LIVES:
+                todo.append(job)
+                continue
+            yield job, answer
+    finally:
+        for process in crew:
+            process.ask_to_stop()
+        for process in crew:
+            process.end()
+
+
+def serve(jobs: Iterator[J], answer: Callable[[J], object], send: Callable[[object], None]) -> NoReturn:
+    """Inside a process: ``send`` the answer to each of ``jobs`` until these end: then stop, also amid a run."""
+    become_worker()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job would ignore it
+    todo, working, ended = queues.SimpleQueue(), threading.Event(), threading.Event()
+
+    def listen() -> None:
+        with contextlib.suppress(EOFError, OSError):
+            for job in jobs:
+                todo.put(job)
+        ended.set()
+        if working.is_set():
+            _thread.interrupt_main()
+        todo.put(None)
+
+    threading.Thread(target=listen, daemon=True).start()
+    with contextlib.suppress(KeyboardInterrupt, OSError):
+        while (job := todo.get()) is not None:
+            working.set()
+            if ended.is_set():  # before this one began
+                break
+            found = answer(job)
+            working.clear()
+            send(found)
+    os._exit(0)  # the listening thread may hold the input
+
+
+# --- a list of runs, in forks of this process ------------------------------------------------------------------------
+
+
+def choose(missing: Sequence[Experiment], execution: Execution) -> list[Experiment]:
+    """Which of ``missing`` end sooner side by side, longest first; the rest is better run alone, on all cores.
+
+    None of them unless the CPU trains, ``execution`` leaves executor and workers open, as many runs are missing as
+    there are cores, a process may be forked, nobody measures a profile, and memory suffices for one like the largest
+    on every core, which is built: its data and modules are then here before the forks.
+    """
+    cores = execution.side_by_side()
+    free = execution.device == "cpu" and execution.executor == "auto" and execution.workers is None
+    forks = sys.platform.startswith("linux") and not multiprocessing.current_process().daemon
+    if not (free and forks and 1 < cores <= len(missing)) or profiling.is_measuring() or torch.cuda.is_initialized():
+        return []
+    try:
+        lengths = {e: _length(e) for e in missing}
+        longest = sorted(missing, key=lambda e: -lengths[e])
+        workers = [min(cores, e.clients_per_round) for e in longest]
+        chosen = longest[: best_split([lengths[e] for e in longest], workers, cores)]
+        largest = max(chosen, key=lambda e: backbone_spec(e.backbone).numbers(e.batch_size), default=None)
+        fits = largest is not None and cores * _bytes_of(largest) < SHARE_OF_MEMORY * free_memory(torch.device("cpu"))
+    except (ValueError, ImportError, OSError):  # refused in its turn
+        return []
+    return chosen if fits else []
+
+
+def _length(e: Experiment) -> float:
+    """About how long ``e`` takes, in units of its own: examples that are trained on, by what a pass keeps of each."""
+    passes = 1 if e.finetune == "frozen" else 3  # without a backward pass through the backbone
+    seen = e.rounds * e.clients_per_round * e.local_epochs * examples_per_client(e)
+    return passes * seen * backbone_spec(e.backbone).numbers(1)[1]
+
+
+def _bytes_of(e: Experiment) -> float:
+    """What ``e`` takes beside this process: its data, its model, the training of one client, and caches."""
+    f = build_federation(e)
+    kept = backbone_spec(e.backbone).numbers(min(e.batch_size, int(f.data.num_examples.max())))[1]
+    caches = [t for c in (f.train_cache, f.test_cache) if c is not None for t in (c.z, *c.features)]
+    return bytes_to_train(e, f.model, 4 * kept) + sum(t.nbytes for t in (f.data.inputs, f.data.test_inputs, *caches))
+
+
+def best_split(lengths: Sequence[float], workers: Sequence[int], cores: int) -> int:
+    """How many of the first runs, longest first, are to be run side by side, so that all end soonest.
+
+    Those last as long as the core that has most of them; the rest, one after the other, ``ALONE`` / ``workers`` of
+    their ``lengths`` each.
+    """
+    rest, loads = sum(ALONE * s / n for s, n in zip(lengths, workers, strict=True)), [0.0] * cores
+    lasts = [rest]
+    for s, n in zip(lengths, workers, strict=True):
+        loads[loads.index(min(loads))] += s
+        rest -= ALONE * s / n
+        lasts.append(max(loads) + rest)
+    return lasts.index(min(lasts))
+
+
+def run_forks(
+    run_one: Callable[[Experiment, Watch], object], chosen: Sequence[Experiment], cores: int, watch: Watch
+) -> None:
+    """``run_one(e, watch)`` of each of ``chosen`` in ``cores`` forks of this process; what it raises is raised here.
+
+    Where a fork cannot train, and of what another process holds, nothing is run: ``watch.left`` still has it.
+    ``RuntimeError`` names a run that lost ``LIVES`` processes. After a Ctrl-C all are stored up to their last rounds.
+    """
+    start = lambda answers: Fork(answers, run_one)  # noqa: E731
+    watch.abreast = cores
+    try:
+        answers = hand_out(chosen, cores, start, lambda fork, e, _: fork.send(e), hear=lambda news: news.tell(watch))
+        with contextlib.closing(answers):
+            for e, answer in answers:
+                if answer is None:
+                    raise RuntimeError(f"{e.slug}: {DIED}; Execution(workers=1) runs one at a time")
+                if isinstance(answer, Exception):
+                    raise answer
+    except Unforkable:
+        pass
+    except KeyboardInterrupt as error:
+        done, going = watch.total - len(watch.left), len(watch.going)
+        text = f"interrupted: {done} of {watch.total} runs are done, {going} are stored up to their last rounds; "
+        raise interrupted(f"{text}run the same again, and they go on from there") from error
+    finally:
+        watch.abreast = 1
+        watch.close_rounds()
+
+
+class Fork:
+    """A fork of this process that runs experiments, seen from this process. It ends when its input does."""
+
+    inputs: ClassVar[set[Connection]] = set()  # of all forks: a later one must not keep an earlier one's open
+
+    def __init__(self, answers: queues.Queue, run_one: Callable[[Experiment, Watch], object]):
+        context: Any = multiprocessing.get_context("fork")
+        jobs, self.input = context.Pipe(duplex=False)
+        self.output, out = context.Pipe(duplex=False)
+        self.inputs.add(self.input)
+        self.process = context.Process(target=_in_a_fork, args=(jobs, out, run_one))
+        try:
+            with warnings.catch_warnings():  # Python warns where other threads run; a fork needs none of their locks
+                warnings.simplefilter("ignore", DeprecationWarning)
+                self.process.start()
+        except OSError as error:
+            raise Unforkable(f"no process could be forked: {error}") from error
+        finally:
+            jobs.close()
+            out.close()
+        threading.Thread(target=self._listen, args=(answers,), daemon=True).start()
+
+    def _listen(self, answers: queues.Queue) -> None:
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                answers.put((self, self.output.recv()))  # of a process of ours
+        answers.put((self, None))
+
+    def send(self, e: Experiment) -> None:
+        with contextlib.suppress(OSError):  # it died: heard of through its output
+            self.input.send(e)
+
+    def ask_to_stop(self) -> None:
+        self.inputs.discard(self.input)
+        self.input.close()
+
+    def end(self) -> None:
+        self.process.join(GRACE_SECONDS)
+        if self.process.is_alive():
+            self.process.kill()
+            self.process.join()
+
+
+def _in_a_fork(jobs: Connection, out: Connection, run_one: Callable[[Experiment, Watch], object]) -> None:
+    from tqdm import tqdm
+
+    for connection in Fork.inputs:
+        connection.close()
+    os.setsid()  # a Ctrl-C is the parent's to handle
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    profiling.forget()
+    tqdm.set_lock(threading.RLock())  # the parent's is shared, and a killed fork would keep it
+    lock = threading.Lock()
+
+    def send(message: object) -> None:
+        with contextlib.suppress(OSError), lock:  # the parent is gone: the listener hears of it
+            out.send_bytes(pack(message))
+
+    sys.stdout, sys.stderr = _Stream("stdout", send), _Stream("stderr", send)  # a notebook's own are the parent's
+    warnings.showwarning = lambda text, *where, **_: send(News("warning", (str(text), *where[:3])))
+
+    def answer(e: Experiment) -> object:
+        try:
+            check_fork()
+            return run_one(e, _Relay(send)) is not None
+        except Exception as error:
+            return portable(error)
+
+    serve(iter(jobs.recv, None), answer, send)
+
+
+class _Relay(Watch):
+    """Tells the parent's :class:`Watch`."""
+
+    def __init__(self, send: Callable[[News], None]):
+        self.send = send
+
+    def begin(self, e: Experiment, t: int) -> None:
+        self.send(News("begin", (e, t)))
+
+    def round(self, e: Experiment, r: Finished) -> None:
+        shown = {"accuracy": r.metrics["accuracy"]} if r.metrics is not None else None
+        light = replace(r, server=Server(r.t, {}, {}), memories={}, losses={}, metrics=shown, mirrors={})
+        self.send(News("round", (e, light)))
+
+    def end(self, e: Experiment) -> None:
+        self.send(News("end", (e,)))
+
+    def say(self, text: str) -> None:
+        self.send(News("say", (text,)))
+
+
+class _Stream(io.TextIOBase):
+    """What a fork writes, told by its parent."""
+
+    encoding = "utf-8"
+
+    def __init__(self, name: str, send: Callable[[News], None]):
+        self.name, self.send = name, send
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        self.send(News(self.name, (text,)))
+        return len(text)

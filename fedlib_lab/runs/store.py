@@ -1,0 +1,312 @@
+"""Stored runs: asking for a stored experiment returns it at once, an interrupted one goes on from its checkpoint.
+
+``outputs/runs/<slug>/`` holds ``experiment.json`` (with the run's record: ``record.py``), ``metrics.jsonl`` (a line per
+evaluated round), the checkpoints and ``clients/`` (``checkpoints.py``), and ``summary.json``, written last: its
+existence means done. A run that was trained with another method, data or weights than those at hand is refused
+(``identity.py``).
+"""
+
+import json
+import time
+import warnings
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal, overload
+
+from fedlib.core.experiment import Experiment
+from fedlib.core.profiling import phase
+from fedlib.core.storage import DamagedFile, read_json, read_lines, write_json
+from fedlib.core.validation import check_kind, shown
+from fedlib.engine.checks import check_experiment
+from fedlib.engine.executors import Execution
+from fedlib.engine.federation import Federation, build_federation
+from fedlib.engine.privacy import privacy_spent
+from fedlib.engine.rounds import Finished, measure, run_rounds
+from fedlib.layers.conv import CHOSEN
+from fedlib.methods import Server
+
+from . import side_by_side
+from .callbacks import Callback, OnRound, Together
+from .checkpoints import Checkpoints
+from .durations import Pace
+from .identity import KINDS, Accept, Inputs, accepted, check_verified, inputs_of, known_inputs
+from .progress import Watch, interrupted, say, unheard
+from .record import Run, begun, check_inputs, ended, provenance, provenance_now, recorded, resumed
+from .run_paths import Folder, as_stored, check_files, check_place, folder_of, forget, place, run_path
+
+
+def find_run(e: Experiment, folder: Folder = None, accept: Accept = ()) -> Run | None:
+    """The stored run of ``e``, or None if it is missing or unfinished; ``DamagedFile`` names a file not to believe.
+
+    ``OtherInputs`` if it was trained with another method, data or weights than those at hand. ``accept`` names the
+    kinds of difference to overlook, e.g. ``"data"`` or ``["options", "method"]``: options, method (its code), kit (a
+    rule of its own), backbone (one of your own), data, weights.
+    """
+    (e, path), accept = place(e, folder), accepted(accept)
+    check_files(path)
+    if not (path / "summary.json").exists():
+        return None
+    there = _read(path)
+    if there.experiment != e:
+        raise ValueError(f"{path} holds another experiment of the same name; move it away")
+    check_inputs(e, path, there.record, known_inputs(e, recorded(there.record)), accept)
+    return there
+
+
+def stored_runs(folder: Folder = None, words: Iterable[str] = ()) -> Iterator[Run]:
+    """Finished runs in ``folder`` by name, as they were stored: nothing is compared with what is at hand.
+
+    Of ``words`` the name must have every one. One that cannot be read is told of in a warning and left out.
+    """
+    words = [words] if isinstance(words, str) else list(words)
+    for path in sorted(p.parent for p in folder_of(folder).glob("*/summary.json")):
+        if all(word in path.name for word in words):
+            try:
+                yield _read(path)
+            except ValueError as error:
+                warnings.warn(f"{path.name} is left out: {error}", stacklevel=2)
+
+
+def shown_run(e: Experiment, folder: Folder = None) -> Run | None:
+    """As :func:`find_run`, for a table: a run of an older rule of the kit is shown, with a flag (``flags.py``)."""
+    return find_run(e, folder, "kit")
+
+
+def _read(path: Path) -> Run:
+    """The finished run in ``path``; ``DamagedFile`` if its files are not those of one run."""
+    content, summary, lines = read_json(path / "experiment.json"), read_json(path / "summary.json"), "metrics.jsonl"
+    e = Experiment.from_dict(content.pop("experiment"), str(path / "experiment.json"))
+    metrics, ended_after = read_lines(path / lines), summary.get("t")
+    if type(ended_after) is not int or not 0 <= ended_after <= e.rounds:
+        raise DamagedFile(path / "summary.json", f"it ends after round {shown(ended_after)} of {e.rounds}")
+    found, every = [m.get("t") for m in metrics], e.looks_every or e.rounds
+    due = sorted({*range(every, ended_after + 1, every), *([ended_after] if ended_after == e.rounds else [])})
+    if found != due:
+        raise DamagedFile(path / lines, f"it holds rounds {shown(found)} instead of {shown(due)}")
+    last = metrics[-1] if found[-1:] == [ended_after] else {}
+    said = [
+        {k: json.dumps(m[k], sort_keys=True) for k in last.keys() & summary.keys() - {"seconds"}}
+        for m in (last, summary)
+    ]
+    if other := [k for k in sorted(said[0]) if said[0][k] != said[1][k]]:
+        raise DamagedFile(path / lines, f"its last {', '.join(other)} are not those of summary.json, of another run")
+    return Run(e, path, summary, metrics, content)
+
+
+@overload
+def run(
+    e: Experiment, execution: Execution = ..., folder: Folder = ..., progress: bool = ...,
+    checkpoint_seconds: float = ..., wait: Literal[True] = ..., accept: Accept = ..., again: bool = ...,
+    on_round: OnRound = ..., callbacks: Iterable[Callback] = ...,
+) -> Run: ...  # fmt: skip
+@overload
+def run(
+    e: Experiment, execution: Execution = ..., folder: Folder = ..., progress: bool = ...,
+    checkpoint_seconds: float = ..., wait: bool = ..., accept: Accept = ..., again: bool = ...,
+    on_round: OnRound = ..., callbacks: Iterable[Callback] = ...,
+) -> Run | None: ...  # fmt: skip
+def run(
+    e: Experiment, execution: Execution = Execution(), folder: Folder = None, progress: bool = True,
+    checkpoint_seconds: float = 20.0, wait: bool = True, accept: Accept = (), again: bool = False,
+    on_round: OnRound = None, callbacks: Iterable[Callback] = (),
+) -> Run | None:  # fmt: skip
+    """Return the run of ``e``: from the store, resumed, or from the start.
+
+    If another process is running it, wait for that one (or return None with ``wait=False``). A run whose loss or update
+    becomes infinite or NaN ends with status ``diverged``: a result like any other (see ``Experiment.nonfinite``).
+    ``accept`` as in :func:`find_run`; resuming under other inputs than those of the first rounds needs it too.
+    ``again`` forgets what is stored, finished or not, and runs ``e`` from the start.
+
+    ``on_round`` is called with every round that is trained (``engine.rounds.Finished``), ``callbacks`` are told of them
+    too (``callbacks.py``). If one of these returns True the run stops there: it is stored as unfinished, and what is
+    returned has status ``stopped``.
+    """
+    check_kind(execution, Execution, "execution")
+    callback = Together(callbacks, on_round)
+    callback.check(e)
+    e = as_stored(e, folder)
+    if again:
+        check_experiment(e)
+        forget(e, folder)
+    if (stored := _find_good(e, folder, accept)) is not None:
+        if progress:
+            say(f"stored run{' of ' * bool(stored.day)}{stored.day}: {stored.path.name}")
+        return stored
+    with Watch([e], progress) as watch:
+        return _run_missing(e, execution, folder, watch, checkpoint_seconds, wait, accept, callback)
+
+
+def run_all(
+    experiments: Iterable[Experiment], execution: Execution = Execution(), folder: Folder = None,
+    progress: bool = True, checkpoint_seconds: float = 20.0, accept: Accept = (), callbacks: Iterable[Callback] = (),
+) -> list[Run]:  # fmt: skip
+    """Run what is missing and return all runs in order. Processes working on the same list share it by locks.
+
+    On a CPU several runs, a core each, go on side by side in forks of this process where that ends sooner
+    (``side_by_side.choose``); ``execution.workers``, another executor and callbacks keep to one after the other.
+    With ``execution.executor = "ray"``, whole experiments are spread over the cluster, each on one core or on a share
+    of a GPU; its nodes must see ``folder`` under the same path. ``accept`` as in :func:`find_run`, ``callbacks`` as in
+    :func:`run`; they are of this process, so ``ValueError`` with Ray.
+    """
+    check_kind(execution, Execution, "execution")
+    callbacks = list(callbacks)
+    if isinstance(experiments, Experiment):
+        raise ValueError("run_all takes several experiments, e.g. run_all([e1, e2]); for one, use run(e)")
+    experiments, callback = [as_stored(e, folder) for e in experiments], Together(callbacks)
+    stored = {e: _find_good(e, folder, accept) for e in dict.fromkeys(experiments)}
+    done = {e: r for e, r in stored.items() if r is not None}
+    missing, found = [e for e in stored if e not in done], list(done.values())
+    for e in missing:
+        callback.check(e)
+    if progress and found:
+        say(f"{sum(e in done for e in experiments)} of {len(experiments)} runs stored{_days(found)}")
+    chosen = [] if callbacks else side_by_side.choose(missing, execution)
+    alone = replace(execution, workers=1) if chosen else execution
+
+    def one(e: Experiment, watch: Watch, how: Execution = alone, wait: bool = False) -> Run | None:
+        if (r := _find_good(e, folder, accept)) is not None:  # another process was faster
+            watch.end(e)
+            return r
+        return _run_missing(e, how, folder, watch, checkpoint_seconds, wait, accept, callback)
+
+    with Watch(missing, progress and bool(missing), stored_pace(found, alone)) as watch:
+        if chosen:
+            side_by_side.run_forks(one, chosen, execution.side_by_side(), watch)
+        for wait in (False, True):  # first what no other process holds
+            for e in list(watch.left):
+                done |= {e: r} if (r := one(e, watch, execution, wait)) is not None else {}
+    done |= {e: r for e in missing if e not in done and (r := find_run(e, folder, accept)) is not None}
+    return [done[e] for e in experiments]
+
+
+def stored_pace(found: Iterable[Run], execution: Execution) -> Pace:
+    """Seconds a round of stored runs that this machine trained, as if on as many workers as ``execution`` has."""
+    pace, here = Pace(), provenance(execution)
+    for r in found:
+        there = r.record.get("provenance", {})
+        same = all(there.get(k) == here[k] for k in ("device", "cores"))
+        if same and here["workers"] and (workers := there.get("workers")):
+            pace.add(r.experiment, r.summary["seconds"] * workers / here["workers"], r.summary["t"])
+    return pace
+
+
+def _days(found: list[Run]) -> str:
+    days = sorted({r.day for r in found} - {""})
+    return f" ({days[0]})" if len(days) == 1 else f" ({days[0]} to {days[-1]})" if days else ""
+
+
+def _find_good(e: Experiment, folder: Folder, accept: Accept) -> Run | None:
+    """:func:`find_run`, but None if a file is damaged that the run's checkpoint can rebuild."""
+    try:
+        return find_run(e, folder, accept)
+    except DamagedFile as error:
+        if not Checkpoints(run_path(e, folder), e).exists():
+            raise
+        warnings.warn(f"{error.path} is damaged ({error.reason}): rebuilding it from the checkpoint", stacklevel=3)
+        return None
+
+
+def _run_missing(
+    e: Experiment, execution: Execution, folder: Folder, watch: Watch, seconds: float, wait: bool, accept: Accept,
+    callback: Callback,
+) -> Run | None:  # fmt: skip
+    """Run ``e`` under its lock; None if another process holds it and we do not ``wait``."""
+    from filelock import FileLock, Timeout
+
+    path = run_path(e, folder)
+    check_place(path)
+    federation = build_federation(e, execution.home)  # refuses bad input before the folder exists
+    privacy_spent(federation, e.rounds)  # and noise without an accountant
+    inputs = inputs_of(federation)
+    check_verified(e, inputs, accepted(accept))
+    path.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(path / ".lock")
+    try:
+        held = lock.acquire(timeout=0)
+    except Timeout:
+        if not wait:
+            return None
+        watch.say(f"waiting for another process, which runs {e.slug}")
+        held = lock.acquire()
+    except OSError as error:
+        text = f"{error.strerror}: files cannot be locked here, so two processes could run one experiment"
+        raise OSError(error.errno, f"{text}; set FEDLIB_OUTPUTS to another folder", str(path / ".lock")) from error
+    with held:
+        if (stored := _find_good(e, folder, accept)) is None:
+            try:
+                stored = _continue(federation, inputs, execution, path, watch, seconds, accepted(accept), callback)
+                stored = stored or find_run(e, folder, KINDS)  # a global that the rounds changed makes it no other run
+            finally:
+                callback.end(stored)
+    watch.end(e)
+    return stored
+
+
+def _continue(
+    f: Federation, inputs: Inputs, execution: Execution, path: Path, watch: Watch, checkpoint_seconds: float,
+    accept: frozenset[str], callback: Callback,
+) -> Run | None:  # fmt: skip
+    """Run the rounds that are not in the checkpoint and write the summary; a run only if a callback stopped it."""
+    store = Checkpoints(path, f.experiment)
+    server = store.restore(f)
+    f = replace(f, experiment=store.experiment)
+    check_inputs(f.experiment, path, store.record, inputs, accept, server.t)
+    first, *later = (store.record.get("provenance", {}), *store.record.get("resumed", [])) if server.t else ({},)
+    execution = replace(execution, products=first.get("products") or execution.products)
+    for go in (first, *later):  # convolutions go on as they were chosen
+        CHOSEN.update(go.get("convolutions", {}))
+    if not store.final:
+        now = provenance_now(execution)
+        store.check_shapes(server, f)
+        store.record = resumed(store.record, server.t, inputs, now) if server.t else begun(inputs, now)
+    store.write_record()
+    watch.begin(f.experiment, server.t)
+    try:
+        last = _rounds(f, execution, server, store, watch, checkpoint_seconds, callback)
+        return _finish(f, store, last, path)
+    except KeyboardInterrupt as error:
+        with unheard():
+            store.save_unsaved()
+        text = f"interrupted: {f.experiment.slug} is stored up to round {store.saved} of {f.experiment.rounds}; "
+        raise interrupted(f"{text}run the same again, and it goes on from there") from error
+
+
+def _rounds(
+    f: Federation, execution: Execution, server: Server, store: Checkpoints, watch: Watch, checkpoint_seconds: float,
+    callback: Callback,
+) -> Finished | None:  # fmt: skip
+    """Run the rounds after ``server.t``, with a checkpoint now and then; the last one, None if none was left."""
+    saved = time.monotonic()
+    if callback.begin(f.experiment, server.t, store.metrics) and server.t and not store.final:
+        return Finished(server.t, replace(server, mirrors=store.mirrors), {}, {}, None, 0.0)
+    for r in run_rounds(f, execution, server, store.memories, store.mirrors):
+        store.note(r)
+        watch.round(f.experiment, r)
+        if callback.round(r) or r.diverged or r.t == f.experiment.rounds:
+            return r
+        if time.monotonic() - saved >= checkpoint_seconds:
+            with phase("files"):
+                store.save(r.server)
+            saved = time.monotonic()
+    return None
+
+
+def _finish(f: Federation, store: Checkpoints, last: Finished | None, path: Path) -> Run | None:
+    """Write the last checkpoint, then the record and the summary; of a run that was stopped the checkpoint alone."""
+    numbers = {"num_examples": int(f.data.num_examples.sum()), "num_test": len(f.data.test_labels)}
+    if last is not None:
+        metrics = last.metrics if last.metrics is not None else measure(f, last.server, store.memories)
+        stopped = last.t < f.experiment.rounds and not last.diverged
+        status = "diverged" if last.diverged else "stopped" if stopped else "finished"
+        final = {"t": last.t, "status": status, **metrics, **store.drops()}
+        if stopped:
+            store.save_unsaved()
+            summary = final | {"seconds": round(store.seconds, 2)} | numbers
+            return Run(f.experiment, path, summary, store.metrics, store.record)
+        store.record = ended(store.record)
+        with phase("files"):
+            store.save(last.server, final)
+            store.write_record()
+    write_json(path / "summary.json", dict(store.final, seconds=round(store.seconds, 2), **numbers))
+    return None

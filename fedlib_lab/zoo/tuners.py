@@ -1,0 +1,80 @@
+"""Fine-tuning by any of peft's tuners, on the layers that a backbone names for it."""
+
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from functools import cache
+
+import torch
+from torch import nn
+
+from fedlib.core.slices import RANK
+from fedlib.layers.dropout import TokenDropout
+from fedlib.layers.linear import Linear
+from fedlib.models.adapters import LORA_DEFAULTS, check_options, check_rank, default_options, impossible, lent_generator
+from fedlib.models.backbone import Backbone, Spec
+
+from .members import PerClient
+
+DEFAULTS: Mapping[str, dict] = {"ia3": {"feedforward_modules": []}}
+WITHOUT_INJECTION = {"prompt_tuning", "p_tuning", "prefix_tuning", "multitask_prompt_tuning", "adaption_prompt",
+                     "cpt", "xlora", "poly", "trainable_tokens", "cartridge", "adalora"}  # fmt: skip
+
+
+@cache
+def peft_configs() -> dict[str, type]:
+    """The class of options of each of peft's tuners, by its name."""
+    from peft import PEFT_TYPE_TO_CONFIG_MAPPING
+
+    return {str(getattr(k, "value", k)).lower(): c for k, c in PEFT_TYPE_TO_CONFIG_MAPPING.items()}
+
+
+def modes() -> set[str]:
+    """Those that peft can inject."""
+    return peft_configs().keys() - WITHOUT_INJECTION
+
+
+def check(mode: str, options: dict, config: Spec) -> None:
+    """Raise ``ValueError`` for an option that peft's tuner does not have, or one that it cannot inject."""
+    check_options(mode, options, {f.name for f in fields(peft_configs()[mode])})
+    for key, value in options.items():
+        if key == "r":
+            check_rank(value, config)
+        elif key.endswith("dropout") and value:  # peft's own would draw from the global generator
+            raise impossible(key, value, "0.0, or lora with no options but " + ", ".join(LORA_DEFAULTS))
+    try:
+        by_number = {"layers_to_transform", "target_modules", "layers_pattern"} & options.keys()
+        with torch.device("meta"):  # as what a model takes and costs is told before it is built
+            rehearsal = (config if by_number else replace(config, depth=2)).build()
+            inject_(rehearsal, mode, options, seed=0)
+        if len(list(rehearsal.parameters())) < len(list(rehearsal.named_parameters(remove_duplicate=False))):
+            raise ValueError("it shares tensors between blocks, which sub-models of unequal depth cannot")
+    except Exception as error:  # peft raises many classes
+        raise ValueError(f"experiment: finetune = {mode!r} with {options}: peft says: {error}") from error
+
+
+def inject_(vit: Backbone, mode: str, options: dict, seed: int) -> None:
+    """Let peft insert its tuner on the backbone's layers for it, q and v on a ViT (or ``target_modules``)."""
+    from peft import inject_adapter_in_model
+    from peft.tuners.lora import Linear as LoraLinear
+
+    settings = {"target_modules": list(vit.spec.peft_targets)} | default_options(mode) | options
+    settings = {k: list(v) if isinstance(v, tuple) else v for k, v in settings.items()}
+    rate = settings.pop("lora_dropout", 0.0)  # peft's own would draw from the global generator
+    with lent_generator(seed):
+        within = nn.ModuleDict({"vit": vit})  # peft finds a block's number only behind a dot
+        inject_adapter_in_model(peft_configs()[mode](**settings), within)
+    for block in vit.blocks:
+        layers = [(n, m) for n, m in block.named_modules() if hasattr(m, "base_layer")]
+        for path, layer in layers:
+            if type(layer) is LoraLinear and not layer.lora_variant:
+                out_axis, in_axis = layer.base_layer.axes["weight"]
+                rank = f"/{path}{RANK}"
+                for linear, axes in (
+                    (layer.lora_A["default"], (rank, in_axis)),
+                    (layer.lora_B["default"], (out_axis, rank)),
+                ):
+                    linear.__class__, linear.axes = Linear, {"weight": axes, "bias": axes[:1]}
+                layer.lora_dropout["default"] = TokenDropout(rate) if rate else nn.Identity()
+            else:
+                parent, name = path.rsplit(".", 1)
+                setattr(block.get_submodule(parent), name, PerClient(layer))

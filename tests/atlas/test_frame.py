@@ -1,0 +1,128 @@
+"""The atlas as one table: costs of a round counted by hand, and a user's own method among the others."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from fedlib import run
+from fedlib.methods import METHODS
+from fedlib_lab.atlas.fitting import SLACK, fitted_cells
+from fedlib_lab.atlas.frame import costs, devices, entries_frame, holdings, shares_of
+from fedlib_lab.atlas.scores import BINDS, HIGH, at_best_rate, own_methods, tasks_of
+from fedlib_lab.runs.costs import load_shapes
+from fedlib_lab.runs.params import load_grid, load_spec
+from fedlib_lab.runs.store import find_run
+
+CAPS = {"of": "macs", "shares": [0.125, 0.25, 0.5, 1.0]}
+MINE = '''
+from dataclasses import dataclass
+
+from fedlib.methods import Method, register
+
+
+@register("mine")
+@dataclass(frozen=True)
+class Mine(Method):
+    """Early exits, each trained by its own loss."""
+'''
+
+
+@pytest.fixture(scope="module")
+def cells():
+    return load_grid("atlas", "cifar10_macs", "smoke", {"seeds": [1], "num_train": 80, "num_test": 40, "rounds": 1})
+
+
+def test_every_task_is_a_table_of_its_caps():
+    for caps in BINDS:
+        for task, table in tasks_of(caps).items():
+            assert table == f"{task}_{caps}"
+            assert load_spec("atlas", table)["caps"]["of"] == caps
+            shares = load_spec("atlas", table)["caps"]["shares"]
+            assert shares == sorted(shares) and shares[-1] == 1 and len(shares) == len(devices())
+
+
+def test_costs_of_a_round_by_hand(cells):
+    depth = next(c.experiment for c in cells if c.variant == "depthfl")
+    found, boards, shapes = costs(depth), devices(), load_shapes(depth, 10)
+    measure, of_client = shapes.setting.measure, 80 / depth.num_clients
+    for k, board in enumerate(boards.index):
+        part = shapes.slice_for(k)
+        assert found.macs[board] == pytest.approx(3 * measure.macs(part) * of_client * depth.local_epochs)
+        travel = (found.up[board] + found.down[board]) * 8 * 2**20 / (boards.megabits[board] * 1e6)
+        training = found.macs[board] / (boards.tera_macs[board] * 1e12 * boards.utilisation[board])
+        assert found.seconds[board] == pytest.approx(training + travel)
+        assert found.up[board] == pytest.approx(shapes.upload_mib(part, k))
+    assert found.peak.is_monotonic_increasing and found.macs.is_monotonic_increasing
+
+
+def test_what_classes_hold_by_hand():
+    """Blocks of a ViT cost alike; ranks cut nothing but what travels."""
+    of = {"variant": ["whole", "depthfl", "heterofl", "hetlora"], "seeds": [1]}
+    grids = {"upload": {"cifar10": load_grid("atlas", "cifar10_upload", "small", of)}, "memory": {}}
+    whole, *rows = grids["upload"]["cifar10"]
+    held = {c.variant: shares_of(c.experiment, whole.experiment).set_index("blocks") for c in rows}
+    prefix = held["depthfl"]
+    assert list(prefix.index) == [1, 2, 6, 12] and list(prefix.exits) == [1, 2, 3, 4] and (prefix.width == 1).all()
+    assert np.allclose(np.diff(prefix.macs) / np.diff(prefix.index), (1 - prefix.macs.iloc[0]) / 11, rtol=0.02)
+    wide, ranks = held["heterofl"], held["hetlora"]
+    assert list(wide.width) == [0.125, 0.25, 0.5, 1] == pytest.approx(list(wide.upload), rel=0.01)
+    assert list(ranks.width) == [3 / 32, 8 / 32, 16 / 32, 1] and ranks.macs.min() > 0.85
+    (told,) = holdings(grids, "depthfl").to_dict("records")
+    assert (told["what binds"], told["task"], told["blocks"]) == ("traffic", "CIFAR-10", "1, 2, 6, 12")
+    assert told["upload"] == "0.09, 0.18, 0.52, 1.02" and holdings(grids, "fedepth").empty
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("table", [t for caps in BINDS for t in tasks_of(caps).values()])
+def test_no_row_of_the_atlas_is_over_its_caps(table):
+    caps = load_spec("atlas", table)["caps"]
+    rows = {c.variant: c.experiment for c in load_grid("atlas", table, "small", {"seeds": [1]})}
+    for row, e in rows.items():
+        if row not in (HIGH, "local_whole"):  # the caps forbid the one, and of what is sent the other sends nothing
+            takes = shares_of(e, rows[HIGH])[caps["of"]]
+            assert (takes <= np.array(caps["shares"]) * (1 + SLACK)).all(), (row, list(takes))
+
+
+def test_a_row_a_run_and_a_method_of_ones_own(cells, tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(MINE)
+    try:
+        assert own_methods(path) == own_methods(path) == ["mine"]  # the file may be read again
+        mine = fitted_cells(cells, CAPS, "mine")
+        assert [c.variant for c in mine] == ["mine"] and mine[0].experiment.budgets == (0, 1, 2, 3)
+        whole = next(c for c in cells if c.variant == "whole")
+        for cell in (*mine, whole):
+            run(cell.experiment, folder=tmp_path / "runs", progress=False)
+        frame = entries_frame({"macs": {"cifar10": [*cells, *mine]}}, tmp_path / "runs")
+        small = {"num_train": 80, "num_test": 40, "rounds": 1}
+        tried = fitted_cells(load_grid("atlas", "cifar10_rates", "smoke", small), CAPS, "mine")
+        for cell in tried:
+            run(cell.experiment, folder=tmp_path / "runs", progress=False)
+        (best,) = at_best_rate(mine, tried, tmp_path / "runs")
+        third = replace(tried[0], column="lr_1.6", experiment=tried[0].experiment.replace(lr=1.6))  # it has no score
+        assert at_best_rate(mine, [*tried, third], tmp_path / "runs") == [best]
+        with pytest.raises(ValueError, match="no rate of 'mine' has a score"):
+            at_best_rate(mine, [third], tmp_path / "runs")
+    finally:
+        METHODS.pop("mine", None)
+    scores = {c.experiment.lr: find_run(c.experiment, tmp_path / "runs").summary["personal"] for c in tried}
+    assert set(scores) == {0.05, 0.1} and {c.experiment.evaluate_on for c in tried} == {"validation"}
+    highest = max(sorted(scores), key=lambda lr: round(np.mean(list(scores[lr]["by_client"].values())), 2))
+    assert best.experiment == mine[0].experiment.replace(lr=highest)
+    assert list(frame.method) == ["whole", "mine"] and frame["rounds to target"].isna().all()  # no smallest level ran
+    assert np.allclose(frame.score, frame[[f"class {k}" for k in range(1, 5)]].mean(axis=1))  # classes of equal size
+    assert (frame.worst <= frame.score).all()
+    nothing = tmp_path / "nothing.py"
+    nothing.write_text("x = 1\n")
+    with pytest.raises(ValueError, match="registers no method"):
+        own_methods(nothing)
+
+
+@pytest.mark.parametrize(("caps", "method"), [("macs", "depthfl"), ("upload", "depthfl"), ("upload", "hetlora")])
+def test_rows_of_the_atlas_are_what_fits(caps, method):
+    """Some; the others are given by the same function."""
+    by = {c.variant: c for c in load_grid("atlas", f"cifar10_{caps}", "small", {"seeds": [1]})}
+    (here,) = fitted_cells([by["whole"]], load_spec("atlas", f"cifar10_{caps}")["caps"], method)
+    for key in ("num_exits", "exit_blocks", "budgets", "options"):
+        assert getattr(here.experiment, key) == getattr(by[method].experiment, key)

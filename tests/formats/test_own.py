@@ -1,0 +1,226 @@
+"""Data of one's own: objects under a name, folders of ``save_to_disk``, ids of the hub; known by their content."""
+
+import re
+
+import datasets as hf
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from fedlib import register_data, run
+from fedlib.data.datasets import load_dataset, source_key
+from fedlib.data.federated import load_federated
+from fedlib_lab.formats import readers
+from fedlib_lab.formats.own import content_of
+from fedlib_lab.runs.identity import OtherInputs
+from tests.helpers.stored import ONE, small
+
+RNG = np.random.default_rng(0)
+X, Y = RNG.integers(0, 256, (60, 32, 32), dtype=np.uint8), np.arange(60) % 3
+PLAIN = dict(dataset="mine", num_train=None, num_test=None, rounds=1)
+
+
+@pytest.fixture(autouse=True)
+def apart(cache, monkeypatch):
+    monkeypatch.setattr("fedlib_lab.formats.readers.OWN_DATA", {})
+
+
+def table(rows=slice(None), **more):
+    images = [Image.fromarray(x) for x in X[rows]]
+    features = {"image": hf.Image(), "label": hf.ClassLabel(names=["a", "b", "c"])} | {k: hf.Value("int64") for k in more}  # fmt: skip
+    return hf.Dataset.from_dict({"image": images, "label": Y[rows]} | more, features=hf.Features(features))
+
+
+class TorchvisionSet:
+    """What torchvision's sets are without a transform."""
+
+    classes = ["a", "b", "c"]
+
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, i):
+        return Image.fromarray(X[i]), int(Y[i])
+
+
+FORMS = {
+    "a pair of arrays": ((X[:40], Y[:40]), (X[40:], Y[40:])),
+    "tensors": ((torch.from_numpy(X[:40, None]), torch.from_numpy(Y[:40])), (torch.from_numpy(X[40:, :, :, None]), torch.from_numpy(Y[40:]))),
+    "a Dataset": (table(slice(40)), table(slice(40, 60))),
+    "a DatasetDict": (hf.DatasetDict(train=table(slice(40)), test=table(slice(40, 60))), None),
+    "torchvision's": (TorchvisionSet(), (X[40:], Y[40:])),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_what_is_registered_is_a_data_set(form):
+    train, test = FORMS[form]
+    data = load_dataset(register_data("mine", train, test, None if "data" in form.lower() else ["a", "b", "c"]))
+    assert torch.equal(data.train_inputs, torch.from_numpy(X[:40, None])) and data.classes == ("a", "b", "c")
+    assert torch.equal(data.test_inputs, torch.from_numpy(X[40:, None]))
+    assert data.train_labels.tolist() == Y[:40].tolist() and data.test_labels.tolist() == Y[40:].tolist()
+
+
+def test_a_run_of_it_is_known_by_its_content(tmp_path):
+    """The same arrays again are the same run; others under the same name are refused."""
+    e = small("fedavg", **PLAIN)
+    register_data("mine", (X, Y))
+    done = run(e, ONE, tmp_path, progress=False)
+    assert done.summary["num_examples"] == 54  # a tenth is held out
+    register_data("mine", (X.copy(), Y.copy()))
+    assert run(e, ONE, tmp_path, progress=False, on_round=lambda r: 1 / 0).accuracy == done.accuracy
+    register_data("mine", (255 - X, Y))
+    with pytest.raises(OtherInputs, match="the data of 'mine'"):
+        run(e, ONE, tmp_path)
+
+
+def test_a_dataset_is_known_by_what_it_holds_and_not_by_how_it_came(tmp_path):
+    """A map whose function read something else has the same fingerprint; a picture's file may be another."""
+    dark, light = table().map(lambda row: {"label": 0}), table().map(lambda row: {"label": 1})
+    light._fingerprint = dark._fingerprint
+    seen = [load_dataset(register_data("mine", t)).train_labels.unique().tolist() for t in (dark, light)]
+    assert seen == [[0], [1]] and content_of(dark) == content_of(table().map(lambda row: {"label": row["label"] * 0}))
+    file = tmp_path / "one.png"
+    cells = hf.Dataset.from_dict({"image": [str(file)] * 20, "label": [0, 1] * 10}).cast_column("image", hf.Image())
+    found = []
+    for shade in (10, 200):
+        Image.fromarray(np.full((8, 8), shade, np.uint8)).save(file)
+        found.append(load_dataset(register_data("mine", cells)).train_inputs.unique().tolist())
+    assert found == [[10], [200]]
+
+
+@pytest.mark.parametrize("kind", ["arrays", "tensors"])
+def test_what_becomes_of_arrays_after_they_were_registered_changes_nothing(kind):
+    x, y = (X.copy(), Y.copy()) if kind == "arrays" else (torch.from_numpy(X.copy()), torch.from_numpy(Y.copy()))
+    register_data("mine", (x, y), (x, y))
+    x[:], y[:] = 7, 0
+    data = load_dataset("mine")
+    assert torch.equal(data.train_inputs[:, 0], torch.from_numpy(X)) and data.test_labels.tolist() == Y.tolist()
+
+
+def test_a_folder_of_save_to_disk_is_a_data_set(tmp_path):
+    hf.DatasetDict(train=table(slice(40)), test=table(slice(40, 60))).save_to_disk(tmp_path / "both")
+    table().save_to_disk(tmp_path / "one")
+    both, one = load_dataset(str(tmp_path / "both")), load_dataset(str(tmp_path / "one"))
+    assert torch.equal(both.test_inputs, torch.from_numpy(X[40:, None])) and both.classes == ("a", "b", "c")
+    assert len(one.train_labels) == 54 and len(one.test_labels) == 6
+    next((tmp_path / "one").glob("*.arrow")).write_bytes(b"no arrow")
+    with pytest.raises(ValueError, match="is no whole folder of save_to_disk"):
+        load_dataset(str(tmp_path / "one"))
+
+
+def test_an_id_of_the_hub_is_the_set_of_that_name():
+    assert source_key("uoft-cs/cifar10") == source_key("cifar10") != source_key("uoft-cs/cifar100")
+    with pytest.raises(ValueError, match="'nyu-mll/glue' is unknown"):  # which of its sets?
+        load_dataset("nyu-mll/glue")
+
+
+@pytest.mark.parametrize(
+    "name, train, sentence",
+    [
+        ("cifar10", (X, Y), "name = 'cifar10' is the kit's"),
+        ("a/b", (X, Y), "is the kit's, or no word"),
+        ("mine", (X.astype(float), Y), "inputs are float64 .* allowed: uint8 images"),
+        ("mine", (X, Y[:5]), r"labels int64 \(5,\), inputs"),
+        ("mine", (X, Y - 1), "labels -1 to 1; allowed: 0 to 2"),
+        ("mine", "folder", "'str' is no data set"),
+        ("mine", 3, "'int' is no data set"),
+        ("mine", None, "'NoneType' is no data set"),
+        ("mine", [1, 2], r"labels int64 \(\), inputs"),
+        ("mine", hf.DatasetDict(test=table()), "no split named 'train'; found test"),
+    ],
+)
+def test_what_is_no_data_set_is_refused(name, train, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        register_data(name, train, classes=["a", "b", "c"])
+    assert "mine" not in readers.OWN_DATA
+
+
+def test_a_client_is_tested_on_its_owner_s_examples():
+    """Owners 0, 1 and 2 of twenty examples each; a tenth of each is held out, two rows."""
+    register_data("mine", table(writer_id=np.arange(60) // 20))
+    e = small("fedavg", **PLAIN, partition="natural_split", num_clients=6, test_split="owner")
+    data = load_federated(e)
+    owners, tests = data.client_owners(), [data.client_test(i) for i in range(6)]
+    assert [len(t) for t in tests] == [2] * 6
+    assert all((data.test_owners[t] == o).all() for t, o in zip(tests, owners, strict=True))
+    for changes, sentence in (
+        ({"partition": "iid"}, "but with partition = 'iid'; allowed: data whose examples have owners"),
+        ({"dataset": "mnist"}, "but mnist says no owners of its test examples"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            load_federated(e.replace(**changes))
+
+
+def test_a_partitioner_of_flwr_datasets_says_who_the_clients_are(tmp_path):
+    """Each client holds the rows of its part, be they drawn or sorted; the same division again is the same run."""
+    from flwr_datasets.partitioner import DirichletPartitioner, ShardPartitioner
+
+    of = {"dirichlet": lambda: DirichletPartitioner(4, "label", 0.5, min_partition_size=2, seed=3),
+          "shards": lambda: ShardPartitioner(4, "label", num_shards_per_partition=2, shard_size=5)}  # fmt: skip
+    e = small("fedavg", **PLAIN, partition="natural", num_clients=4, clients_per_round=2)
+    images = {x.tobytes(): i for i, x in enumerate(X[:40])}
+    for name, make in of.items():
+        alone = make()
+        alone.dataset = table(slice(40), writer_id=np.zeros(40, int)).add_column("row", list(range(40)))
+        wanted = {tuple(sorted(alone.load_partition(i)["row"])) for i in range(4)}
+        register_data("mine", table(slice(40), writer_id=np.zeros(40, int)), table(slice(40, 60)), partitioner=make())
+        data = load_federated(e)
+        rows = [data.inputs[data.client(c)].numpy() for c in range(4)]
+        assert {tuple(sorted(images[x.tobytes()] for x in held)) for held in rows} == wanted, name
+        first = run(e, ONE, tmp_path / name, progress=False)
+        register_data("mine", table(slice(40)), table(slice(40, 60)), partitioner=make())
+        assert run(e, ONE, tmp_path / name, progress=False).path == first.path
+    register_data("mine", table(slice(40)), table(slice(40, 60)), partitioner=of["dirichlet"]())
+    with pytest.raises(OtherInputs, match="data"):
+        run(e, ONE, tmp_path / "shards", progress=False)
+
+
+@pytest.mark.parametrize(
+    "train, partitioner, sentence",
+    [
+        ((X, Y), object(), "mine: a partitioner divides a datasets.Dataset, and this is a tuple"),
+        (table(), object(), "mine: the partitioner cannot divide it: 'object' object has no attribute 'dataset'"),
+    ],
+)
+def test_what_a_partitioner_cannot_divide_is_refused(train, partitioner, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        register_data("mine", train, partitioner=partitioner)
+
+
+class Parts:
+    """A partitioner of one's own: the rows of each part."""
+
+    def __init__(self, *rows):
+        self.rows, self.num_partitions = rows, len(rows)
+
+    def load_partition(self, i):
+        return {"its row": self.rows[i]}
+
+
+@pytest.mark.parametrize("parts, sentence", [
+    ((range(6), range(5, 9)), "mine: row 5 is in parts 0 and 1; allowed: in one, once"),
+    (([0, 1, 1],), "mine: row 1 is in parts 0 and 0; allowed: in one, once"),
+    (([0], [-1]), "mine: part 1 has rows [-1]; allowed: 0 to 59"), (([0, 60],), "mine: part 0 has rows [0, 60]; allowed: 0 to 59"),
+    (([0.0, 1.5],), "mine: part 0 has rows [0.0, 1.5]; allowed: 0 to 59"), (([True],), "mine: part 0 has rows [True]; allowed"),
+    ((None,), "mine: part 0 has rows [None]; allowed"),
+])  # fmt: skip
+def test_a_row_belongs_to_one_part_at_most(parts, sentence):
+    """Before, who came last had what two parts held, and -1 was the last row."""
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        register_data("mine", table(), partitioner=Parts(*parts))
+
+
+def test_rows_of_no_part_are_said():
+    with pytest.warns(UserWarning, match="mine: 20 of 60 rows are in no part and not used"):
+        register_data("mine", table(), partitioner=Parts(range(20), range(40, 60)))
+
+
+@pytest.mark.parametrize("train, classes, sentence", [
+    (([[1, 2], [3]], [0, 1]), None, "mine: setting an array element with a sequence"),
+    ((X, Y), 3, "mine: classes = 3; allowed: a list of names"), ((X, Y), "abc", "mine: classes = 'abc'; allowed: a list"),
+])  # fmt: skip
+def test_what_is_no_pair_of_arrays_is_refused_by_name(train, classes, sentence):
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        register_data("mine", train, classes=classes)
