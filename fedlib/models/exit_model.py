@@ -1,7 +1,8 @@
 """A backbone with exits, run for one client or a whole cohort in one pass.
 
 The head decides what an exit is: ``Classifiers`` (one per exit) or ``Ree`` (shared, and handing a class token back).
-Both answer ``step(unit, feature, past)`` after every unit. Read next: ``backbone.py``, ``exits.py``, ``parameter_info.py``.
+Both answer ``step(unit, feature, past)`` after every unit.
+Read next: ``backbone.py``, ``exits.py``, ``parameter_info.py``.
 """
 
 import copy

@@ -2,7 +2,7 @@
 
 This process is the ServerApp of a Flower run. A SuperNode gets the experiment, the members of a cohort and of the
 trained parameters the entries that these hold; it builds model and data by itself, and sends weighted sums. Nothing
-that travels is unpickled (``executors/messages.py``), so no code does: methods, backbones and data sets of a notebook are
+that travels is unpickled (``messages.py``), so no code does: methods, backbones and data sets of a notebook are
 refused. Every SuperNode needs the same fedlib and torch, and the data; ``--node-config 'device="cuda"'`` lets it train
 on a GPU. What comes back is checked for its form and weight, not for honesty. Flower starts a process for every cohort.
 Read next: ``cluster.py``, the same on Ray.

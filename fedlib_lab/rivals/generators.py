@@ -1,7 +1,7 @@
 """Nets that a server trains to make examples, and what models are to share on them (DarkDistill).
 
 Their numbers are the server's memory: a net is built empty, filled, trained for a round, and told again.
-Read next: ``sliced/darkdistill.py``.
+Read next: ``darkdistill.py``.
 """
 
 from collections.abc import Sequence

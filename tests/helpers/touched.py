@@ -25,7 +25,7 @@ def tests_of(name: str) -> Iterable[Path]:
     if path.name.startswith("test_"):
         own = ROOT / name
     else:
-        inside = path.relative_to("fedlib") if path.parts[0] == "fedlib" else path
+        inside = path.relative_to(path.parts[0]) if path.parts[0] in ("fedlib", "fedlib_lab") else path
         own = TESTS / inside.parent / f"test_{inside.name}.py"
     if own.exists():
         return [own]
