@@ -8,8 +8,6 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from fedlib_lab.zoo.families.foreign_loading import build_model
-from fedlib_lab.zoo.families.foreign_specs import FOREIGN, ForeignSpec
 
 from fedlib import Experiment, build_federation, run
 from fedlib.core.paths import has_minilm, minilm_file
@@ -23,6 +21,8 @@ from fedlib.models.registry import OWN, build_backbone, tokenizer_of
 from fedlib_lab.formats import readers
 from fedlib_lab.formats.equations import read_equations
 from fedlib_lab.report.tables import load_cells
+from fedlib_lab.zoo.foreign_loading import build_model
+from fedlib_lab.zoo.foreign_specs import FOREIGN, ForeignSpec
 from tests.helpers.sentences import words
 
 transformers = pytest.importorskip("transformers")

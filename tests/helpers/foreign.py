@@ -1,7 +1,8 @@
 """A small spec of every family of transformers, and weights that are all different."""
 
 import torch
-from fedlib_lab.zoo.families.foreign_specs import ForeignSpec
+
+from fedlib_lab.zoo.foreign_specs import ForeignSpec
 
 SMALL = dict(vocab_size=40, dim=24, heads=4, ffn_dim=20, length=9, positions=16)
 TINY = {

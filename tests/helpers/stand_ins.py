@@ -175,7 +175,7 @@ def wav() -> bytes:
 
 def smaller() -> dict:
     """Every published shape of transformers' with its heads, at most twelve units, and four features a head."""
-    from fedlib_lab.zoo.families.foreign_specs import FOREIGN
+    from fedlib_lab.zoo.foreign_specs import FOREIGN
 
     def of(spec):
         sizes = {
@@ -195,10 +195,10 @@ def checkpoints(folder: Path) -> None:
     """Transformers' and Vision Mamba's in the hub's cache, timm's in folders of ``save_for_hf``."""
     import timm
     import torch
-    from fedlib_lab.zoo.families.foreign_loading import build_model
-    from fedlib_lab.zoo.families.vim import VimSpec
     from timm.models import save_for_hf
 
+    from fedlib_lab.zoo.foreign_loading import build_model
+    from fedlib_lab.zoo.vim import VimSpec
     from tests.zoo.test_vim import published
 
     for spec in {s.source: s for s in smaller().values()}.values():
@@ -281,10 +281,10 @@ def rehearse(folder: Path, names: list[str], overrides: dict, columns: int, mode
     Of every table the first ``columns`` columns and fine-tuning modes, unless a notebook asks for others.
     """
     import matplotlib.pyplot as plt
-    from fedlib_lab.zoo.families.vim import VIMS
 
     from fedlib.models.registry import OWN
     from fedlib_lab.runs import costs, params
+    from fedlib_lab.zoo.vim import VIMS
 
     load = params.load_spec
     costs.upload_mib = of_published_shapes(costs.upload_mib)  # which notebooks compare with what is printed

@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 import torch
 from datasets import Dataset
-from fedlib_lab.zoo.families.foreign_specs import ForeignSpec
 
 from fedlib import Experiment, build_federation, run_rounds
 from fedlib.data.federated import places_in
@@ -17,6 +16,7 @@ from fedlib.models.bert import BertSpec
 from fedlib.models.exits import Classifiers, EveryToken
 from fedlib.models.ree import Ree
 from fedlib.models.registry import OWN
+from fedlib_lab.zoo.foreign_specs import ForeignSpec
 
 ONE = Execution(workers=1)
 WORDS = "red blue green black white".split()

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from fedlib_lab.zoo.families.timm_nets import load_timm
+
+from fedlib_lab.zoo.timm_nets import load_timm
 
 
 def generator(seed=0):

@@ -639,8 +639,8 @@ def test_a_piece_without_its_partner_is_refused(images, tmp_path):
 
 def test_a_rewritten_folder_of_weights_is_refused(tmp_path, monkeypatch):
     pytest.importorskip("transformers")
-    from fedlib_lab.zoo.families.foreign_loading import build_model
-    from fedlib_lab.zoo.families.foreign_specs import ForeignSpec
+    from fedlib_lab.zoo.foreign_loading import build_model
+    from fedlib_lab.zoo.foreign_specs import ForeignSpec
 
     folder = tmp_path / "model"
     spec = ForeignSpec("vit", str(folder), dim=16, depth=4, heads=2, ffn_dim=32, img_size=32, patch_size=8)

@@ -18,12 +18,6 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from fedlib_lab.zoo.families.efficientnet import EfficientNetSpec
-from fedlib_lab.zoo.families.foreign_specs import FAMILIES, ForeignSpec
-from fedlib_lab.zoo.families.msdnet import MSDNetSpec
-from fedlib_lab.zoo.families.tuners import peft_configs
-from fedlib_lab.zoo.families.vim import VimSpec
-from fedlib_lab.zoo.families.wrapped import WrappedSpec
 from torch import nn
 
 from fedlib import Execution, Experiment, build_federation, run_rounds
@@ -35,6 +29,12 @@ from fedlib.models.registry import OWN
 from fedlib.models.resnet import ResNetSpec
 from fedlib.models.small import ConvNetSpec
 from fedlib.models.vit import ViTSpec
+from fedlib_lab.zoo.efficientnet import EfficientNetSpec
+from fedlib_lab.zoo.foreign_specs import FAMILIES, ForeignSpec
+from fedlib_lab.zoo.msdnet import MSDNetSpec
+from fedlib_lab.zoo.tuners import peft_configs
+from fedlib_lab.zoo.vim import VimSpec
+from fedlib_lab.zoo.wrapped import WrappedSpec
 
 TOKENS = dict(dim=24, heads=2, ffn_dim=32)
 WORDS = TOKENS | dict(length=12, depth=4)

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from fedlib_lab.zoo.families.efficientnet import EFFICIENTNETS, EfficientNetSpec, load_efficientnet
 
 from fedlib import Execution, Experiment, build_federation, run_rounds
 from fedlib.core.rng import torch_generator
@@ -15,6 +14,7 @@ from fedlib.methods.scaling import Level, split
 from fedlib.models import registry
 from fedlib_lab.runs.costs import load_shapes
 from fedlib_lab.runs.params import load_grid
+from fedlib_lab.zoo.efficientnet import EFFICIENTNETS, EfficientNetSpec, load_efficientnet
 
 pytestmark = pytest.mark.usefixtures("repeatable_convolutions")
 

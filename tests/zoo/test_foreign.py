@@ -5,8 +5,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from fedlib_lab.zoo.families.foreign import Foreign, attend, seen
-from fedlib_lab.zoo.families.foreign_loading import build_model
 
 from fedlib import Execution, Experiment, build_federation, run
 from fedlib.core.slices import Slice, take_all
@@ -21,6 +19,8 @@ from fedlib.models.registry import OWN
 from fedlib.models.route import Route
 from fedlib_lab.runs import store
 from fedlib_lab.runs.identity import inputs_of
+from fedlib_lab.zoo.foreign import Foreign, attend, seen
+from fedlib_lab.zoo.foreign_loading import build_model
 from tests.helpers.foreign import TINY, generator, spread_
 
 transformers = pytest.importorskip("transformers")

@@ -3,7 +3,8 @@
 import threading
 
 import torch
-from fedlib_lab.zoo.families.members import unfused
+
+from fedlib_lab.zoo.members import unfused
 
 SWITCHES = (
     torch.backends.mha.get_fastpath_enabled,

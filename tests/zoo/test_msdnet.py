@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from fedlib_lab.zoo.families.msdnet import MSDNetSpec
 
 from fedlib import Execution, Experiment, build_federation, run_rounds
 from fedlib.core.slices import STEM, Slice, take_all
@@ -10,6 +9,7 @@ from fedlib.engine.federation import build_model, setting_of
 from fedlib.methods import build_method
 from fedlib.methods.scaling import Level, split
 from fedlib.models import registry
+from fedlib_lab.zoo.msdnet import MSDNetSpec
 
 pytestmark = pytest.mark.usefixtures("repeatable_convolutions")
 

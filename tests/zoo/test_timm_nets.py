@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import timm
 import torch
-from fedlib_lab.zoo.families.wrapped import Wrapped, WrappedSpec
 from torch import nn
 
 import fedlib
@@ -21,6 +20,7 @@ from fedlib.models.vit import ViTSpec
 from fedlib_lab.runs.identity import OtherInputs
 from fedlib_lab.runs.run_paths import run_path
 from fedlib_lab.runs.store import find_run
+from fedlib_lab.zoo.wrapped import Wrapped, WrappedSpec
 
 SWIN, BEIT = "swin_tiny_patch4_window7_224", "beit_base_patch16_224"
 

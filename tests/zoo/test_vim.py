@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from fedlib_lab.zoo.families.vim import VIMS, Mixer, VimSpec, load_vim, published_name
 
 from fedlib import Execution, Experiment, build_federation, run_rounds
 from fedlib.engine.checks import check_experiment
@@ -18,6 +17,7 @@ from fedlib.models.exit_model import ExitModel
 from fedlib.models.exits import Classifiers
 from fedlib.models.ree import Ree
 from fedlib.models.registry import build_backbone
+from fedlib_lab.zoo.vim import VIMS, Mixer, VimSpec, load_vim, published_name
 
 TOY = VimSpec(img_size=12, patch_size=4, dim=8, depth=4, state_dim=3)  # 9 patches, class token at 4, T = 10
 

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from fedlib_lab.zoo.families.wrapped import WrappedSpec
 from torch import nn
 
 import fedlib
@@ -19,6 +18,7 @@ from fedlib.models import registry
 from fedlib.models.measure import Measure
 from fedlib_lab.runs.identity import OtherInputs
 from fedlib_lab.runs.store import find_run
+from fedlib_lab.zoo.wrapped import WrappedSpec
 from tests.helpers.stored import assert_same, assert_same_rounds, state
 
 pytestmark = pytest.mark.usefixtures("repeatable_convolutions")
