@@ -10,8 +10,6 @@ from .core.experiment import Experiment
 from .core.threads import wait_passively
 
 if TYPE_CHECKING:  # what ``__getattr__`` finds
-    from fedlib_lab.zoo.families.families import wrap
-
     from fedlib_lab.formats.readers import register_data
     from fedlib_lab.report.frames import runs_frame
     from fedlib_lab.runs.export import save_model
@@ -20,6 +18,7 @@ if TYPE_CHECKING:  # what ``__getattr__`` finds
     from fedlib_lab.runs.run_paths import forget
     from fedlib_lab.runs.store import run, run_all
     from fedlib_lab.runs.sweep import sweep
+    from fedlib_lab.zoo.families import wrap
 
     from .engine.executors import Execution
     from .engine.federation import build_federation

@@ -12,7 +12,7 @@ from fedlib.models.exit_model import ExitModel
 from fedlib.models.map_exits import classifiers
 from fedlib.models.measure import Measure
 from fedlib.models.registry import OWN, backbone_spec, build_backbone, fetch_weights
-from fedlib_lab.zoo.families import foreign_loading as foreign_module
+from fedlib_lab.zoo import foreign_loading as foreign_module
 from fedlib_lab.zoo.foreign_loading import build_model, check_whole, load_foreign
 from fedlib_lab.zoo.foreign_specs import ForeignSpec
 from tests.helpers.foreign import TINY, spread_

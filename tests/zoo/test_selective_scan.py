@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fedlib_lab.zoo.families import selective_scan as scan
+from fedlib_lab.zoo import selective_scan as scan
 
 
 def generator(seed=0):
