@@ -4,6 +4,7 @@ PROFILE ?= small
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+EXTRA ?= notebooks
 # `make setup BACKEND=cpu` (auto: where no driver is): PyTorch's CPU build, and none of these packages of the lock
 ACCELERATED := ^(torch|torchvision|triton|nvidia-[a-z0-9-]+|cuda-[a-z0-9-]+)==
 EXECUTED := outputs/executed
@@ -16,7 +17,7 @@ NOTEBOOKS := $(patsubst notebooks/%.ipynb,%,$(wildcard notebooks/*/*.ipynb))
 SHORT := $(foreach n,$(NOTEBOOKS),$(firstword $(subst _, ,$(n))))
 OBJECTS := $(sort $(SHORT) $(NOTEBOOKS))
 
-.PHONY: help setup demo test quick test-all test-oldest lint lab results notebooks site report bench pretrain lock clean atlas $(OBJECTS)
+.PHONY: help setup demo test quick test-all test-oldest core lint lab results notebooks site report bench pretrain lock clean atlas $(OBJECTS)
 
 help:
 	@echo "make demo                         walkthrough: ReeFL and DepthFL on real digits, in a few minutes"
@@ -30,6 +31,7 @@ help:
 	@echo "make test, make bench             all tests; engine speed against Flower, pfl, BlazeFL and bare loops"
 	@echo "make quick                        unit tests of what git diff touches, or of a folder: FOLDER=methods"
 	@echo "make test-all                     and, for an hour, every method on every backbone with every tuner and task"
+	@echo "make core                         the core without the lab, in an environment of its own"
 	@echo "make test-oldest                  the tests on the oldest PyTorch that is supported"
 	@echo "make setup BACKEND=cpu            once, before anything else: PyTorch's CPU build, without CUDA libraries (auto: if no driver is here)"
 
@@ -52,7 +54,7 @@ ifneq ($(BACKEND),)
 	    2> $(VENV)/backend.log && touch $(VENV)/.cpu; } || \
 	    { echo "make: https://download.pytorch.org/whl/cpu gave no CPU build of torch (see $(VENV)/backend.log); $(if $(filter auto,$(BACKEND)),PyPI's is taken,make setup without BACKEND=cpu takes PyPI's)" >&2; $(if $(filter auto,$(BACKEND)),true,false); }
 endif
-	$(LOCKED) notebooks
+	$(LOCKED) $(EXTRA)
 	$(INSTALL) --no-deps --no-build-isolation --editable .
 	@test -e $(VENV)/.cpu || $(DRIVER) || echo "make: no NVIDIA driver is here, and 4 GB of $(VENV) are for one; make clean, then make setup BACKEND=cpu, does without"
 	touch $(STAMP)
@@ -77,9 +79,11 @@ test: $(VENV)/.has-dev
 quick: $(VENV)/.has-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow and not system" $$($(BIN)/python -m tests.helpers.touched $(FOLDER))
 
-# And the tests marked slow, spread one by one: the cross product of tests/system/test_combinations.py
+# And what is marked slow: the cross product of tests/system/test_combinations.py, parts that change seldom (RARE in
+# conftest.py), and the notebooks that say nothing which those of `make test` do not say
 test-all: test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist load -m slow tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m slow notebooks
 
 # The oldest PyTorch that is supported, in an environment of its own, with what else the lock holds
 OLDEST := torch==2.11.0 torchvision==0.26.0
@@ -87,6 +91,11 @@ test-oldest:
 	$(MAKE) .venv-oldest/.has-dev VENV=.venv-oldest
 	.venv-oldest/bin/uv pip install --quiet --python .venv-oldest/bin/python --compile-bytecode $(OLDEST)
 	$(MAKE) test VENV=.venv-oldest
+
+# The core in an environment of its own that has the core's dependencies alone; no file of the lab can be imported
+core:
+	$(MAKE) setup VENV=.venv-core EXTRA=test
+	OMP_NUM_THREADS=1 .venv-core/bin/python -m pytest -n 2 --dist loadfile -p tests.helpers.core_alone $(addprefix tests/,core layers data models methods engine)
 
 lint: $(VENV)/.has-dev
 	$(BIN)/ruff check fedlib fedlib_lab tests benchmarks pretraining docs

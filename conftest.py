@@ -1,6 +1,9 @@
 """Test-wide settings: nothing a test stores lands in the project's outputs, nothing untracked there is read."""
 
+import ast
 import atexit
+import functools
+import json
 import os
 import shutil
 import sys
@@ -30,13 +33,70 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 SLOW = "benchmarks cluster packaging jupyterlab kills fill processes notebooks readme site".split()
 
 
+# What tests only a part that changes seldom runs where git says that the part was touched, and in make test-all
+RARE = {
+    "kernels": "fedlib_lab/kernels",
+    "zoo/test_foreign.py": "fedlib_lab/zoo",
+    "zoo/test_vim.py": "fedlib_lab/zoo",
+    "executors/test_flower.py": "fedlib_lab/executors",
+    "system/test_cluster.py": "fedlib_lab/executors",
+    "system/test_flower.py": "fedlib_lab/executors",
+    "system/test_site.py": "docs",
+    "system/test_benchmarks.py": "benchmarks",
+    "system/test_away.py": "benchmarks",
+    "system/test_jupyterlab.py": "fedlib_lab/report",
+    "pretraining": "pretraining",
+}
+
+
+@functools.cache
+def touched():
+    """Files that differ from the last commit of ``main``."""
+    from tests.helpers.touched import changed
+
+    return changed()
+
+
+def touches(folder):
+    return any(name.startswith(f"{folder}/") for name in touched())
+
+
 def pytest_configure(config):
     if hasattr(config.option, "nbval_lax"):  # a machine that is lent for minutes may lack nbval
         config.option.nbval_lax, config.option.nbval_cell_timeout = True, 600
 
 
+def names_in(notebook):
+    """The names of the kit that a notebook imports, and the attributes that it reads."""
+    out = set()
+    for cell in json.loads(notebook.read_text("utf-8"))["cells"]:
+        tree = ast.parse("".join(cell["source"])) if cell["cell_type"] == "code" else ast.Module([], [])
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom):
+                out |= {f"{node.module}.{alias.name}" for alias in node.names}
+            elif isinstance(node, ast.Attribute):
+                out.add(node.attr)
+    return out
+
+
+def telling(notebooks):
+    """A few of ``notebooks`` in which each name occurs that occurs in any (a greedy cover); the others say no new one."""
+    names = {path: names_in(path) for path in sorted(notebooks)}
+    left, kept = set().union(*names.values()), set()
+    while left:
+        best = max(names, key=lambda path: len(names[path] & left))
+        kept.add(best)
+        left -= names[best]
+    return kept or set(notebooks)
+
+
 def pytest_collection_modifyitems(items):
+    notebooks = {item.path for item in items if item.path.suffix == ".ipynb"}
+    kept = telling(notebooks)
+    waiting = {test for test, of in RARE.items() if len({item.path for item in items}) > 5 and not touches(of)}
     for item in items:
+        if item.path in notebooks - kept or any(item.path.is_relative_to(ROOT / "tests" / test) for test in waiting):
+            item.add_marker("slow")
         if item.path.suffix == ".ipynb" or item.path.is_relative_to(ROOT / "tests/system"):
             item.add_marker("system")
     order = {f"test_{name}": i for i, name in enumerate(SLOW)}

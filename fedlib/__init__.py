@@ -3,7 +3,7 @@
 An :class:`Experiment` is a value; :func:`run` turns it into a stored result. ``notebooks/walkthrough`` shows the rest.
 """
 
-from pathlib import Path
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from .core.experiment import Experiment
@@ -25,14 +25,8 @@ if TYPE_CHECKING:  # what ``__getattr__`` finds
     from .engine.rounds import run_rounds
 
 wait_passively()
-try:
+with suppress(ModuleNotFoundError):  # the core alone
     import fedlib_lab  # noqa: F401  which fills the doors of ``core/doors.py``: the one place that names it
-except ModuleNotFoundError as error:  # the core alone
-    if error.name != "fedlib_lab":
-        raise
-    if Path(__file__).parents[1].joinpath("fedlib_lab").is_dir():  # a checkout that was installed before there was one
-        text = "fedlib_lab lies beside fedlib and is not installed: make setup, or pip install --editable ."
-        raise ImportError(text) from error
 
 __all__ = ["Experiment", "Execution", "build_federation", "extend", "forget", "register_data",
            "recipe", "run", "run_all", "run_rounds",
@@ -61,9 +55,10 @@ def __getattr__(name: str):
     try:
         return getattr(import_module(_LAZY[name]), name)
     except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != "fedlib_lab":
+        if "fedlib_lab" not in _LAZY[name]:
             raise
-        raise ImportError(f"fedlib.{name} is of the lab: pip install 'fedlib-kit[lab]'") from error
+        text = f"fedlib.{name} is of the lab, and {error.name} is not installed: pip install 'fedlib-kit[lab]'"
+        raise ImportError(text) from error
 
 
 def __dir__() -> list[str]:

@@ -3,7 +3,6 @@
 import warnings
 from pathlib import Path
 
-import matplotlib.pyplot as plt
 import pytest
 import torch
 
@@ -87,6 +86,8 @@ def docstrings():
 @pytest.fixture
 def strict():
     """Any warning of matplotlib (a glyph or font that is missing, a layout that does not fit) fails."""
+    import matplotlib.pyplot as plt
+
     plt.close("all")  # what other tests left open counts towards its warning of too many
     with warnings.catch_warnings():
         warnings.simplefilter("error")

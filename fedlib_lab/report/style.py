@@ -17,11 +17,11 @@ from pathlib import Path, PurePath
 import numpy as np
 import pandas as pd
 
-from fedlib.core.figure_text import fonts, plain
 from fedlib.core.tables import read_table
 from fedlib.data.tasks import task_of
 from fedlib.methods import METHODS
 
+from .figure_text import fonts, plain
 from .tables import label_of
 
 MARKERS = "osD^vP*Xhd<>p8"

@@ -215,6 +215,7 @@ def test_impossible_combinations_are_refused_before_compute(values, message):
     ],
 )  # fmt: skip
 def test_what_text_cannot_do_is_said_before_any_compute(change, message):
+    pytest.importorskip("fedlib_lab")  # which reads sentences
     e = Experiment(dataset="sst2", augment="none", backbone="bert_micro", pretrained=False, num_exits=3)
     with pytest.raises(ValueError, match=re.escape(message)):
         check_experiment(e.replace(**change))

@@ -22,7 +22,10 @@ def train(e, **execution):
     return last
 
 
-@pytest.mark.parametrize("finetune", ["full", "lora", "frozen"])
+SLOW = pytest.mark.slow  # the third mode is enough for every day
+
+
+@pytest.mark.parametrize("finetune", [pytest.param("full", marks=SLOW), "lora", pytest.param("frozen", marks=SLOW)])
 @pytest.mark.parametrize("method", METHODS)
 def test_a_cohort_of_one_equals_a_cohort_of_all(tiny, monkeypatch, method, finetune):
     if (method, finetune) == ("fedbabu", "frozen"):

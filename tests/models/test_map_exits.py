@@ -68,6 +68,7 @@ def test_a_tower_follows_the_maps_that_shrink():
         (128, 256, 512), (128, 256, 512), (256, 512), (512,), (),
     ]  # fmt: skip
     assert registry.OWN["convnet3"].narrowing(0) == (128, 128)
+    pytest.importorskip("fedlib_lab")
     slim = registry.OWN["efficientnet_slim"]  # 12, 18, 24, 48, 96 channels; 48 shares a size with 24
     assert slim.narrowing(0) == (18, 48, 96)
     assert registry.OWN["msdnet24"].narrowing(3) == ()  # the coarsest maps keep their size

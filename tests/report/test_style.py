@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from matplotlib.colors import to_rgb
 
-from fedlib.core.figure_text import fonts, plain
 from fedlib.methods import METHODS
 from fedlib_lab.papers.reefl.teachers import plot_teachers
+from fedlib_lab.report.figure_text import fonts, plain
 from fedlib_lab.report.style import color_of, looks_of, marker_of, model_of, named, title_of
 from fedlib_lab.report.tables import label_of
 from tests.helpers.figures import frame

@@ -21,7 +21,7 @@ from fedlib_lab.runs.params import load_grid
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
-FOLDERS = ("benchmarks", "docs", "fedlib", "notebooks", "outputs", "params", "tests")
+FOLDERS = ("benchmarks", "docs", "fedlib", "fedlib_lab", "notebooks", "outputs", "params", "tests")
 PAGES = [README, *sorted(p for folder in FOLDERS for p in (ROOT / folder).rglob("README.md") if "runs" not in p.parts)]
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
 FENCE = re.compile(r"(<!-- not run: .+ -->\n)?^```(\w*)\n(.*?)^```$", re.S | re.M)

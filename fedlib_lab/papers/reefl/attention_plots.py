@@ -7,8 +7,7 @@ from functools import lru_cache, partial
 import numpy as np
 import torch
 
-from fedlib.core.figure_text import plain
-
+from ...report.figure_text import plain
 from .attention_maps import MAPS, Attention
 
 
