@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from fedlib.core import doors
 
 RIVALS = ("fedrolex", "fjord", "fiarse", "hetlora", "flexlora", "flora", "darkdistill", "fedproto")
-NEEDS = ("cloudpickle", "filelock", "peft", "pyarrow", "timm")  # of the extra lab: without them the core is alone
+NEEDS = ("filelock", "peft", "pyarrow", "timm")  # of the extra lab: without them the core is alone
 
 if all(map(find_spec, NEEDS)):
     doors.METHODS |= {name: f"fedlib_lab.rivals.{name}" for name in RIVALS}
