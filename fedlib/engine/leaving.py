@@ -1,6 +1,6 @@
 """Early leaving: an example takes the answer of the first exit that is confident enough (BranchyNet, MSDNet).
 
-Read next: ``report/early_leaving.py`` (curves of the central test set, with costs), ``serving.py`` (every client's).
+Read next: ``report/clients.py`` (tables, and curves with costs), ``serving.py`` (every client's).
 """
 
 from collections.abc import Mapping, Sequence

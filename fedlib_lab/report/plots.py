@@ -214,7 +214,7 @@ def curves_frame(curves: Mapping[str, Sequence[dict]], x: str, methods: Mapping[
 
 @styled
 def plot_adaptive(curves: Mapping[str, Sequence[dict]], title: str = "", ax=None, hero: str = ""):
-    """Accuracy against mean MACs as the confidence threshold moves; a label maps to ``early_leaving``'s curve.
+    """Accuracy against mean MACs as the confidence threshold moves; a label maps to a curve of ``clients``.
 
     Records of a single ``exit`` stand beside the line as rings of its colour: what all get who leave there.
     """

@@ -2,7 +2,7 @@
 
 A stored run keeps its weights only on the machine that trained it; elsewhere :func:`load_trained` trains it again,
 beside the store, which gives the same numbers.
-Read next: ``report/early_leaving.py``, ``reefl/attention_maps.py``.
+Read next: ``report/clients.py``, ``reefl/attention_maps.py``.
 """
 
 import numpy as np

@@ -11,7 +11,7 @@ from fedlib.engine.serving import client_outputs
 from fedlib.methods import METHODS
 from fedlib.models.registry import OWN
 from fedlib.models.vit import ViTSpec
-from fedlib_lab.report.early_leaving import adaptive_inference
+from fedlib_lab.report.clients import adaptive_inference
 from fedlib_lab.report.statistics import correct
 from fedlib_lab.rivals.ranks import Ranks
 from fedlib_lab.runs.export import FORMATS

@@ -6,7 +6,8 @@ import torch
 
 from fedlib import build_federation
 from fedlib.engine.evaluation import served_parts
-from fedlib_lab.report.early_leaving import adaptive_curve, leave_early, served_macs, single_exits
+from fedlib.engine.leaving import first_confident
+from fedlib_lab.report.clients import adaptive_curve, served_macs
 
 
 def logits_of(*confidences):
@@ -18,9 +19,9 @@ def logits_of(*confidences):
 def test_early_exit_by_hand():
     # 3 exits, 3 examples of class 0
     logits = logits_of([(0, 0.9), (1, 0.8), (1, 0.6)], [(0, 0.9), (0, 0.7), (1, 0.6)], [(1, 0.9), (0, 0.9), (0, 0.6)])
-    assert leave_early(logits, 0.75).tolist() == [0, 0, 2]
+    assert first_confident(logits.softmax(-1).amax(-1), 0.75).tolist() == [0, 0, 2]
     labels, macs = torch.zeros(3, dtype=torch.long), [10, 20, 30]
-    rows = adaptive_curve(logits, labels, macs, (0.0, 0.75, 0.85, 1.0))
+    rows = adaptive_curve(logits, labels, macs, (0.0, 0.75, 0.85, 1.0))[:4]
     # threshold 0: all leave at exit 1, one of three right; 0.75: right, wrong, right; 0.85: exits 1, 3, 3, all right
     assert [round(r["accuracy"], 2) for r in rows] == [33.33, 66.67, 100.0, 66.67]
     assert [r["macs"] for r in rows] == pytest.approx([10, 50 / 3, 70 / 3, 30])
@@ -30,11 +31,11 @@ def test_early_exit_by_hand():
 def test_costs_of_exits_increase_and_every_exit_is_a_point_of_its_own():
     logits = logits_of([(0, 0.9), (1, 0.8)], [(0, 0.9), (0, 0.7)])
     labels = torch.zeros(2, dtype=torch.long)
-    assert single_exits(logits, labels, [10, 20]) == [
+    assert adaptive_curve(logits, labels, [10, 20], ()) == [
         {"exit": 1, "accuracy": 50.0, "macs": 10.0}, {"exit": 2, "accuracy": 100.0, "macs": 20.0},
     ]  # fmt: skip
     with pytest.raises(ValueError, match=r"a later exit must cost more: \[20, 10\]"):
-        adaptive_curve(logits, labels, [20, 10])
+        adaptive_curve(logits, labels, [20, 10], (0.5,))
 
 
 def test_an_exit_costs_what_was_served_not_what_a_client_of_its_level_holds(tiny):
@@ -51,11 +52,11 @@ def test_an_exit_costs_what_was_served_not_what_a_client_of_its_level_holds(tiny
     after = 442_368 + np.cumsum([*[plain] * 3, narrowing, plain, plain, narrowing, plain, plain])
     exits = np.cumsum([early + 320, early + 640, early + 640, 640])
     want = after[5:] + exits
-    assert served_macs(f, f.server).tolist() == want.tolist()
+    assert served_macs(f, f.server) == want.tolist()
     assert (want / 1e6).round(1).tolist() == [34.8, 45.5, 57.3, 62.0]
 
 
 def test_an_example_that_goes_on_pays_for_every_model_that_it_starts_again_with(tiny):
     f = build_federation(tiny.replace(method="inclusivefl"))
     own = [f.setting.measure.macs(p) for p in served_parts(f, f.server)]
-    assert served_macs(f, f.server).tolist() == np.cumsum(own).tolist()
+    assert served_macs(f, f.server) == np.cumsum(own).tolist()
