@@ -32,9 +32,9 @@ LAYER = {folder: i for i, folders in enumerate(LAYERS) for folder in folders}
 OF_THE_CORE = {folder for folders in LAYERS[:5] for folder in folders}
 # Lines of code as they stand. They may only be lowered: what comes in is paid for by what goes
 LINES = {
-    "fedlib": 8452,
+    "fedlib": 8449,
     "core": 917,
-    "data": 1164,
+    "data": 1161,
     "engine": 1940,
     "layers": 570,
     "methods": 2354,

@@ -52,6 +52,14 @@ def test_matthews_of_constant_predictions_is_zero():
     assert metrics.matthews(torch.ones(4, dtype=torch.long), torch.tensor([0, 1, 1, 0])) == 0
 
 
+def test_matthews_of_three_classes_by_hand():
+    predictions, labels = (
+        torch.tensor([0, 2, 1, 2, 0, 1]),
+        torch.tensor([0, 1, 1, 2, 0, 2]),
+    )  # 4 of 6, two of each class
+    assert metrics.matthews(predictions, labels) == pytest.approx(100 * (4 * 6 - 3 * 2 * 2) / (6**2 - 3 * 2**2))  # 50
+
+
 def test_correlations_by_hand():
     labels = torch.tensor([0.0, 1.0, 2.0, 5.0])  # mean 2, deviations -2 -1 0 3
     got = Regression().measure(torch.tensor([[1.0], [2.0], [0.0], [5.0]]), labels)  # mean 2, deviations -1 0 -2 3
