@@ -21,7 +21,7 @@ from fedlib.core.experiment import Experiment
 from fedlib.engine.executors import Execution
 from fedlib.engine.federation import build_federation
 from fedlib.engine.rounds import run_rounds
-from fedlib_lab.runs.prices import CARDS, training_macs
+from fedlib_lab.runs.costs import CARDS, training_macs
 
 COMMON = {
     "method": "reefl", "finetune": "lora", "partition": "drawn", "examples_per_client": 100, "num_clients": 1000,
@@ -40,7 +40,7 @@ CASES = {
 def compare(e: Experiment, device: str, rounds: int = 3, repeats: int = 5) -> dict:
     """Median seconds a round of both executions in turns, their ratio (median over turns), TFLOP/s and shares of peak.
 
-    FLOPs: two per multiply-accumulate, a backward pass counted as two forward passes (``estimate.training_macs``).
+    FLOPs: two per multiply-accumulate, a backward pass counted as two forward passes (``runs/costs.py``).
     """
     f = build_federation(e, device)
     loops = {
@@ -65,7 +65,7 @@ def _shares(tflops: float, device: str) -> dict[str, float]:
     """Shares of the card's peaks; empty for a CPU or an unknown card."""
     name = torch.cuda.get_device_name(device) if device.startswith("cuda") else ""
     card = next((card for known, card in CARDS.items() if f" {known} " in f" {name.replace('-', ' ')} "), None)
-    return {} if card is None else {f"of {p} peak": tflops / getattr(card, p) for p in ("bfloat16", "float32")}
+    return {} if card is None else {f"of {p} peak": tflops / card[p] for p in ("bfloat16", "float32")}
 
 
 # --- beside bare loops -----------------------------------------------------------------------------------------------

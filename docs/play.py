@@ -23,7 +23,6 @@ from fedlib_lab.report.style import color_of, data_title, model_of
 from fedlib_lab.report.tables import label_of
 from fedlib_lab.runs.costs import load_shapes
 from fedlib_lab.runs.params_files import papers
-from fedlib_lab.runs.prices import num_classes
 from fedlib_lab.runs.store import stored_runs
 
 GROUP = ["setting", "method", "rounds"]  # runs that differ in nothing else but seeds, options and clients
@@ -44,7 +43,7 @@ SIZE = {"width": 520, "height": 340}
 def _costs(known: str) -> dict[str, float]:
     """What the model of an experiment's largest budget costs, from shapes."""
     e = Experiment.from_dict(json.loads(known))
-    shapes = load_shapes(e, num_classes(e))
+    shapes = load_shapes(e)
     part, measure = shapes.slices[-1], shapes.setting.measure
     return {"macs": measure.macs(part) / 1e6, "training_memory_mib": measure.training_mib(part, BATCH),
             "upload_mib": shapes.upload_mib(part)}  # fmt: skip

@@ -183,9 +183,9 @@ def _explain(given: argparse.Namespace) -> int:
         plain = "method" in spec["axes"] or given.row not in spec["variants"]
         choices |= {"method" if plain else "variant": given.row}
     if given.cost:
-        from .report.forecast import told
+        from .runs import costs, store
 
-        print(told(load_grid(paper, table, given.profile, choices)))
+        print(costs.describe_costs(load_grid(paper, table, given.profile, choices), store.shown_run))
         return 0
     for key, layers in recipe_cell(given.table, given.profile, choices).explained().items():
         (*before, (layer, value)) = layers.items()

@@ -115,7 +115,7 @@ def _planned(profile: str, cells: Sequence[str] | None, plan: Path | None) -> li
 
 def _missing(planned: Iterable) -> list[dict]:
     """What is not stored here yet, with the MACs of training it; a stored run that is not believed is said."""
-    from fedlib_lab.runs.prices import training_macs
+    from fedlib_lab.runs.costs import training_macs
     from fedlib_lab.runs.store import find_run
 
     out, stored = [], 0

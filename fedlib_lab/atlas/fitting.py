@@ -3,7 +3,7 @@
 A device class's cap is a share of what local training of the whole model, with its last exit alone, takes. A method
 offers sizes, smallest first (``Method.sizes``), and the fields of an experiment that give its budgets these sizes
 (``Method.of_sizes``). Caps are met from the poorest class on, each by the largest size with which no class is over its
-cap. Read next: ``methods/base.py``, ``runs/prices.py``.
+cap. Read next: ``methods/base.py``, ``runs/costs.py``.
 """
 
 from bisect import bisect_left
@@ -17,9 +17,8 @@ from fedlib.core.experiment import Experiment
 from fedlib.methods import METHODS, build_method
 from fedlib.models.registry import backbone_spec
 
-from ..runs.costs import Shapes, load_shapes
+from ..runs.costs import Shapes, examples_per_client, load_shapes
 from ..runs.params import Cell
-from ..runs.prices import examples_per_client, num_classes
 
 SLACK = 0.05  # of a cap: exits are not free, and the whole model has one
 Cost = Literal["macs", "memory", "upload"]
@@ -46,7 +45,7 @@ def fit(e: Experiment, caps: Sequence[float], of: Cost) -> Fitted:
         raise ValueError(f"fit: caps = {list(caps)} must not decrease, within (0, 1]")
     build_method(e.method, dict(e.options)).check_backbone(backbone_spec(e.backbone, e.exit_head), e)
     found = _Search(e, tuple(caps), of).fitted()
-    setting = load_shapes(found.experiment, num_classes(e)).setting
+    setting = load_shapes(found.experiment).setting
     if setting.exit_units == (setting.spec.depth - 1,):  # no exit before the last, which has one kind of head
         found = replace(found, experiment=found.experiment.replace(exit_head=None))
     return found
@@ -74,15 +73,14 @@ def _plain(e: Experiment) -> Experiment:
 
 def price(e: Experiment, of: Cost, shapes: Shapes | None = None) -> list[float]:
     """What local training takes with each budget: MACs of an example, forward, its peak or upload in MiB."""
-    shapes = shapes or load_shapes(e, num_classes(e))
-    setting = replace(shapes.setting, num_clients=e.num_clients, rounds=e.rounds, batch_size=e.batch_size)
+    shapes = shapes or load_shapes(e)
     clients = [Client(-1, b, round(examples_per_client(e))) for b in range(shapes.budgets)]
     if of == "memory":
-        return [shapes.method.training_mib(c, setting, e.batch_size) for c in clients]
+        return [shapes.method.training_mib(c, shapes.setting, e.batch_size) for c in clients]
     if of == "upload":
         return [shapes.upload_mib(part, b) for b, part in enumerate(shapes.slices)]
-    macs = [setting.measure.macs(shapes.slice_for(c.budget)) for c in clients]
-    return [m * shapes.method.effort(c, setting, e) for m, c in zip(macs, clients, strict=True)]
+    macs = [shapes.setting.measure.macs(shapes.slice_for(c.budget)) for c in clients]
+    return [m * shapes.method.effort(c, shapes.setting, e) for m, c in zip(macs, clients, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -108,7 +106,7 @@ class _Search:
             if over := [k for k, (p, cap) in enumerate(zip(prices, self.caps, strict=True)) if p > cap * (1 + SLACK)]:
                 raise self.nothing(over[0], f"its level takes {prices[over[0]]:.3g} of the whole")
             return Fitted(found, self.caps, prices)
-        depth = load_shapes(self.plain, num_classes(self.e)).setting.spec.depth
+        depth = load_shapes(self.plain).setting.spec.depth
         offered, chosen = list(method.sizes(depth)), ()
         for place in range(len(self.caps)):
             chosen += (self.largest([s for s in offered if not chosen or s >= chosen[-1]], chosen, place),)

@@ -16,10 +16,9 @@ from fedlib.core.paths import params_dir
 
 from ..report.flags import flags_of
 from ..report.style import title_of
-from ..runs.costs import load_shapes
+from ..runs.costs import examples_per_client, load_shapes
 from ..runs.params import Cell
 from ..runs.params_files import load_yaml
-from ..runs.prices import examples_per_client, num_classes
 from ..runs.store import shown_run
 from .fitting import price
 from .scores import BINDS, HIGH, scores_of, worst
@@ -42,10 +41,10 @@ def costs(e: Experiment) -> pd.DataFrame:
     Seconds are of a client's round on its device: training at the device's sustained rate, then what travels at its
     link's.
     """
-    found, shapes = devices(), load_shapes(e, num_classes(e))
+    found, shapes = devices(), load_shapes(e)
     budgets = e.budgets if isinstance(e.budgets, tuple) else (shapes.budgets - 1,) * len(found)
     forward, peak, up = (price(e, of, shapes) for of in ("macs", "memory", "upload"))
-    down = [shapes.download_mib(part, b) for b, part in enumerate(shapes.slices)]
+    down = [shapes.traffic_mib(part, b)[0] for b, part in enumerate(shapes.slices)]
     axes, slices = shapes.setting.axes, shapes.slices
     table = pd.DataFrame({
         "blocks": [part.depth for part in slices], "exits": [len(part.exits) for part in slices],

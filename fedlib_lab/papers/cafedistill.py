@@ -24,7 +24,6 @@ from ..report.tables import label_of
 from ..report.verdicts import Difference
 from ..runs.costs import load_shapes
 from ..runs.params import load_grid
-from ..runs.prices import num_classes
 from ..runs.store import Run, shown_run
 
 PAPER = "cafedistill"
@@ -317,7 +316,7 @@ def load_costs(paper: str) -> pd.DataFrame:
 def model_setting(paper: str, column: str):
     """The setting of the paper's own method at paper size on a data column, from shapes alone."""
     (cell, *_) = load_grid(paper, "table1", "paper", {"method": paper, "columns": [column]})
-    return load_shapes(cell.experiment, num_classes(cell.experiment)).setting
+    return load_shapes(cell.experiment).setting
 
 
 EXACT = {"printed_savings": printed_savings, "last_exit_share": last_exit_share, "single_exit_macs": single_exit_macs}

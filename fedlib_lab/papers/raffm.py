@@ -23,10 +23,8 @@ from fedlib.methods import Member, Round, Server
 
 from ..report.plots import BARS, plot_series
 from ..report.style import axes_of, color_of, finish, looks_of, name_points, named, share_legend, styled
-from ..runs.costs import Shapes, load_shapes
-from ..runs.latency import step_seconds
+from ..runs.costs import Shapes, load_shapes, num_classes, step_seconds
 from ..runs.params import Cell
-from ..runs.prices import num_classes
 from ..runs.store import Run, shown_run
 
 BATCH = 32  # of training memory and of timed steps
@@ -44,7 +42,7 @@ def client_resources(e: Experiment, clients: int | None = SOME, macs: bool = Tru
 
     Columns: parameters, upload_mib, and with ``macs`` training_mib and macs.
     """
-    shapes = load_shapes(e, num_classes(e))
+    shapes = load_shapes(e)
     measure, rows = shapes.setting.measure, []
     for client, part in client_parts(e, shapes, clients):
         row = {"client": client.id, "budget": client.budget, "parameters": measure.parameters(part)}
@@ -65,11 +63,10 @@ def client_parts(e: Experiment, shapes: Shapes, clients: int | None = SOME) -> l
 
 def acceleration(e: Experiment, clients: int = 3, batch: int = BATCH) -> dict[str, float]:
     """How much faster clients train than with the whole model: by MACs, and timed on ``clients`` of them."""
-    shapes = load_shapes(e, num_classes(e))
+    shapes = load_shapes(e)
     full, parts = shapes.setting.full(), [part for _, part in client_parts(e, shapes)]
     macs = np.array([shapes.setting.measure.macs(p) for p in parts])
-    some = parts[:clients]
-    seconds = step_seconds(e, [full, *some], batch)
+    seconds = step_seconds(e, [full, *parts[:clients]], batch)
     return {
         "by MACs": shapes.setting.measure.macs(full) / macs.mean(),
         "by time": seconds[0] / seconds[1:].mean(),

@@ -16,10 +16,8 @@ from fedlib.methods.scaling import priced, solve_levels
 from ..report.plots import COSTS, plot_series
 from ..report.style import axes_of, finish, named, styled
 from ..report.titles import leads
-from ..runs.costs import Shapes, load_shapes
-from ..runs.latency import seconds_of
+from ..runs.costs import Shapes, load_shapes, seconds_of
 from ..runs.params import Cell
-from ..runs.prices import num_classes
 from ..runs.store import shown_run
 
 PAPER = "scalefl"
@@ -28,7 +26,7 @@ KEYS = ("variant", "method", "label", "column", "seed")  # of a run
 
 def level_costs(e: Experiment, classes: int | None = None) -> pd.DataFrame:
     """Per level of ``e``'s method: ``s_w``, ``s_d``, parameters, MACs, both also as a share of the largest level's."""
-    shapes = load_shapes(e, classes or num_classes(e))
+    shapes = load_shapes(e, classes)
     measure, rows = shapes.setting.measure, []
     for level, part in enumerate(shapes.slices):
         widths = {len(i) / shapes.setting.axes[a].size for a, i in part.index.items()}
@@ -49,7 +47,6 @@ def _share(shapes: Shapes, level: int, widths: set[float]) -> float:
 def plane(e: Experiment, classes: int | None = None) -> pd.DataFrame:
     """Every split (s_w, s_d) of ``e``'s solver: its cost as a ``ratio`` of the whole's, which level it ``fits``, and
     whether it is the level that was ``chosen`` (0: none). Costs count the exits of the chosen levels below."""
-    classes = classes or num_classes(e)
     chosen_shapes = load_shapes(e, classes)
     method, setting = chosen_shapes.method, chosen_shapes.setting
     levels, depth = method.levels(setting), setting.spec.depth

@@ -25,7 +25,6 @@ from fedlib.methods import Server, Setting
 
 from ..runs.costs import load_shapes
 from ..runs.params import Cell
-from ..runs.prices import num_classes
 from ..runs.trained import all_logits, load_trained
 
 VALUES = ("clients", "client_exits", "left")
@@ -81,7 +80,7 @@ def as_exits(frame: pd.DataFrame) -> pd.DataFrame:
 
 def macs_of(e: Experiment) -> list[int]:
     """MACs of one example up to and with each exit, those before it included: what it costs to leave there."""
-    setting = load_shapes(e, num_classes(e)).setting
+    setting = load_shapes(e).setting
     return _macs(setting, [setting.full()])
 
 

@@ -23,9 +23,8 @@ from fedlib.data.tasks import CORRELATIONS, task_of
 from fedlib.engine.evaluation import unpacked
 from fedlib.methods import METHODS
 
-from ..runs.costs import load_shapes
+from ..runs.costs import DATA, load_shapes
 from ..runs.identity import concern, older_rules
-from ..runs.prices import CLASSES, num_classes
 from ..runs.store import Run
 from .tables import values_of
 
@@ -74,7 +73,7 @@ def flags_of(run: Run, value: str = "accuracy") -> tuple[str, ...]:
 
 def _chance(e: Experiment) -> float:
     """Percent that an answer of one class gets, with a quarter more for unequal classes; 0 where it is not known."""
-    classes = CLASSES.get(e.dataset)
+    classes = DATA.get(e.dataset, {}).get("classes")
     return 1.25 * 100 / classes if classes and task_of(e.dataset).metric not in CORRELATIONS else 0.0
 
 
@@ -83,7 +82,7 @@ def over_budget(e: Experiment) -> bool:
     """Does a level of ``e``'s method cost over 1.1 times the share of the whole model that the method is to give it?"""
     if not hasattr(METHODS[e.method], "ratios_of"):
         return False
-    shapes = load_shapes(e, num_classes(e))
+    shapes = load_shapes(e)
     method, setting = shapes.method, shapes.setting
     cost = partial(setting.measure.cost, method.cost)
     whole = cost(Slice.prefix(setting.exit_units[-1] + 1, [setting.num_exits - 1]))  # what shares are shares of

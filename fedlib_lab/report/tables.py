@@ -16,11 +16,9 @@ from fedlib.engine.executors import Execution
 from fedlib.methods import METHODS
 from fedlib.models.registry import backbone_spec, fetch_weights, tokenizer_of
 
-from ..runs.costs import exit_costs
-from ..runs.durations import describe
+from ..runs.costs import describe_time, exit_costs, num_classes, training_macs
 from ..runs.identity import older_rules
 from ..runs.params import Cell, load_fallback, load_grid, load_spec
-from ..runs.prices import num_classes, training_macs
 from ..runs.progress import say
 from ..runs.run_paths import run_path
 from ..runs.store import Run, run_all, shown_run, stored_pace
@@ -71,7 +69,7 @@ def run_cells(
         say(f"{len(found)} of {len(experiments)} runs are stored; run_missing = True trains the others")
     else:
         fetch(missing)
-        say(describe(experiments, missing, stored_pace(found.values(), execution), execution))
+        say(describe_time(len(experiments), missing, stored_pace(found.values(), execution), execution))
         found = dict(zip(experiments, run_all(experiments, execution, folder, accept="kit"), strict=True))
     return collect(cells, folder, found)
 

@@ -1,21 +1,46 @@
-"""Costs without training: parameters, upload, MACs and training memory per exit, from shapes alone (meta device)."""
+"""What a run and a table cost: parameters, traffic, MACs, memory and disk, counted; seconds here, timed; GPU hours.
 
-from collections.abc import Collection, Mapping
+Counted is from shapes alone (meta device) and from the sizes of known data (``costs.yaml``): no weights and no data are
+looked at. A forward and a backward pass are counted as three forward passes; evaluation is left out (about a
+hundredth). Timed are steps with random weights; what a machine measures is no part of an experiment. Read next:
+``models/measure.py``, which counts the MACs.
+"""
+
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
 
 import numpy as np
 import torch
+import yaml
 
 from fedlib.core.clients import Client
 from fedlib.core.experiment import Experiment
 from fedlib.core.profiling import kept_by_autograd
 from fedlib.core.slices import Slice, take
-from fedlib.engine.federation import build_model, setting_of
+from fedlib.data.datasets import DataSet, is_available, load_dataset
+from fedlib.data.tokenizer import has_words
+from fedlib.engine.executors import ADDRESSES, Execution
+from fedlib.engine.federation import budgets_of, build_model, setting_of
 from fedlib.engine.forward import Forward
+from fedlib.engine.frozen_cache import FrozenCache
+from fedlib.engine.memory import GIB, bytes_to_train
 from fedlib.methods import Method, Round, Server, Setting, build_method
 from fedlib.models.exit_model import ExitModel
+from fedlib.models.registry import WEIGHTS, backbone_spec, folder_of_weights, tokenizer_of
 
+from .params import Cell
+
+DATA, CARDS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text()).values()  # known data sets, GPUs
+UTILISATION = 0.4  # of a card's peak, assumed of nets that fill it; small nets and small batches reach less
 MIB = 2**20
+LARGE = 300_000_000  # parameters
+SECONDS = 0.3  # that a measurement takes
+ALIKE = ("finetune", "method", "dataset", "augment", "num_exits", "precision", "evaluate_every")  # by importance
+
+# --- of one round, from shapes ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -44,41 +69,34 @@ class Shapes:
         client = Client(-1, budget, 0)
         return self.method.slice_for(client, Server(0, self.trainable, {}), Round(1, (client,), self.setting))
 
-    def held(self, part: Slice, names: Mapping[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
-        """The parameters (of ``names``, default all) that ``part`` holds, cut to size."""
-        params = self.everything if names is None else names
+    def held(self, part: Slice, params: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Those of ``params`` that ``part`` holds, cut to size."""
         infos = self.setting.infos
         return {n: take(p, infos[n], part) for n, p in params.items() if part.holds(infos[n])}
 
     def upload_mib(self, part: Slice, budget: int = 0) -> float:
         """What a client of ``budget`` that holds ``part`` sends back, compressed as the method's options say."""
-        _, sizes = self.travels(part, budget)
-        return self.method.upload_bits(sizes) / 8 / MIB
+        return self.traffic_mib(part, budget)[1]
 
-    def download_mib(self, part: Slice, budget: int = 0) -> float:
-        """What such a client receives."""
-        sizes, _ = self.travels(part, budget)
-        return 4 * sum(sizes) / MIB
-
-    def travels(self, part: Slice, budget: int = 0) -> tuple[Collection[int], Collection[int]]:
-        """Sizes of the tensors that such a client receives, and sends."""
+    def traffic_mib(self, part: Slice, budget: int = 0) -> tuple[float, float]:
+        """What such a client receives, and sends."""
         held, infos = self.held(part, self.trainable), self.setting.infos
         shared = {n: p.numel() for n, p in held.items() if not self.method.personal(infos[n])}
-        return self.method.travels(shared, Client(-1, budget, 0), self.setting, self.experiment)
+        down, up = self.method.travels(shared, Client(-1, budget, 0), self.setting, self.experiment)
+        return 4 * sum(down) / MIB, self.method.upload_bits(up) / 8 / MIB
 
     def forward(self, part: Slice) -> Forward:
         """What runs ``part``, blocks whole as on a device that may go on, its trained parameters wanting gradients."""
         self.model.backbone.whole_blocks = True
-        own = {n: p.detach().requires_grad_(n in self.trainable) for n, p in self.held(part).items()}
+        own = {n: p.detach().requires_grad_(n in self.trainable) for n, p in self.held(part, self.everything).items()}
         return Forward(self.model, [part], own).place_(training=True)
 
-    def kept(self, part: Slice, batch: int) -> tuple[Mapping[str, torch.Tensor], int]:
-        """``part``'s tensors, and bytes of what autograd keeps beside them of ``batch`` examples."""
+    def kept_bytes(self, part: Slice, batch: int) -> int:
+        """What autograd keeps beside ``part``'s tensors of ``batch`` examples."""
         forward = self.forward(part)
-        (held,) = forward.tensors
-        with kept_by_autograd(held.values()) as kept:
+        with kept_by_autograd(forward.tensors[0].values()) as kept:
             forward(self.examples(batch))
-        return held, sum(x.untyped_storage().nbytes() for x in kept.values())
+        return sum(x.untyped_storage().nbytes() for x in kept.values())
 
     def examples(self, count: int) -> torch.Tensor:
         """So many, all ones, for one client."""
@@ -87,13 +105,16 @@ class Shapes:
 
 
 def load_shapes(
-    e: Experiment, num_classes: int, exit_units: tuple[int, ...] | None = None, device: str = "meta"
+    e: Experiment, classes: int | None = None, exit_units: tuple[int, ...] | None = None, device: str = "meta"
 ) -> Shapes:
-    """Build ``e``'s model, with exits elsewhere if ``exit_units``; on ``meta`` without weights or memory."""
+    """Build ``e``'s model, with exits elsewhere if ``exit_units``; on ``meta`` without weights or memory.
+
+    For ``classes``, by default those of its data set.
+    """
     if exit_units is not None:
         e = e.replace(num_exits=len(exit_units), exit_blocks=exit_units)
     method = build_method(e.method, e.options)
-    model = build_model(e, method, num_classes, meta=device == "meta").to(device)
+    model = build_model(e, method, num_classes(e) if classes is None else classes, meta=device == "meta").to(device)
     setting = setting_of(e, model)
     if exit_units is None:  # a method need not be able to train the exits that it is only charged for
         method.check(setting, e)
@@ -102,7 +123,7 @@ def load_shapes(
 
 
 def upload_parameters(e: Experiment, num_classes: int) -> list[int]:
-    """Parameters a client of each budget sends back per round."""
+    """Count the parameters that a client of each budget sends back per round."""
     shapes = load_shapes(e, num_classes)
     return [sum(p.numel() for p in shapes.held(s, shapes.trainable).values()) for s in shapes.slices]
 
@@ -118,15 +139,12 @@ def upload_mib(e: Experiment, num_classes: int, convention: str = "honest") -> f
     if convention not in ("honest", "paper"):
         raise ValueError(f"convention = {convention!r}; allowed: honest, paper")
     shapes = load_shapes(e, num_classes)
-    slices = shapes.slices
+    slices, compress = shapes.slices, shapes.method.compress
     if convention == "honest":
-        eligible = shapes.method.eligible(np.arange(len(slices)), shapes.setting)
-        sizes = [shapes.upload_mib(slices[b]) for b in eligible]
+        sizes = [shapes.upload_mib(slices[b]) for b in shapes.method.eligible(np.arange(len(slices)), shapes.setting)]
     else:
-        if shapes.method.compress != "none":
-            raise ValueError(
-                f"convention = 'paper' counts float32, not compress = {shapes.method.compress!r}; use 'honest'"
-            )
+        if compress != "none":
+            raise ValueError(f"convention = 'paper' counts float32, not compress = {compress!r}; use 'honest'")
         depth, nested = shapes.setting.spec.depth, len(slices[-1].exits) > 1
         charged = load_shapes(e, num_classes, tuple(range(depth)))
         exits = [tuple(range(s.depth)) if nested else (s.depth - 1,) for s in slices]
@@ -142,12 +160,268 @@ def exit_costs(e: Experiment, num_classes: int, batch_size: int = 32) -> list[di
     the trainable ones, and every activation autograd keeps, in float32.
     """
     shapes, out = load_shapes(e, num_classes), []
+    measure = shapes.setting.measure
     for j, part in enumerate(shapes.slices, 1):
-        held, activations = shapes.kept(part, batch_size)
-        parameters = sum(p.numel() for p in held.values())
-        gradients = sum(p.numel() for p in held.values() if p.requires_grad)
-        memory = (4 * (parameters + gradients) + activations) / MIB
-        out.append({"exit": j, "block": part.depth, "parameters": parameters, "upload_mib": shapes.upload_mib(part),
-                    "download_mib": shapes.download_mib(part), "macs": shapes.setting.measure.macs(part),
-                    "training_memory_mib": memory})  # fmt: skip
+        (down, up), parameters = shapes.traffic_mib(part), measure.parameters(part)
+        kept = 4 * (parameters + measure.cost("upload", part)) + shapes.kept_bytes(part, batch_size)
+        out.append({"exit": j, "block": part.depth, "parameters": parameters, "upload_mib": up, "download_mib": down,
+                    "macs": measure.macs(part), "training_memory_mib": kept / MIB})  # fmt: skip
     return out
+
+
+# --- of a whole run, from published sizes ----------------------------------------------------------------------------
+
+
+def num_classes(e: Experiment) -> int:
+    """Classes of ``e``'s data set, which is read only if it is not a known one."""
+    known = DATA.get(e.dataset, {}).get("groups" if e.label_groups else "classes")
+    return _read(e).num_classes if known is None else known
+
+
+def examples_per_client(e: Experiment) -> float:
+    """Mean number of training examples of a client."""
+    known = DATA.get(e.dataset, {})
+    if e.num_train is None and "a_client" in known:
+        return known["a_client"]
+    examples = known.get("examples") if e.num_train is None else e.num_train
+    return (len(_read(e).train_labels) if examples is None else examples) / e.num_clients
+
+
+def _read(e: Experiment) -> DataSet:
+    """The data set, read by the backbone's own tokenizer, or for an estimate by any where that is not at hand."""
+    size, own = backbone_spec(e.backbone).input_shape[-1], tokenizer_of(e.backbone)
+    return load_dataset(e.dataset, e.label_groups, size, own if has_words(own) else None)
+
+
+def training_macs(e: Experiment) -> float:
+    """3 x rounds x clients x local epochs x examples x MACs, the MACs being the mean over the eligible budgets.
+
+    Those of a budget are one sub-model's, times what its local training really takes (``Method.effort``).
+    """
+    (shapes, macs), examples = _priced(_shape_of(e), num_classes(e)), examples_per_client(e)
+    method, setting = shapes.method, replace(shapes.setting, rounds=e.rounds, batch_size=e.batch_size)
+    clients = (Client(-1, b, round(examples)) for b in range(method.num_budgets(e.num_exits)))
+    macs, budgets = macs * np.array([method.effort(c, setting, e) for c in clients]), budgets_of(e, method)
+    eligible = method.eligible(budgets, setting)
+    trained = e.rounds * min(e.clients_per_round, len(eligible)) * e.local_epochs * examples
+    return 3 * trained * macs[budgets[eligible]].mean()
+
+
+def _shape_of(e: Experiment) -> Experiment:
+    """An experiment of the same model, equal for all that share it."""
+    return Experiment(
+        method=e.method, options=e.options, backbone=e.backbone, pretrained=e.pretrained, finetune=e.finetune,
+        finetune_options=e.finetune_options, num_exits=e.num_exits, exit_blocks=e.exit_blocks,
+        public_fraction=e.public_fraction, num_clients=e.num_clients, clients_per_round=e.clients_per_round,
+    )  # fmt: skip
+
+
+@cache
+def _priced(e: Experiment, classes: int) -> tuple[Shapes, np.ndarray]:
+    """Shapes and MACs per budget; where slices differ in depth only, four are measured and the rest interpolated."""
+    shapes = load_shapes(e, classes)
+    slices, every = shapes.slices, np.arange(shapes.budgets)
+    by_width = any(part.index for part in slices)
+    measured = every if by_width else np.unique(np.linspace(0, len(every) - 1, 4).round().astype(int))
+    return shapes, np.interp(every, measured, [shapes.setting.measure.macs(slices[j]) for j in measured])
+
+
+def gpu_hours(experiments: Sequence[Experiment]) -> dict[str, float]:
+    """Hours of training on one card, of each of ``CARDS``; a MAC is two operations."""
+    work = [(e.precision, training_macs(e)) for e in experiments]
+    return {name: sum(m / (UTILISATION * card[p] * 1e12 / 2) for p, m in work) / 3600 for name, card in CARDS.items()}
+
+
+@cache
+def count_bytes(e: Experiment) -> dict[str, float]:
+    """Count what a ``client`` takes in memory, a run on ``disk``, and the backbone's ``weights``, in bytes.
+
+    ``client`` is the peak of a round that trains one client with the largest budget, and what is kept of frozen units.
+    Without the process itself (about 0.7 GiB on a CPU, 0.5 on a GPU) and without the data. Activations are those that
+    autograd keeps in float32; where a method trains other parts than its slice at once, in proportion
+    (``Method.training_mib``). ``disk`` is two checkpoints of what is trained, and what every client keeps to itself.
+    """
+    shapes, examples = load_shapes(e), examples_per_client(e)
+    method, infos, part = shapes.method, shapes.setting.infos, shapes.slices[-1]
+    batch = max(1, min(e.batch_size, round(examples)))
+    setting = replace(shapes.setting, batch_size=batch)
+    share = method.training_mib(Client(-1, shapes.budgets - 1, batch), setting, batch)
+    kept = share / setting.measure.training_mib(part, batch) * shapes.kept_bytes(part, batch)
+    peak = bytes_to_train(e, shapes.model, kept, cut=any(s.index for s in shapes.slices))
+    if (units := shapes.model.frozen_units()) and e.augment == "none":
+        peak += FrozenCache.bytes_needed(shapes.model, units, round(examples * e.num_clients), method.skips(setting))
+    held = {n: p.numel() * (2 + e.num_clients * method.personal(infos[n])) for n, p in shapes.trainable.items()}
+    weights = sum(p.numel() for n, p in shapes.everything.items() if infos[n].kind == "backbone")
+    return {"client": peak, "disk": 4 * sum(held.values()), "weights": 4 * weights}
+
+
+def _kind(e: Experiment) -> Experiment:
+    """``e`` without what decides no bytes."""
+    plain = Experiment()
+    same = ("seed", "rounds", "dirichlet_alpha", "lr", "min_lr", "schedule", "milestones", "decay", "warmup_rounds")
+    return e.replace(**{name: getattr(plain, name) for name in same})
+
+
+def downloads(experiments: Iterable[Experiment]) -> dict[str, float]:
+    """Of weights and data that are not at hand about how many MB they are; weights count four bytes a parameter."""
+    out = {}
+    for e in experiments:
+        if e.pretrained and e.backbone not in WEIGHTS and folder_of_weights(e.backbone) is None:
+            out[e.backbone.split(".")[0]] = count_bytes(_kind(e))["weights"] / 1e6
+        if not is_available(e.dataset, tokenizer_of(e.backbone)):
+            out[e.dataset] = DATA.get(e.dataset, {}).get("mb", 0.0)
+    return out
+
+
+# --- in seconds, on this machine -------------------------------------------------------------------------------------
+
+
+def median_seconds(step: Callable[[], object], device: str = "cpu", seconds: float = SECONDS) -> float:
+    """Time ``step``, done over and over for so many ``seconds`` on one thread or GPU; the first does not count.
+
+    On a CPU the thread's own time counts: others may be busy on the same cores. Threads that wait for each other would
+    tell less of the machine.
+    """
+    from torch.utils.benchmark import Timer
+    from torch.utils.benchmark.utils.timer import timer  # which waits for the GPU
+
+    clock = time.thread_time if device == "cpu" else timer
+    return Timer("step()", timer=clock, globals={"step": step}).blocked_autorange(min_run_time=seconds).median
+
+
+def seconds_of(shapes: Shapes, part: Slice, examples: int = 1, seconds: float = SECONDS, train: bool = False) -> float:
+    """Time how ``part`` answers ``examples`` examples, or a step of its training on them (forward and backward)."""
+    forward, x = shapes.forward(part), shapes.examples(examples)
+    trained = [p for p in forward.tensors[0].values() if p.requires_grad]
+    step = lambda: torch.autograd.grad(forward(x).sum(), trained, allow_unused=True)  # noqa: E731
+    answer = torch.inference_mode()(lambda: forward(x))
+    return median_seconds(step if train else answer, x.device.type, seconds)
+
+
+def step_seconds(e: Experiment, parts: Sequence[Slice] | None = None, batch: int = 32) -> np.ndarray:
+    """Time one training step of each of ``parts``, or of what clients of each budget hold; weights are random."""
+    shapes = load_shapes(e.replace(pretrained=False), device="cpu")
+    return np.array([seconds_of(shapes, part, batch, train=True) for part in parts or shapes.slices])
+
+
+def macs_per_second(e: Experiment, device: str = "cpu", seconds: float = SECONDS) -> float:
+    """MACs in training on one thread or GPU, of steps of ``e``'s middle exit.
+
+    A model that would take minutes to build is taken to train as fast as plain matrix products, which is right within
+    40 % (DeiT-S, ViT-B, measured).
+    """
+    if sum(p.numel() for p in _priced(_shape_of(e), num_classes(e))[0].everything.values()) > LARGE:
+        n = 1024 if device == "cpu" else 4096
+        a = torch.ones(n, n, device=device)
+        return n**3 / median_seconds(lambda: a @ a, device, seconds)
+    shapes = load_shapes(e.replace(pretrained=False), device=device)
+    part = shapes.slice_for(shapes.budgets // 2)
+    step = seconds_of(shapes, part, e.batch_size, seconds, train=True)
+    return 3 * shapes.setting.measure.macs(part) * e.batch_size / step
+
+
+class Pace:
+    """Seconds a round, as seen on this machine."""
+
+    def __init__(self):
+        self.seen: dict[Experiment, tuple[float, int]] = {}  # seconds, rounds
+
+    def add(self, e: Experiment, seconds: float, rounds: int) -> None:
+        """Take note that ``rounds`` of ``e`` took so many seconds here."""
+        s, n = self.seen.get(e, (0.0, 0))
+        self.seen[e] = s + seconds, n + rounds
+
+    def seconds_a_round(self, e: Experiment) -> float | None:
+        """The mean over the most similar experiments, in proportion to their examples; None without this backbone."""
+        seen = {o: s / n for o, (s, n) in self.seen.items() if o.backbone == e.backbone and n}
+        likeness = {o: [o == e, *(getattr(o, k) == getattr(e, k) for k in ALIKE)] for o in seen}
+        best = [o for o in seen if likeness[o] == max(likeness.values())]
+        return sum(seen[o] * _ratio(e, o) for o in best) / len(best) if best else None
+
+
+def _ratio(e: Experiment, other: Experiment) -> float:
+    """Examples a round of ``e`` to those of ``other``, as far as their fields tell."""
+    clients = e.clients_per_round * e.local_epochs / (other.clients_per_round * other.local_epochs)
+    if e.num_train is None or other.num_train is None:
+        return clients
+    return clients * (e.num_train / e.num_clients) / (other.num_train / other.num_clients)
+
+
+def each_seconds(missing: Sequence[Experiment], pace: Pace, execution: Execution = Execution()) -> list[float]:
+    """Estimate what each of ``missing`` takes: from ``pace`` where it knows their like, else from timed steps and MACs.
+
+    Workers are taken to work side by side without loss.
+    """
+    rates: dict[tuple, float] = {}
+    workers = (execution.workers or 1) if execution.executor in ADDRESSES else execution.side_by_side()
+    out = []
+    for e in missing:
+        seconds = pace.seconds_a_round(e)
+        if seconds is None and (kind := (e.backbone, e.finetune)) not in rates:
+            rates[kind] = workers * macs_per_second(e, execution.home)
+        out.append(training_macs(e) / rates[kind] if seconds is None else e.rounds * seconds)
+    return out
+
+
+# --- of a table, in words --------------------------------------------------------------------------------------------
+
+
+def about(seconds: float) -> str:
+    """Say a duration as one does, no finer than it is known."""
+    minutes, hours = round(seconds / 60), seconds / 3600
+    if seconds < 45:
+        return "under a minute"
+    if minutes < 90:
+        return f"about {max(1, minutes)} minute{'s' if minutes > 1 else ''}"
+    return f"about {hours:.0f} hours" if hours < 48 else f"about {hours / 24:,.0f} days"
+
+
+def describe_time(
+    total: int, missing: Sequence[Experiment], pace: Pace | None = None, execution: Execution = Execution()
+) -> str:
+    """Say in a sentence how many runs there are, how many are missing, and what these take here, by ``pace``.
+
+    More than a day's, or what nobody asks of this machine, are told in hours of GPUs.
+    """
+    seconds = sum(each_seconds(missing, pace, execution)) if pace else np.inf
+    told = [f"{about(seconds)} on this machine"] if pace else []
+    if seconds >= 24 * 3600:
+        hours = ", ".join(f"{x:,.0f} ({name})" for name, x in gpu_hours(missing).items())
+        of_peak = f"{UTILISATION:.0%} of its peak in the experiment's precision; small nets reach less"
+        told.append(f"{hours} hours of a GPU at {of_peak}")
+    more = "; fedlib explain PAPER/TABLE --cost says more" * (len(told) > 1)
+    return f"{total} runs, {len(missing)} to do: {', or '.join(told)}{more}"
+
+
+def forecast(cells: Sequence[Cell], missing: Collection[Experiment]) -> list[dict]:
+    """Forecast per mode and row: runs, how many are ``missing``, and of these the hours on each card and the disk.
+
+    ``GiB a client`` is :func:`count_bytes` where one client trains at a time; a GPU holds its examples besides.
+    """
+    rows: dict[tuple[str, str], list[Experiment]] = {}
+    for cell in cells:
+        rows.setdefault((cell.finetune, cell.label), []).append(cell.experiment)
+    out = []
+    for (mode, label), own in rows.items():
+        left, sizes = [e for e in own if e in missing], {e: count_bytes(_kind(e)) for e in own}
+        row = {"mode": mode, "row": label, "runs": len(own), "missing": len(left)}
+        row |= {f"{name} h": round(hours, 1) for name, hours in gpu_hours(left).items()}
+        row["GiB a client"] = round(max(s["client"] for s in sizes.values()) / GIB, 2)
+        out.append(row | {"GiB of disk": round(sum(sizes[e]["disk"] for e in left) / GIB, 2)})
+    return out
+
+
+def describe_costs(cells: Sequence[Cell], stored: Callable[[Experiment], object]) -> str:
+    """Say what a table takes before anything starts: :func:`forecast`, its sums, and what is downloaded.
+
+    A run is missing where ``stored`` finds None (``store.shown_run``, whose file imports this one).
+    """
+    import pandas as pd
+
+    missing = [c.experiment for c in cells if stored(c.experiment) is None]
+    frame, loads = pd.DataFrame(forecast(cells, set(missing))), downloads(missing)
+    needed = ", ".join(f"{name} {mb:,.1f} MB" if mb else f"{name} (size unknown)" for name, mb in loads.items())
+    return (
+        f"{frame.to_string(index=False)}\n{describe_time(len(cells), missing)}.\n"
+        f"Disk: {frame['GiB of disk'].sum():,.1f} GiB of runs. To download: {needed or 'nothing'}."
+    )

@@ -28,7 +28,7 @@ from fedlib.data.datasets import is_available
 from fedlib.engine.executors import Execution
 from fedlib.models.registry import tokenizer_of
 
-from .durations import Pace, about, each_seconds
+from .costs import Pace, about, each_seconds
 from .identity import OtherInputs
 from .params import Cell, load_grid, load_spec
 from .params_files import grids, papers

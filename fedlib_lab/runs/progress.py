@@ -13,14 +13,14 @@ from typing import Any, TextIO
 from fedlib.core.experiment import Experiment
 from fedlib.engine.rounds import Finished
 
-from .durations import Pace, about
+from .costs import Pace, about
 
 HEADLESS = ("papermill", "jupyter-nbconvert", "jupyter-execute")  # programs whose kernels have no screen of their own
 SWITCH = "TQDM_DISABLE"  # tqdm's own: not empty and not "0" means no bars
 SCREEN_SECONDS, LOG_SECONDS = 0.2, 30.0  # between lines on a screen, and where the terminal is a file
 
 
-def told(tell: Callable, *args: Any, **options: Any) -> Any:
+def call_quietly(tell: Callable, *args: Any, **options: Any) -> Any:
     """What ``tell`` returns; that it speaks to a closed stream or a broken pipe ends no run."""
     try:
         return tell(*args, **options)
@@ -35,13 +35,13 @@ def bar(shown: bool, **options: Any) -> Any:
     """A tqdm bar, a silent one if nobody can see it."""
     from tqdm.auto import tqdm
 
-    found = told(tqdm, disable=not shown, **options)
+    found = call_quietly(tqdm, disable=not shown, **options)
     return tqdm(disable=True) if found is None else found
 
 
 def say(text: str) -> None:
     """One line for the user, on the standard output."""
-    told(print, text, flush=True)
+    call_quietly(print, text, flush=True)
 
 
 def interrupted(text: str) -> KeyboardInterrupt:
@@ -82,12 +82,12 @@ class Watch:
         self.close_rounds()
         for shown in (self.runs, self.terminal):
             if shown is not None:
-                told(shown.close)
+                call_quietly(shown.close)
 
     def close_rounds(self) -> None:
         """No run goes on."""
         while self.going:
-            told(self.going.popitem()[1][1].close)
+            call_quietly(self.going.popitem()[1][1].close)
 
     def begin(self, e: Experiment, t: int) -> None:
         """``e`` goes on after round ``t``."""
@@ -102,7 +102,7 @@ class Watch:
         self.pace.add(e, r.seconds, 1)
         if r.metrics is not None:
             rounds.set_postfix(accuracy=f"{r.metrics['accuracy']:.1f}%", refresh=False)
-        told(rounds.update)
+        call_quietly(rounds.update)
         self._tell()
 
     def end(self, e: Experiment) -> None:
@@ -111,18 +111,18 @@ class Watch:
         if ended := e in self.left:
             self.left.remove(e)
         self._tell(now=True)
-        told(self.runs.update, ended)
+        call_quietly(self.runs.update, ended)
 
     def say(self, text: str) -> None:
         """One line for the user."""
         if self.shown:
-            told(self.runs.write, text)
+            call_quietly(self.runs.write, text)
             if self.terminal is not None:
                 self.terminal.show(text, True, keep=True)
 
     def _close(self, e: Experiment) -> None:
         if e in self.going:
-            told(self.going.pop(e)[1].close)
+            call_quietly(self.going.pop(e)[1].close)
 
     def _tell(self, now: bool = False) -> None:
         words = [f"{self.total - len(self.left)} of {self.total} runs done"] if self.total > 1 else []
@@ -177,7 +177,7 @@ class Terminal:
         if screen:
             text = text[: (os.get_terminal_size(self.file.fileno()).columns or 80) - 1]
         self.unfinished, self.at = screen and not keep, clock
-        told(print, start + text, end="" if self.unfinished else "\n", file=self.file, flush=True)
+        call_quietly(print, start + text, end="" if self.unfinished else "\n", file=self.file, flush=True)
 
     def close(self) -> None:
         if self.unfinished:

@@ -35,8 +35,8 @@ from fedlib.models.registry import backbone_spec
 
 from ..executors.processes import Unforkable, check_fork, pack, portable
 from ..executors.workers import become_worker
-from .prices import examples_per_client
-from .progress import Watch, interrupted, told
+from .costs import examples_per_client
+from .progress import Watch, call_quietly, interrupted
 
 LIVES = 2  # processes that may die of one run before it is given up
 DIED = f"its process died {LIVES} times, often a sign that memory is short"
@@ -59,7 +59,7 @@ class News:
             warnings.warn_explicit(*self.arguments)
         else:
             is_stream = self.name in ("stdout", "stderr")
-            told(getattr(sys, self.name).write if is_stream else getattr(watch, self.name), *self.arguments)
+            call_quietly(getattr(sys, self.name).write if is_stream else getattr(watch, self.name), *self.arguments)
 
 
 class Runner(Protocol):

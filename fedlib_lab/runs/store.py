@@ -29,7 +29,7 @@ from fedlib.methods import Server
 from . import side_by_side
 from .callbacks import Callback, OnRound, Together
 from .checkpoints import Checkpoints
-from .durations import Pace
+from .costs import Pace
 from .identity import KINDS, Accept, Inputs, accepted, check_verified, inputs_of, known_inputs
 from .progress import Watch, interrupted, say, unheard
 from .record import Run, begun, check_inputs, ended, provenance, provenance_now, recorded, resumed

@@ -100,7 +100,7 @@ def test_labels_of_groups(fake):
     assert data.classes == ("a", "b")
     assert data.labels.tolist() == [0, 0, 1] * 10 and data.test_labels.tolist() == [0, 0, 1] * 4
     assert load_federated(e).classes == ("a/1", "a/2", "b/1")
-    from fedlib_lab.runs.prices import num_classes
+    from fedlib_lab.runs.costs import num_classes
 
     assert [num_classes(e.replace(label_groups=g)) for g in (False, True)] == [3, 2]
     fake(classes=("1", "2", "3"))

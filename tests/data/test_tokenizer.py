@@ -353,7 +353,7 @@ def test_weights_and_words_come_from_one_folder(sets, sources, tiny, tmp_path):
 
 
 def test_costs_are_known_where_the_tokenizer_is_not(sets, monkeypatch):
-    from fedlib_lab.runs.prices import num_classes
+    from fedlib_lab.runs.costs import num_classes
 
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     e = experiment("svamp", "llama2_7b", method="fedavg", options={})

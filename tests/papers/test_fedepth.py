@@ -8,8 +8,8 @@ from fedlib_lab.papers.fedepth import EXACT
 from fedlib_lab.report.claims import Published, Stored, compared, load_all_claims
 from fedlib_lab.report.table import Table
 from fedlib_lab.report.tables import compute_table, load_reported
+from fedlib_lab.runs.costs import training_macs
 from fedlib_lab.runs.params import load_grid, load_spec
-from fedlib_lab.runs.prices import training_macs
 
 CLAIMS = load_all_claims("fedepth")
 ON_RUNS = [name for name, claim in CLAIMS.items() if "table" in claim]

@@ -17,10 +17,9 @@ from fedlib.models.resnet import ResNetSpec
 from fedlib_lab.papers.scalefl import level_accuracies, level_costs, plane, plot_levels, plot_plane
 from fedlib_lab.report.claims import Published, compared, load_all_claims
 from fedlib_lab.report.tables import load_reported
-from fedlib_lab.runs.costs import load_shapes
+from fedlib_lab.runs.costs import _shape_of, load_shapes, num_classes
 from fedlib_lab.runs.params import load_grid, load_spec
 from fedlib_lab.runs.params_files import grids, papers
-from fedlib_lab.runs.prices import _shape_of, num_classes
 
 pytestmark = pytest.mark.usefixtures("repeatable_convolutions")
 
@@ -199,7 +198,7 @@ def setting_for(method, classes=10, **fields):
 def test_levels_by_latency_are_solved_offline(monkeypatch):
     """With parameters in the place of seconds they are those of ``cost="parameters"``; a real clock gives a time."""
     from fedlib_lab.papers.scalefl import levels_by_latency
-    from fedlib_lab.runs.latency import seconds_of
+    from fedlib_lab.runs.costs import seconds_of
 
     e = Experiment(method="scalefl", backbone="resnet20", pretrained=False, finetune="full", num_exits=4)
     found = levels_by_latency(e, 10, lambda shapes, part: shapes.setting.measure.parameters(part))

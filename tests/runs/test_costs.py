@@ -1,20 +1,45 @@
-"""Costs from shapes alone: the papers' communication columns to two decimals, and the honest figures."""
+"""What runs and tables cost: the papers' numbers from shapes alone, hours, bytes and seconds by hand and as measured."""
 
 import math
 from dataclasses import dataclass
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
 
-from fedlib import Experiment
+from fedlib import Execution, Experiment, build_federation, run, run_rounds
 from fedlib.engine.federation import budgets_of
 from fedlib.methods import METHODS
 from fedlib.methods.sliced.fedavg import FedAvg
+from fedlib_lab import cli
+from fedlib_lab.papers.fedepth.training_memory import peak_mib
 from fedlib_lab.report.tables import load_reported
-from fedlib_lab.runs.costs import exit_costs, load_shapes, upload_mib, upload_parameters
-from fedlib_lab.runs.latency import timed_macs_per_second
-from fedlib_lab.runs.prices import training_macs
+from fedlib_lab.runs import costs
+from fedlib_lab.runs.costs import (
+    CARDS,
+    Pace,
+    _priced,
+    _shape_of,
+    about,
+    count_bytes,
+    describe_time,
+    downloads,
+    each_seconds,
+    examples_per_client,
+    exit_costs,
+    forecast,
+    gpu_hours,
+    load_shapes,
+    macs_per_second,
+    num_classes,
+    training_macs,
+    upload_mib,
+    upload_parameters,
+)  # fmt: skip
+from fedlib_lab.runs.params import Cell
+from fedlib_lab.runs.store import stored_pace
+from tests.helpers.stored import ONE, short
 
 MODES = ("full", "frozen", "lora", "pa", "sa", "ssf")
 HONEST = {  # 4 / 12 exits; what the released code really sends (facts 2.6)
@@ -24,6 +49,12 @@ HONEST = {  # 4 / 12 exits; what the released code really sends (facts 2.6)
     "inclusivefl": {"full": (52.33, 45.57), "frozen": (0.15, 0.15), "lora": (1.56, 1.37), "pa": (1.58, 1.39), "ssf": (0.40, 0.37)},
     "reefl": {"full": (53.98, 47.21), "frozen": (1.79, 1.79), "lora": (3.20, 3.01), "pa": (3.22, 3.03), "ssf": (2.04, 2.01)},
 }  # fmt: skip
+SMALL = dict(num_train=60, num_test=10, num_clients=6, clients_per_round=3, rounds=2, evaluate_every=0)
+GIB = 2**30
+WHOLE = Experiment(
+    method="fedavg", num_exits=1, pretrained=False, finetune="full", num_train=64, num_test=16, num_clients=2,
+    clients_per_round=1, rounds=2, partition="iid", augment="none", batch_size=64,
+)  # fmt: skip
 
 
 def deit_small(method, finetune, num_exits):
@@ -138,5 +169,196 @@ def test_costs_count_the_scan():
 
 def test_a_timed_step_tells_the_machines_speed_and_changes_nothing():
     threads, state = torch.get_num_threads(), torch.random.get_rng_state()
-    assert 1e6 < timed_macs_per_second(Experiment(finetune="frozen"), 10, seconds=0.05) < 1e15
+    assert 1e6 < macs_per_second(Experiment(finetune="frozen"), seconds=0.05) < 1e15
     assert torch.get_num_threads() == threads and torch.equal(torch.random.get_rng_state(), state)
+
+
+# --- MACs of training ------------------------------------------------------------------------------------------------
+
+
+def test_training_macs_by_hand():
+    e = Experiment(method="depthfl", dataset="cifar100", rounds=7, clients_per_round=4, num_clients=50, local_epochs=2)
+    macs = [cost["macs"] for cost in exit_costs(_shape_of(e), 100)]
+    # 3 passes x 7 rounds x 4 clients x 2 epochs x 50,000 / 50 images x the mean over 50 clients, budgets 13 13 12 12
+    mean = np.dot(macs, [13, 13, 12, 12]) / 50
+    assert training_macs(e) == pytest.approx(3 * 7 * 4 * 2 * 1000 * mean)
+
+
+@pytest.mark.parametrize(
+    "method, passes", [("fedper", 3), ("ditto", 6), ("fedrep", 3 + 5 / 2), ("fedpac", 3 + 3 / 2), ("fedrod", 3 + 5 / 2)]
+)
+def test_two_models_and_heads_trained_alone_are_paid_for(method, passes):
+    e = Experiment(method=method, dataset="cifar100", rounds=7, clients_per_round=4, num_clients=50, local_epochs=2)
+    macs = exit_costs(_shape_of(e), 100)[-1]["macs"]  # everybody trains the whole net, forward and backward 3 passes
+    assert training_macs(e) == pytest.approx(passes * 7 * 4 * 2 * 1000 * macs)
+
+
+def test_exclusivefl_pays_for_its_few_clients_only():
+    e = Experiment(method="exclusivefl", dataset="cifar100", num_exits=12, rounds=10)
+    full = exit_costs(_shape_of(e), 100)[-1]["macs"]
+    assert training_macs(e) == pytest.approx(3 * 10 * 8 * 500 * full)  # 8 of 100 clients hold 12 exits
+
+
+@pytest.mark.parametrize("method, tolerance", [("depthfl", 1e-9), ("reefl", 2e-3), ("scalefl_vit", 1e-9)])
+def test_interpolated_macs(method, tolerance):
+    e = Experiment(method=method, num_exits=12)
+    measured = [cost["macs"] for cost in exit_costs(e, 10)]
+    assert np.allclose(_priced(_shape_of(e), 10)[1], measured, rtol=tolerance)
+
+
+def test_examples_per_client():
+    assert examples_per_client(Experiment(dataset="cifar100")) == 500
+    assert examples_per_client(Experiment(num_train=320, num_clients=16, clients_per_round=4)) == 20
+    assert examples_per_client(Experiment(dataset="femnist", partition="natural", num_clients=381)) == 204
+
+
+def test_budgets_without_exits_of_their_own_are_priced():
+    """FedAvg has one exit whatever ``num_exits`` says, and clients whose budgets it ignores."""
+    e = Experiment(method="fedavg", backbone="vit_digits", pretrained=False, finetune="full", num_train=4000)
+    assert training_macs(e.replace(num_exits=3)) == training_macs(e.replace(num_exits=1))
+
+
+def test_a_large_model_is_priced_by_its_macs_and_never_built(monkeypatch):
+    e = Experiment(num_train=1000, rounds=60, finetune="frozen")
+    assert 4e4 < sum(p.numel() for p in load_shapes(e, 10).everything.values()) < costs.LARGE  # ``vit_digits``
+    monkeypatch.setattr(costs, "seconds_of", lambda *_, **__: pytest.fail("built"))
+    monkeypatch.setattr(costs, "LARGE", 0)
+    assert 1e7 < macs_per_second(e, seconds=0.05) < 1e15
+    monkeypatch.setattr(costs, "median_seconds", lambda *_: 1024**3 * 100 / training_macs(e))
+    assert each_seconds([e], Pace(), Execution(workers=2)) == [pytest.approx(50)]
+
+
+@pytest.mark.parametrize(
+    ("data", "classes"), [({"dataset": "fsdd"}, 10), ({"dataset": "omniglot", "label_groups": True}, 8)]
+)
+def test_stored_runs_are_priced_where_their_data_are_absent(data, classes, monkeypatch, tmp_path):
+    monkeypatch.setenv("FEDLIB_DATA", str(tmp_path))
+    e = Experiment(**data, partition="natural", num_clients=10, clients_per_round=2)
+    assert num_classes(e) == classes and examples_per_client(e) > 0 and training_macs(e) > 0
+
+
+# --- seconds here ----------------------------------------------------------------------------------------------------
+
+
+def tiny(**changes):
+    return short("reefl", **(SMALL | changes))
+
+
+def test_durations_are_said_as_coarsely_as_they_are_known():
+    said = {10: "under a minute", 60: "about 1 minute", 150: "about 2 minutes", 5000: "about 83 minutes",
+            7200: "about 2 hours", 40 * 3600: "about 40 hours", 1e7: "about 116 days"}  # fmt: skip
+    assert {s: about(s) for s in said} == said
+
+
+def test_rounds_take_as_long_as_those_of_the_most_similar_run():
+    pace, e = Pace(), Experiment(method="reefl", finetune="lora", num_train=1000, num_clients=10)
+    assert pace.seconds_a_round(e) is None
+    pace.add(e.replace(method="depthfl", finetune="frozen"), 10, 10)  # 1 s a round
+    assert pace.seconds_a_round(e) == 1
+    pace.add(e.replace(method="depthfl", seed=2), 20, 10)  # the same mode is more alike than the same method
+    assert pace.seconds_a_round(e) == 2
+    assert pace.seconds_a_round(e.replace(clients_per_round=5, num_train=3000)) == 2 * 0.5 * 3
+    pace.add(e, 3, 1)
+    pace.add(e, 5, 1)
+    assert pace.seconds_a_round(e) == 4
+    assert pace.seconds_a_round(e.replace(backbone="vim_micro", pretrained=False)) is None
+
+
+def test_a_grid_is_priced_in_minutes_of_this_machine(monkeypatch):
+    e = Experiment(num_train=1000, rounds=60)
+    pace = Pace()
+    pace.add(e, 30, 10)
+    assert describe_time(2, [e.replace(seed=2)], pace) == "2 runs, 1 to do: about 3 minutes on this machine"
+    # unknown backbone: MACs over a timed rate, on each of two workers; long ones also in hours of a GPU
+    other = e.replace(backbone="vit_digits", pretrained=False, finetune="frozen")
+    monkeypatch.setattr(costs, "macs_per_second", lambda *_: training_macs(other) / 100)
+    assert each_seconds([other], pace, Execution(workers=2)) == [pytest.approx(50)]
+    monkeypatch.setattr(costs, "macs_per_second", lambda *_: training_macs(other) / 3e6)
+    text = describe_time(1, [other], pace, Execution(workers=1))
+    assert text.startswith("1 runs, 1 to do: about 35 days on this machine, or ") and "hours of a GPU" in text
+
+
+def test_only_runs_of_this_machine_tell_its_pace(tmp_path):
+    e = tiny()
+    found = run(e, ONE, tmp_path, progress=False)
+    assert stored_pace([found], ONE).seen == {e: (found.summary["seconds"], 2)}
+    assert stored_pace([found], Execution(workers=2)).seen == {e: (found.summary["seconds"] / 2, 2)}
+    found.record["provenance"]["device"] = "another"
+    assert stored_pace([found], ONE).seen == {}
+
+
+# --- GPU hours, memory, disk and downloads ---------------------------------------------------------------------------
+
+
+def cells(*experiments):
+    return [Cell(e.finetune, e.method, e.method, e.method, "column", e.seed, e) for e in experiments]
+
+
+def test_hours_are_macs_over_a_share_of_the_peak_in_the_precision_asked_for():
+    e = Experiment(method="depthfl", dataset="cifar100", rounds=7)
+    assert gpu_hours([e, e])["A100"] == pytest.approx(2 * training_macs(e) / (0.4 * 19.5e12 / 2) / 3600)
+    bfloat16 = e.replace(precision="bfloat16")
+    for name, card in CARDS.items():
+        assert gpu_hours([e])[name] / gpu_hours([bfloat16])[name] == pytest.approx(card["bfloat16"] / card["float32"])
+
+
+def measured(e):
+    return peak_mib(lambda: list(run_rounds(build_federation(e), Execution(workers=1, executor="threads")))) * 2**20
+
+
+@pytest.mark.parametrize("backbone", ["resnet8", "deit_micro.w32"])
+def test_the_peak_of_a_round_is_what_was_told(backbone):
+    e = WHOLE.replace(backbone=backbone)
+    build_federation(e)  # the data are read before anything is measured
+    assert count_bytes(e)["client"] == pytest.approx(measured(e), rel=0.25)
+
+
+def text(backbone):
+    return WHOLE.replace(
+        backbone=backbone, dataset="mrpc", optimiser="adamw", batch_size=2, num_train=None, num_test=None
+    )
+
+
+@pytest.mark.parametrize("backbone, gigabytes", [("bert_base", 4.91), ("distilbert", 3.32)])
+def test_large_models_are_told_as_they_were_measured(backbone, gigabytes):
+    """Peaks of a whole process with random weights, in 10^9 bytes; 0.63 of them are the process itself."""
+    assert count_bytes(text(backbone))["client"] / 1e9 + 0.63 == pytest.approx(gigabytes, rel=0.1)
+
+
+@pytest.mark.slow
+def test_a_large_model_takes_what_was_told():
+    e = text("distilbert").replace(dataset="docstrings", num_train=8, num_test=8)
+    build_federation(e)
+    assert count_bytes(e)["client"] == pytest.approx(measured(e), rel=0.1)
+
+
+def test_disk_is_two_checkpoints_and_what_clients_keep():
+    numbers = count_bytes(WHOLE)["disk"] / 8  # two checkpoints of four bytes each
+    assert numbers == sum(p.numel() for p in build_federation(WHOLE).server.params.values())
+    head = 2 * 64 + 64 * 10 + 10  # a norm and a layer
+    assert count_bytes(WHOLE.replace(method="fedper"))["disk"] == 8 * numbers + 2 * 4 * head
+
+
+def test_what_is_at_hand_is_not_downloaded(monkeypatch):
+    monkeypatch.setattr(costs, "is_available", lambda name, tokenizer: name == "mnist")
+    e = Experiment(dataset="cifar10", backbone="deit_tiny")
+    needed = downloads([e, e.replace(dataset="mnist", backbone="deit_micro")])
+    assert set(needed) == {"deit_tiny", "cifar10"} and needed["deit_tiny"] == pytest.approx(4 * 5.5, rel=0.02)
+
+
+def test_a_row_counts_its_runs_and_what_is_stored():
+    both = [WHOLE, WHOLE.replace(seed=2)]
+    (row,) = forecast(cells(*both), both)
+    assert (row["runs"], row["missing"], row["row"]) == (2, 2, "fedavg")
+    assert row["GiB a client"] == round(count_bytes(WHOLE)["client"] / GIB, 2)
+    (row,) = forecast(cells(*both), both[1:])
+    assert row["missing"] == 1
+
+
+def test_the_command_prints_every_row_before_anything_starts(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("FEDLIB_OUTPUTS", str(tmp_path))
+    words = ["explain", "reefl/table1", "--cost", "--profile", "smoke", "--set", "finetune=frozen", "method=[depthfl]"]
+    assert cli.main(words) == 0
+    out = capsys.readouterr().out
+    assert "frozen depthfl" in " ".join(out.split()) and "A100 h" in out and "To download: nothing" in out
+    assert "at 40% of its peak" in out and not list(tmp_path.iterdir())

@@ -71,7 +71,7 @@ def test_the_small_nets_smallest_level_can_tell_many_classes_apart():
     """Exits at a sixth of 24 channels, cut to 0.65, had two features for Tiny ImageNet's 200 classes: no exit learnt."""
     (cell,) = (c for c in load_grid("scalefl", "efficientnetb4", "small") if c.variant == "scalefl")
     shapes = load_shapes(cell.experiment, 200)
-    held = shapes.held(shapes.method.part(0, shapes.setting))
+    held = shapes.held(shapes.method.part(0, shapes.setting), shapes.everything)
     weights = {n: p.shape for n, p in held.items() if n.endswith("linear.weight")}
     assert {tuple(shape[-2:]) for shape in weights.values()} == {(200, 36)}  # floor(0.75 x 48)
 

@@ -22,7 +22,7 @@ from fedlib.engine.federation import Federation, build_federation
 from fedlib.methods import Round, Stage
 from fedlib.methods.sliced.fedepth import kept_mib
 
-from ...runs.prices import examples_per_client
+from ...runs.costs import examples_per_client
 
 MIB = 2**20
 WORK = "a measured work"

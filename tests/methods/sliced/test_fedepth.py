@@ -26,8 +26,7 @@ from fedlib.models.exit_model import ExitModel
 from fedlib.models.resnet import RESNETS, ResNetSpec
 from fedlib.models.route import Begun
 from fedlib_lab.papers.fedepth.block_inference import block_logits
-from fedlib_lab.runs.costs import load_shapes
-from fedlib_lab.runs.prices import training_macs
+from fedlib_lab.runs.costs import load_shapes, training_macs
 from tests.helpers.plain_convnets import PlainResNet, plain_name, state_of
 
 pytestmark = pytest.mark.usefixtures("repeatable_convolutions")

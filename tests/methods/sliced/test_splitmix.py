@@ -16,9 +16,8 @@ from fedlib.engine.evaluation import exit_logits
 from fedlib.methods import Round, build_method
 from fedlib.models import registry
 from fedlib.models.resnet import ResNetSpec
-from fedlib_lab.runs.costs import load_shapes
+from fedlib_lab.runs.costs import load_shapes, training_macs
 from fedlib_lab.runs.params import load_grid
-from fedlib_lab.runs.prices import training_macs
 from tests.helpers.plain_convnets import PlainResNet, plain_name
 
 pytestmark = pytest.mark.usefixtures("repeatable_convolutions")
