@@ -32,7 +32,7 @@ CAPPED = {caps + of: f"{binds} capped, {rates}" for caps, binds in BINDS.items()
           for of, rates in (("", "papers' rates"), ("_tuned", "rates searched"))}  # fmt: skip
 LIMITS = {"macs": "training of a round (10⁹ MACs)", "peak MiB": "peak of training (MiB)",
           "upload MiB": "upload of a round (MiB)", "seconds a round": "seconds a round, slowest board"}  # fmt: skip
-NOT_COSTS = ("seed", "num_train", "num_test", "dirichlet_alpha", "rounds", "lr", "min_lr", "evaluate_every")
+NOT_COSTS = ("seed", "num_train", "num_test", "subset", "dirichlet_alpha", "rounds", "lr", "min_lr", "evaluate_every")
 CLAIM = re.compile(rf"^\| (.+?) \| (.+?) \| (\[?\*\*(?:{'|'.join(COLORS)})\*\*.*?) \|", re.M)  # a row of a paper's page
 BATCH = 32  # of training memory
 COMPARED = 5  # methods that a setting must have, to be drawn against costs

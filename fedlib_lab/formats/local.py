@@ -65,7 +65,7 @@ def local_set(
 
     def read(size: int | None) -> tuple[Decoded, bool]:
         if layout is None and any((path / "train").glob("*.json")):
-            how = "ten lines turn them into parquet, under 'LEAF' in fedlib/README.md"
+            how = "ten lines turn them into parquet, under 'LEAF' in docs/guide/data.md"
             raise ValueError(f"{path} holds json files, as LEAF writes them, which are not read; {how}")
         described = any(p.name in DESCRIBED for p in files)
         pictures = {} if parquet or described else picture_splits(path, files)

@@ -38,10 +38,10 @@ def register_data(
 ) -> str:
     """Let experiments of this process say ``dataset = name`` and mean ``train`` and ``test``; returns ``name``.
 
-    Each may be a ``datasets.Dataset`` (columns as in a parquet file: fedlib/README.md), a set of torchvision's without
-    a transform, or arrays (inputs, labels): uint8 images (N, H, W), (N, C, H, W) or (N, H, W, C), or token ids (N, T),
-    and labels (N,), named by ``classes``. ``train`` may be a ``DatasetDict``. Without ``test`` a tenth is held out.
-    A ``partitioner`` of flwr-datasets divides ``train``, a ``Dataset``: its parts are the owners, so with
+    Each may be a ``datasets.Dataset`` (columns as in a parquet file: docs/guide/data.md), a set of torchvision's
+    without a transform, or arrays (inputs, labels): uint8 images (N, H, W), (N, C, H, W) or (N, H, W, C), or token ids
+    (N, T), and labels (N,), named by ``classes``. ``train`` may be a ``DatasetDict``. Without ``test`` a tenth is held
+    out. A ``partitioner`` of flwr-datasets divides ``train``, a ``Dataset``: its parts are the owners, so with
     ``partition = "natural"`` the clients. ``ValueError`` for anything else, and for a name of the kit's or a path's.
     """
     if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z]\w{0,60}", name) or name in ("mnist", *NAMES):

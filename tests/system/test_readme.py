@@ -21,8 +21,11 @@ from fedlib_lab.runs.params import load_grid
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
+CORE = ROOT / "fedlib/README.md"
 FOLDERS = ("benchmarks", "docs", "fedlib", "fedlib_lab", "notebooks", "outputs", "params", "tests")
-PAGES = [README, *sorted(p for folder in FOLDERS for p in (ROOT / folder).rglob("README.md") if "runs" not in p.parts)]
+GUIDE = sorted((ROOT / "docs/guide").glob("*.md"))
+READMES = (p for folder in FOLDERS for p in (ROOT / folder).rglob("README.md") if "runs" not in p.parts)
+PAGES = [README, *sorted(READMES), *GUIDE]
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
 FENCE = re.compile(r"(<!-- not run: .+ -->\n)?^```(\w*)\n(.*?)^```$", re.S | re.M)
 
@@ -41,10 +44,28 @@ def test_the_first_page_is_short():
     assert len(README.read_bytes()) < 8_000
 
 
+def test_the_core_is_one_page_that_links_every_file_that_it_names():
+    text = CORE.read_text()
+    assert len(text.encode()) <= 6_144 and len(text.splitlines()) <= 80
+    named = set(re.findall(r"`(\w+/\w+\.py)`", prose(CORE)))
+    assert len(named) > 25 and named == set(re.findall(r"\]\((\w+/\w+\.py)\)", prose(CORE)))
+
+
+def test_the_example_of_the_core_runs_without_the_lab(tmp_path):
+    (text,) = [text for text, mark in code(CORE, "python") if not mark]
+    hidden = "import importlib.abc, sys\nclass Hide(importlib.abc.MetaPathFinder):\n"
+    hidden += "    def find_spec(self, name, path=None, target=None):\n"
+    hidden += "        if name == 'fedlib_lab': raise ModuleNotFoundError(name, name=name)\n"
+    hidden += "sys.meta_path.insert(0, Hide())\nimport pathlib\npathlib.Path.is_dir = lambda path: path.exists() and path.name != 'fedlib_lab'\n"
+    text = text.replace("rounds=20", "rounds=1, num_train=100, num_test=20")
+    done = subprocess.run([sys.executable, "-c", hidden + text], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.startswith("1 ["), done.stderr[-3000:]
+
+
 def test_all_examples_run_as_printed(tmp_path):
     """One after the other in one process, each with names of its own; a round stands for twenty."""
     blocks = [(f"{p.relative_to(ROOT)}, block {i}", text) for p in PAGES for i, (text, mark) in enumerate(code(p, "python")) if not mark]  # fmt: skip
-    assert len(blocks) >= 7 and all(
+    assert len(blocks) >= 9 and all(
         re.search('rounds=20|"demo"', text) and len(text.splitlines()) < 30 for _, text in blocks
     )
     fewer = {"rounds=20": "rounds=1, num_train=100, num_test=20", '"demo"': '"smoke"'}
@@ -231,5 +252,5 @@ def test_the_results_shown_are_those_stored():
 def test_the_first_sentence_counts_the_methods():
     from fedlib.methods import METHODS
 
-    count = sum(m.__module__.startswith("fedlib.") for m in METHODS.values())
+    count = sum(m.__module__.startswith(("fedlib.", "fedlib_lab.")) for m in METHODS.values())
     assert f"{count} methods" in README.read_text()

@@ -32,8 +32,8 @@ def sphinx(project, *options):
 def site(tmp_path_factory):
     """The whole site but for most of the API; a warning would have failed."""
     project = tmp_path_factory.mktemp("project")
-    for name in ("benchmarks", "docs", "fedlib", "fedlib_lab", "notebooks", "params", "tests", "README.md", "CONTRIBUTING.md",
-                 "CHANGELOG.md", "SECURITY.md"):  # fmt: skip
+    for name in ("benchmarks", "docs", "fedlib", "fedlib_lab", "notebooks", "params", "tests", "README.md",
+                 "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"):  # fmt: skip
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
         copy(ROOT / name, project / name)
     shutil.rmtree(project / "docs/api", ignore_errors=True)
