@@ -80,7 +80,7 @@ def names_in(notebook):
 
 
 def telling(notebooks):
-    """A few of ``notebooks`` in which each name occurs that occurs in any, a greedy cover: the others say no new one."""
+    """A few of ``notebooks`` in which each name occurs that occurs in any: a greedy cover."""
     names = {path: names_in(path) for path in sorted(notebooks)}
     left, kept = set().union(*names.values()), set()
     while left:

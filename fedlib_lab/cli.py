@@ -1,4 +1,4 @@
-"""The command line, ``fedlib run reefl/table1`` (or ``python -m fedlib``): what notebooks call, by a shell.
+"""The command line, ``fedlib run reefl/table1`` (or ``python -m fedlib_lab``): what notebooks call, by a shell.
 
 What a command does is the library's; here stand its arguments and what it prints.
 """

@@ -223,7 +223,7 @@ def test_the_command_says_what_is_missing_runs_it_and_says_what_is_left(tables, 
 
 def test_the_end_of_a_slot_stops_the_command_cleanly(tables, tmp_path):
     tables(a={"smoke": {"seeds": [1], "rounds": 5000, "evaluate_every": 0}})
-    command = [sys.executable, "-m", "fedlib", "fill", "reefl/a", "--profile", "smoke", "--workers", "1"]
+    command = [sys.executable, "-m", "fedlib_lab", "fill", "reefl/a", "--profile", "smoke", "--workers", "1"]
     running = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=dict(os.environ))
     while not list(tmp_path.glob("outputs/runs/*/experiment.json")):
         assert running.poll() is None
@@ -240,7 +240,7 @@ def test_files_of_the_working_folder_are_not_imported_in_place_of_pythons(starte
     (tmp_path / "mine").mkdir()
     for name in ("json", "queue", "random", "logging", "numpy"):
         (tmp_path / "mine" / f"{name}.py").write_text("raise SystemExit('the wrong one')")
-    command = [sys.executable, "-P", "-m", "fedlib", "fill", "reefl/a", "--profile", "smoke", "--workers", "1"]
+    command = [sys.executable, "-P", "-m", "fedlib_lab", "fill", "reefl/a", "--profile", "smoke", "--workers", "1"]
     root = str(Path(fedlib.__file__).parents[1])
     environment = os.environ | {"PYTHONPATH": root}
     if started == "in Python":  # the script lies elsewhere
