@@ -81,7 +81,7 @@ def test_what_is_not_to_be_had_is_said_before_anything_is_timed(lacking, monkeyp
     def nowhere(*arguments, **kwargs):
         raise ConnectionError("nowhere")
 
-    monkeypatch.setattr(tables, "describe", lambda *_: pytest.fail("timed"))
+    monkeypatch.setattr(tables, "describe_time", lambda *_: pytest.fail("timed"))
     monkeypatch.setattr(tables, "is_available", lambda *_: False)
     monkeypatch.setattr(tables, "load_dataset", nowhere if lacking == "data" else lambda *a, **k: None)
     monkeypatch.setattr(tables, "fetch_weights", nowhere if lacking == "weights" else lambda *_: None)
