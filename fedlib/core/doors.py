@@ -1,7 +1,7 @@
 """Six doors: what comes in here is known by name and lies elsewhere, and is loaded when it is first asked for.
 
-The lab (``fedlib_lab``) fills these tables before anybody reads them, and so may you. Of a place ``package.module:name``
-the name may be left out.
+The lab (``fedlib_lab``) fills these tables before anybody reads them, and so may you. Of a place
+``package.module:name`` the name may be left out.
 """
 
 from importlib import import_module
