@@ -111,7 +111,7 @@ def test_all_stored_runs_are_one_frame(folder):
 
 def test_a_terminal_of_ascii_ends_no_command(tmp_path):
     """A "±" is shown as what it can be; the command has done its work and says so."""
-    code = "from fedlib import cli; cli._runs = lambda given: print('50.0', chr(177), '1.2') or 0; raise SystemExit(cli.main(['runs']))"
+    code = "from fedlib_lab import cli; cli._runs = lambda given: print('50.0', chr(177), '1.2') or 0; raise SystemExit(cli.main(['runs']))"
     ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONIOENCODING": "ascii", "FEDLIB_OUTPUTS": str(tmp_path)}
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, **ascii_only}, check=False

@@ -51,7 +51,7 @@ def test_methods_of_a_figure_can_be_told_apart_by_every_eye():
         for a, b in itertools.combinations(group, 2):
             assert distance(color_of(a), color_of(b)) > 17, (a, b)
     twins = {"scalefl": "scalefl_vit", "fedavg_level1": "fedavg"}  # one method, in papers of their own
-    looks = {n: (m.color, m.marker) for n, m in METHODS.items() if m.__module__.startswith("fedlib.")}
+    looks = {n: (m.color, m.marker) for n, m in METHODS.items() if m.__module__.startswith(("fedlib.", "fedlib_lab."))}
     assert len(looks) == 33 and all(looks[a] == looks[b] for a, b in twins.items())
     assert len(set(looks.values())) == len(looks) - len(twins)
     for a, b in itertools.combinations(set(looks) - set(twins), 2):
