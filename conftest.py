@@ -8,6 +8,7 @@ import os
 import shutil
 import sys
 import tempfile
+from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).parent
@@ -33,20 +34,39 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 SLOW = "benchmarks cluster packaging jupyterlab kills fill processes notebooks readme site".split()
 
 
-# What tests only a part that changes seldom runs where git says that the part was touched, and in make test-all
+# What tests a part that changes seldom, and takes long: run where git says that the part was touched, and in make
+# test-all. A file, a test of one, or a notebook, and the folder or file of the part
 RARE = {
-    "kernels": "fedlib_lab/kernels",
-    "zoo/test_foreign.py": "fedlib_lab/zoo",
-    "zoo/test_vim.py": "fedlib_lab/zoo",
-    "executors/test_flower.py": "fedlib_lab/executors",
-    "system/test_cluster.py": "fedlib_lab/executors",
-    "system/test_flower.py": "fedlib_lab/executors",
-    "system/test_site.py": "docs",
-    "system/test_benchmarks.py": "benchmarks",
-    "system/test_away.py": "benchmarks",
-    "system/test_jupyterlab.py": "fedlib_lab/report",
-    "pretraining": "pretraining",
+    "tests/kernels": "fedlib_lab/kernels",
+    "tests/zoo/test_foreign.py": "fedlib_lab/zoo",
+    "tests/zoo/test_vim.py": "fedlib_lab/zoo",
+    "tests/zoo/test_timm_nets.py": "fedlib_lab/zoo",
+    "tests/executors/test_flower.py": "fedlib_lab/executors",
+    "tests/system/test_cluster.py": "fedlib_lab/executors",
+    "tests/system/test_flower.py": "fedlib_lab/executors",
+    "tests/system/test_virtual_accelerator.py": "fedlib",
+    "tests/system/test_precision.py": "fedlib",
+    "tests/system/test_site.py": "docs",
+    "tests/system/test_benchmarks.py": "benchmarks",
+    "tests/system/test_away.py": "benchmarks",
+    "tests/system/test_jupyterlab.py": "fedlib_lab/report",
+    "tests/system/test_rehearsal.py": "params",
+    "tests/system/test_kills.py": "fedlib_lab/runs",
+    "tests/runs/test_fill.py": "fedlib_lab/runs",
+    "tests/runs/test_export.py": "fedlib_lab/runs",
+    "tests/report/test_verdicts.py::test_where_nothing_differs": "fedlib_lab/report",
+    "tests/report/test_horizon.py": "fedlib_lab/report",
+    "tests/papers/test_scalefl.py::test_no_grids_exits": "params/scalefl",
+    "tests/papers/test_scalefl.py::test_stand_ins_levels": "params/scalefl",
+    "tests/papers/fedepth": "fedlib_lab/papers/fedepth",
+    "tests/pretraining": "pretraining",
+    "notebooks/benchmarks": "benchmarks",
+    "notebooks/cluster": "fedlib_lab/executors",
+    "notebooks/atlas": "fedlib_lab/atlas",
 }
+# Of a test of every method these, one of each kind, and those that were touched; the others in make test-all
+SAMPLE = {"reefl", "scalefl", "fedepth", "raffm", "cafedistill", "splitmix", "fedrod", "hetlora", "darkdistill"}
+MANY = 12  # methods, from which on a test is one of every method
 
 
 @functools.cache
@@ -57,8 +77,16 @@ def touched():
     return changed()
 
 
-def touches(folder):
-    return any(name.startswith(f"{folder}/") for name in touched())
+def touches(part):
+    return any(f"{name}/".startswith(f"{part}/") for name in touched())
+
+
+def method_of(item):
+    """The method that a test is about, if it is about one by name."""
+    from fedlib.methods import METHODS
+
+    given = item.callspec.params if hasattr(item, "callspec") else {}
+    return next((value for value in given.values() if isinstance(value, str) and value in METHODS), None)
 
 
 def pytest_configure(config):
@@ -91,11 +119,16 @@ def telling(notebooks):
 
 
 def pytest_collection_modifyitems(items):
+    waiting = [test for test, part in RARE.items() if len({item.path for item in items}) > 5 and not touches(part)]
+    waits = lambda name: any(name.startswith(test) for test in waiting)  # noqa: E731
     notebooks = {item.path for item in items if item.path.suffix == ".ipynb"}
-    kept = telling(notebooks)
-    waiting = {test for test, of in RARE.items() if len({item.path for item in items}) > 5 and not touches(of)}
-    for item in items:
-        if item.path in notebooks - kept or any(item.path.is_relative_to(ROOT / "tests" / test) for test in waiting):
+    kept = telling({path for path in notebooks if not waits(path.relative_to(ROOT).as_posix())})
+    methods = {item: method_of(item) for item in items}
+    number = Counter(item.nodeid.partition("[")[0] for item, method in methods.items() if method)
+    fresh = {Path(name).stem for name in touched()}
+    for item, method in methods.items():
+        many = method and len(items) > 500 and number[item.nodeid.partition("[")[0]] >= MANY
+        if item.path in notebooks - kept or waits(item.nodeid) or (many and method not in SAMPLE | fresh):
             item.add_marker("slow")
         if item.path.suffix == ".ipynb" or item.path.is_relative_to(ROOT / "tests/system"):
             item.add_marker("system")
