@@ -32,14 +32,14 @@ LAYER = {folder: i for i, folders in enumerate(LAYERS) for folder in folders}
 OF_THE_CORE = {folder for folders in LAYERS[:5] for folder in folders}
 # Lines of code as they stand. They may only be lowered: what comes in is paid for by what goes
 LINES = {
-    "fedlib": 8449,
+    "fedlib": 8393,
     "core": 917,
     "data": 1161,
     "engine": 1940,
     "layers": 570,
-    "methods": 2354,
+    "methods": 2323,
     "models": 1455,
-    "fedlib_lab": 11256,
+    "fedlib_lab": 11224,
     "atlas": 439,
     "cli": 199,
     "executors": 773,
@@ -47,7 +47,7 @@ LINES = {
     "kernels": 489,
     "papers": 1188,
     "report": 1825,
-    "rivals": 701,
+    "rivals": 680,
     "runs": 2841,
     "zoo": 1848,
 }

@@ -23,7 +23,7 @@ NAMES = {  # of files, each of which holds the method of its name
 
 
 def _method_in(module: str) -> type[Method]:
-    """The one class in ``module`` that has a label."""
+    """Return the one class in ``module`` that has a label."""
     own = vars(import_module(module)).values()
     return next(c for c in own if isinstance(c, type) and "label" in vars(c))
 
@@ -48,13 +48,13 @@ def build_method(name: str, options: Mapping[str, Scalar]) -> Method:
 
 
 def present_options(name: str, options: Mapping[str, Scalar]) -> dict[str, Scalar]:
-    """``options`` of method ``name`` by the names that they have now: stored runs say older ones."""
+    """Rename ``options`` of method ``name`` as they are called now: stored runs have older names."""
     now = {old: new for new, old in OLD_OPTIONS.items() if old not in METHODS[name].__dataclass_fields__}
     return {now.get(k, k): v for k, v in options.items()}
 
 
 def register(name: str):
-    """Class decorator for a method that lives outside this package (a notebook, a script).
+    """Register a method class that lives outside this package (a notebook, a script); a class decorator.
 
     The same class may be defined again, as when a cell is; ``ValueError`` if the name is another method's.
     """

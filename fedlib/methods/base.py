@@ -16,7 +16,7 @@ import torch
 from ..core.annotations import NotNegative, Positive, When
 from ..core.clients import Client
 from ..core.experiment import Experiment
-from ..core.slices import NOTHING, ParamInfo, Slice
+from ..core.slices import NOTHING, ParamInfo, Slice  # noqa: F401  the words that methods import from here
 from ..core.validation import check_conditions, check_instance
 from ..models.backbone import Spec
 from ..models.exit_model import ExitModel
@@ -27,6 +27,8 @@ from .losses import Batch, cross_entropies, kl_to_teacher, last_exit
 from .sums import MaskedMean, Update
 from .uploads import UploadOptions, send
 from .values import Arrived, Member, Round, Server, Serving, Setting, Tensors
+
+Measured = Callable[[tuple[int, ...]], Setting]  # the setting, of shapes alone, of a model with exits after these units
 
 
 @dataclass(frozen=True)
@@ -84,38 +86,33 @@ class Method(UploadOptions):
     # --- what is built -------------------------------------------------------------------------------------------
 
     def exit_units(self, depth: int, num_exits: int) -> tuple[int, ...]:
-        """0-based units with an exit: every depth/E-th. ``ValueError`` if E does not divide the depth."""
+        """Return the 0-based units with an exit: every depth/E-th. ``ValueError`` if E does not divide the depth."""
         if depth % num_exits:
             allowed = [e for e in range(1, depth + 1) if depth % e == 0]
             raise ValueError(f"experiment: num_exits = {num_exits} does not divide {depth} blocks; allowed: {allowed}")
         return tuple(range(depth // num_exits - 1, depth, depth // num_exits))
 
-    def place_exits(
-        self, spec: Spec, num_exits: int, measured: Callable[[tuple[int, ...]], Setting]
-    ) -> tuple[int, ...]:
-        """Units with an exit, where the experiment names none; by default :meth:`exit_units`.
-
-        ``measured`` gives the setting, of shapes alone, of a model with exits after other units: what parts of it cost.
-        """
+    def place_exits(self, spec: Spec, num_exits: int, measured: Measured) -> tuple[int, ...]:
+        """Choose the units with an exit, where the experiment names none; ``measured`` prices exits elsewhere."""
         return self.exit_units(spec.depth, num_exits)
 
     def client_budgets(self, num_clients: int, num_exits: int) -> np.ndarray | None:
-        """Which budget each client has; None: as the experiment's ``budgets`` says."""
+        """Return each client's budget, (clients,); None: as the experiment's ``budgets`` says."""
 
     def num_budgets(self, num_exits: int) -> int:
-        """How many budgets clients may have: one per exit."""
+        """Count the budgets that clients may have: one per exit."""
         return num_exits
 
     def build_head(self, spec: Spec, num_classes: int, exit_units: tuple[int, ...]) -> Head:
-        """The exits: one classifier each."""
+        """Build the exits: one classifier each."""
         return classifiers(spec, num_classes, exit_units)
 
     def skips(self, setting: Setting) -> Collection[int]:
-        """Units whose features skip to a later exit (FeDepth): a frozen backbone's are kept of them too. None."""
+        """List the units whose features skip to a later exit (FeDepth), which a frozen backbone's cache keeps; none."""
         return ()
 
     def configure(self, model: ExitModel) -> None:
-        """Set what layers must know for the whole run (``model.context``). Nothing."""
+        """Set what layers must know for the whole run (``model.context``); nothing by default."""
 
     def check_backbone(self, spec: Spec, e: Experiment) -> None:
         """Raise ``ValueError`` for a backbone that this method cannot run, before its exits are placed."""
@@ -125,46 +122,45 @@ class Method(UploadOptions):
 
     @property
     def needs_classes(self) -> str:
-        """What in it works on labels that are classes and on no others, in an error's words; empty: nothing does."""
+        """Name of the part that needs class labels, for an error message; "" if none."""
         return ""
 
     @property
     def paced_by(self) -> str:
-        """The option by which round t depends on how many rounds there are, in an error's words; empty: nothing does.
+        """Name of the option tied to the total number of rounds; "" if none. Such runs cannot be extended.
 
-        A finished run of such a method cannot be extended. A class of one's own that names ``rounds``, where no number
-        of round t depends on it, says ``paced_by = ""``.
+        A class of one's own that names ``rounds``, where no number of round t depends on it, says ``paced_by = ""``.
         """
         return ""
 
     def init_server(self, params: dict[str, torch.Tensor], setting: Setting) -> Server:
-        """The state before round 1."""
+        """Build the state before round 1."""
         return Server(0, params, {})
 
     # --- who trains what -----------------------------------------------------------------------------------------
 
     def eligible(self, budgets: np.ndarray, setting: Setting) -> np.ndarray:
-        """Ids of the clients that may be sampled, given every client's budget."""
+        """Return the ids of the clients that may be sampled, given every client's budget."""
         return np.arange(len(budgets))
 
     def prepare(self, server: Server, r: Round) -> Tensors:
-        """Once a round, before anybody is served; what it returns are the round's ``notes``."""
+        """Compute the round's ``notes`` once, before anybody is served; none by default."""
         return {}
 
     def slice_for(self, client: Client, server: Server, r: Round) -> Slice:
-        """What a client holds: the prefix up to its budget's exit, with all exits on the way."""
+        """Cut a client's part of the model: the prefix up to its budget's exit, with all exits on the way."""
         return Slice.prefix(r.setting.exit_units[client.budget] + 1, range(client.budget + 1))
 
     def personal(self, info: ParamInfo) -> bool:
-        """Does this parameter stay at the client between rounds? Nothing does."""
+        """Return whether this parameter stays at the client between rounds; none does."""
         return False
 
     def members(self, client: Client, server: Server, r: Round) -> Sequence[Member]:
-        """The client's models: one, of ``slice_for``."""
+        """List the client's models: one, of ``slice_for``."""
         return [Member(client, self.slice_for(client, server, r))]
 
     def program(self, client: Client, setting: Setting) -> Hashable:
-        """Clients of unequal programs train in separate cohorts. All are equal."""
+        """Return a key of the client's training; clients of unequal keys train in separate cohorts. All are equal."""
 
     def effort(self, client: Client, setting: Setting, e: Experiment) -> float:
         """MACs of a client's local training, in those of training what ``slice_for`` says once: what prices count."""
@@ -201,44 +197,40 @@ class Method(UploadOptions):
     # --- the client ----------------------------------------------------------------------------------------------
 
     def local_loss(self, batch: Batch) -> torch.Tensor:
-        """The sum of the exits' cross-entropies, (M,)."""
+        """Return the sum of the exits' cross-entropies, (M,)."""
         return cross_entropies(batch).sum(0)
 
     def local_update(self, cohort: Cohort) -> None:
-        """Local training of a cohort: one optimiser run on ``local_loss``."""
+        """Train a cohort: one optimiser run on ``local_loss``."""
         cohort.train(self.local_loss)
 
     def upload(self, cohort: Cohort) -> Update:
-        """What a trained cohort sends: as it is, or compressed and clipped as the options say."""
+        """Send a trained cohort: as it is, or compressed and clipped as the options say."""
         if self.noise_multiplier and cohort.new_memories and not self.remembers:
             raise ValueError(f"{type(self).__name__}: clients keep memory, so its property remembers must be True")
         return send(self, cohort)
 
     @property
     def remembers(self) -> bool:
-        """Do clients keep memory across rounds? (Sampling then hides less: ``privacy.epsilon``.)"""
+        """Whether clients keep memory across rounds. (Sampling then hides less: ``privacy.epsilon``.)"""
         return self.error_feedback or type(self).personal is not Method.personal
 
     # --- the server ----------------------------------------------------------------------------------------------
 
-    def weights_of(self, update: Update) -> list[float]:
-        """Each model's weight in the mean."""
-        return [float(c.num_examples if self.weighting == "examples" else 1) for c in update.clients]
-
     def summarise(self, update: Update, setting: Setting) -> MaskedMean:
-        """A cohort's uploads as weighted sums; runs where the cohort was trained, so no model travels."""
-        mean, parts = MaskedMean(setting.infos), update.uploads or update.slices
-        mean.add(update, [w if s is not NOTHING else 0.0 for w, s in zip(self.weights_of(update), parts, strict=True)])
+        """Sum a cohort's uploads, weighted; runs where the cohort was trained, so no model travels."""
+        mean = MaskedMean(setting.infos)
+        mean.add(update, update.weights(self.weighting))
         return mean
 
     def aggregate(self, server: Server, arrived: Arrived, r: Round) -> Server:
-        """The mean over the holders of each entry."""
+        """Take the mean over the holders of each entry."""
         return replace(server, t=r.t, params={**server.params, **arrived.mean.result(server.params)})
 
     # --- answers -------------------------------------------------------------------------------------------------
 
     def model_for(self, exit: int, server: Server, r: Round) -> Slice | tuple[Slice, ...]:
-        """The sub-model whose exit ``exit`` is evaluated on the central test set: what the largest budget holds.
+        """Choose the sub-model whose exit ``exit`` is evaluated on the central test set: what the largest budget holds.
 
         By default the global model, where anybody holds it: what nobody trains answers nothing. Of several sub-models
         the mean of their outputs does.
@@ -249,7 +241,7 @@ class Method(UploadOptions):
         return self.slice_for(Client(-1, top, 0), server, r)
 
     def serve(self, client: Client, server: Server, r: Round) -> Serving:
-        """What a client answers with on its own test set: its members that train, as they are."""
+        """Answer for a client on its own test set with its members that train, as they are."""
         return Serving(tuple(m for m in self.members(client, server, r) if m.trains))
 
 
@@ -265,11 +257,11 @@ class JointExits(Method):
     temperature: Annotated[Positive, When(distill="last")] = 1.0
 
     def slice_for(self, client: Client, server: Server, r: Round) -> Slice:
-        """The whole model: budgets are ignored."""
+        """Return the whole model: budgets are ignored."""
         return r.setting.full()
 
     def local_loss(self, batch: Batch) -> torch.Tensor:
-        """1/m sum_j [CE_j + eta KL(p_m || p_j)], (M,)."""
+        """Return 1/m sum_j [CE_j + eta KL(p_m || p_j)], (M,)."""
         loss = cross_entropies(batch).sum(0)
         if self.distill == "last":
             loss = loss + self.kd_weight * kl_to_teacher(batch, last_exit(batch), self.temperature)

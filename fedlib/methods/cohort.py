@@ -38,7 +38,7 @@ class Cohort(Protocol):
 
     @property
     def received(self) -> Stacked:
-        """What the server holds, whatever members kept."""
+        """The server's tensors, whatever members kept."""
         ...
 
     @property
@@ -50,33 +50,33 @@ class Cohort(Protocol):
         self, loss: Loss, stage: Stage = ..., gradient: Gradient | None = None,
         view: Callable[[int], View] | None = None,
     ) -> None:  # fmt: skip
-        """One optimiser run on ``params``, in place; ``gradient`` is added to the loss's.
+        """Run one optimiser on ``params``, in place; ``gradient`` is added to the loss's.
 
         ``view(step)`` makes the tensors that run in a step of those that members hold.
         """
 
     def narrow(self, part: Slice) -> View:
-        """The view of a ``part`` of what members hold."""
+        """Return the view of a ``part`` of what members hold."""
         ...
 
     def answers(self, exit: int = -1) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """(features (M, B, d), labels, weights) at ``exit`` over the clients' own examples, in order."""
+        """Yield (features (M, B, d), labels, weights) at ``exit`` over the clients' own examples, in order."""
         ...
 
     def label_counts(self) -> torch.Tensor:
-        """Training examples by label of each member's client, (M, classes)."""
+        """Count the training examples by label of each member's client, (M, classes)."""
         ...
 
     def payload(self, key: str) -> Stacked:
-        """What members brought under ``key`` (``Member.payload``)."""
+        """Return the tensors that members brought under ``key`` (``Member.payload``)."""
         ...
 
     def rows_named(self, member: str) -> Callable[[str], torch.Tensor]:
-        """By parameter, 1 on the rows of the members of that name: masks a gradient."""
+        """Mask a gradient: by parameter, 1 on the rows of the members of that name."""
         ...
 
     def recall(self, key: str) -> Stacked:
-        """What clients remember under ``key``; zeros where there is nothing."""
+        """Return what clients remember under ``key``; zeros where there is nothing."""
         ...
 
     def remember(self, key: str, tensors: Stacked, rows: Mapping[str, Sequence[int]] | None = None) -> None:
@@ -86,5 +86,5 @@ class Cohort(Protocol):
         """Send ``tensors`` beside the model (``Arrived.extras``)."""
 
     def update(self) -> Update:
-        """What is sent of ``params``."""
+        """Return what is sent of ``params``."""
         ...

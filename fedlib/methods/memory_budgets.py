@@ -4,9 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
+import numpy as np
+
 from ..core.annotations import Positive, When
-from .base import Method
-from .values import Setting
+from .base import Client, Method, Round, Server, Setting, Slice
 
 SCENARIOS = {
     "fair": (1 / 6, 1 / 3, 1 / 2, 1.0),
@@ -47,17 +48,31 @@ class MemoryBudgets(Method):
 
 
 def usable(budget: float, slack: float) -> float:
-    """What may be used of a ``budget``."""
+    """Return how much of a ``budget`` may be used."""
     return budget * (1 + slack) * (1 + 1e-9)  # sums of floats
 
 
 def memory_of(share: float, setting: Setting) -> tuple[list[float], float]:
-    """What training each block takes, and what a client with this share has for one model, in MiB."""
+    """Return what training each block takes, and a client's memory with this share for one model, in MiB."""
     blocks = [setting.measure.activation_mib(unit, BATCH) for unit in range(setting.spec.depth)]
     return blocks, min(share, 1) * setting.measure.total_mib(BATCH)
 
 
-def prefixes_that_fit(share: float, setting: Setting) -> int:
-    """How many exits a client with this share of the memory can hold, with all blocks up to the last of them."""
-    needs, budget = memory_of(share, setting)
-    return sum(sum(needs[: unit + 1]) <= usable(budget, SLACK) for unit in setting.exit_units)
+@dataclass(frozen=True)
+class ExitsThatFit(MemoryBudgets):
+    """Clients hold the exits that their share of the memory allows, and take no part where it allows none."""
+
+    def fitting(self, budget: int, setting: Setting) -> int:
+        """Count the exits that a client's memory allows, with all blocks up to the last of them."""
+        needs, memory = memory_of(self.shares[budget], setting)
+        return sum(sum(needs[: unit + 1]) <= usable(memory, SLACK) for unit in setting.exit_units)
+
+    def eligible(self, budgets: np.ndarray, setting: Setting) -> np.ndarray:
+        if not self.shares or setting.measure is None:
+            return super().eligible(budgets, setting)
+        return np.flatnonzero(np.array([self.fitting(b, setting) for b in range(len(self.shares))])[budgets])
+
+    def slice_for(self, client: Client, server: Server, r: Round) -> Slice:
+        """Cut the prefix that fits; of a client that holds nothing the first, for what asks without sampling."""
+        exits = max(1, self.fitting(client.budget, r.setting)) if self.shares else client.budget + 1
+        return Slice.prefix(r.setting.exit_units[exits - 1] + 1, range(exits))

@@ -16,7 +16,7 @@ Models = Mapping[int, Tensors]
 
 
 def cosines(models: Models, of: Sequence[int], origin: Tensors | None = None) -> torch.Tensor:
-    """Cosines (len(of), len(models)) between the changes from ``origin`` (None: zero) of all tensors, in float64.
+    """Compare the changes from ``origin`` (None: zero) of all tensors: cosines (len(of), len(models)), float64.
 
     A model that did not change, and one of ``of`` that is not among ``models``, has cosine 0 with all.
     """
@@ -30,14 +30,14 @@ def cosines(models: Models, of: Sequence[int], origin: Tensors | None = None) ->
 
 
 def direction(model: Tensors, origin: Tensors | None = None) -> torch.Tensor:
-    """All tensors less their ``origin``, by name, as one float64 vector of length 1; 0 if none moved, or overflowed."""
+    """Flatten all tensors less ``origin``, by name, to a float64 vector of length 1; 0 if none moved, or overflowed."""
     x = torch.cat([(model[n] if origin is None else model[n] - origin[n]).double().flatten() for n in sorted(model)])
     norm = x.norm()
     return torch.where((0 < norm) & (norm < torch.inf), x / norm, 0.0)
 
 
 def mixtures(models: Models, shares: torch.Tensor) -> dict[str, torch.Tensor]:
-    """sum_j shares[i, j] models[j] for every row i, stacked: name -> (len(shares), ...).
+    """Mix sum_j shares[i, j] models[j] for every row i, stacked: name -> (len(shares), ...).
 
     ``shares`` (k, n), in host memory, has a column for every model, by id. Models without a share are not read.
     """
@@ -54,7 +54,7 @@ def mixtures(models: Models, shares: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def project_to_simplex(points: torch.Tensor) -> torch.Tensor:
-    """The nearest point of the simplex to each row of (..., n), Euclidean (Held, Wolfe and Crowder 1974).
+    """Project each row of (..., n) to the nearest point of the simplex (Held, Wolfe and Crowder 1974).
 
     It is max(y - theta, 0); theta is found from the rows' sorted entries. NaN where a row is not finite.
     """
@@ -67,7 +67,7 @@ def project_to_simplex(points: torch.Tensor) -> torch.Tensor:
 
 
 def class_means(means: torch.Tensor, weights: torch.Tensor, old: Tensors) -> dict[str, torch.Tensor]:
-    """``mean`` (C, d) feature of every class, and which are ``known`` (C,), of n clients' ``means`` (n, C, d).
+    """Average n clients' ``means`` (n, C, d) to the ``mean`` (C, d) of every class, and say which are ``known`` (C,).
 
     ``weights`` (n, C), whole numbers. A class that none of them has keeps what it has in ``old``, the last such.
     """
@@ -79,15 +79,15 @@ def class_means(means: torch.Tensor, weights: torch.Tensor, old: Tensors) -> dic
 
 
 def part_of(tensors: Tensors, key: str) -> dict[str, torch.Tensor]:
-    """The tensors under ``key/``, without it."""
+    """Select the tensors under ``key/``, without it."""
     return {n.removeprefix(f"{key}/"): x for n, x in tensors.items() if n.startswith(f"{key}/")}
 
 
 def under(key: str, tensors: Tensors) -> dict[str, torch.Tensor]:
-    """``tensors`` under ``key/``: the inverse of :func:`part_of`."""
+    """Put ``tensors`` under ``key/``: the inverse of :func:`part_of`."""
     return {f"{key}/{n}": x for n, x in tensors.items()}
 
 
 def row(stacked: Tensors, i: int) -> dict[str, torch.Tensor]:
-    """Row ``i`` of every tensor, on its own."""
+    """Copy row ``i`` of every tensor."""
     return {n: x[i].clone() for n, x in stacked.items()}

@@ -20,8 +20,8 @@ from ..core.slices import Axis, Slice
 from ..models.backbone import Spec
 from ..models.exits import Head
 from ..models.map_exits import scaling_exits
-from .base import Method
-from .values import Member, Round, Server, Serving, Setting
+from .base import Measured, Method
+from .values import Round, Server, Setting
 from .widths import check_cuttable
 
 SOLVED: dict[tuple, tuple["Level", ...]] = {}  # by what was asked of which shapes, in this process
@@ -73,7 +73,7 @@ class Levels(Method):
     # --- what is built -------------------------------------------------------------------------------------------
 
     def exit_units(self, depth: int, num_exits: int) -> tuple[int, ...]:
-        """After N s_d units; without ``depths`` evenly spaced."""
+        """Place an exit after N s_d units; without ``depths`` evenly spaced."""
         shares = self.depths or [(j + 1) / num_exits for j in range(num_exits)]
         units = tuple(max(1, round(share * depth)) - 1 for share in shares)
         if len(units) != num_exits or list(units) != sorted(set(units)):
@@ -83,16 +83,14 @@ class Levels(Method):
             )
         return units
 
-    def place_exits(
-        self, spec: Spec, num_exits: int, measured: Callable[[tuple[int, ...]], Setting]
-    ) -> tuple[int, ...]:
-        """Solved where they are free: of the units at every ``depth_steps``-th of the depth."""
+    def place_exits(self, spec: Spec, num_exits: int, measured: Measured) -> tuple[int, ...]:
+        """Solve the exits where they are free: of the units at every ``depth_steps``-th of the depth."""
         if self.depths is not None or self.widths is not None or self.cut == "width":
             return self.exit_units(spec.depth, num_exits)
         return tuple(x.depth - 1 for x in solve(self, measured(self.places(spec.depth)), num_exits))
 
     def places(self, depth: int) -> tuple[int, ...]:
-        """The units after which an exit may stand where levels are solved."""
+        """List the units after which an exit may stand where levels are solved."""
         steps = depth if self.cut == "depth" else min(self.depth_steps, depth)
         return tuple(sorted({round(depth * (k + 1) / steps) - 1 for k in range(steps)}))
 
@@ -114,7 +112,7 @@ class Levels(Method):
                 warnings.warn(f"{e.method}: {text}", stacklevel=2)
 
     def client_budgets(self, num_clients: int, num_exits: int) -> np.ndarray | None:
-        """The levels that the clients' resources say."""
+        """Return the levels that the clients' resources say."""
         return None if self.resources is None else np.array(cluster_levels(self.resources, num_exits)[1])
 
     def at_caps(self, caps: Sequence[float], of: str, slack: float) -> dict[str, object]:
@@ -124,21 +122,19 @@ class Levels(Method):
     # --- levels --------------------------------------------------------------------------------------------------
 
     def levels(self, setting: Setting) -> tuple[Level, ...]:
-        """Width and depth of each level, smallest first; solved once for a setting, at the depths of its exits."""
-        if self not in setting.solved:
-            depths = [u + 1 if self.cut != "width" else setting.exit_units[-1] + 1 for u in setting.exit_units]
-            given = tuple(Level(w, d) for w, d in zip(self.widths or (), depths, strict=False))
-            setting.solved[self] = given or solve(self, setting, setting.num_exits)
-        return setting.solved[self]
+        """Return width and depth of each level, smallest first, at the depths of the exits: given, or solved."""
+        depths = [u + 1 if self.cut != "width" else setting.exit_units[-1] + 1 for u in setting.exit_units]
+        given = tuple(Level(w, d) for w, d in zip(self.widths or (), depths, strict=False))
+        return given or solve(self, setting, setting.num_exits)
 
     def part(self, level: int, setting: Setting) -> Slice:
-        """What a client of ``level`` holds."""
+        """Cut what a client of ``level`` holds."""
         own = self.levels(setting)[level]
         exits = [j for j, unit in enumerate(setting.exit_units) if unit < own.depth]
         return split(setting.axes, setting.spec, own, exits, self.scaler)
 
     def ratios_of(self, levels: int) -> tuple[float, ...]:
-        """The cost of each level as a share of the whole."""
+        """Return the cost of each level as a share of the whole."""
         if self.resources is not None:
             return cluster_levels(self.resources, levels)[0]
         ratios = self.ratios or tuple(2.0 ** (j + 1 - levels) for j in range(levels))
@@ -151,13 +147,9 @@ class Levels(Method):
     def slice_for(self, client: Client, server: Server, r: Round) -> Slice:
         return self.part(client.budget, r.setting)
 
-    def serve(self, client: Client, server: Server, r: Round) -> Serving:
-        """A client answers with its own level's model."""
-        return Serving((Member(client, self.slice_for(client, server, r)),))
-
 
 def split(axes: Mapping[str, Axis], spec: Spec, level: Level, exits: Sequence[int], scaler: bool = False) -> Slice:
-    """The first ``level.depth`` units with ``exits``, and the first floor(s_w n) of every n on each hidden axis.
+    """Cut the first ``level.depth`` units with ``exits``, and the first floor(s_w n) of every n on each hidden axis.
 
     A transformer's residual stream and FFN are cut as its heads are: the leading part of each of so many chunks.
     """
@@ -181,7 +173,7 @@ class ModelsApart(Levels):
         return replace(alone, aliases={n: f"level{level}/{n}" for n, i in setting.infos.items() if alone.holds(i)})
 
     def init_server(self, params: dict[str, torch.Tensor], setting: Setting) -> Server:
-        """Each level's own copy is of whole tensors: entries beyond its cut are never touched."""
+        """Copy the tensors of each level whole: entries beyond its cut are never touched."""
         aliases = [self.part(j, setting).aliases for j in range(setting.num_exits)]
         copies = {alias: params[n].clone() for own in aliases for n, alias in own.items() if n in params}
         return Server(0, params | copies, {})
@@ -191,7 +183,7 @@ class ModelsApart(Levels):
 
 
 def distortions(levels: tuple[Level, ...], largest: Slice, setting: Setting) -> list[str]:
-    """What exits that weigh as much as the net do to ``levels``, of which ``largest`` is the last one's part: said."""
+    """List warnings on solved ``levels``, such as exits as heavy as the net; ``largest`` is the last level's part."""
     found = [
         f"level {j + 1} is narrower ({own.width:g}) than level {j} ({below.width:g})"
         for j, (below, own) in enumerate(pairwise(levels), 1)
@@ -207,7 +199,7 @@ def distortions(levels: tuple[Level, ...], largest: Slice, setting: Setting) -> 
 
 
 def priced(price: Callable[[Slice], float], setting: Setting, every: bool = False) -> tuple[Callable, float]:
-    """The cost of a split with the exits that its client holds, and that of the whole net with its last exit alone.
+    """Price a split with the exits that its client holds: the function, and the whole net's with its last exit alone.
 
     The client holds the exits of the levels below and its own; where width alone is cut, ``every`` one.
     """
@@ -225,7 +217,7 @@ def priced(price: Callable[[Slice], float], setting: Setting, every: bool = Fals
 
 
 def solve(options: Levels, setting: Setting, num_levels: int) -> tuple[Level, ...]:
-    """The levels among the exits of ``setting``; the same again where these are the solved ones.
+    """Solve the levels among the exits of ``setting``; the same again where these are the solved ones.
 
     A process solves them once for all experiments whose models have these shapes: it takes seconds.
     """
@@ -241,7 +233,7 @@ def solve_levels(
     cost: Cost, ratios: Sequence[float], depths: Sequence[int], full: float, grid: float = 0.05, eps: float = 0.08,
     cut: Literal["both", "width", "depth"] = "both",
 ) -> tuple[Level, ...]:  # fmt: skip
-    """Per level the most balanced split: min |width - depth share| with |cost / (ratio full) - 1| <= eps.
+    """Find per level the most balanced split: min |width - depth share| with |cost / (ratio full) - 1| <= eps.
 
     Smallest ratio first; each level is deeper than the one before, so that it has an exit of its own. Widths are
     multiples of ``grid``; ``depths`` are where an exit may stand, the last being the whole. A ratio of 1 is the whole
@@ -289,7 +281,7 @@ def solve_levels(
 
 
 def cluster_levels(resources: Sequence[float], levels: int, seed: int = 0) -> tuple[tuple[float, ...], tuple[int, ...]]:
-    """Ratios of ``levels`` levels, and each client's level, by k-means clustering of what the clients have.
+    """Cluster what the clients have by k-means to ratios of ``levels`` levels, and each client's level.
 
     A level's ratio is what its poorest client has as a share of the richest level's, so that no client is asked for
     more than it has. Raises ``ValueError`` for resources that are not positive, or of too few distinct values.

@@ -19,7 +19,7 @@ DYN, ADAM = When(aggregation="feddyn"), When(aggregation="fedadam")
 def feddyn_server(
     theta: torch.Tensor, mean: torch.Tensor, h: torch.Tensor, share: torch.Tensor, alpha: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """FedDyn (Acar et al. 2021), server side: h <- h - alpha * share * (mean - theta); theta <- mean - h / alpha.
+    """Apply FedDyn's server (Acar et al. 2021): h <- h - alpha * share * (mean - theta); theta <- mean - h / alpha.
 
     ``share`` = participants holding the entry / all clients, per entry; where it is zero nothing changes.
     """
@@ -28,7 +28,7 @@ def feddyn_server(
 
 
 def feddyn_gradient(p: torch.Tensor, start: torch.Tensor, g: torch.Tensor, alpha: float) -> torch.Tensor:
-    """Gradient of FedDyn's client term -<theta, g> + alpha/2 |theta - theta_global|^2."""
+    """Return the gradient of FedDyn's client term -<theta, g> + alpha/2 |theta - theta_global|^2."""
     return alpha * (p - start) - g
 
 
@@ -36,7 +36,7 @@ def fedadam(
     theta: torch.Tensor, delta: torch.Tensor, m: torch.Tensor, v: torch.Tensor,
     lr: float, beta1: float, beta2: float, tau: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """FedAdam (Reddi et al. 2021) without bias correction; ``delta`` = theta - mean of the clients.
+    """Step FedAdam (Reddi et al. 2021) without bias correction; ``delta`` = theta - mean of the clients.
 
     m <- b1 m + (1-b1) delta; v <- b2 v + (1-b2) delta^2; theta <- theta - lr m / (sqrt(v) + tau).
     """
@@ -62,11 +62,11 @@ class ServerStep(Method):
 
     @property
     def remembers(self) -> bool:
-        """FedDyn's clients keep a gradient across rounds."""
+        """Whether clients keep memory across rounds; FedDyn's keep a gradient."""
         return self.aggregation == "feddyn" or super().remembers
 
     def local_update(self, cohort: Cohort) -> None:
-        """Local training; with FedDyn its term, then g <- g - alpha (theta - theta_global): zero at first, kept."""
+        """Train; with FedDyn its term, then g <- g - alpha (theta - theta_global): zero at first, kept."""
         if self.aggregation != "feddyn":
             super().local_update(cohort)
             return
@@ -75,7 +75,7 @@ class ServerStep(Method):
         cohort.remember("feddyn_gradient", {n: g[n] - alpha * (p - start[n]) for n, p in cohort.trained.items()})
 
     def aggregate(self, server: Server, arrived: Arrived, r: Round) -> Server:
-        """The mean over the holders of each entry, or what FedDyn or FedAdam makes of it."""
+        """Take the mean over the holders of each entry, or what FedDyn or FedAdam makes of it."""
         averaged, memory = super().aggregate(server, arrived, r), dict(server.memory)
         if self.aggregation == "mean":
             return averaged
@@ -95,7 +95,7 @@ class ServerStep(Method):
         return replace(averaged, params=new, memory=memory)
 
     def adam_step(self, key: str, theta: torch.Tensor, delta: torch.Tensor, memory: dict, held: torch.Tensor):
-        """One FedAdam step whose moments live under ``m/key`` and ``v/key``; entries not ``held`` stay."""
+        """Take one FedAdam step whose moments live under ``m/key`` and ``v/key``; entries not ``held`` stay."""
         m, v = (memory.get(f"{x}/{key}", torch.zeros_like(theta)) for x in "mv")
         stepped = fedadam(theta, delta, m, v, self.server_lr, self.beta1, self.beta2, self.adam_tau)
         theta, m, v = (torch.where(held, new, old) for new, old in zip(stepped, (theta, m, v), strict=True))

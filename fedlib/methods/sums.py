@@ -5,11 +5,12 @@ Sums run in float64 and are rounded once. Entries that no client held keep their
 
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 
 from ..core.clients import Client
-from ..core.slices import ParamInfo, Slice, is_cut, scatter_add_, take, within
+from ..core.slices import NOTHING, ParamInfo, Slice, is_cut, scatter_add_, take, within
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -27,8 +28,13 @@ class Update:
     rows: Mapping[str, Sequence[int]]
     uploads: tuple[Slice, ...] | None = None  # None: all of it
 
+    def weights(self, by: Literal["examples", "clients"]) -> list[float]:
+        """Return each model's weight in the mean: its client's examples, or 1; 0 where it sends nothing."""
+        sent = [s is not NOTHING for s in self.uploads or self.slices]
+        return [float(s * (c.num_examples if by == "examples" else 1)) for c, s in zip(self.clients, sent, strict=True)]
+
     def nonfinite(self) -> dict[int, str]:
-        """Client id -> the first of its tensors with a NaN or infinity."""
+        """Map a client's id to the first of its tensors with a NaN or infinity."""
         names, k = list(self.params), len(self.clients)
         finite = torch.ones(len(names), k, dtype=torch.bool, device=self.params[names[0]].device)
         for i, name in enumerate(names):
@@ -39,7 +45,7 @@ class Update:
         return out
 
     def without(self, ids: Container[int]) -> "Update":
-        """The update of the other clients."""
+        """Return the update of the other clients."""
         kept = [i for i, c in enumerate(self.clients) if c.id not in ids]
         place = {i: new for new, i in enumerate(kept)}
         params, rows = {}, {}
@@ -50,18 +56,18 @@ class Update:
         return Update(tuple(self.clients[i] for i in kept), tuple(self.slices[i] for i in kept), params, rows, uploads)
 
     def model(self, i: int, kinds: Mapping[str, torch.dtype]) -> dict[str, torch.Tensor]:
-        """What model ``i`` sends, by its local names, in the precision ``kinds``."""
+        """Return what model ``i`` sends, by its local names, in the precision ``kinds``."""
         held = {n: list(rows).index(i) for n, rows in self.rows.items() if i in rows}
         return {n: self.params[n][row].to(kinds[n], copy=True) for n, row in held.items()}
 
 
 def finite_sums(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Are the sums of all finite, ()? Then all numbers are, and seldom are they if the sums are not."""
+    """Return whether the sums of all are finite, (). Then all numbers are, and seldom are they if the sums are not."""
     return torch.stack([x.sum() for x in tensors]).isfinite().all()
 
 
 def all_finite(tensors: Iterable[torch.Tensor]) -> bool:
-    """Is every number finite? One transfer from the device, where the answer is yes."""
+    """Return whether every number is finite. One transfer from the device, where the answer is yes."""
     tensors = list(tensors)
     if not tensors:  # a cohort that sends nothing
         return True
@@ -100,17 +106,17 @@ class MaskedMean:
 
     @property
     def count(self) -> dict[str, torch.Tensor]:
-        """How many hold an entry."""
+        """Number of holders of an entry."""
         return self._whole(2)
 
     @property
     def parts(self) -> tuple:
-        """What has to travel: sums, which may be cut, and how they are."""
+        """Sums that have to travel, and how they are cut."""
         return self._stores, self._cut
 
     @classmethod
     def of(cls, infos: Mapping[str, ParamInfo], stores: tuple[dict[str, torch.Tensor], ...], cut: dict) -> "MaskedMean":
-        """Inverse of :attr:`parts`."""
+        """Rebuild the sums from :attr:`parts`."""
         new = cls(infos)
         new._stores, new._cut = stores, cut
         return new
@@ -125,7 +131,7 @@ class MaskedMean:
         return self._stores[which]
 
     def _expand(self, target: str) -> None:
-        """Let the sum of one cut be one of whole tensors: zero where the cut holds nothing, as nobody held that."""
+        """Expand a cut sum to whole tensors: zero where the cut holds nothing, as nobody held that."""
         if target in self._cut:
             (name, part), sums = self._cut.pop(target), [store[target] for store in self._stores]
             for store in self._stores:
@@ -199,7 +205,7 @@ class MaskedMean:
             self._add(target, name, total, weight, count, part)
 
     def result(self, old: Tensors) -> dict[str, torch.Tensor]:
-        """The mean of what arrived; entries nobody held are ``old``'s."""
+        """Return the mean of what arrived; entries nobody held are ``old``'s."""
         out = {}
         for name, total in self.total.items():
             weight = self.weight[name]

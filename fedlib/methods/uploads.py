@@ -37,7 +37,7 @@ class UploadOptions:
     error_feedback: bool = False  # what compression left out is added to the client's next update
 
     def upload_bits(self, sizes: Iterable[int]) -> int:
-        """Bits of one upload of tensors with ``sizes`` entries.
+        """Count the bits of one upload of tensors with ``sizes`` entries.
 
         32 an entry; quantised: ``bits`` an entry and a 32-bit scale a tensor; top-k: 32 a value and ceil(log2 n) an
         index into a tensor of n entries. Names, shapes and how many entries follow are known to both sides.
@@ -50,12 +50,12 @@ class UploadOptions:
 
 
 def kept_entries(n: int, fraction: float) -> int:
-    """k of top-k for a tensor of ``n`` entries: round(fraction * n), at least one."""
+    """Return k of top-k for a tensor of ``n`` entries: round(fraction * n), at least one."""
     return max(1, round(fraction * n))
 
 
 def clip_factors(deltas: Tensors, rows: Mapping[str, Sequence[int]], clients: int, norm: float) -> torch.Tensor:
-    """min(1, C / |delta_i|) per client, (K,) float64; the norm is over all tensors that client i holds."""
+    """Return min(1, C / |delta_i|) per client, (K,) float64; the norm is over all tensors that client i holds."""
     device = next((d.device for d in deltas.values()), None)  # of nothing, where all is personal
     squares = torch.zeros(clients, dtype=torch.float64, device=device)
     for name, d in deltas.items():
@@ -64,7 +64,7 @@ def clip_factors(deltas: Tensors, rows: Mapping[str, Sequence[int]], clients: in
 
 
 def quantise(x: torch.Tensor, uniform: torch.Tensor | float, bits: int) -> torch.Tensor:
-    """Q(x) = s/m * (floor(m x/s) + [u < frac(m x/s)]) per row, s = max |x|, m = 2^(bits-1) - 1; E Q(x) = x.
+    """Round per row to s/m * (floor(m x/s) + [u < frac(m x/s)]), s = max |x|, m = 2^(bits-1) - 1; E Q(x) = x.
 
     ``x`` and ``uniform`` in [0, 1) are (K, ...); u = 1/2 rounds to the nearest step instead. A row takes 2 m + 1
     steps, so ``bits`` an entry, and its s.
@@ -86,7 +86,7 @@ def top_k(x: torch.Tensor, k: int) -> torch.Tensor:
 
 
 def send(options: UploadOptions, cohort: Cohort) -> Update:
-    """The cohort's upload: received + clip(compress(delta + residual)), in float64 so that the sums see what was sent.
+    """Send received + clip(compress(delta + residual)), in float64 so that the sums see what was sent.
 
     The residual of error feedback is what compression left out, not what clipping cut, and stays with the client. With
     it entries are rounded to the nearest step: the error of unbiased rounding can exceed the update and would grow.
@@ -115,7 +115,7 @@ def send(options: UploadOptions, cohort: Cohort) -> Update:
 
 
 def _sent_rows(stacked: Tensors, update: Update, cohort: Cohort) -> dict[str, torch.Tensor]:
-    """Of tensors stacked like the cohort's parameters, those that the update sends, of the members that send them."""
+    """Select what the update sends of tensors stacked like the cohort's parameters, of the members that send it."""
     out = {}
     for name, rows in update.rows.items():
         held = list(cohort.rows[name])
@@ -124,7 +124,7 @@ def _sent_rows(stacked: Tensors, update: Update, cohort: Cohort) -> dict[str, to
 
 
 def _uniform(deltas: Tensors, update: Update, cohort: Cohort) -> dict[str, torch.Tensor]:
-    """Draws in [0, 1) like ``deltas``; each client's come from its own generator, so not from its cohort."""
+    """Draw numbers in [0, 1) like ``deltas``; each client's come from its own generator, so not from its cohort."""
     rows: dict[str, list[torch.Tensor]] = {n: [] for n in deltas}
     for i, client in enumerate(update.clients):
         generator = torch_generator(cohort.experiment.seed, "quantise", cohort.t, client.id)

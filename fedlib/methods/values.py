@@ -20,7 +20,7 @@ Where = Callable[[ParamInfo], bool]
 
 
 def unknown(*_: object) -> NoReturn:
-    """What stands for a function that a setting of names alone, or a batch, came without."""
+    """Raise ``ValueError``: this setting was built without data, or this batch without such members. A placeholder."""
     raise ValueError("it is not known here: this setting has no data, or this batch no such members")
 
 
@@ -28,11 +28,11 @@ class Lab(Protocol):
     """What the server may do itself; two of it need the public examples of an experiment (``public_fraction``)."""
 
     def answers(self, part: Slice, model: Tensors) -> torch.Tensor:
-        """Outputs (N, C) of the last exit of ``model``, the tensors of ``part`` by local names, on all N examples."""
+        """Return outputs (N, C) of ``model``'s last exit, the tensors of ``part`` by local names, on all N examples."""
         ...
 
     def run_state(self, part: Slice, model: Tensors, state: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Outputs (exits, N, C) of ``part`` and what each exit reads, (N, d): ``state`` stands for what its stem gives.
+        """Run ``state``, what a stem gives, through ``part``: outputs (exits, N, C), and what each exit reads, (N, d).
 
         In training, and differentiable.
         """
@@ -42,7 +42,7 @@ class Lab(Protocol):
         self, params: Tensors, part: Slice, target: torch.Tensor, passes: int, lr: float, patience: int,
         rng: np.random.Generator,
     ) -> dict[str, torch.Tensor]:  # fmt: skip
-        """The server's tensors of ``part`` of ``params`` after it learned ``target`` (N, C) probabilities."""
+        """Return the server's tensors of ``part`` of ``params`` after it learned ``target`` (N, C) probabilities."""
         ...
 
 
@@ -65,22 +65,22 @@ class Setting:
     # What runs models at the server. None in a setting of shapes alone, and where clients train
     lab: Lab = None  # pyright: ignore[reportAssignmentType]
     budgets: tuple[int, ...] = ()  # those of clients that may be sampled; of names or shapes alone not known
-    solved: dict = field(default_factory=dict, compare=False, repr=False)  # what methods work out of it, once: levels
+    solved: dict = field(default_factory=dict, compare=False, repr=False)  # what methods work out of it, once: salience
 
     @property
     def num_exits(self) -> int:
         return len(self.exit_units)
 
     def at_hand(self, budget: int) -> int:
-        """The largest budget up to ``budget`` that a client has, or the smallest; ``budget`` where none is known."""
+        """Return the largest budget up to ``budget`` that clients have, or their smallest; itself if none is known."""
         return max((b for b in self.budgets if b <= budget), default=min(self.budgets, default=budget))
 
     def full(self) -> Slice:
-        """The whole model."""
+        """Return the whole model."""
         return Slice.prefix(self.exit_units[-1] + 1, range(self.num_exits))
 
     def cut(self, keep: Callable[[int], int], scale: float = 1.0, start: int | None = None) -> Slice:
-        """The sub-model of a rate: every axis that may be cut, by ``leading``, or from ``start`` on by ``rolling``."""
+        """Cut every axis that may be cut to a rate, by ``leading``, or from ``start`` on by ``rolling``."""
         cut = [axis for axis in self.axes.values() if axis.permutable]
         index = {x.name: x.leading(keep) if start is None else x.rolling(start, keep) for x in cut}
         return replace(self.full(), index=index, scale=scale)
@@ -104,7 +104,7 @@ class Server:
         return {n.removeprefix("frozen/"): x for n, x in self.memory.items() if n.startswith("frozen/")}
 
     def with_mirrors(self, changes: Mapping[int, Tensors]) -> "Server":
-        """This server with the mirrors of some clients replaced."""
+        """Return this server with the mirrors of some clients replaced."""
         return replace(self, mirrors=Overlay(self.mirrors, changes))
 
 
@@ -122,7 +122,7 @@ class Round:
         return self.setting.rounds
 
     def generator(self, purpose: str, client: int = 0) -> np.random.Generator:
-        """A function of (seed, purpose, t, client)."""
+        """Return a generator, a function of (seed, purpose, t, client)."""
         return numpy_generator(self.setting.seed, purpose, self.t, client)
 
 

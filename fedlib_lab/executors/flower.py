@@ -300,7 +300,7 @@ def checked(trained: Trained, f: Federation, members: Sequence[Member]) -> Train
     need(others or stores[0].keys() <= f.server.params.keys(), "one of its names")
     need(cut.keys() <= stores[0].keys(), "one of its slices")
     update = Update(tuple(m.client for m in members), tuple(m.part for m in members), {}, {})
-    most = sum(f.method.weights_of(update)) * (1 + 1e-9), len(members)  # of weights and of counts
+    most = sum(update.weights(f.method.weighting)) * (1 + 1e-9), len(members)  # of weights and of counts
     for target, total in stores[0].items():
         shape = f.server.params[target].shape if target in f.server.params else total.shape
         if target in cut:

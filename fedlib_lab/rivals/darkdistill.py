@@ -29,20 +29,9 @@ import torch.nn.functional as F
 from fedlib.core.annotations import Count, Natural, NotNegative, Positive
 from fedlib.core.devices import home
 from fedlib.core.rng import torch_generator
-from fedlib.methods.base import (
-    Arrived,
-    Batch,
-    Client,
-    Cohort,
-    Experiment,
-    Member,
-    Method,
-    Round,
-    Server,
-    Setting,
-    Slice,
-)
+from fedlib.methods.base import Arrived, Batch, Client, Cohort, Experiment, Member, Method, Round, Slice
 from fedlib.methods.mixtures import under
+from fedlib.methods.values import Server, Setting
 
 from .generators import Generator, angles, fresh, leave, leaving_numbers, loaded, relative_distances, step, weigher
 
@@ -78,7 +67,7 @@ class DarkDistill(Method):
             )
 
     def init_server(self, params: dict[str, torch.Tensor], setting: Setting) -> Server:
-        """Generators and the small net at random, as PyTorch would draw them."""
+        """Draw generators and the small net at random, as PyTorch would."""
         memory = {}
         nets = {f"generator/{e}": self.generator(setting) for e in range(setting.num_exits)}
         for name, net in [*nets.items(), ("weigher", weigher())]:
@@ -131,7 +120,7 @@ class DarkDistill(Method):
         return replace(server, t=r.t, params=new, memory=memory)
 
     def told(self, arrived: Arrived, r: Round) -> dict[int, Asked]:
-        """Labels and difficulties of the examples of each depth's clients, in host memory."""
+        """Gather labels and difficulties of the examples of each depth's clients, in host memory."""
         ids = sorted(arrived.extras)
         sent = home([arrived.extras[i][f"examples/{key}"] for i in ids for key in ("label", "difficulty")])
         clients, found = {c.id: c for c in r.clients}, {}
@@ -142,7 +131,7 @@ class DarkDistill(Method):
         return {e: (torch.cat(labels), torch.cat(difficulties)) for e, (labels, difficulties) in found.items()}
 
     def sent(self, e: int, setting: Setting) -> dict[str, str]:
-        """What clients of depth e send is averaged among them alone: by what name."""
+        """Name what clients of depth e send, which is averaged among them alone."""
         part = prefix(e, setting)
         return {n: f"{e}/{n}" for n, info in setting.infos.items() if part.holds(info)}
 
@@ -165,7 +154,7 @@ class Distillation:
         self.models = {e: {n: p.detach().clone() for n, p in model.items()} for e, model in models.items()}
 
     def run(self) -> tuple[dict[int, dict[str, torch.Tensor]], dict[str, torch.Tensor]]:
-        """The models after it, and the server's memory."""
+        """Return the models after it, and the server's memory."""
         m, infos, memory = self.method, self.r.setting.infos, dict(self.server.memory)
         trained = [
             p.requires_grad_() for s in self.models.values() for n, p in s.items() if infos[n].kind != "statistic"
@@ -184,24 +173,24 @@ class Distillation:
         return {e: {n: p.detach() for n, p in s.items()} for e, s in self.models.items()}, memory
 
     def draw(self, e: int) -> Asked:
-        """Labels and difficulties to ask for: of examples that clients of depth e have, with repetition."""
+        """Draw labels and difficulties to ask for: of examples that clients of depth e have, with repetition."""
         labels, difficulty = self.told[e]
         chosen = torch.from_numpy(self.rows.integers(len(labels), size=self.method.made))
         return labels[chosen].to(self.device), difficulty[chosen].to(self.device)
 
     def make(self, e: int, asked: Asked) -> tuple[torch.Tensor, torch.Tensor]:
-        """(x (n, *state), noise (n, classes)) of generator e."""
+        """Make (x (n, *state), noise (n, classes)) by generator e."""
         net = self.makers[e]
         noise = torch.rand(len(asked[0]), net.classes, generator=self.noise).to(self.device)
         return net(*asked, noise), noise
 
     def answers(self, e: int, x: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
-        """Outputs (e+1, n, C) of S_e, what its exits read (n, d), and which of ``x`` leave at each."""
+        """Return outputs (e+1, n, C) of S_e, what its exits read (n, d), and which of ``x`` leave at each."""
         outputs, features = self.r.setting.lab.run_state(prefix(e, self.r.setting), self.models[e], x)
         return outputs, features, leave(outputs.detach(), leaving_numbers(len(x), len(outputs), self.method.leaving))
 
     def making_loss(self, e: int, asked: Asked) -> torch.Tensor:
-        """(2), to be minimised by generator e."""
+        """Return the loss (2), to be minimised by generator e."""
         (labels, difficulty), setting = asked, self.r.setting
         x, noise = self.make(e, asked)
         outputs, _, groups = self.answers(e, x)
@@ -216,7 +205,7 @@ class Distillation:
         )
 
     def teaching_loss(self, asked: Mapping[int, Asked]) -> torch.Tensor:
-        """(3), to be minimised by all models that are taught, and by the net that weighs exits."""
+        """Return the loss (3), to be minimised by all models that are taught, and by the net that weighs exits."""
         depths, total = sorted(self.models), torch.zeros((), device=self.device)
         everybody = sum(self.shares[e] for e in depths[:-1])
         for e, deeper in pairwise(depths):
@@ -233,7 +222,7 @@ class Distillation:
         return total
 
     def weights(self, difficulty: torch.Tensor, last: torch.Tensor, groups: Sequence[torch.Tensor]) -> torch.Tensor:
-        """softmax_j(-sum_x d_j(x)), (exits,): what each exit of the student counts."""
+        """Weight each exit of the student by softmax_j(-sum_x d_j(x)), (exits,)."""
         each = [difficulty[rows] for rows in groups]
         means = torch.stack([d.sum() / max(len(d), 1) for d in each])
         variances = torch.stack([d.var() if len(d) > 1 else d.new_zeros(()) for d in each])
@@ -243,12 +232,12 @@ class Distillation:
         return (-(distances / distances.sum(1, keepdim=True)).sum(0)).softmax(0)
 
     def relations(self, student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
-        """What differs between two sets of features (n, d): of distances and of angles (Park et al., CVPR 2019)."""
+        """Compare two sets of features (n, d) by their distances and angles (Park et al., CVPR 2019)."""
         apart = F.smooth_l1_loss(relative_distances(student), relative_distances(teacher))
         turned = F.smooth_l1_loss(angles(student), angles(teacher))
         return self.method.distance_weight * apart + self.method.angle_weight * turned
 
 
 def prefix(e: int, setting: Setting) -> Slice:
-    """What clients of depth e hold."""
+    """Cut what clients of depth e hold."""
     return Slice.prefix(setting.exit_units[e] + 1, range(e + 1))

@@ -126,7 +126,7 @@ class FedProto(Rates):
         return replace(server, t=r.t, memory=under("prototypes", prototypes))
 
     def serve(self, client: Client, server: Server, r: Round) -> Serving:
-        """By a last layer whose outputs are -|f - C^j|^2 / d, but for |f|^2 / d, which all classes share."""
+        """Serve a last layer whose outputs are -|f - C^j|^2 / d, but for |f|^2 / d, which all classes share."""
         (member,), known = self.members(client, server, r), part_of(server.memory, "prototypes")
         if self.answer != "classifier" and known:
             allowed = known["known"]
@@ -138,6 +138,6 @@ class FedProto(Rates):
 
 
 def nearest(mean: torch.Tensor, known: torch.Tensor, shape: tuple[int, ...]) -> Tensors:
-    """Weight (``shape``) and bias of a layer f -> (2 f.C^j - |C^j|^2) / d, largest at the nearest; ``mean`` (C, d)."""
+    """Build weight (``shape``) and bias of f -> (2 f.C^j - |C^j|^2) / d, largest at the nearest; ``mean`` (C, d)."""
     weight = torch.where(known[:, None], 2 * mean / mean.shape[1], 0.0).view(shape)
     return {f"{LAST}.weight": weight, f"{LAST}.bias": torch.where(known, -mean.square().mean(1), NEVER)}

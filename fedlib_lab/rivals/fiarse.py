@@ -19,20 +19,8 @@ from typing import ClassVar, Literal
 import torch
 
 from fedlib.core.annotations import Share
-from fedlib.methods.base import (
-    Arrived,
-    Client,
-    Cohort,
-    Experiment,
-    Member,
-    Round,
-    Server,
-    Serving,
-    Setting,
-    Slice,
-    Tensors,
-)
-from fedlib.methods.sums import MaskedMean, Update
+from fedlib.methods.base import Arrived, Client, Cohort, Experiment, Member, Round, Server, Serving, Setting, Slice
+from fedlib.methods.sums import MaskedMean, Tensors, Update
 from fedlib.methods.widths import Shares
 
 HELD, LARGEST = "held/", "largest/"  # before a tensor's name: where it was held; x M of the largest share
@@ -57,7 +45,7 @@ class FIARSE(Shares):
         return self.known(Server(0, params, {}), params, setting)
 
     def known(self, server: Server, params: Tensors, setting: Setting) -> Server:
-        """``server`` with ``params``, their thresholds and, where no client holds all, what the largest share does."""
+        """Give ``server`` its ``params``, thresholds and, where no client holds all, what the largest share does."""
         theta, top = thresholds(params, self.shares, setting), setting.at_hand(len(self.shares) - 1)
         named = [n for n in params if is_masked(n, setting)] if self.shares[top] < 1 else []
         answers = {LARGEST + n: masked(params[n], theta[top]) for n in named}
@@ -81,7 +69,7 @@ class FIARSE(Shares):
         cohort.train(self.local_loss, view=lambda step: used)
 
     def upload(self, cohort: Cohort) -> Update:
-        """Every masked tensor twice: with zeros where it is not held, and where it is."""
+        """Send every masked tensor twice: with zeros where it is not held, and where it is."""
         update, theta, params = super().upload(cohort), cohort.payload("threshold")["theta"], {}
         for name, p in update.params.items():
             params[name] = p
@@ -95,7 +83,7 @@ class FIARSE(Shares):
 
     def summarise(self, update: Update, setting: Setting) -> MaskedMean:
         mean = MaskedMean({**setting.infos, **{HELD + n: i for n, i in setting.infos.items()}})
-        mean.add(update, self.weights_of(update))
+        mean.add(update, update.weights(self.weighting))
         return mean
 
     def aggregate(self, server: Server, arrived: Arrived, r: Round) -> Server:
@@ -106,7 +94,7 @@ class FIARSE(Shares):
         return self.known(replace(server, t=r.t), new, r.setting)
 
     def model_for(self, exit: int, server: Server, r: Round) -> Slice:
-        """The whole net, or where no client holds all of it x M of the largest share."""
+        """Return the whole net, or where no client holds all of it x M of the largest share."""
         largest = {n: LARGEST + n for n in r.setting.infos if LARGEST + n in server.params}
         return replace(r.setting.full(), aliases=largest)
 
@@ -125,7 +113,7 @@ class FIARSE(Shares):
 
 
 def is_masked(name: str, setting: Setting) -> bool:
-    """Is it a weight or a bias of a layer whose weight is a matrix or a kernel?"""
+    """Return whether ``name`` is a weight or a bias of a layer whose weight is a matrix or a kernel."""
     weight = setting.infos.get(f"{name.rpartition('.')[0]}.weight")
     return weight is not None and len(weight.shape) > 1
 
@@ -135,13 +123,13 @@ def kept_of(share: float, entries: int) -> int:
 
 
 def thresholds(params: Tensors, shares: Sequence[float], setting: Setting) -> torch.Tensor:
-    """theta of every share, (shares,): the share's last of all masked entries, by size."""
+    """Return theta of every share, (shares,): the share's last of all masked entries, by size."""
     sizes = torch.cat([p.abs().flatten() for n, p in params.items() if is_masked(n, setting)]).sort().values
     return torch.stack([sizes[len(sizes) - kept_of(s, len(sizes))] for s in shares])
 
 
 def masked(x: torch.Tensor, theta: torch.Tensor, biased: bool = False) -> torch.Tensor:
-    """x M; ``biased``: its gradient to x is M (1 + 2 theta |x| / (|x| + theta)^2), else M."""
+    """Return x M; ``biased``: its gradient to x is M (1 + 2 theta |x| / (|x| + theta)^2), else M."""
     size = x.detach().abs()
     kept = (size >= theta).to(x.dtype)
     if not biased:
@@ -151,6 +139,6 @@ def masked(x: torch.Tensor, theta: torch.Tensor, biased: bool = False) -> torch.
 
 
 def of_rows(theta: torch.Tensor, rows: Sequence[int], p: torch.Tensor) -> torch.Tensor:
-    """``theta`` (M,) of the members ``rows``, as ``p`` (rows, ...) broadcasts with it."""
+    """Select ``theta`` (M,) of the members ``rows``, shaped as ``p`` (rows, ...) broadcasts with it."""
     own = theta if len(rows) == len(theta) else torch.stack([theta[i] for i in rows])  # no index is sent to a device
     return own.view(-1, *(1,) * (p.dim() - 1))

@@ -54,7 +54,7 @@ class FjORD(Rates):
         return setting.cut(partial(self.kept, self.rates[budget]))
 
     def program(self, client: Client, setting: Setting) -> int:
-        """Those who draw from the same widths."""
+        """Return the key of those who draw from the same widths."""
         return client.budget
 
     def effort(self, client: Client, setting: Setting, e: Experiment) -> float:
@@ -74,7 +74,7 @@ class FjORD(Rates):
         cohort.train(loss, view=lambda step: views[rng.integers(len(views))])
 
     def taught(self, batch: Batch) -> torch.Tensor:
-        """(1 - a) CE(p) + a tau^2 KL(p_max || p) + CE(p_max), (M,), of one exit."""
+        """Return (1 - a) CE(p) + a tau^2 KL(p_max || p) + CE(p_max), (M,), of one exit."""
         whole, tau = batch.whole(), self.temperature
         kl = batch.task.kl(whole.detach(), batch.outputs, batch.labels, tau)  # (1, M, B)
         kl = (kl * batch.weights).sum(-1) * tau**2

@@ -34,7 +34,7 @@ class FlexLoRA(Products):
 
 
 def truncated(product: torch.Tensor, old: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """A (r, in) = V_r^T and B (out, r) = U_r S_r of ``product`` (out, in), as ``old`` A in rank and precision."""
+    """Truncate ``product`` (out, in) to A (r, in) = V_r^T and B (out, r) = U_r S_r, of ``old`` A's rank and dtype."""
     rank, fine = len(old), product.isfinite().all()
     u, s, vt = torch.linalg.svd(product.nan_to_num(), full_matrices=False)
     u, s, vt = u[:, :rank], torch.where(fine, s[:rank], torch.nan), vt[:rank]  # a run that diverges says so by itself

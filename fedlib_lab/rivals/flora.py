@@ -28,7 +28,7 @@ class FLoRA(Products):
     label, color, marker = "FLoRA", "#9ad58b", "o"
 
     def members(self, client: Client, server: Server, r: Round) -> list[Member]:
-        """A from U(-1/sqrt(in), 1/sqrt(in)), as LoRA's own; every B of the server's is zero."""
+        """Draw A from U(-1/sqrt(in), 1/sqrt(in)), as LoRA's own; every B of the server's is zero."""
         part, rng, start = self.slice_for(client, server, r), r.generator("lora", client.id), {}
         for axis, (a, _) in factors(r.setting).items():
             width = r.setting.infos[a].shape[1]

@@ -40,7 +40,7 @@ def weigher() -> nn.Module:
 
 
 def fresh(net: nn.Module, generator: torch.Generator) -> dict[str, torch.Tensor]:
-    """Numbers for ``net``: linear layers U(-1/sqrt(fan-in), 1/sqrt(fan-in)), embeddings N(0, 1), norms as they are."""
+    """Draw ``net``: linear layers U(-1/sqrt(fan-in), 1/sqrt(fan-in)), embeddings N(0, 1), norms as they are."""
     out = {}
     for name, shape in {n: x.shape for n, x in net.state_dict().items()}.items():
         layer = net.get_submodule(name.rpartition(".")[0])
@@ -57,7 +57,7 @@ def fresh(net: nn.Module, generator: torch.Generator) -> dict[str, torch.Tensor]
 
 
 def loaded(net: Net, memory: Tensors, key: str) -> Net:
-    """``net`` with copies of the numbers under ``key``, in training."""
+    """Fill ``net`` with copies of the numbers under ``key``, in training."""
     net.load_state_dict({n: x.clone() for n, x in part_of(memory, key).items()}, assign=True)
     return net.train()
 
@@ -71,14 +71,14 @@ def step(loss: torch.Tensor, *optimisers: torch.optim.Optimizer) -> None:
 
 
 def leaving_numbers(n: int, exits: int, ratio: float) -> list[int]:
-    """How many of ``n`` examples leave at each exit: floor of the shares ratio^j / sum, the last takes the rest."""
+    """Count how many of ``n`` examples leave at each exit: floor of ratio^j / sum, the last takes the rest."""
     powers = [ratio**j for j in range(1, exits + 1)]
     first = [int(n * p / sum(powers)) for p in powers[:-1]]
     return [*first, n - sum(first)]
 
 
 def leave(outputs: torch.Tensor, numbers: Sequence[int]) -> list[torch.Tensor]:
-    """Rows of ``outputs`` (E, n, C) that leave at each exit: the most confident of those that are left."""
+    """Return the rows of ``outputs`` (E, n, C) that leave at each exit: the most confident of those that are left."""
     left = outputs.softmax(-1).amax(-1)  # (E, n)
     groups = []
     for j, count in enumerate(numbers):
@@ -88,13 +88,13 @@ def leave(outputs: torch.Tensor, numbers: Sequence[int]) -> list[torch.Tensor]:
 
 
 def relative_distances(x: torch.Tensor) -> torch.Tensor:
-    """Distances of every pair of rows in units of their mean, (n, n)."""
+    """Return the distances of every pair of rows in units of their mean, (n, n)."""
     squares = (x[:, None] - x).square().sum(2)
     distances = squares.clamp(min=1e-12).sqrt() * (1 - torch.eye(len(x), device=x.device))
     return distances / (distances.sum() / max(len(x) * (len(x) - 1), 1))
 
 
 def angles(x: torch.Tensor) -> torch.Tensor:
-    """Cosines of the angles at each row between the directions to every two others, (n, n, n)."""
+    """Return cosines of the angles at each row between the directions to every two others, (n, n, n)."""
     directions = F.normalize(x[None] - x[:, None], dim=2)
     return directions @ directions.transpose(1, 2)

@@ -89,19 +89,19 @@ class HetLoRA(Ranks):
 
 
 def tail_of(params: Stacked, setting: Setting, gamma: float) -> Iterator[tuple[torch.Tensor, torch.Tensor, int, int]]:
-    """A (M, r, in), B (M, out, r), how many ranks come before the tail (one at least), and r, of every adapter."""
+    """Yield every adapter's A (M, r, in), B (M, out, r), number of ranks before the tail (one at least), and r."""
     for a, b in factors(setting).values():
         rank = params[a].shape[1]
         yield params[a], params[b], max(1, int(gamma * rank)), rank
 
 
 def tails(params: Stacked, setting: Setting, gamma: float) -> torch.Tensor:
-    """sum over adapters of |B tail| |A tail|, Frobenius, (M,); zero where a rank is too small to have a tail."""
+    """Sum |B tail| |A tail| over adapters, Frobenius, (M,); zero where a rank is too small to have a tail."""
     norm, parts = partial(torch.linalg.vector_norm, dim=(1, 2)), tail_of(params, setting, gamma)
     return torch.stack([norm(b[..., kept:]) * norm(a[:, kept:]) for a, b, kept, _ in parts]).sum(0)
 
 
 def learnt(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """|B A|, Frobenius, of A (K, r, in) and B (K, out, r), (K,) in float64."""
+    """Return |B A|, Frobenius, of A (K, r, in) and B (K, out, r), (K,) in float64."""
     a, b = a.double(), b.double()
     return ((b.mT @ b) * (a @ a.mT)).sum((1, 2)).clamp(min=0).sqrt()

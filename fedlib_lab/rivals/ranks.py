@@ -44,7 +44,7 @@ class Ranks(Shares):
 
 
 def factors(setting: Setting) -> dict[str, tuple[str, str]]:
-    """The names of A (r, in) and B (out, r) of every adapter, by the axis between them."""
+    """Return the names of A (r, in) and B (out, r) of every adapter, by the axis between them."""
     found: dict[str, dict[int, str]] = {}
     for name, info in setting.infos.items():
         for dim, axis in enumerate(info.axes):
@@ -54,12 +54,12 @@ def factors(setting: Setting) -> dict[str, tuple[str, str]]:
 
 
 def of_rank(setting: Setting, keep: Callable[[int], int]) -> Slice:
-    """The whole net with the leading ``keep(r)`` of every adapter's r ranks."""
+    """Cut the whole net to the leading ``keep(r)`` of every adapter's r ranks."""
     return replace(setting.full(), index={axis: setting.axes[axis].leading(keep) for axis in factors(setting)})
 
 
 def without_factors(update: Update, setting: Setting) -> Update:
-    """What else a cohort sends: heads, statistics."""
+    """Select what else a cohort sends: heads, statistics."""
     inner = {n for pair in factors(setting).values() for n in pair}
     return replace(update, params={n: p for n, p in update.params.items() if n not in inner})
 
@@ -76,14 +76,14 @@ class Products(Ranks):
                 params[axis], rows[axis] = update.params[b].double() @ update.params[a].double(), update.rows[a]
                 infos[axis] = ParamInfo((None, None), "adapter", setting.infos[a].unit, tuple(params[axis].shape[1:]))
         mean.infos = infos
-        mean.add(replace(update, params=params, rows=rows), self.weights_of(update))
+        mean.add(replace(update, params=params, rows=rows), update.weights(self.weighting))
         return mean
 
 
 def rest_and_products(
     server: Server, arrived: Arrived, r: Round
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """The server's parameters with the mean of what is no factor, and the mean products (out, in) by axis, float64."""
+    """Average what is no factor into the server's parameters; and the products (out, in) by axis, in float64."""
     axes = factors(r.setting)
     mean = arrived.mean.result({**server.params, **dict.fromkeys(axes, torch.zeros((), dtype=torch.float64))})
     products = {axis: mean.pop(axis) for axis in axes}

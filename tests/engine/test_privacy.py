@@ -260,8 +260,10 @@ def test_methods_that_would_leak_are_refused(tiny):
 
     @dataclass(frozen=True)
     class Weighted(Method):
-        def weights_of(self, update):
-            return [float(c.num_examples) for c in update.clients]
+        def summarise(self, update, setting):
+            mean = MaskedMean(setting.infos)
+            mean.add(update, update.weights("examples"))
+            return mean
 
     f = build_federation(tiny.replace(options=DP, rounds=3, finetune="frozen", finetune_options={}))
     for cls, message in ((Remembering, "its property remembers must be True"), (Weighted, "clients of weight 1")):

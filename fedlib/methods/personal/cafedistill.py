@@ -69,7 +69,7 @@ class CAFEDistill(Method):
         return r.setting.full()
 
     def prepare(self, server: Server, r: Round) -> Tensors:
-        """``students`` (|C|, m), ``shares`` (|C|, seen) of the teachers' ids ``seen``, and the ``teacher`` exits."""
+        """Choose ``students`` (|C|, m), and mix the ``teacher`` exits by ``shares`` (|C|, seen) of the ids ``seen``."""
         initial, ids = last_exit(server.params, r.setting), [c.id for c in r.clients]
         origin = initial if self.compare == "change" else None
         seen = sorted(server.mirrors)
@@ -84,10 +84,7 @@ class CAFEDistill(Method):
             among = ids if self.choose_among == "sampled" else range(r.setting.num_clients)
             known = {i: server.mirrors[i] for i in among if i in server.mirrors}
             places = [k for k, i in enumerate(among) if i in known]
-            if among is ids:  # who have been compared
-                alike = cosine[places][:, [seen.index(i) for i in sorted(known)]]
-            else:
-                alike = cosines(known, list(known), origin)
+            alike = cosines(known, list(known), origin)
             rule = r.t, r.rounds, r.setting.num_exits, self.similarity, self.drop_one_more
             chosen = students(alike, *rule, places, len(among))[[among.index(i) for i in ids]]
         return {"students": chosen, "shares": shares, "seen": torch.tensor(seen), **under("teacher", teacher)}
@@ -109,7 +106,7 @@ class CAFEDistill(Method):
         cohort.send("exit", last_exit(cohort.params, cohort.setting))
 
     def local_loss(self, batch: Batch, chosen: torch.Tensor) -> torch.Tensor:
-        """sum_{j in S_i} w_j [CE_j + lambda KL(teacher || j)], w_j = 1/m, (M,). Eq. 11: lambda without w_j."""
+        """Return sum_{j in S_i} w_j [CE_j + lambda KL(teacher || j)], w_j = 1/m, (M,). Eq. 11: lambda without w_j."""
         m, tau, teacher = len(batch.outputs), self.temperature, batch.teacher("teacher")[-1:]  # (1, M, B, C)
         kl = batch.task.kl(teacher, batch.outputs, batch.labels, tau) * tau**2  # (m, M, B)
         taught = chosen.clone()
@@ -119,7 +116,7 @@ class CAFEDistill(Method):
         return (chosen * cross_entropies(batch)).sum(0) / m + (kd / m if self.kd_scaling == "exits" else kd)
 
     def aggregate(self, server: Server, arrived: Arrived, r: Round) -> Server:
-        """phi: the mean; the last exits that arrived replace those the server had."""
+        """Average phi; the last exits that arrived replace those the server had."""
         server = super().aggregate(server, arrived, r)
         return server.with_mirrors({i: part_of(x, "exit") for i, x in arrived.extras.items()})
 
@@ -128,12 +125,12 @@ class CAFEDistill(Method):
 
 
 def last_exit(params: Tensors, setting: Setting) -> dict[str, torch.Tensor]:
-    """The last exit's tensors of a model, or of stacked ones."""
+    """Select the last exit's tensors of a model, or of stacked ones."""
     return {n: params[n] for n, i in setting.infos.items() if i.exit == setting.num_exits - 1 and n in params}
 
 
 def student_counts(t: int, rounds: int, exits: int, clients: int) -> tuple[int, int]:
-    """(l, q) at round t: everybody's l shallowest exits are students, and exit l + 1 of q clients.
+    """Return (l, q) at round t: everybody's l shallowest exits are students, and exit l + 1 of q clients.
 
     R = min(2t/T, 1) of the (m - 1)|C| exits before the last: l = floor((m - 1) R), q the rest, rounded half up.
     """
@@ -146,7 +143,7 @@ def most_alike(
     similarities: torch.Tensor, keep: int, ties: torch.Tensor | None = None, places: Sequence[int] | None = None,
     clients: int | None = None,
 ) -> list[int]:  # fmt: skip
-    """Indices of ``keep`` of n clients: again and again whoever is least similar to the rest is dropped (Eq. 6).
+    """Choose ``keep`` of n clients: again and again whoever is least similar to the rest is dropped (Eq. 6).
 
     ``similarities`` (k, k), those with oneself not counted, are of the clients ``places`` (None: of all n), all others
     are 0. Sums count to nine digits; of equals, the one with the lower sum of ``ties`` goes, then the later one.
@@ -169,7 +166,7 @@ def students(
     cosine: torch.Tensor, t: int, rounds: int, exits: int, similarity: str = "clipped", drop_one_more: bool = False,
     places: Sequence[int] | None = None, clients: int | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """S_i of n clients at round t as (n, exits) of zeros and ones; ``cosine`` (k, k) compares the last exits.
+    """Choose S_i of n clients at round t, (n, exits) of zeros and ones; ``cosine`` (k, k) compares the last exits.
 
     It is that of the clients ``places`` of all n ``clients`` (None: of all); with the others it is 0.
     ``similarity``: ``clipped`` is min(0, cos), the plain cosine breaking its many ties; ``cosine`` is the plain one.
@@ -187,7 +184,7 @@ def students(
 
 
 def teacher_shares(cosine: torch.Tensor, clients: int, mu: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Eq. 8: k = the projection of 1/n + c/(2 mu) on the simplex, for each row c of (k, seen).
+    """Compute Eq. 8: k = the projection of 1/n + c/(2 mu) on the simplex, for each row c of (k, seen).
 
     Of the n = ``clients``, those not seen so far have cosine 0 and share one exit, the initial one. Returns the shares
     of the seen (k, seen) and of all the others together (k,).

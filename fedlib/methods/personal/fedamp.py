@@ -37,7 +37,7 @@ class FedAMP(JointExits):
     compare: Literal["change", "weights"] = "change"
 
     def prepare(self, server: Server, r: Round) -> Tensors:
-        """The cloud models of the sampled clients, stacked."""
+        """Mix the cloud models of the sampled clients, stacked."""
         ids = [c.id for c in r.clients]
         models = Overlay(server.mirrors, {INITIAL: server.params})
         origin = server.params if self.compare == "change" else None
@@ -65,7 +65,7 @@ class FedAMP(JointExits):
 def weights_of(
     similarities: torch.Tensor, own_share: float = 0.5, sharpness: float = 10.0, own: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """FedAMP's weights in its heuristic form: rows of the simplex, (k, n), of the cosines of k clients with n models.
+    """Return FedAMP's heuristic weights: rows of the simplex, (k, n), of the cosines of k clients with n models.
 
     ``own_share`` (xi_ii) goes to the client's own model, where ``own`` (k, n) is True (None: the diagonal); the rest
     by softmax of ``sharpness`` (sigma) times the cosine over the others. A cosine of -inf leaves a model out. A client

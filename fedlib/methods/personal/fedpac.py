@@ -88,14 +88,14 @@ class FedPAC(JointExits):
 
 
 def vectors(spec: Spec, feature: torch.Tensor) -> torch.Tensor:
-    """What an exit's linear layer reads: a token (M, B, d), or a map (M, B, C, H, W) averaged or flat."""
+    """Return what an exit's linear layer reads: a token (M, B, d), or a map (M, B, C, H, W) averaged or flat."""
     if feature.dim() == 3:
         return feature
     return feature.flatten(2) if isinstance(spec, MapSpec) and spec.final_exit == "flatten" else feature.mean((3, 4))
 
 
 def class_statistics(cohort: Cohort, counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean feature of each class (M, C, d), zero where there is none, and V (M,), of the members' own examples."""
+    """Average the features of each class, (M, C, d), zero where there is none; and V (M,), of members' own examples."""
     spec, unit, totals, squares = cohort.setting.spec, cohort.setting.exit_units[-1], 0.0, 0.0
     for flat, labels, weights in cohort.answers():
         f = vectors(spec, flat.unflatten(2, spec.feature(unit)))
@@ -107,7 +107,7 @@ def class_statistics(cohort: Cohort, counts: torch.Tensor) -> tuple[torch.Tensor
 
 
 def mixing_weights(v: torch.Tensor, h: torch.Tensor, i: int) -> torch.Tensor:
-    """argmin a.(diag(v) + D_i) a on the simplex, (n,); v (n,), h (n, C, d).
+    """Return argmin a.(diag(v) + D_i) a on the simplex, (n,); v (n,), h (n, C, d).
 
     That is |sum_j a_j p_j|^2 with p_j = (sqrt(v_j) e_j, h_i - h_j).
     """
@@ -118,11 +118,11 @@ def mixing_weights(v: torch.Tensor, h: torch.Tensor, i: int) -> torch.Tensor:
 
 
 def smallest_mixture(points: torch.Tensor) -> torch.Tensor:
-    """argmin |sum_i x_i points_i| over the simplex, (n,), of points (n, D) in host memory; all alike if all are zero.
+    """Return argmin |sum_i x_i points_i| over the simplex, (n,), of points (n, D) in host memory.
 
-    FedPAC's mixing weights. The minimum is that of non-negative least squares, |sum_i y_i points_i|^2 + (sum y - 1)^2,
-    scaled to sum 1: both have points_i . (their mixture) equal where y_i > 0, and no smaller elsewhere. Found by an
-    active set (Lawson and Hanson 1974, in SciPy), which unequal points do not slow. NaN where a point is not finite.
+    The minimum is that of non-negative least squares, |sum_i y_i points_i|^2 + (sum y - 1)^2, scaled to sum 1: both
+    have points_i . (their mixture) equal where y_i > 0, and no smaller elsewhere. Found by an active set (Lawson and
+    Hanson 1974, in SciPy), which unequal points do not slow. All alike if all are zero; NaN where one is not finite.
     """
     from scipy.optimize import nnls  # half a second, which other methods are spared
 

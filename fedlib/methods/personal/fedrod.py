@@ -68,7 +68,7 @@ class FedRoD(JointExits):
         cohort.train(self.local_loss, Stage(lambda i: i.kind == "personal", self.head_epochs))
 
     def balanced(self, batch: Batch, generic: torch.Tensor) -> torch.Tensor:
-        """The loss of ``generic`` logits (E, M, B, C) with the log of the clients' class counts added, (M,)."""
+        """Return the loss of ``generic`` logits (E, M, B, C) with the log of the clients' class counts added, (M,)."""
         # log 0 as a number whose exp is 0: the same loss, and distillation does not subtract infinities
         prior = batch.label_counts().log().clamp(min=-1e4).to(generic.dtype)  # (M, C)
         return self.local_loss(replace(batch, outputs=generic + prior[:, None]))

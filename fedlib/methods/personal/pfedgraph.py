@@ -65,6 +65,6 @@ class PFedGraph(JointExits):
 
 
 def unit(model: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The model over its norm."""
+    """Divide the model by its norm."""
     norm = sum((x.double().square().sum() for x in model.values()), torch.zeros(())).sqrt()
     return {n: x / norm for n, x in model.items()}

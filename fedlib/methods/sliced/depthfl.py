@@ -13,20 +13,19 @@ stages), the whole net where it has all; one that cannot even hold the first tak
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-import numpy as np
 import torch
 
 from ...core.annotations import Fraction, NotNegative, Positive, When
-from ..base import Batch, Client, Round, Server, Setting, Slice, cross_entropies
+from ..base import Batch, cross_entropies
 from ..losses import ramp_up
-from ..memory_budgets import MemoryBudgets, prefixes_that_fit
+from ..memory_budgets import ExitsThatFit
 from ..server import ServerStep
 
 TAUGHT = When(distill="mutual")
 
 
 @dataclass(frozen=True)
-class DepthFL(MemoryBudgets, ServerStep):
+class DepthFL(ExitsThatFit, ServerStep):
     """Table 3: ``aggregation="mean", weighting="examples"`` is the FedAvg variant; ``distill="none"`` is without KD."""
 
     label, color, marker = "DepthFL", "#0072b2", "s"
@@ -47,20 +46,8 @@ class DepthFL(MemoryBudgets, ServerStep):
     def paced_by(self) -> str:
         return "ramp_fraction" if self.distill != "none" and self.kd_weight is None else ""
 
-    def eligible(self, budgets: np.ndarray, setting: Setting) -> np.ndarray:
-        if not self.shares or setting.measure is None:
-            return super().eligible(budgets, setting)
-        fitting = np.array([prefixes_that_fit(share, setting) for share in self.shares])
-        return np.flatnonzero(fitting[budgets])
-
-    def slice_for(self, client: Client, server: Server, r: Round) -> Slice:
-        if not self.shares:
-            return super().slice_for(client, server, r)
-        exits = max(1, prefixes_that_fit(self.shares[client.budget], r.setting))
-        return Slice.prefix(r.setting.exit_units[exits - 1] + 1, range(exits))
-
     def local_loss(self, batch: Batch) -> torch.Tensor:
-        """sum_e CE_e + eta/(n-1) * sum_i sum_{j != i} KL(p_j || p_i) over the n exits held, (M,)."""
+        """Return sum_e CE_e + eta/(n-1) * sum_i sum_{j != i} KL(p_j || p_i) over the n exits held, (M,)."""
         ce = cross_entropies(batch).sum(0)
         if self.distill == "none":  # Table 3
             return ce
@@ -69,7 +56,7 @@ class DepthFL(MemoryBudgets, ServerStep):
 
 
 def mutual_kl(batch: Batch, temperature: float = 1.0) -> torch.Tensor:
-    """Deep mutual learning, (K,): 1/(n-1) * sum_i sum_{j != i} KL(p_j || p_i), p_j detached, n exits held."""
+    """Return mutual learning's loss, (K,): 1/(n-1) * sum_i sum_{j != i} KL(p_j || p_i), p_j detached, n exits held."""
     logp = (batch.outputs / temperature).log_softmax(-1)
     held = batch.held[..., None, None]  # (E, K, 1, 1)
     p = logp.detach().exp() * held

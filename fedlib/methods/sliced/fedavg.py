@@ -40,8 +40,5 @@ class FedAvg(ServerStep):
         return r.setting.cut(partial(rounded_up, self.width))
 
     def local_loss(self, batch: Batch) -> torch.Tensor:
-        """1/m sum of the exits' cross-entropies, (M,)."""
+        """Return 1/m sum of the exits' cross-entropies, (M,)."""
         return super().local_loss(batch) / batch.held.sum(0)
-
-    def model_for(self, exit: int, server: Server, r: Round) -> Slice:
-        return self.slice_for(Client(-1, 0, 0), server, r)

@@ -21,6 +21,3 @@ class FedAvgLevel1(Levels):
 
     def slice_for(self, client: Client, server: Server, r: Round) -> Slice:
         return self.part(0, r.setting)
-
-    def model_for(self, exit: int, server: Server, r: Round) -> Slice:
-        return self.part(0, r.setting)

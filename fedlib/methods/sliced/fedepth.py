@@ -8,7 +8,7 @@ z_{j-1}, what earlier stages make of a client's examples, is kept where it fits 
 of z_{j-2}; elsewhere it is computed anew in every step. ``mu`` is FedProx's term, which the paper joins it with.
 With memory for M > 1 models a client trains M that teach each other, and sends one. Server: the mean by examples, of
 blocks too that came back untrained (Alg. 1).
-Read next: ``losses.peer_kl``, ``engine/stages.py``, ``fedepth/block_inference.py``.
+Read next: ``memory_budgets.py``, ``engine/stages.py``, ``fedepth/block_inference.py``.
 
 Deviations from the release: a stage trains its own parameters only (there, momentum and decay go on moving frozen
 ones); every group trains its last blocks; the stem and a ViT's embeddings belong to the first stage alone; an auxiliary
@@ -31,7 +31,7 @@ from ...models.map_exits import PooledClassifiers
 from ...models.maps import MapSpec
 from ...models.measure import FLOAT, MIB
 from ..base import NOTHING, Client, Cohort, ExitModel, Experiment, Head, Slice, Spec, classifiers
-from ..losses import Batch, cross_entropies, peer_kl
+from ..losses import Batch, cross_entropies
 from ..memory_budgets import SLACK, MemoryBudgets, memory_of, usable
 from ..values import Member, Round, Server, Serving, Setting, Stage
 
@@ -61,7 +61,7 @@ class FeDepth(MemoryBudgets):
         return "mutual distillation" if self.kd_weight and self.models(max(self.shares)) > 1 else ""
 
     def exit_units(self, depth: int, num_exits: int) -> tuple[int, ...]:
-        """The head; with auxiliary ones an exit after every block: clients hold those that end their stages."""
+        """Place the head; with auxiliary ones an exit after every block: clients hold those that end their stages."""
         return (depth - 1,) if self.heads == "skip" else tuple(range(depth))
 
     def build_head(self, spec: Spec, num_classes: int, exit_units: tuple[int, ...]) -> Head:
@@ -86,7 +86,7 @@ class FeDepth(MemoryBudgets):
             raise ValueError(f"fedepth: exit_blocks = {list(setting.exit_units)} are not the method's; allowed: null")
 
     def init_server(self, params: dict[str, torch.Tensor], setting: Setting) -> Server:
-        """What peers start from the first time, random models, stands beside the model as ``peer<i>/<name>``.
+        """Keep what peers start from the first time, random models, beside the model as ``peer<i>/<name>``.
 
         What a random model does not have, such as adapters, is the model's.
         """
@@ -100,11 +100,11 @@ class FeDepth(MemoryBudgets):
         return super().init_server(params | beside, setting)
 
     def blocks(self, share: float, setting: Setting) -> tuple[range, ...]:
-        """The stages of a client with this share of the memory, as ranges of blocks."""
+        """Return the stages of a client with this share of the memory, as ranges of blocks."""
         return pack(*memory_of(share, setting), self.slack)
 
     def stages(self, client: Client, setting: Setting) -> list[Stage]:
-        """The client's stages; ``cached``: z_{j-1} of all its examples fits beside what the stage trains.
+        """Return the client's stages; ``cached``: z_{j-1} of all its examples fits beside what the stage trains.
 
         In steps of its own size, of the share of the memory that these take for the whole net. While one z is made
         of another, both are held.
@@ -124,14 +124,14 @@ class FeDepth(MemoryBudgets):
         return stages
 
     def models(self, share: float) -> int:
-        """M: how many whole models fit."""
+        """Count M, the whole models that fit."""
         return max(1, int(share))
 
     def program(self, client: Client, setting: Setting) -> tuple[Stage, ...]:
         return tuple(self.stages(client, setting))
 
     def skips(self, setting: Setting) -> set[int]:
-        """The units that end a stage: their features skip to the head."""
+        """List the units that end a stage: their features skip to the head."""
         return {units.stop - 1 for share in self.shares for units in self.blocks(share, setting)}
 
     def local_update(self, cohort: Cohort) -> None:
@@ -140,11 +140,11 @@ class FeDepth(MemoryBudgets):
             cohort.train(self.local_loss, stage, held_back)
 
     def local_loss(self, batch: Batch) -> torch.Tensor:
-        """CE_m + 1/(M-1) sum_{m' != m} KL(p_m' || p_m), (M,); the second is zero for a client of one model."""
+        """Return CE_m + 1/(M-1) sum_{m' != m} KL(p_m' || p_m), (M,); the second is zero for a client of one model."""
         return cross_entropies(batch).sum(0) + self.kd_weight * peer_kl(batch, self.temperature)
 
     def slice_for(self, client: Client, server: Server, r: Round) -> Slice:
-        """The whole net, with the heads that end the client's stages."""
+        """Return the whole net, with the heads that end the client's stages."""
         return r.setting.full().only(exits={s.exit for s in self.stages(client, r.setting) if s.exit is not None})
 
     def members(self, client: Client, server: Server, r: Round) -> list[Member]:
@@ -160,11 +160,11 @@ class FeDepth(MemoryBudgets):
 
     @property
     def remembers(self) -> bool:
-        """Peers stay with their clients."""
+        """Whether clients keep memory across rounds: their peers."""
         return max(self.shares) >= 2 or super().remembers
 
     def model_for(self, exit: int, server: Server, r: Round) -> Slice:
-        """The whole net: blocks that no client has memory to train run forward while the others learn."""
+        """Return the whole net: blocks that no client has memory to train run forward while the others learn."""
         return r.setting.full()
 
     def serve(self, client: Client, server: Server, r: Round) -> Serving:
@@ -196,8 +196,25 @@ class FeDepth(MemoryBudgets):
         return self.models(self.shares[client.budget]) * max(setting.measure.training_mib(p, batch) for p in parts)
 
 
+def peer_kl(batch: Batch, temperature: float = 1.0) -> torch.Tensor:
+    """Return mutual learning's loss of a client's n models, (M,): tau^2 * 1/(n-1) * sum_{j != m} KL(p_j || p_m).
+
+    p_j is detached; the sum over exits is not divided. Zero for a client of one model.
+    """
+    client = batch.client
+    if client is None:
+        return batch.outputs.new_zeros(batch.outputs.shape[1])
+    peers = (client[:, None] == client).to(batch.outputs.dtype).fill_diagonal_(0)  # (M, M)
+    logp = (batch.outputs / temperature).log_softmax(-1)  # (E, M, B, C)
+    p = logp.detach().exp()
+    negative_entropy = torch.einsum("mn,enb->emb", peers, (p * logp.detach()).sum(-1))
+    kl = negative_entropy - (torch.einsum("mn,enbc->embc", peers, p) * logp).sum(-1)
+    total = ((kl * batch.weights).sum(-1) * batch.held).sum(0) * temperature**2
+    return total / peers.sum(1).clamp(min=1)
+
+
 def pack(needs: Sequence[float], budget: float, slack: float = SLACK) -> tuple[range, ...]:
-    """Stages as ranges of blocks: in order, a stage takes blocks as long as their sum fits the budget.
+    """Pack blocks into stages, as ranges: in order, a stage takes blocks as long as their sum fits the budget.
 
     ``needs`` and ``budget`` are in one unit; 5 % ``slack`` gives the released stages. A block that alone exceeds the
     budget is in no stage (partial training): it runs forward only. Raises ``ValueError`` if none fits.
@@ -221,12 +238,12 @@ def pack(needs: Sequence[float], budget: float, slack: float = SLACK) -> tuple[r
 
 
 def kept_mib(unit: int, examples: int, setting: Setting) -> float:
-    """What it takes to keep what ``unit`` reads of so many examples, in MiB; inputs are the client's anyway."""
+    """Return the memory that keeps what ``unit`` reads of so many examples, MiB; inputs are the client's anyway."""
     return FLOAT * examples * math.prod(setting.spec.state(unit - 1)) / MIB if unit else 0.0
 
 
 def check_stages(needs: Sequence[float], budget: float, slack: float, leaves_out: bool) -> None:
-    """``ValueError`` if the stages do not cover the blocks, all but leading ones where the method ``leaves_out`` those.
+    """Raise ``ValueError`` if stages do not cover all blocks, but leading ones where the method ``leaves_out`` those.
 
     So the last block is always trained.
     """
@@ -242,7 +259,7 @@ def check_stages(needs: Sequence[float], budget: float, slack: float, leaves_out
 
 
 def check_skips(spec: Spec, ends: Sequence[int]) -> None:
-    """``ValueError`` if what comes after one of the units ``ends`` cannot stand for what comes after the last unit.
+    """Raise ``ValueError`` if what one of the units ``ends`` gives cannot stand for what the last unit gives.
 
     Tokens can where they are as wide; maps where they are no wider, and as large or a whole multiple.
     """
@@ -258,7 +275,7 @@ def check_skips(spec: Spec, ends: Sequence[int]) -> None:
 
 
 def check_left_out(spec: Spec, first: int) -> None:
-    """``ValueError`` if unit ``first`` cannot read what the stem gives."""
+    """Raise ``ValueError`` if unit ``first`` cannot read what the stem gives."""
     if first and spec.state(-1) != spec.state(first - 1):
         stem, wanted = (" x ".join(map(str, spec.state(u))) for u in (-1, first - 1))
         raise ValueError(f"block {first + 1} reads {wanted} and cannot read the stem's {stem}")

@@ -50,19 +50,18 @@ class InclusiveFL(ServerStep):
             )
 
     def slice_for(self, client: Client, server: Server, r: Round) -> Slice:
-        """The prefix up to the client's exit; its last block is the exit's own, once the exit has had a client."""
+        """Cut the prefix up to the client's exit; its last block is the exit's own, once the exit has had a client."""
         last, setting = r.setting.exit_units[client.budget], r.setting
         own = {n: a for n, a in self._own_block(client.budget, setting).items() if a in server.params}
         return Slice.prefix(last + 1, (client.budget,), aliases=own)
 
     def members(self, client: Client, server: Server, r: Round) -> list[Member]:
         part = self.slice_for(client, server, r)
-        if not self.momentum_distill:
-            return [Member(client, part)]
-        return [Member(client, part, upload=replace(part, aliases=self._sent(client.budget, r.setting)))]
+        sent = replace(part, aliases=self._sent(client.budget, r.setting)) if self.momentum_distill else None
+        return [Member(client, part, upload=sent)]
 
     def model_for(self, exit: int, server: Server, r: Round) -> Slice:
-        """Sub-model e is assembled from the shared parameters and its own."""
+        """Assemble sub-model e from the shared parameters and its own."""
         return self.slice_for(Client(-1, r.setting.at_hand(exit), 0), server, r)
 
     def aggregate(self, server: Server, arrived: Arrived, r: Round) -> Server:
@@ -95,20 +94,20 @@ class InclusiveFL(ServerStep):
         return replace(server, t=r.t, params=new, memory=memory)
 
     def _own_block(self, e: int, setting: Setting) -> dict[str, str]:
-        """What the last block of exit e's sub-model is called on the server; the deepest has none of its own."""
+        """Name the last block of exit e's sub-model as on the server; the deepest has none of its own."""
         if not self.momentum_distill or e == setting.num_exits - 1:
             return {}
         last = setting.exit_units[e]
         return {n: f"exit{e}/{n}" for n, i in setting.infos.items() if i.unit == last and i.exit is None}
 
     def _sent(self, e: int, setting: Setting) -> dict[str, str]:
-        """What the clients of exit e send is averaged among them alone: by what name."""
+        """Name what the clients of exit e send, which is averaged among them alone."""
         part, own = Slice.prefix(setting.exit_units[e] + 1, (e,)), self._own_block(e, setting)
         return {n: f"{e}/{own.get(n, n)}" for n, i in setting.infos.items() if part.holds(i)}
 
     @staticmethod
     def _stage_momentum(e: int, delta: dict[str, torch.Tensor], setting: Setting) -> dict:
-        """M_e: the mean of Delta_e over the blocks after exit e-1, by position inside a block."""
+        """Return M_e: the mean of Delta_e over the blocks after exit e-1, by position inside a block."""
         first = setting.exit_units[e - 1] + 1 if e else 0
         found: dict[str, list[torch.Tensor]] = {}
         for name, info in setting.infos.items():
@@ -118,5 +117,5 @@ class InclusiveFL(ServerStep):
 
 
 def sub_key(name: str) -> str:
-    """A block parameter's name inside its block: ``backbone.blocks.3.attn.q.weight`` -> ``attn.q.weight``."""
+    """Return a block parameter's name inside its block: ``backbone.blocks.3.attn.q.weight`` -> ``attn.q.weight``."""
     return name.split(".", 3)[3]

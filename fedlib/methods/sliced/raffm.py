@@ -97,7 +97,7 @@ class RaFFM(ServerStep):
         model.context.whole_heads = self.cut == "heads"
 
     def prepare(self, server: Server, r: Round) -> Tensors:
-        """The salience of the global model, by axis, in host memory; worked out once for a model, whoever asks."""
+        """Rank the global model's channels by salience, by axis, in host memory; once for a model, whoever asks."""
         model, ranks = r.setting.solved.get(self, (None, {}))
         if model is not server.params:
             found = salience({**r.setting.frozen, **server.params}, r.setting.infos, r.setting.axes, self.rank)
@@ -114,7 +114,7 @@ class RaFFM(ServerStep):
         return self.sub_model(self.shares[client.budget], r, max(client.id, 0))
 
     def sub_model(self, share: float, r: Round, client: int = 0) -> Slice:
-        """A random sub-model that costs at most ``share`` of the whole: of a client, or to deploy after training."""
+        """Draw a sub-model that costs at most ``share`` of the whole: of a client, or to deploy after training."""
         cost, space = partial(r.setting.measure.cost, self.constraint), self.space(r.setting)
         limit = share * cost(r.setting.full())
 
@@ -136,22 +136,22 @@ class RaFFM(ServerStep):
         return replace(server, t=r.t, params={**server.params, **shrunk(arrived.mean, server.params)})
 
     def model_for(self, exit: int, server: Server, r: Round) -> Slice:
-        """The whole net: every entry is in some sub-model that may be drawn, though no client may hold all of them."""
+        """Return the whole net: every entry is in some sub-model that may be drawn, though no client may hold all."""
         return r.setting.full()
 
     def serve(self, client: Client, server: Server, r: Round) -> Serving:
-        """A sub-model of the trained model, not trained again."""
+        """Serve a sub-model of the trained model, not trained again."""
         return super().serve(client, server, replace(r, notes=self.prepare(server, r)))
 
 
 def shrunk(mean: MaskedMean, old: Tensors) -> dict[str, torch.Tensor]:
-    """The release's fusion: sum_i w_i theta_i / sum of *all* weights, so zero where nobody holds an entry."""
+    """Fuse as released: sum_i w_i theta_i / sum of *all* weights, so zero where nobody holds an entry."""
     everybody = max(float(weight.max()) for weight in mean.weight.values())  # the classifier's bias is everybody's
     return {n: (total / everybody).to(old[n].dtype) for n, total in mean.total.items()}
 
 
 def place_of(axis: str) -> tuple[str, str]:
-    """(layer, group) of an axis: ``3/qk`` is ``qk`` of ``3``, ``residual`` that of the whole net."""
+    """Split an axis' name into (layer, group): ``3/qk`` is ``qk`` of ``3``, ``residual`` that of the whole net."""
     layer, _, group = axis.rpartition("/")
     return layer, group
 
@@ -159,7 +159,7 @@ def place_of(axis: str) -> tuple[str, str]:
 def salience(
     tensors: Mapping[str, torch.Tensor], infos: Mapping[str, ParamInfo], axes: Mapping[str, Axis], groups: Sequence[str]
 ) -> dict[str, torch.Tensor]:
-    """Eqs. 1 and 5: of every entry of the axes of ``groups`` the L1 norm of its weights, mean over the matrices on it.
+    """Compute Eqs. 1 and 5: of every entry of the axes of ``groups`` the L1 norm, mean over the matrices on it.
 
     A head's, under ``<layer>/heads``, is the mean over its features. Biases, norms, adapters and exits do not count.
     """
@@ -196,7 +196,7 @@ class Space:
         return {place: min(self.kinds[place[1]]) for place in places}
 
     def draw_until(self, fits: Callable[[Widths], bool], rng: np.random.Generator, tries: int) -> Widths:
-        """Widths drawn on their own until they ``fit``. After ``tries`` in vain the widest of every kind is dropped.
+        """Draw widths on their own until they ``fit``. After ``tries`` in vain the widest of every kind is dropped.
 
         ``ValueError`` if not even the narrowest fits.
         """
@@ -212,7 +212,7 @@ class Space:
         raise ValueError("raffm: not even the narrowest sub-model meets the constraint")
 
     def index(self, widths: Widths, ranks: Tensors) -> dict[str, Indices]:
-        """What is kept of every axis that is cut."""
+        """Return the indices kept of every axis that is cut."""
         index = {}
         for name, axis in self.axes.items():
             layer, group = place_of(name)
@@ -226,7 +226,7 @@ class Space:
 
 
 def best(axis: Axis, ranks: Tensors, share: float) -> Indices:
-    """That share of every segment, at least one: the best by ``ranks``, or the first where the axis has no rank."""
+    """Keep that share of every segment, at least one: the best by ``ranks``, or the first where there is no rank."""
 
     def keep(size: int) -> int:
         return max(1, round(share * size))

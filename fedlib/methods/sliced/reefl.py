@@ -2,7 +2,7 @@
 
 Client (budget r): blocks up to exit r and the whole of Ree; minimise Eq. 5 with the exit of lowest running loss as
 teacher of the others (Eq. 6). Server: the mean over the clients that hold a parameter, weighted by examples.
-Read next: ``models/ree.py`` for Eqs. 2-4, ``methods/losses.py`` for Eq. 6.
+Read next: ``models/ree.py`` for Eqs. 2-4, ``methods/losses.py`` for Eq. 6, ``methods/server.py`` for the mean.
 
 Deviations: the running loss restarts with every local training, from zero, as released; the paper says per client.
 Ree's positions are averaged over all clients although shallow ones never move the deep rows, as released. The ramp of
@@ -10,7 +10,7 @@ eta is a fraction of the rounds (0.3), so that shorter experiments see it too; 3
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import torch
@@ -18,7 +18,7 @@ import torch
 from ...core.annotations import Count, Fraction, NotNegative, Positive, Share, When
 from ...models.exits import SharedClassifier
 from ...models.ree import Ree
-from ..base import Arrived, Batch, Experiment, Head, Round, Server, Setting, Spec, cross_entropies, kl_to_teacher
+from ..base import Batch, Experiment, Head, Setting, Spec, cross_entropies, kl_to_teacher
 from ..losses import ramp_up
 from ..server import ServerStep
 
@@ -59,43 +59,33 @@ class ReeFL(ServerStep):
         )  # fmt: skip
 
     def check_backbone(self, spec: Spec, e: Experiment) -> None:
+        name, why, allowed = e.backbone, "", "a ViT, Vim or BERT"
         if len(spec.feature(0)) != 1:
-            kind = type(spec).__name__.removesuffix("Spec")
-            raise ValueError(
-                f"reefl: backbone: Ree needs a class token, a {kind}'s exits read maps; allowed: a ViT, Vim or BERT"
-            )
-        if self.use_ree and not spec.hands_back:
-            raise ValueError(
-                f"reefl: backbone: Ree needs a class token, and {e.backbone!r} has none that could be handed back; "
-                "allowed: use_ree = False, or a ViT, Vim or BERT of the kit's own"
-            )
-        if self.use_ree and spec.averaged:
-            raise ValueError(
-                f"reefl: backbone: Ree needs a class token, the exits of {e.backbone!r} read the mean of all tokens; "
-                f"allowed: {e.backbone.removesuffix('.mean')!r}, or another ViT, Vim or BERT"
-            )
+            why = f", a {type(spec).__name__.removesuffix('Spec')}'s exits read maps"
+        elif self.use_ree and not spec.hands_back:
+            why = f", and {name!r} has none that could be handed back"
+            allowed = f"use_ree = False, or {allowed} of the kit's own"
+        elif self.use_ree and spec.averaged:
+            why = f", the exits of {name!r} read the mean of all tokens"
+            allowed = f"{name.removesuffix('.mean')!r}, or another ViT, Vim or BERT"
+        if why:
+            raise ValueError(f"reefl: backbone: Ree needs a class token{why}; allowed: {allowed}")
 
     def check(self, setting: Setting, e: Experiment) -> None:
         if self.ree_width % self.ree_heads:
             raise ValueError(f"reefl: ree_heads = {self.ree_heads} does not divide ree_width = {self.ree_width}")
 
     def local_loss(self, batch: Batch) -> torch.Tensor:
-        """Eq. 5, (M,): sum_e CE_e + eta * L_kl, Eq. 6 with the exit of lowest running loss as teacher."""
+        """Return Eq. 5, (M,): sum_e CE_e + eta * L_kl, Eq. 6 with the exit of lowest running loss as teacher."""
         ce = cross_entropies(batch)  # (E, M)
         if self.distill == "none":
             return ce.sum(0)
         eta = ramp_up(batch.t, self.ramp_fraction * batch.rounds) if self.kd_weight is None else self.kd_weight
         return ce.sum(0) + eta * kl_to_teacher(batch, running_best_exit(batch, ce, self.zeta), self.temperature)
 
-    def aggregate(self, server: Server, arrived: Arrived, r: Round) -> Server:
-        """The mean over the clients that hold an entry, weighted by examples; or a step of FedDyn or FedAdam on it."""
-        if self.aggregation != "mean":
-            return super().aggregate(server, arrived, r)
-        return replace(server, t=r.t, params=server.params | arrived.mean.result(server.params))
-
 
 def running_best_exit(batch: Batch, ce: torch.Tensor, zeta: float) -> torch.Tensor:
-    """The teacher (K,): argmin over held exits of the running loss, L <- (1 - zeta) L + zeta CE, from L = 0.
+    """Return the teacher (K,): argmin over held exits of the running loss, L <- (1 - zeta) L + zeta CE, from L = 0.
 
     The current batch counts. The running loss lives in ``scratch``: it restarts with every local training. zeta = 1
     selects by the mini-batch's own loss.

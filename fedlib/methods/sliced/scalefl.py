@@ -6,7 +6,7 @@ layers divided by s_w; sum over exits i of i / (j (j+1) / 2) [CE_i + gamma tau^2
 term once more than a quarter of the rounds is behind. Server: plain mean over the holders of each entry. Evaluated are
 all exits of the whole model, and with ``test_split`` each client's own level on its own test set.
 ``scalefl_vit`` (``scalefl_vit.py``) is the form of ReeFL's comparison, on a ViT.
-Read next: ``scaling.py`` (levels), ``decoupled.py``.
+Read next: ``scaling.py`` (levels), ``losses.py``, ``decoupled.py``.
 
 Deviations: the loss is the release's, by default with a detached teacher and the KL summed over classes; the release's
 ``detach=False`` lets the teacher learn from its pupils, its ``kl_mean="all"`` divides by the number of classes too;
@@ -24,6 +24,7 @@ import torch
 from ...core.annotations import NotNegative, Part, Positive
 from ...models.vit import ViTSpec
 from ..base import Batch, Experiment, Spec, cross_entropies, last_exit
+from ..losses import divergences
 from ..scaling import Levels
 
 
@@ -57,7 +58,7 @@ class ScaleFL(Levels):
         gamma = self.kd_weight if batch.t - 1 > plain or not plain else 0.0
         ce, kl = cross_entropies(batch), 0.0
         if gamma:
-            kl = kl_to_last(batch, self.temperature, self.detach)
+            kl = divergences(batch, last_exit(batch), self.temperature, self.detach) * self.temperature**2
             kl = kl / batch.outputs.shape[-1] if self.kl_mean == "all" else kl
         share = exit_shares(batch.held)
         if self.objective == "paper":
@@ -66,14 +67,6 @@ class ScaleFL(Levels):
 
 
 def exit_shares(held: torch.Tensor) -> torch.Tensor:
-    """i / (j (j+1) / 2) for the i-th of a member's j exits, (E, M); they sum to one. Zero where it is not held."""
+    """Weight the i-th of a member's j exits by i / (j (j+1) / 2), (E, M); they sum to one. Zero if not held."""
     place = held.cumsum(0) * held
     return place / place.sum(0)
-
-
-def kl_to_last(batch: Batch, temperature: float, detach: bool = True) -> torch.Tensor:
-    """tau^2 KL(p_last || p_e) of each held exit e, (E, M), averaged over the batch; the last's own is zero."""
-    teacher = batch.outputs[last_exit(batch), torch.arange(batch.outputs.shape[1], device=batch.outputs.device)]
-    teacher = teacher.detach() if detach else teacher
-    kl = batch.task.kl(teacher.expand_as(batch.outputs), batch.outputs, batch.labels, temperature)  # (E, M, B)
-    return (kl * batch.weights).sum(-1) * batch.held * temperature**2

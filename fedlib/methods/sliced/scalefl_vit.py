@@ -63,22 +63,20 @@ class ScaleFLViT(ServerStep):
                     raise ValueError(f"scalefl_vit: widths: {width} leaves axis {axis!r} empty; allowed: {least}..1")
 
     def local_loss(self, batch: Batch) -> torch.Tensor:
-        """sum_e CE_e + eta * tau^2 sum_e KL(p_last || p_e), (M,)."""
+        """Return sum_e CE_e + eta * tau^2 sum_e KL(p_last || p_e), (M,)."""
         ce = cross_entropies(batch).sum(0)
         if self.distill == "none":
             return ce
         return ce + self.kd_weight * kl_to_teacher(batch, last_exit(batch), self.temperature)
 
     def slice_for(self, client: Client, server: Server, r: Round) -> Slice:
-        return self._of_budget(client.budget, r.setting)
+        index = width_index(cast(ViTSpec, r.setting.spec), self._widths(r.setting)[client.budget])
+        return Slice.prefix(r.setting.exit_units[client.budget] + 1, range(client.budget + 1), index=index)
 
     def model_for(self, exit: int, server: Server, r: Round) -> Slice:
-        """Exit e is evaluated at the depth and width of budget e, or of the largest that a client has."""
-        return self._of_budget(min(exit, r.setting.at_hand(r.setting.num_exits - 1)), r.setting)
-
-    def _of_budget(self, budget: int, setting: Setting) -> Slice:
-        index = width_index(cast(ViTSpec, setting.spec), self._widths(setting)[budget])
-        return Slice.prefix(setting.exit_units[budget] + 1, range(budget + 1), index=index)
+        """Return the depth and width of budget e for exit e, or of the largest that a client has."""
+        budget = min(exit, r.setting.at_hand(r.setting.num_exits - 1))
+        return self.slice_for(Client(-1, budget, 0), server, r)
 
     def _widths(self, setting: Setting) -> tuple[float, ...]:
         if self.widths is None and setting.num_exits not in WIDTHS:
@@ -87,7 +85,7 @@ class ScaleFLViT(ServerStep):
 
 
 def width_index(config: ViTSpec, width: float) -> dict[str, range]:
-    """Leading indices per axis: dim = int(d w), FFN in proportion, q/k/v rounded up to a multiple of the heads."""
+    """Cut each axis to its first indices: dim = int(d w), FFN in proportion, q/k/v up to a multiple of the heads."""
     dim = int(config.dim * width)
     heads = math.ceil(dim / config.heads) * config.heads
     ffn = config.ffn_dim * dim // config.dim

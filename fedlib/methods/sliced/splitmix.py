@@ -70,14 +70,14 @@ class SplitMix(MemoryBudgets):
             self.base(0, setting)
 
     def init_server(self, params: dict[str, torch.Tensor], setting: Setting) -> Server:
-        """What no axis cuts, such as the last layer's biases, is each base's own."""
+        """Copy for each base what no axis cuts, such as the last layer's biases."""
         params = self.start(params, setting) if isinstance(setting.spec, MapSpec) else params
         copies = [(alias, n) for b in range(self.bases) for n, alias in self.base(b, setting).aliases.items()]
         own = {alias: params[n].clone() for alias, n in copies if n in params}
         return Server(0, params | own, {})
 
     def start(self, params: dict[str, torch.Tensor], setting: Setting) -> dict[str, torch.Tensor]:
-        """``params`` of a convnet, with weights as ``init`` and ``rescale_init`` say."""
+        """Return ``params`` of a convnet, with weights as ``init`` and ``rescale_init`` say."""
         generator, kept, out = torch_generator(setting.seed, "bases init"), self.base(0, setting).index, dict(params)
         for name, info in setting.infos.items():
             if info.kind == "backbone" and len(info.shape) == 4 and self.init == "uniform":
@@ -89,7 +89,7 @@ class SplitMix(MemoryBudgets):
         return out
 
     def prepare(self, server: Server, r: Round) -> dict[str, torch.Tensor]:
-        """The first base of each sampled client: the round robin goes on where the last round's ended."""
+        """Choose the first base of each sampled client: the round robin goes on where the last round's ended."""
         seed, served = r.setting.seed, (r.t - 1) * len(r.clients)  # of every round the same number
         order = cache(lambda cycle: numpy_generator(seed, "bases", cycle).permutation(self.bases).tolist())
         places = [divmod(served + i, self.bases) for i in range(len(r.clients))]
@@ -108,16 +108,16 @@ class SplitMix(MemoryBudgets):
         return cross_entropies(zero_absent_in_batch(batch) if self.masked else batch).sum(0)
 
     def model_for(self, exit: int, server: Server, r: Round) -> tuple[Slice, ...]:
-        """All bases, mixed."""
+        """Mix all bases."""
         return tuple(self.base(b, r.setting) for b in range(self.bases))
 
     def serve(self, client: Client, server: Server, r: Round) -> Serving:
-        """The net of width r: its bases, as they are trained, mixed."""
+        """Serve the net of width r: its bases, as they are trained, mixed."""
         bases = range(self.count(client))
         return Serving(tuple(Member(client, self.base(b, r.setting), f"base{b}") for b in bases))
 
     def count(self, client: Client) -> int:
-        """How many bases a client has memory for."""
+        """Count the bases that a client has memory for."""
         return min(self.bases, max(1, int(self.shares[client.budget] * self.bases + 1e-9)))
 
     def effort(self, client: Client, setting: Setting, e: Experiment) -> float:
@@ -138,7 +138,7 @@ class SplitMix(MemoryBudgets):
         return [(b + 1) / self.bases for b in range(self.bases)]
 
     def base(self, b: int, setting: Setting) -> Slice:
-        """Chunk b of every hidden axis, and its own copies of what none cuts (base 0: what the wide net has)."""
+        """Cut chunk b of every hidden axis, with its own copies of what none cuts (base 0: what the wide net has)."""
         index = {a.name: a.chunk(b, self.bases, even=False) for a in setting.axes.values() if a.permutable}
         uncut = [n for n, i in setting.infos.items() if not set(i.axes) & set(index)] if b else []
         aliases = {n: f"base{b}/{n}" for n in uncut}
@@ -146,7 +146,7 @@ class SplitMix(MemoryBudgets):
 
 
 def zero_absent_in_batch(batch: Batch) -> Batch:
-    """``batch`` with zero for the outputs of classes without an example in the member's batch."""
+    """Zero the outputs of classes without an example in the member's batch."""
     present = batch.outputs.new_zeros(batch.labels.shape[0], batch.outputs.shape[-1])  # (M, C)
     present.scatter_reduce_(1, batch.labels, (batch.weights > 0).to(present.dtype), "amax")
     return replace(batch, outputs=batch.outputs * present[:, None])

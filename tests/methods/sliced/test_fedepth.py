@@ -19,8 +19,8 @@ from fedlib.engine.evaluation import exit_logits
 from fedlib.engine.executors import plan_round
 from fedlib.engine.stages import Ahead
 from fedlib.methods import Round, build_method
-from fedlib.methods.losses import Batch, peer_kl
-from fedlib.methods.sliced.fedepth import check_skips, check_stages, pack
+from fedlib.methods.losses import Batch
+from fedlib.methods.sliced.fedepth import check_skips, check_stages, pack, peer_kl
 from fedlib.models import registry
 from fedlib.models.exit_model import ExitModel
 from fedlib.models.resnet import RESNETS, ResNetSpec

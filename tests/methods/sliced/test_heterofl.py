@@ -14,7 +14,8 @@ from fedlib.engine.forward import Forward
 from fedlib.engine.serving import client_outputs
 from fedlib.engine.stacks import Stack
 from fedlib.methods import Round, build_method
-from fedlib.methods.losses import Batch, cross_entropies, zero_absent_at_client
+from fedlib.methods.losses import Batch, cross_entropies
+from fedlib.methods.sliced.heterofl import zero_absent_at_client
 from fedlib.methods.sliced.splitmix import zero_absent_in_batch
 from fedlib.models import registry
 from fedlib.models.resnet import ResNetSpec
