@@ -115,12 +115,12 @@ def overrides_of(texts: Sequence[str]) -> dict[str, object]:
 
 
 def _run(given: argparse.Namespace) -> int:
-    from fedlib.core.paths import keep_outputs_of
+    from fedlib.core.paths import use_outputs_of
     from fedlib.engine.executors import Execution
 
     from .report.table import Table
 
-    keep_outputs_of(given.profile)
+    use_outputs_of(given.profile)
     paper, _, name = given.table.partition("/")
     table = Table(paper, name, given.profile, overrides_of(given.overrides))
     table.run(Execution(given.device, given.workers))
@@ -129,14 +129,14 @@ def _run(given: argparse.Namespace) -> int:
 
 
 def _sweep(given: argparse.Namespace) -> int:
-    from fedlib.core.paths import keep_outputs_of
+    from fedlib.core.paths import use_outputs_of
     from fedlib.engine.executors import Execution
 
     from .report.frames import trials_frame
     from .report.tables import load_cells
     from .runs.sweep import best, sweep
 
-    keep_outputs_of(given.profile)
+    use_outputs_of(given.profile)
     paper, _, name = given.table.partition("/")
     rows: dict = {}  # of modes, columns and seeds the first
     for cell in load_cells(paper, name, given.profile, overrides_of(given.overrides)):
@@ -231,7 +231,7 @@ def _show(given: argparse.Namespace) -> int:
 
 
 def _fill(given: argparse.Namespace) -> int:
-    from fedlib.core.paths import keep_outputs_of
+    from fedlib.core.paths import use_outputs_of
     from fedlib.engine.executors import Execution
 
     from .runs.fill import core_hours, fill, named, queue
@@ -239,7 +239,7 @@ def _fill(given: argparse.Namespace) -> int:
     if given.minutes is not None and not given.minutes > 0:
         raise ValueError(f"--minutes {given.minutes:g}: expected a number above 0")
     Execution(workers=given.workers)  # refuses what are too few or too many
-    keep_outputs_of(given.profile)
+    use_outputs_of(given.profile)
     missing = queue(named(given.tables), given.profile, columns=given.columns)
     for sentence in missing.skipped:
         print(f"skipped: {sentence}")

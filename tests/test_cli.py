@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 import fedlib
-from fedlib.core.paths import keep_outputs_of, outputs_dir
+from fedlib.core.paths import outputs_dir, use_outputs_of
 from fedlib_lab import cli
 from fedlib_lab.runs.params import recipe
 from fedlib_lab.runs.store import run
@@ -21,7 +21,7 @@ from tests.helpers.stored import ONE, small
 def folder(tmp_path, monkeypatch):
     monkeypatch.setenv("FEDLIB_OUTPUTS", str(tmp_path))
     yield tmp_path
-    keep_outputs_of("small")
+    use_outputs_of("small")
 
 
 def said(capsys, *words, status=0):
@@ -47,9 +47,9 @@ def test_run_runs_a_table_with_what_is_set_and_shows_it(capsys):
 def test_what_a_trial_profile_stored_is_listed_and_shown_too(capsys, tmp_path, monkeypatch):
     monkeypatch.delenv("FEDLIB_OUTPUTS")
     monkeypatch.setenv("FEDLIB_ROOT", str(tmp_path))
-    keep_outputs_of("smoke")
+    use_outputs_of("smoke")
     done = run(small("reefl", rounds=1), ONE, progress=False)
-    keep_outputs_of("small")
+    use_outputs_of("small")
     assert "scratch" in done.path.parts and done.path.name in said(capsys, "runs")
     assert done.path.name in said(capsys, "show", "reefl")
 

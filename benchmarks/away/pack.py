@@ -35,9 +35,9 @@ def pack(
     cells: Sequence[str] | None = None, plan: Path | None = None, beside: str = "small", go_on: Path | None = None,
 ) -> int:  # fmt: skip
     """Write the folder ``to``; ``ValueError`` in one sentence if it cannot be had or is too large to travel."""
-    from fedlib.core.paths import keep_outputs_of
+    from fedlib.core.paths import use_outputs_of
 
-    keep_outputs_of(profile)
+    use_outputs_of(profile)
     if to.exists() and not (to / "plan.json").is_file():
         raise ValueError(f"{to} is no folder of pack: it would be made anew")
     runs = _missing(_planned(profile, cells, plan))

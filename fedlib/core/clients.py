@@ -16,5 +16,5 @@ class Client:
 
 
 def clients_of(budgets: np.ndarray, ids: Iterable[int], num_examples: np.ndarray) -> list[Client]:
-    """The clients ``ids`` as values."""
+    """Return the clients ``ids`` as values."""
     return [Client(int(i), int(budgets[i]), int(num_examples[i])) for i in ids]

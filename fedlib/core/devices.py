@@ -13,8 +13,8 @@ import torch
 CGROUP = Path("/sys/fs/cgroup")
 
 
-def sent(x: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """``x`` on ``device``: a GPU copies it from pinned memory, before all that is queued later, and the host goes on.
+def to_device(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return ``x`` on ``device``: a GPU copies it from pinned memory, in order with queued work, and the host goes on.
 
     PyTorch gives nobody else the pinned memory before it is read.
     """
@@ -23,8 +23,11 @@ def sent(x: torch.Tensor, device: torch.device) -> torch.Tensor:
     return x.to(device)
 
 
-def home(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """``tensors`` on the CPU, by one transfer whatever their number, shapes and types; there already: as they are."""
+def to_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Copy ``tensors`` to the CPU in one transfer, whatever their number, shapes and types.
+
+    Return as they are if there.
+    """
     if all(t.device.type == "cpu" for t in tensors):
         return list(tensors)
     sent = torch.cat([t.contiguous().flatten().view(torch.uint8) for t in tensors]).cpu()
@@ -34,15 +37,21 @@ def home(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def free_memory(device: torch.device) -> float:
-    """Bytes that may still be claimed on ``device``; on a CPU what the system or the container's limit leaves."""
+    """Return the bytes that may still be claimed on ``device``.
+
+    On a CPU what the system or the container's limit leaves.
+    """
     if device.type == "cuda":  # what PyTorch keeps of what was freed is free
         kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + kept
-    return min(psutil.virtual_memory().available, _of_container())
+    return min(psutil.virtual_memory().available, _container_memory())
 
 
-def _of_container() -> int | float:
-    """What a control group's limit (version 2) leaves, its file cache not counted; infinite without a limit."""
+def _container_memory() -> int | float:
+    """Return the bytes that a control group's limit (version 2) leaves, without its file cache.
+
+    Infinite without a limit.
+    """
     try:
         limit = (CGROUP / "memory.max").read_text().strip()
         used = int((CGROUP / "memory.current").read_text())
@@ -53,7 +62,7 @@ def _of_container() -> int | float:
 
 
 def memory_to_plan_with(device: torch.device) -> float:
-    """Bytes of a GPU, all of them while half are free, so that no plan depends on what ran before; else what is free.
+    """Return the bytes to plan with: all of a GPU while half are free, so that no plan depends on earlier runs.
 
     Where others have more than half of it, twice what they leave; on a CPU what is free.
     """

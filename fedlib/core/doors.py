@@ -15,13 +15,13 @@ EXECUTORS: dict[str, str] = {}  # by name, what makes one of a federation and an
 LAYERS: list[str] = []  # modules with what stands in for layers (``layers/overrides.py``)
 
 
-def more() -> str:
-    """What an error says where nothing came in: there is more to be had."""
+def install_hint() -> str:
+    """Return the end of an error message: what to install where nothing came in by a door, else ""."""
     return "" if METHODS else "; more comes with fedlib-kit[lab]"
 
 
 def load(place: str) -> Any:
-    """What lies at ``place``; ``ImportError`` as Python says it."""
+    """Import and return what lies at ``place``; ``ImportError`` as Python says it."""
     module, _, name = place.partition(":")
     found = import_module(module)
     return getattr(found, name) if name else found

@@ -177,23 +177,26 @@ class Experiment:
                 raise self.refused("exit_blocks", f"must be {self.num_exits} increasing block indices >= 0")
 
     def refused(self, key: str, why: str, allowed: object = "") -> ValueError:
-        """The error of a field whose value cannot be: ``experiment: key = value why; allowed: …``."""
+        """Return the error for a value that field ``key`` cannot have: ``experiment: key = value why; allowed: …``."""
         value = getattr(self, key)
         value, joint = list(value) if isinstance(value, tuple) else value, "" if why[0] in ":," else " "
         return ValueError(f"experiment: {key} = {value!r}{joint}{why}" + (f"; allowed: {allowed}" if allowed else ""))
 
     def identity(self) -> dict[str, object]:
-        """The fields that differ from the defaults (so a later field with a neutral default renames no stored run)."""
+        """Return the fields that differ from the defaults.
+
+        A later field with a neutral default renames no stored run.
+        """
         defaults = _defaults(type(self))
         return {k: v for k, v in self.to_dict().items() if v != defaults[k] and k != "evaluate_every"}
 
     def to_dict(self) -> dict[str, object]:
-        """All fields as JSON types."""
+        """Return all fields as JSON types."""
         return json.loads(json.dumps(dataclasses.asdict(self)))
 
     @classmethod
     def from_dict(cls, values: Mapping[str, object], where: str = "experiment") -> "Experiment":
-        """Inverse of :meth:`to_dict`; refuses unknown keys and wrong types."""
+        """Invert :meth:`to_dict`; refuses unknown keys and wrong types."""
         return cls(**check_fields(cls, values, where))
 
     @property
@@ -227,12 +230,12 @@ class Experiment:
         return "-".join("".join(c if c.isascii() and c.isalnum() or c in "_." else "_" for c in w) for w in words)[:80]
 
     def replace(self, **changes: object) -> "Experiment":
-        """A copy with some fields changed (and validated again)."""
+        """Return a copy with some fields changed, validated again."""
         check_fields(type(self), changes, "experiment")
         return dataclasses.replace(self, **changes)
 
     def __hash__(self):
-        """Equal experiments have it equal: 1 is 1.0 here, which :attr:`hash` tells apart (``store.as_stored``)."""
+        """Return equal hashes for equal experiments: 1 is 1.0 here, unlike in :attr:`hash` (``store.as_stored``)."""
         values = ((k, v) for k, v in vars(self).items() if k != "evaluate_every")
         return hash(tuple((k, tuple(v.items()) if isinstance(v, Mapping) else v) for k, v in values))
 
@@ -243,5 +246,5 @@ def _hash(values: Mapping[str, object]) -> str:
 
 @functools.cache
 def _defaults(cls: type[Experiment]) -> dict[str, object]:
-    """The fields of an experiment of which nothing is said."""
+    """Return the fields of an experiment with nothing set."""
     return cls().to_dict()

@@ -9,35 +9,35 @@ SECONDS = 5.0  # of the one attempt
 
 @contextmanager
 def fail_fast() -> Iterator[None]:
-    """Inside the block nothing but the local cache is read if the hub does not answer at once."""
+    """Read nothing but the local cache inside the block if the hub does not answer at once."""
     from huggingface_hub import constants
 
     before = constants.HF_HUB_OFFLINE
-    constants.HF_HUB_OFFLINE = before or not _answers(constants.ENDPOINT)
+    constants.HF_HUB_OFFLINE = before or not _is_reachable(constants.ENDPOINT)
     try:
         yield
     finally:
         constants.HF_HUB_OFFLINE = before
 
 
-def unreadable(what: str, source: str | Path, error: Exception, otherwise: str) -> Exception:
-    """Why ``what`` could not be had: ``ValueError`` if a file or folder here cannot be read, else ``ConnectionError``.
+def unreadable_error(what: str, source: str | Path, error: Exception, otherwise: str) -> Exception:
+    """Return ``ValueError`` if ``source`` is here and cannot be read, else ``ConnectionError``.
 
     ``otherwise`` says what to do where there is no connection.
     """
     reason = (str(error).strip() or type(error).__name__).splitlines()[0].split("\x1b")[0].strip()[:300]
     if Path(source).exists():
         return ValueError(f"{what} in {source} cannot be read: {reason} ({type(error).__name__})")
-    return offline(f"{what} of {str(source)!r} is", error, otherwise)
+    return offline_error(f"{what} of {str(source)!r} is", error, otherwise)
 
 
-def offline(what: str, error: Exception, otherwise: str) -> ConnectionError:
-    """``what`` is neither here nor to be had; ``otherwise`` says what to do."""
+def offline_error(what: str, error: Exception, otherwise: str) -> ConnectionError:
+    """Return the error for ``what`` that is neither cached nor downloadable; ``otherwise`` says what to do."""
     return ConnectionError(f"{what} not cached and could not be downloaded: {otherwise} ({type(error).__name__})")
 
 
-def _answers(endpoint: str) -> bool:
-    """Does the hub answer one request, whatever it says?"""
+def _is_reachable(endpoint: str) -> bool:
+    """Return whether the hub answers one request, with whatever status."""
     from huggingface_hub import get_session
 
     try:

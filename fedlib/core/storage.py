@@ -58,7 +58,7 @@ def write_json(path: Path, value: Mapping[str, object]) -> None:
 
 
 def read_json(path: Path) -> dict:
-    """Inverse of :func:`write_json`; ``DamagedFile`` if its content is not what was written."""
+    """Read what :func:`write_json` wrote; ``DamagedFile`` if the content is not what was written."""
     return _unseal(path, _read_text(path, MAX_OBJECT))
 
 
@@ -68,7 +68,7 @@ def write_lines(path: Path, records: Sequence[Mapping[str, object]]) -> None:
 
 
 def read_lines(path: Path) -> list[dict]:
-    """Inverse of :func:`write_lines`. Whether all lines are there is for the caller to know."""
+    """Read what :func:`write_lines` wrote. Whether all lines are there is for the caller to know."""
     return [_unseal(path, line) for line in _read_text(path, MAX_LINES).splitlines()]
 
 
@@ -84,7 +84,7 @@ def write_tensors(
 
 
 def read_tensors(path: Path, device: str = "cpu") -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Inverse of :func:`write_tensors`; ``DamagedFile`` if its content is not what was written."""
+    """Read what :func:`write_tensors` wrote; ``DamagedFile`` if the content is not what was written."""
     from safetensors import SafetensorError, safe_open
     from safetensors.torch import load
 
@@ -105,7 +105,7 @@ def read_tensors(path: Path, device: str = "cpu") -> tuple[dict[str, torch.Tenso
 
 
 def stored_digest(path: Path) -> str | None:
-    """The digest in the header of a tensor file, which is not read further; None if it is missing or damaged."""
+    """Return the digest in the header of a tensor file, the only part read; None if it is missing or damaged."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -120,7 +120,7 @@ def _digest(text: bytes) -> str:
 
 
 def _seal(value: Mapping[str, object]) -> dict[str, object]:
-    """``value`` as JSON gives it back, with the digest of its canonical text."""
+    """Return ``value`` as JSON gives it back, with the digest of its canonical text."""
     plain = json.loads(json.dumps(value))
     return plain | {"digest": _digest(json.dumps(plain, sort_keys=True).encode())}
 
@@ -137,7 +137,7 @@ def _unseal(path: Path, text: str) -> dict[str, object]:
 
 
 def digest_tensors(tensors: Mapping[str, torch.Tensor], text: Mapping[str, str]) -> str:
-    """Digest of names, types, shapes, bytes and metadata, in an order of its own."""
+    """Return the digest of names, types, shapes, bytes and metadata, whatever their order."""
     names = sorted(tensors)
     shapes = [(n, str(tensors[n].dtype), list(tensors[n].shape)) for n in names]
     digest = hashlib.sha256(json.dumps([shapes, sorted(text.items())]).encode())
@@ -147,7 +147,7 @@ def digest_tensors(tensors: Mapping[str, torch.Tensor], text: Mapping[str, str])
 
 
 def _size(path: Path) -> int:
-    """Bytes of a regular file; anything else (a device, a pipe, nothing) is damage, told before it is opened."""
+    """Return the bytes of a regular file; ``DamagedFile``, before it is opened, for a device, a pipe or nothing."""
     try:
         status = os.stat(path)
     except FileNotFoundError as error:

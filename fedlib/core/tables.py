@@ -9,7 +9,7 @@ import yaml
 
 @cache
 def read_table(file: Path) -> dict[str, Any]:
-    """What ``file`` says, its lists as tuples; entries whose names begin with a dot are there to be referred to."""
+    """Read a YAML ``file``, its lists as tuples; entries whose names begin with a dot are only referred to."""
 
     def fixed(x: Any) -> Any:
         if isinstance(x, dict):

@@ -42,8 +42,8 @@ def warn_if_spinning(threads: int) -> None:
         )
 
 
-def repeatable(train: Callable) -> Callable:
-    """``train`` on one intra-op thread: on several, oneDNN's backward of convolutions does not repeat its numbers."""
+def one_thread(train: Callable) -> Callable:
+    """Run ``train`` on one intra-op thread: on several, oneDNN's backward of convolutions is not repeatable."""
 
     def alone(*arguments: Any) -> Any:
         import torch
@@ -58,8 +58,8 @@ def repeatable(train: Callable) -> Callable:
     return alone
 
 
-def side_by_side(work: Callable[[Part], Done], parts: Iterable[Part], threads: int) -> Iterator[Done]:
-    """``work`` of every part, in order, few of them ahead of who takes them.
+def map_in_threads(work: Callable[[Part], Done], parts: Iterable[Part], threads: int) -> Iterator[Done]:
+    """Yield ``work`` of every part in order, computed in ``threads`` threads, few parts ahead of the consumer.
 
     PyTorch's threads take a part each: together on one part they wait more.
     """
@@ -112,7 +112,10 @@ class Switches:
 
     @contextmanager
     def held(self, settings: Sequence[tuple[Callable[[], Any], Callable[[Any], None], Any]]) -> Iterator[None]:
-        """Inside, each switch, (ask, set, value), has its value. ``RuntimeError`` if a thread asks for other values."""
+        """Set each switch, (ask, set, value), inside the block.
+
+        ``RuntimeError`` if another thread holds other values.
+        """
         values = [value for *_, value in settings]
         with self._lock:
             if not self._inside:

@@ -59,7 +59,7 @@ class Fixed(dict):
 
 
 def did_you_mean(value: object, allowed: Iterable[str]) -> str:
-    """The tail of an error message: the nearest allowed name, then all of them."""
+    """Return the end of an error message: the nearest allowed name, then all of them."""
     allowed = sorted(map(str, allowed))
     near = difflib.get_close_matches(value if isinstance(value, str) else shown(value), allowed, 1)
     return (f"; did you mean {near[0]!r}?" if near else ";") + f" allowed: {', '.join(allowed)}"
@@ -72,8 +72,8 @@ def check_known(names: Iterable[object], allowed: Collection[str], says: str) ->
             raise ValueError(says.replace("{}", shown(name)) + did_you_mean(name, allowed))
 
 
-def check_kind(value: object, kind: Any, where: str) -> None:
-    """Raise ``ValueError`` for an argument, called ``where``, that is no ``kind``."""
+def check_type(value: object, kind: Any, where: str) -> None:
+    """Raise ``ValueError`` for an argument, called ``where``, that is not of type ``kind``."""
     if not isinstance(value, kind):
         raise ValueError(f"{where} = {shown(value)}: expected {kind.__name__}, got {type(value).__name__}")
 
@@ -106,7 +106,7 @@ def check_conditions(instance: Any, where: str) -> None:
     """Raise ``ValueError`` for a field that differs from its default and does nothing (:class:`When`)."""
     for f in dataclasses.fields(instance):
         given = getattr(instance, f.name)
-        if given != f.default and (missing := unmet(instance, f.name)):
+        if given != f.default and (missing := unmet_condition(instance, f.name)):
             switch, allowed = missing
             raise ValueError(
                 f"{where}: {f.name} = {shown(given)} has no effect with {switch} = {shown(getattr(instance, switch))}; "
@@ -114,8 +114,8 @@ def check_conditions(instance: Any, where: str) -> None:
             )
 
 
-def unmet(instance: Any, name: str) -> tuple[str, tuple] | None:
-    """The first field that makes field ``name`` do nothing (:class:`When`), and what that would have to be; or None."""
+def unmet_condition(instance: Any, name: str) -> tuple[str, tuple] | None:
+    """Return the first field that makes field ``name`` do nothing (:class:`When`), and its needed values; else None."""
     for condition in typing.get_args(field_hints(type(instance))[name])[1:]:
         for switch, allowed in condition.switches.items() if isinstance(condition, When) else ():
             if getattr(instance, switch) not in allowed:
@@ -124,7 +124,7 @@ def unmet(instance: Any, name: str) -> tuple[str, tuple] | None:
 
 
 def names_its_keywords(where: str) -> Callable[[Class], Class]:
-    """Class decorator of a dataclass: an unknown keyword is refused by name, as :func:`check_fields` does."""
+    """Decorate a dataclass: an unknown keyword is refused by name, as :func:`check_fields` does."""
 
     def decorate(cls: Class) -> Class:
         init = cls.__init__
@@ -142,7 +142,7 @@ def names_its_keywords(where: str) -> Callable[[Class], Class]:
 
 @functools.cache
 def field_hints(cls: type) -> dict[str, Any]:
-    """The annotations of dataclass ``cls``'s fields, with what base classes say of a field that it only re-types.
+    """Return the annotations of dataclass ``cls``'s fields; a field that is only re-typed keeps its base's limits.
 
     ``temperature: float = 3.0`` in a subclass changes the default and keeps the limits; ``distill: str = "last"`` keeps
     the options. A ``Literal`` or limits of the subclass's own replace the base's.
@@ -160,7 +160,7 @@ def field_hints(cls: type) -> dict[str, Any]:
 
 
 def _plain(hint: Any) -> Any:
-    """``hint`` without limits and options: the type alone."""
+    """Return ``hint`` without limits and options: the type alone."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is Annotated:
         return _plain(args[0])
@@ -172,7 +172,7 @@ def _plain(hint: Any) -> Any:
 
 
 def _without_conditions(hint: Any) -> Any:
-    """``hint`` without :class:`When`: who declares a field anew may use it for something else."""
+    """Return ``hint`` without :class:`When`: a field that is declared anew may serve something else."""
     if typing.get_origin(hint) is not Annotated:
         return hint
     bare, *extras = typing.get_args(hint)
@@ -182,9 +182,12 @@ def _without_conditions(hint: Any) -> Any:
 
 
 def convert(value: object, hint: Any, where: str) -> Any:
-    """``value``, called ``where``, as the type and limits of ``hint`` ask for; ``ValueError`` if it is none such.
+    """Convert ``value``, called ``where``, to the type of ``hint`` within its limits.
 
-    Accept the spellings of ``hint`` in YAML and numpy: an int for a float, a list or array for a tuple, no more."""
+    ``ValueError`` if it does not fit.
+
+    Accept the spellings of ``hint`` in YAML and numpy: an int for a float, a list or array for a tuple, no more.
+    """
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is Annotated:
         out = convert(value, args[0], where)
@@ -231,7 +234,7 @@ def _check_limits(value: Any, limits: list[tuple[str, Callable[[float, float], b
 
 
 def _as_python(value: Any) -> Any:
-    """A numpy scalar or array as Python's own numbers and lists, a path as a string; anything else as it is.
+    """Convert a numpy scalar or array to Python numbers and lists, a path to a string; return anything else as it is.
 
     A relative path of one part gets its ``./``: a plain word would name something else.
     """
@@ -243,7 +246,7 @@ def _as_python(value: Any) -> Any:
 
 
 def _scalar(value: Any, where: str, depth: int = 3) -> Scalar:
-    """A value as JSON can hold it: bool, number, string, None, or a list of such (a tuple here)."""
+    """Convert to what JSON can hold: bool, number, string, None, or a list of such (a tuple here)."""
     value = _as_python(value)
     if depth and isinstance(value, (list, tuple)):
         return tuple(_scalar(v, where, depth - 1) for v in value)

@@ -26,12 +26,12 @@ FORMAT = 3  # of the decoded arrays
 
 
 def cache_dir() -> Path:
-    """Folder of what is kept; ``FEDLIB_CACHE`` overrides the default."""
+    """Return the cache folder; ``FEDLIB_CACHE`` overrides the default."""
     return Path(os.environ.get("FEDLIB_CACHE", Path.home() / ".cache" / "fedlib"))
 
 
 def cache_file(key: dict) -> Path:
-    """The file of what ``key`` describes completely, as this version of the readers decodes it."""
+    """Return the file of the data that ``key`` describes completely, as this version of the readers decodes them."""
     return cache_dir() / f"{source_digest(key)}.{READER}.safetensors"
 
 
@@ -56,7 +56,7 @@ def cached(key: dict, read: Callable[[], Decoded]) -> Decoded:
 
 
 def cached_for(size: int | None, key: dict, read: Callable[[int | None], tuple[Decoded, bool]]) -> Decoded:
-    """As :func:`cached`, of data that may depend on the network's input ``size``: ``read(size)`` also says if they do.
+    """Return data that may depend on the network's input ``size``, cached; ``read(size)`` also says if they do.
 
     What does not depend on it is kept once, for all networks.
     """
@@ -70,13 +70,13 @@ def cached_for(size: int | None, key: dict, read: Callable[[int | None], tuple[D
     return cached(fitted if depends else key, lambda: decoded)
 
 
-def was_read(key: dict) -> bool:
-    """Has :func:`cached_for` read these data before, for whatever size?"""
+def is_cached(key: dict) -> bool:
+    """Return whether :func:`cached_for` has read these data before, for whatever size."""
     return cache_file(key).exists() or cache_file(key | ANY_SIZE).exists()
 
 
 def known_digest(key: dict, size: int | None = None) -> str | None:
-    """The digest of what ``key`` describes, from the header of its file: nothing is decoded. None if it is not kept.
+    """Return the digest of what ``key`` describes from its file's header, without decoding; None if it is not kept.
 
     Without a ``size`` only of what does not depend on one.
     """
@@ -85,24 +85,24 @@ def known_digest(key: dict, size: int | None = None) -> str | None:
 
 
 def published_digest(key: dict, size: int | None = None) -> str | None:
-    """:func:`known_digest` of the sets that published runs were trained on, as ``known_digests.json`` says it."""
+    """Return :func:`known_digest` of the sets that published runs were trained on, from ``known_digests.json``."""
     known = json.loads(Path(__file__).with_name("known_digests.json").read_text())
     return known.get(source_digest(key)) or known.get(source_digest(key | {"size": size}))
 
 
 def source_digest(key: dict) -> str:
-    """Sixteen hex digits for what ``key`` describes."""
+    """Return sixteen hex digits for what ``key`` describes."""
     return hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def digest_of(key: dict, size: int | None, decoded: Decoded) -> str:
-    """The digest of what ``key`` describes: as kept, or computed where it could not be."""
+    """Return the digest of what ``key`` describes: as kept, or computed where it could not be."""
     tensors, classes = decoded
     return known_digest(key, size) or storage.digest_tensors(tensors, {"classes": json.dumps(classes)})
 
 
 def files_digest(files: Sequence[Path], root: Path) -> str:
-    """The digest of the files' bytes and their names within ``root``.
+    """Return the digest of the files' bytes and their names within ``root``.
 
     It is kept under their paths, sizes, times and inodes: bytes are read again when one of these is another, also where
     a copy was given the old size and time (no program sets a file's time of change).

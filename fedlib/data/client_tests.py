@@ -30,15 +30,15 @@ class ByLabel:
         return np.sort(np.concatenate(pools)) if pools else np.zeros(0, np.int64)
 
 
-def divided(owners: np.ndarray, num_owners: int) -> Divided:
-    """Rows by owner from each row's owner; -1 is nobody."""
+def rows_by_owner(owners: np.ndarray, num_owners: int) -> Divided:
+    """Group rows by owner, given each row's owner; -1 is nobody."""
     order = np.argsort(owners, kind="stable")[np.count_nonzero(owners < 0) :]
     sizes = np.bincount(owners[owners >= 0], minlength=num_owners)
     return Divided(order, np.concatenate([[0], np.cumsum(sizes)]))
 
 
-def contiguous(num_rows: int, num_clients: int) -> Divided:
-    """The rows in order, as many for each client up to one."""
+def contiguous_split(num_rows: int, num_clients: int) -> Divided:
+    """Divide the rows in order, as many for each client up to one."""
     return Divided(np.arange(num_rows), np.arange(num_clients + 1) * num_rows // num_clients)
 
 
@@ -54,12 +54,12 @@ class ByOwner:
 
 
 def by_label(counts: np.ndarray, test_labels: np.ndarray) -> ByLabel:
-    """All rows of the labels that a client holds by ``counts`` (clients, classes)."""
-    return ByLabel(counts > 0, divided(test_labels, counts.shape[1]))
+    """Give each client all rows of the labels that it holds by ``counts`` (clients, classes)."""
+    return ByLabel(counts > 0, rows_by_owner(test_labels, counts.shape[1]))
 
 
 def like_train(counts: np.ndarray, test_labels: np.ndarray, seed: int) -> Divided:
-    """Each class's rows divided in proportion to ``counts`` (clients, classes) by the largest remainders.
+    """Divide each class's rows in proportion to ``counts`` (clients, classes) by the largest remainders.
 
     Which of equal remainders get a row, and which rows, is drawn.
     """
@@ -69,11 +69,11 @@ def like_train(counts: np.ndarray, test_labels: np.ndarray, seed: int) -> Divide
         rows = rng.permutation(np.where(test_labels == c)[0])
         shares = largest_remainders(counts[:, c], len(rows), rng)
         owners[rows] = np.repeat(np.arange(len(counts)), shares)
-    return divided(owners, len(counts))
+    return rows_by_owner(owners, len(counts))
 
 
 def largest_remainders(weights: np.ndarray, total: int, rng: np.random.Generator) -> np.ndarray:
-    """``total`` in whole numbers proportional to ``weights``; who has weight 0 gets 0."""
+    """Divide ``total`` into whole numbers proportional to ``weights``; weight 0 gets 0."""
     shares, remainders = np.divmod(weights.astype(np.int64) * total, weights.sum())
     order = rng.permutation(len(weights))
     lucky = order[np.argsort(-remainders[order], kind="stable")][: total - shares.sum()]

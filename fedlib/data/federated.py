@@ -11,10 +11,10 @@ from functools import cached_property, lru_cache
 import numpy as np
 import torch
 
-from ..core.devices import free_memory, sent
+from ..core.devices import free_memory, to_device
 from ..core.experiment import Experiment
 from ..core.rng import numpy_generator
-from .client_tests import ByLabel, ByOwner, by_label, contiguous, like_train
+from .client_tests import ByLabel, ByOwner, by_label, contiguous_split, like_train
 from .datasets import DataSet, is_text, load_dataset, source_key, target_of
 from .partition import BY_CHANCE, BY_OWNER, Divided, Drawn, partition_examples
 from .questions import AnswerKey, unpack
@@ -84,24 +84,24 @@ class FederatedData:
         return self.holdings.num_examples
 
     def client(self, i: int) -> np.ndarray:
-        """Rows of client i."""
+        """Return the rows of client i."""
         return self.holdings.client(i)
 
     def client_owners(self) -> np.ndarray | None:
-        """Whose examples each client holds (-1: nobody's); None where clients are not made of owners."""
+        """Return the owner of each client's examples (-1: none); None where clients are not made of owners."""
         if self.owners is None:
             return None
         rows = (self.client(i)[:1] for i in range(self.num_clients))
         return np.array([self.owners[r[0]] if len(r) else -1 for r in rows])
 
     def label_counts(self) -> np.ndarray:
-        """Training examples (clients, classes); no columns where labels are no classes."""
+        """Count training examples (clients, classes); no columns where labels are no classes."""
         if not self.classes:
             return np.zeros((self.num_clients, 0), np.int64)
         return self.holdings.label_counts(self.host_labels, len(self.classes))
 
     def client_test(self, i: int) -> np.ndarray:
-        """Rows of the test set that client i is tested on, sorted; perhaps none."""
+        """Return the rows of the test set that client i is tested on, sorted; perhaps none."""
         return np.arange(len(self.test_labels)) if self.test_split == "central" else self._tests.client(i)
 
     @cached_property
@@ -111,7 +111,7 @@ class FederatedData:
             assert self.test_owners is not None  # as load_federated asks
             return ByOwner(owners, self.test_owners)
         if self.test_split == "contiguous":
-            return contiguous(rows, clients)
+            return contiguous_split(rows, clients)
         counts, labels = self.label_counts(), self.test_labels.cpu().numpy()
         if not self.classes:  # in proportion to sizes
             counts, labels = self.num_examples[:, None], np.zeros(rows, np.int64)
@@ -120,21 +120,21 @@ class FederatedData:
     def view(
         self, inputs: torch.Tensor, shape: tuple[int, ...], rows: torch.Tensor, views: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Rows of ``inputs`` as a network of input ``shape`` sees them: (n, *shape), images seen through ``views``.
+        """Return rows of ``inputs`` as a network of input ``shape`` sees them, (n, *shape), images through ``views``.
 
         Token ids stay as they are; what is longer than the network's input is cut. ``rows`` are best where inputs are.
         """
         rows = rows.to(inputs.device)
         if is_text(inputs):
-            return sent(inputs[rows, : shape[0]], self.device)
-        return render(sent(inputs[rows], self.device), views, shape[-1], self.mean, self.std, shape[0])
+            return to_device(inputs[rows, : shape[0]], self.device)
+        return render(to_device(inputs[rows], self.device), views, shape[-1], self.mean, self.std, shape[0])
 
 
 SHARE_OF_GPU = 0.5  # of its free memory; inputs that take more stay in host memory
 
 
-def place_of_inputs(inputs: Sequence[torch.Tensor], device: str) -> str:
-    """Where ``inputs`` lie if ``device`` trains."""
+def input_device(inputs: Sequence[torch.Tensor], device: str) -> str:
+    """Return the device that holds ``inputs`` if ``device`` trains: the CPU where they would fill a GPU."""
     size = sum(x.nbytes for x in inputs)
     return "cpu" if "cuda" in device and size > SHARE_OF_GPU * free_memory(torch.device(device)) else device
 
@@ -143,10 +143,13 @@ def place_of_inputs(inputs: Sequence[torch.Tensor], device: str) -> str:
 def _on_device(
     name: str, groups: bool, device: str, size: int | None, tokenizer: str | None, source: str
 ) -> tuple[DataSet, tuple[torch.Tensor, ...]]:
-    """``source`` says which files are meant: changed ones are read again."""
+    """Load a data set and copy its tensors to ``device``.
+
+    ``source`` says which files are meant: changed ones are read again.
+    """
     data = load_dataset(name, groups, size, tokenizer)
     inputs = data.train_inputs, data.test_inputs
-    place = place_of_inputs(inputs, device)
+    place = input_device(inputs, device)
     others = data.train_labels, data.test_labels
     return data, (*(x.to(place) for x in inputs), *(x.to(device) for x in others))
 
@@ -162,7 +165,7 @@ def load_federated(
     data, (inputs, test_inputs, labels, test_labels) = _on_device(
         e.dataset, e.label_groups, device, size, tokenizer, source
     )
-    check_labels(e, data)
+    check_division(e, data)
     if e.test_split == "owner" and (data.test_owners is None or e.partition not in BY_OWNER):
         but = f"{e.dataset} says no owners of its test examples"
         but = but if data.test_owners is None else f"with partition = {e.partition!r}"
@@ -177,8 +180,8 @@ def load_federated(
     if e.evaluate_on == "validation":
         test, test_inputs, test_labels, test_owners = held, inputs, labels, owners
     left_out = np.setdiff1d(np.arange(len(values)), chosen)
-    train, public = _grant(values, train, left_out, e.public_fraction)
-    holdings = _hold(e, values[train], train, owners)
+    train, public = _draw_public(values, train, left_out, e.public_fraction)
+    holdings = _partition(e, values[train], train, owners)
     mean, std = (x.to(device) for x in data.mean_std(holdings.held()))
     if e.num_test is not None or e.evaluate_on == "validation":
         keep = torch.from_numpy(test)
@@ -186,7 +189,7 @@ def load_federated(
     vocabulary = None
     if data.target == "tokens":
         vocabulary = data.vocabulary.to(device)
-        labels, test_labels = (places_in(vocabulary, x) for x in (labels, test_labels))
+        labels, test_labels = (vocabulary_positions(vocabulary, x) for x in (labels, test_labels))
     key = unpack(data.answer_texts, data.answer_offsets) if data.target == "span" else None
     return FederatedData(
         inputs, labels, test_inputs, test_labels, data.classes, mean, std, holdings,
@@ -195,8 +198,8 @@ def load_federated(
     )  # fmt: skip
 
 
-def places_in(vocabulary: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Token ids as places in the sorted ``vocabulary``: a head need not tell all tokens apart, only those of answers.
+def vocabulary_positions(vocabulary: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Map token ids to positions in the sorted ``vocabulary``, so that a head tells only tokens of answers apart.
 
     A token that is not in it gets a label that nothing predicts; ``IGNORED`` stays.
     """
@@ -205,7 +208,7 @@ def places_in(vocabulary: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return place.where(labels != IGNORED, labels)
 
 
-def check_labels(e: Experiment, data: DataSet) -> None:
+def check_division(e: Experiment, data: DataSet) -> None:
     """Raise ``ValueError`` if ``e`` divides by class what has none, or validates on nothing."""
     if data.target != "class":
         allowed = (*BY_CHANCE, *BY_OWNER)
@@ -237,7 +240,7 @@ def check_task(e: Experiment, data: FederatedData) -> None:
 
 
 def hold_out(values: Rows, rows: Rows, fraction: float, purpose: str = "validation") -> tuple[Rows, Rows]:
-    """(training rows, held-out rows): ``fraction`` of every class, rounded, the same for every seed.
+    """Return (training rows, held-out rows): ``fraction`` of every class, rounded, the same for every seed.
 
     ``ValueError`` if that is none, though some were asked for, or all.
     """
@@ -257,8 +260,8 @@ def hold_out(values: Rows, rows: Rows, fraction: float, purpose: str = "validati
     return rows[~held], rows[held]
 
 
-def _grant(values: Rows, rows: Rows, left_out: Rows, fraction: float) -> tuple[Rows, Rows]:
-    """(training rows, public rows): as many of every class as :func:`hold_out` takes of ``rows``.
+def _draw_public(values: Rows, rows: Rows, left_out: Rows, fraction: float) -> tuple[Rows, Rows]:
+    """Return (training rows, public rows): as many of every class as :func:`hold_out` takes of ``rows``.
 
     They are of those ``left_out``, which nobody uses, and the training rows stay whole; else, of these.
     """
@@ -270,8 +273,8 @@ def _grant(values: Rows, rows: Rows, left_out: Rows, fraction: float) -> tuple[R
     return (rows, np.sort(spare)) if spare and len(spare) == len(held) else (kept, held)
 
 
-def _hold(e: Experiment, values: np.ndarray, rows: np.ndarray, owners: np.ndarray | None) -> Divided | Drawn:
-    """Who holds which of the training ``rows``, whose classes are ``values``."""
+def _partition(e: Experiment, values: np.ndarray, rows: np.ndarray, owners: np.ndarray | None) -> Divided | Drawn:
+    """Divide the training ``rows``, whose classes are ``values``, among the clients."""
     if e.partition == "drawn":
         return Drawn(rows, values, e.num_clients, e.examples_per_client, e.dirichlet_alpha, e.seed)
     parts = partition_examples(
@@ -282,12 +285,12 @@ def _hold(e: Experiment, values: np.ndarray, rows: np.ndarray, owners: np.ndarra
 
 
 def _strata(data: DataSet, labels: torch.Tensor) -> np.ndarray:
-    """What subsets and partitions go by: classes, or one for all where labels are none."""
+    """Return the classes that subsets and partitions go by, or zeros where labels are no classes."""
     return labels.numpy() if data.target == "class" else np.zeros(len(labels), np.int64)
 
 
 def _subset(values: np.ndarray, n: int | None, split: str, balanced: bool = False) -> np.ndarray:
-    """``n`` rows with classes in proportion, or ``balanced`` as far as they go, the same for every seed; None: all.
+    """Choose ``n`` rows with classes in proportion, or ``balanced`` as far as they go, for every seed alike; None: all.
 
     Of a fixed shuffle the k-th row of a class of N has the place (k - 1/2) / N, balanced k, and the first n are taken:
     as many of each class as its share of n, up to one. Where classes are equally large both are the same rows.

@@ -20,7 +20,7 @@ LEAST = 50  # examples of a client (FeDepth)
 
 
 def weighted_dirichlet(labels: np.ndarray, num_clients: int, alpha: float, seed: int) -> list[np.ndarray]:
-    """Balanced: client i draws P_i ~ Dir(alpha) and then N // K of the examples left, each weighted by its class's P_i.
+    """Divide evenly: client i draws P_i ~ Dir(alpha), then N // K of the examples left, weighted by their class's P_i.
 
     Unlike ``dirichlet_partition``, a class of which little is left is drawn less often, so late clients keep more of
     their proportions. The draw without replacement takes the smallest Exp(1) / weight (Efraimidis and Spirakis 2006).
@@ -41,7 +41,9 @@ def weighted_dirichlet(labels: np.ndarray, num_clients: int, alpha: float, seed:
 def capped_dirichlet(
     labels: np.ndarray, num_clients: int, alpha: float, seed: int, least: int = LEAST
 ) -> list[np.ndarray]:
-    """Unbalanced: each class is divided by Dir(alpha) over clients, none of it to clients that hold N / K already.
+    """Divide each class by Dir(alpha) over clients, none of it to clients that hold N / K already.
+
+    Sizes are unbalanced.
 
     Drawn again until every client has ``least`` examples; ``ValueError`` where that cannot be or does not happen.
     """
@@ -49,7 +51,7 @@ def capped_dirichlet(
 
 
 def grouped_dirichlet(labels: np.ndarray, num_clients: int, alpha: float, seed: int) -> list[np.ndarray]:
-    """Nearly balanced: examples are shuffled into groups of ten clients, each divided as by :func:`capped_dirichlet`.
+    """Divide nearly evenly: shuffle into groups of ten clients, each divided as by :func:`capped_dirichlet`.
 
     Every client gets at least half of its group's mean. The last group has the remaining clients.
     """
@@ -89,7 +91,7 @@ def _divide(
 
 
 def dealt_classes(labels: np.ndarray, num_clients: int, classes_per_client: int, seed: int) -> list[np.ndarray]:
-    """Pathological: classes are dealt like cards, shuffled anew when all are out; a class's holders share it evenly.
+    """Deal classes like cards, shuffled anew when all are out (pathological); a class's holders share it evenly.
 
     So classes have equally many holders, up to one, where flwr-datasets' ``pathological`` draws them independently.
     ``ValueError`` if there are not cards enough for every class.
@@ -105,7 +107,7 @@ def dealt_classes(labels: np.ndarray, num_clients: int, classes_per_client: int,
 
 
 def cover_classes(labels: np.ndarray, parts: Sequence[np.ndarray], each: int, seed: int) -> list[np.ndarray]:
-    """``parts`` of at most ``each`` classes a client, with the classes that they leave to nobody.
+    """Give the classes that ``parts`` leave to nobody to clients, at most ``each`` classes a client.
 
     Such a class goes to a client that can hold one more, else to one of those that hold the class that most do, in its
     place; then the holders of every class share it evenly.
@@ -125,7 +127,7 @@ def cover_classes(labels: np.ndarray, parts: Sequence[np.ndarray], each: int, se
 def share_classes(
     labels: np.ndarray, hands: Sequence[Sequence[int]], rng: np.random.Generator
 ) -> list[np.ndarray]:  # fmt: skip
-    """Every class's rows, shuffled and divided evenly among the clients whose ``hands`` have it."""
+    """Shuffle every class's rows and divide them evenly among the clients whose ``hands`` have it."""
     parts: list[list[np.ndarray]] = [[] for _ in hands]
     for c in np.unique(labels).tolist():
         holders = [i for i, hand in enumerate(hands) if c in hand]
@@ -136,7 +138,7 @@ def share_classes(
 
 
 def deal(cards: Sequence[int], players: int, each: int, rng: np.random.Generator) -> list[list[int]]:
-    """``each`` different cards for every player; a card that a player has already waits for the next."""
+    """Deal ``each`` different cards to every player; a card that a player has already waits for the next."""
     deck: list[int] = []
     hands = []
     for _ in range(players):

@@ -24,19 +24,19 @@ def accuracy(predictions: torch.Tensor, labels: torch.Tensor) -> float:
 
 
 def f1(predictions: torch.Tensor, labels: torch.Tensor) -> float:
-    """F1 of class 1 (GLUE's pairs). Raises ``ValueError`` if there are classes other than 0 and 1."""
+    """Return the F1 of class 1 (GLUE's pairs). Raises ``ValueError`` if there are classes other than 0 and 1."""
     if max(labels.max(), predictions.max()) > 1:
         raise ValueError("metric f1 is of two classes, 0 and 1; allowed for more: macro_f1")
     return 100 * float(_f1s(predictions, labels)[-1]) if max(labels.max(), predictions.max()) else math.nan
 
 
 def macro_f1(predictions: torch.Tensor, labels: torch.Tensor) -> float:
-    """Mean F1 of the classes that occur, as labels or as predictions."""
+    """Return the mean F1 of the classes that occur, as labels or as predictions."""
     return 100 * float(_f1s(predictions, labels).mean())
 
 
 def _f1s(predictions: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """F1 (0..1) of every class that occurs, in order: 2 true positives / (predictions + labels).
+    """Return the F1 (0..1) of every class that occurs, in order: 2 true positives / (predictions + labels).
 
     As scikit-learn's, whose import takes longer than a small run's evaluation, and whose calls 25 to 40 times as long.
     """
@@ -48,7 +48,7 @@ def _f1s(predictions: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def matthews(predictions: torch.Tensor, labels: torch.Tensor) -> float:
-    """Matthews correlation, scikit-learn's."""
+    """Return the Matthews correlation, scikit-learn's."""
     from sklearn.metrics import matthews_corrcoef
 
     return _correlation(lambda p, y: matthews_corrcoef(y, p), predictions, labels)
@@ -67,7 +67,10 @@ def spearman(predictions: torch.Tensor, labels: torch.Tensor) -> float:
 
 
 def _correlation(of: Callable, predictions: torch.Tensor, labels: torch.Tensor) -> float:
-    """Zero of constant or diverged predictions. Of a single example labels are constant."""
+    """Return 100 times ``of`` predictions and labels.
+
+    Zero for constant or diverged predictions, NaN for constant labels.
+    """
     p, y = predictions.double().cpu().numpy(), labels.double().cpu().numpy()
     if (y == y[0]).all():
         return math.nan
@@ -82,15 +85,18 @@ def _correlation(of: Callable, predictions: torch.Tensor, labels: torch.Tensor) 
 # --- answers as text: SQuAD (Rajpurkar et al. 2016, 2018)
 
 
-def normalised(answer: str) -> str:
-    """Lower case, without punctuation, the articles a, an and the, and superfluous blanks."""
+def normalise_answer(answer: str) -> str:
+    """Lower the case, drop punctuation, the articles a, an and the, and superfluous blanks."""
     bare = "".join(c for c in answer.lower() if c not in string.punctuation)
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", bare).split())
 
 
 def word_f1(prediction: str, answer: str, unanswerable: bool = False) -> float:
-    """F1 (0..1) of the bags of normalised words. ``unanswerable``: two empty answers agree (SQuAD 2.0; 1.1 says 0)."""
-    p, a = normalised(prediction).split(), normalised(answer).split()
+    """Return the F1 (0..1) of the bags of normalised words. ``unanswerable``: two empty answers agree (SQuAD 2.0.
+
+    1.1: 0).
+    """
+    p, a = normalise_answer(prediction).split(), normalise_answer(answer).split()
     if unanswerable and not (p and a):
         return float(p == a)
     common = sum((Counter(p) & Counter(a)).values())
@@ -100,7 +106,7 @@ def word_f1(prediction: str, answer: str, unanswerable: bool = False) -> float:
 def answer_scores(
     predictions: Sequence[str], answers: Sequence[Sequence[str]], unanswerable: bool = False
 ) -> dict[str, float]:
-    """``f1`` and ``exact_match`` of N answers, each against the best of its references; no reference is an empty one.
+    """Return ``f1`` and ``exact_match`` of N answers, each against its best reference; no reference is an empty one.
 
     Raises ``ValueError`` if there is nothing to compare or the numbers of examples differ.
     """
@@ -110,5 +116,5 @@ def answer_scores(
     for prediction, references in zip(predictions, answers, strict=True):
         references = references or [""]
         f1s.append(max(word_f1(prediction, r, unanswerable) for r in references))
-        matches.append(any(normalised(prediction) == normalised(r) for r in references))
+        matches.append(any(normalise_answer(prediction) == normalise_answer(r) for r in references))
     return {"f1": 100 * float(np.mean(f1s)), "exact_match": 100 * float(np.mean(matches))}

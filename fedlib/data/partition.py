@@ -22,7 +22,7 @@ import torch
 from ..core.rng import numpy_generator
 from .cache import cached
 from .label_partitions import capped_dirichlet, cover_classes, dealt_classes, grouped_dirichlet, weighted_dirichlet
-from .silence import quietly
+from .silence import silence_libraries
 
 MOST_CLIENTS = 10_000_000  # of a drawn population: what is kept per client is a few bytes
 BY_OWNER, BY_CHANCE = ("natural", "natural_split"), ("iid",)  # the partitions that look at no label
@@ -40,14 +40,14 @@ class Divided:
         return np.diff(self.offsets)
 
     def held(self) -> np.ndarray:
-        """The rows that somebody holds, sorted."""
+        """Return the rows that somebody holds, sorted."""
         return np.sort(self.indices)
 
     def client(self, i: int) -> np.ndarray:
         return self.indices[self.offsets[i] : self.offsets[i + 1]]
 
     def label_counts(self, labels: np.ndarray, num_classes: int) -> np.ndarray:
-        """Counts (clients, classes) of ``labels`` (N,)."""
+        """Count ``labels`` (N,) by client: (clients, classes)."""
         clients, n = len(self.offsets) - 1, self.num_examples
         cells = np.repeat(np.arange(clients), n) * num_classes + labels[self.indices]
         return np.bincount(cells, minlength=clients * num_classes).reshape(clients, num_classes)
@@ -85,7 +85,7 @@ class Drawn:
         return np.full(self.num_clients, self.size)
 
     def held(self) -> np.ndarray:
-        """The rows that somebody may hold, sorted."""
+        """Return the rows that somebody may hold, sorted."""
         return np.sort(self.rows)
 
     def _counts(self, i: int) -> tuple[np.ndarray, np.random.Generator]:
@@ -97,7 +97,7 @@ class Drawn:
         return np.sort(np.concatenate([rng.choice(p, n) for p, n in zip(self._pools, counts, strict=True)]))
 
     def label_counts(self, labels: np.ndarray, num_classes: int) -> np.ndarray:
-        """Counts (clients, classes); no client's rows are drawn for it."""
+        """Count (clients, classes) without drawing any client's rows."""
         counts = np.zeros((self.num_clients, num_classes), np.int64)
         for i in range(self.num_clients):
             counts[i, self._classes] = self._counts(i)[0]
@@ -150,7 +150,7 @@ def _divided(
 
 
 def natural_partition(owners: np.ndarray, num_clients: int, seed: int) -> list[np.ndarray]:
-    """The ``num_clients`` owners with most examples, a client each, in the order of their ids."""
+    """Make the ``num_clients`` owners with most examples a client each, in the order of their ids."""
     found = len(np.unique(owners))
     if num_clients > found:
         raise ValueError(
@@ -162,7 +162,7 @@ def natural_partition(owners: np.ndarray, num_clients: int, seed: int) -> list[n
 
 
 def natural_split(owners: np.ndarray, num_clients: int, seed: int) -> list[np.ndarray]:
-    """Every owner's examples, shuffled and divided among clients that hold nobody else's; neighbours share an owner.
+    """Divide every owner's shuffled examples among clients that hold nobody else's; neighbours share an owner.
 
     Each owner starts with one client, and the next always goes to the owner whose clients are the largest (Adams'
     method of apportionment), so numbers are proportional to sizes and no client is left without an example. The
@@ -189,7 +189,7 @@ def natural_split(owners: np.ndarray, num_clients: int, seed: int) -> list[np.nd
 
 
 def dirichlet_partition(labels: np.ndarray, num_clients: int, alpha: float, seed: int) -> list[np.ndarray]:
-    """Latent Dirichlet allocation with equal sizes N // num_clients (facts of the ReeFL release).
+    """Divide by latent Dirichlet allocation into equal sizes N // num_clients (facts of the ReeFL release).
 
     Client i has class proportions P_i ~ Dir(alpha). Clients are filled in order: each example's class is drawn from
     P_i restricted to the classes that still have examples (plus 1e-5, renormalised when a class runs out), without
@@ -241,7 +241,7 @@ def _flwr_partition(kind, labels, num_clients, seed, alpha, classes_per_client) 
 
 
 def _divide(kind, labels, num_clients, seed, alpha, classes_per_client) -> list[np.ndarray]:
-    with quietly():  # flwr-datasets warns about class imbalance, which is the point here
+    with silence_libraries():  # flwr-datasets warns about class imbalance, which is the point here
         from datasets import Dataset
         from flwr_datasets import partitioner as flwr
 

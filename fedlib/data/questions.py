@@ -18,7 +18,7 @@ import torch
 
 from ..core.validation import shown
 from .metrics import IGNORED, answer_scores
-from .tokenizer import encodings
+from .tokenizer import encode_rows
 
 KEYED = {"answers": "text"}  # says of cached questions that their key lies beside them
 SPAN_LENGTH = 384  # tokens where no network is named; 21 of XQuAD's 1,190 rows are longer
@@ -28,7 +28,7 @@ def read_spans(
     columns: Sequence[Sequence[str]], answers: Sequence[Mapping], length: int, where: Callable[[int], str],
     source: str | None = None, cut: list | None = None,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:  # fmt: skip
-    """(token ids int32 (N, length), spans int64 (N, 2), offsets (N, length, 2)) of (questions, contexts) and answers.
+    """Read (token ids int32 (N, length), spans int64 (N, 2), offsets (N, length, 2)) of questions with answers.
 
     An answer is ``{"text": [...], "answer_start": [...]}``; ``ValueError`` names the row (``where(i)``) of one that its
     context does not hold. Offsets are the context's characters of each token, -1 of a token that is not of the context.
@@ -37,7 +37,7 @@ def read_spans(
     rows = list(zip(questions, contexts, strict=True))
     ids, spans = np.empty((len(rows), length), np.int32), np.zeros((len(rows), 2), np.int64)
     offsets = np.full((len(rows), length, 2), -1, np.int32)
-    encoded = encodings(rows, source, length, cut)
+    encoded = encode_rows(rows, source, length, cut)
     for i, (e, context, answer) in enumerate(zip(encoded, contexts, answers, strict=True)):
         ids[i] = e.ids
         inside = np.array([s == 1 for s in e.sequence_ids])
@@ -63,7 +63,10 @@ def _is_answer(answer: object) -> bool:
 
 
 def _token_span(offsets: np.ndarray, start: int, end: int, context_end: int) -> tuple[int, int]:
-    """First and last token of the context that overlap characters [start, end); ``IGNORED`` twice where cut off."""
+    """Return the first and last token of the context that overlap characters [start, end).
+
+    ``IGNORED`` twice if cut off.
+    """
     inside = np.flatnonzero((offsets[:, 0] >= 0) & (offsets[:, 0] < end) & (offsets[:, 1] > start))
     if not len(inside) or offsets.max() < min(end, context_end):  # the context was read up to its largest offset
         return IGNORED, IGNORED
@@ -80,30 +83,30 @@ class AnswerKey:
     offsets: torch.Tensor  # (N, T, 2) first character of each token in the context and the one after its last; or -1
 
     def texts(self, spans: torch.Tensor, rows: torch.Tensor) -> list[str]:
-        """What spans (n, 2) of the questions ``rows`` (n,) say; nothing where an end lies outside the context."""
+        """Return the text of spans (n, 2) of the questions ``rows`` (n,); "" where an end lies outside the context."""
         rows, ends = rows.cpu(), spans.cpu().clamp(max=self.offsets.shape[1] - 1)
         start, stop = self.offsets[rows, ends[:, 0], 0].tolist(), self.offsets[rows, ends[:, 1], 1].tolist()
         found = (self.contexts[self.context_of[i]] for i in rows.tolist())
         return [c[a:b] if min(a, b) >= 0 else "" for c, a, b in zip(found, start, stop, strict=True)]
 
     def scores(self, spans: torch.Tensor, rows: torch.Tensor, unanswerable: bool) -> dict[str, float]:
-        """``metrics.answer_scores`` of spans (n, 2)."""
+        """Score spans (n, 2) by ``metrics.answer_scores``."""
         return answer_scores(self.texts(spans, rows), [self.answers[i] for i in rows.tolist()], unanswerable)
 
     def pack(self) -> dict[str, torch.Tensor]:
-        """The key as tensors, to be kept beside the questions."""
+        """Return the key as tensors, to be kept beside the questions."""
         texts = {"contexts": self.contexts, "context_of": self.context_of, "answers": self.answers}
         written = np.frombuffer(json.dumps(texts).encode(), np.uint8).copy()
         return {"answer_texts": torch.from_numpy(written), "answer_offsets": self.offsets}
 
 
 def answer_key(contexts: Sequence[str], answers: Sequence[Mapping], offsets: np.ndarray) -> AnswerKey:
-    """The key of questions whose answers are ``{"text": [...], ...}``."""
+    """Build the key of questions whose answers are ``{"text": [...], ...}``."""
     number = {c: i for i, c in enumerate(dict.fromkeys(contexts))}
     given = [list(a["text"]) for a in answers]
     return AnswerKey(list(number), [number[c] for c in contexts], given, torch.from_numpy(offsets))
 
 
 def unpack(texts: torch.Tensor, offsets: torch.Tensor) -> AnswerKey:
-    """Inverse of :meth:`AnswerKey.pack`."""
+    """Rebuild the key from the tensors of :meth:`AnswerKey.pack`."""
     return AnswerKey(**json.loads(texts.numpy().tobytes()), offsets=offsets)

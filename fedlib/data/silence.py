@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ..core.hub import fail_fast, offline
+from ..core.hub import fail_fast, offline_error
 
 
 @contextmanager
-def quietly() -> Iterator[None]:
+def silence_libraries() -> Iterator[None]:
     """Run `datasets` and flwr-datasets without progress bars, remarks or traces.
 
     Afterwards warning filters, the root logger's level and handlers, the level of `datasets`' logger and its progress
@@ -35,13 +35,13 @@ def quietly() -> Iterator[None]:
             root.handlers[:] = handlers
 
 
-def public_set(what: str, otherwise: str, *asked: Any, **more: Any):
-    """What ``datasets.load_dataset`` has when it is asked so; ``ConnectionError`` says what to do ``otherwise``."""
-    with quietly():
+def load_public(what: str, otherwise: str, *asked: Any, **more: Any):
+    """Load a set by ``datasets.load_dataset(*asked, **more)``; ``ConnectionError`` says what to do ``otherwise``."""
+    with silence_libraries():
         from datasets import load_dataset
 
         try:
             with fail_fast():
                 return load_dataset(*asked, **more)
         except Exception as error:  # datasets raises a different class for each way of being offline
-            raise offline(f"dataset {what} is", error, otherwise) from error
+            raise offline_error(f"dataset {what} is", error, otherwise) from error

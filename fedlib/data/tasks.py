@@ -33,35 +33,41 @@ class Task(Protocol):
     metric: str  # the headline, which tables read as ``accuracy``: in percent, larger is better, as all metrics are
 
     def outputs(self, num_classes: int) -> int:
-        """Outputs of a head, per token where it reads tokens. ``num_classes``: of the data; a vocabulary's size."""
+        """Return the outputs of a head, per token if it reads tokens. ``num_classes``: of the data.
+
+        A vocabulary's size.
+        """
         return num_classes
 
     def losses(self, outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Each example's loss: (E, K, B, *out), (K, B, *label) -> (E, K, B)."""
+        """Return each example's loss: (E, K, B, *out), (K, B, *label) -> (E, K, B)."""
 
     def kl(
         self, teacher: torch.Tensor, student: torch.Tensor, labels: torch.Tensor | None = None, temperature: float = 1.0
     ) -> torch.Tensor:
-        """KL(teacher || student) of each example, (..., *out) -> (...), softened by ``temperature``.
+        """Return KL(teacher || student) of each example, (..., *out) -> (...), softened by ``temperature``.
 
         It is not multiplied by temperature^2. Gradients flow into both: detach the teacher. ``labels`` say which
         positions count; None: all.
         """
 
     def confidence(self, outputs: torch.Tensor) -> torch.Tensor:
-        """Probability of the prediction, for early leaving: (..., *out) -> (...); tokens leave one by one, (..., T)."""
+        """Return the prediction's probability, for early leaving: (..., *out) -> (...).
+
+        Tokens leave one by one, (..., T).
+        """
         return outputs.softmax(-1).amax(-1)
 
     def predict(self, outputs: torch.Tensor) -> torch.Tensor:
-        """The answer: (..., *out) -> (..., *label). Small where outputs are large: keep these, batch by batch."""
+        """Return the answer, (..., *out) -> (..., *label). It is smaller than outputs: keep answers, batch by batch."""
         return outputs.argmax(-1)
 
     def finite(self, outputs: torch.Tensor) -> torch.Tensor:
-        """Which outputs can be answered by: they are numbers, and a loss of the largest is one; same shape."""
+        """Return which outputs can be answered by, same shape: they are numbers, and a loss of the largest is one."""
         return outputs.isfinite() & outputs.amax(-1, keepdim=True).square().isfinite()
 
     def score(self, predictions: torch.Tensor, labels: torch.Tensor) -> dict[str, float]:
-        """Metrics of N predictions by name, the headline first; NaN where undefined (``metrics.py``).
+        """Return the metrics of N predictions by name, the headline first; NaN where undefined (``metrics.py``).
 
         Raises ``ValueError`` if there is no prediction.
         """
@@ -72,7 +78,7 @@ class Task(Protocol):
     def _score(self, predictions: torch.Tensor, labels: torch.Tensor) -> dict[str, float]: ...
 
     def measure(self, outputs: torch.Tensor, labels: torch.Tensor) -> dict[str, float]:
-        """(N, *out), (N, *label) -> metrics by name: :meth:`score` of :meth:`predict`."""
+        """Return the metrics by name of outputs (N, *out) and labels (N, *label): :meth:`score` of :meth:`predict`."""
         return self.score(self.predict(outputs), labels)
 
 
@@ -88,7 +94,7 @@ class Classification(Task):
         return self.metrics[0]
 
     def losses(self, outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Cross-entropy."""
+        """Return the cross-entropy."""
         labels = labels.expand(outputs.shape[:-1]).unsqueeze(-1)
         return -outputs.log_softmax(-1).gather(-1, labels).squeeze(-1)
 
@@ -110,11 +116,11 @@ class Regression(Task):
         return 1
 
     def losses(self, outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Squared error."""
+        """Return the squared error."""
         return (outputs.squeeze(-1) - labels).square()
 
     def kl(self, teacher, student, labels=None, temperature=1.0):
-        """Squared difference, (...): up to a factor the KL of two Gaussians of one variance."""
+        """Return the squared difference, (...): up to a factor the KL of two Gaussians of one variance."""
         if temperature != 1:
             raise ValueError(f"temperature = {temperature}: a regression has no classes to soften; allowed: 1")
         return (student - teacher).square().squeeze(-1)
@@ -150,25 +156,25 @@ class Span(Task):
         return super().finite(outputs) | (outputs == -torch.inf)  # no span starts in padding
 
     def losses(self, outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Mean of the cross-entropies of first and last token. What lies beyond the input counts as ignored."""
+        """Return the mean cross-entropy of first and last token. What lies beyond the input counts as ignored."""
         labels = labels[..., :2]
         labels = labels.masked_fill(labels >= outputs.shape[-2], IGNORED)
         return _cross_entropy(outputs.transpose(-1, -2), labels).mean(-1)
 
     def kl(self, teacher, student, labels=None, temperature=1.0):
-        """Mean of the KLs of first and last token; labels do not matter."""
+        """Return the mean of the KLs of first and last token; labels do not matter."""
         return _kl(teacher.transpose(-1, -2), student.transpose(-1, -2), temperature).mean(-1)
 
     def confidence(self, outputs: torch.Tensor) -> torch.Tensor:
-        """p(first) p(last) of the best span."""
+        """Return p(first) p(last) of the best span."""
         return self._best(outputs.log_softmax(-2))[0].exp()
 
     def predict(self, outputs: torch.Tensor) -> torch.Tensor:
-        """The best span (..., 2): no end before its start, at most ``longest`` tokens; of equals the shortest."""
+        """Return the best span (..., 2): end not before start, at most ``longest`` tokens; of equals the shortest."""
         return self._best(outputs)[1]
 
     def _best(self, outputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Score (...) and position (..., 2) of the span of the largest sum of start and end."""
+        """Return score (...) and position (..., 2) of the span with the largest sum of start and end."""
         start, end = outputs.unbind(-1)  # (..., T)
         best, first = (start + end).max(-1)
         last = first
@@ -198,17 +204,17 @@ class NextToken(Task):
     reads: ClassVar = "tokens"
 
     def losses(self, outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Cross-entropy, mean over the example's own tokens; zero where it has none."""
+        """Return the cross-entropy, mean over the example's own tokens; zero where it has none."""
         labels = labels[..., : outputs.shape[-2]]
         return _mean_where(labels != IGNORED, _cross_entropy(outputs, labels))
 
     def kl(self, teacher, student, labels=None, temperature=1.0):
-        """Mean over the tokens that ``labels`` do not ignore."""
+        """Return the mean over the tokens that ``labels`` do not ignore."""
         kl = _kl(teacher, student, temperature)  # (..., T)
         return kl.mean(-1) if labels is None else _mean_where(labels[..., : kl.shape[-1]] != IGNORED, kl)
 
     def _score(self, predictions, labels):
-        """``exact_match`` of answers and ``accuracy`` of their tokens. What was cut off counts as missed."""
+        """Return ``exact_match`` of answers and ``accuracy`` of their tokens. What was cut off counts as missed."""
         asked = labels != IGNORED
         if not asked.any(-1).all():
             raise ValueError(f"NextToken: {(~asked.any(-1)).sum()} of {len(labels)} examples have no token to predict")
@@ -222,21 +228,21 @@ class NextToken(Task):
 
 
 def _cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """(..., C), (...) -> (...); zero where the label is ignored."""
+    """Return the cross-entropy, (..., C), (...) -> (...); zero where the label is ignored."""
     labels = labels.expand(logits.shape[:-1])
     nll = -logits.log_softmax(-1).gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
     return nll.masked_fill(labels == IGNORED, 0.0)
 
 
 def _kl(teacher: torch.Tensor, student: torch.Tensor, temperature: float) -> torch.Tensor:
-    """KL over the last dimension, (..., C) -> (...). Impossible entries (logits of -inf) of the teacher add nothing."""
+    """Return the KL over the last dimension, (..., C) -> (...). Logits of -inf of the teacher add nothing."""
     target, logp = (teacher / temperature).log_softmax(-1), (student / temperature).log_softmax(-1)
     difference = (target - logp).masked_fill(target == -torch.inf, 0.0)
     return (target.exp() * difference).sum(-1)
 
 
 def _mean_where(mask: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Mean over the last dimension of the values that ``mask`` keeps; zero where it keeps none."""
+    """Average the values that ``mask`` keeps over the last dimension; zero where it keeps none."""
     return values.masked_fill(~mask, 0.0).sum(-1) / mask.sum(-1).clamp(min=1)
 
 
@@ -252,5 +258,5 @@ TASKS: Mapping[str, Task] = {  # by data set
 
 
 def task_of(dataset: str) -> Task:
-    """The task of a data set: what ``TASKS`` says, else to tell classes apart."""
+    """Return the task of a data set: what ``TASKS`` says, else classification."""
     return TASKS.get(dataset, Classification())

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..core.hub import fail_fast, unreadable
+from ..core.hub import fail_fast, unreadable_error
 from ..core.paths import minilm_file
 
 LENGTH = 64  # tokens, [CLS] and [SEP] included; longer sentences are cut (SST-2: 1 in 13,000, AG News: 1 in 15)
@@ -35,7 +35,7 @@ OWN_WORDS = "a backbone with a tokenizer of its own (as roberta_base.256) reads 
 
 
 @dataclass(frozen=True)
-class Words:
+class TokenizerSpec:
     """A tokenizer as JSON, and the token ids that mark rows."""
 
     json: str
@@ -59,7 +59,7 @@ class Words:
         return 1 + max(self.encoder().get_vocab().values())
 
     def encoder(self, length: int | None = None):
-        """What encodes; rows are cut and padded to ``length`` tokens, or neither."""
+        """Build the encoder; rows are cut and padded to ``length`` tokens, or neither."""
         from tokenizers import Tokenizer
 
         tokenizer = Tokenizer.from_str(self.json)
@@ -71,8 +71,8 @@ class Words:
         return tokenizer
 
 
-def words_of(source: str | None, download: bool = True) -> Words:
-    """The tokenizer of ``source``, a repository of the hub or a folder; None: MiniLM's.
+def load_tokenizer(source: str | None, download: bool = True) -> TokenizerSpec:
+    """Load the tokenizer of ``source``, a repository of the hub or a folder; None: MiniLM's.
 
     Raises ``ConnectionError`` if it is neither at hand nor, with ``download``, to be had, ``ImportError`` if the
     package that reads it is absent, and ``ValueError`` for one that has nothing to fill rows with, that is damaged, or
@@ -81,25 +81,25 @@ def words_of(source: str | None, download: bool = True) -> Words:
     return _wordpiece(minilm_file("tokenizer.json")) if source is None else _published(source, download)
 
 
-def has_words(source: str | None) -> bool:
-    """Can ``source`` be read without a download?"""
+def has_tokenizer(source: str | None) -> bool:
+    """Return whether ``source`` can be read without a download."""
     try:
-        words_of(source, download=False)
+        load_tokenizer(source, download=False)
     except (ConnectionError, ImportError, ValueError):
         return False
     return True
 
 
 @lru_cache(maxsize=1)
-def _wordpiece(file: Path) -> Words:
+def _wordpiece(file: Path) -> TokenizerSpec:
     json = file.read_bytes().decode()
-    words = Words(json, "[PAD]", (), (), 0)
+    words = TokenizerSpec(json, "[PAD]", (), (), 0)
     begin, end = (words.encoder().token_to_id(t) for t in ("[CLS]", "[SEP]"))
-    return Words(json, "[PAD]", (begin,), (end,), end)
+    return TokenizerSpec(json, "[PAD]", (begin,), (end,), end)
 
 
 @lru_cache(maxsize=8)
-def _published(source: str, download: bool) -> Words:
+def _published(source: str, download: bool) -> TokenizerSpec:
     try:
         from transformers import AutoTokenizer
     except ImportError as error:
@@ -111,7 +111,7 @@ def _published(source: str, download: bool) -> Words:
             read = AutoTokenizer.from_pretrained(source, local_files_only=not download, trust_remote_code=False)
         json = read.backend_tokenizer.to_str()
     except Exception as error:  # huggingface_hub and transformers raise many classes
-        raise unreadable("the tokenizer", source, error, "connect once, or name a folder with a copy") from error
+        raise unreadable_error("the tokenizer", source, error, "connect once, or name a folder with a copy") from error
     if (pad := read.pad_token or read.eos_token) is None:
         raise ValueError(
             f"the tokenizer of {source!r} has neither a pad token nor an end token, so rows of unequal length cannot "
@@ -121,27 +121,27 @@ def _published(source: str, download: bool) -> Words:
     end = next(i for i in (read.eos_token_id, read.sep_token_id, read.pad_token_id) if i is not None)
     newline = read.backend_tokenizer.encode("\n", add_special_tokens=False).ids
     between = newline if read.sep_token_id is None else [read.sep_token_id]
-    return Words(json, pad, () if begin is None else (begin,), tuple(between), end)
+    return TokenizerSpec(json, pad, () if begin is None else (begin,), tuple(between), end)
 
 
 def tokenise(
     rows: Sequence[str | tuple[str, str]], source: str | None = None, length: int = LENGTH, cut: list | None = None
 ) -> np.ndarray:
-    """Token ids int32 (N, length) of texts or of pairs: their words, the marks around them, padding."""
+    """Encode texts or pairs as token ids int32 (N, length): their words, the marks around them, padding."""
     ids = np.empty((len(rows), length), np.int32)
-    for i, e in enumerate(encodings(rows, source, length, cut)):
+    for i, e in enumerate(encode_rows(rows, source, length, cut)):
         ids[i] = e.ids
     return ids
 
 
-def encodings(
+def encode_rows(
     rows: Sequence[str | tuple[str, str]], source: str | None, length: int, cut: list | None = None
 ) -> Iterator:  # fmt: skip
-    """What `tokenizers` makes of each row; whether it was too long is added to ``cut``.
+    """Yield the `tokenizers` encoding of each row; whether it was too long is appended to ``cut``.
 
     It is a hundred times larger than the ids, so ``AT_ONCE`` are held.
     """
-    encoder = words_of(source).encoder(length)
+    encoder = load_tokenizer(source).encoder(length)
     for a in range(0, len(rows), AT_ONCE):
         for e in encoder.encode_batch(list(rows[a : a + AT_ONCE])):
             if cut is not None:
@@ -149,7 +149,7 @@ def encodings(
             yield e
 
 
-def say_cut(where: str, cut: Sequence[bool], length: int, more: str) -> None:
+def warn_cut(where: str, cut: Sequence[bool], length: int, more: str) -> None:
     """Warn of texts that are ``cut`` to ``length`` tokens; ``more`` says what reads more of them."""
     if n := sum(cut):
         told = f"{where}: {n} of {len(cut)} texts are longer than {length} tokens and are cut"
@@ -157,5 +157,5 @@ def say_cut(where: str, cut: Sequence[bool], length: int, more: str) -> None:
 
 
 def tokenizer_key(source: str | None = None) -> dict:
-    """What token ids depend on besides the texts and a network's length, for the cache."""
-    return {"tokenizer": words_of(source).digest} | ({"length": LENGTH} if source is None else {})
+    """Return what token ids depend on besides the texts and a network's length, for the cache."""
+    return {"tokenizer": load_tokenizer(source).digest} | ({"length": LENGTH} if source is None else {})

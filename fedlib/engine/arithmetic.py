@@ -26,7 +26,7 @@ _CPU = (torch.backends.mkldnn.matmul, "fp32_precision"), (torch.backends.mkldnn.
 
 
 def arithmetic(precision: str, device: torch.device) -> AbstractContextManager[None]:
-    """Inside, products of float32 on ``device`` are of this ``Experiment.precision``; afterwards as they were.
+    """Compute products of float32 on ``device`` in this ``Experiment.precision`` inside the block.
 
     ``tf32`` says so itself; under ``bfloat16`` autocast casts, and the rest is IEEE. On a GPU, cuDNN's convolutions
     also repeat their numbers. ``RuntimeError`` if another thread of the process runs with another precision.
@@ -50,6 +50,6 @@ def _set(owner: Any, name: str, value: Any) -> None:
 
 
 def check_precision(e: Experiment, device: str) -> None:
-    """Raise ``ValueError`` if ``device`` has no such arithmetic."""
+    """Raise ``ValueError`` if ``device`` cannot compute in the experiment's precision."""
     if e.precision == "tf32" and not device.startswith("cuda"):
         raise e.refused("precision", f"is of GPUs, and this one trains on {device}", "float32, bfloat16")

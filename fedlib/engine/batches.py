@@ -37,12 +37,12 @@ class Batches:
         return self.active.sum(0)
 
     def padding(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The weights (K, width) of a step, in host memory and on the device."""
+        """Return the weights (K, width) of a step, in host memory and on the device."""
         return self.host_weights[step, :, : self.width[step]], self.weights[step, :, : self.width[step]]
 
 
-def draws_of(seed: int, t: int) -> Callable[[int], torch.Generator]:
-    """The clients' generators of round t: a second local training goes on drawing where the first one stopped."""
+def client_generators(seed: int, t: int) -> Callable[[int], torch.Generator]:
+    """Return the clients' generators of round t: a second local training goes on drawing where the first stopped."""
     return cache(partial(torch_generator, seed, "local", t))
 
 
@@ -53,7 +53,7 @@ def draw_batches(
     draws: Callable[[int], torch.Generator],
     epochs: int | None = None,
 ) -> Batches:
-    """The batches of ``epochs`` (None: the experiment's) over each client's examples, in an order that is new in each.
+    """Draw the batches of ``epochs`` (None: the experiment's) over each client's examples, in a new order in each.
 
     ``clients`` has one entry for each member that trains: members of one client share its batches.
     """
@@ -89,7 +89,7 @@ def draw_batches(
 def _client_batches(
     e: Experiment, data: FederatedData, client: Client, generator: torch.Generator, epochs: int, b: int
 ) -> Iterator[tuple[np.ndarray, torch.Tensor | None]]:
-    """Batches of at most b positions among the client's examples, and their views (n, 5)."""
+    """Yield batches of at most b positions among the client's examples, and their views (n, 5)."""
     n = client.num_examples
     for _ in range(epochs):
         order, views = torch.randperm(n, generator=generator).numpy(), None
@@ -100,13 +100,13 @@ def _client_batches(
             yield order[start : start + b], views[start : start + b] if views is not None else None
 
 
-def mixed(data: FederatedData) -> torch.Tensor:
-    """The training rows that clients hold, in an order drawn from the seed: for batch norm's statistics."""
+def shuffled_rows(data: FederatedData) -> torch.Tensor:
+    """Return the training rows that clients hold, in an order drawn from the seed: for batch norm's statistics."""
     return torch.from_numpy(numpy_generator(data.seed, "in order").permutation(data.holdings.held()))
 
 
-def own_rows(data: FederatedData, client: int, by_example: bool) -> np.ndarray:
-    """A client's rows; where what becomes of one depends on those beside it, in an order drawn from the seed."""
+def client_rows(data: FederatedData, client: int, by_example: bool) -> np.ndarray:
+    """Return a client's rows, in an order drawn from the seed unless each example is treated by itself."""
     mine = data.client(client)
     return mine if by_example else numpy_generator(data.seed, "in order", client=client).permutation(mine)
 
@@ -114,8 +114,11 @@ def own_rows(data: FederatedData, client: int, by_example: bool) -> np.ndarray:
 def in_order(
     data: FederatedData, clients: Sequence[Client], size: int, by_example: bool
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """(rows, weights), each (K, B), in host memory: each client's ``own_rows`` once, in order; weight 0 on padding."""
-    own = [own_rows(data, c.id, by_example) for c in clients]
+    """Yield (rows, weights), each (K, B), in host memory: each client's ``client_rows`` in order.
+
+    Weight 0 on padding.
+    """
+    own = [client_rows(data, c.id, by_example) for c in clients]
     for a in range(0, max(c.num_examples for c in clients), size):
         rows, weights = np.zeros((len(clients), size), np.int64), np.zeros((len(clients), size), np.float32)
         for i, mine in enumerate(own):
@@ -124,11 +127,11 @@ def in_order(
         yield torch.from_numpy(rows), torch.from_numpy(weights)
 
 
-def places_of(data: FederatedData, clients: Sequence[Client], examples: np.ndarray, by_example: bool) -> np.ndarray:
-    """Where among its client's ``own_rows`` each of ``examples`` (S, K, B), rows of the data, stands."""
+def positions_of(data: FederatedData, clients: Sequence[Client], examples: np.ndarray, by_example: bool) -> np.ndarray:
+    """Return the position of each of ``examples`` (S, K, B), rows of the data, among its client's ``client_rows``."""
     places = np.zeros_like(examples)
     for i, client in enumerate(clients):
-        mine = own_rows(data, client.id, by_example)
+        mine = client_rows(data, client.id, by_example)
         order = np.argsort(mine, kind="stable")
         places[:, i] = order[np.searchsorted(mine, examples[:, i], sorter=order)]
     return places

@@ -12,7 +12,7 @@ from ..core.validation import check_conditions, shown
 from ..data.datasets import DATASETS, TEXTS, is_text
 from ..data.federated import FederatedData
 from ..data.tasks import Classification, NextToken, Regression, task_of
-from ..data.tokenizer import words_of
+from ..data.tokenizer import load_tokenizer
 from ..layers.norms import BatchNorm2d
 from ..methods import METHODS, OLD_OPTIONS, Method, Setting, build_method, present_options
 from ..models.adapters import check_finetune, default_options
@@ -85,7 +85,7 @@ def check_labels(e: Experiment, method: Method) -> None:
 
 
 def check_channels(e: Experiment, config: Spec, data: FederatedData) -> None:
-    """Raise ``ValueError`` if images have other channels than the backbone reads, or token ids are not of its words.
+    """Raise ``ValueError`` if images have other channels than the backbone reads, or token ids exceed its vocabulary.
 
     Grey images are repeated.
     """
@@ -113,12 +113,12 @@ def check_norms(e: Experiment, model: ExitModel) -> None:
         raise e.refused("batch_norm", why, "batch, tracked")
 
 
-def check_words(e: Experiment, config: Spec) -> None:
+def check_tokenizer(e: Experiment, config: Spec) -> None:
     """Raise ``ValueError`` if the backbone and its tokenizer do not go together; ``ConnectionError`` if it has none."""
     source = config.tokenizer
     if source is None:
         return
-    words, of = words_of(source), f"experiment: backbone = {e.backbone!r}: the tokenizer of {source!r}"
+    words, of = load_tokenizer(source), f"experiment: backbone = {e.backbone!r}: the tokenizer of {source!r}"
     if words.rows > config.vocab_size:
         raise ValueError(f"{of} has token ids up to {words.rows - 1}; allowed: below the model's {config.vocab_size}")
     if words.padding != config.padding:
@@ -138,7 +138,7 @@ def check_device(device: str) -> None:
 
 
 def without_defaults(e: Experiment) -> Experiment:
-    """``e`` without the options that say what their method and fine-tuning mode do anyway: one spelling of a meaning.
+    """Drop the options of ``e`` that equal the defaults of its method and fine-tuning mode: one spelling of a meaning.
 
     Its name is that of a new run; runs that are stored under another spelling keep theirs (``store.as_stored``).
     """
@@ -153,34 +153,34 @@ def without_defaults(e: Experiment) -> Experiment:
     return e.replace(options=options, finetune_options=finetune_options | whole)
 
 
-def spellings(e: Experiment) -> Iterator[Experiment]:
-    """``e`` as given, then all that mean the same: without defaults, and with whole numbers as 1.0 or as 1."""
-    yield from _by_old_names(e)
+def equivalent_experiments(e: Experiment) -> Iterator[Experiment]:
+    """Yield ``e``, then all that mean the same: without defaults, and with whole numbers as 1.0 or as 1."""
+    yield from _old_spellings(e)
     plain = without_defaults(e)
     kinds = ("options", plain.options, _whole), ("finetune_options", plain.finetune_options, _real)
     pairs = [[(kind, k, x) for x in (v, other(v))] for kind, values, other in kinds for k, v in values.items()]
     for chosen in itertools.islice(itertools.product(*pairs), 256):
-        yield from _by_old_names(
+        yield from _old_spellings(
             plain.replace(**{kind: {k: x for of, k, x in chosen if of == kind} for kind, *_ in kinds})
         )
 
 
-def _by_old_names(e: Experiment) -> Iterator[Experiment]:
-    """``e``, and as it was stored when options of it were called otherwise."""
+def _old_spellings(e: Experiment) -> Iterator[Experiment]:
+    """Yield ``e``, then ``e`` with the former names of its options, if any were renamed."""
     yield e
     if OLD_OPTIONS.keys() & e.options.keys():
         yield e.replace(options={OLD_OPTIONS.get(k, k): v for k, v in e.options.items()})
 
 
 def _whole(value: object) -> object:
-    """A number without a fraction as an integer, also inside a list; anything else as it is."""
+    """Convert a number without a fraction to an integer, also inside a list; return anything else as it is."""
     if isinstance(value, tuple):
         return tuple(map(_whole, value))
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _real(value: object) -> object:
-    """An integer as a float, also inside a list; anything else as it is."""
+    """Convert an integer to a float, also inside a list; return anything else as it is."""
     if isinstance(value, tuple):
         return tuple(map(_real, value))
     return float(value) if type(value) is int else value

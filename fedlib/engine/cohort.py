@@ -13,7 +13,7 @@ from functools import cache
 
 import torch
 
-from ..core.devices import sent
+from ..core.devices import to_device
 from ..core.profiling import phase
 from ..core.rng import torch_generator
 from ..core.slices import NOTHING, Slice, take, within
@@ -23,13 +23,13 @@ from ..methods.sums import Update, finite_sums
 from ..methods.values import Member, Round, Server, Stage
 from ..models.exit_model import ExitModel
 from ..models.route import Route
-from .batches import Batches, draw_batches, draws_of, in_order
+from .batches import Batches, client_generators, draw_batches, in_order
 from .federation import Federation
 from .forward import Forward, by_example
 from .optimisers import build_optimiser
 from .schedules import round_rate, step_rates
 from .stacks import Stack
-from .stages import Ahead, route_of, trains, units_ahead
+from .stages import PrecomputedUnits, is_trained, route_of, units_ahead
 from .teacher import Teacher
 
 Tensors = dict[str, torch.Tensor]
@@ -72,14 +72,14 @@ class Cohort:
             name: Teacher(federation, self.forward, self.clients, same, server.params, memories)
             for name, same in still.items()
         }
-        self._ahead: Ahead | None = None  # what the last stage kept
-        self._draws = draws_of(self.experiment.seed, r.t)
+        self._ahead: PrecomputedUnits | None = None  # what the last stage kept
+        self._draws = client_generators(self.experiment.seed, r.t)
         self._generators = [
             torch_generator(self.experiment.seed, f"dropout of {m.name}", r.t, m.client.id) for m in self.members
         ]
 
     def label_counts(self) -> torch.Tensor:
-        """Training examples by label of each member's client, (M, classes)."""
+        """Count the training examples by label of each member's client, (M, classes)."""
         return self.stack.label_counts
 
     # --- what members received, remember and send ----------------------------------------------------------------
@@ -90,7 +90,10 @@ class Cohort:
         return self.stack.tensors(self.server.params, own=False)
 
     def recall(self, key: str) -> Tensors:
-        """Each client's stored tensors ``key/<parameter>``, stacked like ``params``; zeros where there are none."""
+        """Return each client's stored tensors ``key/<parameter>``, stacked like ``params``.
+
+        Zeros where there are none.
+        """
         return self.stack.recall(key, self.params)
 
     def remember(self, key: str, tensors: Tensors, rows: Mapping[str, Sequence[int]] | None = None) -> None:
@@ -107,16 +110,16 @@ class Cohort:
         kept[name] = tensor.detach().clone()
 
     def keep(self) -> None:
-        """Let personal parameters stay with their clients, under the member's name."""
+        """Store personal parameters with their clients, under the member's name."""
         for i, name, row in self.stack.personal():
             self._remember(self.clients[i].id, f"{self.members[i].name}/{name}", self.params[name][row])
 
     def payload(self, key: str) -> Tensors:
-        """What members brought under ``key``, stacked: like ``params`` where it is named so, else (M, ...)."""
+        """Return what members brought under ``key``, stacked: like ``params`` where it is named so, else (M, ...)."""
         return self.stack.payload(key, self.params)
 
     def rows_named(self, member: str) -> Callable[[str], torch.Tensor]:
-        """1 on the rows of the members called ``member``, by parameter, to mask a gradient with."""
+        """Return a function from a parameter to a mask: 1 on the rows of the members called ``member``, else 0."""
 
         @cache
         def of(rows: Sequence[int]) -> torch.Tensor:
@@ -136,7 +139,7 @@ class Cohort:
                 self.extras.setdefault(self.clients[i].id, {})[f"{key}/{name}"] = stacked[row].detach().clone()
 
     def update(self) -> Update:
-        """What the cohort uploads: every member's part, or what its ``upload`` says, without what is personal."""
+        """Return the upload: every member's part, or what its ``upload`` says, without what is personal."""
         if all(m.upload is None and m.keeps == "personal" for m in self.members) and not self.stack.personal_names:
             return Update(self.clients, self.slices, self.params, self.rows)
         uploads = tuple(NOTHING if m.upload is None and m.keeps == "all" else m.upload or m.part for m in self.members)
@@ -162,7 +165,7 @@ class Cohort:
         self, loss: Loss, stage: Stage = Stage(), gradient: Callable[[str, torch.Tensor], torch.Tensor] | None = None,
         view: Callable[[int], View] | None = None,
     ) -> None:  # fmt: skip
-        """One optimiser run from ``params``, in place. A second run of a round goes on drawing where the first stopped.
+        """Run one optimiser from ``params``, in place. A second run of a round goes on drawing where the first stopped.
 
         ``gradient(name, p)`` is added before clipping, where the loss reaches p. Members that ran out of batches stand
         still. A loss is (M,), one number for each member. A stage none of whose parameters is trainable is over at
@@ -170,7 +173,7 @@ class Cohort:
         them; ``Batch.whole`` gives the outputs of these.
         """
         e, device = self.experiment, self.data.device
-        names = [n for n in self.params if trains(stage, self.setting.infos[n], len(self.held))]
+        names = [n for n in self.params if is_trained(stage, self.setting.infos[n], len(self.held))]
         if not names:  # exits in turn with a backbone that is frozen
             return
         leaves = [self.params[n].requires_grad_(True) for n in names]
@@ -189,7 +192,7 @@ class Cohort:
         units = units_ahead(self.federation, forward, self.clients, stage, names) if view is None else 0
         if units:
             with phase("forward"):
-                ahead = Ahead(self.federation, forward, self.clients, stage, units, batches, before)
+                ahead = PrecomputedUnits(self.federation, forward, self.clients, stage, units, batches, before)
         self._ahead, before = ahead if stage.units is not None else None, None
         total, scratch = torch.zeros(len(self.members), device=device), {}
         rates = step_rates(e, rate, batches.steps, device)
@@ -214,7 +217,10 @@ class Cohort:
         self._losses = total / steps
 
     def losses(self, update: Update) -> tuple[dict[int, float], bool]:
-        """Each client's mean loss, of its first member, and are all numbers of ``update`` finite? One transfer."""
+        """Return each client's mean loss, of its first member, and whether all of ``update`` is finite.
+
+        One transfer.
+        """
         told = [] if self._losses is None else [self._losses]
         if update.params:
             told.append((~finite_sums(update.params.values())).to(torch.float32).view(1))
@@ -224,7 +230,10 @@ class Cohort:
         return {c.id: x for c, x in reversed(list(means))}, not update.params or numbers[-1] == 0
 
     def narrow(self, part: Slice) -> View:
-        """The view of a ``part`` of what the members hold, who keep the same entries; frozen tensors are cut too."""
+        """Return the view of a ``part`` of what the members hold, who keep the same entries.
+
+        Frozen tensors are cut too.
+        """
         inner = within(part, self.slices[0])
 
         def cut(name: str, p: torch.Tensor) -> torch.Tensor:
@@ -235,7 +244,7 @@ class Cohort:
         return cut
 
     def answers(self, exit: int = -1) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """(features, labels, weights) at ``exit`` over every client's own examples in order, without gradients.
+        """Yield (features, labels, weights) at ``exit`` over every client's own examples in order, without gradients.
 
         Features (M, B, d) are flattened; weights (M, B) are 1 on examples and 0 on padding.
         """
@@ -250,7 +259,7 @@ class Cohort:
             yield seen[unit].flatten(2).float(), self.data.labels[rows.to(device)], weights.to(device)
 
     def _run(
-        self, batches: Batches, step: int, route: Route, ahead: Ahead | None, scratch: dict,
+        self, batches: Batches, step: int, route: Route, ahead: PrecomputedUnits | None, scratch: dict,
         view: Callable[[int], View] | None,
     ) -> Batch:  # fmt: skip
         """Run the members, or this step's view of them, on its inputs."""
@@ -281,7 +290,7 @@ class Cohort:
         if route.exit is not None:  # nobody else answers
             held = held * torch.eye(len(held), device=held.device)[route.exit, :, None]
         return Batch(
-            outputs, self.data.labels[sent(rows, self.data.device)], weights, held, self.t, self.experiment.rounds,
+            outputs, self.data.labels[to_device(rows, self.data.device)], weights, held, self.t, self.experiment.rounds,
             scratch, features, self.stack.owners, lambda name: self.teachers[name].at(batches, step, x),
             self.label_counts, self.federation.task,
             lambda: self.forward.place_(True, self._generators)(x, padding, route),

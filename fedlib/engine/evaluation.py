@@ -7,19 +7,19 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
-from ..core.devices import home
+from ..core.devices import to_host
 from ..core.slices import Slice, is_cut, take, take_all
-from ..core.threads import side_by_side
+from ..core.threads import map_in_threads
 from ..methods import Round, Server
 from .arithmetic import arithmetic
-from .batches import mixed
+from .batches import shuffled_rows
 from .federation import Federation
 from .forward import Forward, by_example
 from .privacy import privacy_spent
 
 
-def central(federation: Federation, server: Server, part: Slice) -> Forward:
-    """The sub-model ``part`` of the global state on the central test set (views where possible)."""
+def central_forward(federation: Federation, server: Server, part: Slice) -> Forward:
+    """Prepare the sub-model ``part`` of the global state for the central test set (views where possible)."""
     infos = federation.setting.infos
     frozen = {n: take(p, infos[n], part) for n, p in (federation.frozen | server.changed).items()}
     cut = part.index and any(is_cut(i, part) for i in infos.values())
@@ -34,7 +34,9 @@ AT_ONCE = 2**27  # numbers in the widest activation of a net whose batch norm se
 
 
 def exit_logits(federation: Federation, server: Server, part: Slice | tuple[Slice, ...]) -> torch.Tensor:
-    """Logits (E, N, C) of sub-model ``part`` on the test set; zeros for exits it does not hold. Of several the mean.
+    """Return logits (E, N, C) of sub-model ``part`` on the test set; zeros for exits it does not hold.
+
+    Of several the mean.
 
     Where batch norm has no statistics of its own (``batch``), or they are the clients' (``local``), it takes those of
     the whole test set, whatever its order. The releases take those of batches, in the order of the file.
@@ -42,7 +44,7 @@ def exit_logits(federation: Federation, server: Server, part: Slice | tuple[Slic
     if isinstance(part, tuple):
         return sum((exit_logits(federation, server, one) for one in part), torch.zeros(())) / len(part)
     with arithmetic("float32", federation.device):
-        return _logits(federation, central(federation, server, part).place_())
+        return _logits(federation, central_forward(federation, server, part).place_())
 
 
 def _logits(federation: Federation, forward: Forward) -> torch.Tensor:
@@ -58,29 +60,29 @@ def _logits(federation: Federation, forward: Forward) -> torch.Tensor:
         return forward(forward.inputs(torch.from_numpy(examples)[None]))[:, 0]
 
     if e.batch_norm == "static":
-        forward.recompute_((rows[None], None) for rows in mixed(data).split(BATCH))
+        forward.recompute_((rows[None], None) for rows in shuffled_rows(data).split(BATCH))
     parts = np.split(np.arange(n), range(BATCH, n, BATCH))
     threads = min(torch.get_num_threads(), len(parts)) if device.type == "cpu" else 1
-    return torch.cat(list(side_by_side(logits, parts, threads)), 1)
+    return torch.cat(list(map_in_threads(logits, parts, threads)), 1)
 
 
 def served_parts(federation: Federation, server: Server) -> list[Slice | tuple[Slice, ...]]:
-    """The sub-model that each exit is evaluated with on the central test set."""
+    """Return the sub-model that each exit is evaluated with on the central test set."""
     r = Round(server.t, (), federation.setting)
     return [federation.method.model_for(j, server, r) for j in range(federation.setting.num_exits)]
 
 
 def exit_for(j: int, part: Slice | tuple[Slice, ...]) -> int:
-    """Which exit of ``part`` answers for exit j: the deepest that it holds up to j, else its first."""
+    """Return the exit of ``part`` that answers for exit j: the deepest that it holds up to j, else its first."""
     held = (part[0] if isinstance(part, tuple) else part).exits
     return max((k for k in held if k <= j), default=min(held))
 
 
 def evaluate(federation: Federation, server: Server) -> Mapping[str, object]:
-    """``accuracy`` (mean over exits), ``exits`` (each exit's), and ``ensemble`` where one model has all exits.
+    """Measure ``accuracy`` (mean over exits), ``exits`` (each exit's), and ``ensemble`` if one model has all exits.
 
     ``others`` has each exit's further metrics, if the task has any (SQuAD's exact match, CoLA's accuracy). ``right``
-    says which test examples every exit, then the ensemble, got right (:func:`unpacked`), where the metric counts them.
+    says which examples every exit, then the ensemble, got right (:func:`unpack_bits`), if the metric counts them.
 
     Exits are those of ``Federation.answering``. All numbers are the task's metric, in percent; None where it is
     undefined. ``nonfinite`` counts the exits that answered with a NaN or infinity, where there are any; if the
@@ -102,11 +104,11 @@ def evaluate(federation: Federation, server: Server) -> Mapping[str, object]:
         finite.append(task.finite(given).all())
     if outputs is not None and len(answering) > 1:
         answers.append(task.predict(outputs[answering].mean(0)))
-    *answers, labels, finite = home([*answers, labels, torch.stack(finite)])
+    *answers, labels, finite = to_host([*answers, labels, torch.stack(finite)])
     broken = int((~finite).sum())
     if broken and federation.experiment.nonfinite == "fail":
         raise FloatingPointError(f"round {server.t}: answers are not finite (nonfinite = 'fail')")
-    measured = [{name: told(x) for name, x in task.score(given, labels).items()} for given in answers]
+    measured = [{name: rounded(x) for name, x in task.score(given, labels).items()} for given in answers]
     found = measured[: len(answering)]
     exits = [f[task.metric] for f in found]
     defined = [x for x in exits if x is not None]  # all: ``check_task`` refuses labels that leave nothing to measure
@@ -118,21 +120,21 @@ def evaluate(federation: Federation, server: Server) -> Mapping[str, object]:
     if broken:
         out["nonfinite"] = broken
     if task.metric == "accuracy":
-        out["right"] = packed(torch.stack([given == labels for given in answers]))
+        out["right"] = pack_bits(torch.stack([given == labels for given in answers]))
     return out | privacy_spent(federation, server.t)
 
 
-def told(x: float) -> float | None:
-    """A number as it is stored; None where it is undefined."""
+def rounded(x: float) -> float | None:
+    """Round a number to four digits for storage; None where it is undefined."""
     return None if math.isnan(x) else round(float(x), 4)
 
 
-def packed(right: torch.Tensor) -> str:
-    """(rows, N) truths as text: base64 of each row's bits."""
+def pack_bits(right: torch.Tensor) -> str:
+    """Encode (rows, N) truths as text: base64 of each row's bits."""
     return base64.b64encode(np.packbits(right.cpu().numpy(), axis=1).tobytes()).decode()
 
 
-def unpacked(text: str, n: int) -> np.ndarray:
-    """The (rows, ``n``) truths that ``text`` holds."""
+def unpack_bits(text: str, n: int) -> np.ndarray:
+    """Decode the (rows, ``n``) truths that ``text`` holds."""
     bits = np.frombuffer(base64.b64decode(text), np.uint8).reshape(-1, -(-n // 8))
     return np.unpackbits(bits, axis=1, count=n).astype(bool)

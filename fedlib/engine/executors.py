@@ -20,7 +20,7 @@ from ..core.annotations import Count, Positive
 from ..core.clients import Client
 from ..core.devices import memory_to_plan_with
 from ..core.profiling import phase
-from ..core.threads import close, repeatable, warn_if_spinning
+from ..core.threads import close, one_thread, warn_if_spinning
 from ..core.validation import check_instance, check_known, names_its_keywords
 from ..methods import Member, Round, Server
 from ..methods.sums import MaskedMean
@@ -106,13 +106,13 @@ class Execution:
         return self.device if alone else "cpu"
 
     def side_by_side(self) -> int:
-        """Workers of this machine."""
+        """Return the number of workers of this machine."""
         if self.workers is not None:
             return self.workers
         return torch.get_num_threads() if self.device == "cpu" else len(self.devices())
 
     def devices(self) -> list[str]:
-        """What workers of this machine compute on, in turn."""
+        """Return the devices that workers of this machine compute on, in turn."""
         if self.device != "cuda" or self.executor not in ("auto", "processes"):
             return [self.device]
         return [f"cuda:{i}" for i in range(torch.cuda.device_count())]
@@ -170,7 +170,7 @@ SHARE_OF_GPU_MEMORY = 0.4
 
 
 def automatic_cohort_size(f: Federation) -> int:
-    """The most clients that are worth training as one cohort, from shapes alone (so that a run repeats bit for bit).
+    """Return the most clients worth training as one cohort, from shapes alone (so that a run repeats bit for bit).
 
     CPU: batching pays while the widest activation of a cohort stays in cache. Measured per client on one core, a cohort
     against one client at a time: width 64 fully trained, batch 32 / 8: 1.2 / 2.2 times faster, LoRA 1.5 / 2.7; width
@@ -195,7 +195,7 @@ def automatic_cohort_size(f: Federation) -> int:
 
 
 def plan_round(f: Federation, server: Server, r: Round, workers: int, size: int | None) -> list[list[Member]]:
-    """A round's cohorts, made once, on the driver, whoever trains them.
+    """Plan a round's cohorts, once, on the driver, whoever trains them.
 
     Models of one client stay together where they can stack: those that teach or are taught must meet.
     """
@@ -266,7 +266,7 @@ class InProcess:
             return train_cohort(self.federation, self._model(), server, r, members, memories)
 
         if self.workers == 1:
-            one_at_a_time = repeatable(train_one) if len(self.federation.setting.spec.feature(0)) > 1 else train_one
+            one_at_a_time = one_thread(train_one) if len(self.federation.setting.spec.feature(0)) > 1 else train_one
             for members in cohorts:  # not by ``map``, which would take a method's StopIteration for its end
                 yield one_at_a_time(members)
             return

@@ -61,7 +61,7 @@ class Federation:
         return exits[-1:] if self.method.last_answers else exits
 
     def candidates(self) -> np.ndarray:
-        """Ids of the clients that may be sampled: the eligible with examples."""
+        """Return the ids of the clients that may be sampled: the eligible ones with examples."""
         eligible = self.method.eligible(self.budgets, self.setting)
         return eligible[self.data.num_examples[eligible] > 0]
 
@@ -71,11 +71,11 @@ class Federation:
         return min(self.experiment.clients_per_round, len(self.candidates()))
 
     def clients(self, ids: Iterable[int]) -> list[Client]:
-        """The clients ``ids`` as values."""
+        """Return the clients ``ids`` as values."""
         return clients_of(self.budgets, ids, self.data.num_examples)
 
     def sample_clients(self, t: int) -> list[Client]:
-        """The clients of round t, a function of (seed, t): without replacement among the candidates."""
+        """Sample the clients of round t, a function of (seed, t): without replacement among the candidates."""
         rng = numpy_generator(self.experiment.seed, "clients", t)
         ids = rng.choice(self.candidates(), self.sample_size, replace=False)
         return self.clients(np.sort(ids))
@@ -84,7 +84,7 @@ class Federation:
 def build_model(
     e: Experiment, method: Method, num_classes: int, meta: bool = False, exit_units: Sequence[int] | None = None
 ) -> ExitModel:
-    """Backbone, exits and fine-tuning mode of ``e``. ``meta``: shapes only, without weights or memory.
+    """Build backbone, exits and fine-tuning mode of ``e``. ``meta``: shapes only, without weights or memory.
 
     ``exit_units``: where exits stand; None: as the experiment or the method says.
     """
@@ -111,13 +111,13 @@ def build_model(
 
 
 def _measured(e: Experiment, method: Method, num_classes: int, exit_units: tuple[int, ...]) -> Setting:
-    """The setting of ``e`` with exits after ``exit_units``, of shapes alone."""
+    """Return the setting of ``e`` with exits after ``exit_units``, of shapes alone."""
     e = e.replace(num_exits=len(exit_units), exit_blocks=exit_units)
     return setting_of(e, build_model(e, method, num_classes, meta=True))
 
 
 def setting_of(e: Experiment, model: ExitModel, data: FederatedData | None = None) -> Setting:
-    """What methods may know of ``e`` with ``model``, fresh or of shapes alone."""
+    """Return what methods may know of ``e`` with ``model``, fresh or of shapes alone."""
     infos, counts = model.infos(), partial(label_counts, data) if data is not None else unknown
     return Setting(
         model.backbone.spec, model.exit_units, infos, e.num_clients, e.rounds, axes_of(model, infos), e.seed, counts,
@@ -126,7 +126,7 @@ def setting_of(e: Experiment, model: ExitModel, data: FederatedData | None = Non
 
 
 def label_counts(data: FederatedData, client: int) -> np.ndarray:
-    """A client's training examples by label, (classes,)."""
+    """Count a client's training examples by label, (classes,)."""
     return np.bincount(data.host_labels[data.client(client)], minlength=len(data.classes))
 
 
@@ -135,7 +135,7 @@ def build_federation(e: Experiment, device: str = "cpu") -> Federation:
     checks.check_device(device)
     method = checks.check_experiment(e)
     spec = backbone_spec(e.backbone)
-    checks.check_words(e, spec)
+    checks.check_tokenizer(e, spec)
     data = load_federated(e, device, spec.input_shape[-1], tokenizer_of(e.backbone))
     if spec.pixels and spec.as_trained:  # images as the checkpoint saw them
         mean, std = torch.tensor(spec.pixels, device=data.mean.device)
@@ -165,13 +165,16 @@ def build_federation(e: Experiment, device: str = "cpu") -> Federation:
 
 
 def with_caches(f: Federation) -> Federation:
-    """``f`` with empty caches for the answers of its frozen first units, where they pay."""
+    """Return ``f`` with empty caches for the outputs of its frozen first units, where they pay."""
     units = f.model.frozen_units()
     return replace(f, train_cache=build_train_cache(f, units), test_cache=_cache(f, units, f.data.test_inputs))
 
 
 def build_train_cache(f: Federation, units: int) -> FrozenCache | None:
-    """The cache of the training examples' first ``units`` units; None with augmentation, or where it does not pay."""
+    """Build the cache of the training examples' first ``units`` units.
+
+    None with augmentation, or where it does not pay.
+    """
     drops = any(isinstance(m, TokenDropout) and m.p for m in f.model.backbone.modules())
     return _cache(f, units if f.experiment.augment == "none" and not drops else 0, f.data.inputs)
 
@@ -183,7 +186,7 @@ def _cache(f: Federation, units: int, inputs: torch.Tensor) -> FrozenCache | Non
 
 
 def budgets_of(e: Experiment, method: Method) -> np.ndarray:
-    """Each client's budget, by default the deepest exit it can hold: ``uniform`` i mod B, ``maximum`` B - 1 for all.
+    """Return each client's budget, the deepest exit it can hold: ``uniform`` i mod B, ``maximum`` B - 1 for all.
 
     ``contiguous``: the first N // B clients have the first, and so on; clients left over have the last. A tuple names
     each device class's, client i being of class i mod their number. ``ValueError`` for a budget that there is not.

@@ -12,14 +12,14 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..core.devices import sent
+from ..core.devices import to_device
 from ..core.slices import Slice
 from ..data.federated import FederatedData
-from ..layers.context import Padding, Policy, answering
+from ..layers.context import Padding, Policy, evaluation_mode
 from ..layers.dropout import Dropout
 from ..layers.norms import BatchNorm2d, recomputed_statistics, settled_statistics
 from ..models.exit_model import ExitModel
-from ..models.route import Begun, Route
+from ..models.route import PartialForward, Route
 from .frozen_cache import FrozenCache
 
 
@@ -51,14 +51,14 @@ class Forward:
         return self
 
     def fill(self, examples: np.ndarray) -> None:
-        """See to it that the cache holds ``examples``; the tensors must be in place."""
+        """Make sure that the cache holds ``examples``; the tensors must be in place."""
         if self.cache is not None:
             self.cache.fill(self.model, examples)
 
-    def inputs(self, rows: torch.Tensor, views: torch.Tensor | None = None) -> torch.Tensor | Begun:
-        """What the model reads of each member's ``rows`` (M, B), in their ``views`` (M, B, 5)."""
+    def inputs(self, rows: torch.Tensor, views: torch.Tensor | None = None) -> torch.Tensor | PartialForward:
+        """Return what the model reads of each member's ``rows`` (M, B), in their ``views`` (M, B, 5)."""
         if self.cache is not None:
-            return self.cache(sent(rows, self.data.device))
+            return self.cache(to_device(rows, self.data.device))
         return self._seen(self.data.test_inputs if self.test else self.data.inputs, rows, views)
 
     def _seen(self, inputs: torch.Tensor, rows: torch.Tensor, views: torch.Tensor | None = None) -> torch.Tensor:
@@ -67,10 +67,10 @@ class Forward:
         return x.view(*rows.shape, *x.shape[1:])
 
     def __call__(
-        self, x: torch.Tensor | Begun, weights: Padding = None, route: Route | None = None,
+        self, x: torch.Tensor | PartialForward, weights: Padding = None, route: Route | None = None,
         watch: Callable | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        """Outputs (E, M, B, *out) on ``x``, whose rows of ``weights`` (M, B) zero, in host memory, are padding.
+        """Return outputs (E, M, B, *out) on ``x``; rows of ``weights`` (M, B) zero, in host memory, are padding.
 
         ``weights`` may come with the same on the device, so that nothing is copied there.
         """
@@ -80,38 +80,40 @@ class Forward:
 
     @torch.no_grad()
     def answer(
-        self, x: torch.Tensor | Begun, weights: Padding = None,
+        self, x: torch.Tensor | PartialForward, weights: Padding = None,
         kept: Sequence[Policy] = ("tracked", "local"), watch: Callable | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        """Outputs as a served model's, by batch norm's statistics where the policy is among ``kept``.
+        """Compute outputs as a served model's, by batch norm's statistics where the policy is among ``kept``.
 
         Whatever is in place, in the middle of its training too, is put back.
         """
         context = self.model.context
-        scale, seen, context.scale = context.scale, (context.weights, context.there), self.scale
-        with self.model.holding(*self.tensors), answering(context, kept):
+        scale, seen, context.scale = context.scale, (context.weights, context.device_weights), self.scale
+        with self.model.holding(*self.tensors), evaluation_mode(context, kept):
             out = self(x, weights, watch=watch)
-        context.scale, (context.weights, context.there) = scale, seen
+        context.scale, (context.weights, context.device_weights) = scale, seen
         return out
 
     @torch.no_grad()
     def leading(
-        self, x: torch.Tensor | Begun, units: int, weights: torch.Tensor | None = None, without: Collection[int] = ()
-    ) -> Begun:
-        """What the first ``units`` units, but those ``without``, make of ``x``."""
+        self, x: torch.Tensor | PartialForward, units: int, weights: Padding = None, without: Collection[int] = ()
+    ) -> PartialForward:
+        """Run the first ``units`` units, but those ``without``, on ``x``."""
         self.model.context.pad(weights)
         with self._precision():
-            return self.model.begin(x, units, without, self.route.alive)
+            return self.model.run_leading(x, units, without, self.route.alive)
 
     @torch.no_grad()
     def together(self, batches: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Outputs (E, 1, N, *out) of one member on ``batches``, rows (1, B) each; batch norm sees all of them at once.
+        """Return outputs (E, 1, N, *out) of one member on ``batches``, rows (1, B).
+
+        Batch norm sees all of them at once.
 
         Of several batches a unit runs for all before the next one does.
         """
         seen, depth = [self.inputs(rows) for rows in batches], self.model.depth
         if len(seen) == 1:
-            with answering(self.model.context, ()):
+            with evaluation_mode(self.model.context, ()):
                 return self(seen[0])
         backbone, by_unit = self.model.backbone, self.model.head.first_hand_back == math.inf
         with settled_statistics(self.model) as settle:
@@ -130,7 +132,7 @@ class Forward:
                 self(self._seen(self.data.inputs, rows), weights)
 
     def shares_backbone(self) -> bool:
-        """Do all members, none of them cut, run one backbone, whose answers do not depend on who shares a batch?"""
+        """Return whether all members run one uncut backbone whose outputs do not depend on who shares a batch."""
         backbone, context = self.model.backbone, self.model.context
         places = [place for places in (*backbone.of_block, backbone.of_stem) for place in places]
         alike = all(own[leaf].dim() == dims for own, leaf, dims in places)
@@ -138,8 +140,8 @@ class Forward:
         whole = exits and min(self.route.alive) == len(self.parts)
         return alike and whole and by_example(self.model, context.policy, context.training, features=True)
 
-    def as_one(self, x: torch.Tensor | Begun, weights: torch.Tensor | None = None) -> torch.Tensor:
-        """The examples (M, B, ...) of all through one backbone as one batch; each member's own exits answer."""
+    def as_one(self, x: torch.Tensor | PartialForward, weights: torch.Tensor | None = None) -> torch.Tensor:
+        """Run the examples (M, B, ...) of all through one backbone as one batch; each member's own exits answer."""
         assert isinstance(x, torch.Tensor)  # without a cache
         self.model.context.pad(weights)
         backbone = self.model.backbone
@@ -152,7 +154,7 @@ class Forward:
 
 
 def by_example(model: ExitModel, policy: Policy, training: bool, features: bool = False) -> bool:
-    """Does what ``model`` makes of an example depend on it alone, and not on chance or who shares its batch?
+    """Return whether the output of ``model`` for an example depends on it alone, not on chance or its batch.
 
     ``features``: what exits read, not what they answer.
     """

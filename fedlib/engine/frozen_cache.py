@@ -15,7 +15,7 @@ import torch
 
 from ..core.devices import free_memory
 from ..models.exit_model import ExitModel
-from ..models.route import Begun
+from ..models.route import PartialForward
 
 SHARE_OF_FREE_MEMORY = 0.25  # a larger cache is not made
 
@@ -41,7 +41,7 @@ class FrozenCache:
 
     @staticmethod
     def bytes_needed(model: ExitModel, units: int, n: int, skips: Collection[int] = ()) -> int:
-        """Memory of a full cache in bytes."""
+        """Return the memory of a full cache in bytes."""
         state, features, _ = _shapes(model, units, skips)
         kept = [state] if units < model.depth else []
         return 4 * n * sum(math.prod(shape) for shape in (*kept, *features))
@@ -53,7 +53,7 @@ class FrozenCache:
         missing = missing[~self._ready[missing]]
         for a in range(0, len(missing), batch_size):
             part = torch.from_numpy(missing[a : a + batch_size])
-            made = model.begin(self.render(part)[None], self.units, keep=self.read)
+            made = model.run_leading(self.render(part)[None], self.units, keep=self.read)
             part = part.to(self.device)
             with self._lock:
                 for kept, unit in zip(self.features, self.read, strict=True):
@@ -63,23 +63,23 @@ class FrozenCache:
                     self.z[part, :length], self.z[part, length:] = made.z[0], 0
         self._ready[missing] = True
 
-    def __call__(self, rows: torch.Tensor) -> Begun:
-        """What the units made of filled ``rows`` (K, B)."""
+    def __call__(self, rows: torch.Tensor) -> PartialForward:
+        """Return the units' output for filled ``rows`` (K, B)."""
         features = {unit: kept[rows] for kept, unit in zip(self.features, self.read, strict=True)}
-        return Begun(self.units, self.z[rows], features)
+        return PartialForward(self.units, self.z[rows], features)
 
 
 def _shapes(
     model: ExitModel, units: int, skips: Collection[int]
 ) -> tuple[tuple[int, ...], list[tuple[int, ...]], tuple[int, ...]]:
-    """Of one example: the shape of z after ``units``, those of the features that the head reads, and after which."""
+    """Return one example's shape of z after ``units``, those of the features that the head reads, and their units."""
     spec = model.backbone.spec
     read = tuple(u for u in range(units) if model.head.reads(u) or u in skips)
     return spec.state(units - 1), [spec.feature(u) for u in read], read
 
 
 def _empty(*shape: int, device: torch.device | str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Memory that is claimed page by page as it is written; on a CPU zero, and shared with processes forked later."""
+    """Allocate memory that is claimed page by page as it is written; on a CPU zero, and shared with later forks."""
     n = math.prod(shape)
     if torch.device(device).type != "cpu" or not n:
         return torch.empty(shape, dtype=dtype, device=device)
@@ -90,7 +90,7 @@ def build_frozen_cache(
     model: ExitModel, units: int, n: int, render: Callable[[torch.Tensor], torch.Tensor], device: torch.device,
     skips: Collection[int] = (),
 ) -> FrozenCache | None:  # fmt: skip
-    """A cache for ``n`` examples, or None where no unit is frozen or it would take too much memory."""
+    """Build a cache for ``n`` examples; None where no unit is frozen or it would take too much memory."""
     if not units or FrozenCache.bytes_needed(model, units, n, skips) > SHARE_OF_FREE_MEMORY * free_memory(device):
         return None
     return FrozenCache(model, units, n, render, device, skips)

@@ -13,7 +13,7 @@ from ..core.slices import ParamInfo, Slice, scatter_add_, take, take_all
 from ..data.federated import FederatedData
 from ..methods.values import Setting, Tensors
 from ..models.exit_model import ExitModel
-from ..models.route import Begun
+from ..models.route import PartialForward
 from .forward import Forward, by_example
 
 BATCH, HELD_OUT = 250, 10  # examples that are answered at once; one in ``HELD_OUT`` public examples judges the training
@@ -31,25 +31,25 @@ class ServerLab:
         self.rows = torch.from_numpy(rows).to(data.inputs.device)
 
     def answers(self, part: Slice, model: Tensors) -> torch.Tensor:
-        """Outputs (N, C) of the last exit of ``model``, the tensors of ``part`` by local names, on all public rows."""
+        """Return outputs (N, C) of the last exit of ``model``, tensors of ``part`` by local names, on public rows."""
         with torch.no_grad():
             return self._outputs(part, model, self.rows)
 
     def run_state(self, part: Slice, model: Tensors, state: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Outputs (exits, N, C) of ``part`` and what each exit reads, (N, d): ``state`` stands for what its stem gives.
+        """Run ``part`` from ``state``, its stem's output: return outputs (exits, N, C) and what exits read, (N, d).
 
         In training, and differentiable.
         """
         forward, read = self._forward(part, model, training=True), {}
         watch = lambda unit, before, feature, seen, back: read.update({unit: feature[0].flatten(1)})  # noqa: E731
-        outputs = forward(Begun(0, state[None]), watch=watch)[list(part.exits), 0]
+        outputs = forward(PartialForward(0, state[None]), watch=watch)[list(part.exits), 0]
         return outputs, [read[self.setting.exit_units[j]] for j in part.exits]
 
     def distil(
         self, params: Tensors, part: Slice, target: torch.Tensor, passes: int, lr: float, patience: int,
         rng: np.random.Generator,
     ) -> dict[str, torch.Tensor]:  # fmt: skip
-        """The server's tensors of ``part`` after Adam on the cross-entropy with ``target`` (N, C) probabilities.
+        """Train the server's tensors of ``part`` by Adam on the cross-entropy with ``target`` (N, C) probabilities.
 
         It makes ``passes`` over the public rows in batches of the experiment's size, stops where the loss on the
         held-out ones was lower ``patience`` steps ago, and takes the best it has seen.
@@ -78,30 +78,30 @@ class ServerLab:
                 loss = self._loss(part, start, torch.from_numpy(chosen), target, training=True)
                 loss.backward(inputs=list(trained.values()))
                 optimiser.step()
-        return {part.source(n): _written(params[part.source(n)], p, infos[n], part) for n, p in kept.items()}
+        return {part.source(n): _overwritten(params[part.source(n)], p, infos[n], part) for n, p in kept.items()}
 
     def _loss(self, part: Slice, tensors: Tensors, rows: torch.Tensor, target: torch.Tensor, training: bool = False):
-        """Mean cross-entropy of ``rows`` (of the public ones) with their targets: KL up to a constant."""
+        """Return the mean cross-entropy of public ``rows`` with their targets: KL up to a constant."""
         rows = rows.to(self.rows.device)
         with torch.set_grad_enabled(training):
             logp = self._outputs(part, tensors, self.rows[rows], training).log_softmax(-1)
             return -(target[rows] * logp).sum(-1).mean()
 
     def _outputs(self, part: Slice, tensors: Tensors, rows: torch.Tensor, training: bool = False) -> torch.Tensor:
-        """Outputs (n, C) of the last exit of ``part`` on ``rows``; in training of all at once."""
+        """Return outputs (n, C) of the last exit of ``part`` on ``rows``; in training of all at once."""
         forward = self._forward(part, tensors, training)
         parts = [rows] if training else rows.split(BATCH)
         return torch.cat([forward(forward.inputs(x[None]))[max(part.exits), 0] for x in parts])
 
     def _forward(self, part: Slice, tensors: Tensors, training: bool) -> Forward:
-        """``part`` of the model in place; where no statistics travel, those of the batch are taken."""
+        """Put ``part`` of the model in place; where no statistics travel, those of the batch are taken."""
         infos, own = self.setting.infos, self.model.context.policy in ("batch", "tracked")
         frozen = {n: take(p, infos[n], part) for n, p in self.frozen.items()}
         return Forward(self.model, [part], frozen, tensors, data=self.data).place_(training=training or not own)
 
 
-def _written(whole: torch.Tensor, value: torch.Tensor, info: ParamInfo, part: Slice) -> torch.Tensor:
-    """``whole`` with ``value`` in the entries that ``part`` keeps."""
+def _overwritten(whole: torch.Tensor, value: torch.Tensor, info: ParamInfo, part: Slice) -> torch.Tensor:
+    """Return ``whole`` with ``value`` in the entries that ``part`` keeps."""
     held, new = torch.zeros_like(whole), torch.zeros_like(whole)
     scatter_add_(held, torch.ones((), dtype=whole.dtype, device=whole.device), info, part)
     scatter_add_(new, value, info, part)

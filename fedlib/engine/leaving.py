@@ -14,7 +14,7 @@ THRESHOLDS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)  # of the confi
 
 
 def first_confident(confidence: torch.Tensor, threshold: float, strict: bool = False) -> torch.Tensor:
-    """The exit (N,) at which each example leaves: the first of confidence (E, N) >= ``threshold`` (> if ``strict``).
+    """Return the exit (N,) where each example leaves: the first of confidence (E, N) >= ``threshold`` (strict: >).
 
     An example that never is confident enough leaves at the last exit.
     """
@@ -26,7 +26,7 @@ def first_confident(confidence: torch.Tensor, threshold: float, strict: bool = F
 def leave_at(
     task: Task, answers: torch.Tensor, confidence: torch.Tensor, labels: torch.Tensor
 ) -> dict[float, tuple[float, list[float]]]:
-    """By threshold, exceeded strictly: the task's metric in percent, and the share of examples leaving at each exit.
+    """Return by threshold, exceeded strictly, the metric in percent and the share of examples leaving at each exit.
 
     Answers (E, N, *label) and their confidence (E, N), labels (N, *label). The exits after the one where an example
     leaves are not computed.
@@ -40,7 +40,7 @@ def leave_at(
 
 
 def mean_over_clients(clients: Sequence[Mapping[float, tuple[float, list[float]]]]) -> dict[str, dict[str, object]]:
-    """By threshold ``accuracy`` and ``sd`` over clients, and the mean ``share`` of examples leaving at each exit."""
+    """Return by threshold ``accuracy`` and ``sd`` over clients, and the mean ``share`` leaving at each exit."""
     out = {}
     for threshold in THRESHOLDS:
         scores, shares = zip(*(c[threshold] for c in clients), strict=True)

@@ -25,7 +25,7 @@ def check_memory(e: Experiment, shapes: ExitModel, examples: int, device: str) -
 
 
 def bytes_to_train(e: Experiment, shapes: ExitModel, kept: float, cut: bool = False) -> float:
-    """What a round takes at its peak: while one client trains, or while the server takes up what came back.
+    """Estimate the bytes of a round at its peak: while one client trains, or while the server aggregates.
 
     In copies of what is trained: the model, that of the worker, the server's first and present state, the client's
     parameters and their gradients are 6. On top come the optimiser's moments and what a step computes beside them, and

@@ -41,7 +41,7 @@ class LocalOptimiser:
 
     @torch.no_grad()
     def step_(self, grads: Sequence[torch.Tensor | None], rate: Rate, active: np.ndarray) -> None:
-        """One step of the ``active`` members (M,), in place.
+        """Take one step of the ``active`` members (M,), in place.
 
         ``grads`` are like the leaves, or None where the loss does not reach one; they may be clipped in place.
         ``rate`` is one number or each member's own (M,).
@@ -60,7 +60,7 @@ class LocalOptimiser:
         else:
             rate = torch.as_tensor(rate, dtype=torch.float64, device=held[0].device)
         state = [[tensors[i] for i in reached] for tensors in (self.leaves, *self.moments)]
-        with _standing_still(state, [self.rows[i] for i in reached], self._still(active)):
+        with _rows_unchanged(state, [self.rows[i] for i in reached], self._still(active)):
             self._update_(*state, grads=held, reached=reached, rate=rate, active=active)
 
     def _update_(
@@ -69,7 +69,7 @@ class LocalOptimiser:
         raise NotImplementedError
 
     def _still(self, active: np.ndarray) -> dict[tuple[int, ...], torch.Tensor]:
-        """Which rows of a leaf that the members ``rows`` hold do not move, by ``rows``, where there are any."""
+        """Return by ``rows`` which rows of a leaf do not move in this step; {} if all members are ``active``."""
         if active.all():
             return {}
         if (key := active.tobytes()) not in self._idle:
@@ -79,7 +79,7 @@ class LocalOptimiser:
         return self._idle[key]
 
     def _factors(self, values: float | np.ndarray | torch.Tensor, reached: Sequence[int]) -> float | list[torch.Tensor]:
-        """One number for all, or each reached leaf's (rows, 1, ...) of those of the members, (M,) or (leaves, M)."""
+        """Return one number for all, or each reached leaf's (rows, 1, ...) of values (M,) or (leaves, M)."""
         if isinstance(values, float):
             return values
         p = self.leaves[0]
@@ -164,7 +164,7 @@ OPTIMISERS = {"sgd": SGD, "adam": Adam, "adamw": AdamW}
 def build_optimiser(
     e: Experiment, leaves: Tensors, rows: Sequence[Rows], active: np.ndarray | None = None
 ) -> LocalOptimiser:
-    """The experiment's optimiser, fresh, of ``leaves`` that the members ``rows`` hold.
+    """Build the experiment's optimiser, fresh, of ``leaves`` that the members ``rows`` hold.
 
     Where all steps' ``active`` members (S, M) are known ahead, no step copies anything from the host.
     """
@@ -183,7 +183,7 @@ def check_optimiser(e: Experiment) -> None:
 
 
 def clip_norms(grads: Tensors, at: Sequence[torch.Tensor], members: int, limit: float) -> list[torch.Tensor]:
-    """Gradients whose norm over all of a member's leaves is at most ``limit``: longer ones are scaled down to it.
+    """Scale gradients down so that the norm over all of a member's leaves is at most ``limit``.
 
     ``at`` (rows,) are the members of each gradient's rows.
     """
@@ -201,17 +201,17 @@ def clip_norms(grads: Tensors, at: Sequence[torch.Tensor], members: int, limit: 
 
 
 def _column(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """(rows,) as (rows, 1, ...), to multiply ``like`` with."""
+    """Reshape (rows,) to (rows, 1, ...), to multiply ``like`` with."""
     return values.view(-1, *(1,) * (like.dim() - 1))
 
 
 @contextmanager
-def _standing_still(
+def _rows_unchanged(
     state: Sequence[Sequence[torch.Tensor]],
     rows: Sequence[tuple[int, ...]],
     idle: Mapping[tuple[int, ...], torch.Tensor],
 ) -> Iterator[None]:
-    """Put ``idle`` rows back as they were, whatever happens to them inside."""
+    """Put ``idle`` rows back as they were after the block, whatever happens to them inside."""
     moving = ((t, idle[r]) for tensors in state for t, r in zip(tensors, rows, strict=True) if r in idle)
     kept = [(t, at, t.index_select(0, at)) for t, at in moving]
     yield

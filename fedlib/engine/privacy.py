@@ -26,7 +26,7 @@ from .federation import Federation
 
 
 def privatise(f: Federation, server: Server, mean: MaskedMean, t: int) -> MaskedMean:
-    """W theta + sum_i delta_i + N(0, (z C)^2) per entry, W the expected number of holders: what ``aggregate`` may see.
+    """Return W theta + sum_i delta_i + N(0, (z C)^2) per entry, W the expected number of holders, for ``aggregate``.
 
     Without noise the sums as they are. ``ValueError`` if a method weighted its clients.
     """
@@ -50,7 +50,7 @@ def privatise(f: Federation, server: Server, mean: MaskedMean, t: int) -> Masked
 
 
 def expected_sums(f: Federation, server: Server) -> tuple[MaskedMean, dict[str, torch.Tensor]]:
-    """The sums if every client sent n/N times what it received: public weights and counts, no update yet.
+    """Return the sums if every client sent n/N times what it received: public weights and counts, no update yet.
 
     And what the holders of each tensor that is sent received.
     """
@@ -71,7 +71,7 @@ def expected_sums(f: Federation, server: Server) -> tuple[MaskedMean, dict[str, 
 
 
 def privacy_spent(f: Federation, t: int) -> dict[str, float]:
-    """``epsilon`` at ``delta`` of the global models up to round ``t``; nothing for a method without noise."""
+    """Return ``epsilon`` at ``delta`` of the global models up to round ``t``; nothing for a method without noise."""
     method, clients = f.method, len(f.candidates())
     if not method.noise_multiplier:
         return {}
@@ -82,7 +82,7 @@ def privacy_spent(f: Federation, t: int) -> dict[str, float]:
 
 @functools.lru_cache
 def epsilon(noise_multiplier: float, clients: int, sampled: int, rounds: int, delta: float, hidden: bool) -> float:
-    """Epsilon of ``rounds`` noisy sums by the Renyi accountant of Google's dp-accounting; the least of valid bounds.
+    """Compute the epsilon of ``rounds`` noisy sums by the Renyi accountant of dp-accounting; the least of valid bounds.
 
     Replacing a client moves a sum by up to 2 C, so the ratio of noise to sensitivity is z/2. ``hidden`` samples amplify
     privacy (Wang, Balle, Kasiviswanathan 2019); where clients keep memory the proof of that fails, as a later update

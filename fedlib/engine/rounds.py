@@ -39,12 +39,15 @@ class Finished:
 
 
 def is_due(e: Experiment, t: int) -> bool:
-    """Is round ``t`` evaluated?"""
+    """Return whether round ``t`` is evaluated."""
     return t == e.rounds or (e.looks_every > 0 and t % e.looks_every == 0)
 
 
 def build_executor(federation: Federation, execution: Execution) -> Executor:
-    """The executor that ``execution`` asks for; ``Unforkable`` if that is ``processes`` and they cannot be had."""
+    """Build the executor that ``execution`` asks for.
+
+    ``Unforkable`` if that is ``processes`` and they cannot be had.
+    """
     check_precision(federation.experiment, execution.device)
     if execution.device == "cpu":  # before any worker is forked; and the driver evaluates
         keep_freed_memory()
@@ -82,7 +85,7 @@ def run_rounds(
             with arithmetic("float32", federation.device):
                 r = replace(r, notes=method.prepare(server, r))
             cohorts = plan_round(federation, server, r, executor.workers, executor.cohort_size)
-            back = returned(t, len(cohorts), executor.train(server, cohorts, r, memories))
+            back = merge_returned(t, len(cohorts), executor.train(server, cohorts, r, memories))
             with phase("aggregation"), arithmetic("float32", federation.device):
                 dropped = tuple(sorted(back.nonfinite)) if e.nonfinite == "drop" else ()
                 mean = privatise(federation, server, back.mean, t)
@@ -107,15 +110,15 @@ def run_rounds(
 
 
 def measure(f: Federation, server: Server, memories: Memories) -> Mapping[str, Any]:
-    """What is recorded of a round: the central test set's numbers, and where clients have their own, theirs."""
+    """Measure a round on the central test set and, where clients have their own test sets, on these."""
     metrics = evaluate(f, server)
     if f.experiment.test_split == "central":
         return metrics
     return {**metrics, "personal": evaluate_clients(f, server, memories)}
 
 
-def returned(t: int, planned: int, trained: Iterable[Trained]) -> Trained:
-    """What the ``planned`` cohorts of round ``t`` bring back, merged as it arrives; one cohort's is held at a time.
+def merge_returned(t: int, planned: int, trained: Iterable[Trained]) -> Trained:
+    """Merge what the ``planned`` cohorts of round ``t`` bring back as it arrives; one cohort's is held at a time.
 
     Raises ``RuntimeError`` if more or fewer come back.
     """

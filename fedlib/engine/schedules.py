@@ -10,7 +10,7 @@ from ..core.experiment import Experiment
 
 
 def round_rate(e: Experiment, t: int) -> float:
-    """The rate of round t: the schedule's, times t / (w + 1) in the w first rounds if there is a warm-up."""
+    """Return the rate of round t: the schedule's, times t / (w + 1) in the w first rounds if there is a warm-up."""
     rate, w = _scheduled(e, t), _in_rounds(e.warmup_rounds, e.rounds)
     return rate * t / (w + 1) if t <= w else rate
 
@@ -32,7 +32,7 @@ def _scheduled(e: Experiment, t: int) -> float:
 def step_rates(
     e: Experiment, rate: float, steps: np.ndarray, device: torch.device | str = "cpu"
 ) -> Sequence[float] | torch.Tensor:
-    """The rates of steps 0, 1, ... of a local training, from the round's ``rate``.
+    """Return the rates of steps 0, 1, ... of a local training, from the round's ``rate``.
 
     linear: rate (1 - step / steps) for each member, (S, M) in float64 on ``device``, as members have unequal numbers of
     ``steps`` (M,); the last step's rate is not yet zero. constant: ``rate``, S times.
@@ -44,7 +44,7 @@ def step_rates(
 
 
 def _in_rounds(value: float, rounds: int) -> int:
-    """Rounds as they are; below 1: that share of all rounds, rounded up."""
+    """Convert a share of all rounds (below 1) to rounds, rounded up; return rounds as they are."""
     return math.ceil(value * rounds - 1e-9) if value < 1 else int(value)
 
 
@@ -65,7 +65,7 @@ def check_schedule(e: Experiment) -> None:
 
 
 def _check_rounds(key: str, values: tuple[float, ...], rounds: int) -> None:
-    """Increasing, and either whole rounds before the last or shares of all rounds."""
+    """Raise ``ValueError`` unless values increase and are whole rounds before the last, or shares of all rounds."""
     shares = all(0 < v < 1 for v in values)
     whole = all(1 <= v < rounds and v == int(v) for v in values)
     if not (shares or whole) or list(values) != sorted(set(values)):

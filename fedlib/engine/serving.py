@@ -12,15 +12,15 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 import torch
 
-from ..core.devices import home
-from ..core.threads import side_by_side
+from ..core.devices import to_host
+from ..core.threads import map_in_threads
 from ..data.tasks import Classification
 from ..methods import Member, Round, Server, Serving
 from ..models.exit_model import ExitModel
 from .arithmetic import arithmetic
 from .batches import in_order
 from .cohort import Cohort
-from .evaluation import told
+from .evaluation import rounded
 from .federation import Federation
 from .forward import Forward, by_example
 from .leaving import leave_at, mean_over_clients
@@ -31,7 +31,7 @@ LISTED = 1000  # a run keeps the accuracy of every client of at most so many
 
 
 def evaluate_clients(f: Federation, server: Server, memories: Mapping) -> dict[str, object]:
-    """Mean and SD over clients of the task's metric on their own test sets: ``accuracy`` (mean over exits), ``exits``.
+    """Return mean and SD over clients of the metric on their own test sets: ``accuracy`` (mean over exits), ``exits``.
 
     Exits that a client's model does not hold do not count for it. ``last`` is the mean of each client's deepest exit;
     where clients hold different exits or widths, ``by_budget`` has both numbers for each budget's clients.
@@ -53,7 +53,7 @@ def evaluate_clients(f: Federation, server: Server, memories: Mapping) -> dict[s
         given = outputs[exits]  # (E, K, B, *out)
         answered += [finite, labels, task.predict(given), task.confidence(given) if leaves else finite]
         groups.append((ids, counts))
-    came = iter(home(answered))
+    came = iter(to_host(answered))
     for ids, counts in groups:
         finite, labels, given, sure = (next(came) for _ in range(4))
         broken += [client for client, whole in zip(ids, finite.tolist(), strict=True) if not whole]
@@ -79,19 +79,19 @@ def evaluate_clients(f: Federation, server: Server, memories: Mapping) -> dict[s
     means, last = np.nanmean(table, 1), np.array([row[own][-1] for row, own in zip(table, holds, strict=True)])
     held = [column[~np.isnan(column)] for column in table.T]  # of an exit that nobody holds: nothing
     out = {
-        "accuracy": told(means.mean()), "sd": told(means.std()), "clients": len(table),
-        "exits": [told(x.mean()) if len(x) else None for x in held],
-        "exits_sd": [told(x.std()) if len(x) else None for x in held], "last": told(last.mean()),
+        "accuracy": rounded(means.mean()), "sd": rounded(means.std()), "clients": len(table),
+        "exits": [rounded(x.mean()) if len(x) else None for x in held],
+        "exits_sd": [rounded(x.std()) if len(x) else None for x in held], "last": rounded(last.mean()),
     }  # fmt: skip
     if len({(p.exits, p.shape_key()) for p in parts}) > 1:
         budgets = np.array([c.budget for c in clients])
         own = {b: budgets == b for b in sorted(set(budgets.tolist()))}
-        out["by_budget"] = {str(b): {"accuracy": told(means[of].mean()), "last": told(last[of].mean()),
+        out["by_budget"] = {str(b): {"accuracy": rounded(means[of].mean()), "last": rounded(last[of].mean()),
                                      "clients": int(of.sum())} for b, of in own.items()}  # fmt: skip
     if len(table) <= LISTED:
-        out["by_client"] = {str(c.id): told(x) for c, x in zip(clients, means, strict=True)}
+        out["by_client"] = {str(c.id): rounded(x) for c, x in zip(clients, means, strict=True)}
         if len(exits) > 1:
-            out["last_by_client"] = {str(c.id): told(x) for c, x in zip(clients, last, strict=True)}
+            out["last_by_client"] = {str(c.id): rounded(x) for c, x in zip(clients, last, strict=True)}
     if broken:
         out["nonfinite"] = len(broken)
     if undefined:
@@ -104,7 +104,7 @@ def evaluate_clients(f: Federation, server: Server, memories: Mapping) -> dict[s
 def client_outputs(
     f: Federation, server: Server, memories: Mapping, ids: Sequence[int] | None = None
 ) -> Iterator[tuple[list[int], torch.Tensor, torch.Tensor, list[int]]]:
-    """(ids, outputs (E, K, B, *out), labels (K, B, *label), examples of each) of K clients at a time.
+    """Yield (ids, outputs (E, K, B, *out), labels (K, B, *label), examples of each) of K clients at a time.
 
     Rows past a client's examples are padding.
     """
@@ -129,13 +129,13 @@ def client_outputs(
             outputs = outputs * torch.from_numpy(present).to(outputs)[:, None]
         return [c for c, _ in some], outputs, f.data.test_labels[padded.to(f.device)], counts
 
-    yield from side_by_side(together, groups, threads)
+    yield from map_in_threads(together, groups, threads)
 
 
 def _groups(
     f: Federation, server: Server, r: Round, tests: Mapping[int, np.ndarray], of_batches: bool
 ) -> list[list[tuple[int, Serving]]]:
-    """Who of ``tests`` (test examples by client) answers together: clients served models of one shape."""
+    """Group the clients of ``tests`` (test examples by client) that answer together: served models of one shape."""
     alike: dict[object, list[tuple[int, Serving]]] = {}
     for client in f.clients(tests):
         serving = f.method.serve(client, server, r)
@@ -158,7 +158,7 @@ def _answer(
     f: Federation, model: ExitModel, server: Server, memories: Mapping, r: Round, servings: list[Serving],
     rows: torch.Tensor, real: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
-    """Outputs (E, K, B, *out) of K clients served alike on test ``rows`` (K, B), averaged over each one's members.
+    """Return outputs (E, K, B, *out) of K clients served alike on test ``rows`` (K, B), mean over each one's members.
 
     ``real`` (K, B) is 0 on padding, where batch norm's statistics are those of the examples that are answered, all at
     once. Both are in host memory.

@@ -31,7 +31,7 @@ class Stack:
                     self.rows[name] = everybody if len(held) == len(members) else tuple(held)
 
     def tensors(self, params: Tensors, own: bool = True, merge: bool = False) -> Tensors:
-        """The server's ``params`` as the members start from them, stacked; ``own``: with what is their clients'.
+        """Stack the server's ``params`` as the members start from them; ``own``: with what is their clients'.
 
         ``merge``: what all of them share is not stacked, so that layers run it once on all examples.
         """
@@ -54,7 +54,7 @@ class Stack:
         return out
 
     def frozen(self, changed: Tensors) -> Tensors:
-        """The frozen parameters, some ``changed``: once where all members keep the same entries, else stacked."""
+        """Return the frozen parameters, some ``changed``: once if all members keep the same entries, else stacked."""
         params, first = {**self.federation.frozen, **changed}, self.slices[0]
         if len(set(self._cut)) == 1:
             return {n: take(p, self.infos[n], first) for n, p in params.items()}
@@ -64,14 +64,14 @@ class Stack:
         }
 
     def personal(self) -> Iterator[tuple[int, str, int]]:
-        """(member, parameter, its row in the parameter's stack) of all that stays with the clients."""
+        """Yield (member, parameter, its row in the parameter's stack) of all that stays with the clients."""
         for name, rows in self.rows.items():
             for row, i in enumerate(rows):
                 if self._stays(i, name):
                     yield i, name, row
 
     def recall(self, key: str, like: Tensors) -> Tensors:
-        """Each client's remembered ``key/<parameter>``, stacked like ``like``; zeros where there is none."""
+        """Return each client's remembered ``key/<parameter>``, stacked like ``like``; zeros where there is none."""
         out = {}
         for name, p in like.items():
             found = [self._memory(i).get(f"{key}/{name}") for i in self.rows[name]]
@@ -79,7 +79,7 @@ class Stack:
         return out
 
     def payload(self, key: str, like: Tensors) -> Tensors:
-        """What members brought under ``key``; zeros for members that brought none of it."""
+        """Return what members brought under ``key``; zeros for members that brought none of it."""
         brought = [m.payload.get(key, {}) for m in self.members]
         out = {}
         for name in dict.fromkeys(n for tensors in brought for n in tensors):
@@ -117,7 +117,7 @@ class Stack:
         return self.memories.get(self.members[i].client.id, {})
 
     def _own(self, i: int, name: str, served: torch.Tensor) -> torch.Tensor:
-        """What member i starts from: its payload's, what its client kept, else what the server serves."""
+        """Return member i's starting tensor: its payload's, what its client kept, else what the server serves."""
         member = self.members[i]
         if (start := member.payload.get("start", {}).get(name)) is not None:
             return start.to(served.device)

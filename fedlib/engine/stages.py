@@ -9,15 +9,18 @@ from ..core.clients import Client
 from ..core.devices import free_memory
 from ..core.slices import STEM, ParamInfo
 from ..methods.values import Stage
-from ..models.route import Begun, Route
-from .batches import Batches, in_order, places_of
+from ..models.route import PartialForward, Route
+from .batches import Batches, in_order, positions_of
 from .federation import Federation
 from .forward import Forward, by_example
 from .frozen_cache import SHARE_OF_FREE_MEMORY
 
 
-def trains(stage: Stage, info: ParamInfo, exits: int) -> bool:
-    """Does ``stage`` train this parameter of a model of so many ``exits``? The stem goes with the first unit."""
+def is_trained(stage: Stage, info: ParamInfo, exits: int) -> bool:
+    """Return whether ``stage`` trains this parameter of a model of so many ``exits``.
+
+    The stem goes with the first unit.
+    """
     if info.kind == "statistic":
         return False
     if stage.trains is not None:
@@ -26,11 +29,11 @@ def trains(stage: Stage, info: ParamInfo, exits: int) -> bool:
         return True
     if info.exit is not None:
         return stage.exit is None or info.exit == range(exits)[stage.exit]
-    return info.unit in stage.units or (info.unit == STEM and not runs_ahead(stage))
+    return info.unit in stage.units or (info.unit == STEM and not runs_frozen_units(stage))
 
 
 def route_of(stage: Stage, whole: Route, exits: int) -> Route:
-    """Which members run which units and exits in ``stage``; in a local training without stages ``whole``."""
+    """Return which members run which units and exits in ``stage``; ``whole`` in a local training without stages."""
     if stage.units is None:
         return whole
     alive = [0 if unit in stage.without else n for unit, n in enumerate(whole.alive)]
@@ -39,13 +42,13 @@ def route_of(stage: Stage, whole: Route, exits: int) -> Route:
     return Route(alive, answer, stage.units.start, stage.units.stop, exit)
 
 
-def runs_ahead(stage: Stage) -> bool:
-    """Does any unit run before those of ``stage``, frozen?"""
+def runs_frozen_units(stage: Stage) -> bool:
+    """Return whether any unit runs before those of ``stage``, frozen."""
     return stage.units is not None and any(u not in stage.without for u in range(stage.units.start))
 
 
 def units_ahead(f: Federation, forward: Forward, clients: Sequence[Client], stage: Stage, names: Sequence[str]) -> int:
-    """How many leading units are run once for all epochs of ``stage``, which trains the parameters ``names``.
+    """Return how many leading units run once for all epochs of ``stage``, which trains the parameters ``names``.
 
     All before its own of a stage of FeDepth that says so, where they are not frozen anyway; all there are where exits
     alone are trained (FedRep, FedRoD, FedPAC), more than once on the same features. None with augmentation.
@@ -56,7 +59,7 @@ def units_ahead(f: Federation, forward: Forward, clients: Sequence[Client], stag
     # FeDepth: ``cached`` says that memory suffices. What the frozen backbone's cache has is not kept a second time
     if stage.units is not None:
         known = cache.units if cache is not None else 0
-        return stage.units.start if stage.cached and runs_ahead(stage) and stage.units.start > known else 0
+        return stage.units.start if stage.cached and runs_frozen_units(stage) and stage.units.start > known else 0
     epochs = e.local_epochs if stage.epochs is None else stage.epochs
     if epochs == 1 or cache is not None or any(infos[n].exit is None for n in names):
         return 0
@@ -69,11 +72,11 @@ def units_ahead(f: Federation, forward: Forward, clients: Sequence[Client], stag
     return model.depth if fits else 0
 
 
-class Ahead:
+class PrecomputedUnits:
     """What the first ``units`` units, frozen, make of the examples in ``batches``: their output, or if there is no
     other the features that the exits read. Nothing may be augmented.
 
-    It is computed in batches of a client's examples (``batches.own_rows``), so that is what batch norm with batch
+    It is computed in batches of a client's examples (``batches.client_rows``), so that is what batch norm with batch
     statistics sees of them, whatever the stage's own batches are: z_{j-1} of FeDepth's Eq. 1. Where the stage
     ``before`` has kept its own, only the units that it trained run.
     """
@@ -81,7 +84,7 @@ class Ahead:
     @torch.no_grad()
     def __init__(
         self, f: Federation, forward: Forward, clients: Sequence[Client], stage: Stage, units: int, batches: Batches,
-        before: "Ahead | None" = None,
+        before: "PrecomputedUnits | None" = None,
     ):  # fmt: skip
         size, model, self.units = f.experiment.batch_size, forward.model, units
         alone = by_example(model, "batch", training=False)
@@ -96,18 +99,18 @@ class Ahead:
                     self.kept[unit] = x.new_zeros(len(x), most, *shape, dtype=torch.float32)
                 to = self.kept[unit][:, step * size : (step + 1) * size]
                 to[:, :, : x.shape[2]] = x[:, : to.shape[1]]  # sentences end with the longest of their batch
-        places = places_of(f.data, clients, batches.examples, alone)  # (S, M, B)
+        places = positions_of(f.data, clients, batches.examples, alone)  # (S, M, B)
         self.places = torch.from_numpy(places).to(f.device)
         self.members = torch.arange(len(clients), device=f.device)[:, None]
 
-    def part(self, step: int, size: int) -> Begun:
-        """What was kept of every client's examples in order: part ``step`` of ``size``, filled up with zeros."""
+    def part(self, step: int, size: int) -> PartialForward:
+        """Return what was kept of every client's examples in order: part ``step`` of ``size``, filled up with zeros."""
         z = self.kept[None][:, step * size : (step + 1) * size]
-        return Begun(self.units, torch.cat([z, z.new_zeros(len(z), size - z.shape[1], *z.shape[2:])], 1))
+        return PartialForward(self.units, torch.cat([z, z.new_zeros(len(z), size - z.shape[1], *z.shape[2:])], 1))
 
-    def __call__(self, step: int, width: int) -> Begun:
-        """What the members read in one step."""
+    def __call__(self, step: int, width: int) -> PartialForward:
+        """Return what the members read in one step."""
         places = self.places[step, :, :width]
         seen = {u: x[self.members[: len(x)], places[: len(x)]] for u, x in self.kept.items()}
         features = {u: x for u, x in seen.items() if u is not None}
-        return Begun(self.units, seen.get(None, torch.zeros(*places.shape, 0, device=places.device)), features)
+        return PartialForward(self.units, seen.get(None, torch.zeros(*places.shape, 0, device=places.device)), features)

@@ -12,8 +12,8 @@ import torch
 from ..core.clients import Client
 from ..layers.context import Padding
 from ..methods.values import Member
-from ..models.route import Begun
-from .batches import Batches, in_order, places_of
+from ..models.route import PartialForward
+from .batches import Batches, in_order, positions_of
 from .federation import Federation
 from .forward import Forward, by_example
 from .stacks import Stack, Tensors
@@ -38,15 +38,15 @@ class Teacher:
         self._known: torch.Tensor | None = None  # (E, M, examples, C)
         self._places: tuple[Batches, torch.Tensor] | None = None  # of the batches's examples, (S, M, B)
 
-    def at(self, batches: Batches, step: int, x: torch.Tensor | Begun) -> torch.Tensor:
-        """Outputs (E, M, B, *out) on the inputs ``x`` of one step of ``batches``."""
+    def at(self, batches: Batches, step: int, x: torch.Tensor | PartialForward) -> torch.Tensor:
+        """Return outputs (E, M, B, *out) on the inputs ``x`` of one step of ``batches``."""
         width = batches.width[step]
         if not self.by_example:
             return self.answer(x, batches.padding(step))
         if self._known is None:
             self._known = self._every_example()
         if self._places is None or self._places[0] is not batches:
-            places = places_of(self.federation.data, self.clients, batches.examples, True)
+            places = positions_of(self.federation.data, self.clients, batches.examples, True)
             self._places = batches, torch.from_numpy(places).to(self._known.device)
         members = torch.arange(self._known.shape[1], device=self._known.device)[:, None]
         return self._known[:, members, self._places[1][step, :, :width]]
@@ -58,11 +58,11 @@ class Teacher:
         policy = e.batch_norm if e.batch_norm == "tracked" else "batch"
         return by_example(model, policy, training=False) and e.augment == "none" and not model.backbone.reads_all
 
-    def answer(self, x: torch.Tensor | Begun, weights: Padding = None) -> torch.Tensor:
-        """Outputs (E, M, B, *out) on ``x``."""
+    def answer(self, x: torch.Tensor | PartialForward, weights: Padding = None) -> torch.Tensor:
+        """Return outputs (E, M, B, *out) on ``x``."""
         return self.forward.answer(x, weights, kept=("tracked",))
 
     def _every_example(self) -> torch.Tensor:
-        """Outputs (E, M, examples, C) on every client's own examples in order."""
+        """Return outputs (E, M, examples, C) on every client's own examples in order."""
         batches = in_order(self.federation.data, self.clients, self.federation.experiment.batch_size, True)
         return torch.cat([self.answer(self.students.inputs(rows), weights) for rows, weights in batches], 2)

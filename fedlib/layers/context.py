@@ -14,7 +14,7 @@ from torch import nn
 from ..core.slices import index_of
 
 Policy = Literal["batch", "tracked", "static", "local"]
-Padding = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None  # ``Context.weights``, or with ``Context.there``
+Padding = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None  # ``Context.weights``, or with ``device_weights``
 
 
 @dataclass
@@ -24,7 +24,7 @@ class Context:
     policy: Policy = "batch"  # of batch norm, see ``norms.BatchNorm2d``
     training: bool = True
     weights: torch.Tensor | None = None  # (K, B) or of more clients, in host memory; 0: padding. None: all are examples
-    there: torch.Tensor | None = None  # the same on the device, where it is there already
+    device_weights: torch.Tensor | None = None  # the same on the device, where it is there already
     scale: float | torch.Tensor = 1.0  # ``Slice.scale``: one, or (K,)
     scaled: tuple[str, ...] = ("conv",)  # the places of scalers that are on
     whole_heads: bool = False  # narrower attention has fewer heads of full width, not all heads, narrower
@@ -34,18 +34,18 @@ class Context:
     _real: tuple[Any, torch.Tensor | None] = field(default=(None, None), repr=False)
 
     def real(self, device: torch.device) -> torch.Tensor | None:
-        """(K, B), 1.0 on examples and 0.0 on padding; None if nothing is padding. Looked at once a batch."""
+        """Return (K, B), 1.0 on examples and 0.0 on padding; None if nothing is padding. Computed once a batch."""
         if self.weights is None:
             return None
         if self._real[0] is not self.weights:
             real = self.weights != 0
-            there = real if self.there is None else self.there != 0
+            there = real if self.device_weights is None else self.device_weights != 0
             self._real = (self.weights, None if bool(real.all()) else there.to(device, self.weights.dtype))
         return self._real[1]
 
     def pad(self, weights: "Padding") -> None:
         """Tell layers which rows of the batch that comes are padding."""
-        self.weights, self.there = weights if isinstance(weights, tuple) else (weights, None)
+        self.weights, self.device_weights = weights if isinstance(weights, tuple) else (weights, None)
 
     @property
     def tracks(self) -> bool:
@@ -53,8 +53,8 @@ class Context:
         return self.policy in ("tracked", "local") and self.training and self.gathered is None
 
     @contextmanager
-    def told(self, **fields: Any) -> Iterator["Context"]:
-        """Inside, these fields are as given; afterwards as they were."""
+    def overridden(self, **fields: Any) -> Iterator["Context"]:
+        """Set ``fields`` inside the block, and restore them after it."""
         before = {name: getattr(self, name) for name in fields}
         vars(self).update(fields)
         try:
@@ -63,25 +63,25 @@ class Context:
             vars(self).update(before)
 
     def only(self, rows: slice | tuple[int, ...]) -> AbstractContextManager[Any]:
-        """Inside, layers see the members ``rows`` of the cohort, the first of them as if there were none before."""
+        """Show layers the members ``rows`` of the cohort alone inside the block."""
         if isinstance(rows, slice) and not rows.start:
             return nullcontext()
-        told = {n: x for n in ("weights", "there", "generators") if (x := getattr(self, n)) is not None}
+        given = {n: x for n in ("weights", "device_weights", "generators") if (x := getattr(self, n)) is not None}
         if isinstance(self.scale, torch.Tensor):
-            told["scale"] = self.scale
+            given["scale"] = self.scale
         if isinstance(rows, slice):
-            return self.told(_real=(None, None), **{n: x[rows] for n, x in told.items()})
-        at = {n: [x[i] for i in rows] if n == "generators" else x[index_of(rows, x.device)] for n, x in told.items()}
-        return self.told(_real=(None, None), **at)
+            return self.overridden(_real=(None, None), **{n: x[rows] for n, x in given.items()})
+        at = {n: [x[i] for i in rows] if n == "generators" else x[index_of(rows, x.device)] for n, x in given.items()}
+        return self.overridden(_real=(None, None), **at)
 
     def alone(self, real: torch.Tensor | None) -> AbstractContextManager["Context"]:
-        """Inside, layers see one member's batch, whose examples are ``real`` (B,), and gather for it alone."""
-        weights = None if real is None else real.unsqueeze(0)
-        return self.told(weights=weights, _real=(weights, weights), gathered=None if self.gathered is None else {})
+        """Show layers one member's batch, whose examples are ``real`` (B,), inside the block; gather for it alone."""
+        own = None if real is None else real.unsqueeze(0)
+        return self.overridden(weights=own, _real=(own, own), gathered=None if self.gathered is None else {})
 
 
 def share(model: nn.Module, policy: Policy = "batch") -> Context:
-    """One context for all layers of ``model`` that have one."""
+    """Give all layers of ``model`` that have a context one and the same, and return it."""
     context = Context(policy)
     for layer in model.modules():
         if isinstance(getattr(layer, "context", None), Context):
@@ -89,17 +89,17 @@ def share(model: nn.Module, policy: Policy = "batch") -> Context:
     return context
 
 
-def answering(context: Context, kept: Sequence[Policy] = ("tracked", "local")) -> AbstractContextManager[Context]:
-    """Inside, layers answer instead of training; batch norm has statistics where the policy is among ``kept``.
+def evaluation_mode(context: Context, kept: Sequence[Policy] = ("tracked", "local")) -> AbstractContextManager[Context]:
+    """Evaluate inside the block: batch norm uses its statistics if the policy is among ``kept``, else the batch's.
 
     Elsewhere it takes those of the batch, as ``static`` ones are not there before evaluation.
     """
-    return context.told(policy=context.policy if context.policy in kept else "batch", training=False)
+    return context.overridden(policy=context.policy if context.policy in kept else "batch", training=False)
 
 
-def untracked(context: Context) -> AbstractContextManager[Context]:
-    """Inside, batch norm's running statistics stand still: for a second look at a batch in training."""
-    return context.told(policy="batch")
+def frozen_statistics(context: Context) -> AbstractContextManager[Context]:
+    """Keep batch norm's running statistics fixed inside the block: for a second pass over a training batch."""
+    return context.overridden(policy="batch")
 
 
 class Scaler(nn.Module):

@@ -17,27 +17,27 @@ LOOP_FROM = 1024  # channels of all clients; see ``path_of``
 CHOSEN: dict[str, str] = {}  # on a GPU: which path was fastest, by shape; a run stores it and goes on with it
 
 
-def side_by_side(x: torch.Tensor) -> torch.Tensor:
-    """(K, B, C, H, W) -> (B, K*C, H, W), channels last; a view of a map that lies as this module lays them."""
+def fold_clients(x: torch.Tensor) -> torch.Tensor:
+    """Fold clients into channels, (K, B, C, H, W) -> (B, K*C, H, W), channels last; a view of a map in this layout."""
     k, b, c, h, w = x.shape
     x = x.permute(1, 3, 4, 0, 2).reshape(b, h, w, k * c).permute(0, 3, 1, 2)
     return x.contiguous(memory_format=torch.channels_last)  # of one client, a view of any layout came through
 
 
-def apart(x: torch.Tensor, clients: int) -> torch.Tensor:
-    """(B, K*C, H, W) -> (K, B, C, H, W), a view."""
+def split_clients(x: torch.Tensor, clients: int) -> torch.Tensor:
+    """Split clients off the channels, (B, K*C, H, W) -> (K, B, C, H, W), a view."""
     return x.unflatten(1, (clients, x.shape[1] // clients)).transpose(0, 1)
 
 
 def one_batch(x: torch.Tensor) -> torch.Tensor:
-    """(K, B, C, H, W) -> (K*B, C, H, W), channels last."""
+    """Fold clients into the batch, (K, B, C, H, W) -> (K*B, C, H, W), channels last."""
     k, b, c, h, w = x.shape
     x = x.permute(0, 1, 3, 4, 2).reshape(k * b, h, w, c).permute(0, 3, 1, 2)
     return x.contiguous(memory_format=torch.channels_last)
 
 
 def path_of(x: torch.Tensor, weight: torch.Tensor, run: Callable[[str], None], stride: int) -> str:
-    """How a stacked convolution runs: ``grouped`` as one, in a ``loop`` over clients, or by products of ``columns``.
+    """Choose how a stacked convolution runs: one ``grouped`` call, a ``loop`` over clients, or products of ``columns``.
 
     ``run`` convolves x (K, B, C, H, W) with ``weight`` (K, O, C / groups, h, w) on a path, and learns. On a GPU each
     shape is tried once: cuDNN's grouped weight gradients were a hundred times slower than need be (pytorch#34977).
@@ -72,7 +72,7 @@ def path_of(x: torch.Tensor, weight: torch.Tensor, run: Callable[[str], None], s
 
 
 def _seconds(run: Callable[[str], None], path: str, device: torch.device) -> float:
-    """The least of three, after one that warms up."""
+    """Time ``run`` on ``path``: the least of three runs after one that warms up."""
     taken, wait = [], torch.cuda.synchronize if device.type == "cuda" else lambda device: None  # once a shape
     for _ in range(4):
         wait(device)
@@ -114,11 +114,11 @@ class Conv2d(nn.Conv2d):
     def _stacked(
         self, path: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, groups: int
     ) -> torch.Tensor:
-        """Maps (K, B, O, H', W') of x (K, B, C, H, W), each client by its own weight (K, O, C / groups, h, w)."""
+        """Convolve x (K, B, C, H, W) with each client's weight (K, O, C / groups, h, w) -> (K, B, O, H', W')."""
         clients = len(x)
         if path == "grouped":
             flat = bias.flatten() if bias is not None else None
-            return apart(self._convolve(side_by_side(x), weight.flatten(0, 1), flat, clients * groups), clients)
+            return split_clients(self._convolve(fold_clients(x), weight.flatten(0, 1), flat, clients * groups), clients)
         if path == "columns":
             size, (up, left), side = weight.shape[3:], self.padding, self.stride[0]
             columns = F.unfold(x.flatten(0, 1), size, padding=(up, left), stride=side).unflatten(0, x.shape[:2])
@@ -135,7 +135,7 @@ class Conv2d(nn.Conv2d):
     @torch.inference_mode(False)
     @torch.enable_grad()
     def _try(self, path: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, groups: int) -> None:
-        """Forward and backward on copies."""
+        """Run forward and backward on copies."""
         x, weight = (t.detach().clone().requires_grad_() for t in (x, weight))
         torch.autograd.grad(self._stacked(path, x, weight, bias, groups).sum(), (x, weight))
 
@@ -151,17 +151,20 @@ class Conv2d(nn.Conv2d):
 
 
 def max_pool(x: torch.Tensor, size: int) -> torch.Tensor:
-    """The maximum of every ``size`` x ``size`` window of maps (K, B, C, H, W); an incomplete last one is dropped."""
-    return apart(F.max_pool2d(side_by_side(x), size), x.shape[0])
+    """Take the maximum of every ``size`` x ``size`` window of maps (K, B, C, H, W).
+
+    An incomplete last one is dropped.
+    """
+    return split_clients(F.max_pool2d(fold_clients(x), size), x.shape[0])
 
 
 def average_pool(x: torch.Tensor) -> torch.Tensor:
-    """Global average pooling: maps (K, B, C, H, W) -> (K, B, C)."""
+    """Average maps over all pixels, (K, B, C, H, W) -> (K, B, C)."""
     return x.permute(1, 3, 4, 0, 2).mean((1, 2)).transpose(0, 1)  # so that the gradient, too, lies as a map
 
 
 def sample_and_pad(x: torch.Tensor, shape: tuple[int, int, int]) -> torch.Tensor:
-    """Maps (K, B, C, H, W) in the ``shape`` (C', H', W') of smaller, wider ones, without a parameter (option A).
+    """Bring maps (K, B, C, H, W) to the ``shape`` (C', H', W') of smaller, wider ones without a parameter (option A).
 
     Every H // H'-th row and column, and zero channels, as many before as behind.
     """
@@ -172,7 +175,7 @@ def sample_and_pad(x: torch.Tensor, shape: tuple[int, int, int]) -> torch.Tensor
 
 
 def init_kaiming_(module: nn.Module, generator: torch.Generator) -> None:
-    """He initialisation for ReLU, in place: convolutions N(0, 2 / fan-in), norms (1, 0).
+    """Initialise for ReLU (He), in place: convolutions N(0, 2 / fan-in), norms (1, 0).
 
     What answers classes, a ``Linear`` or a convolution of a whole map, gets U(-1/sqrt(d), 1/sqrt(d)) of d inputs; all
     biases are zero.
@@ -190,7 +193,7 @@ def init_kaiming_(module: nn.Module, generator: torch.Generator) -> None:
 
 
 def init_uniform_(module: nn.Module, generator: torch.Generator) -> None:
-    """PyTorch's default initialisation, in place: norms (1, 0), all other weights and biases U(-1/sqrt(d), 1/sqrt(d)).
+    """Initialise as PyTorch does, in place: norms (1, 0), all other weights and biases U(-1/sqrt(d), 1/sqrt(d)).
 
     d is the fan-in. A convolution's weights have 1/6 of He's variance.
     """

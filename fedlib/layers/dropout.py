@@ -4,7 +4,7 @@ beside it changes nothing."""
 import torch
 from torch import nn
 
-from ..core.devices import sent
+from ..core.devices import to_device
 from .context import Context
 
 
@@ -31,17 +31,17 @@ class Dropout(nn.Module):
         return self._dropped(x.unflatten(0, (len(members), -1)), members).flatten(0, 1)
 
     def _dropped(self, x: torch.Tensor, members: range) -> torch.Tensor:
-        """Of x (K, B, ...) of so many ``members`` of the cohort."""
+        """Drop entries of x (K, B, ...), whose K clients are ``members`` of the cohort."""
         shape = (1,) * (x.dim() - 2) if self.whole else x.shape[2:]
         factor = torch.ones(*x.shape[:2], *shape)
         for k, member in enumerate(members):
             n = self._examples(member, x.shape[1])
             drawn = torch.rand(n, *shape, generator=self.context.generators[member])
             factor[k, :n] = (drawn >= self.p) / (1 - self.p)
-        return x * sent(factor, x.device).to(x.dtype)
+        return x * to_device(factor, x.device).to(x.dtype)
 
     def _examples(self, member: int, rows: int) -> int:
-        """How many of a member's rows are examples: these come first."""
+        """Count the rows of a member that are examples: these come first."""
         weights = self.context.weights
         return rows if weights is None else int((weights[member] != 0).sum())
 
@@ -58,16 +58,16 @@ class TokenDropout(Dropout):
             int(torch.randint(2**31, (), generator=self.context.generators[m])) if self._examples(m, x.shape[1]) else 0
             for m in members
         ]
-        at = sent(torch.tensor(drawn, dtype=torch.int32), x.device).view(-1, *(1,) * (x.dim() - 1))
+        at = to_device(torch.tensor(drawn, dtype=torch.int32), x.device).view(-1, *(1,) * (x.dim() - 1))
         for dim in range(1, x.dim()):
             places = torch.arange(x.shape[dim], dtype=torch.int32, device=x.device)
-            at = mixed_(at + places.view(-1, *(1,) * (x.dim() - 1 - dim)))
+            at = hash_bits_(at + places.view(-1, *(1,) * (x.dim() - 1 - dim)))
         dropped = (at >> 8 & 0xFFFFFF) < int(self.p * 2**24)
         return x.masked_fill(dropped, 0.0) / (1 - self.p)
 
 
-def mixed_(x: torch.Tensor) -> torch.Tensor:
-    """Every bit of int32 ``x`` made to depend on all others, in place (C. Wellons' lowbias32)."""
+def hash_bits_(x: torch.Tensor) -> torch.Tensor:
+    """Make every bit of int32 ``x`` depend on all others, in place (C. Wellons' lowbias32)."""
     x ^= x >> 16 & 0xFFFF
     x *= 0x7FEB352D
     x ^= x >> 15 & 0x1FFFF

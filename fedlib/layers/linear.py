@@ -29,7 +29,7 @@ def alive_rows(p: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 
 def own_rows(p: torch.Tensor | None, x: torch.Tensor, base_dims: int) -> torch.Tensor | None:
-    """A stacked ``p``'s rows for the clients of ``x``; a shared one, and that of a single client, of ``base_dims``.
+    """Return a stacked ``p``'s rows for the clients of ``x``; a shared ``p``, or a single client's, in ``base_dims``.
 
     So a cohort of one is ordinary sequential training.
     """
@@ -40,13 +40,13 @@ def own_rows(p: torch.Tensor | None, x: torch.Tensor, base_dims: int) -> torch.T
 
 
 def zero_(layer: nn.Module) -> None:
-    """``reset_parameters`` that draws nothing: an initialisation from a generator or a checkpoint fills them."""
+    """Fill with zeros in ``reset_parameters``: an initialisation from a generator or a checkpoint follows."""
     for p in layer.parameters(recurse=False):
         nn.init.zeros_(p)
 
 
-def is_cast(x: torch.Tensor) -> bool:
-    """Does autocast choose the precision of operations on ``x``?"""
+def uses_autocast(x: torch.Tensor) -> bool:
+    """Return whether autocast chooses the precision of operations on ``x``."""
     return x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
 
 
@@ -69,7 +69,7 @@ class Linear(nn.Linear):
             return F.linear(x, weight) + per_client(bias, x)
         flat = x.reshape(weight.shape[0], -1, x.shape[-1])  # (K, B*tokens, in)
         bias = bias.unsqueeze(1) if bias is not None and bias.dim() == 2 else bias
-        if is_cast(x):
+        if uses_autocast(x):
             y = torch.bmm(flat, weight.mT) if bias is None else torch.baddbmm(bias, flat, weight.mT)
         else:
             y = _StackedLinear.apply(flat, weight, bias)
@@ -77,7 +77,7 @@ class Linear(nn.Linear):
 
 
 def matmul(x: torch.Tensor, y: torch.Tensor, to: torch.Tensor | None = None) -> torch.Tensor:
-    """x (K, N, d) times y (K, d, n): (K, N, n), added to ``to`` in place if given. Not for autograd."""
+    """Multiply x (K, N, d) by y (K, d, n) -> (K, N, n), added to ``to`` in place if given. Not for autograd."""
     if (override := OVERRIDES.get("matmul")) is not None:
         return override(x, y, to)
     return torch.bmm(x, y) if to is None else to.baddbmm_(x, y)
@@ -111,7 +111,7 @@ class _StackedLinear(torch.autograd.Function):
 def init_normal_(
     module: nn.Module, generator: torch.Generator, std: float | None = 0.02, tables: Iterable[torch.Tensor] = ()
 ) -> None:
-    """ViT's initialisation, in place: every Linear weight N(0, std) with zero bias, every LayerNorm (1, 0).
+    """Initialise as ViT does, in place: every Linear weight N(0, std) with zero bias, every LayerNorm (1, 0).
 
     Without ``std`` a weight's is 1/sqrt(inputs), which keeps a signal's size (LeCun et al., Efficient BackProp, 1998).
     ``tables`` are drawn last, N(0, 0.02).

@@ -9,8 +9,8 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from .context import Context, Policy, share
-from .conv import apart, side_by_side
-from .linear import alive_rows, is_cast, own_rows, per_client
+from .conv import fold_clients, split_clients
+from .linear import alive_rows, own_rows, per_client, uses_autocast
 
 
 class LayerNorm(nn.LayerNorm):
@@ -24,7 +24,7 @@ class LayerNorm(nn.LayerNorm):
         weight, bias = own_rows(self.weight, x, 1), own_rows(self.bias, x, 1)
         if weight.dim() == bias.dim() == 1:
             return F.layer_norm(x, x.shape[-1:], weight, bias, self.eps)
-        if weight.dim() == bias.dim() and not is_cast(x):
+        if weight.dim() == bias.dim() and not uses_autocast(x):
             return _StackedLayerNorm.apply(x.reshape(x.shape[0], -1, x.shape[-1]), weight, bias, self.eps).view(x.shape)
         y = F.layer_norm(x, x.shape[-1:], eps=self.eps)
         return torch.addcmul(per_client(bias, x), y, per_client(weight, x))
@@ -47,7 +47,7 @@ class _StackedLayerNorm(torch.autograd.Function):
 
 
 def norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> tuple[torch.Tensor | None, ...]:
-    """Layer normalisation of x (K, N, d) by weight and bias (d,) or (K, d); and what ``norm_backward`` asks for."""
+    """Normalise x (K, N, d) by weight and bias (d,) or (K, d); return also what ``norm_backward`` asks for."""
     if weight.dim() == 1:
         y, mean, scale = torch.native_layer_norm(x, x.shape[-1:], weight, bias, eps)
         return y, bias, mean, scale
@@ -59,7 +59,7 @@ def norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) 
 def norm_backward(
     grad: torch.Tensor, x: torch.Tensor, kept: Sequence[torch.Tensor], weight: torch.Tensor, needed: Sequence[bool]
 ) -> tuple[torch.Tensor | None, ...]:
-    """The gradients of x, weight and bias, as far as they are ``needed``."""
+    """Return the gradients of x, weight and bias, as far as they are ``needed``."""
     backward, size = torch.ops.aten.native_layer_norm_backward, x.shape[-1:]
     if weight.dim() == 1:
         bias, mean, scale = kept
@@ -104,7 +104,7 @@ class BatchNorm2d(nn.Module):
         context = self.context
         if context.policy != "batch" and not context.training:
             if self.running_mean is None and context.gathered is not None:  # in ``settled_statistics``
-                mean, var = _of_all(x)
+                mean, var = _unmasked_moments(x)
                 count = torch.full_like(mean[:, :1], x[:, :, 0].numel() / len(x))
                 context.gathered.setdefault(self, []).append((count, mean, var))
                 raise Unsettled
@@ -115,7 +115,7 @@ class BatchNorm2d(nn.Module):
         real = context.real(x.device)
         if real is None and context.gathered is None and values > 1:
             if not context.training:
-                return self._native(x, *_of_all(x), training=False)
+                return self._native(x, *_unmasked_moments(x), training=False)
             if not context.tracks:
                 return self._native(x, None, None, training=True)
             mean, var = (self._rows(p, x).clone() for p in (self.running_mean, self.running_var))
@@ -139,24 +139,24 @@ class BatchNorm2d(nn.Module):
 
     @staticmethod
     def _rows(p: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """``p`` (C,) or of all clients, for the clients of ``x``: (K, C)."""
+        """Return ``p`` (C,) or of all clients as (K, C) for the clients of ``x``."""
         return alive_rows(p, x) if p.dim() == 2 else p.expand(x.shape[0], -1)
 
     def _native(self, x, mean, var, training: bool) -> torch.Tensor:
-        """PyTorch's own kernel on the channels of all clients side by side."""
+        """Run PyTorch's own kernel on the channels of all clients side by side."""
         weight, bias = self._rows(self.weight, x).flatten(), self._rows(self.bias, x).flatten()
         mean, var = (p.flatten() if p is not None else None for p in (mean, var))
         layout = torch.contiguous_format if is_slow_channels_last(x) else torch.channels_last
-        maps = side_by_side(x).contiguous(memory_format=layout)
+        maps = fold_clients(x).contiguous(memory_format=layout)
         y = F.batch_norm(maps, mean, var, weight, bias, training, self.momentum, self.eps)
-        return apart(y.contiguous(memory_format=torch.channels_last), len(x))
+        return split_clients(y.contiguous(memory_format=torch.channels_last), len(x))
 
     def _keep(self, mean: torch.Tensor, var: torch.Tensor) -> None:
         self.replace_("running_mean", mean)
         self.replace_("running_var", var)
 
     def replace_(self, leaf: str, fresh: torch.Tensor) -> None:
-        """New statistics (K, C) in the place of the old ones, in their shape where K is one."""
+        """Replace old statistics by new ones (K, C), in the old shape where K is one."""
         old = self._buffers[leaf]
         if old.dim() == 1:
             self._buffers[leaf] = fresh.squeeze(0) if len(fresh) == 1 else fresh
@@ -165,7 +165,7 @@ class BatchNorm2d(nn.Module):
 
 
 def is_slow_channels_last(x: torch.Tensor) -> bool:
-    """Is PyTorch's kernel, with two copies, faster on maps (K, B, C, H, W) that lie channel by channel?
+    """Return whether PyTorch's kernel is faster on channels-first copies of maps (K, B, C, H, W).
 
     Its channels-last form falls out of its vectors where these do not divide the channels. Milliseconds forward and
     backward on one thread of an Intel Xeon, 32 maps, as they are | with copies: 32x32 pixels of 5 channels 7.2 | 1.0,
@@ -176,14 +176,14 @@ def is_slow_channels_last(x: torch.Tensor) -> bool:
     return x.device.type == "cpu" and x.shape[1] > 1 and x.shape[2] % 8 > 0 and x.shape[2] < 32
 
 
-def _of_all(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean and biased variance (K, C) of maps; of a million values PyTorch's own, channels last, has four digits."""
+def _unmasked_moments(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return mean and biased variance (K, C) of maps; PyTorch's channels-last kernel loses digits on many values."""
     var, mean = torch.var_mean(x.float(), (1, 3, 4), correction=0)
     return mean, var
 
 
 def _moments(x: torch.Tensor, real: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of each client's rows that are ``real``: values per channel (K, 1), mean and biased variance (K, C).
+    """Return values per channel (K, 1), mean and biased variance (K, C) of each client's rows that are ``real``.
 
     One sum of x and one of its squares: half the time of centring first; a mean of 30 standard deviations costs the
     variance three digits of seven.
@@ -198,7 +198,7 @@ def _moments(x: torch.Tensor, real: torch.Tensor | None) -> tuple[torch.Tensor, 
 
 
 def set_policy_(model: nn.Module, policy: Policy) -> Context:
-    """Make ``policy`` that of every ``BatchNorm2d`` in ``model``; the context that all its layers now share.
+    """Set ``policy`` for every ``BatchNorm2d`` in ``model``; return the context that all its layers now share.
 
     ``tracked`` and ``local`` layers get statistics (0, 1), or those that they begin with; the others lose theirs.
     """
@@ -213,24 +213,24 @@ def set_policy_(model: nn.Module, policy: Policy) -> Context:
 
 
 def statistics(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The statistics of every ``BatchNorm2d`` in ``model`` by name, as its last training batch left them."""
+    """Return the statistics of every ``BatchNorm2d`` in ``model`` by name, as its last training batch left them."""
     owners = {n: m for n, m in model.named_modules() if isinstance(m, BatchNorm2d)}
     return {n: b for n, b in model.named_buffers() if n.rpartition(".")[0] in owners}
 
 
 @contextmanager
 def recomputed_statistics(model: nn.Module) -> Iterator[None]:
-    """Inside, run training data through ``model``; afterwards its ``BatchNorm2d`` hold the statistics of that data.
+    """Collect batch norm's statistics from the training data that is run through ``model`` inside the block.
 
     Each layer sees what the layers before it make with batch statistics, all in one pass. They are mean and variance of
     all values that passed, whatever the batches.
     """
     layers = [m for m in model.modules() if isinstance(m, BatchNorm2d)]
-    with layers[0].context.told(training=True, gathered={}) as context:
+    with layers[0].context.overridden(training=True, gathered={}) as context:
         with torch.no_grad():
             yield
         for layer, seen in context.gathered.items():
-            mean, var = _together(seen, unbiased=True)
+            mean, var = _pooled_moments(seen, unbiased=True)
             layer.running_mean, layer.running_var = (
                 x.squeeze(0) if len(x) == 1 and layer.weight.dim() == 1 else x for x in (mean, var)
             )
@@ -242,7 +242,7 @@ class Unsettled(Exception):
 
 @contextmanager
 def settled_statistics(model: nn.Module) -> Iterator[Callable[[Callable, Sequence], list]]:
-    """Inside, batch norm answers by the statistics of all examples together, whatever the batches they come in.
+    """Make batch norm use the statistics of all examples together inside the block, whatever their batches.
 
     What is given is ``settle(run, batches)``, what ``run`` makes of each batch: every layer that it uses sees all of
     them with the layers before it settled, and ends ``run`` until then, so a layer costs a pass up to it. Without batch
@@ -262,19 +262,19 @@ def settled_statistics(model: nn.Module) -> Iterator[Callable[[Callable, Sequenc
             if len(made) == len(batches):
                 return made
             for layer, seen in context.gathered.items():
-                layer.running_mean, layer.running_var = (x.squeeze(0) for x in _together(seen, unbiased=False))
+                layer.running_mean, layer.running_var = (x.squeeze(0) for x in _pooled_moments(seen, unbiased=False))
 
     context = layers[0].context if layers else Context()
     try:
-        with context.told(policy="static", training=False, gathered={}):
+        with context.overridden(policy="static", training=False, gathered={}):
             yield settle
     finally:
         for layer, (mean, var) in zip(layers, before, strict=True):
             layer.running_mean, layer.running_var = mean, var
 
 
-def _together(seen: Sequence[tuple[torch.Tensor, ...]], unbiased: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean and variance (K, C) of all batches: of each its count (K, 1), mean and biased variance (K, C)."""
+def _pooled_moments(seen: Sequence[tuple[torch.Tensor, ...]], unbiased: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Pool batches into mean and variance (K, C): of each its count (K, 1), mean and biased variance (K, C)."""
     count, mean, var = (torch.stack(part).double() for part in zip(*seen, strict=True))  # (batches, K, C)
     total = count.sum(0)
     weight = count / total.clamp(min=1)

@@ -18,7 +18,7 @@ FLOPS: dict[Any, Callable] = {}
 
 
 def override(name: str) -> Callable | None:
-    """What stands in for ``name``, of all that the door names; None: nothing."""
+    """Return the replacement for ``name`` among all that the door names; None if there is none."""
     for place in doors.LAYERS:
         doors.load(place)
     return OVERRIDES.get(name)

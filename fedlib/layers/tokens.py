@@ -5,12 +5,12 @@ from torch.autograd.function import once_differentiable
 
 
 def take_token(z: torch.Tensor, at: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ``at`` of z (K, B, T, d), (K, B, d), and z to go on with."""
+    """Return token ``at`` of z (K, B, T, d), which is (K, B, d), and z to go on with."""
     return _Take.apply(z, at) if z.requires_grad and torch.is_grad_enabled() else (z[..., at, :], z)
 
 
 def put_token(z: torch.Tensor, token: torch.Tensor, at: int) -> torch.Tensor:
-    """A copy of z (K, B, T, d) with ``token`` (K, B, d) at ``at``."""
+    """Return a copy of z (K, B, T, d) with ``token`` (K, B, d) at ``at``."""
     return _Put.apply(z, token, at)
 
 

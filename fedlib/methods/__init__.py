@@ -43,7 +43,7 @@ def build_method(name: str, options: Mapping[str, Scalar]) -> Method:
     """Return method ``name`` with its options; ``ValueError`` names what is unknown or of a wrong type."""
     if name not in METHODS:
         now = f"; it is now called {RENAMED[name]!r}" if name in RENAMED else did_you_mean(name, METHODS)
-        raise ValueError(f"experiment: method = {name!r} is unknown{now}{doors.more()}")
+        raise ValueError(f"experiment: method = {name!r} is unknown{now}{doors.install_hint()}")
     return METHODS[name](**check_fields(METHODS[name], present_options(name, options), f"options of {name}"))
 
 

@@ -33,18 +33,18 @@ LORA_DEFAULTS = {"r": 32, "lora_alpha": 64, "lora_dropout": 0.0}
 
 
 def tuners() -> list[ModuleType]:
-    """What else trains a backbone: modules with ``modes()``, ``DEFAULTS``, ``check`` and ``inject_``."""
+    """Load the modules that add tuners, each with ``modes()``, ``DEFAULTS``, ``check`` and ``inject_``."""
     return [doors.load(place) for place in doors.TUNERS]
 
 
 @cache
 def finetune_modes() -> tuple[str, ...]:
-    """All accepted values of ``Experiment.finetune``."""
+    """Return all accepted values of ``Experiment.finetune``."""
     return (*OWN_MODES, *sorted({"lora", *(mode for t in tuners() for mode in t.modes())}))
 
 
 def default_options(mode: str) -> dict[str, object]:
-    """The options of a fine-tuning mode that this kit sets where an experiment does not."""
+    """Return the options of a fine-tuning mode that this kit sets where an experiment does not."""
     own = {"pa": ADAPTER_DEFAULTS, "sa": ADAPTER_DEFAULTS, "lora": LORA_DEFAULTS}
     return own[mode] if mode in own else next((t.DEFAULTS[mode] for t in tuners() if mode in t.DEFAULTS), {})
 
@@ -56,7 +56,7 @@ def check_finetune(mode: str, options: dict, config: Spec) -> None:
     if not plain and mode not in config.own_modes:
         if mode not in OWN_MODES and mode not in finetune_modes():
             known = did_you_mean(mode, finetune_modes())
-            raise ValueError(f"experiment: finetune = {mode!r} is unknown{known}{doors.more()}")
+            raise ValueError(f"experiment: finetune = {mode!r} is unknown{known}{doors.install_hint()}")
         fit = [m for m in finetune_modes() if m not in OWN_MODES] if adaptable else []
         fit = [m for m in fit if config.tuners is None or m in config.tuners]
         if mode not in fit:
@@ -71,17 +71,17 @@ def check_finetune(mode: str, options: dict, config: Spec) -> None:
         if key == "r":
             check_rank(value, config)
         elif key == "lora_alpha" and not (number and value > 0):
-            raise impossible(key, value, "a number above 0")
+            raise option_error(key, value, "a number above 0")
         elif key.endswith("dropout") and not (number and 0 <= value < 1):
-            raise impossible(key, value, "0 up to 1, without it")
+            raise option_error(key, value, "0 up to 1, without it")
 
 
 def _tuner_of(mode: str) -> ModuleType:
-    """Who knows ``mode``; ``ValueError`` where nobody does: LoRA with options that are peft's."""
+    """Return the tuner that has ``mode``; ``ValueError`` if none has: LoRA with options that are peft's."""
     for tuner in tuners():
         if mode in tuner.modes():
             return tuner
-    allowed = f"lora with no options but {', '.join(LORA_DEFAULTS)}{doors.more()}"
+    allowed = f"lora with no options but {', '.join(LORA_DEFAULTS)}{doors.install_hint()}"
     raise ValueError(f"experiment: finetune = {mode!r} with these options is not known; allowed: {allowed}")
 
 
@@ -91,15 +91,15 @@ def check_options(mode: str, options: Mapping, allowed: Collection[str]) -> None
 
 
 def check_rank(r: object, config: Spec) -> None:
-    """Raise ``ValueError`` for a rank that the narrowest unit, channels of maps, else of tokens, cannot have."""
+    """Raise ``ValueError`` for a rank above the narrowest unit's width: channels of maps, else features of tokens."""
     shapes = [config.feature(unit) for unit in range(config.depth)]
     width = min(s[0] if len(s) == 3 else s[-1] for s in shapes)
     if type(r) is not int or not 1 <= r <= width:
-        raise impossible("r", r, f"1..{width}, the width of the layers it adapts")
+        raise option_error("r", r, f"1..{width}, the width of the layers it adapts")
 
 
-def impossible(key: str, value: object, allowed: str) -> ValueError:
-    """The error of an option of a fine-tuning mode."""
+def option_error(key: str, value: object, allowed: str) -> ValueError:
+    """Return the error for an impossible option of a fine-tuning mode."""
     return ValueError(f"experiment: finetune_options: {key} = {value!r} is not possible; allowed: {allowed}")
 
 
@@ -203,7 +203,7 @@ def apply_finetune_(vit: Backbone, head: nn.Module, mode: str, options: dict, se
         for classifier in [m for m in head.modules() if isinstance(m, Classifier)]:
             classifier.norm = ScaleShift(classifier.norm, generator)
     elif _is_plain_lora(mode, options):
-        with lent_generator(seed):
+        with global_seed(seed):
             for block in vit.blocks:
                 for path, layer in list(block.named_modules()):
                     if path.endswith(tuple(f".{target}" for target in vit.spec.peft_targets)):
@@ -220,8 +220,8 @@ def _is_plain_lora(mode: str, options: dict) -> bool:
 
 
 @contextmanager
-def lent_generator(seed: int) -> Iterator[None]:
-    """peft draws from the global generator: inside, that is one of ours."""
+def global_seed(seed: int) -> Iterator[None]:
+    """Seed the global generator inside the block, as peft draws from it, and restore it afterwards."""
     with torch.random.fork_rng(devices=[]):
         torch.random.manual_seed(int(numpy_generator(seed, "peft init").integers(2**62)))
         yield

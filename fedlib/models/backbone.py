@@ -51,19 +51,19 @@ class Spec(Protocol):
     as_trained: bool = False  # are images normalised so, and is dropped what was dropped then?
 
     def feature(self, unit: int) -> tuple[int, ...]:
-        """What an exit after ``unit`` sees of one example: (d,) or (C, H, W)."""
+        """Return the shape of what an exit after ``unit`` reads of one example: (d,) or (C, H, W)."""
 
     def state(self, unit: int) -> tuple[int, ...]:
-        """Shape of ``Backbone.settled(z)`` of one example after ``unit``."""
+        """Return the shape of ``Backbone.settled(z)`` of one example after ``unit``."""
 
     def numbers(self, examples: int) -> tuple[int, int]:
-        """Numbers in the widest activation of ``examples`` examples, and in all that autograd keeps of them."""
+        """Count the numbers in the widest activation of ``examples`` examples, and in all that autograd keeps."""
 
     def build(self) -> "Backbone": ...
 
 
 def shapes(spec: type) -> dict[str, Any]:
-    """The kit's named shapes of this kind (``shapes.yaml``)."""
+    """Return the kit's named shapes of this kind (``shapes.yaml``)."""
     named = read_table(Path(__file__).with_name("shapes.yaml"))[spec.__name__]
     return {name: spec(**said) for name, said in named.items()}
 
@@ -129,23 +129,23 @@ class Backbone(nn.Module):
         raise TypeError(f"{type(self).__name__} cannot run one unit at a time")
 
     def replace(self, z, unit: int, feature: torch.Tensor):
-        """z with ``feature`` in place of what the exits saw after ``unit`` (ReeFL, Eq. 4)."""
+        """Return z with ``feature`` in place of what the exits saw after ``unit`` (ReeFL, Eq. 4)."""
         raise TypeError(f"exits of {type(self).__name__} read maps: there is no token to hand back")
 
     def bridge(self, feature: torch.Tensor, unit: int) -> torch.Tensor:
-        """What exits see after ``unit`` in the shape of the last unit's (FeDepth's skip)."""
+        """Bring what exits see after ``unit`` to the shape of the last unit's (FeDepth's skip)."""
         return feature
 
     def settled(self, z) -> torch.Tensor:
-        """Of ``z`` what a later unit reads, as one tensor that can be kept; ``TypeError`` where z is several."""
+        """Return as one tensor what a later unit reads of ``z``; ``TypeError`` where z is several."""
         return z
 
     def axis(self, name: str, size: int) -> Axis:
-        """Axis ``name`` of ``size`` entries; by default one segment whose order means nothing."""
+        """Return axis ``name`` of ``size`` entries; by default one segment whose order means nothing."""
         return Axis(name, (size,))
 
     def kept_units(self, first_hand_back: float) -> float:
-        """How many leading units do not depend on a token that is handed back after ``first_hand_back`` or later."""
+        """Return how many leading units do not depend on a token handed back after ``first_hand_back`` or later."""
         return first_hand_back + 1
 
 
@@ -167,7 +167,7 @@ class TokenBackbone(Backbone):
         return z
 
     def run_to_token(self, z: torch.Tensor, block: int) -> torch.Tensor:
-        """The class token (K, B, d) after ``block``, for clients that go no further: no other token is computed."""
+        """Return the class token (K, B, d) after ``block`` for clients that go no further: no other is computed."""
         return self.blocks[block](z, 1)[..., 0, :]
 
     def advance(self, z: torch.Tensor, unit: int, on: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -188,7 +188,7 @@ class TokenBackbone(Backbone):
         return put_token(z, feature, self.spec.class_token)
 
     def _advance(self, z: torch.Tensor, unit: int, on: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The class token (K, B, d) after ``unit`` of all clients, and all tokens of the first ``on``."""
+        """Return the class token (K, B, d) after ``unit`` of all clients, and all tokens of the first ``on``."""
         at = self.spec.class_token
         if on == len(z) or self.whole_blocks:
             token, z = take_token(self.run(z, unit, unit + 1), at)
@@ -204,7 +204,7 @@ class TokenBackbone(Backbone):
 
     @contextmanager
     def _clients_of(self, unit: int, rows: slice):
-        """Inside, the stacked parameters of ``unit``, and what layers are told, are those of some of the clients."""
+        """Restrict ``unit`` to the clients ``rows`` inside the block: stacked parameters and context."""
         stacked = [(own, leaf, p) for own, leaf, dims in self.of_block[unit] if (p := own[leaf]).dim() > dims]
         for own, leaf, p in stacked:
             own[leaf] = p[rows]
@@ -245,23 +245,29 @@ class Family:
     specs: Mapping[str, Spec] = {}  # by name
 
     def find(self, name: str, known: Spec | None, folder: Path | None) -> Spec | None:
-        """The shape of ``name``; ``known`` is what is registered of it, ``folder`` a checkpoint's. None: not mine.
+        """Return the shape of ``name``, given what is registered (``known``) and a checkpoint's ``folder``, or None.
 
         ``ValueError`` for a name that nobody can have meant.
         """
 
     def load(self, name: str, spec: Spec, seed: int) -> Backbone | None:
-        """``name`` with its published weights; None: not mine. What they lack is drawn from ``seed``."""
+        """Load ``name`` with its published weights; None: not mine. What they lack is drawn from ``seed``."""
 
     def draw(self, spec: Spec, generator: torch.Generator) -> Backbone | None:
-        """A backbone with fresh weights; None: as most do."""
+        """Build a backbone with fresh weights; None: as most do."""
 
     def check(self, name: str, spec: Spec, pretrained: bool) -> bool:
-        """Are there weights of ``name``? ``ValueError`` says more of why it cannot begin so."""
+        """Return whether there are weights of ``name``.
+
+        ``ValueError`` may say why it cannot begin with or without them.
+        """
         return bool(spec.source)
 
     def fetch(self, name: str, spec: Spec) -> bool:
-        """Bring the weights of ``name`` onto this machine, if that needs less than :meth:`load`; was it mine?"""
+        """Download the weights of ``name`` if that needs less than :meth:`load`.
+
+        Return whether it is of this family.
+        """
         return False
 
 
@@ -270,7 +276,7 @@ SHIPPED: dict[str, Spec] = {}  # the kit's and the lab's, whatever is put into `
 
 
 def folder_of(name: str) -> Path | None:
-    """The checkpoint folder of a backbone: ``$FEDLIB_DATA/backbones/<its name up to the first dot>``, or None."""
+    """Return the checkpoint folder ``$FEDLIB_DATA/backbones/<name up to the first dot>`` of a backbone, or None."""
     folder = Path(os.environ.get("FEDLIB_DATA", "")) / "backbones" / name.split(".")[0]
     there = "FEDLIB_DATA" in os.environ and name[:1] not in ("", ".", "/") and ".." not in Path(name).parts
     return folder if there and (folder / "config.json").is_file() else None

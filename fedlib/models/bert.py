@@ -73,7 +73,7 @@ class BertSpec(TokenSpec):
         return (self.length,)
 
     def build(self) -> "Bert":
-        """A backbone of this shape, without weights."""
+        """Build a backbone of this shape, without weights."""
         return Bert(self)
 
 
@@ -85,7 +85,7 @@ BERTS |= {f"{name}.mean": replace(config, centred=False, averaged=True) for name
 
 
 def is_token(z: torch.Tensor) -> torch.Tensor:
-    """True where ``z`` (..., T, d) is a token, False where it is padding: (..., T)."""
+    """Return True where ``z`` (..., T, d) is a token, False where it is padding: (..., T)."""
     return (z != 0).any(-1)
 
 
@@ -120,7 +120,7 @@ class BertBlock(nn.Module):
         self.mlp, self.norm2 = MLP(c.dim, c.ffn_dim), LayerNorm(c.dim, c.eps)
 
     def forward(self, z: torch.Tensor, first: int | None = None) -> torch.Tensor:
-        """z (K, B, T, d) -> (K, B, T, d), or only its ``first`` tokens."""
+        """Map z (K, B, T, d) -> (K, B, T, d), or only its ``first`` tokens."""
         kept = z[..., :first, :]
         h = self.norm1(kept + self.attn(z, first))
         return self.norm2(h + self.mlp(h)) * is_token(kept).unsqueeze(-1)
@@ -154,7 +154,7 @@ class Bert(TokenBackbone):
             self.register_buffer("scales", torch.ones(config.depth, 1), persistent=False)
 
     def run(self, z: torch.Tensor, a: int, b: int) -> torch.Tensor:
-        """On a CPU, without what is padding in every sentence of the batch (a GPU would wait for the answer)."""
+        """Run units, on a CPU without tokens that are padding in every sentence (a GPU would wait for the answer)."""
         if z.device.type == "cpu" and not torch.compiler.is_exporting():  # a graph is of one length
             z = z[..., : 1 + int(is_token(z).flatten(0, 1).any(0).nonzero().max()), :]
         return super().run(z, a, b)
@@ -203,7 +203,7 @@ PUBLISHED = {
 
 
 def load_bert(state: Mapping[str, torch.Tensor], config: BertSpec) -> Bert:
-    """A :class:`Bert` of shape ``config`` from the state dict of Hugging Face's ``BertModel``; its pooler is not used.
+    """Load a :class:`Bert` of shape ``config`` from Hugging Face's ``BertModel``'s state dict, without its pooler.
 
     ``ValueError`` names keys that are missing, or of another shape.
     """
@@ -217,7 +217,7 @@ def load_bert(state: Mapping[str, torch.Tensor], config: BertSpec) -> Bert:
 
 
 def published_name(name: str) -> str:
-    """``blocks.3.attn.q.weight`` -> ``encoder.layer.3.attention.self.query.weight``: the name in a checkpoint."""
+    """Translate a name: ``blocks.3.attn.q.weight`` -> ``encoder.layer.3.attention.self.query.weight``."""
     if name == "stem.pos_embed":
         return POSITIONS
     module, leaf = name.rsplit(".", 1)

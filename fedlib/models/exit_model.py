@@ -18,7 +18,7 @@ from ..layers.norms import BatchNorm2d, set_policy_, statistics
 from .backbone import Backbone
 from .exits import Head
 from .parameter_info import infos_of, slots_of
-from .route import Begun, Route, spread
+from .route import PartialForward, Route, pad_members
 
 
 class ExitModel(nn.Module):
@@ -44,13 +44,15 @@ class ExitModel(nn.Module):
         """Units up to the last exit."""
         return self.exit_units[-1] + 1
 
-    def forward(self, x: torch.Tensor | Begun, route: Route | None = None, watch: Callable | None = None):
-        """Inputs (K, B, *input_shape), or leading units' output -> outputs (E, K, B, *out); zero for exits not held.
+    def forward(self, x: torch.Tensor | PartialForward, route: Route | None = None, watch: Callable | None = None):
+        """Map inputs (K, B, *input_shape), or leading units' output -> outputs (E, K, B, *out).
+
+        Zero for exits not held.
 
         By default all K members run every unit and every exit. ``watch(unit, z, feature, past, handed_back)`` is told
         of every unit: z before it, what the exits saw, the head's history before its step and what it handed back.
         """
-        cached = x if isinstance(x, Begun) else Begun(0, self.backbone.stem(x))
+        cached = x if isinstance(x, PartialForward) else PartialForward(0, self.backbone.stem(x))
         z, members = cached.z, cached.z.shape[0]
         everybody = dict.fromkeys(range(len(self.exit_units)), slice(0, members))
         route = route or Route([members] * self.depth, everybody)
@@ -84,7 +86,7 @@ class ExitModel(nn.Module):
             if watch is not None:
                 watch(unit, before, feature, seen, handed_back)
             if out is not None and (isinstance(rows, tuple) or rows.stop > rows.start):
-                outputs[exit] = spread(
+                outputs[exit] = pad_members(
                     out if self.head.per_exit else out[rows if isinstance(rows, slice) else index_of(rows, out.device)],
                     rows,
                     members,
@@ -95,7 +97,7 @@ class ExitModel(nn.Module):
         return torch.stack([blank if o is None else o for o in outputs])
 
     def frozen_units(self) -> int:
-        """How many leading units give the same output all run long: nothing in or before them is trained or fed back.
+        """Count the leading units whose output never changes: nothing in or before them is trained or fed back.
 
         Nor does a batch norm in them go by who shares a batch. Ask before :meth:`put_` replaces the parameters.
         """
@@ -109,16 +111,16 @@ class ExitModel(nn.Module):
         return int(max(0, min([self.backbone.spec.depth, fed_back, *trained])))
 
     @torch.no_grad()
-    def begin(
-        self, x: torch.Tensor | Begun, units: int, without: Container[int] = (), alive: Sequence[int] | None = None,
-        keep: Container[int] = (),
-    ) -> Begun:  # fmt: skip
-        """The output of the first ``units`` units, but those ``without``, for inputs (K, B, *input_shape).
+    def run_leading(
+        self, x: torch.Tensor | PartialForward, units: int, without: Container[int] = (),
+        alive: Sequence[int] | None = None, keep: Container[int] = (),
+    ) -> PartialForward:  # fmt: skip
+        """Run the first ``units`` units, but those ``without``, on inputs (K, B, *input_shape).
 
         Of an ``x`` that earlier units made, only later ones run. Unit l runs for the first ``alive[l]`` members;
         without it, for all. Features are those that the head reads, and those of the units to ``keep``.
         """
-        begun = x if isinstance(x, Begun) else Begun(0, x)
+        begun = x if isinstance(x, PartialForward) else PartialForward(0, x)
         alive = [len(begun.z)] * units if alive is None else alive
         run = [unit for unit in range(begun.units, units) if unit not in without and alive[unit]]
         z, features = begun.z[: alive[run[0]]] if run else begun.z, dict(begun.features)
@@ -127,23 +129,23 @@ class ExitModel(nn.Module):
             feature, z = self.backbone.advance(z, unit, alive[following])
             if self.head.reads(unit) or unit in keep:
                 features[unit] = feature
-        return Begun(units, self.backbone.settled(z), features)
+        return PartialForward(units, self.backbone.settled(z), features)
 
     def infos(self) -> dict[str, ParamInfo]:
-        """Axes, kind, unit, exit and full shape of every parameter."""
+        """Return axes, kind, unit, exit and full shape of every parameter."""
         return infos_of(self)
 
     def trainable(self) -> dict[str, torch.Tensor]:
-        """The tensors that clients change and communicate, detached: what is trained, and batch norm's statistics."""
+        """Return the tensors that clients change and send, detached: trained ones and batch norm's statistics."""
         trained = {n: p.detach() for n, p in self.named_parameters() if p.requires_grad}
         return trained | statistics(self)
 
     def frozen(self) -> dict[str, torch.Tensor]:
-        """The tensors that are the same for all clients and rounds, detached."""
+        """Return the tensors that are the same for all clients and rounds, detached."""
         return {n: p.detach() for n, p in self.named_parameters() if not p.requires_grad}
 
     def twin(self) -> "ExitModel":
-        """Modules of its own over the same tensors, for another thread: what is put into one is not in the other."""
+        """Copy the modules but not the tensors, for another thread: what is put into one is not in the other."""
         return copy.deepcopy(self, {id(t): t for t in (*self.parameters(), *self.buffers())})
 
     def put_(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -154,7 +156,7 @@ class ExitModel(nn.Module):
 
     @contextmanager
     def holding(self, *tensors: Mapping[str, torch.Tensor]) -> Iterator[None]:
-        """Inside, ``tensors`` are in place; afterwards what was there before."""
+        """Put ``tensors`` in place inside the block, and what was there before back after it."""
         before = {n: self._slots[n][0][self._slots[n][1]] for some in tensors for n in some}
         for some in tensors:
             self.put_(some)

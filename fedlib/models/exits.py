@@ -35,13 +35,13 @@ class Head(nn.Module):
         return unit in self.exit_units
 
     def step(self, unit: int, feature: torch.Tensor, past: list) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """After ``unit``: (logits (K, B, classes) or None, a token to hand back or None)."""
+        """Run after ``unit``; return (logits (K, B, classes) or None, a token to hand back or None)."""
         if unit not in self.exit_units or not len(feature):
             return None, None
         return self.exits[self.exit_units.index(unit)](feature), None
 
     def place(self, path: list[str]) -> tuple[str, int, int | None]:
-        """(kind, unit, exit) of the parameter at ``path`` inside this head."""
+        """Return (kind, unit, exit) of the parameter at ``path`` inside this head."""
         j = int(path[1])
         return "head", self.exit_units[j], j
 

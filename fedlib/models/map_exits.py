@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..layers.context import Scaler
-from ..layers.conv import INITIALISATIONS, Conv2d, apart, average_pool, side_by_side
+from ..layers.conv import INITIALISATIONS, Conv2d, average_pool, fold_clients, split_clients
 from ..layers.dropout import Dropout
 from ..layers.linear import Linear
 from ..layers.norms import BatchNorm2d
@@ -102,8 +102,8 @@ class Gate(nn.Module):
 
     def forward(self, z: torch.Tensor) -> torch.Tensor:
         seen = F.relu(self.bn(self.separable(z)))
-        weight = F.interpolate(side_by_side(seen), z.shape[-2:], mode="bilinear").sigmoid()
-        return z * apart(weight, len(z))
+        weight = F.interpolate(fold_clients(seen), z.shape[-2:], mode="bilinear").sigmoid()
+        return z * split_clients(weight, len(z))
 
 
 class Towered(Pooled):
@@ -171,13 +171,13 @@ class PooledClassifiers(Head):
         self.init = spec.init
 
     def init_(self, generator: torch.Generator) -> "PooledClassifiers":
-        """As the backbone's spec says, in place."""
+        """Initialise as the backbone's spec says, in place."""
         INITIALISATIONS[self.init](self, generator)
         return self
 
 
 def classifiers(spec: Spec, num_classes: int, exit_units: Sequence[int]) -> Head:
-    """One classifier per exit, of the kind that reads what the backbone's exits see: a token, or a map."""
+    """Build one classifier per exit, of the kind that reads what the backbone's exits see: a token, or a map."""
     if len(spec.feature(0)) == 1:
         bare = spec.depth - 1 if spec.ends_normalised else None
         return Classifiers(spec.feature(0)[0], num_classes, exit_units, bare)
@@ -185,7 +185,7 @@ def classifiers(spec: Spec, num_classes: int, exit_units: Sequence[int]) -> Head
 
 
 def scaling_exits(spec: Spec, num_classes: int, exit_units: Sequence[int]) -> Head:
-    """The exits that ScaleFL adds to a backbone of shape ``spec``, and its own last one."""
+    """Build the exits that ScaleFL adds to a backbone of shape ``spec``, and its own last one."""
     if len(spec.feature(0)) == 3:
         return PooledClassifiers(spec, num_classes, exit_units, spec.exit_head or spec.early_exit, spec.final_exit)
     if spec.reads == "tokens":

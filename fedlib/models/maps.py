@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..core.profiling import kept_by_autograd
+from ..core.profiling import saved_for_backward
 from ..layers.context import Scaler
 from ..layers.conv import INITIALISATIONS, Conv2d, sample_and_pad
 from ..layers.norms import BatchNorm2d
@@ -34,14 +34,14 @@ class MapSpec(Spec):
         return (self.channels, self.size, self.size)
 
     def stream(self, unit: int) -> str:
-        """The axis of the channels after ``unit``."""
+        """Return the axis of the channels after ``unit``."""
 
     def exit_options(self, kind: str, unit: int) -> dict[str, object]:
-        """What an exit of ``kind`` (``map_exits.KINDS``) after ``unit`` has of its own on this backbone."""
+        """Return what an exit of ``kind`` (``map_exits.KINDS``) after ``unit`` takes from this backbone, as options."""
         return {"widths": self.narrowing(unit)} if kind == "towers" else {}
 
     def narrowing(self, unit: int) -> tuple[int, ...]:
-        """The channels of the later, ever smaller maps; of those of one size, the last's."""
+        """Return the channels of the later, ever smaller maps; for maps of one size, the last's."""
         widths, (*_, size) = {}, self.feature(unit)
         for later in range(unit + 1, self.depth):
             channels, *_, now = self.feature(later)
@@ -50,28 +50,28 @@ class MapSpec(Spec):
         return tuple(widths.values())
 
     def state(self, unit: int) -> tuple[int, int, int]:
-        """The same map: nothing else goes on."""
+        """Return the shape of the map: nothing else goes on."""
         return self.feature(unit)
 
     def numbers(self, examples: int) -> tuple[int, int]:
-        """Numbers in the widest activation of ``examples`` examples, and in all that autograd keeps of them."""
+        """Count the numbers in the widest activation of ``examples`` examples, and in all that autograd keeps."""
         widest, kept = _kept_numbers(self)
         return examples * widest, examples * kept
 
 
 @cache
 def _kept_numbers(spec: MapSpec) -> tuple[int, int]:
-    """Numbers of one example in the backbone's widest activation, and in all that autograd keeps of it."""
+    """Count the numbers of one example in the widest activation, and in all that autograd keeps of it."""
     backbone = spec.build()
     one, two = (_kept_sizes(backbone, examples) for examples in (1, 2))
     return max(one), sum(two) - sum(one)  # the rest, such as a norm's means, is as large for any number of examples
 
 
 def _kept_sizes(backbone: nn.Module, examples: int) -> list[int]:
-    """The size of every tensor that autograd keeps beside the parameters, where all of them are trained."""
+    """Return the size of every tensor that autograd keeps beside the parameters, where all of them are trained."""
     for p in backbone.parameters():
         p.requires_grad_(p.is_floating_point())
-    with kept_by_autograd(backbone.parameters()) as kept:
+    with saved_for_backward(backbone.parameters()) as kept:
         device = next(backbone.parameters()).device
         z = backbone.stem(torch.zeros(1, examples, *backbone.spec.input_shape, device=device))
         for unit in range(backbone.spec.depth):
@@ -98,7 +98,7 @@ class MapBackbone(Backbone):
     """A stem and blocks on maps."""
 
     def init_(self, generator: torch.Generator) -> "MapBackbone":
-        """As the spec says, in place."""
+        """Initialise as the spec says, in place."""
         INITIALISATIONS[self.spec.init](self, generator)
         return self
 
@@ -108,7 +108,7 @@ class MapBackbone(Backbone):
         return z, z if on == len(z) else z[:on]
 
     def bridge(self, feature: torch.Tensor, unit: int) -> torch.Tensor:
-        """The map after ``unit`` in the shape of the last unit's: sub-sampled, zero channels around it (FeDepth)."""
+        """Bring the map after ``unit`` to the last unit's shape: sub-sampled, zero channels around it (FeDepth)."""
         last = self.spec.depth - 1
         convs = (m for m in self.blocks[last].modules() if isinstance(m, Conv2d))
         width = next(m.weight.shape[-4] for m in convs if m.axes["weight"][0] == self.spec.stream(last))  # perhaps cut

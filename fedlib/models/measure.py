@@ -26,7 +26,7 @@ FLOAT = 4  # bytes
 
 
 def _counter():
-    """PyTorch's own, which sees every matrix product and convolution, and the scan of Mamba; two operations a MAC."""
+    """Build PyTorch's counter of FLOPs (products, convolutions) with Mamba's scan; two operations are a MAC."""
     from torch.utils.flop_counter import FlopCounterMode
 
     return FlopCounterMode(display=False, custom_mapping=FLOPS)
@@ -54,30 +54,33 @@ class Measure:
         return self.spec, type(model.head), model.exit_units, policy, held
 
     def parameters(self, part: Slice) -> int:
-        """How many numbers ``part`` holds, statistics of batch norm not counted."""
+        """Count the numbers that ``part`` holds, statistics of batch norm excluded."""
         return self._numbers(part, self._full)
 
     def _numbers(self, part: Slice, names) -> int:
-        """How many numbers ``part`` holds of the parameters ``names``: from the lengths of its indices alone."""
+        """Count the numbers that ``part`` holds of the parameters ``names``, from the lengths of its indices alone."""
         sizes = {axis: len(kept) for axis, kept in part.index.items()}
         held = (self.infos[n] for n in names if part.holds(self.infos[n]))
         return sum(math.prod(map(sizes.get, i.axes, i.shape)) for i in held)
 
     def cost(self, of: Literal["parameters", "memory", "macs", "upload"], part: Slice) -> float:
-        """What a constraint counts: all parameters, MiB of training, MACs of an example, or the trained parameters."""
+        """Return a cost: all parameters, MiB of training, MACs of an example, or the trained parameters."""
         if of in ("macs", "memory"):
             return self.macs(part) if of == "macs" else self.training_mib(part)
         return self._numbers(part, self._full if of == "parameters" else self._trained)
 
     def macs(self, part: Slice) -> int:
-        """MACs of one example through the units and exits of ``part``; norms, activations and pooling cost none."""
+        """Count the MACs of one example through the units and exits of ``part``.
+
+        Norms, activations and pooling cost none.
+        """
         held = take_all(self._full, self.infos, replace(part, aliases={}))
         with self.model.holding(held), _counter() as counter:
             self._run(part)
         return counter.get_total_flops() // 2
 
     def training_mib(self, part: Slice, batch: int = 32) -> float:
-        """Memory of training ``part`` with Adam, in MiB.
+        """Estimate the memory of training ``part`` with Adam, in MiB.
 
         4 bytes * (parameters, of trained ones also the gradient and two moments, and per example the outputs of every
         layer with parameters, forward and backward).
@@ -104,7 +107,7 @@ class Measure:
         return out
 
     def activation_mib(self, unit: int, batch: int) -> float:
-        """Memory of training block ``unit`` (FeDepth): forward and backward activations, and parameters, in MiB.
+        """Estimate the memory of training block ``unit`` (FeDepth), in MiB: activations, gradients, parameters.
 
         2 * 4 bytes * batch * (outputs of every layer with parameters, and of the block) + 4 bytes * parameters.
         """
@@ -113,13 +116,13 @@ class Measure:
         return self._mib(layers, batch)
 
     def total_mib(self, batch: int) -> float:
-        """Memory of training all units, the stem and the exits; norms outside the units are not counted (FeDepth)."""
+        """Estimate the memory of training all units, stem and exits in MiB, without norms outside units (FeDepth)."""
         outside = [*self.model.backbone.stem.modules(), *self.model.head.modules()]
         layers = [m for m in outside if any(p.dim() > 1 for p in m.parameters(recurse=False))]
         return self._mib(layers, batch) + sum(self.activation_mib(unit, batch) for unit in range(self.spec.depth))
 
     def unit_macs(self) -> tuple[int, ...]:
-        """MACs of one example in the stem, then in each unit; exits are not counted."""
+        """Count the MACs of one example in the stem, then in each unit; exits are not counted."""
         out, z = [], self._example()
         with torch.no_grad():
             for unit in range(-1, self.spec.depth):
@@ -148,7 +151,7 @@ class Measure:
 
     @torch.no_grad()
     def _run(self, part: Slice) -> None:
-        """One example through ``part``. ``ValueError`` for layers of a tuner that look at values to run."""
+        """Run one example through ``part``. ``ValueError`` for layers of a tuner that look at values to run."""
         try:
             self.model(self._example(), Route.of([part], self.model.depth))
         except NotImplementedError as error:

@@ -14,7 +14,7 @@ from ..layers.norms import statistics
 
 
 def slots_of(model: nn.Module) -> dict[str, tuple[dict, str]]:
-    """Where to put every tensor that a client may have its own of: parameters and batch norm's statistics, by name."""
+    """Return by name where each tensor lies that a client may own: parameters and batch norm's statistics."""
     out = {}
     for path, module in model.named_modules():
         named = getattr(module, "axes", {})
@@ -25,7 +25,7 @@ def slots_of(model: nn.Module) -> dict[str, tuple[dict, str]]:
 
 
 def infos_of(model: nn.Module) -> dict[str, ParamInfo]:
-    """Axes, kind, unit, exit and full shape of every parameter and statistic of ``model`` (an ``ExitModel``)."""
+    """Return axes, kind, unit, exit and full shape of every parameter and statistic of ``model`` (an ``ExitModel``)."""
     parameters = dict(model.named_parameters())
     return {n: _info(model, n, p) for n, p in (parameters | statistics(model)).items()}
 
@@ -50,7 +50,7 @@ def _info(model: nn.Module, name: str, p: torch.Tensor) -> ParamInfo:
 
 
 def axes_of(model: nn.Module, infos: Mapping[str, ParamInfo]) -> dict[str, Axis]:
-    """Every named axis of ``model``; ``ValueError`` if two parameters disagree on its size."""
+    """Return every named axis of ``model``; ``ValueError`` if two parameters disagree on its size."""
     sizes: dict[str, int] = {}
     for name, info in infos.items():
         for axis, size in zip(info.axes, info.shape, strict=True):

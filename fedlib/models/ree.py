@@ -24,7 +24,7 @@ from .vit import MLP
 
 
 @dataclass(frozen=True)
-class Rows:
+class KeyValueCache:
     """What Ree remembers of a batch: keys and values of the rows so far, the first of them the meta token's."""
 
     kv: torch.Tensor  # (K, B, n, 2 width)
@@ -35,14 +35,14 @@ class Rows:
     def count(self) -> int:
         return self.kv.shape[-2]
 
-    def of(self, clients: int) -> "Rows":
-        """Of the first ``clients``."""
+    def of(self, clients: int) -> "KeyValueCache":
+        """Keep the first ``clients``."""
         if clients == self.kv.shape[0]:
             return self
-        return Rows(self.kv[:clients], self.meta[:clients], self.query[:clients])
+        return KeyValueCache(self.kv[:clients], self.meta[:clients], self.query[:clients])
 
-    def with_row(self, kv: torch.Tensor) -> "Rows":
-        """With one more row (K, B, 2 width)."""
+    def with_row(self, kv: torch.Tensor) -> "KeyValueCache":
+        """Append one row (K, B, 2 width)."""
         return replace(self, kv=torch.cat((self.kv, kv.unsqueeze(-2)), -2))
 
 
@@ -59,7 +59,7 @@ class BottleneckAttention(nn.Module):
         self.out = Linear(width, dim, axes=("residual", None))
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """q (K, B, 1 or 2, width), k and v (K, B, n, width) -> (K, B, 1 or 2, d); no mask."""
+        """Map q (K, B, 1 or 2, width), k and v (K, B, n, width) -> (K, B, 1 or 2, d); no mask."""
         return self.out(attend(self.heads, q, k, v, scale=self.width**-0.5))
 
 
@@ -90,11 +90,11 @@ class Ree(Head):
         return self
 
     def reads(self, block: int) -> bool:
-        """Does it look at the class token after ``block``?"""
+        """Return whether Ree reads the class token after ``block``."""
         return not self.only_at_exits or block in self.exit_units
 
     def step(self, block: int, token: torch.Tensor, past: list):
-        """After ``block``: (logits or None, token to hand back to the backbone or None). Extends ``past``.
+        """Run after ``block``; return (logits or None, token to hand back to the backbone or None). Extends ``past``.
 
         m^l = Ree([meta; history; token] + p[:l]) (Eq. 2), of which only m_0 (at exits) and m_l (where it modulates)
         are used, so only they are computed. Rows of the history never change, so ``past`` keeps their keys and values.
@@ -115,22 +115,22 @@ class Ree(Head):
         return logits, (m[..., -1, :] if modulated else None)  # Eq. 4
 
     def tokens(self, token: torch.Tensor, past: list) -> tuple[torch.Tensor, torch.Tensor]:
-        """Eq. 2: (m_0, m_l), each (K, B, d), for the raw class token. Changes nothing."""
+        """Compute Eq. 2: (m_0, m_l), each (K, B, d), for the raw class token. Changes nothing."""
         m, _ = self._modulate(token, self._rows(token, past), True, True, False)
         return m[..., 0, :], m[..., 1, :]
 
-    def _rows(self, token: torch.Tensor, past: list) -> Rows:
-        """The rows before that of ``token``, of the clients alive: at first the meta token's, the same in a batch."""
+    def _rows(self, token: torch.Tensor, past: list) -> KeyValueCache:
+        """Return the rows before that of ``token``, of the clients alive: at first the meta token's alone."""
         if past:
             return past[0].of(token.shape[0])
         meta = per_client(self.meta_token, token.unsqueeze(-2), 2).squeeze(-2).expand(token.shape[0], 1, -1)
         x, q, kv = self._row(meta, 0)
-        return Rows(kv.unsqueeze(-2).expand(-1, token.shape[1], -1, -1), x, q)
+        return KeyValueCache(kv.unsqueeze(-2).expand(-1, token.shape[1], -1, -1), x, q)
 
     def _modulate(
-        self, token: torch.Tensor, rows: Rows, meta: bool, last: bool, remember_modulated: bool
-    ) -> tuple[torch.Tensor, Rows]:
-        """m_0 (``meta``) and m_l (``last``) side by side, (K, B, 1 or 2, d), and the rows with that of ``token``.
+        self, token: torch.Tensor, rows: KeyValueCache, meta: bool, last: bool, remember_modulated: bool
+    ) -> tuple[torch.Tensor, KeyValueCache]:
+        """Return m_0 (``meta``) and m_l (``last``), (K, B, 1 or 2, d), and the rows with that of ``token``.
 
         With ``remember_modulated`` m_l's is added instead.
         """
@@ -143,10 +143,10 @@ class Ree(Head):
         return m, rows.with_row(self._row(m[..., -1, :], rows.count)[2]) if remember_modulated else seen
 
     def _row(self, token: torch.Tensor, position: int) -> tuple[torch.Tensor, ...]:
-        """One row of the sequence: (token + p, its query, its key and value side by side)."""
+        """Compute one row of the sequence: (token + p, its query, its key and value side by side)."""
         x = token + per_client(self.positions[..., position, :], token)
         return x, *self.attn.qkv(self.norm1(x)).split((self.attn.width, 2 * self.attn.width), -1)
 
     def place(self, path: list[str]) -> tuple[str, int, int | None]:
-        """(kind, unit, exit): every client holds the whole of Ree."""
+        """Return (kind, unit, exit): every client holds the whole of Ree."""
         return "ree", STEM, None

@@ -71,20 +71,23 @@ def build_backbone(name: str, pretrained: bool = True, seed: int = 0) -> Backbon
 
 
 def spec_of(name: str) -> Spec | None:
-    """The shape of backbone ``name``, or of a checkpoint's folder (:func:`folder_of`); None: no family has it."""
+    """Return the shape of backbone ``name``, or of a checkpoint's folder (:func:`folder_of`).
+
+    None: no family has it.
+    """
     known, folder = OWN.get(name), folder_of(name)
     return next((s for f in FAMILIES if (s := f.find(name, known, folder)) is not None), known)
 
 
 def fetch_weights(name: str) -> None:
-    """Bring the published weights of ``name`` onto this machine; ``ConnectionError`` says that they are nowhere."""
+    """Download the published weights of ``name``; ``ConnectionError`` if they cannot be found."""
     spec = backbone_spec(name)
     if not any(family.fetch(name, spec) for family in FAMILIES):
         build_backbone(name)
 
 
 def weights_file(name: str) -> Path | None:
-    """The file of the kit's own weights of ``name``: in this package, else in ``$FEDLIB_DATA/backbones``, or None."""
+    """Return the file of the kit's weights of ``name``: in this package, in ``$FEDLIB_DATA/backbones``, or None."""
     packaged = WEIGHTS.get(name)
     if packaged is None or packaged.is_file():
         return packaged
@@ -93,7 +96,7 @@ def weights_file(name: str) -> Path | None:
 
 
 def folder_of_weights(name: str) -> Path | None:
-    """The folder that a model of transformers' or timm's is loaded from; None: from the hub, or another model."""
+    """Return the folder that a transformers or timm model is loaded from; None: from the hub, or another model."""
     source = OWN[name].source if name in OWN else folder_of(name)
     return Path(source) if source and Path(source).is_dir() else None
 
@@ -115,19 +118,19 @@ def check_pretrained(name: str, pretrained: bool) -> None:
 
 
 def tokenizer_of(name: str) -> str | None:
-    """What the words of a backbone come from (``data/tokenizer.py``); None: MiniLM's tokenizer, or no words."""
+    """Return the tokenizer of a backbone (``data/tokenizer.py``); None: MiniLM's, or the backbone reads no words."""
     known, folder = OWN.get(name), folder_of(name)
     spec = known if folder is None else spec_of(name)
     return spec.tokenizer if spec else None
 
 
 def backbone_spec(name: str, exit_head: str | None = None) -> Spec:
-    """The shape of a backbone without its weights (nothing is downloaded or allocated).
+    """Return the shape of a backbone without its weights (nothing is downloaded or allocated).
 
     ``ValueError`` for an ``exit_head`` (``map_exits.KINDS``) where exits read no maps.
     """
     if (spec := spec_of(name)) is None:
-        raise ValueError(f"experiment: backbone = {name!r} is unknown{did_you_mean(name, OWN)}{doors.more()}")
+        raise ValueError(f"experiment: backbone = {name!r} is unknown{did_you_mean(name, OWN)}{doors.install_hint()}")
     if exit_head is None:
         return spec
     if not isinstance(spec, MapSpec) or len(spec.feature(0)) != 3:

@@ -38,15 +38,15 @@ class ResNetSpec(MapSpec):
         return sum(self.blocks)
 
     def stage(self, unit: int) -> int:
-        """The stage of block ``unit``, from 0."""
+        """Return the stage of block ``unit``, from 0."""
         return sum(unit >= end for end in accumulate(self.blocks))
 
     def stream(self, unit: int) -> str:
-        """The axis of the channels after ``unit``; -1 is the stem. A stage's residual stream is one axis."""
+        """Return the axis of the channels after ``unit``; -1 is the stem. A stage's residual stream is one axis."""
         return f"stage{self.stage(max(unit, 0)) + 1}"
 
     def feature(self, unit: int) -> tuple[int, int, int]:
-        """The map (C, H, W) after ``unit``."""
+        """Return the shape of the map (C, H, W) after ``unit``."""
         stage = self.stage(max(unit, 0))
         size = -(-self.size // 2**stage)
         return (self.widths[stage], size, size)
@@ -57,7 +57,7 @@ class ResNetSpec(MapSpec):
         return "linear" if self.form == "post" else "norm_relu"
 
     def build(self) -> MapBackbone:
-        """A stem and residual blocks, without weights."""
+        """Build a stem and residual blocks, without weights."""
         block, activates = (PostBlock, F.relu) if self.form == "post" else (PreBlock, nn.Identity())
         stem = ConvNorm(self.channels, self.feature(-1)[0], 3, 1, (self.stream(-1), None), activates)
         if self.form == "pre":

@@ -29,7 +29,10 @@ class Route:
 
     @classmethod
     def of(cls, parts: Sequence[Slice], depth: int) -> "Route":
-        """That of the members ``parts`` of ``depth`` units; ``ValueError`` unless the first ones run each unit."""
+        """Build the route of the members ``parts`` of ``depth`` units.
+
+        ``ValueError`` unless the first ones run each unit.
+        """
         alive = []
         for unit in range(depth):
             runs = [unit in s.units for s in parts]
@@ -37,11 +40,11 @@ class Route:
                 raise ValueError(f"unit {unit}: members of a cohort may leave units out only where all of them do")
             alive.append(sum(runs))
         held = sorted({j for s in parts for j in s.exits})
-        return cls(alive, {j: rows_of([i for i, s in enumerate(parts) if j in s.exits]) for j in held})
+        return cls(alive, {j: member_rows([i for i, s in enumerate(parts) if j in s.exits]) for j in held})
 
 
 @dataclass(frozen=True)
-class Begun:
+class PartialForward:
     """What leading ``units`` made of a batch: z after the last of them, and the features that the head reads."""
 
     units: int
@@ -49,15 +52,15 @@ class Begun:
     features: Mapping[int, torch.Tensor] = field(default_factory=dict)  # by unit, (K, B, *feature)
 
 
-def spread(out: torch.Tensor, rows: Rows, members: int) -> torch.Tensor:
-    """``out`` of the members ``rows`` among zeros for all others."""
+def pad_members(out: torch.Tensor, rows: Rows, members: int) -> torch.Tensor:
+    """Place ``out`` of the members ``rows`` among zeros for all others."""
     if isinstance(rows, slice):
         return F.pad(out, (0, 0) * (out.dim() - 1) + (rows.start, members - rows.stop))
     return out.new_zeros(members, *out.shape[1:]).index_copy(0, index_of(rows, out.device), out)
 
 
-def rows_of(members: Sequence[int]) -> Rows:
-    """``members`` (increasing) as a slice where they follow one another."""
+def member_rows(members: Sequence[int]) -> Rows:
+    """Return ``members`` (increasing) as a slice where they follow one another, else as a tuple."""
     if not members:
         return slice(0, 0)
     if members[-1] - members[0] + 1 == len(members):

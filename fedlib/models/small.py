@@ -25,18 +25,18 @@ class ConvNetSpec(MapSpec):
         return len(self.widths)
 
     def stream(self, unit: int) -> str:
-        """The axis of the channels after ``unit``."""
+        """Return the axis of the channels after ``unit``."""
         return f"stage{unit + 1}"
 
     def feature(self, unit: int) -> tuple[int, int, int]:
-        """The map (C, H, W) after ``unit``."""
+        """Return the shape of the map (C, H, W) after ``unit``."""
         size = self.size
         for _ in range(unit + 1):
             size = (size - 2) // 2
         return (self.widths[unit], size, size)
 
     def build(self) -> MapBackbone:
-        """Units on images, without a stem and without weights."""
+        """Build units on images, without a stem and without weights."""
         return MapBackbone(self, nn.Identity(), (Unit(self, unit) for unit in range(self.depth)))
 
 

@@ -42,12 +42,12 @@ class ViTSpec(TokenSpec):
     peft_targets: ClassVar[tuple[str, ...]] = ("q", "v")
 
     def build(self) -> "ViT":
-        """A backbone of this shape, without weights."""
+        """Build a backbone of this shape, without weights."""
         return ViT(self)
 
 
 def patchify(images: torch.Tensor, patch: int) -> torch.Tensor:
-    """(K, B, C, H, W) -> (K, B, H/patch * W/patch, C * patch**2), row by row, each laid out as a conv's weight."""
+    """Cut into patches by rows, (K, B, C, H, W) -> (K, B, H/patch * W/patch, C * patch**2), as a conv's weight lies."""
     channels, (rows, columns) = images.shape[-3], (n // patch for n in images.shape[-2:])
     x = images.reshape(-1, channels, rows, patch, columns, patch).permute(0, 2, 4, 1, 3, 5)
     return x.reshape(*images.shape[:-3], rows * columns, channels * patch**2)
@@ -77,13 +77,13 @@ class Attention(nn.Module):
         return layer.weight.shape[-2] // self.width
 
     def forward(self, x: torch.Tensor, first: int | None = None) -> torch.Tensor:
-        """x (K, B, T, d) -> (K, B, T, d), or only its ``first`` tokens, which attend to all."""
+        """Map x (K, B, T, d) -> (K, B, T, d), or only its ``first`` tokens, which attend to all."""
 
         q, k, v = (self.scale(y) for y in (self.q(x[..., :first, :]), self.k(x), self.v(x)))
         return self.scale(self.proj(attend(self.heads, q, k, v, mask=self.mask(x))))
 
     def mask(self, x: torch.Tensor) -> torch.Tensor | None:
-        """Which tokens are attended to: of an image all."""
+        """Return the mask of tokens that are attended to; None: all, as of an image."""
         return None
 
 
@@ -100,7 +100,7 @@ class MLP(nn.Module):
         return self.scale(self.fc2(F.gelu(self.scale(self.fc1(x)))))
 
 
-class Scale(nn.Module):
+class LayerScale(nn.Module):
     """LayerScale: a learned factor per feature of a sub-layer's output."""
 
     def __init__(self, dim: int):
@@ -119,13 +119,13 @@ class Block(nn.Module):
         super().__init__()
         self.norm1 = LayerNorm(c.dim, c.eps)
         self.attn = Attention(c)
-        self.ls1 = Scale(c.dim) if c.layer_scale else nn.Identity()
+        self.ls1 = LayerScale(c.dim) if c.layer_scale else nn.Identity()
         self.norm2 = LayerNorm(c.dim, c.eps)
         self.mlp = MLP(c.dim, c.ffn_dim)
-        self.ls2 = Scale(c.dim) if c.layer_scale else nn.Identity()
+        self.ls2 = LayerScale(c.dim) if c.layer_scale else nn.Identity()
 
     def forward(self, z: torch.Tensor, first: int | None = None) -> torch.Tensor:
-        """z (K, B, T, d) -> (K, B, T, d), or only its ``first`` tokens."""
+        """Map z (K, B, T, d) -> (K, B, T, d), or only its ``first`` tokens."""
         z = z[..., :first, :] + self.ls1(self.attn(self.norm1(z), first))
         return z + self.ls2(self.mlp(self.norm2(z)))
 
@@ -170,7 +170,7 @@ class ViT(TokenBackbone):
 
 
 def head_axis(name: str, size: int, heads: int) -> Axis:
-    """The axis of a transformer: features of queries, keys and values are cut head by head.
+    """Return the axis of a transformer: features of queries, keys and values are cut head by head.
 
     ``ValueError`` if they do not divide among the heads.
     """

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from fedlib.data.federated import place_of_inputs
+from fedlib.data.federated import input_device
 from fedlib.engine.executors import Execution, Memories, Trained
 from fedlib.engine.federation import Federation, build_train_cache
 from fedlib.methods import Member, Round, Server
@@ -30,7 +30,7 @@ from .workers import TRIES, Finished, Workers, as_bytes, become_worker, kit, mov
 
 
 def connect(execution: Execution) -> ModuleType:
-    """The ``ray`` module, connected: an existing connection of this process, else ``address``, else a local Ray.
+    """Return the ``ray`` module, connected: this process's connection, else ``address``, else a local Ray.
 
     Without ``address``, ``$RAY_ADDRESS`` counts. A local Ray lives until the process ends or ``ray.shutdown()``.
     """
@@ -55,7 +55,7 @@ def connect(execution: Execution) -> ModuleType:
 
 
 def total(ray: ModuleType, kind: str) -> float:
-    """CPUs or GPUs of the cluster, busy or not. ``ValueError`` if a GPU is wanted and there is none."""
+    """Count the CPUs or GPUs of the cluster, busy or not. ``ValueError`` if a GPU is wanted and there is none."""
     amount = ray.cluster_resources().get(kind, 0)
     if kind == "GPU" and not amount:
         raise ValueError("execution: device = 'cuda', but the Ray cluster has no GPU; allowed: cpu")
@@ -91,7 +91,7 @@ class _Worker:
         if device != "cpu":
             tensors = {n: t for n, t in vars(f.data).items() if isinstance(t, torch.Tensor)}
             inputs = {n: tensors.pop(n) for n in ("inputs", "test_inputs")}
-            place = place_of_inputs(list(inputs.values()), device)
+            place = input_device(list(inputs.values()), device)
             data = replace(f.data, **move(tensors, device), **move(inputs, place))
             start = replace(f.server, params=move(f.server.params, device))
             f = replace(f, data=data, frozen=move(f.frozen, device), server=start)
@@ -180,7 +180,7 @@ class RayExecutor(Workers):
                 yield i, trained, error
 
     def home(self, trained: Trained) -> Trained:
-        """Out of the object store, to where the server is."""
+        """Move ``trained`` out of the object store, to where the server is."""
         return moved(super().home(trained), self.federation.device)
 
     def close(self) -> None:

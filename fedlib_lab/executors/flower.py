@@ -37,7 +37,7 @@ from fedlib.methods.mixtures import under
 from fedlib.methods.sums import MaskedMean, Update, all_finite
 
 from ..kernels.products import choose_products
-from .messages import pack, unpack
+from .messages import deserialise, serialise
 from .workers import Finished, Workers, become_worker, move, moved, train_task, versions
 
 KINDS = (Client, Slice, Member, Trained)
@@ -101,7 +101,7 @@ class Link:
         return kind.from_server_address(server_address=address, insecure=self.insecure, **how)
 
     def _start(self, nodes: int) -> str:
-        """A SuperLink and its SuperNodes on this machine, which end with this process."""
+        """Start a SuperLink and its SuperNodes on this machine, which end with this process; return its address."""
         folder, programs = self.folder, Path(sys.executable).parent
         environment = {"FLWR_HOME": folder, "FLWR_TELEMETRY_ENABLED": "0", "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2"}
         environment = {**os.environ, **environment, "PATH": f"{programs}{os.pathsep}{os.environ.get('PATH', '')}"}
@@ -117,7 +117,7 @@ class Link:
         return link
 
     def _start_run(self, address: str, patience: float) -> int:
-        """The id of a new run of the app whose ClientApp is :func:`client_app`."""
+        """Start a run of the app whose ClientApp is :func:`client_app`; return its id."""
         from flwr.cli.build import build_fab_from_files
         from flwr.common.serde import fab_to_proto
         from flwr.proto.control_pb2 import StartRunRequest
@@ -137,7 +137,7 @@ class Link:
                 time.sleep(0.5)
 
     def send(self, node: int, data: bytes, ttl: float) -> str:
-        """Send ``data`` to a SuperNode's ClientApp; the name of the message."""
+        """Send ``data`` to a SuperNode's ClientApp; return the message's name."""
         from flwr.app import Message
         from flwr.supercore.task_identity import TaskIdentity
 
@@ -169,15 +169,15 @@ def _free_port() -> int:
 
 
 def _content(data: bytes) -> Any:
-    """``data`` as a message's content: an array, which Flower sends in pieces, so of any size."""
+    """Wrap ``data`` as a message's content: an array, which Flower sends in pieces, so of any size."""
     from flwr.app import Array, ArrayRecord, RecordDict
 
     array = Array(dtype="uint8", shape=(len(data),), stype="safetensors", data=data)
     return RecordDict({"cohort": ArrayRecord({"data": array})})
 
 
-def served(params: Mapping[str, torch.Tensor], infos: Mapping[str, ParamInfo], members: Sequence[Member]) -> Served:
-    """The entries of ``params`` that ``members`` hold; what several hold alike, once."""
+def entries(params: Mapping[str, torch.Tensor], infos: Mapping[str, ParamInfo], members: Sequence[Member]) -> Served:
+    """Return the entries of ``params`` that ``members`` hold; what several hold alike, once."""
     seen, out = set(), []
     for i, m in enumerate(members):
         for name, info in infos.items():
@@ -189,8 +189,8 @@ def served(params: Mapping[str, torch.Tensor], infos: Mapping[str, ParamInfo], m
     return out
 
 
-def whole(got: Served, infos: Mapping[str, ParamInfo], members: Sequence[Member]) -> dict[str, torch.Tensor]:
-    """Inverse of :func:`served`: the server's tensors, with zeros where nobody holds anything."""
+def rebuild(got: Served, infos: Mapping[str, ParamInfo], members: Sequence[Member]) -> dict[str, torch.Tensor]:
+    """Rebuild the server's tensors from :func:`entries`, with zeros where nobody holds anything."""
     params: dict[str, torch.Tensor] = {}
     for i, name, value in got:
         info, part = infos[name], members[i].part
@@ -226,7 +226,7 @@ class FlowerExecutor(Workers):
         super().__init__(federation, execution, execution.workers or len(self.free))
 
     def _look(self) -> set[int]:
-        """The SuperNodes that are there; those that train nothing are free."""
+        """Look which SuperNodes are online; those that train nothing are free."""
         online = set(self.link.grid.get_node_ids())
         busy = {node for _, node, *_ in self.running.values()}
         kept = [n for n in self.free if n in online]
@@ -247,8 +247,8 @@ class FlowerExecutor(Workers):
 
     def give(self, worker: int, i: int, download: Server, task: tuple) -> None:
         (members, r, memories), f = task, self.federation
-        tensors = served(download.params, f.setting.infos, members), download.changed
-        data = pack((versions(), f.experiment.to_dict(), r.t, members, *tensors, memories), KINDS)
+        tensors = entries(download.params, f.setting.infos, members), download.changed
+        data = serialise((versions(), f.experiment.to_dict(), r.t, members, *tensors, memories), KINDS)
         self.running[self.link.send(worker, data, self.patience)] = i, worker, time.monotonic(), members
 
     def finished(self) -> Iterator[Finished]:
@@ -265,13 +265,13 @@ class FlowerExecutor(Workers):
                 yield i, None, TimeoutError(f"SuperNode {node} {why}")
 
     def _read(self, reply: Any, members: list[Member]) -> tuple[Trained | None, Exception | None]:
-        """What a SuperNode answered, or how that is unusable; raises what its training raised."""
+        """Return what a SuperNode answered, or the error that makes it unusable; raises what its training raised."""
         if reply.has_error():
             return None, RuntimeError(reply.error.reason)
         try:
-            (kind, *answer) = unpack(reply.content["cohort"]["data"].data, KINDS)
+            (kind, *answer) = deserialise(reply.content["cohort"]["data"].data, KINDS)
             if kind == "trained":
-                return checked(answer[0], self.federation, members), None
+                return check_trained(answer[0], self.federation, members), None
             name, text = map(str, answer)
         except Exception as error:  # an answer may be anything
             return None, ValueError(f"its answer is not a cohort's: {error}")
@@ -286,8 +286,8 @@ class FlowerExecutor(Workers):
         self.link.close()
 
 
-def checked(trained: Trained, f: Federation, members: Sequence[Member]) -> Trained:
-    """``trained`` as a cohort of ``members`` can have made it; raises whatever comes up if it has another form."""
+def check_trained(trained: Trained, f: Federation, members: Sequence[Member]) -> Trained:
+    """Check that ``trained`` has the form that a cohort of ``members`` gives; raises whatever comes up if not."""
     stores, cut = trained.mean  # pyright: ignore
     infos, parts = f.setting.infos, {m.upload or m.part for m in members}
 
@@ -328,7 +328,7 @@ def checked(trained: Trained, f: Federation, members: Sequence[Member]) -> Train
 
 
 def client_app() -> Any:
-    """The ClientApp that answers with a trained cohort."""
+    """Build the ClientApp that answers with a trained cohort."""
     from flwr.app import Message
     from flwr.clientapp import ClientApp
 
@@ -337,24 +337,24 @@ def client_app() -> Any:
     @app.train()
     def train(message: Any, context: Any) -> Any:
         device = str(context.node_config.get("device", "cpu"))
-        return Message(_content(answer(message.content["cohort"]["data"].data, device)), reply_to=message)
+        return Message(_content(train_message(message.content["cohort"]["data"].data, device)), reply_to=message)
 
     return app
 
 
-def answer(data: bytes, device: str = "cpu") -> bytes:
+def train_message(data: bytes, device: str = "cpu") -> bytes:
     """Train the cohort that ``data`` asks for on ``device``; what came of it, or what that raised."""
     try:
-        theirs, experiment, t, members, got, changed, memories = unpack(data, KINDS)
+        theirs, experiment, t, members, got, changed, memories = deserialise(data, KINDS)
         if theirs != versions():
             raise RuntimeError(f"fedlib and torch are {versions()} on a SuperNode, {theirs} where the run was started")
         become_worker()
         if device == "cpu":
             choose_products()
         f = build_federation(Experiment.from_dict(experiment), device)
-        params = move(whole(got, f.setting.infos, members), device)
+        params = move(rebuild(got, f.setting.infos, members), device)
         server = Server(t - 1, params, under("frozen", move(changed, device)))
         trained = train_task(f, server, members, Round(t, (), f.setting), memories)
-        return pack(("trained", replace(trained, mean=trained.mean.parts)), KINDS)
+        return serialise(("trained", replace(trained, mean=trained.mean.parts)), KINDS)
     except Exception as error:
-        return pack(("raised", type(error).__name__, str(error)))
+        return serialise(("raised", type(error).__name__, str(error)))

@@ -11,8 +11,8 @@ import torch
 SEQUENCES = {"tuple": tuple, "list": list, "frozenset": frozenset}
 
 
-def pack(value: object, kinds: Sequence[type] = ()) -> bytes:
-    """``value`` of numbers, text, tensors, sequences, mappings and dataclasses of ``kinds``; a tensor travels once.
+def serialise(value: object, kinds: Sequence[type] = ()) -> bytes:
+    """Serialise numbers, text, tensors (once each), sequences, mappings and dataclasses of ``kinds``.
 
     ``TypeError`` for anything else.
     """
@@ -44,8 +44,8 @@ def pack(value: object, kinds: Sequence[type] = ()) -> bytes:
     return save(tensors, {"value": json.dumps(plain(value))})
 
 
-def unpack(data: bytes, kinds: Sequence[type] = ()) -> Any:
-    """Inverse of :func:`pack`; ``ValueError`` for other bytes. What they hold is the caller's to check."""
+def deserialise(data: bytes, kinds: Sequence[type] = ()) -> Any:
+    """Invert :func:`serialise`; ``ValueError`` for other bytes. What they hold is the caller's to check."""
     from safetensors.torch import load
 
     named = {k.__name__: k for k in kinds}

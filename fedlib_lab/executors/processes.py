@@ -58,7 +58,7 @@ class Processes(Workers):
         super().__init__(federation, execution, execution.side_by_side())
         if not self.forks:
             self.params = parameters_to_vector(federation.server.params.values()).cpu().share_memory_()
-            self.kit = torch.frombuffer(pack(kit(federation), travels=True), dtype=torch.uint8).share_memory_()
+            self.kit = torch.frombuffer(to_message(kit(federation), travels=True), dtype=torch.uint8).share_memory_()
         self.processes: list[_Worker] = []
         try:
             for place in range(self.workers):
@@ -78,13 +78,13 @@ class Processes(Workers):
         if not self.forks:
             self.params.copy_(parameters_to_vector(server.params[n] for n in self.federation.server.params))
             server = replace(server, params={})
-        return pack(server, travels=not self.forks)
+        return to_message(server, travels=not self.forks)
 
     def idle(self) -> "_Worker | None":
         return next((w for w in self.processes if w.cohort is None), None)
 
     def give(self, worker: "_Worker", i: int, download: memoryview, task: tuple) -> None:
-        worker.send(i, download, pack((*task, profiling.is_measuring()), travels=not self.forks))
+        worker.send(i, download, to_message((*task, profiling.is_measuring()), travels=not self.forks))
 
     def finished(self) -> Iterator[Finished]:
         """Wait until a cohort is back or its worker has died, who is then replaced."""
@@ -94,7 +94,7 @@ class Processes(Workers):
             worker.cohort = None
             try:
                 trained, seconds = worker.receive()
-                profiling.add(seconds)
+                profiling.add_seconds(seconds)
                 yield i, trained, None
             except EOFError:
                 worker.close()
@@ -105,7 +105,7 @@ class Processes(Workers):
                 self.processes[-1].wait_until_ready()
 
     def _start_worker(self, place: int) -> "_Worker":
-        """The worker at ``place``; of several devices it takes them in turn."""
+        """Start the worker at ``place``; several devices are taken in turn."""
         if self.forks:
             return _Worker(place, "fork", False, _in_a_fork, self.federation)
         device = self.devices[place % len(self.devices)]
@@ -139,7 +139,7 @@ class _Worker:
         self.informed = False  # has it this round's parameters?
 
     def wait_until_ready(self) -> None:
-        """Raises what kept it from that, and says so where it is slow."""
+        """Wait until the worker is ready; raise what kept it from that, and warn where it is slow."""
         if not self.connection.poll(SLOW):
             how = f"kill -9 {self.process.pid} ends it, FEDLIB_KERNELS=0 or executor = 'threads' may do without"
             warnings.warn(f"worker process {self.process.pid} has not begun for {SLOW} s; {how}", stacklevel=2)
@@ -161,7 +161,7 @@ class _Worker:
         self.informed = True
 
     def receive(self):
-        """Its answer; raises what it raised, or ``EOFError`` if it died."""
+        """Return its answer; raise what it raised, or ``EOFError`` if it died."""
         try:
             answer = pickle.loads(self.connection.recv_bytes())  # of a process of ours
         except (EOFError, ConnectionResetError):
@@ -191,10 +191,10 @@ def _serve(connection: Connection, parent: int, travels: bool, begin: Callable, 
     try:
         f, here = begin(connection, *arguments)
     except Exception as error:
-        connection.send_bytes(pack(portable(error), travels))
+        connection.send_bytes(to_message(sendable_error(error), travels))
         return
     f.model.register_forward_pre_hook(lambda *_: _end_without(parent))
-    connection.send_bytes(pack(None))
+    connection.send_bytes(to_message(None))
     server = f.server  # until the first round's comes
     while True:
         try:
@@ -205,9 +205,9 @@ def _serve(connection: Connection, parent: int, travels: bool, begin: Callable, 
             server = here(message)
             continue
         try:
-            answer = pack(_train(f, server, *message), travels)
+            answer = to_message(_train(f, server, *message), travels)
         except Exception as error:
-            answer = pack(portable(error), travels)
+            answer = to_message(sendable_error(error), travels)
         try:
             connection.send_bytes(answer)
         except OSError:
@@ -215,10 +215,10 @@ def _serve(connection: Connection, parent: int, travels: bool, begin: Callable, 
 
 
 def _in_a_fork(connection: Connection, f: Federation) -> tuple[Federation, Callable[[Server], Server]]:
-    """``f`` is in this process's memory."""
+    """Set up a fork, which has ``f`` in its memory; return it and how to read a server from a message."""
     sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # a notebook's own go through sockets of the parent
     _close_inherited_files(connection.fileno())
-    profiling.forget()
+    profiling.stop_measuring()
     check_fork()
     return f, lambda server: server
 
@@ -226,7 +226,7 @@ def _in_a_fork(connection: Connection, f: Federation) -> tuple[Federation, Calla
 def _on_a_device(
     _: Connection, device: str, packed: torch.Tensor, params: torch.Tensor
 ) -> tuple[Federation, Callable[[Server], Server]]:
-    """``packed`` is what :func:`workers.kit` has; ``params``, one behind the other, are every round's."""
+    """Set up a spawned process from ``packed`` (:func:`workers.kit`) and ``params``, each round's, in one vector."""
     if device == "cpu":
         choose_products()
     else:
@@ -256,13 +256,13 @@ def check_fork() -> None:
         raise Unforkable(why) from error
 
 
-def portable(error: Exception) -> Exception:
-    """``error`` with its traceback as a note, or something that says the same if it cannot be sent."""
+def sendable_error(error: Exception) -> Exception:
+    """Return ``error`` with its traceback as a note, or an error that says the same if it cannot be sent."""
     import traceback
 
     error.add_note("in a worker process:\n" + "".join(traceback.format_exception(error)))
     try:
-        pickle.loads(pack(error))
+        pickle.loads(to_message(error))
         return error
     except Exception:
         return RuntimeError(f"{type(error).__name__}: {error}")
@@ -294,20 +294,19 @@ class _Travelling(cloudpickle.Pickler):
 
 
 def _reduced(obj: Any) -> Any:
-    """Tensors as plain bytes: torch's own way writes each of them to an archive first. Errors without their
-    ``__init__``, which may ask for more than the sentence that it made."""
+    """Reduce tensors to plain bytes (torch writes each to an archive first), errors without their ``__init__``."""
     if isinstance(obj, Exception) and isinstance(type(obj).__init__, FunctionType) and not isinstance(obj, OSError):
         return copyreg.__newobj__, (type(obj), *obj.args), vars(obj)  # type: ignore[attr-defined]
     return (_tensor, (as_bytes(obj), obj.device.type)) if type(obj) is torch.Tensor else NotImplemented
 
 
 def _tensor(parts: tuple, kind: str) -> torch.Tensor:
-    """What lay on a GPU is put on this process's."""
+    """Rebuild a tensor; what lay on a GPU is put on this process's."""
     return of_bytes(*parts).to(kind)
 
 
-def pack(message: object, travels: bool = False) -> memoryview:
-    """``travels``: to or from a process that is no fork, so code of ``__main__`` goes with it."""
+def to_message(message: object, travels: bool = False) -> memoryview:
+    """Pickle ``message``. ``travels``: to or from a process that is no fork, so code of ``__main__`` goes with it."""
     buffer = io.BytesIO()
     (_Travelling if travels else _Pickler)(buffer, protocol=5).dump(message)
     return buffer.getbuffer()

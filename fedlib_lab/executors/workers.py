@@ -34,21 +34,21 @@ def become_worker() -> None:
 
 
 def as_bytes(t: torch.Tensor) -> tuple[np.ndarray | None, torch.dtype, torch.Size]:
-    """A tensor as it travels to another process; none where it is a shape alone."""
+    """Return a tensor as (bytes, type, shape) for another process; no bytes where it is a shape alone."""
     if t.is_meta:
         return None, t.dtype, t.shape
     return t.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy(), t.dtype, t.shape
 
 
 def of_bytes(data: np.ndarray | None, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
-    """A CPU tensor over the memory of ``data``, which may be shared: it is never written to."""
+    """Build a CPU tensor over the memory of ``data``, which may be shared: it is never written to."""
     if data is None:
         return torch.empty(shape, dtype=dtype, device="meta")
     return torch.from_numpy(data).view(dtype).view(shape)
 
 
 def kit(f: Federation) -> tuple[Federation, int]:
-    """What a worker that is no fork needs of ``f``, and the units it caches: an empty model, no test set, no cache."""
+    """Return what a worker that is no fork needs of ``f``, without weights and test set, and the units it caches."""
     empty = torch.nn.Parameter(torch.empty(0), requires_grad=False)
     model = copy.deepcopy(f.model, {id(p): empty for p in f.model.parameters()})
     data = replace(f.data, test_inputs=f.data.test_inputs[:0], test_labels=f.data.test_labels[:0], answers=None)
@@ -60,26 +60,26 @@ def kit(f: Federation) -> tuple[Federation, int]:
 
 
 def train_task(f: Federation, server: Server, members: Sequence[Member], r: Round, memories: Memories) -> Trained:
-    """Inside a worker: train one cohort. What both sides have does not travel."""
+    """Train one cohort inside a worker. What both sides have does not travel."""
     trained = train_cohort(f, f.model, server, replace(r, setting=f.setting), members, memories)
     trained.mean.infos = {}
     return trained
 
 
 def versions() -> tuple[str, str]:
-    """Of fedlib and torch: what this process and its workers must have in common."""
+    """Return the versions of fedlib and torch, which this process and its workers must have in common."""
     from fedlib import __version__
 
     return __version__, torch.__version__.split("+")[0]
 
 
 def move(tensors: Mapping[str, torch.Tensor], device: torch.device | str) -> dict[str, torch.Tensor]:
-    """Copies on ``device`` (copies even there: what came through an object store must not keep it full)."""
+    """Copy to ``device``, even from there: what came through an object store must not keep it full."""
     return {n: t.to(device, copy=True) for n, t in tensors.items()}
 
 
 def moved(trained: Trained, device: torch.device) -> Trained:
-    """``trained`` where the server is."""
+    """Move ``trained`` to where the server is."""
     trained.mean.move_(device)
     kinds = {k: {c: move(m, device) for c, m in getattr(trained, k).items()} for k in ("memories", "extras", "models")}
     return replace(trained, **kinds)
@@ -125,17 +125,17 @@ class Workers(ABC):
             yield self.home(done.pop(turn))
 
     def home(self, trained: Trained) -> Trained:
-        """What a worker brought back, as if it had been trained here."""
+        """Return what a worker brought back as if it had been trained here."""
         trained.mean.infos = self.federation.setting.infos
         return trained
 
     @abstractmethod
     def download(self, server: Server) -> Any:
-        """A round's server, as workers take it."""
+        """Return a round's server as workers take it."""
 
     @abstractmethod
     def idle(self) -> Any | None:
-        """A worker that trains nothing; None if all are busy."""
+        """Return a worker that trains nothing; None if all are busy."""
 
     @abstractmethod
     def give(self, worker: Any, i: int, download: Any, task: tuple[list[Member], Round, Memories]) -> None:

@@ -22,7 +22,7 @@ from fedlib.core.validation import shown
 from fedlib.data.cache import Decoded
 from fedlib.data.metrics import IGNORED
 from fedlib.data.questions import SPAN_LENGTH, answer_key, read_spans
-from fedlib.data.tokenizer import LENGTH, LONGER, OWN_WORDS, PAIR_LENGTH, say_cut, tokenise
+from fedlib.data.tokenizer import LENGTH, LONGER, OWN_WORDS, PAIR_LENGTH, tokenise, warn_cut
 
 from .equations import read_equations
 from .images import decode_images, image_column
@@ -60,7 +60,7 @@ class Layout:
     unread: tuple[str, ...] = ()  # files beside those that are read
 
     def row(self, split: str, i: int) -> str:
-        """File and row of the i-th example of a split."""
+        """Return file and row of the i-th example of a split."""
         from pyarrow.parquet import read_metadata
 
         for file in self.files.get(split, ()):
@@ -86,8 +86,8 @@ class Part:
 
 
 def decode(splits, layout: Layout, size: int | None = None) -> tuple[Decoded, bool]:
-    """Tensors and class names of ``splits``, and whether they depend on ``size`` (the network's pixels or tokens)."""
-    layout = settled(splits, layout)
+    """Decode ``splits`` to tensors and class names; also return whether they depend on ``size`` (pixels or tokens)."""
+    layout = choose_test_split(splits, layout)
     names = [n for n in (layout.train, layout.test) if n is not None]
     tables = {n: splits[n] for n in names}
     for name, table in tables.items():
@@ -103,22 +103,22 @@ def decode(splits, layout: Layout, size: int | None = None) -> tuple[Decoded, bo
             f"{layout.where}: {layout.owner} is text in one of the splits {names} and numbers in the other"
         )
     together = read_column(tables[layout.train], layout.together, layout.train, layout) if layout.together else None
-    tensors, classes = divide(parts, layout, together)
+    tensors, classes = train_and_test(parts, layout, together)
     return (tensors | key, classes), fitted
 
 
-def settled(splits, layout: Layout) -> Layout:
-    """``layout`` with the split that tests a set of one's own: the first with labels. Says once what is not read."""
+def choose_test_split(splits, layout: Layout) -> Layout:
+    """Set the test split of ``layout`` to the first of its ``tests`` with labels. Warn once of what is not read."""
     if layout.tests is None:
         return layout
     test = next((s for s in layout.tests if has_labels(splits[s], layout.label)), next(iter(layout.tests), None))
     tested = "examples held out of it" if test is None else f"split {test!r}"
     told = f"{layout.where}: trained on split {layout.train!r} by {layout.label!r}, tested on {tested}"
-    say_unread(told, [*unread_parts(splits, layout.train, test, layout), *layout.unread])
+    warn_unread(told, [*unread_parts(splits, layout.train, test, layout), *layout.unread])
     return replace(layout, test=test)
 
 
-def say_unread(told: str, unread: Sequence[str]) -> None:
+def warn_unread(told: str, unread: Sequence[str]) -> None:
     """Warn of what lies in a set and is not used, but for files about it."""
     if unread := [u for u in unread if not ABOUT.fullmatch(Path(u).stem)]:
         more = f" and {len(unread) - 6} more" if len(unread) > 6 else ""
@@ -126,13 +126,13 @@ def say_unread(told: str, unread: Sequence[str]) -> None:
 
 
 def has_labels(table, label: str) -> bool:
-    """Has any example a label? The public tests of GLUE say -1 or nothing."""
+    """Return whether any example has a label. The public tests of GLUE say -1 or nothing."""
     there = label in table.column_names
     return there and any(v not in (None, -1, -100) and v == v for v in table.select_columns([label])[:][label])
 
 
 def unread_parts(splits, train: str, test: str | None, layout: Layout) -> list[str]:
-    """The splits, and the columns that could be read in place of others, that are not; columns of no public set."""
+    """List the unused splits, and unused columns that could be read in place of others; columns of no public set."""
     from datasets import Image
 
     features = splits[train].features
@@ -144,15 +144,15 @@ def unread_parts(splits, train: str, test: str | None, layout: Layout) -> list[s
 
 
 def visible_files(path: Path) -> list[Path]:
-    """The files of a folder, or the file; none whose name, or whose folder's within ``path``, begins with a dot."""
+    """List the files of a folder, or the file; none whose name or folder within ``path`` begins with a dot."""
     files = [p for p in sorted(path.rglob("*")) if p.is_file()] if path.is_dir() else [path]
     return [p for p in files if not any(part.startswith(".") for part in p.relative_to(path).parts)]
 
 
-def divide(parts: Sequence[Part], layout: Layout, together: Sequence | None = None) -> Decoded:
-    """The arrays of a training and a test split, which is held out of the first where there is none."""
+def train_and_test(parts: Sequence[Part], layout: Layout, together: Sequence | None = None) -> Decoded:
+    """Return the arrays of a training and a test split, which is held out of the first where there is none."""
     if layout.test is None:
-        train, test = hold_out(parts[0], together)
+        train, test = hold_out_tenth(parts[0], together)
         check_held_out(len(test.labels), len(parts[0].labels), layout)
     else:
         train, test = parts[0], _renumbered(*parts, [layout.train, layout.test], layout.where)
@@ -185,7 +185,7 @@ def check_columns(table, split: str, layout: Layout) -> None:
 
 
 def read_inputs(tables: Mapping[str, object], layout: Layout, size: int | None) -> tuple[dict, bool, dict, dict]:
-    """Inputs by split, whether they depend on ``size``, labels that are read with text by split, questions' key."""
+    """Read by split inputs, labels that come with text, the questions' key, and whether inputs depend on ``size``."""
     if layout.kind == "images":
         return *decode_images(tables, image_column(next(iter(tables.values()))), size, layout), {}, {}
     if layout.kind == "spans":
@@ -202,12 +202,15 @@ def read_inputs(tables: Mapping[str, object], layout: Layout, size: int | None) 
             inputs[name] = tokenise(list(zip(*columns, strict=True)), source, length, cut)
         else:
             inputs[name] = tokenise(columns[0], source, length, cut)
-    say_cut(layout.where, cut, length, LONGER if fitted else OWN_WORDS)
+    warn_cut(layout.where, cut, length, LONGER if fitted else OWN_WORDS)
     return inputs, fitted, targets, {}
 
 
 def read_questions(tables: Mapping[str, object], layout: Layout, length: int) -> tuple[dict, bool, dict, dict]:
-    """As :func:`read_inputs`; a label is (first token, last token, row of the answer key), the key of all splits."""
+    """Read as :func:`read_inputs`.
+
+    A label is (first token, last token, row of the answer key), the key of all splits.
+    """
     inputs, targets, contexts, answers, offsets, cut = {}, {}, [], [], [], []
     for name, table in tables.items():
         columns = [read_column(table, c, name, layout, (str,)) for c in layout.reads]
@@ -217,7 +220,7 @@ def read_questions(tables: Mapping[str, object], layout: Layout, length: int) ->
         targets[name] = np.column_stack((spans, len(answers) + np.arange(len(spans))))
         contexts, answers, offsets = contexts + columns[1], answers + given, [*offsets, places]
     lost = sum(int((t[:, 0] == IGNORED).sum()) for t in targets.values())
-    say_cut(layout.where, cut, length, f"{lost} answers are in what is cut off, and {LONGER}")
+    warn_cut(layout.where, cut, length, f"{lost} answers are in what is cut off, and {LONGER}")
     return inputs, True, targets, answer_key(contexts, answers, np.concatenate(offsets)).pack()
 
 
@@ -227,7 +230,7 @@ PLAIN = (str, int, float)  # bool is an int
 def read_column(
     table, column: str, split: str, layout: Layout, kinds: tuple[type, ...] = PLAIN
 ) -> list:  # fmt: skip
-    """The values of a column; ``ValueError`` names the row of one that is null, NaN, infinite or of no allowed kind."""
+    """Read a column's values; ``ValueError`` names the row of one that is null, NaN, infinite or of a wrong kind."""
     values = table.select_columns([column])[:][column]
     for i, v in enumerate(values):
         if v is None or v != v or v in (math.inf, -math.inf):
@@ -241,7 +244,7 @@ def read_column(
 
 
 def read_labels(table, split: str, layout: Layout) -> tuple[np.ndarray, list[str]]:
-    """Class numbers int64 (N,) and names, or for a column of floats beside text numbers float32 (N,) and no names."""
+    """Read class numbers int64 (N,) and names, or, for floats beside text, numbers float32 (N,) and no names."""
     values = read_column(table, layout.label, split, layout)
     feature = table.features[layout.label]
     names = getattr(feature, "names", None)
@@ -259,7 +262,7 @@ def read_labels(table, split: str, layout: Layout) -> tuple[np.ndarray, list[str
 
 
 def _renumbered(train: Part, test: Part, names: Sequence[str], where: str) -> Part:
-    """``test`` with the class numbers of ``train``: it may lack classes, and may not have more, nor two of one name."""
+    """Give ``test`` the class numbers of ``train``; ``ValueError`` if it has more classes, or two of one name."""
     if test.classes == train.classes:
         return test
     for part, name in zip((train, test), names, strict=True):
@@ -278,8 +281,8 @@ def _renumbered(train: Part, test: Part, names: Sequence[str], where: str) -> Pa
     return Part(test.inputs, number[test.labels], test.owners, train.classes)
 
 
-def hold_out(part: Part, together: Sequence | None = None) -> tuple[Part, Part]:
-    """(train, test): a tenth of each owner's examples tests, or of all where none is named.
+def hold_out_tenth(part: Part, together: Sequence | None = None) -> tuple[Part, Part]:
+    """Split into (train, test): a tenth of each owner's examples tests, or of all where no owner is named.
 
     Examples of equal values ``together`` stay on one side: then it is a tenth of the values.
     """

@@ -25,7 +25,7 @@ def docstrings_key(source: str | None = None) -> dict:
 
 
 def read_docstrings(source: str | None = None, length: int = LENGTH) -> tuple[dict[str, torch.Tensor], list[str]]:
-    """Which library does the first sentence of a function's docstring come from? 250 train and 50 test a library.
+    """Read sentences labelled by library: 250 train and 50 test first sentences of docstrings a library.
 
     The sources are parsed, not imported. A sentence that several functions or libraries have counts once.
     """
@@ -44,7 +44,7 @@ def read_docstrings(source: str | None = None, length: int = LENGTH) -> tuple[di
 
 
 def _summaries(library: str) -> Iterator[str]:
-    """First paragraphs of the docstrings in the library's largest files, without tests."""
+    """Yield the first paragraphs of the docstrings in the library's largest files, without tests."""
     folder = Path(find_spec(library).submodule_search_locations[0])
     files = [p for p in folder.rglob("*.py") if not {"tests", "testing", "_vendored"} & set(p.parts)]
     for file in sorted(files, key=lambda p: (-p.stat().st_size, p.as_posix()))[:FILES]:

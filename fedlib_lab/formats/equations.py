@@ -12,19 +12,19 @@ import numpy as np
 import torch
 
 from fedlib.data.metrics import IGNORED
-from fedlib.data.tokenizer import words_of
+from fedlib.data.tokenizer import load_tokenizer
 
 
 def read_equations(
     columns: Sequence[Sequence[str]], equations: Sequence[str], length: int, where: Callable[[int], str],
     source: str | None = None, cut: list | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
-    """(token ids int32 (N, length), next tokens int64 (N, length)); several columns of text are read one after another.
+    """Read (token ids int32 (N, length), next tokens int64 (N, length)); columns of text are read one after another.
 
     Of a problem that is too long the beginning is left out, as the question stands at its end. ``ValueError`` names the
     row (``where(i)``) of an equation that leaves nothing of a question.
     """
-    words = words_of(source)
+    words = load_tokenizer(source)
     tokenizer, marks = words.encoder(), len(words.begin) + len(words.between) + 1
     problems = [" ".join(texts) for texts in zip(*columns, strict=True)]
     encode = lambda texts: [e.ids for e in tokenizer.encode_batch(list(texts), add_special_tokens=False)]  # noqa: E731
@@ -43,7 +43,7 @@ def read_equations(
 
 
 def next_token_labels(ids: torch.Tensor, prompts: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """Labels (N, T) of token ids (N, T): at each position of the answer the token that follows.
+    """Return labels (N, T) of token ids (N, T): at each position of the answer the token that follows.
 
     ``prompts`` (N,) tokens are a prompt, of which the last predicts the answer's first; what follows ``lengths`` (N,)
     is padding.

@@ -25,22 +25,22 @@ Cell = Mapping[str, object]  # {"bytes": ..., "path": ...}, as `datasets` keeps 
 
 
 def image_column(table) -> str | None:
-    """The name of the first column of images."""
+    """Return the name of the first column of images."""
     from datasets import Image
 
     return next((name for name, feature in table.features.items() if isinstance(feature, Image)), None)
 
 
 def decode_images(tables: Mapping[str, object], column: str | None, size: int | None, layout) -> tuple[dict, bool]:
-    """Arrays (N, C, H, W) of every table by name, and whether their images were resized to ``size`` x ``size``.
+    """Decode every table, by name, to (N, C, H, W), and say whether images were resized to ``size`` x ``size``.
 
     Without a ``column`` tables are lists of Pillow's images, of one size that they keep. Images are grey only if all
     are. ``ValueError`` names file and row of an image that cannot be read.
     """
     shapes, modes, brightest, clear = set(), set(), {}, 0
     for name, table in tables.items():
-        for row, cell in cells(table, column):
-            with opened(cell, layout, name, row) as image:
+        for row, cell in encoded_images(table, column):
+            with open_image(cell, layout, name, row) as image:
                 shapes.add(image.size)
                 modes.add("L" if image.mode in ("1", "L", *DEEP) else "RGB")
                 if image.mode in DEEP:
@@ -49,7 +49,7 @@ def decode_images(tables: Mapping[str, object], column: str | None, size: int | 
                 clear += is_transparent(image, cell, layout, name, row)
     if clear:
         warnings.warn(f"{layout.where}: {clear} transparent images are laid on white", stacklevel=2)
-    whites = {kind: white_of(kind, high, layout) for kind, high in brightest.items()}
+    whites = {kind: white_level(kind, high, layout) for kind, high in brightest.items()}
     if any(white != 255 for white in whites.values()):
         says = " and ".join(f"{white:g}" for white in whites.values())
         warnings.warn(f"{layout.where}: images are scaled to 8 bits, {says} being white", stacklevel=2)
@@ -68,15 +68,15 @@ def decode_images(tables: Mapping[str, object], column: str | None, size: int | 
     arrays = {}
     for name, table in tables.items():
         out = np.empty((len(table), 3 if mode == "RGB" else 1, height, width), np.uint8)
-        for row, cell in cells(table, column):
-            pixels = decoded(cell, mode, (width, height), whites, layout, name, row)
+        for row, cell in encoded_images(table, column):
+            pixels = decode_pixels(cell, mode, (width, height), whites, layout, name, row)
             out[row] = pixels if pixels.ndim == 2 else pixels.transpose(2, 0, 1)
         arrays[name] = out
     return arrays, resized
 
 
-def cells(table, column: str | None) -> Iterator[tuple[int, Cell | None]]:
-    """Rows of the table's images, still encoded; of a list its items."""
+def encoded_images(table, column: str | None) -> Iterator[tuple[int, Cell | None]]:
+    """Yield the rows of the table's images, still encoded; of a list its items."""
     from datasets import Image
 
     if column is None:
@@ -86,8 +86,8 @@ def cells(table, column: str | None) -> Iterator[tuple[int, Cell | None]]:
     yield from ((i, row[column]) for i, row in enumerate(encoded))
 
 
-def opened(cell: Cell | None, layout, split: str, row: int):
-    """The image with its header read and its pixels not yet."""
+def open_image(cell: Cell | None, layout, split: str, row: int):
+    """Open an image: its header is read, its pixels not yet."""
     from PIL import Image
 
     if cell is None or isinstance(cell, Mapping) and cell["bytes"] is cell["path"]:  # both None
@@ -103,7 +103,7 @@ def opened(cell: Cell | None, layout, split: str, row: int):
 
 
 def is_transparent(image, cell: Cell, layout, split: str, row: int) -> bool:
-    """Is a pixel of the image less than opaque?"""
+    """Return whether a pixel of the image is less than opaque."""
     try:
         return image.has_transparency_data and image.convert("RGBA").getextrema()[3][0] < 255
     except Exception as error:  # Pillow raises many classes
@@ -111,7 +111,7 @@ def is_transparent(image, cell: Cell, layout, split: str, row: int) -> bool:
 
 
 def check_own_file(path: str, layout, split: str, row: int) -> None:
-    """``ValueError`` for a cell that names a picture outside of a local set's folder, or what is no file (a pipe)."""
+    """Raise ``ValueError`` for a cell that names a picture outside of a local set's folder, or no file (a pipe)."""
     folder = os.path.abspath(layout.where)
     if os.path.exists(folder) and not os.path.abspath(path).startswith(folder + os.sep):
         raise ValueError(f"{layout.row(split, row)} names the picture {path!r}, which is not in the set's own folder")
@@ -120,7 +120,7 @@ def check_own_file(path: str, layout, split: str, row: int) -> None:
 
 
 def highest_pixel(image, cell: Cell, layout, split: str, row: int) -> float:
-    """The brightest pixel of a deep image; ``ValueError`` where one cannot be scaled."""
+    """Return the brightest pixel of a deep image; ``ValueError`` where one cannot be scaled."""
     try:
         pixels = np.asarray(image)
     except Exception as error:  # Pillow raises many classes
@@ -134,8 +134,8 @@ def highest_pixel(image, cell: Cell, layout, split: str, row: int) -> float:
     return high
 
 
-def white_of(kind: str, brightest: float, layout) -> int:
-    """What is white in a set where this is the brightest pixel of floats (F) or integers (I).
+def white_level(kind: str, brightest: float, layout) -> int:
+    """Return the value of white in a set with this brightest pixel of floats (F) or integers (I).
 
     ``ValueError`` for floats that would be nearly black on both scales.
     """
@@ -149,10 +149,10 @@ def white_of(kind: str, brightest: float, layout) -> int:
     return 2 ** max(8, int(brightest).bit_length()) - 1
 
 
-def decoded(
+def decode_pixels(
     cell: Cell, mode: str, size: tuple[int, int], whites: Mapping[str, int], layout, split: str, row: int
 ) -> np.ndarray:
-    """Pixels (H, W) or (H, W, 3) of an image of (width, height) ``size``; what is white in deep ones is ``whites``'."""
+    """Decode an image of (width, height) ``size`` to (H, W) or (H, W, 3); ``whites`` are white of deep ones."""
     from datasets import Image as Feature
     from PIL import Image
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from fedlib.data.cache import Decoded, files_digest
 from fedlib.data.questions import KEYED
-from fedlib.data.silence import quietly
+from fedlib.data.silence import silence_libraries
 from fedlib.data.tokenizer import tokenizer_key
 
 from .decode import (
@@ -26,12 +26,12 @@ from .decode import (
     TRAIN,
     Kind,
     Layout,
+    choose_test_split,
     decode,
     read_labels,
-    settled,
     visible_files,
 )
-from .images import SCALED, cells, image_column
+from .images import SCALED, encoded_images, image_column
 from .speech import decode_speech
 
 DESCRIBED = ("metadata.csv", "metadata.jsonl")  # where `datasets` finds the columns of pictures
@@ -40,7 +40,7 @@ DESCRIBED = ("metadata.csv", "metadata.jsonl")  # where `datasets` finds the col
 def local_set(
     path: Path, format: int, tokenizer: str | None = None
 ) -> tuple[dict, Callable[[int | None], tuple[Decoded, bool]]]:
-    """The cache key of a local set, and what reads it for a network of some input size (see ``decode.decode``).
+    """Return the cache key of a local set, and its reader for a network of some input size (``decode.decode``).
 
     ``ValueError`` names the file that is damaged and what a set lacks.
     """
@@ -60,7 +60,7 @@ def local_set(
     root = path if path.is_dir() else path.parent
     digest = files_digest(meant, root)
     columns = columns_of(digest, tuple((split, *found) for split, found in parquet.items()))
-    kind, reads, _ = layout_among(columns)
+    kind, reads, _ = guess_layout(columns)
     layout = layout_of(path, list(parquet), columns, parquet, tokenizer) if parquet else None
 
     def read(size: int | None) -> tuple[Decoded, bool]:
@@ -75,7 +75,7 @@ def local_set(
         whole = layout or layout_of(path, list(splits), named, {}, tokenizer)
         whole = replace(whole, unread=unread_files(path, files, train, pictures))
         if kind == "images" and whole.owner is not None and "audio" in train.column_names:
-            whole = settled(splits, replace(whole, tests=()))
+            whole = choose_test_split(splits, replace(whole, tests=()))
             read_labels(train, whole.train, whole)  # refuses what is no class
             where = partial(whole.row, whole.train)
             return decode_speech(train, whole.label, whole.owner, where=where), False
@@ -101,7 +101,7 @@ def check_pieces(files: Sequence[Path]) -> None:
 
 @lru_cache(maxsize=64)
 def columns_of(digest: str, parquet: tuple[tuple[str, ...], ...]) -> list[str]:
-    """The columns of the training split of parquet files, each split's behind its name; none where there are no files.
+    """Return the columns of parquet files' training split, each split's behind its name; none without files.
 
     ``digest`` is the files', so that their headers are read once.
     """
@@ -113,21 +113,21 @@ def columns_of(digest: str, parquet: tuple[tuple[str, ...], ...]) -> list[str]:
         try:
             metadata = read_metadata(file)
         except (ArrowException, OSError) as error:
-            raise ValueError(f"{file} is damaged or no parquet file: {_line(error)}") from error
+            raise ValueError(f"{file} is damaged or no parquet file: {_first_line(error)}") from error
         if metadata.num_rows == 0:
             raise ValueError(f"{file} holds no example")
         names = metadata.schema.to_arrow_schema().names if split.lower() in TRAIN or not names else names
     return names
 
 
-def layout_among(columns: Sequence[str]) -> tuple[Kind, tuple[str, ...], str | None]:
-    """Kind, columns that are read and label of a set with these ``columns``."""
+def guess_layout(columns: Sequence[str]) -> tuple[Kind, tuple[str, ...], str | None]:
+    """Guess kind, columns that are read, and label of a set with these ``columns``."""
     found = [(s["kind"], s["reads"], s["label"]) for s in SETS["columns"] if set(s["reads"]) <= set(columns)]
     return next((t for t in found if t[2] in columns), found[0] if found else ("images", (), None))
 
 
 def picture_splits(path: Path, files: Sequence[Path]) -> dict[str, list[Path]]:
-    """The pictures of each split within a folder of them; ``ValueError`` where a picture's class is not clear."""
+    """Return the pictures of each split within a folder; ``ValueError`` where a picture's class is not clear."""
     pictures = sorted(pictures_among(path, files), key=Path.as_posix)
     if not pictures:
         raise ValueError(
@@ -150,7 +150,7 @@ def picture_splits(path: Path, files: Sequence[Path]) -> dict[str, list[Path]]:
 
 
 def pictures_among(path: Path, files: Sequence[Path]) -> list[Path]:
-    """The pictures of ``files``, within ``path``."""
+    """Return the pictures of ``files``, within ``path``."""
     from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder
 
     return [p.relative_to(path) for p in files if p.suffix.lower() in ImageFolder.EXTENSIONS and p != path]
@@ -159,17 +159,17 @@ def pictures_among(path: Path, files: Sequence[Path]) -> list[Path]:
 def unread_files(
     path: Path, files: Sequence[Path], train, pictures: Mapping[str, Sequence[Path]]
 ) -> tuple[str, ...]:  # fmt: skip
-    """Files within ``path`` that are not read: neither parquet nor ``pictures`` of a split, nor named by a cell."""
+    """List the files within ``path`` that are not read: no parquet, no ``pictures`` of a split, not named by a cell."""
     read = {p for found in pictures.values() for p in found}
     column = image_column(train)
-    cell = next(cells(train, column))[1] if column and not pictures else None
+    cell = next(encoded_images(train, column))[1] if column and not pictures else None
     read |= set(pictures_among(path, files)) if cell and cell["bytes"] is None else set()
     others = (f.relative_to(path) for f in files if f != path)
     return tuple(str(p) for p in others if p not in read and p.suffix != ".parquet" and p.name not in DESCRIBED)
 
 
 def table_of(path: Path, pictures: Mapping[str, Sequence[Path]]) -> dict:
-    """The splits of a folder of pictures as `datasets` keeps them: a picture's own folder is its class."""
+    """Build the splits of a folder of pictures as `datasets` keeps them: a picture's own folder is its class."""
     from datasets import ClassLabel, Dataset, Features, Image
 
     names = sorted({p.parent.name for found in pictures.values() for p in found})
@@ -182,8 +182,8 @@ def table_of(path: Path, pictures: Mapping[str, Sequence[Path]]) -> dict:
 
 
 def load_splits(path: Path, parquet: Mapping[str, Sequence[str]], digest: str):
-    """What `datasets` makes of files of this ``digest`` of their bytes; by itself it knows them by path and time."""
-    with quietly():
+    """Load files by `datasets`, cached by the ``digest`` of their bytes, not as it does by path and time."""
+    with silence_libraries():
         from datasets import config, load_dataset
 
         kept = str(Path(config.HF_DATASETS_CACHE) / digest)
@@ -203,12 +203,12 @@ def load_splits(path: Path, parquet: Mapping[str, Sequence[str]], digest: str):
                     both = f"{first} has the columns {', '.join(of)}" + f", {file} {', '.join(other)}" * (of != other)
                     raise ValueError(f"{both}; allowed: the same in all files of a split, each once") from error
             raise ValueError(
-                f"experiment: dataset {str(path)!r} is unknown as parquet or image folder: {_line(error)}"
+                f"experiment: dataset {str(path)!r} is unknown as parquet or image folder: {_first_line(error)}"
             ) from error
 
 
 def train_of(path: Path, splits: Iterable[str]) -> str:
-    """The name of the split to train on; ``ValueError`` if there is none."""
+    """Return the name of the split to train on; ``ValueError`` if there is none."""
     train = next((s for t in TRAIN for s in splits if s.lower() == t), None)
     if train is None:
         raise ValueError(f"{path}: no split named 'train'; found {', '.join(splits)}")
@@ -218,12 +218,12 @@ def train_of(path: Path, splits: Iterable[str]) -> str:
 def layout_of(
     path: Path, splits: Sequence[str], columns: Sequence[str], files: Mapping[str, Sequence[str]], tokenizer: str | None
 ) -> Layout:
-    """The layout of a set of one's own by the names of its splits and columns.
+    """Return the layout of a set of one's own by the names of its splits and columns.
 
     A copy that is named as a public set is has that set's label, owner and test split. ``ValueError`` where two columns
     say whose an example is.
     """
-    kind, reads, label = layout_among(columns)
+    kind, reads, label = guess_layout(columns)
     said = SETS["public"].get(path.name, {})
     if not reads:
         label = next((c for c in (said.get("label"), *LABELS) if c in columns), "label")
@@ -238,7 +238,7 @@ def layout_of(
 
 
 def _readable(file: str) -> bool:
-    """Can every row of a parquet file be read?"""
+    """Return whether every row of a parquet file can be read."""
     from pyarrow import ArrowException
     from pyarrow.parquet import ParquetFile
 
@@ -251,12 +251,12 @@ def _readable(file: str) -> bool:
 
 
 def _columns(file: str) -> list[str]:
-    """Names and types of a parquet file's columns."""
+    """Return names and types of a parquet file's columns."""
     from pyarrow.parquet import read_schema
 
     return sorted(f"{f.name} ({f.type})" for f in read_schema(file))
 
 
-def _line(error: Exception) -> str:
-    """The first line of a library's message."""
+def _first_line(error: Exception) -> str:
+    """Return the first line of a library's message."""
     return (str(error).strip() or type(error).__name__).splitlines()[0][:200]

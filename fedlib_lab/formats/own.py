@@ -19,10 +19,10 @@ from fedlib.core.storage import digest_tensors
 from fedlib.core.validation import shown
 from fedlib.data.cache import Decoded, files_digest
 from fedlib.data.questions import KEYED
-from fedlib.data.silence import quietly
+from fedlib.data.silence import silence_libraries
 from fedlib.data.tokenizer import tokenizer_key
 
-from .decode import OWNERS, Layout, Part, decode, divide, visible_files
+from .decode import OWNERS, Layout, Part, decode, train_and_test, visible_files
 from .images import SCALED, decode_images
 from .local import check_pieces, layout_of, train_of
 
@@ -33,7 +33,7 @@ TAKEN = "a datasets.Dataset or DatasetDict, a torchvision set without a transfor
 
 
 def own_set(name: str, train: object, test: object, classes: Sequence[str] | None) -> Own:
-    """What :func:`fedlib.register_data` keeps: called with format and tokenizer, it is as ``local.local_set``."""
+    """Build what :func:`fedlib.register_data` keeps: called with format and tokenizer, it is as ``local.local_set``."""
     splits = _splits(name, train, test)
     if classes is not None and (isinstance(classes, str) or not isinstance(classes, Sequence)):
         raise ValueError(f"{name}: classes = {shown(classes)}; allowed: a list of names")
@@ -44,7 +44,7 @@ def own_set(name: str, train: object, test: object, classes: Sequence[str] | Non
             raise ValueError(
                 f"{name}: classes name labels of arrays, and a datasets.Dataset names its own; allowed: None"
             )
-        return partial(_of_splits, name, splits, {"registered": [content_of(t) for t in splits.values()]}, ())
+        return partial(_of_splits, name, splits, {"registered": [content_digest(t) for t in splits.values()]}, ())
     layout = Layout(name, "images", "label", test=None if test is None else "test")
     given = {"train": train} | ({} if test is None else {"test": test})
     pairs = {split: _pair(name, x) for split, x in given.items()}
@@ -55,14 +55,14 @@ def own_set(name: str, train: object, test: object, classes: Sequence[str] | Non
     for inputs, labels, named in pairs.values():  # a test set without names has those of the training set
         of = classes or named or (parts[0].classes if parts else None)
         parts.append(_part(name, inputs, labels, of))
-    tensors, names = divide(parts, layout)
+    tensors, names = train_and_test(parts, layout)
     decoded = {k: x.clone() for k, x in tensors.items()}, names  # whatever becomes of the arrays
     key = {"registered": digest_tensors(decoded[0], {"classes": " ".join(decoded[1])})}
     return lambda format, tokenizer: (key | {"format": format}, lambda size: (decoded, False))
 
 
-def content_of(table: Any) -> str:
-    """The digest of what a ``Dataset`` holds, and files that its cells name; its fingerprint says how it came."""
+def content_digest(table: Any) -> str:
+    """Digest a ``Dataset``'s content and the files that its cells name: its fingerprint only says how it was made."""
     from datasets.table import embed_table_storage
     from pyarrow.ipc import new_stream
 
@@ -76,13 +76,13 @@ def content_of(table: Any) -> str:
     return digest.hexdigest()[:16]
 
 
-def divided(name: str, train: Any, partitioner: Any) -> Any:
-    """What of ``train`` is in a part of ``partitioner``, with the part's number in the column of owners."""
+def add_owners(name: str, train: Any, partitioner: Any) -> Any:
+    """Return the rows of ``train`` that ``partitioner`` gives to a part, with the part's number as owner."""
     if not hasattr(train, "add_column"):
         raise ValueError(f"{name}: a partitioner divides a datasets.Dataset, and this is a {type(train).__name__}")
     owners = np.full(len(train), -1)
     train = train.with_format(None)
-    with quietly():
+    with silence_libraries():
         try:
             partitioner.dataset = train.add_column("its row", list(range(len(train))))
             parts = [np.ravel(partitioner.load_partition(i)["its row"]) for i in range(partitioner.num_partitions)]
@@ -104,7 +104,7 @@ def divided(name: str, train: Any, partitioner: Any) -> Any:
 
 
 def saved_set(path: Path, format: int, tokenizer: str | None) -> tuple[dict, Read] | None:
-    """As ``local.local_set``, of a folder that ``save_to_disk`` wrote; None of another."""
+    """Read as ``local.local_set`` a folder that ``save_to_disk`` wrote; None for another folder."""
     if not any((path / name).is_file() for name in ("dataset_dict.json", "state.json")):
         return None
     from datasets import load_from_disk
@@ -121,7 +121,7 @@ def saved_set(path: Path, format: int, tokenizer: str | None) -> tuple[dict, Rea
 
 
 def _splits(name: str, train: Any, test: Any) -> dict | None:
-    """The splits by name of what `datasets` made, as they would be unformatted; None of something else."""
+    """Return the splits by name of what `datasets` made, as they would be unformatted; None of something else."""
     splits = dict(train) if isinstance(train, Mapping) else {"train": train}
     splits |= {} if test is None else {"test": test}
     made = {s: type(x).__module__.startswith("datasets.") for s, x in splits.items()}
@@ -147,7 +147,7 @@ def _of_splits(
 
 
 def _pair(name: str, given: Any) -> tuple[Any, Any, Sequence[str] | None]:
-    """(inputs, labels, class names if any) of arrays or a set of torchvision's; inputs may be a list of Pillow's."""
+    """Return (inputs, labels, class names if any) of arrays or a torchvision set; inputs may be Pillow's images."""
     classes = None
     if not isinstance(given, (tuple, list, str)) and hasattr(given, "__getitem__") and hasattr(given, "__len__"):
         pairs = [given[i] for i in range(len(given))]  # images, and labels as numbers
@@ -168,7 +168,7 @@ def _pair(name: str, given: Any) -> tuple[Any, Any, Sequence[str] | None]:
 
 
 def _part(name: str, inputs: np.ndarray, labels: np.ndarray, classes: Sequence[str] | None) -> Part:
-    """One split of arrays."""
+    """Build one split of arrays."""
     if (
         not inputs.ndim
         or labels.ndim != 1
@@ -190,7 +190,7 @@ def _part(name: str, inputs: np.ndarray, labels: np.ndarray, classes: Sequence[s
 
 
 def _inputs(name: str, x: np.ndarray) -> np.ndarray:
-    """Images as uint8 (N, C, H, W), or token ids as int32 (N, T)."""
+    """Convert to images uint8 (N, C, H, W), or token ids int32 (N, T); ``ValueError`` for anything else."""
     if x.dtype == np.uint8 and x.ndim == 3:
         return x[:, None]
     if x.dtype == np.uint8 and x.ndim == 4 and (x.shape[1] in (1, 3) or x.shape[3] in (1, 3)):

@@ -15,13 +15,13 @@ from pathlib import Path
 from fedlib.core.validation import shown
 from fedlib.data.cache import FORMAT, Decoded
 from fedlib.data.questions import KEYED
-from fedlib.data.silence import public_set
-from fedlib.data.tokenizer import LENGTH, has_words, tokenizer_key
+from fedlib.data.silence import load_public
+from fedlib.data.tokenizer import LENGTH, has_tokenizer, tokenizer_key
 
 from .decode import SETS, Layout, decode
 from .docstrings import docstrings_key, read_docstrings
 from .local import local_set
-from .own import Own, divided, own_set, saved_set
+from .own import Own, add_owners, own_set, saved_set
 from .speech import read_speech_commands
 
 HUB = {name: Layout(**said) for name, said in SETS["public"].items()}
@@ -46,7 +46,7 @@ def register_data(
     """
     if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z]\w{0,60}", name) or name in ("mnist", *NAMES):
         raise ValueError(f"register_data: name = {shown(name)} is the kit's, or no word; allowed: letters, digits, _")
-    train = divided(name, train, partitioner) if partitioner is not None else train
+    train = add_owners(name, train, partitioner) if partitioner is not None else train
     OWN_DATA[name] = own_set(name, train, test, classes)
     if (folder := _local_copy(name)) is not None:
         warnings.warn(f"{name!r} is what is registered here; not used: {folder}", stacklevel=2)
@@ -54,7 +54,7 @@ def register_data(
 
 
 def find(name: str, tokenizer: str | None) -> tuple[dict, Callable[[int | None], tuple[Decoded, bool]]] | None:
-    """The cache key of ``name`` and what reads it for a network of some input size (see ``decode.decode``), or None."""
+    """Return the cache key of ``name`` and its reader for a network of some input size (``decode.decode``), or None."""
     if name in OWN_DATA:
         return OWN_DATA[name](FORMAT, tokenizer)
     if (local := _local_copy(name)) is not None:
@@ -70,8 +70,8 @@ def find(name: str, tokenizer: str | None) -> tuple[dict, Callable[[int | None],
 
 
 def at_hand(name: str, tokenizer: str | None) -> bool | None:
-    """Can ``name`` be read without a download? None: not known here."""
-    if BY_ID.get(name, name) in TEXTS and not has_words(tokenizer):  # text is nothing without a tokenizer
+    """Return whether ``name`` can be read without a download; None: not known here."""
+    if BY_ID.get(name, name) in TEXTS and not has_tokenizer(tokenizer):  # text is nothing without a tokenizer
         return False
     return True if name in ("docstrings", *OWN_DATA) or _local_copy(name) is not None else None
 
@@ -94,5 +94,5 @@ def _hub_key(layout: Layout, tokenizer: str | None = None) -> dict:
 def _read_hub(name: str, tokenizer: str | None, size: int | None) -> tuple[Decoded, bool]:
     layout, otherwise = replace(HUB[name], tokenizer=tokenizer), "connect once, or pass the path of a local copy"
     config = [layout.config] if layout.config else []
-    splits = public_set(f"{name!r} ({layout.where})", otherwise, layout.where, *config)
+    splits = load_public(f"{name!r} ({layout.where})", otherwise, layout.where, *config)
     return decode(splits, layout, size)

@@ -20,7 +20,7 @@ import torch
 
 from fedlib.core.rng import numpy_generator
 from fedlib.core.validation import shown
-from fedlib.data.silence import public_set
+from fedlib.data.silence import load_public
 
 MEAN, SD = -4.2677393, 4.5689974  # AudioSet, as AST uses them: features are (x - MEAN) / (2 SD)
 # Stored range of the normalised features: silence is ln 1.2e-7 = -15.9, or -1.28. By Parseval a frame at full scale has
@@ -32,7 +32,7 @@ HUB_PARQUET = "hf://datasets/google/speech_commands@~parquet/v0.02/train/*.parqu
 
 @lru_cache(maxsize=8)
 def mel_filters(bins: int, fft_size: int, rate: int, low: float = 20.0) -> torch.Tensor:
-    """Triangular filters (bins, fft_size // 2 + 1) on Kaldi's mel scale 1127 ln(1 + f / 700)."""
+    """Build triangular filters (bins, fft_size // 2 + 1) on Kaldi's mel scale 1127 ln(1 + f / 700)."""
     mel = lambda f: 1127 * np.log1p(np.asarray(f) / 700)  # noqa: E731
     edges = np.linspace(mel(low), mel(rate / 2), bins + 2)[:, None]
     points = mel(np.arange(fft_size // 2 + 1) * rate / fft_size)[None]
@@ -42,7 +42,7 @@ def mel_filters(bins: int, fft_size: int, rate: int, low: float = 20.0) -> torch
 
 
 def filter_banks(signal: torch.Tensor, rate: int, bins: int = 128, frames: int = 128) -> torch.Tensor:
-    """Log-mel energies (frames, bins) of a waveform in [-1, 1]; short clips are padded with zero features."""
+    """Compute log-mel energies (frames, bins) of a waveform in [-1, 1]; short clips are padded with zero features."""
     window, shift = int(0.025 * rate), int(0.010 * rate)
     fft_size = 1 << math.ceil(math.log2(window))
     if len(signal) < window:
@@ -59,13 +59,13 @@ def filter_banks(signal: torch.Tensor, rate: int, bins: int = 128, frames: int =
 
 
 def to_image(features: torch.Tensor) -> np.ndarray:
-    """Normalised features as uint8 (1, frames, bins)."""
+    """Quantise normalised features to uint8 (1, frames, bins)."""
     x = ((features - MEAN) / (2 * SD)).clamp(LOW, HIGH)
     return ((x - LOW) / (HIGH - LOW) * 255).round().to(torch.uint8).cpu().numpy()[None]
 
 
 def read_wav(data: bytes) -> tuple[torch.Tensor, int]:
-    """16-bit PCM mono wave bytes -> (signal in [-1, 1], sampling rate)."""
+    """Read 16-bit PCM mono wave bytes -> (signal in [-1, 1], sampling rate)."""
     with wave.open(io.BytesIO(data)) as f:
         if f.getsampwidth() != 2 or f.getnchannels() != 1:
             raise ValueError(f"expected 16-bit mono wave data, got {8 * f.getsampwidth()} bits x {f.getnchannels()}")
@@ -121,7 +121,7 @@ def decode_speech(
 
 
 def read_speech_commands() -> tuple[dict, list[str]]:
-    """SpeechCommands v2, 35 classes, the 250 speakers with most clips of the training list."""
+    """Read SpeechCommands v2, 35 classes, the 250 speakers with most clips of the training list."""
     otherwise, files = "connect once, or put a copy under $FEDLIB_DATA/speech_commands", {"train": HUB_PARQUET}
-    table = public_set("'speech_commands'", otherwise, "parquet", data_files=files, split="train")
+    table = load_public("'speech_commands'", otherwise, "parquet", data_files=files, split="train")
     return decode_speech(table, "label", "speaker_id", speakers=250)

@@ -33,5 +33,5 @@ def swap_in_(model: Model) -> Model:
 
 
 OVERRIDES.update(  # also in a process that is sent its model
-    attend=attention.attend, matmul=products.matmul, swap_in=swap_in_, begin=products.choose_products
+    attend=attention.attend_if_short, matmul=products.matmul, swap_in=swap_in_, begin=products.choose_products
 )

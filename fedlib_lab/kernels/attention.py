@@ -10,17 +10,17 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from fedlib.layers.attention import by_head
-from fedlib.layers.linear import is_cast
+from fedlib.layers.linear import uses_autocast
 
 from .products import heads_multiplier
 from .switch import is_on
 
 
-def attend(
+def attend_if_short(
     heads: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float | None
 ) -> torch.Tensor | None:
-    """``layers.attention.attend`` in training, of short sequences in float32 without a mask; else None."""
-    plain = mask is None and q.device.type == "cpu" and q.dtype is torch.float32 and q.numel() and not is_cast(q)
+    """Run ``layers.attention.attend`` in training of short sequences in float32 without a mask; else return None."""
+    plain = mask is None and q.device.type == "cpu" and q.dtype is torch.float32 and q.numel() and not uses_autocast(q)
     short = is_short(q.shape[-2], q.shape[-1] // heads)
     if not (plain and short and torch.is_grad_enabled() and is_on("attention")):
         return None
@@ -28,7 +28,7 @@ def attend(
 
 
 def is_short(queries: int, width: int) -> bool:
-    """Is attention worth keeping for the backward? That of long sequences would fill the memory."""
+    """Return whether attention is worth keeping for the backward: that of long sequences would fill the memory."""
     return queries <= 2 * width
 
 
@@ -53,7 +53,7 @@ class _ShortAttention(torch.autograd.Function):
 def attend_short(
     heads: int, qkv: Sequence[torch.Tensor], scale: float | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """:func:`attend` on contiguous tensors, and the attention (K*B, heads, T, n) for the backward.
+    """Run :func:`attend_if_short` on contiguous tensors; return also the attention (K*B, heads, T, n) for the backward.
 
     ``qkv`` are q, k and v, or q and a tensor (K, B, n, 2a) with the others side by side, or one (K, B, T, 3a) with all
     three. Heads are read and written where they lie among the features.
@@ -70,7 +70,7 @@ def attend_short(
 def attend_short_backward(
     heads: int, qkv: Sequence[torch.Tensor], attention: torch.Tensor, grad: torch.Tensor, scale: float | None = None
 ) -> list[torch.Tensor]:
-    """The gradients of ``qkv``, as it came."""
+    """Return the gradients of ``qkv``, as it came."""
     grads, multiply = [torch.empty_like(x) for x in qkv], heads_multiplier()
     (q, k, v), (for_q, for_k, for_v) = ([by_head(x, heads) for x in _parts(xs)] for xs in (qkv, grads))
     scale, grad = q.shape[-1] ** -0.5 if scale is None else scale, by_head(grad, heads)
@@ -83,6 +83,6 @@ def attend_short_backward(
 
 
 def _parts(qkv: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """q, k and v, be they apart or the last of them side by side."""
+    """Return q, k and v, be they apart or the last of them side by side."""
     *apart, together = qkv
     return *apart, *together.chunk(3 - len(apart), -1)

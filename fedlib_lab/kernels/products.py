@@ -64,7 +64,7 @@ def _choose(stored: str) -> tuple[str, list[Callable], list[Callable]]:
 
 
 def _is_faster_here(name: str, multiply: Callable, by_head: Callable) -> bool:
-    """The outcome of :func:`_trial`, once a machine: kept beside decoded data, so that all its processes agree."""
+    """Return the outcome of :func:`_trial`, run once a machine and kept, so that all its processes agree."""
     key = json.dumps([cpu(), torch.__version__, name])
     file = cache_dir() / f"products-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
     try:
@@ -81,7 +81,7 @@ def _is_faster_here(name: str, multiply: Callable, by_head: Callable) -> bool:
 
 
 def _trial(multiply: Callable, by_head: Callable) -> bool:
-    """Is OpenBLAS a twentieth faster on products as a cohort has them? Some 50 ms in one thread."""
+    """Return whether OpenBLAS is a twentieth faster on products of a cohort. Some 50 ms in one thread."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -108,7 +108,7 @@ def _trial(multiply: Callable, by_head: Callable) -> bool:
 
 
 def cpu() -> dict[str, str]:
-    """This machine's CPU: ``device``, what it calls itself (or its architecture), ``family`` and ``instructions``."""
+    """Describe this CPU: ``device``, what it calls itself (or its architecture), ``family`` and ``instructions``."""
     try:
         pairs = (line.partition(":") for line in CPU_INFO.read_text().split("\n\n")[0].splitlines())
         said = {key.strip(): value.strip() for key, _, value in pairs}
@@ -123,7 +123,10 @@ def cpu() -> dict[str, str]:
 
 
 def _load() -> ctypes.CDLL | None:
-    """OpenBLAS with its AVX-512 kernels, or None where they cannot run, or it is not installed or cannot be loaded."""
+    """Load OpenBLAS with its AVX-512 kernels.
+
+    None where they cannot run, or it is not installed or cannot be loaded.
+    """
     if torch.backends.cpu.get_cpu_capability() != "AVX512":
         return None
     package = importlib.util.find_spec("scipy_openblas32")  # not imported: that would load it, too early
@@ -145,7 +148,7 @@ def _load() -> ctypes.CDLL | None:
 
 
 def matmul(x: torch.Tensor, y: torch.Tensor, to: torch.Tensor | None = None) -> torch.Tensor:
-    """x (K, M, D) times y (D, N) or (K, D, N): (K, M, N), added to ``to`` in place if given. Not for autograd.
+    """Multiply x (K, M, D) by y (D, N) or (K, D, N) -> (K, M, N), added to ``to`` in place if given. Not for autograd.
 
     The numbers of ``bmm`` and ``mm``, without their way through PyTorch's dispatcher. ``RuntimeError`` if the shapes do
     not fit.
@@ -156,7 +159,7 @@ def matmul(x: torch.Tensor, y: torch.Tensor, to: torch.Tensor | None = None) -> 
         x, y = x.reshape(1, -1, x.shape[-1]), y.unsqueeze(0)
     out = to if to is None else to.view(x.shape[0], -1, shape[-1])
     fits = x.shape[0] == y.shape[0] and (out is None or (out.shape[1] == x.shape[1] and _is_by_rows(out)))
-    if _by_client and fits and not is_in_torch_dispatch_mode() and _suit(x, y, out):
+    if _by_client and fits and not is_in_torch_dispatch_mode() and _is_suitable(x, y, out):
         beta = 0.0 if out is None else 1.0
         out = x.new_empty(*x.shape[:2], shape[-1]) if out is None else out
         return _by_client[0](x, y, out, beta).view(shape)
@@ -166,7 +169,7 @@ def matmul(x: torch.Tensor, y: torch.Tensor, to: torch.Tensor | None = None) -> 
 
 
 def heads_multiplier() -> Callable[..., torch.Tensor]:
-    """``multiply(x, y, out, scale=1)``: out[n, h] becomes scale * x[n, h] @ y[n, h], for all n and h.
+    """Return ``multiply(x, y, out, scale=1)``: out[n, h] becomes scale * x[n, h] @ y[n, h], for all n and h.
 
     x (N, heads, M, D), y (N, heads, D, L), out (N, heads, M, L), float32 and not empty, may lie in memory in any order
     that keeps the entries of a row (of x and y: or of a column) side by side. OpenBLAS copies nothing; PyTorch
@@ -181,8 +184,8 @@ def _multiply_heads(x: torch.Tensor, y: torch.Tensor, out: torch.Tensor, scale: 
     return out if scale == 1 else out.mul_(scale)
 
 
-def _suit(x: torch.Tensor, y: torch.Tensor, start: torch.Tensor | None = None) -> bool:
-    """Are these matrices for OpenBLAS, and is this one of the threads it is for?"""
+def _is_suitable(x: torch.Tensor, y: torch.Tensor, start: torch.Tensor | None = None) -> bool:
+    """Return whether these matrices suit OpenBLAS, and this is one of the threads it is for."""
     inner, columns = x.shape[-1], y.shape[-1]
     sizes = (x.numel(), y.numel(), x.numel() // max(inner, 1) * columns)
     return (
@@ -196,14 +199,14 @@ def _suit(x: torch.Tensor, y: torch.Tensor, start: torch.Tensor | None = None) -
 
 
 def _is_by_rows(out: torch.Tensor) -> bool:
-    """May matrices (batch, rows, columns) be written as they lie: rows in one piece, none over another?"""
+    """Return whether matrices (batch, rows, columns) can be written in place: rows in one piece, none over another."""
     (batch, rows, columns), (to_next, row, column) = out.shape, out.stride()
     apart = (row >= columns or rows == 1) and (to_next >= rows * max(row, columns) or batch == 1)
     return column == 1 and apart and max(to_next, row) <= MOST
 
 
 def _multipliers(library: ctypes.CDLL) -> tuple[Callable, Callable]:
-    """``multiply(x, y, out, beta)``: out (K, M, N) becomes x (K, M, D) @ y (K, D, N) + beta * out; and one by heads.
+    """Build ``multiply(x, y, out, beta)``, out (K, M, N) = x (K, M, D) @ y (K, D, N) + beta * out; and one by heads.
 
     The entries of a row of ``out`` must lie side by side.
     """
@@ -239,7 +242,7 @@ def _multipliers(library: ctypes.CDLL) -> tuple[Callable, Callable]:
 
 
 def _layout(x: torch.Tensor) -> tuple[int, int, int, int]:
-    """Of (N, heads, rows, columns): the order, elements from row (or column) to row and n to n, bytes between heads."""
+    """Return order, distance of rows (or columns), distance in n, bytes between heads of (N, heads, rows, columns)."""
     (_, _, rows, columns), (to_next, to_head, row, column) = x.shape, x.stride()
     if column == 1:
         return PLAIN, max(row, columns), to_next, 4 * to_head  # of a single row the distance says nothing
@@ -247,7 +250,7 @@ def _layout(x: torch.Tensor) -> tuple[int, int, int, int]:
 
 
 def _as_matrices(x: torch.Tensor) -> tuple[torch.Tensor, int, int, int]:
-    """``x`` (batch, rows, columns) with its order, and the elements from a row (or column) and a matrix to the next."""
+    """Return ``x`` (batch, rows, columns), its order, and distances of rows (columns) and matrices, in elements."""
     _, rows, columns = x.shape
     to_next, row, column = x.stride()
     if max(to_next, row, column) <= MOST:

@@ -10,7 +10,7 @@ NAMES = ("products", "attention", "vit_block")
 
 
 def is_on(name: str) -> bool:
-    """May the kernel ``name`` stand in? ``ValueError`` if the variable names one that there is not."""
+    """Return whether the kernel ``name`` is on; ``ValueError`` if the variable names an unknown one."""
     return name in _named(os.environ.get(VARIABLE))
 
 

@@ -27,7 +27,7 @@ Tensors = Sequence[torch.Tensor | None]
 
 
 def may_stand_in(x: torch.Tensor, modules: Iterable[nn.Module]) -> bool:
-    """May the kernel do these modules' work on ``x`` without calling them?
+    """Return whether the kernel can do these modules' work on ``x`` without calling them.
 
     In training, in float32 on a CPU, where autocast chooses no other precision, no hook waits for one of them to be
     called and nothing, such as a counter of FLOPs, listens to the operations. Without gradients modules let go of
@@ -68,7 +68,7 @@ class LowRank:
 
 
 @dataclass(frozen=True)
-class Map:
+class LinearMap:
     """x W^T + b, several maps of one x side by side, with LoRA. Weights and biases are places of tensors."""
 
     weights: tuple[int, ...]
@@ -76,11 +76,11 @@ class Map:
     low_rank: tuple[LowRank, ...]
 
     def matrices(self) -> tuple[int, ...]:
-        """The places of its weights, LoRA's included."""
+        """Return the places of its weights, LoRA's included."""
         return *self.weights, *(place for a in self.low_rank for place in (a.down, a.up))
 
     def weight(self, t: Tensors) -> torch.Tensor:
-        """W with LoRA's products added: (out, in) for all clients, or (K, out, in)."""
+        """Return W with LoRA's products added: (out, in) for all clients, or (K, out, in)."""
         weights = [t[i] for i in self.weights]
         weight = weights[0] if len(weights) == 1 else torch.cat(weights, -2)
         if not self.low_rank:
@@ -93,7 +93,7 @@ class Map:
         return weight
 
     def apply(self, t: Tensors, weight: torch.Tensor, x: torch.Tensor, to: torch.Tensor | None = None) -> torch.Tensor:
-        """x (K, N, in) -> (K, N, out), added to a copy of ``to`` if given."""
+        """Map x (K, N, in) -> (K, N, out), added to a copy of ``to`` if given."""
         biases = [t[i] for i in self.biases]
         if to is None and not biases:
             return matmul(x, weight.mT)
@@ -125,21 +125,21 @@ class Map:
 
 
 def product_over_rows(grad: torch.Tensor, x: torch.Tensor, stacked: bool) -> torch.Tensor:
-    """grad^T x: of each client (K, out, in), or summed over clients (out, in)."""
+    """Compute grad^T x: of each client (K, out, in), or summed over clients (out, in)."""
     if stacked:
         return matmul(grad.mT, x)
     return matmul(grad.reshape(1, -1, grad.shape[-1]).mT, x.reshape(-1, x.shape[-1])).squeeze(0)
 
 
 def norms_of(*layers: nn.Module) -> list[torch.Tensor] | None:
-    """Weight and bias of each layer norm, one after the other; None if they are of another kind, or mixed."""
+    """Return weight and bias of each layer norm, one after the other; None if they are of another kind, or mixed."""
     if any(type(n) is not LayerNorm or n.weight.dim() != n.bias.dim() for n in layers):
         return None
     return [p for n in layers for p in (n.weight, n.bias)]
 
 
-def map_of(layers: Sequence[nn.Module], tensors: list) -> Map | None:
-    """``layers`` on one input as a map, its tensors appended to ``tensors``; None if they are of another kind."""
+def linear_map(layers: Sequence[nn.Module], tensors: list) -> LinearMap | None:
+    """Combine ``layers`` on one input, their tensors appended to ``tensors``; None if they are of another kind."""
     bases, low_rank, first = [], [], 0
     for layer in layers:
         base = getattr(layer, "base_layer", layer)
@@ -165,11 +165,11 @@ def map_of(layers: Sequence[nn.Module], tensors: list) -> Map | None:
     at = len(tensors)
     tensors += [*weights, *biases]
     middle = at + len(weights)
-    return Map(tuple(range(at, middle)), tuple(range(middle, middle + len(biases))), tuple(low_rank))
+    return LinearMap(tuple(range(at, middle)), tuple(range(middle, middle + len(biases))), tuple(low_rank))
 
 
-def alive(tensors: Tensors, maps: Iterable[Map], clients: int) -> list[torch.Tensor]:
-    """``tensors``, those that are each client's own cut to the first ``clients``."""
+def cut_to_alive(tensors: Tensors, maps: Iterable[LinearMap], clients: int) -> list[torch.Tensor]:
+    """Cut the tensors that are each client's own to the first ``clients``; return all."""
     matrices = {i for m in maps for i in m.matrices()}
     own = [x.dim() > (2 if i in matrices else 1) for i, x in enumerate(tensors)]
     return [x[:clients] if mine and x.shape[0] > clients else x for x, mine in zip(tensors, own, strict=True)]
@@ -182,15 +182,15 @@ def alive(tensors: Tensors, maps: Iterable[Map], clients: int) -> list[torch.Ten
 class Operation:
     """The maps of a block and how its attention and norms compute. Tensors 0-3 are the norms' weights and biases."""
 
-    qkv: tuple[Map, ...]  # q, k and v in one, or q apart
-    proj: Map
-    fc1: Map
-    fc2: Map
+    qkv: tuple[LinearMap, ...]  # q, k and v in one, or q apart
+    proj: LinearMap
+    fc1: LinearMap
+    fc2: LinearMap
     heads: int
     eps: tuple[float, float]
     first: int | None  # how many tokens of a sequence come out; None: all
 
-    def maps(self) -> tuple[Map, ...]:
+    def maps(self) -> tuple[LinearMap, ...]:
         return *self.qkv, self.proj, self.fc1, self.fc2
 
 
@@ -203,13 +203,13 @@ class WrittenBlock(Block):
 
 
 def is_plain(block: Block) -> bool:
-    """Is there nothing between its layers, such as an adapter, LayerScale or a scaler that is on?"""
+    """Return whether nothing stands between the layers: no adapter, LayerScale or scaler that is on."""
     plain = type(block.attn) is Attention and type(block.mlp) is MLP and block.attn.scale.is_off
     return plain and type(block.ls1) is type(block.ls2) is nn.Identity
 
 
 def run(block: Block, z: torch.Tensor, first: int | None = None) -> torch.Tensor | None:
-    """z (K, B, T, d) after ``block``, or only its ``first`` tokens; None if it must run as modules.
+    """Run ``block`` on z (K, B, T, d), for all or only its ``first`` tokens; None if it must run as modules.
 
     This is for plain layers with or without LoRA, on sequences short enough to keep their attention, where
     ``may_stand_in`` allows it.
@@ -222,16 +222,16 @@ def run(block: Block, z: torch.Tensor, first: int | None = None) -> torch.Tensor
     groups = (*qkv, (attn.proj,), (mlp.fc1,), (mlp.fc2,))
     if not may_stand_in(z, (block.norm1, block.norm2, attn, mlp, *(m for group in groups for m in group))):
         return None
-    maps = [map_of(layers, tensors) for layers in groups]
+    maps = [linear_map(layers, tensors) for layers in groups]
     if None in maps or not is_short(first or z.shape[-2], tensors[maps[0].weights[0]].shape[-2] // attn.heads):
         return None
     *qkv, proj, fc1, fc2 = maps
     op = Operation(tuple(qkv), proj, fc1, fc2, attn.heads, (block.norm1.eps, block.norm2.eps), first)
-    return _Block.apply(op, z, *alive(tensors, maps, z.shape[0]))
+    return _Block.apply(op, z, *cut_to_alive(tensors, maps, z.shape[0]))
 
 
 def _first_tokens(x: torch.Tensor, sequences: torch.Size, first: int | None) -> torch.Tensor:
-    """The first tokens of every sequence in x (K, N, d): (K, B, first, d), a view."""
+    """Return the first tokens of every sequence in x (K, N, d): (K, B, first, d), a view."""
     return x.view(*sequences, -1, x.shape[-1])[..., :first, :]
 
 

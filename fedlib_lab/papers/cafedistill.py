@@ -63,19 +63,19 @@ def coordination(e: Experiment, execution: Execution = Execution()) -> tuple[Fed
 
 
 def decision(f: Federation, server: Server, t: int, ids: list[int]) -> Coordinated:
-    """What ``server`` decides for the clients ``ids`` in round ``t``."""
+    """Return what ``server`` decides for the clients ``ids`` in round ``t``."""
     notes = f.method.prepare(server, Round(t, tuple(f.clients(ids)), f.setting))
     students, shares, seen = (notes[k].cpu().numpy() for k in ("students", "shares", "seen"))
     return Coordinated(t, tuple(ids), students, shares, tuple(seen.tolist()))
 
 
 def students_by_round(decided: list[Coordinated]) -> np.ndarray:
-    """(exits, rounds): the share of a round's clients, in percent, of whom each exit is a student."""
+    """Return (exits, rounds): the share of a round's clients, in percent, of whom each exit is a student."""
     return np.stack([100 * d.students.mean(0) for d in decided], 1)
 
 
 def by_main_label(f: Federation, ids: tuple[int, ...]) -> list[int]:
-    """Places of clients ``ids`` in order of the label that each has most of, so that like ones stand together."""
+    """Order the places of clients ``ids`` by the label that each has most of, so that like ones stand together."""
     counts = np.stack([f.setting.label_counts(i) for i in ids])
     share = counts / counts.sum(1, keepdims=True)
     return sorted(range(len(ids)), key=lambda k: (int(share[k].argmax()), -share[k].max()))
@@ -85,7 +85,10 @@ def by_main_label(f: Federation, ids: tuple[int, ...]) -> list[int]:
 
 
 def plot_exit_rounds(runs: Mapping[str, Sequence[Mapping]], subject: str):
-    """Figure 8: what clients get at every exit by round; ``runs`` maps a label to a run's metrics, a panel each."""
+    """Plot Figure 8: clients' accuracy at every exit by round.
+
+    ``runs`` maps a label to a run's metrics, a panel each.
+    """
     last = {label: told[-1]["personal"]["exits"] for label, told in runs.items()}
     said = " and ".join(f"{x[-1] - x[0]:.1f}" for x in last.values())
     title = f"The last exit ends {said} points above the first\n{subject}" if said else "No run is stored yet"
@@ -101,7 +104,7 @@ def plot_exit_rounds(runs: Mapping[str, Sequence[Mapping]], subject: str):
 
 
 def best_at(frame: pd.DataFrame, option: str) -> str:
-    """At which value of an ``option`` clients get most, and where least, as a sentence."""
+    """Say at which value of an ``option`` clients get most, and at which least."""
     means = frame.groupby(option).clients.mean().dropna()
     if len(means) < 2:
         return f"Only {option} = {means.index[0]:g} is stored yet" if len(means) else "No run is stored yet"
@@ -110,7 +113,7 @@ def best_at(frame: pd.DataFrame, option: str) -> str:
 
 
 def plot_thresholds(records: Sequence[Mapping], subject: str):
-    """Accuracy against mean MACs, a point per threshold of confidence; ``records`` from ``clients.leaving_curve``."""
+    """Plot accuracy against mean MACs, a point per threshold; ``records`` from ``clients.leaving_curve``."""
     frame = pd.DataFrame(records).assign(method=PAPER, series=label_of(PAPER)).sort_values("threshold")
     frame = frame.assign(macs=frame.macs / 1e6)
     best, some = frame.iloc[-1], frame[frame.threshold == 0.6].iloc[0]
@@ -124,7 +127,7 @@ def plot_thresholds(records: Sequence[Mapping], subject: str):
 
 @styled
 def plot_spent(frame: pd.DataFrame, whole: float, subject: str):
-    """MACs per example by round as a share of the ``whole`` model's, a line a threshold; columns t, macs, threshold."""
+    """Plot MACs by round in percent of the ``whole`` model's, a line a threshold; columns t, macs, threshold."""
     rows = frame.assign(share=100 * frame.macs / whole, series=frame.threshold.map("threshold {}".format), method=PAPER)
     first, last = (rows[rows.t == t].set_index("threshold").share for t in (rows.t.min(), rows.t.max()))
     t = first.index[0]
@@ -135,7 +138,7 @@ def plot_spent(frame: pd.DataFrame, whole: float, subject: str):
 
 @styled
 def plot_students(shares: np.ndarray, ax=None, title: str = "Exits become students from the shallowest on"):
-    """``shares`` (exits, rounds): of how many of a round's clients, in percent, each exit is a student."""
+    """Plot ``shares`` (exits, rounds): of how many of a round's clients, in percent, each exit is a student."""
     import seaborn
 
     ax = axes_of(ax, (7.2, 2.6))
@@ -151,7 +154,7 @@ def plot_students(shares: np.ndarray, ax=None, title: str = "Exits become studen
 
 @styled
 def plot_shares(shares: np.ndarray, labels: Sequence[int], title: str = "Clients of like data teach one another"):
-    """Who teaches whom: ``shares`` (students, teachers) in percent, clients in order of their main ``labels``.
+    """Plot who teaches whom: ``shares`` (students, teachers) in percent, clients in order of their main ``labels``.
 
     Two panels: with what a client teaches itself, and without. Ticks name the labels, lines part them.
     """
@@ -182,19 +185,19 @@ def plot_shares(shares: np.ndarray, labels: Sequence[int], title: str = "Clients
 
 
 def equal_macs(claim: dict, stored: Stored) -> Rows:
-    """Accuracy of the first of a pair less the second's, mean over the MACs that both can spend."""
+    """Compare the accuracies of a pair, first less second, averaged over the MACs that both can spend."""
     rows = []
     for column, runs in _by_column(claim, stored).items():
         for pair in claim["pairs"]:
             one, other = (runs.get(variant, {}) for variant in pair)
-            found = [_apart(one[seed], other[seed]) for seed in sorted(one.keys() & other.keys())]
+            found = [_curve_difference(one[seed], other[seed]) for seed in sorted(one.keys() & other.keys())]
             text = " – ".join(stored.label(claim["table"], v) for v in pair) + ", at equal MACs"
             rows.append(_row(claim, stored, column, text, found))
     return rows
 
 
-def _apart(one: Run, other: Run) -> Measured:
-    """Mean difference of two runs' curves, where both are defined."""
+def _curve_difference(one: Run, other: Run) -> Measured:
+    """Return the mean difference of two runs' curves, where both are defined."""
     curves = [_leaving(run) for run in (one, other)]
     at = np.linspace(max(c[0].min() for c in curves), min(c[0].max() for c in curves), 50)
     means = [np.array([np.interp(at, *c).mean()]) for c in curves]
@@ -203,13 +206,13 @@ def _apart(one: Run, other: Run) -> Measured:
 
 
 def _leaving(run: Run) -> np.ndarray:
-    """(2, thresholds): MACs and accuracy, by increasing MACs."""
+    """Return (2, thresholds): MACs and accuracy, by increasing MACs."""
     curve = leaving_curve(run.experiment, run.metrics[-1]["personal"]["leaving"])
     return np.array(sorted((point["macs"], point["accuracy"]) for point in curve)).T
 
 
 def exits_over_rounds(claim: dict, stored: Stored) -> Rows:
-    """The last exit less each other, at its worst round; at first the first less middle ones, at last the reverse."""
+    """Compare the last exit with each other at its worst round, and the first with middle ones at first and at last."""
     return _of_runs(claim, stored, _exits_of)
 
 
@@ -227,13 +230,13 @@ def _exits_of(run: Run) -> dict[str, Measured]:
 
 
 def _between(run: Run, exits: np.ndarray, i: int, j: int) -> Measured:
-    """Exit ``i`` less exit ``j`` of one run."""
+    """Return exit ``i`` less exit ``j`` of one run."""
     one, other = (Measured.of(run, "client_exits", exits[[k]]) for k in (i, j))
     return one - other
 
 
 def thresholds(claim: dict, stored: Stored) -> Rows:
-    """What the highest threshold adds to the lowest's accuracy, what 0.6 costs and saves, how answers get cheaper."""
+    """Compare thresholds: what the highest adds to the lowest, what 0.6 costs and saves, how answers get cheaper."""
     return _of_runs(claim, stored, _thresholds_of)
 
 
@@ -253,7 +256,7 @@ def _thresholds_of(run: Run) -> dict[str, Measured]:
 
 
 def _of_runs(claim: dict, stored: Stored, numbers_of: Callable[[Run], Mapping[str, Measured]]) -> Rows:
-    """What ``numbers_of`` tells of every run, paired by seed."""
+    """Return the rows that ``numbers_of`` gives for every run, paired by seed."""
     rows = []
     for column, runs in _by_column(claim, stored).items():
         for variant, by_seed in runs.items():
@@ -263,7 +266,7 @@ def _of_runs(claim: dict, stored: Stored, numbers_of: Callable[[Run], Mapping[st
 
 
 def _by_column(claim: dict, stored: Stored) -> dict[str, dict[str, dict[int, Run]]]:
-    """column -> variant -> seed -> the stored run of the claim's variants; only runs that tell of leaving early."""
+    """Return column -> variant -> seed -> stored run for the claim's variants, of runs with early leaving only."""
     wanted = {v for pair in claim["pairs"] for v in pair}
     out: dict[str, dict[str, dict[int, Run]]] = {c: {} for c in claim["columns"]}
     for cell in stored.read(claim["table"])[0]:
@@ -281,7 +284,7 @@ def _row(claim: dict, stored: Stored, column: str, text: str, found: Sequence[Me
 
 
 def printed_savings(stored: Stored) -> tuple[bool, str]:
-    """CAFEDistill's savings in the text against those of its printed MACs."""
+    """Compare CAFEDistill's savings in the text with those of its printed MACs."""
     macs = load_costs(stored.paper)
     saved = 100 * (1 - macs.cafedistill_millions / macs.single_exit_millions)
     agree = (saved - macs.saved_percent_in_text).abs() < 0.02
@@ -289,7 +292,7 @@ def printed_savings(stored: Stored) -> tuple[bool, str]:
 
 
 def last_exit_share(stored: Stored) -> tuple[bool, str]:
-    """The last exit of ResNet-18 with 100 classes, as a share of the backbone, in parameters."""
+    """Compare the share of ResNet-18's last exit, 100 classes, in the backbone's parameters with the paper's 0.45 %."""
     setting = model_setting(stored.paper, "cifar100_alpha0.3")
     backbone = setting.measure.parameters(setting.full().only(exits=()))
     last = setting.measure.parameters(setting.full().only(exits=(setting.num_exits - 1,))) - backbone
@@ -298,7 +301,7 @@ def last_exit_share(stored: Stored) -> tuple[bool, str]:
 
 
 def single_exit_macs(stored: Stored) -> tuple[bool, str]:
-    """MACs of the whole model with its last exit alone; norms are not counted, which the paper's tool does (0.4 %)."""
+    """Compare the whole model's MACs with its last exit alone to the paper's, whose tool counts norms too (0.4 %)."""
     found, agree = [], []
     for row in load_costs(stored.paper).itertuples():
         setting = model_setting(stored.paper, row.column)
@@ -309,12 +312,12 @@ def single_exit_macs(stored: Stored) -> tuple[bool, str]:
 
 
 def load_costs(paper: str) -> pd.DataFrame:
-    """The MACs that a paper prints, by data column."""
+    """Load the MACs that a paper prints, by data column."""
     return pd.read_csv(params_dir() / paper / "reported" / "macs.csv")
 
 
 def model_setting(paper: str, column: str):
-    """The setting of the paper's own method at paper size on a data column, from shapes alone."""
+    """Return the setting of the paper's own method at paper size on a data column, from shapes alone."""
     (cell, *_) = load_grid(paper, "table1", "paper", {"method": paper, "columns": [column]})
     return load_shapes(cell.experiment).setting
 

@@ -38,7 +38,7 @@ PALE = 0.6  # opacity of boxes, so that the points on them show
 
 
 def client_resources(e: Experiment, clients: int | None = SOME, macs: bool = True) -> pd.DataFrame:
-    """What each of the first ``clients`` (None: all) would hold in round 1, and its budget.
+    """Return what each of the first ``clients`` (None: all) would hold in round 1, and its budget.
 
     Columns: parameters, upload_mib, and with ``macs`` training_mib and macs.
     """
@@ -54,7 +54,7 @@ def client_resources(e: Experiment, clients: int | None = SOME, macs: bool = Tru
 
 
 def client_parts(e: Experiment, shapes: Shapes, clients: int | None = SOME) -> list[tuple[Client, Slice]]:
-    """Clients with what they would hold in round 1; sizes only, as nothing is ranked."""
+    """Return clients with the slices they would hold in round 1; sizes only, as nothing is ranked."""
     budgets = budgets_of(e, shapes.method)[:clients]
     drawn = tuple(Client(i, int(b), 0) for i, b in enumerate(budgets))
     r, server = Round(1, drawn, shapes.setting), Server(0, shapes.trainable, {})
@@ -62,7 +62,7 @@ def client_parts(e: Experiment, shapes: Shapes, clients: int | None = SOME) -> l
 
 
 def acceleration(e: Experiment, clients: int = 3, batch: int = BATCH) -> dict[str, float]:
-    """How much faster clients train than with the whole model: by MACs, and timed on ``clients`` of them."""
+    """Measure how much faster clients train than with the whole model: by MACs, and timed on ``clients`` of them."""
     shapes = load_shapes(e)
     full, parts = shapes.setting.full(), [part for _, part in client_parts(e, shapes)]
     macs = np.array([shapes.setting.measure.macs(p) for p in parts])
@@ -75,7 +75,7 @@ def acceleration(e: Experiment, clients: int = 3, batch: int = BATCH) -> dict[st
 
 
 def traffic_to(run: Run, target: float, resources: pd.DataFrame) -> dict[str, float]:
-    """Rounds and GiB (down and up, all clients) until the evaluated accuracy first reaches ``target``; NaN if never."""
+    """Return rounds and GiB (down and up, all clients) until the accuracy first reaches ``target``; NaN if never."""
     e = run.experiment
     reached = [m["t"] for m in run.metrics if m.get("accuracy") is not None and m["accuracy"] >= target]
     rounds = reached[0] if reached else np.nan
@@ -86,7 +86,7 @@ def traffic_to(run: Run, target: float, resources: pd.DataFrame) -> dict[str, fl
 def local_scores(
     f: Federation, server: Server, clients: Sequence[int], train: bool = False, shares: Sequence[float] | None = None
 ) -> pd.DataFrame:
-    """The task's metric on the central test set of each client's sub-model, as it is deployed or after local training.
+    """Score each client's sub-model on the central test set, as it is deployed or after local training.
 
     ``shares``: of the whole, one for each client, instead of its budget's.
     """
@@ -105,7 +105,7 @@ def local_scores(
 
 
 def _trained(f: Federation, server: Server, r: Round, member: Member) -> dict[str, torch.Tensor]:
-    """The server's parameters with what ``member`` holds as its local training leaves it."""
+    """Train ``member`` locally; return the server's parameters with its trained ones in place."""
     cohort, infos = Cohort(f, f.model, server, r, [member], {}), f.setting.infos
     f.method.local_update(cohort)
     params = {n: p.clone() for n, p in server.params.items()}
@@ -119,23 +119,23 @@ def _trained(f: Federation, server: Server, r: Round, member: Member) -> dict[st
 
 
 def by_variant(cells: Sequence[Cell], of: Callable[[Experiment], Mapping[str, float]]) -> pd.DataFrame:
-    """One row per data column and variant: its names, its backbone, and what ``of`` says of its experiment."""
+    """Return one row per data column and variant: its names, its backbone, and ``of`` its experiment."""
     return pd.DataFrame([_names(c) | dict(found) for c, found in _each(cells, of)])
 
 
 def all_clients(cells: Sequence[Cell], of: Callable[[Experiment], pd.DataFrame]) -> pd.DataFrame:
-    """The clients' rows (``of``) of every data column and variant, one below the other."""
+    """Return the clients' rows (``of``) of every data column and variant, one below the other."""
     return pd.concat([found.assign(**_names(c)) for c, found in _each(cells, of)], ignore_index=True)
 
 
 def _each(cells: Sequence[Cell], of: Callable) -> list[tuple[Cell, object]]:
-    """The first cell of every data column and variant, and what ``of`` says of its experiment."""
+    """Return the first cell of every data column and variant, and ``of`` its experiment."""
     first, seen = {(c.column, c.variant): c for c in reversed(cells)}, _once(of)
     return [(c, seen(c.experiment)) for c in reversed(first.values())]
 
 
 def runs_of(cells: Sequence[Cell], folder=None) -> Iterator[tuple[str, list[tuple[Cell, Run]]]]:
-    """(data column, its cells with their stored runs); columns without any are left out."""
+    """Yield (data column, its cells with their stored runs); columns without any are left out."""
     for column in dict.fromkeys(c.column for c in cells):
         found = [(c, run) for c in cells if c.column == column and (run := shown_run(c.experiment, folder)) is not None]
         if found:
@@ -143,7 +143,7 @@ def runs_of(cells: Sequence[Cell], folder=None) -> Iterator[tuple[str, list[tupl
 
 
 def dose_of(frame: pd.DataFrame, shares: pd.DataFrame, whole: str = "fl") -> pd.DataFrame:
-    """What a cut costs: a row per variant but ``whole``, in order of what clients hold of it (``share``).
+    """Return what a cut costs: a row per variant but ``whole``, in order of what clients hold of it (``share``).
 
     ``lost``: points of accuracy below ``whole``, paired by seed, mean and ``sd`` over ``seeds``. ``frame`` is a
     table's, ``shares`` has the mean ``parameters`` of a client by variant.
@@ -159,7 +159,7 @@ def dose_of(frame: pd.DataFrame, shares: pd.DataFrame, whole: str = "fl") -> pd.
 
 
 def traffic_curves(cells: Sequence[Cell], of: Callable[[Experiment], pd.DataFrame], folder=None) -> pd.DataFrame:
-    """A row per stored run and evaluated round: ``accuracy`` and ``gib``, what all clients sent and received so far."""
+    """Return a row per run and evaluated round: ``accuracy``, and ``gib`` that all clients sent and received so far."""
     rows, seen = [], _once(lambda e: of(e).upload_mib.mean())
     for _, runs in runs_of(cells, folder):
         for cell, run in runs:
@@ -177,7 +177,7 @@ def _names(cell: Cell) -> dict[str, str]:
 
 
 def _once(of: Callable) -> Callable:
-    """``of``, asked once for experiments whose models and clients are the same."""
+    """Cache ``of`` for experiments whose models and clients are the same."""
     known: dict[tuple[int, str], object] = {}
 
     def ask(e: Experiment):
@@ -197,7 +197,7 @@ def _once(of: Callable) -> Callable:
 def plot_boxes(
     frame: pd.DataFrame, x: str, y: str, ylabel: str, title: str, lines: Mapping[str, float] | None = None, ax=None
 ):
-    """Boxes of ``y`` for every ``x``, the clients as points; ``lines`` are full-size models, dashed, by name."""
+    """Plot boxes of ``y`` for every ``x``, the clients as points; ``lines`` are full-size models, dashed, by name."""
     import seaborn
 
     ax, color = axes_of(ax), color_of(PAPER)
@@ -213,7 +213,7 @@ def plot_boxes(
 
 @styled
 def plot_dose(dose: pd.DataFrame, subject: str, ax=None):
-    """Points lost against what clients hold, of ``dose_of``'s rows; bars are standard deviations over seeds."""
+    """Plot points lost against what clients hold, of ``dose_of``'s rows; bars are standard deviations over seeds."""
     ax = axes_of(ax, (5.6, 3.8))
     ax.axhline(0, color=color_of("fedavg"), linestyle="--", linewidth=1, label="full-size FL")
     ax.errorbar(
@@ -232,7 +232,7 @@ def plot_dose(dose: pd.DataFrame, subject: str, ax=None):
 
 @styled
 def plot_bars(frame: pd.DataFrame, x: str, y: str, ylabel: str, subject: str, ax=None):
-    """A bar of ``y`` per ``x`` and method, SD over seeds; the title says RaFFM's share of full-size FL's."""
+    """Plot a bar of ``y`` per ``x`` and method, SD over seeds; the title says RaFFM's share of full-size FL's."""
     import seaborn
 
     ax, rows = axes_of(ax), named(frame)
@@ -249,7 +249,7 @@ def plot_bars(frame: pd.DataFrame, x: str, y: str, ylabel: str, subject: str, ax
 
 @styled
 def plot_held(systems: Mapping[str, Sequence[float]], subject: str, ax=None):
-    """A histogram per system: how many clients hold which share of the whole model."""
+    """Plot a histogram per system: how many clients hold which share of the whole model."""
     import seaborn
 
     ax = axes_of(ax)
@@ -263,7 +263,7 @@ def plot_held(systems: Mapping[str, Sequence[float]], subject: str, ax=None):
 
 @styled
 def plot_size_and_score(frame: pd.DataFrame, score: str, subject: str, ax=None):
-    """A dot per client: its model's size (``share`` of the whole) and ``score``, by ``system``."""
+    """Plot a dot per client: its model's size (``share`` of the whole) and ``score``, by ``system``."""
     import seaborn
 
     ax, whole = axes_of(ax), frame.share > 0.99
@@ -276,7 +276,7 @@ def plot_size_and_score(frame: pd.DataFrame, score: str, subject: str, ax=None):
 
 
 def plot_traffic(frame: pd.DataFrame, ylabel: str, subject: str):
-    """Score against what was sent so far (columns ``gib``, ``accuracy``, ``label``, ``method``), a line a variant."""
+    """Plot score against traffic so far (columns ``gib``, ``accuracy``, ``label``, ``method``), a line a variant."""
     last = frame.sort_values("gib").groupby(["variant", "seed"])[["gib", "accuracy"]].last()
     title = "Not both are stored yet"
     if {"fl", PAPER} <= set(last.index.levels[0]):

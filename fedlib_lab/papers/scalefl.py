@@ -25,7 +25,7 @@ KEYS = ("variant", "method", "label", "column", "seed")  # of a run
 
 
 def level_costs(e: Experiment, classes: int | None = None) -> pd.DataFrame:
-    """Per level of ``e``'s method: ``s_w``, ``s_d``, parameters, MACs, both also as a share of the largest level's."""
+    """Return ``s_w``, ``s_d``, parameters and MACs of each level of ``e``'s method, also as shares of the largest's."""
     shapes = load_shapes(e, classes)
     measure, rows = shapes.setting.measure, []
     for level, part in enumerate(shapes.slices):
@@ -37,7 +37,7 @@ def level_costs(e: Experiment, classes: int | None = None) -> pd.DataFrame:
 
 
 def _share(shapes: Shapes, level: int, widths: set[float]) -> float:
-    """The level's width as the method says it, else the mean of what its axes keep."""
+    """Return the level's width as the method says it, else the mean of what its axes keep."""
     if hasattr(shapes.method, "levels"):
         own = shapes.method.levels(shapes.setting)
         return own[min(level, len(own) - 1)].width
@@ -45,8 +45,9 @@ def _share(shapes: Shapes, level: int, widths: set[float]) -> float:
 
 
 def plane(e: Experiment, classes: int | None = None) -> pd.DataFrame:
-    """Every split (s_w, s_d) of ``e``'s solver: its cost as a ``ratio`` of the whole's, which level it ``fits``, and
-    whether it is the level that was ``chosen`` (0: none). Costs count the exits of the chosen levels below."""
+    """Return every split (s_w, s_d) of ``e``'s solver: cost as a ``ratio`` of the whole's, the level it ``fits``, and
+    whether it was ``chosen`` (level 0: none). Costs count the exits of the chosen levels below.
+    """
     chosen_shapes = load_shapes(e, classes)
     method, setting = chosen_shapes.method, chosen_shapes.setting
     levels, depth = method.levels(setting), setting.spec.depth
@@ -66,7 +67,7 @@ def plane(e: Experiment, classes: int | None = None) -> pd.DataFrame:
 def levels_by_latency(
     e: Experiment, classes: int, seconds: Callable[[Shapes, Slice], float] = seconds_of
 ) -> dict[str, tuple[float, ...]]:
-    """``widths`` and ``depths`` of ``e``'s levels, each with its share (``ratios``) of the whole model's latency.
+    """Solve ``widths`` and ``depths`` of ``e``'s levels by their share (``ratios``) of the whole model's latency.
 
     Solved once on the machine that shall answer, and written into the experiment, whose ``cost`` only counts.
 
@@ -85,7 +86,7 @@ def levels_by_latency(
 
 
 def level_accuracies(cells: Sequence[Cell], folder: Path | None = None) -> pd.DataFrame:
-    """Per run and level: the mean accuracy of the level's clients on their own test examples, parameters and MACs.
+    """Return per run and level the mean accuracy on its clients' own test examples, parameters and MACs.
 
     Where all clients hold the same model, every level has its number. Cells that are not stored are left out.
     """
@@ -102,7 +103,7 @@ def level_accuracies(cells: Sequence[Cell], folder: Path | None = None) -> pd.Da
 
 @styled
 def plot_plane(frame: pd.DataFrame, ax=None, title: str = ""):
-    """The splits of :func:`plane`: the feasible ones of each level as dots of its colour, the chosen ones ringed."""
+    """Plot the splits of :func:`plane`: feasible ones as dots in their level's colour, chosen ones ringed."""
     import seaborn
 
     ax, chosen = axes_of(ax, (6, 4.5)), frame[frame.chosen]
@@ -119,7 +120,7 @@ def plot_plane(frame: pd.DataFrame, ax=None, title: str = ""):
 
 
 def plot_levels(frame: pd.DataFrame, x: str, subject: str):
-    """Local accuracy of every level, which is written beside it, against what it costs (``x``: parameters or macs).
+    """Plot local accuracy of every level, named beside it, against its cost (``x``: parameters or macs).
 
     ``frame`` is :func:`level_accuracies`' of one column; a point is the mean over its runs, a bar their SD.
     """

@@ -20,7 +20,7 @@ import numpy as np
 from fedlib.core.experiment import Experiment
 from fedlib.core.slices import Slice
 from fedlib.data.tasks import CORRELATIONS, task_of
-from fedlib.engine.evaluation import unpacked
+from fedlib.engine.evaluation import unpack_bits
 from fedlib.methods import METHODS
 
 from ..runs.costs import DATA, load_shapes
@@ -46,7 +46,7 @@ def right_of(run: Run, value: str) -> np.ndarray | None:
     """Which test examples ``value`` counts as right, percent (1 or exits, N); None where the run does not say."""
     if "right" not in run.summary or value not in ("accuracy", "exits", "last", "ensemble"):
         return None
-    rows, exits = 100 * unpacked(run.summary["right"], run.summary["num_test"]), len(run.summary["exits"])
+    rows, exits = 100 * unpack_bits(run.summary["right"], run.summary["num_test"]), len(run.summary["exits"])
     if value == "accuracy":
         return rows[:exits].mean(0, keepdims=True)
     return rows[:exits] if value == "exits" else rows[exits - 1 : exits] if value == "last" else rows[exits:]

@@ -12,7 +12,7 @@ import ast
 import os
 from collections.abc import Sequence
 
-from fedlib.core.paths import TRIALS, keep_outputs_of
+from fedlib.core.paths import TRIALS, use_outputs_of
 from fedlib.core.validation import check_known, shown
 
 INJECTED = "# Parameters\n"  # how papermill begins its cell
@@ -40,7 +40,7 @@ def check_parameters() -> None:
             names["profile"] = asked
         if asked in TRIALS and "run_missing" not in given:
             names["run_missing"] = True
-        keep_outputs_of(names.get("profile", ""))
+        use_outputs_of(names.get("profile", ""))
 
 
 def check_sources(sources: Sequence[str]) -> dict[str, object]:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from fedlib.core.paths import keep_outputs_of, outputs_dir, params_dir, root
+from fedlib.core.paths import outputs_dir, params_dir, root, use_outputs_of
 from fedlib.core.storage import read_json
 
 from ..runs.params import Cell, grids
@@ -287,7 +287,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--profile", default="small")
     given = parser.parse_args(arguments)
-    keep_outputs_of(given.profile)
+    use_outputs_of(given.profile)
     print(*write_results(given.profile, given.paper), sep="\n")
 
 

@@ -10,7 +10,7 @@ import pandas as pd
 from fedlib.core.experiment import Experiment
 from fedlib.core.paths import outputs_dir, params_dir
 from fedlib.core.tables import read_table
-from fedlib.core.validation import check_kind
+from fedlib.core.validation import check_type
 from fedlib.data.datasets import is_available, load_dataset
 from fedlib.engine.executors import Execution
 from fedlib.methods import METHODS
@@ -59,7 +59,7 @@ def run_cells(
 
     Weights and data of all missing runs are fetched first: ``ConnectionError`` with one sentence before any compute.
     """
-    check_kind(run_missing, bool, "run_missing")
+    check_type(run_missing, bool, "run_missing")
     experiments = [c.experiment for c in cells]
     found = {e: r for e in experiments if (r := shown_run(e, folder)) is not None}
     missing = [e for e in experiments if e not in found]

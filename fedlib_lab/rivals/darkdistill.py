@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 
 from fedlib.core.annotations import Count, Natural, NotNegative, Positive
-from fedlib.core.devices import home
+from fedlib.core.devices import to_host
 from fedlib.core.rng import torch_generator
 from fedlib.methods.base import Arrived, Batch, Client, Cohort, Experiment, Member, Method, Round, Slice
 from fedlib.methods.mixtures import under
@@ -122,7 +122,7 @@ class DarkDistill(Method):
     def told(self, arrived: Arrived, r: Round) -> dict[int, Asked]:
         """Gather labels and difficulties of the examples of each depth's clients, in host memory."""
         ids = sorted(arrived.extras)
-        sent = home([arrived.extras[i][f"examples/{key}"] for i in ids for key in ("label", "difficulty")])
+        sent = to_host([arrived.extras[i][f"examples/{key}"] for i in ids for key in ("label", "difficulty")])
         clients, found = {c.id: c for c in r.clients}, {}
         for i, label, difficulty in zip(ids, sent[::2], sent[1::2], strict=True):
             own = found.setdefault(clients[i].budget, ([], []))

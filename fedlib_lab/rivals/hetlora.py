@@ -19,7 +19,7 @@ from typing import ClassVar, Literal
 import torch
 
 from fedlib.core.annotations import NotNegative, Share
-from fedlib.core.devices import home
+from fedlib.core.devices import to_host
 from fedlib.methods.base import Arrived, Batch, Client, Cohort, Round, Server, Setting, Slice
 from fedlib.methods.cohort import Stacked
 from fedlib.methods.sums import MaskedMean, Update
@@ -83,7 +83,7 @@ class HetLoRA(Ranks):
             for pair in factors(r.setting).values()
             for n in pair
         }
-        ranks = home([sent["rank/rank"] for sent in arrived.extras.values()])
+        ranks = to_host([sent["rank/rank"] for sent in arrived.extras.values()])
         mirrors = {k: {"rank": rank} for k, rank in zip(arrived.extras, ranks, strict=True)}
         return replace(server, params={**server.params, **padded}).with_mirrors(mirrors)
 

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 from fedlib.core.annotations import Count
 from fedlib.core.experiment import Experiment
 from fedlib.core.paths import outputs_dir
-from fedlib.core.validation import check_kind, check_known, convert
+from fedlib.core.validation import check_known, check_type, convert
 from fedlib.engine.rounds import Finished
 
 from .record import Run, without_bulk
@@ -52,14 +52,14 @@ class Together(Callback):
     """Several callbacks as one, and ``on_round``, a function of the finished round; each is told, whoever stops."""
 
     def __init__(self, callbacks: Iterable[Callback] = (), on_round: OnRound = None):
-        check_kind(callbacks, Iterable, "callbacks")
+        check_type(callbacks, Iterable, "callbacks")
         if on_round is not None:
-            check_kind(on_round, Callable, "on_round")
+            check_type(on_round, Callable, "on_round")
         self.each, self.on_round, self.begun = list(callbacks), on_round, []
 
     def check(self, e: Experiment) -> None:
         for c in self.each:
-            check_kind(c, Callback, "callbacks: one of them")
+            check_type(c, Callback, "callbacks: one of them")
             c.check(e)
 
     def begin(self, e: Experiment, t: int, metrics: Sequence[dict]) -> bool:

@@ -18,10 +18,10 @@ import yaml
 
 from fedlib.core.clients import Client
 from fedlib.core.experiment import Experiment
-from fedlib.core.profiling import kept_by_autograd
+from fedlib.core.profiling import saved_for_backward
 from fedlib.core.slices import Slice, take
 from fedlib.data.datasets import DataSet, is_available, load_dataset
-from fedlib.data.tokenizer import has_words
+from fedlib.data.tokenizer import has_tokenizer
 from fedlib.engine.executors import ADDRESSES, Execution
 from fedlib.engine.federation import budgets_of, build_model, setting_of
 from fedlib.engine.forward import Forward
@@ -94,7 +94,7 @@ class Shapes:
     def kept_bytes(self, part: Slice, batch: int) -> int:
         """What autograd keeps beside ``part``'s tensors of ``batch`` examples."""
         forward = self.forward(part)
-        with kept_by_autograd(forward.tensors[0].values()) as kept:
+        with saved_for_backward(forward.tensors[0].values()) as kept:
             forward(self.examples(batch))
         return sum(x.untyped_storage().nbytes() for x in kept.values())
 
@@ -190,7 +190,7 @@ def examples_per_client(e: Experiment) -> float:
 def _read(e: Experiment) -> DataSet:
     """The data set, read by the backbone's own tokenizer, or for an estimate by any where that is not at hand."""
     size, own = backbone_spec(e.backbone).input_shape[-1], tokenizer_of(e.backbone)
-    return load_dataset(e.dataset, e.label_groups, size, own if has_words(own) else None)
+    return load_dataset(e.dataset, e.label_groups, size, own if has_tokenizer(own) else None)
 
 
 def training_macs(e: Experiment) -> float:

@@ -21,10 +21,10 @@ from torch.fx.graph import CodeGen
 from fedlib.core.annotations import Natural
 from fedlib.core.paths import outputs_dir
 from fedlib.core.slices import Slice
-from fedlib.core.validation import check_kind, check_known, convert
-from fedlib.data.tokenizer import words_of
-from fedlib.engine.batches import mixed
-from fedlib.engine.evaluation import BATCH, central
+from fedlib.core.validation import check_known, check_type, convert
+from fedlib.data.tokenizer import load_tokenizer
+from fedlib.engine.batches import shuffled_rows
+from fedlib.engine.evaluation import BATCH, central_forward
 from fedlib.engine.executors import Execution
 from fedlib.engine.federation import Federation
 from fedlib.engine.forward import Forward, by_example
@@ -59,7 +59,7 @@ def save_model(run: Run, budget: int, path: Path | str | None = None, format: st
     ``ValueError`` where what a client answers is not one model's, or depends on who is asked beside, or is no such
     net's; ``ImportError`` names a missing package.
     """
-    check_kind(run, Run, "save_model: run")
+    check_type(run, Run, "save_model: run")
     budget = convert(budget, Natural, "save_model: budget")
     check_known([format], [*FORMATS, *NETS], "format = {} is not possible")
     missing = [p for p in PACKAGES.get(format, ()) if find_spec(p) is None]
@@ -70,7 +70,7 @@ def save_model(run: Run, budget: int, path: Path | str | None = None, format: st
     f, server = load_trained(run.experiment, Execution(workers=1), run.path.parent)
     part = _part(f, server, budget)
     rows, seen = torch.arange(2, device=f.device), f.model.backbone.spec.input_shape
-    traced, x = _Answers(central(f, server, part), f, part), f.data.view(f.data.test_inputs, seen, rows)
+    traced, x = _Answers(central_forward(f, server, part), f, part), f.data.view(f.data.test_inputs, seen, rows)
     shape = list(x.shape[1:])
     about = {"run": run.path.name, "budget": budget, "input_shape": shape, "exits": list(part.exits)}
     if x.is_floating_point():
@@ -89,7 +89,7 @@ def save_model(run: Run, budget: int, path: Path | str | None = None, format: st
                 raise ValueError(f"{run.experiment.slug} cannot be exported: torch.export says: {why}") from error
     with replaced(path) as new:
         if not x.is_floating_point():
-            words_of(tokenizer_of(run.experiment.backbone)).encoder(shape[0]).save(str(new / "tokenizer.json"))
+            load_tokenizer(tokenizer_of(run.experiment.backbone)).encoder(shape[0]).save(str(new / "tokenizer.json"))
         if format in NETS:
             save_net(format, net, new, about)
         else:
@@ -158,7 +158,7 @@ class _Answers(nn.Module):
         super().__init__()
         forward.place_()
         if f.experiment.batch_norm == "static":
-            forward.recompute_((some[None], None) for some in mixed(f.data).split(BATCH))
+            forward.recompute_((some[None], None) for some in shuffled_rows(f.data).split(BATCH))
         self.model, self.route, self.exits = forward.model, forward.route, part.exits
         for name, (own, leaf) in self.model._slots.items():
             if (info := f.setting.infos.get(name)) is None:

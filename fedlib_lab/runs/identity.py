@@ -22,7 +22,7 @@ from fedlib.core.paths import has_minilm, minilm_file
 from fedlib.core.validation import check_known
 from fedlib.data.cache import files_digest, known_digest, published_digest, source_digest
 from fedlib.data.datasets import DATASETS, is_available, load_dataset, source_key
-from fedlib.data.tokenizer import has_words
+from fedlib.data.tokenizer import has_tokenizer
 from fedlib.engine.federation import Federation
 from fedlib.methods import METHODS, Method, build_method
 from fedlib.models.maps import MapSpec
@@ -226,7 +226,7 @@ def _key(e: Experiment) -> dict | None:
     """What ``e``'s data are decoded from; None where that is not at hand, or damaged."""
     tokenizer = tokenizer_of(e.backbone)
     try:
-        return source_key(e.dataset, tokenizer) if tokenizer is None or has_words(tokenizer) else None
+        return source_key(e.dataset, tokenizer) if tokenizer is None or has_tokenizer(tokenizer) else None
     except (ImportError, OSError, ValueError):  # text without a tokenizer; damaged files
         return None
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from fedlib.core.experiment import Experiment
 from fedlib.core.paths import params_dir
-from fedlib.core.validation import check_kind, check_known, shown
+from fedlib.core.validation import check_known, check_type, shown
 from fedlib.engine.checks import check_experiment
 from fedlib.methods import METHODS
 
@@ -71,7 +71,7 @@ def recipe(name: str, profile: str = "small", **choices: object) -> Experiment:
 
 def recipe_cell(name: str, profile: str, choices: Mapping[str, object]) -> Cell:
     """The cell of :func:`recipe`, which also says which layer set what."""
-    check_kind(name, str, "recipe")
+    check_type(name, str, "recipe")
     paper, _, table = name.partition("/")
     if not (cells := load_grid(paper, table, profile, choices)):
         raise ValueError(f"{name} has no such cell at {profile!r}")

@@ -12,7 +12,7 @@ from fedlib.core.experiment import Experiment
 from fedlib.core.paths import outputs_dir
 from fedlib.core.storage import read_json
 from fedlib.core.validation import shown
-from fedlib.engine.checks import spellings, without_defaults
+from fedlib.engine.checks import equivalent_experiments, without_defaults
 
 FILES = (".lock", "experiment.json", "metrics.jsonl", "summary.json", "checkpoint.safetensors", "previous.safetensors")
 LONGEST = Path("x" * 200, "clients", "x" * 50)  # of a run's files
@@ -37,7 +37,7 @@ def place(e: Experiment, folder: Folder) -> tuple[Experiment, Path]:
     if not isinstance(e, Experiment):
         raise ValueError(f"{shown(e)} is not an Experiment, e.g. Experiment(rounds=20)")
     folder, spelt = folder_of(folder), []
-    for x in spellings(e):  # mostly the first is there
+    for x in equivalent_experiments(e):  # mostly the first is there
         spelt.append(x)
         for name in (x.slug, x.former_slug):
             if (folder / name).exists():

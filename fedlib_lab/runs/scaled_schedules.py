@@ -12,7 +12,7 @@ from dataclasses import fields
 from typing import Any
 
 from fedlib.core.experiment import Experiment
-from fedlib.core.validation import unmet
+from fedlib.core.validation import unmet_condition
 from fedlib.methods import build_method
 
 
@@ -56,6 +56,6 @@ def _epochs(full: Mapping, made: Mapping, said: Collection[str]) -> dict[str, in
     method = build_method(made["method"], made["options"])
     for name in (f.name for f in fields(method) if f.name.endswith("_epochs")):
         value = getattr(method, name)
-        if value is not None and not unmet(method, name) and f"options.{name}" not in said:
+        if value is not None and not unmet_condition(method, name) and f"options.{name}" not in said:
             found[name] = max(1, math.floor(value * factor + 0.5))
     return {name: epochs for name, epochs in found.items() if epochs != getattr(method, name)}

@@ -33,7 +33,7 @@ from fedlib.engine.rounds import Finished
 from fedlib.methods import Server
 from fedlib.models.registry import backbone_spec
 
-from ..executors.processes import Unforkable, check_fork, pack, portable
+from ..executors.processes import Unforkable, check_fork, sendable_error, to_message
 from ..executors.workers import become_worker
 from .costs import examples_per_client
 from .progress import Watch, call_quietly, interrupted
@@ -281,13 +281,13 @@ def _in_a_fork(jobs: Connection, out: Connection, run_one: Callable[[Experiment,
         connection.close()
     os.setsid()  # a Ctrl-C is the parent's to handle
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    profiling.forget()
+    profiling.stop_measuring()
     tqdm.set_lock(threading.RLock())  # the parent's is shared, and a killed fork would keep it
     lock = threading.Lock()
 
     def send(message: object) -> None:
         with contextlib.suppress(OSError), lock:  # the parent is gone: the listener hears of it
-            out.send_bytes(pack(message))
+            out.send_bytes(to_message(message))
 
     sys.stdout, sys.stderr = _Stream("stdout", send), _Stream("stderr", send)  # a notebook's own are the parent's
     warnings.showwarning = lambda text, *where, **_: send(News("warning", (str(text), *where[:3])))
@@ -297,7 +297,7 @@ def _in_a_fork(jobs: Connection, out: Connection, run_one: Callable[[Experiment,
             check_fork()
             return run_one(e, _Relay(send)) is not None
         except Exception as error:
-            return portable(error)
+            return sendable_error(error)
 
     serve(iter(jobs.recv, None), answer, send)
 

@@ -17,7 +17,7 @@ from typing import Literal, overload
 from fedlib.core.experiment import Experiment
 from fedlib.core.profiling import phase
 from fedlib.core.storage import DamagedFile, read_json, read_lines, write_json
-from fedlib.core.validation import check_kind, shown
+from fedlib.core.validation import check_type, shown
 from fedlib.engine.checks import check_experiment
 from fedlib.engine.executors import Execution
 from fedlib.engine.federation import Federation, build_federation
@@ -122,7 +122,7 @@ def run(
     too (``callbacks.py``). If one of these returns True the run stops there: it is stored as unfinished, and what is
     returned has status ``stopped``.
     """
-    check_kind(execution, Execution, "execution")
+    check_type(execution, Execution, "execution")
     callback = Together(callbacks, on_round)
     callback.check(e)
     e = as_stored(e, folder)
@@ -149,7 +149,7 @@ def run_all(
     of a GPU; its nodes must see ``folder`` under the same path. ``accept`` as in :func:`find_run`, ``callbacks`` as in
     :func:`run`; they are of this process, so ``ValueError`` with Ray.
     """
-    check_kind(execution, Execution, "execution")
+    check_type(execution, Execution, "execution")
     callbacks = list(callbacks)
     if isinstance(experiments, Experiment):
         raise ValueError("run_all takes several experiments, e.g. run_all([e1, e2]); for one, use run(e)")

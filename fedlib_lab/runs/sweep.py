@@ -14,7 +14,7 @@ from annotated_types import Ge, Lt
 
 from fedlib.core.annotations import Natural
 from fedlib.core.experiment import Experiment
-from fedlib.core.validation import check_kind, check_known, convert, shown
+from fedlib.core.validation import check_known, check_type, convert, shown
 from fedlib.engine.executors import Execution
 
 from .params import make_experiment
@@ -52,9 +52,9 @@ def sweep(
     ``seed``, from lists and from ``optuna.distributions``. Where an experiment says no ``validation_fraction``, a fifth
     of the training examples is held out. ``ValueError`` before any compute names what cannot be tried.
     """
-    check_kind(rows, Mapping, "sweep: rows")
+    check_type(rows, Mapping, "sweep: rows")
     for row, e in rows.items():
-        check_kind(e, Experiment, f"sweep: row {shown(row)}")
+        check_type(e, Experiment, f"sweep: row {shown(row)}")
     trials = convert(trials, Natural, "sweep: trials")
     seed = convert(seed, Annotated[int, Ge(0), Lt(2**32)], "sweep: seed")
     check_known([sampler], ("grid", *SAMPLERS), "sweep: sampler = {} is unknown")

@@ -51,15 +51,15 @@ class EfficientNetSpec(MapSpec):
         return sum(self.repeats)
 
     def stage(self, unit: int) -> int:
-        """The stage of block ``unit``, from 0; -1: the stem."""
+        """Return the stage of block ``unit``, from 0; -1: the stem."""
         return sum(unit >= end for end in accumulate(self.repeats)) if unit >= 0 else -1
 
     def stream(self, unit: int) -> str:
-        """The axis of the channels after ``unit``."""
+        """Return the axis of the channels after ``unit``."""
         return f"stage{self.stage(unit) + 1}"
 
     def feature(self, unit: int) -> tuple[int, int, int]:
-        """The map (C, H, W) after ``unit``."""
+        """Return the shape of the map (C, H, W) after ``unit``."""
         stage, size = self.stage(unit), -(-self.size // self.stem_stride)
         for stride in self.strides[: stage + 1]:
             size = -(-size // stride)
@@ -79,7 +79,7 @@ class EfficientNetSpec(MapSpec):
         return options.get(kind) or super().exit_options(kind, unit)
 
     def build(self) -> MapBackbone:
-        """A stem and inverted residual blocks, without weights."""
+        """Build a stem and inverted residual blocks, without weights."""
         stem = ConvNorm(self.channels, self.stem, 3, self.stem_stride, (self.stream(-1), None), F.silu)
         return MapBackbone(self, stem, (Inverted(self, unit) for unit in range(self.depth)))
 
@@ -132,7 +132,7 @@ class Inverted(nn.Module):
 
 
 def timm_name(name: str, spec: EfficientNetSpec) -> str:
-    """The name in timm's EfficientNet of parameter ``name`` of a backbone of shape ``spec``."""
+    """Translate parameter ``name`` of a backbone of shape ``spec`` to its name in timm's EfficientNet."""
     if name.startswith("stem."):
         return name.replace("stem.conv.", "conv_stem.").replace("stem.bn.", "bn1.")
     _, unit, layer = name.split(".", 2)
@@ -148,7 +148,7 @@ def timm_name(name: str, spec: EfficientNetSpec) -> str:
 
 @torch.no_grad()
 def load_efficientnet(model) -> MapBackbone:
-    """The net with the weights of timm's ``efficientnet_b4``, statistics of its norms left behind."""
+    """Load timm's ``efficientnet_b4`` weights into the kit's net, without the statistics of its norms."""
     backbone, state = EFFICIENTNETS["efficientnet_b4"].build(), model.state_dict()
     for name, p in backbone.named_parameters():
         p.copy_(state[timm_name(name, backbone.spec)].reshape(p.shape))

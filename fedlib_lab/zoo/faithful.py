@@ -59,8 +59,8 @@ def check_faithful(net: nn.Module, spec: WrappedSpec) -> None:
         where = f"wrap: in {'training' if training else 'evaluation'} "
         for name, p in known.items():
             p.requires_grad_(training and ours[name].requires_grad)
-        wanted, before = _looked(theirs, spec.cuts, x), _numbers(theirs)
-        again, after = _looked(theirs, spec.cuts, x), _numbers(theirs)
+        wanted, before = _outputs_at_cuts(theirs, spec.cuts, x), _module_values(theirs)
+        again, after = _outputs_at_cuts(theirs, spec.cuts, x), _module_values(theirs)
         with torch.set_grad_enabled(training):
             got = _run(pieces, x, training)
         if not training and wanted[-1].requires_grad:
@@ -75,7 +75,7 @@ def check_faithful(net: nn.Module, spec: WrappedSpec) -> None:
                     f"{where}the net itself gives something else at cut {cut!r} than its pieces do: a hook, code "
                     "around forward_features, or a number that is drawn or counted around the cuts?"
                 )
-    wants, gets = _learnt(wanted[-1], known), _learnt(got[-1], ours)
+    wants, gets = _gradients(wanted[-1], known), _gradients(got[-1], ours)
     most = max((float(g.norm()) for g in wants.values() if g is not None), default=0.0)
     for name, a in wants.items():
         b = gets[name]
@@ -88,7 +88,7 @@ def check_faithful(net: nn.Module, spec: WrappedSpec) -> None:
 
 @contextmanager
 def own_generators() -> Iterator[None]:
-    """Inside, draws leave no trace in the global generators."""
+    """Restore the global generators after the block, so that draws in it leave no trace."""
     python, numpy = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng(devices=[]):
@@ -98,8 +98,8 @@ def own_generators() -> Iterator[None]:
         np.random.set_state(numpy)
 
 
-def _looked(net: nn.Module, cuts: Sequence[str], x: torch.Tensor) -> list[torch.Tensor]:
-    """What ``net`` itself gives at every cut; what follows the last one may fail."""
+def _outputs_at_cuts(net: nn.Module, cuts: Sequence[str], x: torch.Tensor) -> list[torch.Tensor]:
+    """Return the output of ``net`` itself at every cut; what follows the last one may fail."""
     seen: dict[str, torch.Tensor] = {}
     features = getattr(net, "forward_features", None)
 
@@ -131,7 +131,7 @@ def _looked(net: nn.Module, cuts: Sequence[str], x: torch.Tensor) -> list[torch.
 
 
 def _run(backbone: Wrapped, z: torch.Tensor, training: bool) -> list[torch.Tensor]:
-    """What the pieces give, one after the other."""
+    """Run the pieces one after the other and return their outputs."""
     out, z = [], z.unsqueeze(0)
     torch.random.manual_seed(0)
     for piece, trained in zip(backbone.blocks, backbone.trained, strict=True):
@@ -147,15 +147,15 @@ def _like(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.shape == b.shape and bool((a - b).norm() <= 1e-3 * b.norm())
 
 
-def _learnt(y: torch.Tensor, parameters: dict[str, nn.Parameter]) -> dict[str, torch.Tensor | None]:
-    """The derivatives of a loss by name; None: it does not depend on that parameter."""
+def _gradients(y: torch.Tensor, parameters: dict[str, nn.Parameter]) -> dict[str, torch.Tensor | None]:
+    """Return the derivatives of a loss by parameter name; None where it does not depend on that parameter."""
     trained = {n: p for n, p in parameters.items() if p.requires_grad and y.requires_grad}
     given = torch.autograd.grad(y.square().mean(), [*trained.values()], allow_unused=True) if trained else ()
     return dict(zip(trained, given, strict=True))
 
 
-def _numbers(net: nn.Module) -> dict[str, object]:
-    """All plain values that the modules of ``net`` hold, by name, and where global generators stand."""
+def _module_values(net: nn.Module) -> dict[str, object]:
+    """Return all plain values that the modules of ``net`` hold, by name, and the global generators' states."""
     out: dict[str, object] = {
         "Python's random numbers": random.getstate(),
         "NumPy's random numbers": repr([x.tolist() if isinstance(x, np.ndarray) else x for x in np.random.get_state()]),

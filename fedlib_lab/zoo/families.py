@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from fedlib.core.hub import fail_fast, offline, unreadable
-from fedlib.core.validation import check_kind
+from fedlib.core.hub import fail_fast, offline_error, unreadable_error
+from fedlib.core.validation import check_type
 from fedlib.models.backbone import OWN, SHIPPED, Backbone, Family, Spec, folder_of
 from fedlib.models.vit import ViTSpec
 
@@ -129,7 +129,7 @@ def wrap(
         with torch.random.fork_rng(devices=[]):
             torch.random.manual_seed(0)
             net = make()
-    check_kind(net, nn.Module, "wrap: net")
+    check_type(net, nn.Module, "wrap: net")
     name = name or type(net).__name__.lower()
     if not isinstance(name, str) or name in SHIPPED:
         raise ValueError(f"wrap: name = {name!r} is a backbone of the kit's, or no word; choose another")
@@ -152,12 +152,12 @@ def wrap(
 
 
 def _is_timms(folder: Path) -> bool:
-    """Did timm write this checkpoint's folder? Then ``timm_nets.py`` reads it."""
+    """Return whether timm wrote this checkpoint's folder, which ``timm_nets.py`` then reads."""
     return '"architecture"' in (folder / "config.json").read_text(encoding="utf-8", errors="replace")
 
 
 def _download_vim_tiny() -> dict[str, torch.Tensor]:
-    """Vim-T's published state dict, from the local cache or Hugging Face."""
+    """Load Vim-T's published state dict from the local cache or Hugging Face."""
     from argparse import Namespace
 
     from huggingface_hub import hf_hub_download
@@ -166,10 +166,10 @@ def _download_vim_tiny() -> dict[str, torch.Tensor]:
         with fail_fast():
             file = hf_hub_download(*VIM_TINY_WEIGHTS)
     except Exception as error:  # huggingface_hub raises many classes
-        raise offline("the weights of 'vim_tiny' are", error, "connect once, or use pretrained=False") from error
+        raise offline_error("the weights of 'vim_tiny' are", error, "connect once, or use pretrained=False") from error
     try:
         with torch.serialization.safe_globals([Namespace]):  # training arguments lie beside the weights: plain values
             stored = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # it holds objects of any other kind, or is damaged
-        raise unreadable("the weights of 'vim_tiny'", file, error, "") from error
+        raise unreadable_error("the weights of 'vim_tiny'", file, error, "") from error
     return stored.get("model", stored)

@@ -33,13 +33,13 @@ from fedlib.models.backbone import Backbone, TokenSpec
 from fedlib.models.bert import is_token
 from fedlib.models.vit import head_axis
 
-DROPPING = "fedlib"  # the name of :func:`attend` among transformers' ways to attend
+DROPPING = "fedlib"  # the name of :func:`attend_with_dropout` among transformers' ways to attend
 Call = Callable[[torch.Tensor], torch.Tensor]
 Places = list[tuple[dict, str, int]]  # a module's tensors, the leaf, its dimensions in one model
 
 
-def shifted_(ids: torch.Tensor, padding: int) -> torch.Tensor:
-    """What T5's decoder reads of ids (B, T): one token later, after the padding token."""
+def shift_right(ids: torch.Tensor, padding: int) -> torch.Tensor:
+    """Shift ids (B, T) one token later behind the padding token, as T5's decoder reads them."""
     return torch.cat((torch.full_like(ids[:, :1], padding), ids[:, :-1]), 1)
 
 
@@ -75,9 +75,9 @@ class Stem(nn.Module):
             self.pooler.dense.load_state_dict(model.get_submodule(kind.pooler_path).state_dict())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Inputs (K, B, *input_shape) -> z (K, B, T, d)."""
+        """Embed inputs (K, B, *input_shape) -> z (K, B, T, d)."""
         if self.spec.reads == "images":
-            return self.each_member(self.places, x, lambda x: (fit_(self, self.spec), self.embed(x))[1])
+            return self.each_member(self.places, x, lambda x: (set_sizes_(self, self.spec), self.embed(x))[1])
         ids, two = x.long(), self.spec.streams == 2
         exporting = torch.compiler.is_exporting()  # a graph is of one length
         if ids.device.type == "cpu" and not two and not exporting:  # without what is padding in every row of the batch
@@ -85,14 +85,17 @@ class Stem(nn.Module):
             ids = ids[..., : 1 + int(real.max()) if len(real) else 1]
 
         def embed(ids: torch.Tensor) -> torch.Tensor:
-            fit_(self, self.spec)
+            set_sizes_(self, self.spec)
             z = self.embed(ids) * (ids != self.spec.padding).unsqueeze(-1)
-            return self.outer(torch.cat((z, self.embed(shifted_(ids, self.spec.padding))), 1) if two else z)
+            return self.outer(torch.cat((z, self.embed(shift_right(ids, self.spec.padding))), 1) if two else z)
 
         return self.each_member(self.places, ids, embed)
 
     def each_member(self, places: Places, x: torch.Tensor, call: Call) -> torch.Tensor:
-        """``call`` on every member's x (B, ...) with its own rows of the stacked tensors; once on all if none is."""
+        """Apply ``call`` to each member's x (B, ...) with its rows of the stacked tensors.
+
+        Once to all if none is stacked.
+        """
         stacked = [(own, leaf, p, p.unbind(0)) for own, leaf, dims in places if (p := own[leaf]).dim() > dims]
         context, out = self.context, []
         try:
@@ -116,7 +119,7 @@ class Foreign(Backbone):
 
     def __init__(self, spec: TokenSpec, model: nn.Module):
         if spec.as_trained:
-            drop_here_(model, spec.kind)
+            use_kit_dropout_(model, spec.kind)
         lists = [model.get_submodule(path) for path in spec.kind.blocks]
         super().__init__(spec, Stem(spec, model), (layer for layers in lists for layer in layers))
         self.context, self.of_stem = Context(), self.stem.places
@@ -129,7 +132,7 @@ class Foreign(Backbone):
         return replace(axis, permutable=False) if self.spec.rotary and name.endswith("/qk") else axis
 
     def init_(self, generator: torch.Generator, names: Container[str] | None = None) -> "Foreign":
-        """N(0, 0.02) for every matrix and table, norms that scale nothing, biases 0; of all, or of ``names``."""
+        """Initialise all, or ``names``: matrices and tables N(0, 0.02), norms that scale nothing, biases 0."""
         with torch.no_grad():
             for name, p in self.named_parameters():
                 if names is not None and name not in names:
@@ -149,20 +152,20 @@ class Foreign(Backbone):
         raise TypeError("a foreign model's class token cannot be handed back")
 
     def _places(self, unit: int) -> Places:
-        """Tensors that ``unit`` reads: of T5 also the first unit's positions, which all share."""
+        """Return the tensors that ``unit`` reads: of T5 also the first unit's positions, which all share."""
         first = 0 if unit < self.split else self.split
         shared = self.of_block[first] if self.spec.shares_heads and unit != first else []
         return [*self.of_block[unit], *shared, *self.of_stem]
 
     def run_one(self, unit: int, z: torch.Tensor) -> torch.Tensor:
-        """One model's z (B, T, d) after ``unit``."""
+        """Run ``unit`` on one model's z (B, T, d)."""
         block, kind = self.blocks[unit], self.spec.kind
-        fit_(block, self.spec, self.context.whole_heads)
+        set_sizes_(block, self.spec, self.context.whole_heads)
         if self.spec.streams == 2:
             return self._t5_unit(unit, block, z)
         mask = None
         if self.spec.reads == "tokens":
-            mask = seen(is_token(z), kind.causal, z.dtype)
+            mask = score_bias(is_token(z), kind.causal, z.dtype)
             z = z * is_token(z).unsqueeze(-1)
         if not kind.rotary:
             return _tensor(block(z, mask)) * (1 if mask is None else is_token(z).unsqueeze(-1))
@@ -171,21 +174,21 @@ class Foreign(Backbone):
         return _tensor(out) * is_token(z).unsqueeze(-1)
 
     def _t5_unit(self, unit: int, block: nn.Module, z: torch.Tensor) -> torch.Tensor:
-        """An encoder's or decoder's unit on z (B, 2T, d): the encoder's tokens, then the decoder's."""
+        """Run an encoder's or decoder's unit on z (B, 2T, d): the encoder's tokens, then the decoder's."""
         source, target = z.chunk(2, 1)
         real, t = is_token(source), source.shape[1]
         first = self.blocks[0 if unit < self.split else self.split].layer[0].SelfAttention
         bias = first.compute_bias(t, t, device=z.device)
-        fit_(self.stem, self.spec)
+        set_sizes_(self.stem, self.spec)
         if unit < self.split:
-            source = _tensor(block(source, seen(real, False, z.dtype), bias))
+            source = _tensor(block(source, score_bias(real, False, z.dtype), bias))
             source = self.stem.outer(self.stem.final["encoder"](source)) if unit == self.split - 1 else source
             return torch.cat((source * real.unsqueeze(-1), target), 1)
-        causal = seen(torch.ones_like(real), True, z.dtype)
-        return torch.cat((source, _tensor(block(target, causal, bias, source, seen(real, False, z.dtype)))), 1)
+        causal = score_bias(torch.ones_like(real), True, z.dtype)
+        return torch.cat((source, _tensor(block(target, causal, bias, source, score_bias(real, False, z.dtype)))), 1)
 
     def last_tokens(self, unit: int, z: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of one model's z after ``unit`` the tokens that exits read (B, T, d), at last normed, and which are."""
+        """Return the tokens (B, T, d) that exits read of one model's z after ``unit``, and their mask."""
         tokens, real, final = z, is_token(z), self.stem.final
         if self.spec.streams == 2:
             source, target = z.chunk(2, 1)
@@ -195,8 +198,8 @@ class Foreign(Backbone):
         return tokens, real
 
     def _seen(self, unit: int, z: torch.Tensor) -> torch.Tensor:
-        """What exits see of one model's z: (B, d), or (B, T, d) where they read all tokens."""
-        fit_(self.stem, self.spec)
+        """Return what exits see of one model's z: (B, d), or (B, T, d) where they read all tokens."""
+        set_sizes_(self.stem, self.spec)
         last = unit == self.spec.depth - 1
         tokens, real = self.last_tokens(unit, z)
         if self.reads_all:
@@ -223,8 +226,8 @@ def _tensor(out) -> torch.Tensor:
 # --- what their layers are told before they run: their sizes, the names of their axes, what to drop
 
 
-def fit_(module: nn.Module, spec: TokenSpec, whole_heads: bool = False) -> None:
-    """Tell the layers of ``module`` the sizes of the tensors that are in place: those of norms and heads."""
+def set_sizes_(module: nn.Module, spec: TokenSpec, whole_heads: bool = False) -> None:
+    """Set the sizes that the layers of ``module`` keep to those of the tensors in place: of norms and heads."""
     kind = spec.kind
     for m in module.modules():
         if isinstance(m, nn.LayerNorm):
@@ -237,12 +240,12 @@ def fit_(module: nn.Module, spec: TokenSpec, whole_heads: bool = False) -> None:
                 m.scaling = width**-0.5
 
 
-def drop_here_(model: nn.Module, kind) -> None:
-    """Let every layer of ``model`` that drops do so as the kit's do, by its own rate; attention, too."""
+def use_kit_dropout_(model: nn.Module, kind) -> None:
+    """Replace every dropout of ``model``, attention's too, by the kit's at its own rate."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 
-    AttentionInterface.register(DROPPING, attend)
+    AttentionInterface.register(DROPPING, attend_with_dropout)
     AttentionMaskInterface.register(DROPPING, sdpa_mask)
     for m in list(model.modules()):
         for name, child in list(m.named_children()):
@@ -254,8 +257,11 @@ def drop_here_(model: nn.Module, kind) -> None:
             m.config._attn_implementation = DROPPING
 
 
-def attend(module, query, key, value, attention_mask, scaling=None, position_bias=None, **unused):
-    """Attention (B, heads, T, d) whose probabilities ``module.drop`` drops; transformers' own while nothing is."""
+def attend_with_dropout(module, query, key, value, attention_mask, scaling=None, position_bias=None, **unused):
+    """Attend, (B, heads, T, d), dropping probabilities by ``module.drop``.
+
+    Without dropout by transformers' own code.
+    """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     context = module.drop.context
@@ -283,8 +289,8 @@ def name_axes_(backbone: nn.Module, spec: TokenSpec) -> None:
         m.axes = {leaf: axes[: m._parameters[leaf].dim()] for leaf in leaves}
 
 
-def seen(real: torch.Tensor, causal: bool, dtype: torch.dtype) -> torch.Tensor:
-    """What is added to attention's scores: (B, 1, 1, T), or (B, 1, T, T) if a token sees only those before it."""
+def score_bias(real: torch.Tensor, causal: bool, dtype: torch.dtype) -> torch.Tensor:
+    """Return what is added to attention's scores: (B, 1, 1, T), or (B, 1, T, T) if ``causal``."""
     allowed = real[:, None, None]
     if causal:
         t = real.shape[1]

@@ -12,15 +12,15 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from fedlib.core.hub import fail_fast, unreadable
+from fedlib.core.hub import fail_fast, unreadable_error
 from fedlib.core.rng import torch_generator
 from fedlib.models.backbone import TokenSpec
 
-from .foreign import Foreign, shifted_
+from .foreign import Foreign, shift_right
 
 
 def build_model(spec: TokenSpec):
-    """The model that transformers builds of ``spec``, whose weights mean nothing."""
+    """Build transformers' model of ``spec``, with meaningless weights."""
     import transformers
 
     kind = getattr(transformers, spec.kind.model)
@@ -29,7 +29,9 @@ def build_model(spec: TokenSpec):
 
 
 def load_foreign(spec: TokenSpec, seed: int = 0) -> Foreign:
-    """``spec``'s published weights, from a folder, the local cache or the hub; what they lack is drawn from ``seed``.
+    """Load ``spec``'s published weights from a folder, the local cache or the hub.
+
+    Missing ones are drawn from ``seed``.
 
     Lacking may be a pooler and nothing else. ``ConnectionError`` if there are none, ``ValueError`` for weights that
     cannot be read, or are not those of ``spec``, or do not answer unit by unit as they do as a whole.
@@ -39,8 +41,8 @@ def load_foreign(spec: TokenSpec, seed: int = 0) -> Foreign:
     read = getattr(transformers, spec.kind.model).from_pretrained
     asked = _without_pooler(spec) | {"use_safetensors": True, "output_loading_info": True}
     weights_in(Path(spec.source))
-    spec.check_config(_from(spec, transformers.PretrainedConfig.get_config_dict)[0])
-    model, found = _from(spec, partial(read, **asked))
+    spec.check_config(_read_source(spec, transformers.PretrainedConfig.get_config_dict)[0])
+    model, found = _read_source(spec, partial(read, **asked))
     with torch.random.fork_rng(devices=[]):  # a pooler is drawn again below
         foreign = Foreign(spec, model.float().eval()).eval()
     lacking = {n for n in found["missing_keys"] if not n.startswith(f"{spec.kind.pooler_path}.")}
@@ -52,18 +54,18 @@ def load_foreign(spec: TokenSpec, seed: int = 0) -> Foreign:
     if spec.kind.pooler and len(found["missing_keys"]) + (spec.kind.pooler_path is None):
         foreign.drawn = tuple(f"stem.pooler.{n}" for n, _ in foreign.stem.pooler.named_parameters())
         foreign.init_(torch_generator(seed, "backbone init"), foreign.drawn)
-    check_whole(foreign, model)
+    check_outputs(foreign, model)
     return foreign
 
 
-def _from(spec: TokenSpec, read: Callable):
-    """What ``read`` finds at ``spec``'s source; why it does not."""
+def _read_source(spec: TokenSpec, read: Callable):
+    """Return what ``read`` finds at ``spec``'s source; raise ``ValueError`` or ``ConnectionError`` if it fails."""
     try:
         with fail_fast(), torch.random.fork_rng(devices=[]):  # layers are drawn before they are filled
             return read(spec.source)
     except Exception as error:  # huggingface_hub and transformers raise many classes
         otherwise = "connect once, name a folder with a copy, or use pretrained=False"
-        raise unreadable("the checkpoint", spec.source, error, otherwise) from error
+        raise unreadable_error("the checkpoint", spec.source, error, otherwise) from error
 
 
 def fetch_foreign(spec: TokenSpec) -> None:
@@ -79,7 +81,7 @@ def fetch_foreign(spec: TokenSpec) -> None:
 
 
 def read_object(file: Path) -> dict:
-    """A small JSON object; {} where there is no such file; ``ValueError`` if it is damaged."""
+    """Read a small JSON object; {} where there is no such file; ``ValueError`` if it is damaged."""
     try:
         found = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     except (OSError, ValueError, RecursionError) as error:
@@ -90,7 +92,7 @@ def read_object(file: Path) -> dict:
 
 
 def weights_in(folder: Path) -> set[str]:
-    """The files that hold a checkpoint's weights; ``ValueError`` for an index that names one outside ``folder``.
+    """Return the files that hold a checkpoint's weights; ``ValueError`` for an index that names one outside ``folder``.
 
     A link leads outside too, unless it is the hub's cache, which links to its own blobs.
     """
@@ -109,7 +111,7 @@ def _without_pooler(spec: TokenSpec) -> dict:
 
 
 @torch.no_grad()
-def check_whole(foreign: Foreign, model: nn.Module) -> None:
+def check_outputs(foreign: Foreign, model: nn.Module) -> None:
     """Raise ``ValueError`` unless a random batch through all units, one by one, ends as in ``model`` itself."""
     spec, generator = foreign.spec, torch.Generator().manual_seed(0)
     if spec.reads == "images":
@@ -119,7 +121,7 @@ def check_whole(foreign: Foreign, model: nn.Module) -> None:
         x = torch.randint(spec.vocab_size, (2, min(12, spec.length)), generator=generator)
         x = x.where(x != spec.padding, (spec.padding or 2) - 1)
         x[1, 1 + x.shape[1] // 2 :] = spec.padding
-        shifted = {"decoder_input_ids": shifted_(x, spec.padding)} if spec.streams == 2 else {}
+        shifted = {"decoder_input_ids": shift_right(x, spec.padding)} if spec.streams == 2 else {}
         expected = model(input_ids=x, attention_mask=(x != spec.padding).long(), **shifted).last_hidden_state
     z = foreign.stem(x[None])[0]
     for unit in range(spec.depth):

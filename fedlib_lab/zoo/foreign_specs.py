@@ -11,7 +11,7 @@ from typing import ClassVar, Self
 
 from fedlib.core.tables import read_table
 from fedlib.core.validation import shown
-from fedlib.data.tokenizer import words_of
+from fedlib.data.tokenizer import load_tokenizer
 from fedlib.models.backbone import TokenSpec, shapes
 
 from .foreign import Foreign
@@ -42,7 +42,7 @@ class Family:
     neutral: float = 1.0  # weight of a norm that scales nothing
 
     def config(self, spec) -> dict:
-        """``spec`` as keywords of the family's class of configurations."""
+        """Return ``spec`` as keywords of the family's class of configurations."""
         whole = {"head_dim": spec.dim // spec.heads, "kv_heads": spec.heads}
         out = {key: whole.get(name) if (v := getattr(spec, name)) is None else v for name, key in self.sizes.items()}
         if len(self.blocks) == 2:  # an encoder and a decoder
@@ -50,7 +50,7 @@ class Family:
         return out | dict(self.constants)
 
     def sizes_in(self, config: Mapping[str, object]) -> dict[str, object]:
-        """The fields of ``ForeignSpec`` that a ``config.json`` says; ``ValueError`` names a key that is no size."""
+        """Read the fields of ``ForeignSpec`` from a ``config.json``; ``ValueError`` names a key that is no size."""
         may = {"head_dim", "kv_heads", *(["padding"] if self.causal else [])}  # of which their family or tokenizer says
         lacking = [key for name, key in self.sizes.items() if name not in may and config.get(key) is None]
         if lacking:
@@ -125,7 +125,7 @@ class ForeignSpec(TokenSpec):
 
     @classmethod
     def of(cls, folder: Path, length: int | None = None) -> Self:
-        """The model of a checkpoint's ``folder``, as its ``config.json`` says; by default 128 tokens, or all it has.
+        """Read the spec from a checkpoint's ``folder`` and its ``config.json``; by default 128 tokens, or all it has.
 
         ``ValueError`` for a kind of model that is not known here, for keys that are missing, and where nothing says
         what words mean.
@@ -137,18 +137,18 @@ class ForeignSpec(TokenSpec):
         found: dict = {"family": family, "source": str(folder)} | FAMILIES[family].sizes_in(config)
         if family == "vit":
             seen = read_object(folder / "preprocessor_config.json")
-            mean, sd = (_three(folder, key, seen.get(key, (0.5,) * 3)) for key in ("image_mean", "image_std"))
+            mean, sd = (_three_channels(folder, key, seen.get(key, (0.5,) * 3)) for key in ("image_mean", "image_std"))
             return cls(**found, pixels=(mean, sd) if seen.get("do_normalize", True) else ((0.0,) * 3, (1.0,) * 3))
         own = any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "vocab.txt"))
         if not own and found["vocab_size"] != cls.vocab_size:
             raise ValueError(f"{folder} holds no tokenizer, and its {found['vocab_size']} words are not BERT's")
         if own and FAMILIES[family].causal:  # whose padding no layer knows of
-            found["padding"] = words_of(str(folder), download=False).padding
+            found["padding"] = load_tokenizer(str(folder), download=False).padding
         spec = cls(**found, length=1, own_words=own)
         return replace(spec, length=length or min(cls.length, spec.usable))
 
     def build(self) -> Foreign:
-        """A backbone of this shape, without weights."""
+        """Build a backbone of this shape, without weights."""
         return Foreign(self, build_model(self))
 
     def check_config(self, config: Mapping[str, object]) -> None:
@@ -202,8 +202,8 @@ class ForeignSpec(TokenSpec):
         return len(self.kind.blocks)
 
 
-def _three(folder: Path, key: str, found: object) -> tuple[float, ...]:
-    """Mean or SD of three channels; ``ValueError`` for what can be neither."""
+def _three_channels(folder: Path, key: str, found: object) -> tuple[float, ...]:
+    """Return the mean or SD of three channels; ``ValueError`` for what can be neither."""
     if isinstance(found, (list, tuple)) and len(found) == 3 and all(type(x) in (int, float) for x in found):
         if all(x > 0 if key == "image_std" else x == x for x in found):
             return tuple(found)

@@ -18,7 +18,7 @@ FUSION = Switches()
 
 
 def unfused(device: str) -> AbstractContextManager[None]:
-    """Inside, no fused attention or encoder layer runs, which has no derivative under ``vmap``.
+    """Run no fused attention or encoder layer, which has no derivative under ``vmap``, inside the block.
 
     Where attention falls back by itself (not on a CPU), only encoder layers are asked.
     """
@@ -85,7 +85,7 @@ class PerClient(nn.Module):
         return alone
 
     def _run(self, tensors: dict, stacked: dict[str, bool], real: torch.Tensor | None, x: torch.Tensor) -> tuple:
-        """What :meth:`_one` gives of every member, stacked."""
+        """Return the results of :meth:`_one` for every member, stacked."""
         if self.vmap and len(x) > 1:
             try:
                 dims = {n: 0 if own else None for n, own in stacked.items()}
@@ -102,7 +102,7 @@ class PerClient(nn.Module):
         return tree_map(lambda *each: torch.stack(each), *rows)
 
     def _one(self, tensors: dict, real: torch.Tensor | None, x: torch.Tensor) -> tuple:
-        """One member's output, batch norm's statistics after it, and what batch norm gathered."""
+        """Return one member's output, batch norm's statistics after it, and what batch norm gathered."""
         with self.context.alone(real) as context:
             call = torch.func.functional_call  # puts changed statistics into ``tensors``
             x = x.clone() if self.writes else x

@@ -44,7 +44,7 @@ class MSDNetSpec(MapSpec):
         return self.layers
 
     def first_scale(self, unit: int) -> int:
-        """The finest scale that is live after ``unit`` (-1: the stem), from 0."""
+        """Return the finest scale that is live after ``unit`` (-1: the stem), from 0."""
         scales = len(self.factors)
         return max(unit, 0) // -(-self.layers // scales)
 
@@ -68,20 +68,20 @@ class MSDNetSpec(MapSpec):
         return out
 
     def drops(self, unit: int) -> bool:
-        """Is the finest scale before ``unit`` gone after it?"""
+        """Return whether the finest scale before ``unit`` is gone after it."""
         return self.first_scale(unit) > self.first_scale(unit - 1)
 
     @staticmethod
     def axis_of(scale: int, unit: int) -> str:
-        """The axis of the channels of ``scale`` after ``unit``."""
+        """Return the axis of the channels of ``scale`` after ``unit``."""
         return f"scale{scale}.{unit + 1}"
 
     def stream(self, unit: int) -> str:
-        """The axis of the coarsest scale, which exits read."""
+        """Return the axis of the coarsest scale, which exits read."""
         return self.axis_of(len(self.factors) - 1, unit)
 
     def feature(self, unit: int) -> tuple[int, int, int]:
-        """The map (C, H, W) of the coarsest scale after ``unit``."""
+        """Return the shape of the coarsest scale's map (C, H, W) after ``unit``."""
         size = -(-self.size // 2 ** (len(self.factors) - 1))
         return (sum(self.segments[self.stream(unit)]), size, size)
 
@@ -89,7 +89,7 @@ class MSDNetSpec(MapSpec):
         return {"width": self.exit_width} if kind == "strided" else super().exit_options(kind, unit)
 
     def build(self) -> "MSDNet":
-        """A backbone of this shape, without weights."""
+        """Build a backbone of this shape, without weights."""
         return MSDNet(self)
 
 
@@ -113,7 +113,7 @@ class Scales:
         return Scales([m[clients] for m in self.maps])
 
     def numel(self) -> int:
-        """Numbers in all scales."""
+        """Count the numbers in all scales."""
         return sum(m.numel() for m in self.maps)
 
 
@@ -213,7 +213,7 @@ class MSDNet(MapBackbone):
         raise TypeError("an MSDNet's state is several maps: it cannot be kept as one")
 
     def bridge(self, feature: torch.Tensor, unit: int) -> torch.Tensor:
-        """The coarsest map after ``unit`` with the channels of the last one's, zero around it (FeDepth)."""
+        """Bring the coarsest map after ``unit`` to the last one's channels, zero around it (FeDepth)."""
         last = self.blocks[-1].grow[-1]
         width = last.own[0].conv.weight.shape[-3] + last.own.width + (last.finer.width if last.finer else 0)
         return sample_and_pad(feature, (width, *self.spec.feature(self.spec.depth - 1)[1:]))

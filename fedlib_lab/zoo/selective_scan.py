@@ -23,7 +23,7 @@ SLAB = 2**16  # numbers in the states of the examples that a CPU takes through t
 def selective_scan(
     u: torch.Tensor, delta: torch.Tensor, A: torch.Tensor, B: torch.Tensor, C: torch.Tensor, D: torch.Tensor
 ) -> torch.Tensor:
-    """y (K, B, T, d) of inputs ``u`` and raw steps ``delta`` (before softplus) of that shape, B and C (K, B, T, N).
+    """Return y (K, B, T, d) of inputs ``u`` and raw steps ``delta`` (before softplus), B and C (K, B, T, N).
 
     ``A`` is (d, N), negative, and ``D`` is (d,); each may be stacked per client. Here states are float32 always.
     """
@@ -37,7 +37,7 @@ def selective_scan(
 
 
 def causal_conv(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """SiLU of a convolution over time, channel by channel: x (K, B, T, d), taps ``weight`` (W, d), the last one now.
+    """Convolve x (K, B, T, d) over time by channel, taps ``weight`` (W, d), the last one now; then SiLU.
 
     Written as W shifted products: as fast as torch's depthwise convolution at T = 197 and two to three times as fast
     at T = 17, and stacked weights need no other layout.
@@ -57,7 +57,7 @@ def causal_conv(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> to
 
 @cache
 def fused_kernels():
-    """(selective_scan_fn, causal_conv1d_fn), None where the package is missing."""
+    """Return (selective_scan_fn, causal_conv1d_fn), None where the package is missing."""
     try:
         from mamba_ssm.ops.selective_scan_interface import selective_scan_fn
     except ImportError:
@@ -70,7 +70,7 @@ def fused_kernels():
 
 
 def fused_scan(kernel, u, delta, A, B, C, D) -> torch.Tensor:
-    """:func:`selective_scan` by ``kernel``, whose B and C may come in groups of channels: one group a client."""
+    """Run :func:`selective_scan` by ``kernel``, whose B and C may come in groups of channels: one group a client."""
     groups = _groups(u, (A, 2), (D, 1))
     A, D = (_folded(p, groups, dims) for p, dims in ((A, 2), (D, 1)))
     B, C = (_channels(x, groups).unflatten(1, (groups, -1)).contiguous() for x in (B, C))  # (batch, G, N, T)
@@ -79,24 +79,24 @@ def fused_scan(kernel, u, delta, A, B, C, D) -> torch.Tensor:
 
 
 def fused_conv(kernel, x, weight, bias) -> torch.Tensor:
-    """:func:`causal_conv` by ``kernel``, which wants x (batch, channels, T) and weight (channels, W)."""
+    """Run :func:`causal_conv` by ``kernel``, which wants x (batch, channels, T) and weight (channels, W)."""
     groups = _groups(x, (weight, 2), (bias, 1))
     weight, bias = _folded(weight.mT, groups, 2), _folded(bias, groups, 1)
     return _channels_back(kernel(_channels(x, groups), weight, bias, activation="silu"), x, groups)
 
 
 def _groups(x: torch.Tensor, *params) -> int:
-    """K if any parameter is stacked, else 1: then the clients are one batch."""
+    """Return K if any parameter is stacked, else 1: then the clients are one batch."""
     return len(x) if any(p.dim() > dims for p, dims in params) else 1
 
 
 def _folded(p: torch.Tensor, groups: int, dims: int) -> torch.Tensor:
-    """(groups * d, ...) of a parameter (d, ...) that may be stacked; clients no longer alive are left out."""
+    """Fold a parameter (d, ...) that may be stacked to (groups * d, ...); clients no longer alive are left out."""
     return p[:groups].reshape(-1, *p.shape[2:]) if p.dim() > dims else p.repeat(groups, *(1,) * (dims - 1))
 
 
 def _channels(x: torch.Tensor, groups: int) -> torch.Tensor:
-    """(K, B, T, d) -> (K*B, d, T), or (B, K*d, T) with a group of channels per client."""
+    """Bring (K, B, T, d) to (K*B, d, T), or to (B, K*d, T) with a group of channels per client."""
     return (x.flatten(0, 1).mT if groups == 1 else x.permute(1, 0, 3, 2).flatten(1, 2)).contiguous()
 
 
@@ -110,7 +110,7 @@ def _channels_back(y: torch.Tensor, like: torch.Tensor, groups: int) -> torch.Te
 
 
 def _slabs(u: torch.Tensor, a: torch.Tensor, num_states: int) -> list[tuple]:
-    """The batch in parts: (index into (K, B), index into ``a``). On a GPU it is one part."""
+    """Divide the batch into parts: (index into (K, B), index into ``a``). On a GPU it is one part."""
     if u.is_cuda:
         return [((slice(None), slice(None)), ...)]
     size = max(1, SLAB // (num_states * u.shape[-1]))
@@ -119,7 +119,7 @@ def _slabs(u: torch.Tensor, a: torch.Tensor, num_states: int) -> list[tuple]:
 
 
 def _chunk(v, delta, a, B, first):
-    """Decays exp(delta A) and the states after every step, each (c, ..., N, d); ``first`` is the state before."""
+    """Compute decays exp(delta A) and the states after every step, each (c, ..., N, d), from the state ``first``."""
     decay = (delta.unsqueeze(-2) * a).exp_()
     states = v.unsqueeze(-2) * B.unsqueeze(-1)
     for i in range(len(states)):
@@ -135,7 +135,7 @@ def _time_first(*tensors: torch.Tensor) -> list[torch.Tensor]:
 def scan_op(
     u: torch.Tensor, delta: torch.Tensor, a: torch.Tensor, B: torch.Tensor, C: torch.Tensor, keep: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """<C_t, h_t> (K, B, T, d), and the states before every chunk (T/CHUNK, K, B, N, d) if they are to be kept."""
+    """Compute <C_t, h_t> (K, B, T, d), and if kept the states before every chunk (T/CHUNK, K, B, N, d)."""
     v, dt, b, c = _time_first(delta * u, delta, B, C)
     starts, y, size = range(0, len(v), CHUNK), torch.empty_like(v), (B.shape[-1], u.shape[-1])
     kept = u.new_empty(len(starts) if keep else 0, *u.shape[:2], *size)
@@ -165,7 +165,7 @@ def _setup(ctx, inputs, output):
 
 @once_differentiable
 def _backward(ctx, grad, _):
-    """g_t = C_t dy_t + exp(delta_{t+1} A) g_{t+1} is the gradient of state t; chunks are taken last to first."""
+    """Compute the gradient of state t, g_t = C_t dy_t + exp(delta_{t+1} A) g_{t+1}; chunks are taken last to first."""
     if grad is None:  # nothing depends on y
         return (None,) * 6
     u, delta, a, B, C, kept = ctx.saved_tensors
@@ -199,7 +199,10 @@ scan_op.register_autograd(_backward, setup_context=_setup)
 
 
 def scan_flops(u_shape, delta_shape, a_shape, *args, **kwargs) -> int:
-    """Four products per token, channel and state: delta A, exp(.) h, (delta u) B, C h; exponentials are not counted."""
+    """Count FLOPs of four products per token, channel and state: delta A, exp(.) h, (delta u) B, C h.
+
+    No exponentials.
+    """
     k, batch, tokens, d = u_shape
     return 2 * 4 * k * batch * tokens * d * a_shape[-2]
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from fedlib.core.hub import fail_fast, offline
+from fedlib.core.hub import fail_fast, offline_error
 from fedlib.core.validation import did_you_mean
 from fedlib.models.backbone import Spec
 from fedlib.models.vit import ViT, ViTSpec
@@ -26,7 +26,7 @@ SHORT |= {f"swin_{size}": f"swin_{size}_patch4_window7_224" for size in ("tiny",
 
 @cache
 def timm_spec(name: str, folder: Path | None = None, others: Iterable[str] = ()) -> Spec:
-    """The shape of timm's net ``name``: the kit's ViT where it is one, else the net as it is, between timm's features.
+    """Return the shape of timm's net ``name``: the kit's ViT where it is one, else the net cut at timm's features.
 
     ``ValueError`` for a name that neither timm nor ``others`` know, and for a net that cannot be cut so.
     """
@@ -44,12 +44,12 @@ def timm_spec(name: str, folder: Path | None = None, others: Iterable[str] = ())
 
 
 def channels_first(z: torch.Tensor) -> torch.Tensor:
-    """(B, H, W, C) -> (B, C, H, W)."""
+    """Move channels first, (B, H, W, C) -> (B, C, H, W)."""
     return z.movedim(-1, 1)
 
 
 def create_timm(name: str, pretrained: bool, folder: Path | None = None, others: Iterable[str] = ()) -> nn.Module:
-    """timm's net ``name`` from ``folder`` or the hub; ``ConnectionError`` where its weights are not to be had."""
+    """Create timm's net ``name`` from ``folder`` or the hub; ``ConnectionError`` where its weights cannot be had."""
     import timm
 
     base, _, tag = name.partition(".")
@@ -69,11 +69,11 @@ def create_timm(name: str, pretrained: bool, folder: Path | None = None, others:
         if not pretrained:
             raise
         otherwise = "connect once, put a folder of timm's there, or use pretrained=False"
-        raise offline(f"the weights of {name!r} are", error, otherwise) from error
+        raise offline_error(f"the weights of {name!r} are", error, otherwise) from error
 
 
 def plain_vit(model: nn.Module) -> ViTSpec | None:
-    """The shape of a timm VisionTransformer that :class:`ViT` can run and slice; None of any other net."""
+    """Return the shape of a timm VisionTransformer that :class:`ViT` can run and slice; None of any other net."""
     from timm.layers import Mlp
     from timm.models.vision_transformer import Attention, VisionTransformer
 

@@ -93,7 +93,7 @@ class Widths:
         raise ValueError(f"which widths its layers share is not known: {name} cannot be followed")
 
     def _fits(self, layer: nn.Module, into: Channels) -> bool:
-        """Does each entry of ``into`` go into one input of ``layer``?"""
+        """Return whether each entry of ``into`` goes into one input of ``layer``."""
         if isinstance(layer, nn.Conv2d):
             return layer.groups == 1
         if isinstance(layer, nn.Linear):

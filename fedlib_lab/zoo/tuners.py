@@ -10,7 +10,7 @@ from torch import nn
 from fedlib.core.slices import RANK
 from fedlib.layers.dropout import TokenDropout
 from fedlib.layers.linear import Linear
-from fedlib.models.adapters import LORA_DEFAULTS, check_options, check_rank, default_options, impossible, lent_generator
+from fedlib.models.adapters import LORA_DEFAULTS, check_options, check_rank, default_options, global_seed, option_error
 from fedlib.models.backbone import Backbone, Spec
 
 from .members import PerClient
@@ -22,14 +22,14 @@ WITHOUT_INJECTION = {"prompt_tuning", "p_tuning", "prefix_tuning", "multitask_pr
 
 @cache
 def peft_configs() -> dict[str, type]:
-    """The class of options of each of peft's tuners, by its name."""
+    """Return the class of options of each of peft's tuners, by its name."""
     from peft import PEFT_TYPE_TO_CONFIG_MAPPING
 
     return {str(getattr(k, "value", k)).lower(): c for k, c in PEFT_TYPE_TO_CONFIG_MAPPING.items()}
 
 
 def modes() -> set[str]:
-    """Those that peft can inject."""
+    """Return the tuners that peft can inject."""
     return peft_configs().keys() - WITHOUT_INJECTION
 
 
@@ -40,7 +40,7 @@ def check(mode: str, options: dict, config: Spec) -> None:
         if key == "r":
             check_rank(value, config)
         elif key.endswith("dropout") and value:  # peft's own would draw from the global generator
-            raise impossible(key, value, "0.0, or lora with no options but " + ", ".join(LORA_DEFAULTS))
+            raise option_error(key, value, "0.0, or lora with no options but " + ", ".join(LORA_DEFAULTS))
     try:
         by_number = {"layers_to_transform", "target_modules", "layers_pattern"} & options.keys()
         with torch.device("meta"):  # as what a model takes and costs is told before it is built
@@ -60,7 +60,7 @@ def inject_(vit: Backbone, mode: str, options: dict, seed: int) -> None:
     settings = {"target_modules": list(vit.spec.peft_targets)} | default_options(mode) | options
     settings = {k: list(v) if isinstance(v, tuple) else v for k, v in settings.items()}
     rate = settings.pop("lora_dropout", 0.0)  # peft's own would draw from the global generator
-    with lent_generator(seed):
+    with global_seed(seed):
         within = nn.ModuleDict({"vit": vit})  # peft finds a block's number only behind a dot
         inject_adapter_in_model(peft_configs()[mode](**settings), within)
     for block in vit.blocks:

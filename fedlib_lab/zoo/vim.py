@@ -64,7 +64,7 @@ class VimSpec(TokenSpec):
         return self.inner_dim * self.state_dim
 
     def build(self) -> "Vim":
-        """A backbone of this shape, without weights."""
+        """Build a backbone of this shape, without weights."""
         return Vim(self)
 
 
@@ -166,7 +166,7 @@ class Vim(TokenBackbone):
         super().__init__(config, VimStem(config), (VimBlock(config) for _ in range(config.depth)))
 
     def run_to_token(self, z: torch.Tensor, block: int) -> torch.Tensor:
-        """The class token (K, B, d) after ``block``; the scans read the whole sequence, so nothing is saved."""
+        """Return the class token (K, B, d) after ``block``; the scans read the whole sequence, so nothing is saved."""
         return self.run(z, block, block + 1)[..., self.spec.class_token, :]
 
     def advance(self, z: torch.Tensor | Stream, unit: int, on: int) -> tuple[torch.Tensor, torch.Tensor | Stream]:
@@ -186,7 +186,7 @@ class Vim(TokenBackbone):
         return z.tokens if isinstance(z, Stream) else z
 
     def kept_units(self, first_hand_back: float) -> float:
-        """A unit that a token is handed back after must run: the class token before it is asked for."""
+        """Return how many leading units can be kept: the class token before a handed-back one is asked for."""
         return first_hand_back + (0 if self.spec.reads_update else 1)
 
     @torch.no_grad()
@@ -217,14 +217,14 @@ UNUSED = {"norm_f.weight", "head.weight", "head.bias"}  # every exit has its own
 
 
 def load_vim(state: Mapping[str, torch.Tensor], config: VimSpec) -> Vim:
-    """A :class:`Vim` of shape ``config`` from a published state dict; ``ValueError`` says what does not fit."""
+    """Load a :class:`Vim` of shape ``config`` from a published state dict; ``ValueError`` says what does not fit."""
     vim = Vim(config)
     load_published_(vim, state, published_name, _converted, "Vision Mamba", unused=UNUSED)
     return vim
 
 
 def published_name(name: str) -> str:
-    """``blocks.3.mixer.back.x_proj.weight`` -> ``layers.3.mixer.x_proj_b.weight``: the name in a checkpoint."""
+    """Translate a name: ``blocks.3.mixer.back.x_proj.weight`` -> ``layers.3.mixer.x_proj_b.weight``."""
     if name.startswith("stem."):
         fixed = {"stem.class_token": "cls_token", "stem.pos_embed": "pos_embed"}
         return fixed.get(name) or name.replace("stem.patch_embed", "patch_embed.proj")
@@ -237,7 +237,7 @@ def published_name(name: str) -> str:
 
 
 def _converted(name: str, value: torch.Tensor) -> torch.Tensor:
-    """A published tensor in this kit's layout."""
+    """Bring a published tensor into this kit's layout."""
     if name.endswith(".conv_weight"):
         return value.squeeze(1).mT  # (inner, 1, W) -> (W, inner)
     if name == "stem.patch_embed.weight":

@@ -55,7 +55,7 @@ class WrappedSpec(MapSpec):
 
     @classmethod
     def of(cls, net: nn.Module, cuts: Sequence[str], input_shape: Sequence[int], read: Feature = "map", make=None):
-        """The spec of ``net``; ``ValueError`` says in a sentence where it cannot be cut, or does not run."""
+        """Build the spec of ``net``; ``ValueError`` says in a sentence where it cannot be cut, or does not run."""
         sizes = input_shape if isinstance(input_shape, (tuple, list)) else ()
         if [type(n) for n in sizes] != 3 * [int] or sizes[1] != sizes[2]:
             raise ValueError(f"wrap: input_shape = {input_shape!r}; allowed: (channels, pixels, as many pixels)")
@@ -92,7 +92,7 @@ class WrappedSpec(MapSpec):
             return replace(spec, not_cut=line_of(error))
 
     def streams_of(self, widths: Widths) -> tuple[str, ...]:
-        """The axes after every unit; ``ValueError`` if exits read something else than these."""
+        """Return the axes after every unit; ``ValueError`` if exits read something else than these."""
         sizes = [widths.sizes.get(axis) for axis in widths.streams]
         if self.read != "map" or sizes != [feature[0] for feature in self.features]:
             raise ValueError("its exits do not read maps whose channels are those of one layer")
@@ -136,7 +136,7 @@ class WrappedSpec(MapSpec):
         return self.features[unit]
 
     def seen(self, z: torch.Tensor) -> torch.Tensor:
-        """What exits read of states (K, B, *state): (K, B, C, H, W), or a token (K, B, d)."""
+        """Return what exits read of states (K, B, *state): (K, B, C, H, W), or a token (K, B, d)."""
         if self.read == "tokens":
             if z.dim() != 4:
                 raise ValueError(f"feature = 'tokens' needs a state of tokens (T, d), not {tuple(z.shape[2:])}")
@@ -147,11 +147,11 @@ class WrappedSpec(MapSpec):
         return z if z.dim() == 5 else (z.mT if z.dim() == 4 else z.unsqueeze(-1)).unsqueeze(-1)
 
     def build(self) -> "Wrapped":
-        """A backbone with the net's own weights."""
+        """Build a backbone with the net's own weights."""
         return Wrapped(self, copy.deepcopy(self.net))
 
     def drawn(self, seed: int) -> "Wrapped":
-        """A backbone with other weights, a function of ``seed``: those of another net that is made."""
+        """Build a backbone with other weights, a function of ``seed``: those of another net that is made."""
         with torch.random.fork_rng(devices=[]):
             torch.random.manual_seed(seed)
             return Wrapped(self, self.make())
@@ -203,11 +203,11 @@ class Wrapped(MapBackbone):
         """
         z, off = torch.randn(2, 1, *self.spec.input_shape, generator=torch.Generator().manual_seed(0)), []
         for unit, (piece, trained) in enumerate(zip(self.blocks, self.trained, strict=True)):
-            if _tried(piece, z, trained)[1]:
-                drawing = [m for m in trained if _tried(piece, z, [m])[1]]
+            if _try_piece(piece, z, trained)[1]:
+                drawing = [m for m in trained if _try_piece(piece, z, [m])[1]]
                 off += [type(m).__name__ for m in drawing]
                 trained[:] = [m for m in trained if m not in drawing]
-            (still, _, piece.writes), (y, draws, _) = (_tried(piece, z, modules) for modules in ((), trained))
+            (still, _, piece.writes), (y, draws, _) = (_try_piece(piece, z, modules) for modules in ((), trained))
             if draws:
                 raise ValueError(
                     "wrap: the net draws from PyTorch's global generator to answer (dropout as a function?)"
@@ -225,7 +225,7 @@ class Wrapped(MapBackbone):
 
 
 def in_eval(net: nn.Module) -> set[nn.Module]:
-    """The modules of ``net`` that its owner put in eval mode while others train; of a net all in eval mode none."""
+    """Return the modules that the owner put in eval mode while others train; none of a net all in eval mode."""
     still = {m for m in net.modules() if not m.training and not isinstance(m, nn.modules.dropout._DropoutNd)}
     still = {m for m in still if getattr(m, "running_mean", m) is not None}  # else it goes by batches in eval mode too
     return still if any(m.training for m in net.modules()) else set()
@@ -238,8 +238,8 @@ def train_(modules: Iterable[nn.Module], training: bool) -> None:
 
 
 @torch.no_grad()
-def _tried(piece: PerClient, z: torch.Tensor, trained: Iterable[nn.Module]) -> tuple[torch.Tensor, bool, bool]:
-    """What ``piece`` answers with these of its modules in training.
+def _try_piece(piece: PerClient, z: torch.Tensor, trained: Iterable[nn.Module]) -> tuple[torch.Tensor, bool, bool]:
+    """Return the output of ``piece`` with these of its modules in training, and two flags.
 
     Does it draw from the global generator, and does it write into what it reads?
     """
@@ -252,7 +252,7 @@ def _tried(piece: PerClient, z: torch.Tensor, trained: Iterable[nn.Module]) -> t
         return y, not torch.equal(before, torch.random.get_rng_state()), z._version > 0
 
 
-class Held(nn.Module):
+class HeldParameter(nn.Module):
     """A parameter that the net reads between its modules."""
 
     def __init__(self, value: nn.Parameter):
@@ -263,7 +263,7 @@ class Held(nn.Module):
         return self.value
 
 
-class _Calls(fx.Tracer):
+class _CutTracer(fx.Tracer):
     """Follows a net's own code around the cuts, and keeps what every module on the way gave."""
 
     def __init__(self, net: nn.Module, cuts: Sequence[str]):
@@ -272,7 +272,7 @@ class _Calls(fx.Tracer):
         self.traced_func_name = "forward_features" if hasattr(net, "forward_features") else "forward"
 
     def defaults(self, net: nn.Module) -> dict[str, object]:
-        """What the traced function takes beside the image, where it says nothing of it."""
+        """Return the defaults of the traced function's arguments beside the image."""
         said = inspect.signature(getattr(net, self.traced_func_name)).parameters.values()
         return {p.name: p.default for p in said if p.default is not p.empty}
 
@@ -285,13 +285,13 @@ class _Calls(fx.Tracer):
         return out
 
     def result(self, cut: str) -> fx.Node | None:
-        """The one tensor that module ``cut`` gave, if it ran once."""
+        """Return the one tensor that module ``cut`` gave, if it ran once."""
         calls = self.calls.get(cut, [])
         node = getattr(calls[0], "node", calls[0]) if len(calls) == 1 else None
         return node if isinstance(node, fx.Node) else None
 
     def follow(self, net: nn.Module) -> list[fx.Node]:
-        """The nodes of ``net`` in the mode that it is in."""
+        """Trace ``net`` in the mode that it is in; return its nodes."""
         try:
             nodes = list(self.trace(net, self.defaults(net)).nodes)
         except Exception as error:  # whatever the net's code raises when it meets a placeholder
@@ -304,16 +304,16 @@ class _Calls(fx.Tracer):
 
 
 def pieces_of(net: nn.Module, cuts: Sequence[str], trained: Collection[nn.Module]) -> list[fx.GraphModule]:
-    """The units of ``net``, modules of one tensor that share its layers; each ends at a cut, "" is the net's output.
+    """Cut ``net`` into units, modules of one tensor that share its layers; each ends at a cut, "" is the net's output.
 
     ``ValueError`` names the cut where nothing was called, or where more than one tensor goes on, what layers share, and
     where the code around the cuts is another while ``trained`` modules are in training.
     """
     net.eval()
     train_(trained, True)
-    training = _Calls(net, cuts)
+    training = _CutTracer(net, cuts)
     training.follow(net)
-    tracer = _Calls(net.eval(), cuts)
+    tracer = _CutTracer(net.eval(), cuts)
     nodes = tracer.follow(net)
     ends = [nodes[0]]
     for cut in cuts:
@@ -347,7 +347,7 @@ def pieces_of(net: nn.Module, cuts: Sequence[str], trained: Collection[nn.Module
 
 
 def _leading_to(node: fx.Node | None) -> list[str]:
-    """The code that ``node`` follows from."""
+    """Return the code that ``node`` follows from."""
     needed, code = {node}, []
     for n in reversed(node.graph.nodes if node else ()):
         if n in needed:
@@ -356,8 +356,8 @@ def _leading_to(node: fx.Node | None) -> list[str]:
     return code
 
 
-def _hold_(net: nn.Module, node: fx.Node, tracer: _Calls) -> None:
-    """Where ``node`` reads a parameter, put it in a module of its own, so that clients can have their own of it."""
+def _hold_(net: nn.Module, node: fx.Node, tracer: _CutTracer) -> None:
+    """Put a parameter that ``node`` reads into a module of its own, so that clients can have their own of it."""
     path, _, leaf = node.target.rpartition(".")
     owner = net.get_submodule(path)
     if isinstance(value := getattr(owner, leaf), nn.Parameter):
@@ -365,12 +365,12 @@ def _hold_(net: nn.Module, node: fx.Node, tracer: _Calls) -> None:
         if path and any(p in tracer.calls and tracer.is_leaf_module(net, p) for p in above):
             raise ValueError(f"wrap: module {path!r} and the code around the cuts share its parameter {leaf!r}")
         delattr(owner, leaf)
-        owner.add_module(leaf, Held(value))
+        owner.add_module(leaf, HeldParameter(value))
         node.op = "call_module"
 
 
 def _piece(net: nn.Module, nodes: list[fx.Node], begin: fx.Node, end: fx.Node, cut: str) -> fx.GraphModule:
-    """What runs after ``begin`` up to ``end``, the cut ``cut``."""
+    """Build the module that runs after ``begin`` up to ``end``, the cut ``cut``."""
     graph = fx.Graph()
     copies = {begin: graph.placeholder("z")}
 

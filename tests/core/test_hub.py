@@ -15,7 +15,7 @@ def test_a_hub_that_does_not_answer_is_asked_once(tmp_path, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     asked = []
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(hub, "_answers", lambda endpoint: asked.append(endpoint))
+    monkeypatch.setattr(hub, "_is_reachable", lambda endpoint: asked.append(endpoint))
     monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail("it tries again"))
     for name in ("vim_tiny", "deit_tiny_patch16_224.fb_in1k"):
         with pytest.raises(ConnectionError, match="not cached and could not be downloaded: connect once"):
@@ -41,7 +41,7 @@ def test_whether_the_hub_answers():
     from huggingface_hub import constants
 
     if not constants.HF_HUB_OFFLINE:
-        assert hub._answers(address)
+        assert hub._is_reachable(address)
     server.shutdown()
     server.server_close()
-    assert not hub._answers(address)
+    assert not hub._is_reachable(address)

@@ -41,11 +41,11 @@ def test_parts_come_in_order_few_ahead_and_none_is_left_out(count):
         begun.append(part)
         return part if part >= 0 else next(iter([]))
 
-    came = threads.side_by_side(work, range(10), count)
+    came = threads.map_in_threads(work, range(10), count)
     assert next(came) == 0 and len(begun) <= 2 * count  # the rest wait until somebody takes what is done
     assert list(came) == list(range(1, 10))
     with pytest.raises((RuntimeError, StopIteration)):  # is no end
-        list(threads.side_by_side(work, [1, -1, 3], count))
+        list(threads.map_in_threads(work, [1, -1, 3], count))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere no process is forked")
@@ -58,5 +58,5 @@ def test_no_thread_is_left_when_a_process_may_be_forked():
         return threading.get_native_id()
 
     for _ in range(300):
-        used = set(threads.side_by_side(work, range(4), 2))
+        used = set(threads.map_in_threads(work, range(4), 2))
         assert not used & set(map(int, os.listdir("/proc/self/task")))

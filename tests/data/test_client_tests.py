@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedlib import Experiment
-from fedlib.data.client_tests import by_label, contiguous, largest_remainders, like_train
+from fedlib.data.client_tests import by_label, contiguous_split, largest_remainders, like_train
 from fedlib.data.federated import load_federated
 
 pytestmark = pytest.mark.usefixtures("kept_cache")
@@ -61,8 +61,8 @@ def test_like_train_is_disjoint_and_within_one_of_the_proportions(data, clients,
 
 
 def test_contiguous_and_labels_by_hand():
-    assert rows(contiguous(7, 3), 3) == [[0, 1], [2, 3], [4, 5, 6]]
-    assert rows(contiguous(2, 3), 3) == [[], [0], [1]]
+    assert rows(contiguous_split(7, 3), 3) == [[0, 1], [2, 3], [4, 5, 6]]
+    assert rows(contiguous_split(2, 3), 3) == [[], [0], [1]]
     split = by_label(COUNTS, TEST)
     assert rows(split, 4) == [[0, 3, 6, 8], [0, 1, 3, 4, 6, 7, 8], [1, 4, 7], []]
 
@@ -78,7 +78,7 @@ def test_a_hundred_thousand_clients_are_cheap():
     counts = np.random.default_rng(0).integers(0, 3, (100_000, 10))
     test = np.arange(10_000) % 10
     start = time.perf_counter()
-    for split in (like_train(counts, test, 1), contiguous(10_000, 100_000), by_label(counts, test)):
+    for split in (like_train(counts, test, 1), contiguous_split(10_000, 100_000), by_label(counts, test)):
         assert len(split.client(99_999)) <= 10_000
     assert time.perf_counter() - start < 5
 

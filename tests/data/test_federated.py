@@ -7,7 +7,7 @@ import torch
 from fedlib import Experiment, build_federation, register_data
 from fedlib.data import federated
 from fedlib.data.federated import _subset as subset_of
-from fedlib.data.federated import hold_out, load_federated, place_of_inputs
+from fedlib.data.federated import hold_out, input_device, load_federated
 from tests.helpers.sentences import write
 
 pytestmark = pytest.mark.usefixtures("kept_cache")
@@ -186,5 +186,5 @@ def test_impossible_validation_is_refused(values, message):
 def test_inputs_that_would_fill_half_of_a_gpu_stay_in_host_memory(monkeypatch):
     monkeypatch.setattr(federated, "free_memory", lambda device: 100)
     small, large = torch.zeros(20, dtype=torch.uint8), torch.zeros(31, dtype=torch.uint8)
-    assert place_of_inputs([small, small], "cuda:0") == "cuda:0" and place_of_inputs([small, large], "cuda:0") == "cpu"
-    assert place_of_inputs([large] * 9, "cpu") == "cpu"
+    assert input_device([small, small], "cuda:0") == "cuda:0" and input_device([small, large], "cuda:0") == "cpu"
+    assert input_device([large] * 9, "cpu") == "cpu"

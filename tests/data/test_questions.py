@@ -71,7 +71,7 @@ def test_true_spans_of_real_questions_say_what_people_answered(shared_data, monk
 
 
 def test_texts_are_compared_as_squad_compares_them():
-    assert metrics.normalised("The  Cat's (whiskers), an answer") == "cats whiskers answer"
+    assert metrics.normalise_answer("The  Cat's (whiskers), an answer") == "cats whiskers answer"
     got = metrics.answer_scores(["the red fox", "Paris", "a"], [["red dog", "a RED fox!"], ["Rome"], []])
     # best reference "a RED fox!": equal once normalised; nothing shared; both are empty: equal, but F1 0 (v1.1)
     assert got == {"f1": pytest.approx(100 / 3), "exact_match": pytest.approx(200 / 3)}

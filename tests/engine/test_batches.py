@@ -11,7 +11,7 @@ from fedlib.core.clients import Client
 from fedlib.core.rng import torch_generator
 from fedlib.data.federated import load_federated
 from fedlib.data.transforms import sample_views
-from fedlib.engine.batches import draw_batches, draws_of, in_order, mixed, own_rows, places_of
+from fedlib.engine.batches import client_generators, client_rows, draw_batches, in_order, positions_of, shuffled_rows
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def drawn(e, data, client, t, epochs):
 def test_every_clients_batches_are_those_of_a_plain_loop(setup, augment):
     e, data, clients = setup
     e = e.replace(augment=augment)
-    batches = draw_batches(e, data, clients, draws_of(e.seed, 3))
+    batches = draw_batches(e, data, clients, client_generators(e.seed, 3))
     assert len({c.num_examples for c in clients}) == 3 and (batches.views is None) == (augment == "none")
     for k, client in enumerate(clients):
         wanted = list(drawn(e, data, client, 3, 2))
@@ -66,15 +66,15 @@ def test_a_crop_shifts_by_pixels_of_the_net_whatever_the_pictures_size(setup, sh
     e, data, clients = setup
     pictures = torch.zeros(len(data.inputs), 1, *shape, dtype=torch.uint8)
     e = e.replace(augment="crop", crop_pad=4, local_epochs=20)
-    views = draw_batches(e, replace(data, inputs=pictures), clients, draws_of(1, 1)).views.flatten(0, 2)
+    views = draw_batches(e, replace(data, inputs=pictures), clients, client_generators(1, 1)).views.flatten(0, 2)
     assert (32 * views[:, :2]).unique().tolist() == list(range(-4, 5))
 
 
 def test_a_client_draws_the_same_in_any_company(setup):
     e, data, clients = setup
-    together = draw_batches(e, data, clients, draws_of(e.seed, 1))
+    together = draw_batches(e, data, clients, client_generators(e.seed, 1))
     for k, client in enumerate(clients):
-        alone = draw_batches(e, data, [client], draws_of(e.seed, 1))
+        alone = draw_batches(e, data, [client], client_generators(e.seed, 1))
         s, _, b = alone.rows.shape
         assert torch.equal(together.rows[:s, k, :b], alone.rows[:, 0])
         assert torch.equal(together.weights[:s, k, :b], alone.weights[:, 0])
@@ -83,9 +83,9 @@ def test_a_client_draws_the_same_in_any_company(setup):
 def test_a_second_local_training_goes_on_drawing_where_the_first_stopped(setup):
     e, data, clients = setup
     e = e.replace(augment="crop")
-    draws = draws_of(e.seed, 2)
+    draws = client_generators(e.seed, 2)
     first, second = (draw_batches(e, data, clients, draws, epochs) for epochs in (1, 2))
-    longer = draw_batches(e, data, clients, draws_of(e.seed, 2), 3)
+    longer = draw_batches(e, data, clients, client_generators(e.seed, 2), 3)
     for k in range(len(clients)):
         a, b = first.steps[k], second.steps[k]
         assert (a, b, a + b) == (longer.steps[k] // 3, 2 * longer.steps[k] // 3, longer.steps[k])
@@ -97,20 +97,20 @@ def test_a_second_local_training_goes_on_drawing_where_the_first_stopped(setup):
 
 def test_rounds_draw_apart_and_a_round_draws_again(setup):
     e, data, clients = setup
-    drawn = [draw_batches(e, data, clients, draws_of(e.seed, t)) for t in (1, 2, 1)]
+    drawn = [draw_batches(e, data, clients, client_generators(e.seed, t)) for t in (1, 2, 1)]
     assert torch.equal(drawn[0].rows, drawn[2].rows) and not torch.equal(drawn[0].rows, drawn[1].rows)
 
 
 def test_members_of_one_client_share_its_batches(setup):
     e, data, (a, b, _) = setup
-    pairs, singles = (draw_batches(e, data, clients, draws_of(e.seed, 1)) for clients in ([a, b, a], [a, b]))
+    pairs, singles = (draw_batches(e, data, clients, client_generators(e.seed, 1)) for clients in ([a, b, a], [a, b]))
     assert torch.equal(pairs.rows[:, :2], singles.rows) and torch.equal(pairs.rows[:, 2], singles.rows[:, 0])
     assert torch.equal(pairs.weights[:, 2], singles.weights[:, 0])
 
 
 def test_padding_is_no_wider_than_the_largest_client(setup):
     e, data, clients = setup
-    batches = draw_batches(e.replace(batch_size=1000), data, clients, draws_of(e.seed, 1))
+    batches = draw_batches(e.replace(batch_size=1000), data, clients, client_generators(e.seed, 1))
     assert batches.rows.shape == (2, 3, max(c.num_examples for c in clients)) and batches.active.all()
 
 
@@ -120,13 +120,13 @@ def test_examples_in_order_come_once(setup, by_example):
     batches = zip(*((r.T, w.T) for r, w in in_order(data, clients, e.batch_size, by_example)), strict=True)
     rows, weights = map(torch.cat, batches)
     for k, client in enumerate(clients):
-        own, mine = own_rows(data, client.id, by_example), data.client(client.id)
+        own, mine = client_rows(data, client.id, by_example), data.client(client.id)
         assert (rows[weights[:, k] == 1, k].numpy() == own).all() and (np.sort(own) == mine).all()
         assert (rows[weights[:, k] == 0, k] == own[0]).all() and (own == mine).all() == by_example
     asked = np.stack([data.client(c.id)[[-1, 0, 3]] for c in clients], 1)[None].transpose(0, 2, 1)  # (1, K, 3)
-    places = places_of(data, clients, asked, by_example)
+    places = positions_of(data, clients, asked, by_example)
     for k, client in enumerate(clients):
-        assert (own_rows(data, client.id, by_example)[places[0, k]] == asked[0, k]).all()
+        assert (client_rows(data, client.id, by_example)[places[0, k]] == asked[0, k]).all()
 
 
 def test_where_norms_see_neighbours_batches_are_mixed_however_the_set_is_sorted():
@@ -138,6 +138,6 @@ def test_where_norms_see_neighbours_batches_are_mixed_however_the_set_is_sorted(
     clients = [Client(i, 0, 200) for i in range(2)]
     for rows, _ in in_order(data, clients, 50, False):
         assert all(len(data.labels[mine].unique()) == 4 for mine in rows)
-    assert all(len(data.labels[rows].unique()) == 4 for rows in mixed(data).split(50))
-    assert sorted(mixed(data).tolist()) == list(range(400))
-    assert not torch.equal(mixed(data), mixed(load_federated(e.replace(seed=2))))
+    assert all(len(data.labels[rows].unique()) == 4 for rows in shuffled_rows(data).split(50))
+    assert sorted(shuffled_rows(data).tolist()) == list(range(400))
+    assert not torch.equal(shuffled_rows(data), shuffled_rows(load_federated(e.replace(seed=2))))

@@ -25,7 +25,7 @@ def two_threads():
 @pytest.fixture
 def parts(monkeypatch):
     """How many examples the model was given at a time, and in which thread."""
-    seen, original = [], module.side_by_side
+    seen, original = [], module.map_in_threads
 
     def record(work, parts, threads):
         def recorded(examples):
@@ -34,7 +34,7 @@ def parts(monkeypatch):
 
         return original(recorded, parts, threads)
 
-    monkeypatch.setattr(module, "side_by_side", record)
+    monkeypatch.setattr(module, "map_in_threads", record)
     return seen
 
 
@@ -91,12 +91,12 @@ def test_accuracies_by_hand(monkeypatch):
     monkeypatch.setattr(module, "exit_logits", lambda *_: torch.stack([first, second]))
     found = dict(evaluate(f, f.server))
     wanted = np.array([[False] * k + [True] * (50 - k) for k in (10, 30, 10)])
-    assert np.array_equal(module.unpacked(found.pop("right"), 50), wanted)
+    assert np.array_equal(module.unpack_bits(found.pop("right"), 50), wanted)
     assert found == {"accuracy": 60.0, "exits": [80.0, 40.0], "ensemble": 80.0}
     second *= 4  # 8 against 3: now exit 2 decides
     second[10:30] = 8 * wrong[10:30]
     found = dict(evaluate(f, f.server))
-    assert module.unpacked(found.pop("right"), 50)[2].tolist() == [False] * 30 + [True] * 20
+    assert module.unpack_bits(found.pop("right"), 50)[2].tolist() == [False] * 30 + [True] * 20
     assert found == {"accuracy": 60.0, "exits": [80.0, 40.0], "ensemble": 40.0}
 
 
@@ -110,7 +110,7 @@ def test_each_exit_is_taken_from_the_model_that_the_method_evaluates_it_with(mon
         return torch.stack([right, right]) if len(asked) == 1 else torch.stack([right, right.roll(1, -1)])
 
     monkeypatch.setattr(module, "exit_logits", answer)
-    bits = module.packed(torch.tensor([[True] * 50, [False] * 50]))
+    bits = module.pack_bits(torch.tensor([[True] * 50, [False] * 50]))
     assert evaluate(f, f.server) == {"accuracy": 50.0, "exits": [100.0, 0.0], "right": bits}
     assert asked == served_parts(f, f.server) and asked[0] != asked[1]
     assert np.array_equal([p.depth for p in asked], sorted(p.depth for p in asked))

@@ -8,7 +8,7 @@ import torch
 
 from fedlib import Execution, build_federation, run_rounds
 from fedlib.engine import serving
-from fedlib.engine.evaluation import central, exit_logits
+from fedlib.engine.evaluation import central_forward, exit_logits
 from fedlib.engine.forward import Forward
 from fedlib.methods import METHODS, Round
 from fedlib_lab.rivals.ranks import Ranks
@@ -113,7 +113,7 @@ def test_a_clients_statistics_are_those_of_all_its_test_examples(tiny, monkeypat
     """The global model on one client's rows in one pass, and nothing else, is what it answers."""
     monkeypatch.setattr(serving, "AT_ONCE", 10)
     f, server, memories = trained(tiny, "fedavg", **NETS["maps"] | {"batch_norm": "batch", "options": {"exits": "all"}})
-    central(f, server, f.setting.full()).place_(training=True)
+    central_forward(f, server, f.setting.full()).place_(training=True)
     for k, x in answers(f, server, memories).items():
         rows = torch.from_numpy(f.data.client_test(k))
         with torch.no_grad():

@@ -13,7 +13,7 @@ from fedlib.core.slices import Slice
 from fedlib.methods import METHODS, Round
 from fedlib.methods.sums import MaskedMean
 from fedlib_lab.executors import flower
-from fedlib_lab.executors.messages import pack, unpack
+from fedlib_lab.executors.messages import deserialise, serialise
 from tests.helpers.stored import assert_same_rounds, small
 
 TWO = Execution(workers=2, executor="threads")
@@ -24,7 +24,7 @@ class Loopback:
 
     def __init__(self, *_):
         self.grid, self.online, self.answers, self.sent, self.asked = self, [1, 2], {}, [], []
-        self.reply = lambda node, data: flower.answer(data)
+        self.reply = lambda node, data: flower.train_message(data)
 
     def get_node_ids(self):
         return self.online
@@ -89,7 +89,7 @@ def test_a_clients_slice_travels_and_no_more(link):
     list(run_rounds(f, Execution(workers=2, executor="flower", cohort_size=1)))
     held = {}
     for data in link.sent:
-        *_, members, got, _, _ = unpack(data, flower.KINDS)
+        *_, members, got, _, _ = deserialise(data, flower.KINDS)
         held[members[0].client.budget] = sum(x.nbytes for *_, x in got)
         assert len(data) < held[members[0].client.budget] + 40_000
 
@@ -103,10 +103,10 @@ def test_a_clients_slice_travels_and_no_more(link):
 
 def test_a_cohort_of_a_node_that_lies_fails_or_is_late_is_trained_by_the_other(link):
     f = build_federation(small("reefl", finetune="frozen", rounds=1))
-    lies = iter([b"", pickle.dumps(print), pack(("trained", 1)), None])
+    lies = iter([b"", pickle.dumps(print), serialise(("trained", 1)), None])
 
     def reply(node, data):
-        return next(lies) if node == 1 and len(link.sent) < 5 else flower.answer(data)
+        return next(lies) if node == 1 and len(link.sent) < 5 else flower.train_message(data)
 
     link.reply = reply
     there = list(run_rounds(f, Execution(workers=2, executor="flower", patience_seconds=0.5)))
@@ -171,8 +171,8 @@ def test_sums_of_another_form_are_not_taken(what, link):
     f = build_federation(small("reefl", finetune="frozen", rounds=1))
 
     def reply(node, data):
-        kind, trained = unpack(flower.answer(data), flower.KINDS)
-        return pack((kind, spoil(what)(trained)), flower.KINDS)
+        kind, trained = deserialise(flower.train_message(data), flower.KINDS)
+        return serialise((kind, spoil(what)(trained)), flower.KINDS)
 
     link.reply = reply
     with pytest.raises(RuntimeError, match=f"its answer is not a cohort's: .*{what}"):
@@ -184,11 +184,11 @@ def test_a_mistake_arrives_as_itself_and_other_versions_are_told(link, monkeypat
     monkeypatch.setattr(flower, "train_task", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError, match="division by zero"):
         list(run_rounds(f, Execution(workers=2, executor="flower")))
-    link.reply = lambda node, data: pack(("raised", "__import__", "os"))
+    link.reply = lambda node, data: serialise(("raised", "__import__", "os"))
     with pytest.raises(RuntimeError, match="os"):
         list(run_rounds(f, Execution(workers=2, executor="flower")))
-    data = pack((("0", "0"), f.experiment.to_dict(), 1, [], [], {}, {}))
-    assert "on a SuperNode, ('0', '0') where the run was started" in unpack(flower.answer(data))[2]
+    data = serialise((("0", "0"), f.experiment.to_dict(), 1, [], [], {}, {}))
+    assert "on a SuperNode, ('0', '0') where the run was started" in deserialise(flower.train_message(data))[2]
 
 
 def test_code_does_not_travel(link, monkeypatch):
@@ -207,13 +207,13 @@ def test_a_message_is_what_was_packed_or_an_error():
     part = Slice.prefix(2, (0, 1), index={"residual": range(0, 8, 2), "1/ffn": (3, 1)})
     x = torch.arange(3.0)
     value = {1: (part, [x, x], None, float("inf")), "a": {"b": True}}
-    data = pack(value, [Slice])
-    back = unpack(data, [Slice])
+    data = serialise(value, [Slice])
+    back = deserialise(data, [Slice])
     assert back["a"] == value["a"] and back[1][0] == part and back[1][2:] == value[1][2:]
     assert torch.equal(back[1][1][0], x) and len(data) < 600
     with pytest.raises(TypeError, match="MaskedMean cannot be sent"):
-        pack(MaskedMean({}))
+        serialise(MaskedMean({}))
     deep = json.dumps({"__metadata__": {"value": '{"list": [' * 9999}}).encode()
-    for bad in (b"", b"\0" * 8, pickle.dumps(print), pack(part, [Slice]), len(deep).to_bytes(8, "little") + deep):
+    for bad in (b"", b"\0" * 8, pickle.dumps(print), serialise(part, [Slice]), len(deep).to_bytes(8, "little") + deep):
         with pytest.raises(ValueError, match="bytes are no message"):
-            unpack(bad)
+            deserialise(bad)

@@ -7,7 +7,7 @@ import torch
 from fedlib.core.paths import has_minilm
 from fedlib.data.datasets import load_dataset
 from fedlib.data.questions import unpack
-from fedlib_lab.formats.decode import Part, hold_out
+from fedlib_lab.formats.decode import Part, hold_out_tenth
 from tests.helpers.sentences import words, write
 
 pytestmark = [
@@ -18,7 +18,7 @@ pytestmark = [
 
 def test_questions_of_a_paragraph_are_held_out_together():
     part = Part(np.arange(60)[:, None], np.arange(60), None, [])
-    train, test = hold_out(part, [f"paragraph {i // 3}" for i in range(60)])
+    train, test = hold_out_tenth(part, [f"paragraph {i // 3}" for i in range(60)])
     assert len(test.labels) == 6 and len(set(test.labels // 3)) == 2
     assert not set(test.labels // 3) & set(train.labels // 3)
 

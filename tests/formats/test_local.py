@@ -76,8 +76,8 @@ def test_images_of_several_sizes_are_decoded_to_the_networks_input(tmp_path):
 def test_one_huge_image_takes_the_memory_of_a_small_one(tmp_path, monkeypatch):
     """At 2500 x 2500 x 3 bytes each, forty images would take 715 MiB."""
     path = folder(tmp_path / "set", [(2500, 2500)] + [(8, 8)] * 39)
-    decoded, kept = images.decoded, []
-    monkeypatch.setattr(images, "decoded", lambda *a: kept.append(decoded(*a)) or kept[-1])
+    decoded, kept = images.decode_pixels, []
+    monkeypatch.setattr(images, "decode_pixels", lambda *a: kept.append(decoded(*a)) or kept[-1])
     e = Experiment(dataset=str(path), num_clients=4, clients_per_round=2, pretrained=False)
     with pytest.warns(UserWarning, match="images of 2 sizes, up to 2500 x 2500 pixels, are decoded to 32 x 32"):
         f = build_federation(e)

@@ -12,7 +12,7 @@ from fedlib import register_data, run
 from fedlib.data.datasets import load_dataset, source_key
 from fedlib.data.federated import load_federated
 from fedlib_lab.formats import readers
-from fedlib_lab.formats.own import content_of
+from fedlib_lab.formats.own import content_digest
 from fedlib_lab.runs.identity import OtherInputs
 from tests.helpers.stored import ONE, small
 
@@ -80,7 +80,9 @@ def test_a_dataset_is_known_by_what_it_holds_and_not_by_how_it_came(tmp_path):
     dark, light = table().map(lambda row: {"label": 0}), table().map(lambda row: {"label": 1})
     light._fingerprint = dark._fingerprint
     seen = [load_dataset(register_data("mine", t)).train_labels.unique().tolist() for t in (dark, light)]
-    assert seen == [[0], [1]] and content_of(dark) == content_of(table().map(lambda row: {"label": row["label"] * 0}))
+    assert seen == [[0], [1]] and content_digest(dark) == content_digest(
+        table().map(lambda row: {"label": row["label"] * 0})
+    )
     file = tmp_path / "one.png"
     cells = hf.Dataset.from_dict({"image": [str(file)] * 20, "label": [0, 1] * 10}).cast_column("image", hf.Image())
     found = []

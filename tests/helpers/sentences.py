@@ -2,11 +2,11 @@
 
 import pandas as pd
 
-from fedlib.data.tokenizer import words_of
+from fedlib.data.tokenizer import load_tokenizer
 
 
 def words(row):
-    tokenizer = words_of(None).encoder()
+    tokenizer = load_tokenizer(None).encoder()
     return [tokenizer.id_to_token(int(i)) for i in row if i]
 
 

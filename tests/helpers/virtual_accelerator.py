@@ -3,7 +3,7 @@
 Meta tensors have shapes and no values. Inside :func:`accelerator` an experiment runs on them as on a GPU: an operation
 that mixes them with tensors of the CPU is an error, and whatever the host must wait for (a copy to the CPU, a number, a
 truth, a shape that depends on values) is given plausible values and counted where fedlib asked for it. So is what a
-local step copies from the host's pageable memory, for which it waits too; ``core.devices.sent`` pins it first.
+local step copies from the host's pageable memory, for which it waits too; ``core.devices.to_device`` pins it first.
 """
 
 import sys

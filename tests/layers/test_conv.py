@@ -8,11 +8,11 @@ from fedlib.layers import conv
 from fedlib.layers.conv import (
     Conv2d,
     average_pool,
+    fold_clients,
     init_kaiming_,
     init_uniform_,
     max_pool,
     sample_and_pad,
-    side_by_side,
 )
 from fedlib.layers.linear import Linear
 from fedlib.layers.norms import BatchNorm2d
@@ -144,8 +144,8 @@ def test_a_maps_layout_is_channels_last_and_kept_so_that_layers_copy_nothing(cli
     layer, x = Conv2d(3, 4, 3, padding=1), normal(clients, 5, 3, 8, 8)
     layer._parameters["weight"] = normal(clients, 4, 3, 3, 3)
     y = F.relu(layer(x)) + layer(x)
-    assert y.permute(1, 3, 4, 0, 2).is_contiguous() and side_by_side(y).data_ptr() == y.data_ptr()
-    assert side_by_side(max_pool(y, 2)).is_contiguous(memory_format=torch.channels_last)
+    assert y.permute(1, 3, 4, 0, 2).is_contiguous() and fold_clients(y).data_ptr() == y.data_ptr()
+    assert fold_clients(max_pool(y, 2)).is_contiguous(memory_format=torch.channels_last)
 
 
 def test_pooling_is_each_examples():
@@ -199,7 +199,7 @@ def test_gradients_of_strided_1x1_convolutions_and_of_the_pool_lie_as_maps_do():
     shortcut = Conv2d(16, 32, 1, stride=2)
     for clients in (1, 2):
         shortcut.weight = torch.nn.Parameter(torch.ones(clients, 32, 16, 1, 1))
-        z = conv.apart(torch.randn(4, 16 * clients, 8, 8).to(memory_format=torch.channels_last), clients)
+        z = conv.split_clients(torch.randn(4, 16 * clients, 8, 8).to(memory_format=torch.channels_last), clients)
         for layer in (shortcut, average_pool):
             (grad,) = torch.autograd.grad(layer(z.requires_grad_()).sum(), z)
-            assert side_by_side(grad).data_ptr() == grad.data_ptr()  # a view
+            assert fold_clients(grad).data_ptr() == grad.data_ptr()  # a view

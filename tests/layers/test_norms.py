@@ -8,7 +8,7 @@ from torch import nn
 
 from fedlib.layers import norms
 from fedlib.layers.context import Context, Scaler, share
-from fedlib.layers.conv import side_by_side
+from fedlib.layers.conv import fold_clients
 from fedlib.layers.norms import BatchNorm2d, LayerNorm, recomputed_statistics, set_policy_, statistics
 
 pytestmark = pytest.mark.usefixtures("repeatable_convolutions")
@@ -90,7 +90,7 @@ def test_the_layout_in_which_it_runs_changes_nothing(training, monkeypatch):
         context.training = training
         x = normal(3, 4, CHANNELS, 4, 3, seed=5).requires_grad_()
         y = norm(x)
-        assert side_by_side(y).is_contiguous(memory_format=torch.channels_last) and side_by_side(y)._is_view()
+        assert fold_clients(y).is_contiguous(memory_format=torch.channels_last) and fold_clients(y)._is_view()
         results.append([y, *torch.autograd.grad((y * normal(*y.shape, seed=7)).sum(), [x, norm.weight, norm.bias])])
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)

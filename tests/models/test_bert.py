@@ -164,7 +164,7 @@ def test_exits_read_the_class_token_in_units_of_one_word_sentences():
             expected += [out] if out is not None else []
             z = torch.cat(((c[block] + s[block] * m)[..., None, :], z[..., 1:, :]), -2) if m is not None else z
         torch.testing.assert_close(logits, torch.stack(expected))
-        torch.testing.assert_close(model(model.begin(ids[None], 1)), logits)
+        torch.testing.assert_close(model(model.run_leading(ids[None], 1)), logits)
         bert.origins.zero_()
         assert (model(ids[None]) - logits).abs().max() > 1e-3
     stream = build_backbone("bert_micro.stream", pretrained=False)

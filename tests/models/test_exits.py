@@ -8,7 +8,7 @@ import torch
 from datasets import Dataset
 
 from fedlib import Experiment, build_federation, run_rounds
-from fedlib.data.federated import places_in
+from fedlib.data.federated import vocabulary_positions
 from fedlib.data.tasks import IGNORED
 from fedlib.engine.evaluation import exit_logits
 from fedlib.engine.executors import Execution
@@ -119,7 +119,7 @@ def test_numbers_are_learned(base, tmp_path):
 
 def test_tokens_that_never_answered_are_nobodys_prediction():
     vocabulary = torch.tensor([3, 7, 9])
-    found = places_in(vocabulary, torch.tensor([[9, 3, IGNORED], [8, 100, 1]]))
+    found = vocabulary_positions(vocabulary, torch.tensor([[9, 3, IGNORED], [8, 100, 1]]))
     assert found.tolist() == [[2, 0, IGNORED], [3, 3, 3]]
 
 

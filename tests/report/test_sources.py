@@ -32,9 +32,9 @@ def test_answers_that_are_known_are_compared_example_by_example():
 def test_which_answers_a_value_counts(tiny):
     import torch
 
-    from fedlib.engine.evaluation import packed
+    from fedlib.engine.evaluation import pack_bits
 
-    text = packed(torch.tensor([[True, True, False], [False, True, False], [True, False, False]]))
+    text = pack_bits(torch.tensor([[True, True, False], [False, True, False], [True, False, False]]))
     r = run_of(tiny, [66.7, 33.3], [], right=text, num_test=3)
     assert right_of(r, "accuracy").tolist() == [[50, 100, 0]] and right_of(r, "last").tolist() == [[0, 100, 0]]
     assert right_of(r, "exits").tolist() == [[100, 100, 0], [0, 100, 0]]

@@ -11,7 +11,7 @@ from fedlib import Execution, build_federation, run_rounds
 from fedlib.core.clients import Client
 from fedlib.core.rng import torch_generator
 from fedlib.methods import METHODS, Method, build_method
-from fedlib.models.route import Begun
+from fedlib.models.route import PartialForward
 from fedlib_lab.rivals import darkdistill as dd
 from fedlib_lab.rivals.generators import angles, leave, leaving_numbers, relative_distances
 
@@ -137,7 +137,7 @@ def test_a_round_at_the_server_equals_a_plain_loop(digits, monkeypatch, exits):
         read = {}
         watch = lambda unit, z, feature, past, back: read.update({unit: feature[0]})  # noqa: E731
         whole = {**f.frozen, **server.params, **tensors}
-        out = functional_call(f.model, whole, (Begun(0, x[None]),), {"watch": watch})
+        out = functional_call(f.model, whole, (PartialForward(0, x[None]),), {"watch": watch})
         return out[:, 0], [read[u] for u in units]
 
     state = f.setting.spec.state(-1)

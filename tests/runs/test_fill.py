@@ -15,7 +15,7 @@ import yaml
 from filelock import FileLock
 
 import fedlib
-from fedlib.core.paths import keep_outputs_of, params_dir
+from fedlib.core.paths import params_dir, use_outputs_of
 from fedlib.core.storage import read_json, write_json, write_lines
 from fedlib_lab import cli
 from fedlib_lab.runs import fill as fill_module
@@ -206,7 +206,7 @@ def as_before():
     """The command leaves its handlers of signals and its profile's folder, as its process ends with it."""
     handlers = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)}
     yield
-    keep_outputs_of("small")
+    use_outputs_of("small")
     for number, handler in handlers.items():
         signal.signal(number, handler)
 

@@ -175,10 +175,10 @@ def test_nothing_is_unpickled(tmp_path):
 
 def test_a_run_says_which_test_examples_every_exit_got_right(tmp_path):
     """The shares of right answers are the accuracies; the rounds before the last keep numbers alone."""
-    from fedlib.engine.evaluation import unpacked
+    from fedlib.engine.evaluation import unpack_bits
 
     found = run(short("reefl", rounds=2), ONE, tmp_path, progress=False)
-    right = unpacked(found.summary["right"], found.summary["num_test"])
+    right = unpack_bits(found.summary["right"], found.summary["num_test"])
     assert right.shape == (len(found.summary["exits"]) + 1, 40)
     assert (100 * right.mean(1)).tolist() == pytest.approx([*found.summary["exits"], found.summary["ensemble"]])
     assert all("right" not in m for m in found.metrics)

@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from fedlib import run, sweep
-from fedlib.core.paths import keep_outputs_of
+from fedlib.core.paths import use_outputs_of
 from fedlib_lab import cli
 from fedlib_lab.report.frames import trials_frame
 from fedlib_lab.runs.store import find_run
@@ -97,7 +97,7 @@ def test_a_shell_sweeps_the_rows_of_a_table(tmp_path, monkeypatch, capsys):
         [m, lr] for m in ("reefl", "depthfl") for lr in ("0.01", "0.10")
     ]
     assert said[5].startswith("best of reefl: --set lr=0.") and said[6].startswith("best of depthfl: --set lr=0.")
-    keep_outputs_of("small")
+    use_outputs_of("small")
 
 
 def test_a_shell_s_ranges():

@@ -194,7 +194,7 @@ def test_shorter_arithmetic_stays_near(method, precision, device, monkeypatch):
 def test_inputs_may_stay_in_host_memory(method, device, monkeypatch):
     e = tiny(method, backbone=few_blocks(monkeypatch, method))
     there, start = rounds(e, device)
-    monkeypatch.setattr(federated, "place_of_inputs", lambda inputs, device: "cpu")
+    monkeypatch.setattr(federated, "input_device", lambda inputs, device: "cpu")
     federated._on_device.cache_clear()
     try:
         f = build_federation(e, device)

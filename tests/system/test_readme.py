@@ -13,7 +13,7 @@ import pandas as pd
 import pytest
 import yaml
 
-from fedlib.core.paths import keep_outputs_of
+from fedlib.core.paths import use_outputs_of
 from fedlib_lab.cli import main, overrides_of, parser
 from fedlib_lab.report.tables import load_reported
 from fedlib_lab.runs.fill import named
@@ -166,7 +166,7 @@ def test_every_command_of_fedlib_on_the_first_page_runs(tmp_path, monkeypatch, c
         if words[0] == "sweep":
             assert "best of reefl: --set lr=0." in out
     assert len(list((tmp_path / "runs").iterdir())) > 5  # of run, sweep and fill
-    keep_outputs_of("small")
+    use_outputs_of("small")
 
 
 def test_every_command_of_papermill_on_the_first_page_runs(tmp_path):

@@ -117,10 +117,10 @@ def test_every_method_runs_there_on_every_backbone_with_every_tuner(method, tmp_
     ],
 )
 def test_inputs_that_stay_in_host_memory_are_sent_batch_by_batch(method, backbone, tuner, monkeypatch, tmp_path):
-    monkeypatch.setattr(federated, "place_of_inputs", lambda inputs, device: "cpu")
+    monkeypatch.setattr(federated, "input_device", lambda inputs, device: "cpu")
     federated._on_device.cache_clear()
-    places, sent = [], federated.sent
-    monkeypatch.setattr(federated, "sent", lambda x, device: places.append(x.device.type) or sent(x, device))
+    places, sent = [], federated.to_device
+    monkeypatch.setattr(federated, "to_device", lambda x, device: places.append(x.device.type) or sent(x, device))
     fetched = went(trial(method, backbone, tuner), tmp_path)
     federated._on_device.cache_clear()
     assert len(places) > 2 and {*places} == {"cpu"} and not too_often(method, fetched)

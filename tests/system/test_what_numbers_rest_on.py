@@ -72,7 +72,7 @@ def test_statistics_of_several_batches_are_those_of_one_pass(sorted_digits, monk
     build, _ = sorted_digits
     f, server = build(method="fedavg", backbone="resnet8", num_exits=3, options={"exits": "all"})
     part = f.setting.full()
-    evaluation.central(f, server, part).place_(training=True)
+    evaluation.central_forward(f, server, part).place_(training=True)
     with torch.no_grad():
         want = f.model(f.data.view(f.data.test_inputs, (3, 32, 32), torch.arange(90))[None])[:, 0]
     for at_once in (2**30, 7 * f.model.backbone.spec.numbers(1)[0]):

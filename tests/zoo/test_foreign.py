@@ -19,7 +19,7 @@ from fedlib.models.registry import OWN
 from fedlib.models.route import Route
 from fedlib_lab.runs import store
 from fedlib_lab.runs.identity import inputs_of
-from fedlib_lab.zoo.foreign import Foreign, attend, seen
+from fedlib_lab.zoo.foreign import Foreign, attend_with_dropout, score_bias
 from fedlib_lab.zoo.foreign_loading import build_model
 from tests.helpers.foreign import TINY, generator, spread_
 
@@ -297,12 +297,14 @@ def test_attention_is_transformers_own_but_for_what_is_dropped():
     module = SimpleNamespace(drop=TokenDropout(1e-9), num_key_value_groups=2, is_causal=True)  # drops nothing
     draw = lambda *shape: torch.randn(shape, generator=generator(sum(shape)))  # noqa: E731
     query, key, value, bias = draw(3, 4, 5, 6), draw(3, 2, 5, 6), draw(3, 2, 5, 6), draw(1, 4, 5, 5)
-    mask = seen(torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0], [1, 0, 0, 0, 0]], dtype=bool), True, torch.float32)
+    mask = score_bias(
+        torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0], [1, 0, 0, 0, 0]], dtype=bool), True, torch.float32
+    )
     for kept in (None, bias):
         module.drop.context.generators = None
-        expected, _ = attend(module, query, key, value, mask, scaling=0.3, position_bias=kept)
+        expected, _ = attend_with_dropout(module, query, key, value, mask, scaling=0.3, position_bias=kept)
         module.drop.context.generators, module.drop.context.members = [generator()], range(1)
-        torch.testing.assert_close(attend(module, query, key, value, mask, 0.3, kept)[0], expected)
+        torch.testing.assert_close(attend_with_dropout(module, query, key, value, mask, 0.3, kept)[0], expected)
 
 
 def test_cohorts_with_dropout_train_as_each_alone(tmp_path, monkeypatch):

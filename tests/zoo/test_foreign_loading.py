@@ -13,7 +13,7 @@ from fedlib.models.map_exits import classifiers
 from fedlib.models.measure import Measure
 from fedlib.models.registry import OWN, backbone_spec, build_backbone, fetch_weights
 from fedlib_lab.zoo import foreign_loading as foreign_module
-from fedlib_lab.zoo.foreign_loading import build_model, check_whole, load_foreign
+from fedlib_lab.zoo.foreign_loading import build_model, check_outputs, load_foreign
 from fedlib_lab.zoo.foreign_specs import ForeignSpec
 from tests.helpers.foreign import TINY, spread_
 
@@ -87,7 +87,7 @@ def stand_in(folder, family, **changes):
 @pytest.mark.parametrize("family", [f for f in TINY if f not in ("bert", "distilbert")])
 def test_a_folder_says_what_it_holds(tmp_path, monkeypatch, family):
     """``ForeignSpec.of`` finds what ``save_pretrained`` wrote; loaded, it answers as the whole model does."""
-    monkeypatch.setattr("fedlib_lab.zoo.foreign_specs.words_of", lambda *a, **k: SimpleNamespace(padding=0))
+    monkeypatch.setattr("fedlib_lab.zoo.foreign_specs.load_tokenizer", lambda *a, **k: SimpleNamespace(padding=0))
     spec = stand_in(tmp_path, family)
     (tmp_path / "tokenizer.json").write_text("{}")
     found = ForeignSpec.of(tmp_path)
@@ -96,11 +96,11 @@ def test_a_folder_says_what_it_holds(tmp_path, monkeypatch, family):
     expected = replace(spec, length=length, positions=512) if spec.reads == "tokens" else spec
     assert [getattr(found, k) for k in sizes] == [getattr(expected, k) for k in sizes]
     loaded, model = load_foreign(found), build_model(spec).from_pretrained(tmp_path).eval()
-    check_whole(loaded, model)
+    check_outputs(loaded, model)
     with torch.no_grad():
         loaded.blocks[0].get_parameter(next(n for n, _ in loaded.blocks[0].named_parameters())).add_(0.5)
     with pytest.raises(ValueError, match="answers otherwise unit by unit than as a whole"):
-        check_whole(loaded, build_model(spec).from_pretrained(tmp_path).eval())
+        check_outputs(loaded, build_model(spec).from_pretrained(tmp_path).eval())
 
 
 @pytest.mark.parametrize("changes, message", [

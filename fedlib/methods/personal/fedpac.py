@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 
 from ...core.annotations import Count, NotNegative, Positive
-from ...core.devices import home
+from ...core.devices import to_host
 from ...models.maps import MapSpec
 from ..base import Batch, Client, Cohort, Experiment, JointExits, ParamInfo, Spec
 from ..mixtures import class_means, mixtures, part_of, row, under
@@ -79,7 +79,7 @@ class FedPAC(JointExits):
         server, ids = super().aggregate(server, arrived, r), sorted(arrived.extras)
         told = [part_of(arrived.extras[i], "statistics") for i in ids]
         v, h, counts, means = (torch.stack([x[k] for x in told]) for k in ("V", "h", "counts", "prototypes"))
-        v, h = home((v, h))
+        v, h = to_host((v, h))
         shares = torch.stack([mixing_weights(v, h, i) for i in range(len(ids))])
         exits = mixtures({i: part_of(arrived.extras[i], "exits") for i in ids}, shares)
         prototypes = class_means(means, counts, part_of(server.memory, "prototypes"))

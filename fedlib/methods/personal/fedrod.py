@@ -17,7 +17,7 @@ from typing import ClassVar
 import torch
 
 from ...core.annotations import Count
-from ...layers.context import untracked
+from ...layers.context import frozen_statistics
 from ...models.exits import PairedExits
 from ..base import Batch, Client, Cohort, Experiment, Head, JointExits, ParamInfo, Spec, classifiers
 from ..values import Setting, Stage
@@ -49,7 +49,7 @@ class FedRoD(JointExits):
 
         def logits(part: Head, batch: Batch, detach: bool = False) -> torch.Tensor:
             seen = [batch.features[j].detach() if detach else batch.features[j] for j in range(len(units))]
-            with untracked(cohort.model.context):
+            with frozen_statistics(cohort.model.context):
                 outputs = [part.step(unit, z, [])[0] for unit, z in zip(units, seen, strict=True)]
             return torch.stack([out for out in outputs if out is not None]).float()
 

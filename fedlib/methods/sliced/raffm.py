@@ -31,7 +31,7 @@ import numpy as np
 import torch
 
 from ...core.annotations import Share, When
-from ...core.devices import home
+from ...core.devices import to_host
 from ...core.slices import Axis, Indices
 from ..base import Arrived, Client, ExitModel, Experiment, ParamInfo, Round, Server, Serving, Setting, Slice, Tensors
 from ..server import ServerStep
@@ -101,7 +101,7 @@ class RaFFM(ServerStep):
         model, ranks = r.setting.solved.get(self, (None, {}))
         if model is not server.params:
             found = salience({**r.setting.frozen, **server.params}, r.setting.infos, r.setting.axes, self.rank)
-            ranks = dict(zip(found, home(list(found.values())), strict=True))
+            ranks = dict(zip(found, to_host(list(found.values())), strict=True))
             r.setting.solved[self] = server.params, ranks
         return ranks
 

@@ -14,7 +14,7 @@ from ...runs.params import load_experiment
 
 
 def memory_table(stored: Stored) -> tuple[bool, str]:
-    """FeDepth's Table 1, counted; it cuts some decimals instead of rounding them."""
+    """Compare FeDepth's Table 1 with our counts; it cuts some decimals instead of rounding them."""
     printed = load_reported(stored.paper, "table1").set_index("variant")["mean"]
     measure = _preresnet20(stored.paper).setting.measure
     share = lambda name: measure.total_mib(BATCH) / float(name.partition("/")[2] or 1)  # noqa: E731
@@ -27,7 +27,7 @@ def memory_table(stored: Stored) -> tuple[bool, str]:
 
 
 def a_sixth_trains_everything(stored: Stored) -> tuple[bool, str]:
-    """The stages of the poorest fair client cover all blocks."""
+    """Check that the stages of the poorest fair client cover all blocks."""
     shapes = _preresnet20(stored.paper)
     stages = shapes.method.blocks(1 / 6, shapes.setting)
     blocks = [unit for stage in stages for unit in stage]

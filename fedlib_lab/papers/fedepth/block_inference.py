@@ -15,20 +15,20 @@ from fedlib.engine.federation import Federation
 from fedlib.engine.forward import Forward
 from fedlib.layers.norms import settled_statistics
 from fedlib.methods import Server
-from fedlib.models.route import Begun
+from fedlib.models.route import PartialForward
 
 
 @torch.no_grad()
 def block_logits(f: Federation, server: Server, folder: str | Path) -> torch.Tensor:
-    """Outputs (N, *out) of the whole net's last exit on the central test set; ``folder`` holds z_j of every batch.
+    """Compute outputs (N, *out) of the last exit on the central test set; ``folder`` holds z_j of every batch.
 
     While a unit runs, no other's parameters are there. ``ValueError`` where batch norm needs a pass of its own.
     """
     if f.experiment.batch_norm not in ("batch", "tracked"):
         raise ValueError(f"experiment: batch_norm = {f.experiment.batch_norm!r}: unit by unit, batch or tracked answer")
-    model, data, last, part = f.model, f.data, f.model.depth - 1, f.setting.full()
+    model, data, last, part, device = f.model, f.data, f.model.depth - 1, f.setting.full(), str(f.device)
     held = {n: x for n, x in {**f.frozen, **server.params}.items() if n in f.setting.infos}
-    batches = torch.arange(len(data.test_labels), device=f.device).split(BATCH)
+    batches = torch.arange(len(data.test_labels), device=device).split(BATCH)
     forward, outputs = Forward(model, [part], held, data=data, test=True).place_(), []
     files = [Path(folder) / f"{i}.safetensors" for i in range(len(batches))]
     one_pass = nullcontext(lambda run, batches: list(map(run, batches)))
@@ -37,7 +37,7 @@ def block_logits(f: Federation, server: Server, folder: str | Path) -> torch.Ten
             here = {n for n in held if (at := f.setting.infos[n].unit) == unit or (at < 0 and unit in (0, last))}
 
             def run(i: int, unit: int = unit) -> torch.Tensor | None:
-                x = Begun(unit, load_file(files[i], str(f.device))["z"]) if unit else forward.inputs(batches[i][None])
+                x = PartialForward(unit, load_file(files[i], device)["z"]) if unit else forward.inputs(batches[i][None])
                 if unit == last:
                     return forward(x)[-1, 0]
                 save_file({"z": forward.leading(x, unit + 1).z.contiguous()}, files[i])

@@ -17,7 +17,7 @@ from fedlib.models.route import Route
 
 
 def local_features(f: Federation, server: Server, ids: Sequence[int], examples: int) -> dict[int, list[torch.Tensor]]:
-    """Per client of ``ids`` what its network makes of the first ``examples`` test examples after each unit.
+    """Return per client of ``ids`` its network's features of the first ``examples`` test examples after each unit.
 
     The networks are trained from ``server`` in one more round. Maps are averaged over pixels: (examples, channels).
     """
@@ -40,7 +40,7 @@ def _features(f: Federation, cohort: Cohort, examples: int) -> list[torch.Tensor
 
 
 def linear_cka(x: torch.Tensor, y: torch.Tensor) -> float:
-    """||Y'X||^2 / (||X'X|| ||Y'Y||) in Frobenius norms, 0..1; zero where a side is constant."""
+    """Compute ||Y'X||^2 / (||X'X|| ||Y'Y||) in Frobenius norms, 0..1; zero where a side is constant."""
     x, y = _centred(x, y)
     if len(x) < max(x.shape[1], y.shape[1]):  # the same through Gram matrices (N, N)
         k, m = x @ x.T, y @ y.T
@@ -51,7 +51,7 @@ def linear_cka(x: torch.Tensor, y: torch.Tensor) -> float:
 
 
 def mean_cca(x: torch.Tensor, y: torch.Tensor, variance: float = 1.0) -> float:
-    """Mean canonical correlation, 0..1, over as many directions as the smaller side has; zero if a side is constant.
+    """Return the mean canonical correlation, 0..1, over the smaller side's directions; zero if a side is constant.
 
     ``variance`` < 1 keeps of each side only the leading principal components that hold this share of its variance
     (0.99 is SVCCA, Raghu et al. 2017): small directions are noise, and where features are as many as examples every
@@ -66,7 +66,7 @@ def mean_cca(x: torch.Tensor, y: torch.Tensor, variance: float = 1.0) -> float:
 
 
 def _basis(x: torch.Tensor, variance: float) -> torch.Tensor:
-    """Orthonormal (N, rank): the leading components of the columns' span that hold ``variance`` of its variance."""
+    """Return orthonormal (N, rank): the leading components of the columns' span with ``variance`` of its variance."""
     u, s, _ = torch.linalg.svd(x, full_matrices=False)
     rank = int((s > s[0] * max(x.shape) * torch.finfo(s.dtype).eps).sum())
     held = s.square().cumsum(0)[:rank] / s.square().sum()
@@ -84,7 +84,7 @@ MEASURES = {"CKA": linear_cka, "CCA": lambda x, y: mean_cca(x, y, 0.99)}
 
 
 def similarities(features: Mapping[int, Sequence[torch.Tensor]]) -> dict[str, np.ndarray]:
-    """Per measure the mean over pairs of clients of how alike layer i of one and layer j of the other are, (L, L)."""
+    """Return per measure the similarity (L, L) of layer i of one and layer j of another client, mean over pairs."""
     ids = list(features)
     pairs = [(a, b) for a in ids for b in ids if a != b]
     out = {}

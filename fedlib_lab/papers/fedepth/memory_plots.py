@@ -14,7 +14,7 @@ LEFT_OUT = "#c9ced3"
 
 @styled
 def plot_stages(needs: Sequence[float], budgets: Mapping[str, float], slack: float, net: str, unit: str = "MiB"):
-    """A panel per budget: every block is a bar on top of the blocks before it in its stage, under the budget's line.
+    """Plot a panel per budget: each block a bar on top of those before it in its stage, under the budget's line.
 
     A stage has a colour; blocks that fit no stage are grey. The title says how many stages the least and the largest
     budget make of ``net``. Returns the panels' Axes.
@@ -51,7 +51,7 @@ def plot_stages(needs: Sequence[float], budgets: Mapping[str, float], slack: flo
 
 @styled
 def plot_memory(frame: pd.DataFrame, subject: str, ax=None):
-    """Bars of a stage's estimated and measured memory, lines at r times the whole net's measured peak.
+    """Plot bars of a stage's estimated and measured memory, lines at r times the whole net's measured peak.
 
     ``frame`` as from ``training_memory.memory_of_stages``.
     """
@@ -75,7 +75,7 @@ def plot_memory(frame: pd.DataFrame, subject: str, ax=None):
 
 @styled
 def plot_similarities(tables: Mapping[str, np.ndarray], subject: str):
-    """A panel per measure: layer by layer of two local networks, brighter where they are more alike.
+    """Plot a panel per measure: layer by layer of two local networks, brighter where they are more alike.
 
     The scale of each goes from its lowest to its highest value, and the title says the ends of the diagonals.
     """
@@ -94,7 +94,7 @@ def plot_similarities(tables: Mapping[str, np.ndarray], subject: str):
 
 @styled
 def plot_parts(frame: pd.DataFrame, title: str, ax=None):
-    """What training holds: a stacked bar per ``net``, a part per other column, in percent; its total beside it."""
+    """Plot what training holds: a stacked bar per ``net``, a part per other column, in percent, and its total."""
     import seaborn
 
     ax, parts = axes_of(ax), frame.set_index("net")

@@ -29,12 +29,12 @@ WORK = "a measured work"
 
 
 def peak_mib(work: Callable[[], object], device: torch.device | str = "cpu") -> float:
-    """The most memory that ``work`` holds at any moment, beyond what was held before, in MiB."""
+    """Measure the most memory that ``work`` holds at any moment, beyond what was held before, in MiB."""
     return peaks_mib([work], device)[0]
 
 
 def peaks_mib(works: Sequence[Callable[[], object]], device: torch.device | str = "cpu") -> list[float]:
-    """The most memory held during each of ``works``, one after the other, beyond what was held before the first."""
+    """Measure the peak memory (MiB) of each of ``works``, run in order, beyond what was held before the first."""
     device, peaks = torch.device(device), []
     if device.type == "cuda":
         gc.collect()  # what an earlier work left behind and is let go only now would count as released
@@ -57,7 +57,7 @@ def peaks_mib(works: Sequence[Callable[[], object]], device: torch.device | str 
     tree = profiler.profiler.kineto_results.experimental_event_tree()
     held: dict[int, int] = {}  # bytes by address: what was there before the works is not theirs to release
     total = 0
-    for event in sorted(flattened(tree), key=lambda e: e.start_time_ns):
+    for event in sorted(flatten_events(tree), key=lambda e: e.start_time_ns):
         if event.name == WORK:
             peaks.append(total / MIB)
         if event.tag == _EventType.Allocation:
@@ -70,22 +70,22 @@ def peaks_mib(works: Sequence[Callable[[], object]], device: torch.device | str 
     return peaks
 
 
-def flattened(events: Sequence[Any]) -> Iterator[Any]:
-    """All of a profiler's ``events``, each before those that happened in it."""
+def flatten_events(events: Sequence[Any]) -> Iterator[Any]:
+    """Yield all of a profiler's ``events``, each before those that happened in it."""
     for event in events:
         yield event
-        yield from flattened(event.children)
+        yield from flatten_events(event.children)
 
 
 def one_client(e: Experiment, device: str = "cpu") -> Federation:
-    """``e`` with a single client of as many examples as its clients have in the mean, and one local epoch."""
+    """Build ``e`` with a single client of as many examples as its clients have in the mean, and one local epoch."""
     examples = max(1, round(examples_per_client(e)))
     one = {"num_clients": 1, "clients_per_round": 1, "num_train": examples, "num_test": 10}
     return build_federation(e.replace(**one, partition="iid", local_epochs=1, augment="none"), device)
 
 
 def memory_of_stages(e: Experiment, device: str = "cpu") -> pd.DataFrame:
-    """A row for every stage of every budget of a FeDepth experiment: ``estimate_mib`` and ``measured_mib`` of it.
+    """Measure every stage of every budget of a FeDepth experiment: a row with ``estimate_mib`` and ``measured_mib``.
 
     At the batch size of ``e``, of a client of mean size. ``r`` is the share of the memory, ``budget_mib`` that share of
     the whole net's measured peak (rows of r = "all": one epoch of FedAvg), ``blocks`` are counted from 1, ``kept_mib``
@@ -105,7 +105,7 @@ def memory_of_stages(e: Experiment, device: str = "cpu") -> pd.DataFrame:
 
 
 def seconds_of_stages(e: Experiment, share: float, times: int = 3, device: str = "cpu") -> tuple[int, float, float]:
-    """(stages, seconds of the staged local training of a client with ``share``, those of the whole net at once).
+    """Time (stages, seconds of the staged training of a client with ``share``, seconds of the whole net at once).
 
     Both take the same epochs over the same examples; the least of ``times`` each. ``e`` has one client.
     """
@@ -129,7 +129,7 @@ def seconds_of_stages(e: Experiment, share: float, times: int = 3, device: str =
 
 
 def _rows(f: Federation, client: Client, stages: list[Stage], r: str) -> list[dict]:
-    """A row for each of a local training's ``stages``, which are taken one after the other."""
+    """Measure each of a local training's ``stages``, which are taken one after the other: a row each."""
     round_ = Round(1, (client,), f.setting)
     main = f.method.members(client, f.server, round_)[0]
     cohorts: list[Cohort] = []

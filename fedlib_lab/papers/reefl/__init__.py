@@ -14,7 +14,7 @@ from ...runs.params import load_experiment
 
 
 def upload_table(paper: str) -> pd.DataFrame:
-    """Upload per client and round in Tables 1 and 2: printed, by the paper's convention, honest.
+    """Return the upload per client and round in Tables 1 and 2: printed, by the paper's convention, honest.
 
     ``largest``: parameters a client of the largest budget sends. DeiT-S, 100 classes; MiB (2^20 bytes), float32.
     """
@@ -31,7 +31,7 @@ def upload_table(paper: str) -> pd.DataFrame:
 
 
 def uploads_of(stored: Stored) -> pd.DataFrame:
-    """:func:`upload_table`, computed where ``outputs/<paper>/tables/uploads.csv`` does not hold it yet."""
+    """Return :func:`upload_table`, computed where ``outputs/<paper>/tables/uploads.csv`` does not hold it yet."""
     if (table := stored.table("uploads")) is None:
         path = stored.folder / "tables" / "uploads.csv"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -61,8 +61,8 @@ def fewer_parameters(stored: Stored) -> tuple[bool, str]:
     return bool(0 < at.depthfl - at.reefl < 0.01 * at.depthfl), f"{at.reefl:,} against {at.depthfl:,} trainable"
 
 
-def counted(claim: dict, stored: Stored) -> list[tuple[dict, Difference]]:
-    """Figure 7's differences per seed in points, from its notebook's table; ``running``, ``batch`` count teachers."""
+def teacher_differences(claim: dict, stored: Stored) -> list[tuple[dict, Difference]]:
+    """Return Figure 7's differences per seed in points from its notebook's table, teachers counted per estimate."""
     out = []
     for exits in (4, 12):
         table = stored.table(f"{claim['counts']}_{stored.profile}_{exits}exits")
@@ -82,4 +82,4 @@ def counted(claim: dict, stored: Stored) -> list[tuple[dict, Difference]]:
 
 
 EXACT = {"communication": communication, "extra_upload": extra_upload, "fewer_parameters": fewer_parameters}
-COMPARED = {"counted": counted}
+COMPARED = {"counted": teacher_differences}

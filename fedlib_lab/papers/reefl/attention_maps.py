@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from fedlib.data.transforms import render
-from fedlib.engine.evaluation import central, served_parts
+from fedlib.engine.evaluation import central_forward, served_parts
 from fedlib.engine.federation import Federation
 from fedlib.methods import Server
 from fedlib.models.exit_model import ExitModel
@@ -41,13 +41,13 @@ class Attention:
     exit_units: tuple[int, ...]
 
     def earliest_correct(self, labels: torch.Tensor) -> torch.Tensor:
-        """The first exit (B,) that classifies each image correctly; -1 if none does."""
+        """Return the first exit (B,) that classifies each image correctly; -1 if none does."""
         right = self.logits.argmax(-1) == labels  # (E, B)
         return torch.where(right.any(0), right.int().argmax(0), -1)
 
 
 def pick_by_exit(first: torch.Tensor, labels: torch.Tensor, num_exits: int, groups: int = 3) -> torch.Tensor:
-    """One example per class and group of exits, (classes present, groups): rows of ``labels``, -1 where there is none.
+    """Pick one example per class and group of exits, (classes present, groups): rows of ``labels``, -1 if none.
 
     ``first`` is :meth:`Attention.earliest_correct`. Of the examples of a class whose earliest correct exit lies in a
     group (early, middle, late thirds), the first is taken: none is picked for its looks.
@@ -61,7 +61,7 @@ def pick_by_exit(first: torch.Tensor, labels: torch.Tensor, num_exits: int, grou
 
 
 def attention_row(block: nn.Module, token: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
-    """Softmax attention (K, B, heads, T) of ``token`` (K, B, d) in place of the class token of ``z`` (K, B, T, d)."""
+    """Return attention (K, B, heads, T) of ``token`` (K, B, d) in place of the class token of ``z`` (K, B, T, d)."""
     h = block.norm1(torch.cat((token.unsqueeze(-2), z[..., 1:, :]), -2))
     attn = block.attn
     while hasattr(attn, "base_layer"):  # an adapter around the attention
@@ -72,7 +72,7 @@ def attention_row(block: nn.Module, token: torch.Tensor, z: torch.Tensor) -> tor
 
 @torch.inference_mode()
 def attention_maps(model: ExitModel, images: torch.Tensor) -> Attention:
-    """All maps of ``images`` (1, B, 3, H, W) for the parameters that ``model`` holds, from one watched forward pass."""
+    """Compute all maps of ``images`` (1, B, 3, H, W) for the parameters in ``model``, in one watched forward pass."""
     backbone, head, spec = model.backbone, model.head, model.backbone.spec
     side, maps = spec.img_size // spec.patch_size, {name: [] for name in MAPS}
     left = []  # the class token as each unit left it
@@ -96,7 +96,7 @@ def attention_maps(model: ExitModel, images: torch.Tensor) -> Attention:
 
 
 def run_attention(f: Federation, server: Server, rows: torch.Tensor) -> Attention:
-    """The maps of the test images ``rows`` under the trained global model."""
-    central(f, server, served_parts(f, server)[-1]).place_()
+    """Compute the maps of the test images ``rows`` under the trained global model."""
+    central_forward(f, server, served_parts(f, server)[-1]).place_()
     size = f.model.backbone.spec.img_size
     return attention_maps(f.model, render(f.data.test_inputs[rows], None, size, f.data.mean, f.data.std)[None])

@@ -24,18 +24,18 @@ def overlay(image: np.ndarray, weights: np.ndarray | None, ax, title: str = "") 
 
 
 def as_image(pixels: torch.Tensor) -> np.ndarray:
-    """uint8 (C, H, W) -> (H, W, 3)."""
+    """Convert uint8 (C, H, W) -> (H, W, 3)."""
     return pixels.cpu().expand(3, -1, -1).permute(1, 2, 0).numpy()
 
 
 def _mean(attention: Attention, name: str, i: int, block: int, head: int | None = None) -> np.ndarray:
-    """One map (side, side) of image ``i``: the mean over heads (the paper's), or one head's."""
+    """Return one map (side, side) of image ``i``: the mean over heads (the paper's), or one head's."""
     heads = attention.maps[name][i, block]
     return (heads.mean(0) if head is None else heads[head]).cpu().numpy()
 
 
 def plot_blocks(image: np.ndarray, attention: Attention, i: int = 0, subject: str = "", wide: int = 6):
-    """Figure 1b: image ``i``, and of every block its map before Ree, the modulated one, and the difference.
+    """Plot Figure 1b: image ``i``, and of every block its map before Ree, the modulated one, and the difference.
 
     Means over heads, differences on one scale; so many blocks stand side by side (``wide``). The title says how much of
     the attention modulation moves (total variation). Returns the Axes; the first column is the image's.
@@ -72,7 +72,7 @@ def plot_blocks(image: np.ndarray, attention: Attention, i: int = 0, subject: st
 
 
 def plot_gallery(images: Sequence[np.ndarray], attention: Attention, labels: torch.Tensor, classes: Sequence[str]):
-    """Figure 11: per image (row) the maps of Eqs. 7-9 in the block of its earliest correct exit; returns the Axes.
+    """Plot Figure 11: per image (row) the maps of Eqs. 7-9 in the block of its earliest correct exit. Returns the Axes.
 
     An image that no exit gets right shows the last block and says so.
     """
@@ -97,7 +97,7 @@ def plot_slide(
     images: Sequence[np.ndarray], attention: Attention, labels: torch.Tensor, classes: Sequence[str],
     chosen: torch.Tensor, title: str = "What the class token looks at, in the block of the first exit that is right",
 ):  # fmt: skip
-    """A gallery for a slide: a row per class, a triple per group of exits: image, map before Ree, map modulated.
+    """Plot a row per class, a triple per group of exits: image, map before Ree, modulated map.
 
     ``chosen`` (classes, groups) as from ``pick_by_exit``; maps are Eqs. 7 and 8 in the block of the image's earliest
     correct exit, mean over heads, each on its own scale. Returns the Axes (classes, groups, 3).
@@ -112,7 +112,7 @@ def plot_slide(
     for g, part in enumerate(figure.subfigures(1, groups, wspace=0.03, squeeze=False)[0]):
         axes[:, g] = part.subplots(rows, 3, squeeze=False)
         own = [e + 1 for e in range(exits) if e * groups // exits == g]
-        part.suptitle(_exits_said(own), fontsize=10)
+        part.suptitle(_exits_text(own), fontsize=10)
         for ax, name in zip(axes[0, g], ("image", *SLIDE.values()), strict=True):
             ax.set_title(name, fontsize=8)
         for row, i in zip(axes[:, g], chosen[:, g].tolist(), strict=True):
@@ -123,14 +123,14 @@ def plot_slide(
     return axes
 
 
-def _exits_said(exits: Sequence[int]) -> str:
+def _exits_text(exits: Sequence[int]) -> str:
     if len(exits) < 2:
         return f"first right at exit {exits[0]}" if exits else "no exit"
     return f"first right at exits {exits[0]}–{exits[-1]}"
 
 
 def _triple(row, image: np.ndarray | None, attention: Attention, i: int, exit: int) -> None:
-    """Image and its two maps; empty frames where no image was found."""
+    """Plot an image and its two maps; empty frames where no image was found."""
     for ax, name in zip(row, (None, *SLIDE), strict=True):
         head = ax.get_title()
         if image is None:
@@ -144,7 +144,7 @@ def _triple(row, image: np.ndarray | None, attention: Attention, i: int, exit: i
 
 
 def browse(images: Sequence[np.ndarray], attention: Attention, titles: Sequence[str]):
-    """A widget to pick image, block and head: all four maps side by side. Returns the ipywidgets box."""
+    """Build a widget to pick image, block and head: all four maps side by side. Returns the ipywidgets box."""
     import ipywidgets as widgets
     from IPython.display import Image, display
 
@@ -161,7 +161,7 @@ def browse(images: Sequence[np.ndarray], attention: Attention, titles: Sequence[
 
 
 def map_picture(images: Sequence[np.ndarray], attention: Attention, image: int, block: int, head: int | None) -> bytes:
-    """The four maps of one image, block (0-based) and head (None: mean over heads) as a PNG."""
+    """Render the four maps of one image, block (0-based) and head (None: mean over heads) as a PNG."""
     from matplotlib.figure import Figure
 
     figure, out = Figure(figsize=(2.2 * len(attention.maps), 2.4), layout="constrained"), io.BytesIO()

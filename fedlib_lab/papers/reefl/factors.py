@@ -32,7 +32,7 @@ ACCURACY_OF = {"test": ACCURACY, "validation": "held-out accuracy (%)"}
 
 
 def factor_of(column: str) -> tuple[str, str]:
-    """(factor, level) of a column; ``ValueError`` where its name says neither."""
+    """Return (factor, level) of a column; ``ValueError`` where its name says neither."""
     found = re.fullmatch(rf"(?:\w+?_)?({'|'.join(FACTORS)})_(.+)", column)
     if found is None:
         raise ValueError(f"column {column!r} names no factor and level; factors: {', '.join(FACTORS)}")
@@ -40,15 +40,15 @@ def factor_of(column: str) -> tuple[str, str]:
 
 
 def factor_frame(cells: Sequence[Cell], folder: Path | None = None) -> pd.DataFrame:
-    """``tables.collect`` with ``factor``, ``level`` and what accuracies are of (``split``: test or validation)."""
+    """Collect the runs with ``factor``, ``level`` and what accuracies are of (``split``: test or validation)."""
     named_by = [factor_of(c.column) for c in cells]
     return collect(cells, folder).assign(
         factor=[f for f, _ in named_by], level=[x for _, x in named_by], split=[c.experiment.evaluate_on for c in cells]
     )
 
 
-def differences(frame: pd.DataFrame, one: str, other: str) -> pd.DataFrame:
-    """One row per stored run of ``one`` whose seed ``other`` has too: the ``difference`` of accuracies in points."""
+def accuracy_differences(frame: pd.DataFrame, one: str, other: str) -> pd.DataFrame:
+    """Return a row per run of ``one`` whose seed ``other`` has too: the ``difference`` of accuracies in points."""
     keys = ["factor", "level", "column", "dataset", "finetune", "split", "seed"]
     done = frame.dropna(subset=["accuracy"])
     wide = done.pivot_table(index=keys, columns="variant", values="accuracy", sort=False)
@@ -57,13 +57,13 @@ def differences(frame: pd.DataFrame, one: str, other: str) -> pd.DataFrame:
 
 
 def answers(frame: pd.DataFrame, one: str, other: str) -> pd.DataFrame:
-    """One row per factor, level and data set: both accuracies, their difference ± SD over seeds, is ``one`` ahead?
+    """Return a row per factor, level and data set: both accuracies, their difference ± SD over seeds, is ``one`` ahead?
 
     ``ahead`` is the claims' verdict on "``one`` is more accurate" (``verdicts.py``); the interval is over seeds alone.
     """
     _one_split(frame)
     rows, keys = [], ["factor", "column", "finetune", "dataset", "level"]
-    by = differences(frame, one, other)
+    by = accuracy_differences(frame, one, other)
     for (factor, _, mode, data, level), group in by.groupby(keys, sort=False):
         d = group.difference.to_numpy()
         found = judged(Difference(d))
@@ -77,7 +77,7 @@ def answers(frame: pd.DataFrame, one: str, other: str) -> pd.DataFrame:
 
 
 def best_levels(frame: pd.DataFrame) -> dict[str, str]:
-    """Per variant the level with the highest mean accuracy over seeds; {} where a level of it is not stored.
+    """Return per variant the level of the highest mean accuracy over seeds; {} where a level of it is not stored.
 
     Meant for a validation split: ``ValueError`` if a run of ``frame`` was evaluated on the test set.
     """
@@ -93,14 +93,14 @@ def best_levels(frame: pd.DataFrame) -> dict[str, str]:
 
 @styled
 def plot_factor(frame: pd.DataFrame, factor: str, one: str, other: str):
-    """Upper row: accuracy of both methods at every level of ``factor``; lower row: ``one`` minus ``other``.
+    """Plot accuracy of both methods at every level of ``factor`` (upper row), and ``one`` minus ``other`` (lower row).
 
     A column per data set; mean over seeds, bars ± SD. The title says the difference at the first and the last level.
     Returns the panels' Axes, upper ones first.
     """
     rows = frame[(frame.factor == factor) & frame.accuracy.notna()]
     split, levels = _one_split(rows), list(dict.fromkeys(frame[frame.factor == factor].level))
-    sets, gaps = list(dict.fromkeys(rows.dataset)) or [""], differences(rows, one, other)
+    sets, gaps = list(dict.fromkeys(rows.dataset)) or [""], accuracy_differences(rows, one, other)
     means = gaps[gaps.dataset == sets[0]].groupby("level").difference.mean()
     ends = [x for x in levels if x in means.index]
     said = ", ".join(f"{means[x]:+.1f} at {x}".replace("-", "−", 1) for x in dict.fromkeys(ends[:1] + ends[-1:]))
@@ -124,7 +124,7 @@ def plot_factor(frame: pd.DataFrame, factor: str, one: str, other: str):
 
 
 def _gaps(by_seed: pd.DataFrame, levels: Sequence[str], ax) -> None:
-    """Every seed's difference as a dot, their mean as a line."""
+    """Plot every seed's difference as a dot, their mean as a line."""
     ax.axhline(0, color="black", linewidth=0.8)
     mean = by_seed.groupby("level").difference.mean().reindex(levels)
     ax.plot(range(len(levels)), mean, color="#444444", linewidth=1.2)
@@ -133,7 +133,7 @@ def _gaps(by_seed: pd.DataFrame, levels: Sequence[str], ax) -> None:
 
 
 def _one_split(frame: pd.DataFrame) -> str:
-    """What the accuracies are of; ``ValueError`` if of both."""
+    """Return the split that the accuracies are of; ``ValueError`` if they are of both."""
     splits = sorted(set(frame.split)) or ["test"]
     if len(splits) > 1:
         raise ValueError("accuracies of the validation split and of the test set do not stand side by side")

@@ -17,7 +17,7 @@ from fedlib.methods.sliced.reefl import running_best_exit
 from ...report.style import axes_of, color_of, finish, plain, styled
 
 
-class _Watched(Cohort):
+class _CountingCohort(Cohort):
     """A cohort that counts, after every mini-batch, which exit each estimate of the loss would choose as teacher."""
 
     def watch(self, zetas: Sequence[float]) -> None:
@@ -39,7 +39,7 @@ class _Watched(Cohort):
 def count_teachers(
     f: Federation, server: Server, zetas: Sequence[float] = (0.2, 1.0), cohort_size: int = 10
 ) -> dict[float, np.ndarray]:
-    """How often each exit is the teacher, (E,) per estimate of the loss, in one round of all clients of the top budget.
+    """Count per estimate of the loss how often each exit teaches, (E,), in one round of all top-budget clients.
 
     They train from ``server`` in the round after its last, or in its last if that was the experiment's; the result is
     thrown away. All estimates watch the same training, in which the method's own ``zeta`` chooses: 1 is the
@@ -51,7 +51,7 @@ def count_teachers(
     r = Round(t, tuple(members), f.setting)
     for i in range(0, len(members), cohort_size):
         part = [m for c in members[i : i + cohort_size] for m in f.method.members(c, server, r)]
-        cohort = _Watched(f, f.model, server, r, part, {})
+        cohort = _CountingCohort(f, f.model, server, r, part, {})
         cohort.watch(zetas)
         f.method.local_update(cohort)
         totals = {zeta: total + cohort.counts[zeta].sum(1).numpy() for zeta, total in totals.items()}
@@ -60,7 +60,7 @@ def count_teachers(
 
 @styled
 def plot_teachers(counts: Mapping[str, np.ndarray], subject: str, ax=None):
-    """Bars of how often each exit is the teacher, in percent; ``counts`` maps an estimate's name to (E,)."""
+    """Plot how often each exit is the teacher, in percent; ``counts`` maps an estimate's name to (E,)."""
     import seaborn
 
     ax, shares = axes_of(ax), {name: 100 * np.asarray(count) / max(np.sum(count), 1) for name, count in counts.items()}

@@ -17,14 +17,14 @@ from fedlib.core.rng import torch_generator
 from fedlib.engine.cohort import Cohort
 from fedlib.engine.evaluation import exit_logits
 from fedlib.engine.executors import plan_round
-from fedlib.engine.stages import Ahead
+from fedlib.engine.stages import PrecomputedUnits
 from fedlib.methods import Round, build_method
 from fedlib.methods.losses import Batch
 from fedlib.methods.sliced.fedepth import check_skips, check_stages, pack, peer_kl
 from fedlib.models import registry
 from fedlib.models.exit_model import ExitModel
 from fedlib.models.resnet import RESNETS, ResNetSpec
-from fedlib.models.route import Begun
+from fedlib.models.route import PartialForward
 from fedlib_lab.papers.fedepth.block_inference import block_logits
 from fedlib_lab.runs.costs import load_shapes, training_macs
 from tests.helpers.plain_convnets import PlainResNet, plain_name, state_of
@@ -434,20 +434,20 @@ def test_z_is_made_of_the_z_before_it(net, backbone, ratio, monkeypatch):
                     backbone=backbone)  # fmt: skip
     f = build_federation(e)
     client = f.sample_clients(1)[0]
-    seen, original = [], ExitModel.begin
+    seen, original = [], ExitModel.run_leading
 
     def begin(model, x, units, *args, **kwargs):
-        seen.append((x.units if isinstance(x, Begun) else 0, units))
+        seen.append((x.units if isinstance(x, PartialForward) else 0, units))
         return original(model, x, units, *args, **kwargs)
 
-    monkeypatch.setattr(ExitModel, "begin", begin)
+    monkeypatch.setattr(ExitModel, "run_leading", begin)
     *_, chained = run_rounds(f, ONE)
     stages = f.method.stages(client, f.setting)
     assert [s.cached for s in stages] == [False, True, True]
     firsts = [s.units.start for s in stages]
     assert set(seen) == {(0, firsts[1]), (firsts[1], firsts[2])}
-    init = Ahead.__init__
-    monkeypatch.setattr(Ahead, "__init__", lambda self, *args: init(self, *args[:-1]))
+    init = PrecomputedUnits.__init__
+    monkeypatch.setattr(PrecomputedUnits, "__init__", lambda self, *args: init(self, *args[:-1]))
     seen.clear()
     *_, anew = run_rounds(build_federation(e), ONE)
     assert {first for first, _ in seen} == {0}
@@ -490,7 +490,7 @@ def test_inference_unit_by_unit_gives_the_same_answers(net, backbone, tmp_path):
     e = net.replace(backbone=backbone, rounds=1, num_test=260, options={"scenario": "own", "ratios": [1.0]})
     f = build_federation(e)  # two batches, of 250 and 10 examples
     *_, last = run_rounds(f, ONE)
-    seen, original = [], ExitModel.begin
+    seen, original = [], ExitModel.run_leading
 
     def begin(model, x, units, *args):
         seen.append((units, len(list(tmp_path.iterdir()))))
@@ -499,7 +499,7 @@ def test_inference_unit_by_unit_gives_the_same_answers(net, backbone, tmp_path):
         return original(model, x, units, *args)
 
     with pytest.MonkeyPatch.context() as m:
-        m.setattr(ExitModel, "begin", begin)
+        m.setattr(ExitModel, "run_leading", begin)
         got = block_logits(f, last.server, tmp_path)
     passes = [len(list(g)) / 2 for _, g in groupby(units for units, _ in seen)]  # of a block: one more for each norm
     assert (

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from fedlib import Experiment, build_federation, run_rounds
 from fedlib.core.clients import Client
 from fedlib.core.slices import Axis, ParamInfo, take_all
-from fedlib.engine.batches import draw_batches, draws_of
+from fedlib.engine.batches import client_generators, draw_batches
 from fedlib.engine.evaluation import exit_logits
 from fedlib.engine.executors import Execution
 from fedlib.methods import Round, build_method
@@ -248,7 +248,7 @@ def test_one_round_is_a_plain_loop_with_index_lists(small):
             for dim, axis in enumerate(infos[n].axes):
                 p = p[(slice(None),) * dim + (kept[axis],)] if axis in kept else p
             own[n] = p.clone().requires_grad_()
-        batches = draw_batches(f.experiment, f.data, [client], draws_of(f.experiment.seed, 1))
+        batches = draw_batches(f.experiment, f.data, [client], client_generators(f.experiment.seed, 1))
         for step in range(len(batches.width)):
             rows = batches.rows[step, 0][batches.weights[step, 0] > 0]
             loss = F.cross_entropy(plain_bert(own, f.data.inputs[rows, :32].long(), 2, 3), f.data.labels[rows])

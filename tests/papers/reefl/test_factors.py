@@ -7,9 +7,9 @@ import pytest
 from fedlib import Execution
 from fedlib_lab.papers.reefl.factors import (
     FACTORS,
+    accuracy_differences,
     answers,
     best_levels,
-    differences,
     factor_frame,
     factor_of,
     plot_factor,
@@ -65,7 +65,7 @@ def test_differences_are_paired_by_seed_and_judged_as_claims_are():
 
 def test_nothing_stored_gives_no_rows():
     empty = frame_of(*OTHER)
-    assert answers(empty, "reefl", "depthfl").empty and differences(empty, "reefl", "depthfl").empty
+    assert answers(empty, "reefl", "depthfl").empty and accuracy_differences(empty, "reefl", "depthfl").empty
     axes = plot_factor(empty[empty.variant == "reefl"], "rounds", "reefl", "depthfl")
     assert len(axes) == 2
     axes = plot_factor(empty, "backbone", "reefl", "depthfl")  # of which profile paper has no level
