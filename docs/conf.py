@@ -14,7 +14,8 @@ import fedlib  # noqa: E402
 
 project, author, release = "fedlib", "The fedlib maintainers", fedlib.__version__
 copyright = f"{author}, Apache-2.0"
-extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.autosummary", "sphinx.ext.viewcode", "guards", "play"]
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.autosummary", "sphinx.ext.viewcode"]
+extensions += ["guards", "methods", "play"]  # beside this file
 root_doc = "docs/index"
 include_patterns = [
     "docs/**",
