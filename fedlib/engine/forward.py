@@ -123,7 +123,7 @@ class Forward:
 
     def _precision(self) -> torch.autocast:
         device = self.data.device.type if self.data is not None else "cpu"
-        return torch.autocast(device, torch.bfloat16, enabled=self.bfloat16)
+        return torch.autocast(device if device != "meta" else "cpu", torch.bfloat16, enabled=self.bfloat16)
 
     def recompute_(self, batches: Iterable[tuple[torch.Tensor, torch.Tensor | None]]) -> None:
         """Give batch norm the statistics of ``batches``: rows (M, B) of the training examples, and their weights."""

@@ -24,15 +24,14 @@ def check_memory(e: Experiment, shapes: ExitModel, examples: int, device: str) -
         raise e.refused("backbone", f"{why} and {free / GIB:.1f} GiB are free on {device}; choose {less}")
 
 
-def bytes_to_train(e: Experiment, shapes: ExitModel, kept: float, cut: bool = False) -> float:
+def bytes_to_train(e: Experiment, shapes: ExitModel, kept: float) -> float:
     """Estimate the bytes of a round at its peak: while one client trains, or while the server aggregates.
 
     In copies of what is trained: the model, that of the worker, the server's first and present state, the client's
     parameters and their gradients are 6. On top come the optimiser's moments and what a step computes beside them, and
-    ``kept`` bytes of activations. What arrived in float64 makes 8, or 10 where widths are ``cut`` and every entry has
-    a weight of its own.
+    ``kept`` bytes of activations. What arrived in float64 makes 8.
     """
     trained, frozen = (4 * sum(p.numel() for p in part.values()) for part in (shapes.trainable(), shapes.frozen()))
     state = (e.momentum > 0) if e.optimiser == "sgd" else 3  # two moments, and the root of the second
     state += (e.clip_norm is not None) + (e.weight_decay > 0 and e.optimiser != "adamw")  # gradients are copied
-    return frozen + max((10 if cut else 8) * trained, (6 + state) * trained + kept)
+    return frozen + max(8 * trained, (6 + state) * trained + kept)

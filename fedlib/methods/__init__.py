@@ -53,13 +53,22 @@ def present_options(name: str, options: Mapping[str, Scalar]) -> dict[str, Scala
     return {now.get(k, k): v for k, v in options.items()}
 
 
+GONE = {  # hooks of earlier versions, and what does their work
+    "weights_of": "summarise weighs: update.weights(self.weighting)",
+    **dict.fromkeys(("effort", "training_mib"), "what training takes is counted as it runs"),
+}
+
+
 def register(name: str):
     """Register a method class that lives outside this package (a notebook, a script); a class decorator.
 
-    The same class may be defined again, as when a cell is; ``ValueError`` if the name is another method's.
+    The same class may be defined again, as when a cell is; ``ValueError`` if the name is another method's, or if the
+    class has a hook that nothing calls any more.
     """
 
     def add(cls: type[Method]) -> type[Method]:
+        if gone := [f"{hook} ({instead})" for hook, instead in GONE.items() if hasattr(cls, hook)]:
+            raise ValueError(f"method {name!r} has hooks that nothing calls any more: {', '.join(gone)}")
         known = METHODS.get(name)
         if known is not None and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
             raise ValueError(f"a method named {name!r} exists already; choose another name")

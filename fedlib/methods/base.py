@@ -162,10 +162,6 @@ class Method(UploadOptions):
     def program(self, client: Client, setting: Setting) -> Hashable:
         """Return a key of the client's training; clients of unequal keys train in separate cohorts. All are equal."""
 
-    def effort(self, client: Client, setting: Setting, e: Experiment) -> float:
-        """MACs of a client's local training, in those of training what ``slice_for`` says once: what prices count."""
-        return 1.0
-
     def travels(
         self, shared: Mapping[str, int], client: Client, setting: Setting, e: Experiment
     ) -> tuple[Collection[int], Collection[int]]:
@@ -175,11 +171,6 @@ class Method(UploadOptions):
         """
         sizes = shared.values() if self.sends_model else ()
         return sizes, sizes
-
-    def training_mib(self, client: Client, setting: Setting, batch: int) -> float:
-        """Peak memory of a client's local training with Adam, MiB (``Measure.training_mib``): of what it holds."""
-        r = Round(1, (client,), setting)
-        return setting.measure.training_mib(self.slice_for(client, Server(0, {}, {}), r), batch)
 
     # --- under a cap (``atlas/fitting.py``) -----------------------------------------------------------------------
 

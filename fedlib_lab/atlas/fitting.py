@@ -1,6 +1,7 @@
 """The largest sub-models that a method can give under caps: one mechanism for all methods, priced as costs are told.
 
-A device class's cap is a share of what local training of the whole model, with its last exit alone, takes. A method
+A device class's cap is a share of what local training of the whole model, with its last exit alone, takes, as it is
+counted (``runs/meter.py``). A method
 offers sizes, smallest first (``Method.sizes``), and the fields of an experiment that give its budgets these sizes
 (``Method.of_sizes``). Caps are met from the poorest class on, each by the largest size with which no class is over its
 cap. Read next: ``methods/base.py``, ``runs/costs.py``.
@@ -12,12 +13,11 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
-from fedlib.core.clients import Client
 from fedlib.core.experiment import Experiment
 from fedlib.methods import METHODS, build_method
 from fedlib.models.registry import backbone_spec
 
-from ..runs.costs import Shapes, examples_per_client, load_shapes
+from ..runs.costs import MIB, Shapes, kind_of, load_shapes, taken
 from ..runs.params import Cell
 
 SLACK = 0.05  # of a cap: exits are not free, and the whole model has one
@@ -72,15 +72,11 @@ def _plain(e: Experiment) -> Experiment:
 
 
 def price(e: Experiment, of: Cost, shapes: Shapes | None = None) -> list[float]:
-    """What local training takes with each budget: MACs of an example, forward, its peak or upload in MiB."""
-    shapes = shapes or load_shapes(e)
-    clients = [Client(-1, b, round(examples_per_client(e))) for b in range(shapes.budgets)]
-    if of == "memory":
-        return [shapes.method.training_mib(c, shapes.setting, e.batch_size) for c in clients]
+    """What local training takes with each budget: MACs of an example, its peak or upload in MiB."""
     if of == "upload":
+        shapes = shapes or load_shapes(e)
         return [shapes.upload_mib(part, b) for b, part in enumerate(shapes.slices)]
-    macs = [shapes.setting.measure.macs(shapes.slice_for(c.budget)) for c in clients]
-    return [m * shapes.method.effort(c, shapes.setting, e) for m, c in zip(macs, clients, strict=True)]
+    return [t.macs if of == "macs" else t.peak / MIB for t in taken(kind_of(e))]
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,6 @@ from ..runs.store import shown_run
 from .fitting import price
 from .scores import BINDS, HIGH, scores_of, worst
 
-BACKWARD = 2  # times the MACs of a forward pass
 TARGET = 0.5  # of the way from the smallest level for all to the whole model for all
 
 
@@ -43,16 +42,16 @@ def costs(e: Experiment) -> pd.DataFrame:
     """
     found, shapes = devices(), load_shapes(e)
     budgets = e.budgets if isinstance(e.budgets, tuple) else (shapes.budgets - 1,) * len(found)
-    forward, peak, up = (price(e, of, shapes) for of in ("macs", "memory", "upload"))
+    macs, peak, up = (price(e, of, shapes) for of in ("macs", "memory", "upload"))
     down = [shapes.traffic_mib(part, b)[0] for b, part in enumerate(shapes.slices)]
     axes, slices = shapes.setting.axes, shapes.slices
     table = pd.DataFrame({
         "blocks": [part.depth for part in slices], "exits": [len(part.exits) for part in slices],
         "width": [min((len(i) / axes[a].size for a, i in part.index.items()), default=1.0) for part in slices],
-        "macs": forward, "peak": peak, "up": up, "down": down,
+        "macs": macs, "peak": peak, "up": up, "down": down,
     }).iloc[list(budgets)]  # fmt: skip
     table = table.set_axis(found.index[: len(table)])
-    table["macs"] *= (1 + BACKWARD) * e.local_epochs * examples_per_client(e)
+    table["macs"] *= examples_per_client(e)
     training = table.macs / (found.tera_macs * found.utilisation * 1e12)
     return table.assign(seconds=training + (table.up + table.down) * 2**23 / 1e6 / found.megabits)
 

@@ -70,10 +70,6 @@ class FedProto(Rates):
         payload = {"global": part_of(server.memory, "prototypes")}
         return [Member(client, self.slice_for(client, server, r), upload=NOTHING, keeps="all", payload=payload)]
 
-    def effort(self, client: Client, setting: Setting, e: Experiment) -> float:
-        """A forward pass for the prototypes is a third of an epoch."""
-        return 1 + 1 / (3 * e.local_epochs) if self.collected == "afterwards" else 1.0
-
     def travels(
         self, shared: Mapping[str, int], client: Client, setting: Setting, e: Experiment
     ) -> tuple[list[int], list[int]]:

@@ -57,15 +57,6 @@ class FjORD(Rates):
         """Return the key of those who draw from the same widths."""
         return client.budget
 
-    def effort(self, client: Client, setting: Setting, e: Experiment) -> float:
-        """The mean over the widths; with self-distillation and p_max itself."""
-        macs = [setting.measure.macs(self.part(j, setting)) for j in range(client.budget + 1)]
-        return sum(macs) / len(macs) / macs[-1] + self.distill
-
-    def training_mib(self, client: Client, setting: Setting, batch: int) -> float:
-        """With self-distillation the teacher's activations are kept beside the pupil's, at most as many."""
-        return super().training_mib(client, setting, batch * (1 + self.distill))
-
     def local_update(self, cohort: Cohort) -> None:
         budget = cohort.clients[0].budget
         views = [cohort.narrow(self.part(j, cohort.setting)) for j in range(budget + 1)]

@@ -1,9 +1,9 @@
 """What a run and a table cost: parameters, traffic, MACs, memory and disk, counted; seconds here, timed; GPU hours.
 
 Counted is from shapes alone (meta device) and from the sizes of known data (``costs.yaml``): no weights and no data are
-looked at. A forward and a backward pass are counted as three forward passes; evaluation is left out (about a
+looked at. What training takes is counted as it runs (``meter.py``), by whatever method; evaluation is left out (about a
 hundredth). Timed are steps with random weights; what a machine measures is no part of an experiment. Read next:
-``models/measure.py``, which counts the MACs.
+``meter.py``; ``models/measure.py``, which counts the MACs of a forward pass.
 """
 
 import time
@@ -26,11 +26,12 @@ from fedlib.engine.executors import ADDRESSES, Execution
 from fedlib.engine.federation import budgets_of, build_model, setting_of
 from fedlib.engine.forward import Forward
 from fedlib.engine.frozen_cache import FrozenCache
-from fedlib.engine.memory import GIB, bytes_to_train
+from fedlib.engine.memory import GIB
 from fedlib.methods import Method, Round, Server, Setting, build_method
 from fedlib.models.exit_model import ExitModel
 from fedlib.models.registry import WEIGHTS, backbone_spec, folder_of_weights, tokenizer_of
 
+from .meter import Macs, Taken, count_training
 from .params import Cell
 
 DATA, CARDS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text()).values()  # known data sets, GPUs
@@ -194,36 +195,25 @@ def _read(e: Experiment) -> DataSet:
 
 
 def training_macs(e: Experiment) -> float:
-    """3 x rounds x clients x local epochs x examples x MACs, the MACs being the mean over the eligible budgets.
-
-    Those of a budget are one sub-model's, times what its local training really takes (``Method.effort``).
-    """
-    (shapes, macs), examples = _priced(_shape_of(e), num_classes(e)), examples_per_client(e)
-    method, setting = shapes.method, replace(shapes.setting, rounds=e.rounds, batch_size=e.batch_size)
-    clients = (Client(-1, b, round(examples)) for b in range(method.num_budgets(e.num_exits)))
-    macs, budgets = macs * np.array([method.effort(c, setting, e) for c in clients]), budgets_of(e, method)
-    eligible = method.eligible(budgets, setting)
-    trained = e.rounds * min(e.clients_per_round, len(eligible)) * e.local_epochs * examples
-    return 3 * trained * macs[budgets[eligible]].mean()
-
-
-def _shape_of(e: Experiment) -> Experiment:
-    """An experiment of the same model, equal for all that share it."""
-    return Experiment(
-        method=e.method, options=e.options, backbone=e.backbone, pretrained=e.pretrained, finetune=e.finetune,
-        finetune_options=e.finetune_options, num_exits=e.num_exits, exit_blocks=e.exit_blocks,
-        public_fraction=e.public_fraction, num_clients=e.num_clients, clients_per_round=e.clients_per_round,
-    )  # fmt: skip
+    """Rounds x clients x examples x MACs of an example (``meter.Taken``), the mean over the eligible budgets."""
+    shapes, macs = load_shapes(e), np.array([t.macs for t in taken(kind_of(e))])
+    budgets = budgets_of(e, shapes.method)
+    eligible = shapes.method.eligible(budgets, shapes.setting)
+    trained = e.rounds * min(e.clients_per_round, len(eligible)) * examples_per_client(e)
+    return trained * macs[budgets[eligible]].mean()
 
 
 @cache
-def _priced(e: Experiment, classes: int) -> tuple[Shapes, np.ndarray]:
-    """Shapes and MACs per budget; where slices differ in depth only, four are measured and the rest interpolated."""
-    shapes = load_shapes(e, classes)
-    slices, every = shapes.slices, np.arange(shapes.budgets)
-    by_width = any(part.index for part in slices)
-    measured = every if by_width else np.unique(np.linspace(0, len(every) - 1, 4).round().astype(int))
-    return shapes, np.interp(every, measured, [shapes.setting.measure.macs(slices[j]) for j in measured])
+def taken(e: Experiment) -> tuple[Taken, ...]:
+    """What a client of each budget takes; where slices differ in depth only, four are counted and the rest between."""
+    shapes, examples = load_shapes(e), round(examples_per_client(e))
+    every = np.arange(shapes.budgets)
+    by_width = any(part.index for part in shapes.slices)
+    counted = every if by_width else np.unique(np.linspace(0, len(every) - 1, 4).round().astype(int))
+    clients = [Client(-1, int(b), examples) for b in counted]
+    found = [count_training(e, shapes.method, shapes.setting, shapes.model, c) for c in clients]
+    macs, peaks = (np.interp(every, counted, [getattr(t, of) for t in found]) for of in ("macs", "peak"))
+    return tuple(Taken(float(m), round(p)) for m, p in zip(macs, peaks, strict=True))
 
 
 def gpu_hours(experiments: Sequence[Experiment]) -> dict[str, float]:
@@ -237,25 +227,26 @@ def count_bytes(e: Experiment) -> dict[str, float]:
     """Count what a ``client`` takes in memory, a run on ``disk``, and the backbone's ``weights``, in bytes.
 
     ``client`` is the peak of a round that trains one client with the largest budget, and what is kept of frozen units.
-    Without the process itself (about 0.7 GiB on a CPU, 0.5 on a GPU) and without the data. Activations are those that
-    autograd keeps in float32; where a method trains other parts than its slice at once, in proportion
-    (``Method.training_mib``). ``disk`` is two checkpoints of what is trained, and what every client keeps to itself.
+    Without the process itself (about 0.7 GiB on a CPU, 0.5 on a GPU) and without the data. Beside a client's training
+    (``meter.Taken``) lie four copies of what is trained: the model, the worker's, the server's first and present state.
+    What arrives in float64 makes 8, or 10 where widths are cut and every entry has a weight of its own. ``disk`` is two
+    checkpoints of what is trained, and what every client keeps to itself.
     """
     shapes, examples = load_shapes(e), examples_per_client(e)
-    method, infos, part = shapes.method, shapes.setting.infos, shapes.slices[-1]
-    batch = max(1, min(e.batch_size, round(examples)))
-    setting = replace(shapes.setting, batch_size=batch)
-    share = method.training_mib(Client(-1, shapes.budgets - 1, batch), setting, batch)
-    kept = share / setting.measure.training_mib(part, batch) * shapes.kept_bytes(part, batch)
-    peak = bytes_to_train(e, shapes.model, kept, cut=any(s.index for s in shapes.slices))
+    method, infos = shapes.method, shapes.setting.infos
+    trained, frozen = (4 * sum(p.numel() for p in x.values()) for x in (shapes.trainable, shapes.model.frozen()))
+    arriving = 10 if any(s.index for s in shapes.slices) else 8
+    peak = max(frozen + arriving * trained, 4 * trained + taken(e)[-1].peak)
     if (units := shapes.model.frozen_units()) and e.augment == "none":
-        peak += FrozenCache.bytes_needed(shapes.model, units, round(examples * e.num_clients), method.skips(setting))
+        peak += FrozenCache.bytes_needed(
+            shapes.model, units, round(examples * e.num_clients), method.skips(shapes.setting)
+        )
     held = {n: p.numel() * (2 + e.num_clients * method.personal(infos[n])) for n, p in shapes.trainable.items()}
     weights = sum(p.numel() for n, p in shapes.everything.items() if infos[n].kind == "backbone")
     return {"client": peak, "disk": 4 * sum(held.values()), "weights": 4 * weights}
 
 
-def _kind(e: Experiment) -> Experiment:
+def kind_of(e: Experiment) -> Experiment:
     """``e`` without what decides no bytes."""
     plain = Experiment()
     same = ("seed", "rounds", "dirichlet_alpha", "lr", "min_lr", "schedule", "milestones", "decay", "warmup_rounds")
@@ -267,7 +258,7 @@ def downloads(experiments: Iterable[Experiment]) -> dict[str, float]:
     out = {}
     for e in experiments:
         if e.pretrained and e.backbone not in WEIGHTS and folder_of_weights(e.backbone) is None:
-            out[e.backbone.split(".")[0]] = count_bytes(_kind(e))["weights"] / 1e6
+            out[e.backbone.split(".")[0]] = count_bytes(kind_of(e))["weights"] / 1e6
         if not is_available(e.dataset, tokenizer_of(e.backbone)):
             out[e.dataset] = DATA.get(e.dataset, {}).get("mb", 0.0)
     return out
@@ -289,19 +280,23 @@ def median_seconds(step: Callable[[], object], device: str = "cpu", seconds: flo
     return Timer("step()", timer=clock, globals={"step": step}).blocked_autorange(min_run_time=seconds).median
 
 
-def seconds_of(shapes: Shapes, part: Slice, examples: int = 1, seconds: float = SECONDS, train: bool = False) -> float:
-    """Time how ``part`` answers ``examples`` examples, or a step of its training on them (forward and backward)."""
+def training_step(shapes: Shapes, part: Slice, examples: int) -> Callable[[], object]:
+    """A step of training ``part`` on so many ``examples``: forward and backward."""
     forward, x = shapes.forward(part), shapes.examples(examples)
     trained = [p for p in forward.tensors[0].values() if p.requires_grad]
-    step = lambda: torch.autograd.grad(forward(x).sum(), trained, allow_unused=True)  # noqa: E731
-    answer = torch.inference_mode()(lambda: forward(x))
-    return median_seconds(step if train else answer, x.device.type, seconds)
+    return lambda: torch.autograd.grad(forward(x).sum(), trained, allow_unused=True)
+
+
+def seconds_of(shapes: Shapes, part: Slice, examples: int = 1, seconds: float = SECONDS) -> float:
+    """Time how ``part`` answers ``examples`` examples."""
+    forward, x = shapes.forward(part), shapes.examples(examples)
+    return median_seconds(torch.inference_mode()(lambda: forward(x)), x.device.type, seconds)
 
 
 def step_seconds(e: Experiment, parts: Sequence[Slice] | None = None, batch: int = 32) -> np.ndarray:
     """Time one training step of each of ``parts``, or of what clients of each budget hold; weights are random."""
     shapes = load_shapes(e.replace(pretrained=False), device="cpu")
-    return np.array([seconds_of(shapes, part, batch, train=True) for part in parts or shapes.slices])
+    return np.array([median_seconds(training_step(shapes, part, batch)) for part in parts or shapes.slices])
 
 
 def macs_per_second(e: Experiment, device: str = "cpu", seconds: float = SECONDS) -> float:
@@ -310,14 +305,15 @@ def macs_per_second(e: Experiment, device: str = "cpu", seconds: float = SECONDS
     A model that would take minutes to build is taken to train as fast as plain matrix products, which is right within
     40 % (DeiT-S, ViT-B, measured).
     """
-    if sum(p.numel() for p in _priced(_shape_of(e), num_classes(e))[0].everything.values()) > LARGE:
+    if sum(p.numel() for p in load_shapes(e).everything.values()) > LARGE:
         n = 1024 if device == "cpu" else 4096
         a = torch.ones(n, n, device=device)
         return n**3 / median_seconds(lambda: a @ a, device, seconds)
     shapes = load_shapes(e.replace(pretrained=False), device=device)
-    part = shapes.slice_for(shapes.budgets // 2)
-    step = seconds_of(shapes, part, e.batch_size, seconds, train=True)
-    return 3 * shapes.setting.measure.macs(part) * e.batch_size / step
+    step = training_step(shapes, shapes.slice_for(shapes.budgets // 2), e.batch_size)
+    with Macs() as counted:
+        step()
+    return counted.macs / median_seconds(step, device, seconds)
 
 
 class Pace:
@@ -403,7 +399,7 @@ def forecast(cells: Sequence[Cell], missing: Collection[Experiment]) -> list[dic
         rows.setdefault((cell.finetune, cell.label), []).append(cell.experiment)
     out = []
     for (mode, label), own in rows.items():
-        left, sizes = [e for e in own if e in missing], {e: count_bytes(_kind(e)) for e in own}
+        left, sizes = [e for e in own if e in missing], {e: count_bytes(kind_of(e)) for e in own}
         row = {"mode": mode, "row": label, "runs": len(own), "missing": len(left)}
         row |= {f"{name} h": round(hours, 1) for name, hours in gpu_hours(left).items()}
         row["GiB a client"] = round(max(s["client"] for s in sizes.values()) / GIB, 2)

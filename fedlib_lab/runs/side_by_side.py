@@ -35,13 +35,11 @@ from fedlib.models.registry import backbone_spec
 
 from ..executors.processes import Unforkable, check_fork, sendable_error, to_message
 from ..executors.workers import become_worker
-from .costs import examples_per_client
 from .progress import Watch, call_quietly, interrupted
 
 LIVES = 2  # processes that may die of one run before it is given up
 DIED = f"its process died {LIVES} times, often a sign that memory is short"
 GRACE_SECONDS = 60.0  # for a run that is asked to stop
-ALONE = 1.1  # core-seconds of a run that has all cores, to those of one that has one
 SHARE_OF_MEMORY = 0.5  # of what is free; clients that train as one cohort come on top
 J = TypeVar("J")
 
@@ -149,7 +147,7 @@ def serve(jobs: Iterator[J], answer: Callable[[J], object], send: Callable[[obje
 
 
 def choose(missing: Sequence[Experiment], execution: Execution) -> list[Experiment]:
-    """Which of ``missing`` end sooner side by side, longest first; the rest is better run alone, on all cores.
+    """Which of ``missing`` are run side by side: as many as fill all cores; the rest has all cores, one after another.
 
     None of them unless the CPU trains, ``execution`` leaves executor and workers open, as many runs are missing as
     there are cores, a process may be forked, nobody measures a profile, and memory suffices for one like the largest
@@ -161,22 +159,11 @@ def choose(missing: Sequence[Experiment], execution: Execution) -> list[Experime
     if not (free and forks and 1 < cores <= len(missing)) or profiling.is_measuring() or torch.cuda.is_initialized():
         return []
     try:
-        lengths = {e: _length(e) for e in missing}
-        longest = sorted(missing, key=lambda e: -lengths[e])
-        workers = [min(cores, e.clients_per_round) for e in longest]
-        chosen = longest[: best_split([lengths[e] for e in longest], workers, cores)]
-        largest = max(chosen, key=lambda e: backbone_spec(e.backbone).numbers(e.batch_size), default=None)
-        fits = largest is not None and cores * _bytes_of(largest) < SHARE_OF_MEMORY * free_memory(torch.device("cpu"))
+        largest = max(missing, key=lambda e: backbone_spec(e.backbone).numbers(e.batch_size))
+        fits = cores * _bytes_of(largest) < SHARE_OF_MEMORY * free_memory(torch.device("cpu"))
     except (ValueError, ImportError, OSError):  # refused in its turn
         return []
-    return chosen if fits else []
-
-
-def _length(e: Experiment) -> float:
-    """About how long ``e`` takes, in units of its own: examples that are trained on, by what a pass keeps of each."""
-    passes = 1 if e.finetune == "frozen" else 3  # without a backward pass through the backbone
-    seen = e.rounds * e.clients_per_round * e.local_epochs * examples_per_client(e)
-    return passes * seen * backbone_spec(e.backbone).numbers(1)[1]
+    return list(missing[: len(missing) // cores * cores]) if fits else []
 
 
 def _bytes_of(e: Experiment) -> float:
@@ -185,21 +172,6 @@ def _bytes_of(e: Experiment) -> float:
     kept = backbone_spec(e.backbone).numbers(min(e.batch_size, int(f.data.num_examples.max())))[1]
     caches = [t for c in (f.train_cache, f.test_cache) if c is not None for t in (c.z, *c.features)]
     return bytes_to_train(e, f.model, 4 * kept) + sum(t.nbytes for t in (f.data.inputs, f.data.test_inputs, *caches))
-
-
-def best_split(lengths: Sequence[float], workers: Sequence[int], cores: int) -> int:
-    """How many of the first runs, longest first, are to be run side by side, so that all end soonest.
-
-    Those last as long as the core that has most of them; the rest, one after the other, ``ALONE`` / ``workers`` of
-    their ``lengths`` each.
-    """
-    rest, loads = sum(ALONE * s / n for s, n in zip(lengths, workers, strict=True)), [0.0] * cores
-    lasts = [rest]
-    for s, n in zip(lengths, workers, strict=True):
-        loads[loads.index(min(loads))] += s
-        rest -= ALONE * s / n
-        lasts.append(max(loads) + rest)
-    return lasts.index(min(lasts))
 
 
 def run_forks(

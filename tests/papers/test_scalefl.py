@@ -17,7 +17,7 @@ from fedlib.models.resnet import ResNetSpec
 from fedlib_lab.papers.scalefl import level_accuracies, level_costs, plane, plot_levels, plot_plane
 from fedlib_lab.report.claims import Published, compared, load_all_claims
 from fedlib_lab.report.tables import load_reported
-from fedlib_lab.runs.costs import _shape_of, load_shapes, num_classes
+from fedlib_lab.runs.costs import kind_of, load_shapes, num_classes
 from fedlib_lab.runs.params import load_grid, load_spec
 from fedlib_lab.runs.params_files import grids, papers
 
@@ -133,7 +133,7 @@ def test_no_grids_exits_distort_its_levels(paper, profile):
     cells = (c for table in grids(paper) for c in load_grid(paper, table, profile) if c.seed == 1)
     cells = (c for c in cells if c.variant != "scalefl_convolutions")  # cross.yaml asks what such exits do
     mine = [c for c in cells if issubclass(METHODS[c.method], Levels) and c.experiment.budgets == "uniform"]
-    for e in {_shape_of(c.experiment).replace(exit_head=c.experiment.exit_head): c.experiment for c in mine}.values():
+    for e in {kind_of(c.experiment): c.experiment for c in mine}.values():
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             load_shapes(e, num_classes(e))

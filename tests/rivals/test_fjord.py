@@ -18,7 +18,6 @@ from fedlib.methods.losses import Batch
 from fedlib.methods.sums import MaskedMean, Update
 from fedlib.models import registry
 from fedlib.models.resnet import ResNetSpec
-from fedlib_lab.runs.costs import exit_costs, load_shapes
 from tests.helpers.plain_convnets import PlainResNet, plain_name
 
 pytestmark = pytest.mark.usefixtures("repeatable_convolutions")
@@ -164,16 +163,6 @@ def test_a_run_goes_on_where_it_stopped(convnet):
     first, _, whole = run_rounds(f, ONE)
     *_, resumed = run_rounds(f, ONE, first.server)
     assert all(torch.equal(p, resumed.server.params[n]) for n, p in whole.server.params.items())
-
-
-def test_training_costs_the_mean_width_and_the_teacher(convnet):
-    macs = [r["macs"] for r in exit_costs(convnet, 10)]
-    for distill in (True, False):
-        e = convnet.replace(options={"rates": RATES, "distill": distill})
-        shapes = load_shapes(e, 10)
-        efforts = [shapes.method.effort(Client(0, j, 9), shapes.setting, e) for j in range(3)]
-        assert efforts == pytest.approx([np.mean(macs[: j + 1]) / macs[j] + distill for j in range(3)])
-    assert efforts[0] == 1
 
 
 def test_what_cannot_be_is_refused(convnet):

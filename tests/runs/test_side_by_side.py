@@ -23,7 +23,7 @@ from fedlib.methods import METHODS, Method, register
 from fedlib_lab.runs import side_by_side
 from fedlib_lab.runs.callbacks import Callback
 from fedlib_lab.runs.progress import Terminal, Watch
-from fedlib_lab.runs.side_by_side import best_split, choose
+from fedlib_lab.runs.side_by_side import choose
 from fedlib_lab.runs.store import find_run, run_path
 from tests.helpers.stored import ONE, assert_nothing_left_over, assert_same, small, state
 from tests.runs.test_progress import Screen
@@ -58,26 +58,6 @@ def own():
     del METHODS["own"]
 
 
-@pytest.mark.parametrize(
-    "lengths, count",
-    [
-        ([1] * 4, 4),  # two on each core last 2, one after the other 1.1 * 4 / 2 = 2.2
-        ([1] * 3, 2),  # 1 + 1.1 / 2 = 1.55; all three 2, none 1.65
-        ([1], 0),
-        ([10, 1, 1], 0),  # one core would have 10; all cores need 1.1 * 12 / 2 = 6.6
-        ([4, 3, 2, 2], 4),  # 4 + 2 and 3 + 2
-    ],
-)
-def test_side_by_side_is_what_ends_sooner(lengths, count):
-    assert best_split(lengths, [2] * len(lengths), 2) == count
-
-
-def test_a_run_uses_no_more_workers_than_it_has_clients():
-    """Four runs of one client a round on four cores: 1 side by side, 4.4 one after the other."""
-    assert best_split([1] * 4, [1] * 4, 4) == 4
-    assert best_split([1], [1], 4) == 1
-
-
 def test_only_where_nobody_asked_for_something_else(two_cores, own, monkeypatch):
     grid = grid_of()
     assert choose(grid, Execution()) == grid
@@ -93,15 +73,11 @@ def test_only_where_nobody_asked_for_something_else(two_cores, own, monkeypatch)
     assert choose(grid, Execution()) == []
 
 
-def test_the_longest_begins(two_cores, own):
-    short, long = small("own", rounds=2), small("own", rounds=3)
-    assert choose([short, long], Execution(cohort_size=1)) == []  # 3 on one core; 2.75 on both
-    assert choose([short, long, *(e.replace(seed=9) for e in (short, long))], Execution())[:2] == [
-        long,
-        long.replace(seed=9),
-    ]
-    frozen, trained = small("own", seed=1), small("own", finetune="full")
-    assert choose([frozen, trained, *(frozen.replace(seed=s) for s in (4, 5))], Execution())[0] == trained
+def test_as_many_as_fill_all_cores_are_run_side_by_side_and_the_rest_has_all_cores(two_cores, own):
+    grid = grid_of(5)
+    assert choose(grid, Execution()) == grid[:4] and choose(grid[:3], Execution()) == grid[:2]
+    wide = small("own", seed=9, batch_size=4096)  # what one needs is what the largest needs
+    assert choose([*grid[:3], wide], Execution()) == [*grid[:3], wide]
 
 
 def test_callbacks_see_their_rounds_here(two_cores, own, tmp_path, monkeypatch):

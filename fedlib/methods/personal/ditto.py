@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from ...core.annotations import NotNegative
-from ..base import NOTHING, Client, Cohort, Experiment, JointExits, Member, Round, Server, Serving, Setting
+from ..base import NOTHING, Client, Cohort, JointExits, Member, Round, Server, Serving
 
 
 @dataclass(frozen=True)
@@ -34,10 +34,6 @@ class Ditto(JointExits):
         part = r.setting.full()
         own = Member(client, part, name="own", keeps="all", upload=NOTHING, fresh=self.start == "initial")
         return [Member(client, part), own]
-
-    def effort(self, client: Client, setting: Setting, e: Experiment) -> float:
-        """Both models are trained."""
-        return 2.0
 
     def local_update(self, cohort: Cohort) -> None:
         received, own = cohort.received, cohort.rows_named("own")

@@ -25,9 +25,9 @@ import torch.nn.functional as F
 from ...core.annotations import Count, NotNegative, Positive
 from ...core.devices import to_host
 from ...models.maps import MapSpec
-from ..base import Batch, Client, Cohort, Experiment, JointExits, ParamInfo, Spec
+from ..base import Batch, Client, Cohort, JointExits, ParamInfo, Spec
 from ..mixtures import class_means, mixtures, part_of, row, under
-from ..values import Arrived, Member, Round, Server, Setting, Stage
+from ..values import Arrived, Member, Round, Server, Stage
 
 
 @dataclass(frozen=True)
@@ -50,10 +50,6 @@ class FedPAC(JointExits):
     def members(self, client: Client, server: Server, r: Round) -> list[Member]:
         payload = {"start": server.mirrors.get(client.id, {}), "global": part_of(server.memory, "prototypes")}
         return [Member(client, r.setting.full(), payload=payload)]
-
-    def effort(self, client: Client, setting: Setting, e: Experiment) -> float:
-        """The head's epochs, and statistics before and after, run the backbone forward, a third of training it."""
-        return 1 + (self.head_epochs + 2) / (3 * e.local_epochs)
 
     def local_update(self, cohort: Cohort) -> None:
         spec, counts = cohort.setting.spec, cohort.label_counts().float()  # (M, C)

@@ -11,8 +11,8 @@ Deviations: while the exits train, tracked statistics of batch norm move with th
 from dataclasses import dataclass
 
 from ...core.annotations import Count
-from ..base import Client, Cohort, Experiment, JointExits, ParamInfo
-from ..values import Setting, Stage
+from ..base import Cohort, JointExits, ParamInfo
+from ..values import Stage
 
 
 @dataclass(frozen=True)
@@ -25,10 +25,6 @@ class FedRep(JointExits):
 
     def personal(self, info: ParamInfo) -> bool:
         return info.exit is not None
-
-    def effort(self, client: Client, setting: Setting, e: Experiment) -> float:
-        """The head's epochs run the backbone forward, a third of training it."""
-        return 1 + self.head_epochs / (3 * e.local_epochs)
 
     def local_update(self, cohort: Cohort) -> None:
         cohort.train(self.local_loss, Stage(lambda i: i.exit is not None, self.head_epochs))

@@ -19,8 +19,8 @@ import torch
 from ...core.annotations import Count
 from ...layers.context import frozen_statistics
 from ...models.exits import PairedExits
-from ..base import Batch, Client, Cohort, Experiment, Head, JointExits, ParamInfo, Spec, classifiers
-from ..values import Setting, Stage
+from ..base import Batch, Cohort, Head, JointExits, ParamInfo, Spec, classifiers
+from ..values import Stage
 
 
 @dataclass(frozen=True)
@@ -38,10 +38,6 @@ class FedRoD(JointExits):
 
     def personal(self, info: ParamInfo) -> bool:
         return info.of == "personal"
-
-    def effort(self, client: Client, setting: Setting, e: Experiment) -> float:
-        """A head's own epochs run the backbone forward, a third of training it."""
-        return 1 + (self.head_epochs or 0) / (3 * e.local_epochs)
 
     def local_update(self, cohort: Cohort) -> None:
         head, units = cohort.model.head, cohort.setting.exit_units

@@ -172,29 +172,6 @@ class FeDepth(MemoryBudgets):
 
     # --- what it costs -------------------------------------------------------------------------------------------
 
-    def effort(self, client: Client, setting: Setting, e: Experiment) -> float:
-        """M models, each stage for all local epochs; exits left out.
-
-        A trained unit costs three forward passes, a frozen one ahead of it one, in every epoch or, cached, once: of the
-        units that the stage before has not kept the output of.
-        """
-        stem, *units = setting.measure.unit_macs()
-        total, known = 0.0, 0  # units whose output is kept
-        for stage in self.stages(client, setting):
-            own, cached = stage.units or range(0), stage.cached and e.augment == "none"
-            known = known if cached else 0
-            ahead = [u for u in range(known, own.start) if u not in stage.without]
-            frozen = sum(units[u] for u in ahead) + (stem if ahead and not known else 0)
-            trained = sum(units[u] for u in own) + (0 if ahead else stem)
-            total += 3 * trained + frozen / (e.local_epochs if cached else 1)
-            known = own.start if cached and ahead else 0
-        return self.models(self.shares[client.budget]) * total / (3 * (stem + sum(units)))
-
-    def training_mib(self, client: Client, setting: Setting, batch: int) -> float:
-        """The dearest stage's, times the models; what runs ahead of it keeps nothing."""
-        parts = [setting.full().only(stage.units, [stage.exit or 0]) for stage in self.stages(client, setting)]
-        return self.models(self.shares[client.budget]) * max(setting.measure.training_mib(p, batch) for p in parts)
-
 
 def peer_kl(batch: Batch, temperature: float = 1.0) -> torch.Tensor:
     """Return mutual learning's loss of a client's n models, (M,): tau^2 * 1/(n-1) * sum_{j != m} KL(p_j || p_m).

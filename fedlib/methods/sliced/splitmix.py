@@ -120,13 +120,6 @@ class SplitMix(MemoryBudgets):
         """Count the bases that a client has memory for."""
         return min(self.bases, max(1, int(self.shares[client.budget] * self.bases + 1e-9)))
 
-    def effort(self, client: Client, setting: Setting, e: Experiment) -> float:
-        return self.count(client)
-
-    def training_mib(self, client: Client, setting: Setting, batch: int) -> float:
-        """Its bases train side by side."""
-        return self.count(client) * super().training_mib(client, setting, batch)
-
     def travels(
         self, shared: Mapping[str, int], client: Client, setting: Setting, e: Experiment
     ) -> tuple[list[int], list[int]]:

@@ -1,0 +1,196 @@
+"""What a client's local training takes, counted as it runs: MACs with backward passes, and the most memory at once.
+
+The method's own code runs on PyTorch's ``meta`` device, where tensors have shapes and no values, so a method is priced
+without saying what it costs. Where code asks for values it gets plausible ones: zeros, and yes. Read next:
+``costs.py``, which makes prices of runs and tables of it.
+"""
+
+import copy
+import weakref
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.flop_counter import conv_flop_count, flop_registry
+
+from fedlib.core.clients import Client
+from fedlib.core.experiment import Experiment
+from fedlib.data.federated import FederatedData
+from fedlib.data.partition import Divided
+from fedlib.data.tasks import Classification, Regression, Span, task_of
+from fedlib.engine.cohort import Cohort
+from fedlib.engine.executors import plan_round
+from fedlib.engine.federation import Federation, label_counts
+from fedlib.layers.overrides import FLOPS
+from fedlib.methods import Method, Round, Setting
+from fedlib.methods.values import Stage
+from fedlib.models.exit_model import ExitModel
+
+aten, Tag = torch.ops.aten, torch.Tag
+DRAWS, KINDS = 4096, 8
+INDEXED = (aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default)
+
+
+def flops_of_convolution_backward(grad, x, weight, bias, stride, padding, dilation, transposed, *rest, **_) -> int:
+    """Count a forward pass for each of the two gradients that are asked for; PyTorch's own takes groups for dense."""
+    shapes = x.shape, weight.shape, grad.shape
+    return sum(rest[-1][:2]) * conv_flop_count(*shapes, transposed)
+
+
+FORMULAS = {**flop_registry, aten.convolution_backward: flops_of_convolution_backward}
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What a client's local training takes in a round: ``macs`` for each of its examples, ``peak`` bytes at once.
+
+    All its epochs and passes are in ``macs``. In ``peak`` is, in float32, what it holds, gradients, the optimiser's
+    moments, activations and a batch.
+    """
+
+    macs: float
+    peak: int
+
+
+def count_training(e: Experiment, method: Method, setting: Setting, model: ExitModel, client: Client) -> Taken:
+    """Count what ``client`` takes in a round of ``e`` with ``model``, which lies on the meta device.
+
+    One batch an epoch stands for all, unless more change what a client does (``Method.program``). The round is a middle
+    one, when warm-ups are over.
+    """
+    client = replace(client, id=0)
+    few = replace(client, num_examples=max(1, min(e.batch_size, client.num_examples)))
+    while method.program(few, setting) != method.program(client, setting):
+        few = replace(few, num_examples=min(2 * few.num_examples, client.num_examples))
+    model, peak = copy.deepcopy(model), 0  # training leaves its tensors in place
+    model.backbone.whole_blocks = False  # of a last block what its exits read, as in a run
+    f = federation_of_shapes(e.replace(precision="float32"), method, setting, model, few)
+    with OnShapes() as shapes:
+        r = Round(max(1, e.rounds // 2), (few,), f.setting)
+        r = replace(r, notes=method.prepare(f.server, r))
+        plan, shapes.macs = plan_round(f, f.server, r, 1, None), 0.0
+        for members in plan:
+            shapes.peak = before = shapes.live
+            cohort = Priced(f, f.model, f.server, r, members, {})
+            cohort.shapes = shapes
+            method.local_update(cohort)
+            held = [n for n in f.frozen if any(s.holds(setting.infos[n]) for s in cohort.slices)]
+            peak = max(peak, shapes.peak - before + shapes.outside(cohort.forward.tensors[0][n] for n in held))
+            del cohort
+    return Taken(shapes.macs / few.num_examples, peak)
+
+
+class Priced(Cohort):
+    """Where each step draws what it trains (FjORD), every draw is trained once and counts as often as it comes."""
+
+    shapes: "OnShapes"
+
+    def train(self, loss, stage=Stage(), gradient=None, view=None) -> None:
+        """Train as a cohort does; of more than ``KINDS`` unlike draws the most frequent."""
+        if view is None:
+            return super().train(loss, stage, gradient)
+        drawn = Counter(map(view, range(DRAWS))).most_common(KINDS)
+        before, macs = self.shapes.macs, 0.0
+        for one, times in drawn:
+            self.shapes.macs = 0.0
+            super().train(loss, stage, gradient, lambda step, one=one: one)
+            macs += self.shapes.macs * times
+        self.shapes.macs = before + macs / sum(times for _, times in drawn)
+
+
+def federation_of_shapes(
+    e: Experiment, method: Method, setting: Setting, model: ExitModel, client: Client
+) -> Federation:
+    """``e`` with one ``client`` whose examples are shapes alone; of labels that are classes it has all in turn."""
+    spec, task, n = setting.spec, task_of(e.dataset), client.num_examples
+    classes = setting.axes["classes"].size if "classes" in setting.axes else 1
+    inputs = torch.zeros(n, *spec.input_shape, dtype=torch.long if spec.reads == "tokens" else torch.uint8)
+    labels = {
+        Classification: torch.arange(n) % classes, Regression: torch.zeros(n), Span: torch.zeros(n, 2).long(),
+    }.get(type(task), torch.zeros(n, spec.input_shape[0]).long())  # fmt: skip
+    none = torch.zeros(spec.input_shape[0], 1, 1, device="meta")
+    data = FederatedData(
+        inputs.to("meta"), labels.to("meta"), inputs[:1].to("meta"), labels[:1].to("meta"),
+        tuple(map(str, range(classes))) if isinstance(task, Classification) else (), none, none + 1,
+        Divided(np.arange(n), np.array([0, n])),
+    )  # fmt: skip
+    data.__dict__["host_labels"] = labels.numpy()  # as values
+    setting = replace(setting, label_counts=lambda i: label_counts(data, i))
+    server = method.init_server(model.trainable(), setting)
+    return Federation(e, method, setting, data, model, model.frozen(), np.array([client.budget]), server)
+
+
+class Macs(TorchDispatchMode):
+    """Counts the MACs of every matrix product and convolution, forward and backward, and of the scan of Mamba."""
+
+    def __init__(self):
+        super().__init__()
+        self.macs, self.formulas = 0.0, FORMULAS | FLOPS
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if (count := self.formulas.get(func._overloadpacket)) is not None:
+            self.macs += count(*args, **(kwargs or {}), out_val=out) / 2
+        return out
+
+
+class OnShapes(Macs):
+    """Runs meta tensors, gives values where they are asked for, and counts MACs and the bytes that are alive."""
+
+    def __init__(self):
+        super().__init__()
+        self.live = self.peak = 0
+        self.known: set[int] = set()  # storages that are alive
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if waits_for_values(func, args, kwargs):
+            out = func(*tree_map_only(torch.Tensor, twin, args), **tree_map_only(torch.Tensor, twin, kwargs))
+            if func is aten._to_copy.default:
+                return out
+            if func is aten.copy_.default:
+                return args[0].copy_(out)
+            out = tree_map_only(torch.Tensor, lambda x: x.to("meta"), out)
+        else:
+            out = super().__torch_dispatch__(func, types, args, kwargs)
+        for x in tree_leaves(out):
+            if isinstance(x, torch.Tensor) and x.is_meta:
+                self._count(x.untyped_storage())
+        return out
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        if (key := storage._cdata) not in self.known:
+            self.known.add(key)
+            self.live += storage.nbytes()
+            self.peak = max(self.peak, self.live)
+            weakref.finalize(storage, self._forget, key, storage.nbytes())
+
+    def _forget(self, key: int, size: int) -> None:
+        self.live -= size
+        self.known.discard(key)
+
+    def outside(self, tensors: Iterable[torch.Tensor]) -> int:
+        """Bytes of those ``tensors`` that are not counted already."""
+        return sum(x.nbytes for x in tensors if x.untyped_storage()._cdata not in self.known)
+
+
+def twin(x: torch.Tensor) -> torch.Tensor:
+    """A tensor of the CPU like ``x``: true, or zero."""
+    return torch.full(x.shape, x.dtype is torch.bool, dtype=x.dtype, device="cpu") if x.is_meta else x
+
+
+def waits_for_values(func, args: tuple, kwargs: dict) -> bool:
+    """Does ``func`` need the values of meta tensors?"""
+    if func is aten._to_copy.default:
+        return args[0].is_meta and torch.device(kwargs.get("device") or "meta").type == "cpu"
+    if func is aten.copy_.default:
+        return args[1].is_meta and not args[0].is_meta
+    if not any(isinstance(x, torch.Tensor) and x.is_meta for x in tree_leaves((args, kwargs))):
+        return False
+    if func in INDEXED:
+        return any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1])
+    return Tag.data_dependent_output in func.tags or Tag.dynamic_output_shape in func.tags
