@@ -1,7 +1,7 @@
 """The largest sub-models that a method can give under caps: one mechanism for all methods, priced as costs are told.
 
 A device class's cap is a share of what local training of the whole model, with its last exit alone, takes, as it is
-counted (``runs/meter.py``). A method
+counted (``executors/meter.py``). A method
 offers sizes, smallest first (``Method.sizes``), and the fields of an experiment that give its budgets these sizes
 (``Method.of_sizes``). Caps are met from the poorest class on, each by the largest size with which no class is over its
 cap. Read next: ``methods/base.py``, ``runs/costs.py``.

@@ -31,7 +31,7 @@ from fedlib.methods import Method, Round, Server, Setting, build_method
 from fedlib.models.exit_model import ExitModel
 from fedlib.models.registry import WEIGHTS, backbone_spec, folder_of_weights, tokenizer_of
 
-from .meter import Macs, Taken, count_training
+from ..executors.meter import Macs, Taken, count_training
 from .params import Cell
 
 DATA, CARDS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text()).values()  # known data sets, GPUs

@@ -8,8 +8,8 @@ from fedlib.core.clients import Client
 from fedlib.engine.federation import budgets_of
 from fedlib.methods import build_method
 from fedlib_lab.atlas.fitting import SLACK, fit, price
+from fedlib_lab.executors.meter import count_training
 from fedlib_lab.runs.costs import load_shapes
-from fedlib_lab.runs.meter import count_training
 
 CAPS = (1 / 8, 1 / 4, 1 / 2, 1.0)
 E = Experiment(

@@ -14,6 +14,7 @@ from fedlib.engine.federation import budgets_of
 from fedlib.methods import METHODS
 from fedlib.methods.sliced.fedavg import FedAvg
 from fedlib_lab import cli
+from fedlib_lab.executors.meter import count_training
 from fedlib_lab.papers.fedepth.training_memory import peak_mib
 from fedlib_lab.report.tables import load_reported
 from fedlib_lab.runs import costs
@@ -38,7 +39,6 @@ from fedlib_lab.runs.costs import (
     upload_mib,
     upload_parameters,
 )  # fmt: skip
-from fedlib_lab.runs.meter import count_training
 from fedlib_lab.runs.params import Cell
 from fedlib_lab.runs.store import stored_pace
 from tests.helpers.stored import ONE, short

@@ -25,9 +25,9 @@ from fedlib.models import registry
 from fedlib.models.exit_model import ExitModel
 from fedlib.models.resnet import RESNETS, ResNetSpec
 from fedlib.models.route import PartialForward
+from fedlib_lab.executors.meter import count_training
 from fedlib_lab.papers.fedepth.block_inference import block_logits
 from fedlib_lab.runs.costs import load_shapes, training_macs
-from fedlib_lab.runs.meter import count_training
 from tests.helpers.plain_convnets import PlainResNet, plain_name, state_of
 
 pytestmark = pytest.mark.usefixtures("repeatable_convolutions")

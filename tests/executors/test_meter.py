@@ -10,8 +10,8 @@ from fedlib import Experiment
 from fedlib.core.clients import Client
 from fedlib.methods import METHODS, Stage, build_method, register
 from fedlib.methods.base import JointExits
+from fedlib_lab.executors.meter import Macs, count_training
 from fedlib_lab.runs.costs import kind_of, load_shapes, taken
-from fedlib_lab.runs.meter import Macs, count_training
 
 NET = Experiment(
     method="fedavg", dataset="cifar10", backbone="convnet3_slim", pretrained=False, finetune="full", num_exits=1,
