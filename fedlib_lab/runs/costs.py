@@ -200,7 +200,7 @@ def training_macs(e: Experiment) -> float:
     budgets = budgets_of(e, shapes.method)
     eligible = shapes.method.eligible(budgets, shapes.setting)
     trained = e.rounds * min(e.clients_per_round, len(eligible)) * examples_per_client(e)
-    return trained * macs[budgets[eligible]].mean()
+    return trained * macs[np.minimum(budgets[eligible], len(macs) - 1)].mean()  # who has no exits of its own has one
 
 
 @cache
@@ -209,7 +209,7 @@ def taken(e: Experiment) -> tuple[Taken, ...]:
     shapes, examples = load_shapes(e), round(examples_per_client(e))
     every = np.arange(shapes.budgets)
     by_width = any(part.index for part in shapes.slices)
-    counted = every if by_width else np.unique(np.linspace(0, len(every) - 1, 4).round().astype(int))
+    counted = every if by_width else np.unique(np.clip([0, 1, len(every) // 2, len(every) - 1], 0, len(every) - 1))
     clients = [Client(-1, int(b), examples) for b in counted]
     found = [count_training(e, shapes.method, shapes.setting, shapes.model, c) for c in clients]
     macs, peaks = (np.interp(every, counted, [getattr(t, of) for t in found]) for of in ("macs", "peak"))

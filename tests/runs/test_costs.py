@@ -129,7 +129,12 @@ def test_budgets_need_not_be_exits():
         macs = [cost["macs"] for cost in exit_costs(e, 10)]
         assert len(macs) == 4 and macs == sorted(macs)
         assert budgets_of(e, Narrow())[:6].tolist() == [0, 1, 2, 3, 0, 1]
-        assert training_macs(e) == pytest.approx(3 * 100 * 10 * 40 * sum(macs) / 4)
+        shapes = load_shapes(e, 10)
+        each = [
+            count_training(e, shapes.method, shapes.setting, shapes.model, Client(-1, b, 40)).macs for b in range(4)
+        ]
+        assert training_macs(e) == pytest.approx(100 * 10 * 40 * sum(each) / 4)
+        assert [t / m for t, m in zip(each, macs, strict=True)] == pytest.approx([2.8] * 4, rel=0.07)
         assert set(budgets_of(e.replace(budgets="maximum"), Narrow())) == {3}
 
 
