@@ -18,10 +18,10 @@ from fedlib.methods import Round, Server
 
 from ..report.clients import leaving_curve, macs_of
 from ..report.plots import ACCURACY, COSTS, plot_learning_curves, plot_series
-from ..report.sources import Measured, Stored, differences
+from ..report.sources import Stored
 from ..report.style import axes_of, finish, panels, share_legend, spelled, styled
 from ..report.tables import label_of
-from ..report.verdicts import Difference
+from ..report.verdicts import Difference, Measured, differences
 from ..runs.costs import load_shapes
 from ..runs.params import load_grid
 from ..runs.store import Run, shown_run

@@ -1,29 +1,32 @@
 """What a paper says, judged on stored runs: ``params/<paper>/claims.yaml`` says what to compare, this file does it.
 
-A comparison is a difference in points between two variants, paired by seed; ``verdicts.py`` is the rule that judges
-it, and the claim over all of its comparisons. A run's flags (``flags.py``) go with what is compared. The printed
-numbers are counted in the same way. What others found (``others.yaml``) stands beside the verdict. Arithmetic and
-comparisons that one paper alone needs lie in ``papers/<paper>`` (:func:`of_paper`).
+A comparison is a difference in points between two variants, paired by seed, of the longest training of which two seeds
+are stored; ``verdicts.py`` is the rule that judges it, and the claim over all of its comparisons. A run's flags
+(``flags.py``) go with what is compared. A claim is judged on the data that were run, and its verdict says so where the
+paper's are others; one that is about data (``of``), a net or its pre-training (``only``) is judged on these alone. The
+printed numbers are counted in the same way. What others found (``others.yaml``) stands beside the verdict. Arithmetic
+and comparisons that one paper alone needs lie in ``papers/<paper>`` (:func:`of_paper`).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.util import find_spec
 
-import numpy as np
 import pandas as pd
 
 from fedlib.core.paths import params_dir
 from fedlib.core.validation import check_known
 
 from ..runs.params_files import load_yaml
-from .sources import Measured, Published, Stored, differences
+from .sources import Published, Stored
+from .style import data_title
 from .tables import label_of
-from .verdicts import COLUMNS, Difference, Grade, as_rows, grade
+from .verdicts import COLUMNS, BySeed, Difference, Grade, as_rows, differences, grade, paired
 
 KEYS = {"where", "says", "table", "pairs", "finetune", "columns", "need", "value", "against", "at", "costs", "over",
         "margin", "only", "exact", "counts", "compare", "by", "of", "why"}  # fmt: skip
+KINDS = ("arithmetic", "runs at paper scale", "runs at small scale")
 SIDES = ("agrees", "disagrees", "related")  # of a result of others with claims
 OTHERS = {"who", "source", "found", *SIDES}
 
@@ -38,6 +41,8 @@ class Judged:
     grade: Grade
     comparisons: pd.DataFrame
     printed: str
+    kind: str = KINDS[-1]  # of evidence
+    on: str = ""  # which data, where they are not all of the paper's and no others
     others: tuple[str, ...] = ()
 
     @property
@@ -93,20 +98,40 @@ def beside(judged: Judged, others: Mapping[str, Mapping]) -> tuple[str, ...]:
 
 def judge_claim(name: str, claim: dict, stored: Stored, published: Published) -> Judged:
     """One claim, by arithmetic (``exact``), or by its comparisons."""
-    rows, printed = pd.DataFrame(columns=COLUMNS), "–"
+    rows, printed, on, kind = pd.DataFrame(columns=[*COLUMNS, "bound"]), "–", "", KINDS[1 + (stored.profile != "paper")]
     if "exact" in claim:
         holds, numbers = of_paper(stored.paper, "EXACT", claim["exact"])(stored)
-        found = Grade("holds" if holds else "contradicted", numbers)
+        found, kind = Grade("holds" if holds else "contradicted", numbers), KINDS[0]
     elif "why" in claim:
         found = Grade("not testable", claim["why"])
     else:
-        kind = of_paper(stored.paper, "COMPARED", claim["by"]) if "by" in claim else compared
-        both = kind(claim, stored)
-        rows, found = as_rows([w for w, _ in both], [d for _, d in both], claim), grade_of_its_data(both, claim)
-        if "table" in claim and "by" not in claim:
-            signs = [d.mean + claim.get("margin", 0.0) > 0 for _, d in compared(claim, published) if len(d.points)]
+        both = (of_paper(stored.paper, "COMPARED", claim["by"]) if "by" in claim else compared)(claim, stored)
+        about = [(w, d) for w, d in both if w.get("data") in claim.get("of", [w.get("data")])]
+        where, found = [w for w, _ in both], grade([d for _, d in about], claim, [w for w, _ in about])
+        rows = as_rows(where, [d for _, d in both], claim)
+        if any(len(d.points) for _, d in both) and not any(len(d.points) for _, d in about):
+            here, told = ", ".join(sorted({w["data"] for w in where})), grade([d for _, d in both], claim, where)
+            found = Grade("not testable", f"not on its data ({' and '.join(claim['of'])}); on {here}: {told.numbers}")
+        if "table" in claim:
+            on = on_data({w["data"] for w, d in about if len(d.points) > 1}, claim, stored)
+            in_print = [] if "by" in claim else compared(claim, published)
+            signs = [d.mean + claim.get("margin", 0.0) > 0 for _, d in in_print if len(d.points)]
             printed = f"{sum(signs)} of {len(signs)}" if signs else "–"
-    return Judged(name, claim["where"], claim["says"], found, rows, printed)
+    return Judged(name, claim["where"], claim["says"], found, rows, printed, kind, on)
+
+
+def tables_of(claim: Mapping) -> list[str]:
+    return claim["table"] if isinstance(claim["table"], list) else [claim["table"]]
+
+
+def on_data(ran: set[str], claim: Mapping, stored: Stored) -> str:
+    """``on CIFAR-10 in place of CIFAR-100``; empty where those are the data that were run."""
+    own = set().union(*(stored.data_in_print(table, claim.get("columns", ())) for table in tables_of(claim)))
+    titles = (sorted(map(data_title, sets)) for sets in (ran - own, own - ran))
+    other, lacking = (" and ".join(t if len(t) < 3 else [t[0], f"{len(t) - 1} more"]) for t in titles)
+    if other and lacking:
+        return f"on {other} in place of {lacking}"
+    return f"also on {other}" if other else f"not on {lacking}" if ran and lacking else ""
 
 
 def of_paper(paper: str, kind: str, name: str) -> Callable:
@@ -117,21 +142,10 @@ def of_paper(paper: str, kind: str, name: str) -> Callable:
     return known[name]
 
 
-def grade_of_its_data(both: list[tuple[dict, Difference]], claim: Mapping) -> Grade:
-    """The claim's grade over the comparisons on the data sets ``of`` which it speaks; other data are told of alone."""
-    about = claim.get("of")
-    its = [d for where, d in both if not about or where["data"] in about]
-    if its or not both:
-        return grade(its, claim)
-    here = ", ".join(sorted({where["data"] for where, _ in both}))
-    told = grade([d for _, d in both], claim).numbers
-    return Grade("not testable", f"not on its data ({' and '.join(about)}); on {here}: {told}")
-
-
 def compared(claim: dict, source: Stored | Published) -> list[tuple[dict, Difference]]:
     """(where, differences over common seeds) of every pair in every place that ``source`` has."""
-    out, tables = [], claim["table"] if isinstance(claim["table"], list) else [claim["table"]]
-    for table in tables:
+    out = []
+    for table in tables_of(claim):
         try:
             grid = source.places(table, claim.get("only", {}))
         except FileNotFoundError:  # a figure: nothing printed
@@ -150,33 +164,41 @@ def compared(claim: dict, source: Stored | Published) -> list[tuple[dict, Differ
 
 
 def _differences(claim, source, table, pair, places) -> list[tuple[dict, Difference]]:
-    found, over = _subtract(claim, source, table, pair, places), claim.get("over", {})
-    columns = {places[0]["column"], over.get("column", places[0]["column"])}
-    if len({source.data(table, column) for column in columns}) > 1:
+    over, column = claim.get("over", {}), places[0]["column"]
+    there = [{**p, **over} for p in places]
+    sides = [source.lengths(table, v, p) for ps in (places, there) for v, p in zip(pair, ps, strict=True)]
+    rounds, longer = longest(sides)
+    found = _subtract(claim, source, table, pair, places, rounds)
+    if len({source.data(table, c) for c in (column, there[0]["column"])}) > 1:
         found = {}  # a difference on one data set is never taken from one on another
     elif over:
-        there = _subtract(claim, source, table, pair, [{**p, **over} for p in places])
-        found = {seed: found[seed] - there[seed] for seed in found if seed in there}
+        found = paired(found, _subtract(claim, source, table, pair, there, rounds))
     names, modes = [source.label(table, v) for v in pair], [label_of(p["finetune"]) for p in places]
     if modes[0] != modes[1]:
         names = [f"{name}, {mode}" for name, mode in zip(names, modes, strict=True)]
     if "against" in claim:
         names = [f"{names[0]}, {claim['value']}", f"{names[1]}, {claim['against']}"]
     text = " – ".join(names) + (f", more than {', '.join(map(label_of, over.values()))}" if over else "")
-    column = places[0]["column"]
+    text += f", after {rounds:,} rounds" if longer else ""
     where = {"table": table, "mode": modes[0], "column": column, "data": source.data(table, column)}
-    if not found:
-        return [(where | {"comparison": text}, Difference(np.array([])))]
-    parts = differences([found[seed] for seed in sorted(found)])
-    of_exits = claim.get("value") in ("exits", "client_exits")
+    parts = differences([*found.values()])
+    of_exits = found and claim.get("value") in ("exits", "client_exits")
     names = [f"{text}, exit {j + 1}" if of_exits else text for j in range(len(parts))]
     return [(where | {"comparison": name}, part) for name, part in zip(names, parts, strict=True)]
 
 
-def _subtract(claim, source, table, pair, places) -> dict[int, Measured]:
+def longest(sides: Sequence[Mapping[int, Mapping]]) -> tuple[int, bool]:
+    """The most rounds of which all ``sides`` have two seeds in common, or the fewest; are they more than the fewest?"""
+    common = {t: set.intersection(*(set(s.get(t, ())) for s in sides)) for t in set().union(*sides)}
+    own = min(common, default=0)
+    rounds = max((t for t, seeds in common.items() if len(seeds) > 1), default=own)
+    return rounds, rounds > own
+
+
+def _subtract(claim, source, table, pair, places, rounds) -> BySeed:
     value = claim.get("value", "accuracy")
     what = zip(pair, places, (value, claim.get("against", value)), strict=True)
-    one, other = (source.values(table, variant, place, x, set(pair)) for variant, place, x in what)
+    one, other = (source.values(table, variant, place, x, set(pair), rounds) for variant, place, x in what)
     if "at" in claim and one and other:
         costs = source.table(f"{claim['costs']}_{source.profile}")
         if costs is None:
@@ -186,4 +208,4 @@ def _subtract(claim, source, table, pair, places) -> dict[int, Measured]:
         if not all(map(len, at)):
             return {}
         one = {seed: x.at(at[0], at[1]) for seed, x in one.items()}
-    return {seed: one[seed] - other[seed] for seed in one if seed in other}
+    return paired(one, other)

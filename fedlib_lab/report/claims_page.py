@@ -4,33 +4,23 @@ Read next: ``report/verdicts.py``, the rule; ``report/page.py``.
 """
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import pandas as pd
 
-from .claims import Judged, Stored
+from fedlib.core.tables import read_table
+
+from .claims import KINDS, Judged, Stored
 from .style import axes_of, finish, share_legend, spelled, styled
 from .tables import markdown_table
 from .verdicts import COLUMNS
 
-RULE = (
-    "A comparison is a difference paired by seed, with a 95 % interval over seeds (Student's t) and test examples "
-    "(added in quadrature: MOVER, Zou and Donner 2008). It holds above zero and is contradicted below -0.5 points; "
-    'within ±0.5 it is a tie. A claim about "most" or "often" needs more than half of its comparisons, any other all. '
-    "Their number is corrected for (partial conjunction, Benjamini and Heller 2008): where nothing differs, at most "
-    "5 % of the claims get a verdict. With fewer than five seeds a verdict is indicative. Flagged comparisons (did not "
-    "train, still rising, over budget, of an older rule of the kit) are told and not counted. `in print`: how many of "
-    "the paper's own comparisons of printed means agree. `others`: independent results, compared by order alone."
-)
-GRADES = (  # verdict, one, many
-    ("holds", "holds", "hold"),
-    ("contradicted", "is contradicted", "are contradicted"),
-    ("tie", "is a tie", "are ties"),
-    ("undecided", "is undecided", "are undecided"),
-    ("not testable", "is not testable here", "are not testable here"),
-)
-
-COLORS = dict(zip((v for v, _, _ in GRADES), ("#56b4e9", "#e69f00", "#009e73", "#d0d4d8", "#eff1f3"), strict=True))
+WORDS = read_table(Path(__file__).with_suffix(".yaml"))
+GRADES, NOT = WORDS["grades"], "not testable"
+COLORS = dict(zip(GRADES, ("#56b4e9", "#e69f00", "#009e73", "#d0d4d8", "#eff1f3"), strict=True))
+Counts = Mapping[str, Mapping[str, int]]  # by kind of evidence, by verdict
 
 
 def claims_section(verdicts: Sequence[Judged]) -> str:
@@ -41,22 +31,28 @@ def claims_section(verdicts: Sequence[Judged]) -> str:
     )  # fmt: skip
     table = table if (table.others != "–").any() else table.drop(columns="others")
     title = "## What the paper says, and whether it holds here"
-    tally = tally_of({v: [j.verdict for j in verdicts].count(v) for v, _, _ in GRADES})
-    indicative = sum(v.grade.indicative for v in verdicts if v.verdict in ("holds", "contradicted", "tie"))
-    few = f" {indicative} of the verdicts are indicative (fewer than five seeds)." if indicative else ""
-    return "\n\n".join([title, tally + few, RULE, markdown_table(table)])
+    tally = tally_of({k: Counter(v.verdict for v in verdicts if v.kind == k) for k in KINDS})
+    return "\n\n".join([title, tally, WORDS["short"], markdown_table(table)])
 
 
-def tally_of(counts: Mapping[str, int]) -> str:
-    """How many claims got which grade, in words."""
-    words = [f"{n} {one if n == 1 else many}" for v, one, many in GRADES if (n := counts.get(v, 0))]
-    return f"Of {sum(counts.values())} claims {', '.join(words)}."
+def tally_of(counts: Counts) -> str:
+    """How many claims got which grade, in words: of arithmetic, of runs at paper scale and at small scale."""
+    judged = {k: {v: n for v, n in counts.get(k, {}).items() if v != NOT} for k in KINDS}
+    parts = [f"{sum(by.values())} by {k}" + f" ({_graded(by)})" * any(by.values()) for k, by in judged.items()]
+    done, left = sum(sum(by.values()) for by in judged.values()), sum(by.get(NOT, 0) for by in counts.values())
+    rest = f"; {_graded({NOT: left})}" if left else ""
+    return f"Of {done + left} claims {done} {'is' if done == 1 else 'are'} judged: {', '.join(parts)}{rest}."
+
+
+def _graded(by: Mapping[str, int]) -> str:
+    return ", ".join(f"{n} {words[n > 1]}" for verdict, words in GRADES.items() if (n := by.get(verdict, 0)))
 
 
 def linked_verdict(v: Judged) -> str:
-    """The verdict, linked to its comparisons if there are any, and whether it is of few seeds."""
+    """The verdict, linked to its comparisons if there are any, of which data, and whether it is of few seeds."""
     word = f"[**{v.verdict}**](claims.md#{v.name})" if compared(v) else f"**{v.verdict}**"
-    return f"{word}, indicative" if v.grade.indicative and v.verdict in ("holds", "contradicted", "tie") else word
+    few = v.grade.indicative and v.verdict in ("holds", "contradicted", "tie")
+    return ", ".join([word, *filter(None, [v.on]), *["indicative"] * few])
 
 
 def compared(v: Judged) -> bool:
@@ -69,7 +65,9 @@ def claims_page(stored: Stored, verdicts: Sequence[Judged]) -> str:
     parts = [comparisons(v) for v in verdicts if compared(v)]
     title = f"# Claims of {spelled(stored.paper)} at profile `{stored.profile}`, comparison by comparison"
     lead = "Written by `make results`; do not edit. Differences in points. [Back to the results](README.md)."
-    return "\n\n".join([title, lead, RULE, *parts]) + "\n" if parts else ""
+    bounds = [x for v in verdicts for x in v.comparisons[v.comparisons.seeds > 1].bound]
+    bound = " " + WORDS["bound"].format(bound=sum(bounds), all=len(bounds)) if any(bounds) else ""
+    return "\n\n".join([title, lead, WORDS["rule"] + bound, *parts]) + "\n" if parts else ""
 
 
 def comparisons(v: Judged) -> str:
@@ -80,24 +78,34 @@ def comparisons(v: Judged) -> str:
     rows.insert(6, "95 % interval", interval)
     rows = rows if (rows["flags"] != "").any() else rows.drop(columns="flags")
     rows = markdown_table(rows.drop(columns=["low", "high"]))
-    return f"## {v.name}\n\n{v.says} ({v.where}): **{v.verdict}**, {v.numbers}.\n\n{rows}"
+    told = ", ".join(filter(None, [f"**{v.verdict}**", v.on, v.numbers]))
+    return f"## {v.name}\n\n{v.says} ({v.where}): {told}.\n\n{rows}"
 
 
 def counts_of(tally: str) -> dict[str, int]:
-    """How many claims got which grade, of :func:`tally_of`'s words."""
-    found = {v: re.search(rf"(\d+) (?:{one}|{many})\b", tally) for v, one, many in GRADES}
-    return {v: int(m[1]) if m else 0 for v, m in found.items()}
+    """How many claims got which grade, of :func:`tally_of`'s words, whatever settled them."""
+    return {v: sum(map(int, re.findall(rf"(\d+) (?:{'|'.join(words)})\b", tally))) for v, words in GRADES.items()}
+
+
+def groups_of(tally: str) -> Counts:
+    """The counts behind :func:`tally_of`'s words; of those that are not testable the kind is not said."""
+    told = {k: re.search(rf"{k} \((.*?)\)", tally) for k in KINDS}
+    return {k: counts_of(m[1]) if m else {} for k, m in told.items()} | {"": {NOT: counts_of(tally)[NOT]}}
 
 
 def added(tallies: Sequence[str]) -> str:
     """The tally over all papers, of those of each."""
-    return tally_of(pd.DataFrame(map(counts_of, tallies)).sum().to_dict())
+    groups = [groups_of(tally) for tally in tallies]
+    return tally_of({k: sum((Counter(g[k]) for g in groups), Counter()) for k in (*KINDS, "")})
 
 
 @styled
 def plot_tallies(tallies: Mapping[str, str], subject: str):
-    """A bar per paper of its claims by grade, from the words of its page."""
-    counts = pd.DataFrame({spelled(paper): counts_of(tally) for paper, tally in tallies.items()}).T
+    """A bar per paper of its claims by grade, from the words of its page; those settled by arithmetic have a bar."""
+    groups = {spelled(paper): groups_of(tally) for paper, tally in tallies.items()}
+    rows = {paper: sum((Counter(g[k]) for k in (*KINDS[1:], "")), Counter()) for paper, g in groups.items()}
+    rows["all, by arithmetic"] = sum((Counter(g[KINDS[0]]) for g in groups.values()), Counter())
+    counts = pd.DataFrame(rows).T.reindex(columns=list(GRADES)).fillna(0)
     counts = counts.loc[:, counts.sum() > 0]
     ax, colors = axes_of(None, (7, 1.6 + 0.36 * len(counts))), [COLORS[v] for v in counts]
     counts[::-1].plot.barh(ax=ax, stacked=True, color=colors, width=0.75, edgecolor="white")

@@ -114,6 +114,11 @@ def inference_costs(cells: Sequence[Cell], frame: pd.DataFrame, thresholds: Mapp
     return pd.DataFrame(rows)
 
 
+def correct(logits: torch.Tensor, labels: torch.Tensor) -> np.ndarray:
+    """Per test example the percentage of exits that get it right, (N,): its mean is the run's accuracy."""
+    return 100 * (logits.argmax(-1) == labels).double().mean(0).cpu().numpy()
+
+
 # --- curves: a record per threshold
 
 

@@ -1,12 +1,10 @@
 """Words in figures: names of classes, runs and methods are drawn as they are, whatever characters they hold."""
 
 import functools
+from pathlib import Path
 
-FONTS = (  # the first that has a character draws it; those that are not installed are left out
-    "DejaVu Sans", "Noto Sans", "Noto Sans CJK JP", "Noto Sans CJK SC", "WenQuanYi Zen Hei", "IPAGothic",
-    "Hiragino Sans", "Yu Gothic", "Microsoft YaHei", "Arial Unicode MS", "Noto Sans Arabic", "Noto Emoji",
-    "Symbola", "Segoe UI Emoji",
-)  # fmt: skip
+# the first that has a character draws it; those that are not installed are left out
+FONTS = (Path(__file__).with_name("fonts.txt")).read_text(encoding="utf-8").splitlines()
 
 
 def plain(text: object) -> str:

@@ -26,7 +26,7 @@ from fedlib.methods import METHODS
 from ..runs.costs import DATA, load_shapes
 from ..runs.identity import concern, older_rules
 from ..runs.store import Run
-from .tables import values_of
+from .tables import label_of, values_of
 
 
 def bound_on_variance(run: Run, points: np.ndarray) -> np.ndarray:
@@ -56,7 +56,7 @@ def flags_of(run: Run, value: str = "accuracy") -> tuple[str, ...]:
     """The flags of ``run`` as far as ``value`` (a column of ``tables.collect``) is concerned."""
     found = [(m["t"], np.atleast_1d(x)) for m in run.metrics if (x := values_of(m).get(value)) is not None]
     flags = ["diverged"] if run.summary["status"] == "diverged" else []
-    flags += ["over budget"] if over_budget(run.experiment.replace(seed=1)) else []
+    flags += [f"over budget: {over}"] if (over := over_budget(run.experiment.replace(seed=1))) else []
     flags += ["older rule"] if concern(older_rules(run.experiment, run.record), value) else []
     if len(found) < 2:
         return tuple(flags)
@@ -78,13 +78,16 @@ def _chance(e: Experiment) -> float:
 
 
 @lru_cache(maxsize=1024)
-def over_budget(e: Experiment) -> bool:
-    """Does a level of ``e``'s method cost over 1.1 times the share of the whole model that the method is to give it?"""
+def over_budget(e: Experiment) -> str:
+    """What ``e``'s levels cost, if one has over 1.1 times the share of the whole that it is solved for; or empty."""
     if not hasattr(METHODS[e.method], "ratios_of"):
-        return False
+        return ""
     shapes = load_shapes(e)
-    method, setting = shapes.method, shapes.setting
-    cost = partial(setting.measure.cost, method.cost)
+    setting, cost = shapes.setting, partial(shapes.setting.measure.cost, shapes.method.cost)
     whole = cost(Slice.prefix(setting.exit_units[-1] + 1, [setting.num_exits - 1]))  # what shares are shares of
-    shares = method.ratios_of(shapes.budgets)[:-1]
-    return any(cost(shapes.slice_for(b)) > 1.1 * share * whole for b, share in enumerate(shares))
+    shares = shapes.method.ratios_of(shapes.budgets)[:-1]
+    costs = [cost(shapes.slice_for(b)) / whole for b in range(len(shares))]
+    if all(c <= 1.1 * share for c, share in zip(costs, shares, strict=True)):
+        return ""
+    cost_and_share = (", ".join(f"{x:.3g}" for x in numbers) for numbers in (costs, shares))
+    return f"levels of {label_of(e.method)} cost {' where '.join(cost_and_share)} of the whole are said"

@@ -31,8 +31,5 @@ def _row(run: Run, metrics: dict) -> dict[str, object]:
 
 def trials_frame(trials: Iterable[Trial]) -> pd.DataFrame:
     """A row per trial of a sweep: its values, and the accuracy on validation examples in percent."""
-    rows = []
-    for row, choice, run in ((t.row, t.choice, t.run) for t in trials):
-        came_out = {"validation": run.accuracy, "status": run.summary["status"], "run": run.path.name}
-        rows.append({"row": row, **choice, **came_out})
-    return pd.DataFrame(rows)
+    came_out = lambda r: {"validation": r.accuracy, "status": r.summary["status"], "run": r.path.name}  # noqa: E731
+    return pd.DataFrame([{"row": t.row, **t.choice, **came_out(t.run)} for t in trials])

@@ -16,6 +16,7 @@ import pandas as pd
 
 from fedlib.core.paths import outputs_dir, params_dir, root, use_outputs_of
 from fedlib.core.storage import read_json
+from fedlib.core.tables import read_table
 
 from ..runs.params import Cell, grids
 from ..runs.params_files import papers
@@ -30,8 +31,7 @@ from .tables import markdown_table, methods_in_columns, obtained, reported_besid
 
 THUMBNAIL = 420  # pixels
 ORDER = ("table", "decomposition", "figure", "")  # then by number, then by name
-HELD_OUT = "Accuracy on held-out training examples, to choose by; the test set is not looked at."
-OF_CLIENTS = "Every client on its own test set: mean ± SD over clients, mean over seeds."
+TEXTS = read_table(Path(__file__).with_suffix(".yaml"))
 NO_PAPERS = ("benchmarks", "cluster", "pretraining", "walkthrough")  # outputs beside the papers', in the index
 
 
@@ -83,9 +83,7 @@ def results_page(stored: Stored, verdicts: Sequence[Judged]) -> str:
     text = [
         f"# Results of {spelled(stored.paper)} at profile `{stored.profile}`",
         by_hand.read_text(encoding="utf-8").strip() if by_hand.is_file() else "",  # what the runs say, in plain words
-        "Written by `make results` from the stored runs in [`runs`](../runs); do not edit. Obtained: mean ± SD over "
-        "seeds of the last round's accuracy in percent, mean over exits. Reported, or in brackets: the paper's, on its "
-        "backbone and data, so compare orderings, not values. Bold: the best of its comparison.",
+        TEXTS["lead"],
         facts(stored, list(runs.values())),
         claims_section(verdicts) if verdicts else "",
         *sections,
@@ -111,16 +109,16 @@ def section(stored: Stored, table: str, done: dict[str, Cell], shown: dict[str, 
     if value == "last":
         parts.append("Accuracy of the last exit.")
     if any(c.experiment.evaluate_on == "validation" for c in done.values()):
-        parts.append(HELD_OUT)
+        parts.append(TEXTS["held out"])
     owner = {shown.get(h) for h in done}
     if value == "accuracy" and len(owner) == 1 and None not in owner:
         parts.append(f"The runs are those of {short_title(stored.paper, owner.pop())}.")
     else:
         thresholds = stored.spec(table).get("thresholds")
-        parts.append(OF_CLIENTS if value in VALUES else "")
+        parts.append(TEXTS["of clients"] if value in VALUES else "")
         more = with_further(frame, stored.spec(table))
         rows = obtained(more, reported_beside(stored.paper, table), value, thresholds)
-        search = HELD_OUT in parts and rows.column.nunique() > 1
+        search = TEXTS["held out"] in parts and rows.column.nunique() > 1
         parts.append(markdown_table(tried(rows) if search else printed(methods_in_columns(rows), title)))
         csv = f"tables/{table}_{stored.profile}.csv"  # if its notebook stored it
         parts.append(f"[As CSV]({csv})" if (stored.folder / csv).is_file() else "")
@@ -215,22 +213,17 @@ def index_page(outputs: Path) -> str:
     lines, tallies = [], tallies_of(outputs)
     for paper in papers():
         if stored := _stored_part(outputs, paper):
-            titles = "; ".join(
-                short_title(paper, t) for t in grid_names(paper) if f"## {title_of(paper, t)}\n" in stored
-            )
+            shown = [t for t in grid_names(paper) if f"## {title_of(paper, t)}\n" in stored]
+            titles = "; ".join(short_title(paper, t) for t in shown)
             said = f"{titles or 'no run yet'}. {tallies.get(paper, '')}".strip()
             lines.append(f"- [**{paper}**]({paper}/README.md): {said}")
     for folder in NO_PAPERS:
         paths = sorted([*outputs.glob(f"{folder}/tables/*.md"), *outputs.glob(f"{folder}/figures/*.png")])
         if paths:
-            lines.append(
-                f"- **{folder}**: {', '.join(f'[{p.stem}]({p.relative_to(outputs).as_posix()})' for p in paths)}"
-            )
-    lead = (
-        "Written by `make results`; do not edit. What every notebook stored, by paper; the runs are in [`runs`](runs)."
-    )
+            links = ", ".join(f"[{p.stem}]({p.relative_to(outputs).as_posix()})" for p in paths)
+            lines.append(f"- **{folder}**: {links}")
     over_all = f"Over all papers: {added(list(tallies.values())).replace('Of', 'of', 1)}" if tallies else ""
-    return "\n\n".join(t for t in ("# Results", lead, over_all, "\n".join(lines)) if t) + "\n"
+    return "\n\n".join(t for t in ("# Results", TEXTS["index"], over_all, "\n".join(lines)) if t) + "\n"
 
 
 def notebook_of(paper: str, name: str) -> Path | None:
@@ -282,9 +275,7 @@ def more_figures(stored: Stored, sections: Sequence[str]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m fedlib_lab.report.page", description=write_results.__doc__)
-    parser.add_argument(
-        "--paper", action="append", choices=papers(), default=[], help="only this one (may be repeated)"
-    )
+    parser.add_argument("--paper", action="append", choices=papers(), default=[], help="only this; may be repeated")
     parser.add_argument("--profile", default="small")
     given = parser.parse_args(arguments)
     use_outputs_of(given.profile)

@@ -9,23 +9,13 @@ from fedlib.core.paths import outputs_dir
 from fedlib.methods import METHODS
 
 from . import style
-from .data_plots import plot_clients_examples, plot_label_distribution
+from .data_plots import plot_clients_examples as plot_clients_examples
+from .data_plots import plot_label_distribution as plot_label_distribution
 from .style import Looks, axes_of, finish, looks_of, named, panels, plain, score_of, share_legend, styled, title_of
 from .tables import label_of
 from .titles import leads, told
 
-__all__ = [
-    "gain_bars", "plot_accuracy_costs", "plot_adaptive", "plot_clients_examples", "plot_costs",
-    "plot_exit_accuracies", "plot_label_distribution", "plot_learning_curves", "plot_modes", "plot_series",
-    "plot_tradeoff", "save_figure", "score_of", "title_of",
-]  # fmt: skip
-
-COSTS = {  # what an axis says, and its unit in units of the column
-    "macs": ("MACs per example (millions)", 1e-6),
-    "upload_mib": ("upload per round (MiB)", 1),
-    "training_memory_mib": ("training memory, batch 32 (MiB)", 1),
-    "parameters": ("parameters (millions)", 1e-6),
-}
+COSTS = style.NAMES["costs"]  # what an axis says, and its unit in units of the column
 ACCURACY = "test accuracy (%)"
 MOST = 6  # lines that a panel can hold
 WIDE = 8.4  # inches, at most, so that words are read at 700 pixels

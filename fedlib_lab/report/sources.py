@@ -1,6 +1,7 @@
 """Where the numbers of claims come from: stored runs, or what the paper prints. Read next: ``claims.py``."""
 
-from collections.abc import Mapping
+import json
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
@@ -8,55 +9,17 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
+from fedlib.core.experiment import Experiment
 from fedlib.core.paths import outputs_dir, params_dir
 
-from ..runs.params import Cell, load_fallback, load_grid, load_spec
+from ..runs.params import Cell, grids, load_fallback, load_grid, load_spec
 from ..runs.params_files import load_yaml
-from ..runs.store import Run, shown_run
 from .clients import spread_out
-from .flags import bound_on_variance, flags_of, right_of
 from .tables import collect, label_of, load_reported, stand_in
-from .verdicts import Difference
+from .verdicts import BySeed, Measured, measured
 
-
-@dataclass(frozen=True)
-class Measured:
-    """One run's numbers in points, (1,) or (exits,), with its flags, or a difference of such.
-
-    ``variances`` bounds what the test examples leave of each; ``right`` is what each example gives, (1 or exits, N).
-    """
-
-    points: np.ndarray
-    variances: np.ndarray
-    right: np.ndarray | None = None
-    flags: tuple[str, ...] = ()
-
-    @classmethod
-    def of(cls, run: Run, value: str, points: np.ndarray) -> "Measured":
-        return cls(points, bound_on_variance(run, points), right_of(run, value), flags_of(run, value))
-
-    def __sub__(self, other: "Measured") -> "Measured":
-        both = self.right is not None and other.right is not None and self.right.shape == other.right.shape
-        right = self.right - other.right if both else None
-        flags = tuple(dict.fromkeys([*self.flags, *other.flags]))
-        return Measured(self.points - other.points, self.variances + other.variances, right, flags)
-
-    def at(self, have: np.ndarray, want: np.ndarray) -> "Measured":
-        """Between exits that cost ``have``, where ``want`` is spent."""
-        mix = np.array([np.interp(want, have, row) for row in np.eye(len(have))]).T  # (wanted, exits)
-        right = None if self.right is None else mix @ self.right
-        return Measured(mix @ self.points, mix @ self.variances, right, self.flags)
-
-
-def differences(by_seed: list[Measured]) -> list[Difference]:
-    """Of the numbers of all seeds one :class:`Difference` each; with flags of most seeds, or of an older rule."""
-    flags = [f for m in by_seed for f in m.flags]
-    kept = tuple(f for f in dict.fromkeys(flags) if f == "older rule" or 2 * flags.count(f) > len(by_seed))
-    points, variances = np.array([m.points for m in by_seed]).T, np.mean([m.variances for m in by_seed], 0)
-    if all(m.right is not None for m in by_seed):
-        mean = np.mean([m.right for m in by_seed], 0)  # (1 or exits, N): examples are the same for every seed
-        variances = mean.var(1, ddof=1) / mean.shape[1]
-    return [Difference(x, float(v), kept) for x, v in zip(points, variances, strict=True)]
+# what a longer trial may change: its length, what follows from it, how often and at how many test examples it looks
+LENGTH = {"rounds", "decay", "decay_every", "milestones", "warmup_rounds", "evaluate_every", "num_test", "seed"}
 
 
 @dataclass
@@ -69,6 +32,8 @@ class Source:
         folder = params_dir() / self.paper
         self.spec = cache(lambda table: load_spec(self.paper, table))
         self.extended = cache(lambda table: load_yaml(folder / f"{table}.yaml").get("extends"))
+        of_one = lambda table: {"seeds": [1], "variant": [next(iter(self.spec(table)["variants"]))]}  # noqa: E731
+        self.in_print = cache(lambda table: load_grid(self.paper, table, "paper", of_one(table)))
         self.reported = cache(lambda table: load_reported(self.paper, *self.spec(table).get("reported", [table])))
 
     def label(self, table: str, variant: str) -> str:
@@ -82,7 +47,12 @@ class Stored(Source):
     profile: str
     outputs: Path = field(default_factory=outputs_dir)
     tables: dict = field(default_factory=dict, repr=False)
-    rows: dict = field(default_factory=dict, repr=False)
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.rows = cache(
+            lambda table: [*zip(self.read(table)[0], self.read(table)[1].to_dict("records"), strict=True)]
+        )
 
     @property
     def folder(self) -> Path:
@@ -114,20 +84,38 @@ class Stored(Source):
         """The data set that ``column`` of ``table`` was run on, which need not be the one it is named after."""
         return ", ".join(dict.fromkeys(c.experiment.dataset for c in self.read(table)[0] if c.column == column))
 
-    def values(self, table: str, variant: str, place: dict, value: str, variants: set) -> dict[int, Measured]:
-        """By seed; empty where nothing is stored."""
-        if table not in self.rows:
-            cells, frame = self.read(table)
-            both = zip(cells, frame.itertuples(), strict=True)
-            self.rows[table] = {
-                (r.finetune, r.column, r.variant, r.seed): (c, r) for c, r in both if r.accuracy == r.accuracy
-            }
-        here, found = (place["finetune"], place["column"], variant), {}
-        for (*where, seed), (cell, row) in self.rows[table].items():
-            if tuple(where) == here:
-                run = shown_run(cell.experiment, self.outputs / "runs")
-                found[seed] = Measured.of(run, value, np.atleast_1d(getattr(row, value)))
+    def data_in_print(self, table: str, columns: Collection[str] = ()) -> set[str]:
+        """The data sets of the paper's own ``table``, of its ``columns`` if it has one of these."""
+        cells = self.in_print(table)
+        return {c.experiment.dataset for c in [c for c in cells if c.column in columns] or cells}
+
+    def lengths(self, table: str, variant: str, place: Mapping) -> dict[int, dict[int, dict]]:
+        """Rows by rounds, by seed: the table's own runs, and longer trials of them, of grids called ``horizon…``."""
+        here = (place["finetune"], place["column"], variant)
+        both = [(c, row) for c, row in self.rows(table) if (c.finetune, c.column, c.variant) == here]
+        if not both:
+            return {}
+        own, same = both[0][0].experiment, self._trial(table, both[0][0].experiment)
+        longer = {t: rows for (trial, t), rows in self.trials.items() if trial == same and t > own.rounds}
+        return longer | {own.rounds: {row["seed"]: row for _, row in both if row["accuracy"] == row["accuracy"]}}
+
+    def values(self, table: str, variant: str, place: Mapping, value: str, variants: set, rounds: int = 0) -> BySeed:
+        """By seed, of runs of so many rounds; empty where nothing is stored."""
+        return measured(self.lengths(table, variant, place).get(rounds, {}).values(), value)
+
+    @cached_property
+    def trials(self) -> dict[tuple[str, int], dict[int, dict]]:
+        """The rows of all stored longer trials: by what it is but for length and seed, and rounds; by seed."""
+        found: dict[tuple[str, int], dict[int, dict]] = {}
+        for table in (name for name in grids(self.paper) if name.startswith("horizon")):
+            for cell, row in (x for x in self.rows(table) if x[1]["accuracy"] == x[1]["accuracy"]):
+                found.setdefault((self._trial(table, cell.experiment), cell.experiment.rounds), {})[cell.seed] = row
         return found
+
+    def _trial(self, table: str, e: Experiment) -> str:
+        """All of ``e`` but ``LENGTH``, and whether the table's examples leave early."""
+        same = {k: v for k, v in e.to_dict().items() if k not in LENGTH}
+        return json.dumps([same, self.spec(table).get("value") == "left"], sort_keys=True, default=str)
 
     def table(self, name: str) -> pd.DataFrame | None:
         """What a notebook stored as ``outputs/<paper>/tables/<name>.csv``, if it did."""
@@ -148,7 +136,11 @@ class Published(Source):
         """A printed column is of the data that it names."""
         return ""
 
-    def values(self, table: str, variant: str, place: dict, value: str, variants: set) -> dict[int, Measured]:
+    def lengths(self, table: str, variant: str, place: Mapping) -> dict[int, dict]:
+        """A printed number is of one length and one seed."""
+        return {0: {0: {}}}
+
+    def values(self, table: str, variant: str, place: Mapping, value: str, variants: set, rounds: int = 0) -> BySeed:
         printed = self.spec(table).get("value", "accuracy")
         if value != printed and (value, printed) not in (("accuracy", "ensemble"), ("clients", "left")):
             return {}  # figures print no numbers

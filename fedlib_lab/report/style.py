@@ -142,12 +142,7 @@ def styled(plot: Callable) -> Callable:
     def draw(*args, **settings):
         import matplotlib
 
-        style = {
-            "font.family": list(fonts()), "figure.constrained_layout.use": True, "axes.grid": True, "grid.alpha": 0.3,
-            "axes.axisbelow": True, "axes.spines.top": False, "axes.spines.right": False, "axes.titlesize": 10.5,
-            "axes.labelsize": 9.5, "figure.titlesize": 11, "legend.frameon": False, "legend.fontsize": 8,
-            "legend.handlelength": 4,
-        }  # fmt: skip
+        style = {"font.family": list(fonts()), **NAMES["figures"]}
         with matplotlib.rc_context(style):
             drawn, interactive = plot(*args, **settings), matplotlib.is_interactive()
         matplotlib.interactive(interactive)  # a notebook's first figure switches it on, without which none is shown

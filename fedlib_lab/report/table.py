@@ -2,7 +2,7 @@
 
 ``Table(...)`` checks the grid, ``run`` says what it costs and runs what is missing, ``obtained`` stands beside the
 printed numbers, ``verdicts`` judge the table's comparisons, ``check`` asserts what holds at every profile.
-Read next: ``runs/params.py``, ``report/tables.py``, ``report/statistics.py``.
+Read next: ``runs/params.py``, ``report/tables.py``, ``report/verdicts.py``.
 """
 
 from collections.abc import Collection, Mapping
@@ -17,8 +17,8 @@ from ..runs.params import load_spec
 from . import tables
 from .clients import VALUES, as_exits, spread_out
 from .plots import gain_bars, plot_learning_curves, plot_modes, save_figure, score_of
-from .statistics import orderings
 from .titles import leads, told
+from .verdicts import orderings
 
 
 class Table:

@@ -17,7 +17,6 @@ from fedlib.methods import METHODS
 from fedlib.models.registry import backbone_spec, fetch_weights, tokenizer_of
 
 from ..runs.costs import describe_time, exit_costs, num_classes, training_macs
-from ..runs.identity import older_rules
 from ..runs.params import Cell, load_fallback, load_grid, load_spec
 from ..runs.progress import say
 from ..runs.run_paths import run_path
@@ -89,7 +88,7 @@ def collect(
     """One row per cell: where it stands, and its stored accuracy (percent), exits, seconds; NaN where missing.
 
     ``last`` is the last exit's accuracy, ``local`` that of each client's deepest exit on its own test set, their mean.
-    ``older`` says what rules of the kit were others. ``known`` are all that are stored, where one has looked.
+    ``found`` is the run itself, None where missing. ``known`` are all that are stored, where one has looked.
     """
     rows = []
     for cell in cells:
@@ -97,12 +96,12 @@ def collect(
         row = {k: v for k, v in vars(cell).items() if k != "experiment"}
         row |= {"dataset": cell.experiment.dataset, "backbone": cell.experiment.backbone}
         row["run"] = (found.path if found else run_path(cell.experiment, folder)).name
-        row["older"] = older_rules(cell.experiment, found.record) if found else []
+        row["found"] = found
         rows.append(row | (values_of(found.summary) if found else {"status": "missing"}))
     return pd.DataFrame(rows).reindex(
         columns=["finetune", "variant", "method", "label", "column", "seed", "dataset", "backbone", "status",
                  "accuracy", "last", "local", "ensemble", "exits", "clients", "clients_sd", "client_exits",
-                 "client_exits_sd", "leaving", "others", "seconds", "t", "run", "older"]
+                 "client_exits_sd", "leaving", "others", "seconds", "t", "run", "found"]
     )  # fmt: skip
 
 
@@ -140,6 +139,20 @@ def mean_sd(
     groups = frame.dropna(subset=[value]).groupby(list(by), sort=False)
     out = groups[value].agg(mean="mean", sd="std", seeds="count").reset_index()
     return out.assign(sd=groups[SD[value]].mean().to_numpy()) if value in SD else out
+
+
+def budget_accuracies(frame: pd.DataFrame) -> pd.DataFrame:
+    """One row per run and budget b = 1..E: accuracy of the ``deepest`` exit b, and the mean over all ``held``, 1..b.
+
+    ``frame`` as from :func:`collect`; what a client of that strength can answer with on the global test set.
+    ``mean_sd(..., by=(..., "budget"))`` gives mean and SD over seeds.
+    """
+    rows = []
+    for row in frame.dropna(subset=["accuracy"]).to_dict("records"):
+        exits, where = row["exits"], {k: row[k] for k in ("finetune", "column", "variant", "label", "seed")}
+        for b in range(1, len(exits) + 1):
+            rows.append(where | {"budget": b, "deepest": exits[b - 1], "held": sum(exits[:b]) / b})
+    return pd.DataFrame(rows, columns=["finetune", "column", "variant", "label", "seed", "budget", "deepest", "held"])
 
 
 def best_runs(frame: pd.DataFrame) -> pd.DataFrame:

@@ -19,7 +19,7 @@ import threading
 import time
 
 IMPORTS = """fedlib_lab.papers.reefl.attention_maps fedlib_lab.report.clients fedlib_lab.executors.processes fedlib.engine.rounds
-fedlib_lab.report.plots fedlib_lab.report.statistics fedlib_lab.report.tables fedlib_lab.runs.store filelock ipykernel.kernelapp
+fedlib_lab.report.plots fedlib_lab.report.tables fedlib_lab.report.verdicts fedlib_lab.runs.store filelock ipykernel.kernelapp
 IPython.core.pylabtools ipywidgets matplotlib.pyplot pandas peft seaborn torch tqdm.auto""".split()
 
 

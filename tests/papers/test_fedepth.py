@@ -10,6 +10,7 @@ from fedlib_lab.report.table import Table
 from fedlib_lab.report.tables import compute_table, load_reported
 from fedlib_lab.runs.costs import training_macs
 from fedlib_lab.runs.params import load_grid, load_spec
+from tests.helpers.tracked import OUTPUTS
 
 CLAIMS = load_all_claims("fedepth")
 ON_RUNS = [name for name, claim in CLAIMS.items() if "table" in claim]
@@ -66,7 +67,22 @@ def test_every_claim_is_the_papers(name):
 
 @pytest.mark.parametrize("name", [name for name, claim in CLAIMS.items() if "exact" in claim])
 def test_what_shapes_alone_tell_holds(name):
-    assert EXACT[CLAIMS[name]["exact"]](Stored("fedepth", "small"))[0]
+    assert EXACT[CLAIMS[name]["exact"]](Stored("fedepth", "smoke"))[0]
+
+
+def test_a_sixth_must_be_enough_by_measurement_too(tmp_path):
+    """The stored measurement, which its figure shows, says twice as much; a table where stages fit says it holds."""
+    claim, stored = EXACT["a_sixth_trains_everything"], Stored("fedepth", "small", tmp_path)
+    holds, said = claim(stored)
+    assert holds and said == "9 of 9 blocks in 6 stages by the paper's count; not measured"
+    (tmp_path / "fedepth/tables").mkdir(parents=True)
+    table = Stored("fedepth", "small", OUTPUTS).table("table1_small_measured")
+    for factor, expected in ((1.0, (False, "1.6 to 2.0")), (0.5, (True, "0.8 to 1.0"))):
+        table.assign(measured_mib=factor * table.measured_mib).to_csv(
+            tmp_path / "fedepth/tables/table1_small_measured.csv"
+        )
+        holds, said = claim(stored)
+        assert holds == expected[0] and f"a stage takes {expected[1]} times a sixth" in said
 
 
 def test_compute_counts_what_a_round_really_trains():

@@ -224,3 +224,38 @@ def test_stored_uploads_are_what_the_shapes_give(monkeypatch):
     assert reefl.communication(of(broken)) == (False, "59 of 60 cells equal to two decimals")
     assert not reefl.extra_upload(of(stored.assign(paper=stored.paper * (1 + (stored.method == "reefl")))))[0]
     assert not reefl.fewer_parameters(of(stored.assign(largest=500_000)))[0]
+
+
+def test_a_claim_is_judged_at_the_longest_training_of_which_two_seeds_are_stored(tmp_path):
+    """100 rounds say one thing, 1,000 the opposite; of one seed they do not count, and a claim's own may be longer."""
+    place = {"columns": ["cifar10_alpha1"], "finetune": ["frozen"]}
+    claim = {"where": "x", "says": "y", "table": "table1", **place, "pairs": [["reefl", "depthfl"]]}
+    ahead, behind = [[50.0], [51.0], [52.0]], [[40.0], [41.0], [42.0]]
+    short = {("frozen", "reefl"): behind, ("frozen", "depthfl"): ahead}
+    long = {("frozen", "reefl"): ahead[:1], ("frozen", "depthfl"): behind[:1]}
+    store(tmp_path, short, "table1", **place)
+    found = judge_claim("c", claim, store(tmp_path, long, "horizon", **place), Published("reefl"))
+    assert found.verdict == "contradicted" and found.comparisons.comparison.tolist() == ["ReeFL – DepthFL"]
+    stored = store(tmp_path, {k: v[::-1] for k, v in short.items()} | {("frozen", "reefl"): ahead, ("frozen", "depthfl"): behind}, "horizon", **place)  # fmt: skip
+    for table in ("table1", "table6", "horizon"):
+        found = judge_claim("c", claim | {"table": table}, stored, Published("reefl"))
+        after = "" if table == "horizon" else ", after 1,000 rounds"
+        assert found.verdict == "holds" and found.comparisons["mean"].tolist() == [10.0]
+        assert found.comparisons.comparison.tolist() == [f"ReeFL – DepthFL{after}"]
+
+
+def test_claims_on_a_pre_trained_net_need_one():
+    """Their runs here begin at random: a tiny Vision Mamba, a tiny LLaMA."""
+    for paper, name in (("reefl", "reefl_leads_on_vim_full"), ("raffm", "on_par_llama")):
+        found = judge_claim(name, load_all_claims(paper)[name], Stored(paper, "small", OUTPUTS), Published(paper))
+        assert found.verdict == "not testable" and "pretrained = True" in found.numbers
+
+
+def test_levels_of_text_cost_more_than_is_said():
+    """Counted from shapes: 0.22, 0.35 and 0.58 of MiniLM where 1/8, 1/4 and 1/2 are said."""
+    for name in ("scalefl_leads_text", "scalefl_leads_text_local"):
+        found = judge_claim(name, load_all_claims("scalefl")[name], Stored("scalefl", "small", OUTPUTS), Published("scalefl"))  # fmt: skip
+        assert found.verdict == "not testable"
+        assert (
+            "levels of ScaleFL cost 0.219, 0.349, 0.579 where 0.125, 0.25, 0.5 of the whole are said" in found.numbers
+        )

@@ -5,7 +5,14 @@ import pandas as pd
 import pytest
 
 from fedlib.data.federated import load_federated
-from fedlib_lab.report.tables import best_runs, load_cells, markdown_table, mean_sd, methods_in_columns
+from fedlib_lab.report.tables import (
+    best_runs,
+    budget_accuracies,
+    load_cells,
+    markdown_table,
+    mean_sd,
+    methods_in_columns,
+)
 from fedlib_lab.runs.params import load_grid
 
 pytestmark = pytest.mark.usefixtures("cache")
@@ -78,6 +85,18 @@ def test_best_runs_and_mean_sd():
     assert best_runs(frame).ensemble.tolist() == [61.0]
     row = mean_sd(frame).iloc[0]  # mean 56, SD sqrt((36 + 16 + 4) / 2) = 5.2915
     assert (row["mean"], round(row.sd, 4), row.seeds) == (56.0, 5.2915, 3)
+
+
+def test_accuracies_per_budget_by_hand():
+    row = {"finetune": "lora", "column": "a", "variant": "reefl", "label": "ReeFL"}
+    exits = [[10.0, 20.0, 60.0], [20.0, 40.0, 60.0]]
+    frame = pd.DataFrame([row | {"seed": s, "exits": x, "accuracy": sum(x) / 3} for s, x in enumerate(exits)])
+    table = budget_accuracies(pd.concat([frame, pd.DataFrame([row | {"seed": 9, "accuracy": np.nan}])]))
+    assert table.budget.tolist() == [1, 2, 3, 1, 2, 3]
+    assert table.deepest.tolist() == exits[0] + exits[1]
+    assert table.held.tolist() == [10.0, 15.0, 30.0, 20.0, 30.0, 40.0]
+    means = mean_sd(table, "held", ("variant", "budget"))
+    assert means["mean"].tolist() == [15.0, 22.5, 35.0] and means.seeds.tolist() == [2, 2, 2]
 
 
 def test_markdown_tables():

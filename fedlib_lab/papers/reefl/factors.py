@@ -13,20 +13,13 @@ import numpy as np
 import pandas as pd
 
 from ...report.plots import ACCURACY, WIDE, lines
-from ...report.style import data_title, finish, looks_of, named, panels, share_legend, styled
+from ...report.style import NAMES, data_title, finish, looks_of, named, panels, share_legend, styled
 from ...report.tables import collect, label_of, spread
 from ...report.titles import told
 from ...report.verdicts import Difference, judged
 from ...runs.params import Cell
 
-FACTORS = {  # as an axis says them
-    "rounds": "rounds",
-    "epochs": "local epochs a round",
-    "backbone": "pre-training of the backbone",
-    "width": "width of a backbone without pre-training",
-    "lr": "learning rate",
-    "tuned": "rounds, each method at its own best learning rate",
-}
+FACTORS = NAMES["factors"]  # as an axis says them
 COLUMNS = ["factor", "level", "data", "mode", "difference", "interval", "seeds", "ahead"]
 ACCURACY_OF = {"test": ACCURACY, "validation": "held-out accuracy (%)"}
 
