@@ -11,8 +11,7 @@ from fedlib.engine.serving import client_outputs
 from fedlib.methods import METHODS
 from fedlib.models.registry import OWN
 from fedlib.models.vit import ViTSpec
-from fedlib_lab.report.clients import adaptive_inference
-from fedlib_lab.report.clients import correct
+from fedlib_lab.report.clients import adaptive_inference, correct
 from fedlib_lab.rivals.ranks import Ranks
 from fedlib_lab.runs.export import FORMATS
 from fedlib_lab.runs.trained import all_logits, class_accuracies, client_accuracies, load_state, load_trained

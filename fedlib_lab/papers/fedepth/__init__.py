@@ -27,7 +27,7 @@ def memory_table(stored: Stored) -> tuple[bool, str]:
 
 
 def a_sixth_trains_everything(stored: Stored) -> tuple[bool, str]:
-    """Check that the stages of the poorest fair client cover all blocks, and that training takes no more than it has."""
+    """Check that the stages of the poorest fair client cover all blocks, and that training takes no more."""
     shapes = _preresnet20(stored.paper)
     stages = shapes.method.blocks(1 / 6, shapes.setting)
     blocks = [unit for stage in stages for unit in stage]
