@@ -14,7 +14,6 @@ from fedlib import Execution, Experiment
 from fedlib.core.storage import read_json
 from fedlib.core.validation import check_conditions
 from fedlib.engine.checks import without_defaults
-from fedlib_lab.runs.packed import listed
 from tests.helpers.strategies import experiments
 from tests.helpers.tracked import OUTPUTS
 
@@ -79,7 +78,7 @@ def test_options_do_not_change():
     assert e.options == {"mu": 1}
 
 
-STORED = [path / "experiment.json" for path in listed(OUTPUTS / "runs", "*", "experiment.json")]
+STORED = sorted((OUTPUTS / "runs").glob("*/experiment.json"))
 
 
 @pytest.mark.parametrize(
