@@ -119,7 +119,7 @@ site: $(VENV)/.has-dev
 
 report: site
 
-$(filter cluster/%,$(OBJECTS)): $(VENV)/.has-cluster $(VENV)/.has-flower
+$(filter cluster/%,$(OBJECTS)): $(VENV)/.has-cluster
 $(filter benchmarks/%,$(OBJECTS)): $(VENV)/.has-bench
 $(filter extensions/%,$(OBJECTS)): $(VENV)/.has-privacy
 $(filter atlas/% cafedistill/% extensions/% raffm/% scalefl/%,$(OBJECTS)) atlas: $(VENV)/.has-text

@@ -18,6 +18,5 @@ if all(map(find_spec, NEEDS)):
     doors.EXECUTORS |= {
         "processes": "fedlib_lab.executors.processes:Processes",
         "ray": "fedlib_lab.executors.cluster:RayExecutor",
-        "flower": "fedlib_lab.executors.flower:FlowerExecutor",
     }
     doors.LAYERS.append("fedlib_lab.kernels")

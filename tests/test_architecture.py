@@ -32,23 +32,23 @@ LAYER = {folder: i for i, folders in enumerate(LAYERS) for folder in folders}
 OF_THE_CORE = {folder for folders in LAYERS[:5] for folder in folders}
 # Lines of code as they stand. They may only be lowered: what comes in is paid for by what goes
 LINES = {
-    "fedlib": 8393,
-    "core": 917,
+    "fedlib": 8355,
+    "core": 897,
     "data": 1161,
-    "engine": 1940,
+    "engine": 1936,
     "layers": 570,
-    "methods": 2323,
+    "methods": 2289,
     "models": 1455,
-    "fedlib_lab": 11224,
-    "atlas": 439,
+    "fedlib_lab": 10996,
+    "atlas": 433,
     "cli": 199,
-    "executors": 773,
+    "executors": 583,
     "formats": 929,
     "kernels": 489,
-    "papers": 1188,
-    "report": 1825,
-    "rivals": 680,
-    "runs": 2841,
+    "papers": 1186,
+    "report": 1818,
+    "rivals": 673,
+    "runs": 2821,
     "zoo": 1848,
 }
 HEAVY = {
@@ -71,7 +71,6 @@ HEAVY = {
     "ipywidgets",
     "dp_accounting",
     "ray",
-    "flwr",
     "optuna",
 }
 

@@ -46,12 +46,6 @@ class Trained:
     models: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)  # where the method needs whole models
 
 
-ADDRESSES = {  # what an executor's may be, in words and as a pattern
-    "ray": ("auto, local, host:port, ray://host:port", r"auto|local|(ray://)?[^\s:/]+:\d+"),
-    "flower": ("host:port", r"[^\s:/]+:\d+"),
-}
-
-
 Side = Annotated[int, Ge(1), Le(1024)]  # how many may train side by side
 
 
@@ -61,16 +55,14 @@ class Execution:
     """How to run, which must not change the numbers beyond float rounding.
 
       device           cpu, cuda (all GPUs of this machine) or cuda:<number> (one)
-      workers          train so many cohorts side by side (at most 1024); None: one a core or GPU; with ray or flower,
-                       all there are
+      workers          train so many cohorts side by side (at most 1024); None: one a core or GPU; with ray, all
+                       there are
       cohort_size      most clients of a cohort; None: see ``automatic_cohort_size``
       executor         auto: processes (``processes.py``) on several GPUs, and on a CPU where a fork is safe and there
                        is more than one worker, as they do not wait for each other's interpreter lock; elsewhere
-                       threads, on the current GPU. ray: ``cluster.py``; flower: ``flower.py``
+                       threads, on the current GPU. ray: ``cluster.py``
       address          ray: "auto", "host:port", "ray://host:port"; None: $RAY_ADDRESS, else a local Ray
-                       flower: "host:port" of a SuperLink, by TLS unless on this machine; None: one of its own here
-      patience_seconds ray, flower: how long to go without any worker before giving up; flower: or without a cohort's
-                       answer before another SuperNode gets it
+      patience_seconds ray: how long to go without any worker before giving up
       products         who multiplies on a CPU, as provenance names it: of a run that goes on, who did; "": by a trial
 
     Raises ``ValueError`` for what is impossible, such as a GPU that this machine has not.
@@ -93,11 +85,11 @@ class Execution:
             )
         if self.executor != "ray":
             check_device(self.device)
-        if self.address is not None and self.executor not in ADDRESSES:
-            text = f"execution: address = {self.address!r} needs executor = 'ray' or 'flower', not {self.executor!r}"
-            raise ValueError(text)
-        if self.address is not None and not re.fullmatch(ADDRESSES[self.executor][1], self.address):
-            raise ValueError(f"execution: address = {self.address!r}; allowed: {ADDRESSES[self.executor][0]}")
+        if self.address is not None and self.executor != "ray":
+            raise ValueError(f"execution: address = {self.address!r} needs executor = 'ray', not {self.executor!r}")
+        if self.address is not None and not re.fullmatch(r"auto|local|(ray://)?[^\s:/]+:\d+", self.address):
+            allowed = "auto, local, host:port, ray://host:port"
+            raise ValueError(f"execution: address = {self.address!r}; allowed: {allowed}")
 
     @property
     def home(self) -> str:

@@ -109,18 +109,6 @@ class MaskedMean:
         """Number of holders of an entry."""
         return self._whole(2)
 
-    @property
-    def parts(self) -> tuple:
-        """Sums that have to travel, and how they are cut."""
-        return self._stores, self._cut
-
-    @classmethod
-    def of(cls, infos: Mapping[str, ParamInfo], stores: tuple[dict[str, torch.Tensor], ...], cut: dict) -> "MaskedMean":
-        """Rebuild the sums from :attr:`parts`."""
-        new = cls(infos)
-        new._stores, new._cut = stores, cut
-        return new
-
     def move_(self, device: torch.device) -> None:
         """Copy the sums to ``device``."""
         self._stores = tuple({n: x.to(device, copy=True) for n, x in store.items()} for store in self._stores)

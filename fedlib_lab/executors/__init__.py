@@ -1,1 +1,1 @@
-"""Ways to train a round elsewhere than in this process: forks, Ray, Flower."""
+"""Ways to train a round elsewhere than in this process: forks, Ray."""

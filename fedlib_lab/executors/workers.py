@@ -3,7 +3,7 @@
 A worker has what never changes; a round gives it the trained parameters, and its cohorts one by one. It keeps nothing
 of a client or a round, so any worker can train any cohort, again if need be. Partial sums are merged in the plan's
 order: a run that lost workers ends with the numbers of one that did not.
-Read next: ``processes.py``, ``cluster.py``, ``flower.py``.
+Read next: ``processes.py``, ``cluster.py``.
 """
 
 import copy

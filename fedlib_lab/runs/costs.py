@@ -22,7 +22,7 @@ from fedlib.core.profiling import saved_for_backward
 from fedlib.core.slices import Slice, take
 from fedlib.data.datasets import DataSet, is_available, load_dataset
 from fedlib.data.tokenizer import has_tokenizer
-from fedlib.engine.executors import ADDRESSES, Execution
+from fedlib.engine.executors import Execution
 from fedlib.engine.federation import budgets_of, build_model, setting_of
 from fedlib.engine.forward import Forward
 from fedlib.engine.frozen_cache import FrozenCache
@@ -349,7 +349,7 @@ def each_seconds(missing: Sequence[Experiment], pace: Pace, execution: Execution
     Workers are taken to work side by side without loss.
     """
     rates: dict[tuple, float] = {}
-    workers = (execution.workers or 1) if execution.executor in ADDRESSES else execution.side_by_side()
+    workers = (execution.workers or 1) if execution.executor == "ray" else execution.side_by_side()
     out = []
     for e in missing:
         seconds = pace.seconds_a_round(e)

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from fedlib.core.experiment import Experiment
-from fedlib.engine.executors import ADDRESSES, Execution
+from fedlib.engine.executors import Execution
 from fedlib.layers.conv import CHOSEN
 
 from ..kernels.products import choose_products, cpu
@@ -131,7 +131,7 @@ def provenance(execution: Execution) -> dict[str, object]:
     """Versions and hardware that produce a run (not part of the experiment)."""
     from fedlib import __version__
 
-    on_cluster = execution.executor in ADDRESSES
+    on_cluster = execution.executor == "ray"
     on_gpu = execution.home.startswith("cuda")
     return {
         "fedlib": __version__,
@@ -177,5 +177,5 @@ def commit() -> str:
 
 def _one_thread_each(execution: Execution) -> bool:
     """Do cohorts train on CPU threads that multiply alone? Not a single worker in a process of several threads."""
-    apart = execution.executor in ("processes", *ADDRESSES) or execution.side_by_side() > 1
+    apart = execution.executor in ("processes", "ray") or execution.side_by_side() > 1
     return execution.device == "cpu" and (apart or torch.get_num_threads() == 1)

@@ -57,6 +57,16 @@ def test_an_executions_unknown_keyword_is_named():
         Execution(worker=3)
 
 
+def test_an_executor_that_is_not_there_is_refused_with_those_that_are():
+    pytest.importorskip("fedlib_lab")
+    with pytest.raises(
+        ValueError, match="executor = 'flower' is not possible; allowed: auto, processes, ray, threads$"
+    ):
+        Execution(executor="flower")
+    with pytest.raises(ValueError, match="address = 'head:1' needs executor = 'ray', not 'threads'$"):
+        Execution(executor="threads", address="head:1")
+
+
 def test_cohorts_split_by_width_and_mix_depths(tiny):
     f = build_federation(tiny.replace(method="scalefl_vit"))
     clients = f.sample_clients(1)

@@ -25,7 +25,7 @@ ids = [str(p.relative_to(ROOT / "notebooks")) for p in NOTEBOOKS]
 
 TRAINS = dict.fromkeys(  # what they look at is not stored: weights, or runs at all
     ("cafedistill/students_and_teachers", "fedepth/figure5_similarity", "raffm/figure4_clients", "cluster/ray",
-     "cluster/flower", "raffm/figure5_prioritisation", "reefl/adaptive_inference", "reefl/figure1_attention_maps",
+     "raffm/figure5_prioritisation", "reefl/adaptive_inference", "reefl/figure1_attention_maps",
      "reefl/figure7_teacher", "reefl/speech_and_writers", "scalefl/adaptive_inference", "pretraining/deit_micro"), "smoke",
 ) | dict.fromkeys(("walkthrough/00_start_here", "walkthrough/02_one_round_by_hand", "walkthrough/03_write_a_method",
                    "walkthrough/05_bring_your_own"), "demo")  # fmt: skip

@@ -95,7 +95,7 @@ def test_another_backend_is_refused_in_words():
 
 def test_a_target_installs_the_extras_that_it_needs_and_no_others():
     """By the lock's hashes: the demo and the paper whose code is here need none but the notebooks' own."""
-    wanted = {"demo": [], "reefl/table1": [], "raffm/table1": ["text"], "cluster/flower": ["cluster", "flower"],
+    wanted = {"demo": [], "reefl/table1": [], "raffm/table1": ["text"], "cluster/ray": ["cluster"],
               "extensions/privacy": ["text", "privacy"], "benchmarks/engine": ["bench"], "test": ["dev"]}  # fmt: skip
     for target, extras in wanted.items():
         done = make("-W", "requirements.lock", target, f"VENV={ROOT}/nowhere").stdout
