@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from fedlib_lab.report.flags import right_of
-from fedlib_lab.report.sources import Measured, differences
+from fedlib_lab.report.verdicts import Measured, differences
 from fedlib_lab.runs.store import Run
 
 

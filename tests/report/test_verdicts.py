@@ -8,7 +8,7 @@ import pytest
 import torch
 from scipy.stats import norm, t
 
-from fedlib.engine.evaluation import packed
+from fedlib.engine.evaluation import pack_bits
 from fedlib_lab.report.verdicts import (
     Difference,
     Measured,
@@ -188,7 +188,7 @@ def test_the_rows_of_a_table_are_judged_at_once():
 def run_of(tiny, seed, right, **record):
     """A run whose test examples it gets right as ``right`` says: 1 or 0, of one exit."""
     e = tiny.replace(seed=seed + 1, num_test=len(right), num_exits=1)
-    bits = packed(torch.tensor([right], dtype=torch.bool))
+    bits = pack_bits(torch.tensor([right], dtype=torch.bool))
     accuracy = 100 * float(np.mean(right))
     summary = {"accuracy": accuracy, "exits": [accuracy], "status": "finished", "num_test": len(right), "right": bits}
     return Run(e, None, summary, [], record)
