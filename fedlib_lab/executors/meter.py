@@ -10,6 +10,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,7 +23,7 @@ from fedlib.core.experiment import Experiment
 from fedlib.data.federated import FederatedData
 from fedlib.data.partition import Divided
 from fedlib.data.tasks import Classification, Regression, Span, task_of
-from fedlib.engine.cohort import Cohort
+from fedlib.engine.cohort import Cohort, Loss
 from fedlib.engine.executors import plan_round
 from fedlib.engine.federation import Federation, label_counts
 from fedlib.layers.overrides import FLOPS
@@ -35,7 +36,10 @@ DRAWS, KINDS = 4096, 8
 INDEXED = (aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default)
 
 
-def flops_of_convolution_backward(grad, x, weight, bias, stride, padding, dilation, transposed, *rest, **_) -> int:
+def flops_of_convolution_backward(
+    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: Any, stride: Any, padding: Any, dilation: Any,
+    transposed: bool, *rest: Any, **_: Any,
+) -> int:  # fmt: skip
     """Count a forward pass for each of the two gradients that are asked for; PyTorch's own takes groups for dense."""
     shapes = x.shape, weight.shape, grad.shape
     return sum(rest[-1][:2]) * conv_flop_count(*shapes, transposed)
@@ -89,7 +93,7 @@ class Priced(Cohort):
 
     shapes: "OnShapes"
 
-    def train(self, loss, stage=Stage(), gradient=None, view=None) -> None:
+    def train(self, loss: Loss, stage: Stage = Stage(), gradient: Any = None, view: Any = None) -> None:
         """Train as a cohort does; of more than ``KINDS`` unlike draws the most frequent."""
         if view is None:
             return super().train(loss, stage, gradient)
@@ -131,7 +135,7 @@ class Macs(TorchDispatchMode):
         super().__init__()
         self.macs, self.formulas = 0.0, FORMULAS | FLOPS
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if (count := self.formulas.get(func._overloadpacket)) is not None:
             self.macs += count(*args, **(kwargs or {}), out_val=out) / 2
@@ -146,7 +150,7 @@ class OnShapes(Macs):
         self.live = self.peak = 0
         self.known: set[int] = set()  # storages that are alive
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         if waits_for_values(func, args, kwargs):
             out = func(*tree_map_only(torch.Tensor, twin, args), **tree_map_only(torch.Tensor, twin, kwargs))
@@ -183,7 +187,7 @@ def twin(x: torch.Tensor) -> torch.Tensor:
     return torch.full(x.shape, x.dtype is torch.bool, dtype=x.dtype, device="cpu") if x.is_meta else x
 
 
-def waits_for_values(func, args: tuple, kwargs: dict) -> bool:
+def waits_for_values(func: Any, args: tuple, kwargs: dict) -> bool:
     """Does ``func`` need the values of meta tensors?"""
     if func is aten._to_copy.default:
         return args[0].is_meta and torch.device(kwargs.get("device") or "meta").type == "cpu"
