@@ -32,7 +32,7 @@ from fedlib.methods.values import Stage
 from fedlib.models.exit_model import ExitModel
 
 aten, Tag = torch.ops.aten, torch.Tag
-DRAWS, KINDS = 4096, 8
+DRAWS, KINDS = 4096, 8  # of what is trained, where each step draws it; unlike ones that are run
 INDEXED = (aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default)
 
 

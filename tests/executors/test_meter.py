@@ -157,3 +157,10 @@ def test_every_method_is_counted_and_leaves_its_model_as_it_was(method):
         assert build_method(method, {}) is not None
         return
     pytest.fail(f"{method} runs on none of these")
+
+
+@pytest.mark.parametrize("hook", ["effort", "training_mib", "weights_of"])
+def test_a_hook_that_nothing_calls_any_more_is_refused_by_name(hook):
+    with pytest.raises(ValueError, match=f"method 'priced' has hooks that nothing calls any more: {hook}"):
+        register("priced")(type("PricedByHand", (JointExits,), {hook: lambda self, *_: 1.0}))
+    assert "priced" not in METHODS

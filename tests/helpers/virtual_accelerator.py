@@ -22,12 +22,12 @@ import fedlib
 from fedlib.engine import checks, executors, rounds
 from fedlib.engine.cohort import Cohort
 from fedlib.engine.optimisers import LocalOptimiser
+from fedlib_lab.executors.meter import INDEXED, twin, waits_for_values
 from fedlib_lab.runs.checkpoints import Checkpoints
 
 PACKAGE = str(Path(fedlib.__file__).parent)
 aten, Tag = torch.ops.aten, torch.Tag
 COPIES = (aten._to_copy.default, aten.copy_.default)
-INDEXED = (aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default)
 JOINED = (aten.cat.default, aten.stack.default)
 # What the parts of a run are, by the function that is one; the rest of a round is the server's: aggregation
 PARTS = {
@@ -82,7 +82,7 @@ class Accelerator(TorchDispatchMode):
             return func(*args, **kwargs)
         if func not in COPIES:
             refuse_mixed(func, args, tensors)
-        if not is_waited_for(func, args, kwargs):
+        if not waits_for_values(func, args, kwargs):
             return func(*args, **kwargs)
         self.fetched.now[f"{func._schema.name.removeprefix('aten::')} {line_of_fedlib()}"] += 1
         out = func(*tree_map_only(torch.Tensor, twin, args), **tree_map_only(torch.Tensor, twin, kwargs))
@@ -93,24 +93,6 @@ class Accelerator(TorchDispatchMode):
 
 def is_there(x: torch.Tensor) -> bool:
     return x.device.type == "meta"
-
-
-def twin(x: torch.Tensor) -> torch.Tensor:
-    """A tensor of the CPU like ``x``: true, or zero."""
-    if not is_there(x):
-        return x
-    return torch.full(x.shape, 1 if x.dtype is torch.bool else 0, dtype=x.dtype, device="cpu")
-
-
-def is_waited_for(func, args: tuple, kwargs: dict) -> bool:
-    """Must the host wait for the accelerator's values to go on?"""
-    if func is aten._to_copy.default:
-        return is_there(args[0]) and torch.device(kwargs.get("device") or "meta").type == "cpu"
-    if func is aten.copy_.default:
-        return not is_there(args[0])
-    if func in INDEXED:
-        return any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1])
-    return Tag.data_dependent_output in func.tags or Tag.dynamic_output_shape in func.tags
 
 
 def is_sent(func, args: tuple, kwargs: dict) -> bool:
