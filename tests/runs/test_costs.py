@@ -338,6 +338,14 @@ def test_a_large_model_takes_what_was_told():
     assert count_bytes(e)["client"] == pytest.approx(measured(e), rel=0.1)
 
 
+def test_what_arrives_in_float64_weighs_more_where_widths_are_cut():
+    """Eight copies of four bytes of what is trained, ten where every entry has a weight of its own."""
+    e = WHOLE.replace(backbone="minilm.32.stream", dataset="sst2", batch_size=1, num_train=4, num_test=4)
+    size = sum(p.numel() for p in load_shapes(e, 2).everything.values())
+    assert count_bytes(e)["client"] == 32 * size
+    assert count_bytes(e.replace(method="heterofl"))["client"] == 40 * size
+
+
 def test_disk_is_two_checkpoints_and_what_clients_keep():
     numbers = count_bytes(WHOLE)["disk"] / 8  # two checkpoints of four bytes each
     assert numbers == sum(p.numel() for p in build_federation(WHOLE).server.params.values())
