@@ -236,7 +236,9 @@ def test_depthfl_holds_the_exits_that_memory_allows(scenario, exits, held, eligi
 def test_a_base_is_priced_once_for_each_that_is_trained(net):
     e = net.replace(dataset="cifar10", options={"bases": 2, "ratios": [0.5, 1.0]})
     one = e.replace(options={"bases": 2, "ratios": [0.5]})
-    assert training_macs(e) == pytest.approx(1.5 * training_macs(one))
+    assert training_macs(e) == pytest.approx(
+        1.5 * training_macs(one), rel=1e-4
+    )  # of an odd width one has a channel more
 
 
 def test_heterofl_leaves_small_sub_networks_out_of_the_mean(net):
