@@ -238,7 +238,7 @@ def test_a_base_is_priced_once_for_each_that_is_trained(net):
     one = e.replace(options={"bases": 2, "ratios": [0.5]})
     assert training_macs(e) == pytest.approx(
         1.5 * training_macs(one), rel=1e-4
-    )  # of an odd width one has a channel more
+    )  # a stacked classifier counts 30 MACs an image less
 
 
 def test_heterofl_leaves_small_sub_networks_out_of_the_mean(net):
