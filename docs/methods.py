@@ -26,9 +26,10 @@ from fedlib_lab.atlas.scores import BINDS, tasks_of
 from fedlib_lab.report.page import grid_names, short_title
 from fedlib_lab.report.style import data_title, spelled, title_of
 from fedlib_lab.report.tables import collect, label_of, load_cells, markdown_table, with_further
-from fedlib_lab.runs.identity import concern
+from fedlib_lab.runs.identity import concern, older_rules
 from fedlib_lab.runs.params import load_spec
 from fedlib_lab.runs.params_files import papers
+from fedlib_lab.runs.store import Run
 
 PROFILE = "small"  # of the stored tables
 FAMILIES = {"sliced": "sliced: for clients that cannot hold the whole model",
@@ -166,7 +167,8 @@ def older(paper: str, table: str) -> set[tuple[str, str, str]]:
     """Mode, column and label of the stored numbers of which a run is of an older rule of the kit."""
     with warnings.catch_warnings(action="ignore"):
         frame = with_further(collect(load_cells(paper, table, PROFILE)), spec(paper, table))
-    frame = frame[[concern(rules, spec(paper, table).get("value", "accuracy")) for rules in frame.older]]
+    value = spec(paper, table).get("value", "accuracy")
+    frame = frame[[isinstance(r, Run) and concern(older_rules(r.experiment, r.record), value) for r in frame.found]]
     return set(zip(frame.finetune.map(label_of), frame.column, frame.label.map(label_of), strict=True))
 
 
