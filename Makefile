@@ -73,14 +73,15 @@ demo: setup
 
 # One thread in each of the two processes: two in each get in each other's way on two cores.
 test: $(VENV)/.has-dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	SINCE=$(SINCE) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 # Unit tests alone, in under a minute: of the files that differ from main, or of FOLDER=methods
 quick: $(VENV)/.has-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow and not system" $$($(BIN)/python -m tests.helpers.touched $(FOLDER))
 
 # And what is marked slow: the cross product of tests/system/test_combinations.py, parts that change seldom (RARE in
-# conftest.py), and the notebooks that say nothing which those of `make test` do not say
+# conftest.py), what takes long (tests/long.txt), and the notebooks that say nothing which those of `make test` do not
+# say. Of the latter three, `make test SINCE=COMMIT` runs what tests a part that differs from that commit
 test-all: test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist load -m slow tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m slow notebooks

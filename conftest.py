@@ -67,6 +67,9 @@ RARE = {
 # Of a test of every method these, one of each kind, and those that were touched; the others in make test-all
 SAMPLE = {"reefl", "scalefl", "fedepth", "raffm", "cafedistill", "splitmix", "fedrod", "hetlora", "darkdistill"}
 MANY = 12  # methods, from which on a test is one of every method
+# Tests that take long wait too, unless what they test was touched (tests/helpers/long.py)
+LONG = set((ROOT / "tests/long.txt").read_text("utf-8").split("\n"))
+RESTS_ON = {"papers": ("outputs", "params"), "report": ("outputs", "params"), "system": ("fedlib", "fedlib_lab")}
 
 
 @functools.cache
@@ -79,6 +82,14 @@ def touched():
 
 def touches(part):
     return any(f"{name}/".startswith(f"{part}/") for name in touched())
+
+
+def is_long(item):
+    """Does it take long, and was nothing touched of what it tests?"""
+    file, area = item.path.relative_to(ROOT).as_posix(), item.path.parent.relative_to(ROOT / "tests").parts[:1]
+    parts = [file, *(f"{package}/{part}" for package in ("fedlib", "fedlib_lab") for part in area)]
+    parts += [part for name in area for part in RESTS_ON.get(name, ())]
+    return bool(LONG & {item.nodeid, item.nodeid.partition("[")[0]}) and not any(map(touches, parts))
 
 
 def method_of(item):
@@ -119,7 +130,8 @@ def telling(notebooks):
 
 
 def pytest_collection_modifyitems(items):
-    waiting = [test for test, part in RARE.items() if len({item.path for item in items}) > 5 and not touches(part)]
+    whole = len({item.path for item in items}) > 5
+    waiting = [test for test, part in RARE.items() if whole and not touches(part)]
     waits = lambda name: any(name.startswith(test) for test in waiting)  # noqa: E731
     notebooks = {item.path for item in items if item.path.suffix == ".ipynb"}
     kept = telling({path for path in notebooks if not waits(path.relative_to(ROOT).as_posix())})
@@ -128,7 +140,8 @@ def pytest_collection_modifyitems(items):
     fresh = {Path(name).stem for name in touched()}
     for item, method in methods.items():
         many = method and len(items) > 500 and number[item.nodeid.partition("[")[0]] >= MANY
-        if item.path in notebooks - kept or waits(item.nodeid) or (many and method not in SAMPLE | fresh):
+        long = whole and item.path not in notebooks and is_long(item)
+        if item.path in notebooks - kept or waits(item.nodeid) or long or (many and method not in SAMPLE | fresh):
             item.add_marker("slow")
         if item.path.suffix == ".ipynb" or item.path.is_relative_to(ROOT / "tests/system"):
             item.add_marker("system")

@@ -1,23 +1,20 @@
 """The queue of missing runs: what the grids of ``params/`` lack, most telling first, run until a deadline.
 
 :func:`queue` lists them: tables in order of their ``priority``, and of equal ones the first seed of all before the
-second. :func:`fill` runs them, several at once with a core each, in processes of lowest priority that load code and
-data once. A run is stored by ``store.py``: killed at any moment it goes on from its checkpoint, and its lock lets other
-processes share the queue. Read next: ``runs/params.py``, ``runs/store.py``.
+second. :func:`fill` runs them, several at once with a core each, in processes of lowest priority. A run is stored by
+``store.py``: killed at any moment it goes on from its checkpoint, and its lock lets other processes share the queue.
+Read next: ``runs/params.py``, ``runs/store.py``.
 """
 
 import contextlib
-import json
 import math
 import os
-import queue as queues
-import subprocess
-import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from fedlib.core.experiment import Experiment
@@ -32,8 +29,9 @@ from .costs import Pace, about, each_seconds
 from .identity import OtherInputs
 from .params import Cell, load_grid, load_spec
 from .params_files import grids, papers
+from .progress import Watch
 from .record import provenance
-from .side_by_side import DIED, GRACE_SECONDS, hand_out, serve
+from .side_by_side import DIED, hand_out
 from .store import Folder, Run, find_run, run, run_path
 
 LAST = 9  # the priority of a table that names none
@@ -169,12 +167,10 @@ def fill(
             return 0.0
         return 1.0 if minutes is None else 60 * minutes - (time.monotonic() - began)
 
-    def send(process: _Process, job: Job, cores: int) -> None:
-        process.send(job.cell.experiment, cores, folder, checkpoint_seconds)
-
-    with contextlib.closing(hand_out(jobs, workers, _Process, send, seconds_left)) as answers:
+    quiet, answer = Watch([], False), partial(_run_job, str(folder or outputs_dir() / "runs"), checkpoint_seconds)
+    with contextlib.closing(hand_out(jobs, workers, answer, quiet, seconds_left)) as answers:
         for job, answer in answers:
-            words = _note(filled, job, answer if answer is not None else {"failed": DIED})
+            words = _note(filled, job, answer)
             left = core_hours(filled.left, _slower(workers * (time.monotonic() - began), filled.done))
             tell(f"{len(filled.done)} of {len(jobs)} done, about {left} left: {words}")
     return filled
@@ -185,12 +181,12 @@ def _slower(spent: float, done: Iterable[Job]) -> float:
     return (TRUSTED + spent) / (TRUSTED + sum(j.seconds for j in done))
 
 
-def _note(filled: Filled, job: Job, answer: dict) -> str:
+def _note(filled: Filled, job: Job, answer: dict | Exception | None) -> str:
     """Let ``filled`` have what became of ``job``; a sentence on it."""
-    if "failed" in answer:
-        filled.failed.append((job, answer["failed"]))
+    if not isinstance(answer, dict):
+        filled.failed.append((job, DIED if answer is None else str(answer) or type(answer).__name__))
         return f"{job} failed"
-    if "accuracy" not in answer:
+    if not answer:
         return f"{job} is being run by another process"
     filled.done.append(job)
     filled.left.remove(job)
@@ -202,67 +198,11 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-class _Process:
-    """One process that runs what it is sent, seen from the one that started it. It ends when its input does."""
-
-    def __init__(self, answers: queues.Queue):
-        own = [] if os.path.isfile("fedlib/__init__.py") else ["-P"]  # a queue.py that lies here is not Python's
-        self.process = subprocess.Popen(
-            [sys.executable, *own, "-m", __name__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            env=os.environ | {"OMP_NUM_THREADS": "1"}, start_new_session=True,
-        )  # fmt: skip
-        assert self.process.stdin is not None and self.process.stdout is not None  # pipes, as asked for
-        self.input, self.output = self.process.stdin, self.process.stdout
-        threading.Thread(target=self._listen, args=(answers,), daemon=True).start()
-
-    def _listen(self, answers: queues.Queue) -> None:
-        for line in self.output:
-            answers.put((self, json.loads(line)))
-        answers.put((self, None))
-
-    def send(self, e: Experiment, workers: int, folder: Folder, seconds: float) -> None:
-        folder = str(folder or outputs_dir() / "runs")  # this process's, not that one's
-        job = {"experiment": e.to_dict(), "workers": workers, "folder": folder, "seconds": seconds}
-        with contextlib.suppress(BrokenPipeError):  # it died: heard of through its output
-            self.input.write(json.dumps(job) + "\n")
-            self.input.flush()
-
-    def ask_to_stop(self) -> None:
-        with contextlib.suppress(BrokenPipeError):
-            self.input.close()
-
-    def end(self) -> None:
-        try:
-            self.process.wait(GRACE_SECONDS)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
-
-
-def _serve() -> None:
-    """Run what comes in, a line each, until the input ends: then stop at once, also in the middle of a run."""
-    out, lines = os.fdopen(os.dup(1), "w"), os.fdopen(os.dup(0))  # forked workers close sys.stdin: nobody may hold it
-    os.dup2(2, 1)  # what others print is no answer
+def _run_job(folder: str, seconds: float, job: Job, cores: int, watch: Watch) -> dict:
+    """Run ``job`` at the lowest priority: its accuracy and seconds, or nothing if another process has it."""
     if hasattr(os, "nice"):
         os.nice(19)
     with contextlib.suppress(OSError):  # Linux weighs a session's processes as one group, whose niceness is another
         Path("/proc/self/autogroup").write_text("19")
-
-    def send(answer: object) -> None:
-        out.write(json.dumps(answer) + "\n")
-        out.flush()
-
-    serve((json.loads(line) for line in lines), lambda job: _answer(**job), send)
-
-
-def _answer(experiment: dict, workers: int, folder: str, seconds: float) -> dict:
-    """What became of one run: its accuracy and seconds, nothing if another process has it, or why it failed."""
-    try:
-        done = run(Experiment.from_dict(experiment), Execution(workers=workers), folder, False, seconds, wait=False)
-    except Exception as error:  # whatever it is, the others are run
-        return {"failed": str(error) or type(error).__name__}
+    done = run(job.cell.experiment, Execution(workers=cores), folder, False, seconds, wait=False)
     return {k: done.summary[k] for k in ("accuracy", "seconds")} if done is not None else {}
-
-
-if __name__ == "__main__":
-    _serve()

@@ -1,8 +1,8 @@
 """Several runs at once, a core each, in processes: what the queue of ``fill.py`` and ``run_all`` have in common.
 
 A run on one core wastes nothing: building and evaluating it keep one core busy, and rounds wait for no slowest worker.
-:func:`choose` says which runs of a list are so done sooner; :func:`run_forks` runs them in forks of this process, so
-what a notebook registered is there. A run is stored by ``store.py``, under its lock. Read next: ``fill.py``.
+:func:`hand_out` gives jobs to forks of this process, so what a notebook registered is there; :func:`choose` says which
+runs of a list are so done sooner. A run is stored by ``store.py``, under its lock. Read next: ``fill.py``.
 """
 
 import _thread
@@ -16,10 +16,10 @@ import sys
 import threading
 import warnings
 from collections import Counter, deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
-from typing import Any, ClassVar, NoReturn, Protocol, TypeVar
+from typing import Any, ClassVar, NoReturn, TypeVar
 
 import torch
 
@@ -60,45 +60,37 @@ class News:
             call_quietly(getattr(sys, self.name).write if is_stream else getattr(watch, self.name), *self.arguments)
 
 
-class Runner(Protocol):
-    """A process that runs what it is sent. It puts (itself, answer) into a queue, and (itself, None) when it ends."""
-
-    def ask_to_stop(self) -> None: ...
-
-    def end(self) -> None: ...
-
-
-R = TypeVar("R", bound=Runner)
+# What a process does with a job and some cores; what it says meanwhile goes to the watch.
+Answer = Callable[[J, int, Watch], object]
 
 
 def hand_out(
-    jobs: Sequence[J], workers: int, start: Callable[[queues.Queue], R], send: Callable[[R, J, int], None],
-    seconds_left: Callable[[], float] = lambda: 1.0, hear: Callable[[News], None] = lambda news: None,
-) -> Generator[tuple[J, Any], None, None]:  # fmt: skip
-    """Give ``jobs`` in their order to ``workers`` processes; yield (job, answer), ``hear`` of what goes on.
+    jobs: Sequence[J], workers: int, answer_one: Answer, watch: Watch, seconds_left: Callable[[], float] = lambda: 1.0
+) -> Generator[tuple[J, Any], None, None]:
+    """Give ``jobs`` in their order to ``workers`` processes; yield (job, answer), and tell ``watch`` what goes on.
 
-    ``send(process, job, cores)``: one core each, and the last job all that are free. A job whose process died is given
-    to another; of one that lost ``LIVES`` the answer is None. All processes are ended when no ``seconds_left``, at an
-    error, or when the generator is closed.
+    ``answer_one(job, cores, watch)``: one core each, and the last job all that are free; what it raises is an answer. A
+    job whose process died is given to another; of one that lost ``LIVES`` the answer is None. All processes are ended
+    when no ``seconds_left``, at an error, or when the generator is closed.
     """
     todo, lost, answers = deque(jobs), Counter(), queues.Queue()
-    crew: list[R] = []
-    busy: dict[R, J] = {}
+    crew: list[Fork] = []
+    busy: dict[Fork, J] = {}
     try:
         while (todo or busy) and seconds_left() > 0:
             while todo and len(busy) < workers:
                 cores = max(1, workers // (len(busy) + len(todo)))
                 idle = next((p for p in crew if p not in busy), None)
                 if idle is None:
-                    crew.append(idle := start(answers))
+                    crew.append(idle := Fork(answers, answer_one))
                 busy[idle] = todo.popleft()
-                send(idle, busy[idle], cores)
+                idle.send(busy[idle], cores)
             try:
                 process, answer = answers.get(timeout=max(0.01, min(1.0, seconds_left())))
             except queues.Empty:
                 continue
             if isinstance(answer, News):
-                hear(answer)
+                answer.tell(watch)
                 continue
             if answer is None:
                 crew.remove(process)
@@ -116,31 +108,135 @@ def hand_out(
             process.end()
 
 
-def serve(jobs: Iterator[J], answer: Callable[[J], object], send: Callable[[object], None]) -> NoReturn:
-    """Inside a process: ``send`` the answer to each of ``jobs`` until these end: then stop, also amid a run."""
+class Fork:
+    """A process that answers jobs, seen from the one that started it. It ends when its input does.
+
+    It is a fork of this process, or where CUDA has begun (or there are no forks) a process that knows only the kit.
+    It puts (itself, answer) into ``answers``, :class:`News` too, and (itself, None) when it ends.
+    """
+
+    inputs: ClassVar[set[Connection]] = set()  # of all forks: a later one must not keep an earlier one's open
+
+    def __init__(self, answers: queues.Queue, answer_one: Answer):
+        forks = sys.platform.startswith("linux") and not torch.cuda.is_initialized()
+        context: Any = multiprocessing.get_context("fork" if forks else "spawn")
+        jobs, self.input = context.Pipe(duplex=False)
+        self.output, out = context.Pipe(duplex=False)
+        self.inputs.add(self.input)
+        self.process = context.Process(target=_serve, args=(jobs, out, answer_one))
+        try:
+            with warnings.catch_warnings():  # Python warns where other threads run; a fork needs none of their locks
+                warnings.simplefilter("ignore", DeprecationWarning)
+                self.process.start()
+        except OSError as error:
+            raise Unforkable(f"no process could be forked: {error}") from error
+        finally:
+            jobs.close()
+            out.close()
+        threading.Thread(target=self._listen, args=(answers,), daemon=True).start()
+
+    def _listen(self, answers: queues.Queue) -> None:
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                answers.put((self, self.output.recv()))  # of a process of ours
+        answers.put((self, None))
+
+    def send(self, job: object, cores: int) -> None:
+        with contextlib.suppress(OSError):  # it died: heard of through its output
+            self.input.send((job, cores))
+
+    def ask_to_stop(self) -> None:
+        self.inputs.discard(self.input)
+        self.input.close()
+
+    def end(self) -> None:
+        self.process.join(GRACE_SECONDS)
+        if self.process.is_alive():
+            self.process.kill()
+            self.process.join()
+
+
+def _serve(jobs: Connection, out: Connection, answer_one: Answer) -> NoReturn:
+    """Inside a process: send the answer to each of ``jobs`` until these end: then stop, also amid a run."""
+    from tqdm import tqdm
+
+    for connection in Fork.inputs:
+        connection.close()
+    os.setsid()  # a Ctrl-C is the parent's to handle
     become_worker()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job would ignore it
-    todo, working, ended = queues.SimpleQueue(), threading.Event(), threading.Event()
+    profiling.stop_measuring()
+    tqdm.set_lock(threading.RLock())  # the parent's is shared, and a killed fork would keep it
+    lock, todo = threading.Lock(), queues.SimpleQueue()
+    working, ended = threading.Event(), threading.Event()
+
+    def send(message: object) -> None:
+        with contextlib.suppress(OSError), lock:  # the parent is gone: the listener hears of it
+            out.send_bytes(to_message(message))
 
     def listen() -> None:
         with contextlib.suppress(EOFError, OSError):
-            for job in jobs:
-                todo.put(job)
+            while True:
+                todo.put(jobs.recv())
         ended.set()
         if working.is_set():
             _thread.interrupt_main()
         todo.put(None)
 
+    sys.stdout, sys.stderr = _Stream("stdout", send), _Stream("stderr", send)  # a notebook's own are the parent's
+    warnings.showwarning = lambda text, *where, **_: send(News("warning", (str(text), *where[:3])))
     threading.Thread(target=listen, daemon=True).start()
-    with contextlib.suppress(KeyboardInterrupt, OSError):
+    with contextlib.suppress(KeyboardInterrupt):
         while (job := todo.get()) is not None:
             working.set()
             if ended.is_set():  # before this one began
                 break
-            found = answer(job)
+            try:
+                check_fork()
+                found = answer_one(*job, _Relay(send))
+            except Exception as error:
+                found = sendable_error(error)
             working.clear()
             send(found)
     os._exit(0)  # the listening thread may hold the input
+
+
+class _Relay(Watch):
+    """Tells the parent's :class:`Watch`."""
+
+    def __init__(self, send: Callable[[News], None]):
+        self.send = send
+
+    def begin(self, e: Experiment, t: int) -> None:
+        self.send(News("begin", (e, t)))
+
+    def round(self, e: Experiment, r: Finished) -> None:
+        shown = {"accuracy": r.metrics["accuracy"]} if r.metrics is not None else None
+        light = replace(r, server=Server(r.t, {}, {}), memories={}, losses={}, metrics=shown, mirrors={})
+        self.send(News("round", (e, light)))
+
+    def end(self, e: Experiment) -> None:
+        self.send(News("end", (e,)))
+
+    def say(self, text: str) -> None:
+        self.send(News("say", (text,)))
+
+
+class _Stream(io.TextIOBase):
+    """What a fork writes, told by its parent."""
+
+    encoding = "utf-8"
+
+    def __init__(self, name: str, send: Callable[[News], None]):
+        self.name, self.send = name, send
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        self.send(News(self.name, (text,)))
+        return len(text)
 
 
 # --- a list of runs, in forks of this process ------------------------------------------------------------------------
@@ -182,11 +278,11 @@ def run_forks(
     Where a fork cannot train, and of what another process holds, nothing is run: ``watch.left`` still has it.
     ``RuntimeError`` names a run that lost ``LIVES`` processes. After a Ctrl-C all are stored up to their last rounds.
     """
-    start = lambda answers: Fork(answers, run_one)  # noqa: E731
     watch.abreast = cores
     try:
-        answers = hand_out(chosen, cores, start, lambda fork, e, _: fork.send(e), hear=lambda news: news.tell(watch))
-        with contextlib.closing(answers):
+        with contextlib.closing(
+            hand_out(chosen, cores, lambda e, _, relay: run_one(e, relay) is not None, watch)
+        ) as answers:
             for e, answer in answers:
                 if answer is None:
                     raise RuntimeError(f"{e.slug}: {DIED}; Execution(workers=1) runs one at a time")
@@ -201,111 +297,3 @@ def run_forks(
     finally:
         watch.abreast = 1
         watch.close_rounds()
-
-
-class Fork:
-    """A fork of this process that runs experiments, seen from this process. It ends when its input does."""
-
-    inputs: ClassVar[set[Connection]] = set()  # of all forks: a later one must not keep an earlier one's open
-
-    def __init__(self, answers: queues.Queue, run_one: Callable[[Experiment, Watch], object]):
-        context: Any = multiprocessing.get_context("fork")
-        jobs, self.input = context.Pipe(duplex=False)
-        self.output, out = context.Pipe(duplex=False)
-        self.inputs.add(self.input)
-        self.process = context.Process(target=_in_a_fork, args=(jobs, out, run_one))
-        try:
-            with warnings.catch_warnings():  # Python warns where other threads run; a fork needs none of their locks
-                warnings.simplefilter("ignore", DeprecationWarning)
-                self.process.start()
-        except OSError as error:
-            raise Unforkable(f"no process could be forked: {error}") from error
-        finally:
-            jobs.close()
-            out.close()
-        threading.Thread(target=self._listen, args=(answers,), daemon=True).start()
-
-    def _listen(self, answers: queues.Queue) -> None:
-        with contextlib.suppress(EOFError, OSError):
-            while True:
-                answers.put((self, self.output.recv()))  # of a process of ours
-        answers.put((self, None))
-
-    def send(self, e: Experiment) -> None:
-        with contextlib.suppress(OSError):  # it died: heard of through its output
-            self.input.send(e)
-
-    def ask_to_stop(self) -> None:
-        self.inputs.discard(self.input)
-        self.input.close()
-
-    def end(self) -> None:
-        self.process.join(GRACE_SECONDS)
-        if self.process.is_alive():
-            self.process.kill()
-            self.process.join()
-
-
-def _in_a_fork(jobs: Connection, out: Connection, run_one: Callable[[Experiment, Watch], object]) -> None:
-    from tqdm import tqdm
-
-    for connection in Fork.inputs:
-        connection.close()
-    os.setsid()  # a Ctrl-C is the parent's to handle
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    profiling.stop_measuring()
-    tqdm.set_lock(threading.RLock())  # the parent's is shared, and a killed fork would keep it
-    lock = threading.Lock()
-
-    def send(message: object) -> None:
-        with contextlib.suppress(OSError), lock:  # the parent is gone: the listener hears of it
-            out.send_bytes(to_message(message))
-
-    sys.stdout, sys.stderr = _Stream("stdout", send), _Stream("stderr", send)  # a notebook's own are the parent's
-    warnings.showwarning = lambda text, *where, **_: send(News("warning", (str(text), *where[:3])))
-
-    def answer(e: Experiment) -> object:
-        try:
-            check_fork()
-            return run_one(e, _Relay(send)) is not None
-        except Exception as error:
-            return sendable_error(error)
-
-    serve(iter(jobs.recv, None), answer, send)
-
-
-class _Relay(Watch):
-    """Tells the parent's :class:`Watch`."""
-
-    def __init__(self, send: Callable[[News], None]):
-        self.send = send
-
-    def begin(self, e: Experiment, t: int) -> None:
-        self.send(News("begin", (e, t)))
-
-    def round(self, e: Experiment, r: Finished) -> None:
-        shown = {"accuracy": r.metrics["accuracy"]} if r.metrics is not None else None
-        light = replace(r, server=Server(r.t, {}, {}), memories={}, losses={}, metrics=shown, mirrors={})
-        self.send(News("round", (e, light)))
-
-    def end(self, e: Experiment) -> None:
-        self.send(News("end", (e,)))
-
-    def say(self, text: str) -> None:
-        self.send(News("say", (text,)))
-
-
-class _Stream(io.TextIOBase):
-    """What a fork writes, told by its parent."""
-
-    encoding = "utf-8"
-
-    def __init__(self, name: str, send: Callable[[News], None]):
-        self.name, self.send = name, send
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, text: str) -> int:
-        self.send(News(self.name, (text,)))
-        return len(text)

@@ -1,5 +1,6 @@
 """The test files of what was changed, or of a folder, for ``make quick``: ``python -m tests.helpers.touched [FOLDER]``."""
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -10,12 +11,12 @@ ROOT = TESTS.parent
 
 
 def changed() -> list[str]:
-    """Files that differ from where this branch left ``main`` (from the last commit where there is no ``main``)."""
+    """Files that differ from commit ``$SINCE``, by default from where this branch left ``main`` (or the last commit)."""
 
     def git(*arguments):
         return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True).stdout.split("\n")[:-1]
 
-    base = git("merge-base", "HEAD", "main") or ["HEAD"]
+    base = [s] if (s := os.environ.get("SINCE")) else git("merge-base", "HEAD", "main") or ["HEAD"]
     return git("diff", "--name-only", base[0]) + git("ls-files", "--others", "--exclude-standard")
 
 

@@ -18,9 +18,9 @@ import fedlib
 from fedlib.core.paths import params_dir, use_outputs_of
 from fedlib.core.storage import read_json, write_json, write_lines
 from fedlib_lab import cli
-from fedlib_lab.runs import fill as fill_module
 from fedlib_lab.runs.fill import TRUSTED, Job, _slower, core_hours, fill, named, queue
 from fedlib_lab.runs.params import Cell
+from fedlib_lab.runs.side_by_side import Fork
 from fedlib_lab.runs.store import find_run, run_path
 from tests.helpers.stored import assert_nothing_left_over, assert_same, small, state
 
@@ -63,7 +63,7 @@ def test_the_queue_begins_with_the_most_telling_table_and_takes_seeds_in_turn(ta
 
 
 def test_a_table_whose_data_are_absent_is_skipped_in_one_sentence(tables, monkeypatch):
-    monkeypatch.setattr(fill_module, "is_available", lambda name, tokenizer: name == "mnist")
+    monkeypatch.setattr("fedlib_lab.runs.fill.is_available", lambda name, tokenizer: name == "mnist")
     there, absent = {"columns": {"one": {}}}, {"columns": {"one": {}, "two": {"smoke": {"dataset": "femnist"}}}}
     found = queue(tables(a=there, b=absent | {"smoke": {"seeds": [1, 2]}}), "smoke")
     assert {j.cell.column for j in found.jobs} == {"one"}
@@ -157,15 +157,16 @@ def test_kill_9_of_the_queue_ends_its_processes_and_frees_their_runs(tmp_path):
 def test_a_run_that_fails_or_kills_its_process_does_not_stop_the_queue(tmp_path, monkeypatch):
     good, bad = job(small("reefl", rounds=1)), job(small("reefl", num_train=5))
     deadly, unlucky = job(small("depthfl", rounds=1)), job(small("depthfl", rounds=2))
-    original, sent = fill_module._Process.send, []
+    original, sent = Fork.send, []
 
-    def send(self, e, *arguments):
-        original(self, e, *arguments)
+    def send(self, job, cores):
+        original(self, job, cores)
+        e = job.cell.experiment
         if e == deadly.cell.experiment or (e == unlucky.cell.experiment and e not in sent):
             self.process.kill()
         sent.append(e)
 
-    monkeypatch.setattr(fill_module._Process, "send", send)
+    monkeypatch.setattr(Fork, "send", send)
     said = []
     filled = fill([bad, deadly, unlucky, good], workers=2, folder=tmp_path, tell=said.append)
     assert set(filled.done) == {good, unlucky} and len(said) == 4
@@ -186,13 +187,13 @@ def test_what_another_process_runs_is_left_to_it(tmp_path):
 
 def test_each_run_has_a_core_and_the_last_one_all_that_are_free(tmp_path, monkeypatch):
     jobs, shares = [job(small("reefl", seed=s, rounds=1)) for s in (1, 2, 3)], []
-    original = fill_module._Process.send
+    original = Fork.send
 
-    def send(self, e, workers, *arguments):
-        shares.append(workers)
-        original(self, e, workers, *arguments)
+    def send(self, job, cores):
+        shares.append(cores)
+        original(self, job, cores)
 
-    monkeypatch.setattr(fill_module._Process, "send", send)
+    monkeypatch.setattr(Fork, "send", send)
     assert fill(jobs, workers=2, folder=tmp_path).done
     assert shares[:2] == [1, 1]
     fill([job(small("reefl", seed=4, rounds=1))], workers=2, folder=tmp_path)
@@ -250,3 +251,10 @@ def test_files_of_the_working_folder_are_not_imported_in_place_of_pythons(starte
         command = [sys.executable, tmp_path / "script.py"]
     done = subprocess.run(command, cwd=tmp_path / "mine", env=environment, capture_output=True, text=True)
     assert "1 runs done" in done.stdout and "the wrong one" not in done.stderr, done.stderr
+
+
+def test_where_cuda_has_begun_processes_are_new_ones(tmp_path, monkeypatch):
+    """A fork cannot use CUDA that its parent has begun; a new process knows the job and nothing else."""
+    monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
+    jobs = [job(small("reefl", seed=s, rounds=1)) for s in (1, 2)]
+    assert fill(jobs, workers=2, folder=tmp_path).done and all(find_run(j.cell.experiment, tmp_path) for j in jobs)
