@@ -119,14 +119,10 @@ def names_in(notebook):
 
 
 def telling(notebooks):
-    """A few of ``notebooks`` in which each name occurs that occurs in any: a greedy cover."""
-    names = {path: names_in(path) for path in sorted(notebooks)}
-    left, kept = set().union(*names.values()), set()
-    while left:
-        best = max(names, key=lambda path: len(names[path] & left))
-        kept.add(best)
-        left -= names[best]
-    return kept or set(notebooks)
+    """Of each folder of ``notebooks`` the one that uses most names of the kit, and those that were touched."""
+    folders = {path.parent for path in notebooks}
+    most = {max((p for p in sorted(notebooks) if p.parent == f), key=lambda p: len(names_in(p))) for f in folders}
+    return most | {p for p in notebooks if touches(p.relative_to(ROOT).as_posix())}
 
 
 def pytest_collection_modifyitems(items):

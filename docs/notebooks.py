@@ -21,7 +21,7 @@ from PIL import Image
 
 ROOT = Path(__file__).resolve().parents[1]
 KEPT = ("image/png", "text/html", "text/markdown", "text/plain")
-COLOURS = 128  # of a figure
+COLOURS = 256  # of a figure: with fewer the colours of methods run together
 DIGEST = "fedlib_digest"
 
 

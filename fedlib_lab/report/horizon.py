@@ -76,7 +76,7 @@ def _came_out(shorter: Table, longer: Table, done: pd.DataFrame) -> str:
     same = shorter.frame.merge(done[keys].drop_duplicates(), on=keys)
     after, before = (_first(rows, longer, column) for rows in (done, same))
     if before.split()[0] == after.split()[0]:
-        before = re.sub(r"^.*?(?=leads|trails|is level)", "it ", before)
+        before = re.sub(r"^.*?(?=leads|trails|is (?:level|\d))", "it ", before)
     where = f"{title_of(*done[['column', 'dataset']].values[0])}: after" if done.column.nunique() > 1 else "After"
     return f"{where} {rounds[1]:,} rounds {after}; after {rounds[0]:,} (pale) {before}"
 

@@ -25,9 +25,10 @@ from .claims import Judged, Stored, judge
 from .claims_page import added, claims_page, claims_section, plot_tallies
 from .clients import VALUES
 from .plots import save_figure
+from .printed import as_printed
 from .style import data_title, spelled
 from .style import title_of as column_title
-from .tables import markdown_table, methods_in_columns, obtained, reported_beside, with_further
+from .tables import markdown_table, obtained, reported_beside, with_further
 
 THUMBNAIL = 420  # pixels
 ORDER = ("table", "decomposition", "figure", "")  # then by number, then by name
@@ -119,47 +120,12 @@ def section(stored: Stored, table: str, done: dict[str, Cell], shown: dict[str, 
         more = with_further(frame, stored.spec(table))
         rows = obtained(more, reported_beside(stored.paper, table), value, thresholds)
         search = TEXTS["held out"] in parts and rows.column.nunique() > 1
-        parts.append(markdown_table(tried(rows) if search else printed(methods_in_columns(rows), title)))
+        parts.append(markdown_table(as_printed(rows, "method" if search else "column")))
         csv = f"tables/{table}_{stored.profile}.csv"  # if its notebook stored it
         parts.append(f"[As CSV]({csv})" if (stored.folder / csv).is_file() else "")
     shown.update({h: table for h in done if h not in shown})
     parts.append(thumbnails(sorted((stored.folder / "figures").glob(f"{table}_{stored.profile}*.png"))))
     return "\n\n".join(p for p in parts if p)
-
-
-def bold(numbers: pd.Series) -> pd.Series:
-    """The cells of one comparison: the highest is marked, without what is in brackets; one alone is not."""
-    values = numbers.str.extract(r"^(-?\d+(?:\.\d+)?)")[0].astype(float)
-    best = (values == values.max()) & (values.notna().sum() > 1)
-    return numbers.where(~best, numbers.str.replace(r"^([^(]+?)(?= \(|$)", r"**\1**", regex=True))
-
-
-def tried(table: pd.DataFrame) -> pd.DataFrame:
-    """``tables.obtained`` of a search: a row a method, a column a value that was tried, the best of every row bold."""
-    names = table.column.map(column_title)
-    wide = table.assign(column=names).groupby(["mode", "method", "column"], sort=False).obtained.first()
-    wide = wide.unstack()[list(dict.fromkeys(names))].apply(bold, axis=1)
-    return wide.fillna("–").reindex(list(dict.fromkeys(zip(table["mode"], table.method, strict=True)))).reset_index()
-
-
-def printed(table: pd.DataFrame, title: str = "") -> pd.DataFrame:
-    """``tables.methods_in_columns`` in a reader's words; the best number of every comparison is bold.
-
-    Rows that are all of one data set do not repeat it where its column bears its name, or a word of the section's
-    ``title``: the section's facts say which it is.
-    """
-    if "method" in table:
-        name = next(c for c in table if c == "obtained" or c.startswith("best run's"))
-        shown = table.assign(**{name: table.groupby(["mode", "column"], sort=False)[name].transform(bold)})
-    else:
-        methods = [c for c in table if c not in ("mode", "column", "data", "seeds")]
-        shown = table.assign(**{m: "" for m in methods})
-        shown[methods] = table[methods].apply(bold, axis=1)
-    words = [", ".join([column_title(first), *rest]) for first, *rest in table["column"].str.split(", ")]
-    shown = shown.assign(column=words, data=table.data.map(data_title))
-    one = "method" in table and shown.data.nunique() == 1
-    said = one and all(c == d or c.casefold() in title.casefold() for c, d in zip(words, shown.data, strict=True))
-    return shown.drop(columns=["column", "data"]) if said else shown
 
 
 def facts(stored: Stored, cells: Sequence[Cell], wanted: set[str] = frozenset()) -> str:
@@ -218,7 +184,7 @@ def index_page(outputs: Path) -> str:
             said = f"{titles or 'no run yet'}. {tallies.get(paper, '')}".strip()
             lines.append(f"- [**{paper}**]({paper}/README.md): {said}")
     for folder in NO_PAPERS:
-        paths = sorted([*outputs.glob(f"{folder}/tables/*.md"), *outputs.glob(f"{folder}/figures/*.png")])
+        paths = sorted([*outputs.glob(f"{folder}/tables/*.csv"), *outputs.glob(f"{folder}/figures/*.png")])
         if paths:
             links = ", ".join(f"[{p.stem}]({p.relative_to(outputs).as_posix()})" for p in paths)
             lines.append(f"- **{folder}**: {links}")

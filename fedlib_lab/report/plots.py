@@ -249,37 +249,6 @@ def plot_learning_curves(runs: Mapping[str, Sequence[dict]], methods: Mapping[st
 
 
 @styled
-def gain_bars(frame: pd.DataFrame, title: str = ""):
-    """Bars of ``gain``: a panel per data column, a group per fine-tuning mode, a bar per method.
-
-    Bars are means, with SD where there are several seeds. Returns the panels' Axes.
-    """
-    import seaborn
-
-    frame = frame.dropna(subset=["gain"])
-    groups = [g for _, g in frame.groupby("column", sort=False)] or [frame]
-    colors = {plain(label_of(m)): style.color_of(m) for m in frame.method.unique()}
-    modes = list(dict.fromkeys(frame.finetune.map(label_of)))
-    titles = [_data(g) for g in groups] if len(groups) > 1 else [""]
-    gains = frame.groupby("method", sort=False).gain.mean()
-    message = ", ".join(f"{label_of(m)} {gain:+.1f}" for m, gain in gains.items())
-    title = told(title or f"The ensemble against the mean exit, in points: {message}", frame)
-    wide = 1.4 + 0.5 * len(modes) * len(colors)
-    axes = panels(titles, title, (min(wide, WIDE / min(3, len(groups))), 2.8))
-    for ax, group in zip(axes, groups, strict=True):
-        rows = group.assign(finetune=group.finetune.map(label_of), method=group.method.map(label_of).map(plain))
-        bar = "sd" if rows.duplicated(["finetune", "method"]).any() else None
-        seaborn.barplot(rows, x="finetune", y="gain", hue="method", palette=colors, order=modes, hue_order=list(colors),
-                        errorbar=bar, capsize=0.15, err_kws={"linewidth": 1.2}, legend="full", saturation=1,
-                        ax=ax)  # fmt: skip
-        ax.axhline(0, color="black", linewidth=0.8)
-        said = "ensemble − mean exit (points)" if ax.get_subplotspec().is_first_col() else ""
-        finish(ax, BARS[2:] if bar else "", said)
-    share_legend(axes)
-    return axes
-
-
-@styled
 def plot_tradeoff(frame: pd.DataFrame, x: str, label: str, title: str, ax=None, dashed: str | None = None,
                   line: str = "-"):  # fmt: skip
     """Accuracy against what it costs, column ``x`` on a log axis, per method; points are named by ``column``.

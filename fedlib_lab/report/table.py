@@ -16,7 +16,8 @@ from fedlib.engine.executors import Execution
 from ..runs.params import load_spec
 from . import tables
 from .clients import VALUES, as_exits, spread_out
-from .plots import gain_bars, plot_learning_curves, plot_modes, save_figure, score_of
+from .plots import plot_learning_curves, plot_modes, save_figure, score_of
+from .printed import Printed, as_printed
 from .titles import leads, told
 from .verdicts import orderings
 
@@ -52,6 +53,10 @@ class Table:
         """
         return tables.obtained(tables.with_further(self.frame, self.spec), self.reported, self.value, self.thresholds)
 
+    def printed(self, cost: bool = False) -> Printed:
+        """:meth:`obtained`, or at ``cost``, as papers print it; ``printed().to_latex()`` is for yours."""
+        return as_printed(self.obtained_at_cost() if cost else self.obtained())
+
     def obtained_at_cost(self) -> pd.DataFrame:
         """:meth:`obtained`, and what a round of each row costs in MACs."""
         return self.obtained().merge(tables.compute_table(self.cells), "left", on=["mode", "column", "method"])
@@ -78,11 +83,6 @@ class Table:
         chosen = [c for c in chosen if finetune is None or c.finetune in finetune]
         return tables.mean_curves(chosen, column, "clients" if self.value in VALUES else self.value, self.folder)
 
-    def gains(self) -> pd.DataFrame:
-        """Where the table prints another value than the accuracy: how much more it is, one row per run."""
-        rows = self.frame.dropna(subset=["accuracy"])
-        return rows.assign(gain=rows[self.value] - rows.accuracy)
-
     def plot_exits(self):
         """Draw and save the accuracy of every exit, a panel per fine-tuning mode, on the first column that has runs."""
         frame = as_exits(self.frame) if self.value in VALUES else self.frame
@@ -102,10 +102,6 @@ class Table:
             curves, score = self.curves(column, variants), score_of(rows.dataset.unique())
             axes = plot_learning_curves(curves, methods, title=title, score=score, hero=self.paper)
             return self.save_figure(axes, suffix)
-
-    def plot_gains(self):
-        """Draw and save :meth:`gains`: a panel per data column, a group of bars per fine-tuning mode."""
-        return self.save_figure(gain_bars(self.gains()), "gain")
 
     def save(self, frame: pd.DataFrame, suffix: str = "") -> pd.DataFrame:
         """Write ``frame`` as the table's own, or as its part ``suffix`` (``verdicts``), and return it."""

@@ -240,23 +240,6 @@ def with_further(frame: pd.DataFrame, spec: Mapping[str, object]) -> pd.DataFram
     return pd.concat([p for p in parts if len(p)] or [frame], ignore_index=True)
 
 
-def methods_in_columns(table: pd.DataFrame, most: int = 6) -> pd.DataFrame:
-    """:func:`obtained`'s ``table`` as papers print it: a column a method, in brackets what is reported.
-
-    ``seeds`` is how many each number is of, from the fewest to the most. A table of more than ``most`` methods, of one
-    row a method, with columns of its own or with two rows of one name stays as it is.
-    """
-    place, methods = ["mode", "column", "data"], table.method.unique()
-    own = not set(table) <= {*place, "method", "obtained", "seeds", "reported"}
-    if own or not len(methods) <= min(most, len(table) - 1) or table.duplicated([*place, "method"]).any():
-        return table
-    reported = table.get("reported", pd.Series("–", table.index))
-    numbers = table.obtained.where(reported == "–", table.obtained + " (" + reported + ")")
-    wide = table.assign(numbers=numbers).groupby([*place, "method"], sort=False).numbers.first().unstack(sort=False)
-    seeds = table.groupby(place, sort=False).seeds.agg(lambda n: "–".join(map(str, sorted({n.min(), n.max()}))))
-    return wide[methods].fillna("–").assign(seeds=seeds).reset_index()
-
-
 def exit_table(cells: Sequence[Cell], frame: pd.DataFrame) -> pd.DataFrame:
     """Per mode, column, variant and exit: mean ``accuracy`` over seeds beside the columns of ``costs.exit_costs``."""
     rows, first = [], {(c.finetune, c.column, c.variant): c for c in reversed(cells)}
@@ -293,12 +276,11 @@ def spread(mean: float, sd: float) -> str:
 
 
 def save_table(frame: pd.DataFrame, name: str) -> Path:
-    """Write ``frame`` as ``outputs/<folder>/tables/<stem>.csv`` and ``.md``, ``name`` being ``<folder>/<stem>``."""
+    """Write ``frame`` as ``outputs/<folder>/tables/<stem>.csv``, ``name`` being ``<folder>/<stem>``."""
     folder, _, stem = name.rpartition("/")
-    path = outputs_dir() / folder / "tables" / f"{stem}.md"
+    path = outputs_dir() / folder / "tables" / f"{stem}.csv"
     path.parent.mkdir(parents=True, exist_ok=True)
-    frame.to_csv(path.parent / f"{stem}.csv", index=False)
-    path.write_text(markdown_table(frame) + "\n", encoding="utf-8")
+    frame.to_csv(path, index=False)
     return path
 
 

@@ -6,10 +6,12 @@ Nothing in a title is typed: a run more, and it says so. Read next: ``report/plo
 import re
 from collections.abc import Iterable
 
+import numpy as np
 import pandas as pd
 
 from .style import NAMES, data_title, model_of, named, title_of
 from .tables import label_of
+from .verdicts import BySeed, Measured, differences, judged, measured, paired, reason
 
 LEVEL = 0.05  # points: what rounds to 0.0 is level
 
@@ -55,31 +57,50 @@ def listed(names: Iterable[str], many: str, most: int = 2) -> str:
 def leads(frame: pd.DataFrame, hero: str = "", value: str = "accuracy") -> str:
     """``ReeFL leads DepthFL by 2.4 points``: the method ``hero`` (none: the best) and its best rival, means of rows.
 
-    Of several data columns or modes each is told, up to three; a rival is another method, if there is one.
+    ``leads`` stands only where it holds against every rival (``verdicts.py``), ``trails`` where that is as sure; else
+    the verdict is said, or why a run does not count. Of several data columns or modes each is told, up to three; a
+    rival is another method, if there is one.
     """
     by = [c for c in ("column", "finetune") if c in frame and frame[c].nunique() > 1]
     done = frame.dropna(subset=[value])
     if by and len(done):
         parts = [(_place(g, by), leads(g, hero, value)) for _, g in done.groupby(by, sort=False)][:3]
         return "; ".join(f"{place}: {said}" for place, said in parts)
-    rows = named(done) if "series" not in done else done
-    means = rows.groupby(["series", "method"], sort=False)[value].mean().sort_values(ascending=False).reset_index()
-    if means.empty:
+    rows = (named(done) if "series" not in done else done).assign(seed=done.get("seed", 1))
+    if rows.empty:
         return "No run is stored yet"
-    own = means[means.method == hero]
-    first = next(means.loc[i] for part in (own[own.series == label_of(hero)], own, means) for i in part.index[:1])
-    rivals = means[means.method != first.method]
-    rivals = rivals if len(rivals) else means[means.series != first.series]
-    if rivals.empty:
-        return f"{first.series} reaches {first[value]:.1f}"
-    return apart(first.series, rivals.iloc[0].series, first[value] - rivals.iloc[0][value])
+    series = {name: group for name, group in rows.groupby(["series", "method"], sort=False)}
+    best = sorted(series, key=lambda name: -series[name][value].mean())
+    first = ([name for name in best if name == (label_of(hero), hero)] or [n for n in best if n[1] == hero] or best)[0]
+    rivals = [name for name in best if name[1] != first[1]] or [name for name in best if name != first]
+    if not rivals:
+        return f"{first[0]} reaches {series[first][value].mean():.1f}"
+    runs = {name: _by_seed(series[name], value) for name in (first, *rivals)}
+    found = [differences([*paired(runs[first], runs[name]).values()])[0] for name in rivals]
+    verdicts = [reason(d) or judged(d)["verdict"] for d in found]
+    verdict = verdicts[0] if verdicts[0] != "holds" else next((v for v in verdicts if v != "holds"), "holds")
+    apart_by = found[0].mean if len(found[0].points) else series[first][value].mean() - series[rivals[0]][value].mean()
+    return apart(first[0], rivals[0][0], apart_by, verdict)
 
 
-def apart(one: str, other: str, difference: float) -> str:
-    """A difference in points as a sentence."""
+def _by_seed(rows: pd.DataFrame, value: str) -> BySeed:
+    """By seed the mean of its ``rows``, which is one where no exits are told apart."""
+    out = {}
+    for seed, own in rows.groupby("seed"):
+        first, *more = measured(own.assign(seed=range(len(own))).to_dict("records"), value).values()
+        points, variances = (np.mean([getattr(m, of) for m in (first, *more)], 0) for of in ("points", "variances"))
+        out[seed] = Measured(points, variances, None, first.flags) if more else first
+    return out
+
+
+def apart(one: str, other: str, difference: float, verdict: str) -> str:
+    """A difference in points as a sentence, which says more than its ``verdict`` nowhere."""
+    if verdict in ("holds", "contradicted"):
+        return f"{one} {'leads' if verdict == 'holds' else 'trails'} {other} by {abs(difference):.1f} points"
     if abs(difference) < LEVEL:
         return f"{one} is level with {other}"
-    return f"{one} {'leads' if difference > 0 else 'trails'} {other} by {abs(difference):.1f} points"
+    side, verdict = "above" if difference > 0 else "below", "one seed" if verdict == "not testable" else verdict
+    return f"{one} is {abs(difference):.1f} points {side} {other} ({verdict})"
 
 
 def _place(group: pd.DataFrame, by: Iterable[str]) -> str:

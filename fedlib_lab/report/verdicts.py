@@ -27,6 +27,7 @@ import pandas as pd
 
 from ..runs.store import Run
 from .flags import bound_on_variance, flags_of, right_of
+from .printed import heading
 from .tables import label_of
 
 LEVEL = 0.025  # of a false verdict on either side
@@ -267,7 +268,8 @@ def orderings(
         for pair in (pair for pair in pairs if set(pair) <= runs.keys()):
             printed = float(np.subtract(*(paper.get((mode, column, v), np.nan) for v in pair)))
             found = differences([*paired(*(runs[v] for v in pair)).values()])[0]
-            compared.append((label_of(mode), column, [labels[v] for v in pair], printed, found))
+            where = label_of(mode), heading(column, group.dataset.iloc[0]) if "dataset" in group else column
+            compared.append((*where, [labels[v] for v in pair], printed, found))
     judged_all = at_once([replace(d, points=-d.points) if x <= 0 else d for *_, x, d in compared])
     for (mode, column, names, printed, d), found in zip(compared, judged_all, strict=True):
         words = {"holds": "first is higher", "contradicted": "second is higher"} if np.isnan(printed) else {}

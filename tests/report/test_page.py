@@ -4,7 +4,6 @@ import json
 import re
 import shutil
 
-import pandas as pd
 import pytest
 
 from fedlib import Experiment
@@ -17,11 +16,9 @@ from fedlib_lab.report.page import (
     index_page,
     main,
     missing,
-    printed,
     results_page,
     short_title,
     title_of,
-    tried,
 )
 from fedlib_lab.runs.params import Cell, load_grid
 from fedlib_lab.runs.params_files import papers
@@ -126,48 +123,6 @@ def test_the_pages_follow_the_store(tmp_path, monkeypatch, capsys):
     assert len(done) >= 80 and f"{len(done)} of 210 runs" in table1
     assert "seeds: 1, 2;" in table1 and "AMD EPYC, 2 cores" in table1 and "<img" not in table1
     assert "## [Figure 7: " in page and 'src="figures/figure7_small_4exits.png"' in page
-
-
-def test_a_search_is_a_row_a_method_and_a_column_a_tried_value():
-    rows = [("LoRA", "a", "lr_0.2", "9.50"), ("LoRA", "a", "lr_0.1", "12.00"), ("LoRA", "b", "lr_0.1", "–"),
-            ("LoRA", "b", "lr_0.2", "7.00")]  # fmt: skip
-    table = tried(pd.DataFrame(rows, columns=["mode", "method", "column", "obtained"]))
-    assert table.to_numpy().tolist() == [["LoRA", "a", "9.50", "**12.00**"], ["LoRA", "b", "7.00", "–"]]
-    assert list(table) == ["mode", "method", "lr 0.2", "lr 0.1"]
-
-
-def test_tables_say_names_and_mark_the_best_of_every_comparison():
-    """In columns: of a row. In rows: of a data column. One number alone is not marked, nor is a dash."""
-    place = ["mode", "column", "data"]
-    wide = pd.DataFrame(
-        [
-            ["LoRA", "femnist", "omniglot", "36.1 ± 5.3 (82.4)", "32.8", "3"],
-            ["LoRA", "lr_0.1, exit 2", "x", "–", "-4.5", "2"],
-        ],
-        columns=[*place, "DepthFL", "ReeFL", "seeds"],
-    )
-    assert printed(wide).to_numpy().tolist() == [
-        ["LoRA", "FEMNIST", "Omniglot", "**36.1 ± 5.3** (82.4)", "32.8", "3"],
-        ["LoRA", "lr 0.1, exit 2", "x", "–", "-4.5", "2"],
-    ]
-    rows = [["LoRA", "cifar10_alpha1", "cifar10", m, x] for m, x in (("a", "9.5 ± 1.0"), ("b", "10.5"), ("c", "10.5"))]
-    for name in ("obtained", "best run's ensemble"):
-        long = printed(pd.DataFrame(rows, columns=[*place, "method", name]))
-        assert long[name].tolist() == ["9.5 ± 1.0", "**10.5**", "**10.5**"]
-        assert set(long["column"]) == {"CIFAR-10, Dirichlet 1"}
-
-
-def test_a_table_of_one_data_set_does_not_repeat_it_in_every_row():
-    """Nor a column that bears its name, or a word of the title; a column of another name, or two data sets, stay."""
-
-    def columns_of(column, data, title="## Speakers where memory binds"):
-        rows = [["LoRA", c, d, m, x] for c, d, m, x in zip(column, data, "ab", ("9.5", "10.5"), strict=True)]
-        return list(printed(pd.DataFrame(rows, columns=["mode", "column", "data", "method", "obtained"]), title))
-
-    short = ["mode", "method", "obtained"]
-    assert columns_of(["svamp"] * 2, ["svamp"] * 2) == columns_of(["speakers"] * 2, ["fsdd"] * 2) == short
-    for column, data in ((["cifar100"] * 2, ["cifar10"] * 2), (["svamp", "cifar10"], ["svamp", "cifar10"])):
-        assert columns_of(column, data) == ["mode", "column", "data", "method", "obtained"]
 
 
 def test_accuracies_of_a_validation_split_are_called_so(tmp_path):

@@ -67,28 +67,9 @@ def test_several_data_sets_are_never_drawn_onto_one_another():
     assert ends == ["Dirichlet 1 LoRA", "Dirichlet 0.1 LoRA"]
 
 
-def test_gains_are_a_panel_per_data_set_and_a_bar_is_its_own_mean():
-    methods = [("depthfl", "depthfl", "depthfl"), ("reefl", "reefl", "reefl")]
-    table = pd.concat([
-        frame(methods, columns=("cifar100_alpha1",)).assign(gain=[1, 3, 2, 4, 5, 7, 6, 8]),
-        frame(methods, columns=("femnist",), dataset="omniglot").assign(gain=[11, 13, 12, 14, 15, 17, 16, 18]),
-    ])  # fmt: skip
-    axes = plots.gain_bars(table)
-    heights = [[[p.get_height() for p in bars] for bars in ax.containers] for ax in axes]
-    assert heights == [[[2, 6], [3, 7]], [[12, 16], [13, 17]]]  # per panel, method, mode: means over two seeds
-    assert [a.get_title().replace("\n", " ") for a in axes] == [
-        "CIFAR-10 standing in for CIFAR-100, Dirichlet 1", "Omniglot standing in for FEMNIST"
-    ]  # fmt: skip
-    assert [len(ax.containers) for ax in axes] == [2, 2] and inside(axes[0].figure)
-    bar = axes[0].lines[0].get_ydata()  # one standard deviation of (1, 3) to either side; NaN between bar and caps
-    assert np.nanmax(bar) - np.nanmin(bar) == pytest.approx(2 * 2**0.5)
-
-
 def test_one_seed_has_no_error_bars():
     one, two = (plots.plot_exit_accuracies(frame([("reefl",) * 3], seeds=s, modes=("lora",))) for s in ((1,), (1, 2)))
     assert not one.collections and not one.containers and two.containers
-    bars = plots.gain_bars(frame([("reefl",) * 3], seeds=(1,)).assign(gain=1.0))[0]
-    assert len(bars.lines) == 1  # the line at zero
 
 
 def test_exits_stand_at_their_numbers():

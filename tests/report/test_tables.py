@@ -11,7 +11,6 @@ from fedlib_lab.report.tables import (
     load_cells,
     markdown_table,
     mean_sd,
-    methods_in_columns,
 )
 from fedlib_lab.runs.params import load_grid
 
@@ -108,28 +107,3 @@ def test_markdown_tables():
     strange = pd.DataFrame({"a": ["x | y", "<img src=x>", "one\ntwo", "p < q"]})
     rows = markdown_table(strange).splitlines()[2:]
     assert rows == [r"| x \| y |", "| &lt;img src=x> |", "| one two |", "| p < q |"]
-
-
-def test_methods_stand_in_columns_as_papers_print_them():
-    import pandas as pd
-
-    rows = [
-        ("LoRA", "femnist", "omniglot", "DepthFL", "36.1 ± 5.3", 3, "82.4"),
-        ("LoRA", "femnist", "omniglot", "ReeFL", "32.8", 1, "84.7"),
-        ("LoRA", "cifar10", "cifar10", "ReeFL", "44.5 ± 0.4", 2, "–"),
-    ]
-    long = pd.DataFrame(rows, columns=["mode", "column", "data", "method", "obtained", "seeds", "reported"])
-    wide = methods_in_columns(long)
-    assert list(wide) == ["mode", "column", "data", "DepthFL", "ReeFL", "seeds"]
-    assert wide.to_numpy().tolist() == [
-        ["LoRA", "femnist", "omniglot", "36.1 ± 5.3 (82.4)", "32.8 (84.7)", "1–3"],
-        ["LoRA", "cifar10", "cifar10", "–", "44.5 ± 0.4", "2"],
-    ]
-    assert methods_in_columns(long.drop(columns="reported")).iloc[0, 3] == "36.1 ± 5.3"
-    for as_it_is in (
-        long[:2],
-        long.assign(method="ReeFL"),
-        long.assign(best=1.0),
-    ):  # a row a method, a name twice, more
-        assert methods_in_columns(as_it_is) is as_it_is
-    assert methods_in_columns(long, most=1) is long

@@ -41,6 +41,16 @@ def test_it_is_of_the_stored_runs(source):
     assert not any(c["metadata"].keys() - {"tags"} for c in notebook["cells"])
 
 
+@pytest.mark.parametrize("source", SOURCES, ids=lambda p: f"{p.parent.name}/{p.stem}")
+def test_every_cell_that_draws_shows_its_picture(source):
+    """Executed under a backend that shows nothing, a figure would be saved and not be seen."""
+    for cell in json.loads(notebooks.executed(source, OUTPUTS).read_text(encoding="utf-8"))["cells"]:
+        said = "".join(cell["source"])
+        draws = re.search(r"^(?!def |from |import |\s).*\b(plot_\w+|save_figure)\(", said, re.M)
+        if cell["cell_type"] == "code" and draws:
+            assert any("image/png" in o.get("data", {}) for o in cell["outputs"]), said
+
+
 def test_a_digest_tells_another_run_and_another_source(tmp_path):
     (tmp_path / "reefl").mkdir()
     source = tmp_path / "reefl/one.ipynb"

@@ -83,7 +83,7 @@ def test_papermill_with_an_override_from_any_folder(tmp_path):
     assert [p.name for p in (tmp_path / "outputs").iterdir()] == ["scratch"]
     stored = list((tmp_path / "outputs/scratch/runs").glob("*/summary.json"))
     assert len(stored) == 1 and json.loads(stored[0].read_text())["t"] == 3
-    assert (tmp_path / "outputs/scratch/reefl/tables/table4_smoke.md").read_text().count("ReeFL") == 1
+    assert (tmp_path / "outputs/scratch/reefl/tables/table4_smoke.csv").read_text().count("ReeFL") == 1
     assert (tmp_path / "outputs/scratch/reefl/figures/table4_smoke_exits.png").stat().st_size > 10_000
 
 
@@ -188,7 +188,7 @@ def test_trials_are_stored_where_git_does_not_look(tmp_path, monkeypatch):
         assert outputs_dir() == tmp_path / folder and run_path(Experiment()).parent == tmp_path / folder / "runs"
     for name in (
         "runs/a/summary.json",
-        "reefl/tables/table1_smoke.md",
+        "reefl/tables/table1_smoke.csv",
         "walkthrough/figures/start_here_demo_exits.png",
     ):
         ignored = subprocess.run(["git", "check-ignore", "-q", f"outputs/scratch/{name}"], cwd=ROOT).returncode
