@@ -32,23 +32,23 @@ LAYER = {folder: i for i, folders in enumerate(LAYERS) for folder in folders}
 OF_THE_CORE = {folder for folders in LAYERS[:5] for folder in folders}
 # Lines of code as they stand. They may only be lowered: what comes in is paid for by what goes
 LINES = {
-    "fedlib": 8355,
+    "fedlib": 8347,
     "core": 897,
     "data": 1161,
     "engine": 1936,
     "layers": 570,
     "methods": 2289,
-    "models": 1455,
-    "fedlib_lab": 10970,
+    "models": 1447,
+    "fedlib_lab": 10974,
     "atlas": 433,
     "cli": 199,
     "executors": 608,
     "formats": 929,
     "kernels": 489,
     "papers": 1186,
-    "report": 1818,
+    "report": 1817,
     "rivals": 673,
-    "runs": 2770,
+    "runs": 2775,
     "zoo": 1848,
 }
 HEAVY = {

@@ -82,7 +82,7 @@ def evaluate(federation: Federation, server: Server) -> Mapping[str, object]:
     """Measure ``accuracy`` (mean over exits), ``exits`` (each exit's), and ``ensemble`` if one model has all exits.
 
     ``others`` has each exit's further metrics, if the task has any (SQuAD's exact match, CoLA's accuracy). ``right``
-    says which examples every exit, then the ensemble, got right (:func:`unpack_bits`), if the metric counts them.
+    says which examples every exit, then the ensemble, got right (:func:`pack_bits`), if the metric counts them.
 
     Exits are those of ``Federation.answering``. All numbers are the task's metric, in percent; None where it is
     undefined. ``nonfinite`` counts the exits that answered with a NaN or infinity, where there are any; if the
@@ -132,9 +132,3 @@ def rounded(x: float) -> float | None:
 def pack_bits(right: torch.Tensor) -> str:
     """Encode (rows, N) truths as text: base64 of each row's bits."""
     return base64.b64encode(np.packbits(right.cpu().numpy(), axis=1).tobytes()).decode()
-
-
-def unpack_bits(text: str, n: int) -> np.ndarray:
-    """Decode the (rows, ``n``) truths that ``text`` holds."""
-    bits = np.frombuffer(base64.b64decode(text), np.uint8).reshape(-1, -(-n // 8))
-    return np.unpackbits(bits, axis=1, count=n).astype(bool)

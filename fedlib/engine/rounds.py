@@ -111,10 +111,10 @@ def run_rounds(
 
 def measure(f: Federation, server: Server, memories: Memories) -> Mapping[str, Any]:
     """Measure a round on the central test set and, where clients have their own test sets, on these."""
-    metrics = evaluate(f, server)
-    if f.experiment.test_split == "central":
-        return metrics
-    return {**metrics, "personal": evaluate_clients(f, server, memories)}
+    central = f.experiment.test_split == "central"
+    return (
+        evaluate(f, server) if central else {**evaluate(f, server), "personal": evaluate_clients(f, server, memories)}
+    )
 
 
 def merge_returned(t: int, planned: int, trained: Iterable[Trained]) -> Trained:

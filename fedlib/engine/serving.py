@@ -26,8 +26,8 @@ from .forward import Forward, by_example
 from .leaving import leave_at, mean_over_clients
 from .stacks import Stack, Tensors
 
-AT_ONCE, CLIENTS = 250, 25  # examples, and clients, that run together; no answer depends on them
-LISTED = 1000  # a run keeps the accuracy of every client of at most so many
+# Examples, and clients, that run together (no answer depends on them); a run lists at most so many clients
+AT_ONCE, CLIENTS, LISTED = 250, 25, 1000
 
 
 def evaluate_clients(f: Federation, server: Server, memories: Mapping) -> dict[str, object]:
@@ -42,20 +42,26 @@ def evaluate_clients(f: Federation, server: Server, memories: Mapping) -> dict[s
     labels that are all alike) does not count; ``undefined`` says how many. ``nonfinite`` counts clients who answered
     with a NaN or infinity, where there are any. Raises ``FloatingPointError`` for them if the experiment says
     ``nonfinite = "fail"``.
+
+    Of classes two controls stand beside: ``majority``, what a client gets that always answers its own most frequent
+    training label, and ``prior``, as ``accuracy`` where log(n + 1) of its n training examples of a class is added to
+    what the class gets.
     """
     scores: dict[int, list[float]] = {}
     broken, undefined = list[int](), 0
-    early, exits, task = [], f.answering, f.task
-    leaves = len(exits) > 1 and isinstance(task, Classification)
-    groups, answered = [], []  # of clients that answer together: who; and what, on the device
+    early, groups, answered = [], [], []  # of clients that answer together: who; and what, on the device
+    exits, task, has_classes = f.answering, f.task, isinstance(f.task, Classification)
+    leaves = len(exits) > 1 and has_classes
     for ids, outputs, labels, counts in client_outputs(f, server, memories):
         finite = task.finite(outputs).transpose(0, 1).flatten(1).all(1)  # (K,); padding repeats examples
         given = outputs[exits]  # (E, K, B, *out)
-        answered += [finite, labels, task.predict(given), task.confidence(given) if leaves else finite]
+        known = torch.from_numpy(np.stack([f.setting.label_counts(c) for c in ids])) if has_classes else finite
+        both = torch.cat([given, given + (known + 1).log().to(given)[:, None]]) if has_classes else given
+        answered += [finite, labels, task.predict(both), task.confidence(given) if leaves else finite, known.to(labels)]
         groups.append((ids, counts))
     came = iter(to_host(answered))
     for ids, counts in groups:
-        finite, labels, given, sure = (next(came) for _ in range(4))
+        finite, labels, given, sure, known = (next(came) for _ in range(5))
         broken += [client for client, whole in zip(ids, finite.tolist(), strict=True) if not whole]
         for k, (client, n) in enumerate(zip(ids, counts, strict=True)):
             own, answers = labels[k, :n], given[:, k, :n]  # (n, *label), (E, n, *label)
@@ -63,9 +69,10 @@ def evaluate_clients(f: Federation, server: Server, memories: Mapping) -> dict[s
             if math.isnan(found[0]):  # whatever is answered: its labels leave nothing to measure
                 undefined += 1
                 continue
-            scores[client] = found
+            always = [task.score(known[k].argmax().expand(n), own)[task.metric]] if has_classes else []
+            scores[client] = found + always
             if leaves:
-                early.append(leave_at(task, answers, sure[:, k, :n], own))
+                early.append(leave_at(task, answers[: len(exits)], sure[:, k, :n], own))
     if broken and f.experiment.nonfinite == "fail":
         raise FloatingPointError(
             f"round {server.t}: client {min(broken)}: its answers are not finite (nonfinite = 'fail')"
@@ -75,7 +82,8 @@ def evaluate_clients(f: Federation, server: Server, memories: Mapping) -> dict[s
     clients, r = f.clients(sorted(scores)), Round(server.t, (), f.setting)
     parts = [f.method.serve(c, server, r).members[0].part for c in clients]
     holds = np.array([[j in p.exits for j in exits] for p in parts])
-    table = np.where(holds, np.array([scores[c.id] for c in clients]), np.nan)  # (clients, E)
+    every = np.array([scores[c.id] for c in clients])  # (clients, E), or of classes (clients, 2 E + 1)
+    table = np.where(holds, every[:, : len(exits)], np.nan)  # (clients, E)
     means, last = np.nanmean(table, 1), np.array([row[own][-1] for row, own in zip(table, holds, strict=True)])
     held = [column[~np.isnan(column)] for column in table.T]  # of an exit that nobody holds: nothing
     out = {
@@ -83,19 +91,20 @@ def evaluate_clients(f: Federation, server: Server, memories: Mapping) -> dict[s
         "exits": [rounded(x.mean()) if len(x) else None for x in held],
         "exits_sd": [rounded(x.std()) if len(x) else None for x in held], "last": rounded(last.mean()),
     }  # fmt: skip
+    if has_classes:
+        prior = np.nanmean(np.where(holds, every[:, len(exits) : -1], np.nan), 1)
+        for name, own in (("prior", prior), ("majority", every[:, -1])):
+            out |= {name: rounded(own.mean()), f"{name}_sd": rounded(own.std())}
     if len({(p.exits, p.shape_key()) for p in parts}) > 1:
         budgets = np.array([c.budget for c in clients])
-        own = {b: budgets == b for b in sorted(set(budgets.tolist()))}
         out["by_budget"] = {str(b): {"accuracy": rounded(means[of].mean()), "last": rounded(last[of].mean()),
-                                     "clients": int(of.sum())} for b, of in own.items()}  # fmt: skip
+                                     "clients": int(of.sum())}
+                            for b in np.unique(budgets) for of in [budgets == b]}  # fmt: skip
     if len(table) <= LISTED:
         out["by_client"] = {str(c.id): rounded(x) for c, x in zip(clients, means, strict=True)}
         if len(exits) > 1:
             out["last_by_client"] = {str(c.id): rounded(x) for c, x in zip(clients, last, strict=True)}
-    if broken:
-        out["nonfinite"] = len(broken)
-    if undefined:
-        out["undefined"] = undefined
+    out |= {name: k for name, k in (("nonfinite", len(broken)), ("undefined", undefined)) if k}
     if early and holds.all():
         out["leaving"] = mean_over_clients(early)
     return out
@@ -191,8 +200,7 @@ def _parameters(
         cohort = Cohort(f, model, server, r, members, memories)  # thrown away: nothing is kept of it
         cohort.train(f.method.local_loss, serving.tune)
     order = [cohort.members.index(m) for m in members]
-    whole = list(range(len(members)))
     return Stack(f, members, memories), {
-        n: p[[list(cohort.rows[n]).index(i) for i in order]] if list(cohort.rows[n]) == whole else p
+        n: p[[list(cohort.rows[n]).index(i) for i in order]] if list(cohort.rows[n]) == [*range(len(members))] else p
         for n, p in cohort.params.items()
     }

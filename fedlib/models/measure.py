@@ -121,16 +121,6 @@ class Measure:
         layers = [m for m in outside if any(p.dim() > 1 for p in m.parameters(recurse=False))]
         return self._mib(layers, batch) + sum(self.activation_mib(unit, batch) for unit in range(self.spec.depth))
 
-    def unit_macs(self) -> tuple[int, ...]:
-        """Count the MACs of one example in the stem, then in each unit; exits are not counted."""
-        out, z = [], self._example()
-        with torch.no_grad():
-            for unit in range(-1, self.spec.depth):
-                with _counter() as counter:
-                    z = self.model.backbone.stem(z) if unit < 0 else self.model.backbone.advance(z, unit, 1)[1]
-                out.append(counter.get_total_flops() // 2)
-        return tuple(out)
-
     def _mib(self, layers: list[nn.Module], batch: int) -> float:
         outputs = sum(self._whole_outputs[m] for m in layers)
         parameters = sum(p.numel() for m in layers for p in m.parameters(recurse=False))

@@ -20,12 +20,11 @@ import numpy as np
 from fedlib.core.experiment import Experiment
 from fedlib.core.slices import Slice
 from fedlib.data.tasks import CORRELATIONS, task_of
-from fedlib.engine.evaluation import unpack_bits
 from fedlib.methods import METHODS
 
 from ..runs.costs import DATA, load_shapes
 from ..runs.identity import concern, older_rules
-from ..runs.store import Run
+from ..runs.record import Run, unpack_bits
 from .tables import label_of, values_of
 
 

@@ -5,6 +5,7 @@ rebuilt: ``inputs`` (``identity.py``) and ``provenance`` of the first go, ``resu
 one with the round it went on from and the inputs that were others there, and ``stored``, the day of its end.
 """
 
+import base64
 import datetime
 import os
 import platform
@@ -17,6 +18,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from fedlib.core.experiment import Experiment
@@ -179,3 +181,9 @@ def _one_thread_each(execution: Execution) -> bool:
     """Do cohorts train on CPU threads that multiply alone? Not a single worker in a process of several threads."""
     apart = execution.executor in ("processes", "ray") or execution.side_by_side() > 1
     return execution.device == "cpu" and (apart or torch.get_num_threads() == 1)
+
+
+def unpack_bits(text: str, n: int) -> np.ndarray:
+    """Decode the (rows, ``n``) truths that ``text`` holds (``evaluation.pack_bits``)."""
+    bits = np.frombuffer(base64.b64decode(text), np.uint8).reshape(-1, -(-n // 8))
+    return np.unpackbits(bits, axis=1, count=n).astype(bool)

@@ -1,5 +1,6 @@
 """Evaluation: accuracies by hand, and threads that share a model without changing its answers."""
 
+import base64
 import threading
 from dataclasses import replace
 
@@ -65,6 +66,13 @@ def test_threads_share_the_model_and_change_no_answer(changes, two_threads, part
     torch.testing.assert_close(side_by_side, alone, rtol=1e-4, atol=1e-5)
 
 
+def unpacked(text, n):
+    """The stored bits, row by row, as text of zeros and ones."""
+    bits = "".join(f"{byte:08b}" for byte in base64.b64decode(text))
+    rows = [bits[i : i + 8 * -(-n // 8)] for i in range(0, len(bits), 8 * -(-n // 8))]
+    return np.array([[c == "1" for c in row[:n]] for row in rows])
+
+
 def test_one_batch_needs_no_thread(two_threads, parts):
     f = build_federation(TINY.replace(num_test=50))
     exit_logits(f, f.server, served_parts(f, f.server)[3])
@@ -91,12 +99,12 @@ def test_accuracies_by_hand(monkeypatch):
     monkeypatch.setattr(module, "exit_logits", lambda *_: torch.stack([first, second]))
     found = dict(evaluate(f, f.server))
     wanted = np.array([[False] * k + [True] * (50 - k) for k in (10, 30, 10)])
-    assert np.array_equal(module.unpack_bits(found.pop("right"), 50), wanted)
+    assert np.array_equal(unpacked(found.pop("right"), 50), wanted)
     assert found == {"accuracy": 60.0, "exits": [80.0, 40.0], "ensemble": 80.0}
     second *= 4  # 8 against 3: now exit 2 decides
     second[10:30] = 8 * wrong[10:30]
     found = dict(evaluate(f, f.server))
-    assert module.unpack_bits(found.pop("right"), 50)[2].tolist() == [False] * 30 + [True] * 20
+    assert unpacked(found.pop("right"), 50)[2].tolist() == [False] * 30 + [True] * 20
     assert found == {"accuracy": 60.0, "exits": [80.0, 40.0], "ensemble": 40.0}
 
 

@@ -3,6 +3,7 @@
 import time
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -194,3 +195,23 @@ def test_a_hundred_clients_cost_little_more_than_the_central_test_set(tiny):
     central = [lambda: exit_logits(f, server, f.setting.full()), lambda: answers(f, server, memories)]
     best = [min(seconds(work) for _ in range(3)) for work in central]
     assert best[1] < 1.6 * best[0]  # with room for a busy machine
+
+
+@pytest.mark.parametrize("method", ["fedper", "depthfl", "heterofl"])
+def test_beside_what_clients_get_stands_what_always_guessing_gives_and_what_their_labels_add(tiny, method):
+    """By a plain loop over clients: the most frequent training label, and log(n + 1) on every class's output."""
+    one_exit = {"num_exits": 1, "options": {"rates": [0.5, 1.0]}} if method == "heterofl" else {}
+    f, server, memories = trained(tiny, method, **NETS["flat maps"] | one_exit)
+    found, r = serving.evaluate_clients(f, server, memories), Round(server.t, (), f.setting)
+    prior, majority = [], []
+    for k, x in answers(f, server, memories).items():
+        counts = np.bincount(f.data.labels.numpy()[f.data.client(k)], minlength=len(f.data.classes))
+        own = f.data.test_labels[f.data.client_test(k)]
+        held = f.method.serve(f.clients([k])[0], server, r).members[0].part.exits
+        with_prior = (x + torch.tensor(np.log(counts + 1.0))).argmax(-1)[[f.answering.index(j) for j in held]]
+        prior.append(100 * (with_prior == own).double().mean().item())
+        majority.append(100 * (own == int(counts.argmax())).double().mean().item())
+    for name, wanted in (("prior", prior), ("majority", majority)):
+        assert found[name] == pytest.approx(np.mean(wanted), abs=1e-3)
+        assert found[f"{name}_sd"] == pytest.approx(np.std(wanted), abs=1e-3)
+    assert found["majority"] > 100 / len(f.data.classes) and found["prior"] != found["accuracy"]

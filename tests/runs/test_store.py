@@ -175,7 +175,7 @@ def test_nothing_is_unpickled(tmp_path):
 
 def test_a_run_says_which_test_examples_every_exit_got_right(tmp_path):
     """The shares of right answers are the accuracies; the rounds before the last keep numbers alone."""
-    from fedlib.engine.evaluation import unpack_bits
+    from fedlib_lab.runs.record import unpack_bits
 
     found = run(short("reefl", rounds=2), ONE, tmp_path, progress=False)
     right = unpack_bits(found.summary["right"], found.summary["num_test"])

@@ -28,6 +28,7 @@ from fedlib.models.route import PartialForward
 from fedlib_lab.executors.meter import count_training
 from fedlib_lab.papers.fedepth.block_inference import block_logits
 from fedlib_lab.runs.costs import load_shapes, training_macs
+from tests.helpers.measured import unit_macs
 from tests.helpers.plain_convnets import PlainResNet, plain_name, state_of
 
 pytestmark = pytest.mark.usefixtures("repeatable_convolutions")
@@ -383,7 +384,7 @@ def test_the_price_of_stages():
     e = Experiment(method="fedepth", backbone="preresnet20", pretrained=False, finetune="full", num_exits=1, rounds=1,
                    dataset="cifar10", num_clients=4, clients_per_round=4, num_train=400, augment="crop_flip")  # fmt: skip
     shapes = load_shapes(e, 10)
-    stem, *units = shapes.setting.measure.unit_macs()
+    stem, *units = unit_macs(shapes.setting.measure)
     total = stem + sum(units)
     assert total + 640 == shapes.setting.measure.macs(shapes.setting.full())
     firsts = (1, 2, 3, 4, 6)
