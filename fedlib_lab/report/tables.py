@@ -210,7 +210,8 @@ def obtained(
     What clients get is spread out first (``clients.spread_out``). No reported column where the paper prints nothing.
     """
     if value in VALUES:
-        frame, value = spread_out(frame, value, thresholds), "clients"
+        frame = with_controls(frame) if value == "clients" else spread_out(frame, value, thresholds)
+        value = "clients"
     table = beside_reported(frame, reported, value)
     if value == "ensemble":  # Tables 6 and 7 of ReeFL take the best of three runs, which is optimistic
         mean, seeds = table.obtained, table.seeds
@@ -218,6 +219,25 @@ def obtained(
         table["mean over seeds"], table["mean exit"] = mean, beside_reported(frame, reported).obtained
         table["seeds"] = seeds
     return table.drop(columns="reported") if (table.reported == "–").all() else table
+
+
+def with_controls(frame: pd.DataFrame) -> pd.DataFrame:
+    """``frame`` and below it, of runs that say so, two controls (``serving.evaluate_clients``), a row a seed each.
+
+    What clients get that always answer their own most frequent label; and of each method that is not personalised,
+    what it gets with the clients' own shares of labels added.
+    """
+    found = [row for row in frame.to_dict("records") if isinstance(row["found"], Run)]
+    own = [(row, x) for row in found if "majority" in (x := row["found"].summary.get("personal", {}))]
+    prior = [
+        row | {"variant": f"{row['variant']}_prior", "label": f"{label_of(row['label'])} + label prior",
+               "clients": x["prior"], "clients_sd": x["prior_sd"]}
+        for row, x in own if row["method"] == "fedprox" or ".personal." not in METHODS[row["method"]].__module__
+    ]  # fmt: skip
+    control = {"variant": "majority", "label": "Own majority class"}
+    prior += [row | control | {"clients": x["majority"], "clients_sd": x["majority_sd"]} for row, x in own]
+    more = pd.DataFrame(prior, columns=frame.columns).drop_duplicates(["finetune", "column", "variant", "seed"])
+    return pd.concat([frame, more], ignore_index=True) if len(more) else frame
 
 
 def with_further(frame: pd.DataFrame, spec: Mapping[str, object]) -> pd.DataFrame:

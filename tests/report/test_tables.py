@@ -1,18 +1,24 @@
 """Tables beside the published numbers, and the data that stand in for lacking ones."""
 
+from dataclasses import replace
+
 import numpy as np
 import pandas as pd
 import pytest
 
+from fedlib import Experiment, run_all
 from fedlib.data.federated import load_federated
 from fedlib_lab.report.tables import (
     best_runs,
     budget_accuracies,
+    collect,
     load_cells,
     markdown_table,
     mean_sd,
+    obtained,
+    with_controls,
 )
-from fedlib_lab.runs.params import load_grid
+from fedlib_lab.runs.params import Cell, load_grid
 
 pytestmark = pytest.mark.usefixtures("cache")
 
@@ -107,3 +113,31 @@ def test_markdown_tables():
     strange = pd.DataFrame({"a": ["x | y", "<img src=x>", "one\ntwo", "p < q"]})
     rows = markdown_table(strange).splitlines()[2:]
     assert rows == [r"| x \| y |", "| &lt;img src=x> |", "| one two |", "| p < q |"]
+
+
+def test_controls_stand_below_what_clients_get(tmp_path):
+    """Of runs that measured them; a personalised method has heads that know its labels."""
+    net = dict(
+        backbone="convnet3_slim",
+        pretrained=False,
+        finetune="full",
+        augment="none",
+        test_split="like_train",
+        num_clients=4,
+        clients_per_round=4,
+    )
+    base = Experiment(dataset="mnist", num_train=80, num_test=40, rounds=1, num_exits=1, evaluate_every=0, **net)
+    cells = [
+        Cell("full", m, m, m, "mnist", 1, base.replace(method=m)) for m in ("fedavg", "fedprox", "fedper", "local")
+    ]
+    run_all([c.experiment for c in cells], folder=tmp_path)
+    frame = collect(cells, tmp_path)
+    table = with_controls(frame)
+    assert table.label.tolist()[4:] == ["FedAvg + label prior", "FedProx + label prior", "Own majority class"]
+    own = [row.found.summary["personal"] for row in frame.itertuples()]
+    assert table.clients.tolist()[4:] == [own[0]["prior"], own[1]["prior"], own[0]["majority"]]
+    nothing = pd.DataFrame(columns=["finetune", "column", "variant", "mean", "sd"])
+    shown = obtained(frame, nothing, "clients")
+    assert shown.method.tolist()[-1] == "Own majority class"
+    before = frame.assign(found=[replace(r, summary={**r.summary, "personal": {}}) for r in frame.found])
+    assert len(with_controls(before)) == 4 and len(with_controls(frame.assign(found=None))) == 4
