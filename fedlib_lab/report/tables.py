@@ -232,7 +232,7 @@ def with_controls(frame: pd.DataFrame) -> pd.DataFrame:
     prior = [
         row | {"variant": f"{row['variant']}_prior", "label": f"{label_of(row['label'])} + label prior",
                "clients": x["prior"], "clients_sd": x["prior_sd"]}
-        for row, x in own if row["method"] == "fedprox" or ".personal." not in METHODS[row["method"]].__module__
+        for row, x in own if ".personal." not in METHODS[row["method"]].__module__
     ]  # fmt: skip
     control = {"variant": "majority", "label": "Own majority class"}
     prior += [row | control | {"clients": x["majority"], "clients_sd": x["majority_sd"]} for row, x in own]

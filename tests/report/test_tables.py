@@ -128,12 +128,12 @@ def test_controls_stand_below_what_clients_get(tmp_path):
     )
     base = Experiment(dataset="mnist", num_train=80, num_test=40, rounds=1, num_exits=1, evaluate_every=0, **net)
     cells = [
-        Cell("full", m, m, m, "mnist", 1, base.replace(method=m)) for m in ("fedavg", "fedprox", "fedper", "local")
+        Cell("full", m, m, m, "mnist", 1, base.replace(method=m)) for m in ("fedavg", "heterofl", "fedper", "local")
     ]
     run_all([c.experiment for c in cells], folder=tmp_path)
     frame = collect(cells, tmp_path)
     table = with_controls(frame)
-    assert table.label.tolist()[4:] == ["FedAvg + label prior", "FedProx + label prior", "Own majority class"]
+    assert table.label.tolist()[4:] == ["FedAvg + label prior", "HeteroFL + label prior", "Own majority class"]
     own = [row.found.summary["personal"] for row in frame.itertuples()]
     assert table.clients.tolist()[4:] == [own[0]["prior"], own[1]["prior"], own[0]["majority"]]
     nothing = pd.DataFrame(columns=["finetune", "column", "variant", "mean", "sd"])
