@@ -55,12 +55,12 @@ class Judged:
 
 
 def load_all_claims(paper: str) -> dict[str, dict]:
-    """``params/<paper>/claims.yaml``, {} for an extension without claims; an unknown key is refused."""
+    """Read ``params/<paper>/claims.yaml``, {} for an extension without claims; an unknown key is refused."""
     return _load(paper, "claims", KEYS)
 
 
 def load_others(paper: str) -> dict[str, dict]:
-    """``params/<paper>/others.yaml``: results of others, with the claims that they agree and disagree with."""
+    """Read ``params/<paper>/others.yaml``: results of others, with the claims that they agree and disagree with."""
     others, claims = _load(paper, "others", OTHERS), load_all_claims(paper)
     for name, other in others.items():
         named = [c for side in SIDES for c in other.get(side, [])]
@@ -77,14 +77,14 @@ def _load(paper: str, file: str, keys: set[str]) -> dict[str, dict]:
 
 
 def judge(stored: Stored) -> list[Judged]:
-    """Every claim of the paper on what is stored."""
+    """Judge every claim of the paper on what is stored."""
     printed, others = Published(stored.paper), load_others(stored.paper)
     judged = [judge_claim(name, claim, stored, printed) for name, claim in load_all_claims(stored.paper).items()]
     return [replace(j, others=beside(j, others)) for j in judged]
 
 
 def beside(judged: Judged, others: Mapping[str, Mapping]) -> tuple[str, ...]:
-    """What others found of the same claim; of a contradicted one also whether it stands alone."""
+    """Return what others found on the same claim; for a contradicted one, also whether it stands alone."""
     found = []
     for other in others.values():
         for side in SIDES:
@@ -97,7 +97,7 @@ def beside(judged: Judged, others: Mapping[str, Mapping]) -> tuple[str, ...]:
 
 
 def judge_claim(name: str, claim: dict, stored: Stored, published: Published) -> Judged:
-    """One claim, by arithmetic (``exact``), or by its comparisons."""
+    """Judge one claim, by arithmetic (``exact``) or by its comparisons."""
     rows, printed, on, kind = pd.DataFrame(columns=[*COLUMNS, "bound"]), "–", "", KINDS[1 + (stored.profile != "paper")]
     if "exact" in claim:
         holds, numbers = of_paper(stored.paper, "EXACT", claim["exact"])(stored)
@@ -125,7 +125,7 @@ def tables_of(claim: Mapping) -> list[str]:
 
 
 def on_data(ran: set[str], claim: Mapping, stored: Stored) -> str:
-    """``on CIFAR-10 in place of CIFAR-100``; empty where those are the data that were run."""
+    """Return words such as ``on CIFAR-10 in place of CIFAR-100``; empty where the paper's own data were run."""
     own = set().union(*(stored.data_in_print(table, claim.get("columns", ())) for table in tables_of(claim)))
     titles = (sorted(map(data_title, sets)) for sets in (ran - own, own - ran))
     other, lacking = (" and ".join(t if len(t) < 3 else [t[0], f"{len(t) - 1} more"]) for t in titles)
@@ -135,7 +135,7 @@ def on_data(ran: set[str], claim: Mapping, stored: Stored) -> str:
 
 
 def of_paper(paper: str, kind: str, name: str) -> Callable:
-    """What ``papers/<paper>`` calls ``name`` in its mapping ``kind``; ``ValueError`` where it has none of that name."""
+    """Return what ``papers/<paper>`` calls ``name`` in its mapping ``kind``; raise ``ValueError`` if it has none."""
     module = f"{__package__.rpartition('.')[0]}.papers.{paper}"
     known = getattr(import_module(module), kind, {}) if find_spec(module) else {}
     check_known([name], known, f"claims.yaml: papers/{paper} has no {{}} in {kind}")
@@ -143,7 +143,7 @@ def of_paper(paper: str, kind: str, name: str) -> Callable:
 
 
 def compared(claim: dict, source: Stored | Published) -> list[tuple[dict, Difference]]:
-    """(where, differences over common seeds) of every pair in every place that ``source`` has."""
+    """Return (where, differences over common seeds) for every pair in every place that ``source`` has."""
     out = []
     for table in tables_of(claim):
         try:
@@ -188,7 +188,10 @@ def _differences(claim, source, table, pair, places) -> list[tuple[dict, Differe
 
 
 def longest(sides: Sequence[Mapping[int, Mapping]]) -> tuple[int, bool]:
-    """The most rounds of which all ``sides`` have two seeds in common, or the fewest; are they more than the fewest?"""
+    """Return the most rounds at which all ``sides`` have two seeds in common, else the fewest rounds.
+
+    The second value says whether it is more than the fewest.
+    """
     common = {t: set.intersection(*(set(s.get(t, ())) for s in sides)) for t in set().union(*sides)}
     own = min(common, default=0)
     rounds = max((t for t, seeds in common.items() if len(seeds) > 1), default=own)

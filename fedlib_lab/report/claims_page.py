@@ -24,7 +24,7 @@ Counts = Mapping[str, Mapping[str, int]]  # by kind of evidence, by verdict
 
 
 def claims_section(verdicts: Sequence[Judged]) -> str:
-    """How many claims hold, and all of them as one table; a verdict leads to its comparisons."""
+    """Return how many claims hold, and a table of them all; a verdict links to its comparisons."""
     table = pd.DataFrame(
         [{"claim": v.says, "where": v.where, "verdict": linked_verdict(v), "here": v.numbers, "in print": v.printed,
           "others": "; ".join(v.others) or "–"} for v in verdicts]
@@ -36,7 +36,7 @@ def claims_section(verdicts: Sequence[Judged]) -> str:
 
 
 def tally_of(counts: Counts) -> str:
-    """How many claims got which grade, in words: of arithmetic, of runs at paper scale and at small scale."""
+    """Say in words how many claims got which grade: by arithmetic, by runs at paper scale and at small scale."""
     judged = {k: {v: n for v, n in counts.get(k, {}).items() if v != NOT} for k in KINDS}
     parts = [f"{sum(by.values())} by {k}" + f" ({_graded(by)})" * any(by.values()) for k, by in judged.items()]
     done, left = sum(sum(by.values()) for by in judged.values()), sum(by.get(NOT, 0) for by in counts.values())
@@ -49,19 +49,19 @@ def _graded(by: Mapping[str, int]) -> str:
 
 
 def linked_verdict(v: Judged) -> str:
-    """The verdict, linked to its comparisons if there are any, of which data, and whether it is of few seeds."""
+    """Return the verdict, linked to its comparisons if it has any, with its data and whether it is of few seeds."""
     word = f"[**{v.verdict}**](claims.md#{v.name})" if compared(v) else f"**{v.verdict}**"
     few = v.grade.indicative and v.verdict in ("holds", "contradicted", "tie")
     return ", ".join([word, *filter(None, [v.on]), *["indicative"] * few])
 
 
 def compared(v: Judged) -> bool:
-    """Does any comparison of the claim have runs?"""
+    """Return whether any comparison of the claim has runs."""
     return bool((v.comparisons.seeds > 0).any())
 
 
 def claims_page(stored: Stored, verdicts: Sequence[Judged]) -> str:
-    """Every comparison behind the claims, with its interval in points; empty where there is none."""
+    """Return the page of every comparison behind the claims, its interval in points; empty where there is none."""
     parts = [comparisons(v) for v in verdicts if compared(v)]
     title = f"# Claims of {spelled(stored.paper)} at profile `{stored.profile}`, comparison by comparison"
     lead = "Written by `make results`; do not edit. Differences in points. [Back to the results](README.md)."
@@ -71,7 +71,7 @@ def claims_page(stored: Stored, verdicts: Sequence[Judged]) -> str:
 
 
 def comparisons(v: Judged) -> str:
-    """The comparisons of a claim that have runs, under the claim's name."""
+    """Return the comparisons of a claim that have runs, under the claim's name."""
     rows = v.comparisons[v.comparisons.seeds > 0][COLUMNS].copy()
     interval = [f"{a:+.2f} to {b:+.2f}" if pd.notna(a) else "–" for a, b in zip(rows.low, rows.high, strict=True)]
     rows["mean"] = [f"{m:+.2f}" for m in rows["mean"]]
@@ -83,25 +83,25 @@ def comparisons(v: Judged) -> str:
 
 
 def counts_of(tally: str) -> dict[str, int]:
-    """How many claims got which grade, of :func:`tally_of`'s words, whatever settled them."""
+    """Count, from :func:`tally_of`'s words, how many claims got which grade, whatever settled them."""
     return {v: sum(map(int, re.findall(rf"(\d+) (?:{'|'.join(words)})\b", tally))) for v, words in GRADES.items()}
 
 
 def groups_of(tally: str) -> Counts:
-    """The counts behind :func:`tally_of`'s words; of those that are not testable the kind is not said."""
+    """Return the counts behind :func:`tally_of`'s words, which do not say the kind of those that are not testable."""
     told = {k: re.search(rf"{k} \((.*?)\)", tally) for k in KINDS}
     return {k: counts_of(m[1]) if m else {} for k, m in told.items()} | {"": {NOT: counts_of(tally)[NOT]}}
 
 
 def added(tallies: Sequence[str]) -> str:
-    """The tally over all papers, of those of each."""
+    """Add up the tallies of all papers into one."""
     groups = [groups_of(tally) for tally in tallies]
     return tally_of({k: sum((Counter(g[k]) for g in groups), Counter()) for k in (*KINDS, "")})
 
 
 @styled
 def plot_tallies(tallies: Mapping[str, str], subject: str):
-    """A bar per paper of its claims by grade, from the words of its page; those settled by arithmetic have a bar."""
+    """Draw a bar per paper of its claims by grade, from its page's words; those settled by arithmetic share a bar."""
     groups = {spelled(paper): groups_of(tally) for paper, tally in tallies.items()}
     rows = {paper: sum((Counter(g[k]) for k in (*KINDS[1:], "")), Counter()) for paper, g in groups.items()}
     rows["all, by arithmetic"] = sum((Counter(g[KINDS[0]]) for g in groups.values()), Counter())

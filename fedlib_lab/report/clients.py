@@ -34,7 +34,7 @@ SD = {"clients": "clients_sd"}  # where ± is the SD over clients, the column th
 
 
 def numbers_of(summary: Mapping) -> dict[str, object]:
-    """The columns of ``tables.collect`` that come from a run's clients; none where they have no tests of their own."""
+    """Return the columns of ``tables.collect`` that come from clients; none where these have no tests of their own."""
     if not (own := summary.get("personal")):
         return {}
     columns = {"clients": "accuracy", "clients_sd": "sd", "client_exits": "exits", "client_exits_sd": "exits_sd"}
@@ -43,7 +43,7 @@ def numbers_of(summary: Mapping) -> dict[str, object]:
 
 
 def spread_out(frame: pd.DataFrame, value: str, thresholds: Mapping[str, float] | None = None) -> pd.DataFrame:
-    """``frame`` with what ``value`` asks for in ``clients`` and ``clients_sd``; of every exit, a row each."""
+    """Return ``frame`` with what ``value`` asks for in ``clients`` and ``clients_sd``; if every exit, a row each."""
     rows = frame.to_dict("records")
     if value == "client_exits":
         rows = [
@@ -57,9 +57,9 @@ def spread_out(frame: pd.DataFrame, value: str, thresholds: Mapping[str, float] 
 
 
 def left_at(row: Mapping, thresholds: Mapping[str, float]) -> dict:
-    """What a run's clients get at its column's threshold: ``clients``, ``clients_sd``, ``share`` leaving at each exit.
+    """Return what clients get at their column's threshold: ``clients``, ``clients_sd``, ``share`` leaving at each exit.
 
-    Nothing of a single exit. ``ValueError`` for a threshold that was not kept.
+    Return {} for a single exit. Raise ``ValueError`` for a threshold that was not kept.
     """
     if not isinstance(row["leaving"], dict) or not row["leaving"]:
         return {}
@@ -71,7 +71,7 @@ def left_at(row: Mapping, thresholds: Mapping[str, float]) -> dict:
 
 
 def as_exits(frame: pd.DataFrame) -> pd.DataFrame:
-    """``frame`` with the clients' numbers where figures look for accuracies: ``accuracy`` and ``exits``."""
+    """Return ``frame`` with the clients' numbers where figures look for accuracies: ``accuracy`` and ``exits``."""
     return frame.assign(accuracy=frame.clients, exits=frame.client_exits)
 
 
@@ -79,13 +79,13 @@ def as_exits(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def macs_of(e: Experiment) -> list[int]:
-    """MACs of one example up to and with each exit, those before it included: what it costs to leave there."""
+    """Return the MACs of one example up to each exit, this and all before it included: what it costs to leave there."""
     setting = load_shapes(e).setting
     return _macs(setting, [setting.full()])
 
 
 def served_macs(f: Federation, server: Server) -> list[int]:
-    """MACs of an example that leaves at each exit of what answers on the central test set.
+    """Return the MACs of an example that leaves at each exit of what answers on the central test set.
 
     Of one model its units and exits up to this one. Where every exit has a sub-model of its own (InclusiveFL, ReeFL's
     form of ScaleFL), an example that goes on starts again with the next one, so the costs of all of them add up.
@@ -102,7 +102,10 @@ def _macs(setting: Setting, held: Sequence[Slice]) -> list[int]:
 
 
 def inference_costs(cells: Sequence[Cell], frame: pd.DataFrame, thresholds: Mapping[str, float]) -> pd.DataFrame:
-    """Per run: mean MACs per example in millions at its column's threshold, and how much less than its whole model."""
+    """Return per run the mean MACs of an example, in millions, at its column's threshold.
+
+    Beside it stands how much less that is than the MACs of its whole model, in percent.
+    """
     rows = []
     for cell, row in zip(cells, frame.to_dict("records"), strict=True):
         if pd.notna(row["clients"]):
@@ -115,7 +118,7 @@ def inference_costs(cells: Sequence[Cell], frame: pd.DataFrame, thresholds: Mapp
 
 
 def correct(logits: torch.Tensor, labels: torch.Tensor) -> np.ndarray:
-    """Per test example the percentage of exits that get it right, (N,): its mean is the run's accuracy."""
+    """Return per test example the percentage of exits that get it right, (N,): its mean is the run's accuracy."""
     return 100 * (logits.argmax(-1) == labels).double().mean(0).cpu().numpy()
 
 
@@ -123,7 +126,7 @@ def correct(logits: torch.Tensor, labels: torch.Tensor) -> np.ndarray:
 
 
 def leaving_curve(e: Experiment, leaving: Mapping[str, Mapping]) -> list[dict]:
-    """Per threshold: ``accuracy`` (mean over clients), mean ``macs`` of an example, ``share`` leaving at each exit."""
+    """Return per threshold ``accuracy`` (mean over clients), mean ``macs``, and ``share`` leaving at each exit."""
     macs = macs_of(e)
     return [{"threshold": float(t), **at, "macs": float(np.dot(macs, at["share"]))} for t, at in leaving.items()]
 
@@ -131,7 +134,7 @@ def leaving_curve(e: Experiment, leaving: Mapping[str, Mapping]) -> list[dict]:
 def adaptive_inference(
     e: Experiment, thresholds: Sequence[float] = (), execution: Execution = Execution()
 ) -> list[dict]:
-    """:func:`adaptive_curve` of a run on its central test set, trained if it is missing; (): at 0, 0.05, …, 1."""
+    """Return the :func:`adaptive_curve` of a run (trained if missing) on its central test set; (): at 0, 0.05, …, 1."""
     f, server = load_trained(e, execution)
     thresholds = thresholds or [k / 20 for k in range(21)]
     return adaptive_curve(all_logits(f, server), f.data.test_labels, served_macs(f, server), thresholds)
@@ -140,10 +143,11 @@ def adaptive_inference(
 def adaptive_curve(
     logits: torch.Tensor, labels: torch.Tensor, macs: Sequence[float], thresholds: Sequence[float]
 ) -> list[dict]:
-    """Per threshold, reached by the confidence: ``accuracy`` (percent), mean ``macs``, ``share`` leaving at each exit.
+    """Return per threshold of the confidence ``accuracy`` (percent), mean ``macs`` and ``share`` leaving at each exit.
 
-    Then per ``exit``, from 1, ``accuracy`` and ``macs`` if every example leaves there. Of logits (E, N, C); ``macs[j]``
-    is all that an example spends that leaves at exit j: ``ValueError`` where it does not increase.
+    The confidence has to reach the threshold. Then per ``exit``, from 1, ``accuracy`` and ``macs`` if every example
+    leaves there. Of logits (E, N, C); ``macs[j]`` is all that an example spends that leaves at exit j: ``ValueError``
+    where it does not increase.
     """
     if (np.diff(macs) <= 0).any():
         raise ValueError(f"a later exit must cost more: {list(macs)}")

@@ -14,7 +14,7 @@ NAMED = 20  # more classes than this make a heat map: so many colours cannot be 
 def plot_label_distribution(
     counts: np.ndarray, classes: Sequence[str], ax=None, most: int = 40, title: str = "Which labels each client holds"
 ):
-    """Training examples per client and class, ``counts`` (clients, classes): stacked bars, of many classes a heat map.
+    """Draw ``counts`` (clients, classes) of training examples as stacked bars, or as a heat map if classes are many.
 
     Of more than ``most`` clients so many are shown, evenly spread from the first to the last.
     """
@@ -53,7 +53,7 @@ def _heat_map(counts: np.ndarray, shown: np.ndarray, classes: Sequence[str], ax)
 
 @styled
 def plot_clients_examples(data, clients: Sequence[int], n: int = 6):
-    """``n`` training images of each of ``clients``, first to last, one row each, titled by class; returns the Axes.
+    """Draw ``n`` training images of each of ``clients``, first to last, a row each, titled by class; return the Axes.
 
     ``data`` is a ``FederatedData``. Spectrograms stand as the network sees them: time runs down, pitch to the right.
     A client of fewer images shows all it has.

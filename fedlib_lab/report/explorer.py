@@ -10,7 +10,7 @@ MOST = 12  # values of a colour, or panels
 
 
 def explore(frame: pd.DataFrame | None = None) -> Any:
-    """A widget over ``frame`` (None: ``runs_frame()`` of all stored runs), a point per run; returns the widget.
+    """Return a widget over ``frame`` (None: ``runs_frame()`` of all stored runs) that draws a point per run.
 
     Offered are columns in which runs differ; for colour and panels, those of at most ``MOST`` values. ``ValueError``
     where there are fewer than two runs.
@@ -35,7 +35,7 @@ def explore(frame: pd.DataFrame | None = None) -> Any:
 
 
 def plot_runs(frame: pd.DataFrame, x: str, y: str, colour: str | None = None, panel: str | None = None) -> Any:
-    """A point per run with ``y`` over ``x``, a colour and a panel per value of two other columns; seaborn's grid."""
+    """Draw a point per run, ``y`` over ``x``, a colour and a panel per value of two others; return seaborn's grid."""
     import seaborn
 
     shown = frame.dropna(subset=[x, y])

@@ -8,7 +8,7 @@ FONTS = (Path(__file__).with_name("fonts.txt")).read_text(encoding="utf-8").spli
 
 
 def plain(text: object) -> str:
-    r"""``text`` as matplotlib draws it literally: ``$`` is no formula, a leading ``_`` does not hide a legend's entry.
+    r"""Return ``text`` as matplotlib draws it literally: ``$`` is no formula, a leading ``_`` hides no legend entry.
 
     What no installed font can draw is written as its code point, so that two such names stay apart.
     """
@@ -18,7 +18,7 @@ def plain(text: object) -> str:
 
 @functools.cache
 def drawable(character: str) -> bool:
-    """Has an installed font of ``FONTS`` this character?"""
+    """Return whether an installed font of ``FONTS`` has this character."""
     return any(ord(character) in _characters(font) for font in fonts())
 
 
@@ -31,7 +31,7 @@ def _characters(font: str) -> frozenset[int]:
 
 @functools.cache
 def fonts() -> tuple[str, ...]:
-    """Those of ``FONTS`` that are installed; matplotlib brings the first."""
+    """Return those of ``FONTS`` that are installed; matplotlib brings the first."""
     from matplotlib.font_manager import get_font_names
 
     return tuple(f for f in FONTS if f in set(get_font_names()))

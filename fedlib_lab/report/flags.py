@@ -29,7 +29,7 @@ from .tables import label_of, values_of
 
 
 def bound_on_variance(run: Run, points: np.ndarray) -> np.ndarray:
-    """Of each of ``points`` (percent), in points²: at most what so many independent test examples leave.
+    """Bound the variance, in points², that so many independent test examples leave in each of ``points`` (percent).
 
     p (1 - p) / N of a mean of numbers between 0 and 1, (1 - r²) / N of a correlation. 0 where N is not known.
     """
@@ -42,7 +42,7 @@ def bound_on_variance(run: Run, points: np.ndarray) -> np.ndarray:
 
 
 def right_of(run: Run, value: str) -> np.ndarray | None:
-    """Which test examples ``value`` counts as right, percent (1 or exits, N); None where the run does not say."""
+    """Return which test examples ``value`` counts as right, percent (1 or exits, N); None if the run does not say."""
     if "right" not in run.summary or value not in ("accuracy", "exits", "last", "ensemble"):
         return None
     rows, exits = 100 * unpack_bits(run.summary["right"], run.summary["num_test"]), len(run.summary["exits"])
@@ -52,7 +52,7 @@ def right_of(run: Run, value: str) -> np.ndarray | None:
 
 
 def flags_of(run: Run, value: str = "accuracy") -> tuple[str, ...]:
-    """The flags of ``run`` as far as ``value`` (a column of ``tables.collect``) is concerned."""
+    """Return the flags of ``run`` as far as ``value`` (a column of ``tables.collect``) is concerned."""
     found = [(m["t"], np.atleast_1d(x)) for m in run.metrics if (x := values_of(m).get(value)) is not None]
     flags = ["diverged"] if run.summary["status"] == "diverged" else []
     flags += [f"over budget: {over}"] if (over := over_budget(run.experiment.replace(seed=1))) else []
@@ -71,14 +71,14 @@ def flags_of(run: Run, value: str = "accuracy") -> tuple[str, ...]:
 
 
 def _chance(e: Experiment) -> float:
-    """Percent that an answer of one class gets, with a quarter more for unequal classes; 0 where it is not known."""
+    """Return the percent that answering one class gets, plus a quarter for unequal classes; 0 where it is not known."""
     classes = DATA.get(e.dataset, {}).get("classes")
     return 1.25 * 100 / classes if classes and task_of(e.dataset).metric not in CORRELATIONS else 0.0
 
 
 @lru_cache(maxsize=1024)
 def over_budget(e: Experiment) -> str:
-    """What ``e``'s levels cost, if one has over 1.1 times the share of the whole that it is solved for; or empty."""
+    """Say what ``e``'s levels cost if one costs over 1.1 times the share of the whole it is solved for; else empty."""
     if not hasattr(METHODS[e.method], "ratios_of"):
         return ""
     shapes = load_shapes(e)

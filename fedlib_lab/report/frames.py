@@ -13,7 +13,7 @@ PLACE = ("device", "workers", "torch", "fedlib")  # of a run's provenance
 
 
 def runs_frame(folder: Folder = None, words: Iterable[str] = (), rounds: bool = False) -> pd.DataFrame:
-    """A row per finished run in ``folder`` (None: ``outputs/runs``), or with ``rounds`` one per evaluated round.
+    """Return a row per finished run in ``folder`` (None: ``outputs/runs``), or with ``rounds`` one per evaluated round.
 
     Columns: ``run`` (its name), every field of its experiment (``options.zeta``: resolved, where the run says so),
     every metric (``personal.sd``: of what clients get; percent, seconds), ``day`` and what it was trained on. Of
@@ -30,6 +30,6 @@ def _row(run: Run, metrics: dict) -> dict[str, object]:
 
 
 def trials_frame(trials: Iterable[Trial]) -> pd.DataFrame:
-    """A row per trial of a sweep: its values, and the accuracy on validation examples in percent."""
+    """Return a row per trial of a sweep: its values, and the accuracy on validation examples in percent."""
     came_out = lambda r: {"validation": r.accuracy, "status": r.summary["status"], "run": r.path.name}  # noqa: E731
     return pd.DataFrame([{"row": t.row, **t.choice, **came_out(t.run)} for t in trials])

@@ -20,7 +20,7 @@ COLUMNS = ["column", "difference", *LENGTHS, "order"]
 
 
 def order_kept(shorter: Table, longer: Table) -> pd.DataFrame:
-    """One row per data column and pair of variants: their difference in points after each of the two trainings.
+    """Return a row per data column and pair of variants: their difference in points after each of the two trainings.
 
     Means over the seeds that both tables have of both variants; a pair without such a seed has no row. ``order`` says
     whether the difference keeps its sign.
@@ -42,10 +42,10 @@ def order_kept(shorter: Table, longer: Table) -> pd.DataFrame:
 
 @styled
 def plot_horizons(shorter: Table, longer: Table):
-    """A panel per data column: what the longer table's variants and modes reach by round, and pale the shorter one's.
+    """Draw a panel per data column: the longer table's variants and modes by round, and the shorter one's, pale.
 
     The title says who leads after each; where no longer run is stored, the shorter ones are shown, and it says so.
-    Returns the panels' Axes.
+    Return the panels' Axes.
     """
     done = longer.frame.dropna(subset=[longer.value])
     rows = done if len(done) else _of(longer, shorter.frame)
@@ -67,7 +67,7 @@ def plot_horizons(shorter: Table, longer: Table):
 
 
 def _came_out(shorter: Table, longer: Table, done: pd.DataFrame) -> str:
-    """Who leads in the first data column after the longer training, and who did among the same after the shorter."""
+    """Say who leads in the first data column after the longer training, and who of the same led after the shorter."""
     rounds = [max((c.experiment.rounds for c in table.cells), default=0) for table in (shorter, longer)]
     if done.empty:
         before = _first(_of(longer, shorter.frame), longer)
@@ -82,7 +82,7 @@ def _came_out(shorter: Table, longer: Table, done: pd.DataFrame) -> str:
 
 
 def _of(longer: Table, frame: pd.DataFrame) -> pd.DataFrame:
-    """The stored rows that the longer table has too; all, where none is."""
+    """Return the rows that the longer table has too: those that are stored, or all where none is."""
     rows = frame[frame.variant.isin(longer.variants) & frame.column.isin(longer.frame.column)]
     return rows.dropna(subset=[longer.value]) if rows[longer.value].notna().any() else rows
 

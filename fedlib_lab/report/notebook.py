@@ -21,7 +21,7 @@ WORDS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no":
 
 
 def check_parameters() -> None:
-    """``ValueError`` for a parameter of papermill's that the ``parameters`` cell does not name, or of another type.
+    """Raise ``ValueError`` for a papermill parameter that the ``parameters`` cell does not name, or of another type.
 
     Those that all notebooks share are looked at in JupyterLab, too; outside a notebook nothing is. A word for a bool
     and a number in quotes become what they say. What a trial's ``profile`` makes goes to ``outputs/scratch``.
@@ -44,7 +44,7 @@ def check_parameters() -> None:
 
 
 def check_sources(sources: Sequence[str]) -> dict[str, object]:
-    """:func:`check_parameters` on the sources of the cells that were executed; what papermill set, in its own type."""
+    """Check the sources of executed cells (:func:`check_parameters`); return what papermill set, in its own type."""
     given = {}
     for before, source in zip(sources, sources[1:], strict=False):
         if source.startswith(INJECTED):
@@ -55,7 +55,10 @@ def check_sources(sources: Sequence[str]) -> dict[str, object]:
 
 
 def typed(name: str, value: object, kind: type) -> object:
-    """``value`` as a ``kind`` (None says nothing of it); ``ValueError`` names the parameter and what it may be."""
+    """Return ``value`` as a ``kind``, or unchanged where that is the type of None.
+
+    Raise a ``ValueError`` that names the parameter and what it may be.
+    """
     if kind is bool:
         value = WORDS.get(str(value).lower(), value)
     elif kind in (int, float) and type(value) in (int, str):
@@ -74,7 +77,7 @@ def typed(name: str, value: object, kind: type) -> object:
 
 
 def _assigned(source: str) -> dict[str, object]:
-    """The names that the statements of a cell assign, and what: a value, or code that is none."""
+    """Return the names that the statements of a cell assign, and what: a value, or code that is none."""
     found = {}
     for s in ast.parse(source).body:
         for name in (t.id for t in (s.targets if isinstance(s, ast.Assign) else ()) if isinstance(t, ast.Name)):

@@ -59,7 +59,7 @@ def write_results(profile: str = "small", only: Sequence[str] = ()) -> list[Path
 
 
 def tallies_of(outputs: Path) -> dict[str, str]:
-    """Of every paper whose page has one its sentence on how many claims hold."""
+    """Return, for every paper whose page has one, its sentence on how many claims hold."""
     found = {p: re.search(r"^Of \d+ claims .*?\.", _stored_part(outputs, p), re.M) for p in papers()}
     return {paper: tally[0] for paper, tally in found.items() if tally}
 
@@ -70,7 +70,7 @@ def _stored_part(outputs: Path, paper: str) -> str:
 
 
 def results_page(stored: Stored, verdicts: Sequence[Judged]) -> str:
-    """A paper's page as Markdown; links and figures are relative to ``outputs/<paper>``."""
+    """Return a paper's page as Markdown; links and figures are relative to ``outputs/<paper>``."""
     sections, absent, shown, runs = [], [], {}, {}
     for table in grid_names(stored.paper):
         cells, frame = stored.read(table)
@@ -95,14 +95,17 @@ def results_page(stored: Stored, verdicts: Sequence[Judged]) -> str:
 
 
 def grid_names(paper: str) -> list[str]:
-    """The paper's grids: tables by number, then the decomposition, figures, the rest."""
+    """List the paper's grids: tables by number, then the decomposition, figures, the rest."""
     number = lambda n: int(re.sub(r"\D", "", n) or 0)  # noqa: E731
     kind = lambda n: next(i for i, start in enumerate(ORDER) if n.startswith(start))  # noqa: E731
     return sorted(grids(paper), key=lambda n: (kind(n), number(n), n))
 
 
 def section(stored: Stored, table: str, done: dict[str, Cell], shown: dict[str, str]) -> str:
-    """One table or figure: facts, obtained beside reported, thumbnails. ``shown`` maps runs to their first section."""
+    """Return the section of a table or figure: facts, obtained beside reported, thumbnails.
+
+    ``shown`` maps runs to their first section.
+    """
     cells, frame = stored.read(table)
     value = stored.spec(table).get("value", "accuracy")
     title = f"## {title_of(stored.paper, table)}"
@@ -129,7 +132,7 @@ def section(stored: Stored, table: str, done: dict[str, Cell], shown: dict[str, 
 
 
 def facts(stored: Stored, cells: Sequence[Cell], wanted: set[str] = frozenset()) -> str:
-    """One line: how many runs, of which data, seeds, hardware, and how long they trained."""
+    """Say in one line how many runs there are, of which data, seeds and hardware, and how long they trained."""
     experiments = {c.experiment.hash: c.experiment for c in cells}
     if not experiments:
         return "0 runs are stored."
@@ -157,7 +160,7 @@ def facts(stored: Stored, cells: Sequence[Cell], wanted: set[str] = frozenset())
 
 
 def missing(cells: Sequence[Cell], done: Mapping[str, Cell]) -> str:
-    """What of a grid that was begun is not run yet: whole data columns, and of the others seeds and methods."""
+    """Say what of a grid that was begun is not run yet: whole data columns, and of the others seeds and methods."""
     begun = {c.column for c in cells if c.experiment.hash in done}
     whole, seeds = dict.fromkeys(c.column for c in cells if c.column not in begun), {}
     for c in cells:
@@ -175,7 +178,7 @@ def missing(cells: Sequence[Cell], done: Mapping[str, Cell]) -> str:
 
 
 def index_page(outputs: Path) -> str:
-    """The index: a line per paper with its claims' tally, and what benchmarks and other notebooks stored."""
+    """Return the index: a line per paper with its claims' tally, and what benchmarks and other notebooks stored."""
     lines, tallies = [], tallies_of(outputs)
     for paper in papers():
         if stored := _stored_part(outputs, paper):
@@ -193,14 +196,14 @@ def index_page(outputs: Path) -> str:
 
 
 def notebook_of(paper: str, name: str) -> Path | None:
-    """The notebook of a paper's table or figure, found by its name as ``make <paper>/<name>`` does."""
+    """Find the notebook of a paper's table or figure by its name, as ``make <paper>/<name>`` does."""
     folder = root() / "notebooks" / paper
     found = sorted([*folder.glob(f"{name}_*.ipynb"), *folder.glob(f"{name}.ipynb")])
     return found[0] if found else None
 
 
 def title_of(paper: str, name: str) -> str:
-    """The notebook's title, linked; of a grid without a notebook of that name, the first line of its params file."""
+    """Return the notebook's title, linked; for a grid without such a notebook, the first line of its params file."""
     if (path := notebook_of(paper, name)) is None:
         grid = params_dir() / paper / f"{name}.yaml"
         if not grid.is_file():
@@ -213,25 +216,25 @@ def title_of(paper: str, name: str) -> str:
 
 
 def short_title(paper: str, name: str) -> str:
-    """``Table 3`` of ``table3``; else the title up to what it is about: ``BERT, local`` of ``bert_local``."""
+    """Return ``Table 3`` for ``table3``; else the title up to what it is about: ``BERT, local`` for ``bert_local``."""
     if re.fullmatch(r"(table|figure)\d+\w?", name):
         return spoken(name)
     return re.split(r": | on ", re.sub(r"^\[(.*)\]\(.*\)$", r"\1", title_of(paper, name)))[0]
 
 
 def spoken(name: str) -> str:
-    """``Table 3`` of ``table3``, ``Figure 1b`` of ``figure1b``."""
+    """Return ``Table 3`` for ``table3``, ``Figure 1b`` for ``figure1b``."""
     return re.sub(r"(\d+\w?)$", r" \1", name).capitalize()
 
 
 def thumbnails(paths: Sequence[Path]) -> str:
-    """Images at a width that a page has room for; what shows them leads to their files."""
+    """Return images at a width that a page has room for; what shows them leads to their files."""
     one = '<img src="figures/{0}.png" width="{1}" alt="{0}">'
     return "\n".join(one.format(p.stem, THUMBNAIL) for p in paths)
 
 
 def more_figures(stored: Stored, sections: Sequence[str]) -> str:
-    """Figures of this profile that no section shows, under their notebooks' titles."""
+    """Return the figures of this profile that no section shows, under their notebooks' titles."""
     shown, groups = "\n".join(sections), {}
     for path in sorted((stored.folder / "figures").glob(f"*_{stored.profile}*.png")):
         if f"figures/{path.name}" not in shown:

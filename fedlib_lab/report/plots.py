@@ -33,7 +33,10 @@ def save_figure(axes, name: str):
 
 
 def lines(frame: pd.DataFrame, x: str, y: str, ax, looks: Looks, **settings) -> str:
-    """seaborn's lines, one per ``series``, by rising ``x``; of several seeds mean and SD. Returns what bars are of."""
+    """Draw seaborn's lines, one per ``series``, by rising ``x``; for several seeds, mean and SD.
+
+    Return what the bars are of.
+    """
     import seaborn
 
     shown = [name for name in looks.palette if name in set(frame.series)]
@@ -51,9 +54,9 @@ def lines(frame: pd.DataFrame, x: str, y: str, ax, looks: Looks, **settings) -> 
 @styled
 def plot_series(frame: pd.DataFrame, x: str, y: str, xlabel: str, ylabel: str, title: str = "", ax=None,
                 hero: str = "", names: str = "", log: bool = False, looks: Looks | None = None):  # fmt: skip
-    """A line per ``series`` (``style.named``) by rising ``x``, mean and SD where it has several seeds.
+    """Draw a line per ``series`` (``style.named``) by rising ``x``, mean and SD where it has several seeds.
 
-    Of more than ``MOST`` lines a panel each, against the method ``hero``'s; returns the Axes. ``names``: a column that
+    Of more than ``MOST`` lines a panel each, against the method ``hero``'s; return the Axes. ``names``: a column that
     is written at the points. ``log``: of the x axis.
     """
     frame = (frame if "series" in frame else named(frame)).dropna(subset=[x, y])
@@ -76,7 +79,7 @@ def plot_series(frame: pd.DataFrame, x: str, y: str, xlabel: str, ylabel: str, t
 
 
 def _against(frame: pd.DataFrame, x: str, y: str, xlabel: str, ylabel: str, title: str, hero: str, looks: Looks):
-    """A panel per series but the first of ``hero``, these two in their colours and all others grey."""
+    """Draw a panel per series but the first of ``hero``, these two in their colours and all others grey."""
     means = frame.groupby(["series", "method", x], sort=False)[y].mean().reset_index()
     best = means.groupby("series")[y].max().idxmax()
     first = next(iter(means[means.method == hero].series), best)
@@ -95,7 +98,7 @@ def _against(frame: pd.DataFrame, x: str, y: str, xlabel: str, ylabel: str, titl
 
 @styled
 def plot_exit_accuracies(frame: pd.DataFrame, ax=None, title: str = "", looks: Looks | None = None, hero: str = ""):
-    """Mean over seeds of each exit's accuracy, with SD bars where there are several; ``frame`` as from ``collect``.
+    """Draw each exit's mean accuracy over seeds, with SD bars where there are several; ``frame`` as from ``collect``.
 
     Lines stand a little beside one another, so that bars do not hide bars; of more than ``MOST`` a row of dots each.
     """
@@ -115,7 +118,7 @@ def plot_exit_accuracies(frame: pd.DataFrame, ax=None, title: str = "", looks: L
 
 
 def _exit_dots(frame: pd.DataFrame, rows: pd.DataFrame, ax, title: str, hero: str):
-    """A row per series, the best mean on top: a dot per exit, deeper ones darker, a bar at their mean."""
+    """Draw a row per series, the best mean on top: a dot per exit, deeper ones darker, a bar at their mean."""
     import seaborn
 
     order = frame.groupby("series").accuracy.mean().sort_values()
@@ -134,7 +137,7 @@ def _exit_dots(frame: pd.DataFrame, rows: pd.DataFrame, ax, title: str, hero: st
 
 @styled
 def plot_modes(frame: pd.DataFrame, plot=plot_exit_accuracies, title: str = "", hero: str = "", **settings):
-    """A panel per data column and fine-tuning mode, a shared y axis, one legend; returns the Axes of the panels.
+    """Draw a panel per data column and fine-tuning mode, a shared y axis, one legend; return the Axes of the panels.
 
     The figure's title is ``title`` (none: who leads) and the runs in words; of several data sets each panel has its
     own.
@@ -163,12 +166,12 @@ def plot_modes(frame: pd.DataFrame, plot=plot_exit_accuracies, title: str = "", 
 
 
 def _score(frame: pd.DataFrame) -> str:
-    """What the accuracies of ``frame`` are called."""
+    """Return what the accuracies of ``frame`` are called."""
     return score_of(frame.dataset.unique()) if "dataset" in frame else ACCURACY
 
 
 def _data(group: pd.DataFrame) -> str:
-    """The data of rows of one column, in words."""
+    """Name in words the data of rows of one column."""
     ran = group.dataset.iloc[0] if "dataset" in group else None
     return title_of(str(group.column.iloc[0]), ran) if "column" in group else ""
 
@@ -177,19 +180,19 @@ def _data(group: pd.DataFrame) -> str:
 def plot_costs(
     frame: pd.DataFrame, ax=None, x: str = "macs", y: str = "upload_mib", title: str = "", looks: Looks | None = None
 ):
-    """Cost ``y`` against cost ``x`` per exit; ``frame`` has method and the columns of ``costs.exit_costs``."""
+    """Draw cost ``y`` against cost ``x`` per exit; ``frame`` has method and the columns of ``costs.exit_costs``."""
     (xlabel, xunit), (ylabel, yunit) = COSTS[x], COSTS.get(y, (_score(frame), 1))
     rows = frame.assign(**{x: frame[x] * xunit, y: frame[y] * yunit})
     return plot_series(rows, x, y, xlabel, ylabel, title, axes_of(ax), looks=looks)
 
 
 def plot_accuracy_costs(frame: pd.DataFrame, ax=None, x: str = "macs", title: str = "", looks=None):
-    """Accuracy against cost ``x``, one dot per exit; ``frame`` as from ``tables.exit_table``."""
+    """Draw accuracy against cost ``x``, one dot per exit; ``frame`` as from ``tables.exit_table``."""
     return plot_costs(frame, ax, x, "accuracy", title, looks)
 
 
 def curves_frame(curves: Mapping[str, Sequence[dict]], x: str, methods: Mapping[str, str] | None = None):
-    """``accuracy`` by ``x`` of named records, a row each, with the ``series`` and the ``method`` of its name.
+    """Return a row per record: its ``x`` and ``accuracy``, with the ``series`` and the ``method`` of its name.
 
     A name's method is what ``methods`` says, else the name itself or, up to a comma, its beginning.
     """
@@ -204,7 +207,7 @@ def curves_frame(curves: Mapping[str, Sequence[dict]], x: str, methods: Mapping[
 
 @styled
 def plot_adaptive(curves: Mapping[str, Sequence[dict]], title: str = "", ax=None, hero: str = ""):
-    """Accuracy against mean MACs as the confidence threshold moves; a label maps to a curve of ``clients``.
+    """Draw accuracy against mean MACs as the confidence threshold moves; a label maps to a curve of ``clients``.
 
     Records of a single ``exit`` stand beside the line as rings of its colour: what all get who leave there.
     """
@@ -222,7 +225,7 @@ def plot_adaptive(curves: Mapping[str, Sequence[dict]], title: str = "", ax=None
 
 
 def saved_by_leaving(curves: Mapping[str, Sequence[dict]], lost: float = 0.5) -> str:
-    """Of which share of its MACs each curve comes within ``lost`` points of its end, as a sentence."""
+    """Say in a sentence at which share of its MACs each curve comes within ``lost`` points of its end."""
     said = []
     for name, records in curves.items():
         *_, end = policy = [r for r in records if "exit" not in r]
@@ -234,7 +237,7 @@ def saved_by_leaving(curves: Mapping[str, Sequence[dict]], lost: float = 0.5) ->
 @styled
 def plot_learning_curves(runs: Mapping[str, Sequence[dict]], methods: Mapping[str, str] | None = None, ax=None,
                          title: str = "", score: str = ACCURACY, hero: str = ""):  # fmt: skip
-    """Accuracy against round; ``runs`` maps a label to its metrics records. Ticks stand at evaluated rounds.
+    """Draw accuracy against round; ``runs`` maps a label to its metrics records. Ticks stand at evaluated rounds.
 
     ``methods``: the method of a label that does not begin with its name, whose look the line gets. ``score``: what an
     accuracy is called (``style.score_of``).
@@ -251,7 +254,7 @@ def plot_learning_curves(runs: Mapping[str, Sequence[dict]], methods: Mapping[st
 @styled
 def plot_tradeoff(frame: pd.DataFrame, x: str, label: str, title: str, ax=None, dashed: str | None = None,
                   line: str = "-"):  # fmt: skip
-    """Accuracy against what it costs, column ``x`` on a log axis, per method; points are named by ``column``.
+    """Draw accuracy against what it costs, column ``x`` on a log axis, per method; points are named by ``column``.
 
     ``frame`` has method, column, accuracy, ``x``; rows without ``x`` whose ``column`` is ``dashed`` are dashed lines.
     """

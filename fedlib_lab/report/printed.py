@@ -18,12 +18,12 @@ class Printed(pd.DataFrame):
             return re.sub(BOLD, r"<b>\1</b>", self.to_html(index=False))
 
     def to_latex(self, *args: object, **options: object) -> str:
-        """What a paper pastes (booktabs)."""
+        """Return the LaTeX that a paper pastes (booktabs)."""
         return re.sub(BOLD, r"\\textbf{\1}", super().to_latex(*args, **{"index": False, "escape": True} | options))
 
 
 def as_printed(table: pd.DataFrame, of: str = "column") -> Printed:
-    """``tables.obtained``'s ``table`` as papers print it; the best ``of`` every column is bold, or of every method.
+    """Return ``tables.obtained``'s ``table`` as papers print it; the best of every column or method (``of``) is bold.
 
     Columns say which data stood in. ``seeds`` is how many the numbers of a row are of, from the fewest to the most. A
     table with columns of its own, or with two rows of one name, keeps a row a number.
@@ -49,14 +49,14 @@ def as_printed(table: pd.DataFrame, of: str = "column") -> Printed:
 
 
 def bold(numbers: pd.Series) -> pd.Series:
-    """The cells of one comparison: the highest is marked, without what is in brackets; one alone is not."""
+    """Mark the highest cell of one comparison, without what is in brackets; one alone is not marked."""
     values = numbers.str.extract(r"^(-?\d+(?:\.\d+)?)")[0].astype(float)
     best = (values == values.max()) & (values.notna().sum() > 1)
     return numbers.where(~best, numbers.str.replace(r"^([^(]+?)(?= \(|$)", r"**\1**", regex=True))
 
 
 def heading(column: str, data: str, several: bool = False) -> str:
-    """A column's title, and behind it what stood in for its data, or which it is of where there are ``several``."""
+    """Return a column's title and what stood in for its data, or which data it is of where there are ``several``."""
     (first, *rest), name = column.split(", "), data_title(data)
     title = title_of(first)
     known = re.sub(r"_(alpha|alpha_u|beta)[\d.]+$", "", first) in NAMES["data"]

@@ -60,7 +60,7 @@ class Stored(Source):
         return self.outputs / self.paper
 
     def read(self, table: str) -> tuple[list[Cell], pd.DataFrame]:
-        """The table's cells and ``tables.collect``'s frame; of the ``fallback`` if only that is stored."""
+        """Return the table's cells and ``tables.collect``'s frame; of the ``fallback`` if only that is stored."""
         if table not in self.tables:
             cells, fallback = (load(self.paper, table, self.profile) for load in (load_grid, load_fallback))
             self.tables[table] = self._collect(cells, table)
@@ -74,23 +74,23 @@ class Stored(Source):
         return cells, spread_out(frame, "left", spec["thresholds"]) if spec.get("value") == "left" else frame
 
     def places(self, table: str, only: Mapping[str, object]) -> pd.DataFrame:
-        """Every (finetune, column, variant) of the grid whose experiment has the fields ``only``."""
+        """Return every (finetune, column, variant) of the grid whose experiment has the fields ``only``."""
         cells, _ = self.read(table)
         kept = [c for c in cells if all(getattr(c.experiment, k) == v for k, v in only.items())]
         names = ["finetune", "column", "variant"]
         return pd.DataFrame([[getattr(c, n) for n in names] for c in kept], columns=names).drop_duplicates()
 
     def data(self, table: str, column: str) -> str:
-        """The data set that ``column`` of ``table`` was run on, which need not be the one it is named after."""
+        """Return the data set that ``column`` of ``table`` was run on, which may differ from the one in its name."""
         return ", ".join(dict.fromkeys(c.experiment.dataset for c in self.read(table)[0] if c.column == column))
 
     def data_in_print(self, table: str, columns: Collection[str] = ()) -> set[str]:
-        """The data sets of the paper's own ``table``, of its ``columns`` if it has one of these."""
+        """Return the data sets of the paper's own ``table``, of its ``columns`` if it has one of these."""
         cells = self.in_print(table)
         return {c.experiment.dataset for c in [c for c in cells if c.column in columns] or cells}
 
     def lengths(self, table: str, variant: str, place: Mapping) -> dict[int, dict[int, dict]]:
-        """Rows by rounds, by seed: the table's own runs, and longer trials of them, of grids called ``horizon…``."""
+        """Return rows by rounds, by seed: the table's own runs, and longer trials of them, of grids ``horizon…``."""
         here = (place["finetune"], place["column"], variant)
         both = [(c, row) for c, row in self.rows(table) if (c.finetune, c.column, c.variant) == here]
         if not both:
@@ -100,7 +100,7 @@ class Stored(Source):
         return longer | {own.rounds: {row["seed"]: row for _, row in both if row["accuracy"] == row["accuracy"]}}
 
     def values(self, table: str, variant: str, place: Mapping, value: str, variants: set, rounds: int = 0) -> BySeed:
-        """By seed, of runs of so many rounds; empty where nothing is stored."""
+        """Return ``value`` by seed, of runs of so many rounds; empty where nothing is stored."""
         return measured(self.lengths(table, variant, place).get(rounds, {}).values(), value)
 
     @cached_property
@@ -113,12 +113,12 @@ class Stored(Source):
         return found
 
     def _trial(self, table: str, e: Experiment) -> str:
-        """All of ``e`` but ``LENGTH``, and whether the table's examples leave early."""
+        """Return as text all of ``e`` but ``LENGTH``, and whether the table's examples leave early."""
         same = {k: v for k, v in e.to_dict().items() if k not in LENGTH}
         return json.dumps([same, self.spec(table).get("value") == "left"], sort_keys=True, default=str)
 
     def table(self, name: str) -> pd.DataFrame | None:
-        """What a notebook stored as ``outputs/<paper>/tables/<name>.csv``, if it did."""
+        """Read what a notebook stored as ``outputs/<paper>/tables/<name>.csv``; None if it stored nothing there."""
         path = self.folder / "tables" / f"{name}.csv"
         return pd.read_csv(path) if path.exists() else None
 
@@ -133,11 +133,11 @@ class Published(Source):
         return frame[frame.column != "upload_mib"][["finetune", "column", "variant"]].drop_duplicates()
 
     def data(self, table: str, column: str) -> str:
-        """A printed column is of the data that it names."""
+        """Return an empty string: a printed column is of the data that it names."""
         return ""
 
     def lengths(self, table: str, variant: str, place: Mapping) -> dict[int, dict]:
-        """A printed number is of one length and one seed."""
+        """Return a single length and seed, as a printed number is of one each."""
         return {0: {0: {}}}
 
     def values(self, table: str, variant: str, place: Mapping, value: str, variants: set, rounds: int = 0) -> BySeed:

@@ -32,7 +32,7 @@ NAMES = read_table(Path(__file__).with_name("names.yaml"))
 
 
 def score_of(datasets: Iterable[str]) -> str:
-    """What scores on the test sets of ``datasets`` are called on an axis: their tasks' metric, if it is one."""
+    """Name what is scored on the test sets of ``datasets``, for an axis: their tasks' metric, if they share one."""
     metrics = {task_of(name).metric for name in datasets} or {"accuracy"}
     return f"test {NAMES['scores'].get(metrics.pop(), 'score (%)')}" if len(metrics) == 1 else "test score (%)"
 
@@ -46,18 +46,18 @@ class Looks:
     dashes: Mapping[str, tuple]
 
     def settings(self) -> dict:
-        """Keywords of a seaborn plot of lines whose column ``series`` names them."""
+        """Return the keywords of a seaborn plot of lines whose column ``series`` names them."""
         order = {"hue_order": list(self.palette), "style_order": list(self.palette)}
         return {"hue": "series", "style": "series", **vars(self), **order}
 
 
 def color_of(method: str) -> str:
-    """The method's colour: what its class says, or one that follows from its name."""
+    """Return the method's colour: what its class says, or one that follows from its name."""
     return _look(method)[0]
 
 
 def marker_of(method: str) -> str:
-    """The method's marker, found as its colour is."""
+    """Return the method's marker, found as its colour is."""
     return _look(method)[1]
 
 
@@ -67,7 +67,7 @@ def _look(method: str) -> tuple[str, str]:
 
 
 def _spare_color(code: int) -> str:
-    """One of 24 hues for a method that says none."""
+    """Return one of 24 hues for a method that names none."""
     import seaborn
     from matplotlib.colors import to_hex
 
@@ -75,7 +75,7 @@ def _spare_color(code: int) -> str:
 
 
 def looks_of(frame: pd.DataFrame) -> Looks:
-    """The look of every name in column ``series``: its ``method``'s, and a dash and a tint per variant of the method.
+    """Return the look of every name in column ``series``: its ``method``'s, and a dash and a tint per variant of it.
 
     A method's own line, named as the method is, stays solid.
     """
@@ -95,7 +95,7 @@ def looks_of(frame: pd.DataFrame) -> Looks:
 
 
 def named(frame: pd.DataFrame) -> pd.DataFrame:
-    """``frame`` with a column ``series``: what a reader calls each row's line.
+    """Return ``frame`` with a column ``series``: what a reader calls each row's line.
 
     That is its label, else its variant, else its method; where two variants of a panel share it, the variant follows.
     """
@@ -109,17 +109,17 @@ def named(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def spelled(name: str) -> str:
-    """A line's name as figures spell it, part by part: ``depthfl, lora`` is ``DepthFL, LoRA``."""
+    """Spell a line's name as figures do, part by part: ``depthfl, lora`` is ``DepthFL, LoRA``."""
     return ", ".join(map(label_of, name.split(", ")))
 
 
 def model_of(backbone: str) -> str:
-    """A backbone in a reader's words, however long its rows are: ``bert_base.384`` is ``BERT-base``."""
+    """Name a backbone in a reader's words, however long its rows are: ``bert_base.384`` is ``BERT-base``."""
     return NAMES["backbones"].get(backbone.split(".")[0], backbone)
 
 
 def title_of(column: str, stand_in: str | None = None) -> str:
-    """A data column in a reader's words; ``stand_in`` is the data set that was really run.
+    """Name a data column in a reader's words; ``stand_in`` is the data set that was really run.
 
     ``title_of("cifar100_alpha1", "cifar10")`` is ``CIFAR-10 standing in for CIFAR-100, Dirichlet 1``.
     """
@@ -131,12 +131,12 @@ def title_of(column: str, stand_in: str | None = None) -> str:
 
 
 def data_title(dataset: str) -> str:
-    """A data set's proper name; of a path its last part."""
+    """Return a data set's proper name; of a path, its last part."""
     return plain(NAMES["data"].get(dataset) or PurePath(dataset).name.replace("_", " ").strip() or dataset)
 
 
 def styled(plot: Callable) -> Callable:
-    """Decorator: ``plot`` draws in one style; the caller's own settings stay as they were."""
+    """Decorate ``plot`` so that it draws in one style; the caller's own settings stay as they were."""
 
     @functools.wraps(plot)
     def draw(*args, **settings):
@@ -159,7 +159,7 @@ def axes_of(ax, size=(6.4, 3.8)):
 
 def panels(titles: Sequence[str], title: str, size: tuple[float, float] = (4.0, 3.0), columns: int = 3,
            sharey: bool = True):  # fmt: skip
-    """Axes of a figure called ``title`` with one titled panel each, wrapped so that none is a strip."""
+    """Return the Axes of a figure called ``title``, a panel for each of ``titles``, wrapped so that none is a strip."""
     import matplotlib.pyplot as plt
 
     rows = -(-len(titles) // columns)
@@ -175,7 +175,7 @@ def panels(titles: Sequence[str], title: str, size: tuple[float, float] = (4.0, 
 
 
 def wrapped(title: str, width: float) -> str:
-    """``title`` in lines that fit ``width`` inches."""
+    """Break ``title`` into lines that fit ``width`` inches."""
     fit = textwrap.TextWrapper(int(11 * width), break_on_hyphens=False)
     return "\n".join(line for part in title.split("\n") for line in fit.wrap(part) or [""])
 
@@ -245,7 +245,7 @@ def name_points(ax, points: Sequence[tuple[float, float, str]], colors: Sequence
 
 
 def log_axis(ax, values: pd.Series) -> None:
-    """A log x axis in plain numbers: a tick at each of ``values`` if they are few, else at 1 and 3 of every decade."""
+    """Make the x axis logarithmic in plain numbers, with ticks at ``values`` if few, else at 1 and 3 of each decade."""
     from matplotlib.ticker import FixedLocator, LogLocator, NullLocator
 
     few = np.unique(values.round(12))

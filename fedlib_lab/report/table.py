@@ -47,22 +47,22 @@ class Table:
         return self.frame.groupby(["dataset", "status"]).agg(runs=("run", "size"), seconds=("seconds", "sum"))
 
     def obtained(self) -> pd.DataFrame:
-        """Mean ± SD over seeds of the last round in percent, beside what the paper prints.
+        """Return mean ± SD over seeds of the last round in percent, beside what the paper prints.
 
         Where the table prints what clients get: mean ± SD over clients, mean over seeds.
         """
         return tables.obtained(tables.with_further(self.frame, self.spec), self.reported, self.value, self.thresholds)
 
     def printed(self, cost: bool = False) -> Printed:
-        """:meth:`obtained`, or at ``cost``, as papers print it; ``printed().to_latex()`` is for yours."""
+        """Return :meth:`obtained`, or that at ``cost``, as papers print it; ``printed().to_latex()`` is for yours."""
         return as_printed(self.obtained_at_cost() if cost else self.obtained())
 
     def obtained_at_cost(self) -> pd.DataFrame:
-        """:meth:`obtained`, and what a round of each row costs in MACs."""
+        """Return :meth:`obtained`, and what a round of each row costs in MACs."""
         return self.obtained().merge(tables.compute_table(self.cells), "left", on=["mode", "column", "method"])
 
     def verdicts(self) -> pd.DataFrame:
-        """Do the table's comparisons (``claims``, or the paper's method against all others) come out as printed?"""
+        """Judge whether comparisons (``claims``, or the paper's method against all others) come out as printed."""
         frame, value = self.frame, self.value
         if value in VALUES:
             frame, value = spread_out(frame, value, self.thresholds), "clients"
@@ -75,9 +75,9 @@ class Table:
     def curves(
         self, column: str, variants: Collection[str] | None = None, finetune: Collection[str] | None = None
     ) -> dict[str, list[dict]]:
-        """What the table prints, by round in ``column``: ``tables.mean_curves`` of ``variants`` in modes (None: all).
+        """Return what the table prints by round in ``column``: ``tables.mean_curves`` of ``variants`` in ``finetune``.
 
-        Of tables that print every exit, or where examples leave, the mean exit.
+        None is all variants, or all modes. Of tables that print every exit, or where examples leave, the mean exit.
         """
         chosen = [c for c in self.cells if variants is None or c.variant in variants]
         chosen = [c for c in chosen if finetune is None or c.finetune in finetune]

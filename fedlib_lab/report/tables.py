@@ -29,7 +29,7 @@ MODES = read_table(Path(__file__).with_name("names.yaml"))["modes"]
 def load_cells(
     paper: str, table: str, profile: str, overrides: Mapping[str, object] | None = None, folder: Path | None = None
 ) -> list[Cell]:
-    """The table's grid; where no run on a data set is stored and it is not at hand, the ``fallback`` stands in.
+    """Return the table's grid; the ``fallback`` stands in for a data set that is not at hand and has no stored run.
 
     It stands in for the whole data set, in all columns; what else a column sets (how many clients) stays.
     """
@@ -45,7 +45,7 @@ def load_cells(
 
 
 def stand_in(cell: Cell, fallback: Mapping[str, object]) -> Cell:
-    """``cell`` on the data that ``fallback`` names."""
+    """Return ``cell`` on the data that ``fallback`` names."""
     return replace(cell, experiment=cell.experiment.replace(**fallback))
 
 
@@ -85,7 +85,7 @@ def fetch(experiments: Sequence[Experiment]) -> None:
 def collect(
     cells: Sequence[Cell], folder: Path | None = None, known: Mapping[Experiment, Run] | None = None
 ) -> pd.DataFrame:
-    """One row per cell: where it stands, and its stored accuracy (percent), exits, seconds; NaN where missing.
+    """Return a row per cell: where it stands, and its stored accuracy (percent), exits, seconds; NaN where missing.
 
     ``last`` is the last exit's accuracy, ``local`` that of each client's deepest exit on its own test set, their mean.
     ``found`` is the run itself, None where missing. ``known`` are all that are stored, where one has looked.
@@ -106,7 +106,7 @@ def collect(
 
 
 def values_of(record: Mapping[str, object]) -> dict[str, object]:
-    """A run's summary, or one round's metrics, with the further numbers that tables ask for (:func:`collect`)."""
+    """Return a run's summary or one round's metrics, with the further numbers that tables ask for (:func:`collect`)."""
     last = {"last": record["exits"][-1]} if "exits" in record else {}
     return {**record, **last, **numbers_of(record)}
 
@@ -114,7 +114,7 @@ def values_of(record: Mapping[str, object]) -> dict[str, object]:
 def mean_curves(
     cells: Sequence[Cell], column: str, value: str = "accuracy", folder: Path | None = None
 ) -> dict[str, list[dict]]:
-    """Per label the ``value`` by round in ``column``, mean over stored seeds, for ``plots.plot_learning_curves``.
+    """Return per label the mean ``value`` over stored seeds by round in ``column``, for ``plots.plot_learning_curves``.
 
     Of cells in several fine-tuning modes, per label and mode.
     """
@@ -132,7 +132,7 @@ def mean_curves(
 def mean_sd(
     frame: pd.DataFrame, value: str = "accuracy", by: Sequence[str] = ("finetune", "column", "variant")
 ) -> pd.DataFrame:
-    """Mean, SD (n - 1) and number of seeds of the last round, per group; never the best round.
+    """Return mean, SD (n - 1) and number of seeds of the last round, per group; never the best round.
 
     Of what clients get, the SD is the one over clients, mean over seeds.
     """
@@ -142,7 +142,7 @@ def mean_sd(
 
 
 def budget_accuracies(frame: pd.DataFrame) -> pd.DataFrame:
-    """One row per run and budget b = 1..E: accuracy of the ``deepest`` exit b, and the mean over all ``held``, 1..b.
+    """Return a row per run and budget b = 1..E: accuracy of the ``deepest`` exit b, and mean over all ``held``, 1..b.
 
     ``frame`` as from :func:`collect`; what a client of that strength can answer with on the global test set.
     ``mean_sd(..., by=(..., "budget"))`` gives mean and SD over seeds.
@@ -156,13 +156,13 @@ def budget_accuracies(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def best_runs(frame: pd.DataFrame) -> pd.DataFrame:
-    """Of every cell the seed with the highest mean accuracy over exits (Tables 6 and 7 take the best of three runs)."""
+    """Keep every cell's seed with the highest mean accuracy over exits (Tables 6 and 7 take the best of three runs)."""
     done = frame.dropna(subset=["accuracy"])
     return done.loc[done.groupby(["finetune", "column", "variant"], sort=False).accuracy.idxmax()]
 
 
 def load_reported(paper: str, *tables: str) -> pd.DataFrame:
-    """The published numbers: finetune, variant, method, column, mean, sd (NaN where none is printed).
+    """Read the published numbers: finetune, variant, method, column, mean, sd (NaN where none is printed).
 
     Of several tables, later ones add the rows that earlier ones do not print.
     """
@@ -173,7 +173,7 @@ def load_reported(paper: str, *tables: str) -> pd.DataFrame:
 
 
 def reported_beside(paper: str, table: str) -> pd.DataFrame:
-    """What the paper prints in ``table`` (or in those that its ``reported`` names); no rows where it prints nothing."""
+    """Return what the paper prints in ``table`` (or in those its ``reported`` names); no rows if it prints nothing."""
     names = load_spec(paper, table).get("reported", [table])
     if not all((params_dir() / paper / "reported" / f"{name}.csv").is_file() for name in names):
         return pd.DataFrame(columns=["finetune", "column", "variant", "mean", "sd"], dtype=object)
@@ -181,14 +181,14 @@ def reported_beside(paper: str, table: str) -> pd.DataFrame:
 
 
 def load_claims(paper: str, table: str) -> list[tuple[str, str]]:
-    """The table's ``claims``, pairs of variants to compare; by default the paper's own method with every other."""
+    """Return the table's ``claims``, pairs of variants to compare; by default the paper's method with every other."""
     spec = load_spec(paper, table)
     of_all = [(paper, v) for v in spec["variants"] if v != paper] if paper in spec["variants"] else []
     return [tuple(pair) for pair in spec.get("claims", of_all)]
 
 
 def beside_reported(frame: pd.DataFrame, reported: pd.DataFrame, value: str = "accuracy") -> pd.DataFrame:
-    """``mean ± SD`` obtained, on which ``data``, beside reported, one row per (finetune, column, variant)."""
+    """Return ``mean ± SD`` obtained, on which ``data``, beside reported, one row per (finetune, column, variant)."""
     both = mean_sd(frame, value, ("finetune", "column", "dataset", "variant", "label"))
     both = both.merge(
         reported[["finetune", "column", "variant", "mean", "sd"]], on=["finetune", "column", "variant"], how="left",
@@ -205,7 +205,7 @@ def beside_reported(frame: pd.DataFrame, reported: pd.DataFrame, value: str = "a
 def obtained(
     frame: pd.DataFrame, reported: pd.DataFrame, value: str = "accuracy", thresholds: Mapping[str, float] | None = None
 ) -> pd.DataFrame:
-    """:func:`beside_reported`; of ensembles the best run's, as printed, and the mean over seeds.
+    """Return :func:`beside_reported`; of ensembles the best run's, as printed, and the mean over seeds.
 
     What clients get is spread out first (``clients.spread_out``). No reported column where the paper prints nothing.
     """
@@ -222,7 +222,7 @@ def obtained(
 
 
 def with_controls(frame: pd.DataFrame) -> pd.DataFrame:
-    """``frame`` and below it, of runs that say so, two controls (``serving.evaluate_clients``), a row a seed each.
+    """Add below ``frame`` two controls (``serving.evaluate_clients``) of the runs that have them, a row a seed each.
 
     What clients get that always answer their own most frequent label; and of each method that is not personalised,
     what it gets with the clients' own shares of labels added.
@@ -241,7 +241,7 @@ def with_controls(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def with_further(frame: pd.DataFrame, spec: Mapping[str, object]) -> pd.DataFrame:
-    """``frame`` as from ``tables.collect``, and below it a row per run and metric of ``also``, per seed of ``average``.
+    """Add below ``frame`` (of ``tables.collect``) a row per run and metric of ``also``, and per seed of ``average``.
 
     A run that measured no such metric has no such row, nor a seed that lacks one of the grid's columns.
     """
@@ -261,7 +261,7 @@ def with_further(frame: pd.DataFrame, spec: Mapping[str, object]) -> pd.DataFram
 
 
 def exit_table(cells: Sequence[Cell], frame: pd.DataFrame) -> pd.DataFrame:
-    """Per mode, column, variant and exit: mean ``accuracy`` over seeds beside the columns of ``costs.exit_costs``."""
+    """Return mean ``accuracy`` over seeds and ``costs.exit_costs``'s columns per mode, column, variant and exit."""
     rows, first = [], {(c.finetune, c.column, c.variant): c for c in reversed(cells)}
     for key, group in frame.dropna(subset=["accuracy"]).groupby(["finetune", "column", "variant"], sort=False):
         cell, accuracies = first[key], pd.DataFrame(group.exits.tolist()).mean()
@@ -273,7 +273,7 @@ def exit_table(cells: Sequence[Cell], frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def compute_table(cells: Sequence[Cell]) -> pd.DataFrame:
-    """Per mode, column and variant: what all clients of a round train, in 10^12 MACs; further epochs are counted."""
+    """Return per mode, column and variant what all clients of a round train, in 10^12 MACs, counting further epochs."""
     first = {(c.finetune, c.column, c.variant): c for c in reversed(cells)}
     rows = [
         {"mode": label_of(c.finetune), "column": c.column, "method": label_of(c.label),
@@ -284,12 +284,12 @@ def compute_table(cells: Sequence[Cell]) -> pd.DataFrame:
 
 
 def label_of(name: str) -> str:
-    """How tables and figures spell a method, a mode, or a variant's label."""
+    """Spell a method, a mode, or a variant's label as tables and figures do."""
     return vars(METHODS.get(name, object)).get("label") or MODES.get(name, name)
 
 
 def spread(mean: float, sd: float) -> str:
-    """``67.29 ± 0.06``; a dash for a missing mean."""
+    """Write ``67.29 ± 0.06``, or a dash for a missing mean."""
     if pd.isna(mean):
         return "–"
     return f"{mean:.2f}" if pd.isna(sd) else f"{mean:.2f} ± {sd:.2f}"
@@ -305,7 +305,10 @@ def save_table(frame: pd.DataFrame, name: str) -> Path:
 
 
 def markdown_table(frame: pd.DataFrame) -> str:
-    """``frame`` without its index as a Markdown table (– where there is no value); no value begins a cell or a tag."""
+    """Return ``frame`` without its index as a Markdown table, with – where there is no value.
+
+    No value begins a cell or a tag.
+    """
     rows = frame.astype(object).where(frame.notna(), "–").map(str).values.tolist()
     cells = [list(map(str, frame.columns)), ["---"] * len(frame.columns), *rows]
     plain = lambda text: re.sub(r"<(?=[\w/!?])", "&lt;", " ".join(text.splitlines()).replace("|", r"\|"))  # noqa: E731

@@ -17,12 +17,12 @@ LEVEL = 0.05  # points: what rounds to 0.0 is level
 
 
 def told(message: str, frame: pd.DataFrame) -> str:
-    """The title of a figure that draws the runs of ``frame`` (rows as from ``tables.collect``)."""
+    """Return the title of a figure that draws the runs of ``frame`` (rows as from ``tables.collect``)."""
     return f"{message}\n{about(frame)}"
 
 
 def about(frame: pd.DataFrame) -> str:
-    """``CIFAR-10, Dirichlet 1, frozen, deit_micro, 3 seeds``: what of it the rows have, of those with an accuracy."""
+    """Say ``CIFAR-10, Dirichlet 1, frozen, deit_micro, 3 seeds``: what of it the rows with an accuracy have."""
     done = frame[frame.accuracy.notna()] if "accuracy" in frame and frame.accuracy.notna().any() else frame
     sets = list(done.get("dataset", [None] * len(done)))
     columns = done.get("column", sets)
@@ -33,13 +33,13 @@ def about(frame: pd.DataFrame) -> str:
 
 
 def _data(column: str, ran: str | None) -> str:
-    """The data in words; a column that is called by something else (rounds, a budget) leaves the data set's name."""
+    """Name the data in words; a column called by something else (rounds, a budget) leaves the data set's name."""
     known = re.sub(r"_(alpha|alpha_u|beta)[\d.]+$", "", column) in NAMES["data"] or not isinstance(ran, str)
     return title_of(column, ran) if known else data_title(ran)
 
 
 def seeds_of(frame: pd.DataFrame) -> str:
-    """``3 seeds``; where methods have fewer, ``1–3 seeds``; of rows of runs, or with how many (``seeds``)."""
+    """Say ``3 seeds``, or ``1–3 seeds`` where methods have fewer; a row is of a run, or says how many (``seeds``)."""
     if not {"seed", "seeds"} & set(frame) or frame.empty:
         return ""
     by = [c for c in ("finetune", "column", "variant") if c in frame]
@@ -49,13 +49,13 @@ def seeds_of(frame: pd.DataFrame) -> str:
 
 
 def listed(names: Iterable[str], many: str, most: int = 2) -> str:
-    """``a and b``; of more than ``most`` names how many they are."""
+    """Join names as ``a and b``; for more than ``most``, say how many they are."""
     names = list(dict.fromkeys(names))
     return " and ".join(names) if len(names) <= most else f"{len(names)} {many}"
 
 
 def leads(frame: pd.DataFrame, hero: str = "", value: str = "accuracy") -> str:
-    """``ReeFL leads DepthFL by 2.4 points``: the method ``hero`` (none: the best) and its best rival, means of rows.
+    """Say ``ReeFL leads DepthFL by 2.4 points``: method ``hero`` (none: the best) and its best rival, means of rows.
 
     ``leads`` stands only where it holds against every rival (``verdicts.py``), ``trails`` where that is as sure; else
     the verdict is said, or why a run does not count. Of several data columns or modes each is told, up to three; a
@@ -84,7 +84,7 @@ def leads(frame: pd.DataFrame, hero: str = "", value: str = "accuracy") -> str:
 
 
 def _by_seed(rows: pd.DataFrame, value: str) -> BySeed:
-    """By seed the mean of its ``rows``, which is one where no exits are told apart."""
+    """Return by seed the mean of its ``rows``, of which there is one where no exits are told apart."""
     out = {}
     for seed, own in rows.groupby("seed"):
         first, *more = measured(own.assign(seed=range(len(own))).to_dict("records"), value).values()
@@ -94,7 +94,7 @@ def _by_seed(rows: pd.DataFrame, value: str) -> BySeed:
 
 
 def apart(one: str, other: str, difference: float, verdict: str) -> str:
-    """A difference in points as a sentence, which says more than its ``verdict`` nowhere."""
+    """Put a difference in points into a sentence, which nowhere says more than its ``verdict``."""
     if verdict in ("holds", "contradicted"):
         return f"{one} {'leads' if verdict == 'holds' else 'trails'} {other} by {abs(difference):.1f} points"
     if abs(difference) < LEVEL:

@@ -64,7 +64,7 @@ class Measured:
         return Measured(self.points - other.points, self.variances + other.variances, right, flags)
 
     def at(self, have: np.ndarray, want: np.ndarray) -> "Measured":
-        """Between exits that cost ``have``, where ``want`` is spent."""
+        """Interpolate between exits that cost ``have`` to where ``want`` is spent."""
         mix = np.array([np.interp(want, have, row) for row in np.eye(len(have))]).T  # (wanted, exits)
         right = None if self.right is None else mix @ self.right
         return Measured(mix @ self.points, mix @ self.variances, right, self.flags)
@@ -74,7 +74,7 @@ BySeed = Mapping[int, Measured]
 
 
 def measured(rows: Iterable[Mapping], value: str) -> BySeed:
-    """By seed ``value`` of ``rows``, as from ``tables.collect``; of rows without a run (``found``) the points alone."""
+    """Return ``value`` of ``rows`` (of ``tables.collect``) by seed; of rows without a run (``found``), points alone."""
     found = {}
     for row in rows:
         run, points = row.get("found"), np.atleast_1d(row[value])
@@ -84,7 +84,7 @@ def measured(rows: Iterable[Mapping], value: str) -> BySeed:
 
 
 def paired(one: BySeed, other: BySeed) -> BySeed:
-    """The differences of seeds that both have."""
+    """Subtract ``other`` from ``one`` at every seed that both have."""
     return {seed: one[seed] - other[seed] for seed in sorted(one) if seed in other}
 
 
@@ -105,7 +105,7 @@ class Difference:
         return float(self.points.mean()) if len(self.points) else np.nan
 
     def interval(self, level: float = LEVEL) -> tuple[float, float]:
-        """What a true mean lies below, and above, with probability ``level`` each; infinite for one seed."""
+        """Return what a true mean lies below, and above, with probability ``level`` each; infinite for one seed."""
         n, half = len(self.points), np.inf
         if n > 1:
             student, normal = _quantiles(level, n - 1)
@@ -114,7 +114,7 @@ class Difference:
 
 
 def differences(by_seed: Sequence[Measured]) -> list[Difference]:
-    """Of the numbers of all seeds one :class:`Difference` each; with flags of most seeds, or of an older rule."""
+    """Return a :class:`Difference` over all seeds per number, with flags of most seeds and any ``older rule``."""
     if not by_seed:
         return [Difference(np.array([]))]
     flags = [f for m in by_seed for f in m.flags]
@@ -128,20 +128,20 @@ def differences(by_seed: Sequence[Measured]) -> list[Difference]:
 
 @lru_cache(maxsize=4096)
 def _quantiles(level: float, freedom: int) -> tuple[float, float]:
-    """What Student's t of so many degrees of freedom, and a normal number, exceed with probability ``level``."""
+    """Return what Student's t of so many degrees of freedom, and a normal number, exceed with probability ``level``."""
     from scipy.special import ndtri, stdtrit  # scipy.stats takes half a second to import
 
     return -float(stdtrit(freedom, level)), -float(ndtri(level))
 
 
 def side(d: Difference, level: float = LEVEL, margin: float = 0.0) -> int:
-    """1 above -``margin``, -1 below it or below -``MARGIN`` if that is less, 0 where neither is sure."""
+    """Return 1 above -``margin``, -1 below it or below -``MARGIN`` if that is less, 0 where neither is sure."""
     low, high = d.interval(level)
     return int(low > -margin) - int(high < -max(margin, MARGIN))
 
 
 def judged(d: Difference, margin: float = 0.0, level: float = LEVEL) -> dict:
-    """One comparison: mean, interval, number of seeds and verdict; rounded after judging."""
+    """Judge one comparison: mean, interval, number of seeds and verdict; rounded after judging."""
     n = len(d.points)
     row = {"mean": round(d.mean, 2), "low": np.nan, "high": np.nan, "seeds": n}
     row |= {"flags": ", ".join(dict.fromkeys(f.partition(":")[0] for f in d.flags)), "bound": d.bound}
@@ -154,7 +154,7 @@ def judged(d: Difference, margin: float = 0.0, level: float = LEVEL) -> dict:
 
 
 def reason(d: Difference) -> str:
-    """Why a flagged comparison does not count; empty for one without flags."""
+    """Say why a flagged comparison does not count; empty for one without flags."""
     return REASONS.get(d.flags[0].partition(":")[0], "did not train") if d.flags else ""
 
 
@@ -171,7 +171,7 @@ class Grade:
 
 
 def grade(differences: list[Difference], claim: Mapping, where: Sequence[Mapping] = ()) -> Grade:
-    """The claim's grade over its comparisons; flagged ones are counted apart, and both counts are told.
+    """Grade the claim over its comparisons; flagged ones are counted apart, and both counts are told.
 
     ``where`` says of each its ``table``, ``mode``, ``column`` and what is compared: no rival may be left out there.
     """
@@ -199,7 +199,7 @@ def grade(differences: list[Difference], claim: Mapping, where: Sequence[Mapping
 
 
 def counts(differences: list[Difference], claim: Mapping) -> str:
-    """How many comparisons there are, and how many went which way."""
+    """Say how many comparisons there are, and how many went which way."""
     found = [judged(d, claim.get("margin", 0.0))["verdict"] for d in differences]
     plural = {"holds": ("holds", "hold"), "tie": ("tie", "ties")}
     words = [f"{k} {plural.get(v, (v, v))[k > 1]}" for v in TESTED if (k := found.count(v))]
@@ -217,7 +217,7 @@ def _decide(differences: list[Difference], claim: Mapping) -> str:
 
 
 def missing(claim: Mapping) -> str:
-    """What a claim without stored evidence would need."""
+    """Say what a claim without stored evidence would need."""
     needs = [f"{k} = {v}" for k, v in claim.get("only", {}).items()]
     needs += [*claim.get("finetune", []), *claim.get("of", claim.get("columns", []))]
     source = claim.get("counts", claim.get("table"))
@@ -226,7 +226,7 @@ def missing(claim: Mapping) -> str:
 
 
 def as_rows(where: list[dict], differences: list[Difference], claim: Mapping) -> pd.DataFrame:
-    """A row per comparison, as the page prints them; ``bound`` beside."""
+    """Return a row per comparison, as the page prints them, with ``bound`` beside."""
     rows = [w | judged(d, claim.get("margin", 0.0)) for w, d in zip(where, differences, strict=True)]
     return pd.DataFrame(rows, columns=[*COLUMNS, "bound"])
 
@@ -235,7 +235,7 @@ def as_rows(where: list[dict], differences: list[Difference], claim: Mapping) ->
 
 
 def at_once(differences: list[Difference]) -> list[dict]:
-    """Each comparison as judged where all of them are looked at: by Holm's steps, its interval that of the last step.
+    """Judge all comparisons together, by Holm's steps; the interval of each is that of the last step.
 
     A flagged one does not count and is told of by its :func:`reason`.
     """
@@ -249,14 +249,14 @@ def at_once(differences: list[Difference]) -> list[dict]:
 
 
 def paired_differences(frame: pd.DataFrame, pairs: Sequence[tuple[str, str]], value: str = "accuracy") -> pd.DataFrame:
-    """:func:`orderings` of pairs of which the paper prints nothing."""
+    """Return :func:`orderings` of pairs of which the paper prints nothing."""
     return orderings(frame, pd.DataFrame(columns=["finetune", "column", "variant", "mean"]), pairs, value)
 
 
 def orderings(
     frame: pd.DataFrame, reported: pd.DataFrame, pairs: Sequence[tuple[str, str]], value: str = "accuracy"
 ) -> pd.DataFrame:
-    """Do pairs of variants stand to each other as the paper reports? Paired by seed, judged :func:`at_once`.
+    """Judge :func:`at_once`, paired by seed, whether pairs of variants stand to each other as the paper reports.
 
     One row per mode, column and pair with runs; ``frame`` as from ``tables.collect``. Where the paper prints no numbers
     of a pair on a data column, the two are compared alone: ``first is higher``, or ``second is higher``.
