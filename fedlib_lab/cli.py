@@ -15,7 +15,7 @@ from pathlib import Path
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; the exit status: 0 if all went well, 1 if a run failed, 2 if something is refused."""
+    """Run one command; return the exit status: 0 if all went well, 1 if a run failed, 2 if something is refused."""
     for stream in (sys.stdout, sys.stderr):  # a terminal of ASCII shows what it can of "±"
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """All commands and their arguments; ``command`` of what it parses runs it."""
+    """Make the parser of all commands and their arguments; ``command`` of what it parses runs it."""
     top = argparse.ArgumentParser("fedlib", description="Federated learning on clients of unequal strength.")
     add = top.add_subparsers(title="commands", required=True).add_parser
 
@@ -101,7 +101,10 @@ def _add_machine(p: argparse.ArgumentParser) -> None:
 
 
 def overrides_of(texts: Sequence[str]) -> dict[str, object]:
-    """``["rounds=20", "options.zeta=0.5"]`` as ``load_grid``'s overrides; ``ValueError`` names a text without ``=``."""
+    """Parse ``["rounds=20", "options.zeta=0.5"]`` as ``load_grid``'s overrides.
+
+    ``ValueError`` names a text without ``=``.
+    """
     from .runs.params_files import merge, parse_yaml
 
     layers = []
@@ -150,7 +153,7 @@ def _sweep(given: argparse.Namespace) -> int:
 
 
 def over_of(texts: Sequence[str]) -> dict[str, object]:
-    """``["lr=[0.01, 0.1]", "options.zeta=0.1..0.9"]`` as ``sweep`` takes it; ``ValueError`` names the text."""
+    """Parse ``["lr=[0.01, 0.1]", "options.zeta=0.1..0.9"]`` as ``sweep`` takes it; ``ValueError`` names the text."""
     from .runs.params_files import parse_yaml
 
     found = {}
@@ -207,7 +210,7 @@ def _runs(given: argparse.Namespace) -> int:
 
 
 def _run_folders() -> list[Path]:
-    """Where ``fedlib run`` stores, those of trials last."""
+    """List the folders in which ``fedlib run`` stores, that of trials last."""
     from fedlib.core.paths import outputs_dir
 
     return [outputs_dir() / "runs", outputs_dir() / "scratch" / "runs"]
@@ -259,7 +262,7 @@ def _fill(given: argparse.Namespace) -> int:
 
 
 def _on_signals() -> threading.Event:
-    """Set by Ctrl-C, and by the end of a Slurm slot."""
+    """Return an event that is set by Ctrl-C, and by the end of a Slurm slot."""
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.set())

@@ -34,7 +34,7 @@ class Fitted:
 
 
 def fit(e: Experiment, caps: Sequence[float], of: Cost) -> Fitted:
-    """``e`` with the largest sub-model for each class of devices whose cap on ``of`` is a share in ``caps``.
+    """Fit to each class of devices the largest sub-model of ``e`` under its cap on ``of``, a share in ``caps``.
 
     ``macs``: of a client's local training; ``memory``: its peak; ``upload``: what it sends in a round. Client i is
     of class i mod the number of caps.
@@ -52,7 +52,7 @@ def fit(e: Experiment, caps: Sequence[float], of: Cost) -> Fitted:
 
 
 def fitted_cells(cells: Sequence[Cell], caps: Mapping, method: str, options: Mapping | None = None) -> list[Cell]:
-    """``method`` in a task's ``cells``, for each of their columns and seeds, with what it can give under ``caps``.
+    """Make cells of ``method`` for each column and seed in a task's ``cells``, with what it can give under ``caps``.
 
     ``caps``: a params file's, ``of`` what is capped and ``shares`` of the whole's by class of devices.
     """
@@ -67,12 +67,12 @@ def fitted_cells(cells: Sequence[Cell], caps: Mapping, method: str, options: Map
 
 
 def _plain(e: Experiment) -> Experiment:
-    """The whole model for all."""
+    """Return ``e`` with the whole model for all clients."""
     return e.replace(method="fedavg", options={}, num_exits=1, exit_blocks=None, budgets="uniform", exit_head=None)
 
 
 def price(e: Experiment, of: Cost, shapes: Shapes | None = None) -> list[float]:
-    """What local training takes with each budget: MACs of an example, its peak or upload in MiB."""
+    """Return what local training takes with each budget: MACs of an example, its peak or upload in MiB."""
     if of == "upload":
         shapes = shapes or load_shapes(e)
         return [shapes.upload_mib(part, b) for b, part in enumerate(shapes.slices)]
@@ -111,7 +111,7 @@ class _Search:
         return Fitted(self.of_classes(chosen), chosen, prices)
 
     def largest(self, sizes: list[float], chosen: tuple[float, ...], place: int) -> float:
-        """The largest of ``sizes`` for class ``place``, where the poorer ones have ``chosen``."""
+        """Return the largest of ``sizes`` for class ``place``, where the poorer ones have ``chosen``."""
         why = "it offers no sizes"
         while sizes and isinstance(found := self.prices((*chosen, sizes[0])), str):
             why = found
@@ -124,12 +124,12 @@ class _Search:
         return sizes[fitting - 1]
 
     def over(self, classes: tuple[float, ...]) -> bool:
-        """Is a class over its cap?"""
+        """Return whether a class is over its cap."""
         prices = self.prices(classes)
         return isinstance(prices, str) or any(p > cap * (1 + SLACK) for p, cap in zip(prices, self.caps, strict=False))
 
     def prices(self, classes: tuple[float, ...]) -> tuple[float, ...] | str:
-        """Each class's price where classes have these sizes, or why the method refuses them."""
+        """Return each class's price where classes have these sizes, or why the method refuses them."""
         sizes = tuple(sorted(set(classes)))
         if sizes not in self.tried:
             try:

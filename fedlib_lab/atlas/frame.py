@@ -27,13 +27,13 @@ TARGET = 0.5  # of the way from the smallest level for all to the whole model fo
 
 
 def devices() -> pd.DataFrame:
-    """A row a class of devices, poorest first: tera_macs (a second), utilisation, megabits (a second, each way)."""
+    """Read a row per class of devices, poorest first: tera_macs a second, utilisation, megabits a second each way."""
     return pd.DataFrame.from_dict(load_yaml(params_dir() / "atlas" / "devices.yaml"), orient="index")
 
 
 @lru_cache(maxsize=1024)
 def costs(e: Experiment) -> pd.DataFrame:
-    """A row a class of devices: macs of a round with backward, peak MiB of training, MiB up and down, seconds.
+    """Return a row per class of devices: macs of a round with backward, peak MiB of training, MiB up and down, seconds.
 
     Before them what it holds: ``blocks`` that run, ``exits``, and the ``width`` of its narrowest axis (channels, heads,
     ranks) as a share of the whole. ``e.budgets`` has a budget for each class; where it names none, all hold the whole.
@@ -57,14 +57,17 @@ def costs(e: Experiment) -> pd.DataFrame:
 
 
 def shares_of(e: Experiment, whole: Experiment) -> pd.DataFrame:
-    """A row a class of devices: what it holds, and its macs, memory (peak) and upload as shares of ``whole``'s."""
+    """Return a row per class of devices: what it holds; its macs, memory (peak), upload as shares of ``whole``'s."""
     own, kinds = costs(e), {"macs": "macs", "peak": "memory", "up": "upload"}
     takes = own[[*kinds]] / costs(whole)[[*kinds]].iloc[-1].astype(float)
     return own[["blocks", "exits", "width"]].join(takes.rename(columns=kinds))
 
 
 def holdings(grids: Mapping[str, Mapping[str, Sequence[Cell]]], row: str) -> pd.DataFrame:
-    """Of each of ``grids`` (by what is capped, by task) with ``row``, its ``shares_of`` the whole, poorest first."""
+    """Return the ``shares_of`` the whole for each of ``grids`` (by what is capped, by task) with ``row``.
+
+    Classes of devices are told poorest first.
+    """
     found = []
     for caps, by_task in grids.items():
         for task, cells in by_task.items():
@@ -76,7 +79,7 @@ def holdings(grids: Mapping[str, Mapping[str, Sequence[Cell]]], row: str) -> pd.
 
 
 def entries_frame(tables: Mapping[str, Mapping[str, Sequence[Cell]]], folder: Path | None = None) -> pd.DataFrame:
-    """A row a stored run of ``tables`` (by what is capped, by task): scores in percent, costs of a round, flags.
+    """Return a row per stored run of ``tables`` (by what is capped, task): scores in percent, costs of a round, flags.
 
     ``score``: mean over clients of the best sub-model that each affords; ``worst``: the worst tenth of them;
     ``class 1`` ...: by class of devices. Costs are the slowest or largest class's, ``macs`` the mean's. ``to target``:
@@ -108,12 +111,12 @@ def entries_frame(tables: Mapping[str, Mapping[str, Sequence[Cell]]], folder: Pa
 
 
 def _by_class(scores: np.ndarray, classes: int) -> dict[str, float]:
-    """Client i is of class i mod their number."""
+    """Return the mean score by class of devices; client i is of class i mod their number."""
     return {f"class {k + 1}": float(scores[k::classes].mean()) for k in range(classes)}
 
 
 def _rounds_to(run, smallest, whole) -> int | None:
-    """The first evaluated round whose score is half way between the ends of the two."""
+    """Return the first evaluated round whose score is half way between the ends of the two; None if there is none."""
     if smallest is None or whole is None:
         return None
     low, high = (np.mean(scores_of(end[1].summary)) for end in (smallest, whole))

@@ -20,7 +20,7 @@ COSTS = {
 
 @styled
 def plot_ranking(table: pd.DataFrame, title: str, ax=None):
-    """``atlas.ranking``'s rows, best on top: interquartile mean of the scores with its interval; columns label, method.
+    """Plot ``atlas.ranking``'s rows, best on top: interquartile mean of scores, its interval; columns label, method.
 
     Beside the name of one that lacks a task stands how many it has: its score is of other tasks than its neighbours'.
     Dashed: 0, the smallest level for all, and 1, the whole model for all. A score below ``FLOOR`` is told at the edge.
@@ -46,7 +46,7 @@ def plot_ranking(table: pd.DataFrame, title: str, ax=None):
 
 @styled
 def plot_wins(wins: pd.DataFrame, title: str, ax=None):
-    """``atlas.wins``: how often the row's method is above the column's, in percent."""
+    """Plot ``atlas.wins``: how often the row's method is above the column's, in percent."""
     import seaborn
 
     order = wins.mean(axis=1).sort_values(ascending=False).index  # who wins most stands on top
@@ -62,7 +62,7 @@ def plot_wins(wins: pd.DataFrame, title: str, ax=None):
 
 @styled
 def plot_choice(table: pd.DataFrame, title: str, ax=None):
-    """What clients get, in percent: a row a method, a column a place; coloured from a column's worst to its best.
+    """Plot what clients get, in percent: a row a method, a column a place; coloured from a column's worst to its best.
 
     On top the methods that are highest above the other rows' mean in the places that they have.
     """
@@ -81,7 +81,7 @@ def plot_choice(table: pd.DataFrame, title: str, ax=None):
 
 @styled
 def plot_cost(frame: pd.DataFrame, cells: Sequence[Cell], title: str, ax=None):
-    """Scores of ``entries_frame``'s rows under one kind of caps, against what is capped: a point a method.
+    """Plot the scores of ``entries_frame``'s rows under one kind of caps, against what is capped: a point a method.
 
     Over ``title``, what is shown, stands who gives clients most of those that keep to the caps.
     """

@@ -59,12 +59,12 @@ class Entries:
         return [m for m in found if m not in (LOW, HIGH)]
 
     def of(self, method: str) -> dict[str, np.ndarray]:
-        """By task, where it has runs: the normalised score of each seed."""
+        """Return, by task where ``method`` has runs, the normalised score of each seed."""
         return {task: normalised(by, method, self.one) for task, by in self.clients.items() if method in by}
 
 
 def normalised(task: Mapping[str, np.ndarray], method: str, of: Callable = np.mean) -> np.ndarray:
-    """A method's score by seed, (seeds,): 0 is the smallest level's mean, 1 the whole model's.
+    """Return a method's score by seed, (seeds,): 0 is the smallest level's mean, 1 the whole model's.
 
     ``of`` makes one number of the clients'. ``ValueError`` if the task lacks one of the two, or the whole model is not
     above the smallest level: then it says nothing of what lies between.
@@ -78,24 +78,24 @@ def normalised(task: Mapping[str, np.ndarray], method: str, of: Callable = np.me
 
 
 def worst(scores: np.ndarray) -> float:
-    """Mean of the worst tenth of the clients, at least one."""
+    """Return the mean of the worst tenth of the clients, at least one."""
     return float(np.sort(scores)[: max(1, round(WORST * len(scores)))].mean())
 
 
 def interquartile_mean(by_task: Mapping[str, np.ndarray]) -> float:
-    """Mean of the middle half of all tasks' seeds."""
+    """Return the mean of the middle half of all tasks' seeds."""
     return float(trim_mean(np.concatenate(list(by_task.values())), 0.25))
 
 
 def improvement(one: Mapping[str, np.ndarray], other: Mapping[str, np.ndarray]) -> float:
-    """How often a run of ``one`` is above a run of ``other`` on a task that both have, ties half; mean over tasks."""
+    """Return how often a run of ``one`` is above one of ``other`` on shared tasks, ties half; mean over tasks."""
     shared = [task for task in one if task in other]
     above = [[(a > b) + 0.5 * (a == b) for a, b in product(one[t], other[t])] for t in shared]
     return float(np.mean([np.mean(pairs) for pairs in above])) if shared else float("nan")
 
 
 def resampled(entries: Entries, rng: np.random.Generator) -> Entries:
-    """Seeds drawn anew within each task, and within each seed its clients; the same draws for all methods."""
+    """Draw seeds anew within each task, and within each seed its clients; the same draws for all methods."""
     out = {}
     for task, by in entries.clients.items():
         seeds, clients = next(iter(by.values())).shape
@@ -106,11 +106,11 @@ def resampled(entries: Entries, rng: np.random.Generator) -> Entries:
 
 
 def ranking(entries: Entries, resamples: int = RESAMPLES, seed: int = 0) -> pd.DataFrame:
-    """A row a method, best first: ``score`` (interquartile mean) with ``low`` and ``high``, ``rank`` with its interval.
+    """Rank the methods, a row each, best first: ``score`` (interquartile mean) with ``low`` and ``high``, and ranks.
 
-    ``worst tenth``: the score of each task's worst tenth of clients. ``tasks`` says of how many it is: one that a net
-    cannot carry is absent there. ``flags`` of its runs, by task. Resamples in which the whole model is not above the
-    smallest level say nothing and do not count.
+    ``best rank`` and ``worst rank`` are the interval of its rank. ``worst tenth``: the score of each task's worst tenth
+    of clients. ``tasks`` says of how many it is: one that a net cannot carry is absent there. ``flags`` of its runs, by
+    task. Resamples in which the whole model is not above the smallest level say nothing and do not count.
     """
     methods, rng = entries.methods, numpy_generator(seed, "atlas")
     drawn = []
@@ -137,7 +137,7 @@ def ranking(entries: Entries, resamples: int = RESAMPLES, seed: int = 0) -> pd.D
 
 
 def _worst_tenth(entries: Entries, methods: Sequence[str]) -> list[float]:
-    """Their scores by ``worst``; NaN where the whole model's worst are not above the smallest level's."""
+    """Return the methods' scores by ``worst``; NaN if the whole model's worst are not above the smallest level's."""
     least = replace(entries, one=worst)
     with suppress(ValueError):
         return [interquartile_mean(least.of(m)) for m in methods]
@@ -145,7 +145,7 @@ def _worst_tenth(entries: Entries, methods: Sequence[str]) -> list[float]:
 
 
 def headline(order: pd.DataFrame, entries: Entries, binds: str, rates: str) -> str:
-    """A ranking's title: who leads and with what score, where what binds, on which tasks, of how many seeds."""
+    """Write a ranking's title: who leads and with what score, where what binds, on which tasks, of how many seeds."""
     if order.empty:
         return f"No task can be scored yet where {binds} binds"
     seeds = sorted({len(scores) for by in entries.clients.values() for scores in by.values()})
@@ -156,18 +156,21 @@ def headline(order: pd.DataFrame, entries: Entries, binds: str, rates: str) -> s
 
 
 def wins(entries: Entries) -> pd.DataFrame:
-    """Probability of improvement of the row's method over the column's, tasks that both have; NaN where none."""
+    """Return the probability of improvement of the row's method over the column's on shared tasks; NaN where none."""
     of = {m: entries.of(m) for m in entries.methods}
     return pd.DataFrame([[improvement(of[a], of[b]) for b in of] for a in of], index=list(of), columns=list(of))
 
 
 def tasks_of(caps: str) -> dict[str, str]:
-    """The tables of ``params/atlas`` in which ``caps`` (of ``BINDS``; macs_tuned) binds, ``<task>_<caps>``, by task."""
+    """Return the tables of ``params/atlas`` in which ``caps`` (of ``BINDS``; macs_tuned) binds, by task.
+
+    Such a table is called ``<task>_<caps>``.
+    """
     return {t.removesuffix(f"_{caps}"): t for t in grids("atlas") if t.endswith(f"_{caps}")}
 
 
 def own_methods(path: Path) -> list[str]:
-    """The names of the methods that the file ``path`` registers; ``ValueError`` if it registers none."""
+    """List the methods, by name, that the file ``path`` registers; ``ValueError`` if it registers none."""
     known = set(METHODS)
     runpy.run_path(str(path), run_name=path.stem)
     own = [name for name in METHODS if name not in known or METHODS[name].__module__ == path.stem]
@@ -177,10 +180,10 @@ def own_methods(path: Path) -> list[str]:
 
 
 def best_rates(frame: pd.DataFrame) -> pd.DataFrame:
-    """Of a table of rates (``Table.frame``, a column a rate) a row a method: its held-out scores in percent, the best.
+    """Return a row per method of a table of rates (``Table.frame``, a column per rate): its held-out scores, the best.
 
-    ``best``: the column of the highest score, the smaller rate where two are equal; None where one is missing.
-    ``minutes``: what its search took.
+    Scores are in percent. ``best``: the column of the highest, the smaller rate where two are equal; None where one is
+    missing. ``minutes``: what its search took.
     """
     rows = frame.groupby(["label", "column"], sort=False)[["local", "seconds"]].mean().unstack()
     scores = rows["local"][list(dict.fromkeys(frame.column))]
@@ -190,7 +193,7 @@ def best_rates(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def own_parameters(frame: pd.DataFrame) -> pd.DataFrame:
-    """Of a table of methods' own parameters (``Table.frame``) a row a value: its held-out score in percent.
+    """Return a row per value of a table of methods' own parameters (``Table.frame``): its held-out score in percent.
 
     ``gain``: points above the method's first row, its default. ``taken``: of a method the value that gains most, if
     that is over ``NOISE``; the task's tuned tables have it.
@@ -202,7 +205,7 @@ def own_parameters(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def at_best_rate(cells: Sequence[Cell], tried: Sequence[Cell], folder: Path | None = None) -> list[Cell]:
-    """One method's ``cells`` at the rate that the stored runs of ``tried``, a column a rate, found best.
+    """Return one method's ``cells`` at the rate that the stored runs of ``tried``, a column a rate, found best.
 
     A rate whose run has no score, as one that diverged at once, is none of them; ``ValueError`` where no run has.
     """
@@ -215,7 +218,7 @@ def at_best_rate(cells: Sequence[Cell], tried: Sequence[Cell], folder: Path | No
 
 
 def load_entries(cells: Mapping[str, Sequence[Cell]], folder=None) -> Entries:
-    """What is stored of each task's cells; of a method the seeds that all of its task's methods have.
+    """Load what is stored of each task's cells; of a method the seeds that all of its task's methods have.
 
     A task without the two rows that scores are measured by, or with these alone, is left out. So is, with a warning, a
     task whose whole model is not above its smallest level, or on all test examples far below the whole net of a method
@@ -249,17 +252,17 @@ def load_entries(cells: Mapping[str, Sequence[Cell]], folder=None) -> Entries:
 
 
 def scores_of(summary: Mapping) -> list[float]:
-    """Each client's, by the deepest exit that it holds."""
+    """Return each client's score, by the deepest exit that it holds."""
     personal = summary["personal"]
     found = personal.get("last_by_client", personal["by_client"])
     return [found[client] for client in sorted(found, key=int)]
 
 
 def judge(predictions: Mapping[str, Mapping], entries: Entries, caps: str, resamples: int = RESAMPLES) -> pd.DataFrame:
-    """A row a prediction that speaks of ``caps``: is the pair's first above its second, on the tasks that it names?
+    """Judge, a row each, the predictions that speak of ``caps``: whether the pair's first is above its second.
 
-    ``difference``: of the two interquartile means, with the bootstrap's interval. With fewer than five seeds a verdict
-    is indicative.
+    Of its tasks those count that the prediction names. ``difference``: of the two interquartile means, with the
+    bootstrap's interval. With fewer than five seeds a verdict is indicative.
     """
     rows, rng = [], numpy_generator(0, "atlas predictions")
     for name, told in predictions.items():

@@ -39,13 +39,16 @@ class Callback:
         """Refuse ``e`` before any compute (``ValueError``), or that a package is missing (``ImportError``)."""
 
     def begin(self, e: Experiment, t: int, metrics: Sequence[dict]) -> bool | None:
-        """The run goes on after round ``t`` (0: it begins); ``metrics`` of the rounds before. True: stop at once."""
+        """Handle a run that begins (``t`` = 0) or goes on after round ``t``; return True to stop it at once.
+
+        ``metrics`` are those of the rounds before.
+        """
 
     def round(self, r: Finished) -> bool | None:
-        """Round ``r`` has ended. True: stop here."""
+        """Handle the end of round ``r``; return True to stop the run here."""
 
     def end(self, run: Run | None) -> None:
-        """The run that began has ended or was stopped; None: it was interrupted, or failed."""
+        """Handle the end of the run that began, also if stopped; ``run`` is None if it was interrupted, or failed."""
 
 
 class Together(Callback):
@@ -119,7 +122,7 @@ class EarlyStopping(Callback):
 
 
 def scalars(r: Finished) -> dict[str, float]:
-    """Round ``r`` in numbers: ``accuracy``, ``exits/1``, ``personal/sd`` (percent), ``train_loss``, ``seconds``."""
+    """Return ``r`` in numbers: ``accuracy``, ``exits/1``, ``personal/sd`` (percent), ``train_loss``, ``seconds``."""
     losses = [x for x in r.losses.values() if math.isfinite(x)]
     found = {"train_loss": sum(losses) / len(losses)} if losses else {}
     return found | {"seconds": r.seconds} | dict(_numbers("", without_bulk(r.metrics or {})))

@@ -57,11 +57,11 @@ class Checkpoints:
             self.unsaved = r.server, *changed, self.seconds, self.dropped, len(self.metrics)
 
     def drops(self) -> dict[str, int]:
-        """``{"dropped": client updates left out so far}``, where the experiment asks for dropping."""
+        """Return ``{"dropped": client updates left out so far}`` if the experiment asks for dropping, else {}."""
         return {"dropped": self.dropped} if self.experiment.nonfinite == "drop" else {}
 
     def save(self, server: Server, final: dict | None = None) -> None:
-        """Memories, then the checkpoint that makes them count, then its metrics; then drop what neither names."""
+        """Write memories, then the checkpoint that makes them count, then metrics; drop what no checkpoint names."""
         self.unsaved, self.final = None, final or {}
         self.memories.write(server.t)
         self.mirrors.write(server.t)
@@ -72,7 +72,7 @@ class Checkpoints:
         self.mirrors.drop_unnamed()
 
     def contents(self, server: Server) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Tensors and metadata of a checkpoint: what :meth:`read` reads."""
+        """Return the tensors and metadata of a checkpoint: what :meth:`read` reads."""
         tensors = under("params", server.params) | under("memory", server.memory)
         metadata = {
             "experiment": self.experiment.to_dict(), "t": server.t, "metrics": self.metrics, "seconds": self.seconds,
@@ -90,7 +90,7 @@ class Checkpoints:
             self.save(server)
 
     def restore(self, f: Federation) -> Server:
-        """The state to go on from: the newest good checkpoint's, or round 0 if there never was one.
+        """Return the state to go on from: the newest good checkpoint's, or round 0 if there never was one.
 
         ``DamagedFile`` if neither can be used, ``ValueError`` if it belongs to another experiment.
         """
@@ -133,11 +133,11 @@ class Checkpoints:
                 )
 
     def write_record(self) -> None:
-        """``experiment.json``: the experiment and, beside it, what trained it."""
+        """Write ``experiment.json``: the experiment and, beside it, what trained it."""
         write_json(self.path / RECORD, {"experiment": self.experiment.to_dict(), **self.record})
 
     def read(self, file: Path, device: str) -> Server:
-        """The server that ``file`` holds, mirrors and all; its clients' memories and the rest become this object's.
+        """Return the server that ``file`` holds, with its mirrors; take over its clients' memories and the rest.
 
         ``DamagedFile`` if any file that it names cannot be read.
         """
@@ -157,9 +157,9 @@ class Checkpoints:
 
 
 def last_state(r: Run, device: str = "cpu") -> tuple[Server, Checkpoints] | None:
-    """The server that ``r`` ended with, and what holds its clients' ``memories`` and the rest; None if it has neither.
+    """Return the server that ``r`` ended with, and what holds its clients' ``memories`` and the rest; None if absent.
 
-    Nor are they ``r``'s if their curve is another's, of a run that lay here before its files were replaced.
+    None too if the stored curve is not ``r``'s but of a run that lay here before its files were replaced.
     """
     store = Checkpoints(r.path, r.experiment)
     if not store.newest.exists():

@@ -45,7 +45,7 @@ WHOLE = {"getattr", "vars", "__dict__", "globals", "eval", "exec"}  # who names 
 
 
 def code_of(method: type) -> dict[str, int | str]:
-    """For each class that ``method`` is made of: its ``version`` if it is the kit's, else the digest of its code."""
+    """Return, for each class that ``method`` is made of, its ``version`` if it is the kit's, else its code's digest."""
     out: dict[str, int | str] = {}
     for cls in method.__mro__:
         whose = _class_owner(cls)
@@ -57,7 +57,7 @@ def code_of(method: type) -> dict[str, int | str]:
 
 
 def digest_of(value: object, method: Collection[type] = ()) -> str:
-    """Sixteen hex digits for all that ``value`` reaches, with packages and their versions; or ``unverified: why``.
+    """Return 16 hex digits for all that ``value`` reaches, with packages and their versions; or ``unverified: why``.
 
     Plain defaults of fields of ``method``'s classes do not count: a run stores their values. Warns of files that were
     edited after their import: what runs, and counts, is the older code.
@@ -78,7 +78,7 @@ def digest_of(value: object, method: Collection[type] = ()) -> str:
 
 
 def way_to(method: type, found: Callable[[str, object], bool]) -> str:
-    """Names that lead from ``method`` to the first that is ``found``, or that cannot be read; empty: nothing is.
+    """Return the names that lead from ``method`` to the first that is ``found``, or unreadable; empty if there is none.
 
     ``found`` is asked of each line that the digest takes, and of the thing that was come to last.
     """
@@ -164,7 +164,7 @@ class _Walk:
             yield from self.instance(x)
 
     def module(self, x: types.ModuleType, used: Collection[str] | None) -> Iterator[str]:
-        """The name of a library's module; of one's own what is ``used`` of it, or None: all."""
+        """Yield the name of a library's module; of one's own module what is ``used`` of it (None: all)."""
         yield (
             _checked(x.__name__.removeprefix("torch.ops."))
             if x.__name__.startswith("torch.ops")
@@ -233,7 +233,7 @@ class _Walk:
                 yield from self.named(name, x)
 
     def instance(self, x: object) -> Iterator[str]:
-        """An instance's class and state: weights by their bytes, anything else as it would be copied."""
+        """Yield an instance's class and state: weights by their bytes, anything else as it would be copied."""
         yield from self.value(type(x))
         if isinstance(x, torch.nn.Module):
             yield from self.each({k: v for k, v in vars(x).items() if not k.startswith("_") or v})
@@ -256,9 +256,9 @@ class _Walk:
 
 @functools.cache
 def _packages(root: str) -> frozenset[str]:
-    """``{name==version}`` of the package that module ``root`` is of; nothing of Python's and of what the kit needs.
+    """Return ``{name==version}`` of the package that module ``root`` is of; empty for Python's and what the kit needs.
 
-    Nothing either where the kit itself is not installed, so that nobody knows what it needs.
+    Empty too where the kit itself is not installed, so that nobody knows what it needs.
     """
     same = lambda name: re.sub(r"[-_.]+", "-", name).lower()  # noqa: E731
     needs = {same(re.split(r"[^\w.-]", need)[0]) for d in metadata.distributions(name=KIT) for need in d.requires or ()}
@@ -274,7 +274,7 @@ def _packages(root: str) -> frozenset[str]:
 
 
 def _module_name(module: str | None) -> str:
-    """The name of a module; of the kit's the last part, so that files may move between its folders."""
+    """Return a module's name; for the kit's only the last part, so that files may move between its folders."""
     parts = str(module).split(".")
     return f"fedlib.{parts[-1]}" if parts[0] in ("fedlib", "fedlib_lab") else ".".join(parts)
 
@@ -286,7 +286,7 @@ def _checked(operator: str) -> str:
 
 
 def _imported(wanted: Import, space: Mapping[str, Any]) -> object:
-    """The module that a function imports when it runs; of a library, if not loaded, its name; None: there is none."""
+    """Return the module that a function imports when it runs; a library's name if not loaded; None if there is none."""
     name, level, parts = wanted
     try:
         name = importlib.util.resolve_name("." * level + name, space.get("__package__") or "")
@@ -316,18 +316,18 @@ def _class_owner(cls: type) -> str:
 
 
 def _made(f: types.FunctionType) -> bool:
-    """Is ``f`` what ``dataclass`` or ``namedtuple`` wrote? Fields say it all."""
+    """Return whether ``dataclass`` or ``namedtuple`` wrote ``f``, so that the fields say it all."""
     return f.__code__.co_qualname.startswith("__create_fn__") or str(f.__module__).startswith("namedtuple_")
 
 
 def _is_named(f: types.FunctionType) -> bool:
-    """Is ``f`` a library's, where its name says?"""
+    """Return whether ``f`` is a library's function, found where its name says."""
     whose = owner(f.__code__.co_filename)
     return whose != "own" and getattr(sys.modules.get(f.__module__), f.__qualname__, None) is f
 
 
 def _counts(name: str, x: object, c: type) -> bool:
-    """Is ``x`` part of what class ``c`` does, and not written by Python?"""
+    """Return whether ``x`` is part of what class ``c`` does, and not written by Python."""
     if name == "_abc_impl" or (issubclass(c, enum.Enum) and name.startswith("_") and name.endswith("_")):
         return isinstance(x, types.FunctionType) and owner(x.__code__.co_filename) == "own"
     if not name.startswith("__") or name.startswith("__annotate"):  # Python 3.14's annotations, to be evaluated
@@ -347,5 +347,5 @@ def _content(cell: types.CellType) -> object:
 
 
 def _is_plain(value: object) -> bool:
-    """Can JSON hold it, so that a run stores it among its options?"""
+    """Return whether JSON can hold ``value``, so that a run stores it among its options."""
     return all(map(_is_plain, value)) if type(value) is tuple else type(value) in (type(None), bool, int, float, str)

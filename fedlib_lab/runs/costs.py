@@ -66,41 +66,41 @@ class Shapes:
         return [self.slice_for(b) for b in range(self.budgets)]
 
     def slice_for(self, budget: int) -> Slice:
-        """What a client of ``budget`` holds."""
+        """Return the slice of the model that a client of ``budget`` holds."""
         client = Client(-1, budget, 0)
         return self.method.slice_for(client, Server(0, self.trainable, {}), Round(1, (client,), self.setting))
 
     def held(self, part: Slice, params: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Those of ``params`` that ``part`` holds, cut to size."""
+        """Return those of ``params`` that ``part`` holds, cut to size."""
         infos = self.setting.infos
         return {n: take(p, infos[n], part) for n, p in params.items() if part.holds(infos[n])}
 
     def upload_mib(self, part: Slice, budget: int = 0) -> float:
-        """What a client of ``budget`` that holds ``part`` sends back, compressed as the method's options say."""
+        """Return the MiB that a client of ``budget`` with ``part`` sends, compressed as the method's options say."""
         return self.traffic_mib(part, budget)[1]
 
     def traffic_mib(self, part: Slice, budget: int = 0) -> tuple[float, float]:
-        """What such a client receives, and sends."""
+        """Return the MiB that a client of ``budget`` with ``part`` receives, and those that it sends."""
         held, infos = self.held(part, self.trainable), self.setting.infos
         shared = {n: p.numel() for n, p in held.items() if not self.method.personal(infos[n])}
         down, up = self.method.travels(shared, Client(-1, budget, 0), self.setting, self.experiment)
         return 4 * sum(down) / MIB, self.method.upload_bits(up) / 8 / MIB
 
     def forward(self, part: Slice) -> Forward:
-        """What runs ``part``, blocks whole as on a device that may go on, its trained parameters wanting gradients."""
+        """Build what runs ``part``, blocks whole as on a device that may go on; trained parameters want gradients."""
         self.model.backbone.whole_blocks = True
         own = {n: p.detach().requires_grad_(n in self.trainable) for n, p in self.held(part, self.everything).items()}
         return Forward(self.model, [part], own).place_(training=True)
 
     def kept_bytes(self, part: Slice, batch: int) -> int:
-        """What autograd keeps beside ``part``'s tensors of ``batch`` examples."""
+        """Count the bytes that autograd keeps of ``batch`` examples, beside ``part``'s tensors."""
         forward = self.forward(part)
         with saved_for_backward(forward.tensors[0].values()) as kept:
             forward(self.examples(batch))
         return sum(x.untyped_storage().nbytes() for x in kept.values())
 
     def examples(self, count: int) -> torch.Tensor:
-        """So many, all ones, for one client."""
+        """Return ``count`` examples, all ones, for one client."""
         shape, device = self.setting.spec.input_shape, next(iter(self.everything.values())).device
         return torch.ones(1, 1, *shape, device=device).expand(1, count, *shape)
 
@@ -130,7 +130,7 @@ def upload_parameters(e: Experiment, num_classes: int) -> list[int]:
 
 
 def upload_mib(e: Experiment, num_classes: int, convention: str = "honest") -> float:
-    """Mean upload per participating client and round, MiB (2^20 bytes).
+    """Return the mean upload per participating client and round, in MiB (2^20 bytes).
 
     ``honest``: uniform mean over the budgets that may take part, compressed as the method's options say. ``paper``: the
     convention behind the communication column of ReeFL's Tables 1 and 2, inferred from exact agreement: mean over all
@@ -154,7 +154,7 @@ def upload_mib(e: Experiment, num_classes: int, convention: str = "honest") -> f
 
 
 def exit_costs(e: Experiment, num_classes: int, batch_size: int = 32) -> list[dict]:
-    """Per exit: ``parameters`` of its sub-model, ``macs`` of one image, ``training_memory_mib`` at ``batch_size``.
+    """Count per exit ``parameters`` of its sub-model, ``macs`` of one image, ``training_memory_mib`` at ``batch_size``.
 
     MACs (``models/measure.py``) are those up to and with this exit and those of its sub-model before it, blocks whole;
     a method whose sub-models have only their own exit pays for that one. Training memory is parameters, gradients of
@@ -174,13 +174,13 @@ def exit_costs(e: Experiment, num_classes: int, batch_size: int = 32) -> list[di
 
 
 def num_classes(e: Experiment) -> int:
-    """Classes of ``e``'s data set, which is read only if it is not a known one."""
+    """Return the number of classes of ``e``'s data set, which is read only if it is not a known one."""
     known = DATA.get(e.dataset, {}).get("groups" if e.label_groups else "classes")
     return _read(e).num_classes if known is None else known
 
 
 def examples_per_client(e: Experiment) -> float:
-    """Mean number of training examples of a client."""
+    """Return the mean number of training examples of a client."""
     known = DATA.get(e.dataset, {})
     if e.num_train is None and "a_client" in known:
         return known["a_client"]
@@ -189,13 +189,13 @@ def examples_per_client(e: Experiment) -> float:
 
 
 def _read(e: Experiment) -> DataSet:
-    """The data set, read by the backbone's own tokenizer, or for an estimate by any where that is not at hand."""
+    """Load the data set with the backbone's own tokenizer, or for an estimate with any where that is not at hand."""
     size, own = backbone_spec(e.backbone).input_shape[-1], tokenizer_of(e.backbone)
     return load_dataset(e.dataset, e.label_groups, size, own if has_tokenizer(own) else None)
 
 
 def training_macs(e: Experiment) -> float:
-    """Rounds x clients x examples x MACs of an example (``meter.Taken``), the mean over the eligible budgets."""
+    """Return rounds x clients x examples x MACs of an example (``meter.Taken``), the mean over the eligible budgets."""
     shapes, macs = load_shapes(e), np.array([t.macs for t in taken(kind_of(e))])
     budgets = budgets_of(e, shapes.method)
     eligible = shapes.method.eligible(budgets, shapes.setting)
@@ -205,7 +205,10 @@ def training_macs(e: Experiment) -> float:
 
 @cache
 def taken(e: Experiment) -> tuple[Taken, ...]:
-    """What a client of each budget takes; where slices differ in depth only, four are counted and the rest between."""
+    """Return what a client of each budget takes.
+
+    Where slices differ in depth only, four are counted and the rest interpolated.
+    """
     shapes, examples = load_shapes(e), round(examples_per_client(e))
     every = np.arange(shapes.budgets)
     by_width = any(part.index for part in shapes.slices)
@@ -217,7 +220,7 @@ def taken(e: Experiment) -> tuple[Taken, ...]:
 
 
 def gpu_hours(experiments: Sequence[Experiment]) -> dict[str, float]:
-    """Hours of training on one card, of each of ``CARDS``; a MAC is two operations."""
+    """Return the hours of training on one card, for each of ``CARDS``; a MAC is two operations."""
     work = [(e.precision, training_macs(e)) for e in experiments]
     return {name: sum(m / (UTILISATION * card[p] * 1e12 / 2) for p, m in work) / 3600 for name, card in CARDS.items()}
 
@@ -247,14 +250,14 @@ def count_bytes(e: Experiment) -> dict[str, float]:
 
 
 def kind_of(e: Experiment) -> Experiment:
-    """``e`` without what decides no bytes."""
+    """Return ``e`` with defaults in the fields that decide no bytes."""
     plain = Experiment()
     same = ("seed", "rounds", "dirichlet_alpha", "lr", "min_lr", "schedule", "milestones", "decay", "warmup_rounds")
     return e.replace(**{name: getattr(plain, name) for name in same})
 
 
 def downloads(experiments: Iterable[Experiment]) -> dict[str, float]:
-    """Of weights and data that are not at hand about how many MB they are; weights count four bytes a parameter."""
+    """Estimate the MB of weights and data that are not at hand, by name; weights count four bytes a parameter."""
     out = {}
     for e in experiments:
         if e.pretrained and e.backbone not in WEIGHTS and folder_of_weights(e.backbone) is None:
@@ -281,7 +284,7 @@ def median_seconds(step: Callable[[], object], device: str = "cpu", seconds: flo
 
 
 def training_step(shapes: Shapes, part: Slice, examples: int) -> Callable[[], object]:
-    """A step of training ``part`` on so many ``examples``: forward and backward."""
+    """Return a step of training ``part`` on so many ``examples``: forward and backward."""
     forward, x = shapes.forward(part), shapes.examples(examples)
     trained = [p for p in forward.tensors[0].values() if p.requires_grad]
     return lambda: torch.autograd.grad(forward(x).sum(), trained, allow_unused=True)
@@ -300,7 +303,7 @@ def step_seconds(e: Experiment, parts: Sequence[Slice] | None = None, batch: int
 
 
 def macs_per_second(e: Experiment, device: str = "cpu", seconds: float = SECONDS) -> float:
-    """MACs in training on one thread or GPU, of steps of ``e``'s middle exit.
+    """Measure the MACs a second in training on one thread or GPU, by steps of ``e``'s middle exit.
 
     A model that would take minutes to build is taken to train as fast as plain matrix products, which is right within
     40 % (DeiT-S, ViT-B, measured).
@@ -328,7 +331,7 @@ class Pace:
         self.seen[e] = s + seconds, n + rounds
 
     def seconds_a_round(self, e: Experiment) -> float | None:
-        """The mean over the most similar experiments, in proportion to their examples; None without this backbone."""
+        """Return the mean over the most similar experiments, scaled to ``e``'s examples; None without this backbone."""
         seen = {o: s / n for o, (s, n) in self.seen.items() if o.backbone == e.backbone and n}
         likeness = {o: [o == e, *(getattr(o, k) == getattr(e, k) for k in ALIKE)] for o in seen}
         best = [o for o in seen if likeness[o] == max(likeness.values())]
@@ -336,7 +339,7 @@ class Pace:
 
 
 def _ratio(e: Experiment, other: Experiment) -> float:
-    """Examples a round of ``e`` to those of ``other``, as far as their fields tell."""
+    """Return the ratio of ``e``'s examples a round to those of ``other``, as far as their fields tell."""
     clients = e.clients_per_round * e.local_epochs / (other.clients_per_round * other.local_epochs)
     if e.num_train is None or other.num_train is None:
         return clients

@@ -100,7 +100,7 @@ def save_model(run: Run, budget: int, path: Path | str | None = None, format: st
 
 
 def check_folder(path: Path | str) -> Path:
-    """``path`` as a folder that may be written; ``ValueError`` where something else than an export's files lies."""
+    """Return ``path`` as a folder that may be written; ``ValueError`` where other files than an export's lie."""
     where = Path(path).expanduser().absolute()
     there = {p.name for p in where.iterdir()} if where.is_dir() else set()
     try:
@@ -117,7 +117,7 @@ def check_folder(path: Path | str) -> Path:
 
 @contextmanager
 def replaced(path: Path) -> Iterator[Path]:
-    """A new folder beside ``path``, which takes its place when all is written; until then the old one is there."""
+    """Yield a new folder beside ``path`` that takes its place when all is written; until then the old one is there."""
     new, old = path.with_name(f".{path.name}.new"), path.with_name(f".{path.name}.old")
     shutil.rmtree(new, ignore_errors=True)
     new.mkdir(parents=True)
@@ -133,7 +133,7 @@ def replaced(path: Path) -> Iterator[Path]:
 
 
 def _part(f: Federation, server: Server, budget: int) -> Slice:
-    """The sub-model that a client of ``budget`` answers with."""
+    """Return the sub-model that a client of ``budget`` answers with."""
     clients = [c for c in f.clients(range(f.data.num_clients)) if c.budget == budget]
     if not clients:
         raise ValueError(f"budget = {budget!r} is no client's; allowed: {', '.join(map(str, sorted(set(f.budgets))))}")
@@ -207,7 +207,7 @@ State = dict[str, torch.Tensor]
 
 
 def as_timm(state: State, spec: ViTSpec, depth: int, about: dict) -> nn.Module:
-    """The timm VisionTransformer with ``state`` (see :func:`plain_state`); ``about`` gets what timm reads of it."""
+    """Build timm's VisionTransformer with ``state`` (see :func:`plain_state`); ``about`` gets what timm reads of it."""
     from timm.models.vision_transformer import VisionTransformer
 
     arguments = dict(
@@ -234,7 +234,7 @@ def as_timm(state: State, spec: ViTSpec, depth: int, about: dict) -> nn.Module:
 
 
 def as_hf(state: State, spec: BertSpec, depth: int, about: dict) -> nn.Module:
-    """The transformers BertForSequenceClassification with ``state``."""
+    """Build transformers' BertForSequenceClassification with ``state``."""
     from transformers import BertConfig, BertForSequenceClassification
 
     config = BertConfig(
@@ -262,7 +262,7 @@ def as_hf(state: State, spec: BertSpec, depth: int, about: dict) -> nn.Module:
 
 
 def plain_state(model: ExitModel, exit: int, unit: int) -> State:
-    """A sub-model's weights by the kit's names, adapters added to them; its last exit's begin with ``exit.``."""
+    """Return a sub-model's weights by the kit's names, adapters added to them; its last exit's begin with ``exit.``."""
     state = {n.removeprefix("backbone."): x.detach().float() for n, x in model.state_dict().items()}
     for base in [n for n in state if n.endswith(".base_layer.weight")]:
         layer = base.removesuffix(".base_layer.weight")
@@ -283,7 +283,7 @@ NETS = {"timm": (ViTSpec, as_timm), "hf": (BertSpec, as_hf)}
 def net_of(
     format: str, model: ExitModel, exit: int, unit: int, x: torch.Tensor, logits: torch.Tensor, about: dict
 ) -> nn.Module:
-    """The net of ``format`` that answers ``x`` with ``logits``; ``ValueError`` where none does.
+    """Return the net of ``format`` that answers ``x`` with ``logits``; ``ValueError`` where none does.
 
     timm's last norm adds 1e-6 to a variance where the kit's adds 1e-5: hence the tolerance of a thousandth.
     """
@@ -306,7 +306,7 @@ def net_of(
 
 
 def save_net(format: str, net: nn.Module, path: Path, about: dict) -> None:
-    """In the folder layout of the net's own library."""
+    """Save ``net`` in the folder layout of its own library."""
     if format == "hf":
         net.config.id2label = dict(enumerate(map(str, about["classes"])))  # pyright: ignore
         net.save_pretrained(path)  # pyright: ignore

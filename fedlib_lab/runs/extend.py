@@ -25,7 +25,7 @@ TELLS = re.compile(rf"'([\w.]+\.)?({'|'.join([*READ, *WHOLE])})'")  # a name, or
 
 
 def extend(e: Experiment, rounds: int, folder: Folder = None, accept: Accept = (), **how: Any) -> Run:
-    """The run of ``e`` over more ``rounds``, which goes on from the stored run of ``e``: the same numbers as anew.
+    """Return the run of ``e`` over more ``rounds``, going on from its stored run: the same numbers as from the start.
 
     ``how`` are further arguments of :func:`run` but ``wait``. The shorter run stays as it is; rounds of the longer one
     that are stored already are kept. ``ValueError`` says why where it cannot be: a schedule or a method that is paced
@@ -53,7 +53,7 @@ def extend(e: Experiment, rounds: int, folder: Folder = None, accept: Accept = (
 
 
 def _check(e: Experiment, longer: Experiment, folder: Folder, accept: Accept) -> tuple[Server, Checkpoints]:
-    """The last state of the stored run of ``e``; ``ValueError`` if ``longer`` cannot go on from it."""
+    """Return the last state of the stored run of ``e``; ``ValueError`` if ``longer`` cannot go on from it."""
     said, method = f"{e.slug} cannot go on to rounds = {longer.rounds}: ", check_experiment(longer)
     if longer.rounds <= e.rounds:
         raise ValueError(f"{said}it has {e.rounds} already")
@@ -73,7 +73,7 @@ def _check(e: Experiment, longer: Experiment, folder: Folder, accept: Accept) ->
 
 
 def _reads_rounds(method: type) -> str:
-    """Names that lead to what may tell a user's own method how many rounds there are; empty: nothing does."""
+    """Return names that lead to what may tell a user's own method how many rounds there are; empty: nothing does."""
     if method.__module__.startswith(("fedlib.", "fedlib_lab.")) or "paced_by" in vars(method):
         return ""
 

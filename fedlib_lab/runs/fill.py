@@ -69,7 +69,10 @@ class Filled:
 
 
 def named(names: Iterable[str] = ()) -> list[tuple[str, str]]:
-    """(paper, table) of ``PAPER`` or ``PAPER/TABLE``; of nothing, all of ``params/``. ``ValueError`` names a typo."""
+    """List the (paper, table) of each ``PAPER`` or ``PAPER/TABLE``, by default of all ``params/``.
+
+    ``ValueError`` names a typo.
+    """
     out = []
     for name in list(names) or papers():
         paper, _, table = name.partition("/")
@@ -83,7 +86,7 @@ def named(names: Iterable[str] = ()) -> list[tuple[str, str]]:
 def queue(
     wanted: Sequence[tuple[str, str]], profile: str = "small", folder: Folder = None, columns: Collection[str] = ()
 ) -> Queue:
-    """The missing runs of the tables ``wanted`` whose data are at hand, in ``columns`` (none named: all of them).
+    """List the missing runs of the tables ``wanted`` whose data are at hand, in ``columns`` (none named: all of them).
 
     Nothing is run, nothing is written. ``ValueError`` names a column that no table has.
     """
@@ -127,7 +130,7 @@ def queue(
 
 
 def _core_pace(found: Sequence[Run]) -> Pace:
-    """Core-seconds a round of stored runs: of those that this processor trained, where there are any."""
+    """Return the core-seconds a round of stored runs: of those that this processor trained, where there are any."""
     device = provenance(Execution(workers=1))["device"]
     records = [(r, r.record.get("provenance", {})) for r in {r.experiment: r for r in found}.values()]
     pace, here = Pace(), [(r, p) for r, p in records if p.get("device") == device]
@@ -137,14 +140,14 @@ def _core_pace(found: Sequence[Run]) -> Pace:
 
 
 def _share_left(e: Experiment, folder: Folder) -> float:
-    """What of ``e`` is to be done after its last evaluated round (an interrupted run may be further)."""
+    """Return the share of ``e`` left after its last evaluated round (an interrupted run may be further)."""
     with contextlib.suppress(DamagedFile, IndexError):
         return 1 - read_lines(run_path(e, folder) / "metrics.jsonl")[-1]["t"] / e.rounds
     return 1.0
 
 
 def core_hours(jobs: Iterable[Job], slower: float = 1.0) -> str:
-    """What ``jobs`` still take, as one says it, where each takes ``slower`` times its seconds."""
+    """Say in core-hours, or core-minutes, what ``jobs`` still take if each takes ``slower`` times its seconds."""
     seconds = slower * sum(j.seconds for j in jobs)
     return f"{seconds / 3600:.1f} core-hours" if seconds >= 3600 else f"{math.ceil(seconds / 60)} core-minutes"
 
@@ -177,12 +180,12 @@ def fill(
 
 
 def _slower(spent: float, done: Iterable[Job]) -> float:
-    """Core-seconds ``spent`` on ``done`` jobs, to what was told of them; near 1 until they are many."""
+    """Return the ratio of core-seconds ``spent`` on ``done`` jobs to those told of them; near 1 until they are many."""
     return (TRUSTED + spent) / (TRUSTED + sum(j.seconds for j in done))
 
 
 def _note(filled: Filled, job: Job, answer: dict | Exception | None) -> str:
-    """Let ``filled`` have what became of ``job``; a sentence on it."""
+    """Record in ``filled`` what became of ``job``; return a sentence on it."""
     if not isinstance(answer, dict):
         filled.failed.append((job, DIED if answer is None else str(answer) or type(answer).__name__))
         return f"{job} failed"
@@ -194,12 +197,12 @@ def _note(filled: Filled, job: Job, answer: dict | Exception | None) -> str:
 
 
 def _cores() -> int:
-    """The cores that this process may use."""
+    """Count the cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _run_job(folder: str, seconds: float, job: Job, cores: int, watch: Watch) -> dict:
-    """Run ``job`` at the lowest priority: its accuracy and seconds, or nothing if another process has it."""
+    """Run ``job`` at the lowest priority; return its accuracy and seconds, or {} if another process has it."""
     if hasattr(os, "nice"):
         os.nice(19)
     with contextlib.suppress(OSError):  # Linux weighs a session's processes as one group, whose niceness is another

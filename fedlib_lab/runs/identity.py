@@ -56,7 +56,7 @@ class OtherInputs(ValueError):
 
 
 def accepted(accept: Accept) -> frozenset[str]:
-    """The kinds of difference that the caller, or ``$FEDLIB_ACCEPT``, takes responsibility for."""
+    """Return the kinds of difference that the caller, or ``$FEDLIB_ACCEPT``, takes responsibility for."""
     said = [accept] if isinstance(accept, str) else accept or ()
     words = [w.strip() for text in (*said, os.environ.get("FEDLIB_ACCEPT", "")) for w in str(text).split(",")]
     check_known(filter(None, words), KINDS, "accept = {} is not possible")
@@ -64,7 +64,7 @@ def accepted(accept: Accept) -> frozenset[str]:
 
 
 def inputs_of(f: Federation) -> dict[str, object]:
-    """Everything that ``f`` trains with, for the record."""
+    """Return everything that ``f`` trains with, for the record."""
     e = f.experiment
     found = {"options": _options(f.method), "method": code_of(type(f.method)), "backbone": _own_backbone(e.backbone)}
     found["kit"] = kit_rules(e)
@@ -76,7 +76,7 @@ def inputs_of(f: Federation) -> dict[str, object]:
 
 
 def kit_rules(e: Experiment) -> dict[str, int]:
-    """The version of what the kit itself does, of that which it once did otherwise and which concerns ``e``.
+    """Return the versions of the kit's own rules: of those that were once others and that concern ``e``.
 
     1, which is not said: a subset was balanced; crops counted the picture's pixels; batch norm saw test batches, and
     static statistics those of all pictures in their order; readers chose otherwise between splits, columns and names,
@@ -102,9 +102,9 @@ def kit_rules(e: Experiment) -> dict[str, int]:
 
 
 def other_rules(there: Inputs, here: Inputs) -> list[str]:
-    """What of the kit is another version than ``there``: its rules, its classes. A version that is not said is 1.
+    """List what of the kit has another version than ``there``: rules and classes. A version that is not said is 1.
 
-    Nothing where nothing is said at all.
+    Empty where nothing is said at all.
     """
     rules = here.get("kit", {}) if there else {}
     found = [rule for rule, version in rules.items() if there.get("kit", {}).get(rule, 1) != version]
@@ -116,12 +116,15 @@ def other_rules(there: Inputs, here: Inputs) -> list[str]:
 
 
 def older_rules(e: Experiment, record: Mapping[str, Any]) -> list[str]:
-    """What of the kit is another version than the one that made the run of ``record``."""
+    """List what of the kit has another version than the one that made the run of ``record``."""
     return other_rules(record.get("inputs", {}), {"kit": kit_rules(e), "method": code_of(METHODS[e.method])})
 
 
 def concern(rules: Iterable[str], value: str) -> bool:
-    """Does one of ``rules`` concern ``value``, a column of ``tables.collect``? A client's own test set is as it was."""
+    """Return whether one of ``rules`` concerns ``value``, a column of ``tables.collect``.
+
+    A client's own test set is as it was, so ``CENTRAL`` concerns only values of the central one.
+    """
     central = value in ("accuracy", "exits", "last", "ensemble")
     return any(central or rule != CENTRAL for rule in rules)
 
@@ -139,7 +142,7 @@ def check_verified(e: Experiment, inputs: Inputs, accept: frozenset[str]) -> Non
 
 
 def known_inputs(e: Experiment, recorded: Collection[Inputs]) -> dict[str, object]:
-    """What of the kinds ``recorded`` is known of ``e`` here without training: only files that are new here are read.
+    """Return what of the kinds ``recorded`` is known of ``e`` here without training; only files new here are read.
 
     A method that is not registered here, and data and weights that are not at hand, are left out.
     """
@@ -165,7 +168,7 @@ def known_inputs(e: Experiment, recorded: Collection[Inputs]) -> dict[str, objec
 
 
 def differences(e: Experiment, there: Inputs, here: Inputs) -> dict[str, list[str]]:
-    """What differs, by kind; what either does not say is not compared."""
+    """Return what differs, by kind; what either does not say is not compared."""
     found: dict[str, list[str]] = {kind: [] for kind in KINDS}
     old, new = there.get("options", {}), here.get("options", {})
     for k in sorted(old.keys() & new.keys()):
@@ -189,7 +192,7 @@ def _differ(there: str, here: str) -> bool:
 
 
 def _other_code(there: Mapping[str, int | str], here: Mapping[str, int | str]) -> list[str]:
-    """A class of one's own must be on both sides. Versions of the kit's are :func:`other_rules`' matter."""
+    """List classes of one's own that differ, or are on one side only. The kit's versions: :func:`other_rules`."""
     texts = []
     for name in sorted(there.keys() | here.keys()):
         a, b = there.get(name), here.get(name)
@@ -202,13 +205,13 @@ def _other_code(there: Mapping[str, int | str], here: Mapping[str, int | str]) -
 
 
 def _options(method: Method) -> dict[str, object]:
-    """All fields of the method as JSON gives them back; of a value that JSON cannot hold, its type."""
+    """Return all fields of the method as JSON gives them back; of a value that JSON cannot hold, its type."""
     values = {f.name: getattr(method, f.name) for f in dataclasses.fields(method)}
     return json.loads(json.dumps(values, default=lambda value: type(value).__name__))
 
 
 def _own_backbone(name: str) -> str:
-    """The digest of a backbone of one's own: its shape, code and weights; "" of the kit's and timm's.
+    """Return the digest of a backbone of one's own: its shape, code and weights; "" of the kit's and timm's.
 
     A name that was the kit's and is timm's now says so: what is stored under it without this word is the former. So
     does a net that its owner froze in part: a run that is stored without this word trained all of it.
@@ -223,7 +226,7 @@ def _own_backbone(name: str) -> str:
 
 
 def _key(e: Experiment) -> dict | None:
-    """What ``e``'s data are decoded from; None where that is not at hand, or damaged."""
+    """Return what ``e``'s data are decoded from; None where that is not at hand, or damaged."""
     tokenizer = tokenizer_of(e.backbone)
     try:
         return source_key(e.dataset, tokenizer) if tokenizer is None or has_tokenizer(tokenizer) else None
@@ -232,13 +235,13 @@ def _key(e: Experiment) -> dict | None:
 
 
 def _source(e: Experiment) -> str | None:
-    """The digest of the files that ``e``'s data are decoded from; None where they are not at hand, or not known."""
+    """Return the digest of the files that ``e``'s data are decoded from; None if these are not at hand, or unknown."""
     key = _key(e)
     return source_digest(key) if key is not None and "hub" not in key else None
 
 
 def _data_digest(e: Experiment) -> str | None:
-    """The digest of ``e``'s data set as it is now; None where it is not at hand, or cannot be read."""
+    """Return the digest of ``e``'s data set as it is now; None where it is not at hand, or cannot be read."""
     key = _key(e)
     if key is None or (known := known_digest(key)) is not None:
         return known if key else None
@@ -256,7 +259,7 @@ def _decoded_digest(name: str, size: int, tokenizer: str | None, key: str) -> st
 
 
 def _weights_file_digest(e: Experiment) -> str | None:
-    """The digest of the file that ``e``'s backbone is loaded from, where that is known without loading it."""
+    """Return the digest of the file that ``e``'s backbone is loaded from; None where it is unknown without loading."""
     file = weights_file(e.backbone)
     if file is None and e.backbone.startswith("minilm") and has_minilm():
         file = minilm_file("model.safetensors")
@@ -266,7 +269,7 @@ def _weights_file_digest(e: Experiment) -> str | None:
 
 
 def _weights_folder_digest(e: Experiment) -> str | None:
-    """The digest of the files of the folder that ``e``'s backbone is loaded from; None: there is none."""
+    """Return the digest of the files of the folder that ``e``'s backbone is loaded from; None if there is none."""
     folder = folder_of_weights(e.backbone)
     if folder is None:
         return None
@@ -280,7 +283,7 @@ def _file_digest(file: Path, key: str) -> str:
 
 
 def _weights_digest(f: Federation) -> str:
-    """The digest of the backbone's tensors before round 1, whatever they are called."""
+    """Return the digest of the backbone's tensors before round 1, whatever they are called."""
     tensors = {**f.frozen, **f.server.params}
     infos = {n: f.setting.infos[n] for n in tensors if n in f.setting.infos}  # not a method's own copies
     drawn = {f"backbone.{n}" for n in f.model.backbone.drawn}

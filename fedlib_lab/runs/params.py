@@ -50,7 +50,7 @@ class Cell:
     layers: Layers = field(default_factory=dict, compare=False, repr=False)  # by name, later wins
 
     def explained(self) -> dict[str, dict[str, object]]:
-        """Of each key that layers set (``lr``, ``options.zeta``) its values by layer; the last one won."""
+        """Return, for each key that layers set (``lr``, ``options.zeta``), its values by layer; the last one won."""
         found: dict[str, dict[str, object]] = {}
         for layer, values in self.layers.items():
             for key, value in values.items():
@@ -61,7 +61,7 @@ class Cell:
 
 
 def recipe(name: str, profile: str = "small", **choices: object) -> Experiment:
-    """The experiment of a paper's table: ``recipe("reefl/table1", method="depthfl", profile="small")``.
+    """Return the experiment of a paper's table: ``recipe("reefl/table1", method="depthfl", profile="small")``.
 
     ``choices`` are :func:`load_grid`'s overrides. Of fine-tuning modes, columns and seeds that are not chosen the
     table's first counts. ``ValueError`` names the rows among which ``method`` or ``variant`` must choose.
@@ -70,7 +70,7 @@ def recipe(name: str, profile: str = "small", **choices: object) -> Experiment:
 
 
 def recipe_cell(name: str, profile: str, choices: Mapping[str, object]) -> Cell:
-    """The cell of :func:`recipe`, which also says which layer set what."""
+    """Return the cell of :func:`recipe`, which also says which layer set what."""
     check_type(name, str, "recipe")
     paper, _, table = name.partition("/")
     if not (cells := load_grid(paper, table, profile, choices)):
@@ -82,7 +82,7 @@ def recipe_cell(name: str, profile: str, choices: Mapping[str, object]) -> Cell:
 
 
 def make_experiment(*layers: Mapping[str, object]) -> Experiment:
-    """One experiment from layers of keys, fully checked."""
+    """Make one experiment from layers of keys, fully checked."""
     e = Experiment.from_dict(merge(*layers))
     check_experiment(e)
     return e
@@ -91,7 +91,10 @@ def make_experiment(*layers: Mapping[str, object]) -> Experiment:
 def load_experiment(
     paper: str, method: str, profile: str, overrides: Mapping[str, object] | None = None, **row: object
 ) -> Experiment:
-    """One experiment outside any table: base <- method <- profile <- row <- overrides (first seed of the profile)."""
+    """Load one experiment outside any table: base <- method <- profile <- row <- overrides.
+
+    The seed is the first of the profile, unless ``overrides`` name one.
+    """
     base, methods = _paper(paper)
     sizes = load_profile(profile, paper)
     seed = {"seed": sizes.get("seeds", [1])[0]}
@@ -103,7 +106,7 @@ def load_experiment(
 
 
 def _shrunk(published: Layers, sizes: Layers, row: Mapping, last: Layers) -> Layers:
-    """All layers in this order, with what follows from the experiment's size (``scaled_schedules.py``).
+    """Return all layers in this order, with what follows from the experiment's size (``scaled_schedules.py``).
 
     ``published`` and ``row`` make up the published one; ``sizes`` and what comes ``last`` change it.
     """
@@ -113,12 +116,12 @@ def _shrunk(published: Layers, sizes: Layers, row: Mapping, last: Layers) -> Lay
 
 
 def at_profile(layer: Mapping[str, Any], profile: str) -> tuple[dict, dict]:
-    """What a layer says always, and what it says at ``profile`` alone: its key of that name, over the profile's own."""
+    """Split a layer: what it says always; at ``profile`` alone (its key of that name), over the profile's own."""
     return {k: v for k, v in layer.items() if k not in profiles()}, dict(layer.get(profile, {}))
 
 
 def load_spec(paper: str, table: str) -> dict:
-    """``params/<paper>/<table>.yaml`` over the table it ``extends``; ``columns`` default to the paper's own.
+    """Load ``params/<paper>/<table>.yaml`` over the table it ``extends``; ``columns`` default to the paper's own.
 
     A row that names no method adds to the row of its name in the table below, or to the row that it is ``like``.
 
@@ -138,7 +141,7 @@ def load_spec(paper: str, table: str) -> dict:
 
 
 def _merged_spec(paper: str, table: str) -> dict:
-    """The table's file over those that it extends, its rows as they are written."""
+    """Merge the table's file over those that it extends, its rows as they are written."""
     check_known([table], grids(paper), "table = {} is unknown")
     spec = load_checked(params_dir() / paper / f"{table}.yaml", SPEC_KEYS | set(profiles()))
     if "extends" in spec:
@@ -156,13 +159,13 @@ def _without(layer: Mapping[str, Any], key: str) -> dict:
 
 
 def load_fallback(paper: str, table: str, profile: str) -> dict:
-    """What stands in for data that are not at hand: the table's own word, else the profile's; {}: nothing can."""
+    """Load what stands in for data that are not at hand: the table's own word, else the profile's; {}: nothing can."""
     own = load_spec(paper, table).get(profile, {})
     return own.get("fallback", load_profile(profile, paper).get("fallback")) or {}
 
 
 def load_grid(paper: str, table: str, profile: str, overrides: Mapping[str, object] | None = None) -> list[Cell]:
-    """All cells of ``params/<paper>/<table>.yaml`` at a profile, each a checked experiment.
+    """Load all cells of ``params/<paper>/<table>.yaml`` at a profile, each a checked experiment.
 
     ``overrides`` may hold any field of :class:`Experiment`, lists for ``finetune``, ``variant`` and ``method`` (any
     method where the table compares methods, else the variants of these methods), and ``columns`` and ``seeds``. Raises
@@ -201,7 +204,7 @@ def load_grid(paper: str, table: str, profile: str, overrides: Mapping[str, obje
 
 
 def _limits(spec: dict, only: Mapping[str, Mapping], overrides: Mapping) -> dict[str, dict]:
-    """Of each column that a table's ``only`` names the variants and seeds it keeps; what ``overrides`` ask for wins."""
+    """Return, for each column in a table's ``only``, the variants and seeds it keeps; ``overrides`` win."""
     asked = {"seeds": {"seed", "seeds"}, "variant": {"variant", "method"}}
     check_known(only, spec["columns"], "only = {} is unknown")
     for column, limits in only.items():
@@ -215,7 +218,7 @@ def _listed(value: object) -> list:
 
 
 def _columns(spec: dict, names: object, profile: str, overrides: Mapping) -> dict[str, tuple[dict, dict]]:
-    """Per column its settings, and its stand-in's at ``profile`` (none where ``overrides`` name the data set)."""
+    """Return per column its settings and its stand-in's at ``profile`` (none where ``overrides`` name the data set)."""
     out = {}
     check_known(_listed(names), spec["columns"], "overrides: columns = {}")
     for name in _listed(names):
@@ -226,7 +229,7 @@ def _columns(spec: dict, names: object, profile: str, overrides: Mapping) -> dic
 
 
 def _variants(spec: dict, kept: list[str], overrides: dict) -> dict[str, dict]:
-    """The variants that the profile keeps or ``overrides`` ask for (their keys are taken out)."""
+    """Return the variants that the profile keeps or ``overrides`` ask for (their keys are taken out)."""
     known, plain = spec["variants"], "method" in spec["axes"]
     if "method" in overrides:
         wanted = _listed(overrides.pop("method"))
@@ -240,7 +243,7 @@ def _variants(spec: dict, kept: list[str], overrides: dict) -> dict[str, dict]:
 
 
 def _given(overrides: Mapping[str, object] | None) -> dict[str, Any]:
-    """``overrides`` as a dict; ``ValueError`` names a key of the grid that is no name, or no list of such."""
+    """Return ``overrides`` as a dict; ``ValueError`` names a grid's key whose value is no name, nor a list of such."""
     if overrides is not None and not isinstance(overrides, Mapping):
         raise ValueError(f"overrides = {shown(overrides)}: expected a mapping of names to values")
     overrides = dict(overrides or {})
@@ -255,7 +258,7 @@ def _given(overrides: Mapping[str, object] | None) -> dict[str, Any]:
 
 
 def _paper(paper: str) -> tuple[dict, dict]:
-    """What all methods of ``paper`` share, and what each of them changes."""
+    """Return what all methods of ``paper`` share, and what each of them changes."""
     base, methods = load_layered(paper, "base"), load_layered(paper, "methods")
     base.pop("extends", None)
     check_known(methods, METHODS, f"{params_dir() / paper / 'methods.yaml'}: unknown method {{}}")

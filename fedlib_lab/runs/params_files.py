@@ -45,7 +45,7 @@ def load_yaml(path: Path) -> dict:
 
 
 def parse_yaml(text: str, where: object) -> Any:
-    """What ``text`` says; ``ValueError`` begins with ``where``."""
+    """Return what the YAML ``text`` says; ``ValueError`` begins with ``where``."""
     from yaml import YAMLError
 
     try:
@@ -56,7 +56,7 @@ def parse_yaml(text: str, where: object) -> Any:
 
 @lru_cache(maxsize=256)
 def _parsed(text: str) -> object:
-    """What ``text`` says; a grid reads the same few files once for each of its tables."""
+    """Return what ``text`` says, cached: a grid reads the same few files once for each of its tables."""
     import yaml
 
     return yaml.load(text, _strict_loader())
@@ -72,7 +72,7 @@ SCALARS = {  # of YAML 1.2's core schema, by tag; what matches none is text
 
 @cache
 def _strict_loader() -> type:
-    """YAML's safe loader, which would let the last of two equal keys win, lets aliases grow, and reads YAML 1.1."""
+    """Make YAML's safe loader strict: it would let the last of equal keys win and aliases grow, and read YAML 1.1."""
     import yaml
 
     class Strict(yaml.SafeLoader):
@@ -104,17 +104,17 @@ def _strict_loader() -> type:
 
 
 def papers() -> list[str]:
-    """The folders of ``params/`` that hold a paper's files (or an extension's)."""
+    """List the folders of ``params/`` that hold a paper's files (or an extension's)."""
     return sorted(p.name for p in params_dir().iterdir() if (p / "base.yaml").is_file())
 
 
 def grids(paper: str) -> list[str]:
-    """The tables of ``paper``: its params files that describe a grid."""
+    """List the tables of ``paper``: its params files that describe a grid."""
     return sorted(p.stem for p in paper_dir(paper).glob("*.yaml") if p.stem not in NO_GRIDS)
 
 
 def load_profile(profile: str, paper: str | None = None) -> dict:
-    """The profile's sizes, then ``paper``'s own choices at it; ``ValueError`` names an unknown profile or key."""
+    """Load the profile's sizes, then ``paper``'s own choices at it; ``ValueError`` names an unknown profile or key."""
     check_known([profile], profiles(), "profile = {} is unknown")
     layers = [load_checked(params_dir() / "profiles" / f"{profile}.yaml", SIZES)]
     for folder in _lineage(paper) if paper is not None else []:
@@ -134,20 +134,20 @@ def field_names() -> set[str]:
 
 
 def load_checked(path: Path, allowed: set[str]) -> dict:
-    """The mapping in ``path``; ``ValueError`` names a key that is not among ``allowed``."""
+    """Load the mapping in ``path``; ``ValueError`` names a key that is not among ``allowed``."""
     values = load_yaml(path)
     check_known(values, allowed, f"{path}: unknown key {{}}")
     return values
 
 
 def paper_dir(paper: str) -> Path:
-    """The paper's params; ``ValueError`` with the known papers if there is none of that name."""
+    """Return the folder of the paper's params; ``ValueError`` with the known papers if there is none of that name."""
     check_known([paper], papers(), "paper = {} is unknown")
     return params_dir() / paper
 
 
 def _lineage(paper: str, below: tuple[str, ...] = ()) -> list[Path]:
-    """The folders that make up ``paper``, those that it extends first."""
+    """List the folders that make up ``paper``, those that it extends first."""
     folder = paper_dir(paper)
     other = load_yaml(folder / "base.yaml").get("extends")
     if other is None:
@@ -158,13 +158,13 @@ def _lineage(paper: str, below: tuple[str, ...] = ()) -> list[Path]:
 
 
 def load_layered(paper: str, name: str) -> dict:
-    """``<name>.yaml`` of the papers that make up ``paper``, later over earlier; {} if none has one."""
+    """Load ``<name>.yaml`` of the papers that make up ``paper``, later over earlier; {} if none has one."""
     paths = [folder / f"{name}.yaml" for folder in _lineage(paper)]
     return merge(*(load_yaml(path) for path in paths if path.is_file()))
 
 
 def merge(*layers: Mapping[str, Any]) -> dict:
-    """Later layers win; mappings (``options``, ``finetune_options``) are merged key by key."""
+    """Merge layers, of which later ones win; mappings (``options``, ``finetune_options``) are merged key by key."""
     out: dict = {}
     for layer in layers:
         for key, value in layer.items():

@@ -21,7 +21,7 @@ SCREEN_SECONDS, LOG_SECONDS = 0.2, 30.0  # between lines on a screen, and where 
 
 
 def call_quietly(tell: Callable, *args: Any, **options: Any) -> Any:
-    """What ``tell`` returns; that it speaks to a closed stream or a broken pipe ends no run."""
+    """Call ``tell`` and return what it returns; that it speaks to a closed stream or a broken pipe ends no run."""
     try:
         return tell(*args, **options)
     except OSError:
@@ -32,7 +32,7 @@ def call_quietly(tell: Callable, *args: Any, **options: Any) -> Any:
 
 
 def bar(shown: bool, **options: Any) -> Any:
-    """A tqdm bar, a silent one if nobody can see it."""
+    """Make a tqdm bar, a silent one if nobody can see it."""
     from tqdm.auto import tqdm
 
     found = call_quietly(tqdm, disable=not shown, **options)
@@ -40,12 +40,12 @@ def bar(shown: bool, **options: Any) -> Any:
 
 
 def say(text: str) -> None:
-    """One line for the user, on the standard output."""
+    """Print one line for the user on the standard output."""
     call_quietly(print, text, flush=True)
 
 
 def interrupted(text: str) -> KeyboardInterrupt:
-    """A Ctrl-C of which a terminal and a notebook show one sentence; a plain one, so that a shell sees a signal."""
+    """Make a Ctrl-C of which terminals and notebooks show one sentence; a plain one, so that a shell sees a signal."""
     error, others = KeyboardInterrupt(text), sys.excepthook
     vars(error)["_render_traceback_"] = lambda: [text]  # IPython asks for it
     sys.excepthook = lambda kind, e, trace: print(text, file=sys.stderr) if e is error else others(kind, e, trace)
@@ -54,7 +54,7 @@ def interrupted(text: str) -> KeyboardInterrupt:
 
 @contextmanager
 def unheard() -> Iterator[None]:
-    """A further Ctrl-C does nothing meanwhile."""
+    """Ignore a further Ctrl-C inside the ``with`` block."""
     main = threading.current_thread() is threading.main_thread()
     before = signal.signal(signal.SIGINT, signal.SIG_IGN) if main else None
     try:
@@ -85,18 +85,18 @@ class Watch:
                 call_quietly(shown.close)
 
     def close_rounds(self) -> None:
-        """No run goes on."""
+        """Close the bars of rounds: no run goes on."""
         while self.going:
             call_quietly(self.going.popitem()[1][1].close)
 
     def begin(self, e: Experiment, t: int) -> None:
-        """``e`` goes on after round ``t``."""
+        """Show that ``e`` goes on after round ``t``."""
         self._close(e)
         self.going[e] = t, bar(self.bars, total=e.rounds, initial=t, desc=e.slug, leave=False, mininterval=0.5)
         self._tell()
 
     def round(self, e: Experiment, r: Finished) -> None:
-        """Round ``r`` of ``e`` has ended."""
+        """Show that round ``r`` of ``e`` has ended, and count its seconds."""
         _, rounds = self.going[e]
         self.going[e] = r.t, rounds
         self.pace.add(e, r.seconds, 1)
@@ -106,7 +106,7 @@ class Watch:
         self._tell()
 
     def end(self, e: Experiment) -> None:
-        """``e`` is done, here or elsewhere."""
+        """Show that ``e`` is done, here or elsewhere."""
         self._close(e)
         if ended := e in self.left:
             self.left.remove(e)
@@ -114,7 +114,7 @@ class Watch:
         call_quietly(self.runs.update, ended)
 
     def say(self, text: str) -> None:
-        """One line for the user."""
+        """Show one line to the user."""
         if self.shown:
             call_quietly(self.runs.write, text)
             if self.terminal is not None:
@@ -136,7 +136,7 @@ class Watch:
             self.terminal.show(", ".join(words), now)
 
     def seconds_left(self) -> float | None:
-        """Estimated from rounds of like runs; None before there are any."""
+        """Estimate the seconds left from rounds of like runs; None before there are any."""
         left = {e: e.rounds for e in self.left} | {e: e.rounds - t for e, (t, _) in self.going.items()}
         seconds = [s * n for e, n in left.items() if (s := self.pace.seconds_a_round(e)) is not None]
         if len(seconds) < len(left):
@@ -152,7 +152,7 @@ class Terminal:
 
     @classmethod
     def of_this_kernel(cls) -> "Terminal | None":
-        """Where the program that runs this kernel writes; None outside a kernel and where somebody watches it."""
+        """Open the terminal of the program that runs this kernel; None outside a kernel or where somebody watches."""
         if type(sys.stderr).__module__.partition(".")[0] != "ipykernel":
             return None
         import psutil

@@ -57,7 +57,7 @@ class Run:
         return self.record.get("stored", "")
 
     def _repr_html_(self) -> str:
-        """A card for a notebook: numbers, the curve by round, what was asked and what trained it."""
+        """Return a card for a notebook: numbers, the curve by round, what was asked and what trained it."""
         s, p = self.summary, self.record.get("provenance", {})
         rows = {"status": f"{s['status']} after {s['t']} of {self.experiment.rounds} rounds, {s['seconds']:.0f} s"}
         rows["accuracy"] = f"{s['accuracy']:.2f} %; exits {', '.join(f'{x:.2f}' for x in s['exits'])}"
@@ -71,7 +71,7 @@ class Run:
         return f"<table><caption>{escape(self.path.name)}</caption>{body}</table>"
 
     def _curve(self) -> str:
-        """The accuracy by round, lowest to highest, as a line of 160 by 30 pixels; nothing of fewer than two rounds."""
+        """Draw the accuracy by round, lowest to highest, as a line of 160 by 30 pixels; "" of fewer than two rounds."""
         at = [(m["t"], m["accuracy"]) for m in self.metrics]
         low, high = (min((a for _, a in at), default=0.0), max((a for _, a in at), default=0.0))
         if len(at) < 2 or not high > low:
@@ -82,23 +82,23 @@ class Run:
 
 
 def without_bulk(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """A summary, or a round's metrics, as a page holds it: what has an entry a client or an example is left out."""
+    """Return a summary, or a round's metrics, as a page holds it: without what has an entry a client or an example."""
     inner = {k: without_bulk(v) if isinstance(v, Mapping) else v for k, v in metrics.items()}
     return {k: v for k, v in inner.items() if k not in BULKY}
 
 
 def provenance_now(execution: Execution) -> dict[str, object]:
-    """The provenance of a go that begins now."""
+    """Return the provenance of a go that begins now."""
     return provenance(execution) | {"began": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")}
 
 
 def begun(inputs: Inputs, now: Mapping[str, object]) -> Record:
-    """The record of a run before its first round."""
+    """Return the record of a run before its first round."""
     return {"inputs": inputs, "provenance": now, "resumed": []}
 
 
 def resumed(record: Record, t: int, inputs: Inputs, now: Mapping[str, object]) -> Record:
-    """``record`` of a run that goes on after round ``t``, with the ``inputs`` that it did not know or had others of."""
+    """Return ``record`` of a run that goes on after round ``t``, with ``inputs`` that it lacked or had others of."""
     before = record.get("inputs", {})
     other = {k: v for k, v in inputs.items() if before.get(k) != v}
     later = {**now, "after_round": t} | ({"inputs": other} if other else {})
@@ -106,7 +106,7 @@ def resumed(record: Record, t: int, inputs: Inputs, now: Mapping[str, object]) -
 
 
 def ended(record: Record) -> Record:
-    """The record of a run that ends today."""
+    """Return the record of a run that ends today."""
     return {**record, "stored": datetime.date.today().isoformat()}
 
 
@@ -124,13 +124,13 @@ def check_inputs(
 
 
 def recorded(record: Record) -> list[Inputs]:
-    """The inputs of every go: the first one's, and what later ones had others of."""
+    """List the inputs of every go: the first one's, then for later ones these with what changed."""
     first = record.get("inputs", {})
     return [first, *({**first, **s["inputs"]} for s in record.get("resumed", []) if "inputs" in s)]
 
 
 def provenance(execution: Execution) -> dict[str, object]:
-    """Versions and hardware that produce a run (not part of the experiment)."""
+    """Return the versions and hardware that produce a run (not part of the experiment)."""
     from fedlib import __version__
 
     on_cluster = execution.executor == "ray"
@@ -149,7 +149,7 @@ def provenance(execution: Execution) -> dict[str, object]:
 
 
 def gpu() -> dict[str, object]:
-    """This process's GPU: ``device``, what it computes with, the ``host``'s CPU, and how convolutions run, by shape.
+    """Describe this process's GPU: ``device``, what it computes with, ``host``'s CPU, how convolutions run, by shape.
 
     What is measured of them after this was asked is there too.
     """
@@ -167,7 +167,7 @@ def gpu() -> dict[str, object]:
 
 @cache
 def commit() -> str:
-    """The commit of the code that runs, ``-dirty`` where it was edited; of an archive $FEDLIB_COMMIT, perhaps none."""
+    """Return the commit of the code that runs, ``-dirty`` where it was edited; of an archive $FEDLIB_COMMIT, or ""."""
     asked = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
         tracked = subprocess.run([*asked[:3], "ls-files", "--error-unmatch", __file__], capture_output=True)
@@ -178,7 +178,10 @@ def commit() -> str:
 
 
 def _one_thread_each(execution: Execution) -> bool:
-    """Do cohorts train on CPU threads that multiply alone? Not a single worker in a process of several threads."""
+    """Return whether cohorts train on CPU threads that multiply alone.
+
+    A single worker in a process of several threads does not.
+    """
     apart = execution.executor in ("processes", "ray") or execution.side_by_side() > 1
     return execution.device == "cpu" and (apart or torch.get_num_threads() == 1)
 

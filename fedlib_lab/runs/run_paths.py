@@ -20,17 +20,17 @@ Folder = str | os.PathLike | None
 
 
 def run_path(e: Experiment, folder: Folder = None) -> Path:
-    """Where ``e`` is stored: in ``folder``, by default ``outputs/runs``."""
+    """Return where ``e`` is stored: in ``folder``, by default ``outputs/runs``."""
     return place(e, folder)[1]
 
 
 def as_stored(e: Experiment, folder: Folder = None) -> Experiment:
-    """``e`` as it is named in ``folder``: neither options that say what is done anyway nor 1.0 for 1 rename it."""
+    """Return ``e`` as named in ``folder``: neither options that say what is done anyway nor 1.0 for 1 rename it."""
     return place(e, folder)[0]
 
 
 def place(e: Experiment, folder: Folder) -> tuple[Experiment, Path]:
-    """Both: ``e`` as it is spelt in ``folder``, and its own folder there, be that to be made.
+    """Return ``e`` as it is spelt in ``folder``, and its own folder there, which may still have to be made.
 
     A run that was stored while ``evaluate_every`` was a part of its name is found whatever ``e`` says of that.
     """
@@ -53,7 +53,7 @@ def place(e: Experiment, folder: Folder) -> tuple[Experiment, Path]:
 
 @lru_cache(maxsize=4096)
 def _formerly(file: Path, changed: int) -> Experiment | None:
-    """What is stored beside ``file`` under a name that says how often it was looked at; else, or if damaged, None."""
+    """Return what is stored beside ``file`` if its name says how often it was looked at; None if not, or if damaged."""
     try:
         x = Experiment.from_dict(read_json(file)["experiment"])
     except (KeyError, ValueError):
@@ -62,7 +62,7 @@ def _formerly(file: Path, changed: int) -> Experiment | None:
 
 
 def forget(e: Experiment, folder: Folder = None) -> bool:
-    """Delete the stored run of ``e``, finished or not. Was there one?
+    """Delete the stored run of ``e``, finished or not; return whether there was one.
 
     Files in its folder that no run writes stay. ``RuntimeError`` if a process is running it.
     """
@@ -89,7 +89,10 @@ def forget(e: Experiment, folder: Folder = None) -> bool:
 
 
 def folder_of(folder: Folder) -> Path:
-    """``folder`` as a path; None: ``outputs/runs``. ``ValueError`` if it is none, or too long for a run's files."""
+    """Return ``folder`` as a path (None: ``outputs/runs``).
+
+    ``ValueError`` if it is none, or too long for a run's files.
+    """
     if folder is not None and (not isinstance(folder, (str, os.PathLike)) or not os.fspath(folder)):
         raise ValueError(f"folder = {shown(folder)}: expected the path of a folder, e.g. 'outputs/runs'")
     path = outputs_dir() / "runs" if folder is None else Path(folder)

@@ -17,7 +17,7 @@ from fedlib.methods import build_method
 
 
 def following(published: Mapping[str, object], made: Mapping[str, object], said: Collection[str]) -> dict[str, object]:
-    """The keys of an experiment that follow from what ``made`` changes of ``published``; those ``said`` do not.
+    """Return the keys of an experiment that follow from what ``made`` changes of ``published``; those ``said`` do not.
 
     ``said`` has fields of the experiment, and ``options.<name>``.
     """
@@ -28,12 +28,12 @@ def following(published: Mapping[str, object], made: Mapping[str, object], said:
 
 
 def said_by(*layers: Mapping[str, Any]) -> set[str]:
-    """The keys that ``layers`` name."""
+    """Return the keys that ``layers`` name."""
     return {k for x in layers for k in (*x, *(f"options.{name}" for name in x.get("options", ())))} - {"options"}
 
 
 def _rounds(full: Mapping, made: Mapping) -> dict[str, object]:
-    """What goes with the number of rounds: the last rate stays, and what counts rounds is a share of them."""
+    """Return what goes with the number of rounds: the last rate stays, and what counts rounds is a share of them."""
     found: dict[str, object] = {}
     if made["rounds"] == full["rounds"]:
         return found
@@ -49,7 +49,7 @@ def _rounds(full: Mapping, made: Mapping) -> dict[str, object]:
 
 
 def _epochs(full: Mapping, made: Mapping, said: Collection[str]) -> dict[str, int]:
-    """The method's other epochs, as many for each local epoch as published."""
+    """Return the method's other epochs, as many for each local epoch as published."""
     factor, found = made["local_epochs"] / full["local_epochs"], {}
     if factor == 1:
         return found

@@ -157,7 +157,7 @@ class Fork:
 
 
 def _serve(jobs: Connection, out: Connection, answer_one: Answer) -> NoReturn:
-    """Inside a process: send the answer to each of ``jobs`` until these end: then stop, also amid a run."""
+    """Send the answer to each of ``jobs`` from inside a process until these end; then stop, also amid a run."""
     from tqdm import tqdm
 
     for connection in Fork.inputs:
@@ -243,7 +243,7 @@ class _Stream(io.TextIOBase):
 
 
 def choose(missing: Sequence[Experiment], execution: Execution) -> list[Experiment]:
-    """Which of ``missing`` are run side by side: as many as fill all cores; the rest has all cores, one after another.
+    """Choose which of ``missing`` run side by side: as many as fill all cores; the rest has all, one after another.
 
     None of them unless the CPU trains, ``execution`` leaves executor and workers open, as many runs are missing as
     there are cores, a process may be forked, nobody measures a profile, and memory suffices for one like the largest
@@ -263,7 +263,7 @@ def choose(missing: Sequence[Experiment], execution: Execution) -> list[Experime
 
 
 def _bytes_of(e: Experiment) -> float:
-    """What ``e`` takes beside this process: its data, its model, the training of one client, and caches."""
+    """Return the bytes that ``e`` takes beside this process: its data, its model, one client's training, and caches."""
     f = build_federation(e)
     kept = backbone_spec(e.backbone).numbers(min(e.batch_size, int(f.data.num_examples.max())))[1]
     caches = [t for c in (f.train_cache, f.test_cache) if c is not None for t in (c.z, *c.features)]
@@ -273,7 +273,7 @@ def _bytes_of(e: Experiment) -> float:
 def run_forks(
     run_one: Callable[[Experiment, Watch], object], chosen: Sequence[Experiment], cores: int, watch: Watch
 ) -> None:
-    """``run_one(e, watch)`` of each of ``chosen`` in ``cores`` forks of this process; what it raises is raised here.
+    """Run ``run_one(e, watch)`` for each of ``chosen`` in ``cores`` forks of this process; raise here what it raises.
 
     Where a fork cannot train, and of what another process holds, nothing is run: ``watch.left`` still has it.
     ``RuntimeError`` names a run that lost ``LIVES`` processes. After a Ctrl-C all are stored up to their last rounds.

@@ -28,7 +28,7 @@ _read: dict[types.CodeType, str] = {}  # of code that runs: its file may be edit
 
 @functools.lru_cache(maxsize=4096)
 def owner(file: str | None) -> str:
-    """Whose code lies in ``file``: "kit", "library" (Python's own, or an installed package's), or "own"."""
+    """Say whose code lies in ``file``: "kit", "library" (Python's own, or an installed package's), or "own"."""
     if file is None or file.startswith("<"):
         return "library" if file and file.startswith("<frozen") else "own"
     path = os.path.realpath(file)
@@ -39,7 +39,7 @@ def owner(file: str | None) -> str:
 
 
 def text_of(code: types.CodeType) -> tuple[str, bool]:
-    """What ``code`` says, and whether its file says it no longer."""
+    """Return what ``code`` says, and whether its file says it no longer."""
     linecache.checkcache(code.co_filename)
     source = "".join(linecache.getlines(code.co_filename))
     if source and (found := _in_file(code, source)) is not None:
@@ -49,7 +49,7 @@ def text_of(code: types.CodeType) -> tuple[str, bool]:
 
 
 def _in_file(code: types.CodeType, source: str) -> str | None:
-    """The syntax trees at the line where ``source`` compiles to ``code``; None: nowhere."""
+    """Find the syntax trees at the line where ``source`` compiles to ``code``; None if there is none."""
     parsed = _parsed(source, code.co_flags & __future__.annotations.compiler_flag)
     for essence, tree in parsed.get(code.co_qualname, ()):
         if essence == _essence(code):
@@ -59,7 +59,7 @@ def _in_file(code: types.CodeType, source: str) -> str | None:
 
 @functools.lru_cache(maxsize=64)
 def _parsed(source: str, flags: int) -> dict[str, list[tuple[tuple, str]]]:
-    """By qualified name of each function in ``source``: what its code does, its syntax trees."""
+    """Return, by qualified name of each function in ``source``, what its code does, and its syntax trees."""
     try:
         tree = ast.parse(source)
         module = compile(source, "<source>", "exec", flags | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, True)
@@ -79,7 +79,7 @@ def _parsed(source: str, flags: int) -> dict[str, list[tuple[tuple, str]]]:
 
 
 def _dump(node: object) -> str:
-    """A syntax tree as text that is the same in every version of Python: what is empty is left out."""
+    """Write a syntax tree as text that is the same in every version of Python: what is empty is left out."""
     if isinstance(node, list):
         return f"[{', '.join(map(_dump, node))}]"
     if not isinstance(node, ast.AST):
@@ -92,7 +92,7 @@ def _dump(node: object) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def _essence(code: types.CodeType) -> tuple:
-    """All of ``code`` that decides what it does: no lines, no file."""
+    """Return all of ``code`` that decides what it does: no lines, no file."""
     constants = tuple(_essence(c) if isinstance(c, types.CodeType) else _constant(c) for c in code.co_consts)
     names = code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars
     counts = code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount
@@ -112,7 +112,7 @@ def _inside(code: types.CodeType) -> Iterator[types.CodeType]:
 
 @functools.lru_cache(maxsize=4096)
 def names_in(code: types.CodeType) -> tuple[set[str], set[str], list[Import], set[str]]:
-    """Globals that ``code`` and the functions inside it read, all names that they use, what they import.
+    """List globals that ``code`` and functions inside it read, all names they use, what they import, and operators.
 
     The last are names of whose ``ops`` or ``library`` they take something: where that is torch's, another's operators.
     """

@@ -37,7 +37,7 @@ from .run_paths import Folder, as_stored, check_files, check_place, folder_of, f
 
 
 def find_run(e: Experiment, folder: Folder = None, accept: Accept = ()) -> Run | None:
-    """The stored run of ``e``, or None if it is missing or unfinished; ``DamagedFile`` names a file not to believe.
+    """Return the stored run of ``e``; None if it is missing or unfinished; ``DamagedFile`` names a file not to believe.
 
     ``OtherInputs`` if it was trained with another method, data or weights than those at hand. ``accept`` names the
     kinds of difference to overlook, e.g. ``"data"`` or ``["options", "method"]``: options, method (its code), kit (a
@@ -55,7 +55,7 @@ def find_run(e: Experiment, folder: Folder = None, accept: Accept = ()) -> Run |
 
 
 def stored_runs(folder: Folder = None, words: Iterable[str] = ()) -> Iterator[Run]:
-    """Finished runs in ``folder`` by name, as they were stored: nothing is compared with what is at hand.
+    """Yield finished runs in ``folder`` by name, as they were stored: nothing is compared with what is at hand.
 
     Of ``words`` the name must have every one. One that cannot be read is told of in a warning and left out.
     """
@@ -69,12 +69,12 @@ def stored_runs(folder: Folder = None, words: Iterable[str] = ()) -> Iterator[Ru
 
 
 def shown_run(e: Experiment, folder: Folder = None) -> Run | None:
-    """As :func:`find_run`, for a table: a run of an older rule of the kit is shown, with a flag (``flags.py``)."""
+    """Find a run as :func:`find_run` does; one of an older rule of the kit too, which a table flags (``flags.py``)."""
     return find_run(e, folder, "kit")
 
 
 def _read(path: Path) -> Run:
-    """The finished run in ``path``; ``DamagedFile`` if its files are not those of one run."""
+    """Read the finished run in ``path``; ``DamagedFile`` if its files are not those of one run."""
     content, summary, lines = read_json(path / "experiment.json"), read_json(path / "summary.json"), "metrics.jsonl"
     e = Experiment.from_dict(content.pop("experiment"), str(path / "experiment.json"))
     metrics, ended_after = read_lines(path / lines), summary.get("t")
@@ -181,7 +181,7 @@ def run_all(
 
 
 def stored_pace(found: Iterable[Run], execution: Execution) -> Pace:
-    """Seconds a round of stored runs that this machine trained, as if on as many workers as ``execution`` has."""
+    """Return the seconds a round of stored runs of this machine, as if on as many workers as ``execution`` has."""
     pace, here = Pace(), provenance(execution)
     for r in found:
         there = r.record.get("provenance", {})
@@ -197,7 +197,7 @@ def _days(found: list[Run]) -> str:
 
 
 def _find_good(e: Experiment, folder: Folder, accept: Accept) -> Run | None:
-    """:func:`find_run`, but None if a file is damaged that the run's checkpoint can rebuild."""
+    """Return what :func:`find_run` does, but None if a file is damaged that the run's checkpoint can rebuild."""
     try:
         return find_run(e, folder, accept)
     except DamagedFile as error:
@@ -211,7 +211,7 @@ def _run_missing(
     e: Experiment, execution: Execution, folder: Folder, watch: Watch, seconds: float, wait: bool, accept: Accept,
     callback: Callback,
 ) -> Run | None:  # fmt: skip
-    """Run ``e`` under its lock; None if another process holds it and we do not ``wait``."""
+    """Run ``e`` under its lock; return None if another process holds it and we do not ``wait``."""
     from filelock import FileLock, Timeout
 
     path = run_path(e, folder)
@@ -247,7 +247,7 @@ def _continue(
     f: Federation, inputs: Inputs, execution: Execution, path: Path, watch: Watch, checkpoint_seconds: float,
     accept: frozenset[str], callback: Callback,
 ) -> Run | None:  # fmt: skip
-    """Run the rounds that are not in the checkpoint and write the summary; a run only if a callback stopped it."""
+    """Run the rounds that are not in the checkpoint, write the summary; return a run only if a callback stopped it."""
     store = Checkpoints(path, f.experiment)
     server = store.restore(f)
     f = replace(f, experiment=store.experiment)
@@ -276,7 +276,7 @@ def _rounds(
     f: Federation, execution: Execution, server: Server, store: Checkpoints, watch: Watch, checkpoint_seconds: float,
     callback: Callback,
 ) -> Finished | None:  # fmt: skip
-    """Run the rounds after ``server.t``, with a checkpoint now and then; the last one, None if none was left."""
+    """Run the rounds after ``server.t``, with a checkpoint now and then; return the last one, None if none was left."""
     saved = time.monotonic()
     if callback.begin(f.experiment, server.t, store.metrics) and server.t and not store.final:
         return Finished(server.t, replace(server, mirrors=store.mirrors), {}, {}, None, 0.0)

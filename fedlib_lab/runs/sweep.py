@@ -89,14 +89,14 @@ def sweep(
 
 
 def changed(e: Experiment, choice: Mapping[str, object]) -> Experiment:
-    """``e`` with the values of ``choice``, fully checked."""
+    """Return ``e`` with the values of ``choice``, fully checked."""
     check_known([k for k in choice if k in KEPT], (), f"sweep: {{}} cannot be chosen, nor can {', '.join(KEPT)}")
     parts = [(key.partition("."), value) for key, value in choice.items()]
     return make_experiment(e.to_dict(), *({k: {inner: v} if inner else v} for (k, _, inner), v in parts))
 
 
 def best(trials: Iterable[Trial]) -> dict[str, Trial]:
-    """Of every row the first of its best trials, whose ``choice`` is what to run on the test set."""
+    """Return, for every row, the first of its best trials, whose ``choice`` is what to run on the test set."""
     rows: dict[str, list[Trial]] = {}
     for trial in trials:
         rows.setdefault(trial.row, []).append(trial)
@@ -120,7 +120,7 @@ def _drawn(
 
 
 def optuna_for(what: str) -> Any:
-    """Optuna; ``ImportError`` says how to have it."""
+    """Return Optuna; ``ImportError`` says how to install it."""
     try:
         import optuna
     except ImportError as error:

@@ -24,7 +24,7 @@ from .store import Folder, run
 def load_state(
     e: Experiment, execution: Execution = Execution(), folder: Folder = None, accept: Accept = ()
 ) -> tuple[Federation, Server, ClientFiles]:
-    """``e``'s federation, and what it had after the last round: the server, and each client's memory.
+    """Return ``e``'s federation, and what it had after the last round: the server, and each client's memory.
 
     Runs ``e`` if it is missing or came without weights. ``ValueError`` for a diverged run: its weights answer nothing.
     """
@@ -43,12 +43,12 @@ def load_state(
 def load_trained(
     e: Experiment, execution: Execution = Execution(), folder: Folder = None, accept: Accept = ()
 ) -> tuple[Federation, Server]:
-    """:func:`load_state` without the clients' memories, which a server's own answers do not need."""
+    """Return what :func:`load_state` does, but no clients' memories, which a server's own answers do not need."""
     return load_state(e, execution, folder, accept)[:2]
 
 
 def all_logits(f: Federation, server: Server) -> torch.Tensor:
-    """Logits (E, N, C) of every exit on the test set, each from the sub-model the method evaluates it with.
+    """Return the logits (E, N, C) of every exit on the test set, each from the sub-model the method evaluates it with.
 
     An exit that its sub-model does not hold is answered by another, as in the evaluation.
     """
@@ -59,14 +59,14 @@ def all_logits(f: Federation, server: Server) -> torch.Tensor:
 
 
 def class_accuracies(logits: torch.Tensor, labels: torch.Tensor) -> np.ndarray:
-    """Accuracy (E, C) in percent on the test examples of each class; NaN for a class without any."""
+    """Return the accuracy (E, C) in percent on the test examples of each class; NaN for a class without any."""
     right = (logits.argmax(-1) == labels).double()  # (E, N)
     one_hot = torch.nn.functional.one_hot(labels, logits.shape[-1]).double()
     return (100 * right @ one_hot / one_hot.sum(0)).cpu().numpy()
 
 
 def client_accuracies(f: Federation, logits: torch.Tensor) -> np.ndarray:
-    """Accuracy (clients,) in percent that each client's deepest exit b(i) has on data like the client's own.
+    """Return the accuracy (clients,) in percent that each client's deepest exit b(i) has on data like the client's own.
 
     Where clients are writers or speakers and the test set names its own: the share of the owner's held-out examples
     that exit b(i) gets right (clients of one owner share them). Else the sum over classes c of n_ic / n_i x the
