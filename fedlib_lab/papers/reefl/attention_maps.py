@@ -9,8 +9,10 @@ compares z_cls^l with m_l^l over the tokens of block l, which block l+1 reads. `
 latter, ``x`` beside ``m`` and ``c`` the former.
 """
 
+import os
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -19,6 +21,9 @@ from fedlib.engine.evaluation import central_forward, served_parts
 from fedlib.engine.federation import Federation
 from fedlib.methods import Server
 from fedlib.models.exit_model import ExitModel
+
+from ...runs.record import Run
+from ...runs.trained import load_trained
 
 MAPS = {
     "x": "before Ree, Eq. 7",
@@ -95,8 +100,25 @@ def attention_maps(model: ExitModel, images: torch.Tensor) -> Attention:
     return Attention({n: torch.stack(m, 1) for n, m in maps.items()}, logits, model.exit_units)
 
 
-def run_attention(f: Federation, server: Server, rows: torch.Tensor) -> Attention:
-    """Compute the maps of the test images ``rows`` under the trained global model."""
+def run_attention(f: Federation, server: Server, pictures: torch.Tensor) -> Attention:
+    """Compute the maps of ``pictures`` (B, C, H, W), uint8 as the test set's, under the trained global model."""
     central_forward(f, server, served_parts(f, server)[-1]).place_()
-    size = f.model.backbone.spec.img_size
-    return attention_maps(f.model, render(f.data.test_inputs[rows], None, size, f.data.mean, f.data.std)[None])
+    return attention_maps(
+        f.model, render(pictures, None, f.model.backbone.spec.img_size, f.data.mean, f.data.std)[None]
+    )
+
+
+def attention_of(run: Run, picture: str | os.PathLike) -> tuple[np.ndarray, Attention]:
+    """Compute the maps of a picture file of your own under the model that ``run`` trained.
+
+    Return the picture (side, side, 3) in the size of the run's data, 0 to 255, and its maps:
+    ``plot_blocks(*attention_of(run, "cat.png"), 0, "a cat")`` draws them.
+    """
+    from PIL import Image
+
+    f, server = load_trained(run.experiment)
+    channels, side = f.data.test_inputs.shape[1:3]
+    with Image.open(picture) as image:
+        pixels = np.array(image.convert("L" if channels == 1 else "RGB").convert("RGB").resize((side, side)))
+    inputs = torch.from_numpy(pixels).permute(2, 0, 1)[None, :channels]
+    return pixels, run_attention(f, server, inputs.to(f.device))

@@ -7,11 +7,21 @@ import numpy as np
 import pytest
 import torch
 
+from fedlib import run
 from fedlib.core.experiment import Experiment
 from fedlib.engine.federation import build_model
 from fedlib.methods import build_method
-from fedlib_lab.papers.reefl.attention_maps import MAPS, Attention, attention_maps, attention_row, pick_by_exit
+from fedlib_lab.papers.reefl.attention_maps import (
+    MAPS,
+    Attention,
+    attention_maps,
+    attention_of,
+    attention_row,
+    pick_by_exit,
+    run_attention,
+)
 from fedlib_lab.papers.reefl.attention_plots import browse, map_picture, plot_blocks, plot_slide
+from fedlib_lab.runs.trained import load_trained
 
 
 def model_of(finetune="lora", method="reefl", **options):
@@ -161,3 +171,21 @@ def test_the_browser_shows_the_first_choice_and_follows_its_controls():
     image, block, head = box.children[0].children
     assert [o[0] for o in image.options] == list("abcd") and block.max == 3
     assert [o[0] for o in head.options] == ["mean", "1", "2"]
+
+
+def test_a_picture_of_ones_own_has_the_maps_of_the_same_test_picture(tmp_path, tiny):
+    from PIL import Image
+
+    done = run(tiny.replace(method="reefl", rounds=1), folder=tmp_path / "runs")
+    f, server = load_trained(done.experiment)
+    own = f.data.test_inputs[3].expand(3, -1, -1).permute(1, 2, 0).numpy()
+    Image.fromarray(own).save(tmp_path / "own.png")
+    pixels, found = attention_of(done, tmp_path / "own.png")
+    wanted = run_attention(f, server, f.data.test_inputs[3:4])
+    assert np.array_equal(pixels, own) and torch.equal(found.logits, wanted.logits)
+    for name, maps in wanted.maps.items():
+        assert torch.equal(found.maps[name].nan_to_num(), maps.nan_to_num())
+    Image.fromarray(own).resize((200, 150)).save(tmp_path / "large.png")
+    axes = plot_blocks(*attention_of(done, tmp_path / "large.png"), 0, "a digit")
+    assert len(axes)
+    plt.close("all")
