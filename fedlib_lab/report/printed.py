@@ -37,7 +37,7 @@ def as_printed(table: pd.DataFrame, of: str = "column") -> Printed:
         name = next(c for c in table if c == "obtained" or c.startswith("best run's"))
         best = table.groupby(["mode", "column"], sort=False)[name].transform(bold)
         return Printed(table.assign(**{name: best}).drop(columns=["data"] + ["mode"] * (not mode)))
-    reported = table.get("reported", pd.Series("–", table.index)).str.partition(" ±")[0]
+    reported = table.get("reported", pd.Series("–", table.index)).str.split(" ±").str[0]
     numbers = table.obtained.where(reported == "–", table.obtained + " (" + reported + ")")
     numbers = numbers.groupby([table["mode"], table[of]], sort=False).transform(bold)
     rows = [*mode, "method"]

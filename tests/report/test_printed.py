@@ -63,6 +63,10 @@ def test_a_table_with_columns_of_its_own_or_a_name_twice_keeps_a_row_a_number():
     assert len(as_printed(LONG.assign(method="ReeFL"))) == 3
 
 
+def test_a_table_without_runs_is_empty():
+    assert as_printed(LONG[:0]).empty and as_printed(LONG[:0].assign(mode=[])).empty
+
+
 def test_what_is_bold_is_bold_in_a_notebook_and_in_latex_and_nothing_is_cut():
     table = as_printed(LONG.assign(method=["A & B", "long " * 30, "long " * 30]))
     page, latex = table._repr_html_(), table.to_latex()
