@@ -28,12 +28,12 @@ def as_printed(table: pd.DataFrame, of: str = "column") -> Printed:
     Columns say which data stood in. ``seeds`` is how many the numbers of a row are of, from the fewest to the most. A
     table with columns of its own, or with two rows of one name, keeps a row a number.
     """
-    several = table.data.nunique() > 1
-    titles = [heading(*names, several) for names in zip(table.column, table.data, strict=True)]
+    if table.empty:
+        return Printed(table)
+    titles = [heading(*names, table.data.nunique() > 1) for names in zip(table.column, table.data, strict=True)]
     table = table.assign(column=titles, data=titles)
-    own = [c for c in table if c not in {*PLACE, *NUMBERS, "method"}]
     mode = ["mode"] if table["mode"].nunique() > 1 else []
-    if own or table.duplicated([*PLACE, "method"]).any():
+    if set(table) - {*PLACE, *NUMBERS, "method"} or table.duplicated([*PLACE, "method"]).any():
         name = next(c for c in table if c == "obtained" or c.startswith("best run's"))
         best = table.groupby(["mode", "column"], sort=False)[name].transform(bold)
         return Printed(table.assign(**{name: best}).drop(columns=["data"] + ["mode"] * (not mode)))
