@@ -88,7 +88,7 @@ def is_long(item):
     """Does it take long, and was nothing touched of what it tests?"""
     file, area = item.path.relative_to(ROOT).as_posix(), item.path.parent.relative_to(ROOT / "tests").parts[:1]
     parts = [file, *(f"{package}/{part}" for package in ("fedlib", "fedlib_lab") for part in area)]
-    parts += [part for name in area for part in RESTS_ON.get(name, ())]
+    parts += [part for name in area for part in RESTS_ON.get(name, ())] if area else ["fedlib", "fedlib_lab"]
     return bool(LONG & {item.nodeid, item.nodeid.partition("[")[0]}) and not any(map(touches, parts))
 
 
