@@ -232,19 +232,26 @@ def test_the_results_shown_are_those_stored():
     said = README.read_text().replace("\n", " ")
     claims = re.search(r"of \d+ claims .*?\.", (ROOT / "outputs/README.md").read_text())[0]
     assert claims in said
-    after = []
+    differences = {}
     for name in ("horizon", "table1"):
         rows = pd.read_csv(ROOT / f"outputs/reefl/tables/{name}_small.csv")
-        rows = rows.query("mode == 'Frozen' and column == 'cifar10_alpha1'").set_index("method").obtained
-        after.append(rows.str.split(" ").str[0].astype(float))
+        for data in ("cifar100", "cifar10"):
+            own = rows[(rows["mode"] == "Frozen") & (rows.column == f"{data}_alpha1")].set_index("method").obtained
+            own = own.str.split(" ").str[0].astype(float)
+            differences[name, data] = own.ReeFL - own.DepthFL
+            assert name == "table1" or own.idxmax() == "ReeFL"
     printed = load_reported("reefl", "table1").query("finetune == 'frozen' and column == 'cifar100_alpha1'")
     paper = printed.set_index("method")["mean"]
-    long, short = (x.ReeFL - x.DepthFL for x in after)
+    assert f"leads DepthFL by {paper.reefl - paper.depthfl:.0f} points on CIFAR-100" in said
+    long, short = (differences[name, "cifar100"] for name in ("horizon", "table1"))
+    assert f"it leads by {long:.1f} after 1,000 rounds and trails by {-short:.1f} after 100" in said
+    answers = pd.read_csv(ROOT / "outputs/reefl/tables/why_small_answers.csv").query("factor == 'rounds'")
+    ahead = answers.set_index(["data", "level"]).ahead
+    verdicts = {k: ahead[k] for k in (("CIFAR-100", "1000"), ("CIFAR-100", "100"), ("CIFAR-10", "1000"), ("CIFAR-10", "100"))}  # fmt: skip
+    assert list(verdicts.values()) == ["holds", "contradicted", "holds", "undecided"]
     assert (
-        f"leads DepthFL by {paper.reefl - paper.depthfl:.0f} points; here it leads by {long:.1f} after 1,000 rounds"
-        in said
+        f"on CIFAR-10 it leads by {differences['horizon', 'cifar10']:.1f}, and after 100 no difference is seen" in said
     )
-    assert f"and trails by {-short:.1f} after 100" in said and after[0].idxmax() == "ReeFL"
     statuses = re.findall(r"^\| \[\w+\]\(https.*?\), .*? \| (.*?) \|", README.read_text(), re.M)
     assert len(statuses) == 5 and all(len(s.split()) <= 6 for s in statuses)
 
