@@ -1,4 +1,4 @@
-"""Claims on a page: the rule in words, every claim with its verdict, and every comparison behind it.
+"""Claims on pages: those that stand or fall on the first one, all of them with the rule on their own.
 
 Read next: ``report/verdicts.py``, the rule; ``report/page.py``.
 """
@@ -13,26 +13,24 @@ import pandas as pd
 from fedlib.core.tables import read_table
 
 from .claims import KINDS, Judged, Stored
-from .style import axes_of, finish, share_legend, spelled, styled
-from .tables import markdown_table
+from .printed import heading
+from .style import axes_of, finish, plain, share_legend, spelled, styled, wrapped
 from .verdicts import COLUMNS
 
 WORDS = read_table(Path(__file__).with_suffix(".yaml"))
-GRADES, NOT = WORDS["grades"], "not testable"
-COLORS = dict(zip(GRADES, ("#56b4e9", "#e69f00", "#009e73", "#d0d4d8", "#eff1f3"), strict=True))
+GRADES, OPEN, NOT = WORDS["grades"], "undecided", "not testable"
+COLORS = dict(zip(GRADES, ("#0072b2", "#d55e00", "#009e73", "#9a9a9a", "#9a9a9a"), strict=True))
 Counts = Mapping[str, Mapping[str, int]]  # by kind of evidence, by verdict
 
 
-def claims_section(verdicts: Sequence[Judged]) -> str:
-    """Return how many claims hold, and a table of them all; a verdict links to its comparisons."""
-    table = pd.DataFrame(
-        [{"claim": v.says, "where": v.where, "verdict": linked_verdict(v), "here": v.numbers, "in print": v.printed,
-          "others": "; ".join(v.others) or "–"} for v in verdicts]
-    )  # fmt: skip
-    table = table if (table.others != "–").any() else table.drop(columns="others")
-    title = "## What the paper says, and whether it holds here"
-    tally = tally_of({k: Counter(v.verdict for v in verdicts if v.kind == k) for k in KINDS})
-    return "\n\n".join([title, tally, WORDS["short"], markdown_table(table)])
+def claims_boxes(verdicts: Sequence[Judged]) -> str:
+    """Return the claims that stand or fall, in a box for each kind of evidence; the others are counted, with a link."""
+    parts = [f"{tally_of({k: Counter(v.verdict for v in verdicts if v.kind == k) for k in KINDS})} {WORDS['all']}"]
+    for kind in KINDS:
+        shown = (v for v in verdicts if v.kind == kind and v.verdict not in (NOT, OPEN))
+        lines = [f"- {v.says.rstrip('.')} ({v.where}): {linked_verdict(v)}." for v in shown]
+        parts += [f"*By {kind}*\n\n" + "\n".join(lines)] * bool(lines)
+    return "\n\n".join(parts)
 
 
 def tally_of(counts: Counts) -> str:
@@ -49,37 +47,37 @@ def _graded(by: Mapping[str, int]) -> str:
 
 
 def linked_verdict(v: Judged) -> str:
-    """Return the verdict, linked to its comparisons if it has any, with its data and whether it is of few seeds."""
-    word = f"[**{v.verdict}**](claims.md#{v.name})" if compared(v) else f"**{v.verdict}**"
+    """Return the verdict, linked to what stands behind it, with its data and whether it is of few seeds."""
     few = v.grade.indicative and v.verdict in ("holds", "contradicted", "tie")
-    return ", ".join([word, *filter(None, [v.on]), *["indicative"] * few])
-
-
-def compared(v: Judged) -> bool:
-    """Return whether any comparison of the claim has runs."""
-    return bool((v.comparisons.seeds > 0).any())
+    return ", ".join([f"[**{v.verdict}**](claims.md#{v.name})", *filter(None, [v.on]), *["indicative"] * few])
 
 
 def claims_page(stored: Stored, verdicts: Sequence[Judged]) -> str:
-    """Return the page of every comparison behind the claims, its interval in points; empty where there is none."""
-    parts = [comparisons(v) for v in verdicts if compared(v)]
-    title = f"# Claims of {spelled(stored.paper)} at profile `{stored.profile}`, comparison by comparison"
-    lead = "Written by `make results`; do not edit. Differences in points. [Back to the results](README.md)."
+    """Return the page of all claims, each with its verdict, what is in print and what others found; empty without."""
+    if not verdicts:
+        return ""
     bounds = [x for v in verdicts for x in v.comparisons[v.comparisons.seeds > 1].bound]
     bound = " " + WORDS["bound"].format(bound=sum(bounds), all=len(bounds)) if any(bounds) else ""
-    return "\n\n".join([title, lead, WORDS["rule"] + bound, *parts]) + "\n" if parts else ""
+    title = f"# Claims of {spelled(stored.paper)} at profile `{stored.profile}`"
+    return "\n\n".join([title, WORDS["lead"], WORDS["rule"] + bound, *map(claim_section, verdicts)]) + "\n"
 
 
-def comparisons(v: Judged) -> str:
-    """Return the comparisons of a claim that have runs, under the claim's name."""
-    rows = v.comparisons[v.comparisons.seeds > 0][COLUMNS].copy()
-    interval = [f"{a:+.2f} to {b:+.2f}" if pd.notna(a) else "–" for a, b in zip(rows.low, rows.high, strict=True)]
-    rows["mean"] = [f"{m:+.2f}" for m in rows["mean"]]
-    rows.insert(6, "95 % interval", interval)
-    rows = rows if (rows["flags"] != "").any() else rows.drop(columns="flags")
-    rows = markdown_table(rows.drop(columns=["low", "high"]))
+def claim_section(v: Judged) -> str:
+    """Return a claim under its name: what it says, its verdict, and what it is judged by."""
     told = ", ".join(filter(None, [f"**{v.verdict}**", v.on, v.numbers]))
-    return f"## {v.name}\n\n{v.says} ({v.where}): {told}.\n\n{rows}"
+    beside = [f"In print: {v.printed}."] * (v.printed != "–") + [f"Others: {'; '.join(v.others)}."] * bool(v.others)
+    return "\n\n".join([f"## {v.name}", " ".join([f"{v.says} ({v.where}): {told}.", *beside])])
+
+
+def span(numbers: set[int]) -> str:
+    """Return ``5 to 1,000`` for the least and the greatest of ``numbers``, or the one that all are."""
+    return " to ".join(f"{n:,}" for n in sorted({min(numbers), max(numbers)}))
+
+
+def comparisons(verdicts: Sequence[Judged]) -> pd.DataFrame:
+    """Return a row per comparison that has runs, of all claims: the means and 95 % intervals in points."""
+    rows = [v.comparisons[v.comparisons.seeds > 0].assign(claim=v.name) for v in verdicts]
+    return pd.concat(rows)[["claim", *COLUMNS]] if rows else pd.DataFrame()
 
 
 def counts_of(tally: str) -> dict[str, int]:
@@ -100,18 +98,28 @@ def added(tallies: Sequence[str]) -> str:
 
 
 @styled
-def plot_tallies(tallies: Mapping[str, str], subject: str):
-    """Draw a bar per paper of its claims by grade, from its page's words; those settled by arithmetic share a bar."""
-    groups = {spelled(paper): groups_of(tally) for paper, tally in tallies.items()}
-    rows = {paper: sum((Counter(g[k]) for k in (*KINDS[1:], "")), Counter()) for paper, g in groups.items()}
-    rows["all, by arithmetic"] = sum((Counter(g[KINDS[0]]) for g in groups.values()), Counter())
-    counts = pd.DataFrame(rows).T.reindex(columns=list(GRADES)).fillna(0)
-    counts = counts.loc[:, counts.sum() > 0]
-    ax, colors = axes_of(None, (7, 1.6 + 0.36 * len(counts))), [COLORS[v] for v in counts]
-    counts[::-1].plot.barh(ax=ax, stacked=True, color=colors, width=0.75, edgecolor="white")
-    for bars in ax.containers:
-        ax.bar_label(bars, [f"{n:.0f}" if n else "" for n in bars.datavalues], label_type="center", fontsize=9)
-    finish(ax, "claims", "", f"{added(list(tallies.values()))}\n{subject}")
-    ax.grid(False, axis="y")
+def plot_claim(v: Judged):
+    """Draw every comparison of a claim as a point with its 95 % interval, coloured by verdict, and return the Axes.
+
+    Those that a flag keeps from counting are hollow.
+    """
+    rows = v.comparisons[v.comparisons.seeds > 1][::-1].reset_index(drop=True)
+    ax = axes_of(None, (8, 1.5 + 0.32 * len(rows)))
+    ax.axvline(0, color="black", linewidth=1)
+    for (verdict, flagged), some in rows.groupby([rows.verdict, rows["flags"] != ""], sort=False):
+        color, words = COLORS[verdict], f"{verdict}, {'flagged: does not count' if flagged else 'counts'}"
+        ax.hlines(some.index, some.low, some.high, color=color)
+        ax.plot(some["mean"], some.index, "o", color=color, fillstyle="none" if flagged else "full", label=words)
+    several = rows["mode"].nunique() > 1
+    where = [
+        f"{heading(c, d)}{f', {m}' * several}" for c, d, m in zip(rows.column, rows.data, rows["mode"], strict=True)
+    ]
+    ax.set_yticks(
+        range(len(rows)), [f"{plain(c)}\n{w}" for c, w in zip(rows.comparison, where, strict=True)], fontsize=8
+    )
+    ax.set_ylim(-0.6, len(rows) - 0.4)
+    ax.figure.suptitle(wrapped(f"{v.says} {v.verdict.capitalize()}.\n{span({*rows.seeds})} seeds", 8))
+    finish(ax, "difference in points, with its 95 % interval", "")
+    ax.legend()
     share_legend([ax])
     return ax

@@ -1,15 +1,16 @@
 """The pages of results: every stored table beside the paper's, thumbnails of the figures, a verdict on every claim.
 
-``python -m fedlib_lab.report.page`` writes ``outputs/<paper>/README.md`` and ``claims.md`` for every paper and
-extension, and ``outputs/README.md``, the index. Nothing in them is written by hand but the first paragraph of a paper,
-its ``findings_<profile>.md``; tests keep them equal to what the stored runs say, and its numbers to those of the page.
+``python -m fedlib_lab.report.page`` writes for every paper and extension ``outputs/<paper>/README.md``, read in two
+minutes, ``tables.md``, ``claims.md`` and ``claims.csv``, and ``outputs/README.md``, the index. Nothing in them is
+written by hand but the sentences of the first page, ``findings_<profile>.md``; tests keep the pages equal to what the
+stored runs say, and the numbers and verdicts of those sentences to the tables and claims.
 Read next: ``report/claims.py``.
 """
 
 import argparse
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pandas as pd
@@ -22,12 +23,11 @@ from ..runs.params import Cell, grids
 from ..runs.params_files import papers
 from ..runs.store import run_path
 from .claims import Judged, Stored, judge
-from .claims_page import added, claims_page, claims_section, plot_tallies
+from .claims_page import added, claims_boxes, claims_page, comparisons, plot_claim, span
 from .clients import VALUES
 from .plots import save_figure
 from .printed import as_printed
 from .style import data_title, spelled
-from .style import title_of as column_title
 from .tables import markdown_table, obtained, reported_beside, with_further
 
 THUMBNAIL = 420  # pixels
@@ -41,57 +41,84 @@ def write_results(profile: str = "small", only: Sequence[str] = ()) -> list[Path
     written = []
     for paper in only or papers():
         stored = Stored(paper, profile)
-        verdicts = judge(stored)
-        pages = {"README.md": results_page(stored, verdicts), "claims.md": claims_page(stored, verdicts)}
         stored.folder.mkdir(parents=True, exist_ok=True)
+        verdicts = judge(stored)
+        pages = pages_of(stored, verdicts)
+        for v in (v for v in verdicts if f"(figures/{claim_figure(stored, v)}.png)" in pages["README.md"]):
+            written.append(save_figure(plot_claim(v), f"{paper}/{claim_figure(stored, v)}"))
         for name, text in pages.items():
             if text:
                 (stored.folder / name).write_text(text, encoding="utf-8")
                 written.append(stored.folder / name)
-            else:  # no comparison is stored any more
+            else:  # no claim is made, or no comparison is stored any more
                 (stored.folder / name).unlink(missing_ok=True)
     path = outputs_dir() / "README.md"
     path.write_text(index_page(outputs_dir()), encoding="utf-8")
-    if tallies := tallies_of(outputs_dir()):
-        axes = plot_tallies(tallies, f"profile {profile}: small runs, mostly of three seeds")
-        written.append(save_figure(axes, f"claims_{profile}"))
     return [*written, path]
+
+
+def claim_figure(stored: Stored, v: Judged) -> str:
+    """Return the name of a claim's figure, which is drawn where the first page shows it."""
+    return f"claim_{v.name}_{stored.profile}"
 
 
 def tallies_of(outputs: Path) -> dict[str, str]:
     """Return, for every paper whose page has one, its sentence on how many claims hold."""
-    found = {p: re.search(r"^Of \d+ claims .*?\.", _stored_part(outputs, p), re.M) for p in papers()}
+    found = {p: re.search(r"^Of \d+ claims .*?\.", _read(outputs, p, "README.md"), re.M) for p in papers()}
     return {paper: tally[0] for paper, tally in found.items() if tally}
 
 
-def _stored_part(outputs: Path, paper: str) -> str:
-    page = outputs / paper / "README.md"
-    return page.read_text(encoding="utf-8").split("\n## Not run")[0] if page.is_file() else ""
+def _read(outputs: Path, paper: str, page: str) -> str:
+    path = outputs / paper / page
+    return path.read_text(encoding="utf-8") if path.is_file() else ""
 
 
-def results_page(stored: Stored, verdicts: Sequence[Judged]) -> str:
-    """Return a paper's page as Markdown; links and figures are relative to ``outputs/<paper>``."""
-    sections, absent, shown, runs = [], [], {}, {}
+def pages_of(stored: Stored, verdicts: Sequence[Judged]) -> dict[str, str]:
+    """Return a paper's files by name: the first page, all tables, all claims, and every comparison as CSV."""
+    tables, runs = tables_page(stored)
+    rows = comparisons(verdicts)
+    return {
+        "README.md": front_page(stored, verdicts, runs),
+        "tables.md": tables,
+        "claims.md": claims_page(stored, verdicts),
+        "claims.csv": rows.to_csv(index=False, lineterminator="\n") if len(rows) else "",
+    }
+
+
+def front_page(stored: Stored, verdicts: Sequence[Judged], runs: Sequence[Cell]) -> str:
+    """Return the page that is read in two minutes: ``findings_<profile>.md`` with its braces filled in.
+
+    ``{card}`` is of which runs it is, ``{claims}`` those with a verdict; ``{table1: cifar10_alpha1, lora}`` a table of
+    what the words after the colon name: columns, modes, variants.
+    """
+
+    def fill(found: re.Match) -> str:
+        name, words = found[1], (found[2] or "").split(", ")
+        if name == "card":
+            return "\n".join(f"- {fact}" for fact in facts(stored, runs))
+        if name == "claims":
+            return claims_boxes(verdicts)
+        _, frame = stored.read(name)
+        for key in ("column", "finetune", "variant"):
+            frame = frame[frame[key].isin(words)] if frame[key].isin(words).any() else frame
+        return table_of(stored, name, frame)
+
+    text = _read(stored.outputs, stored.paper, f"findings_{stored.profile}.md") or TEXTS["front"]
+    title = f"# {spelled(stored.paper)} at profile `{stored.profile}`"
+    return "\n\n".join([title, re.sub(r"^\{(\w+)(?:: (.*))?\}$", fill, text.strip(), flags=re.M), TEXTS["more"]]) + "\n"
+
+
+def tables_page(stored: Stored) -> tuple[str, list[Cell]]:
+    """Return the page of every table and figure with stored runs, and these; links are relative to the paper."""
+    sections, shown, runs = [], {}, {}
     for table in grid_names(stored.paper):
         cells, frame = stored.read(table)
         done = {c.experiment.hash: c for c, a in zip(cells, frame.accuracy, strict=True) if pd.notna(a)}
-        if not set(done) - set(shown) and len(done) < len({c.experiment.hash for c in cells}):
-            absent.append(table)  # nothing, or only rows shared with a table above
-            continue
-        sections.append(section(stored, table, done, shown))
-        runs |= done
-    by_hand = stored.folder / f"findings_{stored.profile}.md"
-    text = [
-        f"# Results of {spelled(stored.paper)} at profile `{stored.profile}`",
-        by_hand.read_text(encoding="utf-8").strip() if by_hand.is_file() else "",  # what the runs say, in plain words
-        TEXTS["lead"],
-        facts(stored, list(runs.values())),
-        claims_section(verdicts) if verdicts else "",
-        *sections,
-        more_figures(stored, sections),
-        f"## Not run at this profile\n\n{', '.join(title_of(stored.paper, t) for t in absent)}." if absent else "",
-    ]
-    return "\n\n".join(t for t in text if t) + "\n"
+        if set(done) - set(shown) or (done and len(done) == len({c.experiment.hash for c in cells})):
+            sections.append(section(stored, table, done, shown))  # not if it has only rows shared with a table above
+            runs |= done
+    title = f"# Tables and figures of {spelled(stored.paper)} at profile `{stored.profile}`"
+    return "\n\n".join([title, TEXTS["lead"], *sections, *more_figures(stored, sections)]) + "\n", [*runs.values()]
 
 
 def grid_names(paper: str) -> list[str]:
@@ -108,8 +135,8 @@ def section(stored: Stored, table: str, done: dict[str, Cell], shown: dict[str, 
     """
     cells, frame = stored.read(table)
     value = stored.spec(table).get("value", "accuracy")
-    title = f"## {title_of(stored.paper, table)}"
-    parts = [title, facts(stored, list(done.values()), wanted={c.experiment.hash for c in cells}), missing(cells, done)]
+    known = facts(stored, list(done.values()), wanted={c.experiment.hash for c in cells})
+    parts = [f"## {title_of(stored.paper, table)}", f"{'; '.join(known)}."]
     if value == "last":
         parts.append("Accuracy of the last exit.")
     if any(c.experiment.evaluate_on == "validation" for c in done.values()):
@@ -118,12 +145,8 @@ def section(stored: Stored, table: str, done: dict[str, Cell], shown: dict[str, 
     if value == "accuracy" and len(owner) == 1 and None not in owner:
         parts.append(f"The runs are those of {short_title(stored.paper, owner.pop())}.")
     else:
-        thresholds = stored.spec(table).get("thresholds")
         parts.append(TEXTS["of clients"] if value in VALUES else "")
-        more = with_further(frame, stored.spec(table))
-        rows = obtained(more, reported_beside(stored.paper, table), value, thresholds)
-        search = TEXTS["held out"] in parts and rows.column.nunique() > 1
-        parts.append(markdown_table(as_printed(rows, "method" if search else "column")))
+        parts.append(table_of(stored, table, frame, search=TEXTS["held out"] in parts))
         csv = f"tables/{table}_{stored.profile}.csv"  # if its notebook stored it
         parts.append(f"[As CSV]({csv})" if (stored.folder / csv).is_file() else "")
     shown.update({h: table for h in done if h not in shown})
@@ -131,11 +154,19 @@ def section(stored: Stored, table: str, done: dict[str, Cell], shown: dict[str, 
     return "\n\n".join(p for p in parts if p)
 
 
-def facts(stored: Stored, cells: Sequence[Cell], wanted: set[str] = frozenset()) -> str:
-    """Say in one line how many runs there are, of which data, seeds and hardware, and how long they trained."""
+def table_of(stored: Stored, table: str, frame: pd.DataFrame, search: bool = False) -> str:
+    """Return ``frame``, of the table's runs, as its paper prints it; of a ``search`` the best of a row is bold."""
+    spec = stored.spec(table)
+    beside = reported_beside(stored.paper, table)
+    rows = obtained(with_further(frame, spec), beside, spec.get("value", "accuracy"), spec.get("thresholds"))
+    return markdown_table(as_printed(rows, "method" if search and rows.column.nunique() > 1 else "column"))
+
+
+def facts(stored: Stored, cells: Sequence[Cell], wanted: set[str] = frozenset()) -> list[str]:
+    """Say how many runs there are, of which data, nets, rounds, seeds and hardware, and how long they trained."""
     experiments = {c.experiment.hash: c.experiment for c in cells}
     if not experiments:
-        return "0 runs are stored."
+        return ["0 runs are stored"]
     paths = [run_path(e, stored.outputs / "runs") for e in experiments.values()]
     summaries = [read_json(p / "summary.json") for p in paths]
     records = [read_json(p / "experiment.json") for p in paths]
@@ -150,38 +181,21 @@ def facts(stored: Stored, cells: Sequence[Cell], wanted: set[str] = frozenset())
         f"{len(experiments)}{of} run{'s' * (total > 1)}",
         f"data: {', '.join(sorted({data_title(e.dataset) for e in experiments.values()}))}",
         f"backbone: {', '.join(sorted({e.backbone for e in experiments.values()}))}",
+        f"rounds: {span({e.rounds for e in experiments.values()})}",
         f"seeds: {', '.join(map(str, sorted({e.seed for e in experiments.values()})))}",
         f"hardware: {' and '.join(machines)}" if machines else "",
         f"products in {' and '.join(shorter)}" if shorter else "",
         f"training: {minutes:,.0f} minutes" if minutes >= 1 else f"training: {60 * minutes:.0f} seconds",
         f"{diverged} diverged" if diverged else "",
     ]
-    return f"{'; '.join(w for w in words if w)}."
-
-
-def missing(cells: Sequence[Cell], done: Mapping[str, Cell]) -> str:
-    """Say what of a grid that was begun is not run yet: whole data columns, and of the others seeds and methods."""
-    begun = {c.column for c in cells if c.experiment.hash in done}
-    whole, seeds = dict.fromkeys(c.column for c in cells if c.column not in begun), {}
-    for c in cells:
-        if c.column in begun and c.experiment.hash not in done:
-            seeds.setdefault((c.column, c.label), set()).add(c.seed)
-    by_seeds: dict[tuple, list[str]] = {}
-    for (column, label), lacking in seeds.items():
-        by_seeds.setdefault((column, tuple(sorted(lacking))), []).append(f"*{spelled(label)}*")
-    parts = [
-        f"{column_title(column)}, seed{'s' * (len(lacking) > 1)} {', '.join(map(str, lacking))} of {', '.join(labels)}"
-        for (column, lacking), labels in by_seeds.items()
-    ]
-    parts += [f"all of {', '.join(f'*{column_title(c)}*' for c in whole)}"] if whole else []
-    return f"Not run yet: {'; '.join(parts)}." if parts else ""
+    return [w for w in words if w]
 
 
 def index_page(outputs: Path) -> str:
     """Return the index: a line per paper with its claims' tally, and what benchmarks and other notebooks stored."""
     lines, tallies = [], tallies_of(outputs)
     for paper in papers():
-        if stored := _stored_part(outputs, paper):
+        if stored := _read(outputs, paper, "tables.md"):
             shown = [t for t in grid_names(paper) if f"## {title_of(paper, t)}\n" in stored]
             titles = "; ".join(short_title(paper, t) for t in shown)
             said = f"{titles or 'no run yet'}. {tallies.get(paper, '')}".strip()
@@ -233,13 +247,13 @@ def thumbnails(paths: Sequence[Path]) -> str:
     return "\n".join(one.format(p.stem, THUMBNAIL) for p in paths)
 
 
-def more_figures(stored: Stored, sections: Sequence[str]) -> str:
-    """Return the figures of this profile that no section shows, under their notebooks' titles."""
+def more_figures(stored: Stored, sections: Sequence[str]) -> list[str]:
+    """Return sections of the figures of this profile that no other shows, under their notebooks' titles."""
     shown, groups = "\n".join(sections), {}
     for path in sorted((stored.folder / "figures").glob(f"*_{stored.profile}*.png")):
         if f"figures/{path.name}" not in shown:
             groups.setdefault(path.stem.split(f"_{stored.profile}")[0], []).append(path)
-    return "\n\n".join(f"## {title_of(stored.paper, name)}\n\n{thumbnails(paths)}" for name, paths in groups.items())
+    return [f"## {title_of(stored.paper, name)}\n\n{thumbnails(paths)}" for name, paths in groups.items()]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
