@@ -251,7 +251,7 @@ def more_figures(stored: Stored, sections: Sequence[str]) -> list[str]:
     """Return sections of the figures of this profile that no other shows, under their notebooks' titles."""
     shown, groups = "\n".join(sections), {}
     for path in sorted((stored.folder / "figures").glob(f"*_{stored.profile}*.png")):
-        if f"figures/{path.name}" not in shown:
+        if f"figures/{path.name}" not in shown and not path.name.startswith("claim_"):
             groups.setdefault(path.stem.split(f"_{stored.profile}")[0], []).append(path)
     return [f"## {title_of(stored.paper, name)}\n\n{thumbnails(paths)}" for name, paths in groups.items()]
 
