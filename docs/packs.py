@@ -1,7 +1,7 @@
 """Pack finished runs, ``make pack``: a file for each method and data set, the same bytes for the same runs.
 
-``python -m docs.packs`` packs the finished runs of ``outputs/runs`` (or ``$FEDLIB_OUTPUTS/runs``); with ``--remove`` it
-then deletes their folders. Read next: ``fedlib_lab/runs/packed.py``, which reads packs.
+``python docs/packs.py`` packs the finished runs of ``outputs/runs`` (or ``$FEDLIB_OUTPUTS/runs``); with ``--remove``,
+as ``make pack`` says, it then deletes their folders. Read next: ``fedlib_lab/runs/packed.py``, which reads packs.
 """
 
 import argparse
@@ -85,7 +85,7 @@ def unpack(folder: Path, into: Path, names: Collection[str] | None = None) -> li
 
 def main(arguments: list[str] | None = None) -> int:
     """Pack by a shell; what is refused is one sentence."""
-    p = argparse.ArgumentParser("python -m docs.packs", description="Pack finished runs.")
+    p = argparse.ArgumentParser("python docs/packs.py", description="Pack finished runs.")
     p.add_argument("words", nargs="*", metavar="WORD", help="only those whose names have every WORD")
     p.add_argument("--folder", type=Path, help="of the runs; default: outputs/runs, or $FEDLIB_OUTPUTS/runs")
     p.add_argument("--into", type=Path, help="another folder for the packs")

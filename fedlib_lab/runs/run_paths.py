@@ -45,7 +45,7 @@ def place(e: Experiment, folder: Folder) -> tuple[Experiment, Path]:
             if (path := seen(folder / name)) is not None:
                 return x, path
     for path in listed(folder, f"{glob.escape(e.title)}-????????", "experiment.json"):
-        if (x := _formerly(file := path / "experiment.json", file.stat().st_mtime_ns)) in spelt:
+        if (x := _formerly(file := path / "experiment.json", file.stat().st_mtime_ns)) is not None and x in spelt:
             return x, path
     plain = without_defaults(e).replace(evaluate_every=e.looks_every)
     return plain, folder / plain.slug

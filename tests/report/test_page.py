@@ -20,9 +20,11 @@ from fedlib_lab.report.page import (
     short_title,
     title_of,
 )
+from fedlib_lab.runs.packed import listed
 from fedlib_lab.runs.params import Cell, load_grid
 from fedlib_lab.runs.params_files import papers
 from fedlib_lab.runs.store import shown_run
+from tests.helpers.stored import laid_out
 from tests.helpers.tracked import OUTPUTS
 
 
@@ -111,7 +113,9 @@ def test_the_pages_follow_the_store(tmp_path, monkeypatch, capsys):
     assert "0 runs" in empty and "| obtained |" not in empty and "[Table 1: " in empty.split("## Not run")[1]
     assert not (tmp_path / "extensions").exists()
 
-    shutil.copytree(OUTPUTS / "runs", tmp_path / "runs", ignore=lambda _, names: [n for n in names if "-s3-" in n])
+    for path in listed(OUTPUTS / "runs", "*", "summary.json"):
+        if "-s3-" not in path.name:
+            laid_out(path, tmp_path / "runs")
     (tmp_path / "reefl/figures").mkdir()
     shutil.copy(
         OUTPUTS / "reefl/figures/figure2_small_femnist.png", tmp_path / "reefl/figures/figure7_small_4exits.png"
