@@ -2,8 +2,8 @@
 
 ``outputs/runs/<slug>/`` holds ``experiment.json`` (with the run's record: ``record.py``), ``metrics.jsonl`` (a line per
 evaluated round), the checkpoints and ``clients/`` (``checkpoints.py``), and ``summary.json``, written last: its
-existence means done. A run that was trained with another method, data or weights than those at hand is refused
-(``identity.py``).
+existence means done; of finished runs the three text files may lie packed (``packed.py``). A run that was trained with
+another method, data or weights than those at hand is refused (``identity.py``).
 """
 
 import json

@@ -5,19 +5,21 @@ import json
 import multiprocessing
 import os
 import pickle
+import re
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
-import pandas as pd
 import pytest
-from filelock import FileLock, Timeout
+from filelock import FileLock
 
 from fedlib import extend, forget, run, runs_frame
 from fedlib.core.storage import DamagedFile, read_json, read_lines, write_json, write_lines
 from fedlib_lab.runs.identity import OtherInputs
-from fedlib_lab.runs.packed import KEPT, Packed, listed, runs_in, seen
+from fedlib_lab.runs.packed import FORGOTTEN, KEPT, Packed, listed, runs_in, seen
 from fedlib_lab.runs.store import find_run, run_path, stored_runs
 from fedlib_lab.runs.trained import load_trained
 from tests.helpers.stored import ONE, small
@@ -47,7 +49,7 @@ def loose(made, tmp_path):
 @pytest.fixture
 def packed(loose):
     """Both packed, without their folders and weights."""
-    assert sorted(packs.pack(loose, remove=True)) == sorted([E1.slug, E2.slug])
+    assert packs.pack(loose, remove=True) == (sorted([E1.slug, E2.slug]), [])
     for e in (E1, E2):
         shutil.rmtree(loose / e.slug)
     return loose
@@ -72,11 +74,18 @@ def test_all_stored_runs_are_packed_and_unpacked_byte_for_byte(tmp_path):
         of.setdefault(name, {})[kept] = content.decode()
     for file, of in by_pack.items():
         packs.write(file, of)
-    packs.unpack(tmp_path / "packs", tmp_path / "again")
+    assert packs.main(["--folder", str(tmp_path / "packs"), "--unpack", str(tmp_path / "again")]) == 0
     assert bytes_of(tmp_path / "again") == {f"{name}/{kept}": content for name, kept, content in runs}
     for file in (OUTPUTS / "runs").glob("*.runs.jsonl"):  # the committed packs have the bytes that these runs have
         if set(runs_in(str(file))) == set(by_pack[tmp_path / "packs" / file.name]):
             assert file.read_bytes() == (tmp_path / "packs" / file.name).read_bytes()
+
+
+def test_no_run_that_git_holds_lies_beside_the_packs():
+    runs = OUTPUTS / "runs"
+    if list(runs.glob("*.runs.jsonl")):
+        assert not list(runs.glob("*/*.json*")), "finished runs lie beside the packs: run `make pack`"
+        assert sum(p.is_file() for p in OUTPUTS.rglob("*")) < 800
 
 
 def test_a_pack_is_the_same_bytes_for_the_same_runs_in_whatever_order_they_came(loose, tmp_path):
@@ -90,9 +99,19 @@ def test_a_pack_is_the_same_bytes_for_the_same_runs_in_whatever_order_they_came(
     assert os.stat(the_pack(tmp_path / "at_once")) == before  # not even written
 
 
-def test_pandas_reads_a_pack_in_a_line(packed):
-    table = pd.json_normalize(pd.read_json(the_pack(packed), lines=True)["summary.json"].map(json.loads).tolist())
-    assert sorted(table.accuracy) == sorted(r.accuracy for r in stored_runs(packed))
+def test_the_guide_s_lines_read_a_pack_without_the_kit_and_without_torch(tmp_path):
+    guide = (ROOT / "docs/guide/results.md").read_text("utf-8")
+    (lines,) = re.findall(r"```python\n(import json\n.*?)```", guide, re.S)
+    runs = {p.name: packs.read(p) for p in listed(OUTPUTS / "runs", "reefl-cifar10-*", "summary.json")}
+    (tmp_path / "outputs/runs").mkdir(parents=True)
+    packs.write(tmp_path / "outputs/runs/reefl-cifar10.runs.jsonl", runs)
+    alone = "import sys; sys.modules |= dict.fromkeys(('fedlib', 'fedlib_lab', 'torch'))\n"
+    told = f"{alone}{lines}\nprint(json.dumps({{r['run']: [r['accuracy'], r['seed'], len(r['curve'])] for r in rows}}))"
+    out = subprocess.run([sys.executable, "-c", told], cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+    stored = [r for r in stored_runs(OUTPUTS / "runs", ["reefl-cifar10-"]) if r.path.name in runs]
+    assert len(stored) > 50
+    expected = {r.path.name: [r.accuracy, r.experiment.seed, len(r.metrics)] for r in stored}
+    assert json.loads(out.splitlines()[-1]) == expected
 
 
 def test_a_packed_run_is_found_listed_and_read_as_its_folder_was(made, packed, monkeypatch):
@@ -190,32 +209,69 @@ def test_weights_stay_in_the_folder_and_are_those_of_the_packed_run(loose, tmp_p
         extend(E1, 3)
 
 
-def test_what_is_packed_with_other_bytes_is_told_and_replaced_only_on_request(packed, made, capsys):
-    run_of = packed / E1.slug
-    shutil.copytree(made / E1.slug, run_of)
+def test_a_run_that_was_made_anew_takes_the_place_of_the_packed_one(packed, made, capsys):
+    """By its bytes; of the others not one changes, and weights stay."""
+    run_of, before = packed / E1.slug, runs_in(str(the_pack(packed)))
+    run(E1, ONE, packed, progress=False, again=True)
+    assert (run_of / FORGOTTEN).exists()  # the older one stays hidden until it is replaced
     write_json(run_of / "summary.json", read_json(run_of / "summary.json") | {"seconds": 9.0})
-    before = the_pack(packed).read_bytes()
-    assert packs.main(["--folder", str(packed), "--remove"]) == 1
-    said = capsys.readouterr().err
-    assert said == f"pack: {E1.slug}: packed with other bytes; --replace takes those of the folder\n"
-    assert the_pack(packed).read_bytes() == before and (run_of / "summary.json").exists()
-    assert packs.main(["--folder", str(packed), "--remove", "--replace"]) == 0
+    own = {name: (run_of / name).read_text() for name in KEPT}
+    assert packs.main(["--folder", str(packed), "--remove"]) == 0
+    assert capsys.readouterr().out == f"1 runs are packed; 1 of them take the place of an older one: {E1.slug}\n"
+    assert runs_in(str(the_pack(packed))) == {E1.slug: own, E2.slug: before[E2.slug]}
     assert find_run(E1, packed).summary["seconds"] == 9.0 and isinstance(find_run(E1, packed).path, Packed)
-    assert len(runs_in(str(the_pack(packed)))) == 2 and not (run_of / "summary.json").exists()
+    assert [p.name for p in run_of.iterdir()] == ["checkpoint.safetensors"]
+
+
+def test_no_folder_goes_whose_bytes_are_not_in_the_pack(loose, monkeypatch):
+    """Not even of a run that is made anew while the others are packed."""
+    before, write, late = bytes_of(loose), packs.write, {}
+
+    def meanwhile(file, runs):
+        write(file, runs)
+        for e in (E1, E2):
+            summary = loose / e.slug / "summary.json"
+            write_json(summary, read_json(summary) | {"seconds": 8.0})
+            late[e.slug] = summary.read_bytes()
+
+    monkeypatch.setattr(packs, "write", meanwhile)
+    packs.pack(loose, remove=True)
+    assert bytes_of(loose) == before | {f"{name}/summary.json": content for name, content in late.items()}
+    monkeypatch.setattr(packs, "write", write)
+    assert packs.pack(loose, remove=True) == (sorted(late), sorted(late)) and not bytes_of(loose)
+    assert {r.summary["seconds"] for r in stored_runs(loose)} == {8.0}
+
+
+@pytest.mark.parametrize("left", [("experiment.json",), ("experiment.json", "metrics.jsonl"), ("metrics.jsonl",), KEPT])
+def test_what_is_left_of_a_packed_folder_goes_only_if_the_pack_has_it(left, packed, made):
+    """Files of a deletion that was cut off go; those of a run that was begun, or of other bytes, stay."""
+    (packed / E1.slug).mkdir()
+    for name in left:
+        shutil.copy(made / E1.slug / name, packed / E1.slug)
+    packs.pack(packed, remove=True)
+    begun = left[0] == "experiment.json" and left != KEPT  # as after a kill in the first rounds of a run of one's own
+    assert set(bytes_of(packed)) == ({f"{E1.slug}/{name}" for name in left} if begun else set())
+    assert (find_run(E1, packed) is None) == begun
+    (packed / E1.slug).mkdir(exist_ok=True)
+    (packed / E1.slug / "metrics.jsonl").write_text("other")
+    packs.pack(packed, remove=True)
+    assert (packed / E1.slug / "metrics.jsonl").read_text() == "other"
 
 
 def test_only_finished_runs_are_packed_and_what_cannot_be_read_stays(loose):
     (loose / E1.slug / "summary.json").unlink()
     (loose / E2.slug / "metrics.jsonl").write_text("{")
     with pytest.warns(UserWarning, match="is left out"):
-        assert packs.pack(loose, remove=True) == []
+        assert packs.pack(loose, remove=True) == ([], [])
     assert len(bytes_of(loose)) == 5 and not list(loose.glob("*.jsonl"))
 
 
 def test_a_run_that_is_being_run_is_not_removed(loose):
-    with FileLock(loose / E1.slug / ".lock"), pytest.raises(Timeout):
-        packs.pack(loose, [E1.slug], remove=True)
-    assert len(bytes_of(loose)) == 6 and not isinstance(find_run(E1, loose).path, Packed)
+    with FileLock(loose / E1.slug / ".lock"):
+        packs.pack(loose, remove=True)
+    assert {Path(name).parent.name for name in bytes_of(loose)} == {E1.slug} and not isinstance(
+        find_run(E1, loose).path, Packed
+    )
 
 
 def test_a_pack_that_does_not_read_as_written_costs_no_folder(loose, monkeypatch):
@@ -298,23 +354,31 @@ def test_two_processes_at_once_pack_and_read_the_same(made, loose):
     assert not bytes_of(loose) and [r.summary for r in stored_runs(loose)] == [r.summary for r in stored_runs(made)]
 
 
-def test_killed_at_any_operation_no_run_is_lost(made, tmp_path):
-    """What is left reads as before, and packing again ends it."""
-    before = [(r.path.name, r.summary, r.metrics) for r in stored_runs(made)]
+@pytest.mark.parametrize("anew", [False, True])
+def test_killed_at_any_operation_no_run_is_lost(anew, made, tmp_path):
+    """What is left reads as before, and packing again ends it; also of a run made anew beside the older one's pack."""
+    start = shutil.copytree(made, tmp_path / "start")
+    if anew:
+        packs.pack(start, into=tmp_path / "older")
+        shutil.copy(the_pack(tmp_path / "older"), start)
+        run(E1, ONE, start, progress=False, again=True)
+        assert (start / E1.slug / FORGOTTEN).exists()
+    before = [(r.path.name, r.summary, r.metrics, r.record) for r in stored_runs(start)]
     killed = 0
     for at in range(100):
-        folder = shutil.copytree(made, tmp_path / str(at))
+        folder = shutil.copytree(start, tmp_path / str(at))
         p = fork.Process(target=_pack, args=(folder, at))
         p.start()
         p.join(60)
-        assert [(r.path.name, r.summary, r.metrics) for r in stored_runs(folder)] == before, at
+        assert [(r.path.name, r.summary, r.metrics, r.record) for r in stored_runs(folder)] == before, at
         assert all(find_run(e, folder) is not None for e in (E1, E2))
         if p.exitcode == 0:
             break
         assert p.exitcode == -signal.SIGKILL
         killed += 1
         packs.pack(folder, remove=True)
-        assert [(r.path.name, r.summary, r.metrics) for r in stored_runs(folder)] == before
+        assert [(r.path.name, r.summary, r.metrics, r.record) for r in stored_runs(folder)] == before
+        assert not bytes_of(folder) and not list(folder.glob(f"*/{FORGOTTEN}"))
         shutil.rmtree(folder)
     assert killed >= 8
 
