@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from fedlib.core.storage import DamagedFile, read_lines
+from fedlib.core.validation import shown
 
 KEPT = ("experiment.json", "metrics.jsonl", "summary.json")  # of a finished run
 VERSION, SUFFIX, FORGOTTEN = 1, ".runs.jsonl", ".forgotten"  # the last in a folder: hides the packed run of its name
@@ -78,7 +79,8 @@ def listed(folder: Path, pattern: str, file: str) -> Iterator[Path]:
 def runs_in(pack: str) -> dict[str, dict[str, str]]:
     """The files' texts, by their names, of each run in the file ``pack``, by its name; none if there is no such file.
 
-    ``DamagedFile`` if a line is not as it was written or a run is there twice; ``ValueError`` for another version.
+    ``DamagedFile`` if a line is not as it was written, or a run is there twice or is another pack's; ``ValueError`` for
+    another version.
     """
     try:
         of = os.stat(pack)
@@ -95,4 +97,6 @@ def _runs_in(pack: str, *changed: int) -> dict[str, dict[str, str]]:
     found = {line["run"]: {name: line[name] for name in KEPT} for line in lines}
     if len(found) < len(lines):
         raise DamagedFile(Path(pack), "a run is there twice")
+    if other := [name for name in found if pack_of(os.path.join(os.path.dirname(pack), name)) != pack]:
+        raise DamagedFile(Path(pack), f"{shown(other[0])} is no run of this file")  # no name leads out of the folder
     return found

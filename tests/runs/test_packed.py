@@ -207,6 +207,8 @@ def test_weights_stay_in_the_folder_and_are_those_of_the_packed_run(loose, tmp_p
     shutil.rmtree(loose / E1.slug)
     with pytest.raises(ValueError, match="came without its weights"):
         extend(E1, 3)
+    load_trained(E1, ONE)  # beside the store
+    assert [p.name for p in (tmp_path / "retrained").iterdir()] == [E1.slug] and not (loose / E1.slug).exists()
 
 
 def test_a_run_that_was_made_anew_takes_the_place_of_the_packed_one(packed, made, capsys):
@@ -300,6 +302,19 @@ def test_a_damaged_pack_is_one_sentence(packed):
         find_run(E1, packed)
     file.write_bytes(whole)
     assert find_run(E1, packed) is not None
+
+
+@pytest.mark.parametrize(
+    "name", ["../out", "fedavg-mnist-../../out", "/tmp/fedavg-mnist-out", "depthfl-mnist-s0-00000000"]
+)
+def test_no_name_in_a_pack_leads_elsewhere(name, packed, tmp_path):
+    file = the_pack(packed)
+    write_lines(file, [line | {"run": name} if line["run"] == E2.slug else line for line in read_lines(file)])
+    with pytest.raises(DamagedFile, match=f"{re.escape(name)}' is no run of this file"):
+        find_run(E1, packed)
+    before = sorted(tmp_path.rglob("*"))
+    assert packs.main(["--folder", str(packed), "--unpack", str(tmp_path / "a/b/c")]) == 1
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_a_pack_of_another_version_is_refused(packed, made):
