@@ -17,7 +17,7 @@ NOTEBOOKS := $(patsubst notebooks/%.ipynb,%,$(wildcard notebooks/*/*.ipynb))
 SHORT := $(foreach n,$(NOTEBOOKS),$(firstword $(subst _, ,$(n))))
 OBJECTS := $(sort $(SHORT) $(NOTEBOOKS))
 
-.PHONY: help setup demo test quick test-all test-oldest core lint lab results notebooks site report bench pretrain lock clean atlas $(OBJECTS)
+.PHONY: help setup demo test quick test-all test-oldest core lint lab results pack notebooks site report bench pretrain lock clean atlas $(OBJECTS)
 
 help:
 	@echo "make demo                         walkthrough: ReeFL and DepthFL on real digits, in a few minutes"
@@ -25,6 +25,7 @@ help:
 	@echo "make reefl/table1 PROFILE=paper DEVICE=cuda   on a GPU: docs/gpu.md"
 	@echo "make results                      outputs/README.md: every stored table, and a verdict on every claim of the papers"
 	@echo "make notebooks                    every notebook as it looks when it has run, of stored runs: outputs/<paper>/notebooks/"
+	@echo "make pack                         finished runs of outputs/runs into packs, which git holds; their folders go: docs/guide/results.md"
 	@echo "make site                         guide, results and API as HTML, readable offline: outputs/site/html/"
 	@echo "make atlas METHOD=mine.py         your own method on every task of the atlas, and on its map"
 	@echo "make lab                          explore in JupyterLab"
@@ -108,6 +109,9 @@ lab: $(VENV)/.has-text
 
 results: $(VENV)/.has-text
 	$(BIN)/python -m fedlib_lab.report.page
+
+pack: $(STAMP)
+	$(BIN)/python docs/packs.py --remove
 
 notebooks: $(VENV)/.has-dev
 	$(BIN)/python docs/notebooks.py

@@ -39,7 +39,7 @@ LINES = {
     "layers": 570,
     "methods": 2289,
     "models": 1447,
-    "fedlib_lab": 11000,
+    "fedlib_lab": 10952,
     "atlas": 433,
     "cli": 199,
     "executors": 608,
@@ -48,7 +48,7 @@ LINES = {
     "papers": 1199,
     "report": 1830,
     "rivals": 673,
-    "runs": 2775,
+    "runs": 2727,
     "zoo": 1848,
 }
 HEAVY = {

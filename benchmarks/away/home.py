@@ -56,6 +56,7 @@ def _taken(name: str, kept: dict[str, bytes], folder: Path) -> dict:
     """Check a run beside the store, move it there if it is absent; its row. ``ValueError`` says what is wrong."""
     from fedlib.core.experiment import Experiment
     from fedlib.core.storage import read_json
+    from fedlib_lab.runs.packed import seen
     from fedlib_lab.runs.store import find_run
 
     with tempfile.TemporaryDirectory(dir=folder, prefix=".home-") as beside:
@@ -66,8 +67,8 @@ def _taken(name: str, kept: dict[str, bytes], folder: Path) -> dict:
         if found is None or found.path.name != name:
             raise ValueError(f"its folder is not named as its experiment is, {e.slug}")
         state = "taken"
-        if (folder / name).exists():
-            state = "there already" if (folder / name / "summary.json").is_file() else "an unfinished one lies there"
+        if (there := seen(folder / name)) is not None:
+            state = "there already" if (there / "summary.json").is_file() else "an unfinished one lies there"
         else:
             os.rename(found.path, folder / name)
     s = found.summary

@@ -149,7 +149,7 @@ def digest_tensors(tensors: Mapping[str, torch.Tensor], text: Mapping[str, str])
 def _size(path: Path) -> int:
     """Return the bytes of a regular file; ``DamagedFile``, before it is opened, for a device, a pipe or nothing."""
     try:
-        status = os.stat(path)
+        status = path.stat()
     except FileNotFoundError as error:
         raise DamagedFile(path, "it is missing") from error
     if not stat.S_ISREG(status.st_mode):

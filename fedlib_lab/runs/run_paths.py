@@ -14,6 +14,8 @@ from fedlib.core.storage import read_json
 from fedlib.core.validation import shown
 from fedlib.engine.checks import equivalent_experiments, without_defaults
 
+from .packed import FORGOTTEN, listed, seen, texts
+
 FILES = (".lock", "experiment.json", "metrics.jsonl", "summary.json", "checkpoint.safetensors", "previous.safetensors")
 LONGEST = Path("x" * 200, "clients", "x" * 50)  # of a run's files
 Folder = str | os.PathLike | None
@@ -40,13 +42,11 @@ def place(e: Experiment, folder: Folder) -> tuple[Experiment, Path]:
     for x in equivalent_experiments(e):  # mostly the first is there
         spelt.append(x)
         for name in (x.slug, x.former_slug):
-            if (folder / name).exists():
-                return x, folder / name
-    for path in sorted(folder.glob(f"{glob.escape(e.title)}-????????")):
-        if (file := path / "experiment.json").is_file():
-            x = _formerly(file, file.stat().st_mtime_ns)
-            if x is not None and x in spelt:
+            if (path := seen(folder / name)) is not None:
                 return x, path
+    for path in listed(folder, f"{glob.escape(e.title)}-????????", "experiment.json"):
+        if (x := _formerly(file := path / "experiment.json", file.stat().st_mtime_ns)) is not None and x in spelt:
+            return x, path
     plain = without_defaults(e).replace(evaluate_every=e.looks_every)
     return plain, folder / plain.slug
 
@@ -64,17 +64,21 @@ def _formerly(file: Path, changed: int) -> Experiment | None:
 def forget(e: Experiment, folder: Folder = None) -> bool:
     """Delete the stored run of ``e``, finished or not; return whether there was one.
 
-    Files in its folder that no run writes stay. ``RuntimeError`` if a process is running it.
+    Files in its folder that no run writes stay. A packed run stays in its pack, where its folder hides it from now on.
+    ``RuntimeError`` if a process is running it.
     """
     from filelock import FileLock, Timeout
 
-    path = run_path(e, folder)
-    if not path.exists():
+    below = texts(path := Path(run_path(e, folder)))
+    if not (path.exists() or below) or (path / FORGOTTEN).exists() and len(os.listdir(path)) == 1:
         return False
     check_files(path)
     check_place(path)
+    path.mkdir(parents=True, exist_ok=True)
     try:
         with FileLock(path / ".lock", timeout=0):
+            if below:
+                (path / FORGOTTEN).touch()
             for name in reversed(FILES):  # killed at any moment, it is a whole run or none
                 (path / name).unlink(missing_ok=True)
             for own in (path / "clients", path / "mirrors"):
@@ -119,5 +123,5 @@ def check_place(path: Path) -> None:
 def check_files(path: Path) -> None:
     """Raise ``ValueError`` if something else lies where the run in ``path`` has a file."""
     for file in (path / name for name in FILES):
-        if file.exists() and not file.is_file():
+        if not file.is_file() and file.exists():
             raise ValueError(f"{file} is a folder or a device where a run has a file; move it away")

@@ -2,8 +2,8 @@
 
 ``outputs/runs/<slug>/`` holds ``experiment.json`` (with the run's record: ``record.py``), ``metrics.jsonl`` (a line per
 evaluated round), the checkpoints and ``clients/`` (``checkpoints.py``), and ``summary.json``, written last: its
-existence means done. A run that was trained with another method, data or weights than those at hand is refused
-(``identity.py``).
+existence means done; of finished runs the three text files may lie packed (``packed.py``). A run that was trained with
+another method, data or weights than those at hand is refused (``identity.py``).
 """
 
 import json
@@ -33,7 +33,7 @@ from .costs import Pace
 from .identity import KINDS, Accept, Inputs, accepted, check_verified, inputs_of, known_inputs
 from .progress import Watch, interrupted, say, unheard
 from .record import Run, begun, check_inputs, ended, provenance, provenance_now, recorded, resumed
-from .run_paths import Folder, as_stored, check_files, check_place, folder_of, forget, place, run_path
+from .run_paths import Folder, as_stored, check_files, check_place, folder_of, forget, listed, place, run_path
 
 
 def find_run(e: Experiment, folder: Folder = None, accept: Accept = ()) -> Run | None:
@@ -60,7 +60,7 @@ def stored_runs(folder: Folder = None, words: Iterable[str] = ()) -> Iterator[Ru
     Of ``words`` the name must have every one. One that cannot be read is told of in a warning and left out.
     """
     words = [words] if isinstance(words, str) else list(words)
-    for path in sorted(p.parent for p in folder_of(folder).glob("*/summary.json")):
+    for path in listed(folder_of(folder), "*", "summary.json"):
         if all(word in path.name for word in words):
             try:
                 yield _read(path)
@@ -201,7 +201,7 @@ def _find_good(e: Experiment, folder: Folder, accept: Accept) -> Run | None:
     try:
         return find_run(e, folder, accept)
     except DamagedFile as error:
-        if not Checkpoints(run_path(e, folder), e).exists():
+        if not Checkpoints(Path(run_path(e, folder)), e).exists():
             raise
         warnings.warn(f"{error.path} is damaged ({error.reason}): rebuilding it from the checkpoint", stacklevel=3)
         return None
@@ -214,7 +214,7 @@ def _run_missing(
     """Run ``e`` under its lock; return None if another process holds it and we do not ``wait``."""
     from filelock import FileLock, Timeout
 
-    path = run_path(e, folder)
+    path = Path(run_path(e, folder))  # not a packed one
     check_place(path)
     federation = build_federation(e, execution.home)  # refuses bad input before the folder exists
     privacy_spent(federation, e.rounds)  # and noise without an accountant

@@ -14,6 +14,7 @@ from fedlib import Execution, Experiment
 from fedlib.core.storage import read_json
 from fedlib.core.validation import check_conditions
 from fedlib.engine.checks import without_defaults
+from fedlib_lab.runs.packed import listed
 from tests.helpers.strategies import experiments
 from tests.helpers.tracked import OUTPUTS
 
@@ -78,7 +79,7 @@ def test_options_do_not_change():
     assert e.options == {"mu": 1}
 
 
-STORED = sorted((OUTPUTS / "runs").glob("*/experiment.json"))
+STORED = [path / "experiment.json" for path in listed(OUTPUTS / "runs", "*", "experiment.json")]
 
 
 @pytest.mark.parametrize(

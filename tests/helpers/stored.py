@@ -8,6 +8,7 @@ import torch
 
 from fedlib import Execution, Experiment
 from fedlib.core.storage import read_tensors
+from fedlib_lab.runs.packed import KEPT
 from fedlib_lab.runs.store import find_run, run_path
 
 ONE = Execution(workers=1)
@@ -26,6 +27,15 @@ def short(method, **changes):
 def small(method, **changes):
     """Rounds of a fraction of a second."""
     return short(method, **(dict(num_train=60, num_test=10, num_clients=6, clients_per_round=3) | changes))
+
+
+def laid_out(path, folder):
+    """The stored run ``path``, a folder or packed, as a folder in ``folder``."""
+    there = folder / path.name
+    there.mkdir(parents=True)
+    for name in KEPT:
+        (there / name).write_bytes((path / name).read_bytes())
+    return there
 
 
 def state(e, folder):

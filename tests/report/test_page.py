@@ -19,9 +19,11 @@ from fedlib_lab.report.page import (
     tables_page,
     title_of,
 )
+from fedlib_lab.runs.packed import listed
 from fedlib_lab.runs.params import load_grid
 from fedlib_lab.runs.params_files import papers
 from fedlib_lab.runs.store import shown_run
+from tests.helpers.stored import laid_out
 from tests.helpers.tracked import OUTPUTS
 
 
@@ -123,7 +125,9 @@ def test_the_pages_follow_the_store(tmp_path, monkeypatch, capsys):
     )
     assert not (tmp_path / "extensions").exists()
 
-    shutil.copytree(OUTPUTS / "runs", tmp_path / "runs", ignore=lambda _, names: [n for n in names if "-s3-" in n])
+    for path in listed(OUTPUTS / "runs", "*", "summary.json"):
+        if "-s3-" not in path.name:
+            laid_out(path, tmp_path / "runs")
     (tmp_path / "reefl/figures").mkdir()
     shutil.copy(
         OUTPUTS / "reefl/figures/figure2_small_femnist.png", tmp_path / "reefl/figures/figure7_small_4exits.png"

@@ -18,8 +18,10 @@ from fedlib_lab.runs import code_digest as reached
 from fedlib_lab.runs import identity
 from fedlib_lab.runs import store as runs_module
 from fedlib_lab.runs.identity import OtherInputs, differences, kit_rules, known_inputs
+from fedlib_lab.runs.packed import listed
 from fedlib_lab.runs.store import find_run, run_path
 from tests.helpers.stored import ONE, assert_same, short, small, state
+from tests.helpers.tracked import OUTPUTS
 
 SMALL = dict(num_train=60, num_test=10, num_clients=6, clients_per_round=3)
 
@@ -720,8 +722,8 @@ def test_stored_runs_are_found_without_decoding_their_data(shared_data, monkeypa
 
     monkeypatch.setenv("FEDLIB_DATA", str(shared_data))
     lacking = {}
-    for file in sorted((Path(__file__).parents[2] / "outputs" / "runs").glob("*/experiment.json")):
-        content = json.loads(file.read_text())
+    for path in listed(OUTPUTS / "runs", "*", "summary.json"):
+        content = json.loads((path / "experiment.json").read_text())
         name, backbone = content["experiment"]["dataset"], content["experiment"]["backbone"]
         inputs = content.get("inputs", {})
         if not (shared_data / name).exists() or "data" not in inputs or "source" in inputs:

@@ -9,6 +9,7 @@ from fedlib import Experiment
 from fedlib.core.paths import params_dir
 from fedlib.core.storage import read_json
 from fedlib_lab.report.tables import load_cells, load_reported
+from fedlib_lab.runs.packed import listed
 from fedlib_lab.runs.params import load_experiment, load_grid, load_spec, recipe, recipe_cell
 from fedlib_lab.runs.params_files import grids, papers, profiles
 from fedlib_lab.runs.store import run_path
@@ -240,7 +241,7 @@ UNFINISHED: set[str] = {
 def test_every_small_grid_finds_its_stored_runs(paper):
     """No change of the params' layout may give a stored run another name; what is complete is not called unfinished."""
     folder = OUTPUTS / "runs"
-    stored = {p.name for p in folder.iterdir()}
+    stored = {p.name for p in listed(folder, "*", "summary.json")}
     wanted = {t: {run_path(c.experiment, folder).name for c in load_grid(paper, t, "small")} for t in grids(paper)}
     assert all(wanted.values())
     lacking = {table for table, runs in wanted.items() if not runs <= stored}
@@ -250,7 +251,7 @@ def test_every_small_grid_finds_its_stored_runs(paper):
 
 def test_every_stored_run_is_found_under_its_name_however_often_it_is_looked_at():
     """Those too that were stored while ``evaluate_every`` was a part of the name."""
-    paths, former = [p.parent for p in (OUTPUTS / "runs").glob("*/experiment.json")], 0
+    paths, former = list(listed(OUTPUTS / "runs", "*", "experiment.json")), 0
     assert len(paths) > 700
     for path in paths:
         e = Experiment.from_dict(read_json(path / "experiment.json")["experiment"])

@@ -3,7 +3,6 @@
 import importlib.util
 import json
 import re
-import shutil
 from pathlib import Path
 
 import pytest
@@ -11,6 +10,7 @@ import pytest
 from fedlib.core.storage import read_json, write_json
 from fedlib_lab.runs.params import load_grid
 from fedlib_lab.runs.store import run_path
+from tests.helpers.stored import laid_out
 from tests.helpers.tracked import OUTPUTS
 
 ROOT = Path(__file__).parents[2]
@@ -58,7 +58,7 @@ def test_a_digest_tells_another_run_and_another_source(tmp_path):
     write('table = Table("reefl", "table4", profile)')
     first = notebooks.digest(source, tmp_path)
     stored = run_path(load_grid("reefl", "table4", "small")[0].experiment, OUTPUTS / "runs")
-    path = shutil.copytree(stored, tmp_path / "runs" / stored.name)
+    path = laid_out(stored, tmp_path / "runs")
 
     def looked_at_anew():
         notebooks.runs_of_grid.cache_clear()
