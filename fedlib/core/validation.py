@@ -4,6 +4,7 @@ A field's annotation says all that it may be: its type, the options of a ``Liter
 ``beta: Annotated[float, Ge(0), Lt(1), When(aggregation="fedadam")] = 0.9``; the limits are annotated_types' own.
 """
 
+import contextlib
 import dataclasses
 import difflib
 import functools
@@ -85,9 +86,21 @@ def check_fields(cls: type, values: Mapping[str, object], where: str) -> dict[st
     """
     if not isinstance(values, Mapping):
         raise ValueError(f"{where} = {shown(values)}: expected a mapping of names to values")
-    hints = field_hints(cls)
     check_names(cls, values, where)
-    return {key: convert(value, hints[key], f"{where}: {key}") for key, value in values.items()}
+    return {key: _converted(cls, key, value, where) for key, value in values.items()}
+
+
+def _converted(cls: type, key: str, value: object, where: str) -> Any:
+    """Convert ``value`` of ``cls``'s field ``key``; a plain one, of which grids have thousands alike, only once."""
+    if type(value) in (str, int, float, bool):
+        with contextlib.suppress(ValueError):  # told below
+            return _once(cls, key, value)
+    return convert(value, field_hints(cls)[key], f"{where}: {key}")
+
+
+@functools.lru_cache(maxsize=16384, typed=True)  # 1 is not 1.0
+def _once(cls: type, key: str, value: object) -> Any:
+    return convert(value, field_hints(cls)[key], key)
 
 
 def check_names(cls: type, names: Iterable[object], where: str) -> None:

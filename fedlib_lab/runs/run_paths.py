@@ -2,9 +2,9 @@
 
 import contextlib
 import errno
-import glob
 import os
 import shutil
+import time
 from functools import lru_cache
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from fedlib.core.paths import outputs_dir
 from fedlib.core.storage import read_json
 from fedlib.core.validation import shown
 from fedlib.engine.checks import equivalent_experiments, without_defaults
+from fedlib.methods import METHODS
 
 FILES = (".lock", "experiment.json", "metrics.jsonl", "summary.json", "checkpoint.safetensors", "previous.safetensors")
 LONGEST = Path("x" * 200, "clients", "x" * 50)  # of a run's files
@@ -36,19 +37,44 @@ def place(e: Experiment, folder: Folder) -> tuple[Experiment, Path]:
     """
     if not isinstance(e, Experiment):
         raise ValueError(f"{shown(e)} is not an Experiment, e.g. Experiment(rounds=20)")
-    folder, spelt = folder_of(folder), []
-    for x in equivalent_experiments(e):  # mostly the first is there
-        spelt.append(x)
+    folder = folder_of(folder)
+    if (path := folder / e.slug).exists():  # mostly
+        return e, path
+    there = _entitled(folder, e.title)
+    spelt, plain = _spellings(e, repr(e), METHODS.get(e.method))
+    for x in spelt if there else ():  # a title says nothing of options
         for name in (x.slug, x.former_slug):
             if (folder / name).exists():
                 return x, folder / name
-    for path in sorted(folder.glob(f"{glob.escape(e.title)}-????????")):
+    for path in (folder / name for name in there):
         if (file := path / "experiment.json").is_file():
             x = _formerly(file, file.stat().st_mtime_ns)
             if x is not None and x in spelt:
                 return x, path
-    plain = without_defaults(e).replace(evaluate_every=e.looks_every)
     return plain, folder / plain.slug
+
+
+@lru_cache(maxsize=4096)
+def _spellings(e: Experiment, exactly: str, method: type | None) -> tuple[list[Experiment], Experiment]:
+    """Return all spellings of ``e``, which ``exactly`` tells from equal ones (1 from 1.0), and that of a new run."""
+    return [*equivalent_experiments(e)], without_defaults(e).replace(evaluate_every=e.looks_every)
+
+
+def _entitled(folder: Path, title: str) -> list[str]:
+    """Return the sorted names in ``folder`` that are ``title`` and a hash; it is read anew if it has changed."""
+    if not folder.is_dir():
+        return []
+    changed = folder.stat().st_mtime_ns
+    settled = time.time_ns() - changed > 1e9  # a second change would be told from the first by its time
+    return (_by_title if settled else _by_title.__wrapped__)(folder, changed).get(title, [])
+
+
+@lru_cache(maxsize=8)
+def _by_title(folder: Path, changed: int) -> dict[str, list[str]]:
+    names: dict[str, list[str]] = {}
+    for name in sorted(os.listdir(folder)):
+        names.setdefault(name[:-9], []).append(name)
+    return names
 
 
 @lru_cache(maxsize=4096)
