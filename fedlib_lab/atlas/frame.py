@@ -106,7 +106,7 @@ def majority_of(e: Experiment) -> float:
 def entries_frame(frames: Mapping[str, Mapping[str, pd.DataFrame]], known: Path | None = None) -> pd.DataFrame:
     """Return a row per stored run of ``frames`` (``Table.frame`` by what is capped, by task): scores, costs, flags.
 
-    In percent. ``score``: mean over clients of the best sub-model that each affords; ``worst``: the worst tenth of them;
+    In percent. ``score``: mean over clients of the best sub-model that each affords; ``worst``: of the worst tenth;
     ``class 1`` ...: by class of devices; ``central``: of the whole net on all test examples. Two controls:
     ``majority`` (:func:`majority_of`) and ``prior``, the score with the client's own shares of labels added to what a
     net of one exit answers; NaN where none is known. Costs are the slowest or largest class's, ``macs`` the mean's; of

@@ -8,6 +8,7 @@ import pandas as pd
 from ..report.plots import plot_tradeoff
 from ..report.style import axes_of, color_of, finish, panels, styled, title_of, wrapped
 from ..report.tables import label_of
+from ..report.verdicts import not_ranked
 from ..runs.params import Cell
 
 INK = "0.35"  # of what is no method
@@ -22,8 +23,8 @@ COSTS = {
 def plot_standings(table: pd.DataFrame, methods: Mapping[str, str], title: str):
     """Plot ``scores.standings``, a panel a task; rows in the table's order, which is no ranking. ``methods`` of rows.
 
-    A dot is the mean over seeds on clients' own shares of labels, hollow where too few seeds rank it, a bar one SD, a
-    cross what the net gets where all classes are alike, and the dashed line the clients' own majority class.
+    A dot is the mean over seeds on clients' own shares of labels, hollow where they are too few to rank, a bar one SD,
+    a cross what the net gets where all classes are alike, and the dashed line the clients' own majority class.
     """
     rows = list(dict.fromkeys(table.label))
     groups = list(table.groupby("task", sort=False))
@@ -32,13 +33,13 @@ def plot_standings(table: pd.DataFrame, methods: Mapping[str, str], title: str):
         for row in group.to_dict("records"):
             y, color = rows.index(row["label"]), color_of(methods.get(row["method"], row["method"]))
             ax.errorbar(row["own labels"], y, xerr=np.nan_to_num(row["sd"]), fmt="o", color=color,
-                        markerfacecolor="white" if "not ranked" in row["rank"] else color)  # fmt: skip
+                        markerfacecolor="white" if not_ranked([row["seeds"]]) else color)  # fmt: skip
             ax.plot(row["all alike"], y, "x", color=INK, markersize=5)
         if group.majority.notna().any():
             ax.axvline(group.majority.mean(), color="black", linestyle="--", linewidth=1)
         ax.set(yticks=range(len(rows)), yticklabels=rows, ylim=(len(rows) - 0.5, -0.5))
         ax.grid(alpha=0.3)
-    said = "○ too few seeds to rank   ● ranked   × all classes alike   dashed: own majority class"
+    said = "○ fewer than three seeds: not ranked   ● three or more   × all classes alike   dashed: own majority class"
     axes[0].figure.supxlabel(f"accuracy (%), bars: SD over seeds\n{said}", fontsize=9)
     return axes[0]
 
@@ -52,12 +53,13 @@ def plot_choice(table: pd.DataFrame, majority: pd.Series, title: str, ax=None):
     """
     import seaborn
 
-    above = table.sub(majority, axis=1).fillna(0)
+    above = table.sub(majority.reindex(table.columns)).fillna(0)  # in the table's order
     words = table.map(lambda x: "–" if pd.isna(x) else f"{x:.1f}")
     ax = axes_of(ax, (3.4 + 0.75 * len(table.columns), 2.2 + 0.3 * len(table)))
     far = max(1, np.abs(above.to_numpy()).max())
+    bar = {"label": "points above always answering one's own majority class", "shrink": 0.6}
     seaborn.heatmap(above, ax=ax, cmap="RdBu", vmin=-far, vmax=far, annot=words, fmt="", annot_kws={"size": 8},
-                    linewidths=0.5, cbar_kws={"label": "points above always answering one's own majority class"})  # fmt: skip
+                    linewidths=0.5, cbar_kws=bar)  # fmt: skip
     ax.set_xticklabels([name.replace(": ", ":\n") for name in table.columns], rotation=0)
     finish(ax, "–: absent there (params/atlas says why), or not run yet", "")
     ax.figure.suptitle(wrapped(title, ax.figure.get_figwidth()))  # over the names too, which are wide

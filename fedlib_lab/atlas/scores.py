@@ -70,9 +70,9 @@ def against(frame: pd.DataFrame, pairs: Sequence[tuple[str, str]]) -> pd.DataFra
 
 
 def ranks(frame: pd.DataFrame) -> dict[str, str]:
-    """Return of each of a task's :func:`compared` rows the ranks that are left open, ``1–3 of 9``, or why it has none.
+    """Return of a task's :func:`compared` rows the ranks left open, ``1–3 of 9 ranked``, or why a row has none.
 
-    The 9 are those of enough seeds; a rank is lost to each row that is surely higher.
+    The 9 are those of enough seeds, of which one alone has no rank; a rank is lost to each row that is surely higher.
     """
     rows = compared(frame)
     seeds = rows.groupby("variant", sort=False).seed.nunique()
@@ -82,8 +82,8 @@ def ranks(frame: pd.DataFrame) -> dict[str, str]:
     sure = [pair if said == "first is higher" else pair[::-1] for pair, said in found if said in VERDICTS]
     above, below = ([one for one, _ in sure], [other for _, other in sure])
     spans = {v: (1 + below.count(v), len(ranked) - above.count(v)) for v in ranked}
-    told = {v: "–".join(map(str, dict.fromkeys(span))) + f" of {len(ranked)}" for v, span in spans.items()}
-    return {v: told.get(v) or not_ranked([n]) for v, n in seeds.items()}
+    told = {v: "–".join(map(str, dict.fromkeys(span))) + f" of {len(ranked)} ranked" for v, span in spans.items()}
+    return {v: not_ranked([n]) or (told[v] if pairs else "–") for v, n in seeds.items()}
 
 
 def headline(frames: Mapping[str, pd.DataFrame]) -> str:

@@ -58,8 +58,8 @@ def leads(frame: pd.DataFrame, hero: str = "", value: str = "accuracy") -> str:
     """Say ``ReeFL leads DepthFL by 2.4 points``: method ``hero`` (none: the best) and its best rival, means of rows.
 
     ``leads`` stands only where it holds against every rival (``verdicts.py``), ``trails`` where that is as sure; else
-    the verdict is said, why a run does not count, or that seeds are too few to rank. Of several data columns or modes each is told, up to three; a
-    rival is another method, if there is one.
+    the verdict is said, why a run does not count, or that seeds are too few. Of several data columns or modes each is
+    told, up to three; a rival is another method, if there is one.
     """
     by = [c for c in ("column", "finetune") if c in frame and frame[c].nunique() > 1]
     done = frame.dropna(subset=[value])
