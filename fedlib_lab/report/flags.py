@@ -81,9 +81,7 @@ OVER: dict[Experiment, str] = {}  # of which :func:`over_budget` has been asked,
 
 def over_budget(e: Experiment) -> str:
     """Return :func:`_over_budget`, once: to solve levels takes seconds."""
-    if e not in OVER:
-        OVER[e] = _over_budget(e)
-    return OVER[e]
+    return OVER[e] if e in OVER else OVER.setdefault(e, _over_budget(e))
 
 
 def _over_budget(e: Experiment) -> str:

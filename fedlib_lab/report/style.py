@@ -206,17 +206,6 @@ def finish(ax, xlabel: str, ylabel: str, title: str | None = None) -> None:
         legend.set_frame_on(False)
 
 
-def readable(color) -> tuple[float, ...]:
-    """Darken ``color`` until words in it are read on white: a contrast of 4.5 (WCAG 2, AA)."""
-    from matplotlib.colors import to_rgb
-
-    rgb = np.array(to_rgb(color))
-    light = lambda x: np.where(x <= 0.04045, x / 12.92, ((x + 0.055) / 1.055) ** 2.4) @ (0.2126, 0.7152, 0.0722)  # noqa: E731
-    while light(rgb) > 1.05 / 4.5 - 0.05:
-        rgb = 0.95 * rgb
-    return tuple(rgb)
-
-
 def name_points(ax, points: Sequence[tuple[float, float, str]], colors: Sequence | None = None) -> None:
     """Write the name of every (x, y, name) beside it, where it meets nothing else if it can, in ``colors`` or black."""
     from matplotlib.text import Text
@@ -239,13 +228,7 @@ def name_points(ax, points: Sequence[tuple[float, float, str]], colors: Sequence
         tried = []
         for dx, dy, side in near + far:
             arrow = {"arrowstyle": "-", "color": "0.4", "linewidth": 0.6} if abs(dy) >= 20 else None
-            where = {
-                "textcoords": "offset points",
-                "ha": side,
-                "fontsize": 8,
-                "color": readable(color),
-                "arrowprops": arrow,
-            }
+            where = {"textcoords": "offset points", "ha": side, "fontsize": 8, "color": color, "arrowprops": arrow}
             text = ax.annotate(name, (x, y), (dx, dy), **where)
             text.set_in_layout(False)
             text.update_positions(figure.canvas.get_renderer())

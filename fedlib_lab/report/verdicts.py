@@ -158,8 +158,7 @@ def judged(d: Difference, margin: float = 0.0, level: float = LEVEL) -> dict:
 def not_ranked(seeds: Iterable[int]) -> str:
     """Say why rows of so many ``seeds`` each are not ranked, ``two seeds: not ranked``; empty where all have enough."""
     counts = list(seeds)
-    few = [n for n in counts if n < RANKED]
-    if not few:
+    if not (few := [n for n in counts if n < RANKED]):
         return ""
     many = f"{len(few)} of {len(counts)} rows have fewer than three seeds"
     return f"{FEW[few[0]] if len(set(counts)) == 1 else many}: not ranked"

@@ -40,7 +40,10 @@ def place(e: Experiment, folder: Folder) -> tuple[Experiment, Path]:
     folder = folder_of(folder)
     if (path := folder / e.slug).exists():  # mostly
         return e, path
-    there = _entitled(folder, e.title)
+    changed = folder.stat().st_mtime_ns if folder.is_dir() else 0
+    fresh = time.time_ns() - changed < 1e9  # a second change might not be told from the first by its time
+    names = (_names.__wrapped__ if fresh else _names)(folder, changed) if changed else []
+    there = [name for name in names if name[:-9] == e.title]
     spelt, plain = _spellings(e, repr(e), METHODS.get(e.method))
     for x in spelt if there else ():  # a title says nothing of options
         for name in (x.slug, x.former_slug):
@@ -60,21 +63,9 @@ def _spellings(e: Experiment, exactly: str, method: type | None) -> tuple[list[E
     return [*equivalent_experiments(e)], without_defaults(e).replace(evaluate_every=e.looks_every)
 
 
-def _entitled(folder: Path, title: str) -> list[str]:
-    """Return the sorted names in ``folder`` that are ``title`` and a hash; it is read anew if it has changed."""
-    if not folder.is_dir():
-        return []
-    changed = folder.stat().st_mtime_ns
-    settled = time.time_ns() - changed > 1e9  # a second change would be told from the first by its time
-    return (_by_title if settled else _by_title.__wrapped__)(folder, changed).get(title, [])
-
-
 @lru_cache(maxsize=8)
-def _by_title(folder: Path, changed: int) -> dict[str, list[str]]:
-    names: dict[str, list[str]] = {}
-    for name in sorted(os.listdir(folder)):
-        names.setdefault(name[:-9], []).append(name)
-    return names
+def _names(folder: Path, changed: int) -> list[str]:
+    return sorted(os.listdir(folder))
 
 
 @lru_cache(maxsize=4096)
