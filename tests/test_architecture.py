@@ -40,7 +40,7 @@ LINES = {
     "methods": 2289,
     "models": 1447,
     "fedlib_lab": 11000,
-    "atlas": 375,
+    "atlas": 380,
     "cli": 199,
     "executors": 608,
     "formats": 929,

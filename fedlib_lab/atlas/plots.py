@@ -38,7 +38,8 @@ def plot_standings(table: pd.DataFrame, methods: Mapping[str, str], title: str):
     """
     rows = list(dict.fromkeys(table.label))
     groups = list(table.groupby("task", sort=False))
-    axes = panels([title_of(task) for task, _ in groups], title, (2.6 if groups[1:] else 6.0, 1.0 + 0.2 * len(rows)), len(groups))
+    size = 2.6 if groups[1:] else 6.0, 1.0 + 0.2 * len(rows)
+    axes = panels([title_of(task) for task, _ in groups], title, size, len(groups))
     for ax, (_, group) in zip(axes, groups, strict=True):
         for row in group.to_dict("records"):
             y, color = rows.index(row["label"]), color_of(methods.get(row["method"], row["method"]))
