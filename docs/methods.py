@@ -39,7 +39,7 @@ SCORES = {"accuracy": "mean over exits", "last": "last exit", "local": "clients'
           "clients": "clients' own tests, ± over clients", "left": "clients' own tests, ± over clients"}  # fmt: skip
 CODE = re.compile(r"(``.+?``|\*\*.+?\*\*)", re.S)
 spec = cache(load_spec)  # of a paper's table
-RANKED = ["label", "score", "low", "high", "best rank", "worst rank", "tasks", "flags"]
+STANDS = ["label", "own labels", "sd", "all alike", "majority", "seeds", "rank", "flags"]
 
 
 def plain(text: str) -> str:
@@ -173,7 +173,7 @@ def older(paper: str, table: str) -> set[tuple[str, str, str]]:
 
 
 def numbers(name: str) -> str:
-    """Every stored number of :func:`tables`, and what the atlas ranks."""
+    """Every stored number of :func:`tables`, and where the atlas puts it."""
     rows = []
     for paper, table in tables(name):
         frame, value = stored(paper, table, outputs_dir()), spec(paper, table).get("value", "accuracy")
@@ -191,15 +191,17 @@ def numbers(name: str) -> str:
     said = "mean over as many seeds as the row says ± SD over them, if the row does not say over clients"
     text = [f"Of the last round at profile `{PROFILE}`, in percent: {said}. In print: on the paper's own data and net, "
             "so compare orderings.", shown(rows, columns)]  # fmt: skip
-    ranked = []
-    for path in sorted((outputs_dir() / "atlas" / "tables").glob(f"*_tuned_{PROFILE}_ranking.csv")):
-        frame, caps = pd.read_csv(path), path.stem.split("_")[-4]
-        ranked.append(frame.loc[frame.method == name, RANKED].assign(capped=BINDS[caps]))
-    if sum(map(len, ranked)):
-        ranks = pd.concat(ranked)[["capped", *RANKED]]
-        text += ["Ranked by [the atlas](../../../outputs/atlas/README.md), each row tuned: 0 is the smallest level for "
-                 "all, 1 the whole model for all; a flag is of a task's runs.",
-                 shown(ranks.values.tolist(), list(ranks))]  # fmt: skip
+    found = []
+    for path in sorted((outputs_dir() / "atlas" / "tables").glob(f"map_{PROFILE}_*_tuned_ranking.csv")):
+        frame, caps = pd.read_csv(path), path.stem.split("_")[-3]
+        titles = frame.task.map(title_of)
+        found.append(frame.assign(capped=BINDS[caps], task=titles)[frame.method == name])
+    if sum(map(len, found)):
+        rows = pd.concat(found)[["capped", "task", *STANDS]]
+        text += ["In [the atlas](../../../outputs/atlas/README.md), each row tuned, in percent: on clients' own shares "
+                 "of labels, where all classes are alike, and what always answering one's own majority class "
+                 "gives. Fewer than three seeds are not ranked; a flag is of some run.",
+                 shown(rows.values.tolist(), list(rows))]  # fmt: skip
     return "\n\n".join(text)
 
 

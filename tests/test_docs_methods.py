@@ -136,8 +136,10 @@ def test_numbers_are_the_stored_ones(methods, written):
     reefl = pd.read_csv(OUTPUTS / "reefl/tables/table1_small.csv")
     (said,) = reefl[(reefl.method == "ReeFL") & (reefl.column == "cifar10_alpha1") & (reefl["mode"] == "LoRA")].obtained
     assert f"| CIFAR-10, Dirichlet 1 | LoRA | ReeFL | {said} | 3 | mean over exits |" in written["reefl"]
-    ranking = pd.read_csv(OUTPUTS / "atlas/tables/cifar10_upload_tuned_small_ranking.csv").set_index("method")
-    assert f"| traffic | FedProto | {ranking.score['fedproto']:g} |" in written["fedproto"]
+    standing = pd.read_csv(OUTPUTS / "atlas/tables/map_small_upload_tuned_ranking.csv")
+    (row,) = standing[(standing.method == "fedproto") & (standing.task == "cifar10")].to_dict("records")
+    both = f"{row['own labels']:g} | {row['sd']:g} | {row['all alike']:g} | {row['majority']:g} | {row['seeds']}"
+    assert f"| traffic | CIFAR-10 | FedProto | {both} | {row['rank']} |" in written["fedproto"]
 
 
 def test_a_row_belongs_to_one_method(methods):

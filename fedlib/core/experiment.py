@@ -192,7 +192,7 @@ class Experiment:
 
     def to_dict(self) -> dict[str, object]:
         """Return all fields as JSON types."""
-        return json.loads(json.dumps(dataclasses.asdict(self)))
+        return json.loads(json.dumps(vars(self)))
 
     @classmethod
     def from_dict(cls, values: Mapping[str, object], where: str = "experiment") -> "Experiment":

@@ -16,6 +16,7 @@ import sys
 import types
 import typing
 from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
 from typing import Annotated, Any, TypeVar
 
 from annotated_types import Ge, Gt, Le, Lt
@@ -85,9 +86,14 @@ def check_fields(cls: type, values: Mapping[str, object], where: str) -> dict[st
     """
     if not isinstance(values, Mapping):
         raise ValueError(f"{where} = {shown(values)}: expected a mapping of names to values")
-    hints = field_hints(cls)
     check_names(cls, values, where)
-    return {key: convert(value, hints[key], f"{where}: {key}") for key, value in values.items()}
+    plain = (str, int, float, bool)  # of which grids have thousands alike
+    return {k: (_once if type(v) in plain else _once.__wrapped__)(cls, k, v, where) for k, v in values.items()}
+
+
+@functools.lru_cache(maxsize=16384, typed=True)  # 1 is not 1.0
+def _once(cls: type, key: str, value: object, where: str) -> Any:
+    return convert(value, field_hints(cls)[key], f"{where}: {key}")
 
 
 def check_names(cls: type, names: Iterable[object], where: str) -> None:
@@ -176,9 +182,7 @@ def _without_conditions(hint: Any) -> Any:
     if typing.get_origin(hint) is not Annotated:
         return hint
     bare, *extras = typing.get_args(hint)
-    for extra in extras:
-        bare = bare if isinstance(extra, When) else Annotated[bare, extra]
-    return bare
+    return functools.reduce(lambda of, x: Annotated[of, x], (x for x in extras if not isinstance(x, When)), bare)
 
 
 def convert(value: object, hint: Any, where: str) -> Any:
@@ -196,13 +200,11 @@ def convert(value: object, hint: Any, where: str) -> Any:
     if origin in (typing.Union, types.UnionType):
         if value is None and type(None) in args:
             return None
-        options = [a for a in args if a is not type(None)]
-        for option in options:
-            try:
+        *others, last = (a for a in args if a is not type(None))
+        for option in others:
+            with suppress(ValueError):
                 return convert(value, option, where)
-            except ValueError:
-                if option is options[-1]:
-                    raise
+        return convert(value, last, where)
     value = _as_python(value)
     if origin is typing.Literal:
         if isinstance(value, str) and value in args:

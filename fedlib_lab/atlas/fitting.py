@@ -58,7 +58,7 @@ def fitted_cells(cells: Sequence[Cell], caps: Mapping, method: str, options: Map
     """
     its, fitted = {"method": method, "options": dict(options or {})}, {}
     for column, c in {c.column: c for c in cells}.items():
-        fitted[column] = fit(_plain(c.experiment).replace(**its), caps["shares"], caps["of"]).experiment
+        fitted[column] = fit(plain(c.experiment).replace(**its), caps["shares"], caps["of"]).experiment
     label = getattr(METHODS[method], "label", method)
     return [
         Cell(c.finetune, method, method, label, c.column, c.seed, fitted[c.column].replace(seed=c.seed))
@@ -66,7 +66,7 @@ def fitted_cells(cells: Sequence[Cell], caps: Mapping, method: str, options: Map
     ]
 
 
-def _plain(e: Experiment) -> Experiment:
+def plain(e: Experiment) -> Experiment:
     """Return ``e`` with the whole model for all clients."""
     return e.replace(method="fedavg", options={}, num_exits=1, exit_blocks=None, budgets="uniform", exit_head=None)
 
@@ -87,12 +87,8 @@ class _Search:
     tried: dict[tuple[float, ...], tuple[float, ...] | str] = field(default_factory=dict)  # str: why it is refused
 
     @cached_property
-    def plain(self) -> Experiment:
-        return _plain(self.e)
-
-    @cached_property
     def whole(self) -> float:
-        return price(self.plain, self.of)[0]
+        return price(plain(self.e), self.of)[0]
 
     def fitted(self) -> Fitted:
         method = build_method(self.e.method, dict(self.e.options))
@@ -102,7 +98,7 @@ class _Search:
             if over := [k for k, (p, cap) in enumerate(zip(prices, self.caps, strict=True)) if p > cap * (1 + SLACK)]:
                 raise self.nothing(over[0], f"its level takes {prices[over[0]]:.3g} of the whole")
             return Fitted(found, self.caps, prices)
-        depth = load_shapes(self.plain).setting.spec.depth
+        depth = load_shapes(plain(self.e)).setting.spec.depth
         offered, chosen = list(method.sizes(depth)), ()
         for place in range(len(self.caps)):
             chosen += (self.largest([s for s in offered if not chosen or s >= chosen[-1]], chosen, place),)

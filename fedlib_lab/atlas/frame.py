@@ -4,6 +4,8 @@ Read next: ``atlas/scores.py`` (scores), ``atlas/fitting.py`` (prices), ``params
 """
 
 import json
+import re
+import warnings
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -13,17 +15,21 @@ import pandas as pd
 
 from fedlib.core.experiment import Experiment
 from fedlib.core.paths import params_dir
+from fedlib.data.datasets import is_available
+from fedlib.data.federated import load_federated
+from fedlib.models.registry import backbone_spec, tokenizer_of
 
-from ..report.flags import flags_of
+from ..report.flags import OVER, flags_of
 from ..report.style import title_of
 from ..runs.costs import examples_per_client, load_shapes
 from ..runs.params import Cell
 from ..runs.params_files import load_yaml
-from ..runs.store import shown_run
-from .fitting import price
+from ..runs.store import Run
+from .fitting import plain, price
 from .scores import BINDS, HIGH, scores_of, worst
 
-TARGET = 0.5  # of the way from the smallest level for all to the whole model for all
+PRICES = ["macs", "peak MiB", "upload MiB", "download MiB", "seconds a round"]  # of a run's round
+BELOW = "below own majority class"  # the flag of a run whose clients get less than by answering one class
 
 
 def devices() -> pd.DataFrame:
@@ -78,48 +84,65 @@ def holdings(grids: Mapping[str, Mapping[str, Sequence[Cell]]], row: str) -> pd.
     return pd.DataFrame(found)
 
 
-def entries_frame(tables: Mapping[str, Mapping[str, Sequence[Cell]]], folder: Path | None = None) -> pd.DataFrame:
-    """Return a row per stored run of ``tables`` (by what is capped, task): scores in percent, costs of a round, flags.
+@lru_cache(maxsize=256)
+def _majority_of(e: Experiment) -> float:
+    if not is_available(e.dataset, tokenizer := tokenizer_of(e.backbone)):
+        return float("nan")
+    with warnings.catch_warnings(action="ignore"):  # that texts are cut is no matter
+        data = load_federated(e, size=backbone_spec(e.backbone).input_shape[-1], tokenizer=tokenizer)
+    top, labels = data.label_counts().argmax(1), data.test_labels.numpy()
+    own = [np.mean(labels[rows] == top[i]) for i in range(data.num_clients) if len(rows := data.client_test(i))]
+    return float(100 * np.mean(own))
 
-    ``score``: mean over clients of the best sub-model that each affords; ``worst``: the worst tenth of them;
-    ``class 1`` ...: by class of devices. Costs are the slowest or largest class's, ``macs`` the mean's. ``to target``:
-    rounds until the score is half way from the smallest level's to the whole model's, and the seconds of as many;
-    None where it never is.
+
+def majority_of(e: Experiment) -> float:
+    """Return in percent what clients get that always answer their own most frequent training label, mean over clients.
+
+    Of the split alone: nothing is trained. NaN where the data are not at hand.
     """
-    rows = []
-    for caps, by_task in tables.items():
-        for task, cells in by_task.items():
-            runs = {
-                (c.variant, c.seed): (c, run) for c in cells if (run := shown_run(c.experiment, folder)) is not None
-            }
-            for (variant, seed), (cell, run) in runs.items():
-                e, scores = cell.experiment, np.array(scores_of(run.summary))
-                took = costs(e.replace(seed=1, lr=1.0))  # neither changes it: a search of rates is priced once
-                needed = _rounds_to(run, *(runs.get((end, seed)) for end in ("smallest", "whole")))
-                rows.append({
-                    "task": task, "caps": caps, "method": variant, "label": cell.label, "seed": seed,
-                    "run": run.path.name, "backbone": e.backbone, "options": json.dumps(dict(e.options)),
-                    "score": scores.mean(),
-                    "worst": worst(scores), **_by_class(scores, len(took)), "central": run.summary["exits"][-1],
-                    "macs": took.macs.mean(), "peak MiB": took.peak.max(), "upload MiB": took.up.mean(),
-                    "download MiB": took.down.mean(), "seconds a round": took.seconds.max(), "rounds": e.rounds,
-                    "rounds to target": needed,
-                    "seconds to target": None if needed is None else needed * took.seconds.max(),
-                    "flags": ", ".join(flags_of(run, "local")),
-                })  # fmt: skip
+    return _majority_of(plain(e).replace(lr=1.0))
+
+
+def entries_frame(frames: Mapping[str, Mapping[str, pd.DataFrame]], known: Path | None = None) -> pd.DataFrame:
+    """Return a row per stored run of ``frames`` (``Table.frame`` by what is capped, by task): scores, costs, flags.
+
+    In percent. ``score``: mean over clients of the best sub-model that each affords; ``worst``: of the worst tenth;
+    ``class 1`` ...: by class of devices; ``central``: of the whole net on all test examples. Two controls:
+    ``majority`` (:func:`majority_of`) and ``prior``, the score with the client's own shares of labels added to what a
+    net of one exit answers; NaN where none is known. Costs are the slowest or largest class's, ``macs`` the mean's; of
+    runs that the Parquet file ``known`` has, which this function made, they are those in it: counting takes minutes.
+    """
+    stored = pd.read_parquet(known).drop_duplicates("run").set_index("run") if known and known.is_file() else None
+    rows, classes = [], len(devices())
+    places = [(caps, task, frame) for caps, by_task in frames.items() for task, frame in by_task.items()]
+    for caps, task, row in ((*place, row) for *place, frame in places for row in frame.to_dict("records")):
+        if not isinstance(run := row["found"], Run):
+            continue
+        e, scores, own = run.experiment, np.array(scores_of(run.summary)), run.summary["personal"]
+        if stored is not None and run.path.name in stored.index:
+            prices = stored.loc[run.path.name, PRICES].to_dict()
+            said = re.search("over budget: (.*?are said)", str(stored.loc[run.path.name, "flags"]))
+            OVER.setdefault(e.replace(seed=1), said[1] if said else "")
+        else:
+            prices = _prices(e.replace(seed=1, lr=1.0))  # neither changes it: a search of rates is priced once
+        majority = own["majority"] if "majority" in own else majority_of(e)
+        rows.append({
+            "task": task, "caps": caps, "method": row["variant"], "label": row["label"], "seed": row["seed"],
+            "run": run.path.name, "backbone": e.backbone, "options": json.dumps(dict(e.options)),
+            "score": scores.mean(), "worst": worst(scores), **_by_class(scores, classes),
+            "central": run.summary["exits"][-1], "majority": majority,
+            "prior": own.get("prior", np.nan) if len(own["exits"]) == 1 else np.nan, **prices, "rounds": e.rounds,
+            "flags": ", ".join([*flags_of(run, "local"), *([BELOW] if scores.mean() < majority else [])]),
+        })  # fmt: skip
     return pd.DataFrame(rows)
+
+
+def _prices(e: Experiment) -> dict[str, float]:
+    took = costs(e)
+    found = took.macs.mean(), took.peak.max(), took.up.mean(), took.down.mean(), took.seconds.max()
+    return dict(zip(PRICES, map(float, found), strict=True))
 
 
 def _by_class(scores: np.ndarray, classes: int) -> dict[str, float]:
     """Return the mean score by class of devices; client i is of class i mod their number."""
     return {f"class {k + 1}": float(scores[k::classes].mean()) for k in range(classes)}
-
-
-def _rounds_to(run, smallest, whole) -> int | None:
-    """Return the first evaluated round whose score is half way between the ends of the two; None if there is none."""
-    if smallest is None or whole is None:
-        return None
-    low, high = (np.mean(scores_of(end[1].summary)) for end in (smallest, whole))
-    target = low + TARGET * (high - low)
-    reached = (m["t"] for m in run.metrics if "personal" in m and np.mean(scores_of(m)) >= target)
-    return next(reached, None)

@@ -1,16 +1,17 @@
-"""Figures of the atlas: the ranking as a dot plot, who wins against whom, what to choose where, what quality costs."""
+"""Figures of the atlas: what clients get by task, what they get in all places, what quality costs."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+import numpy as np
 import pandas as pd
 
 from ..report.plots import plot_tradeoff
-from ..report.style import axes_of, color_of, finish, styled, wrapped
+from ..report.style import axes_of, color_of, finish, panels, styled, title_of, wrapped
 from ..report.tables import label_of
+from ..report.verdicts import not_ranked
 from ..runs.params import Cell
-from .scores import HIGH
 
-FLOOR = -2.0  # of the scores that a ranking draws where they are
+INK = "0.35"  # of what is no method
 COSTS = {
     "macs": ("macs", 1e9, "training of a client's round (10⁹ MACs)"),
     "memory": ("peak MiB", 1, "peak of a client's training (MiB)"),
@@ -18,63 +19,62 @@ COSTS = {
 }  # of what is capped: the column of ``entries_frame``, its unit
 
 
-@styled
-def plot_ranking(table: pd.DataFrame, title: str, ax=None):
-    """Plot ``atlas.ranking``'s rows, best on top: interquartile mean of scores, its interval; columns label, method.
+def readable(color) -> tuple[float, ...]:
+    """Darken ``color`` until words in it are read on white: a contrast of 4.5 (WCAG 2, AA)."""
+    from matplotlib.colors import to_rgb
 
-    Beside the name of one that lacks a task stands how many it has: its score is of other tasks than its neighbours'.
-    Dashed: 0, the smallest level for all, and 1, the whole model for all. A score below ``FLOOR`` is told at the edge.
+    rgb = np.array(to_rgb(color))
+    while rgb**2.2 @ (0.2126, 0.7152, 0.0722) > 1.05 / 4.5 - 0.05:
+        rgb = 0.95 * rgb
+    return tuple(rgb)
+
+
+@styled
+def plot_standings(table: pd.DataFrame, methods: Mapping[str, str], title: str):
+    """Plot ``scores.standings``, a panel a task; rows in the table's order, which is no ranking. ``methods`` of rows.
+
+    A dot is the mean over seeds on clients' own shares of labels, hollow where they are too few to rank, a bar one SD,
+    a cross what the net gets where all classes are alike, and the dashed line the clients' own majority class.
     """
-    ax = axes_of(ax, (6.8, 1.3 + 0.27 * len(table)))
-    for y, row in enumerate(table.itertuples()):
-        color = color_of(row.method)
-        if row.score < FLOOR:  # it would press the others together
-            ax.plot(FLOOR, y, "<", color=color)
-            ax.annotate(f"{row.score:.1f}", (FLOOR, y), (6, 0), textcoords="offset points", va="center", color=color)
-            continue
-        ax.plot([max(row.low, FLOOR), row.high], [y, y], color=color, linewidth=2, alpha=0.6)
-        ax.plot(row.score, y, "o", color=color)
-    most, rows = table.tasks.max(), zip(table.label, table.tasks, strict=True)
-    ax.set_yticks(range(len(table)), [f"{label} ({n} of {most} tasks)" if n < most else label for label, n in rows])
-    ax.set_ylim(len(table) - 0.5, -0.5)
-    for x in (0, 1):
-        ax.axvline(x, color="black", linestyle="--", linewidth=1)
-    finish(ax, "0: smallest level for all, 1: whole model for all\nbars: 95 % bootstrap", "")
-    ax.figure.suptitle(wrapped(title, ax.figure.get_figwidth()))  # over the names too, which are wide
-    return ax
+    rows = list(dict.fromkeys(table.label))
+    groups = list(table.groupby("task", sort=False))
+    size = 2.6 if groups[1:] else 6.0, 1.0 + 0.2 * len(rows)
+    axes = panels([title_of(task) for task, _ in groups], title, size, len(groups))
+    for ax, (_, group) in zip(axes, groups, strict=True):
+        for row in group.to_dict("records"):
+            y, color = rows.index(row["label"]), color_of(methods.get(row["method"], row["method"]))
+            ax.errorbar(row["own labels"], y, xerr=np.nan_to_num(row["sd"]), fmt="o", color=color,
+                        markerfacecolor="white" if not_ranked([row["seeds"]]) else color)  # fmt: skip
+            ax.plot(row["all alike"], y, "x", color=INK, markersize=5)
+        if group.majority.notna().any():
+            ax.axvline(group.majority.mean(), color="black", linestyle="--", linewidth=1)
+        ax.set(yticks=range(len(rows)), yticklabels=rows, ylim=(len(rows) - 0.5, -0.5))
+        ax.grid(alpha=0.3)
+    said = "○ fewer than three seeds: not ranked   ● three or more   × all classes alike   dashed: own majority class"
+    figure = axes[0].figure
+    figure.supxlabel(wrapped(f"accuracy (%), bars: SD over seeds\n{said}", figure.get_figwidth()), fontsize=9)
+    return axes[0]
 
 
 @styled
-def plot_wins(wins: pd.DataFrame, title: str, ax=None):
-    """Plot ``atlas.wins``: how often the row's method is above the column's, in percent."""
-    import seaborn
+def plot_choice(table: pd.DataFrame, majority: pd.Series, title: str, ax=None):
+    """Plot what clients get, in percent: a row a method, a column a place; coloured by the points above ``majority``.
 
-    order = wins.mean(axis=1).sort_values(ascending=False).index  # who wins most stands on top
-    wins, ax = wins.loc[order, order], axes_of(ax, (2.4 + 0.42 * len(wins), 1.8 + 0.36 * len(wins)))
-    if wins.empty:
-        return ax
-    seaborn.heatmap(100 * wins, ax=ax, vmin=0, vmax=100, cmap="RdBu", annot=True, fmt=".0f", annot_kws={"size": 8},
-                    cbar_kws={"label": "runs won by the row's method (%)"})  # fmt: skip
-    finish(ax, "", "", title)
-    ax.grid(False)
-    return ax
-
-
-@styled
-def plot_choice(table: pd.DataFrame, title: str, ax=None):
-    """Plot what clients get, in percent: a row a method, a column a place; coloured from a column's worst to its best.
-
-    On top the methods that are highest above the other rows' mean in the places that they have.
+    That is what always answering one's own most frequent label gives in a column; without it nothing is coloured. Rows
+    keep the table's order. A dash is a method that is absent there, or has no run yet.
     """
     import seaborn
 
-    shade = (table - table.min()) / (table.max() - table.min())
-    order = shade.sub(shade.mean()).mean(axis=1).sort_values(ascending=False).index
-    ax = axes_of(ax, (2.6 + 0.75 * len(table.columns), 1.9 + 0.3 * len(table)))
-    seaborn.heatmap(shade.loc[order], ax=ax, cmap="YlGnBu", annot=table.loc[order], fmt=".1f", annot_kws={"size": 8},
-                    cbar=False, linewidths=0.5)  # fmt: skip
+    above = table.sub(majority.reindex(table.columns)).fillna(0)  # in the table's order
+    words = table.map(lambda x: "–" if pd.isna(x) else f"{x:.1f}")
+    ax = axes_of(ax, (3.4 + 0.75 * len(table.columns), 2.2 + 0.3 * len(table)))
+    far = max(1, np.abs(above.to_numpy()).max())
+    bar = {"label": "points above always answering one's own majority class", "shrink": 0.6}
+    seaborn.heatmap(above, ax=ax, cmap="RdBu", vmin=-far, vmax=far, annot=words, fmt="", annot_kws={"size": 8},
+                    linewidths=0.5, cbar_kws=bar)  # fmt: skip
     ax.set_xticklabels([name.replace(": ", ":\n") for name in table.columns], rotation=0)
-    finish(ax, "", "", title)
+    finish(ax, "–: absent there (params/atlas says why), or not run yet", "")
+    ax.figure.suptitle(wrapped(title, ax.figure.get_figwidth()))  # over the names too, which are wide
     ax.grid(False)
     return ax
 
@@ -83,15 +83,21 @@ def plot_choice(table: pd.DataFrame, title: str, ax=None):
 def plot_cost(frame: pd.DataFrame, cells: Sequence[Cell], title: str, ax=None):
     """Plot the scores of ``entries_frame``'s rows under one kind of caps, against what is capped: a point a method.
 
-    Over ``title``, what is shown, stands who gives clients most of those that keep to the caps.
+    The dashed line is what always answering one's own majority class gives.
     """
     column, unit, label = COSTS[str(frame.caps.iloc[0]).removesuffix("_tuned")]
-    points = frame.groupby(["method", "label"], sort=False)[["score", column]].mean().reset_index()
     methods = {c.variant: c.method for c in cells}
-    best = points[points.method != HIGH].sort_values("score").iloc[-1]
-    title = f"{label_of(best.label)} gives clients most under the caps, {best.score:.1f} %\n{title}"
+    points = frame.groupby(["method", "label"], sort=False)[["score", column]].mean().reset_index()
     points = pd.DataFrame({
         "accuracy": points.score, "cost": points[column] / unit, "column": points.label.map(label_of),
         "method": points.method.map(methods),
     })  # fmt: skip
-    return plot_tradeoff(points, "cost", label, title, ax=ax, line="")
+    ax = axes_of(ax, (6.8, 4.4))
+    if frame.majority.notna().any():
+        ax.axhline(frame.majority.mean(), color="black", linestyle="--", linewidth=1)
+        label += "; dashed: own majority class"
+    plot_tradeoff(points, "cost", label, title, ax=ax, line="")
+    for text in ax.texts:
+        text.set_color(readable(text.get_color()))
+    ax.set_ylabel("accuracy on clients' own tests (%)")
+    return ax

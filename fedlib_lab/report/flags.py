@@ -13,7 +13,7 @@ Each looks at the value that is compared (a client's own accuracy where that is 
     older rule   a class of the kit, or what it does with such an experiment (``identity.kit_rules``), was otherwise
 """
 
-from functools import lru_cache, partial
+from functools import partial
 
 import numpy as np
 
@@ -76,8 +76,15 @@ def _chance(e: Experiment) -> float:
     return 1.25 * 100 / classes if classes and task_of(e.dataset).metric not in CORRELATIONS else 0.0
 
 
-@lru_cache(maxsize=1024)
+OVER: dict[Experiment, str] = {}  # of which :func:`over_budget` has been asked, or which a stored table told
+
+
 def over_budget(e: Experiment) -> str:
+    """Return :func:`_over_budget`, once: to solve levels takes seconds."""
+    return OVER[e] if e in OVER else OVER.setdefault(e, _over_budget(e))
+
+
+def _over_budget(e: Experiment) -> str:
     """Say what ``e``'s levels cost if one costs over 1.1 times the share of the whole it is solved for; else empty."""
     if not hasattr(METHODS[e.method], "ratios_of"):
         return ""

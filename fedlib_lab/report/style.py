@@ -227,7 +227,7 @@ def name_points(ax, points: Sequence[tuple[float, float, str]], colors: Sequence
     for (x, y, name), color in zip(points, colors or ["black"] * len(points), strict=True):
         tried = []
         for dx, dy, side in near + far:
-            arrow = {"arrowstyle": "-", "color": "0.6", "linewidth": 0.6} if abs(dy) >= 20 else None
+            arrow = {"arrowstyle": "-", "color": "0.4", "linewidth": 0.6} if abs(dy) >= 20 else None
             where = {"textcoords": "offset points", "ha": side, "fontsize": 8, "color": color, "arrowprops": arrow}
             text = ax.annotate(name, (x, y), (dx, dy), **where)
             text.set_in_layout(False)

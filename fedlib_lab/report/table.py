@@ -42,7 +42,7 @@ class Table:
 
     def run(self, execution: Execution = Execution(), run_missing: bool = True) -> pd.DataFrame:
         """Print what the grid costs, run what is missing (if ``run_missing``); runs and seconds by data and status."""
-        self.frame = tables.run_cells(self.cells, execution, run_missing, self.folder)
+        self.frame = tables.run_cells(self.cells, execution, run_missing, self.folder, self.frame.found)
         self.complete = run_missing
         return self.frame.groupby(["dataset", "status"]).agg(runs=("run", "size"), seconds=("seconds", "sum"))
 

@@ -38,8 +38,8 @@ def load_cells(
         return cells
     sets = {(c.experiment.dataset, tokenizer_of(c.experiment.backbone)) for c in cells}
     unavailable = {name for name, tokenizer in sets if not is_available(name, tokenizer)}
-    unknown = (c for c in cells if c.experiment.dataset in unavailable)
-    lacking = unavailable - {c.experiment.dataset for c in unknown if shown_run(c.experiment, folder) is not None}
+    of = {name: (c.experiment for c in cells if c.experiment.dataset == name) for name in unavailable}
+    lacking = {name for name in unavailable if all(shown_run(e, folder) is None for e in of[name])}
     fallback = {k: v for k, v in fallback.items() if k not in (overrides or {})}
     return [stand_in(c, fallback) if c.experiment.dataset in lacking else c for c in cells]
 
@@ -50,17 +50,19 @@ def stand_in(cell: Cell, fallback: Mapping[str, object]) -> Cell:
 
 
 def run_cells(
-    cells: Sequence[Cell], execution: Execution = Execution(), run_missing: bool = True, folder: Path | None = None
-) -> pd.DataFrame:
+    cells: Sequence[Cell], execution: Execution = Execution(), run_missing: bool = True, folder: Path | None = None,
+    looked: Sequence[Run | None] = (),
+) -> pd.DataFrame:  # fmt: skip
     """Say what the grid costs, run what is missing (if ``run_missing``), and return :func:`collect`'s frame.
 
-    Where nothing is trained, say how much is stored.
+    Where nothing is trained, say how much is stored. ``looked``: what was found of ``cells`` a moment ago.
 
     Weights and data of all missing runs are fetched first: ``ConnectionError`` with one sentence before any compute.
     """
     check_type(run_missing, bool, "run_missing")
     experiments = [c.experiment for c in cells]
-    found = {e: r for e in experiments if (r := shown_run(e, folder)) is not None}
+    known = {e: r for e, r in zip(experiments, looked, strict=False) if r is not None}
+    found = {e: r for e in experiments if (r := known.get(e) or shown_run(e, folder)) is not None}
     missing = [e for e in experiments if e not in found]
     if not missing:
         say(f"{len(experiments)} stored runs found, nothing to train; FEDLIB_OUTPUTS=<another folder> trains anew")

@@ -11,7 +11,7 @@ import pandas as pd
 
 from .style import NAMES, data_title, model_of, named, title_of
 from .tables import label_of
-from .verdicts import BySeed, Measured, differences, judged, measured, paired, reason
+from .verdicts import BySeed, Measured, differences, judged, measured, not_ranked, paired, reason
 
 LEVEL = 0.05  # points: what rounds to 0.0 is level
 
@@ -58,8 +58,8 @@ def leads(frame: pd.DataFrame, hero: str = "", value: str = "accuracy") -> str:
     """Say ``ReeFL leads DepthFL by 2.4 points``: method ``hero`` (none: the best) and its best rival, means of rows.
 
     ``leads`` stands only where it holds against every rival (``verdicts.py``), ``trails`` where that is as sure; else
-    the verdict is said, or why a run does not count. Of several data columns or modes each is told, up to three; a
-    rival is another method, if there is one.
+    the verdict is said, why a run does not count, or that seeds are too few. Of several data columns or modes each is
+    told, up to three; a rival is another method, if there is one.
     """
     by = [c for c in ("column", "finetune") if c in frame and frame[c].nunique() > 1]
     done = frame.dropna(subset=[value])
@@ -77,7 +77,7 @@ def leads(frame: pd.DataFrame, hero: str = "", value: str = "accuracy") -> str:
         return f"{first[0]} reaches {series[first][value].mean():.1f}"
     runs = {name: _by_seed(series[name], value) for name in (first, *rivals)}
     found = [differences([*paired(runs[first], runs[name]).values()])[0] for name in rivals]
-    verdicts = [reason(d) or judged(d)["verdict"] for d in found]
+    verdicts = [reason(d) or not_ranked([len(d.points)]) or judged(d)["verdict"] for d in found]
     verdict = verdicts[0] if verdicts[0] != "holds" else next((v for v in verdicts if v != "holds"), "holds")
     apart_by = found[0].mean if len(found[0].points) else series[first][value].mean() - series[rivals[0]][value].mean()
     return apart(first[0], rivals[0][0], apart_by, verdict)

@@ -33,6 +33,8 @@ from .tables import label_of
 LEVEL = 0.025  # of a false verdict on either side
 MARGIN = 0.5  # points: less is no loss
 ENOUGH = 5  # seeds of a verdict that is more than indicative
+RANKED = 3  # seeds of a row that is ranked: where seeds differ much, intervals of two miss in a third of cases
+FEW = ("no seed in common", "one seed", "two seeds")
 TESTED = ("holds", "tie", "undecided", "contradicted")
 COLUMNS = ["table", "mode", "column", "data", "comparison", "mean", "low", "high", "seeds", "flags", "verdict"]
 REASONS = {"rising": "still rising", "over budget": "over budget", "older rule": "of an older rule"}  # other: untrained
@@ -151,6 +153,15 @@ def judged(d: Difference, margin: float = 0.0, level: float = LEVEL) -> dict:
     open_ = "tie" if -MARGIN <= low and high <= MARGIN else "undecided"
     found = {1: "holds", -1: "contradicted"}.get(side(d, level, margin), open_)
     return row | {"low": round(low, 2), "high": round(high, 2), "verdict": found}
+
+
+def not_ranked(seeds: Iterable[int]) -> str:
+    """Say why rows of so many ``seeds`` each are not ranked, ``two seeds: not ranked``; empty where all have enough."""
+    counts = list(seeds)
+    if not (few := [n for n in counts if n < RANKED]):
+        return ""
+    many = f"{len(few)} of {len(counts)} rows have fewer than three seeds"
+    return f"{FEW[few[0]] if len(set(counts)) == 1 else many}: not ranked"
 
 
 def reason(d: Difference) -> str:

@@ -183,13 +183,18 @@ def load_grid(paper: str, table: str, profile: str, overrides: Mapping[str, obje
     seeds = kept.pop("seeds", sizes.get("seeds", [1]))
     seeds = overrides.pop("seeds", [overrides.pop("seed")] if "seed" in overrides else seeds)
     sizes = {k: v for k, v in sizes.items() if k not in GRID_KEYS}
-    cells = []
+    cells, made = [], {}  # made: what differs in nothing but the seed, once
     axes = itertools.product(finetunes, variants.items(), columns.items(), seeds)
     for finetune, (name, variant), (column, (of_column, stand_in)), seed in axes:
         limits = only.get(column, {})
         if finetune not in _listed(variant.get("finetune", finetune)):
             continue
         if name not in limits.get("variant", [name]) or seed not in limits.get("seeds", [seed]):
+            continue
+        place = finetune, name, variant["method"], variant.get("label", name), column, seed
+        if place[:-1] in made:
+            e, layers = made[place[:-1]]
+            cells.append(Cell(*place, e.replace(seed=seed), {**layers, "row": {**layers["row"], "seed": seed}}))
             continue
         row, row_here = at_profile({k: v for k, v in variant.items() if k not in VARIANT_KEYS}, profile)
         row |= {"finetune": finetune, "seed": seed}
@@ -198,8 +203,8 @@ def load_grid(paper: str, table: str, profile: str, overrides: Mapping[str, obje
         here = {"method": method_here, "column": stand_in, "table": kept}
         shrunk = {"profile": sizes, **{f"{layer} at {profile}": values for layer, values in here.items()}}
         layers = _shrunk(published, shrunk, row, {f"row at {profile}": row_here, "overrides": overrides})
-        place = finetune, name, row["method"], variant.get("label", name), column, seed
-        cells.append(Cell(*place, make_experiment(*layers.values()), layers))
+        made[place[:-1]] = e, layers = make_experiment(*layers.values()), layers
+        cells.append(Cell(*place, e, layers))
     return cells
 
 

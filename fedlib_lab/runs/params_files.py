@@ -21,7 +21,7 @@ from fedlib.core.validation import check_known, shown
 MAX_BYTES = 2**20  # of a params file
 SIZES = {"seeds", "num_train", "num_test", "num_clients", "clients_per_round", "rounds", "evaluate_every"}
 GRID_KEYS = {"seeds", "fallback"}  # of a profile: which cells, not what a cell is
-NO_GRIDS = {"base", "methods", "columns", "claims", "others", "predictions", "devices"}
+NO_GRIDS = {"base", "methods", "columns", "claims", "others", "predictions", "devices", "headline"}
 
 
 def load_yaml(path: Path) -> dict:

@@ -3,16 +3,23 @@
 from dataclasses import replace
 
 import numpy as np
+import pandas as pd
 import pytest
 
-from fedlib import run
+from fedlib import Experiment, run
+from fedlib.core.storage import read_json
+from fedlib.engine.federation import build_federation
+from fedlib.engine.serving import evaluate_clients
 from fedlib.methods import METHODS
 from fedlib_lab.atlas.fitting import SLACK, fitted_cells
-from fedlib_lab.atlas.frame import costs, devices, entries_frame, holdings, shares_of
+from fedlib_lab.atlas.frame import BELOW, PRICES, costs, devices, entries_frame, holdings, majority_of, shares_of
 from fedlib_lab.atlas.scores import BINDS, HIGH, at_best_rate, own_methods, tasks_of
+from fedlib_lab.report.flags import OVER
+from fedlib_lab.report.tables import collect
 from fedlib_lab.runs.costs import load_shapes
 from fedlib_lab.runs.params import load_grid, load_spec
 from fedlib_lab.runs.store import find_run
+from tests.helpers.tracked import OUTPUTS
 
 CAPS = {"of": "macs", "shares": [0.125, 0.25, 0.5, 1.0]}
 MINE = '''
@@ -84,6 +91,46 @@ def test_no_row_of_the_atlas_is_over_its_caps(table):
             assert (takes <= np.array(caps["shares"]) * (1 + SLACK)).all(), (row, list(takes))
 
 
+@pytest.mark.parametrize("seed", [1, 2])
+def test_the_majority_class_is_known_of_the_split_alone(cells, seed, monkeypatch):
+    """As a run measures it (``serving.evaluate_clients``); the method and its rate do not matter."""
+    e = next(c.experiment for c in cells if c.variant == "whole").replace(seed=seed, num_test=60)
+    f = build_federation(e)
+    measured = evaluate_clients(f, f.server, {})["majority"]
+    other = next(c.experiment for c in cells if c.variant == "depthfl").replace(seed=seed, num_test=60, lr=0.3)
+    assert majority_of(e) == majority_of(other) == pytest.approx(measured, abs=0.006) and measured > 12
+    monkeypatch.setattr("fedlib_lab.atlas.frame.is_available", lambda *_: False)
+    assert np.isnan(majority_of(e.replace(seed=seed + 10)))
+
+
+STORED = OUTPUTS / "atlas/tables/atlas_small.parquet"
+
+
+def told_again(picked):
+    """Prices of stored runs, counted anew beside those of the stored table."""
+    for name, row in picked.iterrows():
+        e = Experiment.from_dict(read_json(OUTPUTS / "runs" / name / "experiment.json")["experiment"])
+        took = costs(e.replace(seed=1, lr=1.0))
+        found = took.macs.mean(), took.peak.max(), took.up.mean(), took.down.mean(), took.seconds.max()
+        yield name, list(row[PRICES]), found
+
+
+@pytest.mark.parametrize("method", ["smallest", "fedper", "depthfl"])
+def test_prices_of_the_stored_table_are_those_that_are_counted(method):
+    frame = pd.read_parquet(STORED).set_index("run")
+    for name, stored, found in told_again(frame[(frame.method == method) & (frame.task == "speakers")].iloc[:1]):
+        assert stored == pytest.approx(found), name
+
+
+@pytest.mark.slow
+def test_all_prices_of_the_stored_table_are_those_that_are_counted():
+    frame = pd.read_parquet(STORED)
+    for name, stored, found in told_again(
+        frame.drop_duplicates(["task", "caps", "method"]).drop_duplicates("run").set_index("run")
+    ):
+        assert stored == pytest.approx(found), name
+
+
 def test_a_row_a_run_and_a_method_of_ones_own(cells, tmp_path):
     path = tmp_path / "mine.py"
     path.write_text(MINE)
@@ -94,7 +141,14 @@ def test_a_row_a_run_and_a_method_of_ones_own(cells, tmp_path):
         whole = next(c for c in cells if c.variant == "whole")
         for cell in (*mine, whole):
             run(cell.experiment, folder=tmp_path / "runs", progress=False)
-        frame = entries_frame({"macs": {"cifar10": [*cells, *mine]}}, tmp_path / "runs")
+        rows = collect([*cells, *mine], tmp_path / "runs")
+        frame = entries_frame({"macs": {"cifar10": rows}})
+        told = tmp_path / "told.parquet"
+        frame.iloc[:1].assign(
+            macs=1.0, flags="over budget: levels of A cost 1 where 0.5 of the whole are said, rising"
+        ).to_parquet(told)
+        OVER.clear()
+        again = entries_frame({"macs": {"cifar10": rows}}, told)
         small = {"num_train": 80, "num_test": 40, "rounds": 1}
         tried = fitted_cells(load_grid("atlas", "cifar10_rates", "smoke", small), CAPS, "mine")
         for cell in tried:
@@ -110,7 +164,20 @@ def test_a_row_a_run_and_a_method_of_ones_own(cells, tmp_path):
     assert set(scores) == {0.05, 0.1} and {c.experiment.evaluate_on for c in tried} == {"validation"}
     highest = max(sorted(scores), key=lambda lr: round(np.mean(list(scores[lr]["by_client"].values())), 2))
     assert best.experiment == mine[0].experiment.replace(lr=highest)
-    assert list(frame.method) == ["whole", "mine"] and frame["rounds to target"].isna().all()  # no smallest level ran
+    assert list(frame.method) == ["whole", "mine"]
+    assert list(again.macs) == [1, frame.macs[1]] and again[PRICES[1:]].equals(
+        frame[PRICES[1:]]
+    )  # one is as it was told
+    assert again["flags"][0].startswith("over budget: levels of A cost 1 where 0.5 of the whole are said")
+    OVER.clear()
+    for row in frame.to_dict("records"):
+        summary = find_run(
+            next(c.experiment for c in (*cells, *mine) if c.variant == row["method"]), tmp_path / "runs"
+        ).summary
+        own = summary["personal"]
+        assert row["majority"] == own["majority"] and row["central"] == summary["exits"][-1]
+        assert (BELOW in row["flags"]) == (row["score"] < own["majority"])
+        assert pd.isna(row["prior"]) if len(own["exits"]) > 1 else row["prior"] == own["prior"]
     assert np.allclose(frame.score, frame[[f"class {k}" for k in range(1, 5)]].mean(axis=1))  # classes of equal size
     assert (frame.worst <= frame.score).all()
     nothing = tmp_path / "nothing.py"

@@ -1,52 +1,112 @@
-"""The atlas's arithmetic on numbers worked out by hand."""
+"""The atlas's arithmetic on numbers worked out by hand, and what its titles may say of how many seeds."""
 
+import re
 from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
 import pytest
 
-from fedlib_lab.atlas.plots import plot_choice, plot_cost, plot_ranking, plot_wins
+from fedlib.methods import METHODS
+from fedlib_lab.atlas.plots import plot_choice, plot_cost, plot_standings
 from fedlib_lab.atlas.scores import (
     BINDS,
-    Entries,
+    against,
+    apart,
     best_rates,
+    compared,
+    drawn,
     headline,
-    improvement,
-    interquartile_mean,
     judge,
-    load_entries,
-    normalised,
     own_parameters,
-    ranking,
-    resampled,
+    ranks,
+    standings,
     tasks_of,
-    wins,
     worst,
 )
 from fedlib_lab.report.clients import numbers_of
 from fedlib_lab.report.table import Table
+from fedlib_lab.report.verdicts import RANKED, not_ranked
 from fedlib_lab.runs.params import load_grid
 from fedlib_lab.runs.store import shown_run
 from tests.helpers.tracked import OUTPUTS
 
-TASK = {
-    "smallest": np.array([[10.0, 30.0], [20.0, 20.0]]),  # mean 20
-    "whole": np.array([[60.0, 60.0], [50.0, 70.0]]),  # mean 60
-    "a": np.array([[40.0, 40.0], [50.0, 50.0]]),
-    "b": np.array([[40.0, 40.0], [30.0, 30.0]]),
-}
+
+def rows_of(scores, column="x"):
+    """A task's frame, as ``Table.frame``: of a row its scores by seed; a row is called by its method."""
+    return pd.DataFrame([
+        {"finetune": "lora", "column": column, "variant": v, "method": v, "label": v, "seed": k, "dataset": "cifar10",
+         "local": x, "accuracy": x, "found": None}
+        for v, own in scores.items() for k, x in enumerate(own, 1)
+    ])  # fmt: skip
 
 
-def test_scores_lie_between_the_smallest_level_and_the_whole_model():
-    assert normalised(TASK, "a").tolist() == [0.5, 0.75] and normalised(TASK, "b").tolist() == [0.5, 0.25]
-    assert normalised(TASK, "smallest").mean() == 0 and normalised(TASK, "whole").mean() == 1
-    low, high = (10 + 20) / 2, (60 + 50) / 2  # of the worst client
-    assert normalised(TASK, "a", worst).tolist() == [(40 - low) / (high - low), (50 - low) / (high - low)]
-    with pytest.raises(ValueError, match=r"no runs of \['whole'\]"):
-        normalised({k: v for k, v in TASK.items() if k != "whole"}, "a")
-    with pytest.raises(ValueError, match=r"the whole model \(20.00\) is not above the smallest level \(20.00\)"):
-        normalised({**TASK, "whole": TASK["smallest"]}, "a")
+# reefl is 10 above fedper at each seed but for a tenth, and depthfl anywhere
+THREE = {"whole": [70.0] * 3, "reefl": [50.0, 51.0, 52.0], "fedper": [40.0, 41.1, 41.9], "depthfl": [20.0, 60.0, 45.0]}
+
+
+def test_fewer_than_three_seeds_rank_nothing():
+    assert RANKED == 3 and not_ranked([3, 5]) == "" == not_ranked([])
+    assert not_ranked([2, 2]) == "two seeds: not ranked" and not_ranked([1]) == "one seed: not ranked"
+    assert not_ranked([2, 3, 1]) == "2 of 3 rows have fewer than three seeds: not ranked"
+
+
+def test_ranks_are_what_paired_differences_leave_open():
+    assert ranks(rows_of(THREE)) == {
+        "reefl": "1–2 of 3 ranked",
+        "fedper": "2–3 of 3 ranked",
+        "depthfl": "1–3 of 3 ranked",
+    }
+    two = rows_of({**THREE, "reefl": [50.0, 51.0]})
+    assert ranks(two)["reefl"] == "two seeds: not ranked" and ranks(two)["fedper"] == "1–2 of 2 ranked"
+    assert ranks(rows_of({v: x[:1] for v, x in THREE.items()})) == dict.fromkeys(
+        list(THREE)[1:], "one seed: not ranked"
+    )
+    alone = ranks(rows_of({"reefl": THREE["reefl"], "fedper": [1.0]}))
+    assert alone == {"reefl": "–", "fedper": "one seed: not ranked"}
+    apart_seeds = rows_of(THREE).assign(seed=lambda t: t.seed + 10 * (t.variant == "fedper"))
+    assert ranks(apart_seeds)["fedper"] == "1–3 of 3 ranked"  # no seed in common: nothing is sure
+
+
+def test_a_title_says_who_leads_only_of_three_seeds_a_row():
+    assert (
+        headline({"cifar10": rows_of({v: THREE[v] for v in ("whole", "reefl", "fedper")})})
+        == "CIFAR-10: ReeFL leads FedPer by 10.0 points"
+    )
+    fewer = rows_of({**THREE, "fedper": [90.0, 91.0]})
+    assert headline({"cifar10": fewer}) == "1 of 3 rows have fewer than three seeds: not ranked"
+    both = headline({"cifar10": rows_of({v: THREE[v] for v in ("reefl", "fedper")}), "ag_news": fewer})
+    assert both == "CIFAR-10: ReeFL leads FedPer by 10.0 points; 1 of 3 rows have fewer than three seeds: not ranked"
+    assert headline({"x": rows_of({v: x[:2] for v, x in THREE.items()})}) == "two seeds: not ranked"
+    assert headline({}) == ""
+
+
+def test_what_is_set_apart_is_in_no_figure_ranking_or_title():
+    assert set(apart()) == {"decoupled", "fedamp", "pfedgraph", "scalefl_vit"} <= set(METHODS)
+    frame = rows_of({**THREE, "decoupled": [99.0] * 3})
+    assert set(compared(frame).variant) == {"reefl", "fedper", "depthfl"}  # nor the whole model, over the caps
+    assert "decoupled" not in ranks(frame) and "Decoupled" not in headline({"x": frame})
+    table = pd.DataFrame({"method": ["a", "b"]})
+    assert list(drawn(table, {"a": "reefl", "b": "decoupled"}).method) == ["a"]
+
+
+def entries_of(scores, majority=45.0, task="x"):
+    """As ``entries_frame`` gives."""
+    return pd.DataFrame([
+        {"task": task, "caps": "macs", "method": v, "label": v, "seed": k, "score": x, "worst": x - 20, "central": 10.0 + k,
+         "majority": majority, "flags": "rising" * (k == 1), "macs": 1e9, "upload MiB": 2.0}
+        for v, own in scores.items() for k, x in enumerate(own, 1)
+    ])  # fmt: skip
+
+
+def test_both_worlds_and_the_control_stand_in_the_map_s_table():
+    table = standings(entries_of(THREE), {"x": rows_of(THREE)}).set_index("method")
+    row = table.loc["reefl"]
+    assert (row["own labels"], row.sd, row["worst tenth"], row["all alike"]) == (51, 1, 31, 12)
+    assert (row.majority, row.above, row.seeds, row["rank"]) == (45, 6, 3, "1–2 of 3 ranked")
+    assert row["flags"] == "rising" and table["rank"].whole == "–" and list(table.index) == list(THREE)
+    unknown = standings(entries_of(THREE, np.nan), {"x": rows_of(THREE)})
+    assert unknown.majority.isna().all() and unknown.above.isna().all()
 
 
 def test_the_best_of_all_rates_that_a_row_was_given():
@@ -121,98 +181,64 @@ def test_each_tuned_row_has_what_its_method_gained_by(caps, task):
         assert dict(cell.experiment.options) == {**plain[cell.variant].experiment.options, **own}, cell.variant
 
 
-def test_a_ranking_s_title_says_who_leads_on_what():
-    entries = Entries({"cifar10": TASK}, {}, {"a": ("A", "fedavg")})
-    order = ranking(entries, 20)
-    assert order[["variant", "label", "method"]].values.tolist() == [["a", "A", "fedavg"], ["b", "b", "b"]]
-    title = "A leads where compute binds: score 0.62\nCIFAR-10, 2 seeds, rates searched"
-    assert headline(order, entries, "compute", "rates searched") == title
-    two = Entries({"cifar10": TASK, "ag_news": TASK}, {}, entries.methods)
-    several = title.replace("CIFAR-10, ", "CIFAR-10, AG News\n")
-    assert headline(order, two, "compute", "rates searched") == several
-    assert headline(order[:0], entries, "memory", "") == "No task can be scored yet where memory binds"
-
-
 def test_the_worst_tenth():
     assert worst(np.arange(20.0)) == 0.5 and worst(np.array([3.0, 1.0])) == 1
 
 
-def test_middle_half_and_probability_of_improvement():
-    assert interquartile_mean({"x": np.array([0.0, 1.0]), "y": np.array([2.0, 100.0])}) == 1.5
-    a, b = {"x": np.array([0.5, 0.75])}, {"x": np.array([0.5, 0.25])}
-    assert improvement(a, b) == (0.5 + 1 + 1 + 1) / 4 and improvement(b, a) == 0.125
-    assert improvement({**a, "y": np.array([1.0])}, {**b, "y": np.array([2.0])}) == (0.875 + 0) / 2
-    assert np.isnan(improvement(a, {"y": np.array([1.0])}))
-
-
-def test_draws_are_the_same_for_all_methods():
-    entries = Entries({"x": {**TASK, "twin": TASK["a"] + 1}}, {})
-    again = resampled(entries, np.random.default_rng(0)).clients["x"]
-    assert (again["twin"] - again["a"] == 1).all() and again["a"].shape == (2, 2)
-
-
-def test_ranking_wins_and_flags():
-    entries = Entries({"x": TASK, "y": {k: v for k, v in TASK.items() if k != "b"}}, {("x", "b"): ("rising",)})
-    table = ranking(entries, resamples=200).set_index("variant")
-    assert list(table.index) == ["a", "b"] and table.tasks.to_dict() == {"a": 2, "b": 1}
-    assert table.score.a == 0.625 and table.score.b == 0.375 and table["flags"]["b"] == "x: rising"
-    assert (table.low <= table.score).all() and (table.score <= table.high).all()
-    fair, unfair = np.full((2, 20), 40.0), np.r_[[20.0] * 2, [60.0] * 18][None].repeat(2, 0)
-    both = {"x": {"smallest": fair - 20, "whole": fair + 20, "fair": fair, "unfair": unfair}}
-    assert ranking(Entries(both, {}), 5).set_index("variant")["worst tenth"].to_dict() == {"fair": 0.5, "unfair": 0.0}
-    one_fails = {"x": {**both["x"], "whole": unfair}}  # its mean is above the smallest level's, its worst tenth is not
-    assert ranking(Entries(one_fails, {}), 5)["worst tenth"].isna().all()
-    matrix = wins(entries)
-    assert matrix.loc["a", "b"] == 0.875 and matrix.loc["b", "a"] == 0.125 and matrix.loc["a", "a"] == 0.5
+def test_differences_are_in_points_and_judged_of_three_seeds():
+    found = against(rows_of(THREE), [("reefl", "fedper"), ("fedper", "depthfl")])
+    assert found.obtained.tolist() == [10, -0.67] and found.seeds.tolist() == [3, 3]
+    assert found.verdict.tolist() == ["first is higher", "undecided"] and found.interval[0] != "–"
+    two = against(rows_of({v: x[:2] for v, x in THREE.items()}), [("reefl", "fedper")])
+    assert two.verdict.tolist() == ["two seeds: not ranked"] and two.interval.tolist() == ["–"]
 
 
 def test_predictions_are_judged_on_the_tasks_they_name():
-    one = {"smallest": np.full((5, 8), 20.0), "whole": np.full((5, 8), 60.0)}
-    entries = Entries({"x": {**one, "a": np.full((5, 8), 50.0), "b": np.full((5, 8), 40.0)}}, {})
-    told = {"says": "", "source": ""}
+    told = {"says": "s", "source": "t"}
     predictions = {
-        "right": {**told, "pair": ["a", "b"]},
-        "wrong": {**told, "pair": ["b", "a"]},
-        "equal": {**told, "pair": ["a", "a"]},
-        "against the smallest": {**told, "pair": ["a", "smallest"]},
-        "elsewhere": {**told, "pair": ["a", "b"], "tasks": ["y"]},
-        "absent": {**told, "pair": ["a", "c"]},
-        "other caps": {**told, "pair": ["a", "b"], "caps": ["memory"]},
+        "right": {**told, "pair": ["reefl", "fedper"]},
+        "wrong": {**told, "pair": ["fedper", "reefl"], "note": "because"},
+        "open": {**told, "pair": ["reefl", "depthfl"], "note": "never shown"},
+        "elsewhere": {**told, "pair": ["reefl", "fedper"], "tasks": ["z"]},
+        "absent": {**told, "pair": ["reefl", "scalefl"]},
+        "other caps": {**told, "pair": ["reefl", "fedper"], "caps": ["memory"]},
     }
-    found = judge(predictions, entries, "macs", resamples=50).set_index("prediction")
-    assert found.verdict.to_dict() == {
-        "right": "holds", "wrong": "contradicted", "equal": "undecided", "against the smallest": "holds",
-        "elsewhere": "not testable", "absent": "not testable",
+    few = {v: x[:2] for v, x in THREE.items()}
+    found = judge(predictions, {"x": rows_of(THREE), "y": rows_of(few)}, "macs").set_index(["task", "prediction"])
+    assert found.verdict.x.to_dict() == {
+        "right": "holds, indicative", "wrong": "contradicted, indicative", "open": "undecided",
     }  # fmt: skip
-    assert found.difference["right"] == pytest.approx(0.25) and found.difference["against the smallest"] == 0.75
-    few = Entries({"x": {m: s[:3] for m, s in entries.clients["x"].items()}}, {})
-    assert judge(predictions, few, "macs", resamples=50).verdict[0] == "holds, indicative"
+    assert set(found.verdict.y) == {"two seeds: not ranked"} and found.difference.x["right"] == 10
+    assert found.note.x.to_dict() == {"right": "", "wrong": "because", "open": ""} and set(found.says) == {"s"}
+    untested = found[found.verdict == "not testable"]
+    assert [name for _, name in untested.index] == ["elsewhere", "absent"]
+    five = rows_of({"reefl": [50.0] * 5, "fedper": [40.0] * 5})
+    assert judge(predictions, {"x": five}, "macs").verdict[0] == "holds"
 
 
-def test_where_the_whole_model_is_never_above_nothing_is_ranked():
-    flat = Entries({"x": {**TASK, "whole": TASK["smallest"]}}, {})
-    assert ranking(flat, resamples=5).empty and ranking(Entries({}, {}), resamples=5).empty
-    assert wins(Entries({}, {})).empty
-
-
-def test_figures_of_the_map():
-    entries = Entries({"x": TASK}, {})
-    table = ranking(entries, resamples=20).assign(label=["A", "B"])
-    ax = plot_ranking(table, "a title")
-    assert [t.get_text() for t in ax.get_yticklabels()] == ["A", "B"] and ax.figure.get_suptitle() == "a title"
-    ax = plot_ranking(table.assign(tasks=[2, 1]), "one lacks a task")
-    assert [t.get_text() for t in ax.get_yticklabels()] == ["A", "B (1 of 2 tasks)"]
-    ax = plot_ranking(table.assign(score=[0.5, -7.3], low=[0.4, -14.0]), "one far below")
-    assert [t.get_text() for t in ax.texts] == ["-7.3"] and ax.get_xlim()[0] > -3
-    assert len(plot_wins(wins(entries), "wins").texts) == 4 and not plot_wins(wins(Entries({}, {})), "none").texts
+def test_the_map_s_figure_tells_few_seeds_from_enough():
+    fewer = {**THREE, "reefl": [50.0, 51.0]}
+    frame = pd.concat([entries_of(fewer), entries_of(THREE, np.nan, "y")])
+    table = standings(frame, {"x": rows_of(fewer), "y": rows_of(THREE)})
+    ax = plot_standings(table, {v: v for v in THREE}, "a title")
+    first, second = ax.figure.axes
+    assert [t.get_text() for t in ax.get_yticklabels()] == ["whole", "ReeFL", "FedPer", "DepthFL"]
+    assert ax.figure.get_suptitle() == "a title" and [x.get_title() for x in (first, second)] == ["x", "y"]
+    dots = [[line.get_markerfacecolor() for line in x.lines if line.get_marker() == "o"] for x in (first, second)]
+    assert [[c == "white" for c in of] for of in dots] == [[False, True, False, False], [False] * 4]
+    assert [sum(line.get_linestyle() == "--" for line in x.lines) for x in (first, second)] == [1, 0]  # the control
 
 
 def test_a_table_to_choose_by():
-    table = pd.DataFrame({"compute: X": [60.0, 20.0, 40.0], "memory: X": [30.0, 10.0, None]}, index=["A", "B", "C"])
-    ax = plot_choice(table, "A gives most")
-    assert [t.get_text() for t in ax.get_yticklabels()] == ["A", "C", "B"]  # C is in the middle of its one place
-    assert [t.get_text() for t in ax.texts] == ["60.0", "30.0", "40.0", "20.0", "10.0"]  # nothing where it is absent
-    assert [t.get_text() for t in ax.get_xticklabels()] == ["compute:\nX", "memory:\nX"]
+    table = pd.DataFrame({"memory: X": [60.0, 20.0, 40.0], "compute: X": [30.0, 10.0, None]}, index=["A", "B", "C"])
+    ax = plot_choice(table, pd.Series({"compute: X": 20.0, "memory: X": 50.0}), "a title")
+    assert [t.get_text() for t in ax.get_yticklabels()] == ["A", "B", "C"]  # as in the table: no ranking
+    assert [t.get_text() for t in ax.texts] == ["60.0", "30.0", "20.0", "10.0", "40.0", "–"]
+    assert [t.get_text() for t in ax.get_xticklabels()] == ["memory:\nX", "compute:\nX"] and "–" in ax.get_xlabel()
+    points = ax.collections[0].get_array().reshape(3, 2)
+    assert points.tolist() == [[10, 10], [-30, -10], [-10, 0]]  # above the majority class of the same column
+    assert "majority class" in ax.figure.axes[1].get_ylabel() and ax.figure.get_suptitle() == "a title"
+    assert not plot_choice(table, pd.Series(dtype=float), "none known").collections[0].get_array().any()
 
 
 def test_quality_stands_against_what_is_capped():
@@ -223,31 +249,38 @@ def test_quality_stands_against_what_is_capped():
         for m, of in (("whole", "fedavg"), ("smallest", "fedavg"), ("a", "hetlora"))
     ]
     for caps, unit, x in (("macs", "10⁹ MACs", {1, 2, 3}), ("upload_tuned", "MiB", {2, 4, 8})):
-        ax = plot_cost(frame.assign(caps=caps), cells, "a title")
-        points = {(float(x), float(y)) for line in ax.get_lines() for x, y in zip(*line.get_data(), strict=True)}
+        ax = plot_cost(frame.assign(caps=caps, majority=50.0), cells, "a title")
+        control, *drawn_ = ax.get_lines()
+        points = {(float(x), float(y)) for line in drawn_ for x, y in zip(*line.get_data(), strict=True)}
         assert {x for x, _ in points} == x and {y for _, y in points} == {20, 40, 61} and unit in ax.get_xlabel()
-        assert (
-            ax.get_title() == "a gives clients most under the caps, 40.0 %\na title"
-        )  # the whole model does not keep to the caps
+        assert set(control.get_ydata()) == {50} and "majority class" in ax.get_xlabel() and ax.get_title() == "a title"
+        assert "majority" not in plot_cost(frame.assign(caps=caps, majority=np.nan), cells, "").get_xlabel()
 
 
-@pytest.mark.parametrize(("deep", "counts"), [(64.0, True), (66.0, False)])
-def test_a_task_counts_only_where_its_whole_model_trained(monkeypatch, deep, counts):
-    """60 for the whole model on all test examples: a whole net of a capped method may be 5 points above it, not 6."""
-    found = {"smallest": (20, 20), "whole": (60, 60), "depthfl": (40, deep)}
-    cells = [SimpleNamespace(variant=v, label=v, method=v, seed=1, experiment=v) for v in found]
-    runs = {
-        v: SimpleNamespace(summary={"personal": {"by_client": {"0": score, "1": score}}, "exits": [1.0, net]})
-        for v, (score, net) in found.items()
+LEADING = r"\bleads?\b|gives clients most|\bbest\b|\bfirst\b|above every"
+
+
+def test_the_page_s_paragraph_claims_no_rank_that_the_stored_runs_cannot_carry():
+    """Three sentences, at most six numbers; who leads is said only where every row has three seeds."""
+    said = (OUTPUTS / "atlas/findings_small.md").read_text(encoding="utf-8")
+    plain = re.sub(r"\]\([^)]*\)|[*_]", "", said).split("In plain words.")[1]
+    assert len(re.findall(r"[.](?:\s|$)", plain)) <= 3
+    assert len(re.findall(r"\d+(?:\.\d+)?", re.sub(r"CIFAR-\d+", "", plain))) <= 6
+    frames = {
+        name: Table("atlas", name, "small", {}, OUTPUTS / "runs").frame for name in tasks_of("macs_tuned").values()
     }
-    monkeypatch.setattr("fedlib_lab.atlas.scores.shown_run", lambda e, folder: runs[e])
-    monkeypatch.setattr("fedlib_lab.atlas.scores.flags_of", lambda run, value: ())
-    if counts:
-        entries = load_entries({"task": cells})
-        assert entries.clients["task"]["depthfl"].tolist() == [[40, 40]] and entries.of("depthfl")["task"] == 0.5
-        assert entries.names["depthfl"] == ("DepthFL", "depthfl")
-    else:
-        with pytest.warns(
-            UserWarning, match="task is left out: its whole model did not train .*60.00.*depthfl's has 66"
-        ):
-            assert not load_entries({"task": cells}).clients
+    if "not ranked" in headline(frames):
+        assert not re.search(LEADING, plain), "rows of fewer than three seeds are not ranked"
+
+
+def test_the_paragraph_s_majority_class_is_that_of_the_map_s_table():
+    said = (OUTPUTS / "atlas/findings_small.md").read_text(encoding="utf-8")
+    frame = pd.read_parquet(OUTPUTS / "atlas/tables/atlas_small.parquet")
+    (percent,) = re.findall(r"majority class gives (\d+) % on CIFAR-10", said)
+    known = frame[frame.task == "cifar10"].drop_duplicates("seed").majority
+    assert known.notna().all() and int(percent) == round(known.mean())
+    methods = {c.variant: c.method for c in load_grid("atlas", "cifar10_macs_tuned", "small", {"seeds": [1]})}
+    here = frame[(frame.task == "cifar10") & (frame.caps == "macs_tuned") & (frame.method != "whole")]
+    shared = here[[".personal." not in METHODS[methods[v]].__module__ for v in here.method]]
+    assert len(shared) > 20 and (shared.score < shared.majority).all()  # "no shared model reaches it"
+    assert frame.prior.isna().all() and round(here[here.method == "fedper"].central.mean()) == 10

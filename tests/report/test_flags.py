@@ -66,17 +66,17 @@ def test_a_run_of_an_older_rule_says_so_where_that_rule_counts(tiny):
 def test_a_level_over_its_share_is_over_budget(tiny, monkeypatch):
     """Level 1 for all costs an eighth for everybody; asked to cost a twelfth, it is over budget."""
     from fedlib.methods import METHODS
-    from fedlib_lab.report.flags import over_budget
+    from fedlib_lab.report.flags import OVER, over_budget
     from fedlib_lab.runs.params import load_grid
 
     (e,) = (c.experiment for c in load_grid("scalefl", "resnet110", "smoke", {"method": "fedavg_level1"}))
     assert not over_budget(tiny) and not over_budget(e)
     original, shapes = METHODS[e.method].ratios_of, load_shapes(e, 10)
-    over_budget.cache_clear()
+    OVER.clear()
     monkeypatch.setattr(METHODS[e.method], "ratios_of", lambda self, n: tuple(0.66 * x for x in original(self, n)))
     monkeypatch.setattr("fedlib_lab.report.flags.load_shapes", lambda *_: shapes)
     assert over_budget(e)
-    over_budget.cache_clear()
+    OVER.clear()
 
 
 def test_the_test_examples_leave_what_their_number_says(tiny):

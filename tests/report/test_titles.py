@@ -30,36 +30,39 @@ def test_a_subject_is_data_mode_net_and_seeds():
 
 
 def test_the_message_is_of_means_against_the_best_rival():
-    runs = frame(METHODS, modes=("frozen",))  # means 41.5, 42.5, 43.5; the same differences at each seed
+    three = {"modes": ("frozen",), "seeds": (1, 2, 3)}
+    runs = frame(METHODS, **three)  # means 42, 43, 44; the same differences at each seed
     assert leads(runs) == "FedAvg leads DepthFL by 1.0 points"
     assert leads(runs, "reefl") == "ReeFL trails FedAvg by 2.0 points"
-    assert leads(runs[runs.variant == "reefl"]) == "ReeFL reaches 41.5"
+    assert leads(runs[runs.variant == "reefl"]) == "ReeFL reaches 42.0"
     assert leads(runs.assign(accuracy=float("nan"))) == "No run is stored yet"
-    assert leads(frame(METHODS), "reefl") == "Frozen: ReeFL trails FedAvg by 2.0 points; LoRA: ReeFL trails FedAvg by 2.0 points"  # fmt: skip
+    assert leads(frame(METHODS, seeds=(1, 2, 3)), "reefl") == "Frozen: ReeFL trails FedAvg by 2.0 points; LoRA: ReeFL trails FedAvg by 2.0 points"  # fmt: skip
 
 
 def test_a_title_says_no_more_than_the_verdict():
-    """By hand: 2.0 and 0.2 points at two seeds have a 95 % interval of 1.1 ± 11.4."""
-    runs = frame(METHODS, modes=("frozen",))
+    """By hand: 1.9, 0.1 and 1.0 points at three seeds have a 95 % interval of 1.0 ± 2.2; two seeds rank nothing."""
+    runs = frame(METHODS, modes=("frozen",), seeds=(1, 2, 3))
     noisy = runs.assign(accuracy=runs.accuracy + 0.9 * ((runs.variant == "fedavg") & (runs.seed == 1)) - 0.9 * ((runs.variant == "fedavg") & (runs.seed == 2)))  # fmt: skip
     assert leads(noisy) == "FedAvg is 1.0 points above DepthFL (undecided)"
     assert leads(noisy, "reefl") == "ReeFL is 2.0 points below FedAvg (undecided)"
-    assert leads(runs[runs.seed == 1]) == "FedAvg is 1.0 points above DepthFL (one seed)"
+    assert leads(runs[runs.seed == 1]) == "FedAvg is 1.0 points above DepthFL (one seed: not ranked)"
+    assert leads(runs[runs.seed < 3]) == "FedAvg is 1.0 points above DepthFL (two seeds: not ranked)"
+    assert leads(runs[runs.seed < 3], "reefl") == "ReeFL is 2.0 points below FedAvg (two seeds: not ranked)"
     few = runs.drop(runs[(runs.variant == "reefl") & (runs.seed == 2)].index)
-    assert leads(few) == "FedAvg is 1.0 points above DepthFL (one seed)"  # not sure of every rival
+    assert leads(few) == "FedAvg is 1.0 points above DepthFL (two seeds: not ranked)"  # not sure of every rival
     assert leads(few[few.variant != "reefl"]) == "FedAvg leads DepthFL by 1.0 points"
     assert apart("a", "b", 0.04, "undecided") == "a is level with b"
     assert apart("a", "b", -0.3, "of an older rule") == "a is 0.3 points below b (of an older rule)"
 
 
 def test_exits_of_a_run_are_one_number_of_a_seed():
-    runs = frame(METHODS[:2], modes=("frozen",))
+    runs = frame(METHODS[:2], modes=("frozen",), seeds=(1, 2, 3))
     per_exit = pd.concat([runs.assign(accuracy=runs.accuracy - 5), runs.assign(accuracy=runs.accuracy + 5)])
     assert leads(per_exit) == "DepthFL leads ReeFL by 1.0 points"
 
 
 def test_a_variant_is_compared_with_another_method_where_there_is_one():
-    runs = frame([("reefl_a", "reefl", "ReeFL, a"), *METHODS[:2]], modes=("frozen",))
+    runs = frame([("reefl_a", "reefl", "ReeFL, a"), *METHODS[:2]], modes=("frozen",), seeds=(1, 2, 3))
     assert leads(runs, "reefl") == "ReeFL trails DepthFL by 1.0 points"
     assert leads(runs[runs.method == "reefl"], "reefl") == "ReeFL leads ReeFL, a by 1.0 points"
 
