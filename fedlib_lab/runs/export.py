@@ -122,10 +122,8 @@ def check_folder(path: Path | str, this: dict[str, Any]) -> Path:
             f"save_model: path = {str(path)!r}{what}; allowed: a new or empty folder, or an earlier export's"
         )
     if other := there and [f"{k} {about.get(k, 'not said')}" for k, v in this.items() if about.get(k) != v]:
-        raise ValueError(
-            f"save_model: {where} holds an export of another kind ({', '.join(other)}); give another path, none for "
-            "outputs/models, or overwrite=True to put this one in its place"
-        )
+        what = f"{where} holds an export of another kind ({', '.join(other)})"
+        raise ValueError(f"save_model: {what}; give another path, or overwrite=True to put this one in its place")
     return where
 
 
