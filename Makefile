@@ -28,7 +28,7 @@ help:
 	@echo "make pack                         finished runs of outputs/runs into packs, which git holds; their folders go: docs/guide/results.md"
 	@echo "make site                         guide, results and API as HTML, readable offline: outputs/site/html/"
 	@echo "make atlas METHOD=mine.py         your own method on every task of the atlas, and on its map"
-	@echo "make lab                          explore in JupyterLab"
+	@echo "make lab                          JupyterLab on this folder, open at the first notebook"
 	@echo "make test, make bench             all tests; engine speed against Flower, pfl, BlazeFL and bare loops"
 	@echo "make quick                        unit tests of what git diff touches, or of a folder: FOLDER=methods"
 	@echo "make test-all                     and, for an hour, every method on every backbone with every tuner and task"
@@ -105,7 +105,7 @@ lint: $(VENV)/.has-dev
 	$(BIN)/basedpyright --pythonpath $(BIN)/python
 
 lab: $(VENV)/.has-text
-	$(BIN)/jupyter lab notebooks
+	$(BIN)/jupyter lab "--ServerApp.root_dir=$(CURDIR)" --LabApp.default_url=/lab/tree/notebooks/walkthrough/00_start_here.ipynb
 
 results: $(VENV)/.has-text
 	$(BIN)/python -m fedlib_lab.report.page

@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -169,9 +170,8 @@ def _range(text: str, *ends: str) -> object:
 
     of, log = optuna_for(f"--over {text}: a range").distributions, "=log:" in text
     try:
-        if all(end.isdigit() for end in ends):
-            return of.IntDistribution(*map(int, ends), log=log)
-        return of.FloatDistribution(*map(float, ends), log=log)
+        kind, number = (of.IntDistribution, int) if all(map(str.isdigit, ends)) else (of.FloatDistribution, float)
+        return kind(*map(number, ends), log=log)
     except ValueError as error:
         raise ValueError(f"--over {text}: expected a range of numbers, e.g. lr=log:0.01..1 ({error})") from error
 
@@ -241,6 +241,7 @@ def _fill(given: argparse.Namespace) -> int:
 
     if given.minutes is not None and not given.minutes > 0:
         raise ValueError(f"--minutes {given.minutes:g}: expected a number above 0")
+    began = time.monotonic()
     Execution(workers=given.workers)  # refuses what are too few or too many
     use_outputs_of(given.profile)
     missing = queue(named(given.tables), given.profile, columns=given.columns)
@@ -251,9 +252,8 @@ def _fill(given: argparse.Namespace) -> int:
         for job in missing.jobs:
             print(f"  {job} ({core_hours([job])})")
         return 0
-    filled = fill(
-        missing.jobs, given.minutes, given.workers, stop=_on_signals(), tell=lambda text: print(text, flush=True)
-    )
+    minutes = given.minutes and given.minutes - (time.monotonic() - began) / 60  # looking took some
+    filled = fill(missing.jobs, minutes, given.workers, stop=_on_signals(), tell=lambda text: print(text, flush=True))
     for sentence, count in Counter(sentence for _, sentence in filled.failed).items():
         jobs = [str(job) for job, s in filled.failed if s == sentence]
         print(f"failed ({count}): {jobs[0]}{' and others' * (count > 1)}: {sentence}")

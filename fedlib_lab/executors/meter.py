@@ -5,7 +5,6 @@ without saying what it costs. Where code asks for values it gets plausible ones:
 ``costs.py``, which makes prices of runs and tables of it.
 """
 
-import copy
 import weakref
 from collections import Counter
 from collections.abc import Iterable
@@ -64,16 +63,15 @@ def count_training(e: Experiment, method: Method, setting: Setting, model: ExitM
     """Count what ``client`` takes in a round of ``e`` with ``model``, which lies on the meta device.
 
     One batch an epoch stands for all, unless more change what a client does (``Method.program``). The round is a middle
-    one, when warm-ups are over.
+    one, when warm-ups are over. ``model`` keeps its tensors; its last blocks are cut to what exits read.
     """
     client = replace(client, id=0)
     few = replace(client, num_examples=max(1, min(e.batch_size, client.num_examples)))
     while method.program(few, setting) != method.program(client, setting):
         few = replace(few, num_examples=min(2 * few.num_examples, client.num_examples))
-    model, peak = copy.deepcopy(model), 0  # training leaves its tensors in place
-    model.backbone.whole_blocks = False  # of a last block what its exits read, as in a run
+    model.backbone.whole_blocks, peak = False, 0  # of a last block what its exits read, as in a run
     f = federation_of_shapes(e.replace(precision="float32"), method, setting, model, few)
-    with OnShapes() as shapes:
+    with model.holding(model.trainable(), model.frozen()), OnShapes() as shapes:  # training leaves its tensors in place
         r = Round(max(1, e.rounds // 2), (few,), f.setting)
         r = replace(r, notes=method.prepare(f.server, r))
         plan, shapes.macs = plan_round(f, f.server, r, 1, None), 0.0
@@ -149,15 +147,16 @@ class OnShapes(Macs):
 
     def __init__(self):
         super().__init__()
-        self.live = self.peak = 0
-        self.known: set[int] = set()  # storages that are alive
+        self.live, self.peak, self.known = 0, 0, set[int]()  # the latter: storages that are alive
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs, before = kwargs or {}, self.macs
+        if not func._schema.returns and "_foreach_" in func._schema.name and args[0][0].is_meta:
+            return None  # of shapes nothing changes in place
         call = func, signature(args), signature(kwargs)
         if (known := self.calls.get(call)) is not None:  # nearly always; PyTorch would find the shapes anew, in Python
             self.macs += known[0]
-            out = known[1](torch.empty_strided(*x[:2], dtype=x[2], device="meta") for x in known[2])
+            out = known[1](x and torch.empty_strided(*x[:2], dtype=x[2], device="meta") for x in known[2])
         elif waits_for_values(func, args, kwargs):
             out = func(*tree_map_only(torch.Tensor, twin, args), **tree_map_only(torch.Tensor, twin, kwargs))
             if func is aten._to_copy.default:
@@ -176,8 +175,9 @@ class OnShapes(Macs):
     def _remember(self, call: tuple, out: Any, macs: float) -> None:
         """Note what ``call`` makes, if that is shapes with memory of their own and nothing else."""
         made, kind = (out, type(out)) if isinstance(out, list | tuple) else ([out], next)
-        if made and not any(r.alias_info for r in call[0]._schema.returns) and all(map(self._is_new, made)):
-            self.calls[call] = macs, kind, [(x.shape, x.stride(), x.dtype) for x in made]
+        some = [x for x in made if x is not None]  # of what wants no gradient there is none
+        if some and not any(r.alias_info for r in call[0]._schema.returns) and all(map(self._is_new, some)):
+            self.calls[call] = macs, kind, [None if x is None else (x.shape, x.stride(), x.dtype) for x in made]
 
     def _is_new(self, x: Any) -> bool:
         if not isinstance(x, torch.Tensor) or not x.is_meta:

@@ -144,12 +144,12 @@ class Checkpoints:
         tensors, m = read_tensors(file, device)
         self.experiment = Experiment.from_dict(m["experiment"], str(file))  # looked at as it was begun
         params, memory = part_of(tensors, "params"), part_of(tensors, "memory")
-        for files, rounds, replaced in (
-            (self.memories, m["memories"], m["replaced"]),
-            (self.mirrors, m.get("mirrors", {}), m.get("mirrors_replaced", [])),
+        for files, name, old in (
+            (self.memories, "memories", "replaced"),
+            (self.mirrors, "mirrors", "mirrors_replaced"),
         ):
-            files.device, files.rounds = device, {int(c): t for c, t in rounds.items()}
-            files.replaced = [(c, t) for c, t in replaced]
+            files.device, files.rounds = device, {int(c): t for c, t in m.get(name, {}).items()}
+            files.replaced = [(c, t) for c, t in m.get(old, [])]
             files.check()
         self.metrics, self.seconds, self.dropped, self.final = m["metrics"], m["seconds"], m["dropped"], m["final"]
         self.record, self.saved = m.get("record", {}), m["t"]

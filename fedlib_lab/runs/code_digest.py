@@ -165,13 +165,10 @@ class _Walk:
 
     def module(self, x: types.ModuleType, used: Collection[str] | None) -> Iterator[str]:
         """Yield the name of a library's module; of one's own module what is ``used`` of it (None: all)."""
-        yield (
-            _checked(x.__name__.removeprefix("torch.ops."))
-            if x.__name__.startswith("torch.ops")
-            else _module_name(x.__name__)
-        )
+        name = x.__name__
+        yield _checked(name.removeprefix("torch.ops.")) if name.startswith("torch.ops") else _module_name(name)
         if (whose := _module_owner(x)) != "own":
-            self.met(whose, x.__name__)
+            self.met(whose, name)
             return
         whole = used is None or WHOLE & set(used)
         found = {k for k in vars(x) if not k.startswith("__")} if whole else set(used or ()) & vars(x).keys()
@@ -220,8 +217,8 @@ class _Walk:
             return
         for base in (*c.__bases__, type(c)):
             yield from self.value(base)
-        fields = vars(c).get("__dataclass_fields__", {})
-        fields = {k: f for k, f in fields.items() if f in dataclasses.fields(c)}  # a ClassVar is none
+        # a ClassVar is none
+        fields = {k: f for k, f in vars(c).get("__dataclass_fields__", {}).items() if f in dataclasses.fields(c)}
         for name, f in fields.items():
             inherited = any(getattr(b, "__dataclass_fields__", {}).get(name) is f for b in c.__mro__[1:])
             if not inherited and not (c in self.method and _is_plain(f.default)):

@@ -9,7 +9,7 @@ hundredth). Timed are steps with random weights; what a machine measures is no p
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -196,11 +196,21 @@ def _read(e: Experiment) -> DataSet:
 
 def training_macs(e: Experiment) -> float:
     """Return rounds x clients x examples x MACs of an example (``meter.Taken``), the mean over the eligible budgets."""
-    shapes, macs = load_shapes(e), np.array([t.macs for t in taken(kind_of(e))])
+    shapes, macs = shapes_of(kind_of(e)), np.array([t.macs for t in taken(kind_of(e))])
     budgets = budgets_of(e, shapes.method)
     eligible = shapes.method.eligible(budgets, shapes.setting)
     trained = e.rounds * min(e.clients_per_round, len(eligible)) * examples_per_client(e)
     return trained * macs[np.minimum(budgets[eligible], len(macs) - 1)].mean()  # who has no exits of its own has one
+
+
+shapes_of = lru_cache(maxsize=32)(load_shapes)  # of a kind (:func:`kind_of`), whose runs are priced one after another
+
+
+@cache
+def taken_by(e: Experiment, budget: int) -> Taken:
+    """Return what a client of ``budget`` takes."""
+    shapes, client = shapes_of(e), Client(-1, budget, round(examples_per_client(e)))
+    return count_training(e, shapes.method, shapes.setting, shapes.model, client)
 
 
 @cache
@@ -209,12 +219,11 @@ def taken(e: Experiment) -> tuple[Taken, ...]:
 
     Where slices differ in depth only, four are counted and the rest interpolated.
     """
-    shapes, examples = load_shapes(e), round(examples_per_client(e))
+    shapes = shapes_of(e)
     every = np.arange(shapes.budgets)
     by_width = any(part.index for part in shapes.slices)
     counted = every if by_width else np.unique(np.clip([0, 1, len(every) // 2, len(every) - 1], 0, len(every) - 1))
-    clients = [Client(-1, int(b), examples) for b in counted]
-    found = [count_training(e, shapes.method, shapes.setting, shapes.model, c) for c in clients]
+    found = [taken_by(e, int(b)) for b in counted]
     macs, peaks = (np.interp(every, counted, [getattr(t, of) for t in found]) for of in ("macs", "peak"))
     return tuple(Taken(float(m), round(p)) for m, p in zip(macs, peaks, strict=True))
 
@@ -235,15 +244,14 @@ def count_bytes(e: Experiment) -> dict[str, float]:
     What arrives in float64 makes 8, or 10 where widths are cut and every entry has a weight of its own. ``disk`` is two
     checkpoints of what is trained, and what every client keeps to itself.
     """
-    shapes, examples = load_shapes(e), examples_per_client(e)
+    shapes, examples = shapes_of(e), examples_per_client(e)
     method, infos = shapes.method, shapes.setting.infos
     trained, frozen = (4 * sum(p.numel() for p in x.values()) for x in (shapes.trainable, shapes.model.frozen()))
     arriving = 10 if any(s.index for s in shapes.slices) else 8
-    peak = max(frozen + arriving * trained, 4 * trained + taken(e)[-1].peak)
+    peak = max(frozen + arriving * trained, 4 * trained + taken_by(e, shapes.budgets - 1).peak)
     if (units := shapes.model.frozen_units()) and e.augment == "none":
-        peak += FrozenCache.bytes_needed(
-            shapes.model, units, round(examples * e.num_clients), method.skips(shapes.setting)
-        )
+        rows = round(examples * e.num_clients)
+        peak += FrozenCache.bytes_needed(shapes.model, units, rows, method.skips(shapes.setting))
     held = {n: p.numel() * (2 + e.num_clients * method.personal(infos[n])) for n, p in shapes.trainable.items()}
     weights = sum(p.numel() for n, p in shapes.everything.items() if infos[n].kind == "backbone")
     return {"client": peak, "disk": 4 * sum(held.values()), "weights": 4 * weights}

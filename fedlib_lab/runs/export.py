@@ -36,20 +36,23 @@ from .trained import load_trained
 SOURCE, PREPARE = Path(__file__).with_name("export_model.txt").read_text().split("# images\n")  # run without the kit
 
 
-def save_model(run: Run, budget: int, path: Path | str | None = None, format: str = "torch") -> Path:
+def save_model(
+    run: Run, budget: int, path: Path | str | None = None, format: str = "torch", overwrite: bool = False
+) -> Path:
     """Write what clients of ``budget`` (0, 1, …) hold after the last round to the folder ``path``, and return that.
 
       torch         ``model.py``, PyTorch and nothing else, with ``model.safetensors``: ``from model import load``
       torch_export  ``model.pt2``: ``torch.export.load(path).module()``
       onnx          ``model.onnx``; needs onnx and onnxscript
 
-    By default in ``outputs/models``, a folder a format. It appears whole or not at all, and takes an earlier export's
-    place; ``ValueError`` before any compute where ``path`` holds what no export wrote. The model reads inputs
-    (B, *shape) as the net sees them and answers with the outputs (exits, B, *out) of every exit that the budget holds;
-    ``model.json`` says how images are resized and by what mean and SD they are normalised, which exits these are, and
-    what the classes are called. ``prepare`` of ``model.py`` makes inputs of images, and ``tokenizer.json`` of texts
-    (``tokenizers.Tokenizer.from_file``). ``ValueError`` where what a client answers is not one model's, or depends on
-    who is asked beside; ``ImportError`` names a missing package.
+    By default in ``outputs/models``, a folder a run, budget and format. It appears whole or not at all. ``ValueError``
+    before any compute where ``path`` holds what no export wrote, or the export of another run, budget or format: only
+    with ``overwrite`` does this one take its place. The model reads inputs (B, *shape) as the net sees them and answers
+    with the outputs (exits, B, *out) of every exit that the budget holds; ``model.json`` says how images are resized
+    and by what mean and SD they are normalised, which exits these are, and what the classes are called. ``prepare`` of
+    ``model.py`` makes inputs of images, and ``tokenizer.json`` of texts (``tokenizers.Tokenizer.from_file``).
+    ``ValueError`` where what a client answers is not one model's, or depends on who is asked beside; ``ImportError``
+    names a missing package.
     """
     check_type(run, Run, "save_model: run")
     budget = convert(budget, Natural, "save_model: budget")
@@ -57,14 +60,15 @@ def save_model(run: Run, budget: int, path: Path | str | None = None, format: st
     missing = [p for p in PACKAGES.get(format, ()) if find_spec(p) is None]
     if missing:
         raise ImportError(f"format = {format!r} needs packages: pip install {' '.join(missing)}")
+    this = {"run": run.path.name, "budget": budget, "format": format}
     name = f"{run.path.name}-budget{budget}-{format}"
-    path = outputs_dir() / "models" / name if path is None else check_folder(path)
+    path = check_folder(outputs_dir() / "models" / name if path is None else path, {} if overwrite else this)
     f, server = load_trained(run.experiment, Execution(workers=1), run.path.parent)
     part = _part(f, server, budget)
     rows, seen = torch.arange(2, device=f.device), f.model.backbone.spec.input_shape
     traced, x = _Answers(central_forward(f, server, part), f, part), f.data.view(f.data.test_inputs, seen, rows)
     shape = list(x.shape[1:])
-    about = {"run": run.path.name, "budget": budget, "input_shape": shape, "exits": list(part.exits)}
+    about = this | {"input_shape": shape, "exits": list(part.exits)}
     if x.is_floating_point():
         said = {k: getattr(f.data, k)[: shape[0]].tolist() for k in ("mean", "std")}  # of each channel
         about |= {"resize": "bilinear, both sides; with antialias where one is larger"} | said
@@ -84,19 +88,27 @@ def save_model(run: Run, budget: int, path: Path | str | None = None, format: st
     return path
 
 
-def check_folder(path: Path | str) -> Path:
-    """Return ``path`` as a folder that may be written; ``ValueError`` where other files than an export's lie."""
+def check_folder(path: Path | str, this: dict[str, Any]) -> Path:
+    """Return ``path`` as a folder that may be written.
+
+    ``ValueError`` where other files than an export's lie, or those of an export that is not ``this``, as ``model.json``
+    says it.
+    """
     where = Path(path).expanduser().absolute()
     there = {p.name for p in where.iterdir()} if where.is_dir() else set()
     try:
-        ours = {"model.json", *json.loads((where / "model.json").read_text())["files"]} if there else set()
+        about = json.loads((where / "model.json").read_text()) if there else {"files": ()}
+        ours = {"model.json", *about["files"]}
     except (OSError, ValueError, KeyError, TypeError):
-        ours = set()
+        about, ours = {}, set()
     if not str(path).strip() or where.is_symlink() or (where.exists() and not where.is_dir()) or not there <= ours:
         what = f" holds {', '.join(sorted(there - ours)[:3])}" if there - ours else ""
         raise ValueError(
             f"save_model: path = {str(path)!r}{what}; allowed: a new or empty folder, or an earlier export's"
         )
+    if other := there and [f"{k} {about.get(k, 'not said')}" for k, v in this.items() if about.get(k) != v]:
+        what = f"{where} holds an export of another kind ({', '.join(other)})"
+        raise ValueError(f"save_model: {what}; give another path, or overwrite=True to put this one in its place")
     return where
 
 

@@ -31,7 +31,7 @@ from .params import Cell, load_grid, load_spec
 from .params_files import grids, papers
 from .progress import Watch
 from .record import provenance
-from .side_by_side import DIED, hand_out
+from .side_by_side import DIED, GRACE_SECONDS, hand_out
 from .store import Folder, Run, find_run, run, run_path
 
 LAST = 9  # the priority of a table that names none
@@ -47,8 +47,7 @@ class Job:
     seconds: float
 
     def __str__(self) -> str:
-        c = self.cell
-        return f"{self.grid}, {c.column}, {c.label}, {c.finetune}, seed {c.seed}"
+        return f"{self.grid}, {self.cell.column}, {self.cell.label}, {self.cell.finetune}, seed {self.cell.seed}"
 
 
 @dataclass(frozen=True)
@@ -76,10 +75,9 @@ def named(names: Iterable[str] = ()) -> list[tuple[str, str]]:
     out = []
     for name in list(names) or papers():
         paper, _, table = name.partition("/")
-        tables = [table] if table else grids(paper)
-        for t in tables:
-            load_spec(paper, t)
-        out += [(paper, t) for t in tables]
+        out += [(paper, t) for t in ([table] if table else grids(paper))]
+    for paper, table in out:
+        load_spec(paper, table)
     return list(dict.fromkeys(out))
 
 
@@ -158,20 +156,21 @@ def fill(
 ) -> Filled:  # fmt: skip
     """Run ``jobs`` in their order on ``workers`` cores (None: all), for so many ``minutes``, or until ``stop`` is set.
 
-    Each run has a core; the last one has all that are free. What runs at the end is stopped and goes on from its
-    checkpoint the next time. A run that fails is told of and does not stop the others; one whose process dies is tried
+    Each run has a core; the last one has all that are free. What runs towards the end is asked to stop a sixth of the
+    minutes before it (at most a minute), is killed at it, and goes on from its checkpoint the next time. A run that
+    fails is told of and does not stop the others; one whose process dies is tried
     once more; one that another process holds is left to it.
     """
     began, workers, stop = time.monotonic(), workers or _cores(), stop or threading.Event()
-    filled = Filled([], [], list(jobs))
+    filled, grace = Filled([], [], list(jobs)), GRACE_SECONDS if minutes is None else min(GRACE_SECONDS, 10 * minutes)
 
     def seconds_left() -> float:
         if stop.is_set():
             return 0.0
-        return 1.0 if minutes is None else 60 * minutes - (time.monotonic() - began)
+        return 1.0 if minutes is None else 60 * minutes - grace - (time.monotonic() - began)
 
-    quiet, answer = Watch([], False), partial(_run_job, str(folder or outputs_dir() / "runs"), checkpoint_seconds)
-    with contextlib.closing(hand_out(jobs, workers, answer, quiet, seconds_left)) as answers:
+    answer = partial(_run_job, str(folder or outputs_dir() / "runs"), checkpoint_seconds)
+    with contextlib.closing(hand_out(jobs, workers, answer, Watch([], False), seconds_left, grace)) as answers:
         for job, answer in answers:
             words = _note(filled, job, answer)
             left = core_hours(filled.left, _slower(workers * (time.monotonic() - began), filled.done))

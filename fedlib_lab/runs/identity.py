@@ -49,9 +49,9 @@ class OtherInputs(ValueError):
         then = "take it as it is" if rounds is None else "go on from there all the same"
         words = ",".join(differing)
         super().__init__(
-            f"{path.name} {stored} in {path.parent}, but differs from what is at hand: {what}. To run it anew: "
-            "run(e, again=True), forget(e), or another folder (folder=..., FEDLIB_OUTPUTS); "
-            f"to {then}, accept={words!r} (FEDLIB_ACCEPT={words})"
+            f"{path.name} {stored} in {path.parent}, but differs from what is at hand: {what}. To run it anew and "
+            "forget this one: again='other' in run or run_all; to have both: another folder (folder=, FEDLIB_OUTPUTS); "
+            f"to {then}: accept={words!r} (FEDLIB_ACCEPT={words})"
         )
 
 
@@ -263,17 +263,13 @@ def _weights_file_digest(e: Experiment) -> str | None:
     file = weights_file(e.backbone)
     if file is None and e.backbone.startswith("minilm") and has_minilm():
         file = minilm_file("model.safetensors")
-    if file is None or not file.is_file():
-        return None
-    return _file_digest(file, files_digest([file], file.parent))
+    return _file_digest(file, files_digest([file], file.parent)) if file and file.is_file() else None
 
 
 def _weights_folder_digest(e: Experiment) -> str | None:
     """Return the digest of the files of the folder that ``e``'s backbone is loaded from; None if there is none."""
     folder = folder_of_weights(e.backbone)
-    if folder is None:
-        return None
-    return files_digest(sorted(p for x in WEIGHTS_FILES for p in folder.glob(x)), folder)
+    return folder and files_digest(sorted(p for x in WEIGHTS_FILES for p in folder.glob(x)), folder)
 
 
 @lru_cache(maxsize=32)

@@ -160,8 +160,7 @@ def _without(layer: Mapping[str, Any], key: str) -> dict:
 
 def load_fallback(paper: str, table: str, profile: str) -> dict:
     """Load what stands in for data that are not at hand: the table's own word, else the profile's; {}: nothing can."""
-    own = load_spec(paper, table).get(profile, {})
-    return own.get("fallback", load_profile(profile, paper).get("fallback")) or {}
+    return load_spec(paper, table).get(profile, {}).get("fallback", load_profile(profile, paper).get("fallback")) or {}
 
 
 def load_grid(paper: str, table: str, profile: str, overrides: Mapping[str, object] | None = None) -> list[Cell]:
@@ -187,9 +186,8 @@ def load_grid(paper: str, table: str, profile: str, overrides: Mapping[str, obje
     axes = itertools.product(finetunes, variants.items(), columns.items(), seeds)
     for finetune, (name, variant), (column, (of_column, stand_in)), seed in axes:
         limits = only.get(column, {})
-        if finetune not in _listed(variant.get("finetune", finetune)):
-            continue
-        if name not in limits.get("variant", [name]) or seed not in limits.get("seeds", [seed]):
+        kept_here = name in limits.get("variant", [name]) and seed in limits.get("seeds", [seed])
+        if not kept_here or finetune not in _listed(variant.get("finetune", finetune)):
             continue
         place = finetune, name, variant["method"], variant.get("label", name), column, seed
         if place[:-1] in made:
@@ -224,13 +222,9 @@ def _listed(value: object) -> list:
 
 def _columns(spec: dict, names: object, profile: str, overrides: Mapping) -> dict[str, tuple[dict, dict]]:
     """Return per column its settings and its stand-in's at ``profile`` (none where ``overrides`` name the data set)."""
-    out = {}
     check_known(_listed(names), spec["columns"], "overrides: columns = {}")
-    for name in _listed(names):
-        column = spec["columns"][name]
-        stand_in = {} if "dataset" in overrides else column.get(profile, {})
-        out[name] = {k: v for k, v in column.items() if k not in profiles()}, stand_in
-    return out
+    found = {name: at_profile(spec["columns"][name], profile) for name in _listed(names)}
+    return {name: (always, {} if "dataset" in overrides else here) for name, (always, here) in found.items()}
 
 
 def _variants(spec: dict, kept: list[str], overrides: dict) -> dict[str, dict]:

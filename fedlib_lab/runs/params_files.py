@@ -37,8 +37,7 @@ def load_yaml(path: Path) -> dict:
         raise ValueError(f"no such params file: {path}") from error
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: not plain YAML: {error}") from error
-    value = parse_yaml(text, path)
-    value = {} if value is None else value
+    value = {} if (said := parse_yaml(text, path)) is None else said
     if not isinstance(value, dict):
         raise ValueError(f"{path}: expected a mapping of names to values, got {type(value).__name__}")
     return value
@@ -87,9 +86,8 @@ def _strict_loader() -> type:
 
         def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
             if self.check_event(yaml.AliasEvent):
-                raise yaml.MarkedYAMLError(
-                    "an alias", self.peek_event().start_mark, "aliases are not used: write it out"
-                )
+                told = "aliases are not used: write it out"
+                raise yaml.MarkedYAMLError("an alias", self.peek_event().start_mark, told)
             return super().compose_node(parent, index)
 
     for tag, pattern in SCALARS.items():

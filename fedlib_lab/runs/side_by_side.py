@@ -65,13 +65,14 @@ Answer = Callable[[J, int, Watch], object]
 
 
 def hand_out(
-    jobs: Sequence[J], workers: int, answer_one: Answer, watch: Watch, seconds_left: Callable[[], float] = lambda: 1.0
-) -> Generator[tuple[J, Any], None, None]:
+    jobs: Sequence[J], workers: int, answer_one: Answer, watch: Watch,
+    seconds_left: Callable[[], float] = lambda: 1.0, grace: float = GRACE_SECONDS,
+) -> Generator[tuple[J, Any], None, None]:  # fmt: skip
     """Give ``jobs`` in their order to ``workers`` processes; yield (job, answer), and tell ``watch`` what goes on.
 
     ``answer_one(job, cores, watch)``: one core each, and the last job all that are free; what it raises is an answer. A
     job whose process died is given to another; of one that lost ``LIVES`` the answer is None. All processes are ended
-    when no ``seconds_left``, at an error, or when the generator is closed.
+    when no ``seconds_left``, at an error, or when the generator is closed, within ``grace`` seconds.
     """
     todo, lost, answers = deque(jobs), Counter(), queues.Queue()
     crew: list[Fork] = []
@@ -105,7 +106,7 @@ def hand_out(
         for process in crew:
             process.ask_to_stop()
         for process in crew:
-            process.end()
+            process.end(grace / len(crew))
 
 
 class Fork:
@@ -149,8 +150,8 @@ class Fork:
         self.inputs.discard(self.input)
         self.input.close()
 
-    def end(self) -> None:
-        self.process.join(GRACE_SECONDS)
+    def end(self, grace: float) -> None:
+        self.process.join(grace)
         if self.process.is_alive():
             self.process.kill()
             self.process.join()
@@ -279,10 +280,9 @@ def run_forks(
     ``RuntimeError`` names a run that lost ``LIVES`` processes. After a Ctrl-C all are stored up to their last rounds.
     """
     watch.abreast = cores
+    given = hand_out(chosen, cores, lambda e, _, relay: run_one(e, relay) is not None, watch)
     try:
-        with contextlib.closing(
-            hand_out(chosen, cores, lambda e, _, relay: run_one(e, relay) is not None, watch)
-        ) as answers:
+        with contextlib.closing(given) as answers:
             for e, answer in answers:
                 if answer is None:
                     raise RuntimeError(f"{e.slug}: {DIED}; Execution(workers=1) runs one at a time")

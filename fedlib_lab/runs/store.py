@@ -9,7 +9,7 @@ another method, data or weights than those at hand is refused (``identity.py``).
 import json
 import time
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal, overload
@@ -17,7 +17,7 @@ from typing import Literal, overload
 from fedlib.core.experiment import Experiment
 from fedlib.core.profiling import phase
 from fedlib.core.storage import DamagedFile, read_json, read_lines, write_json
-from fedlib.core.validation import check_type, shown
+from fedlib.core.validation import check_type, convert, shown
 from fedlib.engine.checks import check_experiment
 from fedlib.engine.executors import Execution
 from fedlib.engine.federation import Federation, build_federation
@@ -30,10 +30,12 @@ from . import side_by_side
 from .callbacks import Callback, OnRound, Together
 from .checkpoints import Checkpoints
 from .costs import Pace
-from .identity import KINDS, Accept, Inputs, accepted, check_verified, inputs_of, known_inputs
+from .identity import KINDS, Accept, Inputs, OtherInputs, accepted, check_verified, inputs_of, known_inputs
 from .progress import Watch, interrupted, say, unheard
 from .record import Run, begun, check_inputs, ended, provenance, provenance_now, recorded, resumed
 from .run_paths import Folder, as_stored, check_files, check_place, folder_of, forget, listed, place, run_path
+
+Again = bool | Literal["other"]
 
 
 def find_run(e: Experiment, folder: Folder = None, accept: Accept = ()) -> Run | None:
@@ -85,11 +87,8 @@ def _read(path: Path) -> Run:
     if found != due:
         raise DamagedFile(path / lines, f"it holds rounds {shown(found)} instead of {shown(due)}")
     last = metrics[-1] if found[-1:] == [ended_after] else {}
-    said = [
-        {k: json.dumps(m[k], sort_keys=True) for k in last.keys() & summary.keys() - {"seconds"}}
-        for m in (last, summary)
-    ]
-    if other := [k for k in sorted(said[0]) if said[0][k] != said[1][k]]:
+    both = sorted(last.keys() & summary.keys() - {"seconds"})
+    if other := [k for k in both if json.dumps(last[k], sort_keys=True) != json.dumps(summary[k], sort_keys=True)]:
         raise DamagedFile(path / lines, f"its last {', '.join(other)} are not those of summary.json, of another run")
     return Run(e, path, summary, metrics, content)
 
@@ -97,18 +96,18 @@ def _read(path: Path) -> Run:
 @overload
 def run(
     e: Experiment, execution: Execution = ..., folder: Folder = ..., progress: bool = ...,
-    checkpoint_seconds: float = ..., wait: Literal[True] = ..., accept: Accept = ..., again: bool = ...,
+    checkpoint_seconds: float = ..., wait: Literal[True] = ..., accept: Accept = ..., again: Again = ...,
     on_round: OnRound = ..., callbacks: Iterable[Callback] = ...,
 ) -> Run: ...  # fmt: skip
 @overload
 def run(
     e: Experiment, execution: Execution = ..., folder: Folder = ..., progress: bool = ...,
-    checkpoint_seconds: float = ..., wait: bool = ..., accept: Accept = ..., again: bool = ...,
+    checkpoint_seconds: float = ..., wait: bool = ..., accept: Accept = ..., again: Again = ...,
     on_round: OnRound = ..., callbacks: Iterable[Callback] = ...,
 ) -> Run | None: ...  # fmt: skip
 def run(
     e: Experiment, execution: Execution = Execution(), folder: Folder = None, progress: bool = True,
-    checkpoint_seconds: float = 20.0, wait: bool = True, accept: Accept = (), again: bool = False,
+    checkpoint_seconds: float = 20.0, wait: bool = True, accept: Accept = (), again: Again = False,
     on_round: OnRound = None, callbacks: Iterable[Callback] = (),
 ) -> Run | None:  # fmt: skip
     """Return the run of ``e``: from the store, resumed, or from the start.
@@ -116,7 +115,8 @@ def run(
     If another process is running it, wait for that one (or return None with ``wait=False``). A run whose loss or update
     becomes infinite or NaN ends with status ``diverged``: a result like any other (see ``Experiment.nonfinite``).
     ``accept`` as in :func:`find_run`; resuming under other inputs than those of the first rounds needs it too.
-    ``again`` forgets what is stored, finished or not, and runs ``e`` from the start.
+    ``again`` forgets what is stored, finished or not, and runs ``e`` from the start; ``"other"`` only if other inputs
+    than those at hand trained it, as after an edit of a method, and says of which runs.
 
     ``on_round`` is called with every round that is trained (``engine.rounds.Finished``), ``callbacks`` are told of them
     too (``callbacks.py``). If one of these returns True the run stops there: it is stored as unfinished, and what is
@@ -126,9 +126,7 @@ def run(
     callback = Together(callbacks, on_round)
     callback.check(e)
     e = as_stored(e, folder)
-    if again:
-        check_experiment(e)
-        forget(e, folder)
+    _forget([e], folder, accept, again, progress)
     if (stored := _find_good(e, folder, accept)) is not None:
         if progress:
             say(f"stored run{' of ' * bool(stored.day)}{stored.day}: {stored.path.name}")
@@ -139,26 +137,28 @@ def run(
 
 def run_all(
     experiments: Iterable[Experiment], execution: Execution = Execution(), folder: Folder = None,
-    progress: bool = True, checkpoint_seconds: float = 20.0, accept: Accept = (), callbacks: Iterable[Callback] = (),
+    progress: bool = True, checkpoint_seconds: float = 20.0, accept: Accept = (), again: Again = False,
+    callbacks: Iterable[Callback] = (),
 ) -> list[Run]:  # fmt: skip
     """Run what is missing and return all runs in order. Processes working on the same list share it by locks.
 
     On a CPU several runs, a core each, go on side by side in forks of this process where that ends sooner
     (``side_by_side.choose``); ``execution.workers``, another executor and callbacks keep to one after the other.
     With ``execution.executor = "ray"``, whole experiments are spread over the cluster, each on one core or on a share
-    of a GPU; its nodes must see ``folder`` under the same path. ``accept`` as in :func:`find_run`, ``callbacks`` as in
-    :func:`run`; they are of this process, so ``ValueError`` with Ray.
+    of a GPU; its nodes must see ``folder`` under the same path. ``accept`` as in :func:`find_run`, ``again`` and
+    ``callbacks`` as in :func:`run`; callbacks are of this process, so ``ValueError`` with Ray.
     """
     check_type(execution, Execution, "execution")
     callbacks = list(callbacks)
     if isinstance(experiments, Experiment):
         raise ValueError("run_all takes several experiments, e.g. run_all([e1, e2]); for one, use run(e)")
     experiments, callback = [as_stored(e, folder) for e in experiments], Together(callbacks)
+    for e in experiments:
+        callback.check(e)
+    _forget(experiments, folder, accept, again, progress)
     stored = {e: _find_good(e, folder, accept) for e in dict.fromkeys(experiments)}
     done = {e: r for e, r in stored.items() if r is not None}
     missing, found = [e for e in stored if e not in done], list(done.values())
-    for e in missing:
-        callback.check(e)
     if progress and found:
         say(f"{sum(e in done for e in experiments)} of {len(experiments)} runs stored{_days(found)}")
     chosen = [] if callbacks else side_by_side.choose(missing, execution)
@@ -194,6 +194,26 @@ def stored_pace(found: Iterable[Run], execution: Execution) -> Pace:
 def _days(found: list[Run]) -> str:
     days = sorted({r.day for r in found} - {""})
     return f" ({days[0]})" if len(days) == 1 else f" ({days[0]} to {days[-1]})" if days else ""
+
+
+def _forget(experiments: Sequence[Experiment], folder: Folder, accept: Accept, again: Again, told: bool) -> None:
+    """Forget what is stored of ``experiments`` if ``again``; of "other" what other inputs trained. Say so if told."""
+    for e in experiments if convert(again, Again, "again") else ():
+        check_experiment(e)  # all, before anything is lost
+    for e in dict.fromkeys(experiments) if again else ():
+        if (again is True or _is_other(e, folder, accept)) and forget(e, folder) and told:
+            say(f"forgotten, and run anew: {e.slug}")
+
+
+def _is_other(e: Experiment, folder: Folder, accept: Accept) -> bool:
+    """Return whether other inputs than those at hand trained what is stored of ``e``, finished or not."""
+    e, path = place(e, folder)
+    try:
+        record = read_json(path / "experiment.json")
+        check_inputs(e, path, record, known_inputs(e, recorded(record)), accepted(accept))
+    except (OSError, ValueError) as error:  # nothing there, or what is told when it runs
+        return isinstance(error, OtherInputs)
+    return False
 
 
 def _find_good(e: Experiment, folder: Folder, accept: Accept) -> Run | None:

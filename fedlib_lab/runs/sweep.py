@@ -70,9 +70,8 @@ def sweep(
             allowed = "lists by field, or a list of choices" if sampler == "grid" else "lists and ranges by field"
             raise ValueError(f"sweep: over = {shown(over)}; allowed with {sampler!r}: {allowed}")
         for key, values in x.items():
-            if not (
-                listed or isinstance(values, list | tuple) and values or sampler != "grid" and hasattr(values, "low")
-            ):
+            is_range = sampler != "grid" and hasattr(values, "low")
+            if not (listed or is_range or isinstance(values, list | tuple) and values):
                 raise ValueError(f"sweep: {key} = {shown(values)}; allowed: a list, or with random and tpe a range")
     if sampler != "grid":
         assert isinstance(over, Mapping)
@@ -80,10 +79,9 @@ def sweep(
             for value in values if isinstance(values, (list, tuple)) else (values.low, values.high):
                 changed(e, {key: value})
         return [trial for row, e in rows.items() for trial in _drawn(row, e, over, sampler, trials, seed, how)]
-    choices = (
-        [dict(zip(over, x, strict=True)) for x in product(*over.values())] if isinstance(over, Mapping) else list(over)
-    )
-    asked = [(row, choice, changed(e, choice)) for row, e in rows.items() for choice in choices]
+    if isinstance(over, Mapping):
+        over = [dict(zip(over, x, strict=True)) for x in product(*over.values())]
+    asked = [(row, choice, changed(e, choice)) for row, e in rows.items() for choice in over]
     done = run_all([e for *_, e in asked], *how)
     return [Trial(row, choice, r) for (row, choice, _), r in zip(asked, done, strict=True)]
 
@@ -97,10 +95,9 @@ def changed(e: Experiment, choice: Mapping[str, object]) -> Experiment:
 
 def best(trials: Iterable[Trial]) -> dict[str, Trial]:
     """Return, for every row, the first of its best trials, whose ``choice`` is what to run on the test set."""
-    rows: dict[str, list[Trial]] = {}
-    for trial in trials:
-        rows.setdefault(trial.row, []).append(trial)
-    return {row: max(of_row, key=lambda trial: trial.score) for row, of_row in rows.items()}
+    trials = list(trials)
+    rows = dict.fromkeys(t.row for t in trials)
+    return {row: max((t for t in trials if t.row == row), key=lambda t: t.score) for row in rows}
 
 
 def _drawn(
@@ -109,9 +106,8 @@ def _drawn(
     optuna = optuna_for(f"sampler = {sampler!r}")
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     study = optuna.create_study(sampler=getattr(optuna.samplers, SAMPLERS[sampler])(seed=seed), direction="maximize")
-    lists = {
-        k: optuna.distributions.CategoricalDistribution(v) for k, v in over.items() if isinstance(v, (list, tuple))
-    }
+    listed = optuna.distributions.CategoricalDistribution
+    lists = {k: listed(v) for k, v in over.items() if isinstance(v, list | tuple)}
     for _ in range(trials):
         asked = study.ask({**over, **lists})
         trial = Trial(row, asked.params, run(changed(e, asked.params), *how))

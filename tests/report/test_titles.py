@@ -27,6 +27,8 @@ def test_a_subject_is_data_mode_net_and_seeds():
     assert about(pd.concat([runs, runs.assign(column="cifar100"), runs.assign(column="sst2")])).startswith(
         "3 data sets, "
     )
+    bare = runs.drop(columns=["column", "dataset"], errors="ignore")
+    assert about(bare) == "frozen, DeiT-micro, 2 seeds"  # what a table does not say is not made up
 
 
 def test_the_message_is_of_means_against_the_best_rival():

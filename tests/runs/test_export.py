@@ -188,17 +188,23 @@ def test_an_export_takes_the_place_of_an_export_alone_and_is_whole_or_not_there(
     assert [p.name for p in mine.iterdir()] == ["thesis.tex"]
     monkeypatch.setenv("HOME", str(tmp_path))
     folder = save_model(done, 0, "~/model")
-    assert folder == tmp_path / "model" and save_model(done, 1, folder, "torch_export") == folder
+    assert folder == tmp_path / "model" and save_model(done, 0, folder) == folder  # the same once more
+    for other in ((1, folder), (0, folder, "torch_export")):
+        with pytest.raises(ValueError, match=f"{folder} holds an export of another .*; give another path, .*overwrite"):
+            save_model(done, *other)
+    assert {p.name for p in folder.iterdir()} == {"model.json", "model.py", "model.safetensors"}
+    assert loaded(folder, "torch")[0](torch.zeros(2, 3, 32, 32)).shape[:2] == (1, 2)  # the first one still answers
+    assert save_model(done, 1, folder, "torch_export", overwrite=True) == folder
     assert {p.name for p in folder.iterdir()} == {"model.json", "model.pt2"}  # nothing of the first
     before = (folder / "model.json").read_text()
     monkeypatch.setitem(FORMATS, "torch", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        save_model(done, 0, folder)
+        save_model(done, 0, folder, overwrite=True)
     assert (folder / "model.json").read_text() == before
     assert {p.name for p in tmp_path.iterdir()} == {"runs", "mine", "linked", "model"}  # nothing half written
     (folder / "notes.txt").write_text("mine")
     with pytest.raises(ValueError, match="holds notes.txt"):
-        save_model(done, 0, folder)
+        save_model(done, 0, folder, overwrite=True)
 
 
 def test_formats_have_folders_of_their_own(tmp_path, monkeypatch):
@@ -206,6 +212,9 @@ def test_formats_have_folders_of_their_own(tmp_path, monkeypatch):
     done = run(short("fedavg", rounds=1), ONE, tmp_path / "runs")
     kept = {save_model(done, 0, format=kind) for kind in ("torch", "torch_export")}
     assert len(kept) == 2 and all((p / "model.json").is_file() for p in kept)
+    (note := kept.pop() / "notes.txt").write_text("mine")  # also the default folder is not replaced with what is not its
+    with pytest.raises(ValueError, match="holds notes.txt"):
+        save_model(done, 0, format="torch" if note.parent.name.endswith("torch") else "torch_export")
 
 
 def test_a_smaller_budget_s_model_is_smaller(tmp_path):

@@ -92,7 +92,7 @@ def test_an_edited_method_of_ones_own_is_refused(old, new, told, words, tmp_path
                 lambda **how: run_all([e], ONE, tmp_path, progress=False, **how)[0]):  # fmt: skip
         with pytest.raises(
             OtherInputs,
-            match=f"{e.slug} is stored in .*: {told}.*. To run it anew: run\\(e, again=True\\), forget\\(e\\), or another folder .*accept='{words}'",
+            match=f"{e.slug} is stored in .*: {told}.*. To run it anew and forget this one: again='other' in run or run_all; .* another folder .*accept='{words}'",
         ):
             ask()
         assert ask(accept=words).summary == first.summary
@@ -677,6 +677,40 @@ def test_a_stored_run_can_be_forgotten_and_run_again(tmp_path, only_here):
     assert not forget(e, tmp_path / "runs")
     with pytest.raises(ValueError, match="unknown key 'nu'"):  # before anything is forgotten
         train(e.replace(options={"nu": 1}), tmp_path / "runs", again=True)
+
+
+@pytest.mark.parametrize("unfinished", [False, True])
+def test_a_list_runs_anew_what_an_edit_concerns_and_says_so(unfinished, tmp_path, only_here, capsys):
+    """``again="other"`` may stay in a notebook: what is as at hand is kept, and going on keeps the rounds since."""
+    mine, kits = tiny("fedprox", finetune="frozen"), tiny("fedavg", finetune="frozen")
+    METHODS["fedprox"] = defined(FEDPROX, tmp_path)
+    run(mine, ONE, tmp_path / "runs", checkpoint_seconds=0, on_round=lambda r: unfinished)
+    kept = train(kits, tmp_path / "runs")
+    METHODS["fedprox"] = defined(FEDPROX.replace("SCALE = 1.0", "SCALE = 300.0"), tmp_path)
+    ask = lambda **how: run_all([mine, kits], ONE, tmp_path / "runs", **how)  # noqa: E731
+    with pytest.raises(OtherInputs, match="again='other'"):
+        ask()
+    assert run_path(mine, tmp_path / "runs").exists()  # nothing is lost by asking
+    capsys.readouterr()
+    first, second = ask(again="other")
+    assert capsys.readouterr().out.startswith(f"forgotten, and run anew: {mine.slug}\n")
+    fresh = train(mine, tmp_path / "fresh").summary
+    assert {k: v for k, v in first.summary.items() if k != "seconds"} == {
+        k: v for k, v in fresh.items() if k != "seconds"
+    }
+    assert second.record == kept.record and second.summary == kept.summary
+    assert [r.record for r in ask(again="other")] == [first.record, second.record]
+    assert "forgotten" not in capsys.readouterr().out
+    assert [r.summary["status"] for r in ask(again=True)] == ["finished"] * 2
+    assert capsys.readouterr().out.count("forgotten, and run anew: ") == 2
+    METHODS["fedprox"] = defined(FEDPROX, tmp_path)
+    before = find_run(mine, tmp_path / "runs", "method")
+    assert run_all([mine], ONE, tmp_path / "runs", accept="method", again="other")[0].record == before.record  # keep
+    with pytest.raises(ValueError, match="again"):
+        ask(again="others")
+    with pytest.raises(ValueError, match="unknown key 'nu'"):  # before anything is forgotten
+        run_all([kits, mine.replace(options={"nu": 1})], ONE, tmp_path / "runs", again=True)
+    assert find_run(kits, tmp_path / "runs") is not None
 
 
 def test_a_run_that_another_process_trains_is_not_forgotten(tmp_path):

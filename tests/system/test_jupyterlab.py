@@ -4,6 +4,7 @@ import json
 import os
 import re
 import secrets
+import shlex
 import shutil
 import signal
 import subprocess
@@ -59,9 +60,13 @@ def ask(server, path, method="GET"):
 
 
 @contextmanager
-def jupyterlab(folder):
-    """A server on a free port of the loopback with a random token, and nothing of the user's own configuration."""
+def jupyterlab(folder, arguments=()):
+    """A server on a free port of the loopback with a random token, and nothing of the user's own configuration.
+
+    It serves ``folder / "notebooks"`` if no ``arguments`` say what.
+    """
     shutil.copytree(ROOT / "notebooks/walkthrough", folder / "notebooks")
+    arguments = arguments or [f"--ServerApp.root_dir={folder / 'notebooks'}"]
     for name, value in SETTINGS.items():
         (folder / "settings" / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / "settings" / name).write_text(json.dumps(value))
@@ -70,7 +75,7 @@ def jupyterlab(folder):
     env = {**os.environ, "FEDLIB_ROOT": str(ROOT), **{k: str(folder / v) for k, v in own.items()}}
     env.pop("JUPYTER_PATH", None)  # a kernel of its own, as a user has it
     command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", "--ServerApp.ip=127.0.0.1",
-               "--port=0", f"--IdentityProvider.token={secrets.token_hex(16)}", f"--ServerApp.root_dir={folder / 'notebooks'}"]  # fmt: skip
+               "--port=0", f"--IdentityProvider.token={secrets.token_hex(16)}", *arguments]  # fmt: skip
     with open(folder / "server.log", "w") as log:
         process = subprocess.Popen(command, env=env, stdout=log, stderr=log, cwd=folder, start_new_session=True)
     server = None
@@ -138,3 +143,17 @@ def test_the_walkthrough_runs_in_jupyterlab(tmp_path):
         assert driver.save_screenshot(str(tmp_path / "jupyterlab.png"))
         assert len(list((tmp_path / "outputs/walkthrough/figures").glob("start_here_smoke_*.png"))) == 3
     assert not list((tmp_path / "runtime").glob("jpserver-*.json"))  # the server has left in good order
+
+
+def test_make_lab_opens_the_first_notebook_and_serves_what_make_demo_names(tmp_path):
+    """Whatever folder it is called from, and in whatever folder a user's own configuration starts."""
+    makefile = (ROOT / "Makefile").read_text()
+    (given,) = re.findall(r"^lab:.*\n\t\$\(BIN\)/jupyter lab (.*)$", makefile, re.M)
+    (said,) = re.findall(r"^demo:(?:.*\n\t)+@echo (.*open both with: make lab)", makefile, re.M)
+    named = [*re.findall(r"(outputs|\$\(EXECUTED\))/", said)]
+    assert len(named) == 2 and re.search(r"^EXECUTED := outputs/", makefile, re.M)
+    with jupyterlab(tmp_path, shlex.split(given.replace("$(CURDIR)", str(ROOT)))) as server:
+        start = ask(server, "api/contents/notebooks/walkthrough/00_start_here.ipynb?content=0")
+        assert start["type"] == "notebook" and ask(server, "api/contents/outputs/README.md?content=0")["writable"]
+        with urllib.request.urlopen(f"{server['url']}?token={server['token']}", timeout=30) as first:
+            assert first.url.split("?")[0] == f"{server['url']}lab/tree/notebooks/walkthrough/00_start_here.ipynb"
