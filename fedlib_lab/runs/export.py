@@ -88,7 +88,7 @@ def save_model(
     return path
 
 
-def check_folder(path: Path | str, this: dict[str, Any]) -> Path:
+def check_folder(path: Path | str, this: dict[str, object]) -> Path:
     """Return ``path`` as a folder that may be written.
 
     ``ValueError`` where other files than an export's lie, or those of an export that is not ``this``, as ``model.json``

@@ -1,5 +1,6 @@
 """The atlas as one table: costs of a round counted by hand, and a user's own method among the others."""
 
+import json
 from dataclasses import replace
 
 import numpy as np
@@ -7,7 +8,6 @@ import pandas as pd
 import pytest
 
 from fedlib import Experiment, run
-from fedlib.core.storage import read_json
 from fedlib.engine.federation import build_federation
 from fedlib.engine.serving import evaluate_clients
 from fedlib.methods import METHODS
@@ -17,6 +17,7 @@ from fedlib_lab.atlas.scores import BINDS, HIGH, at_best_rate, own_methods, task
 from fedlib_lab.report.flags import OVER
 from fedlib_lab.report.tables import collect
 from fedlib_lab.runs.costs import load_shapes
+from fedlib_lab.runs.packed import seen
 from fedlib_lab.runs.params import load_grid, load_spec
 from fedlib_lab.runs.store import find_run
 from tests.helpers.tracked import OUTPUTS
@@ -49,32 +50,39 @@ def test_every_task_is_a_table_of_its_caps():
             assert shares == sorted(shares) and shares[-1] == 1 and len(shares) == len(devices())
 
 
-def test_costs_of_a_round_by_hand(cells):
-    depth = next(c.experiment for c in cells if c.variant == "depthfl")
+def test_costs_of_a_round_by_hand():
+    """What runs: the last block is computed for the class token alone, and no gradient reaches the images."""
+    of = {"seeds": [1], "num_train": 80, "num_test": 40, "rounds": 1, "finetune": "full", "finetune_options": {}}
+    grid = load_grid("atlas", "cifar10_macs", "smoke", of)
+    depth = next(c.experiment for c in grid if c.variant == "depthfl")
     found, boards, shapes = costs(depth), devices(), load_shapes(depth, 10)
-    measure, of_client = shapes.setting.measure, 80 / depth.num_clients
+    tokens, width, examples = 16 + 1, 64, 80 / depth.num_clients
+    stem, head = 16 * width * 8 * 8 * 3, width * 10
+    block = 12 * tokens * width**2 + 2 * tokens**2 * width
+    last = 2 * tokens * width**2 + 10 * width**2 + 2 * tokens * width  # keys and values of all tokens
     for k, board in enumerate(boards.index):
-        part = shapes.slice_for(k)
-        assert found.macs[board] == pytest.approx(3 * measure.macs(part) * of_client * depth.local_epochs)
+        forward = stem + (found.blocks[board] - 1) * block + last + found.exits[board] * head
+        assert found.macs[board] == pytest.approx((3 * forward - stem) * examples * depth.local_epochs)
         travel = (found.up[board] + found.down[board]) * 8 * 2**20 / (boards.megabits[board] * 1e6)
         training = found.macs[board] / (boards.tera_macs[board] * 1e12 * boards.utilisation[board])
         assert found.seconds[board] == pytest.approx(training + travel)
-        assert found.up[board] == pytest.approx(shapes.upload_mib(part, k))
+        assert found.up[board] == pytest.approx(shapes.upload_mib(shapes.slice_for(k), k))
     assert found.peak.is_monotonic_increasing and found.macs.is_monotonic_increasing
 
 
 def test_what_classes_hold_by_hand():
-    """Blocks of a ViT cost alike; ranks cut nothing but what travels."""
+    """Blocks of a ViT cost alike, a single one, for the class token alone, far less; ranks cut what travels alone."""
     of = {"variant": ["whole", "depthfl", "heterofl", "hetlora"], "seeds": [1]}
     grids = {"upload": {"cifar10": load_grid("atlas", "cifar10_upload", "small", of)}, "memory": {}}
     whole, *rows = grids["upload"]["cifar10"]
     held = {c.variant: shares_of(c.experiment, whole.experiment).set_index("blocks") for c in rows}
     prefix = held["depthfl"]
     assert list(prefix.index) == [1, 2, 6, 12] and list(prefix.exits) == [1, 2, 3, 4] and (prefix.width == 1).all()
-    assert np.allclose(np.diff(prefix.macs) / np.diff(prefix.index), (1 - prefix.macs.iloc[0]) / 11, rtol=0.02)
+    blocks = np.diff(prefix.macs) / np.diff(prefix.index)
+    assert np.allclose(blocks, blocks.mean(), rtol=0.05) and prefix.macs.iloc[0] < 0.3 * blocks.mean()
     wide, ranks = held["heterofl"], held["hetlora"]
     assert list(wide.width) == [0.125, 0.25, 0.5, 1] == pytest.approx(list(wide.upload), rel=0.01)
-    assert list(ranks.width) == [3 / 32, 8 / 32, 16 / 32, 1] and ranks.macs.min() > 0.85
+    assert list(ranks.width) == [3 / 32, 8 / 32, 16 / 32, 1] and ranks.macs.min() > 0.8
     (told,) = holdings(grids, "depthfl").to_dict("records")
     assert (told["what binds"], told["task"], told["blocks"]) == ("traffic", "CIFAR-10", "1, 2, 6, 12")
     assert told["upload"] == "0.09, 0.18, 0.52, 1.02" and holdings(grids, "fedepth").empty
@@ -109,7 +117,9 @@ STORED = OUTPUTS / "atlas/tables/atlas_small.parquet"
 def told_again(picked):
     """Prices of stored runs, counted anew beside those of the stored table."""
     for name, row in picked.iterrows():
-        e = Experiment.from_dict(read_json(OUTPUTS / "runs" / name / "experiment.json")["experiment"])
+        e = Experiment.from_dict(
+            json.loads((seen(OUTPUTS / "runs" / name) / "experiment.json").read_text())["experiment"]
+        )
         took = costs(e.replace(seed=1, lr=1.0))
         found = took.macs.mean(), took.peak.max(), took.up.mean(), took.down.mean(), took.seconds.max()
         yield name, list(row[PRICES]), found
@@ -188,8 +198,13 @@ def test_a_row_a_run_and_a_method_of_ones_own(cells, tmp_path):
 
 @pytest.mark.parametrize(("caps", "method"), [("macs", "depthfl"), ("upload", "depthfl"), ("upload", "hetlora")])
 def test_rows_of_the_atlas_are_what_fits(caps, method):
-    """Some; the others are given by the same function."""
+    """Some; the others are given by the same function.
+
+    Rows were fitted when every block was counted whole. Of compute, where a single block costs a quarter of another,
+    one block more would fit the poorest, as the page says.
+    """
     by = {c.variant: c for c in load_grid("atlas", f"cifar10_{caps}", "small", {"seeds": [1]})}
     (here,) = fitted_cells([by["whole"]], load_spec("atlas", f"cifar10_{caps}")["caps"], method)
     for key in ("num_exits", "exit_blocks", "budgets", "options"):
-        assert getattr(here.experiment, key) == getattr(by[method].experiment, key)
+        now = (1, 2, 5, 11) if (caps, key) == ("macs", "exit_blocks") else getattr(by[method].experiment, key)
+        assert getattr(here.experiment, key) == now

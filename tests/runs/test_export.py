@@ -212,7 +212,9 @@ def test_formats_have_folders_of_their_own(tmp_path, monkeypatch):
     done = run(short("fedavg", rounds=1), ONE, tmp_path / "runs")
     kept = {save_model(done, 0, format=kind) for kind in ("torch", "torch_export")}
     assert len(kept) == 2 and all((p / "model.json").is_file() for p in kept)
-    (note := kept.pop() / "notes.txt").write_text("mine")  # also the default folder is not replaced with what is not its
+    (note := kept.pop() / "notes.txt").write_text(
+        "mine"
+    )  # also the default folder is not replaced with what is not its
     with pytest.raises(ValueError, match="holds notes.txt"):
         save_model(done, 0, format="torch" if note.parent.name.endswith("torch") else "torch_export")
 
