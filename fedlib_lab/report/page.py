@@ -193,13 +193,9 @@ def facts(stored: Stored, cells: Sequence[Cell], wanted: set[str] = frozenset())
 
 def index_page(outputs: Path) -> str:
     """Return the index: a line per paper with its claims' tally, and what benchmarks and other notebooks stored."""
-    lines, tallies = [], tallies_of(outputs)
-    for paper in papers():
-        if stored := _read(outputs, paper, "tables.md"):
-            shown = [t for t in grid_names(paper) if f"## {title_of(paper, t)}\n" in stored]
-            titles = "; ".join(short_title(paper, t) for t in shown)
-            said = f"{titles or 'no run yet'}. {tallies.get(paper, '')}".strip()
-            lines.append(f"- [**{paper}**]({paper}/README.md): {said}")
+    tallies = tallies_of(outputs)
+    shown = [p for p in papers() if _read(outputs, p, "README.md")]
+    lines = [f"- [**{p}**]({p}/README.md), [tables]({p}/tables.md). {tallies.get(p, '')}".rstrip() for p in shown]
     for folder in NO_PAPERS:
         paths = sorted([*outputs.glob(f"{folder}/tables/*.csv"), *outputs.glob(f"{folder}/figures/*.png")])
         if paths:
