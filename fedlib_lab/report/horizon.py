@@ -13,7 +13,7 @@ from .plots import curves_frame, plot_series
 from .style import looks_of, panels, score_of, share_legend, styled, title_of
 from .table import Table
 from .tables import label_of
-from .titles import leads, told
+from .titles import figure_title, leads
 
 LENGTHS = ["shorter", "longer"]
 COLUMNS = ["column", "difference", *LENGTHS, "order"]
@@ -52,7 +52,7 @@ def plot_horizons(shorter: Table, longer: Table):
     shown = rows.drop_duplicates("column")[["column", "dataset"]].values
     wide, methods = 4.2 if len(shown) > 1 else 6.4, {c.label: c.method for c in longer.cells}
     said = [f"{title_of(*names)}\n{_first(rows, longer, names[0])}" for names in shown] if len(shown) > 1 else [""]
-    title = told(_came_out(shorter, longer, done), rows)
+    title = figure_title(_came_out(shorter, longer, done), rows)
     axes = panels(said, title, (wide, 3.1), columns=2, sharey=False)
     for ax, (column, data) in zip(axes, shown, strict=True):
         of = (column, set(rows[rows.column == column].variant), set(rows.finetune))

@@ -13,7 +13,7 @@ from .data_plots import plot_clients_examples as plot_clients_examples
 from .data_plots import plot_label_distribution as plot_label_distribution
 from .style import Looks, axes_of, finish, looks_of, named, panels, plain, score_of, share_legend, styled, title_of
 from .tables import label_of
-from .titles import leads, told
+from .titles import figure_title, leads
 
 COSTS = style.NAMES["costs"]  # what an axis says, and its unit in units of the column
 ACCURACY = "test accuracy (%)"
@@ -149,7 +149,7 @@ def plot_modes(frame: pd.DataFrame, plot=plot_exit_accuracies, title: str = "", 
     if set(frame.finetune) == {"full"}:  # nothing to tell apart
         modes = [""] * len(groups)
     titles = [f"{_data(g)}\n{m}".strip() for g, m in zip(groups, modes, strict=True)] if several else modes
-    title = told(title or leads(frame, hero), frame)
+    title = figure_title(title or leads(frame, hero), frame)
     if plot is plot_exit_accuracies:
         settings["hero"] = hero
     if plot is plot_exit_accuracies and len(looks.palette) > MOST:  # rows have names of their own

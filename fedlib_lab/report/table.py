@@ -18,7 +18,7 @@ from . import tables
 from .clients import VALUES, as_exits, spread_out
 from .plots import plot_learning_curves, plot_modes, save_figure, score_of
 from .printed import Printed, as_printed
-from .titles import leads, told
+from .titles import figure_title, leads
 from .verdicts import orderings
 
 
@@ -98,7 +98,7 @@ class Table:
         rows = self.frame[(self.frame.column == column) & self.frame.variant.isin(variants or self.variants)]
         value = "clients" if self.value in VALUES else self.value
         if rows[value].notna().any():
-            methods, title = {c.label: c.method for c in self.cells}, told(leads(rows, self.paper, value), rows)
+            methods, title = {c.label: c.method for c in self.cells}, figure_title(leads(rows, self.paper, value), rows)
             curves, score = self.curves(column, variants), score_of(rows.dataset.unique())
             axes = plot_learning_curves(curves, methods, title=title, score=score, hero=self.paper)
             return self.save_figure(axes, suffix)

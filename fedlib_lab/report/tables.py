@@ -199,8 +199,8 @@ def beside_reported(frame: pd.DataFrame, reported: pd.DataFrame, value: str = "a
     here, printed = (zip(both[m], both[s], strict=True) for m, s in (("mean", "sd"), ("mean_reported", "sd_reported")))
     return pd.DataFrame({
         "mode": both.finetune.map(label_of), "column": both.column, "data": both.dataset,
-        "method": both.label.map(label_of), "obtained": [spread(*x) for x in here], "seeds": both.seeds,
-        "reported": [spread(*x) for x in printed],
+        "method": both.label.map(label_of), "obtained": [mean_and_sd(*x) for x in here], "seeds": both.seeds,
+        "reported": [mean_and_sd(*x) for x in printed],
     })  # fmt: skip
 
 
@@ -290,7 +290,7 @@ def label_of(name: str) -> str:
     return vars(METHODS.get(name, object)).get("label") or MODES.get(name, name)
 
 
-def spread(mean: float, sd: float) -> str:
+def mean_and_sd(mean: float, sd: float) -> str:
     """Write ``67.29 ± 0.06``, or a dash for a missing mean."""
     if pd.isna(mean):
         return "–"

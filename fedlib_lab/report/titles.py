@@ -16,7 +16,7 @@ from .verdicts import BySeed, Measured, differences, judged, measured, not_ranke
 LEVEL = 0.05  # points: what rounds to 0.0 is level
 
 
-def told(message: str, frame: pd.DataFrame) -> str:
+def figure_title(message: str, frame: pd.DataFrame) -> str:
     """Return the title of a figure that draws the runs of ``frame`` (rows as from ``tables.collect``)."""
     return f"{message}\n{about(frame)}"
 

@@ -111,7 +111,7 @@ class DarkDistill(Method):
         shares = {e: weight[names[e][next(iter(model))]] for e, model in models.items()}
         memory = dict(server.memory)
         if self.passes and models:
-            models, memory = Distillation(self, server, models, shares, self.told(arrived, r), r).run()
+            models, memory = Distillation(self, server, models, shares, self.received_examples(arrived, r), r).run()
         new = dict(server.params)
         for n in dict.fromkeys(n for model in models.values() for n in model):  # (4)
             held = [e for e, model in models.items() if n in model]
@@ -119,7 +119,7 @@ class DarkDistill(Method):
             new[n] = (total / sum(shares[e] for e in held)).to(new[n].dtype)
         return replace(server, t=r.t, params=new, memory=memory)
 
-    def told(self, arrived: Arrived, r: Round) -> dict[int, Asked]:
+    def received_examples(self, arrived: Arrived, r: Round) -> dict[int, Asked]:
         """Gather labels and difficulties of the examples of each depth's clients, in host memory."""
         ids = sorted(arrived.extras)
         sent = to_host([arrived.extras[i][f"examples/{key}"] for i in ids for key in ("label", "difficulty")])

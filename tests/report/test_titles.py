@@ -10,7 +10,7 @@ from fedlib_lab.report.plots import (
     plot_series,
     saved_by_leaving,
 )
-from fedlib_lab.report.titles import about, apart, leads, told
+from fedlib_lab.report.titles import about, apart, figure_title, leads
 from tests.helpers.figures import frame, legible
 
 pytestmark = pytest.mark.usefixtures("strict")
@@ -82,11 +82,11 @@ def test_figures_are_read_and_say_their_seeds(many):
     """Of more than six methods a row of dots, or small panels in which two have a colour."""
     runs = frame([(f"m{i}", m, f"{m}, variant {i}") for i, m in enumerate(["reefl", "depthfl", "fedavg"] * 3)][:many])
     one = runs[runs.finetune == "lora"]
-    ax = plot_exit_accuracies(one, title=told(leads(one), one), hero="reefl")
+    ax = plot_exit_accuracies(one, title=figure_title(leads(one), one), hero="reefl")
     assert legible(ax.figure, 2) and len(ax.get_yticks()) == (9 if many > 6 else len(ax.get_yticks()))
     assert legible(plot_modes(runs)[0].figure, 2)
     curves = {row.label: [{"t": t, "accuracy": t + row.accuracy} for t in (10, 20, 30)] for row in one.itertuples()}
-    drawn = plot_learning_curves(curves, title=told(leads(one), one), hero="reefl")
+    drawn = plot_learning_curves(curves, title=figure_title(leads(one), one), hero="reefl")
     axes = drawn if many > 6 else [drawn]
     assert legible(axes[0].figure, 2) and len(axes) == (8 if many > 6 else 1)
     if many > 6:

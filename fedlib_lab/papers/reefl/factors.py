@@ -14,8 +14,8 @@ import pandas as pd
 
 from ...report.plots import ACCURACY, WIDE, lines
 from ...report.style import NAMES, data_title, finish, looks_of, named, panels, share_legend, styled
-from ...report.tables import collect, label_of, spread
-from ...report.titles import told
+from ...report.tables import collect, label_of, mean_and_sd
+from ...report.titles import figure_title
 from ...report.verdicts import Difference, judged
 from ...runs.params import Cell
 
@@ -61,8 +61,8 @@ def answers(frame: pd.DataFrame, one: str, other: str) -> pd.DataFrame:
         d = group.difference.to_numpy()
         found = judged(Difference(d))
         interval = f"{found['low']:.2f} to {found['high']:.2f}" if len(d) > 1 else "–"
-        accuracies = [spread(group[m].mean(), group[m].std()) for m in (one, other)]
-        difference = spread(d.mean(), d.std(ddof=1) if len(d) > 1 else np.nan)
+        accuracies = [mean_and_sd(group[m].mean(), group[m].std()) for m in (one, other)]
+        difference = mean_and_sd(d.mean(), d.std(ddof=1) if len(d) > 1 else np.nan)
         where = [factor, level, data_title(data), label_of(mode)]
         rows.append([*where, *accuracies, difference, interval, len(d), found["verdict"]])
     columns = [*COLUMNS[:4], label_of(one), label_of(other), *COLUMNS[4:]]
@@ -99,8 +99,8 @@ def plot_factor(frame: pd.DataFrame, factor: str, one: str, other: str):
     said = ", ".join(f"{means[x]:+.1f} at {x}".replace("-", "−", 1) for x in dict.fromkeys(ends[:1] + ends[-1:]))
     title = f"{FACTORS[factor].capitalize()}: {label_of(one)} minus {label_of(other)} is {said or 'not stored'}"
     wide = min(6.4, WIDE / len(sets))
-    titles = [*map(data_title, sets), *[""] * len(sets)]
-    axes = panels(titles, told(title, rows.drop(columns="column")), (wide, 2.4), columns=len(sets), sharey=False)
+    names = [*map(data_title, sets), *[""] * len(sets)]
+    axes = panels(names, figure_title(title, rows.drop(columns="column")), (wide, 2.4), columns=len(sets), sharey=False)
     for data, upper, lower in zip(sets, axes[: len(sets)], axes[len(sets) :], strict=True):
         own = named(rows[rows.dataset == data]).assign(at=lambda part: part.level.map(levels.index))
         bars = lines(own, "at", "accuracy", upper, looks_of(own))
