@@ -35,13 +35,13 @@ SLOW = "benchmarks cluster packaging jupyterlab kills fill processes notebooks r
 
 
 # What tests a part that changes seldom, and takes long: run where git says that the part was touched, and in make
-# test-all. A file, a test of one, or a notebook, and the folder or file of the part
+# test-all. A file, a test of one, or a notebook, and the folders or files of the part
 RARE = {
     "tests/kernels": "fedlib_lab/kernels",
     "tests/zoo/test_foreign.py": "fedlib_lab/zoo",
     "tests/zoo/test_vim.py": "fedlib_lab/zoo",
     "tests/zoo/test_timm_nets.py": "fedlib_lab/zoo",
-    "tests/atlas": "fedlib_lab/atlas",
+    "tests/atlas": "fedlib_lab/atlas fedlib_lab/executors/meter.py fedlib_lab/runs/costs.py fedlib/models/measure.py",
     "tests/system/test_cluster.py": "fedlib_lab/executors",
     "tests/system/test_virtual_accelerator.py": "fedlib",
     "tests/system/test_precision.py": "fedlib",
@@ -127,7 +127,7 @@ def telling(notebooks):
 
 def pytest_collection_modifyitems(items):
     whole = len({item.path for item in items}) > 5
-    waiting = [test for test, part in RARE.items() if whole and not touches(part)]
+    waiting = [test for test, part in RARE.items() if whole and not any(map(touches, part.split()))]
     waits = lambda name: any(name.startswith(test) for test in waiting)  # noqa: E731
     notebooks = {item.path for item in items if item.path.suffix == ".ipynb"}
     kept = telling({path for path in notebooks if not waits(path.relative_to(ROOT).as_posix())})
