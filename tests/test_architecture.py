@@ -191,6 +191,13 @@ def test_the_core_imports_nothing_of_the_lab_but_by_its_doors():
         assert "fedlib_lab" not in " ".join(spelled(path)), path.name
 
 
+def test_the_front_page_of_the_api_names_every_public_function_and_every_package_says_what_it_is():
+    front = (ROOT / "docs/api.md").read_text(encoding="utf-8").split("core\n")[0]
+    assert not [name for name in fedlib.__all__ if f"\n   {name}\n" not in front]
+    packages = [p for p in files() if p.name == "__init__.py"]
+    assert len(packages) > 15 and not [str(p) for p in packages if not ast.get_docstring(ast.parse(p.read_text()))]
+
+
 def test_lines_of_code_only_fall():
     found = dict.fromkeys(("fedlib", *sorted(OF_THE_CORE), "fedlib_lab", *sorted(LAYER.keys() - OF_THE_CORE)), 0)
     for path in files():

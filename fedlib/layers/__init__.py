@@ -1,0 +1,1 @@
+"""Layers that run a cohort: stacked parameters, masked norms, convolutions, what a lab may override."""

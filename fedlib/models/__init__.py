@@ -1,0 +1,1 @@
+"""Backbones that run unit by unit, exits, adapters, and what a slice of them costs."""

@@ -1,0 +1,1 @@
+"""Tables, figures, verdicts and pages, made of stored runs."""

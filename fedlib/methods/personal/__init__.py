@@ -1,0 +1,1 @@
+"""Methods whose clients keep a part of the network to themselves."""
