@@ -139,6 +139,7 @@ atlas: setup
 	@test -n "$(METHOD)" || { echo "make atlas METHOD=mine.py: name a file that registers a method, as notebooks/walkthrough/03_write_a_method.ipynb does" >&2; exit 2; }
 	@mkdir -p $(EXECUTED)
 	$(BIN)/papermill notebooks/atlas/map.ipynb $(EXECUTED)/atlas-map-$(PROFILE).ipynb -p profile $(PROFILE) -p method_file $(METHOD) $(if $(CAPS),-p caps $(CAPS)) $(if $(DEVICE),-p device $(DEVICE))
+	@echo "The map with your method, its figures and its rank (which needs three seeds a row): $(EXECUTED)/atlas-map-$(PROFILE).ipynb   open it with: make lab"
 
 .DEFAULT:
 	@echo "make: no target '$@'$(if $(filter %/$@,$(OBJECTS)),; did you mean: make $(filter %/$@,$(OBJECTS)))" >&2
