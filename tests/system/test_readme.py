@@ -228,7 +228,7 @@ def test_every_fault_has_a_test():
 
 
 def test_the_results_shown_are_those_stored():
-    """README's count of claims and its differences, beside what the stored runs say; a status is at most six words."""
+    """README's count of claims, its differences and the verdicts on main claims are what the stored runs say."""
     said = README.read_text().replace("\n", " ")
     claims = re.search(r"of \d+ claims .*?\.", (ROOT / "outputs/README.md").read_text())[0]
     assert claims in said
@@ -254,6 +254,10 @@ def test_the_results_shown_are_those_stored():
     )
     statuses = re.findall(r"^\| \[\w+\]\(https.*?\), .*? \| (.*?) \|", README.read_text(), re.M)
     assert len(statuses) == 5 and all(len(s.split()) <= 6 for s in statuses)
+    claims = "reefl_leads_four_exits scalefl_leads_text fedepth_leads_fair cafedistill_leads on_par_glue".split()
+    for paper, name, status in zip("reefl scalefl fedepth cafedistill raffm".split(), claims, statuses, strict=True):
+        claim = (ROOT / "outputs" / paper / "claims.md").read_text().split(f"\n## {name}\n")[1]
+        assert status.split(": ")[1] == re.search(r"\): \*\*(.*?)\*\*", claim)[1], paper
 
 
 def test_the_first_sentence_counts_the_methods():
