@@ -33,7 +33,7 @@ CAPPED = {caps + of: f"{binds} capped, {rates}" for caps, binds in BINDS.items()
 LIMITS = {"macs": "training of a round (10⁹ MACs)", "peak MiB": "peak of training (MiB)",
           "upload MiB": "upload of a round (MiB)", "seconds a round": "seconds a round, slowest board"}  # fmt: skip
 NOT_COSTS = ("seed", "num_train", "num_test", "subset", "dirichlet_alpha", "rounds", "lr", "min_lr", "evaluate_every")
-CLAIM = re.compile(rf"^\| (.+?) \| (.+?) \| (\[?\*\*(?:{'|'.join(COLORS)})\*\*.*?) \|", re.M)  # a row of a paper's page
+CLAIM = re.compile(r"^## (\w+)\n\n(.+?\.) \((.+?)\): \*\*(.+?)\*\*", re.M)  # a section of claims.md
 BATCH = 32  # of training memory
 COMPARED = 5  # methods that a setting must have, to be drawn against costs
 SIZE = {"width": 520, "height": 340}
@@ -139,12 +139,10 @@ def claims(outputs: Path) -> pd.DataFrame:
     """Every claim of the papers' pages: what it says, its verdict, where its rows are."""
     rows = []
     for paper in papers():
-        page = outputs / paper / "README.md"
+        page = outputs / paper / "claims.md"
         text = page.read_text(encoding="utf-8") if page.is_file() else ""
-        for says, where, said in CLAIM.findall(text):
-            verdict = re.search(r"\*\*(.+?)\*\*", said)[1]
-            place = re.search(r"\((claims)\.md(#.+?)\)", said)
-            link = f"../outputs/{paper}/{f'claims.html{place[2]}' if place else 'README.html'}"
+        for name, says, where, verdict in CLAIM.findall(text):
+            link = f"../outputs/{paper}/claims.html#{name}"
             rows.append([label_of(paper), says, where, verdict, list(COLORS).index(verdict), link])
     frame = pd.DataFrame(rows, columns=["paper", "claim", "where", "verdict", "grade", "link"])
     frame = frame.sort_values(["paper", "grade"], kind="stable")

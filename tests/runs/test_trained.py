@@ -76,7 +76,7 @@ def exported(done, budget, folder, monkeypatch):
     kept = []
     monkeypatch.setattr(torch.export, "export", lambda model, *_, **__: model)
     monkeypatch.setitem(FORMATS, "torch", lambda model, path, about: kept.extend([model, about["exits"]]))
-    save_model(done, int(budget), folder / "model")
+    save_model(done, int(budget), folder / f"model{budget}")
     return kept
 
 
