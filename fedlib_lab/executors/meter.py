@@ -40,7 +40,7 @@ def flops_of_convolution_backward(
     transposed: bool, *rest: Any, **_: Any,
 ) -> int:  # fmt: skip
     """Count a forward pass for each of the two gradients that are asked for; PyTorch's own takes groups for dense."""
-    shapes = x.shape, weight.shape, grad.shape
+    shapes = list(x.shape), list(weight.shape), list(grad.shape)
     return sum(rest[-1][:2]) * conv_flop_count(*shapes, transposed)
 
 

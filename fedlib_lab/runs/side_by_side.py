@@ -195,7 +195,7 @@ def _serve(jobs: Connection, out: Connection, answer_one: Answer) -> NoReturn:
                 break
             try:
                 check_fork()
-                found = answer_one(*job, _Relay(send))
+                found = answer_one(job[0], job[1], _Relay(send))
             except Exception as error:
                 found = sendable_error(error)
             working.clear()
