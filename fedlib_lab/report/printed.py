@@ -8,6 +8,7 @@ from .style import NAMES, data_title, title_of
 
 PLACE, NUMBERS = ["mode", "column", "data"], ["obtained", "seeds", "reported"]
 BOLD = r"\*\*(.+?)\*\*"
+RANKED = 3  # seeds of a row that is ranked: where seeds differ much, intervals of two miss in a third of cases
 
 
 class Printed(pd.DataFrame):
@@ -23,23 +24,24 @@ class Printed(pd.DataFrame):
 
 
 def as_printed(table: pd.DataFrame, of: str = "column") -> Printed:
-    """Return ``tables.obtained``'s ``table`` as papers print it; the best of every column or method (``of``) is bold.
+    """Return ``tables.obtained``'s ``table`` as papers print it, the best of every column or method (``of``) bold.
 
-    Columns say which data stood in. ``seeds`` is how many the numbers of a row are of, from the fewest to the most. A
-    table with columns of its own, or with two rows of one name, keeps a row a number.
+    Of fewer than ``RANKED`` seeds none is, but in a search, whose rows choose (``method``). Columns say which data
+    stood in. ``seeds`` is how many the numbers of a row are of, from the fewest to the most. A table with columns of
+    its own, or with two rows of one name, keeps a row a number.
     """
     if table.empty:
         return Printed(table)
     titles = [heading(*names, table.data.nunique() > 1) for names in zip(table.column, table.data, strict=True)]
     table = table.assign(column=titles, data=titles)
-    mode = ["mode"] if table["mode"].nunique() > 1 else []
+    mode, enough = ["mode"] if table["mode"].nunique() > 1 else [], (table.seeds >= RANKED) | (of == "method")
     if set(table) - {*PLACE, *NUMBERS, "method"} or table.duplicated([*PLACE, "method"]).any():
         name = next(c for c in table if c == "obtained" or c.startswith("best run's"))
-        best = table.groupby(["mode", "column"], sort=False)[name].transform(bold)
+        best = table.groupby(["mode", "column"], sort=False)[name].transform(bold).where(enough, table[name])
         return Printed(table.assign(**{name: best}).drop(columns=["data"] + ["mode"] * (not mode)))
     reported = table.get("reported", pd.Series("–", table.index)).str.split(" ±").str[0]
     numbers = table.obtained.where(reported == "–", table.obtained + " (" + reported + ")")
-    numbers = numbers.groupby([table["mode"], table[of]], sort=False).transform(bold)
+    numbers = numbers.groupby([table["mode"], table[of]], sort=False).transform(bold).where(enough, numbers)
     rows = [*mode, "method"]
     wide = table.assign(numbers=numbers).pivot(index=rows, columns="column", values="numbers")
     seeds = table.groupby(rows).seeds.agg(lambda n: "–".join(map(str, sorted({n.min(), n.max()}))))

@@ -27,13 +27,12 @@ import pandas as pd
 
 from ..runs.store import Run
 from .flags import bound_on_variance, flags_of, right_of
-from .printed import heading
+from .printed import RANKED, heading
 from .tables import label_of
 
 LEVEL = 0.025  # of a false verdict on either side
 MARGIN = 0.5  # points: less is no loss
 ENOUGH = 5  # seeds of a verdict that is more than indicative
-RANKED = 3  # seeds of a row that is ranked: where seeds differ much, intervals of two miss in a third of cases
 FEW = ("no seed in common", "one seed", "two seeds")
 TESTED = ("holds", "tie", "undecided", "contradicted")
 COLUMNS = ["table", "mode", "column", "data", "comparison", "mean", "low", "high", "seeds", "flags", "verdict"]

@@ -35,37 +35,37 @@ class Packed(type(Path())):  # pyright: ignore[reportGeneralTypeIssues, reportUn
         return self._text() is not None or super().is_file(**how)
 
     def open(self, mode: str = "r", *how: Any, **named: Any) -> Any:
-        """A stream of the packed text, or of a file in the folder."""
+        """Open the packed text, or a file in the folder."""
         if mode not in ("r", "rt", "rb") or (text := self._text()) is None:
             return super().open(mode, *how, **named)
         return io.BytesIO(text.encode()) if mode == "rb" else io.StringIO(text)
 
     def stat(self, **how: Any) -> os.stat_result:
-        """Of a packed file, a regular one, the size; a pack keeps no times."""
+        """Say of a packed file that it is a regular one, and its size; a pack keeps no times."""
         if (text := self._text()) is None:
             return super().stat(**how)
         return os.stat_result((0o100444, 0, 0, 1, 0, 0, len(text.encode()), 0, 0, 0), {"st_mtime_ns": 0})
 
 
 def pack_of(path: str | Path) -> str:
-    """The pack in which the run in the folder ``path`` is, or would be."""
+    """Return the pack in which the run in the folder ``path`` is, or would be."""
     return os.path.join(os.path.dirname(path), "-".join(os.path.basename(path).split("-", 2)[:2]) + SUFFIX)
 
 
 def texts(path: str | Path) -> dict[str, str]:
-    """The packed files of the run in the folder ``path``, hidden or not, by name; none if it is not packed."""
+    """Return the packed files of the run in the folder ``path``, hidden or not, by name; none if it is not packed."""
     return runs_in(pack_of(path)).get(os.path.basename(path), {})
 
 
 def seen(path: Path) -> Path | None:
-    """The folder ``path`` of a run as it is to be read: one's own, else a packed one, else None."""
+    """Return the folder ``path`` of a run as it is to be read: one's own, else a packed one, else None."""
     if (own := os.path.exists(path)) and any((path / name).exists() for name in (KEPT[0], FORGOTTEN)):
         return path
     return Packed(path) if texts(path) else path if own else None
 
 
 def listed(folder: Path, pattern: str, file: str) -> Iterator[Path]:
-    """Runs in ``folder`` that have ``file`` and a name of ``pattern``, by name. What cannot be read is warned of."""
+    """Yield by name the runs in ``folder`` that have ``file`` and match ``pattern``; warn of what cannot be read."""
     names = own = {p.parent.name for p in folder.glob(f"{pattern}/{file}")}
     for pack in folder.glob(os.path.basename(pack_of(folder / pattern))):
         try:
@@ -77,7 +77,7 @@ def listed(folder: Path, pattern: str, file: str) -> Iterator[Path]:
 
 
 def runs_in(pack: str) -> dict[str, dict[str, str]]:
-    """The files' texts, by their names, of each run in the file ``pack``, by its name; none if there is no such file.
+    """Return by run the texts, by file name, of what the file ``pack`` holds; none if there is no such file.
 
     ``DamagedFile`` if a line is not as it was written, or a run is there twice or is another pack's; ``ValueError`` for
     another version.

@@ -166,17 +166,17 @@ def test_a_first_page_shows_the_card_the_claims_and_the_rows_that_it_names(tmp_p
 
     store(
         tmp_path,
-        {("frozen", "reefl"): [[40.0], [42.0]], ("frozen", "depthfl"): [[30.0], [31.0]], ("lora", "reefl"): [[50.0]]},
+        {("frozen", "reefl"): [[40.0], [42.0], [41.0]], ("frozen", "depthfl"): [[30.0], [31.0]], ("lora", "reefl"): [[50.0]]},
         "table1",
         columns=["cifar10_alpha1"],
     )
     stored = Stored("reefl", "small", tmp_path)
     verdicts, (_, runs) = judge(stored), tables_page(stored)
     plain = front_page(stored, verdicts, runs)
-    assert "- 5 runs\n- data: CIFAR-10\n" in plain and "- seeds: 1, 2\n" in plain
+    assert "- 6 runs\n- data: CIFAR-10\n" in plain and "- seeds: 1, 2, 3\n" in plain
     assert re.search(r"^Of 38 claims \d+ are judged", plain, re.M) and "| ReeFL |" not in plain
     (tmp_path / "reefl").mkdir(exist_ok=True)
     (tmp_path / "reefl/findings_small.md").write_text("Why?\n\n{table1: frozen}\n\n{table1: reefl, lora}\n\nSo.")
     first, second = front_page(stored, verdicts, runs).split("Why?\n\n")[1].split("\n\nSo.")[0].split("\n\n")
-    assert "| ReeFL | **41.00 ± 1.41**" in first and "DepthFL" in first and "50.00" not in first
+    assert "| ReeFL | **41.00 ± 1.00**" in first and "DepthFL" in first and "50.00" not in first
     assert "50.00" in second and "DepthFL" not in second and "41.00" not in second

@@ -28,7 +28,7 @@ def test_a_row_a_method_and_a_column_a_data_set():
 
 def test_modes_stand_in_rows_and_each_has_its_best():
     """By hand: order as given, a dash where nothing ran; what is equal is marked twice, one alone is not."""
-    full = LONG.assign(mode="Full", obtained=["10.5", "10.5", "3.0"])
+    full = LONG.assign(mode="Full", obtained=["10.5", "10.5", "3.0"], seeds=3)
     table = as_printed(pd.concat([LONG, full, LONG[:1].assign(mode="SSF", method="ReeFL")]))
     assert table[["mode", "method"]].to_numpy().tolist() == [
         ["LoRA", "DepthFL"], ["LoRA", "ReeFL"], ["Full", "DepthFL"], ["Full", "ReeFL"], ["SSF", "ReeFL"],
@@ -36,6 +36,12 @@ def test_modes_stand_in_rows_and_each_has_its_best():
     assert table.iloc[:, 2].tolist() == [
         "**36.1 ± 5.3** (82.4)", "32.8 (84.7)", "**10.5** (82.4)", "**10.5** (84.7)", "36.1 ± 5.3 (82.4)"
     ]  # fmt: skip
+
+
+def test_the_best_of_too_few_seeds_to_rank_is_not_bold():
+    """Nor is then the best of the others, which it is above."""
+    for seeds, highest in ((2, "36.1 ± 5.3 (82.4)"), (3, "**36.1 ± 5.3** (82.4)")):
+        assert as_printed(LONG[:2].assign(seeds=[seeds, 3])).iloc[:, 1].tolist() == [highest, "32.8 (84.7)"]
 
 
 def test_of_a_search_the_best_of_every_row_is_bold():
