@@ -51,13 +51,12 @@ def default_options(mode: str) -> dict[str, object]:
 
 def check_finetune(mode: str, options: dict, config: Spec) -> None:
     """Raise ``ValueError`` for an unknown mode, an option it does not have, or a tuner that does not fit."""
-    adaptable = bool(config.peft_targets)
-    plain = adaptable and _is_plain_lora(mode, options)
+    plain = _is_plain_lora(mode, options, config)
     if not plain and mode not in config.own_modes:
         if mode not in OWN_MODES and mode not in finetune_modes():
             known = did_you_mean(mode, finetune_modes())
             raise ValueError(f"experiment: finetune = {mode!r} is unknown{known}{doors.install_hint()}")
-        fit = [m for m in finetune_modes() if m not in OWN_MODES] if adaptable else []
+        fit = [m for m in finetune_modes() if m not in OWN_MODES] if config.peft_targets else []
         fit = [m for m in fit if config.tuners is None or m in config.tuners]
         if mode not in fit:
             known = did_you_mean(mode, (*config.own_modes, *fit))
@@ -202,7 +201,7 @@ def apply_finetune_(vit: Backbone, head: nn.Module, mode: str, options: dict, se
                     setattr(parent, name, ScaleShift(getattr(parent, name), generator))
         for classifier in [m for m in head.modules() if isinstance(m, Classifier)]:
             classifier.norm = ScaleShift(classifier.norm, generator)
-    elif _is_plain_lora(mode, options):
+    elif _is_plain_lora(mode, options, vit.spec):
         with global_seed(seed):
             for block in vit.blocks:
                 for path, layer in list(block.named_modules()):
@@ -215,8 +214,8 @@ def apply_finetune_(vit: Backbone, head: nn.Module, mode: str, options: dict, se
     head.requires_grad_(True)
 
 
-def _is_plain_lora(mode: str, options: dict) -> bool:
-    return mode == "lora" and options.keys() <= LORA_DEFAULTS.keys()
+def _is_plain_lora(mode: str, options: dict, spec: Spec) -> bool:
+    return mode == "lora" and options.keys() <= LORA_DEFAULTS.keys() and spec.own_layers and bool(spec.peft_targets)
 
 
 @contextmanager

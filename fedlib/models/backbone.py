@@ -42,6 +42,7 @@ class Spec(Protocol):
     one_state: bool = True  # is what goes on one tensor? Several cannot be kept (``Backbone.settled``)
     own_modes: tuple[str, ...] = ("full", "frozen")  # fine-tuning modes that make sense, of ``adapters.OWN_MODES``
     peft_targets: tuple[str, ...] = ()  # the layers that peft adapts; none: it cannot
+    own_layers: bool = True  # are these the kit's, which take stacked tensors?
     tuners: tuple[str, ...] | None = None  # of peft's, those that fit; None: all
     source: str | None = None  # where published weights are; None: nowhere, or the registry knows
     vocab_size: int  # of what reads words: how many it knows,

@@ -9,9 +9,11 @@ import copy
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import zip_longest
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from fedlib.core.hub import fail_fast, offline_error, unreadable_error
@@ -26,7 +28,7 @@ from .foreign_specs import FOREIGN, ForeignSpec
 from .msdnet import MSDNETS
 from .timm_nets import create_timm, load_timm, timm_spec
 from .vim import VIMS, load_vim
-from .wrapped import Feature, Wrapped, WrappedSpec, in_eval
+from .wrapped import Feature, Wrapped, WrappedSpec, in_eval, line_of
 
 VIM_TINY_WEIGHTS = ("hustvl/Vim-tiny-midclstok", "vim_t_midclstok_76p1acc.pth")  # repository and file, Hugging Face
 
@@ -113,14 +115,15 @@ FAMILIES = (Convnets(), Vims(), Foreign(), Modules())
 
 def wrap(
     net: nn.Module | Callable[[], nn.Module], cuts: Sequence[str], input_shape: Sequence[int],
-    feature: Feature = "map", name: str | None = None,
+    feature: Feature = "map", name: str | None = None, weights: Path | str | None = None,
 ) -> str:  # fmt: skip
     """Make ``net`` a backbone and return its name, by default that of its class, for ``Experiment(backbone=...)``.
 
     Its units are the pieces between ``cuts``, names of its modules in the order in which they run (the last may be "",
     the net's own output); what follows the last cut is left away. ``input_shape``: one image's. ``feature``: what exits
     read (``WrappedSpec``). A net begins with the weights that it has (``pretrained=True``); a function that makes one
-    is called anew for every seed (``pretrained=False``). What is frozen, or in eval mode while other modules train,
+    is called anew for every seed (``pretrained=False``). ``weights``: a file to begin with
+    (:func:`load_weights_`). What is frozen, or in eval mode while other modules train,
     stays so. ``ValueError`` says in a sentence what cannot be cut, or cannot be trained as it is: its pieces are
     compared with it (``faithful.py``).
     """
@@ -130,6 +133,8 @@ def wrap(
             torch.random.manual_seed(0)
             net = make()
     check_type(net, nn.Module, "wrap: net")
+    if weights is not None:
+        net, make = load_weights_(copy.deepcopy(net), Path(weights)), None
     name = name or type(net).__name__.lower()
     if not isinstance(name, str) or name in SHIPPED:
         raise ValueError(f"wrap: name = {name!r} is a backbone of the kit's, or no word; choose another")
@@ -149,6 +154,35 @@ def wrap(
         why = "is in eval mode while others train, and stays so: its statistics stand still"
         warnings.warn(f"{', '.join(fixed)} of {name!r} {why}", stacklevel=2)
     return name
+
+
+def load_weights_(net: nn.Module, file: Path) -> nn.Module:
+    """Load a checkpoint's tensors into ``net``: a safetensors file, or one of PyTorch's that holds tensors alone.
+
+    By name; where names differ, in the order of both if all shapes agree, which a warning says. ``ValueError`` names
+    what does not fit; nothing is unpickled.
+    """
+    try:
+        state = load_file(file) if file.suffix == ".safetensors" else torch.load(file, "cpu", weights_only=True)
+        state = next((state[key] for key in ("state_dict", "model") if key in state), state)
+        found = {n.removeprefix("module."): t for n, t in state.items() if not n.endswith("num_batches_tracked")}
+        shapes = {n: tuple(t.shape) for n, t in found.items()}
+    except Exception as error:  # whatever a damaged file, or one of other objects, raises
+        why = f"{line_of(error)}; allowed: a file of the net's state_dict(), by safetensors or torch.save"
+        raise ValueError(f"wrap: weights = {str(file)!r} cannot be read: {why}") from error
+    own = {n: tuple(t.shape) for n, t in net.state_dict().items() if not n.endswith("num_batches_tracked")}
+    if own.keys() != found.keys():
+        for (mine, a), (theirs, b) in zip_longest(own.items(), shapes.items(), fillvalue=("nothing", ())):
+            if a != b:
+                raise ValueError(f"wrap: weights = {str(file)!r}: {theirs} {b} does not fit {mine} {a} of the net")
+        (mine, theirs), *_ = [pair for pair in zip(own, found, strict=True) if pair[0] != pair[1]]
+        warnings.warn(f"{file.name} has other names: its tensors go in by their order, {theirs} as {mine}", stacklevel=3)
+        found = dict(zip(own, found.values(), strict=True))
+    if wrong := [n for n, shape in own.items() if tuple(found[n].shape) != shape]:
+        n = wrong[0]
+        raise ValueError(f"wrap: weights = {str(file)!r}: {n} {tuple(found[n].shape)} is {own[n]} in the net")
+    net.load_state_dict(found, strict=False)
+    return net
 
 
 def _is_timms(folder: Path) -> bool:

@@ -41,8 +41,12 @@ class PerClient(nn.Module):
         super().__init__()
         self.base_layer, self.vmap, self.context = layer, True, Context()
         self.writes = False  # into its input, which others may read, too?
-        self.dims = {n: p.dim() for n, p in layer.named_parameters()}
+        self.count_dims_()
         self.normalises = any(isinstance(m, BatchNorm2d) for m in layer.modules())  # by what shares a member's batch
+
+    def count_dims_(self) -> None:
+        """Note how many dimensions each parameter has where nothing is stacked."""
+        self.dims = {n: p.dim() for n, p in self.base_layer.named_parameters()}
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         tensors = dict(self.base_layer.named_parameters()) | statistics(self.base_layer)

@@ -1,11 +1,12 @@
 """timm's nets by name: a plain ViT becomes the kit's own, any other is cut where timm says that its features are.
 
+``resnet18.96`` reads 96 x 96 pixels: a convnet as it is, a ViT or Swin with positions that timm resamples.
 A folder ``$FEDLIB_DATA/backbones/<name>`` as timm's ``save_for_hf`` writes it, as safetensors, comes before the hub.
 Read next: ``vit.py``, ``wrapped.py``.
 """
 
 from collections.abc import Iterable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import cache, partial
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from fedlib.core.validation import did_you_mean
 from fedlib.models.backbone import Spec
 from fedlib.models.vit import ViT, ViTSpec
 
-from .wrapped import WrappedSpec
+from .wrapped import WrappedSpec, line_of
 
 SHORT = {f"deit_{size}": f"deit_{size}_patch16_224" for size in ("tiny", "small", "base")}
 SHORT["mobilenetv3"] = "mobilenetv3_large_100"
@@ -39,8 +40,17 @@ def timm_spec(name: str, folder: Path | None = None, others: Iterable[str] = ())
     first = owns.index(True) if any(owns) else 0  # an activation in a stem is no unit
     read = "tokens" if getattr(model, "cls_token", None) is not None else "map"
     read = channels_first if getattr(model, "output_fmt", "") == "NHWC" else read
-    make, shape = partial(create_timm, name, False, folder), model.pretrained_cfg["input_size"]
-    return WrappedSpec.of(model, [*cuts[first:-1], ""], shape, read, make)
+    make, (channels, size, _) = partial(create_timm, name, False, folder), model.pretrained_cfg["input_size"]
+    size = size_in(name) or size
+    return WrappedSpec.of(model, [*cuts[first:-1], ""], (channels, size, size), read, make)
+
+
+def size_in(name: str) -> int | None:
+    """Return the pixels of ``name.<pixels>``, None where it says none; ``ValueError`` if no net reads so few."""
+    said = [int(word) for word in name.split(".")[1:] if word.isdecimal()]
+    if said and not 16 <= said[0] <= 4096 or len(said) > 1:
+        raise ValueError(f"experiment: backbone = {name!r}: allowed after the net's name: .<pixels>, 16 to 4096")
+    return said[0] if said else None
 
 
 def channels_first(z: torch.Tensor) -> torch.Tensor:
@@ -52,8 +62,8 @@ def create_timm(name: str, pretrained: bool, folder: Path | None = None, others:
     """Create timm's net ``name`` from ``folder`` or the hub; ``ConnectionError`` where its weights cannot be had."""
     import timm
 
-    base, _, tag = name.partition(".")
-    base = SHORT.get(base, base)
+    base, *words = name.split(".")
+    base, tag, size = SHORT.get(base, base), ".".join(w for w in words if not w.isdecimal()), size_in(name)
     if folder is None and not timm.is_model(base):
         near = did_you_mean(base, [*others, *SHORT, *timm.list_models()]).partition(" allowed:")[0]
         allowed = "the kit's (fedlib/models/shapes.yaml), timm's, or a name of fedlib.wrap in this process"
@@ -62,8 +72,14 @@ def create_timm(name: str, pretrained: bool, folder: Path | None = None, others:
         raise ValueError(f"the weights in {folder}: model.safetensors is missing, and no other file is read")
     try:
         with fail_fast() if pretrained else nullcontext():
-            return timm.create_model(f"local-dir:{folder}" if folder else f"{base}.{tag}".rstrip("."), pretrained)
+            whole = f"local-dir:{folder}" if folder else f"{base}.{tag}".rstrip(".")
+            with suppress(TypeError):  # of a net that reads any size as it is
+                if size is not None:
+                    return timm.create_model(whole, pretrained, img_size=size)
+            return timm.create_model(whole, pretrained)
     except Exception as error:
+        if size is not None and isinstance(error, (AssertionError, ValueError)):
+            raise ValueError(f"experiment: backbone = {name!r}: timm says: {line_of(error)}") from error
         if isinstance(error, RuntimeError):  # a tag that the model does not have
             raise ValueError(f"experiment: backbone = {name!r}: timm says: {error}") from error
         if not pretrained:
@@ -93,6 +109,7 @@ def plain_vit(model: nn.Module) -> ViTSpec | None:
         and isinstance(block.norm1, nn.LayerNorm)
         and size[0] == size[1]
         and patch[0] == patch[1]
+        and size[0] % patch[0] == 0
         and rows in (patches, patches + extra)
     )
     if not plain:

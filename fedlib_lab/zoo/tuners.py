@@ -14,6 +14,7 @@ from fedlib.models.adapters import LORA_DEFAULTS, check_options, check_rank, def
 from fedlib.models.backbone import Backbone, Spec
 
 from .members import PerClient
+from .wrapped import adaptable
 
 DEFAULTS: Mapping[str, dict] = {"ia3": {"feedforward_modules": []}}
 WITHOUT_INJECTION = {"prompt_tuning", "p_tuning", "prefix_tuning", "multitask_prompt_tuning", "adaption_prompt",
@@ -40,11 +41,12 @@ def check(mode: str, options: dict, config: Spec) -> None:
         if key == "r":
             check_rank(value, config)
         elif key.endswith("dropout") and value:  # peft's own would draw from the global generator
-            raise option_error(key, value, "0.0, or lora with no options but " + ", ".join(LORA_DEFAULTS))
+            plain = f", or lora with no options but {', '.join(LORA_DEFAULTS)}"
+            raise option_error(key, value, "0.0" + plain * config.own_layers)
     try:
         by_number = {"layers_to_transform", "target_modules", "layers_pattern"} & options.keys()
         with torch.device("meta"):  # as what a model takes and costs is told before it is built
-            rehearsal = (config if by_number else replace(config, depth=2)).build()
+            rehearsal = (replace(config, depth=2) if config.own_layers and not by_number else config).build()
             inject_(rehearsal, mode, options, seed=0)
         if len(list(rehearsal.parameters())) < len(list(rehearsal.named_parameters(remove_duplicate=False))):
             raise ValueError("it shares tensors between blocks, which sub-models of unequal depth cannot")
@@ -55,7 +57,9 @@ def check(mode: str, options: dict, config: Spec) -> None:
 def inject_(vit: Backbone, mode: str, options: dict, seed: int) -> None:
     """Let peft insert its tuner on the backbone's layers for it, q and v on a ViT (or ``target_modules``)."""
     from peft import inject_adapter_in_model
+    from peft.tuners.lora import Conv2d as LoraConv2d
     from peft.tuners.lora import Linear as LoraLinear
+    from peft.tuners.tuners_utils import BaseTunerLayer
 
     settings = {"target_modules": list(vit.spec.peft_targets)} | default_options(mode) | options
     settings = {k: list(v) if isinstance(v, tuple) else v for k, v in settings.items()}
@@ -63,18 +67,25 @@ def inject_(vit: Backbone, mode: str, options: dict, seed: int) -> None:
     with global_seed(seed):
         within = nn.ModuleDict({"vit": vit})  # peft finds a block's number only behind a dot
         inject_adapter_in_model(peft_configs()[mode](**settings), within)
-    for block in vit.blocks:
-        layers = [(n, m) for n, m in block.named_modules() if hasattr(m, "base_layer")]
+    for unit, block in enumerate(vit.blocks):
+        layers = [(n, m) for n, m in block.named_modules() if isinstance(m, BaseTunerLayer)]
         for path, layer in layers:
-            if type(layer) is LoraLinear and not layer.lora_variant:
-                out_axis, in_axis = layer.base_layer.axes["weight"]
+            if not vit.spec.own_layers and (full := f"blocks.{unit}.{path}") not in adaptable(vit.spec):
+                raise ValueError(f"{full} is no linear layer or convolution that is called as a module")
+            whole = getattr(layer.base_layer, "groups", 1) == 1  # else every group has a rank of its own
+            if type(layer) in (LoraLinear, LoraConv2d) and not layer.lora_variant and whole:
+                unknown = {"weight": (None,) * layer.base_layer.weight.dim()}
+                out_axis, in_axis, *kernel = getattr(layer.base_layer, "axes", unknown)["weight"]
                 rank = f"/{path}{RANK}"
-                for linear, axes in (
-                    (layer.lora_A["default"], (rank, in_axis)),
-                    (layer.lora_B["default"], (out_axis, rank)),
+                for factor, axes in (
+                    (layer.lora_A["default"], (rank, in_axis, *kernel)),
+                    (layer.lora_B["default"], (out_axis, rank, *kernel)),
                 ):
-                    linear.__class__, linear.axes = Linear, {"weight": axes, "bias": axes[:1]}
+                    factor.axes = {"weight": axes, "bias": axes[:1]}
+                    factor.__class__ = Linear if vit.spec.own_layers else type(factor)
                 layer.lora_dropout["default"] = TokenDropout(rate) if rate else nn.Identity()
-            else:
+            elif vit.spec.own_layers:
                 parent, name = path.rsplit(".", 1)
                 setattr(block.get_submodule(parent), name, PerClient(layer))
+        if isinstance(block, PerClient):
+            block.count_dims_()

@@ -19,7 +19,8 @@ import math
 import warnings
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from functools import cache
+from typing import ClassVar, Literal
 
 import torch
 from torch import fx, nn
@@ -52,6 +53,8 @@ class WrappedSpec(MapSpec):
     features: tuple[tuple[int, ...], ...] = ()  # the same of what exits read
     not_cut: str = ""
     streams: tuple[str, ...] = ()  # the axis of the channels after every unit; empty: no width can be cut
+    own_layers: ClassVar[bool] = False
+    own_modes: ClassVar[tuple[str, ...]] = ("full", "frozen")
 
     @classmethod
     def of(cls, net: nn.Module, cuts: Sequence[str], input_shape: Sequence[int], read: Feature = "map", make=None):
@@ -111,11 +114,10 @@ class WrappedSpec(MapSpec):
         return bool(in_eval(self.net)) or not all(p.requires_grad for p in self.net.parameters())
 
     @property
-    def own_modes(self) -> tuple[str, ...]:
-        """A frozen batch norm would go on by the batch's statistics, so nothing before it could be kept."""
-        trained = {*self.net.modules()} - in_eval(self.net)
-        normalises = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in trained)
-        return ("full",) if normalises else ("full", "frozen")
+    def peft_targets(self) -> tuple[str, ...]:
+        """All linear layers, of a net that has none its convolutions of one group."""
+        linear = tuple(path for path, m in adaptable(self).items() if isinstance(m, nn.Linear))
+        return linear or tuple(path for path, m in adaptable(self).items() if m.groups == 1)
 
     @property
     def dim(self) -> int:
@@ -212,7 +214,8 @@ class Wrapped(MapBackbone):
                 raise ValueError(
                     "wrap: the net draws from PyTorch's global generator to answer (dropout as a function?)"
                 )
-            self.alike |= {unit} if torch.allclose(still, y, 1e-4, 1e-5) else set()
+            # a batch norm, frozen too, goes by the batch in training: nothing after it can be kept
+            self.alike |= {unit} if not piece.normalises and torch.allclose(still, y, 1e-4, 1e-5) else set()
             z = piece.try_vmap_(z)
         if off:
             what = ", ".join(dict.fromkeys(off))
@@ -222,6 +225,23 @@ class Wrapped(MapBackbone):
             where = ", ".join(slow)
             warnings.warn(f"up to cut {where} clients run one after the other: vmap cannot batch them", stacklevel=2)
         return self
+
+
+@cache
+def adaptable(spec: WrappedSpec) -> dict[str, nn.Module]:
+    """Return by path the linear layers and convolutions that the net calls.
+
+    Where it reads their weights instead, what peft puts around a layer would not run.
+    """
+    called = {}
+    with torch.device("meta"), torch.no_grad():
+        backbone, z = spec.build(), torch.empty(1, 2, *spec.input_shape)
+        for path, m in backbone.named_modules():
+            if type(m) in (nn.Linear, nn.Conv2d):
+                m.register_forward_hook(lambda m, *_, path=path: called.update({path: m}))
+        for unit in range(spec.depth):
+            _, z = backbone.advance(z, unit, 1)
+    return called
 
 
 def in_eval(net: nn.Module) -> set[nn.Module]:

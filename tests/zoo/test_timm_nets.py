@@ -85,6 +85,51 @@ def test_short_names_and_vits_of_other_forms():
         check_experiment(small("vit_base_patch16_siglip_224", method="reefl"))
 
 
+@pytest.mark.parametrize("name", ["test_resnet.40", "test_vit.64", SWIN + ".64"])
+def test_a_net_reads_other_pixels_than_its_checkpoint(name, tmp_path, monkeypatch):
+    """Equal to timm's own at that size; a ViT's positions are resampled by timm."""
+    from timm.models import save_for_hf
+
+    base, size = name.split(".")
+    model = timm.create_model(base, pretrained=False)
+    save_for_hf(model, tmp_path / "backbones" / "mine", safe_serialization=True)
+    monkeypatch.setenv("FEDLIB_DATA", str(tmp_path))
+    asks = {} if "resnet" in name else {"img_size": int(size)}
+    model = timm.create_model(f"local-dir:{tmp_path}/backbones/mine", pretrained=True, **asks)
+    spec, backbone = backbone_spec(f"mine.{size}"), build_backbone(f"mine.{size}")
+    assert spec.input_shape == (3, int(size), int(size)) == backbone_spec(name).input_shape
+    x = torch.randn(2, *spec.input_shape)
+    for m in model.modules():
+        m.training = isinstance(m, nn.modules.batchnorm._BatchNorm)
+    z = backbone.stem(x[None])
+    with torch.no_grad():
+        for unit in range(spec.depth):
+            feature, z = backbone.advance(z, unit, 1)
+        want = model.forward_features(x) if type(spec) is WrappedSpec else model.get_intermediate_layers(x, 1)[0]
+    got = z[0] if type(spec) is not WrappedSpec else feature[0]
+    want = want.movedim(-1, 1) if "swin" in name else want
+    torch.testing.assert_close(got if type(spec) is WrappedSpec else got[:, 1:], want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["resnet18.7", "resnet18.96.97", "no_such_net.64"])
+def test_pixels_that_no_net_reads_are_refused(name):
+    with pytest.raises(ValueError, match=f"experiment: backbone = '{name}'.*allowed"):
+        backbone_spec(name)
+
+
+def test_lora_and_the_exits_alone_train_a_convnet_of_timms(repeatable_convolutions):
+    for finetune, options in (("lora", {"r": 2}), ("frozen", {})):
+        e = small("test_resnet.32", method="depthfl", num_exits=4, finetune=finetune, finetune_options=options)
+        runs = [
+            list(run_rounds(build_federation(e), Execution(workers=1, cohort_size=k)))[-1].server.params
+            for k in (1, 2)
+        ]
+        assert any("lora_A" in n for n in runs[0]) is (finetune == "lora")
+        assert {n.split(".")[0] for n in runs[0] if "lora" not in n} == {"head"}
+        for name, p in runs[0].items():
+            torch.testing.assert_close(runs[1][name], p, rtol=1e-3, atol=1e-4)
+
+
 def test_a_federation_of_timms_convnets(repeatable_convolutions):
     e = small("test_resnet", method="depthfl", batch_norm="tracked", num_exits=4)
     runs = [

@@ -2,11 +2,14 @@
 
 import copy
 import pickle
+import re
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from peft import LoraConfig, inject_adapter_in_model
+from safetensors.torch import save_file
 from torch import nn
 
 import fedlib
@@ -103,20 +106,37 @@ def plain_round(f, net, t, tracks):
 
 def own_name(name):
     """The net's own name of a tensor of the backbone, or of its one exit."""
-    parts = name.replace("head.exits.0.linear", "head").removeprefix("backbone.blocks.").split(".base_layer.")
-    return parts[-1].removesuffix(".value")
+    name = re.sub(r"^backbone\.blocks\.\d+\.base_layer\.", "", name)
+    return name.replace("head.exits.0.linear", "head").removesuffix(".value")
 
 
+LORA = {"r": 2, "lora_alpha": 6, "target_modules": ["enter", "middle.1.conv"]}
+
+
+def tuned(net, finetune):
+    """The net as its owner fine-tunes it, by peft itself."""
+    net.requires_grad_(finetune == "full")
+    if finetune == "lora":
+        inject_adapter_in_model(LoraConfig(**LORA), net)
+    net.head.requires_grad_(True)
+    return net
+
+
+@pytest.mark.parametrize("finetune", ["full", "frozen", "lora"])
 @pytest.mark.parametrize("policy", ["batch", "tracked"])
-def test_two_rounds_equal_a_plain_loop_on_the_net_itself(wrapped, policy):
-    f = build_federation(wrapped.replace(batch_norm=policy))
+def test_two_rounds_equal_a_plain_loop_on_the_net_itself(wrapped, policy, finetune):
+    options = {"finetune_options": LORA} if finetune == "lora" else {}
+    f = build_federation(wrapped.replace(batch_norm=policy, finetune=finetune, **options))
     assert all(piece.vmap for piece in f.model.backbone.blocks)
-    net = made()
+    net, begin = tuned(made(), finetune), {own_name(n): p for n, p in f.model.state_dict().items()}
     with torch.no_grad():
-        for name, p in net.head.named_parameters():
-            p.copy_(f.server.params[f"head.exits.0.linear.{name}"])
+        for name, p in net.named_parameters():
+            if "head" in name or "lora_A" in name:  # drawn
+                p.copy_(begin[name])
     names = {n: own_name(n) for n in f.server.params}
-    assert {*names.values()} >= {n for n, _ in net.named_parameters()}
+    trained = {n for n, p in net.named_parameters() if p.requires_grad}
+    assert trained <= {*names.values()} and (finetune != "lora" or len(trained) == 6)
+    assert {n for n in names.values() if "running" not in n} == trained
     for name, there in names.items():  # it begins with the net's own weights and statistics
         torch.testing.assert_close(f.server.params[name], net.state_dict()[there], rtol=0, atol=0)
     for r in run_rounds(f, Execution(workers=1, cohort_size=3)):
@@ -193,11 +213,19 @@ def test_widths_that_layers_share_are_found_and_cut_as_in_a_narrower_net(wrapped
     assert Measure(f.model).parameters(part) == sum(p.numel() for p in mine.values())
 
 
+@pytest.mark.parametrize("finetune", ["full", "lora"])
 @pytest.mark.parametrize("method", ["heterofl", "fedrolex", "fjord", "splitmix"])
-def test_methods_that_cut_widths_train_a_net_whose_widths_are_known(wrapped, method):
+def test_methods_that_cut_widths_train_a_net_whose_widths_are_known(wrapped, method, finetune):
     name = fedlib.wrap(Residual, RESIDUAL, (3, 32, 32), name="residual")
     options = {"bases": 2} if method == "splitmix" else {"rates": (0.5, 1.0)}
-    e = wrapped.replace(method=method, backbone=name, pretrained=False, rounds=1, options=options)
+    e = wrapped.replace(method=method, backbone=name, pretrained=False, rounds=1, options=options, finetune=finetune)
+    if finetune == "lora":
+        e = e.replace(finetune_options={"r": 2, "target_modules": ["stem.0", "wider", "last"]})
+        f = build_federation(e)
+        part = f.setting.cut(lambda size: size // 2)
+        shapes = {own_name(n): tuple(p.shape) for n, p in take_all(f.server.params, f.setting.infos, part).items()}
+        assert shapes["wider.lora_A.default.weight"] == (2, 4, 3, 3)  # the rank stays
+        assert shapes["last.lora_B.default.weight"] == (8, 2)
     runs = [list(run_rounds(build_federation(e), Execution(workers=1, cohort_size=k)))[-1] for k in (1, 3)]
     for key, p in runs[0].server.params.items():
         torch.testing.assert_close(runs[1].server.params[key], p, rtol=1e-4, atol=2e-5)
@@ -294,7 +322,26 @@ def test_features_by_shape_and_by_function():
     assert spec.states == ((6, 8, 8), (6, 64), (6, 5), (30,)) and spec.state(-1) == (3, 32, 32)
     last = WrappedSpec.of(net, ["0"], (3, 32, 32), lambda z: z.movedim(1, -1))
     assert last.feature(0) == (8, 8, 6)
-    assert "frozen" in spec.own_modes and "frozen" not in WrappedSpec.of(Net(), CUTS, (3, 32, 32)).own_modes
+    assert spec.peft_targets == ("blocks.2.base_layer.2",)  # linear layers first, else convolutions of one group
+    assert WrappedSpec.of(Net(), CUTS, (3, 32, 32)).peft_targets == ("blocks.0.base_layer.enter",)
+
+
+class Reads(nn.Sequential):
+    """A layer whose weight is read, so that what stands around it would not run."""
+
+    def forward(self, x):
+        return F.conv2d(self[0](x), self[1].weight)
+
+
+def test_adapters_stand_only_around_layers_that_are_called(wrapped):
+    net = nn.Sequential(Reads(nn.Conv2d(3, 4, 4, 4), nn.Conv2d(4, 4, 1)), nn.ReLU())
+    e = wrapped.replace(backbone=fedlib.wrap(net, ["0", "1"], (3, 32, 32), name="reads"), finetune="lora")
+    f = build_federation(e.replace(finetune_options={"r": 2}))
+    assert {n.split(".base_layer.")[1] for n in f.server.params if "lora" in n} == {
+        "0.0.lora_A.default.weight", "0.0.lora_B.default.weight",
+    }  # fmt: skip
+    with pytest.raises(ValueError, match="blocks.0.base_layer.0.1 is no linear layer or convolution that is called"):
+        build_federation(e.replace(finetune_options={"r": 2, "target_modules": ["0.1"]}))
 
 
 def test_costs_are_those_of_the_net(wrapped):
@@ -461,7 +508,47 @@ def test_names_widths_and_other_modes_are_refused(wrapped):
         fedlib.wrap(Net(), CUTS, (3, 32, 32), name=3)
     with pytest.raises(ValueError, match="heterofl: backbone = 'net' cannot be cut in width: which widths"):
         build_federation(wrapped.replace(method="heterofl", num_exits=2))
-    with pytest.raises(ValueError, match="finetune = 'lora' is not defined on this backbone"):
-        build_federation(wrapped.replace(finetune="lora"))
+    with pytest.raises(ValueError, match="finetune = 'ssf' is not defined on this backbone; did you mean"):
+        build_federation(wrapped.replace(finetune="ssf"))
+    with pytest.raises(ValueError, match="'lora' with .*gone.*: peft says: Target modules .*gone"):
+        build_federation(wrapped.replace(finetune="lora", finetune_options={"r": 2, "target_modules": ["gone"]}))
+    with pytest.raises(ValueError, match="lora_dropout = 0.1 is not possible; allowed: 0.0$"):
+        build_federation(wrapped.replace(finetune="lora", finetune_options={"r": 2, "lora_dropout": 0.1}))
     with pytest.raises(ValueError, match="reefl: backbone: Ree needs a class token, a Wrapped's exits read maps"):
         build_federation(wrapped.replace(method="reefl", num_exits=2))
+
+
+class Code:
+    """What a file must not run."""
+
+    def __reduce__(self):
+        return open, ("executed", "w")
+
+
+def test_weights_of_a_file_go_in_by_name_or_by_order_and_are_never_unpickled(wrapped, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    theirs = made()
+    state = {n: t for n, t in theirs.state_dict().items() if not n.endswith("num_batches_tracked")}
+    save_file({f"module.{n}": t for n, t in state.items()}, "named.safetensors")
+    torch.save({"state_dict": dict(reversed(state.items()))}, "named.pth")
+    torch.save({f"x{i}": t for i, t in enumerate(state.values())}, "ordered.pth")
+    for file, other_names in (("named.safetensors", False), ("named.pth", False), ("ordered.pth", True)):
+        with pytest.warns(UserWarning) as said:
+            name = fedlib.wrap(Net, [*CUTS, "norm"], (3, 32, 32), name="loaded", weights=file)
+        assert any("go in by their order, x0 as gain" in str(w.message) for w in said) is other_names
+        f = build_federation(wrapped.replace(backbone=name, pretrained=True, batch_norm="tracked"))
+        for n, p in f.server.params.items():
+            if not n.startswith("head"):
+                torch.testing.assert_close(p, state[own_name(n)], rtol=0, atol=0)
+    torch.save({n: t for n, t in state.items() if "head" not in n}, "short.pth")
+    torch.save(state | {"gain": torch.ones(3, 1, 1)}, "narrow.pth")
+    torch.save({"x": Code()}, "code.pth")
+    for file, why in (
+        ("short.pth", r"nothing \(\) does not fit head.weight \(10, 4\) of the net"),
+        ("narrow.pth", r"gain \(3, 1, 1\) is \(4, 1, 1\) in the net"),
+        ("code.pth", "cannot be read: .*; allowed: a file of the net's state_dict"),
+        ("absent.pth", "cannot be read: .*No such file"),
+    ):
+        with pytest.raises(ValueError, match=f"wrap: weights = '{file}'.*{why}"):
+            fedlib.wrap(Net, [*CUTS, "norm"], (3, 32, 32), name="loaded", weights=file)
+    assert not (tmp_path / "executed").exists()

@@ -79,7 +79,7 @@ class SplitMix(MemoryBudgets):
     def start(self, params: dict[str, torch.Tensor], setting: Setting) -> dict[str, torch.Tensor]:
         """Return ``params`` of a convnet, with weights as ``init`` and ``rescale_init`` say."""
         generator, kept, out = torch_generator(setting.seed, "bases init"), self.base(0, setting).index, dict(params)
-        for name, info in setting.infos.items():
+        for name, info in ((n, i) for n, i in setting.infos.items() if n in params):  # what is trained
             if info.kind == "backbone" and len(info.shape) == 4 and self.init == "uniform":
                 bound = math.prod(info.shape[1:]) ** -0.5
                 drawn = torch.empty(info.shape).uniform_(-bound, bound, generator=generator)
