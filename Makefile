@@ -34,10 +34,20 @@ help:
 	@echo "make test-all                     and, for an hour, every method on every backbone with every tuner and task"
 	@echo "make core                         the core without the lab, in an environment of its own"
 	@echo "make test-oldest                  the tests on the oldest PyTorch that is supported"
+	@echo "make ENV=active demo              any of these in the environment that is active, as conda's: nothing is installed"
 	@echo "make setup BACKEND=cpu            once, before anything else: PyTorch's CPU build, without CUDA libraries (auto: if no driver is here)"
 
 # Bytecode is compiled once here: where Python may not write it later, each process would compile what it imports anew.
 INSTALL := $(BIN)/uv pip install --quiet --python $(BIN)/python --compile-bytecode
+# `make ENV=active …`: the environment that is active (conda's), which must have what is needed; nothing is installed
+ifneq ($(ENV),)
+$(if $(filter-out active,$(ENV)),$(error ENV = '$(ENV)' is not possible; allowed: active, or none for $(VENV)))
+BIN := $(shell $(firstword $(if $(filter file,$(origin PYTHON)),python,$(PYTHON))) -c "import os, sys; print(os.path.dirname(sys.executable))")
+VENV := .active
+STAMP := $(VENV)/.has-$(EXTRA)
+$(VENV)/.has-%:
+	@"$(BIN)/python" docs/has.py $*
+else
 # What the lock pins of an extra of pyproject.toml, by its hashes; where PyTorch's CPU build is, nothing of CUDA
 LOCKED = { test ! -e $(VENV)/.cpu || grep -oE '$(ACCELERATED)' requirements.lock | tr -d =; } | \
 	    $(INSTALL) --require-hashes --excludes - -c requirements.lock -r pyproject.toml --extra
@@ -64,6 +74,7 @@ endif
 $(VENV)/.has-%: $(STAMP)
 	$(LOCKED) $*
 	touch $@
+endif
 
 setup: $(STAMP)
 

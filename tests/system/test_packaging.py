@@ -103,6 +103,27 @@ def test_a_target_installs_the_extras_that_it_needs_and_no_others():
         assert done.count("--require-hashes --excludes - -c requirements.lock") == 1 + len(extras)
 
 
+def test_an_active_environment_is_used_as_it_is_and_asked_for_what_a_target_needs():
+    wanted = {"demo": ["notebooks"], "lab": ["text"], "cluster/ray": ["notebooks", "cluster"], "test": ["dev"]}
+    for target, extras in wanted.items():
+        done = make(target, "ENV=active", f"PYTHON={sys.executable}").stdout
+        assert sorted(re.findall(r"docs/has.py (\w+)", done)) == sorted(extras), done
+        assert "install" not in done and "venv " not in done and f"{Path(sys.executable).parent}/" in done
+    refused = make("demo", "ENV=conda")
+    assert refused.returncode and "ENV = 'conda' is not possible; allowed: active" in refused.stderr
+
+
+def test_a_bare_environment_is_told_what_it_lacks(tmp_path):
+    """And this one lacks nothing of what the tests need."""
+    has = [str(ROOT / "docs" / "has.py"), "notebooks"]
+    assert subprocess.run([sys.executable, *has[:1], "dev"], capture_output=True, text=True).returncode == 0
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "bare"], check=True)
+    bare = subprocess.run([tmp_path / "bare/bin/python", *has], capture_output=True, text=True)
+    assert bare.returncode == 1 and len(bare.stderr.splitlines()) == 1
+    assert all(f"{name}>=" in bare.stderr for name in ("torch", "papermill", "peft", "pandas"))
+    assert "pip install -e '.[notebooks]' brings it" in bare.stderr and "nbval" not in bare.stderr
+
+
 CUDA_KERNELS = {"mamba_ssm", "causal_conv1d"}  # used where somebody built them; they do not install without CUDA
 OTHER_NAMES = {"IPython": "ipython", "PIL": "pillow", "yaml": "pyyaml", "sklearn": "scikit-learn"}
 
