@@ -56,6 +56,8 @@ class Cohort:
         self.new_memories: dict[int, Tensors] = {}
         self.extras: dict[int, Tensors] = {}
         self._losses: torch.Tensor | None = None  # (M,), the last local training's means
+        self.steps = torch.zeros(len(training), dtype=torch.long)  # (M,), of the last local training
+        self.rate = round_rate(self.experiment, r.t)  # of this round, before a ``local_schedule``
         self.stack = Stack(federation, self.members, memories)
         self.rows: Mapping[str, Sequence[int]] = self.stack.rows
         self.start = self.stack.tensors(server.params)  # what the clients start from, stacked
@@ -101,9 +103,8 @@ class Cohort:
 
         ``rows``: the members whose tensors these are, where they are not those of ``params``.
         """
-        for name, stacked in tensors.items():
-            for row, i in enumerate((rows or self.rows)[name]):
-                self._remember(self.clients[i].id, f"{key}/{name}", stacked[row])
+        for name, i, tensor in self._by_member(tensors, rows or self.rows):
+            self._remember(self.clients[i].id, f"{key}/{name}", tensor)
 
     def _remember(self, client: int, name: str, tensor: torch.Tensor) -> None:
         kept = self.new_memories.setdefault(client, dict(self.memories.get(client, {})))
@@ -133,10 +134,17 @@ class Cohort:
 
     def send(self, key: str, tensors: Tensors) -> None:
         """Send ``key/<name>`` beside the model: stacked like ``params`` where named so, else (M, ...)."""
+        for name, i, tensor in self._by_member(tensors, self.rows):
+            self.extras.setdefault(self.clients[i].id, {})[f"{key}/{name}"] = tensor.detach().clone()
+
+    def _by_member(self, tensors: Tensors, rows: Mapping[str, Sequence[int]]):
+        """Yield name, member and tensor of what is stacked."""
         for name, stacked in tensors.items():
-            rows = self.rows.get(name, range(len(self.members)))
-            for row, i in enumerate(rows):
-                self.extras.setdefault(self.clients[i].id, {})[f"{key}/{name}"] = stacked[row].detach().clone()
+            held = rows.get(name, range(len(self.members)))
+            if len(stacked) != len(held):
+                why = f"{name!r} has {len(stacked)} rows, and {len(held)} of the cohort's {len(self.members)} members"
+                raise ValueError(f"{why} hold it: row j belongs to member cohort.rows[name][j], deepest first")
+            yield from ((name, i, stacked[row]) for row, i in enumerate(held))
 
     def update(self) -> Update:
         """Return the upload: every member's part, or what its ``upload`` says, without what is personal."""
@@ -179,7 +187,7 @@ class Cohort:
         leaves = [self.params[n].requires_grad_(True) for n in names]
         with phase("data"):
             batches = draw_batches(e, self.data, self.clients, self._draws, stage.epochs)
-        rate = stage.lr if stage.lr is not None else round_rate(e, self.t)
+        rate = stage.lr if stage.lr is not None else self.rate
         forward, route = self.forward, route_of(stage, self.forward.route, len(self.held))
         forward.tensors = (forward.tensors[0], self.params)  # a method may have others by now
         if stage.without or view is not None:  # the cache ran what this stage does not
@@ -213,8 +221,8 @@ class Cohort:
         forward.place_()
         for p in leaves:
             p.requires_grad_(False)
-        steps = torch.as_tensor(batches.steps.clip(1), device=device)
-        self._losses = total / steps
+        self.steps = torch.as_tensor(batches.steps, device=device)
+        self._losses = total / self.steps.clip(1)
 
     def losses(self, update: Update) -> tuple[dict[int, float], bool]:
         """Return each client's mean loss, of its first member, and whether all of ``update`` is finite.

@@ -34,6 +34,8 @@ class Cohort(Protocol):
     rows: Mapping[str, Sequence[int]]
     start: Stacked  # what the members received, or kept
     params: Stacked  # what they train, from ``start`` on
+    steps: torch.Tensor  # of the last local training, (M,)
+    rate: float  # of this round
     new_memories: dict[int, Stacked]  # what is to stay with each client
 
     @property

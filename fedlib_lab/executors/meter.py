@@ -52,11 +52,14 @@ class Taken:
     """What a client's local training takes in a round: ``macs`` for each of its examples, ``peak`` bytes at once.
 
     All its epochs and passes are in ``macs``. In ``peak`` is, in float32, what it holds, gradients, the optimiser's
-    moments, activations and a batch.
+    moments, activations and a batch. ``received`` and ``sent`` are numbers that travel beside the model: payloads
+    other than what stands in the model's place, and what is sent with ``Cohort.send``.
     """
 
     macs: float
     peak: int
+    received: int = 0
+    sent: int = 0
 
 
 def count_training(e: Experiment, method: Method, setting: Setting, model: ExitModel, client: Client) -> Taken:
@@ -69,7 +72,7 @@ def count_training(e: Experiment, method: Method, setting: Setting, model: ExitM
     few = replace(client, num_examples=max(1, min(e.batch_size, client.num_examples)))
     while method.program(few, setting) != method.program(client, setting):
         few = replace(few, num_examples=min(2 * few.num_examples, client.num_examples))
-    model.backbone.whole_blocks, peak = False, 0  # of a last block what its exits read, as in a run
+    model.backbone.whole_blocks, peak, received, sent = False, 0, 0, 0  # of last blocks what exits read
     f = federation_of_shapes(e.replace(precision="float32"), method, setting, model, few)
     with model.holding(model.trainable(), model.frozen()), OnShapes() as shapes:  # training leaves its tensors in place
         r = Round(max(1, e.rounds // 2), (few,), f.setting)
@@ -81,9 +84,14 @@ def count_training(e: Experiment, method: Method, setting: Setting, model: ExitM
             cohort.shapes = shapes
             method.local_update(cohort)
             held = [n for n in f.frozen if any(s.holds(setting.infos[n]) for s in cohort.slices)]
+            received += sum(
+                p.numel() for m in members for key, brought in m.payload.items() for n, p in brought.items()
+                if key != "start" and (n not in setting.infos or m.part.holds(setting.infos[n]))
+            )  # fmt: skip
+            sent += sum(p.numel() for tensors in cohort.extras.values() for p in tensors.values())
             peak = max(peak, shapes.peak - before + shapes.outside(cohort.forward.tensors[0][n] for n in held))
             del cohort
-    return Taken(shapes.macs / few.num_examples, peak)
+    return Taken(shapes.macs / few.num_examples, peak, received, sent)
 
 
 class Priced(Cohort):

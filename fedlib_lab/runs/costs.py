@@ -84,6 +84,9 @@ class Shapes:
         held, infos = self.held(part, self.trainable), self.setting.infos
         shared = {n: p.numel() for n, p in held.items() if not self.method.personal(infos[n])}
         down, up = self.method.travels(shared, Client(-1, budget, 0), self.setting, self.experiment)
+        if not type(self.method).__module__.startswith(("fedlib.", "fedlib_lab.")):  # the kit's say it all themselves
+            beside = taken_by(self.experiment, budget)
+            down, up = [*down, beside.received], [*up, beside.sent]
         return 4 * sum(down) / MIB, self.method.upload_bits(up) / 8 / MIB
 
     def forward(self, part: Slice) -> Forward:
@@ -163,7 +166,7 @@ def exit_costs(e: Experiment, num_classes: int, batch_size: int = 32) -> list[di
     shapes, out = load_shapes(e, num_classes), []
     measure = shapes.setting.measure
     for j, part in enumerate(shapes.slices, 1):
-        (down, up), parameters = shapes.traffic_mib(part), measure.parameters(part)
+        (down, up), parameters = shapes.traffic_mib(part, j - 1), measure.parameters(part)
         kept = 4 * (parameters + measure.cost("upload", part)) + shapes.kept_bytes(part, batch_size)
         out.append({"exit": j, "block": part.depth, "parameters": parameters, "upload_mib": up, "download_mib": down,
                     "macs": measure.macs(part), "training_memory_mib": kept / MIB})  # fmt: skip

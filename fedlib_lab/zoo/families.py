@@ -176,7 +176,8 @@ def load_weights_(net: nn.Module, file: Path) -> nn.Module:
             if a != b:
                 raise ValueError(f"wrap: weights = {str(file)!r}: {theirs} {b} does not fit {mine} {a} of the net")
         (mine, theirs), *_ = [pair for pair in zip(own, found, strict=True) if pair[0] != pair[1]]
-        warnings.warn(f"{file.name} has other names: its tensors go in by their order, {theirs} as {mine}", stacklevel=3)
+        how = f"its tensors go in by their order, {theirs} as {mine}"
+        warnings.warn(f"{file.name} has other names: {how}", stacklevel=3)
         found = dict(zip(own, found.values(), strict=True))
     if wrong := [n for n, shape in own.items() if tuple(found[n].shape) != shape]:
         n = wrong[0]
