@@ -16,10 +16,12 @@ Read next: ``maps.py``, ``registry.py``.
 import copy
 import inspect
 import math
+import traceback
 import warnings
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
 from typing import ClassVar, Literal
 
 import torch
@@ -33,6 +35,7 @@ from fedlib.models.maps import MapBackbone, MapSpec
 from .members import MemberNorm, PerClient
 from .traced import Widths
 
+TORCH = str(Path(torch.__file__).parent)
 Feature = Literal["map", "tokens"] | Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -75,8 +78,11 @@ class WrappedSpec(MapSpec):
                 try:
                     feature, z = backbone.advance(z, unit, 1)
                 except Exception as error:  # whatever the net's code raises
-                    why = line_of(error)
-                    raise ValueError(f"wrap: up to cut {cut!r} it does not run on shapes alone: {why}") from error
+                    why = f"up to cut {cut!r} it does not run on shapes alone: {line_of(error)}"
+                    if "'tuple' object" in why:
+                        what = f"cut {cut!r}, {type(net.get_submodule(cut)).__name__}, gives several tensors"
+                        why = f"{what}; allowed: a module around it that gives one"
+                    raise ValueError(f"wrap: {why}") from error
                 features.append(tuple(feature.shape[2:]))
                 states.append(tuple(z.shape[2:]))
         for name, b in backbone.named_buffers():
@@ -315,10 +321,12 @@ class _CutTracer(fx.Tracer):
         try:
             nodes = list(self.trace(net, self.defaults(net)).nodes)
         except Exception as error:  # whatever the net's code raises when it meets a placeholder
-            name = type(net).__name__
-            raise ValueError(
-                f"wrap: the code of {name} around its cuts cannot be followed: {line_of(error)}"
-            ) from error
+            own = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(TORCH)]
+            at = f"{own[-1].line!r} (line {own[-1].lineno})" if own else ""
+            values = "roxy" in str(error) or isinstance(error, fx.proxy.TraceError)
+            why = "it goes by a tensor's values or size" if values else line_of(error)
+            why = f"cannot be followed at {at}: {why}; allowed: this code in a module without a cut inside"
+            raise ValueError(f"wrap: the code of {type(net).__name__} around its cuts {why}") from error
         self.calls[""] = [nodes[-1].args[0]]
         return nodes
 

@@ -121,8 +121,7 @@ def test_lora_and_the_exits_alone_train_a_convnet_of_timms(repeatable_convolutio
     for finetune, options in (("lora", {"r": 2}), ("frozen", {})):
         e = small("test_resnet.32", method="depthfl", num_exits=4, finetune=finetune, finetune_options=options)
         runs = [
-            list(run_rounds(build_federation(e), Execution(workers=1, cohort_size=k)))[-1].server.params
-            for k in (1, 2)
+            list(run_rounds(build_federation(e), Execution(workers=1, cohort_size=k)))[-1].server.params for k in (1, 2)
         ]
         assert any("lora_A" in n for n in runs[0]) is (finetune == "lora")
         assert {n.split(".")[0] for n in runs[0] if "lora" not in n} == {"head"}
