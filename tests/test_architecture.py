@@ -33,7 +33,7 @@ OF_THE_CORE = {folder for folders in LAYERS[:5] for folder in folders}
 # Lines of code as they stand. They may only be lowered: what comes in is paid for by what goes
 LINES = {
     "fedlib": 8347,
-    "core": 897,
+    "core": 896,
     "data": 1161,
     "engine": 1936,
     "layers": 570,

@@ -14,14 +14,13 @@ from dataclasses import dataclass, field
 from typing import Annotated
 
 from .annotations import Count, Natural, NotNegative, Part, Positive, Rounds, Scalar, Share, When
-from .validation import check_fields, check_instance, names_its_keywords
+from .validation import NamedFields, check_fields, check_instance
 
 BY_ALPHA = ("dirichlet", "class_dirichlet", "drawn", "weighted_dirichlet", "capped_dirichlet", "grouped_dirichlet")
 
 
-@names_its_keywords("experiment")
 @dataclass(frozen=True)
-class Experiment:
+class Experiment(NamedFields):
     """Every choice that can change a result. Invalid values raise ``ValueError`` before any compute.
 
     What is not given has a bare default, which is no paper's: ``Experiment(method="depthfl")`` is DepthFL's algorithm

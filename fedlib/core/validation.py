@@ -17,13 +17,12 @@ import types
 import typing
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 from annotated_types import Ge, Gt, Le, Lt
 
 from .annotations import Scalar, When
 
-Class = TypeVar("Class", bound=type)
 LIMITS = {
     Gt: ("above", operator.gt),
     Ge: ("at least", operator.ge),
@@ -64,6 +63,18 @@ def did_you_mean(value: object, allowed: Iterable[str]) -> str:
     allowed = sorted(map(str, allowed))
     near = difflib.get_close_matches(value if isinstance(value, str) else shown(value), allowed, 1)
     return (f"; did you mean {near[0]!r}?" if near else ";") + f" allowed: {', '.join(allowed)}"
+
+
+def check_all(*checks: Callable[[], object]) -> None:
+    """Run every check; raise one ``ValueError`` with all sentences that they raise, each on a line of its own."""
+    said = []
+    for check in checks:
+        try:
+            check()
+        except ValueError as error:
+            said.append(str(error))
+    if said:
+        raise ValueError("\n".join(said))
 
 
 def check_known(names: Iterable[object], allowed: Collection[str], says: str) -> None:
@@ -129,21 +140,12 @@ def unmet_condition(instance: Any, name: str) -> tuple[str, tuple] | None:
     return None
 
 
-def names_its_keywords(where: str) -> Callable[[Class], Class]:
-    """Decorate a dataclass: an unknown keyword is refused by name, as :func:`check_fields` does."""
+class NamedFields:
+    """A dataclass that refuses an unknown keyword by name, as :func:`check_fields` does."""
 
-    def decorate(cls: Class) -> Class:
-        init = cls.__init__
-
-        @functools.wraps(init)
-        def __init__(self, *args: Any, **kwargs: Any):
-            check_names(cls, kwargs, where)
-            init(self, *args, **kwargs)
-
-        cls.__init__ = __init__
-        return cls
-
-    return decorate
+    def __new__(cls, *_: Any, **named: Any):
+        check_names(cls, named, cls.__name__.lower())
+        return super().__new__(cls)
 
 
 @functools.cache
@@ -158,10 +160,8 @@ def field_hints(cls: type) -> dict[str, Any]:
         own = typing.get_type_hints(base, include_extras=True)
         for name in inspect.get_annotations(base):
             known = hints.get(name)
-            if known is None or own[name] != _plain(own[name]) or own[name] != _plain(known):
-                hints[name] = own[name]
-            else:
-                hints[name] = _without_conditions(known)
+            anew = known is None or own[name] != _plain(own[name]) or own[name] != _plain(known)
+            hints[name] = own[name] if anew else _without_conditions(known)
     return hints
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 
 from ..core.experiment import Experiment
-from ..core.validation import check_conditions, shown
+from ..core.validation import check_all, check_conditions, shown
 from ..data.datasets import DATASETS, TEXTS, is_text
 from ..data.federated import FederatedData
 from ..data.tasks import Classification, NextToken, Regression, task_of
@@ -26,55 +26,61 @@ from .schedules import check_schedule
 def check_experiment(e: Experiment) -> Method:
     """Return ``e``'s method, or raise ``ValueError`` naming the key, the bad value and the allowed ones.
 
-    Nothing is downloaded and no weight is allocated. What only the data can tell is checked when they are loaded.
+    All that is refused is said at once, a line each. Nothing is downloaded and no weight is allocated. What only the
+    data can tell is checked when they are loaded.
     """
-    check_conditions(e, "experiment")
-    check_optimiser(e)
-    check_schedule(e)
     method = build_method(e.method, e.options)
     config = backbone_spec(e.backbone, e.exit_head)
-    check_pretrained(e.backbone, e.pretrained)
-    if e.dataset in DATASETS:
-        check_input(e, config, e.dataset in TEXTS)
-    reads_text = len(config.input_shape) == 1
-    if reads_text and e.augment != "none":
-        raise e.refused("augment", f"is for images; allowed with {e.backbone!r}: none")
-    if task_of(e.dataset).reads == "tokens" and len(config.state(0)) != 2:
-        why, allowed = "asks for an answer at every token", "minilm, bert_micro or another transformer of text"
-        raise e.refused("dataset", f"{why}, and backbone = {e.backbone!r} has none", allowed)
-    if isinstance(task_of(e.dataset), NextToken) and not config.causal:
-        why = f"asks for the next token, and backbone = {e.backbone!r} sees what follows"
-        raise e.refused("dataset", why, "a causal one, such as llama_tiny")
-    check_labels(e, method)
-    if e.test_mask and not isinstance(task_of(e.dataset), Classification):
-        raise e.refused("test_mask", f"is for classes, which the labels of {e.dataset!r} are not")
-    check_finetune(e.finetune, dict(e.finetune_options), config)
-    method.check_backbone(config, e)
+    known = e.dataset in TEXTS if e.dataset in DATASETS else None
+    check_all(
+        lambda: check_conditions(e, "experiment"), lambda: check_optimiser(e), lambda: check_schedule(e),
+        lambda: check_pretrained(e.backbone, e.pretrained), lambda: check_input(e, config, known),
+        lambda: check_labels(e, method), lambda: check_finetune(e.finetune, dict(e.finetune_options), config),
+        lambda: method.check_backbone(config, e), lambda: exit_blocks_of(e, config, method),
+    )  # fmt: skip
+    method.check(Setting(config, exit_blocks_of(e, config, method), {}, e.num_clients, e.rounds), e)
+    return method
+
+
+def exit_blocks_of(e: Experiment, config: Spec, method: Method) -> tuple[int, ...]:
+    """Return the units with an exit; ``ValueError`` if the backbone has no such, or an exit's head no effect."""
     blocks = e.exit_blocks if e.exit_blocks is not None else method.exit_units(config.depth, e.num_exits)
     if blocks[-1] >= config.depth:
         raise ValueError(f"experiment: exit_blocks = {list(blocks)}: {e.backbone} has blocks 0..{config.depth - 1}")
     if e.exit_head is not None and tuple(blocks) == (config.depth - 1,):
         raise e.refused("exit_head", "has no effect: no exit comes before the last unit")
+    return tuple(blocks)
+
+
+def check_input(e: Experiment, config: Spec, text: bool | None) -> None:
+    """Raise ``ValueError`` if the backbone cannot read the data or their task, or they cannot be augmented so.
+
+    ``text``: whether they are sentences; None: not known yet.
+    """
+    reads_text, task = len(config.input_shape) == 1, task_of(e.dataset)
+    if text is not None and text != reads_text:
+        kind, allowed = ("sentences", "minilm, bert_micro") if text else ("images", "deit_micro, a timm ViT, vim_tiny")
+        why = f"cannot read dataset = {e.dataset!r}, which holds {kind}"
+        raise e.refused("backbone", why, f"{allowed}, or data of the other kind")
+    if task.reads == "tokens" and len(config.state(0)) != 2:
+        why, allowed = "asks for an answer at every token", "minilm, bert_micro or another transformer of text"
+        raise e.refused("dataset", f"{why}, and backbone = {e.backbone!r} has none", allowed)
+    if isinstance(task, NextToken) and not config.causal:
+        why = f"asks for the next token, and backbone = {e.backbone!r} sees what follows"
+        raise e.refused("dataset", why, "a causal one, such as llama_tiny")
     size = config.input_shape[-1]
+    if reads_text and e.augment != "none":
+        raise e.refused("augment", f"is for images; allowed with {e.backbone!r}: none")
     if e.augment.startswith("crop") and e.crop_pad >= size:
         why = f"leaves nothing of the {size} x {size} pixels that {e.backbone} reads"
         raise e.refused("crop_pad", why, f"0..{size - 1}")
-    method.check(Setting(config, tuple(blocks), {}, e.num_clients, e.rounds), e)
-    return method
-
-
-def check_input(e: Experiment, config: Spec, text: bool) -> None:
-    """Raise ``ValueError`` if the backbone reads images and the data are sentences, or the reverse."""
-    if text == (len(config.input_shape) == 1):
-        return
-    kind, allowed = ("sentences", "minilm, bert_micro") if text else ("images", "deit_micro, a timm ViT, vim_tiny")
-    why = f"cannot read dataset = {e.dataset!r}, which holds {kind}"
-    raise e.refused("backbone", why, f"{allowed}, or data of the other kind")
 
 
 def check_labels(e: Experiment, method: Method) -> None:
     """Raise ``ValueError`` if ``method`` works on classes, or softens them, and the labels are something else."""
     task = task_of(e.dataset)
+    if e.test_mask and not isinstance(task, Classification):
+        raise e.refused("test_mask", f"is for classes, which the labels of {e.dataset!r} are not")
     if method.needs_classes and not isinstance(task, Classification):
         raise ValueError(
             f"{e.method}: {method.needs_classes} is for classes, and the labels of dataset = {e.dataset!r} are none; "
@@ -115,8 +121,7 @@ def check_norms(e: Experiment, model: ExitModel) -> None:
 
 def check_tokenizer(e: Experiment, config: Spec) -> None:
     """Raise ``ValueError`` if the backbone and its tokenizer do not go together; ``ConnectionError`` if it has none."""
-    source = config.tokenizer
-    if source is None:
+    if (source := config.tokenizer) is None:
         return
     words, of = load_tokenizer(source), f"experiment: backbone = {e.backbone!r}: the tokenizer of {source!r}"
     if words.rows > config.vocab_size:
@@ -149,7 +154,7 @@ def without_defaults(e: Experiment) -> Experiment:
     options = {k: getattr(method, k) for k in present_options(e.method, e.options) if getattr(method, k) != plain[k]}
     defaults = default_options(e.finetune)
     finetune_options = {k: v for k, v in e.finetune_options.items() if k not in defaults or v != defaults[k]}
-    whole = {k: _whole(v) for k, v in finetune_options.items() if not isinstance(defaults.get(k), float)}
+    whole = {k: _as(int, v) for k, v in finetune_options.items() if not isinstance(defaults.get(k), float)}
     return e.replace(options=options, finetune_options=finetune_options | whole)
 
 
@@ -157,8 +162,8 @@ def equivalent_experiments(e: Experiment) -> Iterator[Experiment]:
     """Yield ``e``, then all that mean the same: without defaults, and with whole numbers as 1.0 or as 1."""
     yield from _old_spellings(e)
     plain = without_defaults(e)
-    kinds = ("options", plain.options, _whole), ("finetune_options", plain.finetune_options, _real)
-    pairs = [[(kind, k, x) for x in (v, other(v))] for kind, values, other in kinds for k, v in values.items()]
+    kinds = {"options": (plain.options, int), "finetune_options": (plain.finetune_options, float)}
+    pairs = [[(kind, k, x) for x in (v, _as(to, v))] for kind, (given, to) in kinds.items() for k, v in given.items()]
     for chosen in itertools.islice(itertools.product(*pairs), 256):
         yield from _old_spellings(
             plain.replace(**{kind: {k: x for of, k, x in chosen if of == kind} for kind, *_ in kinds})
@@ -172,15 +177,9 @@ def _old_spellings(e: Experiment) -> Iterator[Experiment]:
         yield e.replace(options={OLD_OPTIONS.get(k, k): v for k, v in e.options.items()})
 
 
-def _whole(value: object) -> object:
-    """Convert a number without a fraction to an integer, also inside a list; return anything else as it is."""
+def _as(kind: type, value: object) -> object:
+    """Convert a whole number to ``kind``, int or float, also inside a list; return anything else as it is."""
     if isinstance(value, tuple):
-        return tuple(map(_whole, value))
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-def _real(value: object) -> object:
-    """Convert an integer to a float, also inside a list; return anything else as it is."""
-    if isinstance(value, tuple):
-        return tuple(map(_real, value))
-    return float(value) if type(value) is int else value
+        return tuple(_as(kind, v) for v in value)
+    whole = value.is_integer() if isinstance(value, float) else type(value) is int
+    return kind(value) if whole else value

@@ -142,8 +142,8 @@ class Cohort:
         for name, stacked in tensors.items():
             held = rows.get(name, range(len(self.members)))
             if len(stacked) != len(held):
-                why = f"{name!r} has {len(stacked)} rows, and {len(held)} of the cohort's {len(self.members)} members"
-                raise ValueError(f"{why} hold it: row j belongs to member cohort.rows[name][j], deepest first")
+                whose = f"{len(held)} members hold it: row j is that of member cohort.rows[name][j]"
+                raise ValueError(f"{name!r} has {len(stacked)} rows, and {whose}")
             yield from ((name, i, stacked[row]) for row, i in enumerate(held))
 
     def update(self) -> Update:

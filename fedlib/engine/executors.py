@@ -21,7 +21,7 @@ from ..core.clients import Client
 from ..core.devices import memory_to_plan_with
 from ..core.profiling import phase
 from ..core.threads import close, one_thread, warn_if_spinning
-from ..core.validation import check_instance, check_known, names_its_keywords
+from ..core.validation import NamedFields, check_instance, check_known
 from ..methods import Member, Round, Server
 from ..methods.sums import MaskedMean
 from ..models.exit_model import ExitModel
@@ -49,9 +49,8 @@ class Trained:
 Side = Annotated[int, Ge(1), Le(1024)]  # how many may train side by side
 
 
-@names_its_keywords("execution")
 @dataclass(frozen=True)
-class Execution:
+class Execution(NamedFields):
     """How to run, which must not change the numbers beyond float rounding.
 
       device           cpu, cuda (all GPUs of this machine) or cuda:<number> (one)

@@ -69,9 +69,7 @@ def finite_sums(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
 def all_finite(tensors: Iterable[torch.Tensor]) -> bool:
     """Return whether every number is finite. One transfer from the device, where the answer is yes."""
     tensors = list(tensors)
-    if not tensors:  # a cohort that sends nothing
-        return True
-    if bool(finite_sums(tensors)):
+    if not tensors or bool(finite_sums(tensors)):  # a cohort may send nothing
         return True
     return bool(torch.stack([x.isfinite().all() for x in tensors]).all())  # finite numbers may have an infinite sum
 
