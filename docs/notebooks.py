@@ -1,8 +1,10 @@
 """The notebooks as they look when they have run: ``make notebooks`` writes ``outputs/<folder>/notebooks/``.
 
-A notebook whose default profile is ``small`` is executed as it stands: it looks at stored runs and trains nothing. What
-is kept are its outputs, figures as small as they can be, no times and no paths, and a digest of its source and of the
-runs that it asks for: one that still fits is not executed again. Read next: ``docs/conf.py``, the site that shows them.
+A notebook is executed at its default profile. At ``small`` it looks at stored runs and trains nothing; the few of
+``SHOWN_AT`` first train what they look into once more, and say so in papermill's cell below their parameters. A trial
+(smoke, demo) trains in a folder of outputs of its own, which is deleted. What is kept are a notebook's outputs, figures
+as small as they can be, no paths, and a digest of its source and, but of a trial, of the runs that it asks for: one
+that still fits is not executed again. Read next: ``docs/conf.py``, the site that shows them.
 """
 
 import base64
@@ -13,6 +15,7 @@ import os
 import posixpath
 import re
 import sys
+import tempfile
 from functools import cache
 from pathlib import Path
 
@@ -23,13 +26,29 @@ ROOT = Path(__file__).resolve().parents[1]
 KEPT = ("image/png", "text/html", "text/markdown", "text/plain")
 COLOURS = 256  # of a figure: with fewer the colours of methods run together
 DIGEST = "fedlib_digest"
+TRIALS = ("smoke", "demo")  # as in fedlib/core/paths.py
+# Whose trials say nothing, and which are trained anew in minutes: 2 to 10 on two CPU cores, beside the stored runs
+SHOWN_AT = {
+    "reefl/adaptive_inference": "small",
+    "reefl/figure1_attention_maps": "small",
+    "reefl/figure7_teacher": "small",
+}
 
 
 def sources() -> list[Path]:
-    """The notebooks that show something without training."""
-    return [
-        p for p in sorted((ROOT / "notebooks").glob("*/*.ipynb")) if '"profile = \\"small\\"' in p.read_text("utf-8")
-    ]
+    """All notebooks."""
+    return sorted((ROOT / "notebooks").glob("*/*.ipynb"))
+
+
+def default_of(source: Path) -> str:
+    """The profile in a notebook's parameters cell; ``small`` if it names none."""
+    found = re.search(r'^profile = "(\w+)"', "\n".join("".join(c["source"]) for c in cells(source)), re.M)
+    return found[1] if found else "small"
+
+
+def profile_of(source: Path) -> str:
+    """The profile at which a notebook is executed."""
+    return SHOWN_AT.get(f"{source.parent.name}/{source.stem}") or default_of(source)
 
 
 def executed(source: Path, outputs: Path = ROOT / "outputs") -> Path:
@@ -43,10 +62,15 @@ def cells(source: Path) -> list[dict]:
 
 
 def digest(source: Path, outputs: Path = ROOT / "outputs") -> str:
-    """Of a notebook's source, and of every run that a grid named in it asks for: its name and what it ended with."""
+    """Of a notebook's source, and of every run that a grid named in it asks for: its name and what it ended with.
+
+    Of a trial, which reads no stored run, of its source and its profile alone.
+    """
     from fedlib_lab.runs.params_files import grids, papers
 
     said = ["".join(cell["source"]) for cell in cells(source)]
+    if profile_of(source) in TRIALS:
+        return hashlib.sha256(json.dumps([said, profile_of(source)]).encode()).hexdigest()[:16]
     words = set(re.findall(r'"(\w+)"', "\n".join(said))) | {source.parent.name}
     if any("tasks_of(" in cell for cell in said):  # of atlas.py: all of a folder's grids
         words |= set(grids(source.parent.name))
@@ -78,11 +102,19 @@ def runs_of_grid(paper: str, grid: str, outputs: Path) -> list[tuple[str, str]]:
 
 
 def execute(source: Path, target: Path) -> None:
-    """Run the notebook as it stands, with the outputs of this repository, and keep what is worth keeping."""
+    """Run the notebook with the outputs of this repository, a trial with its own; keep what is worth keeping."""
     from nbclient import NotebookClient
 
-    notebook, stamp = nbformat.read(source, as_version=4), digest(source)
-    NotebookClient(notebook, timeout=None, resources={"metadata": {"path": str(source.parent)}}).execute()
+    notebook, stamp, profile = nbformat.read(source, as_version=4), digest(source), profile_of(source)
+    if profile != default_of(source):
+        how = {"id": "injected", "metadata": {"tags": ["injected-parameters"]}}
+        asked = nbformat.v4.new_code_cell(f'# Parameters\nprofile = "{profile}"', **how)
+        at = next(i for i, cell in enumerate(notebook.cells) if "parameters" in cell.metadata.get("tags", []))
+        notebook.cells.insert(at + 1, asked)
+    with tempfile.TemporaryDirectory() as own:
+        env = os.environ | ({"FEDLIB_OUTPUTS": own} if profile in TRIALS else {})
+        client = NotebookClient(notebook, timeout=None, resources={"metadata": {"path": str(source.parent)}})
+        client.execute(env=env)
     target.parent.mkdir(parents=True, exist_ok=True)
     nbformat.write(kept(notebook, source, stamp), target)
 
@@ -104,6 +136,8 @@ def shown(output):
     """An output in the one form that a page shows; None: a warning, a widget, a bar of progress."""
     if output.output_type == "stream":
         return output if output.name == "stdout" else None
+    if any("widget" in form for form in output.data):  # moves where a kernel lives
+        return None
     output.data = {form: said for form, said in output.data.items() if form in KEPT}
     output.metadata = {}
     if picture := output.data.get("image/png"):
