@@ -62,16 +62,12 @@ def marker_of(method: str) -> str:
 
 
 def _look(method: str) -> tuple[str, str]:
-    code, own = zlib.crc32(method.encode()), vars(METHODS.get(method, object))  # not what it inherits
-    return own.get("color") or _spare_color(code), own.get("marker") or MARKERS[code // 24 % len(MARKERS)]
-
-
-def _spare_color(code: int) -> str:
-    """Return one of 24 hues for a method that names none."""
     import seaborn
     from matplotlib.colors import to_hex
 
-    return to_hex(seaborn.husl_palette(24, l=0.5)[code % 24])
+    code, own = zlib.crc32(method.encode()), vars(METHODS.get(method, object))  # not what it inherits
+    spare = to_hex(seaborn.husl_palette(24, l=0.5)[code % 24])  # one of 24 hues for a method that names none
+    return own.get("color", spare), own.get("marker", MARKERS[code // 24 % len(MARKERS)])
 
 
 def looks_of(frame: pd.DataFrame) -> Looks:
