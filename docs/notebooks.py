@@ -25,6 +25,7 @@ from PIL import Image
 ROOT = Path(__file__).resolve().parents[1]
 KEPT = ("image/png", "text/html", "text/markdown", "text/plain")
 COLOURS = 256  # of a figure: with fewer the colours of methods run together
+LARGE, READ_AT = 80_000, 700  # bytes, pixels
 DIGEST = "fedlib_digest"
 TRIALS = ("smoke", "demo")  # as in fedlib/core/paths.py
 # Whose trials say nothing: their weights are trained anew first, in minutes, beside the stored runs
@@ -144,9 +145,13 @@ def shown(output):
 
 
 def squeezed(picture: str) -> str:
-    """A PNG in base64, of few colours."""
+    """A PNG in base64, of few colours; one of many photographs of fewer still, and as wide as it is read."""
     image, file = Image.open(io.BytesIO(base64.b64decode(picture))).convert("RGB"), io.BytesIO()
     image.quantize(COLOURS, dither=Image.Dither.NONE).save(file, "PNG", optimize=True)
+    if file.tell() > LARGE:
+        image.thumbnail((READ_AT, 4 * READ_AT), Image.Resampling.LANCZOS)
+        file = io.BytesIO()
+        image.quantize(COLOURS // 4, dither=Image.Dither.NONE).save(file, "PNG", optimize=True)
     return base64.b64encode(file.getvalue()).decode()
 
 

@@ -85,7 +85,7 @@ def plot_heads(image: np.ndarray, attention: Attention, i: int = 0, subject: str
         one = _mean(attention, name, i, block, row - 1 if row else None)
         overlay(image, one, ax, "" if row else f"block {block + 1}")
     for row, ax in enumerate(axes[:, 0]):
-        ax.set_ylabel(f"head {row}" if row else "mean", fontsize=8)
+        ax.set_ylabel(f"head {row}" if row else "mean", fontsize=9)
     figure.suptitle(plain(f"Every head of every block: {MAPS[name]}\n{subject}"), fontsize=11)
     return axes
 
@@ -107,7 +107,7 @@ def plot_slide(
 
     exits, (rows, groups) = len(attention.exit_units), chosen.shape
     first = attention.earliest_correct(labels).tolist()
-    wide, each = 1 + len(maps), 1.0 if groups > 1 else 1.6  # inches
+    wide, each = 1 + len(maps), 0.95 if groups > 1 else 1.3  # inches
     figure = plt.figure(figsize=(each * wide * groups + 0.5, each * 1.15 * rows + 1.1), layout="constrained")
     said = "What the class token looks at, in the block of the first exit that is right"
     figure.suptitle(plain(f"{said}\n{subject}".strip()), fontsize=11)
@@ -115,7 +115,7 @@ def plot_slide(
     for g, part in enumerate(figure.subfigures(1, groups, wspace=0.03, squeeze=False)[0]):
         axes[:, g] = part.subplots(rows, wide, squeeze=False)
         own = [e + 1 for e in range(exits) if e * groups // exits == g]
-        part.suptitle(_exits_text(own), fontsize=10)
+        part.suptitle(_exits_text(own) if groups > 1 else "", fontsize=10)
         for row, i in zip(axes[:, g], chosen[:, g].tolist(), strict=True):
             for ax, name in zip(row, (None, *maps), strict=True):
                 ax.set(xticks=[], yticks=[])
