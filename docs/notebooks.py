@@ -138,21 +138,21 @@ def shown(output):
     output.data = {form: said for form, said in output.data.items() if form in KEPT}
     output.metadata = {}
     if picture := output.data.get("image/png"):
-        output.data = {"image/png": squeezed(picture)}
+        output.data = squeezed(picture)
     elif page := output.data.get("text/html"):
         output.data = {"text/html": re.sub(r"<style\b.*?</style>\s*", "", page, flags=re.S)}
     return output if output.data else None
 
 
-def squeezed(picture: str) -> str:
-    """A PNG in base64, of few colours; one of many photographs of fewer still, and as wide as it is read."""
-    image, file = Image.open(io.BytesIO(base64.b64decode(picture))).convert("RGB"), io.BytesIO()
+def squeezed(picture: str) -> dict[str, str]:
+    """A picture in base64, by its form: a PNG of few colours; of many photographs a JPEG, as wide as it is read."""
+    image, form, file = Image.open(io.BytesIO(base64.b64decode(picture))).convert("RGB"), "image/png", io.BytesIO()
     image.quantize(COLOURS, dither=Image.Dither.NONE).save(file, "PNG", optimize=True)
     if file.tell() > LARGE:
         image.thumbnail((READ_AT, 4 * READ_AT), Image.Resampling.LANCZOS)
-        file = io.BytesIO()
-        image.quantize(COLOURS // 4, dither=Image.Dither.NONE).save(file, "PNG", optimize=True)
-    return base64.b64encode(file.getvalue()).decode()
+        form, file = "image/jpeg", io.BytesIO()
+        image.save(file, "JPEG", quality=75, optimize=True)
+    return {form: base64.b64encode(file.getvalue()).decode()}
 
 
 def relinked(text: str, source: Path) -> str:
