@@ -1,7 +1,7 @@
 """The notebooks as they look when they have run: ``make notebooks`` writes ``outputs/<folder>/notebooks/``.
 
 A notebook is executed at its default profile. At ``small`` it looks at stored runs and trains nothing; the few of
-``SHOWN_AT`` first train what they look into once more, and say so in papermill's cell below their parameters. A trial
+``SHOWN_WITH`` are given other parameters, and say so in papermill's cell below their own. A trial
 (smoke, demo) trains in a folder of outputs of its own, which is deleted. What is kept are a notebook's outputs, figures
 as small as they can be, no paths, and a digest of its source and, but of a trial, of the runs that it asks for: one
 that still fits is not executed again. Read next: ``docs/conf.py``, the site that shows them.
@@ -28,8 +28,9 @@ COLOURS = 256  # of a figure: with fewer the colours of methods run together
 LARGE, READ_AT = 80_000, 700  # bytes, pixels
 DIGEST = "fedlib_digest"
 TRIALS = ("smoke", "demo")  # as in fedlib/core/paths.py
-# Whose trials say nothing: their weights are trained anew first, in minutes, beside the stored runs
-SHOWN_AT = {"reefl/figure1_attention_maps": "small"}
+# Parameters that are not a notebook's own: at smoke maps of attention say nothing, so weights are trained anew first,
+# in minutes, beside the stored runs; and a local Ray starts on an idle machine alone
+SHOWN_WITH = {"reefl/figure1_attention_maps": {"profile": "small"}, "cluster/ray": {"executor": "processes"}}
 
 
 def sources() -> list[Path]:
@@ -45,7 +46,21 @@ def default_of(source: Path) -> str:
 
 def profile_of(source: Path) -> str:
     """The profile at which a notebook is executed."""
-    return SHOWN_AT.get(f"{source.parent.name}/{source.stem}") or default_of(source)
+    return shown_with(source).get("profile") or default_of(source)
+
+
+def shown_with(source: Path) -> dict[str, str]:
+    """The parameters that a notebook is given."""
+    return SHOWN_WITH.get(f"{source.parent.name}/{source.stem}", {})
+
+
+def told(source: Path) -> str:
+    """Papermill's cell of what a notebook is given; "" for nothing."""
+    return (
+        "\n".join(["# Parameters", *(f'{k} = "{v}"' for k, v in given.items())])
+        if (given := shown_with(source))
+        else ""
+    )
 
 
 def executed(source: Path, outputs: Path = ROOT / "outputs") -> Path:
@@ -67,7 +82,9 @@ def digest(source: Path, outputs: Path = ROOT / "outputs") -> str:
 
     said = ["".join(cell["source"]) for cell in cells(source)]
     if profile_of(source) in TRIALS:
-        return hashlib.sha256(json.dumps([said, profile_of(source)]).encode()).hexdigest()[:16]
+        return hashlib.sha256(json.dumps([said, profile_of(source), *shown_with(source).items()]).encode()).hexdigest()[
+            :16
+        ]
     words = set(re.findall(r'"(\w+)"', "\n".join(said))) | {source.parent.name}
     if any("tasks_of(" in cell for cell in said):  # of atlas.py: all of a folder's grids
         words |= set(grids(source.parent.name))
@@ -103,9 +120,9 @@ def execute(source: Path, target: Path) -> None:
     from nbclient import NotebookClient
 
     notebook, stamp, profile = nbformat.read(source, as_version=4), digest(source), profile_of(source)
-    if profile != default_of(source):
+    if said := told(source):
         how = {"id": "injected", "metadata": {"tags": ["injected-parameters"]}}
-        asked = nbformat.v4.new_code_cell(f'# Parameters\nprofile = "{profile}"', **how)
+        asked = nbformat.v4.new_code_cell(said, **how)
         at = next(i for i, cell in enumerate(notebook.cells) if "parameters" in cell.metadata.get("tags", []))
         notebook.cells.insert(at + 1, asked)
     with tempfile.TemporaryDirectory() as own:
