@@ -56,11 +56,8 @@ def shown_with(source: Path) -> dict[str, str]:
 
 def told(source: Path) -> str:
     """Papermill's cell of what a notebook is given; "" for nothing."""
-    return (
-        "\n".join(["# Parameters", *(f'{k} = "{v}"' for k, v in given.items())])
-        if (given := shown_with(source))
-        else ""
-    )
+    lines = [f'{name} = "{value}"' for name, value in shown_with(source).items()]
+    return "\n".join(["# Parameters", *lines]) if lines else ""
 
 
 def executed(source: Path, outputs: Path = ROOT / "outputs") -> Path:
@@ -82,9 +79,8 @@ def digest(source: Path, outputs: Path = ROOT / "outputs") -> str:
 
     said = ["".join(cell["source"]) for cell in cells(source)]
     if profile_of(source) in TRIALS:
-        return hashlib.sha256(json.dumps([said, profile_of(source), *shown_with(source).items()]).encode()).hexdigest()[
-            :16
-        ]
+        own = [said, profile_of(source), *shown_with(source).items()]
+        return hashlib.sha256(json.dumps(own).encode()).hexdigest()[:16]
     words = set(re.findall(r'"(\w+)"', "\n".join(said))) | {source.parent.name}
     if any("tasks_of(" in cell for cell in said):  # of atlas.py: all of a folder's grids
         words |= set(grids(source.parent.name))
