@@ -25,7 +25,7 @@ include_patterns = [
     "outputs/**/*.md",
     "outputs/**/*.ipynb",
 ]
-NO_PAGES = ("runs", "executed", "scratch", "site", "pretraining", "retrained")
+NO_PAGES = ("runs", "executed", "scratch", "site", "pretraining/[!n]*", "retrained")  # its notebooks are pages
 exclude_patterns = [".*", "**/.*", "docs/_*", "outputs/*/findings_*", "outputs/*/tables"]
 exclude_patterns += [f"outputs/{name}" for name in NO_PAGES]
 templates_path, html_static_path, html_css_files = ["_templates"], ["_static"], ["site.css"]

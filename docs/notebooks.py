@@ -1,8 +1,10 @@
 """The notebooks as they look when they have run: ``make notebooks`` writes ``outputs/<folder>/notebooks/``.
 
-A notebook whose default profile is ``small`` is executed as it stands: it looks at stored runs and trains nothing. What
-is kept are its outputs, figures as small as they can be, no times and no paths, and a digest of its source and of the
-runs that it asks for: one that still fits is not executed again. Read next: ``docs/conf.py``, the site that shows them.
+A notebook is executed at its default profile. At ``small`` it looks at stored runs and trains nothing; the few of
+``SHOWN_WITH`` are given other parameters, and say so in papermill's cell below their own. A trial
+(smoke, demo) trains in a folder of outputs of its own, which is deleted. What is kept are a notebook's outputs, figures
+as small as they can be, no paths, and a digest of its source and, but of a trial, of the runs that it asks for: one
+that still fits is not executed again. Read next: ``docs/conf.py``, the site that shows them.
 """
 
 import base64
@@ -13,6 +15,7 @@ import os
 import posixpath
 import re
 import sys
+import tempfile
 from functools import cache
 from pathlib import Path
 
@@ -22,14 +25,39 @@ from PIL import Image
 ROOT = Path(__file__).resolve().parents[1]
 KEPT = ("image/png", "text/html", "text/markdown", "text/plain")
 COLOURS = 256  # of a figure: with fewer the colours of methods run together
+LARGE, READ_AT = 80_000, 700  # bytes, pixels
 DIGEST = "fedlib_digest"
+TRIALS = ("smoke", "demo")  # as in fedlib/core/paths.py
+# Parameters that are not a notebook's own: at smoke maps of attention say nothing, so weights are trained anew first,
+# in minutes, beside the stored runs; and a local Ray starts on an idle machine alone
+SHOWN_WITH = {"reefl/figure1_attention_maps": {"profile": "small"}, "cluster/ray": {"executor": "processes"}}
 
 
 def sources() -> list[Path]:
-    """The notebooks that show something without training."""
-    return [
-        p for p in sorted((ROOT / "notebooks").glob("*/*.ipynb")) if '"profile = \\"small\\"' in p.read_text("utf-8")
-    ]
+    """All notebooks."""
+    return sorted((ROOT / "notebooks").glob("*/*.ipynb"))
+
+
+def default_of(source: Path) -> str:
+    """The profile in a notebook's parameters cell; ``small`` if it names none."""
+    found = re.search(r'^profile = "(\w+)"', "\n".join("".join(c["source"]) for c in cells(source)), re.M)
+    return found[1] if found else "small"
+
+
+def profile_of(source: Path) -> str:
+    """The profile at which a notebook is executed."""
+    return shown_with(source).get("profile") or default_of(source)
+
+
+def shown_with(source: Path) -> dict[str, str]:
+    """The parameters that a notebook is given."""
+    return SHOWN_WITH.get(f"{source.parent.name}/{source.stem}", {})
+
+
+def told(source: Path) -> str:
+    """Papermill's cell of what a notebook is given; "" for nothing."""
+    lines = [f'{name} = "{value}"' for name, value in shown_with(source).items()]
+    return "\n".join(["# Parameters", *lines]) if lines else ""
 
 
 def executed(source: Path, outputs: Path = ROOT / "outputs") -> Path:
@@ -43,10 +71,16 @@ def cells(source: Path) -> list[dict]:
 
 
 def digest(source: Path, outputs: Path = ROOT / "outputs") -> str:
-    """Of a notebook's source, and of every run that a grid named in it asks for: its name and what it ended with."""
+    """Of a notebook's source, and of every run that a grid named in it asks for: its name and what it ended with.
+
+    Of a trial, which reads no stored run, of its source and its profile alone.
+    """
     from fedlib_lab.runs.params_files import grids, papers
 
     said = ["".join(cell["source"]) for cell in cells(source)]
+    if profile_of(source) in TRIALS:
+        own = [said, profile_of(source), *shown_with(source).items()]
+        return hashlib.sha256(json.dumps(own).encode()).hexdigest()[:16]
     words = set(re.findall(r'"(\w+)"', "\n".join(said))) | {source.parent.name}
     if any("tasks_of(" in cell for cell in said):  # of atlas.py: all of a folder's grids
         words |= set(grids(source.parent.name))
@@ -78,11 +112,19 @@ def runs_of_grid(paper: str, grid: str, outputs: Path) -> list[tuple[str, str]]:
 
 
 def execute(source: Path, target: Path) -> None:
-    """Run the notebook as it stands, with the outputs of this repository, and keep what is worth keeping."""
+    """Run the notebook with the outputs of this repository, a trial with its own; keep what is worth keeping."""
     from nbclient import NotebookClient
 
-    notebook, stamp = nbformat.read(source, as_version=4), digest(source)
-    NotebookClient(notebook, timeout=None, resources={"metadata": {"path": str(source.parent)}}).execute()
+    notebook, stamp, profile = nbformat.read(source, as_version=4), digest(source), profile_of(source)
+    if said := told(source):
+        how = {"id": "injected", "metadata": {"tags": ["injected-parameters"]}}
+        asked = nbformat.v4.new_code_cell(said, **how)
+        at = next(i for i, cell in enumerate(notebook.cells) if "parameters" in cell.metadata.get("tags", []))
+        notebook.cells.insert(at + 1, asked)
+    with tempfile.TemporaryDirectory() as own:
+        env = os.environ | ({"FEDLIB_OUTPUTS": own} if profile in TRIALS else {})
+        client = NotebookClient(notebook, timeout=None, resources={"metadata": {"path": str(source.parent)}})
+        client.execute(env=env)
     target.parent.mkdir(parents=True, exist_ok=True)
     nbformat.write(kept(notebook, source, stamp), target)
 
@@ -104,20 +146,26 @@ def shown(output):
     """An output in the one form that a page shows; None: a warning, a widget, a bar of progress."""
     if output.output_type == "stream":
         return output if output.name == "stdout" else None
+    if any("widget" in form for form in output.data):  # moves where a kernel lives
+        return None
     output.data = {form: said for form, said in output.data.items() if form in KEPT}
     output.metadata = {}
     if picture := output.data.get("image/png"):
-        output.data = {"image/png": squeezed(picture)}
+        output.data = squeezed(picture)
     elif page := output.data.get("text/html"):
         output.data = {"text/html": re.sub(r"<style\b.*?</style>\s*", "", page, flags=re.S)}
     return output if output.data else None
 
 
-def squeezed(picture: str) -> str:
-    """A PNG in base64, of few colours."""
-    image, file = Image.open(io.BytesIO(base64.b64decode(picture))).convert("RGB"), io.BytesIO()
+def squeezed(picture: str) -> dict[str, str]:
+    """A picture in base64, by its form: a PNG of few colours; of many photographs a JPEG, as wide as it is read."""
+    image, form, file = Image.open(io.BytesIO(base64.b64decode(picture))).convert("RGB"), "image/png", io.BytesIO()
     image.quantize(COLOURS, dither=Image.Dither.NONE).save(file, "PNG", optimize=True)
-    return base64.b64encode(file.getvalue()).decode()
+    if file.tell() > LARGE:
+        image.thumbnail((READ_AT, 4 * READ_AT), Image.Resampling.LANCZOS)
+        form, file = "image/jpeg", io.BytesIO()
+        image.save(file, "JPEG", quality=75, optimize=True)
+    return {form: base64.b64encode(file.getvalue()).decode()}
 
 
 def relinked(text: str, source: Path) -> str:

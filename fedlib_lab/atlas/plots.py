@@ -20,11 +20,11 @@ COSTS = {
 
 
 def readable(color) -> tuple[float, ...]:
-    """Darken ``color`` until words in it are read on white: a contrast of 4.5 (WCAG 2, AA)."""
+    """Darken ``color`` until small words in it are read on white: a contrast of 7 (WCAG 2, AAA)."""
     from matplotlib.colors import to_rgb
 
     rgb = np.array(to_rgb(color))
-    while rgb**2.2 @ (0.2126, 0.7152, 0.0722) > 1.05 / 4.5 - 0.05:
+    while rgb**2.2 @ (0.2126, 0.7152, 0.0722) > 1.05 / 7 - 0.05:
         rgb = 0.95 * rgb
     return tuple(rgb)
 

@@ -21,6 +21,7 @@ from ..report.plots import ACCURACY, COSTS, plot_learning_curves, plot_series
 from ..report.sources import Stored
 from ..report.style import axes_of, finish, panels, share_legend, spelled, styled
 from ..report.tables import label_of
+from ..report.titles import figure_title
 from ..report.verdicts import Difference, Measured, differences
 from ..runs.costs import load_shapes
 from ..runs.params import load_grid
@@ -103,13 +104,15 @@ def plot_exit_rounds(runs: Mapping[str, Sequence[Mapping]], subject: str):
     return axes
 
 
-def best_at(frame: pd.DataFrame, option: str) -> str:
-    """Say at which value of an ``option`` clients get most, and at which least."""
+def plot_option(frame: pd.DataFrame, option: str):
+    """Plot what clients get by the value of an ``option``; None, and say so, where fewer than two are stored."""
     means = frame.groupby(option).clients.mean().dropna()
     if len(means) < 2:
-        return f"Only {option} = {means.index[0]:g} is stored yet" if len(means) else "No run is stored yet"
+        print(f"values of {option} that are stored: {', '.join(f'{x:g}' for x in means.index) or 'none'}")
+        return None
     ends = [f"{means[x]:.1f} % at {option} = {x:g}" for x in (means.idxmax(), means.idxmin())]
-    return f"Most {ends[0]}, least {ends[1]}"
+    title = figure_title(f"Most {ends[0]}, least {ends[1]}", frame)
+    return plot_series(frame, option, "clients", option, ACCURACY, title)
 
 
 def plot_thresholds(records: Sequence[Mapping], subject: str):

@@ -216,9 +216,8 @@ def plot_dose(dose: pd.DataFrame, subject: str, ax=None):
     """Plot points lost against what clients hold, of ``dose_of``'s rows; bars are standard deviations over seeds."""
     ax = axes_of(ax, (5.6, 3.8))
     ax.axhline(0, color=color_of("fedavg"), linestyle="--", linewidth=1, label="full-size FL")
-    ax.errorbar(
-        dose.share, dose.lost, dose.sd.fillna(0), fmt="o", color=color_of(PAPER), capsize=3, label="± SD over seeds"
-    )
+    label = "± SD over seeds" if dose.sd.notna().any() else None
+    ax.errorbar(dose.share, dose.lost, dose.sd.fillna(0), fmt="o", color=color_of(PAPER), capsize=3, label=label)
     ax.invert_xaxis()
     ax.margins(x=0.15, y=0.15)
     ax.legend()

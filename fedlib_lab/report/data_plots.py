@@ -66,10 +66,9 @@ def plot_clients_examples(data, clients: Sequence[int], n: int = 6):
         rows = data.client(i)
         rows = rows[np.linspace(0, len(rows) - 1, min(n, len(rows))).astype(int)] if len(rows) else rows
         for ax in row:
-            ax.set(xticks=[], yticks=[])
-            ax.axis("off")
+            ax.set(xticks=[], yticks=[], frame_on=False)
         for ax, r in zip(row, rows, strict=False):
-            ax.axis("on")
+            ax.set_frame_on(True)
             ax.imshow(data.inputs[r].permute(1, 2, 0).cpu().numpy().squeeze(), cmap="gray", vmin=0, vmax=255)
             ax.set_title(plain(data.classes[int(data.labels[r])]), fontsize=8)
             ax.grid(False)

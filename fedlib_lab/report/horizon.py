@@ -44,23 +44,23 @@ def order_kept(shorter: Table, longer: Table) -> pd.DataFrame:
 def plot_horizons(shorter: Table, longer: Table):
     """Draw a panel per data column: the longer table's variants and modes by round, and the shorter one's, pale.
 
-    The title says who leads after each; where no longer run is stored, the shorter ones are shown, and it says so.
-    Return the panels' Axes.
+    The title says who leads after each. Return the panels' Axes; None, and say so, where no longer run is stored.
     """
-    done = longer.frame.dropna(subset=[longer.value])
-    rows = done if len(done) else _of(longer, shorter.frame)
+    rows = longer.frame.dropna(subset=[longer.value])
+    if rows.empty:
+        print("no longer run is stored yet")
+        return None
     shown = rows.drop_duplicates("column")[["column", "dataset"]].values
     wide, methods = 4.2 if len(shown) > 1 else 6.4, {c.label: c.method for c in longer.cells}
     said = [f"{title_of(*names)}\n{_first(rows, longer, names[0])}" for names in shown] if len(shown) > 1 else [""]
-    title = figure_title(_came_out(shorter, longer, done), rows)
+    title = figure_title(_came_out(shorter, longer, rows), rows)
     axes = panels(said, title, (wide, 3.1), columns=2, sharey=False)
     for ax, (column, data) in zip(axes, shown, strict=True):
         of = (column, set(rows[rows.column == column].variant), set(rows.finetune))
         long, short = (curves_frame(table.curves(*of), "t", methods) for table in (longer, shorter))
         looks = looks_of(pd.concat([long, short]))
-        front, behind = (long, short) if len(long) else (short, long)
-        plot_series(front, "t", "accuracy", "round", score_of([data]), ax.get_title(), ax, looks=looks)
-        for name, part in behind.groupby("series", sort=False):
+        plot_series(long, "t", "accuracy", "round", score_of([data]), ax.get_title(), ax, looks=looks)
+        for name, part in short.groupby("series", sort=False):
             ax.plot(part.t, part.accuracy, color=looks.palette[name], alpha=0.4, linewidth=4, zorder=0)
     share_legend(axes)
     return axes
@@ -69,9 +69,6 @@ def plot_horizons(shorter: Table, longer: Table):
 def _came_out(shorter: Table, longer: Table, done: pd.DataFrame) -> str:
     """Say who leads in the first data column after the longer training, and who of the same led after the shorter."""
     rounds = [max((c.experiment.rounds for c in table.cells), default=0) for table in (shorter, longer)]
-    if done.empty:
-        before = _first(_of(longer, shorter.frame), longer)
-        return f"{rounds[1]:,} rounds are not stored yet; after {rounds[0]:,} {before}"
     keys, column = ["finetune", "column", "variant"], done.column.iloc[0]
     same = shorter.frame.merge(done[keys].drop_duplicates(), on=keys)
     after, before = (_first(rows, longer, column) for rows in (done, same))
@@ -81,11 +78,5 @@ def _came_out(shorter: Table, longer: Table, done: pd.DataFrame) -> str:
     return f"{where} {rounds[1]:,} rounds {after}; after {rounds[0]:,} (pale) {before}"
 
 
-def _of(longer: Table, frame: pd.DataFrame) -> pd.DataFrame:
-    """Return the rows that the longer table has too: those that are stored, or all where none is."""
-    rows = frame[frame.variant.isin(longer.variants) & frame.column.isin(longer.frame.column)]
-    return rows.dropna(subset=[longer.value]) if rows[longer.value].notna().any() else rows
-
-
-def _first(frame: pd.DataFrame, longer: Table, column: str = "") -> str:
-    return leads(frame[frame.column == (column or frame.column.iloc[0])], longer.paper, longer.value)
+def _first(frame: pd.DataFrame, longer: Table, column: str) -> str:
+    return leads(frame[frame.column == column], longer.paper, longer.value)

@@ -192,13 +192,12 @@ def facts(stored: Stored, cells: Sequence[Cell], wanted: set[str] = frozenset())
 
 
 def index_page(outputs: Path) -> str:
-    """Return the index: a line per paper with its claims' tally, and what benchmarks and other notebooks stored."""
+    """Return the index: a line per paper with its claims' tally, and the other folders' notebooks as they have run."""
     tallies = tallies_of(outputs)
     shown = [p for p in papers() if _read(outputs, p, "README.md")]
     lines = [f"- [**{p}**]({p}/README.md), [tables]({p}/tables.md). {tallies.get(p, '')}".rstrip() for p in shown]
     for folder in NO_PAPERS:
-        paths = sorted([*outputs.glob(f"{folder}/tables/*.csv"), *outputs.glob(f"{folder}/figures/*.png")])
-        if paths:
+        if paths := sorted(outputs.glob(f"{folder}/notebooks/*.ipynb")):
             links = ", ".join(f"[{p.stem}]({p.relative_to(outputs).as_posix()})" for p in paths)
             lines.append(f"- **{folder}**: {links}")
     over_all = f"Over all papers: {added(list(tallies.values())).replace('Of', 'of', 1)}" if tallies else ""
@@ -213,7 +212,10 @@ def notebook_of(paper: str, name: str) -> Path | None:
 
 
 def title_of(paper: str, name: str) -> str:
-    """Return the notebook's title, linked; for a grid without such a notebook, the first line of its params file."""
+    """Return the notebook's title, linked to it as it looks when it has run, if it lies there.
+
+    For a grid without a notebook return the first line of its params file.
+    """
     if (path := notebook_of(paper, name)) is None:
         grid = params_dir() / paper / f"{name}.yaml"
         if not grid.is_file():
@@ -222,7 +224,8 @@ def title_of(paper: str, name: str) -> str:
         return re.split(r"\.(?:\s|$)", first.removeprefix("#").strip())[0]
     cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
     title = "".join(cells[0]["source"]).splitlines()[0].removeprefix("# ")
-    return f"[{title}](../../{path.relative_to(root()).as_posix()})"
+    ran = (root() / "outputs" / paper / "notebooks" / path.name).is_file()
+    return f"[{title}]({f'notebooks/{path.name}' if ran else f'../../notebooks/{paper}/{path.name}'})"
 
 
 def short_title(paper: str, name: str) -> str:

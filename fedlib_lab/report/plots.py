@@ -100,11 +100,13 @@ def _against(frame: pd.DataFrame, x: str, y: str, xlabel: str, ylabel: str, titl
 def plot_exit_accuracies(frame: pd.DataFrame, ax=None, title: str = "", looks: Looks | None = None, hero: str = ""):
     """Draw each exit's mean accuracy over seeds, with SD bars where there are several; ``frame`` as from ``collect``.
 
-    Lines stand a little beside one another, so that bars do not hide bars; of more than ``MOST`` a row of dots each.
+    A single exit is the deepest. Lines stand a little beside one another, so that bars do not hide bars; of more than
+    ``MOST`` a row of dots each.
     """
     frame = named(frame).dropna(subset=["accuracy"])
     looks = looks or looks_of(frame)
-    rows = frame.assign(exit=[range(1, len(e) + 1) for e in frame.exits]).explode(["exit", "exits"])
+    most = max(map(len, frame.exits), default=1)
+    rows = frame.assign(exit=[range(most + 1 - len(e), most + 1) for e in frame.exits]).explode(["exit", "exits"])
     rows = rows.astype({"exits": float, "exit": float})
     if len(looks.palette) > MOST:
         return _exit_dots(frame, rows, ax, title, hero)
@@ -112,7 +114,7 @@ def plot_exit_accuracies(frame: pd.DataFrame, ax=None, title: str = "", looks: L
     beside = dict(zip(looks.palette, np.linspace(-0.08, 0.08, len(looks.palette) + 2)[1:-1], strict=True))
     rows["at"] = rows.exit + rows.series.map(beside).astype(float)
     bars = lines(rows, "at", "exits", ax, looks)
-    ax.set_xticks(range(1, max(map(len, frame.exits), default=1) + 1))
+    ax.set_xticks(range(1, most + 1))
     finish(ax, f"exit{bars}", _score(frame), title)
     return ax
 
@@ -145,9 +147,8 @@ def plot_modes(frame: pd.DataFrame, plot=plot_exit_accuracies, title: str = "", 
     looks = looks_of(named(frame))
     columns = [g for _, g in frame.groupby("column", sort=False)] if "column" in frame else [frame]
     groups = [group for part in columns for _, group in part.groupby("finetune", sort=False)]
-    several, modes = len(columns) > 1, [label_of(group.finetune.iloc[0]) for group in groups]
-    if set(frame.finetune) == {"full"}:  # nothing to tell apart
-        modes = [""] * len(groups)
+    several, told = len(columns) > 1, set(frame.finetune) != {"full"}  # else there is nothing to tell apart
+    modes = [label_of(group.finetune.iloc[0]) * told for group in groups]
     titles = [f"{_data(g)}\n{m}".strip() for g, m in zip(groups, modes, strict=True)] if several else modes
     title = figure_title(title or leads(frame, hero), frame)
     if plot is plot_exit_accuracies:
@@ -177,18 +178,14 @@ def _data(group: pd.DataFrame) -> str:
 
 
 @styled
-def plot_costs(
-    frame: pd.DataFrame, ax=None, x: str = "macs", y: str = "upload_mib", title: str = "", looks: Looks | None = None
-):
-    """Draw cost ``y`` against cost ``x`` per exit; ``frame`` has method and the columns of ``costs.exit_costs``."""
+def plot_costs(frame: pd.DataFrame, ax=None, x: str = "macs", y: str = "upload_mib", title: str = "", looks=None):
+    """Draw cost ``y``, or accuracy, against cost ``x`` per exit; ``frame`` has method and the columns of both.
+
+    The axis of memory is logarithmic: methods differ by an order of magnitude.
+    """
     (xlabel, xunit), (ylabel, yunit) = COSTS[x], COSTS.get(y, (_score(frame), 1))
     rows = frame.assign(**{x: frame[x] * xunit, y: frame[y] * yunit})
-    return plot_series(rows, x, y, xlabel, ylabel, title, axes_of(ax), looks=looks)
-
-
-def plot_accuracy_costs(frame: pd.DataFrame, ax=None, x: str = "macs", title: str = "", looks=None):
-    """Draw accuracy against cost ``x``, one dot per exit; ``frame`` as from ``tables.exit_table``."""
-    return plot_costs(frame, ax, x, "accuracy", title, looks)
+    return plot_series(rows, x, y, xlabel, ylabel, title, axes_of(ax), log=x != "macs", looks=looks)
 
 
 def curves_frame(curves: Mapping[str, Sequence[dict]], x: str, methods: Mapping[str, str] | None = None):
@@ -206,13 +203,14 @@ def curves_frame(curves: Mapping[str, Sequence[dict]], x: str, methods: Mapping[
 
 
 @styled
-def plot_adaptive(curves: Mapping[str, Sequence[dict]], title: str = "", ax=None, hero: str = ""):
+def plot_adaptive(curves: Mapping[str, Sequence[dict]], title: str = "", ax=None, hero: str = "", methods=None):
     """Draw accuracy against mean MACs as the confidence threshold moves; a label maps to a curve of ``clients``.
 
+    ``methods``: of labels that do not begin with their method's name.
     Records of a single ``exit`` stand beside the line as rings of its colour: what all get who leave there.
     """
     policies = {name: [r for r in records if "exit" not in r] for name, records in curves.items()}
-    frame = curves_frame(policies, "macs").drop_duplicates(["series", "macs"], keep="last")
+    frame = curves_frame(policies, "macs", methods).drop_duplicates(["series", "macs"], keep="last")
     looks, (label, unit) = looks_of(frame), COSTS["macs"]
     frame["macs"] *= unit
     ax = plot_series(frame, "macs", "accuracy", f"mean {label}", ACCURACY, title, ax, hero, looks=looks)

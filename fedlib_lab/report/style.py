@@ -62,16 +62,12 @@ def marker_of(method: str) -> str:
 
 
 def _look(method: str) -> tuple[str, str]:
-    code, own = zlib.crc32(method.encode()), vars(METHODS.get(method, object))  # not what it inherits
-    return own.get("color") or _spare_color(code), own.get("marker") or MARKERS[code // 24 % len(MARKERS)]
-
-
-def _spare_color(code: int) -> str:
-    """Return one of 24 hues for a method that names none."""
     import seaborn
     from matplotlib.colors import to_hex
 
-    return to_hex(seaborn.husl_palette(24, l=0.5)[code % 24])
+    code, own = zlib.crc32(method.encode()), vars(METHODS.get(method, object))  # not what it inherits
+    spare = to_hex(seaborn.husl_palette(24, l=0.5)[code % 24])  # one of 24 hues for a method that names none
+    return own.get("color", spare), own.get("marker", MARKERS[code // 24 % len(MARKERS)])
 
 
 def looks_of(frame: pd.DataFrame) -> Looks:
@@ -219,12 +215,13 @@ def name_points(ax, points: Sequence[tuple[float, float, str]], colors: Sequence
     for line in (line for line in ax.lines if line.get_linestyle() != "None" and line.get_linewidth()):
         path = line.get_path().transformed(line.get_transform()).interpolated(40)
         taken += [Bbox.from_bounds(px, py, 1, 1) for px, py in path.vertices]
-    near = [(6, 4, "left"), (6, -11, "left"), (-6, 4, "right"), (-6, -11, "right"), (0, 9, "center"),
-            (0, -16, "center"), (10, 12, "left"), (10, -20, "left"), (-10, 12, "right"),
+    near = [(6, 4, "left"), (6, -11, "left"), (-6, 4, "right"), (-6, -11, "right"), (-10, 3, "right"), (9, -3, "left"),
+            (0, 9, "center"), (0, -16, "center"), (10, 12, "left"), (10, -20, "left"), (-10, 12, "right"),
             (-10, -20, "right")]  # fmt: skip
     far = [(dx, sign * dy, side) for dy in (24, 36, 48) for sign in (1, -1)
            for dx, side in ((0, "center"), (14, "left"), (-14, "right"))]  # fmt: skip
-    for (x, y, name), color in zip(points, colors or ["black"] * len(points), strict=True):
+    both = zip(points, colors or ["black"] * len(points), strict=True)
+    for (x, y, name), color in sorted(both, key=lambda p: -p[0][0]):  # from the right: names stand there first
         tried = []
         for dx, dy, side in near + far:
             arrow = {"arrowstyle": "-", "color": "0.4", "linewidth": 0.6} if abs(dy) >= 20 else None
@@ -241,7 +238,7 @@ def name_points(ax, points: Sequence[tuple[float, float, str]], colors: Sequence
         for _, _, text, _ in tried:
             if text is not best[2]:
                 text.remove()
-        taken.append(best[3])
+        taken.append(best[3].padded(1))
 
 
 def log_axis(ax, values: pd.Series) -> None:

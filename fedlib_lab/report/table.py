@@ -84,11 +84,19 @@ class Table:
         return tables.mean_curves(chosen, column, "clients" if self.value in VALUES else self.value, self.folder)
 
     def plot_exits(self):
-        """Draw and save the accuracy of every exit, a panel per fine-tuning mode, on the first column that has runs."""
-        frame = as_exits(self.frame) if self.value in VALUES else self.frame
-        done = frame.dropna(subset=["accuracy"])
-        first = (done if len(done) else frame).column.iloc[0]
-        return self.save_figure(plot_modes(frame[frame.column == first], hero=self.paper), "exits")
+        """Draw and save the accuracy of every exit, a panel per fine-tuning mode, on the column that has most runs.
+
+        The title judges what the table prints: the mean exit, every exit, or where examples leave.
+        """
+        own = self.value in VALUES
+        done = self.frame.dropna(subset=["clients" if own else self.value])
+        most = (done if len(done) else self.frame).groupby("column", sort=False).size().idxmax()
+        frame = self.frame[self.frame.column == most]
+        rows = spread_out(frame, self.value, self.thresholds) if own else frame
+        if self.value == "client_exits":
+            rows = rows.assign(column=rows.column.str.rpartition(", ")[2]).drop(columns="dataset")
+        said = "Leaving early, " * (self.value == "left") + leads(rows, self.paper, "clients" if own else self.value)
+        return self.save_figure(plot_modes(as_exits(frame) if own else frame, title=said, hero=self.paper), "exits")
 
     def plot_curves(self, column: str, suffix: str = "curves", variants: Collection[str] | None = None):
         """Draw and save what the table prints by round in ``column``, of ``variants`` (None: all); who leads is said.
@@ -109,8 +117,9 @@ class Table:
         return frame
 
     def save_figure(self, axes, suffix: str):
-        """Write the figure of ``axes`` as the table's part ``suffix``, and return them."""
-        save_figure(axes, self._named(suffix))
+        """Write the figure of ``axes``, if there is one, as the table's part ``suffix``; return them."""
+        if axes is not None:
+            save_figure(axes, self._named(suffix))
         return axes
 
     def _named(self, suffix: str) -> str:

@@ -63,24 +63,33 @@ def leads(frame: pd.DataFrame, hero: str = "", value: str = "accuracy") -> str:
     """
     by = [c for c in ("column", "finetune") if c in frame and frame[c].nunique() > 1]
     done = frame.dropna(subset=[value])
-    if by and len(done):
-        parts = [(_place(g, by), leads(g, hero, value)) for _, g in done.groupby(by, sort=False)][:3]
-        return "; ".join(f"{place}: {said}" for place, said in parts)
-    rows = (named(done) if "series" not in done else done).assign(seed=done.get("seed", 1))
-    if rows.empty:
+    if done.empty:
         return "No run is stored yet"
+    groups = [*done.groupby(by, sort=False)][:3] if by else [("", done)]
+    found = {_place(g, by): _compared(g, hero, value) for _, g in groups}
+    pairs = {(one, other) for one, other, _, _ in found.values()}
+    if len(found) == 1 or len(pairs) > 1 or not max(pairs)[1]:
+        return "; ".join(f"{place}: " * bool(place) + apart(*said) for place, said in found.items())
+    words = {"holds": "leads", "contradicted": "trails", "not testable": "one seed"}
+    ends = [f"{place} {x:+.1f} ({words.get(v, v)})".replace("-", "−") for place, (*_, x, v) in found.items()]
+    return f"{' against '.join(max(pairs))}, in points: {', '.join(ends)}"
+
+
+def _compared(done: pd.DataFrame, hero: str, value: str) -> tuple[str, str, float, str]:
+    """Return who is spoken of, its best rival ("" if alone), by how many points it is ahead, and the verdict."""
+    rows = (named(done) if "series" not in done else done).assign(seed=done.get("seed", 1))
     series = {name: group for name, group in rows.groupby(["series", "method"], sort=False)}
     best = sorted(series, key=lambda name: -series[name][value].mean())
     first = ([name for name in best if name == (label_of(hero), hero)] or [n for n in best if n[1] == hero] or best)[0]
     rivals = [name for name in best if name[1] != first[1]] or [name for name in best if name != first]
     if not rivals:
-        return f"{first[0]} reaches {series[first][value].mean():.1f}"
+        return first[0], "", series[first][value].mean(), ""
     runs = {name: _by_seed(series[name], value) for name in (first, *rivals)}
     found = [differences([*paired(runs[first], runs[name]).values()])[0] for name in rivals]
     verdicts = [reason(d) or not_ranked([len(d.points)]) or judged(d)["verdict"] for d in found]
     verdict = verdicts[0] if verdicts[0] != "holds" else next((v for v in verdicts if v != "holds"), "holds")
     apart_by = found[0].mean if len(found[0].points) else series[first][value].mean() - series[rivals[0]][value].mean()
-    return apart(first[0], rivals[0][0], apart_by, verdict)
+    return first[0], rivals[0][0], apart_by, verdict
 
 
 def _by_seed(rows: pd.DataFrame, value: str) -> BySeed:
@@ -94,7 +103,9 @@ def _by_seed(rows: pd.DataFrame, value: str) -> BySeed:
 
 
 def apart(one: str, other: str, difference: float, verdict: str) -> str:
-    """Put a difference in points into a sentence, which nowhere says more than its ``verdict``."""
+    """Put a difference in points into a sentence that says no more than its ``verdict``; without ``other``, a level."""
+    if not other:
+        return f"{one} reaches {difference:.1f}"
     if verdict in ("holds", "contradicted"):
         return f"{one} {'leads' if verdict == 'holds' else 'trails'} {other} by {abs(difference):.1f} points"
     if abs(difference) < LEVEL:

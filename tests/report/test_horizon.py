@@ -57,7 +57,7 @@ def test_a_line_has_its_methods_look_whatever_its_label():
     assert to_rgb(line.get_color()) == to_rgb(color_of("fedavg")) and line.get_marker() == marker_of("fedavg")
 
 
-def test_curves_of_two_modes_are_two_lines(tmp_path):
+def test_curves_of_two_modes_are_two_lines(tmp_path, capsys):
     """Never one mean over both; a longer trial of one mode stands beside that mode's shorter one."""
     small = {"columns": ["cifar10_alpha1"], "variant": ["depthfl"], "num_train": 64, "num_test": 20, "rounds": 1}
     both, one = (
@@ -68,4 +68,7 @@ def test_curves_of_two_modes_are_two_lines(tmp_path):
     assert list(curves) == ["depthfl, frozen", "depthfl, lora"]
     assert both.curves("cifar10_alpha1", finetune=["frozen"]) == one.curves("cifar10_alpha1")
     assert list(one.curves("cifar10_alpha1").values()) == [curves["depthfl, frozen"]]
+    capsys.readouterr()
+    assert plot_horizons(both, one) is None and capsys.readouterr().out == "no longer run is stored yet\n"
+    one.run(run_missing=False)
     assert len(plot_horizons(both, one)[0].get_legend_handles_labels()[1]) == 1

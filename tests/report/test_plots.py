@@ -96,12 +96,28 @@ def test_costs_and_curves_have_the_methods_looks():
     costs = pd.DataFrame({"method": ["reefl"] * 2 + ["depthfl"] * 2, "macs": [1e6, 2e6] * 2, "upload_mib": [1, 2, 3, 4],
                           "accuracy": [10, 20, 30, 40], "finetune": "lora", "column": "femnist"})  # fmt: skip
     adaptive = {"ReeFL": [{"macs": 1e6, "accuracy": 5}, {"macs": 2e6, "accuracy": 9}]}
-    for ax in (plots.plot_costs(costs), plots.plot_accuracy_costs(costs), plots.plot_adaptive(adaptive)):
+    for ax in (plots.plot_costs(costs), plots.plot_costs(costs, y="accuracy"), plots.plot_adaptive(adaptive)):
         line = ax.lines[0]
         assert to_rgb(line.get_color()) == to_rgb(color_of("reefl")) and line.get_marker() == marker_of("reefl")
         assert line.get_xdata().tolist() == [1, 2] and inside(ax.figure)
-    (panel,) = plots.plot_modes(costs, plots.plot_accuracy_costs, title="Against compute", x="macs")
+    (panel,) = plots.plot_modes(costs, plots.plot_costs, title="Against compute", x="macs", y="accuracy")
     assert panel.figure.get_suptitle() == "Against compute\nFEMNIST, LoRA"
+
+
+def test_a_label_of_ones_own_has_its_methods_look():
+    """The multi-exit form of a method is no method of its own."""
+    records = [{"macs": 1e6, "accuracy": 5}, {"macs": 2e6, "accuracy": 9}]
+    for name, told in (("FedPer-EE", {"FedPer-EE": "fedper"}), ("FedPAC-EE", {"FedPAC-EE": "fedpac"})):
+        line = plots.plot_adaptive({name: records}, methods=told).lines[0]
+        assert to_rgb(line.get_color()) == to_rgb(color_of(told[name])) and line.get_marker() == marker_of(told[name])
+
+
+def test_a_single_exit_stands_at_the_depth_of_the_deepest():
+    where = {"finetune": "full", "column": "cifar10", "seed": 1, "dataset": "cifar10", "backbone": "convnet3"}
+    rows = [("cafedistill", [50.0, 55.0, 60.0]), ("fedper", [58.0])]
+    table = pd.DataFrame([where | {"method": m, "label": m, "exits": x, "accuracy": x[-1]} for m, x in rows])
+    three, one = plots.plot_exit_accuracies(table).lines[:2]
+    assert three.get_xdata().round().tolist() == [1, 2, 3] and one.get_xdata().round().tolist() == [3]
 
 
 def test_every_exit_stands_beside_the_curve_of_leaving_early():

@@ -38,7 +38,13 @@ def test_the_message_is_of_means_against_the_best_rival():
     assert leads(runs, "reefl") == "ReeFL trails FedAvg by 2.0 points"
     assert leads(runs[runs.variant == "reefl"]) == "ReeFL reaches 42.0"
     assert leads(runs.assign(accuracy=float("nan"))) == "No run is stored yet"
-    assert leads(frame(METHODS, seeds=(1, 2, 3)), "reefl") == "Frozen: ReeFL trails FedAvg by 2.0 points; LoRA: ReeFL trails FedAvg by 2.0 points"  # fmt: skip
+    both = frame(METHODS, seeds=(1, 2, 3))
+    assert leads(both, "reefl") == "ReeFL against FedAvg, in points: Frozen −2.0 (trails), LoRA −2.0 (trails)"
+    other = both.assign(accuracy=both.accuracy - 1.5 * ((both.variant == "fedavg") & (both.finetune == "lora")))
+    said = "Frozen: ReeFL trails FedAvg by 2.0 points; LoRA: ReeFL trails DepthFL by 1.0 points"
+    assert leads(other, "reefl") == said  # the best rival is another
+    alone = both[both.variant == "reefl"]
+    assert leads(alone) == "Frozen: ReeFL reaches 42.0; LoRA: ReeFL reaches 42.0"
 
 
 def test_a_title_says_no_more_than_the_verdict():

@@ -1,5 +1,6 @@
 """Executed notebooks in git are of the notebooks and of the stored runs that stand beside them."""
 
+import ast
 import importlib.util
 import json
 import re
@@ -18,12 +19,36 @@ spec = importlib.util.spec_from_file_location("executed_notebooks", ROOT / "docs
 notebooks = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(notebooks)
 SOURCES = notebooks.sources()
+PICTURES = {"image/png", "image/jpeg"}
 
 
-def test_every_notebook_that_trains_nothing_stands_there_executed():
+def test_every_notebook_stands_there_executed():
+    assert set(SOURCES) == set((ROOT / "notebooks").rglob("*.ipynb")) and len(SOURCES) > 60
     wanted = {notebooks.executed(s, OUTPUTS) for s in SOURCES}
-    assert wanted == set(OUTPUTS.glob("*/notebooks/*.ipynb")) and len(wanted) > 45
-    assert sum(p.stat().st_size for p in wanted) < 12e6
+    assert wanted == set(OUTPUTS.glob("*/notebooks/*.ipynb"))
+    sizes = {f"{p.parts[-3]}/{p.stem}": p.stat().st_size for p in wanted}
+    assert sum(sizes.values()) < 6e6 and {name for name, size in sizes.items() if size > 400_000} <= {"atlas/map"}
+
+
+def test_a_notebook_that_trains_is_executed_with_outputs_of_its_own(tmp_path, monkeypatch):
+    """A trial leaves nothing behind; one that is shown at another profile says so below its parameters."""
+    source = tmp_path / "folder/one.ipynb"
+    source.parent.mkdir()
+    code = ['profile = "smoke"  # smoke | small', "import os\n\nprofile, os.environ.get('FEDLIB_OUTPUTS', 'none')"]
+    new = notebooks.nbformat.v4
+    cells = [new.new_code_cell(code[0], metadata={"tags": ["parameters"]}), new.new_code_cell(code[1])]
+    book = new.new_notebook(cells=cells, metadata={"kernelspec": {"name": "python3", "display_name": "Python 3"}})
+    notebooks.nbformat.write(book, source)
+    monkeypatch.setenv("FEDLIB_OUTPUTS", "the repository's")
+    notebooks.execute(source, tmp_path / "trial.ipynb")
+    monkeypatch.setitem(notebooks.SHOWN_WITH, "folder/one", {"profile": "small"})
+    notebooks.execute(source, tmp_path / "small.ipynb")
+    trial, small = (json.loads((tmp_path / f"{n}.ipynb").read_text())["cells"] for n in ("trial", "small"))
+    assert ["".join(c["source"]) for c in small] == [code[0], '# Parameters\nprofile = "small"', code[1]]
+    assert len(trial) == 2
+    profile, folder = ast.literal_eval("".join(trial[1]["outputs"][0]["data"]["text/plain"]))
+    assert profile == "smoke" and folder != "the repository's" and not Path(folder).exists()
+    assert "".join(small[2]["outputs"][0]["data"]["text/plain"]) == "('small', \"the repository's\")"
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda p: f"{p.parent.name}/{p.stem}")
@@ -33,10 +58,11 @@ def test_it_is_of_the_stored_runs(source):
     notebook = json.loads(text)
     assert notebook["metadata"][notebooks.DIGEST] == notebooks.digest(source, OUTPUTS), "stale: run `make notebooks`"
     code = [c for c in notebook["cells"] if c["cell_type"] == "code"]
-    assert [c["source"] for c in code] == [c["source"] for c in notebooks.cells(source) if c["cell_type"] == "code"]
+    wanted = ["".join(c["source"]) for c in notebooks.cells(source) if c["cell_type"] == "code"]
+    assert ["".join(c["source"]) for c in code] == [wanted[0], *filter(None, [notebooks.told(source)]), *wanted[1:]]
     outputs = [o for c in code for o in c["outputs"]]
     assert outputs and not any(o["output_type"] == "error" for o in outputs)
-    said = json.dumps([{k: v for k, v in o.get("data", {}).items() if k != "image/png"} | {"text": o.get("text")} for o in outputs])  # fmt: skip
+    said = json.dumps([{k: v for k, v in o.get("data", {}).items() if k not in PICTURES} | {"text": o.get("text")} for o in outputs])  # fmt: skip
     assert not re.search(r"/(work|tmp|home|root|usr)/|\d+it/s|Traceback", said)
     assert not any(c["metadata"].keys() - {"tags"} for c in notebook["cells"])
 
@@ -48,7 +74,23 @@ def test_every_cell_that_draws_shows_its_picture(source):
         said = "".join(cell["source"])
         draws = re.search(r"^(?!def |from |import |\s).*\b(plot_\w+|save_figure)\(", said, re.M)
         if cell["cell_type"] == "code" and draws:
-            assert any("image/png" in o.get("data", {}) for o in cell["outputs"]), said
+            told = "".join("".join(o.get("text", "")) for o in cell["outputs"])
+            nothing = re.search(r"^(no (longer )?run is stored( yet)?|values of \w+ that are stored: .*)$", told, re.M)
+            assert any(PICTURES & o.get("data", {}).keys() for o in cell["outputs"]) or nothing, said
+
+
+def test_a_trials_digest_is_of_its_source_alone(tmp_path):
+    (tmp_path / "reefl").mkdir()
+    source = tmp_path / "reefl/one.ipynb"
+
+    def said(*lines):
+        source.write_text(json.dumps({"cells": [{"source": [line]} for line in lines]}))
+        return notebooks.digest(source, tmp_path), notebooks.digest(source, OUTPUTS)
+
+    first, same = said('profile = "smoke"', 'Table("reefl", "table4", profile)')
+    assert first == same and len({first, *said('profile = "demo"', 'Table("reefl", "table4", profile)')}) == 2
+    none, stored = said('profile = "small"', 'Table("reefl", "table4", profile)')
+    assert none != stored
 
 
 def test_a_digest_tells_another_run_and_another_source(tmp_path):
@@ -77,5 +119,5 @@ def test_links_lead_from_the_new_place():
     text = "[a](why.ipynb) [b](../walkthrough/01_exits_and_costs.ipynb) [c](../../README.md#x) [d](https://a.b) [e](figure7_teacher.ipynb)"
     assert notebooks.relinked(text, source) == (
         "[a](why.ipynb) [b](../../walkthrough/notebooks/01_exits_and_costs.ipynb) [c](../../../README.md#x) "
-        "[d](https://a.b) [e](../../../notebooks/reefl/figure7_teacher.ipynb)"
+        "[d](https://a.b) [e](figure7_teacher.ipynb)"
     )

@@ -1,7 +1,7 @@
-"""Heat maps of attention over images: every block of one image, galleries, and an interactive browser (ipywidgets)."""
+"""Heat maps of attention over images: every block and head of one image, a row per class, a browser (ipywidgets)."""
 
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache, partial
 
 import numpy as np
@@ -71,52 +71,59 @@ def plot_blocks(image: np.ndarray, attention: Attention, i: int = 0, subject: st
     return axes
 
 
-def plot_gallery(images: Sequence[np.ndarray], attention: Attention, labels: torch.Tensor, classes: Sequence[str]):
-    """Plot Figure 11: per image (row) the maps of Eqs. 7-9 in the block of its earliest correct exit. Returns the Axes.
+def plot_heads(image: np.ndarray, attention: Attention, i: int = 0, subject: str = "", name: str = "read"):
+    """Plot a grid of one kind of maps of image ``i``: a column a block, a row a head, the mean over heads on top.
 
-    An image that no exit gets right shows the last block and says so.
+    Each map is on its own scale. Returns the Axes (heads + 1, blocks).
     """
     import matplotlib.pyplot as plt
 
-    names, first = ("x", "m", "c"), attention.earliest_correct(labels).tolist()
-    size = (1.7 * 4, 1.75 * len(images))
-    _, axes = plt.subplots(len(images), 4, figsize=size, squeeze=False, layout="constrained")
-    for i, (row, image) in enumerate(zip(axes, images, strict=True)):
-        block = attention.exit_units[first[i]]
-        where = f"exit {first[i] + 1}, block {block + 1}" if first[i] >= 0 else "no exit correct"
-        overlay(image, None, row[0], f"{classes[labels[i]]}: {where}")
-        for name, ax in zip(names, row[1:], strict=True):
-            overlay(image, _mean(attention, name, i, block), ax, MAPS[name])
+    blocks, heads = attention.maps[name].shape[1:3]
+    size = (max(8.4, 0.7 * blocks + 0.4), 0.74 * (heads + 1) + 0.7)
+    figure, axes = plt.subplots(heads + 1, blocks, figsize=size, squeeze=False, layout="constrained")
+    for (row, block), ax in np.ndenumerate(axes):
+        one = _mean(attention, name, i, block, row - 1 if row else None)
+        overlay(image, one, ax, "" if row else f"block {block + 1}")
+    for row, ax in enumerate(axes[:, 0]):
+        ax.set_ylabel(f"head {row}" if row else "mean", fontsize=9)
+    figure.suptitle(plain(f"Every head of every block: {MAPS[name]}\n{subject}"), fontsize=11)
     return axes
 
 
 SLIDE = {"x": "before Ree", "m": "modulated"}
+EQUATIONS = {"x": "before Ree, Eq. 7", "m": "exploration, Eq. 8", "c": "exploitation, Eq. 9"}
 
 
 def plot_slide(
     images: Sequence[np.ndarray], attention: Attention, labels: torch.Tensor, classes: Sequence[str],
-    chosen: torch.Tensor, title: str = "What the class token looks at, in the block of the first exit that is right",
+    chosen: torch.Tensor, subject: str = "", maps: Mapping[str, str] = SLIDE,
 ):  # fmt: skip
-    """Plot a row per class, a triple per group of exits: image, map before Ree, modulated map.
+    """Plot a row per class, per group of exits an image and its ``maps``; one group and ``EQUATIONS`` are Figure 11.
 
-    ``chosen`` (classes, groups) as from ``pick_by_exit``; maps are Eqs. 7 and 8 in the block of the image's earliest
-    correct exit, mean over heads, each on its own scale. Returns the Axes (classes, groups, 3).
+    ``chosen`` (classes, groups) as from ``pick_by_exit``; maps are those of the block of the image's earliest correct
+    exit, mean over heads, each on its own scale. Returns the Axes (classes, groups, 1 + maps).
     """
     import matplotlib.pyplot as plt
 
     exits, (rows, groups) = len(attention.exit_units), chosen.shape
     first = attention.earliest_correct(labels).tolist()
-    figure = plt.figure(figsize=(1.15 * 3 * groups + 0.9, 1.25 * rows + 0.9), layout="constrained")
-    figure.suptitle(title, fontsize=12)
-    axes = np.empty((rows, groups, 3), dtype=object)
+    wide, each = 1 + len(maps), 0.95 if groups > 1 else 1.3  # inches
+    figure = plt.figure(figsize=(each * wide * groups + 0.5, each * 1.15 * rows + 1.1), layout="constrained")
+    said = "What the class token looks at, in the block of the first exit that is right"
+    figure.suptitle(plain(f"{said}\n{subject}".strip()), fontsize=11)
+    axes = np.empty((rows, groups, wide), dtype=object)
     for g, part in enumerate(figure.subfigures(1, groups, wspace=0.03, squeeze=False)[0]):
-        axes[:, g] = part.subplots(rows, 3, squeeze=False)
+        axes[:, g] = part.subplots(rows, wide, squeeze=False)
         own = [e + 1 for e in range(exits) if e * groups // exits == g]
-        part.suptitle(_exits_text(own), fontsize=10)
-        for ax, name in zip(axes[0, g], ("image", *SLIDE.values()), strict=True):
-            ax.set_title(name, fontsize=8)
+        part.suptitle(_exits_text(own) if groups > 1 else "", fontsize=10)
         for row, i in zip(axes[:, g], chosen[:, g].tolist(), strict=True):
-            _triple(row, images[i] if i >= 0 else None, attention, i, first[i] if i >= 0 else -1)
+            for ax, name in zip(row, (None, *maps), strict=True):
+                ax.set(xticks=[], yticks=[])
+                if i >= 0:
+                    overlay(images[i], _mean(attention, name, i, attention.exit_units[first[i]]) if name else None, ax)
+            row[0].set_xlabel(f"exit {first[i] + 1}" if i >= 0 else "", fontsize=8, labelpad=1)
+        for ax, name in zip(axes[0, g], ("image", *maps.values()), strict=True):
+            ax.set_title(name, fontsize=8)
     for row, line in zip(axes[:, 0, 0], chosen.tolist(), strict=True):
         found = next((i for i in line if i >= 0), None)
         row.set_ylabel(plain(classes[labels[found]]) if found is not None else "", fontsize=9)
@@ -129,34 +136,20 @@ def _exits_text(exits: Sequence[int]) -> str:
     return f"first right at exits {exits[0]}–{exits[-1]}"
 
 
-def _triple(row, image: np.ndarray | None, attention: Attention, i: int, exit: int) -> None:
-    """Plot an image and its two maps; empty frames where no image was found."""
-    for ax, name in zip(row, (None, *SLIDE), strict=True):
-        head = ax.get_title()
-        if image is None:
-            ax.set(xticks=[], yticks=[])
-            continue
-        weights = _mean(attention, name, i, attention.exit_units[exit]) if name else None
-        overlay(image, weights, ax)
-        ax.set_title(head, fontsize=8)
-    if image is not None:
-        row[0].set_xlabel(f"exit {exit + 1}", fontsize=7, labelpad=1)
-
-
 def browse(images: Sequence[np.ndarray], attention: Attention, titles: Sequence[str]):
-    """Build a widget to pick image, block and head: all four maps side by side. Returns the ipywidgets box."""
+    """Build a widget with sliders over blocks and heads: an image's four maps. Returns the ipywidgets box."""
     import ipywidgets as widgets
     from IPython.display import Image, display
 
     _, blocks, heads = attention.maps["x"].shape[:3]
-    of_heads = [("mean", None), *((str(h + 1), h) for h in range(heads))]
+    of_heads = [("mean", -1), *((str(h + 1), h) for h in range(heads))]
     choose = {
         "image": widgets.Dropdown(options=[(t, i) for i, t in enumerate(titles)], description="image"),
         "block": widgets.IntSlider(value=1, min=1, max=blocks, description="block"),
-        "head": widgets.Dropdown(options=of_heads, description="head"),
+        "head": widgets.SelectionSlider(options=of_heads, description="head"),
     }
     picture = lru_cache(maxsize=1024)(partial(map_picture, images, attention))
-    show = lambda image, block, head: display(Image(picture(image, block - 1, head)))  # noqa: E731
+    show = lambda image, block, head: display(Image(picture(image, block - 1, head if head >= 0 else None)))  # noqa: E731
     return widgets.VBox([widgets.HBox(list(choose.values())), widgets.interactive_output(show, choose)])
 
 

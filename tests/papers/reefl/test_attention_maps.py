@@ -20,7 +20,7 @@ from fedlib_lab.papers.reefl.attention_maps import (
     pick_by_exit,
     run_attention,
 )
-from fedlib_lab.papers.reefl.attention_plots import browse, map_picture, plot_blocks, plot_slide
+from fedlib_lab.papers.reefl.attention_plots import EQUATIONS, browse, map_picture, plot_blocks, plot_heads, plot_slide
 from fedlib_lab.runs.trained import load_trained
 
 
@@ -132,6 +132,24 @@ def test_the_slide_shows_maps_of_the_earliest_correct_exits_block():
         np.testing.assert_allclose(ax.images[1].get_array(), attention.maps[name][1, 2].mean(0))
     assert photo.get_xlabel() == "exit 3" and not axes[0, 1, 0].images  # no image of a cat leaves there
     assert [ax.get_title() for ax in axes[0, 0]] == ["image", "before Ree", "modulated"]
+    once = plot_slide(
+        photos, attention, labels, ["cat", "dog"], torch.tensor([[0], [1]]), "a net", EQUATIONS
+    )  # Figure 11
+    assert once.shape == (2, 1, 4) and once[1, 0, 0].get_xlabel() == "exit 3"
+    np.testing.assert_allclose(once[1, 0, 3].images[1].get_array(), attention.maps["c"][1, 2].mean(0))
+    assert once[0, 0, 0].figure.figure.get_suptitle().endswith("\na net")
+    plt.close("all")
+
+
+def test_a_grid_shows_the_mean_and_every_head_of_every_block():
+    attention, _ = a_few()
+    axes = plot_heads(np.full((8, 8, 3), 7, np.uint8), attention, 1, "a cat")
+    assert axes.shape == (3, 3) and [ax.get_ylabel() for ax in axes[:, 0]] == ["mean", "head 1", "head 2"]
+    maps = attention.maps["read"][1]  # (blocks, heads, side, side)
+    for row, wanted in enumerate((maps.mean(1), maps[:, 0], maps[:, 1])):
+        for ax, one in zip(axes[row], wanted, strict=True):
+            np.testing.assert_allclose(ax.images[1].get_array(), one)
+    assert [ax.get_title() for ax in axes[0]] == ["block 1", "block 2", "block 3"]
     plt.close("all")
 
 
