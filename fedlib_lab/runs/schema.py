@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from fedlib.core.experiment import Experiment
 from fedlib.core.validation import check_known, field_hints
-from fedlib.methods import METHODS
+from fedlib.methods import METHODS, OLD_OPTIONS
 
 from .params import SPEC_KEYS
 from .params_files import GRID_KEYS, SIZES, profiles
@@ -34,7 +34,7 @@ def schemas(what: Literal["experiment", "params"] = "experiment") -> dict[str, S
     own["method"] |= {"enum": sorted(METHODS)}
     options = [
         {"if": {"properties": {"method": {"const": name}}, "required": ["method"]},
-         "then": {"properties": {"options": _closed(_properties(method))}}} for name, method in METHODS.items()
+         "then": {"properties": {"options": _closed(_options(method))}}} for name, method in METHODS.items()
     ]  # fmt: skip
     defs = {"options": {"allOf": options}}
     defs["experiment"] = _closed(own) | {"$ref": "#/$defs/options"}
@@ -72,6 +72,12 @@ def _properties(cls: type) -> dict[str, Schema]:
     from pydantic import TypeAdapter
 
     return {f.name: TypeAdapter(field_hints(cls)[f.name]).json_schema() for f in fields(cls)}
+
+
+def _options(method: type) -> dict[str, Schema]:
+    """Return the schema of every option of ``method``, also as stored runs call it."""
+    own = _properties(method)
+    return {old: own[new] | {"deprecated": True} for new, old in OLD_OPTIONS.items() if new in own} | own
 
 
 def _closed(properties: Mapping[str, Schema]) -> Schema:
