@@ -60,7 +60,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _answer(given: argparse.Namespace, value: object, text: str = "") -> None:
-    """Print ``text`` if there is any, or with ``--json`` ``value`` as a document, in which NaN and infinity are null."""
+    """Print ``text`` if there is any, with ``--json`` instead ``value`` as a document; NaN and infinity are null."""
     if given.json:
         plain = json.dumps(value, default=lambda x: x.item() if hasattr(x, "item") else str(x))
         print(json.dumps(json.loads(plain, parse_constant=lambda _: None), indent=1), file=given.out)

@@ -67,11 +67,9 @@ def acceleration(e: Experiment, clients: int = 3, batch: int = BATCH) -> dict[st
     full, parts = shapes.setting.full(), [part for _, part in client_parts(e, shapes)]
     macs = np.array([shapes.setting.measure.macs(p) for p in parts])
     seconds = step_seconds(e, [full, *parts[:clients]], batch)
-    return {
-        "by MACs": shapes.setting.measure.macs(full) / macs.mean(),
-        "by time": seconds[0] / seconds[1:].mean(),
-        "mean parameters (M)": np.mean([shapes.setting.measure.parameters(p) for p in parts]) / 1e6,
-    }
+    mean = np.mean([shapes.setting.measure.parameters(p) for p in parts]) / 1e6
+    ratios = {"by MACs": shapes.setting.measure.macs(full) / macs.mean(), "by time": seconds[0] / seconds[1:].mean()}
+    return ratios | {"mean parameters (M)": mean}
 
 
 def traffic_to(run: Run, target: float, resources: pd.DataFrame) -> dict[str, float]:

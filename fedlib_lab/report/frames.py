@@ -20,13 +20,7 @@ from ..runs.sweep import Trial
 
 PLACE = ("device", "workers", "torch", "fedlib")  # of a run's provenance
 SIGNS = {"=": operator.eq, "!=": operator.ne, "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}
-IN_NAMES = {
-    "method",
-    "dataset",
-    "finetune",
-    "seed",
-    "evaluate_every",
-}  # fields that a run's name tells, or that tell nothing
+TOLD = {"method", "dataset", "finetune", "seed", "evaluate_every"}  # by a run's name; the last tells nothing
 FEW = 5  # columns in which runs differ
 
 
@@ -48,7 +42,7 @@ def _row(run: Run, metrics: dict) -> dict[str, object]:
 
 
 def where(frame: pd.DataFrame, conditions: Iterable[str]) -> pd.DataFrame:
-    """Return the rows of :func:`runs_frame`'s ``frame`` for which all ``conditions`` hold: ``rounds=100``, ``accuracy>50``.
+    """Return the rows of ``frame`` (:func:`runs_frame`) for which all ``conditions`` hold, as ``accuracy>50``.
 
     A sign is one of ``SIGNS``, a value YAML's; ``options.kd=false`` is an option, null is what a run does not say.
     ``ValueError`` names an unknown column, and what is no condition.
@@ -74,13 +68,13 @@ def differing(frame: pd.DataFrame, most: int = FEW) -> list[str]:
 
     An option counts among the runs whose methods have it.
     """
-    asked = [c for c in frame if c.partition(".")[0] in field_names() - IN_NAMES]
+    asked = [c for c in frame if c.partition(".")[0] in field_names() - TOLD]
     said = {c: frame[c].dropna() if c.startswith("options.") else frame[c] for c in asked}
     return [c for c, values in said.items() if values.map(str).nunique() > 1][:most]
 
 
 def save_frame(frame: pd.DataFrame, path: Path | str) -> None:
-    """Write ``frame`` as ``path``, .parquet, .csv or .json; in the former two, lists and mixed values are JSON texts."""
+    """Write ``frame`` as ``path``, .parquet, .csv or .json; in the first two, lists and mixed values are JSON texts."""
     flat, path = frame.convert_dtypes(), Path(path)
     for name in (c for c in flat if flat[c].dtype == object):
         flat[name] = [x if isinstance(x, str) or x is pd.NA else json.dumps(x) for x in flat[name]]

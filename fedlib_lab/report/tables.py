@@ -299,10 +299,15 @@ def mean_and_sd(mean: float, sd: float) -> str:
 
 def save_table(frame: pd.DataFrame, name: str) -> Path:
     """Write ``frame`` as ``outputs/<folder>/tables/<stem>.csv``, ``name`` being ``<folder>/<stem>``."""
+    frame.to_csv(path := output_file(name, "tables", "csv"), index=False)
+    return path
+
+
+def output_file(name: str, kind: str, suffix: str) -> Path:
+    """Return ``outputs/<folder>/<kind>/<stem>.<suffix>`` for ``name``, ``<folder>/<stem>``; its folder is there."""
     folder, _, stem = name.rpartition("/")
-    path = outputs_dir() / folder / "tables" / f"{stem}.csv"
+    path = outputs_dir() / folder / kind / f"{stem}.{suffix}"
     path.parent.mkdir(parents=True, exist_ok=True)
-    frame.to_csv(path, index=False)
     return path
 
 

@@ -61,10 +61,8 @@ class DarkDistill(Method):
 
     def check(self, setting: Setting, e: Experiment) -> None:
         if setting.spec.reads != "images" or len(setting.spec.feature(0)) != 1:
-            raise ValueError(
-                "darkdistill: generators make the tokens that a vision transformer's stem gives, and backbone = "
-                f"{e.backbone!r} has none; allowed: a ViT or Vim"
-            )
+            why = "darkdistill: generators make the tokens that a vision transformer's stem gives,"
+            raise ValueError(f"{why} and backbone = {e.backbone!r} has none; allowed: a ViT or Vim")
 
     def init_server(self, params: dict[str, torch.Tensor], setting: Setting) -> Server:
         """Draw generators and the small net at random, as PyTorch would."""

@@ -435,7 +435,5 @@ def describe_costs(costs: Mapping[str, Any]) -> str:
 
     frame = pd.DataFrame(costs["rows"])
     loads = [f"{name} {mb:,.1f} MB" if mb else f"{name} (size unknown)" for name, mb in costs["downloads_mb"].items()]
-    return (
-        f"{frame.to_string(index=False)}\n{costs['time']}.\n"
-        f"Disk: {frame['GiB of disk'].sum():,.1f} GiB of runs. To download: {', '.join(loads) or 'nothing'}."
-    )
+    disk = f"Disk: {frame['GiB of disk'].sum():,.1f} GiB of runs. To download: {', '.join(loads) or 'nothing'}."
+    return f"{frame.to_string(index=False)}\n{costs['time']}.\n{disk}"

@@ -1,60 +1,47 @@
 """JSON Schemas (draft 2020-12) of experiments and of the files of ``params/``, for editors and for programs.
 
-All of it comes from the dataclasses: types, limits and choices from the annotations of :class:`Experiment` and of the
-methods' options, what a field means from the docstring. Methods of your own count if they are registered before.
+``schema.yaml`` says what a file is made of. Fields and options come from the dataclasses: types, limits and choices
+from the annotations of :class:`Experiment` and of the methods, what a field means from the docstring. Methods of your
+own count if they are registered before.
 """
 
 import inspect
-from collections.abc import Mapping
+import json
 from dataclasses import fields
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any
 
 from fedlib.core.experiment import Experiment
+from fedlib.core.tables import read_table
 from fedlib.core.validation import check_known, field_hints
 from fedlib.methods import METHODS, OLD_OPTIONS
 
-from .params import SPEC_KEYS
-from .params_files import GRID_KEYS, SIZES, profiles
+from .params_files import SIZES, profiles
 
 Schema = dict[str, Any]
-NAMES = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
-SEEDS = {"type": "array", "items": {"type": "integer", "minimum": 0}}
+DRAFT = "https://json-schema.org/draft/2020-12/schema"
 
 
-def schemas(what: Literal["experiment", "params"] = "experiment") -> dict[str, Schema]:
-    """Return by name the schema of an ``experiment``, or those of a paper's files and of profiles, each a document.
+def schemas(what: str = "experiment") -> dict[str, Schema]:
+    """Return by name the schema of an ``experiment``, or of the kinds of files of ``params``, each a document.
 
-    A file of ``params/<paper>`` that is no ``base``, ``methods`` or ``columns`` is a ``table``; ``profile`` is of
-    ``params/<paper>/profiles``, ``sizes`` of ``params/profiles``. ``experiment.json`` of a run holds an experiment under
-    that key. ``ValueError`` for another word.
+    A file of ``params/<paper>`` that is no ``base``, ``methods`` or ``columns`` is a ``table``; a ``profile`` is of
+    ``params/<paper>/profiles``, ``sizes`` of ``params/profiles``. In a run's ``experiment.json`` an experiment stands
+    under that key. ``ValueError`` for another word.
     """
     check_known([what], ("experiment", "params"), "schema: {} is unknown")
-    defaults, told = Experiment().to_dict(), _told()
-    own = {n: s | {"default": defaults[n], "description": told[n]} for n, s in _properties(Experiment).items()}
-    own["method"] |= {"enum": sorted(METHODS)}
-    options = [
-        {"if": {"properties": {"method": {"const": name}}, "required": ["method"]},
-         "then": {"properties": {"options": _closed(_options(method))}}} for name, method in METHODS.items()
-    ]  # fmt: skip
-    defs = {"options": {"allOf": options}}
-    defs["experiment"] = _closed(own) | {"$ref": "#/$defs/options"}
-    if what == "experiment":
-        found = {what: {"$ref": "#/$defs/experiment"}}
-    else:
-        layer, section = _layer({}), dict.fromkeys(profiles(), {"$ref": "#/$defs/section"})
-        row = _layer({"label": {"type": "string"}, "like": {"type": "string"}, "finetune": NAMES, **section})
-        column = {"type": "object", "additionalProperties": _layer(section)}
-        cells = {k: NAMES for k in ("finetune", "variant", "columns")} | {"seeds": SEEDS, "only": {"type": "object"}}
-        defs["section"] = _layer(cells | {"fallback": layer})
-        spec = dict.fromkeys(SPEC_KEYS, {}) | {"common": layer, "columns": column, "priority": {"type": "integer"}}
-        spec["variants"] = {"type": "object", "additionalProperties": row}
-        found = {
-            "base": _layer({"extends": {"type": "string"}}), "methods": _closed(dict.fromkeys(METHODS, _layer(section))),
-            "columns": column, "table": _closed(spec | section), "sizes": _closed({**_refs(SIZES - GRID_KEYS), "seeds": SEEDS}),
-            "profile": _layer({"seeds": SEEDS, "fallback": layer}),
-        }  # fmt: skip
-    head = {"$schema": "https://json-schema.org/draft/2020-12/schema"}
-    return {name: head | {"title": f"fedlib {name}"} | schema | {"$defs": defs} for name, schema in found.items()}
+    said = json.loads(json.dumps(read_table(Path(__file__).with_suffix(".yaml"))))  # one's own, with lists
+    defs, own, told, defaults = said.pop("$defs"), _properties(Experiment), _told(), Experiment().to_dict()
+    for name, schema in own.items():
+        schema |= {"default": defaults[name], "description": told[name]}
+    own["method"]["enum"] = sorted(METHODS)
+    own["finetune"] |= {"type": ["string", "array"]} if what == "params" else {}  # rows and tables list modes
+    defs |= {"fields": {"type": "object", "properties": own, "allOf": [*map(_options, METHODS)]}}
+    defs["sections"] = {"properties": dict.fromkeys(profiles(), {"$ref": "#/$defs/section"})}
+    defs["methods"] = _closed(dict.fromkeys(METHODS, {"$ref": "#/$defs/column"}))
+    defs["sizes"] = _closed({n: own.get(n, {"$ref": "#/$defs/seeds"}) for n in sorted(SIZES)})
+    names = [what] if what in said else [name for name in said if name != "experiment"]
+    return {n: {"$schema": DRAFT, "title": f"fedlib {n}", **said[n], "$defs": defs} for n in names}
 
 
 def _told() -> dict[str, str]:
@@ -74,21 +61,13 @@ def _properties(cls: type) -> dict[str, Schema]:
     return {f.name: TypeAdapter(field_hints(cls)[f.name]).json_schema() for f in fields(cls)}
 
 
-def _options(method: type) -> dict[str, Schema]:
-    """Return the schema of every option of ``method``, also as stored runs call it."""
-    own = _properties(method)
-    return {old: own[new] | {"deprecated": True} for new, old in OLD_OPTIONS.items() if new in own} | own
+def _options(method: str) -> Schema:
+    """Return what holds of ``options`` if this is the method; they may be called as stored runs call them."""
+    own = _properties(METHODS[method])
+    own |= {old: own[new] | {"deprecated": True} for new, old in OLD_OPTIONS.items() if new in own and old not in own}
+    asked = {"properties": {"method": {"const": method}}, "required": ["method"]}
+    return {"if": asked, "then": {"properties": {"options": _closed(own)}}}
 
 
-def _closed(properties: Mapping[str, Schema]) -> Schema:
+def _closed(properties: Schema) -> Schema:
     return {"type": "object", "properties": properties, "additionalProperties": False}
-
-
-def _refs(names: set[str]) -> dict[str, Schema]:
-    return {name: {"$ref": f"#/$defs/experiment/properties/{name}"} for name in sorted(names)}
-
-
-def _layer(more: Mapping[str, Schema]) -> Schema:
-    """Return the schema of some fields of an experiment, and of ``more`` beside or in place of them."""
-    every = {f.name for f in fields(Experiment)}
-    return _closed({**_refs(every), **more}) | {"$ref": "#/$defs/options"}

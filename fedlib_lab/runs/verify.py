@@ -27,30 +27,28 @@ ALIKE = ("device", "torch", "commit", "products", "workers")  # of a provenance:
 
 @dataclass(frozen=True)
 class Verified:
-    """What came out: accuracies by round, stored and again, in percent; ``differing`` says what trained otherwise.
+    """What came out: ``curve`` has the accuracy by round, stored and again, in percent.
 
-    ``passed``: ``identical``, or not ``alike`` and within the ``tolerance``, points of ``largest_difference``.
+    ``differing``: what trained otherwise than when it was stored; empty on a like machine, by the same code.
+    ``passed``: ``identical``, or trained otherwise and nowhere more than ``tolerance`` points ``apart``.
     """
 
     run: str
-    rounds: int
     curve: list[dict[str, float]]
-    alike: bool
-    differing: Mapping[str, Any]
+    differing: Mapping[str, object]
     identical: bool
-    largest_difference: float
+    apart: float
     tolerance: float
     passed: bool
 
     def __str__(self) -> str:
-        rows = [f"{m['t']:>6}  {m['stored']:>8.4f}  {m['again']:>8.4f}" for m in self.curve]
+        import pandas as pd
+
         others = "; ".join(f"{k}: {v}" for k, v in self.differing.items())
-        where = "on a like machine, by the same code" if self.alike else f"elsewhere ({others})"
-        same = "every byte of the curve" if self.identical else f"accuracies up to {self.largest_difference:.4f} points"
-        allowed = "" if self.alike else f", {self.tolerance:g} are allowed"
-        said = "comes out as it is stored" if self.passed else "comes out otherwise"
-        head = f"{self.run}, {self.rounds} rounds trained again {where}"
-        return "\n".join([head, " round    stored     again", *rows, f"It {said}: equal in {same}{allowed}."])
+        where = f"elsewhere ({others}; {self.tolerance:g} points are allowed)" if others else "alike"
+        same = "every byte is the same" if self.identical else f"accuracies are up to {self.apart:.4f} points apart"
+        told = f"{pd.DataFrame(self.curve).to_string(index=False)}\n{'passed' if self.passed else 'failed'}: {same}"
+        return f"{self.run} trained again {where}\n{told}"
 
 
 def verify(
@@ -65,30 +63,25 @@ def verify(
     last = run.experiment.rounds if rounds is None else convert(rounds, Count, "verify: rounds")
     told = [m for m in run.metrics if m["t"] <= last]
     if not told:
-        first = run.metrics[0]["t"] if run.metrics else "none"
+        first = next((m["t"] for m in run.metrics), None)
         raise ValueError(f"verify: rounds = {rounds}: the first round that {run.path.name} evaluated is {first}")
-    there = run.record.get("provenance", {})
+    goes, e = [run.record.get("provenance", {}), *run.record.get("resumed", [])], run.experiment
     if execution is None:
-        on_gpu = "cuda" in there and torch.cuda.is_available()
-        execution = Execution("cuda" if on_gpu else "cpu", there.get("workers"))
+        on_gpu = "cuda" in goes[0] and torch.cuda.is_available()
+        execution = Execution("cuda" if on_gpu else "cpu", goes[0].get("workers"))
     with TemporaryDirectory(prefix="fedlib-verify-") as folder:
         stop = lambda r: r.t >= told[-1]["t"]  # noqa: E731
-        again = store.run(run.experiment, execution, folder, accept=KINDS, on_round=stop)
-    here, found = again.record["provenance"], {m["t"]: m for m in again.metrics}
-    goes = [there, *run.record.get("resumed", [])]
-    other = {
-        k: [[go.get(k) for go in goes], here.get(k)] for k in ALIKE if any(go.get(k) != here.get(k) for go in goes)
-    }
-    inputs = differences(run.experiment, recorded(run.record)[-1], again.record["inputs"])
-    alike = not other and not inputs and not str(here.get("commit", "-dirty")).endswith("-dirty")
-    curve = [
-        {"t": m["t"], "stored": m["accuracy"], "again": found[m["t"]]["accuracy"]} for m in told if m["t"] in found
-    ]
-    identical = [_plain(m) for m in told] == [_plain(found[m["t"]]) for m in told if m["t"] in found]
-    most = max((abs(m["stored"] - m["again"]) for m in curve), default=float("inf"))
-    passed = identical or not alike and len(curve) == len(told) and most <= tolerance
-    result = told[-1]["t"], curve, alike, other | inputs, identical, most, tolerance, passed
-    return Verified(run.path.name, *result)
+        again = store.run(e, execution, folder, accept=KINDS, on_round=stop)
+    here, found = again.record["provenance"], again.metrics
+    differing: dict[str, Any] = {k: [[go.get(k) for go in goes], here.get(k)] for k in ALIKE}
+    differing = {k: v for k, v in differing.items() if {*v[0]} != {v[1]} or str(v[1]).endswith("-dirty")}
+    differing |= differences(e, recorded(run.record)[-1], again.record["inputs"])
+    both = [(m, n) for m, n in zip(told, found, strict=False) if m["t"] == n["t"]]
+    apart = max(abs(m["accuracy"] - n["accuracy"]) for m, n in both) if len(both) == len(told) else float("inf")
+    identical = list(map(_plain, told)) == list(map(_plain, found))
+    curve = [{"t": m["t"], "stored": m["accuracy"], "again": n["accuracy"]} for m, n in both]
+    passed = identical or (bool(differing) and apart <= tolerance)
+    return Verified(run.path.name, curve, differing, identical, apart, tolerance, passed)
 
 
 def _plain(metrics: Mapping[str, Any]) -> str:

@@ -80,10 +80,8 @@ def check_faithful(net: nn.Module, spec: WrappedSpec) -> None:
     for name, a in wants.items():
         b = gets[name]
         if (a is None) != (b is None) or a is not None and float((a - b).norm()) > 0.05 * float(a.norm()) + 1e-3 * most:
-            raise ValueError(
-                f"wrap: {name!r} of the net itself learns something else than in its pieces: code around the cuts in "
-                "torch.no_grad, or under another switch of PyTorch's?"
-            )
+            why = f"wrap: {name!r} of the net itself learns something else than in its pieces:"
+            raise ValueError(f"{why} code around the cuts in torch.no_grad, or under another switch of PyTorch's?")
 
 
 @contextmanager

@@ -209,9 +209,8 @@ class Wrapped(MapBackbone):
                 trained[:] = [m for m in trained if m not in drawing]
             (still, _, piece.writes), (y, draws, _) = (_try_piece(piece, z, modules) for modules in ((), trained))
             if draws:
-                raise ValueError(
-                    "wrap: the net draws from PyTorch's global generator to answer (dropout as a function?)"
-                )
+                why = "wrap: the net draws from PyTorch's global generator to answer"
+                raise ValueError(f"{why} (dropout as a function?)")
             self.alike |= {unit} if torch.allclose(still, y, 1e-4, 1e-5) else set()
             z = piece.try_vmap_(z)
         if off:
@@ -296,9 +295,8 @@ class _CutTracer(fx.Tracer):
             nodes = list(self.trace(net, self.defaults(net)).nodes)
         except Exception as error:  # whatever the net's code raises when it meets a placeholder
             name = type(net).__name__
-            raise ValueError(
-                f"wrap: the code of {name} around its cuts cannot be followed: {line_of(error)}"
-            ) from error
+            why = f"wrap: the code of {name} around its cuts cannot be followed:"
+            raise ValueError(f"{why} {line_of(error)}") from error
         self.calls[""] = [nodes[-1].args[0]]
         return nodes
 
@@ -325,10 +323,8 @@ def pieces_of(net: nn.Module, cuts: Sequence[str], trained: Collection[nn.Module
             raise ValueError(f"wrap: cut {cut!r} does not run after the one before it; name them in this order")
         ends.append(node)
     if _leading_to(training.result(cuts[-1])) != _leading_to(ends[-1]):
-        raise ValueError(
-            f"wrap: the code of {type(net).__name__} around its cuts is another in training (self.training, dropout as "
-            "a function?); allowed: such code in a module without a cut inside"
-        )
+        why = f"wrap: the code of {type(net).__name__} around its cuts is another in training (self.training,"
+        raise ValueError(f"{why} dropout as a function?); allowed: such code in a module without a cut inside")
     for node in nodes:
         if node.op == "get_attr":
             _hold_(net, node, tracer)
@@ -339,10 +335,8 @@ def pieces_of(net: nn.Module, cuts: Sequence[str], trained: Collection[nn.Module
             for leaf, p in m.named_parameters(path, recurse=False):
                 first, *place = places.setdefault(p, (leaf, unit, m))
                 if place != [unit, m]:
-                    raise ValueError(
-                        f"wrap: {first!r} and {leaf!r} are one parameter that two layers or units share; allowed: one "
-                        "module, called twice before the same cut"
-                    )
+                    why = f"wrap: {first!r} and {leaf!r} are one parameter that two layers or units share"
+                    raise ValueError(f"{why}; allowed: one module, called twice before the same cut")
     return pieces
 
 
@@ -376,10 +370,8 @@ def _piece(net: nn.Module, nodes: list[fx.Node], begin: fx.Node, end: fx.Node, c
 
     def copied(node: fx.Node) -> fx.Node:
         if node not in copies:
-            raise ValueError(
-                f"wrap: before cut {cut!r} the net reads {node.name!r} of before an earlier cut, beside the one tensor "
-                "that may go on"
-            )
+            why = f"wrap: before cut {cut!r} the net reads {node.name!r} of before an earlier cut,"
+            raise ValueError(f"{why} beside the one tensor that may go on")
         return copies[node]
 
     for node in nodes[nodes.index(begin) + 1 : nodes.index(end) + 1]:

@@ -29,14 +29,8 @@ def test_a_run_comes_out_byte_for_byte_and_touches_no_store(folder):
     stored = run(small("depthfl", rounds=3), ONE, progress=False)
     before = sorted((p, p.read_bytes()) for p in folder.rglob("*") if p.is_file())
     found = verify(stored)
-    assert (found.passed, found.identical, found.alike, found.rounds, found.largest_difference) == (
-        True,
-        True,
-        True,
-        3,
-        0,
-    )
-    assert [m["t"] for m in found.curve] == [1, 2, 3] and "every byte of the curve" in str(found)
+    assert (found.passed, found.identical, found.differing, found.apart) == (True, True, {}, 0)
+    assert [m["t"] for m in found.curve] == [1, 2, 3] and "passed: every byte is the same" in str(found)
     assert [m["stored"] for m in found.curve] == [m["accuracy"] for m in stored.metrics]
     assert sorted((p, p.read_bytes()) for p in folder.rglob("*") if p.is_file()) == before
 
@@ -44,8 +38,8 @@ def test_a_run_comes_out_byte_for_byte_and_touches_no_store(folder):
 def test_on_a_like_machine_any_difference_fails_elsewhere_a_small_one_does_not(monkeypatch):
     stored = run(small("reefl", rounds=2), ONE, progress=False)
     wrong = verify(with_accuracy(stored, 2, 0.5))
-    assert wrong.alike and not wrong.passed and abs(wrong.largest_difference - 0.5) < 1e-9
-    assert "comes out otherwise" in str(wrong)
+    assert not wrong.differing and not wrong.passed and abs(wrong.apart - 0.5) < 1e-9
+    assert "failed: accuracies are up to 0.5000 points apart" in str(wrong)
     monkeypatch.setattr(record, "commit", lambda: "beef")
     near, far = verify(with_accuracy(stored, 2, 0.5)), verify(with_accuracy(stored, 2, 1.5))
     assert near.passed and not near.identical and near.differing == {"commit": [["c0ffee"], "beef"]}
@@ -55,13 +49,14 @@ def test_on_a_like_machine_any_difference_fails_elsewhere_a_small_one_does_not(m
 def test_edited_code_is_alike_to_nothing(monkeypatch):
     monkeypatch.setattr(record, "commit", lambda: "c0ffee-dirty")
     stored = run(small("reefl", rounds=1), ONE, progress=False)
-    assert not verify(stored).alike and verify(stored).passed
+    found = verify(stored)
+    assert found.differing["commit"] == [["c0ffee-dirty"], "c0ffee-dirty"] and found.passed
 
 
 def test_only_the_first_rounds_up_to_the_last_evaluated_of_them():
     stored = run(small("reefl", rounds=5, evaluate_every=2), ONE, progress=False)
     found = verify(stored, rounds=3)
-    assert (found.rounds, [m["t"] for m in found.curve], found.identical) == (2, [2], True)
+    assert ([m["t"] for m in found.curve], found.identical) == ([2], True)
     with pytest.raises(ValueError, match="the first round that .* evaluated is 2"):
         verify(stored, rounds=1)
 
@@ -73,4 +68,4 @@ def test_the_command_says_it_by_its_exit_status_too(capsys, monkeypatch):
     assert told["identical"] is True and told["curve"][1]["again"] == stored.accuracy
     monkeypatch.setattr(cli, "_stored", lambda name: with_accuracy(next(stored_runs(outputs_dir() / "runs")), 1, 0.25))
     assert cli.main(["verify", "reefl", "--rounds", "1"]) == 1
-    assert "comes out otherwise" in capsys.readouterr().out
+    assert "failed" in capsys.readouterr().out

@@ -25,12 +25,8 @@ from fedlib.models.exit_model import ExitModel
 from ...runs.record import Run
 from ...runs.trained import load_trained
 
-MAPS = {
-    "x": "before Ree, Eq. 7",
-    "read": "what the block reads",
-    "m": "exploration token, Eq. 8",
-    "c": "exploitation token, Eq. 9",
-}
+MAPS = {"x": "before Ree, Eq. 7", "read": "what the block reads"}
+MAPS |= {"m": "exploration token, Eq. 8", "c": "exploitation token, Eq. 9"}
 
 
 @dataclass(frozen=True)
