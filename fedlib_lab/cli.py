@@ -33,12 +33,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     given = parser().parse_args(arguments)
-    given.out, as_json = sys.stdout, getattr(given, "json", False)
+    given.stdout, as_json = sys.stdout, getattr(given, "json", False)
     try:
         with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
             return given.command(given)
     except BrokenPipeError:  # ``| head`` has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), given.out.fileno())
+        os.dup2(os.open(os.devnull, os.O_WRONLY), given.stdout.fileno())
         return 0
     except (ValueError, ImportError, OSError) as error:
         print(f"fedlib: {error}", file=sys.stderr)
@@ -63,12 +63,12 @@ def _answer(given: argparse.Namespace, value: object, text: str = "") -> None:
     """Print ``text`` if there is any, with ``--json`` instead ``value`` as a document; NaN and infinity are null."""
     if given.json:
         plain = json.dumps(value, default=lambda x: x.item() if hasattr(x, "item") else str(x))
-        print(json.dumps(json.loads(plain, parse_constant=lambda _: None), indent=1), file=given.out)
+        print(json.dumps(json.loads(plain, parse_constant=lambda _: None), indent=1), file=given.stdout)
     elif text:
         print(text)
 
 
-def overrides_of(texts: Sequence[str]) -> dict[str, object]:
+def overrides_of(texts: Sequence[str] | None) -> dict[str, object]:
     """Parse ``["rounds=20", "options.zeta=0.5"]`` as ``load_grid``'s overrides.
 
     ``ValueError`` names a text without ``=``.
@@ -76,7 +76,7 @@ def overrides_of(texts: Sequence[str]) -> dict[str, object]:
     from .runs.params_files import merge, parse_yaml
 
     layers = []
-    for text in texts:
+    for text in texts or ():
         name, equals, value = text.partition("=")
         if not (name and equals):
             raise ValueError(f"--set {text}: expected KEY=VALUE, e.g. rounds=20")
@@ -253,7 +253,7 @@ def _fill(given: argparse.Namespace) -> int:
     began = time.monotonic()
     Execution(workers=given.workers)  # refuses what are too few or too many
     use_outputs_of(given.profile)
-    missing = queue(named(given.tables), given.profile, columns=given.columns)
+    missing = queue(named(given.tables), given.profile, columns=given.columns or ())
     for sentence in missing.skipped:
         print(f"skipped: {sentence}")
     print(f"{len(missing.jobs)} runs are missing, about {core_hours(missing.jobs)}", flush=True)

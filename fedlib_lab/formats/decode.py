@@ -36,9 +36,7 @@ LABELS = ("label", "fine_label", "character", "coarse_label")
 OWNERS = ("writer_id", "speaker_id", "client_id")
 TEXTS = frozenset(column for said in SETS["columns"] for column in said["reads"])
 
-ABOUT = re.compile(
-    "readme|licen[cs]e|citation|dataset_infos?|dataset_dict", re.IGNORECASE
-)  # files about a set, not of it
+ABOUT = re.compile("(?i)readme|licen[cs]e|citation|dataset_infos?|dataset_dict")  # files about a set, not of it
 
 
 @dataclass(frozen=True)

@@ -162,10 +162,9 @@ def traffic_curves(cells: Sequence[Cell], of: Callable[[Experiment], pd.DataFram
     for _, runs in runs_of(cells, folder):
         for cell, run in runs:
             a_round = 2 * run.experiment.clients_per_round * seen(run.experiment) / MIB_OF_GIB
-            measured = [m for m in run.metrics if m.get("accuracy") is not None]
-            rows += [
-                _names(cell) | {"seed": cell.seed, "gib": m["t"] * a_round, "accuracy": m["accuracy"]} for m in measured
-            ]
+            named = _names(cell) | {"seed": cell.seed}
+            measured = [(m["t"], m["accuracy"]) for m in run.metrics if m.get("accuracy") is not None]
+            rows += [named | {"gib": t * a_round, "accuracy": accuracy} for t, accuracy in measured]
     return pd.DataFrame(rows, columns=[*NAMES, "backbone", "seed", "gib", "accuracy"])
 
 
@@ -214,9 +213,8 @@ def plot_dose(dose: pd.DataFrame, subject: str, ax=None):
     """Plot points lost against what clients hold, of ``dose_of``'s rows; bars are standard deviations over seeds."""
     ax = axes_of(ax, (5.6, 3.8))
     ax.axhline(0, color=color_of("fedavg"), linestyle="--", linewidth=1, label="full-size FL")
-    ax.errorbar(
-        dose.share, dose.lost, dose.sd.fillna(0), fmt="o", color=color_of(PAPER), capsize=3, label="± SD over seeds"
-    )
+    how = {"fmt": "o", "color": color_of(PAPER), "capsize": 3, "label": "± SD over seeds"}
+    ax.errorbar(dose.share, dose.lost, dose.sd.fillna(0), **how)
     ax.invert_xaxis()
     ax.margins(x=0.15, y=0.15)
     ax.legend()

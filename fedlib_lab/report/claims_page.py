@@ -111,12 +111,9 @@ def plot_claim(v: Judged):
         ax.hlines(some.index, some.low, some.high, color=color)
         ax.plot(some["mean"], some.index, "o", color=color, fillstyle="none" if flagged else "full", label=words)
     several = rows["mode"].nunique() > 1
-    where = [
-        f"{heading(c, d)}{f', {m}' * several}" for c, d, m in zip(rows.column, rows.data, rows["mode"], strict=True)
-    ]
-    ax.set_yticks(
-        range(len(rows)), [f"{plain(c)}\n{w}" for c, w in zip(rows.comparison, where, strict=True)], fontsize=8
-    )
+    places = zip(rows.comparison, rows.column, rows.data, rows["mode"], strict=True)
+    names = [f"{plain(said)}\n{heading(c, d)}{f', {mode}' * several}" for said, c, d, mode in places]
+    ax.set_yticks(range(len(rows)), names, fontsize=8)
     ax.set_ylim(-0.6, len(rows) - 0.4)
     ax.figure.suptitle(wrapped(f"{v.says} {v.verdict.capitalize()}.\n{span({*rows.seeds})} seeds", 8))
     finish(ax, "difference in points, with its 95 % interval", "")

@@ -79,10 +79,9 @@ class WrappedSpec(MapSpec):
         for name, b in backbone.named_buffers():
             if name in before and (b is not before[name][0] or b._version != before[name][1]):
                 path, _, leaf = name.rpartition(".base_layer.")[2].rpartition(".")
-                raise ValueError(
-                    f"wrap: {path!r} moves its buffer {leaf!r} in training, which nobody would average; allowed: "
-                    "batch norm, a layer that moves none, or this one in eval mode while others train"
-                )
+                told = f"wrap: {path!r} moves its buffer {leaf!r} in training, which nobody would average"
+                may = "batch norm, a layer that moves none, or this one in eval mode while others train"
+                raise ValueError(f"{told}; allowed: {may}")
         if read == "tokens" and len(set(features)) > 1:
             raise ValueError(f"wrap: feature = 'tokens' needs tokens of one width, not of {features}")
         spec = replace(plain, states=tuple(states), features=tuple(features))
