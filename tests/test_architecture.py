@@ -43,7 +43,7 @@ LINES = {
     "atlas": 376,
     "cli": 208,
     "executors": 606,
-    "formats": 901,
+    "formats": 900,
     "kernels": 482,
     "papers": 1179,
     "report": 1854,
