@@ -166,11 +166,7 @@ def test_a_first_page_shows_the_card_the_claims_and_the_rows_that_it_names(tmp_p
 
     store(
         tmp_path,
-        {
-            ("frozen", "reefl"): [[40.0], [42.0], [41.0]],
-            ("frozen", "depthfl"): [[30.0], [31.0]],
-            ("lora", "reefl"): [[50.0]],
-        },
+        {("frozen", "reefl"): [[40.0], [42.0], [41.0]], ("frozen", "depthfl"): [[30.0], [31.0]], ("lora", "reefl"): [[50.0]]},
         "table1",
         columns=["cifar10_alpha1"],
     )
