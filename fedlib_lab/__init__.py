@@ -15,8 +15,6 @@ if all(map(find_spec, NEEDS)):
     doors.BACKBONES.append("fedlib_lab.zoo.families")
     doors.TUNERS.append("fedlib_lab.zoo.tuners")
     doors.READERS.append("fedlib_lab.formats.readers")
-    doors.EXECUTORS |= {
-        "processes": "fedlib_lab.executors.processes:Processes",
-        "ray": "fedlib_lab.executors.cluster:RayExecutor",
-    }
+    doors.EXECUTORS["processes"] = "fedlib_lab.executors.processes:Processes"
+    doors.EXECUTORS["ray"] = "fedlib_lab.executors.cluster:RayExecutor"
     doors.LAYERS.append("fedlib_lab.kernels")

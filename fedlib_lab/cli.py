@@ -1,18 +1,30 @@
 """The command line, ``fedlib run reefl/table1`` (or ``python -m fedlib_lab``): what notebooks call, by a shell.
 
-What a command does is the library's; here stand its arguments and what it prints.
+What a command does is the library's; here stands what it prints, and in ``cli.yaml`` what arguments it has. With
+``--json`` a command prints one document and nothing else; what it has to say meanwhile goes to the standard error.
 """
 
 import argparse
+import contextlib
 import io
+import json
 import os
 import signal
 import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fedlib.core.tables import read_table
+
+if TYPE_CHECKING:
+    from .runs.record import Run
+
+WORDS = read_table(Path(__file__).with_suffix(".yaml"))
+TYPES = {"int": int, "float": float}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -21,10 +33,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     given = parser().parse_args(arguments)
+    given.stdout, as_json = sys.stdout, getattr(given, "json", False)
     try:
-        return given.command(given)
+        with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
+            return given.command(given)
     except BrokenPipeError:  # ``| head`` has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        os.dup2(os.open(os.devnull, os.O_WRONLY), given.stdout.fileno())
         return 0
     except (ValueError, ImportError, OSError) as error:
         print(f"fedlib: {error}", file=sys.stderr)
@@ -33,75 +47,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """Make the parser of all commands and their arguments; ``command`` of what it parses runs it."""
-    top = argparse.ArgumentParser("fedlib", description="Federated learning on clients of unequal strength.")
+    top = argparse.ArgumentParser("fedlib", description=WORDS["description"])
     add = top.add_subparsers(title="commands", required=True).add_parser
-
-    p = _command(add, "run", _run, "run what a table lacks, and show it")
-    p.add_argument("table", metavar="PAPER/TABLE")
-    _add_choices(p)
-    _add_machine(p)
-
-    p = _command(add, "sweep", _sweep, "try values for rows of a table on validation examples, as many for each")
-    p.add_argument("table", metavar="PAPER/TABLE")
-    p.add_argument(
-        "--over", nargs="+", action="extend", required=True, metavar="KEY=VALUES",
-        help="a list, or a range, by magnitude after log: 'lr=[0.01, 0.1]' options.zeta=0.1..0.9 lr=log:0.01..1",
-    )  # fmt: skip
-    p.add_argument("--sampler", default="grid", help="grid (default), all combinations, or Optuna's random, tpe")
-    p.add_argument("--trials", type=int, default=0, help="of random and tpe: how many a row")
-    _add_choices(p)
-    _add_machine(p)
-
-    p = _command(add, "explain", _explain, "say of one row of a table which layer set which value, or what it takes")
-    p.add_argument("table", metavar="PAPER/TABLE")
-    p.add_argument("row", nargs="?", help="a method, or a variant, of the table")
-    p.add_argument("--cost", action="store_true", help="what every row takes: runs, GPU hours, memory, disk, downloads")
-    _add_choices(p)
-
-    p = _command(add, "runs", _runs, "list the stored runs")
-    p.add_argument("words", nargs="*", metavar="WORD", help="only those whose names have every WORD")
-
-    p = _command(add, "show", _show, "show a stored run: what was asked, what came out, what trained it")
-    p.add_argument("name", metavar="RUN", help="its name, or a part of it that no other has")
-
-    p = _command(add, "fill", _fill, "run what the tables lack, until a deadline")
-    p.description = (
-        "Run what the tables of params/ lack, most telling first. Stop it at any time, or kill it: runs go on from "
-        "their checkpoints the next time. Several of these commands share the work."
-    )
-    p.add_argument("tables", nargs="*", metavar="PAPER[/TABLE]", help="which tables (default: all)")
-    p.add_argument("--columns", nargs="+", default=[], metavar="COLUMN", help="which of their columns (default: all)")
-    p.add_argument("--minutes", type=float, help="stop after so long (default: when nothing is missing)")
-    _add_profile(p)
-    p.add_argument("--workers", type=int, help="cores to use, one a run (default: all)")
-    p.add_argument("--dry-run", action="store_true", help="say what is missing and what it takes; run nothing")
+    for name, said in WORDS["commands"].items():
+        text = said["help"]
+        p = add(name, help=text, description=said.get("description", f"{text[0].upper()}{text[1:]}."))
+        p.set_defaults(command=globals()[f"_{name}"])
+        for argument, own in said["arguments"].items():
+            how = WORDS["shared"].get(argument, {}) | (own or {})
+            p.add_argument(argument, **how | ({"type": TYPES[how["type"]]} if "type" in how else {}))
     return top
 
 
-def _command(add, name: str, command, text: str) -> argparse.ArgumentParser:
-    p = add(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
-    p.set_defaults(command=command)
-    return p
+def _answer(given: argparse.Namespace, value: object, text: str = "") -> None:
+    """Print ``text`` if there is any, with ``--json`` instead ``value`` as a document; NaN and infinity are null."""
+    if given.json:
+        plain = json.dumps(value, default=lambda x: x.item() if hasattr(x, "item") else str(x))
+        print(json.dumps(json.loads(plain, parse_constant=lambda _: None), indent=1), file=given.stdout)
+    elif text:
+        print(text)
 
 
-def _add_profile(p: argparse.ArgumentParser) -> None:
-    p.add_argument("--profile", default="small", help="how big: smoke, demo, small (default) or paper")
-
-
-def _add_choices(p: argparse.ArgumentParser) -> None:
-    _add_profile(p)
-    p.add_argument(
-        "--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", dest="overrides",
-        help="as a notebook's overrides, in YAML: rounds=20 options.zeta=0.5 'seeds=[1, 2]'",
-    )  # fmt: skip
-
-
-def _add_machine(p: argparse.ArgumentParser) -> None:
-    p.add_argument("--workers", type=int, help="cohorts trained side by side (default: one a core)")
-    p.add_argument("--device", default="cpu", help="cpu (default), cuda (all GPUs) or cuda:<number>")
-
-
-def overrides_of(texts: Sequence[str]) -> dict[str, object]:
+def overrides_of(texts: Sequence[str] | None) -> dict[str, object]:
     """Parse ``["rounds=20", "options.zeta=0.5"]`` as ``load_grid``'s overrides.
 
     ``ValueError`` names a text without ``=``.
@@ -109,7 +76,7 @@ def overrides_of(texts: Sequence[str]) -> dict[str, object]:
     from .runs.params_files import merge, parse_yaml
 
     layers = []
-    for text in texts:
+    for text in texts or ():
         name, equals, value = text.partition("=")
         if not (name and equals):
             raise ValueError(f"--set {text}: expected KEY=VALUE, e.g. rounds=20")
@@ -188,24 +155,35 @@ def _explain(given: argparse.Namespace) -> int:
     if given.cost:
         from .runs import costs, store
 
-        print(costs.describe_costs(load_grid(paper, table, given.profile, choices), store.shown_run))
+        told = costs.table_costs(load_grid(paper, table, given.profile, choices), store.shown_run)
+        _answer(given, told, costs.describe_costs(told))
         return 0
-    for key, layers in recipe_cell(given.table, given.profile, choices).explained().items():
+    cell = recipe_cell(given.table, given.profile, choices)
+    values, lines = {}, []
+    for key, layers in cell.explained().items():
         (*before, (layer, value)) = layers.items()
         over = f" (over {', '.join(f'{v!r}: {name}' for name, v in reversed(before))})" if before else ""
-        print(f"{key} = {value!r}: {layer}{over}")
-    print("What is not named here has Experiment's default.")
+        lines.append(f"{key} = {value!r}: {layer}{over}")
+        values[key] = {"value": value, "layer": layer, "over": dict(before)}
+    told = {"table": given.table, "profile": given.profile, "run": cell.experiment.slug, "values": values}
+    _answer(given, told, "\n".join([*lines, "What is not named here has Experiment's default."]))
     return 0
 
 
 def _runs(given: argparse.Namespace) -> int:
     import pandas as pd
 
-    from .report.frames import runs_frame
+    from .report.frames import differing, runs_frame, save_frame, where
 
-    frame = pd.concat([runs_frame(folder, given.words) for folder in _run_folders()])
-    shown = frame.reindex(columns=["run", "day", "status", "t", "accuracy", "seconds"])
-    print(shown.to_string(index=False) if len(shown) else "no stored run" + " has such a name" * bool(given.words))
+    names = [word for word in given.words if not set(word) & set("<>=")]
+    frame = pd.concat([runs_frame(folder, names) for folder in _run_folders()], ignore_index=True)
+    frame = where(frame, [word for word in given.words if word not in names])
+    if given.save:
+        save_frame(frame, given.save)
+    columns = differing(frame)
+    shown = frame.reindex(columns=["run", *columns, "day", "status", "t", "accuracy", "seconds"])
+    text = shown.to_string(index=False) if len(shown) else "no stored run" + " is so" * bool(given.words)
+    _answer(given, frame.to_dict("records"), text)
     return 0
 
 
@@ -216,20 +194,51 @@ def _run_folders() -> list[Path]:
     return [outputs_dir() / "runs", outputs_dir() / "scratch" / "runs"]
 
 
+def _stored(name: str) -> "Run":
+    """Find the one stored run whose name has ``name``; ``ValueError`` if there is none, or another."""
+    from .runs.store import stored_runs
+
+    found = [r for folder in _run_folders() for r in stored_runs(folder, [name])]
+    found = [r for r in found if r.path.name == name] or found
+    if len(found) != 1:
+        names = ", ".join(r.path.name for r in found[:5])
+        raise ValueError(f"{name}: {f'{len(found)} runs have it: {names}' if found else 'no stored run has it'}")
+    return found[0]
+
+
 def _show(given: argparse.Namespace) -> int:
     import yaml
 
     from .runs.record import without_bulk
-    from .runs.store import stored_runs
 
-    found = [r for folder in _run_folders() for r in stored_runs(folder, [given.name])]
-    found = [r for r in found if r.path.name == given.name] or found
-    if len(found) != 1:
-        names = ", ".join(r.path.name for r in found[:5])
-        raise ValueError(f"{given.name}: {f'{len(found)} runs have it: {names}' if found else 'no stored run has it'}")
-    parts: Mapping = {"run": str(found[0].path), "experiment": found[0].experiment.identity()}
-    parts |= {"summary": without_bulk(found[0].summary), **found[0].record}
-    print(yaml.safe_dump(parts, sort_keys=False, default_flow_style=None, width=120), end="")
+    found = _stored(given.name)
+    parts = {"run": str(found.path), "experiment": found.experiment.identity()}
+    parts |= {"summary": without_bulk(found.summary), **found.record}
+    _answer(given, parts, yaml.safe_dump(parts, sort_keys=False, default_flow_style=None, width=120).rstrip("\n"))
+    return 0
+
+
+def _verify(given: argparse.Namespace) -> int:
+    from fedlib.engine.executors import Execution
+
+    from .runs.verify import verify
+
+    found = verify(_stored(given.name), given.rounds, given.workers and Execution(workers=given.workers))
+    _answer(given, vars(found), str(found))
+    return 0 if found.passed else 1
+
+
+def _schema(given: argparse.Namespace) -> int:
+    from .runs.schema import schemas
+
+    found = schemas(given.what)
+    for name, schema in found.items() if given.out else ():
+        path = Path(given.out) / f"{name}.schema.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(schema, indent=1) + "\n", encoding="utf-8")
+        print(path)
+    if not given.out:
+        print(json.dumps(found if len(found) > 1 else next(iter(found.values())), indent=1))
     return 0
 
 
@@ -244,13 +253,14 @@ def _fill(given: argparse.Namespace) -> int:
     began = time.monotonic()
     Execution(workers=given.workers)  # refuses what are too few or too many
     use_outputs_of(given.profile)
-    missing = queue(named(given.tables), given.profile, columns=given.columns)
+    missing = queue(named(given.tables), given.profile, columns=given.columns or ())
     for sentence in missing.skipped:
         print(f"skipped: {sentence}")
     print(f"{len(missing.jobs)} runs are missing, about {core_hours(missing.jobs)}", flush=True)
     if given.dry_run:
         for job in missing.jobs:
             print(f"  {job} ({core_hours([job])})")
+        _answer(given, {"skipped": missing.skipped, "missing": [job.plain() for job in missing.jobs]})
         return 0
     minutes = given.minutes and given.minutes - (time.monotonic() - began) / 60  # looking took some
     filled = fill(missing.jobs, minutes, given.workers, stop=_on_signals(), tell=lambda text: print(text, flush=True))
@@ -258,6 +268,9 @@ def _fill(given: argparse.Namespace) -> int:
         jobs = [str(job) for job, s in filled.failed if s == sentence]
         print(f"failed ({count}): {jobs[0]}{' and others' * (count > 1)}: {sentence}")
     print(f"{len(filled.done)} runs done; left: {len(filled.left)} runs, about {core_hours(filled.left)}")
+    told = {"skipped": missing.skipped, "done": [job.plain() for job in filled.done]}
+    told |= {"failed": [job.plain() | {"why": why} for job, why in filled.failed]}
+    _answer(given, told | {"left": [job.plain() for job in filled.left]})
     return 1 if filled.failed else 0
 
 

@@ -1,5 +1,7 @@
 """The command line: what it prints, what it refuses, and that it is as the library's functions say."""
 
+import dataclasses
+import json
 import os
 import shutil
 import subprocess
@@ -58,6 +60,78 @@ def test_a_name_that_several_runs_have_is_refused(capsys, folder):
     first, second = (run(small("reefl", seed=s, rounds=1), ONE, progress=False) for s in (1, 2))
     assert f"2 runs have it: {first.path.name}, {second.path.name}" in said(capsys, "show", "reefl", status=2)
     assert first.path.name in said(capsys, "show", first.path.name)
+
+
+def document(capsys, *words, status=0):
+    """What a command prints with ``--json``: one document that any parser reads, without NaN."""
+    assert cli.main([*words, "--json"]) == status
+    return json.loads(capsys.readouterr().out, parse_constant=lambda x: pytest.fail(x))
+
+
+def test_commands_answer_in_one_json_document(capsys, monkeypatch):
+    done = run(small("reefl", rounds=1), ONE, progress=False)
+    (row,) = document(capsys, "runs", "reefl")
+    assert row["run"] == done.path.name and row["accuracy"] == done.accuracy and row["options.zeta"] == 0.2
+    shown = document(capsys, "show", "reefl")
+    assert shown["experiment"] == done.experiment.identity() and shown["summary"]["t"] == 1
+    told = document(capsys, "explain", "reefl/table1", "depthfl")
+    assert told["values"]["lr"] == {"value": 0.1, "layer": "method", "over": {"base": 0.05}}
+    words = ("--profile", "smoke", "--set", "finetune=frozen", "seeds=[1]")
+    costs = document(capsys, "explain", "reefl/table1", "reefl", "--cost", *words)
+    assert (costs["runs"], costs["missing"], costs["downloads_mb"]) == (1, 1, {}) and costs["rows"][0]["A100 h"] == 0.0
+    assert document(capsys, "runs", "depthfl") == []
+    diverged = done.summary | {"accuracy": float("nan"), "exits": [float("inf")]}
+    monkeypatch.setattr(cli, "_stored", lambda name: dataclasses.replace(done, summary=diverged))
+    assert document(capsys, "show", "reefl")["summary"]["accuracy"] is None
+
+
+def test_the_queue_answers_in_json_what_is_missing_and_what_became_of_it(capsys):
+    words = ("fill", "extensions/compression", "--profile", "smoke", "--workers", "1")
+    told = document(capsys, *words, "--dry-run")
+    assert {"table", "column", "variant", "finetune", "seed", "run", "seconds"} == told["missing"][0].keys()
+    assert told["missing"][0]["table"] == "extensions/compression" and told["skipped"] == []
+    stopped = document(capsys, *words, "--minutes", "0.0001")
+    assert stopped["done"] == stopped["failed"] == []
+    assert [job["run"] for job in stopped["left"]] == [job["run"] for job in told["missing"]]
+
+
+def test_runs_are_filtered_by_any_column_and_told_apart_by_those_in_which_they_differ(capsys, folder):
+    names = {s: run(small("reefl", rounds=r, seed=s), ONE, progress=False).path.name for s, r in ((1, 1), (2, 2))}
+    found = lambda *words: [row["run"] for row in document(capsys, "runs", *words)]  # noqa: E731
+    assert found("rounds=2") == found("reefl", "rounds>1", "rounds!=1") == [names[2]]
+    assert found("options.kd_weight=null", "options.modulate=true", "seed<=2") == [names[1], names[2]]
+    assert found("accuracy<0") == found("dataset=cifar10") == found("dataset>3") == []
+    head = said(capsys, "runs").splitlines()[0].split()
+    assert head == ["run", "rounds", "day", "status", "t", "accuracy", "seconds"]
+    assert "rounds" not in said(capsys, "runs", "rounds=1").splitlines()[0].split()
+    assert "unknown key 'roundz'; did you mean 'rounds'?" in said(capsys, "runs", "roundz=2", status=2)
+    assert "expected a column" in said(capsys, "runs", "=2", status=2)
+
+
+def test_all_columns_are_written_as_one_table_that_needs_no_kit(capsys, folder):
+    done = run(small("reefl", rounds=1, budgets=[0, 1]), ONE, progress=False)
+    run(small("depthfl", rounds=1), ONE, progress=False)
+    frames = []
+    for suffix, read in (("parquet", pd.read_parquet), ("csv", pd.read_csv), ("json", pd.read_json)):
+        path = folder / "tables" / f"runs.{suffix}"
+        said(capsys, "runs", "--save", str(path))
+        frames.append(read(path).set_index("run"))
+        row = frames[-1].loc[done.path.name]
+        assert (
+            row["accuracy"] == pytest.approx(done.accuracy, abs=1e-12)
+            and row["rounds"] == 1
+            and row["options.zeta"] == 0.2
+        )
+        assert frames[-1].shape == (2, frames[0].shape[1])
+    assert json.loads(frames[0].loc[done.path.name, "budgets"]) == [0, 1] == frames[2].loc[done.path.name, "budgets"]
+    assert "cannot end in '.xlsx'" in said(capsys, "runs", "--save", "runs.xlsx", status=2)
+
+
+def test_schemas_are_printed_or_written_a_file_each(capsys, tmp_path):
+    assert json.loads(said(capsys, "schema"))["title"] == "fedlib experiment"
+    said(capsys, "schema", "params", "--out", str(tmp_path / "schemas"))
+    names = {p.name for p in (tmp_path / "schemas").iterdir()}
+    assert names == {f"{n}.schema.json" for n in ("base", "methods", "columns", "table", "profile", "sizes")}
 
 
 def test_explain_says_which_layer_set_what(capsys):

@@ -157,10 +157,8 @@ class RayExecutor(Workers):
         ray, patience = self.ray, self.execution.patience_seconds
         ready, _ = ray.wait([*self.running, *self.starting], timeout=None if self.running else patience)
         if not ready:
-            raise RuntimeError(
-                f"no Ray worker was to be had for {patience:g} s: each needs {self.need}, the cluster has "
-                f"{ray.cluster_resources()}, of which {ray.available_resources()} is free"
-            )
+            why = f"no Ray worker was to be had for {patience:g} s: each needs {self.need}, the cluster has"
+            raise RuntimeError(f"{why} {ray.cluster_resources()}, of which {ray.available_resources()} is free")
         for ref in ready:
             i, worker = self.running.pop(ref) if ref in self.running else (None, self.starting.pop(ref))
             trained, error = None, None

@@ -36,9 +36,7 @@ LABELS = ("label", "fine_label", "character", "coarse_label")
 OWNERS = ("writer_id", "speaker_id", "client_id")
 TEXTS = frozenset(column for said in SETS["columns"] for column in said["reads"])
 
-ABOUT = re.compile(
-    "readme|licen[cs]e|citation|dataset_infos?|dataset_dict", re.IGNORECASE
-)  # files about a set, not of it
+ABOUT = re.compile("(?i)readme|licen[cs]e|citation|dataset_infos?|dataset_dict")  # files about a set, not of it
 
 
 @dataclass(frozen=True)
@@ -99,9 +97,8 @@ def decode(splits, layout: Layout, size: int | None = None) -> tuple[Decoded, bo
         owners = read_column(table, layout.owner, name, layout) if layout.owner in table.column_names else None
         parts.append(Part(inputs[name], labels, np.asarray(owners) if owners is not None else None, classes))
     if len({p.owners.dtype.kind == "U" for p in parts if p.owners is not None}) > 1:  # numbers are not found as words
-        raise ValueError(
-            f"{layout.where}: {layout.owner} is text in one of the splits {names} and numbers in the other"
-        )
+        why = f"{layout.where}: {layout.owner} is text in one of the splits {names}"
+        raise ValueError(f"{why} and numbers in the other")
     together = read_column(tables[layout.train], layout.together, layout.train, layout) if layout.together else None
     tensors, classes = train_and_test(parts, layout, together)
     return (tensors | key, classes), fitted
@@ -176,10 +173,8 @@ def check_columns(table, split: str, layout: Layout) -> None:
         if column not in table.column_names:
             raise ValueError(f"{layout.where}: split {split!r} has no column named {column!r}; found {found}")
     if layout.kind == "images" and image_column(table) is None:
-        raise ValueError(
-            f"{layout.where}: no image column among {found}; allowed: pictures as datasets.Image writes them, as of "
-            "cast_column('image', datasets.Image()).to_parquet(...)"
-        )
+        why = f"{layout.where}: no image column among {found}; allowed: pictures as datasets.Image writes them,"
+        raise ValueError(f"{why} as of cast_column('image', datasets.Image()).to_parquet(...)")
     if len(table) == 0:
         raise ValueError(f"{layout.where}: split {split!r} holds no example")
 
@@ -237,9 +232,8 @@ def read_column(
             raise ValueError(f"{layout.row(split, i)}: {column} = {v} is no value")
         if not isinstance(v, kinds):
             allowed = "text" if kinds == (str,) else "one number or word"
-            raise ValueError(
-                f"{layout.row(split, i)}: {column} = {shown(v)} is a {type(v).__name__}; allowed: {allowed}"
-            )
+            why = f"{layout.row(split, i)}: {column} = {shown(v)} is a {type(v).__name__}"
+            raise ValueError(f"{why}; allowed: {allowed}")
     return values
 
 
@@ -270,13 +264,11 @@ def _renumbered(train: Part, test: Part, names: Sequence[str], where: str) -> Pa
             why = "and the other split has another list; allowed: one name a class"
             raise ValueError(f"{where}: two classes of split {name!r} are called {twice!r}, {why}")
     if bool(train.classes) != bool(test.classes):
-        raise ValueError(
-            f"{where}: labels are classes in one of the splits {names[0]!r} and {names[1]!r}, numbers in the other"
-        )
+        told = f"{where}: labels are classes in one of the splits {names[0]!r} and {names[1]!r},"
+        raise ValueError(f"{told} numbers in the other")
     if unknown := sorted(set(test.classes) - set(train.classes)):
-        raise ValueError(
-            f"{where}: split {names[1]!r} has labels that {names[0]!r} has not: {', '.join(unknown)[:200]}"
-        )
+        told = f"{where}: split {names[1]!r} has labels that {names[0]!r} has not:"
+        raise ValueError(f"{told} {', '.join(unknown)[:200]}")
     number = np.array([train.classes.index(n) for n in test.classes])
     return Part(test.inputs, number[test.labels], test.owners, train.classes)
 

@@ -59,11 +59,8 @@ def decode_images(tables: Mapping[str, object], column: str | None, size: int | 
     resized = column is not None and (len(shapes) > 1 or max(width, height) > LARGEST)
     if resized:
         size = size or LARGEST
-        warnings.warn(
-            f"{layout.where}: images of {len(shapes)} size{'s'[: len(shapes) > 1]}, up to {width} x {height} pixels, "
-            f"are decoded to {size} x {size}",
-            stacklevel=2,
-        )
+        why = f"{layout.where}: images of {len(shapes)} size{'s'[: len(shapes) > 1]},"
+        warnings.warn(f"{why} up to {width} x {height} pixels, are decoded to {size} x {size}", stacklevel=2)
         width = height = size
     arrays = {}
     for name, table in tables.items():
@@ -127,10 +124,8 @@ def highest_pixel(image, cell: Cell, layout, split: str, row: int) -> float:
         raise _damaged(cell, layout, split, row, error) from error
     low, high = float(pixels.min()), float(pixels.max())
     if not (low >= 0 and high <= (255 if image.mode == "F" else 65_535)):  # NaN too
-        raise ValueError(
-            f"{layout.row(split, row)} holds an image with pixels from {low:g} to {high:g}; allowed: floats from 0 to "
-            "1 or from 0 to 255, and integers of at most 16 bits"
-        )
+        why = f"{layout.row(split, row)} holds an image with pixels from {low:g} to {high:g}"
+        raise ValueError(f"{why}; allowed: floats from 0 to 1 or from 0 to 255, and integers of at most 16 bits")
     return high
 
 
@@ -141,10 +136,8 @@ def white_level(kind: str, brightest: float, layout) -> int:
     """
     if kind == "F":
         if 1 < brightest < 128:
-            raise ValueError(
-                f"{layout.where}: its brightest pixel of floats is {brightest:g}, which says of no scale that it is "
-                "the right one; allowed: at most 1, or from 128 to 255"
-            )
+            why = f"{layout.where}: its brightest pixel of floats is {brightest:g}, which says of no scale"
+            raise ValueError(f"{why} that it is the right one; allowed: at most 1, or from 128 to 255")
         return 1 if brightest <= 1 else 255
     return 2 ** max(8, int(brightest).bit_length()) - 1
 

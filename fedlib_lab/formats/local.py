@@ -130,9 +130,8 @@ def picture_splits(path: Path, files: Sequence[Path]) -> dict[str, list[Path]]:
     """Return the pictures of each split within a folder; ``ValueError`` where a picture's class is not clear."""
     pictures = sorted(pictures_among(path, files), key=Path.as_posix)
     if not pictures:
-        raise ValueError(
-            f"experiment: dataset {str(path)!r} is unknown as parquet or image folder: it holds no picture"
-        )
+        why = f"experiment: dataset {str(path)!r} is unknown as parquet or image folder:"
+        raise ValueError(f"{why} it holds no picture")
     tops = {p.parts[0] for p in pictures if len(p.parts) > 2}  # hold folders
     names = [top for top in sorted(tops) if top.lower() in (*TRAIN, *TESTS)]
     splits = {n: [p for p in pictures if p.parts[0] == n] for n in names} or {"train": pictures}
@@ -174,11 +173,8 @@ def table_of(path: Path, pictures: Mapping[str, Sequence[Path]]) -> dict:
 
     names = sorted({p.parent.name for found in pictures.values() for p in found})
     number, features = {n: i for i, n in enumerate(names)}, Features(image=Image(), label=ClassLabel(names=names))
-    rows = {
-        s: {"image": [str(path / p) for p in found], "label": [number[p.parent.name] for p in found]}
-        for s, found in pictures.items()
-    }
-    return {s: Dataset.from_dict(r, features=features) for s, r in rows.items()}
+    row = lambda p: {"image": str(path / p), "label": number[p.parent.name]}  # noqa: E731
+    return {s: Dataset.from_list([*map(row, found)], features) for s, found in pictures.items()}
 
 
 def load_splits(path: Path, parquet: Mapping[str, Sequence[str]], digest: str):
@@ -202,9 +198,8 @@ def load_splits(path: Path, parquet: Mapping[str, Sequence[str]], digest: str):
                 if of != other or len({c.split(" (")[0] for c in of}) < len(of):
                     both = f"{first} has the columns {', '.join(of)}" + f", {file} {', '.join(other)}" * (of != other)
                     raise ValueError(f"{both}; allowed: the same in all files of a split, each once") from error
-            raise ValueError(
-                f"experiment: dataset {str(path)!r} is unknown as parquet or image folder: {_first_line(error)}"
-            ) from error
+            why = f"experiment: dataset {str(path)!r} is unknown as parquet or image folder:"
+            raise ValueError(f"{why} {_first_line(error)}") from error
 
 
 def train_of(path: Path, splits: Iterable[str]) -> str:

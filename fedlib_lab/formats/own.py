@@ -41,9 +41,8 @@ def own_set(name: str, train: object, test: object, classes: Sequence[str] | Non
         path = Path(name)
         layout_of(path, list(splits), splits[train_of(path, splits)].column_names, {}, None)  # refuses what names tell
         if classes is not None:
-            raise ValueError(
-                f"{name}: classes name labels of arrays, and a datasets.Dataset names its own; allowed: None"
-            )
+            why = f"{name}: classes name labels of arrays, and a datasets.Dataset names its own"
+            raise ValueError(f"{why}; allowed: None")
         return partial(_of_splits, name, splits, {"registered": [content_digest(t) for t in splits.values()]}, ())
     layout = Layout(name, "images", "label", test=None if test is None else "test")
     given = {"train": train} | ({} if test is None else {"test": test})
@@ -169,20 +168,13 @@ def _pair(name: str, given: Any) -> tuple[Any, Any, Sequence[str] | None]:
 
 def _part(name: str, inputs: np.ndarray, labels: np.ndarray, classes: Sequence[str] | None) -> Part:
     """Build one split of arrays."""
-    if (
-        not inputs.ndim
-        or labels.ndim != 1
-        or len(inputs) != len(labels)
-        or labels.dtype.kind not in "iu"
-        or not len(labels)
-    ):
+    alike = inputs.ndim and labels.ndim == 1 and 0 < len(labels) == len(inputs)
+    if not alike or labels.dtype.kind not in "iu":
         raise ValueError(f"{name}: labels {labels.dtype} {labels.shape}, inputs {inputs.shape}; allowed: integers (N,)")
     low, high = int(labels.min()), int(labels.max())  # of the arrays' own type one more may be 0
     if classes is None and high >= len(labels):
-        raise ValueError(
-            f"{name}: label {high} would make more classes than the {len(labels)} examples; allowed: classes numbered "
-            "from 0, or named by classes"
-        )
+        why = f"{name}: label {high} would make more classes than the {len(labels)} examples"
+        raise ValueError(f"{why}; allowed: classes numbered from 0, or named by classes")
     names = [str(c) for c in (range(high + 1) if classes is None else classes)]
     if low < 0 or high >= len(names):
         raise ValueError(f"{name}: labels {low} to {high}; allowed: 0 to {len(names) - 1}")

@@ -109,9 +109,8 @@ def decode_speech(
     for o in np.unique(owners):
         for c in np.unique(labels[owners == o]):
             mine = np.where((owners == o) & (labels == c))[0]
-            test[numpy_generator(0, f"speech split {c}", client=int(o)).permutation(mine)[int(0.8 * len(mine)) :]] = (
-                True
-            )
+            order = numpy_generator(0, f"speech split {c}", client=int(o)).permutation(mine)
+            test[order[int(0.8 * len(mine)) :]] = True
     arrays = {
         "train_images": images[~test], "train_labels": labels[~test].astype(np.int64), "owners": owners[~test],
         "test_images": images[test], "test_labels": labels[test].astype(np.int64), "test_owners": owners[test],

@@ -115,11 +115,9 @@ def cpu() -> dict[str, str]:
     except OSError:
         said = {}
     named = [said.get(k, "") for k in ("vendor_id", "cpu family", "model")]
-    return {
-        "device": said.get("model name") or platform.processor() or platform.machine(),
-        "family": " ".join(filter(None, named)),
-        "instructions": torch.backends.cpu.get_cpu_capability(),
-    }
+    device = said.get("model name") or platform.processor() or platform.machine()
+    family, instructions = " ".join(filter(None, named)), torch.backends.cpu.get_cpu_capability()
+    return {"device": device, "family": family, "instructions": instructions}
 
 
 def _load() -> ctypes.CDLL | None:
@@ -188,14 +186,9 @@ def _is_suitable(x: torch.Tensor, y: torch.Tensor, start: torch.Tensor | None = 
     """Return whether these matrices suit OpenBLAS, and this is one of the threads it is for."""
     inner, columns = x.shape[-1], y.shape[-1]
     sizes = (x.numel(), y.numel(), x.numel() // max(inner, 1) * columns)
-    return (
-        x.device.type == "cpu"
-        and x.dtype is y.dtype is torch.float32
-        and (start is None or start.dtype is torch.float32)
-        and inner == y.shape[-2]
-        and 0 < min(sizes) <= max(sizes) <= MOST
-        and torch.get_num_threads() == 1
-    )
+    plain = x.device.type == "cpu" and x.dtype is y.dtype is torch.float32 and inner == y.shape[-2]
+    plain = plain and (start is None or start.dtype is torch.float32)
+    return plain and 0 < min(sizes) <= max(sizes) <= MOST and torch.get_num_threads() == 1
 
 
 def _is_by_rows(out: torch.Tensor) -> bool:

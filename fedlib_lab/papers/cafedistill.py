@@ -95,10 +95,8 @@ def plot_exit_rounds(runs: Mapping[str, Sequence[Mapping]], subject: str):
     title = f"The last exit ends {said} points above the first\n{subject}" if said else "No run is stored yet"
     axes = panels([spelled(n) for n in runs] or [""], title, (4.2, 3.2), 2)
     for ax, (label, told) in zip(axes, runs.items(), strict=False):
-        curves = {
-            f"exit {j + 1}": [{"t": m["t"], "accuracy": m["personal"]["exits"][j]} for m in told]
-            for j in range(len(last[label]))
-        }
+        curve = lambda j, told=told: [{"t": m["t"], "accuracy": m["personal"]["exits"][j]} for m in told]  # noqa: E731
+        curves = {f"exit {j + 1}": curve(j) for j in range(len(last[label]))}
         plot_learning_curves(curves, dict.fromkeys(curves, PAPER), ax, ax.get_title())
     share_legend(axes)
     return axes
@@ -120,10 +118,8 @@ def plot_thresholds(records: Sequence[Mapping], subject: str):
     frame = pd.DataFrame(records).assign(method=PAPER, series=label_of(PAPER)).sort_values("threshold")
     frame = frame.assign(macs=frame.macs / 1e6)
     best, some = frame.iloc[-1], frame[frame.threshold == 0.6].iloc[0]
-    title = (
-        f"Threshold 0.6 costs {best.accuracy - some.accuracy:.1f} points and saves "
-        f"{100 * (1 - some.macs / best.macs):.0f} % of the MACs\n{subject}"
-    )
+    lost, saved = best.accuracy - some.accuracy, 100 * (1 - some.macs / best.macs)
+    title = f"Threshold 0.6 costs {lost:.1f} points and saves {saved:.0f} % of the MACs\n{subject}"
     points = frame.drop_duplicates(["macs", "accuracy"])
     return plot_series(points, "macs", "accuracy", f"mean {COSTS['macs'][0]}", ACCURACY, title, names="threshold")
 

@@ -67,11 +67,9 @@ def acceleration(e: Experiment, clients: int = 3, batch: int = BATCH) -> dict[st
     full, parts = shapes.setting.full(), [part for _, part in client_parts(e, shapes)]
     macs = np.array([shapes.setting.measure.macs(p) for p in parts])
     seconds = step_seconds(e, [full, *parts[:clients]], batch)
-    return {
-        "by MACs": shapes.setting.measure.macs(full) / macs.mean(),
-        "by time": seconds[0] / seconds[1:].mean(),
-        "mean parameters (M)": np.mean([shapes.setting.measure.parameters(p) for p in parts]) / 1e6,
-    }
+    mean = np.mean([shapes.setting.measure.parameters(p) for p in parts]) / 1e6
+    ratios = {"by MACs": shapes.setting.measure.macs(full) / macs.mean(), "by time": seconds[0] / seconds[1:].mean()}
+    return ratios | {"mean parameters (M)": mean}
 
 
 def traffic_to(run: Run, target: float, resources: pd.DataFrame) -> dict[str, float]:
@@ -164,10 +162,9 @@ def traffic_curves(cells: Sequence[Cell], of: Callable[[Experiment], pd.DataFram
     for _, runs in runs_of(cells, folder):
         for cell, run in runs:
             a_round = 2 * run.experiment.clients_per_round * seen(run.experiment) / MIB_OF_GIB
-            measured = [m for m in run.metrics if m.get("accuracy") is not None]
-            rows += [
-                _names(cell) | {"seed": cell.seed, "gib": m["t"] * a_round, "accuracy": m["accuracy"]} for m in measured
-            ]
+            named = _names(cell) | {"seed": cell.seed}
+            measured = [(m["t"], m["accuracy"]) for m in run.metrics if m.get("accuracy") is not None]
+            rows += [named | {"gib": t * a_round, "accuracy": accuracy} for t, accuracy in measured]
     return pd.DataFrame(rows, columns=[*NAMES, "backbone", "seed", "gib", "accuracy"])
 
 

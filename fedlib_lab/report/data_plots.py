@@ -33,13 +33,9 @@ def _stacked_bars(counts: np.ndarray, shown: np.ndarray, classes: Sequence[str],
     import seaborn
 
     names = [plain(c) for c in classes]
-    rows = pd.DataFrame(counts[shown], columns=range(len(names))).rename_axis("place").reset_index()
-    rows = rows.melt("place", var_name="label", value_name="examples")
-    palette = seaborn.color_palette("colorblind" if len(names) <= 10 else "tab20", len(names))
-    seaborn.histplot(rows, x="place", weights="examples", hue="label", hue_order=range(len(names))[::-1], discrete=True,
-                     multiple="stack", shrink=0.9, palette=palette[::-1], alpha=1, linewidth=0, ax=ax)  # fmt: skip
-    handles = ax.get_legend().legend_handles[::-1]
-    ax.legend(handles, names, loc="center left", bbox_to_anchor=(1, 0.5), ncols=1 + len(names) // 11, handlelength=1.2)
+    colors = seaborn.color_palette("colorblind" if len(names) <= 10 else "tab20", len(names))
+    pd.DataFrame(counts[shown], columns=names).plot.bar(stacked=True, width=0.9, color=colors, linewidth=0, ax=ax)
+    ax.legend(loc="center left", bbox_to_anchor=(1, 0.5), ncols=1 + len(names) // 11, handlelength=1.2)
     ax.set(ylim=(0, 1.06 * max(counts[shown].sum(1).max(), 1)), xlim=(-0.7, len(shown) - 0.3))
 
 

@@ -11,6 +11,7 @@ only warns of a name that the notebook does not know: a run without the asked-fo
 import ast
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 
 from fedlib.core.paths import TRIALS, use_outputs_of
 from fedlib.core.validation import check_known, shown
@@ -62,16 +63,11 @@ def typed(name: str, value: object, kind: type) -> object:
     if kind is bool:
         value = WORDS.get(str(value).lower(), value)
     elif kind in (int, float) and type(value) in (int, str):
-        try:
+        with suppress(ValueError):  # no number: refused below
             value = kind(value)
-        except ValueError:  # no number: refused below
-            pass
     if kind is not type(None) and type(value) is not kind:
-        allowed = {
-            bool: "True, False",
-            str: f"a string (papermill -r {name} ...)",
-            dict: "names and values (papermill -y)",
-        }
+        allowed = {bool: "True, False", dict: "names and values (papermill -y)"}
+        allowed[str] = f"a string (papermill -r {name} ...)"
         raise ValueError(f"parameters: {name} = {shown(value)}; allowed: {allowed.get(kind, kind.__name__)}")
     return value
 

@@ -77,12 +77,9 @@ def pages_of(stored: Stored, verdicts: Sequence[Judged]) -> dict[str, str]:
     """Return a paper's files by name: the first page, all tables, all claims, and every comparison as CSV."""
     tables, runs = tables_page(stored)
     rows = comparisons(verdicts)
-    return {
-        "README.md": front_page(stored, verdicts, runs),
-        "tables.md": tables,
-        "claims.md": claims_page(stored, verdicts),
-        "claims.csv": rows.to_csv(index=False, lineterminator="\n") if len(rows) else "",
-    }
+    csv = rows.to_csv(index=False, lineterminator="\n") if len(rows) else ""
+    front, claims = front_page(stored, verdicts, runs), claims_page(stored, verdicts)
+    return {"README.md": front, "tables.md": tables, "claims.md": claims, "claims.csv": csv}
 
 
 def front_page(stored: Stored, verdicts: Sequence[Judged], runs: Sequence[Cell]) -> str:

@@ -5,14 +5,13 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import pandas as pd
 
-from fedlib.core.paths import outputs_dir
 from fedlib.methods import METHODS
 
 from . import style
 from .data_plots import plot_clients_examples as plot_clients_examples
 from .data_plots import plot_label_distribution as plot_label_distribution
 from .style import Looks, axes_of, finish, looks_of, named, panels, plain, score_of, share_legend, styled, title_of
-from .tables import label_of
+from .tables import label_of, output_file
 from .titles import figure_title, leads
 
 COSTS = style.NAMES["costs"]  # what an axis says, and its unit in units of the column
@@ -25,9 +24,7 @@ OTHERS = "#d0d0d0"  # of methods that are not spoken of
 
 def save_figure(axes, name: str):
     """Write the figure of ``axes`` to ``outputs/<folder>/figures/<stem>.png``, ``name`` being ``<folder>/<stem>``."""
-    folder, _, stem = name.rpartition("/")
-    path = outputs_dir() / folder / "figures" / f"{stem}.png"
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path = output_file(name, "figures", "png")
     np.ravel(axes)[0].figure.figure.savefig(path, dpi=150)  # the whole figure, also of a subfigure's Axes
     return path
 

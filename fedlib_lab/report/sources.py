@@ -50,9 +50,8 @@ class Stored(Source):
 
     def __post_init__(self):
         super().__post_init__()
-        self.rows = cache(
-            lambda table: [*zip(self.read(table)[0], self.read(table)[1].to_dict("records"), strict=True)]
-        )
+        both = lambda cells, frame: [*zip(cells, frame.to_dict("records"), strict=True)]  # noqa: E731
+        self.rows = cache(lambda table: both(*self.read(table)))
 
     @property
     def folder(self) -> Path:

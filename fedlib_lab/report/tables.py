@@ -192,10 +192,8 @@ def load_claims(paper: str, table: str) -> list[tuple[str, str]]:
 def beside_reported(frame: pd.DataFrame, reported: pd.DataFrame, value: str = "accuracy") -> pd.DataFrame:
     """Return ``mean ± SD`` obtained, on which ``data``, beside reported, one row per (finetune, column, variant)."""
     both = mean_sd(frame, value, ("finetune", "column", "dataset", "variant", "label"))
-    both = both.merge(
-        reported[["finetune", "column", "variant", "mean", "sd"]], on=["finetune", "column", "variant"], how="left",
-        suffixes=("", "_reported"),
-    )  # fmt: skip
+    place = ["finetune", "column", "variant"]
+    both = both.merge(reported[[*place, "mean", "sd"]], "left", place, suffixes=("", "_reported"))
     here, printed = (zip(both[m], both[s], strict=True) for m, s in (("mean", "sd"), ("mean_reported", "sd_reported")))
     return pd.DataFrame({
         "mode": both.finetune.map(label_of), "column": both.column, "data": both.dataset,
@@ -277,12 +275,9 @@ def exit_table(cells: Sequence[Cell], frame: pd.DataFrame) -> pd.DataFrame:
 def compute_table(cells: Sequence[Cell]) -> pd.DataFrame:
     """Return per mode, column and variant what all clients of a round train, in 10^12 MACs, counting further epochs."""
     first = {(c.finetune, c.column, c.variant): c for c in reversed(cells)}
-    rows = [
-        {"mode": label_of(c.finetune), "column": c.column, "method": label_of(c.label),
-         "TMACs a round": round(training_macs(c.experiment) / c.experiment.rounds / 1e12, 3)}
-        for c in reversed(first.values())
-    ]  # fmt: skip
-    return pd.DataFrame(rows)
+    a_round = lambda e: round(training_macs(e) / e.rounds / 1e12, 3)  # noqa: E731
+    rows = [(label_of(c.finetune), c.column, label_of(c.label), a_round(c.experiment)) for c in first.values()]
+    return pd.DataFrame(rows[::-1], columns=["mode", "column", "method", "TMACs a round"])
 
 
 def label_of(name: str) -> str:
@@ -299,10 +294,15 @@ def mean_and_sd(mean: float, sd: float) -> str:
 
 def save_table(frame: pd.DataFrame, name: str) -> Path:
     """Write ``frame`` as ``outputs/<folder>/tables/<stem>.csv``, ``name`` being ``<folder>/<stem>``."""
+    frame.to_csv(path := output_file(name, "tables", "csv"), index=False)
+    return path
+
+
+def output_file(name: str, kind: str, suffix: str) -> Path:
+    """Return ``outputs/<folder>/<kind>/<stem>.<suffix>`` for ``name``, ``<folder>/<stem>``; its folder is there."""
     folder, _, stem = name.rpartition("/")
-    path = outputs_dir() / folder / "tables" / f"{stem}.csv"
+    path = outputs_dir() / folder / kind / f"{stem}.{suffix}"
     path.parent.mkdir(parents=True, exist_ok=True)
-    frame.to_csv(path, index=False)
     return path
 
 

@@ -61,10 +61,8 @@ class DarkDistill(Method):
 
     def check(self, setting: Setting, e: Experiment) -> None:
         if setting.spec.reads != "images" or len(setting.spec.feature(0)) != 1:
-            raise ValueError(
-                "darkdistill: generators make the tokens that a vision transformer's stem gives, and backbone = "
-                f"{e.backbone!r} has none; allowed: a ViT or Vim"
-            )
+            why = "darkdistill: generators make the tokens that a vision transformer's stem gives,"
+            raise ValueError(f"{why} and backbone = {e.backbone!r} has none; allowed: a ViT or Vim")
 
     def init_server(self, params: dict[str, torch.Tensor], setting: Setting) -> Server:
         """Draw generators and the small net at random, as PyTorch would."""
@@ -156,9 +154,8 @@ class Distillation:
     def run(self) -> tuple[dict[int, dict[str, torch.Tensor]], dict[str, torch.Tensor]]:
         """Return the models after it, and the server's memory."""
         m, infos, memory = self.method, self.r.setting.infos, dict(self.server.memory)
-        trained = [
-            p.requires_grad_() for s in self.models.values() for n, p in s.items() if infos[n].kind != "statistic"
-        ]
+        tensors = [(n, p) for s in self.models.values() for n, p in s.items()]
+        trained = [p.requires_grad_() for n, p in tensors if infos[n].kind != "statistic"]
         learners = {e: torch.optim.Adam(net.parameters(), m.generator_lr) for e, net in self.makers.items()}
         students = torch.optim.SGD(trained, m.server_lr, weight_decay=m.server_decay)
         weighing = torch.optim.Adam(self.weigher.parameters(), WEIGHER_LR)
@@ -198,11 +195,8 @@ class Distillation:
         first, _ = setting.lab.run_state(prefix(0, setting), self.server.params, x)  # of the global model
         measured, flat = F.cross_entropy(first[0], labels, reduction="none"), x.flatten(1)
         apart = torch.cdist(noise, noise).square() / noise.shape[1] * torch.cdist(flat, flat, p=1) / flat.shape[1]
-        return (
-            F.cross_entropy(judged, labels[torch.cat(groups)])
-            + F.mse_loss(measured, difficulty)
-            + (-apart.mean()).exp()
-        )
+        loss = F.cross_entropy(judged, labels[torch.cat(groups)]) + F.mse_loss(measured, difficulty)
+        return loss + (-apart.mean()).exp()
 
     def teaching_loss(self, asked: Mapping[int, Asked]) -> torch.Tensor:
         """Return the loss (3), to be minimised by all models that are taught, and by the net that weighs exits."""

@@ -75,9 +75,8 @@ class FIARSE(Shares):
             params[name] = p
             if is_masked(name, cohort.setting):
                 start = cohort.start[name]
-                kept = (
-                    start.abs() >= of_rows(theta, cohort.rows[name], p) if self.mean_over == "holders" else p != start
-                )
+                least = of_rows(theta, cohort.rows[name], p)
+                kept = start.abs() >= least if self.mean_over == "holders" else p != start
                 params[name], params[HELD + name] = p * kept, kept.to(p.dtype)
         return replace(update, params=params, rows={n: update.rows[n.removeprefix(HELD)] for n in params})
 

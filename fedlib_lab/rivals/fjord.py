@@ -43,9 +43,8 @@ class FjORD(Rates):
     def check(self, setting: Setting, e: Experiment) -> None:
         super().check(setting, e)
         if e.batch_norm in ("tracked", "local") and any(i.kind == "statistic" for i in setting.infos.values()):
-            raise ValueError(
-                f"fjord: batch_norm = {e.batch_norm!r}: widths would share statistics; allowed: batch, static"
-            )
+            why = f"fjord: batch_norm = {e.batch_norm!r}: widths would share statistics"
+            raise ValueError(f"{why}; allowed: batch, static")
 
     def slice_for(self, client: Client, server: Server, r: Round) -> Slice:
         return self.part(client.budget, r.setting)

@@ -78,11 +78,9 @@ class HetLoRA(Ranks):
 
     def aggregate(self, server: Server, arrived: Arrived, r: Round) -> Server:
         server, mean = super().aggregate(server, arrived, r), arrived.mean
-        padded = {
-            n: (mean.total[n] / mean.weight[n].max()).to(server.params[n].dtype)  # all hold the first rank
-            for pair in factors(r.setting).values()
-            for n in pair
-        }
+        # all hold the first rank
+        whole = lambda n: (mean.total[n] / mean.weight[n].max()).to(server.params[n].dtype)  # noqa: E731
+        padded = {n: whole(n) for pair in factors(r.setting).values() for n in pair}
         ranks = to_host([sent["rank/rank"] for sent in arrived.extras.values()])
         mirrors = {k: {"rank": rank} for k, rank in zip(arrived.extras, ranks, strict=True)}
         return replace(server, params={**server.params, **padded}).with_mirrors(mirrors)

@@ -101,9 +101,8 @@ class EarlyStopping(Callback):
 
     def check(self, e: Experiment) -> None:
         if e.evaluate_on != "validation":
-            raise ValueError(
-                f"EarlyStopping: evaluate_on = {e.evaluate_on!r} would choose by test examples; use validation"
-            )
+            why = f"EarlyStopping: evaluate_on = {e.evaluate_on!r} would choose by test examples"
+            raise ValueError(f"{why}; use validation")
         if not e.looks_every:
             raise ValueError("EarlyStopping: evaluate_every = 0 evaluates after the last round alone; allowed: 1, 2, …")
 

@@ -127,10 +127,8 @@ class Checkpoints:
             old = server.params.get(name)
             if old is None or old.shape != new.shape:
                 there = "none" if old is None else tuple(old.shape)
-                raise ValueError(
-                    f"{self.path} holds the rounds of another model: {name} is {there} there, {tuple(new.shape)} here; "
-                    "run(e, again=True) begins anew"
-                )
+                why = f"{self.path} holds the rounds of another model: {name} is {there} there, {tuple(new.shape)} here"
+                raise ValueError(f"{why}; run(e, again=True) begins anew")
 
     def write_record(self) -> None:
         """Write ``experiment.json``: the experiment and, beside it, what trained it."""

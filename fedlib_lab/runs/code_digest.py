@@ -69,11 +69,8 @@ def digest_of(value: object, method: Collection[type] = ()) -> str:
     except (_Unreadable, RecursionError) as error:
         return f"{UNVERIFIED}: {' in '.join(walk.way[::-1])} is {str(error)[:200]}"
     for file in sorted(walk.edited):
-        warnings.warn(
-            f"{file} is not what runs: it was edited after its import. A run says what runs; to run what is written, "
-            "restart Python (a notebook's kernel), or reload it",
-            stacklevel=2,
-        )
+        why = f"{file} is not what runs: it was edited after its import. A run says what runs; to run what is written,"
+        warnings.warn(f"{why} restart Python (a notebook's kernel), or reload it", stacklevel=2)
     return ", ".join([digest, *sorted(walk.packages)])
 
 

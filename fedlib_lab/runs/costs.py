@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -421,17 +422,21 @@ def forecast(cells: Sequence[Cell], missing: Collection[Experiment]) -> list[dic
     return out
 
 
-def describe_costs(cells: Sequence[Cell], stored: Callable[[Experiment], object]) -> str:
-    """Say what a table takes before anything starts: :func:`forecast`, its sums, and what is downloaded.
+def table_costs(cells: Sequence[Cell], stored: Callable[[Experiment], object]) -> dict[str, Any]:
+    """Return what a table takes before anything starts: :func:`forecast`'s ``rows``, and what is downloaded, in MB.
 
     A run is missing where ``stored`` finds None (``store.shown_run``, whose file imports this one).
     """
+    missing = [c.experiment for c in cells if stored(c.experiment) is None]
+    told = {"runs": len(cells), "missing": len(missing), "time": describe_time(len(cells), missing)}
+    return told | {"rows": forecast(cells, set(missing)), "downloads_mb": downloads(missing)}
+
+
+def describe_costs(costs: Mapping[str, Any]) -> str:
+    """Say in words what :func:`table_costs` found: its rows, their sums, and what is downloaded."""
     import pandas as pd
 
-    missing = [c.experiment for c in cells if stored(c.experiment) is None]
-    frame, loads = pd.DataFrame(forecast(cells, set(missing))), downloads(missing)
-    needed = ", ".join(f"{name} {mb:,.1f} MB" if mb else f"{name} (size unknown)" for name, mb in loads.items())
-    return (
-        f"{frame.to_string(index=False)}\n{describe_time(len(cells), missing)}.\n"
-        f"Disk: {frame['GiB of disk'].sum():,.1f} GiB of runs. To download: {needed or 'nothing'}."
-    )
+    frame = pd.DataFrame(costs["rows"])
+    loads = [f"{name} {mb:,.1f} MB" if mb else f"{name} (size unknown)" for name, mb in costs["downloads_mb"].items()]
+    disk = f"Disk: {frame['GiB of disk'].sum():,.1f} GiB of runs. To download: {', '.join(loads) or 'nothing'}."
+    return f"{frame.to_string(index=False)}\n{costs['time']}.\n{disk}"

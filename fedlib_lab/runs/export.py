@@ -103,9 +103,8 @@ def check_folder(path: Path | str, this: dict[str, object]) -> Path:
         about, ours = {}, set()
     if not str(path).strip() or where.is_symlink() or (where.exists() and not where.is_dir()) or not there <= ours:
         what = f" holds {', '.join(sorted(there - ours)[:3])}" if there - ours else ""
-        raise ValueError(
-            f"save_model: path = {str(path)!r}{what}; allowed: a new or empty folder, or an earlier export's"
-        )
+        why = f"save_model: path = {str(path)!r}{what}"
+        raise ValueError(f"{why}; allowed: a new or empty folder, or an earlier export's")
     if other := there and [f"{k} {about.get(k, 'not said')}" for k, v in this.items() if about.get(k) != v]:
         what = f"{where} holds an export of another kind ({', '.join(other)})"
         raise ValueError(f"save_model: {what}; give another path, or overwrite=True to put this one in its place")
@@ -115,16 +114,13 @@ def check_folder(path: Path | str, this: dict[str, object]) -> Path:
 @contextmanager
 def replaced(path: Path) -> Iterator[Path]:
     """Yield a new folder beside ``path`` that takes its place when all is written; until then the old one is there."""
-    new, old = path.with_name(f".{path.name}.new"), path.with_name(f".{path.name}.old")
+    new = path.with_name(f".{path.name}.new")
     shutil.rmtree(new, ignore_errors=True)
     new.mkdir(parents=True)
     try:
         yield new
-        if path.exists():
-            shutil.rmtree(old, ignore_errors=True)
-            path.rename(old)
+        shutil.rmtree(path, ignore_errors=True)
         new.rename(path)
-        shutil.rmtree(old, ignore_errors=True)
     finally:
         shutil.rmtree(new, ignore_errors=True)
 

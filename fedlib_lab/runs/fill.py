@@ -49,6 +49,11 @@ class Job:
     def __str__(self) -> str:
         return f"{self.grid}, {self.cell.column}, {self.cell.label}, {self.cell.finetune}, seed {self.cell.seed}"
 
+    def plain(self) -> dict[str, object]:
+        """Return it as JSON holds it, with the name of its run."""
+        place = {k: getattr(self.cell, k) for k in ("column", "variant", "finetune", "seed")}
+        return {"table": self.grid, **place, "run": self.cell.experiment.slug, "seconds": round(self.seconds, 1)}
+
 
 @dataclass(frozen=True)
 class Queue:

@@ -48,11 +48,10 @@ class OtherInputs(ValueError):
         stored = "is stored" if rounds is None else f"is stored up to round {rounds}"
         then = "take it as it is" if rounds is None else "go on from there all the same"
         words = ",".join(differing)
-        super().__init__(
-            f"{path.name} {stored} in {path.parent}, but differs from what is at hand: {what}. To run it anew and "
-            "forget this one: again='other' in run or run_all; to have both: another folder (folder=, FEDLIB_OUTPUTS); "
-            f"to {then}: accept={words!r} (FEDLIB_ACCEPT={words})"
-        )
+        found = f"{path.name} {stored} in {path.parent}, but differs from what is at hand: {what}"
+        anew = "To run it anew and forget this one: again='other' in run or run_all"
+        both = "to have both: another folder (folder=, FEDLIB_OUTPUTS)"
+        super().__init__(f"{found}. {anew}; {both}; to {then}: accept={words!r} (FEDLIB_ACCEPT={words})")
 
 
 def accepted(accept: Accept) -> frozenset[str]:
@@ -135,10 +134,10 @@ def check_verified(e: Experiment, inputs: Inputs, accept: frozenset[str]) -> Non
     for kind, values in said.items():
         why = next((v for v in values if str(v).startswith(UNVERIFIED)), None)
         if why is not None and kind not in accept:
-            raise ValueError(
-                f"{e.slug} could not be told from a run of other code: {why}. Make it a constant, a function or a "
-                f"class, or run it with accept={kind!r} (FEDLIB_ACCEPT={kind}), which finds it again too"
+            told = (
+                f"{e.slug} could not be told from a run of other code: {why}. Make it a constant, a function or a class"
             )
+            raise ValueError(f"{told}, or run it with accept={kind!r} (FEDLIB_ACCEPT={kind}), which finds it again too")
 
 
 def known_inputs(e: Experiment, recorded: Collection[Inputs]) -> dict[str, object]:

@@ -16,7 +16,7 @@ from typing import Any
 
 from fedlib.core.experiment import Experiment
 from fedlib.core.paths import params_dir
-from fedlib.core.validation import check_known, check_type, shown
+from fedlib.core.validation import check_known, check_type, convert, shown
 from fedlib.engine.checks import check_experiment
 from fedlib.methods import METHODS
 
@@ -247,12 +247,8 @@ def _given(overrides: Mapping[str, object] | None) -> dict[str, Any]:
         raise ValueError(f"overrides = {shown(overrides)}: expected a mapping of names to values")
     overrides = dict(overrides or {})
     for key, kind in {"finetune": str, "method": str, "variant": str, "columns": str, "seeds": int}.items():
-        value = overrides.get(key, [])
-        value = [value] if type(value) is kind else value
-        if not isinstance(value, (list, tuple)) or any(type(v) is not kind for v in value):
-            raise ValueError(f"overrides: {key} = {shown(overrides[key])}: expected a list of {kind.__name__}")
         if key in overrides:
-            overrides[key] = list(value)
+            overrides[key] = [convert(v, kind, f"overrides: {key}") for v in _listed(overrides[key])]
     return overrides
 
 

@@ -135,17 +135,11 @@ def provenance(execution: Execution) -> dict[str, object]:
 
     on_cluster = execution.executor == "ray"
     on_gpu = execution.home.startswith("cuda")
-    return {
-        "fedlib": __version__,
-        "torch": torch.__version__.split("+")[0],
-        "python": platform.python_version(),
-        **(gpu() if on_gpu else cpu()),
-        **({"commit": commit()} if commit() else {}),
-        "cores": os.cpu_count(),
-        "products": choose_products(execution.products) if _one_thread_each(execution) else "PyTorch",
-        "executor": execution.executor,
-        "workers": execution.workers if on_cluster else execution.side_by_side(),  # None: all of a cluster
-    }
+    found = {"fedlib": __version__, "torch": torch.__version__.split("+")[0], "python": platform.python_version()}
+    found |= (gpu() if on_gpu else cpu()) | ({"commit": commit()} if commit() else {}) | {"cores": os.cpu_count()}
+    found["products"] = choose_products(execution.products) if _one_thread_each(execution) else "PyTorch"
+    workers = execution.workers if on_cluster else execution.side_by_side()  # None: all of a cluster
+    return found | {"executor": execution.executor, "workers": workers}
 
 
 def gpu() -> dict[str, object]:
@@ -155,14 +149,9 @@ def gpu() -> dict[str, object]:
     """
     driver = Path("/proc/driver/nvidia/version")
     found = re.search(r"\d+\.\d+[.\d]*", driver.read_text()) if driver.exists() else None
-    return {
-        "device": torch.cuda.get_device_name(),
-        "cuda": torch.version.cuda,
-        "cudnn": torch.backends.cudnn.version(),
-        "driver": found.group() if found else None,
-        "host": cpu()["device"],
-        "convolutions": CHOSEN,
-    }
+    versions = {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
+    there = {"driver": found.group() if found else None, "host": cpu()["device"], "convolutions": CHOSEN}
+    return {"device": torch.cuda.get_device_name()} | versions | there
 
 
 @cache

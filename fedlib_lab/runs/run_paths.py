@@ -115,9 +115,8 @@ def check_place(path: Path) -> None:
             raise ValueError(f"{own} is a symbolic link; put what it points to in its place")
     nearest = next(p for p in (path, *path.parents) if p.exists())
     if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
-        raise PermissionError(
-            f"{nearest} cannot be written, so no run can be stored in it; set FEDLIB_OUTPUTS to a folder that can"
-        )
+        why = f"{nearest} cannot be written, so no run can be stored in it"
+        raise PermissionError(f"{why}; set FEDLIB_OUTPUTS to a folder that can")
 
 
 def check_files(path: Path) -> None:

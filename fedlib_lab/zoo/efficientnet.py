@@ -71,11 +71,9 @@ class EfficientNetSpec(MapSpec):
         return "pointwise" if self.head_width else "dropped"
 
     def exit_options(self, kind: str, unit: int) -> dict[str, object]:
-        options = {
-            "convolutions": {"reduction": self.exit_reduction},
-            "pointwise": {"width": self.head_width, "dropout": self.dropout},
-            "dropped": {"dropout": self.dropout},
-        }
+        dropped, convolutions = {"dropout": self.dropout}, {"reduction": self.exit_reduction}
+        pointwise = {"width": self.head_width} | dropped
+        options = {"convolutions": convolutions, "pointwise": pointwise, "dropped": dropped}
         return options.get(kind) or super().exit_options(kind, unit)
 
     def build(self) -> MapBackbone:

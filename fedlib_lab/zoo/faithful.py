@@ -71,19 +71,17 @@ def check_faithful(net: nn.Module, spec: WrappedSpec) -> None:
             if not _like(a, b):
                 raise ValueError(f"{where}the net gives something else at cut {cut!r} when it is called again")
             if not _like(a, c):
+                told = f"{where}the net itself gives something else at cut {cut!r} than its pieces do: a hook, code"
                 raise ValueError(
-                    f"{where}the net itself gives something else at cut {cut!r} than its pieces do: a hook, code "
-                    "around forward_features, or a number that is drawn or counted around the cuts?"
+                    f"{told} around forward_features, or a number that is drawn or counted around the cuts?"
                 )
     wants, gets = _gradients(wanted[-1], known), _gradients(got[-1], ours)
     most = max((float(g.norm()) for g in wants.values() if g is not None), default=0.0)
     for name, a in wants.items():
         b = gets[name]
         if (a is None) != (b is None) or a is not None and float((a - b).norm()) > 0.05 * float(a.norm()) + 1e-3 * most:
-            raise ValueError(
-                f"wrap: {name!r} of the net itself learns something else than in its pieces: code around the cuts in "
-                "torch.no_grad, or under another switch of PyTorch's?"
-            )
+            why = f"wrap: {name!r} of the net itself learns something else than in its pieces:"
+            raise ValueError(f"{why} code around the cuts in torch.no_grad, or under another switch of PyTorch's?")
 
 
 @contextmanager
@@ -156,10 +154,8 @@ def _gradients(y: torch.Tensor, parameters: dict[str, nn.Parameter]) -> dict[str
 
 def _module_values(net: nn.Module) -> dict[str, object]:
     """Return all plain values that the modules of ``net`` hold, by name, and the global generators' states."""
-    out: dict[str, object] = {
-        "Python's random numbers": random.getstate(),
-        "NumPy's random numbers": repr([x.tolist() if isinstance(x, np.ndarray) else x for x in np.random.get_state()]),
-    }
+    drawn = repr([x.tolist() if isinstance(x, np.ndarray) else x for x in np.random.get_state()])
+    out: dict[str, object] = {"Python's random numbers": random.getstate(), "NumPy's random numbers": drawn}
     for path, m in net.named_modules():
         for name, value in vars(m).items():
             kinds = [x if isinstance(x, PLAIN) else type(x) for x in tree_leaves(value)]

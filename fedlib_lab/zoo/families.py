@@ -103,10 +103,8 @@ class Modules(Family):
     def check(self, name: str, spec: Spec, pretrained: bool) -> bool:
         if isinstance(spec, WrappedSpec) and pretrained != (spec.make is None):
             what = "a net with its weights" if spec.make is None else "a function that makes a net"
-            raise ValueError(
-                f"experiment: pretrained = {pretrained} is not possible with backbone = {name!r}, which was wrapped as "
-                f"{what}; allowed: {not pretrained}"
-            )
+            why = f"experiment: pretrained = {pretrained} is not possible with backbone = {name!r},"
+            raise ValueError(f"{why} which was wrapped as {what}; allowed: {not pretrained}")
         return isinstance(spec, WrappedSpec)
 
 

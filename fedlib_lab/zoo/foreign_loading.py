@@ -130,7 +130,5 @@ def check_outputs(foreign: Foreign, model: nn.Module) -> None:
     expected = expected[:, : tokens.shape[1]]  # the stem cuts what is padding in all rows
     difference = (tokens - expected)[real].abs().max()
     if not difference <= 1e-3 * expected[real].abs().max():
-        raise ValueError(
-            f"foreign: the checkpoint {spec.source!r} answers otherwise unit by unit than as a whole (by "
-            f"{difference:.2g}): a model of this kind cannot be run so"
-        )
+        why = f"foreign: the checkpoint {spec.source!r} answers otherwise unit by unit than as a whole"
+        raise ValueError(f"{why} (by {difference:.2g}): a model of this kind cannot be run so")

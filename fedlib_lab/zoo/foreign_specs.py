@@ -110,16 +110,13 @@ class ForeignSpec(TokenSpec):
         if self.head_dim is None and self.dim % self.heads:
             raise ValueError(f"foreign: dim = {self.dim} does not divide among heads = {self.heads}")
         if self.heads % (self.kv_heads or self.heads):
-            raise ValueError(
-                f"foreign: heads = {self.heads} are no groups of equal size for kv_heads = {self.kv_heads}"
-            )
+            why = f"foreign: heads = {self.heads} "
+            raise ValueError(f"{why} are no groups of equal size for kv_heads = {self.kv_heads}")
         if self.reads == "images":
             return
         if self.padding is None:
-            raise ValueError(
-                f"foreign: {self.source or self.family} has no pad token, so rows of unequal length cannot be read "
-                "together; name one (pad_token_id in its config.json)"
-            )
+            why = f"foreign: {self.source or self.family} has no pad token, so rows of unequal length"
+            raise ValueError(f"{why} cannot be read together; name one (pad_token_id in its config.json)")
         if self.length > self.usable:
             raise ValueError(f"foreign: length = {self.length} exceeds the {self.usable} positions of the model")
 
@@ -155,9 +152,8 @@ class ForeignSpec(TokenSpec):
         """Raise ``ValueError`` if the ``config.json`` of its weights says otherwise, or asks for what is not built."""
         of, causal = f"foreign: the config.json of {self.source!r} says", self.kind.causal
         if config.get("model_type") != self.family:
-            raise ValueError(
-                f"{of} model_type = {config.get('model_type')!r}, and family = {self.family!r} is asked for"
-            )
+            why = f"{of} model_type = {config.get('model_type')!r},"
+            raise ValueError(f"{why} and family = {self.family!r} is asked for")
         whole = {"head_dim": self.dim // self.heads, "kv_heads": self.heads}
         for name, there in self.kind.sizes_in(config).items():
             here = getattr(self, name)

@@ -122,10 +122,8 @@ class Bottleneck(nn.Sequential):
 
     def __init__(self, channels: int, width: int, factor: int, stride: int, source: str, name: str):
         inner = min(channels, factor * width)
-        super().__init__(
-            ConvNorm(channels, inner, 1, 1, (f"{name}/inner", source)),
-            ConvNorm(inner, width, 3, stride, (name, f"{name}/inner")),
-        )
+        narrow = ConvNorm(channels, inner, 1, 1, (f"{name}/inner", source))
+        super().__init__(narrow, ConvNorm(inner, width, 3, stride, (name, f"{name}/inner")))
 
     @property
     def width(self) -> int:

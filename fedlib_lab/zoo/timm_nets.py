@@ -99,20 +99,11 @@ def plain_vit(model: nn.Module) -> ViTSpec | None:
     size, patch, extra = patches_of.img_size, patches_of.patch_size, model.num_prefix_tokens
     rows, patches = model.pos_embed.shape[1], (size[0] // patch[0]) ** 2
     nothing = [block.attn.q_norm, getattr(block.attn, "norm", nn.Identity()), block.mlp.norm, patches_of.norm]
-    plain = (
-        type(block.attn) is Attention
-        and type(block.mlp) is Mlp
-        and isinstance(block.mlp.act, nn.GELU)
-        and block.mlp.act.approximate == "none"
-        and all(isinstance(m, nn.Identity) for m in nothing)
-        and hasattr(block, "ls1")  # not of parallel blocks, nor of post-norm ones
-        and isinstance(block.norm1, nn.LayerNorm)
-        and size[0] == size[1]
-        and patch[0] == patch[1]
-        and size[0] % patch[0] == 0
-        and rows in (patches, patches + extra)
-    )
-    if not plain:
+    plain = type(block.attn) is Attention and type(block.mlp) is Mlp and isinstance(block.norm1, nn.LayerNorm)
+    plain = plain and hasattr(block, "ls1") and all(isinstance(m, nn.Identity) for m in nothing)
+    exact = plain and isinstance(block.mlp.act, nn.GELU) and block.mlp.act.approximate == "none"
+    square = size[0] == size[1] and patch[0] == patch[1] and size[0] % patch[0] == 0
+    if not (exact and square and rows in (patches, patches + extra)):  # parallel and post-norm blocks have no ls1
         return None
     return ViTSpec(
         img_size=size[0], patch_size=patch[0], dim=model.embed_dim, depth=len(model.blocks),

@@ -88,10 +88,9 @@ class WrappedSpec(MapSpec):
         for name, b in backbone.named_buffers():
             if name in before and (b is not before[name][0] or b._version != before[name][1]):
                 path, _, leaf = name.rpartition(".base_layer.")[2].rpartition(".")
-                raise ValueError(
-                    f"wrap: {path!r} moves its buffer {leaf!r} in training, which nobody would average; allowed: "
-                    "batch norm, a layer that moves none, or this one in eval mode while others train"
-                )
+                told = f"wrap: {path!r} moves its buffer {leaf!r} in training, which nobody would average"
+                may = "batch norm, a layer that moves none, or this one in eval mode while others train"
+                raise ValueError(f"{told}; allowed: {may}")
         if read == "tokens" and len(set(features)) > 1:
             raise ValueError(f"wrap: feature = 'tokens' needs tokens of one width, not of {features}")
         spec = replace(plain, states=tuple(states), features=tuple(features))
@@ -217,9 +216,8 @@ class Wrapped(MapBackbone):
                 trained[:] = [m for m in trained if m not in drawing]
             (still, _, piece.writes), (y, draws, _) = (_try_piece(piece, z, modules) for modules in ((), trained))
             if draws:
-                raise ValueError(
-                    "wrap: the net draws from PyTorch's global generator to answer (dropout as a function?)"
-                )
+                why = "wrap: the net draws from PyTorch's global generator to answer"
+                raise ValueError(f"{why} (dropout as a function?)")
             # a batch norm, frozen too, goes by the batch in training: nothing after it can be kept
             self.alike |= {unit} if not piece.normalises and torch.allclose(still, y, 1e-4, 1e-5) else set()
             z = piece.try_vmap_(z)
@@ -353,10 +351,8 @@ def pieces_of(net: nn.Module, cuts: Sequence[str], trained: Collection[nn.Module
             raise ValueError(f"wrap: cut {cut!r} does not run after the one before it; name them in this order")
         ends.append(node)
     if _leading_to(training.result(cuts[-1])) != _leading_to(ends[-1]):
-        raise ValueError(
-            f"wrap: the code of {type(net).__name__} around its cuts is another in training (self.training, dropout as "
-            "a function?); allowed: such code in a module without a cut inside"
-        )
+        why = f"wrap: the code of {type(net).__name__} around its cuts is another in training (self.training,"
+        raise ValueError(f"{why} dropout as a function?); allowed: such code in a module without a cut inside")
     for node in nodes:
         if node.op == "get_attr":
             _hold_(net, node, tracer)
@@ -367,10 +363,8 @@ def pieces_of(net: nn.Module, cuts: Sequence[str], trained: Collection[nn.Module
             for leaf, p in m.named_parameters(path, recurse=False):
                 first, *place = places.setdefault(p, (leaf, unit, m))
                 if place != [unit, m]:
-                    raise ValueError(
-                        f"wrap: {first!r} and {leaf!r} are one parameter that two layers or units share; allowed: one "
-                        "module, called twice before the same cut"
-                    )
+                    why = f"wrap: {first!r} and {leaf!r} are one parameter that two layers or units share"
+                    raise ValueError(f"{why}; allowed: one module, called twice before the same cut")
     return pieces
 
 
@@ -404,10 +398,8 @@ def _piece(net: nn.Module, nodes: list[fx.Node], begin: fx.Node, end: fx.Node, c
 
     def copied(node: fx.Node) -> fx.Node:
         if node not in copies:
-            raise ValueError(
-                f"wrap: before cut {cut!r} the net reads {node.name!r} of before an earlier cut, beside the one tensor "
-                "that may go on"
-            )
+            why = f"wrap: before cut {cut!r} the net reads {node.name!r} of before an earlier cut,"
+            raise ValueError(f"{why} beside the one tensor that may go on")
         return copies[node]
 
     for node in nodes[nodes.index(begin) + 1 : nodes.index(end) + 1]:

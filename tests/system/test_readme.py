@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from fedlib.core.paths import use_outputs_of
-from fedlib_lab.cli import main, overrides_of, parser
+from fedlib_lab.cli import WORDS, main, overrides_of, parser
 from fedlib_lab.report.tables import load_reported
 from fedlib_lab.runs.fill import named
 from fedlib_lab.runs.params import load_grid
@@ -145,7 +145,7 @@ def test_every_command_of_fedlib_is_understood_and_its_tables_and_overrides_are_
             assert load_grid(*given.table.split("/"), given.profile, overrides_of(given.overrides) | row)
         assert "tables" not in given or named(given.tables)
     if page == README:
-        assert {words[0] for words in commands(page, "fedlib")} == {"run", "sweep", "explain", "runs", "show", "fill"}
+        assert {words[0] for words in commands(page, "fedlib")} == WORDS["commands"].keys()
 
 
 FEWER = ["--profile", "smoke", "--workers", "1", "--set", "rounds=1", "columns=cifar100_alpha1", "finetune=frozen"]

@@ -18,9 +18,8 @@ def memory_table(stored: Stored) -> tuple[bool, str]:
     printed = load_reported(stored.paper, "table1").set_index("variant")["mean"]
     measure = _preresnet20(stored.paper).setting.measure
     share = lambda name: measure.total_mib(BATCH) / float(name.partition("/")[2] or 1)  # noqa: E731
-    counted = pd.Series(
-        {n: share(n) if n[0] == "x" else measure.activation_mib(int(n[1:]) - 1, BATCH) for n in printed.index}
-    )
+    block = lambda name: measure.activation_mib(int(name[1:]) - 1, BATCH)  # noqa: E731
+    counted = pd.Series({n: share(n) if n[0] == "x" else block(n) for n in printed.index})
     rounded = counted.round(2) == printed
     cut = (counted * 100).astype(int) / 100 == printed
     return bool((rounded | cut).all()), f"{rounded.sum()} of {len(printed)} equal to two decimals, the others cut there"

@@ -99,9 +99,8 @@ def plot_parts(frame: pd.DataFrame, title: str, ax=None):
 
     ax, parts = axes_of(ax), frame.set_index("net")
     total, colors = parts.sum(axis=1), seaborn.color_palette("colorblind", parts.shape[1])
-    parts.mul(100 / total, axis=0).plot.barh(
-        ax=ax, stacked=True, color=colors, width=0.8, edgecolor="white", legend=False
-    )
+    how = {"stacked": True, "color": colors, "width": 0.8, "edgecolor": "white", "legend": False}
+    parts.mul(100 / total, axis=0).plot.barh(ax=ax, **how)
     for y, mib in enumerate(total):
         ax.annotate(f"{mib:,.0f} MiB", (100, y), (6, 0), textcoords="offset points", va="center", fontsize=8)
     ax.set_xlim(0, 118)

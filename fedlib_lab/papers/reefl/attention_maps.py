@@ -25,12 +25,8 @@ from fedlib.models.exit_model import ExitModel
 from ...runs.record import Run
 from ...runs.trained import load_trained
 
-MAPS = {
-    "x": "before Ree, Eq. 7",
-    "read": "what the block reads",
-    "m": "exploration token, Eq. 8",
-    "c": "exploitation token, Eq. 9",
-}
+MAPS = {"x": "before Ree, Eq. 7", "read": "what the block reads"}
+MAPS |= {"m": "exploration token, Eq. 8", "c": "exploitation token, Eq. 9"}
 
 
 @dataclass(frozen=True)
@@ -58,11 +54,8 @@ def pick_by_exit(first: torch.Tensor, labels: torch.Tensor, num_exits: int, grou
     group (early, middle, late thirds), the first is taken: none is picked for its looks.
     """
     group = torch.where(first >= 0, first * groups // num_exits, -1)
-    rows = [
-        [next(iter(torch.where((labels == c) & (group == g))[0].tolist()), -1) for g in range(groups)]
-        for c in labels.unique()
-    ]
-    return torch.tensor(rows)
+    first_of = lambda c, g: next(iter(torch.where((labels == c) & (group == g))[0].tolist()), -1)  # noqa: E731
+    return torch.tensor([[first_of(c, g) for g in range(groups)] for c in labels.unique()])
 
 
 def attention_row(block: nn.Module, token: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
@@ -103,9 +96,8 @@ def attention_maps(model: ExitModel, images: torch.Tensor) -> Attention:
 def run_attention(f: Federation, server: Server, pictures: torch.Tensor) -> Attention:
     """Compute the maps of ``pictures`` (B, C, H, W), uint8 as the test set's, under the trained global model."""
     central_forward(f, server, served_parts(f, server)[-1]).place_()
-    return attention_maps(
-        f.model, render(pictures, None, f.model.backbone.spec.img_size, f.data.mean, f.data.std)[None]
-    )
+    seen = render(pictures, None, f.model.backbone.spec.img_size, f.data.mean, f.data.std)
+    return attention_maps(f.model, seen[None])
 
 
 def attention_of(run: Run, picture: str | os.PathLike) -> tuple[np.ndarray, Attention]:

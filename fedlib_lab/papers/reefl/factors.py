@@ -34,10 +34,8 @@ def factor_of(column: str) -> tuple[str, str]:
 
 def factor_frame(cells: Sequence[Cell], folder: Path | None = None) -> pd.DataFrame:
     """Collect the runs with ``factor``, ``level`` and what accuracies are of (``split``: test or validation)."""
-    named_by = [factor_of(c.column) for c in cells]
-    return collect(cells, folder).assign(
-        factor=[f for f, _ in named_by], level=[x for _, x in named_by], split=[c.experiment.evaluate_on for c in cells]
-    )
+    factor, level = zip(*(factor_of(c.column) for c in cells), strict=True) if cells else ((), ())
+    return collect(cells, folder).assign(factor=factor, level=level, split=[c.experiment.evaluate_on for c in cells])
 
 
 def accuracy_differences(frame: pd.DataFrame, one: str, other: str) -> pd.DataFrame:
