@@ -166,7 +166,7 @@ def equivalent_experiments(e: Experiment) -> Iterator[Experiment]:
     pairs = [[(kind, k, x) for x in (v, _as(to, v))] for kind, (given, to) in kinds.items() for k, v in given.items()]
     for chosen in itertools.islice(itertools.product(*pairs), 256):
         yield from _old_spellings(
-            plain.replace(**{kind: {k: x for of, k, x in chosen if of == kind} for kind, *_ in kinds})
+            plain.replace(**{kind: {k: x for of, k, x in chosen if of == kind} for kind in kinds})
         )
 
 
