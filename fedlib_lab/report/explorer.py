@@ -1,10 +1,18 @@
 """Stored runs to look through: choose what stands on the axes, in colour and side by side (ipywidgets)."""
 
+import sys
+from collections.abc import Sequence
 from typing import Any
 
 import pandas as pd
 
+from fedlib.core.experiment import Experiment
+from fedlib.engine.rounds import Finished
+
+from ..runs.callbacks import Callback
+from ..runs.progress import Terminal
 from .frames import runs_frame
+from .plots import plot_learning_curves
 
 MOST = 12  # values of a colour, or panels
 
@@ -32,6 +40,33 @@ def explore(frame: pd.DataFrame | None = None) -> Any:
         if chosen.get(getattr(widget, "description", "")) in getattr(widget, "options", ()):
             widget.value = chosen[widget.description]
     return box
+
+
+class LiveCurve(Callback):
+    """A curve of ``metric`` that grows in a notebook while a run trains: ``run(e, callbacks=[LiveCurve()])``.
+
+    Where nobody watches, under papermill or in a shell, nothing is drawn.
+    """
+
+    def __init__(self, metric: str = "accuracy"):
+        self.metric = metric
+
+    def begin(self, e: Experiment, t: int, metrics: Sequence[dict]) -> None:
+        self.name, self.lines, self.shown = e.slug, list(metrics), None
+        self.watched = type(sys.stderr).__module__.startswith("ipykernel") and Terminal.of_this_kernel() is None
+
+    def round(self, r: Finished) -> None:
+        if r.metrics is None or not self.watched:
+            return
+        from IPython.display import display
+        from matplotlib.pyplot import close
+
+        self.lines.append({"t": r.t, **r.metrics, "accuracy": r.metrics[self.metric]})
+        figure = plot_learning_curves(
+            {self.name: self.lines}, title=f"{self.name}: round {r.t}", score=self.metric
+        ).figure
+        self.shown = display(figure, display_id=True) if self.shown is None else self.shown.update(figure) or self.shown
+        close(figure)
 
 
 def plot_runs(frame: pd.DataFrame, x: str, y: str, colour: str | None = None, panel: str | None = None) -> Any:

@@ -19,10 +19,13 @@ from urllib.parse import urlsplit
 from fedlib.core.annotations import Count
 from fedlib.core.experiment import Experiment
 from fedlib.core.paths import outputs_dir
+from fedlib.core.storage import read_tensors, write_tensors
 from fedlib.core.validation import check_known, check_type, convert
 from fedlib.engine.rounds import Finished
+from fedlib.methods.mixtures import under
 
 from .record import Run, without_bulk
+from .run_paths import run_path
 
 OnRound = Callable[[Finished], bool | None] | None
 
@@ -101,10 +104,11 @@ class EarlyStopping(Callback):
 
     def check(self, e: Experiment) -> None:
         if e.evaluate_on != "validation":
-            why = f"EarlyStopping: evaluate_on = {e.evaluate_on!r} would choose by test examples"
-            raise ValueError(f"{why}; use validation")
+            why = f"evaluate_on = {e.evaluate_on!r} would choose by test examples"
+            raise ValueError(f"{type(self).__name__}: {why}; use validation")
         if not e.looks_every:
-            raise ValueError("EarlyStopping: evaluate_every = 0 evaluates after the last round alone; allowed: 1, 2, …")
+            why = "evaluate_every = 0 evaluates after the last round alone; allowed: 1, 2, …"
+            raise ValueError(f"{type(self).__name__}: {why}")
 
     def begin(self, e: Experiment, t: int, metrics: Sequence[dict]) -> bool | None:
         self.best, self.since = -math.inf, 0
@@ -118,6 +122,29 @@ class EarlyStopping(Callback):
         better = metrics[self.metric] is not None and metrics[self.metric] > self.best + self.least
         self.best, self.since = (metrics[self.metric], 0) if better else (self.best, self.since + 1)
         return self.since >= self.patience
+
+
+class KeepBest(EarlyStopping):
+    """Keep the server's tensors of the best evaluated round beside the last, in the run's ``best.safetensors``.
+
+    By validation examples, as early stopping. What is reported stays what the last round gave; the file's metadata say
+    its round and what was measured. ``folder`` is that of the run, None: ``outputs/runs``.
+    """
+
+    def __init__(self, metric: str = "accuracy", folder: str | os.PathLike | None = None):
+        super().__init__(metric=metric)
+        self.folder = folder
+
+    def begin(self, e: Experiment, t: int, metrics: Sequence[dict]) -> None:
+        self.file = run_path(e, self.folder) / "best.safetensors"
+        self.best = read_tensors(self.file)[1].get(self.metric, -math.inf) if self.file.exists() else -math.inf
+
+    def round(self, r: Finished) -> None:
+        now = (r.metrics or {}).get(self.metric)
+        if now is not None and now > self.best and not r.diverged:
+            tensors = under("params", r.server.params) | under("memory", r.server.memory)
+            write_tensors(self.file, tensors, {"t": r.t, self.metric: now})
+            self.best = now
 
 
 def scalars(r: Finished) -> dict[str, float]:
