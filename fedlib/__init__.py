@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # what ``__getattr__`` finds
     from fedlib_lab.runs.store import run, run_all
     from fedlib_lab.runs.sweep import sweep
     from fedlib_lab.runs.verify import verify
-    from fedlib_lab.zoo.families import wrap
+    from fedlib_lab.zoo.families import defaults_of, wrap
 
     from .engine.executors import Execution
     from .engine.federation import build_federation
@@ -29,8 +29,8 @@ wait_passively()
 with suppress(ModuleNotFoundError):  # the core alone
     import fedlib_lab  # noqa: F401  which fills the doors of ``core/doors.py``: the one place that names it
 
-__all__ = ["Experiment", "Execution", "build_federation", "extend", "forget", "register_data", "recipe", "run",
-           "run_all", "run_rounds", "runs_frame", "save_model", "sweep", "verify", "wrap"]  # fmt: skip
+__all__ = ["Experiment", "Execution", "build_federation", "defaults_of", "extend", "forget", "register_data", "recipe",
+           "run", "run_all", "run_rounds", "runs_frame", "save_model", "sweep", "verify", "wrap"]  # fmt: skip
 
 _LAZY = {
     "Execution": "fedlib.engine.executors", "run_rounds": "fedlib.engine.rounds",
@@ -38,7 +38,8 @@ _LAZY = {
     "save_model": "fedlib_lab.runs.export", "forget": "fedlib_lab.runs.run_paths", "recipe": "fedlib_lab.runs.params",
     "run": "fedlib_lab.runs.store", "run_all": "fedlib_lab.runs.store", "sweep": "fedlib_lab.runs.sweep",
     "wrap": "fedlib_lab.zoo.families", "register_data": "fedlib_lab.formats.readers",
-    "runs_frame": "fedlib_lab.report.frames", "verify": "fedlib_lab.runs.verify",
+    "defaults_of": "fedlib_lab.zoo.families", "runs_frame": "fedlib_lab.report.frames",
+    "verify": "fedlib_lab.runs.verify",
 }  # fmt: skip
 
 

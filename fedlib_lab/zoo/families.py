@@ -19,6 +19,7 @@ from torch import nn
 from fedlib.core.hub import fail_fast, offline_error, unreadable_error
 from fedlib.core.validation import check_type
 from fedlib.models.backbone import OWN, SHIPPED, Backbone, Family, Spec, folder_of
+from fedlib.models.maps import MapSpec
 from fedlib.models.vit import ViTSpec
 
 from .efficientnet import EFFICIENTNETS, load_efficientnet
@@ -152,6 +153,29 @@ def wrap(
         why = "is in eval mode while others train, and stays so: its statistics stand still"
         warnings.warn(f"{', '.join(fixed)} of {name!r} {why}", stacklevel=2)
     return name
+
+
+def defaults_of(backbone: str) -> dict[str, object]:
+    """Return the fields of an experiment that fit ``backbone``, where ``Experiment``'s own defaults fit DeiT-micro.
+
+    ``Experiment(method="depthfl", **defaults_of("resnet20"))``. Published weights if there are any; LoRA where it is
+    defined, else all parameters; up to four exits, as many as divide its units; of maps running statistics of batch
+    norm; crops of images only.
+    """
+    from fedlib.models.registry import backbone_spec, check_pretrained  # which reads this file
+
+    spec, pretrained = backbone_spec(backbone), True
+    try:
+        check_pretrained(backbone, True)
+    except ValueError:
+        pretrained = False
+    fits = {
+        "finetune": "lora" if spec.peft_targets else "full",
+        "num_exits": max(n for n in range(1, 5) if spec.depth % n == 0),
+    }
+    fits |= {"batch_norm": "tracked"} if isinstance(spec, MapSpec) else {}
+    fits |= {"augment": "none"} if spec.reads == "tokens" else {}
+    return {"backbone": backbone, "pretrained": pretrained, **fits}
 
 
 def load_weights_(net: nn.Module, file: Path) -> nn.Module:

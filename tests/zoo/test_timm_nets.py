@@ -200,3 +200,29 @@ def test_a_stored_run_on_the_kits_resnet18_is_not_taken_for_timms(tmp_path):
     write_json(file, read_json(file) | {"experiment": former.to_dict()})
     with pytest.raises(OtherInputs, match="the backbone 'resnet18', its shape or its code"):
         find_run(former, tmp_path)
+
+
+def test_every_backbone_has_defaults_that_fit_it():
+    """Also of a net of one's own, and of text."""
+    from fedlib.models.registry import OWN
+
+    name = fedlib.wrap(
+        nn.Sequential(nn.Conv2d(3, 8, 3, 4), nn.ReLU(), nn.Conv2d(8, 8, 3, 2)),
+        ["0", "1", "2"],
+        (3, 32, 32),
+        name="own3",
+    )
+    found = {}
+    try:
+        for backbone in (*OWN, "resnet50", "convnext_atto", "swin_tiny.64"):
+            text = backbone_spec(backbone).reads == "tokens"
+            found[backbone] = fedlib.defaults_of(backbone)
+            check_experiment(Experiment(method="depthfl", dataset="sst2" if text else "cifar10", **found[backbone]))
+    finally:
+        del OWN[name]
+    assert found["deit_micro"] == {"backbone": "deit_micro", "pretrained": True, "finetune": "lora", "num_exits": 4}
+    assert found["resnet20"]["finetune"] == "full" and not found["resnet20"]["pretrained"]
+    assert found["own3"] == {
+        "backbone": "own3", "pretrained": True, "finetune": "lora", "num_exits": 3, "batch_norm": "tracked",
+    }  # fmt: skip
+    assert found["minilm"]["augment"] == "none"
