@@ -5,10 +5,6 @@ from collections.abc import Sequence
 import numpy as np
 import pandas as pd
 
-from fedlib.data.federated import load_federated
-from fedlib.models.registry import backbone_spec, tokenizer_of
-
-from ..runs.record import Run
 from .style import axes_of, finish, plain, styled
 
 NAMED = 20  # more classes than this make a heat map: so many colours cannot be told apart
@@ -75,30 +71,3 @@ def plot_clients_examples(data, clients: Sequence[int], n: int = 6):
             ax.spines[["top", "right"]].set_visible(True)
         row[0].set_ylabel(f"client {i}", fontsize=9)
     return axes
-
-
-@styled
-def plot_client(run: Run, client: int):
-    """Draw what a stored run tells of ``client``: its training examples by label, and its curve beside the mean.
-
-    Its single mistakes are not stored: ``runs/trained.py`` trains again and answers. ``ValueError`` where clients are
-    not tested on their own, or there is no such client.
-    """
-    import matplotlib.pyplot as plt
-
-    own = [m for m in run.metrics if str(client) in m.get("personal", {}).get("by_client", {})]
-    if not own:
-        tested = "a client of test_split other than 'central'" if run.experiment.test_split == "central" else "another"
-        raise ValueError(f"plot_client: {run.path.name} has no numbers of client {client}; allowed: {tested}")
-    e, spec = run.experiment, backbone_spec(run.experiment.backbone)
-    data = load_federated(e, "cpu", spec.input_shape[-1], tokenizer_of(e.backbone))
-    counts = np.bincount(data.host_labels[data.client(client)], minlength=len(data.classes))
-    labels, curve = plt.subplots(1, 2, figsize=(9, 3.2), layout="constrained")[1]
-    labels.barh([plain(c) for c in data.classes], counts)
-    finish(labels, "training examples", "", f"What client {client} holds")
-    rounds = [m["t"] for m in own]
-    curve.plot(rounds, [m["personal"]["by_client"][str(client)] for m in own], "o-", label=f"client {client}")
-    curve.plot(rounds, [m["personal"]["accuracy"] for m in own], "--", label="mean over clients")
-    curve.legend()
-    finish(curve, "round", "accuracy on the own test set (%)", f"{e.method}, {plain(e.dataset)}, seed {e.seed}")
-    return labels, curve

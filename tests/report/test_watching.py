@@ -1,14 +1,12 @@
-"""What shows while one works: a curve that grows, one client, the best model beside the last."""
+"""What shows while one works: a curve that grows, the best model beside the last."""
 
 import os
 
-import numpy as np
 import pytest
 import torch
 
 from fedlib import Experiment, run
 from fedlib.core.storage import read_tensors
-from fedlib_lab.report.data_plots import plot_client
 from fedlib_lab.report.explorer import LiveCurve
 from fedlib_lab.runs.callbacks import EarlyStopping, KeepBest
 from fedlib_lab.runs.run_paths import run_path
@@ -81,21 +79,3 @@ def test_a_run_that_goes_on_keeps_the_best_of_all_its_rounds(tmp_path, stop):
 def test_no_model_is_chosen_by_test_examples(tmp_path, kind):
     with pytest.raises(ValueError, match=f"{kind.__name__}: evaluate_on = 'test' would choose by test examples"):
         run(small(), folder=tmp_path, callbacks=[kind()], progress=False)
-
-
-def test_a_client_shows_its_labels_and_its_curve(tmp_path):
-    from fedlib import build_federation
-
-    e = small(method="fedper", num_exits=1)
-    done = run(e, folder=tmp_path, progress=False)
-    labels, curve = plot_client(done, 2)
-    f = build_federation(e)
-    held = np.bincount(f.data.labels[torch.from_numpy(f.data.client(2))].numpy(), minlength=10)
-    assert [bar.get_width() for bar in labels.patches] == held.tolist()
-    drawn = curve.lines[0].get_ydata().tolist()
-    assert drawn == [m["personal"]["by_client"]["2"] for m in done.metrics] and len(drawn) == 6
-    with pytest.raises(ValueError, match="has no numbers of client 9; allowed: another"):
-        plot_client(done, 9)
-    central = run(small(test_split="central", rounds=1), folder=tmp_path, progress=False)
-    with pytest.raises(ValueError, match="allowed: a client of test_split other than 'central'"):
-        plot_client(central, 0)
