@@ -22,9 +22,9 @@ from fedlib.data.questions import KEYED
 from fedlib.data.silence import silence_libraries
 from fedlib.data.tokenizer import tokenizer_key
 
-from .decode import OWNERS, Layout, Part, decode, train_and_test, visible_files
+from .decode import OWNERS, Layout, Part, decode, train_and_test
 from .images import SCALED, decode_images
-from .local import check_pieces, layout_of, train_of
+from .local import check_pieces, layout_of, train_of, visible_files
 
 Read = Callable[[int | None], tuple[Decoded, bool]]  # as ``decode.decode``, for a network of some input size
 Splits = Mapping[str, Any]  # of ``datasets.Dataset``

@@ -51,8 +51,7 @@ def choose_products(stored: str = "") -> str:
 
 @cache
 def _choose(stored: str) -> tuple[str, list[Callable], list[Callable]]:
-    may = is_on("products") and torch.backends.mkl.is_available() and stored != "PyTorch"
-    library = _load() if may else None
+    library = _load() if is_on("products") and torch.backends.mkl.is_available() and stored != "PyTorch" else None
     if library is None:
         return "PyTorch", [], []
     library.scipy_openblas_get_config.restype = ctypes.c_char_p

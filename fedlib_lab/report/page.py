@@ -217,8 +217,7 @@ def title_of(paper: str, name: str) -> str:
         grid = params_dir() / paper / f"{name}.yaml"
         if not grid.is_file():
             return spoken(name)
-        first = grid.read_text(encoding="utf-8").splitlines()[0]
-        return re.split(r"\.(?:\s|$)", first.removeprefix("#").strip())[0]
+        return re.split(r"\.(?:\s|$)", grid.read_text(encoding="utf-8").splitlines()[0].removeprefix("#").strip())[0]
     cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
     title = "".join(cells[0]["source"]).splitlines()[0].removeprefix("# ")
     ran = (root() / "outputs" / paper / "notebooks" / path.name).is_file()

@@ -99,8 +99,7 @@ def begun(inputs: Inputs, now: Mapping[str, object]) -> Record:
 
 def resumed(record: Record, t: int, inputs: Inputs, now: Mapping[str, object]) -> Record:
     """Return ``record`` of a run that goes on after round ``t``, with ``inputs`` that it lacked or had others of."""
-    before = record.get("inputs", {})
-    other = {k: v for k, v in inputs.items() if before.get(k) != v}
+    other = {k: v for k, v in inputs.items() if record.get("inputs", {}).get(k) != v}
     later = {**now, "after_round": t} | ({"inputs": other} if other else {})
     return {**record, "resumed": [*record.get("resumed", []), later]}
 

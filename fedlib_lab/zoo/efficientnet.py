@@ -72,9 +72,8 @@ class EfficientNetSpec(MapSpec):
 
     def exit_options(self, kind: str, unit: int) -> dict[str, object]:
         dropped, convolutions = {"dropout": self.dropout}, {"reduction": self.exit_reduction}
-        pointwise = {"width": self.head_width} | dropped
-        options = {"convolutions": convolutions, "pointwise": pointwise, "dropped": dropped}
-        return options.get(kind) or super().exit_options(kind, unit)
+        of = {"convolutions": convolutions, "pointwise": {"width": self.head_width} | dropped, "dropped": dropped}
+        return of.get(kind) or super().exit_options(kind, unit)
 
     def build(self) -> MapBackbone:
         """Build a stem and inverted residual blocks, without weights."""

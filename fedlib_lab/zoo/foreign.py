@@ -145,8 +145,7 @@ class Foreign(Backbone):
 
     def advance(self, z: torch.Tensor, unit: int, on: int) -> tuple[torch.Tensor, torch.Tensor]:
         z = self.stem.each_member(self._places(unit), z, partial(self.run_one, unit))
-        feature = self.stem.each_member(self.of_stem, z, partial(self._seen, unit))
-        return feature, z if on == len(z) else z[:on]
+        return self.stem.each_member(self.of_stem, z, partial(self._seen, unit)), z if on == len(z) else z[:on]
 
     def replace(self, z, unit: int, feature: torch.Tensor):
         raise TypeError("a foreign model's class token cannot be handed back")

@@ -99,9 +99,7 @@ def _channels(x: torch.Tensor, groups: int) -> torch.Tensor:
 
 
 def _channels_back(y: torch.Tensor, like: torch.Tensor, groups: int) -> torch.Tensor:
-    if groups == 1:
-        return y.mT.reshape(like.shape)
-    return y.unflatten(1, (groups, -1)).permute(1, 0, 3, 2)
+    return y.mT.reshape(like.shape) if groups == 1 else y.unflatten(1, (groups, -1)).permute(1, 0, 3, 2)
 
 
 # --- the plain implementation ----------------------------------------------------------------------------------------

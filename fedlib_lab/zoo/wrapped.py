@@ -194,8 +194,7 @@ class Wrapped(MapBackbone):
         return put_token(z, feature, 0) if self.spec.hands_back else super().replace(z, unit, feature)
 
     def bridge(self, feature: torch.Tensor, unit: int) -> torch.Tensor:
-        last = self.spec.feature(self.spec.depth - 1)
-        return feature if self.spec.hands_back else sample_and_pad(feature, last)
+        return feature if self.spec.hands_back else sample_and_pad(feature, self.spec.feature(self.spec.depth - 1))
 
     def try_vmap_(self) -> "Wrapped":
         """See which pieces answer under ``vmap``, forward and backward, as one by one; say so where they do not.
