@@ -114,8 +114,7 @@ def saved_set(path: Path, format: int, tokenizer: str | None) -> tuple[dict, Rea
         splits = _splits(str(path), load_from_disk(str(path)), None)
     except Exception as error:  # datasets raises many classes
         raise ValueError(f"{path} is no whole folder of save_to_disk: {str(error).splitlines()[0][:200]}") from error
-    unread = (p for p in visible_files(path) if p.suffix not in (".arrow", ".json"))
-    others = tuple(str(p.relative_to(path)) for p in unread)
+    others = tuple(str(p.relative_to(path)) for p in visible_files(path) if p.suffix not in (".arrow", ".json"))
     return _of_splits(str(path), splits or {}, {"files": files_digest(files, path)}, others, format, tokenizer)
 
 

@@ -77,8 +77,7 @@ def levels_by_latency(
     method, depth = shapes.method, shapes.setting.spec.depth
     units = method.places(depth)
     shapes = load_shapes(e, classes, units, device="cpu")
-    price = cache(partial(seconds, shapes))
-    cost, full = priced(price, shapes.setting)
+    cost, full = priced(cache(partial(seconds, shapes)), shapes.setting)
     levels = solve_levels(cost, method.ratios_of(e.num_exits), [u + 1 for u in units], full, method.grid, method.eps)
     return {"widths": tuple(x.width for x in levels), "depths": tuple(round(x.depth / depth, 4) for x in levels)}
 

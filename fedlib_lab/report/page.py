@@ -238,8 +238,7 @@ def spoken(name: str) -> str:
 
 def thumbnails(paths: Sequence[Path]) -> str:
     """Return images at a width that a page has room for; what shows them leads to their files."""
-    one = '<img src="figures/{0}.png" width="{1}" alt="{0}">'
-    return "\n".join(one.format(p.stem, THUMBNAIL) for p in paths)
+    return "\n".join(f'<img src="figures/{p.stem}.png" width="{THUMBNAIL}" alt="{p.stem}">' for p in paths)
 
 
 def more_figures(stored: Stored, sections: Sequence[str]) -> list[str]:
