@@ -67,8 +67,7 @@ def inputs_of(f: Federation) -> dict[str, object]:
     """Return everything that ``f`` trains with, for the record."""
     e = f.experiment
     found = {"options": _options(f.method), "method": code_of(type(f.method)), "backbone": _own_backbone(e.backbone)}
-    found["kit"] = kit_rules(e)
-    found |= {"data": f.data.digest, "source": _source(e)}
+    found |= {"kit": kit_rules(e), "data": f.data.digest, "source": _source(e)}
     if e.pretrained:
         found["weights"] = _weights_file_digest(e) or _weights_digest(f)
         found["weights_files"] = _weights_folder_digest(e)
@@ -83,10 +82,9 @@ def kit_rules(e: Experiment) -> dict[str, int]:
     and mean and SD were of all pictures; levels that no client has answered centrally; whose last unit ran before
     others' dropped what these drew.
     """
-    try:
+    spec = None
+    with contextlib.suppress(ValueError):  # of one's own, not registered here
         spec = backbone_spec(e.backbone)
-    except ValueError:  # of one's own, not registered here
-        spec = None
     maps = isinstance(spec, MapSpec)
     drops = isinstance(spec, ForeignSpec) and spec.as_trained and not spec.causal
     concerns = {

@@ -132,12 +132,11 @@ def provenance(execution: Execution) -> dict[str, object]:
     """Return the versions and hardware that produce a run (not part of the experiment)."""
     from fedlib import __version__
 
-    on_cluster = execution.executor == "ray"
     on_gpu = execution.home.startswith("cuda")
     found = {"fedlib": __version__, "torch": torch.__version__.split("+")[0], "python": platform.python_version()}
     found |= (gpu() if on_gpu else cpu()) | ({"commit": commit()} if commit() else {}) | {"cores": os.cpu_count()}
     found["products"] = choose_products(execution.products) if _one_thread_each(execution) else "PyTorch"
-    workers = execution.workers if on_cluster else execution.side_by_side()  # None: all of a cluster
+    workers = execution.workers if execution.executor == "ray" else execution.side_by_side()  # None: all of a cluster
     return found | {"executor": execution.executor, "workers": workers}
 
 

@@ -69,8 +69,8 @@ class Stem(nn.Module):
         self.outer = TokenDropout(outer.p if spec.as_trained and outer is not None else 0.0)
         self.answers = TokenDropout(getattr(said, "qa_dropout", 0.0) if spec.as_trained else 0.0)
         drop = getattr(said, "classifier_dropout", None) or getattr(said, kind.pooler_drops or "", 0.0)
-        pooler = partial(Pooler, spec.dim, kind.pooler, drop if spec.as_trained else 0.0, spec.family == "roberta")
-        self.pooler = pooler() if kind.pooler else None
+        how = spec.dim, kind.pooler, drop if spec.as_trained else 0.0, spec.family == "roberta"
+        self.pooler = Pooler(*how) if kind.pooler else None
         if kind.pooler_path:
             self.pooler.dense.load_state_dict(model.get_submodule(kind.pooler_path).state_dict())
 

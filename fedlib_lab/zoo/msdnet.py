@@ -14,6 +14,7 @@ of unequal scales are scaled alike (``Scaler``); the release has no scaler here,
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 
 import torch
 from torch import nn
@@ -183,11 +184,8 @@ class Stem(nn.Module):
         self.convs = nn.ModuleList(convs)
 
     def forward(self, x: torch.Tensor) -> Scales:  # (K, B, 3, H, W)
-        maps = []
-        for conv in self.convs:
-            x = conv(x)
-            maps.append(x)
-        return Scales(maps)
+        maps = accumulate(self.convs, lambda finer, conv: conv(finer), initial=x)
+        return Scales([*maps][1:])
 
 
 class MSDNet(MapBackbone):
