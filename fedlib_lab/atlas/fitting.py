@@ -98,8 +98,7 @@ class _Search:
             if over := [k for k, (p, cap) in enumerate(zip(prices, self.caps, strict=True)) if p > cap * (1 + SLACK)]:
                 raise self.nothing(over[0], f"its level takes {prices[over[0]]:.3g} of the whole")
             return Fitted(found, self.caps, prices)
-        depth = load_shapes(plain(self.e)).setting.spec.depth
-        offered, chosen = list(method.sizes(depth)), ()
+        offered, chosen = list(method.sizes(load_shapes(plain(self.e)).setting.spec.depth)), ()
         for place in range(len(self.caps)):
             chosen += (self.largest([s for s in offered if not chosen or s >= chosen[-1]], chosen, place),)
         prices = self.prices(chosen)

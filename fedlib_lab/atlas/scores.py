@@ -94,9 +94,8 @@ def headline(frames: Mapping[str, pd.DataFrame]) -> str:
     rows = {place: found for place, frame in frames.items() if len(found := compared(frame))}
     seeds = {place: found.groupby("variant").seed.nunique() for place, found in rows.items()}
     said = [f"{title_of(p)}: {leads(rows[p], value='local')}" for p in rows if not not_ranked(seeds[p])]
-    return "; ".join([*said, not_ranked([n for found in seeds.values() if not_ranked(found) for n in found])]).strip(
-        "; "
-    )
+    others = not_ranked([n for found in seeds.values() if not_ranked(found) for n in found])
+    return "; ".join(filter(None, [*said, others]))
 
 
 def standings(frame: pd.DataFrame, frames: Mapping[str, pd.DataFrame]) -> pd.DataFrame:

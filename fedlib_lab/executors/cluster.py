@@ -28,6 +28,8 @@ from fedlib.methods import Member, Round, Server
 from ..kernels.products import choose_products
 from .workers import TRIES, Finished, Workers, as_bytes, become_worker, kit, move, moved, of_bytes, train_task, versions
 
+LOSSES = "RayActorError", "ObjectLostError", "NodeDiedError", "WorkerCrashedError", "OutOfMemoryError"  # of a worker
+
 
 def connect(execution: Execution) -> ModuleType:
     """Return the ``ray`` module, connected: this process's connection, else ``address``, else a local Ray.
@@ -120,13 +122,9 @@ class RayExecutor(Workers):
         kind = "CPU" if execution.device == "cpu" else "GPU"
         units = total(ray, kind)
         super().__init__(federation, execution, execution.workers or max(1, int(units)))
-        need: dict[str, float] = {"num_cpus": 1}
-        if kind == "GPU":
-            need["num_gpus"] = 1 / math.ceil(self.workers / units)
-        self.need = need
-        errors = ray.exceptions
-        self.losses = (errors.RayActorError, errors.ObjectLostError, errors.NodeDiedError, errors.WorkerCrashedError)
-        self.losses += (errors.OutOfMemoryError,)
+        share = {"num_gpus": 1 / math.ceil(self.workers / units)} if kind == "GPU" else {}
+        self.need: dict[str, float] = {"num_cpus": 1} | share
+        self.losses = tuple(getattr(ray.exceptions, name) for name in LOSSES)
         _share_tensors(ray)
         whole, self.cached_units = kit(federation)
         self.kit = ray.put(whole)

@@ -40,8 +40,7 @@ def flops_of_convolution_backward(
     transposed: bool, *rest: Any, **_: Any,
 ) -> int:  # fmt: skip
     """Count a forward pass for each of the two gradients that are asked for; PyTorch's own takes groups for dense."""
-    shapes = list(x.shape), list(weight.shape), list(grad.shape)
-    return sum(rest[-1][:2]) * conv_flop_count(*shapes, transposed)
+    return sum(rest[-1][:2]) * conv_flop_count(list(x.shape), list(weight.shape), list(grad.shape), transposed)
 
 
 FORMULAS = {**flop_registry, aten.convolution_backward: flops_of_convolution_backward}

@@ -19,7 +19,7 @@ import signal
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from types import FunctionType, ModuleType
@@ -65,11 +65,10 @@ class Processes(Workers):
                 self.processes.append(self._start_worker(place))
             for worker in self.processes:
                 worker.wait_until_ready()
-        except OSError as error:
+        except BaseException as error:
             self.close()
-            raise Unforkable(f"no process could be forked: {error}") from error
-        except BaseException:
-            self.close()
+            if isinstance(error, OSError):
+                raise Unforkable(f"no process could be forked: {error}") from error
             raise
 
     def download(self, server: Server) -> memoryview:
@@ -99,8 +98,8 @@ class Processes(Workers):
             except EOFError:
                 worker.close()
                 self.processes.remove(worker)
-                code = worker.process.exitcode
-                yield i, None, EOFError(f"exit code {code}; -9: killed, often for want of memory")
+                died = f"exit code {worker.process.exitcode}; -9: killed, often for want of memory"
+                yield i, None, EOFError(died)
                 self.processes.append(self._start_worker(worker.place))
                 self.processes[-1].wait_until_ready()
 
@@ -146,18 +145,16 @@ class _Worker:
         try:
             self.receive()
         except EOFError:
-            code = self.process.exitcode
-            raise RuntimeError(f"a worker process died before it was ready (exit code {code})") from None
+            died = f"a worker process died before it was ready (exit code {self.process.exitcode})"
+            raise RuntimeError(died) from None
 
     def send(self, cohort: int, download: memoryview, task: memoryview) -> None:
         """Let it train a cohort. A death in between shows when the answer is read."""
         self.cohort = cohort
-        try:
+        with suppress(BrokenPipeError, ConnectionResetError):
             if not self.informed:
                 self.connection.send_bytes(download)
             self.connection.send_bytes(task)
-        except (BrokenPipeError, ConnectionResetError):
-            pass
         self.informed = True
 
     def receive(self):
@@ -193,7 +190,7 @@ def _serve(connection: Connection, parent: int, travels: bool, begin: Callable, 
     except Exception as error:
         connection.send_bytes(to_message(sendable_error(error), travels))
         return
-    f.model.register_forward_pre_hook(lambda *_: _end_without(parent))
+    f.model.register_forward_pre_hook(lambda *_: None if os.getppid() == parent else os._exit(1))  # in mid-training
     connection.send_bytes(to_message(None))
     server = f.server  # until the first round's comes
     while True:
@@ -252,8 +249,8 @@ def check_fork() -> None:
         x = torch.ones(1, requires_grad=True)
         torch.autograd.grad(x * x, x)
     except RuntimeError as error:
-        why = f"a fork of this process cannot compute gradients: {error}; use executor = 'threads'"
-        raise Unforkable(why) from error
+        why = f"a fork of this process cannot compute gradients: {error}"
+        raise Unforkable(f"{why}; use executor = 'threads'") from error
 
 
 def sendable_error(error: Exception) -> Exception:
@@ -272,12 +269,6 @@ def _close_inherited_files(keep: int) -> None:
     """Let go of the parent's files: its lock on the run, and the other workers' pipes, must end with the parent."""
     os.closerange(3, keep)
     os.closerange(keep + 1, os.sysconf("SC_OPEN_MAX"))
-
-
-def _end_without(parent: int) -> None:
-    """Leave in mid-training if the parent is gone."""
-    if os.getppid() != parent:
-        os._exit(1)
 
 
 # --- messages --------------------------------------------------------------------------------------------------------

@@ -107,8 +107,7 @@ class Workers(ABC):
             while turn not in done:
                 while todo and (worker := self.idle()) is not None:
                     i = todo.popleft()
-                    ids = dict.fromkeys(m.client.id for m in cohorts[i])
-                    mine = {c: memories[c] for c in ids if c in memories}
+                    mine = {m.client.id: memories[m.client.id] for m in cohorts[i] if m.client.id in memories}
                     self.give(worker, i, download, (list(cohorts[i]), r, mine))
                 for i, trained, error in self.finished():
                     if trained is not None:
@@ -118,10 +117,9 @@ class Workers(ABC):
                     lost[i] += 1
                     if lost[i] == TRIES:
                         ids = list(dict.fromkeys(m.client.id for m in cohorts[i]))
-                        raise RuntimeError(
-                            f"the cohort of clients {ids} lost its {self.kind} {TRIES} times in round {r.t} (the last "
-                            f"time: {error}); if memory is short, set Execution(cohort_size=...)"
-                        ) from error
+                        why = f"the cohort of clients {ids} lost its {self.kind} {TRIES} times in round {r.t}"
+                        how = "if memory is short, set Execution(cohort_size=...)"
+                        raise RuntimeError(f"{why} (the last time: {error}); {how}") from error
             yield self.home(done.pop(turn))
 
     def home(self, trained: Trained) -> Trained:

@@ -140,12 +140,6 @@ def unread_parts(splits, train: str, test: str | None, layout: Layout) -> list[s
     return parts + [f"column {c!r}" for c in rivals if Path(layout.where).name not in SETS["public"]]
 
 
-def visible_files(path: Path) -> list[Path]:
-    """List the files of a folder, or the file; none whose name or folder within ``path`` begins with a dot."""
-    files = [p for p in sorted(path.rglob("*")) if p.is_file()] if path.is_dir() else [path]
-    return [p for p in files if not any(part.startswith(".") for part in p.relative_to(path).parts)]
-
-
 def train_and_test(parts: Sequence[Part], layout: Layout, together: Sequence | None = None) -> Decoded:
     """Return the arrays of a training and a test split, which is held out of the first where there is none."""
     if layout.test is None:
@@ -159,11 +153,9 @@ def train_and_test(parts: Sequence[Part], layout: Layout, together: Sequence | N
 def check_held_out(held: int, examples: int, layout: Layout) -> None:
     """Raise ``ValueError`` if rounding leaves less than half of a tenth to test on."""
     if 20 * held < examples:
-        of = "the" if layout.owner is None else "each owner's"
-        raise ValueError(
-            f"{layout.where}: a tenth of {of} examples, rounded down, would leave {held} of {examples} to test on; "
-            f"allowed: a split named 'test', or ten examples and more{'' if layout.owner is None else ' of an owner'}"
-        )
+        of, more = ("the", "") if layout.owner is None else ("each owner's", " of an owner")
+        why = f"{layout.where}: a tenth of {of} examples, rounded down, would leave {held} of {examples} to test on"
+        raise ValueError(f"{why}; allowed: a split named 'test', or ten examples and more{more}")
 
 
 def check_columns(table, split: str, layout: Layout) -> None:
@@ -222,9 +214,7 @@ def read_questions(tables: Mapping[str, object], layout: Layout, length: int) ->
 PLAIN = (str, int, float)  # bool is an int
 
 
-def read_column(
-    table, column: str, split: str, layout: Layout, kinds: tuple[type, ...] = PLAIN
-) -> list:  # fmt: skip
+def read_column(table, column: str, split: str, layout: Layout, kinds: tuple[type, ...] = PLAIN) -> list:
     """Read a column's values; ``ValueError`` names the row of one that is null, NaN, infinite or of a wrong kind."""
     values = table.select_columns([column])[:][column]
     for i, v in enumerate(values):

@@ -13,7 +13,7 @@ import io
 import os
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 
 import numpy as np
 
@@ -43,10 +43,12 @@ def decode_images(tables: Mapping[str, object], column: str | None, size: int | 
             with open_image(cell, layout, name, row) as image:
                 shapes.add(image.size)
                 modes.add("L" if image.mode in ("1", "L", *DEEP) else "RGB")
-                if image.mode in DEEP:
-                    kind = "F" if image.mode == "F" else "I"
-                    brightest[kind] = max(brightest.get(kind, 0.0), highest_pixel(image, cell, layout, name, row))
-                clear += is_transparent(image, cell, layout, name, row)
+                with readable(cell, layout, name, row):
+                    deep = np.asarray(image) if image.mode in DEEP else None
+                    clear += image.has_transparency_data and image.convert("RGBA").getextrema()[3][0] < 255
+            if deep is not None:
+                kind = "F" if image.mode == "F" else "I"
+                brightest[kind] = max(brightest.get(kind, 0.0), highest_pixel(deep, kind, layout.row(name, row)))
     if clear:
         warnings.warn(f"{layout.where}: {clear} transparent images are laid on white", stacklevel=2)
     whites = {kind: white_level(kind, high, layout) for kind, high in brightest.items()}
@@ -93,18 +95,8 @@ def open_image(cell: Cell | None, layout, split: str, row: int):
         return nullcontext(cell)
     if cell["bytes"] is None:
         check_own_file(cell["path"], layout, split, row)
-    try:
+    with readable(cell, layout, split, row):
         return Image.open(io.BytesIO(cell["bytes"]) if cell["bytes"] is not None else cell["path"])
-    except Exception as error:  # Pillow raises many classes
-        raise _damaged(cell, layout, split, row, error) from error
-
-
-def is_transparent(image, cell: Cell, layout, split: str, row: int) -> bool:
-    """Return whether a pixel of the image is less than opaque."""
-    try:
-        return image.has_transparency_data and image.convert("RGBA").getextrema()[3][0] < 255
-    except Exception as error:  # Pillow raises many classes
-        raise _damaged(cell, layout, split, row, error) from error
 
 
 def check_own_file(path: str, layout, split: str, row: int) -> None:
@@ -116,16 +108,15 @@ def check_own_file(path: str, layout, split: str, row: int) -> None:
         raise ValueError(f"{layout.row(split, row)} names the picture {path!r}, which is no file")
 
 
-def highest_pixel(image, cell: Cell, layout, split: str, row: int) -> float:
-    """Return the brightest pixel of a deep image; ``ValueError`` where one cannot be scaled."""
-    try:
-        pixels = np.asarray(image)
-    except Exception as error:  # Pillow raises many classes
-        raise _damaged(cell, layout, split, row, error) from error
+def highest_pixel(pixels: np.ndarray, kind: str, where: str) -> float:
+    """Return the brightest pixel of a deep image of floats (F) or integers (I).
+
+    ``ValueError`` where one cannot be scaled.
+    """
     low, high = float(pixels.min()), float(pixels.max())
-    if not (low >= 0 and high <= (255 if image.mode == "F" else 65_535)):  # NaN too
-        why = f"{layout.row(split, row)} holds an image with pixels from {low:g} to {high:g}"
-        raise ValueError(f"{why}; allowed: floats from 0 to 1 or from 0 to 255, and integers of at most 16 bits")
+    if not (low >= 0 and high <= (255 if kind == "F" else 65_535)):  # NaN too
+        allowed = "floats from 0 to 1 or from 0 to 255, and integers of at most 16 bits"
+        raise ValueError(f"{where} holds an image with pixels from {low:g} to {high:g}; allowed: {allowed}")
     return high
 
 
@@ -149,7 +140,7 @@ def decode_pixels(
     from datasets import Image as Feature
     from PIL import Image
 
-    try:
+    with readable(cell, layout, split, row):
         image = cell if isinstance(cell, Image.Image) else Feature().decode_example(cell)  # turned as its camera says
         if image.mode in DEEP:
             share = np.asarray(image, np.float64) / whites["F" if image.mode == "F" else "I"]
@@ -157,15 +148,18 @@ def decode_pixels(
         elif image.has_transparency_data:
             image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA"))
         image = image.convert(mode)
-    except Exception as error:  # Pillow raises many classes
-        raise _damaged(cell, layout, split, row, error) from error
     return np.asarray(image if image.size == size else image.resize(size, Image.Resampling.BILINEAR))
 
 
-def _damaged(cell: Cell, layout, split: str, row: int, error: Exception) -> ValueError:
+@contextmanager
+def readable(cell: Cell, layout, split: str, row: int) -> Iterator[None]:
+    """Raise ``ValueError`` with the image's place if Pillow cannot read it inside the block."""
     from PIL import Image
 
-    path = cell["path"] if isinstance(cell, Mapping) and cell["bytes"] is None else None
-    where = path or layout.row(split, row)
-    large = f"too large: {error}" if isinstance(error, Image.DecompressionBombError) else ""
-    return ValueError(f"{where} holds an image that is {large or 'damaged or of an unknown format'}")
+    try:
+        yield
+    except Exception as error:  # Pillow raises many classes
+        path = cell["path"] if isinstance(cell, Mapping) and cell["bytes"] is None else None
+        large = f"too large: {error}" if isinstance(error, Image.DecompressionBombError) else ""
+        why = f"holds an image that is {large or 'damaged or of an unknown format'}"
+        raise ValueError(f"{path or layout.row(split, row)} {why}") from error

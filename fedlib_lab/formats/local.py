@@ -17,20 +17,7 @@ from fedlib.data.questions import KEYED
 from fedlib.data.silence import silence_libraries
 from fedlib.data.tokenizer import tokenizer_key
 
-from .decode import (
-    LABELS,
-    OWNERS,
-    SETS,
-    TESTS,
-    TEXTS,
-    TRAIN,
-    Kind,
-    Layout,
-    choose_test_split,
-    decode,
-    read_labels,
-    visible_files,
-)
+from .decode import LABELS, OWNERS, SETS, TESTS, TEXTS, TRAIN, Kind, Layout, choose_test_split, decode, read_labels
 from .images import SCALED, encoded_images, image_column
 from .speech import decode_speech
 
@@ -57,8 +44,7 @@ def local_set(
     meant = found or files
     if path.is_dir():
         check_pieces(meant)
-    root = path if path.is_dir() else path.parent
-    digest = files_digest(meant, root)
+    digest = files_digest(meant, path if path.is_dir() else path.parent)
     columns = columns_of(digest, tuple((split, *found) for split, found in parquet.items()))
     kind, reads, _ = guess_layout(columns)
     layout = layout_of(path, list(parquet), columns, parquet, tokenizer) if parquet else None
@@ -67,8 +53,7 @@ def local_set(
         if layout is None and any((path / "train").glob("*.json")):
             how = "ten lines turn them into parquet, under 'LEAF' in docs/guide/data.md"
             raise ValueError(f"{path} holds json files, as LEAF writes them, which are not read; {how}")
-        described = any(p.name in DESCRIBED for p in files)
-        pictures = {} if parquet or described else picture_splits(path, files)
+        pictures = {} if parquet or any(p.name in DESCRIBED for p in files) else picture_splits(path, files)
         splits = table_of(path, pictures) if pictures else load_splits(path, parquet, digest)
         train = splits[layout.train if layout else train_of(path, splits)]
         named = [c for c in train.column_names if c not in TEXTS]  # beside pictures
@@ -77,13 +62,18 @@ def local_set(
         if kind == "images" and whole.owner is not None and "audio" in train.column_names:
             whole = choose_test_split(splits, replace(whole, tests=()))
             read_labels(train, whole.train, whole)  # refuses what is no class
-            where = partial(whole.row, whole.train)
-            return decode_speech(train, whole.label, whole.owner, where=where), False
+            return decode_speech(train, whole.label, whole.owner, where=partial(whole.row, whole.train)), False
         return decode(splits, whole, size)
 
     key = {"files": digest, "format": format} | (KEYED if kind == "spans" else SCALED if kind == "images" else {})
     key |= {"matched": True} if "validation_matched" in parquet else {}  # once read without it
     return key | (tokenizer_key(tokenizer) if reads else {}), read
+
+
+def visible_files(path: Path) -> list[Path]:
+    """List the files of a folder, or the file; none whose name or folder within ``path`` begins with a dot."""
+    files = [p for p in sorted(path.rglob("*")) if p.is_file()] if path.is_dir() else [path]
+    return [p for p in files if not any(part.startswith(".") for part in p.relative_to(path).parts)]
 
 
 def check_pieces(files: Sequence[Path]) -> None:
@@ -155,9 +145,7 @@ def pictures_among(path: Path, files: Sequence[Path]) -> list[Path]:
     return [p.relative_to(path) for p in files if p.suffix.lower() in ImageFolder.EXTENSIONS and p != path]
 
 
-def unread_files(
-    path: Path, files: Sequence[Path], train, pictures: Mapping[str, Sequence[Path]]
-) -> tuple[str, ...]:  # fmt: skip
+def unread_files(path: Path, files: Sequence[Path], train, pictures: Mapping[str, Sequence[Path]]) -> tuple[str, ...]:
     """List the files within ``path`` that are not read: no parquet, no ``pictures`` of a split, not named by a cell."""
     read = {p for found in pictures.values() for p in found}
     column = image_column(train)

@@ -22,9 +22,9 @@ from fedlib.data.questions import KEYED
 from fedlib.data.silence import silence_libraries
 from fedlib.data.tokenizer import tokenizer_key
 
-from .decode import OWNERS, Layout, Part, decode, train_and_test, visible_files
+from .decode import OWNERS, Layout, Part, decode, train_and_test
 from .images import SCALED, decode_images
-from .local import check_pieces, layout_of, train_of
+from .local import check_pieces, layout_of, train_of, visible_files
 
 Read = Callable[[int | None], tuple[Decoded, bool]]  # as ``decode.decode``, for a network of some input size
 Splits = Mapping[str, Any]  # of ``datasets.Dataset``
@@ -114,8 +114,7 @@ def saved_set(path: Path, format: int, tokenizer: str | None) -> tuple[dict, Rea
         splits = _splits(str(path), load_from_disk(str(path)), None)
     except Exception as error:  # datasets raises many classes
         raise ValueError(f"{path} is no whole folder of save_to_disk: {str(error).splitlines()[0][:200]}") from error
-    unread = (p for p in visible_files(path) if p.suffix not in (".arrow", ".json"))
-    others = tuple(str(p.relative_to(path)) for p in unread)
+    others = tuple(str(p.relative_to(path)) for p in visible_files(path) if p.suffix not in (".arrow", ".json"))
     return _of_splits(str(path), splits or {}, {"files": files_digest(files, path)}, others, format, tokenizer)
 
 

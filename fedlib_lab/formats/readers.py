@@ -94,5 +94,4 @@ def _hub_key(layout: Layout, tokenizer: str | None = None) -> dict:
 def _read_hub(name: str, tokenizer: str | None, size: int | None) -> tuple[Decoded, bool]:
     layout, otherwise = replace(HUB[name], tokenizer=tokenizer), "connect once, or pass the path of a local copy"
     config = [layout.config] if layout.config else []
-    splits = load_public(f"{name!r} ({layout.where})", otherwise, layout.where, *config)
-    return decode(splits, layout, size)
+    return decode(load_public(f"{name!r} ({layout.where})", otherwise, layout.where, *config), layout, size)

@@ -51,8 +51,7 @@ def choose_products(stored: str = "") -> str:
 
 @cache
 def _choose(stored: str) -> tuple[str, list[Callable], list[Callable]]:
-    may = is_on("products") and torch.backends.mkl.is_available() and stored != "PyTorch"
-    library = _load() if may else None
+    library = _load() if is_on("products") and torch.backends.mkl.is_available() and stored != "PyTorch" else None
     if library is None:
         return "PyTorch", [], []
     library.scipy_openblas_get_config.restype = ctypes.c_char_p
@@ -125,9 +124,8 @@ def _load() -> ctypes.CDLL | None:
 
     None where they cannot run, or it is not installed or cannot be loaded.
     """
-    if torch.backends.cpu.get_cpu_capability() != "AVX512":
-        return None
-    package = importlib.util.find_spec("scipy_openblas32")  # not imported: that would load it, too early
+    may = torch.backends.cpu.get_cpu_capability() == "AVX512"
+    package = importlib.util.find_spec("scipy_openblas32") if may else None  # not imported: that would load it now
     if package is None:
         return None
     # Read while it loads: OpenBLAS takes the newest AMD CPUs for old ones; and it needs no threads of its own.

@@ -55,8 +55,7 @@ def client_resources(e: Experiment, clients: int | None = SOME, macs: bool = Tru
 
 def client_parts(e: Experiment, shapes: Shapes, clients: int | None = SOME) -> list[tuple[Client, Slice]]:
     """Return clients with the slices they would hold in round 1; sizes only, as nothing is ranked."""
-    budgets = budgets_of(e, shapes.method)[:clients]
-    drawn = tuple(Client(i, int(b), 0) for i, b in enumerate(budgets))
+    drawn = tuple(Client(i, int(b), 0) for i, b in enumerate(budgets_of(e, shapes.method)[:clients]))
     r, server = Round(1, drawn, shapes.setting), Server(0, shapes.trainable, {})
     return [(c, shapes.method.slice_for(c, server, r)) for c in drawn]
 
@@ -169,8 +168,7 @@ def traffic_curves(cells: Sequence[Cell], of: Callable[[Experiment], pd.DataFram
 
 
 def _names(cell: Cell) -> dict[str, str]:
-    names = {k: getattr(cell, k) for k in NAMES}
-    return names | {"backbone": cell.experiment.backbone}
+    return {k: getattr(cell, k) for k in NAMES} | {"backbone": cell.experiment.backbone}
 
 
 def _once(of: Callable) -> Callable:

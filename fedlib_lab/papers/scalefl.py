@@ -52,8 +52,7 @@ def plane(e: Experiment, classes: int | None = None) -> pd.DataFrame:
     method, setting = chosen_shapes.method, chosen_shapes.setting
     levels, depth = method.levels(setting), setting.spec.depth
     shapes = load_shapes(e, classes, tuple(sorted({*method.places(depth), *setting.exit_units})))
-    priced_as = partial(shapes.setting.measure.cost, method.cost)
-    cost, full = priced(priced_as, shapes.setting, method.cut == "width")
+    cost, full = priced(partial(shapes.setting.measure.cost, method.cost), shapes.setting, method.cut == "width")
     ratios, rows = method.ratios_of(len(levels)), []
     for level, (target, own) in enumerate(zip(ratios, levels, strict=True)):
         for unit in shapes.setting.exit_units:
@@ -78,10 +77,8 @@ def levels_by_latency(
     method, depth = shapes.method, shapes.setting.spec.depth
     units = method.places(depth)
     shapes = load_shapes(e, classes, units, device="cpu")
-    price = cache(partial(seconds, shapes))
-    cost, full = priced(price, shapes.setting)
-    ratios = method.ratios_of(e.num_exits)
-    levels = solve_levels(cost, ratios, [u + 1 for u in units], full, method.grid, method.eps)
+    cost, full = priced(cache(partial(seconds, shapes)), shapes.setting)
+    levels = solve_levels(cost, method.ratios_of(e.num_exits), [u + 1 for u in units], full, method.grid, method.eps)
     return {"widths": tuple(x.width for x in levels), "depths": tuple(round(x.depth / depth, 4) for x in levels)}
 
 

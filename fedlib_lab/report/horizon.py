@@ -53,8 +53,7 @@ def plot_horizons(shorter: Table, longer: Table):
     shown = rows.drop_duplicates("column")[["column", "dataset"]].values
     wide, methods = 4.2 if len(shown) > 1 else 6.4, {c.label: c.method for c in longer.cells}
     said = [f"{title_of(*names)}\n{_first(rows, longer, names[0])}" for names in shown] if len(shown) > 1 else [""]
-    title = figure_title(_came_out(shorter, longer, rows), rows)
-    axes = panels(said, title, (wide, 3.1), columns=2, sharey=False)
+    axes = panels(said, figure_title(_came_out(shorter, longer, rows), rows), (wide, 3.1), columns=2, sharey=False)
     for ax, (column, data) in zip(axes, shown, strict=True):
         of = (column, set(rows[rows.column == column].variant), set(rows.finetune))
         long, short = (curves_frame(table.curves(*of), "t", methods) for table in (longer, shorter))

@@ -217,8 +217,7 @@ def title_of(paper: str, name: str) -> str:
         grid = params_dir() / paper / f"{name}.yaml"
         if not grid.is_file():
             return spoken(name)
-        first = grid.read_text(encoding="utf-8").splitlines()[0]
-        return re.split(r"\.(?:\s|$)", first.removeprefix("#").strip())[0]
+        return re.split(r"\.(?:\s|$)", grid.read_text(encoding="utf-8").splitlines()[0].removeprefix("#").strip())[0]
     cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
     title = "".join(cells[0]["source"]).splitlines()[0].removeprefix("# ")
     ran = (root() / "outputs" / paper / "notebooks" / path.name).is_file()
@@ -239,8 +238,7 @@ def spoken(name: str) -> str:
 
 def thumbnails(paths: Sequence[Path]) -> str:
     """Return images at a width that a page has room for; what shows them leads to their files."""
-    one = '<img src="figures/{0}.png" width="{1}" alt="{0}">'
-    return "\n".join(one.format(p.stem, THUMBNAIL) for p in paths)
+    return "\n".join(f'<img src="figures/{p.stem}.png" width="{THUMBNAIL}" alt="{p.stem}">' for p in paths)
 
 
 def more_figures(stored: Stored, sections: Sequence[str]) -> list[str]:

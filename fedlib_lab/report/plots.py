@@ -41,8 +41,8 @@ def lines(frame: pd.DataFrame, x: str, y: str, ax, looks: Looks, **settings) -> 
     repeated = "seed" in frame and frame.groupby(["series", x]).seed.nunique().max() > 1
     how = {"estimator": None, "errorbar": None, "markersize": 6 if frame[x].nunique() < 12 else 4}
     if repeated:
-        how |= {"estimator": "mean", "errorbar": "sd", "err_style": "bars",
-                "err_kws": {"capsize": 2, "elinewidth": 1}}  # fmt: skip
+        bars = {"capsize": 2, "elinewidth": 1}
+        how |= {"estimator": "mean", "errorbar": "sd", "err_style": "bars", "err_kws": bars}
     if len(frame):
         seaborn.lineplot(frame, x=x, y=y, ax=ax, **looks.settings(), **{**how, **settings})
     return BARS if repeated else ""

@@ -157,5 +157,4 @@ class Published(Source):
     @cached_property
     def means(self):
         """table -> {(finetune, column, variant): mean}"""
-        keys = ["finetune", "column", "variant"]
-        return cache(lambda table: self.reported(table).set_index(keys)["mean"].to_dict())
+        return cache(lambda table: self.reported(table).set_index(["finetune", "column", "variant"])["mean"].to_dict())

@@ -12,23 +12,20 @@ import textwrap
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path, PurePath
+from pathlib import PurePath
 
 import numpy as np
 import pandas as pd
 
-from fedlib.core.tables import read_table
 from fedlib.data.tasks import task_of
 from fedlib.methods import METHODS
 
 from .figure_text import fonts, plain
-from .tables import label_of
+from .tables import NAMES, label_of
 
 MARKERS = "osD^vP*Xhd<>p8"
 DASHES = ("", (5, 2), (1.5, 1.5), (7, 2, 1.5, 2), (12, 3), (7, 2, 1.5, 2, 1.5, 2))  # of a method's variants, in order
 TINTS = (0, 0.3, 0.15, 0.4, 0.2, 0.45)  # how much white goes with each dash
-
-NAMES = read_table(Path(__file__).with_name("names.yaml"))
 
 
 def score_of(datasets: Iterable[str]) -> str:
@@ -86,8 +83,7 @@ def looks_of(frame: pd.DataFrame) -> Looks:
             white = TINTS[k % len(TINTS)]
             color = tuple((1 - white) * c + white for c in to_rgb(color_of(method)))
             looks[name] = (color, marker_of(method), DASHES[k % len(DASHES)])
-    shown = [n for n in frame.series.unique()]  # in the order of the table
-    return Looks(*({name: looks[name][i] for name in shown} for i in range(3)))
+    return Looks(*({name: looks[name][i] for name in frame.series.unique()} for i in range(3)))  # as in the table
 
 
 def named(frame: pd.DataFrame) -> pd.DataFrame:
@@ -138,8 +134,7 @@ def styled(plot: Callable) -> Callable:
     def draw(*args, **settings):
         import matplotlib
 
-        style = {"font.family": list(fonts()), **NAMES["figures"]}
-        with matplotlib.rc_context(style):
+        with matplotlib.rc_context({"font.family": list(fonts()), **NAMES["figures"]}):
             drawn, interactive = plot(*args, **settings), matplotlib.is_interactive()
         matplotlib.interactive(interactive)  # a notebook's first figure switches it on, without which none is shown
         return drawn

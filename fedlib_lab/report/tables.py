@@ -23,7 +23,7 @@ from ..runs.run_paths import run_path
 from ..runs.store import Run, run_all, shown_run, stored_pace
 from .clients import SD, VALUES, numbers_of, spread_out
 
-MODES = read_table(Path(__file__).with_name("names.yaml"))["modes"]
+NAMES = read_table(Path(__file__).with_name("names.yaml"))
 
 
 def load_cells(
@@ -100,17 +100,12 @@ def collect(
         row["run"] = (found.path if found else run_path(cell.experiment, folder)).name
         row["found"] = found
         rows.append(row | (values_of(found.summary) if found else {"status": "missing"}))
-    return pd.DataFrame(rows).reindex(
-        columns=["finetune", "variant", "method", "label", "column", "seed", "dataset", "backbone", "status",
-                 "accuracy", "last", "local", "ensemble", "exits", "clients", "clients_sd", "client_exits",
-                 "client_exits_sd", "leaving", "others", "seconds", "t", "run", "found"]
-    )  # fmt: skip
+    return pd.DataFrame(rows).reindex(columns=list(NAMES["columns"]))
 
 
 def values_of(record: Mapping[str, object]) -> dict[str, object]:
     """Return a run's summary or one round's metrics, with the further numbers that tables ask for (:func:`collect`)."""
-    last = {"last": record["exits"][-1]} if "exits" in record else {}
-    return {**record, **last, **numbers_of(record)}
+    return {**record, **({"last": record["exits"][-1]} if "exits" in record else {}), **numbers_of(record)}
 
 
 def mean_curves(
@@ -282,14 +277,12 @@ def compute_table(cells: Sequence[Cell]) -> pd.DataFrame:
 
 def label_of(name: str) -> str:
     """Spell a method, a mode, or a variant's label as tables and figures do."""
-    return vars(METHODS.get(name, object)).get("label") or MODES.get(name, name)
+    return vars(METHODS.get(name, object)).get("label") or NAMES["modes"].get(name, name)
 
 
 def mean_and_sd(mean: float, sd: float) -> str:
     """Write ``67.29 ± 0.06``, or a dash for a missing mean."""
-    if pd.isna(mean):
-        return "–"
-    return f"{mean:.2f}" if pd.isna(sd) else f"{mean:.2f} ± {sd:.2f}"
+    return "–" if pd.isna(mean) else f"{mean:.2f}" if pd.isna(sd) else f"{mean:.2f} ± {sd:.2f}"
 
 
 def save_table(frame: pd.DataFrame, name: str) -> Path:

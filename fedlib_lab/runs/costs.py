@@ -123,8 +123,7 @@ def load_shapes(
     setting = setting_of(e, model)
     if exit_units is None:  # a method need not be able to train the exits that it is only charged for
         method.check(setting, e)
-    everything = {n: p.detach() for n, p in model.named_parameters()}
-    return Shapes(e, method, setting, model, everything, model.trainable())
+    return Shapes(e, method, setting, model, {n: p.detach() for n, p in model.named_parameters()}, model.trainable())
 
 
 def upload_parameters(e: Experiment, num_classes: int) -> list[int]:

@@ -171,9 +171,8 @@ def _as_source(program: torch.export.ExportedProgram, path: Path, about: dict) -
     module.graph.set_codegen(CodeGen())
     source = re.sub(r"return \((\w+),\)", r"return \1", module.graph.python_code("self").src)
     code = "\n".join(f"    {line}".rstrip() for line in source.strip().splitlines())
-    shape = ", ".join(map(str, about["input_shape"]))
     title = f"A model exported from {about['run']}: clients of budget {about['budget']}; see model.json."
-    text = SOURCE.format(code=code, shape=shape, title=title)
+    text = SOURCE.format(code=code, shape=", ".join(map(str, about["input_shape"])), title=title)
     (path / "model.py").write_text(text + (PREPARE.format(**about) if "mean" in about else ""))
     weights = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     save_file({n: t.detach().clone().contiguous() for n, t in weights.items()}, path / "model.safetensors")

@@ -170,9 +170,8 @@ def fill(
     filled, grace = Filled([], [], list(jobs)), GRACE_SECONDS if minutes is None else min(GRACE_SECONDS, 10 * minutes)
 
     def seconds_left() -> float:
-        if stop.is_set():
-            return 0.0
-        return 1.0 if minutes is None else 60 * minutes - grace - (time.monotonic() - began)
+        left = math.inf if minutes is None else 60 * minutes - grace - (time.monotonic() - began)
+        return 0.0 if stop.is_set() else left
 
     answer = partial(_run_job, str(folder or outputs_dir() / "runs"), checkpoint_seconds)
     with contextlib.closing(hand_out(jobs, workers, answer, Watch([], False), seconds_left, grace)) as answers:

@@ -6,6 +6,7 @@ machine (data and weights may be absent; equal files are equal data, and nothing
 compare everything. What a run does not say, as runs of older versions, is not compared.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -66,8 +67,7 @@ def inputs_of(f: Federation) -> dict[str, object]:
     """Return everything that ``f`` trains with, for the record."""
     e = f.experiment
     found = {"options": _options(f.method), "method": code_of(type(f.method)), "backbone": _own_backbone(e.backbone)}
-    found["kit"] = kit_rules(e)
-    found |= {"data": f.data.digest, "source": _source(e)}
+    found |= {"kit": kit_rules(e), "data": f.data.digest, "source": _source(e)}
     if e.pretrained:
         found["weights"] = _weights_file_digest(e) or _weights_digest(f)
         found["weights_files"] = _weights_folder_digest(e)
@@ -82,10 +82,9 @@ def kit_rules(e: Experiment) -> dict[str, int]:
     and mean and SD were of all pictures; levels that no client has answered centrally; whose last unit ran before
     others' dropped what these drew.
     """
-    try:
+    spec = None
+    with contextlib.suppress(ValueError):  # of one's own, not registered here
         spec = backbone_spec(e.backbone)
-    except ValueError:  # of one's own, not registered here
-        spec = None
     maps = isinstance(spec, MapSpec)
     drops = isinstance(spec, ForeignSpec) and spec.as_trained and not spec.causal
     concerns = {
@@ -134,10 +133,9 @@ def check_verified(e: Experiment, inputs: Inputs, accept: frozenset[str]) -> Non
     for kind, values in said.items():
         why = next((v for v in values if str(v).startswith(UNVERIFIED)), None)
         if why is not None and kind not in accept:
-            told = (
-                f"{e.slug} could not be told from a run of other code: {why}. Make it a constant, a function or a class"
-            )
-            raise ValueError(f"{told}, or run it with accept={kind!r} (FEDLIB_ACCEPT={kind}), which finds it again too")
+            told = f"{e.slug} could not be told from a run of other code: {why}. Make it a constant, a function or"
+            how = f"run it with accept={kind!r} (FEDLIB_ACCEPT={kind}), which finds it again too"
+            raise ValueError(f"{told} a class, or {how}")
 
 
 def known_inputs(e: Experiment, recorded: Collection[Inputs]) -> dict[str, object]:
@@ -149,10 +147,8 @@ def known_inputs(e: Experiment, recorded: Collection[Inputs]) -> dict[str, objec
     kinds = {kind for inputs in recorded for kind in inputs}
     if e.method in METHODS and {"method", "options"} & kinds:
         found["method"] = code_of(METHODS[e.method])
-        try:
+        with contextlib.suppress(ValueError):  # an option that the method no longer has
             found["options"] = _options(build_method(e.method, e.options))
-        except ValueError:  # an option that the method no longer has
-            pass
     if kinds:
         found["kit"] = kit_rules(e)
     if e.backbone in OWN or "backbone" not in kinds:
@@ -284,5 +280,4 @@ def _weights_digest(f: Federation) -> str:
     drawn = {f"backbone.{n}" for n in f.model.backbone.drawn}
     mine = (tensors[n] for n, i in infos.items() if i.kind == "backbone" and n not in drawn)
     data = (t.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy() for t in mine)
-    each = sorted(hashlib.sha256(d).hexdigest() for d in data)
-    return hashlib.sha256("".join(each).encode()).hexdigest()[:16]
+    return hashlib.sha256("".join(sorted(hashlib.sha256(d).hexdigest() for d in data)).encode()).hexdigest()[:16]

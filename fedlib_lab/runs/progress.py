@@ -139,9 +139,7 @@ class Watch:
         """Estimate the seconds left from rounds of like runs; None before there are any."""
         left = {e: e.rounds for e in self.left} | {e: e.rounds - t for e, (t, _) in self.going.items()}
         seconds = [s * n for e, n in left.items() if (s := self.pace.seconds_a_round(e)) is not None]
-        if len(seconds) < len(left):
-            return None
-        return max(sum(seconds) / self.abreast, *seconds, 0.0)
+        return None if len(seconds) < len(left) else max(sum(seconds) / self.abreast, *seconds, 0.0)
 
 
 class Terminal:

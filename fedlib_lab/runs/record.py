@@ -99,8 +99,7 @@ def begun(inputs: Inputs, now: Mapping[str, object]) -> Record:
 
 def resumed(record: Record, t: int, inputs: Inputs, now: Mapping[str, object]) -> Record:
     """Return ``record`` of a run that goes on after round ``t``, with ``inputs`` that it lacked or had others of."""
-    before = record.get("inputs", {})
-    other = {k: v for k, v in inputs.items() if before.get(k) != v}
+    other = {k: v for k, v in inputs.items() if record.get("inputs", {}).get(k) != v}
     later = {**now, "after_round": t} | ({"inputs": other} if other else {})
     return {**record, "resumed": [*record.get("resumed", []), later]}
 
@@ -133,12 +132,11 @@ def provenance(execution: Execution) -> dict[str, object]:
     """Return the versions and hardware that produce a run (not part of the experiment)."""
     from fedlib import __version__
 
-    on_cluster = execution.executor == "ray"
     on_gpu = execution.home.startswith("cuda")
     found = {"fedlib": __version__, "torch": torch.__version__.split("+")[0], "python": platform.python_version()}
     found |= (gpu() if on_gpu else cpu()) | ({"commit": commit()} if commit() else {}) | {"cores": os.cpu_count()}
     found["products"] = choose_products(execution.products) if _one_thread_each(execution) else "PyTorch"
-    workers = execution.workers if on_cluster else execution.side_by_side()  # None: all of a cluster
+    workers = execution.workers if execution.executor == "ray" else execution.side_by_side()  # None: all of a cluster
     return found | {"executor": execution.executor, "workers": workers}
 
 

@@ -283,8 +283,7 @@ def _continue(
     store.write_record()
     watch.begin(f.experiment, server.t)
     try:
-        last = _rounds(f, execution, server, store, watch, checkpoint_seconds, callback)
-        return _finish(f, store, last, path)
+        return _finish(f, store, _rounds(f, execution, server, store, watch, checkpoint_seconds, callback), path)
     except KeyboardInterrupt as error:
         with unheard():
             store.save_unsaved()

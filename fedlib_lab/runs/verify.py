@@ -70,8 +70,7 @@ def verify(
         on_gpu = "cuda" in goes[0] and torch.cuda.is_available()
         execution = Execution("cuda" if on_gpu else "cpu", goes[0].get("workers"))
     with TemporaryDirectory(prefix="fedlib-verify-") as folder:
-        stop = lambda r: r.t >= told[-1]["t"]  # noqa: E731
-        again = store.run(e, execution, folder, accept=KINDS, on_round=stop)
+        again = store.run(e, execution, folder, accept=KINDS, on_round=lambda r: r.t >= told[-1]["t"])
     here, found = again.record["provenance"], again.metrics
     differing: dict[str, Any] = {k: [[go.get(k) for go in goes], here.get(k)] for k in ALIKE}
     differing = {k: v for k, v in differing.items() if {*v[0]} != {v[1]} or str(v[1]).endswith("-dirty")}

@@ -72,9 +72,8 @@ class EfficientNetSpec(MapSpec):
 
     def exit_options(self, kind: str, unit: int) -> dict[str, object]:
         dropped, convolutions = {"dropout": self.dropout}, {"reduction": self.exit_reduction}
-        pointwise = {"width": self.head_width} | dropped
-        options = {"convolutions": convolutions, "pointwise": pointwise, "dropped": dropped}
-        return options.get(kind) or super().exit_options(kind, unit)
+        of = {"convolutions": convolutions, "pointwise": {"width": self.head_width} | dropped, "dropped": dropped}
+        return of.get(kind) or super().exit_options(kind, unit)
 
     def build(self) -> MapBackbone:
         """Build a stem and inverted residual blocks, without weights."""
@@ -88,10 +87,10 @@ EFFICIENTNETS = shapes(EfficientNetSpec)
 class Excitation(nn.Module):
     """Squeeze and excitation: channels weighed by what their means say."""
 
-    def __init__(self, width: int, squeezed: int):
+    def __init__(self, width: int, squeezed: int, axis: str):
         super().__init__()
-        self.reduce = Linear(width, squeezed, axes=("/squeezed", "/mid"))
-        self.expand = Linear(squeezed, width, axes=("/mid", "/squeezed"))
+        self.reduce = Linear(width, squeezed, axes=("/squeezed", axis))
+        self.expand = Linear(squeezed, width, axes=(axis, "/squeezed"))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # (K, B, C, H, W)
         return x * self.expand(F.silu(self.reduce(average_pool(x)))).sigmoid()[..., None, None]
@@ -113,10 +112,7 @@ class Inverted(nn.Module):
             self.widen_scale, self.widen_bn = Scaler("conv", "norm"), BatchNorm2d(mid, inner)
         self.depthwise = Conv2d(mid, mid, kernel, stride, kernel // 2, groups=mid, axes=(inner, None))
         self.scale, self.bn = Scaler("conv", "norm"), BatchNorm2d(mid, inner)
-        self.excite = Excitation(mid, round(SQUEEZE * channels))
-        if not widens:  # the excitation's axes are those of the input
-            self.excite.reduce.axes = {"weight": ("/squeezed", inner), "bias": ("/squeezed",)}
-            self.excite.expand.axes = {"weight": (inner, "/squeezed"), "bias": (inner,)}
+        self.excite = Excitation(mid, round(SQUEEZE * channels), inner)
         self.project = Conv2d(mid, width, 1, axes=(after, inner))
         self.project_scale, self.project_bn = Scaler("conv", "norm"), BatchNorm2d(width, after)
         self.adds = stride == 1 and not first

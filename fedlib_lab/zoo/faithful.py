@@ -71,10 +71,8 @@ def check_faithful(net: nn.Module, spec: WrappedSpec) -> None:
             if not _like(a, b):
                 raise ValueError(f"{where}the net gives something else at cut {cut!r} when it is called again")
             if not _like(a, c):
-                told = f"{where}the net itself gives something else at cut {cut!r} than its pieces do: a hook, code"
-                raise ValueError(
-                    f"{told} around forward_features, or a number that is drawn or counted around the cuts?"
-                )
+                why = "a hook, code around forward_features, or a number that is drawn or counted around the cuts?"
+                raise ValueError(f"{where}the net itself gives something else at cut {cut!r} than its pieces do: {why}")
     wants, gets = _gradients(wanted[-1], known), _gradients(got[-1], ours)
     most = max((float(g.norm()) for g in wants.values() if g is not None), default=0.0)
     for name, a in wants.items():

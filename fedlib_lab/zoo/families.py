@@ -67,8 +67,10 @@ class Foreign(Family):
     specs = FOREIGN
 
     def find(self, name: str, known: Spec | None, folder: Path | None) -> Spec | None:
-        if folder is None or not isinstance(known, ForeignSpec | None) or _is_timms(folder):
+        if folder is None or not isinstance(known, ForeignSpec | None):
             return None
+        if '"architecture"' in (folder / "config.json").read_text(encoding="utf-8", errors="replace"):
+            return None  # timm wrote it: ``timm_nets.py`` reads it
         if known is not None:
             return replace(known, source=str(folder)) if known.source else known
         words = name.split(".")[1:]
@@ -188,29 +190,22 @@ def load_weights_(net: nn.Module, file: Path) -> nn.Module:
         state = load_file(file) if file.suffix == ".safetensors" else torch.load(file, "cpu", weights_only=True)
         state = next((state[key] for key in ("state_dict", "model") if key in state), state)
         found = {n.removeprefix("module."): t for n, t in state.items() if not n.endswith("num_batches_tracked")}
-        shapes = {n: tuple(t.shape) for n, t in found.items()}
+        theirs = {n: tuple(t.shape) for n, t in found.items()}
     except Exception as error:  # whatever a damaged file, or one of other objects, raises
         why = f"{line_of(error)}; allowed: a file of the net's state_dict(), by safetensors or torch.save"
         raise ValueError(f"wrap: weights = {str(file)!r} cannot be read: {why}") from error
-    own = {n: tuple(t.shape) for n, t in net.state_dict().items() if not n.endswith("num_batches_tracked")}
-    if own.keys() != found.keys():
-        for (mine, a), (theirs, b) in zip_longest(own.items(), shapes.items(), fillvalue=("nothing", ())):
-            if a != b:
-                raise ValueError(f"wrap: weights = {str(file)!r}: {theirs} {b} does not fit {mine} {a} of the net")
-        (mine, theirs), *_ = [pair for pair in zip(own, found, strict=True) if pair[0] != pair[1]]
-        how = f"its tensors go in by their order, {theirs} as {mine}"
-        warnings.warn(f"{file.name} has other names: {how}", stacklevel=3)
-        found = dict(zip(own, found.values(), strict=True))
-    if wrong := [n for n, shape in own.items() if tuple(found[n].shape) != shape]:
-        n = wrong[0]
-        raise ValueError(f"wrap: weights = {str(file)!r}: {n} {tuple(found[n].shape)} is {own[n]} in the net")
+    mine = {n: tuple(t.shape) for n, t in net.state_dict().items() if not n.endswith("num_batches_tracked")}
+    if mine.keys() != theirs.keys():
+        for (own, a), (other, b) in zip_longest(mine.items(), theirs.items(), fillvalue=("nothing", ())):
+            if a != b or "nothing" in (own, other):
+                raise ValueError(f"wrap: weights = {str(file)!r}: {other} {b} does not fit {own} {a} of the net")
+        own, other = next(pair for pair in zip(mine, theirs, strict=True) if pair[0] != pair[1])
+        warnings.warn(f"{file.name} has other names: its tensors go in by their order, {other} as {own}", stacklevel=3)
+        found = dict(zip(mine, found.values(), strict=True))
+    elif wrong := next((n for n in mine if theirs[n] != mine[n]), None):
+        raise ValueError(f"wrap: weights = {str(file)!r}: {wrong} {theirs[wrong]} is {mine[wrong]} in the net")
     net.load_state_dict(found, strict=False)
     return net
-
-
-def _is_timms(folder: Path) -> bool:
-    """Return whether timm wrote this checkpoint's folder, which ``timm_nets.py`` then reads."""
-    return '"architecture"' in (folder / "config.json").read_text(encoding="utf-8", errors="replace")
 
 
 def _download_vim_tiny() -> dict[str, torch.Tensor]:

@@ -68,9 +68,9 @@ class Stem(nn.Module):
         outer = getattr(getattr(model, "encoder", None), "dropout", None)  # T5 drops before its units and after them
         self.outer = TokenDropout(outer.p if spec.as_trained and outer is not None else 0.0)
         self.answers = TokenDropout(getattr(said, "qa_dropout", 0.0) if spec.as_trained else 0.0)
-        drop = (getattr(said, "classifier_dropout", None) or getattr(said, kind.pooler_drops)) if kind.pooler else 0.0
-        drop = drop if spec.as_trained else 0.0
-        self.pooler = Pooler(spec.dim, kind.pooler, drop, spec.family == "roberta") if kind.pooler else None
+        drop = getattr(said, "classifier_dropout", None) or getattr(said, kind.pooler_drops or "", 0.0)
+        how = spec.dim, kind.pooler, drop if spec.as_trained else 0.0, spec.family == "roberta"
+        self.pooler = Pooler(*how) if kind.pooler else None
         if kind.pooler_path:
             self.pooler.dense.load_state_dict(model.get_submodule(kind.pooler_path).state_dict())
 
@@ -145,8 +145,7 @@ class Foreign(Backbone):
 
     def advance(self, z: torch.Tensor, unit: int, on: int) -> tuple[torch.Tensor, torch.Tensor]:
         z = self.stem.each_member(self._places(unit), z, partial(self.run_one, unit))
-        feature = self.stem.each_member(self.of_stem, z, partial(self._seen, unit))
-        return feature, z if on == len(z) else z[:on]
+        return self.stem.each_member(self.of_stem, z, partial(self._seen, unit)), z if on == len(z) else z[:on]
 
     def replace(self, z, unit: int, feature: torch.Tensor):
         raise TypeError("a foreign model's class token cannot be handed back")

@@ -25,7 +25,7 @@ def build_model(spec: TokenSpec):
 
     kind = getattr(transformers, spec.kind.model)
     with torch.random.fork_rng(devices=[]):  # it draws from the global generator
-        return kind(kind.config_class(**spec.kind.config(spec)), **_without_pooler(spec))
+        return kind(kind.config_class(**spec.kind.config(spec)), **spec.kind.asked)
 
 
 def load_foreign(spec: TokenSpec, seed: int = 0) -> Foreign:
@@ -39,7 +39,7 @@ def load_foreign(spec: TokenSpec, seed: int = 0) -> Foreign:
     import transformers
 
     read = getattr(transformers, spec.kind.model).from_pretrained
-    asked = _without_pooler(spec) | {"use_safetensors": True, "output_loading_info": True}
+    asked = {**spec.kind.asked, "use_safetensors": True, "output_loading_info": True}
     weights_in(Path(spec.source))
     spec.check_config(_read_source(spec, transformers.PretrainedConfig.get_config_dict)[0])
     model, found = _read_source(spec, partial(read, **asked))
@@ -103,11 +103,6 @@ def weights_in(folder: Path) -> set[str]:
         if Path(name).name != name or (folder / name).resolve().parent not in homes:
             raise ValueError(f"{folder}: model.safetensors.index.json names {name!r}, which is not in this folder")
     return files
-
-
-def _without_pooler(spec: TokenSpec) -> dict:
-    takes = spec.kind.model in ("RobertaModel", "ViTModel")  # BERT's is a part of what was pre-trained
-    return {"add_pooling_layer": False} if takes else {}
 
 
 @torch.no_grad()

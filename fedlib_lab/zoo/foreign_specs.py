@@ -40,6 +40,7 @@ class Family:
     scaled: bool = True  # are scores divided by the root of the head's width?
     shares_heads: bool = False  # do layers share tensors per head (T5's positions)?
     neutral: float = 1.0  # weight of a norm that scales nothing
+    asked: Mapping[str, object] = field(default_factory=dict)  # keywords of the model's class
 
     def config(self, spec) -> dict:
         """Return ``spec`` as keywords of the family's class of configurations."""
@@ -101,6 +102,7 @@ class ForeignSpec(TokenSpec):
     hands_back: ClassVar[bool] = False  # exits cannot put another token in place of the one that they read
     ends_normalised: ClassVar[bool] = True  # by the family's own pooler or norm
     kind = property(lambda self: FAMILIES[self.family])
+    reads = property(lambda self: "images" if self.family == "vit" else "tokens")
     causal, rotary = property(attrgetter("kind.causal")), property(attrgetter("kind.rotary"))
     shares_heads, peft_targets = property(attrgetter("kind.shares_heads")), property(attrgetter("kind.targets"))
 
@@ -110,14 +112,11 @@ class ForeignSpec(TokenSpec):
         if self.head_dim is None and self.dim % self.heads:
             raise ValueError(f"foreign: dim = {self.dim} does not divide among heads = {self.heads}")
         if self.heads % (self.kv_heads or self.heads):
-            why = f"foreign: heads = {self.heads} "
-            raise ValueError(f"{why} are no groups of equal size for kv_heads = {self.kv_heads}")
-        if self.reads == "images":
-            return
-        if self.padding is None:
+            raise ValueError(f"foreign: heads = {self.heads} are no equal groups for kv_heads = {self.kv_heads}")
+        if self.reads == "tokens" and self.padding is None:
             why = f"foreign: {self.source or self.family} has no pad token, so rows of unequal length"
             raise ValueError(f"{why} cannot be read together; name one (pad_token_id in its config.json)")
-        if self.length > self.usable:
+        if self.reads == "tokens" and self.length > self.usable:
             raise ValueError(f"foreign: length = {self.length} exceeds the {self.usable} positions of the model")
 
     @classmethod
@@ -168,10 +167,6 @@ class ForeignSpec(TokenSpec):
     def usable(self) -> int:
         """Tokens that have a position: RoBERTa never uses the first ones."""
         return self.positions - (self.padding + 1 if self.family == "roberta" else 0)
-
-    @property
-    def reads(self) -> str:
-        return "images" if self.family == "vit" else "tokens"
 
     @property
     def tokenizer(self) -> str | None:

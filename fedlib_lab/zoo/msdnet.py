@@ -14,6 +14,7 @@ of unequal scales are scaled alike (``Scaler``); the release has no scaler here,
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 
 import torch
 from torch import nn
@@ -45,8 +46,7 @@ class MSDNetSpec(MapSpec):
 
     def first_scale(self, unit: int) -> int:
         """Return the finest scale that is live after ``unit`` (-1: the stem), from 0."""
-        scales = len(self.factors)
-        return max(unit, 0) // -(-self.layers // scales)
+        return max(unit, 0) // -(-self.layers // len(self.factors))
 
     @cached_property
     def segments(self) -> dict[str, tuple[int, ...]]:
@@ -142,13 +142,11 @@ class Grow(nn.Module):
         self.finer = None
         if from_finer:
             source = spec.axis_of(scale - 1, unit - 1)
-            wide = sum(spec.segments[source])
-            self.finer = Bottleneck(wide, added, factors[scale - 1], 2, source, f"{name}/finer")
+            self.finer = Bottleneck(sum(spec.segments[source]), added, factors[scale - 1], 2, source, f"{name}/finer")
         self.own = Bottleneck(channels, added, factors[scale], 1, own, f"{name}/own")
 
     def forward(self, own: torch.Tensor, finer: torch.Tensor | None) -> torch.Tensor:
-        parts = [own, self.own(own)] if self.finer is None else [own, self.finer(finer), self.own(own)]
-        return torch.cat(parts, 2)
+        return torch.cat([own, self.own(own)] if self.finer is None else [own, self.finer(finer), self.own(own)], 2)
 
 
 class Layer(nn.Module):
@@ -186,11 +184,8 @@ class Stem(nn.Module):
         self.convs = nn.ModuleList(convs)
 
     def forward(self, x: torch.Tensor) -> Scales:  # (K, B, 3, H, W)
-        maps = []
-        for conv in self.convs:
-            x = conv(x)
-            maps.append(x)
-        return Scales(maps)
+        maps = accumulate(self.convs, lambda finer, conv: conv(finer), initial=x)
+        return Scales([*maps][1:])
 
 
 class MSDNet(MapBackbone):

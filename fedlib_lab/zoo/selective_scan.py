@@ -7,6 +7,7 @@ once more in the backward pass, so what it stores grows as T / CHUNK. Both take 
 Read next: ``vim.py``.
 """
 
+from contextlib import suppress
 from functools import cache
 
 import torch
@@ -58,15 +59,12 @@ def causal_conv(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> to
 @cache
 def fused_kernels():
     """Return (selective_scan_fn, causal_conv1d_fn), None where the package is missing."""
-    try:
-        from mamba_ssm.ops.selective_scan_interface import selective_scan_fn
-    except ImportError:
-        selective_scan_fn = None
-    try:
-        from causal_conv1d import causal_conv1d_fn
-    except ImportError:
-        causal_conv1d_fn = None
-    return selective_scan_fn, causal_conv1d_fn
+    scan = conv = None
+    with suppress(ImportError):
+        from mamba_ssm.ops.selective_scan_interface import selective_scan_fn as scan
+    with suppress(ImportError):
+        from causal_conv1d import causal_conv1d_fn as conv
+    return scan, conv
 
 
 def fused_scan(kernel, u, delta, A, B, C, D) -> torch.Tensor:
@@ -101,9 +99,7 @@ def _channels(x: torch.Tensor, groups: int) -> torch.Tensor:
 
 
 def _channels_back(y: torch.Tensor, like: torch.Tensor, groups: int) -> torch.Tensor:
-    if groups == 1:
-        return y.mT.reshape(like.shape)
-    return y.unflatten(1, (groups, -1)).permute(1, 0, 3, 2)
+    return y.mT.reshape(like.shape) if groups == 1 else y.unflatten(1, (groups, -1)).permute(1, 0, 3, 2)
 
 
 # --- the plain implementation ----------------------------------------------------------------------------------------

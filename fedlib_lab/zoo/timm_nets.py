@@ -39,6 +39,7 @@ def timm_spec(name: str, folder: Path | None = None, others: Iterable[str] = ())
     owns = [any(True for _ in model.get_submodule(cut).parameters()) for cut in cuts]
     first = owns.index(True) if any(owns) else 0  # an activation in a stem is no unit
     read = "tokens" if getattr(model, "cls_token", None) is not None else "map"
+    channels_first = partial(torch.movedim, source=-1, destination=1)  # (B, H, W, C) -> (B, C, H, W)
     read = channels_first if getattr(model, "output_fmt", "") == "NHWC" else read
     make, (channels, size, _) = partial(create_timm, name, False, folder), model.pretrained_cfg["input_size"]
     size = size_in(name) or size
@@ -51,11 +52,6 @@ def size_in(name: str) -> int | None:
     if said and not 16 <= said[0] <= 4096 or len(said) > 1:
         raise ValueError(f"experiment: backbone = {name!r}: allowed after the net's name: .<pixels>, 16 to 4096")
     return said[0] if said else None
-
-
-def channels_first(z: torch.Tensor) -> torch.Tensor:
-    """Move channels first, (B, H, W, C) -> (B, C, H, W)."""
-    return z.movedim(-1, 1)
 
 
 def create_timm(name: str, pretrained: bool, folder: Path | None = None, others: Iterable[str] = ()) -> nn.Module:
@@ -78,10 +74,9 @@ def create_timm(name: str, pretrained: bool, folder: Path | None = None, others:
                     return timm.create_model(whole, pretrained, img_size=size)
             return timm.create_model(whole, pretrained)
     except Exception as error:
-        if size is not None and isinstance(error, (AssertionError, ValueError)):
+        refused = (RuntimeError, AssertionError, ValueError) if size is not None else RuntimeError
+        if isinstance(error, refused):  # a tag that the model does not have, or a size
             raise ValueError(f"experiment: backbone = {name!r}: timm says: {line_of(error)}") from error
-        if isinstance(error, RuntimeError):  # a tag that the model does not have
-            raise ValueError(f"experiment: backbone = {name!r}: timm says: {error}") from error
         if not pretrained:
             raise
         otherwise = "connect once, put a folder of timm's there, or use pretrained=False"

@@ -7,20 +7,16 @@ Read next: ``wrapped.py``.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from torch import fx, nn
 
+from fedlib.core.tables import read_table
+
 from .members import MemberNorm
 
-EACH = (
-    nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.GELU, nn.SiLU, nn.Hardswish, nn.Tanh, nn.Sigmoid, nn.Identity,
-    nn.Dropout, nn.Dropout2d, nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d,
-)  # fmt: skip
-EACH_CALLED = {
-    "relu", "relu_", "relu6", "leaky_relu", "elu", "gelu", "silu", "hardswish", "tanh", "sigmoid", "max_pool2d",
-    "avg_pool2d", "adaptive_avg_pool2d",
-}  # fmt: skip
-TOGETHER = {"add", "iadd", "add_", "mul", "imul", "mul_"}  # of maps that have their channels in common
+KNOWN = read_table(Path(__file__).with_suffix(".yaml"))
+EACH = tuple(getattr(nn, name) for name in KNOWN["modules"])
 FLATTEN = ("flatten", 1), ("mean", (2, 3)), ("mean", (-2, -1))  # what is called on a map, and over which dimensions
 
 
@@ -82,11 +78,11 @@ class Widths:
                 self.sizes[own], self.layers[layer] = len(layer.weight), (own, inputs[0].axis)  # pyright: ignore
                 return Channels(own, inputs[0].flat)
             name = f"{type(layer).__name__} {node.target!r}"
-        elif name in EACH_CALLED and len(inputs) == 1:
+        elif name in KNOWN["functions"] and len(inputs) == 1:
             return inputs[0]
         elif (name, *node.args[1:]) in FLATTEN:
             return Channels(inputs[0].axis, True)
-        elif name in TOGETHER and all(self.root(c.axis) is not None for c in inputs):
+        elif name in KNOWN["together"] and all(self.root(c.axis) is not None for c in inputs):
             first, *others = (self.root(c.axis) for c in inputs)
             self.same |= {other: first for other in others if other != first}
             return inputs[0]

@@ -77,10 +77,8 @@ def inject_(vit: Backbone, mode: str, options: dict, seed: int) -> None:
                 unknown = {"weight": (None,) * layer.base_layer.weight.dim()}
                 out_axis, in_axis, *kernel = getattr(layer.base_layer, "axes", unknown)["weight"]
                 rank = f"/{path}{RANK}"
-                for factor, axes in (
-                    (layer.lora_A["default"], (rank, in_axis, *kernel)),
-                    (layer.lora_B["default"], (out_axis, rank, *kernel)),
-                ):
+                for of, axes in ((layer.lora_A, (rank, in_axis, *kernel)), (layer.lora_B, (out_axis, rank, *kernel))):
+                    factor = of["default"]
                     factor.axes = {"weight": axes, "bias": axes[:1]}
                     factor.__class__ = Linear if vit.spec.own_layers else type(factor)
                 layer.lora_dropout["default"] = TokenDropout(rate) if rate else nn.Identity()

@@ -43,15 +43,12 @@ class VimSpec(TokenSpec):
     channels: ClassVar[int] = 3
     not_cut: ClassVar[str] = "what its input projections make has no named axis"
     peft_targets: ClassVar[tuple[str, ...]] = ("in_proj", "out_proj")
+    inner_dim = property(lambda self: self.expand * self.dim)
 
     @property
     def class_token(self) -> int:
         """Position of the class token in the sequence."""
         return self.num_patches // 2
-
-    @property
-    def inner_dim(self) -> int:
-        return self.expand * self.dim
 
     @property
     def dt_rank(self) -> int:
@@ -115,8 +112,7 @@ class Mixer(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # (K, B, T, d)
         x, gate = self.in_proj(x).chunk(2, -1)
-        y = self.ahead(x) + self.back(x.flip(-2)).flip(-2)
-        return self.out_proj(y * F.silu(gate) / 2)
+        return self.out_proj((self.ahead(x) + self.back(x.flip(-2)).flip(-2)) * F.silu(gate) / 2)
 
 
 class VimBlock(nn.Module):

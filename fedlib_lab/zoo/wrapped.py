@@ -58,6 +58,8 @@ class WrappedSpec(MapSpec):
     streams: tuple[str, ...] = ()  # the axis of the channels after every unit; empty: no width can be cut
     own_layers: ClassVar[bool] = False
     own_modes: ClassVar[tuple[str, ...]] = ("full", "frozen")
+    depth = property(lambda self: len(self.cuts))
+    hands_back = property(lambda self: self.read == "tokens")
 
     @classmethod
     def of(cls, net: nn.Module, cuts: Sequence[str], input_shape: Sequence[int], read: Feature = "map", make=None):
@@ -110,10 +112,6 @@ class WrappedSpec(MapSpec):
         return self  # a value; workers copy models
 
     @property
-    def depth(self) -> int:
-        return len(self.cuts)
-
-    @property
     def is_held(self) -> bool:
         """Did its owner freeze a parameter, or put a module in eval mode while others train?"""
         return bool(in_eval(self.net)) or not all(p.requires_grad for p in self.net.parameters())
@@ -128,10 +126,6 @@ class WrappedSpec(MapSpec):
     def dim(self) -> int:
         """Features of the token that exits read."""
         return self.features[-1][0]
-
-    @property
-    def hands_back(self) -> bool:
-        return self.read == "tokens"
 
     def stream(self, unit: int) -> str:
         return self.streams[unit] if self.streams else f"cut{unit}"
@@ -200,8 +194,7 @@ class Wrapped(MapBackbone):
         return put_token(z, feature, 0) if self.spec.hands_back else super().replace(z, unit, feature)
 
     def bridge(self, feature: torch.Tensor, unit: int) -> torch.Tensor:
-        last = self.spec.feature(self.spec.depth - 1)
-        return feature if self.spec.hands_back else sample_and_pad(feature, last)
+        return feature if self.spec.hands_back else sample_and_pad(feature, self.spec.feature(self.spec.depth - 1))
 
     def try_vmap_(self) -> "Wrapped":
         """See which pieces answer under ``vmap``, forward and backward, as one by one; say so where they do not.
@@ -295,11 +288,6 @@ class _CutTracer(fx.Tracer):
         self.cuts, self.calls = cuts, {}
         self.traced_func_name = "forward_features" if hasattr(net, "forward_features") else "forward"
 
-    def defaults(self, net: nn.Module) -> dict[str, object]:
-        """Return the defaults of the traced function's arguments beside the image."""
-        said = inspect.signature(getattr(net, self.traced_func_name)).parameters.values()
-        return {p.name: p.default for p in said if p.default is not p.empty}
-
     def is_leaf_module(self, m: nn.Module, path: str) -> bool:
         return not any(cut.startswith(f"{path}.") for cut in self.cuts)
 
@@ -317,7 +305,8 @@ class _CutTracer(fx.Tracer):
     def follow(self, net: nn.Module) -> list[fx.Node]:
         """Trace ``net`` in the mode that it is in; return its nodes."""
         try:
-            nodes = list(self.trace(net, self.defaults(net)).nodes)
+            said = inspect.signature(getattr(net, self.traced_func_name)).parameters.values()  # beside the image
+            nodes = list(self.trace(net, {p.name: p.default for p in said if p.default is not p.empty}).nodes)
         except Exception as error:  # whatever the net's code raises when it meets a placeholder
             own = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(TORCH)]
             at = f"{own[-1].line!r} (line {own[-1].lineno})" if own else ""

@@ -5,6 +5,7 @@ are flattened. CKA does not change under rotation and isotropic scaling of eithe
 """
 
 from collections.abc import Mapping, Sequence
+from itertools import permutations
 
 import numpy as np
 import torch
@@ -60,9 +61,7 @@ def mean_cca(x: torch.Tensor, y: torch.Tensor, variance: float = 1.0) -> float:
     if not 0 < variance <= 1:
         raise ValueError(f"mean_cca: variance = {variance} must be in (0, 1]")
     x, y = (_basis(z, variance) for z in _centred(x, y))
-    if not min(x.shape[1], y.shape[1]):
-        return 0.0
-    return torch.linalg.svdvals(x.T @ y).clamp(max=1.0).mean().item()
+    return torch.linalg.svdvals(x.T @ y).clamp(max=1.0).mean().item() if min(x.shape[1], y.shape[1]) else 0.0
 
 
 def _basis(x: torch.Tensor, variance: float) -> torch.Tensor:
@@ -85,10 +84,6 @@ MEASURES = {"CKA": linear_cka, "CCA": lambda x, y: mean_cca(x, y, 0.99)}
 
 def similarities(features: Mapping[int, Sequence[torch.Tensor]]) -> dict[str, np.ndarray]:
     """Return per measure the similarity (L, L) of layer i of one and layer j of another client, mean over pairs."""
-    ids = list(features)
-    pairs = [(a, b) for a in ids for b in ids if a != b]
-    out = {}
-    for name, measure in MEASURES.items():
-        tables = [[[measure(x, y) for y in features[b]] for x in features[a]] for a, b in pairs]
-        out[name] = np.mean(tables, 0)
-    return out
+    pairs = [*permutations(features.values(), 2)]
+    table = lambda measure, one, other: [[measure(x, y) for y in other] for x in one]  # noqa: E731
+    return {name: np.mean([table(measure, *pair) for pair in pairs], 0) for name, measure in MEASURES.items()}

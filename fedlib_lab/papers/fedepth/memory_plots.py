@@ -26,8 +26,7 @@ def plot_stages(needs: Sequence[float], budgets: Mapping[str, float], slack: flo
     said = f"{net}: {min(budgets.values()):.3g} {unit} make {len(least)} stages"
     said += f" and leave {left_out} blocks untrained" if left_out else ""
     said += f", {max(budgets.values()):.3g} {unit} make {len(most)} stage{'s' * (len(most) > 1)}"
-    names = [f"{name}: {budget:.3g} {unit}" for name, budget in budgets.items()]
-    axes = panels(names, said, (2.8, 2.4), columns=3)
+    axes = panels([f"{name}: {budget:.3g} {unit}" for name, budget in budgets.items()], said, (2.8, 2.4), columns=3)
     for ax, budget in zip(axes, budgets.values(), strict=True):
         stages = pack(needs, budget, slack)
         colors = seaborn.color_palette("colorblind", len(stages))

@@ -110,8 +110,7 @@ def seconds_of_stages(e: Experiment, share: float, times: int = 3, device: str =
     Both take the same epochs over the same examples; the least of ``times`` each. ``e`` has one client.
     """
     f = build_federation(e, device)
-    budget = f.method.shares.index(share)
-    (client,) = (replace(c, budget=budget) for c in f.clients([0]))
+    (client,) = (replace(c, budget=f.method.shares.index(share)) for c in f.clients([0]))
     r = Round(1, (client,), f.setting)
     main = f.method.members(client, f.server, r)[:1]
     stages = f.method.stages(client, f.setting)

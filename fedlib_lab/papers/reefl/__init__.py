@@ -47,8 +47,7 @@ def communication(stored: Stored) -> tuple[bool, str]:
 
 
 def extra_upload(stored: Stored) -> tuple[bool, str]:
-    uploads = uploads_of(stored)
-    wide = uploads.pivot(index=["table", "finetune"], columns="method", values=["paper", "honest"])
+    wide = uploads_of(stored).pivot(index=["table", "finetune"], columns="method", values=["paper", "honest"])
     more = {c: wide[c].reefl - wide[c].depthfl for c in ("paper", "honest")}
     text = {c: f"{x.min():.2f} to {x.max():.2f} MiB more" for c, x in more.items()}
     about_one = more["paper"].between(0.5, 1.5).all()

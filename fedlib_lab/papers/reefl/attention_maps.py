@@ -112,5 +112,4 @@ def attention_of(run: Run, picture: str | os.PathLike) -> tuple[np.ndarray, Atte
     channels, side = f.data.test_inputs.shape[1:3]
     with Image.open(picture) as image:
         pixels = np.array(image.convert("L" if channels == 1 else "RGB").convert("RGB").resize((side, side)))
-    inputs = torch.from_numpy(pixels).permute(2, 0, 1)[None, :channels]
-    return pixels, run_attention(f, server, inputs.to(f.device))
+    return pixels, run_attention(f, server, torch.from_numpy(pixels).permute(2, 0, 1)[None, :channels].to(f.device))
