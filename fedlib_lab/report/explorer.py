@@ -1,7 +1,6 @@
 """Stored runs to look through: choose what stands on the axes, in colour and side by side (ipywidgets)."""
 
 import sys
-from collections.abc import Sequence
 from typing import Any
 
 import pandas as pd
@@ -43,28 +42,23 @@ def explore(frame: pd.DataFrame | None = None) -> Any:
 
 
 class LiveCurve(Callback):
-    """A curve of ``metric`` that grows in a notebook while a run trains: ``run(e, callbacks=[LiveCurve()])``.
+    """The accuracy, a curve that grows in a notebook while a run trains: ``run(e, callbacks=[LiveCurve()])``.
 
     Where nobody watches, under papermill or in a shell, nothing is drawn.
     """
 
-    def __init__(self, metric: str = "accuracy"):
-        self.metric = metric
-
-    def begin(self, e: Experiment, t: int, metrics: Sequence[dict]) -> None:
+    def begin(self, e: Experiment, t: int, metrics: Any) -> None:
         self.name, self.lines, self.shown = e.slug, list(metrics), None
         self.watched = type(sys.stderr).__module__.startswith("ipykernel") and Terminal.of_this_kernel() is None
 
     def round(self, r: Finished) -> None:
-        if r.metrics is None or not self.watched:
-            return
         from IPython.display import display
         from matplotlib.pyplot import close
 
-        self.lines.append({"t": r.t, **r.metrics, "accuracy": r.metrics[self.metric]})
-        figure = plot_learning_curves(
-            {self.name: self.lines}, title=f"{self.name}: round {r.t}", score=self.metric
-        ).figure
+        if r.metrics is None or not self.watched:
+            return
+        self.lines.append({"t": r.t, **r.metrics})
+        figure = plot_learning_curves({self.name: self.lines}, title=f"{self.name}: round {r.t}").figure
         self.shown = display(figure, display_id=True) if self.shown is None else self.shown.update(figure) or self.shown
         close(figure)
 

@@ -142,9 +142,8 @@ class KeepBest(EarlyStopping):
     def round(self, r: Finished) -> None:
         now = (r.metrics or {}).get(self.metric)
         if now is not None and now > self.best and not r.diverged:
-            tensors = under("params", r.server.params) | under("memory", r.server.memory)
+            self.best, tensors = now, under("params", r.server.params) | under("memory", r.server.memory)
             write_tensors(self.file, tensors, {"t": r.t, self.metric: now})
-            self.best = now
 
 
 def scalars(r: Finished) -> dict[str, float]:

@@ -8,6 +8,7 @@ and so is a checkpoint in a folder ``$FEDLIB_DATA/backbones/<name>``, whose ``co
 import copy
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
@@ -166,15 +167,12 @@ def defaults_of(backbone: str) -> dict[str, object]:
     """
     from fedlib.models.registry import backbone_spec, check_pretrained  # which reads this file
 
-    spec, pretrained = backbone_spec(backbone), True
-    try:
+    spec, pretrained = backbone_spec(backbone), False
+    with suppress(ValueError):
         check_pretrained(backbone, True)
-    except ValueError:
-        pretrained = False
-    fits = {
-        "finetune": "lora" if spec.peft_targets else "full",
-        "num_exits": max(n for n in range(1, 5) if spec.depth % n == 0),
-    }
+        pretrained = True
+    exits = max(n for n in range(1, 5) if spec.depth % n == 0)
+    fits = {"finetune": "lora" if spec.peft_targets else "full", "num_exits": exits}
     fits |= {"batch_norm": "tracked"} if isinstance(spec, MapSpec) else {}
     fits |= {"augment": "none"} if spec.reads == "tokens" else {}
     return {"backbone": backbone, "pretrained": pretrained, **fits}

@@ -82,8 +82,8 @@ class WrappedSpec(MapSpec):
                 except Exception as error:  # whatever the net's code raises
                     why = f"up to cut {cut!r} it does not run on shapes alone: {line_of(error)}"
                     if "'tuple' object" in why:
-                        what = f"cut {cut!r}, {type(net.get_submodule(cut)).__name__}, gives several tensors"
-                        why = f"{what}; allowed: a module around it that gives one"
+                        what = type(net.get_submodule(cut)).__name__
+                        why = f"cut {cut!r}, {what}, gives several tensors; allowed: a module that gives one"
                     raise ValueError(f"wrap: {why}") from error
                 features.append(tuple(feature.shape[2:]))
                 states.append(tuple(z.shape[2:]))
@@ -310,7 +310,7 @@ class _CutTracer(fx.Tracer):
         except Exception as error:  # whatever the net's code raises when it meets a placeholder
             own = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(TORCH)]
             at = f"{own[-1].line!r} (line {own[-1].lineno})" if own else ""
-            values = "roxy" in str(error) or isinstance(error, fx.proxy.TraceError)
+            values = "roxy" in str(error) or "traced variables" in str(error)  # fx's words for a tensor without values
             why = "it goes by a tensor's values or size" if values else line_of(error)
             why = f"cannot be followed at {at}: {why}; allowed: this code in a module without a cut inside"
             raise ValueError(f"wrap: the code of {type(net).__name__} around its cuts {why}") from error

@@ -4,9 +4,12 @@ import sys
 import types
 
 import pytest
+import torch
 
-from fedlib import run, run_all
-from fedlib_lab.runs.callbacks import Callback, EarlyStopping, MLflow, TensorBoard, Trackio, WandB
+from fedlib import Experiment, run, run_all
+from fedlib.core.storage import read_tensors
+from fedlib_lab.runs.callbacks import Callback, EarlyStopping, KeepBest, MLflow, TensorBoard, Trackio, WandB
+from fedlib_lab.runs.run_paths import run_path
 from fedlib_lab.runs.store import find_run
 from tests.helpers.stored import ONE, assert_nothing_left_over, assert_same, small, state
 
@@ -183,3 +186,43 @@ def test_an_address_where_nobody_answers_is_refused_at_once(tmp_path, monkeypatc
         with pytest.raises(ValueError, match="MLflow: nobody answers at uri = 'http://127.0.0.1:"):
             run(FIVE, ONE, tmp_path, callbacks=[MLflow(uri=uri)])
     assert not list(tmp_path.iterdir())
+
+
+def tiny(**changes):
+    values = dict(
+        method="depthfl", backbone="vit_digits", pretrained=False, finetune="full", augment="none", num_train=120,
+        num_test=40, num_clients=4, clients_per_round=2, rounds=6, evaluate_every=1, test_split="like_train", lr=0.1,
+    )  # fmt: skip
+    return Experiment(**(values | changes))
+
+
+def test_the_best_model_is_kept_beside_the_last_and_is_the_one_it_says(tmp_path):
+    e = tiny(validation_fraction=0.3, evaluate_on="validation", lr=0.3)
+    servers, stops = {}, KeepBest(folder=tmp_path)
+    done = run(
+        e, folder=tmp_path, callbacks=[stops], progress=False, on_round=lambda r: servers.update({r.t: r.server})
+    )
+    scores = {m["t"]: m["accuracy"] for m in done.metrics}
+    tensors, said = read_tensors(done.path / "best.safetensors")
+    best = max(scores, key=lambda t: (scores[t], -t))
+    assert said["t"] == best and said["accuracy"] == scores[best] and done.accuracy == scores[6]
+    assert all(torch.equal(tensors[f"params/{n}"], p) for n, p in servers[best].params.items())
+
+
+@pytest.mark.parametrize("stop", [1, 3])
+def test_a_run_that_goes_on_keeps_the_best_of_all_its_rounds(tmp_path, stop):
+    e = tiny(validation_fraction=0.3, evaluate_on="validation", lr=0.3)
+    whole = run(e, folder=tmp_path / "whole", callbacks=[KeepBest(folder=tmp_path / "whole")], progress=False)
+    parts = tmp_path / "parts"
+    run(e, folder=parts, callbacks=[KeepBest(folder=parts)], on_round=lambda r: r.t == stop, progress=False)
+    again = run(e, folder=parts, callbacks=[KeepBest(folder=parts)], progress=False)
+    assert again.metrics[-1]["accuracy"] == whole.metrics[-1]["accuracy"]
+    files = [(folder / "best.safetensors") for folder in (whole.path, run_path(e, parts))]
+    (a, told), (b, said) = map(read_tensors, files)
+    assert said == told and all(torch.equal(a[n], b[n]) for n in a)
+
+
+@pytest.mark.parametrize("kind", [KeepBest, EarlyStopping])
+def test_no_model_is_chosen_by_test_examples(tmp_path, kind):
+    with pytest.raises(ValueError, match=f"{kind.__name__}: evaluate_on = 'test' would choose by test examples"):
+        run(tiny(), folder=tmp_path, callbacks=[kind()], progress=False)
