@@ -52,7 +52,7 @@ def test_committed_clean_and_parameterised(path):
 def test_holds_no_paths_installs_or_long_cells(path):
     for cell in cells(path):
         source = "".join(cell["source"])
-        assert len(source.splitlines()) <= 15
+        assert len(source.splitlines()) <= (30 if "@register(" in source else 15)  # a method is a short file, so a cell
         for word in ("sys.path", "!pip", "%pip", "/home", "/work", "/tmp", "import os"):
             assert word not in source
 
