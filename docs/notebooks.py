@@ -123,7 +123,11 @@ def execute(source: Path, target: Path) -> None:
         notebook.cells.insert(at + 1, asked)
     with tempfile.TemporaryDirectory() as own:
         env = os.environ | ({"FEDLIB_OUTPUTS": own} if profile in TRIALS else {})
-        client = NotebookClient(notebook, timeout=None, resources={"metadata": {"path": str(source.parent)}})
+        where = {"metadata": {"path": str(source.parent)}}
+        # nbclient may wait for ever for the end of what a widget draws, which no page shows
+        client = NotebookClient(
+            notebook, resources=where, timeout_func=lambda cell: 180 if "explore(" in cell.source else None
+        )
         client.execute(env=env)
     target.parent.mkdir(parents=True, exist_ok=True)
     nbformat.write(kept(notebook, source, stamp), target)
