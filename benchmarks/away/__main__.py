@@ -23,13 +23,14 @@ def parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     p.add_argument("--plan", type=Path, metavar="FILE", help="runs of a plan.json instead, in its order")
     p.add_argument("--beside", default="small", metavar="PROFILE", help="of runs on spare CPU cores; '' for none")
-    p.add_argument("--go-on", type=Path, metavar="FILE", help="a checkpoint.tar of an earlier turn: its run goes first")
+    p.add_argument("--go-on", type=Path, metavar="FILE", help="a checkpoint.tar of an earlier turn: its runs go first")
 
     p = add("run", help="measure, then train the plan's runs, until the time is up")
     p.add_argument("--device", default="cuda")
     p.add_argument("--seconds", type=float, default=560, help="after which the command has ended, whatever happens")
     p.add_argument("--out", type=Path, required=True, help="the folder for what comes back: at most 8 files of 16 MiB")
     p.add_argument("--plan", type=Path, default=Path(".away/plan.json"), metavar="FILE", help="of the packed folder")
+    p.add_argument("--together", type=int, default=1, metavar="N", help="so many runs at once on the device")
     p.add_argument("--skip", nargs="+", default=[], choices=["tests", "convolutions", "speed"], help="in a later turn")
 
     p = add("home", help="take finished runs of a runs.tar into the store")

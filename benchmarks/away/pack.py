@@ -45,7 +45,8 @@ def pack(
     parts = {"packages": _packages(), **{name: _data_files(name) for name in sets}, "weights": _weights(runs)}
     if go_on is not None:
         parts["checkpoint"] = {"checkpoint.tar": go_on}
-        runs.sort(key=lambda r: r["name"] != _name_within(go_on))
+        begun = _names_within(go_on)
+        runs.sort(key=lambda r: r["name"] not in begun)
     tree = sum((ROOT / name).stat().st_size for name in _tracked())
     sizes = {"tree": tree, **{part: sum(f.stat().st_size for f in files.values()) for part, files in parts.items()}}
     _check_sizes({k: v / MIB for k, v in sizes.items()}, sets, limit_mib)
@@ -161,9 +162,9 @@ def _beside(profile: str, sets: Collection[str]) -> list[dict]:
     ]  # fmt: skip
 
 
-def _name_within(file: Path) -> str:
-    """The run of a ``checkpoint.tar``; ``ValueError`` if it is damaged."""
-    return next(iter(unpacked(file))).split("/")[0]
+def _names_within(file: Path) -> set[str]:
+    """The runs of a ``checkpoint.tar``; ``ValueError`` if it is damaged."""
+    return {name.split("/")[0] for name in unpacked(file)}
 
 
 # --- what travels -----------------------------------------------------------------------------------------------------

@@ -5,9 +5,10 @@ This file needs the standard library alone. What comes back lies in one folder, 
 
   machine.json       card, driver, PyTorch, CUDA, flags of precision, CPU, memory, the commit that was handed in
   report.json        each part and run: how it ended, its seconds, what was predicted
+  methods.jsonl      of each method how far the device's numbers are from the CPU's, from the tests
   convolutions.json, speed.json   what ``benchmarks.gpu`` measured
   runs.tar           finished runs, for ``home``; written anew after each
-  checkpoint.tar     the run that the time interrupted, for ``pack --go-on``, if it is small enough
+  checkpoint.tar     the runs that the time interrupted, for ``pack --go-on``, as many as are small enough
   logs.tar           what each process printed
 """
 
@@ -32,6 +33,7 @@ from benchmarks.away.tars import lay_out, of_folder, unpacked, write_tar
 OF, FACTS, SPEED = 560, 5, 190  # seconds of ``OF`` after which the tests begin at the latest, and the runs
 MEASURED = {"tests": 85, "convolutions": 110, "speed": SPEED}  # in this order, each until so many seconds of ``OF``
 SUITE = ["-m", "pytest", "-o", "addopts=", "-v", "--tb=short", "-p", "no:cacheprovider", "tests/system/test_gpu.py"]
+SPREAD = ["-p", "xdist.plugin", "-n"]  # tests over processes, where the machine has pytest-xdist
 MEASURE = ["-m", "benchmarks.gpu"]
 CHILD = ["-m", "benchmarks.away.child"]
 FIRST_GUESS = {"cuda": 1e12, "cpu": 5e9}  # training MACs a second, until one is measured
@@ -97,11 +99,16 @@ class Part:
     def interrupt(self, grace: float) -> None:
         """Ask it to stop, as Ctrl-C does; after ``grace`` seconds it and what it started are killed."""
         if self.process.poll() is None:
-            self.interrupted = f" after {self.seconds:.1f} s"
-            self.signal(signal.SIGINT)
+            self.ask_to_stop()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(max(0.05, grace))
         self.kill()
+
+    def ask_to_stop(self) -> None:
+        """Do as Ctrl-C does, once."""
+        if self.process.poll() is None and not self.interrupted:
+            self.interrupted = f" after {self.seconds:.1f} s"
+            self.signal(signal.SIGINT)
 
     def signal(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -136,8 +143,16 @@ def _offspring(pid: int) -> Iterator[int]:
 class Turn:
     """One turn on the machine: its clock, its folders, the parts that go on, the report."""
 
-    def __init__(self, device: str, seconds: float, out: Path, plan: Path, skip: Collection[str] = ()):
-        self.clock, self.device, self.out, self.folder = Clock(seconds), device, out.resolve(), plan.resolve().parent
+    def __init__(
+        self, device: str, seconds: float, out: Path, plan: Path, skip: Collection[str] = (), together: int = 1
+    ):
+        self.together = together
+        self.clock, self.device, self.out, self.folder = (
+            Clock(seconds),
+            device,
+            out.resolve(),
+            plan.resolve().parent,
+        )
         self.plan, self.report, self.parts, self.skip = json.loads(plan.read_text()), [], [], skip
         self.out.mkdir(parents=True, exist_ok=True)
         self.work = Path(tempfile.mkdtemp(prefix="away-"))
@@ -157,7 +172,8 @@ class Turn:
             "PYTHONPATH": os.pathsep.join(filter(None, map(str, paths))), "FEDLIB_ROOT": str(ROOT), "TQDM_DISABLE": "1",
             "FEDLIB_DATA": str(self.folder / "data"), "FEDLIB_CACHE": str(self.work / "cache"), "HF_HUB_OFFLINE": "1",
             "HF_DATASETS_CACHE": str(self.work / "hf"), "FEDLIB_OUTPUTS": str(self.work / "outputs"),
-            "FEDLIB_TEST_DEVICE": self.device, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "MPLBACKEND": "agg",
+            "FEDLIB_TEST_DEVICE": self.device, "FEDLIB_TEST_REPORT": str(self.out / "methods.jsonl"),
+            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "MPLBACKEND": "agg",
         }  # fmt: skip
 
     def start(self, name: str, command: Sequence[object]) -> Part:
@@ -198,20 +214,26 @@ class Turn:
         found = [(f"logs/{p.name}", p.read_bytes()[-each:]) for p in sorted(self.logs.iterdir())]
         write_tar(self.out / "logs.tar", found)
 
-    def pack_checkpoint(self, name: str) -> None:
-        """What the interrupted run ``name`` goes on from, if it is small enough."""
-        path = self.runs / name
-        files = [p for p in path.rglob("*") if p.is_file() and p.name not in (".lock", "previous.safetensors")]
-        size = sum(p.stat().st_size for p in files)
-        if (path / "summary.json").is_file():
-            return
-        if not (path / "checkpoint.safetensors").is_file():
-            self.note("checkpoint", "none: no round was finished")
-        elif size > CHECKPOINT:
-            self.note("checkpoint", f"left behind: {size / MIB:.1f} MiB are more than {CHECKPOINT // MIB}")
-        else:
-            write_tar(self.out / "checkpoint.tar", of_folder(path, [str(p.relative_to(path)) for p in files]))
-            self.note("checkpoint", f"packed: {size / MIB:.1f} MiB of {name}")
+    def pack_checkpoints(self, names: Sequence[str]) -> None:
+        """What the interrupted runs ``names`` go on from, of as many as are small enough."""
+        members, packed = [], 0
+        for path in (self.runs / name for name in names):
+            files = [p for p in path.rglob("*") if p.is_file() and p.name not in (".lock", "previous.safetensors")]
+            size = sum(p.stat().st_size for p in files)
+            if (path / "summary.json").is_file():
+                continue
+            if not (path / "checkpoint.safetensors").is_file():
+                self.note("checkpoint", f"none of {path.name}: no round was finished")
+            elif packed + size > CHECKPOINT:
+                self.note(
+                    "checkpoint", f"{path.name} left behind: {(packed + size) / MIB:.1f} MiB > {CHECKPOINT // MIB}"
+                )
+            else:
+                packed += size
+                members += of_folder(path, [str(p.relative_to(path)) for p in files])
+                self.note("checkpoint", f"packed: {size / MIB:.1f} MiB of {path.name}")
+        if members:
+            write_tar(self.out / "checkpoint.tar", members)
 
     # --- the parts ----------------------------------------------------------------------------------------------------
 
@@ -226,7 +248,7 @@ class Turn:
         for name, until in MEASURED.items():
             told = [*MEASURE, name, "--device", self.device, "--json", self.out / f"{name}.json"]
             if name not in self.skip:
-                self.end(self.start(name, SUITE if name == "tests" else told), at(until), 0.01 * self.clock.seconds)
+                self.end(self.start(name, suite() if name == "tests" else told), at(until), 0.01 * self.clock.seconds)
                 self.pack_logs()
         self.end(facts, at(SPEED), grace=0.01 * self.clock.seconds)
         self.end(decoding, at(SPEED), grace=0.01 * self.clock.seconds)
@@ -235,9 +257,10 @@ class Turn:
 
     def beside(self) -> None:
         """Runs for the spare cores of the CPU."""
-        if _cores() > 2 and self.plan.get("beside") and self.clock.left > 0:
+        spare = _cores() - 2 * self.together
+        if spare > 0 and self.plan.get("beside") and self.clock.left > 0:
             plan, minutes = self.folder / "plan.json", max(0.01, self.clock.left / 60)
-            self.start("beside", [*CHILD, "fill", plan, minutes, _cores() - 2])
+            self.start("beside", [*CHILD, "fill", plan, minutes, spare])
 
     def macs(self, r: Mapping[str, Any]) -> float:
         """What a run still takes after its last evaluated round."""
@@ -246,31 +269,51 @@ class Turn:
             done = json.loads(_lines(self.runs / r["name"] / "metrics.jsonl")[-1])["t"] / r["experiment"]["rounds"]
         return r["macs"] * (1 - done)
 
-    def train(self) -> str | None:
-        """The plan's runs, the first that fits each time; the name of the one that the end interrupted.
+    def train(self) -> list[str]:
+        """The plan's runs, so many ``together``, each time the first that fits; the names of those the end interrupted.
 
-        Where none fits any more the first begins all the same: what it reached is packed as a checkpoint.
+        Where none fits and none goes on the first begins all the same: what it reached is packed as a checkpoint.
         """
-        todo = list(enumerate(self.plan["runs"]))
-        while todo and self.clock.left > 0.04 * self.clock.seconds:
-            i, r = place = next((p for p in todo if self.macs(p[1]) / self.rate <= self.clock.left), todo[0])
-            todo.remove(place)
-            macs = self.macs(r)
-            said = {"predicted": round(macs / self.rate, 1), "from": self.rate_of}
-            part = self.start(r["name"], [*CHILD, "train", self.folder / "plan.json", i, self.device])
-            well = self.end(part, self.clock.last, **said)
-            if well:
-                self.rate, self.rate_of = macs / part.seconds, r["name"]
-                self.pack_runs()
-            elif part.interrupted:
-                return r["name"]
-            self.pack_logs()
-        return None
+        todo, going = list(enumerate(self.plan["runs"])), {}
+        while (todo or going) and self.clock.left > 0:
+            while todo and len(going) < self.together and (next_one := self._next(todo, bool(going))) is not None:
+                todo.remove(next_one)
+                (i, r), macs = next_one, self.macs(next_one[1])
+                said = {"predicted": round(macs / self.rate, 1), "from": self.rate_of}
+                going[self.start(r["name"], [*CHILD, "train", self.folder / "plan.json", i, self.device])] = macs, said
+            if not going:
+                break
+            time.sleep(0.02)
+            for part in [p for p in going if p.process.poll() is not None]:
+                macs, said = going.pop(part)
+                if self.end(part, self.clock.last, **said):
+                    self.rate, self.rate_of = macs / part.seconds, part.name
+                    self.pack_runs()
+                self.pack_logs()
+        for part in going:
+            part.ask_to_stop()
+        for part, (_, said) in going.items():
+            self.end(part, 0, grace=self.clock.reserve / 3 / len(going), **said)
+        return [part.name for part in going]
+
+    def _next(self, todo: list, others: bool) -> Any:
+        """What is started next: the first that fits, else the first of all unless ``others`` tell how long it takes."""
+        if self.clock.left <= 0.04 * self.clock.seconds:
+            return None
+        fits = (p for p in todo if self.macs(p[1]) / self.rate <= self.clock.left)
+        known = others and self.rate_of.partition(".")[0] not in ("a first guess", "speed")
+        return next(fits, None if known else todo[0])
+
+
+def suite() -> list[str]:
+    """The command of the device's tests, over half the cores where pytest can."""
+    return SUITE + ([*SPREAD, str(_cores() // 2)] if SUITE[:2] == ["-m", "pytest"] and find_spec("xdist") else [])
 
 
 def run(
-    device: str, seconds: float, out: Path, plan: Path = Path(".away/plan.json"), skip: Collection[str] = ()
-) -> int:
+    device: str, seconds: float, out: Path, plan: Path = Path(".away/plan.json"), skip: Collection[str] = (),
+    together: int = 1,
+) -> int:  # fmt: skip
     """Work through a turn, which ends before ``seconds`` are over; 0 if a run was finished, else 1, 3 if broken off."""
     if not seconds >= 5:
         raise ValueError(f"--seconds {seconds:g}: expected at least 5")
@@ -278,7 +321,9 @@ def run(
         raise ValueError(f"--device {device}: expected cpu, cuda or cuda:<number>")
     if not plan.is_file():
         raise ValueError(f"{plan} is not there: python -m benchmarks.away pack")
-    turn = Turn(device, seconds, out, plan, skip)
+    if not together >= 1:
+        raise ValueError(f"--together {together}: expected at least 1")
+    turn = Turn(device, seconds, out, plan, skip, together)
     before = {n: signal.getsignal(n) for n in (signal.SIGALRM, signal.SIGTERM, signal.SIGINT)}
     signal.signal(signal.SIGALRM, lambda *_: _break_off(turn))
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -306,17 +351,16 @@ def _worked(turn: Turn) -> int:
             lay_out(unpacked(earlier), turn.runs)
         except ValueError as error:
             turn.note("checkpoint", f"not used: {error}")
-    unfinished = None
+    unfinished = []
     for stage in (turn.measure, turn.beside, turn.train):
         try:
-            unfinished = stage()
+            unfinished = stage() or []
         except Exception as error:  # whatever it is, what was reached is packed
             turn.note(stage.__name__, f"failed: {error}")
     for part in list(turn.parts):  # the spare cores' runs, for which nobody waits
         turn.end(part, 0, grace=turn.clock.reserve / 6)
     turn.pack_runs()
-    if unfinished is not None:
-        turn.pack_checkpoint(unfinished)
+    turn.pack_checkpoints(unfinished)
     finished = len(list(turn.runs.glob("*/summary.json")))
     turn.note("all", f"{finished} runs are finished")
     turn.pack_logs()

@@ -115,6 +115,7 @@ if what == "train":
         sys.exit("no")
     if r["does"] == "ends":
         [(path / name).write_text("{}") for name in KEPT]
+        time.sleep(0.3)
     if r["does"] == "waits":
         (path / "checkpoint.safetensors").write_text("round 3")
         time.sleep(60)
@@ -135,14 +136,14 @@ from benchmarks.away import run
 vars(run).update(json.loads(sys.argv[1]), _cores=lambda: 4)
 if sys.argv[2]:
     setattr(getattr(run, (at := sys.argv[2].split("."))[0]), at[1], lambda *_, **more: time.sleep(60))
-sys.exit(run.run("cpu", float(sys.argv[3]), *map(Path, sys.argv[4:])))
+sys.exit(run.run("cpu", float(sys.argv[3]), *map(Path, sys.argv[4:6]), together=int(sys.argv[6])))
 """
 
 
-def turn(folder, plan, seconds, hanging="", **code):
+def turn(folder, plan, seconds, hanging="", together=1, **code):
     """The exit status of a turn whose processes run ``code`` instead, and its wall seconds."""
     code, began = json.dumps({name: ["-c", text] for name, text in code.items()}), time.monotonic()
-    command = [sys.executable, "-c", TURN, code, hanging, str(seconds), folder / "out", plan]
+    command = [sys.executable, "-c", TURN, code, hanging, str(seconds), folder / "out", plan, str(together)]
     done = subprocess.run(command, cwd=ROOT, env=os.environ | {"TMPDIR": str(folder)})  # what is left behind goes too
     return done.returncode, time.monotonic() - began
 
@@ -168,6 +169,17 @@ def test_a_red_suite_stops_nothing_and_runs_that_fit_go_first(tmp_path):
     assert report["c"]["ended"].startswith("stopped at its limit") and report["d"]["from"] == "b"
     assert {n.split("/")[0] for n in unpacked(tmp_path / "out/runs.tar")} == {"b", "d", "of_spare_cores"}
     assert unpacked(tmp_path / "out/checkpoint.tar") == {"c/checkpoint.safetensors": b"round 3"}
+
+
+def test_several_runs_go_on_together_and_all_that_the_end_interrupts_comes_back(tmp_path):
+    plan = planned(tmp_path, a=("waits", 1e3), b=("waits", 1e3), c=("ends", 1e3), d=("ends", 1e15))
+    status, seconds = turn(tmp_path, plan, 8, SUITE="", MEASURE="", CHILD=CHILD, together=3)
+    report = {p["part"]: p for p in json.loads((tmp_path / "out/report.json").read_text())}
+    assert status == 0 and seconds < 8.5
+    assert report["c"]["at"] < report["a"]["at"] and report["a"]["ended"].startswith("stopped at its limit after")
+    assert "d" not in report  # it does not fit, which those that go on do not wait for
+    assert {n.split("/")[0] for n in unpacked(tmp_path / "out/checkpoint.tar")} == {"a", "b"}
+    assert "beside" not in report  # no core is spare
 
 
 def test_speed_is_the_first_rate_that_is_measured(tmp_path):
