@@ -146,7 +146,7 @@ class Turn:
     def __init__(
         self, device: str, seconds: float, out: Path, plan: Path, skip: Collection[str] = (), together: int = 1
     ):
-        self.together = together
+        self.together, self.file = together, plan.resolve()
         self.clock, self.device, self.out, self.folder = (
             Clock(seconds),
             device,
@@ -241,9 +241,8 @@ class Turn:
         """Facts, tests and decoding beside one another, then the two measurements."""
         at = self.clock.at
         write(self.out / "machine.json", machine(self))
-        plan = self.folder / "plan.json"
         facts = self.start("facts", [*CHILD, "facts", self.out / "machine.json"])
-        decoding = self.start("decoding", [*CHILD, "decode", plan])
+        decoding = self.start("decoding", [*CHILD, "decode", self.file])
         facts.wait(at(FACTS), self.clock)
         for name, until in MEASURED.items():
             told = [*MEASURE, name, "--device", self.device, "--json", self.out / f"{name}.json"]
@@ -259,8 +258,8 @@ class Turn:
         """Runs for the spare cores of the CPU."""
         spare = _cores() - 2 * self.together
         if spare > 0 and self.plan.get("beside") and self.clock.left > 0:
-            plan, minutes = self.folder / "plan.json", max(0.01, self.clock.left / 60)
-            self.start("beside", [*CHILD, "fill", plan, minutes, spare])
+            minutes = max(0.01, self.clock.left / 60)
+            self.start("beside", [*CHILD, "fill", self.file, minutes, spare])
 
     def macs(self, r: Mapping[str, Any]) -> float:
         """What a run still takes after its last evaluated round."""
@@ -280,7 +279,7 @@ class Turn:
                 todo.remove(next_one)
                 (i, r), macs = next_one, self.macs(next_one[1])
                 said = {"predicted": round(macs / self.rate, 1), "from": self.rate_of}
-                going[self.start(r["name"], [*CHILD, "train", self.folder / "plan.json", i, self.device])] = macs, said
+                going[self.start(r["name"], [*CHILD, "train", self.file, i, self.device])] = macs, said
             if not going:
                 break
             time.sleep(0.02)

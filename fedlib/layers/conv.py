@@ -66,7 +66,7 @@ def path_of(x: torch.Tensor, weight: torch.Tensor, run: Callable[[str], None], s
     channels = f"{x.shape[2]} to {weight.shape[1]} channels{inner}"
     key = f"{len(x)} clients, {channels}, {shape} / {stride}, {x.shape[-1]} px, {kind}"
     if key not in CHOSEN:
-        paths = ("grouped", "loop") if inner else ("grouped", "loop", "columns")
+        paths = ("grouped", "loop") if inner else ("grouped", "loop", "columns", "taps")
         CHOSEN[key] = min(paths, key=lambda path: _seconds(run, path, x.device))
     return CHOSEN[key]
 
@@ -119,12 +119,24 @@ class Conv2d(nn.Conv2d):
         if path == "grouped":
             flat = bias.flatten() if bias is not None else None
             return split_clients(self._convolve(fold_clients(x), weight.flatten(0, 1), flat, clients * groups), clients)
-        if path == "columns":
-            size, (up, left), side = weight.shape[3:], self.padding, self.stride[0]
-            columns = F.unfold(x.flatten(0, 1), size, padding=(up, left), stride=side).unflatten(0, x.shape[:2])
-            y = torch.einsum("koc,kbcl->kbol", weight.flatten(2), columns)
-            y = y.unflatten(3, ((x.shape[3] + 2 * up - size[0]) // side + 1, -1))
-            return y if bias is None else y + bias[:, None, :, None, None]
+        if path in ("columns", "taps"):
+            (height, width), (up, left), side = weight.shape[3:], self.padding, self.stride[0]
+            rows = F.pad(x.permute(0, 1, 3, 4, 2), (0, 0, left, left, up, up))  # F.unfold takes a GPU's launch an image
+            if path == "columns":
+                windows = rows.unfold(2, height, side).unfold(3, width, side).movedim(4, 6)  # (K, B, H', W', h, w, C)
+            else:
+                h, w = (rows.shape[2] - height) // side + 1, (rows.shape[3] - width) // side + 1
+                windows = torch.stack(
+                    [
+                        rows[:, :, i : i + side * (h - 1) + 1 : side, j : j + side * (w - 1) + 1 : side]
+                        for i in range(height)
+                        for j in range(width)
+                    ],
+                    4,
+                ).unflatten(4, (height, width))
+            columns = windows.reshape(clients, -1, height * width * x.shape[2])
+            y = torch.bmm(columns, weight.permute(0, 3, 4, 2, 1).flatten(1, 3)).unflatten(1, windows.shape[1:4])
+            return (y if bias is None else y + bias[:, None, None, None]).movedim(4, 2)
         biases = bias.unbind() if bias is not None else [None] * clients
         each = [
             self._convolve(one_batch(one.unsqueeze(0)), w, b, groups).permute(0, 2, 3, 1)
@@ -155,6 +167,8 @@ def max_pool(x: torch.Tensor, size: int) -> torch.Tensor:
 
     An incomplete last one is dropped.
     """
+    if x.permute(0, 1, 3, 4, 2).is_contiguous():  # of products of columns
+        return F.max_pool2d(one_batch(x), size).unflatten(0, x.shape[:2])
     return split_clients(F.max_pool2d(fold_clients(x), size), x.shape[0])
 
 

@@ -151,8 +151,8 @@ def turn(folder, plan, seconds, hanging="", together=1, **code):
 def planned(folder, **does):
     """A plan of runs that do so, each of so many MACs."""
     runs = [{"name": name, "does": what, "macs": macs} for name, (what, macs) in does.items()]
-    (folder / "plan.json").write_text(json.dumps({"commit": "0", "packages": {}, "runs": runs, "beside": [{}]}))
-    return folder / "plan.json"
+    (folder / "other.json").write_text(json.dumps({"commit": "0", "packages": {}, "runs": runs, "beside": [{}]}))
+    return folder / "other.json"
 
 
 def test_a_red_suite_stops_nothing_and_runs_that_fit_go_first(tmp_path):
