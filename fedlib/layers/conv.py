@@ -31,8 +31,7 @@ def split_clients(x: torch.Tensor, clients: int) -> torch.Tensor:
 
 def one_batch(x: torch.Tensor) -> torch.Tensor:
     """Fold clients into the batch, (K, B, C, H, W) -> (K*B, C, H, W), channels last."""
-    k, b, c, h, w = x.shape
-    x = x.permute(0, 1, 3, 4, 2).reshape(k * b, h, w, c).permute(0, 3, 1, 2)
+    x = x.permute(0, 1, 3, 4, 2).flatten(0, 1).permute(0, 3, 1, 2)
     return x.contiguous(memory_format=torch.channels_last)
 
 
@@ -40,7 +39,8 @@ def path_of(x: torch.Tensor, weight: torch.Tensor, run: Callable[[str], None], s
     """Choose how a stacked convolution runs: one ``grouped`` call, a ``loop`` over clients, or products of ``columns``.
 
     ``run`` convolves x (K, B, C, H, W) with ``weight`` (K, O, C / groups, h, w) on a path, and learns. On a GPU each
-    shape is tried once: cuDNN's grouped weight gradients were a hundred times slower than need be (pytorch#34977).
+    shape is tried once: on an H100 the products are the fastest of small maps in float32, the grouped one of large ones
+    and in TF32 (docs/gpu.md).
 
     CPU seconds of the loop over those of the grouped one: 3x3, forward and backward, one thread of an Intel Xeon, maps
     of 32x32 pixels at 16 channels down to 8x8 from 64 (128: 16x16), batch 8 | 32:
@@ -61,12 +61,11 @@ def path_of(x: torch.Tensor, weight: torch.Tensor, run: Callable[[str], None], s
     if x.device.type != "cuda":
         return "loop" if x.device.type == "cpu" and x.shape[0] * x.shape[2] >= LOOP_FROM else "grouped"
     kind = "autocast" if torch.is_autocast_enabled("cuda") else str(x.dtype).removeprefix("torch.")
-    shape = "x".join(map(str, weight.shape[3:]))
     inner = "" if weight.shape[2] == x.shape[2] else f" of {weight.shape[2]}"
     channels = f"{x.shape[2]} to {weight.shape[1]} channels{inner}"
-    key = f"{len(x)} clients, {channels}, {shape} / {stride}, {x.shape[-1]} px, {kind}"
+    key = f"{len(x)} clients, {channels}, {weight.shape[3]}x{weight.shape[4]} / {stride}, {x.shape[-1]} px, {kind}"
     if key not in CHOSEN:
-        paths = ("grouped", "loop") if inner else ("grouped", "loop", "columns", "taps")
+        paths = ("grouped", "loop") if inner else ("grouped", "loop", "columns")
         CHOSEN[key] = min(paths, key=lambda path: _seconds(run, path, x.device))
     return CHOSEN[key]
 
@@ -119,30 +118,18 @@ class Conv2d(nn.Conv2d):
         if path == "grouped":
             flat = bias.flatten() if bias is not None else None
             return split_clients(self._convolve(fold_clients(x), weight.flatten(0, 1), flat, clients * groups), clients)
-        if path in ("columns", "taps"):
+        if path == "columns":  # F.unfold would launch a kernel an image
             (height, width), (up, left), side = weight.shape[3:], self.padding, self.stride[0]
-            rows = F.pad(x.permute(0, 1, 3, 4, 2), (0, 0, left, left, up, up))  # F.unfold takes a GPU's launch an image
-            if path == "columns":
-                windows = rows.unfold(2, height, side).unfold(3, width, side).movedim(4, 6)  # (K, B, H', W', h, w, C)
-            else:
-                h, w = (rows.shape[2] - height) // side + 1, (rows.shape[3] - width) // side + 1
-                windows = torch.stack(
-                    [
-                        rows[:, :, i : i + side * (h - 1) + 1 : side, j : j + side * (w - 1) + 1 : side]
-                        for i in range(height)
-                        for j in range(width)
-                    ],
-                    4,
-                ).unflatten(4, (height, width))
+            rows = F.pad(x.permute(0, 1, 3, 4, 2), (0, 0, left, left, up, up))
+            windows = rows.unfold(2, height, side).unfold(3, width, side).movedim(4, 6)  # (K, B, H', W', h, w, C)
             columns = windows.reshape(clients, -1, height * width * x.shape[2])
-            y = torch.bmm(columns, weight.permute(0, 3, 4, 2, 1).flatten(1, 3)).unflatten(1, windows.shape[1:4])
-            return (y if bias is None else y + bias[:, None, None, None]).movedim(4, 2)
-        biases = bias.unbind() if bias is not None else [None] * clients
-        each = [
-            self._convolve(one_batch(one.unsqueeze(0)), w, b, groups).permute(0, 2, 3, 1)
-            for one, w, b in zip(x.unbind(), weight.unbind(), biases, strict=True)
-        ]
-        return torch.stack(each, 3).permute(3, 0, 4, 1, 2)
+            y = torch.bmm(columns, weight.permute(0, 3, 4, 2, 1).flatten(1, 3))
+            y = y.unflatten(1, windows.shape[1:4]).movedim(4, 2)
+        else:
+            each = zip(x.unbind(), weight.unbind(), strict=True)
+            maps = [self._convolve(one_batch(one.unsqueeze(0)), w, None, groups).permute(0, 2, 3, 1) for one, w in each]
+            y = torch.stack(maps, 3).permute(3, 0, 4, 1, 2)
+        return y if bias is None else y + bias[:, None, :, None, None]
 
     @torch.inference_mode(False)
     @torch.enable_grad()
