@@ -251,7 +251,7 @@ def _fill(given: argparse.Namespace) -> int:
     if given.minutes is not None and not given.minutes > 0:
         raise ValueError(f"--minutes {given.minutes:g}: expected a number above 0")
     began = time.monotonic()
-    Execution(workers=given.workers)  # refuses what are too few or too many
+    Execution(given.device, given.workers)  # refuses what is not there, too few or too many
     use_outputs_of(given.profile)
     missing = queue(named(given.tables), given.profile, columns=given.columns or ())
     for sentence in missing.skipped:
@@ -263,7 +263,7 @@ def _fill(given: argparse.Namespace) -> int:
         _answer(given, {"skipped": missing.skipped, "missing": [job.plain() for job in missing.jobs]})
         return 0
     minutes = given.minutes and given.minutes - (time.monotonic() - began) / 60  # looking took some
-    filled = fill(missing.jobs, minutes, given.workers, stop=_on_signals(), tell=lambda text: print(text, flush=True))
+    filled = fill(missing.jobs, minutes, given.workers, stop=_on_signals(), device=given.device)
     for sentence, count in Counter(sentence for _, sentence in filled.failed).items():
         jobs = [str(job) for job, s in filled.failed if s == sentence]
         print(f"failed ({count}): {jobs[0]}{' and others' * (count > 1)}: {sentence}")

@@ -316,8 +316,7 @@ def _made(f: types.FunctionType) -> bool:
 
 def _is_named(f: types.FunctionType) -> bool:
     """Return whether ``f`` is a library's function, found where its name says."""
-    whose = owner(f.__code__.co_filename)
-    return whose != "own" and getattr(sys.modules.get(f.__module__), f.__qualname__, None) is f
+    return owner(f.__code__.co_filename) != "own" and getattr(sys.modules.get(f.__module__), f.__qualname__, 0) is f
 
 
 def _counts(name: str, x: object, c: type) -> bool:

@@ -57,8 +57,7 @@ def save_model(
     check_type(run, Run, "save_model: run")
     budget = convert(budget, Natural, "save_model: budget")
     check_known([format], [*FORMATS], "format = {} is not possible")
-    missing = [p for p in PACKAGES.get(format, ()) if find_spec(p) is None]
-    if missing:
+    if missing := [p for p in PACKAGES.get(format, ()) if find_spec(p) is None]:
         raise ImportError(f"format = {format!r} needs packages: pip install {' '.join(missing)}")
     this = {"run": run.path.name, "budget": budget, "format": format}
     name = f"{run.path.name}-budget{budget}-{format}"

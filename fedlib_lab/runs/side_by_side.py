@@ -66,13 +66,14 @@ Answer = Callable[[J, int, Watch], object]
 
 def hand_out(
     jobs: Sequence[J], workers: int, answer_one: Answer, watch: Watch,
-    seconds_left: Callable[[], float] = lambda: 1.0, grace: float = GRACE_SECONDS,
+    seconds_left: Callable[[], float] = lambda: 1.0, grace: float = GRACE_SECONDS, new: bool = False,
 ) -> Generator[tuple[J, Any], None, None]:  # fmt: skip
     """Give ``jobs`` in their order to ``workers`` processes; yield (job, answer), and tell ``watch`` what goes on.
 
-    ``answer_one(job, cores, watch)``: one core each, and the last job all that are free; what it raises is an answer. A
-    job whose process died is given to another; of one that lost ``LIVES`` the answer is None. All processes are ended
-    when no ``seconds_left``, at an error, or when the generator is closed, within ``grace`` seconds.
+    ``answer_one(job, cores, watch)``: one core each, and the last job all that are free; what it raises is an answer.
+    ``new`` processes are no forks. A job whose process died is given to another; of one that lost ``LIVES`` the answer
+    is None. All processes are ended when no ``seconds_left``, at an error, or when the generator is closed, within
+    ``grace`` seconds.
     """
     todo, lost, answers = deque(jobs), Counter(), queues.Queue()
     crew: list[Fork] = []
@@ -83,7 +84,7 @@ def hand_out(
                 cores = max(1, workers // (len(busy) + len(todo)))
                 idle = next((p for p in crew if p not in busy), None)
                 if idle is None:
-                    crew.append(idle := Fork(answers, answer_one))
+                    crew.append(idle := Fork(answers, answer_one, new))
                 busy[idle] = todo.popleft()
                 idle.send(busy[idle], cores)
             try:
@@ -112,14 +113,14 @@ def hand_out(
 class Fork:
     """A process that answers jobs, seen from the one that started it. It ends when its input does.
 
-    It is a fork of this process, or where CUDA has begun (or there are no forks) a process that knows only the kit.
+    It is a fork of this process; if ``new``, or where CUDA has begun or there are no forks, it knows only the kit.
     It puts (itself, answer) into ``answers``, :class:`News` too, and (itself, None) when it ends.
     """
 
     inputs: ClassVar[set[Connection]] = set()  # of all forks: a later one must not keep an earlier one's open
 
-    def __init__(self, answers: queues.Queue, answer_one: Answer):
-        forks = sys.platform.startswith("linux") and not torch.cuda.is_initialized()
+    def __init__(self, answers: queues.Queue, answer_one: Answer, new: bool):
+        forks = sys.platform.startswith("linux") and not (new or torch.cuda.is_initialized())
         context: Any = multiprocessing.get_context("fork" if forks else "spawn")
         jobs, self.input = context.Pipe(duplex=False)
         self.output, out = context.Pipe(duplex=False)

@@ -321,8 +321,8 @@ def _finish(f: Federation, store: Checkpoints, last: Finished | None, path: Path
         final = {"t": last.t, "status": status, **metrics, **store.drops()}
         if stopped:
             store.save_unsaved()
-            summary = final | {"seconds": round(store.seconds, 2)} | numbers
-            return Run(f.experiment, path, summary, store.metrics, store.record)
+            final |= {"seconds": round(store.seconds, 2)} | numbers
+            return Run(f.experiment, path, final, store.metrics, store.record)
         store.record = ended(store.record)
         with phase("files"):
             store.save(last.server, final)

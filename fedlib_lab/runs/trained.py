@@ -32,12 +32,10 @@ def load_state(
     if done.summary["status"] != "finished":
         raise ValueError(f"{e.slug} {done.summary['status']} in round {done.summary['t']}; choose another experiment")
     f = build_federation(e, execution.device)
-    state = last_state(done, str(f.device))
-    if state is None:
+    if (state := last_state(done, str(f.device))) is None:
         state = last_state(run(e, execution, outputs_dir() / "retrained", accept=accept), str(f.device))
     assert state is not None
-    server, store = state
-    return f, server, store.memories
+    return f, state[0], state[1].memories
 
 
 def load_trained(
@@ -65,6 +63,7 @@ def class_accuracies(logits: torch.Tensor, labels: torch.Tensor) -> np.ndarray:
     return (100 * right @ one_hot / one_hot.sum(0)).cpu().numpy()
 
 
+@np.errstate(invalid="ignore")  # 0 / 0
 def client_accuracies(f: Federation, logits: torch.Tensor) -> np.ndarray:
     """Return the accuracy (clients,) in percent that each client's deepest exit b(i) has on data like the client's own.
 
@@ -78,8 +77,6 @@ def client_accuracies(f: Federation, logits: torch.Tensor) -> np.ndarray:
     if owners is not None and f.data.test_owners is not None:
         right = (logits.argmax(-1) == f.data.test_labels).double().cpu().numpy()  # (E, N)
         mine = (owners[:, None] == f.data.test_owners) & (owners[:, None] >= 0)  # (clients, N)
-        with np.errstate(invalid="ignore"):
-            return 100 * (right[budgets] * mine).sum(1) / mine.sum(1)
+        return 100 * (right[budgets] * mine).sum(1) / mine.sum(1)
     by_class, counts = class_accuracies(logits, f.data.test_labels), f.data.label_counts()  # (E, C), (clients, C)
-    with np.errstate(invalid="ignore"):
-        return np.where(counts > 0, counts * by_class[budgets], 0).sum(1) / counts.sum(1)
+    return np.where(counts > 0, counts * by_class[budgets], 0).sum(1) / counts.sum(1)

@@ -61,8 +61,7 @@ def verify(
     """
     check_type(run, Run, "verify: run")
     last = run.experiment.rounds if rounds is None else convert(rounds, Count, "verify: rounds")
-    told = [m for m in run.metrics if m["t"] <= last]
-    if not told:
+    if not (told := [m for m in run.metrics if m["t"] <= last]):
         first = next((m["t"] for m in run.metrics), None)
         raise ValueError(f"verify: rounds = {rounds}: the first round that {run.path.name} evaluated is {first}")
     goes, e = [run.record.get("provenance", {}), *run.record.get("resumed", [])], run.experiment

@@ -1,6 +1,7 @@
 """The queue of missing runs: its order, its deadline, and what is killed, fails, or is run elsewhere."""
 
 import json
+import multiprocessing
 import os
 import shutil
 import signal
@@ -8,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,12 +17,15 @@ import yaml
 from filelock import FileLock
 
 import fedlib
+from fedlib import Execution
 from fedlib.core.paths import params_dir, use_outputs_of
 from fedlib.core.storage import read_json, write_json, write_lines
 from fedlib_lab import cli
-from fedlib_lab.runs.fill import TRUSTED, Job, _slower, core_hours, fill, named, queue
+from fedlib_lab.runs import fill as queue_runs
+from fedlib_lab.runs.fill import A_GPU, TRUSTED, Job, _slower, core_hours, fill, named, queue
 from fedlib_lab.runs.params import Cell
-from fedlib_lab.runs.side_by_side import Fork
+from fedlib_lab.runs.progress import Watch
+from fedlib_lab.runs.side_by_side import Fork, hand_out
 from fedlib_lab.runs.store import find_run, run_path
 from tests.helpers.stored import assert_nothing_left_over, assert_same, small, state
 
@@ -260,3 +265,35 @@ def test_where_cuda_has_begun_processes_are_new_ones(tmp_path, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
     jobs = [job(small("reefl", seed=s, rounds=1)) for s in (1, 2)]
     assert fill(jobs, workers=2, folder=tmp_path).done and all(find_run(j.cell.experiment, tmp_path) for j in jobs)
+
+
+def test_on_gpus_each_run_has_a_new_process_and_the_next_gpu(tmp_path, monkeypatch):
+    """No GPU is at hand: what is asked of processes, and what one would train on."""
+    with pytest.raises(ValueError, match="device = 'tpu'"):
+        fill([], device="tpu")
+    began = []
+
+    def handed(jobs, workers, answer, watch, seconds_left, grace, new):
+        began.append((workers, answer.args[2], new))
+        yield from ()
+
+    monkeypatch.setattr(queue_runs, "hand_out", handed)
+    monkeypatch.setattr("fedlib.engine.executors.check_device", lambda device: None)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    cards = ["cuda:0", "cuda:1"]
+    for device, workers in (("cuda", None), ("cuda", 5), ("cuda:1", None)):
+        fill([job(small("reefl"))], workers=workers, folder=tmp_path, device=device)
+    assert began == [(2 * A_GPU, cards, True), (5, cards, True), (A_GPU, ["cuda:1"], True)]
+    taken = []
+    for name in ("SpawnProcess-1", "SpawnProcess-2", "SpawnProcess-1:3"):
+        monkeypatch.setattr(multiprocessing.current_process(), "_name", name)
+        taken.append(queue_runs._execution(cards, 1).device)
+    assert taken == ["cuda:1", "cuda:0", "cuda:1"] and queue_runs._execution(["cpu"], 3) == Execution(workers=3)
+
+
+def test_new_processes_run_jobs_as_forks_do(tmp_path):
+    """As on a GPU: on a CPU they are asked for by hand."""
+    jobs = [job(small("reefl", seed=s, rounds=1)) for s in (1, 2)]
+    answer = partial(queue_runs._run_job, str(tmp_path), 20.0, ["cpu"])
+    answers = list(hand_out(jobs, 2, answer, Watch([], False), new=True))
+    assert {j for j, _ in answers} == set(jobs) and all(a["accuracy"] >= 0 for _, a in answers)
