@@ -10,7 +10,7 @@ import json
 import multiprocessing
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fedlib.core.experiment import Experiment
+from fedlib.engine.arithmetic import arithmetic
 from fedlib.engine.executors import Execution
 from fedlib.engine.federation import build_federation
 from fedlib.engine.rounds import run_rounds
@@ -166,13 +167,18 @@ def _images(e: Experiment, device: str, seconds: float) -> float:
 # --- convolutions ----------------------------------------------------------------------------------------------------
 
 SHAPES = (  # channels in, out, kernel, pixels: of CAFEDistill's convnet, ResNet-20, ResNet-18
-    (3, 64, 5, 32), (64, 64, 5, 16), (16, 16, 3, 32), (32, 32, 3, 16), (64, 64, 3, 8), (64, 64, 3, 32),
-    (256, 256, 3, 8),
+    (3, 128, 3, 32), (128, 128, 3, 15), (128, 128, 3, 6), (16, 16, 3, 32), (32, 32, 3, 16), (64, 64, 3, 8),
+    (64, 64, 3, 32), (256, 256, 3, 8),
 )  # fmt: skip
 
 
-def convolutions(device: str, clients=(1, 5, 10, 20), batch: int = 64) -> list[dict]:
+def convolutions(device: str, precision: str, clients=(1, 5, 10, 20), batch: int = 64) -> list[dict]:
     """Milliseconds, forward and backward, of each path of ``layers/conv.py``, by clients and shape."""
+    with arithmetic(precision, torch.device(device)):
+        return _convolutions(device, precision, clients, batch)
+
+
+def _convolutions(device: str, precision: str, clients: Sequence[int], batch: int) -> list[dict]:
     from fedlib.layers.conv import Conv2d, _seconds
 
     rows, there = [], torch.device(device)
@@ -183,7 +189,8 @@ def convolutions(device: str, clients=(1, 5, 10, 20), batch: int = 64) -> list[d
             weight = torch.randn(k, outs, channels, kernel, kernel, device=there)
             run = lambda path, layer=layer, x=x, weight=weight: layer._try(path, x, weight, None, 1)  # noqa: E731
             taken = {path: 1000 * _seconds(run, path, there) for path in ("grouped", "loop", "columns")}
-            rows.append({"clients": k, "channels": channels, "out": outs, "kernel": kernel, "pixels": side, **taken})
+            shape = {"channels": channels, "out": outs, "kernel": kernel, "pixels": side}
+            rows.append({"precision": precision, "clients": k, **shape, **taken})
     return rows
 
 
@@ -205,7 +212,8 @@ def main(arguments: list[str] | None = None) -> None:
             asked.json.write_text(json.dumps(rows, indent=1))
 
     if asked.what == "convolutions":
-        tell(convolutions(asked.device))
+        for precision in ("float32", "tf32") if "cuda" in asked.device else ("float32",):
+            tell(convolutions(asked.device, precision))
         return
     for name, batch in BATCHES.items():
         e = Experiment(backbone=name, dataset=asked.dataset, batch_size=batch, **SPEED)

@@ -84,4 +84,8 @@ def fill(plan: str, minutes: str, workers: str) -> None:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job would ignore it
-    {"facts": facts, "decode": decode, "train": train, "fill": fill}[sys.argv[1]](*sys.argv[2:])
+    try:
+        {"facts": facts, "decode": decode, "train": train, "fill": fill}[sys.argv[1]](*sys.argv[2:])
+    except KeyboardInterrupt as error:  # all is stored; what objects say as the interpreter ends would be the last word
+        print(error, flush=True)
+        os._exit(130)

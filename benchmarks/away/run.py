@@ -36,7 +36,7 @@ SUITE = ["-m", "pytest", "-o", "addopts=", "-v", "--tb=short", "-p", "no:cachepr
 SPREAD = ["-p", "xdist.plugin", "-n"]  # tests over processes, where the machine has pytest-xdist
 MEASURE = ["-m", "benchmarks.gpu"]
 CHILD = ["-m", "benchmarks.away.child"]
-FIRST_GUESS = {"cuda": 1e12, "cpu": 5e9}  # training MACs a second, until one is measured
+FIRST_GUESS = {"cuda": 3e12, "cpu": 5e9}  # training MACs a second, until a run has ended; an H100's of a ConvNet
 LARGEST, CHECKPOINT, LOG = 16 * MIB, 14 * MIB, MIB
 BROKEN_OFF = 3  # the exit status
 
@@ -159,7 +159,7 @@ class Turn:
         self.runs, self.logs, self.env = self.work / "outputs" / "runs", self.work / "logs", self._environment()
         self.logs.mkdir()
         self.runs.mkdir(parents=True)
-        self.rate = FIRST_GUESS[device.split(":")[0]] * (_cores() if device == "cpu" else 1)
+        self.rate = FIRST_GUESS[device.split(":")[0]] * (_cores() if device == "cpu" else 1) / together
         self.rate_of = "a first guess"
         self.status = BROKEN_OFF
 
@@ -251,8 +251,6 @@ class Turn:
                 self.pack_logs()
         self.end(facts, at(SPEED), grace=0.01 * self.clock.seconds)
         self.end(decoding, at(SPEED), grace=0.01 * self.clock.seconds)
-        if (measured := _tflops(self.out / "speed.json")) is not None:
-            self.rate, self.rate_of = measured * 1e12 / 2, "speed.json"
 
     def beside(self) -> None:
         """Runs for the spare cores of the CPU."""
@@ -296,12 +294,11 @@ class Turn:
         return [part.name for part in going]
 
     def _next(self, todo: list, others: bool) -> Any:
-        """What is started next: the first that fits, else the first of all unless ``others`` tell how long it takes."""
+        """What is started next: the first that fits, else the first of all unless ``others`` go on."""
         if self.clock.left <= 0.04 * self.clock.seconds:
             return None
         fits = (p for p in todo if self.macs(p[1]) / self.rate <= self.clock.left)
-        known = others and self.rate_of.partition(".")[0] not in ("a first guess", "speed")
-        return next(fits, None if known else todo[0])
+        return next(fits, None if others else todo[0])
 
 
 def suite() -> list[str]:
@@ -414,21 +411,3 @@ def _lines(file: str | Path) -> list[str]:
 
 def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _tflops(file: Path) -> float | None:
-    """The median of what a file of measurements calls TFLOP/s, wherever it stands."""
-
-    def found(x: Any) -> Iterator[float]:
-        if isinstance(x, Mapping):
-            if isinstance(here := x.get("TFLOP/s"), (int, float)) and here > 0:
-                yield here
-            x = list(x.values())
-        if isinstance(x, list):
-            for y in x:
-                yield from found(y)
-
-    with contextlib.suppress(OSError, ValueError):
-        measured = sorted(found(json.loads(file.read_text())))
-        return measured[len(measured) // 2] if measured else None
-    return None

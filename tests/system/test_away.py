@@ -15,7 +15,6 @@ import pytest
 from packaging.requirements import Requirement
 
 from benchmarks.away import KEPT
-from benchmarks.away import run as away
 from benchmarks.away.home import home
 from benchmarks.away.pack import PACKAGES, STAND_INS, _check_sizes, pack
 from benchmarks.away.tars import unpacked, write_tar
@@ -180,14 +179,6 @@ def test_several_runs_go_on_together_and_all_that_the_end_interrupts_comes_back(
     assert "d" not in report  # it does not fit, which those that go on do not wait for
     assert {n.split("/")[0] for n in unpacked(tmp_path / "out/checkpoint.tar")} == {"a", "b"}
     assert "beside" not in report  # no core is spare
-
-
-def test_speed_is_the_first_rate_that_is_measured(tmp_path):
-    file = tmp_path / "speed.json"
-    file.write_text(json.dumps({"a": {"TFLOP/s": 3.0}, "b": [{"TFLOP/s": 1.0}, {"x": {"TFLOP/s": 2}}], "c": "TFLOP/s"}))
-    assert away._tflops(file) == 2
-    file.write_text("{")
-    assert away._tflops(file) is None
 
 
 def test_where_everything_hangs_the_deadline_is_kept_and_nobody_is_left(tmp_path):

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -18,6 +19,8 @@ from benchmarks.rivals.workload import Federation, Workload
 from benchmarks.systems import SYSTEMS, running
 from fedlib import Experiment
 from fedlib.engine.evaluation import exit_logits, served_parts
+
+ROOT = Path(__file__).parents[2]
 
 SMALL = Workload("small", batch_size=16, num_clients=6, examples=40, per_round=3, rounds=4)
 LORA = dataclasses.replace(SMALL, name="small LoRA", lora_blocks=(1, 11))
@@ -272,6 +275,29 @@ def test_speed_beside_a_bare_loop_and_ways_of_convolutions_are_measured(tmp_path
     rows = json.loads((tmp_path / "c.json").read_text())
     assert [row["clients"] for row in rows] == [1, 5, 10, 20] and min(rows[0][p] for p in ("grouped", "columns")) > 0
     assert len(capsys.readouterr().out.splitlines()) == 4
+
+
+def test_the_page_on_gpus_says_what_was_measured():
+    """Every number of its two tables, and the rounds a second and those reached, are the stored ones."""
+    stored = json.loads((ROOT / "outputs/benchmarks/gpu/h100.json").read_text())
+    page = " ".join((ROOT / "docs/gpu.md").read_text().replace("**", "").split())
+    by_shape: dict = {}
+    for r in stored["convolutions"]:
+        cells = by_shape.setdefault(f"{r['in']} to {r['out']}, 3x3, {r['px']}", [])
+        cells += [f"{r[path]:.1f}" for path in ("grouped", "loop", "columns")]
+    for shape, cells in by_shape.items():
+        assert f"| {shape} | {' | '.join(cells)} |" in page
+    for r in stored["speed"][:2]:
+        rates = " | ".join(f"{r[f'images/s, {what}']:,.0f}" for what in ("fedlib", "bare", "bare, compiled"))
+        assert f"| {r['net']} | {rates} | {r['ratio']:.1f} | {r['launches a step']:.0f} |" in page
+    told = stored["paper_scale"]
+    one, two, four = (f"{told['rounds a second, all processes'][n]:.1f}" for n in "124")
+    assert f"Two processes make {two} rounds a second on the card together, one {one}, four {four}." in page
+    reached = told["reached in 384 s, four at once"]
+    words = {"cafedistill": "CAFEDistill", "fedrod": "FedRoD", "fedper": "FedPer", "local": "Local"}
+    assert all(f"{t} ({words[method]})" in page for method, t in reached.items())
+    others = [v["cpu"] for name, v in stored["methods"].items() if name != "flexlora"]
+    assert len(others) == 32 and max(others) < 3e-5 and all(v["again in bytes"] for v in stored["methods"].values())
 
 
 def test_memory_of_a_population_is_not_the_peak_of_the_process_that_measures_it():
