@@ -343,10 +343,11 @@ class Pace:
 
     def seconds_a_round(self, e: Experiment) -> float | None:
         """Return the mean over the most similar experiments, scaled to ``e``'s examples; None without this backbone."""
-        seen = {o: s / n for o, (s, n) in self.seen.items() if o.backbone == e.backbone and n}
-        likeness = {o: [o == e, *(getattr(o, k) == getattr(e, k) for k in ALIKE)] for o in seen}
-        best = [o for o in seen if likeness[o] == max(likeness.values())]
-        return sum(seen[o] * _ratio(e, o) for o in best) / len(best) if best else None
+        own = {e: self.seen[e]} if e in self.seen else self.seen  # alone: nothing is as like
+        mine = [(o, s / n) for o, (s, n) in own.items() if n and o.backbone == e.backbone]
+        like = sorted(([getattr(o, k) == getattr(e, k) for k in ALIKE], s * _ratio(e, o)) for o, s in mine)
+        best = [seconds for alike, seconds in like if alike == like[-1][0]]
+        return sum(best) / len(best) if best else None
 
 
 def _ratio(e: Experiment, other: Experiment) -> float:
