@@ -218,11 +218,8 @@ def plot_dose(dose: pd.DataFrame, subject: str, ax=None):
     ax.legend()
     names = list(dose.label.map(lambda label: label.removeprefix("RaFFM, ").removesuffix(" cut")))
     ends = [f"{names[i]} {dose.lost.iloc[i]:.1f} points at {100 * dose.share.iloc[i]:.0f} %" for i in (-1, 0) if names]
-    said = (
-        "; ".join(dict.fromkeys(ends)) + " (one seed: not ranked)" * bool(dose.sd.isna().all())
-        if ends
-        else "no cut is stored yet"
-    )
+    alone = " (one seed: not ranked)" * bool(dose.sd.isna().all())
+    said = "; ".join(dict.fromkeys(ends)) + alone if ends else "no cut is stored yet"
     finish(ax, "share of the whole that clients hold", "points below full-size FL", f"Lost: {said}\n{subject}")
     name_points(ax, list(zip(dose.share, dose.lost, names, strict=True)))
     return ax

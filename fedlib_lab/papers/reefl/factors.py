@@ -41,8 +41,7 @@ def factor_frame(cells: Sequence[Cell], folder: Path | None = None) -> pd.DataFr
 def accuracy_differences(frame: pd.DataFrame, one: str, other: str) -> pd.DataFrame:
     """Return a row per run of ``one`` whose seed ``other`` has too: the ``difference`` of accuracies in points."""
     keys = ["factor", "level", "column", "dataset", "finetune", "split", "seed"]
-    done = frame.dropna(subset=["accuracy"])
-    wide = done.pivot_table(index=keys, columns="variant", values="accuracy", sort=False)
+    wide = frame.dropna(subset=["accuracy"]).pivot_table(index=keys, columns="variant", values="accuracy", sort=False)
     wide = wide.reindex(columns=[one, other]).dropna().reset_index()
     return wide.assign(difference=wide[one] - wide[other])
 
