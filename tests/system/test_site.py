@@ -50,8 +50,9 @@ def test_pages_are_whole_and_fetch_nothing(site):
     for name, page in pages.items():
         assert not re.search(r"""<(script|link|img|iframe)[^>]*(src|href)=["']?(https?:)?//""", page), name
     results = pages["outputs/reefl/README.html"]
-    (picture,) = re.findall(r'<img alt="table4_small_exits" src="../../(_images/[^"]+)"', results)
-    assert (site / picture).read_bytes() == (OUTPUTS / "reefl/figures/table4_small_exits.png").read_bytes()
+    ((alt, figure),) = re.findall(r"^!\[(.+)\]\((.+)\)$", (OUTPUTS / "reefl/README.md").read_text(), re.M)
+    (picture,) = re.findall(rf'<img alt="{alt}" src="../../(_images/[^"]+)"', results)
+    assert (site / picture).read_bytes() == (OUTPUTS / "reefl" / figure).read_bytes()
     assert 'href="claims.html#reefl-leads' in results and 'class="verdict verdict-contradicted"' in results
     assert "docs/index.html" in pages["index.html"] and 'href="../outputs/README.html"' in pages["docs/index.html"]
     experiment = pages["docs/api/fedlib.Experiment.html"]
