@@ -82,9 +82,9 @@ class CAFEDistill(Method):
         chosen = torch.ones(len(ids), r.setting.num_exits)
         if self.progressive:
             among = ids if self.choose_among == "sampled" else range(r.setting.num_clients)
-            known = {i: server.mirrors[i] for i in among if i in server.mirrors}
-            places = [k for k, i in enumerate(among) if i in known]
-            alike = cosines(known, list(known), origin)
+            places = [k for k, i in enumerate(among) if i in server.mirrors]
+            columns = [k for k, i in enumerate(seen) if i in among]
+            alike = cosine[places][:, columns] if among is ids else cosines(server.mirrors, seen, origin)
             rule = r.t, r.rounds, r.setting.num_exits, self.similarity, self.drop_one_more
             chosen = students(alike, *rule, places, len(among))[[among.index(i) for i in ids]]
         return {"students": chosen, "shares": shares, "seen": torch.tensor(seen), **under("teacher", teacher)}
