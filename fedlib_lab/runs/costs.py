@@ -343,7 +343,7 @@ class Pace:
 
     def seconds_a_round(self, e: Experiment) -> float | None:
         """Return the mean over the most similar experiments, scaled to ``e``'s examples; None without this backbone."""
-        own = {e: self.seen[e]} if e in self.seen else self.seen  # alone: nothing is as like
+        own = {e: self.seen[e]} if self.seen.get(e, (0, 0))[1] else self.seen  # alone: nothing is as like
         mine = [(o, s / n) for o, (s, n) in own.items() if n and o.backbone == e.backbone]
         like = sorted(([getattr(o, k) == getattr(e, k) for k in ALIKE], s * _ratio(e, o)) for o, s in mine)
         best = [seconds for alike, seconds in like if alike == like[-1][0]]
