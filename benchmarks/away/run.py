@@ -146,13 +146,8 @@ class Turn:
     def __init__(
         self, device: str, seconds: float, out: Path, plan: Path, skip: Collection[str] = (), together: int = 1
     ):
-        self.together, self.file = together, plan.resolve()
-        self.clock, self.device, self.out, self.folder = (
-            Clock(seconds),
-            device,
-            out.resolve(),
-            plan.resolve().parent,
-        )
+        self.clock, self.device, self.together = Clock(seconds), device, together
+        self.out, self.file, self.folder = out.resolve(), plan.resolve(), plan.resolve().parent
         self.plan, self.report, self.parts, self.skip = json.loads(plan.read_text()), [], [], skip
         self.out.mkdir(parents=True, exist_ok=True)
         self.work = Path(tempfile.mkdtemp(prefix="away-"))
