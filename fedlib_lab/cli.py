@@ -243,6 +243,8 @@ def _schema(given: argparse.Namespace) -> int:
 
 
 def _fill(given: argparse.Namespace) -> int:
+    began = time.monotonic()
+
     from fedlib.core.paths import use_outputs_of
     from fedlib.engine.executors import Execution
 
@@ -250,10 +252,10 @@ def _fill(given: argparse.Namespace) -> int:
 
     if given.minutes is not None and not given.minutes > 0:
         raise ValueError(f"--minutes {given.minutes:g}: expected a number above 0")
-    began = time.monotonic()
     Execution(given.device, given.workers)  # refuses what is not there, too few or too many
     use_outputs_of(given.profile)
-    missing = queue(named(given.tables), given.profile, columns=given.columns or ())
+    # a third of the time is for prices; without an end, all that they take
+    missing = queue(named(given.tables), given.profile, None, given.columns or (), began + 20 * (given.minutes or 1e9))
     for sentence in missing.skipped:
         print(f"skipped: {sentence}")
     print(f"{len(missing.jobs)} runs are missing, about {core_hours(missing.jobs)}", flush=True)

@@ -9,13 +9,15 @@ from collections import Counter
 from collections.abc import Hashable
 from dataclasses import replace
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
 from ..core.slices import ParamInfo, Slice, take_all
-from ..layers.norms import set_policy_
+from ..layers.norms import BatchNorm2d
 from ..layers.overrides import FLOPS
 from .bert import Embedding
 from .exit_model import ExitModel
@@ -25,11 +27,16 @@ MIB = 2**20
 FLOAT = 4  # bytes
 
 
-def _counter():
-    """Build PyTorch's counter of FLOPs (products, convolutions) with Mamba's scan; two operations are a MAC."""
-    from torch.utils.flop_counter import FlopCounterMode
+class Macs(TorchDispatchMode):
+    """Counts the MACs of every matrix product and convolution, and of the scan of Mamba."""
 
-    return FlopCounterMode(display=False, custom_mapping=FLOPS)
+    macs = 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if (count := FLOPS.get(kind := func._overloadpacket, flop_registry.get(kind))) is not None:
+            self.macs += count(*args, **(kwargs or {}), out_val=out) / 2
+        return out
 
 
 class Measure:
@@ -38,9 +45,8 @@ class Measure:
     def __init__(self, model: ExitModel):
         self.model = copy.deepcopy(model).to("meta")
         self.model.backbone.whole_blocks = True  # a device that may go on computes them whole
-        whole_heads = self.model.context.whole_heads
-        self.model.context = set_policy_(self.model, "batch")  # statistics cost nothing
-        self.model.context.whole_heads = whole_heads
+        for norm in (m for m in self.model.modules() if isinstance(m, BatchNorm2d)):
+            norm.forward = lambda x: x  # it costs nothing
         self.spec, self.infos = model.backbone.spec, self.model.infos()
         self._trained = {n for n, p in self.model.named_parameters() if p.requires_grad}
         self._full = {n: p.detach() for n, p in self.model.named_parameters()}
@@ -48,10 +54,8 @@ class Measure:
     @cached_property
     def shapes(self) -> Hashable:
         """What its answers depend on: two models alike in it cost the same."""
-        model = self.model
-        policy = model.context.policy, model.context.whole_heads
         held = tuple((n, tuple(p.shape), n in self._trained) for n, p in self._full.items())
-        return self.spec, type(model.head), model.exit_units, policy, held
+        return self.spec, type(self.model.head), self.model.exit_units, self.model.context.whole_heads, held
 
     def parameters(self, part: Slice) -> int:
         """Count the numbers that ``part`` holds, statistics of batch norm excluded."""
@@ -75,9 +79,9 @@ class Measure:
         Norms, activations and pooling cost none.
         """
         held = take_all(self._full, self.infos, replace(part, aliases={}))
-        with self.model.holding(held), _counter() as counter:
+        with self.model.holding(held), Macs() as counted:
             self._run(part)
-        return counter.get_total_flops() // 2
+        return int(counted.macs)
 
     def training_mib(self, part: Slice, batch: int = 32) -> float:
         """Estimate the memory of training ``part`` with Adam, in MiB.
@@ -132,21 +136,17 @@ class Measure:
         outputs: Counter[nn.Module] = Counter()
         hook = lambda m, args, out: outputs.update({m: out.numel() if isinstance(out, torch.Tensor) else 0})  # noqa: E731
         hooks = [m.register_forward_hook(hook) for m in self.model.modules()]
-        try:
-            self._run(Slice.prefix(self.model.depth, range(len(self.model.exit_units))))
-        finally:
-            for h in hooks:
-                h.remove()
+        self._run(Slice.prefix(self.model.depth, range(len(self.model.exit_units))))
+        for h in hooks:
+            h.remove()
         return outputs
 
     @torch.no_grad()
     def _run(self, part: Slice) -> None:
         """Run one example through ``part``. ``ValueError`` for layers of a tuner that look at values to run."""
+        dtype = torch.long if self.spec.reads == "tokens" else torch.float32
+        example = torch.empty(1, 1, *self.spec.input_shape, dtype=dtype, device="meta")
         try:
-            self.model(self._example(), Route.of([part], self.model.depth))
+            self.model(example, Route.of([part], self.model.depth))
         except NotImplementedError as error:
             raise ValueError("this finetune's layers look at values, so what they cost cannot be counted") from error
-
-    def _example(self) -> torch.Tensor:
-        dtype = torch.long if self.spec.reads == "tokens" else torch.float32
-        return torch.empty(1, 1, *self.spec.input_shape, dtype=dtype, device="meta")

@@ -10,8 +10,9 @@ cap. Read next: ``methods/base.py``, ``runs/costs.py``.
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Literal
+
+import numpy as np
 
 from fedlib.core.experiment import Experiment
 from fedlib.methods import METHODS, build_method
@@ -44,7 +45,7 @@ def fit(e: Experiment, caps: Sequence[float], of: Cost) -> Fitted:
     if not caps or list(caps) != sorted(caps) or not 0 < caps[0] <= caps[-1] <= 1:
         raise ValueError(f"fit: caps = {list(caps)} must not decrease, within (0, 1]")
     build_method(e.method, dict(e.options)).check_backbone(backbone_spec(e.backbone, e.exit_head), e)
-    found = _Search(e, tuple(caps), of).fitted()
+    found = _Search(e, tuple(caps), of, price(plain(e), of)[0]).fitted()
     setting = load_shapes(found.experiment).setting
     if setting.exit_units == (setting.spec.depth - 1,):  # no exit before the last, which has one kind of head
         found = replace(found, experiment=found.experiment.replace(exit_head=None))
@@ -84,26 +85,25 @@ class _Search:
     e: Experiment
     caps: tuple[float, ...]
     of: Cost
+    whole: float  # what the whole model takes
     tried: dict[tuple[float, ...], tuple[float, ...] | str] = field(default_factory=dict)  # str: why it is refused
-
-    @cached_property
-    def whole(self) -> float:
-        return price(plain(self.e), self.of)[0]
 
     def fitted(self) -> Fitted:
         method = build_method(self.e.method, dict(self.e.options))
-        if (fields := method.at_caps(self.caps, self.of, SLACK)) is not None:
-            found = self.having(fields, range(len(self.caps)))
+        asked = np.array(self.caps)
+        while (fields := method.at_caps(asked.tolist(), self.of, SLACK)) is not None:  # solved by its own estimate
+            found = self.having(fields, range(len(asked)))
             prices = tuple(p / self.whole for p in price(found, self.of))
-            if over := [k for k, (p, cap) in enumerate(zip(prices, self.caps, strict=True)) if p > cap * (1 + SLACK)]:
-                raise self.nothing(over[0], f"its level takes {prices[over[0]]:.3g} of the whole")
-            return Fitted(found, self.caps, prices)
+            over = np.array(prices) / self.caps
+            if (over <= 1 + SLACK).all():
+                return Fitted(found, tuple(asked.tolist()), prices)
+            if over[-1] > 1 + SLACK:  # by its exits
+                raise self.nothing(len(over) - 1, f"its level takes {prices[-1]:.3g} of the whole")
+            asked = np.where(over > 1 + SLACK, asked / over, asked)
         offered, chosen = list(method.sizes(load_shapes(plain(self.e)).setting.spec.depth)), ()
         for place in range(len(self.caps)):
             chosen += (self.largest([s for s in offered if not chosen or s >= chosen[-1]], chosen, place),)
-        prices = self.prices(chosen)
-        assert isinstance(prices, tuple)  # as they were chosen by them
-        return Fitted(self.of_classes(chosen), chosen, prices)
+        return Fitted(self.of_classes(chosen), chosen, tuple(map(float, self.prices(chosen))))
 
     def largest(self, sizes: list[float], chosen: tuple[float, ...], place: int) -> float:
         """Return the largest of ``sizes`` for class ``place``, where the poorer ones have ``chosen``."""

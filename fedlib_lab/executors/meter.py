@@ -1,19 +1,21 @@
 """What a client's local training takes, counted as it runs: MACs with backward passes, and the most memory at once.
 
+Beside it, how long a step takes here: :func:`median_seconds`.
+
 The method's own code runs on PyTorch's ``meta`` device, where tensors have shapes and no values, so a method is priced
 without saying what it costs. Where code asks for values it gets plausible ones: zeros, and yes. Read next:
 ``costs.py``, which makes prices of runs and tables of it.
 """
 
+import time
 import weakref
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import conv_flop_count, flop_registry
 
@@ -29,8 +31,10 @@ from fedlib.layers.overrides import FLOPS
 from fedlib.methods import Method, Round, Setting
 from fedlib.methods.values import Stage
 from fedlib.models.exit_model import ExitModel
+from fedlib.models.measure import Macs
 
 aten, Tag = torch.ops.aten, torch.Tag
+SECONDS = 0.3  # that a measurement takes
 DRAWS, KINDS = 4096, 8  # of what is trained, where each step draws it; unlike ones that are run
 INDEXED = (aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default)
 
@@ -43,7 +47,8 @@ def flops_of_convolution_backward(
     return sum(rest[-1][:2]) * conv_flop_count(list(x.shape), list(weight.shape), list(grad.shape), transposed)
 
 
-FORMULAS = {**flop_registry, aten.convolution_backward: flops_of_convolution_backward}
+FLOPS[aten.convolution_backward] = flops_of_convolution_backward
+FLOPS |= {aten.addmm_: flop_registry[aten.addmm], aten.baddbmm_: flop_registry[aten.baddbmm]}  # in place
 
 
 @dataclass(frozen=True)
@@ -93,6 +98,19 @@ def count_training(e: Experiment, method: Method, setting: Setting, model: ExitM
     return Taken(shapes.macs / few.num_examples, peak, received, sent)
 
 
+def median_seconds(step: Callable[[], object], device: str = "cpu", seconds: float = SECONDS) -> float:
+    """Time ``step``, done over and over for so many ``seconds`` on one thread or GPU; the first does not count.
+
+    On a CPU the thread's own time counts: others may be busy on the same cores. Threads that wait for each other would
+    tell less of the machine.
+    """
+    from torch.utils.benchmark import Timer
+    from torch.utils.benchmark.utils.timer import timer  # which waits for the GPU
+
+    clock = time.thread_time if device == "cpu" else timer
+    return Timer("step()", timer=clock, globals={"step": step}).blocked_autorange(min_run_time=seconds).median
+
+
 class Priced(Cohort):
     """Where each step draws what it trains (FjORD), every draw is trained once and counts as often as it comes."""
 
@@ -131,20 +149,6 @@ def federation_of_shapes(
     setting = replace(setting, label_counts=lambda i: label_counts(data, i))
     server = method.init_server(model.trainable(), setting)
     return Federation(e, method, setting, data, model, model.frozen(), np.array([client.budget]), server)
-
-
-class Macs(TorchDispatchMode):
-    """Counts the MACs of every matrix product and convolution, forward and backward, and of the scan of Mamba."""
-
-    def __init__(self):
-        super().__init__()
-        self.macs, self.formulas = 0.0, FORMULAS | FLOPS
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if (count := self.formulas.get(func._overloadpacket)) is not None:
-            self.macs += count(*args, **(kwargs or {}), out_val=out) / 2
-        return out
 
 
 class OnShapes(Macs):

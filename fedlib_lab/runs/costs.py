@@ -32,14 +32,13 @@ from fedlib.methods import Method, Round, Server, Setting, build_method
 from fedlib.models.exit_model import ExitModel
 from fedlib.models.registry import WEIGHTS, backbone_spec, folder_of_weights, tokenizer_of
 
-from ..executors.meter import Macs, Taken, count_training
+from ..executors.meter import SECONDS, Macs, Taken, count_training, median_seconds
 from .params import Cell
 
 DATA, CARDS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text()).values()  # known data sets, GPUs
 UTILISATION = 0.4  # of a card's peak, assumed of nets that fill it; small nets and small batches reach less
 MIB = 2**20
 LARGE = 300_000_000  # parameters
-SECONDS = 0.3  # that a measurement takes
 ALIKE = ("finetune", "method", "dataset", "augment", "num_exits", "precision", "evaluate_every")  # by importance
 
 # --- of one round, from shapes ---------------------------------------------------------------------------------------
@@ -281,19 +280,6 @@ def downloads(experiments: Iterable[Experiment]) -> dict[str, float]:
 # --- in seconds, on this machine -------------------------------------------------------------------------------------
 
 
-def median_seconds(step: Callable[[], object], device: str = "cpu", seconds: float = SECONDS) -> float:
-    """Time ``step``, done over and over for so many ``seconds`` on one thread or GPU; the first does not count.
-
-    On a CPU the thread's own time counts: others may be busy on the same cores. Threads that wait for each other would
-    tell less of the machine.
-    """
-    from torch.utils.benchmark import Timer
-    from torch.utils.benchmark.utils.timer import timer  # which waits for the GPU
-
-    clock = time.thread_time if device == "cpu" else timer
-    return Timer("step()", timer=clock, globals={"step": step}).blocked_autorange(min_run_time=seconds).median
-
-
 def training_step(shapes: Shapes, part: Slice, examples: int) -> Callable[[], object]:
     """Return a step of training ``part`` on so many ``examples``: forward and backward."""
     forward, x = shapes.forward(part), shapes.examples(examples)
@@ -358,16 +344,19 @@ def _ratio(e: Experiment, other: Experiment) -> float:
     return clients * (e.num_train / e.num_clients) / (other.num_train / other.num_clients)
 
 
-def each_seconds(missing: Sequence[Experiment], pace: Pace, execution: Execution = Execution()) -> list[float]:
+def each_seconds(
+    missing: Sequence[Experiment], pace: Pace, execution: Execution = Execution(), until: float = np.inf
+) -> list[float]:
     """Estimate what each of ``missing`` takes: from ``pace`` where it knows their like, else from timed steps and MACs.
 
-    Workers are taken to work side by side without loss.
+    Workers are taken to work side by side without loss. From ``until`` on (``time.monotonic``) those whose like is not
+    known are nan.
     """
     rates: dict[tuple, float] = {}
     workers = (execution.workers or 1) if execution.executor == "ray" else execution.side_by_side()
     out = []
     for e in missing:
-        seconds = pace.seconds_a_round(e)
+        seconds = pace.seconds_a_round(e) or (np.nan if time.monotonic() > until else None)
         if seconds is None and (kind := (e.backbone, e.finetune)) not in rates:
             rates[kind] = workers * macs_per_second(e, execution.home)
         out.append(training_macs(e) / rates[kind] if seconds is None else e.rounds * seconds)

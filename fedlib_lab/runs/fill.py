@@ -19,6 +19,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+import numpy as np
+
 from fedlib.core.experiment import Experiment
 from fedlib.core.paths import outputs_dir
 from fedlib.core.storage import DamagedFile, read_lines
@@ -36,14 +38,13 @@ from .record import provenance
 from .side_by_side import DIED, GRACE_SECONDS, hand_out
 from .store import Folder, Run, find_run, run, run_path
 
-LAST = 9  # the priority of a table that names none
 A_GPU = 2  # processes each: on an H100 two trained a ConvNet at 1.4 times the pace of one, four at no more
 TRUSTED = 300.0  # core-seconds of work after which what runs took here says as much as what was told of them
 
 
 @dataclass(frozen=True)
 class Job:
-    """A missing run: the table that asks for it first, its place there, and the seconds that it still takes a core."""
+    """A missing run: the table that asks for it first, its place there, and the core-seconds left (nan: not priced)."""
 
     grid: str
     cell: Cell
@@ -55,7 +56,8 @@ class Job:
     def plain(self) -> dict[str, object]:
         """Return it as JSON holds it, with the name of its run."""
         place = {k: getattr(self.cell, k) for k in ("column", "variant", "finetune", "seed")}
-        return {"table": self.grid, **place, "run": self.cell.experiment.slug, "seconds": round(self.seconds, 1)}
+        seconds = None if math.isnan(self.seconds) else round(self.seconds, 1)
+        return {"table": self.grid, **place, "run": self.cell.experiment.slug, "seconds": seconds}
 
 
 @dataclass(frozen=True)
@@ -90,11 +92,13 @@ def named(names: Iterable[str] = ()) -> list[tuple[str, str]]:
 
 
 def queue(
-    wanted: Sequence[tuple[str, str]], profile: str = "small", folder: Folder = None, columns: Collection[str] = ()
-) -> Queue:
+    wanted: Sequence[tuple[str, str]], profile: str = "small", folder: Folder = None, columns: Collection[str] = (),
+    until: float = math.inf,
+) -> Queue:  # fmt: skip
     """List the missing runs of the tables ``wanted`` whose data are at hand, in ``columns`` (none named: all of them).
 
-    Nothing is run, nothing is written. ``ValueError`` names a column that no table has.
+    Nothing is run, nothing is written. From ``until`` on (``time.monotonic``) no more of them are priced by counting.
+    ``ValueError`` names a column that no table has.
     """
     known = {c: None for paper, table in wanted for c in load_spec(paper, table)["columns"]}
     check_known(columns, known, "columns = {} is in none of these tables")
@@ -104,7 +108,7 @@ def queue(
     for paper, table in wanted:
         grid, absent, refused = f"{paper}/{table}", Counter(), []
         try:
-            cells, priority = load_grid(paper, table, profile), load_spec(paper, table).get("priority", LAST)
+            cells, priority = load_grid(paper, table, profile), load_spec(paper, table).get("priority", 9)  # the last
         except ValueError as error:
             skipped.append(f"{grid}: {error}")
             continue
@@ -129,7 +133,7 @@ def queue(
     first: dict[Experiment, tuple[str, Cell]] = {}
     for _, grid, cell in sorted(missing, key=lambda job: (job[0], job[2].seed)):
         first.setdefault(cell.experiment, (grid, cell))
-    seconds = each_seconds(list(first), _core_pace(found), Execution(workers=1))
+    seconds = each_seconds(list(first), _core_pace(found), Execution(workers=1), until)
     left = [s * _share_left(e, folder) for e, s in zip(first, seconds, strict=True)]
     return Queue([Job(*place, s) for place, s in zip(first.values(), left, strict=True)], skipped)
 
@@ -153,8 +157,10 @@ def _share_left(e: Experiment, folder: Folder) -> float:
 
 def core_hours(jobs: Iterable[Job], slower: float = 1.0) -> str:
     """Say in core-hours, or core-minutes, what ``jobs`` still take if each takes ``slower`` times its seconds."""
-    seconds = slower * sum(j.seconds for j in jobs)
-    return f"{seconds / 3600:.1f} core-hours" if seconds >= 3600 else f"{math.ceil(seconds / 60)} core-minutes"
+    every = np.array([j.seconds for j in jobs])
+    seconds, unknown = slower * np.nansum(every), int(np.isnan(every).sum())
+    told = f"{seconds / 3600:.1f} core-hours" if seconds >= 3600 else f"{math.ceil(seconds / 60)} core-minutes"
+    return told + f" and {unknown} runs that were not priced" * (unknown > 0)
 
 
 def fill(
@@ -189,7 +195,7 @@ def fill(
 
 def _slower(spent: float, done: Iterable[Job]) -> float:
     """Return the ratio of core-seconds ``spent`` on ``done`` jobs to those told of them; near 1 until they are many."""
-    return (TRUSTED + spent) / (TRUSTED + sum(j.seconds for j in done))
+    return (TRUSTED + spent) / (TRUSTED + np.nansum([j.seconds for j in done]))
 
 
 def _note(filled: Filled, job: Job, answer: dict | Exception | None) -> str:

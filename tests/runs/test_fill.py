@@ -96,6 +96,14 @@ def test_what_is_left_is_priced_by_stored_runs(tables):
     assert left.seconds == pytest.approx(60) and core_hours([left]) == "1 core-minutes"
 
 
+def test_runs_without_a_pace_are_not_priced_once_their_time_is_over(tables, monkeypatch):
+    monkeypatch.setattr("fedlib_lab.runs.costs.training_macs", lambda e: pytest.fail("counted"))
+    jobs = queue(tables(a={"smoke": {"seeds": [1, 2]}}), "smoke", until=time.monotonic() - 1).jobs
+    assert [j.plain()["seconds"] for j in jobs] == [None, None]
+    assert core_hours(jobs) == "0 core-minutes and 2 runs that were not priced"
+    assert core_hours([*jobs, Job("p/t", None, 90)]) == "2 core-minutes and 2 runs that were not priced"
+
+
 def test_what_is_left_is_told_at_the_pace_of_what_was_done():
     told = [Job("p/t", None, TRUSTED)] * 3  # of which each took half
     assert _slower(0, []) == 1 and _slower(1.5 * TRUSTED, told) == pytest.approx(2.5 / 4)

@@ -371,7 +371,7 @@ def watched_mib(measure, part, batch):
     model.put_(take_all(full, measure.infos, part))
     hooks = [m.register_forward_hook(hook) for m in layers]
     with torch.no_grad():
-        model(measure._example(), Route.of([part], model.depth))
+        model(torch.empty(1, 1, *measure.spec.input_shape, device="meta"), Route.of([part], model.depth))
     for h in hooks:
         h.remove()
     model.put_(full)

@@ -17,6 +17,7 @@ from fedlib.models.exit_model import ExitModel
 from fedlib.models.exits import Classifiers
 from fedlib.models.ree import Ree
 from fedlib.models.registry import build_backbone
+from fedlib_lab.runs.costs import load_shapes, taken_by
 from fedlib_lab.zoo.vim import VIMS, Mixer, VimSpec, load_vim, published_name
 
 TOY = VimSpec(img_size=12, patch_size=4, dim=8, depth=4, state_dim=3)  # 9 patches, class token at 4, T = 10
@@ -328,3 +329,11 @@ def test_what_vim_cannot_do_is_said_before_any_compute(change, message):
 def test_configs_stand_in_for_each_other():
     assert replace(VIMS["vim_tiny"], reads_update=False) == VIMS["vim_tiny.stream"]
     assert VIMS["vim_micro"].img_size == 32 and VIMS["vim_micro"].class_token == 8
+
+
+def test_training_is_priced_with_the_scan():
+    """Backwards twice the forward pass, but for the scan, whose products alone are counted there, and the tokens."""
+    e = Experiment(method="depthfl", dataset="cifar10", backbone="vim_micro", finetune="full", pretrained=False)
+    shapes = load_shapes(e)
+    forward = shapes.setting.measure.macs(shapes.slices[-1])
+    assert 2.4 < taken_by(e, shapes.budgets - 1).macs / forward < 3
