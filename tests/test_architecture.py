@@ -39,7 +39,7 @@ LINES = {
     "layers": 570,
     "methods": 2289,
     "models": 1447,
-    "fedlib_lab": 10908,
+    "fedlib_lab": 10906,
     "atlas": 374,
     "cli": 208,
     "executors": 600,
