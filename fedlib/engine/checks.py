@@ -163,11 +163,11 @@ def equivalent_experiments(e: Experiment) -> Iterator[Experiment]:
     yield from _old_spellings(e)
     plain = without_defaults(e)
     kinds = {"options": (plain.options, int), "finetune_options": (plain.finetune_options, float)}
-    pairs = [[(kind, k, x) for x in (v, _as(to, v))] for kind, (given, to) in kinds.items() for k, v in given.items()]
+    spellings = lambda v, to: {repr(x): x for x in (v, _as(to, v))}.values()  # noqa: E731
+    pairs = [[(kind, k, x) for x in spellings(v, to)] for kind, (own, to) in kinds.items() for k, v in own.items()]
     for chosen in itertools.islice(itertools.product(*pairs), 256):
-        yield from _old_spellings(
-            plain.replace(**{kind: {k: x for of, k, x in chosen if of == kind} for kind in kinds})
-        )
+        fields = {kind: {k: x for of, k, x in chosen if of == kind} for kind in kinds}
+        yield from _old_spellings(plain.replace(**fields))
 
 
 def _old_spellings(e: Experiment) -> Iterator[Experiment]:

@@ -101,7 +101,7 @@ def front_page(stored: Stored, verdicts: Sequence[Judged], runs: Sequence[Cell])
         return table_of(stored, name, frame)
 
     text = _read(stored.outputs, stored.paper, f"findings_{stored.profile}.md") or TEXTS["front"]
-    title = f"# {spelled(stored.paper)} at profile `{stored.profile}`"
+    title = f"# {(name := spelled(stored.paper))[0].upper()}{name[1:]} at profile `{stored.profile}`"
     return "\n\n".join([title, re.sub(r"^\{(\w+)(?:: (.*))?\}$", fill, text.strip(), flags=re.M), TEXTS["more"]]) + "\n"
 
 

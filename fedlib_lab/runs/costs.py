@@ -386,7 +386,7 @@ def describe_time(
     seconds = sum(each_seconds(missing, pace, execution)) if pace else np.inf
     told = [f"{about(seconds)} on this machine"] if pace else []
     if seconds >= 24 * 3600:
-        hours = ", ".join(f"{x:,.0f} ({name})" for name, x in gpu_hours(missing).items())
+        hours = ", ".join(f"{x:,.{2 * (x < 10)}f} ({name})" for name, x in gpu_hours(missing).items())
         of_peak = f"{UTILISATION:.0%} of its peak in the experiment's precision; small nets reach less"
         told.append(f"{hours} hours of a GPU at {of_peak}")
     more = "; fedlib explain PAPER/TABLE --cost says more" * (len(told) > 1)

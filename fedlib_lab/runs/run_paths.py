@@ -41,7 +41,7 @@ def place(e: Experiment, folder: Folder) -> tuple[Experiment, Path]:
     folder, spelt = folder_of(folder), []
     for x in equivalent_experiments(e):  # mostly the first is there
         spelt.append(x)
-        for name in (x.slug, x.former_slug):
+        for name in (x.slug, x.former_slug) if x.evaluate_every else (x.slug,):  # else they are one
             if (path := seen(folder / name)) is not None:
                 return x, path
     for path in listed(folder, f"{glob.escape(e.title)}-????????", "experiment.json"):
