@@ -164,3 +164,12 @@ def test_a_hook_that_nothing_calls_any_more_is_refused_by_name(hook):
     with pytest.raises(ValueError, match=f"method 'priced' has hooks that nothing calls any more: {hook}"):
         register("priced")(type("PricedByHand", (JointExits,), {hook: lambda self, *_: 1.0}))
     assert "priced" not in METHODS
+
+
+def test_products_that_add_in_place_count_as_others_do():
+    """As a cohort's layers do with a bias of each client's own."""
+    x, y, to = torch.ones(2, 3, 4), torch.ones(2, 4, 5), torch.zeros(2, 3, 5)
+    with Macs() as counted:
+        to.baddbmm_(x, y)
+        to[0].addmm_(x[0], y[0])
+    assert counted.macs == (2 + 1) * 3 * 4 * 5
