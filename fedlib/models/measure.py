@@ -25,6 +25,7 @@ from .route import Route
 
 MIB = 2**20
 FLOAT = 4  # bytes
+FLOPS |= {getattr(torch.ops.aten, f"{x}_"): flop_registry[getattr(torch.ops.aten, x)] for x in ("addmm", "baddbmm")}
 
 
 class Macs(TorchDispatchMode):
@@ -126,9 +127,8 @@ class Measure:
         return self._mib(layers, batch) + sum(self.activation_mib(unit, batch) for unit in range(self.spec.depth))
 
     def _mib(self, layers: list[nn.Module], batch: int) -> float:
-        outputs = sum(self._whole_outputs[m] for m in layers)
         parameters = sum(p.numel() for m in layers for p in m.parameters(recurse=False))
-        return FLOAT * (2 * batch * outputs + parameters) / MIB
+        return FLOAT * (2 * batch * sum(self._whole_outputs[m] for m in layers) + parameters) / MIB
 
     @cached_property
     def _whole_outputs(self) -> Counter[nn.Module]:

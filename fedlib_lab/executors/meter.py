@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
-from torch.utils.flop_counter import conv_flop_count, flop_registry
+from torch.utils.flop_counter import conv_flop_count
 
 from fedlib.core.clients import Client
 from fedlib.core.experiment import Experiment
@@ -48,7 +48,6 @@ def flops_of_convolution_backward(
 
 
 FLOPS[aten.convolution_backward] = flops_of_convolution_backward
-FLOPS |= {aten.addmm_: flop_registry[aten.addmm], aten.baddbmm_: flop_registry[aten.baddbmm]}  # in place
 
 
 @dataclass(frozen=True)
