@@ -197,7 +197,8 @@ def outcome(combination: Combination) -> str:
         try:
             federation = build_federation(combination.experiment())
         except ValueError as error:
-            assert all(0 < len(line) < 1000 for line in str(error).split("\n")), str(error)  # a line each refusal
+            lines = str(error).split("\n")  # one for each refusal
+            assert all(lines) and len(lines) == len(set(lines)) and len(str(error)) < 1000, str(error)
             return "refused"
         (last,) = run_rounds(federation, Execution(workers=1))
         found = [last.metrics["accuracy"], last.metrics["personal"]["accuracy"], *last.losses.values()]
