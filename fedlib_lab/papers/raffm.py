@@ -197,7 +197,7 @@ def plot_boxes(
 
     ax, color = axes_of(ax), color_of(PAPER)
     seaborn.boxplot(frame, x=x, y=y, ax=ax, color=color, width=0.5, fliersize=0, boxprops={"alpha": PALE})
-    seaborn.stripplot(frame, x=x, y=y, ax=ax, color="black", size=2, alpha=0.4, jitter=0.15)
+    seaborn.swarmplot(frame, x=x, y=y, ax=ax, color="black", size=2, alpha=0.4)  # no chance in it
     for name, value in (lines or {}).items():
         ax.axhline(value, color=color_of("fedavg"), linestyle="--", linewidth=1, label=name)
     if lines:
