@@ -45,11 +45,10 @@ def evaluate_clients(f: Federation, server: Server, memories: Mapping) -> dict[s
 
     Of classes two controls stand beside: ``majority``, what a client gets that always answers its own most frequent
     training label, and ``prior``, as ``accuracy`` where log(n + 1) of its n training examples of a class is added to
-    what the class gets.
+    what the class gets; ``last_prior`` is that of each client's deepest exit.
     """
     scores: dict[int, list[float]] = {}
-    broken, undefined = list[int](), 0
-    early, groups, answered = [], [], []  # of clients that answer together: who; and what, on the device
+    broken, early, groups, answered = list[int](), [], [], []  # groups answer together; answers are on the device
     exits, task, has_classes = f.answering, f.task, isinstance(f.task, Classification)
     leaves = len(exits) > 1 and has_classes
     for ids, outputs, labels, counts in client_outputs(f, server, memories):
@@ -67,7 +66,6 @@ def evaluate_clients(f: Federation, server: Server, memories: Mapping) -> dict[s
             own, answers = labels[k, :n], given[:, k, :n]  # (n, *label), (E, n, *label)
             found = [task.score(p, own)[task.metric] for p in answers]
             if math.isnan(found[0]):  # whatever is answered: its labels leave nothing to measure
-                undefined += 1
                 continue
             always = [task.score(known[k].argmax().expand(n), own)[task.metric]] if has_classes else []
             scores[client] = found + always
@@ -83,8 +81,9 @@ def evaluate_clients(f: Federation, server: Server, memories: Mapping) -> dict[s
     parts = [f.method.serve(c, server, r).members[0].part for c in clients]
     holds = np.array([[j in p.exits for j in exits] for p in parts])
     every = np.array([scores[c.id] for c in clients])  # (clients, E), or of classes (clients, 2 E + 1)
+    deepest = np.arange(len(parts)), len(exits) - 1 - holds[:, ::-1].argmax(1)  # exit that each client holds
     table = np.where(holds, every[:, : len(exits)], np.nan)  # (clients, E)
-    means, last = np.nanmean(table, 1), np.array([row[own][-1] for row, own in zip(table, holds, strict=True)])
+    means, last = np.nanmean(table, 1), table[deepest]
     held = [column[~np.isnan(column)] for column in table.T]  # of an exit that nobody holds: nothing
     out = {
         "accuracy": rounded(means.mean()), "sd": rounded(means.std()), "clients": len(table),
@@ -92,8 +91,8 @@ def evaluate_clients(f: Federation, server: Server, memories: Mapping) -> dict[s
         "exits_sd": [rounded(x.std()) if len(x) else None for x in held], "last": rounded(last.mean()),
     }  # fmt: skip
     if has_classes:
-        prior = np.nanmean(np.where(holds, every[:, len(exits) : -1], np.nan), 1)
-        for name, own in (("prior", prior), ("majority", every[:, -1])):
+        prior = np.where(holds, every[:, len(exits) : -1], np.nan)
+        for name, own in (("prior", np.nanmean(prior, 1)), ("last_prior", prior[deepest]), ("majority", every[:, -1])):
             out |= {name: rounded(own.mean()), f"{name}_sd": rounded(own.std())}
     if len({(p.exits, p.shape_key()) for p in parts}) > 1:
         budgets = np.array([c.budget for c in clients])
@@ -104,6 +103,7 @@ def evaluate_clients(f: Federation, server: Server, memories: Mapping) -> dict[s
         out["by_client"] = {str(c.id): rounded(x) for c, x in zip(clients, means, strict=True)}
         if len(exits) > 1:
             out["last_by_client"] = {str(c.id): rounded(x) for c, x in zip(clients, last, strict=True)}
+    undefined = sum(len(ids) for ids, _ in groups) - len(scores)
     out |= {name: k for name, k in (("nonfinite", len(broken)), ("undefined", undefined)) if k}
     if early and holds.all():
         out["leaving"] = mean_over_clients(early)

@@ -108,30 +108,30 @@ def entries_frame(frames: Mapping[str, Mapping[str, pd.DataFrame]], known: Path 
 
     In percent. ``score``: mean over clients of the best sub-model that each affords; ``worst``: of the worst tenth;
     ``class 1`` ...: by class of devices; ``central``: of the whole net on all test examples. Two controls:
-    ``majority`` (:func:`majority_of`) and ``prior``, the score with the client's own shares of labels added to what a
-    net of one exit answers; NaN where none is known. Costs are the slowest or largest class's, ``macs`` the mean's; of
-    runs that the Parquet file ``known`` has, which this function made, they are those in it: counting takes minutes.
+    ``majority`` (:func:`majority_of`) and ``prior``, the score with the client's own shares of labels added to what is
+    answered; NaN where a run does not say. Costs are the slowest or largest class's, ``macs`` the mean's. Of runs that
+    the Parquet file ``known`` has, which this function made, costs and majority are those in it: counting takes time.
     """
-    stored = pd.read_parquet(known).drop_duplicates("run").set_index("run") if known and known.is_file() else None
-    rows, classes = [], len(devices())
+    stored = pd.read_parquet(known).to_dict("records") if known and known.is_file() else ()
+    before, rows, classes = {row["run"]: row for row in stored}, [], len(devices())
     places = [(caps, task, frame) for caps, by_task in frames.items() for task, frame in by_task.items()]
     for caps, task, row in ((*place, row) for *place, frame in places for row in frame.to_dict("records")):
         if not isinstance(run := row["found"], Run):
             continue
         e, scores, own = run.experiment, np.array(scores_of(run.summary)), run.summary["personal"]
-        if stored is not None and run.path.name in stored.index:
-            prices = stored.loc[run.path.name, PRICES].to_dict()
-            said = re.search("over budget: (.*?are said)", str(stored.loc[run.path.name, "flags"]))
+        if told := before.get(run.path.name):
+            said = re.search("over budget: (.*?are said)", told["flags"])
             OVER.setdefault(e.replace(seed=1), said[1] if said else "")
-        else:
-            prices = _prices(e.replace(seed=1, lr=1.0))  # neither changes it: a search of rates is priced once
-        majority = own["majority"] if "majority" in own else majority_of(e)
+        prices = {k: told[k] for k in PRICES} if told else _prices(e.replace(seed=1, lr=1.0))  # of any seed and rate
+        majority = own.get("majority", told["majority"] if told else np.nan)
+        majority = majority_of(e) if np.isnan(majority) else majority  # of data that need not be at hand
         rows.append({
             "task": task, "caps": caps, "method": row["variant"], "label": row["label"], "seed": row["seed"],
             "run": run.path.name, "backbone": e.backbone, "options": json.dumps(dict(e.options)),
             "score": scores.mean(), "worst": worst(scores), **_by_class(scores, classes),
             "central": run.summary["exits"][-1], "majority": majority,
-            "prior": own.get("prior", np.nan) if len(own["exits"]) == 1 else np.nan, **prices, "rounds": e.rounds,
+            "prior": own.get("last_prior", own.get("prior", np.nan) if len(own["exits"]) == 1 else np.nan), **prices,
+            "rounds": e.rounds,
             "flags": ", ".join([*flags_of(run, "local"), *([BELOW] if scores.mean() < majority else [])]),
         })  # fmt: skip
     return pd.DataFrame(rows)

@@ -19,7 +19,6 @@ from fedlib.models.registry import backbone_spec, fetch_weights, tokenizer_of
 from ..runs.costs import describe_time, exit_costs, num_classes, training_macs
 from ..runs.params import Cell, load_fallback, load_grid, load_spec
 from ..runs.progress import say
-from ..runs.run_paths import run_path
 from ..runs.store import Run, run_all, shown_run, stored_pace
 from .clients import SD, VALUES, numbers_of, spread_out
 
@@ -90,14 +89,15 @@ def collect(
     """Return a row per cell: where it stands, and its stored accuracy (percent), exits, seconds; NaN where missing.
 
     ``last`` is the last exit's accuracy, ``local`` that of each client's deepest exit on its own test set, their mean.
-    ``found`` is the run itself, None where missing. ``known`` are all that are stored, where one has looked.
+    ``run`` is its name and ``found`` the run itself, None where missing. ``known`` are all that are stored, where one
+    has looked.
     """
     rows = []
     for cell in cells:
         found = shown_run(cell.experiment, folder) if known is None else known.get(cell.experiment)
         row = {k: v for k, v in vars(cell).items() if k != "experiment"}
         row |= {"dataset": cell.experiment.dataset, "backbone": cell.experiment.backbone}
-        row["run"] = (found.path if found else run_path(cell.experiment, folder)).name
+        row["run"] = found.path.name if found else None
         row["found"] = found
         rows.append(row | (values_of(found.summary) if found else {"status": "missing"}))
     return pd.DataFrame(rows).reindex(columns=list(NAMES["columns"]))

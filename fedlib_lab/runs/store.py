@@ -200,9 +200,9 @@ def _forget(experiments: Sequence[Experiment], folder: Folder, accept: Accept, a
     """Forget what is stored of ``experiments`` if ``again``; of "other" what other inputs trained. Say so if told."""
     for e in experiments if convert(again, Again, "again") else ():
         check_experiment(e)  # all, before anything is lost
-    for e in dict.fromkeys(experiments) if again else ():
+    for e, path in {e: run_path(e, folder) for e in experiments}.items() if again else ():
         if (again is True or _is_other(e, folder, accept)) and forget(e, folder) and told:
-            say(f"forgotten, and run anew: {e.slug}")
+            say(f"forgotten, and run anew: {path.name}")
 
 
 def _is_other(e: Experiment, folder: Folder, accept: Accept) -> bool:

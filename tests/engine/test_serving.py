@@ -203,15 +203,16 @@ def test_beside_what_clients_get_stands_what_always_guessing_gives_and_what_thei
     one_exit = {"num_exits": 1, "options": {"rates": [0.5, 1.0]}} if method == "heterofl" else {}
     f, server, memories = trained(tiny, method, **NETS["flat maps"] | one_exit)
     found, r = serving.evaluate_clients(f, server, memories), Round(server.t, (), f.setting)
-    prior, majority = [], []
+    prior, last_prior, majority = [], [], []
     for k, x in answers(f, server, memories).items():
         counts = np.bincount(f.data.labels.numpy()[f.data.client(k)], minlength=len(f.data.classes))
         own = f.data.test_labels[f.data.client_test(k)]
         held = f.method.serve(f.clients([k])[0], server, r).members[0].part.exits
         with_prior = (x + torch.tensor(np.log(counts + 1.0))).argmax(-1)[[f.answering.index(j) for j in held]]
         prior.append(100 * (with_prior == own).double().mean().item())
+        last_prior.append(100 * (with_prior[-1] == own).double().mean().item())
         majority.append(100 * (own == int(counts.argmax())).double().mean().item())
-    for name, wanted in (("prior", prior), ("majority", majority)):
+    for name, wanted in (("prior", prior), ("last_prior", last_prior), ("majority", majority)):
         assert found[name] == pytest.approx(np.mean(wanted), abs=1e-3)
         assert found[f"{name}_sd"] == pytest.approx(np.std(wanted), abs=1e-3)
     assert found["majority"] > 100 / len(f.data.classes) and found["prior"] != found["accuracy"]

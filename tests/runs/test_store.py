@@ -208,7 +208,7 @@ def test_a_run_has_a_curve_unless_none_is_asked_for(tmp_path):
     assert find_run(e, tmp_path).experiment.evaluate_every == 5
 
 
-def test_a_run_whose_name_says_how_often_one_looked_is_found_and_goes_on(tmp_path):
+def test_a_run_whose_name_says_how_often_one_looked_is_found_and_goes_on(tmp_path, capsys):
     """As all runs were named before: whatever is asked now, finished or not; one of another experiment is not taken."""
     e, other = short("reefl", evaluate_every=2), short("reefl", evaluate_every=1)
     run(e, ONE, tmp_path, progress=False, on_round=lambda r: r.t == 3)
@@ -217,8 +217,13 @@ def test_a_run_whose_name_says_how_often_one_looked_is_found_and_goes_on(tmp_pat
     found = run(other, ONE, tmp_path, progress=False)
     assert found.path == former and rounds_of(other, tmp_path) == [2, 4] and len(list(tmp_path.iterdir())) == 1
     assert find_run(other.replace(lr=0.01), tmp_path) is None
+    whole = (former / "experiment.json").read_text()
     (former / "experiment.json").write_text("{")
     assert run_path(e, tmp_path) == former and find_run(other.replace(seed=9), tmp_path) is None
+    (former / "experiment.json").write_text(whole)
+    capsys.readouterr()
+    run(e, ONE, tmp_path, again=True)
+    assert capsys.readouterr().out.startswith(f"forgotten, and run anew: {former.name}\n")
 
 
 def test_a_run_is_a_card_in_a_notebook(tmp_path):
