@@ -122,8 +122,8 @@ def plot_levels(frame: pd.DataFrame, x: str, subject: str):
     ``frame`` is :func:`level_accuracies`' of one column; a point is the mean over its runs, a bar their SD.
     """
     xlabel, unit = COSTS[x]
-    rows, where = named(frame.assign(**{x: frame[x] * unit})), "method variant label seed series accuracy".split()
-    ends = [(level, rows[rows.level == level][where]) for level in (rows.level.min(), rows.level.max())]
-    title = "; ".join(f"level {level}: {leads(part, PAPER)}" for level, part in ends).replace("level", "Level", 1)
+    rows, where = named(frame.assign(**{x: frame[x] * unit})), "column method variant label seed series accuracy"
+    ends = rows[rows.level.isin([rows.level.min(), rows.level.max()])]
+    title = leads(ends.assign(column="level " + ends.level.astype(str))[where.split()], PAPER)
     return plot_series(rows, x, "accuracy", f"{xlabel} of the level", "local accuracy (%)", f"{title}\n{subject}",
                        hero=PAPER, names="level", log=True)  # fmt: skip

@@ -97,8 +97,7 @@ def collect(
         found = shown_run(cell.experiment, folder) if known is None else known.get(cell.experiment)
         row = {k: v for k, v in vars(cell).items() if k != "experiment"}
         row |= {"dataset": cell.experiment.dataset, "backbone": cell.experiment.backbone}
-        row["run"] = found.path.name if found else None
-        row["found"] = found
+        row |= {"run": found.path.name if found else None, "found": found}
         rows.append(row | (values_of(found.summary) if found else {"status": "missing"}))
     return pd.DataFrame(rows).reindex(columns=list(NAMES["columns"]))
 

@@ -71,7 +71,9 @@ def leads(frame: pd.DataFrame, hero: str = "", value: str = "accuracy") -> str:
     if len(found) == 1 or len(pairs) > 1 or not max(pairs)[1]:
         return "; ".join(f"{place}: " * bool(place) + apart(*said) for place, said in found.items())
     words = {"holds": "leads", "contradicted": "trails", "not testable": "one seed"}
-    ends = [f"{place} {x:+.1f} ({words.get(v, v)})".replace("-", "−") for place, (*_, x, v) in found.items()]
+    said = [f" ({words.get(v, v)})" for *_, v in found.values()]
+    said = said if len({*said}) > 1 else [""] * (len(said) - 1) + said[:1]  # once, where it is the same of all
+    ends = [f"{place} {found[place][2]:+.1f}".replace("-", "−") + v for place, v in zip(found, said, strict=True)]
     return f"{' against '.join(max(pairs))}, in points: {', '.join(ends)}"
 
 

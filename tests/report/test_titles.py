@@ -39,7 +39,7 @@ def test_the_message_is_of_means_against_the_best_rival():
     assert leads(runs[runs.variant == "reefl"]) == "ReeFL reaches 42.0"
     assert leads(runs.assign(accuracy=float("nan"))) == "No run is stored yet"
     both = frame(METHODS, seeds=(1, 2, 3))
-    assert leads(both, "reefl") == "ReeFL against FedAvg, in points: Frozen −2.0 (trails), LoRA −2.0 (trails)"
+    assert leads(both, "reefl") == "ReeFL against FedAvg, in points: Frozen −2.0, LoRA −2.0 (trails)"
     other = both.assign(accuracy=both.accuracy - 1.5 * ((both.variant == "fedavg") & (both.finetune == "lora")))
     said = "Frozen: ReeFL trails FedAvg by 2.0 points; LoRA: ReeFL trails DepthFL by 1.0 points"
     assert leads(other, "reefl") == said  # the best rival is another
