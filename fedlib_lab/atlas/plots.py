@@ -34,10 +34,10 @@ def plot_standings(table: pd.DataFrame, methods: Mapping[str, str], title: str):
     """Plot ``scores.standings``, a panel a task; rows in the table's order, which is no ranking. ``methods`` of rows.
 
     A dot is the mean over seeds on clients' own shares of labels, hollow where they are too few to rank, a bar one SD,
-    a cross what the net gets where all classes are alike, and the dashed line the clients' own majority class.
+    x what the net gets where all classes are alike, + what clients would get with their own shares of labels added to
+    its answers, and the dashed line the clients' own majority class.
     """
-    rows = list(dict.fromkeys(table.label))
-    groups = list(table.groupby("task", sort=False))
+    rows, groups = list(dict.fromkeys(table.label)), list(table.groupby("task", sort=False))
     size = 2.6 if groups[1:] else 6.0, 1.0 + 0.2 * len(rows)
     axes = panels([title_of(task) for task, _ in groups], title, size, len(groups))
     for ax, (_, group) in zip(axes, groups, strict=True):
@@ -45,14 +45,14 @@ def plot_standings(table: pd.DataFrame, methods: Mapping[str, str], title: str):
             y, color = rows.index(row["label"]), color_of(methods.get(row["method"], row["method"]))
             ax.errorbar(row["own labels"], y, xerr=np.nan_to_num(row["sd"]), fmt="o", color=color,
                         markerfacecolor="white" if not_ranked([row["seeds"]]) else color)  # fmt: skip
-            ax.plot(row["all alike"], y, "x", color=INK, markersize=5)
+            ax.plot(row["all alike"], y, "x", row["prior"], y, "+", color=INK, markersize=5)
         if group.majority.notna().any():
             ax.axvline(group.majority.mean(), color="black", linestyle="--", linewidth=1)
         ax.set(yticks=range(len(rows)), yticklabels=rows, ylim=(len(rows) - 0.5, -0.5))
         ax.grid(alpha=0.3)
-    said = "○ fewer than three seeds: not ranked   ● three or more   × all classes alike   dashed: own majority class"
-    figure = axes[0].figure
-    figure.supxlabel(wrapped(f"accuracy (%), bars: SD over seeds\n{said}", figure.get_figwidth()), fontsize=9)
+    said = "○ fewer than three seeds: not ranked   ● three or more   × all classes alike   + own shares of labels added"
+    said, figure = f"accuracy (%), bars: SD over seeds, dashed: own majority class\n{said}", axes[0].figure
+    figure.supxlabel(wrapped(said, figure.get_figwidth()), fontsize=9)
     return axes[0]
 
 

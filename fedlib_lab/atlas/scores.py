@@ -103,6 +103,7 @@ def standings(frame: pd.DataFrame, frames: Mapping[str, pd.DataFrame]) -> pd.Dat
 
     In percent: ``own labels``, what clients get on their own shares of labels, with its ``sd`` over seeds; ``worst
     tenth`` of them; ``all alike``, what the whole net gets on all test examples, where all classes are alike;
+    ``prior``, what they would get with their own shares of labels added to the answers, where runs say it;
     ``majority``, what always answering one's own most frequent label gives, and the points that the row is ``above``
     it. ``rank``: :func:`ranks` of the task's ``frames``.
     """
@@ -110,7 +111,8 @@ def standings(frame: pd.DataFrame, frames: Mapping[str, pd.DataFrame]) -> pd.Dat
     rows = frame.groupby(["task", "method", "label"], sort=False)
     table = rows.agg(**{
         "own labels": ("score", "mean"), "sd": ("score", "std"), "worst tenth": ("worst", "mean"),
-        "all alike": ("central", "mean"), "majority": ("majority", "mean"), "seeds": ("seed", "nunique"),
+        "all alike": ("central", "mean"), "prior": ("prior", "mean"), "majority": ("majority", "mean"),
+        "seeds": ("seed", "nunique"),
         "flags": ("flags", lambda x: ", ".join(dict.fromkeys(f for each in x for f in each.split(", ") if f))),
     }).reset_index()  # fmt: skip
     places = zip(table.task, table.method, strict=True)

@@ -95,7 +95,7 @@ def entries_of(scores, majority=45.0, task="x"):
     """As ``entries_frame`` gives."""
     return pd.DataFrame([
         {"task": task, "caps": "macs", "method": v, "label": v, "seed": k, "score": x, "worst": x - 20, "central": 10.0 + k,
-         "majority": majority, "flags": "rising" * (k == 1), "macs": 1e9, "upload MiB": 2.0}
+         "prior": x + 5.0, "majority": majority, "flags": "rising" * (k == 1), "macs": 1e9, "upload MiB": 2.0}
         for v, own in scores.items() for k, x in enumerate(own, 1)
     ])  # fmt: skip
 
@@ -104,7 +104,7 @@ def test_both_worlds_and_the_control_stand_in_the_map_s_table():
     table = standings(entries_of(THREE), {"x": rows_of(THREE)}).set_index("method")
     row = table.loc["reefl"]
     assert (row["own labels"], row.sd, row["worst tenth"], row["all alike"]) == (51, 1, 31, 12)
-    assert (row.majority, row.above, row.seeds, row["rank"]) == (45, 6, 3, "1–2 of 3 ranked")
+    assert (row.prior, row.majority, row.above, row.seeds, row["rank"]) == (56, 45, 6, 3, "1–2 of 3 ranked")
     assert row["flags"] == "rising" and table["rank"].whole == "–" and list(table.index) == list(THREE)
     unknown = standings(entries_of(THREE, np.nan), {"x": rows_of(THREE)})
     assert unknown.majority.isna().all() and unknown.above.isna().all()
@@ -230,6 +230,8 @@ def test_the_map_s_figure_tells_few_seeds_from_enough():
     dots = [[line.get_markerfacecolor() for line in x.lines if line.get_marker() == "o"] for x in (first, second)]
     assert [[c == "white" for c in of] for of in dots] == [[False, True, False, False], [False] * 4]
     assert [sum(line.get_linestyle() == "--" for line in x.lines) for x in (first, second)] == [1, 0]  # the control
+    added = [line.get_xdata()[0] for line in first.lines if line.get_marker() == "+"]
+    assert added == table[table.task == "x"].prior.tolist()  # the other control
 
 
 def test_a_table_to_choose_by():
