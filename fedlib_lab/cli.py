@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from .runs.record import Run
 
 WORDS = read_table(Path(__file__).with_suffix(".yaml"))
-TYPES = {"int": int, "float": float}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -55,7 +54,7 @@ def parser() -> argparse.ArgumentParser:
         p.set_defaults(command=globals()[f"_{name}"])
         for argument, own in said["arguments"].items():
             how = WORDS["shared"].get(argument, {}) | (own or {})
-            p.add_argument(argument, **how | ({"type": TYPES[how["type"]]} if "type" in how else {}))
+            p.add_argument(argument, **how | ({"type": {"int": int}.get(how["type"], float)} if "type" in how else {}))
     return top
 
 
@@ -112,8 +111,8 @@ def _sweep(given: argparse.Namespace) -> int:
     rows: dict = {}  # of modes, columns and seeds the first
     for cell in load_cells(paper, name, given.profile, overrides_of(given.overrides)):
         rows.setdefault(cell.variant, cell.experiment)
-    how = {"execution": Execution(given.device, given.workers)}
-    trials = sweep(rows, over_of(given.over), given.sampler, given.trials, **how)
+    over, execution = over_of(given.over), Execution(given.device, given.workers)
+    trials = sweep(rows, over, given.sampler, given.trials, execution=execution)
     print(trials_frame(trials).to_string(index=False))
     for row, trial in best(trials).items():
         print(f"best of {row}: --set {' '.join(f'{k}={v}' for k, v in trial.choice.items())}")
@@ -150,8 +149,9 @@ def _explain(given: argparse.Namespace) -> int:
     paper, _, table = given.table.partition("/")
     if given.row is not None:
         spec = load_spec(paper, table)
-        plain = "method" in spec["axes"] or given.row not in spec["variants"]
-        choices |= {"method" if plain else "variant": given.row}
+        key = "method" if "method" in spec["axes"] or given.row not in spec["variants"] else "variant"
+        if choices.setdefault(key, given.row) is not given.row:
+            raise ValueError(f"row {given.row!r} beside --set {key}={choices[key]}; allowed: one of them")
     if given.cost:
         from .runs import costs, store
 

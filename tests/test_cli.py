@@ -100,12 +100,22 @@ def test_runs_are_filtered_by_any_column_and_told_apart_by_those_in_which_they_d
     found = lambda *words: [row["run"] for row in document(capsys, "runs", *words)]  # noqa: E731
     assert found("rounds=2") == found("reefl", "rounds>1", "rounds!=1") == [names[2]]
     assert found("options.kd_weight=null", "options.modulate=true", "seed<=2") == [names[1], names[2]]
-    assert found("accuracy<0") == found("dataset=cifar10") == found("dataset>3") == []
+    assert found("accuracy<0") == found("dataset=cifar10") == found("method>reefm") == []
     head = said(capsys, "runs").splitlines()[0].split()
     assert head == ["run", "rounds", "day", "status", "t", "accuracy", "seconds"]
     assert "rounds" not in said(capsys, "runs", "rounds=1").splitlines()[0].split()
     assert "unknown key 'roundz'; did you mean 'rounds'?" in said(capsys, "runs", "roundz=2", status=2)
-    assert "expected a column" in said(capsys, "runs", "=2", status=2)
+    for text in ("=2", "rounds==2", "accuracy>>5"):
+        assert "expected a column" in said(capsys, "runs", text, status=2)
+    assert "accuracy>50%: '50%' is a word; allowed: " in said(capsys, "runs", "accuracy>50%", status=2)
+    assert "pretrained=no: 'no' is a word; allowed: False and the like" in said(
+        capsys, "runs", "pretrained=no", status=2
+    )
+    assert "profile = 'nope' is unknown" in said(
+        capsys, "fill", "reefl/table1", "--profile", "nope", "--dry-run", status=2
+    )
+    beside = said(capsys, "explain", "reefl/table1", "depthfl", "--set", "method=reefl", status=2)
+    assert "row 'depthfl' beside --set method=reefl; allowed: one of them" in beside
 
 
 def test_all_columns_are_written_as_one_table_that_needs_no_kit(capsys, folder):

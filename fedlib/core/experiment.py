@@ -167,7 +167,7 @@ class Experiment(NamedFields):
         check_instance(self, "experiment")
         if self.clients_per_round > self.num_clients:
             raise self.refused("clients_per_round", f"exceeds num_clients = {self.num_clients}")
-        if self.min_lr > self.lr:
+        if self.schedule == "cosine" and self.min_lr > self.lr:
             raise self.refused("min_lr", f"exceeds lr = {self.lr}")
         if self.subset != "proportional" and self.num_train is self.num_test is None:
             raise self.refused("subset", "has no effect without num_train or num_test")

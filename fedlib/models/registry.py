@@ -50,8 +50,8 @@ class Own(Family):
 
 
 FAMILIES: tuple[Family, ...] = (Own(), *(f for place in doors.BACKBONES for f in doors.load(place).FAMILIES))
-OWN |= {name: spec for family in FAMILIES for name, spec in family.specs.items()}
-SHIPPED |= OWN
+SHIPPED |= {name: spec for family in FAMILIES for name, spec in family.specs.items()}
+OWN |= SHIPPED
 
 
 def build_backbone(name: str, pretrained: bool = True, seed: int = 0) -> Backbone:

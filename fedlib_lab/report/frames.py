@@ -18,10 +18,8 @@ from ..runs.run_paths import Folder
 from ..runs.store import stored_runs
 from ..runs.sweep import Trial
 
-PLACE = ("device", "workers", "torch", "fedlib")  # of a run's provenance
 SIGNS = {"=": operator.eq, "!=": operator.ne, "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}
 TOLD = {"method", "dataset", "finetune", "seed", "evaluate_every"}  # by a run's name; the last tells nothing
-FEW = 5  # columns in which runs differ
 
 
 def runs_frame(folder: Folder = None, words: Iterable[str] = (), rounds: bool = False) -> pd.DataFrame:
@@ -37,7 +35,7 @@ def runs_frame(folder: Folder = None, words: Iterable[str] = (), rounds: bool = 
 
 def _row(run: Run, metrics: dict) -> dict[str, object]:
     asked = run.experiment.to_dict() | {"options": run.record.get("inputs", {}).get("options", run.experiment.options)}
-    where = {k: v for k, v in run.record.get("provenance", {}).items() if k in PLACE}
+    where = {k: v for k, v in run.record.get("provenance", {}).items() if k in ("device", "workers", "torch", "fedlib")}
     return {"run": run.path.name, **asked, **without_bulk(metrics), "day": run.day, **where}
 
 
@@ -48,10 +46,12 @@ def where(frame: pd.DataFrame, conditions: Iterable[str]) -> pd.DataFrame:
     ``ValueError`` names an unknown column, and what is no condition.
     """
     for text in conditions if len(frame) else ():
-        if (parts := re.fullmatch(r"([\w.]+)(!=|<=|>=|=|<|>)(.*)", text)) is None:
+        if (parts := re.fullmatch(r"([\w.]+)(!=|<=|>=|=|<|>)([^=<>].*)?", text)) is None:
             raise ValueError(f"{text}: expected a column, one of {' '.join(SIGNS)}, and a value, e.g. rounds=100")
         check_known([parts[1]], frame.columns, f"{text}: unknown key {{}}")
-        value, holds = parse_yaml(parts[3], text), SIGNS[parts[2]]
+        value, holds = parse_yaml(parts[3] or "", text), SIGNS[parts[2]]
+        if isinstance(value, str) and not {str} & (kinds := {*map(type, frame[parts[1]].dropna())}) and kinds:
+            raise ValueError(f"{text}: {value!r} is a word; allowed: {frame[parts[1]].dropna().iloc[0]} and the like")
         frame = frame[[_holds(holds, None if x is pd.NA or x != x else x, value) for x in frame[parts[1]]]]
     return frame
 
@@ -63,7 +63,7 @@ def _holds(sign: Any, x: object, value: object) -> bool:
         return False
 
 
-def differing(frame: pd.DataFrame, most: int = FEW) -> list[str]:
+def differing(frame: pd.DataFrame, most: int = 5) -> list[str]:
     """List the first ``most`` columns of what was asked in which rows differ; not those that a run's name tells.
 
     An option counts among the runs whose methods have it.

@@ -32,7 +32,7 @@ from fedlib.models.registry import tokenizer_of
 from .costs import Pace, about, each_seconds
 from .identity import OtherInputs
 from .params import Cell, load_grid, load_spec
-from .params_files import grids, papers
+from .params_files import grids, papers, profiles
 from .progress import Watch
 from .record import provenance
 from .side_by_side import DIED, GRACE_SECONDS, hand_out
@@ -102,6 +102,7 @@ def queue(
     """
     known = {c: None for paper, table in wanted for c in load_spec(paper, table)["columns"]}
     check_known(columns, known, "columns = {} is in none of these tables")
+    check_known([profile], profiles(), "profile = {} is unknown")
     found: list[Run] = []
     missing: list[tuple[int, str, Cell]] = []
     skipped: list[str] = []

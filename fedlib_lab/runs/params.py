@@ -16,7 +16,7 @@ from typing import Any
 
 from fedlib.core.experiment import Experiment
 from fedlib.core.paths import params_dir
-from fedlib.core.validation import check_known, check_type, convert, shown
+from fedlib.core.validation import check_fields, check_known, check_type, convert, shown
 from fedlib.engine.checks import check_experiment
 from fedlib.methods import METHODS
 
@@ -173,14 +173,12 @@ def load_grid(paper: str, table: str, profile: str, overrides: Mapping[str, obje
     base, methods = _paper(paper)
     spec, sizes, overrides = load_spec(paper, table), load_profile(profile, paper), _given(overrides)
     check_known(overrides, field_names() | {"seeds", "columns", "variant"}, "overrides: unknown key {}")
-    kept = dict(spec.get(profile, {}))  # the table's own word at this profile: its cells, then any other key
-    kept.pop("fallback", None)  # see load_fallback
+    kept = _without(spec.get(profile, {}), "fallback")  # the table's own word here: its cells, then any other key
     only = _limits(spec, kept.pop("only", {}), overrides)
     finetunes = _listed(overrides.pop("finetune", kept.pop("finetune", spec["axes"]["finetune"])))
     variants = _variants(spec, kept.pop("variant", list(spec["variants"])), overrides)
     columns = _columns(spec, overrides.pop("columns", kept.pop("columns", list(spec["columns"]))), profile, overrides)
-    seeds = kept.pop("seeds", sizes.get("seeds", [1]))
-    seeds = overrides.pop("seeds", [overrides.pop("seed")] if "seed" in overrides else seeds)
+    seeds = overrides.pop("seeds", kept.pop("seeds", sizes.get("seeds", [1])))
     sizes = {k: v for k, v in sizes.items() if k not in GRID_KEYS}
     cells, made = [], {}  # made: what differs in nothing but the seed, once
     axes = itertools.product(finetunes, variants.items(), columns.items(), seeds)
@@ -246,6 +244,9 @@ def _given(overrides: Mapping[str, object] | None) -> dict[str, Any]:
     if overrides is not None and not isinstance(overrides, Mapping):
         raise ValueError(f"overrides = {shown(overrides)}: expected a mapping of names to values")
     overrides = dict(overrides or {})
+    if "seed" in overrides and overrides.setdefault("seeds", one := overrides.pop("seed")) is not one:
+        raise ValueError(f"overrides: seed = {shown(one)} stands beside seeds; allowed: one of the two")
+    check_fields(Experiment, {k: overrides[k] for k in ("options", "finetune_options") if k in overrides}, "overrides")
     for key, kind in {"finetune": str, "method": str, "variant": str, "columns": str, "seeds": int}.items():
         if key in overrides:
             overrides[key] = [convert(v, kind, f"overrides: {key}") for v in _listed(overrides[key])]

@@ -50,12 +50,10 @@ def _rounds(full: Mapping, made: Mapping) -> dict[str, object]:
 
 def _epochs(full: Mapping, made: Mapping, said: Collection[str]) -> dict[str, int]:
     """Return the method's other epochs, as many for each local epoch as published."""
-    factor, found = made["local_epochs"] / full["local_epochs"], {}
-    if factor == 1:
-        return found
+    if (factor := made["local_epochs"] / full["local_epochs"]) == 1:
+        return {}
     method = build_method(made["method"], made["options"])
-    for name in (f.name for f in fields(method) if f.name.endswith("_epochs")):
-        value = getattr(method, name)
-        if value is not None and not unmet_condition(method, name) and f"options.{name}" not in said:
-            found[name] = max(1, math.floor(value * factor + 0.5))
-    return {name: epochs for name, epochs in found.items() if epochs != getattr(method, name)}
+    own = {f.name: getattr(method, f.name) for f in fields(method) if f.name.endswith("_epochs")}
+    matter = {n: k for n, k in own.items() if k is not None and not unmet_condition(method, n)}
+    found = {n: max(1, math.floor(k * factor + 0.5)) for n, k in matter.items() if f"options.{n}" not in said}
+    return {n: epochs for n, epochs in found.items() if epochs != own[n]}

@@ -1,14 +1,12 @@
 """EfficientNet (Tan and Le, ICML 2019), whose units are inverted residual blocks, for a client or a cohort.
 
-``efficientnet_b4`` is timm's network of that name (``load_efficientnet`` takes its weights),
-``efficientnet_b4_scalefl`` the variant that ScaleFL's release trains: a stem of 32 channels, other repeats and strides,
+By default a spec has the shape of timm's ``efficientnet_b4``, which is had from timm with its weights.
+``efficientnet_b4_scalefl`` is what ScaleFL's release trains: a stem of 32 channels, other repeats and strides,
 no last 1x1 convolution, dropout of 0.4 before the classifier and stochastic depth of up to 0.2. ``efficientnet_slim``
 is for 32 x 32 pixels on a CPU, and large enough that pooled exits for 200 classes are a tenth of it; exits of three
 convolutions keep the map's channels, of which a sixth would be 4. A stage's blocks share one axis; a block's widened
 channels and those of its squeeze-and-excitation are its own.
 Read next: ``maps.py``, ``layers/dropout.py``.
-
-Deviations: images are 224 x 224 pixels also for timm's network, whose own size is 320 in training.
 """
 
 from dataclasses import dataclass
@@ -123,27 +121,3 @@ class Inverted(nn.Module):
         y = self.excite(F.silu(self.bn(self.scale(self.depthwise(y)))))
         y = self.project_bn(self.project_scale(self.project(y)))
         return self.drop(y) + z if self.adds else y
-
-
-def timm_name(name: str, spec: EfficientNetSpec) -> str:
-    """Translate parameter ``name`` of a backbone of shape ``spec`` to its name in timm's EfficientNet."""
-    if name.startswith("stem."):
-        return name.replace("stem.conv.", "conv_stem.").replace("stem.bn.", "bn1.")
-    _, unit, layer = name.split(".", 2)
-    stage = spec.stage(int(unit))
-    first = sum(spec.repeats[:stage])
-    names = {"depthwise": "conv_dw", "excite.reduce": "se.conv_reduce", "excite.expand": "se.conv_expand"}
-    plain = {"bn": "bn1", "project": "conv_pw", "project_bn": "bn2"}
-    wide = {"widen": "conv_pw", "widen_bn": "bn1", "bn": "bn2", "project": "conv_pwl", "project_bn": "bn3"}
-    module, leaf = layer.rsplit(".", 1)
-    names |= wide if spec.expansions[stage] > 1 else plain
-    return f"blocks.{stage}.{int(unit) - first}.{names[module]}.{leaf}"
-
-
-@torch.no_grad()
-def load_efficientnet(model) -> MapBackbone:
-    """Load timm's ``efficientnet_b4`` weights into the kit's net, without the statistics of its norms."""
-    backbone, state = EFFICIENTNETS["efficientnet_b4"].build(), model.state_dict()
-    for name, p in backbone.named_parameters():
-        p.copy_(state[timm_name(name, backbone.spec)].reshape(p.shape))
-    return backbone

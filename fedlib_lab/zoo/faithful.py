@@ -73,6 +73,7 @@ def check_faithful(net: nn.Module, spec: WrappedSpec) -> None:
             if not _like(a, c):
                 why = "a hook, code around forward_features, or a number that is drawn or counted around the cuts?"
                 raise ValueError(f"{where}the net itself gives something else at cut {cut!r} than its pieces do: {why}")
+    _check_rows(theirs.eval(), spec.cuts, x)
     wants, gets = _gradients(wanted[-1], known), _gradients(got[-1], ours)
     most = max((float(g.norm()) for g in wants.values() if g is not None), default=0.0)
     for name, a in wants.items():
@@ -80,6 +81,23 @@ def check_faithful(net: nn.Module, spec: WrappedSpec) -> None:
         if (a is None) != (b is None) or a is not None and float((a - b).norm()) > 0.05 * float(a.norm()) + 1e-3 * most:
             why = f"wrap: {name!r} of the net itself learns something else than in its pieces:"
             raise ValueError(f"{why} code around the cuts in torch.no_grad, or under another switch of PyTorch's?")
+
+
+def _check_rows(net: nn.Module, cuts: Sequence[str], x: torch.Tensor) -> None:
+    """Raise ``ValueError`` if what ``net`` answers to an image follows from another, or if a batch norm runs twice.
+
+    The statistics of a norm that is called twice would be those of its last call, or of both.
+    """
+    calls = list[str]()
+    for path, m in net.named_modules():
+        if isinstance(m, nn.modules.batchnorm._BatchNorm):
+            m.register_forward_hook(lambda *_, path=path: calls.append(path))
+    one, other = (_outputs_at_cuts(net, cuts, torch.stack([x[0], beside]))[-1] for beside in (x[1], 1 - x[1]))
+    if twice := next((path for path in calls if calls.count(path) > 2), ""):
+        raise ValueError(f"wrap: {twice!r} is called twice; allowed: a batch norm of its own for each call")
+    if not _like(one[:1], other[:1]):
+        why = "an image's answer follows from the others of its batch, so from the order of the test set"
+        raise ValueError(f"wrap: {why}; allowed: statistics of a batch in batch norms of torch.nn")
 
 
 @contextmanager

@@ -19,11 +19,11 @@ from torch import nn
 
 from fedlib.core.hub import fail_fast, offline_error, unreadable_error
 from fedlib.core.validation import check_type
-from fedlib.models.backbone import OWN, SHIPPED, Backbone, Family, Spec, folder_of
+from fedlib.models.backbone import OWN, Backbone, Family, Spec, folder_of
 from fedlib.models.maps import MapSpec
 from fedlib.models.vit import ViTSpec
 
-from .efficientnet import EFFICIENTNETS, load_efficientnet
+from .efficientnet import EFFICIENTNETS
 from .faithful import check_faithful, check_plain, own_generators
 from .foreign_loading import fetch_foreign, load_foreign
 from .foreign_specs import FOREIGN, ForeignSpec
@@ -36,15 +36,9 @@ VIM_TINY_WEIGHTS = ("hustvl/Vim-tiny-midclstok", "vim_t_midclstok_76p1acc.pth") 
 
 
 class Convnets(Family):
-    """MSDNet, and EfficientNet with timm's weights."""
+    """MSDNet and EfficientNet, which have no weights."""
 
     specs = MSDNETS | EFFICIENTNETS
-
-    def load(self, name: str, spec: Spec, seed: int) -> Backbone | None:
-        return load_efficientnet(create_timm(name, pretrained=True)) if self.check(name, spec, True) else None
-
-    def check(self, name: str, spec: Spec, pretrained: bool) -> bool:
-        return name == "efficientnet_b4"
 
 
 class Vims(Family):
@@ -129,6 +123,8 @@ def wrap(
     stays so. ``ValueError`` says in a sentence what cannot be cut, or cannot be trained as it is: its pieces are
     compared with it (``faithful.py``).
     """
+    from fedlib.models.registry import SHIPPED  # which reads this file
+
     make = net if callable(net) and not isinstance(net, nn.Module) else None
     if make is not None:
         with torch.random.fork_rng(devices=[]):
@@ -181,8 +177,8 @@ def defaults_of(backbone: str) -> dict[str, object]:
 def load_weights_(net: nn.Module, file: Path) -> nn.Module:
     """Load a checkpoint's tensors into ``net``: a safetensors file, or one of PyTorch's that holds tensors alone.
 
-    By name; where names differ, in the order of both if all shapes agree, which a warning says. ``ValueError`` names
-    what does not fit; nothing is unpickled.
+    By name; where names differ and all shapes agree, in the order of both, which a warning says; safetensors keep none.
+    ``ValueError`` names what does not fit; nothing is unpickled.
     """
     try:
         state = load_file(file) if file.suffix == ".safetensors" else torch.load(file, "cpu", weights_only=True)
@@ -194,6 +190,9 @@ def load_weights_(net: nn.Module, file: Path) -> nn.Module:
         raise ValueError(f"wrap: weights = {str(file)!r} cannot be read: {why}") from error
     mine = {n: tuple(t.shape) for n, t in net.state_dict().items() if not n.endswith("num_batches_tracked")}
     if mine.keys() != theirs.keys():
+        if file.suffix == ".safetensors":
+            why = f"{min(mine.keys() ^ theirs.keys())} is not in both, and such a file keeps no order to go by"
+            raise ValueError(f"wrap: weights = {str(file)!r}: {why}; allowed: the net's own names")
         for (own, a), (other, b) in zip_longest(mine.items(), theirs.items(), fillvalue=("nothing", ())):
             if a != b or "nothing" in (own, other):
                 raise ValueError(f"wrap: weights = {str(file)!r}: {other} {b} does not fit {own} {a} of the net")

@@ -19,6 +19,8 @@ from .wrapped import adaptable
 DEFAULTS: Mapping[str, dict] = {"ia3": {"feedforward_modules": []}}
 WITHOUT_INJECTION = {"prompt_tuning", "p_tuning", "prefix_tuning", "multitask_prompt_tuning", "adaption_prompt",
                      "cpt", "xlora", "poly", "trainable_tokens", "cartridge", "adalora"}  # fmt: skip
+WITHOUT_EFFECT = ("inference_mode", "use_qalora", "target_parameters")  # here, or none that trains anything
+TYPES = {"bool": (bool, "true, false"), "int": (int, "an integer"), "float": ((int, float), "a number")}
 
 
 @cache
@@ -36,8 +38,12 @@ def modes() -> set[str]:
 
 def check(mode: str, options: dict, config: Spec) -> None:
     """Raise ``ValueError`` for an option that peft's tuner does not have, or one that it cannot inject."""
-    check_options(mode, options, {f.name for f in fields(peft_configs()[mode])})
+    kinds = {f.name: getattr(f.type, "__name__", f.type) for f in fields(peft_configs()[mode])}
+    check_options(mode, options, kinds.keys() - WITHOUT_EFFECT)
     for key, value in options.items():
+        kind, allowed = TYPES.get(kinds[key], (object, ""))
+        if not isinstance(value, kind) or isinstance(value, bool) > (kind in (bool, object)):
+            raise option_error(key, value, allowed)
         if key == "r":
             check_rank(value, config)
         elif key.endswith("dropout") and value:  # peft's own would draw from the global generator

@@ -38,6 +38,7 @@ def test_cosine_falls_to_its_floor():
 
 def test_constant_has_no_floor_to_fall_to():
     assert rates(experiment(schedule="constant", rounds=1)) == [0.1]
+    assert rates(Experiment(schedule="constant", rounds=1, lr=1e-4)) == [1e-4]  # whatever the cosine's floor is
 
 
 @pytest.mark.parametrize("milestones", [(4, 7), (0.4, 0.7)], ids=["rounds", "shares"])

@@ -1,5 +1,8 @@
 """Backbones by name: shipped weights load, lacking ones are told of."""
 
+import subprocess
+import sys
+
 import pytest
 
 from fedlib.models.registry import WEIGHTS, backbone_spec, build_backbone
@@ -24,3 +27,25 @@ def test_unavailable_weights_give_one_clear_sentence(monkeypatch):
     monkeypatch.setattr(timm, "create_model", offline)
     with pytest.raises(ConnectionError, match="weights of 'deit_tiny_patch16_224' are not cached and could not be"):
         build_backbone("deit_tiny_patch16_224")
+
+
+FIRST = """
+import fedlib
+from torch import nn
+class Net(nn.Sequential):
+    pass
+wrap = lambda name: fedlib.wrap(Net(nn.Conv2d(3, 4, 3, 4), nn.Flatten(1), nn.Linear(256, 2)), ["0"], (3, 32, 32), name=name)
+assert wrap("net") == wrap("net") == "net"
+from fedlib.models.registry import OWN, SHIPPED
+assert "net" in OWN and "net" not in SHIPPED
+try:
+    wrap("resnet20")
+except ValueError as error:
+    print(error)
+"""
+
+
+def test_a_net_that_is_wrapped_before_anything_else_is_no_net_of_the_kit():
+    """Else what another net of its name was stored as would be taken for it, and it could not be wrapped again."""
+    done = subprocess.run([sys.executable, "-c", FIRST], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("wrap: name = 'resnet20' is a backbone of the kit's")

@@ -122,6 +122,18 @@ def test_what_a_profile_keeps_is_checked(only, message):
             "method = 'refl' is unknown; did you mean",
         ),
         (lambda: load_grid("reefl", "table1", "smoke", {"rounds": "7"}), "rounds = '7': expected int"),
+        (
+            lambda: load_grid("reefl", "table1", "smoke", {"options": None}),
+            "overrides: options = None: expected a mapping",
+        ),
+        (
+            lambda: load_grid("reefl", "table1", "smoke", {"finetune_options": 3}),
+            "overrides: finetune_options = 3: expected",
+        ),
+        (
+            lambda: load_grid("reefl", "table1", "smoke", {"seeds": [3], "seed": 4}),
+            "overrides: seed = 4 stands beside seeds",
+        ),
         (lambda: load_experiment("reefl", "reefl", "smoke", {"num_exits": 7}), "does not divide 12 blocks"),
     ],
 )

@@ -14,7 +14,7 @@ from fedlib.methods.scaling import Level, split
 from fedlib.models import registry
 from fedlib_lab.runs.costs import load_shapes
 from fedlib_lab.runs.params import load_grid
-from fedlib_lab.zoo.efficientnet import EFFICIENTNETS, EfficientNetSpec, load_efficientnet
+from fedlib_lab.zoo.efficientnet import EFFICIENTNETS, EfficientNetSpec
 
 pytestmark = pytest.mark.usefixtures("repeatable_convolutions")
 
@@ -32,6 +32,30 @@ def tiny_net(monkeypatch):
         finetune="full", num_exits=2, exit_blocks=(1, 2), augment="none", num_train=50, num_test=20, num_clients=4,
         clients_per_round=4, rounds=1, batch_size=4, partition="iid", clip_value=None,
     )  # fmt: skip
+
+
+def timm_name(name, spec):
+    """Translate parameter ``name`` of a backbone of shape ``spec`` to its name in timm's EfficientNet."""
+    if name.startswith("stem."):
+        return name.replace("stem.conv.", "conv_stem.").replace("stem.bn.", "bn1.")
+    _, unit, layer = name.split(".", 2)
+    stage = spec.stage(int(unit))
+    first = sum(spec.repeats[:stage])
+    names = {"depthwise": "conv_dw", "excite.reduce": "se.conv_reduce", "excite.expand": "se.conv_expand"}
+    plain = {"bn": "bn1", "project": "conv_pw", "project_bn": "bn2"}
+    wide = {"widen": "conv_pw", "widen_bn": "bn1", "bn": "bn2", "project": "conv_pwl", "project_bn": "bn3"}
+    module, leaf = layer.rsplit(".", 1)
+    names |= wide if spec.expansions[stage] > 1 else plain
+    return f"blocks.{stage}.{int(unit) - first}.{names[module]}.{leaf}"
+
+
+@torch.no_grad()
+def load_efficientnet(model):
+    """Load timm's ``efficientnet_b4`` into the kit's net, without the statistics of its norms."""
+    backbone, state = EfficientNetSpec().build(), model.state_dict()
+    for name, p in backbone.named_parameters():
+        p.copy_(state[timm_name(name, backbone.spec)].reshape(p.shape))
+    return backbone
 
 
 def test_features_are_timms():
@@ -52,8 +76,9 @@ def test_features_are_timms():
     torch.testing.assert_close(feature[0], want, rtol=1e-3, atol=1e-3)
 
 
-def test_parameters_are_timms_and_those_of_the_variant_by_hand():
-    e = Experiment(method="fedavg", backbone="efficientnet_b4", pretrained=False, finetune="full")
+def test_parameters_are_timms_and_those_of_the_variant_by_hand(monkeypatch):
+    monkeypatch.setitem(registry.OWN, "b4", EfficientNetSpec())
+    e = Experiment(method="fedavg", backbone="b4", pretrained=False, finetune="full")
     model = build_model(e, build_method("fedavg", {}), 1000, meta=True)
     assert sum(p.numel() for p in model.parameters()) == 19_341_616
     spec, total, before = EFFICIENTNETS["efficientnet_b4_scalefl"], 3 * 9 * 32 + 64, 32

@@ -52,6 +52,17 @@ class Triple(nn.Module):
         return 3 * x - 1
 
 
+class Doubled(nn.Module):
+    """One module, called twice."""
+
+    def __init__(self, m):
+        super().__init__()
+        self.m = m
+
+    def forward(self, x):
+        return self.m(torch.relu(self.m(x)))
+
+
 class Keeps(nn.Module):
     """Numbers from one call to the next, by the function ``then`` of the module and its input."""
 
@@ -167,6 +178,10 @@ REFUSED = {
     "a lazy layer": (lambda: Net(nn.LazyConv2d(8, 1)), "parameter 'middle.0.weight' has no shape yet"),
     "double": (lambda: Net().double(), "does not run on shapes alone: .*double"),
     "bfloat16": (lambda: Net().bfloat16(), "does not run on shapes alone: .*BFloat16"),
+    "a norm of its own": (lambda: Net(Keeps(lambda m, x: x / x.std(0, keepdim=True).add(1))), "an image's answer follows from the others of its batch"),
+    "a mean over images": (lambda: Net(Keeps(lambda m, x: x - x.mean())), "an image's answer follows from the others of its batch"),
+    "a batch norm of torch.nn.functional": (lambda: Net(Keeps(lambda m, x: F.batch_norm(x, None, None, training=True))), "follows from the others"),
+    "a batch norm called twice": (lambda: Net(Doubled(nn.BatchNorm2d(8))), "'middle.0.m' is called twice; allowed: a batch norm of its own for each call"),
     "a net that fails": (lambda: Net(Keeps(lambda m, x: x if x.is_meta or x[9].sum() else x)), "does not come to cut 'middle': index 9"),
 }  # fmt: skip
 

@@ -513,6 +513,16 @@ def test_names_widths_and_other_modes_are_refused(wrapped):
         build_federation(wrapped.replace(finetune="ssf"))
     with pytest.raises(ValueError, match="'lora' with .*gone.*: peft says: Target modules .*gone"):
         build_federation(wrapped.replace(finetune="lora", finetune_options={"r": 2, "target_modules": ["gone"]}))
+    for key, value, allowed in (
+        ("use_dora", "no", "true, false"),
+        ("use_rslora", 1, "true, false"),
+        ("lora_alpha", "8", "an integer"),
+    ):
+        with pytest.raises(ValueError, match=f"{key} = {value!r} is not possible; allowed: {allowed}"):
+            build_federation(wrapped.replace(finetune="lora", finetune_options={"r": 2, key: value}))
+    for key, value in (("inference_mode", True), ("use_qalora", True), ("target_parameters", ["head"])):
+        with pytest.raises(ValueError, match=f"{key}"):
+            build_federation(wrapped.replace(finetune="lora", finetune_options={"r": 2, key: value}))
     with pytest.raises(ValueError, match="lora_dropout = 0.1 is not possible; allowed: 0.0$"):
         build_federation(wrapped.replace(finetune="lora", finetune_options={"r": 2, "lora_dropout": 0.1}))
     with pytest.raises(ValueError, match="reefl: backbone: Ree needs a class token, a Wrapped's exits read maps"):
@@ -544,8 +554,12 @@ def test_weights_of_a_file_go_in_by_name_or_by_order_and_are_never_unpickled(wra
     torch.save({n: t for n, t in state.items() if "head" not in n}, "short.pth")
     torch.save(state | {"gain": torch.ones(3, 1, 1)}, "narrow.pth")
     torch.save({"x": Code()}, "code.pth")
+    save_file({f"x.{n}": t for n, t in state.items()}, "renamed.safetensors")  # it would sort them by name
+    save_file({n: t for n, t in state.items() if "head" not in n}, "short.safetensors")
     for file, why in (
         ("short.pth", r"nothing \(\) does not fit head.weight \(10, 4\) of the net"),
+        ("renamed.safetensors", "enter.bias is not in both, and such a file keeps no order to go by"),
+        ("short.safetensors", "head.bias is not in both, .*; allowed: the net's own names"),
         ("narrow.pth", r"gain \(3, 1, 1\) is \(4, 1, 1\) in the net"),
         ("code.pth", "cannot be read: .*; allowed: a file of the net's state_dict"),
         ("absent.pth", "cannot be read: .*No such file"),
