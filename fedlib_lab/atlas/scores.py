@@ -111,8 +111,8 @@ def standings(frame: pd.DataFrame, frames: Mapping[str, pd.DataFrame]) -> pd.Dat
     rows = frame.groupby(["task", "method", "label"], sort=False)
     table = rows.agg(**{
         "own labels": ("score", "mean"), "sd": ("score", "std"), "worst tenth": ("worst", "mean"),
-        "all alike": ("central", "mean"), "prior": ("prior", "mean"), "majority": ("majority", "mean"),
-        "seeds": ("seed", "nunique"),
+        "all alike": ("central", "mean"), "prior": ("prior", lambda x: x.mean(skipna=False)),  # of all seeds or none
+        "majority": ("majority", "mean"), "seeds": ("seed", "nunique"),
         "flags": ("flags", lambda x: ", ".join(dict.fromkeys(f for each in x for f in each.split(", ") if f))),
     }).reset_index()  # fmt: skip
     places = zip(table.task, table.method, strict=True)
