@@ -118,10 +118,16 @@ def test_the_best_of_all_rates_that_a_row_was_given():
     assert found.minutes.tolist() == [2, 1, 0.1] and found["lr_2"].tolist()[:2] == [30, 40]
 
 
+def searched(task, what, caps):
+    """The table in which rows under ``caps`` were searched: of some tasks those not of compute are of other sizes."""
+    other = f"{task}_{what}_one_block"
+    return other if other in grids("atlas") and caps != "macs" else f"{task}_{what}"
+
+
 def rates_of(task, caps):
-    other = f"{task}_rates_one_block" in grids("atlas") and caps != "macs"  # whose rows are of other sizes
-    searched = "rates_one_block" if other else "rates"
-    rates, tuned = (load_grid("atlas", f"{task}_{name}", "small") for name in (searched, f"{caps}_tuned"))
+    rates, tuned = (
+        load_grid("atlas", name, "small") for name in (searched(task, "rates", caps), f"{task}_{caps}_tuned")
+    )
     scores = {(c.variant, c.experiment.lr): shown_run(c.experiment, OUTPUTS / "runs") for c in rates}
     return scores, {c.variant: c.experiment.lr for c in tuned}
 
@@ -172,7 +178,7 @@ def test_rows_of_own_parameters_differ_from_a_run_of_the_rates_by_one_thing(task
 @pytest.mark.parametrize(("caps", "task"), [(caps, task) for caps in BINDS for task in tasks_of(f"{caps}_tuned")])
 def test_each_tuned_row_has_what_its_method_gained_by(caps, task):
     """Of a method's own parameter the tuned row has the value that was taken, on top of the row that is not tuned."""
-    table = Table("atlas", f"{task}_own", "small", {}, OUTPUTS / "runs")
+    table = Table("atlas", searched(task, "own", caps), "small", {}, OUTPUTS / "runs")
     found, of = own_parameters(table.frame), {c.variant: dict(c.experiment.options) for c in table.cells}
     taken = dict(found[found.taken].groupby("method").variant.first())
     first = dict(found.groupby("method").variant.first())
