@@ -70,10 +70,16 @@ def local_set(
     return key | (tokenizer_key(tokenizer) if reads else {}), read
 
 
-def visible_files(path: Path) -> list[Path]:
-    """List the files of a folder, or the file; none whose name or folder within ``path`` begins with a dot."""
-    files = [p for p in sorted(path.rglob("*")) if p.is_file()] if path.is_dir() else [path]
-    return [p for p in files if not any(part.startswith(".") for part in p.relative_to(path).parts)]
+def visible_files(path: Path, within: tuple[Path, ...] = ()) -> list[Path]:
+    """List the files of a folder, or the file; none whose name or folder within ``path`` begins with a dot.
+
+    A link counts as what it leads to, but for one to a folder that it lies in (``within``: real folders around).
+    """
+    if not path.is_dir():
+        return [path] if path.is_file() or not within else []
+    if (real := path.resolve()) in within:
+        return []
+    return [f for p in sorted(path.iterdir()) if p.name[0] != "." for f in visible_files(p, (*within, real))]
 
 
 def check_pieces(files: Sequence[Path]) -> None:

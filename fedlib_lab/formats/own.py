@@ -108,7 +108,7 @@ def saved_set(path: Path, format: int, tokenizer: str | None) -> tuple[dict, Rea
         return None
     from datasets import load_from_disk
 
-    files = sorted(path.rglob("*.arrow"))
+    files = [p for p in visible_files(path) if p.suffix == ".arrow"]
     check_pieces(files)
     try:
         splits = _splits(str(path), load_from_disk(str(path)), None)

@@ -200,6 +200,22 @@ def test_a_cell_may_name_only_a_picture_of_its_own_set(kind, tmp_path):
         load_dataset(str(path))
 
 
+def test_a_link_counts_as_the_folder_that_it_leads_to(tmp_path):
+    """A class, and a whole split; some links lead back to a folder that they lie in."""
+    plain = folder(tmp_path / "plain", [(8, 8)] * 6, [(8, 8)] * 4)
+    linked, one, two = tmp_path / "linked", tmp_path / "one", tmp_path / "two"
+    for new in (linked / "train", one, two):
+        new.mkdir(parents=True)
+    for link, to in (("train/a", plain / "train" / "a"), ("train/b", plain / "train" / "b"), ("test", plain / "test"),
+                     ("train/round", linked), ("loop", one), ("../one/x", two), ("../two/x", one)):  # fmt: skip
+        (linked / link).symlink_to(to)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        data, same = load_dataset(str(linked)), load_dataset(str(plain))
+    assert data.classes == same.classes and len(data.train_labels) == 6 and len(data.test_labels) == 4
+    assert data.train_inputs.equal(same.train_inputs) and data.test_inputs.equal(same.test_inputs)
+
+
 def test_a_pipe_in_an_image_folder_is_not_waited_for(tmp_path):
     path = folder(tmp_path / "set", [(8, 8)] * 4)
     os.mkfifo(path / "train/a/900.png")
