@@ -69,10 +69,8 @@ def _divide(
 ) -> list[np.ndarray]:
     mean = len(rows) / num_clients
     if mean < least:
-        raise ValueError(
-            f"experiment: num_clients = {num_clients} is too many: with {len(rows)} examples a client has "
-            f"{mean:.1f}, and the partition gives each at least {least}"
-        )
+        why = f"num_clients = {num_clients} is too many: with {len(rows)} examples a client has {mean:.1f}"
+        raise ValueError(f"experiment: {why}, and the partition gives each at least {least}")
     pools = [p for c in np.unique(labels[rows]) if len(p := rng.permutation(rows[labels[rows] == c]))]
     for _ in range(TRIES):
         sizes, cuts = np.zeros(num_clients, np.int64), []
@@ -84,10 +82,8 @@ def _divide(
         if sizes.min() >= least:
             parts = zip(*(np.split(pool, cut) for pool, cut in zip(pools, cuts, strict=True)), strict=True)
             return [np.sort(np.concatenate(p)) for p in parts]
-    raise ValueError(
-        f"experiment: dirichlet_alpha = {alpha} left a client with fewer than {least} examples {TRIES} times; "
-        "a larger alpha or fewer clients are possible"
-    )
+    why = f"dirichlet_alpha = {alpha} left a client with fewer than {least} examples {TRIES} times"
+    raise ValueError(f"experiment: {why}; a larger alpha or fewer clients are possible")
 
 
 def dealt_classes(labels: np.ndarray, num_clients: int, classes_per_client: int, seed: int) -> list[np.ndarray]:
@@ -98,11 +94,9 @@ def dealt_classes(labels: np.ndarray, num_clients: int, classes_per_client: int,
     """
     rng = numpy_generator(seed, "partition")
     classes = np.unique(labels)
-    if not len(classes) <= num_clients * classes_per_client:
-        raise ValueError(
-            f"experiment: classes_per_client = {classes_per_client}: {num_clients} clients hold at most "
-            f"{num_clients * classes_per_client} of the {len(classes)} classes; partition = 'dealt' needs all"
-        )
+    if len(classes) > (most := num_clients * classes_per_client):
+        why = f"{num_clients} clients hold at most {most} of the {len(classes)} classes; partition = 'dealt' needs all"
+        raise ValueError(f"experiment: classes_per_client = {classes_per_client}: {why}")
     return share_classes(labels, deal(classes.tolist(), num_clients, classes_per_client, rng), rng)
 
 
@@ -124,9 +118,7 @@ def cover_classes(labels: np.ndarray, parts: Sequence[np.ndarray], each: int, se
     return share_classes(labels, hands, rng)
 
 
-def share_classes(
-    labels: np.ndarray, hands: Sequence[Sequence[int]], rng: np.random.Generator
-) -> list[np.ndarray]:  # fmt: skip
+def share_classes(labels: np.ndarray, hands: Sequence[Sequence[int]], rng: np.random.Generator) -> list[np.ndarray]:
     """Shuffle every class's rows and divide them evenly among the clients whose ``hands`` have it."""
     parts: list[list[np.ndarray]] = [[] for _ in hands]
     for c in np.unique(labels).tolist():

@@ -70,10 +70,8 @@ class Drawn:
 
     def __post_init__(self):
         if self.size > len(self.rows):
-            raise ValueError(
-                f"experiment: examples_per_client = {self.size} exceeds the {len(self.rows)} training examples that "
-                "partition = 'drawn' draws from"
-            )
+            why = f"examples_per_client = {self.size} exceeds the {len(self.rows)} training examples"
+            raise ValueError(f"experiment: {why} that partition = 'drawn' draws from")
         if self.num_clients > MOST_CLIENTS:
             raise ValueError(f"experiment: num_clients = {self.num_clients} exceeds {MOST_CLIENTS:,}")
         classes = np.unique(self.labels)
@@ -170,10 +168,8 @@ def natural_split(owners: np.ndarray, num_clients: int, seed: int) -> list[np.nd
     """
     ids, sizes = np.unique(owners, return_counts=True)
     if num_clients < len(ids):
-        raise ValueError(
-            f"experiment: num_clients = {num_clients}, but partition = 'natural_split' needs one for each of the "
-            f"{len(ids)} owners; partition = 'natural' takes the largest"
-        )
+        why = f"num_clients = {num_clients}, but partition = 'natural_split' needs one for each"
+        raise ValueError(f"experiment: {why} of the {len(ids)} owners; partition = 'natural' takes the largest")
     shares = [1] * len(ids)
     largest = [(-size, i) for i, size in enumerate(sizes.tolist())]
     heapq.heapify(largest)
@@ -241,6 +237,7 @@ def _flwr_partition(kind, labels, num_clients, seed, alpha, classes_per_client) 
 
 
 def _divide(kind, labels, num_clients, seed, alpha, classes_per_client) -> list[np.ndarray]:
+    """Divide by flwr-datasets; ``ValueError`` names the keys where its draws cannot be met."""
     with silence_libraries():  # flwr-datasets warns about class imbalance, which is the point here
         from datasets import Dataset
         from flwr_datasets import partitioner as flwr
@@ -250,12 +247,21 @@ def _divide(kind, labels, num_clients, seed, alpha, classes_per_client) -> list[
         if kind == "iid":
             partitioner = flwr.IidPartitioner(num_clients)
         elif kind == "class_dirichlet":
+            why = (
+                f"dirichlet_alpha = {alpha} leaves one of the clients (num_clients = {num_clients}) without an example"
+            )
+            allowed = "a larger alpha, or fewer clients"
             partitioner = flwr.DirichletPartitioner(
                 num_clients, "label", alpha, min_partition_size=1, self_balancing=False, seed=seed
             )
         else:
+            why = f"classes_per_client = {classes_per_client} with num_clients = {num_clients} gives a class"
+            why, allowed = f"{why} to more clients than it has examples", "fewer of either"
             partitioner = flwr.PathologicalPartitioner(
                 num_clients, "label", classes_per_client, class_assignment_mode="random", seed=seed
             )
         partitioner.dataset = table
-        return [np.sort(np.asarray(partitioner.load_partition(i)["row"], np.int64)) for i in range(num_clients)]
+        try:
+            return [np.sort(np.asarray(partitioner.load_partition(i)["row"], np.int64)) for i in range(num_clients)]
+        except ValueError as error:
+            raise ValueError(f"experiment: partition = {kind!r}: {why}; allowed: {allowed}") from error

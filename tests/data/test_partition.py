@@ -177,6 +177,18 @@ TEN = np.random.default_rng(0).permutation(np.repeat(np.arange(10), 200))
             {"labels": TEN % 2, "dirichlet_alpha": 1e-4},
             "dirichlet_alpha = 0.0001 left a client with",
         ),
+        (
+            "class_dirichlet",
+            {"dirichlet_alpha": 0.01, "num_clients": 1500},
+            r"^experiment: partition = 'class_dirichlet': dirichlet_alpha = 0.01 leaves one of the clients \(num_clients = "
+            r"1500\) without an example; allowed: a larger alpha, or fewer clients$",
+        ),
+        (
+            "pathological",
+            {"classes_per_client": 5, "num_clients": 1500},
+            "^experiment: partition = 'pathological': classes_per_client = 5 with num_clients = 1500 gives a class to more "
+            "clients than it has examples; allowed: fewer of either$",
+        ),
     ],
 )
 def test_impossible_divisions_are_refused(kind, values, message, monkeypatch):
