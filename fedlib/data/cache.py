@@ -19,7 +19,7 @@ from ..core.storage import DamagedFile
 
 ANY_SIZE = {"size": "any"}  # says that data were read that depend on the network's input
 Decoded = tuple[dict[str, torch.Tensor], list[str]]  # tensors by name, class names
-READER = 2  # raised where a reader makes something else of the same files: keys, which name runs, stay as they are
+READER = 3  # raised where a reader makes something else of the same files: keys, which name runs, stay as they are
 SETTLED = 2.0  # seconds after which a file that is written again has another time
 _digests: dict[str, str] = {}  # of files' bytes, by what the system says of the files
 FORMAT = 3  # of the decoded arrays

@@ -94,8 +94,7 @@ def decode(splits, layout: Layout, size: int | None = None) -> tuple[Decoded, bo
     parts = []
     for name, table in tables.items():
         labels, classes = (targets[name], []) if name in targets else read_labels(table, name, layout)
-        owners = read_column(table, layout.owner, name, layout) if layout.owner in table.column_names else None
-        parts.append(Part(inputs[name], labels, np.asarray(owners) if owners is not None else None, classes))
+        parts.append(Part(inputs[name], labels, read_owners(table, name, layout), classes))
     if len({p.owners.dtype.kind == "U" for p in parts if p.owners is not None}) > 1:  # numbers are not found as words
         why = f"{layout.where}: {layout.owner} is text in one of the splits {names}"
         raise ValueError(f"{why} and numbers in the other")
@@ -243,6 +242,16 @@ def read_labels(table, split: str, layout: Layout) -> tuple[np.ndarray, list[str
         return np.asarray(values, np.int64), list(names)
     names, labels = np.unique(np.asarray(values), return_inverse=True)
     return labels.astype(np.int64), [str(n) for n in names]
+
+
+def read_owners(table, split: str, layout: Layout) -> np.ndarray | None:
+    """Read whose each example is, by name where numbers have names; None where no column says it."""
+    if layout.owner not in table.column_names:
+        return None
+    if not hasattr(table.features[layout.owner], "names"):
+        return np.asarray(read_column(table, layout.owner, split, layout))
+    numbers, names = read_labels(table, split, replace(layout, label=layout.owner))
+    return np.asarray(names)[numbers]
 
 
 def _renumbered(train: Part, test: Part, names: Sequence[str], where: str) -> Part:

@@ -155,6 +155,22 @@ def test_a_client_is_tested_on_its_owner_s_examples():
             load_federated(e.replace(**changes))
 
 
+def test_owners_are_compared_by_name():
+    """The numbers of names are each split's own: bob is 1 of the training split's and 0 of the test split's."""
+    names = [["ann", "bob", "cem"], ["bob", "zoe", "cem"]]
+    train, test = (
+        table(rows, writer_id=owners).cast_column("writer_id", hf.ClassLabel(names=of))
+        for rows, owners, of in ((slice(30), [0, 1, 2] * 10, names[0]), (slice(30, 36), [0, 1, 2] * 2, names[1]))
+    )
+    data = load_dataset(register_data("mine", train, test))
+    assert data.owners.tolist() == [0, 1, 2] * 10 and data.test_owners.tolist() == [1, -1, 2] * 2
+    words = test.remove_columns("writer_id").add_column("writer_id", ["cem", "ann", "eve"] * 2)
+    assert load_dataset(register_data("mine", train, words)).test_owners.tolist() == [2, 0, -1] * 2
+    nobody = table(slice(30), writer_id=[0, 1, -1] * 10).cast_column("writer_id", hf.ClassLabel(names=names[0]))
+    with pytest.raises(ValueError, match="mine, split 'train', row 2: writer_id = -1 is none of the 3 classes"):
+        load_dataset(register_data("mine", nobody))
+
+
 def test_a_partitioner_of_flwr_datasets_says_who_the_clients_are(tmp_path):
     """Each client holds the rows of its part, be they drawn or sorted; the same division again is the same run."""
     from flwr_datasets.partitioner import DirichletPartitioner, ShardPartitioner
