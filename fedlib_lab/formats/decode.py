@@ -255,21 +255,26 @@ def read_owners(table, split: str, layout: Layout) -> np.ndarray | None:
 
 
 def _renumbered(train: Part, test: Part, names: Sequence[str], where: str) -> Part:
-    """Give ``test`` the class numbers of ``train``; ``ValueError`` if it has more classes, or two of one name."""
-    if test.classes == train.classes:
-        return test
-    for part, name in zip((train, test), names, strict=True):
-        if twice := next((c for c in part.classes if part.classes.count(c) > 1), None):
-            why = "and the other split has another list; allowed: one name a class"
-            raise ValueError(f"{where}: two classes of split {name!r} are called {twice!r}, {why}")
+    """Give ``test`` the class numbers of ``train``.
+
+    ``ValueError`` if a class has test examples and none to train on, or two classes have one name.
+    """
     if bool(train.classes) != bool(test.classes):
         told = f"{where}: labels are classes in one of the splits {names[0]!r} and {names[1]!r},"
         raise ValueError(f"{told} numbers in the other")
-    if unknown := sorted(set(test.classes) - set(train.classes)):
+    for part, name in zip((train, test), names, strict=True) if test.classes != train.classes else ():
+        if twice := next((c for c in part.classes if part.classes.count(c) > 1), None):
+            why = "and the other split has another list; allowed: one name a class"
+            raise ValueError(f"{where}: two classes of split {name!r} are called {twice!r}, {why}")
+    trained, tested = ([p.classes[i] for i in np.unique(p.labels)] if p.classes else [] for p in (train, test))
+    if unknown := sorted(set(tested) - set(trained)):
         told = f"{where}: split {names[1]!r} has labels that {names[0]!r} has not:"
-        raise ValueError(f"{told} {', '.join(unknown)[:200]}")
-    number = np.array([train.classes.index(n) for n in test.classes])
-    return Part(test.inputs, number[test.labels], test.owners, train.classes)
+        raise ValueError(f"{told} {', '.join(unknown)[:200]}; allowed: classes with an example to train on")
+    if test.classes == train.classes:
+        return test
+    number = {name: i for i, name in enumerate(train.classes)}
+    labels = np.array([number[test.classes[i]] for i in test.labels])
+    return Part(test.inputs, labels, test.owners, train.classes)
 
 
 def hold_out_tenth(part: Part, together: Sequence | None = None) -> tuple[Part, Part]:

@@ -2,6 +2,7 @@
 
 import io
 import os
+import re
 import signal
 import warnings
 
@@ -118,6 +119,16 @@ def test_one_coloured_image_keeps_its_colour(tmp_path):
     data = load_dataset(str(path))
     assert data.train_inputs.shape == (4, 3, 8, 8)
     assert data.train_inputs[:, :, 0, 0].tolist() == [[0, 0, 0], [20, 20, 20], [10, 10, 10], [200, 0, 55]]
+
+
+@pytest.mark.parametrize("tested, sentence", [(("a", "c"), "c"), (("A", "b"), "A"), (("c", "d"), "c, d")])
+def test_a_folder_of_the_test_split_alone_is_refused(tested, sentence, tmp_path):
+    path = folder(tmp_path / "set", [(8, 8)] * 4, [(8, 8)] * 2)
+    for old, new in zip("ab", tested, strict=True):
+        (path / "test" / old).rename(path / "test" / new)
+    told = f"{path}: split 'test' has labels that 'train' has not: {sentence}; allowed: classes with an example to train on"
+    with pytest.raises(ValueError, match=f"^{re.escape(told)}$"):
+        load_dataset(str(path))
 
 
 # --- more than 8 bits ------------------------------------------------------------------------------------------------

@@ -139,6 +139,25 @@ def test_what_is_no_data_set_is_refused(name, train, sentence):
     assert "mine" not in readers.OWN_DATA
 
 
+def test_a_class_is_tested_only_where_it_is_trained():
+    """Lists of classes may have more than either split has."""
+
+    def rows(labels, *names):
+        features = hf.Features(image=hf.Image(), label=hf.ClassLabel(names=list(names)))
+        images = [Image.fromarray(x) for x in X[: len(labels)]]
+        return hf.Dataset.from_dict({"image": images, "label": labels}, features)
+
+    train = rows([0, 1] * 10, "a", "b", "c", "d")
+    assert load_dataset(register_data("mine", train, rows([1, 0], "a", "b", "c", "d"))).classes == ("a", "b", "c", "d")
+    assert load_dataset(register_data("mine", train, rows([1, 2], "z", "a", "b"))).test_labels.tolist() == [0, 1]
+    told = "mine: split 'test' has labels that 'train' has not: {}; allowed: classes with an example to train on"
+    for test, names in ((rows([2, 0, 3], "a", "b", "c", "d"), "c, d"), (rows([0, 1], "z", "a"), "z")):
+        with pytest.raises(ValueError, match=f"^{told.format(names)}$"):
+            load_dataset(register_data("mine", train, test))
+    with pytest.raises(ValueError, match=f"^{told.format('owl')}$"):
+        register_data("mine", (X[:20], np.arange(20) % 2), (X[:3], np.arange(3)), ["cat", "dog", "owl"])
+
+
 def test_a_client_is_tested_on_its_owner_s_examples():
     """Owners 0, 1 and 2 of twenty examples each; a tenth of each is held out, two rows."""
     register_data("mine", table(writer_id=np.arange(60) // 20))
