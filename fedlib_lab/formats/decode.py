@@ -144,6 +144,10 @@ def train_and_test(parts: Sequence[Part], layout: Layout, together: Sequence | N
     if layout.test is None:
         train, test = hold_out_tenth(parts[0], together)
         check_held_out(len(test.labels), len(parts[0].labels), layout)
+        if classes := [train.classes[i] for i in np.setxor1d(train.labels, test.labels)] if train.classes else []:
+            told = f"{layout.where}: a tenth is held out to test on, whatever the class, and of"
+            some = f"{len(classes)} of {len(train.classes)} classes ({', '.join(classes)[:200]})"
+            warnings.warn(f"{told} {some} all examples are on one side", stacklevel=2)
     else:
         train, test = parts[0], _renumbered(*parts, [layout.train, layout.test], layout.where)
     return _tensors(train, test), train.classes
@@ -280,7 +284,8 @@ def _renumbered(train: Part, test: Part, names: Sequence[str], where: str) -> Pa
 def hold_out_tenth(part: Part, together: Sequence | None = None) -> tuple[Part, Part]:
     """Split into (train, test): a tenth of each owner's examples tests, or of all where no owner is named.
 
-    Examples of equal values ``together`` stay on one side: then it is a tenth of the values.
+    Examples of equal values ``together`` stay on one side: then it is a tenth of the values. Classes do not matter, so
+    of a small one all examples may be on one side.
     """
     if together is not None:
         values, of = np.unique(together, return_inverse=True)

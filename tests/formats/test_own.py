@@ -1,6 +1,7 @@
 """Data of one's own: objects under a name, folders of ``save_to_disk``, ids of the hub; known by their content."""
 
 import re
+import warnings
 
 import datasets as hf
 import numpy as np
@@ -156,6 +157,17 @@ def test_a_class_is_tested_only_where_it_is_trained():
             load_dataset(register_data("mine", train, test))
     with pytest.raises(ValueError, match=f"^{told.format('owl')}$"):
         register_data("mine", (X[:20], np.arange(20) % 2), (X[:3], np.arange(3)), ["cat", "dog", "owl"])
+
+
+def test_a_class_that_is_not_on_both_sides_of_the_held_out_tenth_is_said():
+    told = "mine: a tenth is held out to test on, whatever the class, and of {} all examples are on one side"
+    for labels, names in (([0] * 59 + [2], ["owl"]), ([2] + [1] * 59, ["owl"]), ([0, 1] + [2] * 58, ["cat", "dog"])):
+        said = f"{len(names)} of 3 classes ({', '.join(names)})"
+        with pytest.warns(UserWarning, match=f"^{re.escape(told.format(said))}$"):
+            register_data("mine", (X, np.array(labels)), classes=["cat", "dog", "owl"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        register_data("mine", (np.repeat(X, 10, 0), np.arange(600) % 3))
 
 
 def test_a_client_is_tested_on_its_owner_s_examples():
