@@ -5,8 +5,8 @@ is brought to the network's input while it is read, with anti-aliasing: ``transf
 before anything else, so nothing is lost but memory (one photograph of 2500 x 2500 pixels takes 18 MiB).
 
 Grey images of 16 bits or of floats are scaled to 8 bits, all of a set alike: white is what the fewest bits that hold
-the set's brightest pixel can say, of floats 1 or 255. A set whose pixels leave these ranges is refused. Pictures with a
-palette have its colours, and what is transparent is laid on white.
+the set's brightest pixel can say, of floats 1 or 255. A set whose pixels leave these ranges is refused, and so are
+colours of 16 bits. Pictures with a palette have its colours, and what is transparent is laid on white.
 """
 
 import io
@@ -43,12 +43,15 @@ def decode_images(tables: Mapping[str, object], column: str | None, size: int | 
             with open_image(cell, layout, name, row) as image:
                 shapes.add(image.size)
                 modes.add("L" if image.mode in ("1", "L", *DEEP) else "RGB")
+                check_depth(image, place(cell, layout, name, row))
                 with readable(cell, layout, name, row):
                     deep = np.asarray(image) if image.mode in DEEP else None
                     clear += image.has_transparency_data and image.convert("RGBA").getextrema()[3][0] < 255
             if deep is not None:
                 kind = "F" if image.mode == "F" else "I"
-                brightest[kind] = max(brightest.get(kind, 0.0), highest_pixel(deep, kind, layout.row(name, row)))
+                brightest[kind] = max(
+                    brightest.get(kind, 0.0), highest_pixel(deep, kind, place(cell, layout, name, row))
+                )
     if clear:
         warnings.warn(f"{layout.where}: {clear} transparent images are laid on white", stacklevel=2)
     whites = {kind: white_level(kind, high, layout) for kind, high in brightest.items()}
@@ -108,6 +111,19 @@ def check_own_file(path: str, layout, split: str, row: int) -> None:
         raise ValueError(f"{layout.row(split, row)} names the picture {path!r}, which is no file")
 
 
+def check_depth(image, where: str) -> None:
+    """Raise ``ValueError`` for colours of 16 bits, of which Pillow would keep the upper 8 and say nothing."""
+    if image.mode not in DEEP and ";16" in str(getattr(image, "tile", "")):  # how the file's pixels are packed
+        why = f"{where} holds a picture of 16 bits a channel with colours or transparency"
+        raise ValueError(f"{why}; allowed: 8 bits a channel, or 16 of grey alone")
+
+
+def place(cell: Cell, layout, split: str, row: int) -> str:
+    """Return the file of a picture of its own, or else the row."""
+    path = cell["path"] if isinstance(cell, Mapping) and cell["bytes"] is None else None
+    return str(path or layout.row(split, row))
+
+
 def highest_pixel(pixels: np.ndarray, kind: str, where: str) -> float:
     """Return the brightest pixel of a deep image of floats (F) or integers (I).
 
@@ -159,7 +175,6 @@ def readable(cell: Cell, layout, split: str, row: int) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # Pillow raises many classes
-        path = cell["path"] if isinstance(cell, Mapping) and cell["bytes"] is None else None
         large = f"too large: {error}" if isinstance(error, Image.DecompressionBombError) else ""
         why = f"holds an image that is {large or 'damaged or of an unknown format'}"
-        raise ValueError(f"{path or layout.row(split, row)} {why}") from error
+        raise ValueError(f"{place(cell, layout, split, row)} {why}") from error

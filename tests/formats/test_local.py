@@ -4,7 +4,9 @@ import io
 import os
 import re
 import signal
+import struct
 import warnings
+import zlib
 
 import numpy as np
 import pandas as pd
@@ -184,6 +186,37 @@ def test_floats_of_an_unknown_scale_are_refused(tmp_path):
     path = parquet(tmp_path / "set", [deep([0.0, 1.02], "TIFF"), deep(0.5, "TIFF")], [0, 1])
     with pytest.raises(ValueError, match="its brightest pixel of floats is 1.02, which says of no scale"):
         load_dataset(str(path))
+
+
+def deep_png(kind, channels):
+    """An 8 x 8 PNG of 16 bits a channel, all 4095, which Pillow reads and does not write."""
+    chunk = lambda name, data: struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))  # noqa: E731
+    rows = (b"\0" + np.full(8 * channels, 4095, ">u2").tobytes()) * 8
+    header = struct.pack(">IIBBBBB", 8, 8, 16, kind, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
+
+
+def deep_tiff():
+    """The same in three channels as a TIFF: its directory says 8 x 8 pixels of 16, 16 and 16 bits at byte 400."""
+    tags = [(256, 3, 1, 8), (257, 3, 1, 8), (258, 3, 3, 300), (259, 3, 1, 1), (262, 3, 1, 2), (273, 4, 1, 400),
+            (277, 3, 1, 3), (278, 3, 1, 8), (279, 4, 1, 384)]  # fmt: skip
+    directory = struct.pack("<H", len(tags)) + b"".join(struct.pack("<HHII", *t) for t in tags) + bytes(4)
+    head = (b"II*\0" + struct.pack("<I", 8) + directory).ljust(300, b"\0")
+    return (head + struct.pack("<HHH", 16, 16, 16)).ljust(400, b"\0") + np.full(192, 4095, "<u2").tobytes()
+
+
+@pytest.mark.parametrize("name, data", [
+    ("x.png", deep_png(2, 3)), ("x.png", deep_png(6, 4)), ("x.png", deep_png(4, 2)), ("x.tiff", deep_tiff()),
+], ids=["RGB", "RGBA", "LA", "TIFF"])  # fmt: skip
+def test_colours_of_16_bits_are_refused(name, data, tmp_path):
+    path = folder(tmp_path / "set", [(8, 8)] * 4)
+    (path / "train" / "b" / name).write_bytes(data)
+    told = "holds a picture of 16 bits a channel with colours or transparency; allowed: 8 bits a channel, or 16 of grey"
+    with pytest.raises(ValueError, match=f"^{path}/train/b/{name} {told}"):
+        load_dataset(str(path))
+    cells = [{"bytes": b, "path": None} for b in (png(8, 8), data)]
+    with pytest.raises(ValueError, match=f"train.parquet, row 1 {told}"):
+        load_dataset(str(parquet(tmp_path / "rows", cells, [0, 1])))
 
 
 # --- pictures of others ----------------------------------------------------------------------------------------------
