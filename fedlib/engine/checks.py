@@ -102,9 +102,9 @@ def check_channels(e: Experiment, config: Spec, data: FederatedData) -> None:
         if low < 0 or high >= words:
             why = f"has token ids from {low} to {high}, and backbone = {e.backbone!r} knows {words} words"
             raise e.refused("dataset", why, f"ids from 0 to {words - 1}")
-    if is_text(data.inputs) or data.inputs.shape[1] in (1, config.input_shape[0]):
+    reads, found = config.input_shape[0], max(x.shape[1] for x in (data.inputs, data.test_inputs))
+    if is_text(data.inputs) or found in (1, reads):
         return
-    reads, found = config.input_shape[0], data.inputs.shape[1]
     why = f"reads images of {reads} channel{'s'[: reads != 1]}, and those of dataset = {e.dataset!r} have {found}"
     raise e.refused("backbone", why, f"a backbone of {found} channels")
 

@@ -63,6 +63,21 @@ def test_a_backbone_of_one_channel_does_not_read_colours(tmp_path, monkeypatch):
     build_federation(e.replace(backbone="deit_micro"))
 
 
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_colours_in_either_split_are_refused_by_a_backbone_of_one_channel(split, monkeypatch):
+    from fedlib import register_data
+
+    monkeypatch.setattr("fedlib_lab.formats.readers.OWN_DATA", {})
+    given = {s: (np.zeros((8, 28, 28, 1 + 2 * (s == split)), np.uint8), np.arange(8) % 2) for s in ("train", "test")}
+    e = Experiment(
+        method="fedavg", dataset=register_data("mixed", **given), backbone="vit_digits", pretrained=False,
+        finetune="full", num_clients=2, clients_per_round=2,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="reads images of 1 channel, and those of dataset = 'mixed' have 3; allowed"):
+        build_federation(e)
+    build_federation(e.replace(backbone="deit_micro"))
+
+
 @pytest.mark.parametrize("split", [0, 1])
 @pytest.mark.parametrize(
     "most, at, fits", [(30_521, 0, True), (30_522, 0, False), (10**9, 31, False), (10**9, 32, True)]
