@@ -54,6 +54,8 @@ def own_set(name: str, train: object, test: object, classes: Sequence[str] | Non
     for inputs, labels, named in pairs.values():  # a test set without names has those of the training set
         of = classes or named or (parts[0].classes if parts else None)
         parts.append(_part(name, inputs, labels, of))
+    if len({p.inputs.ndim for p in parts}) > 1:
+        raise ValueError(f"{name}: images in one of train and test, and token ids in the other; allowed: one kind")
     tensors, names = train_and_test(parts, layout)
     decoded = {k: x.clone() for k, x in tensors.items()}, names  # whatever becomes of the arrays
     key = {"registered": digest_tensors(decoded[0], {"classes": " ".join(decoded[1])})}
@@ -80,7 +82,7 @@ def add_owners(name: str, train: Any, partitioner: Any) -> Any:
     if not hasattr(train, "add_column"):
         raise ValueError(f"{name}: a partitioner divides a datasets.Dataset, and this is a {type(train).__name__}")
     owners = np.full(len(train), -1)
-    train = train.with_format(None)
+    train = (_splits(name, train, None) or {"train": train})["train"].with_format(None)
     with silence_libraries():
         try:
             partitioner.dataset = train.add_column("its row", list(range(len(train))))
@@ -131,6 +133,9 @@ def _splits(name: str, train: Any, test: Any) -> dict | None:
     if wrong is not None or isinstance(train, Mapping) and test is not None:
         found = "a DatasetDict and a test beside it" if wrong is None else f"a {type(wrong).__name__} among its splits"
         raise ValueError(f"{name}: {found}; allowed: {TAKEN}, of one kind for train and test")
+    if late := next((s for s, x in splits.items() if x.format["type"] == "custom"), None):
+        why = f"{name}: split {late!r} has a transform (with_transform, set_transform), which is not applied"
+        raise ValueError(f"{why}; allowed: the rows that .map(...) made, with no transform")
     return splits
 
 

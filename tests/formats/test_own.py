@@ -170,6 +170,33 @@ def test_a_class_that_is_not_on_both_sides_of_the_held_out_tenth_is_said():
         register_data("mine", (np.repeat(X, 10, 0), np.arange(600) % 3))
 
 
+@pytest.mark.parametrize("split", ["train", "test"])
+@pytest.mark.parametrize("how", ["with_transform", "set_transform", "with a partitioner"])
+def test_a_transform_that_would_not_be_applied_is_refused(how, split):
+    from flwr_datasets.partitioner import IidPartitioner
+
+    splits = {"train": table(slice(40)), "test": table(slice(40, 60))}
+    if how == "set_transform":
+        splits[split].set_transform(lambda rows: rows)
+    else:
+        splits[split] = splits[split].with_transform(lambda rows: rows)
+    told = f"mine: split '{split}' has a transform .*, which is not applied; allowed: the rows that .map"
+    with pytest.raises(ValueError, match=told):
+        register_data("mine", **splits, partitioner=IidPartitioner(4) if how == "with a partitioner" else None)
+    with pytest.raises(ValueError, match=told):
+        register_data("mine", hf.DatasetDict(splits))
+
+
+@pytest.mark.parametrize("ids", ["train", "test"])
+def test_token_ids_beside_images_are_refused(ids):
+    given = {"train": (X[:40], Y[:40]), "test": (X[40:], Y[40:])}
+    given[ids] = (given[ids][1][:, None] + np.arange(16), given[ids][1])
+    with pytest.raises(
+        ValueError, match="^mine: images in one of train and test, and token ids in the other; allowed: one"
+    ):
+        register_data("mine", **given)
+
+
 def test_a_client_is_tested_on_its_owner_s_examples():
     """Owners 0, 1 and 2 of twenty examples each; a tenth of each is held out, two rows."""
     register_data("mine", table(writer_id=np.arange(60) // 20))
