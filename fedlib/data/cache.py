@@ -19,6 +19,7 @@ from ..core.storage import DamagedFile
 
 ANY_SIZE = {"size": "any"}  # says that data were read that depend on the network's input
 Decoded = tuple[dict[str, torch.Tensor], list[str]]  # tensors by name, class names
+Read = Callable[[int | None], tuple[Decoded, bool]]  # of a network's input size; also says if it matters
 READER = 3  # raised where a reader makes something else of the same files: keys, which name runs, stay as they are
 SETTLED = 2.0  # seconds after which a file that is written again has another time
 _digests: dict[str, str] = {}  # of files' bytes, by what the system says of the files
@@ -55,7 +56,7 @@ def cached(key: dict, read: Callable[[], Decoded]) -> Decoded:
     return tensors, classes
 
 
-def cached_for(size: int | None, key: dict, read: Callable[[int | None], tuple[Decoded, bool]]) -> Decoded:
+def cached_for(size: int | None, key: dict, read: Read) -> Decoded:
     """Return data that may depend on the network's input ``size``, cached; ``read(size)`` also says if they do.
 
     What does not depend on it is kept once, for all networks.

@@ -4,7 +4,6 @@ The rest of the kit sees :class:`DataSet`, of sentences as of images. Decoding i
 (``cache.py``), public sets are listed in ``sets.yaml``.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -17,7 +16,7 @@ from ..core import doors
 from ..core.rng import numpy_generator
 from ..core.tables import read_table
 from ..core.validation import did_you_mean
-from .cache import FORMAT, Decoded, cached_for, digest_of, is_cached
+from .cache import FORMAT, Decoded, Read, cached_for, digest_of, is_cached
 from .tokenizer import LONGER, load_tokenizer, warn_cut
 
 Target = Literal["class", "number", "span", "tokens"]
@@ -153,7 +152,7 @@ def _load(name: str, size: int | None, tokenizer: str | None) -> DataSet:
     return DataSet(name=Path(name).name, classes=tuple(classes), digest=digest, **fields)
 
 
-def _find(name: str, tokenizer: str | None) -> tuple[dict, Callable[[int | None], tuple[Decoded, bool]]] | None:
+def _find(name: str, tokenizer: str | None) -> tuple[dict, Read] | None:
     """Return the cache key of ``name`` and its reader for a network of some input size, or None.
 
     It gives arrays and class names, and whether they depend on the size.

@@ -86,8 +86,7 @@ class Part:
 def decode(splits, layout: Layout, size: int | None = None) -> tuple[Decoded, bool]:
     """Decode ``splits`` to tensors and class names; also return whether they depend on ``size`` (pixels or tokens)."""
     layout = choose_test_split(splits, layout)
-    names = [n for n in (layout.train, layout.test) if n is not None]
-    tables = {n: splits[n] for n in names}
+    tables = {n: splits[n] for n in (layout.train, layout.test) if n is not None}
     for name, table in tables.items():
         check_columns(table, name, layout)
     inputs, fitted, targets, key = read_inputs(tables, layout, size)
@@ -96,7 +95,7 @@ def decode(splits, layout: Layout, size: int | None = None) -> tuple[Decoded, bo
         labels, classes = (targets[name], []) if name in targets else read_labels(table, name, layout)
         parts.append(Part(inputs[name], labels, read_owners(table, name, layout), classes))
     if len({p.owners.dtype.kind == "U" for p in parts if p.owners is not None}) > 1:  # numbers are not found as words
-        why = f"{layout.where}: {layout.owner} is text in one of the splits {names}"
+        why = f"{layout.where}: {layout.owner} is text in one of the splits {[*tables]}"
         raise ValueError(f"{why} and numbers in the other")
     together = read_column(tables[layout.train], layout.together, layout.train, layout) if layout.together else None
     tensors, classes = train_and_test(parts, layout, together)
@@ -110,15 +109,11 @@ def choose_test_split(splits, layout: Layout) -> Layout:
     test = next((s for s in layout.tests if has_labels(splits[s], layout.label)), next(iter(layout.tests), None))
     tested = "examples held out of it" if test is None else f"split {test!r}"
     told = f"{layout.where}: trained on split {layout.train!r} by {layout.label!r}, tested on {tested}"
-    warn_unread(told, [*unread_parts(splits, layout.train, test, layout), *layout.unread])
-    return replace(layout, test=test)
-
-
-def warn_unread(told: str, unread: Sequence[str]) -> None:
-    """Warn of what lies in a set and is not used, but for files about it."""
-    if unread := [u for u in unread if not ABOUT.fullmatch(Path(u).stem)]:
+    beside = [*unread_parts(splits, layout.train, test, layout), *layout.unread]
+    if unread := [u for u in beside if not ABOUT.fullmatch(Path(u).stem)]:
         more = f" and {len(unread) - 6} more" if len(unread) > 6 else ""
         warnings.warn(f"{told}; not used: {', '.join(unread[:6])}{more}", stacklevel=2)
+    return replace(layout, test=test)
 
 
 def has_labels(table, label: str) -> bool:
@@ -150,7 +145,7 @@ def train_and_test(parts: Sequence[Part], layout: Layout, together: Sequence | N
             warnings.warn(f"{told} {some} all examples are on one side", stacklevel=2)
     else:
         train, test = parts[0], _renumbered(*parts, [layout.train, layout.test], layout.where)
-    return _tensors(train, test), train.classes
+    return to_tensors(train, test), train.classes
 
 
 def check_held_out(held: int, examples: int, layout: Layout) -> None:
@@ -188,10 +183,9 @@ def read_inputs(tables: Mapping[str, object], layout: Layout, size: int | None) 
         if layout.kind == "equations":
             answers, where = read_column(table, layout.label, name, layout, (str,)), partial(layout.row, name)
             inputs[name], targets[name] = read_equations(columns, answers, length, where, source, cut)
-        elif layout.kind == "pairs":
-            inputs[name] = tokenise(list(zip(*columns, strict=True)), source, length, cut)
         else:
-            inputs[name] = tokenise(columns[0], source, length, cut)
+            texts = list(zip(*columns, strict=True)) if layout.kind == "pairs" else columns[0]
+            inputs[name] = tokenise(texts, source, length, cut)
     warn_cut(layout.where, cut, length, LONGER if fitted else OWN_WORDS)
     return inputs, fitted, targets, {}
 
@@ -291,16 +285,16 @@ def hold_out_tenth(part: Part, together: Sequence | None = None) -> tuple[Part, 
         values, of = np.unique(together, return_inverse=True)
         held = numpy_generator(0, "held-out split").permutation(len(values))[of] < len(values) // 10
         return part.take(~held), part.take(held)
-    n = len(part.labels)
-    groups = np.unique(part.owners, return_inverse=True)[1] if part.owners is not None else np.zeros(n, np.int64)
-    held = np.zeros(n, bool)
+    held = np.zeros(len(part.labels), bool)
+    groups = np.unique(part.owners, return_inverse=True)[1] if part.owners is not None else np.zeros(len(held))
     for g in np.unique(groups):
         rows = np.where(groups == g)[0]
         held[numpy_generator(0, "held-out split", client=int(g)).permutation(rows)[: len(rows) // 10]] = True
     return part.take(~held), part.take(held)
 
 
-def _tensors(train: Part, test: Part) -> dict[str, torch.Tensor]:
+def to_tensors(train: Part, test: Part) -> dict[str, torch.Tensor]:
+    """Return the arrays of both splits by name, owners numbered in the order of their names."""
     out = {"train_images": train.inputs, "train_labels": train.labels}
     out |= {"test_images": test.inputs, "test_labels": test.labels}
     if train.owners is not None:

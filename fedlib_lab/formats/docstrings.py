@@ -24,11 +24,13 @@ def docstrings_key(source: str | None = None) -> dict:
     return key | tokenizer_key(source)
 
 
-def read_docstrings(source: str | None = None, length: int = LENGTH) -> tuple[dict[str, torch.Tensor], list[str]]:
+def read_docstrings(source: str | None = None, size: int | None = None) -> tuple[dict[str, torch.Tensor], list[str]]:
     """Read sentences labelled by library: 250 train and 50 test first sentences of docstrings a library.
 
-    The sources are parsed, not imported. A sentence that several functions or libraries have counts once.
+    The sources are parsed, not imported. A sentence that several functions or libraries have counts once. Of a
+    tokenizer of one's own (``source``) rows are of the network's ``size``.
     """
+    length = LENGTH if source is None else size or LENGTH
     seen: set[str] = set()
     sentences, labels, test = [], [], []
     for label, library in enumerate(LIBRARIES):

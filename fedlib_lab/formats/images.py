@@ -114,8 +114,7 @@ def check_own_file(path: str, layout, split: str, row: int) -> None:
 def check_depth(image, where: str) -> None:
     """Raise ``ValueError`` for colours of 16 bits, of which Pillow would keep the upper 8 and say nothing."""
     if image.mode not in DEEP and ";16" in str(getattr(image, "tile", "")):  # how the file's pixels are packed
-        why = f"{where} holds a picture of 16 bits a channel with colours or transparency"
-        raise ValueError(f"{why}; allowed: 8 bits a channel, or 16 of grey alone")
+        raise ValueError(f"{where} holds colours or transparency of 16 bits; allowed: 8 bits, or 16 of grey alone")
 
 
 def place(cell: Cell, layout, split: str, row: int) -> str:

@@ -7,12 +7,12 @@ training data. A picture's own folder is its class, whatever it is called.
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
 
-from fedlib.data.cache import Decoded, files_digest
+from fedlib.data.cache import FORMAT, Decoded, Read, files_digest
 from fedlib.data.questions import KEYED
 from fedlib.data.silence import silence_libraries
 from fedlib.data.tokenizer import tokenizer_key
@@ -21,12 +21,11 @@ from .decode import LABELS, OWNERS, SETS, TESTS, TEXTS, TRAIN, Kind, Layout, cho
 from .images import SCALED, encoded_images, image_column
 from .speech import decode_speech
 
+UNKNOWN = "experiment: dataset {!r} is unknown as parquet or image folder: {}"
 DESCRIBED = ("metadata.csv", "metadata.jsonl")  # where `datasets` finds the columns of pictures
 
 
-def local_set(
-    path: Path, format: int, tokenizer: str | None = None
-) -> tuple[dict, Callable[[int | None], tuple[Decoded, bool]]]:
+def local_set(path: Path, tokenizer: str | None = None) -> tuple[dict, Read]:
     """Return the cache key of a local set, and its reader for a network of some input size (``decode.decode``).
 
     ``ValueError`` names the file that is damaged and what a set lacks.
@@ -65,7 +64,7 @@ def local_set(
             return decode_speech(train, whole.label, whole.owner, where=partial(whole.row, whole.train)), False
         return decode(splits, whole, size)
 
-    key = {"files": digest, "format": format} | (KEYED if kind == "spans" else SCALED if kind == "images" else {})
+    key = {"files": digest, "format": FORMAT} | (KEYED if kind == "spans" else SCALED if kind == "images" else {})
     key |= {"matched": True} if "validation_matched" in parquet else {}  # once read without it
     return key | (tokenizer_key(tokenizer) if reads else {}), read
 
@@ -126,8 +125,7 @@ def picture_splits(path: Path, files: Sequence[Path]) -> dict[str, list[Path]]:
     """Return the pictures of each split within a folder; ``ValueError`` where a picture's class is not clear."""
     pictures = sorted(pictures_among(path, files), key=Path.as_posix)
     if not pictures:
-        why = f"experiment: dataset {str(path)!r} is unknown as parquet or image folder:"
-        raise ValueError(f"{why} it holds no picture")
+        raise ValueError(UNKNOWN.format(str(path), "it holds no picture"))
     tops = {p.parts[0] for p in pictures if len(p.parts) > 2}  # hold folders
     names = [top for top in sorted(tops) if top.lower() in (*TRAIN, *TESTS)]
     splits = {n: [p for p in pictures if p.parts[0] == n] for n in names} or {"train": pictures}
@@ -136,11 +134,10 @@ def picture_splits(path: Path, files: Sequence[Path]) -> dict[str, list[Path]]:
         raise ValueError(f"{path}: {used[0]} lies in no class's folder; allowed: <class>/ or <split>/<class>/")
     if other := next((p for p in used if len(p.parts) != len(used[0].parts)), None):
         raise ValueError(f"{path}: {used[0]} and {other} lie at unequal depths, so their classes are not clear")
-    for found in splits.values():
-        of: dict[str, Path] = {}
-        for p in found:
-            if (first := of.setdefault(p.parent.name, p.parent)) != p.parent:
-                raise ValueError(f"{path}: {first} and {p.parent} are two folders of one split for one class")
+    of: dict[tuple[str, str], Path] = {}
+    for split, p in ((s, p) for s, found in splits.items() for p in found):
+        if (first := of.setdefault((split, p.parent.name), p.parent)) != p.parent:
+            raise ValueError(f"{path}: {first} and {p.parent} are two folders of one split for one class")
     return splits
 
 
@@ -180,8 +177,8 @@ def load_splits(path: Path, parquet: Mapping[str, Sequence[str]], digest: str):
 
         try:
             if parquet:
-                load = lambda files: load_dataset("parquet", data_files=list(files), split="train", cache_dir=kept)  # noqa: E731
-                return {s: load(files) for s, files in parquet.items()}  # one by one: their columns may differ
+                load = partial(load_dataset, "parquet", split="train", cache_dir=kept)
+                return {s: load(data_files=list(files)) for s, files in parquet.items()}  # their columns may differ
             return load_dataset("imagefolder", data_dir=str(path), cache_dir=kept)
         except Exception as error:  # datasets raises many classes
             file = next((f for files in parquet.values() for f in files if not _readable(f)), None)
@@ -192,14 +189,12 @@ def load_splits(path: Path, parquet: Mapping[str, Sequence[str]], digest: str):
                 if of != other or len({c.split(" (")[0] for c in of}) < len(of):
                     both = f"{first} has the columns {', '.join(of)}" + f", {file} {', '.join(other)}" * (of != other)
                     raise ValueError(f"{both}; allowed: the same in all files of a split, each once") from error
-            why = f"experiment: dataset {str(path)!r} is unknown as parquet or image folder:"
-            raise ValueError(f"{why} {_first_line(error)}") from error
+            raise ValueError(UNKNOWN.format(str(path), _first_line(error))) from error
 
 
 def train_of(path: Path, splits: Iterable[str]) -> str:
     """Return the name of the split to train on; ``ValueError`` if there is none."""
-    train = next((s for t in TRAIN for s in splits if s.lower() == t), None)
-    if train is None:
+    if (train := next((s for t in TRAIN for s in splits if s.lower() == t), None)) is None:
         raise ValueError(f"{path}: no split named 'train'; found {', '.join(splits)}")
     return train
 
@@ -220,10 +215,8 @@ def layout_of(
     if len(owners) > 1:
         raise ValueError(f"{path}: columns {' and '.join(owners)} all say whose an example is; allowed: one of them")
     tests = tuple(dict.fromkeys(s for t in (said.get("test"), *TESTS) for s in splits if s.lower() == t))
-    return Layout(
-        str(path), kind, label, reads, train_of(path, splits), owner=owners[0] if owners else None, files=files,
-        tokenizer=tokenizer, tests=tests,
-    )  # fmt: skip
+    train, owner = train_of(path, splits), next(iter(owners), None)
+    return Layout(str(path), kind, label, reads, train, owner=owner, files=files, tokenizer=tokenizer, tests=tests)
 
 
 def _readable(file: str) -> bool:
@@ -232,11 +225,9 @@ def _readable(file: str) -> bool:
     from pyarrow.parquet import ParquetFile
 
     try:
-        for _ in ParquetFile(file).iter_batches():
-            pass
+        return all(batch is not None for batch in ParquetFile(file).iter_batches())
     except (ArrowException, OSError):
         return False
-    return True
 
 
 def _columns(file: str) -> list[str]:

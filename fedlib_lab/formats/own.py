@@ -17,7 +17,7 @@ import torch
 
 from fedlib.core.storage import digest_tensors
 from fedlib.core.validation import shown
-from fedlib.data.cache import Decoded, files_digest
+from fedlib.data.cache import FORMAT, Read, files_digest
 from fedlib.data.questions import KEYED
 from fedlib.data.silence import silence_libraries
 from fedlib.data.tokenizer import tokenizer_key
@@ -26,14 +26,12 @@ from .decode import OWNERS, Layout, Part, decode, train_and_test
 from .images import SCALED, decode_images
 from .local import check_pieces, layout_of, train_of, visible_files
 
-Read = Callable[[int | None], tuple[Decoded, bool]]  # as ``decode.decode``, for a network of some input size
-Splits = Mapping[str, Any]  # of ``datasets.Dataset``
-Own = Callable[[int, str | None], tuple[dict, Read]]
+Own = Callable[[str | None], tuple[dict, Read]]
 TAKEN = "a datasets.Dataset or DatasetDict, a torchvision set without a transform, or a pair of arrays"
 
 
 def own_set(name: str, train: object, test: object, classes: Sequence[str] | None) -> Own:
-    """Build what :func:`fedlib.register_data` keeps: called with format and tokenizer, it is as ``local.local_set``."""
+    """Build what :func:`fedlib.register_data` keeps: called with a tokenizer, it is as ``local.local_set``."""
     splits = _splits(name, train, test)
     if classes is not None and (isinstance(classes, str) or not isinstance(classes, Sequence)):
         raise ValueError(f"{name}: classes = {shown(classes)}; allowed: a list of names")
@@ -41,8 +39,7 @@ def own_set(name: str, train: object, test: object, classes: Sequence[str] | Non
         path = Path(name)
         layout_of(path, list(splits), splits[train_of(path, splits)].column_names, {}, None)  # refuses what names tell
         if classes is not None:
-            why = f"{name}: classes name labels of arrays, and a datasets.Dataset names its own"
-            raise ValueError(f"{why}; allowed: None")
+            raise ValueError(f"{name}: classes name labels of arrays, a datasets.Dataset names its own; allowed: None")
         return partial(_of_splits, name, splits, {"registered": [content_digest(t) for t in splits.values()]}, ())
     layout = Layout(name, "images", "label", test=None if test is None else "test")
     given = {"train": train} | ({} if test is None else {"test": test})
@@ -52,14 +49,13 @@ def own_set(name: str, train: object, test: object, classes: Sequence[str] | Non
         pairs |= {s: (decoded[s], *pairs[s][1:]) for s in pictures}
     parts: list[Part] = []
     for inputs, labels, named in pairs.values():  # a test set without names has those of the training set
-        of = classes or named or (parts[0].classes if parts else None)
-        parts.append(_part(name, inputs, labels, of))
+        parts.append(_part(name, inputs, labels, classes or named or (parts[0].classes if parts else None)))
     if len({p.inputs.ndim for p in parts}) > 1:
         raise ValueError(f"{name}: images in one of train and test, and token ids in the other; allowed: one kind")
     tensors, names = train_and_test(parts, layout)
     decoded = {k: x.clone() for k, x in tensors.items()}, names  # whatever becomes of the arrays
-    key = {"registered": digest_tensors(decoded[0], {"classes": " ".join(decoded[1])})}
-    return lambda format, tokenizer: (key | {"format": format}, lambda size: (decoded, False))
+    key = {"registered": digest_tensors(decoded[0], {"classes": " ".join(decoded[1])}), "format": FORMAT}
+    return lambda tokenizer: (key, lambda size: (decoded, False))
 
 
 def content_digest(table: Any) -> str:
@@ -104,7 +100,7 @@ def add_owners(name: str, train: Any, partitioner: Any) -> Any:
     return named.select(held).add_column(OWNERS[-1], owners[held].tolist())
 
 
-def saved_set(path: Path, format: int, tokenizer: str | None) -> tuple[dict, Read] | None:
+def saved_set(path: Path, tokenizer: str | None) -> tuple[dict, Read] | None:
     """Read as ``local.local_set`` a folder that ``save_to_disk`` wrote; None for another folder."""
     if not any((path / name).is_file() for name in ("dataset_dict.json", "state.json")):
         return None
@@ -117,15 +113,14 @@ def saved_set(path: Path, format: int, tokenizer: str | None) -> tuple[dict, Rea
     except Exception as error:  # datasets raises many classes
         raise ValueError(f"{path} is no whole folder of save_to_disk: {str(error).splitlines()[0][:200]}") from error
     others = tuple(str(p.relative_to(path)) for p in visible_files(path) if p.suffix not in (".arrow", ".json"))
-    return _of_splits(str(path), splits or {}, {"files": files_digest(files, path)}, others, format, tokenizer)
+    return _of_splits(str(path), splits or {}, {"files": files_digest(files, path)}, others, tokenizer)
 
 
 def _splits(name: str, train: Any, test: Any) -> dict | None:
     """Return the splits by name of what `datasets` made, as they would be unformatted; None of something else."""
     splits = dict(train) if isinstance(train, Mapping) else {"train": train}
     splits |= {} if test is None else {"test": test}
-    made = {s: type(x).__module__.startswith("datasets.") for s, x in splits.items()}
-    if not any(made.values()):
+    if not any(type(x).__module__.startswith("datasets.") for x in splits.values()):
         return None
     from datasets import Dataset
 
@@ -139,19 +134,16 @@ def _splits(name: str, train: Any, test: Any) -> dict | None:
     return splits
 
 
-def _of_splits(
-    where: str, splits: Splits, key: dict, unread: tuple[str, ...], format: int, tokenizer: str | None
-) -> tuple[dict, Read]:  # fmt: skip
+def _of_splits(where: str, splits: Mapping, key: dict, unread: tuple, tokenizer: str | None) -> tuple[dict, Read]:
     path = Path(where)
     layout = layout_of(path, list(splits), splits[train_of(path, splits)].column_names, {}, tokenizer)
     layout, plain = replace(layout, unread=unread), {s: t.with_format(None) for s, t in splits.items()}
-    key = key | {"format": format} | (KEYED if layout.kind == "spans" else SCALED if layout.kind == "images" else {})
+    key = key | {"format": FORMAT} | (KEYED if layout.kind == "spans" else SCALED if layout.kind == "images" else {})
     return key | (tokenizer_key(tokenizer) if layout.reads else {}), lambda size: decode(plain, layout, size)
 
 
 def _pair(name: str, given: Any) -> tuple[Any, Any, Sequence[str] | None]:
     """Return (inputs, labels, class names if any) of arrays or a torchvision set; inputs may be Pillow's images."""
-    classes = None
     if not isinstance(given, (tuple, list, str)) and hasattr(given, "__getitem__") and hasattr(given, "__len__"):
         pairs = [given[i] for i in range(len(given))]  # images, and labels as numbers
         classes, images = getattr(given, "classes", None), [image for image, *_ in pairs]

@@ -7,16 +7,16 @@ Read next: ``decode.py`` (splits as arrays), ``local.py``.
 import os
 import re
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from fedlib.core.validation import shown
-from fedlib.data.cache import FORMAT, Decoded
+from fedlib.data.cache import FORMAT, Decoded, Read
 from fedlib.data.questions import KEYED
 from fedlib.data.silence import load_public
-from fedlib.data.tokenizer import LENGTH, has_tokenizer, tokenizer_key
+from fedlib.data.tokenizer import has_tokenizer, tokenizer_key
 
 from .decode import SETS, Layout, decode
 from .docstrings import docstrings_key, read_docstrings
@@ -53,19 +53,17 @@ def register_data(
     return name
 
 
-def find(name: str, tokenizer: str | None) -> tuple[dict, Callable[[int | None], tuple[Decoded, bool]]] | None:
+def find(name: str, tokenizer: str | None) -> tuple[dict, Read] | None:
     """Return the cache key of ``name`` and its reader for a network of some input size (``decode.decode``), or None."""
     if name in OWN_DATA:
-        return OWN_DATA[name](FORMAT, tokenizer)
+        return OWN_DATA[name](tokenizer)
     if (local := _local_copy(name)) is not None:
-        return saved_set(local, FORMAT, tokenizer) or local_set(local, FORMAT, tokenizer)
+        return saved_set(local, tokenizer) or local_set(local, tokenizer)
     name = BY_ID.get(name, name)
     if name == "speech_commands":
         return SPEECH_KEY, lambda size: (read_speech_commands(), False)
-    if name == "docstrings":  # of one's own tokenizer rows are of the network's length
-        length = lambda size: LENGTH if tokenizer is None else size or LENGTH  # noqa: E731
-        read = lambda size: (read_docstrings(tokenizer, length(size)), tokenizer is not None)  # noqa: E731
-        return docstrings_key(tokenizer), read
+    if name == "docstrings":
+        return docstrings_key(tokenizer), lambda size: (read_docstrings(tokenizer, size), tokenizer is not None)
     return (_hub_key(HUB[name], tokenizer), partial(_read_hub, name, tokenizer)) if name in HUB else None
 
 

@@ -22,6 +22,8 @@ from fedlib.core.rng import numpy_generator
 from fedlib.core.validation import shown
 from fedlib.data.silence import load_public
 
+from .decode import Part, to_tensors
+
 MEAN, SD = -4.2677393, 4.5689974  # AudioSet, as AST uses them: features are (x - MEAN) / (2 SD)
 # Stored range of the normalised features: silence is ln 1.2e-7 = -15.9, or -1.28. By Parseval a frame at full scale has
 # at most 256 x 1.97^2 (pre-emphasis) x 149.6 (sum of the squared Hann weights) = 148,600 in all bins: 11.9, or 1.77.
@@ -45,17 +47,14 @@ def filter_banks(signal: torch.Tensor, rate: int, bins: int = 128, frames: int =
     """Compute log-mel energies (frames, bins) of a waveform in [-1, 1]; short clips are padded with zero features."""
     window, shift = int(0.025 * rate), int(0.010 * rate)
     fft_size = 1 << math.ceil(math.log2(window))
-    if len(signal) < window:
-        signal = torch.nn.functional.pad(signal, (0, window - len(signal)))
+    signal = torch.nn.functional.pad(signal, (0, max(0, window - len(signal))))
     x = signal.unfold(0, window, shift)
     x = x - x.mean(1, keepdim=True)
     x = x - 0.97 * torch.cat((x[:, :1], x[:, :-1]), 1)  # pre-emphasis
     power = torch.fft.rfft(x * torch.hann_window(window, periodic=False, device=signal.device), fft_size).abs() ** 2
     energies = power @ mel_filters(bins, fft_size, rate).T.to(signal.device)
-    energies = energies.clamp(min=torch.finfo(torch.float32).eps).log()
-    out = torch.zeros(frames, bins, device=signal.device)
-    out[: min(frames, len(energies))] = energies[:frames]
-    return out
+    energies = energies[:frames].clamp(min=torch.finfo(torch.float32).eps).log()
+    return torch.nn.functional.pad(energies, (0, 0, 0, frames - len(energies)))
 
 
 def to_image(features: torch.Tensor) -> np.ndarray:
@@ -111,12 +110,8 @@ def decode_speech(
             mine = np.where((owners == o) & (labels == c))[0]
             order = numpy_generator(0, f"speech split {c}", client=int(o)).permutation(mine)
             test[order[int(0.8 * len(mine)) :]] = True
-    arrays = {
-        "train_images": images[~test], "train_labels": labels[~test].astype(np.int64), "owners": owners[~test],
-        "test_images": images[test], "test_labels": labels[test].astype(np.int64), "test_owners": owners[test],
-    }  # fmt: skip
-    tensors = {k: torch.from_numpy(np.ascontiguousarray(v)) for k, v in arrays.items()}
-    return tensors | {"stats": STATS}, [str(n) for n in names]
+    part = Part(images, labels.astype(np.int64), owners, [str(n) for n in names])
+    return to_tensors(part.take(~test), part.take(test)) | {"stats": STATS}, part.classes
 
 
 def read_speech_commands() -> tuple[dict, list[str]]:

@@ -211,7 +211,7 @@ def deep_tiff():
 def test_colours_of_16_bits_are_refused(name, data, tmp_path):
     path = folder(tmp_path / "set", [(8, 8)] * 4)
     (path / "train" / "b" / name).write_bytes(data)
-    told = "holds a picture of 16 bits a channel with colours or transparency; allowed: 8 bits a channel, or 16 of grey"
+    told = "holds colours or transparency of 16 bits; allowed: 8 bits, or 16 of grey alone$"
     with pytest.raises(ValueError, match=f"^{path}/train/b/{name} {told}"):
         load_dataset(str(path))
     cells = [{"bytes": b, "path": None} for b in (png(8, 8), data)]
