@@ -32,17 +32,17 @@ LAYER = {folder: i for i, folders in enumerate(LAYERS) for folder in folders}
 OF_THE_CORE = {folder for folders in LAYERS[:5] for folder in folders}
 # Lines of code as they stand. They may only be lowered: what comes in is paid for by what goes
 LINES = {
-    "fedlib": 8347,
+    "fedlib": 8344,
     "core": 896,
-    "data": 1161,
+    "data": 1158,
     "engine": 1936,
     "layers": 570,
     "methods": 2289,
     "models": 1447,
-    "fedlib_lab": 10906,
+    "fedlib_lab": 10905,
     "atlas": 374,
     "cli": 208,
-    "executors": 600,
+    "executors": 599,
     "formats": 869,
     "kernels": 480,
     "papers": 1164,
