@@ -132,7 +132,7 @@ def test_what_a_profile_keeps_is_checked(only, message):
         ),
         (
             lambda: load_grid("reefl", "table1", "smoke", {"seeds": [3], "seed": 4}),
-            "overrides: seed = 4 stands beside seeds",
+            "overrides: seed = 4 is not among seeds = [3]",
         ),
         (lambda: load_experiment("reefl", "reefl", "smoke", {"num_exits": 7}), "does not divide 12 blocks"),
     ],
