@@ -42,7 +42,7 @@ def check(mode: str, options: dict, config: Spec) -> None:
     check_options(mode, options, kinds.keys() - WITHOUT_EFFECT)
     for key, value in options.items():
         kind, allowed = TYPES.get(kinds[key], (object, ""))
-        if not isinstance(value, kind) or isinstance(value, bool) > (kind in (bool, object)):
+        if not isinstance(value, kind) or isinstance(value, bool) and kind not in (bool, object):
             raise option_error(key, value, allowed)
         if key == "r":
             check_rank(value, config)

@@ -204,6 +204,7 @@ def test_a_forward_that_never_calls_its_features_has_no_output_of_them():
 
 
 TAKEN = {
+    "a batch norm that keeps no statistics": (lambda: Net(nn.BatchNorm2d(8, track_running_stats=False)), CUTS),
     "hook of a layer": (lambda: hooked(Net(), "enter", "register_forward_hook", twice), CUTS),
     "pre-hook of a layer": (lambda: hooked(Net(), "enter", "register_forward_pre_hook", shifted), CUTS),
     "hook around a cut": (lambda: hooked(Deep(), "middle", "register_forward_hook", twice), ["enter", "middle.0.0", "middle"]),
