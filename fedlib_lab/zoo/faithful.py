@@ -98,7 +98,7 @@ def _check_rows(net: nn.Module, cuts: Sequence[str], x: torch.Tensor) -> None:
     if twice := next((path for path in calls if calls.count(path) > 2), ""):
         raise ValueError(f"wrap: {twice!r} is called twice; allowed: a batch norm of its own for each call")
     if not _like(one[:1], other[:1]):
-        raise ValueError("wrap: an image's answer follows from the others of its batch; allowed: torch.nn's batch norms")
+        raise ValueError("wrap: an image's answer follows from the others of its batch; allowed: torch's batch norms")
 
 
 @contextmanager
