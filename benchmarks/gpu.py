@@ -1,7 +1,8 @@
 """The engine on one GPU: a round's clients as one program against one at a time and against bare loops; convolutions.
 
 ``python -m benchmarks.gpu speed --device cuda`` prints images a second, launches a step and the ratio to a bare loop of
-the same net, eager and compiled, in one call; then what one and four processes do on the card together.
+the same net, eager and compiled, in one call; then what one and four processes do on the card together, and one and
+five runs that train as one.
 ``python -m benchmarks.gpu convolutions`` prints how long each way to run a cohort's convolutions takes, by shape.
 """
 
@@ -19,9 +20,11 @@ from torch import nn
 
 from fedlib.core.experiment import Experiment
 from fedlib.engine.arithmetic import arithmetic
-from fedlib.engine.executors import Execution
+from fedlib.engine.executors import Execution, plan_round
 from fedlib.engine.federation import build_federation
 from fedlib.engine.rounds import run_rounds
+from fedlib.methods import Round
+from fedlib_lab.executors.stacked import Asked, Joint, Stacked
 from fedlib_lab.runs.costs import CARDS, training_macs
 
 COMMON = {
@@ -164,6 +167,30 @@ def _images(e: Experiment, device: str, seconds: float) -> float:
     return n / (time.perf_counter() - began)
 
 
+def of_seeds(e: Experiment, device: str, seeds: int, seconds: float = 5.0) -> dict:
+    """Images a second, and launches a step, of so many runs that differ in their seed and train together.
+
+    Of the clients' training alone, always from the first round's server; on a CPU too in one cohort.
+    """
+    how = Execution(device, workers=1, cohort_size=None if "cuda" in device else seeds * e.clients_per_round)
+    runs = [build_federation(e.replace(seed=1 + s), device) for s in range(seeds)]
+    joint, by = Joint(runs, how), [Stacked(f, how) for f in runs]
+    images, steps = seeds * e.clients_per_round * e.examples_per_client, -(-e.examples_per_client // e.batch_size)
+
+    def train(t: int) -> None:
+        rounds = [Round(t, tuple(f.sample_clients(t)), f.setting) for f in runs]
+        plans = [plan_round(f, f.server, r, 1, 0) for f, r in zip(runs, rounds, strict=True)]
+        joint.train([Asked(b, b.federation.server, p, r, {}) for b, p, r in zip(by, plans, rounds, strict=True)])
+
+    train(1)
+    out, t, began = {"launches a step": _launches(lambda: train(2)) / steps}, 2, time.perf_counter()
+    while time.perf_counter() < began + seconds or t == 2:
+        train(t := t + 1)
+    if "cuda" in device:
+        torch.cuda.synchronize()
+    return {"seeds": seeds, "images/s": (t - 2) * images / (time.perf_counter() - began), **out}
+
+
 # --- convolutions ----------------------------------------------------------------------------------------------------
 
 SHAPES = (  # channels in, out, kernel, pixels: of CAFEDistill's convnet, ResNet-20, ResNet-18
@@ -223,6 +250,8 @@ def main(arguments: list[str] | None = None) -> None:
     for n in (1, 4):
         images = together(e, asked.device, n, asked.seconds / 10)
         tell([{"net": "deit_micro", "device": asked.device, "processes": n, "images/s, all": images}])
+    for n in (1, 5):
+        tell([{"net": "deit_micro", "device": asked.device, **of_seeds(e, asked.device, n, asked.seconds / 10)}])
 
 
 if __name__ == "__main__":

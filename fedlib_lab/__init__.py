@@ -16,5 +16,6 @@ if all(map(find_spec, NEEDS)):
     doors.TUNERS.append("fedlib_lab.zoo.tuners")
     doors.READERS.append("fedlib_lab.formats.readers")
     doors.EXECUTORS["processes"] = "fedlib_lab.executors.processes:Processes"
+    doors.EXECUTORS["stacked"] = "fedlib_lab.executors.stacked:Stacked"
     doors.EXECUTORS["ray"] = "fedlib_lab.executors.cluster:RayExecutor"
     doors.LAYERS.append("fedlib_lab.kernels")

@@ -49,11 +49,9 @@ class FederatedData:
     public: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))  # training rows for the server alone
 
     def __post_init__(self):
-        if not len(self.public):
-            return
         granted = np.zeros(len(self.labels), bool)
         granted[self.public] = True
-        for i in range(self.num_clients):
+        for i in range(self.num_clients) if len(self.public) else ():
             if (both := granted[rows := self.client(i)]).any():
                 raise ValueError(
                     f"public examples must be nobody's: client {i} holds {both.sum()} of these {len(self.public)}, "
@@ -87,12 +85,15 @@ class FederatedData:
         """Return the rows of client i."""
         return self.holdings.client(i)
 
+    def in_order(self, i: int) -> np.ndarray:
+        """Return the rows of client i in an order drawn from the seed."""
+        return numpy_generator(self.seed, "in order", client=i).permutation(self.client(i))
+
     def client_owners(self) -> np.ndarray | None:
         """Return the owner of each client's examples (-1: none); None where clients are not made of owners."""
         if self.owners is None:
             return None
-        rows = (self.client(i)[:1] for i in range(self.num_clients))
-        return np.array([self.owners[r[0]] if len(r) else -1 for r in rows])
+        return np.array([self.owners[r[0]] if len(r := self.client(i)) else -1 for i in range(self.num_clients)])
 
     def label_counts(self) -> np.ndarray:
         """Count training examples (clients, classes); no columns where labels are no classes."""

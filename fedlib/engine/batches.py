@@ -3,14 +3,13 @@
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
 
 import numpy as np
 import torch
 
 from ..core.clients import Client
 from ..core.experiment import Experiment
-from ..core.rng import numpy_generator, torch_generator
+from ..core.rng import numpy_generator
 from ..data.federated import FederatedData
 from ..data.transforms import sample_views
 from ..models.registry import backbone_spec
@@ -39,11 +38,6 @@ class Batches:
     def padding(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the weights (K, width) of a step, in host memory and on the device."""
         return self.host_weights[step, :, : self.width[step]], self.weights[step, :, : self.width[step]]
-
-
-def client_generators(seed: int, t: int) -> Callable[[int], torch.Generator]:
-    """Return the clients' generators of round t: a second local training goes on drawing where the first stopped."""
-    return cache(partial(torch_generator, seed, "local", t))
 
 
 def draw_batches(
@@ -107,8 +101,7 @@ def shuffled_rows(data: FederatedData) -> torch.Tensor:
 
 def client_rows(data: FederatedData, client: int, by_example: bool) -> np.ndarray:
     """Return a client's rows, in an order drawn from the seed unless each example is treated by itself."""
-    mine = data.client(client)
-    return mine if by_example else numpy_generator(data.seed, "in order", client=client).permutation(mine)
+    return data.client(client) if by_example else data.in_order(client)
 
 
 def in_order(

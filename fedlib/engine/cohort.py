@@ -9,13 +9,12 @@ Read next: ``stacks.py`` (what is stacked), ``stages.py``, ``batches.py``, ``opt
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
 import torch
 
 from ..core.devices import to_device
 from ..core.profiling import phase
-from ..core.rng import torch_generator
 from ..core.slices import NOTHING, Slice, take, within
 from ..layers.norms import statistics
 from ..methods.losses import Batch
@@ -23,7 +22,7 @@ from ..methods.sums import Update, finite_sums
 from ..methods.values import Member, Round, Server, Stage
 from ..models.exit_model import ExitModel
 from ..models.route import Route
-from .batches import Batches, client_generators, draw_batches, in_order
+from .batches import Batches, draw_batches, in_order
 from .federation import Federation
 from .forward import Forward, by_example
 from .optimisers import build_optimiser
@@ -75,10 +74,13 @@ class Cohort:
             for name, same in still.items()
         }
         self._ahead: PrecomputedUnits | None = None  # what the last stage kept
-        self._draws = client_generators(self.experiment.seed, r.t)
-        self._generators = [
-            torch_generator(self.experiment.seed, f"dropout of {m.name}", r.t, m.client.id) for m in self.members
-        ]
+        # a second local training goes on drawing where the first stopped
+        self._draws = cache(partial(self.generator, "local"))
+        self._generators = [self.generator(f"dropout of {m.name}", m.client.id) for m in self.members]
+
+    def generator(self, purpose: str, client: int) -> torch.Generator:
+        """Return the generator of a client in this round, of those who train."""
+        return self.federation.generator(purpose, self.t, client)
 
     def label_counts(self) -> torch.Tensor:
         """Count the training examples by label of each member's client, (M, classes)."""

@@ -30,7 +30,13 @@ def central_forward(federation: Federation, server: Server, part: Slice) -> Forw
 
 
 BATCH = 250  # examples; a number of its own, so that no answer follows from how many threads there are
-AT_ONCE = 2**27  # numbers in the widest activation of a net whose batch norm sees all examples
+AT_ONCE = 2**27  # numbers in the widest activation: on a GPU, and of a net whose batch norm sees all examples
+
+
+def at_once(federation: Federation) -> int:
+    """Return how many examples answer together where no answer depends on it: on a GPU as many as keep it busy."""
+    widest = federation.model.backbone.spec.numbers(1)[0]
+    return BATCH if federation.device.type == "cpu" else max(BATCH, AT_ONCE // widest)
 
 
 def exit_logits(federation: Federation, server: Server, part: Slice | tuple[Slice, ...]) -> torch.Tensor:
@@ -49,10 +55,10 @@ def exit_logits(federation: Federation, server: Server, part: Slice | tuple[Slic
 
 def _logits(federation: Federation, forward: Forward) -> torch.Tensor:
     data, device, e = federation.data, federation.device, federation.experiment
-    n = len(data.test_labels)
+    n, size = len(data.test_labels), at_once(federation)
     if e.batch_norm in ("batch", "local") and not by_example(federation.model, "batch", training=False):
-        at_once = max(1, AT_ONCE // federation.model.backbone.spec.numbers(1)[0])
-        return forward.together([rows[None] for rows in torch.arange(n).split(at_once)])[:, 0]
+        most = max(1, AT_ONCE // federation.model.backbone.spec.numbers(1)[0])
+        return forward.together([rows[None] for rows in torch.arange(n).split(most)])[:, 0]
 
     @torch.inference_mode()
     def logits(examples: np.ndarray) -> torch.Tensor:
@@ -61,7 +67,7 @@ def _logits(federation: Federation, forward: Forward) -> torch.Tensor:
 
     if e.batch_norm == "static":
         forward.recompute_((rows[None], None) for rows in shuffled_rows(data).split(BATCH))
-    parts = np.split(np.arange(n), range(BATCH, n, BATCH))
+    parts = np.split(np.arange(n), range(size, n, size))
     threads = min(torch.get_num_threads(), len(parts)) if device.type == "cpu" else 1
     return torch.cat(list(map_in_threads(logits, parts, threads)), 1)
 

@@ -74,6 +74,10 @@ class Federation:
         """Return the clients ``ids`` as values."""
         return clients_of(self.budgets, ids, self.data.num_examples)
 
+    def generator(self, purpose: str, t: int, client: int) -> torch.Generator:
+        """Return a client's generator of round t, a function of (seed, purpose, t, client)."""
+        return torch_generator(self.experiment.seed, purpose, t, client)
+
     def sample_clients(self, t: int) -> list[Client]:
         """Sample the clients of round t, a function of (seed, t): without replacement among the candidates."""
         rng = numpy_generator(self.experiment.seed, "clients", t)

@@ -20,14 +20,13 @@ from ..models.exit_model import ExitModel
 from .arithmetic import arithmetic
 from .batches import in_order
 from .cohort import Cohort
-from .evaluation import rounded
+from .evaluation import at_once, rounded
 from .federation import Federation
 from .forward import Forward, by_example
 from .leaving import leave_at, mean_over_clients
 from .stacks import Stack, Tensors
 
-# Examples, and clients, that run together (no answer depends on them); a run lists at most so many clients
-AT_ONCE, CLIENTS, LISTED = 250, 25, 1000
+CLIENTS, LISTED = 25, 1000  # that run together (no answer depends on it); and that a run lists at most
 
 
 def evaluate_clients(f: Federation, server: Server, memories: Mapping) -> dict[str, object]:
@@ -156,8 +155,7 @@ def _groups(
     for some in alike.values():
         some.sort(key=lambda pair: -len(tests[pair[0]]))  # clients of about equal sizes waste no rows on padding
         own = maps and any(m.keeps == "all" for m in some[0][1].members)  # convolutions of few examples each are slow
-        fit = AT_ONCE // len(tests[some[0][0]]) if of_batches or own else CLIENTS
-        size = max(1, min(CLIENTS, fit))
+        size = max(1, min(CLIENTS, at_once(f) // len(tests[some[0][0]]))) if of_batches or own else CLIENTS
         groups += [some[a : a + size] for a in range(0, len(some), size)]
     return groups
 
@@ -174,7 +172,7 @@ def _answer(
     """
     serving, total = servings[0], torch.zeros((), device=f.device)
     recomputed = f.experiment.batch_norm == "static"
-    step = max(1, AT_ONCE // len(rows)) if real is None else rows.shape[1]
+    step = max(1, at_once(f) // len(rows)) if real is None else rows.shape[1]
     for place in range(len(serving.members)):
         with arithmetic(f.experiment.precision, f.device):  # perhaps it trains
             stack, params = _parameters(f, model, server, memories, r, [s.members[place] for s in servings], serving)

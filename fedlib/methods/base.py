@@ -46,6 +46,7 @@ class Method(UploadOptions):
     needs_extras: ClassVar[bool] = False  # or for what single clients send beside them?
     sends_model: ClassVar[bool] = True  # does any parameter leave a client?
     one_slice: ClassVar[bool] = True  # does a client send one model, of the same slice in every round?
+    needs_classes: ClassVar[str] = ""  # the part that needs class labels, for an error message
 
     weighting: Literal["examples", "clients"] = "examples"  # of the mean
 
@@ -119,11 +120,6 @@ class Method(UploadOptions):
 
     def check(self, setting: Setting, e: Experiment) -> None:
         """Raise ``ValueError`` for an experiment ``e`` that this method cannot run, before any compute."""
-
-    @property
-    def needs_classes(self) -> str:
-        """Name of the part that needs class labels, for an error message; "" if none."""
-        return ""
 
     @property
     def paced_by(self) -> str:

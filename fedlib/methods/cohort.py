@@ -65,6 +65,10 @@ class Cohort(Protocol):
         """Yield (features (M, B, d), labels, weights) at ``exit`` over the clients' own examples, in order."""
         ...
 
+    def generator(self, purpose: str, client: int) -> torch.Generator:
+        """Return the generator of a client in this round: a function of (seed, purpose, t, client)."""
+        ...
+
     def label_counts(self) -> torch.Tensor:
         """Count the training examples by label of each member's client, (M, classes)."""
         ...

@@ -68,8 +68,7 @@ class ServerStep(Method):
     def local_update(self, cohort: Cohort) -> None:
         """Train; with FedDyn its term, then g <- g - alpha (theta - theta_global): zero at first, kept."""
         if self.aggregation != "feddyn":
-            super().local_update(cohort)
-            return
+            return super().local_update(cohort)
         alpha, start, g = self.feddyn_alpha, cohort.start, cohort.recall("feddyn_gradient")
         cohort.train(self.local_loss, gradient=lambda name, p: feddyn_gradient(p, start[name], g[name], alpha))
         cohort.remember("feddyn_gradient", {n: g[n] - alpha * (p - start[n]) for n, p in cohort.trained.items()})

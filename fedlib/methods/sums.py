@@ -111,6 +111,12 @@ class MaskedMean:
         """Copy the sums to ``device``."""
         self._stores = tuple({n: x.to(device, copy=True) for n, x in store.items()} for store in self._stores)
 
+    def named(self, names: Mapping[str, str]) -> "MaskedMean":
+        """Return the sums of the tensors that have a name in ``names``, whole, under it."""
+        out = MaskedMean(self.infos)
+        out._stores = tuple({new: self._whole(k)[n] for n, new in names.items()} for k in range(3))
+        return out
+
     def _whole(self, which: int) -> dict[str, torch.Tensor]:
         for target in list(self._cut):
             self._expand(target)

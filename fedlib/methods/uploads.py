@@ -16,7 +16,6 @@ import torch
 from annotated_types import Ge, Le, Lt
 
 from ..core.annotations import NotNegative, Positive, Share, When
-from ..core.rng import torch_generator
 from .cohort import Cohort
 from .sums import Tensors, Update
 
@@ -125,10 +124,8 @@ def _sent_rows(stacked: Tensors, update: Update, cohort: Cohort) -> dict[str, to
 
 def _uniform(deltas: Tensors, update: Update, cohort: Cohort) -> dict[str, torch.Tensor]:
     """Draw numbers in [0, 1) like ``deltas``; each client's come from its own generator, so not from its cohort."""
-    rows: dict[str, list[torch.Tensor]] = {n: [] for n in deltas}
-    for i, client in enumerate(update.clients):
-        generator = torch_generator(cohort.experiment.seed, "quantise", cohort.t, client.id)
-        for name, d in deltas.items():
-            if i in update.rows[name]:
-                rows[name].append(torch.rand(d.shape[1:], generator=generator))
-    return {n: torch.stack(r).to(deltas[n].device) for n, r in rows.items()}
+    draws = [cohort.generator("quantise", c.id) for c in update.clients]
+    return {
+        n: torch.stack([torch.rand(d.shape[1:], generator=draws[i]) for i in update.rows[n]]).to(d.device)
+        for n, d in deltas.items()
+    }

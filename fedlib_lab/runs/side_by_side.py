@@ -17,14 +17,16 @@ import threading
 import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, ClassVar, NoReturn, TypeVar
 
 import torch
 
 from fedlib.core import profiling
-from fedlib.core.devices import free_memory
+from fedlib.core.devices import free_memory, memory_to_plan_with
 from fedlib.core.experiment import Experiment
 from fedlib.engine.executors import Execution
 from fedlib.engine.federation import build_federation
@@ -34,6 +36,7 @@ from fedlib.methods import Server
 from fedlib.models.registry import backbone_spec
 
 from ..executors.processes import Unforkable, check_fork, sendable_error, to_message
+from ..executors.stacked import Meeting
 from ..executors.workers import become_worker
 from .progress import Watch, call_quietly, interrupted
 
@@ -272,6 +275,53 @@ def _bytes_of(e: Experiment) -> float:
     return bytes_to_train(e, f.model, 4 * kept) + sum(t.nbytes for t in (f.data.inputs, f.data.test_inputs, *caches))
 
 
+def stacks(missing: Sequence[Experiment], execution: Execution) -> list[list[Experiment]]:
+    """Choose which of ``missing`` train together: those that differ in their seed alone (``executors/stacked.py``).
+
+    By default on a GPU, so many as memory suffices for; ``execution.stack`` at most. Not while a profile is measured.
+    """
+    threads, on_gpu = execution.executor in ("auto", "threads"), execution.device != "cpu"
+    if not threads or (execution.stack is None and not on_gpu) or execution.stack == 1 or profiling.is_measuring():
+        return []
+    alike: dict[Experiment, list[Experiment]] = {}
+    for e in missing:
+        alike.setdefault(e.replace(seed=1), []).append(e)
+    out = []
+    for group in (g for g in alike.values() if len(g) > 1):
+        free = SHARE_OF_MEMORY * memory_to_plan_with(torch.device(execution.device))
+        most = execution.stack or max(1, int(free / _bytes_of(group[0])))
+        out += [group[i : i + most] for i in range(0, len(group), most) if len(group[i : i + most]) > 1]
+    return out
+
+
+def run_stack(run_one: Callable[[Experiment, Watch], object], stack: Sequence[Experiment], watch: Watch) -> None:
+    """Run ``run_one(e, watch)`` for each of ``stack``, in threads that meet where clients train.
+
+    All go on if one fails, whose error is raised at the end. After a Ctrl-C all are stored up to their last rounds.
+    """
+    meeting, watch.abreast = Meeting(len(stack)), len(stack)
+    with ThreadPoolExecutor(len(stack)) as pool:
+        runs = [pool.submit(meeting.attend, partial(run_one, e, watch)) for e in stack]
+        try:
+            wait(runs)
+        except KeyboardInterrupt as error:
+            meeting.stop()
+            wait(runs)
+            raise _interrupted(watch) from error
+        finally:
+            meeting.close()
+            watch.abreast = 1
+            watch.close_rounds()
+    for r in runs:
+        r.result()
+
+
+def _interrupted(watch: Watch) -> KeyboardInterrupt:
+    done, going = watch.total - len(watch.left), len(watch.going)
+    text = f"interrupted: {done} of {watch.total} runs are done, {going} are stored up to their last rounds; "
+    return interrupted(f"{text}run the same again, and they go on from there")
+
+
 def run_forks(
     run_one: Callable[[Experiment, Watch], object], chosen: Sequence[Experiment], cores: int, watch: Watch
 ) -> None:
@@ -292,9 +342,7 @@ def run_forks(
     except Unforkable:
         pass
     except KeyboardInterrupt as error:
-        done, going = watch.total - len(watch.left), len(watch.going)
-        text = f"interrupted: {done} of {watch.total} runs are done, {going} are stored up to their last rounds; "
-        raise interrupted(f"{text}run the same again, and they go on from there") from error
+        raise _interrupted(watch) from error
     finally:
         watch.abreast = 1
         watch.close_rounds()

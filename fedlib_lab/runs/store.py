@@ -11,6 +11,7 @@ import time
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Literal, overload
 
@@ -144,6 +145,7 @@ def run_all(
 
     On a CPU several runs, a core each, go on side by side in forks of this process where that ends sooner
     (``side_by_side.choose``); ``execution.workers``, another executor and callbacks keep to one after the other.
+    On a GPU those that differ in their seed alone train together (``execution.stack``; ``side_by_side.stacks``).
     With ``execution.executor = "ray"``, whole experiments are spread over the cluster, each on one core or on a share
     of a GPU; its nodes must see ``folder`` under the same path. ``accept`` as in :func:`find_run`, ``again`` and
     ``callbacks`` as in :func:`run`; callbacks are of this process, so ``ValueError`` with Ray.
@@ -161,16 +163,21 @@ def run_all(
     missing, found = [e for e in stored if e not in done], list(done.values())
     if progress and found:
         say(f"{sum(e in done for e in experiments)} of {len(experiments)} runs stored{_days(found)}")
-    chosen = [] if callbacks else side_by_side.choose(missing, execution)
-    alone = replace(execution, workers=1) if chosen else execution
+    stacks = [] if callbacks else side_by_side.stacks(missing, execution)
+    alone = [e for e in missing if not any(e in stack for stack in stacks)]
+    chosen = [] if callbacks else side_by_side.choose(alone, execution)
+    one_core = replace(execution, workers=1) if chosen else execution
 
-    def one(e: Experiment, watch: Watch, how: Execution = alone, wait: bool = False) -> Run | None:
+    def one(e: Experiment, watch: Watch, how: Execution = one_core, wait: bool = False) -> Run | None:
         if (r := _find_good(e, folder, accept)) is not None:  # another process was faster
             watch.end(e)
             return r
         return _run_missing(e, how, folder, watch, checkpoint_seconds, wait, accept, callback)
 
-    with Watch(missing, progress and bool(missing), stored_pace(found, alone)) as watch:
+    with Watch(missing, progress and bool(missing), stored_pace(found, one_core)) as watch:
+        for stack in stacks:
+            how = replace(execution, executor="stacked", stack=len(stack))
+            side_by_side.run_stack(partial(one, how=how), stack, watch)
         if chosen:
             side_by_side.run_forks(one, chosen, execution.side_by_side(), watch)
         for wait in (False, True):  # first what no other process holds
@@ -300,6 +307,8 @@ def _rounds(
     if callback.begin(f.experiment, server.t, store.metrics) and server.t and not store.final:
         return Finished(server.t, replace(server, mirrors=store.mirrors), {}, {}, None, 0.0)
     for r in run_rounds(f, execution, server, store.memories, store.mirrors):
+        if execution.executor == "stacked":  # the others' time is theirs
+            r = replace(r, seconds=r.seconds / (execution.stack or 1))
         store.note(r)
         watch.round(f.experiment, r)
         if callback.round(r) or r.diverged or r.t == f.experiment.rounds:

@@ -11,7 +11,8 @@ from fedlib.core.clients import Client
 from fedlib.core.rng import torch_generator
 from fedlib.data.federated import load_federated
 from fedlib.data.transforms import sample_views
-from fedlib.engine.batches import client_generators, client_rows, draw_batches, in_order, positions_of, shuffled_rows
+from fedlib.engine.batches import client_rows, draw_batches, in_order, positions_of, shuffled_rows
+from tests.helpers.draws import client_generators
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 import base64
 import threading
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -122,3 +123,21 @@ def test_each_exit_is_taken_from_the_model_that_the_method_evaluates_it_with(mon
     assert evaluate(f, f.server) == {"accuracy": 50.0, "exits": [100.0, 0.0], "right": bits}
     assert asked == served_parts(f, f.server) and asked[0] != asked[1]
     assert np.array_equal([p.depth for p in asked], sorted(p.depth for p in asked))
+
+
+def test_a_gpu_answers_as_many_examples_at_once_as_keep_it_busy():
+    f = build_federation(TINY)
+    widest = f.model.backbone.spec.numbers(1)[0]
+    assert module.at_once(f) == module.BATCH
+    there = SimpleNamespace(model=f.model, device=torch.device("cuda"))
+    assert module.at_once(there) == module.AT_ONCE // widest > 1000
+    there.model = SimpleNamespace(backbone=SimpleNamespace(spec=SimpleNamespace(numbers=lambda n: (2**30, 0))))
+    assert module.at_once(there) == module.BATCH
+
+
+def test_no_answer_depends_on_how_many_are_answered_at_once(monkeypatch):
+    f = build_federation(TINY)
+    expected = exit_logits(f, f.server, served_parts(f, f.server)[-1])
+    for size in (1000, 7):
+        monkeypatch.setattr(module, "at_once", lambda f, size=size: size)
+        assert torch.allclose(exit_logits(f, f.server, served_parts(f, f.server)[-1]), expected, atol=1e-6)

@@ -104,7 +104,7 @@ def test_what_a_client_answers_depends_on_nobody_who_answers_beside_it(tiny, mon
     sizes = {k: x.shape[2] for k, x in alone.items()}
     assert len(sizes) == 5 and len(set(sizes.values())) > 1 and max(sizes.values()) > 10
     for at_once, clients in ((250, 50), (10, 50), (40, 2)):
-        monkeypatch.setattr(serving, "AT_ONCE", at_once)
+        monkeypatch.setattr(serving, "at_once", lambda f, n=at_once: n)
         monkeypatch.setattr(serving, "CLIENTS", clients)
         for k, x in answers(f, server, memories).items():
             torch.testing.assert_close(x, alone[k][:, 0], rtol=1e-3, atol=1e-4)
@@ -112,7 +112,7 @@ def test_what_a_client_answers_depends_on_nobody_who_answers_beside_it(tiny, mon
 
 def test_a_clients_statistics_are_those_of_all_its_test_examples(tiny, monkeypatch):
     """The global model on one client's rows in one pass, and nothing else, is what it answers."""
-    monkeypatch.setattr(serving, "AT_ONCE", 10)
+    monkeypatch.setattr(serving, "at_once", lambda f: 10)
     f, server, memories = trained(tiny, "fedavg", **NETS["maps"] | {"batch_norm": "batch", "options": {"exits": "all"}})
     central_forward(f, server, f.setting.full()).place_(training=True)
     for k, x in answers(f, server, memories).items():

@@ -31,7 +31,7 @@ def two_clients(start, params, memories=None, t=1):
     clients, slices = (Client(7, 1, 30), Client(3, 0, 10)), (Slice.prefix(2, (0, 1)), Slice.prefix(1, (0,)))
     zeros = {n: torch.zeros_like(p) for n, p in params.items()}
     return SimpleNamespace(
-        clients=clients, start=start, params=params, rows=rows, t=t, experiment=SimpleNamespace(seed=5),
+        clients=clients, start=start, params=params, rows=rows, generator=lambda purpose, client: torch_generator(5, purpose, t, client),
         new_memories={}, update=lambda: Update(clients, slices, params, rows),
         recall=lambda key: memory.get(key, zeros), remember=lambda key, x, rows: memory.__setitem__(key, x),
     )  # fmt: skip

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from fedlib import Experiment, build_federation, run_rounds
 from fedlib.core.clients import Client
 from fedlib.core.slices import Axis, ParamInfo, take_all
-from fedlib.engine.batches import client_generators, draw_batches
+from fedlib.engine.batches import draw_batches
 from fedlib.engine.evaluation import exit_logits
 from fedlib.engine.executors import Execution
 from fedlib.methods import Round, build_method
@@ -19,6 +19,7 @@ from fedlib.methods.sums import MaskedMean, Update
 from fedlib.models.bert import BertSpec
 from fedlib.models.registry import OWN
 from fedlib.models.vit import ViTSpec
+from tests.helpers.draws import client_generators
 
 ONE = Execution(workers=1)
 ALL = ("qk", "vo", "ffn", "residual")
