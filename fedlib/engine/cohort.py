@@ -26,7 +26,7 @@ from .batches import Batches, draw_batches, in_order
 from .federation import Federation
 from .forward import Forward, by_example
 from .optimisers import build_optimiser
-from .schedules import round_rate, step_rates
+from .schedules import step_rates
 from .stacks import Stack
 from .stages import PrecomputedUnits, is_trained, route_of, units_ahead
 from .teacher import Teacher
@@ -56,7 +56,7 @@ class Cohort:
         self.extras: dict[int, Tensors] = {}
         self._losses: torch.Tensor | None = None  # (M,), the last local training's means
         self.steps = torch.zeros(len(training), dtype=torch.long)  # (M,), of the last local training
-        self.rate = round_rate(self.experiment, r.t)  # of this round, before a ``local_schedule``
+        self.rate = federation.rate(r.t, self.clients)  # of this round, before a ``local_schedule``
         self.stack = Stack(federation, self.members, memories)
         self.rows: Mapping[str, Sequence[int]] = self.stack.rows
         self.start = self.stack.tensors(server.params)  # what the clients start from, stacked

@@ -61,8 +61,8 @@ class Execution(NamedFields):
                        is more than one worker, as they do not wait for each other's interpreter lock; elsewhere
                        threads, on the current GPU. ray: ``cluster.py``
       address          ray: "auto", "host:port", "ray://host:port"; None: $RAY_ADDRESS, else a local Ray
-      stack            most runs of a list that train together if they differ in their seed alone (``stacked.py``);
-                       None: on a GPU as many as memory suffices for, on a CPU each by itself
+      stack            most runs of a list that train together if they differ in seed, rate or split alone
+                       (``stacked.py``); None: on a GPU as many as memory suffices for, on a CPU each by itself
       patience_seconds ray: how long to go without any worker before giving up
       products         who multiplies on a CPU, as provenance names it: of a run that goes on, who did; "": by a trial
 

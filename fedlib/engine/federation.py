@@ -27,6 +27,7 @@ from . import checks
 from .frozen_cache import FrozenCache, build_frozen_cache
 from .lab import ServerLab
 from .memory import check_memory
+from .schedules import round_rate
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,10 @@ class Federation:
     def generator(self, purpose: str, t: int, client: int) -> torch.Generator:
         """Return a client's generator of round t, a function of (seed, purpose, t, client)."""
         return torch_generator(self.experiment.seed, purpose, t, client)
+
+    def rate(self, t: int, clients: Sequence[Client]) -> float | torch.Tensor:
+        """Return the learning rate of round t: one for all ``clients`` that train, or each one's (M,)."""
+        return round_rate(self.experiment, t)
 
     def sample_clients(self, t: int) -> list[Client]:
         """Sample the clients of round t, a function of (seed, t): without replacement among the candidates."""

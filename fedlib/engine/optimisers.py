@@ -55,10 +55,7 @@ class LocalOptimiser:
             torch._foreach_clamp_max_(held, self.clip_value)
         if self.clip_norm is not None:
             held = clip_norms(held, [self._at[i] for i in reached], len(active), self.clip_norm)
-        if np.ndim(rate) == 0:
-            rate = float(rate)
-        else:
-            rate = torch.as_tensor(rate, dtype=torch.float64, device=held[0].device)
+        rate = float(rate) if np.ndim(rate) == 0 else torch.as_tensor(rate, dtype=torch.float64, device=held[0].device)
         state = [[tensors[i] for i in reached] for tensors in (self.leaves, *self.moments)]
         with _rows_unchanged(state, [self.rows[i] for i in reached], self._still(active)):
             self._update_(*state, grads=held, reached=reached, rate=rate, active=active)

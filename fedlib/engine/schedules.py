@@ -30,9 +30,9 @@ def _scheduled(e: Experiment, t: int) -> float:
 
 
 def step_rates(
-    e: Experiment, rate: float, steps: np.ndarray, device: torch.device | str = "cpu"
-) -> Sequence[float] | torch.Tensor:
-    """Return the rates of steps 0, 1, ... of a local training, from the round's ``rate``.
+    e: Experiment, rate: float | torch.Tensor, steps: np.ndarray, device: torch.device | str = "cpu"
+) -> Sequence[float | torch.Tensor] | torch.Tensor:
+    """Return the rates of steps 0, 1, ... of a local training, from the round's ``rate``, one or each member's (M,).
 
     linear: rate (1 - step / steps) for each member, (S, M) in float64 on ``device``, as members have unequal numbers of
     ``steps`` (M,); the last step's rate is not yet zero. constant: ``rate``, S times.
@@ -40,7 +40,7 @@ def step_rates(
     if e.local_schedule == "constant":
         return [rate] * int(steps.max())
     left = np.clip(1 - np.arange(steps.max())[:, None] / np.maximum(steps, 1), 0.0, None)
-    return torch.from_numpy(rate * left).to(device)
+    return torch.from_numpy(left).to(device) * rate
 
 
 def _in_rounds(value: float, rounds: int) -> int:

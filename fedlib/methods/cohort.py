@@ -35,7 +35,7 @@ class Cohort(Protocol):
     start: Stacked  # what the members received, or kept
     params: Stacked  # what they train, from ``start`` on
     steps: torch.Tensor  # of the last local training, (M,)
-    rate: float  # of this round
+    rate: float | torch.Tensor  # of this round; (M,) where members have their own
     new_memories: dict[int, Stacked]  # what is to stay with each client
 
     @property

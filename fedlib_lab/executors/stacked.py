@@ -1,4 +1,4 @@
-"""Runs that differ in their seed alone train together: their clients are members of the same cohorts.
+"""Runs that differ in seed, rate or split alone train together: their clients are members of the same cohorts.
 
 Small nets leave a GPU idle: fifty members take the launches of ten. Each run goes on in a thread of its own, with its
 own server, checkpoint and lock, through the same round loop as ever; only where a round's clients train do the runs
@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from fedlib.core.clients import Client
+from fedlib.core.experiment import Experiment
 from fedlib.core.rng import numpy_generator, torch_generator
 from fedlib.core.slices import NOTHING, Slice
 from fedlib.data.federated import FederatedData
@@ -27,6 +28,7 @@ from fedlib.data.partition import Divided, Drawn
 from fedlib.engine.executors import Cohorts, Execution, Memories, Trained, automatic_cohort_size, plan_cohorts
 from fedlib.engine.federation import Federation, label_counts
 from fedlib.engine.rounds import build_executor, merge_returned
+from fedlib.engine.schedules import round_rate
 from fedlib.methods import Member, Round, Server
 from fedlib.methods.mixtures import under
 from fedlib.methods.sums import MaskedMean
@@ -169,18 +171,26 @@ class Examples(FederatedData):
 class Together(Federation):
     """Several runs as one federation, for those who train."""
 
-    seeds: tuple[int, ...] = ()
+    runs: tuple[Experiment, ...] = ()
 
     def generator(self, purpose: str, t: int, client: int) -> torch.Generator:
         run, own = divmod(client, self.experiment.num_clients)
-        return torch_generator(self.seeds[run], purpose, t, own)
+        return torch_generator(self.runs[run].seed, purpose, t, own)
+
+    def rate(self, t: int, clients: Sequence[Client]) -> float | torch.Tensor:
+        own = [round_rate(self.runs[c.id // self.experiment.num_clients], t) for c in clients]
+        return own[0] if len(set(own)) == 1 else torch.tensor(own, dtype=torch.float64, device=self.device)
 
 
-class NoSeed:
-    """Stands where a client's training would read the seed: each run has its own. Whoever uses it is told."""
+@dataclass(frozen=True)
+class Unlike:
+    """Stands where a client's training would read a field in which the runs differ. Whoever uses it is told."""
+
+    field: str
 
     def refuse(self, *_: object) -> NoReturn:
-        raise RuntimeError("the training of clients reads the run's seed (cohort.generator knows each client's)")
+        known = {"seed": "; cohort.generator knows each client's draws", "lr": "; cohort.rate knows each client's"}
+        raise RuntimeError(f"the training of clients reads {self.field}{known.get(self.field, '')}")
 
     __index__ = __iter__ = __len__ = __add__ = __radd__ = __mul__ = __rmul__ = __hash__ = __str__ = refuse  # type: ignore[assignment]
 
@@ -202,13 +212,14 @@ class Joint:
         self.clients = first.experiment.num_clients
         held = tuple((f.data.holdings, f.data.seed) for f in runs)
         data = Examples(**vars_of(first.data) | {"runs": held, "public": np.empty(0, np.int64)})
-        e, setting = first.experiment, replace(first.setting, label_counts=partial(label_counts, data), solved={})
-        if len(runs) > 1:
-            e, setting = copy.copy(e), replace(setting, seed=NoSeed())  # type: ignore[arg-type]
-            object.__setattr__(e, "seed", setting.seed)
+        e, each = copy.copy(first.experiment), [vars(f.experiment) for f in runs]
+        setting = replace(first.setting, label_counts=partial(label_counts, data), solved={})
+        for name in (n for n, x in each[0].items() if any(own[n] != x for own in each)):
+            object.__setattr__(e, name, Unlike(name))
+            setting = replace(setting, seed=e.seed)
         self.server = self.merged({k: f.server for k, f in enumerate(runs)})
         own = {"experiment": e, "setting": setting, "data": data, "server": self.server}
-        self.federation = Together(**vars_of(first) | own, seeds=tuple(f.experiment.seed for f in runs))
+        self.federation = Together(**vars_of(first) | own, runs=tuple(f.experiment for f in runs))
         size = execution.cohort_size or automatic_cohort_size(first)
         self.executor = build_executor(self.federation, replace(execution, cohort_size=size))
 

@@ -8,6 +8,7 @@ runs of a list are so done sooner. A run is stored by ``store.py``, under its lo
 import _thread
 import contextlib
 import io
+import json
 import multiprocessing
 import os
 import queue as queues
@@ -44,6 +45,10 @@ LIVES = 2  # processes that may die of one run before it is given up
 DIED = f"its process died {LIVES} times, often a sign that memory is short"
 GRACE_SECONDS = 60.0  # for a run that is asked to stop
 SHARE_OF_MEMORY = 0.5  # of what is free; clients that train as one cohort come on top
+MAY_DIFFER = {  # and train together: what each client has of its own
+    "seed", "lr", "min_lr", "schedule", "milestones", "decay", "decay_every", "warmup_rounds", "clients_per_round",
+    "partition", "dirichlet_alpha", "classes_per_client", "num_test", "test_split", "evaluate_on",
+}  # fmt: skip
 J = TypeVar("J")
 
 
@@ -276,16 +281,17 @@ def _bytes_of(e: Experiment) -> float:
 
 
 def stacks(missing: Sequence[Experiment], execution: Execution) -> list[list[Experiment]]:
-    """Choose which of ``missing`` train together: those that differ in their seed alone (``executors/stacked.py``).
+    """Choose which of ``missing`` train together: those that differ in ``MAY_DIFFER`` alone (``executors/stacked.py``).
 
     By default on a GPU, so many as memory suffices for; ``execution.stack`` at most. Not while a profile is measured.
     """
     threads, on_gpu = execution.executor in ("auto", "threads"), execution.device != "cpu"
     if not threads or (execution.stack is None and not on_gpu) or execution.stack == 1 or profiling.is_measuring():
         return []
-    alike: dict[Experiment, list[Experiment]] = {}
+    alike: dict[str, list[Experiment]] = {}
     for e in missing:
-        alike.setdefault(e.replace(seed=1), []).append(e)
+        fixed = {k: x for k, x in e.identity().items() if k not in MAY_DIFFER}
+        alike.setdefault(json.dumps(fixed, sort_keys=True), []).append(e)
     out = []
     for group in (g for g in alike.values() if len(g) > 1):
         free = SHARE_OF_MEMORY * memory_to_plan_with(torch.device(execution.device))

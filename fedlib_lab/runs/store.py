@@ -145,7 +145,7 @@ def run_all(
 
     On a CPU several runs, a core each, go on side by side in forks of this process where that ends sooner
     (``side_by_side.choose``); ``execution.workers``, another executor and callbacks keep to one after the other.
-    On a GPU those that differ in their seed alone train together (``execution.stack``; ``side_by_side.stacks``).
+    On a GPU those that differ in seed, rate or split alone train together (``execution.stack``; ``side_by_side.stacks``).
     With ``execution.executor = "ray"``, whole experiments are spread over the cluster, each on one core or on a share
     of a GPU; its nodes must see ``folder`` under the same path. ``accept`` as in :func:`find_run`, ``again`` and
     ``callbacks`` as in :func:`run`; callbacks are of this process, so ``ValueError`` with Ray.
