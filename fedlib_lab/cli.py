@@ -111,35 +111,22 @@ def _sweep(given: argparse.Namespace) -> int:
     rows: dict = {}  # of modes, columns and seeds the first
     for cell in load_cells(paper, name, given.profile, overrides_of(given.overrides)):
         rows.setdefault(cell.variant, cell.experiment)
-    over, execution = over_of(given.over), Execution(given.device, given.workers)
-    trials = sweep(rows, over, given.sampler, given.trials, execution=execution)
+    trials = sweep(rows, over_of(given.over), Execution(given.device, given.workers))
     print(trials_frame(trials).to_string(index=False))
     for row, trial in best(trials).items():
         print(f"best of {row}: --set {' '.join(f'{k}={v}' for k, v in trial.choice.items())}")
     return 0
 
 
-def over_of(texts: Sequence[str]) -> dict[str, object]:
-    """Parse ``["lr=[0.01, 0.1]", "options.zeta=0.1..0.9"]`` as ``sweep`` takes it; ``ValueError`` names the text."""
+def over_of(texts: Sequence[str]) -> dict[str, list]:
+    """Parse ``["lr=[0.01, 0.1]", "options.zeta=[0.2, 1]"]`` as ``sweep`` takes it; ``ValueError`` names the text."""
     from .runs.params_files import parse_yaml
 
     found = {}
     for text in texts:
         key, _, values = text.partition("=")
-        low, dots, high = values.removeprefix("log:").partition("..")
-        found[key] = _range(text, low, high) if dots else parse_yaml(values, text)
+        found[key] = parse_yaml(values, text)
     return found
-
-
-def _range(text: str, *ends: str) -> object:
-    from .runs.sweep import optuna_for
-
-    of, log = optuna_for(f"--over {text}: a range").distributions, "=log:" in text
-    try:
-        kind, number = (of.IntDistribution, int) if all(map(str.isdigit, ends)) else (of.FloatDistribution, float)
-        return kind(*map(number, ends), log=log)
-    except ValueError as error:
-        raise ValueError(f"--over {text}: expected a range of numbers, e.g. lr=log:0.01..1 ({error})") from error
 
 
 def _explain(given: argparse.Namespace) -> int:

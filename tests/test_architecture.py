@@ -39,16 +39,16 @@ LINES = {
     "layers": 570,
     "methods": 2289,
     "models": 1447,
-    "fedlib_lab": 10905,
+    "fedlib_lab": 10854,
     "atlas": 374,
-    "cli": 208,
+    "cli": 198,
     "executors": 599,
     "formats": 869,
     "kernels": 480,
     "papers": 1164,
     "report": 1861,
     "rivals": 662,
-    "runs": 2816,
+    "runs": 2775,
     "zoo": 1857,
 }
 HEAVY = {
@@ -71,7 +71,6 @@ HEAVY = {
     "ipywidgets",
     "dp_accounting",
     "ray",
-    "optuna",
     "pydantic",
     "jsonschema",
 }

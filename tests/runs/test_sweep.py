@@ -1,7 +1,5 @@
 """Values are chosen on validation examples, by as many trials for every row, which are stored runs."""
 
-import sys
-
 import pytest
 
 from fedlib import run, sweep
@@ -31,19 +29,6 @@ def test_a_grid_tries_the_same_choices_for_every_row_and_never_reads_the_test_se
     assert [t.run.path for t in listed] == [t.run.path for t in trials] and len(list(tmp_path.iterdir())) == 8
 
 
-@pytest.mark.parametrize("sampler", ["random", "tpe"])
-def test_what_is_drawn_is_drawn_again_so_a_sweep_goes_on(sampler, tmp_path):
-    """Three trials a row, then the same and a fourth; by chance, every row draws the same."""
-    ranges = pytest.importorskip("optuna").distributions
-    over = {"lr": ranges.FloatDistribution(0.01, 1.0, log=True), "batch_size": [8, 16], "local_epochs": ranges.IntDistribution(1, 2)}  # fmt: skip
-    first, more = (sweep(ROWS, over, sampler, n, execution=ONE, folder=tmp_path, progress=False) for n in (3, 4))
-    assert [t.row for t in more] == ["reefl"] * 4 + ["depthfl"] * 4 and len(list(tmp_path.iterdir())) == 8
-    assert [t.run.path for t in first] == [t.run.path for t in [*more[:3], *more[4:7]]]
-    assert all(0.01 <= t.choice["lr"] <= 1 and t.choice["batch_size"] in (8, 16) for t in more)
-    if sampler == "random":
-        assert [t.choice for t in more[:4]] == [t.choice for t in more[4:]]
-
-
 def test_the_best_of_a_row_is_the_first_of_the_highest_and_never_one_that_diverged(tmp_path):
     kept = run(ROWS["reefl"], ONE, tmp_path, progress=False)
     of = lambda row, n, accuracy, status="finished": Trial(row, {"lr": n}, type(kept)(kept.experiment, kept.path, {"accuracy": accuracy, "status": status}, []))  # fmt: skip # noqa: E731
@@ -52,30 +37,22 @@ def test_the_best_of_a_row_is_the_first_of_the_highest_and_never_one_that_diverg
 
 
 @pytest.mark.parametrize(
-    "over, words, sentence",
+    "over, sentence",
     [
-        ({"lr": 0.1}, {}, "sweep: lr = 0.1; allowed: a list, or with random and tpe a range"),
-        ({"lr": [0.1], "rate": [1]}, {}, "unknown key 'rate'"),
-        ({"lr": [0.1, -1.0]}, {}, "lr = -1.0 must be above 0"),
-        ({"options.zeta": [0.1]}, {}, "unknown key 'zeta'"),  # of DepthFL
-        ({"evaluate_on": ["test"]}, {}, "sweep: 'evaluate_on' cannot be chosen, nor can evaluate_on, validation_fraction"),
-        ({"lr": [0.1]}, {"sampler": "tpee", "trials": 2}, "sampler = 'tpee' is unknown; did you mean 'tpe'?"),
-        ({"lr": [0.1]}, {"sampler": "tpe"}, "trials = 0, sampler = 'tpe'; allowed: 0 with grid"),
-        ([{"lr": 0.1}], {"sampler": "tpe", "trials": 2}, "allowed with 'tpe': lists and ranges by field"),
-        ({"lr": [0.1]}, {"trials": 3}, "trials = 3, sampler = 'grid'; allowed: 0 with grid"),
+        ({"lr": 0.1}, "sweep: lr = 0.1; allowed: a list"),
+        ({"lr": []}, "sweep: lr = []; allowed: a list"),
+        ({}, "sweep: over = [{}]; allowed: lists by field, or a list of choices"),
+        ("lr", "sweep: over = 'lr'; allowed: lists by field, or a list of choices"),
+        ({"lr": [0.1], "rate": [1]}, "unknown key 'rate'"),
+        ({"lr": [0.1, -1.0]}, "lr = -1.0 must be above 0"),
+        ({"options.zeta": [0.1]}, "unknown key 'zeta'"),  # of DepthFL
+        ({"evaluate_on": ["test"]}, "sweep: 'evaluate_on' cannot be chosen, nor can evaluate_on, validation_fraction"),
     ],
-)  # fmt: skip
-def test_what_cannot_be_tried_is_refused_before_any_compute(over, words, sentence, tmp_path):
+)
+def test_what_cannot_be_tried_is_refused_before_any_compute(over, sentence, tmp_path):
     with pytest.raises(ValueError) as refused:
-        sweep(ROWS, over, execution=ONE, folder=tmp_path, progress=False, **words)
+        sweep(ROWS, over, execution=ONE, folder=tmp_path, progress=False)
     assert sentence in str(refused.value) and not list(tmp_path.iterdir())
-
-
-def test_what_a_later_row_cannot_try_is_refused_before_the_first_row_runs(tmp_path):
-    pytest.importorskip("optuna")
-    with pytest.raises(ValueError, match="unknown key 'zeta'"):
-        sweep(ROWS, {"options.zeta": [0.1]}, "random", 1, execution=ONE, folder=tmp_path, progress=False)
-    assert not list(tmp_path.iterdir())
 
 
 def test_a_shell_sweeps_the_rows_of_a_table(tmp_path, monkeypatch, capsys):
@@ -98,25 +75,3 @@ def test_a_shell_sweeps_the_rows_of_a_table(tmp_path, monkeypatch, capsys):
     ]
     assert said[5].startswith("best of reefl: --set lr=0.") and said[6].startswith("best of depthfl: --set lr=0.")
     use_outputs_of("small")
-
-
-def test_a_shell_s_ranges():
-    ranges = pytest.importorskip("optuna").distributions
-    found = cli.over_of(["lr=log:0.01..1", "local_epochs=1..5", "options.zeta=0.1..0.9", "batch_size=[8, 16]"])
-    assert found["lr"] == ranges.FloatDistribution(0.01, 1, log=True) and found["batch_size"] == [8, 16]
-    assert found["local_epochs"] == ranges.IntDistribution(1, 5)
-    assert found["options.zeta"] == ranges.FloatDistribution(0.1, 0.9)
-    for text in ("lr=0.1..x", "lr=1..0.5"):
-        with pytest.raises(ValueError, match="--over lr=.*: expected a range of numbers, e.g. lr=log:0.01..1"):
-            cli.over_of([text])
-
-
-def test_without_optuna_lists_are_swept_and_ranges_refused_in_words(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "optuna", None)
-    monkeypatch.setitem(sys.modules, "optuna.distributions", None)
-    rows = {"reefl": small("reefl", rounds=1)}
-    assert len(sweep(rows, {"lr": [0.1]}, execution=ONE, folder=tmp_path, progress=False)) == 1
-    with pytest.raises(ImportError, match="sampler = 'tpe' needs Optuna; install fedlib with its extra 'sweep'"):
-        sweep(rows, {"lr": [0.1]}, "tpe", 2, execution=ONE, folder=tmp_path, progress=False)
-    with pytest.raises(ImportError, match="--over lr=0..1: a range needs Optuna"):
-        cli.over_of(["lr=0..1"])
