@@ -1,31 +1,23 @@
 """float32 matrix products that go straight to a BLAS, without their way through PyTorch's dispatcher.
 
-A cohort's products are many and small. On CPUs where OpenBLAS is faster at them than the library that PyTorch comes
-with, it multiplies, as long as the calling thread has one intra-op thread, as all workers do; a short trial says where.
-Elsewhere, and for all that does not suit it, PyTorch multiplies. The numbers are the same up to float rounding.
+A cohort's products are many and small. On AMD's CPUs OpenBLAS is faster at them than the library that PyTorch comes
+with (``benchmarks/README.md``), and multiplies, as long as the calling thread has one intra-op thread, as all workers
+do. Elsewhere, and for all that does not suit it, PyTorch multiplies. The numbers are the same up to float rounding.
 
 Read next: ``engine/executors.py``, whose workers this is for; ``layers/linear.py``, whose products these are.
 """
 
 import ctypes
-import hashlib
 import importlib.util
-import json
-import math
 import os
 import platform
 import threading
-import time
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
 import torch
-from filelock import FileLock
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
-
-from fedlib.core.storage import DamagedFile, read_json, write_json
-from fedlib.data.cache import cache_dir
 
 from .switch import is_on
 
@@ -39,7 +31,7 @@ _lock = threading.Lock()
 
 
 def choose_products(stored: str = "") -> str:
-    """Let OpenBLAS multiply in this process if that is faster here. Returns who multiplies, for provenance.
+    """Let OpenBLAS multiply in this process, on a CPU of AMD's. Returns who multiplies, for provenance.
 
     ``stored`` is what this returned for the first rounds of a run that goes on: it goes on with the same, if it can.
     """
@@ -56,54 +48,10 @@ def _choose(stored: str) -> tuple[str, list[Callable], list[Callable]]:
         return "PyTorch", [], []
     library.scipy_openblas_get_config.restype = ctypes.c_char_p
     name = " ".join(library.scipy_openblas_get_config().decode().split()[:2])
-    multipliers = _multipliers(library)
-    if stored != name and not _is_faster_here(name, *multipliers):
+    if stored != name and "AMD" not in cpu()["family"]:
         return "PyTorch", [], []
-    return name, [multipliers[0]], [multipliers[1]]
-
-
-def _is_faster_here(name: str, multiply: Callable, by_head: Callable) -> bool:
-    """Return the outcome of :func:`_trial`, run once a machine and kept, so that all its processes agree."""
-    key = json.dumps([cpu(), torch.__version__, name])
-    file = cache_dir() / f"products-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
-    try:
-        cache_dir().mkdir(parents=True, exist_ok=True)
-        with FileLock(f"{file}.lock"):
-            try:
-                return bool(read_json(file)["faster"])
-            except (FileNotFoundError, DamagedFile):
-                faster = _trial(multiply, by_head)
-                write_json(file, {"of": key, "faster": faster})
-                return faster
-    except OSError:  # a read-only disk: every process tries
-        return _trial(multiply, by_head)
-
-
-def _trial(multiply: Callable, by_head: Callable) -> bool:
-    """Return whether OpenBLAS is a twentieth faster on products of a cohort. Some 50 ms in one thread."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        x, y, out = torch.ones(4, 544, 64), torch.ones(4, 64, 192), torch.empty(4, 544, 192)
-        q, k, scores = torch.ones(128, 4, 17, 16), torch.ones(128, 4, 16, 17), torch.empty(128, 4, 17, 17)
-
-        def ours() -> None:
-            multiply(x, y, out, 0.0)
-            by_head(q, k, scores)
-
-        def pytorchs() -> None:
-            torch.bmm(x, y)
-            _multiply_heads(q, k, scores)
-
-        seconds = {work: math.inf for work in (ours, pytorchs)}
-        for _ in range(30):  # in turn, and the best of each: others may be busy on this machine
-            for work in seconds:
-                began = time.perf_counter()
-                work()
-                seconds[work] = min(seconds[work], time.perf_counter() - began)
-        return seconds[ours] < 0.95 * seconds[pytorchs]
-    finally:
-        torch.set_num_threads(threads)
+    multiply, by_head = _multipliers(library)
+    return name, [multiply], [by_head]
 
 
 def cpu() -> dict[str, str]:

@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -27,7 +26,7 @@ FORM = {
 
 @pytest.fixture
 def openblas(monkeypatch):
-    """OpenBLAS multiplies in this thread, whatever a trial says; skips where it cannot."""
+    """OpenBLAS multiplies in this thread, whoever made the CPU; skips where it cannot."""
     library = products._load()
     if library is None:
         pytest.skip("OpenBLAS cannot run on this machine")
@@ -141,7 +140,7 @@ from fedlib.engine.federation import build_federation
 from fedlib.engine.rounds import run_rounds
 from fedlib_lab.kernels import products
 from tests.helpers.stored import ONE, short
-products._is_faster_here = lambda *_: True
+products.cpu = lambda: {'family': 'AuthenticAMD'}
 numbers = {}
 for method, finetune in (("reefl", "full"), ("depthfl", "lora")):
     *_, last = run_rounds(build_federation(short(method, finetune=finetune, rounds=2)), ONE)
@@ -164,28 +163,6 @@ def test_training_ends_with_the_same_parameters_whoever_multiplies():
     assert ours["by"].startswith("OpenBLAS") and ours["numbers"].keys() == pytorchs["numbers"].keys()
     for name, numbers in pytorchs["numbers"].items():
         assert ours["numbers"][name] == pytest.approx(numbers, rel=1e-4, abs=2e-5), name
-
-
-@pytest.mark.parametrize("faster", [True, False])
-def test_a_trial_decides_once_a_machine(monkeypatch, tmp_path, faster):
-    """Later processes read what the first one found, also where their own clock says otherwise."""
-    monkeypatch.setenv("FEDLIB_CACHE", str(tmp_path))
-    asked = []
-    monkeypatch.setattr(products, "_trial", lambda *_: asked.append(1) or faster)
-    assert products._is_faster_here("some BLAS", None, None) is faster
-    monkeypatch.setattr(products, "_trial", lambda *_: asked.append(1) or not faster)
-    assert products._is_faster_here("some BLAS", None, None) is faster and len(asked) == 1
-    assert products._is_faster_here("another BLAS", None, None) is not faster
-    next(tmp_path.glob("products-*")).write_text("damaged")
-    assert {products._is_faster_here(n, None, None) for n in ("some BLAS", "another BLAS")} <= {faster, not faster}
-
-
-def test_the_trial_asks_the_clock(openblas):
-    def slow(*_):
-        time.sleep(0.002)
-
-    assert products._trial(slow, slow) is False
-    assert products._trial(lambda *_: None, lambda *_: None) is True  # what takes no time is faster
 
 
 def test_the_cpu_is_named_with_family_and_instructions(monkeypatch, tmp_path):
@@ -229,12 +206,12 @@ def test_loading_leaves_the_environment_as_it_was(monkeypatch):
     assert dict(os.environ) == before
 
 
-def test_who_multiplied_before_goes_on_whatever_a_trial_says(openblas, monkeypatch):
-    monkeypatch.setattr(products, "_is_faster_here", lambda *_: True)
+def test_openblas_multiplies_on_amds_and_who_multiplied_before_goes_on(openblas, monkeypatch):
+    monkeypatch.setattr(products, "cpu", lambda: {"family": "AuthenticAMD 25 17"})
     products._choose.cache_clear()
     name = products.choose_products()
     assert name.startswith("OpenBLAS") and products.choose_products("PyTorch") == "PyTorch" and not products._by_client
-    monkeypatch.setattr(products, "_is_faster_here", lambda *_: False)
+    monkeypatch.setattr(products, "cpu", lambda: {"family": "GenuineIntel 6 143"})
     products._choose.cache_clear()
     assert products.choose_products(name) == name and products._by_client and products._by_head
     assert products.choose_products("OpenBLAS 0.0") == products.choose_products() == "PyTorch"

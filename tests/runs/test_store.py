@@ -36,16 +36,16 @@ def test_provenance_says_who_multiplied(monkeypatch):
 
 
 def test_a_run_goes_on_with_who_multiplied_its_first_rounds(tmp_path, monkeypatch):
-    """Whatever a trial says by then: another machine's cache, or another load of this one."""
-    asked, trial = [], "OpenBLAS 1"
-    choose = lambda stored: asked.append(stored) or stored or trial  # noqa: E731
+    """Whoever multiplies on the machine that it goes on at."""
+    asked, here = [], "OpenBLAS 1"
+    choose = lambda stored: asked.append(stored) or stored or here  # noqa: E731
     monkeypatch.setattr(record, "choose_products", choose)
     monkeypatch.setitem(OVERRIDES, "begin", choose)
     monkeypatch.setattr(record, "_one_thread_each", lambda _: True)
     e = small("reefl", rounds=3)
     run(e, ONE, tmp_path, progress=False, on_round=lambda r: True)
     assert asked == ["", ""]
-    trial = "PyTorch"
+    here = "PyTorch"
     done = run(e, ONE, tmp_path, progress=False)
     assert asked[2:] == ["OpenBLAS 1"] * 2 and done.record["resumed"][0]["products"] == "OpenBLAS 1"
     asked.clear()
