@@ -47,16 +47,18 @@ def sweep(
     check_type(rows, Mapping, "sweep: rows")
     for row, e in rows.items():
         check_type(e, Experiment, f"sweep: row {shown(row)}")
+    choices = over
     if isinstance(over, Mapping):
         for key, values in over.items():
             if not isinstance(values, list | tuple) or not values:
                 raise ValueError(f"sweep: {key} = {shown(values)}; allowed: a list")
-        over = [dict(zip(over, x, strict=True)) for x in product(*over.values())]
-    if not isinstance(over, list | tuple) or not all(isinstance(x, Mapping) and x for x in over):
+        choices = [dict(zip(over, x, strict=True)) for x in product(*over.values())]
+    listed = isinstance(choices, list | tuple) and bool(choices)
+    if not listed or not all(isinstance(x, Mapping) and x and all(isinstance(k, str) for k in x) for x in choices):
         raise ValueError(f"sweep: over = {shown(over)}; allowed: lists by field, or a list of choices")
     share = {row: e.validation_fraction or 0.2 for row, e in rows.items()}
     rows = {row: e.replace(evaluate_on="validation", validation_fraction=share[row]) for row, e in rows.items()}
-    asked = [(row, choice, changed(e, choice)) for row, e in rows.items() for choice in over]
+    asked = [(row, choice, changed(e, choice)) for row, e in rows.items() for choice in choices]
     done = run_all([e for *_, e in asked], execution, folder, progress)
     return [Trial(row, choice, r) for (row, choice, _), r in zip(asked, done, strict=True)]
 

@@ -41,7 +41,7 @@ def test_the_best_of_a_row_is_the_first_of_the_highest_and_never_one_that_diverg
     [
         ({"lr": 0.1}, "sweep: lr = 0.1; allowed: a list"),
         ({"lr": []}, "sweep: lr = []; allowed: a list"),
-        ({}, "sweep: over = [{}]; allowed: lists by field, or a list of choices"),
+        ({}, "sweep: over = {}; allowed: lists by field, or a list of choices"),
         ("lr", "sweep: over = 'lr'; allowed: lists by field, or a list of choices"),
         ({"lr": [0.1], "rate": [1]}, "unknown key 'rate'"),
         ({"lr": [0.1, -1.0]}, "lr = -1.0 must be above 0"),
