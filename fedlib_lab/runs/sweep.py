@@ -47,12 +47,13 @@ def sweep(
     check_type(rows, Mapping, "sweep: rows")
     for row, e in rows.items():
         check_type(e, Experiment, f"sweep: row {shown(row)}")
-    choices = over
     if isinstance(over, Mapping):
         for key, values in over.items():
             if not isinstance(values, list | tuple) or not values:
                 raise ValueError(f"sweep: {key} = {shown(values)}; allowed: a list")
         choices = [dict(zip(over, x, strict=True)) for x in product(*over.values())]
+    else:
+        choices = over
     listed = isinstance(choices, list | tuple) and bool(choices)
     if not listed or not all(isinstance(x, Mapping) and x and all(isinstance(k, str) for k in x) for x in choices):
         raise ValueError(f"sweep: over = {shown(over)}; allowed: lists by field, or a list of choices")
