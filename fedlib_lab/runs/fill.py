@@ -39,7 +39,6 @@ from .side_by_side import DIED, GRACE_SECONDS, hand_out
 from .store import Folder, Run, find_run, run, run_path
 
 A_GPU = 2  # processes each: on an H100 two trained a ConvNet at 1.4 times the pace of one, four at no more
-TRUSTED = 300.0  # core-seconds of work after which what runs took here says as much as what was told of them
 
 
 @dataclass(frozen=True)
@@ -156,10 +155,10 @@ def _share_left(e: Experiment, folder: Folder) -> float:
     return 1.0
 
 
-def core_hours(jobs: Iterable[Job], slower: float = 1.0) -> str:
-    """Say in core-hours, or core-minutes, what ``jobs`` still take if each takes ``slower`` times its seconds."""
+def core_hours(jobs: Iterable[Job]) -> str:
+    """Say in core-hours, or core-minutes, what ``jobs`` still take."""
     every = np.array([j.seconds for j in jobs])
-    seconds, unknown = slower * np.nansum(every), int(np.isnan(every).sum())
+    seconds, unknown = np.nansum(every), int(np.isnan(every).sum())
     told = f"{seconds / 3600:.1f} core-hours" if seconds >= 3600 else f"{math.ceil(seconds / 60)} core-minutes"
     return told + f" and {unknown} runs that were not priced" * (unknown > 0)
 
@@ -189,14 +188,8 @@ def fill(
     with contextlib.closing(hand_out(jobs, workers, answer, Watch([], False), seconds_left, grace, new)) as answers:
         for job, answer in answers:
             words = _note(filled, job, answer)
-            left = core_hours(filled.left, _slower(workers * (time.monotonic() - began), filled.done))
-            tell(f"{len(filled.done)} of {len(jobs)} done, about {left} left: {words}")
+            tell(f"{len(filled.done)} of {len(jobs)} done, about {core_hours(filled.left)} left: {words}")
     return filled
-
-
-def _slower(spent: float, done: Iterable[Job]) -> float:
-    """Return the ratio of core-seconds ``spent`` on ``done`` jobs to those told of them; near 1 until they are many."""
-    return (TRUSTED + spent) / (TRUSTED + np.nansum([j.seconds for j in done]))
 
 
 def _note(filled: Filled, job: Job, answer: dict | Exception | None) -> str:

@@ -57,7 +57,7 @@ class Run:
         return self.record.get("stored", "")
 
     def _repr_html_(self) -> str:
-        """Return a card for a notebook: numbers, the curve by round, what was asked and what trained it."""
+        """Return a card for a notebook: numbers, what was asked and what trained it."""
         s, p = self.summary, self.record.get("provenance", {})
         rows = {"status": f"{s['status']} after {s['t']} of {self.experiment.rounds} rounds, {s['seconds']:.0f} s"}
         rows["accuracy"] = f"{s['accuracy']:.2f} %; exits {', '.join(f'{x:.2f}' for x in s['exits'])}"
@@ -65,20 +65,8 @@ class Run:
             rows["of clients"] = f"{own['accuracy']:.2f} ± {own['sd']:.2f} % over {own['clients']}"
         rows |= self.experiment.identity() | {"seed": self.experiment.seed}
         rows["trained"] = f"{self.day} on {p.get('device')}, torch {p.get('torch')}, {p.get('workers')} workers"
-        drawn = {"accuracy": self._curve()}
-        cells = ((escape(k), escape(str(v)) + drawn.get(k, "")) for k, v in rows.items())
-        body = "".join(f"<tr><th>{k}</th><td>{v}</td></tr>" for k, v in cells)
+        body = "".join(f"<tr><th>{escape(k)}</th><td>{escape(str(v))}</td></tr>" for k, v in rows.items())
         return f"<table><caption>{escape(self.path.name)}</caption>{body}</table>"
-
-    def _curve(self) -> str:
-        """Draw the accuracy by round, lowest to highest, as a line of 160 by 30 pixels; "" of fewer than two rounds."""
-        at = [(m["t"], m["accuracy"]) for m in self.metrics]
-        low, high = (min((a for _, a in at), default=0.0), max((a for _, a in at), default=0.0))
-        if len(at) < 2 or not high > low:
-            return ""
-        points = " ".join(f"{160 * t / at[-1][0]:.0f},{30 - 30 * (a - low) / (high - low):.0f}" for t, a in at)
-        line = f'<polyline points="{points}" fill="none" stroke="currentColor"/>'
-        return f'<br><svg width="160" height="30">{line}</svg> {low:.1f} to {high:.1f} %'
 
 
 def without_bulk(metrics: Mapping[str, Any]) -> dict[str, Any]:

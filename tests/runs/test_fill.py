@@ -22,7 +22,7 @@ from fedlib.core.paths import params_dir, use_outputs_of
 from fedlib.core.storage import read_json, write_json, write_lines
 from fedlib_lab import cli
 from fedlib_lab.runs import fill as queue_runs
-from fedlib_lab.runs.fill import A_GPU, TRUSTED, Job, _slower, core_hours, fill, named, queue
+from fedlib_lab.runs.fill import A_GPU, Job, core_hours, fill, named, queue
 from fedlib_lab.runs.params import Cell
 from fedlib_lab.runs.progress import Watch
 from fedlib_lab.runs.side_by_side import Fork, hand_out
@@ -102,12 +102,6 @@ def test_runs_without_a_pace_are_not_priced_once_their_time_is_over(tables, monk
     assert [j.plain()["seconds"] for j in jobs] == [None, None]
     assert core_hours(jobs) == "0 core-minutes and 2 runs that were not priced"
     assert core_hours([*jobs, Job("p/t", None, 90)]) == "2 core-minutes and 2 runs that were not priced"
-
-
-def test_what_is_left_is_told_at_the_pace_of_what_was_done():
-    told = [Job("p/t", None, TRUSTED)] * 3  # of which each took half
-    assert _slower(0, []) == 1 and _slower(1.5 * TRUSTED, told) == pytest.approx(2.5 / 4)
-    assert core_hours([Job("p/t", None, 60)] * 10, 0.5) == "5 core-minutes"
 
 
 def test_names_are_checked_before_anything(tables):
