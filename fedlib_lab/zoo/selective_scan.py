@@ -1,14 +1,10 @@
 """The selective scan of Mamba (Gu & Dao, 2023): a linear recurrence whose coefficients depend on the input.
 
 h_t = exp(delta_t A) h_{t-1} + delta_t u_t B_t and y_t = <C_t, h_t> + D u_t, for every channel with N states.
-On a GPU the kernels of ``mamba_ssm`` and ``causal_conv1d`` run where these packages are installed. Otherwise
-``fedlib::selective_scan`` does: a loop over time on whole chunks that keeps one state per chunk and computes the others
-once more in the backward pass, so what it stores grows as T / CHUNK. Both take parameters stacked per client.
+``fedlib::selective_scan`` is a loop over time on whole chunks that keeps one state per chunk and computes the others
+once more in the backward pass, so what it stores grows as T / CHUNK. It takes parameters stacked per client.
 Read next: ``vim.py``.
 """
-
-from contextlib import suppress
-from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -28,9 +24,6 @@ def selective_scan(
 
     ``A`` is (d, N), negative, and ``D`` is (d,); each may be stacked per client. Here states are float32 always.
     """
-    kernel = fused_kernels()[0] if u.is_cuda else None
-    if kernel is not None:
-        return fused_scan(kernel, u, delta, A, B, C, D)
     u, delta, B, C = (x.float() if x.dtype is torch.bfloat16 else x for x in (u, delta, B, C))  # autocast made them
     delta, a = F.softplus(delta), per_client(A, u, 2).mT.contiguous()  # (N, d) or (K, 1, N, d)
     keep = torch.is_grad_enabled() and any(x.requires_grad for x in (u, delta, a, B, C))
@@ -43,66 +36,11 @@ def causal_conv(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> to
     Written as W shifted products: as fast as torch's depthwise convolution at T = 197 and two to three times as fast
     at T = 17, and stacked weights need no other layout.
     """
-    kernel = fused_kernels()[1] if x.is_cuda else None
-    if kernel is not None:
-        return fused_conv(kernel, x, weight, bias)
     taps, tokens = weight.shape[-2], x.shape[-2]
     padded, y = F.pad(x, (0, 0, taps - 1, 0)), per_client(bias, x)
     for j in range(taps):
         y = torch.addcmul(y, padded[..., j : j + tokens, :], per_client(weight[..., j, :], x))
     return F.silu(y)
-
-
-# --- the fused kernels: channels before time, a stack of clients folded into the channels ----------------------------
-
-
-@cache
-def fused_kernels():
-    """Return (selective_scan_fn, causal_conv1d_fn), None where the package is missing."""
-    scan = conv = None
-    with suppress(ImportError):
-        from mamba_ssm.ops.selective_scan_interface import selective_scan_fn as scan
-    with suppress(ImportError):
-        from causal_conv1d import causal_conv1d_fn as conv
-    return scan, conv
-
-
-def fused_scan(kernel, u, delta, A, B, C, D) -> torch.Tensor:
-    """Run :func:`selective_scan` by ``kernel``, whose B and C may come in groups of channels: one group a client."""
-    groups = _groups(u, (A, 2), (D, 1))
-    A, D = (_folded(p, groups, dims) for p, dims in ((A, 2), (D, 1)))
-    B, C = (_channels(x, groups).unflatten(1, (groups, -1)).contiguous() for x in (B, C))  # (batch, G, N, T)
-    y = kernel(_channels(u, groups), _channels(delta, groups), A, B, C, D, None, None, True)
-    return _channels_back(y, u, groups)
-
-
-def fused_conv(kernel, x, weight, bias) -> torch.Tensor:
-    """Run :func:`causal_conv` by ``kernel``, which wants x (batch, channels, T) and weight (channels, W)."""
-    groups = _groups(x, (weight, 2), (bias, 1))
-    weight, bias = _folded(weight.mT, groups, 2), _folded(bias, groups, 1)
-    return _channels_back(kernel(_channels(x, groups), weight, bias, activation="silu"), x, groups)
-
-
-def _groups(x: torch.Tensor, *params) -> int:
-    """Return K if any parameter is stacked, else 1: then the clients are one batch."""
-    return len(x) if any(p.dim() > dims for p, dims in params) else 1
-
-
-def _folded(p: torch.Tensor, groups: int, dims: int) -> torch.Tensor:
-    """Fold a parameter (d, ...) that may be stacked to (groups * d, ...); clients no longer alive are left out."""
-    return p[:groups].reshape(-1, *p.shape[2:]) if p.dim() > dims else p.repeat(groups, *(1,) * (dims - 1))
-
-
-def _channels(x: torch.Tensor, groups: int) -> torch.Tensor:
-    """Bring (K, B, T, d) to (K*B, d, T), or to (B, K*d, T) with a group of channels per client."""
-    return (x.flatten(0, 1).mT if groups == 1 else x.permute(1, 0, 3, 2).flatten(1, 2)).contiguous()
-
-
-def _channels_back(y: torch.Tensor, like: torch.Tensor, groups: int) -> torch.Tensor:
-    return y.mT.reshape(like.shape) if groups == 1 else y.unflatten(1, (groups, -1)).permute(1, 0, 3, 2)
-
-
-# --- the plain implementation ----------------------------------------------------------------------------------------
 
 
 def _slabs(u: torch.Tensor, a: torch.Tensor, num_states: int) -> list[tuple]:

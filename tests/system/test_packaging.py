@@ -124,7 +124,6 @@ def test_a_bare_environment_is_told_what_it_lacks(tmp_path):
     assert "pip install -e '.[notebooks]' brings it" in bare.stderr and "nbval" not in bare.stderr
 
 
-CUDA_KERNELS = {"mamba_ssm", "causal_conv1d"}  # used where somebody built them; they do not install without CUDA
 OTHER_NAMES = {"IPython": "ipython", "PIL": "pillow", "yaml": "pyyaml", "sklearn": "scikit-learn"}
 
 
@@ -137,9 +136,7 @@ def test_every_import_is_declared():
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
             if isinstance(node, ast.ImportFrom) and not node.level:
                 names = [node.module]
-            for name in (
-                {n.split(".")[0] for n in names} - sys.stdlib_module_names - CUDA_KERNELS - {"fedlib", "fedlib_lab"}
-            ):
+            for name in {n.split(".")[0] for n in names} - sys.stdlib_module_names - {"fedlib", "fedlib_lab"}:
                 assert OTHER_NAMES.get(name, name.replace("_", "-")) in declared, f"{path.name} imports {name}"
 
 

@@ -1,4 +1,4 @@
-"""The selective scan against a slow loop, by hand, and as fused kernels ask for it."""
+"""The selective scan against a slow loop, and by hand."""
 
 import math
 
@@ -115,40 +115,3 @@ def test_convolution_equals_torchs_depthwise_one(stacked):
         i = k if stacked else 0
         conv = F.conv1d(x[k].mT, weight[i].mT.unsqueeze(1), bias[i], padding=3, groups=5)[..., :7]
         torch.testing.assert_close(y[k], F.silu(conv).mT)
-
-
-def kernel_scan(u, delta, A, B, C, D, z, delta_bias, delta_softplus):
-    """Stands for the package's kernel: u, delta (batch, d, T), A (d, N), B, C (batch, groups, N, T), all contiguous."""
-    assert z is None and delta_bias is None and delta_softplus and B.dim() == 4
-    assert all(x.is_contiguous() for x in (u, delta, B, C)) and A.shape[0] == D.shape[0] == u.shape[1]
-    per = u.shape[1] // B.shape[1]  # channels of a group
-    rows = []
-    for b in range(len(u)):
-        parts = []
-        for g in range(B.shape[1]):
-            s = slice(g * per, (g + 1) * per)
-            parts.append(slow_scan(u[b, s].T, delta[b, s].T, A[s], B[b, g].T, C[b, g].T, D[s]))
-        rows.append(torch.cat(parts, 1).T)
-    return torch.stack(rows)
-
-
-def kernel_conv(x, weight, bias, activation):
-    assert activation == "silu" and x.is_contiguous()
-    y = F.conv1d(x, weight.unsqueeze(1), bias, padding=weight.shape[1] - 1, groups=len(weight))
-    return F.silu(y[..., : x.shape[-1]])
-
-
-@pytest.mark.parametrize("stacked", ["none", "both", "A only"])
-def test_fused_kernels_get_their_layout(stacked):
-    u, delta, A, B, C, D = scan_inputs(3, 2, 5, 4, 2, stacked != "none")
-    D = D[0] if stacked == "A only" else D
-    inputs = (u[:2], delta[:2], A, B[:2], C[:2], D)  # two of three clients are still alive
-    torch.testing.assert_close(scan.fused_scan(kernel_scan, *inputs), scan.selective_scan(*inputs))
-    weight, bias = normal(3, 4, 4, seed=7, dtype=torch.float64), normal(3, 4, seed=8, dtype=torch.float64)
-    conv = (u[:2], *((weight[0], bias[0]) if stacked == "none" else (weight, bias if stacked == "both" else bias[0])))
-    torch.testing.assert_close(scan.fused_conv(kernel_conv, *conv), scan.causal_conv(*conv))
-
-
-def test_without_the_packages_or_a_gpu_the_plain_scan_runs(monkeypatch):
-    monkeypatch.setattr(scan, "fused_kernels", lambda: pytest.fail("looked for a kernel on a CPU"))
-    scan.selective_scan(*scan_inputs(1, 1, 3, 2, 2, False))
