@@ -125,7 +125,7 @@ class Method(UploadOptions):
     def paced_by(self) -> str:
         """Name of the option tied to the total number of rounds; "" if none. Such runs cannot be extended.
 
-        A class of one's own that names ``rounds``, where no number of round t depends on it, says ``paced_by = ""``.
+        A class of one's own says ``paced_by = ""`` itself, whatever its base says; else its runs are not extended.
         """
         return ""
 

@@ -20,7 +20,7 @@ import re
 import sys
 import types
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from importlib import metadata
 from typing import Any
 
@@ -72,19 +72,6 @@ def digest_of(value: object, method: Collection[type] = ()) -> str:
         why = f"{file} is not what runs: it was edited after its import. A run says what runs; to run what is written,"
         warnings.warn(f"{why} restart Python (a notebook's kernel), or reload it", stacklevel=2)
     return ", ".join([digest, *sorted(walk.packages)])
-
-
-def way_to(method: type, found: Callable[[str, object], bool]) -> str:
-    """Return the names that lead from ``method`` to the first that is ``found``, or unreadable; empty if there is none.
-
-    ``found`` is asked of each line that the digest takes, and of the thing that was come to last.
-    """
-    walk = _Walk(method.__mro__)
-    try:
-        hit = any(found(line, next(reversed(walk.seen.values()))[1]) for line in walk.value(method))
-    except (_Unreadable, RecursionError):
-        hit = True
-    return " in ".join(walk.way[::-1]) if hit else ""
 
 
 class _Unreadable(Exception):

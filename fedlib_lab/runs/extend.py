@@ -1,8 +1,6 @@
 """A finished run goes on: its last state is round t of a longer run, where nothing before depends on the end."""
 
-import re
 import shutil
-import types
 from typing import Any
 
 from fedlib.core.experiment import Experiment
@@ -10,18 +8,13 @@ from fedlib.core.storage import write_tensors
 from fedlib.engine.checks import check_experiment
 from fedlib.engine.rounds import is_due
 from fedlib.engine.schedules import round_rate
-from fedlib.methods import Method, Server
+from fedlib.methods import Server
 
 from .checkpoints import NEWEST, Checkpoints, last_state
-from .code_digest import WHOLE, way_to
 from .identity import Accept
 from .record import Run
 from .run_paths import Folder, as_stored, check_place, run_path
-from .sources import names_in, owner
 from .store import find_run, run
-
-READ = ("rounds", "looks_every", "round_rate", "build_method", "attrgetter", "asdict", "astuple", "to_dict")
-TELLS = re.compile(rf"'([\w.]+\.)?({'|'.join([*READ, *WHOLE])})'")  # a name, or a string, of a function's code
 
 
 def extend(e: Experiment, rounds: int, folder: Folder = None, accept: Accept = (), **how: Any) -> Run:
@@ -29,9 +22,8 @@ def extend(e: Experiment, rounds: int, folder: Folder = None, accept: Accept = (
 
     ``how`` are further arguments of :func:`run` but ``wait``. The shorter run stays as it is; rounds of the longer one
     that are stored already are kept. ``ValueError`` says why where it cannot be: a schedule or a method that is paced
-    by the number of rounds, a run that is missing, diverged, or came without its weights. A method of your own counts
-    as paced if anything of your code that it reaches names ``rounds``, or what may read it under another name
-    (``getattr``, ``vars``), unless its class says ``paced_by`` itself (``Method.paced_by``).
+    by the number of rounds, a run that is missing, diverged, or came without its weights. A class of your own has to
+    say by itself that it is not paced (``Method.paced_by``).
     """
     there = run_path(e, folder)
     longer = as_stored(e.replace(rounds=rounds), folder)
@@ -57,9 +49,12 @@ def _check(e: Experiment, longer: Experiment, folder: Folder, accept: Accept) ->
     said, method = f"{e.slug} cannot go on to rounds = {longer.rounds}: ", check_experiment(longer)
     if longer.rounds <= e.rounds:
         raise ValueError(f"{said}it has {e.rounds} already")
-    if paced := method.paced_by or _reads_rounds(type(method)):
-        own = "" if method.paced_by else "; if no number does, say paced_by = '' in its class, and accept='method' here"
-        raise ValueError(f"{said}by {paced}, {e.method} does in round t what depends on the number of rounds{own}")
+    if method.paced_by:
+        raise ValueError(f"{said}by {method.paced_by}, {e.method} does in round t what depends on the number of rounds")
+    cls = type(method)
+    if not cls.__module__.startswith(("fedlib.", "fedlib_lab.")) and "paced_by" not in vars(cls):
+        how = "if nothing does, say paced_by = '' in its class, and accept='method' here"
+        raise ValueError(f"{said}{e.method} does not say whether round t depends on the number of rounds; {how}")
     other = next((t for t in range(1, e.rounds + 1) if round_rate(e, t) != round_rate(longer, t)), None)
     if other is not None:
         rates = f"{round_rate(e, other):.4g} in round {other} there, {round_rate(longer, other):.4g} in the longer run"
@@ -70,17 +65,3 @@ def _check(e: Experiment, longer: Experiment, folder: Folder, accept: Accept) ->
     if (state := last_state(stored)) is None:
         raise ValueError(f"{said}{stored.path} came without its weights, which stay on the machine that trained them")
     return state
-
-
-def _reads_rounds(method: type) -> str:
-    """Return names that lead to what may tell a user's own method how many rounds there are; empty: nothing does."""
-    if method.__module__.startswith(("fedlib.", "fedlib_lab.")) or "paced_by" in vars(method):
-        return ""
-
-    def tells(line: str, x: Any) -> bool:
-        if isinstance(x, types.FunctionType) and owner(x.__code__.co_filename) == "kit":
-            return "rounds" in names_in(x.__code__)[1]
-        paced = isinstance(x, type) and getattr(x, "paced_by", Method.paced_by) is not Method.paced_by
-        return (paced and x not in method.__mro__) or bool(TELLS.search(line))
-
-    return way_to(method, tells)

@@ -1,17 +1,12 @@
 """A finished run of few rounds goes on to more, to the numbers of one that was long from the start."""
 
 import ast
-import dataclasses
-import functools
-import operator
-import threading
 from pathlib import Path
 
 import pytest
 
 import fedlib
 from fedlib import extend, run
-from fedlib.engine.schedules import round_rate
 from fedlib.methods import METHODS, build_method
 from fedlib_lab.runs.store import find_run, run_path
 from tests.helpers.stored import ONE, assert_nothing_left_over, assert_same, small, state
@@ -74,123 +69,41 @@ def test_a_run_that_came_without_weights_is_not_extended(tmp_path):
     assert find_run(e.replace(rounds=5), tmp_path) is None
 
 
-FedAvg = METHODS["fedavg"]
-first_of = operator.attrgetter("setting.rounds")
+class SaysNothing(METHODS["fedavg"]):
+    """A method of the user's own."""
 
 
-def share(r):
-    return r.t / r.rounds
-
-
-def asked(experiment, name="rounds"):
-    return getattr(experiment, name)
-
-
-class Paced(FedAvg):
-    """A base of the user's own."""
-
-    def ramp(self, batch):
-        return batch.t / batch.rounds
-
-
-class ByProperty(FedAvg):
-    last = property(lambda self: lambda batch: batch.rounds)
-
-    def local_loss(self, batch):
-        return super().local_loss(batch) / self.last(batch)
-
-
-class ByBase(Paced):
-    def local_loss(self, batch):
-        return super().local_loss(batch) * self.ramp(batch)
-
-
-def method_of(loss):
-    """A method whose loss is scaled by ``loss`` of the batch."""
-
-    class Own(FedAvg):
-        def local_loss(self, batch):
-            return super().local_loss(batch) * loss(batch)
-
-    return Own
-
-
-def nested(batch):
-    def inner():
-        return [t for t in range(batch.rounds)]
-
-    return len(inner())
-
-
-def imported(batch):
-    from fedlib.engine.schedules import round_rate as of
-
-    return of(batch.experiment, batch.t)
-
-
-INDIRECT = {
-    "itself": method_of(lambda batch: batch.rounds),
-    "a helper": method_of(share),
-    "a helper's helper": method_of(lambda batch: share(batch)),
-    "getattr": method_of(lambda batch: getattr(batch, "rounds")),  # noqa: B009
-    "getattr by a default": method_of(asked),
-    "getattr of a name that is put together": method_of(lambda batch: getattr(batch, "rou" + "nds"[batch.t :])),
-    "attrgetter": method_of(first_of),
-    "partial": method_of(functools.partial(asked, name="rounds")),
-    "a nested function": method_of(nested),
-    "a lambda in a table": method_of({"a": [share]}["a"][0]),
-    "a property": ByProperty,
-    "a base of one's own": ByBase,
-    "all fields": method_of(lambda batch: dataclasses.astuple(batch.setting)[4]),
-    "the configuration as a dict": method_of(lambda batch: {**vars(batch.setting)}.popitem()[1]),
-    "a pattern": method_of(lambda batch: batch.experiment.to_dict().popitem()[1]),
-    "the curve": method_of(lambda batch: batch.experiment.looks_every),
-    "the schedule": method_of(lambda batch: round_rate(batch.experiment, batch.t)),
-    "the schedule, imported inside": method_of(imported),
-    "a method of the kit that is paced": method_of(METHODS["reefl"].local_loss),
-    "a table of the kit's methods": method_of(lambda batch: METHODS["reefl"]().local_loss(batch)),
-    "a kit's method that is built": method_of(lambda batch: build_method("reefl", {}).local_loss(batch)),
-    "a lock": method_of(lambda batch, lock=threading.Lock(): lock),
-}
-
-
-@pytest.mark.parametrize("way", INDIRECT)
-def test_an_own_method_that_reads_the_number_of_rounds_is_not_extended(way, tmp_path, monkeypatch):
-    """However it comes to it."""
-    monkeypatch.setitem(METHODS, "late", INDIRECT[way])
-    with pytest.raises(ValueError, match="by .*, late does in round t what depends on the number of rounds"):
-        extend(small("late", **PLAIN), 5, tmp_path)
-
-
-def test_the_refusal_leads_to_the_function(tmp_path, monkeypatch):
-    monkeypatch.setitem(METHODS, "late", INDIRECT["a helper's helper"])
-    with pytest.raises(ValueError, match="by share in loss in local_loss, late .*paced_by = ''"):
-        extend(small("late", **PLAIN), 5, tmp_path)
-
-
-def half(batch):
-    """Of all rounds, whose name is not read here: ``rounds``."""
-    return 0.5  # rounds
-
-
-class Says(Paced):
+class Says(SaysNothing):
     paced_by = ""
 
 
-class SaysNothing(Says):
-    pass
+class Inherits(Says):
+    """What it adds to its base is not said."""
 
 
-def test_an_own_method_is_extended_that_reads_no_rounds_or_says_that_nothing_depends_on_them(tmp_path, monkeypatch):
-    monkeypatch.setitem(METHODS, "late", SaysNothing)  # what it adds to its base is not said
-    with pytest.raises(ValueError, match="by ramp, late does"):
+class Paced(SaysNothing):
+    paced_by = "ramp"
+
+
+@pytest.mark.parametrize(
+    "method, why",
+    [
+        (SaysNothing, "late does not say whether round t depends on the number of rounds; .* say paced_by = ''"),
+        (Inherits, "late does not say whether"),
+        (Paced, "by ramp, late does in round t what depends on the number of rounds"),
+    ],
+)
+def test_an_own_method_that_does_not_say_that_nothing_is_paced_is_not_extended(method, why, tmp_path, monkeypatch):
+    monkeypatch.setitem(METHODS, "late", method)
+    with pytest.raises(ValueError, match=why):
         extend(small("late", **PLAIN), 5, tmp_path)
-    for method in (method_of(half), Says):
-        monkeypatch.setitem(METHODS, "late", method)
-        e = small("late", **PLAIN)
-        run(e, ONE, tmp_path / method.__name__, progress=False)
-        found = extend(e, 5, tmp_path / method.__name__, execution=ONE, progress=False)
-        assert found.summary["t"] == 5
+
+
+def test_an_own_method_is_extended_that_says_so(tmp_path, monkeypatch):
+    monkeypatch.setitem(METHODS, "late", Says)
+    e = small("late", **PLAIN)
+    run(e, ONE, tmp_path, progress=False)
+    assert extend(e, 5, tmp_path, execution=ONE, progress=False).summary["t"] == 5
 
 
 def test_whoever_reads_the_number_of_rounds_says_so():
