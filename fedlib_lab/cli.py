@@ -67,21 +67,24 @@ def _answer(given: argparse.Namespace, value: object, text: str = "") -> None:
         print(text)
 
 
-def overrides_of(texts: Sequence[str] | None) -> dict[str, object]:
-    """Parse ``["rounds=20", "options.zeta=0.5"]`` as ``load_grid``'s overrides.
+def values_of(texts: Sequence[str] | None, option: str = "--set") -> dict[str, object]:
+    """Parse the KEY=VALUE of ``option``, values in YAML; ``ValueError`` names a text without ``=``."""
+    from .runs.params_files import parse_yaml
 
-    ``ValueError`` names a text without ``=``.
-    """
-    from .runs.params_files import merge, parse_yaml
-
-    layers = []
+    found = {}
     for text in texts or ():
         name, equals, value = text.partition("=")
         if not (name and equals):
-            raise ValueError(f"--set {text}: expected KEY=VALUE, e.g. rounds=20")
-        key, _, inner = name.partition(".")
-        layers.append({key: {inner: parse_yaml(value, text)} if inner else parse_yaml(value, text)})
-    return merge(*layers)
+            raise ValueError(f"{option} {text}: expected KEY=VALUE, e.g. rounds=20")
+        found[name] = parse_yaml(value, text)
+    return found
+
+
+def overrides_of(texts: Sequence[str] | None) -> dict[str, object]:
+    """Parse ``["rounds=20", "options.zeta=0.5"]`` as ``load_grid``'s overrides."""
+    from .runs.params_files import nested
+
+    return nested(values_of(texts))
 
 
 def _run(given: argparse.Namespace) -> int:
@@ -111,22 +114,11 @@ def _sweep(given: argparse.Namespace) -> int:
     rows: dict = {}  # of modes, columns and seeds the first
     for cell in load_cells(paper, name, given.profile, overrides_of(given.overrides)):
         rows.setdefault(cell.variant, cell.experiment)
-    trials = sweep(rows, over_of(given.over), Execution(given.device, given.workers))
+    trials = sweep(rows, values_of(given.over, "--over"), Execution(given.device, given.workers))
     print(trials_frame(trials).to_string(index=False))
     for row, trial in best(trials).items():
         print(f"best of {row}: --set {' '.join(f'{k}={v}' for k, v in trial.choice.items())}")
     return 0
-
-
-def over_of(texts: Sequence[str]) -> dict[str, list]:
-    """Parse ``["lr=[0.01, 0.1]", "options.zeta=[0.2, 1]"]`` as ``sweep`` takes it; ``ValueError`` names the text."""
-    from .runs.params_files import parse_yaml
-
-    found = {}
-    for text in texts:
-        key, _, values = text.partition("=")
-        found[key] = parse_yaml(values, text)
-    return found
 
 
 def _explain(given: argparse.Namespace) -> int:

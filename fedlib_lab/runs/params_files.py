@@ -169,3 +169,9 @@ def merge(*layers: Mapping[str, Any]) -> dict:
             both = isinstance(value, Mapping) and isinstance(out.get(key), Mapping)
             out[key] = {**out[key], **value} if both else value
     return out
+
+
+def nested(values: Mapping[str, Any]) -> dict:
+    """Return ``{"options.zeta": 0.5}`` as ``{"options": {"zeta": 0.5}}``."""
+    parts = [(name.partition("."), value) for name, value in values.items()]
+    return merge(*({key: {inner: value} if inner else value} for (key, _, inner), value in parts))

@@ -13,6 +13,7 @@ from fedlib.core.validation import check_known, check_type, shown
 from fedlib.engine.executors import Execution
 
 from .params import make_experiment
+from .params_files import nested
 from .record import Run
 from .run_paths import Folder
 from .store import run_all
@@ -67,8 +68,7 @@ def sweep(
 def changed(e: Experiment, choice: Mapping[str, object]) -> Experiment:
     """Return ``e`` with the values of ``choice``, fully checked."""
     check_known([k for k in choice if k in KEPT], (), f"sweep: {{}} cannot be chosen, nor can {', '.join(KEPT)}")
-    parts = [(key.partition("."), value) for key, value in choice.items()]
-    return make_experiment(e.to_dict(), *({k: {inner: v} if inner else v} for (k, _, inner), v in parts))
+    return make_experiment(e.to_dict(), nested(choice))
 
 
 def best(trials: Iterable[Trial]) -> dict[str, Trial]:

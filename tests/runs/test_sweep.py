@@ -75,3 +75,5 @@ def test_a_shell_sweeps_the_rows_of_a_table(tmp_path, monkeypatch, capsys):
     ]
     assert said[5].startswith("best of reefl: --set lr=0.") and said[6].startswith("best of depthfl: --set lr=0.")
     use_outputs_of("small")
+    with pytest.raises(ValueError, match="--over lr: expected KEY=VALUE"):
+        cli.values_of(["lr"], "--over")
