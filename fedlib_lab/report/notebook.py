@@ -11,14 +11,12 @@ only warns of a name that the notebook does not know: a run without the asked-fo
 import ast
 import os
 from collections.abc import Sequence
-from contextlib import suppress
 
 from fedlib.core.paths import TRIALS, use_outputs_of
 from fedlib.core.validation import check_known, shown
 
 INJECTED = "# Parameters\n"  # how papermill begins its cell
 SHARED = {"profile": str, "overrides": dict, "run_missing": bool, "device": str}  # what notebooks' parameters share
-WORDS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 
 
 def check_parameters() -> None:
@@ -60,16 +58,17 @@ def typed(name: str, value: object, kind: type) -> object:
 
     Raise a ``ValueError`` that names the parameter and what it may be.
     """
-    if kind is bool:
-        value = WORDS.get(str(value).lower(), value)
-    elif kind in (int, float) and type(value) in (int, str):
-        with suppress(ValueError):  # no number: refused below
-            value = kind(value)
-    if kind is not type(None) and type(value) is not kind:
+    from pydantic import TypeAdapter, ValidationError
+
+    if kind is type(None):
+        return value
+    try:
+        return TypeAdapter(kind).validate_python(value)
+    except ValidationError as error:
         allowed = {bool: "True, False", dict: "names and values (papermill -y)"}
         allowed[str] = f"a string (papermill -r {name} ...)"
-        raise ValueError(f"parameters: {name} = {shown(value)}; allowed: {allowed.get(kind, kind.__name__)}")
-    return value
+        said = f"parameters: {name} = {shown(value)}; allowed: {allowed.get(kind, kind.__name__)}"
+        raise ValueError(said) from error
 
 
 def _assigned(source: str) -> dict[str, object]:

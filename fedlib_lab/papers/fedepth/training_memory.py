@@ -7,10 +7,9 @@ Read next: ``models/measure.py`` (the estimate), ``methods/sliced/fedepth.py``.
 
 import gc
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import pandas as pd
 import torch
@@ -48,6 +47,7 @@ def peaks_mib(works: Sequence[Callable[[], object]], device: torch.device | str 
         return peaks
     from torch._C._profiler import _EventType
     from torch.profiler import ProfilerActivity, profile, record_function
+    from torch.profiler._utils import traverse_bfs
 
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
         for work in works:
@@ -57,7 +57,7 @@ def peaks_mib(works: Sequence[Callable[[], object]], device: torch.device | str 
     tree = profiler.profiler.kineto_results.experimental_event_tree()
     held: dict[int, int] = {}  # bytes by address: what was there before the works is not theirs to release
     total = 0
-    for event in sorted(flatten_events(tree), key=lambda e: e.start_time_ns):
+    for event in sorted(traverse_bfs(tree), key=lambda e: e.start_time_ns):
         if event.name == WORK:
             peaks.append(total / MIB)
         if event.tag == _EventType.Allocation:
@@ -68,13 +68,6 @@ def peaks_mib(works: Sequence[Callable[[], object]], device: torch.device | str 
             if peaks:
                 peaks[-1] = max(peaks[-1], total / MIB)
     return peaks
-
-
-def flatten_events(events: Sequence[Any]) -> Iterator[Any]:
-    """Yield all of a profiler's ``events``, each before those that happened in it."""
-    for event in events:
-        yield event
-        yield from flatten_events(event.children)
 
 
 def one_client(e: Experiment, device: str = "cpu") -> Federation:
