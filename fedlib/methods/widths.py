@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ..core.annotations import Share
+from ..core.validation import check_known
 from .base import Experiment, Method, Setting, Spec
 
 CUTTABLE = ("full", "frozen", "lora", "pa", "sa", "ssf")  # fine-tuning modes whose tensors name their axes
@@ -21,10 +22,7 @@ def rounded_up(rate: float, size: int) -> int:
 
 def check_axes(e: Experiment) -> None:
     """Raise ``ValueError`` if ``e``'s fine-tuning mode has parameters whose axes are not named."""
-    if e.finetune not in CUTTABLE:
-        raise ValueError(
-            f"{e.method}: finetune = {e.finetune!r} cannot be cut in width; allowed: {', '.join(CUTTABLE)}"
-        )
+    check_known([e.finetune], CUTTABLE, f"{e.method}: finetune = {{}} cannot be cut in width")
 
 
 def check_cuttable(

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ..core.validation import check_known
 from ..layers.context import Scaler
 from ..layers.conv import INITIALISATIONS, Conv2d, average_pool, fold_clients, split_clients
 from ..layers.dropout import Dropout
@@ -159,9 +160,7 @@ class PooledClassifiers(Head):
     def __init__(
         self, spec: MapSpec, num_classes: int, exit_units: Sequence[int], early: str = "linear", final: str = "linear"
     ):
-        for kind in (early, final):
-            if kind not in KINDS:
-                raise ValueError(f"exit head {kind!r} is unknown; allowed: {', '.join(KINDS)}")
+        check_known((early, final), KINDS, "exit head {} is unknown")
         kinds = [final if unit == spec.depth - 1 else early for unit in exit_units]
         exits = (
             KINDS[kind](spec.stream(unit), spec.feature(unit), num_classes, **spec.exit_options(kind, unit))

@@ -19,16 +19,6 @@ COSTS = {
 }  # of what is capped: the column of ``entries_frame``, its unit
 
 
-def readable(color) -> tuple[float, ...]:
-    """Darken ``color`` until small words in it are read on white: a contrast of 7 (WCAG 2, AAA)."""
-    from matplotlib.colors import to_rgb
-
-    rgb = np.array(to_rgb(color))
-    while rgb**2.2 @ (0.2126, 0.7152, 0.0722) > 1.05 / 7 - 0.05:
-        rgb = 0.95 * rgb
-    return tuple(rgb)
-
-
 @styled
 def plot_standings(table: pd.DataFrame, methods: Mapping[str, str], title: str):
     """Plot ``scores.standings``, a panel a task; rows in the table's order, which is no ranking. ``methods`` of rows.
@@ -85,6 +75,8 @@ def plot_cost(frame: pd.DataFrame, cells: Sequence[Cell], title: str, ax=None):
 
     The dashed line is what always answering one's own majority class gives.
     """
+    import seaborn
+
     column, unit, label = COSTS[str(frame.caps.iloc[0]).removesuffix("_tuned")]
     methods = {c.variant: c.method for c in cells}
     points = frame.groupby(["method", "label"], sort=False)[["score", column]].mean().reset_index()
@@ -97,7 +89,7 @@ def plot_cost(frame: pd.DataFrame, cells: Sequence[Cell], title: str, ax=None):
         ax.axhline(frame.majority.mean(), color="black", linestyle="--", linewidth=1)
         label += "; dashed: own majority class"
     plot_tradeoff(points, "cost", label, title, ax=ax, line="")
-    for text in ax.texts:
-        text.set_color(readable(text.get_color()))
+    for text in ax.texts:  # in the method's hue, dark enough for small words (WCAG 2, AAA)
+        text.set_color(seaborn.set_hls_values(text.get_color(), l=0.2))
     ax.set_ylabel("accuracy on clients' own tests (%)")
     return ax

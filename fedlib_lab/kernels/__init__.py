@@ -11,8 +11,6 @@ for, in a test.
 ``$FEDLIB_KERNELS`` names those that are on, separated by commas: all by default, none with ``0``.
 """
 
-from typing import TypeVar
-
 from torch import nn
 
 from fedlib.layers.overrides import OVERRIDES
@@ -21,10 +19,8 @@ from fedlib.models.vit import Block
 from . import attention, products
 from .vit_block import WrittenBlock
 
-Model = TypeVar("Model", bound=nn.Module)
 
-
-def swap_in_(model: Model) -> Model:
+def swap_in_(model: nn.Module) -> nn.Module:
     """Let kernels stand in for what ``model`` has of their kind; returns it."""
     for module in model.modules():
         if type(module) is Block:

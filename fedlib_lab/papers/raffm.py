@@ -80,20 +80,13 @@ def traffic_to(run: Run, target: float, resources: pd.DataFrame) -> dict[str, fl
     return {"rounds": rounds, "MiB a client": a_client, "total GiB": 2 * rounds * e.clients_per_round * a_client / 1024}
 
 
-def local_scores(
-    f: Federation, server: Server, clients: Sequence[int], train: bool = False, shares: Sequence[float] | None = None
-) -> pd.DataFrame:
-    """Score each client's sub-model on the central test set, as it is deployed or after local training.
-
-    ``shares``: of the whole, one for each client, instead of its budget's.
-    """
+def local_scores(f: Federation, server: Server, clients: Sequence[int], train: bool = False) -> pd.DataFrame:
+    """Score each client's sub-model on the central test set, as it is deployed or after local training."""
     r = Round(max(server.t, 1), tuple(f.clients(clients)), f.setting)
     r = replace(r, notes=f.method.prepare(server, r))
     rows = []
-    for k, client in enumerate(r.clients):
+    for client in r.clients:
         part = f.method.slice_for(client, server, r)
-        if shares is not None:
-            part = f.method.sub_model(shares[k], r, client.id) if shares[k] < 1 else f.setting.full()
         params = _trained(f, server, r, Member(client, part)) if train else server.params
         outputs = exit_logits(f, replace(server, params=params), part)[-1]
         score = f.task.measure(outputs, f.data.test_labels)[f.task.metric]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import ClassVar, Self
 
 from fedlib.core.tables import read_table
-from fedlib.core.validation import shown
+from fedlib.core.validation import check_known, shown
 from fedlib.data.tokenizer import load_tokenizer
 from fedlib.models.backbone import TokenSpec, shapes
 
@@ -107,8 +107,7 @@ class ForeignSpec(TokenSpec):
     shares_heads, peft_targets = property(attrgetter("kind.shares_heads")), property(attrgetter("kind.targets"))
 
     def __post_init__(self):
-        if self.family not in FAMILIES:
-            raise ValueError(f"foreign: family = {self.family!r} is unknown; allowed: {', '.join(FAMILIES)}")
+        check_known([self.family], FAMILIES, "foreign: family = {} is unknown")
         if self.head_dim is None and self.dim % self.heads:
             raise ValueError(f"foreign: dim = {self.dim} does not divide among heads = {self.heads}")
         if self.heads % (self.kv_heads or self.heads):
@@ -128,8 +127,7 @@ class ForeignSpec(TokenSpec):
         """
         config = read_object(folder / "config.json")
         family = str(config.get("model_type"))
-        if family not in FAMILIES:
-            raise ValueError(f"{folder}: model_type = {family!r} is unknown; allowed: {', '.join(FAMILIES)}")
+        check_known([family], FAMILIES, f"{folder}: model_type = {{}} is unknown")
         found: dict = {"family": family, "source": str(folder)} | FAMILIES[family].sizes_in(config)
         if family == "vit":
             seen = read_object(folder / "preprocessor_config.json")

@@ -217,7 +217,7 @@ def test_a_spelled_out_default_is_the_same_experiment():
         ({"backbone": "xcit_nano_12_p16_224"}, "before cut 'blocks.1' the net reads 'getitem_3' of before an earlier"),
         ({"finetune": "lily"}, "finetune = 'lily' with {}: peft says: it shares tensors between blocks"),
         ({"finetune": "vera"}, "does not support PeftType.VERA"),
-        ({"method": "scalefl_vit", "finetune": "ia3"}, "cannot be cut in width; allowed: full"),
+        ({"method": "scalefl_vit", "finetune": "ia3"}, "cannot be cut in width; allowed: frozen"),
         ({"method": "scalefl_vit", "num_exits": 3}, "set options.widths for 3 exits"),
         ({"method": "inclusivefl", "options": {"aggregation": "feddyn"}}, "needs momentum_distill = False"),
     ],

@@ -128,7 +128,7 @@ def test_what_a_config_lacks_and_other_kinds_are_refused(tmp_path):
         with pytest.raises(ValueError, match=message):
             ForeignSpec.of(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "gpt2"}))
-    with pytest.raises(ValueError, match="model_type = 'gpt2' is unknown; allowed: bert, roberta"):
+    with pytest.raises(ValueError, match="model_type = 'gpt2' is unknown; allowed: bert, distilbert"):
         ForeignSpec.of(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match="holds no tokenizer, and its 40 words are not BERT's"):

@@ -225,7 +225,7 @@ def test_a_scaler_is_on_in_a_transformer_and_off_at_scale_one(tiny):
 def test_what_cannot_be_is_refused(convnet, tiny):
     with pytest.raises(ValueError, match=r"heterofl: rates = \[0.5, 0.25\] must increase within"):
         build_method("heterofl", {"rates": [0.5, 0.25]})
-    with pytest.raises(ValueError, match="heterofl: finetune = 'ia3' cannot be cut in width; allowed: full, frozen"):
+    with pytest.raises(ValueError, match="heterofl: finetune = 'ia3' cannot be cut in width; allowed: frozen, full"):
         build_federation(tiny.replace(method="heterofl", finetune="ia3", finetune_options={}))
     with pytest.raises(ValueError, match="heterofl: backbone = 'vim_micro' cannot be cut in width: what its input"):
         build_federation(tiny.replace(method="heterofl", backbone="vim_micro", finetune="full", finetune_options={}))
