@@ -30,11 +30,9 @@ from ..runs.store import Run, shown_run
 BATCH = 32  # of training memory and of timed steps
 PAPER = "raffm"
 SOME = 20  # clients, of whom a mean is known well enough
-MIB_OF_GIB = 1024
 NAMES = ("column", "variant", "method", "label")  # of a cell
 NOT_COSTS = ("seed", "dataset", "num_train", "num_test", "dirichlet_alpha", "rounds", "lr", "min_lr", "evaluate_every")
 SYSTEMS = ("#0072b2", "#d55e00")
-PALE = 0.6  # opacity of boxes, so that the points on them show
 
 
 def client_resources(e: Experiment, clients: int | None = SOME, macs: bool = True) -> pd.DataFrame:
@@ -74,8 +72,7 @@ def acceleration(e: Experiment, clients: int = 3, batch: int = BATCH) -> dict[st
 def traffic_to(run: Run, target: float, resources: pd.DataFrame) -> dict[str, float]:
     """Return rounds and GiB (down and up, all clients) until the accuracy first reaches ``target``; NaN if never."""
     e = run.experiment
-    reached = [m["t"] for m in run.metrics if m.get("accuracy") is not None and m["accuracy"] >= target]
-    rounds = reached[0] if reached else np.nan
+    rounds = next((m["t"] for m in run.metrics if m.get("accuracy") is not None and m["accuracy"] >= target), np.nan)
     a_client = resources.upload_mib.mean()
     return {"rounds": rounds, "MiB a client": a_client, "total GiB": 2 * rounds * e.clients_per_round * a_client / 1024}
 
@@ -153,7 +150,7 @@ def traffic_curves(cells: Sequence[Cell], of: Callable[[Experiment], pd.DataFram
     rows, seen = [], _once(lambda e: of(e).upload_mib.mean())
     for _, runs in runs_of(cells, folder):
         for cell, run in runs:
-            a_round = 2 * run.experiment.clients_per_round * seen(run.experiment) / MIB_OF_GIB
+            a_round = 2 * run.experiment.clients_per_round * seen(run.experiment) / 1024
             named = _names(cell) | {"seed": cell.seed}
             measured = [(m["t"], m["accuracy"]) for m in run.metrics if m.get("accuracy") is not None]
             rows += [named | {"gib": t * a_round, "accuracy": accuracy} for t, accuracy in measured]
@@ -189,7 +186,8 @@ def plot_boxes(
     import seaborn
 
     ax, color = axes_of(ax), color_of(PAPER)
-    seaborn.boxplot(frame, x=x, y=y, ax=ax, color=color, width=0.5, fliersize=0, boxprops={"alpha": PALE})
+    # boxes are pale, so that the points on them show
+    seaborn.boxplot(frame, x=x, y=y, ax=ax, color=color, width=0.5, fliersize=0, boxprops={"alpha": 0.6})
     seaborn.swarmplot(frame, x=x, y=y, ax=ax, color="black", size=2, alpha=0.4)  # no chance in it
     for name, value in (lines or {}).items():
         ax.axhline(value, color=color_of("fedavg"), linestyle="--", linewidth=1, label=name)

@@ -16,7 +16,6 @@ from .tables import label_of
 from .titles import figure_title, leads
 
 LENGTHS = ["shorter", "longer"]
-COLUMNS = ["column", "difference", *LENGTHS, "order"]
 
 
 def order_kept(shorter: Table, longer: Table) -> pd.DataFrame:
@@ -37,7 +36,7 @@ def order_kept(shorter: Table, longer: Table) -> pd.DataFrame:
             if pd.notna(short):
                 order = "kept" if short * long > 0 else "changed"
                 rows.append([column, f"{labels[one]} – {labels[other]}", round(short, 2), round(long, 2), order])
-    return pd.DataFrame(rows, columns=COLUMNS)
+    return pd.DataFrame(rows, columns=["column", "difference", *LENGTHS, "order"])
 
 
 @styled

@@ -9,8 +9,6 @@ from fedlib.methods.sliced.fedepth import pack
 
 from ...report.style import axes_of, finish, panels, share_legend, styled
 
-LEFT_OUT = "#c9ced3"
-
 
 @styled
 def plot_stages(needs: Sequence[float], budgets: Mapping[str, float], slack: float, net: str, unit: str = "MiB"):
@@ -32,7 +30,7 @@ def plot_stages(needs: Sequence[float], budgets: Mapping[str, float], slack: flo
         colors = seaborn.color_palette("colorblind", len(stages))
         trained = {block for stage in stages for block in stage}
         for block in set(range(len(needs))) - trained:
-            ax.bar(block + 1, needs[block], color=LEFT_OUT, hatch="//", edgecolor="white", label="not trained")
+            ax.bar(block + 1, needs[block], color="#c9ced3", hatch="//", edgecolor="white", label="not trained")
         for k, (stage, color) in enumerate(zip(stages, colors, strict=True), 1):
             below = 0.0
             for block in stage:
