@@ -103,11 +103,10 @@ class EarlyStopping(Callback):
         self.least: float = convert(least, float, "EarlyStopping: least")
 
     def check(self, e: Experiment) -> None:
-        if e.evaluate_on != "validation":
-            why = f"evaluate_on = {e.evaluate_on!r} would choose by test examples"
-            raise ValueError(f"{type(self).__name__}: {why}; use validation")
-        if not e.looks_every:
-            why = "evaluate_every = 0 evaluates after the last round alone; allowed: 1, 2, …"
+        why = f"evaluate_on = {e.evaluate_on!r} would choose by test examples; use validation"
+        if e.evaluate_on == "validation":
+            why = "" if e.looks_every else "evaluate_every = 0 evaluates after the last round alone; allowed: 1, 2, …"
+        if why:
             raise ValueError(f"{type(self).__name__}: {why}")
 
     def begin(self, e: Experiment, t: int, metrics: Sequence[dict]) -> bool | None:
@@ -137,7 +136,8 @@ class KeepBest(EarlyStopping):
 
     def begin(self, e: Experiment, t: int, metrics: Sequence[dict]) -> None:
         self.file = run_path(e, self.folder) / "best.safetensors"
-        self.best = read_tensors(self.file)[1].get(self.metric, -math.inf) if self.file.exists() else -math.inf
+        said = read_tensors(self.file)[1] if self.file.exists() else {}
+        self.best = said.get(self.metric, -math.inf) if said.get("t", 0) <= t else -math.inf  # else another training's
 
     def round(self, r: Finished) -> None:
         now = (r.metrics or {}).get(self.metric)

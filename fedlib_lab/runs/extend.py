@@ -38,6 +38,8 @@ def extend(e: Experiment, rounds: int, folder: Folder = None, accept: Accept = (
         for name in ("clients", "mirrors"):
             if (there / name).is_dir():
                 shutil.copytree(there / name, path / name, dirs_exist_ok=True)
+        if (best := there / "best.safetensors").is_file():
+            shutil.copy(best, path)
         write_tensors(path / NEWEST, *state.contents(server))  # last: without it the rest counts nothing
     done = run(longer, folder=folder, accept=accept, **how)
     assert done is not None  # without wait=False

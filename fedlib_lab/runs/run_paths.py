@@ -14,9 +14,9 @@ from fedlib.core.storage import read_json
 from fedlib.core.validation import shown
 from fedlib.engine.checks import equivalent_experiments, without_defaults
 
-from .packed import FORGOTTEN, listed, seen, texts
+from .packed import FORGOTTEN, KEPT, listed, seen, texts
 
-FILES = (".lock", "experiment.json", "metrics.jsonl", "summary.json", "checkpoint.safetensors", "previous.safetensors")
+FILES = (".lock", *KEPT, "checkpoint.safetensors", "previous.safetensors", "best.safetensors")
 LONGEST = Path("x" * 200, "clients", "x" * 50)  # of a run's files
 Folder = str | os.PathLike | None
 
@@ -79,12 +79,11 @@ def forget(e: Experiment, folder: Folder = None) -> bool:
         with FileLock(path / ".lock", timeout=0):
             if below:
                 (path / FORGOTTEN).touch()
-            for name in reversed(FILES):  # killed at any moment, it is a whole run or none
-                (path / name).unlink(missing_ok=True)
+            files = [path / name for name in reversed(FILES)]  # killed at any moment, it is a whole run or none
+            for own in (*files, *path.glob(".*.part")):
+                own.unlink(missing_ok=True)
             for own in (path / "clients", path / "mirrors"):
                 shutil.rmtree(own, ignore_errors=True)
-            for part in path.glob(".*.part"):
-                part.unlink(missing_ok=True)
     except Timeout as error:
         raise RuntimeError(f"another process is running {path.name}: end that one first") from error
     with contextlib.suppress(OSError):  # not empty
@@ -99,7 +98,7 @@ def folder_of(folder: Folder) -> Path:
     """
     if folder is not None and (not isinstance(folder, (str, os.PathLike)) or not os.fspath(folder)):
         raise ValueError(f"folder = {shown(folder)}: expected the path of a folder, e.g. 'outputs/runs'")
-    path = outputs_dir() / "runs" if folder is None else Path(folder)
+    path = outputs_dir() / "runs" if folder is None else Path(folder).expanduser()
     try:
         os.stat(path / LONGEST)
     except OSError as error:

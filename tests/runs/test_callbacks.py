@@ -6,8 +6,8 @@ import types
 import pytest
 import torch
 
-from fedlib import Experiment, run, run_all
-from fedlib.core.storage import read_tensors
+from fedlib import Experiment, extend, run, run_all
+from fedlib.core.storage import read_tensors, write_tensors
 from fedlib_lab.runs.callbacks import Callback, EarlyStopping, KeepBest, MLflow, TensorBoard, Trackio, WandB
 from fedlib_lab.runs.run_paths import run_path
 from fedlib_lab.runs.store import find_run
@@ -220,6 +220,22 @@ def test_a_run_that_goes_on_keeps_the_best_of_all_its_rounds(tmp_path, stop):
     files = [(folder / "best.safetensors") for folder in (whole.path, run_path(e, parts))]
     (a, told), (b, said) = map(read_tensors, files)
     assert said == told and all(torch.equal(a[n], b[n]) for n in a)
+
+
+def test_the_best_model_is_of_the_training_that_is_stored(tmp_path):
+    e = tiny(method="fedavg", validation_fraction=0.3, evaluate_on="validation", lr=0.3, schedule="constant")
+    best = [KeepBest(folder=tmp_path)]
+    done = run(e, folder=tmp_path, callbacks=best, progress=False)
+    file = done.path / "best.safetensors"
+    tensors, said = read_tensors(file)
+    write_tensors(file, tensors, {"t": e.rounds, "accuracy": 101.0})  # an older training's was better
+    run(e, folder=tmp_path, callbacks=best, progress=False, again=True)
+    assert read_tensors(file)[1] == said
+    write_tensors(file, tensors, {"t": e.rounds, "accuracy": 101.0})
+    longer = extend(e, e.rounds + 2, tmp_path, callbacks=best, progress=False)
+    assert read_tensors(longer.path / "best.safetensors")[1]["accuracy"] == 101.0  # of all rounds, these too
+    run(e, folder=tmp_path, progress=False, again=True)
+    assert not file.exists()
 
 
 @pytest.mark.parametrize("kind", [KeepBest, EarlyStopping])
