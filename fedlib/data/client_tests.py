@@ -76,6 +76,5 @@ def largest_remainders(weights: np.ndarray, total: int, rng: np.random.Generator
     """Divide ``total`` into whole numbers proportional to ``weights``; weight 0 gets 0."""
     shares, remainders = np.divmod(weights.astype(np.int64) * total, weights.sum())
     order = rng.permutation(len(weights))
-    lucky = order[np.argsort(-remainders[order], kind="stable")][: total - shares.sum()]
-    shares[lucky] += 1
+    shares[order[np.argsort(-remainders[order], kind="stable")][: total - shares.sum()]] += 1  # the lucky ones
     return shares

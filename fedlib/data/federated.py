@@ -4,6 +4,7 @@ What examples are made of stays in host memory where it would fill a GPU; batche
 """
 
 import json
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
@@ -151,8 +152,7 @@ def _on_device(
     data = load_dataset(name, groups, size, tokenizer)
     inputs = data.train_inputs, data.test_inputs
     place = input_device(inputs, device)
-    others = data.train_labels, data.test_labels
-    return data, (*(x.to(place) for x in inputs), *(x.to(device) for x in others))
+    return data, (*(x.to(place) for x in inputs), data.train_labels.to(device), data.test_labels.to(device))
 
 
 def load_federated(
@@ -180,8 +180,7 @@ def load_federated(
     train, held = hold_out(values, chosen, e.validation_fraction)
     if e.evaluate_on == "validation":
         test, test_inputs, test_labels, test_owners = held, inputs, labels, owners
-    left_out = np.setdiff1d(np.arange(len(values)), chosen)
-    train, public = _draw_public(values, train, left_out, e.public_fraction)
+    train, public = _draw_public(values, train, np.setdiff1d(np.arange(len(values)), chosen), e.public_fraction)
     holdings = _partition(e, values[train], train, owners)
     mean, std = (x.to(device) for x in data.mean_std(holdings.held()))
     if e.num_test is not None or e.evaluate_on == "validation":
@@ -191,6 +190,9 @@ def load_federated(
     if data.target == "tokens":
         vocabulary = data.vocabulary.to(device)
         labels, test_labels = (vocabulary_positions(vocabulary, x) for x in (labels, test_labels))
+        if n := int((test_labels == len(vocabulary)).any(1).sum()):
+            told = f"{e.dataset}: {n} of {len(test_labels)} answers that are tested hold tokens of no training answer"
+            warnings.warn(f"{told}, which nothing predicts", stacklevel=2)
     key = unpack(data.answer_texts, data.answer_offsets) if data.target == "span" else None
     return FederatedData(
         inputs, labels, test_inputs, test_labels, data.classes, mean, std, holdings,
@@ -205,8 +207,7 @@ def vocabulary_positions(vocabulary: torch.Tensor, labels: torch.Tensor) -> torc
     A token that is not in it gets a label that nothing predicts; ``IGNORED`` stays.
     """
     place = torch.searchsorted(vocabulary, labels).clamp(max=len(vocabulary) - 1)
-    place = place.masked_fill(vocabulary[place] != labels, len(vocabulary))
-    return place.where(labels != IGNORED, labels)
+    return place.masked_fill(vocabulary[place] != labels, len(vocabulary)).where(labels != IGNORED, labels)
 
 
 def check_division(e: Experiment, data: DataSet) -> None:
@@ -231,6 +232,9 @@ def check_task(e: Experiment, data: FederatedData) -> None:
     if found != ASKS[type(task)]:
         why = f"is taken for a {type(task).__name__}, but each of its labels is a {found}"
         raise e.refused("dataset", f"{why}; a copy under $FEDLIB_DATA has the task of the set that it is named after")
+    if isinstance(task, Span) and not task.unanswerable:
+        if n := sum(int((x[:, :2] == 0).all(1).sum()) for x in (data.labels, data.test_labels)):
+            raise e.refused("dataset", f": {n} questions have no answer", "questions with one; squad_v2 may lack it")
     if task.metric in CORRELATIONS:
         labels, why = data.test_labels.cpu(), f"are alike, and {task.metric} of them is undefined"
         if len(labels.unique()) < 2:
@@ -300,8 +304,7 @@ def _subset(values: np.ndarray, n: int | None, split: str, balanced: bool = Fals
         return np.arange(len(values))
     if n > len(values):
         raise ValueError(f"experiment: num_{split} = {n} exceeds the {len(values)} {split} examples")
-    rng = numpy_generator(0, f"{split} subset")
-    order = rng.permutation(len(values))
+    order = numpy_generator(0, f"{split} subset").permutation(len(values))
     place = np.empty(len(values))  # of each example, by its position within its class
     for c in np.unique(values):
         rows = order[values[order] == c]

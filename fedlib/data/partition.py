@@ -204,8 +204,7 @@ def dirichlet_partition(labels: np.ndarray, num_clients: int, alpha: float, seed
     for p in proportions:
         mine: list[int] = []
         while len(mine) < size:
-            open_classes = np.array([len(pool) > 0 for pool in pools])
-            weights = np.where(open_classes, p + 1e-5, 0)
+            weights = np.where([len(pool) > 0 for pool in pools], p + 1e-5, 0)
             draws = rng.choice(classes, size - len(mine), p=weights / weights.sum())
             for c in draws:
                 mine.append(pools[c].pop())

@@ -237,8 +237,7 @@ def _cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 def _kl(teacher: torch.Tensor, student: torch.Tensor, temperature: float) -> torch.Tensor:
     """Return the KL over the last dimension, (..., C) -> (...). Logits of -inf of the teacher add nothing."""
     target, logp = (teacher / temperature).log_softmax(-1), (student / temperature).log_softmax(-1)
-    difference = (target - logp).masked_fill(target == -torch.inf, 0.0)
-    return (target.exp() * difference).sum(-1)
+    return (target.exp() * (target - logp).masked_fill(target == -torch.inf, 0.0)).sum(-1)
 
 
 def _mean_where(mask: torch.Tensor, values: torch.Tensor) -> torch.Tensor:

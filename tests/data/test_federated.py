@@ -131,6 +131,32 @@ def test_labels_that_do_not_fit_the_task_are_refused_before_a_model_is_built(tmp
         build_federation(e)
 
 
+def test_questions_without_an_answer_are_refused_where_an_empty_answer_would_score_nothing(tmp_path, monkeypatch):
+    """Who answered all of them right had an F1 of 50."""
+    monkeypatch.setenv("FEDLIB_DATA", str(tmp_path))
+    found, none = {"text": ["the cat"], "answer_start": [0]}, {"text": [], "answer_start": []}
+    rows = {"question": ["who sat?"] * 8, "context": ["the cat sat"] * 8, "answers": [found, none] * 4}
+    for name in ("squad", "squad_v2"):
+        write(tmp_path / name, train=rows, test=rows)
+    e = Experiment(
+        dataset="squad", partition="iid", num_clients=2, clients_per_round=2, backbone="bert_micro", pretrained=False,
+        num_exits=3, augment="none", finetune="frozen", method="inclusivefl",
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="dataset = 'squad': 8 questions have no answer; allowed: .* squad_v2 may"):
+        build_federation(e)
+    f = build_federation(e.replace(dataset="squad_v2"))
+    assert f.task.score(f.data.test_labels[:, :2], f.data.test_labels) == {"f1": 100.0, "exact_match": 100.0}
+
+
+def test_answers_with_tokens_that_nobody_learns_are_said(tmp_path, monkeypatch):
+    monkeypatch.setenv("FEDLIB_DATA", str(tmp_path))
+    texts = {"question": ["Ann has 3 apples ."] * 8, "equation": ["- number0 number1"] * 8}
+    write(tmp_path / "svamp", train=texts, test=texts | {"equation": ["- number0 number1"] * 5 + ["( 8.0 )"] * 3})
+    e = Experiment(dataset="svamp", partition="iid", num_clients=2, clients_per_round=2)
+    with pytest.warns(UserWarning, match="svamp: 3 of 8 answers that are tested hold tokens of no training answer"):
+        load_federated(e, size=32)
+
+
 def test_federated_data_gives_clients_their_rows():
     e = Experiment(num_clients=20, clients_per_round=2, dirichlet_alpha=0.3)
     data = {s: load_federated(e.replace(test_split=s)) for s in ("central", "like_train", "contiguous", "labels")}
