@@ -89,9 +89,10 @@ class ServerLab:
 
     def _outputs(self, part: Slice, tensors: Tensors, rows: torch.Tensor, training: bool = False) -> torch.Tensor:
         """Return outputs (n, C) of the last exit of ``part`` on ``rows``; in training of all at once."""
-        forward = self._forward(part, tensors, training)
+        forward, context = self._forward(part, tensors, training), self.model.context
         parts = [rows] if training else rows.split(BATCH)
-        return torch.cat([forward(forward.inputs(x[None]))[max(part.exits), 0] for x in parts])
+        with context.overridden(policy="batch" if context.training else context.policy):  # no statistics are moved
+            return torch.cat([forward(forward.inputs(x[None]))[max(part.exits), 0] for x in parts])
 
     def _forward(self, part: Slice, tensors: Tensors, training: bool) -> Forward:
         """Put ``part`` of the model in place; where no statistics travel, those of the batch are taken."""

@@ -87,8 +87,8 @@ class FIARSE(Shares):
 
     def aggregate(self, server: Server, arrived: Arrived, r: Round) -> Server:
         total, new = arrived.mean.total, {n: p for n, p in server.params.items() if n in r.setting.infos}
-        for name, old in new.items():
-            held = total.get(HELD + name, arrived.mean.weight[name])
+        for name in new.keys() & total.keys():  # statistics that are a client's own do not arrive
+            old, held = new[name], total.get(HELD + name, arrived.mean.weight[name])
             new[name] = torch.where(held > 0, (total[name] / held).to(old.dtype), old)
         return self.known(replace(server, t=r.t), new, r.setting)
 

@@ -14,6 +14,8 @@ from fedlib.engine.schedules import round_rate
 from fedlib.engine.serving import client_outputs
 from fedlib.methods import Arrived, Round, Server, build_method
 from fedlib.methods.sums import Update
+from fedlib.models.registry import OWN
+from fedlib.models.resnet import ResNetSpec
 from fedlib_lab.atlas.fitting import fit
 from fedlib_lab.rivals.fiarse import kept_of, masked, thresholds
 from fedlib_lab.runs.costs import exit_costs
@@ -171,3 +173,16 @@ def test_what_cannot_be_is_refused():
         build_method("fiarse", {"compress": "topk", "error_feedback": True})
     with pytest.raises(ValueError, match="'plain'"):
         build_method("fiarse", {"gradient": "plain"})
+
+
+@pytest.mark.parametrize("method", ["fiarse", "feddf"])
+@pytest.mark.parametrize("batch_norm", ["local", "static", "tracked"])
+def test_statistics_that_stay_with_clients_need_not_arrive(method, batch_norm, monkeypatch):
+    """On a net with batch norm: clients one by one, and all at once, end with the same model."""
+    monkeypatch.setitem(OWN, "normed", ResNetSpec(size=12, blocks=(1, 1, 2), widths=(4, 8, 8)))
+    own = {"options": {"shares": SHARES}} if method == "fiarse" else {"options": {"eps": 0.9}, "public_fraction": 0.2}
+    e = experiment(method, **own, backbone="normed", num_exits=3, budgets="uniform", rounds=2, batch_norm=batch_norm)
+    (*_, a), (*_, b) = (run_rounds(build_federation(e), Execution(workers=1, cohort_size=n)) for n in (1, 3))
+    assert a.metrics["personal"]["clients"] == 3
+    for name, p in a.server.params.items():
+        torch.testing.assert_close(p, b.server.params[name], rtol=0, atol=1e-3)
