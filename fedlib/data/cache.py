@@ -6,7 +6,6 @@ What decodes and divides them is only loaded where something is missing: that sa
 import contextlib
 import hashlib
 import json
-import os
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -15,6 +14,7 @@ from pathlib import Path
 import torch
 
 from ..core import storage
+from ..core.paths import named_folder
 from ..core.storage import DamagedFile
 
 ANY_SIZE = {"size": "any"}  # says that data were read that depend on the network's input
@@ -28,7 +28,7 @@ FORMAT = 3  # of the decoded arrays
 
 def cache_dir() -> Path:
     """Return the cache folder; ``FEDLIB_CACHE`` overrides the default."""
-    return Path(os.environ.get("FEDLIB_CACHE", Path.home() / ".cache" / "fedlib"))
+    return named_folder("FEDLIB_CACHE") or Path.home() / ".cache" / "fedlib"
 
 
 def cache_file(key: dict) -> Path:

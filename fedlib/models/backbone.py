@@ -6,7 +6,6 @@ them), ``build()``, and what it can do, where that differs from what :class:`Spe
 Read next: ``vit.py``, ``resnet.py`` (two backbones), ``exit_model.py`` (who runs them).
 """
 
-import os
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import nn
 
+from ..core.paths import named_folder
 from ..core.slices import Axis
 from ..core.tables import read_table
 from ..layers.context import Context
@@ -278,6 +278,6 @@ SHIPPED: dict[str, Spec] = {}  # the kit's and the lab's, whatever is put into `
 
 def folder_of(name: str) -> Path | None:
     """Return the checkpoint folder ``$FEDLIB_DATA/backbones/<name up to the first dot>`` of a backbone, or None."""
-    folder = Path(os.environ.get("FEDLIB_DATA", "")) / "backbones" / name.split(".")[0]
-    there = "FEDLIB_DATA" in os.environ and name[:1] not in ("", ".", "/") and ".." not in Path(name).parts
-    return folder if there and (folder / "config.json").is_file() else None
+    plain = name[:1] not in ("", ".", "/") and ".." not in Path(name).parts
+    folder = (data := named_folder("FEDLIB_DATA")) and data / "backbones" / name.split(".")[0]
+    return folder if folder and plain and (folder / "config.json").is_file() else None

@@ -5,12 +5,11 @@ Convnets (``resnet.py``, ``small.py``) start from random weights. A checkpoint i
 ``$FEDLIB_DATA/backbones/<name>`` comes before anything else that a family of nets finds there.
 """
 
-import os
 from dataclasses import replace
 from pathlib import Path
 
 from ..core import doors
-from ..core.paths import minilm_file
+from ..core.paths import minilm_file, named_folder
 from ..core.rng import torch_generator
 from ..core.validation import did_you_mean
 from .backbone import OWN, SHIPPED, Backbone, Family, Spec, folder_of, shapes
@@ -91,8 +90,8 @@ def weights_file(name: str) -> Path | None:
     packaged = WEIGHTS.get(name)
     if packaged is None or packaged.is_file():
         return packaged
-    beside_data = Path(os.environ.get("FEDLIB_DATA", "")) / "backbones" / packaged.name
-    return beside_data if "FEDLIB_DATA" in os.environ and beside_data.is_file() else None
+    beside = (data := named_folder("FEDLIB_DATA")) and data / "backbones" / packaged.name
+    return beside if beside and beside.is_file() else None
 
 
 def folder_of_weights(name: str) -> Path | None:

@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from fedlib.core.paths import named_folder
 from fedlib.core.validation import shown
 from fedlib.data.cache import FORMAT, Decoded, Read
 from fedlib.data.questions import KEYED
@@ -27,7 +28,6 @@ from .speech import read_speech_commands
 HUB = {name: Layout(**said) for name, said in SETS["public"].items()}
 IDS = [source.where for source in HUB.values()]
 BY_ID = {source.where: name for name, source in HUB.items() if IDS.count(source.where) == 1}
-SPEECH_KEY = {"hub": "speech_commands v0.02", "format": FORMAT}
 NAMES = (*HUB, "speech_commands", "docstrings")
 TEXTS = ("docstrings", *(name for name, source in HUB.items() if source.reads))
 OWN_DATA: dict[str, Own] = {}  # of one's own, by the name that it was given
@@ -61,7 +61,7 @@ def find(name: str, tokenizer: str | None) -> tuple[dict, Read] | None:
         return saved_set(local, tokenizer) or local_set(local, tokenizer)
     name = BY_ID.get(name, name)
     if name == "speech_commands":
-        return SPEECH_KEY, lambda size: (read_speech_commands(), False)
+        return {"hub": "speech_commands v0.02", "format": FORMAT}, lambda size: (read_speech_commands(), False)
     if name == "docstrings":
         return docstrings_key(tokenizer), lambda size: (read_docstrings(tokenizer, size), tokenizer is not None)
     return (_hub_key(HUB[name], tokenizer), partial(_read_hub, name, tokenizer)) if name in HUB else None
@@ -75,10 +75,12 @@ def at_hand(name: str, tokenizer: str | None) -> bool | None:
 
 
 def _local_copy(name: str) -> Path | None:
+    if (data := named_folder("FEDLIB_DATA")) is not None and not data.exists():
+        warnings.warn(f"FEDLIB_DATA = {str(data)!r} is not there, so nothing is read from it", stacklevel=2)
     for n in (name, BY_ID.get(name, name)):  # under an id of the hub, or the name of the set that it is
         inside = Path(n).parts and ".." not in Path(n).parts  # $FEDLIB_DATA itself, or above it, is no set
-        if inside and "FEDLIB_DATA" in os.environ and os.path.exists(Path(os.environ["FEDLIB_DATA"]) / n):
-            return Path(os.environ["FEDLIB_DATA"]) / n
+        if inside and data is not None and os.path.exists(data / n):
+            return data / n
     path = Path(n).expanduser()
     return path if os.sep in n and os.path.exists(path) else None  # False too for names too long for a path
 

@@ -432,6 +432,22 @@ def test_without_a_test_split_a_tenth_must_be_there_to_hold_out(tmp_path):
     assert len(load_dataset(str(alone)).test_labels) == 2
 
 
+def test_fedlib_data_is_a_folder_as_a_shell_reads_it(tmp_path, monkeypatch):
+    """``~`` is home and nothing is nothing: digits that ship with the kit took the place of one's own, and the reverse."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    folder(tmp_path / "data" / "mnist", [(8, 8)] * 4)
+    monkeypatch.chdir(tmp_path / "data")
+    for said, classes in {"~/data": 2, str(tmp_path / "data"): 2, "": 10}.items():
+        monkeypatch.setenv("FEDLIB_DATA", said)
+        assert len(load_dataset("mnist").classes) == classes, said
+    monkeypatch.setenv("FEDLIB_DATA", "~/dat")
+    with pytest.warns(UserWarning, match="FEDLIB_DATA = '.*/dat' is not there, so nothing is read from it"):
+        load_dataset("mnist")
+    for said, place in {"~/kept": tmp_path / "kept", "": tmp_path / ".cache" / "fedlib"}.items():
+        monkeypatch.setenv("FEDLIB_CACHE", said)
+        assert cache_dir() == place
+
+
 def test_real_sets_load(shared_data, monkeypatch):
     """CIFAR-100 by its name; its classes are named in the order of the hub."""
     monkeypatch.setenv("FEDLIB_DATA", str(shared_data))
