@@ -198,8 +198,7 @@ def read_questions(tables: Mapping[str, object], layout: Layout, length: int) ->
     inputs, targets, contexts, answers, offsets, cut = {}, {}, [], [], [], []
     for name, table in tables.items():
         columns = [read_column(table, c, name, layout, (str,)) for c in layout.reads]
-        given = read_column(table, layout.label, name, layout, (object,))
-        where = partial(layout.row, name)
+        given, where = read_column(table, layout.label, name, layout, (object,)), partial(layout.row, name)
         inputs[name], spans, places = read_spans(columns, given, length, where, layout.tokenizer, cut)
         targets[name] = np.column_stack((spans, len(answers) + np.arange(len(spans))))
         contexts, answers, offsets = contexts + columns[1], answers + given, [*offsets, places]

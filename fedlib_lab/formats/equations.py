@@ -9,7 +9,6 @@ number1`` with numbers in the order of the text, or ``( 8.0 - 3.0 )``.
 from collections.abc import Callable, Sequence
 
 import numpy as np
-import torch
 
 from fedlib.data.metrics import IGNORED
 from fedlib.data.tokenizer import load_tokenizer
@@ -29,7 +28,7 @@ def read_equations(
     problems = [" ".join(texts) for texts in zip(*columns, strict=True)]
     encode = lambda texts: [e.ids for e in tokenizer.encode_batch(list(texts), add_special_tokens=False)]  # noqa: E731
     ids = np.full((len(problems), length), words.padding, np.int32)
-    prompts, lengths = (np.zeros(len(problems), np.int64) for _ in range(2))
+    following = np.full(ids.shape, IGNORED, np.int64)
     for i, (problem, equation) in enumerate(zip(encode(problems), encode(equations), strict=True)):
         left = length - marks - len(equation)
         if left < 1 or not equation:
@@ -38,16 +37,6 @@ def read_equations(
             cut.append(len(problem) > left)
         row = [*words.begin, *problem[-left:], *words.between, *equation, words.end]
         ids[i, : len(row)] = row
-        prompts[i], lengths[i] = len(row) - len(equation) - 1, len(row)
-    return ids, next_token_labels(*map(torch.from_numpy, (ids, prompts, lengths))).numpy()
-
-
-def next_token_labels(ids: torch.Tensor, prompts: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """Return labels (N, T) of token ids (N, T): at each position of the answer the token that follows.
-
-    ``prompts`` (N,) tokens are a prompt, of which the last predicts the answer's first; what follows ``lengths`` (N,)
-    is padding.
-    """
-    at = torch.arange(ids.shape[1], device=ids.device)
-    asked = (at >= prompts[:, None] - 1) & (at < lengths[:, None] - 1)
-    return ids.roll(-1, 1).long().masked_fill(~asked, IGNORED)
+        answer = row[-len(equation) - 1 :]  # the prompt's last token predicts its first
+        following[i, len(row) - len(answer) - 1 : len(row) - 1] = answer
+    return ids, following

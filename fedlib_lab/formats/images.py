@@ -49,9 +49,8 @@ def decode_images(tables: Mapping[str, object], column: str | None, size: int | 
                     clear += image.has_transparency_data and image.convert("RGBA").getextrema()[3][0] < 255
             if deep is not None:
                 kind = "F" if image.mode == "F" else "I"
-                brightest[kind] = max(
-                    brightest.get(kind, 0.0), highest_pixel(deep, kind, place(cell, layout, name, row))
-                )
+                high = highest_pixel(deep, kind, place(cell, layout, name, row))
+                brightest[kind] = max(brightest.get(kind, 0.0), high)
     if clear:
         warnings.warn(f"{layout.where}: {clear} transparent images are laid on white", stacklevel=2)
     whites = {kind: white_level(kind, high, layout) for kind, high in brightest.items()}

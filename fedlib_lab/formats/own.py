@@ -42,8 +42,7 @@ def own_set(name: str, train: object, test: object, classes: Sequence[str] | Non
             raise ValueError(f"{name}: classes name labels of arrays, a datasets.Dataset names its own; allowed: None")
         return partial(_of_splits, name, splits, {"registered": [content_digest(t) for t in splits.values()]}, ())
     layout = Layout(name, "images", "label", test=None if test is None else "test")
-    given = {"train": train} | ({} if test is None else {"test": test})
-    pairs = {split: _pair(name, x) for split, x in given.items()}
+    pairs = {"train": _pair(name, train)} | ({} if test is None else {"test": _pair(name, test)})
     if pictures := {s: inputs for s, (inputs, *_) in pairs.items() if isinstance(inputs, list)}:
         decoded, _ = decode_images(pictures, None, None, layout)
         pairs |= {s: (decoded[s], *pairs[s][1:]) for s in pictures}

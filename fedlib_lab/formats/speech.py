@@ -11,6 +11,7 @@ name, and the per-speaker split is seeded.
 
 import io
 import math
+import warnings
 import wave
 from collections.abc import Callable
 from functools import lru_cache
@@ -22,7 +23,7 @@ from fedlib.core.rng import numpy_generator
 from fedlib.core.validation import shown
 from fedlib.data.silence import load_public
 
-from .decode import Part, to_tensors
+from .decode import Layout, Part, train_and_test
 
 MEAN, SD = -4.2677393, 4.5689974  # AudioSet, as AST uses them: features are (x - MEAN) / (2 SD)
 # Stored range of the normalised features: silence is ln 1.2e-7 = -15.9, or -1.28. By Parseval a frame at full scale has
@@ -47,8 +48,7 @@ def filter_banks(signal: torch.Tensor, rate: int, bins: int = 128, frames: int =
     """Compute log-mel energies (frames, bins) of a waveform in [-1, 1]; short clips are padded with zero features."""
     window, shift = int(0.025 * rate), int(0.010 * rate)
     fft_size = 1 << math.ceil(math.log2(window))
-    signal = torch.nn.functional.pad(signal, (0, max(0, window - len(signal))))
-    x = signal.unfold(0, window, shift)
+    x = torch.nn.functional.pad(signal, (0, max(0, window - len(signal)))).unfold(0, window, shift)
     x = x - x.mean(1, keepdim=True)
     x = x - 0.97 * torch.cat((x[:, :1], x[:, :-1]), 1)  # pre-emphasis
     power = torch.fft.rfft(x * torch.hann_window(window, periodic=False, device=signal.device), fft_size).abs() ** 2
@@ -92,26 +92,31 @@ def decode_speech(
     for i in said.tolist():
         if not isinstance(given[i], str | int | float) or given[i] != given[i]:
             raise ValueError(f"{where(i)}: {speaker} = {shown(given[i])} is no speaker")
-    owner_names = np.asarray([given[i] for i in said]).astype(str)
-    ids, owners, clips = np.unique(owner_names, return_inverse=True, return_counts=True)
+    ids, owners, clips = np.unique([str(given[i]) for i in said], return_inverse=True, return_counts=True)
     kept = np.isin(owners, np.argsort(-clips, kind="stable")[: speakers or len(ids)])
     rows, owners = said[kept], np.unique(owners[kept], return_inverse=True)[1]
     names, labels = np.unique(words[rows], return_inverse=True)
-    images = []
+    images, first, long = [], 0, 0
     for i in rows:
         clip = table[int(i)][column]
         try:
-            images.append(to_image(filter_banks(*read_wav(clip["bytes"] if isinstance(clip, dict) else clip))))
+            signal, rate = read_wav(clip["bytes"] if isinstance(clip, dict) else clip)
+            if rate != (first := first or rate):
+                raise ValueError(f"{rate} samples a second, and those before have {first}; allowed: one rate")
+            images.append(to_image(filter_banks(signal, rate)))
+            long += len(signal) >= 1.305 * rate
         except (wave.Error, EOFError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{where(int(i))} holds no wave data that can be read ({error})") from error
+    if long:
+        warnings.warn(f"{long} of {len(rows)} clips are longer than 1.3 seconds and are cut to these", stacklevel=2)
     images, test = np.stack(images), np.zeros(len(rows), bool)
-    for o in np.unique(owners):
-        for c in np.unique(labels[owners == o]):
-            mine = np.where((owners == o) & (labels == c))[0]
-            order = numpy_generator(0, f"speech split {c}", client=int(o)).permutation(mine)
-            test[order[int(0.8 * len(mine)) :]] = True
+    for o, c in np.unique(np.column_stack((owners, labels)), axis=0).tolist():
+        mine = np.where((owners == o) & (labels == c))[0]
+        test[numpy_generator(0, f"speech split {c}", client=o).permutation(mine)[int(0.8 * len(mine)) :]] = True
     part = Part(images, labels.astype(np.int64), owners, [str(n) for n in names])
-    return to_tensors(part.take(~test), part.take(test)) | {"stats": STATS}, part.classes
+    layout = Layout(where(0), "images", label, train="four fifths of each speaker's clips", test="the other clips")
+    tensors, classes = train_and_test([part.take(~test), part.take(test)], layout)
+    return tensors | {"stats": STATS}, classes
 
 
 def read_speech_commands() -> tuple[dict, list[str]]:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedlib.data.datasets import DataSet
+from fedlib.data.datasets import DataSet, load_dataset
 from fedlib.data.transforms import render
 from fedlib_lab.formats.speech import HIGH, LOW, MEAN, SD, STATS, decode_speech, filter_banks, mel_filters, to_image
 
@@ -109,8 +109,8 @@ def test_speech_commands_keeps_the_busiest_speakers_and_no_noise():
     """Columns as on the hub, where background noise has no speaker: top speakers by clips, split per class."""
     from datasets import Audio, ClassLabel, Dataset, Features, Value
 
-    clips = [("yes", "ann")] * 6 + [("no", "ann")] * 1 + [("yes", "bob")] * 5 + [("_silence_", None)] * 9
-    clips += [("no", "cy")] * 2
+    clips = [("yes", "ann")] * 6 + [("no", "ann")] * 2 + [("yes", "bob")] * 5 + [("_silence_", None)] * 9
+    clips += [("no", "bob")] * 1 + [("no", "cy")] * 2
     names = ["yes", "no", "_silence_"]
     stored = {"bytes": Value("binary"), "path": Value("string")}
     features = Features({"audio": stored, "label": ClassLabel(names=names), "speaker_id": Value("string")})
@@ -123,7 +123,42 @@ def test_speech_commands_keeps_the_busiest_speakers_and_no_noise():
     ).cast_column("audio", Audio())  # fmt: skip
     tensors, classes = decode_speech(table, "label", "speaker_id", speakers=2)
     assert classes == ["no", "yes"]  # sorted by name
-    # ann: int(0.8 * 6) = 4 of yes train, int(0.8 * 1) = 0 of no; bob: int(0.8 * 5) = 4; cy has the fewest clips
-    assert tensors["owners"].tolist() == [0] * 4 + [1] * 4 and tensors["train_labels"].tolist() == [1] * 8
-    assert tensors["test_owners"].tolist() == [0, 0, 0, 1] and sorted(tensors["test_labels"].tolist()) == [0, 1, 1, 1]
-    assert torch.equal(tensors["stats"], STATS) and tensors["train_images"].shape == (8, 1, 128, 128)
+    # ann: int(0.8 * 6) = 4 of yes train, int(0.8 * 2) = 1 of no; bob: int(0.8 * 5) = 4, int(0.8 * 1) = 0; cy has fewest
+    assert (
+        tensors["owners"].tolist() == [0] * 5 + [1] * 4 and tensors["train_labels"].tolist() == [1] * 4 + [0] + [1] * 4
+    )
+    assert tensors["test_owners"].tolist() == [0, 0, 0, 1, 1] and sorted(tensors["test_labels"].tolist()) == [
+        0,
+        0,
+        1,
+        1,
+        1,
+    ]
+    assert torch.equal(tensors["stats"], STATS) and tensors["train_images"].shape == (9, 1, 128, 128)
+
+
+def own_clips(folder, clips):
+    """A set of one's own: (wave bytes, label, speaker) each."""
+    from datasets import Dataset
+
+    rows = [{"audio": {"bytes": x, "path": None}, "label": c, "speaker_id": who} for x, c, who in clips]
+    Dataset.from_list(rows).to_parquet(str(folder / "train.parquet"))
+    return load_dataset(str(folder))
+
+
+def test_clips_that_are_cut_are_said(tmp_path):
+    with pytest.warns(UserWarning, match="5 of 10 clips are longer than 1.3 seconds and are cut"):
+        own_clips(tmp_path, [(wav(5 if k % 2 else 1.3, 300), "ab"[k // 5], "ann") for k in range(10)])
+
+
+def test_clips_of_two_rates_are_refused(tmp_path):
+    """A bin of 8 kHz is another tone than that of 16 kHz."""
+    with pytest.raises(ValueError, match="row 1 holds no .*8000 samples a second, and those before have 16000"):
+        own_clips(tmp_path, [(wav(0.5, 300, rate), "a", "ann") for rate in (16_000, 8_000) * 5])
+
+
+@pytest.mark.parametrize("often", [1, 5], ids=["all alone", "one alone"])
+def test_a_class_that_would_be_tested_alone_is_refused(tmp_path, often):
+    clips = [(wav(0.5, 300), f"word {w}", who) for w in range(2) for who in ("ann", "bob")] * often
+    with pytest.raises(ValueError, match="'the other clips' has labels that .* has not: rare.*; allowed: classes with"):
+        own_clips(tmp_path, [*clips, (wav(0.5, 300), "rare", "ann")])
