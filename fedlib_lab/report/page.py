@@ -120,9 +120,8 @@ def tables_page(stored: Stored) -> tuple[str, list[Cell]]:
 
 def grid_names(paper: str) -> list[str]:
     """List the paper's grids: tables by number, then the decomposition, figures, the rest."""
-    number = lambda n: int(re.sub(r"\D", "", n) or 0)  # noqa: E731
     kind = lambda n: next(i for i, start in enumerate(ORDER) if n.startswith(start))  # noqa: E731
-    return sorted(grids(paper), key=lambda n: (kind(n), number(n), n))
+    return sorted(grids(paper), key=lambda n: (kind(n), int(re.sub(r"\D", "", n) or 0), n))
 
 
 def section(stored: Stored, table: str, done: dict[str, Cell], shown: dict[str, str]) -> str:
@@ -204,8 +203,7 @@ def index_page(outputs: Path) -> str:
 def notebook_of(paper: str, name: str) -> Path | None:
     """Find the notebook of a paper's table or figure by its name, as ``make <paper>/<name>`` does."""
     folder = root() / "notebooks" / paper
-    found = sorted([*folder.glob(f"{name}_*.ipynb"), *folder.glob(f"{name}.ipynb")])
-    return found[0] if found else None
+    return next(iter(sorted([*folder.glob(f"{name}_*.ipynb"), *folder.glob(f"{name}.ipynb")])), None)
 
 
 def title_of(paper: str, name: str) -> str:

@@ -180,8 +180,7 @@ def share_legend(axes, least: int = 1) -> None:
             legend.remove()
     if len(found) >= least:
         each = 0.085 * max(map(len, found)) + 0.7  # inches
-        columns = int(np.clip(figure.get_figwidth() // each, 1, len(found)))
-        rows = -(-len(found) // columns)
+        rows = -(-len(found) // int(np.clip(figure.get_figwidth() // each, 1, len(found))))
         figure.set_figheight(figure.get_figheight() + 0.17 * rows)
         figure.legend(found.values(), found, loc="outside lower center", ncols=-(-len(found) // rows))
 

@@ -226,8 +226,7 @@ class _Walk:
             elif isinstance(x, np.ndarray) and not x.dtype.hasobject:
                 state = (x.dtype.str, x.shape, hashlib.sha256(np.ascontiguousarray(x)).hexdigest())
             else:
-                reduce = copyreg.dispatch_table.get(type(x), lambda x: x.__reduce_ex__(2))
-                state = reduce(x)
+                state = copyreg.dispatch_table.get(type(x), lambda x: x.__reduce_ex__(2))(x)
                 state = (*state[:3], *map(list, filter(None, state[3:5]))) if isinstance(state, tuple) else state
         except Exception as error:  # any class's own code
             kind = f"{type(x).__module__}.{type(x).__qualname__}"

@@ -261,9 +261,8 @@ def count_bytes(e: Experiment) -> dict[str, float]:
 
 def kind_of(e: Experiment) -> Experiment:
     """Return ``e`` with defaults in the fields that decide no bytes."""
-    plain = Experiment()
     same = ("seed", "rounds", "dirichlet_alpha", "lr", "min_lr", "schedule", "milestones", "decay", "warmup_rounds")
-    return e.replace(**{name: getattr(plain, name) for name in same})
+    return e.replace(**{name: getattr(Experiment, name) for name in same})
 
 
 def downloads(experiments: Iterable[Experiment]) -> dict[str, float]:

@@ -73,6 +73,8 @@ def client_accuracies(f: Federation, logits: torch.Tensor) -> np.ndarray:
     clients differ in labels only, as in Dirichlet partitions. The paper reports no per-client numbers. NaN for a client
     without examples, without held-out ones, or with a class that the test set lacks.
     """
+    if not f.data.classes:
+        raise f.experiment.refused("dataset", ": its labels are no classes")
     budgets, owners = np.minimum(f.budgets, len(logits) - 1), f.data.client_owners()
     if owners is not None and f.data.test_owners is not None:
         right = (logits.argmax(-1) == f.data.test_labels).double().cpu().numpy()  # (E, N)

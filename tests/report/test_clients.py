@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from fedlib import build_federation
+from fedlib import Experiment, build_federation
 from fedlib.engine.evaluation import served_parts
 from fedlib.engine.leaving import first_confident
-from fedlib_lab.report.clients import adaptive_curve, served_macs
+from fedlib_lab.report.clients import adaptive_curve, adaptive_inference, served_macs
 
 
 def logits_of(*confidences):
@@ -26,6 +26,15 @@ def test_early_exit_by_hand():
     assert [round(r["accuracy"], 2) for r in rows] == [33.33, 66.67, 100.0, 66.67]
     assert [r["macs"] for r in rows] == pytest.approx([10, 50 / 3, 70 / 3, 30])
     assert rows[2]["share"] == pytest.approx([1 / 3, 0, 2 / 3])
+
+
+def test_who_answers_with_numbers_does_not_leave_early():
+    """Of similarities every exit had an accuracy of 0, at every threshold."""
+    e = Experiment(
+        dataset="stsb", backbone="bert_micro", pretrained=False, num_exits=3, augment="none", partition="iid"
+    )
+    with pytest.raises(ValueError, match="dataset = 'stsb': its labels are no classes, so no example leaves by its"):
+        adaptive_inference(e)
 
 
 def test_costs_of_exits_increase_and_every_exit_is_a_point_of_its_own():

@@ -1,5 +1,7 @@
 """Trained models answer again."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -100,6 +102,12 @@ def logits_of(*confidences):
     """Two classes: each entry (predicted class, confidence) as logits."""
     rows = [[(np.log(p), np.log(1 - p)) if c == 0 else (np.log(1 - p), np.log(p)) for c, p in e] for e in confidences]
     return torch.tensor(rows, dtype=torch.float32)
+
+
+def test_clients_have_no_accuracy_where_labels_are_no_classes(tiny):
+    f = build_federation(tiny)
+    with pytest.raises(ValueError, match="dataset = 'mnist': its labels are no classes"):
+        client_accuracies(replace(f, data=replace(f.data, classes=())), torch.zeros(4, 50, 10))
 
 
 def test_class_and_client_accuracies_by_hand(tiny):
