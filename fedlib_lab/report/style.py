@@ -178,11 +178,10 @@ def share_legend(axes, least: int = 1) -> None:
         if (legend := ax.get_legend()) is not None:
             found |= {t.get_text(): h for t, h in zip(legend.get_texts(), legend.legend_handles, strict=True)}
             legend.remove()
-    if len(found) >= least:
-        each = 0.085 * max(map(len, found)) + 0.7  # inches
-        rows = -(-len(found) // int(np.clip(figure.get_figwidth() // each, 1, len(found))))
+    if (n := len(found)) >= least:
+        rows = -(-n // int(np.clip(figure.get_figwidth() // (0.085 * max(map(len, found)) + 0.7), 1, n)))
         figure.set_figheight(figure.get_figheight() + 0.17 * rows)
-        figure.legend(found.values(), found, loc="outside lower center", ncols=-(-len(found) // rows))
+        figure.legend(found.values(), found, loc="outside lower center", ncols=-(-n // rows))
 
 
 def finish(ax, xlabel: str, ylabel: str, title: str | None = None) -> None:

@@ -75,12 +75,16 @@ BySeed = Mapping[int, Measured]
 
 
 def measured(rows: Iterable[Mapping], value: str) -> BySeed:
-    """Return ``value`` of ``rows`` (of ``tables.collect``) by seed; of rows without a run (``found``), points alone."""
+    """Return ``value`` of ``rows`` (of ``tables.collect``) by seed; of rows without a run (``found``), points alone.
+
+    ``ValueError`` if a seed stands twice.
+    """
     found = {}
     for row in rows:
         run, points = row.get("found"), np.atleast_1d(row[value])
-        known = isinstance(run, Run)
-        found[row["seed"]] = Measured.of(run, value, points) if known else Measured(points, np.zeros(points.shape))
+        if (seed := row["seed"]) in found:
+            raise ValueError(f"seed {seed} stands twice where {value} is compared; allowed: a row a seed")
+        found[seed] = Measured.of(run, value, points) if isinstance(run, Run) else Measured(points, 0.0 * points)
     return found
 
 

@@ -157,6 +157,14 @@ def test_paired_differences_remove_what_seeds_share():
     ]
 
 
+def test_a_seed_that_stands_twice_is_refused():
+    """The last of its rows counted: 10 points above became 10 below."""
+    frame = frame_of(reefl=[70.0, 71.0, 69.0], depthfl=[60.0, 61.0, 59.0])
+    twice = pd.concat([frame, frame[:1].assign(accuracy=10.0)])
+    with pytest.raises(ValueError, match="seed 0 stands twice where accuracy is compared; allowed: a row a seed"):
+        paired_differences(twice, [("reefl", "depthfl")])
+
+
 def test_orderings_follow_the_interval_and_the_reported_sign():
     frame = frame_of(reefl=[50.0, 60.0, 70.0], depthfl=[49.0, 59.1, 68.9], scalefl_vit=[51.0, 58.0, 70.0], fedavg=[1.0])
     printed = {"reefl": 80.0, "depthfl": 81.0, "scalefl_vit": 79.0, "fedavg": 10.0, "inclusivefl": 3.0}
