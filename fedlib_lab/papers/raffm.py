@@ -166,8 +166,7 @@ def _once(of: Callable) -> Callable:
     known: dict[tuple[int, str], object] = {}
 
     def ask(e: Experiment):
-        own = {k: v for k, v in e.identity().items() if k not in NOT_COSTS}
-        key = num_classes(e), json.dumps(own, sort_keys=True)
+        key = num_classes(e), json.dumps({k: v for k, v in e.identity().items() if k not in NOT_COSTS}, sort_keys=True)
         if key not in known:
             known[key] = of(e)
         return known[key]

@@ -68,8 +68,7 @@ def _basis(x: torch.Tensor, variance: float) -> torch.Tensor:
     """Return orthonormal (N, rank): the leading components of the columns' span with ``variance`` of its variance."""
     u, s, _ = torch.linalg.svd(x, full_matrices=False)
     rank = int((s > s[0] * max(x.shape) * torch.finfo(s.dtype).eps).sum())
-    held = s.square().cumsum(0)[:rank] / s.square().sum()
-    return u[:, : min(rank, int((held < variance - 1e-12).sum()) + 1)]
+    return u[:, : min(rank, int((s.square().cumsum(0)[:rank] / s.square().sum() < variance - 1e-12).sum()) + 1)]
 
 
 def _centred(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

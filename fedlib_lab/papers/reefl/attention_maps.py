@@ -22,6 +22,8 @@ from fedlib.engine.federation import Federation
 from fedlib.methods import Server
 from fedlib.models.exit_model import ExitModel
 
+from ...formats.decode import Layout
+from ...formats.images import decode_pixels
 from ...runs.record import Run
 from ...runs.trained import load_trained
 
@@ -103,13 +105,14 @@ def run_attention(f: Federation, server: Server, pictures: torch.Tensor) -> Atte
 def attention_of(run: Run, picture: str | os.PathLike) -> tuple[np.ndarray, Attention]:
     """Compute the maps of a picture file of your own under the model that ``run`` trained.
 
+    It is read as data are: turned as its camera says, what is transparent on white, grey of 16 bits scaled to 8.
     Return the picture (side, side, 3) in the size of the run's data, 0 to 255, and its maps:
     ``plot_blocks(*attention_of(run, "cat.png"), 0, "a cat")`` draws them.
     """
-    from PIL import Image
-
     f, server = load_trained(run.experiment)
     channels, side = f.data.test_inputs.shape[1:3]
-    with Image.open(picture) as image:
-        pixels = np.array(image.convert("L" if channels == 1 else "RGB").convert("RGB").resize((side, side)))
+    cell, layout = {"bytes": None, "path": os.path.abspath(picture)}, Layout(os.fspath(picture), "images", "label")
+    mode, whites = "L" if channels == 1 else "RGB", {"I": 65_535, "F": 1}  # of grey of more than 8 bits
+    pixels = decode_pixels(cell, mode, (side, side), whites, layout, "picture", 0)
+    pixels = pixels if pixels.ndim == 3 else np.stack([pixels] * 3, 2)
     return pixels, run_attention(f, server, torch.from_numpy(pixels).permute(2, 0, 1)[None, :channels].to(f.device))

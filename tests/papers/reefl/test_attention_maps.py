@@ -203,6 +203,15 @@ def test_a_picture_of_ones_own_has_the_maps_of_the_same_test_picture(tmp_path, t
     assert np.array_equal(pixels, own) and torch.equal(found.logits, wanted.logits)
     for name, maps in wanted.maps.items():
         assert torch.equal(found.maps[name].nan_to_num(), maps.nan_to_num())
+    deep, turned, on_white = own[..., 0].astype(np.uint16) * 257, Image.Exif(), np.full((32, 32, 4), 255, np.uint8)
+    turned[0x0112] = 3  # upside down
+    on_white[:16, :, :3], on_white[16:, :, 3] = own[:16], 0
+    own_half = np.concatenate([own[:16], np.full((16, 32, 3), 255, np.uint8)])
+    Image.fromarray(deep).save(tmp_path / "deep.png")
+    Image.fromarray(own[::-1, ::-1].copy()).save(tmp_path / "turned.png", exif=turned)
+    Image.fromarray(on_white).save(tmp_path / "clear.png")
+    for name, seen in {"deep": own, "turned": own, "clear": own_half}.items():  # as data of such pictures are read
+        assert np.array_equal(attention_of(done, tmp_path / f"{name}.png")[0], seen), name
     Image.fromarray(own).resize((200, 150)).save(tmp_path / "large.png")
     axes = plot_blocks(*attention_of(done, tmp_path / "large.png"), 0, "a digit")
     assert len(axes)
