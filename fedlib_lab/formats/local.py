@@ -6,6 +6,7 @@ called as splits are (``decode.TRAIN``, ``decode.TESTS``) and hold folders are t
 training data. A picture's own folder is its class, whatever it is called.
 """
 
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -57,7 +58,7 @@ def local_set(path: Path, tokenizer: str | None = None) -> tuple[dict, Read]:
         train = splits[layout.train if layout else train_of(path, splits)]
         named = [c for c in train.column_names if c not in TEXTS]  # beside pictures
         whole = layout or layout_of(path, list(splits), named, {}, tokenizer)
-        whole = replace(whole, unread=unread_files(path, files, train, pictures))
+        whole = replace(whole, unread=unread_files(path, files, splits.values(), pictures))
         if kind == "images" and whole.owner is not None and "audio" in train.column_names:
             whole = choose_test_split(splits, replace(whole, tests=()))
             read_labels(train, whole.train, whole)  # refuses what is no class
@@ -126,8 +127,7 @@ def picture_splits(path: Path, files: Sequence[Path]) -> dict[str, list[Path]]:
     pictures = sorted(pictures_among(path, files), key=Path.as_posix)
     if not pictures:
         raise ValueError(UNKNOWN.format(str(path), "it holds no picture"))
-    tops = {p.parts[0] for p in pictures if len(p.parts) > 2}  # hold folders
-    names = [top for top in sorted(tops) if top.lower() in (*TRAIN, *TESTS)]
+    names = sorted({p.parts[0] for p in pictures if len(p.parts) > 2 and p.parts[0].lower() in (*TRAIN, *TESTS)})
     splits = {n: [p for p in pictures if p.parts[0] == n] for n in names} or {"train": pictures}
     used = [p for found in splits.values() for p in found]
     if all(p.parent.as_posix().lower() in (".", *TRAIN, *TESTS) for p in used):
@@ -148,12 +148,14 @@ def pictures_among(path: Path, files: Sequence[Path]) -> list[Path]:
     return [p.relative_to(path) for p in files if p.suffix.lower() in ImageFolder.EXTENSIONS and p != path]
 
 
-def unread_files(path: Path, files: Sequence[Path], train, pictures: Mapping[str, Sequence[Path]]) -> tuple[str, ...]:
+def unread_files(path: Path, files: Sequence[Path], tables: Iterable, pictures: Mapping[str, list]) -> tuple[str, ...]:
     """List the files within ``path`` that are not read: no parquet, no ``pictures`` of a split, not named by a cell."""
     read = {p for found in pictures.values() for p in found}
-    column = image_column(train)
-    cell = next(encoded_images(train, column))[1] if column and not pictures else None
-    read |= set(pictures_among(path, files)) if cell and cell["bytes"] is None else set()
+    for table in () if pictures else (t for t in tables if image_column(t)):
+        for _, cell in encoded_images(table, image_column(table)):
+            if not cell or cell["bytes"] is not None:  # so are all of the table
+                break
+            read.add(Path(os.path.relpath(cell["path"], path)))
     others = (f.relative_to(path) for f in files if f != path)
     return tuple(str(p) for p in others if p not in read and p.suffix != ".parquet" and p.name not in DESCRIBED)
 
@@ -172,6 +174,7 @@ def load_splits(path: Path, parquet: Mapping[str, Sequence[str]], digest: str):
     """Load files by `datasets`, cached by the ``digest`` of their bytes, not as it does by path and time."""
     with silence_libraries():
         from datasets import config, load_dataset
+        from pyarrow.parquet import read_schema
 
         kept = str(Path(config.HF_DATASETS_CACHE) / digest)
 
@@ -185,7 +188,7 @@ def load_splits(path: Path, parquet: Mapping[str, Sequence[str]], digest: str):
             if file is not None:
                 raise ValueError(f"{file} is damaged: its rows cannot be read") from error
             for first, file in ((files[0], f) for files in parquet.values() for f in files):
-                of, other = _columns(first), _columns(file)
+                of, other = (sorted(f"{f.name} ({f.type})" for f in read_schema(x)) for x in (first, file))
                 if of != other or len({c.split(" (")[0] for c in of}) < len(of):
                     both = f"{first} has the columns {', '.join(of)}" + f", {file} {', '.join(other)}" * (of != other)
                     raise ValueError(f"{both}; allowed: the same in all files of a split, each once") from error
@@ -228,13 +231,6 @@ def _readable(file: str) -> bool:
         return all(batch is not None for batch in ParquetFile(file).iter_batches())
     except (ArrowException, OSError):
         return False
-
-
-def _columns(file: str) -> list[str]:
-    """Return names and types of a parquet file's columns."""
-    from pyarrow.parquet import read_schema
-
-    return sorted(f"{f.name} ({f.type})" for f in read_schema(file))
 
 
 def _first_line(error: Exception) -> str:

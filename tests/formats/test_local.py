@@ -448,6 +448,18 @@ def test_fedlib_data_is_a_folder_as_a_shell_reads_it(tmp_path, monkeypatch):
         assert cache_dir() == place
 
 
+def test_pictures_that_no_row_of_their_metadata_names_are_said(tmp_path):
+    folder(tmp_path, [(8, 8)] * 24, test=[(8, 8)] * 4)
+    for split, n in (("train", 20), ("test", 4)):
+        rows = [{"file_name": f"{'ab'[i % 2]}/{i:03}.png", "label": "xy"[i % 2]} for i in range(n)]
+        pd.DataFrame(rows).to_csv(tmp_path / split / "metadata.csv", index=False)
+    with pytest.warns(
+        UserWarning, match="not used: train/a/020.png, train/a/022.png, train/b/021.png, train/b/023.png$"
+    ):
+        data = load_dataset(str(tmp_path))
+    assert data.classes == ("x", "y") and len(data.train_labels) == 20 and len(data.test_labels) == 4
+
+
 def test_real_sets_load(shared_data, monkeypatch):
     """CIFAR-100 by its name; its classes are named in the order of the hub."""
     monkeypatch.setenv("FEDLIB_DATA", str(shared_data))
