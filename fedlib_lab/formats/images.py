@@ -37,7 +37,7 @@ def decode_images(tables: Mapping[str, object], column: str | None, size: int | 
     Without a ``column`` tables are lists of Pillow's images, of one size that they keep. Images are grey only if all
     are. ``ValueError`` names file and row of an image that cannot be read.
     """
-    shapes, modes, brightest, clear = set(), set(), {}, 0
+    shapes, modes, brightest, clear, stacks = set(), set(), {}, 0, 0
     for name, table in tables.items():
         for row, cell in encoded_images(table, column):
             with open_image(cell, layout, name, row) as image:
@@ -47,15 +47,17 @@ def decode_images(tables: Mapping[str, object], column: str | None, size: int | 
                 with readable(cell, layout, name, row):
                     deep = np.asarray(image) if image.mode in DEEP else None
                     clear += image.has_transparency_data and image.convert("RGBA").getextrema()[3][0] < 255
+                    stacks += getattr(image, "is_animated", False)
             if deep is not None:
                 kind = "F" if image.mode == "F" else "I"
                 high = highest_pixel(deep, kind, place(cell, layout, name, row))
                 brightest[kind] = max(brightest.get(kind, 0.0), high)
     if clear:
         warnings.warn(f"{layout.where}: {clear} transparent images are laid on white", stacklevel=2)
+    if stacks:
+        warnings.warn(f"{layout.where}: {stacks} images have several pages, of which the first is read", stacklevel=2)
     whites = {kind: white_level(kind, high, layout) for kind, high in brightest.items()}
-    if any(white != 255 for white in whites.values()):
-        says = " and ".join(f"{white:g}" for white in whites.values())
+    if says := " and ".join(f"{white:g}" for white in whites.values() if white != 255):
         warnings.warn(f"{layout.where}: images are scaled to 8 bits, {says} being white", stacklevel=2)
     mode, (width, height) = ("RGB" if "RGB" in modes else "L"), max(shapes, key=max)
     if column is None and len(shapes) > 1:
@@ -66,12 +68,11 @@ def decode_images(tables: Mapping[str, object], column: str | None, size: int | 
         why = f"{layout.where}: images of {len(shapes)} size{'s'[: len(shapes) > 1]},"
         warnings.warn(f"{why} up to {width} x {height} pixels, are decoded to {size} x {size}", stacklevel=2)
         width = height = size
-    arrays = {}
+    arrays, sides = {}, (width, height)
     for name, table in tables.items():
         out = np.empty((len(table), 3 if mode == "RGB" else 1, height, width), np.uint8)
         for row, cell in encoded_images(table, column):
-            pixels = decode_pixels(cell, mode, (width, height), whites, layout, name, row)
-            out[row] = pixels if pixels.ndim == 2 else pixels.transpose(2, 0, 1)
+            out[row] = np.atleast_3d(decode_pixels(cell, mode, sides, whites, layout, name, row)).transpose(2, 0, 1)
         arrays[name] = out
     return arrays, resized
 
@@ -118,8 +119,7 @@ def check_depth(image, where: str) -> None:
 
 def place(cell: Cell, layout, split: str, row: int) -> str:
     """Return the file of a picture of its own, or else the row."""
-    path = cell["path"] if isinstance(cell, Mapping) and cell["bytes"] is None else None
-    return str(path or layout.row(split, row))
+    return str((isinstance(cell, Mapping) and cell["bytes"] is None and cell["path"]) or layout.row(split, row))
 
 
 def highest_pixel(pixels: np.ndarray, kind: str, where: str) -> float:

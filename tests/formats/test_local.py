@@ -448,6 +448,19 @@ def test_fedlib_data_is_a_folder_as_a_shell_reads_it(tmp_path, monkeypatch):
         assert cache_dir() == place
 
 
+def test_pictures_of_several_pages_are_said(tmp_path):
+    """Scans of a microscope, and films: one page counts."""
+    from PIL import Image
+
+    pages = [Image.new("L", (8, 8), 60 * i) for i in range(3)]
+    for i in range(20):
+        (tmp_path / "ab"[i % 2]).mkdir(exist_ok=True)
+        pages[0].save(tmp_path / "ab"[i % 2] / f"{i}.tif", save_all=True, append_images=pages[1:] if i < 5 else [])
+    with pytest.warns(UserWarning, match="5 images have several pages, of which the first is read"):
+        data = load_dataset(str(tmp_path))
+    assert not data.train_inputs.any()
+
+
 def test_pictures_that_no_row_of_their_metadata_names_are_said(tmp_path):
     folder(tmp_path, [(8, 8)] * 24, test=[(8, 8)] * 4)
     for split, n in (("train", 20), ("test", 4)):
