@@ -126,7 +126,7 @@ def picture_splits(path: Path, files: Sequence[Path]) -> dict[str, list[Path]]:
     """Return the pictures of each split within a folder; ``ValueError`` where a picture's class is not clear."""
     pictures = sorted(pictures_among(path, files), key=Path.as_posix)
     if not pictures:
-        raise ValueError(UNKNOWN.format(str(path), "it holds no picture"))
+        raise ValueError(UNKNOWN.format(str(path), f"it holds no picture, but {[p.name for p in files[:3]]}"))
     names = sorted({p.parts[0] for p in pictures if len(p.parts) > 2 and p.parts[0].lower() in (*TRAIN, *TESTS)})
     splits = {n: [p for p in pictures if p.parts[0] == n] for n in names} or {"train": pictures}
     used = [p for found in splits.values() for p in found]

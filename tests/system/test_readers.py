@@ -173,7 +173,7 @@ def test_classes_without_splits_are_training_data_of_which_a_tenth_is_held_out(t
         (["train/a/1.png", "train/2.png"], "train/2.png and train/a/1.png lie at unequal depths|train/a/1.png and"),
         (["train/a/x/1.png", "train/b/x/1.png"], "set: train/a/x and train/b/x are two folders of one split for one class"),
         (["a/x/1.png", "b/x/1.png"], "set: a/x and b/x are two folders of one split for one class"),
-        (["notes/1.txt"], "set' is unknown as parquet or image folder: it holds no picture"),
+        (["notes/1.txt"], r"set' is unknown as parquet or image folder: it holds no picture, but \['1.txt'\]"),
     ],
 )  # fmt: skip
 def test_pictures_whose_class_is_not_clear_are_refused(files, sentence, tmp_path):
