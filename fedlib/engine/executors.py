@@ -64,7 +64,7 @@ class Execution(NamedFields):
       stack            most runs of a list that train together if they differ in seed, rate or split alone
                        (``stacked.py``); None: on a GPU as many as memory suffices for, on a CPU each by itself
       patience_seconds ray: how long to go without any worker before giving up
-      products         who multiplies on a CPU, as provenance names it: of a run that goes on, who did; "": by a trial
+      products         who multiplies on a CPU, as provenance names it: of a run that goes on, who did; "": as suits it
 
     Raises ``ValueError`` for what is impossible, such as a GPU that this machine has not.
     """

@@ -81,8 +81,7 @@ class LocalOptimiser:
             return values
         p = self.leaves[0]
         table = torch.as_tensor(values).to(p.device, p.dtype).expand(len(self.leaves), -1)
-        whole = table.shape[1]
-        rows = [table[i] if len(self.rows[i]) == whole else table[i, self._at[i]] for i in reached]
+        rows = [table[i] if len(self.rows[i]) == table.shape[1] else table[i, self._at[i]] for i in reached]
         return [_column(x, self.leaves[i]) for x, i in zip(rows, reached, strict=True)]
 
 

@@ -4,7 +4,6 @@ import torch
 import torch.nn.functional as F
 
 from .linear import uses_autocast
-from .overrides import OVERRIDES
 
 
 def attend(
@@ -20,9 +19,6 @@ def attend(
     if mask is None and q.device.type == "cpu" and uses_autocast(q) and torch.is_grad_enabled():
         with torch.autocast("cpu", enabled=False):
             return attend(heads, q.float(), k.float(), v.float(), None, scale).to(q.dtype)
-    override = OVERRIDES.get("attend")
-    if override is not None and (out := override(heads, q, k, v, mask, scale)) is not None:
-        return out
     out = F.scaled_dot_product_attention(*(by_head(x, heads) for x in (q, k, v)), mask, scale=scale)
     return out.transpose(1, 2).reshape(q.shape)
 

@@ -1,9 +1,8 @@
 """Where something may stand in for a layer's own code, by name. What the door ``doors.LAYERS`` names puts it here.
 
-attend(heads, q, k, v, mask, scale)   ``attention.attend``, or None: not on these inputs
-matmul(x, y, to)                      ``linear.matmul``
-swap_in(model)                        the model that was built, with modules of another class
-begin(products)                       before a run's first round on a CPU; ``Execution.products``
+matmul(x, y, to)   ``linear.matmul``
+swap_in(model)     the model that was built, with modules of another class
+begin(products)    before a run's first round on a CPU; ``Execution.products``
 
 ``FLOPS`` has what operations of PyTorch's kind count that PyTorch does not know, by operation.
 """

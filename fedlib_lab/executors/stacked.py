@@ -77,8 +77,7 @@ class Meeting:
             if a.by not in self.joints:
                 alike = [b.by for b in now if b.by not in self.joints and are_alike(a.by.federation, b.by.federation)]
                 self.joints |= dict.fromkeys(alike, Joint([by.federation for by in alike], a.by.execution))
-        joints = list(dict.fromkeys(self.joints[a.by] for a in now))
-        for joint in joints:
+        for joint in dict.fromkeys(self.joints[a.by] for a in now):
             some = [a for a in now if self.joints[a.by] is joint]
             try:
                 joint.train(some)
@@ -87,23 +86,17 @@ class Meeting:
                     raise KeyboardInterrupt from error
                 if len(joint.runs) == 1:
                     some[0].back = error
-                    continue
-                warnings.warn(f"runs that cannot train together train one after another: {error}", stacklevel=2)
-                joint.close()
-                apart = {a.by: Joint([a.by.federation], a.by.execution) for a in some}  # errors are then each run's own
-                self.joints |= apart
-                joints += apart.values()
+                else:  # they ask again, and what goes wrong then is each run's own
+                    warnings.warn(f"runs that cannot train together train one after another: {error}", stacklevel=2)
+                    self.joints |= {a.by: Joint([a.by.federation], a.by.execution) for a in some}
+                    self.asking += some
         self.turn.notify_all()
 
-    def stop(self) -> None:
-        """Let every run stop at the next batch, as if interrupted; one of them may be working."""
-        self.stopped = True
-        self.close()
-
     def close(self) -> None:
+        """Close what trains. After ``stopped`` was set every run ends as if interrupted, amid its training."""
         for joint in set(self.joints.values()):
             with suppress(Exception):
-                joint.close()
+                joint.executor.close()
 
 
 class Stacked:
@@ -154,10 +147,6 @@ class Examples(FederatedData):
 
     runs: tuple[tuple[Divided | Drawn, int], ...] = ()  # who holds what, and the seed
 
-    @property
-    def num_examples(self) -> np.ndarray:
-        return np.concatenate([holdings.num_examples for holdings, _ in self.runs])
-
     def client(self, i: int) -> np.ndarray:
         run, own = divmod(i, len(self.holdings.num_examples))
         return self.runs[run][0].client(own)
@@ -184,32 +173,32 @@ class Together(Federation):
 
 @dataclass(frozen=True)
 class Unlike:
-    """Stands where a client's training would read a field in which the runs differ. Whoever uses it is told."""
+    """Stands where a client's training would read a field in which the runs differ. Whoever uses it is told.
+
+    ``Cohort.generator`` and ``Cohort.rate`` know each client's own.
+    """
 
     field: str
 
     def refuse(self, *_: object) -> NoReturn:
-        known = {"seed": "; cohort.generator knows each client's draws", "lr": "; cohort.rate knows each client's"}
-        raise RuntimeError(f"the training of clients reads {self.field}{known.get(self.field, '')}")
+        raise RuntimeError(f"the training of clients reads {self.field}, in which they differ")
 
     __index__ = __iter__ = __len__ = __add__ = __radd__ = __mul__ = __rmul__ = __hash__ = __str__ = refuse  # type: ignore[assignment]
 
 
 class Names(dict):
-    """``Slice.aliases`` of a member of run ``run``: where its tensors lie in the server that holds all runs'."""
-
-    run: int
+    """``Slice.aliases`` of one run's member, and ``""`` its run: where its tensors lie in the server of all."""
 
     def get(self, name: str, default: Any = None) -> str:
-        return f"{self.run}/{super().get(name, default)}"
+        return f"{self['']}/{super().get(name, default)}"
 
 
 class Joint:
     """Runs that train together on an executor of their own."""
 
     def __init__(self, runs: Sequence[Federation], execution: Execution):
-        self.runs, first = list(runs), runs[0]
-        self.clients = first.experiment.num_clients
+        first = runs[0]
+        self.runs, self.clients = list(runs), first.experiment.num_clients
         held = tuple((f.data.holdings, f.data.seed) for f in runs)
         data = Examples(**vars_of(first.data) | {"runs": held, "public": np.empty(0, np.int64)})
         e, each = copy.copy(first.experiment), [vars(f.experiment) for f in runs]
@@ -247,23 +236,18 @@ class Joint:
         server = replace(server, params={**self.server.params, **server.params})
         r = replace(asked[0].r, clients=(), setting=self.federation.setting, notes={})
         total = merge_returned(r.t, len(cohorts), self.executor.train(server, cohorts, r, memories))
-        if total.nonfinite and len(self.runs) > 1 and self.federation.experiment.nonfinite == "fail":
-            raise RuntimeError("one of them has numbers that are not finite")
         for run, a in by_run.items():
             a.back = self.part(run, total)
 
     def member(self, run: int, m: Member) -> Member:
         """Return a run's member as one of all."""
 
-        def own(part: Slice | None) -> Slice | None:
-            if part is None or part is NOTHING:
-                return part
-            names = Names(part.aliases)
-            names.run = run
-            return replace(part, aliases=names)
+        def own(part: Slice) -> Slice:
+            return replace(part, aliases=Names({**part.aliases, "": run}))
 
+        sent = m.upload if m.upload is None or m.upload is NOTHING else own(m.upload)
         client = replace(m.client, id=run * self.clients + m.client.id)
-        return replace(m, client=client, part=own(m.part), upload=own(m.upload))
+        return replace(m, client=client, part=own(m.part), upload=sent)
 
     def program(self, client: Client) -> object:
         run, own = divmod(client.id, self.clients)
@@ -276,9 +260,6 @@ class Joint:
         kinds = ("memories", "losses", "extras", "models")
         own = {k: {c - its.start: x for c, x in getattr(total, k).items() if c in its} for k in kinds}
         return Trained(mean, nonfinite=tuple(c - its.start for c in total.nonfinite if c in its), **own)
-
-    def close(self) -> None:
-        self.executor.close()
 
 
 def vars_of(whole: Any) -> dict[str, Any]:

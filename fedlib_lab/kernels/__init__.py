@@ -5,7 +5,6 @@ first; ``layers.overrides`` holds all functions as soon as this is imported. Eac
 for, in a test.
 
     products    float32 products go straight to a BLAS, without PyTorch's dispatcher (``products.py``)
-    attention   that of short sequences is kept for the backward (``attention.py``)
     vit_block   a block of a ViT is one step of autograd (``vit_block.py``)
 
 ``$FEDLIB_KERNELS`` names those that are on, separated by commas: all by default, none with ``0``.
@@ -16,7 +15,7 @@ from torch import nn
 from fedlib.layers.overrides import OVERRIDES
 from fedlib.models.vit import Block
 
-from . import attention, products
+from . import products
 from .vit_block import WrittenBlock
 
 
@@ -28,6 +27,5 @@ def swap_in_(model: nn.Module) -> nn.Module:
     return model
 
 
-OVERRIDES.update(  # also in a process that is sent its model
-    attend=attention.attend_if_short, matmul=products.matmul, swap_in=swap_in_, begin=products.choose_products
-)
+# also in a process that is sent its model
+OVERRIDES.update(matmul=products.matmul, swap_in=swap_in_, begin=products.choose_products)

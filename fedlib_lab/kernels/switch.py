@@ -6,7 +6,7 @@ from functools import cache
 from fedlib.core.validation import check_known
 
 VARIABLE = "FEDLIB_KERNELS"
-NAMES = ("products", "attention", "vit_block")
+NAMES = ("products", "vit_block")
 
 
 def is_on(name: str) -> bool:

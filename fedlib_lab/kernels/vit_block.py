@@ -15,12 +15,12 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
+from fedlib.layers.attention import by_head
 from fedlib.layers.linear import Linear
 from fedlib.layers.norms import LayerNorm, norm, norm_backward
 from fedlib.models.vit import MLP, Attention, Block
 
-from .attention import attend_short, attend_short_backward, is_short
-from .products import matmul
+from .products import heads_multiplier, matmul
 from .switch import is_on
 
 Tensors = Sequence[torch.Tensor | None]
@@ -173,6 +173,52 @@ def cut_to_alive(tensors: Tensors, maps: Iterable[LinearMap], clients: int) -> l
     matrices = {i for m in maps for i in m.matrices()}
     own = [x.dim() > (2 if i in matrices else 1) for i, x in enumerate(tensors)]
     return [x[:clients] if mine and x.shape[0] > clients else x for x, mine in zip(tensors, own, strict=True)]
+
+
+# --- attention of short sequences, kept for the backward: PyTorch's fused kernel computes it again there --------------
+
+
+def is_short(queries: int, width: int) -> bool:
+    """Return whether attention is worth keeping for the backward: that of long sequences would fill the memory."""
+    return queries <= 2 * width
+
+
+def attend_short(
+    heads: int, qkv: Sequence[torch.Tensor], scale: float | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run ``layers.attention.attend`` on contiguous tensors; return also the attention (K*B, heads, T, n), for later.
+
+    ``qkv`` are q, k and v, or q and a tensor (K, B, n, 2a) with the others side by side, or one (K, B, T, 3a) with all
+    three. Heads are read and written where they lie among the features.
+    """
+    q, k, v = (by_head(x, heads) for x in _parts(qkv))
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    multiply = heads_multiplier()
+    attention = multiply(q, k.mT, q.new_empty(*q.shape[:3], k.shape[2]), scale).softmax(-1)
+    out = q.new_empty(*qkv[0].shape[:-1], heads * q.shape[-1])
+    multiply(attention, v, by_head(out, heads))
+    return out, attention
+
+
+def attend_short_backward(
+    heads: int, qkv: Sequence[torch.Tensor], attention: torch.Tensor, grad: torch.Tensor, scale: float | None = None
+) -> list[torch.Tensor]:
+    """Return the gradients of ``qkv``, as it came."""
+    grads, multiply = [torch.empty_like(x) for x in qkv], heads_multiplier()
+    (q, k, v), (for_q, for_k, for_v) = ([by_head(x, heads) for x in _parts(xs)] for xs in (qkv, grads))
+    scale, grad = q.shape[-1] ** -0.5 if scale is None else scale, by_head(grad, heads)
+    multiply(attention.mT, grad, for_v)
+    by_attention = multiply(grad, v.mT, torch.empty_like(attention))
+    by_score = torch._softmax_backward_data(by_attention, attention, -1, attention.dtype)
+    multiply(by_score, k, for_q, scale)
+    multiply(by_score.mT, q, for_k, scale)
+    return grads
+
+
+def _parts(qkv: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Return q, k and v, be they apart or the last of them side by side."""
+    *apart, together = qkv
+    return *apart, *together.chunk(3 - len(apart), -1)
 
 
 # --- the block --------------------------------------------------------------------------------------------------------

@@ -31,14 +31,10 @@ def explore(frame: pd.DataFrame | None = None) -> Any:
         raise ValueError(f"explore: {len(frame)} runs; allowed: two or more that differ")
     numbers = [c for c in axes if pd.api.types.is_numeric_dtype(frame[c])]
     groups = [None, *(c for c in axes if frame[c].nunique() <= MOST)]
-    first = "accuracy" if "accuracy" in numbers else numbers[0]
     draw = lambda x, y, colour, panel: plot_runs(frame, x, y, colour, panel)  # noqa: E731
-    box = interactive(draw, x=axes, y=numbers, colour=groups, panel=groups)
-    chosen = {"x": "method", "y": first, "colour": "finetune", "panel": "dataset"}
-    for widget in box.children:
-        if chosen.get(getattr(widget, "description", "")) in getattr(widget, "options", ()):
-            widget.value = chosen[widget.description]
-    return box
+    first = lambda name, of: sorted(of, key=lambda c: c != name)  # noqa: E731  what is chosen at the start
+    colour, panel = first("finetune", groups), first("dataset", groups)
+    return interactive(draw, x=first("method", axes), y=first("accuracy", numbers), colour=colour, panel=panel)
 
 
 class LiveCurve(Callback):
@@ -69,7 +65,6 @@ def plot_runs(frame: pd.DataFrame, x: str, y: str, colour: str | None = None, pa
 
     shown = frame.dropna(subset=[x, y])
     colours = shown[colour].astype(str) if colour is not None else None
-    wrap = {"col": panel, "col_wrap": 3} if panel is not None else {}
-    wrap |= {"palette": "tab20"} if colour is not None else {}
+    wrap = {"col": panel, "col_wrap": 3 if panel else None, "palette": "tab20" if colour else None}
     grid = seaborn.relplot(shown, x=x, y=y, hue=colours, height=3, aspect=1.4, **wrap)
     return grid.tick_params(axis="x", rotation=0 if pd.api.types.is_numeric_dtype(shown[x]) else 90, labelsize=8)

@@ -41,9 +41,7 @@ def extend(e: Experiment, rounds: int, folder: Folder = None, accept: Accept = (
         if (best := there / "best.safetensors").is_file():
             shutil.copy(best, path)
         write_tensors(path / NEWEST, *state.contents(server))  # last: without it the rest counts nothing
-    done = run(longer, folder=folder, accept=accept, **how)
-    assert done is not None  # without wait=False
-    return done
+    return run(longer, folder=folder, accept=accept, **how)
 
 
 def _check(e: Experiment, longer: Experiment, folder: Folder, accept: Accept) -> tuple[Server, Checkpoints]:

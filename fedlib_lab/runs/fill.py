@@ -214,8 +214,10 @@ def _run_job(folder: str, seconds: float, places: list[str], job: Job, cores: in
     with contextlib.suppress(AttributeError, OSError):  # not on every system
         os.nice(19)
         Path("/proc/self/autogroup").write_text("19")  # Linux weighs a session's processes as one group
-    done = run(job.cell.experiment, _execution(places, cores), folder, False, seconds, wait=False)
-    return {k: done.summary[k] for k in ("accuracy", "seconds")} if done is not None else {}
+    with contextlib.suppress(TimeoutError):
+        done = run(job.cell.experiment, _execution(places, cores), folder, False, seconds, wait=False)
+        return {k: done.summary[k] for k in ("accuracy", "seconds")}
+    return {}
 
 
 def _execution(places: Sequence[str], cores: int) -> Execution:

@@ -1,4 +1,4 @@
-"""What a user sees while waiting: bars, and a line in papermill's terminal where the bars go into the notebook."""
+"""What a user sees while waiting: bars, and lines in papermill's terminal where the bars go into the notebook."""
 
 import os
 import signal
@@ -17,7 +17,7 @@ from .costs import Pace, about
 
 HEADLESS = ("papermill", "jupyter-nbconvert", "jupyter-execute")  # programs whose kernels have no screen of their own
 SWITCH = "TQDM_DISABLE"  # tqdm's own: not empty and not "0" means no bars
-SCREEN_SECONDS, LOG_SECONDS = 0.2, 30.0  # between lines on a screen, and where the terminal is a file
+LINE_SECONDS = 30.0  # between lines in papermill's terminal
 
 
 def call_quietly(tell: Callable, *args: Any, **options: Any) -> Any:
@@ -118,7 +118,7 @@ class Watch:
         if self.shown:
             call_quietly(self.runs.write, text)
             if self.terminal is not None:
-                self.terminal.show(text, True, keep=True)
+                self.terminal.show(text, True)
 
     def _close(self, e: Experiment) -> None:
         if e in self.going:
@@ -143,10 +143,10 @@ class Watch:
 
 
 class Terminal:
-    """A line that is rewritten in place on a screen; in a file, a line now and then."""
+    """A line now and then, where the notebook's own streams do not go."""
 
     def __init__(self, file: TextIO):
-        self.file, self.at, self.unfinished = file, None, False
+        self.file, self.at = file, None
 
     @classmethod
     def of_this_kernel(cls) -> "Terminal | None":
@@ -165,19 +165,12 @@ class Terminal:
             descriptor = 2
         return cls(os.fdopen(os.dup(descriptor), "w"))
 
-    def show(self, text: str, now: bool = False, keep: bool = False) -> None:
-        """Show ``text``, ``now`` or if it is time for another; ``keep`` it on the screen when the next one comes."""
-        screen, clock = self.file.isatty(), time.monotonic()
-        due = now or self.at is None or clock - self.at >= (SCREEN_SECONDS if screen else LOG_SECONDS)
-        if not text or not due:
-            return
-        start = "\n" if self.at is None else "\r\033[K" if screen else ""  # the first stands below papermill's own bar
-        if screen:
-            text = text[: (os.get_terminal_size(self.file.fileno()).columns or 80) - 1]
-        self.unfinished, self.at = screen and not keep, clock
-        call_quietly(print, start + text, end="" if self.unfinished else "\n", file=self.file, flush=True)
+    def show(self, text: str, now: bool = False) -> None:
+        """Show ``text``, ``now`` or if it is time for another line."""
+        if text and (now or self.at is None or time.monotonic() - self.at >= LINE_SECONDS):
+            start = "\n" if self.at is None else ""  # the first stands below papermill's own bar
+            self.at = time.monotonic()
+            call_quietly(print, start + text, file=self.file, flush=True)
 
     def close(self) -> None:
-        if self.unfinished:
-            self.file.write("\n")
         self.file.close()

@@ -17,7 +17,7 @@ import sys
 import threading
 import warnings
 from collections import Counter, deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from functools import partial
@@ -45,10 +45,9 @@ LIVES = 2  # processes that may die of one run before it is given up
 DIED = f"its process died {LIVES} times, often a sign that memory is short"
 GRACE_SECONDS = 60.0  # for a run that is asked to stop
 SHARE_OF_MEMORY = 0.5  # of what is free; clients that train as one cohort come on top
-MAY_DIFFER = {  # and train together: what each client has of its own
-    "seed", "lr", "min_lr", "schedule", "milestones", "decay", "decay_every", "warmup_rounds", "clients_per_round",
-    "partition", "dirichlet_alpha", "classes_per_client", "num_test", "test_split", "evaluate_on",
-}  # fmt: skip
+# Fields in which runs may differ that train together: what each client has of its own, and what it is tested on
+RATE = ("lr", "min_lr", "schedule", "milestones", "decay", "decay_every", "warmup_rounds")
+SPLIT = ("partition", "dirichlet_alpha", "classes_per_client", "clients_per_round", "num_test", "test_split")
 J = TypeVar("J")
 
 
@@ -281,7 +280,7 @@ def _bytes_of(e: Experiment) -> float:
 
 
 def stacks(missing: Sequence[Experiment], execution: Execution) -> list[list[Experiment]]:
-    """Choose which of ``missing`` train together: those that differ in ``MAY_DIFFER`` alone (``executors/stacked.py``).
+    """Choose which of ``missing`` train together: those of unlike seed, rate or split alone (``executors/stacked.py``).
 
     By default on a GPU, so many as memory suffices for; ``execution.stack`` at most. Not while a profile is measured.
     """
@@ -290,7 +289,7 @@ def stacks(missing: Sequence[Experiment], execution: Execution) -> list[list[Exp
         return []
     alike: dict[str, list[Experiment]] = {}
     for e in missing:
-        fixed = {k: x for k, x in e.identity().items() if k not in MAY_DIFFER}
+        fixed = {k: x for k, x in e.identity().items() if k not in ("seed", *RATE, *SPLIT)}
         alike.setdefault(json.dumps(fixed, sort_keys=True), []).append(e)
     out = []
     for group in (g for g in alike.values() if len(g) > 1):
@@ -305,27 +304,33 @@ def run_stack(run_one: Callable[[Experiment, Watch], object], stack: Sequence[Ex
 
     All go on if one fails, whose error is raised at the end. After a Ctrl-C all are stored up to their last rounds.
     """
-    meeting, watch.abreast = Meeting(len(stack)), len(stack)
-    with ThreadPoolExecutor(len(stack)) as pool:
+    meeting = Meeting(len(stack))
+    with abreast(watch, len(stack)), ThreadPoolExecutor(len(stack)) as pool:
         runs = [pool.submit(meeting.attend, partial(run_one, e, watch)) for e in stack]
         try:
             wait(runs)
-        except KeyboardInterrupt as error:
-            meeting.stop()
-            wait(runs)
-            raise _interrupted(watch) from error
+        except KeyboardInterrupt:
+            meeting.stopped = True
+            raise
         finally:
             meeting.close()
-            watch.abreast = 1
-            watch.close_rounds()
-    for r in runs:
-        r.result()
+        for r in runs:
+            r.result()
 
 
-def _interrupted(watch: Watch) -> KeyboardInterrupt:
-    done, going = watch.total - len(watch.left), len(watch.going)
-    text = f"interrupted: {done} of {watch.total} runs are done, {going} are stored up to their last rounds; "
-    return interrupted(f"{text}run the same again, and they go on from there")
+@contextlib.contextmanager
+def abreast(watch: Watch, runs: int) -> Iterator[None]:
+    """Let ``watch`` show so many ``runs`` at once inside; a Ctrl-C says how many are done, and how many are stored."""
+    watch.abreast = runs
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        done, going = watch.total - len(watch.left), len(watch.going)
+        text = f"interrupted: {done} of {watch.total} runs are done, {going} are stored up to their last rounds; "
+        raise interrupted(f"{text}run the same again, and they go on from there") from error
+    finally:
+        watch.abreast = 1
+        watch.close_rounds()
 
 
 def run_forks(
@@ -336,19 +341,10 @@ def run_forks(
     Where a fork cannot train, and of what another process holds, nothing is run: ``watch.left`` still has it.
     ``RuntimeError`` names a run that lost ``LIVES`` processes. After a Ctrl-C all are stored up to their last rounds.
     """
-    watch.abreast = cores
     given = hand_out(chosen, cores, lambda e, _, relay: run_one(e, relay) is not None, watch)
-    try:
-        with contextlib.closing(given) as answers:
-            for e, answer in answers:
-                if answer is None:
-                    raise RuntimeError(f"{e.slug}: {DIED}; Execution(workers=1) runs one at a time")
-                if isinstance(answer, Exception):
-                    raise answer
-    except Unforkable:
-        pass
-    except KeyboardInterrupt as error:
-        raise _interrupted(watch) from error
-    finally:
-        watch.abreast = 1
-        watch.close_rounds()
+    with contextlib.suppress(Unforkable), abreast(watch, cores), contextlib.closing(given) as answers:
+        for e, answer in answers:
+            if answer is None:
+                raise RuntimeError(f"{e.slug}: {DIED}; Execution(workers=1) runs one at a time")
+            if isinstance(answer, Exception):
+                raise answer

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Literal, overload
+from typing import Literal
 
 from fedlib.core.experiment import Experiment
 from fedlib.core.profiling import phase
@@ -94,27 +94,15 @@ def _read(path: Path) -> Run:
     return Run(e, path, summary, metrics, content)
 
 
-@overload
-def run(
-    e: Experiment, execution: Execution = ..., folder: Folder = ..., progress: bool = ...,
-    checkpoint_seconds: float = ..., wait: Literal[True] = ..., accept: Accept = ..., again: Again = ...,
-    on_round: OnRound = ..., callbacks: Iterable[Callback] = ...,
-) -> Run: ...  # fmt: skip
-@overload
-def run(
-    e: Experiment, execution: Execution = ..., folder: Folder = ..., progress: bool = ...,
-    checkpoint_seconds: float = ..., wait: bool = ..., accept: Accept = ..., again: Again = ...,
-    on_round: OnRound = ..., callbacks: Iterable[Callback] = ...,
-) -> Run | None: ...  # fmt: skip
 def run(
     e: Experiment, execution: Execution = Execution(), folder: Folder = None, progress: bool = True,
     checkpoint_seconds: float = 20.0, wait: bool = True, accept: Accept = (), again: Again = False,
     on_round: OnRound = None, callbacks: Iterable[Callback] = (),
-) -> Run | None:  # fmt: skip
+) -> Run:  # fmt: skip
     """Return the run of ``e``: from the store, resumed, or from the start.
 
-    If another process is running it, wait for that one (or return None with ``wait=False``). A run whose loss or update
-    becomes infinite or NaN ends with status ``diverged``: a result like any other (see ``Experiment.nonfinite``).
+    If another process is running it, wait for that one (``TimeoutError`` with ``wait=False``). A run whose loss or
+    update becomes infinite or NaN ends with status ``diverged``: a result like any other (``Experiment.nonfinite``).
     ``accept`` as in :func:`find_run`; resuming under other inputs than those of the first rounds needs it too.
     ``again`` forgets what is stored, finished or not, and runs ``e`` from the start; ``"other"`` only if other inputs
     than those at hand trained it, as after an edit of a method, and says of which runs.
@@ -133,7 +121,10 @@ def run(
             say(f"stored run{' of ' * bool(stored.day)}{stored.day}: {stored.path.name}")
         return stored
     with Watch([e], progress) as watch:
-        return _run_missing(e, execution, folder, watch, checkpoint_seconds, wait, accept, callback)
+        done = _run_missing(e, execution, folder, watch, checkpoint_seconds, wait, accept, callback)
+    if done is None:
+        raise TimeoutError(f"{e.slug} is being run by another process")
+    return done
 
 
 def run_all(
@@ -145,7 +136,7 @@ def run_all(
 
     On a CPU several runs, a core each, go on side by side in forks of this process where that ends sooner
     (``side_by_side.choose``); ``execution.workers``, another executor and callbacks keep to one after the other.
-    On a GPU those that differ in seed, rate or split alone train together (``execution.stack``; ``side_by_side.stacks``).
+    On a GPU those that differ in seed, rate or split alone train together (``execution.stack``, ``stacks``).
     With ``execution.executor = "ray"``, whole experiments are spread over the cluster, each on one core or on a share
     of a GPU; its nodes must see ``folder`` under the same path. ``accept`` as in :func:`find_run`, ``again`` and
     ``callbacks`` as in :func:`run`; callbacks are of this process, so ``ValueError`` with Ray.

@@ -22,7 +22,14 @@ from .identity import KINDS, differences
 from .record import Run, recorded
 
 TOLERANCE = 1.0  # points of accuracy
-ALIKE = ("device", "torch", "commit", "products", "workers")  # of a provenance: with equal ones, bytes are equal
+ALIKE = (
+    "device",
+    "torch",
+    "commit",
+    "products",
+    "workers",
+    "stack",
+)  # of a provenance: with equal ones, bytes are equal
 
 
 @dataclass(frozen=True)

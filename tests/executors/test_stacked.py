@@ -114,7 +114,7 @@ def test_cohorts_are_planned_anew_from_the_clients_of_all(monkeypatch):
 def test_who_reads_the_seed_while_clients_train_trains_alone(monkeypatch):
     grid = [tiny("fjord", backbone=few_blocks(monkeypatch, "fjord"), seed=s) for s in SEEDS]
     with pytest.warns(
-        UserWarning, match="train one after another: the training of clients reads seed; cohort.generator"
+        UserWarning, match="train one after another: the training of clients reads seed, in which they differ"
     ):
         _, meeting = together(grid)
     assert [len(j.runs) for j in meeting.joints.values()] == [1, 1, 1]

@@ -18,8 +18,8 @@ FRAME = pd.DataFrame(
 def test_offered_is_what_differs():
     box = explore(FRAME)
     options = {w.description: list(w.options) for w in box.children if hasattr(w, "options")}
-    assert options["x"] == ["run", "method", "lr", "accuracy", "dataset"] and options["y"] == ["lr", "accuracy"]
-    assert options["colour"][0] is None and "seed" not in options["panel"]
+    assert options["x"] == ["method", "run", "lr", "accuracy", "dataset"] and options["y"] == ["accuracy", "lr"]
+    assert options["colour"][0] is None and options["panel"][:2] == ["dataset", None] and "seed" not in options["panel"]
     chosen = {w.description: w.value for w in box.children if hasattr(w, "options")}
     assert chosen == {"x": "method", "y": "accuracy", "colour": None, "panel": "dataset"}
     with pytest.raises(ValueError, match="explore: 1 runs; allowed: two or more"):

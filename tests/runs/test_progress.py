@@ -99,7 +99,7 @@ def test_a_watch_tells_runs_rounds_and_time_left(monkeypatch):
     a, b = (tiny(seed=s, rounds=100) for s in (1, 2))
     with Watch([a, b], shown=False) as watch:
         watch.terminal = Terminal(Screen())
-        monkeypatch.setattr("fedlib_lab.runs.progress.LOG_SECONDS", 0)
+        monkeypatch.setattr("fedlib_lab.runs.progress.LINE_SECONDS", 0)
         watch.begin(a, 98)
         for t in (99, 100):
             watch.round(a, Finished(t, None, {}, {}, None, 3.0))
@@ -116,11 +116,11 @@ def test_a_watch_tells_runs_rounds_and_time_left(monkeypatch):
     ]
 
 
-def test_in_a_file_lines_come_now_and_then():
+def test_lines_come_now_and_then():
     terminal = Terminal(Screen())
     for text, now in (("first", False), ("soon", False), ("at once", True), ("again soon", False)):
         terminal.show(text, now)
-    terminal.show("said", True, keep=True)
+    terminal.show("said", True)
     assert terminal.file.getvalue() == "\nfirst\nat once\nsaid\n"
 
 
@@ -133,7 +133,7 @@ runs = run_all([Experiment.from_dict(e) for e in grid], Execution(workers=1))
 
 
 def test_papermill_shows_runs_and_rounds_in_its_terminal(tmp_path):
-    """On a screen in place below its own bar; nothing of it is in the notebook."""
+    """Lines below its own bar; nothing of them is in the notebook."""
     grid = [tiny(seed=s) for s in (1, 2)]
     cell = {"cell_type": "code", "execution_count": None, "outputs": [], "metadata": {}, "id": "a"}
     kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
@@ -158,8 +158,8 @@ def test_papermill_shows_runs_and_rounds_in_its_terminal(tmp_path):
     assert done.wait() == 0, text
     for words in (
         "0 of 2 runs done, round 0 of 2 of reefl",
-        "\r\033[K1 of 2 runs done",
-        "\r\033[K2 of 2 runs done\r\n",
+        "\n1 of 2 runs done",
+        "\n2 of 2 runs done\r\n",
     ):
         assert words in text, text
     assert "runs done" not in (tmp_path / "out.ipynb").read_text()

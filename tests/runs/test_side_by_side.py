@@ -194,7 +194,7 @@ def test_both_runs_are_told_of(monkeypatch):
     a, b, c = (small("reefl", seed=s, rounds=100) for s in (1, 2, 3))
     with Watch([a, b, c], shown=False) as watch:
         watch.terminal, watch.abreast = Terminal(Screen()), 2
-        monkeypatch.setattr("fedlib_lab.runs.progress.LOG_SECONDS", 0)
+        monkeypatch.setattr("fedlib_lab.runs.progress.LINE_SECONDS", 0)
         watch.begin(a, 98)
         watch.begin(b, 40)
         watch.round(b, Finished(41, None, {}, {}, None, 6.0))
