@@ -133,7 +133,8 @@ def test_a_held_experiment_is_left_alone(tmp_path):
     path = run_path(e, tmp_path)
     path.mkdir(parents=True)
     with FileLock(path / ".lock"):
-        assert run(e, ONE, tmp_path, progress=False, wait=False) is None
+        with pytest.raises(TimeoutError, match=f"{e.slug} is being run by another process"):
+            run(e, ONE, tmp_path, progress=False, wait=False)
     assert run(e, ONE, tmp_path, progress=False, wait=False).summary["status"] == "finished"
 
 
