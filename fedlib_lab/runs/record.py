@@ -125,8 +125,8 @@ def provenance(execution: Execution) -> dict[str, object]:
     found |= (gpu() if on_gpu else cpu()) | ({"commit": commit()} if commit() else {}) | {"cores": os.cpu_count()}
     found["products"] = choose_products(execution.products) if _one_thread_each(execution) else "PyTorch"
     workers = execution.workers if execution.executor == "ray" else execution.side_by_side()  # None: all of a cluster
-    how = {"executor": execution.executor, "workers": workers}
-    return found | how | ({"stack": execution.stack} if execution.executor == "stacked" else {})
+    found |= {"stack": execution.stack} if execution.executor == "stacked" else {}
+    return found | {"executor": execution.executor, "workers": workers}
 
 
 def gpu() -> dict[str, object]:

@@ -33,7 +33,7 @@ from fedlib.engine.executors import Execution
 from fedlib.engine.federation import build_federation
 from fedlib.engine.memory import bytes_to_train
 from fedlib.engine.rounds import Finished
-from fedlib.methods import Server
+from fedlib.methods import METHODS, Server
 from fedlib.models.registry import backbone_spec
 
 from ..executors.processes import Unforkable, check_fork, sendable_error, to_message
@@ -279,24 +279,25 @@ def _bytes_of(e: Experiment) -> float:
     return bytes_to_train(e, f.model, 4 * kept) + sum(t.nbytes for t in (f.data.inputs, f.data.test_inputs, *caches))
 
 
-def stacks(missing: Sequence[Experiment], execution: Execution) -> list[list[Experiment]]:
+def stacks(missing: Sequence[Experiment], execution: Execution) -> Iterator[list[Experiment]]:
     """Choose which of ``missing`` train together: those of unlike seed, rate or split alone (``executors/stacked.py``).
 
-    By default on a GPU, so many as memory suffices for; ``execution.stack`` at most. Not while a profile is measured.
+    By default on a GPU, so many as memory suffices for, and of the kit's methods, as one of your own may take a
+    client's id for its place; ``execution.stack`` at most, of any method. Not while a profile is measured.
     """
     threads, on_gpu = execution.executor in ("auto", "threads"), execution.device != "cpu"
     if not threads or (execution.stack is None and not on_gpu) or execution.stack == 1 or profiling.is_measuring():
-        return []
+        return
     alike: dict[str, list[Experiment]] = {}
     for e in missing:
         fixed = {k: x for k, x in e.identity().items() if k not in ("seed", *RATE, *SPLIT)}
-        alike.setdefault(json.dumps(fixed, sort_keys=True), []).append(e)
-    out = []
+        if execution.stack or METHODS[e.method].__module__.startswith(("fedlib.", "fedlib_lab.")):
+            alike.setdefault(json.dumps(fixed, sort_keys=True), []).append(e)
     for group in (g for g in alike.values() if len(g) > 1):
         free = SHARE_OF_MEMORY * memory_to_plan_with(torch.device(execution.device))
         most = execution.stack or max(1, int(free / _bytes_of(group[0])))
-        out += [group[i : i + most] for i in range(0, len(group), most) if len(group[i : i + most]) > 1]
-    return out
+        parts = (group[i : i + most] for i in range(0, len(group), most))
+        yield from (part for part in parts if len(part) > 1)
 
 
 def run_stack(run_one: Callable[[Experiment, Watch], object], stack: Sequence[Experiment], watch: Watch) -> None:

@@ -154,7 +154,7 @@ def run_all(
     missing, found = [e for e in stored if e not in done], list(done.values())
     if progress and found:
         say(f"{sum(e in done for e in experiments)} of {len(experiments)} runs stored{_days(found)}")
-    stacks = [] if callbacks else side_by_side.stacks(missing, execution)
+    stacks = [] if callbacks else list(side_by_side.stacks(missing, execution))
     alone = [e for e in missing if not any(e in stack for stack in stacks)]
     chosen = [] if callbacks else side_by_side.choose(alone, execution)
     one_core = replace(execution, workers=1) if chosen else execution

@@ -22,6 +22,7 @@ from fedlib_lab.runs import side_by_side
 from fedlib_lab.runs.checkpoints import Checkpoints
 from fedlib_lab.runs.side_by_side import stacks
 from fedlib_lab.runs.store import find_run, run_path
+from fedlib_lab.runs.verify import verify
 from tests.helpers.granted import few_blocks
 from tests.helpers.stored import ONE, small, state
 from tests.system.test_gpu import apart, products, tiny
@@ -31,7 +32,28 @@ SEEDS = (3, 4, 5)
 ALONE = ("hetlora", "flexlora", "flora", "fjord")
 QUICK = "fedavg scalefl splitmix heterofl inclusivefl cafedistill ditto fedpac fjord fiarse".split()
 STACK = Execution(workers=1, stack=3)
+
+
+def chosen(missing, execution):
+    return list(stacks(missing, execution))
+
+
 full = partial(small, finetune="full", finetune_options={})  # frozen nets that are not pre-trained follow from the seed
+
+
+@pytest.fixture
+def own():
+    """A method of one's own, whose clients do what ``does`` is set to."""
+
+    @register("own")
+    @dataclass(frozen=True)
+    class Own(Method):
+        def local_update(self, cohort):
+            Own.does(cohort)
+            super().local_update(cohort)
+
+    yield Own
+    del METHODS["own"]
 
 
 def rounds(e, **how):
@@ -98,7 +120,7 @@ def test_rates_and_splits_may_differ_too(optimiser):
     unlike = (dict(lr=lr), dict(lr=lr / 5, schedule="constant"), dict(lr=lr, seed=4, dirichlet_alpha=0.3))
     how = dict(optimiser=optimiser, local_schedule="linear" if sgd else "constant", local_epochs=2, min_lr=0.0)
     grid = [tiny("reefl", finetune="full", **how | own) for own in unlike]
-    assert stacks([*grid, grid[0].replace(weight_decay=0.1)], STACK) == [grid]
+    assert chosen([*grid, grid[0].replace(weight_decay=0.1)], STACK) == [grid]
     assert assert_as_alone(grid, limit=1e-4 if sgd else 1e-3) == 3  # Adam amplifies rounding
 
 
@@ -133,25 +155,29 @@ def test_what_trains_together_differs_in_its_seed_alone(monkeypatch):
     a = [full("fedavg", seed=s) for s in range(5)]
     b = [full("fedavg", seed=s, rounds=3) for s in range(2)]
     grid = [a[0], b[0], *a[1:], b[1], full("fedavg", rounds=2)]
-    assert stacks(grid, Execution(stack=3)) == [a[:3], a[3:], b]
-    assert stacks(grid, Execution(stack=4)) == [a[:4], b]  # one is left for itself
-    assert stacks(grid, Execution()) == stacks(grid, Execution(stack=1)) == []
-    assert stacks(grid, Execution(stack=3, executor="processes", workers=2)) == []
+    assert chosen(grid, Execution(stack=3)) == [a[:3], a[3:], b]
+    assert chosen(grid, Execution(stack=4)) == [a[:4], b]  # one is left for itself
+    assert chosen(grid, Execution()) == chosen(grid, Execution(stack=1)) == []
+    assert chosen(grid, Execution(stack=3, executor="processes", workers=2)) == []
     with profile():
-        assert stacks(grid, Execution(stack=3)) == []
+        assert chosen(grid, Execution(stack=3)) == []
     with pytest.raises(ValueError, match="stack = 0"):
         Execution(stack=0)
 
 
-def test_on_a_gpu_as_many_as_memory_suffices_for(monkeypatch):
+def test_on_a_gpu_as_many_as_memory_suffices_for(monkeypatch, own):
     grid = [full("fedavg", seed=s) for s in range(5)]
     execution = Execution()
     object.__setattr__(execution, "device", "cuda:0")
     monkeypatch.setattr(side_by_side, "memory_to_plan_with", lambda device: 8 * 100.0)
     monkeypatch.setattr(side_by_side, "_bytes_of", lambda e: 100.0)
-    assert [len(stack) for stack in stacks(grid, execution)] == [4]
+    assert [len(stack) for stack in chosen(grid, execution)] == [4]
+    mine = [e.replace(method="own") for e in grid]
+    assert (
+        chosen(mine, execution) == [] and len(chosen(mine, Execution(stack=5))) == 1
+    )  # nobody knows what it does by id
     monkeypatch.setattr(side_by_side, "_bytes_of", lambda e: 1000.0)
-    assert stacks(grid, execution) == []
+    assert chosen(grid, execution) == []
 
 
 def test_every_run_keeps_its_name_its_checkpoint_and_its_record(tmp_path):
@@ -165,6 +191,7 @@ def test_every_run_keeps_its_name_its_checkpoint_and_its_record(tmp_path):
         assert all(torch.allclose(one[0][n], x, atol=1e-5) for n, x in other[0].items())
     said = [b.record["provenance"].get("stack") for b in stacked]
     assert said == [None, 2, 2]
+    assert (found := verify(stacked[1])).passed and found.differing["stack"] == [[2], None]  # to rounding, not in bytes
     assert [r.path for r in run_all(grid, STACK, tmp_path / "b", progress=False)] == [r.path for r in stacked]
 
 
@@ -179,21 +206,6 @@ def test_runs_of_unlike_rounds_wait_for_who_is_behind(tmp_path):
     assert found[0].record["resumed"][0]["after_round"] == 2
     a, b = (Checkpoints(r.path, r.experiment).restore(build_federation(r.experiment)) for r in (whole[0], found[0]))
     assert all(torch.allclose(p, b.params[n], atol=1e-5) for n, p in a.params.items())
-
-
-@pytest.fixture
-def own():
-    """A method of one's own, whose clients do what ``does`` is set to."""
-
-    @register("own")
-    @dataclass(frozen=True)
-    class Own(Method):
-        def local_update(self, cohort):
-            Own.does(cohort)
-            super().local_update(cohort)
-
-    yield Own
-    del METHODS["own"]
 
 
 def test_an_error_is_that_of_its_run_and_the_others_go_on(own, tmp_path):
