@@ -71,12 +71,13 @@ class Meeting:
 
     def _train_waiting(self) -> None:
         """Train for those who are furthest behind; what cannot train together trains one after another."""
+        for new in (a.by for a in self.asking):
+            if new not in self.joints:
+                others = (b.by for b in self.asking if b.by not in self.joints)
+                alike = [by for by in others if are_alike(new.federation, by.federation)]
+                self.joints |= dict.fromkeys(alike, Joint([by.federation for by in alike], new.execution))
         t = min(a.r.t for a in self.asking)
         now, self.asking = [a for a in self.asking if a.r.t == t], [a for a in self.asking if a.r.t > t]
-        for a in now:
-            if a.by not in self.joints:
-                alike = [b.by for b in now if b.by not in self.joints and are_alike(a.by.federation, b.by.federation)]
-                self.joints |= dict.fromkeys(alike, Joint([by.federation for by in alike], a.by.execution))
         for joint in dict.fromkeys(self.joints[a.by] for a in now):
             some = [a for a in now if self.joints[a.by] is joint]
             try:
@@ -88,6 +89,7 @@ class Meeting:
                     some[0].back = error
                 else:  # they ask again, and what goes wrong then is each run's own
                     warnings.warn(f"runs that cannot train together train one after another: {error}", stacklevel=2)
+                    joint.executor.close()
                     self.joints |= {a.by: Joint([a.by.federation], a.by.execution) for a in some}
                     self.asking += some
         self.turn.notify_all()
@@ -131,12 +133,8 @@ class Asked:
 def are_alike(a: Federation, b: Federation) -> bool:
     """Return whether two runs share all that members have once: method, examples, their scale, frozen tensors."""
     x, y = a.data, b.data
-    pairs = [
-        (x.labels, y.labels),
-        (x.mean, y.mean),
-        (x.std, y.std),
-        *((p, b.frozen.get(n)) for n, p in a.frozen.items()),
-    ]
+    pairs = [(x.labels, y.labels), (x.mean, y.mean), (x.std, y.std)]
+    pairs += [(p, b.frozen.get(n)) for n, p in a.frozen.items()]
     same = a.method == b.method and x.inputs is y.inputs
     return same and all(p is q or (q is not None and torch.equal(p, q)) for p, q in pairs)
 

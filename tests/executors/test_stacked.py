@@ -199,7 +199,13 @@ def test_runs_of_unlike_rounds_wait_for_who_is_behind(tmp_path):
     grid = [full("depthfl", seed=s, rounds=4) for s in SEEDS]
     whole = run_all(grid, ONE, tmp_path / "a", progress=False)
     run(grid[0], ONE, tmp_path / "b", progress=False, on_round=lambda r: r.t == 2)
-    found = run_all(grid, STACK, tmp_path / "b", progress=False)
+    with pytest.MonkeyPatch.context() as patch:
+        meant = []
+        patch.setattr(
+            Joint, "train", lambda self, asked, train=Joint.train: meant.append(len(asked)) or train(self, asked)
+        )
+        found = run_all(grid, STACK, tmp_path / "b", progress=False)
+    assert meant == [2, 2, 3, 3]
     for a, b in zip(whole, found, strict=True):
         assert [m["t"] for m in b.metrics] == [m["t"] for m in a.metrics]
         assert [m["accuracy"] for m in b.metrics] == pytest.approx([m["accuracy"] for m in a.metrics], abs=10.1)
