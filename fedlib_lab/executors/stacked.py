@@ -95,7 +95,8 @@ class Meeting:
         self.turn.notify_all()
 
     def close(self) -> None:
-        """Close what trains. After ``stopped`` was set every run ends as if interrupted, amid its training."""
+        """Close what trains; a run that still goes on ends as if interrupted, amid its training."""
+        self.stopped = True
         for joint in set(self.joints.values()):
             with suppress(Exception):
                 joint.executor.close()

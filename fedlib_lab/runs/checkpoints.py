@@ -5,6 +5,7 @@ file; the one before it stays as ``previous.safetensors``. ``metrics.jsonl`` is 
 can be lost that a checkpoint counts.
 """
 
+import contextlib
 import json
 import os
 import warnings
@@ -14,7 +15,7 @@ from typing import Any
 
 from fedlib.core.experiment import Experiment
 from fedlib.core.memories import ClientFiles
-from fedlib.core.storage import DamagedFile, read_tensors, write_json, write_lines, write_tensors
+from fedlib.core.storage import DamagedFile, read_json, read_tensors, write_json, write_lines, write_tensors
 from fedlib.engine.federation import Federation
 from fedlib.engine.rounds import Finished
 from fedlib.methods import Server
@@ -113,6 +114,9 @@ class Checkpoints:
         write_lines(self.path / "metrics.jsonl", self.metrics)
         self.memories.drop_unnamed()
         self.mirrors.drop_unnamed()
+        if server.t and not self.record:  # a checkpoint of an older version
+            with contextlib.suppress(DamagedFile):
+                self.record = {k: v for k, v in read_json(self.path / RECORD).items() if k != "experiment"}
         if self.final:  # killed between the last checkpoint and the summary
             server = replace(server, t=f.experiment.rounds)
         return server

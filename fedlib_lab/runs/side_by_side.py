@@ -310,10 +310,7 @@ def run_stack(run_one: Callable[[Experiment, Watch], object], stack: Sequence[Ex
         runs = [pool.submit(meeting.attend, partial(run_one, e, watch)) for e in stack]
         try:
             wait(runs)
-        except KeyboardInterrupt:
-            meeting.stopped = True
-            raise
-        finally:
+        finally:  # all have ended, or a Ctrl-C ends them
             meeting.close()
         for r in runs:
             r.result()

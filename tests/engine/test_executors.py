@@ -60,7 +60,7 @@ def test_an_executions_unknown_keyword_is_named():
 def test_an_executor_that_is_not_there_is_refused_with_those_that_are():
     pytest.importorskip("fedlib_lab")
     with pytest.raises(
-        ValueError, match="executor = 'flower' is not possible; allowed: auto, processes, ray, threads$"
+        ValueError, match="executor = 'flower' is not possible; allowed: auto, processes, ray, stacked, threads$"
     ):
         Execution(executor="flower")
     with pytest.raises(ValueError, match="address = 'head:1' needs executor = 'ray', not 'threads'$"):

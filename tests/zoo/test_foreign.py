@@ -348,7 +348,7 @@ def test_images_are_normalised_as_the_checkpoints_were(monkeypatch):
         ({"heads": 5}, "dim = 24 does not divide among heads = 5"),
         ({"padding": None}, "bert has no pad token, so rows of unequal length cannot be read together"),
         ({"length": 17}, "length = 17 exceeds the 16 positions of the model"),
-        ({"family": "gpt"}, "family = 'gpt' is unknown; allowed: bert, roberta"),
+        ({"family": "gpt"}, "family = 'gpt' is unknown; allowed: bert, distilbert"),
     ],
 )
 def test_bad_shapes_are_refused_in_words(changes, message):
