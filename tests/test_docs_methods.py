@@ -157,10 +157,10 @@ def test_without_stored_runs_a_page_says_so(methods, monkeypatch, tmp_path):
 
 
 def test_numbers_of_an_older_rule_say_so(methods, monkeypatch):
-    """SST-2's runs are of an older rule, AG News' of the same table are not (``flags.py``)."""
+    """SST-2's runs are of an older rule, those of the table's other data are not (``flags.py``)."""
     monkeypatch.setenv("FEDLIB_OUTPUTS", str(OUTPUTS))
-    monkeypatch.setattr(methods, "tables", lambda name: [("scalefl", "bert")])
-    rows = [r for r in methods.numbers("scalefl").splitlines() if "outputs/scalefl" in r]
+    monkeypatch.setattr(methods, "tables", lambda name: [("raffm", "table1")])
+    rows = [r for r in methods.numbers("raffm").splitlines() if "outputs/raffm" in r]
     for row in rows:
         assert ("made by an older rule" in row) == ("SST-2" in row), row
     assert {"SST-2" in r for r in rows} == {True, False}
