@@ -1,6 +1,7 @@
 """Shared fixtures: small experiments, and the real data where they are at hand."""
 
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from fedlib.core.paths import has_minilm
 from fedlib.data import datasets
 from fedlib.data.datasets import DataSet, load_dataset
 from fedlib.data.federated import _on_device
+from fedlib.methods import METHODS, Method, register
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
 
@@ -22,6 +24,22 @@ def tiny():
         pretrained=False, partition="class_dirichlet", dirichlet_alpha=0.5, num_train=400, num_test=50,
         num_clients=15, clients_per_round=6, rounds=2, finetune_options={"r": 4, "lora_alpha": 8},
     )  # fmt: skip
+
+
+@pytest.fixture
+def own():
+    """A method of one's own, registered here alone; what ``does`` is set to is called in a client's training."""
+
+    @register("own")
+    @dataclass(frozen=True)
+    class Own(Method):
+        def local_update(self, cohort):
+            Own.does(cohort)
+            super().local_update(cohort)
+
+    Own.does = staticmethod(lambda cohort: None)
+    yield Own
+    del METHODS["own"]
 
 
 @pytest.fixture

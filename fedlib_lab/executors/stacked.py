@@ -204,7 +204,7 @@ class Joint:
         setting = replace(first.setting, label_counts=partial(label_counts, data), solved={})
         for name in (n for n, x in each[0].items() if any(own[n] != x for own in each)):
             object.__setattr__(e, name, Unlike(name))
-            setting = replace(setting, seed=e.seed)
+        setting = replace(setting, seed=e.seed)
         self.server = self.merged({k: f.server for k, f in enumerate(runs)})
         own = {"experiment": e, "setting": setting, "data": data, "server": self.server}
         self.federation = Together(**vars_of(first) | own, runs=tuple(f.experiment for f in runs))

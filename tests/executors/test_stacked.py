@@ -8,7 +8,7 @@ import sys
 import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -16,7 +16,7 @@ import torch
 
 from fedlib import Execution, build_federation, run, run_all, run_rounds
 from fedlib.core.profiling import profile
-from fedlib.methods import METHODS, Method, register
+from fedlib.methods import METHODS
 from fedlib_lab.executors.stacked import Joint, Meeting, are_alike
 from fedlib_lab.runs import side_by_side
 from fedlib_lab.runs.checkpoints import Checkpoints
@@ -39,21 +39,6 @@ def chosen(missing, execution):
 
 
 full = partial(small, finetune="full", finetune_options={})  # frozen nets that are not pre-trained follow from the seed
-
-
-@pytest.fixture
-def own():
-    """A method of one's own, whose clients do what ``does`` is set to."""
-
-    @register("own")
-    @dataclass(frozen=True)
-    class Own(Method):
-        def local_update(self, cohort):
-            Own.does(cohort)
-            super().local_update(cohort)
-
-    yield Own
-    del METHODS["own"]
 
 
 def rounds(e, **how):

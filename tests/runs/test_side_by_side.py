@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 import warnings
-from dataclasses import dataclass
 
 import pytest
 import torch
@@ -19,7 +18,6 @@ from fedlib import Execution, run_all
 from fedlib.core.profiling import profile
 from fedlib.core.storage import DamagedFile, read_tensors
 from fedlib.engine.rounds import Finished
-from fedlib.methods import METHODS, Method, register
 from fedlib_lab.runs import side_by_side
 from fedlib_lab.runs.callbacks import Callback
 from fedlib_lab.runs.progress import Terminal, Watch
@@ -40,22 +38,6 @@ def two_cores():
 
 def grid_of(count=4, **changes):
     return [small("own", rounds=2, seed=s, **changes) for s in range(count)]
-
-
-@pytest.fixture
-def own():
-    """A method of one's own, registered here alone; what ``does`` is set to is called in a client's training."""
-
-    @register("own")
-    @dataclass(frozen=True)
-    class Own(Method):
-        def local_update(self, cohort):
-            Own.does(cohort)
-            super().local_update(cohort)
-
-    Own.does = staticmethod(lambda cohort: None)
-    yield Own
-    del METHODS["own"]
 
 
 def test_only_where_nobody_asked_for_something_else(two_cores, own, monkeypatch):
