@@ -193,7 +193,8 @@ def _serve(jobs: Connection, out: Connection, answer_one: Answer) -> NoReturn:
             _thread.interrupt_main()
         todo.put(None)
 
-    sys.stdout, sys.stderr = _Stream("stdout", send), _Stream("stderr", send)  # a notebook's own are the parent's
+    streams = (_Stream("stdout", send), _Stream("stderr", send))  # a notebook's own are the parent's
+    sys.stdout, sys.stderr = (io.TextIOWrapper(s, "utf-8", line_buffering=True) for s in streams)  # type: ignore[arg-type]
     warnings.showwarning = lambda text, *where, **_: send(News("warning", (str(text), *where[:3])))
     threading.Thread(target=listen, daemon=True).start()
     with contextlib.suppress(KeyboardInterrupt):
@@ -207,6 +208,7 @@ def _serve(jobs: Connection, out: Connection, answer_one: Answer) -> NoReturn:
             except Exception as error:
                 found = sendable_error(error)
             working.clear()
+            call_quietly(print, end="", flush=True)  # what ends in no line
             send(found)
     os._exit(0)  # the listening thread may hold the input
 
@@ -232,10 +234,8 @@ class _Relay(Watch):
         self.send(News("say", (text,)))
 
 
-class _Stream(io.TextIOBase):
-    """What a fork writes, told by its parent."""
-
-    encoding = "utf-8"
+class _Stream(io.RawIOBase):
+    """What a fork writes, told by its parent, whole lines at a time: several write at once."""
 
     def __init__(self, name: str, send: Callable[[News], None]):
         self.name, self.send = name, send
@@ -243,8 +243,8 @@ class _Stream(io.TextIOBase):
     def writable(self) -> bool:
         return True
 
-    def write(self, text: str) -> int:
-        self.send(News(self.name, (text,)))
+    def write(self, text: Any) -> int:
+        self.send(News(self.name, (bytes(text).decode(),)))
         return len(text)
 
 
@@ -296,8 +296,7 @@ def stacks(missing: Sequence[Experiment], execution: Execution) -> Iterator[list
     for group in (g for g in alike.values() if len(g) > 1):
         free = SHARE_OF_MEMORY * memory_to_plan_with(torch.device(execution.device))
         most = execution.stack or max(1, int(free / _bytes_of(group[0])))
-        parts = (group[i : i + most] for i in range(0, len(group), most))
-        yield from (part for part in parts if len(part) > 1)
+        yield from (part for i in range(0, len(group), most) if len(part := group[i : i + most]) > 1)
 
 
 def run_stack(run_one: Callable[[Experiment, Watch], object], stack: Sequence[Experiment], watch: Watch) -> None:

@@ -1,6 +1,7 @@
 """Runs of a list side by side: when, with the same numbers, and what an error, a kill or a Ctrl-C leaves."""
 
 import contextlib
+import io
 import json
 import multiprocessing
 import os
@@ -229,3 +230,13 @@ def test_ctrl_c_and_kill_9_end_all_and_free_the_runs(sent, tmp_path):
         path = run_path(e, tmp_path)
         with FileLock(path / ".lock", timeout=30):
             assert read_tensors(path / "checkpoint.safetensors")[1]["t"] >= 1 and not (path / "summary.json").exists()
+
+
+def test_lines_of_several_are_whole_and_what_ends_in_no_line_is_said_too():
+    said = []
+    stream = io.TextIOWrapper(side_by_side._Stream("stdout", said.append), "utf-8", line_buffering=True)
+    print("äs", "printed", file=stream)
+    print("half", end="", file=stream)
+    assert [news.arguments for news in said] == [("äs printed\n",)]
+    stream.flush()
+    assert said[1].arguments == ("half",)
