@@ -8,9 +8,7 @@ Read next: ``runs/params.py``, ``runs/store.py``.
 
 import contextlib
 import math
-import multiprocessing
 import os
-import re
 import threading
 import time
 from collections import Counter
@@ -29,16 +27,15 @@ from fedlib.data.datasets import is_available
 from fedlib.engine.executors import Execution
 from fedlib.models.registry import tokenizer_of
 
-from .costs import Pace, about, each_seconds
+from .costs import about, each_seconds
 from .identity import OtherInputs
 from .params import Cell, load_grid, load_spec
 from .params_files import grids, papers, profiles
 from .progress import Watch
-from .record import provenance
-from .side_by_side import DIED, GRACE_SECONDS, hand_out
-from .store import Folder, Run, find_run, run, run_path
+from .side_by_side import DIED, GRACE_SECONDS, at_once, hand_out, here
+from .store import Folder, Run, find_run, run, run_path, stored_pace
 
-A_GPU = 2  # processes each: on an H100 two trained a ConvNet at 1.4 times the pace of one, four at no more
+ONE_CORE = Execution(workers=1)
 
 
 @dataclass(frozen=True)
@@ -133,19 +130,9 @@ def queue(
     first: dict[Experiment, tuple[str, Cell]] = {}
     for _, grid, cell in sorted(missing, key=lambda job: (job[0], job[2].seed)):
         first.setdefault(cell.experiment, (grid, cell))
-    seconds = each_seconds(list(first), _core_pace(found), Execution(workers=1), until)
+    seconds = each_seconds(list(first), stored_pace(found, ONE_CORE, elsewhere=True), ONE_CORE, until)
     left = [s * _share_left(e, folder) for e, s in zip(first, seconds, strict=True)]
     return Queue([Job(*place, s) for place, s in zip(first.values(), left, strict=True)], skipped)
-
-
-def _core_pace(found: Sequence[Run]) -> Pace:
-    """Return the core-seconds a round of stored runs: of those that this processor trained, where there are any."""
-    device = provenance(Execution(workers=1))["device"]
-    records = [(r, r.record.get("provenance", {})) for r in {r.experiment: r for r in found}.values()]
-    pace, here = Pace(), [(r, p) for r, p in records if p.get("device") == device]
-    for r, p in here or records:
-        pace.add(r.experiment, r.summary["seconds"] * (p.get("workers") or 1), r.summary["t"])
-    return pace
 
 
 def _share_left(e: Experiment, folder: Folder) -> float:
@@ -171,20 +158,23 @@ def fill(
     """Run ``jobs`` in their order on ``workers`` cores (None: all), for so many ``minutes``, or until ``stop`` is set.
 
     Each run has a core; the last one has all that are free. On GPUs (``device`` as of :class:`Execution`) each has a
-    process of its own, ``workers`` of them in turn over the GPUs (None: ``A_GPU`` each). What runs towards the end is
-    asked to stop a sixth of the minutes before it (at most a minute), is killed at it, and goes on from its checkpoint
-    the next time. A run that fails is told of and does not stop the others; one whose process dies is tried once more;
-    one that another process holds is left to it.
+    process of its own, ``workers`` of them in turn over the GPUs (None: as ``side_by_side.at_once`` says). What runs
+    towards the end is asked to stop a sixth of the minutes before it (at most a minute), is killed at it, and goes on
+    from its checkpoint the next time. A run that fails is told of and does not stop the others; one whose process dies
+    is tried once more; one that another process holds is left to it.
     """
-    places, began, stop = Execution(device).devices(), time.monotonic(), stop or threading.Event()
-    workers = workers or (_cores() if device == "cpu" else A_GPU * len(places))
+    execution, began, stop = Execution(device), time.monotonic(), stop or threading.Event()
+    workers = workers or (_cores() if device == "cpu" else at_once(execution))
     filled, grace = Filled([], [], list(jobs)), GRACE_SECONDS if minutes is None else min(GRACE_SECONDS, 10 * minutes)
 
     def seconds_left() -> float:
         left = math.inf if minutes is None else 60 * minutes - grace - (time.monotonic() - began)
         return 0.0 if stop.is_set() else left
 
-    answer, new = partial(_run_job, str(folder or outputs_dir() / "runs"), checkpoint_seconds, places), device != "cpu"
+    answer, new = (
+        partial(_run_job, str(folder or outputs_dir() / "runs"), checkpoint_seconds, execution),
+        device != "cpu",
+    )
     with contextlib.closing(hand_out(jobs, workers, answer, Watch([], False), seconds_left, grace, new)) as answers:
         for job, answer in answers:
             words = _note(filled, job, answer)
@@ -209,18 +199,12 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _run_job(folder: str, seconds: float, places: list[str], job: Job, cores: int, watch: Watch) -> dict:
+def _run_job(folder: str, seconds: float, execution: Execution, job: Job, cores: int, watch: Watch) -> dict:
     """Run ``job`` at the lowest priority; return its accuracy and seconds, or {} if another process has it."""
     with contextlib.suppress(AttributeError, OSError):  # not on every system
         os.nice(19)
         Path("/proc/self/autogroup").write_text("19")  # Linux weighs a session's processes as one group
     with contextlib.suppress(TimeoutError):
-        done = run(job.cell.experiment, _execution(places, cores), folder, False, seconds, wait=False)
+        done = run(job.cell.experiment, here(execution, cores), folder, False, seconds, wait=False)
         return {k: done.summary[k] for k in ("accuracy", "seconds")}
     return {}
-
-
-def _execution(places: Sequence[str], cores: int) -> Execution:
-    """Return how this process runs: on so many ``cores``, or on one of ``places`` that are GPUs, by its number."""
-    number = re.split("[-:]", multiprocessing.current_process().name)[-1]  # Process-1, SpawnProcess-1:2
-    return Execution(workers=cores) if places == ["cpu"] else Execution(places[int(number) % len(places)])

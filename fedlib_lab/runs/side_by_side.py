@@ -12,6 +12,7 @@ import json
 import multiprocessing
 import os
 import queue as queues
+import re
 import signal
 import sys
 import threading
@@ -22,6 +23,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import Connection
+from types import ModuleType
 from typing import Any, ClassVar, NoReturn, TypeVar
 
 import torch
@@ -34,7 +36,7 @@ from fedlib.engine.federation import build_federation
 from fedlib.engine.memory import bytes_to_train
 from fedlib.engine.rounds import Finished
 from fedlib.methods import METHODS, Server
-from fedlib.models.registry import backbone_spec
+from fedlib.models.registry import OWN, SHIPPED, backbone_spec
 
 from ..executors.processes import Unforkable, check_fork, sendable_error, to_message
 from ..executors.stacked import Meeting
@@ -44,6 +46,7 @@ from .progress import Watch, call_quietly, interrupted
 LIVES = 2  # processes that may die of one run before it is given up
 DIED = f"its process died {LIVES} times, often a sign that memory is short"
 GRACE_SECONDS = 60.0  # for a run that is asked to stop
+A_GPU = 2  # processes each: on an H100 two trained a ConvNet at 1.4 times the pace of one, four at no more
 SHARE_OF_MEMORY = 0.5  # of what is free; clients that train as one cohort come on top
 # Fields in which runs may differ that train together: what each client has of its own, and what it is tested on
 RATE = ("lr", "min_lr", "schedule", "milestones", "decay", "decay_every", "warmup_rounds")
@@ -69,6 +72,7 @@ class News:
 
 # What a process does with a job and some cores; what it says meanwhile goes to the watch.
 Answer = Callable[[J, int, Watch], object]
+RunOne = Callable[[Experiment, Watch, Execution], object]
 
 
 def hand_out(
@@ -129,6 +133,7 @@ class Fork:
     def __init__(self, answers: queues.Queue, answer_one: Answer, new: bool):
         forks = sys.platform.startswith("linux") and not (new or torch.cuda.is_initialized())
         context: Any = multiprocessing.get_context("fork" if forks else "spawn")
+        main = sys.modules["__main__"]
         jobs, self.input = context.Pipe(duplex=False)
         self.output, out = context.Pipe(duplex=False)
         self.inputs.add(self.input)
@@ -136,10 +141,13 @@ class Fork:
         try:
             with warnings.catch_warnings():  # Python warns where other threads run; a fork needs none of their locks
                 warnings.simplefilter("ignore", DeprecationWarning)
+                if not forks:
+                    sys.modules["__main__"] = ModuleType("__main__")  # a script may be unguarded
                 self.process.start()
         except OSError as error:
             raise Unforkable(f"no process could be forked: {error}") from error
         finally:
+            sys.modules["__main__"] = main
             jobs.close()
             out.close()
         threading.Thread(target=self._listen, args=(answers,), daemon=True).start()
@@ -248,27 +256,47 @@ class _Stream(io.RawIOBase):
         return len(text)
 
 
-# --- a list of runs, in forks of this process ------------------------------------------------------------------------
+# --- a list of runs, in processes ------------------------------------------------------------------------------------
 
 
 def choose(missing: Sequence[Experiment], execution: Execution) -> list[Experiment]:
     """Choose which of ``missing`` run side by side: as many as fill all cores; the rest has all, one after another.
 
-    None of them unless the CPU trains, ``execution`` leaves executor and workers open, as many runs are missing as
-    there are cores, a process may be forked, nobody measures a profile, and memory suffices for one like the largest
-    on every core, which is built: its data and modules are then here before the forks.
+    A GPU has ``A_GPU`` for its cores, and new processes train there what they know: the kit's methods and nets. None of
+    them if ``execution`` says executor or workers, fewer are missing than there are cores, somebody measures a profile,
+    this process may have no others, or, on a CPU, forks of it could not train or lack memory.
     """
-    cores = execution.side_by_side()
-    free = execution.device == "cpu" and execution.executor == "auto" and execution.workers is None
-    forks = sys.platform.startswith("linux") and not multiprocessing.current_process().daemon
-    if not (free and forks and 1 < cores <= len(missing)) or profiling.is_measuring() or torch.cuda.is_initialized():
+    if execution.device != "cpu":
+        missing = [e for e in missing if _is_the_kits(e) and OWN.get(e.backbone) == SHIPPED.get(e.backbone)]
+    cores, daemon = at_once(execution), multiprocessing.current_process().daemon
+    free = execution.executor == "auto" and execution.workers is None and not (daemon or profiling.is_measuring())
+    if not (free and 1 < cores <= len(missing)) or (execution.device == "cpu" and not _fit(missing, cores)):
         return []
+    return list(missing[: len(missing) // cores * cores])
+
+
+def at_once(execution: Execution) -> int:
+    """Return how many runs ``execution`` trains at once: one a core, ``A_GPU`` a GPU."""
+    return execution.side_by_side() if execution.device == "cpu" else A_GPU * len(execution.devices())
+
+
+def _fit(missing: Sequence[Experiment], cores: int) -> bool:
+    """Return whether forks can train on all ``cores``, with memory for one like the largest of ``missing`` on each.
+
+    That is built: its data and modules are then here before the forks.
+    """
+    if not sys.platform.startswith("linux") or torch.cuda.is_initialized():
+        return False
     try:
         largest = max(missing, key=lambda e: backbone_spec(e.backbone).numbers(e.batch_size))
-        fits = cores * _bytes_of(largest) < SHARE_OF_MEMORY * free_memory(torch.device("cpu"))
+        return cores * _bytes_of(largest) < SHARE_OF_MEMORY * free_memory(torch.device("cpu"))
     except (ValueError, ImportError, OSError):  # refused in its turn
-        return []
-    return list(missing[: len(missing) // cores * cores]) if fits else []
+        return False
+
+
+def _is_the_kits(e: Experiment) -> bool:
+    """Return whether the method is the kit's."""
+    return METHODS[e.method].__module__.startswith(("fedlib.", "fedlib_lab."))
 
 
 def _bytes_of(e: Experiment) -> float:
@@ -291,7 +319,7 @@ def stacks(missing: Sequence[Experiment], execution: Execution) -> Iterator[list
     alike: dict[str, list[Experiment]] = {}
     for e in missing:
         fixed = {k: x for k, x in e.identity().items() if k not in ("seed", *RATE, *SPLIT)}
-        if execution.stack or METHODS[e.method].__module__.startswith(("fedlib.", "fedlib_lab.")):
+        if execution.stack or _is_the_kits(e):
             alike.setdefault(json.dumps(fixed, sort_keys=True), []).append(e)
     for group in (g for g in alike.values() if len(g) > 1):
         free = SHARE_OF_MEMORY * memory_to_plan_with(torch.device(execution.device))
@@ -299,14 +327,14 @@ def stacks(missing: Sequence[Experiment], execution: Execution) -> Iterator[list
         yield from (part for i in range(0, len(group), most) if len(part := group[i : i + most]) > 1)
 
 
-def run_stack(run_one: Callable[[Experiment, Watch], object], stack: Sequence[Experiment], watch: Watch) -> None:
-    """Run ``run_one(e, watch)`` for each of ``stack``, in threads that meet where clients train.
+def run_stack(run_one: RunOne, stack: Sequence[Experiment], execution: Execution, watch: Watch) -> None:
+    """Run ``run_one(e, watch, how)`` for each of ``stack``, in threads that meet where clients train.
 
     All go on if one fails, whose error is raised at the end. After a Ctrl-C all are stored up to their last rounds.
     """
-    meeting = Meeting(len(stack))
+    meeting, how = Meeting(len(stack)), replace(execution, executor="stacked", stack=len(stack))
     with abreast(watch, len(stack)), ThreadPoolExecutor(len(stack)) as pool:
-        runs = [pool.submit(meeting.attend, partial(run_one, e, watch)) for e in stack]
+        runs = [pool.submit(meeting.attend, partial(run_one, e, watch, how)) for e in stack]
         try:
             wait(runs)
         finally:  # all have ended, or a Ctrl-C ends them
@@ -330,18 +358,30 @@ def abreast(watch: Watch, runs: int) -> Iterator[None]:
         watch.close_rounds()
 
 
-def run_forks(
-    run_one: Callable[[Experiment, Watch], object], chosen: Sequence[Experiment], cores: int, watch: Watch
-) -> None:
-    """Run ``run_one(e, watch)`` for each of ``chosen`` in ``cores`` forks of this process; raise here what it raises.
+def run_apart(run_one: RunOne, chosen: Sequence[Experiment], execution: Execution, watch: Watch) -> None:
+    """Run ``run_one(e, watch, how)`` for each of ``chosen`` in processes; raise here what it raises in a fork.
 
-    Where a fork cannot train, and of what another process holds, nothing is run: ``watch.left`` still has it.
-    ``RuntimeError`` names a run that lost ``LIVES`` processes. After a Ctrl-C all are stored up to their last rounds.
+    Where a process cannot train, of what another holds, and of what a new one does not know or refuses, nothing is
+    run: ``watch.left`` still has it. ``RuntimeError`` names a run that lost ``LIVES`` processes. After a Ctrl-C all are
+    stored up to their last rounds.
     """
-    given = hand_out(chosen, cores, lambda e, _, relay: run_one(e, relay) is not None, watch)
+    new, cores = execution.device != "cpu", at_once(execution)
+    given = hand_out(chosen, cores, partial(_has_run, run_one, execution), watch, new=new)
     with contextlib.suppress(Unforkable), abreast(watch, cores), contextlib.closing(given) as answers:
         for e, answer in answers:
             if answer is None:
                 raise RuntimeError(f"{e.slug}: {DIED}; Execution(workers=1) runs one at a time")
-            if isinstance(answer, Exception):
+            if isinstance(answer, Exception) and not new:
                 raise answer
+
+
+def _has_run(run_one: RunOne, execution: Execution, e: Experiment, _: int, watch: Watch) -> bool:
+    return run_one(e, watch, here(execution, 1)) is not None
+
+
+def here(execution: Execution, cores: int) -> Execution:
+    """Return how a process of :func:`hand_out` runs: on so many ``cores``, or on one of the GPUs, by its number."""
+    if execution.device == "cpu":
+        return replace(execution, workers=cores)
+    number, places = re.split("[-:]", multiprocessing.current_process().name)[-1], execution.devices()
+    return replace(execution, device=places[int(number) % len(places)])  # its name: Process-1, SpawnProcess-1:2

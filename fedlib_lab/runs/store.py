@@ -136,7 +136,8 @@ def run_all(
 
     On a CPU several runs, a core each, go on side by side in forks of this process where that ends sooner
     (``side_by_side.choose``); ``execution.workers``, another executor and callbacks keep to one after the other.
-    On a GPU those that differ in seed, rate or split alone train together (``execution.stack``, ``stacks``).
+    On GPUs those that differ in seed, rate or split alone train together (``execution.stack``, ``stacks``), and of what
+    is left the kit's methods and nets train in new processes, ``side_by_side.A_GPU`` on each.
     With ``execution.executor = "ray"``, whole experiments are spread over the cluster, each on one core or on a share
     of a GPU; its nodes must see ``folder`` under the same path. ``accept`` as in :func:`find_run`, ``again`` and
     ``callbacks`` as in :func:`run`; callbacks are of this process, so ``ValueError`` with Ray.
@@ -157,20 +158,13 @@ def run_all(
     stacks = [] if callbacks else list(side_by_side.stacks(missing, execution))
     alone = [e for e in missing if not any(e in stack for stack in stacks)]
     chosen = [] if callbacks else side_by_side.choose(alone, execution)
-    one_core = replace(execution, workers=1) if chosen else execution
-
-    def one(e: Experiment, watch: Watch, how: Execution = one_core, wait: bool = False) -> Run | None:
-        if (r := _find_good(e, folder, accept)) is not None:  # another process was faster
-            watch.end(e)
-            return r
-        return _run_missing(e, how, folder, watch, checkpoint_seconds, wait, accept, callback)
-
-    with Watch(missing, progress and bool(missing), stored_pace(found, one_core)) as watch:
+    pace = stored_pace(found, replace(execution, workers=1) if chosen else execution)
+    one = partial(_run_one, folder=folder, seconds=checkpoint_seconds, accept=accept, callback=callback)
+    with Watch(missing, progress and bool(missing), pace) as watch:
         for stack in stacks:
-            how = replace(execution, executor="stacked", stack=len(stack))
-            side_by_side.run_stack(partial(one, how=how), stack, watch)
+            side_by_side.run_stack(one, stack, execution, watch)
         if chosen:
-            side_by_side.run_forks(one, chosen, execution.side_by_side(), watch)
+            side_by_side.run_apart(one, chosen, execution, watch)
         for wait in (False, True):  # first what no other process holds
             for e in list(watch.left):
                 done |= {e: r} if (r := one(e, watch, execution, wait)) is not None else {}
@@ -178,14 +172,28 @@ def run_all(
     return [done[e] for e in experiments]
 
 
-def stored_pace(found: Iterable[Run], execution: Execution) -> Pace:
-    """Return the seconds a round of stored runs of this machine, as if on as many workers as ``execution`` has."""
-    pace, here = Pace(), provenance(execution)
-    for r in found:
-        there = r.record.get("provenance", {})
-        same = all(there.get(k) == here[k] for k in ("device", "cores"))
-        if same and here["workers"] and (workers := there.get("workers")):
-            pace.add(r.experiment, r.summary["seconds"] * workers / here["workers"], r.summary["t"])
+def _run_one(
+    e: Experiment, watch: Watch, execution: Execution, wait: bool = False, *, folder: Folder, seconds: float,
+    accept: Accept, callback: Callback,
+) -> Run | None:  # fmt: skip
+    """Return the run of ``e``, stored or run now; None if another process holds it and we do not ``wait``."""
+    if (r := _find_good(e, folder, accept)) is not None:  # another process was faster
+        watch.end(e)
+        return r
+    return _run_missing(e, execution, folder, watch, seconds, wait, accept, callback)
+
+
+def stored_pace(found: Iterable[Run], execution: Execution, elsewhere: bool = False) -> Pace:
+    """Return the seconds a round of stored runs of this machine, as if on as many workers as ``execution`` has.
+
+    ``elsewhere``: of any machine's, where this one has none.
+    """
+    pace, now = Pace(), provenance(execution)
+    every = [(r, r.record.get("provenance", {})) for r in {r.experiment: r for r in found}.values()]
+    known = [(r, p) for r, p in every if p.get("workers") and now["workers"]]
+    here = [(r, p) for r, p in known if all(p.get(k) == now[k] for k in ("device", "cores"))]
+    for r, p in here or (known if elsewhere else ()):
+        pace.add(r.experiment, r.summary["seconds"] * p["workers"] / now["workers"], r.summary["t"])
     return pace
 
 

@@ -22,10 +22,10 @@ from fedlib.core.paths import params_dir, use_outputs_of
 from fedlib.core.storage import read_json, write_json, write_lines
 from fedlib_lab import cli
 from fedlib_lab.runs import fill as queue_runs
-from fedlib_lab.runs.fill import A_GPU, Job, core_hours, fill, named, queue
+from fedlib_lab.runs.fill import Job, core_hours, fill, named, queue
 from fedlib_lab.runs.params import Cell
 from fedlib_lab.runs.progress import Watch
-from fedlib_lab.runs.side_by_side import Fork, hand_out
+from fedlib_lab.runs.side_by_side import A_GPU, Fork, hand_out, here
 from fedlib_lab.runs.store import find_run, run_path
 from tests.helpers.stored import assert_nothing_left_over, assert_same, small, state
 
@@ -276,7 +276,7 @@ def test_on_gpus_each_run_has_a_new_process_and_the_next_gpu(tmp_path, monkeypat
     began = []
 
     def handed(jobs, workers, answer, watch, seconds_left, grace, new):
-        began.append((workers, answer.args[2], new))
+        began.append((workers, answer.args[2].devices(), new))
         yield from ()
 
     monkeypatch.setattr(queue_runs, "hand_out", handed)
@@ -289,13 +289,13 @@ def test_on_gpus_each_run_has_a_new_process_and_the_next_gpu(tmp_path, monkeypat
     taken = []
     for name in ("SpawnProcess-1", "SpawnProcess-2", "SpawnProcess-1:3"):
         monkeypatch.setattr(multiprocessing.current_process(), "_name", name)
-        taken.append(queue_runs._execution(cards, 1).device)
-    assert taken == ["cuda:1", "cuda:0", "cuda:1"] and queue_runs._execution(["cpu"], 3) == Execution(workers=3)
+        taken.append(here(Execution("cuda"), 1).device)
+    assert taken == ["cuda:1", "cuda:0", "cuda:1"] and here(Execution(), 3) == Execution(workers=3)
 
 
 def test_new_processes_run_jobs_as_forks_do(tmp_path):
     """As on a GPU: on a CPU they are asked for by hand."""
     jobs = [job(small("reefl", seed=s, rounds=1)) for s in (1, 2)]
-    answer = partial(queue_runs._run_job, str(tmp_path), 20.0, ["cpu"])
+    answer = partial(queue_runs._run_job, str(tmp_path), 20.0, Execution())
     answers = list(hand_out(jobs, 2, answer, Watch([], False), new=True))
     assert {j for j, _ in answers} == set(jobs) and all(a["accuracy"] >= 0 for _, a in answers)

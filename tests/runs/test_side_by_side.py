@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -19,8 +20,8 @@ from fedlib import Execution, run_all
 from fedlib.core.profiling import profile
 from fedlib.core.storage import DamagedFile, read_tensors
 from fedlib.engine.rounds import Finished
-from fedlib_lab.runs import side_by_side
-from fedlib_lab.runs.callbacks import Callback
+from fedlib_lab.runs import side_by_side, store
+from fedlib_lab.runs.callbacks import Callback, Together
 from fedlib_lab.runs.progress import Terminal, Watch
 from fedlib_lab.runs.side_by_side import choose
 from fedlib_lab.runs.store import find_run, run_path
@@ -64,7 +65,7 @@ def test_as_many_as_fill_all_cores_are_run_side_by_side_and_the_rest_has_all_cor
 
 
 def test_callbacks_see_their_rounds_here(two_cores, own, tmp_path, monkeypatch):
-    monkeypatch.setattr(side_by_side, "run_forks", lambda *_: pytest.fail("elsewhere"))
+    monkeypatch.setattr(side_by_side, "run_apart", lambda *_: pytest.fail("elsewhere"))
     assert len(run_all(grid_of(2), Execution(), tmp_path, False, callbacks=[Callback()])) == 2
 
 
@@ -108,7 +109,7 @@ def test_an_error_is_raised_here_and_the_others_go_on_later(two_cores, own, tmp_
 
     own.does = staticmethod(fail)
     with pytest.raises(DamagedFile, match="^a file is damaged .as planned.") as error:
-        side_by_side.run_forks(runner(tmp_path), grid, 2, Watch(grid, False))
+        side_by_side.run_apart(runner(tmp_path), grid, Execution(), Watch(grid, False))
     assert error.value.path == "a file" and "in a worker process" in error.value.__notes__[0]
     assert multiprocessing.active_children() == []
     if (file := run_path(grid[1], tmp_path) / "checkpoint.safetensors").exists():  # it had begun
@@ -116,10 +117,7 @@ def test_an_error_is_raised_here_and_the_others_go_on_later(two_cores, own, tmp_
 
 
 def runner(folder):
-    from fedlib_lab.runs.callbacks import Together
-    from fedlib_lab.runs.store import _run_missing
-
-    return lambda e, watch: _run_missing(e, ONE, folder, watch, 20.0, False, (), Together())
+    return partial(store._run_one, folder=folder, seconds=20.0, accept=(), callback=Together())
 
 
 def test_bad_input_is_one_sentence(two_cores, own, tmp_path):
@@ -240,3 +238,53 @@ def test_lines_of_several_are_whole_and_what_ends_in_no_line_is_said_too():
     assert [news.arguments for news in said] == [("äs printed\n",)]
     stream.flush()
     assert said[1].arguments == ("half",)
+
+
+def test_on_gpus_the_kits_runs_have_new_processes_and_one_of_your_own_stays(own, monkeypatch):
+    """No GPU is at hand: who is chosen."""
+    monkeypatch.setattr("fedlib.engine.executors.check_device", lambda device: None)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    grid = [small("reefl", seed=s) for s in range(5)]
+    assert choose([small("own"), *grid], Execution("cuda")) == grid[:4]
+    assert choose([small("own"), *grid], Execution("cuda:1")) == grid[:4]
+    assert choose(grid[:3], Execution("cuda")) == choose(grid, Execution("cuda", workers=1)) == []
+    assert choose(grid[:1], Execution("cuda:0")) == []
+
+
+def test_what_a_new_process_cannot_do_is_left_to_this_one(own, tmp_path, monkeypatch):
+    """Here there is no GPU, and a method of one's own is not known there."""
+    grid = [small("own", rounds=1), small("reefl", rounds=1)]
+    monkeypatch.setattr("fedlib.engine.executors.check_device", lambda device: None)
+    watch = Watch(grid, False)
+    side_by_side.run_apart(runner(tmp_path), grid, Execution("cuda:0"), watch)
+    assert list(watch.left) == grid and watch.abreast == 1 and multiprocessing.active_children() == []
+
+
+UNGUARDED = """
+import sys
+from functools import partial
+import torch
+from fedlib import Execution
+from fedlib_lab.runs import side_by_side, store
+from fedlib_lab.runs.callbacks import Together
+from fedlib_lab.runs.progress import Watch
+from tests.helpers.stored import small
+
+print("begun")
+torch.cuda.is_initialized = lambda: True
+torch.set_num_threads(2)
+grid = [small("reefl", rounds=1, seed=s) for s in (0, 1)]
+watch = Watch(grid, False)
+one = partial(store._run_one, folder="runs", seconds=20.0, accept=(), callback=Together())
+side_by_side.run_apart(one, grid, Execution(), watch)
+print(len(watch.left))
+"""
+
+
+def test_new_processes_do_not_run_an_unguarded_script_again(tmp_path):
+    """As where CUDA has begun."""
+    (tmp_path / "script.py").write_text(UNGUARDED)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "FEDLIB_OUTPUTS": str(tmp_path)}
+    done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.stdout == "begun\n0\n", done.stderr
+    assert len(list((tmp_path / "runs").glob("*/summary.json"))) == 2
