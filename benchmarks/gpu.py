@@ -2,17 +2,20 @@
 
 ``python -m benchmarks.gpu speed --device cuda`` prints images a second, launches a step and the ratio to a bare loop of
 the same net, eager and compiled, in one call; then what one and four processes do on the card together, and one and
-five runs that train as one.
+five runs that train as one, each with steps that are one launch and without.
 ``python -m benchmarks.gpu convolutions`` prints how long each way to run a cohort's convolutions takes, by shape.
 """
 
 import argparse
+import itertools
 import json
 import multiprocessing
+import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +28,7 @@ from fedlib.engine.federation import build_federation
 from fedlib.engine.rounds import run_rounds
 from fedlib.methods import Round
 from fedlib_lab.executors.stacked import Asked, Joint, Stacked
+from fedlib_lab.kernels.switch import ASKED, NAMES, VARIABLE
 from fedlib_lab.runs.costs import CARDS, training_macs
 
 COMMON = {
@@ -175,7 +179,8 @@ def of_seeds(e: Experiment, device: str, seeds: int, seconds: float = 5.0) -> di
     how = Execution(device, workers=1, cohort_size=None if "cuda" in device else seeds * e.clients_per_round)
     runs = [build_federation(e.replace(seed=1 + s), device) for s in range(seeds)]
     joint, by = Joint(runs, how), [Stacked(f, how) for f in runs]
-    images, steps = seeds * e.clients_per_round * e.examples_per_client, -(-e.examples_per_client // e.batch_size)
+    images = seeds * e.clients_per_round * e.examples_per_client * e.local_epochs
+    steps = -(-e.examples_per_client // e.batch_size) * e.local_epochs
 
     def train(t: int) -> None:
         rounds = [Round(t, tuple(f.sample_clients(t)), f.setting) for f in runs]
@@ -250,8 +255,10 @@ def main(arguments: list[str] | None = None) -> None:
     for n in (1, 4):
         images = together(e, asked.device, n, asked.seconds / 10)
         tell([{"net": "deit_micro", "device": asked.device, "processes": n, "images/s, all": images}])
-    for n in (1, 5):
-        tell([{"net": "deit_micro", "device": asked.device, **of_seeds(e, asked.device, n, asked.seconds / 10)}])
+    for n, graphs in itertools.product((1, 5), (False, True)):  # a step as one launch: four passes are forty of them
+        with patch.dict(os.environ, {VARIABLE: ",".join((*NAMES, *ASKED * graphs))}):
+            found = of_seeds(e.replace(local_epochs=4), asked.device, n, asked.seconds / 15)
+        tell([{"net": "deit_micro", "device": asked.device, "graphs": graphs, **found}])
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,24 +30,32 @@ class Batches:
     examples: np.ndarray  # rows, in host memory
     width: list[int]  # examples in the fullest batch of each step
     active: np.ndarray  # (S, K) bool
+    place: torch.Tensor | None = None  # (1,), on the device: the step that is read, where a recorded one is repeated
 
     @property
     def steps(self) -> np.ndarray:
         """Steps of each member (K,)."""
         return self.active.sum(0)
 
+    def at(self, step: int, every: torch.Tensor | Sequence[Any]) -> Any:
+        """Return one step's of ``every`` (S, ...), which lies where ``place`` does, or is a list of what is alike."""
+        if self.place is None or not isinstance(every, torch.Tensor):
+            return every[step]
+        return every.index_select(0, self.place)[0]
+
+    def of(self, step: int, every: torch.Tensor) -> torch.Tensor:
+        """Return the first ``width`` examples of one step of ``every`` (S, K, B, ...)."""
+        return self.at(step, every)[:, : self.width[step]]
+
     def padding(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the weights (K, width) of a step, in host memory and on the device."""
-        return self.host_weights[step, :, : self.width[step]], self.weights[step, :, : self.width[step]]
+        return self.host_weights[step, :, : self.width[step]], self.of(step, self.weights)
 
 
 def draw_batches(
-    e: Experiment,
-    data: FederatedData,
-    clients: Sequence[Client],
-    draws: Callable[[int], torch.Generator],
+    e: Experiment, data: FederatedData, clients: Sequence[Client], draws: Callable[[int], torch.Generator],
     epochs: int | None = None,
-) -> Batches:
+) -> Batches:  # fmt: skip
     """Draw the batches of ``epochs`` (None: the experiment's) over each client's examples, in a new order in each.
 
     ``clients`` has one entry for each member that trains: members of one client share its batches.

@@ -82,10 +82,8 @@ def check_labels(e: Experiment, method: Method) -> None:
     if e.test_mask and not isinstance(task, Classification):
         raise e.refused("test_mask", f"is for classes, which the labels of {e.dataset!r} are not")
     if method.needs_classes and not isinstance(task, Classification):
-        raise ValueError(
-            f"{e.method}: {method.needs_classes} is for classes, and the labels of dataset = {e.dataset!r} are none; "
-            "allowed: data of classes, or without it"
-        )
+        why = f"{method.needs_classes} is for classes, and the labels of dataset = {e.dataset!r} are none"
+        raise ValueError(f"{e.method}: {why}; allowed: data of classes, or without it")
     if isinstance(task, Regression) and (temperature := getattr(method, "temperature", 1)) != 1:
         raise ValueError(f"{e.method}: temperature = {temperature}: a regression has no classes to soften; allowed: 1")
 

@@ -17,6 +17,7 @@ from ..core.devices import to_device
 from ..core.profiling import phase
 from ..core.slices import NOTHING, Slice, take, within
 from ..layers.norms import statistics
+from ..layers.overrides import override
 from ..methods.losses import Batch
 from ..methods.sums import Update, finite_sums
 from ..methods.values import Member, Round, Server, Stage
@@ -206,20 +207,24 @@ class Cohort:
         self._ahead, before = ahead if stage.units is not None else None, None
         total, scratch = torch.zeros(len(self.members), device=device), {}
         rates = step_rates(e, rate, batches.steps, device)
-        for step in range(len(batches.width)):
+
+        def take_step(step: int, batches: Batches = batches) -> None:
             batch = self._run(batches, step, route, ahead, scratch, view)
             with phase("forward"):
                 losses = loss(batch)
             with phase("backward"):
                 grads = list(torch.autograd.grad(losses.sum(), leaves, allow_unused=True))
             with phase("step"), torch.no_grad():
-                total += losses.detach()
+                total.add_(losses.detach())
                 if gradient is not None:  # not in place: in a batch of one, gradients share memory
-                    grads = [
-                        g if g is None else g + gradient(n, self.params[n]) for n, g in zip(names, grads, strict=True)
-                    ]
-                optimiser.step_(grads, rates[step], batches.active[step])
-            del batch, losses, grads  # kept any longer, they keep the next step out of the memory this one has freed
+                    both = zip(names, grads, strict=True)
+                    grads = [g if g is None else g + gradient(n, self.params[n]) for n, g in both]
+                optimiser.step_(grads, batches.at(step, rates), batches.active[step])
+
+        repeat = override("repeat") if view is None else None
+        if repeat is None or not repeat(take_step, batches, optimiser, self.model, (self.params, scratch)):
+            for step in range(len(batches.width)):
+                take_step(step)
         forward.place_()
         for p in leaves:
             p.requires_grad_(False)
@@ -273,12 +278,11 @@ class Cohort:
         view: Callable[[int], View] | None,
     ) -> Batch:  # fmt: skip
         """Run the members, or this step's view of them, on its inputs."""
-        width, features = batches.width[step], {}
-        rows, weights = batches.rows[step, :, :width], batches.weights[step, :, :width]
-        padding = batches.padding(step)
+        features = {}
+        rows, padding = batches.of(step, batches.rows), batches.padding(step)
         with phase("data"):
-            views = None if batches.views is None else batches.views[step, :, :width]
-            x = ahead(step, width) if ahead is not None else self.forward.inputs(rows, views)
+            views = None if batches.views is None else batches.of(step, batches.views)
+            x = ahead(batches.of(step, ahead.places)) if ahead is not None else self.forward.inputs(rows, views)
         exit_of = {unit: j for j, unit in enumerate(self.model.exit_units)}
 
         def watch(unit: int, z: torch.Tensor, feature: torch.Tensor, *_: object) -> None:
@@ -299,9 +303,9 @@ class Cohort:
         held = self.held
         if route.exit is not None:  # nobody else answers
             held = held * torch.eye(len(held), device=held.device)[route.exit, :, None]
+        labels = self.data.labels[to_device(rows, self.data.device)]
         return Batch(
-            outputs, self.data.labels[to_device(rows, self.data.device)], weights, held, self.t, self.experiment.rounds,
-            scratch, features, self.stack.owners, lambda name: self.teachers[name].at(batches, step, x),
-            self.label_counts, self.federation.task,
+            outputs, labels, padding[1], held, self.t, self.experiment.rounds, scratch, features, self.stack.owners,
+            lambda name: self.teachers[name].at(batches, step, x), self.label_counts, self.federation.task,
             lambda: self.forward.place_(True, self._generators)(x, padding, route),
         )  # fmt: skip

@@ -165,8 +165,9 @@ def build_federation(e: Experiment, device: str = "cpu") -> Federation:
     if not len(eligible):
         raise ValueError(f"experiment: no client is eligible for {e.method} with budgets = {e.budgets!r}")
     if not data.num_examples[eligible].any():
-        why = f"leaves none of the {len(eligible)} clients that {e.method} can sample an example"
-        raise e.refused("partition", why)
+        raise e.refused(
+            "partition", f"leaves none of the {len(eligible)} clients that {e.method} can sample an example"
+        )
     trained = np.unique(budgets[eligible[data.num_examples[eligible] > 0]])
     setting = replace(setting, budgets=tuple(trained.tolist()))
     server = method.init_server(model.trainable(), setting)

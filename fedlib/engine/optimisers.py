@@ -121,6 +121,13 @@ class Adam(LocalOptimiser):
         self._moment()
         self._moment()
         self.steps = np.zeros((1, 1), np.int64)  # (leaves, M) from the first step on
+        self.place: torch.Tensor | None = None  # the step's, see :meth:`count_ahead`
+
+    def count_ahead(self, place: torch.Tensor, active: np.ndarray) -> None:
+        """Read the bias of a step by its ``place`` (1,), on the device, from here on; all leaves are always reached."""
+        steps = np.maximum(active.cumsum(0), 1)
+        both = np.stack([1 - BETAS[0] ** steps, np.sqrt(1 - BETAS[1] ** steps)], 1)  # (S, 2, M)
+        self.place, self._biases = place, torch.from_numpy(both).to(place.device)
 
     def _update_(
         self, leaves: Tensors, mean: Tensors, square: Tensors, *, grads: Tensors, reached: Sequence[int], rate: Rate,
@@ -133,19 +140,24 @@ class Adam(LocalOptimiser):
         torch._foreach_lerp_(mean, grads, 1 - BETAS[0])
         torch._foreach_mul_(square, BETAS[1])
         torch._foreach_addcmul_(square, grads, grads, 1 - BETAS[1])
-        self.steps = self.steps + np.isin(np.arange(len(self.leaves)), reached)[:, None] * active
-        made = self.steps[reached][:, active]  # those that stand still are put back, whatever they get
-        alike = made.size > 0 and bool((made == made.flat[0]).all())
-        steps = made.flat[:1] if alike else np.maximum(self.steps, 1)
-        bias, root = 1 - BETAS[0] ** steps, np.sqrt(1 - BETAS[1] ** steps)
-        if alike:
-            bias, root = float(bias[0]), float(root[0])
-        elif isinstance(rate, torch.Tensor):
+        bias, root = self._bias(reached, active)
+        if isinstance(rate, torch.Tensor) and isinstance(bias, np.ndarray):
             bias, root = (torch.as_tensor(x, device=rate.device) for x in (bias, root))
         below = torch._foreach_sqrt(square)
         torch._foreach_add_(below, self._factors(EPS * root, reached))
         torch._foreach_div_(below, self._factors(-rate * root / bias, reached))
         torch._foreach_addcdiv_(leaves, mean, below)
+
+    def _bias(self, reached: Sequence[int], active: np.ndarray) -> Sequence[Any]:
+        """Count a step; return the bias of the mean and the root of the square's: numbers, or (leaves, M) or (M,)."""
+        if self.place is not None:
+            return self._biases.index_select(0, self.place)[0].unbind()
+        self.steps = self.steps + np.isin(np.arange(len(self.leaves)), reached)[:, None] * active
+        made = self.steps[reached][:, active]  # those that stand still are put back, whatever they get
+        alike = made.size > 0 and bool((made == made.flat[0]).all())
+        steps = made.flat[:1] if alike else np.maximum(self.steps, 1)
+        found = 1 - BETAS[0] ** steps, np.sqrt(1 - BETAS[1] ** steps)
+        return [float(x[0]) for x in found] if alike else found
 
 
 class AdamW(Adam):
@@ -203,9 +215,7 @@ def _column(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def _rows_unchanged(
-    state: Sequence[Sequence[torch.Tensor]],
-    rows: Sequence[tuple[int, ...]],
-    idle: Mapping[tuple[int, ...], torch.Tensor],
+    state: Sequence[Tensors], rows: Sequence[tuple[int, ...]], idle: Mapping[tuple[int, ...], torch.Tensor]
 ) -> Iterator[None]:
     """Put ``idle`` rows back as they were after the block, whatever happens to them inside."""
     moving = ((t, idle[r]) for tensors in state for t, r in zip(tensors, rows, strict=True) if r in idle)

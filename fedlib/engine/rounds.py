@@ -65,12 +65,10 @@ def build_executor(federation: Federation, execution: Execution) -> Executor:
 
 
 def run_rounds(
-    federation: Federation,
-    execution: Execution = Execution(),
-    server: Server | None = None,
+    federation: Federation, execution: Execution = Execution(), server: Server | None = None,
     memories: MutableMapping[int, dict[str, torch.Tensor]] | None = None,
     mirrors: MutableMapping[int, dict[str, torch.Tensor]] | None = None,
-) -> Iterator[Finished]:
+) -> Iterator[Finished]:  # fmt: skip
     """Run the rounds after ``server.t``, yielding each as it ends; ``memories`` and ``mirrors`` change in place."""
     e, method, setting = federation.experiment, federation.method, federation.setting
     server = server if server is not None else federation.server
@@ -111,10 +109,8 @@ def run_rounds(
 
 def measure(f: Federation, server: Server, memories: Memories) -> Mapping[str, Any]:
     """Measure a round on the central test set and, where clients have their own test sets, on these."""
-    central = f.experiment.test_split == "central"
-    return (
-        evaluate(f, server) if central else {**evaluate(f, server), "personal": evaluate_clients(f, server, memories)}
-    )
+    whole, central = evaluate(f, server), f.experiment.test_split == "central"
+    return whole if central else {**whole, "personal": evaluate_clients(f, server, memories)}
 
 
 def merge_returned(t: int, planned: int, trained: Iterable[Trained]) -> Trained:

@@ -70,7 +70,5 @@ def _check_rounds(key: str, values: tuple[float, ...], rounds: int) -> None:
     whole = all(1 <= v < rounds and v == int(v) for v in values)
     if not (shares or whole) or list(values) != sorted(set(values)):
         shown = ", ".join(f"{v:g}" for v in values)
-        raise ValueError(
-            f"experiment: {key} = {shown} with rounds = {rounds}; allowed: increasing whole rounds in 1..{rounds - 1}, "
-            "or increasing shares of all rounds between 0 and 1"
-        )
+        need = f"increasing whole rounds in 1..{rounds - 1}, or increasing shares of all rounds between 0 and 1"
+        raise ValueError(f"experiment: {key} = {shown} with rounds = {rounds}; allowed: {need}")

@@ -71,9 +71,8 @@ def evaluate_clients(f: Federation, server: Server, memories: Mapping) -> dict[s
             if leaves:
                 early.append(leave_at(task, answers[: len(exits)], sure[:, k, :n], own))
     if broken and f.experiment.nonfinite == "fail":
-        raise FloatingPointError(
-            f"round {server.t}: client {min(broken)}: its answers are not finite (nonfinite = 'fail')"
-        )
+        who = f"round {server.t}: client {min(broken)}"
+        raise FloatingPointError(f"{who}: its answers are not finite (nonfinite = 'fail')")
     if not scores:
         raise ValueError(f"{f.experiment.slug}: {task.metric} is defined of no client's own test set")
     clients, r = f.clients(sorted(scores)), Round(server.t, (), f.setting)

@@ -108,9 +108,8 @@ class PrecomputedUnits:
         z = self.kept[None][:, step * size : (step + 1) * size]
         return PartialForward(self.units, torch.cat([z, z.new_zeros(len(z), size - z.shape[1], *z.shape[2:])], 1))
 
-    def __call__(self, step: int, width: int) -> PartialForward:
-        """Return what the members read in one step."""
-        places = self.places[step, :, :width]
+    def __call__(self, places: torch.Tensor) -> PartialForward:
+        """Return what the members read in one step: of ``places`` (M, B), a step of the stage's."""
         seen = {u: x[self.members[: len(x)], places[: len(x)]] for u, x in self.kept.items()}
         features = {u: x for u, x in seen.items() if u is not None}
         return PartialForward(self.units, seen.get(None, torch.zeros(*places.shape, 0, device=places.device)), features)

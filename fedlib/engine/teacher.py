@@ -7,6 +7,7 @@ still while its students train. So where an answer depends on its example alone,
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 
+import numpy as np
 import torch
 
 from ..core.clients import Client
@@ -36,20 +37,19 @@ class Teacher:
             students.model, stack.slices, stack.frozen({}), stack.tensors(params), data=federation.data
         )
         self._known: torch.Tensor | None = None  # (E, M, examples, C)
-        self._places: tuple[Batches, torch.Tensor] | None = None  # of the batches's examples, (S, M, B)
+        self._places: tuple[np.ndarray, torch.Tensor] | None = None  # of the batches's examples, (S, M, B)
 
     def at(self, batches: Batches, step: int, x: torch.Tensor | PartialForward) -> torch.Tensor:
         """Return outputs (E, M, B, *out) on the inputs ``x`` of one step of ``batches``."""
-        width = batches.width[step]
         if not self.by_example:
             return self.answer(x, batches.padding(step))
         if self._known is None:
             self._known = self._every_example()
-        if self._places is None or self._places[0] is not batches:
+        if self._places is None or self._places[0] is not batches.examples:
             places = positions_of(self.federation.data, self.clients, batches.examples, True)
-            self._places = batches, torch.from_numpy(places).to(self._known.device)
+            self._places = batches.examples, torch.from_numpy(places).to(self._known.device)
         members = torch.arange(self._known.shape[1], device=self._known.device)[:, None]
-        return self._known[:, members, self._places[1][step, :, :width]]
+        return self._known[:, members, batches.of(step, self._places[1])]
 
     @cached_property
     def by_example(self) -> bool:

@@ -3,6 +3,7 @@
 matmul(x, y, to)   ``linear.matmul``
 swap_in(model)     the model that was built, with modules of another class
 begin(products)    before a run's first round on a CPU; ``Execution.products``
+repeat(...)        the steps of a local training, if it returns True (``Cohort.train``)
 
 ``FLOPS`` has what operations of PyTorch's kind count that PyTorch does not know, by operation.
 """

@@ -1,4 +1,4 @@
-"""Kernels: what stands in for layers' and models' own code on a CPU, swapped in from outside, by name.
+"""Kernels: what stands in for layers' and models' own code, swapped in from outside, by name.
 
 Neither a layer nor a model knows them: ``swap_in_`` gives a built model's blocks a class whose forward tries a kernel
 first; ``layers.overrides`` holds all functions as soon as this is imported. Each runs equal to the modules it stands
@@ -6,8 +6,9 @@ for, in a test.
 
     products    float32 products go straight to a BLAS, without PyTorch's dispatcher (``products.py``)
     vit_block   a block of a ViT is one step of autograd (``vit_block.py``)
+    graphs      on a GPU a step of local training is one launch (``repeated.py``); only where it is named
 
-``$FEDLIB_KERNELS`` names those that are on, separated by commas: all by default, none with ``0``.
+``$FEDLIB_KERNELS`` names those that are on, separated by commas: the first two by default, none with ``0``.
 """
 
 from torch import nn
@@ -16,6 +17,7 @@ from fedlib.layers.overrides import OVERRIDES
 from fedlib.models.vit import Block
 
 from . import products
+from .repeated import repeat
 from .vit_block import WrittenBlock
 
 
@@ -28,4 +30,4 @@ def swap_in_(model: nn.Module) -> nn.Module:
 
 
 # also in a process that is sent its model
-OVERRIDES.update(matmul=products.matmul, swap_in=swap_in_, begin=products.choose_products)
+OVERRIDES.update(matmul=products.matmul, swap_in=swap_in_, begin=products.choose_products, repeat=repeat)

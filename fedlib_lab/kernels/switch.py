@@ -6,7 +6,7 @@ from functools import cache
 from fedlib.core.validation import check_known
 
 VARIABLE = "FEDLIB_KERNELS"
-NAMES = ("products", "vit_block")
+NAMES, ASKED = ("products", "vit_block"), ("graphs",)  # on by default, and where the variable names them
 
 
 def is_on(name: str) -> bool:
@@ -19,5 +19,5 @@ def _named(value: str | None) -> frozenset[str]:
     if value is None:
         return frozenset(NAMES)
     names = [] if value.strip() in ("", "0") else [word.strip() for word in value.split(",")]
-    check_known(names, NAMES, f"{VARIABLE} = {value!r}: no kernel is called {{}}")
+    check_known(names, NAMES + ASKED, f"{VARIABLE} = {value!r}: no kernel is called {{}}")
     return frozenset(names)

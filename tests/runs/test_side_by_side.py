@@ -190,7 +190,8 @@ def test_both_runs_are_told_of(monkeypatch):
 
 
 SCRIPT = """
-import sys, json
+import sys, json, signal
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background job ignores
 from fedlib import Execution, Experiment, run_all
 import torch
 torch.set_num_threads(2)

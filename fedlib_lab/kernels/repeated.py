@@ -1,0 +1,88 @@
+"""A step of local training as one CUDA graph: recorded once, then launched as a whole.
+
+A small net keeps a GPU waiting for its host, as a step is a thousand launches. Steps that are alike (as many examples,
+the same members) are recorded where a local training has ``LEAST`` of them. A recorded step reads and writes the same
+memory each time: ``Batches.place`` says which step it is, and what it leaves for the next goes where it was found.
+
+Recorded are no steps that draw what they drop, whose inputs lie in host memory, or that see another part of the net
+each, and none that CUDA refuses to record: they run as ever. Without CUDA a step that is recorded runs as it would be.
+Read next: ``engine/cohort.py``, whose steps these are.
+"""
+
+from collections import Counter
+from collections.abc import Callable, MutableMapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from fedlib.engine.batches import Batches
+from fedlib.engine.optimisers import Adam, LocalOptimiser
+from fedlib.layers.dropout import Dropout
+from fedlib.models.exit_model import ExitModel
+
+from .switch import is_on
+
+LEAST, WARM = 15, 3  # steps that are alike; of these, the first ones, which warm up
+Left = Sequence[MutableMapping[str, torch.Tensor]]
+
+
+def repeat(
+    take_step: Callable[[int, Batches], None], batches: Batches, optimiser: LocalOptimiser, model: ExitModel, left: Left
+) -> bool:
+    """Take every step of ``batches``; return False, and take none, where nothing would be recorded.
+
+    ``take_step(step, batches)``. ``left`` are tensors by name that steps replace, first those that run.
+    """
+    if not is_on("graphs"):
+        return False
+    rows = zip(batches.width, batches.active, batches.host_weights, strict=True)
+    kinds = [(width, active.tobytes(), weights.numpy().tobytes()) for width, active, weights in rows]
+    often, device = Counter(kinds), batches.weights.device
+    drops = any(isinstance(m, (Dropout, nn.Dropout)) and m.p for m in model.modules())
+    if drops or batches.rows.device != device or max(often.values()) < LEAST:
+        return False
+    batches = replace(batches, place=torch.zeros(1, dtype=torch.long, device=device))
+    if isinstance(optimiser, Adam):
+        optimiser.count_ahead(batches.place, batches.active)
+    taken, recorded = Counter(), {}
+    for step, kind in enumerate(kinds):
+        batches.place.fill_(step)
+        if often[kind] >= LEAST and taken[kind] == WARM:
+            recorded[kind] = record(lambda step=step: _take_in_place(take_step, step, batches, model, left), device)
+        taken[kind] += 1
+        if kind in recorded:
+            recorded[kind]()
+        else:
+            _take_in_place(take_step, step, batches, model, left)
+    return True
+
+
+def _take_in_place(
+    take_step: Callable[[int, Batches], None], step: int, batches: Batches, model: ExitModel, left: Left
+) -> None:
+    """Take a step; write what it replaces over what was there, which stays in its place."""
+    before = [dict(tensors) for tensors in left]
+    try:
+        take_step(step, batches)
+        for tensors, old in zip(left, before, strict=True):
+            for name, x in old.items():
+                if tensors[name] is not x:
+                    x.copy_(tensors[name])
+    finally:
+        for tensors, old in zip(left, before, strict=True):
+            tensors.update(old)
+        model.put_(left[0])
+
+
+def record(take: Callable[[], None], device: torch.device) -> Callable[[], None]:
+    """Record what ``take`` does; return what does it again: ``take`` itself without CUDA, or where CUDA refuses."""
+    if device.type != "cuda":
+        return take
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            take()
+    except RuntimeError:
+        return take
+    return graph.replay
