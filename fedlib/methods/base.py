@@ -28,6 +28,7 @@ from .sums import MaskedMean, Update
 from .uploads import UploadOptions, send
 from .values import Arrived, Member, Round, Server, Serving, Setting, Tensors
 
+Sizes = tuple[Collection[int], Collection[int]]  # of the tensors that a client receives, and sends
 Measured = Callable[[tuple[int, ...]], Setting]  # the setting, of shapes alone, of a model with exits after these units
 
 
@@ -158,9 +159,7 @@ class Method(UploadOptions):
     def program(self, client: Client, setting: Setting) -> Hashable:
         """Return a key of the client's training; clients of unequal keys train in separate cohorts. All are equal."""
 
-    def travels(
-        self, shared: Mapping[str, int], client: Client, setting: Setting, e: Experiment
-    ) -> tuple[Collection[int], Collection[int]]:
+    def travels(self, shared: Mapping[str, int], client: Client, setting: Setting, e: Experiment) -> Sizes:
         """Sizes of the tensors that ``client`` receives, and sends: what costs count.
 
         ``shared``: sizes by name of what of its model is trained and not personal.

@@ -102,9 +102,8 @@ class Levels(Method):
         if self.widths is not None and len(self.widths) != setting.num_exits:
             raise ValueError(f"{e.method}: widths = {list(self.widths)} must be {setting.num_exits} numbers in (0, 1]")
         if self.resources is not None and len(self.resources) != setting.num_clients:
-            raise ValueError(
-                f"{e.method}: {len(self.resources)} resources; allowed: {setting.num_clients}, one a client"
-            )
+            allowed = f"{setting.num_clients}, one a client"
+            raise ValueError(f"{e.method}: {len(self.resources)} resources; allowed: {allowed}")
         if setting.measure is not None:
             whole, own = [self.part(j, setting) for j in range(setting.num_exits)][-1], self.levels(setting)
             matters = e.budgets == "uniform"  # else everybody holds the whole
@@ -273,10 +272,8 @@ def solve_levels(
                 break
         else:
             near = min(errors, key=lambda s, off=errors: (off[s], s.width))
-            raise ValueError(
-                f"levels: no width and depth costs within {eps:.0%} of {ratio:g} of the whole; the nearest is "
-                f"{_shown([near])}, {errors[near]:.1%} off"
-            )
+            found = f"the nearest is {_shown([near])}, {errors[near]:.1%} off"
+            raise ValueError(f"levels: no width and depth costs within {eps:.0%} of {ratio:g} of the whole; {found}")
     return levels
 
 

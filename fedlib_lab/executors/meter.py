@@ -56,7 +56,7 @@ class Taken:
 
     All its epochs and passes are in ``macs``. In ``peak`` is, in float32, what it holds, gradients, the optimiser's
     moments, activations and a batch. ``received`` and ``sent`` are numbers that travel beside the model: payloads
-    other than what stands in the model's place, and what is sent with ``Cohort.send``.
+    other than what stands in the model's place, but for what earlier rounds left, and what ``Cohort.send`` sends.
     """
 
     macs: float
@@ -87,10 +87,11 @@ def count_training(e: Experiment, method: Method, setting: Setting, model: ExitM
             cohort.shapes = shapes
             method.local_update(cohort)
             held = [n for n in f.frozen if any(s.holds(setting.infos[n]) for s in cohort.slices)]
-            received += sum(
-                p.numel() for m in members for key, brought in m.payload.items() for n, p in brought.items()
-                if key != "start" and (n not in setting.infos or m.part.holds(setting.infos[n]))
-            )  # fmt: skip
+            came = {  # what two members share comes once; a start stands in the model's place but for what is personal
+                id(p): p.numel() for m in members for key, brought in m.payload.items() for n, p in brought.items()
+                if (i := setting.infos.get(n)) is None or (m.part.holds(i) and (key != "start" or method.personal(i)))
+            }  # fmt: skip
+            received += sum(came.values())
             sent += sum(p.numel() for tensors in cohort.extras.values() for p in tensors.values())
             peak = max(peak, shapes.peak - before + shapes.outside(cohort.forward.tensors[0][n] for n in held))
             del cohort

@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from fedlib.core.annotations import Count, Natural, NotNegative, Positive
 from fedlib.core.devices import to_host
 from fedlib.core.rng import torch_generator
-from fedlib.methods.base import Arrived, Batch, Client, Cohort, Experiment, Member, Method, Round, Slice
+from fedlib.methods.base import Arrived, Batch, Client, Cohort, Experiment, Member, Method, Round, Sizes, Slice
 from fedlib.methods.mixtures import under
 from fedlib.methods.values import Server, Setting
 
@@ -93,9 +93,7 @@ class DarkDistill(Method):
         first = last.long().argsort(dim=1, descending=True, stable=True)[:, :most]
         cohort.send("examples", {"label": labels.gather(1, first), "difficulty": difficulty.gather(1, first)})
 
-    def travels(
-        self, shared: Mapping[str, int], client: Client, setting: Setting, e: Experiment
-    ) -> tuple[list[int], list[int]]:
+    def travels(self, shared: Mapping[str, int], client: Client, setting: Setting, e: Experiment) -> Sizes:
         """A label and a difficulty an example go up beside the model."""
         sizes = [*shared.values()]
         return sizes, [*sizes, 2 * client.num_examples]

@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 
 from fedlib.core.annotations import NotNegative, Share
-from fedlib.methods.base import NOTHING, Batch, Client, Cohort, Experiment, Slice
+from fedlib.methods.base import NOTHING, Batch, Client, Cohort, Experiment, Sizes, Slice
 from fedlib.methods.mixtures import class_means, part_of, under
 from fedlib.methods.values import Arrived, Member, Round, Server, Serving, Setting, Tensors
 from fedlib.methods.widths import Rates, check_cuttable
@@ -70,9 +70,7 @@ class FedProto(Rates):
         payload = {"global": part_of(server.memory, "prototypes")}
         return [Member(client, self.slice_for(client, server, r), upload=NOTHING, keeps="all", payload=payload)]
 
-    def travels(
-        self, shared: Mapping[str, int], client: Client, setting: Setting, e: Experiment
-    ) -> tuple[list[int], list[int]]:
+    def travels(self, shared: Mapping[str, int], client: Client, setting: Setting, e: Experiment) -> Sizes:
         """Prototypes and whether each is known; prototypes and how many examples there are of each."""
         sizes = [shared[f"{LAST}.weight"], shared[f"{LAST}.bias"]]  # as those of the last layer
         return sizes, sizes

@@ -19,8 +19,9 @@ from typing import ClassVar, Literal
 import torch
 
 from fedlib.core.annotations import Share
-from fedlib.methods.base import Arrived, Client, Cohort, Experiment, Member, Round, Server, Serving, Setting, Slice
+from fedlib.methods.base import Arrived, Client, Cohort, Experiment, Member, Round, Sizes, Slice
 from fedlib.methods.sums import MaskedMean, Tensors, Update
+from fedlib.methods.values import Server, Serving, Setting
 from fedlib.methods.widths import Shares
 
 HELD, LARGEST = "held/", "largest/"  # before a tensor's name: where it was held; x M of the largest share
@@ -102,9 +103,7 @@ class FIARSE(Shares):
         own = {n: masked(p, theta) for n, p in server.params.items() if is_masked(n, r.setting)}
         return Serving((Member(client, r.setting.full(), payload={"start": own}),))
 
-    def travels(
-        self, shared: Mapping[str, int], client: Client, setting: Setting, e: Experiment
-    ) -> tuple[list[int], list[int]]:
+    def travels(self, shared: Mapping[str, int], client: Client, setting: Setting, e: Experiment) -> Sizes:
         """What is whole, and the share of the rest; down also a bit for each entry, where it is not all of them."""
         share, inner = self.shares[client.budget], sum(n for name, n in shared.items() if is_masked(name, setting))
         whole, held = sum(shared.values()) - inner, kept_of(share, inner)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from fedlib.methods.base import Arrived, Client, Experiment, Member, Round, Server, Serving, Setting
+from fedlib.methods.base import Arrived, Client, Experiment, Member, Round, Server, Serving, Setting, Sizes
 from fedlib.methods.mixtures import under
 
 from .ranks import Products, factors, rest_and_products
@@ -50,9 +50,7 @@ class FLoRA(Products):
     def serve(self, client: Client, server: Server, r: Round) -> Serving:
         return Serving((Member(client, self.slice_for(client, server, r)),))
 
-    def travels(
-        self, shared: Mapping[str, int], client: Client, setting: Setting, e: Experiment
-    ) -> tuple[list[int], list[int]]:
+    def travels(self, shared: Mapping[str, int], client: Client, setting: Setting, e: Experiment) -> Sizes:
         """The heads, and of every adapter the ranks of a round's clients; everybody's own adapters."""
         inner = {n for pair in factors(setting).values() for n in pair}
         heads, share = [n for name, n in shared.items() if name not in inner], sum(self.rank_shares)

@@ -84,7 +84,8 @@ class Shapes:
         held, infos = self.held(part, self.trainable), self.setting.infos
         shared = {n: p.numel() for n, p in held.items() if not self.method.personal(infos[n])}
         down, up = self.method.travels(shared, Client(-1, budget, 0), self.setting, self.experiment)
-        if not type(self.method).__module__.startswith(("fedlib.", "fedlib_lab.")):  # the kit's say it all themselves
+        own = not type(self.method).__module__.startswith(("fedlib.", "fedlib_lab."))
+        if own or (self.method.needs_extras and type(self.method).travels is Method.travels):
             beside = taken_by(self.experiment, budget)
             down, up = [*down, beside.received], [*up, beside.sent]
         return 4 * sum(down) / MIB, self.method.upload_bits(up) / 8 / MIB
@@ -144,7 +145,9 @@ def upload_mib(e: Experiment, num_classes: int, convention: str = "honest") -> f
     shapes = load_shapes(e, num_classes)
     slices, compress = shapes.slices, shapes.method.compress
     if convention == "honest":
-        sizes = [shapes.upload_mib(slices[b]) for b in shapes.method.eligible(np.arange(len(slices)), shapes.setting)]
+        sizes = [
+            shapes.upload_mib(slices[b], b) for b in shapes.method.eligible(np.arange(len(slices)), shapes.setting)
+        ]
     else:
         if compress != "none":
             raise ValueError(f"convention = 'paper' counts float32, not compress = {compress!r}; use 'honest'")

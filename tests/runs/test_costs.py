@@ -35,6 +35,7 @@ from fedlib_lab.runs.costs import (
     macs_per_second,
     num_classes,
     taken,
+    taken_by,
     training_macs,
     upload_mib,
     upload_parameters,
@@ -89,6 +90,36 @@ def test_upload_counts_of_the_facts():
     assert upload_parameters(deit_small("reefl", "frozen", 4), 100) == [469_914] * 4
     assert upload_parameters(deit_small("inclusivefl", "frozen", 4), 100) == [39_268] * 4
     assert upload_parameters(deit_small("depthfl", "frozen", 4), 100) == [39_268 * n for n in (1, 2, 3, 4)]
+
+
+def test_a_mean_upload_is_of_each_budgets_own():
+    """SplitMix's clients send a base, two or four; FIARSE's so much of the model as they hold."""
+    for method in ("splitmix", "fiarse"):
+        e = CONVNET.replace(method=method, num_exits=4, exit_head=None)
+        each = [load_shapes(e, 100).upload_mib(part, b) for b, part in enumerate(load_shapes(e, 100).slices)]
+        assert (
+            each == sorted(each) and each[0] < each[-1] and upload_mib(e, 100) == pytest.approx(sum(each) / len(each))
+        )
+
+
+def test_what_personal_methods_send_beside_the_model_is_counted():
+    """FedPAC: head, prototypes and class means, counts and a variance; CAFEDistill: its last exit, both ways."""
+    e = Experiment(dataset="cifar100", backbone="convnet3_slim", pretrained=False, finetune="full", num_exits=1)
+    shapes = load_shapes(e.replace(method="fedpac"), 100)
+    sizes = {n: p.numel() for n, p in shapes.trainable.items()}
+    body, head = sum(n for k, n in sizes.items() if "head" not in k), 100 * 256 + 100
+    assert sum(sizes.values()) == body + head
+    down, up = shapes.traffic_mib(shapes.slices[0])
+    assert down == pytest.approx(4 * (body + head + 100 * 256 + 100) / 2**20)  # prototypes, and which are known
+    assert up == pytest.approx(4 * (body + head + 2 * 100 * 256 + 100 + 1) / 2**20)
+    sent = taken_by(e.replace(method="fedpac"), 0).sent
+    assert up == pytest.approx(4 * (body + sent) / 2**20)  # as it is counted when it runs
+    shapes = load_shapes(e.replace(method="cafedistill", num_exits=3), 100)
+    last = {n: p.numel() for n, p in shapes.trainable.items() if shapes.setting.infos[n].exit == 2}
+    body = {n: p.numel() for n, p in shapes.trainable.items() if shapes.setting.infos[n].exit is None}
+    down, up = shapes.traffic_mib(shapes.slices[-1], 2)
+    assert up == pytest.approx(4 * sum((last | body).values()) / 2**20)
+    assert down == pytest.approx(up + 4 * 3 / 2**20)  # which exits are students
 
 
 def test_exit_costs_grow_and_match_hand_arithmetic():

@@ -15,6 +15,8 @@ of classes that no sampled client has stay as they were. The release's exits hav
 backbone's that never decays; here they follow the round's. Client i's mixed exits are kept by the server.
 """
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -25,7 +27,7 @@ import torch.nn.functional as F
 from ...core.annotations import Count, NotNegative, Positive
 from ...core.devices import to_host
 from ...models.maps import MapSpec
-from ..base import Batch, Client, Cohort, JointExits, ParamInfo, Spec
+from ..base import Batch, Client, Cohort, Experiment, JointExits, ParamInfo, Setting, Sizes, Spec
 from ..mixtures import class_means, mixtures, part_of, row, under
 from ..values import Arrived, Member, Round, Server, Stage
 
@@ -70,6 +72,13 @@ class FedPAC(JointExits):
         statistics = {"V": variance, "h": share * own, "counts": counts, "prototypes": new}
         cohort.send("statistics", statistics)
         cohort.send("exits", {n: p for n, p in cohort.params.items() if cohort.setting.infos[n].exit is not None})
+
+    def travels(self, shared: Mapping[str, int], client: Client, setting: Setting, e: Experiment) -> Sizes:
+        """Beside the body: down a head and prototypes; up a head, prototypes, class means, counts and the variance."""
+        sizes = [*shared.values(), *(math.prod(i.shape) for i in setting.infos.values() if self.personal(i))]
+        last = [math.prod(i.shape) for i in setting.infos.values() if i.exit == setting.num_exits - 1]
+        classes, means = setting.axes["classes"].size, max(last)  # means of classes have the shape of its weight
+        return [*sizes, means + classes], [*sizes, 2 * means + classes + 1]
 
     def aggregate(self, server: Server, arrived: Arrived, r: Round) -> Server:
         server, ids = super().aggregate(server, arrived, r), sorted(arrived.extras)

@@ -245,10 +245,8 @@ def check_skips(spec: Spec, ends: Sequence[int]) -> None:
         own = spec.feature(unit)
         fits = own[0] <= last[0] and all(a % b == 0 for a, b in zip(own[1:], last[1:], strict=True))
         if not (fits if len(own) > 1 else own == last):
-            raise ValueError(
-                f"what comes after block {unit + 1}, {' x '.join(map(str, own))}, cannot skip to the head, which reads "
-                f"{' x '.join(map(str, last))}"
-            )
+            here, there = (" x ".join(map(str, shape)) for shape in (own, last))
+            raise ValueError(f"what comes after block {unit + 1}, {here}, cannot skip to the head, which reads {there}")
 
 
 def check_left_out(spec: Spec, first: int) -> None:

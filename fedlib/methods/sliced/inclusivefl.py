@@ -35,9 +35,8 @@ class InclusiveFL(ServerStep):
 
     def check(self, setting: Setting, e: Experiment) -> None:
         if self.momentum_distill and self.aggregation == "feddyn":
-            raise ValueError(
-                "inclusivefl: aggregation = 'feddyn' needs momentum_distill = False; allowed: mean, fedadam"
-            )
+            why = "needs momentum_distill = False; allowed: mean, fedadam"
+            raise ValueError(f"inclusivefl: aggregation = 'feddyn' {why}")
         blocks: dict[int, set[str]] = {}
         for name, info in setting.infos.items():
             if name.startswith("backbone.blocks."):

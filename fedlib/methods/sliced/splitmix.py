@@ -26,7 +26,7 @@ import torch
 from ...core.annotations import Count, Positive, When
 from ...core.rng import numpy_generator, torch_generator
 from ...models.maps import MapSpec
-from ..base import Batch, Client, ExitModel, Experiment, Slice, cross_entropies
+from ..base import Batch, Client, ExitModel, Experiment, Sizes, Slice, cross_entropies
 from ..memory_budgets import MemoryBudgets
 from ..values import Member, Round, Server, Serving, Setting
 from ..widths import check_cuttable
@@ -120,9 +120,7 @@ class SplitMix(MemoryBudgets):
         """Count the bases that a client has memory for."""
         return min(self.bases, max(1, int(self.shares[client.budget] * self.bases + 1e-9)))
 
-    def travels(
-        self, shared: Mapping[str, int], client: Client, setting: Setting, e: Experiment
-    ) -> tuple[list[int], list[int]]:
+    def travels(self, shared: Mapping[str, int], client: Client, setting: Setting, e: Experiment) -> Sizes:
         """Of one base, for each that the client trains."""
         sizes = [*shared.values()] * self.count(client)
         return sizes, sizes
