@@ -37,13 +37,11 @@ SHOWN = ("0.4", "0.6", "0.8", "0.9")  # thresholds whose cost figure 10 follows
 
 @dataclass(frozen=True)
 class Coordinated:
-    """What the server decided before round ``t``: ``students`` (|C|, m), ``shares`` (|C|, seen) of the clients seen."""
+    """What the server decided before a round: ``students`` (|C|, m), ``shares`` (|C|, seen) of the clients seen."""
 
-    t: int
     clients: tuple[int, ...]
     students: np.ndarray
     shares: np.ndarray
-    seen: tuple[int, ...]
 
 
 def coordination(e: Experiment, execution: Execution = Execution()) -> tuple[Federation, list[Coordinated]]:
@@ -66,8 +64,7 @@ def coordination(e: Experiment, execution: Execution = Execution()) -> tuple[Fed
 def decision(f: Federation, server: Server, t: int, ids: list[int]) -> Coordinated:
     """Return what ``server`` decides for the clients ``ids`` in round ``t``."""
     notes = f.method.prepare(server, Round(t, tuple(f.clients(ids)), f.setting))
-    students, shares, seen = (notes[k].cpu().numpy() for k in ("students", "shares", "seen"))
-    return Coordinated(t, tuple(ids), students, shares, tuple(seen.tolist()))
+    return Coordinated(tuple(ids), *(notes[k].cpu().numpy() for k in ("students", "shares")))
 
 
 def students_by_round(decided: list[Coordinated]) -> np.ndarray:
