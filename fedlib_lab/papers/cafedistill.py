@@ -194,17 +194,12 @@ def equal_macs(claim: dict, stored: Stored) -> Rows:
 
 def _curve_difference(one: Run, other: Run) -> Measured:
     """Return the mean difference of two runs' curves, where both are defined."""
-    curves = [_leaving(run) for run in (one, other)]
+    told = [leaving_curve(run.experiment, run.metrics[-1]["personal"]["leaving"]) for run in (one, other)]
+    curves = [np.array(sorted((p["macs"], p["accuracy"]) for p in points)).T for points in told]  # (2, thresholds)
     at = np.linspace(max(c[0].min() for c in curves), min(c[0].max() for c in curves), 50)
     means = [np.array([np.interp(at, *c).mean()]) for c in curves]
     first, second = (Measured.of(run, "clients", mean) for run, mean in zip((one, other), means, strict=True))
     return first - second
-
-
-def _leaving(run: Run) -> np.ndarray:
-    """Return (2, thresholds): MACs and accuracy, by increasing MACs."""
-    curve = leaving_curve(run.experiment, run.metrics[-1]["personal"]["leaving"])
-    return np.array(sorted((point["macs"], point["accuracy"]) for point in curve)).T
 
 
 def exits_over_rounds(claim: dict, stored: Stored) -> Rows:

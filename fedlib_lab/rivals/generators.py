@@ -50,7 +50,7 @@ def fresh(net: nn.Module, generator: torch.Generator) -> dict[str, torch.Tensor]
             out[name] = torch.empty(shape).uniform_(-bound, bound, generator=generator)
         elif isinstance(layer, nn.Embedding):
             out[name] = torch.empty(shape).normal_(generator=generator)
-        else:
+        elif isinstance(layer, nn.BatchNorm1d):
             out[name] = nn.BatchNorm1d(layer.num_features).state_dict()[leaf]
     return out
 
