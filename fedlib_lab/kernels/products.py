@@ -155,16 +155,12 @@ def _multipliers(library: ctypes.CDLL) -> tuple[Callable, Callable]:
     gemm.argtypes, gemm.restype = [*[integer] * 6, number, *matrix, *matrix, number, *matrix, integer], None
 
     def multiply(x: torch.Tensor, y: torch.Tensor, out: torch.Tensor, beta: float) -> torch.Tensor:
-        (batch, rows, inner), columns = x.shape, y.shape[2]
-        x, x_order, x_row, x_next = _as_matrices(x)
-        y, y_order, y_row, y_next = _as_matrices(y)
-        gemm(
-            ROWS, x_order, y_order, rows, columns, inner, 1.0, x.data_ptr(), x_row, x_next, y.data_ptr(), y_row, y_next,
-            beta, out.data_ptr(), max(out.stride(1), columns), out.stride(0), batch,
-        )  # fmt: skip
+        multiply_heads(_by_lines(x).unsqueeze(1), _by_lines(y).unsqueeze(1), out.unsqueeze(1), 1.0, beta)
         return out
 
-    def multiply_heads(x: torch.Tensor, y: torch.Tensor, out: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+    def multiply_heads(
+        x: torch.Tensor, y: torch.Tensor, out: torch.Tensor, scale: float = 1.0, beta: float = 0.0
+    ) -> torch.Tensor:
         (n, heads, rows, inner), columns = x.shape, y.shape[3]
         (x_order, x_row, x_next, x_head), (y_order, y_row, y_next, y_head) = _layout(x), _layout(y)
         _, out_row, out_next, out_head = _layout(out)
@@ -172,7 +168,7 @@ def _multipliers(library: ctypes.CDLL) -> tuple[Callable, Callable]:
         for _ in range(heads):
             gemm(
                 ROWS, x_order, y_order, rows, columns, inner, scale, x_at, x_row, x_next, y_at, y_row, y_next,
-                0.0, out_at, out_row, out_next, n,
+                beta, out_at, out_row, out_next, n,
             )  # fmt: skip
             x_at, y_at, out_at = x_at + x_head, y_at + y_head, out_at + out_head
         return out
@@ -188,13 +184,8 @@ def _layout(x: torch.Tensor) -> tuple[int, int, int, int]:
     return TRANSPOSED, max(column, rows), to_next, 4 * to_head
 
 
-def _as_matrices(x: torch.Tensor) -> tuple[torch.Tensor, int, int, int]:
-    """Return ``x`` (batch, rows, columns), its order, and distances of rows (columns) and matrices, in elements."""
-    _, rows, columns = x.shape
-    to_next, row, column = x.stride()
-    if max(to_next, row, column) <= MOST:
-        if column == 1 and row >= columns:
-            return x, PLAIN, row, to_next
-        if row == 1 and column >= rows:
-            return x, TRANSPOSED, column, to_next
-    return x.contiguous(), PLAIN, columns, rows * columns
+def _by_lines(x: torch.Tensor) -> torch.Tensor:
+    """Return ``x`` (batch, rows, columns) as it is if its rows or its columns lie in one piece, one after the other."""
+    (_, rows, columns), (to_next, row, column) = x.shape, x.stride()
+    in_lines = column == 1 and row >= columns or row == 1 and column >= rows
+    return x if in_lines and max(to_next, row, column) <= MOST else x.contiguous()

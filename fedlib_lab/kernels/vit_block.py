@@ -178,11 +178,6 @@ def cut_to_alive(tensors: Tensors, maps: Iterable[LinearMap], clients: int) -> l
 # --- attention of short sequences, kept for the backward: PyTorch's fused kernel computes it again there --------------
 
 
-def is_short(queries: int, width: int) -> bool:
-    """Return whether attention is worth keeping for the backward: that of long sequences would fill the memory."""
-    return queries <= 2 * width
-
-
 def attend_short(
     heads: int, qkv: Sequence[torch.Tensor], scale: float | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -269,7 +264,8 @@ def run(block: Block, z: torch.Tensor, first: int | None = None) -> torch.Tensor
     if not may_stand_in(z, (block.norm1, block.norm2, attn, mlp, *(m for group in groups for m in group))):
         return None
     maps = [linear_map(layers, tensors) for layers in groups]
-    if None in maps or not is_short(first or z.shape[-2], tensors[maps[0].weights[0]].shape[-2] // attn.heads):
+    queries = first or z.shape[-2]  # the attention of many would fill the memory if it were kept for the backward
+    if None in maps or queries > 2 * (tensors[maps[0].weights[0]].shape[-2] // attn.heads):
         return None
     *qkv, proj, fc1, fc2 = maps
     op = Operation(tuple(qkv), proj, fc1, fc2, attn.heads, (block.norm1.eps, block.norm2.eps), first)

@@ -37,13 +37,11 @@ SHOWN = ("0.4", "0.6", "0.8", "0.9")  # thresholds whose cost figure 10 follows
 
 @dataclass(frozen=True)
 class Coordinated:
-    """What the server decided before round ``t``: ``students`` (|C|, m), ``shares`` (|C|, seen) of the clients seen."""
+    """What the server decided before a round: ``students`` (|C|, m), ``shares`` (|C|, seen) of the clients seen."""
 
-    t: int
     clients: tuple[int, ...]
     students: np.ndarray
     shares: np.ndarray
-    seen: tuple[int, ...]
 
 
 def coordination(e: Experiment, execution: Execution = Execution()) -> tuple[Federation, list[Coordinated]]:
@@ -66,8 +64,7 @@ def coordination(e: Experiment, execution: Execution = Execution()) -> tuple[Fed
 def decision(f: Federation, server: Server, t: int, ids: list[int]) -> Coordinated:
     """Return what ``server`` decides for the clients ``ids`` in round ``t``."""
     notes = f.method.prepare(server, Round(t, tuple(f.clients(ids)), f.setting))
-    students, shares, seen = (notes[k].cpu().numpy() for k in ("students", "shares", "seen"))
-    return Coordinated(t, tuple(ids), students, shares, tuple(seen.tolist()))
+    return Coordinated(tuple(ids), *(notes[k].cpu().numpy() for k in ("students", "shares")))
 
 
 def students_by_round(decided: list[Coordinated]) -> np.ndarray:
@@ -197,17 +194,12 @@ def equal_macs(claim: dict, stored: Stored) -> Rows:
 
 def _curve_difference(one: Run, other: Run) -> Measured:
     """Return the mean difference of two runs' curves, where both are defined."""
-    curves = [_leaving(run) for run in (one, other)]
+    told = [leaving_curve(run.experiment, run.metrics[-1]["personal"]["leaving"]) for run in (one, other)]
+    curves = [np.array(sorted((p["macs"], p["accuracy"]) for p in points)).T for points in told]  # (2, thresholds)
     at = np.linspace(max(c[0].min() for c in curves), min(c[0].max() for c in curves), 50)
     means = [np.array([np.interp(at, *c).mean()]) for c in curves]
     first, second = (Measured.of(run, "clients", mean) for run, mean in zip((one, other), means, strict=True))
     return first - second
-
-
-def _leaving(run: Run) -> np.ndarray:
-    """Return (2, thresholds): MACs and accuracy, by increasing MACs."""
-    curve = leaving_curve(run.experiment, run.metrics[-1]["personal"]["leaving"])
-    return np.array(sorted((point["macs"], point["accuracy"]) for point in curve)).T
 
 
 def exits_over_rounds(claim: dict, stored: Stored) -> Rows:

@@ -1,13 +1,13 @@
 """RaFFM: what clients of random sub-models hold, what that costs, how well it answers, and figures of that.
 
 Sizes follow from shapes alone: every client's sub-model of a round is drawn as training draws it, without weights or
-data. Costs do not depend on the data beyond the number of classes, nor on the seed: equal models are counted once.
+data. Costs do not depend on the seed nor on how long training takes: experiments alike in all else are counted once.
 Answers need a trained model. Read next: ``methods/sliced/raffm.py``, ``runs/trained.py``.
 """
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pandas as pd
@@ -23,7 +23,7 @@ from fedlib.methods import Member, Round, Server
 
 from ..report.plots import BARS, plot_series
 from ..report.style import axes_of, color_of, finish, looks_of, name_points, named, share_legend, styled
-from ..runs.costs import Shapes, load_shapes, num_classes, step_seconds
+from ..runs.costs import Shapes, kind_of, load_shapes, step_seconds
 from ..runs.params import Cell
 from ..runs.store import Run, shown_run
 
@@ -31,7 +31,6 @@ BATCH = 32  # of training memory and of timed steps
 PAPER = "raffm"
 SOME = 20  # clients, of whom a mean is known well enough
 NAMES = ("column", "variant", "method", "label")  # of a cell
-NOT_COSTS = ("seed", "dataset", "num_train", "num_test", "dirichlet_alpha", "rounds", "lr", "min_lr", "evaluate_every")
 SYSTEMS = ("#0072b2", "#d55e00")
 
 
@@ -117,8 +116,8 @@ def all_clients(cells: Sequence[Cell], of: Callable[[Experiment], pd.DataFrame])
 
 def _each(cells: Sequence[Cell], of: Callable) -> list[tuple[Cell, object]]:
     """Return the first cell of every data column and variant, and ``of`` its experiment."""
-    first, seen = {(c.column, c.variant): c for c in reversed(cells)}, _once(of)
-    return [(c, seen(c.experiment)) for c in reversed(first.values())]
+    first, seen = {(c.column, c.variant): c for c in reversed(cells)}, cache(of)
+    return [(c, seen(kind_of(c.experiment))) for c in reversed(first.values())]
 
 
 def runs_of(cells: Sequence[Cell], folder=None) -> Iterator[tuple[str, list[tuple[Cell, Run]]]]:
@@ -147,10 +146,10 @@ def dose_of(frame: pd.DataFrame, shares: pd.DataFrame, whole: str = "fl") -> pd.
 
 def traffic_curves(cells: Sequence[Cell], of: Callable[[Experiment], pd.DataFrame], folder=None) -> pd.DataFrame:
     """Return a row per run and evaluated round: ``accuracy``, and ``gib`` that all clients sent and received so far."""
-    rows, seen = [], _once(lambda e: of(e).upload_mib.mean())
+    rows, seen = [], cache(lambda e: of(e).upload_mib.mean())
     for _, runs in runs_of(cells, folder):
         for cell, run in runs:
-            a_round = 2 * run.experiment.clients_per_round * seen(run.experiment) / 1024
+            a_round = 2 * run.experiment.clients_per_round * seen(kind_of(run.experiment)) / 1024
             named = _names(cell) | {"seed": cell.seed}
             measured = [(m["t"], m["accuracy"]) for m in run.metrics if m.get("accuracy") is not None]
             rows += [named | {"gib": t * a_round, "accuracy": accuracy} for t, accuracy in measured]
@@ -159,19 +158,6 @@ def traffic_curves(cells: Sequence[Cell], of: Callable[[Experiment], pd.DataFram
 
 def _names(cell: Cell) -> dict[str, str]:
     return {k: getattr(cell, k) for k in NAMES} | {"backbone": cell.experiment.backbone}
-
-
-def _once(of: Callable) -> Callable:
-    """Cache ``of`` for experiments whose models and clients are the same."""
-    known: dict[tuple[int, str], object] = {}
-
-    def ask(e: Experiment):
-        key = num_classes(e), json.dumps({k: v for k, v in e.identity().items() if k not in NOT_COSTS}, sort_keys=True)
-        if key not in known:
-            known[key] = of(e)
-        return known[key]
-
-    return ask
 
 
 # --- figures ---------------------------------------------------------------------------------------------------------

@@ -11,15 +11,13 @@ NAMED = 20  # more classes than this make a heat map: so many colours cannot be 
 
 
 @styled
-def plot_label_distribution(
-    counts: np.ndarray, classes: Sequence[str], ax=None, most: int = 40, title: str = "Which labels each client holds"
-):
+def plot_label_distribution(counts: np.ndarray, classes: Sequence[str], title: str = "Which labels each client holds"):
     """Draw ``counts`` (clients, classes) of training examples as stacked bars, or as a heat map if classes are many.
 
-    Of more than ``most`` clients so many are shown, evenly spread from the first to the last.
+    Of more than 40 clients so many are shown, evenly spread from the first to the last.
     """
-    ax = axes_of(ax, (8, 3.6))
-    shown = np.unique(np.linspace(0, len(counts) - 1, min(most, len(counts))).astype(int))
+    ax = axes_of(None, (8, 3.6))
+    shown = np.unique(np.linspace(0, len(counts) - 1, min(40, len(counts))).astype(int))
     some = f" ({len(shown)} of {len(counts)}, evenly spread)" if len(shown) < len(counts) else ""
     (_heat_map if len(classes) > NAMED else _stacked_bars)(counts, shown, classes, ax)
     place = np.unique(np.linspace(0, len(shown) - 1, min(9, len(shown))).astype(int))

@@ -62,12 +62,6 @@ def claim_figure(stored: Stored, v: Judged) -> str:
     return f"claim_{v.name}_{stored.profile}"
 
 
-def tallies_of(outputs: Path) -> dict[str, str]:
-    """Return, for every paper whose page has one, its sentence on how many claims hold."""
-    found = {p: re.search(r"^Of \d+ claims .*?\.", _read(outputs, p, "README.md"), re.M) for p in papers()}
-    return {paper: tally[0] for paper, tally in found.items() if tally}
-
-
 def _read(outputs: Path, paper: str, page: str) -> str:
     path = outputs / paper / page
     return path.read_text(encoding="utf-8") if path.is_file() else ""
@@ -189,8 +183,8 @@ def facts(stored: Stored, cells: Sequence[Cell], wanted: set[str] = frozenset())
 
 def index_page(outputs: Path) -> str:
     """Return the index: a line per paper with its claims' tally, and the other folders' notebooks as they have run."""
-    tallies = tallies_of(outputs)
-    shown = [p for p in papers() if _read(outputs, p, "README.md")]
+    shown = {p: page for p in papers() if (page := _read(outputs, p, "README.md"))}
+    tallies = {p: found[0] for p, page in shown.items() if (found := re.search(r"^Of \d+ claims .*?\.", page, re.M))}
     lines = [f"- [**{p}**]({p}/README.md), [tables]({p}/tables.md). {tallies.get(p, '')}".rstrip() for p in shown]
     for folder in NO_PAPERS:
         if paths := sorted(outputs.glob(f"{folder}/notebooks/*.ipynb")):
@@ -200,18 +194,15 @@ def index_page(outputs: Path) -> str:
     return "\n\n".join(t for t in ("# Results", TEXTS["index"], over_all, "\n".join(lines)) if t) + "\n"
 
 
-def notebook_of(paper: str, name: str) -> Path | None:
-    """Find the notebook of a paper's table or figure by its name, as ``make <paper>/<name>`` does."""
-    folder = root() / "notebooks" / paper
-    return next(iter(sorted([*folder.glob(f"{name}_*.ipynb"), *folder.glob(f"{name}.ipynb")])), None)
-
-
 def title_of(paper: str, name: str) -> str:
     """Return the notebook's title, linked to it as it looks when it has run, if it lies there.
 
-    For a grid without a notebook return the first line of its params file.
+    It is found by its name as ``make <paper>/<name>`` does. For a grid without one return the first line of its params
+    file.
     """
-    if (path := notebook_of(paper, name)) is None:
+    folder = root() / "notebooks" / paper
+    path = next(iter(sorted([*folder.glob(f"{name}_*.ipynb"), *folder.glob(f"{name}.ipynb")])), None)
+    if path is None:
         grid = params_dir() / paper / f"{name}.yaml"
         if not grid.is_file():
             return spoken(name)

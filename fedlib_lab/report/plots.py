@@ -219,12 +219,12 @@ def plot_adaptive(curves: Mapping[str, Sequence[dict]], title: str = "", ax=None
     return ax
 
 
-def saved_by_leaving(curves: Mapping[str, Sequence[dict]], lost: float = 0.5) -> str:
-    """Say in a sentence at which share of its MACs each curve comes within ``lost`` points of its end."""
+def saved_by_leaving(curves: Mapping[str, Sequence[dict]]) -> str:
+    """Say in a sentence at which share of its MACs each curve comes within half a point of its end."""
     said = []
     for name, records in curves.items():
         *_, end = policy = [r for r in records if "exit" not in r]
-        near = min(r["macs"] for r in policy if r["accuracy"] >= end["accuracy"] - lost)
+        near = min(r["macs"] for r in policy if r["accuracy"] >= end["accuracy"] - 0.5)
         said.append(f"{plain(style.spelled(name))} at {100 * near / end['macs']:.0f} % of its MACs")
     return f"Within half a point of the last exit: {', '.join(said)}"
 

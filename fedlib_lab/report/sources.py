@@ -46,11 +46,11 @@ class Stored(Source):
 
     profile: str
     outputs: Path = field(default_factory=outputs_dir)
-    tables: dict = field(default_factory=dict, repr=False)
 
     def __post_init__(self):
         super().__post_init__()
         both = lambda cells, frame: [*zip(cells, frame.to_dict("records"), strict=True)]  # noqa: E731
+        self.read = cache(self._read)
         self.rows = cache(lambda table: both(*self.read(table)))
 
     @property
@@ -58,15 +58,14 @@ class Stored(Source):
         """The paper's own part of the outputs."""
         return self.outputs / self.paper
 
-    def read(self, table: str) -> tuple[list[Cell], pd.DataFrame]:
+    def _read(self, table: str) -> tuple[list[Cell], pd.DataFrame]:
         """Return the table's cells and ``tables.collect``'s frame; of the ``fallback`` if only that is stored."""
-        if table not in self.tables:
-            cells, fallback = (load(self.paper, table, self.profile) for load in (load_grid, load_fallback))
-            self.tables[table] = self._collect(cells, table)
-            if fallback and self.tables[table][1].accuracy.isna().all():
-                other = self._collect([stand_in(c, fallback) for c in cells], table)
-                self.tables[table] = other if other[1].accuracy.notna().any() else self.tables[table]
-        return self.tables[table]
+        cells, fallback = (load(self.paper, table, self.profile) for load in (load_grid, load_fallback))
+        found = self._collect(cells, table)
+        if fallback and found[1].accuracy.isna().all():
+            other = self._collect([stand_in(c, fallback) for c in cells], table)
+            found = other if other[1].accuracy.notna().any() else found
+        return found
 
     def _collect(self, cells: list[Cell], table: str) -> tuple[list[Cell], pd.DataFrame]:
         frame, spec = collect(cells, self.outputs / "runs"), self.spec(table)

@@ -43,16 +43,15 @@ def fresh(net: nn.Module, generator: torch.Generator) -> dict[str, torch.Tensor]
     """Draw ``net``: linear layers U(-1/sqrt(fan-in), 1/sqrt(fan-in)), embeddings N(0, 1), norms as they are."""
     out = {}
     for name, shape in {n: x.shape for n, x in net.state_dict().items()}.items():
-        layer = net.get_submodule(name.rpartition(".")[0])
+        path, _, leaf = name.rpartition(".")
+        layer = net.get_submodule(path)
         if isinstance(layer, nn.Linear):
             bound = layer.in_features**-0.5
             out[name] = torch.empty(shape).uniform_(-bound, bound, generator=generator)
         elif isinstance(layer, nn.Embedding):
             out[name] = torch.empty(shape).normal_(generator=generator)
-        else:
-            ones = name.endswith(("norm.weight", "running_var"))
-            counts = torch.int64 if name.endswith("num_batches_tracked") else torch.float32
-            out[name] = torch.full(shape, float(ones)).to(counts)
+        elif isinstance(layer, nn.BatchNorm1d):
+            out[name] = nn.BatchNorm1d(layer.num_features).state_dict()[leaf]
     return out
 
 

@@ -162,9 +162,9 @@ class _Walk:
                 yield from self.named(name, vars(x)[name], used)
 
     def function(self, f: types.FunctionType) -> Iterator[str]:
-        code = f.__code__
-        if _made(f) or owner(code.co_filename) != "own":
-            self.met(owner(code.co_filename), f.__globals__.get("__name__"))
+        code, whose = f.__code__, owner(f.__code__.co_filename)
+        if _made(f) or whose != "own":
+            self.met(whose, f.__globals__.get("__name__"))
             yield f"{_module_name(f.__module__)}.{f.__qualname__}"
         else:
             text, edited = text_of(code)
@@ -173,9 +173,10 @@ class _Walk:
             yield from self.value(f.__defaults__)
             yield from self.value(f.__kwdefaults__)
             yield from self.globals(f)
-        if not _made(f) and not _is_named(f):
+        is_named = whose != "own" and getattr(sys.modules.get(f.__module__), f.__qualname__, 0) is f  # of a library
+        if not _made(f) and not is_named:
             for name, cell in zip(code.co_freevars, f.__closure__ or (), strict=True):
-                yield from self.named(name, _content(cell))
+                yield from self.named(name, "empty" if cell == types.CellType() else cell.cell_contents)
         yield from self.each(vars(f))
 
     def globals(self, f: types.FunctionType) -> Iterator[str]:
@@ -300,11 +301,6 @@ def _made(f: types.FunctionType) -> bool:
     return f.__code__.co_qualname.startswith("__create_fn__") or str(f.__module__).startswith("namedtuple_")
 
 
-def _is_named(f: types.FunctionType) -> bool:
-    """Return whether ``f`` is a library's function, found where its name says."""
-    return owner(f.__code__.co_filename) != "own" and getattr(sys.modules.get(f.__module__), f.__qualname__, 0) is f
-
-
 def _counts(name: str, x: object, c: type) -> bool:
     """Return whether ``x`` is part of what class ``c`` does, and not written by Python."""
     if name == "_abc_impl" or (issubclass(c, enum.Enum) and name.startswith("_") and name.endswith("_")):
@@ -316,13 +312,6 @@ def _counts(name: str, x: object, c: type) -> bool:
     if not isinstance(f, types.FunctionType) or _made(f):
         return False
     return owner(f.__code__.co_filename) == "own" or (bool(f.__closure__) and name != "__repr__")
-
-
-def _content(cell: types.CellType) -> object:
-    try:
-        return cell.cell_contents
-    except ValueError:  # nothing yet
-        return "empty"
 
 
 def _is_plain(value: object) -> bool:

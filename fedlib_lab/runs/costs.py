@@ -20,7 +20,7 @@ import yaml
 from fedlib.core.clients import Client
 from fedlib.core.experiment import Experiment
 from fedlib.core.profiling import saved_for_backward
-from fedlib.core.slices import Slice, take
+from fedlib.core.slices import Slice, take_all
 from fedlib.data.datasets import DataSet, is_available, load_dataset
 from fedlib.data.tokenizer import has_tokenizer
 from fedlib.engine.executors import Execution
@@ -71,9 +71,8 @@ class Shapes:
         return self.method.slice_for(client, Server(0, self.trainable, {}), Round(1, (client,), self.setting))
 
     def held(self, part: Slice, params: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return those of ``params`` that ``part`` holds, cut to size."""
-        infos = self.setting.infos
-        return {n: take(p, infos[n], part) for n, p in params.items() if part.holds(infos[n])}
+        """Return those of ``params``, by local names, that ``part`` holds, cut to size."""
+        return take_all(params, self.setting.infos, replace(part, aliases={}))
 
     def upload_mib(self, part: Slice, budget: int = 0) -> float:
         """Return the MiB that a client of ``budget`` with ``part`` sends, compressed as the method's options say."""

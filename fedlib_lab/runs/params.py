@@ -95,24 +95,29 @@ def load_experiment(
 
     The seed is the first of the profile, unless ``overrides`` name one.
     """
-    base, methods = _paper(paper)
     sizes = load_profile(profile, paper)
-    seed = {"seed": sizes.get("seeds", [1])[0]}
-    sizes = {k: v for k, v in sizes.items() if k not in GRID_KEYS}
-    of_method, here = at_profile(methods.get(method, {}), profile)
-    published = {"base": base, "method": {"method": method} | of_method}
-    sizes = {"profile": sizes, f"method at {profile}": here}
-    return make_experiment(*_shrunk(published, sizes, row | seed, {"overrides": overrides or {}}).values())
+    row |= {"method": method, "seed": sizes.get("seeds", [1])[0]}
+    return make_experiment(*_layers(_paper(paper), profile, sizes, row, overrides or {}).values())
 
 
-def _shrunk(published: Layers, sizes: Layers, row: Mapping, last: Layers) -> Layers:
+def _layers(
+    of_paper: tuple[dict, dict], profile: str, sizes: Mapping, row: Mapping, overrides: Mapping,
+    table: tuple[Mapping, Mapping] = ({}, {}), column: tuple[Mapping, Mapping] = ({}, {}),
+) -> Layers:  # fmt: skip
     """Return all layers in this order, with what follows from the experiment's size (``scaled_schedules.py``).
 
-    ``published`` and ``row`` make up the published one; ``sizes`` and what comes ``last`` change it.
+    ``table`` and ``column`` are what they say always, and what at ``profile`` alone.
     """
-    full, shrunk, end = published.values(), sizes.values(), last.values()
-    more = following(merge(*full, row), merge(*full, *shrunk, row, *end), said_by(*shrunk, *end))
-    return {**published, **sizes, "row": row, "follows from its size": more, **last}
+    (base, methods), (row, row_here) = of_paper, at_profile(row, profile)
+    said = {"method": at_profile(methods.get(row["method"], {}), profile), "column": column, "table": table}
+    published = {"base": base} | {layer: said[layer][0] for layer in ("method", "table", "column")}
+    shrunk = {"profile": {k: v for k, v in sizes.items() if k not in GRID_KEYS}}
+    shrunk |= {f"{layer} at {profile}": here for layer, (_, here) in said.items()}
+    last = {f"row at {profile}": row_here, "overrides": overrides}
+    full = merge(*published.values(), row)
+    made = merge(*published.values(), *shrunk.values(), row, *last.values())
+    more = following(full, made, said_by(*shrunk.values(), *last.values()))
+    return {**published, **shrunk, "row": row, "follows from its size": more, **last}
 
 
 def at_profile(layer: Mapping[str, Any], profile: str) -> tuple[dict, dict]:
@@ -170,7 +175,6 @@ def load_grid(paper: str, table: str, profile: str, overrides: Mapping[str, obje
     method where the table compares methods, else the variants of these methods), and ``columns`` and ``seeds``. Raises
     ``ValueError`` before any compute.
     """
-    base, methods = _paper(paper)
     spec, sizes, overrides = load_spec(paper, table), load_profile(profile, paper), _given(overrides)
     check_known(overrides, field_names() | {"seeds", "columns", "variant"}, "overrides: unknown key {}")
     kept = _without(spec.get(profile, {}), "fallback")  # the table's own word here: its cells, then any other key
@@ -179,28 +183,19 @@ def load_grid(paper: str, table: str, profile: str, overrides: Mapping[str, obje
     variants = _variants(spec, kept.pop("variant", list(spec["variants"])), overrides)
     columns = _columns(spec, overrides.pop("columns", kept.pop("columns", list(spec["columns"]))), profile, overrides)
     seeds = overrides.pop("seeds", kept.pop("seeds", sizes.get("seeds", [1])))
-    sizes = {k: v for k, v in sizes.items() if k not in GRID_KEYS}
-    cells, made = [], {}  # made: what differs in nothing but the seed, once
-    axes = itertools.product(finetunes, variants.items(), columns.items(), seeds)
-    for finetune, (name, variant), (column, (of_column, stand_in)), seed in axes:
+    of_paper, of_table, cells = _paper(paper), (spec.get("common", {}), kept), []
+    for finetune, (name, variant), (column, said) in itertools.product(finetunes, variants.items(), columns.items()):
         limits = only.get(column, {})
-        kept_here = name in limits.get("variant", [name]) and seed in limits.get("seeds", [seed])
+        here = [seed for seed in seeds if seed in limits.get("seeds", seeds)]
+        kept_here = here and name in limits.get("variant", [name])
         if not kept_here or finetune not in _listed(variant.get("finetune", finetune)):
             continue
-        place = finetune, name, variant["method"], variant.get("label", name), column, seed
-        if place[:-1] in made:
-            e, layers = made[place[:-1]]
-            cells.append(Cell(*place, e.replace(seed=seed), {**layers, "row": {**layers["row"], "seed": seed}}))
-            continue
-        row, row_here = at_profile({k: v for k, v in variant.items() if k not in VARIANT_KEYS}, profile)
-        row |= {"finetune": finetune, "seed": seed}
-        of_method, method_here = at_profile(methods.get(row["method"], {}), profile)
-        published = {"base": base, "method": of_method, "table": spec.get("common", {}), "column": of_column}
-        here = {"method": method_here, "column": stand_in, "table": kept}
-        shrunk = {"profile": sizes, **{f"{layer} at {profile}": values for layer, values in here.items()}}
-        layers = _shrunk(published, shrunk, row, {f"row at {profile}": row_here, "overrides": overrides})
-        made[place[:-1]] = e, layers = make_experiment(*layers.values()), layers
-        cells.append(Cell(*place, e, layers))
+        row = {k: v for k, v in variant.items() if k not in VARIANT_KEYS} | {"finetune": finetune, "seed": here[0]}
+        layers = _layers(of_paper, profile, sizes, row, overrides, of_table, said)
+        place, e = (name, variant["method"], variant.get("label", name), column), make_experiment(*layers.values())
+        for seed in here:  # in which alone these cells differ
+            own = {**layers, "row": {**layers["row"], "seed": seed}}
+            cells.append(Cell(finetune, *place, seed, e.replace(seed=seed), own))
     return cells
 
 

@@ -84,14 +84,14 @@ class Watch:
             if shown is not None:
                 call_quietly(shown.close)
 
-    def close_rounds(self) -> None:
-        """Close the bars of rounds: no run goes on."""
-        while self.going:
-            call_quietly(self.going.popitem()[1][1].close)
+    def close_rounds(self, *ended: Experiment) -> None:
+        """Close the bars of rounds of the runs that have ``ended``, by default of all."""
+        for e in self.going.keys() & ended if ended else [*self.going]:
+            call_quietly(self.going.pop(e)[1].close)
 
     def begin(self, e: Experiment, t: int) -> None:
         """Show that ``e`` goes on after round ``t``."""
-        self._close(e)
+        self.close_rounds(e)
         self.going[e] = t, bar(self.bars, total=e.rounds, initial=t, desc=e.slug, leave=False, mininterval=0.5)
         self._tell()
 
@@ -107,7 +107,7 @@ class Watch:
 
     def end(self, e: Experiment) -> None:
         """Show that ``e`` is done, here or elsewhere."""
-        self._close(e)
+        self.close_rounds(e)
         if ended := e in self.left:
             self.left.remove(e)
         self._tell(now=True)
@@ -119,10 +119,6 @@ class Watch:
             call_quietly(self.runs.write, text)
             if self.terminal is not None:
                 self.terminal.show(text, True)
-
-    def _close(self, e: Experiment) -> None:
-        if e in self.going:
-            call_quietly(self.going.pop(e)[1].close)
 
     def _tell(self, now: bool = False) -> None:
         words = [f"{self.total - len(self.left)} of {self.total} runs done"] if self.total > 1 else []

@@ -41,20 +41,12 @@ def owner(file: str | None) -> str:
 def text_of(code: types.CodeType) -> tuple[str, bool]:
     """Return what ``code`` says, and whether its file says it no longer."""
     linecache.checkcache(code.co_filename)
-    source = "".join(linecache.getlines(code.co_filename))
-    if source and (found := _in_file(code, source)) is not None:
+    source, own = "".join(linecache.getlines(code.co_filename)), _essence(code)
+    of_name = _parsed(source, code.co_flags & __future__.annotations.compiler_flag).get(code.co_qualname, ())
+    if (found := next((tree for essence, tree in of_name if essence == own), None)) is not None:
         _read[code] = found
         return found, False
-    return _read.get(code) or repr(_essence(code)), bool(source)
-
-
-def _in_file(code: types.CodeType, source: str) -> str | None:
-    """Find the syntax trees at the line where ``source`` compiles to ``code``; None if there is none."""
-    parsed = _parsed(source, code.co_flags & __future__.annotations.compiler_flag)
-    for essence, tree in parsed.get(code.co_qualname, ()):
-        if essence == _essence(code):
-            return tree
-    return None
+    return _read.get(code) or repr(own), bool(source)
 
 
 @functools.lru_cache(maxsize=64)

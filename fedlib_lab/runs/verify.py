@@ -22,14 +22,8 @@ from .identity import KINDS, differences
 from .record import Run, recorded
 
 TOLERANCE = 1.0  # points of accuracy
-ALIKE = (
-    "device",
-    "torch",
-    "commit",
-    "products",
-    "workers",
-    "stack",
-)  # of a provenance: with equal ones, bytes are equal
+# of a provenance: with equal ones, bytes are equal
+ALIKE = ("device", "torch", "commit", "products", "workers", "stack")
 
 
 @dataclass(frozen=True)

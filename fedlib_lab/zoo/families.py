@@ -180,6 +180,7 @@ def load_weights_(net: nn.Module, file: Path) -> nn.Module:
     By name; where names differ and all shapes agree, in the order of both, which a warning says; safetensors keep none.
     ``ValueError`` names what does not fit; nothing is unpickled.
     """
+    of = f"wrap: weights = {str(file)!r}"
     try:
         state = load_file(file) if file.suffix == ".safetensors" else torch.load(file, "cpu", weights_only=True)
         state = next((state[key] for key in ("state_dict", "model") if key in state), state)
@@ -187,21 +188,20 @@ def load_weights_(net: nn.Module, file: Path) -> nn.Module:
         theirs = {n: tuple(t.shape) for n, t in found.items()}
     except Exception as error:  # whatever a damaged file, or one of other objects, raises
         why = f"{line_of(error)}; allowed: a file of the net's state_dict(), by safetensors or torch.save"
-        raise ValueError(f"wrap: weights = {str(file)!r} cannot be read: {why}") from error
+        raise ValueError(f"{of} cannot be read: {why}") from error
     mine = {n: tuple(t.shape) for n, t in net.state_dict().items() if not n.endswith("num_batches_tracked")}
-    if mine.keys() != theirs.keys():
-        if file.suffix == ".safetensors":
-            why = f"{min(mine.keys() ^ theirs.keys())} is not in both, and such a file keeps no order to go by"
-            raise ValueError(f"wrap: weights = {str(file)!r}: {why}; allowed: the net's own names")
-        for (own, a), (other, b) in zip_longest(mine.items(), theirs.items(), fillvalue=("nothing", ())):
-            if a != b or "nothing" in (own, other):
-                raise ValueError(f"wrap: weights = {str(file)!r}: {other} {b} does not fit {own} {a} of the net")
-        own, other = next(pair for pair in zip(mine, theirs, strict=True) if pair[0] != pair[1])
+    ordered = mine.keys() != theirs.keys()
+    if ordered and file.suffix == ".safetensors":
+        why = f"{min(mine.keys() ^ theirs.keys())} is not in both, and such a file keeps no order to go by"
+        raise ValueError(f"{of}: {why}; allowed: the net's own names")
+    pairs = [*zip_longest(mine, theirs, fillvalue="nothing")] if ordered else [(n, n) for n in mine]
+    for own, other in pairs:
+        if (a := mine.get(own)) != (b := theirs.get(other)):
+            raise ValueError(f"{of}: {other} {b or ()} does not fit {own} {a or ()} of the net")
+    if ordered:
+        own, other = next(pair for pair in pairs if pair[0] != pair[1])
         warnings.warn(f"{file.name} has other names: its tensors go in by their order, {other} as {own}", stacklevel=3)
-        found = dict(zip(mine, found.values(), strict=True))
-    elif wrong := next((n for n in mine if theirs[n] != mine[n]), None):
-        raise ValueError(f"wrap: weights = {str(file)!r}: {wrong} {theirs[wrong]} is {mine[wrong]} in the net")
-    net.load_state_dict(found, strict=False)
+    net.load_state_dict({own: found[other] for own, other in pairs}, strict=False)
     return net
 
 

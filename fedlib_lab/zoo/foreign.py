@@ -147,9 +147,6 @@ class Foreign(Backbone):
         z = self.stem.each_member(self._places(unit), z, partial(self.run_one, unit))
         return self.stem.each_member(self.of_stem, z, partial(self._seen, unit)), z if on == len(z) else z[:on]
 
-    def replace(self, z, unit: int, feature: torch.Tensor):
-        raise TypeError("a foreign model's class token cannot be handed back")
-
     def _places(self, unit: int) -> Places:
         """Return the tensors that ``unit`` reads: of T5 also the first unit's positions, which all share."""
         first = 0 if unit < self.split else self.split

@@ -112,10 +112,6 @@ class Scales:
     def __getitem__(self, clients) -> "Scales":
         return Scales([m[clients] for m in self.maps])
 
-    def numel(self) -> int:
-        """Count the numbers in all scales."""
-        return sum(m.numel() for m in self.maps)
-
 
 class Bottleneck(nn.Sequential):
     """A 1x1 and a 3x3 convolution, each with norm and ReLU; ``name`` is the axis of what it adds."""

@@ -150,10 +150,6 @@ class Stream(NamedTuple):
     tokens: torch.Tensor
     origin: torch.Tensor
 
-    @property
-    def shape(self) -> torch.Size:
-        return self.tokens.shape
-
 
 class Vim(TokenBackbone):
     """A stem and blocks."""

@@ -560,7 +560,7 @@ def test_weights_of_a_file_go_in_by_name_or_by_order_and_are_never_unpickled(wra
         ("short.pth", r"nothing \(\) does not fit head.weight \(10, 4\) of the net"),
         ("renamed.safetensors", "enter.bias is not in both, and such a file keeps no order to go by"),
         ("short.safetensors", "head.bias is not in both, .*; allowed: the net's own names"),
-        ("narrow.pth", r"gain \(3, 1, 1\) is \(4, 1, 1\) in the net"),
+        ("narrow.pth", r"gain \(3, 1, 1\) does not fit gain \(4, 1, 1\) of the net"),
         ("code.pth", "cannot be read: .*; allowed: a file of the net's state_dict"),
         ("absent.pth", "cannot be read: .*No such file"),
     ):

@@ -42,13 +42,9 @@ def _features(f: Federation, cohort: Cohort, examples: int) -> list[torch.Tensor
 
 def linear_cka(x: torch.Tensor, y: torch.Tensor) -> float:
     """Compute ||Y'X||^2 / (||X'X|| ||Y'Y||) in Frobenius norms, 0..1; zero where a side is constant."""
-    x, y = _centred(x, y)
-    if len(x) < max(x.shape[1], y.shape[1]):  # the same through Gram matrices (N, N)
-        k, m = x @ x.T, y @ y.T
-        cross, own = (k * m).sum(), k.norm() * m.norm()
-    else:
-        cross, own = (y.T @ x).square().sum(), (x.T @ x).norm() * (y.T @ y).norm()
-    return (cross / own).item() if own > 0 else 0.0
+    k, m = (z @ z.T for z in _centred(x, y))  # Gram matrices (N, N): ||Y'X||^2 is the sum over XX' * YY'
+    own = k.norm() * m.norm()
+    return ((k * m).sum() / own).item() if own > 0 else 0.0
 
 
 def mean_cca(x: torch.Tensor, y: torch.Tensor, variance: float = 1.0) -> float:

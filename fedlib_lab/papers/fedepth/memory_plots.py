@@ -39,9 +39,7 @@ def plot_stages(needs: Sequence[float], budgets: Mapping[str, float], slack: flo
         ax.axhline(budget, color="black", linestyle="--", linewidth=1, label="budget")
         ax.set_xticks(range(1, len(needs) + 1))
         finish(ax, "block", f"memory of training ({unit})" if ax is axes[0] else "")
-        handles, labels = ax.get_legend_handles_labels()
-        once = dict(zip(labels, handles, strict=True))
-        ax.legend(once.values(), once, frameon=False)
+        ax.legend()
     share_legend(axes)
     return axes
 

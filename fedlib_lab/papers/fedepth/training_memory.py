@@ -27,13 +27,8 @@ MIB = 2**20
 WORK = "a measured work"
 
 
-def peak_mib(work: Callable[[], object], device: torch.device | str = "cpu") -> float:
-    """Measure the most memory that ``work`` holds at any moment, beyond what was held before, in MiB."""
-    return peaks_mib([work], device)[0]
-
-
 def peaks_mib(works: Sequence[Callable[[], object]], device: torch.device | str = "cpu") -> list[float]:
-    """Measure the peak memory (MiB) of each of ``works``, run in order, beyond what was held before the first."""
+    """Measure the most memory (MiB) that each of ``works`` holds at once, in order, beyond what was held before all."""
     device, peaks = torch.device(device), []
     if device.type == "cuda":
         gc.collect()  # what an earlier work left behind and is let go only now would count as released

@@ -7,7 +7,6 @@ import numpy as np
 import pandas as pd
 import torch
 
-from fedlib.core.clients import clients_of
 from fedlib.engine.cohort import Cohort
 from fedlib.engine.federation import Federation
 from fedlib.methods import Round, Server, Stage
@@ -46,7 +45,7 @@ def count_teachers(
     mini-batch's loss, 0.2 the paper's running estimate.
     """
     ids = np.where((f.budgets == f.budgets.max()) & (f.data.num_examples > 0))[0]
-    members = clients_of(f.budgets, ids, f.data.num_examples)
+    members = f.clients(ids)
     t, totals = min(server.t + 1, f.experiment.rounds), {zeta: 0 for zeta in zetas}
     r = Round(t, tuple(members), f.setting)
     for i in range(0, len(members), cohort_size):
