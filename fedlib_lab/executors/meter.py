@@ -87,11 +87,11 @@ def count_training(e: Experiment, method: Method, setting: Setting, model: ExitM
             cohort.shapes = shapes
             method.local_update(cohort)
             held = [n for n in f.frozen if any(s.holds(setting.infos[n]) for s in cohort.slices)]
-            came = {  # what two members share comes once; a start stands in the model's place but for what is personal
+            # what two members share comes once; a start stands in the model's place, but for what of it is personal
+            received += sum({
                 id(p): p.numel() for m in members for key, brought in m.payload.items() for n, p in brought.items()
                 if (i := setting.infos.get(n)) is None or (m.part.holds(i) and (key != "start" or method.personal(i)))
-            }  # fmt: skip
-            received += sum(came.values())
+            }.values())  # fmt: skip
             sent += sum(p.numel() for tensors in cohort.extras.values() for p in tensors.values())
             peak = max(peak, shapes.peak - before + shapes.outside(cohort.forward.tensors[0][n] for n in held))
             del cohort
