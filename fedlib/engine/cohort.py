@@ -222,7 +222,7 @@ class Cohort:
                 optimiser.step_(grads, batches.at(step, rates), batches.active[step])
 
         repeat = override("repeat") if view is None else None
-        if repeat is None or not repeat(take_step, batches, optimiser, self.model, (self.params, scratch)):
+        if repeat is None or not repeat(take_step, batches, optimiser, forward, (self.params, scratch)):
             for step in range(len(batches.width)):
                 take_step(step)
         forward.place_()

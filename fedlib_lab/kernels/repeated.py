@@ -17,9 +17,9 @@ import torch
 from torch import nn
 
 from fedlib.engine.batches import Batches
+from fedlib.engine.forward import Forward
 from fedlib.engine.optimisers import Adam, LocalOptimiser
 from fedlib.layers.dropout import Dropout
-from fedlib.models.exit_model import ExitModel
 
 from .switch import is_on
 
@@ -28,7 +28,7 @@ Left = Sequence[MutableMapping[str, torch.Tensor]]
 
 
 def repeat(
-    take_step: Callable[[int, Batches], None], batches: Batches, optimiser: LocalOptimiser, model: ExitModel, left: Left
+    take_step: Callable[[int, Batches], None], batches: Batches, optimiser: LocalOptimiser, forward: Forward, left: Left
 ) -> bool:
     """Take every step of ``batches``; return False, and take none, where nothing would be recorded.
 
@@ -39,7 +39,7 @@ def repeat(
     rows = zip(batches.width, batches.active, batches.host_weights, strict=True)
     kinds = [(width, active.tobytes(), weights.numpy().tobytes()) for width, active, weights in rows]
     often, device = Counter(kinds), batches.weights.device
-    drops = any(isinstance(m, (Dropout, nn.Dropout)) and m.p for m in model.modules())
+    drops = any(isinstance(m, (Dropout, nn.Dropout)) and m.p for m in forward.model.modules())
     if drops or batches.rows.device != device or max(often.values()) < LEAST:
         return False
     batches = replace(batches, place=torch.zeros(1, dtype=torch.long, device=device))
@@ -49,17 +49,17 @@ def repeat(
     for step, kind in enumerate(kinds):
         batches.place.fill_(step)
         if often[kind] >= LEAST and taken[kind] == WARM:
-            recorded[kind] = record(lambda step=step: _take_in_place(take_step, step, batches, model, left), device)
+            recorded[kind] = record(lambda step=step: _take_in_place(take_step, step, batches, forward, left), device)
         taken[kind] += 1
         if kind in recorded:
             recorded[kind]()
         else:
-            _take_in_place(take_step, step, batches, model, left)
+            _take_in_place(take_step, step, batches, forward, left)
     return True
 
 
 def _take_in_place(
-    take_step: Callable[[int, Batches], None], step: int, batches: Batches, model: ExitModel, left: Left
+    take_step: Callable[[int, Batches], None], step: int, batches: Batches, forward: Forward, left: Left
 ) -> None:
     """Take a step; write what it replaces over what was there, which stays in its place."""
     before = [dict(tensors) for tensors in left]
@@ -72,7 +72,7 @@ def _take_in_place(
     finally:
         for tensors, old in zip(left, before, strict=True):
             tensors.update(old)
-        model.put_(left[0])
+        forward.place_(True, forward.model.context.generators)
 
 
 def record(take: Callable[[], None], device: torch.device) -> Callable[[], None]:

@@ -1,5 +1,7 @@
 """Recorded steps end with the numbers of steps that are taken. A recorder of operations stands in for a CUDA graph."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -128,13 +130,14 @@ def test_what_cuda_refuses_is_taken_and_leaves_nothing_behind(monkeypatch):
     monkeypatch.setattr("torch.cuda.CUDAGraph", lambda: None)
     monkeypatch.setattr("torch.cuda.graph", lambda graph: Refused())
     loss = torch.ones(2)
-    scratch, model = {"loss": loss}, torch.nn.Module()
-    model.put_ = lambda params: None
+    context = SimpleNamespace(generators=None)
+    forward = SimpleNamespace(place_=lambda *_: None, model=SimpleNamespace(context=context))
+    scratch = {"loss": loss}
 
     def take_step(step, batches):
         scratch["loss"] = loss + 1
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    take = lambda: repeated._take_in_place(take_step, 0, None, model, ({}, scratch))  # noqa: E731
+    take = lambda: repeated._take_in_place(take_step, 0, None, forward, ({}, scratch))  # noqa: E731
     assert repeated.record(take, torch.device("cuda")) is take
     assert scratch == {"loss": loss} and scratch["loss"] is loss and loss.sum() == 2
