@@ -300,3 +300,39 @@ def test_rows_of_no_part_are_said():
 def test_what_is_no_pair_of_arrays_is_refused_by_name(train, classes, sentence):
     with pytest.raises(ValueError, match=re.escape(sentence)):
         register_data("mine", train, classes=classes)
+
+
+ALIKE = {
+    "how é is written": (("caf\u00e9", "cafe\u0301"), r"'caf\\xe9' and 'cafe\\u0301'|'cafe\\u0301' and 'caf\\xe9'"),
+    "a space": (("cat", "cat "), "'cat' and 'cat '"),
+    "case": (("Cat", "cat"), "'Cat' and 'cat'"),
+}
+
+
+@pytest.mark.parametrize("what", ALIKE)
+def test_names_that_look_alike_are_said(what, tmp_path):
+    """Of classes that arrays, cells, and folders name. Letters differ by case (EMNIST's)."""
+    names, told = ALIKE[what]
+    y = np.arange(60) % 2
+    words = hf.Dataset.from_dict({"text": ["a b"] * 60, "label": [names[i] for i in y]})
+    for i in range(60):
+        (tmp_path / names[i % 2]).mkdir(exist_ok=True)
+        Image.fromarray(X[i]).save(tmp_path / names[i % 2] / f"{i}.png")
+    register_data("words", words)
+    for read in (lambda: register_data("mine", (X, y), None, list(names)), lambda: load_dataset("words"),
+                 lambda: load_dataset(str(tmp_path))):  # fmt: skip
+        with pytest.warns(UserWarning, match=f"classes ({told}) look alike and are not the same") as said:
+            read()
+        assert sum("look alike" in str(w.message) for w in said) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        register_data("mine", (X[:40], y[:40]), (X[40:], y[40:]), ["a", "A"])
+
+
+def test_owners_that_look_alike_are_said():
+    """Also where one is in training and the other in the test: nobody would be tested on it."""
+    own = {"text": ["a b"] * 40, "label": ["x", "y"] * 20}
+    train, test = (hf.Dataset.from_dict(own | {"client_id": ["bob", w] * 20}) for w in ("amy", "amy "))
+    register_data("mine", train, test)
+    with pytest.warns(UserWarning, match="owners 'amy' and 'amy ' look alike and are not the same"):
+        load_dataset("mine")
