@@ -82,9 +82,8 @@ class Execution(NamedFields):
         check_instance(self, "execution")
         check_known([self.executor], ("auto", "threads", *doors.EXECUTORS), "execution: executor = {} is not possible")
         if self.executor in ("ray", "processes") and self.device not in ("cpu", "cuda"):
-            raise ValueError(
-                f"execution: device = {self.device!r} with executor = {self.executor!r}; allowed: cpu, cuda"
-            )
+            why = f"device = {self.device!r} with executor = {self.executor!r}"
+            raise ValueError(f"execution: {why}; allowed: cpu, cuda")
         if self.executor != "ray":
             check_device(self.device)
         if self.address is not None and self.executor != "ray":
@@ -175,10 +174,9 @@ def automatic_cohort_size(f: Federation) -> int:
     spec, e = f.model.backbone.spec, f.experiment
     widest, kept = spec.numbers(min(e.batch_size, int(f.data.num_examples.max())))
     if f.device.type == "cpu":
-        trains_blocks = any(
-            i.kind == "backbone" and i.unit >= 0 for n, i in f.setting.infos.items() if n in f.server.params
-        )
-        per_client, kind = 4 * widest, "stacked" if trains_blocks else "shared"
+        trained = [i for n, i in f.setting.infos.items() if n in f.server.params]
+        blocks = any(i.kind == "backbone" and i.unit >= 0 for i in trained)
+        per_client, kind = 4 * widest, "stacked" if blocks else "shared"
         if kind == "stacked" and len(spec.feature(0)) == 3 and 4 * per_client <= CACHE_BYTES["maps"]:
             kind = "maps"  # small ones, four and more together
         limit = CACHE_BYTES[kind]

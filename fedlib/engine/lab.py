@@ -62,9 +62,8 @@ class ServerLab:
         learn = np.setdiff1d(np.arange(len(self.rows)), judge.numpy())
         best, kept = torch.full((), math.inf, device=self.data.device), {n: p.detach() for n, p in trained.items()}
         since, every = 0, max(1, patience // 2)
-        batches = [
-            b for _ in range(passes) for b in np.array_split(rng.permutation(learn), -(-len(learn) // self.batch_size))
-        ]
+        parts = -(-len(learn) // self.batch_size)
+        batches = [b for _ in range(passes) for b in np.array_split(rng.permutation(learn), parts)]
         for step, chosen in enumerate([*batches, None]):
             if chosen is None or step % every == 0:
                 loss = self._loss(part, start, judge, target)

@@ -92,9 +92,8 @@ def epsilon(noise_multiplier: float, clients: int, sampled: int, rounds: int, de
         from dp_accounting import GaussianDpEvent, NeighboringRelation, SampledWithoutReplacementDpEvent
         from dp_accounting.rdp import RdpAccountant
     except ImportError as error:
-        raise ImportError(
-            "noise_multiplier needs the package dp-accounting: pip install 'fedlib-kit[privacy]'"
-        ) from error
+        needs = "noise_multiplier needs the package dp-accounting: pip install 'fedlib-kit[privacy]'"
+        raise ImportError(needs) from error
     if not rounds:
         return 0.0
     noisy = GaussianDpEvent(noise_multiplier / 2)

@@ -111,10 +111,8 @@ def run_rounds(
 
 def measure(f: Federation, server: Server, memories: Memories) -> Mapping[str, Any]:
     """Measure a round on the central test set and, where clients have their own test sets, on these."""
-    central = f.experiment.test_split == "central"
-    return (
-        evaluate(f, server) if central else {**evaluate(f, server), "personal": evaluate_clients(f, server, memories)}
-    )
+    own = f.experiment.test_split != "central"
+    return {**evaluate(f, server), **({"personal": evaluate_clients(f, server, memories)} if own else {})}
 
 
 def merge_returned(t: int, planned: int, trained: Iterable[Trained]) -> Trained:
@@ -126,10 +124,8 @@ def merge_returned(t: int, planned: int, trained: Iterable[Trained]) -> Trained:
     for one in trained:
         came += 1
         total.mean.merge(one.mean)
-        total.memories.update(one.memories)
-        total.losses.update(one.losses)
-        total.extras.update(one.extras)
-        total.models.update(one.models)
+        for kind in ("memories", "losses", "extras", "models"):
+            getattr(total, kind).update(getattr(one, kind))
         total = replace(total, nonfinite=total.nonfinite + one.nonfinite)
     if came != planned:
         raise RuntimeError(f"round {t}: {planned} cohorts were planned and {came} came back")
