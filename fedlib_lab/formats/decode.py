@@ -139,13 +139,20 @@ def train_and_test(parts: Sequence[Part], layout: Layout, together: Sequence | N
     warn_alike((o for p in parts if p.owners is not None for o in np.unique(p.owners)), "owners", layout.where)
     if layout.test is None:
         train, test = hold_out_tenth(parts[0], together)
-        check_held_out(len(test.labels), len(parts[0].labels), layout)
+        if 20 * (held := len(test.labels)) < (n := len(parts[0].labels)):
+            of, more = ("the", "") if layout.owner is None else ("each owner's", " of an owner")
+            why = f"{layout.where}: a tenth of {of} examples, rounded down, would leave {held} of {n} to test on"
+            raise ValueError(f"{why}; allowed: a split named 'test', or ten examples and more{more}")
         if classes := [train.classes[i] for i in np.setxor1d(train.labels, test.labels)] if train.classes else []:
             told = f"a tenth is held out to test on, whatever the class, and of {len(classes)} of {len(train.classes)}"
             all_of = f"classes ({', '.join(classes)[:200]}) all examples are on one side"
             warnings.warn(f"{layout.where}: {told} {all_of}", stacklevel=2)
     else:
         train, test = parts[0], _renumbered(*parts, [layout.train, layout.test], layout.where)
+    there = np.union1d(train.labels, test.labels)
+    if (lost := [name for i, name in enumerate(train.classes) if i not in there]) or len(train.classes) == 1:
+        told = f"{len(lost)} of {len(train.classes)} classes ({', '.join(lost)[:200]}) have no example"
+        warnings.warn(f"{layout.where}: {told if lost else 'all examples are of one class'}", stacklevel=2)
     return to_tensors(train, test), train.classes
 
 
@@ -157,14 +164,6 @@ def warn_alike(names: Iterable[object], what: str, where: str) -> None:
         alike.setdefault(plain.casefold() if what == "classes" and len(plain) > 1 else plain, []).append(ascii(name))
     if told := [" and ".join(same) for same in alike.values() if len(same) > 1]:
         warnings.warn(f"{where}: {what} {', '.join(told)[:300]} look alike and are not the same", stacklevel=2)
-
-
-def check_held_out(held: int, examples: int, layout: Layout) -> None:
-    """Raise ``ValueError`` if rounding leaves less than half of a tenth to test on."""
-    if 20 * held < examples:
-        of, more = ("the", "") if layout.owner is None else ("each owner's", " of an owner")
-        why = f"{layout.where}: a tenth of {of} examples, rounded down, would leave {held} of {examples} to test on"
-        raise ValueError(f"{why}; allowed: a split named 'test', or ten examples and more{more}")
 
 
 def check_columns(table, split: str, layout: Layout) -> None:
@@ -241,7 +240,9 @@ def read_labels(table, split: str, layout: Layout) -> tuple[np.ndarray, list[str
     if names is None and layout.reads and str(feature.dtype).startswith("float"):
         return np.asarray(values, np.float32), []
     most = math.inf if names is None else len(names)
-    bad = next((i for i, v in enumerate(values) if not isinstance(v, str) and not 0 <= v < most), None)
+    bad = next(
+        (i for i, v in enumerate(values) if not isinstance(v, str) and not (0 <= v < most and v == int(v))), None
+    )
     if bad is not None:
         which = "no class; allowed: 0 and above, or names" if names is None else f"none of the {most} classes"
         raise ValueError(f"{layout.row(split, bad)}: {layout.label} = {values[bad]} is {which}")
@@ -305,9 +306,8 @@ def to_tensors(train: Part, test: Part) -> dict[str, torch.Tensor]:
     """Return the arrays of both splits by name, owners numbered in the order of their names."""
     out = {"train_images": train.inputs, "train_labels": train.labels}
     out |= {"test_images": test.inputs, "test_labels": test.labels}
-    if train.owners is not None:
-        ids = {name: i for i, name in enumerate(np.unique(train.owners))}  # sorted by name
-        out["owners"] = np.array([ids[o] for o in train.owners], np.int64)
-        if test.owners is not None:  # -1: nobody's training example is of this owner
-            out["test_owners"] = np.array([ids.get(o, -1) for o in test.owners], np.int64)
+    ids = {name: i for i, name in enumerate(np.unique(train.owners))} if train.owners is not None else {}  # by name
+    for key, part in (("owners", train), ("test_owners", test)):
+        if ids and part.owners is not None:  # -1: nobody's training example is of this owner
+            out[key] = np.array([ids.get(o, -1) for o in part.owners], np.int64)
     return {k: torch.from_numpy(np.ascontiguousarray(v)) for k, v in out.items()}

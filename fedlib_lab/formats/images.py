@@ -141,12 +141,10 @@ def white_level(kind: str, brightest: float, layout) -> int:
 
     ``ValueError`` for floats that would be nearly black on both scales.
     """
-    if kind == "F":
-        if 1 < brightest < 128:
-            why = f"{layout.where}: its brightest pixel of floats is {brightest:g}, which says of no scale"
-            raise ValueError(f"{why} that it is the right one; allowed: at most 1, or from 128 to 255")
-        return 1 if brightest <= 1 else 255
-    return 2 ** max(8, int(brightest).bit_length()) - 1
+    if kind == "F" and 1 < brightest < 128:
+        why = f"{layout.where}: its brightest pixel of floats is {brightest:g}, which says of no scale"
+        raise ValueError(f"{why} that it is the right one; allowed: at most 1, or from 128 to 255")
+    return 1 if kind == "F" and brightest <= 1 else 2 ** max(8, int(brightest).bit_length()) - 1
 
 
 def decode_pixels(

@@ -302,6 +302,27 @@ def test_what_is_no_pair_of_arrays_is_refused_by_name(train, classes, sentence):
         register_data("mine", train, classes=classes)
 
 
+def test_classes_without_an_example_are_said():
+    """Labels that begin at 1, or leave numbers out, make a net of more classes than there are; one class is always right."""
+    y = np.arange(60) % 3
+    for labels, told in ((y + 1, r"1 of 4 classes \(0\) have no example"), (2 * y, r"2 of 5 classes \(1, 3\) have"),
+                         (0 * y, "mine: all examples are of one class")):  # fmt: skip
+        with pytest.warns(UserWarning, match=told):
+            register_data("mine", (X, labels), (X, labels))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        register_data("mine", (X, y), (X[:9], y[:9]))
+
+
+def test_fractions_are_no_classes_of_pictures():
+    """Of text they are numbers to predict; 60 ages would be 60 classes."""
+    cells = {"image": [Image.fromarray(x) for x in X], "label": [i / 2 for i in range(60)]}
+    features = hf.Features(image=hf.Image(), label=hf.Value("float64"))
+    register_data("mine", hf.Dataset.from_dict(cells, features=features))
+    with pytest.raises(ValueError, match="row 1: label = 0.5 is no class; allowed: 0 and above, or names"):
+        load_dataset("mine")
+
+
 ALIKE = {
     "how é is written": (("caf\u00e9", "cafe\u0301"), r"'caf\\xe9' and 'cafe\\u0301'|'cafe\\u0301' and 'caf\\xe9'"),
     "a space": (("cat", "cat "), "'cat' and 'cat '"),
