@@ -153,6 +153,8 @@ def train_and_test(parts: Sequence[Part], layout: Layout, together: Sequence | N
     if (lost := [name for i, name in enumerate(train.classes) if i not in there]) or len(train.classes) == 1:
         told = f"{len(lost)} of {len(train.classes)} classes ({', '.join(lost)[:200]}) have no example"
         warnings.warn(f"{layout.where}: {told if lost else 'all examples are of one class'}", stacklevel=2)
+    if train.owners is not None and test.owners is not None and (n := (~np.isin(test.owners, train.owners)).sum()):
+        warnings.warn(f"{layout.where}: {n} of {len(test.owners)} test examples' owners train on none", stacklevel=2)
     return to_tensors(train, test), train.classes
 
 

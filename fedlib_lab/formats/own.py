@@ -162,8 +162,7 @@ def _pair(name: str, given: Any) -> tuple[Any, Any, Sequence[str] | None]:
 
 def _part(name: str, inputs: np.ndarray, labels: np.ndarray, classes: Sequence[str] | None) -> Part:
     """Build one split of arrays."""
-    alike = inputs.ndim and labels.ndim == 1 and 0 < len(labels) == len(inputs)
-    if not alike or labels.dtype.kind not in "iu":
+    if not (inputs.ndim and labels.ndim == 1 and 0 < len(labels) == len(inputs) and labels.dtype.kind in "iu"):
         raise ValueError(f"{name}: labels {labels.dtype} {labels.shape}, inputs {inputs.shape}; allowed: integers (N,)")
     low, high = int(labels.min()), int(labels.max())  # of the arrays' own type one more may be 0
     if classes is None and high >= len(labels):

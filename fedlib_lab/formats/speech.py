@@ -85,8 +85,7 @@ def decode_speech(
     table = table.cast_column(column, Audio(decode=False)) if isinstance(table.features[column], Audio) else table
     feature, values = table.features[label], np.asarray(table[label])
     words = np.array([feature.names[v] for v in values] if hasattr(feature, "names") else [str(v) for v in values])
-    said = np.where(words != "_silence_")[0]
-    given = list(table[speaker])  # of noise it may be None
+    said, given = np.where(words != "_silence_")[0], list(table[speaker])  # of noise it may be None
     for i in said.tolist():
         if not isinstance(given[i], str | int | float) or given[i] != given[i]:
             raise ValueError(f"{where(i)}: {speaker} = {shown(given[i])} is no speaker")

@@ -15,8 +15,10 @@ import numpy as np
 import pandas as pd
 import torch
 
+from fedlib.core.annotations import Fraction
 from fedlib.core.experiment import Experiment
 from fedlib.core.slices import STEM, Slice
+from fedlib.core.validation import convert
 from fedlib.data.tasks import Classification, task_of
 from fedlib.engine.evaluation import served_parts
 from fedlib.engine.executors import Execution
@@ -138,8 +140,8 @@ def adaptive_inference(
     """Return the :func:`adaptive_curve` of a run (trained if missing) on its central test set; (): at 0, 0.05, …, 1."""
     if not isinstance(task_of(e.dataset), Classification):
         raise e.refused("dataset", ": its labels are no classes, so no example leaves by its confidence")
+    thresholds = convert(thresholds, tuple[Fraction, ...], "thresholds") or [k / 20 for k in range(21)]
     f, server = load_trained(e, execution)
-    thresholds = thresholds or [k / 20 for k in range(21)]
     return adaptive_curve(all_logits(f, server), f.data.test_labels, served_macs(f, server), thresholds)
 
 

@@ -350,6 +350,14 @@ def test_names_that_look_alike_are_said(what, tmp_path):
         register_data("mine", (X[:40], y[:40]), (X[40:], y[40:]), ["a", "A"])
 
 
+def test_test_examples_of_owners_who_train_on_nothing_are_said():
+    own = {"text": ["a b"] * 40, "label": ["x", "y"] * 20}
+    train, test = (hf.Dataset.from_dict(own | {"client_id": ["bob", w] * 20}) for w in ("amy", "eve"))
+    register_data("mine", train, test)
+    with pytest.warns(UserWarning, match="mine: 20 of 40 test examples' owners train on none"):
+        assert load_dataset("mine").test_owners.tolist() == [1, -1] * 20
+
+
 def test_owners_that_look_alike_are_said():
     """Also where one is in training and the other in the test: nobody would be tested on it."""
     own = {"text": ["a b"] * 40, "label": ["x", "y"] * 20}

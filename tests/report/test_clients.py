@@ -37,6 +37,17 @@ def test_who_answers_with_numbers_does_not_leave_early():
         adaptive_inference(e)
 
 
+@pytest.mark.parametrize("asked, told", [
+    ([50], "thresholds = 50.0 must be at least 0 and at most 1"), ([float("nan")], "thresholds = nan: expected a finite"),
+    (0.5, "thresholds = 0.5: expected a list"), (["half"], "thresholds = 'half': expected float, got str"),
+])  # fmt: skip
+def test_a_threshold_is_a_share_and_is_refused_before_any_compute(asked, told, monkeypatch):
+    """At 50 (for 50 %) and at NaN every example went to the last exit."""
+    monkeypatch.setattr("fedlib_lab.report.clients.load_trained", lambda *_: 1 / 0)
+    with pytest.raises(ValueError, match=f"^{told}"):
+        adaptive_inference(Experiment(), asked)
+
+
 def test_costs_of_exits_increase_and_every_exit_is_a_point_of_its_own():
     logits = logits_of([(0, 0.9), (1, 0.8)], [(0, 0.9), (0, 0.7)])
     labels = torch.zeros(2, dtype=torch.long)
