@@ -164,6 +164,8 @@ def build_federation(e: Experiment, device: str = "cpu") -> Federation:
     eligible = method.eligible(budgets, setting)
     if not len(eligible):
         raise ValueError(f"experiment: no client is eligible for {e.method} with budgets = {e.budgets!r}")
+    if np.isin(np.arange(e.num_clients), eligible).sum() != len(eligible):  # a mask, too
+        raise ValueError(f"{e.method}: eligible() gave {[*eligible][:9]}; allowed: distinct ids, < {e.num_clients}")
     if not data.num_examples[eligible].any():
         why = f"leaves none of the {len(eligible)} clients that {e.method} can sample an example"
         raise e.refused("partition", why)
@@ -214,6 +216,8 @@ def budgets_of(e: Experiment, method: Method) -> np.ndarray:
     """
     budgets = method.num_budgets(e.num_exits)
     if (given := method.client_budgets(e.num_clients, e.num_exits)) is not None:
+        if len(given) != e.num_clients:
+            raise ValueError(f"{e.method}: client_budgets() gave {len(given)}; allowed: {e.num_clients}, one a client")
         return given
     if isinstance(e.budgets, tuple):
         if not e.budgets or max(e.budgets) >= budgets:

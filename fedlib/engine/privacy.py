@@ -99,8 +99,5 @@ def epsilon(noise_multiplier: float, clients: int, sampled: int, rounds: int, de
     noisy = GaussianDpEvent(noise_multiplier / 2)
     amplified = hidden and sampled < clients
     events = [noisy, SampledWithoutReplacementDpEvent(clients, sampled, noisy)] if amplified else [noisy]
-    spent = []
-    for event in events:
-        accountant = RdpAccountant(neighboring_relation=NeighboringRelation.REPLACE_ONE)
-        spent.append(accountant.compose(event, rounds).get_epsilon(delta))
-    return float(min(spent))
+    accountants = (RdpAccountant(neighboring_relation=NeighboringRelation.REPLACE_ONE) for _ in events)
+    return float(min(a.compose(x, rounds).get_epsilon(delta) for a, x in zip(accountants, events, strict=True)))
