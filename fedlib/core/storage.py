@@ -23,9 +23,8 @@ class DamagedFile(ValueError):
     """A stored file that is cut short, altered, missing or not what its name says."""
 
     def __init__(self, path: Path, reason: object):
-        super().__init__(
-            f"{path} is damaged ({reason}); restore it from a copy, or delete the run's folder to run it again"
-        )
+        otherwise = "restore it from a copy, or delete the run's folder to run it again"
+        super().__init__(f"{path} is damaged ({reason}); {otherwise}")
         self.path, self.reason = path, reason
 
 

@@ -200,7 +200,8 @@ def convert(value: object, hint: Any, where: str) -> Any:
     if origin in (typing.Union, types.UnionType):
         if value is None and type(None) in args:
             return None
-        *others, last = (a for a in args if a is not type(None))
+        kinds = [a for a in args if a is not type(None)]  # a misspelt word is told which words there are
+        *others, last = sorted(kinds, key=lambda a: isinstance(value, str) and typing.get_origin(a) is typing.Literal)
         for option in others:
             with suppress(ValueError):
                 return convert(value, option, where)

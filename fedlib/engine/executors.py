@@ -95,8 +95,7 @@ class Execution(NamedFields):
     @property
     def home(self) -> str:
         """The device of this process, which coordinates: a cluster's GPUs may all be elsewhere."""
-        alone = self.executor != "ray" or torch.cuda.is_available()
-        return self.device if alone else "cpu"
+        return self.device if self.executor != "ray" or torch.cuda.is_available() else "cpu"
 
     def side_by_side(self) -> int:
         """Return the number of workers of this machine."""

@@ -15,7 +15,7 @@ from ..data.federated import FederatedData, check_task, load_federated
 from ..data.tasks import Span, Task, task_of
 from ..layers.dropout import TokenDropout
 from ..layers.overrides import override
-from ..methods import Method, Server, Setting
+from ..methods import Method, Round, Server, Setting
 from ..methods.values import unknown
 from ..models.adapters import apply_finetune_
 from ..models.exit_model import ExitModel
@@ -164,6 +164,8 @@ def build_federation(e: Experiment, device: str = "cpu") -> Federation:
     eligible = method.eligible(budgets, setting)
     if not len(eligible):
         raise ValueError(f"experiment: no client is eligible for {e.method} with budgets = {e.budgets!r}")
+    if np.isin(np.arange(e.num_clients), eligible).sum() != len(eligible):  # a mask, too
+        raise ValueError(f"{e.method}: eligible() gave {[*eligible][:9]}; allowed: distinct ids, < {e.num_clients}")
     if not data.num_examples[eligible].any():
         raise e.refused(
             "partition", f"leaves none of the {len(eligible)} clients that {e.method} can sample an example"
@@ -171,7 +173,18 @@ def build_federation(e: Experiment, device: str = "cpu") -> Federation:
     trained = np.unique(budgets[eligible[data.num_examples[eligible] > 0]])
     setting = replace(setting, budgets=tuple(trained.tolist()))
     server = method.init_server(model.trainable(), setting)
-    return with_caches(Federation(e, method, setting, data, model, model.frozen(), budgets, server))
+    check_answers(f := Federation(e, method, setting, data, model, model.frozen(), budgets, server))
+    return with_caches(f)
+
+
+def check_answers(f: Federation) -> None:
+    """Raise ``ValueError`` if the last exit alone answers and clients, each on its own test set, are served none."""
+    one_of_each = np.unique(f.budgets, return_index=True)[1]
+    for c in f.clients(one_of_each) if f.method.last_answers and f.experiment.test_split != "central" else ():
+        if f.setting.num_exits - 1 not in f.method.serve(c, f.server, Round(0, (), f.setting)).members[0].part.exits:
+            why = f"last_answers = True, but clients of budget {c.budget} are served a model without the last exit"
+            allowed = "last_answers = False, a serve() of models that have it, or test_split = 'central'"
+            raise ValueError(f"{f.experiment.method}: {why}; allowed: {allowed}")
 
 
 def with_caches(f: Federation) -> Federation:
@@ -204,6 +217,8 @@ def budgets_of(e: Experiment, method: Method) -> np.ndarray:
     """
     budgets = method.num_budgets(e.num_exits)
     if (given := method.client_budgets(e.num_clients, e.num_exits)) is not None:
+        if len(given) != e.num_clients:
+            raise ValueError(f"{e.method}: client_budgets() gave {len(given)}; allowed: {e.num_clients}, one a client")
         return given
     if isinstance(e.budgets, tuple):
         if not e.budgets or max(e.budgets) >= budgets:

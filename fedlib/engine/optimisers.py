@@ -176,9 +176,9 @@ def build_optimiser(
 
     Where all steps' ``active`` members (S, M) are known ahead, no step copies anything from the host.
     """
-    options = {"momentum": e.momentum} if e.optimiser == "sgd" else {}
-    clips = {"clip_value": e.clip_value, "clip_norm": e.clip_norm}
-    made = OPTIMISERS[e.optimiser](leaves, rows, weight_decay=e.weight_decay, **clips, **options)
+    options = {"weight_decay": e.weight_decay, "clip_value": e.clip_value, "clip_norm": e.clip_norm}
+    options |= {"momentum": e.momentum} if e.optimiser == "sgd" else {}
+    made = OPTIMISERS[e.optimiser](leaves, rows, **options)
     for moving in np.unique(active, axis=0) if active is not None else ():
         made._still(moving)
     return made

@@ -92,15 +92,12 @@ def epsilon(noise_multiplier: float, clients: int, sampled: int, rounds: int, de
         from dp_accounting import GaussianDpEvent, NeighboringRelation, SampledWithoutReplacementDpEvent
         from dp_accounting.rdp import RdpAccountant
     except ImportError as error:
-        how = "pip install 'fedlib-kit[privacy]'"
-        raise ImportError(f"noise_multiplier needs the package dp-accounting: {how}") from error
+        needs = "noise_multiplier needs the package dp-accounting: pip install 'fedlib-kit[privacy]'"
+        raise ImportError(needs) from error
     if not rounds:
         return 0.0
     noisy = GaussianDpEvent(noise_multiplier / 2)
     amplified = hidden and sampled < clients
     events = [noisy, SampledWithoutReplacementDpEvent(clients, sampled, noisy)] if amplified else [noisy]
-    spent = []
-    for event in events:
-        accountant = RdpAccountant(neighboring_relation=NeighboringRelation.REPLACE_ONE)
-        spent.append(accountant.compose(event, rounds).get_epsilon(delta))
-    return float(min(spent))
+    accountants = (RdpAccountant(neighboring_relation=NeighboringRelation.REPLACE_ONE) for _ in events)
+    return float(min(a.compose(x, rounds).get_epsilon(delta) for a, x in zip(accountants, events, strict=True)))

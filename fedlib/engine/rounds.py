@@ -122,10 +122,8 @@ def merge_returned(t: int, planned: int, trained: Iterable[Trained]) -> Trained:
     for one in trained:
         came += 1
         total.mean.merge(one.mean)
-        total.memories.update(one.memories)
-        total.losses.update(one.losses)
-        total.extras.update(one.extras)
-        total.models.update(one.models)
+        for kind in ("memories", "losses", "extras", "models"):
+            getattr(total, kind).update(getattr(one, kind))
         total = replace(total, nonfinite=total.nonfinite + one.nonfinite)
     if came != planned:
         raise RuntimeError(f"round {t}: {planned} cohorts were planned and {came} came back")

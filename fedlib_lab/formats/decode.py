@@ -6,8 +6,9 @@ lies in a set of one's own and is not read is said once, when it is decoded.
 
 import math
 import re
+import unicodedata
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -90,10 +91,8 @@ def decode(splits, layout: Layout, size: int | None = None) -> tuple[Decoded, bo
     for name, table in tables.items():
         check_columns(table, name, layout)
     inputs, fitted, targets, key = read_inputs(tables, layout, size)
-    parts = []
-    for name, table in tables.items():
-        labels, classes = (targets[name], []) if name in targets else read_labels(table, name, layout)
-        parts.append(Part(inputs[name], labels, read_owners(table, name, layout), classes))
+    read = {n: (targets[n], []) if n in targets else read_labels(t, n, layout) for n, t in tables.items()}
+    parts = [Part(inputs[n], labels, read_owners(tables[n], n, layout), names) for n, (labels, names) in read.items()]
     if len({p.owners.dtype.kind == "U" for p in parts if p.owners is not None}) > 1:  # numbers are not found as words
         why = f"{layout.where}: {layout.owner} is text in one of the splits {[*tables]}"
         raise ValueError(f"{why} and numbers in the other")
@@ -118,8 +117,8 @@ def choose_test_split(splits, layout: Layout) -> Layout:
 
 def has_labels(table, label: str) -> bool:
     """Return whether any example has a label. The public tests of GLUE say -1 or nothing."""
-    there = label in table.column_names
-    return there and any(v not in (None, -1, -100) and v == v for v in table.select_columns([label])[:][label])
+    values = table.select_columns([label])[:][label] if label in table.column_names else ()
+    return any(v not in (None, -1, -100) and v == v for v in values)
 
 
 def unread_parts(splits, train: str, test: str | None, layout: Layout) -> list[str]:
@@ -136,32 +135,44 @@ def unread_parts(splits, train: str, test: str | None, layout: Layout) -> list[s
 
 def train_and_test(parts: Sequence[Part], layout: Layout, together: Sequence | None = None) -> Decoded:
     """Return the arrays of a training and a test split, which is held out of the first where there is none."""
+    warn_alike((c for p in parts for c in p.classes), "classes", layout.where)
+    warn_alike((o for p in parts if p.owners is not None for o in np.unique(p.owners)), "owners", layout.where)
     if layout.test is None:
         train, test = hold_out_tenth(parts[0], together)
-        check_held_out(len(test.labels), len(parts[0].labels), layout)
+        if 20 * (held := len(test.labels)) < (n := len(parts[0].labels)):
+            of, more = ("the", "") if layout.owner is None else ("each owner's", " of an owner")
+            why = f"{layout.where}: a tenth of {of} examples, rounded down, would leave {held} of {n} to test on"
+            raise ValueError(f"{why}; allowed: a split named 'test', or ten examples and more{more}")
         if classes := [train.classes[i] for i in np.setxor1d(train.labels, test.labels)] if train.classes else []:
-            told = f"{layout.where}: a tenth is held out to test on, whatever the class, and of"
-            some = f"{len(classes)} of {len(train.classes)} classes ({', '.join(classes)[:200]})"
-            warnings.warn(f"{told} {some} all examples are on one side", stacklevel=2)
+            told = f"a tenth is held out to test on, whatever the class, and of {len(classes)} of {len(train.classes)}"
+            all_of = f"classes ({', '.join(classes)[:200]}) all examples are on one side"
+            warnings.warn(f"{layout.where}: {told} {all_of}", stacklevel=2)
     else:
         train, test = parts[0], _renumbered(*parts, [layout.train, layout.test], layout.where)
+    there = np.union1d(train.labels, test.labels)
+    if (lost := [name for i, name in enumerate(train.classes) if i not in there]) or len(train.classes) == 1:
+        told = f"{len(lost)} of {len(train.classes)} classes ({', '.join(lost)[:200]}) have no example"
+        warnings.warn(f"{layout.where}: {told if lost else 'all examples are of one class'}", stacklevel=2)
+    if train.owners is not None and test.owners is not None and (n := (~np.isin(test.owners, train.owners)).sum()):
+        warnings.warn(f"{layout.where}: {n} of {len(test.owners)} test examples' owners train on none", stacklevel=2)
     return to_tensors(train, test), train.classes
 
 
-def check_held_out(held: int, examples: int, layout: Layout) -> None:
-    """Raise ``ValueError`` if rounding leaves less than half of a tenth to test on."""
-    if 20 * held < examples:
-        of, more = ("the", "") if layout.owner is None else ("each owner's", " of an owner")
-        why = f"{layout.where}: a tenth of {of} examples, rounded down, would leave {held} of {examples} to test on"
-        raise ValueError(f"{why}; allowed: a split named 'test', or ten examples and more{more}")
+def warn_alike(names: Iterable[object], what: str, where: str) -> None:
+    """Warn of names that differ by spaces, case (words of classes), or how an accent is written."""
+    alike: dict[str, list[str]] = {}
+    for name in sorted(set(map(str, names))):
+        plain = " ".join(unicodedata.normalize("NFC", name).split())
+        alike.setdefault(plain.casefold() if what == "classes" and len(plain) > 1 else plain, []).append(ascii(name))
+    if told := [" and ".join(same) for same in alike.values() if len(same) > 1]:
+        warnings.warn(f"{where}: {what} {', '.join(told)[:300]} look alike and are not the same", stacklevel=2)
 
 
 def check_columns(table, split: str, layout: Layout) -> None:
     """Raise ``ValueError`` if a column is missing or no example is there."""
     found = ", ".join(table.column_names)
-    for column in (*layout.reads, layout.label):
-        if column not in table.column_names:
-            raise ValueError(f"{layout.where}: split {split!r} has no column named {column!r}; found {found}")
+    if lost := [c for c in (*layout.reads, layout.label) if c not in table.column_names]:
+        raise ValueError(f"{layout.where}: split {split!r} has no column named {lost[0]!r}; found {found}")
     if layout.kind == "images" and image_column(table) is None:
         why = f"{layout.where}: no image column among {found}; allowed: pictures as datasets.Image writes them,"
         raise ValueError(f"{why} as of cast_column('image', datasets.Image()).to_parquet(...)")
@@ -231,7 +242,9 @@ def read_labels(table, split: str, layout: Layout) -> tuple[np.ndarray, list[str
     if names is None and layout.reads and str(feature.dtype).startswith("float"):
         return np.asarray(values, np.float32), []
     most = math.inf if names is None else len(names)
-    bad = next((i for i, v in enumerate(values) if not isinstance(v, str) and not 0 <= v < most), None)
+    bad = next(
+        (i for i, v in enumerate(values) if not isinstance(v, str) and not (0 <= v < most and v == int(v))), None
+    )
     if bad is not None:
         which = "no class; allowed: 0 and above, or names" if names is None else f"none of the {most} classes"
         raise ValueError(f"{layout.row(split, bad)}: {layout.label} = {values[bad]} is {which}")
@@ -270,8 +283,7 @@ def _renumbered(train: Part, test: Part, names: Sequence[str], where: str) -> Pa
     if test.classes == train.classes:
         return test
     number = {name: i for i, name in enumerate(train.classes)}
-    labels = np.array([number[test.classes[i]] for i in test.labels])
-    return Part(test.inputs, labels, test.owners, train.classes)
+    return replace(test, labels=np.array([number[test.classes[i]] for i in test.labels]), classes=train.classes)
 
 
 def hold_out_tenth(part: Part, together: Sequence | None = None) -> tuple[Part, Part]:
@@ -296,9 +308,8 @@ def to_tensors(train: Part, test: Part) -> dict[str, torch.Tensor]:
     """Return the arrays of both splits by name, owners numbered in the order of their names."""
     out = {"train_images": train.inputs, "train_labels": train.labels}
     out |= {"test_images": test.inputs, "test_labels": test.labels}
-    if train.owners is not None:
-        ids = {name: i for i, name in enumerate(np.unique(train.owners))}  # sorted by name
-        out["owners"] = np.array([ids[o] for o in train.owners], np.int64)
-        if test.owners is not None:  # -1: nobody's training example is of this owner
-            out["test_owners"] = np.array([ids.get(o, -1) for o in test.owners], np.int64)
+    ids = {name: i for i, name in enumerate(np.unique(train.owners))} if train.owners is not None else {}  # by name
+    for key, part in (("owners", train), ("test_owners", test)):
+        if ids and part.owners is not None:  # -1: nobody's training example is of this owner
+            out[key] = np.array([ids.get(o, -1) for o in part.owners], np.int64)
     return {k: torch.from_numpy(np.ascontiguousarray(v)) for k, v in out.items()}

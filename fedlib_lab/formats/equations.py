@@ -16,14 +16,14 @@ from fedlib.data.tokenizer import load_tokenizer
 
 def read_equations(
     columns: Sequence[Sequence[str]], equations: Sequence[str], length: int, where: Callable[[int], str],
-    source: str | None = None, cut: list | None = None,
+    source: str | None = None, cut: list[bool] | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
     """Read (token ids int32 (N, length), next tokens int64 (N, length)); columns of text are read one after another.
 
     Of a problem that is too long the beginning is left out, as the question stands at its end. ``ValueError`` names the
     row (``where(i)``) of an equation that leaves nothing of a question.
     """
-    words = load_tokenizer(source)
+    words, cut = load_tokenizer(source), [] if cut is None else cut
     tokenizer, marks = words.encoder(), len(words.begin) + len(words.between) + 1
     problems = [" ".join(texts) for texts in zip(*columns, strict=True)]
     encode = lambda texts: [e.ids for e in tokenizer.encode_batch(list(texts), add_special_tokens=False)]  # noqa: E731
@@ -33,10 +33,9 @@ def read_equations(
         left = length - marks - len(equation)
         if left < 1 or not equation:
             raise ValueError(f"{where(i)}: an equation of {len(equation)} tokens does not fit into {length}")
-        if cut is not None:
-            cut.append(len(problem) > left)
+        cut.append(len(problem) > left)
         row = [*words.begin, *problem[-left:], *words.between, *equation, words.end]
         ids[i, : len(row)] = row
-        answer = row[-len(equation) - 1 :]  # the prompt's last token predicts its first
-        following[i, len(row) - len(answer) - 1 : len(row) - 1] = answer
+        # the prompt's last token predicts the equation's first
+        following[i, len(row) - len(equation) - 2 : len(row) - 1] = row[-len(equation) - 1 :]
     return ids, following

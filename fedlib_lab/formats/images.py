@@ -11,6 +11,7 @@ colours of 16 bits. Pictures with a palette have its colours, and what is transp
 
 import io
 import os
+import re
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -49,13 +50,12 @@ def decode_images(tables: Mapping[str, object], column: str | None, size: int | 
                     clear += image.has_transparency_data and image.convert("RGBA").getextrema()[3][0] < 255
                     stacks += getattr(image, "is_animated", False)
             if deep is not None:
-                kind = "F" if image.mode == "F" else "I"
-                high = highest_pixel(deep, kind, place(cell, layout, name, row))
+                high = highest_pixel(deep, kind := image.mode[0], place(cell, layout, name, row))  # F or I
                 brightest[kind] = max(brightest.get(kind, 0.0), high)
-    if clear:
-        warnings.warn(f"{layout.where}: {clear} transparent images are laid on white", stacklevel=2)
-    if stacks:
-        warnings.warn(f"{layout.where}: {stacks} images have several pages, of which the first is read", stacklevel=2)
+    pages = "images have several pages, of which the first is read"
+    for n, told in ((clear, "transparent images are laid on white"), (stacks, pages)):
+        if n:
+            warnings.warn(f"{layout.where}: {n} {told}", stacklevel=2)
     whites = {kind: white_level(kind, high, layout) for kind, high in brightest.items()}
     if says := " and ".join(f"{white:g}" for white in whites.values() if white != 255):
         warnings.warn(f"{layout.where}: images are scaled to 8 bits, {says} being white", stacklevel=2)
@@ -68,28 +68,27 @@ def decode_images(tables: Mapping[str, object], column: str | None, size: int | 
         why = f"{layout.where}: images of {len(shapes)} size{'s'[: len(shapes) > 1]},"
         warnings.warn(f"{why} up to {width} x {height} pixels, are decoded to {size} x {size}", stacklevel=2)
         width = height = size
-    arrays, sides = {}, (width, height)
-    for name, table in tables.items():
-        out = np.empty((len(table), 3 if mode == "RGB" else 1, height, width), np.uint8)
-        for row, cell in encoded_images(table, column):
-            out[row] = np.atleast_3d(decode_pixels(cell, mode, sides, whites, layout, name, row)).transpose(2, 0, 1)
-        arrays[name] = out
+    shape, sides = (3 if mode == "RGB" else 1, height, width), (width, height)
+    arrays = {name: np.empty((len(table), *shape), np.uint8) for name, table in tables.items()}
+    for name, row, cell in ((n, *item) for n, table in tables.items() for item in encoded_images(table, column)):
+        pixels = decode_pixels(cell, mode, sides, whites, layout, name, row)
+        arrays[name][row] = np.atleast_3d(pixels).transpose(2, 0, 1)
     return arrays, resized
 
 
 def encoded_images(table, column: str | None) -> Iterator[tuple[int, Cell | None]]:
-    """Yield the rows of the table's images, still encoded; of a list its items."""
+    """Iterate over the rows of the table's images, still encoded; of a list its items."""
     from datasets import Image
 
-    if column is None:
-        yield from enumerate(table)
-        return
-    encoded = table.select_columns([column]).cast_column(column, Image(decode=False))
-    yield from ((i, row[column]) for i, row in enumerate(encoded))
+    encoded = table if column is None else table.select_columns([column]).cast_column(column, Image(decode=False))
+    return enumerate(encoded if column is None else (row[column] for row in encoded))
 
 
 def open_image(cell: Cell | None, layout, split: str, row: int):
-    """Open an image: its header is read, its pixels not yet."""
+    """Open an image: its header is read, its pixels not yet.
+
+    ``ValueError`` for a cell that names none, one outside of a local set's folder, or no file.
+    """
     from PIL import Image
 
     if cell is None or isinstance(cell, Mapping) and cell["bytes"] is cell["path"]:  # both None
@@ -97,24 +96,27 @@ def open_image(cell: Cell | None, layout, split: str, row: int):
     if isinstance(cell, Image.Image):
         return nullcontext(cell)
     if cell["bytes"] is None:
-        check_own_file(cell["path"], layout, split, row)
+        path, folder = str(cell["path"]), os.path.abspath(layout.where)
+        outside = os.path.exists(folder) and not os.path.abspath(path).startswith(folder + os.sep)
+        if outside or not os.path.isfile(path):  # a pipe is no file
+            which = "not in the set's own folder" if outside else "no file"
+            raise ValueError(f"{layout.row(split, row)} names the picture {path!r}, which is {which}")
     with readable(cell, layout, split, row):
         return Image.open(io.BytesIO(cell["bytes"]) if cell["bytes"] is not None else cell["path"])
 
 
-def check_own_file(path: str, layout, split: str, row: int) -> None:
-    """Raise ``ValueError`` for a cell that names a picture outside of a local set's folder, or no file (a pipe)."""
-    folder = os.path.abspath(layout.where)
-    if os.path.exists(folder) and not os.path.abspath(path).startswith(folder + os.sep):
-        raise ValueError(f"{layout.row(split, row)} names the picture {path!r}, which is not in the set's own folder")
-    if not os.path.isfile(path):
-        raise ValueError(f"{layout.row(split, row)} names the picture {path!r}, which is no file")
-
-
 def check_depth(image, where: str) -> None:
-    """Raise ``ValueError`` for colours of 16 bits, of which Pillow would keep the upper 8 and say nothing."""
-    if image.mode not in DEEP and ";16" in str(getattr(image, "tile", "")):  # how the file's pixels are packed
+    """Raise ``ValueError`` for what Pillow reads wrong and says nothing.
+
+    It would keep the upper 8 bits of colours of 16 and of all that SGI writes, and it passes over a file's own zero and
+    sign (FITS) and white (TIFF).
+    """
+    packed, deep, tags = str(getattr(image, "tile", "")), image.mode in DEEP, getattr(image, "tag_v2", {})
+    if not deep and image.mode != "L" and re.search(r";16|SGI16|'RGB', \d{4}", packed):
         raise ValueError(f"{where} holds colours or transparency of 16 bits; allowed: 8 bits, or 16 of grey alone")
+    if "SGI16" in packed or image.mode[0] == "I" and image.format == "FITS" or deep and tags.get(262) == 0:
+        why = "holds grey of more than 8 bits as SGI, FITS, or TIFF in which 0 is white, which would be read wrong"
+        raise ValueError(f"{where} {why}; allowed: PNG, or TIFF in which 0 is black")
 
 
 def place(cell: Cell, layout, split: str, row: int) -> str:
@@ -139,12 +141,10 @@ def white_level(kind: str, brightest: float, layout) -> int:
 
     ``ValueError`` for floats that would be nearly black on both scales.
     """
-    if kind == "F":
-        if 1 < brightest < 128:
-            why = f"{layout.where}: its brightest pixel of floats is {brightest:g}, which says of no scale"
-            raise ValueError(f"{why} that it is the right one; allowed: at most 1, or from 128 to 255")
-        return 1 if brightest <= 1 else 255
-    return 2 ** max(8, int(brightest).bit_length()) - 1
+    if kind == "F" and 1 < brightest < 128:
+        why = f"{layout.where}: its brightest pixel of floats is {brightest:g}, which says of no scale"
+        raise ValueError(f"{why} that it is the right one; allowed: at most 1, or from 128 to 255")
+    return 1 if kind == "F" and brightest <= 1 else 2 ** max(8, int(brightest).bit_length()) - 1
 
 
 def decode_pixels(

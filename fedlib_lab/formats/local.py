@@ -8,6 +8,7 @@ training data. A picture's own folder is its class, whatever it is called.
 
 import os
 import re
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -42,8 +43,7 @@ def local_set(path: Path, tokenizer: str | None = None) -> tuple[dict, Read]:
         if len(folders := sorted({str(Path(f).parent) for f in pieces})) > 1:
             raise ValueError(f"{path}: split {split!r} lies in {' and '.join(folders[:3])}; allowed: one set a folder")
     meant = found or files
-    if path.is_dir():
-        check_pieces(meant)
+    check_pieces(meant if path.is_dir() else ())
     digest = files_digest(meant, path if path.is_dir() else path.parent)
     columns = columns_of(digest, tuple((split, *found) for split, found in parquet.items()))
     kind, reads, _ = guess_layout(columns)
@@ -74,12 +74,14 @@ def visible_files(path: Path, within: tuple[Path, ...] = ()) -> list[Path]:
     """List the files of a folder, or the file; none whose name or folder within ``path`` begins with a dot.
 
     A link counts as what it leads to, but for one to a folder that it lies in (``within``: real folders around).
+    ``ValueError`` names one that leads nowhere.
     """
+    if within and path.is_symlink() and not path.exists():
+        raise ValueError(f"{path} is a link to what is not there; allowed: files and folders, or links to them")
     if not path.is_dir():
         return [path] if path.is_file() or not within else []
-    if (real := path.resolve()) in within:
-        return []
-    return [f for p in sorted(path.iterdir()) if p.name[0] != "." for f in visible_files(p, (*within, real))]
+    inside = () if (real := path.resolve()) in within else sorted(path.iterdir())
+    return [f for p in inside if p.name[0] != "." for f in visible_files(p, (*within, real))]
 
 
 def check_pieces(files: Sequence[Path]) -> None:
@@ -89,9 +91,8 @@ def check_pieces(files: Sequence[Path]) -> None:
         if found := re.fullmatch(r"(.*)-(\d+)-of-(\d+)(-.*)?", p.stem):
             pieces.setdefault((found[1], found[3]), {})[int(found[2])] = p
     for (split, of), there in pieces.items():
-        missing = next((i for i in range(int(of)) if i not in there), None)
-        if missing is not None:
-            other = f"{split}-{missing:0{len(of)}}-of-{of}"
+        if missing := [i for i in range(int(of)) if i not in there]:
+            other = f"{split}-{missing[0]:0{len(of)}}-of-{of}"
             raise ValueError(f"{min(there.values())} is one of {int(of)} pieces, and {other} is not there")
 
 
@@ -124,7 +125,10 @@ def guess_layout(columns: Sequence[str]) -> tuple[Kind, tuple[str, ...], str | N
 
 def picture_splits(path: Path, files: Sequence[Path]) -> dict[str, list[Path]]:
     """Return the pictures of each split within a folder; ``ValueError`` where a picture's class is not clear."""
-    pictures = sorted(pictures_among(path, files), key=Path.as_posix)
+    from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder
+
+    pictures = [p.relative_to(path) for p in files if p.suffix.lower() in ImageFolder.EXTENSIONS and p != path]
+    pictures.sort(key=Path.as_posix)
     if not pictures:
         raise ValueError(UNKNOWN.format(str(path), f"it holds no picture, but {[p.name for p in files[:3]]}"))
     names = sorted({p.parts[0] for p in pictures if len(p.parts) > 2 and p.parts[0].lower() in (*TRAIN, *TESTS)})
@@ -141,22 +145,23 @@ def picture_splits(path: Path, files: Sequence[Path]) -> dict[str, list[Path]]:
     return splits
 
 
-def pictures_among(path: Path, files: Sequence[Path]) -> list[Path]:
-    """Return the pictures of ``files``, within ``path``."""
-    from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder
-
-    return [p.relative_to(path) for p in files if p.suffix.lower() in ImageFolder.EXTENSIONS and p != path]
-
-
 def unread_files(path: Path, files: Sequence[Path], tables: Iterable, pictures: Mapping[str, list]) -> tuple[str, ...]:
-    """List the files within ``path`` that are not read: no parquet, no ``pictures`` of a split, not named by a cell."""
+    """List the files within ``path`` that are not read: no parquet, no ``pictures`` of a split, not named by a cell.
+
+    Where a file of metadata says the labels, warn of folders whose names could be classes.
+    """
     read = {p for found in pictures.values() for p in found}
     for table in () if pictures else (t for t in tables if image_column(t)):
         for _, cell in encoded_images(table, image_column(table)):
             if not cell or cell["bytes"] is not None:  # so are all of the table
                 break
             read.add(Path(os.path.relpath(cell["path"], path)))
-    others = (f.relative_to(path) for f in files if f != path)
+    others = [f.relative_to(path) for f in files if f != path]
+    known = [p.name for p in others if p.name in DESCRIBED]
+    folders = sorted({n for p in read if (n := p.parent.name).lower() not in ("", *TRAIN, *TESTS)} if known else ())
+    if len(folders) > 1:
+        told = f"{path}: labels are those of {known[0]}; not used: the folders' names"
+        warnings.warn(f"{told} ({', '.join(folders)[:100]}) as classes", stacklevel=2)
     return tuple(str(p) for p in others if p not in read and p.suffix != ".parquet" and p.name not in DESCRIBED)
 
 
@@ -184,8 +189,7 @@ def load_splits(path: Path, parquet: Mapping[str, Sequence[str]], digest: str):
                 return {s: load(data_files=list(files)) for s, files in parquet.items()}  # their columns may differ
             return load_dataset("imagefolder", data_dir=str(path), cache_dir=kept)
         except Exception as error:  # datasets raises many classes
-            file = next((f for files in parquet.values() for f in files if not _readable(f)), None)
-            if file is not None:
+            if file := next((f for files in parquet.values() for f in files if not _readable(f)), None):
                 raise ValueError(f"{file} is damaged: its rows cannot be read") from error
             for first, file in ((files[0], f) for files in parquet.values() for f in files):
                 of, other = (sorted(f"{f.name} ({f.type})" for f in read_schema(x)) for x in (first, file))
@@ -224,12 +228,11 @@ def layout_of(
 
 def _readable(file: str) -> bool:
     """Return whether every row of a parquet file can be read."""
-    from pyarrow import ArrowException
     from pyarrow.parquet import ParquetFile
 
     try:
         return all(batch is not None for batch in ParquetFile(file).iter_batches())
-    except (ArrowException, OSError):
+    except Exception:  # pyarrow's, or the system's
         return False
 
 

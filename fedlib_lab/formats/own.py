@@ -36,8 +36,8 @@ def own_set(name: str, train: object, test: object, classes: Sequence[str] | Non
     if classes is not None and (isinstance(classes, str) or not isinstance(classes, Sequence)):
         raise ValueError(f"{name}: classes = {shown(classes)}; allowed: a list of names")
     if splits is not None:
-        path = Path(name)
-        layout_of(path, list(splits), splits[train_of(path, splits)].column_names, {}, None)  # refuses what names tell
+        columns = splits[train_of(Path(name), splits)].column_names
+        layout_of(Path(name), list(splits), columns, {}, None)  # refuses what names tell
         if classes is not None:
             raise ValueError(f"{name}: classes name labels of arrays, a datasets.Dataset names its own; allowed: None")
         return partial(_of_splits, name, splits, {"registered": [content_digest(t) for t in splits.values()]}, ())
@@ -94,8 +94,7 @@ def add_owners(name: str, train: Any, partitioner: Any) -> Any:
     named = train.remove_columns([c for c in OWNERS if c in train.column_names])
     held = np.flatnonzero(owners >= 0)
     if len(held) < len(owners):
-        told = f"{name}: {len(owners) - len(held)} of {len(owners)} rows are in no part and not used"
-        warnings.warn(told, stacklevel=3)
+        warnings.warn(f"{name}: {(owners < 0).sum()} of {len(owners)} rows are in no part and not used", stacklevel=3)
     return named.select(held).add_column(OWNERS[-1], owners[held].tolist())
 
 
@@ -117,8 +116,9 @@ def saved_set(path: Path, tokenizer: str | None) -> tuple[dict, Read] | None:
 
 def _splits(name: str, train: Any, test: Any) -> dict | None:
     """Return the splits by name of what `datasets` made, as they would be unformatted; None of something else."""
-    splits = dict(train) if isinstance(train, Mapping) else {"train": train}
-    splits |= {} if test is None else {"test": test}
+    splits = (dict(train) if isinstance(train, Mapping) else {"train": train}) | (
+        {} if test is None else {"test": test}
+    )
     if not any(type(x).__module__.startswith("datasets.") for x in splits.values()):
         return None
     from datasets import Dataset
@@ -134,8 +134,7 @@ def _splits(name: str, train: Any, test: Any) -> dict | None:
 
 
 def _of_splits(where: str, splits: Mapping, key: dict, unread: tuple, tokenizer: str | None) -> tuple[dict, Read]:
-    path = Path(where)
-    layout = layout_of(path, list(splits), splits[train_of(path, splits)].column_names, {}, tokenizer)
+    layout = layout_of(Path(where), list(splits), splits[train_of(Path(where), splits)].column_names, {}, tokenizer)
     layout, plain = replace(layout, unread=unread), {s: t.with_format(None) for s, t in splits.items()}
     key = key | {"format": FORMAT} | (KEYED if layout.kind == "spans" else SCALED if layout.kind == "images" else {})
     return key | (tokenizer_key(tokenizer) if layout.reads else {}), lambda size: decode(plain, layout, size)
@@ -163,8 +162,7 @@ def _pair(name: str, given: Any) -> tuple[Any, Any, Sequence[str] | None]:
 
 def _part(name: str, inputs: np.ndarray, labels: np.ndarray, classes: Sequence[str] | None) -> Part:
     """Build one split of arrays."""
-    alike = inputs.ndim and labels.ndim == 1 and 0 < len(labels) == len(inputs)
-    if not alike or labels.dtype.kind not in "iu":
+    if not (inputs.ndim and labels.ndim == 1 and 0 < len(labels) == len(inputs) and labels.dtype.kind in "iu"):
         raise ValueError(f"{name}: labels {labels.dtype} {labels.shape}, inputs {inputs.shape}; allowed: integers (N,)")
     low, high = int(labels.min()), int(labels.max())  # of the arrays' own type one more may be 0
     if classes is None and high >= len(labels):
@@ -178,8 +176,7 @@ def _part(name: str, inputs: np.ndarray, labels: np.ndarray, classes: Sequence[s
 
 def _inputs(name: str, x: np.ndarray) -> np.ndarray:
     """Convert to images uint8 (N, C, H, W), or token ids int32 (N, T); ``ValueError`` for anything else."""
-    if x.dtype == np.uint8 and x.ndim == 3:
-        return x[:, None]
+    x = x[:, None] if x.dtype == np.uint8 and x.ndim == 3 else x
     if x.dtype == np.uint8 and x.ndim == 4 and (x.shape[1] in (1, 3) or x.shape[3] in (1, 3)):
         return x if x.shape[1] in (1, 3) else x.transpose(0, 3, 1, 2)
     allowed = "uint8 images (N, H, W), (N, C, H, W) or (N, H, W, C), or integers (N, T) from 0 to 2**31 - 1, token ids"

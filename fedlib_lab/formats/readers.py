@@ -26,8 +26,7 @@ from .own import Own, add_owners, own_set, saved_set
 from .speech import read_speech_commands
 
 HUB = {name: Layout(**said) for name, said in SETS["public"].items()}
-IDS = [source.where for source in HUB.values()]
-BY_ID = {source.where: name for name, source in HUB.items() if IDS.count(source.where) == 1}
+BY_ID = {one.where: name for name, one in HUB.items() if [x.where for x in HUB.values()].count(one.where) == 1}
 NAMES = (*HUB, "speech_commands", "docstrings")
 TEXTS = ("docstrings", *(name for name, source in HUB.items() if source.reads))
 OWN_DATA: dict[str, Own] = {}  # of one's own, by the name that it was given

@@ -39,8 +39,7 @@ def mel_filters(bins: int, fft_size: int, rate: int, low: float = 20.0) -> torch
     mel = lambda f: 1127 * np.log1p(np.asarray(f) / 700)  # noqa: E731
     edges = np.linspace(mel(low), mel(rate / 2), bins + 2)[:, None]
     points = mel(np.arange(fft_size // 2 + 1) * rate / fft_size)[None]
-    up = (points - edges[:-2]) / (edges[1:-1] - edges[:-2])
-    down = (edges[2:] - points) / (edges[2:] - edges[1:-1])
+    up, down = (points - edges[:-2]) / (edges[1:-1] - edges[:-2]), (edges[2:] - points) / (edges[2:] - edges[1:-1])
     return torch.from_numpy(np.clip(np.minimum(up, down), 0, None).astype(np.float32))
 
 
@@ -68,8 +67,8 @@ def read_wav(data: bytes) -> tuple[torch.Tensor, int]:
     with wave.open(io.BytesIO(data)) as f:
         if f.getsampwidth() != 2 or f.getnchannels() != 1:
             raise ValueError(f"expected 16-bit mono wave data, got {8 * f.getsampwidth()} bits x {f.getnchannels()}")
-        samples = np.frombuffer(f.readframes(f.getnframes()), "<i2").astype(np.float32) / 32768
-        return torch.from_numpy(samples), f.getframerate()
+        signal = np.frombuffer(f.readframes(f.getnframes()), "<i2").astype(np.float32) / 32768
+        return torch.from_numpy(signal), f.getframerate()
 
 
 def decode_speech(
@@ -83,12 +82,10 @@ def decode_speech(
     from datasets import Audio
 
     column = next(c for c, f in table.features.items() if isinstance(f, Audio) or c == "audio")
-    if isinstance(table.features[column], Audio):
-        table = table.cast_column(column, Audio(decode=False))
+    table = table.cast_column(column, Audio(decode=False)) if isinstance(table.features[column], Audio) else table
     feature, values = table.features[label], np.asarray(table[label])
     words = np.array([feature.names[v] for v in values] if hasattr(feature, "names") else [str(v) for v in values])
-    said = np.where(words != "_silence_")[0]
-    given = list(table[speaker])  # of noise it may be None
+    said, given = np.where(words != "_silence_")[0], list(table[speaker])  # of noise it may be None
     for i in said.tolist():
         if not isinstance(given[i], str | int | float) or given[i] != given[i]:
             raise ValueError(f"{where(i)}: {speaker} = {shown(given[i])} is no speaker")

@@ -63,8 +63,7 @@ def load_others(paper: str) -> dict[str, dict]:
     """Read ``params/<paper>/others.yaml``: results of others, with the claims that they agree and disagree with."""
     others, claims = _load(paper, "others", OTHERS), load_all_claims(paper)
     for name, other in others.items():
-        named = [c for side in SIDES for c in other.get(side, [])]
-        check_known(named, claims, f"others.yaml: {name}: no claim is called {{}}")
+        check_known(sum((other.get(s, []) for s in SIDES), []), claims, f"others.yaml: {name}: no claim is called {{}}")
     return others
 
 
@@ -85,11 +84,8 @@ def judge(stored: Stored) -> list[Judged]:
 
 def beside(judged: Judged, others: Mapping[str, Mapping]) -> tuple[str, ...]:
     """Return what others found on the same claim; for a contradicted one, also whether it stands alone."""
-    found = []
-    for other in others.values():
-        for side in SIDES:
-            if judged.name in other.get(side, []):
-                found.append(f"[{other['who']}]({other['source']}) {side}: {other['found']}")
+    told = [(o, side) for o in others.values() for side in SIDES if judged.name in o.get(side, [])]
+    found = [f"[{o['who']}]({o['source']}) {side}: {o['found']}" for o, side in told]
     if judged.verdict == "contradicted" and len(judged.comparisons):  # by runs, not by arithmetic
         against = any(judged.name in other.get("disagrees", []) for other in others.values())
         found.insert(0, "as others found" if against else "alone in this")

@@ -15,8 +15,10 @@ import numpy as np
 import pandas as pd
 import torch
 
+from fedlib.core.annotations import Fraction
 from fedlib.core.experiment import Experiment
 from fedlib.core.slices import STEM, Slice
+from fedlib.core.validation import convert
 from fedlib.data.tasks import Classification, task_of
 from fedlib.engine.evaluation import served_parts
 from fedlib.engine.executors import Execution
@@ -60,10 +62,12 @@ def spread_out(frame: pd.DataFrame, value: str, thresholds: Mapping[str, float] 
 def left_at(row: Mapping, thresholds: Mapping[str, float]) -> dict:
     """Return what clients get at their column's threshold: ``clients``, ``clients_sd``, ``share`` leaving at each exit.
 
-    Return {} for a single exit. Raise ``ValueError`` for a threshold that was not kept.
+    Return {} for a single exit, NaN where clients hold different exits, so that of nobody's leaving anything is known.
+    Raise ``ValueError`` for a threshold that was not kept.
     """
     if not isinstance(row["leaving"], dict) or not row["leaving"]:
-        return {}
+        several = isinstance(exits := row.get("client_exits"), list) and len(exits) > 1
+        return {"clients": np.nan, "clients_sd": np.nan} if several else {}
     threshold = str(thresholds[row["column"]])
     if threshold not in row["leaving"]:
         raise ValueError(f"thresholds: {row['column']} = {threshold} was not recorded; allowed: {list(THRESHOLDS)}")
@@ -111,10 +115,9 @@ def inference_costs(cells: Sequence[Cell], frame: pd.DataFrame, thresholds: Mapp
     for cell, row in zip(cells, frame.to_dict("records"), strict=True):
         if pd.notna(row["clients"]):
             macs, at = macs_of(cell.experiment), left_at(row, thresholds)
-            spent = float(np.dot(macs, at["share"])) if at else macs[-1]
-            where = {k: row[k] for k in ("column", "variant", "method", "label", "seed")}
-            saved = 100 * (1 - spent / macs[-1])
-            rows.append(where | {"macs_millions": round(spent / 1e6, 2), "saved_percent": round(saved, 2)})
+            spent = float(np.dot(macs, at["share"])) if "share" in at else np.nan if at else macs[-1]
+            where, saved = {k: row[k] for k in ("column", "variant", "method", "label", "seed")}, 1 - spent / macs[-1]
+            rows.append(where | {"macs_millions": round(spent / 1e6, 2), "saved_percent": round(100 * saved, 2)})
     return pd.DataFrame(rows)
 
 
@@ -138,8 +141,8 @@ def adaptive_inference(
     """Return the :func:`adaptive_curve` of a run (trained if missing) on its central test set; (): at 0, 0.05, …, 1."""
     if not isinstance(task_of(e.dataset), Classification):
         raise e.refused("dataset", ": its labels are no classes, so no example leaves by its confidence")
+    thresholds = convert(thresholds, tuple[Fraction, ...], "thresholds") or [k / 20 for k in range(21)]
     f, server = load_trained(e, execution)
-    thresholds = thresholds or [k / 20 for k in range(21)]
     return adaptive_curve(all_logits(f, server), f.data.test_labels, served_macs(f, server), thresholds)
 
 

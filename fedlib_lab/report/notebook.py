@@ -29,8 +29,7 @@ def check_parameters() -> None:
         from IPython import get_ipython
     except ImportError:  # no notebook
         return
-    shell = get_ipython()
-    if shell is not None:
+    if (shell := get_ipython()) is not None:
         names = shell.user_ns
         given = check_sources(names.get("In", ()))
         names |= given | {n: typed(n, names[n], kind) for n, kind in SHARED.items() if n in names}
@@ -67,8 +66,7 @@ def typed(name: str, value: object, kind: type) -> object:
     except ValidationError as error:
         allowed = {bool: "True, False", dict: "names and values (papermill -y)"}
         allowed[str] = f"a string (papermill -r {name} ...)"
-        said = f"parameters: {name} = {shown(value)}; allowed: {allowed.get(kind, kind.__name__)}"
-        raise ValueError(said) from error
+        raise ValueError(f"parameters: {name} = {shown(value)}; allowed: {allowed.get(kind, kind.__name__)}") from error
 
 
 def _assigned(source: str) -> dict[str, object]:

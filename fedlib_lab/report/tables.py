@@ -95,8 +95,7 @@ def collect(
     rows = []
     for cell in cells:
         found = shown_run(cell.experiment, folder) if known is None else known.get(cell.experiment)
-        row = {k: v for k, v in vars(cell).items() if k != "experiment"}
-        row |= {"dataset": cell.experiment.dataset, "backbone": cell.experiment.backbone}
+        row = {**vars(cell), "dataset": cell.experiment.dataset, "backbone": cell.experiment.backbone}
         row |= {"run": found.path.name if found else None, "found": found}
         rows.append(row | (values_of(found.summary) if found else {"status": "missing"}))
     return pd.DataFrame(rows).reindex(columns=list(NAMES["columns"]))
@@ -130,11 +129,19 @@ def mean_sd(
 ) -> pd.DataFrame:
     """Return mean, SD (n - 1) and number of seeds of the last round, per group; never the best round.
 
-    Of what clients get, the SD is the one over clients, mean over seeds.
+    Of what clients get, the SD is the one over clients, mean over seeds. ``ValueError`` if a seed stands twice.
     """
-    groups = frame.dropna(subset=[value]).groupby(list(by), sort=False)
+    groups = by_seed(frame, value, by).groupby(list(by), sort=False, dropna=False)
     out = groups[value].agg(mean="mean", sd="std", seeds="count").reset_index()
     return out.assign(sd=groups[SD[value]].mean().to_numpy()) if value in SD else out
+
+
+def by_seed(frame: pd.DataFrame, value: str, by: Sequence[str]) -> pd.DataFrame:
+    """Return the rows that have ``value``; ``ValueError`` if a seed stands twice in a group ``by`` columns."""
+    done = frame.dropna(subset=[value])
+    if "seed" in done and len(twice := done[done.duplicated([*by, "seed"])]):
+        raise ValueError(f"seed {twice.seed.iloc[0]} stands twice where {value} is averaged; allowed: a row a seed")
+    return done
 
 
 def budget_accuracies(frame: pd.DataFrame) -> pd.DataFrame:
@@ -146,8 +153,7 @@ def budget_accuracies(frame: pd.DataFrame) -> pd.DataFrame:
     rows = []
     for row in frame.dropna(subset=["accuracy"]).to_dict("records"):
         exits, where = row["exits"], {k: row[k] for k in ("finetune", "column", "variant", "label", "seed")}
-        for b in range(1, len(exits) + 1):
-            rows.append(where | {"budget": b, "deepest": exits[b - 1], "held": sum(exits[:b]) / b})
+        rows += [where | {"budget": b, "deepest": x, "held": sum(exits[:b]) / b} for b, x in enumerate(exits, 1)]
     return pd.DataFrame(rows, columns=["finetune", "column", "variant", "label", "seed", "budget", "deepest", "held"])
 
 
@@ -162,8 +168,7 @@ def load_reported(paper: str, *tables: str) -> pd.DataFrame:
 
     Of several tables, later ones add the rows that earlier ones do not print.
     """
-    folder = params_dir() / paper / "reported"
-    frames = [pd.read_csv(folder / f"{table}.csv", float_precision="round_trip") for table in tables]
+    frames = [pd.read_csv(params_dir() / paper / "reported" / f"{t}.csv", float_precision="round_trip") for t in tables]
     frames = [f if "variant" in f else f.assign(variant=f.method) for f in frames]
     return pd.concat(frames, ignore_index=True).drop_duplicates(["finetune", "variant", "column"])
 
@@ -257,7 +262,8 @@ def with_further(frame: pd.DataFrame, spec: Mapping[str, object]) -> pd.DataFram
 def exit_table(cells: Sequence[Cell], frame: pd.DataFrame) -> pd.DataFrame:
     """Return mean ``accuracy`` over seeds and ``costs.exit_costs``'s columns per mode, column, variant and exit."""
     rows, first = [], {(c.finetune, c.column, c.variant): c for c in reversed(cells)}
-    for key, group in frame.dropna(subset=["accuracy"]).groupby(["finetune", "column", "variant"], sort=False):
+    by = ["finetune", "column", "variant"]
+    for key, group in by_seed(frame, "accuracy", by).groupby(by, sort=False):
         cell, accuracies = first[key], pd.DataFrame(group.exits.tolist()).mean()
         where = {k: getattr(cell, k) for k in ("finetune", "column", "variant", "method", "label")}
         where |= {"dataset": cell.experiment.dataset, "backbone": cell.experiment.backbone, "seeds": len(group)}

@@ -28,6 +28,13 @@ from tests.helpers.tracked import OUTPUTS
         ({"rounds": 0}, "rounds = 0 must be at least 1"),
         ({"lr": float("nan")}, "lr = nan: expected a finite number"),
         ({"partition": "dirichlett"}, "did you mean 'dirichlet'?"),
+        (
+            {"budgets": "unifrom"},
+            "budgets = 'unifrom' is not possible; did you mean 'uniform'? allowed: contiguous, maximum",
+        ),
+        ({"budgets": [0, "1"]}, "expected int, got str"),
+        ({"budgets": 2}, "budgets = 2: expected a list"),
+        ({"exit_head": "towerz"}, "exit_head = 'towerz' is not possible; did you mean 'towers'?"),
         ({"clients_per_round": 200}, "clients_per_round = 200 exceeds num_clients = 100"),
         ({"min_lr": 1.0}, "min_lr = 1.0 exceeds lr"),
         ({"exit_blocks": [5, 2, 8, 11]}, "exit_blocks = [5, 2, 8, 11] must be 4 increasing"),

@@ -1,5 +1,7 @@
 """A federation of convnets against a plain PyTorch loop, and clients on their own test sets against one at a time."""
 
+from dataclasses import dataclass
+
 import numpy as np
 import pytest
 import torch
@@ -139,3 +141,17 @@ def test_sampling_is_a_function_of_seed_and_round_and_the_same_for_every_method(
     assert len({tuple(x) for x in ids["reefl"]}) > 1 and all(len(set(x)) == 6 for x in ids["reefl"])
     exclusive = build_federation(tiny.replace(method="exclusivefl"))
     assert {c.id % 4 for c in exclusive.sample_clients(1)} == {3}
+
+
+@pytest.mark.parametrize("hook, gives, told", [
+    ("eligible", lambda self, budgets, setting: np.array([0, 0, 1]), r"eligible\(\) gave \[.*0.*0.*1.*\]; allowed: distinct ids, < 3"),
+    ("eligible", lambda self, budgets, setting: budgets >= 0, r"eligible\(\) gave \[.*True"),
+    ("eligible", lambda self, budgets, setting: np.array([0, 9]), r"eligible\(\) gave \[.*9.*\]; allowed: distinct ids, < 3"),
+    ("client_budgets", lambda self, clients, exits: np.zeros(2, int), r"client_budgets\(\) gave 2; allowed: 3, one a client"),
+])  # fmt: skip
+def test_who_a_method_of_ones_own_samples_is_checked(convnet, monkeypatch, hook, gives, told):
+    """A mask sampled client 1 again and again, an id twice a client twice; of two budgets the third client was left out."""
+    cls = dataclass(frozen=True)(type("Own", (Method,), {hook: gives}))
+    monkeypatch.setitem(METHODS, "own", cls)
+    with pytest.raises(ValueError, match=f"^own: {told}"):
+        build_federation(convnet.replace(method="own"))

@@ -1,7 +1,7 @@
 """Clients that share a backbone run it as one batch: the same answers, in about the time of the central test set."""
 
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ from fedlib import Execution, build_federation, run_rounds
 from fedlib.engine import serving
 from fedlib.engine.evaluation import central_forward, exit_logits
 from fedlib.engine.forward import Forward
-from fedlib.methods import METHODS, Round
+from fedlib.methods import METHODS, Member, Round, Serving
 from fedlib_lab.rivals.ranks import Ranks
 from tests.helpers.granted import few_blocks, granted
 
@@ -178,6 +178,31 @@ def test_threads_answer_for_some_clients_each_and_change_no_answer(tiny, monkeyp
     assert len(models) == 2 and id(run[0].model) not in models and {t for _, t in seen[half:]} == {1}
     for k, x in found[1].items():
         torch.testing.assert_close(found[2][k], x, rtol=1e-3, atol=1e-4)
+
+
+def test_clients_without_the_only_exit_that_answers_are_refused_before_compute(tiny):
+    """Of depth prefixes all but the deepest; what they get was no number, and nothing said why."""
+
+    @dataclass(frozen=True)
+    class LastAnswers(METHODS["decoupled"]):
+        last_answers = True
+
+    @dataclass(frozen=True)
+    class Whole(LastAnswers):
+        def serve(self, client, server, r):
+            return Serving((Member(client, r.setting.full()),))
+
+    METHODS["last_answers"], METHODS["whole"] = LastAnswers, Whole
+    try:
+        e = tiny.replace(method="last_answers", options={}, num_exits=2, test_split="like_train")
+        told = r"last_answers: last_answers = True, but clients of budget 0 are served a model without the last exit; allowed:"
+        with pytest.raises(ValueError, match=told):
+            build_federation(e)
+        build_federation(e.replace(test_split="central"))
+        build_federation(e.replace(budgets="maximum"))
+        build_federation(e.replace(method="whole"))
+    finally:
+        del METHODS["last_answers"], METHODS["whole"]
 
 
 def test_a_hundred_clients_cost_little_more_than_the_central_test_set(tiny):

@@ -205,9 +205,21 @@ def deep_tiff():
     return (head + struct.pack("<HHH", 16, 16, 16)).ljust(400, b"\0") + np.full(192, 4095, "<u2").tobytes()
 
 
+def deep_sgi(channels):
+    """The same as an SGI file, which Pillow reads to the upper 8 bits, of grey as of colours."""
+    head = struct.pack(">hbbHHHHll", 474, 0, 2, min(3, 1 + channels), 8, 8, channels, 0, 65535)
+    return head.ljust(512, b"\0") + np.full(64 * channels, 4095, ">u2").tobytes()
+
+
+def deep_ppm(maximum):
+    """The same as a PPM, whose pixels go up to ``maximum``."""
+    return b"P6 8 8 %d\n" % maximum + np.full(192, 4095, ">u2").tobytes()
+
+
 @pytest.mark.parametrize("name, data", [
     ("x.png", deep_png(2, 3)), ("x.png", deep_png(6, 4)), ("x.png", deep_png(4, 2)), ("x.tiff", deep_tiff()),
-], ids=["RGB", "RGBA", "LA", "TIFF"])  # fmt: skip
+    ("x.rgb", deep_sgi(3)), ("x.ppm", deep_ppm(4095)), ("x.ppm", deep_ppm(65535)),
+], ids=["RGB", "RGBA", "LA", "TIFF", "SGI", "PPM, 12 bits", "PPM"])  # fmt: skip
 def test_colours_of_16_bits_are_refused(name, data, tmp_path):
     path = folder(tmp_path / "set", [(8, 8)] * 4)
     (path / "train" / "b" / name).write_bytes(data)
@@ -217,6 +229,41 @@ def test_colours_of_16_bits_are_refused(name, data, tmp_path):
     cells = [{"bytes": b, "path": None} for b in (png(8, 8), data)]
     with pytest.raises(ValueError, match=f"train.parquet, row 1 {told}"):
         load_dataset(str(parquet(tmp_path / "rows", cells, [0, 1])))
+
+
+def inverted_tiff(bits):
+    """A grey TIFF in which 0 is white: Pillow turns 8 bits of it around, and not 16."""
+    from PIL import Image
+
+    file = io.BytesIO()
+    pixels = np.full((8, 8), 4095, np.uint16) if bits == 16 else np.full((8, 8), 15, np.uint8)
+    Image.fromarray(pixels).save(file, "TIFF", tiffinfo={262: 0})
+    return file.getvalue()
+
+
+def deep_fits():
+    """Signed numbers of 16 bits and what is to be added to them, which Pillow reads as unsigned and does not add."""
+    said = ("SIMPLE  =                    T", "BITPIX  =                   16", "NAXIS   =                    2",
+            "NAXIS1  =                    8", "NAXIS2  =                    8", "BZERO   =                32768", "END")  # fmt: skip
+    pixels = np.full(64, 4095 - 32768, ">i2").tobytes()
+    return "".join(line.ljust(80) for line in said).ljust(2880).encode() + pixels.ljust(2880, b"\0")
+
+
+@pytest.mark.parametrize("name, data", [("x.tiff", inverted_tiff(16)), ("x.fits", deep_fits()), ("x.sgi", deep_sgi(1))])
+def test_numbers_that_pillow_does_not_scale_as_their_file_says_are_refused(name, data, tmp_path):
+    path = folder(tmp_path / "set", [(8, 8)] * 4, mode="L")
+    (path / "train" / "b" / name).write_bytes(data)
+    with pytest.raises(
+        ValueError,
+        match=f"^{path}/train/b/{name} holds grey of more than 8 bits as SGI, FITS, or TIFF in which 0 is white, which would",
+    ):
+        load_dataset(str(path))
+
+
+def test_in_a_grey_picture_of_8_bits_white_may_be_0(tmp_path):
+    path = folder(tmp_path / "set", [(8, 8)] * 4, mode="L")
+    (path / "train" / "b" / "x.tiff").write_bytes(inverted_tiff(8))
+    assert load_dataset(str(path)).train_inputs[-1].unique().tolist() == [15]
 
 
 # --- pictures of others ----------------------------------------------------------------------------------------------
@@ -258,6 +305,15 @@ def test_a_link_counts_as_the_folder_that_it_leads_to(tmp_path):
         data, same = load_dataset(str(linked)), load_dataset(str(plain))
     assert data.classes == same.classes and len(data.train_labels) == 6 and len(data.test_labels) == 4
     assert data.train_inputs.equal(same.train_inputs) and data.test_inputs.equal(same.test_inputs)
+
+
+@pytest.mark.parametrize("link", ["train/a/900.png", "train/c", "test/b/README"])
+def test_a_link_that_leads_nowhere_is_named(link, tmp_path):
+    """Pictures that an annex has not fetched, or that were moved, were left out without a word."""
+    path = folder(tmp_path / "set", [(8, 8)] * 4, [(8, 8)] * 2)
+    (path / link).symlink_to(tmp_path / "moved")
+    with pytest.raises(ValueError, match=f"^{path}/{link} is a link to what is not there"):
+        load_dataset(str(path))
 
 
 def test_a_pipe_in_an_image_folder_is_not_waited_for(tmp_path):
@@ -471,6 +527,25 @@ def test_pictures_that_no_row_of_their_metadata_names_are_said(tmp_path):
     ):
         data = load_dataset(str(tmp_path))
     assert data.classes == ("x", "y") and len(data.train_labels) == 20 and len(data.test_labels) == 4
+
+
+def test_class_folders_that_lose_to_labels_of_their_metadata_are_said(tmp_path):
+    """Pictures in one folder are in no class's, and nothing is said of it."""
+    for kind, at in (("classes", "ab"), ("one", "aa")):
+        folder(tmp_path / kind, [(8, 8)] * 20, test=[(8, 8)] * 4)
+        for split, n in (("train", 20), ("test", 4)):
+            where = tmp_path / kind / split
+            for i in range(n):
+                (where / "ab"[i % 2] / f"{i:03}.png").rename(where / at[i % 2] / f"{i:03}.png")
+            rows = [{"file_name": f"{at[i % 2]}/{i:03}.png", "label": "xy"[i // 2 % 2]} for i in range(n)]
+            pd.DataFrame(rows).to_csv(where / "metadata.csv", index=False)
+    told = r"labels are those of metadata.csv; not used: the folders' names \(a, b\) as classes$"
+    with pytest.warns(UserWarning, match=told) as said:
+        data = load_dataset(str(tmp_path / "classes"))
+    assert data.classes == ("x", "y") and len(said) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert load_dataset(str(tmp_path / "one")).classes == ("x", "y")
 
 
 def test_real_sets_load(shared_data, monkeypatch):

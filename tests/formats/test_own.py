@@ -300,3 +300,68 @@ def test_rows_of_no_part_are_said():
 def test_what_is_no_pair_of_arrays_is_refused_by_name(train, classes, sentence):
     with pytest.raises(ValueError, match=re.escape(sentence)):
         register_data("mine", train, classes=classes)
+
+
+def test_classes_without_an_example_are_said():
+    """Labels that begin at 1, or leave numbers out, make a net of more classes than there are; one class is always right."""
+    y = np.arange(60) % 3
+    for labels, told in ((y + 1, r"1 of 4 classes \(0\) have no example"), (2 * y, r"2 of 5 classes \(1, 3\) have"),
+                         (0 * y, "mine: all examples are of one class")):  # fmt: skip
+        with pytest.warns(UserWarning, match=told):
+            register_data("mine", (X, labels), (X, labels))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        register_data("mine", (X, y), (X[:9], y[:9]))
+
+
+def test_fractions_are_no_classes_of_pictures():
+    """Of text they are numbers to predict; 60 ages would be 60 classes."""
+    cells = {"image": [Image.fromarray(x) for x in X], "label": [i / 2 for i in range(60)]}
+    features = hf.Features(image=hf.Image(), label=hf.Value("float64"))
+    register_data("mine", hf.Dataset.from_dict(cells, features=features))
+    with pytest.raises(ValueError, match="row 1: label = 0.5 is no class; allowed: 0 and above, or names"):
+        load_dataset("mine")
+
+
+ALIKE = {
+    "how é is written": (("caf\u00e9", "cafe\u0301"), r"'caf\\xe9' and 'cafe\\u0301'|'cafe\\u0301' and 'caf\\xe9'"),
+    "a space": (("cat", "cat "), "'cat' and 'cat '"),
+    "case": (("Cat", "cat"), "'Cat' and 'cat'"),
+}
+
+
+@pytest.mark.parametrize("what", ALIKE)
+def test_names_that_look_alike_are_said(what, tmp_path):
+    """Of classes that arrays, cells, and folders name. Letters differ by case (EMNIST's)."""
+    names, told = ALIKE[what]
+    y = np.arange(60) % 2
+    words = hf.Dataset.from_dict({"text": ["a b"] * 60, "label": [names[i] for i in y]})
+    for i in range(60):
+        (tmp_path / names[i % 2]).mkdir(exist_ok=True)
+        Image.fromarray(X[i]).save(tmp_path / names[i % 2] / f"{i}.png")
+    register_data("words", words)
+    for read in (lambda: register_data("mine", (X, y), None, list(names)), lambda: load_dataset("words"),
+                 lambda: load_dataset(str(tmp_path))):  # fmt: skip
+        with pytest.warns(UserWarning, match=f"classes ({told}) look alike and are not the same") as said:
+            read()
+        assert sum("look alike" in str(w.message) for w in said) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        register_data("mine", (X[:40], y[:40]), (X[40:], y[40:]), ["a", "A"])
+
+
+def test_test_examples_of_owners_who_train_on_nothing_are_said():
+    own = {"text": ["a b"] * 40, "label": ["x", "y"] * 20}
+    train, test = (hf.Dataset.from_dict(own | {"client_id": ["bob", w] * 20}) for w in ("amy", "eve"))
+    register_data("mine", train, test)
+    with pytest.warns(UserWarning, match="mine: 20 of 40 test examples' owners train on none"):
+        assert load_dataset("mine").test_owners.tolist() == [1, -1] * 20
+
+
+def test_owners_that_look_alike_are_said():
+    """Also where one is in training and the other in the test: nobody would be tested on it."""
+    own = {"text": ["a b"] * 40, "label": ["x", "y"] * 20}
+    train, test = (hf.Dataset.from_dict(own | {"client_id": ["bob", w] * 20}) for w in ("amy", "amy "))
+    register_data("mine", train, test)
+    with pytest.warns(UserWarning, match="owners 'amy' and 'amy ' look alike and are not the same"):
+        load_dataset("mine")

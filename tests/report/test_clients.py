@@ -1,13 +1,14 @@
 """Leaving early over stored answers: by hand, and what it costs."""
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 
 from fedlib import Experiment, build_federation
 from fedlib.engine.evaluation import served_parts
 from fedlib.engine.leaving import first_confident
-from fedlib_lab.report.clients import adaptive_curve, adaptive_inference, served_macs
+from fedlib_lab.report.clients import adaptive_curve, adaptive_inference, served_macs, spread_out
 
 
 def logits_of(*confidences):
@@ -35,6 +36,34 @@ def test_who_answers_with_numbers_does_not_leave_early():
     )
     with pytest.raises(ValueError, match="dataset = 'stsb': its labels are no classes, so no example leaves by its"):
         adaptive_inference(e)
+
+
+@pytest.mark.parametrize("asked, told", [
+    ([50], "thresholds = 50.0 must be at least 0 and at most 1"), ([float("nan")], "thresholds = nan: expected a finite"),
+    (0.5, "thresholds = 0.5: expected a list"), (["half"], "thresholds = 'half': expected float, got str"),
+])  # fmt: skip
+def test_a_threshold_is_a_share_and_is_refused_before_any_compute(asked, told, monkeypatch):
+    """At 50 (for 50 %) and at NaN every example went to the last exit."""
+    monkeypatch.setattr("fedlib_lab.report.clients.load_trained", lambda *_: 1 / 0)
+    with pytest.raises(ValueError, match=f"^{told}"):
+        adaptive_inference(Experiment(), asked)
+
+
+def test_where_nobody_s_leaving_is_known_no_number_stands_for_it():
+    """The mean exit stood in a column of early leaving where clients hold different exits. Of a single one it is right."""
+    row = {
+        "column": "a",
+        "variant": "v",
+        "clients": 70.0,
+        "clients_sd": 3.0,
+        "leaving": {},
+        "client_exits": [60.0, 80.0],
+    }
+    kept = row | {"leaving": {"0.9": {"accuracy": 75.0, "sd": 2.0, "share": [0.5, 0.5]}}}
+    frame = pd.DataFrame([row, kept, row | {"client_exits": [70.0]}, row | {"leaving": np.nan, "client_exits": np.nan}])
+    found = spread_out(frame, "left", {"a": 0.9})
+    assert found.clients.isna().tolist() == [True, False, False, False]
+    assert found.clients[1:].tolist() == [75.0, 70.0, 70.0]
 
 
 def test_costs_of_exits_increase_and_every_exit_is_a_point_of_its_own():

@@ -12,6 +12,7 @@ from fedlib_lab.report.tables import (
     best_runs,
     budget_accuracies,
     collect,
+    exit_table,
     load_cells,
     markdown_table,
     mean_sd,
@@ -90,6 +91,23 @@ def test_best_runs_and_mean_sd():
     assert best_runs(frame).ensemble.tolist() == [61.0]
     row = mean_sd(frame).iloc[0]  # mean 56, SD sqrt((36 + 16 + 4) / 2) = 5.2915
     assert (row["mean"], round(row.sd, 4), row.seeds) == (56.0, 5.2915, 3)
+
+
+def test_a_seed_counts_once_in_a_mean():
+    """Two tables with a run in common, or two data columns as one group: the mean would count more runs than seeds."""
+    frame = frame_of(reefl=[50.0, 60.0])
+    for twice, by in ((pd.concat([frame, frame[:1]]), {}), (pd.concat([frame, frame.assign(column="b")]), {"by": ["variant"]})):  # fmt: skip
+        with pytest.raises(ValueError, match="^seed 0 stands twice where accuracy is averaged; allowed: a row a seed$"):
+            mean_sd(twice, **by)
+    with pytest.raises(ValueError, match="^seed 0 stands twice where accuracy is averaged"):
+        exit_table([], pd.concat([frame, frame[:1]]))
+    lost = pd.concat([frame, frame[:1].assign(accuracy=np.nan)])  # a run that is missing counts nowhere
+    assert mean_sd(lost).seeds.tolist() == [2]
+
+
+def test_a_group_without_a_name_is_a_group():
+    frame = pd.concat([frame_of(reefl=[50.0, 60.0]), frame_of(reefl=[70.0, 90.0]).assign(finetune=None)])
+    assert mean_sd(frame)["mean"].tolist() == [55.0, 80.0]
 
 
 def test_accuracies_per_budget_by_hand():
