@@ -192,13 +192,12 @@ def plan_round(f: Federation, server: Server, r: Round, workers: int, size: int 
     """
     jobs: list[list[Member]] = []
     for client in r.clients:
-        members = list(f.method.members(client, server, r))
-        teachers = [m for m in members if not m.trains]
-        shapes: dict[Hashable, list[Member]] = {}
-        for m in members:
-            if m.trains:
-                shapes.setdefault(m.part.shape_key(), []).append(m)
-        jobs += [group + teachers for group in shapes.values()]
+        members, shapes = list(f.method.members(client, server, r)), dict[Hashable, list[Member]]()
+        for m in (m for m in members if m.trains):
+            shapes.setdefault(m.part.shape_key(), []).append(m)
+        jobs += [group + [m for m in members if not m.trains] for group in shapes.values()]
+    if r.clients and not jobs:
+        raise ValueError(f"{f.experiment.method}: members() gave nothing that trains to any client of round {r.t}")
     return plan_cohorts(jobs, workers, size, lambda c: f.method.program(c, f.setting))
 
 

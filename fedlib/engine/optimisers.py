@@ -25,19 +25,16 @@ class LocalOptimiser:
     """What all optimisers share: clipping, who moves, and by how much."""
 
     def __init__(
-        self, leaves: Sequence[torch.Tensor], rows: Sequence[Rows], weight_decay: float = 0.0,
+        self, leaves: Sequence[torch.Tensor], rows: Sequence[Rows], moments: int = 0, weight_decay: float = 0.0,
         clip_value: float | None = None, clip_norm: float | None = None,
     ):  # fmt: skip
         self.leaves, self.rows, self.weight_decay = list(leaves), [tuple(r) for r in rows], weight_decay
         self.clip_value, self.clip_norm = clip_value, clip_norm
-        self.moments: list[list[torch.Tensor]] = []  # each like ``leaves``
+        self.moments = [[torch.zeros_like(p) for p in leaves] for _ in range(moments)]
         device = self.leaves[0].device if self.leaves else None
         at = {r: torch.tensor(r, device=device) for r in set(self.rows)}
         self._at = [at[r] for r in self.rows]
         self._idle: dict[bytes, dict[tuple[int, ...], torch.Tensor]] = {}  # of those who do not move: places in rows
-
-    def _moment(self) -> None:
-        self.moments.append([torch.zeros_like(p) for p in self.leaves])
 
     @torch.no_grad()
     def step_(self, grads: Sequence[torch.Tensor | None], rate: Rate, active: np.ndarray) -> None:
@@ -89,10 +86,8 @@ class SGD(LocalOptimiser):
     """v <- momentum v + g + decay p; p <- p - rate v."""
 
     def __init__(self, leaves: Tensors, rows: Sequence[Rows], momentum: float = 0.0, **options: Any):
-        super().__init__(leaves, rows, **options)
+        super().__init__(leaves, rows, int(momentum > 0), **options)
         self.momentum = momentum
-        if momentum:
-            self._moment()
 
     def _update_(
         self, leaves: Tensors, velocity: Tensors | None = None, *, grads: Tensors, reached: Sequence[int], rate: Rate,
@@ -117,9 +112,7 @@ class Adam(LocalOptimiser):
     decoupled = False  # weight decay: a part of the gradient
 
     def __init__(self, leaves: Tensors, rows: Sequence[Rows], **options: Any):
-        super().__init__(leaves, rows, **options)
-        self._moment()
-        self._moment()
+        super().__init__(leaves, rows, 2, **options)
         self.steps = np.zeros((1, 1), np.int64)  # (leaves, M) from the first step on
         self.place: torch.Tensor | None = None  # the step's, see :meth:`count_ahead`
 

@@ -99,9 +99,7 @@ def queue(
     known = {c: None for paper, table in wanted for c in load_spec(paper, table)["columns"]}
     check_known(columns, known, "columns = {} is in none of these tables")
     check_known([profile], profiles(), "profile = {} is unknown")
-    found: list[Run] = []
-    missing: list[tuple[int, str, Cell]] = []
-    skipped: list[str] = []
+    found, missing, skipped = list[Run](), list[tuple[int, str, Cell]](), list[str]()
     for paper, table in wanted:
         grid, absent, refused = f"{paper}/{table}", Counter(), []
         try:

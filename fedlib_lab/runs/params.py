@@ -187,8 +187,8 @@ def load_grid(paper: str, table: str, profile: str, overrides: Mapping[str, obje
     for finetune, (name, variant), (column, said) in itertools.product(finetunes, variants.items(), columns.items()):
         limits = only.get(column, {})
         here = [seed for seed in seeds if seed in limits.get("seeds", seeds)]
-        kept_here = here and name in limits.get("variant", [name])
-        if not kept_here or finetune not in _listed(variant.get("finetune", finetune)):
+        asked = name in limits.get("variant", [name]) and finetune in _listed(variant.get("finetune", finetune))
+        if not (here and asked):
             continue
         row = {k: v for k, v in variant.items() if k not in VARIANT_KEYS} | {"finetune": finetune, "seed": here[0]}
         layers = _layers(of_paper, profile, sizes, row, overrides, of_table, said)
@@ -244,7 +244,9 @@ def _given(overrides: Mapping[str, object] | None) -> dict[str, Any]:
     check_fields(Experiment, {k: overrides[k] for k in ("options", "finetune_options") if k in overrides}, "overrides")
     for key, kind in {"finetune": str, "method": str, "variant": str, "columns": str, "seeds": int}.items():
         if key in overrides:
-            overrides[key] = [convert(v, kind, f"overrides: {key}") for v in _listed(overrides[key])]
+            overrides[key] = found = [convert(v, kind, f"overrides: {key}") for v in _listed(overrides[key])]
+            if len(found) > len({*found}):
+                raise ValueError(f"overrides: {key} = {shown(found)} names one twice; allowed: each once")
     return overrides
 
 

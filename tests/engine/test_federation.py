@@ -155,3 +155,11 @@ def test_who_a_method_of_ones_own_samples_is_checked(convnet, monkeypatch, hook,
     monkeypatch.setitem(METHODS, "own", cls)
     with pytest.raises(ValueError, match=f"^own: {told}"):
         build_federation(convnet.replace(method="own"))
+
+
+def test_a_method_that_gives_nobody_a_model_is_refused(convnet, monkeypatch):
+    """It trained nothing and was finished."""
+    cls = dataclass(frozen=True)(type("Own", (Method,), {"members": lambda self, client, server, r: []}))
+    monkeypatch.setitem(METHODS, "own", cls)
+    with pytest.raises(ValueError, match=r"^own: members\(\) gave nothing that trains to any client of round 1"):
+        next(run_rounds(build_federation(convnet.replace(method="own")), Execution(workers=1)))

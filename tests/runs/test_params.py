@@ -134,6 +134,11 @@ def test_what_a_profile_keeps_is_checked(only, message):
             lambda: load_grid("reefl", "table1", "smoke", {"seeds": [3], "seed": 4}),
             "overrides: seed = 4 is not among seeds = [3]",
         ),
+        (lambda: load_grid("reefl", "table1", "smoke", {"seeds": [3, 4, 3]}), "seeds = [3, 4, 3] names one twice"),
+        (
+            lambda: load_grid("reefl", "table1", "smoke", {"method": ["reefl"] * 2}),
+            "names one twice; allowed: each once",
+        ),
         (lambda: load_experiment("reefl", "reefl", "smoke", {"num_exits": 7}), "does not divide 12 blocks"),
     ],
 )

@@ -229,7 +229,9 @@ def test_ctrl_c_and_kill_9_end_all_and_free_the_runs(sent, tmp_path):
     for e in grid:
         path = run_path(e, tmp_path)
         with FileLock(path / ".lock", timeout=30):
-            file = next(f for f in (path / NEWEST, path / "previous.safetensors") if f.exists())  # killed between two renames
+            file = next(
+                f for f in (path / NEWEST, path / "previous.safetensors") if f.exists()
+            )  # killed between two renames
             assert read_tensors(file)[1]["t"] >= 1 and not (path / "summary.json").exists()
 
 
