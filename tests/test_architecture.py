@@ -33,10 +33,10 @@ OF_THE_CORE = {folder for folders in LAYERS[:5] for folder in folders}
 # Lines of code as they stand. They may only be lowered: what comes in is paid for by what goes, perhaps elsewhere in its
 # package (executors rose from 599 by the one that stacks runs, kernels from 396 by steps as graphs)
 LINES = {
-    "fedlib": 8333,
+    "fedlib": 8332,
     "core": 896,
     "data": 1157,
-    "engine": 1936,
+    "engine": 1935,
     "layers": 566,
     "methods": 2285,
     "models": 1445,
@@ -47,9 +47,9 @@ LINES = {
     "formats": 869,
     "kernels": 458,
     "papers": 1130,
-    "report": 1846,
+    "report": 1845,
     "rivals": 654,
-    "runs": 2771,
+    "runs": 2772,
     "zoo": 1814,
 }
 HEAVY = {

@@ -366,6 +366,7 @@ def run_apart(run_one: RunOne, chosen: Sequence[Experiment], execution: Executio
     stored up to their last rounds.
     """
     new, cores = execution.device != "cpu", at_once(execution)
+    torch.cuda.empty_cache()  # of what ran here before; nothing without a GPU
     given = hand_out(chosen, cores, partial(_has_run, run_one, execution), watch, new=new)
     with contextlib.suppress(Unforkable), abreast(watch, cores), contextlib.closing(given) as answers:
         for e, answer in answers:

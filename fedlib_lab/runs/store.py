@@ -159,7 +159,7 @@ def run_all(
     alone = [e for e in missing if not any(e in stack for stack in stacks)]
     chosen = [] if callbacks else side_by_side.choose(alone, execution)
     pace = stored_pace(found, replace(execution, workers=1) if chosen else execution)
-    one = partial(_run_one, folder=folder, seconds=checkpoint_seconds, accept=accept, callback=callback)
+    one = partial(_run_one, folder=folder_of(folder), seconds=checkpoint_seconds, accept=accept, callback=callback)
     with Watch(missing, progress and bool(missing), pace) as watch:
         for stack in stacks:
             side_by_side.run_stack(one, stack, execution, watch)

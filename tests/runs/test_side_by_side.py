@@ -17,6 +17,7 @@ import torch
 from filelock import FileLock
 
 from fedlib import Execution, run_all
+from fedlib.core import paths
 from fedlib.core.profiling import profile
 from fedlib.core.storage import DamagedFile, read_tensors
 from fedlib.engine.rounds import Finished
@@ -254,6 +255,18 @@ def test_on_gpus_the_kits_runs_have_new_processes_and_one_of_your_own_stays(own,
     assert choose([small("own"), *grid], Execution("cuda:1")) == grid[:4]
     assert choose(grid[:3], Execution("cuda")) == choose(grid, Execution("cuda", workers=1)) == []
     assert choose(grid[:1], Execution("cuda:0")) == []
+
+
+def test_a_new_process_stores_where_this_one_does(two_cores, own, tmp_path, monkeypatch):
+    """A smoke table's go to scratch, which only this process knows."""
+    monkeypatch.setattr(paths, "_trial", False)
+    monkeypatch.setenv("FEDLIB_ROOT", str(tmp_path))
+    monkeypatch.delenv("FEDLIB_OUTPUTS", raising=False)
+    paths.use_outputs_of("smoke")
+    told = []
+    monkeypatch.setattr(side_by_side, "run_apart", lambda one, *_: told.append(one.keywords["folder"]))
+    run_all(grid_of(2), Execution(), progress=False)
+    assert told == [tmp_path / "outputs/scratch/runs"] and len(list(told[0].glob("*/summary.json"))) == 2
 
 
 def test_what_a_new_process_cannot_do_is_left_to_this_one(own, tmp_path, monkeypatch):
