@@ -96,11 +96,11 @@ def test_a_rank_is_a_slice_and_costs_its_share():
     assert parts[2] == Slice.prefix(2, (0,), index=dict(parts[2].index)) and len(parts[0].index) == 4  # q, v of two
     rows = exit_costs(experiment("hetlora"), 10)
     numbers = [r["upload_mib"] * 2**18 for r in rows]
-    assert numbers == [202 + 4 * 32 * k for k in RANKS]  # a norm and a classifier; A and B of 16 numbers a rank
-    assert [r["download_mib"] for r in rows] == [r["upload_mib"] for r in rows]
+    assert numbers == [202 + 4 * 32 * k + 1 for k in RANKS]  # a norm and a classifier; A and B of 16 numbers a rank; it
+    assert [r["download_mib"] * 2**18 for r in rows] == [n - 1 for n in numbers]
     assert rows[0]["macs"] < rows[1]["macs"] < rows[2]["macs"]
     (whole,) = exit_costs(experiment("fedavg", options={}), 10)
-    assert {k: rows[2][k] for k in whole} == whole | {"exit": 3}
+    assert {k: rows[2][k] for k in whole} == whole | {"exit": 3, "upload_mib": rows[2]["upload_mib"]}
 
 
 def test_a_run_goes_on_where_it_stopped():
