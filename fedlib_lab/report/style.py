@@ -223,7 +223,7 @@ def name_points(ax, points: Sequence[tuple[float, float, str]], colors: Sequence
             text.set_in_layout(False)
             text.update_positions(figure.canvas.get_renderer())
             box = Text.get_window_extent(text)  # without the arrow
-            inside = all(figure.bbox.contains(*corner) for corner in (box.p0, box.p1))
+            inside = all(figure.bbox.contains(*corner) for corner in (box.p0, box.p1)) and box.y1 <= ax.bbox.y1
             tried.append((sum(box.overlaps(t) for t in taken) + 10 * (not inside), len(tried), text, box))
             if tried[-1][0] == 0:
                 break

@@ -156,6 +156,7 @@ def test_names_at_the_right_edge_stay_inside():
     assert named["sixth"] == to_rgb(color_of("fedavg")) and named["fair"] == to_rgb(color_of("fedepth"))
     boxes = [boxed(t) for t in ax.texts]
     assert all(ax.figure.bbox.x0 <= b.x0 and b.x1 <= ax.figure.bbox.x1 for b in boxes)
+    assert all(b.y1 <= ax.bbox.y1 for b in boxes)  # above stands the title
     assert len(boxes) == 8 and not any(a.overlaps(b) for a, b in itertools.combinations(boxes, 2))
 
 
