@@ -68,7 +68,7 @@ class ExitModel(nn.Module):
                     continue
                 feature, z = cached.features[unit][: route.alive[unit]], cached.z[:on]
             else:
-                z = z[: route.alive[unit]] if unit == first else z
+                z = z[: route.alive[unit]] if unit == first and route.alive[unit] < len(z) else z
                 with torch.set_grad_enabled(torch.is_grad_enabled() and unit >= route.start):
                     feature, z = self.backbone.advance(z, unit, on)
             at = unit
@@ -79,18 +79,15 @@ class ExitModel(nn.Module):
             rows, seen = route.exits.get(exit, slice(0, 0)), list(past)
             at_rows = rows if isinstance(rows, slice) else index_of(rows, feature.device)
             if self.head.per_exit:
+                own = feature if rows == slice(0, len(feature)) else feature[at_rows]  # a slice's gradient is copied
                 with self.context.only(rows):
-                    out, handed_back = self.head.step(at, feature[at_rows], past)
+                    out, handed_back = self.head.step(at, own, past)
             else:
                 out, handed_back = self.head.step(at, feature, past)
             if watch is not None:
                 watch(unit, before, feature, seen, handed_back)
             if out is not None and (isinstance(rows, tuple) or rows.stop > rows.start):
-                outputs[exit] = pad_members(
-                    out if self.head.per_exit else out[rows if isinstance(rows, slice) else index_of(rows, out.device)],
-                    rows,
-                    members,
-                )
+                outputs[exit] = pad_members(out if self.head.per_exit else out[at_rows], rows, members)
             if handed_back is not None and on:
                 z = self.backbone.replace(z, unit, handed_back if len(handed_back) == on else handed_back[:on])
         blank = torch.zeros_like(next(o for o in outputs if o is not None))

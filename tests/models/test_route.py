@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from fedlib import Experiment, build_federation
+from fedlib.layers.conv import fold_clients
 from fedlib.models.route import Route
 
 TINY = Experiment(
@@ -41,3 +42,24 @@ def test_unread_tokens_of_last_blocks_change_no_logit_and_no_gradient(finetune):
     for name, g in grads.items():
         torch.testing.assert_close(short_grads[name], g, rtol=1e-3, atol=1e-5, msg=name)
     assert all(len(p) == len(stacked[n]) for n, p in model.named_parameters() if n in stacked)  # put back afterwards
+
+
+def test_gradients_of_maps_lie_as_maps_do_whoever_goes_on_and_has_an_exit():
+    """Of another layout, a ReLU's gradient takes seven times as long as the ReLU."""
+    f = build_federation(TINY.replace(method="depthfl", backbone="resnet8", finetune="full", num_exits=3))
+    stacked, alive, lies = {}, [3, 3, 2], []
+    for name, info in f.setting.infos.items():
+        if name in f.server.params:
+            holders = 3 if info.unit < 0 else alive[info.unit]
+            stacked[name] = f.server.params[name].expand(holders, *info.shape).clone().requires_grad_()
+    f.model.put_(stacked)
+
+    def look(block, _, z):
+        z.register_hook(lambda grad: lies.append(fold_clients(grad).data_ptr() == grad.data_ptr()))
+
+    for block in f.model.backbone.blocks:
+        block.register_forward_hook(look)
+    images = torch.randn(3, 4, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    route = Route(alive, {j: slice(0, n) for j, n in enumerate(alive)})
+    f.model(images, route).square().sum().backward()
+    assert lies == [True] * 3
