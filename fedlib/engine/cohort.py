@@ -212,6 +212,8 @@ class Cohort:
             batch = self._run(batches, step, route, ahead, scratch, view)
             with phase("forward"):
                 losses = loss(batch)
+            if (shape := tuple(getattr(losses, "shape", ()))) != total.shape:  # of a mean each member's part is less
+                raise ValueError(f"{e.method}: a loss of shape {shape}; allowed: ({len(total)},), a number a member")
             with phase("backward"):
                 grads = list(torch.autograd.grad(losses.sum(), leaves, allow_unused=True))
             with phase("step"), torch.no_grad():

@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from fedlib import Execution, build_federation, run_rounds
 from fedlib.core.rng import torch_generator
 from fedlib.engine.schedules import round_rate
-from fedlib.methods import METHODS
+from fedlib.methods import METHODS, Method
+from fedlib.methods.losses import cross_entropies
 from fedlib_lab.rivals.ranks import Ranks
 from tests.helpers.granted import few_blocks, granted
 
@@ -199,3 +200,17 @@ def test_bfloat16_is_part_of_the_experiment_and_trains(tiny):
     moved = max((a[n] - start[n]).abs().max() for n in a)
     apart = max((a[n] - b[n]).abs().max() for n in a)
     assert 0 < apart < 0.3 * moved
+
+
+@pytest.mark.parametrize("of", [torch.mean, torch.sum, lambda x: x[0][:1], lambda x: x, lambda x: 1.0])
+def test_a_loss_that_is_no_number_for_each_member_is_refused(tiny, of, monkeypatch):
+    """By their mean, members moved less the more of them trained together; the first one's loss moved nobody else."""
+
+    class Own(Method):
+        def local_loss(self, batch):
+            return of(cross_entropies(batch))
+
+    monkeypatch.setitem(METHODS, "own", Own)
+    f = build_federation(tiny.replace(method="own", num_clients=2, clients_per_round=2, budgets="maximum"))
+    with pytest.raises(ValueError, match=r"own: a loss of shape .*; allowed: \(2,\), a number a member"):
+        next(run_rounds(f, Execution(workers=1, cohort_size=2)))
