@@ -7,7 +7,7 @@ Read next: ``values.py`` (the values hooks see), ``losses.py``, ``server.py``, `
 """
 
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Annotated, ClassVar, Literal, NoReturn
 
 import numpy as np
@@ -55,6 +55,10 @@ class Method(UploadOptions):
         name = f"options of {type(self).__name__.lower()}"
         check_instance(self, name)
         check_conditions(self, name)
+        for f in fields(self):
+            if (said := getattr(type(self), f.name, f.default)) is not f.default:
+                allowed = f"{f.name}: {type(said).__name__} = {said!r} in a class below @dataclass(frozen=True)"
+                self.refuse(f"{f.name} = {said!r} in the class would not count, but {f.default!r}; allowed: {allowed}")
         self.check_options()
 
     def check_options(self) -> None:

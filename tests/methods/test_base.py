@@ -289,3 +289,15 @@ def test_scalefls_widest_clients_read_the_frozen_cache(tiny):
         2: False,
         3: True,
     }
+
+
+@pytest.mark.parametrize("decorated", [dataclass(frozen=True), lambda cls: cls], ids=["no type", "no dataclass"])
+def test_a_default_that_would_not_count_is_refused(decorated):
+    """Python takes ``mu = 2.0`` for no field, and without ``@dataclass`` not ``mu: float = 2.0``: the base's counts."""
+
+    class Mine(METHODS["fedprox"]):
+        mu = 2.0
+        weighting: str = METHODS["fedprox"].weighting
+
+    with pytest.raises(ValueError, match=r"mu = 2.0 in the class would not count, but .*; allowed: mu: float = 2.0 in"):
+        decorated(Mine)()
