@@ -71,8 +71,7 @@ def run_rounds(
 ) -> Iterator[Finished]:  # fmt: skip
     """Run the rounds after ``server.t``, yielding each as it ends; ``memories`` and ``mirrors`` change in place."""
     e, method, setting = federation.experiment, federation.method, federation.setting
-    server = server if server is not None else federation.server
-    memories = memories if memories is not None else {}
+    server, memories = server or federation.server, memories if memories is not None else {}
     mirrors = mirrors if mirrors is not None else {c: dict(x) for c, x in server.mirrors.items()}
     executor = build_executor(federation, execution)
     try:
@@ -87,10 +86,12 @@ def run_rounds(
             with phase("aggregation"), arithmetic("float32", federation.device):
                 dropped = tuple(sorted(back.nonfinite)) if e.nonfinite == "drop" else ()
                 mean = privatise(federation, server, back.mean, t)
-                if {c.id for c in r.clients} <= set(dropped) and not method.noise_multiplier:  # nothing arrived
-                    server = replace(server, t=t)
-                else:
+                if method.noise_multiplier or not {c.id for c in r.clients} <= set(dropped):  # something arrived
                     server = method.aggregate(server, Arrived(mean, back.extras, back.models), r)
+            server = replace(server, t=t)
+            was, now = ({n: (tuple(p.shape), p.dtype) for n, p in x.items()} for x in (before, server.params))
+            if other := next((n for n in was | now if was.get(n) != now.get(n)), None):
+                raise ValueError(f"{e.method}: aggregate() gave {other} {now.get(other)}; allowed: {was.get(other)}")
             memories.update(back.memories)
             changed = server.mirrors.changes if isinstance(server.mirrors, Overlay) else {}
             mirrors.update(changed)

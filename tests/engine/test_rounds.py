@@ -2,6 +2,8 @@
 
 import json
 import math
+import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -173,3 +175,34 @@ def test_a_run_whose_clients_tune_themselves_to_pieces_has_diverged(evaluate_eve
     assert found.summary["status"] == "diverged" and found.summary["personal"]["nonfinite"] == 3
     with pytest.raises(FloatingPointError, match="client 0: its answers are not finite"):
         run(e.replace(nonfinite="fail"), ONE, tmp_path, progress=False)
+
+
+WRONG = {
+    "None; allowed: ((10,), torch.float32)": lambda n, p: {},
+    "((1,), torch.float32); allowed: ((10,), torch.float32)": lambda n, p: {n: p[:1]},
+    "((10,), torch.float64); allowed: ((10,), torch.float32)": lambda n, p: {n: p.double()},
+    "more ((10,), torch.float32); allowed: None": lambda n, p: {n: p, "more": p},
+}
+
+
+@pytest.mark.parametrize("words", WRONG)
+def test_what_aggregate_gives_is_named_where_it_does_not_fit(words, monkeypatch):
+    """It was an error deep in the next round, or nothing was said."""
+
+    def aggregate(self, server, arrived, r):
+        name = next(n for n, p in server.params.items() if p.shape == (10,))
+        params = {n: p for n, p in server.params.items() if n != name}
+        return replace(server, params={**params, **WRONG[words](name, server.params[name])})
+
+    monkeypatch.setattr(FedAvg, "aggregate", aggregate)
+    with pytest.raises(ValueError, match="fedavg: aggregate.. gave .*" + re.escape(words)):
+        next(run_rounds(build_federation(everyone("fedavg")), ONE))
+
+
+def test_rounds_are_counted_whatever_aggregate_says(tmp_path, monkeypatch):
+    """A server whose ``t`` stood still was read back as if nothing had been trained: its rounds were run again."""
+    aggregate = FedAvg.aggregate
+    monkeypatch.setattr(FedAvg, "aggregate", lambda self, server, *more: replace(aggregate(self, server, *more), t=0))
+    e = everyone("fedavg", rounds=3, evaluate_every=1)
+    assert run(e, ONE, tmp_path, on_round=lambda r: r.t == 2).summary["status"] == "stopped"
+    assert [m["t"] for m in run(e, ONE, tmp_path).metrics] == [1, 2, 3]
