@@ -167,9 +167,8 @@ def build_federation(e: Experiment, device: str = "cpu") -> Federation:
     if np.isin(np.arange(e.num_clients), eligible).sum() != len(eligible):  # a mask, too
         raise ValueError(f"{e.method}: eligible() gave {[*eligible][:9]}; allowed: distinct ids, < {e.num_clients}")
     if not data.num_examples[eligible].any():
-        raise e.refused(
-            "partition", f"leaves none of the {len(eligible)} clients that {e.method} can sample an example"
-        )
+        why = f"leaves none of the {len(eligible)} clients that {e.method} can sample an example"
+        raise e.refused("partition", why)
     trained = np.unique(budgets[eligible[data.num_examples[eligible] > 0]])
     setting = replace(setting, budgets=tuple(trained.tolist()))
     server = method.init_server(model.trainable(), setting)

@@ -1,5 +1,6 @@
 """Products are computed as an experiment says, whatever the program's switches say, and these are put back."""
 
+import contextlib
 import threading
 
 import pytest
@@ -91,3 +92,15 @@ def test_tf32_is_a_gpus():
     assert e.hash != e.replace(precision="float32").hash
     with pytest.raises(ValueError, match="precision = 'tf32' is of GPUs, and this one trains on cpu; allowed: float32"):
         next(run_rounds(build_federation(e)))
+
+
+@pytest.mark.parametrize("around", [torch.no_grad, torch.inference_mode, "autocast", "default type"])
+def test_a_run_inside_another_switch_is_refused(around, monkeypatch):
+    """Under autocast other numbers came out, without a word; under the others an error from inside PyTorch."""
+    small = dict(num_train=40, num_test=20, num_clients=2, clients_per_round=2, rounds=1, pretrained=False)
+    f = build_federation(Experiment(**small))
+    if around == "default type":
+        monkeypatch.setattr(torch, "get_default_dtype", lambda: torch.float64)
+    inside = {"autocast": lambda: torch.autocast("cpu", torch.bfloat16), "default type": contextlib.nullcontext}
+    with inside.get(around, around)(), pytest.raises(ValueError, match="a run inside no_grad, autocast or"):
+        next(run_rounds(f, Execution(workers=1)))
