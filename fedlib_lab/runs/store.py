@@ -30,6 +30,7 @@ from fedlib.methods import Server
 from . import side_by_side
 from .callbacks import Callback, OnRound, Together
 from .checkpoints import Checkpoints
+from .code_digest import code_of
 from .costs import Pace
 from .identity import KINDS, Accept, Inputs, OtherInputs, accepted, check_verified, inputs_of, known_inputs
 from .progress import Watch, interrupted, say, unheard
@@ -265,6 +266,9 @@ def _run_missing(
                 stored = stored or find_run(e, folder, KINDS)  # a global that the rounds changed makes it no other run
             finally:
                 callback.end(stored)
+            if code_of(type(federation.method)) != inputs["method"]:
+                told = f"what {e.method}'s class reads changed in training, so this process's next run begins otherwise"
+                warnings.warn(f"{told}; allowed: state in Server.memory, or by Cohort.remember", stacklevel=3)
     watch.end(e)
     return stored
 
