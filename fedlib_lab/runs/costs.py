@@ -186,6 +186,8 @@ def num_classes(e: Experiment) -> int:
 def examples_per_client(e: Experiment) -> float:
     """Return the mean number of training examples of a client."""
     known = DATA.get(e.dataset, {})
+    if e.partition == "drawn":
+        return e.examples_per_client
     if e.num_train is None and "a_client" in known:
         return known["a_client"]
     examples = known.get("examples") if e.num_train is None else e.num_train
@@ -248,13 +250,13 @@ def count_bytes(e: Experiment) -> dict[str, float]:
     What arrives in float64 makes 8, or 10 where widths are cut and every entry has a weight of its own. ``disk`` is two
     checkpoints of what is trained, and what every client keeps to itself.
     """
-    shapes, examples = shapes_of(e), examples_per_client(e)
+    shapes = shapes_of(e)
     method, infos = shapes.method, shapes.setting.infos
     trained, frozen = (4 * sum(p.numel() for p in x.values()) for x in (shapes.trainable, shapes.model.frozen()))
     arriving = 10 if any(s.index for s in shapes.slices) else 8
     peak = max(frozen + arriving * trained, 4 * trained + taken_by(e, shapes.budgets - 1).peak)
     if (units := shapes.model.frozen_units()) and e.augment == "none":
-        rows = round(examples * e.num_clients)
+        rows = round(examples_per_client(e.replace(partition="iid")) * e.num_clients)  # drawn clients share them
         peak += FrozenCache.bytes_needed(shapes.model, units, rows, method.skips(shapes.setting))
     held = {n: p.numel() * (2 + e.num_clients * method.personal(infos[n])) for n, p in shapes.trainable.items()}
     weights = sum(p.numel() for n, p in shapes.everything.items() if infos[n].kind == "backbone")

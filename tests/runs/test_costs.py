@@ -249,6 +249,16 @@ def test_examples_per_client():
     assert examples_per_client(Experiment(dataset="femnist", partition="natural", num_clients=381)) == 204
 
 
+def test_what_a_drawn_population_trains_is_what_each_of_it_draws():
+    """However many draw, and however many examples they draw from; of which those of frozen units are kept once."""
+    few = Experiment(method="fedavg", dataset="mnist", finetune="frozen", augment="none", partition="drawn")
+    few = few.replace(examples_per_client=50, num_clients=20)
+    many = few.replace(num_clients=100_000)
+    divided = few.replace(partition="iid", examples_per_client=100, num_clients=80)  # 4,000 digits
+    assert training_macs(few) == training_macs(many) == training_macs(divided)
+    assert count_bytes(few)["client"] == count_bytes(divided)["client"]
+
+
 def test_budgets_without_exits_of_their_own_are_priced():
     """FedAvg has one exit whatever ``num_exits`` says, and clients whose budgets it ignores."""
     e = Experiment(method="fedavg", backbone="vit_digits", pretrained=False, finetune="full", num_train=4000)
