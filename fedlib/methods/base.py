@@ -57,8 +57,7 @@ class Method(UploadOptions):
         check_conditions(self, name)
         for f in fields(self):
             if (said := getattr(type(self), f.name, f.default)) is not f.default:
-                allowed = f"{f.name}: {type(said).__name__} = {said!r} in a class below @dataclass(frozen=True)"
-                self.refuse(f"{f.name} = {said!r} in the class would not count, but {f.default!r}; allowed: {allowed}")
+                self.refuse(f"{f.name} = {said!r} does not count; allowed: with a type, below @dataclass(frozen=True)")
         self.check_options()
 
     def check_options(self) -> None:
