@@ -51,6 +51,8 @@ def own_set(name: str, train: object, test: object, classes: Sequence[str] | Non
         parts.append(_part(name, inputs, labels, classes or named or (parts[0].classes if parts else None)))
     if len({p.inputs.ndim for p in parts}) > 1:
         raise ValueError(f"{name}: images in one of train and test, and token ids in the other; allowed: one kind")
+    if len(shapes := {p.inputs.shape[1:] for p in parts}) > 1:
+        warnings.warn(f"{name}: train and test are of unequal shapes, {sorted(shapes)}", stacklevel=3)
     tensors, names = train_and_test(parts, layout)
     decoded = {k: x.clone() for k, x in tensors.items()}, names  # whatever becomes of the arrays
     key = {"registered": digest_tensors(decoded[0], {"classes": " ".join(decoded[1])}), "format": FORMAT}
@@ -142,7 +144,7 @@ def _of_splits(where: str, splits: Mapping, key: dict, unread: tuple, tokenizer:
 
 def _pair(name: str, given: Any) -> tuple[Any, Any, Sequence[str] | None]:
     """Return (inputs, labels, class names if any) of arrays or a torchvision set; inputs may be Pillow's images."""
-    if not isinstance(given, (tuple, list, str)) and hasattr(given, "__getitem__") and hasattr(given, "__len__"):
+    if not isinstance(given, (tuple, list, str, Mapping)) and {"__getitem__", "__len__"} <= {*dir(given)}:
         pairs = [given[i] for i in range(len(given))]  # images, and labels as numbers
         classes, images = getattr(given, "classes", None), [image for image, *_ in pairs]
         if not all(hasattr(i, "getpixel") for i in images):  # some are no images of Pillow's

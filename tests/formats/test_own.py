@@ -365,3 +365,12 @@ def test_owners_that_look_alike_are_said():
     register_data("mine", train, test)
     with pytest.warns(UserWarning, match="owners 'amy' and 'amy ' look alike and are not the same"):
         load_dataset("mine")
+
+
+def test_arrays_of_unequal_shapes_are_said_and_a_mapping_is_refused():
+    """Test pictures of another size or of colours were brought to the net's input without a word."""
+    colour = np.repeat(X[:20, None, :4], 3, 1)
+    with pytest.warns(UserWarning, match=r"unequal shapes, \[\(1, 32, 32\), \(3, 4, 32\)\]"):
+        register_data("mine", (X, Y), (colour, Y[:20]))
+    with pytest.raises(ValueError, match="mine: 'dict' is no data set; allowed: a datasets.Dataset or"):
+        register_data("mine", {"images": X, "labels": Y})
