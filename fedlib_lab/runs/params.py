@@ -239,8 +239,10 @@ def _given(overrides: Mapping[str, object] | None) -> dict[str, Any]:
     if overrides is not None and not isinstance(overrides, Mapping):
         raise ValueError(f"overrides = {shown(overrides)}: expected a mapping of names to values")
     overrides = dict(overrides or {})
-    if "seed" in overrides and (one := overrides.pop("seed")) not in _listed(overrides.setdefault("seeds", one)):
-        raise ValueError(f"overrides: seed = {shown(one)} is not among seeds = {shown(overrides['seeds'])}")
+    if "seed" in overrides:
+        if (one := overrides.pop("seed")) not in _listed(among := overrides.get("seeds", one)):
+            raise ValueError(f"overrides: seed = {shown(one)} is not among seeds = {shown(among)}")
+        overrides["seeds"] = one
     check_fields(Experiment, {k: overrides[k] for k in ("options", "finetune_options") if k in overrides}, "overrides")
     for key, kind in {"finetune": str, "method": str, "variant": str, "columns": str, "seeds": int}.items():
         if key in overrides:

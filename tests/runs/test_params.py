@@ -157,6 +157,7 @@ def test_a_recipe_is_the_papers_experiment():
     e = recipe("reefl/table1", method="depthfl", profile="small", **chosen)
     assert (e.finetune, e.dataset, e.dirichlet_alpha, e.seed, e.rounds, e.lr) == ("lora", "cifar10", 1, 3, 20, 0.1)
     assert recipe("reefl/table3", variant="depthfl_no_kd_fedavg").options["distill"] == "none"
+    assert recipe("reefl/table1", method="depthfl", seed=3, seeds=[1, 3]).seed == 3  # it was the first of seeds
 
 
 def test_the_demos_recipe_is_what_the_demo_runs():
