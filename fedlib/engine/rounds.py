@@ -90,8 +90,8 @@ def run_rounds(
                     server = method.aggregate(server, Arrived(mean, back.extras, back.models), r)
             server = replace(server, t=t)
             was, now = ({n: (tuple(p.shape), p.dtype) for n, p in x.items()} for x in (before, server.params))
-            if other := next((n for n in was | now if was.get(n) != now.get(n)), None):
-                raise ValueError(f"{e.method}: aggregate() gave {other} {now.get(other)}; allowed: {was.get(other)}")
+            if other := next((n for n in was if was[n] != now.get(n)), None):  # it may add some (InclusiveFL)
+                raise ValueError(f"{e.method}: aggregate() gave {other} {now.get(other)}; allowed: {was[other]}")
             memories.update(back.memories)
             changed = server.mirrors.changes if isinstance(server.mirrors, Overlay) else {}
             mirrors.update(changed)
