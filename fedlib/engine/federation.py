@@ -86,8 +86,7 @@ class Federation:
     def sample_clients(self, t: int) -> list[Client]:
         """Sample the clients of round t, a function of (seed, t): without replacement among the candidates."""
         rng = numpy_generator(self.experiment.seed, "clients", t)
-        ids = rng.choice(self.candidates(), self.sample_size, replace=False)
-        return self.clients(np.sort(ids))
+        return self.clients(np.sort(rng.choice(self.candidates(), self.sample_size, replace=False)))
 
 
 def build_model(

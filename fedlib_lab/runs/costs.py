@@ -81,7 +81,8 @@ class Shapes:
     def traffic_mib(self, part: Slice, budget: int = 0) -> tuple[float, float]:
         """Return the MiB that a client of ``budget`` with ``part`` receives, and those that it sends."""
         held, infos = self.held(part, self.trainable), self.setting.infos
-        shared = {n: p.numel() for n, p in held.items() if not self.method.personal(infos[n])}
+        kept = "statistic" if self.experiment.batch_norm == "local" else None  # what else stays with a client
+        shared = {n: p.numel() for n, p in held.items() if not self.method.personal(infos[n]) and infos[n].kind != kept}
         down, up = self.method.travels(shared, Client(-1, budget, 0), self.setting, self.experiment)
         own = not type(self.method).__module__.startswith(("fedlib.", "fedlib_lab."))
         if own or (self.method.needs_extras and type(self.method).travels is Method.travels):
@@ -92,7 +93,8 @@ class Shapes:
     def forward(self, part: Slice) -> Forward:
         """Build what runs ``part``, blocks whole as on a device that may go on; trained parameters want gradients."""
         self.model.backbone.whole_blocks = True
-        own = {n: p.detach().requires_grad_(n in self.trainable) for n, p in self.held(part, self.everything).items()}
+        learns = lambda n: n in self.trainable and self.setting.infos[n].kind != "statistic"  # noqa: E731
+        own = {n: p.detach().requires_grad_(learns(n)) for n, p in self.held(part, self.everything).items()}
         return Forward(self.model, [part], own).place_(training=True)
 
     def kept_bytes(self, part: Slice, batch: int) -> int:
@@ -122,7 +124,9 @@ def load_shapes(
     setting = setting_of(e, model)
     if exit_units is None:  # a method need not be able to train the exits that it is only charged for
         method.check(setting, e)
-    return Shapes(e, method, setting, model, {n: p.detach() for n, p in model.named_parameters()}, model.trainable())
+    trainable = model.trainable()  # statistics of batch norm among them
+    everything = {n: p.detach() for n, p in [*model.named_parameters(), *trainable.items()]}
+    return Shapes(e, method, setting, model, everything, trainable)
 
 
 def upload_parameters(e: Experiment, num_classes: int) -> list[int]:

@@ -122,6 +122,23 @@ def test_what_personal_methods_send_beside_the_model_is_counted():
     assert down == pytest.approx(up + 4 * 3 / 2**20)  # which exits are students
 
 
+def test_what_stays_with_a_client_is_not_charged():
+    """FedBABU's exits, which are as they began, and statistics of batch norm that are a client's own."""
+    mib = lambda method, norm="batch": [  # noqa: E731
+        (c["upload_mib"], c["download_mib"])
+        for c in exit_costs(CONVNET.replace(method=method, batch_norm=norm, num_exits=3), 10)
+    ]
+    assert mib("fedbabu") == mib("fedper") and mib("fedavg", "local") == mib("fedavg") < mib("fedavg", "tracked")
+
+
+@pytest.mark.parametrize("method", ["heterofl", "fedrolex"])
+def test_narrow_nets_are_priced_where_batch_norm_keeps_statistics(method):
+    """It was PyTorch's error: running_mean should contain 1 elements not 4."""
+    e = CONVNET.replace(method=method, options={"rates": (0.25, 1.0)})
+    tracked, batch = (exit_costs(e.replace(batch_norm=x), 10) for x in ("tracked", "batch"))
+    assert [c["macs"] for c in tracked] == [c["macs"] for c in batch]
+
+
 def test_exit_costs_grow_and_match_hand_arithmetic():
     rows = pd.DataFrame(exit_costs(deit_small("depthfl", "frozen", 4), 100))
     assert rows.macs.is_monotonic_increasing and rows.training_memory_mib.is_monotonic_increasing

@@ -29,8 +29,11 @@ class FedBABU(JointExits):
             raise ValueError("fedbabu: finetune = 'frozen' leaves nothing to train: its exits are; allowed: others")
 
     def members(self, client: Client, server: Server, r: Round) -> list[Member]:
-        part = r.setting.full()
-        return [Member(client, part, upload=part.only(exits=()))]
+        return [Member(client, full := r.setting.full(), upload=full.only(exits=()))]
+
+    def travels(self, shared, client, setting, e):
+        """Leave out the exits, which are as they began."""
+        return (body := [n for name, n in shared.items() if setting.infos[name].exit is None]), body
 
     def local_update(self, cohort: Cohort) -> None:
         cohort.train(self.local_loss, Stage(lambda i: i.exit is None))
