@@ -110,8 +110,7 @@ class Cohort:
             self._remember(self.clients[i].id, f"{key}/{name}", tensor)
 
     def _remember(self, client: int, name: str, tensor: torch.Tensor) -> None:
-        kept = self.new_memories.setdefault(client, dict(self.memories.get(client, {})))
-        kept[name] = tensor.detach().clone()
+        self.new_memories.setdefault(client, dict(self.memories.get(client, {})))[name] = tensor.detach().clone()
 
     def keep(self) -> None:
         """Store personal parameters with their clients, under the member's name."""
@@ -158,8 +157,7 @@ class Cohort:
         for name, held in self.rows.items():
             if name in self.stack.personal_names:
                 continue
-            sent = [row for row, i in enumerate(held) if uploads[i].holds(infos[name])]
-            if sent:
+            if sent := [row for row, i in enumerate(held) if uploads[i].holds(infos[name])]:
                 whole = len(sent) == len(held)
                 params[name] = self.params[name] if whole else self.params[name][sent]
                 rows[name] = held if whole else [held[row] for row in sent]

@@ -136,10 +136,12 @@ def train_cohort(
     with arithmetic(f.experiment.precision, f.device):
         with phase("download"):
             cohort = Cohort(f, model, server, r, members, mine)
+        before = torch.get_rng_state()
         f.method.local_update(cohort)
+        if not torch.equal(before, torch.get_rng_state()):
+            raise ValueError(f"{f.experiment.method} draws from PyTorch's global generator; allowed: cohort.generator's")
         cohort.keep()
-    plain = cohort.update()
-    losses, finite = cohort.losses(plain)
+    losses, finite = cohort.losses(plain := cohort.update())
     nonfinite = {c: "loss" for c, x in losses.items() if not math.isfinite(x)} | ({} if finite else plain.nonfinite())
     if nonfinite and f.experiment.nonfinite == "fail":
         client, name = min(nonfinite.items())

@@ -214,3 +214,13 @@ def test_a_loss_that_is_no_number_for_each_member_is_refused(tiny, of, monkeypat
     f = build_federation(tiny.replace(method="own", num_clients=2, clients_per_round=2, budgets="maximum"))
     with pytest.raises(ValueError, match=r"own: a loss of shape .*; allowed: \(2,\), a number a member"):
         next(run_rounds(f, Execution(workers=1, cohort_size=2)))
+
+
+def test_a_method_that_draws_from_the_global_generator_is_refused(tiny, own):
+    """Its numbers followed from what else had drawn in the process, and of forks all drew the same."""
+    f = build_federation(tiny.replace(method="own", num_clients=2, clients_per_round=2))
+    own.does = staticmethod(lambda cohort: torch.rand(3, generator=cohort.generator("mine", 0)))
+    next(run_rounds(f, Execution(workers=1)))
+    own.does = staticmethod(lambda cohort: torch.rand(3))
+    with pytest.raises(ValueError, match="own draws from PyTorch's global generator; allowed: cohort.gen"):
+        next(run_rounds(f, Execution(workers=1)))
