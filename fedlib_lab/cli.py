@@ -76,6 +76,8 @@ def values_of(texts: Sequence[str] | None, option: str = "--set") -> dict[str, o
         name, equals, value = text.partition("=")
         if not (name and equals):
             raise ValueError(f"{option} {text}: expected KEY=VALUE, e.g. rounds=20")
+        if name in found:
+            raise ValueError(f"{option} {text}: {name} is given twice; allowed: each once")
         found[name] = parse_yaml(value, text)
     return found
 
