@@ -139,7 +139,7 @@ def train_cohort(
         before = torch.get_rng_state()
         f.method.local_update(cohort)
         if not torch.equal(before, torch.get_rng_state()):
-            raise ValueError(f"{f.experiment.method} draws from PyTorch's global generator; allowed: cohort.generator's")
+            raise ValueError(f"{f.experiment.method} draws from the global generator; allowed: cohort.generator(…)")
         cohort.keep()
     losses, finite = cohort.losses(plain := cohort.update())
     nonfinite = {c: "loss" for c, x in losses.items() if not math.isfinite(x)} | ({} if finite else plain.nonfinite())

@@ -222,5 +222,5 @@ def test_a_method_that_draws_from_the_global_generator_is_refused(tiny, own):
     own.does = staticmethod(lambda cohort: torch.rand(3, generator=cohort.generator("mine", 0)))
     next(run_rounds(f, Execution(workers=1)))
     own.does = staticmethod(lambda cohort: torch.rand(3))
-    with pytest.raises(ValueError, match="own draws from PyTorch's global generator; allowed: cohort.gen"):
+    with pytest.raises(ValueError, match="own draws from the global generator; allowed: cohort.generator"):
         next(run_rounds(f, Execution(workers=1)))
