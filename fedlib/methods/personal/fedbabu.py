@@ -12,7 +12,7 @@ client's last local model, once). The exits follow from the seed and are not sen
 from dataclasses import dataclass
 
 from ...core.annotations import Count
-from ..base import Client, Cohort, Experiment, JointExits
+from ..base import Client, Cohort, Experiment, JointExits, Sizes
 from ..values import Member, Round, Server, Serving, Setting, Stage
 
 
@@ -31,7 +31,7 @@ class FedBABU(JointExits):
     def members(self, client: Client, server: Server, r: Round) -> list[Member]:
         return [Member(client, full := r.setting.full(), upload=full.only(exits=()))]
 
-    def travels(self, shared, client, setting, e):
+    def travels(self, shared: dict[str, int], client: Client, setting: Setting, e: Experiment) -> Sizes:
         """Leave out the exits, which are as they began."""
         return (body := [n for name, n in shared.items() if setting.infos[name].exit is None]), body
 
