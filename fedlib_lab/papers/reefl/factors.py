@@ -9,14 +9,13 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 import pandas as pd
 
 from ...report.plots import ACCURACY, WIDE, lines
 from ...report.style import NAMES, data_title, finish, looks_of, named, panels, share_legend, styled
 from ...report.tables import collect, label_of, mean_and_sd
 from ...report.titles import figure_title
-from ...report.verdicts import Difference, judged
+from ...report.verdicts import differences, judged, measured, paired
 from ...runs.params import Cell
 
 FACTORS = NAMES["factors"]  # as an axis says them
@@ -49,19 +48,20 @@ def accuracy_differences(frame: pd.DataFrame, one: str, other: str) -> pd.DataFr
 def answers(frame: pd.DataFrame, one: str, other: str) -> pd.DataFrame:
     """Return a row per factor, level and data set: both accuracies, their difference ± SD over seeds, is ``one`` ahead?
 
-    ``ahead`` is the claims' verdict on "``one`` is more accurate" (``verdicts.py``); the interval is over seeds alone.
+    ``interval`` and ``ahead`` are the claims' on "``one`` is more accurate" (``verdicts.py``).
     """
     _one_split(frame)
     rows, keys = [], ["factor", "column", "finetune", "dataset", "level"]
-    by = accuracy_differences(frame, one, other)
-    for (factor, _, mode, data, level), group in by.groupby(keys, sort=False):
-        d = group.difference.to_numpy()
-        found = judged(Difference(d))
-        interval = f"{found['low']:.2f} to {found['high']:.2f}" if len(d) > 1 else "–"
-        accuracies = [mean_and_sd(group[m].mean(), group[m].std()) for m in (one, other)]
-        difference = mean_and_sd(d.mean(), d.std(ddof=1) if len(d) > 1 else np.nan)
-        where = [factor, level, data_title(data), label_of(mode)]
-        rows.append([*where, *accuracies, difference, interval, len(d), found["verdict"]])
+    done = frame[frame.variant.isin([one, other])].dropna(subset=["accuracy"])
+    for (factor, _, mode, data, level), group in done.groupby(keys, sort=False):
+        by = [measured(group[group.variant == m].to_dict("records"), "accuracy") for m in (one, other)]
+        if not (pairs := paired(*by)):
+            continue
+        found = judged(differences([*pairs.values()])[0])
+        interval = f"{found['low']:.2f} to {found['high']:.2f}" if len(pairs) > 1 else "–"
+        a, b = (pd.Series([float(runs[seed].points[0]) for seed in pairs]) for runs in by)
+        said = [mean_and_sd(x.mean(), x.std()) for x in (a, b, a - b)]
+        rows.append([factor, level, data_title(data), label_of(mode), *said, interval, len(pairs), found["verdict"]])
     columns = [*COLUMNS[:4], label_of(one), label_of(other), *COLUMNS[4:]]
     return pd.DataFrame(rows, columns=columns)
 
