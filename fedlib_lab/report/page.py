@@ -168,7 +168,7 @@ def facts(stored: Stored, cells: Sequence[Cell], wanted: set[str] = frozenset())
     total = max(len(experiments), len(wanted))
     of = f" of {total}" if total > len(experiments) else ""
     words = [
-        f"{len(experiments)}{of} run{'s' * (total > 1)}",
+        f"{len(experiments):,}{of} run{'s' * (total > 1)}",
         f"data: {', '.join(sorted({data_title(e.dataset) for e in experiments.values()}))}",
         f"backbone: {', '.join(sorted({e.backbone for e in experiments.values()}))}",
         f"rounds: {span({e.rounds for e in experiments.values()})}",

@@ -60,7 +60,7 @@ def bold(numbers: pd.Series) -> pd.Series:
 def heading(column: str, data: str, several: bool = False) -> str:
     """Return a column's title and what stood in for its data, or which data it is of where there are ``several``."""
     (first, *rest), name = column.split(", "), data_title(data)
-    title = title_of(first)
+    own = name == (title := title_of(first)).partition(", ")[0]
     known = re.sub(r"_(alpha|alpha_u|beta)[\d.]+$", "", first) in NAMES["data"]
-    said = f" (here {name})" * (title_of(first, data) != title) if known else f" ({name})" * (several and name != title)
+    said = f" (here {name})" * (not own) if known else f" ({name})" * (several and name != title)
     return ", ".join([title, *rest]) + said

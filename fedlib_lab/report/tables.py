@@ -254,7 +254,7 @@ def with_further(frame: pd.DataFrame, spec: Mapping[str, object]) -> pd.DataFram
     done = frame[frame.column.isin(columns)].dropna(subset=["accuracy"])
     for _, group in done.groupby(["finetune", "variant", "seed"], sort=False):
         if len(columns) > 1 and set(group.column) == set(columns):
-            data = ", ".join(dict.fromkeys(group.dataset))
+            data = ", ".join(NAMES["data"].get(d, d) for d in dict.fromkeys(group.dataset))
             parts.append(group[:1].assign(column="average", dataset=data, accuracy=group.accuracy.mean()))
     return pd.concat([p for p in parts if len(p)] or [frame], ignore_index=True)
 
