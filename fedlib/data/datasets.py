@@ -80,9 +80,7 @@ def target_of(labels: torch.Tensor) -> Target:
     """Tell labels apart: classes (N,), float numbers (N,), spans' (first, last, row of key), or next tokens (N, T)."""
     if labels.is_floating_point():
         return "number"
-    if labels.dim() == 1:
-        return "class"
-    return "span" if labels.shape[1] == 3 else "tokens"
+    return "class" if labels.dim() == 1 else "span" if labels.shape[1] == 3 else "tokens"
 
 
 def is_text(inputs: torch.Tensor) -> bool:

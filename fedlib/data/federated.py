@@ -235,6 +235,8 @@ def check_task(e: Experiment, data: FederatedData) -> None:
     if isinstance(task, Span) and not task.unanswerable:
         if n := sum(int((x[:, :2] == 0).all(1).sum()) for x in (data.labels, data.test_labels)):
             raise e.refused("dataset", f": {n} questions have no answer", "questions with one; squad_v2 may lack it")
+    if "f1" in getattr(task, "metrics", ()) and (n := len(data.classes)) > 2:
+        raise e.refused("dataset", f"has {n} classes, and its f1 is of two", "two, or a copy of another name")
     if task.metric in CORRELATIONS:
         labels, why = data.test_labels.cpu(), f"are alike, and {task.metric} of them is undefined"
         if len(labels.unique()) < 2:

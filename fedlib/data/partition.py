@@ -108,8 +108,8 @@ def partition_examples(
 ) -> list[np.ndarray]:  # fmt: skip
     """Return one sorted index array per client; together they hold each example at most once.
 
-    Warns of classes that are nobody's, and of examples, one a client and more. Raises ``ValueError`` if there are more
-    clients than examples, or no natural owners where they are asked for.
+    Warns of classes that are nobody's, of examples, one a client and more, and of clients without any. Raises
+    ``ValueError`` if there are more clients than examples, or no natural owners where they are asked for.
     """
     if num_clients > len(labels):
         raise ValueError(f"experiment: num_clients = {num_clients} exceeds the {len(labels)} training examples")
@@ -123,6 +123,9 @@ def partition_examples(
             f"examples are nobody's{classes}",
             stacklevel=2,
         )
+    if empty := sum(not len(p) for p in parts):
+        told = f"experiment: partition = {kind!r} leaves {empty} of {num_clients} clients without a training example"
+        warnings.warn(told, stacklevel=2)
     return parts
 
 

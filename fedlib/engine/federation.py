@@ -202,8 +202,7 @@ def build_train_cache(f: Federation, units: int) -> FrozenCache | None:
 
 def _cache(f: Federation, units: int, inputs: torch.Tensor) -> FrozenCache | None:
     view = partial(f.data.view, inputs, f.model.backbone.spec.input_shape)
-    skips = f.method.skips(f.setting) if units else ()
-    return build_frozen_cache(f.model, units, len(inputs), view, f.device, skips)
+    return build_frozen_cache(f.model, units, len(inputs), view, f.device, f.method.skips(f.setting) if units else ())
 
 
 def budgets_of(e: Experiment, method: Method) -> np.ndarray:

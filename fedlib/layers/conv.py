@@ -31,8 +31,7 @@ def split_clients(x: torch.Tensor, clients: int) -> torch.Tensor:
 
 def one_batch(x: torch.Tensor) -> torch.Tensor:
     """Fold clients into the batch, (K, B, C, H, W) -> (K*B, C, H, W), channels last."""
-    x = x.permute(0, 1, 3, 4, 2).flatten(0, 1).permute(0, 3, 1, 2)
-    return x.contiguous(memory_format=torch.channels_last)
+    return x.permute(0, 1, 3, 4, 2).flatten(0, 1).permute(0, 3, 1, 2).contiguous(memory_format=torch.channels_last)
 
 
 def path_of(x: torch.Tensor, weight: torch.Tensor, run: Callable[[str], None], stride: int) -> str:

@@ -38,8 +38,7 @@ class Batch:
 
 def cross_entropies(batch: Batch) -> torch.Tensor:
     """Average each exit's loss over each member's batch, (E, M), the task's own; zero where it is not held."""
-    losses = batch.task.losses(batch.outputs, batch.labels)  # (E, M, B)
-    return (losses * batch.weights).sum(-1) * batch.held
+    return (batch.task.losses(batch.outputs, batch.labels) * batch.weights).sum(-1) * batch.held
 
 
 def kl_to_teacher(batch: Batch, teacher: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:

@@ -45,9 +45,7 @@ def uncut(spec: Spec) -> str:
     """Say why a backbone of shape ``spec`` cannot be cut in width; "" if it can."""
     if spec.centred:
         return "its exits read a class token standardised by constants of the whole width; *.stream and *.mean are not"
-    if spec.rotary:
-        return "its queries and keys are rotated in pairs by position"
-    return spec.not_cut
+    return "its queries and keys are rotated in pairs by position" if spec.rotary else spec.not_cut
 
 
 @dataclass(frozen=True)

@@ -134,8 +134,7 @@ class ExitModel(nn.Module):
 
     def trainable(self) -> dict[str, torch.Tensor]:
         """Return the tensors that clients change and send, detached: trained ones and batch norm's statistics."""
-        trained = {n: p.detach() for n, p in self.named_parameters() if p.requires_grad}
-        return trained | statistics(self)
+        return {n: p.detach() for n, p in self.named_parameters() if p.requires_grad} | statistics(self)
 
     def frozen(self) -> dict[str, torch.Tensor]:
         """Return the tensors that are the same for all clients and rounds, detached."""

@@ -26,8 +26,7 @@ def slots_of(model: nn.Module) -> dict[str, tuple[dict, str]]:
 
 def infos_of(model: nn.Module) -> dict[str, ParamInfo]:
     """Return axes, kind, unit, exit and full shape of every parameter and statistic of ``model`` (an ``ExitModel``)."""
-    parameters = dict(model.named_parameters())
-    return {n: _info(model, n, p) for n, p in (parameters | statistics(model)).items()}
+    return {n: _info(model, n, p) for n, p in (dict(model.named_parameters()) | statistics(model)).items()}
 
 
 def _info(model: nn.Module, name: str, p: torch.Tensor) -> ParamInfo:

@@ -63,6 +63,4 @@ def member_rows(members: Sequence[int]) -> Rows:
     """Return ``members`` (increasing) as a slice where they follow one another, else as a tuple."""
     if not members:
         return slice(0, 0)
-    if members[-1] - members[0] + 1 == len(members):
-        return slice(members[0], members[-1] + 1)
-    return tuple(members)
+    return slice(members[0], members[-1] + 1) if members[-1] - members[0] + 1 == len(members) else tuple(members)

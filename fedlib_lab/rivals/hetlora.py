@@ -48,8 +48,7 @@ class HetLoRA(Ranks):
         left = server.mirrors.get(client.id, {}).get("rank")  # in host memory
         if left is None:
             return of_rank(r.setting, whole)
-        most = max(1, int(left))
-        return of_rank(r.setting, lambda n: min(most, whole(n)))
+        return of_rank(r.setting, lambda n: min(max(1, int(left)), whole(n)))
 
     def local_update(self, cohort: Cohort) -> None:
         setting, before = cohort.setting, tails(cohort.start, cohort.setting, self.gamma)

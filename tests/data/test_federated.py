@@ -129,6 +129,11 @@ def test_labels_that_do_not_fit_the_task_are_refused_before_a_model_is_built(tmp
     )  # fmt: skip
     with pytest.raises(ValueError, match="is taken for a Classification, but each of its labels is a number"):
         build_federation(e)
+    monkeypatch.setenv("FEDLIB_DATA", str(tmp_path))
+    three = pair | {"label": [i % 3 for i in range(20)]}
+    write(tmp_path / "mrpc", train=three, test=three)
+    with pytest.raises(ValueError, match="'mrpc' has 3 classes, and its f1 is of two"):
+        build_federation(e.replace(dataset="mrpc"))
 
 
 def test_questions_without_an_answer_are_refused_where_an_empty_answer_would_score_nothing(tmp_path, monkeypatch):

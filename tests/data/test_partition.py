@@ -323,3 +323,9 @@ def test_nothing_is_said_where_all_is_somebodys(kind):
     assert heard == []
     if kind == "dirichlet":  # nor of what equal sizes leave, 6 examples of 7 clients
         assert told(kind, np.repeat(np.arange(10), 30), 7, 1)[1] == []
+
+
+def test_clients_without_an_example_are_said():
+    parts, heard = told("dealt", np.arange(300) % 10, 250, 3)
+    sentence = f"leaves {(empty := sum(not len(p) for p in parts))} of 250 clients without a training example"
+    assert empty == 100 and any(text.endswith(sentence) for text in heard)

@@ -35,9 +35,7 @@ class FedAvg(ServerStep):
             check_cuttable(setting, e, self.width)
 
     def slice_for(self, client: Client, server: Server, r: Round) -> Slice:
-        if self.width == 1:
-            return r.setting.full()
-        return r.setting.cut(partial(rounded_up, self.width))
+        return r.setting.full() if self.width == 1 else r.setting.cut(partial(rounded_up, self.width))
 
     def local_loss(self, batch: Batch) -> torch.Tensor:
         """Return 1/m sum of the exits' cross-entropies, (M,)."""

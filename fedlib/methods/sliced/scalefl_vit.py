@@ -42,9 +42,7 @@ class ScaleFLViT(ServerStep):
     widths: tuple[Share, ...] | None = None  # one per exit, increasing to 1
 
     def exit_units(self, depth: int, num_exits: int) -> tuple[int, ...]:
-        if depth == 12 and num_exits in BLOCKS:
-            return BLOCKS[num_exits]
-        return super().exit_units(depth, num_exits)
+        return BLOCKS[num_exits] if depth == 12 and num_exits in BLOCKS else super().exit_units(depth, num_exits)
 
     def check_backbone(self, spec: Spec, e: Experiment) -> None:
         if not isinstance(spec, ViTSpec):

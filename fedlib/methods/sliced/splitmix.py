@@ -73,8 +73,7 @@ class SplitMix(MemoryBudgets):
         """Copy for each base what no axis cuts, such as the last layer's biases."""
         params = self.start(params, setting) if isinstance(setting.spec, MapSpec) else params
         copies = [(alias, n) for b in range(self.bases) for n, alias in self.base(b, setting).aliases.items()]
-        own = {alias: params[n].clone() for alias, n in copies if n in params}
-        return Server(0, params | own, {})
+        return Server(0, params | {alias: params[n].clone() for alias, n in copies if n in params}, {})
 
     def start(self, params: dict[str, torch.Tensor], setting: Setting) -> dict[str, torch.Tensor]:
         """Return ``params`` of a convnet, with weights as ``init`` and ``rescale_init`` say."""
