@@ -74,10 +74,8 @@ def values_of(texts: Sequence[str] | None, option: str = "--set") -> dict[str, o
     found = {}
     for text in texts or ():
         name, equals, value = text.partition("=")
-        if not (name and equals):
-            raise ValueError(f"{option} {text}: expected KEY=VALUE, e.g. rounds=20")
-        if name in found:
-            raise ValueError(f"{option} {text}: {name} is given twice; allowed: each once")
+        if not (name and equals) or name in found:
+            raise ValueError(f"{option} {text}: expected KEY=VALUE, e.g. rounds=20, each key once")
         found[name] = parse_yaml(value, text)
     return found
 

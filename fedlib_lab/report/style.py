@@ -91,8 +91,7 @@ def named(frame: pd.DataFrame) -> pd.DataFrame:
 
     That is its label, else its variant, else its method; where two variants of a panel share it, the variant follows.
     """
-    by = next(c for c in ("label", "variant", "method") if c in frame)
-    series = frame[by].map(spelled)
+    series = frame[next(c for c in ("label", "variant", "method") if c in frame)].map(spelled)
     if "variant" in frame:
         panel = [frame[c] for c in ("finetune", "column") if c in frame]
         if frame.variant.groupby([*panel, series]).nunique().gt(1).any():

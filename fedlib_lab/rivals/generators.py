@@ -88,8 +88,7 @@ def leave(outputs: torch.Tensor, numbers: Sequence[int]) -> list[torch.Tensor]:
 
 def relative_distances(x: torch.Tensor) -> torch.Tensor:
     """Return the distances of every pair of rows in units of their mean, (n, n)."""
-    squares = (x[:, None] - x).square().sum(2)
-    distances = squares.clamp(min=1e-12).sqrt() * (1 - torch.eye(len(x), device=x.device))
+    distances = (x[:, None] - x).square().sum(2).clamp(min=1e-12).sqrt() * (1 - torch.eye(len(x), device=x.device))
     return distances / (distances.sum() / max(len(x) * (len(x) - 1), 1))
 
 

@@ -287,8 +287,7 @@ def _imported(wanted: Import, space: Mapping[str, Any]) -> object:
 def _module_owner(module: types.ModuleType) -> str:
     if module.__name__ in sys.builtin_module_names:
         return "library"
-    folder = next(iter(getattr(module, "__path__", ())), None)  # of a package without a file
-    return owner(getattr(module, "__file__", None) or folder)
+    return owner(getattr(module, "__file__", None) or next(iter(getattr(module, "__path__", ())), None))
 
 
 def _class_owner(cls: type) -> str:

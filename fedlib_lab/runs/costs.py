@@ -124,9 +124,8 @@ def load_shapes(
     setting = setting_of(e, model)
     if exit_units is None:  # a method need not be able to train the exits that it is only charged for
         method.check(setting, e)
-    trainable = model.trainable()  # statistics of batch norm among them
-    everything = {n: p.detach() for n, p in [*model.named_parameters(), *trainable.items()]}
-    return Shapes(e, method, setting, model, everything, trainable)
+    every = {n: p.detach() for n, p in model.named_parameters()}
+    return Shapes(e, method, setting, model, every | (learnt := model.trainable()), learnt)  # with batch norm's own
 
 
 def upload_parameters(e: Experiment, num_classes: int) -> list[int]:
@@ -189,12 +188,10 @@ def num_classes(e: Experiment) -> int:
 
 def examples_per_client(e: Experiment) -> float:
     """Return the mean number of training examples of a client."""
-    known = DATA.get(e.dataset, {})
-    if e.partition == "drawn":
-        return e.examples_per_client
-    if e.num_train is None and "a_client" in known:
-        return known["a_client"]
-    examples = known.get("examples") if e.num_train is None else e.num_train
+    known = DATA.get(e.dataset, {}) if e.num_train is None else {"examples": e.num_train}
+    if e.partition == "drawn" or "a_client" in known:
+        return e.examples_per_client if e.partition == "drawn" else known["a_client"]
+    examples = known.get("examples")
     return (len(_read(e).train_labels) if examples is None else examples) / e.num_clients
 
 

@@ -267,8 +267,7 @@ def _run_missing(
             finally:
                 callback.end(stored)
             if code_of(type(federation.method)) != inputs["method"]:
-                told = f"what {e.method}'s class reads changed in training, so this process's next run begins otherwise"
-                warnings.warn(f"{told}; allowed: state in Server.memory, or by Cohort.remember", stacklevel=3)
+                warnings.warn(f"{e.method}'s class changed in training; allowed: state in Server.memory", stacklevel=3)
     watch.end(e)
     return stored
 

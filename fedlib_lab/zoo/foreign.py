@@ -264,8 +264,7 @@ def attend_with_dropout(module, query, key, value, attention_mask, scaling=None,
     if not module.drop.p or not context.training or context.generators is None:
         told = {"scaling": scaling, "position_bias": position_bias}
         return sdpa_attention_forward(module, query, key, value, attention_mask, **told)
-    groups = query.shape[1] // key.shape[1]
-    key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
+    key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
     scores = query @ key.transpose(-1, -2) * scaling
     scores = sum((x for x in (position_bias, attention_mask) if x is not None), scores)
     return (module.drop(scores.softmax(-1)) @ value).transpose(1, 2), None

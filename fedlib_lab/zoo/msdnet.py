@@ -180,8 +180,7 @@ class Stem(nn.Module):
         self.convs = nn.ModuleList(convs)
 
     def forward(self, x: torch.Tensor) -> Scales:  # (K, B, 3, H, W)
-        maps = accumulate(self.convs, lambda finer, conv: conv(finer), initial=x)
-        return Scales([*maps][1:])
+        return Scales([*accumulate(self.convs, lambda finer, conv: conv(finer), initial=x)][1:])
 
 
 class MSDNet(MapBackbone):

@@ -70,9 +70,8 @@ def inject_(vit: Backbone, mode: str, options: dict, seed: int) -> None:
     settings = {"target_modules": list(vit.spec.peft_targets)} | default_options(mode) | options
     settings = {k: list(v) if isinstance(v, tuple) else v for k, v in settings.items()}
     rate = settings.pop("lora_dropout", 0.0)  # peft's own would draw from the global generator
-    with global_seed(seed):
-        within = nn.ModuleDict({"vit": vit})  # peft finds a block's number only behind a dot
-        inject_adapter_in_model(peft_configs()[mode](**settings), within)
+    with global_seed(seed):  # peft finds a block's number only behind a dot
+        inject_adapter_in_model(peft_configs()[mode](**settings), nn.ModuleDict({"vit": vit}))
     for unit, block in enumerate(vit.blocks):
         layers = [(n, m) for n, m in block.named_modules() if isinstance(m, BaseTunerLayer)]
         for path, layer in layers:

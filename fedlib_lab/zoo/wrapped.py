@@ -265,8 +265,7 @@ def _try_piece(piece: PerClient, z: torch.Tensor, trained: Iterable[nn.Module]) 
     z = z.clone()
     with torch.random.fork_rng(devices=[]):
         before = torch.random.get_rng_state()
-        y = piece(z)
-        return y, not torch.equal(before, torch.random.get_rng_state()), z._version > 0
+        return piece(z), not torch.equal(before, torch.random.get_rng_state()), z._version > 0
 
 
 class HeldParameter(nn.Module):

@@ -77,5 +77,5 @@ def test_a_shell_sweeps_the_rows_of_a_table(tmp_path, monkeypatch, capsys):
     use_outputs_of("small")
     with pytest.raises(ValueError, match="--over lr: expected KEY=VALUE"):
         cli.values_of(["lr"], "--over")
-    with pytest.raises(ValueError, match="--set lr=0.2: lr is given twice; allowed: each once"):
+    with pytest.raises(ValueError, match="--set lr=0.2: expected KEY=VALUE, e.g. rounds=20, each key once"):
         cli.values_of(["lr=0.1", "rounds=2", "lr=0.2"])

@@ -62,8 +62,7 @@ def answers(frame: pd.DataFrame, one: str, other: str) -> pd.DataFrame:
         a, b = (pd.Series([float(runs[seed].points[0]) for seed in pairs]) for runs in by)
         said = [mean_and_sd(x.mean(), x.std()) for x in (a, b, a - b)]
         rows.append([factor, level, data_title(data), label_of(mode), *said, interval, len(pairs), found["verdict"]])
-    columns = [*COLUMNS[:4], label_of(one), label_of(other), *COLUMNS[4:]]
-    return pd.DataFrame(rows, columns=columns)
+    return pd.DataFrame(rows, columns=[*COLUMNS[:4], label_of(one), label_of(other), *COLUMNS[4:]])
 
 
 def best_levels(frame: pd.DataFrame) -> dict[str, str]:

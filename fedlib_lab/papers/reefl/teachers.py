@@ -44,8 +44,7 @@ def count_teachers(
     thrown away. All estimates watch the same training, in which the method's own ``zeta`` chooses: 1 is the
     mini-batch's loss, 0.2 the paper's running estimate.
     """
-    ids = np.where((f.budgets == f.budgets.max()) & (f.data.num_examples > 0))[0]
-    members = f.clients(ids)
+    members = f.clients(np.where((f.budgets == f.budgets.max()) & (f.data.num_examples > 0))[0])
     t, totals = min(server.t + 1, f.experiment.rounds), {zeta: 0 for zeta in zetas}
     r = Round(t, tuple(members), f.setting)
     for i in range(0, len(members), cohort_size):
