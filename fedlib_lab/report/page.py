@@ -191,7 +191,7 @@ def index_page(outputs: Path) -> str:
             links = ", ".join(f"[{p.stem}]({p.relative_to(outputs).as_posix()})" for p in paths)
             lines.append(f"- **{folder}**: {links}")
     over_all = f"Over all papers: {added(list(tallies.values())).replace('Of', 'of', 1)}" if tallies else ""
-    return "\n\n".join(t for t in ("# Results", TEXTS["index"], over_all, "\n".join(lines)) if t) + "\n"
+    return "\n\n".join(t for t in ("# Results", TEXTS["index"], over_all, "\n".join(lines), TEXTS["words"]) if t) + "\n"
 
 
 def title_of(paper: str, name: str) -> str:
