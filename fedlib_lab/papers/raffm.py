@@ -23,6 +23,7 @@ from fedlib.methods import Member, Round, Server
 
 from ..report.plots import BARS, plot_series
 from ..report.style import axes_of, color_of, finish, looks_of, name_points, named, share_legend, styled
+from ..report.titles import leads
 from ..runs.costs import Shapes, kind_of, load_shapes, step_seconds
 from ..runs.params import Cell
 from ..runs.store import Run, shown_run
@@ -246,13 +247,15 @@ def plot_size_and_score(frame: pd.DataFrame, score: str, subject: str, ax=None):
     return ax
 
 
-def plot_traffic(frame: pd.DataFrame, ylabel: str, subject: str):
-    """Plot score against traffic so far (columns ``gib``, ``accuracy``, ``label``, ``method``), a line a variant."""
-    last = frame.sort_values("gib").groupby(["variant", "seed"])[["gib", "accuracy"]].last()
-    title = "Not both are stored yet"
+def plot_traffic(frame: pd.DataFrame, runs: pd.DataFrame, ylabel: str, subject: str):
+    """Plot score against traffic so far (columns ``gib``, ``accuracy``, ``label``, ``method``), a line a variant.
+
+    ``runs``: of the same table (``Table.frame``); of these the title says what the rule says.
+    """
+    last, title = frame.groupby(["variant", "seed"]).gib.max(), "Not both are stored yet"
     if {"fl", PAPER} <= set(last.index.levels[0]):
-        sent, d = 100 * last.gib[PAPER].mean() / last.gib["fl"].mean(), last.accuracy[PAPER] - last.accuracy["fl"]
-        title = f"RaFFM sends {sent:.0f} % of full-size FL's traffic and ends {abs(d.mean()):.1f} points "
-        title += ("above" if d.mean() > 0 else "below") + ", no more than seeds differ" * int(d.std() >= abs(d.mean()))
+        sent = 100 * last[PAPER].mean() / last["fl"].mean()
+        said = leads(runs[runs.variant.isin(["fl", PAPER])], PAPER)
+        title = f"RaFFM sends {sent:.0f} % of full-size FL's traffic; {said}"
     sent = "traffic so far, all clients, down and up (GiB)"
     return plot_series(frame, "gib", "accuracy", sent, ylabel, f"{title}\n{subject}", hero=PAPER)

@@ -205,7 +205,8 @@ def test_a_difference_that_seeds_make_is_no_finding_of_a_title():
         rows = [("fl", s, 2.0, 50.0) for s in range(3)] + [("raffm", s, 1.0, 50.0 + p) for s, p in enumerate(points)]
         frame = pd.DataFrame(rows, columns=["variant", "seed", "gib", "accuracy"])
         frame = frame.assign(method=frame.variant, label=frame.variant)
-        return plot_traffic(frame, "accuracy (%)", "digits").get_title(loc="center").replace("\n", " ")
+        return plot_traffic(frame, frame, "accuracy (%)", "digits").get_title(loc="center").replace("\n", " ")
 
-    assert "50 % of full-size FL's traffic and ends 2.0 points above, no more than seeds differ" in title(-6, 4, 8)
-    assert "seeds differ" not in title(1, 2, 3) and "2.0 points above" in title(1, 2, 3)
+    sent = "RaFFM sends 50 % of full-size FL's traffic; "
+    assert title(-6, 4, 8).startswith(f"{sent}RaFFM is 2.0 points above fl (undecided)")
+    assert title(1.9, 2, 2.1).startswith(f"{sent}RaFFM leads fl by 2.0 points")
