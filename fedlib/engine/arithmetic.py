@@ -53,6 +53,6 @@ def check_precision(e: Experiment, device: str) -> None:
     """Raise ``ValueError`` if ``device``, or a switch around the run, cannot compute in the experiment's precision."""
     if e.precision == "tf32" and not device.startswith("cuda"):
         raise e.refused("precision", f"is of GPUs, and this one trains on {device}", "float32, bfloat16")
-    found = torch.is_grad_enabled(), torch.is_autocast_enabled(device[:4]), torch.get_default_dtype()
+    found = torch.is_grad_enabled(), any(map(torch.is_autocast_enabled, ("cpu", "cuda"))), torch.get_default_dtype()
     if found != (True, False, torch.float32):
         raise ValueError("a run inside no_grad, autocast or another set_default_dtype; allowed: one outside of these")

@@ -165,7 +165,7 @@ def test_exact_match_f1_and_the_average_stand_beside_the_headline():
     new = [tuple(r) for r in found[["variant", "column", "dataset", "accuracy"]].iloc[3:].to_numpy()]
     assert new == [
         ("fl", "squad_exact_match", "xquad_en", 40.0), ("raffm", "squad_exact_match", "xquad_en", 20.0),
-        ("fl", "average", "xquad_en, squad_v2", 50.0),
+        ("fl", "average", "XQuAD, SQuAD v2", 50.0),
     ]  # fmt: skip
     assert with_further(frame, {}).equals(frame)
     table = obtained(found, reported_beside("raffm", "table2")).set_index(["column", "method"])

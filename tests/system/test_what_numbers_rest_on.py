@@ -158,7 +158,7 @@ def oracle(f, server, memories, ids=None):
 
 def answer_of(f, labels):
     """Outputs (E, N, C), or (E, N, 1), that are right."""
-    right = 9.0 * torch.nn.functional.one_hot(labels, 4).float() if f.data.classes else labels[:, None]
+    right = 9.0 * torch.nn.functional.one_hot(labels, len(f.data.classes)).float() if f.data.classes else labels[:, None]
     return right.expand(f.setting.num_exits, *right.shape)
 
 
@@ -168,7 +168,7 @@ def test_who_answers_everything_right_has_a_hundred_whatever_the_labels(monkeypa
     classes = 2 if metric == "f1" else 4
     y = np.arange(800) % classes
     x = rng.integers(0, 256, (800, 16, 16), dtype=np.uint8)
-    register_data("asked", (x[:400], y[:400]), (x[400:], y[400:]), classes=list("abcd"))
+    register_data("asked", (x[:400], y[:400]), (x[400:], y[400:]), classes=list("abcd")[:classes])
     number = metric == "pearson"
     task = federated.Regression() if number else federated.Classification((metric,))
     for place in ("data.federated", "engine.federation"):
