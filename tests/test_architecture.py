@@ -33,24 +33,24 @@ OF_THE_CORE = {folder for folders in LAYERS[:5] for folder in folders}
 # Lines of code as they stand. They may only be lowered: what comes in is paid for by what goes, perhaps elsewhere in its
 # package (executors rose from 599 by the one that stacks runs, kernels from 396 by steps as graphs)
 LINES = {
-    "fedlib": 8326,
+    "fedlib": 8325,
     "core": 896,
     "data": 1160,
     "engine": 1938,
-    "layers": 565,
+    "layers": 564,
     "methods": 2281,
     "models": 1438,
-    "fedlib_lab": 10903,
+    "fedlib_lab": 10902,
     "atlas": 369,
     "cli": 193,
     "executors": 783,
     "formats": 871,
-    "kernels": 458,
+    "kernels": 460,
     "papers": 1128,
-    "report": 1844,
-    "rivals": 652,
+    "report": 1843,
+    "rivals": 651,
     "runs": 2779,
-    "zoo": 1810,
+    "zoo": 1809,
 }
 HEAVY = {
     "peft",

@@ -298,8 +298,7 @@ class Cohort:
                 outputs = seen(x, padding, route, watch)
             else:
                 outputs = self.forward(x, padding, route, watch)
-                left = statistics(self.model).items()  # as it left them
-                self.params.update({n: s for n, s in left if n in self.params})
+                self.params.update({n: s for n, s in statistics(self.model).items() if n in self.params})
         held = self.held
         if route.exit is not None:  # nobody else answers
             held = held * torch.eye(len(held), device=held.device)[route.exit, :, None]

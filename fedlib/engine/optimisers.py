@@ -31,10 +31,17 @@ class LocalOptimiser:
         self.leaves, self.rows, self.weight_decay = list(leaves), [tuple(r) for r in rows], weight_decay
         self.clip_value, self.clip_norm = clip_value, clip_norm
         self.moments = [[torch.zeros_like(p) for p in leaves] for _ in range(moments)]
-        device = self.leaves[0].device if self.leaves else None
-        at = {r: torch.tensor(r, device=device) for r in set(self.rows)}
+        at = {r: torch.tensor(r, device=p.device) for r, p in dict(zip(self.rows, leaves, strict=True)).items()}
         self._at = [at[r] for r in self.rows]
         self._idle: dict[bytes, dict[tuple[int, ...], torch.Tensor]] = {}  # of those who do not move: places in rows
+        self.place: torch.Tensor | None = None  # the step's, see :meth:`read_at`
+
+    def read_at(self, place: torch.Tensor, active: np.ndarray) -> None:
+        """Read by a step's ``place`` (1,), on the device, who of ``active`` (S, M) moves: nobody does who has stopped.
+
+        From here on the rate of the others is zero; all leaves are reached in every step.
+        """
+        self.place, self._moves = place, torch.from_numpy(active.astype(np.float64)).to(place.device)
 
     @torch.no_grad()
     def step_(self, grads: Sequence[torch.Tensor | None], rate: Rate, active: np.ndarray) -> None:
@@ -52,6 +59,7 @@ class LocalOptimiser:
             torch._foreach_clamp_max_(held, self.clip_value)
         if self.clip_norm is not None:
             held = clip_norms(held, [self._at[i] for i in reached], len(active), self.clip_norm)
+        rate = rate if self.place is None else rate * self._moves.index_select(0, self.place)[0]
         rate = float(rate) if np.ndim(rate) == 0 else torch.as_tensor(rate, dtype=torch.float64, device=held[0].device)
         state = [[tensors[i] for i in reached] for tensors in (self.leaves, *self.moments)]
         with _rows_unchanged(state, [self.rows[i] for i in reached], self._still(active)):
@@ -114,13 +122,11 @@ class Adam(LocalOptimiser):
     def __init__(self, leaves: Tensors, rows: Sequence[Rows], **options: Any):
         super().__init__(leaves, rows, 2, **options)
         self.steps = np.zeros((1, 1), np.int64)  # (leaves, M) from the first step on
-        self.place: torch.Tensor | None = None  # the step's, see :meth:`count_ahead`
 
-    def count_ahead(self, place: torch.Tensor, active: np.ndarray) -> None:
-        """Read the bias of a step by its ``place`` (1,), on the device, from here on; all leaves are always reached."""
-        steps = np.maximum(active.cumsum(0), 1)
-        both = np.stack([1 - BETAS[0] ** steps, np.sqrt(1 - BETAS[1] ** steps)], 1)  # (S, 2, M)
-        self.place, self._biases = place, torch.from_numpy(both).to(place.device)
+    def read_at(self, place: torch.Tensor, active: np.ndarray) -> None:
+        super().read_at(place, active)
+        steps = torch.from_numpy(np.maximum(active.cumsum(0), 1.0)).to(place.device)
+        self._biases = torch.stack([1 - BETAS[0] ** steps, (1 - BETAS[1] ** steps).sqrt()], 1)  # (S, 2, M)
 
     def _update_(
         self, leaves: Tensors, mean: Tensors, square: Tensors, *, grads: Tensors, reached: Sequence[int], rate: Rate,

@@ -68,8 +68,7 @@ def units_ahead(f: Federation, forward: Forward, clients: Sequence[Client], stag
     # Exits alone: worth it from the second epoch on, if features depend on nothing that moves and all of them fit
     spec, examples = model.backbone.spec, len(clients) * max(c.num_examples for c in clients)
     numbers = sum(math.prod(spec.feature(u)) for u in range(model.depth) if model.head.reads(u))
-    fits = 4 * numbers * examples <= SHARE_OF_FREE_MEMORY * free_memory(f.device)
-    return model.depth if fits else 0
+    return model.depth if 4 * numbers * examples <= SHARE_OF_FREE_MEMORY * free_memory(f.device) else 0
 
 
 class PrecomputedUnits:

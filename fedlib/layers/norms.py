@@ -26,8 +26,8 @@ class LayerNorm(nn.LayerNorm):
             return F.layer_norm(x, x.shape[-1:], weight, bias, self.eps)
         if weight.dim() == bias.dim() and not uses_autocast(x):
             return _StackedLayerNorm.apply(x.reshape(x.shape[0], -1, x.shape[-1]), weight, bias, self.eps).view(x.shape)
-        y = F.layer_norm(x, x.shape[-1:], eps=self.eps)
-        return torch.addcmul(per_client(bias, x), y, per_client(weight, x))
+        plain = F.layer_norm(x, x.shape[-1:], eps=self.eps)
+        return torch.addcmul(per_client(bias, x), plain, per_client(weight, x))
 
 
 class _StackedLayerNorm(torch.autograd.Function):

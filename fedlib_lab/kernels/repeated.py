@@ -1,8 +1,9 @@
 """A step of local training as one CUDA graph: recorded once, then launched as a whole.
 
 A small net keeps a GPU waiting for its host, as a step is a thousand launches. Steps that are alike (as many examples,
-the same members) are recorded where a local training has ``LEAST`` of them. A recorded step reads and writes the same
-memory each time: ``Batches.place`` says which step it is, and what it leaves for the next goes where it was found.
+with padding or without) are recorded where a local training has ``LEAST`` of them. A recorded step reads and writes the
+same memory each time: ``Batches.place`` says which step it is, what it leaves for the next goes where it was found, and
+a member that is done stands still by a rate of zero.
 
 Recorded are no steps that draw what they drop, whose inputs lie in host memory, or that see another part of the net
 each, and none that CUDA refuses to record: they run as ever. Without CUDA a step that is recorded runs as it would be.
@@ -12,13 +13,15 @@ Read next: ``engine/cohort.py``, whose steps these are.
 from collections import Counter
 from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import replace
+from functools import partial
 
+import numpy as np
 import torch
 from torch import nn
 
 from fedlib.engine.batches import Batches
 from fedlib.engine.forward import Forward
-from fedlib.engine.optimisers import Adam, LocalOptimiser
+from fedlib.engine.optimisers import LocalOptimiser
 from fedlib.layers.dropout import Dropout
 
 from .switch import is_on
@@ -36,25 +39,25 @@ def repeat(
     """
     if not is_on("graphs"):
         return False
-    rows = zip(batches.width, batches.active, batches.host_weights, strict=True)
-    kinds = [(width, active.tobytes(), weights.numpy().tobytes()) for width, active, weights in rows]
-    often, device = Counter(kinds), batches.weights.device
+    host, device = batches.host_weights.clone(), batches.weights.device
+    for w, weights in zip(batches.width, host, strict=True):
+        weights *= (weights[:, :w] != 0).all()  # where one row is padding each may be, and the device knows which
+    kinds = [(w, bool(x[0, 0])) for w, x in zip(batches.width, host, strict=True)]
+    often = Counter(kinds)
     drops = any(isinstance(m, (Dropout, nn.Dropout)) and m.p for m in forward.model.modules())
     if drops or batches.rows.device != device or max(often.values()) < LEAST:
         return False
-    batches = replace(batches, place=torch.zeros(1, dtype=torch.long, device=device))
-    if isinstance(optimiser, Adam):
-        optimiser.count_ahead(batches.place, batches.active)
+    place = torch.zeros(1, dtype=torch.long, device=device)
+    optimiser.read_at(place, batches.active)
+    batches = replace(batches, place=place, host_weights=host, active=np.ones_like(batches.active))
     taken, recorded = Counter(), {}
     for step, kind in enumerate(kinds):
-        batches.place.fill_(step)
+        place.fill_(step)
+        take = partial(_take_in_place, take_step, step, batches, forward, left)
         if often[kind] >= LEAST and taken[kind] == WARM:
-            recorded[kind] = record(lambda step=step: _take_in_place(take_step, step, batches, forward, left), device)
+            recorded[kind] = record(take, device)
         taken[kind] += 1
-        if kind in recorded:
-            recorded[kind]()
-        else:
-            _take_in_place(take_step, step, batches, forward, left)
+        recorded.get(kind, take)()
     return True
 
 

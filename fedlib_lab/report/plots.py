@@ -78,8 +78,7 @@ def plot_series(frame: pd.DataFrame, x: str, y: str, xlabel: str, ylabel: str, t
 def _against(frame: pd.DataFrame, x: str, y: str, xlabel: str, ylabel: str, title: str, hero: str, looks: Looks):
     """Draw a panel per series but the first of ``hero``, these two in their colours and all others grey."""
     means = frame.groupby(["series", "method", x], sort=False)[y].mean().reset_index()
-    best = means.groupby("series")[y].max().idxmax()
-    first = next(iter(means[means.method == hero].series), best)
+    first = next(iter(means[means.method == hero].series), means.groupby("series")[y].max().idxmax())
     rivals = [name for name in looks.palette if name != first]
     axes = panels(rivals, title, (WIDE / 3, 2.1), columns=3)
     for ax, rival in zip(axes, rivals, strict=True):

@@ -70,8 +70,7 @@ class DarkDistill(Method):
         nets = {f"generator/{e}": self.generator(setting) for e in range(setting.num_exits)}
         for name, net in [*nets.items(), ("weigher", weigher())]:
             memory |= under(name, fresh(net, torch_generator(setting.seed, name)))
-        device = next(iter(params.values())).device
-        return Server(0, params, {n: x.to(device) for n, x in memory.items()})
+        return Server(0, params, {n: x.to(next(iter(params.values())).device) for n, x in memory.items()})
 
     def members(self, client: Client, server: Server, r: Round) -> list[Member]:
         part = self.slice_for(client, server, r)

@@ -82,8 +82,8 @@ class PerClient(nn.Module):
 
         alone = answer(False)
         try:
-            apart = float((answer(True) - alone).norm())
-            self.vmap = self.vmap and apart <= 1e-2 * float(alone.norm())  # norms of few values enlarge rounding
+            # norms of few values enlarge rounding
+            self.vmap = self.vmap and float((answer(True) - alone).norm()) <= 1e-2 * float(alone.norm())
         except Exception:  # whatever a layer raises that sees a batched tensor
             self.vmap = False
         return alone

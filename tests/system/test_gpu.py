@@ -23,6 +23,8 @@ from fedlib.engine.cohort import Cohort
 from fedlib.engine.optimisers import LocalOptimiser
 from fedlib.methods import METHODS
 from fedlib.methods.sliced.depthfl import DepthFL
+from fedlib_lab.kernels import repeated
+from fedlib_lab.kernels.switch import VARIABLE
 from fedlib_lab.rivals.ranks import Ranks
 from fedlib_lab.runs.checkpoints import Checkpoints
 from tests.helpers.granted import few_blocks, granted
@@ -131,6 +133,32 @@ def test_a_method_gives_the_cpus_numbers_together_alone_and_again(method, device
     assert max(found["cpu"], found["alone"], found["again"]) <= APART[device.partition(":")[0]], found
     for a, b in zip(home, together, strict=True):
         assert b.losses == pytest.approx(a.losses, rel=1e-2, abs=1e-3)
+
+
+@pytest.mark.skipif(DEVICES == ["cpu"], reason="a GPU records; kernels/test_repeated.py lets something stand in for it")
+@pytest.mark.parametrize("method", METHODS)
+def test_steps_that_are_recorded_end_with_the_numbers_of_steps_that_are_taken(method, monkeypatch):
+    device, made = DEVICES[-1], []
+
+    def record(take, device):
+        replay = of_cuda(take, device)
+        made.append(replay is not take)
+        return replay
+
+    of_cuda = repeated.record
+    monkeypatch.setattr(repeated, "record", record)
+    monkeypatch.setattr(repeated, "LEAST", 4)
+    e = tiny(method, num_train=120, batch_size=6, local_epochs=2, backbone=few_blocks(monkeypatch, method),
+             partition="class_dirichlet", dirichlet_alpha=1.0)  # fmt: skip
+    taken, start = rounds(e, device)
+    monkeypatch.setenv(VARIABLE, "graphs")
+    recorded, _ = rounds(e, device)
+    found = apart(taken[-1].server, recorded[-1].server, start, products if method == "flexlora" else dict)
+    if REPORT:
+        with open(REPORT, "a") as file:
+            file.write(json.dumps({"method": method, "device": device, "recorded": made, "apart": found}) + "\n")
+    assert found <= APART["cuda"]
+    assert all(made) and bool(made) == (method not in ("fjord", "fiarse"))  # these train another part in each step
 
 
 @pytest.mark.parametrize("policy", ["batch", "tracked", "static", "local"])
