@@ -29,14 +29,18 @@ def central_forward(federation: Federation, server: Server, part: Slice) -> Forw
     )  # fmt: skip
 
 
-BATCH = 250  # examples; a number of its own, so that no answer follows from how many threads there are
+BATCH, OF_MAPS = 250, 64  # examples; numbers of their own, so that no answer follows from how many threads there are
 AT_ONCE = 2**27  # numbers in the widest activation: on a GPU, and of a net whose batch norm sees all examples
 
 
 def at_once(federation: Federation) -> int:
-    """Return how many examples answer together where no answer depends on it: on a GPU as many as keep it busy."""
-    widest = federation.model.backbone.spec.numbers(1)[0]
-    return BATCH if federation.device.type == "cpu" else max(BATCH, AT_ONCE // widest)
+    """Return how many examples answer together where no answer depends on it: on a GPU as many as keep it busy.
+
+    On a CPU a ConvNet's maps stay in cache: 2,000 images of 32 pixels took one core 0.40 s instead of 0.71.
+    """
+    spec = federation.model.backbone.spec
+    few = OF_MAPS if len(spec.feature(0)) == 3 else BATCH
+    return few if federation.device.type == "cpu" else max(BATCH, AT_ONCE // spec.numbers(1)[0])
 
 
 def exit_logits(federation: Federation, server: Server, part: Slice | tuple[Slice, ...]) -> torch.Tensor:
@@ -101,8 +105,7 @@ def evaluate(federation: Federation, server: Server) -> Mapping[str, object]:
     labels, task = federation.data.test_labels, federation.task
     answering, every = federation.answering, served_parts(federation, server)
     parts = [every[j] for j in answering]
-    shared = all(p == parts[0] for p in parts)
-    outputs = exit_logits(federation, server, parts[0]) if shared else None
+    outputs = exit_logits(federation, server, parts[0]) if all(p == parts[0] for p in parts) else None
     answers, finite = [], []  # per exit, and of the ensemble
     for j, part in zip(answering, parts, strict=True):
         given = (exit_logits(federation, server, part) if outputs is None else outputs)[exit_for(j, part)]

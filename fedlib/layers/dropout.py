@@ -62,8 +62,7 @@ class TokenDropout(Dropout):
         for dim in range(1, x.dim()):
             places = torch.arange(x.shape[dim], dtype=torch.int32, device=x.device)
             at = hash_bits_(at + places.view(-1, *(1,) * (x.dim() - 1 - dim)))
-        dropped = (at >> 8 & 0xFFFFFF) < int(self.p * 2**24)
-        return x.masked_fill(dropped, 0.0) / (1 - self.p)
+        return x.masked_fill((at >> 8 & 0xFFFFFF) < int(self.p * 2**24), 0.0) / (1 - self.p)
 
 
 def hash_bits_(x: torch.Tensor) -> torch.Tensor:

@@ -111,9 +111,8 @@ class BatchNorm2d(nn.Module):
             if self.running_mean is None:
                 raise ValueError(f"batch_norm = {context.policy!r}: evaluation needs statistics, and none are there")
             return self._native(x, self._rows(self.running_mean, x), self._rows(self.running_var, x), training=False)
-        values = x.shape[1] * x.shape[3] * x.shape[4]
         real = context.real(x.device)
-        if real is None and context.gathered is None and values > 1:
+        if real is None and context.gathered is None and x.shape[1] * x.shape[3] * x.shape[4] > 1:
             if not context.training:
                 return self._native(x, *_unmasked_moments(x), training=False)
             if not context.tracks:
@@ -177,9 +176,14 @@ def is_slow_channels_last(x: torch.Tensor) -> bool:
 
 
 def _unmasked_moments(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return mean and biased variance (K, C) of maps; PyTorch's channels-last kernel loses digits on many values."""
-    var, mean = torch.var_mean(x.float(), (1, 3, 4), correction=0)
-    return mean, var
+    """Return mean and biased variance (K, C) of maps, the second about the first.
+
+    PyTorch's channels-last batch norm loses digits on many values, and its ``var_mean`` takes 7 to 20 times as long.
+    """
+    mean = x.float().mean((1, 3, 4))
+    parts = x.split(64 if x.device.type == "cpu" else x.shape[1], 1)  # that stay in cache
+    around = [(p.float() - mean[:, None, :, None, None]).square().sum((1, 3, 4)) for p in parts]
+    return mean, torch.stack(around).sum(0) / x[0, :, 0].numel()
 
 
 def _moments(x: torch.Tensor, real: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -125,14 +125,17 @@ def test_each_exit_is_taken_from_the_model_that_the_method_evaluates_it_with(mon
     assert np.array_equal([p.depth for p in asked], sorted(p.depth for p in asked))
 
 
-def test_a_gpu_answers_as_many_examples_at_once_as_keep_it_busy():
+def test_a_gpu_answers_as_many_examples_at_once_as_keep_it_busy_and_a_cpu_as_many_maps_as_fit_its_cache():
     f = build_federation(TINY)
     widest = f.model.backbone.spec.numbers(1)[0]
     assert module.at_once(f) == module.BATCH
     there = SimpleNamespace(model=f.model, device=torch.device("cuda"))
     assert module.at_once(there) == module.AT_ONCE // widest > 1000
-    there.model = SimpleNamespace(backbone=SimpleNamespace(spec=SimpleNamespace(numbers=lambda n: (2**30, 0))))
+    maps = SimpleNamespace(numbers=lambda n: (2**30, 0), feature=lambda unit: (64, 8, 8))
+    there.model = SimpleNamespace(backbone=SimpleNamespace(spec=maps))
     assert module.at_once(there) == module.BATCH
+    there.device = torch.device("cpu")
+    assert module.at_once(there) == module.OF_MAPS
 
 
 def test_no_answer_depends_on_how_many_are_answered_at_once(monkeypatch):
