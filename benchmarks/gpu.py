@@ -1,8 +1,9 @@
 """The engine on one GPU: a round's clients as one program against one at a time and against bare loops; convolutions.
 
 ``python -m benchmarks.gpu speed --device cuda`` prints images a second, launches a step and the ratio to a bare loop of
-the same net, eager and compiled, in one call; then what one and four processes do on the card together, and one and
-five runs that train as one, each with steps that are one launch and without.
+the same net, eager and compiled, in one call; then what one and four processes do on the card together.
+``python -m benchmarks.gpu goals`` prints images a second of one and of five runs that train as one, each with steps
+that are one launch and without, and of DeiT-S in bfloat16 beside bare loops, with what they should reach.
 ``python -m benchmarks.gpu convolutions`` prints how long each way to run a cohort's convolutions takes, by shape.
 """
 
@@ -13,7 +14,7 @@ import multiprocessing
 import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from unittest.mock import patch
 
@@ -30,6 +31,7 @@ from fedlib.methods import Round
 from fedlib_lab.executors.stacked import Asked, Joint, Stacked
 from fedlib_lab.kernels.switch import ASKED, NAMES, VARIABLE
 from fedlib_lab.runs.costs import CARDS, training_macs
+from fedlib_lab.runs.params import load_grid
 
 COMMON = {
     "method": "reefl", "finetune": "lora", "partition": "drawn", "examples_per_client": 100, "num_clients": 1000,
@@ -82,6 +84,8 @@ SPEED = {"partition": "drawn", "examples_per_client": 320, "num_clients": 100, "
          "method": "fedavg", "finetune": "full", "num_exits": 1, "augment": "none", "pretrained": False,
          "momentum": 0.9, "clip_value": None, "evaluate_every": 0}  # fmt: skip
 BATCHES = {"deit_micro": 32, "convnet3_slim": 64, "resnet8": 64}  # by net
+# Images a second of five runs; of ResNet-18 twice a plain loop's on an A100, of DeiT-S a compiled loop's on an H100
+GOALS = {"deit_micro": 150_000, "resnet18": 48_000, "deit_small_patch16_224": 7_700}
 
 
 def speed(e: Experiment, device: str, seconds: float = 8.0, bare: Callable[[], nn.Module] | None = None) -> dict:
@@ -148,11 +152,27 @@ def plain(name: str) -> nn.Module:
     """The net ``name`` as its author would write it, for ten classes."""
     from benchmarks.rivals.workload import NETS
 
+    if name == "deit_small_patch16_224":
+        import timm
+
+        return InBfloat16(timm.create_model(name, num_classes=10))
     if name == "deit_micro":
         from timm.models.vision_transformer import VisionTransformer
 
         return VisionTransformer(img_size=32, patch_size=8, embed_dim=64, depth=12, num_heads=4, num_classes=10)
     return NETS[name]()
+
+
+class InBfloat16(nn.Module):
+    """A net whose products are computed so, as its author would have it."""
+
+    def __init__(self, net: nn.Module):
+        super().__init__()
+        self.net = net
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(x.device.type, torch.bfloat16):
+            return self.net(x).float()
 
 
 def together(e: Experiment, device: str, processes: int, seconds: float = 5.0) -> float:
@@ -179,21 +199,23 @@ def of_seeds(e: Experiment, device: str, seeds: int, seconds: float = 5.0) -> di
     how = Execution(device, workers=1, cohort_size=None if "cuda" in device else seeds * e.clients_per_round)
     runs = [build_federation(e.replace(seed=1 + s), device) for s in range(seeds)]
     joint, by = Joint(runs, how), [Stacked(f, how) for f in runs]
-    images = seeds * e.clients_per_round * e.examples_per_client * e.local_epochs
-    steps = -(-e.examples_per_client // e.batch_size) * e.local_epochs
+    most = max(int(f.data.num_examples.max()) for f in runs)
+    steps = -(-most // e.batch_size) * e.local_epochs
 
-    def train(t: int) -> None:
+    def train(t: int) -> int:
         rounds = [Round(t, tuple(f.sample_clients(t)), f.setting) for f in runs]
         plans = [plan_round(f, f.server, r, 1, 0) for f, r in zip(runs, rounds, strict=True)]
         joint.train([Asked(b, b.federation.server, p, r, {}) for b, p, r in zip(by, plans, rounds, strict=True)])
+        return sum(c.num_examples for r in rounds for c in r.clients) * e.local_epochs
 
     train(1)
-    out, t, began = {"launches a step": _launches(lambda: train(2)) / steps}, 2, time.perf_counter()
+    out, t, images = {"launches a step": _launches(lambda: train(2)) / steps}, 2, 0
+    began = time.perf_counter()
     while time.perf_counter() < began + seconds or t == 2:
-        train(t := t + 1)
+        images += train(t := t + 1)
     if "cuda" in device:
         torch.cuda.synchronize()
-    return {"seeds": seeds, "images/s": (t - 2) * images / (time.perf_counter() - began), **out}
+    return {"seeds": seeds, "images/s": images / (time.perf_counter() - began), **out}
 
 
 # --- convolutions ----------------------------------------------------------------------------------------------------
@@ -226,11 +248,32 @@ def _convolutions(device: str, precision: str, clients: Sequence[int], batch: in
     return rows
 
 
+def goals(device: str, dataset: str, seconds: float = 60.0) -> Iterator[dict]:
+    """Yield rows of one and of five runs, with graphs and without, then of DeiT-S; of the ResNet in TF32 on a GPU."""
+    exact = "tf32" if "cuda" in device else "float32"
+    spread = {"local_epochs": 4, "dataset": dataset}  # four passes are forty steps
+    cases = {
+        "deit_micro": Experiment(backbone="deit_micro", batch_size=32, **SPEED | spread),
+        "convnet3_slim": Experiment(backbone="convnet3_slim", batch_size=64, **SPEED | spread),
+        "resnet18": Experiment(backbone="resnet18", batch_size=128, precision=exact, **SPEED | spread),
+        "CAFEDistill's ConvNet": load_grid("cafedistill", "table1", "paper")[0].experiment.replace(
+            method="cafedistill", options={}, dataset=dataset, evaluate_every=0
+        ),
+    }  # fmt: skip
+    for (name, e), n, graphs in itertools.product(cases.items(), (1, 5), (False, True)):
+        with patch.dict(os.environ, {VARIABLE: ",".join((*NAMES, *ASKED * graphs))}):
+            found = of_seeds(e, device, n, seconds / 20)
+        yield {"net": name, "device": device, "graphs": graphs, **found, "goal": GOALS.get(name)}
+    name = "deit_small_patch16_224"
+    e = Experiment(backbone=name, batch_size=64, precision="bfloat16", **SPEED | {"dataset": dataset})
+    yield {"net": name, "device": device, **speed(e, device, seconds / 5, lambda: plain(name)), "goal": GOALS[name]}
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
-    parser.add_argument("what", choices=("speed", "convolutions"))
+    parser.add_argument("what", choices=("speed", "goals", "convolutions"))
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--seconds", type=float, default=60.0, help="in all, of speed")
+    parser.add_argument("--seconds", type=float, default=60.0, help="in all, of speed and of goals")
     parser.add_argument("--json", type=Path, help="write it there too, after each row")
     parser.add_argument("--dataset", default="mnist")
     asked = parser.parse_args(arguments)
@@ -247,6 +290,10 @@ def main(arguments: list[str] | None = None) -> None:
         for precision in ("float32", "tf32") if "cuda" in asked.device else ("float32",):
             tell(convolutions(asked.device, precision))
         return
+    if asked.what == "goals":
+        for row in goals(asked.device, asked.dataset, asked.seconds):
+            tell([row])
+        return
     for name, batch in BATCHES.items():
         e = Experiment(backbone=name, dataset=asked.dataset, batch_size=batch, **SPEED)
         found = speed(e, asked.device, asked.seconds / 6, lambda name=name: plain(name))
@@ -255,10 +302,6 @@ def main(arguments: list[str] | None = None) -> None:
     for n in (1, 4):
         images = together(e, asked.device, n, asked.seconds / 10)
         tell([{"net": "deit_micro", "device": asked.device, "processes": n, "images/s, all": images}])
-    for n, graphs in itertools.product((1, 5), (False, True)):  # a step as one launch: four passes are forty of them
-        with patch.dict(os.environ, {VARIABLE: ",".join((*NAMES, *ASKED * graphs))}):
-            found = of_seeds(e.replace(local_epochs=4), asked.device, n, asked.seconds / 15)
-        tell([{"net": "deit_micro", "device": asked.device, "graphs": graphs, **found}])
 
 
 if __name__ == "__main__":

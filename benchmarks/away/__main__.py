@@ -31,7 +31,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--out", type=Path, required=True, help="the folder for what comes back: at most 8 files of 16 MiB")
     p.add_argument("--plan", type=Path, default=Path(".away/plan.json"), metavar="FILE", help="of the packed folder")
     p.add_argument("--together", type=int, default=1, metavar="N", help="so many runs at once on the device")
-    p.add_argument("--skip", nargs="+", default=[], choices=["tests", "convolutions", "speed"], help="in a later turn")
+    p.add_argument("--skip", nargs="+", default=[], choices=["tests", "speed", "goals"], help="in a later turn")
 
     p = add("home", help="take finished runs of a runs.tar into the store")
     p.add_argument("files", nargs="+", type=Path, metavar="FILE")

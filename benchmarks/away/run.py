@@ -6,7 +6,7 @@ This file needs the standard library alone. What comes back lies in one folder, 
   machine.json       card, driver, PyTorch, CUDA, flags of precision, CPU, memory, the commit that was handed in
   report.json        each part and run: how it ended, its seconds, what was predicted
   methods.jsonl      of each method how far the device's numbers are from the CPU's, from the tests
-  convolutions.json, speed.json   what ``benchmarks.gpu`` measured
+  speed.json, goals.json   what ``benchmarks.gpu`` measured
   runs.tar           finished runs, for ``home``; written anew after each
   checkpoint.tar     the runs that the time interrupted, for ``pack --go-on``, as many as are small enough
   logs.tar           what each process printed
@@ -30,8 +30,8 @@ from typing import Any
 from benchmarks.away import KEPT, MIB, ROOT
 from benchmarks.away.tars import lay_out, of_folder, unpacked, write_tar
 
-OF, FACTS, SPEED = 560, 5, 190  # seconds of ``OF`` after which the tests begin at the latest, and the runs
-MEASURED = {"tests": 85, "convolutions": 110, "speed": SPEED}  # in this order, each until so many seconds of ``OF``
+OF, FACTS, MEASURING = 560, 5, 230  # seconds of ``OF`` after which the tests begin at the latest, and the runs
+MEASURED = {"tests": 100, "speed": 150, "goals": MEASURING}  # in this order, each until so many seconds of ``OF``
 SUITE = ["-m", "pytest", "-o", "addopts=", "-v", "--tb=short", "-p", "no:cacheprovider", "tests/system/test_gpu.py"]
 SPREAD = ["-p", "xdist.plugin", "-n"]  # tests over processes, where the machine has pytest-xdist
 MEASURE = ["-m", "benchmarks.gpu"]
@@ -244,8 +244,8 @@ class Turn:
             if name not in self.skip:
                 self.end(self.start(name, suite() if name == "tests" else told), at(until), 0.01 * self.clock.seconds)
                 self.pack_logs()
-        self.end(facts, at(SPEED), grace=0.01 * self.clock.seconds)
-        self.end(decoding, at(SPEED), grace=0.01 * self.clock.seconds)
+        self.end(facts, at(MEASURING), grace=0.01 * self.clock.seconds)
+        self.end(decoding, at(MEASURING), grace=0.01 * self.clock.seconds)
 
     def beside(self) -> None:
         """Runs for the spare cores of the CPU."""
@@ -355,7 +355,7 @@ def _worked(turn: Turn) -> int:
     finished = len(list(turn.runs.glob("*/summary.json")))
     turn.note("all", f"{finished} runs are finished")
     turn.pack_logs()
-    for name in ("machine.json", "convolutions.json", "speed.json"):
+    for name in ("machine.json", "speed.json", "goals.json"):
         if (turn.out / name).is_file() and (turn.out / name).stat().st_size > LARGEST:
             (turn.out / name).unlink()
     return 0 if finished else 1

@@ -272,6 +272,14 @@ def test_speed_beside_a_bare_loop_and_ways_of_convolutions_are_measured(tmp_path
     assert gpu._images(e, "cpu", 0.1) > 0
     alone, five = (gpu.of_seeds(e, "cpu", n, 0.1) for n in (1, 5))
     assert five["images/s"] > 0 and five["launches a step"] < 4 * alone["launches a step"]  # all around one step
+    monkeypatch.setattr(gpu, "of_seeds", lambda e, device, n, seconds: {"seeds": n, "of": e.backbone})
+    monkeypatch.setattr(gpu, "speed", lambda e, device, seconds, bare: {"of": type(bare()).__name__})
+    gpu.main(["goals", "--device", "cpu", "--json", str(tmp_path / "g.json")])
+    asked = [
+        (r["net"], r.get("seeds"), r.get("graphs"), r["goal"]) for r in json.loads((tmp_path / "g.json").read_text())
+    ]
+    assert asked[3] == ("deit_micro", 5, True, 150_000) and asked[-1][::3] == ("deit_small_patch16_224", 7_700)
+    assert len(asked) == 17 == len(capsys.readouterr().out.splitlines())
     monkeypatch.setattr(gpu, "SHAPES", ((2, 4, 3, 8),))
     gpu.main(["convolutions", "--device", "cpu", "--json", str(tmp_path / "c.json")])
     rows = json.loads((tmp_path / "c.json").read_text())
