@@ -4,7 +4,10 @@ Nothing in fedlib reads a global generator, so results depend neither on the ord
 how many workers run them, and a resumed run needs no stored generator state.
 """
 
+import random
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -20,3 +23,19 @@ def torch_generator(seed: int, purpose: str, t: int = 0, client: int = 0) -> tor
     """Return the CPU torch generator for the same key (drawn on the CPU, so a GPU run sees the same numbers)."""
     state = np.random.SeedSequence([seed, zlib.crc32(purpose.encode()), t, client]).generate_state(2, np.uint32)
     return torch.Generator().manual_seed((int(state[0]) << 31) ^ int(state[1]))
+
+
+def global_states() -> dict[str, object]:
+    """Return the states of the global generators by whose they are."""
+    kind, key, *rest = np.random.get_state()
+    states = {"PyTorch's": torch.get_rng_state().numpy().tobytes(), "NumPy's": (kind, key.tobytes(), *rest)}
+    return states | {"Python's": random.getstate()}
+
+
+@contextmanager
+def no_global_draws(who: str) -> Iterator[None]:
+    """Raise ``ValueError`` if the block draws from a global generator: numbers would follow from what ran before."""
+    before = global_states()
+    yield
+    if drawn := [whose for whose, state in global_states().items() if state != before[whose]]:
+        raise ValueError(f"{who} draws from {drawn[0]} global generator; allowed: cohort.generator(…), r.generator(…)")

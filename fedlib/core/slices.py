@@ -85,8 +85,7 @@ class Axis:
 @lru_cache(maxsize=4096)  # a random sub-model is drawn many times before one meets its constraint
 def _rolling(segments: tuple[int, ...], kept: tuple[int, ...], start: int) -> Indices:
     """Keep ``kept[i]`` entries of every segment i from its entry ``start`` on, around its end."""
-    firsts = accumulate(segments[:-1], initial=0)
-    windows = zip(firsts, segments, kept, strict=True)
+    windows = zip(accumulate(segments[:-1], initial=0), segments, kept, strict=True)
     return as_range(tuple(first + (start + i) % size for first, size, n in windows for i in range(n)))
 
 

@@ -95,8 +95,7 @@ def read_tensors(path: Path, device: str = "cpu") -> tuple[dict[str, torch.Tenso
             # are read once, and a copy of their bytes would count
             small = path.stat().st_size <= LOADED
             tensors = load(path.read_bytes()) if small else {k: f.get_tensor(k) for k in f.keys()}
-        digest = text.pop("digest", None)
-        if digest != digest_tensors(tensors, text):
+        if text.pop("digest", None) != digest_tensors(tensors, text):
             raise DamagedFile(path, "its content does not match its digest")
         return {k: v.to(device) for k, v in tensors.items()}, {k: json.loads(v) for k, v in text.items()}
     except (SafetensorError, json.JSONDecodeError, RecursionError) as error:

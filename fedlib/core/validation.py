@@ -84,10 +84,11 @@ def check_known(names: Iterable[object], allowed: Collection[str], says: str) ->
             raise ValueError(says.replace("{}", shown(name)) + did_you_mean(name, allowed))
 
 
-def check_type(value: object, kind: Any, where: str) -> None:
-    """Raise ``ValueError`` for an argument, called ``where``, that is not of type ``kind``."""
+def check_type(value: Any, kind: Any, where: str) -> Any:
+    """Return ``value``, called ``where``; ``ValueError`` if it is not of type ``kind``."""
     if not isinstance(value, kind):
         raise ValueError(f"{where} = {shown(value)}: expected {kind.__name__}, got {type(value).__name__}")
+    return value
 
 
 def check_fields(cls: type, values: Mapping[str, object], where: str) -> dict[str, Any]:

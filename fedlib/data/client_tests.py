@@ -67,8 +67,7 @@ def like_train(counts: np.ndarray, test_labels: np.ndarray, seed: int) -> Divide
     for c in np.flatnonzero(counts.sum(0)):
         rng = numpy_generator(seed, "test split", client=int(c))
         rows = rng.permutation(np.where(test_labels == c)[0])
-        shares = largest_remainders(counts[:, c], len(rows), rng)
-        owners[rows] = np.repeat(np.arange(len(counts)), shares)
+        owners[rows] = np.repeat(np.arange(len(counts)), largest_remainders(counts[:, c], len(rows), rng))
     return rows_by_owner(owners, len(counts))
 
 

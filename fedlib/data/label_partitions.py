@@ -92,8 +92,7 @@ def dealt_classes(labels: np.ndarray, num_clients: int, classes_per_client: int,
     So classes have equally many holders, up to one, where flwr-datasets' ``pathological`` draws them independently.
     ``ValueError`` if there are not cards enough for every class.
     """
-    rng = numpy_generator(seed, "partition")
-    classes = np.unique(labels)
+    rng, classes = numpy_generator(seed, "partition"), np.unique(labels)
     if len(classes) > (most := num_clients * classes_per_client):
         why = f"{num_clients} clients hold at most {most} of the {len(classes)} classes; partition = 'dealt' needs all"
         raise ValueError(f"experiment: classes_per_client = {classes_per_client}: {why}")

@@ -42,8 +42,7 @@ def _f1s(predictions: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """
     n = 1 + int(max(labels.max(), predictions.max()))
     predicted, true = (x.bincount(minlength=n) for x in (predictions, labels))
-    right = labels[predictions == labels].bincount(minlength=n)
-    occurs = predicted + true > 0
+    right, occurs = labels[predictions == labels].bincount(minlength=n), predicted + true > 0
     return 2 * right[occurs].double() / (predicted + true)[occurs]
 
 

@@ -158,8 +158,7 @@ def natural_partition(owners: np.ndarray, num_clients: int, seed: int) -> list[n
             f"experiment: num_clients = {num_clients}, but the dataset has {found} natural clients; "
             "partition = 'natural_split' divides each among several"
         )
-    order = np.argsort(-np.bincount(owners), kind="stable")[:num_clients]
-    return [np.where(owners == o)[0] for o in sorted(order)]
+    return [np.where(owners == o)[0] for o in sorted(np.argsort(-np.bincount(owners), kind="stable")[:num_clients])]
 
 
 def natural_split(owners: np.ndarray, num_clients: int, seed: int) -> list[np.ndarray]:
@@ -199,8 +198,7 @@ def dirichlet_partition(labels: np.ndarray, num_clients: int, alpha: float, seed
     for 100 clients that moves 0 to 13 at alpha 0.1 and none at alpha 1; of CIFAR-100's 50,000, 2,500 to 4,400 at either
     (seeds 1-3).
     """
-    rng = numpy_generator(seed, "partition")
-    classes = int(labels.max()) + 1
+    rng, classes = numpy_generator(seed, "partition"), int(labels.max()) + 1
     proportions = rng.dirichlet([alpha] * classes, num_clients)
     pools = [list(rng.permutation(np.where(labels == c)[0])) for c in range(classes)]
     size, out = len(labels) // num_clients, []
@@ -208,8 +206,7 @@ def dirichlet_partition(labels: np.ndarray, num_clients: int, alpha: float, seed
         mine: list[int] = []
         while len(mine) < size:
             weights = np.where([len(pool) > 0 for pool in pools], p + 1e-5, 0)
-            draws = rng.choice(classes, size - len(mine), p=weights / weights.sum())
-            for c in draws:
+            for c in rng.choice(classes, size - len(mine), p=weights / weights.sum()):
                 mine.append(pools[c].pop())
                 if not pools[c]:
                     break  # renormalise over what is left

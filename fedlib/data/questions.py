@@ -102,8 +102,7 @@ class AnswerKey:
 
 def answer_key(contexts: Sequence[str], answers: Sequence[Mapping], offsets: np.ndarray) -> AnswerKey:
     """Build the key of questions whose answers are ``{"text": [...], ...}``."""
-    number = {c: i for i, c in enumerate(dict.fromkeys(contexts))}
-    given = [list(a["text"]) for a in answers]
+    number, given = {c: i for i, c in enumerate(dict.fromkeys(contexts))}, [list(a["text"]) for a in answers]
     return AnswerKey(list(number), [number[c] for c in contexts], given, torch.from_numpy(offsets))
 
 

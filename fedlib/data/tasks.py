@@ -218,8 +218,7 @@ class NextToken(Task):
         asked = labels != IGNORED
         if not asked.any(-1).all():
             raise ValueError(f"NextToken: {(~asked.any(-1)).sum()} of {len(labels)} examples have no token to predict")
-        right = torch.zeros_like(asked)
-        seen = predictions.shape[-1]
+        right, seen = torch.zeros_like(asked), predictions.shape[-1]
         right[:, :seen] = predictions == labels[:, :seen]
         return {
             "exact_match": 100 * (right | ~asked).all(-1).double().mean().item(),

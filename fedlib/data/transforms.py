@@ -27,8 +27,7 @@ def sample_views(
     if augment.startswith("crop"):
         top, left = (((2 * pad + 1) * u[:, i]).floor().sub(pad) / size for i in (0, 1))
     elif augment.startswith("rrc"):
-        area = min_scale + (1 - min_scale) * u[:, 2]
-        ratio = torch.exp((2 * u[:, 3] - 1) * math.log(4 / 3))
+        area, ratio = min_scale + (1 - min_scale) * u[:, 2], torch.exp((2 * u[:, 3] - 1) * math.log(4 / 3))
         height, width = (area / ratio).sqrt().clamp(max=1), (area * ratio).sqrt().clamp(max=1)
         top, left = u[:, 0] * (1 - height), u[:, 1] * (1 - width)
     flip = (u[:, 4] < 0.5).float() if augment.endswith("_flip") else torch.zeros(n)

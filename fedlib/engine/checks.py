@@ -29,8 +29,7 @@ def check_experiment(e: Experiment) -> Method:
     All that is refused is said at once, a line each. Nothing is downloaded and no weight is allocated. What only the
     data can tell is checked when they are loaded.
     """
-    method = build_method(e.method, e.options)
-    config = backbone_spec(e.backbone, e.exit_head)
+    method, config = build_method(e.method, e.options), backbone_spec(e.backbone, e.exit_head)
     known = e.dataset in TEXTS if e.dataset in DATASETS else None
     check_all(
         lambda: check_conditions(e, "experiment"), lambda: check_optimiser(e), lambda: check_schedule(e),

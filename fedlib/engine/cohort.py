@@ -212,13 +212,15 @@ class Cohort:
                 losses = loss(batch)
             if (shape := tuple(getattr(losses, "shape", ()))) != total.shape:  # of a mean each member's part is less
                 raise ValueError(f"{e.method}: a loss of shape {shape}; allowed: ({len(total)},), a number a member")
+            if not losses.requires_grad:
+                raise ValueError(f"{e.method}: a loss without a gradient; allowed: one that follows from batch.outputs")
             with phase("backward"):
                 grads = list(torch.autograd.grad(losses.sum(), leaves, allow_unused=True))
             with phase("step"), torch.no_grad():
                 total.add_(losses.detach())
                 if gradient is not None:  # not in place: in a batch of one, gradients share memory
                     both = zip(names, grads, strict=True)
-                    grads = [g if g is None else g + gradient(n, self.params[n]) for n, g in both]
+                    grads = [g if g is None else g + self._own(gradient, n) for n, g in both]
                 optimiser.step_(grads, batches.at(step, rates), batches.active[step])
 
         repeat = override("repeat") if view is None else None
@@ -230,6 +232,15 @@ class Cohort:
             p.requires_grad_(False)
         self.steps = torch.as_tensor(batches.steps, device=device)
         self._losses = total / self.steps.clip(1)
+
+    def _own(self, gradient: Callable[[str, torch.Tensor], torch.Tensor], name: str) -> torch.Tensor:
+        """Return ``gradient`` of a parameter; ``ValueError`` for a shape that would reach other members' entries."""
+        given, shape = gradient(name, p := self.params[name]), tuple(p.shape)
+        got = getattr(given, "shape", () if isinstance(given, (int, float)) else None)
+        if got not in ((), shape, shape[1:]):
+            why = f"{self.experiment.method}: gradient({name!r}, p) of shape {got and tuple(got)}"
+            raise ValueError(f"{why}; allowed: {shape}, as p, or {shape[1:]}, for all members")
+        return given
 
     def losses(self, update: Update) -> tuple[dict[int, float], bool]:
         """Return each client's mean loss, of its first member, and whether all of ``update`` is finite.

@@ -20,10 +20,11 @@ from ..core.annotations import Count, Positive
 from ..core.clients import Client
 from ..core.devices import memory_to_plan_with
 from ..core.profiling import phase
+from ..core.rng import no_global_draws
 from ..core.threads import close, one_thread, warn_if_spinning
-from ..core.validation import NamedFields, check_instance, check_known
+from ..core.validation import NamedFields, check_instance, check_known, check_type
 from ..methods import Member, Round, Server
-from ..methods.sums import MaskedMean
+from ..methods.sums import MaskedMean, Update
 from ..models.exit_model import ExitModel
 from .arithmetic import arithmetic
 from .checks import check_device
@@ -136,10 +137,8 @@ def train_cohort(
     with arithmetic(f.experiment.precision, f.device):
         with phase("download"):
             cohort = Cohort(f, model, server, r, members, mine)
-        before = torch.get_rng_state()
-        f.method.local_update(cohort)
-        if not torch.equal(before, torch.get_rng_state()):
-            raise ValueError(f"{f.experiment.method} draws from the global generator; allowed: cohort.generator(…)")
+        with no_global_draws(f.experiment.method):
+            f.method.local_update(cohort)
         cohort.keep()
     losses, finite = cohort.losses(plain := cohort.update())
     nonfinite = {c: "loss" for c, x in losses.items() if not math.isfinite(x)} | ({} if finite else plain.nonfinite())
@@ -147,7 +146,8 @@ def train_cohort(
         client, name = min(nonfinite.items())
         raise FloatingPointError(f"round {r.t}: client {client}: {name} is not finite (nonfinite = 'fail')")
     with phase("aggregation"):
-        update, new_memories, extras = f.method.upload(cohort), cohort.new_memories, cohort.extras
+        update = check_type(f.method.upload(cohort), Update, f"{f.experiment.method}: upload()")
+        new_memories, extras = cohort.new_memories, cohort.extras
         if nonfinite and f.experiment.nonfinite == "drop":
             update = update.without(nonfinite)
             new_memories, extras = ({c: x for c, x in d.items() if c not in nonfinite} for d in (new_memories, extras))
@@ -156,7 +156,8 @@ def train_cohort(
         if f.method.needs_models:
             kinds = {n: p.dtype for n, p in cohort.params.items()}  # what was compressed comes in float64
             models = {c.id: update.model(i, kinds) for i, c in reversed(list(enumerate(update.clients)))}
-        return Trained(f.method.summarise(update, f.setting), new_memories, losses, tuple(nonfinite), extras, models)
+        sums = check_type(f.method.summarise(update, f.setting), MaskedMean, f"{f.experiment.method}: summarise()")
+        return Trained(sums, new_memories, losses, tuple(nonfinite), extras, models)
 
 
 CACHE_BYTES = {"stacked": 3 * 2**20, "maps": 5 * 2**20, "shared": 16 * 2**20}  # by timing (two cores, AMD EPYC)
@@ -194,7 +195,8 @@ def plan_round(f: Federation, server: Server, r: Round, workers: int, size: int 
     """
     jobs: list[list[Member]] = []
     for client in r.clients:
-        members, shapes = list(f.method.members(client, server, r)), dict[Hashable, list[Member]]()
+        given, shapes = f.method.members(client, server, r), dict[Hashable, list[Member]]()
+        members = list(check_type(given, Sequence, f"{f.experiment.method}: members()"))
         for m in (m for m in members if m.trains):
             shapes.setdefault(m.part.shape_key(), []).append(m)
         jobs += [group + [m for m in members if not m.trains] for group in shapes.values()]
@@ -225,8 +227,7 @@ def plan_cohorts(
     out = []
     for group in alike.values():
         # workers are shared out by the number of clients; a cohort's members stack, so all must be of one group
-        share = max(1, round(workers * len(group) / len(jobs)))
-        models = max(len(job) for job in group)
+        share, models = max(1, round(workers * len(group) / len(jobs))), max(len(job) for job in group)
         parts = -(-len(group) * models // (share * size)) * share if size else share  # each worker gets as many
         out += [group[i::parts] for i in range(min(parts, len(group)))]  # dealt out, so depths are mixed evenly
     # the longest first, so that no worker starts it when the others are done

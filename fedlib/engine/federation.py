@@ -7,9 +7,11 @@ from functools import partial
 import numpy as np
 import torch
 
+from ..core.annotations import Count
 from ..core.clients import Client, clients_of
 from ..core.experiment import Experiment
 from ..core.rng import numpy_generator, torch_generator
+from ..core.validation import check_type, convert, shown
 from ..data.datasets import is_text
 from ..data.federated import FederatedData, check_task, load_federated
 from ..data.tasks import Span, Task, task_of
@@ -63,7 +65,7 @@ class Federation:
 
     def candidates(self) -> np.ndarray:
         """Return the ids of the clients that may be sampled: the eligible ones with examples."""
-        eligible = self.method.eligible(self.budgets, self.setting)
+        eligible = np.atleast_1d(self.method.eligible(self.budgets, self.setting))
         return eligible[self.data.num_examples[eligible] > 0]
 
     @property
@@ -141,8 +143,7 @@ def label_counts(data: FederatedData, client: int) -> np.ndarray:
 def build_federation(e: Experiment, device: str = "cpu") -> Federation:
     """Check ``e`` against its data and model, then build them. Raises before any compute."""
     checks.check_device(device)
-    method = checks.check_experiment(e)
-    spec = backbone_spec(e.backbone)
+    method, spec = checks.check_experiment(e), backbone_spec(e.backbone)
     checks.check_tokenizer(e, spec)
     data = load_federated(e, device, spec.input_shape[-1], tokenizer_of(e.backbone))
     if spec.pixels and spec.as_trained:  # images as the checkpoint saw them
@@ -160,17 +161,17 @@ def build_federation(e: Experiment, device: str = "cpu") -> Federation:
     setting = replace(setting, frozen=model.frozen())
     setting = replace(setting, lab=ServerLab(data, model, setting, e.batch_size))
     budgets = budgets_of(e, method)
-    eligible = method.eligible(budgets, setting)
+    eligible = np.atleast_1d(method.eligible(budgets, setting))
     if not len(eligible):
         raise ValueError(f"experiment: no client is eligible for {e.method} with budgets = {e.budgets!r}")
-    if np.isin(np.arange(e.num_clients), eligible).sum() != len(eligible):  # a mask, too
-        raise ValueError(f"{e.method}: eligible() gave {[*eligible][:9]}; allowed: distinct ids, < {e.num_clients}")
+    if np.isin(np.arange(e.num_clients), eligible).sum() != len(eligible) or eligible.dtype.kind not in "iu":  # a mask
+        given = eligible[:9].tolist()
+        raise ValueError(f"{e.method}: eligible() gave {given}; allowed: distinct ids, < {e.num_clients}")
     if not data.num_examples[eligible].any():
         why = f"leaves none of the {len(eligible)} clients that {e.method} can sample an example"
         raise e.refused("partition", why)
-    trained = np.unique(budgets[eligible[data.num_examples[eligible] > 0]])
-    setting = replace(setting, budgets=tuple(trained.tolist()))
-    server = method.init_server(model.trainable(), setting)
+    setting = replace(setting, budgets=tuple(np.unique(budgets[eligible[data.num_examples[eligible] > 0]]).tolist()))
+    server = check_type(method.init_server(model.trainable(), setting), Server, f"{e.method}: init_server()")
     check_answers(f := Federation(e, method, setting, data, model, model.frozen(), budgets, server))
     return with_caches(f)
 
@@ -212,11 +213,12 @@ def budgets_of(e: Experiment, method: Method) -> np.ndarray:
     each device class's, client i being of class i mod their number. ``ValueError`` for a budget that there is not.
     Where the method itself knows what clients have, as it says.
     """
-    budgets = method.num_budgets(e.num_exits)
+    budgets = convert(method.num_budgets(e.num_exits), Count, f"{e.method}: num_budgets()")
     if (given := method.client_budgets(e.num_clients, e.num_exits)) is not None:
-        if len(given) != e.num_clients:
-            raise ValueError(f"{e.method}: client_budgets() gave {len(given)}; allowed: {e.num_clients}, one a client")
-        return given
+        if np.shape(given) != (e.num_clients,) or not np.isin(given, np.arange(budgets)).all():
+            why = f"{e.method}: client_budgets() gave {shown(np.asarray(given).tolist())}"
+            raise ValueError(f"{why}; allowed: {e.num_clients} numbers, one a client, 0..{budgets - 1}")
+        return np.asarray(given, int)
     if isinstance(e.budgets, tuple):
         if not e.budgets or max(e.budgets) >= budgets:
             raise e.refused("budgets", f": {e.method} has {budgets}", f"0..{budgets - 1}")

@@ -73,8 +73,7 @@ def _shapes(
     model: ExitModel, units: int, skips: Collection[int]
 ) -> tuple[tuple[int, ...], list[tuple[int, ...]], tuple[int, ...]]:
     """Return one example's shape of z after ``units``, those of the features that the head reads, and their units."""
-    spec = model.backbone.spec
-    read = tuple(u for u in range(units) if model.head.reads(u) or u in skips)
+    spec, read = model.backbone.spec, tuple(u for u in range(units) if model.head.reads(u) or u in skips)
     return spec.state(units - 1), [spec.feature(u) for u in read], read
 
 

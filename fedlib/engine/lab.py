@@ -57,8 +57,7 @@ class ServerLab:
         infos = self.setting.infos
         start = {n: p.detach().clone() for n, p in take_all(params, infos, part).items()}
         trained = {n: p.requires_grad_() for n, p in start.items() if infos[n].kind != "statistic"}
-        optimiser = torch.optim.Adam(trained.values(), lr)
-        judge = torch.arange(0, len(self.rows), HELD_OUT)
+        optimiser, judge = torch.optim.Adam(trained.values(), lr), torch.arange(0, len(self.rows), HELD_OUT)
         learn = np.setdiff1d(np.arange(len(self.rows)), judge.numpy())
         best, kept = torch.full((), math.inf, device=self.data.device), {n: p.detach() for n, p in trained.items()}
         since, every = 0, max(1, patience // 2)

@@ -44,8 +44,7 @@ def privatise(f: Federation, server: Server, mean: MaskedMean, t: int) -> Masked
         stream = name.replace("backbone.", "vit.", 1)  # what the part was called when stored runs drew their noise
         stream = stream if stream[0].isdigit() else f"0/{stream}"
         generator = torch_generator(f.experiment.seed, f"dp noise/{stream}", t)
-        noise = torch.randn(total.shape, generator=generator, dtype=torch.float64)
-        total += sd * noise.to(total.device)
+        total += sd * torch.randn(total.shape, generator=generator, dtype=torch.float64).to(total.device)
     return out
 
 

@@ -11,7 +11,9 @@ from ..core import doors
 from ..core.experiment import Experiment
 from ..core.memories import Overlay
 from ..core.profiling import phase
+from ..core.rng import no_global_draws
 from ..core.threads import keep_freed_memory
+from ..core.validation import check_type
 from ..layers.overrides import override
 from ..methods import Arrived, Round, Server
 from ..methods.sums import MaskedMean, all_finite
@@ -78,16 +80,17 @@ def run_rounds(
         for t in range(server.t + 1, e.rounds + 1):
             began, before = time.perf_counter(), server.params
             server = replace(server, mirrors=mirrors)
-            r = Round(t, tuple(federation.sample_clients(t)), setting)
-            with arithmetic("float32", federation.device):
+            with arithmetic("float32", federation.device), no_global_draws(e.method):
+                r = Round(t, tuple(federation.sample_clients(t)), setting)
                 r = replace(r, notes=method.prepare(server, r))
-            cohorts = plan_round(federation, server, r, executor.workers, executor.cohort_size)
+                cohorts = plan_round(federation, server, r, executor.workers, executor.cohort_size)
             back = merge_returned(t, len(cohorts), executor.train(server, cohorts, r, memories))
-            with phase("aggregation"), arithmetic("float32", federation.device):
+            with phase("aggregation"), arithmetic("float32", federation.device), no_global_draws(e.method):
                 dropped = tuple(sorted(back.nonfinite)) if e.nonfinite == "drop" else ()
                 mean = privatise(federation, server, back.mean, t)
                 if method.noise_multiplier or not {c.id for c in r.clients} <= set(dropped):  # something arrived
                     server = method.aggregate(server, Arrived(mean, back.extras, back.models), r)
+                    check_type(server, Server, f"{e.method}: aggregate()")
             server = replace(server, t=t)
             was, now = ({n: (tuple(p.shape), p.dtype) for n, p in x.items()} for x in (before, server.params))
             if other := next((n for n in was if was[n] != now.get(n)), None):  # it may add some (InclusiveFL)

@@ -14,6 +14,7 @@ import torch
 
 from ..core.devices import to_host
 from ..core.threads import map_in_threads
+from ..core.validation import check_type
 from ..data.tasks import Classification
 from ..methods import Member, Round, Server, Serving
 from ..models.exit_model import ExitModel
@@ -116,8 +117,7 @@ def client_outputs(
     Rows past a client's examples are padding.
     """
     ids = range(f.data.num_clients) if ids is None else ids
-    tests = {c: rows for c in ids if len(rows := f.data.client_test(c))}
-    r = Round(server.t, (), f.setting)
+    tests, r = {c: rows for c in ids if len(rows := f.data.client_test(c))}, Round(server.t, (), f.setting)
     of_batches = not by_example(f.model, f.experiment.batch_norm, training=False)  # batch norm's statistics
     groups = _groups(f, server, r, tests, of_batches)
     threads = min(torch.get_num_threads(), len(groups)) if f.device.type == "cpu" else 1
@@ -145,10 +145,9 @@ def _groups(
     """Group the clients of ``tests`` (test examples by client) that answer together: served models of one shape."""
     alike: dict[object, list[tuple[int, Serving]]] = {}
     for client in f.clients(tests):
-        serving = f.method.serve(client, server, r)
+        serving = check_type(f.method.serve(client, server, r), Serving, f"{f.experiment.method}: serve()")
         key = tuple((m.name, m.part.shape_key(), m.part.exits, m.part.units) for m in serving.members)
-        tuned = serving.tune is not None and client.num_examples > 0
-        alike.setdefault((key, tuned), []).append((client.id, serving))
+        alike.setdefault((key, serving.tune is not None and client.num_examples > 0), []).append((client.id, serving))
     maps = f.device.type == "cpu" and len(f.model.backbone.spec.feature(0)) == 3
     groups = []
     for some in alike.values():

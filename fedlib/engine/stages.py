@@ -98,8 +98,7 @@ class PrecomputedUnits:
                     self.kept[unit] = x.new_zeros(len(x), most, *shape, dtype=torch.float32)
                 to = self.kept[unit][:, step * size : (step + 1) * size]
                 to[:, :, : x.shape[2]] = x[:, : to.shape[1]]  # sentences end with the longest of their batch
-        places = positions_of(f.data, clients, batches.examples, alone)  # (S, M, B)
-        self.places = torch.from_numpy(places).to(f.device)
+        self.places = torch.from_numpy(positions_of(f.data, clients, batches.examples, alone)).to(f.device)
         self.members = torch.arange(len(clients), device=f.device)[:, None]
 
     def part(self, step: int, size: int) -> PartialForward:

@@ -196,8 +196,7 @@ def _moments(x: torch.Tensor, real: torch.Tensor | None) -> tuple[torch.Tensor, 
     real = real.view(*x.shape[:2], 1)
     count = real.sum(1) * x.shape[3] * x.shape[4]
     total = count.clamp(min=1)  # a client without a real row: everything is zero, and finite
-    mean = (x.sum((3, 4)) * real).sum(1) / total
-    square = (x.square().sum((3, 4)) * real).sum(1) / total
+    mean, square = (x.sum((3, 4)) * real).sum(1) / total, (x.square().sum((3, 4)) * real).sum(1) / total
     return count, mean, (square - mean.square()).clamp(min=0)
 
 

@@ -24,8 +24,7 @@ NAMES = {  # of files, each of which holds the method of its name
 
 def _method_in(module: str) -> type[Method]:
     """Return the one class in ``module`` that has a label."""
-    own = vars(import_module(module)).values()
-    return next(c for c in own if isinstance(c, type) and "label" in vars(c))
+    return next(c for c in vars(import_module(module)).values() if isinstance(c, type) and "label" in vars(c))
 
 
 METHODS = {name: _method_in(f"{__name__}.{folder}.{name}") for folder, names in NAMES.items() for name in names}

@@ -226,8 +226,7 @@ class Method(UploadOptions):
         """
         if not self.sends_model:  # the initial model, which nobody trains
             return r.setting.full()
-        top = r.setting.at_hand(self.num_budgets(r.setting.num_exits) - 1)
-        return self.slice_for(Client(-1, top, 0), server, r)
+        return self.slice_for(Client(-1, r.setting.at_hand(self.num_budgets(r.setting.num_exits) - 1), 0), server, r)
 
     def serve(self, client: Client, server: Server, r: Round) -> Serving:
         """Answer for a client on its own test set with its members that train, as they are."""

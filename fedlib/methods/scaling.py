@@ -152,8 +152,7 @@ def split(axes: Mapping[str, Axis], spec: Spec, level: Level, exits: Sequence[in
 
     A transformer's residual stream and FFN are cut as its heads are: the leading part of each of so many chunks.
     """
-    heads = max(1, spec.heads)
-    index = {}
+    heads, index = max(1, spec.heads), {}
     for name, axis in axes.items():
         if axis.permutable and level.width < 1:
             chunked = len(axis.segments) == 1 and axis.size % heads == 0
@@ -262,8 +261,7 @@ def solve_levels(
         if not deeper:
             raise ValueError(f"levels: depths = {list(depths)} leave none for ratio {ratio:g} after {_shown(levels)}")
         errors: dict[Level, float] = {}
-        splits = sorted((Level(w, d) for w in widths for d in deeper), key=imbalance)
-        for _, equals in groupby(splits, key=imbalance):
+        for _, equals in groupby(sorted((Level(w, d) for w in widths for d in deeper), key=imbalance), key=imbalance):
             tried = {s: abs(cost(s.width, s.depth, levels) / (ratio * full) - 1) for s in equals}
             best = min(tried, key=lambda s, off=tried: (off[s], -s.depth))
             errors |= tried

@@ -40,8 +40,7 @@ def fedadam(
 
     m <- b1 m + (1-b1) delta; v <- b2 v + (1-b2) delta^2; theta <- theta - lr m / (sqrt(v) + tau).
     """
-    m = beta1 * m + (1 - beta1) * delta
-    v = beta2 * v + (1 - beta2) * delta**2
+    m, v = beta1 * m + (1 - beta1) * delta, beta2 * v + (1 - beta2) * delta**2
     return theta - lr * m / (v.sqrt() + tau), m, v
 
 

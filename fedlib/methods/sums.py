@@ -166,8 +166,7 @@ class MaskedMean:
                 # what a client holds may be more than it sends (HeteroFL's rows of classes)
                 part, whole = uploads[key[0]], update.slices[key[0]]
                 if part is not whole:
-                    held = replace(self.infos[name], shape=tuple(value.shape))
-                    value = take(value, held, within(part, whole))
+                    value = take(value, replace(self.infos[name], shape=tuple(value.shape)), within(part, whole))
                 self._add(target, name, value, weight, count, part)
 
     def _add(

@@ -7,10 +7,12 @@ from typing import Literal, NoReturn, Protocol
 import numpy as np
 import torch
 
+from ..core.annotations import Natural
 from ..core.clients import Client
 from ..core.memories import Overlay
 from ..core.rng import numpy_generator
 from ..core.slices import Axis, ParamInfo, Slice
+from ..core.validation import check_type, convert
 from ..models.backbone import Spec
 from ..models.measure import Measure
 from .sums import MaskedMean
@@ -142,6 +144,9 @@ class Member:
     trains: bool = True  # False: a teacher, run without gradients
     fresh: bool = False  # what its client has kept nothing of starts as initially, not as served
 
+    def __post_init__(self):
+        check_type(self.part, Slice, "a member's part, of slice_for(),")
+
 
 @dataclass(frozen=True)
 class Stage:
@@ -157,6 +162,11 @@ class Stage:
     without: Collection[int] = ()  # units that are left out: the next one reads what came before them
     cached: bool = False  # what comes before ``units`` is computed once (``engine/stages.py``)
     lr: float | None = None
+
+    def __post_init__(self):
+        convert(self.epochs, Natural | None, "Stage: epochs")
+        if self.lr is not None and not (torch.as_tensor(self.lr) >= 0).all():
+            raise ValueError(f"Stage: lr = {self.lr}; allowed: a rate from 0, or None")
 
 
 @dataclass(frozen=True)

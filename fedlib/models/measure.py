@@ -79,8 +79,7 @@ class Measure:
 
         Norms, activations and pooling cost none.
         """
-        held = take_all(self._full, self.infos, replace(part, aliases={}))
-        with self.model.holding(held), Macs() as counted:
+        with self.model.holding(take_all(self._full, self.infos, replace(part, aliases={}))), Macs() as counted:
             self._run(part)
         return int(counted.macs)
 

@@ -39,8 +39,7 @@ def _info(model: nn.Module, name: str, p: torch.Tensor) -> ParamInfo:
     if parts[0] == "head":
         kind, unit, exit = model.head.place(parts[1:])
     else:
-        kind = "adapter" if adapter else "backbone"
-        unit = int(parts[2]) if parts[1] == "blocks" else STEM
+        kind, unit = "adapter" if adapter else "backbone", int(parts[2]) if parts[1] == "blocks" else STEM
     of, kind = kind, "statistic" if parts[-1] in getattr(owner, "_buffers", {}) else kind
     where = f"exit{exit}" if exit is not None else "stem" if unit == STEM else str(unit)
     axes = getattr(owner, "axes", {}).get(parts[-1], (None,) * p.dim())

@@ -80,8 +80,7 @@ def spec_of(name: str) -> Spec | None:
 
 def fetch_weights(name: str) -> None:
     """Download the published weights of ``name``; ``ConnectionError`` if they cannot be found."""
-    spec = backbone_spec(name)
-    if not any(family.fetch(name, spec) for family in FAMILIES):
+    if not any(family.fetch(name, backbone_spec(name)) for family in FAMILIES):
         build_backbone(name)
 
 

@@ -15,6 +15,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from fedlib.core.rng import global_states
+
 from .wrapped import Wrapped, WrappedSpec, in_eval, line_of, train_
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
@@ -94,7 +96,7 @@ def _check_rows(net: nn.Module, cuts: Sequence[str], x: torch.Tensor) -> None:
         if isinstance(m, nn.modules.batchnorm._BatchNorm):
             m.running_mean, m.running_var = torch.zeros(m.num_features), torch.ones(m.num_features)
             m.register_forward_hook(lambda *_, path=path: calls.append(path))
-    one, other = (_outputs_at_cuts(net, cuts, torch.stack([x[0], beside]))[-1] for beside in (x[1], 1 - x[1]))
+    one, other = (_outputs_at_cuts(net, cuts, torch.stack([x[0], beside]))[-1] for beside in (x[1], 4 * x[1] - 1))
     if twice := next((path for path in calls if calls.count(path) > 2), ""):
         raise ValueError(f"wrap: {twice!r} is called twice; allowed: a batch norm of its own for each call")
     if not _like(one[:1], other[:1]):
@@ -170,9 +172,8 @@ def _gradients(y: torch.Tensor, parameters: dict[str, nn.Parameter]) -> dict[str
 
 
 def _module_values(net: nn.Module) -> dict[str, object]:
-    """Return all plain values that the modules of ``net`` hold, by name, and the global generators' states."""
-    drawn = repr([x.tolist() if isinstance(x, np.ndarray) else x for x in np.random.get_state()])
-    out: dict[str, object] = {"Python's random numbers": random.getstate(), "NumPy's random numbers": drawn}
+    """Return all plain values that the modules of ``net`` hold, by name, and states of the global generators."""
+    out = {f"{whose} random numbers": x for whose, x in global_states().items() if whose != "PyTorch's"}
     for path, m in net.named_modules():
         for name, value in vars(m).items():
             kinds = [x if isinstance(x, PLAIN) else type(x) for x in tree_leaves(value)]

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import random
 import weakref
 
 import numpy as np
@@ -221,6 +222,35 @@ def test_a_method_that_draws_from_the_global_generator_is_refused(tiny, own):
     f = build_federation(tiny.replace(method="own", num_clients=2, clients_per_round=2))
     own.does = staticmethod(lambda cohort: torch.rand(3, generator=cohort.generator("mine", 0)))
     next(run_rounds(f, Execution(workers=1)))
-    own.does = staticmethod(lambda cohort: torch.rand(3))
-    with pytest.raises(ValueError, match="own draws from the global generator; allowed: cohort.generator"):
+    for whose, draw in {"PyTorch's": torch.rand, "NumPy's": np.random.rand, "Python's": random.randbytes}.items():
+        own.does = staticmethod(lambda cohort, draw=draw: draw(3))
+        with pytest.raises(ValueError, match=f"own draws from {whose} global generator; allowed: cohort.generator"):
+            next(run_rounds(f, Execution(workers=1)))
+
+
+def test_a_gradient_of_ones_own_reaches_each_member_s_own_entries_or_all_alike(tiny, own):
+    """``p[:1]`` was added to every member's: the first one's pull moved all."""
+    f = build_federation(
+        tiny.replace(method="own", num_clients=2, clients_per_round=2, budgets="maximum", num_train=20, num_test=10)
+    )
+
+    def trained(gradient):
+        own.does = staticmethod(
+            lambda cohort: cohort.train(lambda batch: batch.outputs.sum((0, 2, 3)), gradient=gradient)
+        )
+        return next(run_rounds(f, Execution(workers=1, cohort_size=2)))
+
+    for wrong in (lambda n, p: p[:1], lambda n, p: None, lambda n, p: p.sum(-1, keepdim=True)):
+        with pytest.raises(ValueError, match=r"own: gradient\('.*', p\) of shape .*; allowed: \(2, .*, as p, or \("):
+            trained(wrong)
+    for right in (lambda n, p: 0, lambda n, p: p.sum(0), lambda n, p: p):
+        trained(right)
+
+
+def test_a_loss_without_a_gradient_is_refused(tiny, own):
+    f = build_federation(tiny.replace(method="own", num_clients=2, clients_per_round=2, budgets="maximum"))
+    own.does = staticmethod(lambda cohort: cohort.train(lambda batch: batch.outputs.detach().sum((0, 2, 3))))
+    with pytest.raises(
+        ValueError, match="own: a loss without a gradient; allowed: one that follows from batch.outputs"
+    ):
         next(run_rounds(f, Execution(workers=1)))

@@ -1,7 +1,9 @@
 """Members, stages, personal parameters, teachers, payloads, mirrors: against plain loops and by hand."""
 
+import re
 from dataclasses import dataclass, replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -301,3 +303,51 @@ def test_a_default_that_would_not_count_is_refused(decorated):
 
     with pytest.raises(ValueError, match="of mine: mu = 2.0 does not count; allowed: with a type, below @dataclass"):
         decorated(Mine)()
+
+
+WRONG = {  # hook: what it gives, and what is said
+    "members": (None, "members() = None: expected Sequence"),
+    "slice_for": (None, "a member's part, of slice_for(), = None: expected Slice"),
+    "upload": (None, "upload() = None: expected Update"),
+    "summarise": (None, "summarise() = None: expected MaskedMean"),
+    "aggregate": (None, "aggregate() = None: expected Server"),
+    "serve": (None, "serve() = None: expected Serving"),
+    "init_server": (None, "init_server() = None: expected Server"),
+    "num_budgets": (0, "num_budgets() = 0 must be at least 1"),
+    "client_budgets": ([0, 1, 2, 0], "client_budgets() gave [0, 1, 2, 0]; allowed: 4 numbers, one a client, 0..1"),
+    "eligible": ([0.0, 1.0], "eligible() gave [0.0, 1.0]; allowed: distinct ids"),
+}
+
+
+@pytest.mark.parametrize("hook", WRONG)
+def test_what_a_hook_gives_is_checked_where_it_is_asked(tiny, method, hook):
+    given, said = WRONG[hook]
+    name = method(type("Odd", (Method,), {hook: lambda self, *_: given}))
+    with pytest.raises(ValueError, match=re.escape(said)):
+        [*run_rounds(build_federation(experiment(tiny, name, rounds=1, test_split="like_train")), ONE)]
+
+
+def test_eligible_may_give_a_list(tiny, method):
+    name = method(type("Listed", (Method,), {"eligible": lambda self, budgets, setting: [0, 2, 3]}))
+    f = build_federation(experiment(tiny, name))
+    assert {c.id for t in range(9) for c in f.sample_clients(t)} == {0, 2, 3}
+
+
+@pytest.mark.parametrize("hook", ["eligible", "prepare", "slice_for", "aggregate"])
+def test_a_hook_of_the_server_that_draws_from_a_global_generator_is_refused(tiny, method, hook):
+    """Who was sampled, and what was averaged, followed from what else had drawn in the process."""
+
+    def drawing(self, *given):
+        np.random.rand()
+        return getattr(Method, hook)(self, *given)
+
+    f = build_federation(experiment(tiny, method(type("Draws", (Method,), {hook: drawing}))))
+    with pytest.raises(ValueError, match="draws draws from NumPy's global generator; allowed: .*r.generator"):
+        next(run_rounds(f, ONE))
+
+
+def test_a_stage_goes_downhill_for_whole_epochs():
+    for wrong in ({"lr": -0.1}, {"lr": float("nan")}, {"epochs": -1}, {"epochs": 1.5}):
+        with pytest.raises(ValueError, match=f"Stage: {next(iter(wrong))} = "):
+            Stage(**wrong)
+    assert Stage(lr=torch.tensor([0.1, 0.0]), epochs=0).epochs == 0

@@ -198,6 +198,15 @@ def test_what_pieces_would_do_otherwise_is_refused_in_one_sentence(kind):
     assert torch.equal(states[2], torch.random.get_rng_state())
 
 
+def test_a_mean_over_images_is_found_whatever_the_weights(monkeypatch):
+    """The images beside had one mean: of 40 draws of the weights 4 were taken."""
+    monkeypatch.setattr(registry, "OWN", dict(registry.OWN))
+    for seed in range(40):
+        torch.manual_seed(seed)
+        with pytest.raises(ValueError, match="follows from the others"):
+            fedlib.wrap(Net(Keeps(lambda m, x: x - x.mean())), CUTS, (3, 32, 32), name="mine")
+
+
 def test_a_forward_that_never_calls_its_features_has_no_output_of_them():
     with pytest.raises(ValueError, match="does not come to cut '': it goes otherwise than forward_features"):
         fedlib.wrap(Features(goes=False), ["enter", ""], (3, 32, 32))

@@ -69,8 +69,7 @@ class FedPAC(JointExits):
         cohort.train(aligned if known else self.local_loss, Stage(lambda i: i.exit is None))
         new, _ = class_statistics(cohort, counts)
         share = (counts / counts.sum(1, keepdim=True))[..., None]
-        statistics = {"V": variance, "h": share * own, "counts": counts, "prototypes": new}
-        cohort.send("statistics", statistics)
+        cohort.send("statistics", {"V": variance, "h": share * own, "counts": counts, "prototypes": new})
         cohort.send("exits", {n: p for n, p in cohort.params.items() if cohort.setting.infos[n].exit is not None})
 
     def travels(self, shared: Mapping[str, int], client: Client, setting: Setting, e: Experiment) -> Sizes:

@@ -53,8 +53,7 @@ class FedRoD(JointExits):
             return self.balanced(batch, logits(head.generic, batch))
 
         def both(batch: Batch) -> torch.Tensor:
-            g = logits(head.generic, batch)
-            p = logits(head.personal, batch, detach=True)
+            g, p = logits(head.generic, batch), logits(head.personal, batch, detach=True)
             return self.balanced(batch, g) + self.local_loss(replace(batch, outputs=g.detach() + p))
 
         if self.head_epochs is None:

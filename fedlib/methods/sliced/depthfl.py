@@ -64,5 +64,4 @@ def mutual_kl(batch: Batch, temperature: float = 1.0) -> torch.Tensor:
     others = p.sum(0) - p  # sum of p_j over j != i
     kl = (negative_entropy.sum(0) - negative_entropy) - (others * logp).sum(-1)
     n = batch.held.sum(0)
-    total = ((kl * batch.weights).sum(-1) * batch.held).sum(0) * temperature**2
-    return total / (n - 1).clamp(min=1)
+    return ((kl * batch.weights).sum(-1) * batch.held).sum(0) * temperature**2 / (n - 1).clamp(min=1)

@@ -47,7 +47,6 @@ class FedDF(ModelsApart):
         target = torch.stack(logits).mean(0).softmax(-1)  # (N, C)
         new = dict(fused.params)
         for level in sorted({levels[k] for k in arrived.models}):  # (2)
-            part = self.part(level, r.setting)
-            rng = r.generator("distillation", level)
+            part, rng = self.part(level, r.setting), r.generator("distillation", level)
             new |= lab.distil(new, part, target, self.passes, self.server_lr, self.patience, rng)
         return replace(fused, params=new)

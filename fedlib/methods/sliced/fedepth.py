@@ -116,8 +116,7 @@ class FeDepth(MemoryBudgets):
         for units in blocks:
             z = kept_mib(units.start, examples, setting)
             trained = sum(measure.activation_mib(unit, min(setting.batch_size, examples)) for unit in units)
-            fits = setting.spec.one_state and z + max(trained, before) <= room
-            cached = self.buffered and units.start > 0 and fits
+            cached = self.buffered and units.start > 0 and setting.spec.one_state and z + max(trained, before) <= room
             before = z if cached else 0.0
             exit = 0 if self.heads == "skip" else setting.exit_units.index(units.stop - 1)
             stages.append(Stage(units=units, exit=exit, without=left_out, cached=cached))
@@ -186,8 +185,7 @@ def peer_kl(batch: Batch, temperature: float = 1.0) -> torch.Tensor:
     p = logp.detach().exp()
     negative_entropy = torch.einsum("mn,enb->emb", peers, (p * logp.detach()).sum(-1))
     kl = negative_entropy - (torch.einsum("mn,enbc->embc", peers, p) * logp).sum(-1)
-    total = ((kl * batch.weights).sum(-1) * batch.held).sum(0) * temperature**2
-    return total / peers.sum(1).clamp(min=1)
+    return ((kl * batch.weights).sum(-1) * batch.held).sum(0) * temperature**2 / peers.sum(1).clamp(min=1)
 
 
 def pack(needs: Sequence[float], budget: float, slack: float = SLACK) -> tuple[range, ...]:

@@ -73,8 +73,7 @@ class ScaleFLViT(ServerStep):
 
     def model_for(self, exit: int, server: Server, r: Round) -> Slice:
         """Return the depth and width of budget e for exit e, or of the largest that a client has."""
-        budget = min(exit, r.setting.at_hand(r.setting.num_exits - 1))
-        return self.slice_for(Client(-1, budget, 0), server, r)
+        return self.slice_for(Client(-1, min(exit, r.setting.at_hand(r.setting.num_exits - 1)), 0), server, r)
 
     def _widths(self, setting: Setting) -> tuple[float, ...]:
         if self.widths is None and setting.num_exits not in WIDTHS:
@@ -85,8 +84,7 @@ class ScaleFLViT(ServerStep):
 def width_index(config: ViTSpec, width: float) -> dict[str, range]:
     """Cut each axis to its first indices: dim = int(d w), FFN in proportion, q/k/v up to a multiple of the heads."""
     dim = int(config.dim * width)
-    heads = math.ceil(dim / config.heads) * config.heads
-    ffn = config.ffn_dim * dim // config.dim
+    heads, ffn = math.ceil(dim / config.heads) * config.heads, config.ffn_dim * dim // config.dim
     units = {
         f"{u}/{axis}": range(n) for u in range(config.depth) for axis, n in (("ffn", ffn), ("qk", heads), ("vo", heads))
     }

@@ -112,8 +112,7 @@ class SplitMix(MemoryBudgets):
 
     def serve(self, client: Client, server: Server, r: Round) -> Serving:
         """Serve the net of width r: its bases, as they are trained, mixed."""
-        bases = range(self.count(client))
-        return Serving(tuple(Member(client, self.base(b, r.setting), f"base{b}") for b in bases))
+        return Serving(tuple(Member(client, self.base(b, r.setting), f"base{b}") for b in range(self.count(client))))
 
     def count(self, client: Client) -> int:
         """Count the bases that a client has memory for."""
