@@ -20,6 +20,7 @@ from fedlib.core.rng import global_states
 from .wrapped import Wrapped, WrappedSpec, in_eval, line_of, train_
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
+RUNS_AGAIN = "a checkpoint (torch.utils.checkpoint) would run again with another client's tensors; allowed: without it"
 
 
 def check_plain(net: nn.Module) -> None:
@@ -30,6 +31,8 @@ def check_plain(net: nn.Module) -> None:
             raise ValueError(f"wrap: module {path!r} has a backward hook, which would not run for each client")
         if isinstance(m, torch.jit.ScriptModule):
             raise ValueError(f"wrap: module {path!r} is compiled; wrap the module that it was made of")
+        if getattr(m, "sparse", False) is True:
+            raise ValueError(f"wrap: module {path!r} has sparse gradients; allowed: sparse=False")
         for name, p in m.named_parameters(path, recurse=False):
             if nn.parameter.is_lazy(p):
                 raise ValueError(f"wrap: parameter {name!r} has no shape yet; call the net once before")
@@ -63,7 +66,7 @@ def check_faithful(net: nn.Module, spec: WrappedSpec) -> None:
             p.requires_grad_(training and ours[name].requires_grad)
         wanted, before = _outputs_at_cuts(theirs, spec.cuts, x), _module_values(theirs)
         again, after = _outputs_at_cuts(theirs, spec.cuts, x), _module_values(theirs)
-        with torch.set_grad_enabled(training):
+        with torch.set_grad_enabled(training), torch.autograd.graph.disable_saved_tensors_hooks(RUNS_AGAIN):
             got = _run(pieces, x, training)
         if not training and wanted[-1].requires_grad:
             raise ValueError("wrap: the net reads a tensor that learns, and is no parameter of it: none would train it")

@@ -141,9 +141,12 @@ def wrap(
         mine = copy.deepcopy(net)
     except Exception as error:  # whatever a module's code raises; torch's on tensors that were computed
         raise ValueError(f"wrap: {type(net).__name__} cannot be copied: {str(error).partition('.')[0]}") from error
-    with own_generators():
-        spec = WrappedSpec.of(mine, cuts, input_shape, feature, make)
-        check_faithful(mine, spec)
+    try:
+        with own_generators():
+            spec = WrappedSpec.of(mine, cuts, input_shape, feature, make)
+            check_faithful(mine, spec)
+    except RuntimeError as error:  # torch's, of a net that no optimiser can train
+        raise ValueError(f"wrap: {type(net).__name__} cannot be trained as it is: {line_of(error)}") from error
     OWN[name] = spec
     if any(isinstance(m, nn.modules.dropout._DropoutNd) and m.p for m in net.modules()):
         warnings.warn(f"the dropout of {name!r} is off: it would draw from the global generator", stacklevel=2)
