@@ -53,6 +53,9 @@ def local_set(path: Path, tokenizer: str | None = None) -> tuple[dict, Read]:
         if layout is None and any((path / "train").glob("*.json")):
             how = "ten lines turn them into parquet, under 'LEAF' in docs/guide/data.md"
             raise ValueError(f"{path} holds json files, as LEAF writes them, which are not read; {how}")
+        for split, names in ((s, [Path(f).stem for f in found]) for s, found in parquet.items()):
+            if len({re.sub(r"-[0-9a-f]{16}$|\d+", "", name) for name in names}) > 1:
+                warnings.warn(f"{path}: split {split!r} is all of {', '.join(names)[:200]}", stacklevel=2)
         pictures = {} if parquet or any(p.name in DESCRIBED for p in files) else picture_splits(path, files)
         splits = table_of(path, pictures) if pictures else load_splits(path, parquet, digest)
         train = splits[layout.train if layout else train_of(path, splits)]

