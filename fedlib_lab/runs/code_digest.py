@@ -181,8 +181,8 @@ class _Walk:
 
     def globals(self, f: types.FunctionType) -> Iterator[str]:
         read, used, imports, operators = names_in(f.__code__)
-        if computed := sorted(COMPUTED & used):
-            raise _Unreadable(f"a function that imports what is not written in it, by {computed[0]}")
+        if computed := sorted(COMPUTED & used | {"eval", "exec", "globals"} & read - f.__globals__.keys()):
+            raise _Unreadable(f"a function that imports, or reads, what is not written in it, by {computed[0]}")
         if any(name == "torch" or f.__globals__.get(name) is torch for name in operators):
             raise _Unreadable("a function that uses an operator of torch.ops whose code is not known")
         for name in sorted(read & f.__globals__.keys()):

@@ -327,6 +327,8 @@ UNFOLLOWED = [
     ("a computed import by another name", "loaded(name)"),
     ("a computed import by a built-in function", "__import__(name)"),
     ("a file that is run", "runpy.run_path(name)"),
+    ("a global by its name", "globals()[name]"),
+    ("a text that is run", "eval(name)"),
     ("an operator", "torch.ops.mine.op(1)"),
     ("an operator of a module by another name", "pytorch.ops.mine.op(1)"),
     ("operators in a variable", "[o for o in [torch.ops]]"),
