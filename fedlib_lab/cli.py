@@ -9,6 +9,7 @@ import contextlib
 import io
 import json
 import os
+import shlex
 import signal
 import sys
 import threading
@@ -117,7 +118,8 @@ def _sweep(given: argparse.Namespace) -> int:
     trials = sweep(rows, values_of(given.over, "--over"), Execution(given.device, given.workers))
     print(trials_frame(trials).to_string(index=False))
     for row, trial in best(trials).items():
-        print(f"best of {row}: --set {' '.join(f'{k}={v}' for k, v in trial.choice.items())}")
+        said = {k: v if isinstance(v, str) else json.dumps(v) for k, v in trial.choice.items()}  # as YAML reads it
+        print(f"best of {row}: --set {shlex.join(f'{k}={v}' for k, v in said.items())}")
     return 0
 
 

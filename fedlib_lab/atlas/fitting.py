@@ -89,8 +89,7 @@ class _Search:
     tried: dict[tuple[float, ...], tuple[float, ...] | str] = field(default_factory=dict)  # str: why it is refused
 
     def fitted(self) -> Fitted:
-        method = build_method(self.e.method, dict(self.e.options))
-        asked = np.array(self.caps)
+        method, asked = build_method(self.e.method, dict(self.e.options)), np.array(self.caps)
         while (fields := method.at_caps(asked.tolist(), self.of, SLACK)) is not None:  # solved by its own estimate
             found = self.having(fields, range(len(asked)))
             prices = tuple(p / self.whole for p in price(found, self.of))
@@ -135,8 +134,7 @@ class _Search:
         return found if isinstance(found, str) else tuple(found[sizes.index(size)] for size in classes)
 
     def of_classes(self, classes: Sequence[float]) -> Experiment:
-        sizes = sorted(set(classes))
-        method = build_method(self.e.method, dict(self.e.options))
+        sizes, method = sorted(set(classes)), build_method(self.e.method, dict(self.e.options))
         return self.having(method.of_sizes(sizes), [sizes.index(size) for size in classes])
 
     def having(self, fields: dict, budgets: Sequence[int]) -> Experiment:

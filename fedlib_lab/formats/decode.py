@@ -236,8 +236,7 @@ def read_column(table, column: str, split: str, layout: Layout, kinds: tuple[typ
 
 def read_labels(table, split: str, layout: Layout) -> tuple[np.ndarray, list[str]]:
     """Read class numbers int64 (N,) and names, or, for floats beside text, numbers float32 (N,) and no names."""
-    values = read_column(table, layout.label, split, layout)
-    feature = table.features[layout.label]
+    values, feature = read_column(table, layout.label, split, layout), table.features[layout.label]
     names = getattr(feature, "names", None)
     if names is None and layout.reads and str(feature.dtype).startswith("float"):
         return np.asarray(values, np.float32), []

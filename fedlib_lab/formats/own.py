@@ -66,8 +66,7 @@ def content_digest(table: Any) -> str:
 
     digest = hashlib.sha256(repr(table.features).encode())
     for part in table.with_format("arrow").iter(batch_size=1000):
-        sink = io.BytesIO()
-        whole = embed_table_storage(part).replace_schema_metadata(None)
+        sink, whole = io.BytesIO(), embed_table_storage(part).replace_schema_metadata(None)
         with new_stream(sink, whole.schema) as stream:
             stream.write_table(whole)
         digest.update(sink.getbuffer())

@@ -80,8 +80,7 @@ def traffic_to(run: Run, target: float, resources: pd.DataFrame) -> dict[str, fl
 def local_scores(f: Federation, server: Server, clients: Sequence[int], train: bool = False) -> pd.DataFrame:
     """Score each client's sub-model on the central test set, as it is deployed or after local training."""
     r = Round(max(server.t, 1), tuple(f.clients(clients)), f.setting)
-    r = replace(r, notes=f.method.prepare(server, r))
-    rows = []
+    r, rows = replace(r, notes=f.method.prepare(server, r)), []
     for client in r.clients:
         part = f.method.slice_for(client, server, r)
         params = _trained(f, server, r, Member(client, part)) if train else server.params

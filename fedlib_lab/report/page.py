@@ -146,8 +146,7 @@ def section(stored: Stored, table: str, done: dict[str, Cell], shown: dict[str, 
 
 def table_of(stored: Stored, table: str, frame: pd.DataFrame, search: bool = False) -> str:
     """Return ``frame``, of the table's runs, as its paper prints it; of a ``search`` the best of a row is bold."""
-    spec = stored.spec(table)
-    beside = reported_beside(stored.paper, table)
+    spec, beside = stored.spec(table), reported_beside(stored.paper, table)
     rows = obtained(with_further(frame, spec), beside, spec.get("value", "accuracy"), spec.get("thresholds"))
     return markdown_table(as_printed(rows, "method" if search and rows.column.nunique() > 1 else "column"))
 

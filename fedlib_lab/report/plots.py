@@ -189,8 +189,7 @@ def curves_frame(curves: Mapping[str, Sequence[dict]], x: str, methods: Mapping[
 
     A name's method is what ``methods`` says, else the name itself or, up to a comma, its beginning.
     """
-    methods = {label_of(m): m for m in METHODS} | dict(methods or {})
-    rows = []
+    methods, rows = {label_of(m): m for m in METHODS} | dict(methods or {}), []
     for name, records in curves.items():
         method = methods.get(name, name.split(", ")[0])
         where = {"series": plain(style.spelled(name)), "method": methods.get(method, method), "name": name}
@@ -237,8 +236,7 @@ def plot_learning_curves(runs: Mapping[str, Sequence[dict]], methods: Mapping[st
     accuracy is called (``style.score_of``).
     """
     frame = curves_frame(runs, "t", methods)
-    drawn = plot_series(frame, "t", "accuracy", "round", score, title, ax, hero)
-    rounds = np.unique(frame.t)
+    drawn, rounds = plot_series(frame, "t", "accuracy", "round", score, title, ax, hero), np.unique(frame.t)
     for ax in np.ravel(drawn) if len(rounds) else ():
         step = -(-len(rounds) // (8 if drawn is ax else 4))
         ax.set_xticks(rounds[::-1][::step][::-1].astype(int))  # the last one always

@@ -76,8 +76,7 @@ def looks_of(frame: pd.DataFrame) -> Looks:
 
     names = frame[["series", "method"]].drop_duplicates("series")
     own = names.series == names.method.map(lambda m: plain(label_of(m)))
-    names = pd.concat([names[own], names[~own]])
-    looks = {}
+    names, looks = pd.concat([names[own], names[~own]]), {}
     for method, group in names.groupby("method", sort=False):
         for k, name in enumerate(group.series):
             white = TINTS[k % len(TINTS)]

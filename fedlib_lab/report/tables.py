@@ -111,7 +111,7 @@ def mean_curves(
 ) -> dict[str, list[dict]]:
     """Return per label the mean ``value`` over stored seeds by round in ``column``, for ``plots.plot_learning_curves``.
 
-    Of cells in several fine-tuning modes, per label and mode.
+    Of cells in several fine-tuning modes, per label and mode. Rounds that a seed lacks, as it diverged, are left out.
     """
     modes = {c.finetune for c in cells}
     curves: dict[str, dict[int, list[float]]] = {}
@@ -121,7 +121,9 @@ def mean_curves(
                 if (x := values_of(m).get(value)) is not None:
                     label = f"{cell.label}, {cell.finetune}" if len(modes) > 1 else cell.label
                     curves.setdefault(label, {}).setdefault(m["t"], []).append(x)
-    return {v: [{"t": t, "accuracy": sum(a) / len(a)} for t, a in sorted(by.items())] for v, by in curves.items()}
+    most = {v: max(map(len, by.values())) for v, by in curves.items()}
+    mean = lambda t, a: {"t": t, "accuracy": sum(a) / len(a)}  # noqa: E731
+    return {v: [mean(t, a) for t, a in sorted(by.items()) if len(a) == most[v]] for v, by in curves.items()}
 
 
 def mean_sd(
@@ -159,7 +161,7 @@ def budget_accuracies(frame: pd.DataFrame) -> pd.DataFrame:
 
 def best_runs(frame: pd.DataFrame) -> pd.DataFrame:
     """Keep every cell's seed with the highest mean accuracy over exits (Tables 6 and 7 take the best of three runs)."""
-    done = frame.dropna(subset=["accuracy"])
+    done = frame.dropna(subset=["accuracy"]).reset_index(drop=True)
     return done.loc[done.groupby(["finetune", "column", "variant"], sort=False).accuracy.idxmax()]
 
 

@@ -66,8 +66,7 @@ class DarkDistill(Method):
 
     def init_server(self, params: dict[str, torch.Tensor], setting: Setting) -> Server:
         """Draw generators and the small net at random, as PyTorch would."""
-        memory = {}
-        nets = {f"generator/{e}": self.generator(setting) for e in range(setting.num_exits)}
+        memory, nets = {}, {f"generator/{e}": self.generator(setting) for e in range(setting.num_exits)}
         for name, net in [*nets.items(), ("weigher", weigher())]:
             memory |= under(name, fresh(net, torch_generator(setting.seed, name)))
         return Server(0, params, {n: x.to(next(iter(params.values())).device) for n, x in memory.items()})

@@ -75,8 +75,7 @@ class FIARSE(Shares):
         for name, p in update.params.items():
             params[name] = p
             if is_masked(name, cohort.setting):
-                start = cohort.start[name]
-                least = of_rows(theta, cohort.rows[name], p)
+                start, least = cohort.start[name], of_rows(theta, cohort.rows[name], p)
                 kept = start.abs() >= least if self.mean_over == "holders" else p != start
                 params[name], params[HELD + name] = p * kept, kept.to(p.dtype)
         return replace(update, params=params, rows={n: update.rows[n.removeprefix(HELD)] for n in params})

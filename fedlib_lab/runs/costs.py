@@ -227,8 +227,7 @@ def taken(e: Experiment) -> tuple[Taken, ...]:
     Where slices differ in depth only, four are counted and the rest interpolated.
     """
     shapes = shapes_of(e)
-    every = np.arange(shapes.budgets)
-    by_width = any(part.index for part in shapes.slices)
+    every, by_width = np.arange(shapes.budgets), any(part.index for part in shapes.slices)
     counted = every if by_width else np.unique(np.clip([0, 1, len(every) // 2, len(every) - 1], 0, len(every) - 1))
     found = [taken_by(e, int(b)) for b in counted]
     macs, peaks = (np.interp(every, counted, [getattr(t, of) for t in found]) for of in ("macs", "peak"))

@@ -25,8 +25,7 @@ def extend(e: Experiment, rounds: int, folder: Folder = None, accept: Accept = (
     by the number of rounds, a run that is missing, diverged, or came without its weights. A class of your own has to
     say by itself that it is not paced (``Method.paced_by``).
     """
-    there = run_path(e, folder)
-    longer = as_stored(e.replace(rounds=rounds), folder)
+    there, longer = run_path(e, folder), as_stored(e.replace(rounds=rounds), folder)
     path = run_path(longer, folder)
     if not (path / "experiment.json").exists():
         server, state = _check(e, longer, folder, accept)

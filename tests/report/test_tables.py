@@ -1,6 +1,7 @@
 """Tables beside the published numbers, and the data that stand in for lacking ones."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -15,6 +16,7 @@ from fedlib_lab.report.tables import (
     exit_table,
     load_cells,
     markdown_table,
+    mean_curves,
     mean_sd,
     obtained,
     with_controls,
@@ -89,8 +91,21 @@ def frame_of(**accuracies):
 def test_best_runs_and_mean_sd():
     frame = frame_of(reefl=[50.0, 60.0, 58.0])
     assert best_runs(frame).ensemble.tolist() == [61.0]
+    two = pd.concat([frame, frame.assign(column="b", accuracy=[9.0, 8.0, 7.0])])  # of two tables: an index stands twice
+    assert best_runs(two).accuracy.tolist() == [60.0, 9.0]
     row = mean_sd(frame).iloc[0]  # mean 56, SD sqrt((36 + 16 + 4) / 2) = 5.2915
     assert (row["mean"], round(row.sd, 4), row.seeds) == (56.0, 5.2915, 3)
+
+
+def test_a_mean_curve_has_the_rounds_that_all_seeds_have(monkeypatch):
+    """Where one diverged the mean of the others went on, and rose by what was left out."""
+    curves = {1: [10.0, 20.0, 90.0], 2: [30.0, 40.0]}
+    runs = {
+        s: SimpleNamespace(metrics=[{"t": t, "accuracy": a} for t, a in enumerate(c, 1)]) for s, c in curves.items()
+    }
+    monkeypatch.setattr("fedlib_lab.report.tables.shown_run", lambda e, folder: runs[e.seed])
+    cells = [Cell("full", "reefl", "reefl", "ReeFL", "a", s, Experiment(seed=s)) for s in runs]
+    assert mean_curves(cells, "a") == {"ReeFL": [{"t": 1, "accuracy": 20.0}, {"t": 2, "accuracy": 30.0}]}
 
 
 def test_a_seed_counts_once_in_a_mean():

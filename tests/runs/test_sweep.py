@@ -1,5 +1,9 @@
 """Values are chosen on validation examples, by as many trials for every row, which are stored runs."""
 
+import shlex
+from types import SimpleNamespace
+
+import pandas as pd
 import pytest
 
 from fedlib import run, sweep
@@ -79,3 +83,15 @@ def test_a_shell_sweeps_the_rows_of_a_table(tmp_path, monkeypatch, capsys):
         cli.values_of(["lr"], "--over")
     with pytest.raises(ValueError, match="--set lr=0.2: expected KEY=VALUE, e.g. rounds=20, each key once"):
         cli.values_of(["lr=0.1", "rounds=2", "lr=0.2"])
+
+
+def test_the_best_choice_is_printed_as_a_shell_and_yaml_read_it(monkeypatch, capsys):
+    """``clip_value=None`` is a word in YAML, and a shell splits a list at its space."""
+    choice = {"clip_value": None, "milestones": (0.5, 0.75), "schedule": "step", "pretrained": False}
+    monkeypatch.setattr("fedlib_lab.runs.sweep.sweep", lambda *_: [])
+    monkeypatch.setattr("fedlib_lab.runs.sweep.best", lambda _: {"reefl": SimpleNamespace(choice=choice)})
+    monkeypatch.setattr("fedlib_lab.report.frames.trials_frame", lambda _: pd.DataFrame())
+    assert cli.main(["sweep", "reefl/table1", "--profile", "smoke", "--over", "lr=[0.1]"]) == 0
+    use_outputs_of("small")
+    _, _, said = capsys.readouterr().out.partition("best of reefl: --set ")
+    assert cli.overrides_of(shlex.split(said)) == {**choice, "milestones": [0.5, 0.75]}
