@@ -36,8 +36,7 @@ def bound_on_variance(run: Run, points: np.ndarray) -> np.ndarray:
     n = run.summary.get("num_test") or run.experiment.num_test
     if n is None:
         return np.zeros_like(points)
-    share = np.clip(points / 100, -1, 1)
-    correlation = task_of(run.experiment.dataset).metric in CORRELATIONS
+    share, correlation = np.clip(points / 100, -1, 1), task_of(run.experiment.dataset).metric in CORRELATIONS
     return 100**2 * (1 - share**2 if correlation else np.abs(share) * (1 - np.abs(share))) / n
 
 

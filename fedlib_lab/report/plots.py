@@ -100,8 +100,7 @@ def plot_exit_accuracies(frame: pd.DataFrame, ax=None, title: str = "", looks: L
     ``MOST`` a row of dots each.
     """
     frame = named(frame).dropna(subset=["accuracy"])
-    looks = looks or looks_of(frame)
-    most = max(map(len, frame.exits), default=1)
+    looks, most = looks or looks_of(frame), max(map(len, frame.exits), default=1)
     rows = frame.assign(exit=[range(most + 1 - len(e), most + 1) for e in frame.exits]).explode(["exit", "exits"])
     rows = rows.astype({"exits": float, "exit": float})
     if len(looks.palette) > MOST:

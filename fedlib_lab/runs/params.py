@@ -113,8 +113,7 @@ def _layers(
     published = {"base": base} | {layer: said[layer][0] for layer in ("method", "table", "column")}
     shrunk = {"profile": {k: v for k, v in sizes.items() if k not in GRID_KEYS}}
     shrunk |= {f"{layer} at {profile}": here for layer, (_, here) in said.items()}
-    last = {f"row at {profile}": row_here, "overrides": overrides}
-    full = merge(*published.values(), row)
+    last, full = {f"row at {profile}": row_here, "overrides": overrides}, merge(*published.values(), row)
     made = merge(*published.values(), *shrunk.values(), row, *last.values())
     more = following(full, made, said_by(*shrunk.values(), *last.values()))
     return {**published, **shrunk, "row": row, "follows from its size": more, **last}

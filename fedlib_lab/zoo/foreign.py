@@ -161,8 +161,7 @@ class Foreign(Backbone):
             return self._t5_unit(unit, block, z)
         mask = None
         if self.spec.reads == "tokens":
-            mask = score_bias(is_token(z), kind.causal, z.dtype)
-            z = z * is_token(z).unsqueeze(-1)
+            mask, z = score_bias(is_token(z), kind.causal, z.dtype), z * is_token(z).unsqueeze(-1)
         if not kind.rotary:
             return _tensor(block(z, mask)) * (1 if mask is None else is_token(z).unsqueeze(-1))
         at = torch.arange(z.shape[1], device=z.device)[None]

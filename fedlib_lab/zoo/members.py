@@ -136,5 +136,14 @@ class MemberNorm(BatchNorm2d):
 
     def _native(self, x, mean, var, training: bool) -> torch.Tensor:
         mean, var = (p.squeeze(0) if p is not None else None for p in (mean, var))
-        y = F.batch_norm(x.squeeze(0), mean, var, self.weight, self.bias, training, self.momentum, self.eps)
-        return y.unsqueeze(0)
+        x = x.squeeze(0).contiguous()
+        y = F.batch_norm(x, mean, var, self.weight, self.bias, training, self.momentum, self.eps)
+        return laid_out(y).unsqueeze(0)
+
+
+def laid_out(y: torch.Tensor) -> torch.Tensor:
+    """Return ``y``, whose gradient will lie as it does.
+
+    Of one map, or maps one wide, PyTorch's batch norm takes a gradient that lies channels last for one that does not.
+    """
+    return y.flatten().view(y.shape)

@@ -54,8 +54,7 @@ def _slabs(u: torch.Tensor, a: torch.Tensor, num_states: int) -> list[tuple]:
 
 def _chunk(v, delta, a, B, first):
     """Compute decays exp(delta A) and the states after every step, each (c, ..., N, d), from the state ``first``."""
-    decay = (delta.unsqueeze(-2) * a).exp_()
-    states = v.unsqueeze(-2) * B.unsqueeze(-1)
+    decay, states = (delta.unsqueeze(-2) * a).exp_(), v.unsqueeze(-2) * B.unsqueeze(-1)
     for i in range(len(states)):
         first = states[i].addcmul_(decay[i], first)
     return decay, states

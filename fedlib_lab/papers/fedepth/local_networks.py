@@ -22,8 +22,7 @@ def local_features(f: Federation, server: Server, ids: Sequence[int], examples: 
 
     The networks are trained from ``server`` in one more round. Maps are averaged over pixels: (examples, channels).
     """
-    r = Round(server.t + 1, tuple(f.clients(sorted(ids))), f.setting)
-    out = {}
+    r, out = Round(server.t + 1, tuple(f.clients(sorted(ids))), f.setting), {}
     for client in r.clients:
         cohort = Cohort(f, f.model, server, r, f.method.members(client, server, r)[:1], {})
         f.method.local_update(cohort)

@@ -129,8 +129,7 @@ def _rows(f: Federation, client: Client, stages: list[Stage], r: str) -> list[di
         work()
     cohorts.clear()
     _, *peaks = peaks_mib(works(), f.device)
-    batch = min(f.experiment.batch_size, client.num_examples)
-    rows = []
+    batch, rows = min(f.experiment.batch_size, client.num_examples), []
     for k, (stage, peak) in enumerate(zip(stages, peaks, strict=True), 1):
         kept = kept_mib(stage.units.start, client.num_examples, f.setting) if stage.cached else 0.0
         trained = sum(f.setting.measure.activation_mib(unit, batch) for unit in stage.units)
