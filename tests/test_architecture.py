@@ -40,7 +40,7 @@ LINES = {
     "layers": 563,
     "methods": 2274,
     "models": 1435,
-    "fedlib_lab": 10898,
+    "fedlib_lab": 10900,
     "atlas": 367,
     "cli": 195,
     "executors": 783,
@@ -49,7 +49,7 @@ LINES = {
     "papers": 1125,
     "report": 1839,
     "rivals": 649,
-    "runs": 2776,
+    "runs": 2778,
     "zoo": 1816,
 }
 HEAVY = {

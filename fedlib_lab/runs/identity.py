@@ -80,7 +80,7 @@ def kit_rules(e: Experiment) -> dict[str, int]:
     1, which is not said: a subset was balanced; crops counted the picture's pixels; batch norm saw test batches, and
     static statistics those of all pictures in their order; readers chose otherwise between splits, columns and names,
     and mean and SD were of all pictures; levels that no client has answered centrally; whose last unit ran before
-    others' dropped what these drew.
+    others' dropped what these drew; batch norms of wrapped nets mistook how some gradients lie.
     """
     spec = None
     with contextlib.suppress(ValueError):  # of one's own, not registered here
@@ -95,6 +95,8 @@ def kit_rules(e: Experiment) -> dict[str, int]:
         "which model answers centrally": isinstance(e.budgets, tuple) and max(e.budgets, default=0) + 1 < e.num_exits,
         "how data of one's own are read": e.dataset not in (*DATASETS, *SETS["alike"]),
         "who draws what is dropped": drops or bool(e.finetune_options.get("lora_dropout")),
+        "how wrapped batch norms learn": isinstance(spec, WrappedSpec)
+        and any(isinstance(m, torch.nn.modules.batchnorm._BatchNorm) for m in spec.net.modules()),
     }
     return {rule: 2 for rule, it_does in concerns.items() if it_does}
 

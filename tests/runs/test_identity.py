@@ -8,8 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from torch import nn
 
-from fedlib import Execution, build_federation, run, run_all
+from fedlib import Execution, build_federation, run, run_all, wrap
 from fedlib.core.storage import read_json, read_tensors, write_json, write_tensors
 from fedlib.methods import METHODS, register
 from fedlib.methods.sliced.reefl import ReeFL
@@ -106,12 +107,15 @@ RULES = {  # what the kit once did otherwise, and an experiment that it concerns
     "how static statistics are made": (dict(backbone="resnet8", batch_norm="static"), dict(backbone="resnet8")),
     "which model answers centrally": (dict(budgets=(0, 1)), dict(budgets=(0, 1, 2, 3))),
     "how data of one's own are read": (dict(dataset="./mine"), dict(dataset="cifar10")),
+    "how wrapped batch norms learn": (dict(backbone="normed", batch_norm="tracked", num_exits=1), dict(backbone="resnet8")),
 }
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_a_run_of_the_time_when_the_kit_did_otherwise_is_refused_if_that_concerns_it(rule, tmp_path):
+def test_a_run_of_the_time_when_the_kit_did_otherwise_is_refused_if_that_concerns_it(rule, tmp_path, monkeypatch):
     """Its record says no version of the rule; of a run that it does not concern nothing is asked."""
+    monkeypatch.setitem(registry.OWN, "normed", None)  # forgotten afterwards
+    wrap(nn.Sequential(nn.Conv2d(3, 4, 4, 4), nn.BatchNorm2d(4)), ["1"], (3, 32, 32), name="normed")
     for concerned, changes in zip((True, False), RULES[rule], strict=True):
         e = tiny("fedavg", finetune="full", num_train=None, num_test=None, augment="none").replace(**changes)
         assert (rule in kit_rules(e)) == concerned
