@@ -34,9 +34,9 @@ OF_THE_CORE = {folder for folders in LAYERS[:5] for folder in folders}
 # package (executors rose from 599 by the one that stacks runs, kernels from 396 by steps as graphs)
 LINES = {
     "fedlib": 8325,
-    "core": 908,
+    "core": 907,
     "data": 1151,
-    "engine": 1946,
+    "engine": 1947,
     "layers": 563,
     "methods": 2274,
     "models": 1435,

@@ -16,5 +16,5 @@ def read_table(file: Path) -> dict[str, Any]:
             return {k: fixed(v) for k, v in x.items() if str(k)[0] != "."}
         return tuple(map(fixed, x)) if isinstance(x, list) else x
 
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's is 20 times as fast
-    return fixed(yaml.load(file.read_text(encoding="utf-8"), loader))
+    # libyaml's is 20 times as fast
+    return fixed(yaml.load(file.read_text(encoding="utf-8"), getattr(yaml, "CSafeLoader", yaml.SafeLoader)))

@@ -107,7 +107,10 @@ RULES = {  # what the kit once did otherwise, and an experiment that it concerns
     "how static statistics are made": (dict(backbone="resnet8", batch_norm="static"), dict(backbone="resnet8")),
     "which model answers centrally": (dict(budgets=(0, 1)), dict(budgets=(0, 1, 2, 3))),
     "how data of one's own are read": (dict(dataset="./mine"), dict(dataset="cifar10")),
-    "how wrapped batch norms learn": (dict(backbone="normed", batch_norm="tracked", num_exits=1), dict(backbone="resnet8")),
+    "how wrapped batch norms learn": (
+        dict(backbone="normed", batch_norm="tracked", num_exits=1),
+        dict(backbone="resnet8"),
+    ),
 }
 
 
