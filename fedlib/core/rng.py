@@ -6,8 +6,8 @@ how many workers run them, and a resumed run needs no stored generator state.
 
 import random
 import zlib
-from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,15 +25,15 @@ def torch_generator(seed: int, purpose: str, t: int = 0, client: int = 0) -> tor
     return torch.Generator().manual_seed((int(state[0]) << 31) ^ int(state[1]))
 
 
-def global_states() -> dict[str, object]:
+def global_states() -> dict[str, Any]:
     """Return the states of the global generators by whose they are."""
-    kind, key, *rest = np.random.get_state()
-    states = {"PyTorch's": torch.get_rng_state().numpy().tobytes(), "NumPy's": (kind, key.tobytes(), *rest)}
+    numpy: Any = np.random.get_state()
+    states = {"PyTorch's": torch.get_rng_state().numpy().tobytes(), "NumPy's": (numpy[1].tobytes(), *numpy[2:])}
     return states | {"Python's": random.getstate()}
 
 
 @contextmanager
-def no_global_draws(who: str) -> Iterator[None]:
+def no_global_draws(who: str):
     """Raise ``ValueError`` if the block draws from a global generator: numbers would follow from what ran before."""
     before = global_states()
     yield
