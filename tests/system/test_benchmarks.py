@@ -12,7 +12,7 @@ import pandas as pd
 import pytest
 import torch
 
-from benchmarks import engine_speed, gpu, harness, prepare, scale, setup_rivals, systems
+from benchmarks import engine_speed, gpu, harness, one_core, prepare, scale, setup_rivals, systems
 from benchmarks.names import to_fedlib, to_plain
 from benchmarks.ours import federation_of
 from benchmarks.rivals.workload import Federation, Workload
@@ -285,6 +285,16 @@ def test_speed_beside_a_bare_loop_and_ways_of_convolutions_are_measured(tmp_path
     rows = json.loads((tmp_path / "c.json").read_text())
     assert [row["clients"] for row in rows] == [1, 5, 10, 20] and min(rows[0][p] for p in ("grouped", "columns")) > 0
     assert len(capsys.readouterr().out.splitlines()) == 4
+
+
+def test_one_core_is_measured_and_the_page_says_what_was_stored():
+    found = one_core.measure("convnet3_slim", 160, (1,), turns=1, clients=1, dataset="mnist")
+    assert found["ratio"]["1"] == found["seconds"]["bare"] / found["seconds"]["1"] > 0
+    page = (ROOT / "benchmarks/README.md").read_text()
+    for row in json.loads((ROOT / "outputs/benchmarks/one_core/epyc.json").read_text())["rows"]:
+        name = {"resnet8": "ResNet-8", "convnet3_slim": "`convnet3_slim`"}[row["net"]]
+        (line,) = (x for x in page.splitlines() if x.startswith(f"| {name}, batch {row['batch']} |"))
+        assert all(f"{x:.2f}×" in line for x in row["ratio"].values()) and line.count("×") == len(row["ratio"])
 
 
 def test_the_page_on_gpus_says_what_was_measured():
