@@ -7,7 +7,7 @@ executor calls ``train_cohort`` and gives the same numbers up to float rounding.
 import math
 import re
 import threading
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Annotated, Protocol
@@ -196,7 +196,7 @@ def plan_round(f: Federation, server: Server, r: Round, workers: int, size: int 
     jobs: list[list[Member]] = []
     for client in r.clients:
         given, shapes = f.method.members(client, server, r), dict[Hashable, list[Member]]()
-        members = list(check_type(given, Sequence, f"{f.experiment.method}: members()"))
+        members = list(check_type(given, Iterable, f"{f.experiment.method}: members()"))
         for m in (m for m in members if m.trains):
             shapes.setdefault(m.part.shape_key(), []).append(m)
         jobs += [group + [m for m in members if not m.trains] for group in shapes.values()]

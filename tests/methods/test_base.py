@@ -306,7 +306,7 @@ def test_a_default_that_would_not_count_is_refused(decorated):
 
 
 WRONG = {  # hook: what it gives, and what is said
-    "members": (None, "members() = None: expected Sequence"),
+    "members": (None, "members() = None: expected Iterable"),
     "slice_for": (None, "a member's part, of slice_for(), = None: expected Slice"),
     "upload": (None, "upload() = None: expected Update"),
     "summarise": (None, "summarise() = None: expected MaskedMean"),
