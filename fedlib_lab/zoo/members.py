@@ -82,7 +82,7 @@ class PerClient(nn.Module):
 
         alone = answer(False)
         try:
-            # norms of few values enlarge rounding
+            # norms of few values enlarge rounding; ``vmap`` is asked last, as an answer sets it
             self.vmap = float((answer(True) - alone).norm()) <= 1e-2 * float(alone.norm()) and self.vmap
         except Exception:  # whatever a layer raises that sees a batched tensor
             self.vmap = False
