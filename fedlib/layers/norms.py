@@ -178,7 +178,7 @@ def is_slow_channels_last(x: torch.Tensor) -> bool:
 def _unmasked_moments(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return mean and biased variance (K, C) of maps, the second about the first.
 
-    PyTorch's channels-last batch norm loses digits on many values, and its ``var_mean`` takes a CPU 7 to 20 times as long.
+    PyTorch's channels-last batch norm loses digits on many values; its ``var_mean`` takes a CPU 7 to 20 times as long.
     """
     mean = x.float().mean((1, 3, 4))
     parts = x.split(64 if x.device.type == "cpu" else x.shape[1], 1)  # that stay in cache
