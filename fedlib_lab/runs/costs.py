@@ -83,7 +83,8 @@ class Shapes:
         held, infos = self.held(part, self.trainable), self.setting.infos
         kept = "statistic" if self.experiment.batch_norm == "local" else None  # what else stays with a client
         shared = {n: p.numel() for n, p in held.items() if not self.method.personal(infos[n]) and infos[n].kind != kept}
-        down, up = self.method.travels(shared, Client(-1, budget, 0), self.setting, self.experiment)
+        client = Client(-1, budget, round(examples_per_client(self.experiment)))
+        down, up = self.method.travels(shared, client, self.setting, self.experiment)
         own = not type(self.method).__module__.startswith(("fedlib.", "fedlib_lab."))
         if own or (self.method.needs_extras and type(self.method).travels is Method.travels):
             beside = taken_by(self.experiment, budget)
@@ -147,9 +148,8 @@ def upload_mib(e: Experiment, num_classes: int, convention: str = "honest") -> f
     shapes = load_shapes(e, num_classes)
     slices, compress = shapes.slices, shapes.method.compress
     if convention == "honest":
-        sizes = [
-            shapes.upload_mib(slices[b], b) for b in shapes.method.eligible(np.arange(len(slices)), shapes.setting)
-        ]
+        eligible = shapes.method.eligible(np.arange(len(slices)), shapes.setting)
+        sizes = [shapes.upload_mib(slices[b], b) for b in eligible]
     else:
         if compress != "none":
             raise ValueError(f"convention = 'paper' counts float32, not compress = {compress!r}; use 'honest'")
@@ -187,12 +187,13 @@ def num_classes(e: Experiment) -> int:
 
 
 def examples_per_client(e: Experiment) -> float:
-    """Return the mean number of training examples of a client."""
+    """Return the mean number of training examples of a client; public ones are first of what ``num_train`` leaves."""
+    if e.partition == "drawn":
+        return e.examples_per_client
     known = DATA.get(e.dataset, {}) if e.num_train is None else {"examples": e.num_train}
-    if e.partition == "drawn" or "a_client" in known:
-        return e.examples_per_client if e.partition == "drawn" else known["a_client"]
-    examples = known.get("examples")
-    return (len(_read(e).train_labels) if examples is None else examples) / e.num_clients
+    kept = (1 - e.validation_fraction) * (1 - e.public_fraction * (e.num_train is None))
+    examples = known.get("a_client", 0) * e.num_clients or known.get("examples") or len(_read(e).train_labels)
+    return kept * examples / e.num_clients
 
 
 def _read(e: Experiment) -> DataSet:

@@ -66,9 +66,8 @@ def verify(
         first = next((m["t"] for m in run.metrics), None)
         raise ValueError(f"verify: rounds = {rounds}: the first round that {run.path.name} evaluated is {first}")
     goes, e = [run.record.get("provenance", {}), *run.record.get("resumed", [])], run.experiment
-    if execution is None:
-        on_gpu = "cuda" in goes[0] and torch.cuda.is_available()
-        execution = Execution("cuda" if on_gpu else "cpu", goes[0].get("workers"))
+    on_gpu = "cuda" in goes[0] and torch.cuda.is_available()
+    execution = execution or Execution("cuda" if on_gpu else "cpu", goes[0].get("workers"))
     with TemporaryDirectory(prefix="fedlib-verify-") as folder:
         again = store.run(e, execution, folder, accept=KINDS, on_round=lambda r: r.t >= told[-1]["t"])
     here, found = again.record["provenance"], again.metrics

@@ -14,6 +14,7 @@ from fedlib.methods import METHODS, Method, build_method
 from fedlib.models.route import PartialForward
 from fedlib_lab.rivals import darkdistill as dd
 from fedlib_lab.rivals.generators import angles, leave, leaving_numbers, relative_distances
+from fedlib_lab.runs.costs import examples_per_client, load_shapes
 
 ONE = Execution(workers=1)
 
@@ -252,6 +253,8 @@ def test_labels_and_difficulties_are_paid_for_and_text_is_refused(digits):
     method, f = build_method("darkdistill", {}), build_federation(digits)
     down, up = method.travels({"a": 5, "b": 7}, Client(0, 1, 30), f.setting, digits)
     assert list(down) == [5, 7] and list(up) == [5, 7, 60]
+    down, up = (shapes := load_shapes(digits, 10)).traffic_mib(shapes.slices[0])
+    assert up - down == pytest.approx(4 * 2 * round(examples_per_client(digits)) / 2**20) and up > down
     with pytest.raises(
         ValueError, match="darkdistill: generators make the tokens that a vision transformer's stem gives"
     ):

@@ -264,6 +264,16 @@ def test_examples_per_client():
     assert examples_per_client(Experiment(dataset="cifar100")) == 500
     assert examples_per_client(Experiment(num_train=320, num_clients=16, clients_per_round=4)) == 20
     assert examples_per_client(Experiment(dataset="femnist", partition="natural", num_clients=381)) == 204
+    held = Experiment(dataset="femnist", partition="natural", num_clients=381, validation_fraction=0.25)
+    assert examples_per_client(held) == 153
+
+
+@pytest.mark.parametrize("asked", [{"num_train": 400}, {}])
+@pytest.mark.parametrize("held", [{"validation_fraction": 0.2}, {"public_fraction": 0.1}, {}])
+def test_what_is_held_out_is_not_priced_as_trained(held, asked):
+    e = Experiment(dataset="mnist", backbone="vit_digits", pretrained=False, finetune="full", partition="iid", **asked)
+    trained = build_federation(e.replace(**held)).data.num_examples
+    assert examples_per_client(e.replace(**held)) == pytest.approx(sum(trained) / len(trained), rel=0.005)
 
 
 def test_what_a_drawn_population_trains_is_what_each_of_it_draws():
