@@ -39,13 +39,13 @@ def _data(column: str, ran: str | None) -> str:
 
 
 def seeds_of(frame: pd.DataFrame) -> str:
-    """Say ``3 seeds``, or ``1–3 seeds`` where methods have fewer; a row is of a run, or says how many (``seeds``)."""
+    """Say ``3 seeds``, or ``1–3 seeds`` and what is compared; a row is of a run, or says how many (``seeds``)."""
     if not {"seed", "seeds"} & set(frame) or frame.empty:
         return ""
     by = [c for c in ("finetune", "column", "variant") if c in frame]
     counts = frame.seeds if "seeds" in frame else frame.groupby(by).seed.nunique() if by else frame[["seed"]].nunique()
     low, high = int(counts.min()), int(counts.max())
-    return f"{low}–{high} seeds" if low < high else f"{high} seed{'s' * (high > 1)}"
+    return f"{low}–{high} seeds (compared: common ones)" if low < high else f"{high} seed{'s' * (high > 1)}"
 
 
 def listed(names: Iterable[str], many: str, most: int = 2) -> str:

@@ -21,7 +21,7 @@ def test_a_subject_is_data_mode_net_and_seeds():
     runs = frame(METHODS, modes=("frozen",), columns=("cifar10_alpha1",)).assign(backbone="deit_micro")
     assert about(runs) == "CIFAR-10, Dirichlet 1, frozen, DeiT-micro, 2 seeds"
     fewer = runs.drop(runs[(runs.variant == "reefl") & (runs.seed == 2)].index)
-    assert about(fewer).endswith("1–2 seeds")
+    assert about(fewer).endswith("1–2 seeds (compared: common ones)")
     missing = runs.assign(accuracy=runs.accuracy.where(runs.seed == 1))
     assert about(missing).endswith(", 1 seed")  # a run that is not stored is not counted
     assert about(pd.concat([runs, runs.assign(column="cifar100"), runs.assign(column="sst2")])).startswith(
