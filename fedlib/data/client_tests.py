@@ -33,8 +33,7 @@ class ByLabel:
 def rows_by_owner(owners: np.ndarray, num_owners: int) -> Divided:
     """Group rows by owner, given each row's owner; -1 is nobody."""
     order = np.argsort(owners, kind="stable")[np.count_nonzero(owners < 0) :]
-    sizes = np.bincount(owners[owners >= 0], minlength=num_owners)
-    return Divided(order, np.concatenate([[0], np.cumsum(sizes)]))
+    return Divided(order, np.concatenate([[0], np.cumsum(np.bincount(owners[owners >= 0], minlength=num_owners))]))
 
 
 def contiguous_split(num_rows: int, num_clients: int) -> Divided:

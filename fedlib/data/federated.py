@@ -235,8 +235,11 @@ def check_task(e: Experiment, data: FederatedData) -> None:
     if isinstance(task, Span) and not task.unanswerable:
         if n := sum(int((x[:, :2] == 0).all(1).sum()) for x in (data.labels, data.test_labels)):
             raise e.refused("dataset", f": {n} questions have no answer", "questions with one; squad_v2 may lack it")
-    if "f1" in getattr(task, "metrics", ()) and (n := len(data.classes)) > 2:
-        raise e.refused("dataset", f"has {n} classes, and its f1 is of two", "two, or a copy of another name")
+    if "f1" in getattr(task, "metrics", ()):
+        if (n := len(data.classes)) > 2:
+            raise e.refused("dataset", f"has {n} classes, and its f1 is of two", "two, or a copy of another name")
+        if data.classes[-1].lower().startswith("not"):  # words, sorted
+            warnings.warn(f"{e.dataset}: its f1 is of class {data.classes[-1]!r}, the second by name", stacklevel=3)
     if task.metric in CORRELATIONS:
         labels, why = data.test_labels.cpu(), f"are alike, and {task.metric} of them is undefined"
         if len(labels.unique()) < 2:
@@ -260,10 +263,8 @@ def hold_out(values: Rows, rows: Rows, fraction: float, purpose: str = "validati
         found = "leaves none of" if held.all() else "rounds to none of these"
         least = 0.5 / np.unique(values[rows], return_counts=True)[1].max()
         allowed = "less" if held.all() else f"0, or more than {least:.3g}"
-        raise ValueError(
-            f"experiment: {purpose}_fraction = {fraction} of every class's training examples {found} {len(rows)}; "
-            f"allowed: {allowed}"
-        )
+        why = f"experiment: {purpose}_fraction = {fraction} of every class's training examples {found} {len(rows)}"
+        raise ValueError(f"{why}; allowed: {allowed}")
     return rows[~held], rows[held]
 
 

@@ -1,5 +1,7 @@
 """The data of a federation: what is held out, who owns what, and what is refused."""
 
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 import torch
@@ -7,7 +9,7 @@ import torch
 from fedlib import Experiment, build_federation, register_data
 from fedlib.data import federated
 from fedlib.data.federated import _subset as subset_of
-from fedlib.data.federated import hold_out, input_device, load_federated
+from fedlib.data.federated import check_task, hold_out, input_device, load_federated
 from tests.helpers.sentences import write
 
 pytestmark = pytest.mark.usefixtures("kept_cache")
@@ -134,6 +136,23 @@ def test_labels_that_do_not_fit_the_task_are_refused_before_a_model_is_built(tmp
     write(tmp_path / "mrpc", train=three, test=three)
     with pytest.raises(ValueError, match="'mrpc' has 3 classes, and its f1 is of two"):
         build_federation(e.replace(dataset="mrpc"))
+
+
+def test_words_of_which_the_second_is_the_negative_one_say_what_the_f1_is_of(tmp_path, monkeypatch):
+    """Words are classes in the order of the alphabet; numbers are GLUE's own, of which 1 is the paraphrase."""
+    monkeypatch.setenv("FEDLIB_DATA", str(tmp_path))
+    pair = {"sentence1": ["a b"] * 20, "sentence2": ["d"] * 20}
+    for name, labels in {
+        "mrpc": ["equivalent", "not_equivalent"],
+        "qqp": ["Duplicate", "Not"],
+        "cola": ["a", "not a"],
+    }.items():
+        write(tmp_path / name, train=(words := pair | {"label": labels * 10}), test=words)
+        e = Experiment(dataset=name, partition="iid", num_clients=4, clients_per_round=2)
+        with nullcontext() if name == "cola" else pytest.warns(match=f"{name}: its f1 is of class '{labels[1]}'"):
+            check_task(e, load_federated(e, size=16))
+    write(tmp_path / "mrpc", train=(plain := pair | {"label": [0, 1] * 10}), test=plain)
+    check_task(e.replace(dataset="mrpc"), load_federated(e.replace(dataset="mrpc"), size=16))
 
 
 def test_questions_without_an_answer_are_refused_where_an_empty_answer_would_score_nothing(tmp_path, monkeypatch):
