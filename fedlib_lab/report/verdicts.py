@@ -3,10 +3,11 @@
 Two methods at one seed see the same clients, partition and test set, so they are subtracted seed by seed, which removes
 what they share. A comparison is the mean of such differences, in points. Its 95 % interval adds two half-widths in
 quadrature: Student's t over the n seeds, and a normal one for the test examples, which seeds share and therefore do not
-average out (MOVER: Zou and Donner, Statistics in Medicine 27, 2008). Where all runs say which examples they got right,
-the second variance is that of the difference, example by example; elsewhere at most (a (1 - a) + b (1 - b)) / N, that
-of independent answers of accuracies a and b on N examples. (Welch's and Satterthwaite's degrees of freedom would make
-it up to 13 % false verdicts instead of 5.)
+average out (MOVER: Zou and Donner, Statistics in Medicine 27, 2008). Where runs of a seed say which examples they got
+right, the second variance is that of the difference, example by example, of the mean over these seeds: with fewer of
+them it is larger, never too small in the mean. Elsewhere it is at most (a (1 - a) + b (1 - b)) / N, that of independent
+answers of accuracies a and b on N examples. (Welch's and Satterthwaite's degrees of freedom would make it up to 13 %
+false verdicts instead of 5.)
 
 A comparison ``holds`` above zero, is ``contradicted`` below -0.5 points (the margin: less is a tie and no loss), is a
 ``tie`` inside the margin, else ``undecided``. A claim needs u of its n comparisons: all, or ``most`` (over half). It
@@ -97,7 +98,7 @@ def paired(one: BySeed, other: BySeed) -> BySeed:
 class Difference:
     """Paired differences (seeds,) in points, the variance of their mean that the test examples leave, and ``flags``.
 
-    ``bound``: that variance is a bound, as the runs do not say which test examples they got right.
+    ``bound``: that variance is a bound, as no seed's runs say which test examples they got right.
     """
 
     points: np.ndarray
@@ -125,8 +126,8 @@ def differences(by_seed: Sequence[Measured]) -> list[Difference]:
     flags = [f for m in by_seed for f in m.flags]
     kept = tuple(f for f in dict.fromkeys(flags) if f == "older rule" or 2 * flags.count(f) > len(by_seed))
     points, variances = np.array([m.points for m in by_seed]).T, np.mean([m.variances for m in by_seed], 0)
-    if told := all(m.right is not None for m in by_seed):
-        mean = np.mean([m.right for m in by_seed], 0)  # (1 or exits, N): examples are the same for every seed
+    if told := [m.right for m in by_seed if m.right is not None]:
+        mean = np.mean(told, 0)  # (1 or exits, N): examples are the same for every seed
         variances = mean.var(1, ddof=1) / mean.shape[1]
     return [Difference(x, float(v), kept, not told and v > 0) for x, v in zip(points, variances, strict=True)]
 

@@ -18,6 +18,7 @@ from fedlib_lab.report.verdicts import (
     grade,
     judged,
     orderings,
+    paired,
     paired_differences,
 )
 from fedlib_lab.runs.identity import CENTRAL, kit_rules
@@ -227,6 +228,30 @@ def test_where_runs_do_not_say_which_they_got_right_the_variance_is_a_bound(tiny
     unsaid = [replace(m, right=None) for m in told]
     assert not differences(told)[0].bound and differences(unsaid)[0].bound
     assert as_rows([{}], differences(unsaid), ALL).bound.tolist() == [True]
+
+
+def test_one_seed_that_says_which_it_got_right_bounds_the_variance_of_all(tiny):
+    """10 of 40 examples apart at that seed: 0.25 x 0.75 x 40 / 39 / 40, and not 2 x 0.25 / 40 of independent answers."""
+    one, other = [1] * 20 + [0] * 20, [1] * 10 + [0] * 30
+    seeds = [Measured.of(run_of(tiny, s, one), "accuracy", np.array([50.0])) for s in range(3)]
+    rivals = [Measured.of(run_of(tiny, s, other), "accuracy", np.array([25.0])) for s in range(3)]
+    rivals[1:] = [replace(m, right=None) for m in rivals[1:]]
+    found = differences([*paired(dict(enumerate(seeds)), dict(enumerate(rivals))).values()])[0]
+    assert found.variance == pytest.approx(1e4 * 0.25 * 0.75 * 40 / 39 / 40) and not found.bound
+
+
+@pytest.mark.parametrize("told", [1, 2, 3])
+def test_false_verdicts_are_rare_however_many_seeds_say_which_they_got_right(told):
+    """Two methods that are alike in the mean, of answers that seeds share in part: at most 5 % on both sides."""
+    rng, wrong, draws = np.random.default_rng(0), 0, 1500
+    for _ in range(draws):
+        shared, own = rng.normal(size=300), rng.normal(size=(3, 300))  # by test example, of all seeds and of each
+        right = 30 * np.sign(3 * shared + own) * (rng.random(300) < 0.4) + rng.normal(0, 0.1, (3, 1))  # seeds differ
+        by_seed = [Measured(r.mean(keepdims=True), np.zeros(1), r[None] if s < told else None)
+                   for s, r in enumerate(right)]  # fmt: skip
+        low, high = differences(by_seed)[0].interval()
+        wrong += low > 0 or high < 0
+    assert wrong / draws < 0.06
 
 
 def test_of_runs_of_an_older_rule_no_verdict_is_told_where_the_rule_concerns_the_value(tiny):
