@@ -177,7 +177,7 @@ def load_grid(paper: str, table: str, profile: str, overrides: Mapping[str, obje
     spec, sizes, overrides = load_spec(paper, table), load_profile(profile, paper), _given(overrides)
     check_known(overrides, field_names() | {"seeds", "columns", "variant"}, "overrides: unknown key {}")
     kept = _without(spec.get(profile, {}), "fallback")  # the table's own word here: its cells, then any other key
-    only = _limits(spec, kept.pop("only", {}), overrides)
+    only = _limits(spec, kept.pop("only", None) or {}, overrides)  # null: none of what it extends
     finetunes = _listed(overrides.pop("finetune", kept.pop("finetune", spec["axes"]["finetune"])))
     variants = _variants(spec, kept.pop("variant", list(spec["variants"])), overrides)
     columns = _columns(spec, overrides.pop("columns", kept.pop("columns", list(spec["columns"]))), profile, overrides)

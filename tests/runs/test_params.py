@@ -11,7 +11,7 @@ from fedlib.core.storage import read_json
 from fedlib_lab.report.tables import load_cells, load_reported
 from fedlib_lab.runs.packed import listed
 from fedlib_lab.runs.params import load_experiment, load_grid, load_spec, recipe, recipe_cell
-from fedlib_lab.runs.params_files import grids, papers, profiles
+from fedlib_lab.runs.params_files import grids, load_profile, papers, profiles
 from fedlib_lab.runs.store import run_path
 from tests.helpers.tracked import OUTPUTS
 
@@ -95,6 +95,13 @@ def test_a_row_may_be_like_another_of_its_table(project):
         (project / "atlas/mine.yaml").write_text(f"extends: cifar10_macs\n{rows}  on: {{like: {like}}}\n")
         with pytest.raises(ValueError, match=f"atlas/mine: like = '{like}'"):
             load_grid("atlas", "mine", "small", of)
+
+
+def test_what_a_profile_keeps_of_a_column_ends_where_a_table_says_null(project):
+    text = "extends: table1\nsmall: {columns: [cifar10_alpha0.1], variant: [cafedistill]%s}\n"
+    for said, seeds in {"": [1], ", only: null": load_profile("small", "cafedistill")["seeds"]}.items():
+        (project / "cafedistill/mine.yaml").write_text(text % said)
+        assert [c.seed for c in load_grid("cafedistill", "mine", "small")] == seeds and len(seeds) > (said > "")
 
 
 @pytest.mark.parametrize("only, message", [
