@@ -142,14 +142,14 @@ def own_methods(path: Path) -> list[str]:
 def best_rates(frame: pd.DataFrame) -> pd.DataFrame:
     """Return a row per method of a table of rates (``Table.frame``, a column per rate): its held-out scores, the best.
 
-    Scores are in percent. ``best``: the column of the highest, the smaller rate where two are equal; None where one is
-    missing. ``minutes``: what its search took.
+    Scores are in percent. ``best``: the column of the highest, the smaller rate where two are equal; None where one
+    that the row tries is missing. ``minutes``: what its search took.
     """
-    rows = frame.groupby(["label", "column"], sort=False)[["local", "seconds"]].mean().unstack()
+    cells = frame.groupby(["label", "column"], sort=False)
+    rows, tries = cells[["local", "seconds"]].mean().unstack(), cells.size().unstack()
     scores = rows["local"][list(dict.fromkeys(frame.column))]
-    best = scores.fillna(-1).idxmax(axis=1).where(scores.notna().all(axis=1))
-    found = scores.assign(best=best, minutes=rows["seconds"].sum(axis=1) / 60).round(2).reset_index()
-    return found.assign(label=found.label.map(label_of))
+    best = scores.fillna(-1).idxmax(axis=1).where((scores.notna() | tries[scores.columns].isna()).all(axis=1))
+    return scores.assign(best=best, minutes=rows["seconds"].sum(1) / 60).rename(index=label_of).round(2).reset_index()
 
 
 def own_parameters(frame: pd.DataFrame) -> pd.DataFrame:

@@ -112,10 +112,11 @@ def test_both_worlds_and_the_control_stand_in_the_map_s_table():
 
 def test_the_best_of_all_rates_that_a_row_was_given():
     rows = [("a", "lr_1", 20.0, 60), ("a", "lr_2", 30.0, 60), ("b", "lr_1", 40.0, 30), ("b", "lr_2", 40.0, 30),
-            ("c", "lr_1", 50.0, 6), ("c", "lr_2", None, 0)]  # fmt: skip
+            ("c", "lr_1", 50.0, 6), ("c", "lr_2", None, 0), ("d", "lr_1", 9.0, 6)]  # fmt: skip
     found = best_rates(pd.DataFrame(rows, columns=["label", "column", "local", "seconds"])).set_index("label")
     assert found.best.tolist()[:2] == ["lr_2", "lr_1"] and pd.isna(found.best["c"])  # of equal ones the smaller rate
-    assert found.minutes.tolist() == [2, 1, 0.1] and found["lr_2"].tolist()[:2] == [30, 40]
+    assert found.minutes.tolist() == [2, 1, 0.1, 0.1] and found["lr_2"].tolist()[:2] == [30, 40]
+    assert found.best["d"] == "lr_1" and pd.isna(found["lr_2"]["d"])  # which is asked of other rows alone
 
 
 def searched(task, what, caps):
@@ -134,11 +135,11 @@ def rates_of(task, caps):
 
 @pytest.mark.parametrize(("caps", "task"), [(caps, task) for caps in BINDS for task in tasks_of(f"{caps}_tuned")])
 def test_each_tuned_row_has_the_rate_that_its_stored_runs_found_best(caps, task):
-    """All six were tried of each, and the best has the highest score on held-out examples."""
+    """All six were tried of each, some larger ones of some; the best has the highest score on held-out examples."""
     scores, tuned = rates_of(task, caps)
     for variant, lr in tuned.items():
         tried = {r: run for (v, r), run in scores.items() if v == variant}
-        assert len(tried) == 6 and None not in tried.values(), variant
+        assert len(tried) >= 6 and None not in tried.values(), variant
         assert lr == max(sorted(tried), key=lambda r: round(numbers_of(tried[r].summary)["local"], 2)), variant
 
 
