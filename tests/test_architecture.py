@@ -31,7 +31,7 @@ LAYERS = [  # a file imports from its own folder and from those before it; the l
 LAYER = {folder: i for i, folders in enumerate(LAYERS) for folder in folders}
 OF_THE_CORE = {folder for folders in LAYERS[:5] for folder in folders}
 # Lines of code as they stand. They may only be lowered: what comes in is paid for by what goes, perhaps elsewhere in its
-# package (executors rose from 599 by the one that stacks runs, kernels from 396 by steps as graphs)
+# package (executors rose from 599 by the one that stacks runs, kernels from 396 by steps as graphs, report from 1839)
 LINES = {
     "fedlib": 8325,
     "core": 907,
@@ -41,15 +41,15 @@ LINES = {
     "methods": 2274,
     "models": 1435,
     "fedlib_lab": 10900,
-    "atlas": 367,
+    "atlas": 364,
     "cli": 195,
     "executors": 783,
     "formats": 872,
     "kernels": 460,
     "papers": 1125,
-    "report": 1839,
+    "report": 1844,
     "rivals": 649,
-    "runs": 2778,
+    "runs": 2776,
     "zoo": 1816,
 }
 HEAVY = {

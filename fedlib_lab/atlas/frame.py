@@ -19,6 +19,7 @@ from fedlib.data.datasets import is_available
 from fedlib.data.federated import load_federated
 from fedlib.models.registry import backbone_spec, tokenizer_of
 
+from ..report.clients import client_numbers
 from ..report.flags import OVER, flags_of
 from ..report.style import title_of
 from ..runs.costs import examples_per_client, load_shapes
@@ -26,7 +27,7 @@ from ..runs.params import Cell
 from ..runs.params_files import load_yaml
 from ..runs.store import Run
 from .fitting import plain, price
-from .scores import BINDS, HIGH, scores_of, worst
+from .scores import BINDS, HIGH, worst
 
 PRICES = ["macs", "peak MiB", "upload MiB", "download MiB", "seconds a round"]  # of a run's round
 BELOW = "below own majority class"  # the flag of a run whose clients get less than by answering one class
@@ -118,7 +119,7 @@ def entries_frame(frames: Mapping[str, Mapping[str, pd.DataFrame]], known: Path 
     for caps, task, row in ((*place, row) for *place, frame in places for row in frame.to_dict("records")):
         if not isinstance(run := row["found"], Run):
             continue
-        e, scores, own = run.experiment, np.array(scores_of(run.summary)), run.summary["personal"]
+        e, scores, own = run.experiment, client_numbers(run.summary), run.summary["personal"]
         if told := before.get(run.path.name):
             said = re.search("over budget: (.*?are said)", told["flags"])
             OVER.setdefault(e.replace(seed=1), said[1] if said else "")

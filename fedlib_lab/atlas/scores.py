@@ -37,13 +37,6 @@ def worst(scores: np.ndarray) -> float:
     return float(np.sort(scores)[: max(1, round(WORST * len(scores)))].mean())
 
 
-def scores_of(summary: Mapping) -> list[float]:
-    """Return each client's score, by the deepest exit that it holds."""
-    personal = summary["personal"]
-    found = personal.get("last_by_client", personal["by_client"])
-    return [found[client] for client in sorted(found, key=int)]
-
-
 def apart() -> list[str]:
     """Return the methods that stand in tables and in no figure, ranking or title."""
     return load_yaml(params_dir() / "atlas" / "headline.yaml")["apart"]

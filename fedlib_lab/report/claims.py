@@ -31,27 +31,18 @@ SIDES = ("agrees", "disagrees", "related")  # of a result of others with claims
 OTHERS = {"who", "source", "found", *SIDES}
 
 
-@dataclass(frozen=True)
-class Judged:
-    """A claim with its grade, its comparisons (``verdicts.COLUMNS``), what the paper prints, and what others found."""
+@dataclass(frozen=True, kw_only=True)
+class Judged(Grade):
+    """A claim, graded, with its comparisons (``verdicts.COLUMNS``), what the paper prints, and what others found."""
 
     name: str
     where: str
     says: str
-    grade: Grade
     comparisons: pd.DataFrame
     printed: str
     kind: str = KINDS[-1]  # of evidence
     on: str = ""  # which data, where they are not all of the paper's and no others
     others: tuple[str, ...] = ()
-
-    @property
-    def verdict(self) -> str:
-        return self.grade.verdict
-
-    @property
-    def numbers(self) -> str:
-        return self.grade.numbers
 
 
 def load_all_claims(paper: str) -> dict[str, dict]:
@@ -113,7 +104,8 @@ def judge_claim(name: str, claim: dict, stored: Stored, published: Published) ->
             in_print = [] if "by" in claim else compared(claim, published)
             signs = [d.mean + claim.get("margin", 0.0) > 0 for _, d in in_print if len(d.points)]
             printed = f"{sum(signs)} of {len(signs)}" if signs else "–"
-    return Judged(name, claim["where"], claim["says"], found, rows, printed, kind, on)
+    asked = {"name": name, "where": claim["where"], "says": claim["says"]}
+    return Judged(**vars(found), **asked, comparisons=rows, printed=printed, kind=kind, on=on)
 
 
 def tables_of(claim: Mapping) -> list[str]:

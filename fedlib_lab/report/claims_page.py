@@ -48,7 +48,7 @@ def _graded(by: Mapping[str, int]) -> str:
 
 def linked_verdict(v: Judged) -> str:
     """Return the verdict, linked to what stands behind it, with its data and whether it is of few seeds."""
-    few = v.grade.indicative and v.verdict in ("holds", "contradicted", "tie")
+    few = v.indicative and v.verdict in ("holds", "contradicted", "tie")
     return ", ".join([f"[**{v.verdict}**](claims.md#{v.name})", *filter(None, [v.on]), *["indicative"] * few])
 
 

@@ -45,6 +45,16 @@ def numbers_of(summary: Mapping) -> dict[str, object]:
     return {c: own[k] for c, k in columns.items()} | rest
 
 
+def client_numbers(summary: Mapping, value: str = "local") -> np.ndarray:
+    """Return what each client gets (K,), by the deepest exit that it holds, or ``clients``, by the mean one.
+
+    Nothing where the run does not say.
+    """
+    own = summary.get("personal", {})
+    found = own.get("last_by_client" if value == "local" else "by_client", own.get("by_client", {}))
+    return np.array([found[client] for client in sorted(found, key=int)])
+
+
 def spread_out(frame: pd.DataFrame, value: str, thresholds: Mapping[str, float] | None = None) -> pd.DataFrame:
     """Return ``frame`` with what ``value`` asks for in ``clients`` and ``clients_sd``; if every exit, a row each."""
     rows = frame.to_dict("records")

@@ -25,7 +25,10 @@ from fedlib.methods import METHODS
 from ..runs.costs import DATA, load_shapes
 from ..runs.identity import concern, older_rules
 from ..runs.record import Run, unpack_bits
+from .clients import client_numbers
 from .tables import label_of, values_of
+
+MANY = 20  # clients whose differences tell the variance of their mean
 
 
 def bound_on_variance(run: Run, points: np.ndarray) -> np.ndarray:
@@ -48,6 +51,16 @@ def right_of(run: Run, value: str) -> np.ndarray | None:
     if value == "accuracy":
         return rows[:exits].mean(0, keepdims=True)
     return rows[:exits] if value == "exits" else rows[exits - 1 : exits] if value == "last" else rows[exits:]
+
+
+def clients_of(run: Run, value: str, points: np.ndarray) -> np.ndarray | None:
+    """Return what each client gets (K,), percent, of which ``points`` is the mean and no test example is another's.
+
+    None of fewer than ``MANY``, and where the run does not say.
+    """
+    found = client_numbers(run.summary, value)
+    told = value in ("clients", "local") and run.experiment.test_split in ("like_train", "contiguous")
+    return found if told and len(found) >= MANY and np.allclose(found.mean(), points, atol=0.01) else None
 
 
 def flags_of(run: Run, value: str = "accuracy") -> tuple[str, ...]:

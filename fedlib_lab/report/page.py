@@ -70,8 +70,7 @@ def _read(outputs: Path, paper: str, page: str) -> str:
 def pages_of(stored: Stored, verdicts: Sequence[Judged]) -> dict[str, str]:
     """Return a paper's files by name: the first page, all tables, all claims, and every comparison as CSV."""
     tables, runs = tables_page(stored)
-    rows = comparisons(verdicts)
-    csv = rows.to_csv(index=False, lineterminator="\n") if len(rows) else ""
+    csv = rows.to_csv(index=False, lineterminator="\n") if len(rows := comparisons(verdicts)) else ""
     front, claims = front_page(stored, verdicts, runs), claims_page(stored, verdicts)
     return {"README.md": front, "tables.md": tables, "claims.md": claims, "claims.csv": csv}
 

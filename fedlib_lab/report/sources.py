@@ -35,6 +35,8 @@ class Source:
         of_one = lambda table: {"seeds": [1], "variant": [next(iter(self.spec(table)["variants"]))]}  # noqa: E731
         self.in_print = cache(lambda table: load_grid(self.paper, table, "paper", of_one(table)))
         self.reported = cache(lambda table: load_reported(self.paper, *self.spec(table).get("reported", [table])))
+        place = ["finetune", "column", "variant"]
+        self.means = cache(lambda table: self.reported(table).set_index(place)["mean"].to_dict())
 
     def label(self, table: str, variant: str) -> str:
         return label_of(self.spec(table)["variants"][variant].get("label", variant))
@@ -49,9 +51,8 @@ class Stored(Source):
 
     def __post_init__(self):
         super().__post_init__()
-        both = lambda cells, frame: [*zip(cells, frame.to_dict("records"), strict=True)]  # noqa: E731
         self.read = cache(self._read)
-        self.rows = cache(lambda table: both(*self.read(table)))
+        self.rows = cache(lambda t: [*zip(self.read(t)[0], self.read(t)[1].to_dict("records"), strict=True)])
 
     @property
     def folder(self) -> Path:
@@ -152,8 +153,3 @@ class Published(Source):
             columns = [c for _, c, v in means if v == variant and c.startswith(f"{place['column']}, exit ")]
         found = [means[k] for c in columns if (k := (place["finetune"], c, variant)) in means]
         return {0: Measured(np.array(found), np.zeros(len(found)))} if found else {}
-
-    @cached_property
-    def means(self):
-        """table -> {(finetune, column, variant): mean}"""
-        return cache(lambda table: self.reported(table).set_index(["finetune", "column", "variant"])["mean"].to_dict())

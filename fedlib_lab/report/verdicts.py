@@ -5,9 +5,10 @@ what they share. A comparison is the mean of such differences, in points. Its 95
 quadrature: Student's t over the n seeds, and a normal one for the test examples, which seeds share and therefore do not
 average out (MOVER: Zou and Donner, Statistics in Medicine 27, 2008). Where runs of a seed say which examples they got
 right, the second variance is that of the difference, example by example, of the mean over these seeds: with fewer of
-them it is larger, never too small in the mean. Elsewhere it is at most (a (1 - a) + b (1 - b)) / N, that of independent
-answers of accuracies a and b on N examples. (Welch's and Satterthwaite's degrees of freedom would make it up to 13 %
-false verdicts instead of 5.)
+them it is larger, never too small in the mean. Where clients are tested on examples of their own alone, it is at most
+that of the difference over clients divided by their number, mean over seeds. Elsewhere it is at most
+(a (1 - a) + b (1 - b)) / N, that of independent answers of accuracies a and b on N examples. (Welch's and
+Satterthwaite's degrees of freedom would make it up to 13 % false verdicts instead of 5.)
 
 A comparison ``holds`` above zero, is ``contradicted`` below -0.5 points (the margin: less is a tie and no loss), is a
 ``tie`` inside the margin, else ``undecided``. A claim needs u of its n comparisons: all, or ``most`` (over half). It
@@ -27,7 +28,7 @@ import numpy as np
 import pandas as pd
 
 from ..runs.store import Run
-from .flags import bound_on_variance, flags_of, right_of
+from .flags import bound_on_variance, clients_of, flags_of, right_of
 from .printed import RANKED, heading
 from .tables import label_of
 
@@ -47,23 +48,27 @@ REASONS = {"rising": "still rising", "over budget": "over budget", "older rule":
 class Measured:
     """One run's numbers in points, (1,) or (exits,), with its flags, or a difference of such.
 
-    ``variances`` bounds what the test examples leave of each; ``right`` is what each example gives, (1 or exits, N).
+    ``variances`` bounds what the test examples leave of each; ``right`` is what each example gives, (1 or exits, N);
+    ``clients`` what each client gets, (K,), of examples that no other has.
     """
 
     points: np.ndarray
     variances: np.ndarray
     right: np.ndarray | None = None
     flags: tuple[str, ...] = ()
+    clients: np.ndarray | None = None
 
     @classmethod
     def of(cls, run: Run, value: str, points: np.ndarray) -> "Measured":
-        return cls(points, bound_on_variance(run, points), right_of(run, value), flags_of(run, value))
+        told = right_of(run, value), flags_of(run, value), clients_of(run, value, points)
+        return cls(points, bound_on_variance(run, points), *told)
 
     def __sub__(self, other: "Measured") -> "Measured":
-        both = self.right is not None and other.right is not None and self.right.shape == other.right.shape
-        right = self.right - other.right if both else None
-        flags = tuple(dict.fromkeys([*self.flags, *other.flags]))
-        return Measured(self.points - other.points, self.variances + other.variances, right, flags)
+        pairs = (self.right, other.right), (self.clients, other.clients)
+        right, own = (a - b if a is not None and np.shape(a) == np.shape(b) else None for a, b in pairs)
+        variances, flags = self.variances + other.variances, tuple(dict.fromkeys([*self.flags, *other.flags]))
+        variances = variances if own is None else np.minimum(variances, own.var(ddof=1) / len(own))
+        return Measured(self.points - other.points, variances, right, flags, own)
 
     def at(self, have: np.ndarray, want: np.ndarray) -> "Measured":
         """Interpolate between exits that cost ``have`` to where ``want`` is spent."""
@@ -126,10 +131,11 @@ def differences(by_seed: Sequence[Measured]) -> list[Difference]:
     flags = [f for m in by_seed for f in m.flags]
     kept = tuple(f for f in dict.fromkeys(flags) if f == "older rule" or 2 * flags.count(f) > len(by_seed))
     points, variances = np.array([m.points for m in by_seed]).T, np.mean([m.variances for m in by_seed], 0)
+    bound = any(m.clients is None for m in by_seed)
     if told := [m.right for m in by_seed if m.right is not None]:
-        mean = np.mean(told, 0)  # (1 or exits, N): examples are the same for every seed
+        mean, bound = np.mean(told, 0), False  # (1 or exits, N): examples are the same for every seed
         variances = mean.var(1, ddof=1) / mean.shape[1]
-    return [Difference(x, float(v), kept, not told and v > 0) for x, v in zip(points, variances, strict=True)]
+    return [Difference(x, float(v), kept, bound and v > 0) for x, v in zip(points, variances, strict=True)]
 
 
 @lru_cache(maxsize=4096)

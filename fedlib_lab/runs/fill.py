@@ -169,10 +169,8 @@ def fill(
         left = math.inf if minutes is None else 60 * minutes - grace - (time.monotonic() - began)
         return 0.0 if stop.is_set() else left
 
-    answer, new = (
-        partial(_run_job, str(folder or outputs_dir() / "runs"), checkpoint_seconds, execution),
-        device != "cpu",
-    )
+    answer = partial(_run_job, str(folder or outputs_dir() / "runs"), checkpoint_seconds, execution)
+    new = device != "cpu"
     with contextlib.closing(hand_out(jobs, workers, answer, Watch([], False), seconds_left, grace, new)) as answers:
         for job, answer in answers:
             words = _note(filled, job, answer)

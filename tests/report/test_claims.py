@@ -109,7 +109,7 @@ def test_verdicts_on_hand_made_runs(tmp_path):
         ("pa", "reefl"): [[50.0, 50.0]], ("pa", "reefl_unmodulated"): [[40.0, 40.0]],  # one seed
     })  # fmt: skip
     held = verdict_on(stored)
-    assert (held.verdict, held.numbers, held.grade.indicative) == ("holds", "1 comparison: 1 holds", True)
+    assert (held.verdict, held.numbers, held.indicative) == ("holds", "1 comparison: 1 holds", True)
     # of 5,000 examples: (0.43 x 0.57 + 0.5307 x 0.4693) / 5000, about 0.99 points; SD 0.1155 of three seeds
     half = np.hypot(4.3027 * 0.11547 / 3**0.5, 1.96 * 100 * ((0.43 * 0.57 + 0.53067 * 0.46933) / 5000) ** 0.5)
     (row,) = held.comparisons[COLUMNS[5:]].values.tolist()

@@ -45,7 +45,8 @@ def test_the_tally_over_all_papers_is_the_sum():
 
 
 def claim(name, kind, grade, rows, **more):
-    return Judged(name, "Table 1", f"What {name} says.", grade, rows, "–", kind, **more)
+    said = {"name": name, "where": "Table 1", "says": f"What {name} says."}
+    return Judged(**vars(grade), **said, comparisons=rows, printed="–", kind=kind, **more)
 
 
 def test_the_page_says_what_its_bound_is_and_of_how_many_comparisons_it_does_not_know_the_examples():
@@ -60,7 +61,7 @@ def test_the_page_says_what_its_bound_is_and_of_how_many_comparisons_it_does_not
     )
     stored = SimpleNamespace(paper="reefl", profile="small")
     page = claims_page(stored, [v])
-    assert "In 1 of the 2 comparisons runs do not say which test examples they got right" in page
+    assert "In 1 of the 2 comparisons no runs say which test examples they got right" in page
     assert "a bound for each claim, not for all of them together, and none for claims with a margin" in page
     assert (
         "## c\n\nWhat c says. (Table 1): **holds**, on A in place of B, 2 comparisons: 2 hold. Others: X agrees.\n"

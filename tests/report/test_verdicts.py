@@ -254,6 +254,48 @@ def test_false_verdicts_are_rare_however_many_seeds_say_which_they_got_right(tol
     assert wrong / draws < 0.06
 
 
+def client_run(tiny, seed, by_client, **fields):
+    """A run of clients who get ``by_client`` of examples of their own."""
+    own = {"accuracy": float(np.mean(by_client)), "by_client": {str(k): float(x) for k, x in enumerate(by_client)}}
+    summary = {"accuracy": 50.0, "exits": [50.0], "status": "finished", "num_test": 500, "personal": own}
+    return Run(tiny.replace(**{"seed": seed + 1, "test_split": "like_train"} | fields), None, summary, [], {})
+
+
+def test_what_clients_get_apart_tells_what_their_test_examples_leave_open(tiny):
+    """Of 25 clients two methods differ by 1 to 5 points: variance 2 x 25 / 24 / 25; one alone would have 2 x 0.25 / 500."""
+    base, more = np.linspace(20, 80, 25), np.tile(np.arange(1.0, 6.0), 5)
+    of = lambda x, **f: Measured.of(client_run(tiny, 0, x, **f), "clients", np.array([x.mean()]))  # noqa: E731
+    found = differences([of(base + more) - of(base)])[0]
+    assert found.points[0] == 3 and found.variance == pytest.approx(2 * 25 / 24 / 25) and not found.bound
+    for other in (
+        of(base, test_split="labels"),
+        of(base[:24]),
+        Measured.of(client_run(tiny, 0, base), "clients", np.array([1.0])),
+    ):
+        bounded = differences([of(base + more) - other])[0]  # tests overlap; another number of clients; of another mean
+        assert bounded.bound and bounded.variance > 5
+    assert Measured.of(client_run(tiny, 0, base[:19]), "clients", base[:19].mean(keepdims=True)).clients is None
+    apart_ = differences([of(np.roll(base, 12)) - of(base)])[
+        0
+    ]  # clients who differ more than chance could: at most the bound
+    assert apart_.variance == pytest.approx(2 * 2500 / 500)
+
+
+def test_false_verdicts_of_clients_are_rare_though_seeds_share_their_test_examples():
+    """Each seed divides the same 800 examples anew among 40 clients, who prefer one method or the other by chance."""
+    rng, wrong, draws = np.random.default_rng(0), 0, 1500
+    for _ in range(draws):
+        shared, by_seed = rng.choice([-100.0, 0.0, 100.0], 800, p=[0.1, 0.8, 0.1]), []
+        for _ in range(3):
+            prefer = rng.normal(0, 2, 40)
+            clients = rng.permutation(shared).reshape(40, 20).mean(1) + prefer - prefer.mean() + rng.normal(0, 0.05)
+            one, other = (Measured(x.mean(keepdims=True), np.full(1, 9.0), clients=x) for x in (clients, 0 * clients))
+            by_seed.append(one - other)
+        low, high = differences(by_seed)[0].interval()
+        wrong += low > 0 or high < 0
+    assert 0.01 < wrong / draws < 0.06
+
+
 def test_of_runs_of_an_older_rule_no_verdict_is_told_where_the_rule_concerns_the_value(tiny):
     """Batch norm's view of the test set concerns no client's own."""
     e = tiny.replace(method="fedavg", backbone="resnet8", finetune="full", finetune_options={})
