@@ -56,8 +56,7 @@ def costs(e: Experiment) -> pd.DataFrame:
         "blocks": [part.depth for part in slices], "exits": [len(part.exits) for part in slices],
         "width": [min((len(i) / axes[a].size for a, i in part.index.items()), default=1.0) for part in slices],
         "macs": macs, "peak": peak, "up": up, "down": down,
-    }).iloc[list(budgets)]  # fmt: skip
-    table = table.set_axis(found.index[: len(table)])
+    }).iloc[list(budgets)].set_axis(found.index[: len(budgets)])  # fmt: skip
     table["macs"] *= examples_per_client(e)
     training = table.macs / (found.tera_macs * found.utilisation * 1e12)
     return table.assign(seconds=training + (table.up + table.down) * 2**23 / 1e6 / found.megabits)
@@ -129,7 +128,8 @@ def entries_frame(frames: Mapping[str, Mapping[str, pd.DataFrame]], known: Path 
         rows.append({
             "task": task, "caps": caps, "method": row["variant"], "label": row["label"], "seed": row["seed"],
             "run": run.path.name, "backbone": e.backbone, "options": json.dumps(dict(e.options)),
-            "score": scores.mean(), "worst": worst(scores), **_by_class(scores, classes),
+            "score": scores.mean(), "worst": worst(scores),
+            **{f"class {k + 1}": float(scores[k::classes].mean()) for k in range(classes)},  # of client i: i mod these
             "central": run.summary["exits"][-1], "majority": majority,
             "prior": own.get("last_prior", own.get("prior", np.nan) if len(own["exits"]) == 1 else np.nan), **prices,
             "rounds": e.rounds,
@@ -142,8 +142,3 @@ def _prices(e: Experiment) -> dict[str, float]:
     took = costs(e)
     found = took.macs.mean(), took.peak.max(), took.up.mean(), took.down.mean(), took.seconds.max()
     return dict(zip(PRICES, map(float, found), strict=True))
-
-
-def _by_class(scores: np.ndarray, classes: int) -> dict[str, float]:
-    """Return the mean score by class of devices; client i is of class i mod their number."""
-    return {f"class {k + 1}": float(scores[k::classes].mean()) for k in range(classes)}

@@ -82,13 +82,15 @@ def ranks(frame: pd.DataFrame) -> dict[str, str]:
 def headline(frames: Mapping[str, pd.DataFrame]) -> str:
     """Say who leads of the :func:`compared` rows of each place, and of the other places that they are not ranked.
 
-    A place is ranked if all of its rows have enough seeds.
+    A place is ranked if all of its rows have enough seeds. Of more than two, those are named where a lead is sure.
     """
     rows = {place: found for place, frame in frames.items() if len(found := compared(frame))}
     seeds = {place: found.groupby("variant").seed.nunique() for place, found in rows.items()}
     said = [f"{title_of(p)}: {leads(rows[p], value='local')}" for p in rows if not not_ranked(seeds[p])]
+    sure = [x for x in said if " leads " in x or len(said) < 3]
+    open_ = f"no lead is sure in {len(said) - len(sure)} places" if len(sure) < len(said) else ""
     others = not_ranked([n for found in seeds.values() if not_ranked(found) for n in found])
-    return "; ".join(filter(None, [*said, others]))
+    return "; ".join(filter(None, [*sure, open_, others]))
 
 
 def standings(frame: pd.DataFrame, frames: Mapping[str, pd.DataFrame]) -> pd.DataFrame:

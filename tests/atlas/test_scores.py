@@ -80,6 +80,9 @@ def test_a_title_says_who_leads_only_of_three_seeds_a_row():
     assert both == "CIFAR-10: ReeFL leads FedPer by 10.0 points; 1 of 3 rows have fewer than three seeds: not ranked"
     assert headline({"x": rows_of({v: x[:2] for v, x in THREE.items()})}) == "two seeds: not ranked"
     assert headline({}) == ""
+    level = rows_of({"reefl": [50.0, 51.0, 52.0], "fedper": [52.0, 50.0, 51.5]})
+    said = headline({"cifar10": rows_of({v: THREE[v] for v in ("reefl", "fedper")}), "ag_news": level, "mnist": level})
+    assert said == "CIFAR-10: ReeFL leads FedPer by 10.0 points; no lead is sure in 2 places"  # of many the sure ones
 
 
 def test_what_is_set_apart_is_in_no_figure_ranking_or_title():
