@@ -124,8 +124,7 @@ class _Search:
 
     def prices(self, classes: tuple[float, ...]) -> tuple[float, ...] | str:
         """Return each class's price where classes have these sizes, or why the method refuses them."""
-        sizes = tuple(sorted(set(classes)))
-        if sizes not in self.tried:
+        if (sizes := tuple(sorted(set(classes)))) not in self.tried:
             try:
                 self.tried[sizes] = tuple(p / self.whole for p in price(self.of_classes(classes), self.of))
             except ValueError as error:

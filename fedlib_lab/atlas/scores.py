@@ -128,8 +128,7 @@ def own_methods(path: Path) -> list[str]:
     """List the methods, by name, that the file ``path`` registers; ``ValueError`` if it registers none."""
     known = set(METHODS)
     runpy.run_path(str(path), run_name=path.stem)
-    own = [name for name in METHODS if name not in known or METHODS[name].__module__ == path.stem]
-    if not own:
+    if not (own := [name for name in METHODS if name not in known or METHODS[name].__module__ == path.stem]):
         raise ValueError(f"atlas: {path} registers no method; a class under @fedlib.methods.register is one")
     return own
 
@@ -164,8 +163,7 @@ def at_best_rate(cells: Sequence[Cell], tried: Sequence[Cell], folder: Path | No
 
     A rate whose run has no score, as one that diverged at once, is none of them; ``ValueError`` where no run has.
     """
-    scored = collect(tried, folder).dropna(subset=["local"])
-    if scored.empty:
+    if (scored := collect(tried, folder).dropna(subset=["local"])).empty:
         raise ValueError(f"atlas: no rate of {tried[0].variant!r} has a score; looked at {[c.column for c in tried]}")
     column = best_rates(scored).best[0]
     lr = next(c.experiment.lr for c in tried if c.column == column)

@@ -102,8 +102,7 @@ class _Worker:
 
     def train(self, server: Server, members: list[Member], r: Round, memories: Memories) -> Trained:
         """Train one cohort of round ``r``."""
-        f = self.federation
-        if f.device.type != "cpu":
+        if (f := self.federation).device.type != "cpu":
             server = Server(server.t, move(server.params, f.device), move(server.memory, f.device))
         return train_task(f, server, members, r, memories)
 

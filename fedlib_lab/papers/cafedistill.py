@@ -101,8 +101,7 @@ def plot_exit_rounds(runs: Mapping[str, Sequence[Mapping]], subject: str):
 
 def plot_option(frame: pd.DataFrame, option: str):
     """Plot what clients get by the value of an ``option``; None, and say so, where fewer than two are stored."""
-    means = frame.groupby(option).clients.mean().dropna()
-    if len(means) < 2:
+    if len(means := frame.groupby(option).clients.mean().dropna()) < 2:
         print(f"values of {option} that are stored: {', '.join(f'{x:g}' for x in means.index) or 'none'}")
         return None
     ends = [f"{means[x]:.1f} % at {option} = {x:g}" for x in (means.idxmax(), means.idxmin())]

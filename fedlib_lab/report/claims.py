@@ -191,8 +191,7 @@ def _subtract(claim, source, table, pair, places, rounds) -> BySeed:
     what = zip(pair, places, (value, claim.get("against", value)), strict=True)
     one, other = (source.values(table, variant, place, x, set(pair), rounds) for variant, place, x in what)
     if "at" in claim and one and other:
-        costs = source.table(f"{claim['costs']}_{source.profile}")
-        if costs is None:
+        if (costs := source.table(f"{claim['costs']}_{source.profile}")) is None:
             return {}
         what = zip(pair, places, strict=True)
         at = [costs[(costs.variant == v) & (costs.finetune == p["finetune"])][claim["at"]] for v, p in what]

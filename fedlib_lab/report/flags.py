@@ -36,8 +36,7 @@ def bound_on_variance(run: Run, points: np.ndarray) -> np.ndarray:
 
     p (1 - p) / N of a mean of numbers between 0 and 1, (1 - r²) / N of a correlation. 0 where N is not known.
     """
-    n = run.summary.get("num_test") or run.experiment.num_test
-    if n is None:
+    if (n := run.summary.get("num_test") or run.experiment.num_test) is None:
         return np.zeros_like(points)
     share, correlation = np.clip(points / 100, -1, 1), task_of(run.experiment.dataset).metric in CORRELATIONS
     return 100**2 * (1 - share**2 if correlation else np.abs(share) * (1 - np.abs(share))) / n

@@ -45,8 +45,7 @@ def plot_horizons(shorter: Table, longer: Table):
 
     The title says who leads after each. Return the panels' Axes; None, and say so, where no longer run is stored.
     """
-    rows = longer.frame.dropna(subset=[longer.value])
-    if rows.empty:
+    if (rows := longer.frame.dropna(subset=[longer.value])).empty:
         print("no longer run is stored yet")
         return None
     shown = rows.drop_duplicates("column")[["column", "dataset"]].values

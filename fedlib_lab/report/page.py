@@ -152,8 +152,7 @@ def table_of(stored: Stored, table: str, frame: pd.DataFrame, search: bool = Fal
 
 def facts(stored: Stored, cells: Sequence[Cell], wanted: set[str] = frozenset()) -> list[str]:
     """Say how many runs there are, of which data, nets, rounds, seeds and hardware, and how long they trained."""
-    experiments = {c.experiment.hash: c.experiment for c in cells}
-    if not experiments:
+    if not (experiments := {c.experiment.hash: c.experiment for c in cells}):
         return ["0 runs are stored"]
     paths = [run_path(e, stored.outputs / "runs") for e in experiments.values()]
     summaries = [read_json(p / "summary.json") for p in paths]
@@ -201,8 +200,7 @@ def title_of(paper: str, name: str) -> str:
     folder = root() / "notebooks" / paper
     path = next(iter(sorted([*folder.glob(f"{name}_*.ipynb"), *folder.glob(f"{name}.ipynb")])), None)
     if path is None:
-        grid = params_dir() / paper / f"{name}.yaml"
-        if not grid.is_file():
+        if not (grid := params_dir() / paper / f"{name}.yaml").is_file():
             return spoken(name)
         return re.split(r"\.(?:\s|$)", grid.read_text(encoding="utf-8").splitlines()[0].removeprefix("#").strip())[0]
     cells = json.loads(path.read_text(encoding="utf-8"))["cells"]

@@ -209,8 +209,7 @@ def plot_adaptive(curves: Mapping[str, Sequence[dict]], title: str = "", ax=None
     frame["macs"] *= unit
     ax = plot_series(frame, "macs", "accuracy", f"mean {label}", ACCURACY, title, ax, hero, looks=looks)
     for name, series in frame[["name", "series"]].drop_duplicates().values:
-        alone = [(r["macs"] * unit, r["accuracy"]) for r in curves[name] if "exit" in r]
-        if alone:
+        if alone := [(r["macs"] * unit, r["accuracy"]) for r in curves[name] if "exit" in r]:
             ring = {"facecolors": "none", "edgecolors": looks.palette[series], "linewidths": 1.5}
             ax.scatter(*zip(*alone, strict=True), s=70, **ring)
     return ax

@@ -91,8 +91,7 @@ class Stored(Source):
     def lengths(self, table: str, variant: str, place: Mapping) -> dict[int, dict[int, dict]]:
         """Return rows by rounds, by seed: the table's own runs, and longer trials of them, of grids ``horizon…``."""
         here = (place["finetune"], place["column"], variant)
-        both = [(c, row) for c, row in self.rows(table) if (c.finetune, c.column, c.variant) == here]
-        if not both:
+        if not (both := [(c, row) for c, row in self.rows(table) if (c.finetune, c.column, c.variant) == here]):
             return {}
         own, same = both[0][0].experiment, self._trial(table, both[0][0].experiment)
         longer = {t: rows for (trial, t), rows in self.trials.items() if trial == same and t > own.rounds}

@@ -62,8 +62,7 @@ def run_cells(
     experiments = [c.experiment for c in cells]
     known = {e: r for e, r in zip(experiments, looked, strict=False) if r is not None}
     found = {e: r for e in experiments if (r := known.get(e) or shown_run(e, folder)) is not None}
-    missing = [e for e in experiments if e not in found]
-    if not missing:
+    if not (missing := [e for e in experiments if e not in found]):
         say(f"{len(experiments)} stored runs found, nothing to train; FEDLIB_OUTPUTS=<another folder> trains anew")
     elif not run_missing:
         say(f"{len(found)} of {len(experiments)} runs are stored; run_missing = True trains the others")

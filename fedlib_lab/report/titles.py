@@ -62,8 +62,7 @@ def leads(frame: pd.DataFrame, hero: str = "", value: str = "accuracy") -> str:
     told, up to three; a rival is another method, if there is one.
     """
     by = [c for c in ("column", "finetune") if c in frame and frame[c].nunique() > 1]
-    done = frame.dropna(subset=[value])
-    if done.empty:
+    if (done := frame.dropna(subset=[value])).empty:
         return "No run is stored yet"
     groups = [*done.groupby(by, sort=False)][:3] if by else [("", done)]
     found = {_place(g, by): _compared(g, hero, value) for _, g in groups}

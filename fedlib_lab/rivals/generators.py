@@ -44,8 +44,7 @@ def fresh(net: nn.Module, generator: torch.Generator) -> dict[str, torch.Tensor]
     out = {}
     for name, shape in {n: x.shape for n, x in net.state_dict().items()}.items():
         path, _, leaf = name.rpartition(".")
-        layer = net.get_submodule(path)
-        if isinstance(layer, nn.Linear):
+        if isinstance((layer := net.get_submodule(path)), nn.Linear):
             bound = layer.in_features**-0.5
             out[name] = torch.empty(shape).uniform_(-bound, bound, generator=generator)
         elif isinstance(layer, nn.Embedding):

@@ -159,8 +159,7 @@ def last_state(r: Run, device: str = "cpu") -> tuple[Server, Checkpoints] | None
 
     None too if the stored curve is not ``r``'s but of a run that lay here before its files were replaced.
     """
-    store = Checkpoints(r.path, r.experiment)
-    if not store.newest.exists():
+    if not (store := Checkpoints(r.path, r.experiment)).newest.exists():
         return None
     server = store.read(store.newest, device)
     return (server, store) if json.dumps(store.metrics) == json.dumps(r.metrics) else None  # NaN too

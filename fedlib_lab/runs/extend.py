@@ -26,8 +26,7 @@ def extend(e: Experiment, rounds: int, folder: Folder = None, accept: Accept = (
     say by itself that it is not paced (``Method.paced_by``).
     """
     there, longer = run_path(e, folder), as_stored(e.replace(rounds=rounds), folder)
-    path = run_path(longer, folder)
-    if not (path / "experiment.json").exists():
+    if not ((path := run_path(longer, folder)) / "experiment.json").exists():
         server, state = _check(e, longer, folder, accept)
         longer = longer.replace(evaluate_every=state.experiment.looks_every)  # its curve goes on
         state.experiment, state.final = longer, {}

@@ -147,8 +147,7 @@ def paper_dir(paper: str) -> Path:
 def _lineage(paper: str, below: tuple[str, ...] = ()) -> list[Path]:
     """List the folders that make up ``paper``, those that it extends first."""
     folder = paper_dir(paper)
-    other = load_yaml(folder / "base.yaml").get("extends")
-    if other is None:
+    if (other := load_yaml(folder / "base.yaml").get("extends")) is None:
         return [folder]
     if other in (*below, paper):
         raise ValueError(f"{folder / 'base.yaml'}: extends = {shown(other)}: papers extend each other in a circle")

@@ -28,8 +28,7 @@ def load_state(
 
     Runs ``e`` if it is missing or came without weights. ``ValueError`` for a diverged run: its weights answer nothing.
     """
-    done = run(e, execution, folder, accept=accept)
-    if done.summary["status"] != "finished":
+    if (done := run(e, execution, folder, accept=accept)).summary["status"] != "finished":
         raise ValueError(f"{e.slug} {done.summary['status']} in round {done.summary['t']}; choose another experiment")
     f = build_federation(e, execution.device)
     if (state := last_state(done, str(f.device))) is None:

@@ -72,8 +72,7 @@ def fetch_foreign(spec: TokenSpec) -> None:
     """Bring ``spec``'s weights onto this machine. Nothing is built: of seven billion parameters that takes minutes."""
     from huggingface_hub import snapshot_download
 
-    folder = Path(spec.source)
-    if not folder.is_dir():
+    if not (folder := Path(spec.source)).is_dir():
         with suppress(Exception), fail_fast():  # huggingface_hub raises many classes
             folder = Path(snapshot_download(spec.source, allow_patterns=["*.json", "model*.safetensors"]))
     if not all((folder / name).is_file() for name in weights_in(folder)):

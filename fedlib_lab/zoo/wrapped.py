@@ -331,8 +331,7 @@ def pieces_of(net: nn.Module, cuts: Sequence[str], trained: Collection[nn.Module
     nodes = tracer.follow(net)
     ends = [nodes[0]]
     for cut in cuts:
-        node = tracer.result(cut)
-        if node is None:
+        if (node := tracer.result(cut)) is None:
             known = ", ".join(path for path, _ in net.named_children() if len(tracer.calls.get(path, ())) == 1)
             raise ValueError(f"wrap: cut {cut!r} is no module that runs once and gives one tensor; such are {known}")
         if nodes.index(node) <= nodes.index(ends[-1]):

@@ -184,14 +184,38 @@ def test_orderings_follow_the_interval_and_the_reported_sign():
 
 
 def test_the_rows_of_a_table_are_judged_at_once():
-    """1 ± 0.51 alone, 1 ± 1.14 among five (t of 2 degrees at 2.5 % / 5 is 9.92): of five such rows none is sure."""
-    alone = of(0.8, 1.2, 1.0)
+    """1 ± 0.75 alone, 1 ± 1.33 among three (t of 2 degrees at 2.5 % / 3 is 7.65): of three such rows none is sure."""
+    alone = of(0.7, 1.3, 1.0)
     assert [row["verdict"] for row in at_once([alone])] == ["holds"]
-    assert [row["verdict"] for row in at_once([alone] * 5)] == ["undecided"] * 5
+    assert [row["verdict"] for row in at_once([alone] * 3)] == ["undecided"] * 3
     sure = of(10.0, 10.1, 9.9)
-    assert [row["verdict"] for row in at_once([sure] * 4 + [alone])] == ["holds"] * 5  # Holm: four are out of the way
-    flagged = of(0.8, 1.2, 1.0, flags=("rising",))
+    assert [row["verdict"] for row in at_once([sure] * 2 + [alone])] == ["holds"] * 3  # Holm: two are out of the way
+    flagged = of(0.7, 1.3, 1.0, flags=("rising",))
     assert [row["verdict"] for row in at_once([alone, *[flagged] * 4])] == ["holds"] + ["still rising"] * 4
+
+
+def test_four_rows_tell_one_another_how_much_differences_vary():
+    """An SD of 0.3 of all, of four degrees of freedom: t at 2.5 % / 4 is 4.31; and none has less than the mean."""
+    alone, shaky = of(0.7, 1.3, 1.0), of(-2.0, 4.0, 1.0)
+    rows = at_once([alone] * 4)
+    assert [row["verdict"] for row in rows] == ["holds"] * 4
+    assert rows[0]["low"] == round(1 - t.isf(0.025, 4) * 0.3 / 3**0.5, 2)  # Holm's last step
+    steady, *others = at_once([of(0.99, 1.01, 1.0), *[shaky] * 3])
+    half = t.isf(0.025 / 4, 4) * (3 * 9 / 4) ** 0.5 / 3**0.5
+    assert steady["verdict"] == "undecided" and steady["high"] == round(1 + half, 2)
+    assert others[0]["high"] == round(1 + t.isf(0.025 / 4, 4) * 3 / 3**0.5, 2)  # its own is larger
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.6, 1.2])
+def test_a_table_of_rows_that_are_alike_hardly_ever_has_a_false_verdict(spread):
+    """However unlike their variances are; and rows two SDs apart are told apart, for which three seeds each are few."""
+    rng, false, told, draws = np.random.default_rng(0), 0, 0, 120
+    for _ in range(draws):
+        rows = rng.normal(size=(8, 3)) * np.exp(spread * rng.normal(size=(8, 1))) + rng.normal(0, 3, 3)
+        judge = lambda x: at_once([of(*(x[i] - x[j])) for i in range(8) for j in range(i)])  # noqa: E731
+        false += any(row["verdict"] in ("holds", "contradicted") for row in judge(rows))
+        told += sum(row["verdict"] in ("holds", "contradicted") for row in judge(rows + 4 * np.arange(8)[:, None])) / 28
+    assert false / draws < 0.05 and told / draws > (0.3 if spread < 1 else 0.1)
 
 
 def run_of(tiny, seed, right, **record):

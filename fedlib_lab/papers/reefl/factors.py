@@ -25,8 +25,7 @@ ACCURACY_OF = {"test": ACCURACY, "validation": "held-out accuracy (%)"}
 
 def factor_of(column: str) -> tuple[str, str]:
     """Return (factor, level) of a column; ``ValueError`` where its name says neither."""
-    found = re.fullmatch(rf"(?:\w+?_)?({'|'.join(FACTORS)})_(.+)", column)
-    if found is None:
+    if (found := re.fullmatch(rf"(?:\w+?_)?({'|'.join(FACTORS)})_(.+)", column)) is None:
         raise ValueError(f"column {column!r} names no factor and level; factors: {', '.join(FACTORS)}")
     return found[1], found[2]
 
