@@ -76,8 +76,7 @@ class Axis:
         return list(zip(accumulate(self.segments[:-1], initial=0), self.segments, strict=True))
 
     def _kept(self, keep: Callable[[int], int], size: int) -> int:
-        n = int(keep(size))
-        if not 0 < n <= size:
+        if not 0 < (n := int(keep(size))) <= size:
             raise ValueError(f"axis {self.name}: {n} of {size} entries cannot be kept; allowed: 1 to {size}")
         return n
 

@@ -41,8 +41,7 @@ def cached(key: dict, read: Callable[[], Decoded]) -> Decoded:
 
     What cannot be kept (a read-only or full disk) is read again the next time, with a warning.
     """
-    file = cache_file(key)
-    if file.exists():
+    if (file := cache_file(key)).exists():
         try:
             tensors, metadata = storage.read_tensors(file)
             return tensors, metadata["classes"]
@@ -110,11 +109,9 @@ def files_digest(files: Sequence[Path], root: Path) -> str:
     """
     status = [p.stat() for p in files]
     stamp = [(str(p), s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino) for p, s in zip(files, status, strict=True)]
-    key = source_digest({"files": stamp})
-    if key in _digests:
+    if (key := source_digest({"files": stamp})) in _digests:
         return _digests[key]
-    file = cache_dir() / f"{key}.json"
-    if file.exists():
+    if (file := cache_dir() / f"{key}.json").exists():
         with contextlib.suppress(DamagedFile):
             return _digests.setdefault(key, storage.read_json(file)["files"])
     digest = hashlib.sha256()

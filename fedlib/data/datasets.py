@@ -67,8 +67,7 @@ class DataSet:
         """
         if is_text(self.train_inputs):
             return torch.zeros(3), torch.ones(3)
-        stats = self.stats
-        if stats is None:
+        if (stats := self.stats) is None:
             rows = np.arange(len(self.train_inputs)) if rows is None else rows
             x = self.train_inputs[rows[:: max(1, len(rows) // 20_000)]].float().div_(255)
             mean, std, flat = x.mean((0, 2, 3)), x.std((0, 2, 3)), x.amax((0, 2, 3)) == x.amin((0, 2, 3))

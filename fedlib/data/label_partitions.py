@@ -67,8 +67,7 @@ def grouped_dirichlet(labels: np.ndarray, num_clients: int, alpha: float, seed: 
 def _divide(
     rows: np.ndarray, labels: np.ndarray, num_clients: int, alpha: float, least: int, rng: np.random.Generator
 ) -> list[np.ndarray]:
-    mean = len(rows) / num_clients
-    if mean < least:
+    if (mean := len(rows) / num_clients) < least:
         why = f"num_clients = {num_clients} is too many: with {len(rows)} examples a client has {mean:.1f}"
         raise ValueError(f"experiment: {why}, and the partition gives each at least {least}")
     pools = [p for c in np.unique(labels[rows]) if len(p := rng.permutation(rows[labels[rows] == c]))]
@@ -135,8 +134,7 @@ def deal(cards: Sequence[int], players: int, each: int, rng: np.random.Generator
     for _ in range(players):
         hand: list[int] = []
         while len(hand) < each:
-            card = next((c for c in deck if c not in hand), None)
-            if card is None:
+            if (card := next((c for c in deck if c not in hand), None)) is None:
                 deck += rng.permutation(cards).tolist()
                 continue
             deck.remove(card)

@@ -152,8 +152,7 @@ def _divided(
 
 def natural_partition(owners: np.ndarray, num_clients: int, seed: int) -> list[np.ndarray]:
     """Make the ``num_clients`` owners with most examples a client each, in the order of their ids."""
-    found = len(np.unique(owners))
-    if num_clients > found:
+    if num_clients > (found := len(np.unique(owners))):
         raise ValueError(
             f"experiment: num_clients = {num_clients}, but the dataset has {found} natural clients; "
             "partition = 'natural_split' divides each among several"

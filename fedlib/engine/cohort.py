@@ -142,8 +142,7 @@ class Cohort:
     def _by_member(self, tensors: Tensors, rows: Mapping[str, Sequence[int]]):
         """Yield name, member and tensor of what is stacked."""
         for name, stacked in tensors.items():
-            held = rows.get(name, range(len(self.members)))
-            if len(stacked) != len(held):
+            if len(stacked) != len(held := rows.get(name, range(len(self.members)))):
                 whose = f"{len(held)} members hold it: row j is that of member cohort.rows[name][j]"
                 raise ValueError(f"{name!r} has {len(stacked)} rows, and {whose}")
             yield from ((name, i, stacked[row]) for row, i in enumerate(held))

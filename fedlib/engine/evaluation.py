@@ -114,8 +114,7 @@ def evaluate(federation: Federation, server: Server) -> Mapping[str, object]:
     if outputs is not None and len(answering) > 1:
         answers.append(task.predict(outputs[answering].mean(0)))
     *answers, labels, finite = to_host([*answers, labels, torch.stack(finite)])
-    broken = int((~finite).sum())
-    if broken and federation.experiment.nonfinite == "fail":
+    if (broken := int((~finite).sum())) and federation.experiment.nonfinite == "fail":
         raise FloatingPointError(f"round {server.t}: answers are not finite (nonfinite = 'fail')")
     measured = [{name: rounded(x) for name, x in task.score(given, labels).items()} for given in answers]
     found = measured[: len(answering)]

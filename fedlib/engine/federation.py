@@ -102,8 +102,7 @@ def build_model(
         backbone = backbone_spec(e.backbone).build() if meta else build_backbone(e.backbone, e.pretrained, e.seed)
         if e.exit_head is not None:
             backbone.spec = backbone_spec(e.backbone, e.exit_head)
-        units = e.exit_blocks if exit_units is None else tuple(exit_units)
-        if units is None:
+        if (units := e.exit_blocks if exit_units is None else tuple(exit_units)) is None:
             units = method.place_exits(backbone.spec, e.num_exits, partial(_measured, e, method, num_classes))
         task = task_of(e.dataset)
         head = method.build_head(backbone.spec, task.outputs(num_classes), units)

@@ -50,8 +50,7 @@ class LocalOptimiser:
         ``grads`` are like the leaves, or None where the loss does not reach one; they may be clipped in place.
         ``rate`` is one number or each member's own (M,).
         """
-        reached = [i for i, g in enumerate(grads) if g is not None]
-        if not reached:
+        if not (reached := [i for i, g in enumerate(grads) if g is not None]):
             return
         held = [g for g in grads if g is not None]
         if self.clip_value is not None:

@@ -30,8 +30,7 @@ def privatise(f: Federation, server: Server, mean: MaskedMean, t: int) -> Masked
 
     Without noise the sums as they are. ``ValueError`` if a method weighted its clients.
     """
-    method = f.method
-    if not method.noise_multiplier:
+    if not (method := f.method).noise_multiplier:
         return mean
     out, received = expected_sums(f, server)
     for name, total in mean.total.items():

@@ -26,8 +26,7 @@ class Stack:
         everybody = range(len(members))
         for name, info in self.infos.items():
             if name not in federation.frozen:
-                held = [i for i, s in enumerate(self.slices) if s.holds(info)]
-                if held:
+                if held := [i for i, s in enumerate(self.slices) if s.holds(info)]:
                     self.rows[name] = everybody if len(held) == len(members) else tuple(held)
 
     def tensors(self, params: Tensors, own: bool = True, merge: bool = False) -> Tensors:

@@ -156,8 +156,7 @@ class BatchNorm2d(nn.Module):
 
     def replace_(self, leaf: str, fresh: torch.Tensor) -> None:
         """Replace old statistics by new ones (K, C), in the old shape where K is one."""
-        old = self._buffers[leaf]
-        if old.dim() == 1:
+        if (old := self._buffers[leaf]).dim() == 1:
             self._buffers[leaf] = fresh.squeeze(0) if len(fresh) == 1 else fresh
         else:
             self._buffers[leaf] = fresh if len(old) == len(fresh) else torch.cat((fresh, old[len(fresh) :]))

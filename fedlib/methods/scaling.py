@@ -219,8 +219,7 @@ def solve(options: Levels, setting: Setting, num_levels: int) -> tuple[Level, ..
 
     A process solves them once for all experiments whose models have these shapes: it takes seconds.
     """
-    asked = (options, num_levels, setting.exit_units, setting.measure.shapes)
-    if asked not in SOLVED:
+    if (asked := (options, num_levels, setting.exit_units, setting.measure.shapes)) not in SOLVED:
         cost, full = priced(partial(setting.measure.cost, options.cost), setting, options.cut == "width")
         depths, ratios = [u + 1 for u in setting.exit_units], options.ratios_of(num_levels)
         SOLVED[asked] = solve_levels(cost, ratios, depths, full, options.grid, options.eps, options.cut)

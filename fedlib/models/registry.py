@@ -63,8 +63,7 @@ def build_backbone(name: str, pretrained: bool = True, seed: int = 0) -> Backbon
     check_pretrained(name, pretrained)
     spec, generator = backbone_spec(name), torch_generator(seed, "backbone init")
     for family in FAMILIES:
-        made = family.load(name, spec, seed) if pretrained else family.draw(spec, generator)
-        if made is not None:
+        if (made := family.load(name, spec, seed) if pretrained else family.draw(spec, generator)) is not None:
             return made
     return spec.build().init_(generator)
 

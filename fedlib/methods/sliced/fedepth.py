@@ -177,8 +177,7 @@ def peer_kl(batch: Batch, temperature: float = 1.0) -> torch.Tensor:
 
     p_j is detached; the sum over exits is not divided. Zero for a client of one model.
     """
-    client = batch.client
-    if client is None:
+    if (client := batch.client) is None:
         return batch.outputs.new_zeros(batch.outputs.shape[1])
     peers = (client[:, None] == client).to(batch.outputs.dtype).fill_diagonal_(0)  # (M, M)
     logp = (batch.outputs / temperature).log_softmax(-1)  # (E, M, B, C)
